@@ -1,0 +1,47 @@
+# The jobs of this checkout; `make` alone lists them.
+#
+# Each sets up what it needs: .ci/setup answers with the current Python where that has every
+# dependency (nothing is installed then), else with that of .venv, made once.
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help demo test check cpu gpu clean
+
+export PYTHON ?= python3
+export HAS_GPU := $(firstword $(wildcard /proc/driver/nvidia /dev/nvidiactl))
+export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+
+# $(call setup,EXTRA) opens a recipe, $(call with,MODULE,OPTIONS) gives a plugin's options where
+# the plugin is installed.
+setup = set -eu; python=$$(.ci/setup $(1))
+with = $$("$$python" -c "import $(1)" 2>/dev/null && echo "$(2)")
+
+help: ## list the jobs
+	@sed -n 's/^\([a-z]*\):.*## /make \1\t/p' Makefile | expand -t 14
+
+demo: ## one decode from first call to cached kernel; with a GPU on it, else compiled only
+	@$(call setup); "$$python" -m cache_tools demo
+
+test: ## every test that this machine can run
+	@$(MAKE) --no-print-directory --keep-going cpu $(if $(HAS_GPU),gpu)
+	@$(if $(HAS_GPU),,echo "tests/gpu left out: no NVIDIA GPU on this machine")
+
+check: ## format, lint, types and the CPU tests: what a change must pass
+	@$(call setup,dev); PATH=$$(dirname "$$python"):$$PATH; set -x; \
+	ruff format --check . ; \
+	ruff check . ; \
+	mypy --strict mlagen cache_tools tests; \
+	find templates -name '*.cuh' -exec clang-format --dry-run -Werror {} +
+	@$(MAKE) --no-print-directory cpu
+
+# A CPU test takes 20 s at most on an idle machine of two cores; the limits only end what hangs.
+cpu: ## the tests that need no GPU
+	@$(call setup,test); "$$python" -m pytest -m "not gpu" \
+	  $(call with,pytest_timeout,--timeout=120) $(call with,xdist,-n auto)
+
+gpu: ## the tests that need an NVIDIA GPU
+	@$(call setup,test); "$$python" -m pytest -m gpu $(call with,pytest_timeout,--timeout=300)
+
+clean: ## remove .venv and what tools left in the checkout; cached kernels stay
+	rm -rf .venv build dist *.egg-info .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +

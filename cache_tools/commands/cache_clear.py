@@ -1,0 +1,31 @@
+"""`mlagen cache clear`: remove every kernel."""
+
+from __future__ import annotations
+
+import click
+
+from ..exit_codes import FAILED
+from ..report import console, count_text, json_option, print_json, size_text
+
+
+@click.command()
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@json_option
+@click.pass_context
+def clear(ctx: click.Context, /, *, yes: bool, as_json: bool) -> None:
+    """Remove every cached kernel and everything in quarantine."""
+    from mlagen.engine import kernel_store
+    from mlagen.settings import current_settings
+
+    cache_dir = current_settings().cache_dir
+    store, text = kernel_store(), console(stderr=as_json)
+    entries = list(store.entries())
+    kernels = count_text(len(entries), "kernel")
+    size = size_text(sum(stored.size_bytes for stored in entries))
+    if not yes and not click.confirm(f"Remove {kernels}, {size}, from {cache_dir}?", err=as_json):
+        text.print("nothing removed")
+        ctx.exit(FAILED)
+    removed = store.clear()
+    if as_json:
+        print_json({"cache_dir": str(cache_dir), "removed": removed})
+    text.print(f"removed {count_text(removed, 'kernel')} from {cache_dir}", soft_wrap=True)

@@ -1,0 +1,20 @@
+"""`mlagen cache dir`: where the cache is."""
+
+from __future__ import annotations
+
+import click
+
+from ..report import json_option, print_json
+
+
+@click.command("dir")
+@json_option
+def dir_(*, as_json: bool) -> None:
+    """Print the cache folder; it need not exist."""
+    from mlagen.settings import current_settings
+
+    path = current_settings().cache_dir
+    if as_json:
+        print_json({"cache_dir": str(path), "exists": path.is_dir()})
+    else:
+        click.echo(path)

@@ -1,0 +1,290 @@
+"""`mlagen demo`: one decode from its first call to its cached kernels, with times and the error.
+
+Times that a fresh process would see are taken in one: this module calls itself with ``--stage``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from importlib import import_module
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ..demo_report import print_demo
+from ..exit_codes import DONE, FAILED
+from ..progress import prewarm_progress
+from ..report import console, count_text, json_option, print_json, resource_columns
+
+if TYPE_CHECKING:
+    import torch
+
+    from mlagen.prewarming import PrewarmReport
+
+# DeepSeek-V3 on one of eight GPUs, with requests of very different lengths.
+SEQ_LENS = (17, 64, 1000, 2500, 4099, 9001)
+HEADS = 16
+PAGE_SIZE = 64
+KV_LORA_RANK = 512
+QK_ROPE_HEAD_DIM = 64
+SCALE = 192**-0.5
+
+# Without a GPU: what H100 and H200 run, and the oldest target.
+CROSS_ARCHS = ("sm_90a", "sm_80")
+
+
+@click.command()
+@click.option("--keep-cache", is_flag=True, help="Time with the cache as it is, not an empty one.")
+@click.option("--stage", type=click.Choice(["call", "look-up"]), hidden=True)
+@json_option
+@click.pass_context
+def demo(ctx: click.Context, /, *, keep_cache: bool, stage: str | None, as_json: bool) -> None:
+    """Run one MLA decode from first call to cached kernels.
+
+    With a GPU: times of a first call, a second one, and the first of a new process. Without: its
+    kernels are compiled all the same, and the CPU backend computes. The result is compared with
+    float64, and the kernels stay in the cache. Exits with 1 if it is wrong.
+    """
+    if stage is not None:
+        print_json({"call": _stage_call, "look-up": _stage_look_up}[stage]())
+        return
+    import torch
+
+    def tell(step: str) -> None:
+        console(stderr=True).print(f"{step} ...", soft_wrap=True)
+
+    document = (_with_gpu if torch.cuda.is_available() else _without_gpu)(tell, keep_cache)
+    if as_json:
+        print_json(document)
+    else:
+        print_demo(document)
+    ctx.exit(DONE if document["result"]["is_right"] else FAILED)
+
+
+def _with_gpu(tell: Callable[[str], None], keep_cache: bool) -> dict[str, Any]:
+    with TemporaryDirectory(prefix="mlagen-demo-") as empty:
+        changes = {} if keep_cache else {"MLAGEN_CACHE_DIR": empty}
+        tell("first process")
+        first = _in_new_process("call", changes)
+        tell("second process, same cache")
+        second = _in_new_process("call", changes)
+    report = _prewarm("native")
+    before = "the cache as it was" if keep_cache else "empty cache"
+    times = {
+        f"first call, {before}": (first["first_ms"], "after imports and CUDA's own start"),
+        "second call": (first["second_ms"], "until the GPU is done"),
+        "one of many calls": (first["steady_ms"], "on the GPU, by CUDA events"),
+        "first call of a new process": (second["first_ms"], "kernels from the cache"),
+    }
+    return _document(first["gpu"], times, first["result"], report)
+
+
+def _without_gpu(tell: Callable[[str], None], _keep_cache: bool) -> dict[str, Any]:
+    tell(f"no GPU: compiling for {' and '.join(CROSS_ARCHS)}")
+    report = _prewarm(",".join(CROSS_ARCHS))
+    tell("looking them up in a new process")
+    found = _in_new_process("look-up", {})
+    tell("computing on the CPU")
+    problem = _problem("cpu")
+    start = time.perf_counter()
+    out = _decode(problem)
+    cpu_ms = (time.perf_counter() - start) * 1e3
+    totals = report.totals()
+    built = count_text(int(totals["built"]), "kernel")
+    times = {
+        "compiling": (report.ms, f"{built}; {totals['hit']} in the cache before"),
+        "looking up in a new process": (found["ms"], f"{found['found']} kernels, digests checked"),
+        "the call on the CPU backend": (cpu_ms, "slow, and the same checks and results"),
+    }
+    return _document(None, times, _result(problem, out), report)
+
+
+def _prewarm(archs: str) -> PrewarmReport:
+    from mlagen.prewarming import prewarm
+
+    with prewarm_progress() as on_event:
+        report = prewarm(archs, on_event=on_event, **_KERNELS)  # type: ignore[arg-type]
+    for unit in report.units:
+        if unit.error is not None:
+            raise unit.error
+    return report
+
+
+# The kernels that the call takes.
+_KERNELS = {
+    "dtype": "bf16",
+    "kv_lora_rank": KV_LORA_RANK,
+    "page_size": PAGE_SIZE,
+    "heads": HEADS,
+}
+
+
+def _in_new_process(stage: str, changes: dict[str, str]) -> dict[str, Any]:
+    package = __package__.rpartition(".commands")[0]
+    command = [sys.executable, "-m", package, "demo", "--stage", stage]
+    environment = {**os.environ, **changes, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    ran = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=False)
+    if ran.returncode != DONE:  # it said why on stderr, which is ours too
+        click.get_current_context().exit(ran.returncode)
+    answer: dict[str, Any] = json.loads(ran.stdout)
+    return answer
+
+
+def _stage_look_up() -> dict[str, Any]:
+    from mlagen.engine import find_or_build
+    from mlagen.spec.arch import parse_arch
+    from mlagen.spec.selection import select_specs
+
+    start = time.perf_counter()
+    wanted: dict[str, Any] = {label: value for label, value in _KERNELS.items() if label != "heads"}
+    specs = select_specs(map(parse_arch, CROSS_ARCHS), heads=HEADS, wanted=wanted)
+    found = [find_or_build(spec) for spec in specs]
+    ms = (time.perf_counter() - start) * 1e3
+    return {"ms": ms, "found": sum(not outcome.built for outcome in found)}
+
+
+def _stage_call() -> dict[str, Any]:
+    import torch
+
+    import_module("mlagen.mla")  # or the first call would be charged for it
+    problem = _problem("cuda")
+
+    def timed() -> tuple[float, torch.Tensor]:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        out = _decode(problem)
+        torch.cuda.synchronize()
+        return (time.perf_counter() - start) * 1e3, out
+
+    first_ms, out = timed()
+    second_ms, _ = timed()
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "first_ms": first_ms,
+        "second_ms": second_ms,
+        "steady_ms": median(_gpu_ms(lambda: _decode(problem), calls=20) for _ in range(10)),
+        "result": _result(problem, out),
+    }
+
+
+def _gpu_ms(call: Callable[[], object], *, calls: int) -> float:
+    import torch
+
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    start.record()
+    for _ in range(calls):
+        call()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / calls
+
+
+def _problem(device: str) -> dict[str, Any]:
+    """Return the arguments of the call, and the tokens of each request for the comparison."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    width = KV_LORA_RANK + QK_ROPE_HEAD_DIM
+    counts = [-(-length // PAGE_SIZE) for length in SEQ_LENS]
+    order = torch.randperm(sum(counts), generator=generator)
+    # What no request holds is NaN: a kernel that read it would show it.
+    cache = torch.full((sum(counts), PAGE_SIZE, width), torch.nan, dtype=torch.bfloat16)
+    tables = torch.full((len(SEQ_LENS), max(counts)), -1, dtype=torch.int32)
+    tokens = []
+    for request, (length, pages) in enumerate(
+        zip(SEQ_LENS, torch.split(order, counts), strict=True)
+    ):
+        slots = torch.full((len(pages) * PAGE_SIZE, width), torch.nan, dtype=torch.bfloat16)
+        slots[:length] = torch.randn(length, width, generator=generator)
+        cache[pages] = slots.view(len(pages), PAGE_SIZE, width)
+        tables[request, : len(pages)] = pages
+        tokens.append(slots[:length])
+    query = torch.randn(len(SEQ_LENS), 1, HEADS, width, generator=generator).bfloat16()
+    return {
+        "tokens": tokens,
+        "query": query.to(device),
+        "kv_cache": cache.to(device),
+        "block_tables": tables.to(device),
+        "seq_lens": torch.tensor(SEQ_LENS, dtype=torch.int32).to(device),
+        "workspace_buffer": torch.empty(64 << 20, dtype=torch.uint8, device=device),
+    }
+
+
+def _decode(problem: dict[str, Any]) -> torch.Tensor:
+    from mlagen.mla import trtllm_batch_decode_with_kv_cache_mla
+
+    tensors = {name: value for name, value in problem.items() if name != "tokens"}
+    out = trtllm_batch_decode_with_kv_cache_mla(
+        **tensors,
+        qk_nope_head_dim=128,
+        kv_lora_rank=KV_LORA_RANK,
+        qk_rope_head_dim=QK_ROPE_HEAD_DIM,
+        max_seq_len=max(SEQ_LENS),
+        bmm1_scale=SCALE,
+    )
+    assert not isinstance(out, tuple)
+    return out
+
+
+def _result(problem: dict[str, Any], out: torch.Tensor) -> dict[str, Any]:
+    """Compare with the same computation in float64."""
+    import torch
+
+    expected = []
+    for query, tokens in zip(problem["query"][:, 0].cpu().double(), problem["tokens"], strict=True):
+        weights = torch.softmax(query @ tokens.double().T * SCALE, dim=1)
+        expected.append(weights @ tokens[:, :KV_LORA_RANK].double())
+    error = (out[:, 0].cpu().double() - torch.stack(expected)).abs().max().item()
+    # Rounding to bf16, 2^-8, of the result and of the weights in numerator and denominator.
+    bound = 3 * 2**-8 * max(tokens.abs().max().item() for tokens in problem["tokens"])
+    return {"largest_error": error, "bound": bound, "is_right": error <= bound}
+
+
+def _document(
+    gpu: str | None,
+    times: dict[str, tuple[float, str]],
+    result: dict[str, Any],
+    report: PrewarmReport,
+) -> dict[str, Any]:
+    from mlagen.engine import kernel_store, key_of
+
+    kernels = []
+    for unit in report.units:
+        entry = kernel_store().find(key_of(unit.spec))
+        assert entry is not None, "published a moment ago"
+        assert entry.path is not None
+        resources = resource_columns(entry.manifest.facts)
+        shared_bytes = unit.spec.shared_bytes + resources.pop("static_shared_bytes")
+        kernels.append(
+            {
+                "key": unit.key,
+                "family": unit.spec.family,
+                "spec": unit.spec.ingredients(),
+                "compile_ms": entry.manifest.facts["compile_ms"],
+                **resources,
+                "shared_bytes": shared_bytes,
+                "cubin_bytes": len(entry.cubin),
+                "path": str(entry.path),
+            }
+        )
+    return {
+        "problem": {
+            "seq_lens": SEQ_LENS,
+            "heads": HEADS,
+            "kv_lora_rank": KV_LORA_RANK,
+            "qk_rope_head_dim": QK_ROPE_HEAD_DIM,
+            "page_size": PAGE_SIZE,
+            "dtype": "bf16",
+        },
+        "gpu": gpu,
+        "times": [{"name": name, "ms": ms, "note": note} for name, (ms, note) in times.items()],
+        "result": result,
+        "kernels": kernels,
+    }

@@ -1,0 +1,62 @@
+"""Prewarming as it goes: a line for each finished kernel, and on a terminal a bar below them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from .report import console, kernel_text, time_text
+
+if TYPE_CHECKING:
+    from mlagen.prewarming import PrewarmEvent, PrewarmUnit
+    from mlagen.spec.kernel import KernelSpec
+
+
+@contextmanager
+def prewarm_progress() -> Iterator[Callable[[PrewarmEvent], None]]:
+    """Give a callback for :func:`mlagen.prewarm` that prints on stderr."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    output = console(stderr=True)
+    columns = (
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}", markup=False),
+    )
+    compiling: dict[KernelSpec, str] = {}
+    with Progress(
+        *columns, console=output, transient=True, disable=not output.is_terminal
+    ) as progress:
+        task = progress.add_task("", total=None)
+
+        def on_event(event: PrewarmEvent) -> None:
+            if event.kind == "started":
+                compiling[event.spec] = _name(event.spec)
+            elif event.unit is not None:
+                compiling.pop(event.spec, None)
+                output.print(_line(event.unit), soft_wrap=True)
+            else:
+                output.print(f"{'loaded':16}{_name(event.spec)}", soft_wrap=True)
+            waiting = "compiling " + next(iter(compiling.values())) if compiling else ""
+            if len(compiling) > 1:
+                waiting += f", and {len(compiling) - 1} more"
+            progress.update(task, total=event.total, completed=event.done, description=waiting)
+
+        yield on_event
+
+
+def _name(spec: KernelSpec) -> str:
+    return kernel_text(spec.family, spec.ingredients())
+
+
+def _line(unit: PrewarmUnit) -> str:
+    text = f"{unit.status:7}{time_text(unit.ms):>7}  {_name(unit.spec)}"
+    if unit.error is not None:
+        return f"{text}: {unit.error}"
+    if unit.registers is not None:
+        text += f": {unit.registers} registers"
+    if unit.spill_bytes:
+        text += f", {unit.spill_bytes} bytes spilled"
+    return text

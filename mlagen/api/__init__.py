@@ -1,0 +1,1 @@
+"""What the entry points share: argument checks, tensors to specs, and the CPU backend."""

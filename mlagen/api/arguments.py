@@ -1,0 +1,102 @@
+"""Checks of what a caller passed, each with a message that names argument, rule and value."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NoReturn
+
+import torch
+
+from mlagen.errors import ArgumentError
+from mlagen.spec.dtype import DType
+
+DTYPES = {torch.bfloat16: DType.BF16, torch.float16: DType.FP16}
+
+# Token counts and page ids are read as 32-bit words; an unsigned one is below 2^31 all the same.
+INDEX_DTYPES = (torch.int32, torch.uint32)
+
+# One cp.async, or one vector store, moves this many bytes to or from an aligned address.
+ALIGNMENT_BYTES = 16
+
+
+def require(condition: bool, argument: str, expected: object, got: object) -> None:
+    """Raise :class:`ArgumentError` naming the argument, the rule and the value."""
+    if not condition:
+        refuse(argument, expected, got)
+
+
+def refuse(argument: str, expected: object, got: object) -> NoReturn:
+    """Raise the error of :func:`require`, for checks whose words cost more than the check."""
+    raise ArgumentError(f"{argument}: expected {expected}, got {got}")
+
+
+def require_tensor(value: object, argument: str) -> torch.Tensor:
+    """Return ``value`` if it is a tensor."""
+    if not isinstance(value, torch.Tensor):
+        refuse(argument, "a torch.Tensor", type(value).__name__)
+    return value
+
+
+def require_device(tensor: torch.Tensor, argument: str, device: torch.device) -> None:
+    """Refuse a tensor that is not on the query's device."""
+    require(tensor.device == device, f"{argument}.device", f"{device} (of query)", tensor.device)
+
+
+def require_dtype(
+    tensor: torch.Tensor, argument: str, allowed: Sequence[torch.dtype], why: str = ""
+) -> None:
+    """Refuse a tensor whose dtype is not among ``allowed``."""
+    if tensor.dtype not in allowed:
+        rule = " or ".join(map(str, allowed))
+        refuse(f"{argument}.dtype", f"{rule} ({why})" if why else rule, tensor.dtype)
+
+
+def require_shape(
+    tensor: torch.Tensor, argument: str, allowed: Sequence[tuple[int, ...]], why: str = ""
+) -> None:
+    """Refuse a tensor whose shape is not among ``allowed``."""
+    if tuple(tensor.shape) not in allowed:
+        rule = " or ".join(str(list(shape)) for shape in dict.fromkeys(allowed))
+        refuse(f"{argument}.shape", f"{rule} ({why})" if why else rule, list(tensor.shape))
+
+
+def require_dims(tensor: torch.Tensor, argument: str, allowed: Sequence[int]) -> None:
+    """Refuse a tensor with another number of dimensions."""
+    if tensor.dim() not in allowed:
+        refuse(f"{argument}.ndim", " or ".join(map(str, allowed)), tensor.dim())
+
+
+def require_contiguous(tensor: torch.Tensor, argument: str) -> None:
+    """Refuse a tensor with gaps or reordered dimensions."""
+    if not tensor.is_contiguous():
+        refuse(f"{argument}.stride()", f"contiguous for shape {list(tensor.shape)}", tensor.stride())
+
+
+def require_dense_last_dim(tensor: torch.Tensor, argument: str) -> None:
+    """Refuse a tensor whose last dimension has gaps."""
+    if tensor.stride(-1) != 1 and tensor.shape[-1] != 1:
+        refuse(f"{argument}.stride(-1)", 1, tensor.stride(-1))
+
+
+def require_aligned(tensor: torch.Tensor, argument: str) -> None:
+    """Refuse a tensor whose rows do not begin at whole 16-byte addresses."""
+    elements = ALIGNMENT_BYTES // tensor.element_size()
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if dim != tensor.dim() - 1 and size > 1 and stride % elements:
+            refuse(f"{argument}.stride({dim})", f"a multiple of {elements}", stride)
+
+
+def require_index(tensor: torch.Tensor, argument: str, device: torch.device) -> None:
+    """Refuse a tensor that is not 32-bit integers on ``device``."""
+    require_device(tensor, argument, device)
+    require_dtype(tensor, argument, INDEX_DTYPES)
+
+
+def require_scale(scale: object, argument: str, device: torch.device) -> None:
+    """Refuse a scale that is neither a number nor one fp32 element on ``device``."""
+    if isinstance(scale, torch.Tensor):
+        require_device(scale, argument, device)
+        require_dtype(scale, argument, (torch.float32,))
+        require(scale.numel() == 1, f"{argument}.numel()", 1, scale.numel())
+    elif isinstance(scale, bool) or not isinstance(scale, (int, float)):
+        refuse(argument, "a float or a torch.float32 tensor of one element", repr(scale))

@@ -1,0 +1,297 @@
+"""MLA decode calls: checked and planned once for each form of the arguments, then only launched."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from mlagen.api.arguments import ALIGNMENT_BYTES, DTYPES, refuse, require
+from mlagen.api.mla_request import MlaInputs, MlaRequest, check_request, paged_cache
+from mlagen.api.reference import decode_mla
+from mlagen.engine import kernel_for
+from mlagen.errors import UnsupportedError
+from mlagen.runtime.device import arch_of_device, device_facts
+from mlagen.runtime.launch import launch
+from mlagen.runtime.loader import LoadedKernel
+from mlagen.runtime.plan import MlaDecodePlan, MlaDecodeProblem, plan_mla_decode
+from mlagen.spec.combine import CombineSplitsSpec
+from mlagen.spec.mla import MlaDecodeSpec, mla_decode_spec
+
+# Forms of arguments that are remembered; a server sees a few for each batch size.
+_MOST_CALLS = 8192
+
+_calls: dict[Hashable, MlaCall] = {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlaCall:
+    """A form of arguments that is sound, with its kernels loaded and its launch planned."""
+
+    request: MlaRequest
+    plan: MlaDecodePlan
+    decode: LoadedKernel
+    combine: LoadedKernel | None
+    layout: tuple[int, ...]  # the integer fields of the decode kernel's parameters
+
+
+def run_mla(inputs: MlaInputs, enable_pdl: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Compute one call; returns the output and, if asked for, the LSE."""
+    form = _form_of(inputs)
+    call = _calls.get(form)
+    if call is None:
+        request = check_request(inputs)
+        if request.device.type == "cpu":
+            return _run_on_cpu(inputs, request)
+        call = _prepare(inputs, request)
+        if len(_calls) >= _MOST_CALLS:
+            _calls.clear()
+        _calls[form] = call
+    return _run_on_gpu(call, inputs, enable_pdl)
+
+
+def workspace_bytes(
+    *,
+    batch: int,
+    q_len: int,
+    heads: int,
+    max_seq_len: int,
+    dtype: torch.dtype = torch.bfloat16,
+    kv_lora_rank: int = 512,
+    qk_rope_head_dim: int = 64,
+    page_size: int = 64,
+    device: torch.device | int = 0,
+) -> int:
+    """Return the bytes of ``workspace_buffer`` that an MLA decode call of this size needs.
+
+    Parameters
+    ----------
+    batch, q_len, heads, max_seq_len
+        As in the call; for ragged queries ``q_len`` is the longest.
+    device
+        The GPU that will run it.
+
+    Raises
+    ------
+    UnsupportedError
+        If no kernel covers such a call.
+    """
+    index = device if isinstance(device, int) else (device.index or 0)
+    spec = mla_decode_spec(
+        arch=arch_of_device(index),
+        query_dtype=DTYPES[dtype],
+        kv_dtype=DTYPES[dtype],
+        kv_lora_rank=kv_lora_rank,
+        qk_rope_head_dim=qk_rope_head_dim,
+        page_size=page_size,
+        rows=q_len * heads,
+    )
+    problem = MlaDecodeProblem(
+        batch=batch,
+        q_len=q_len,
+        heads=heads,
+        total_rows=batch * q_len * heads,
+        longest_kv=_rounded_up(max_seq_len),
+    )
+    return _plan(spec, problem, device_facts(index).sm_count).workspace_bytes
+
+
+def _form_of(inputs: MlaInputs) -> Hashable:
+    """Return everything about the arguments that a check or a plan may depend on."""
+    return (
+        *[_facts(value) for value in inputs[:3]],
+        *inputs[3:5],
+        _facts(inputs.block_tables),
+        _facts(inputs.seq_lens),
+        _rounded_up(inputs.max_seq_len),
+        *[_facts(value) for value in inputs[8:13]],
+        *inputs[13:15],
+        _facts(inputs.cum_seq_lens_q),
+        inputs.max_q_len,
+    )
+
+
+def _facts(value: object) -> Hashable:
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype, value.device
+    return type(value)
+
+
+def _rounded_up(length: int) -> int:
+    # To four leading bits: the plan of a growing batch changes now and then, not at every step.
+    if not isinstance(length, int) or length < 16:
+        return length
+    step = 1 << (length.bit_length() - 4)
+    return -(-length // step) * step
+
+
+_plan = lru_cache(maxsize=_MOST_CALLS)(plan_mla_decode)
+
+
+def _prepare(inputs: MlaInputs, request: MlaRequest) -> MlaCall:
+    if request.device.type != "cuda":
+        raise UnsupportedError(f"query.device: expected cuda or cpu, got {request.device}")
+    index = request.device.index
+    arch = arch_of_device(index)
+    spec = mla_decode_spec(
+        arch=arch,
+        query_dtype=DTYPES[request.dtype],
+        kv_dtype=DTYPES[request.dtype],
+        kv_lora_rank=request.kv_lora_rank,
+        qk_rope_head_dim=request.qk_rope_head_dim,
+        page_size=request.page_size,
+        rows=request.q_len * request.heads,
+    )
+    capacity = request.max_pages * request.page_size
+    problem = MlaDecodeProblem(
+        batch=request.batch,
+        q_len=request.q_len,
+        heads=request.heads,
+        total_rows=request.tokens * request.heads,
+        longest_kv=min(_rounded_up(inputs.max_seq_len), capacity),
+    )
+    plan = _plan(spec, problem, device_facts(index).sm_count)
+    given = inputs.workspace_buffer.numel() * inputs.workspace_buffer.element_size()
+    require(
+        given >= plan.workspace_bytes,
+        "workspace_buffer",
+        f"{plan.workspace_bytes} bytes or more for this call",
+        f"{given} bytes",
+    )
+    combine = None
+    if plan.splits > 1:
+        combine = kernel_for(
+            CombineSplitsSpec(arch=arch, dtype=spec.query_dtype, head_dim_vo=spec.head_dim_vo),
+            index,
+        )
+    return MlaCall(
+        request=request,
+        plan=plan,
+        decode=kernel_for(spec, index),
+        combine=combine,
+        layout=_layout(spec, request, plan),
+    )
+
+
+def _layout(spec: MlaDecodeSpec, request: MlaRequest, plan: MlaDecodePlan) -> tuple[int, ...]:
+    values = {
+        "query_stride": request.query_stride,
+        "query_head_stride": request.query_head_stride,
+        "page_stride": request.page_stride * spec.kv_dtype.bytes,
+        "token_stride": request.token_stride * spec.kv_dtype.bytes,
+        "total_rows": request.tokens * request.heads,
+        "heads": request.heads,
+        "q_len": request.q_len,
+        "max_pages": request.max_pages,
+        "block_tables_stride": request.block_tables_stride,
+        "num_pages": request.num_pages,
+        "row_tiles": plan.row_tiles,
+        "splits": plan.splits,
+    }
+    return tuple(values[field.name] for field in spec.parameters if field.code in "qi")
+
+
+def _run_on_gpu(
+    call: MlaCall, inputs: MlaInputs, enable_pdl: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    request, plan = call.request, call.plan
+    out, lse = inputs.out, inputs.lse if inputs.return_lse else None
+    if out is None:
+        out = torch.empty(request.out_shape, dtype=request.dtype, device=request.device)
+    if lse is None and inputs.return_lse:
+        lse = torch.empty(request.lse_shape, dtype=torch.float32, device=request.device)
+    if plan.blocks == 0:
+        return out, lse
+
+    query = inputs.query.data_ptr()
+    cache = inputs.kv_cache.data_ptr()
+    workspace = inputs.workspace_buffer.data_ptr()
+    out_pointer = out.data_ptr()
+    if (query | cache | workspace | out_pointer) % ALIGNMENT_BYTES:
+        _refuse_misaligned(inputs, out)
+    bmm1_tensor, bmm1_scale = _scale(inputs.bmm1_scale)
+    bmm2_tensor, bmm2_scale = _scale(inputs.bmm2_scale)
+    sinks = inputs.sinks.data_ptr() if inputs.sinks is not None else 0
+    lse_pointer = lse.data_ptr() if lse is not None else 0
+    lse_factor = math.log(2) if inputs.return_lse_base == "basee" else 1.0
+    # The partial rows come first, then their LSE.
+    partial_lse = workspace + plan.partial_rows * request.kv_lora_rank * 4
+    launch(
+        call.decode,
+        plan.blocks,
+        enable_pdl,
+        query,
+        cache,
+        inputs.block_tables.data_ptr(),
+        inputs.seq_lens.data_ptr(),
+        inputs.cum_seq_lens_q.data_ptr() if inputs.cum_seq_lens_q is not None else 0,
+        bmm1_tensor,
+        bmm2_tensor,
+        sinks,
+        out_pointer,
+        lse_pointer,
+        workspace,
+        partial_lse,
+        *call.layout,
+        bmm1_scale,
+        bmm2_scale,
+        lse_factor,
+    )
+    if call.combine is not None:
+        rows = request.tokens * request.heads
+        launch(
+            call.combine,
+            rows * call.combine.spec.slices,
+            enable_pdl,
+            workspace,
+            partial_lse,
+            bmm2_tensor,
+            sinks,
+            out_pointer,
+            lse_pointer,
+            rows,
+            request.heads,
+            plan.splits,
+            bmm2_scale,
+            lse_factor,
+        )
+    return out, lse
+
+
+def _scale(scale: float | torch.Tensor) -> tuple[int, float]:
+    """Return a pointer and a value, of which the kernel takes the pointer if there is one."""
+    if isinstance(scale, torch.Tensor):
+        return scale.data_ptr(), 0.0
+    return 0, scale
+
+
+def _refuse_misaligned(inputs: MlaInputs, out: torch.Tensor) -> None:
+    for name in ("query", "kv_cache", "workspace_buffer"):
+        _require_aligned_pointer(getattr(inputs, name), name)
+    _require_aligned_pointer(out, "out")
+
+
+def _require_aligned_pointer(tensor: torch.Tensor, argument: str) -> None:
+    if tensor.data_ptr() % ALIGNMENT_BYTES:
+        refuse(
+            f"{argument}.data_ptr()",
+            f"a multiple of {ALIGNMENT_BYTES}",
+            f"{tensor.data_ptr() % ALIGNMENT_BYTES} more than one",
+        )
+
+
+def _run_on_cpu(
+    inputs: MlaInputs, request: MlaRequest
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    out, lse = decode_mla(inputs, request, paged_cache(inputs))
+    if inputs.out is not None:
+        out = inputs.out.copy_(out.view(request.out_shape))
+    else:
+        out = out.view(request.out_shape)
+    if not inputs.return_lse:
+        return out, None
+    lse = lse.view(request.lse_shape)
+    return out, lse if inputs.lse is None else inputs.lse.copy_(lse)

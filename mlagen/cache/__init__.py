@@ -1,0 +1,1 @@
+"""Where kernels are kept: keys, entries, and the store that finds and publishes them."""

@@ -1,0 +1,56 @@
+"""The key of a kernel: labelled ingredients and their digest; it knows no template, no compiler."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import cached_property
+
+# Counts changes of meaning: of an ingredient, of the digest, or of the manifest stored under it.
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class CacheKey:
+    """What a kernel is made of, and by which compiler.
+
+    Attributes
+    ----------
+    ingredients : tuple[tuple[str, str], ...]
+        Labels and values, in order; everything that can change the machine code, except the
+        compiler itself.
+    toolchain : str
+        The compiler, ``nvrtc-13.5.37``. It names a folder below the digest and is not part of it,
+        so that one kernel can be kept as several compilers made it.
+    """
+
+    ingredients: tuple[tuple[str, str], ...]
+    toolchain: str
+
+    def __post_init__(self) -> None:
+        labels = [label for label, _ in self.ingredients]
+        assert len(set(labels)) == len(labels), f"a label occurs twice in {labels}"
+        assert all(type(value) is str for _, value in self.ingredients), self.ingredients
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the schema and the ingredients, as 64 hex digits."""
+        # JSON separates label from value and one pair from the next, whatever characters they hold.
+        canonical = json.dumps([SCHEMA, self.ingredients], ensure_ascii=True, separators=(",", ":"))
+        return hashlib.sha256(canonical.encode("ascii")).hexdigest()
+
+    def differences(self, other: CacheKey) -> list[tuple[str, str | None, str | None]]:
+        """Return what explains that two keys differ: label, own value, the other's value.
+
+        ``None`` stands for a label that one of them lacks; the toolchain comes last.
+        """
+        mine = dict(self.ingredients, toolchain=self.toolchain)
+        theirs = dict(other.ingredients, toolchain=other.toolchain)
+        labels = [label for label, _ in self.ingredients]
+        labels += [label for label, _ in other.ingredients if label not in mine]
+        return [
+            (label, mine.get(label), theirs.get(label))
+            for label in [*labels, "toolchain"]
+            if mine.get(label) != theirs.get(label)
+        ]

@@ -1,0 +1,89 @@
+"""Where everything lies below the root of a store; names only, nothing is created.
+
+::
+
+    v1/CACHEDIR.TAG
+    v1/e/<kk>/<key>/<toolchain>/             an entry; kk = the first two digits of the key
+    v1/staging/<key>.<host>.<pid>.<random>/  an entry being written
+    v1/staging/trash.<host>.<pid>.<random>   an entry being removed
+    v1/quarantine/<key>.<ns>.<pid>/          reason.json, and the damaged entry as entry/
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+_TOOLCHAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
+_ABANDONED_AFTER_S = 3600.0
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The folders of one store."""
+
+    root: Path
+
+    @property
+    def version(self) -> Path:
+        """The folder of this layout; another layout would stand beside it."""
+        return self.root / "v1"
+
+    @property
+    def tag(self) -> Path:
+        """The file that tells backup programs to pass by."""
+        return self.version / "CACHEDIR.TAG"
+
+    @property
+    def entries(self) -> Path:
+        """The folder of all entries."""
+        return self.version / "e"
+
+    @property
+    def staging(self) -> Path:
+        """The folder of what is being written or removed."""
+        return self.version / "staging"
+
+    @property
+    def quarantine(self) -> Path:
+        """The folder of damaged entries."""
+        return self.version / "quarantine"
+
+    def entry(self, key: str, toolchain: str) -> Path:
+        """Return the folder of one entry."""
+        assert _TOOLCHAIN.fullmatch(toolchain), toolchain
+        return self.entries / key[:2] / key / toolchain
+
+    def new_staging(self, stem: str) -> Path:
+        """Return a name in the staging folder that nobody else uses."""
+        owner = f"{os.uname().nodename}.{os.getpid()}"
+        return self.staging / f"{stem}.{owner}.{secrets.token_hex(4)}"
+
+    def new_quarantine(self, key: str) -> Path:
+        """Return a name in the quarantine folder that nobody else uses."""
+        return self.quarantine / f"{key}.{time.time_ns()}.{os.getpid()}"
+
+
+def is_abandoned(staged: Path) -> bool:
+    """Whether whoever wrote in a staging folder will not come back to it."""
+    # The distance, not the age: a time far in the future comes from a clock that was set back.
+    if abs(time.time() - staged.lstat().st_mtime) < _ABANDONED_AFTER_S:
+        return False
+    owner, _, _random = staged.name.rpartition(".")
+    owner, _, pid = owner.rpartition(".")
+    is_ours = owner.partition(".")[2] == os.uname().nodename
+    return not (is_ours and pid.isdecimal() and _is_running(int(pid)))
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        pass  # somebody else's process, but a process
+    return True

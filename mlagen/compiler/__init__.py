@@ -1,0 +1,1 @@
+"""Source to cubin: finding NVRTC, its options, and what it says."""

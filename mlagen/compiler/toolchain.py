@@ -1,0 +1,113 @@
+"""Which NVRTC would compile, and with which options; the library itself is not loaded."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+
+from mlagen.errors import ToolchainError
+from mlagen.spec.arch import Arch
+
+OLDEST_NVRTC = (12, 8)
+
+# The wheel that holds libnvrtc.so.<major>, and the extra of ours that asks for it.
+_WHEELS = {12: ("nvidia-cuda-nvrtc-cu12", "cu12"), 13: ("nvidia-cuda-nvrtc", "cu13")}
+
+_OPTIONS = (
+    "--std=c++17",
+    # NVRTC 13 would otherwise keep a cache of its own in the driver, and call cuInit for it.
+    "--no-cache",
+    # A quoted include must not be found in the current folder.
+    "--no-source-include",
+    # The limit is the whole process's; other threads may be starting children.
+    "--modify-stack-limit=false",
+    "--fmad=true",
+    "--ptxas-options=-v",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nvrtc:
+    """The NVRTC that this process would load."""
+
+    version: str  # with the patch level: "13.5.37"
+    path: Path
+    source: str  # the distribution it came with, or "system"
+
+    def __str__(self) -> str:
+        return f"nvrtc-{self.version}"
+
+    @property
+    def release(self) -> tuple[int, int]:
+        """Major and minor version."""
+        major, minor = self.version.split(".")[:2]
+        return int(major), int(minor)
+
+
+@cache
+def find_nvrtc() -> Nvrtc:
+    """Return the NVRTC that matches the installed cuda-bindings.
+
+    Raises
+    ------
+    ToolchainError
+        If cuda-bindings or NVRTC is missing, or older than 12.8; the message says what to install.
+    """
+    try:
+        major = int(metadata.version("cuda-bindings").split(".")[0])
+    except metadata.PackageNotFoundError:
+        raise ToolchainError("cuda-bindings: not installed; run: pip install cuda-python") from None
+    found = next(_candidates(major), None)
+    wheel, extra = _WHEELS.get(major, (f"an NVRTC {major} wheel", f"cu{major}"))
+    if found is None:
+        raise ToolchainError(
+            f"NVRTC: no libnvrtc.so.{major} found for cuda-bindings {major}; "
+            f"run: pip install {wheel} (or: pip install 'mlagen[{extra}]')"
+        )
+    if found.release < OLDEST_NVRTC:
+        raise ToolchainError(
+            f"NVRTC: expected 12.8 or newer, got {found.version} in {found.path}; "
+            f"run: pip install -U {wheel}"
+        )
+    return found
+
+
+def options_for(arch: Arch, nvrtc: Nvrtc) -> tuple[str, ...]:
+    """Return the options that decide what is compiled, in order."""
+    # Family suffixes came with 12.9; before, the architecture's own suffix is the nearest.
+    suffix = "a" if arch.suffix == "f" and nvrtc.release < (12, 9) else arch.suffix
+    return (f"--gpu-architecture=sm_{arch.number}{suffix}", *_OPTIONS)
+
+
+def _candidates(major: int) -> Iterator[Nvrtc]:
+    library = f"libnvrtc.so.{major}"
+    for name in dict.fromkeys((_WHEELS.get(major, ("nvidia-cuda-nvrtc", ""))[0], "nvidia-cuda-nvrtc")):
+        try:
+            distribution = metadata.distribution(name)
+        except metadata.PackageNotFoundError:
+            continue
+        for file in distribution.files or ():
+            if file.name == library:
+                path = Path(str(distribution.locate_file(file))).resolve()
+                if path.is_file():
+                    yield Nvrtc(version=distribution.version, path=path, source=name)
+    for folder in _system_folders(major):
+        path = (folder / library).resolve()
+        if (match := re.search(r"\.so\.(\d+\.\d+\.\d+)$", path.name)) and path.is_file():
+            yield Nvrtc(version=match[1], path=path, source="system")
+
+
+def _system_folders(major: int) -> Iterator[Path]:
+    # The places where cuda.pathfinder looks too, in its order.
+    if prefix := os.environ.get("CONDA_PREFIX"):
+        yield Path(prefix) / "lib"
+    for variable in ("CUDA_PATH", "CUDA_HOME"):
+        if home := os.environ.get(variable):
+            yield from (Path(home) / "lib64", Path(home) / "lib")
+    yield from (Path(f"/usr/local/cuda-{major}/lib64"), Path("/usr/local/cuda/lib64"))
+    yield from (Path("/usr/lib/x86_64-linux-gnu"), Path("/usr/lib64"), Path("/usr/lib"))

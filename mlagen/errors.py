@@ -1,0 +1,85 @@
+"""The exceptions mlagen raises.
+
+::
+
+    MlagenError
+    ├── ArgumentError(ValueError)               the caller's tensors or scalars are wrong
+    ├── UnsupportedError(NotImplementedError)   a sound request that no kernel covers
+    ├── CaptureError(RuntimeError)              a kernel is not loaded while a CUDA graph is captured
+    ├── ToolchainError(RuntimeError)            no NVRTC, or one that does not know the architecture
+    ├── CompileError(RuntimeError)              NVRTC refused a kernel; ``.log``, ``.source``
+    ├── CacheError(OSError)                     the cache cannot be read or written; ``.path``
+    └── DriverError(RuntimeError)               loading or launching failed; ``.symbol``
+
+A message is one line: the argument or object, the rule, the value. After any of them the outputs
+are untouched, no partial cache entry is visible and no lock is held.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+class MlagenError(Exception):
+    """Base of every exception that mlagen raises on purpose."""
+
+
+class ArgumentError(MlagenError, ValueError):
+    """An argument breaks a rule; the message names argument, rule and value."""
+
+
+class UnsupportedError(MlagenError, NotImplementedError):
+    """The request is sound, but no kernel covers it; the message lists what is covered."""
+
+
+class CaptureError(MlagenError, RuntimeError):
+    """A kernel would have to be loaded while a CUDA graph is being captured."""
+
+
+class ToolchainError(MlagenError, RuntimeError):
+    """NVRTC is missing, too old, or does not know the architecture."""
+
+
+class CompileError(MlagenError, RuntimeError):
+    """NVRTC refused a kernel.
+
+    Attributes
+    ----------
+    log : str
+        What NVRTC said, with positions in the templates.
+    source : str
+        The rendered CUDA source.
+    """
+
+    def __init__(self, message: str, *, log: str, source: str) -> None:
+        super().__init__(message)
+        self.log = log
+        self.source = source
+
+
+class CacheError(MlagenError, OSError):
+    """The kernel cache cannot be read or written.
+
+    Attributes
+    ----------
+    path : Path
+        The file or folder that could not be used.
+    """
+
+    def __init__(self, message: str, *, path: Path) -> None:
+        super().__init__(message)
+        self.path = path
+
+
+class DriverError(MlagenError, RuntimeError):
+    """The CUDA driver refused to load or launch a kernel.
+
+    Attributes
+    ----------
+    symbol : str
+        The kernel, or the driver call, that failed.
+    """
+
+    def __init__(self, message: str, *, symbol: str) -> None:
+        super().__init__(message)
+        self.symbol = symbol

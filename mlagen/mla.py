@@ -1,0 +1,207 @@
+"""Multi-head latent attention: the entry points of ``flashinfer.mla``."""
+
+from __future__ import annotations
+
+import torch
+
+from mlagen.api.mla_call import run_mla
+from mlagen.api.mla_request import MlaInputs, check_request, longest_query
+from mlagen.errors import ArgumentError, UnsupportedError
+
+_BACKENDS = ("auto", "xqa", "trtllm-gen", "cute-dsl")
+
+
+def trtllm_batch_decode_with_kv_cache_mla(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    workspace_buffer: torch.Tensor,
+    qk_nope_head_dim: int,
+    kv_lora_rank: int,
+    qk_rope_head_dim: int,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    max_seq_len: int,
+    sparse_mla_top_k: int = 0,
+    out: torch.Tensor | None = None,
+    bmm1_scale: float | torch.Tensor = 1.0,
+    bmm2_scale: float | torch.Tensor = 1.0,
+    sinks: torch.Tensor | list[torch.Tensor] | None = None,
+    skip_softmax_threshold_scale_factor: float | None = None,
+    enable_pdl: bool | None = None,
+    backend: str = "auto",
+    is_var_seq: bool = True,
+    uses_shared_paged_kv_idx: bool = True,
+    lse: torch.Tensor | None = None,
+    return_lse: bool = False,
+    cute_dsl_impl: str = "auto",
+    kv_scale_format: str = "auto",
+    cum_seq_lens_q: torch.Tensor | None = None,
+    max_q_len: int | None = None,
+    multi_ctas_kv_counter_buffer: torch.Tensor | None = None,
+    sparse_mla_top_k_lens: torch.Tensor | None = None,
+    enable_dcp: bool = False,
+    cp_world: int = 1,
+    cp_rank: int = 0,
+    causal_seqlens_kv_global: torch.Tensor | None = None,
+    use_fp16_softmax: bool | None = None,
+    *,
+    return_lse_base: str = "base2",
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Decode one step of multi-head latent attention over a paged cache.
+
+    The kernel is compiled at the first call of a machine and read from the cache after. Query token
+    ``i`` of ``q_len`` sees the cached tokens ``0 .. seq_len - q_len + i``. A request without tokens
+    gives zeros, and an LSE of minus infinity. Tensors on the CPU are computed by a slow backend in
+    plain torch, with the same checks.
+
+    Parameters
+    ----------
+    query : bf16 or fp16 [batch, q_len, heads, head_dim_qk], or [tokens, heads, head_dim_qk]
+        Absorbed queries, latent part first; ``head_dim_qk = kv_lora_rank + qk_rope_head_dim``. The
+        second form goes with ``cum_seq_lens_q``. 1 to 256 heads.
+    kv_cache : as query [pages, page_size, head_dim_qk]
+        The paged latent cache; an axis of size 1 before or after ``page_size`` is accepted. The
+        first ``kv_lora_rank`` elements of a token are its value too. Any strides that are whole 16
+        bytes; see the support table for dimensions and page sizes.
+    workspace_buffer : any dtype
+        Scratch of at least :func:`mlagen.workspace_bytes` bytes. It needs no initial value.
+    qk_nope_head_dim : int
+        Not used; the dimension before absorption.
+    kv_lora_rank, qk_rope_head_dim : int
+        The two parts of ``head_dim_qk``.
+    block_tables : int32 or uint32 [batch, max_pages]
+        Page ids; entries at ``ceil(seq_len / page_size)`` and after are never read. What a request
+        gives whose id before that is no page of the cache is not specified.
+    seq_lens : int32 or uint32 [batch]
+        Tokens in the cache, the ``q_len`` new ones included.
+    max_seq_len : int
+        The longest of ``seq_lens``. It decides how the work is split, not what is computed.
+    out : as query [..., heads, kv_lora_rank]
+        Written and returned; made if None. ``[batch, heads, kv_lora_rank]`` too where q_len is 1.
+    bmm1_scale : float or fp32 tensor of one element
+        Multiplies the scores before softmax, whole: e.g. ``192 ** -0.5`` for DeepSeek-V3. Natural
+        domain; no factor of log2(e).
+    bmm2_scale : float or fp32 tensor of one element
+        Multiplies the output.
+    sinks : fp32 [heads]
+        Natural-domain logits that join the denominator, unscaled, and have no value. A list of one
+        such tensor is accepted.
+    enable_pdl : bool
+        Whether the kernel may start while the one before it drains; None means yes where the GPU
+        can.
+    backend : str
+        One of ``auto``, ``xqa``, ``trtllm-gen``, ``cute-dsl``: names of the same semantics here.
+    is_var_seq : bool
+        Not used; a scheduling hint elsewhere.
+    lse : fp32 [tokens, heads] or [batch, q_len, heads]
+        Written and returned if ``return_lse``; made if None.
+    return_lse : bool
+        Whether to return ``(out, lse)``: the logarithm of the softmax denominator, sink included.
+    cum_seq_lens_q : int32 [batch + 1]
+        Where the query tokens of each request begin, for requests of different ``q_len``.
+    max_q_len : int
+        The longest ``q_len``; found by waiting for the device if None. A number below the true one
+        leaves rows uncomputed.
+    return_lse_base : str
+        ``base2`` or ``basee``: log2 or natural logarithm.
+
+    Returns
+    -------
+    torch.Tensor
+        ``out``, or ``(out, lse)``.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument breaks a rule; nothing has been launched or written then.
+    UnsupportedError
+        If no kernel covers dtype, dimensions or page size, or a keyword asks for what is not
+        implemented: ``sparse_mla_top_k``, ``sparse_mla_top_k_lens``, a non-zero
+        ``skip_softmax_threshold_scale_factor``, ``uses_shared_paged_kv_idx=False``, another
+        ``cute_dsl_impl`` or ``kv_scale_format``, ``multi_ctas_kv_counter_buffer``, ``enable_dcp``
+        and its companions, ``use_fp16_softmax``.
+    CaptureError
+        If the kernel is not loaded yet and a CUDA graph is being captured.
+
+    Notes
+    -----
+    Signature of ``flashinfer.mla.trtllm_batch_decode_with_kv_cache_mla``, in both positional orders
+    of ``enable_pdl`` and ``backend`` that it has had. Pass everything after ``sinks`` by keyword.
+    """
+    if isinstance(skip_softmax_threshold_scale_factor, bool) or isinstance(enable_pdl, str):
+        # The older order, without skip_softmax_threshold_scale_factor: both stand one place early.
+        if isinstance(enable_pdl, str):
+            backend = enable_pdl
+        enable_pdl = skip_softmax_threshold_scale_factor  # type: ignore[assignment]
+        skip_softmax_threshold_scale_factor = None
+    if backend not in _BACKENDS:
+        raise ArgumentError(f"backend: expected one of {', '.join(_BACKENDS)}, got {backend!r}")
+    if (
+        sparse_mla_top_k
+        or skip_softmax_threshold_scale_factor
+        or not uses_shared_paged_kv_idx
+        or cute_dsl_impl != "auto"
+        or kv_scale_format != "auto"
+        or multi_ctas_kv_counter_buffer is not None
+        or sparse_mla_top_k_lens is not None
+        or enable_dcp
+        or cp_world != 1
+        or cp_rank != 0
+        or causal_seqlens_kv_global is not None
+        or use_fp16_softmax
+    ):
+        _refuse_keyword(dict(locals()))
+    if isinstance(sinks, list):
+        if len(sinks) != 1:
+            raise ArgumentError(f"sinks: expected a list of one tensor, got {len(sinks)}")
+        sinks = sinks[0]
+
+    inputs = MlaInputs(
+        query,
+        kv_cache,
+        workspace_buffer,
+        kv_lora_rank,
+        qk_rope_head_dim,
+        block_tables,
+        seq_lens,
+        max_seq_len,
+        out,
+        bmm1_scale,
+        bmm2_scale,
+        sinks,
+        lse,
+        return_lse,
+        return_lse_base,
+        cum_seq_lens_q,
+        max_q_len,
+    )
+    if cum_seq_lens_q is not None and max_q_len is None:
+        check_request(inputs._replace(max_q_len=0))
+        inputs = inputs._replace(max_q_len=longest_query(inputs))
+    result, result_lse = run_mla(inputs, enable_pdl is None or enable_pdl)
+    return result if result_lse is None else (result, result_lse)
+
+
+# What a keyword is when nothing is asked of it.
+_NEUTRAL = {
+    "sparse_mla_top_k": 0,
+    "skip_softmax_threshold_scale_factor": None,
+    "uses_shared_paged_kv_idx": True,
+    "cute_dsl_impl": "auto",
+    "kv_scale_format": "auto",
+    "multi_ctas_kv_counter_buffer": None,
+    "sparse_mla_top_k_lens": None,
+    "enable_dcp": False,
+    "cp_world": 1,
+    "cp_rank": 0,
+    "causal_seqlens_kv_global": None,
+    "use_fp16_softmax": None,
+}
+
+
+def _refuse_keyword(given: dict[str, object]) -> None:
+    for keyword, neutral in _NEUTRAL.items():
+        value = given[keyword]
+        if value is not neutral and (isinstance(value, torch.Tensor) or value != neutral):
+            shown = "a tensor" if isinstance(value, torch.Tensor) else repr(value)
+            raise UnsupportedError(f"{keyword}: not implemented, expected {neutral!r}, got {shown}")

@@ -1,0 +1,1 @@
+"""Cubin to work on a stream: loading, planning, launching."""

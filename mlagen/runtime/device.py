@@ -1,0 +1,107 @@
+"""What the driver says of itself and of the GPUs; a machine without a driver has none."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from mlagen.errors import DriverError
+from mlagen.spec.arch import Arch, arch_of_capability
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceFacts:
+    """One visible GPU."""
+
+    index: int
+    name: str
+    major: int
+    minor: int
+    sm_count: int
+    memory_bytes: int
+
+
+def checked(result: tuple[Any, ...], symbol: str) -> Any:
+    """Return the values of a driver call.
+
+    Raises
+    ------
+    DriverError
+        If the driver refused; the message names ``symbol`` and the driver's own words.
+    """
+    status, *values = result
+    if int(status) != 0:
+        from cuda.bindings import driver
+
+        _, text = driver.cuGetErrorString(status)
+        words = text.decode() if isinstance(text, bytes) else str(text)
+        raise DriverError(f"{symbol}: {words} ({status.name})", symbol=symbol)
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+def visible_devices() -> list[DeviceFacts]:
+    """Return the GPUs that the driver shows; none where there is no driver."""
+    driver = _initialised_driver()
+    if driver is None:
+        return []
+    attribute = driver.CUdevice_attribute
+    devices = []
+    for index in range(checked(driver.cuDeviceGetCount(), "cuDeviceGetCount")):
+        handle = checked(driver.cuDeviceGet(index), "cuDeviceGet")
+
+        def value(which: Any, handle: Any = handle) -> int:
+            return int(checked(driver.cuDeviceGetAttribute(which, handle), "cuDeviceGetAttribute"))
+
+        name = checked(driver.cuDeviceGetName(256, handle), "cuDeviceGetName")
+        devices.append(
+            DeviceFacts(
+                index=index,
+                name=name.decode().rstrip("\0"),
+                major=value(attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR),
+                minor=value(attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR),
+                sm_count=value(attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT),
+                memory_bytes=int(checked(driver.cuDeviceTotalMem(handle), "cuDeviceTotalMem")),
+            )
+        )
+    return devices
+
+
+def driver_version() -> str | None:
+    """Return the newest CUDA version that the driver serves, such as ``13.0``, or None."""
+    driver = _initialised_driver()
+    if driver is None:
+        return None
+    number = checked(driver.cuDriverGetVersion(), "cuDriverGetVersion")
+    return f"{number // 1000}.{number % 1000 // 10}"
+
+
+@cache
+def device_facts(index: int) -> DeviceFacts:
+    """Return the facts of GPU ``index``; they do not change while a process lives."""
+    return visible_devices()[index]
+
+
+@cache
+def arch_of_device(index: int) -> Arch:
+    """Return the compilation target for GPU ``index``.
+
+    Raises
+    ------
+    ArgumentError
+        If no target serves it.
+    """
+    facts = device_facts(index)
+    return arch_of_capability(facts.major, facts.minor)
+
+
+def _initialised_driver() -> Any | None:
+    try:
+        from cuda.bindings import driver
+    except ImportError:
+        return None
+    try:
+        (status,) = driver.cuInit(0)
+    except RuntimeError:  # how cuda.bindings says that there is no libcuda
+        return None
+    return driver if int(status) == 0 else None

@@ -1,0 +1,91 @@
+"""A loaded kernel and its parameters to a stream."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+from functools import cache
+from typing import Any
+
+import torch
+
+from mlagen.errors import DriverError
+from mlagen.runtime.loader import LoadedKernel
+from mlagen.spec.kernel import KernelSpec
+
+# CUDA passes at most this many bytes of parameters to a kernel.
+_PARAMETER_BYTES = 4096
+
+
+class _Launcher(threading.local):
+    """What one thread reuses from launch to launch: a parameter buffer and launch configurations."""
+
+    def __init__(self) -> None:
+        self.buffer = ctypes.create_string_buffer(_PARAMETER_BYTES)
+        self.pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.buffer))
+        self.address = ctypes.addressof(self.pointers)
+        self.configurations: dict[tuple[LoadedKernel, bool], Any] = {}
+
+
+_launcher = _Launcher()
+
+
+@cache
+def packing_of(spec: type[KernelSpec]) -> struct.Struct:
+    """Return the byte layout of the family's parameter struct."""
+    return struct.Struct("<" + "".join(parameter.code for parameter in spec.parameters))
+
+
+def launch(kernel: LoadedKernel, blocks: int, enable_pdl: bool, *values: float) -> None:
+    """Enqueue ``blocks`` blocks on torch's current stream of the kernel's device.
+
+    ``values`` are the fields of ``kernel.spec.parameters``, in order.
+
+    Raises
+    ------
+    DriverError
+        If the driver refuses the launch.
+    """
+    if torch._C._cuda_getDevice() != kernel.device:
+        with torch.cuda.device(kernel.device):
+            launch(kernel, blocks, enable_pdl, *values)
+        return
+    local = _launcher
+    configuration = local.configurations.get((kernel, enable_pdl))
+    if configuration is None:
+        configuration = _configuration(kernel, enable_pdl)
+        local.configurations[kernel, enable_pdl] = configuration
+    packing_of(type(kernel.spec)).pack_into(local.buffer, 0, *values)
+    configuration.gridDimX = blocks
+    configuration.hStream = torch._C._cuda_getCurrentRawStream(kernel.device)
+    (status,) = _launch_kernel()(configuration, kernel.function, local.address, 0)
+    if status:
+        symbol = kernel.spec.symbol
+        raise DriverError(f"{symbol}: launch of {blocks} blocks failed: {status.name}", symbol=symbol)
+
+
+@cache
+def _launch_kernel() -> Any:
+    from cuda.bindings import driver
+
+    return driver.cuLaunchKernelEx
+
+
+def _configuration(kernel: LoadedKernel, enable_pdl: bool) -> Any:
+    from cuda.bindings import driver
+
+    configuration = driver.CUlaunchConfig()
+    configuration.gridDimX = configuration.gridDimY = configuration.gridDimZ = 1
+    configuration.blockDimX = kernel.spec.threads
+    configuration.blockDimY = configuration.blockDimZ = 1
+    configuration.sharedMemBytes = kernel.spec.shared_bytes
+    if enable_pdl and kernel.spec.arch.has_griddepcontrol:
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = (
+            driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        )
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        configuration.attrs = [attribute]
+        configuration.numAttrs = 1
+    return configuration

@@ -1,0 +1,67 @@
+"""Machine code to a kernel that is ready to launch on one device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mlagen.errors import CaptureError
+from mlagen.runtime.device import checked
+from mlagen.spec.kernel import KernelSpec
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedKernel:
+    """A kernel of one device. It stays loaded while the process lives.
+
+    Unloading could break a CUDA graph that holds the kernel.
+    """
+
+    spec: KernelSpec
+    device: int
+    function: Any
+    library: Any
+
+
+def require_no_capture(spec: KernelSpec, device: int) -> None:
+    """Raise :class:`CaptureError` while the current stream of ``device`` is being captured."""
+    with torch.cuda.device(device):
+        if torch.cuda.is_current_stream_capturing():
+            raise CaptureError(
+                f"{spec}: not loaded, and nothing can be loaded while a CUDA graph is captured; "
+                f"make the same call once before the capture, or run "
+                f"mlagen.prewarm(archs='native', load=True)"
+            )
+
+
+def load(code: bytes, spec: KernelSpec, device: int) -> LoadedKernel:
+    """Load ``code`` for ``device``, whole and at once, not at the first launch.
+
+    Raises
+    ------
+    DriverError
+        If the driver refuses the code.
+    """
+    from cuda.bindings import driver
+
+    attributes = driver.CUfunction_attribute
+    with torch.cuda.device(device):
+        torch.cuda.current_stream().synchronize()  # makes the device's context current
+        library = checked(
+            driver.cuLibraryLoadData(code, None, None, 0, None, None, 0), "cuLibraryLoadData"
+        )
+        kernel = checked(driver.cuLibraryGetKernel(library, spec.symbol.encode()), spec.symbol)
+        function = checked(driver.cuKernelGetFunction(kernel), spec.symbol)
+        if spec.shared_bytes > 0:
+            checked(
+                driver.cuFuncSetAttribute(
+                    function,
+                    attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                    spec.shared_bytes,
+                ),
+                spec.symbol,
+            )
+        checked(driver.cuFuncLoad(function), spec.symbol)
+    return LoadedKernel(spec, device, function, library)

@@ -1,0 +1,1 @@
+"""What a kernel is: pure data that imports neither torch nor cuda."""

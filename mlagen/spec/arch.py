@@ -1,0 +1,79 @@
+"""GPU architectures as compilation targets."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from mlagen.errors import ArgumentError
+
+_TEXT = re.compile(r"sm_(\d{2,3})([af]?)")
+
+# Largest shared memory of one block, in KiB. CUDA C++ Programming Guide, table "Technical
+# Specifications per Compute Capability".
+_SHARED_KIB = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99}
+
+
+@dataclass(frozen=True, order=True)
+class Arch:
+    """A compilation target with its feature suffix, such as ``sm_90a``; not a device."""
+
+    number: int
+    suffix: str = ""
+
+    def __str__(self) -> str:
+        return f"sm_{self.number}{self.suffix}"
+
+    @property
+    def shared_bytes(self) -> int:
+        """The most shared memory that one block may have."""
+        return _SHARED_KIB[self.number] * 1024
+
+    @property
+    def has_griddepcontrol(self) -> bool:
+        """Whether programmatic dependent launch exists."""
+        return self.number >= 90
+
+
+ARCHS = (
+    Arch(80),
+    Arch(86),
+    Arch(87),
+    Arch(89),
+    Arch(90, "a"),
+    Arch(100, "f"),
+    Arch(103, "f"),
+    Arch(110, "f"),
+    Arch(120, "f"),
+    Arch(121, "f"),
+)
+
+
+def parse_arch(text: str) -> Arch:
+    """Return the target named ``text``; the suffix may be left out.
+
+    Raises
+    ------
+    ArgumentError
+        If it is not one of :data:`ARCHS`.
+    """
+    if match := _TEXT.fullmatch(text):
+        for arch in ARCHS:
+            if arch.number == int(match[1]) and match[2] in ("", arch.suffix):
+                return arch
+    raise ArgumentError(f"arch: expected one of {', '.join(map(str, ARCHS))}, got {text!r}")
+
+
+def arch_of_capability(major: int, minor: int) -> Arch:
+    """Return the target for a device's compute capability.
+
+    Raises
+    ------
+    ArgumentError
+        If no target serves that device.
+    """
+    for arch in ARCHS:
+        if arch.number == major * 10 + minor:
+            return arch
+    known = ", ".join(f"{arch.number // 10}.{arch.number % 10}" for arch in ARCHS)
+    raise ArgumentError(f"device: expected compute capability {known}, got {major}.{minor}")

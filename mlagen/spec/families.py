@@ -1,0 +1,49 @@
+"""Every kernel family, and the kernels that an architecture may be asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+
+from mlagen.errors import ArgumentError
+from mlagen.spec.arch import Arch
+from mlagen.spec.combine import combine_splits_specs
+from mlagen.spec.kernel import KernelSpec
+from mlagen.spec.mla import mla_decode_specs
+
+FAMILIES: dict[str, Callable[[Arch], Iterator[KernelSpec]]] = {
+    "mla_decode": mla_decode_specs,
+    "combine_splits": combine_splits_specs,
+}
+
+
+def specs_of(
+    arch: Arch, families: Collection[str] = tuple(FAMILIES), **wanted: Collection[str]
+) -> list[KernelSpec]:
+    """Return the supported kernels for ``arch``.
+
+    Parameters
+    ----------
+    families
+        Names out of :data:`FAMILIES`.
+    wanted
+        For an ingredient of a spec, such as ``query_dtype`` or ``page_size``, the values to keep.
+        A kernel without that ingredient is kept.
+
+    Raises
+    ------
+    ArgumentError
+        If a family, or a value that no kernel has, is named.
+    """
+    for family in families:
+        if family not in FAMILIES:
+            raise ArgumentError(f"family: expected one of {', '.join(FAMILIES)}, got {family!r}")
+    specs = [spec for family in families for spec in FAMILIES[family](arch)]
+    for label, values in wanted.items():
+        known = dict.fromkeys(
+            spec.ingredients()[label] for spec in specs if label in spec.ingredients()
+        )
+        for value in values:
+            if value not in known:
+                raise ArgumentError(f"{label}: expected one of {', '.join(known)}, got {value!r}")
+        specs = [spec for spec in specs if spec.ingredients().get(label) in {None, *values}]
+    return specs

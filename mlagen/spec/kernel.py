@@ -1,0 +1,71 @@
+"""The base of every kernel family's spec."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import ClassVar
+
+from mlagen.spec.arch import Arch
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One field of the struct a kernel reads; ``code`` is its format in :mod:`struct`."""
+
+    name: str
+    cuda_type: str
+    code: str
+
+
+def pointer(name: str, element: str) -> Parameter:
+    """Return an 8-byte pointer field."""
+    return Parameter(name, f"{element}*", "Q")
+
+
+def int64(name: str) -> Parameter:
+    """Return a signed 8-byte field."""
+    return Parameter(name, "i64", "q")
+
+
+def int32(name: str) -> Parameter:
+    """Return a signed 4-byte field."""
+    return Parameter(name, "int", "i")
+
+
+def float32(name: str) -> Parameter:
+    """Return a 4-byte floating-point field."""
+    return Parameter(name, "float", "f")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelSpec:
+    """What changes the machine code of a kernel, and nothing else.
+
+    ``parameters`` lists what a launch passes, 8-byte fields before 4-byte ones, so that neither
+    the CUDA struct nor the packed bytes have padding inside.
+    """
+
+    family: ClassVar[str]
+    symbol: ClassVar[str]
+    template: ClassVar[str]
+    parameters: ClassVar[tuple[Parameter, ...]]
+
+    arch: Arch
+
+    @property
+    def threads(self) -> int:
+        """Threads of one block."""
+        raise NotImplementedError
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of one block."""
+        raise NotImplementedError
+
+    def ingredients(self) -> dict[str, str]:
+        """Return the fields as stable text, for the cache key and its explanation."""
+        return {field.name: str(getattr(self, field.name)) for field in fields(self)}
+
+    def __str__(self) -> str:
+        named = self.ingredients().items()
+        return f"{self.family}({', '.join(f'{name}={value}' for name, value in named)})"

@@ -1,0 +1,30 @@
+// Names and types that every kernel uses. Needs nothing: no header exists where kernels are compiled.
+
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+using i64 = long long;
+
+// Tags that choose the instruction for an element type; the data itself is held as u16 or u32.
+struct Bf16 {};
+struct Fp16 {};
+
+constexpr int kWarpLanes = 32;
+constexpr float kLog2E = 1.4426950408889634f;
+constexpr float kInfinity = __builtin_bit_cast(float, 0x7f800000);
+
+// The dynamic shared memory of the block, seen as one struct.
+template <typename Layout>
+__device__ inline Layout& shared_memory() {
+  extern __shared__ __align__(1024) unsigned char bytes[];
+  return *reinterpret_cast<Layout*>(bytes);
+}
+
+__device__ inline u32 shared_address(const void* pointer) {
+  return static_cast<u32>(__cvta_generic_to_shared(pointer));
+}
+
+__device__ inline int lane_index() { return static_cast<int>(threadIdx.x) % kWarpLanes; }
+__device__ inline int warp_index() { return static_cast<int>(threadIdx.x) / kWarpLanes; }
+
+__device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }

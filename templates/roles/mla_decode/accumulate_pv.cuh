@@ -1,0 +1,102 @@
+// The output of one block: O += P V. Needs SharedMemory, Work, ptx/mma.cuh, ptx/ldmatrix.cuh.
+
+// The part of O that one warp holds, in the fragments of mma: element [m][n][e] belongs to
+// row output_row(m, e / 2) and output dim output_dim(n, e % 2).
+using Output = float[kRowGroups][kWarpDims / 8][4];
+
+__device__ inline int output_row(int group, int half) {
+  return group * 16 + half * 8 + lane_index() / 4;
+}
+
+__device__ inline int output_dim(int group, int parity) {
+  return warp_index() * kWarpDims + group * 8 + lane_index() % 4 * 2 + parity;
+}
+
+__device__ inline void clear_output(Output& output) {
+#pragma unroll
+  for (int m = 0; m < kRowGroups; ++m) {
+#pragma unroll
+    for (int n = 0; n < kWarpDims / 8; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) output[m][n][e] = 0.0f;
+    }
+  }
+}
+
+__device__ inline void rescale_output(const SharedMemory& shared, Output& output) {
+#pragma unroll
+  for (int m = 0; m < kRowGroups; ++m) {
+    const float low = shared.row_rescale[output_row(m, 0)];
+    const float high = shared.row_rescale[output_row(m, 1)];
+#pragma unroll
+    for (int n = 0; n < kWarpDims / 8; ++n) {
+      output[m][n][0] *= low;
+      output[m][n][1] *= low;
+      output[m][n][2] *= high;
+      output[m][n][3] *= high;
+    }
+  }
+}
+
+// Adds the tokens [first, last) of the tile, which some rows see and others do not, to the rows that
+// see them, and clears them: 0 * NaN is NaN, so a hidden V must not meet the tensor core.
+__device__ inline void accumulate_boundary(SharedMemory& shared, int stage, int first_token,
+                                           int first, int last, Output& output) {
+  unsigned char* values = shared.kv[stage];
+  for (int token = first; token < last; ++token) {
+#pragma unroll
+    for (int m = 0; m < kRowGroups; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = output_row(m, half);
+        if (first_token + token >= shared.row_visible[row]) continue;
+        const u32 p_offset = swizzled_offset<kProbabilityBytes>(row, token / kChunkElements) +
+                             token % kChunkElements * 2;
+        const float p =
+            cvt_f32(Element{}, *reinterpret_cast<u16*>(shared.probabilities + p_offset));
+#pragma unroll
+        for (int n = 0; n < kWarpDims / 8; ++n) {
+          const int dim = output_dim(n, 0);
+          const u32 offset = swizzled_offset<kTokenBytes>(token, dim / kChunkElements) +
+                             dim % kChunkElements * 2;
+          const u32 pair = *reinterpret_cast<u32*>(values + offset);
+          output[m][n][half * 2] += p * cvt_f32(Element{}, static_cast<u16>(pair));
+          output[m][n][half * 2 + 1] += p * cvt_f32(Element{}, static_cast<u16>(pair >> 16));
+        }
+      }
+    }
+  }
+  __syncthreads();
+  for (int word = first * kTokenBytes / 4 + static_cast<int>(threadIdx.x);
+       word < last * kTokenBytes / 4; word += kThreads) {
+    reinterpret_cast<u32*>(values)[word] = 0;
+  }
+  __syncthreads();
+}
+
+__device__ inline void accumulate_pv(const SharedMemory& shared, int stage, Output& output) {
+  const int lane = lane_index();
+  const u32 probabilities = shared_address(shared.probabilities);
+  const u32 values = shared_address(shared.kv[stage]);
+#pragma unroll
+  for (int token = 0; token < kTileTokens; token += 16) {
+    u32 p[kRowGroups][4];
+#pragma unroll
+    for (int m = 0; m < kRowGroups; ++m) {
+      const int chunk = token / kChunkElements + lane / 16;
+      ldmatrix_x4(p[m], probabilities +
+                            swizzled_offset<kProbabilityBytes>(m * 16 + lane % 16, chunk));
+    }
+#pragma unroll
+    for (int n = 0; n < kWarpDims / 8; n += 2) {
+      u32 v[4];
+      const int chunk = (warp_index() * kWarpDims + n * 8) / kChunkElements + lane / 16;
+      ldmatrix_x4_trans(v, values + swizzled_offset<kTokenBytes>(token + lane % 16, chunk));
+#pragma unroll
+      for (int m = 0; m < kRowGroups; ++m) {
+        mma_m16n8k16(Element{}, output[m][n], p[m], v[0], v[1]);
+        mma_m16n8k16(Element{}, output[m][n + 1], p[m], v[2], v[3]);
+      }
+    }
+  }
+}

@@ -1,0 +1,110 @@
+// Scores of one tile: S = Q K^T. Needs ptx/mma.cuh, ptx/ldmatrix.cuh, blocks/swizzle.cuh.
+
+// The part of S that one warp holds, in the fragments of mma: element [m][n][e] belongs to
+// row score_row(m, e / 2) and tile token score_token(n, e % 2).
+using Scores = float[kScoreRowGroups][kScoreTokenGroups][4];
+
+// kDimWarps neighbouring token warps multiply together: each takes the tokens of all of them and a
+// part of the dims, which reads shared memory less often than a narrow product over all dims.
+constexpr int kProductTokenGroups = kScoreTokenGroups * kDimWarps;
+using Products = float[kScoreRowGroups][kProductTokenGroups][4];
+
+__device__ inline int token_warp() { return warp_index() % kTokenWarps; }
+__device__ inline int dim_warp() { return warp_index() % kDimWarps; }
+
+__device__ inline int score_row(int group, int half) {
+  const int row_warp = warp_index() / kTokenWarps;
+  return (row_warp * kScoreRowGroups + group) * 16 + half * 8 + lane_index() / 4;
+}
+
+__device__ inline int score_token(int group, int parity) {
+  return (token_warp() * kScoreTokenGroups + group) * 8 + lane_index() % 4 * 2 + parity;
+}
+
+// Multiplies this warp's dims: of every 64, the 32 or 64 that belong to it.
+__device__ inline void multiply_dims(const SharedMemory& shared, int stage, Products& products) {
+  const int lane = lane_index();
+  const u32 query = shared_address(shared.query);
+  const u32 keys = shared_address(shared.kv[stage]);
+  const int query_row = warp_index() / kTokenWarps * kScoreRowGroups * 16 + lane % 16;
+  const int key_row = token_warp() / kDimWarps * kProductTokenGroups * 8 + lane % 8;
+
+#pragma unroll
+  for (int m = 0; m < kScoreRowGroups; ++m) {
+#pragma unroll
+    for (int n = 0; n < kProductTokenGroups; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) products[m][n][e] = 0.0f;
+    }
+  }
+
+  // Not unrolled whole: the addresses of all steps at once would spill.
+#pragma unroll 1
+  for (int column = 0; column < kTokenBytes; column += 128) {
+#pragma unroll
+    for (int part = 0; part < 2 / kDimWarps; ++part) {
+      const int chunk = (dim_warp() + part) * 4;
+      u32 k[kProductTokenGroups][4];
+#pragma unroll
+      for (int n = 0; n < kProductTokenGroups; ++n) {
+        ldmatrix_x4(k[n], keys + column +
+                              swizzled_offset<kTokenBytes>(key_row + n * 8, chunk + lane / 8));
+      }
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+#pragma unroll
+        for (int m = 0; m < kScoreRowGroups; ++m) {
+          u32 q[4];
+          ldmatrix_x4(q, query + column +
+                             swizzled_offset<kTokenBytes>(query_row + m * 16,
+                                                          chunk + half * 2 + lane / 16));
+#pragma unroll
+          for (int n = 0; n < kProductTokenGroups; ++n) {
+            mma_m16n8k16(Element{}, products[m][n], q, k[n][half * 2], k[n][half * 2 + 1]);
+          }
+        }
+      }
+    }
+  }
+}
+
+// Gives the partner its tokens' products over this warp's dims, and adds what the partner gives.
+// `borrowed` is shared memory that nobody else uses before the next barrier but one.
+__device__ inline void trade_products(const Products& products, float* borrowed, Scores& scores) {
+  static_assert(kDimWarps <= 2, "a warp has one partner");
+  constexpr int kTraded = kScoreRowGroups * kScoreTokenGroups * 4;
+  const bool is_second = dim_warp() == 1;
+  float* given = borrowed + (warp_index() ^ 1) * kTraded * kWarpLanes + lane_index();
+  float* taken = borrowed + warp_index() * kTraded * kWarpLanes + lane_index();
+#pragma unroll
+  for (int i = 0; i < kTraded; ++i) {
+    const int m = i / (kScoreTokenGroups * 4), n = i / 4 % kScoreTokenGroups, e = i % 4;
+    given[i * kWarpLanes] =
+        is_second ? products[m][n][e] : products[m][n + kScoreTokenGroups][e];
+  }
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < kTraded; ++i) {
+    const int m = i / (kScoreTokenGroups * 4), n = i / 4 % kScoreTokenGroups, e = i % 4;
+    const float own = is_second ? products[m][n + kScoreTokenGroups][e] : products[m][n][e];
+    scores[m][n][e] = own + taken[i * kWarpLanes];
+  }
+}
+
+__device__ inline void multiply_qk(SharedMemory& shared, int tile, Scores& scores) {
+  Products products;
+  multiply_dims(shared, tile % kStages, products);
+  if constexpr (kDimWarps > 1) {
+    unsigned char* filling = shared.kv[(tile + kStages - 1) % kStages];
+    trade_products(products, reinterpret_cast<float*>(filling + kBorrowedOffset), scores);
+  } else {
+#pragma unroll
+    for (int m = 0; m < kScoreRowGroups; ++m) {
+#pragma unroll
+      for (int n = 0; n < kScoreTokenGroups; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) scores[m][n][e] = products[m][n][e];
+      }
+    }
+  }
+}

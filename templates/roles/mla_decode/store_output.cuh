@@ -1,0 +1,76 @@
+// Writes what a block found: the finished rows, or the partial rows of one split.
+// Needs Work, Softmax, Output, blocks/row_result.cuh.
+
+// The sum of a row over all token warps, after Softmax::publish and a barrier.
+__device__ inline float row_sum(const SharedMemory& shared, int row) {
+  float sum = 0.0f;
+#pragma unroll
+  for (int warp = 0; warp < kTokenWarps; ++warp) sum += shared.row_partial[warp][row];
+  return sum;
+}
+
+// One split of several: normalised fp32 rows and their LSE in log2 units. A row that saw nothing
+// has LSE minus infinity, and its values are never read.
+__device__ inline void store_partial(const Params& params, const Work& work,
+                                     const SharedMemory& shared, const Output& output) {
+  const i64 split_row = work.split * params.total_rows;
+#pragma unroll
+  for (int m = 0; m < kRowGroups; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = output_row(m, half);
+      if (row >= work.rows) continue;
+      const i64 target = split_row + work.global_row(row);
+      const RowResult result =
+          finish_row(shared.row_reference[row], row_sum(shared, row), -kInfinity);
+      float* values = params.partial_out + target * kHeadDimVo;
+#pragma unroll
+      for (int n = 0; n < kWarpDims / 8; ++n) {
+        *reinterpret_cast<float2*>(values + output_dim(n, 0)) =
+            make_float2(output[m][n][half * 2] * result.factor,
+                        output[m][n][half * 2 + 1] * result.factor);
+      }
+      if (warp_index() == 0 && lane_index() % 4 == 0) params.partial_lse[target] = result.lse;
+    }
+  }
+}
+
+// The whole result. It passes through the query's shared memory, so that a row leaves in whole
+// 128-byte lines.
+__device__ inline void store_final(const Params& params, const Work& work, SharedMemory& shared,
+                                   const Output& output) {
+  const float bmm2_scale =
+      params.bmm2_scale_tensor == nullptr ? params.bmm2_scale : *params.bmm2_scale_tensor;
+#pragma unroll
+  for (int m = 0; m < kRowGroups; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = output_row(m, half);
+      const float sink = params.sinks == nullptr || row >= work.rows
+                             ? -kInfinity
+                             : params.sinks[(work.first_row + row) % work.heads];
+      const RowResult result = finish_row(shared.row_reference[row], row_sum(shared, row), sink);
+      const float factor = result.factor * bmm2_scale;
+#pragma unroll
+      for (int n = 0; n < kWarpDims / 8; ++n) {
+        const int dim = output_dim(n, 0);
+        const u32 offset =
+            swizzled_offset<kTokenBytes>(row, dim / kChunkElements) + dim % kChunkElements * 2;
+        *reinterpret_cast<u32*>(shared.query + offset) = cvt_rn_x2_f32(
+            Element{}, output[m][n][half * 2 + 1] * factor, output[m][n][half * 2] * factor);
+      }
+      if (params.lse != nullptr && warp_index() == 0 && lane_index() % 4 == 0 && row < work.rows) {
+        params.lse[work.global_row(row)] = result.lse * params.lse_factor;
+      }
+    }
+  }
+  __syncthreads();
+  constexpr int kChunks = kHeadDimVo / kChunkElements;
+  for (int i = static_cast<int>(threadIdx.x); i < work.rows * kChunks; i += kThreads) {
+    const int row = i / kChunks;
+    const int chunk = i % kChunks;
+    const uint4 value = *reinterpret_cast<const uint4*>(
+        shared.query + swizzled_offset<kTokenBytes>(row, chunk));
+    reinterpret_cast<uint4*>(params.out + work.global_row(row) * kHeadDimVo)[chunk] = value;
+  }
+}

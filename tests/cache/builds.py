@@ -1,0 +1,117 @@
+"""Small keys, builds, stores and child processes for the tests of the cache."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+from mlagen.artifacts import Build
+from mlagen.cache.key import CacheKey
+from mlagen.cache.store import KernelStore
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOLCHAIN = "nvrtc-13.5.37"
+Result = TypeVar("Result")
+CUBIN = b"\x7fELF" + bytes(range(256)) * 4
+
+
+def make_key(family: str = "mla_decode", *, toolchain: str = TOOLCHAIN) -> CacheKey:
+    """Return a small key; another family is another kernel."""
+    return CacheKey((("family", family), ("spec.page_size", "64")), toolchain)
+
+
+def make_build(cubin: bytes = CUBIN, *, toolchain: str = TOOLCHAIN) -> Build:
+    """Return a finished build around some bytes."""
+    return Build(
+        files={"kernel.cubin": cubin, "kernel.cu": b"// source\n", "build.log": b""},
+        facts={"kernel": {"symbol": "mla_decode"}, "compile_ms": 1.5},
+        toolchain=toolchain,
+    )
+
+
+def make_store(folder: Path, *, lock_timeout_s: float = 60.0) -> KernelStore:
+    """Return a store in ``folder/cache`` with its locks in ``folder/locks``."""
+    return KernelStore(folder / "cache", lock_dir=folder / "locks", lock_timeout_s=lock_timeout_s)
+
+
+def entry_folder(folder: Path, key: CacheKey) -> Path:
+    """Return where ``make_store(folder)`` keeps the entry of ``key``."""
+    return folder / "cache/v1/e" / key.digest[:2] / key.digest / key.toolchain
+
+
+def tree(folder: Path) -> list[str]:
+    """Return every path below a folder, sorted."""
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+class CountedBuild:
+    """A build function that counts its calls, takes its time, and may fail."""
+
+    def __init__(self, *, seconds: float = 0.0, error: Exception | None = None) -> None:
+        self.calls = 0
+        self._seconds = seconds
+        self._error = error
+        self._counting = threading.Lock()
+
+    def __call__(self) -> Build:
+        """Build, or raise what it was told to raise."""
+        with self._counting:
+            self.calls += 1
+        time.sleep(self._seconds)
+        if self._error is not None:
+            raise self._error
+        return make_build()
+
+
+def together(calls: Sequence[Callable[[], Result]]) -> list[Result]:
+    """Run calls at the same moment, each in a thread of its own, and return what they return."""
+    start = threading.Barrier(len(calls))
+
+    def run(call: Callable[[], Result]) -> Result:
+        start.wait(10)
+        return call()
+
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return list(pool.map(run, calls))
+
+
+def in_child(work: Callable[[], object]) -> int:
+    """Run ``work`` in a forked child; return its exit status, a negative signal if killed."""
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(15)  # a child that hangs is a failure, not a hanging test run
+        try:
+            work()
+        except BaseException:  # noqa: BLE001 - a child must never return into pytest
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def start_worker(folder: Path, *, seconds: float) -> subprocess.Popen[str]:
+    """Start a process that asks ``make_store(folder)`` for a kernel; see ``worker.py``."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.cache.worker", str(folder), str(seconds)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def wait_for(fact: Callable[[], object], *, seconds: float = 15.0) -> None:
+    """Return as soon as ``fact`` is true."""
+    deadline = time.monotonic() + seconds
+    while not fact():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.005)

@@ -1,0 +1,136 @@
+"""The list of entries: damaged ones too, and nothing is created by looking."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from mlagen.cache.catalog import stored_entries, verify
+from mlagen.cache.layout import Layout
+from mlagen.errors import CacheError
+from tests.cache.builds import (
+    TOOLCHAIN,
+    entry_folder,
+    make_build,
+    make_key,
+    make_store,
+    tree,
+)
+
+KEYS = [make_key(f"family {number}") for number in range(5)]
+
+
+@pytest.fixture
+def layout(tmp_path: Path) -> Layout:
+    """Return the layout of a cache with five entries."""
+    store = make_store(tmp_path)
+    for key in KEYS:
+        store.find_or_build(key, make_build)
+    return Layout(tmp_path / "cache")
+
+
+def test_entries_come_in_the_order_of_their_keys(layout: Layout, tmp_path: Path) -> None:
+    """Each entry is listed once, with its manifest, its folder and what it weighs."""
+    listed = list(stored_entries(layout))
+
+    assert [stored.key for stored in listed] == sorted(key.digest for key in KEYS)
+    for key in KEYS:
+        stored = next(stored for stored in listed if stored.key == key.digest)
+        folder = entry_folder(tmp_path, key)
+        assert (stored.path, stored.toolchain, stored.problem) == (folder, TOOLCHAIN, None)
+        assert stored.manifest is not None
+        assert stored.manifest.ingredients == key.ingredients
+        assert stored.size_bytes == sum(file.stat().st_size for file in folder.iterdir())
+
+
+def test_prefix_selects(layout: Layout) -> None:
+    """A prefix of one key lists that entry alone, whatever toolchains it has."""
+    digest = KEYS[3].digest
+
+    assert [stored.key for stored in stored_entries(layout, digest[:6])] == [digest]
+    assert [stored.key for stored in stored_entries(layout, digest)] == [digest]
+    assert list(stored_entries(layout, "0" * 63)) == []
+
+
+def test_damaged_entries_are_listed_with_their_problem(layout: Layout, tmp_path: Path) -> None:
+    """An entry without a sound manifest has a problem in place of it, and does not block."""
+    first, second, third, _, _ = (entry_folder(tmp_path, key) for key in KEYS)
+    (first / "manifest.json").write_bytes(b"garbage")
+    (second / "manifest.json").unlink()
+    os.mkfifo(second / "manifest.json")
+    third.rename(third.with_name("elsewhere"))
+    third.touch()
+
+    problems = {stored.path: stored.problem for stored in stored_entries(layout)}
+
+    assert len(problems) == 6
+    assert sum(problem is None for problem in problems.values()) == 2
+    assert "expected a manifest" in str(problems[first])
+    assert "expected a regular file, got another kind" in str(problems[second])
+    assert "expected a regular file, got nothing" in str(problems[third])
+
+
+def test_strays_are_no_entries(layout: Layout) -> None:
+    """Files and folders whose names are no keys are passed by."""
+    (layout.entries / ".DS_Store").touch()
+    (layout.entries / "ab").mkdir(exist_ok=True)
+    (layout.entries / "ab" / "notes.txt").touch()
+    (layout.entries / "ab" / ("ab" * 32)).touch()
+
+    assert len(list(stored_entries(layout))) == 5
+
+
+@pytest.mark.parametrize("kind", ["absent", "a file"])
+def test_listing_no_cache_creates_none(kind: str, tmp_path: Path) -> None:
+    """Where there is no cache folder, there are no entries, before and after."""
+    if kind == "a file":
+        (tmp_path / "cache").touch()
+    before = tree(tmp_path)
+
+    assert list(stored_entries(Layout(tmp_path / "cache"))) == []
+    assert tree(tmp_path) == before
+
+
+def test_folder_that_cannot_be_read_is_a_cache_error(
+    layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A listing that would be wrong is refused, with the folder in the error."""
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+
+    with pytest.raises(CacheError, match="readable folder, got Permission denied") as caught:
+        list(stored_entries(layout))
+
+    assert caught.value.path == layout.entries
+
+
+@pytest.mark.parametrize("name", ["kernel.cubin", "kernel.cu", "build.log", "manifest.json"])
+@pytest.mark.parametrize("damage", ["changed", "longer", "missing"])
+def test_verify_reads_every_file(name: str, damage: str, layout: Layout, tmp_path: Path) -> None:
+    """Whichever file is not as published, verify says what is wrong and names the file."""
+    stored = next(stored_entries(layout, KEYS[0].digest))
+    file = entry_folder(tmp_path, KEYS[0]) / name
+    content = file.read_bytes()
+    assert verify(stored) is None
+
+    if damage == "missing":
+        file.unlink()
+    elif damage == "longer":
+        file.write_bytes(content + b"!")
+    else:
+        file.write_bytes(b"!" * max(1, len(content)))
+
+    assert str(verify(stored)).startswith(f"{name}: expected ")
+
+
+def test_verify_of_a_removed_entry_is_a_problem(layout: Layout, tmp_path: Path) -> None:
+    """An entry that went since it was listed does not pass."""
+    stored = next(stored_entries(layout, KEYS[0].digest))
+    entry_folder(tmp_path, KEYS[0]).rename(tmp_path / "elsewhere")
+
+    assert verify(stored) == "manifest.json: expected a regular file, got nothing"

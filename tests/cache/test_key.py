@@ -1,0 +1,94 @@
+"""The key: stable, complete, and able to explain itself."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from mlagen.cache import key as key_module
+from mlagen.cache.key import CacheKey
+from tests.cache.builds import ROOT, make_key
+
+GOLDEN = "246ae6f1a94b6c80bbfd6a2ca1fb9ee2d51f9aab54bb86f7ea29aac612387e4c"
+
+PRINT_DIGEST = "from tests.cache.builds import make_key; print(make_key().digest)"
+
+
+def test_digest_never_changes() -> None:
+    """The digest of these ingredients is this one, on every machine and in every version."""
+    assert make_key().digest == GOLDEN
+
+
+@pytest.mark.parametrize("seed", ["0", "1", "random"])
+def test_digest_is_the_same_in_every_process(seed: str) -> None:
+    """Neither the hash seed nor the locale of a process enters the digest."""
+    environment = {**os.environ, "PYTHONHASHSEED": seed, "LC_ALL": "C", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", PRINT_DIGEST]
+
+    run = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+
+    assert run.stdout.strip() == GOLDEN
+
+
+OTHER_INGREDIENTS = {
+    "another value": (("family", "mla_decode"), ("spec.page_size", "32")),
+    "another label": (("family", "mla_decode"), ("spec.head_dim", "64")),
+    "one more": (("family", "mla_decode"), ("spec.page_size", "64"), ("option.0", "")),
+    "one less": (("family", "mla_decode"),),
+    "another order": (("spec.page_size", "64"), ("family", "mla_decode")),
+    "a border moved": (("family", "mla_decodes"), ("pec.page_size", "64")),
+    "two pairs joined": (("family", 'mla_decode"],["spec.page_size","64'),),
+}
+
+
+@pytest.mark.parametrize("ingredients", OTHER_INGREDIENTS.values(), ids=OTHER_INGREDIENTS)
+def test_every_ingredient_changes_the_digest(ingredients: tuple[tuple[str, str], ...]) -> None:
+    """Two keys with different ingredients never share a digest."""
+    other = replace(make_key(), ingredients=ingredients)
+
+    assert other.digest != make_key().digest
+
+
+def test_schema_changes_the_digest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new meaning of the ingredients makes new keys of them all."""
+    before = make_key().digest
+
+    monkeypatch.setattr(key_module, "SCHEMA", key_module.SCHEMA + 1)
+
+    assert make_key().digest != before
+
+
+def test_toolchain_is_no_part_of_the_digest() -> None:
+    """A kernel keeps its digest whichever compiler makes it."""
+    other = make_key(toolchain="nvrtc-12.8.93")
+
+    assert other.digest == make_key().digest
+    assert other != make_key()
+
+
+def test_differences_name_each_label_with_both_values() -> None:
+    """A changed, a missing and an additional ingredient are told apart; the toolchain is last."""
+    mine = CacheKey((("family", "mla"), ("page", "64"), ("old", "1")), "nvrtc-13.0.88")
+    theirs = CacheKey((("family", "mla"), ("new", "2"), ("page", "32")), "nvrtc-13.5.37")
+
+    differences = mine.differences(theirs)
+
+    assert differences == [
+        ("page", "64", "32"),
+        ("old", "1", None),
+        ("new", None, "2"),
+        ("toolchain", "nvrtc-13.0.88", "nvrtc-13.5.37"),
+    ]
+    assert mine.differences(mine) == []
+
+
+def test_a_key_that_might_be_wrong_is_not_made() -> None:
+    """A label that occurs twice, or a value that is no text, is refused."""
+    with pytest.raises(AssertionError, match="occurs twice"):
+        CacheKey((("family", "a"), ("family", "b")), "nvrtc-13.5.37")
+    with pytest.raises(AssertionError):
+        CacheKey((("page", 64),), "nvrtc-13.5.37")  # type: ignore[arg-type]

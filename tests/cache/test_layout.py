@@ -1,0 +1,95 @@
+"""Where things lie, and which staging folders nobody will come back to."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from mlagen.cache.layout import Layout, is_abandoned
+from tests.cache.builds import in_child
+
+HOST = os.uname().nodename
+
+
+def test_an_entry_lies_under_its_key_and_toolchain() -> None:
+    """The first two digits, the key and the toolchain make the path."""
+    key = "ab" + "0" * 62
+
+    folder = Layout(Path("/cache")).entry(key, "nvrtc-13.5.37")
+
+    assert folder == Path("/cache/v1/e/ab", key, "nvrtc-13.5.37")
+
+
+@pytest.mark.parametrize("toolchain", ["", "..", "a/b", "a b", ".hidden"])
+def test_a_toolchain_that_is_no_folder_name_is_refused(toolchain: str) -> None:
+    """No toolchain leads out of the folder of its key."""
+    with pytest.raises(AssertionError):
+        Layout(Path("/cache")).entry("ab" * 32, toolchain)
+
+
+def test_staging_names_are_never_reused() -> None:
+    """Two publications of one key by one process do not meet."""
+    layout = Layout(Path("/cache"))
+
+    assert layout.new_staging("ab") != layout.new_staging("ab")
+
+
+@pytest.fixture(scope="module")
+def dead_pid() -> int:
+    """Return the id of a process that has ended."""
+    reader, writer = os.pipe()
+    in_child(lambda: os.write(writer, str(os.getpid()).encode()))
+    return int(os.read(reader, 100))
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+@pytest.mark.parametrize("stem", ["ab" * 32, "trash"], ids=["staging", "trash"])
+@pytest.mark.parametrize(
+    ("host", "alive", "age_s", "expected"),
+    [
+        pytest.param(HOST, False, 4000, True, id="old and its process is gone"),
+        pytest.param(HOST, True, 4000, False, id="old but its process runs"),
+        pytest.param(HOST, False, 60, False, id="young"),
+        pytest.param("node.example.org", True, 4000, True, id="old and of another host"),
+        pytest.param("node.example.org", True, 60, False, id="young and of another host"),
+        pytest.param(HOST, False, -90_000, True, id="from a clock that was set back"),
+    ],
+)
+def test_is_abandoned(
+    stem: str, host: str, alive: bool, age_s: int, expected: bool, dead_pid: int, tmp_path: Path
+) -> None:
+    """Abandoned is what is older than an hour, unless its process runs on this host."""
+    staged = tmp_path / f"{stem}.{host}.{os.getpid() if alive else dead_pid}.0a1b2c3d"
+    staged.mkdir()
+    os.utime(staged, (time.time() - age_s,) * 2)
+
+    assert is_abandoned(staged) is expected
+
+
+@pytest.mark.parametrize("name", ["stray", "a.b", f"ab.{HOST}.not_a_number.00"])
+def test_an_old_stray_name_is_abandoned(name: str, tmp_path: Path) -> None:
+    """A name that no store gives has no process to wait for."""
+    staged = tmp_path / name
+    staged.mkdir()
+    os.utime(staged, (0, 0))
+
+    assert is_abandoned(staged)
+
+
+def test_a_process_of_another_user_counts_as_running(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not being allowed to signal a process proves that it is there."""
+
+    def refused(*_: object) -> None:
+        raise PermissionError
+
+    staged = tmp_path / f"ab.{HOST}.1.00"
+    staged.mkdir()
+    os.utime(staged, (0, 0))
+    monkeypatch.setattr(os, "kill", refused)
+
+    assert not is_abandoned(staged)

@@ -1,0 +1,161 @@
+"""The compile lock: excludes while it can, never stands in the way."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import filelock
+import pytest
+
+from mlagen.cache import lock as lock_module
+from mlagen.cache.lock import compile_lock
+
+
+@pytest.fixture(autouse=True)
+def messages(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    """Record what is logged from INFO on."""
+    caplog.set_level(logging.INFO, logger="mlagen")
+    return caplog
+
+
+def test_one_holder_at_a_time(tmp_path: Path) -> None:
+    """Eight threads with lock objects of their own are never inside together."""
+    inside, most, counting = 0, 0, threading.Lock()
+
+    def enter(_: int) -> None:
+        nonlocal inside, most
+        with compile_lock(tmp_path / "locks/a.lock", timeout_s=15):
+            with counting:
+                inside += 1
+                most = max(most, inside)
+            threading.Event().wait(0.01)
+            with counting:
+                inside -= 1
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(enter, range(8)))
+
+    assert most == 1
+
+
+def test_timeout_goes_on_without_the_lock(
+    tmp_path: Path, messages: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who waits says so again and again, and compiles when the time is over."""
+    monkeypatch.setattr(lock_module, "_PROGRESS_S", 0.05)
+    path = tmp_path / "a.lock"
+
+    with filelock.FileLock(path), compile_lock(path, timeout_s=0.3):
+        lines = [record.message for record in messages.records]
+
+    assert lines[-1] == f"lock: expected within 0.3 s, got none, compiling without: {path}"
+    assert len(lines) > 2
+    waiting = f"waiting 0 s for another process to compile: {path}"
+    assert set(lines[:-1]) == {waiting}
+
+
+def test_timeout_of_zero_tries_once(tmp_path: Path) -> None:
+    """No wait still takes a lock that is free."""
+    path = tmp_path / "a.lock"
+
+    with compile_lock(path, timeout_s=0), pytest.raises(filelock.Timeout):
+        filelock.FileLock(path).acquire(timeout=0)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOLCK, os.strerror(errno.ENOLCK)),
+        OSError(errno.ENOSYS, os.strerror(errno.ENOSYS)),
+        PermissionError(errno.EACCES, os.strerror(errno.EACCES)),
+        RuntimeError("forked in the middle"),
+        NotImplementedError("no flock here"),
+    ],
+    ids=repr,
+)
+def test_locks_that_do_not_work_are_done_without(
+    error: Exception,
+    tmp_path: Path,
+    messages: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever locking raises, the work is done and one line says without what."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(filelock.FileLock, "acquire", refuse)
+
+    with compile_lock(tmp_path / "a.lock", timeout_s=1):
+        lines = [record.message for record in messages.records]
+
+    assert lines == [
+        f"lock: expected to work, got {error}, compiling without: {tmp_path / 'a.lock'}"
+    ]
+
+
+def test_lock_folder_that_cannot_be_made_is_done_without(
+    tmp_path: Path, messages: pytest.LogCaptureFixture
+) -> None:
+    """A file in the place of the lock folder costs the lock, not the work."""
+    (tmp_path / "locks").touch()
+
+    with compile_lock(tmp_path / "locks/a.lock", timeout_s=1):
+        lines = [record.message for record in messages.records]
+
+    assert len(lines) == 1
+    assert "compiling without" in lines[0]
+
+
+def test_a_planted_link_is_not_followed(tmp_path: Path) -> None:
+    """A link in the place of a lock file creates nothing at its target."""
+    (tmp_path / "a.lock").symlink_to(tmp_path / "target")
+
+    with compile_lock(tmp_path / "a.lock", timeout_s=1):
+        assert not (tmp_path / "target").exists()
+
+
+def test_an_error_inside_frees_the_lock(tmp_path: Path) -> None:
+    """A failed compile does not keep the others waiting."""
+    path = tmp_path / "a.lock"
+
+    with pytest.raises(LookupError), compile_lock(path, timeout_s=1):
+        raise LookupError
+
+    with filelock.FileLock(path, timeout=0) as held:
+        assert held.is_locked
+
+
+def test_lock_file_stays(tmp_path: Path) -> None:
+    """The file is never deleted, so that all who wait wait for one and the same."""
+    path = tmp_path / "locks/a.lock"
+
+    with compile_lock(path, timeout_s=1):
+        inode = path.stat().st_ino
+    with compile_lock(path, timeout_s=1):
+        pass
+
+    assert path.stat().st_ino == inode
+
+
+def test_a_filelock_without_the_option_is_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Versions before ``fallback_to_soft`` lock just as well."""
+
+    class Older(filelock.UnixFileLock):
+        """A lock that knows no options."""
+
+        def __init__(self, lock_file: Path) -> None:
+            super().__init__(lock_file)
+
+    monkeypatch.setattr(filelock, "FileLock", Older)
+    path = tmp_path / "a.lock"
+
+    with compile_lock(path, timeout_s=1), pytest.raises(filelock.Timeout):
+        filelock.UnixFileLock(path).acquire(timeout=0)

@@ -1,0 +1,268 @@
+"""The store: find, build once, list, and delete."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import filelock
+import pytest
+
+from mlagen.artifacts import Build
+from mlagen.cache import lock as lock_module
+from mlagen.cache.store import KernelStore
+from mlagen.errors import ArgumentError
+from tests.cache import builds
+from tests.cache.builds import CountedBuild, entry_folder, make_build, make_key, make_store, tree
+
+KEY = make_key()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> KernelStore:
+    """Return a store whose folder does not exist yet."""
+    return make_store(tmp_path)
+
+
+def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Return the warnings that were logged."""
+    return [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_making_a_store_touches_nothing(store: KernelStore, tmp_path: Path) -> None:
+    """A store is made, asked and listed without creating a folder."""
+    assert store.find(KEY) is None
+    assert list(store.entries()) == store.select("abcdef") == []
+    assert store.clear() == store.sweep() == 0
+    assert tree(tmp_path) == []
+
+
+def test_first_call_builds_and_later_ones_find(store: KernelStore, tmp_path: Path) -> None:
+    """The builder's entry equals what this store and another one find afterwards."""
+    build = CountedBuild()
+
+    built = store.find_or_build(KEY, build)
+    found = store.find_or_build(KEY, build)
+
+    assert build.calls == 1
+    assert found == built == make_store(tmp_path).find(KEY)
+    assert built.path == entry_folder(tmp_path, KEY)
+    assert built.cubin == builds.CUBIN
+    assert built.manifest.created_by == "jit"
+
+
+def test_who_asked_is_in_the_manifest(store: KernelStore) -> None:
+    """An entry that was prewarmed says so."""
+    entry = store.find_or_build(KEY, make_build, created_by="prewarm")
+
+    assert entry.manifest.created_by == "prewarm"
+
+
+def test_toolchains_are_kept_side_by_side(store: KernelStore) -> None:
+    """One kernel is built once for each compiler, and both entries are listed."""
+    other = make_key(toolchain="nvrtc-12.8.93")
+
+    store.find_or_build(KEY, make_build)
+    assert store.find(other) is None
+    store.find_or_build(other, lambda: make_build(toolchain="nvrtc-12.8.93"))
+
+    assert [stored.toolchain for stored in store.select(KEY.digest[:6])] == [
+        "nvrtc-12.8.93",
+        builds.TOOLCHAIN,
+    ]
+
+
+def test_the_compiler_that_ran_names_the_entry(
+    store: KernelStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    """If it is not the one in the key, one warning says so and the entry is under its own name."""
+    entry = store.find_or_build(KEY, lambda: make_build(toolchain="nvrtc-13.5.40"))
+
+    assert entry.manifest.toolchain == "nvrtc-13.5.40"
+    assert store.find(KEY) is None
+    assert store.find(make_key(toolchain="nvrtc-13.5.40")) == entry
+    assert warnings_in(caplog) == [
+        f"toolchain: expected {builds.TOOLCHAIN}, got nvrtc-13.5.40, publishing under the latter"
+    ]
+
+
+READ_ONLY_HIT = """
+import os, sys
+from pathlib import Path
+from tests.cache.builds import make_key, make_store
+effects = []
+def watch(event, arguments):
+    if event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+        effects.append(arguments)
+    if event in {"os.mkdir", "os.rename", "os.remove", "os.utime", "os.chmod", "fcntl.flock"}:
+        effects.append(event)
+store, key = make_store(Path(sys.argv[1])), make_key()
+sys.addaudithook(watch)
+assert store.find(key) and store.find_or_build(key, None)
+assert store.find(make_key("another")) is None
+assert len(list(store.entries())) == 1 and store.verify(store.select(key.digest)[0]) is None
+assert effects == [], effects
+assert "filelock" not in sys.modules
+"""
+
+
+def test_reading_writes_nothing_and_takes_no_lock(store: KernelStore, tmp_path: Path) -> None:
+    """Hits, misses and listings open files to read, and do not even load the lock package."""
+    store.find_or_build(KEY, make_build)
+    before = tree(tmp_path)
+    command = [sys.executable, "-B", "-c", READ_ONLY_HIT, str(tmp_path)]
+
+    run = subprocess.run(command, cwd=builds.ROOT, check=False, capture_output=True, text=True)
+
+    assert run.stderr == ""
+    assert tree(tmp_path) == before
+
+
+def test_losing_the_race_keeps_the_first_entry(store: KernelStore, tmp_path: Path) -> None:
+    """The builder gets its own bytes even if another process published meanwhile."""
+    own, first = builds.CUBIN + b"own", builds.CUBIN + b"first"
+
+    def build_while_another_publishes() -> Build:
+        rival = KernelStore(tmp_path / "cache", lock_dir=tmp_path / "other", lock_timeout_s=1)
+        rival.find_or_build(KEY, lambda: make_build(first))
+        return make_build(own)
+
+    entry = store.find_or_build(KEY, build_while_another_publishes)
+
+    assert entry.cubin == own
+    found = store.find(KEY)
+    assert found is not None
+    assert found.cubin == first
+    assert found.path == entry.path
+
+
+def test_an_error_publishes_nothing_and_the_next_call_builds(
+    store: KernelStore, tmp_path: Path
+) -> None:
+    """What build raises is what the caller sees; nothing of it is remembered."""
+    failing, build = CountedBuild(error=LookupError("no template")), CountedBuild()
+
+    for _ in range(2):
+        with pytest.raises(LookupError, match="no template"):
+            store.find_or_build(KEY, failing)
+    entry = store.find_or_build(KEY, build)
+
+    assert (failing.calls, build.calls) == (2, 1)
+    assert store.find(KEY) == entry
+    assert tree(tmp_path / "cache/v1/staging") == []
+
+
+def test_a_held_lock_leads_to_a_private_compile(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the timeout the kernel is built and published without the lock, and the log says so."""
+    caplog.set_level(logging.INFO, logger="mlagen")
+    monkeypatch.setattr(lock_module, "_PROGRESS_S", 0.05)
+    store, build = make_store(tmp_path, lock_timeout_s=0.3), CountedBuild()
+    (tmp_path / "locks").mkdir()
+
+    with filelock.FileLock(tmp_path / f"locks/{KEY.digest}.{KEY.toolchain}.lock"):
+        entry = store.find_or_build(KEY, build)
+
+    assert build.calls == 1
+    assert store.find(KEY) == entry
+    assert "another process" in caplog.messages[0]
+    assert "compiling without" in caplog.messages[-1]
+
+
+def test_publishing_sweeps_abandoned_staging(store: KernelStore, tmp_path: Path) -> None:
+    """What a dead process left an hour ago goes with the next publication."""
+    abandoned = tmp_path / "cache/v1/staging/ab.elsewhere.1.00"
+    abandoned.mkdir(parents=True)
+    os.utime(abandoned, (0, 0))
+
+    store.find_or_build(KEY, make_build)
+
+    assert tree(tmp_path / "cache/v1/staging") == []
+
+
+@pytest.mark.parametrize("prefix", ["", "abcde", "ABCDEF", "abcdeg", "../../", "a" * 65])
+def test_select_refuses_what_is_no_prefix(prefix: str, store: KernelStore) -> None:
+    """Fewer than six digits, more than a key has, or other characters are the caller's error."""
+    with pytest.raises(ArgumentError) as caught:
+        store.select(prefix)
+
+    assert str(caught.value) == f"key: expected 6 to 64 lower-case hex digits, got {prefix!r}"
+
+
+def test_select_refuses_a_line_end(store: KernelStore) -> None:
+    """A prefix is the digits and nothing after them."""
+    with pytest.raises(ArgumentError):
+        store.select("abcdef\n")
+
+
+def test_quarantine_moves_and_explains(store: KernelStore, tmp_path: Path) -> None:
+    """An entry set aside on purpose is gone from the list and has its reason with it."""
+    store.find_or_build(KEY, make_build)
+    (stored,) = store.entries()
+
+    cell = store.quarantine(stored, "the driver refused it")
+
+    assert cell is not None
+    assert json.loads((cell / "reason.json").read_text())["reason"] == "the driver refused it"
+    assert (cell / "entry/kernel.cubin").read_bytes() == builds.CUBIN
+    assert list(store.entries()) == []
+    assert store.quarantine(stored, "again") is None
+    assert store.find_or_build(KEY, make_build).path == entry_folder(tmp_path, KEY)
+
+
+def test_remove_deletes_one_entry(store: KernelStore, tmp_path: Path) -> None:
+    """The entry goes with the folder of its key; a second removal finds nothing to do."""
+    entry = store.find_or_build(KEY, make_build)
+    other = store.find_or_build(make_key("another"), make_build)
+    (stored,) = store.select(KEY.digest)
+
+    store.remove(stored)
+    store.remove(stored)
+
+    assert store.find(KEY) is None
+    assert entry.cubin == builds.CUBIN
+    assert store.find(make_key("another")) == other
+    assert not entry_folder(tmp_path, KEY).parent.exists()
+    assert tree(tmp_path / "cache/v1/staging") == []
+
+
+def test_remove_keeps_the_other_toolchains(store: KernelStore) -> None:
+    """One of two compilers' entries goes, the other is still found."""
+    other = make_key(toolchain="nvrtc-12.8.93")
+    store.find_or_build(KEY, make_build)
+    store.find_or_build(other, lambda: make_build(toolchain="nvrtc-12.8.93"))
+
+    store.remove(store.select(KEY.digest)[0])
+
+    assert store.find(other) is None
+    assert store.find(KEY) is not None
+
+
+def test_clear_deletes_entries_and_quarantine(store: KernelStore, tmp_path: Path) -> None:
+    """Everything goes, damaged or not, and the store works on."""
+    for name in ("one", "two", "three"):
+        store.find_or_build(make_key(name), make_build)
+    store.quarantine(next(store.entries()), "a reason")
+    (next(store.entries()).path / "manifest.json").write_bytes(b"garbage")
+
+    count = store.clear()
+
+    assert count == 2
+    assert tree(tmp_path / "cache/v1") == ["CACHEDIR.TAG", "staging"]
+    assert store.find_or_build(KEY, make_build).path is not None
+
+
+def test_facts_that_are_no_json_are_our_own_error(store: KernelStore) -> None:
+    """A manifest that could not be read back is not written."""
+    build = replace(make_build(), facts={"path": object()})
+
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        store.find_or_build(KEY, lambda: build)
+
+    assert list(store.entries()) == []

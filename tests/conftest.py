@@ -1,0 +1,46 @@
+"""Isolation: no test sees the user's cache, and GPU tests run only where there is a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from mlagen.settings import current_settings
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what lies in tests/gpu, and skip it where there is no GPU."""
+    for item in items:
+        if "gpu" in Path(item.fspath).parts:
+            item.add_marker(pytest.mark.gpu)
+            if not torch.cuda.is_available():
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+@pytest.fixture(scope="session")
+def session_cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a cache folder that the tests of one run share."""
+    return tmp_path_factory.mktemp("kernels")
+
+
+@pytest.fixture
+def cache_dir(tmp_path: Path) -> Path:
+    """Return the cache folder of one test; it does not exist yet."""
+    return tmp_path / "cache"
+
+
+@pytest.fixture(autouse=True)
+def isolated_settings(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cache_dir: Path
+) -> Iterator[None]:
+    """Point the cache and the locks into the test's own folder; GPU tests share one cache."""
+    is_gpu_test = request.node.get_closest_marker("gpu") is not None
+    folder = request.getfixturevalue("session_cache_dir") if is_gpu_test else cache_dir
+    monkeypatch.setenv("MLAGEN_CACHE_DIR", str(folder))
+    monkeypatch.setenv("MLAGEN_LOCK_DIR", str(tmp_path / "locks"))
+    current_settings.cache_clear()
+    yield
+    current_settings.cache_clear()

@@ -1,0 +1,185 @@
+"""Who may import whom, of our own modules and of third parties, and what `import mlagen` costs."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# Each layer with what it may import besides itself. A layer is a module or folder of mlagen/;
+# "mlagen" is the package's own __init__.py.
+GROUND = {"errors", "settings"}
+DATA = GROUND | {"artifacts", "spec"}
+STAGES = {"codegen", "compiler", "cache", "runtime"}
+ENGINE = DATA | STAGES | {"engine"}
+DOORS = {"mla"}
+LAYERS = {
+    "errors": set[str](),
+    "settings": {"errors"},
+    "artifacts": {"errors"},
+    "spec": {"errors"},
+    **dict.fromkeys(STAGES, DATA),
+    "engine": DATA | STAGES,
+    "api": ENGINE,
+    "prewarming": ENGINE,
+    **dict.fromkeys(DOORS, ENGINE | {"api"}),
+    "mlagen": ENGINE | DOORS | {"api", "prewarming"},
+    "cache_tools": ENGINE | DOORS | {"api", "prewarming"},
+}
+
+# Each third party with the layers that may import it.
+FENCES = {
+    "click": {"cache_tools"},
+    "cuda": {"compiler", "runtime"},
+    "filelock": {"cache"},
+    "jinja2": {"codegen"},
+    "rich": {"cache_tools"},
+    "torch": {"api", "runtime"} | DOORS,
+}
+# A warm call digests the templates and must not pay for Jinja; the demo makes tensors.
+CLOSED = {"mlagen/codegen/sources.py": {"jinja2"}}
+OPEN = {"cache_tools/commands/demo.py": {"torch"}}
+
+FILES = {
+    str(path.relative_to(ROOT)): path
+    for folder in ("mlagen", "cache_tools")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+}
+
+
+class Import(NamedTuple):
+    """One imported name, spelled out, and the dots it was written with."""
+
+    name: tuple[str, ...]
+    dots: int
+
+
+def layer_of(parts: tuple[str, ...]) -> str:
+    """Return the layer of a dotted name, such as ``("mlagen", "cache", "key")``."""
+    if parts[0] == "cache_tools" or len(parts) == 1:
+        return parts[0]
+    module = ROOT.joinpath(*parts[:2])
+    is_module = module.is_dir() or module.with_suffix(".py").is_file()
+    return parts[1] if is_module else "mlagen"  # else a name that mlagen/__init__.py defines
+
+
+def imports_of(file: str) -> Iterator[Import]:
+    """Yield everything that ``file`` imports, wherever in the file."""
+    package = Path(file).parent.parts
+    for node in ast.walk(ast.parse(FILES[file].read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (Import(tuple(name.name.split(".")), 0) for name in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            start = package[: len(package) - node.level + 1] if node.level else ()
+            module = (*start, *(node.module.split(".") if node.module else ()))
+            yield from (Import((*module, name.name), node.level) for name in node.names)
+
+
+def own_layer(file: str) -> str:
+    """Return the layer that ``file`` belongs to."""
+    parts = Path(file).with_suffix("").parts
+    return layer_of(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_every_file_belongs_to_a_layer(file: str) -> None:
+    """A new module is given its place in the table before it imports anything."""
+    layer = own_layer(file)
+
+    assert layer in LAYERS
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_layer_imports_only_what_lies_below_it(file: str) -> None:
+    """A file imports its own layer and the ones its row names, by any form of import."""
+    layer = own_layer(file)
+    ours = [name for name, _ in imports_of(file) if name[0] in {"mlagen", "cache_tools"}]
+
+    above = {".".join(name) for name in ours if layer_of(name) not in LAYERS[layer] | {layer}}
+
+    # The version is a fact of the installation, not a layer.
+    assert above - {"mlagen.__version__"} == set()
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_third_parties_stay_behind_their_fences(file: str) -> None:
+    """Each third party is imported by the layers that own it, and no undeclared one is at all."""
+    third = {name[0] for name, _ in imports_of(file)}
+    third -= sys.stdlib_module_names | {"mlagen", "cache_tools"}
+
+    allowed = {name for name, layers in FENCES.items() if own_layer(file) in layers}
+    allowed = (allowed | OPEN.get(file, set())) - CLOSED.get(file, set())
+
+    assert third - allowed == set()
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if own_layer(file) == "cache_tools"])
+def test_cache_tools_imports_itself_relatively(file: str) -> None:
+    """The command line works under both its names: at the top of a checkout, and installed."""
+    absolute = {name for name, dots in imports_of(file) if dots == 0}
+
+    assert {name for name in absolute if "cache_tools" in name[:2]} == set()
+
+
+# Run in a fresh interpreter: what `import mlagen` did, as Python's audit events tell it.
+IMPORT_MLAGEN = """
+import json, os, sys
+events = []
+recorders = [lambda event, arguments: events.append((event, arguments))]
+sys.addaudithook(lambda *event: [record(*event) for record in recorders])
+import mlagen
+recorders.clear()
+opened = [arguments for event, arguments in events if event == "open"]
+print(json.dumps({
+    "read": [os.path.abspath(str(path)) for path, _, flags in opened],
+    "written": [str(path) for path, _, flags in opened if flags & (os.O_WRONLY | os.O_RDWR)],
+    "events": sorted({event for event, _ in events}),
+    "modules": sorted(sys.modules),
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def bare_import() -> dict[str, list[str]]:
+    """Import mlagen in a fresh interpreter and report what that did."""
+    command = [sys.executable, "-B", "-c", IMPORT_MLAGEN]
+    run = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    report: dict[str, list[str]] = json.loads(run.stdout)
+    return report
+
+
+@pytest.mark.parametrize("package", FENCES)
+def test_importing_mlagen_loads_no_third_party(
+    package: str, bare_import: dict[str, list[str]]
+) -> None:
+    """`import mlagen` leaves torch, Jinja, the CUDA bindings and every tool unloaded."""
+    loaded = {name.partition(".")[0] for name in bare_import["modules"]}
+
+    assert package not in loaded
+
+
+def test_importing_mlagen_reads_python_files_only(bare_import: dict[str, list[str]]) -> None:
+    """`import mlagen` opens files of the package and of the Python installation, none to write."""
+    installation = {Path(sys.prefix), Path(sys.base_prefix), Path(sysconfig.get_path("stdlib"))}
+    installation |= {Path(sysconfig.get_path("purelib")), ROOT}
+
+    foreign = [path for path in bare_import["read"] if not installation & {*Path(path).parents}]
+
+    assert foreign == []
+    assert bare_import["written"] == []
+
+
+def test_importing_mlagen_starts_and_loads_nothing(bare_import: dict[str, list[str]]) -> None:
+    """`import mlagen` makes no folder, starts no process, loads no library, opens no socket."""
+    effects = ("ctypes.dlopen", "os.mkdir", "os.rename", "os.system", "socket.", "subprocess.")
+
+    assert [event for event in bare_import["events"] if event.startswith(effects)] == []

@@ -1,0 +1,161 @@
+"""What the wheel holds and under which names, and that it works from where it is unpacked."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = {"mlagen": "mlagen", "cache_tools": "mlagen/cache_tools", "templates": "mlagen/templates"}
+SHIPPED = {".py", ".typed", ".cuh", ".j2"}
+
+# argv: build_wheel or build_editable, the folder for the result
+BUILD = "import sys; from setuptools import build_meta as b; getattr(b, sys.argv[1])(sys.argv[2])"
+OLDEST_SETUPTOOLS = 77  # as [build-system] of pyproject.toml
+
+
+def setuptools_release() -> int:
+    """Return the major version of the installed setuptools, 0 where there is none."""
+    try:
+        return int(metadata.version("setuptools").split(".")[0])
+    except metadata.PackageNotFoundError:
+        return 0
+
+
+pytestmark = pytest.mark.skipif(
+    setuptools_release() < OLDEST_SETUPTOOLS,
+    reason=f"needs setuptools {OLDEST_SETUPTOOLS} or newer to build the wheel",
+)
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a copy of what a build reads, so that a build leaves nothing in the real checkout."""
+    copy = tmp_path_factory.mktemp("packaging") / "checkout"
+    copy.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, copy)
+    for folder in FOLDERS:
+        shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    return copy
+
+
+@pytest.fixture(scope="module")
+def site(checkout: Path) -> Path:
+    """Return a folder that holds the unpacked wheel, as an installation would."""
+    return unpack("build_wheel", checkout)
+
+
+def unpack(build: str, checkout: Path) -> Path:
+    """Build with setuptools, without a network; return the folder with the wheel's content."""
+    site = checkout.parent / build
+    site.mkdir()
+    run_python("-c", BUILD, build, str(site), cwd=checkout)
+    (wheel,) = site.glob("*.whl")
+    with ZipFile(wheel) as archive:
+        archive.extractall(site)
+    wheel.unlink()
+    return site
+
+
+def run_python(*arguments: str, cwd: Path, site: Path | None = None) -> str:
+    """Run a fresh interpreter, with ``site`` first on its path; return what it printed."""
+    path = ([str(site)] if site else []) + [entry for entry in sys.path if entry != str(ROOT)]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+    command = [sys.executable, "-B", *arguments]
+    run = subprocess.run(command, cwd=cwd, env=environ, check=True, capture_output=True, text=True)
+    return run.stdout.strip()
+
+
+def run_installed(site: Path, code: str) -> str:
+    """Run ``code`` with the unpacked wheel on the path, far from the checkout."""
+    return run_python("-c", code, cwd=site.parent, site=site)
+
+
+def metadata_file(site: Path, name: str) -> str:
+    """Return one text file of the wheel's metadata."""
+    (folder,) = site.glob("*.dist-info")
+    return (folder / name).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_every_file_of_a_folder_lands_under_mlagen(folder: str, site: Path) -> None:
+    """No module, template or marker file of the checkout is forgotten by the wheel."""
+    files = [path for path in (ROOT / folder).rglob("*") if path.suffix in SHIPPED]
+    expected = {FOLDERS[folder] / path.relative_to(ROOT / folder) for path in files}
+
+    installed = {path.relative_to(site) for path in site.rglob("*")}
+
+    assert expected
+    assert expected - installed == set()
+
+
+def test_mlagen_is_the_only_name_installed(site: Path) -> None:
+    """`templates` and `cache_tools` are names of the checkout, never of an installation."""
+    installed = {path.name for path in site.iterdir() if path.suffix != ".dist-info"}
+
+    assert installed == {"mlagen"}
+
+
+def test_nothing_but_code_templates_and_markers_is_installed(site: Path) -> None:
+    """Tests, documents and what an editor left behind stay out of the wheel."""
+    files = [path for path in (site / "mlagen").rglob("*") if path.is_file()]
+
+    assert {path.suffix for path in files} == SHIPPED
+
+
+def test_the_mlagen_command_is_the_command_line_of_cache_tools(site: Path) -> None:
+    """The installed `mlagen` command calls a function that the wheel holds."""
+    entry_points = metadata_file(site, "entry_points.txt")
+
+    found = run_installed(site, "from mlagen.cache_tools.cli import main; print(callable(main))")
+
+    assert "mlagen = mlagen.cache_tools.cli:main" in entry_points.splitlines()
+    assert found == "True"
+
+
+def test_an_editable_installation_has_the_command_line_too(checkout: Path) -> None:
+    """`pip install -e .` gives a working `mlagen` command, and templates that can be edited."""
+    site = unpack("build_editable", checkout)
+    code = """
+import site, sys
+site.addsitedir(sys.argv[1])
+from mlagen.cache_tools.cli import main
+from mlagen.codegen.sources import template_root
+print(template_root())
+"""
+
+    # -S: an editable mlagen of this very environment must not answer in its place.
+    templates = run_python("-S", "-c", code, str(site), cwd=site, site=site)
+
+    assert templates == str(checkout / "templates")
+
+
+def test_an_installation_finds_its_own_templates(site: Path) -> None:
+    """Templates are read from inside the installed package, not from a checkout near by."""
+    code = "from mlagen.codegen.sources import template_root; print(template_root())"
+
+    assert run_installed(site, code) == str(site / "mlagen" / "templates")
+
+
+def test_the_version_is_that_of_pyproject(site: Path) -> None:
+    """`mlagen.__version__` says what was installed."""
+    (line,) = [
+        line
+        for line in metadata_file(site, "METADATA").splitlines()
+        if line.startswith("Version: ")
+    ]
+
+    assert run_installed(site, "import mlagen; print(mlagen.__version__)") == line.split()[1]
+
+
+def test_the_licence_is_part_of_the_wheel(site: Path) -> None:
+    """Who has the wheel has the text of its licence."""
+    assert "Apache License" in metadata_file(site, "licenses/LICENSE")
