@@ -17,17 +17,19 @@ if TYPE_CHECKING:
 def prewarm_progress() -> Iterator[Callable[[PrewarmEvent], None]]:
     """Give a callback for :func:`mlagen.prewarm` that prints on stderr."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.table import Column
 
     output = console(stderr=True)
     columns = (
-        BarColumn(bar_width=24),
+        BarColumn(bar_width=16),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
-        TextColumn("{task.description}", markup=False),
+        # The only column that gives way where the terminal is narrow.
+        TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, ratio=1)),
     )
     compiling: dict[KernelSpec, str] = {}
     with Progress(
-        *columns, console=output, transient=True, disable=not output.is_terminal
+        *columns, console=output, transient=True, expand=True, disable=not output.is_terminal
     ) as progress:
         task = progress.add_task("", total=None)
 

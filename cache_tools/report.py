@@ -33,7 +33,9 @@ def console(*, stderr: bool = False) -> Console:
 
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() else _UNLIMITED
-    return Console(stderr=stderr, width=width, highlight=False, markup=False, emoji=False)
+    return Console(
+        stderr=stderr, width=width, color_system=None, highlight=False, markup=False, emoji=False
+    )
 
 
 def print_json(document: Mapping[str, Any]) -> None:
@@ -45,7 +47,7 @@ def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
     """Print rows under the names of their fields; what is None leaves its cell empty."""
     from rich.table import Table
 
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name in rows[0]:
         is_number = all(isinstance(row[name], int | float | None) for row in rows)
         table.add_column(name, justify="right" if is_number else "left", overflow="fold")
@@ -75,10 +77,10 @@ def size_text(size_bytes: int) -> str:
 
 
 def time_text(ms: float) -> str:
-    """Return a duration as people read it, in ms below a second."""
+    """Return a duration as people read it."""
     if ms >= 1000:
         return f"{ms / 1000:.1f} s"
-    return f"{ms:.0f} ms" if ms >= 10 else f"{ms:.1f} ms" if ms >= 0.95 else f"{ms:.2f} ms"
+    return f"{ms:.0f} ms" if ms >= 10 else f"{ms:.1f} ms" if ms >= 1 else f"{ms * 1000:.0f} us"
 
 
 def count_text(count: int, noun: str, plural: str | None = None) -> str:

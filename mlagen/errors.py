@@ -5,7 +5,7 @@
     MlagenError
     ├── ArgumentError(ValueError)               the caller's tensors or scalars are wrong
     ├── UnsupportedError(NotImplementedError)   a sound request that no kernel covers
-    ├── CaptureError(RuntimeError)              a kernel is not loaded while a CUDA graph is captured
+    ├── CaptureError(RuntimeError)              a kernel is not loaded during a CUDA graph capture
     ├── ToolchainError(RuntimeError)            no NVRTC, or one that does not know the architecture
     ├── CompileError(RuntimeError)              NVRTC refused a kernel; ``.log``, ``.source``
     ├── CacheError(OSError)                     the cache cannot be read or written; ``.path``

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from mlagen.api.mla_call import run_mla
@@ -128,12 +130,9 @@ def trtllm_batch_decode_with_kv_cache_mla(
     Signature of ``flashinfer.mla.trtllm_batch_decode_with_kv_cache_mla``, in both positional orders
     of ``enable_pdl`` and ``backend`` that it has had. Pass everything after ``sinks`` by keyword.
     """
-    if isinstance(skip_softmax_threshold_scale_factor, bool) or isinstance(enable_pdl, str):
-        # The older order, without skip_softmax_threshold_scale_factor: both stand one place early.
-        if isinstance(enable_pdl, str):
-            backend = enable_pdl
-        enable_pdl = skip_softmax_threshold_scale_factor  # type: ignore[assignment]
-        skip_softmax_threshold_scale_factor = None
+    skip_softmax_threshold_scale_factor, enable_pdl, backend = _in_order(
+        skip_softmax_threshold_scale_factor, enable_pdl, backend
+    )
     if backend not in _BACKENDS:
         raise ArgumentError(f"backend: expected one of {', '.join(_BACKENDS)}, got {backend!r}")
     if (
@@ -180,6 +179,16 @@ def trtllm_batch_decode_with_kv_cache_mla(
         inputs = inputs._replace(max_q_len=longest_query(inputs))
     result, result_lse = run_mla(inputs, enable_pdl is None or enable_pdl)
     return result if result_lse is None else (result, result_lse)
+
+
+def _in_order(factor: Any, enable_pdl: Any, backend: str) -> tuple[Any, Any, str]:
+    """Return the three as they were meant, in the older positional order or the newer."""
+    # The older order has no skip_softmax_threshold_scale_factor: the others stand one place early.
+    if isinstance(enable_pdl, str):
+        return None, factor, enable_pdl
+    if isinstance(factor, bool) and enable_pdl is None:
+        return None, factor, backend
+    return factor, enable_pdl, backend
 
 
 # What a keyword is when nothing is asked of it.

@@ -285,7 +285,7 @@ def _unit(
         key=key.digest,
         toolchain=entry.manifest.toolchain if entry else key.toolchain,
         status=status,
-        ms=round((time.perf_counter() - start) * 1e3, 1),
+        ms=round((time.perf_counter() - start) * 1e3, 3),
         error=error,
         **facts,
     )

@@ -69,7 +69,9 @@ def require_dims(tensor: torch.Tensor, argument: str, allowed: Sequence[int]) ->
 def require_contiguous(tensor: torch.Tensor, argument: str) -> None:
     """Refuse a tensor with gaps or reordered dimensions."""
     if not tensor.is_contiguous():
-        refuse(f"{argument}.stride()", f"contiguous for shape {list(tensor.shape)}", tensor.stride())
+        refuse(
+            f"{argument}.stride()", f"contiguous for shape {list(tensor.shape)}", tensor.stride()
+        )
 
 
 def require_dense_last_dim(tensor: torch.Tensor, argument: str) -> None:

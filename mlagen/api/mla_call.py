@@ -41,7 +41,7 @@ class MlaCall:
 def run_mla(inputs: MlaInputs, enable_pdl: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute one call; returns the output and, if asked for, the LSE."""
     form = _form_of(inputs)
-    call = _calls.get(form)
+    call = _calls.get(form) if form is not None else None
     if call is None:
         request = check_request(inputs)
         if request.device.type == "cpu":
@@ -100,23 +100,36 @@ def workspace_bytes(
 
 
 def _form_of(inputs: MlaInputs) -> Hashable:
-    """Return everything about the arguments that a check or a plan may depend on."""
-    return (
-        *[_facts(value) for value in inputs[:3]],
-        *inputs[3:5],
-        _facts(inputs.block_tables),
-        _facts(inputs.seq_lens),
-        _rounded_up(inputs.max_seq_len),
-        *[_facts(value) for value in inputs[8:13]],
-        *inputs[13:15],
-        _facts(inputs.cum_seq_lens_q),
-        inputs.max_q_len,
-    )
+    """Return everything about the arguments that a check or a plan may depend on.
+
+    Written out, for it runs at every call. None if something is not the tensor it should be, which
+    :func:`check_request` then says.
+    """
+    query, cache, workspace, lora_rank, rope_dim, tables, seq_lens, longest = inputs[:8]
+    out, bmm1_scale, bmm2_scale, sinks, lse, return_lse, lse_base, cumulative, max_q_len = inputs[8:]
+    try:
+        return (
+            (query.shape, query.stride(), query.dtype, query.get_device()),
+            (cache.shape, cache.stride(), cache.dtype, cache.get_device()),
+            (workspace.shape, workspace.stride(), workspace.dtype, workspace.get_device()),
+            (lora_rank, rope_dim),
+            (tables.shape, tables.stride(), tables.dtype, tables.get_device()),
+            (seq_lens.shape, seq_lens.stride(), seq_lens.dtype, seq_lens.get_device()),
+            _rounded_up(longest),
+            None if out is None else (out.shape, out.stride(), out.dtype, out.get_device()),
+            float if bmm1_scale.__class__ is float else _facts(bmm1_scale),
+            float if bmm2_scale.__class__ is float else _facts(bmm2_scale),
+            None if sinks is None else _facts(sinks),
+            (return_lse, lse_base, None if lse is None else _facts(lse)),
+            (max_q_len, None if cumulative is None else _facts(cumulative)),
+        )
+    except AttributeError:
+        return None
 
 
 def _facts(value: object) -> Hashable:
     if isinstance(value, torch.Tensor):
-        return value.shape, value.stride(), value.dtype, value.device
+        return value.shape, value.stride(), value.dtype, value.get_device()
     return type(value)
 
 

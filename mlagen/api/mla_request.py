@@ -7,6 +7,7 @@ call whose arguments have the same shapes, strides, dtypes and devices.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ from mlagen.api.arguments import (
     require_shape,
     require_tensor,
 )
+from mlagen.spec.mla import require_supported
 
 MOST_HEADS = 256
 LSE_BASES = ("base2", "basee")
@@ -84,6 +86,8 @@ def check_request(inputs: MlaInputs) -> MlaRequest:
     ------
     ArgumentError
         If an argument breaks a rule.
+    UnsupportedError
+        If no kernel covers dtypes, dimensions or page size, on whatever device.
     """
     query = require_tensor(inputs.query, "query")
     is_ragged = inputs.cum_seq_lens_q is not None
@@ -107,20 +111,23 @@ def check_request(inputs: MlaInputs) -> MlaRequest:
     require_index(tables, "block_tables", query.device)
     require_dims(tables, "block_tables", (2,))
     require_dense_last_dim(tables, "block_tables")
-    require(
-        tables.shape[0] == batch, "block_tables.shape[0]", f"{batch} (batch)", tables.shape[0]
-    )
+    require(tables.shape[0] == batch, "block_tables.shape[0]", f"{batch} (batch)", tables.shape[0])
     _check_whole_number(inputs.max_seq_len, "max_seq_len", least=0)
 
     q_len, query_stride = _check_query_tokens(inputs, batch)
     tokens = query.shape[0] if is_ragged else batch * q_len
-    require_device(inputs.workspace_buffer, "workspace_buffer", query.device)
-    require_contiguous(inputs.workspace_buffer, "workspace_buffer")
+    workspace = require_tensor(inputs.workspace_buffer, "workspace_buffer")
+    require_device(workspace, "workspace_buffer", query.device)
+    require_contiguous(workspace, "workspace_buffer")
     require_scale(inputs.bmm1_scale, "bmm1_scale", query.device)
     require_scale(inputs.bmm2_scale, "bmm2_scale", query.device)
     _check_sinks(inputs, heads)
     out_shape = _check_out(inputs)
     lse_shape = _check_lse(inputs, tokens)
+    dtype = DTYPES[query.dtype]
+    require_supported(
+        dtype, dtype, inputs.kv_lora_rank, inputs.qk_rope_head_dim, page_size=cache.shape[1]
+    )
     return MlaRequest(
         device=query.device,
         dtype=query.dtype,
@@ -175,12 +182,12 @@ def longest_query(inputs: MlaInputs) -> int:
     """
     cumulative = require_tensor(inputs.cum_seq_lens_q, "cum_seq_lens_q")
     tokens = inputs.query.shape[0]
-    ends = cumulative.tolist()
+    ends: list[int] = cumulative.tolist()
     require(ends[0] == 0, "cum_seq_lens_q[0]", 0, ends[0])
     require(ends[-1] == tokens, "cum_seq_lens_q[-1]", f"{tokens} (tokens of query)", ends[-1])
-    lengths = [end - start for start, end in zip(ends, ends[1:], strict=False)]
-    require(min(lengths) >= 0, "cum_seq_lens_q", "values that do not decrease", ends)
-    return max(lengths)
+    lengths = [end - start for start, end in pairwise(ends)]
+    require(min(lengths, default=0) >= 0, "cum_seq_lens_q", "values that do not decrease", ends)
+    return max(lengths, default=0)
 
 
 def _check_head_dim(tensor: torch.Tensor, argument: str, inputs: MlaInputs) -> None:
@@ -211,9 +218,7 @@ def _check_query_tokens(inputs: MlaInputs, batch: int) -> tuple[int, int]:
         _check_whole_number(inputs.max_q_len, "max_q_len", least=0)
         assert inputs.max_q_len is not None
         return inputs.max_q_len, query.stride(0)
-    require(
-        inputs.max_q_len is None, "max_q_len", "None without cum_seq_lens_q", inputs.max_q_len
-    )
+    require(inputs.max_q_len is None, "max_q_len", "None without cum_seq_lens_q", inputs.max_q_len)
     q_len = query.shape[1]
     require(q_len >= 1, "query.shape[1]", "1 or more", q_len)
     if q_len == 1:

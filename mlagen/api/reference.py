@@ -6,6 +6,7 @@ It follows the kernels' rules for empty rows, sinks and LSE, in float32. It is s
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import torch
 
@@ -21,7 +22,7 @@ def decode_mla(
     lse = torch.full((request.tokens, request.heads), -math.inf)
     ends = _query_ends(inputs, request)
     capacity = request.max_pages * request.page_size
-    for index, (start, end) in enumerate(zip(ends, ends[1:], strict=False)):
+    for index, (start, end) in enumerate(pairwise(ends)):
         seq_len = min(max(int(inputs.seq_lens[index]), 0), capacity)
         keys = _gather(inputs, cache, index, seq_len)
         for token in range(start, end):
@@ -38,7 +39,7 @@ def _query_ends(inputs: MlaInputs, request: MlaRequest) -> list[int]:
 
 
 def _gather(inputs: MlaInputs, cache: torch.Tensor, index: int, seq_len: int) -> torch.Tensor:
-    """Return the first ``seq_len`` tokens of a request; a page that does not exist reads as zero."""
+    """Return the first ``seq_len`` tokens of a request; a page that is none reads as zero."""
     pages, page_size, width = cache.shape
     used = -(-seq_len // page_size)
     ids = inputs.block_tables[index, :used].long()

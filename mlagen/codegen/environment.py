@@ -19,7 +19,7 @@ def environment() -> Environment:
         extensions=[LineMarks],
         trim_blocks=True,
         lstrip_blocks=True,
-        keep_trailing_newline=False,
+        keep_trailing_newline=True,  # a blank line after an include stays one
         autoescape=False,  # noqa: S701 - the output is CUDA, not a page
     )
     jinja.globals.clear()

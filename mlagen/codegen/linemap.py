@@ -1,6 +1,6 @@
-"""Which template line a rendered line came from.
+r"""Which template line a rendered line came from.
 
-While templates are read, an invisible mark ``\\x01line:template\\x02`` is put in front of every
+While templates are read, an invisible mark ``\x01line:template\x02`` is put in front of every
 literal line; after rendering the marks are taken out again and become a map.
 """
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 
-from jinja2 import Environment
 from jinja2.ext import Extension
 
 _MARK = re.compile("\x01(\\d+):([^\x02]*)\x02")
@@ -17,10 +16,12 @@ _MARK = re.compile("\x01(\\d+):([^\x02]*)\x02")
 class LineMarks(Extension):
     """Marks the literal lines of every template with where they stand."""
 
-    def __init__(self, environment: Environment) -> None:
-        super().__init__(environment)
-
-    def preprocess(self, source: str, name: str | None, filename: str | None = None) -> str:
+    def preprocess(
+        self,
+        source: str,
+        name: str | None,
+        filename: str | None = None,  # noqa: ARG002 - Jinja passes it by this name
+    ) -> str:
         """Put a mark in front of each line that is CUDA, not a Jinja tag or inside a comment."""
         if name is not None and not name.endswith(".j2"):
             return _verbatim(source, name)
@@ -28,7 +29,8 @@ class LineMarks(Extension):
         in_comment = False
         for number, line in enumerate(source.split("\n"), start=1):
             opens, closes = line.rfind("{#"), line.rfind("#}")
-            is_literal = not in_comment and line.strip() and not line.lstrip().startswith(("{%", "{#"))
+            text = line.lstrip()
+            is_literal = text and not in_comment and not text.startswith(("{%", "{#"))
             marked.append(f"\x01{number}:{name}\x02{line}" if is_literal else line)
             if opens != closes:
                 in_comment = opens > closes
@@ -39,7 +41,7 @@ def _verbatim(source: str, name: str) -> str:
     # Plain CUDA is not parsed: the {%0, %1} of inline assembly would read as a Jinja tag.
     lines = source.removesuffix("\n").split("\n")
     marked = (f"\x01{number}:{name}\x02{line}" for number, line in enumerate(lines, start=1))
-    return "{% raw %}" + "\n".join(marked) + "{% endraw %}\n"
+    return "{% raw %}" + "\n".join(marked) + "\n{% endraw %}"
 
 
 def split_marks(rendered: str) -> tuple[str, tuple[str, ...]]:

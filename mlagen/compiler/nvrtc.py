@@ -60,9 +60,7 @@ def rewrite_positions(log: str, origins: Sequence[str]) -> str:
     return _POSITION.sub(position, log)
 
 
-def _compile(
-    api: Any, program: Any, source: Source, options: Sequence[str], nvrtc: Nvrtc
-) -> Cubin:
+def _compile(api: Any, program: Any, source: Source, options: Sequence[str], nvrtc: Nvrtc) -> Cubin:
     start = time.perf_counter()
     (status,) = api.nvrtcCompileProgram(
         program, len(options), [option.encode() for option in options]
@@ -103,7 +101,7 @@ def _require_arch(api: Any, arch: Arch, nvrtc: Nvrtc) -> None:
 
 
 def _text(api: Any, program: Any, size_of: Any, read: Any) -> bytes:
-    content = b"\0" * _checked(api, size_of(program))
+    content = bytes(_checked(api, size_of(program)))
     _checked(api, read(program, content))
     return content
 

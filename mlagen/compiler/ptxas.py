@@ -8,7 +8,8 @@ from mlagen.artifacts import Resources
 
 _ENTRY = re.compile(r"Compiling entry function '(?P<symbol>\w+)'")
 _FRAME = re.compile(
-    r"(?P<stack>\d+) bytes stack frame, (?P<store>\d+) bytes spill stores, (?P<load>\d+) bytes spill"
+    r"(?P<stack>\d+) bytes stack frame, (?P<store>\d+) bytes spill stores, "
+    r"(?P<load>\d+) bytes spill loads"
 )
 _USED = re.compile(r"Used (?P<registers>\d+) registers(?P<rest>.*)")
 _SHARED = re.compile(r"(\d+) bytes smem")

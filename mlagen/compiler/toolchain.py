@@ -20,8 +20,6 @@ _WHEELS = {12: ("nvidia-cuda-nvrtc-cu12", "cu12"), 13: ("nvidia-cuda-nvrtc", "cu
 
 _OPTIONS = (
     "--std=c++17",
-    # NVRTC 13 would otherwise keep a cache of its own in the driver, and call cuInit for it.
-    "--no-cache",
     # A quoted include must not be found in the current folder.
     "--no-source-include",
     # The limit is the whole process's; other threads may be starting children.
@@ -79,14 +77,18 @@ def find_nvrtc() -> Nvrtc:
 
 def options_for(arch: Arch, nvrtc: Nvrtc) -> tuple[str, ...]:
     """Return the options that decide what is compiled, in order."""
+    is_old = nvrtc.release < (12, 9)
     # Family suffixes came with 12.9; before, the architecture's own suffix is the nearest.
-    suffix = "a" if arch.suffix == "f" and nvrtc.release < (12, 9) else arch.suffix
-    return (f"--gpu-architecture=sm_{arch.number}{suffix}", *_OPTIONS)
+    suffix = "a" if is_old and arch.suffix == "f" else arch.suffix
+    # From 12.9 on, NVRTC keeps a cache of its own in the driver, and calls cuInit for it.
+    caching = () if is_old else ("--no-cache",)
+    return (f"--gpu-architecture=sm_{arch.number}{suffix}", *caching, *_OPTIONS)
 
 
 def _candidates(major: int) -> Iterator[Nvrtc]:
     library = f"libnvrtc.so.{major}"
-    for name in dict.fromkeys((_WHEELS.get(major, ("nvidia-cuda-nvrtc", ""))[0], "nvidia-cuda-nvrtc")):
+    names = [wheel for known, (wheel, _) in _WHEELS.items() if known == major]
+    for name in dict.fromkeys((*names, "nvidia-cuda-nvrtc")):
         try:
             distribution = metadata.distribution(name)
         except metadata.PackageNotFoundError:

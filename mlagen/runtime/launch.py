@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import struct
 import threading
 from functools import cache
 from typing import Any
@@ -12,7 +11,6 @@ import torch
 
 from mlagen.errors import DriverError
 from mlagen.runtime.loader import LoadedKernel
-from mlagen.spec.kernel import KernelSpec
 
 # CUDA passes at most this many bytes of parameters to a kernel.
 _PARAMETER_BYTES = 4096
@@ -31,12 +29,6 @@ class _Launcher(threading.local):
 _launcher = _Launcher()
 
 
-@cache
-def packing_of(spec: type[KernelSpec]) -> struct.Struct:
-    """Return the byte layout of the family's parameter struct."""
-    return struct.Struct("<" + "".join(parameter.code for parameter in spec.parameters))
-
-
 def launch(kernel: LoadedKernel, blocks: int, enable_pdl: bool, *values: float) -> None:
     """Enqueue ``blocks`` blocks on torch's current stream of the kernel's device.
 
@@ -47,7 +39,8 @@ def launch(kernel: LoadedKernel, blocks: int, enable_pdl: bool, *values: float) 
     DriverError
         If the driver refuses the launch.
     """
-    if torch._C._cuda_getDevice() != kernel.device:
+    # The public current_device and current_stream cost more than the launch.
+    if torch._C._cuda_getDevice() != kernel.device:  # noqa: SLF001
         with torch.cuda.device(kernel.device):
             launch(kernel, blocks, enable_pdl, *values)
         return
@@ -56,13 +49,14 @@ def launch(kernel: LoadedKernel, blocks: int, enable_pdl: bool, *values: float) 
     if configuration is None:
         configuration = _configuration(kernel, enable_pdl)
         local.configurations[kernel, enable_pdl] = configuration
-    packing_of(type(kernel.spec)).pack_into(local.buffer, 0, *values)
+    kernel.packing.pack_into(local.buffer, 0, *values)
     configuration.gridDimX = blocks
-    configuration.hStream = torch._C._cuda_getCurrentRawStream(kernel.device)
+    configuration.hStream = torch._C._cuda_getCurrentRawStream(kernel.device)  # noqa: SLF001
     (status,) = _launch_kernel()(configuration, kernel.function, local.address, 0)
     if status:
         symbol = kernel.spec.symbol
-        raise DriverError(f"{symbol}: launch of {blocks} blocks failed: {status.name}", symbol=symbol)
+        message = f"{symbol}: launch of {blocks} blocks failed: {status.name}"
+        raise DriverError(message, symbol=symbol)
 
 
 @cache

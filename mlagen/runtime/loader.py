@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ class LoadedKernel:
 
     spec: KernelSpec
     device: int
+    packing: struct.Struct  # of the parameters
     function: Any
     library: Any
 
@@ -64,4 +66,5 @@ def load(code: bytes, spec: KernelSpec, device: int) -> LoadedKernel:
                 spec.symbol,
             )
         checked(driver.cuFuncLoad(function), spec.symbol)
-    return LoadedKernel(spec, device, function, library)
+    packing = struct.Struct("<" + "".join(parameter.code for parameter in spec.parameters))
+    return LoadedKernel(spec, device, packing, function, library)

@@ -11,7 +11,11 @@ _TEXT = re.compile(r"sm_(\d{2,3})([af]?)")
 
 # Largest shared memory of one block, in KiB. CUDA C++ Programming Guide, table "Technical
 # Specifications per Compute Capability".
-_SHARED_KIB = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99}
+_SHARED_KIB = {
+    **dict.fromkeys((86, 89, 120, 121), 99),
+    **dict.fromkeys((80, 87), 163),
+    **dict.fromkeys((90, 100, 103, 110), 227),
+}
 
 
 @dataclass(frozen=True, order=True)

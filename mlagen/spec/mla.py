@@ -156,7 +156,7 @@ def mla_decode_spec(
     UnsupportedError
         If no row of :data:`SUPPORTED` covers the request; the message lists the nearest.
     """
-    _require_supported(query_dtype, kv_dtype, kv_lora_rank, qk_rope_head_dim, page_size)
+    require_supported(query_dtype, kv_dtype, kv_lora_rank, qk_rope_head_dim, page_size)
     chosen = None
     for tile in TILES:
         spec = MlaDecodeSpec(
@@ -202,9 +202,16 @@ def _fits(spec: MlaDecodeSpec) -> bool:
     return per_block * spec.blocks_per_sm <= spec.arch.shared_bytes + 1024
 
 
-def _require_supported(
+def require_supported(
     query_dtype: DType, kv_dtype: DType, kv_lora_rank: int, qk_rope_head_dim: int, page_size: int
 ) -> None:
+    """Refuse what no row of :data:`SUPPORTED` covers.
+
+    Raises
+    ------
+    UnsupportedError
+        With the nearest that is covered in the message.
+    """
     asked = (
         f"query {query_dtype}, cache {kv_dtype}, kv_lora_rank {kv_lora_rank}, "
         f"qk_rope_head_dim {qk_rope_head_dim}"

@@ -1,16 +1,17 @@
 // Online softmax over the tiles of one block. Needs Scores, SharedMemory, ptx/ex2.cuh, ptx/cvt.cuh.
 
-// A reference is kept until a score exceeds it by this much, in log2 units: the output is rescaled
+// A row's probabilities are relative to its reference, which is kept until a score exceeds it by this
+// much in log2 units. So the warps need not agree on a maximum for every tile, the output is rescaled
 // seldom, and no probability exceeds 2^8, which fp16 holds.
 constexpr float kReferenceSlack = 8.0f;
 
 // Running statistics of the rows whose scores this thread holds. `reference` is of the row, in log2
-// units, within kReferenceSlack of its maximum; `sum` is over this thread's tokens only, of
-// probabilities relative to the reference.
+// units; the sums are over this thread's tokens only, of probabilities as P V uses them: rounded.
 struct Softmax {
   float scale;  // bmm1_scale * log2(e)
   float reference[kScoreRowGroups][2];
   float sum[kScoreRowGroups][2];
+  float tile_sum[kScoreRowGroups][2];
 
   __device__ explicit Softmax(float bmm1_scale) : scale(bmm1_scale * kLog2E) {
 #pragma unroll
@@ -23,84 +24,40 @@ struct Softmax {
     }
   }
 
-  // Scales the scores of a tile to log2 units and hides what a row may not see.
-  __device__ void mask(Scores& scores, int first_token, const Work& work,
-                       const SharedMemory& shared) const {
+  // How many tokens of the tile a row sees; more than kTileTokens means all.
+  __device__ static int visible_tokens(int row, int first_token, const Work& work,
+                                       const SharedMemory& shared) {
     const bool is_visible_to_all = first_token + kTileTokens <= work.visible_to_all;
-#pragma unroll
-    for (int m = 0; m < kScoreRowGroups; ++m) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int visible = is_visible_to_all
-                                ? kTileTokens
-                                : shared.row_visible[score_row(m, half)] - first_token;
-#pragma unroll
-        for (int n = 0; n < kScoreTokenGroups; ++n) {
-#pragma unroll
-          for (int parity = 0; parity < 2; ++parity) {
-            float& score = scores[m][n][half * 2 + parity];
-            // A select, not arithmetic: the hidden score may be NaN.
-            score = score_token(n, parity) < visible ? score * scale : -kInfinity;
-          }
-        }
-      }
-    }
+    return is_visible_to_all ? kTileTokens : shared.row_visible[row] - first_token;
   }
 
-  // Finds the maximum of every row of the tile in this warp, for update to compare over warps.
-  __device__ static void find_maximum(const Scores& scores, SharedMemory& shared) {
-#pragma unroll
-    for (int m = 0; m < kScoreRowGroups; ++m) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float maximum = -kInfinity;
-#pragma unroll
-        for (int n = 0; n < kScoreTokenGroups; ++n) {
-          maximum = fmaxf(maximum, fmaxf(scores[m][n][half * 2], scores[m][n][half * 2 + 1]));
-        }
-        maximum = fmaxf(maximum, __shfl_xor_sync(~0u, maximum, 1));
-        maximum = fmaxf(maximum, __shfl_xor_sync(~0u, maximum, 2));
-        if (lane_index() % 4 == 0) shared.row_partial[token_warp()][score_row(m, half)] = maximum;
-      }
-    }
-  }
-
-  __device__ static float row_maximum(const SharedMemory& shared, int row) {
-    float maximum = shared.row_partial[0][row];
-#pragma unroll
-    for (int warp = 1; warp < kTokenWarps; ++warp) {
-      maximum = fmaxf(maximum, shared.row_partial[warp][row]);
-    }
-    return maximum;
-  }
-
-  // Turns the scores into probabilities in shared memory. Returns whether a row's reference moved,
-  // and with it what the output so far must be multiplied by. The sum is of the probabilities as
-  // P V uses them, that is rounded.
-  __device__ bool update(const Scores& scores, SharedMemory& shared) {
-    bool has_moved = false;
+  // Writes the probabilities of a tile relative to the references as they are. Returns whether a
+  // score exceeds its reference by too much, as any score does that is the first of its row; then
+  // what was written has no meaning.
+  __device__ bool write_probabilities(const Scores& scores, int first_token, const Work& work,
+                                      SharedMemory& shared) {
+    bool exceeds = false;
 #pragma unroll
     for (int m = 0; m < kScoreRowGroups; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int row = score_row(m, half);
-        const float maximum = row_maximum(shared, row);
-        const float before = reference[m][half];
-        if (maximum > before + kReferenceSlack) {
-          reference[m][half] = maximum;
-          has_moved = true;
-        }
-        // A row that has seen nothing has no reference yet: its probabilities are 2^-inf.
-        const float base = reference[m][half] == -kInfinity ? 0.0f : reference[m][half];
-        const float rescale = ex2_approx(before - base);
-        sum[m][half] *= rescale;
-        if (token_warp() == 0 && lane_index() % 4 == 0) shared.row_rescale[row] = rescale;
+        const int visible = visible_tokens(row, first_token, work, shared);
+        tile_sum[m][half] = 0.0f;
 #pragma unroll
         for (int n = 0; n < kScoreTokenGroups; ++n) {
-          const u32 packed = cvt_rn_x2_f32(Element{}, ex2_approx(scores[m][n][half * 2 + 1] - base),
-                                           ex2_approx(scores[m][n][half * 2] - base));
-          sum[m][half] += cvt_f32(Element{}, static_cast<u16>(packed)) +
-                          cvt_f32(Element{}, static_cast<u16>(packed >> 16));
+          float p[2];
+#pragma unroll
+          for (int parity = 0; parity < 2; ++parity) {
+            const float score = scores[m][n][half * 2 + parity] * scale - reference[m][half];
+            // A select, not arithmetic: the hidden score may be NaN.
+            const float seen = score_token(n, parity) < visible ? score : -kInfinity;
+            exceeds |= seen > kReferenceSlack;
+            p[parity] = ex2_approx(seen);
+          }
+          const u32 packed = cvt_rn_x2_f32(Element{}, p[1], p[0]);
+          tile_sum[m][half] += cvt_f32(Element{}, static_cast<u16>(packed)) +
+                               cvt_f32(Element{}, static_cast<u16>(packed >> 16));
           const int token = score_token(n, 0);
           const u32 offset = swizzled_offset<kProbabilityBytes>(row, token / kChunkElements) +
                              token % kChunkElements * 2;
@@ -108,7 +65,69 @@ struct Softmax {
         }
       }
     }
-    return has_moved;
+    return exceeds;
+  }
+
+  // Moves the reference of every row whose maximum over all token warps exceeds it by too much, and
+  // says what the output so far must be multiplied by. Ends with the probabilities written anew.
+  __device__ void move_references(const Scores& scores, int first_token, const Work& work,
+                                  SharedMemory& shared) {
+    write_maxima(scores, first_token, work, shared);
+    __syncthreads();
+#pragma unroll
+    for (int m = 0; m < kScoreRowGroups; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = score_row(m, half);
+        float maximum = -kInfinity;
+#pragma unroll
+        for (int warp = 0; warp < kTokenWarps; ++warp) {
+          maximum = fmaxf(maximum, shared.row_partial[warp][row]);
+        }
+        float rescale = 1.0f;
+        if (maximum > reference[m][half] + kReferenceSlack) {
+          rescale = ex2_approx(reference[m][half] - maximum);
+          reference[m][half] = maximum;
+        }
+        sum[m][half] *= rescale;
+        if (token_warp() == 0 && lane_index() % 4 == 0) shared.row_rescale[row] = rescale;
+      }
+    }
+    write_probabilities(scores, first_token, work, shared);
+    __syncthreads();
+  }
+
+  // Leaves the maximum of every row of the tile over this warp's tokens.
+  __device__ void write_maxima(const Scores& scores, int first_token, const Work& work,
+                               SharedMemory& shared) const {
+#pragma unroll
+    for (int m = 0; m < kScoreRowGroups; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = score_row(m, half);
+        const int visible = visible_tokens(row, first_token, work, shared);
+        float maximum = -kInfinity;
+#pragma unroll
+        for (int n = 0; n < kScoreTokenGroups; ++n) {
+#pragma unroll
+          for (int parity = 0; parity < 2; ++parity) {
+            const float score = scores[m][n][half * 2 + parity] * scale;
+            if (score_token(n, parity) < visible) maximum = fmaxf(maximum, score);
+          }
+        }
+        maximum = fmaxf(maximum, __shfl_xor_sync(~0u, maximum, 1));
+        maximum = fmaxf(maximum, __shfl_xor_sync(~0u, maximum, 2));
+        if (lane_index() % 4 == 0) shared.row_partial[token_warp()][row] = maximum;
+      }
+    }
+  }
+
+  __device__ void add_tile() {
+#pragma unroll
+    for (int m = 0; m < kScoreRowGroups; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) sum[m][half] += tile_sum[m][half];
+    }
   }
 
   // Leaves each row's reference and the parts of its sum in shared memory, for every warp to read.

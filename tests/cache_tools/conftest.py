@@ -1,0 +1,85 @@
+"""The command as tests run it, and a small cache for it to look at."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+from click.testing import CliRunner, Result
+
+import mlagen
+from cache_tools.cli import cli
+from mlagen.prewarming import PrewarmReport
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Run(Protocol):
+    """Run the command with these arguments."""
+
+    def __call__(self, *arguments: str, answer: str | None = None) -> Result:
+        """Return its exit code, stdout and stderr; ``answer`` is what is typed."""
+
+
+class Start(Protocol):
+    """Start the command in a process of its own."""
+
+    def __call__(self, *arguments: str, without: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+        """Return the process; the packages in ``without`` cannot be imported in it."""
+
+
+@pytest.fixture
+def run() -> Run:
+    """Return a function that runs the command in this process."""
+    # Until click 8.2 the two streams were one unless asked for; since then they never are.
+    is_old = "mix_stderr" in inspect.signature(CliRunner).parameters
+    runner = CliRunner(**({"mix_stderr": False} if is_old else {}))
+
+    def run_it(*arguments: str, answer: str | None = None) -> Result:
+        result = runner.invoke(cli, arguments, input=answer, prog_name="mlagen")
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        return result
+
+    return run_it
+
+
+@pytest.fixture
+def start() -> Start:
+    """Return a function that starts the command as users do."""
+
+    def start_it(*arguments: str, without: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+        script = (
+            f"import sys; sys.modules.update(dict.fromkeys({without}));"
+            "from cache_tools.cli import main; main()"
+        )
+        return subprocess.Popen(
+            [sys.executable, "-c", script, *arguments],
+            cwd=ROOT,
+            env=os.environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    return start_it
+
+
+@pytest.fixture
+def cached() -> PrewarmReport:
+    """Put two kernels, which compile in 0.1 s each, into the cache."""
+    return mlagen.prewarm("sm_80", families=["combine_splits"], dtype="bf16")
+
+
+def damage(key: str, toolchain: str, cache_dir: Path) -> Path:
+    """Flip a bit of a cached cubin and return its path."""
+    path = cache_dir / "v1" / "e" / key[:2] / key / toolchain / "kernel.cubin"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    return path

@@ -1,0 +1,10 @@
+"""`mlagen cache`: the group has its verbs."""
+
+from __future__ import annotations
+
+from cache_tools.commands.cache import cache
+
+
+def test_the_verbs_are_these() -> None:
+    """Each verb has a command."""
+    assert list(cache.commands) == ["dir", "ls", "show", "verify", "rm", "clear"]

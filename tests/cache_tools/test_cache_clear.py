@@ -1,0 +1,64 @@
+"""`mlagen cache clear`: everything, and only after a yes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from mlagen.engine import kernel_store
+from mlagen.prewarming import PrewarmReport
+
+from .conftest import Run
+
+
+def count() -> int:
+    """Return how many entries the cache has."""
+    return len(list(kernel_store().entries()))
+
+
+def test_yes_removes_everything(run: Run, cached: PrewarmReport, cache_dir: Path) -> None:
+    """With --yes nothing is asked."""
+    result = run("cache", "clear", "--yes")
+
+    assert len(cached.units) == 2
+    assert (result.exit_code, result.stdout) == (0, f"removed 2 kernels from {cache_dir}\n")
+    assert count() == 0
+
+
+def test_the_question_names_what_would_go(run: Run, cached: PrewarmReport, cache_dir: Path) -> None:
+    """The answer y removes, after a question with number, size and folder."""
+    result = run("cache", "clear", answer="y\n")
+
+    assert len(cached.units) == 2
+    assert result.stdout.startswith("Remove 2 kernels, ")
+    assert f" from {cache_dir}? [y/N]: " in result.stdout
+    assert result.exit_code == 0
+    assert count() == 0
+
+
+def test_no_keeps_everything(run: Run, cached: PrewarmReport) -> None:
+    """Any answer but yes changes nothing, and the exit code says so."""
+    result = run("cache", "clear", answer="n\n")
+
+    assert result.exit_code == 1
+    assert result.stdout.endswith("nothing removed\n")
+    assert count() == len(cached.units)
+
+
+def test_no_answer_keeps_everything(run: Run, cached: PrewarmReport) -> None:
+    """Where nobody can answer, the command is interrupted."""
+    result = run("cache", "clear")
+
+    assert result.exit_code == 130
+    assert result.stderr.endswith("mlagen: interrupted\n")
+    assert count() == len(cached.units)
+
+
+def test_json_leaves_stdout_to_the_document(
+    run: Run, cached: PrewarmReport, cache_dir: Path
+) -> None:
+    """With --json the question goes to stderr."""
+    result = run("cache", "clear", "--json", answer="y\n")
+
+    assert json.loads(result.stdout) == {"cache_dir": str(cache_dir), "removed": len(cached.units)}
+    assert result.stderr.startswith("Remove 2 kernels, ")

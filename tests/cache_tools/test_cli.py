@@ -1,0 +1,167 @@
+"""The command as a whole: its name, its errors, its exit codes, and what it leaves untouched."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+
+import mlagen
+from cache_tools import cli as cli_module
+from cache_tools.cli import cli
+from mlagen.settings import current_settings
+
+from .conftest import ROOT, Run, Start
+
+HEAVY = ("torch", "jinja2", "cuda", "filelock")
+
+
+def test_the_version_is_the_packages(run: Run) -> None:
+    """`--version` says name and version, and nothing else."""
+    result = run("--version")
+
+    assert (result.exit_code, result.stdout) == (0, f"mlagen {mlagen.__version__}\n")
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("-h",), ("cache", "-h")], ids=" ".join)
+def test_help_is_there(arguments: tuple[str, ...], run: Run) -> None:
+    """Help is printed for the short option as for the long one."""
+    result = run(*arguments)
+
+    assert result.exit_code == 0
+    assert result.stdout.startswith("Usage: mlagen ")
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (mlagen.ArgumentError("x: expected 1, got 2"), 2),
+        (mlagen.ToolchainError("x: expected 1, got 2"), 3),
+        (mlagen.UnsupportedError("x: expected 1, got 2"), 3),
+        (mlagen.CacheError("x: expected 1, got 2", path=Path("x")), 4),
+        (mlagen.DriverError("x: expected 1, got 2", symbol="x"), 1),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else str(value),
+)
+def test_an_error_is_one_line_on_stderr_and_an_exit_code(
+    error: mlagen.MlagenError, code: int, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever mlagen raises on purpose ends the command without a traceback."""
+    command = click.Command("fail", callback=lambda: (_ for _ in ()).throw(error))
+    monkeypatch.setitem(cli.commands, "fail", click.Command("fail", callback=_raising(error)))
+
+    result = run("fail")
+
+    assert command.name == "fail"
+    assert (result.exit_code, result.stdout) == (code, "")
+    assert result.stderr == "mlagen: x: expected 1, got 2\n"
+
+
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt(), click.Abort()], ids=["Ctrl-C", "no answer to a question"]
+)
+def test_an_interrupt_has_an_exit_code_of_its_own(
+    error: BaseException, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An interrupted command says so and exits with 130, as shells expect."""
+    monkeypatch.setitem(cli.commands, "fail", click.Command("fail", callback=_raising(error)))
+
+    result = run("fail")
+
+    assert (result.exit_code, result.stderr) == (130, "mlagen: interrupted\n")
+
+
+def _raising(error: BaseException) -> object:
+    def callback() -> None:
+        raise error
+
+    return callback
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (("--version",), 0),
+        (("--help",), 0),
+        (("cache", "dir"), 0),
+        (("cache", "ls"), 0),
+        (("cache", "verify"), 0),
+        (("cache", "clear", "--yes"), 0),
+        (("cache", "show", "abcdef"), 2),
+        (("cache", "rm", "abcdef"), 2),
+        (("doctor",), 0),
+        (("prewarm", "--dry-run", "--arch", "sm_90a"), 0),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else str(value),
+)
+def test_looking_needs_nothing_and_creates_nothing(
+    arguments: tuple[str, ...], code: int, start: Start, cache_dir: Path
+) -> None:
+    """Without torch, Jinja, the CUDA bindings and filelock, and without a cache, all of it works."""
+    process = start(*arguments, without=HEAVY)
+
+    _, errors = process.communicate(timeout=60)
+
+    assert process.returncode == code, errors
+    assert not cache_dir.exists()
+    assert not current_settings().lock_dir.exists()
+
+
+def test_the_module_is_the_command() -> None:
+    """`python3 -m cache_tools` is `mlagen`."""
+    ran = subprocess.run(
+        [sys.executable, "-m", "cache_tools", "--version"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+    assert ran.stdout == f"mlagen {mlagen.__version__}\n"
+
+
+def test_starting_imports_no_more_than_click() -> None:
+    """The command line is ready before anything heavy is loaded."""
+    script = "import sys, cache_tools.cli; print([m for m in sys.argv[1:] if m in sys.modules])"
+    ran = subprocess.run(
+        [sys.executable, "-c", script, *HEAVY, "rich", "mlagen.engine"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+    assert ran.stdout == "[]\n"
+
+
+def test_ctrl_c_keeps_what_is_finished(start: Start, run: Run, cache_dir: Path) -> None:
+    """An interrupted prewarm exits with 130 and leaves whole entries and nothing half-written."""
+    process = start(
+        "prewarm", "--arch", "sm_80", "--family", "combine_splits,mla_decode", "-j", "1"
+    )
+    assert process.stderr is not None
+
+    first = process.stderr.readline()
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+
+    assert first.startswith("built")
+    assert process.returncode == 130, errors
+    assert errors.endswith("mlagen: interrupted\n")
+    assert run("cache", "verify").exit_code == 0
+    assert list((cache_dir / "v1" / "staging").iterdir()) == []
+    assert len(list((cache_dir / "v1" / "e").glob("*/*/*"))) < 20
+
+
+def test_main_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However it was started, the command calls itself `mlagen`."""
+    names = []
+    monkeypatch.setattr(cli_module, "cli", lambda prog_name: names.append(prog_name))
+
+    cli_module.main()
+
+    assert names == ["mlagen"]

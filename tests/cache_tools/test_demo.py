@@ -1,0 +1,148 @@
+"""`mlagen demo`: the whole way, with a GPU and without."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cache_tools.commands import demo
+from mlagen import engine
+from mlagen.engine import kernel_store
+
+from .conftest import Run
+
+ANSWER = {
+    "gpu": "NVIDIA H200",
+    "first_ms": 700.0,
+    "second_ms": 0.1,
+    "steady_ms": 0.02,
+    "result": {"largest_error": 0.01, "bound": 0.06, "is_right": True},
+}
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let torch see no GPU, also on a machine that has one."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_without_a_gpu_kernels_are_compiled_found_and_the_cpu_is_right(run: Run) -> None:
+    """The kernels of two targets lie in the cache, and the CPU backend agrees with float64."""
+    result = run("demo", "--json")
+
+    document = json.loads(result.stdout)
+    assert result.exit_code == 0
+    assert document["gpu"] is None
+    assert document["result"]["is_right"] is True
+    assert 0 < document["result"]["largest_error"] < document["result"]["bound"]
+    assert [time["note"] for time in document["times"]] == [
+        "4 kernels; 0 in the cache before",
+        "4 kernels, digests checked",
+        "slow, and the same checks and results",
+    ]
+    assert [(kernel["family"], kernel["spec"]["arch"]) for kernel in document["kernels"]] == [
+        ("mla_decode", "sm_90a"),
+        ("combine_splits", "sm_90a"),
+        ("mla_decode", "sm_80"),
+        ("combine_splits", "sm_80"),
+    ]
+    assert all(Path(kernel["path"]).is_dir() for kernel in document["kernels"])
+    assert len(list(kernel_store().entries())) == 4
+    assert "looking them up in a new process ..." in result.stderr
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_a_wrong_result_is_told(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error beyond rounding exits with 1."""
+    decode = demo._decode
+    monkeypatch.setattr(demo, "_decode", lambda problem: decode(problem) + 1)
+    monkeypatch.setattr(demo, "CROSS_ARCHS", ("sm_80",))
+
+    result = run("demo")
+
+    assert result.exit_code == 1
+    assert "WRONG: rounding to bf16 explains up to 0.0" in result.stdout
+
+
+def test_nan_is_never_right() -> None:
+    """A kernel that read what it must not is found out."""
+    problem = demo._problem("cpu")
+    out = torch.full((len(demo.SEQ_LENS), 1, demo.HEADS, demo.KV_LORA_RANK), torch.nan)
+
+    assert demo._result(problem, out)["is_right"] is False
+
+
+def test_the_kernels_are_those_of_the_call() -> None:
+    """What the demo prewarms for a target is one decode kernel and one that combines."""
+    report = demo._prewarm("sm_90a")
+
+    assert [unit.spec.family for unit in report.units] == ["mla_decode", "combine_splits"]
+    assert report.units[0].spec.ingredients()["tile_rows"] == "16"
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [((), "first call, empty cache"), (("--keep-cache",), "first call, the cache as it was")],
+    ids=["a fresh cache", "the user's cache"],
+)
+def test_with_a_gpu_two_processes_share_a_cache(
+    options: tuple[str, ...],
+    name: str,
+    run: Run,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """First calls are timed in processes of their own, in a temporary cache unless told not to."""
+    asked: list[tuple[str, dict[str, str]]] = []
+
+    def in_new_process(stage: str, changes: dict[str, str]) -> dict[str, Any]:
+        asked.append((stage, changes))
+        return ANSWER if len(asked) == 1 else {**ANSWER, "first_ms": 17.0}
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(demo, "_in_new_process", in_new_process)
+    prewarm = demo._prewarm
+    monkeypatch.setattr(demo, "_prewarm", lambda _archs: prewarm("sm_90a"))
+
+    document = json.loads(run("demo", "--json", *options).stdout)
+
+    assert [stage for stage, _ in asked] == ["call", "call"]
+    assert asked[0] == asked[1]
+    folder = asked[0][1].get("MLAGEN_CACHE_DIR")
+    assert (folder is None) == bool(options)
+    assert folder is None or not Path(folder).exists()
+    assert [(time["name"], time["ms"]) for time in document["times"]] == [
+        (name, 700.0),
+        ("second call", 0.1),
+        ("one of many calls", 0.02),
+        ("first call of a new process", 17.0),
+    ]
+
+
+def test_a_stage_that_fails_ends_the_demo(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The exit code of the other process is the demo's; its message was on stderr already."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("MLAGEN_LOCK_TIMEOUT", "never")
+
+    result = run("demo")
+
+    assert (result.exit_code, result.stdout) == (2, "")
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_a_kernel_that_fails_ends_the_demo(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What NVRTC says is the message."""
+
+    def fail(*_: object) -> None:
+        raise demo.ToolchainError("arch: NVRTC knows no such thing")
+
+    monkeypatch.setattr(engine, "_build", fail)
+
+    result = run("demo")
+
+    assert result.exit_code == 3
+    assert result.stderr.endswith("mlagen: arch: NVRTC knows no such thing\n")

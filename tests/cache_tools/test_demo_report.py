@@ -1,0 +1,64 @@
+"""The demo's result on a page."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cache_tools.demo_report import print_demo
+
+KEY = "0123456789abcdef" * 4
+
+
+def demo_document(*, is_right: bool) -> dict[str, Any]:
+    """Return what a demo on a GPU might have found."""
+    return {
+        "problem": {
+            "seq_lens": [17, 9001],
+            "heads": 16,
+            "kv_lora_rank": 512,
+            "qk_rope_head_dim": 64,
+            "page_size": 64,
+            "dtype": "bf16",
+        },
+        "gpu": "NVIDIA H200",
+        "times": [{"name": "first call", "ms": 676.4, "note": "from an empty cache"}],
+        "result": {"largest_error": 0.0078, "bound": 0.0652, "is_right": is_right},
+        "kernels": [
+            {
+                "key": KEY,
+                "family": "combine_splits",
+                "spec": {"arch": "sm_90a", "dtype": "bf16", "head_dim_vo": "512"},
+                "compile_ms": 84.0,
+                "registers": 36,
+                "spill_bytes": 0,
+                "shared_bytes": 2064,
+                "cubin_bytes": 16_200,
+                "path": "/cache/entry",
+            }
+        ],
+    }
+
+
+@pytest.mark.parametrize(("is_right", "verdict"), [(True, "right"), (False, "WRONG")])
+def test_the_page_says_what_where_and_how_right(
+    is_right: bool, verdict: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Problem, times, error, kernels, and where to read on."""
+    print_demo(demo_document(is_right=is_right))
+
+    assert capsys.readouterr().out.splitlines() == [
+        "MLA decode on NVIDIA H200: 2 requests of 17 to 9001 tokens, 16 heads, 512 + 64, bf16, "
+        "page_size 64",
+        "",
+        "first call                  676 ms  from an empty cache",
+        f"largest error to float64   0.00780  {verdict}: rounding to bf16 explains up to 0.06520",
+        "",
+        "key       kernel          arch    compiled in  registers  spill_bytes  shared_bytes  cubin",
+        "01234567  combine_splits  sm_90a  84 ms               36            0          2064  "
+        "16 KiB",
+        "",
+        "/cache/entry",
+        "Read it: mlagen cache show 01234567 --source",
+    ]

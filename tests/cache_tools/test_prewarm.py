@@ -1,0 +1,183 @@
+"""`mlagen prewarm`: options, output, and exit codes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mlagen
+from mlagen import engine, prewarming
+from mlagen.prewarming import PrewarmReport
+
+from .conftest import Run
+
+SMALL = ("prewarm", "--arch", "sm_80", "--family", "combine_splits", "--dtype", "bf16")
+
+
+def test_kernels_are_compiled_and_counted(run: Run, cache_dir: Path) -> None:
+    """Each kernel has a line on stderr, and stdout has the sum."""
+    result = run(*SMALL)
+
+    assert result.exit_code == 0
+    assert sorted(line.split()[0] for line in result.stderr.splitlines()) == ["built", "built"]
+    assert result.stdout.startswith("2 kernels: 2 built, 0 hit, 0 failed, in ")
+    assert result.stdout.endswith(f", cache {cache_dir}\n")
+
+
+def test_json_has_every_unit_and_the_totals(run: Run, cache_dir: Path) -> None:
+    """With --json, stdout is one document and people read stderr."""
+    result = run(*SMALL, "--kv-lora-rank", "512", "--json")
+
+    document = json.loads(result.stdout)
+    (unit,) = document.pop("units")
+    ms = document["totals"].pop("ms")
+    assert document == {
+        "cache_dir": str(cache_dir),
+        "totals": {"units": 1, "hit": 0, "built": 1, "failed": 0, "missing": 0, "loaded": 0},
+    }
+    assert unit["spec"] == {"arch": "sm_80", "dtype": "bf16", "head_dim_vo": "512"}
+    assert (unit["family"], unit["arch"]) == ("combine_splits", "sm_80")
+    assert (unit["status"], unit["error"], unit["spill_bytes"]) == ("built", None, 0)
+    assert unit["toolchain"] == str(engine.find_nvrtc())
+    assert 0 < unit["ms"] <= ms
+    assert unit["registers"] > 0
+    assert unit["cubin_bytes"] > 0
+    assert len(unit["key"]) == 64
+    assert result.stderr.splitlines()[-1].startswith("1 kernel: 1 built, 0 hit, 0 failed, in ")
+
+
+def test_a_dry_run_lists_what_is_missing(run: Run, cached: PrewarmReport) -> None:
+    """Each kernel has a row with its status and the beginning of its key."""
+    result = run("prewarm", "--arch", "sm_80", "--family", "combine_splits", "--dry-run")
+
+    lines = result.stdout.splitlines()
+    assert result.exit_code == 0
+    assert lines[0].split()[:3] == ["status", "key", "kernel"]
+    assert [line.split()[0] for line in lines[1:5]] == ["hit", "hit", "missing", "missing"]
+    assert lines[1].split()[1] == cached.units[0].key[:8]
+    assert lines[5].startswith("4 kernels: 2 hit, 2 missing, in ")
+
+
+def test_options_reach_the_selection(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lists are split at commas, numbers are numbers, and what is not given is not asked."""
+    given: dict[str, Any] = {}
+
+    def record(archs: list[str], **options: Any) -> PrewarmReport:
+        given.update(options, archs=archs)
+        return PrewarmReport(units=(), loaded=0, ms=1.0)
+
+    monkeypatch.setattr(prewarming, "prewarm", record)
+
+    result = run(
+        *("prewarm", "--arch", "sm_90a, native", "--family", "mla_decode", "--dtype", "bf16,fp16"),
+        *("--page-size", "32,64", "--heads", "16,128", "--q-len", "2", "-j", "3", "--load"),
+    )
+
+    assert result.exit_code == 0
+    assert callable(given.pop("on_event"))
+    assert given == {
+        "archs": ["sm_90a", "native"],
+        "families": ["mla_decode"],
+        "dtype": ["bf16", "fp16"],
+        "page_size": [32, 64],
+        "heads": [16, 128],
+        "q_len": [2],
+        "jobs": 3,
+        "dry_run": False,
+        "load": True,
+    }
+
+
+def test_the_default_is_native(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without --arch, and without a GPU, the command says what to name and exits with 3."""
+    monkeypatch.setattr(prewarming, "visible_devices", list)
+
+    result = run("prewarm")
+
+    assert (result.exit_code, result.stdout) == (3, "")
+    assert result.stderr == (
+        "mlagen: arch: expected a supported GPU for native, got none; "
+        "name targets instead, such as sm_90a\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--arch", "sm_70"), "mlagen: arch: expected one of sm_80, "),
+        (("--arch", "sm_80", "--page-size", "48"), "mlagen: page_size: expected one of 1, 8, "),
+        (("--arch", "sm_80", "-j", "0"), "mlagen: jobs: expected 1 or more, got 0"),
+        (("--arch", "sm_80", "--q-len", "2"), "mlagen: q_len: expected heads beside it, got [2]"),
+        (("--heads", "16,x"), "Usage: mlagen prewarm"),
+        (("--heads", "0"), "Usage: mlagen prewarm"),
+        (("extra",), "Usage: mlagen prewarm"),
+    ],
+    ids=["arch", "page size", "jobs", "q_len alone", "letters", "zero heads", "an argument"],
+)
+def test_bad_usage_exits_with_2(arguments: tuple[str, ...], message: str, run: Run) -> None:
+    """What cannot be asked is told on stderr."""
+    result = run("prewarm", *arguments)
+
+    assert result.exit_code == 2
+    assert result.stderr.startswith(message)
+
+
+def test_numbers_say_their_rule(run: Run) -> None:
+    """A list of numbers that is none is refused with the rule and the value."""
+    result = run("prewarm", "--page-size", "64,big")
+
+    assert "expected numbers from 1 on, with commas, got '64,big'" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (mlagen.CompileError("no", log="", source=""), 1),
+        (mlagen.ToolchainError("no"), 3),
+        (mlagen.CacheError("no", path=Path("x")), 4),
+    ],
+    ids=["a kernel fails", "the target is unknown to NVRTC", "the disk is full"],
+)
+def test_failures_decide_the_exit_code(
+    error: mlagen.MlagenError, code: int, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The report is printed all the same, and the code says what kind of failure it was."""
+
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(engine, "_build", fail)
+
+    result = run(*SMALL, "--json")
+
+    units = json.loads(result.stdout)["units"]
+    assert result.exit_code == code
+    assert [(unit["status"], unit["error"]) for unit in units] == [("failed", "no")] * 2
+
+
+def test_one_failure_among_others_exits_with_1(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Failures of different kinds are failures."""
+    errors = iter([mlagen.CompileError("no", log="", source=""), mlagen.ToolchainError("no")])
+
+    def fail(*_: object) -> None:
+        raise next(errors)
+
+    monkeypatch.setattr(engine, "_build", fail)
+
+    result = run(*SMALL)
+
+    assert result.exit_code == 1
+    assert result.stdout.startswith("2 kernels: 0 built, 0 hit, 2 failed, in ")
+
+
+def test_a_cache_that_cannot_be_written_exits_with_4(run: Run, cache_dir: Path) -> None:
+    """Nothing is compiled that could not be kept."""
+    cache_dir.write_text("a file where the folder should be")
+
+    result = run(*SMALL)
+
+    assert (result.exit_code, result.stdout) == (4, "")
+    assert result.stderr.splitlines()[-1].startswith("mlagen: cache: expected a writable folder")

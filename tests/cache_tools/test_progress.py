@@ -1,0 +1,88 @@
+"""Progress of a prewarm: a line for each kernel, and on a terminal what is being compiled."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+import mlagen
+from cache_tools import progress
+from cache_tools.progress import prewarm_progress
+from mlagen.prewarming import PrewarmEvent, PrewarmUnit
+from mlagen.spec.arch import parse_arch
+from mlagen.spec.families import specs_of
+
+FIRST, SECOND = specs_of(parse_arch("sm_80"), ["combine_splits"], dtype=["bf16"])
+
+
+def unit(**facts: object) -> PrewarmUnit:
+    """Return a built kernel with some other facts."""
+    known: dict[str, object] = {
+        "spec": FIRST,
+        "key": "0" * 64,
+        "toolchain": "nvrtc-13.5.37",
+        "status": "built",
+        "ms": 88.0,
+        "registers": 32,
+        "spill_bytes": 0,
+    }
+    return PrewarmUnit(**{**known, **facts})  # type: ignore[arg-type]
+
+
+def event(kind: str, of: PrewarmUnit | None = None, **facts: object) -> PrewarmEvent:
+    """Return an event of the first kernel, of two, unless said otherwise."""
+    known: dict[str, object] = {"spec": FIRST, "unit": of, "done": 0, "total": 2}
+    return PrewarmEvent(kind=kind, **{**known, **facts})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("told", "line"),
+    [
+        (
+            event("finished", unit()),
+            "built    88 ms  combine_splits sm_80 bf16 kv_lora_rank 512: 32 registers",
+        ),
+        (
+            event("finished", unit(status="hit", ms=0.25, spill_bytes=8)),
+            "hit     250 us  combine_splits sm_80 bf16 kv_lora_rank 512: 32 registers, "
+            "8 bytes spilled",
+        ),
+        (
+            event(
+                "finished",
+                unit(status="failed", registers=None, error=mlagen.ToolchainError("arch: no")),
+            ),
+            "failed   88 ms  combine_splits sm_80 bf16 kv_lora_rank 512: arch: no",
+        ),
+        (event("loaded"), "loaded          combine_splits sm_80 bf16 kv_lora_rank 512"),
+    ],
+    ids=["built", "found, with spills", "failed", "loaded"],
+)
+def test_each_kernel_is_one_plain_line(
+    told: PrewarmEvent, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where stderr is no terminal, what happened is said once and without control characters."""
+    with prewarm_progress() as on_event:
+        on_event(event("started"))
+        on_event(told)
+
+    out, err = capsys.readouterr()
+    assert (out, err) == ("", line + "\n")
+
+
+def test_a_terminal_shows_what_is_being_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Below the lines, the bar counts kernels and names the one that has been at it longest."""
+    screen = io.StringIO()
+    terminal = Console(file=screen, force_terminal=True, width=120, color_system=None)
+    monkeypatch.setattr(progress, "console", lambda **_: terminal)
+
+    with prewarm_progress() as on_event:
+        on_event(event("started"))
+        on_event(event("started", spec=SECOND))
+        on_event(event("finished", unit(), done=1))
+
+    shown = screen.getvalue()
+    assert "1/2" in shown
+    assert "compiling combine_splits sm_80 bf16 kv_lora_rank 256" in shown

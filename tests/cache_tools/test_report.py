@@ -1,0 +1,122 @@
+"""Tables, texts and JSON, as commands print them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from cache_tools.report import (
+    count_text,
+    kernel_columns,
+    kernel_text,
+    print_facts,
+    print_json,
+    print_table,
+    resource_columns,
+    size_text,
+    time_text,
+)
+from mlagen.spec.arch import parse_arch
+from mlagen.spec.families import specs_of
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1 KiB"),
+        (54_624, "53 KiB"),
+        (5 << 20, "5.0 MiB"),
+        (150_121_000_000, "139.8 GiB"),
+    ],
+)
+def test_sizes_read_well(size: int, text: str) -> None:
+    """A size has the unit that leaves few digits."""
+    assert size_text(size) == text
+
+
+@pytest.mark.parametrize(
+    ("ms", "text"),
+    [(0.0184, "18 us"), (0.2, "200 us"), (1.5, "1.5 ms"), (612.3, "612 ms"), (1432.0, "1.4 s")],
+)
+def test_times_read_well(ms: float, text: str) -> None:
+    """A duration has the unit that leaves few digits."""
+    assert time_text(ms) == text
+
+
+def test_counts_agree_with_their_noun() -> None:
+    """One thing is named in the singular."""
+    texts = [count_text(1, "kernel"), count_text(2, "kernel"), count_text(0, "entry", "entries")]
+
+    assert texts == ["1 kernel", "2 kernels", "0 entries"]
+
+
+def test_a_table_is_aligned_and_has_no_trailing_blanks(capsys: pytest.CaptureFixture[str]) -> None:
+    """Numbers stand right, text stands left, and what is missing leaves its cell empty."""
+    print_table([{"name": "a", "size": 1, "note": None}, {"name": "bcd", "size": 200, "note": "x"}])
+
+    assert capsys.readouterr().out == "name  size  note\na        1\nbcd    200  x\n"
+
+
+def test_a_long_row_stays_one_line_where_nobody_looks(capsys: pytest.CaptureFixture[str]) -> None:
+    """Lines written to a file or a pipe are not broken."""
+    print_facts({"path": "/a/very" + "/long" * 100 + "/path"})
+
+    assert len(capsys.readouterr().out.splitlines()) == 1
+
+
+def test_text_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    """What looks like markup or an emoji stays what it is."""
+    print_facts({"path": "/tmp/[bold]x[/bold]/:smile:"})
+
+    assert capsys.readouterr().out == "path  /tmp/[bold]x[/bold]/:smile:\n"
+
+
+def test_a_document_is_json(capsys: pytest.CaptureFixture[str]) -> None:
+    """What is printed parses to what was given."""
+    document = {"path": "/häuser", "entries": [{"ms": 1.5, "error": None}]}
+
+    print_json(document)
+
+    assert json.loads(capsys.readouterr().out) == document
+
+
+@pytest.mark.parametrize("family", ["mla_decode", "combine_splits"])
+def test_the_columns_of_a_kernel_tell_it_from_every_other(family: str) -> None:
+    """No two supported kernels of an architecture look alike in a list."""
+    specs = specs_of(parse_arch("sm_90a"), [family])
+
+    rows = {tuple(kernel_columns(family, spec.ingredients()).values()) for spec in specs}
+
+    assert len(rows) == len(specs)
+
+
+def test_a_kernel_on_one_line() -> None:
+    """The line has the kernel, its target and what calls name it by."""
+    (spec,) = [
+        spec
+        for spec in specs_of(parse_arch("sm_80"), ["combine_splits"], dtype=["fp16"])
+        if spec.ingredients()["head_dim_vo"] == "256"
+    ]
+
+    text = kernel_text("combine_splits", spec.ingredients())
+
+    assert text == "combine_splits sm_80 fp16 kv_lora_rank 256"
+
+
+def test_resources_are_those_of_the_kernel() -> None:
+    """Spills are stores and loads together."""
+    kernel = {
+        "symbol": "mla_decode",
+        "registers": 200,
+        "stack_bytes": 0,
+        "spill_store_bytes": 8,
+        "spill_load_bytes": 12,
+        "static_shared_bytes": 64,
+    }
+
+    resources = resource_columns({"resources": [kernel]})
+
+    assert resources == {"registers": 200, "spill_bytes": 20, "static_shared_bytes": 64}

@@ -1,0 +1,234 @@
+"""Loading, streams, graphs and threads on a GPU."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+
+import mlagen
+from mlagen import engine
+from tests.cases import MlaCase, MlaProblem
+
+decode = mlagen.mla.trtllm_batch_decode_with_kv_cache_mla
+
+WHOLE = MlaCase(name="whole", seq_lens=(70, 3, 200), heads=16)
+SPLIT = MlaCase(name="split", seq_lens=(5000, 70), heads=16, with_sinks=True)
+
+
+@pytest.mark.parametrize("case", [WHOLE, SPLIT], ids=str)
+def test_a_replay_follows_changed_lengths_tables_and_data(case: MlaCase) -> None:
+    """A captured call computes what lies in its tensors at each replay."""
+    problem = case.build("cuda")
+    arguments = problem.arguments(max_seq_len=5000)
+    out = torch.empty(len(case.seq_lens), 1, case.heads, 512, dtype=case.dtype, device="cuda")
+    decode(**arguments, out=out)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        decode(**arguments, out=out)
+
+    for shorter in (0, 1, 2, 40):
+        seq_lens = tuple(max(0, length - shorter) for length in case.seq_lens)
+        changed = replace(case, seq_lens=seq_lens, seed=shorter + 1).build("cuda")
+        _overwrite(problem, changed)
+        out.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+
+        changed.check(out)
+
+
+def _overwrite(problem: MlaProblem, changed: MlaProblem) -> None:
+    """Put the content of one problem into the tensors of another that is at least as large."""
+    problem.query.copy_(changed.query)
+    problem.kv_cache.fill_(float("nan"))
+    problem.kv_cache[: len(changed.kv_cache)] = changed.kv_cache
+    problem.block_tables.fill_(-1)
+    problem.block_tables[:, : changed.block_tables.shape[1]] = changed.block_tables
+    problem.seq_lens.copy_(changed.seq_lens)
+    if problem.sinks is not None and changed.sinks is not None:
+        problem.sinks.copy_(changed.sinks)
+
+
+def test_many_replays_give_the_same_bits() -> None:
+    """A thousand replays of a split call agree."""
+    problem = SPLIT.build("cuda")
+    out = torch.empty(2, 1, 16, 512, dtype=torch.bfloat16, device="cuda")
+    arguments = problem.arguments()
+    first = decode(**arguments, out=out).clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        decode(**arguments, out=out)
+
+    for _ in range(1000):
+        graph.replay()
+    torch.cuda.synchronize()
+
+    assert torch.equal(first, out)
+
+
+_CAPTURE_FIRST = """
+import torch, mlagen
+from tests.cases import MlaCase
+problem = MlaCase(name="", seq_lens=(5000,), heads=16).build("cuda")
+arguments = problem.arguments()
+graph = torch.cuda.CUDAGraph()
+try:
+    with torch.cuda.graph(graph):
+        mlagen.mla.trtllm_batch_decode_with_kv_cache_mla(**arguments)
+except mlagen.CaptureError as error:
+    print(error)
+else:
+    raise SystemExit("captured without a kernel")
+mlagen.prewarm(archs="native", heads=16, page_size=64, load=True)
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    out = mlagen.mla.trtllm_batch_decode_with_kv_cache_mla(**arguments)
+graph.replay()
+torch.cuda.synchronize()
+problem.check(out)
+print("captured after prewarm")
+"""
+
+
+def test_capture_without_a_loaded_kernel_says_how_to_prewarm() -> None:
+    """A fresh process that captures first gets the error; after its advice the capture works."""
+    done = subprocess.run(
+        [sys.executable, "-c", _CAPTURE_FIRST], capture_output=True, text=True, timeout=120
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert "nothing can be loaded while a CUDA graph is captured" in done.stdout
+    assert "mlagen.prewarm(archs='native', load=True)" in done.stdout
+    assert done.stdout.endswith("captured after prewarm\n")
+
+
+@pytest.mark.parametrize("enable_pdl", [True, False], ids=["with pdl", "without pdl"])
+def test_a_call_waits_for_what_it_reads(enable_pdl: bool) -> None:
+    """In a chain where each call reads what the one before wrote, every link sees it."""
+    problem = replace(SPLIT, with_sinks=False).build("cuda")
+    arguments = problem.arguments(enable_pdl=enable_pdl)
+    start = problem.query.clone()
+
+    def chain(links: int, *, wait: bool) -> torch.Tensor:
+        query = start.clone()
+        for _ in range(links):
+            out = decode(**arguments | {"query": query})
+            decode(**arguments | {"query": query}, out=out)
+            query[..., :512] = out * 20
+            if wait:
+                torch.cuda.synchronize()
+        return query
+
+    expected = chain(40, wait=True)
+
+    assert torch.equal(expected, chain(40, wait=False))
+
+
+def test_two_streams_with_their_own_workspaces_do_not_meet() -> None:
+    """Calls that overlap on two streams compute what they compute alone."""
+    problems = [replace(SPLIT, seed=seed).build("cuda") for seed in (1, 2)]
+    arguments = [problem.arguments() for problem in problems]
+    expected = [decode(**each) for each in arguments]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in problems]
+    outs: list[list[torch.Tensor]] = [[], []]
+
+    for _ in range(50):
+        for index, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                outs[index].append(decode(**arguments[index]))
+    torch.cuda.synchronize()
+
+    for index in range(2):
+        assert all(torch.equal(expected[index], out) for out in outs[index])
+
+
+def test_threads_share_kernels_and_nothing_else() -> None:
+    """Eight threads that call at once each get their own result."""
+    problems = [replace(SPLIT, seed=seed, heads=16 + seed).build("cuda") for seed in range(8)]
+    failures: list[BaseException] = []
+
+    def work(problem: MlaProblem) -> None:
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                for _ in range(20):
+                    out = decode(**problem.arguments())
+                torch.cuda.current_stream().synchronize()
+            problem.check(out)
+        except BaseException as error:  # noqa: BLE001 - carried to the test's thread
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(problem,)) for problem in problems]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert failures == []
+
+
+def test_unsigned_lengths_and_strided_queries_are_read_as_they_are() -> None:
+    """uint32 lengths and tables, and a query cut out of a wider tensor, give the same result."""
+    problem = replace(WHOLE, q_len=2, seq_lens=(70, 5, 200)).build("cuda")
+    wide = torch.full((3, 2, 20, 640), float("nan"), dtype=torch.bfloat16, device="cuda")
+    wide[:, :, 2:18, 64:] = problem.query
+
+    out = decode(
+        **problem.arguments(
+            query=wide[:, :, 2:18, 64:],
+            seq_lens=problem.seq_lens.view(torch.uint32),
+            block_tables=problem.block_tables.view(torch.uint32),
+        )
+    )
+
+    problem.check(out)
+
+
+def test_a_second_call_neither_looks_up_nor_loads() -> None:
+    """The memo answers: the store is not asked again."""
+    problem = WHOLE.build("cuda")
+    arguments = problem.arguments()
+    first = decode(**arguments)
+    asked: list[object] = []
+    original = engine.find_or_build
+    engine.find_or_build = lambda *given, **named: asked.append(given) or original(*given, **named)  # type: ignore[func-returns-value]
+    try:
+        again = decode(**arguments)
+    finally:
+        engine.find_or_build = original
+
+    assert torch.equal(first, again)
+    assert asked == []
+
+
+def test_the_workspace_must_be_large_enough() -> None:
+    """A workspace one byte too small is refused with both sizes, before anything is written."""
+    problem = SPLIT.build("cuda")
+    needed = mlagen.workspace_bytes(batch=2, q_len=1, heads=16, max_seq_len=5000)
+    small = torch.zeros(needed - 1, dtype=torch.uint8, device="cuda")
+    out = torch.full((2, 1, 16, 512), 7.0, dtype=torch.bfloat16, device="cuda")
+
+    with pytest.raises(mlagen.ArgumentError) as caught:
+        decode(**problem.arguments(workspace_buffer=small, out=out))
+
+    expected = f"{needed} bytes or more for this call"
+    assert str(caught.value) == f"workspace_buffer: expected {expected}, got {needed - 1} bytes"
+    assert (out == 7.0).all()
+
+
+def test_every_gpu_computes_its_own_tensors() -> None:
+    """A call runs on the device of its tensors, whichever device is current."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    problem = SPLIT.build("cuda:1")
+
+    out = decode(**problem.arguments())
+
+    assert out.device == torch.device("cuda:1")
+    problem.check(out)

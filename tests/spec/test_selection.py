@@ -1,0 +1,120 @@
+"""Selection: the kernels that a description of the calls to come leaves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mlagen.errors import ArgumentError
+from mlagen.spec.arch import parse_arch
+from mlagen.spec.dtype import DType
+from mlagen.spec.families import specs_of
+from mlagen.spec.mla import mla_decode_spec
+from mlagen.spec.selection import select_specs
+
+SM_80, SM_90 = parse_arch("sm_80"), parse_arch("sm_90a")
+
+
+def test_without_filters_every_supported_kernel_is_left() -> None:
+    """What is supported for the architectures is selected, in their order."""
+    selected = select_specs([SM_90, SM_80], wanted={})
+
+    assert selected == [*specs_of(SM_90), *specs_of(SM_80)]
+
+
+def test_an_architecture_named_twice_is_taken_once() -> None:
+    """Each kernel is selected once."""
+    selected = select_specs([SM_80, SM_80], wanted={})
+
+    assert selected == specs_of(SM_80)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "ingredients"),
+    [
+        ({"dtype": "bf16"}, {"query_dtype": {"bf16"}, "dtype": {"bf16"}}),
+        ({"kv_lora_rank": 512}, {"kv_lora_rank": {"512"}, "head_dim_vo": {"512"}}),
+        ({"page_size": [32, 64]}, {"page_size": {"32", "64"}}),
+        ({"query_dtype": "fp16"}, {"query_dtype": {"fp16"}, "dtype": {"bf16", "fp16"}}),
+    ],
+    ids=["dtype in every family", "rank in every family", "two page sizes", "one ingredient"],
+)
+def test_a_filter_keeps_the_kernels_that_such_calls_take(
+    wanted: dict[str, Any], ingredients: dict[str, set[str]]
+) -> None:
+    """A word for a call reaches each family's own ingredient; an ingredient reaches itself."""
+    selected = select_specs([SM_90], wanted=wanted)
+
+    for name, values in ingredients.items():
+        found = {spec.ingredients()[name] for spec in selected if name in spec.ingredients()}
+        assert found == values
+    assert {spec.family for spec in selected} == {"mla_decode", "combine_splits"}
+
+
+@pytest.mark.parametrize(
+    ("heads", "q_len", "rows"),
+    [(16, None, {16}), (128, None, {128}), ([16, 128], [1, 2], {16, 32, 128, 256})],
+    ids=["few heads", "many heads", "several of both"],
+)
+def test_heads_and_q_len_leave_the_tiles_that_calls_take(
+    heads: Any, q_len: Any, rows: set[int]
+) -> None:
+    """The kernels left are those that the entry point would choose for such calls."""
+    selected = select_specs(
+        [SM_90],
+        families=["mla_decode"],
+        heads=heads,
+        q_len=q_len,
+        wanted={"dtype": "bf16", "kv_lora_rank": 512, "page_size": 64},
+    )
+
+    chosen = {
+        mla_decode_spec(
+            arch=SM_90,
+            query_dtype=DType.BF16,
+            kv_dtype=DType.BF16,
+            kv_lora_rank=512,
+            qk_rope_head_dim=64,
+            page_size=64,
+            rows=count,
+        )
+        for count in rows
+    }
+    assert set(selected) == chosen
+
+
+def test_a_kernel_without_rows_is_kept_for_any_heads() -> None:
+    """Combining does not depend on the heads."""
+    selected = select_specs([SM_80], families=["combine_splits"], heads=16, wanted={})
+
+    assert selected == specs_of(SM_80, ["combine_splits"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted", "message"),
+    [
+        ({"heads": 0}, {}, "heads: expected 1 or more, got 0"),
+        ({"heads": 1, "q_len": [1, -1]}, {}, "q_len: expected 1 or more, got -1"),
+        ({"q_len": 2}, {}, "q_len: expected heads beside it, got 2 alone"),
+        (
+            {},
+            {"page_size": 48},
+            "page_size: expected one of 1, 8, 16, 32, 64, 128, got '48'",
+        ),
+        (
+            {"families": ["combine_splits"]},
+            {"batch": 1},
+            "filter: expected one of dtype, kv_lora_rank, page_size, head_dim_vo, got 'batch'",
+        ),
+    ],
+    ids=["no heads", "a negative q_len", "q_len alone", "an unknown value", "an unknown word"],
+)
+def test_a_bad_argument_is_refused(
+    arguments: dict[str, Any], wanted: dict[str, Any], message: str
+) -> None:
+    """The message names the argument, the rule and the value."""
+    with pytest.raises(ArgumentError) as raised:
+        select_specs([SM_80], **arguments, wanted=wanted)
+
+    assert str(raised.value) == message

@@ -1,0 +1,73 @@
+"""What the stages hand to each other."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from mlagen.artifacts import Cubin, Resources, Source, build_of
+
+
+def resources(*, spill_store_bytes: int = 0, spill_load_bytes: int = 0) -> Resources:
+    """Return what ptxas might say of a kernel."""
+    return Resources(
+        symbol="mla_decode",
+        registers=186,
+        stack_bytes=0,
+        spill_store_bytes=spill_store_bytes,
+        spill_load_bytes=spill_load_bytes,
+        static_shared_bytes=16,
+    )
+
+
+@pytest.mark.parametrize(
+    ("said", "has_spills"),
+    [
+        (resources(), False),
+        (resources(spill_store_bytes=4), True),
+        (resources(spill_load_bytes=4), True),
+    ],
+    ids=["neither", "a store", "a load"],
+)
+def test_a_spill_is_a_store_or_a_load(said: Resources, has_spills: bool) -> None:
+    """A kernel spills as soon as ptxas counts a byte either way."""
+    actual = said.has_spills
+
+    assert actual is has_spills
+
+
+def test_a_build_holds_all_that_an_entry_keeps() -> None:
+    """The files are cubin, source, line map and log; the facts are JSON with the resources."""
+    source = Source(text="int a;\nint b;\n", origins=("a.cuh:1", "b.cuh:7"))
+    cubin = Cubin(
+        code=b"\x7fELF",
+        log="ptxas info\n",
+        resources=(resources(),),
+        toolchain="nvrtc-13.5.37",
+        compile_ms=512.345,
+    )
+
+    build = build_of(source, cubin, spec={"page_size": "64"}, symbol="mla_decode")
+
+    assert build.toolchain == "nvrtc-13.5.37"
+    assert build.files == {
+        "kernel.cubin": b"\x7fELF",
+        "kernel.cu": b"int a;\nint b;\n",
+        "kernel.map": b"a.cuh:1\nb.cuh:7\n",
+        "build.log": b"ptxas info\n",
+    }
+    assert json.loads(json.dumps(build.facts)) == {
+        "kernel": {"symbol": "mla_decode", "spec": {"page_size": "64"}},
+        "resources": [
+            {
+                "symbol": "mla_decode",
+                "registers": 186,
+                "stack_bytes": 0,
+                "spill_store_bytes": 0,
+                "spill_load_bytes": 0,
+                "static_shared_bytes": 16,
+            }
+        ],
+        "compile_ms": 512.3,
+    }

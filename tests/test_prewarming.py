@@ -1,0 +1,334 @@
+"""Prewarming: which kernels, compiled once, told as they come, with what becomes of failures."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import mlagen
+from mlagen import engine, prewarming
+from mlagen.artifacts import Build
+from mlagen.prewarming import PrewarmEvent
+from mlagen.runtime.device import DeviceFacts
+from mlagen.settings import current_settings
+from mlagen.spec.kernel import KernelSpec
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# Two kernels that compile in 0.1 s each.
+SMALL: dict[str, Any] = {"archs": "sm_80", "families": ["combine_splits"], "dtype": "bf16"}
+
+
+def gpu(index: int, major: int, minor: int) -> DeviceFacts:
+    """Return a GPU of that compute capability."""
+    return DeviceFacts(
+        index=index, name="GPU", major=major, minor=minor, sm_count=132, memory_bytes=1 << 37
+    )
+
+
+def show_gpus(monkeypatch: pytest.MonkeyPatch, *gpus: DeviceFacts) -> None:
+    """Let the driver show these GPUs."""
+    monkeypatch.setattr(prewarming, "visible_devices", lambda: list(gpus))
+
+
+def test_each_kernel_is_built_once_and_found_after() -> None:
+    """A first prewarm compiles and a second one finds, with the same facts."""
+    first = mlagen.prewarm(**SMALL)
+    second = mlagen.prewarm(**SMALL)
+
+    assert [unit.status for unit in first.units] == ["built", "built"]
+    assert [unit.status for unit in second.units] == ["hit", "hit"]
+    for built, hit in zip(first.units, second.units, strict=True):
+        assert (built.key, built.registers, built.cubin_bytes) == (
+            hit.key,
+            hit.registers,
+            hit.cubin_bytes,
+        )
+        assert built.registers is not None
+        assert built.registers > 0
+        assert built.spill_bytes == 0
+
+
+def test_what_is_prewarmed_is_found_by_the_engine() -> None:
+    """The entry is the one that a call looks for, and its manifest says who made it."""
+    report = mlagen.prewarm(**SMALL)
+
+    for unit in report.units:
+        outcome = engine.find_or_build(unit.spec)
+        assert outcome.built is False
+        assert outcome.entry.manifest.key == unit.key
+        assert outcome.entry.manifest.created_by == "prewarm"
+
+
+def test_totals_count_each_status() -> None:
+    """The totals add up to the number of units."""
+    mlagen.prewarm(**SMALL, kv_lora_rank=512)
+
+    totals = mlagen.prewarm(**SMALL).totals()
+
+    assert totals.pop("ms") > 0
+    assert totals == {"units": 2, "hit": 1, "built": 1, "failed": 0, "missing": 0, "loaded": 0}
+
+
+def test_a_dry_run_compiles_and_creates_nothing(cache_dir: Path) -> None:
+    """A dry run says what is missing and leaves the disk as it is."""
+    report = mlagen.prewarm(**SMALL, dry_run=True)
+
+    assert [unit.status for unit in report.units] == ["missing", "missing"]
+    assert not cache_dir.exists()
+    assert not current_settings().lock_dir.exists()
+
+
+def test_events_come_in_the_calling_thread_and_in_order() -> None:
+    """Each kernel starts before it is finished, and the count rises to the total."""
+    events: list[PrewarmEvent] = []
+    threads = set()
+
+    def on_event(event: PrewarmEvent) -> None:
+        events.append(event)
+        threads.add(threading.get_ident())
+
+    report = mlagen.prewarm(**SMALL, jobs=2, on_event=on_event)
+
+    assert threads == {threading.get_ident()}
+    for unit in report.units:
+        kinds = [event.kind for event in events if event.spec == unit.spec]
+        assert kinds == ["started", "finished"]
+    assert [event.done for event in events if event.kind == "finished"] == [1, 2]
+    assert {event.total for event in events} == {2}
+
+
+def test_a_kernel_that_fails_keeps_no_other_from_being_built(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The report names the failed kernel and its error, and the others are built."""
+    build = engine._build
+
+    def fail_at_512(spec: KernelSpec, nvrtc: Any) -> Build:
+        if spec.ingredients()["head_dim_vo"] == "512":
+            raise mlagen.CompileError("NVRTC: no such thing", log="", source="")
+        return build(spec, nvrtc)
+
+    monkeypatch.setattr(engine, "_build", fail_at_512)
+
+    report = mlagen.prewarm(**SMALL)
+
+    statuses = {unit.spec.ingredients()["head_dim_vo"]: unit.status for unit in report.units}
+    assert statuses == {"512": "failed", "256": "built"}
+    assert [str(unit.error) for unit in report.units if unit.error] == ["NVRTC: no such thing"]
+
+
+def test_a_bug_is_not_taken_for_a_kernel_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exception that is no MlagenError reaches the caller."""
+
+    def fail(spec: KernelSpec, nvrtc: Any) -> Build:
+        raise LookupError(f"{spec} {nvrtc}")
+
+    monkeypatch.setattr(engine, "_build", fail)
+
+    with pytest.raises(LookupError):
+        mlagen.prewarm(**SMALL)
+
+
+def test_an_exception_in_the_callback_stops_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that have not begun when the caller is interrupted are never compiled."""
+    builds: Counter[str] = Counter()
+    build = engine._build
+
+    def counted(spec: KernelSpec, nvrtc: Any) -> Build:
+        builds[str(spec)] += 1
+        return build(spec, nvrtc)
+
+    def interrupt(event: PrewarmEvent) -> None:
+        if event.kind == "finished":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine, "_build", counted)
+
+    with pytest.raises(KeyboardInterrupt):
+        mlagen.prewarm("sm_80,sm_90a", families=["combine_splits"], jobs=1, on_event=interrupt)
+
+    assert 1 <= sum(builds.values()) < 8
+
+
+def test_jobs_bounds_the_kernels_compiled_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more than ``jobs`` compilations run at the same time."""
+    running, most = 0, 0
+    counting = threading.Lock()
+    build = engine._build
+
+    def counted(spec: KernelSpec, nvrtc: Any) -> Build:
+        nonlocal running, most
+        with counting:
+            running += 1
+            most = max(most, running)
+        try:
+            return build(spec, nvrtc)
+        finally:
+            with counting:
+                running -= 1
+
+    monkeypatch.setattr(engine, "_build", counted)
+
+    mlagen.prewarm("sm_80", families=["combine_splits"], jobs=1)
+
+    assert most == 1
+
+
+def test_native_is_the_targets_of_the_visible_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each supported GPU's target is taken once; a GPU that none serves is left out."""
+    show_gpus(monkeypatch, gpu(0, 9, 0), gpu(1, 9, 0), gpu(2, 7, 5), gpu(3, 8, 0))
+
+    report = mlagen.prewarm(families=["combine_splits"], dry_run=True)
+
+    archs = dict.fromkeys(str(unit.spec.arch) for unit in report.units)
+    assert list(archs) == ["sm_90a", "sm_80"]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "got"),
+    [((), "none"), ((gpu(0, 7, 5),), "GPU (7.5)")],
+    ids=["no GPU", "a GPU that no target serves"],
+)
+def test_native_without_a_gpu_says_what_to_name(
+    gpus: tuple[DeviceFacts, ...], got: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where there is nothing native, the message says what was found and what to ask for."""
+    show_gpus(monkeypatch, *gpus)
+
+    with pytest.raises(mlagen.UnsupportedError) as raised:
+        mlagen.prewarm()
+
+    assert str(raised.value) == (
+        f"arch: expected a supported GPU for native, got {got}; "
+        f"name targets instead, such as sm_90a"
+    )
+
+
+def test_load_loads_each_kernel_on_each_gpu_it_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels go to the GPUs of their own target, after they are built."""
+    show_gpus(monkeypatch, gpu(0, 8, 0), gpu(1, 9, 0), gpu(2, 8, 0))
+    loaded: list[tuple[KernelSpec, int]] = []
+    monkeypatch.setattr(
+        prewarming, "kernel_for", lambda spec, device: loaded.append((spec, device))
+    )
+
+    report = mlagen.prewarm(**SMALL, load=True)
+
+    assert loaded == [(unit.spec, device) for unit in report.units for device in (0, 2)]
+    assert report.loaded == 4
+
+
+def test_load_without_a_gpu_of_the_target_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is compiled when there is no GPU to load on."""
+    show_gpus(monkeypatch, gpu(0, 9, 0))
+
+    with pytest.raises(mlagen.UnsupportedError) as raised:
+        mlagen.prewarm(**SMALL, load=True)
+
+    assert str(raised.value) == "load: expected a visible GPU for sm_80, got sm_90a"
+
+
+def test_a_cache_that_cannot_be_written_is_told_before_compiling(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prewarm whose work would be lost raises at once, with the path."""
+    cache_dir.write_text("a file where the folder should be")
+    monkeypatch.setattr(engine, "_build", SimpleNamespace())  # calling it would fail
+
+    with pytest.raises(mlagen.CacheError) as raised:
+        mlagen.prewarm(**SMALL)
+
+    assert str(raised.value).startswith("cache: expected a writable folder, got ")
+    assert str(raised.value).endswith(f": {cache_dir}")
+    assert raised.value.path == cache_dir
+
+
+def test_with_load_a_kernel_may_stay_in_memory(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server whose cache cannot be written is prewarmed all the same."""
+    cache_dir.write_text("a file where the folder should be")
+    show_gpus(monkeypatch, gpu(0, 8, 0))
+    monkeypatch.setattr(prewarming, "kernel_for", lambda spec, device: (spec, device))
+
+    report = mlagen.prewarm(**SMALL, kv_lora_rank=512, load=True)
+
+    assert report.totals() | {"ms": 0} == {
+        "units": 1,
+        "hit": 0,
+        "built": 1,
+        "failed": 0,
+        "missing": 0,
+        "loaded": 1,
+        "ms": 0,
+    }
+
+
+def test_an_entry_that_could_not_be_published_is_a_failure(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that fills up while kernels are built is told kernel by kernel."""
+
+    def refuse(*_: object) -> Path:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("mlagen.cache.store.publish", refuse)
+
+    report = mlagen.prewarm(**SMALL, kv_lora_rank=512)
+
+    (unit,) = report.units
+    assert unit.status == "failed"
+    assert str(unit.error) == f"cache: expected an entry on the disk, got none: {cache_dir}"
+
+
+def test_a_missing_nvrtc_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without NVRTC there is nothing to look for, and the error says what to install."""
+
+    def missing() -> None:
+        raise mlagen.ToolchainError("NVRTC: not here")
+
+    engine.key_of.cache_clear()
+    monkeypatch.setattr(engine, "find_nvrtc", missing)
+
+    with pytest.raises(mlagen.ToolchainError, match="NVRTC: not here"):
+        mlagen.prewarm(**SMALL)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"jobs": 0}, "jobs: expected 1 or more, got 0"),
+        ({"families": ["mha"]}, "family: expected one of mla_decode, combine_splits, got 'mha'"),
+        ({"dtype": "int4"}, "query_dtype: expected one of bf16, fp16, got 'int4'"),
+    ],
+    ids=["no jobs", "an unknown family", "an unknown dtype"],
+)
+def test_a_bad_argument_is_refused(arguments: dict[str, Any], message: str) -> None:
+    """The message names the argument, the rule and the value."""
+    with pytest.raises(mlagen.ArgumentError) as raised:
+        mlagen.prewarm("sm_80", **arguments)
+
+    assert str(raised.value) == message
+
+
+def test_prewarming_loads_no_torch() -> None:
+    """A build machine without torch can prewarm, and an image build does not wait for it."""
+    script = (
+        "import sys; sys.modules['torch'] = None; import mlagen; "
+        "report = mlagen.prewarm('sm_80', families=['combine_splits'], kv_lora_rank=512); "
+        "sys.exit(report.totals()['built'] != 2)"
+    )
+
+    run = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+
+    assert (run.returncode, run.stderr) == (0, "")

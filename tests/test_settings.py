@@ -1,0 +1,115 @@
+"""What each environment variable decides, and what is refused."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from mlagen.errors import ArgumentError
+from mlagen.settings import DEFAULT_LOCK_TIMEOUT_S, current_settings, read_settings
+
+CACHE_DIRS = {
+    "MLAGEN_CACHE_DIR wins": (
+        {"MLAGEN_CACHE_DIR": "/a/kernels", "XDG_CACHE_HOME": "/b", "HOME": "/c"},
+        Path("/a/kernels"),
+    ),
+    "then XDG_CACHE_HOME": ({"XDG_CACHE_HOME": "/b", "HOME": "/c"}, Path("/b/mlagen")),
+    "a relative XDG_CACHE_HOME is ignored": (
+        {"XDG_CACHE_HOME": "b", "HOME": "/c"},
+        Path("/c/.cache/mlagen"),
+    ),
+    "an empty variable counts as unset": (
+        {"MLAGEN_CACHE_DIR": "", "XDG_CACHE_HOME": "", "HOME": "/c"},
+        Path("/c/.cache/mlagen"),
+    ),
+    "without a home it is temporary": (
+        {},
+        Path(tempfile.gettempdir()) / f"mlagen-{os.getuid()}",
+    ),
+}
+
+
+@pytest.mark.parametrize(("environ", "expected"), CACHE_DIRS.values(), ids=CACHE_DIRS)
+def test_the_cache_folder(environ: dict[str, str], expected: Path) -> None:
+    """The first variable that names a usable folder decides."""
+    settings = read_settings(environ)
+
+    assert settings.cache_dir == expected
+
+
+def test_folders_of_ours_may_be_relative_or_start_at_home(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A relative folder is taken from the current one at once, and a tilde is the home."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/c")
+
+    settings = read_settings({"MLAGEN_CACHE_DIR": "kernels", "MLAGEN_LOCK_DIR": "~/locks"})
+
+    assert settings.cache_dir == tmp_path / "kernels"
+    assert settings.lock_dir == Path("/c/locks")
+
+
+def test_locks_lie_in_the_runtime_folder_of_the_user(tmp_path: Path) -> None:
+    """XDG_RUNTIME_DIR holds the locks where it can be written."""
+    settings = read_settings({"XDG_RUNTIME_DIR": str(tmp_path)})
+
+    assert settings.lock_dir == tmp_path / "mlagen"
+
+
+def test_locks_do_not_follow_the_cache_to_a_network() -> None:
+    """Without XDG_RUNTIME_DIR the locks are on this machine, wherever the cache is."""
+    settings = read_settings({"MLAGEN_CACHE_DIR": "/net/kernels"})
+
+    assert settings.lock_dir.name == f"mlagen-{os.getuid()}"
+    assert settings.lock_dir.parent in {Path("/dev/shm"), Path(tempfile.gettempdir())}  # noqa: S108
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("", DEFAULT_LOCK_TIMEOUT_S), ("0", 0.0), ("2.5", 2.5)],
+    ids=["unset", "zero", "a fraction"],
+)
+def test_the_lock_timeout(text: str, seconds: float) -> None:
+    """MLAGEN_LOCK_TIMEOUT is a number of seconds, zero included."""
+    settings = read_settings({"MLAGEN_LOCK_TIMEOUT": text})
+
+    assert settings.lock_timeout_s == seconds
+
+
+@pytest.mark.parametrize("text", ["soon", "-1", "inf", "nan"])
+def test_a_lock_timeout_that_is_no_number_of_seconds_is_refused(text: str) -> None:
+    """The message names the variable, the rule and the value."""
+    with pytest.raises(ArgumentError) as caught:
+        read_settings({"MLAGEN_LOCK_TIMEOUT": text})
+
+    assert str(caught.value) == (
+        f"MLAGEN_LOCK_TIMEOUT: expected a finite number of seconds, 0 or more, got '{text}'"
+    )
+
+
+def test_the_environment_is_read_once(monkeypatch: pytest.MonkeyPatch, cache_dir: Path) -> None:
+    """A process keeps its settings, whatever becomes of the environment."""
+    first = current_settings()
+    monkeypatch.setenv("MLAGEN_CACHE_DIR", "/elsewhere")
+
+    second = current_settings()
+
+    assert first.cache_dir == cache_dir
+    assert second is first
+
+
+def test_reading_the_settings_touches_no_disk(tmp_path: Path) -> None:
+    """Nothing is created by naming it."""
+    read_settings(
+        {
+            "MLAGEN_CACHE_DIR": str(tmp_path / "cache"),
+            "MLAGEN_LOCK_DIR": str(tmp_path / "locks"),
+            "XDG_RUNTIME_DIR": str(tmp_path),
+        }
+    )
+
+    assert list(tmp_path.iterdir()) == []
