@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from .report import console, kernel_text, time_text
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from mlagen.prewarming import PrewarmEvent, PrewarmUnit
     from mlagen.spec.kernel import KernelSpec
 
@@ -16,10 +18,13 @@ if TYPE_CHECKING:
 @contextmanager
 def prewarm_progress() -> Iterator[Callable[[PrewarmEvent], None]]:
     """Give a callback for :func:`mlagen.prewarm` that prints on stderr."""
+    output = console(stderr=True)
+    if not output.is_terminal:
+        yield lambda event: _print_line(output, event)
+        return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
     from rich.table import Column
 
-    output = console(stderr=True)
     columns = (
         BarColumn(bar_width=16),
         MofNCompleteColumn(),
@@ -28,25 +33,28 @@ def prewarm_progress() -> Iterator[Callable[[PrewarmEvent], None]]:
         TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, ratio=1)),
     )
     compiling: dict[KernelSpec, str] = {}
-    with Progress(
-        *columns, console=output, transient=True, expand=True, disable=not output.is_terminal
-    ) as progress:
+    with Progress(*columns, console=output, transient=True, expand=True) as progress:
         task = progress.add_task("", total=None)
 
         def on_event(event: PrewarmEvent) -> None:
+            _print_line(output, event)
             if event.kind == "started":
                 compiling[event.spec] = _name(event.spec)
-            elif event.unit is not None:
-                compiling.pop(event.spec, None)
-                output.print(_line(event.unit), soft_wrap=True)
             else:
-                output.print(f"{'loaded':16}{_name(event.spec)}", soft_wrap=True)
-            waiting = "compiling " + next(iter(compiling.values())) if compiling else ""
+                compiling.pop(event.spec, None)
+            waiting = f"compiling {next(iter(compiling.values()))}" if compiling else ""
             if len(compiling) > 1:
                 waiting += f", and {len(compiling) - 1} more"
             progress.update(task, total=event.total, completed=event.done, description=waiting)
 
         yield on_event
+
+
+def _print_line(output: Console, event: PrewarmEvent) -> None:
+    if event.unit is not None:
+        output.print(_line(event.unit), soft_wrap=True)
+    elif event.kind == "loaded":
+        output.print(f"{event.kind:16}{_name(event.spec)}", soft_wrap=True)
 
 
 def _name(spec: KernelSpec) -> str:

@@ -47,13 +47,18 @@ def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
     """Print rows under the names of their fields; what is None leaves its cell empty."""
     from rich.table import Table
 
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in rows[0]:
+    output = console()
+    names, gap = {name: name for name in rows[0]}, 2
+    widths = [max(len(name), *(len(_cell(row[name])) for row in rows)) for name in names]
+    if sum(widths) + gap * len(widths) > output.width:
+        names, gap = {name: name.replace("_", "_\n") for name in rows[0]}, 1
+    table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0))
+    for name, header in names.items():
         is_number = all(isinstance(row[name], int | float | None) for row in rows)
-        table.add_column(name, justify="right" if is_number else "left", overflow="fold")
+        table.add_column(header, justify="right" if is_number else "left", no_wrap=True)
     for row in rows:
         table.add_row(*(_cell(value) for value in row.values()))
-    _print_stripped(table)
+    _print_stripped(output, table)
 
 
 def print_facts(facts: Mapping[str, Any]) -> None:
@@ -65,7 +70,7 @@ def print_facts(facts: Mapping[str, Any]) -> None:
     table.add_column(overflow="fold")
     for name, value in facts.items():
         table.add_row(name, _cell(value))
-    _print_stripped(table)
+    _print_stripped(console(), table)
 
 
 def size_text(size_bytes: int) -> str:
@@ -118,9 +123,8 @@ def resource_columns(facts: Mapping[str, Any]) -> dict[str, int]:
     }
 
 
-def _print_stripped(table: Table) -> None:
+def _print_stripped(output: Console, table: Table) -> None:
     # Rich fills the last column with blanks; they would be in the way in files and comparisons.
-    output = console()
     with output.capture() as captured:
         output.print(table)
     click.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))

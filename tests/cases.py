@@ -112,7 +112,9 @@ class MlaProblem:
                 position += 1
         return stack(parts)
 
-    def check(self, out: torch.Tensor, lse: torch.Tensor | None = None, *, natural: bool = False) -> None:
+    def check(
+        self, out: torch.Tensor, lse: torch.Tensor | None = None, *, natural: bool = False
+    ) -> None:
         """Fail unless every element of ``out``, and of ``lse`` if given, is right."""
         expected = self.expected()
         tolerance = output_tolerance(out.dtype, expected)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mlagen.settings import current_settings
+from tests.kernels import copy_templates, forget
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -44,3 +45,13 @@ def isolated_settings(
     current_settings.cache_clear()
     yield
     current_settings.cache_clear()
+
+
+@pytest.fixture
+def templates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Return a copy of the templates, which mlagen reads while the test runs."""
+    copy = copy_templates(tmp_path, monkeypatch)
+    forget()
+    yield copy
+    monkeypatch.undo()
+    forget()

@@ -7,7 +7,6 @@ import sys
 import threading
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -45,15 +44,12 @@ def test_each_kernel_is_built_once_and_found_after() -> None:
 
     assert [unit.status for unit in first.units] == ["built", "built"]
     assert [unit.status for unit in second.units] == ["hit", "hit"]
-    for built, hit in zip(first.units, second.units, strict=True):
-        assert (built.key, built.registers, built.cubin_bytes) == (
-            hit.key,
-            hit.registers,
-            hit.cubin_bytes,
-        )
-        assert built.registers is not None
-        assert built.registers > 0
-        assert built.spill_bytes == 0
+    facts = [
+        [(unit.key, unit.registers, unit.spill_bytes, unit.cubin_bytes) for unit in report.units]
+        for report in (first, second)
+    ]
+    assert facts[0] == facts[1]
+    assert all(registers and spills == 0 for _, registers, spills, _ in facts[0])
 
 
 def test_what_is_prewarmed_is_found_by_the_engine() -> None:
@@ -127,13 +123,9 @@ def test_a_kernel_that_fails_keeps_no_other_from_being_built(
 
 def test_a_bug_is_not_taken_for_a_kernel_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """An exception that is no MlagenError reaches the caller."""
+    monkeypatch.setattr(engine, "_build", None)
 
-    def fail(spec: KernelSpec, nvrtc: Any) -> Build:
-        raise LookupError(f"{spec} {nvrtc}")
-
-    monkeypatch.setattr(engine, "_build", fail)
-
-    with pytest.raises(LookupError):
+    with pytest.raises(TypeError, match="not callable"):
         mlagen.prewarm(**SMALL)
 
 
@@ -158,28 +150,23 @@ def test_an_exception_in_the_callback_stops_what_waits(monkeypatch: pytest.Monke
     assert 1 <= sum(builds.values()) < 8
 
 
-def test_jobs_bounds_the_kernels_compiled_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No more than ``jobs`` compilations run at the same time."""
-    running, most = 0, 0
-    counting = threading.Lock()
+def test_one_job_compiles_one_kernel_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one job, no compilation begins before the last one has ended."""
+    compiling = threading.Lock()
     build = engine._build
 
-    def counted(spec: KernelSpec, nvrtc: Any) -> Build:
-        nonlocal running, most
-        with counting:
-            running += 1
-            most = max(most, running)
+    def alone(spec: KernelSpec, nvrtc: Any) -> Build:
+        assert compiling.acquire(blocking=False)
         try:
             return build(spec, nvrtc)
         finally:
-            with counting:
-                running -= 1
+            compiling.release()
 
-    monkeypatch.setattr(engine, "_build", counted)
+    monkeypatch.setattr(engine, "_build", alone)
 
-    mlagen.prewarm("sm_80", families=["combine_splits"], jobs=1)
+    report = mlagen.prewarm("sm_80", families=["combine_splits"], jobs=1)
 
-    assert most == 1
+    assert [unit.status for unit in report.units] == ["built"] * 4
 
 
 def test_native_is_the_targets_of_the_visible_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,10 +217,8 @@ def test_load_without_a_gpu_of_the_target_is_refused(monkeypatch: pytest.MonkeyP
     """Nothing is compiled when there is no GPU to load on."""
     show_gpus(monkeypatch, gpu(0, 9, 0))
 
-    with pytest.raises(mlagen.UnsupportedError) as raised:
+    with pytest.raises(mlagen.UnsupportedError, match=r"^load: expected a visible GPU for "):
         mlagen.prewarm(**SMALL, load=True)
-
-    assert str(raised.value) == "load: expected a visible GPU for sm_80, got sm_90a"
 
 
 def test_a_cache_that_cannot_be_written_is_told_before_compiling(
@@ -241,7 +226,7 @@ def test_a_cache_that_cannot_be_written_is_told_before_compiling(
 ) -> None:
     """A prewarm whose work would be lost raises at once, with the path."""
     cache_dir.write_text("a file where the folder should be")
-    monkeypatch.setattr(engine, "_build", SimpleNamespace())  # calling it would fail
+    monkeypatch.setattr(engine, "_build", None)  # calling it would fail
 
     with pytest.raises(mlagen.CacheError) as raised:
         mlagen.prewarm(**SMALL)
@@ -261,15 +246,8 @@ def test_with_load_a_kernel_may_stay_in_memory(
 
     report = mlagen.prewarm(**SMALL, kv_lora_rank=512, load=True)
 
-    assert report.totals() | {"ms": 0} == {
-        "units": 1,
-        "hit": 0,
-        "built": 1,
-        "failed": 0,
-        "missing": 0,
-        "loaded": 1,
-        "ms": 0,
-    }
+    assert [unit.status for unit in report.units] == ["built"]
+    assert report.loaded == 1
 
 
 def test_an_entry_that_could_not_be_published_is_a_failure(
@@ -284,9 +262,8 @@ def test_an_entry_that_could_not_be_published_is_a_failure(
 
     report = mlagen.prewarm(**SMALL, kv_lora_rank=512)
 
-    (unit,) = report.units
-    assert unit.status == "failed"
-    assert str(unit.error) == f"cache: expected an entry on the disk, got none: {cache_dir}"
+    message = f"cache: expected an entry on the disk, got none: {cache_dir}"
+    assert [(unit.status, str(unit.error)) for unit in report.units] == [("failed", message)]
 
 
 def test_a_missing_nvrtc_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,21 +279,10 @@ def test_a_missing_nvrtc_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
         mlagen.prewarm(**SMALL)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"jobs": 0}, "jobs: expected 1 or more, got 0"),
-        ({"families": ["mha"]}, "family: expected one of mla_decode, combine_splits, got 'mha'"),
-        ({"dtype": "int4"}, "query_dtype: expected one of bf16, fp16, got 'int4'"),
-    ],
-    ids=["no jobs", "an unknown family", "an unknown dtype"],
-)
-def test_a_bad_argument_is_refused(arguments: dict[str, Any], message: str) -> None:
-    """The message names the argument, the rule and the value."""
-    with pytest.raises(mlagen.ArgumentError) as raised:
-        mlagen.prewarm("sm_80", **arguments)
-
-    assert str(raised.value) == message
+def test_no_jobs_are_refused() -> None:
+    """Somebody has to do the work."""
+    with pytest.raises(mlagen.ArgumentError, match=r"^jobs: expected 1 or more, got 0$"):
+        mlagen.prewarm(**SMALL, jobs=0)
 
 
 def test_prewarming_loads_no_torch() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import click
 
 from ..exit_codes import FAILED
@@ -20,12 +22,23 @@ def clear(ctx: click.Context, /, *, yes: bool, as_json: bool) -> None:
     cache_dir = current_settings().cache_dir
     store, text = kernel_store(), console(stderr=as_json)
     entries = list(store.entries())
-    kernels = count_text(len(entries), "kernel")
-    size = size_text(sum(stored.size_bytes for stored in entries))
-    if not yes and not click.confirm(f"Remove {kernels}, {size}, from {cache_dir}?", err=as_json):
-        text.print("nothing removed")
-        ctx.exit(FAILED)
+    if entries and not yes:
+        kernels = count_text(len(entries), "kernel")
+        size = size_text(sum(stored.size_bytes for stored in entries))
+        if not _ask(f"Remove {kernels}, {size}, from {cache_dir}?", stderr=as_json):
+            text.print("nothing removed")
+            ctx.exit(FAILED)
     removed = store.clear()
     if as_json:
         print_json({"cache_dir": str(cache_dir), "removed": removed})
     text.print(f"removed {count_text(removed, 'kernel')} from {cache_dir}", soft_wrap=True)
+
+
+def _ask(question: str, *, stderr: bool) -> bool:
+    # Not click.confirm: before click 8.2 it writes to stdout whatever it is told.
+    click.echo(f"{question} [y/N] ", nl=False, err=stderr)
+    answer = sys.stdin.readline()
+    if not answer:
+        click.echo(err=stderr)
+        raise click.Abort
+    return answer.strip().lower() in {"y", "yes"}

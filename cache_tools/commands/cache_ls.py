@@ -33,15 +33,20 @@ def ls(*, as_json: bool) -> None:
     if as_json:
         print_json({"cache_dir": str(cache_dir), "entries": documents})
         return
+    toolchains = sorted({document["toolchain"] for document in documents})
     rows = [_row(document) for document in documents if document["problem"] is None]
+    for row in rows if len(toolchains) == 1 else ():
+        del row["toolchain"]  # it stands below
     if rows:
         print_table(sorted(rows, key=_order))
     text = console()
     for document in documents:
         if document["problem"] is not None:
             text.print(f"damaged: {document['key'][:SHORT_KEY]}: {document['problem']}")
+    kernels = count_text(len(documents), "kernel")
     total = size_text(sum(document["size_bytes"] for document in documents))
-    text.print(f"{count_text(len(documents), 'kernel')}, {total}, in {cache_dir}", soft_wrap=True)
+    by = f" by {', '.join(toolchains)}" if toolchains else ""
+    text.print(f"{kernels}{by}, {total}, in {cache_dir}", soft_wrap=True)
 
 
 def _row(document: dict[str, Any]) -> dict[str, Any]:

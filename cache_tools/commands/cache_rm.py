@@ -12,9 +12,10 @@ from ..report import SHORT_KEY, console, json_option, print_json, size_text
 @click.argument("keys", metavar="KEY...", nargs=-1, required=True)
 @json_option
 def rm(*, keys: tuple[str, ...], as_json: bool) -> None:
-    """Remove the kernels whose keys begin with KEY, 6 hex digits or more of each.
+    """Remove the kernels whose keys begin with KEY.
 
-    Nothing is removed unless every KEY stands for exactly one kernel.
+    Six hex digits or more of each. Nothing is removed unless every KEY stands for exactly one
+    kernel.
     """
     from mlagen.engine import kernel_store
 

@@ -25,7 +25,10 @@ _FILES = {"source": "kernel.cu", "log": "build.log"}
 @click.option("--manifest", "part", flag_value="manifest", help="Print the manifest, JSON.")
 @json_option
 def show(*, key: str, part: str | None, as_json: bool) -> None:
-    """Show the kernel whose key begins with KEY, 6 hex digits or more."""
+    """Show the kernel whose key begins with KEY.
+
+    Six hex digits or more. Every file is checked against its digest first.
+    """
     from mlagen.engine import kernel_store
 
     store = kernel_store()

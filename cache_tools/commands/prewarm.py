@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -47,10 +48,25 @@ def _numbers(ctx: click.Context, param: click.Parameter, value: str | None) -> l
     metavar="ARCH,...",
     help="Targets such as sm_90a; native (the default) is those of the visible GPUs.",
 )
-@click.option("--family", "families", callback=_names, metavar="NAME,...", help="Kernel families.")
-@click.option("--dtype", callback=_names, metavar="DTYPE,...", help="Element types: bf16, fp16.")
-@click.option("--page-size", callback=_numbers, metavar="N,...", help="Tokens of a page.")
-@click.option("--kv-lora-rank", callback=_numbers, metavar="N,...", help="Latent dimensions.")
+@click.option(
+    "--family",
+    "families",
+    callback=_names,
+    metavar="NAME,...",
+    help="Kernel families, such as mla_decode.",
+)
+@click.option(
+    "--dtype",
+    callback=_names,
+    metavar="DTYPE,...",
+    help="Element types of the queries, such as bf16.",
+)
+@click.option(
+    "--page-size", callback=_numbers, metavar="N,...", help="Tokens of a page of the KV cache."
+)
+@click.option(
+    "--kv-lora-rank", callback=_numbers, metavar="N,...", help="Latent part of a cached token."
+)
 @click.option(
     "--heads",
     callback=_numbers,
@@ -63,7 +79,7 @@ def _numbers(ctx: click.Context, param: click.Parameter, value: str | None) -> l
 @click.option(
     "-j",
     "--jobs",
-    type=click.IntRange(min=1),
+    type=int,
     metavar="N",
     help="Kernels at once; default: one per CPU.",
 )
@@ -92,7 +108,7 @@ def prewarm(
     """
     from mlagen import prewarming
 
-    with prewarm_progress() as on_event:
+    with nullcontext() if dry_run else prewarm_progress() as on_event:
         report = prewarming.prewarm(
             archs,
             families=families,
@@ -101,7 +117,7 @@ def prewarm(
             jobs=jobs,
             dry_run=dry_run,
             load=load,
-            on_event=None if dry_run else on_event,
+            on_event=on_event,
             **{label: values for label, values in filters.items() if values is not None},
         )
     _print(report, dry_run=dry_run, as_json=as_json)

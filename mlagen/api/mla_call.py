@@ -106,7 +106,9 @@ def _form_of(inputs: MlaInputs) -> Hashable:
     :func:`check_request` then says.
     """
     query, cache, workspace, lora_rank, rope_dim, tables, seq_lens, longest = inputs[:8]
-    out, bmm1_scale, bmm2_scale, sinks, lse, return_lse, lse_base, cumulative, max_q_len = inputs[8:]
+    out, bmm1_scale, bmm2_scale, sinks, lse, return_lse, lse_base, cumulative, max_q_len = inputs[
+        8:
+    ]
     try:
         return (
             (query.shape, query.stride(), query.dtype, query.get_device()),
@@ -296,9 +298,7 @@ def _require_aligned_pointer(tensor: torch.Tensor, argument: str) -> None:
         )
 
 
-def _run_on_cpu(
-    inputs: MlaInputs, request: MlaRequest
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _run_on_cpu(inputs: MlaInputs, request: MlaRequest) -> tuple[torch.Tensor, torch.Tensor | None]:
     out, lse = decode_mla(inputs, request, paged_cache(inputs))
     if inputs.out is not None:
         out = inputs.out.copy_(out.view(request.out_shape))

@@ -36,10 +36,7 @@ def compile_source(source: Source, arch: Arch, nvrtc: Nvrtc) -> Cubin:
     # Imported here: a warm process loads neither the bindings of NVRTC nor the library.
     from cuda.bindings import nvrtc as api
 
-    try:
-        _require_arch(api, arch, nvrtc)
-    except RuntimeError as error:  # how cuda.bindings says that the library is not there
-        raise ToolchainError(f"NVRTC: cannot load {nvrtc.path}: {error}") from error
+    _require_arch(api, arch, nvrtc)
     program = _checked(
         api, api.nvrtcCreateProgram(source.text.encode(), PROGRAM_NAME.encode(), 0, None, None)
     )
@@ -94,7 +91,11 @@ def _build_of(code: bytes, nvrtc: Nvrtc) -> str:
 
 
 def _require_arch(api: Any, arch: Arch, nvrtc: Nvrtc) -> None:
-    known = _checked(api, api.nvrtcGetSupportedArchs())
+    try:
+        result = api.nvrtcGetSupportedArchs()
+    except RuntimeError as error:  # how cuda.bindings says that the library is not there
+        raise ToolchainError(f"NVRTC: cannot load {nvrtc.path}: {error}") from error
+    known = _checked(api, result)
     if arch.number not in known:
         numbers = ", ".join(f"sm_{number}" for number in known)
         raise ToolchainError(f"arch: NVRTC {nvrtc.version} compiles for {numbers}, got {arch}")

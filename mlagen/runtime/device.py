@@ -57,7 +57,7 @@ def visible_devices() -> list[DeviceFacts]:
         devices.append(
             DeviceFacts(
                 index=index,
-                name=name.decode().rstrip("\0"),
+                name=name.split(b"\0")[0].decode(),
                 major=value(attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR),
                 minor=value(attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR),
                 sm_count=value(attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT),
@@ -93,6 +93,19 @@ def arch_of_device(index: int) -> Arch:
     """
     facts = device_facts(index)
     return arch_of_capability(facts.major, facts.minor)
+
+
+def bind_context(index: int) -> None:
+    """Make the primary context of GPU ``index`` current if this thread has no context yet.
+
+    A thread that has only used the driver has none, though the process has.
+    """
+    from cuda.bindings import driver
+
+    if int(checked(driver.cuCtxGetCurrent(), "cuCtxGetCurrent")) == 0:
+        device = checked(driver.cuDeviceGet(index), "cuDeviceGet")
+        context = checked(driver.cuDevicePrimaryCtxRetain(device), "cuDevicePrimaryCtxRetain")
+        checked(driver.cuCtxSetCurrent(context), "cuCtxSetCurrent")
 
 
 def _initialised_driver() -> Any | None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from mlagen.errors import DriverError
+from mlagen.runtime.device import bind_context
 from mlagen.runtime.loader import LoadedKernel
 
 # CUDA passes at most this many bytes of parameters to a kernel.
@@ -69,6 +70,7 @@ def _launch_kernel() -> Any:
 def _configuration(kernel: LoadedKernel, enable_pdl: bool) -> Any:
     from cuda.bindings import driver
 
+    bind_context(kernel.device)
     configuration = driver.CUlaunchConfig()
     configuration.gridDimX = configuration.gridDimY = configuration.gridDimZ = 1
     configuration.blockDimX = kernel.spec.threads

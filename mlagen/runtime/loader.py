@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from mlagen.errors import CaptureError
-from mlagen.runtime.device import checked
+from mlagen.runtime.device import bind_context, checked
 from mlagen.spec.kernel import KernelSpec
 
 
@@ -50,7 +50,7 @@ def load(code: bytes, spec: KernelSpec, device: int) -> LoadedKernel:
 
     attributes = driver.CUfunction_attribute
     with torch.cuda.device(device):
-        torch.cuda.current_stream().synchronize()  # makes the device's context current
+        bind_context(device)
         library = checked(
             driver.cuLibraryLoadData(code, None, None, 0, None, None, 0), "cuLibraryLoadData"
         )

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 from mlagen.spec.mla import MlaDecodeSpec
 
-# What a block costs besides its tiles, and what combining costs once, in tiles of time. Fitted on
-# an H200; see docs/measurements.md.
+# What a block costs besides its tiles, what combining costs once and for each split, in tiles of
+# time. Fitted to sweeps of the splits on an H200; see docs/measurements.md.
 _BLOCK_OVERHEAD_TILES = 3
 _COMBINE_TILES = 4
+_COMBINE_TILES_PER_SPLIT = 1 / 20
 
 # Blocks at the most, in multiples of what the device holds at once, when tokens are split.
 _MOST_WAVES_OF_SPLITS = 4
@@ -48,7 +49,7 @@ def plan_mla_decode(spec: MlaDecodeSpec, problem: MlaDecodeProblem, sm_count: in
     def cost(splits: int) -> tuple[float, int]:
         waves = -(-blocks * splits // slots)
         tiles_per_split = -(-tiles // splits)
-        combining = _COMBINE_TILES if splits > 1 else 0
+        combining = _COMBINE_TILES + _COMBINE_TILES_PER_SPLIT * splits if splits > 1 else 0
         return waves * (tiles_per_split + _BLOCK_OVERHEAD_TILES) + combining, splits
 
     splits = min(range(1, most + 1), key=cost)

@@ -1,4 +1,5 @@
-// Names and types that every kernel uses. Needs nothing: no header exists where kernels are compiled.
+// Names and types that every kernel uses. Needs nothing: no header exists where kernels are
+// compiled.
 
 using u16 = unsigned short;
 using u32 = unsigned int;

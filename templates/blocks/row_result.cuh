@@ -2,11 +2,11 @@
 
 struct RowResult {
   float factor;  // multiplies the accumulated values
-  float lse;     // log2 of the sum of 2^score, the sink included; minus infinity for an empty row
+  float lse;  // log2 of the sum of 2^score, the sink included; minus infinity for an empty row
 };
 
-// `reference` in log2 units, `sum` relative to it; `sink` is a natural-log logit without a value, or
-// minus infinity. A row that saw nothing is zero, sink or not.
+// `reference` in log2 units, `sum` relative to it; `sink` is a natural-log logit without a value,
+// or minus infinity. A row that saw nothing is zero, sink or not.
 __device__ inline RowResult finish_row(float reference, float sum, float sink) {
   if (reference == -kInfinity) return {0.0f, -kInfinity};
   const float sink_log2 = sink * kLog2E;

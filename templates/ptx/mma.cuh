@@ -1,7 +1,8 @@
 // PTX ISA, "Warp Level Matrix Instructions: mma". Needs sm_80.
 // d[16, 8] += a[16, 16] * b[16, 8]. A lane holds, with g = lane / 4 and c = lane % 4:
-// d: rows g (0, 1) and g + 8 (2, 3), columns 2c and 2c + 1; a: two elements a word, rows g, g + 8, g, g + 8,
-// columns 2c.. of the first (0, 1) and second (2, 3) half; b: rows 2c.. of each half, column g.
+// d: rows g (0, 1) and g + 8 (2, 3), columns 2c and 2c + 1; a: two elements a word, rows g, g + 8,
+// g, g + 8, columns 2c.. of the first (0, 1) and second (2, 3) half; b: rows 2c.. of each half,
+// column g.
 
 // mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32
 __device__ inline void mma_m16n8k16(Bf16, float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {

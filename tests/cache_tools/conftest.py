@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import pytest
 from click.testing import CliRunner, Result
@@ -38,7 +38,8 @@ def run() -> Run:
     """Return a function that runs the command in this process."""
     # Until click 8.2 the two streams were one unless asked for; since then they never are.
     is_old = "mix_stderr" in inspect.signature(CliRunner).parameters
-    runner = CliRunner(**({"mix_stderr": False} if is_old else {}))
+    options: dict[str, Any] = {"mix_stderr": False} if is_old else {}
+    runner = CliRunner(**options)
 
     def run_it(*arguments: str, answer: str | None = None) -> Result:
         result = runner.invoke(cli, arguments, input=answer, prog_name="mlagen")

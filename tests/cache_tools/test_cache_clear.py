@@ -31,7 +31,7 @@ def test_the_question_names_what_would_go(run: Run, cached: PrewarmReport, cache
 
     assert len(cached.units) == 2
     assert result.stdout.startswith("Remove 2 kernels, ")
-    assert f" from {cache_dir}? [y/N]: " in result.stdout
+    assert f" from {cache_dir}? [y/N] " in result.stdout
     assert result.exit_code == 0
     assert count() == 0
 
@@ -52,6 +52,14 @@ def test_no_answer_keeps_everything(run: Run, cached: PrewarmReport) -> None:
     assert result.exit_code == 130
     assert result.stderr.endswith("mlagen: interrupted\n")
     assert count() == len(cached.units)
+
+
+def test_an_empty_cache_needs_no_question(run: Run, cache_dir: Path) -> None:
+    """Where there is nothing to remove, nothing is asked or created."""
+    result = run("cache", "clear")
+
+    assert (result.exit_code, result.stdout) == (0, f"removed 0 kernels from {cache_dir}\n")
+    assert not cache_dir.exists()
 
 
 def test_json_leaves_stdout_to_the_document(

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
+from mlagen.cache.entry import Manifest
+from mlagen.compiler.toolchain import find_nvrtc
 from mlagen.prewarming import PrewarmReport
 
 from .conftest import Run
@@ -28,7 +32,27 @@ def test_kernels_are_listed_in_the_order_of_what_they_are(run: Run, cached: Prew
         [keys[rank], "combine_splits", "sm_80", "bf16", rank] for rank in ("256", "512")
     ]
     assert {row[5] for row in rows} == {str(unit.registers) for unit in cached.units}
-    assert result.stdout.splitlines()[-1].startswith("2 kernels, ")
+    assert result.stdout.splitlines()[-1].startswith(f"2 kernels by {find_nvrtc()}, ")
+
+
+def test_kernels_of_several_compilers_say_by_which(run: Run, cached: PrewarmReport) -> None:
+    """Where a kernel is kept as two compilers made it, the rows tell them apart."""
+    document = json.loads(run("cache", "ls", "--json").stdout)
+    folder = Path(document["entries"][0]["path"])
+    other = Manifest.from_json((folder / "manifest.json").read_bytes())
+    shutil.copytree(folder, folder.parent / "nvrtc-12.8.93")
+    manifest = replace(other, toolchain="nvrtc-12.8.93")
+    (folder.parent / "nvrtc-12.8.93" / "manifest.json").write_bytes(manifest.to_json())
+
+    lines = run("cache", "ls").stdout.splitlines()
+
+    assert len(cached.units) == 2
+    assert sorted(line.split()[-1] for line in lines[1:4]) == [
+        "nvrtc-12.8.93",
+        str(find_nvrtc()),
+        str(find_nvrtc()),
+    ]
+    assert lines[4].startswith(f"3 kernels by nvrtc-12.8.93, {find_nvrtc()}, ")
 
 
 def test_a_damaged_entry_is_listed_with_its_problem(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from cache_tools.commands import demo
 from mlagen import engine
 from mlagen.engine import kernel_store
+from mlagen.errors import ToolchainError
 
 from .conftest import Run
 
@@ -125,12 +127,13 @@ def test_with_a_gpu_two_processes_share_a_cache(
 
 def test_a_stage_that_fails_ends_the_demo(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """The exit code of the other process is the demo's; its message was on stderr already."""
+    ended = subprocess.CompletedProcess[bytes]([], returncode=3)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setenv("MLAGEN_LOCK_TIMEOUT", "never")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: ended)
 
     result = run("demo")
 
-    assert (result.exit_code, result.stdout) == (2, "")
+    assert (result.exit_code, result.stdout, result.stderr) == (3, "", "first process ...\n")
 
 
 @pytest.mark.usefixtures("no_gpu")
@@ -138,7 +141,7 @@ def test_a_kernel_that_fails_ends_the_demo(run: Run, monkeypatch: pytest.MonkeyP
     """What NVRTC says is the message."""
 
     def fail(*_: object) -> None:
-        raise demo.ToolchainError("arch: NVRTC knows no such thing")
+        raise ToolchainError("arch: NVRTC knows no such thing")
 
     monkeypatch.setattr(engine, "_build", fail)
 

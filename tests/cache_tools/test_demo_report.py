@@ -48,17 +48,25 @@ def test_the_page_says_what_where_and_how_right(
     """Problem, times, error, kernels, and where to read on."""
     print_demo(demo_document(is_right=is_right))
 
-    assert capsys.readouterr().out.splitlines() == [
+    title, *page = capsys.readouterr().out.splitlines()
+    assert title == (
         "MLA decode on NVIDIA H200: 2 requests of 17 to 9001 tokens, 16 heads, 512 + 64, bf16, "
-        "page_size 64",
-        "",
+        "page_size 64"
+    )
+    times, table, ending = page[1:3], [line.split("  ") for line in page[4:6]], page[6:]
+    assert times == [
         "first call                  676 ms  from an empty cache",
         f"largest error to float64   0.00780  {verdict}: rounding to bf16 explains up to 0.06520",
-        "",
-        "key       kernel          arch    compiled in  registers  spill_bytes  shared_bytes  cubin",
-        "01234567  combine_splits  sm_90a  84 ms               36            0          2064  "
-        "16 KiB",
-        "",
-        "/cache/entry",
-        "Read it: mlagen cache show 01234567 --source",
     ]
+    header, row = ([cell.strip() for cell in line if cell] for line in table)
+    assert dict(zip(header, row, strict=True)) == {
+        "key": "01234567",
+        "kernel": "combine_splits",
+        "arch": "sm_90a",
+        "compiled in": "84 ms",
+        "registers": "36",
+        "spill_bytes": "0",
+        "shared_bytes": "2064",
+        "cubin": "16 KiB",
+    }
+    assert ending == ["", "/cache/entry", "Read it: mlagen cache show 01234567 --source"]

@@ -61,8 +61,7 @@ def test_a_machine_without_a_gpu_is_sound(run: Run) -> None:
     """That there is no GPU is said, and is no problem."""
     result = run("doctor")
 
-    lines = [line.split(maxsplit=1) for line in result.stdout.splitlines()]
-    facts = {name: text for name, text in lines}
+    facts = dict(line.split(maxsplit=1) for line in result.stdout.splitlines())
     assert result.exit_code == 0
     assert facts["driver"] == "none"
     assert facts["GPUs"] == "none: kernels can be compiled, and tensors on the CPU computed"

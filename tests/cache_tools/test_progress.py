@@ -46,8 +46,10 @@ def event(kind: str, of: PrewarmUnit | None = None, **facts: object) -> PrewarmE
         ),
         (
             event("finished", unit(status="hit", ms=0.25, spill_bytes=8)),
-            "hit     250 us  combine_splits sm_80 bf16 kv_lora_rank 512: 32 registers, "
-            "8 bytes spilled",
+            (
+                "hit     250 us  combine_splits sm_80 bf16 kv_lora_rank 512: 32 registers, "
+                "8 bytes spilled"
+            ),
         ),
         (
             event(

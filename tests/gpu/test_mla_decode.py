@@ -16,7 +16,9 @@ EDGES = (0, 1, 2, 31, 32, 33, 63, 64, 65, 127, 300)
 
 CASES = (
     *(
-        MlaCase(name=f"page size {page}", page_size=page, seq_lens=(*EDGES, page - 1, page, page + 1))
+        MlaCase(
+            name=f"page size {page}", page_size=page, seq_lens=(*EDGES, page - 1, page, page + 1)
+        )
         for page in (1, 8, 16, 32, 64, 128)
     ),
     *(
@@ -51,7 +53,9 @@ CASES = (
     ),
     MlaCase(name="long enough to split", seq_lens=(5000,), heads=16),
     MlaCase(name="long enough to split, 128 heads", seq_lens=(5000, 1), heads=128, with_sinks=True),
-    MlaCase(name="split and ragged", seq_lens=(9000, 0, 40, 2500), heads=5, q_len=3, with_sinks=True),
+    MlaCase(
+        name="split and ragged", seq_lens=(9000, 0, 40, 2500), heads=5, q_len=3, with_sinks=True
+    ),
     MlaCase(name="split, fp16, rank 256", seq_lens=(7001,), dtype=torch.float16, kv_lora_rank=256),
     MlaCase(name="131072 tokens", seq_lens=(131072,), heads=8, page_size=128),
     MlaCase(name="all requests empty", seq_lens=(0, 0, 0), with_sinks=True),
@@ -62,7 +66,9 @@ CASES = (
         MlaCase(name=f"cache as {form}", seq_lens=(1, 64, 200), cache_form=form, page_size=page)
         for form, page in product(("[P,1,ps,d]", "[P,ps,1,d]", "strided"), (1, 16, 64))
     ),
-    MlaCase(name="ragged queries", seq_lens=(5, 100, 64, 300, 0), q_lens=(1, 4, 0, 17, 2), heads=16),
+    MlaCase(
+        name="ragged queries", seq_lens=(5, 100, 64, 300, 0), q_lens=(1, 4, 0, 17, 2), heads=16
+    ),
     MlaCase(
         name="ragged queries, split", seq_lens=(4000, 33), q_lens=(3, 1), heads=128, with_sinks=True
     ),
@@ -74,7 +80,9 @@ def test_every_element_is_attention_as_float64_computes_it(case: MlaCase) -> Non
     """Output and LSE are right, whatever NaN and wild ids stand in what must not be read."""
     problem = case.build("cuda")
 
-    out, lse = mlagen.mla.trtllm_batch_decode_with_kv_cache_mla(**problem.arguments(return_lse=True))
+    out, lse = mlagen.mla.trtllm_batch_decode_with_kv_cache_mla(
+        **problem.arguments(return_lse=True)
+    )
 
     problem.check(out, lse)
 
@@ -82,7 +90,9 @@ def test_every_element_is_attention_as_float64_computes_it(case: MlaCase) -> Non
 def test_scales_may_be_tensors() -> None:
     """A scale in an fp32 tensor counts like the same float, also where the work is split."""
     for seq_lens in ((70, 3), (5000,)):
-        problem = MlaCase(name="", seq_lens=seq_lens, score_scale=0.05, output_scale=1.5).build("cuda")
+        problem = MlaCase(name="", seq_lens=seq_lens, score_scale=0.05, output_scale=1.5).build(
+            "cuda"
+        )
         arguments = problem.arguments(
             bmm1_scale=torch.tensor(0.05, device="cuda"),
             bmm2_scale=torch.tensor([1.5], device="cuda"),
@@ -132,9 +142,7 @@ def test_wild_page_ids_inside_a_request_do_not_fault() -> None:
     tables = problem.block_tables.clone()
     tables[0, :3] = torch.tensor([-1, 2**31 - 1, -(2**31)], dtype=torch.int32)
 
-    out = mlagen.mla.trtllm_batch_decode_with_kv_cache_mla(
-        **problem.arguments(block_tables=tables)
-    )
+    out = mlagen.mla.trtllm_batch_decode_with_kv_cache_mla(**problem.arguments(block_tables=tables))
     torch.cuda.synchronize()
     expected = mlagen.mla.trtllm_batch_decode_with_kv_cache_mla(**problem.arguments())
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +17,8 @@ from mlagen import engine
 from tests.cases import MlaCase, MlaProblem
 
 decode = mlagen.mla.trtllm_batch_decode_with_kv_cache_mla
+
+_ROOT = str(Path(__file__).resolve().parents[2])
 
 WHOLE = MlaCase(name="whole", seq_lens=(70, 3, 200), heads=16)
 SPLIT = MlaCase(name="split", seq_lens=(5000, 70), heads=16, with_sinks=True)
@@ -99,7 +103,13 @@ print("captured after prewarm")
 def test_capture_without_a_loaded_kernel_says_how_to_prewarm() -> None:
     """A fresh process that captures first gets the error; after its advice the capture works."""
     done = subprocess.run(
-        [sys.executable, "-c", _CAPTURE_FIRST], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", _CAPTURE_FIRST],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=_ROOT,
+        env=os.environ | {"PYTHONPATH": _ROOT},
+        check=False,
     )
 
     assert done.returncode == 0, done.stderr
@@ -171,6 +181,31 @@ def test_threads_share_kernels_and_nothing_else() -> None:
         thread.join()
 
     assert failures == []
+
+
+def test_a_thread_that_has_not_touched_cuda_can_call() -> None:
+    """A new thread launches on the default stream with nothing but the caller's tensors."""
+    problem = SPLIT.build("cuda")
+    out = torch.full((2, 1, 16, 512), float("nan"), dtype=torch.bfloat16, device="cuda")
+    arguments = problem.arguments(out=out)
+    expected = decode(**arguments).clone()
+    out.fill_(float("nan"))
+    torch.cuda.synchronize()
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            decode(**arguments)
+        except BaseException as error:  # noqa: BLE001 - carried to the test's thread
+            failures.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    torch.cuda.synchronize()
+
+    assert failures == []
+    assert torch.equal(expected, out)
 
 
 def test_unsigned_lengths_and_strided_queries_are_read_as_they_are() -> None:

@@ -38,8 +38,8 @@ __device__ inline void rescale_output(const SharedMemory& shared, Output& output
   }
 }
 
-// Adds the tokens [first, last) of the tile, which some rows see and others do not, to the rows that
-// see them, and clears them: 0 * NaN is NaN, so a hidden V must not meet the tensor core.
+// Adds the tokens [first, last) of the tile, which some rows see and others do not, to the rows
+// that see them, and clears them: 0 * NaN is NaN, so a hidden V must not meet the tensor core.
 __device__ inline void accumulate_boundary(SharedMemory& shared, int stage, int first_token,
                                            int first, int last, Output& output) {
   unsigned char* values = shared.kv[stage];
@@ -57,8 +57,8 @@ __device__ inline void accumulate_boundary(SharedMemory& shared, int stage, int 
 #pragma unroll
         for (int n = 0; n < kWarpDims / 8; ++n) {
           const int dim = output_dim(n, 0);
-          const u32 offset = swizzled_offset<kTokenBytes>(token, dim / kChunkElements) +
-                             dim % kChunkElements * 2;
+          const u32 offset =
+              swizzled_offset<kTokenBytes>(token, dim / kChunkElements) + dim % kChunkElements * 2;
           const u32 pair = *reinterpret_cast<u32*>(values + offset);
           output[m][n][half * 2] += p * cvt_f32(Element{}, static_cast<u16>(pair));
           output[m][n][half * 2 + 1] += p * cvt_f32(Element{}, static_cast<u16>(pair >> 16));
@@ -84,8 +84,8 @@ __device__ inline void accumulate_pv(const SharedMemory& shared, int stage, Outp
 #pragma unroll
     for (int m = 0; m < kRowGroups; ++m) {
       const int chunk = token / kChunkElements + lane / 16;
-      ldmatrix_x4(p[m], probabilities +
-                            swizzled_offset<kProbabilityBytes>(m * 16 + lane % 16, chunk));
+      ldmatrix_x4(p[m],
+                  probabilities + swizzled_offset<kProbabilityBytes>(m * 16 + lane % 16, chunk));
     }
 #pragma unroll
     for (int n = 0; n < kWarpDims / 8; n += 2) {

@@ -47,8 +47,8 @@ __device__ inline void multiply_dims(const SharedMemory& shared, int stage, Prod
       u32 k[kProductTokenGroups][4];
 #pragma unroll
       for (int n = 0; n < kProductTokenGroups; ++n) {
-        ldmatrix_x4(k[n], keys + column +
-                              swizzled_offset<kTokenBytes>(key_row + n * 8, chunk + lane / 8));
+        ldmatrix_x4(
+            k[n], keys + column + swizzled_offset<kTokenBytes>(key_row + n * 8, chunk + lane / 8));
       }
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -79,8 +79,7 @@ __device__ inline void trade_products(const Products& products, float* borrowed,
 #pragma unroll
   for (int i = 0; i < kTraded; ++i) {
     const int m = i / (kScoreTokenGroups * 4), n = i / 4 % kScoreTokenGroups, e = i % 4;
-    given[i * kWarpLanes] =
-        is_second ? products[m][n][e] : products[m][n + kScoreTokenGroups][e];
+    given[i * kWarpLanes] = is_second ? products[m][n][e] : products[m][n + kScoreTokenGroups][e];
   }
   __syncthreads();
 #pragma unroll

@@ -1,8 +1,8 @@
 // Online softmax over the tiles of one block. Needs Scores, SharedMemory, ptx/ex2.cuh, ptx/cvt.cuh.
 
-// A row's probabilities are relative to its reference, which is kept until a score exceeds it by this
-// much in log2 units. So the warps need not agree on a maximum for every tile, the output is rescaled
-// seldom, and no probability exceeds 2^8, which fp16 holds.
+// A row's probabilities are relative to its reference, which is kept until a score exceeds it by
+// this much in log2 units. So the warps need not agree on a maximum for every tile, the output is
+// rescaled seldom, and no probability exceeds 2^8, which fp16 holds.
 constexpr float kReferenceSlack = 8.0f;
 
 // Running statistics of the rows whose scores this thread holds. `reference` is of the row, in log2

@@ -26,9 +26,8 @@ __device__ inline void store_partial(const Params& params, const Work& work,
       float* values = params.partial_out + target * kHeadDimVo;
 #pragma unroll
       for (int n = 0; n < kWarpDims / 8; ++n) {
-        *reinterpret_cast<float2*>(values + output_dim(n, 0)) =
-            make_float2(output[m][n][half * 2] * result.factor,
-                        output[m][n][half * 2 + 1] * result.factor);
+        *reinterpret_cast<float2*>(values + output_dim(n, 0)) = make_float2(
+            output[m][n][half * 2] * result.factor, output[m][n][half * 2 + 1] * result.factor);
       }
       if (warp_index() == 0 && lane_index() % 4 == 0) params.partial_lse[target] = result.lse;
     }
@@ -69,8 +68,8 @@ __device__ inline void store_final(const Params& params, const Work& work, Share
   for (int i = static_cast<int>(threadIdx.x); i < work.rows * kChunks; i += kThreads) {
     const int row = i / kChunks;
     const int chunk = i % kChunks;
-    const uint4 value = *reinterpret_cast<const uint4*>(
-        shared.query + swizzled_offset<kTokenBytes>(row, chunk));
+    const uint4 value =
+        *reinterpret_cast<const uint4*>(shared.query + swizzled_offset<kTokenBytes>(row, chunk));
     reinterpret_cast<uint4*>(params.out + work.global_row(row) * kHeadDimVo)[chunk] = value;
   }
 }

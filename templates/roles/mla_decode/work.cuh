@@ -6,11 +6,11 @@ struct Work {
   int request;
   int split;
   int heads;
-  int q_len;           // query tokens of this request
-  int kv_len;          // tokens in the cache, the new ones included
-  i64 first_query;     // index of the request's first query token among all
-  int first_row;       // of this block, among the request's rows
-  int rows;            // of this block; the rest of kRows is padding
+  int q_len;  // query tokens of this request
+  int kv_len;  // tokens in the cache, the new ones included
+  i64 first_query;  // index of the request's first query token among all
+  int first_row;  // of this block, among the request's rows
+  int rows;  // of this block; the rest of kRows is padding
   int visible_to_all;  // tokens that every row of this block sees
   int visible_to_any;  // tokens that some row sees
   int first_tile;
@@ -52,6 +52,9 @@ __device__ inline Work find_work(const Params& params) {
   }
   work.first_row = row_tile * kRows;
   work.rows = min(kRows, work.q_len * work.heads - work.first_row);
+  // Query tokens outside the tensor are nobody's: nothing may be read or written there.
+  const i64 first_row = work.first_query * work.heads;
+  if (first_row < 0 || first_row + work.q_len * work.heads > params.total_rows) work.rows = 0;
 
   // A length beyond the table, or a negative one, is read as the nearest that the table can hold.
   const i64 capacity = static_cast<i64>(params.max_pages) * kPageSize;

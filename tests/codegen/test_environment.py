@@ -1,0 +1,61 @@
+"""The one Jinja environment."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from jinja2 import TemplateNotFound, UndefinedError
+
+from mlagen.codegen.environment import environment
+from mlagen.codegen.linemap import split_marks
+
+
+def render(text: str, templates: Path, **context: object) -> str:
+    """Return a template's text rendered as a kernel's would be."""
+    (templates / "probe.cuh.j2").write_text(text)
+    return split_marks(environment().get_template("probe.cuh.j2").render(**context))[0]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["{{ spec.page_sise }}", "{{ page_size }}", "{% if spec.hopper %}x{% endif %}"],
+    ids=["a field the spec lacks", "a name the context lacks", "a field in a condition"],
+)
+def test_an_unknown_name_is_an_error(text: str, templates: Path) -> None:
+    """Nothing renders as a silent blank."""
+    with pytest.raises(UndefinedError):
+        render(text, templates, spec=object())
+
+
+def test_there_are_no_globals() -> None:
+    """A template sees the spec and nothing else."""
+    names = environment().globals
+
+    assert names == {}
+
+
+def test_only_templates_can_be_included(templates: Path) -> None:
+    """A path out of the folder is not found."""
+    (templates.parent / "secret.cuh").write_text("int a;\n")
+
+    with pytest.raises(TemplateNotFound):
+        render('{% include "../secret.cuh" %}', templates)
+
+
+def test_cuda_is_not_escaped(templates: Path) -> None:
+    """Angle brackets and ampersands of a value stay what they are."""
+    text = render("{{ spec }} x;\n", templates, spec="Tile<8>&")
+
+    assert text == "Tile<8>& x;\n"
+
+
+def test_tags_leave_no_trace(templates: Path) -> None:
+    """A line with only a tag is gone, and a blank line after an include stays one."""
+    (templates / "a.cuh").write_text("int a;\n")
+    (templates / "b.cuh.j2").write_text("int {{ spec }};\n")
+    text = '{% include "a.cuh" %}\n\n{% if true %}\n{% include "b.cuh.j2" %}\n{% endif %}\nint c;\n'
+
+    rendered = render(text, templates, spec="b")
+
+    assert rendered == "int a;\n\nint b;\nint c;\n"

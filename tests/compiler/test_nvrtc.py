@@ -1,0 +1,221 @@
+"""Source to cubin with the installed NVRTC."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from cuda.bindings import nvrtc as api
+
+from mlagen.artifacts import Source
+from mlagen.compiler.nvrtc import compile_source, rewrite_positions
+from mlagen.compiler.toolchain import find_nvrtc, options_for
+from mlagen.errors import CompileError, ToolchainError
+from mlagen.spec.arch import ARCHS, Arch, parse_arch
+from tests.cache.builds import ROOT, together
+
+KERNEL = 'extern "C" __global__ void probe(int* p) {\n  p[threadIdx.x] = 1;\n}\n'
+# Every NVRTC from 12.8 on writes its build into the machine code of this one.
+SM_100F = parse_arch("sm_100f")
+
+
+def source(text: str = KERNEL) -> Source:
+    """Return a source whose line ``i`` came from ``probe.cuh:10i``."""
+    lines = text.count("\n")
+    return Source(text=text, origins=tuple(f"probe.cuh:{10 * i}" for i in range(1, lines + 1)))
+
+
+def known_archs() -> list[Arch]:
+    """Return the targets that the installed NVRTC compiles for."""
+    _, numbers = api.nvrtcGetSupportedArchs()
+    return [arch for arch in ARCHS if arch.number in numbers]
+
+
+@pytest.mark.parametrize("arch", known_archs(), ids=str)
+def test_a_cubin_with_what_ptxas_said(arch: Arch) -> None:
+    """Machine code comes with its log, its resources and the compiler that really ran."""
+    nvrtc = find_nvrtc()
+
+    cubin = compile_source(source(), arch, nvrtc)
+
+    assert cubin.code.startswith(b"\x7fELF")
+    assert b"probe" in cubin.code
+    (resources,) = cubin.resources
+    assert resources.symbol == "probe"
+    assert resources.registers > 0
+    assert not resources.has_spills
+    assert cubin.toolchain == str(nvrtc)
+    assert cubin.compile_ms > 0
+    assert "Compiling entry function 'probe'" in cubin.log
+
+
+def test_compiling_is_repeatable_and_runs_in_threads() -> None:
+    """The same source gives the same bytes, from eight threads at once too."""
+    nvrtc = find_nvrtc()
+
+    cubins = together([lambda: compile_source(source(), SM_100F, nvrtc)] * 8)
+
+    assert len({cubin.code for cubin in cubins}) == 1
+
+
+def test_an_error_is_reported_in_the_template() -> None:
+    """The message is one line with the template's position; log and source come with it."""
+    text = KERNEL.replace("p[threadIdx.x] = 1;", "undefined_name();")
+    nvrtc = find_nvrtc()
+
+    with pytest.raises(CompileError) as caught:
+        compile_source(source(text), SM_100F, nvrtc)
+
+    assert str(caught.value) == (
+        f"NVRTC {nvrtc.version}: probe.cuh:20 (kernel.cu:2): error: "
+        'identifier "undefined_name" is undefined'
+    )
+    assert "probe.cuh:20 (kernel.cu:2): error" in caught.value.log
+    assert caught.value.source == text
+
+
+def test_an_error_of_ptxas_is_reported() -> None:
+    """What ptxas refuses is the message, though it has no place in the source."""
+    text = KERNEL.replace("p[threadIdx.x] = 1;", 'asm volatile("not_an_instruction;");')
+
+    with pytest.raises(CompileError) as caught:
+        compile_source(source(text), SM_100F, find_nvrtc())
+
+    assert "Not a name of any known instruction: 'not_an_instruction'" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("log", "expected"),
+    [
+        ("kernel.cu(2): error: x\n", "probe.cuh:20 (kernel.cu:2): error: x\n"),
+        (
+            "kernel.cu(1): warning: a\nkernel.cu(3): error: b\n",
+            "probe.cuh:10 (kernel.cu:1): warning: a\nprobe.cuh:30 (kernel.cu:3): error: b\n",
+        ),
+        ("kernel.cu(9): error: x\n", "kernel.cu:9: error: x\n"),
+        ("my_kernel.cu(2): error: x\n", "my_kernel.cu(2): error: x\n"),
+        ("ptxas fatal   : y\n", "ptxas fatal   : y\n"),
+    ],
+    ids=["one", "two", "past the last line", "another file", "no position"],
+)
+def test_positions_become_those_of_the_template(log: str, expected: str) -> None:
+    """A position that the map does not know keeps its line in the rendered source."""
+    rewritten = rewrite_positions(log, source().origins)
+
+    assert rewritten == expected
+
+
+def test_an_architecture_that_nvrtc_does_not_know_is_refused() -> None:
+    """The message lists the architectures of this NVRTC."""
+    nvrtc = find_nvrtc()
+    _, numbers = api.nvrtcGetSupportedArchs()
+
+    with pytest.raises(ToolchainError) as caught:
+        compile_source(source(), Arch(42), nvrtc)
+
+    known = ", ".join(f"sm_{number}" for number in numbers)
+    assert str(caught.value) == f"arch: NVRTC {nvrtc.version} compiles for {known}, got sm_42"
+
+
+def test_a_library_that_cannot_be_loaded_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message says which file, and what the loader said."""
+    nvrtc = find_nvrtc()
+
+    def fail() -> None:
+        raise RuntimeError("Failed to dlopen libnvrtc")
+
+    monkeypatch.setattr(api, "nvrtcGetSupportedArchs", fail)
+
+    with pytest.raises(ToolchainError) as caught:
+        compile_source(source(), SM_100F, nvrtc)
+
+    assert str(caught.value) == f"NVRTC: cannot load {nvrtc.path}: Failed to dlopen libnvrtc"
+
+
+def test_another_compiler_than_expected_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """The cubin carries the version that compiled it, and a warning names both."""
+    real = find_nvrtc()
+    expected = replace(real, version="13.99.1", source="nvidia-cuda-nvrtc")
+
+    cubin = compile_source(source(), SM_100F, expected)
+
+    assert cubin.toolchain == f"nvrtc-{real.version}"
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert record.getMessage() == (
+        f"NVRTC: expected 13.99.1 from nvidia-cuda-nvrtc, but {real.version} compiled"
+    )
+
+
+def test_sources_cannot_include_files_of_the_current_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Source, options and compiler are the whole input, wherever a process happens to be."""
+    (tmp_path / "local.cuh").write_text("int local;\n")
+    monkeypatch.chdir(tmp_path)
+
+    with pytest.raises(CompileError, match=r"local\.cuh"):
+        compile_source(source('#include "local.cuh"\n' + KERNEL), SM_100F, find_nvrtc())
+
+
+def test_every_option_has_an_effect_on_the_key_only_once() -> None:
+    """What the compiler is given is what the key lists: nothing is added on the way."""
+    given: list[bytes] = []
+    real = api.nvrtcCompileProgram
+
+    def record(program: object, count: int, options: list[bytes]) -> object:
+        assert count == len(options)
+        given.extend(options)
+        return real(program, count, options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(api, "nvrtcCompileProgram", record)
+        compile_source(source(), SM_100F, find_nvrtc())
+
+    assert [option.decode() for option in given] == list(options_for(SM_100F, find_nvrtc()))
+
+
+STUB = """
+#include <stdio.h>
+#include <stdlib.h>
+int cuInit(unsigned flags) {
+  FILE* calls = fopen(getenv("STUB_CALLS"), "a");
+  if (calls != NULL) {
+    fprintf(calls, "cuInit %u\\n", flags);
+    fclose(calls);
+  }
+  return 100; /* CUDA_ERROR_NO_DEVICE */
+}
+"""
+COMPILE = """
+from mlagen.engine import find_or_build
+from tests.kernels import COMBINE
+assert find_or_build(COMBINE).built
+"""
+CONTROL = "import ctypes; ctypes.CDLL('libcuda.so.1').cuInit(0)"
+GCC = shutil.which("gcc")
+
+
+@pytest.mark.skipif(GCC is None, reason="needs gcc, to build a stub of libcuda")
+def test_compiling_never_initialises_the_driver(tmp_path: Path) -> None:
+    """A build leaves the GPUs alone: nothing in it calls cuInit, NVRTC's own cache included."""
+    library, calls = tmp_path / "libcuda.so.1", tmp_path / "calls"
+    (tmp_path / "stub.c").write_text(STUB)
+    subprocess.run(
+        [str(GCC), "-shared", "-fPIC", "-o", library, tmp_path / "stub.c"], check=True, cwd=tmp_path
+    )
+    environ = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path), "STUB_CALLS": str(calls)}
+
+    subprocess.run([sys.executable, "-c", COMPILE], env=environ, cwd=ROOT, check=True)
+    called_by_build = calls.exists()
+    subprocess.run([sys.executable, "-c", CONTROL], env=environ, cwd=ROOT, check=True)
+
+    assert not called_by_build
+    assert calls.read_text() == "cuInit 0\n"

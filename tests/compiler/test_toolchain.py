@@ -1,0 +1,244 @@
+"""Which NVRTC is found, what is said where there is none, and the options it is given."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+from mlagen.compiler import toolchain
+from mlagen.compiler.toolchain import Nvrtc, find_nvrtc, options_for
+from mlagen.errors import ToolchainError
+from mlagen.spec.arch import ARCHS, Arch, parse_arch
+from tests.cache.builds import ROOT
+
+
+@dataclass(frozen=True)
+class FakeDistribution:
+    """An installed wheel, with its library in ``folder``."""
+
+    version: str
+    folder: Path
+    library: str
+
+    @property
+    def files(self) -> list[PurePosixPath]:
+        """What the wheel's record lists."""
+        return [PurePosixPath("nvidia/LICENSE"), PurePosixPath(f"nvidia/lib/{self.library}")]
+
+    def locate_file(self, file: PurePosixPath) -> Path:
+        """Return where a listed file is."""
+        return self.folder / file
+
+
+@pytest.fixture
+def bare(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """Leave no NVRTC to be found on the system."""
+    monkeypatch.setattr(toolchain, "_system_folders", lambda _: iter(()))
+    find_nvrtc.cache_clear()
+    yield monkeypatch
+    find_nvrtc.cache_clear()
+
+
+def install(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, bindings: str | None, wheels: Mapping[str, str]
+) -> None:
+    """Pretend that cuda-bindings of a version, and NVRTC wheels by name and version, are there."""
+    known = {}
+    for name, text in wheels.items():
+        wheel = FakeDistribution(text, folder / name, f"libnvrtc.so.{text.partition('.')[0]}")
+        library = wheel.locate_file(wheel.files[-1])
+        library.parent.mkdir(parents=True)
+        library.touch()
+        known[name] = wheel
+
+    def distribution(name: str) -> FakeDistribution:
+        if name not in known:
+            raise metadata.PackageNotFoundError(name)
+        return known[name]
+
+    def version(name: str) -> str:
+        if bindings is None:
+            raise metadata.PackageNotFoundError(name)
+        return bindings
+
+    monkeypatch.setattr(metadata, "distribution", distribution)
+    monkeypatch.setattr(metadata, "version", version)
+
+
+@pytest.mark.parametrize(
+    ("bindings", "name", "version"),
+    [
+        ("13.4.4", "nvidia-cuda-nvrtc", "13.5.37"),
+        ("12.9.1", "nvidia-cuda-nvrtc-cu12", "12.8.93"),
+        ("14.0.0", "nvidia-cuda-nvrtc", "14.0.1"),
+    ],
+    ids=["CUDA 13", "CUDA 12", "a major version to come"],
+)
+def test_the_wheel_of_the_bindings_major_version_is_found(
+    bindings: str, name: str, version: str, bare: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Version, file and origin come from the wheel's own record; nothing is loaded."""
+    install(bare, tmp_path, bindings, {name: version})
+
+    found = find_nvrtc()
+
+    library = f"libnvrtc.so.{version.partition('.')[0]}"
+    assert found.version == version
+    assert found.path == (tmp_path / name / "nvidia/lib" / library).resolve()
+    assert found.source == name
+    assert str(found) == f"nvrtc-{version}"
+
+
+def test_without_bindings_the_message_says_what_to_install(
+    bare: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It is the command that fixes it."""
+    install(bare, tmp_path, None, {"nvidia-cuda-nvrtc": "13.5.37"})
+
+    with pytest.raises(ToolchainError) as caught:
+        find_nvrtc()
+
+    assert str(caught.value) == "cuda-bindings: not installed; run: pip install cuda-python"
+
+
+@pytest.mark.parametrize(
+    ("bindings", "wheels", "message"),
+    [
+        (
+            "13.4.4",
+            {},
+            (
+                "NVRTC: no libnvrtc.so.13 found for cuda-bindings 13; run: pip install "
+                "nvidia-cuda-nvrtc (or: pip install 'mlagen[cu13]')"
+            ),
+        ),
+        (
+            "12.9.1",
+            {},
+            (
+                "NVRTC: no libnvrtc.so.12 found for cuda-bindings 12; "
+                "run: pip install nvidia-cuda-nvrtc-cu12 (or: pip install 'mlagen[cu12]')"
+            ),
+        ),
+        (
+            "13.4.4",
+            {"nvidia-cuda-nvrtc-cu12": "12.9.86"},
+            (
+                "NVRTC: no libnvrtc.so.13 found for cuda-bindings 13; run: pip install "
+                "nvidia-cuda-nvrtc (or: pip install 'mlagen[cu13]')"
+            ),
+        ),
+    ],
+    ids=["CUDA 13", "CUDA 12", "NVRTC of another major version"],
+)
+def test_without_nvrtc_the_message_says_what_to_install(
+    bindings: str,
+    wheels: dict[str, str],
+    message: str,
+    bare: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """The wheel named is the one that the installed bindings load."""
+    install(bare, tmp_path, bindings, wheels)
+
+    with pytest.raises(ToolchainError) as caught:
+        find_nvrtc()
+
+    assert str(caught.value) == message
+
+
+def test_an_nvrtc_that_is_too_old_is_refused(bare: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The message names the version needed, the one found, and the upgrade."""
+    install(bare, tmp_path, "12.9.1", {"nvidia-cuda-nvrtc-cu12": "12.6.85"})
+
+    with pytest.raises(ToolchainError) as caught:
+        find_nvrtc()
+
+    library = (tmp_path / "nvidia-cuda-nvrtc-cu12/nvidia/lib/libnvrtc.so.12").resolve()
+    assert str(caught.value) == (
+        f"NVRTC: expected 12.8 or newer, got 12.6.85 in {library}; "
+        "run: pip install -U nvidia-cuda-nvrtc-cu12"
+    )
+
+
+@pytest.mark.parametrize("variable", ["CUDA_HOME", "CUDA_PATH"])
+def test_a_toolkit_on_the_system_is_found(
+    variable: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Without a wheel, the library's full file name tells its version."""
+    install(monkeypatch, tmp_path, "13.4.4", {})
+    folder = tmp_path / "cuda/lib64"
+    folder.mkdir(parents=True)
+    (folder / "libnvrtc.so.13.1.80").touch()
+    (folder / "libnvrtc.so.13").symlink_to("libnvrtc.so.13.1.80")
+    for name in ("CUDA_HOME", "CUDA_PATH", "CONDA_PREFIX"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, str(tmp_path / "cuda"))
+
+    found = find_nvrtc.__wrapped__()
+
+    assert found == Nvrtc(
+        version="13.1.80", path=(folder / "libnvrtc.so.13.1.80").resolve(), source="system"
+    )
+
+
+def test_finding_nvrtc_loads_nothing() -> None:
+    """Neither the bindings nor the library are in the process afterwards."""
+    code = (
+        "import sys; from mlagen.compiler.toolchain import find_nvrtc; find_nvrtc(); "
+        "print([name for name in sys.modules if name.split('.')[0] == 'cuda'], "
+        "'libnvrtc' in open('/proc/self/maps').read())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+
+    assert done.stdout == "[] False\n"
+
+
+def nvrtc(version: str) -> Nvrtc:
+    """Return an NVRTC of a version."""
+    return Nvrtc(version=version, path=Path("libnvrtc.so"), source="system")
+
+
+@pytest.mark.parametrize(
+    ("arch", "version", "target"),
+    [
+        ("sm_80", "12.8.93", "sm_80"),
+        ("sm_90a", "12.8.93", "sm_90a"),
+        ("sm_100f", "12.8.93", "sm_100a"),
+        ("sm_120f", "12.8.93", "sm_120a"),
+        ("sm_100f", "12.9.86", "sm_100f"),
+        ("sm_121f", "13.5.37", "sm_121f"),
+    ],
+)
+def test_the_target_as_nvrtc_knows_it(arch: str, version: str, target: str) -> None:
+    """Family suffixes came with 12.9; before, the architecture's own suffix stands for them."""
+    options = options_for(parse_arch(arch), nvrtc(version))
+
+    assert options[0] == f"--gpu-architecture={target}"
+
+
+@pytest.mark.parametrize(
+    ("version", "is_given"), [("12.8.93", False), ("12.9.86", True), ("13.5.37", True)]
+)
+def test_the_cache_of_nvrtc_is_off_where_it_has_one(version: str, is_given: bool) -> None:
+    """The option came with the cache, in 12.9; an older NVRTC refuses to hear of it."""
+    options = options_for(parse_arch("sm_90a"), nvrtc(version))
+
+    assert ("--no-cache" in options) is is_given
+
+
+@pytest.mark.parametrize("arch", ARCHS, ids=str)
+def test_options_are_given_once(arch: Arch) -> None:
+    """Each option has one value, so that its name may label it in the key."""
+    names = [option.partition("=")[0] for option in options_for(arch, nvrtc("13.5.37"))]
+
+    assert len(names) == len(set(names))
+    assert {"--std", "--no-cache", "--no-source-include", "--ptxas-options"} <= set(names)

@@ -1,0 +1,79 @@
+"""The project's pages as tests read them: prose by line, fenced blocks, links."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+PAGES = {
+    str(path.relative_to(ROOT)): path
+    for path in (
+        *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+        ROOT / "templates" / "README.md",
+        *sorted((ROOT / "docs").rglob("*.md")),
+    )
+}
+
+_FENCE = re.compile(r"^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"\[[^\]]*\]\((?P<target>[^)\s]+)\)")
+_HEADING = re.compile(r"^#+ (?P<text>.+)$", re.MULTILINE)
+_BULLET = re.compile(r"^\s*(?:[-*]|\d+\.) ")
+
+# Where one sentence ends and the next begins. An abbreviation ends none.
+_SENTENCE_END = re.compile(r"(?<!e\.g\.)(?<!i\.e\.)(?<=[.?!])[*_)]*\s+(?=[A-Z0-9`*\[(\"])")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: its language, its text, and the line of the page that it begins on."""
+
+    language: str
+    text: str
+    line: int
+
+
+def blocks_of(text: str) -> list[Block]:
+    """Return the fenced blocks of a page, in order."""
+    return [
+        Block(match["language"], match["text"], text.count("\n", 0, match.start()) + 1)
+        for match in _FENCE.finditer(text)
+    ]
+
+
+def without_blocks(text: str) -> str:
+    """Return a page with its fenced blocks emptied; every line stays where it is."""
+    return _FENCE.sub(lambda match: "\n" * match[0].count("\n"), text)
+
+
+def links_of(text: str) -> list[str]:
+    """Return the targets of the links of a page that stay within the project."""
+    targets = [match["target"] for match in _LINK.finditer(without_blocks(text))]
+    return [target for target in targets if not target.startswith(("https://", "#unreleased"))]
+
+
+def anchors_of(text: str) -> set[str]:
+    """Return what the headings of a page can be linked as."""
+    headings = [match["text"].lower() for match in _HEADING.finditer(without_blocks(text))]
+    return {re.sub(r"[^\w\s-]", "", heading).strip().replace(" ", "-") for heading in headings}
+
+
+def sentences(prose: str) -> list[str]:
+    """Return the sentences of a text, whatever lines it is written on."""
+    return _SENTENCE_END.sub("\n", " ".join(prose.split())).split("\n")
+
+
+def badly_broken_lines(text: str) -> list[str]:
+    """Return the lines of prose that hold two sentences, or end within one."""
+    bad = []
+    lines = [*without_blocks(text).splitlines(), ""]
+    for number, (line, following) in enumerate(zip(lines, lines[1:], strict=False), start=1):
+        if line.startswith(("|", "#", "[")) or not line.strip():
+            continue
+        goes_on = following.strip() and not (following.startswith("|") or _BULLET.match(following))
+        is_complete = line.rstrip("*_)").endswith((".", ":", "?", "!"))
+        if len(sentences(_BULLET.sub("", line))) > 1 or (goes_on and not is_complete):
+            bad.append(f"{number}: {line}")
+    return bad

@@ -1,0 +1,74 @@
+"""Every supported kernel of an architecture, filtered."""
+
+from __future__ import annotations
+
+import pytest
+
+from mlagen.errors import ArgumentError
+from mlagen.spec.families import FAMILIES, specs_of
+from tests.kernels import SM_90A
+
+
+def test_without_filters_every_family_is_there() -> None:
+    """Nothing is left out, and no kernel comes twice."""
+    specs = specs_of(SM_90A)
+
+    assert len(specs) == len(set(specs))
+    assert {spec.family for spec in specs} == set(FAMILIES)
+    assert {spec.arch for spec in specs} == {SM_90A}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_can_be_asked_for_alone(family: str) -> None:
+    """Each name gives the kernels of that family and no others."""
+    specs = specs_of(SM_90A, (family,))
+
+    assert specs
+    assert {spec.family for spec in specs} == {family}
+
+
+def test_filters_keep_the_values_asked_for() -> None:
+    """A kernel stays if each of its ingredients is among the wanted values."""
+    specs = specs_of(SM_90A, ("mla_decode",), page_size=("64", "1"), query_dtype=("fp16",))
+
+    seen = [(spec.ingredients()["page_size"], spec.ingredients()["query_dtype"]) for spec in specs]
+    assert set(seen) == {("64", "fp16"), ("1", "fp16")}
+
+
+def test_a_kernel_without_the_ingredient_is_kept() -> None:
+    """Combining has no page size, so choosing one leaves it in."""
+    specs = specs_of(SM_90A, page_size=("64",))
+
+    every_combine = specs_of(SM_90A, ("combine_splits",))
+    assert [spec for spec in specs if spec.family == "combine_splits"] == every_combine
+
+
+@pytest.mark.parametrize(
+    ("families", "wanted", "message"),
+    [
+        (
+            ("mla_decode", "mla"),
+            {},
+            "family: expected one of mla_decode, combine_splits, got 'mla'",
+        ),
+        (
+            ("mla_decode",),
+            {"page_size": ("48",)},
+            "page_size: expected one of 1, 8, 16, 32, 64, 128, got '48'",
+        ),
+        (
+            ("mla_decode", "combine_splits"),
+            {"query_dtype": ("bf16", "e4m3")},
+            "query_dtype: expected one of bf16, fp16, got 'e4m3'",
+        ),
+    ],
+    ids=["an unknown family", "an unknown page size", "an unknown dtype"],
+)
+def test_what_no_kernel_has_is_refused(
+    families: tuple[str, ...], wanted: dict[str, tuple[str, ...]], message: str
+) -> None:
+    """The message names the filter, the values that exist and the one that does not."""
+    with pytest.raises(ArgumentError) as caught:
+        specs_of(SM_90A, families, **wanted)
+
+    assert str(caught.value) == message

@@ -1,0 +1,72 @@
+"""What every family's spec keeps to."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import FrozenInstanceError, fields
+
+import pytest
+
+from mlagen.spec.arch import Arch
+from mlagen.spec.combine import CombineSplitsSpec
+from mlagen.spec.dtype import DType
+from mlagen.spec.kernel import KernelSpec
+from mlagen.spec.mla import MlaDecodeSpec
+from tests.kernels import COMBINE, mla_decode
+
+SPECS = (MlaDecodeSpec, CombineSplitsSpec)
+SIZES = {"Q": 8, "q": 8, "i": 4, "f": 4}
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.family)
+def test_parameters_have_no_padding(spec: type[KernelSpec]) -> None:
+    """8-byte fields come first, so native alignment adds nothing inside the struct."""
+    codes = "".join(parameter.code for parameter in spec.parameters)
+    sizes = [SIZES[code] for code in codes]
+
+    assert sizes == sorted(sizes, reverse=True)
+    assert struct.calcsize(f"@{codes}") == struct.calcsize(f"<{codes}") == sum(sizes)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.family)
+def test_parameters_have_names_of_their_own_and_types_of_their_size(
+    spec: type[KernelSpec],
+) -> None:
+    """Each field is named once, and its CUDA type is what its format packs."""
+    parameters = spec.parameters
+    expected = {"Q": "*", "q": "i64", "i": "int", "f": "float"}
+
+    assert len({parameter.name for parameter in parameters}) == len(parameters)
+    assert all(parameter.cuda_type.endswith(expected[parameter.code]) for parameter in parameters)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.family)
+def test_parameters_fit_a_launch(spec: type[KernelSpec]) -> None:
+    """CUDA passes 4096 bytes at the most."""
+    size = struct.calcsize("".join(parameter.code for parameter in spec.parameters))
+
+    assert size <= 4096
+
+
+@pytest.mark.parametrize("spec", [mla_decode(), COMBINE], ids=lambda spec: spec.family)
+def test_ingredients_are_all_fields_as_text(spec: KernelSpec) -> None:
+    """No field that changes the code is missing from the key, and none reads like a repr."""
+    ingredients = spec.ingredients()
+
+    assert list(ingredients) == [field.name for field in fields(spec)]
+    assert not any("<" in text or "(" in text for text in ingredients.values())
+
+
+def test_a_spec_reads_as_its_family_and_fields() -> None:
+    """Logs name a kernel so that a person can tell it from another."""
+    spec = CombineSplitsSpec(arch=Arch(90, "a"), dtype=DType.FP16, head_dim_vo=256)
+
+    assert str(spec) == "combine_splits(arch=sm_90a, dtype=fp16, head_dim_vo=256)"
+
+
+def test_a_spec_cannot_be_changed() -> None:
+    """A spec is the key of memos, so it stays what it was."""
+    spec = mla_decode()
+
+    with pytest.raises(FrozenInstanceError):
+        spec.page_size = 32  # type: ignore[misc]

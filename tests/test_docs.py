@@ -1,0 +1,134 @@
+"""The documentation holds together: links, generated pages, the form of its lines."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+
+import pytest
+
+from mlagen import errors
+from tests.doc_pages import GENERATED
+from tests.doc_text import PAGES, ROOT, anchors_of, badly_broken_lines, links_of, sentences
+
+EXCEPTIONS = [
+    name
+    for name, kind in vars(errors).items()
+    if inspect.isclass(kind) and issubclass(kind, errors.MlagenError)
+]
+
+SOURCES = [
+    path
+    for folder in ("mlagen", "cache_tools", "templates", "tests")
+    for path in sorted((ROOT / folder).rglob("*"))
+    if path.suffix in {".py", ".cuh", ".j2"}
+]
+
+# Homes and working folders of one machine; examples use names that no machine is expected to have.
+A_MACHINE = re.compile(r"(?<![\w~.])/(?:home|root|Users|work|tmp)/\S+")
+
+
+def text_of(page: str) -> str:
+    """Return the text of a page."""
+    return PAGES[page].read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_link_leads_somewhere(page: str) -> None:
+    """A link within the project names a file that exists, and a heading that is in it."""
+    broken = []
+    for target in links_of(text_of(page)):
+        name, _, anchor = target.partition("#")
+        path = (PAGES[page].parent / name).resolve() if name else PAGES[page]
+        if not path.exists() or (anchor and anchor not in anchors_of(path.read_text("utf-8"))):
+            broken.append(target)
+
+    assert broken == []
+
+
+def test_every_page_can_be_reached_from_the_readme() -> None:
+    """A reader who follows links finds every page."""
+    seen, left = set(), ["README.md"]
+    while left:
+        page = left.pop()
+        seen.add(page)
+        for target in links_of(text_of(page)):
+            path = (PAGES[page].parent / target.partition("#")[0]).resolve()
+            name = str(path.relative_to(ROOT))
+            if name in PAGES and name not in seen:
+                left.append(name)
+
+    assert PAGES.keys() - seen == set()
+
+
+def test_every_page_that_code_names_exists() -> None:
+    """A comment or message that points to a page points to one that is there."""
+    named = {
+        (str(path.relative_to(ROOT)), page)
+        for path in SOURCES
+        for page in re.findall(r"\bdocs/[\w/-]+\.md", path.read_text(encoding="utf-8"))
+    }
+
+    assert {(path, page) for path, page in named if page not in PAGES} == set()
+
+
+@pytest.mark.parametrize("page", GENERATED)
+def test_generated_pages_are_up_to_date(page: str) -> None:
+    """A generated page is what its generator gives; MLAGEN_ACCEPT=1 writes it anew."""
+    expected = GENERATED[page]()
+    if os.environ.get("MLAGEN_ACCEPT"):
+        (ROOT / page).write_text(expected, encoding="utf-8")
+
+    written = (ROOT / page).read_text(encoding="utf-8")
+
+    assert written == expected, "renew with: MLAGEN_ACCEPT=1 python3 -m pytest tests/test_docs.py"
+
+
+@pytest.mark.parametrize("exception", EXCEPTIONS)
+def test_every_exception_has_a_section(exception: str) -> None:
+    """docs/reference/errors.md says of each exception what it means and what helps."""
+    assert f"\n## `{exception}`\n" in text_of("docs/reference/errors.md")
+
+
+def test_the_tree_of_exceptions_is_drawn_once() -> None:
+    """The page on errors shows the tree of the docstring of mlagen/errors.py."""
+    tree = re.search(r"::\n\n(.*?)\n\n\S", inspect.getdoc(errors) or "", re.DOTALL)
+
+    assert tree is not None
+    assert inspect.cleandoc(tree[1]).replace("``", "") in text_of("docs/reference/errors.md")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_line_of_prose_is_one_sentence(page: str) -> None:
+    """Changes of the text show as changes of sentences."""
+    assert badly_broken_lines(text_of(page)) == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_no_page_names_a_folder_of_a_machine(page: str) -> None:
+    """Output that is shown has been made independent of where it was printed."""
+    assert A_MACHINE.findall(text_of(page)) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("One. Two.\n", ["1: One. Two."]),
+        ("One, and\nmore of it.\n", ["1: One, and"]),
+        ("One.\nTwo.\n\n- a\n- b\n\n| a. B | c |\n", []),
+        ("A factor, e.g. `2`.\n```\nA. B\n```\n", []),
+    ],
+    ids=["two on a line", "one on two lines", "lists and tables", "abbreviations and code"],
+)
+def test_badly_broken_lines_are_found(text: str, expected: list[str]) -> None:
+    """The check of lines knows what it is to find, and what to leave alone."""
+    assert badly_broken_lines(text) == expected
+
+
+def test_sentences_are_found_across_lines() -> None:
+    """Docstrings are wrapped at a width; pages are not."""
+    assert sentences("One of\nthem, e.g. `a`. Two\n(more).") == [
+        "One of them, e.g. `a`.",
+        "Two (more).",
+    ]

@@ -1,0 +1,84 @@
+"""The pages on the command and the environment say what the code does."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+
+from cache_tools.cli import cli
+
+ROOT = Path(__file__).resolve().parents[1]
+REFERENCE = ROOT / "docs" / "reference"
+
+HEADER = """\
+# The `mlagen` command
+
+This page is what `--help` prints.
+`python3 -m cache_tools` is the same command in a checkout that is not installed.
+Exit codes and environment variables are on [a page of their own](environment.md).
+"""
+
+
+def commands(
+    command: click.Command = cli, name: str = "mlagen", parent: click.Context | None = None
+) -> Iterator[tuple[str, click.Command, click.Context]]:
+    """Yield every command under its full name, groups before their verbs."""
+    settings = command.context_settings if parent is None else {}
+    context = click.Context(
+        command, info_name=name.rpartition(" ")[2], parent=parent, terminal_width=80, **settings
+    )
+    yield name, command, context
+    if isinstance(command, click.Group):
+        for verb, child in command.commands.items():
+            yield from commands(child, f"{name} {verb}", context)
+
+
+def render_page() -> str:
+    """Return the page on the command."""
+    sections = [HEADER]
+    for name, command, context in commands():
+        depth = "#" * (1 + len(name.split()))
+        sections.append(f"{depth} `{name}`\n\n```text\n{command.get_help(context)}\n```\n")
+    return "\n".join(sections)
+
+
+def test_the_page_on_the_command_is_what_help_prints() -> None:
+    """docs/reference/cli.md is generated; MLAGEN_ACCEPT=1 writes it anew."""
+    page = REFERENCE / "cli.md"
+    if os.environ.get("MLAGEN_ACCEPT"):
+        page.write_text(render_page(), encoding="utf-8")
+
+    written = page.read_text(encoding="utf-8")
+
+    renew = "renew with: MLAGEN_ACCEPT=1 python3 -m pytest tests/test_docs_cli.py"
+    assert written == render_page(), renew
+
+
+@pytest.mark.parametrize(
+    ("name", "command"), [(name, command) for name, command, _ in commands()], ids=str
+)
+def test_every_command_and_option_says_what_it_does(name: str, command: click.Command) -> None:
+    """Nothing in `--help` is left without a word, and every command but a group has --json."""
+    options = [option for option in command.params if isinstance(option, click.Option)]
+
+    silent = [option.name for option in options if not (option.help or option.hidden)]
+
+    assert command.help, name
+    assert silent == []
+    assert isinstance(command, click.Group) or "--json" in {o for p in options for o in p.opts}
+
+
+def test_every_variable_is_on_the_page() -> None:
+    """docs/reference/environment.md has a row for each variable that the settings read."""
+    settings = (ROOT / "mlagen" / "settings.py").read_text(encoding="utf-8")
+    page = (REFERENCE / "environment.md").read_text(encoding="utf-8")
+
+    read = set(re.findall(r'"((?:MLAGEN|XDG)_[A-Z_]+|HOME)"', settings))
+
+    assert len(read) >= 5
+    assert {name for name in read if f"\n| `{name}` |" not in page} == set()
