@@ -109,10 +109,9 @@ def kernel_for(spec: KernelSpec, device: int) -> LoadedKernel:
     from mlagen.runtime.loader import load, require_no_capture
 
     require_no_capture(spec, device)
+    entry = find_or_build(spec).entry  # outside the lock: other kernels may compile meanwhile
     with _loading:
-        if kernel := _loaded.get((spec, device)):
-            return kernel
-        kernel = load(find_or_build(spec).entry.cubin, spec, device)
+        kernel = _loaded.get((spec, device)) or load(entry.cubin, spec, device)
         _loaded[spec, device] = kernel
     return kernel
 

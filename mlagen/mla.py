@@ -99,8 +99,9 @@ def trtllm_batch_decode_with_kv_cache_mla(
         Written and returned if ``return_lse``; made if None.
     return_lse : bool
         Whether to return ``(out, lse)``: the logarithm of the softmax denominator, sink included.
-    cum_seq_lens_q : int32 [batch + 1]
-        Where the query tokens of each request begin, for requests of different ``q_len``.
+    cum_seq_lens_q : int32 or uint32 [batch + 1]
+        Where the query tokens of each request begin, for requests of different ``q_len``. Query
+        tokens that belong to no request are not computed.
     max_q_len : int
         The longest ``q_len``; found by waiting for the device if None. A number below the true one
         leaves rows uncomputed.

@@ -91,7 +91,7 @@ class MlaProblem:
         return arguments | changes
 
     def expected(self) -> Attention:
-        """Return what float64 gives: out ``[tokens, heads, kv_lora_rank]``, LSE ``[tokens, heads]``."""
+        """Return what float64 gives: out ``[tokens, heads, dim]`` and LSE ``[tokens, heads]``."""
         rows = self.query.reshape(-1, *self.query.shape[-2:]).cpu()
         sinks = self.sinks.cpu() if self.sinks is not None else None
         parts = []

@@ -11,11 +11,13 @@ import torch
 from mlagen.settings import current_settings
 from tests.kernels import copy_templates, forget
 
+pytest.register_assert_rewrite("tests.cases", "tests.mla_semantics", "tests.reference")
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what lies in tests/gpu, and skip it where there is no GPU."""
     for item in items:
-        if "gpu" in Path(item.fspath).parts:
+        if item.path.is_relative_to(Path(__file__).parent / "gpu"):
             item.add_marker(pytest.mark.gpu)
             if not torch.cuda.is_available():
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))

@@ -21,18 +21,30 @@ from tests.doc_text import sentences
 # Where the tests of tests/gpu have passed.
 HAS_RUN_ON = {Arch(90, "a"): "H200"}
 
-SUPPORT_HEADER = """\
-# Support table
+# What the pages say around their tables; wrapped here, one sentence to a line there.
+SUPPORT_SOURCES = """\
+This page is generated from the tables that the code itself reads: `SUPPORTED` and `TILES` in
+`mlagen/spec/mla.py`, `ARCHS` in `mlagen/spec/arch.py`."""
 
-This page is generated from the tables that the code itself reads: `SUPPORTED` and `TILES` in `mlagen/spec/mla.py`, `ARCHS` in `mlagen/spec/arch.py`.
-"""
+SUPPORTED_SIZES = f"""\
+With each row: 1 to {MOST_HEADS} heads, 1 or more query tokens, any batch size, any sequence length.
+On CPU tensors the same is supported."""
 
-API_HEADER = """\
-# Python API
+ARCHS_READING = f"""\
+The numbers are kernels, each an entry of the cache once it is asked for. NVRTC
+{".".join(map(str, OLDEST_NVRTC))} or newer compiles them, if it knows the architecture. The tests
+compile them all; an empty last cell means that none has run there yet."""
 
-This page is generated from signatures and docstrings.
-The exceptions are on [a page of their own](errors.md), and the dtypes, dimensions and page sizes that a call may have in [the support table](support.md).
-"""
+TILES_READING = """\
+A kernel takes the rows of a request, heads times query tokens, in tiles. A request gets the
+narrowest tile that holds its rows, or the widest that fits the shared memory of the architecture.
+A tile of 16 x 32 is 16 rows by 32 tokens at a time; `2 per SM` means two blocks on a
+multiprocessor."""
+
+API_SOURCES = """\
+This page is generated from signatures and docstrings. The exceptions are on
+[a page of their own](errors.md), and the dtypes, dimensions and page sizes that a call may have in
+[the support table](support.md)."""
 
 
 def support_page() -> str:
@@ -57,27 +69,19 @@ def support_page() -> str:
         }
         for arch in ARCHS
     ]
-    oldest = ".".join(map(str, OLDEST_NVRTC))
     return "\n".join(
         (
-            SUPPORT_HEADER,
+            "# Support table\n",
+            *_paragraphs(SUPPORT_SOURCES),
             "## MLA decode\n",
             *_table(rows),
-            "",
-            f"With each row: 1 to {MOST_HEADS} heads, 1 or more query tokens, any batch size, any sequence length.",
-            "On CPU tensors the same is supported.\n",
+            *_paragraphs(SUPPORTED_SIZES),
             "## Architectures\n",
-            "The numbers are kernels, each an entry of the cache once it is asked for.",
-            f"NVRTC {oldest} or newer compiles them, if it knows the architecture.",
-            "The tests compile them all; an empty last cell means that none has run there yet.\n",
+            *_paragraphs(ARCHS_READING),
             *_table(archs),
-            "",
             "## Tiles\n",
-            "A kernel takes the rows of a request, heads times query tokens, in tiles.",
-            "A request gets the narrowest tile that holds its rows, or the widest that fits the shared memory of the architecture.",
-            "A tile of 16 x 32 is 16 rows by 32 tokens at a time; `2 per SM` means two blocks on a multiprocessor.\n",
+            *_paragraphs(TILES_READING),
             *_table(list(_tile_rows())),
-            "",
         )
     )
 
@@ -87,7 +91,8 @@ def api_page() -> str:
     door = mla.trtllm_batch_decode_with_kv_cache_mla
     return "\n".join(
         (
-            API_HEADER,
+            "# Python API\n",
+            *_paragraphs(API_SOURCES),
             *_function(f"mlagen.mla.{door.__name__}", door),
             *_function("mlagen.workspace_bytes", mlagen.workspace_bytes),
             *_function("mlagen.prewarm", mlagen.prewarm),
@@ -109,6 +114,7 @@ def _table(rows: list[dict[str, Any]]) -> Iterator[str]:
     yield f"|{'---|' * len(rows[0])}"
     for row in rows:
         yield f"| {' | '.join(map(str, row.values()))} |"
+    yield ""
 
 
 def _tile_rows() -> Iterator[dict[str, str]]:
@@ -177,7 +183,8 @@ def _class(kind: type) -> Iterator[str]:
 
 def _docstring(documented: object) -> Iterator[str]:
     """Yield a docstring in NumPy's form as Markdown, one sentence to a line."""
-    text, *sections = re.split(r"^(\w+)\n-{3,}\n", inspect.getdoc(documented) or "", flags=re.M)
+    docstring = inspect.getdoc(documented) or ""
+    text, *sections = re.split(r"^(\w+)\n-{3,}\n", docstring, flags=re.MULTILINE)
     yield from _paragraphs(text)
     for title, body in zip(sections[::2], sections[1::2], strict=True):
         yield f"**{title}**\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -69,7 +70,7 @@ def badly_broken_lines(text: str) -> list[str]:
     """Return the lines of prose that hold two sentences, or end within one."""
     bad = []
     lines = [*without_blocks(text).splitlines(), ""]
-    for number, (line, following) in enumerate(zip(lines, lines[1:], strict=False), start=1):
+    for number, (line, following) in enumerate(pairwise(lines), start=1):
         if line.startswith(("|", "#", "[")) or not line.strip():
             continue
         goes_on = following.strip() and not (following.startswith("|") or _BULLET.match(following))

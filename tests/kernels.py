@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from cuda.bindings import nvrtc
 
 from mlagen.codegen import environment, sources
 from mlagen.compiler.toolchain import find_nvrtc
@@ -34,6 +35,13 @@ def mla_decode(*, arch: Arch = SM_90A, rows: int = 16, page_size: int = 64) -> M
 # The one that takes longest to compile, and the one that takes least.
 WIDE_DECODE = mla_decode(rows=128)
 COMBINE = CombineSplitsSpec(arch=SM_80, dtype=DType.BF16, head_dim_vo=512)
+
+
+def require_known(arch: Arch) -> None:
+    """Skip the test where the installed NVRTC does not compile for ``arch``."""
+    _, numbers = nvrtc.nvrtcGetSupportedArchs()
+    if arch.number not in numbers:
+        pytest.skip(f"NVRTC {find_nvrtc().version} does not know {arch}")
 
 
 def copy_templates(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

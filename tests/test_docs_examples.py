@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections import Counter
 from importlib.util import find_spec
+from itertools import dropwhile
 from pathlib import Path
 
 import click
@@ -107,7 +108,7 @@ def stable(line: str) -> str:
 
 
 class Shell:
-    """A shell in which ``mlagen`` is the command of this checkout, and shown keys stand for real ones."""
+    """A shell where ``mlagen`` is this checkout's command, and shown keys stand for real ones."""
 
     def __init__(self, folder: Path) -> None:
         self.keys: dict[str, str] = {}
@@ -169,18 +170,18 @@ def test_shown_sessions_print_what_they_show(page: str, tmp_path: Path) -> None:
 
 
 def commands_of(page: str) -> list[list[str]]:
-    """Return the commands of the shell blocks of a page, without their comments."""
+    """Return the commands of the shell blocks of a page, without comments and variables."""
     texts = [block.text.replace("\\\n", " ") for block in BLOCKS[page] if block.language == "sh"]
     lines = [shlex.split(line, comments=True) for text in texts for line in text.splitlines()]
-    return [line for line in lines if line]
+    return [list(dropwhile(lambda word: "=" in word, line)) for line in lines if line]
 
 
 def problem_with(words: list[str]) -> str | None:
     """Return what is wrong with a command that a page tells a reader to run, or None."""
     name, *arguments = words
     if name == "make":
-        targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
-        return None if arguments[0] in targets else f"no target {arguments[0]}"
+        makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+        return None if f"\n{arguments[0]}:" in makefile else f"no target {arguments[0]}"
     if name == "mlagen":
         return _problem_with_options(arguments)
     if name == "python3" and arguments[:2] == ["-m", "pytest"]:
@@ -195,10 +196,12 @@ def problem_with(words: list[str]) -> str | None:
 
 def _problem_with_options(arguments: list[str]) -> str | None:
     command: click.Command = cli
+    # Commands remember the name of --help from the first context that they meet: a proper one.
+    above = click.Context(cli, info_name="mlagen", **cli.context_settings)
     while isinstance(command, click.Group) and arguments and arguments[0] in command.commands:
         command, arguments = command.commands[arguments[0]], arguments[1:]
     try:
-        command.make_context("mlagen", list(arguments))  # parses, and runs nothing
+        command.make_context("mlagen", list(arguments), parent=above)  # parses, and runs nothing
     except click.UsageError as error:
         return error.format_message()
     if isinstance(command, click.Group) and not arguments[0].startswith("-"):

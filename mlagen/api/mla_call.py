@@ -35,6 +35,7 @@ class MlaCall:
     plan: MlaDecodePlan
     decode: LoadedKernel
     combine: LoadedKernel | None
+    combine_blocks: int
     layout: tuple[int, ...]  # the integer fields of the decode kernel's parameters
 
 
@@ -132,7 +133,7 @@ def _form_of(inputs: MlaInputs) -> Hashable:
 def _facts(value: object) -> Hashable:
     if isinstance(value, torch.Tensor):
         return value.shape, value.stride(), value.dtype, value.get_device()
-    return type(value)
+    return type(value).__name__
 
 
 def _rounded_up(length: int) -> int:
@@ -176,17 +177,15 @@ def _prepare(inputs: MlaInputs, request: MlaRequest) -> MlaCall:
         f"{plan.workspace_bytes} bytes or more for this call",
         f"{given} bytes",
     )
-    combine = None
-    if plan.splits > 1:
-        combine = kernel_for(
-            CombineSplitsSpec(arch=arch, dtype=spec.query_dtype, head_dim_vo=spec.head_dim_vo),
-            index,
-        )
+    combine_spec = CombineSplitsSpec(
+        arch=arch, dtype=spec.query_dtype, head_dim_vo=spec.head_dim_vo
+    )
     return MlaCall(
         request=request,
         plan=plan,
         decode=kernel_for(spec, index),
-        combine=combine,
+        combine=kernel_for(combine_spec, index) if plan.splits > 1 else None,
+        combine_blocks=problem.total_rows * combine_spec.slices,
         layout=_layout(spec, request, plan),
     )
 
@@ -256,10 +255,9 @@ def _run_on_gpu(
         lse_factor,
     )
     if call.combine is not None:
-        rows = request.tokens * request.heads
         launch(
             call.combine,
-            rows * call.combine.spec.slices,
+            call.combine_blocks,
             enable_pdl,
             workspace,
             partial_lse,
@@ -267,7 +265,7 @@ def _run_on_gpu(
             sinks,
             out_pointer,
             lse_pointer,
-            rows,
+            request.tokens * request.heads,
             request.heads,
             plan.splits,
             bmm2_scale,

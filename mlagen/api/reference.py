@@ -17,7 +17,7 @@ def decode_mla(
     inputs: MlaInputs, request: MlaRequest, cache: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the output ``[tokens, heads, kv_lora_rank]`` and the LSE ``[tokens, heads]``."""
-    query = inputs.query.reshape(request.tokens, request.heads, -1).float()
+    query = inputs.query.reshape(request.tokens, *inputs.query.shape[-2:]).float()
     out = torch.zeros(request.tokens, request.heads, request.kv_lora_rank)
     lse = torch.full((request.tokens, request.heads), -math.inf)
     ends = _query_ends(inputs, request)

@@ -18,7 +18,7 @@ _PARAMETER_BYTES = 4096
 
 
 class _Launcher(threading.local):
-    """What one thread reuses from launch to launch: a parameter buffer and launch configurations."""
+    """What one thread reuses at every launch: a parameter buffer and launch configurations."""
 
     def __init__(self) -> None:
         self.buffer = ctypes.create_string_buffer(_PARAMETER_BYTES)

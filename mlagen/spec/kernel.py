@@ -62,6 +62,10 @@ class KernelSpec:
         """Dynamic shared memory of one block."""
         raise NotImplementedError
 
+    def serves(self, rows: int) -> bool:  # noqa: ARG002 - for the families that depend on it
+        """Whether a call of ``rows`` rows (heads times query tokens) takes this kernel."""
+        return True
+
     def ingredients(self) -> dict[str, str]:
         """Return the fields as stable text, for the cache key and its explanation."""
         return {field.name: str(getattr(self, field.name)) for field in fields(self)}

@@ -127,6 +127,18 @@ class MlaDecodeSpec(KernelSpec):
         """Threads of one block."""
         return self.row_warps * self.token_warps * 32
 
+    def serves(self, rows: int) -> bool:
+        """Whether a call of ``rows`` rows (heads times query tokens) takes this kernel."""
+        return self == mla_decode_spec(
+            arch=self.arch,
+            query_dtype=self.query_dtype,
+            kv_dtype=self.kv_dtype,
+            kv_lora_rank=self.kv_lora_rank,
+            qk_rope_head_dim=self.qk_rope_head_dim,
+            page_size=self.page_size,
+            rows=rows,
+        )
+
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of one block, as roles/mla_decode/shared_memory.cuh lays it out."""

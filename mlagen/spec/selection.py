@@ -8,7 +8,6 @@ from mlagen.errors import ArgumentError
 from mlagen.spec.arch import Arch
 from mlagen.spec.families import FAMILIES, specs_of
 from mlagen.spec.kernel import KernelSpec
-from mlagen.spec.mla import MlaDecodeSpec, mla_decode_spec
 
 # What a call names, and the ingredients that hold it in one family or another.
 FILTERS = {
@@ -42,7 +41,9 @@ def select_specs(
         for label, values in wanted.items():
             texts = [str(value) for value in _several(values)]
             kept |= dict.fromkeys(_ingredients_of(label, known), texts)
-        specs |= {spec: None for spec in specs_of(arch, chosen, **kept) if _serves(spec, rows)}
+        for spec in specs_of(arch, chosen, **kept):
+            if not rows or any(spec.serves(count) for count in rows):
+                specs[spec] = None
     return list(specs)
 
 
@@ -75,21 +76,3 @@ def _counts(argument: str, values: int | Iterable[int]) -> list[int]:
         if count < 1:
             raise ArgumentError(f"{argument}: expected 1 or more, got {count}")
     return counts
-
-
-def _serves(spec: KernelSpec, rows: set[int]) -> bool:
-    if not rows or not isinstance(spec, MlaDecodeSpec):
-        return True
-    return any(
-        spec
-        == mla_decode_spec(
-            arch=spec.arch,
-            query_dtype=spec.query_dtype,
-            kv_dtype=spec.kv_dtype,
-            kv_lora_rank=spec.kv_lora_rank,
-            qk_rope_head_dim=spec.qk_rope_head_dim,
-            page_size=spec.page_size,
-            rows=count,
-        )
-        for count in rows
-    )

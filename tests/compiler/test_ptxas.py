@@ -87,8 +87,8 @@ def test_resources_of_every_kernel_in_a_log(log: str, expected: tuple[Resources,
         (LOG_13_5, ("C7517", "C7511")),
         (
             (
-                "ptxas info    : (C7508) Potential Performance Loss: 'setmaxnreg' ignored; unable to "
-                "determine register count at entry.\n"
+                "ptxas info    : (C7508) Potential Performance Loss: 'setmaxnreg' ignored; unable "
+                "to determine register count at entry.\n"
             ),
             ("C7508",),
         ),

@@ -8,6 +8,7 @@ import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,13 @@ import mlagen
 from mlagen import engine
 from tests.cases import MlaCase, MlaProblem
 
-decode = mlagen.mla.trtllm_batch_decode_with_kv_cache_mla
+
+def decode(**arguments: Any) -> torch.Tensor:
+    """Return the output of one call."""
+    out = mlagen.mla.trtllm_batch_decode_with_kv_cache_mla(**arguments)
+    assert isinstance(out, torch.Tensor)
+    return out
+
 
 _ROOT = str(Path(__file__).resolve().parents[2])
 
@@ -146,7 +153,7 @@ def test_two_streams_with_their_own_workspaces_do_not_meet() -> None:
     arguments = [problem.arguments() for problem in problems]
     expected = [decode(**each) for each in arguments]
     torch.cuda.synchronize()
-    streams = [torch.cuda.Stream() for _ in problems]
+    streams = [torch.cuda.Stream() for _ in problems]  # type: ignore[no-untyped-call]
     outs: list[list[torch.Tensor]] = [[], []]
 
     for _ in range(50):
@@ -166,7 +173,7 @@ def test_threads_share_kernels_and_nothing_else() -> None:
 
     def work(problem: MlaProblem) -> None:
         try:
-            with torch.cuda.stream(torch.cuda.Stream()):
+            with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
                 for _ in range(20):
                     out = decode(**problem.arguments())
                 torch.cuda.current_stream().synchronize()

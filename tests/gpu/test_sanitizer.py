@@ -17,13 +17,14 @@ _SMALL_CASES = """
 import torch
 import mlagen
 from tests.cases import MlaCase
+fp16 = torch.float16
 for case in (
     MlaCase(name="16 rows", seq_lens=(0, 5, 70), heads=16, page_size=16),
     MlaCase(name="32 rows", seq_lens=(65, 130), heads=20, with_sinks=True),
     MlaCase(name="64 rows", seq_lens=(70, 200, 3), heads=40, q_len=2),
     MlaCase(name="split", seq_lens=(700, 30), heads=64),
-    MlaCase(name="rank 256, page 1", seq_lens=(700, 30), heads=64, kv_lora_rank=256, page_size=1),
-    MlaCase(name="ragged", seq_lens=(70, 9), q_lens=(3, 0), cache_form="strided", dtype=torch.float16),
+    MlaCase(name="rank 256", seq_lens=(700, 30), heads=64, kv_lora_rank=256, page_size=1),
+    MlaCase(name="ragged", seq_lens=(70, 9), q_lens=(3, 0), cache_form="strided", dtype=fp16),
 ):
     problem = case.build("cuda")
     out, lse = mlagen.mla.trtllm_batch_decode_with_kv_cache_mla(

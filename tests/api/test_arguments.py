@@ -1,0 +1,126 @@
+"""The checks that entry points are made of: what each lets pass, and what it says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from mlagen.api import arguments as checks
+from mlagen.api.arguments import DTYPES, INDEX_DTYPES
+from mlagen.errors import ArgumentError
+from mlagen.spec.dtype import DType
+
+CPU = torch.device("cpu")
+MATRIX = torch.zeros(2, 16)
+
+PASSING: dict[str, Callable[[], object]] = {
+    "a true condition": lambda: checks.require(True, "x", 1, 1),
+    "a tensor": lambda: checks.require_tensor(MATRIX, "x"),
+    "the query's device": lambda: checks.require_device(MATRIX, "x", CPU),
+    "one of the dtypes": lambda: checks.require_dtype(MATRIX, "x", (torch.float16, torch.float32)),
+    "one of the shapes": lambda: checks.require_shape(MATRIX, "x", ((16,), (2, 16))),
+    "one of the dimensions": lambda: checks.require_dims(MATRIX, "x", (1, 2)),
+    "no gaps": lambda: checks.require_contiguous(MATRIX, "x"),
+    "dense rows": lambda: checks.require_dense_last_dim(MATRIX[:, :3], "x"),
+    "a last dimension of one, whatever its stride": lambda: checks.require_dense_last_dim(
+        MATRIX[:, ::16], "x"
+    ),
+    "whole 16 bytes from row to row": lambda: checks.require_aligned(MATRIX, "x"),
+    "one row, whatever its stride": lambda: checks.require_aligned(
+        torch.zeros(1, 3).as_strided((1, 3), (3, 1)), "x"
+    ),
+    "int32 on the device": lambda: checks.require_index(MATRIX.int(), "x", CPU),
+    "uint32 on the device": lambda: checks.require_index(MATRIX.int().view(torch.uint32), "x", CPU),
+    "a float": lambda: checks.require_scale(0.5, "x", CPU),
+    "an int": lambda: checks.require_scale(1, "x", CPU),
+    "an fp32 element": lambda: checks.require_scale(torch.ones(1, 1), "x", CPU),
+}
+
+REFUSED: dict[str, tuple[Callable[[], object], str]] = {
+    "a false condition": (
+        lambda: checks.require(False, "x.shape[0]", "2 (batch)", 3),
+        "x.shape[0]: expected 2 (batch), got 3",
+    ),
+    "no tensor": (
+        lambda: checks.require_tensor([1], "x"),
+        "x: expected a torch.Tensor, got list",
+    ),
+    "another device": (
+        lambda: checks.require_device(MATRIX, "x", torch.device("meta")),
+        "x.device: expected meta (of query), got cpu",
+    ),
+    "another dtype": (
+        lambda: checks.require_dtype(MATRIX, "x", (torch.float16, torch.bfloat16)),
+        "x.dtype: expected torch.float16 or torch.bfloat16, got torch.float32",
+    ),
+    "another dtype, with the reason": (
+        lambda: checks.require_dtype(MATRIX, "x", (torch.float16,), "dtype of query"),
+        "x.dtype: expected torch.float16 (dtype of query), got torch.float32",
+    ),
+    "another shape": (
+        lambda: checks.require_shape(MATRIX, "x", ((2, 8), (16,), (2, 8))),
+        "x.shape: expected [2, 8] or [16], got [2, 16]",
+    ),
+    "other dimensions": (
+        lambda: checks.require_dims(MATRIX, "x", (3, 4)),
+        "x.ndim: expected 3 or 4, got 2",
+    ),
+    "gaps": (
+        lambda: checks.require_contiguous(MATRIX.T, "x"),
+        "x.stride(): expected contiguous for shape [16, 2], got (1, 16)",
+    ),
+    "rows with gaps": (
+        lambda: checks.require_dense_last_dim(MATRIX.T, "x"),
+        "x.stride(-1): expected 1, got 16",
+    ),
+    "fp32 rows that are 12 bytes apart": (
+        lambda: checks.require_aligned(torch.zeros(2, 3), "x"),
+        "x.stride(0): expected a multiple of 4, got 3",
+    ),
+    "fp16 rows that are 24 bytes apart": (
+        lambda: checks.require_aligned(torch.zeros(2, 12).half(), "x"),
+        "x.stride(0): expected a multiple of 8, got 12",
+    ),
+    "int64": (
+        lambda: checks.require_index(MATRIX.long(), "x", CPU),
+        "x.dtype: expected torch.int32 or torch.uint32, got torch.int64",
+    ),
+    "a complex scale": (
+        lambda: checks.require_scale(1j, "x", CPU),
+        "x: expected a float or a torch.float32 tensor of one element, got 1j",
+    ),
+}
+
+
+@pytest.mark.parametrize("check", PASSING.values(), ids=PASSING)
+def test_what_keeps_the_rule_passes(check: Callable[[], object]) -> None:
+    """A check returns without a word, or with the tensor it was asked about."""
+    returned = check()
+
+    assert returned is None or returned is MATRIX
+
+
+@pytest.mark.parametrize(("check", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_breaks_the_rule_is_told(check: Callable[[], object], message: str) -> None:
+    """The message is one line: argument, rule, value."""
+    with pytest.raises(ArgumentError) as caught:
+        check()
+
+    assert str(caught.value) == message
+
+
+def test_an_argument_error_is_a_value_error() -> None:
+    """Callers of FlashInfer's functions catch that."""
+    with pytest.raises(ValueError, match="x: expected 1, got 2"):
+        checks.refuse("x", 1, 2)
+
+
+def test_every_dtype_of_ours_has_one_of_torch() -> None:
+    """The two lists of dtypes name the same ones."""
+    named = {dtype: str(ours) for dtype, ours in DTYPES.items()}
+
+    assert named == {torch.bfloat16: "bf16", torch.float16: "fp16"}
+    assert set(DTYPES.values()) == set(DType)
+    assert torch.int64 not in INDEX_DTYPES

@@ -1,0 +1,179 @@
+"""What MLA decode promises on every device; tests/test_mla.py and tests/gpu say on which."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+import mlagen
+from tests.cases import MlaCase, MlaProblem
+
+
+def decode(problem: MlaProblem, **changes: Any) -> torch.Tensor:
+    """Return the output for a problem, with some arguments changed."""
+    out = mlagen.mla.trtllm_batch_decode_with_kv_cache_mla(**problem.arguments(**changes))
+    assert isinstance(out, torch.Tensor)
+    return out
+
+
+def decode_with_lse(problem: MlaProblem, **changes: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return output and LSE for a problem, with some arguments changed."""
+    arguments = problem.arguments(return_lse=True, **changes)
+    result = mlagen.mla.trtllm_batch_decode_with_kv_cache_mla(**arguments)
+    assert isinstance(result, tuple)
+    return result
+
+
+class MlaSemantics:
+    """The tests; a subclass names the device."""
+
+    device: ClassVar[str]
+
+    @pytest.mark.parametrize("seq_lens", [(70, 3), (5000,)], ids=["whole", "split"])
+    def test_scales_may_be_tensors(self, seq_lens: tuple[int, ...]) -> None:
+        """A scale in an fp32 tensor counts like the same float, also where the work is split."""
+        case = MlaCase(name="", seq_lens=seq_lens, score_scale=0.05, output_scale=1.5)
+        problem = case.build(self.device)
+
+        out = decode(
+            problem,
+            bmm1_scale=torch.tensor(0.05, device=self.device),
+            bmm2_scale=torch.tensor([1.5], device=self.device),
+        )
+
+        problem.check(out)
+
+    @pytest.mark.parametrize("seq_lens", [(70, 3, 0), (5000,)], ids=["whole", "split"])
+    def test_natural_lse_and_outputs_of_the_caller(self, seq_lens: tuple[int, ...]) -> None:
+        """`out` and `lse` are written in place in the caller's shapes, the LSE in its base."""
+        case = MlaCase(name="", seq_lens=seq_lens, heads=20, with_sinks=True)
+        problem = case.build(self.device)
+        batch = len(seq_lens)
+        out = torch.full((batch, 20, 512), math.nan, dtype=torch.bfloat16, device=self.device)
+        lse = torch.full((batch, 1, 20), math.nan, device=self.device)
+
+        result = decode_with_lse(problem, out=out, lse=lse, return_lse_base="basee")
+
+        assert result[0] is out
+        assert result[1] is lse
+        problem.check(out, lse, natural=True)
+
+    def test_outputs_have_the_shapes_of_the_request(self) -> None:
+        """Made by us, the output is shaped like the query and the LSE is flat over tokens."""
+        uniform = MlaCase(name="", seq_lens=(70, 3), q_len=2, heads=5).build(self.device)
+        ragged = MlaCase(name="", seq_lens=(70, 3), q_lens=(1, 3), heads=5).build(self.device)
+
+        results = [decode_with_lse(problem) for problem in (uniform, ragged)]
+
+        shapes = [(tuple(out.shape), tuple(lse.shape)) for out, lse in results]
+        assert shapes == [((2, 2, 5, 512), (4, 5)), ((4, 5, 512), (4, 5))]
+
+    def test_a_hidden_token_with_nan_reaches_no_row_that_may_not_see_it(self) -> None:
+        """NaN in the newest token is seen by the last query token and by no other."""
+        case = MlaCase(name="", seq_lens=(100, 64, 33), q_len=4, heads=16)
+        problem = case.build(self.device)
+        for request, length in enumerate(case.seq_lens):
+            page = int(problem.block_tables[request, (length - 1) // 64])
+            problem.kv_cache[page, (length - 1) % 64] = math.nan
+
+        out = decode(problem)
+
+        assert out[:, 3].isnan().all()
+        expected = decode(case.build(self.device))
+        assert torch.equal(out[:, :3], expected[:, :3])
+
+    def test_wild_page_ids_inside_a_request_do_not_fault(self) -> None:
+        """An id that is no page of the cache harms only its own request."""
+        problem = MlaCase(name="", seq_lens=(200, 200, 5000), heads=16).build(self.device)
+        tables = problem.block_tables.clone()
+        tables[0, :3] = torch.tensor([-1, 2**31 - 1, -(2**31)], dtype=torch.int32)
+
+        out = decode(problem, block_tables=tables)
+
+        expected = decode(problem)
+        assert torch.equal(out[1:], expected[1:])
+
+    def test_lengths_beyond_the_table_are_cut(self) -> None:
+        """A length that the block table cannot hold is read as the most that it can."""
+        case = MlaCase(name="", seq_lens=(128, 64), spare_pages=0)
+        problem = case.build(self.device)
+        too_long = torch.tensor([1000, 64], dtype=torch.int32, device=self.device)
+
+        out = decode(problem, seq_lens=too_long)
+
+        problem.check(out)
+
+    def test_negative_lengths_are_empty(self) -> None:
+        """A negative length counts as a request without tokens."""
+        problem = MlaCase(name="", seq_lens=(0, 64)).build(self.device)
+        negative = torch.tensor([-5, 64], dtype=torch.int32, device=self.device)
+
+        out, lse = decode_with_lse(problem, seq_lens=negative)
+
+        problem.check(out, lse)
+
+    def test_unsigned_lengths_and_tables(self) -> None:
+        """Lengths and page ids may be uint32, read as the numbers they are."""
+        problem = MlaCase(name="", seq_lens=(70, 3), spare_pages=0).build(self.device)
+
+        out = decode(
+            problem,
+            seq_lens=problem.seq_lens.view(torch.uint32),
+            block_tables=problem.block_tables.view(torch.uint32),
+        )
+
+        problem.check(out)
+
+    def test_the_longest_ragged_query_may_be_left_out(self) -> None:
+        """Without max_q_len it is found from cum_seq_lens_q."""
+        case = MlaCase(name="", seq_lens=(5, 100, 0), q_lens=(1, 4, 2), heads=16)
+        problem = case.build(self.device)
+
+        out, lse = decode_with_lse(problem, max_q_len=None)
+
+        problem.check(out, lse)
+
+    def test_sinks_may_be_a_list_of_one(self) -> None:
+        """The list form of FlashInfer means the tensor in it."""
+        problem = MlaCase(name="", seq_lens=(70, 3), with_sinks=True).build(self.device)
+
+        out = decode(problem, sinks=[problem.sinks])
+
+        problem.check(out)
+
+    def test_an_lse_that_is_not_asked_for_is_left_alone(self) -> None:
+        """`lse` without `return_lse` is neither written nor returned."""
+        problem = MlaCase(name="", seq_lens=(70, 3)).build(self.device)
+        lse = torch.full((2, 16), 7.0, device=self.device)
+
+        out = decode(problem, lse=lse)
+
+        problem.check(out)
+        assert (lse == 7.0).all()
+
+    def test_a_query_among_other_columns(self) -> None:
+        """Heads of a query may lie apart, as in a tensor that holds more than the query."""
+        problem = MlaCase(name="", seq_lens=(70, 3), q_len=2, heads=6).build(self.device)
+        wide = torch.full((2, 2, 9, 640), math.nan, dtype=torch.bfloat16, device=self.device)
+        wide[:, :, :6, :576] = problem.query
+
+        out = decode(problem, query=wide[:, :, :6, :576])
+
+        problem.check(out)
+
+    def test_a_batch_of_nothing(self) -> None:
+        """No requests give empty results of the right shapes."""
+        problem = MlaCase(name="", seq_lens=(70,), heads=16).build(self.device)
+
+        out, lse = decode_with_lse(
+            problem,
+            query=problem.query[:0],
+            block_tables=problem.block_tables[:0],
+            seq_lens=problem.seq_lens[:0],
+        )
+
+        assert tuple(out.shape) == (0, 1, 16, 512)
+        assert tuple(lse.shape) == (0, 16)

@@ -1,0 +1,157 @@
+"""What is said of GPUs and driver, above all where there are none."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mlagen.errors import ArgumentError, DriverError
+from mlagen.runtime import device
+from mlagen.runtime.device import (
+    DeviceFacts,
+    arch_of_device,
+    checked,
+    driver_version,
+    visible_devices,
+)
+from tests.cache.builds import ROOT
+
+FACTS = "from mlagen.runtime.device import *; print(visible_devices(), driver_version())"
+
+
+def test_a_machine_without_a_driver_has_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is an empty list and no version, not an error."""
+    driver = pytest.importorskip("cuda.bindings.driver")
+
+    def fail(_: int) -> None:
+        raise RuntimeError("Failed to dlopen libcuda.so.1")
+
+    monkeypatch.setattr(driver, "cuInit", fail)
+
+    assert visible_devices() == []
+    assert driver_version() is None
+
+
+def test_a_driver_that_does_not_start_shows_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver without a usable GPU counts as none."""
+    driver = pytest.importorskip("cuda.bindings.driver")
+    status = driver.CUresult.CUDA_ERROR_NO_DEVICE
+    monkeypatch.setattr(driver, "cuInit", lambda _: (status,))
+
+    assert visible_devices() == []
+    assert driver_version() is None
+
+
+def test_without_the_bindings_there_are_no_gpus(tmp_path: Path) -> None:
+    """A machine that only looks at a cache needs no cuda-python."""
+    (tmp_path / "cuda").mkdir()
+    (tmp_path / "cuda/__init__.py").write_text("raise ImportError\n")
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+
+    done = subprocess.run(
+        [sys.executable, "-c", FACTS], env=environ, capture_output=True, text=True, check=True
+    )
+
+    assert done.stdout == "[] None\n"
+
+
+def test_facts_are_read_without_torch() -> None:
+    """Doctor and prewarming ask the driver itself."""
+    code = (
+        f"import sys; {FACTS.rpartition(';')[0]}; visible_devices(); print('torch' in sys.modules)"
+    )
+
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+
+    assert done.stdout == "False\n"
+
+
+class FakeDriver(SimpleNamespace):
+    """A driver with one GPU; every call succeeds."""
+
+    CUdevice_attribute = SimpleNamespace(
+        CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR=9,
+        CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR=0,
+        CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT=132,
+    )
+
+    def __getattr__(self, symbol: str) -> Any:
+        values: dict[str, tuple[object, ...]] = {
+            "cuDeviceGetCount": (0, 1),
+            "cuDeviceGet": (0, 0),
+            "cuDeviceGetName": (0, b"NVIDIA H200\0\0\0"),
+            "cuDeviceTotalMem": (0, 150_000_000_000),
+            "cuDriverGetVersion": (0, 13020),
+        }
+        if symbol == "cuDeviceGetAttribute":
+            return lambda attribute, _: (0, attribute)  # the numbers above are the values
+        return lambda *_: values[symbol]
+
+
+def test_what_the_driver_says_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Name, capability, SMs and memory of each GPU, and the newest CUDA it serves."""
+    monkeypatch.setattr(device, "_initialised_driver", FakeDriver)
+
+    found = visible_devices()
+
+    assert found == [
+        DeviceFacts(
+            index=0,
+            name="NVIDIA H200",
+            major=9,
+            minor=0,
+            sm_count=132,
+            memory_bytes=150_000_000_000,
+        )
+    ]
+    assert driver_version() == "13.2"
+
+
+def test_the_target_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its compute capability decides; a GPU without a target is refused."""
+    h200 = DeviceFacts(index=0, name="H200", major=9, minor=0, sm_count=132, memory_bytes=1)
+    t4 = DeviceFacts(index=1, name="T4", major=7, minor=5, sm_count=40, memory_bytes=1)
+    monkeypatch.setattr(device, "device_facts", [h200, t4].__getitem__)
+
+    arch = arch_of_device.__wrapped__(0)
+
+    assert str(arch) == "sm_90a"
+    with pytest.raises(ArgumentError, match=r"^device: expected compute capability .*, got 7\.5$"):
+        arch_of_device.__wrapped__(1)
+
+
+def test_a_refused_call_names_itself_and_the_drivers_words(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The error carries the symbol, and the message the driver's text for its status."""
+    driver = pytest.importorskip("cuda.bindings.driver")
+    words = (driver.CUresult.CUDA_SUCCESS, b"device kernel image is invalid")
+    monkeypatch.setattr(driver, "cuGetErrorString", lambda _: words)
+
+    with pytest.raises(DriverError) as caught:
+        checked((driver.CUresult.CUDA_ERROR_INVALID_IMAGE,), "cuLibraryLoadData")
+
+    assert caught.value.symbol == "cuLibraryLoadData"
+    assert str(caught.value) == (
+        "cuLibraryLoadData: device kernel image is invalid (CUDA_ERROR_INVALID_IMAGE)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("result", "values"),
+    [((0, 5), 5), ((0, 5, 6), (5, 6)), ((0,), ())],
+    ids=["one value", "two values", "none"],
+)
+def test_what_a_successful_call_returns(result: tuple[Any, ...], values: object) -> None:
+    """One value comes alone, several as a tuple."""
+    returned = checked(result, "cuAnything")
+
+    assert returned == values

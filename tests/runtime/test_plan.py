@@ -1,0 +1,155 @@
+"""How a problem is spread over a device, from shapes alone."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlagen.runtime.plan import MlaDecodePlan, MlaDecodeProblem, plan_mla_decode
+from mlagen.spec.mla import MlaDecodeSpec
+from tests.kernels import SM_80, mla_decode
+
+H200_SMS = 132
+
+
+def problem(
+    *, batch: int, longest_kv: int, heads: int = 16, q_len: int = 1, tokens: int | None = None
+) -> MlaDecodeProblem:
+    """Return a problem; ``tokens`` are the query tokens of ragged requests."""
+    return MlaDecodeProblem(
+        batch=batch,
+        q_len=q_len,
+        heads=heads,
+        total_rows=(batch * q_len if tokens is None else tokens) * heads,
+        longest_kv=longest_kv,
+    )
+
+
+def plan(
+    asked: MlaDecodeProblem, *, arch: str = "sm_90a", sm_count: int = H200_SMS
+) -> MlaDecodePlan:
+    """Return the plan of a bf16 problem of DeepSeek-V3's dimensions."""
+    spec = spec_of(asked, arch)
+    return plan_mla_decode(spec, asked, sm_count)
+
+
+def spec_of(asked: MlaDecodeProblem, arch: str) -> MlaDecodeSpec:
+    """Return the kernel that serves a problem."""
+    rows = asked.heads * asked.q_len
+    return mla_decode(arch=SM_80, rows=rows) if arch == "sm_80" else mla_decode(rows=rows)
+
+
+def tiles_of_split(split: int, tiles: int, splits: int) -> range:
+    """Return the tiles of a split, as roles/mla_decode/work.cuh divides them."""
+    per_split = -(-tiles // splits)
+    first = min(tiles, split * per_split)
+    return range(first, min(tiles, first + per_split))
+
+
+problems = st.builds(
+    problem,
+    batch=st.integers(0, 600),
+    longest_kv=st.integers(0, 200_000),
+    heads=st.integers(1, 256),
+    q_len=st.integers(1, 8),
+)
+
+
+@settings(deadline=None, max_examples=200)
+@given(asked=problems, sm_count=st.sampled_from([1, 46, 108, 132, 148]))
+def test_every_tile_is_attended_to_once(asked: MlaDecodeProblem, sm_count: int) -> None:
+    """No split is without a tile of the longest request, and together they cover each once."""
+    spec = spec_of(asked, "sm_90a")
+    tiles = max(1, -(-asked.longest_kv // spec.tile_tokens))
+
+    planned = plan(asked, sm_count=sm_count)
+
+    shares = [tiles_of_split(split, tiles, planned.splits) for split in range(planned.splits)]
+    assert 1 <= planned.splits <= tiles
+    assert all(shares)
+    assert [tile for share in shares for tile in share] == list(range(tiles))
+
+
+@settings(deadline=None, max_examples=200)
+@given(asked=problems, fewer=st.integers(0, 200_000))
+def test_shorter_requests_are_covered_too(asked: MlaDecodeProblem, fewer: int) -> None:
+    """However short a request of the batch is, its tiles are attended to once each."""
+    spec = spec_of(asked, "sm_90a")
+    tiles = -(-max(0, asked.longest_kv - fewer) // spec.tile_tokens)
+
+    planned = plan(asked)
+
+    shares = [tiles_of_split(split, tiles, planned.splits) for split in range(planned.splits)]
+    assert [tile for share in shares for tile in share] == list(range(tiles))
+
+
+@settings(deadline=None, max_examples=200)
+@given(asked=problems)
+def test_blocks_cover_all_rows(asked: MlaDecodeProblem) -> None:
+    """There is a block for each row tile of each request and split, and no more."""
+    spec = spec_of(asked, "sm_90a")
+
+    planned = plan(asked)
+
+    rows = asked.heads * asked.q_len
+    assert (planned.row_tiles - 1) * spec.tile_rows < rows <= planned.row_tiles * spec.tile_rows
+    assert planned.blocks == asked.batch * planned.row_tiles * planned.splits
+
+
+@settings(deadline=None, max_examples=200)
+@given(asked=problems)
+def test_the_workspace_holds_the_partial_rows_and_no_more(asked: MlaDecodeProblem) -> None:
+    """A split call keeps an fp32 row and its LSE for each row and split; a whole call nothing."""
+    planned = plan(asked)
+
+    partial_rows = planned.splits * asked.total_rows if planned.splits > 1 else 0
+    assert planned.partial_rows == partial_rows
+    assert planned.workspace_bytes == partial_rows * (512 + 1) * 4
+
+
+@settings(deadline=None, max_examples=200)
+@given(asked=problems)
+def test_the_workspace_is_bounded_by_the_device(asked: MlaDecodeProblem) -> None:
+    """Splits stop at a few blocks for each slot of the device, so the workspace does too."""
+    planned = plan(asked)
+
+    spec = spec_of(asked, "sm_90a")
+    most_blocks = 4 * H200_SMS * spec.blocks_per_sm
+    assert planned.splits == 1 or planned.blocks <= most_blocks
+    assert planned.workspace_bytes <= most_blocks * spec.tile_rows * (512 + 1) * 4
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        problem(batch=264, longest_kv=4096),
+        problem(batch=132, longest_kv=131072, heads=128, q_len=2),
+        problem(batch=1, longest_kv=32),
+        problem(batch=1, longest_kv=0),
+        problem(batch=0, longest_kv=4096),
+    ],
+    ids=["a full grid", "a full grid of wide tiles", "one tile", "no tokens", "no requests"],
+)
+def test_what_is_not_split(asked: MlaDecodeProblem) -> None:
+    """Work that fills the device, or is one tile long, gains nothing from splitting."""
+    planned = plan(asked)
+
+    assert planned.splits == 1
+    assert planned.workspace_bytes == 0
+
+
+@pytest.mark.parametrize("heads", [8, 16, 128])
+def test_one_long_request_fills_the_device(heads: int) -> None:
+    """A single request is spread over at least half of the SMs."""
+    planned = plan(problem(batch=1, longest_kv=131072, heads=heads))
+
+    assert planned.splits > 1
+    assert planned.blocks >= H200_SMS // 2
+
+
+def test_a_plan_depends_on_shapes_alone() -> None:
+    """Two problems that are equal have one plan, so a captured call can be replayed."""
+    first, second = (plan(problem(batch=4, longest_kv=5000)) for _ in range(2))
+
+    assert first == second

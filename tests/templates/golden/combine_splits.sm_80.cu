@@ -1,0 +1,207 @@
+// Names and types that every kernel uses. Needs nothing: no header exists where kernels are
+// compiled.
+
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+using i64 = long long;
+
+// Tags that choose the instruction for an element type; the data itself is held as u16 or u32.
+struct Bf16 {};
+struct Fp16 {};
+
+constexpr int kWarpLanes = 32;
+constexpr float kLog2E = 1.4426950408889634f;
+constexpr float kInfinity = __builtin_bit_cast(float, 0x7f800000);
+
+// The dynamic shared memory of the block, seen as one struct.
+template <typename Layout>
+__device__ inline Layout& shared_memory() {
+  extern __shared__ __align__(1024) unsigned char bytes[];
+  return *reinterpret_cast<Layout*>(bytes);
+}
+
+__device__ inline u32 shared_address(const void* pointer) {
+  return static_cast<u32>(__cvta_generic_to_shared(pointer));
+}
+
+__device__ inline int lane_index() { return static_cast<int>(threadIdx.x) % kWarpLanes; }
+__device__ inline int warp_index() { return static_cast<int>(threadIdx.x) / kWarpLanes; }
+
+__device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+// What one launch passes to the kernel. Needs blocks/prelude.cuh.
+struct Params {
+  const float* partial_out;
+  const float* partial_lse;
+  const float* bmm2_scale_tensor;
+  const float* sinks;
+  u16* out;
+  float* lse;
+  i64 total_rows;
+  int heads;
+  int splits;
+  float bmm2_scale;
+  float lse_factor;
+};
+
+// The numbers of this kernel; the rest of the source only uses them. Needs blocks/prelude.cuh.
+using Element = Bf16;
+constexpr int kHeadDimVo = 512;
+constexpr int kWarps = 4;
+constexpr int kThreads = kWarps * kWarpLanes;
+constexpr int kSliceDims = kWarpLanes * 4;  // output dims of one block: a float4 for each lane
+constexpr int kSlices = kHeadDimVo / kSliceDims;
+static_assert(kHeadDimVo % kSliceDims == 0, "slices cover the row");
+
+// PTX ISA, "Data Movement and Conversion Instructions: cvt". Needs sm_80.
+
+// cvt.rn.bf16x2.f32
+__device__ inline u32 cvt_rn_x2_f32(Bf16, float high, float low) {
+  u32 packed;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+// cvt.rn.f16x2.f32
+__device__ inline u32 cvt_rn_x2_f32(Fp16, float high, float low) {
+  u32 packed;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+// cvt.f32.f16
+__device__ inline float cvt_f32(Fp16, u16 bits) {
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+  return value;
+}
+
+// A bf16 is the upper half of an fp32; sm_80 has no instruction for it and needs none.
+__device__ inline float cvt_f32(Bf16, u16 bits) {
+  return __uint_as_float(static_cast<u32>(bits) << 16);
+}
+
+// PTX ISA, "Floating Point Instructions: ex2". Needs sm_20.
+
+// ex2.approx.ftz.f32
+// 2 to the power of x, relative error below 2^-22; minus infinity gives zero.
+__device__ inline float ex2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Stands in for blocks/dependent_launch.cuh where the architecture has no such thing.
+
+__device__ inline void wait_for_previous_kernel() {}
+__device__ inline void let_next_kernel_start() {}
+
+// How the statistics of a softmax row become its scale and its LSE. Needs ptx/ex2.cuh.
+
+struct RowResult {
+  float factor;  // multiplies the accumulated values
+  float lse;  // log2 of the sum of 2^score, the sink included; minus infinity for an empty row
+};
+
+// `reference` in log2 units, `sum` relative to it; `sink` is a natural-log logit without a value,
+// or minus infinity. A row that saw nothing is zero, sink or not.
+__device__ inline RowResult finish_row(float reference, float sum, float sink) {
+  if (reference == -kInfinity) return {0.0f, -kInfinity};
+  const float sink_log2 = sink * kLog2E;
+  // Relative to the larger of the two, because 2^(sink - reference) may overflow.
+  const float larger = fmaxf(reference, sink_log2);
+  const float rescale = ex2_approx(reference - larger);
+  const float total = sum * rescale + ex2_approx(sink_log2 - larger);
+  return {rescale / total, larger + log2f(total)};
+}
+
+// Folds the partial rows of all splits into one. Needs Params, roles/combine_splits/constants,
+// blocks/row_result.cuh.
+
+struct SharedMemory {
+  float sum[kWarps];
+  float4 values[kWarps][kWarpLanes];
+};
+
+__device__ inline float warp_maximum(float value) {
+#pragma unroll
+  for (int lanes = kWarpLanes / 2; lanes > 0; lanes /= 2) {
+    value = fmaxf(value, __shfl_xor_sync(~0u, value, lanes));
+  }
+  return value;
+}
+
+// The largest LSE of the row over its splits, found by every warp for itself.
+__device__ inline float largest_lse(const Params& params, i64 row) {
+  float largest = -kInfinity;
+  for (int split = lane_index(); split < params.splits; split += kWarpLanes) {
+    largest = fmaxf(largest, params.partial_lse[split * params.total_rows + row]);
+  }
+  return warp_maximum(largest);
+}
+
+// Sums this warp's share of the splits, each weighted by 2^(its LSE - largest).
+__device__ inline float4 weighted_sum(const Params& params, i64 row, int dim, float largest,
+                                      float& weights) {
+  float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  weights = 0.0f;
+#pragma unroll 4
+  for (int split = warp_index(); split < params.splits; split += kWarps) {
+    const i64 partial_row = split * params.total_rows + row;
+    const float lse = params.partial_lse[partial_row];
+    if (lse == -kInfinity) continue;  // nothing seen, and its values were never written
+    const float weight = ex2_approx(lse - largest);
+    const float4 value =
+        *reinterpret_cast<const float4*>(params.partial_out + partial_row * kHeadDimVo + dim);
+    weights += weight;
+    total.x += weight * value.x;
+    total.y += weight * value.y;
+    total.z += weight * value.z;
+    total.w += weight * value.w;
+  }
+  return total;
+}
+
+__device__ inline void combine(const Params& params, SharedMemory& shared) {
+  const i64 row = blockIdx.x / kSlices;
+  const int dim = static_cast<int>(blockIdx.x) % kSlices * kSliceDims + lane_index() * 4;
+  const float largest = largest_lse(params, row);
+  float weights;
+  shared.values[warp_index()][lane_index()] = weighted_sum(params, row, dim, largest, weights);
+  if (lane_index() == 0) shared.sum[warp_index()] = weights;
+  __syncthreads();
+  if (warp_index() != 0) return;
+
+  float sum = 0.0f;
+  float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+  for (int warp = 0; warp < kWarps; ++warp) {
+    const float4 value = shared.values[warp][lane_index()];
+    sum += shared.sum[warp];
+    total.x += value.x;
+    total.y += value.y;
+    total.z += value.z;
+    total.w += value.w;
+  }
+  const float sink = params.sinks == nullptr ? -kInfinity : params.sinks[row % params.heads];
+  const RowResult result = finish_row(largest, sum, sink);
+  const float bmm2_scale =
+      params.bmm2_scale_tensor == nullptr ? params.bmm2_scale : *params.bmm2_scale_tensor;
+  const float factor = result.factor * bmm2_scale;
+  uint2 packed;
+  packed.x = cvt_rn_x2_f32(Element{}, total.y * factor, total.x * factor);
+  packed.y = cvt_rn_x2_f32(Element{}, total.w * factor, total.z * factor);
+  *reinterpret_cast<uint2*>(params.out + row * kHeadDimVo + dim) = packed;
+  if (params.lse != nullptr && blockIdx.x % kSlices == 0 && lane_index() == 0) {
+    params.lse[row] = result.lse * params.lse_factor;
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+    combine_splits(const __grid_constant__ Params params) {
+  wait_for_previous_kernel();
+  __shared__ SharedMemory shared;
+  combine(params, shared);
+  let_next_kernel_start();
+}

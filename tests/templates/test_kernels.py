@@ -1,0 +1,59 @@
+"""Every supported kernel, for every architecture that the installed NVRTC knows."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from mlagen.codegen.render import render
+from mlagen.compiler.nvrtc import compile_source
+from mlagen.compiler.ptxas import parse_warnings
+from mlagen.compiler.toolchain import find_nvrtc
+from mlagen.spec.arch import ARCHS, Arch
+from mlagen.spec.families import specs_of
+from mlagen.spec.kernel import KernelSpec
+from mlagen.spec.mla import MlaDecodeSpec
+from tests.kernels import require_known
+
+# The register file of an SM, in 32-bit registers; CUDA C++ Programming Guide, table "Technical
+# Specifications per Compute Capability". A warp's share is allocated in steps of 256.
+REGISTERS_PER_SM = 65536
+REGISTERS_STEP = 256
+# Of one block the driver keeps 1 KiB, and an SM has 1 KiB more than a block may have.
+RESERVED_BYTES = 1024
+
+
+def problems_of(spec: KernelSpec) -> list[str]:
+    """Compile a kernel and return what is wrong with it."""
+    cubin = compile_source(render(spec), spec.arch, find_nvrtc())
+    problems = [f"ptxas warns: {number}" for number in parse_warnings(cubin.log)]
+    if [found.symbol for found in cubin.resources] != [spec.symbol]:
+        return [*problems, f"expected one kernel, got {cubin.resources}"]
+    (found,) = cubin.resources
+    blocks = spec.blocks_per_sm if isinstance(spec, MlaDecodeSpec) else 1
+    warp = -(-found.registers * 32 // REGISTERS_STEP) * REGISTERS_STEP
+    registers = warp * (spec.threads // 32) * blocks
+    shared = (spec.shared_bytes + found.static_shared_bytes + RESERVED_BYTES) * blocks
+    facts = {
+        f"spills {found.spill_store_bytes} + {found.spill_load_bytes} bytes": found.has_spills,
+        f"has a stack of {found.stack_bytes} bytes": found.stack_bytes > 0,
+        f"takes {registers} registers of an SM": registers > REGISTERS_PER_SM,
+        f"takes {shared} bytes of an SM": shared > spec.arch.shared_bytes + RESERVED_BYTES,
+    }
+    return problems + [problem for problem, is_so in facts.items() if is_so]
+
+
+# About 35 s on two idle cores for the architectures with most kernels.
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("arch", ARCHS, ids=str)
+def test_every_kernel_compiles_into_the_limits_of_its_architecture(arch: Arch) -> None:
+    """No spill, no stack, no performance warning; registers and shared memory fit the SM."""
+    require_known(arch)
+    specs = specs_of(arch)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # NVRTC lets go of the interpreter lock
+        problems = dict(zip(map(str, specs), pool.map(problems_of, specs), strict=True))
+
+    assert {spec: found for spec, found in problems.items() if found} == {}

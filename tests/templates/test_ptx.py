@@ -1,0 +1,175 @@
+"""The wrappers of PTX instructions: one file per family, one instruction per wrapper."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from mlagen.artifacts import Source
+from mlagen.codegen.sources import template_root
+from mlagen.compiler.nvrtc import compile_source
+from mlagen.compiler.toolchain import find_nvrtc
+from mlagen.errors import CompileError
+from mlagen.spec.arch import ARCHS, Arch
+from tests.kernels import require_known
+
+FAMILIES = {path.stem: path for path in sorted((template_root() / "ptx").glob("*.cuh"))}
+
+_HEADER = re.compile(r'// PTX ISA, "[^"]+"\. Needs sm_(\d+)\.')
+_WRAPPER = re.compile(
+    r"(?P<comment>(?:^//.*\n)*)"
+    r"(?P<template>^template <.*>\n)?"
+    r"^__device__ inline (?P<result>\w+) (?P<name>\w+)\((?P<parameters>.*)\) \{"
+    r"(?P<body>.*\}\n|\n(?:.*\n)*?\}\n)",
+    re.MULTILINE,
+)
+_ASM = re.compile(r"\basm\s*(?:volatile)?\s*\(")
+_LITERAL = re.compile(r'"((?:[^"\\]|\\.)*)"')
+
+
+@dataclass(frozen=True)
+class Wrapper:
+    """One function of a family."""
+
+    name: str
+    result: str
+    is_template: bool
+    parameters: list[str]
+    comment: list[str]  # the lines above it
+    body: str
+
+    def call(self) -> str:
+        """Return a statement that calls it with anything, and uses what it returns."""
+        tags = ("Bf16", "Fp16")
+        arguments = [f"{name}{{}}" if name in tags else "Anything{}" for name in self.parameters]
+        call = f"{self.name}{'<0>' if self.is_template else ''}({', '.join(arguments)})"
+        return f"{call};" if self.result == "void" else f"use({call});"
+
+
+def wrappers(path: Path) -> Iterator[Wrapper]:
+    """Yield the functions of a family."""
+    for match in _WRAPPER.finditer(path.read_text()):
+        parameters = match["parameters"]
+        yield Wrapper(
+            name=match["name"],
+            result=match["result"],
+            is_template=match["template"] is not None,
+            parameters=parameters.split(", ") if parameters else [],
+            comment=[line.removeprefix("// ") for line in match["comment"].splitlines()],
+            body=match["body"],
+        )
+
+
+def minimum(path: Path) -> int:
+    """Return the number of the first architecture that a family's first line says it needs."""
+    match = _HEADER.match(path.read_text())
+    assert match is not None, f"{path.name}: the first line names no manual section or no sm_"
+    return int(match[1])
+
+
+# A kernel that calls every wrapper of a family, with operands that no compiler can foresee.
+CALLS = """
+__device__ inline unsigned char* bytes() {
+  extern __shared__ __align__(1024) unsigned char memory[];
+  return memory;
+}
+struct Anything {
+  template <typename T>
+  __device__ operator T&() const {
+    return *reinterpret_cast<T*>(bytes());
+  }
+};
+template <typename T>
+__device__ inline void use(T value) {
+  *reinterpret_cast<volatile T*>(bytes()) = value;
+}
+"""
+
+
+def compile_family(path: Path, arch: Arch) -> bytes:
+    """Compile a family alone, with a kernel that calls all of it; return the machine code."""
+    prelude = (template_root() / "blocks/prelude.cuh").read_text()
+    calls = "\n".join(f"  {wrapper.call()}" for wrapper in wrappers(path))
+    kernel = f'extern "C" __global__ void probe() {{\n{calls}\n}}\n'
+    text = f"{prelude}\n{path.read_text()}\n{CALLS}\n{kernel}"
+    return compile_source(Source(text=text, origins=()), arch, find_nvrtc()).code
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_compiles_alone_for_its_first_architecture(family: str) -> None:
+    """It needs the prelude and nothing else, and ptxas takes every instruction."""
+    path = FAMILIES[family]
+    arch = next(arch for arch in ARCHS if arch.number >= minimum(path))
+    require_known(arch)
+
+    code = compile_family(path, arch)
+
+    assert code.startswith(b"\x7fELF")
+
+
+NOT_EVERYWHERE = [name for name, path in FAMILIES.items() if minimum(path) > ARCHS[0].number]
+
+
+@pytest.mark.parametrize("family", NOT_EVERYWHERE)
+def test_the_stated_minimum_is_the_real_one(family: str) -> None:
+    """On the architecture before, ptxas refuses the family."""
+    path = FAMILIES[family]
+    before = [arch for arch in ARCHS if arch.number < minimum(path)][-1]
+    require_known(before)
+
+    with pytest.raises(CompileError, match=f"sm_{minimum(path)}"):
+        compile_family(path, before)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_comment_above_a_wrapper_is_the_instruction_inside(family: str) -> None:
+    """The instruction stands above each wrapper as PTX spells it, and inside once."""
+    found = list(wrappers(FAMILIES[family]))
+
+    assert found
+    for wrapper in found:
+        if not _ASM.search(wrapper.body):
+            continue
+        instruction = wrapper.comment[0]
+        text = "".join(_LITERAL.findall(wrapper.body))
+        assert re.fullmatch(r"[a-z][a-z0-9_]*([.:]+[A-Za-z0-9_]+)+", instruction), wrapper.name
+        assert instruction in text, wrapper.name
+        assert len(_ASM.findall(wrapper.body)) == 1, wrapper.name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_names_are_the_mnemonic(family: str) -> None:
+    """File, wrapper and instruction begin with the same word."""
+    found = list(wrappers(FAMILIES[family]))
+
+    assert [wrapper.name for wrapper in found if not wrapper.name.startswith(family)] == []
+    instructions = [wrapper.comment[0] for wrapper in found if _ASM.search(wrapper.body)]
+    spelled = [instruction.replace(".", "_") for instruction in instructions]
+    assert [name for name in spelled if not name.startswith(family)] == []
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_wrapper_is_seen_by_these_tests(family: str) -> None:
+    """No function of a family escapes the pattern that finds wrappers."""
+    text = FAMILIES[family].read_text()
+
+    assert len(list(wrappers(FAMILIES[family]))) == text.count("__device__")
+    assert sum(len(_ASM.findall(wrapper.body)) for wrapper in wrappers(FAMILIES[family])) == len(
+        _ASM.findall(text)
+    )
+
+
+def test_inline_assembly_lives_in_ptx_only() -> None:
+    """Blocks, roles and kernels call instructions by name."""
+    elsewhere = [
+        str(path.relative_to(template_root()))
+        for path in template_root().rglob("*")
+        if path.suffix in {".cuh", ".j2"} and path.parent.name != "ptx"
+        if _ASM.search(path.read_text())
+    ]
+
+    assert elsewhere == []

@@ -1,0 +1,176 @@
+"""The rules of templates/: what keeps them readable as CUDA."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from mlagen.codegen.render import render
+from mlagen.codegen.sources import template_root
+from mlagen.spec.arch import ARCHS
+from mlagen.spec.families import FAMILIES, specs_of
+from mlagen.spec.kernel import KernelSpec
+from tests.cache.builds import ROOT
+from tests.kernels import COMBINE, SM_80, WIDE_DECODE, mla_decode
+
+FILES = {
+    str(path.relative_to(template_root())): path
+    for path in sorted(template_root().rglob("*"))
+    if path.suffix in {".cuh", ".j2"}
+}
+PLAIN = [name for name in FILES if name.endswith(".cuh")]
+JINJA = [name for name in FILES if name.endswith(".j2")]
+
+# A tag by its keyword, since {% and {{ are CUDA too: in the operands of PTX, in initialisers.
+_TAG = re.compile(r"\{%[-+]?\s*([a-z]+)")
+_OUTPUT = re.compile(r"\{\{[-+]?\s*([a-z_][\w.]*)[^{}]*\}\}")
+_KEYWORDS = {"include", "from", "import", "macro", "endmacro", "if", "elif", "else", "endif"}
+_KEYWORDS |= {"for", "endfor"}
+_OPENING, _CLOSING = {"if", "for", "macro"}, {"endif", "endfor", "endmacro"}
+
+# What a file other than constants.cuh.j2 may write of a spec: names and choices, no sizes.
+_OUTPUTS = {"spec.symbol", "parameter.cuda_type", "parameter.name"}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_plain_file_has_no_jinja(name: str) -> None:
+    """What is called .cuh is CUDA that any tool can read."""
+    text = FILES[name].read_text()
+
+    tags = {keyword for keyword in _TAG.findall(text) if keyword in _KEYWORDS}
+    outputs = {output for output in _OUTPUT.findall(text) if output.startswith("spec")}
+    assert tags | outputs == set()
+    assert "{#" not in text
+
+
+@pytest.mark.parametrize("name", JINJA)
+def test_a_template_has_jinja(name: str) -> None:
+    """What is called .j2 has a reason for it."""
+    text = FILES[name].read_text()
+
+    assert name.endswith((".cuh.j2", ".cu.j2"))
+    assert _TAG.search(text) or _OUTPUT.search(text)
+
+
+@pytest.mark.parametrize("name", JINJA)
+def test_tags_are_few_and_stand_at_the_left(name: str) -> None:
+    """Control tags begin their line at column 0, alone, and are nested two deep at the most."""
+    depth = 0
+    for line in FILES[name].read_text().splitlines():
+        if "{%" not in line:
+            continue
+        assert re.fullmatch(r"\{% [^%]+ %\}", line), line
+        (keyword,) = _TAG.findall(line)
+        assert keyword in _KEYWORDS, line
+        depth += (keyword in _OPENING) - (keyword in _CLOSING)
+        assert 0 <= depth <= 2, line
+    assert depth == 0
+
+
+@pytest.mark.parametrize("name", JINJA)
+def test_white_space_is_left_alone(name: str) -> None:
+    """Only the first comment of a file eats the space around it."""
+    lines = FILES[name].read_text().splitlines()
+
+    golfed = [line for line in lines if re.search(r"\{[{%#][-+]|[-+][}%#]\}", line)]
+
+    assert golfed in ([], lines[:1])
+
+
+@pytest.mark.parametrize("name", [name for name in JINJA if not name.endswith("constants.cuh.j2")])
+def test_sizes_enter_once(name: str) -> None:
+    """Numbers of a spec become constants in one file of a family; the others use the constants."""
+    written = set(_OUTPUT.findall(FILES[name].read_text()))
+
+    assert written <= _OUTPUTS
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_first_line_says_what_a_file_is(name: str) -> None:
+    """It is a comment: of the CUDA, or of the template where that would not end up in a kernel."""
+    first = FILES[name].read_text().splitlines()[0]
+
+    assert re.match(r"// \S|\{#- \S", first)
+    assert name.startswith("kernels/") == first.startswith("{#-")
+
+
+@cache
+def rendered_specs() -> tuple[tuple[KernelSpec, str, tuple[str, ...]], ...]:
+    """Return every supported kernel of every architecture with its text and its origins."""
+    specs = [spec for arch in ARCHS for spec in specs_of(arch)]
+    sources = [(spec, render(spec)) for spec in specs]
+    return tuple((spec, source.text, source.origins) for spec, source in sources)
+
+
+def test_no_kernel_includes_a_file() -> None:
+    """Source, options and compiler are the whole input of a build."""
+    including = [
+        str(spec)
+        for spec, text, _ in rendered_specs()
+        if re.search(r"^\s*#\s*include", text, re.MULTILINE)
+    ]
+
+    assert including == []
+
+
+def test_every_file_is_part_of_some_kernel() -> None:
+    """A block that no supported kernel contains can be deleted."""
+    used = {origin.rpartition(":")[0] for _, _, origins in rendered_specs() for origin in origins}
+
+    assert set(FILES) - used == set()
+
+
+def clang_format() -> str:
+    """Return the formatter's path; skip where the version that the project pins is missing."""
+    path = shutil.which("clang-format", path=str(Path(sys.executable).parent))
+    path = path or shutil.which("clang-format")
+    pinned = re.search(r'"clang-format==([\d.]+)"', (ROOT / "pyproject.toml").read_text())
+    assert pinned is not None
+    if path is None:
+        pytest.skip(f"needs clang-format {pinned[1]}")
+    version = subprocess.run([path, "--version"], capture_output=True, text=True, check=True)
+    if f" {pinned[1].split('.')[0]}." not in version.stdout:
+        pytest.skip(f"needs clang-format {pinned[1]}, found {version.stdout.strip()}")
+    return path
+
+
+def formatted(text: str) -> str:
+    """Return the text as clang-format under the project's rules would have it."""
+    command = [clang_format(), f"--style=file:{ROOT / '.clang-format'}", "--assume-filename=k.cu"]
+    done = subprocess.run(command, input=text, capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_plain_file_is_formatted(name: str) -> None:
+    """Clang-format would leave it as it is."""
+    text = FILES[name].read_text()
+
+    assert formatted(text) == text
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [WIDE_DECODE, mla_decode(arch=SM_80), COMBINE],
+    ids=["decode on sm_90a", "decode on sm_80", "combine"],
+)
+def test_a_rendered_kernel_is_formatted(spec: KernelSpec) -> None:
+    """What substitution made of the templates, clang-format would leave as it is."""
+    text = render(spec).text
+
+    assert formatted(text) == text
+
+
+def test_every_family_has_its_template() -> None:
+    """The families that specs name are the kernels that there are."""
+    kernels = {name for name in FILES if name.startswith("kernels/")}
+
+    named = {spec.template for family in FAMILIES for spec in specs_of(SM_80, (family,))}
+
+    assert named == kernels

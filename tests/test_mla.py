@@ -1,0 +1,209 @@
+"""MLA decode on the CPU: the backend in plain torch, against float64."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+
+import mlagen
+from mlagen.api.mla_call import run_mla
+from mlagen.api.mla_request import MlaInputs
+from mlagen.errors import ArgumentError, UnsupportedError
+from tests.cases import MlaCase
+from tests.mla_cases import CASES
+from tests.mla_semantics import MlaSemantics, decode, decode_with_lse
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_element_is_attention_as_float64_computes_it(case: MlaCase) -> None:
+    """Output and LSE are right, whatever NaN and wild ids stand in what must not be read."""
+    problem = case.build("cpu")
+
+    out, lse = decode_with_lse(problem)
+
+    problem.check(out, lse)
+
+
+class TestOnTheCpu(MlaSemantics):
+    """Every promise of the entry point, without a GPU."""
+
+    device = "cpu"
+
+
+def test_the_oracle_sees_a_wrong_element() -> None:
+    """One wrong element among thousands fails the check, which says where it is."""
+    problem = MlaCase(name="", seq_lens=(70, 3)).build("cpu")
+    out = decode(problem)
+    out[1, 0, 7, 300] += 0.1
+
+    with pytest.raises(
+        AssertionError, match=r"out: 1 of 16384 elements off; first at \(1, 7, 300\)"
+    ):
+        problem.check(out)
+
+
+def test_the_oracle_sees_a_token_too_many() -> None:
+    """A mask that is one token too generous fails the check."""
+    problem = MlaCase(name="", seq_lens=(5, 3), q_len=2).build("cpu")
+    shifted = problem.seq_lens + 1
+
+    out = decode(problem, seq_lens=shifted, kv_cache=problem.kv_cache.nan_to_num(0.0))
+
+    with pytest.raises(AssertionError, match="elements off"):
+        problem.check(out)
+
+
+def test_the_signature_is_the_one_of_flashinfer() -> None:
+    """Names, order and defaults of the parameters are those that callers rely on."""
+    parameters = inspect.signature(mlagen.mla.trtllm_batch_decode_with_kv_cache_mla).parameters
+
+    names = " ".join(name for name, p in parameters.items() if p.kind is not p.KEYWORD_ONLY)
+    assert names == (
+        "query kv_cache workspace_buffer qk_nope_head_dim kv_lora_rank qk_rope_head_dim "
+        "block_tables seq_lens max_seq_len sparse_mla_top_k out bmm1_scale bmm2_scale sinks "
+        "skip_softmax_threshold_scale_factor enable_pdl backend is_var_seq "
+        "uses_shared_paged_kv_idx lse return_lse cute_dsl_impl kv_scale_format cum_seq_lens_q "
+        "max_q_len multi_ctas_kv_counter_buffer sparse_mla_top_k_lens enable_dcp cp_world cp_rank "
+        "causal_seqlens_kv_global use_fp16_softmax"
+    )
+    assert [name for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY] == [
+        "return_lse_base"
+    ]
+
+
+NEWER = (None, True, "xqa")  # skip_softmax_threshold_scale_factor, enable_pdl, backend
+OLDER = (True, "xqa")  # enable_pdl, backend
+ORDERS = {
+    "the newer order": NEWER,
+    "the newer order, cut short": (0.0, False),
+    "the older order": OLDER,
+    "the older order without a choice of PDL": (None, "trtllm-gen"),
+    "the older order, cut short": (False,),
+}
+
+
+@pytest.mark.parametrize("tail", ORDERS.values(), ids=ORDERS)
+def test_both_positional_orders_mean_the_same(
+    tail: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After `sinks`, either order of FlashInfer reaches the kernel with its enable_pdl."""
+    problem = MlaCase(name="", seq_lens=(70, 3), with_sinks=True).build("cpu")
+    given = problem.arguments()
+    leading = [
+        given[name]
+        for name in (
+            "query",
+            "kv_cache",
+            "workspace_buffer",
+            "qk_nope_head_dim",
+            "kv_lora_rank",
+            "qk_rope_head_dim",
+            "block_tables",
+            "seq_lens",
+            "max_seq_len",
+        )
+    ]
+    seen = []
+
+    def record(inputs: MlaInputs, enable_pdl: bool) -> object:
+        seen.append(enable_pdl)
+        return run_mla(inputs, enable_pdl)
+
+    monkeypatch.setattr("mlagen.mla.run_mla", record)
+    entry_point: Any = mlagen.mla.trtllm_batch_decode_with_kv_cache_mla
+
+    out = entry_point(
+        *leading, 0, None, given["bmm1_scale"], given["bmm2_scale"], given["sinks"], *tail
+    )
+
+    problem.check(out)
+    assert seen == [False not in tail]
+
+
+@pytest.mark.parametrize("backend", ["auto", "xqa", "trtllm-gen", "cute-dsl"])
+def test_every_backend_name_has_the_same_semantics(backend: str) -> None:
+    """Scales, LSE and output do not depend on the name, unlike elsewhere."""
+    case = MlaCase(name="", seq_lens=(70, 3), score_scale=0.05, output_scale=2.0)
+    problem = case.build("cpu")
+
+    out, lse = decode_with_lse(problem, backend=backend)
+
+    problem.check(out, lse)
+
+
+def test_int_scales_are_numbers() -> None:
+    """A scale of 1 is a scale of 1.0."""
+    case = MlaCase(name="", seq_lens=(70, 3), score_scale=1.0, output_scale=1.0)
+    problem = case.build("cpu")
+
+    out = decode(problem, bmm1_scale=1, bmm2_scale=1)
+
+    problem.check(out)
+    assert out.dtype is torch.bfloat16
+
+
+# Each keyword that is not implemented, with a value that asks for it, and how the message shows it.
+UNSUPPORTED: dict[str, tuple[object, str]] = {
+    "sparse_mla_top_k": (128, "expected 0, got 128"),
+    "skip_softmax_threshold_scale_factor": (0.5, "expected None, got 0.5"),
+    "uses_shared_paged_kv_idx": (False, "expected True, got False"),
+    "cute_dsl_impl": ("modular", "expected 'auto', got 'modular'"),
+    "kv_scale_format": ("e8m0", "expected 'auto', got 'e8m0'"),
+    "multi_ctas_kv_counter_buffer": (torch.zeros(8), "expected None, got a tensor"),
+    "sparse_mla_top_k_lens": (torch.zeros(2), "expected None, got a tensor"),
+    "enable_dcp": (True, "expected False, got True"),
+    "cp_world": (2, "expected 1, got 2"),
+    "cp_rank": (1, "expected 0, got 1"),
+    "causal_seqlens_kv_global": (torch.zeros(2), "expected None, got a tensor"),
+    "use_fp16_softmax": (True, "expected None, got True"),
+}
+
+
+@pytest.mark.parametrize("keyword", UNSUPPORTED)
+def test_a_keyword_that_is_not_implemented_is_refused(keyword: str) -> None:
+    """The message names the keyword, what it may be and what it was; nothing is written."""
+    problem = MlaCase(name="", seq_lens=(70, 3)).build("cpu")
+    out = torch.full((2, 1, 16, 512), 7.0, dtype=torch.bfloat16)
+    value, shown = UNSUPPORTED[keyword]
+
+    with pytest.raises(UnsupportedError) as caught:
+        decode(problem, out=out, **{keyword: value})
+
+    assert str(caught.value) == f"{keyword}: not implemented, {shown}"
+    assert (out == 7.0).all()
+
+
+def test_keywords_that_ask_for_nothing_are_accepted() -> None:
+    """The neutral values, spelled out, and hints that change no result."""
+    problem = MlaCase(name="", seq_lens=(70, 3)).build("cpu")
+
+    out = decode(
+        problem,
+        sparse_mla_top_k=0,
+        skip_softmax_threshold_scale_factor=0.0,
+        enable_pdl=False,
+        is_var_seq=False,
+        uses_shared_paged_kv_idx=True,
+        cute_dsl_impl="auto",
+        kv_scale_format="auto",
+        enable_dcp=False,
+        use_fp16_softmax=False,
+    )
+
+    problem.check(out)
+
+
+@pytest.mark.parametrize("backend", ["fa2", "sparse", "", None])
+def test_an_unknown_backend_is_refused(backend: str | None) -> None:
+    """The message lists the names that are known."""
+    problem = MlaCase(name="", seq_lens=(70, 3)).build("cpu")
+
+    with pytest.raises(ArgumentError) as caught:
+        decode(problem, backend=backend)
+
+    assert str(caught.value) == (
+        f"backend: expected one of auto, xqa, trtllm-gen, cute-dsl, got {backend!r}"
+    )
