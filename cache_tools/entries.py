@@ -46,6 +46,7 @@ def document_of(stored: StoredEntry) -> dict[str, Any]:
             "family": dict(manifest.ingredients).get("family"),
             "spec": dict(manifest.facts["kernel"]["spec"]),
             "resources": manifest.facts["resources"],
+            "dynamic_shared_bytes": manifest.facts["kernel"]["dynamic_shared_bytes"],
             "compile_ms": manifest.facts["compile_ms"],
             "created": dict(manifest.created),
             "created_by": manifest.created_by,

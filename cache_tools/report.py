@@ -113,13 +113,15 @@ def kernel_text(family: str, ingredients: Mapping[str, str]) -> str:
 _NAMED = ("kv_lora_rank", "page_size", "tile_rows")
 
 
-def resource_columns(facts: Mapping[str, Any]) -> dict[str, int]:
-    """Return what ptxas said of the kernel whose manifest has these facts."""
-    kernels = facts["resources"]
+def resource_columns(
+    kernels: Sequence[Mapping[str, Any]], dynamic_shared_bytes: int
+) -> dict[str, int]:
+    """Return what ptxas said of an entry's kernels, and a block's shared memory; sizes in bytes."""
+    static = max(kernel["static_shared_bytes"] for kernel in kernels)
     return {
         "registers": max(kernel["registers"] for kernel in kernels),
         "spill_bytes": sum(k["spill_store_bytes"] + k["spill_load_bytes"] for k in kernels),
-        "static_shared_bytes": max(kernel["static_shared_bytes"] for kernel in kernels),
+        "shared_bytes": static + dynamic_shared_bytes,
     }
 
 

@@ -22,7 +22,7 @@ from mlagen.errors import (
 
 if TYPE_CHECKING:
     from mlagen import mla
-    from mlagen.api.mla_call import workspace_bytes
+    from mlagen.api.mla_plan import workspace_bytes
     from mlagen.prewarming import prewarm
 
 __all__ = [
@@ -42,7 +42,7 @@ __all__ = [
 
 __version__ = "0.1.0"
 
-_MODULES = {"prewarm": "mlagen.prewarming", "workspace_bytes": "mlagen.api.mla_call"}
+_MODULES = {"prewarm": "mlagen.prewarming", "workspace_bytes": "mlagen.api.mla_plan"}
 
 
 def __getattr__(name: str) -> object:

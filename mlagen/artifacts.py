@@ -59,7 +59,9 @@ class Build:
     toolchain: str
 
 
-def build_of(source: Source, cubin: Cubin, *, spec: Mapping[str, str], symbol: str) -> Build:
+def build_of(
+    source: Source, cubin: Cubin, *, spec: Mapping[str, str], symbol: str, shared_bytes: int
+) -> Build:
     """Return the files and the manifest facts of one compiled kernel."""
     return Build(
         files={
@@ -69,7 +71,7 @@ def build_of(source: Source, cubin: Cubin, *, spec: Mapping[str, str], symbol: s
             "build.log": cubin.log.encode(),
         },
         facts={
-            "kernel": {"symbol": symbol, "spec": dict(spec)},
+            "kernel": {"symbol": symbol, "spec": dict(spec), "dynamic_shared_bytes": shared_bytes},
             "resources": [asdict(resources) for resources in cubin.resources],
             "compile_ms": round(cubin.compile_ms, 1),
         },

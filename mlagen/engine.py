@@ -125,4 +125,10 @@ def _build(spec: KernelSpec, nvrtc: Nvrtc) -> Build:
     source = render(spec)
     cubin = compile_source(source, spec.arch, nvrtc)
     logger.info("compiled %s in %.1f s", spec.symbol, cubin.compile_ms / 1e3)
-    return build_of(source, cubin, spec=spec.ingredients(), symbol=spec.symbol)
+    return build_of(
+        source,
+        cubin,
+        spec=spec.ingredients(),
+        symbol=spec.symbol,
+        shared_bytes=spec.shared_bytes,
+    )

@@ -48,7 +48,9 @@ def test_a_build_holds_all_that_an_entry_keeps() -> None:
         compile_ms=512.345,
     )
 
-    build = build_of(source, cubin, spec={"page_size": "64"}, symbol="mla_decode")
+    build = build_of(
+        source, cubin, spec={"page_size": "64"}, symbol="mla_decode", shared_bytes=93_632
+    )
 
     assert build.toolchain == "nvrtc-13.5.37"
     assert build.files == {
@@ -58,7 +60,11 @@ def test_a_build_holds_all_that_an_entry_keeps() -> None:
         "build.log": b"ptxas info\n",
     }
     assert json.loads(json.dumps(build.facts)) == {
-        "kernel": {"symbol": "mla_decode", "spec": {"page_size": "64"}},
+        "kernel": {
+            "symbol": "mla_decode",
+            "spec": {"page_size": "64"},
+            "dynamic_shared_bytes": 93_632,
+        },
         "resources": [
             {
                 "symbol": "mla_decode",

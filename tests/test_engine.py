@@ -158,7 +158,11 @@ def test_an_entry_says_what_was_built(cache_dir: Path) -> None:
     assert entry.path.is_relative_to(cache_dir)
     assert entry.manifest.created_by == "prewarm"
     facts = entry.manifest.facts
-    assert facts["kernel"] == {"symbol": "combine_splits", "spec": COMBINE.ingredients()}
+    assert facts["kernel"] == {
+        "symbol": "combine_splits",
+        "spec": COMBINE.ingredients(),
+        "dynamic_shared_bytes": 0,
+    }
     (said,) = facts["resources"]
     assert said["symbol"] == "combine_splits"
     assert said["registers"] > 0

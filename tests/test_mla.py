@@ -16,8 +16,11 @@ from tests.cases import MlaCase
 from tests.mla_cases import CASES
 from tests.mla_semantics import MlaSemantics, decode, decode_with_lse
 
+# What takes gigabytes in float64 is left to the GPU tests.
+SHORT = [case for case in CASES if max(case.seq_lens) <= 10_000]
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+
+@pytest.mark.parametrize("case", SHORT, ids=str)
 def test_every_element_is_attention_as_float64_computes_it(case: MlaCase) -> None:
     """Output and LSE are right, whatever NaN and wild ids stand in what must not be read."""
     problem = case.build("cpu")

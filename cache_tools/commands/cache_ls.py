@@ -50,7 +50,7 @@ def ls(*, as_json: bool) -> None:
 
 
 def _row(document: dict[str, Any]) -> dict[str, Any]:
-    resources = resource_columns(document)
+    resources = resource_columns(document["resources"], document["dynamic_shared_bytes"])
     return {
         "key": document["key"][:SHORT_KEY],
         **kernel_columns(document["family"], document["spec"]),

@@ -72,10 +72,11 @@ def _facts(stored: StoredEntry) -> dict[str, str]:
     facts |= {f"  {name}": value for name, value in document["spec"].items()}
     for kernel in document["resources"]:
         spills = kernel["spill_store_bytes"] + kernel["spill_load_bytes"]
+        shared_bytes = kernel["static_shared_bytes"] + document["dynamic_shared_bytes"]
         facts[f"ptxas {kernel['symbol']}"] = (
             f"{kernel['registers']} registers, {spills} bytes spilled, "
             f"{kernel['stack_bytes']} bytes of stack, "
-            f"{kernel['static_shared_bytes']} bytes of static shared memory"
+            f"{shared_bytes} bytes of shared memory"
         )
     assert stored.manifest is not None
     for name, file in stored.manifest.files.items():

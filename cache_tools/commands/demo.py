@@ -260,16 +260,14 @@ def _document(
         entry = kernel_store().find(key_of(unit.spec))
         assert entry is not None, "published a moment ago"
         assert entry.path is not None
-        resources = resource_columns(entry.manifest.facts)
-        shared_bytes = unit.spec.shared_bytes + resources.pop("static_shared_bytes")
+        facts = entry.manifest.facts
         kernels.append(
             {
                 "key": unit.key,
                 "family": unit.spec.family,
                 "spec": unit.spec.ingredients(),
-                "compile_ms": entry.manifest.facts["compile_ms"],
-                **resources,
-                "shared_bytes": shared_bytes,
+                "compile_ms": facts["compile_ms"],
+                **resource_columns(facts["resources"], facts["kernel"]["dynamic_shared_bytes"]),
                 "cubin_bytes": len(entry.cubin),
                 "path": str(entry.path),
             }

@@ -88,6 +88,13 @@ def require_aligned(tensor: torch.Tensor, argument: str) -> None:
             refuse(f"{argument}.stride({dim})", f"a multiple of {elements}", stride)
 
 
+def require_aligned_pointer(tensor: torch.Tensor, argument: str) -> None:
+    """Refuse a tensor that does not begin at a whole 16-byte address."""
+    if tensor.data_ptr() % ALIGNMENT_BYTES:
+        excess = f"{tensor.data_ptr() % ALIGNMENT_BYTES} more than one"
+        refuse(f"{argument}.data_ptr()", f"a multiple of {ALIGNMENT_BYTES}", excess)
+
+
 def require_index(tensor: torch.Tensor, argument: str, device: torch.device) -> None:
     """Refuse a tensor that is not 32-bit integers on ``device``."""
     require_device(tensor, argument, device)

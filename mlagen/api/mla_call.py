@@ -5,21 +5,26 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 
-from mlagen.api.arguments import ALIGNMENT_BYTES, DTYPES, refuse, require
-from mlagen.api.mla_request import MlaInputs, MlaRequest, check_request, paged_cache
+from mlagen.api.arguments import ALIGNMENT_BYTES, require
+from mlagen.api.mla_plan import plan_call, rounded_up
+from mlagen.api.mla_request import (
+    MlaInputs,
+    MlaRequest,
+    check_pointers,
+    check_request,
+    paged_cache,
+)
 from mlagen.api.reference import decode_mla
 from mlagen.engine import kernel_for
 from mlagen.errors import UnsupportedError
-from mlagen.runtime.device import arch_of_device, device_facts
 from mlagen.runtime.launch import launch
 from mlagen.runtime.loader import LoadedKernel
-from mlagen.runtime.plan import MlaDecodePlan, MlaDecodeProblem, plan_mla_decode
+from mlagen.runtime.plan import MlaDecodePlan
 from mlagen.spec.combine import CombineSplitsSpec
-from mlagen.spec.mla import MlaDecodeSpec, mla_decode_spec
+from mlagen.spec.mla import MlaDecodeSpec
 
 # Forms of arguments that are remembered; a server sees a few for each batch size.
 _MOST_CALLS = 8192
@@ -54,57 +59,11 @@ def run_mla(inputs: MlaInputs, enable_pdl: bool) -> tuple[torch.Tensor, torch.Te
     return _run_on_gpu(call, inputs, enable_pdl)
 
 
-def workspace_bytes(
-    *,
-    batch: int,
-    q_len: int,
-    heads: int,
-    max_seq_len: int,
-    dtype: torch.dtype = torch.bfloat16,
-    kv_lora_rank: int = 512,
-    qk_rope_head_dim: int = 64,
-    page_size: int = 64,
-    device: torch.device | int = 0,
-) -> int:
-    """Return the bytes of ``workspace_buffer`` that an MLA decode call of this size needs.
-
-    Parameters
-    ----------
-    batch, q_len, heads, max_seq_len
-        As in the call; for ragged queries ``q_len`` is the longest.
-    device
-        The GPU that will run it.
-
-    Raises
-    ------
-    UnsupportedError
-        If no kernel covers such a call.
-    """
-    index = device if isinstance(device, int) else (device.index or 0)
-    spec = mla_decode_spec(
-        arch=arch_of_device(index),
-        query_dtype=DTYPES[dtype],
-        kv_dtype=DTYPES[dtype],
-        kv_lora_rank=kv_lora_rank,
-        qk_rope_head_dim=qk_rope_head_dim,
-        page_size=page_size,
-        rows=q_len * heads,
-    )
-    problem = MlaDecodeProblem(
-        batch=batch,
-        q_len=q_len,
-        heads=heads,
-        total_rows=batch * q_len * heads,
-        longest_kv=_rounded_up(max_seq_len),
-    )
-    return _plan(spec, problem, device_facts(index).sm_count).workspace_bytes
-
-
 def _form_of(inputs: MlaInputs) -> Hashable:
     """Return everything about the arguments that a check or a plan may depend on.
 
-    Written out, for it runs at every call. None if something is not the tensor it should be, which
-    :func:`check_request` then says.
+    Written out, for it runs at every call. None if something is not of the kind it should be,
+    which :func:`check_request` then says.
     """
     query, cache, workspace, lora_rank, rope_dim, tables, seq_lens, longest = inputs[:8]
     out, bmm1_scale, bmm2_scale, sinks, lse, return_lse, lse_base, cumulative, max_q_len = inputs[
@@ -118,7 +77,7 @@ def _form_of(inputs: MlaInputs) -> Hashable:
             (lora_rank, rope_dim),
             (tables.shape, tables.stride(), tables.dtype, tables.get_device()),
             (seq_lens.shape, seq_lens.stride(), seq_lens.dtype, seq_lens.get_device()),
-            _rounded_up(longest),
+            rounded_up(longest),
             None if out is None else (out.shape, out.stride(), out.dtype, out.get_device()),
             float if bmm1_scale.__class__ is float else _facts(bmm1_scale),
             float if bmm2_scale.__class__ is float else _facts(bmm2_scale),
@@ -126,7 +85,7 @@ def _form_of(inputs: MlaInputs) -> Hashable:
             (return_lse, lse_base, None if lse is None else _facts(lse)),
             (max_q_len, None if cumulative is None else _facts(cumulative)),
         )
-    except AttributeError:
+    except (AttributeError, TypeError):
         return None
 
 
@@ -136,40 +95,22 @@ def _facts(value: object) -> Hashable:
     return type(value).__name__
 
 
-def _rounded_up(length: int) -> int:
-    # To four leading bits: the plan of a growing batch changes now and then, not at every step.
-    if not isinstance(length, int) or length < 16:
-        return length
-    step = 1 << (length.bit_length() - 4)
-    return -(-length // step) * step
-
-
-_plan = lru_cache(maxsize=_MOST_CALLS)(plan_mla_decode)
-
-
 def _prepare(inputs: MlaInputs, request: MlaRequest) -> MlaCall:
     if request.device.type != "cuda":
         raise UnsupportedError(f"query.device: expected cuda or cpu, got {request.device}")
     index = request.device.index
-    arch = arch_of_device(index)
-    spec = mla_decode_spec(
-        arch=arch,
-        query_dtype=DTYPES[request.dtype],
-        kv_dtype=DTYPES[request.dtype],
+    spec, plan = plan_call(
+        device=index,
+        dtype=request.dtype,
         kv_lora_rank=request.kv_lora_rank,
         qk_rope_head_dim=request.qk_rope_head_dim,
         page_size=request.page_size,
-        rows=request.q_len * request.heads,
-    )
-    capacity = request.max_pages * request.page_size
-    problem = MlaDecodeProblem(
         batch=request.batch,
         q_len=request.q_len,
+        tokens=request.tokens,
         heads=request.heads,
-        total_rows=request.tokens * request.heads,
-        longest_kv=min(_rounded_up(inputs.max_seq_len), capacity),
+        max_seq_len=inputs.max_seq_len,
     )
-    plan = _plan(spec, problem, device_facts(index).sm_count)
     given = inputs.workspace_buffer.numel() * inputs.workspace_buffer.element_size()
     require(
         given >= plan.workspace_bytes,
@@ -178,14 +119,14 @@ def _prepare(inputs: MlaInputs, request: MlaRequest) -> MlaCall:
         f"{given} bytes",
     )
     combine_spec = CombineSplitsSpec(
-        arch=arch, dtype=spec.query_dtype, head_dim_vo=spec.head_dim_vo
+        arch=spec.arch, dtype=spec.query_dtype, head_dim_vo=spec.head_dim_vo
     )
     return MlaCall(
         request=request,
         plan=plan,
         decode=kernel_for(spec, index),
         combine=kernel_for(combine_spec, index) if plan.splits > 1 else None,
-        combine_blocks=problem.total_rows * combine_spec.slices,
+        combine_blocks=request.tokens * request.heads * combine_spec.slices,
         layout=_layout(spec, request, plan),
     )
 
@@ -225,7 +166,7 @@ def _run_on_gpu(
     workspace = inputs.workspace_buffer.data_ptr()
     out_pointer = out.data_ptr()
     if (query | cache | workspace | out_pointer) % ALIGNMENT_BYTES:
-        _refuse_misaligned(inputs, out)
+        check_pointers(inputs)
     bmm1_tensor, bmm1_scale = _scale(inputs.bmm1_scale)
     bmm2_tensor, bmm2_scale = _scale(inputs.bmm2_scale)
     sinks = inputs.sinks.data_ptr() if inputs.sinks is not None else 0
@@ -279,21 +220,6 @@ def _scale(scale: float | torch.Tensor) -> tuple[int, float]:
     if isinstance(scale, torch.Tensor):
         return scale.data_ptr(), 0.0
     return 0, scale
-
-
-def _refuse_misaligned(inputs: MlaInputs, out: torch.Tensor) -> None:
-    for name in ("query", "kv_cache", "workspace_buffer"):
-        _require_aligned_pointer(getattr(inputs, name), name)
-    _require_aligned_pointer(out, "out")
-
-
-def _require_aligned_pointer(tensor: torch.Tensor, argument: str) -> None:
-    if tensor.data_ptr() % ALIGNMENT_BYTES:
-        refuse(
-            f"{argument}.data_ptr()",
-            f"a multiple of {ALIGNMENT_BYTES}",
-            f"{tensor.data_ptr() % ALIGNMENT_BYTES} more than one",
-        )
 
 
 def _run_on_cpu(inputs: MlaInputs, request: MlaRequest) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -17,6 +17,7 @@ from mlagen.api.arguments import (
     refuse,
     require,
     require_aligned,
+    require_aligned_pointer,
     require_contiguous,
     require_dense_last_dim,
     require_device,
@@ -27,6 +28,7 @@ from mlagen.api.arguments import (
     require_shape,
     require_tensor,
 )
+from mlagen.errors import UnsupportedError
 from mlagen.spec.mla import require_supported
 
 MOST_HEADS = 256
@@ -92,7 +94,7 @@ def check_request(inputs: MlaInputs) -> MlaRequest:
     query = require_tensor(inputs.query, "query")
     is_ragged = inputs.cum_seq_lens_q is not None
     require_dims(query, "query", (3,) if is_ragged else (4,))
-    require_dtype(query, "query", tuple(DTYPES))
+    _check_dtype(query)
     _check_head_dim(query, "query", inputs)
     require_dense_last_dim(query, "query")
     require_aligned(query, "query")
@@ -124,6 +126,7 @@ def check_request(inputs: MlaInputs) -> MlaRequest:
     _check_sinks(inputs, heads)
     out_shape = _check_out(inputs)
     lse_shape = _check_lse(inputs, tokens)
+    check_pointers(inputs)
     dtype = DTYPES[query.dtype]
     require_supported(
         dtype, dtype, inputs.kv_lora_rank, inputs.qk_rope_head_dim, page_size=cache.shape[1]
@@ -172,6 +175,20 @@ def paged_cache(inputs: MlaInputs) -> torch.Tensor:
     return cache
 
 
+def check_pointers(inputs: MlaInputs) -> None:
+    """Refuse tensors that do not begin at whole 16-byte addresses.
+
+    Raises
+    ------
+    ArgumentError
+        If there is one; the message names it.
+    """
+    for name in ("query", "kv_cache", "workspace_buffer", "out"):
+        tensor = getattr(inputs, name)
+        if tensor is not None:
+            require_aligned_pointer(tensor, name)
+
+
 def longest_query(inputs: MlaInputs) -> int:
     """Return the longest of the ragged queries; waits for the device.
 
@@ -188,6 +205,15 @@ def longest_query(inputs: MlaInputs) -> int:
     lengths = [end - start for start, end in pairwise(ends)]
     require(min(lengths, default=0) >= 0, "cum_seq_lens_q", "values that do not decrease", ends)
     return max(lengths, default=0)
+
+
+def _check_dtype(query: torch.Tensor) -> None:
+    if query.dtype is torch.float8_e4m3fn:  # a sound request elsewhere
+        expected = " or ".join(map(str, DTYPES))
+        raise UnsupportedError(
+            f"query.dtype: not implemented, expected {expected}, got {query.dtype}"
+        )
+    require_dtype(query, "query", tuple(DTYPES))
 
 
 def _check_head_dim(tensor: torch.Tensor, argument: str, inputs: MlaInputs) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from mlagen.errors import DriverError
+from mlagen.errors import ArgumentError, DriverError
 from mlagen.spec.arch import Arch, arch_of_capability
 
 
@@ -78,8 +78,17 @@ def driver_version() -> str | None:
 
 @cache
 def device_facts(index: int) -> DeviceFacts:
-    """Return the facts of GPU ``index``; they do not change while a process lives."""
-    return visible_devices()[index]
+    """Return the facts of GPU ``index``; they do not change while a process lives.
+
+    Raises
+    ------
+    ArgumentError
+        If there is no such GPU.
+    """
+    devices = visible_devices()
+    if not 0 <= index < len(devices):
+        raise ArgumentError(f"device: expected one of {len(devices)} visible GPUs, got {index}")
+    return devices[index]
 
 
 @cache

@@ -63,3 +63,9 @@ def padded(tensor: torch.Tensor, extra: int, *, dim: int = -1) -> torch.Tensor:
     shape = list(tensor.shape)
     shape[dim] += extra
     return torch.zeros(shape, dtype=tensor.dtype).narrow(dim, 0, tensor.shape[dim]).copy_(tensor)
+
+
+def displaced(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's elements in memory that begins one element after an aligned address."""
+    memory = torch.zeros(tensor.numel() + 1, dtype=tensor.dtype)
+    return memory[1:].view(tensor.shape).copy_(tensor)

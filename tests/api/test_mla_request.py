@@ -9,7 +9,15 @@ import torch
 
 import mlagen
 from mlagen.errors import UnsupportedError
-from tests.api.refusals import RAGGED, UNIFORM, Refusal, check, padded, refusals, strided
+from tests.api.refusals import (
+    RAGGED,
+    UNIFORM,
+    Refusal,
+    check,
+    padded,
+    refusals,
+    strided,
+)
 from tests.cases import MlaCase
 
 
@@ -266,3 +274,16 @@ def test_a_device_without_a_backend_is_refused() -> None:
         mlagen.mla.trtllm_batch_decode_with_kv_cache_mla(**arguments)
 
     assert str(caught.value) == "query.device: expected cuda or cpu, got meta"
+
+
+def test_fp8_queries_are_not_implemented_yet() -> None:
+    """A dtype that the interface knows and no kernel covers is told apart from a mistake."""
+    problem = UNIFORM.build("cpu")
+    query = problem.query.to(torch.float8_e4m3fn)
+
+    with pytest.raises(UnsupportedError) as caught:
+        mlagen.mla.trtllm_batch_decode_with_kv_cache_mla(**problem.arguments(query=query))
+
+    expected = "torch.bfloat16 or torch.float16"
+    told = f"query.dtype: not implemented, expected {expected}, got torch.float8_e4m3fn"
+    assert str(caught.value) == told

@@ -126,7 +126,7 @@ def test_a_kernel_on_one_line() -> None:
 
 
 def test_resources_are_those_of_the_kernel() -> None:
-    """Spills are stores and loads together."""
+    """Spills are stores and loads together, shared memory is static and dynamic."""
     kernel = {
         "symbol": "mla_decode",
         "registers": 200,
@@ -136,6 +136,6 @@ def test_resources_are_those_of_the_kernel() -> None:
         "static_shared_bytes": 64,
     }
 
-    resources = resource_columns({"resources": [kernel]})
+    resources = resource_columns([kernel], 1000)
 
-    assert resources == {"registers": 200, "spill_bytes": 20, "static_shared_bytes": 64}
+    assert resources == {"registers": 200, "spill_bytes": 20, "shared_bytes": 1064}

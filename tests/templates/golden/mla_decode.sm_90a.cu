@@ -89,8 +89,8 @@ constexpr int kWarpDims = kHeadDimVo / kWarps;
 constexpr int kTokenBytes = kHeadDimQk * 2;
 constexpr int kProbabilityBytes = kTileTokens * 2;
 
-// Every thread copies one token of a tile in each round, eight threads together. Products that warps
-// trade pass through the last round's part of the stage that is being filled.
+// Every thread copies one token of a tile in each round, eight threads together. Products that
+// warps trade pass through the last round's part of the stage that is being filled.
 constexpr int kRoundTokens = kThreads / 8;
 constexpr int kRounds = kTileTokens / kRoundTokens;
 constexpr int kBorrowedRounds = kDimWarps > 1 ? 1 : 0;
