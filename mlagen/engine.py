@@ -67,11 +67,6 @@ def key_of(spec: KernelSpec) -> CacheKey:
     return CacheKey(ingredients=tuple(ingredients), toolchain=str(nvrtc))
 
 
-def is_cached(spec: KernelSpec) -> bool:
-    """Whether a sound entry for ``spec`` is in the cache."""
-    return kernel_store().find(key_of(spec)) is not None
-
-
 def find_or_build(spec: KernelSpec, *, created_by: str = "jit") -> Outcome:
     """Return the cache entry of ``spec``, compiling it if it is not there; needs no GPU.
 

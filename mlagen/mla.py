@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from mlagen.api.mla_call import run_mla
-from mlagen.api.mla_request import MlaInputs, check_request, longest_query
+from mlagen.api.mla_inputs import MlaInputs
+from mlagen.api.mla_request import check_request, longest_query
 from mlagen.errors import ArgumentError, UnsupportedError
 
 _BACKENDS = ("auto", "xqa", "trtllm-gen", "cute-dsl")
@@ -100,8 +101,8 @@ def trtllm_batch_decode_with_kv_cache_mla(
     return_lse : bool
         Whether to return ``(out, lse)``: the logarithm of the softmax denominator, sink included.
     cum_seq_lens_q : int32 or uint32 [batch + 1]
-        Where the query tokens of each request begin, for requests of different ``q_len``. Query
-        tokens that belong to no request are not computed.
+        Where the query tokens of each request begin, for requests of different ``q_len``. What
+        query tokens give that belong to no request is not specified.
     max_q_len : int
         The longest ``q_len``; found by waiting for the device if None. A number below the true one
         leaves rows uncomputed.
@@ -176,7 +177,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
         max_q_len,
     )
     if cum_seq_lens_q is not None and max_q_len is None:
-        check_request(inputs._replace(max_q_len=0))
+        check_request(inputs._replace(max_q_len=2**31 - 1))  # all but what is found only now
         inputs = inputs._replace(max_q_len=longest_query(inputs))
     result, result_lse = run_mla(inputs, enable_pdl is None or enable_pdl)
     return result if result_lse is None else (result, result_lse)

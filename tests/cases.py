@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -123,10 +123,6 @@ class MlaProblem:
             factor = math.log(2) if natural else 1.0
             wanted = expected.lse * factor
             assert_close(lse.reshape(wanted.shape), wanted, lse_tolerance(out.dtype), "lse")
-
-    def moved(self, **changes: Any) -> MlaProblem:
-        """Return a copy with other tensors in place of some."""
-        return replace(self, **changes)
 
 
 def _build(case: MlaCase, device: str) -> MlaProblem:

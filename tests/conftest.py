@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,8 +15,17 @@ from tests.kernels import copy_templates, forget
 pytest.register_assert_rewrite("tests.cases", "tests.mla_semantics", "tests.reference")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what lies in tests/gpu, and skip it where there is no GPU."""
+def _wants_gpu(config: pytest.Config) -> bool:
+    return bool(config.getoption("markexpr") == "gpu")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark what lies in tests/gpu, and skip it where there is no GPU.
+
+    Where `make gpu` says that the machine has one, a torch that does not see it is an error.
+    """
+    if os.environ.get("HAS_GPU") and not torch.cuda.is_available() and _wants_gpu(config):
+        raise pytest.UsageError("torch: expected to see the GPU of this machine, got none")
     for item in items:
         if item.path.is_relative_to(Path(__file__).parent / "gpu"):
             item.add_marker(pytest.mark.gpu)

@@ -177,3 +177,42 @@ class MlaSemantics:
 
         assert tuple(out.shape) == (0, 1, 16, 512)
         assert tuple(lse.shape) == (0, 16)
+
+    @pytest.mark.parametrize(
+        ("length", "batch", "positions"),
+        [
+            (200, 200, tuple(range(200))),
+            (5000, 4, tuple(p for edge in range(64, 5000, 64) for p in (edge - 1, edge))),
+        ],
+        ids=["whole", "split"],
+    )
+    def test_no_token_is_left_out(
+        self, length: int, batch: int, positions: tuple[int, ...]
+    ) -> None:
+        """Wherever the one token lies that a query matches, its value is the output."""
+        problem = MlaCase(name="", seq_lens=(length,) * batch, heads=1).build(self.device)
+        cache, tables = problem.kv_cache, problem.block_tables.cpu()
+        quiet = cache.clone()
+        loud = problem.query[:, 0, 0]
+
+        for first in range(0, len(positions), batch):
+            asked = positions[first : first + batch]
+            cache.copy_(quiet)
+            for request, position in enumerate(asked):
+                cache[int(tables[request, position // 64]), position % 64] = loud[request]
+
+            out = decode(problem)[: len(asked), 0, 0]
+
+            assert torch.allclose(out, loud[: len(asked), :512], rtol=2**-7, atol=2**-7), asked
+
+    @pytest.mark.parametrize("length", [70, 5000], ids=["whole", "split"])
+    def test_nan_that_a_row_may_see_stays_nan(self, length: int) -> None:
+        """A NaN in the query of one head makes that head NaN, output and LSE, and no other."""
+        problem = MlaCase(name="", seq_lens=(length,), heads=16).build(self.device)
+        problem.query[0, 0, 3, 100] = math.nan
+
+        out, lse = decode_with_lse(problem)
+
+        assert out[0, 0].isnan().all(dim=1).nonzero().tolist() == [[3]]
+        assert out.isnan().sum() == 512
+        assert lse[0].isnan().nonzero().tolist() == [[3]]

@@ -17,7 +17,7 @@ import pytest
 
 from mlagen import engine
 from mlagen.compiler.toolchain import find_nvrtc, options_for
-from mlagen.engine import find_or_build, is_cached, kernel_for, kernel_store, key_of
+from mlagen.engine import find_or_build, kernel_for, kernel_store, key_of
 from mlagen.errors import CompileError
 from mlagen.runtime.loader import LoadedKernel
 from mlagen.spec.kernel import KernelSpec
@@ -133,17 +133,6 @@ def test_editing_a_template_changes_the_key(templates: Path) -> None:
 
     assert after.digest != before.digest
     assert [label for label, _, _ in after.differences(before)] == ["templates"]
-
-
-def test_asking_whether_a_kernel_is_cached_creates_nothing(cache_dir: Path) -> None:
-    """It is False on a machine without a cache folder, which stays without one."""
-    before = is_cached(COMBINE)
-    existed = cache_dir.exists()
-    find_or_build(COMBINE)
-
-    assert not before
-    assert not existed
-    assert is_cached(COMBINE)
 
 
 def test_an_entry_says_what_was_built(cache_dir: Path) -> None:

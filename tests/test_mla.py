@@ -10,7 +10,7 @@ import torch
 
 import mlagen
 from mlagen.api.mla_call import run_mla
-from mlagen.api.mla_request import MlaInputs
+from mlagen.api.mla_inputs import MlaInputs
 from mlagen.errors import ArgumentError, UnsupportedError
 from tests.cases import MlaCase
 from tests.mla_cases import CASES

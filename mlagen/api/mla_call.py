@@ -9,14 +9,9 @@ from dataclasses import dataclass
 import torch
 
 from mlagen.api.arguments import ALIGNMENT_BYTES, require
+from mlagen.api.mla_inputs import MlaInputs
 from mlagen.api.mla_plan import plan_call, rounded_up
-from mlagen.api.mla_request import (
-    MlaInputs,
-    MlaRequest,
-    check_pointers,
-    check_request,
-    paged_cache,
-)
+from mlagen.api.mla_request import MlaRequest, check_pointers, check_request, paged_cache
 from mlagen.api.reference import decode_mla
 from mlagen.engine import kernel_for
 from mlagen.errors import UnsupportedError
@@ -47,7 +42,10 @@ class MlaCall:
 def run_mla(inputs: MlaInputs, enable_pdl: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute one call; returns the output and, if asked for, the LSE."""
     form = _form_of(inputs)
-    call = _calls.get(form) if form is not None else None
+    try:
+        call = _calls.get(form) if form is not None else None
+    except TypeError:  # something in it cannot be hashed, such as a list; check_request refuses it
+        call = None
     if call is None:
         request = check_request(inputs)
         if request.device.type == "cpu":

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 
@@ -28,33 +27,12 @@ from mlagen.api.arguments import (
     require_shape,
     require_tensor,
 )
-from mlagen.errors import UnsupportedError
+from mlagen.api.mla_inputs import MlaInputs
+from mlagen.errors import CaptureError, UnsupportedError
 from mlagen.spec.mla import require_supported
 
 MOST_HEADS = 256
 LSE_BASES = ("base2", "basee")
-
-
-class MlaInputs(NamedTuple):
-    """What the caller passed; ``max_q_len`` is known here also where the caller left it out."""
-
-    query: torch.Tensor
-    kv_cache: torch.Tensor
-    workspace_buffer: torch.Tensor
-    kv_lora_rank: int
-    qk_rope_head_dim: int
-    block_tables: torch.Tensor
-    seq_lens: torch.Tensor
-    max_seq_len: int
-    out: torch.Tensor | None
-    bmm1_scale: float | torch.Tensor
-    bmm2_scale: float | torch.Tensor
-    sinks: torch.Tensor | None
-    lse: torch.Tensor | None
-    return_lse: bool
-    return_lse_base: str
-    cum_seq_lens_q: torch.Tensor | None
-    max_q_len: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +72,7 @@ def check_request(inputs: MlaInputs) -> MlaRequest:
     query = require_tensor(inputs.query, "query")
     is_ragged = inputs.cum_seq_lens_q is not None
     require_dims(query, "query", (3,) if is_ragged else (4,))
-    _check_dtype(query)
+    _check_dtype(query, "query")
     _check_head_dim(query, "query", inputs)
     require_dense_last_dim(query, "query")
     require_aligned(query, "query")
@@ -102,6 +80,7 @@ def check_request(inputs: MlaInputs) -> MlaRequest:
     require(1 <= heads <= MOST_HEADS, "query.shape[-2]", f"1 to {MOST_HEADS} heads", heads)
 
     cache = paged_cache(inputs)
+    _check_dtype(cache, "kv_cache")
     require_dtype(cache, "kv_cache", (query.dtype,), "dtype of query")
     seq_lens = require_tensor(inputs.seq_lens, "seq_lens")
     require_index(seq_lens, "seq_lens", query.device)
@@ -118,6 +97,12 @@ def check_request(inputs: MlaInputs) -> MlaRequest:
 
     q_len, query_stride = _check_query_tokens(inputs, batch)
     tokens = query.shape[0] if is_ragged else batch * q_len
+    require(
+        tokens <= batch * q_len,
+        "query.shape[0]",
+        f"{batch * q_len} or less (batch * max_q_len)",
+        tokens,
+    )
     workspace = require_tensor(inputs.workspace_buffer, "workspace_buffer")
     require_device(workspace, "workspace_buffer", query.device)
     require_contiguous(workspace, "workspace_buffer")
@@ -198,6 +183,11 @@ def longest_query(inputs: MlaInputs) -> int:
         If ``cum_seq_lens_q`` does not split the query's tokens among the requests.
     """
     cumulative = require_tensor(inputs.cum_seq_lens_q, "cum_seq_lens_q")
+    if cumulative.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise CaptureError(
+            "max_q_len: expected an int while a CUDA graph is captured, got None; without it the "
+            "call would wait for the device"
+        )
     tokens = inputs.query.shape[0]
     ends: list[int] = cumulative.tolist()
     require(ends[0] == 0, "cum_seq_lens_q[0]", 0, ends[0])
@@ -207,13 +197,13 @@ def longest_query(inputs: MlaInputs) -> int:
     return max(lengths, default=0)
 
 
-def _check_dtype(query: torch.Tensor) -> None:
-    if query.dtype is torch.float8_e4m3fn:  # a sound request elsewhere
+def _check_dtype(tensor: torch.Tensor, argument: str) -> None:
+    if tensor.dtype is torch.float8_e4m3fn:  # a sound request elsewhere
         expected = " or ".join(map(str, DTYPES))
         raise UnsupportedError(
-            f"query.dtype: not implemented, expected {expected}, got {query.dtype}"
+            f"{argument}.dtype: not implemented, expected {expected}, got {tensor.dtype}"
         )
-    require_dtype(query, "query", tuple(DTYPES))
+    require_dtype(tensor, argument, tuple(DTYPES))
 
 
 def _check_head_dim(tensor: torch.Tensor, argument: str, inputs: MlaInputs) -> None:

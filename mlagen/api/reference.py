@@ -10,7 +10,8 @@ from itertools import pairwise
 
 import torch
 
-from mlagen.api.mla_request import MlaInputs, MlaRequest
+from mlagen.api.mla_inputs import MlaInputs
+from mlagen.api.mla_request import MlaRequest
 
 
 def decode_mla(

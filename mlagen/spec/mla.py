@@ -62,6 +62,9 @@ TILES = (
 )
 
 
+_WORK_BYTES = 64  # of the struct in roles/mla_decode/work.cuh
+
+
 @dataclass(frozen=True, kw_only=True)
 class MlaDecodeSpec(KernelSpec):
     """What changes the machine code of an MLA decode kernel, and nothing else."""
@@ -148,7 +151,7 @@ class MlaDecodeSpec(KernelSpec):
             + self.tile_rows * self.tile_tokens
         )
         words = self.tile_rows * (self.token_warps + 3)
-        return elements * self.query_dtype.bytes + words * 4
+        return elements * self.query_dtype.bytes + words * 4 + _WORK_BYTES
 
 
 def mla_decode_spec(

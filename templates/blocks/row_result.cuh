@@ -8,7 +8,7 @@ struct RowResult {
 // `reference` in log2 units, `sum` relative to it; `sink` is a natural-log logit without a value,
 // or minus infinity. A row that saw nothing is zero, sink or not.
 __device__ inline RowResult finish_row(float reference, float sum, float sink) {
-  if (reference == -kInfinity) return {0.0f, -kInfinity};
+  if (sum == 0.0f) return {0.0f, -kInfinity};  // a NaN is not nothing
   const float sink_log2 = sink * kLog2E;
   // Relative to the larger of the two, because 2^(sink - reference) may overflow.
   const float larger = fmaxf(reference, sink_log2);

@@ -276,14 +276,15 @@ def test_a_device_without_a_backend_is_refused() -> None:
     assert str(caught.value) == "query.device: expected cuda or cpu, got meta"
 
 
-def test_fp8_queries_are_not_implemented_yet() -> None:
+@pytest.mark.parametrize("argument", ["query", "kv_cache"])
+def test_fp8_is_not_implemented_yet(argument: str) -> None:
     """A dtype that the interface knows and no kernel covers is told apart from a mistake."""
     problem = UNIFORM.build("cpu")
-    query = problem.query.to(torch.float8_e4m3fn)
+    tensor = problem.arguments()[argument].to(torch.float8_e4m3fn)
 
     with pytest.raises(UnsupportedError) as caught:
-        mlagen.mla.trtllm_batch_decode_with_kv_cache_mla(**problem.arguments(query=query))
+        mlagen.mla.trtllm_batch_decode_with_kv_cache_mla(**problem.arguments(**{argument: tensor}))
 
     expected = "torch.bfloat16 or torch.float16"
-    told = f"query.dtype: not implemented, expected {expected}, got torch.float8_e4m3fn"
+    told = f"{argument}.dtype: not implemented, expected {expected}, got torch.float8_e4m3fn"
     assert str(caught.value) == told

@@ -20,6 +20,12 @@ from tests.api.refusals import RAGGED, Refusal, check, refusals, strided
         RAGGED,
     ),
     Refusal(
+        "more tokens than max_q_len allows",
+        lambda _: {"max_q_len": 2},
+        "query.shape[0]: expected 4 or less (batch * max_q_len), got 5",
+        RAGGED,
+    ),
+    Refusal(
         "a list",
         lambda _: {"cum_seq_lens_q": [0, 1, 5]},
         "cum_seq_lens_q: expected a torch.Tensor, got list",

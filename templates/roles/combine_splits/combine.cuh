@@ -32,7 +32,7 @@ __device__ inline float4 weighted_sum(const Params& params, i64 row, int dim, fl
   for (int split = warp_index(); split < params.splits; split += kWarps) {
     const i64 partial_row = split * params.total_rows + row;
     const float lse = params.partial_lse[partial_row];
-    if (lse == -kInfinity) continue;  // nothing seen, and its values were never written
+    if (lse == -kInfinity) continue;  // nothing seen
     const float weight = ex2_approx(lse - largest);
     const float4 value =
         *reinterpret_cast<const float4*>(params.partial_out + partial_row * kHeadDimVo + dim);

@@ -43,25 +43,36 @@ __device__ inline void rescale_output(const SharedMemory& shared, Output& output
 __device__ inline void accumulate_boundary(SharedMemory& shared, int stage, int first_token,
                                            int first, int last, Output& output) {
   unsigned char* values = shared.kv[stage];
+  // Not unrolled: a rare path must not take registers from the loop over tiles.
+#pragma unroll 1
   for (int token = first; token < last; ++token) {
+    float p[kRowGroups][2];
+    u32 seen = 0;  // a bit for each row of this thread
 #pragma unroll
     for (int m = 0; m < kRowGroups; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int row = output_row(m, half);
-        if (first_token + token >= shared.row_visible[row]) continue;
-        const u32 p_offset = swizzled_offset<kProbabilityBytes>(row, token / kChunkElements) +
-                             token % kChunkElements * 2;
-        const float p =
-            cvt_f32(Element{}, *reinterpret_cast<u16*>(shared.probabilities + p_offset));
+        const u32 offset = swizzled_offset<kProbabilityBytes>(row, token / kChunkElements) +
+                           token % kChunkElements * 2;
+        p[m][half] = cvt_f32(Element{}, *reinterpret_cast<u16*>(shared.probabilities + offset));
+        if (first_token + token < shared.row_visible[row]) seen |= 1u << (m * 2 + half);
+      }
+    }
 #pragma unroll
-        for (int n = 0; n < kWarpDims / 8; ++n) {
-          const int dim = output_dim(n, 0);
-          const u32 offset =
-              swizzled_offset<kTokenBytes>(token, dim / kChunkElements) + dim % kChunkElements * 2;
-          const u32 pair = *reinterpret_cast<u32*>(values + offset);
-          output[m][n][half * 2] += p * cvt_f32(Element{}, static_cast<u16>(pair));
-          output[m][n][half * 2 + 1] += p * cvt_f32(Element{}, static_cast<u16>(pair >> 16));
+    for (int n = 0; n < kWarpDims / 8; ++n) {
+      const int dim = output_dim(n, 0);
+      const u32 offset =
+          swizzled_offset<kTokenBytes>(token, dim / kChunkElements) + dim % kChunkElements * 2;
+      const u32 pair = *reinterpret_cast<u32*>(values + offset);
+#pragma unroll
+      for (int m = 0; m < kRowGroups; ++m) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          if ((seen >> (m * 2 + half) & 1) == 0) continue;
+          output[m][n][half * 2] += p[m][half] * cvt_f32(Element{}, static_cast<u16>(pair));
+          output[m][n][half * 2 + 1] +=
+              p[m][half] * cvt_f32(Element{}, static_cast<u16>(pair >> 16));
         }
       }
     }

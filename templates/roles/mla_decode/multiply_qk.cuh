@@ -9,6 +9,9 @@ using Scores = float[kScoreRowGroups][kScoreTokenGroups][4];
 constexpr int kProductTokenGroups = kScoreTokenGroups * kDimWarps;
 using Products = float[kScoreRowGroups][kProductTokenGroups][4];
 
+// Steps of 16 dims whose keys are loaded together.
+constexpr int kKeySteps = kProductTokenGroups % 2 == 0 ? 1 : 2;
+
 __device__ inline int token_warp() { return warp_index() % kTokenWarps; }
 __device__ inline int dim_warp() { return warp_index() % kDimWarps; }
 
@@ -38,29 +41,34 @@ __device__ inline void multiply_dims(const SharedMemory& shared, int stage, Prod
     }
   }
 
-  // Not unrolled whole: the addresses of all steps at once would spill.
+  // Not unrolled: the addresses of all steps at once would spill.
 #pragma unroll 1
   for (int column = 0; column < kTokenBytes; column += 128) {
 #pragma unroll
-    for (int part = 0; part < 2 / kDimWarps; ++part) {
-      const int chunk = (dim_warp() + part) * 4;
-      u32 k[kProductTokenGroups][4];
+    for (int step = 0; step < 4 / kDimWarps; step += kKeySteps) {
+      const int first_chunk = dim_warp() * 4 + step * 2;
+      // A load brings two fragments: of two token groups, or of two steps of a lone one.
+      u32 k[kProductTokenGroups * kKeySteps / 2][4];
 #pragma unroll
-      for (int n = 0; n < kProductTokenGroups; ++n) {
-        ldmatrix_x4(
-            k[n], keys + column + swizzled_offset<kTokenBytes>(key_row + n * 8, chunk + lane / 8));
+      for (int load = 0; load < kProductTokenGroups * kKeySteps / 2; ++load) {
+        const int fragment = load * 2 + lane / 16;
+        const int chunk = first_chunk + fragment % kKeySteps * 2 + lane / 8 % 2;
+        ldmatrix_x4(k[load],
+                    keys + column +
+                        swizzled_offset<kTokenBytes>(key_row + fragment / kKeySteps * 8, chunk));
       }
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
+      for (int half = 0; half < kKeySteps; ++half) {
 #pragma unroll
         for (int m = 0; m < kScoreRowGroups; ++m) {
           u32 q[4];
-          ldmatrix_x4(q, query + column +
-                             swizzled_offset<kTokenBytes>(query_row + m * 16,
-                                                          chunk + half * 2 + lane / 16));
+          const int chunk = first_chunk + half * 2 + lane / 16;
+          ldmatrix_x4(q, query + column + swizzled_offset<kTokenBytes>(query_row + m * 16, chunk));
 #pragma unroll
           for (int n = 0; n < kProductTokenGroups; ++n) {
-            mma_m16n8k16(Element{}, products[m][n], q, k[n][half * 2], k[n][half * 2 + 1]);
+            const int fragment = n * kKeySteps + half;
+            mma_m16n8k16(Element{}, products[m][n], q, k[fragment / 2][fragment % 2 * 2],
+                         k[fragment / 2][fragment % 2 * 2 + 1]);
           }
         }
       }

@@ -1,11 +1,22 @@
-// The shared memory of a block, whole. Needs roles/mla_decode/constants.
-struct alignas(16) SharedMemory {
+// The shared memory of a block, whole. Needs Work, roles/mla_decode/constants.
+struct SharedMemory {
   unsigned char query[kRows * kTokenBytes];  // [kRows][kHeadDimQk], swizzled; then the output
   unsigned char kv[kStages][kTileTokens * kTokenBytes];  // [kTileTokens][kHeadDimQk], swizzled
   unsigned char probabilities[kRows * kProbabilityBytes];  // [kRows][kTileTokens], swizzled
+  Work work;  // here, and not in the registers of every thread
   int row_visible[kRows];  // how many tokens a row sees
   float row_partial[kTokenWarps][kRows];  // what each token warp found for a row: maximum, or sum
   float row_reference[kRows];  // what the probabilities are relative to, log2 units
   float row_rescale[kRows];  // what the output so far must be multiplied by
 };
 static_assert(sizeof(SharedMemory) == kSharedBytes, "the spec computes what the struct takes");
+
+// Leaves the work for all threads to read, divides once per row for all tiles to come, and lets
+// every row begin without a reference.
+__device__ inline void share_work(const Work& work, SharedMemory& shared) {
+  if (threadIdx.x == 0) shared.work = work;
+  for (int row = static_cast<int>(threadIdx.x); row < kRows; row += kThreads) {
+    shared.row_visible[row] = work.visible_tokens(row);
+    shared.row_reference[row] = -kInfinity;
+  }
+}

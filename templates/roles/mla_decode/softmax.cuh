@@ -5,11 +5,10 @@
 // rescaled seldom, and no probability exceeds 2^8, which fp16 holds.
 constexpr float kReferenceSlack = 8.0f;
 
-// Running statistics of the rows whose scores this thread holds. `reference` is of the row, in log2
-// units; the sums are over this thread's tokens only, of probabilities as P V uses them: rounded.
+// The sums are over this thread's tokens only, of probabilities as P V uses them: rounded. The
+// references, in log2 units, are in shared memory.
 struct Softmax {
   float scale;  // bmm1_scale * log2(e)
-  float reference[kScoreRowGroups][2];
   float sum[kScoreRowGroups][2];
   float tile_sum[kScoreRowGroups][2];
 
@@ -17,39 +16,39 @@ struct Softmax {
 #pragma unroll
     for (int m = 0; m < kScoreRowGroups; ++m) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        reference[m][half] = -kInfinity;
-        sum[m][half] = 0.0f;
-      }
+      for (int half = 0; half < 2; ++half) sum[m][half] = 0.0f;
     }
   }
 
+  // A score in log2 units. Rounded by itself, never fused with a subtraction: the vote on whether
+  // it exceeds a reference, and the reference that is moved to it, must speak of the same number.
+  __device__ float scaled(float score) const { return __fmul_rn(score, scale); }
+
   // How many tokens of the tile a row sees; more than kTileTokens means all.
-  __device__ static int visible_tokens(int row, int first_token, const Work& work,
-                                       const SharedMemory& shared) {
-    const bool is_visible_to_all = first_token + kTileTokens <= work.visible_to_all;
+  __device__ static int visible_tokens(int row, int first_token, const SharedMemory& shared) {
+    const bool is_visible_to_all = first_token + kTileTokens <= shared.work.visible_to_all;
     return is_visible_to_all ? kTileTokens : shared.row_visible[row] - first_token;
   }
 
   // Writes the probabilities of a tile relative to the references as they are. Returns whether a
   // score exceeds its reference by too much, as any score does that is the first of its row; then
   // what was written has no meaning.
-  __device__ bool write_probabilities(const Scores& scores, int first_token, const Work& work,
-                                      SharedMemory& shared) {
+  __device__ bool write_probabilities(const Scores& scores, int first_token, SharedMemory& shared) {
     bool exceeds = false;
 #pragma unroll
     for (int m = 0; m < kScoreRowGroups; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int row = score_row(m, half);
-        const int visible = visible_tokens(row, first_token, work, shared);
+        const int visible = visible_tokens(row, first_token, shared);
+        const float reference = shared.row_reference[row];
         tile_sum[m][half] = 0.0f;
 #pragma unroll
         for (int n = 0; n < kScoreTokenGroups; ++n) {
           float p[2];
 #pragma unroll
           for (int parity = 0; parity < 2; ++parity) {
-            const float score = scores[m][n][half * 2 + parity] * scale - reference[m][half];
+            const float score = scaled(scores[m][n][half * 2 + parity]) - reference;
             // A select, not arithmetic: the hidden score may be NaN.
             const float seen = score_token(n, parity) < visible ? score : -kInfinity;
             exceeds |= seen > kReferenceSlack;
@@ -70,48 +69,46 @@ struct Softmax {
 
   // Moves the reference of every row whose maximum over all token warps exceeds it by too much, and
   // says what the output so far must be multiplied by. Ends with the probabilities written anew.
-  __device__ void move_references(const Scores& scores, int first_token, const Work& work,
-                                  SharedMemory& shared) {
-    write_maxima(scores, first_token, work, shared);
+  __device__ void move_references(const Scores& scores, int first_token, SharedMemory& shared) {
+    write_maxima(scores, first_token, shared);
+    __syncthreads();
+    for (int row = static_cast<int>(threadIdx.x); row < kRows; row += kThreads) {
+      float maximum = -kInfinity;
+#pragma unroll
+      for (int warp = 0; warp < kTokenWarps; ++warp) {
+        maximum = fmaxf(maximum, shared.row_partial[warp][row]);
+      }
+      const float reference = shared.row_reference[row];
+      const bool exceeds = maximum - reference > kReferenceSlack;
+      shared.row_rescale[row] = exceeds ? ex2_approx(reference - maximum) : 1.0f;
+      if (exceeds) shared.row_reference[row] = maximum;
+    }
     __syncthreads();
 #pragma unroll
     for (int m = 0; m < kScoreRowGroups; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int row = score_row(m, half);
-        float maximum = -kInfinity;
-#pragma unroll
-        for (int warp = 0; warp < kTokenWarps; ++warp) {
-          maximum = fmaxf(maximum, shared.row_partial[warp][row]);
-        }
-        float rescale = 1.0f;
-        if (maximum > reference[m][half] + kReferenceSlack) {
-          rescale = ex2_approx(reference[m][half] - maximum);
-          reference[m][half] = maximum;
-        }
-        sum[m][half] *= rescale;
-        if (token_warp() == 0 && lane_index() % 4 == 0) shared.row_rescale[row] = rescale;
+        sum[m][half] *= shared.row_rescale[score_row(m, half)];
       }
     }
-    write_probabilities(scores, first_token, work, shared);
+    write_probabilities(scores, first_token, shared);
     __syncthreads();
   }
 
   // Leaves the maximum of every row of the tile over this warp's tokens.
-  __device__ void write_maxima(const Scores& scores, int first_token, const Work& work,
-                               SharedMemory& shared) const {
+  __device__ void write_maxima(const Scores& scores, int first_token, SharedMemory& shared) const {
 #pragma unroll
     for (int m = 0; m < kScoreRowGroups; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int row = score_row(m, half);
-        const int visible = visible_tokens(row, first_token, work, shared);
+        const int visible = visible_tokens(row, first_token, shared);
         float maximum = -kInfinity;
 #pragma unroll
         for (int n = 0; n < kScoreTokenGroups; ++n) {
 #pragma unroll
           for (int parity = 0; parity < 2; ++parity) {
-            const float score = scores[m][n][half * 2 + parity] * scale;
+            const float score = scaled(scores[m][n][half * 2 + parity]);
             if (score_token(n, parity) < visible) maximum = fmaxf(maximum, score);
           }
         }
@@ -130,7 +127,7 @@ struct Softmax {
     }
   }
 
-  // Leaves each row's reference and the parts of its sum in shared memory, for every warp to read.
+  // Leaves the parts of each row's sum in shared memory, for every warp to read.
   __device__ void publish(SharedMemory& shared) {
 #pragma unroll
     for (int m = 0; m < kScoreRowGroups; ++m) {
@@ -139,9 +136,7 @@ struct Softmax {
         sum[m][half] += __shfl_xor_sync(~0u, sum[m][half], 1);
         sum[m][half] += __shfl_xor_sync(~0u, sum[m][half], 2);
         if (lane_index() % 4 == 0) {
-          const int row = score_row(m, half);
-          shared.row_partial[token_warp()][row] = sum[m][half];
-          if (token_warp() == 0) shared.row_reference[row] = reference[m][half];
+          shared.row_partial[token_warp()][score_row(m, half)] = sum[m][half];
         }
       }
     }

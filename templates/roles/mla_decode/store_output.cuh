@@ -11,8 +11,9 @@ __device__ inline float row_sum(const SharedMemory& shared, int row) {
 
 // One split of several: normalised fp32 rows and their LSE in log2 units. A row that saw nothing
 // has LSE minus infinity, and its values are never read.
-__device__ inline void store_partial(const Params& params, const Work& work,
-                                     const SharedMemory& shared, const Output& output) {
+__device__ inline void store_partial(const Params& params, const SharedMemory& shared,
+                                     const Output& output) {
+  const Work& work = shared.work;
   const i64 split_row = work.split * params.total_rows;
 #pragma unroll
   for (int m = 0; m < kRowGroups; ++m) {
@@ -36,8 +37,9 @@ __device__ inline void store_partial(const Params& params, const Work& work,
 
 // The whole result. It passes through the query's shared memory, so that a row leaves in whole
 // 128-byte lines.
-__device__ inline void store_final(const Params& params, const Work& work, SharedMemory& shared,
+__device__ inline void store_final(const Params& params, SharedMemory& shared,
                                    const Output& output) {
+  const Work& work = shared.work;
   const float bmm2_scale =
       params.bmm2_scale_tensor == nullptr ? params.bmm2_scale : *params.bmm2_scale_tensor;
 #pragma unroll

@@ -2,7 +2,7 @@
 
 // A row is one (query token, head) pair of a request, query token first, so that rows are
 // contiguous in [tokens, heads, dim] tensors. A block takes kRows rows and one split of the tokens.
-struct Work {
+struct alignas(64) Work {
   int request;
   int split;
   int heads;
@@ -27,13 +27,6 @@ struct Work {
   __device__ i64 global_row(int row) const { return first_query * heads + first_row + row; }
 };
 
-// Divides once per row, for all tiles to come.
-__device__ inline void write_visible_tokens(const Work& work, SharedMemory& shared) {
-  for (int row = static_cast<int>(threadIdx.x); row < kRows; row += kThreads) {
-    shared.row_visible[row] = work.visible_tokens(row);
-  }
-}
-
 __device__ inline Work find_work(const Params& params) {
   Work work;
   int block = static_cast<int>(blockIdx.x);
@@ -51,10 +44,13 @@ __device__ inline Work find_work(const Params& params) {
     work.q_len = params.cum_seq_lens_q[work.request + 1] - static_cast<int>(work.first_query);
   }
   work.first_row = row_tile * kRows;
-  work.rows = min(kRows, work.q_len * work.heads - work.first_row);
+  const i64 request_rows = static_cast<i64>(work.q_len) * work.heads;
+  const i64 before = work.first_query * work.heads;
   // Query tokens outside the tensor are nobody's: nothing may be read or written there.
-  const i64 first_row = work.first_query * work.heads;
-  if (first_row < 0 || first_row + work.q_len * work.heads > params.total_rows) work.rows = 0;
+  const bool is_outside = before < 0 || before + request_rows > params.total_rows;
+  work.rows = is_outside
+                  ? 0
+                  : static_cast<int>(min(static_cast<i64>(kRows), request_rows - work.first_row));
 
   // A length beyond the table, or a negative one, is read as the nearest that the table can hold.
   const i64 capacity = static_cast<i64>(params.max_pages) * kPageSize;

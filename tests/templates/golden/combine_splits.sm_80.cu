@@ -107,7 +107,7 @@ struct RowResult {
 // `reference` in log2 units, `sum` relative to it; `sink` is a natural-log logit without a value,
 // or minus infinity. A row that saw nothing is zero, sink or not.
 __device__ inline RowResult finish_row(float reference, float sum, float sink) {
-  if (reference == -kInfinity) return {0.0f, -kInfinity};
+  if (sum == 0.0f) return {0.0f, -kInfinity};  // a NaN is not nothing
   const float sink_log2 = sink * kLog2E;
   // Relative to the larger of the two, because 2^(sink - reference) may overflow.
   const float larger = fmaxf(reference, sink_log2);
@@ -150,7 +150,7 @@ __device__ inline float4 weighted_sum(const Params& params, i64 row, int dim, fl
   for (int split = warp_index(); split < params.splits; split += kWarps) {
     const i64 partial_row = split * params.total_rows + row;
     const float lse = params.partial_lse[partial_row];
-    if (lse == -kInfinity) continue;  // nothing seen, and its values were never written
+    if (lse == -kInfinity) continue;  // nothing seen
     const float weight = ex2_approx(lse - largest);
     const float4 value =
         *reinterpret_cast<const float4*>(params.partial_out + partial_row * kHeadDimVo + dim);

@@ -73,7 +73,7 @@ constexpr int kRowWarps = 2;
 constexpr int kTokenWarps = 4;
 constexpr int kDimWarps = 2;
 constexpr int kBlocksPerSm = 1;
-constexpr int kSharedBytes = 231168;
+constexpr int kSharedBytes = 231232;
 
 constexpr int kWarps = kRowWarps * kTokenWarps;
 constexpr int kThreads = kWarps * kWarpLanes;
@@ -271,7 +271,7 @@ struct RowResult {
 // `reference` in log2 units, `sum` relative to it; `sink` is a natural-log logit without a value,
 // or minus infinity. A row that saw nothing is zero, sink or not.
 __device__ inline RowResult finish_row(float reference, float sum, float sink) {
-  if (reference == -kInfinity) return {0.0f, -kInfinity};
+  if (sum == 0.0f) return {0.0f, -kInfinity};  // a NaN is not nothing
   const float sink_log2 = sink * kLog2E;
   // Relative to the larger of the two, because 2^(sink - reference) may overflow.
   const float larger = fmaxf(reference, sink_log2);
@@ -280,23 +280,11 @@ __device__ inline RowResult finish_row(float reference, float sum, float sink) {
   return {rescale / total, larger + log2f(total)};
 }
 
-// The shared memory of a block, whole. Needs roles/mla_decode/constants.
-struct alignas(16) SharedMemory {
-  unsigned char query[kRows * kTokenBytes];  // [kRows][kHeadDimQk], swizzled; then the output
-  unsigned char kv[kStages][kTileTokens * kTokenBytes];  // [kTileTokens][kHeadDimQk], swizzled
-  unsigned char probabilities[kRows * kProbabilityBytes];  // [kRows][kTileTokens], swizzled
-  int row_visible[kRows];  // how many tokens a row sees
-  float row_partial[kTokenWarps][kRows];  // what each token warp found for a row: maximum, or sum
-  float row_reference[kRows];  // what the probabilities are relative to, log2 units
-  float row_rescale[kRows];  // what the output so far must be multiplied by
-};
-static_assert(sizeof(SharedMemory) == kSharedBytes, "the spec computes what the struct takes");
-
 // Which rows and which tokens this block attends to. Needs Params, roles/mla_decode/constants.
 
 // A row is one (query token, head) pair of a request, query token first, so that rows are
 // contiguous in [tokens, heads, dim] tensors. A block takes kRows rows and one split of the tokens.
-struct Work {
+struct alignas(64) Work {
   int request;
   int split;
   int heads;
@@ -321,13 +309,6 @@ struct Work {
   __device__ i64 global_row(int row) const { return first_query * heads + first_row + row; }
 };
 
-// Divides once per row, for all tiles to come.
-__device__ inline void write_visible_tokens(const Work& work, SharedMemory& shared) {
-  for (int row = static_cast<int>(threadIdx.x); row < kRows; row += kThreads) {
-    shared.row_visible[row] = work.visible_tokens(row);
-  }
-}
-
 __device__ inline Work find_work(const Params& params) {
   Work work;
   int block = static_cast<int>(blockIdx.x);
@@ -345,10 +326,13 @@ __device__ inline Work find_work(const Params& params) {
     work.q_len = params.cum_seq_lens_q[work.request + 1] - static_cast<int>(work.first_query);
   }
   work.first_row = row_tile * kRows;
-  work.rows = min(kRows, work.q_len * work.heads - work.first_row);
+  const i64 request_rows = static_cast<i64>(work.q_len) * work.heads;
+  const i64 before = work.first_query * work.heads;
   // Query tokens outside the tensor are nobody's: nothing may be read or written there.
-  const i64 first_row = work.first_query * work.heads;
-  if (first_row < 0 || first_row + work.q_len * work.heads > params.total_rows) work.rows = 0;
+  const bool is_outside = before < 0 || before + request_rows > params.total_rows;
+  work.rows = is_outside
+                  ? 0
+                  : static_cast<int>(min(static_cast<i64>(kRows), request_rows - work.first_row));
 
   // A length beyond the table, or a negative one, is read as the nearest that the table can hold.
   const i64 capacity = static_cast<i64>(params.max_pages) * kPageSize;
@@ -362,6 +346,29 @@ __device__ inline Work find_work(const Params& params) {
   work.first_tile = min(tiles, work.split * tiles_per_split);
   work.last_tile = min(tiles, work.first_tile + tiles_per_split);
   return work;
+}
+
+// The shared memory of a block, whole. Needs Work, roles/mla_decode/constants.
+struct SharedMemory {
+  unsigned char query[kRows * kTokenBytes];  // [kRows][kHeadDimQk], swizzled; then the output
+  unsigned char kv[kStages][kTileTokens * kTokenBytes];  // [kTileTokens][kHeadDimQk], swizzled
+  unsigned char probabilities[kRows * kProbabilityBytes];  // [kRows][kTileTokens], swizzled
+  Work work;  // here, and not in the registers of every thread
+  int row_visible[kRows];  // how many tokens a row sees
+  float row_partial[kTokenWarps][kRows];  // what each token warp found for a row: maximum, or sum
+  float row_reference[kRows];  // what the probabilities are relative to, log2 units
+  float row_rescale[kRows];  // what the output so far must be multiplied by
+};
+static_assert(sizeof(SharedMemory) == kSharedBytes, "the spec computes what the struct takes");
+
+// Leaves the work for all threads to read, divides once per row for all tiles to come, and lets
+// every row begin without a reference.
+__device__ inline void share_work(const Work& work, SharedMemory& shared) {
+  if (threadIdx.x == 0) shared.work = work;
+  for (int row = static_cast<int>(threadIdx.x); row < kRows; row += kThreads) {
+    shared.row_visible[row] = work.visible_tokens(row);
+    shared.row_reference[row] = -kInfinity;
+  }
 }
 
 // Copies the block's rows of the query into shared memory. Needs Work, blocks/swizzle.cuh.
@@ -465,6 +472,9 @@ using Scores = float[kScoreRowGroups][kScoreTokenGroups][4];
 constexpr int kProductTokenGroups = kScoreTokenGroups * kDimWarps;
 using Products = float[kScoreRowGroups][kProductTokenGroups][4];
 
+// Steps of 16 dims whose keys are loaded together.
+constexpr int kKeySteps = kProductTokenGroups % 2 == 0 ? 1 : 2;
+
 __device__ inline int token_warp() { return warp_index() % kTokenWarps; }
 __device__ inline int dim_warp() { return warp_index() % kDimWarps; }
 
@@ -494,29 +504,34 @@ __device__ inline void multiply_dims(const SharedMemory& shared, int stage, Prod
     }
   }
 
-  // Not unrolled whole: the addresses of all steps at once would spill.
+  // Not unrolled: the addresses of all steps at once would spill.
 #pragma unroll 1
   for (int column = 0; column < kTokenBytes; column += 128) {
 #pragma unroll
-    for (int part = 0; part < 2 / kDimWarps; ++part) {
-      const int chunk = (dim_warp() + part) * 4;
-      u32 k[kProductTokenGroups][4];
+    for (int step = 0; step < 4 / kDimWarps; step += kKeySteps) {
+      const int first_chunk = dim_warp() * 4 + step * 2;
+      // A load brings two fragments: of two token groups, or of two steps of a lone one.
+      u32 k[kProductTokenGroups * kKeySteps / 2][4];
 #pragma unroll
-      for (int n = 0; n < kProductTokenGroups; ++n) {
-        ldmatrix_x4(
-            k[n], keys + column + swizzled_offset<kTokenBytes>(key_row + n * 8, chunk + lane / 8));
+      for (int load = 0; load < kProductTokenGroups * kKeySteps / 2; ++load) {
+        const int fragment = load * 2 + lane / 16;
+        const int chunk = first_chunk + fragment % kKeySteps * 2 + lane / 8 % 2;
+        ldmatrix_x4(k[load],
+                    keys + column +
+                        swizzled_offset<kTokenBytes>(key_row + fragment / kKeySteps * 8, chunk));
       }
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
+      for (int half = 0; half < kKeySteps; ++half) {
 #pragma unroll
         for (int m = 0; m < kScoreRowGroups; ++m) {
           u32 q[4];
-          ldmatrix_x4(q, query + column +
-                             swizzled_offset<kTokenBytes>(query_row + m * 16,
-                                                          chunk + half * 2 + lane / 16));
+          const int chunk = first_chunk + half * 2 + lane / 16;
+          ldmatrix_x4(q, query + column + swizzled_offset<kTokenBytes>(query_row + m * 16, chunk));
 #pragma unroll
           for (int n = 0; n < kProductTokenGroups; ++n) {
-            mma_m16n8k16(Element{}, products[m][n], q, k[n][half * 2], k[n][half * 2 + 1]);
+            const int fragment = n * kKeySteps + half;
+            mma_m16n8k16(Element{}, products[m][n], q, k[fragment / 2][fragment % 2 * 2],
+                         k[fragment / 2][fragment % 2 * 2 + 1]);
           }
         }
       }
@@ -571,11 +586,10 @@ __device__ inline void multiply_qk(SharedMemory& shared, int tile, Scores& score
 // rescaled seldom, and no probability exceeds 2^8, which fp16 holds.
 constexpr float kReferenceSlack = 8.0f;
 
-// Running statistics of the rows whose scores this thread holds. `reference` is of the row, in log2
-// units; the sums are over this thread's tokens only, of probabilities as P V uses them: rounded.
+// The sums are over this thread's tokens only, of probabilities as P V uses them: rounded. The
+// references, in log2 units, are in shared memory.
 struct Softmax {
   float scale;  // bmm1_scale * log2(e)
-  float reference[kScoreRowGroups][2];
   float sum[kScoreRowGroups][2];
   float tile_sum[kScoreRowGroups][2];
 
@@ -583,39 +597,39 @@ struct Softmax {
 #pragma unroll
     for (int m = 0; m < kScoreRowGroups; ++m) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        reference[m][half] = -kInfinity;
-        sum[m][half] = 0.0f;
-      }
+      for (int half = 0; half < 2; ++half) sum[m][half] = 0.0f;
     }
   }
 
+  // A score in log2 units. Rounded by itself, never fused with a subtraction: the vote on whether
+  // it exceeds a reference, and the reference that is moved to it, must speak of the same number.
+  __device__ float scaled(float score) const { return __fmul_rn(score, scale); }
+
   // How many tokens of the tile a row sees; more than kTileTokens means all.
-  __device__ static int visible_tokens(int row, int first_token, const Work& work,
-                                       const SharedMemory& shared) {
-    const bool is_visible_to_all = first_token + kTileTokens <= work.visible_to_all;
+  __device__ static int visible_tokens(int row, int first_token, const SharedMemory& shared) {
+    const bool is_visible_to_all = first_token + kTileTokens <= shared.work.visible_to_all;
     return is_visible_to_all ? kTileTokens : shared.row_visible[row] - first_token;
   }
 
   // Writes the probabilities of a tile relative to the references as they are. Returns whether a
   // score exceeds its reference by too much, as any score does that is the first of its row; then
   // what was written has no meaning.
-  __device__ bool write_probabilities(const Scores& scores, int first_token, const Work& work,
-                                      SharedMemory& shared) {
+  __device__ bool write_probabilities(const Scores& scores, int first_token, SharedMemory& shared) {
     bool exceeds = false;
 #pragma unroll
     for (int m = 0; m < kScoreRowGroups; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int row = score_row(m, half);
-        const int visible = visible_tokens(row, first_token, work, shared);
+        const int visible = visible_tokens(row, first_token, shared);
+        const float reference = shared.row_reference[row];
         tile_sum[m][half] = 0.0f;
 #pragma unroll
         for (int n = 0; n < kScoreTokenGroups; ++n) {
           float p[2];
 #pragma unroll
           for (int parity = 0; parity < 2; ++parity) {
-            const float score = scores[m][n][half * 2 + parity] * scale - reference[m][half];
+            const float score = scaled(scores[m][n][half * 2 + parity]) - reference;
             // A select, not arithmetic: the hidden score may be NaN.
             const float seen = score_token(n, parity) < visible ? score : -kInfinity;
             exceeds |= seen > kReferenceSlack;
@@ -636,48 +650,46 @@ struct Softmax {
 
   // Moves the reference of every row whose maximum over all token warps exceeds it by too much, and
   // says what the output so far must be multiplied by. Ends with the probabilities written anew.
-  __device__ void move_references(const Scores& scores, int first_token, const Work& work,
-                                  SharedMemory& shared) {
-    write_maxima(scores, first_token, work, shared);
+  __device__ void move_references(const Scores& scores, int first_token, SharedMemory& shared) {
+    write_maxima(scores, first_token, shared);
+    __syncthreads();
+    for (int row = static_cast<int>(threadIdx.x); row < kRows; row += kThreads) {
+      float maximum = -kInfinity;
+#pragma unroll
+      for (int warp = 0; warp < kTokenWarps; ++warp) {
+        maximum = fmaxf(maximum, shared.row_partial[warp][row]);
+      }
+      const float reference = shared.row_reference[row];
+      const bool exceeds = maximum - reference > kReferenceSlack;
+      shared.row_rescale[row] = exceeds ? ex2_approx(reference - maximum) : 1.0f;
+      if (exceeds) shared.row_reference[row] = maximum;
+    }
     __syncthreads();
 #pragma unroll
     for (int m = 0; m < kScoreRowGroups; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int row = score_row(m, half);
-        float maximum = -kInfinity;
-#pragma unroll
-        for (int warp = 0; warp < kTokenWarps; ++warp) {
-          maximum = fmaxf(maximum, shared.row_partial[warp][row]);
-        }
-        float rescale = 1.0f;
-        if (maximum > reference[m][half] + kReferenceSlack) {
-          rescale = ex2_approx(reference[m][half] - maximum);
-          reference[m][half] = maximum;
-        }
-        sum[m][half] *= rescale;
-        if (token_warp() == 0 && lane_index() % 4 == 0) shared.row_rescale[row] = rescale;
+        sum[m][half] *= shared.row_rescale[score_row(m, half)];
       }
     }
-    write_probabilities(scores, first_token, work, shared);
+    write_probabilities(scores, first_token, shared);
     __syncthreads();
   }
 
   // Leaves the maximum of every row of the tile over this warp's tokens.
-  __device__ void write_maxima(const Scores& scores, int first_token, const Work& work,
-                               SharedMemory& shared) const {
+  __device__ void write_maxima(const Scores& scores, int first_token, SharedMemory& shared) const {
 #pragma unroll
     for (int m = 0; m < kScoreRowGroups; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int row = score_row(m, half);
-        const int visible = visible_tokens(row, first_token, work, shared);
+        const int visible = visible_tokens(row, first_token, shared);
         float maximum = -kInfinity;
 #pragma unroll
         for (int n = 0; n < kScoreTokenGroups; ++n) {
 #pragma unroll
           for (int parity = 0; parity < 2; ++parity) {
-            const float score = scores[m][n][half * 2 + parity] * scale;
+            const float score = scaled(scores[m][n][half * 2 + parity]);
             if (score_token(n, parity) < visible) maximum = fmaxf(maximum, score);
           }
         }
@@ -696,7 +708,7 @@ struct Softmax {
     }
   }
 
-  // Leaves each row's reference and the parts of its sum in shared memory, for every warp to read.
+  // Leaves the parts of each row's sum in shared memory, for every warp to read.
   __device__ void publish(SharedMemory& shared) {
 #pragma unroll
     for (int m = 0; m < kScoreRowGroups; ++m) {
@@ -705,9 +717,7 @@ struct Softmax {
         sum[m][half] += __shfl_xor_sync(~0u, sum[m][half], 1);
         sum[m][half] += __shfl_xor_sync(~0u, sum[m][half], 2);
         if (lane_index() % 4 == 0) {
-          const int row = score_row(m, half);
-          shared.row_partial[token_warp()][row] = sum[m][half];
-          if (token_warp() == 0) shared.row_reference[row] = reference[m][half];
+          shared.row_partial[token_warp()][score_row(m, half)] = sum[m][half];
         }
       }
     }
@@ -759,25 +769,36 @@ __device__ inline void rescale_output(const SharedMemory& shared, Output& output
 __device__ inline void accumulate_boundary(SharedMemory& shared, int stage, int first_token,
                                            int first, int last, Output& output) {
   unsigned char* values = shared.kv[stage];
+  // Not unrolled: a rare path must not take registers from the loop over tiles.
+#pragma unroll 1
   for (int token = first; token < last; ++token) {
+    float p[kRowGroups][2];
+    u32 seen = 0;  // a bit for each row of this thread
 #pragma unroll
     for (int m = 0; m < kRowGroups; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int row = output_row(m, half);
-        if (first_token + token >= shared.row_visible[row]) continue;
-        const u32 p_offset = swizzled_offset<kProbabilityBytes>(row, token / kChunkElements) +
-                             token % kChunkElements * 2;
-        const float p =
-            cvt_f32(Element{}, *reinterpret_cast<u16*>(shared.probabilities + p_offset));
+        const u32 offset = swizzled_offset<kProbabilityBytes>(row, token / kChunkElements) +
+                           token % kChunkElements * 2;
+        p[m][half] = cvt_f32(Element{}, *reinterpret_cast<u16*>(shared.probabilities + offset));
+        if (first_token + token < shared.row_visible[row]) seen |= 1u << (m * 2 + half);
+      }
+    }
 #pragma unroll
-        for (int n = 0; n < kWarpDims / 8; ++n) {
-          const int dim = output_dim(n, 0);
-          const u32 offset =
-              swizzled_offset<kTokenBytes>(token, dim / kChunkElements) + dim % kChunkElements * 2;
-          const u32 pair = *reinterpret_cast<u32*>(values + offset);
-          output[m][n][half * 2] += p * cvt_f32(Element{}, static_cast<u16>(pair));
-          output[m][n][half * 2 + 1] += p * cvt_f32(Element{}, static_cast<u16>(pair >> 16));
+    for (int n = 0; n < kWarpDims / 8; ++n) {
+      const int dim = output_dim(n, 0);
+      const u32 offset =
+          swizzled_offset<kTokenBytes>(token, dim / kChunkElements) + dim % kChunkElements * 2;
+      const u32 pair = *reinterpret_cast<u32*>(values + offset);
+#pragma unroll
+      for (int m = 0; m < kRowGroups; ++m) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          if ((seen >> (m * 2 + half) & 1) == 0) continue;
+          output[m][n][half * 2] += p[m][half] * cvt_f32(Element{}, static_cast<u16>(pair));
+          output[m][n][half * 2 + 1] +=
+              p[m][half] * cvt_f32(Element{}, static_cast<u16>(pair >> 16));
         }
       }
     }
@@ -830,8 +851,9 @@ __device__ inline float row_sum(const SharedMemory& shared, int row) {
 
 // One split of several: normalised fp32 rows and their LSE in log2 units. A row that saw nothing
 // has LSE minus infinity, and its values are never read.
-__device__ inline void store_partial(const Params& params, const Work& work,
-                                     const SharedMemory& shared, const Output& output) {
+__device__ inline void store_partial(const Params& params, const SharedMemory& shared,
+                                     const Output& output) {
+  const Work& work = shared.work;
   const i64 split_row = work.split * params.total_rows;
 #pragma unroll
   for (int m = 0; m < kRowGroups; ++m) {
@@ -855,8 +877,9 @@ __device__ inline void store_partial(const Params& params, const Work& work,
 
 // The whole result. It passes through the query's shared memory, so that a row leaves in whole
 // 128-byte lines.
-__device__ inline void store_final(const Params& params, const Work& work, SharedMemory& shared,
+__device__ inline void store_final(const Params& params, SharedMemory& shared,
                                    const Output& output) {
+  const Work& work = shared.work;
   const float bmm2_scale =
       params.bmm2_scale_tensor == nullptr ? params.bmm2_scale : *params.bmm2_scale_tensor;
 #pragma unroll
@@ -900,7 +923,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   const Work work = find_work(params);
   if (work.rows <= 0) return;
 
-  write_visible_tokens(work, shared);
+  share_work(work, shared);
   load_query(params, work, shared);
   TileLoader loader(params, work);
 #pragma unroll
@@ -922,16 +945,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     const int first_token = tile * kTileTokens;
     Scores scores;
     multiply_qk(shared, tile, scores);
-    const bool exceeds = softmax.write_probabilities(scores, first_token, work, shared);
+    const bool exceeds = softmax.write_probabilities(scores, first_token, shared);
     // All probabilities are written, and nobody reads what was borrowed.
     if (__syncthreads_or(exceeds)) {
-      softmax.move_references(scores, first_token, work, shared);
+      softmax.move_references(scores, first_token, shared);
       rescale_output(shared, output);
     }
     softmax.add_tile();
     loader.finish_next(shared);
-    const int boundary = max(work.visible_to_all - first_token, 0);
-    const int end = min(work.visible_to_any - first_token, kTileTokens);
+    const int boundary = max(shared.work.visible_to_all - first_token, 0);
+    const int end = min(shared.work.visible_to_any - first_token, kTileTokens);
     if (boundary < end) {
       accumulate_boundary(shared, stage, first_token, boundary, end, output);
     }
@@ -943,8 +966,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   softmax.publish(shared);
   __syncthreads();
   if (params.splits > 1) {
-    store_partial(params, work, shared, output);
+    store_partial(params, shared, output);
   } else {
-    store_final(params, work, shared, output);
+    store_final(params, shared, output);
   }
 }
