@@ -15,6 +15,7 @@ import torch
 
 import mlagen
 from mlagen import engine
+from mlagen.api import mla_call
 from tests.cases import MlaCase, MlaProblem
 
 
@@ -76,11 +77,17 @@ def test_many_replays_give_the_same_bits() -> None:
     with torch.cuda.graph(graph):
         decode(**arguments, out=out)
 
-    for _ in range(1000):
+    seen = []
+    for replay in range(1000):
+        if replay % 100 == 99:
+            out.fill_(float("nan"))
         graph.replay()
+        if replay % 100 == 99:
+            seen.append(out.clone())
     torch.cuda.synchronize()
 
-    assert torch.equal(first, out)
+    assert len(seen) == 10
+    assert all(torch.equal(first, other) for other in seen)
 
 
 _CAPTURE_FIRST = """
@@ -232,18 +239,17 @@ def test_unsigned_lengths_and_strided_queries_are_read_as_they_are() -> None:
     problem.check(out)
 
 
-def test_a_second_call_neither_looks_up_nor_loads() -> None:
-    """The memo answers: the store is not asked again."""
+def test_a_call_of_another_form_neither_looks_up_nor_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loaded kernel is kept: the store is not asked, and the driver loads nothing again."""
     problem = WHOLE.build("cuda")
     arguments = problem.arguments()
     first = decode(**arguments)
-    asked: list[object] = []
-    original = engine.find_or_build
-    engine.find_or_build = lambda *given, **named: asked.append(given) or original(*given, **named)  # type: ignore[func-returns-value]
-    try:
-        again = decode(**arguments)
-    finally:
-        engine.find_or_build = original
+    asked: list[str] = []
+    monkeypatch.setattr(engine, "find_or_build", lambda *_, **__: asked.append("store"))
+    monkeypatch.setattr("mlagen.runtime.loader.load", lambda *_: asked.append("driver"))
+    mla_call._calls.clear()
+
+    again = decode(**arguments)
 
     assert torch.equal(first, again)
     assert asked == []
