@@ -31,7 +31,7 @@ def print_demo(document: dict[str, Any]) -> None:
     verdict = "right" if result["is_right"] else "WRONG"
     facts["largest error to float64"] = (
         f"{result['largest_error']:8.5f}  {verdict}: "
-        f"rounding to {problem['dtype']} explains up to {result['bound']:.5f}"
+        f"{result['share_of_bound']:.0%} of what {problem['dtype']} rounding explains"
     )
     print_facts(facts)
     text.print()

