@@ -55,7 +55,9 @@ def start() -> Start:
     """Return a function that starts the command as users do."""
 
     def start_it(*arguments: str, without: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+        # Tests that run in the background of a shell inherit that Ctrl-C is ignored.
         script = (
+            "import signal; signal.signal(signal.SIGINT, signal.default_int_handler);"
             f"import sys; sys.modules.update(dict.fromkeys({without}));"
             "from cache_tools.cli import main; main()"
         )
