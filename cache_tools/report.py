@@ -95,12 +95,30 @@ def count_text(count: int, noun: str, plural: str | None = None) -> str:
 
 def kernel_columns(family: str, ingredients: Mapping[str, str]) -> dict[str, str]:
     """Return what a list says of a kernel: what calls name it by, not how it is tuned."""
-    from mlagen.spec.selection import FILTERS
+    given = ingredients.get
+    dims = [given(name, "") for name in ("kv_lora_rank", "qk_rope_head_dim") if given(name)]
+    return {
+        "kernel": family,
+        "arch": given("arch", ""),
+        "dtype": given("query_dtype", given("dtype", "")),
+        "kv_dtype": given("kv_dtype", ""),
+        "dims": "+".join(dims) or given("head_dim", given("head_dim_vo", "")),
+        "form": _form(ingredients),
+        "page_size": given("page_size", ""),
+        "tile_rows": given("tile_rows", ""),
+    }
 
-    columns = {"kernel": family, "arch": ingredients.get("arch", "")}
-    for label, names in {**FILTERS, "tile_rows": ("tile_rows",)}.items():
-        columns[label] = next((ingredients[name] for name in names if name in ingredients), "")
-    return columns
+
+def _form(ingredients: Mapping[str, str]) -> str:
+    """Return in what a kernel differs from the usual one of its family."""
+    from mlagen.spec.selection import USUAL
+
+    given = [(ingredients.get(name, ""), usual) for name, usual in USUAL.items()]
+    words = [value for value, usual in given if value and value not in usual]
+    out = ingredients.get("out_dtype")
+    if out != ingredients.get("query_dtype") and out:
+        words.append(f"{out} out")
+    return ", ".join(words)
 
 
 def kernel_text(family: str, ingredients: Mapping[str, str]) -> str:
@@ -110,7 +128,7 @@ def kernel_text(family: str, ingredients: Mapping[str, str]) -> str:
     return " ".join([columns["kernel"], columns["arch"], columns["dtype"], *named])
 
 
-_NAMED = ("kv_lora_rank", "page_size", "tile_rows")
+_NAMED = ("kv_dtype", "dims", "form", "page_size", "tile_rows")
 
 
 def resource_columns(

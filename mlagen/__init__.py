@@ -21,8 +21,9 @@ from mlagen.errors import (
 )
 
 if TYPE_CHECKING:
-    from mlagen import mla
-    from mlagen.api.mla_plan import workspace_bytes
+    from mlagen import decode, mla, xqa
+    from mlagen.api.workspace import workspace_bytes
+    from mlagen.mla.flare import PagedKVCache
     from mlagen.prewarming import prewarm
 
 __all__ = [
@@ -32,22 +33,30 @@ __all__ = [
     "CompileError",
     "DriverError",
     "MlagenError",
+    "PagedKVCache",
     "ToolchainError",
     "UnsupportedError",
     "__version__",
+    "decode",
     "mla",
     "prewarm",
     "workspace_bytes",
+    "xqa",
 ]
 
 __version__ = "0.1.0"
 
-_MODULES = {"prewarm": "mlagen.prewarming", "workspace_bytes": "mlagen.api.mla_plan"}
+_DOORS = ("decode", "mla", "xqa")
+_MODULES = {
+    "PagedKVCache": "mlagen.mla.flare",
+    "prewarm": "mlagen.prewarming",
+    "workspace_bytes": "mlagen.api.workspace",
+}
 
 
 def __getattr__(name: str) -> object:
-    if name == "mla":
-        return import_module("mlagen.mla")
+    if name in _DOORS:
+        return import_module(f"mlagen.{name}")
     if name in _MODULES:
         return getattr(import_module(_MODULES[name]), name)
     raise AttributeError(f"module 'mlagen' has no attribute {name!r}")

@@ -74,6 +74,7 @@ def prewarm(
     *,
     families: Iterable[str] | None = None,
     heads: int | Iterable[int] | None = None,
+    kv_heads: int | Iterable[int] | None = None,
     q_len: int | Iterable[int] | None = None,
     jobs: int | None = None,
     dry_run: bool = False,
@@ -83,9 +84,8 @@ def prewarm(
 ) -> PrewarmReport:
     """Compile every supported kernel that the arguments leave, unless the cache has it.
 
-    Needs a GPU for ``archs="native"`` and ``load`` only, and torch for ``load`` only. That a kernel
-    does not compile is told by the report and does not keep the others from it. Interrupted, it
-    keeps what is finished.
+    Needs a GPU for ``archs="native"`` and ``load`` only, and torch for ``load`` only. A kernel that
+    does not compile is in the report and stops no other. Interrupted, it keeps what is finished.
 
     Parameters
     ----------
@@ -93,8 +93,9 @@ def prewarm(
         Targets such as ``sm_90a``, or ``sm_80,sm_90a``; ``native`` is those of the visible GPUs.
     families : iterable of str
         Kernel families; all of them if None.
-    heads, q_len : int or iterable of int
-        Of the calls to come: only the tiles that they take are compiled. ``q_len`` is 1 if None.
+    heads, kv_heads, q_len : int or iterable of int
+        Of the calls to come: only the tiles that they take are compiled. ``q_len`` is 1 if None,
+        and without ``kv_heads`` all tiles of grouped-query attention are.
     jobs : int
         Kernels compiled at the same time; the number of usable CPUs if None.
     dry_run : bool
@@ -104,8 +105,9 @@ def prewarm(
     on_event : callable
         Called in this thread with each :class:`PrewarmEvent`.
     **wanted : str or int, or iterable of them
-        The values to keep of ``dtype``, ``kv_lora_rank``, ``page_size``, or of any other ingredient
-        of a spec. A kernel that does not know an ingredient is kept.
+        The values to keep of ``dtype``, ``kv_lora_rank``, ``head_dim``, ``page_size``, or any other
+        ingredient of a spec; a kernel that does not know it is kept. Unsaid, ``lookup``, ``values``
+        and ``mask`` are ``paged``, ``shared`` and ``causal``.
 
     Returns
     -------
@@ -121,15 +123,15 @@ def prewarm(
     ToolchainError
         If no NVRTC is installed.
     CacheError
-        If something is to be compiled and the cache cannot be written; with ``load`` it is compiled
-        all the same, and kept in memory.
+        If something is to be compiled and the cache cannot be written, and without ``load``.
     DriverError
         If the driver refuses to load a kernel.
     """
     start = time.perf_counter()
     if jobs is not None and jobs < 1:
         raise ArgumentError(f"jobs: expected 1 or more, got {jobs}")
-    specs = select_specs(_archs(archs), families=families, heads=heads, q_len=q_len, wanted=wanted)
+    shape = {"heads": heads, "kv_heads": kv_heads, "q_len": q_len}
+    specs = select_specs(_archs(archs), families=families, wanted=wanted, **shape)
     devices = _devices_for(specs) if load else {}
     finished: dict[KernelSpec, PrewarmUnit] = {}
     loaded = 0
@@ -275,9 +277,7 @@ def _unit(
         resources = entry.manifest.facts["resources"]
         facts = {
             "registers": max(kernel["registers"] for kernel in resources),
-            "spill_bytes": sum(
-                kernel["spill_store_bytes"] + kernel["spill_load_bytes"] for kernel in resources
-            ),
+            "spill_bytes": sum(k["spill_store_bytes"] + k["spill_load_bytes"] for k in resources),
             "cubin_bytes": len(entry.cubin),
         }
     return PrewarmUnit(

@@ -22,6 +22,7 @@ class Settings:
     cache_dir: Path
     lock_dir: Path
     lock_timeout_s: float
+    checks_contents: bool = False  # of tensors, at every call; waits for the device
 
 
 def read_settings(environ: Mapping[str, str]) -> Settings:
@@ -37,6 +38,7 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
         cache_dir=cache_dir,
         lock_dir=_lock_dir(environ),
         lock_timeout_s=_seconds(environ, "MLAGEN_LOCK_TIMEOUT", DEFAULT_LOCK_TIMEOUT_S),
+        checks_contents=_switch(environ, "MLAGEN_CHECK"),
     )
 
 
@@ -85,3 +87,10 @@ def _seconds(environ: Mapping[str, str], name: str, default: float) -> float:
     if not 0 <= seconds < float("inf"):
         raise ArgumentError(f"{name}: expected a finite number of seconds, 0 or more, got {text!r}")
     return seconds
+
+
+def _switch(environ: Mapping[str, str], name: str) -> bool:
+    text = environ.get(name, "")
+    if text not in {"", "0", "1"}:
+        raise ArgumentError(f"{name}: expected 0 or 1, got {text!r}")
+    return text == "1"

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from mlagen.api.mla_inputs import MlaInputs
 from tests.reference import (
     Attention,
     assert_close,
@@ -16,9 +17,6 @@ from tests.reference import (
     output_tolerance,
     stack,
 )
-
-# What stands in the block table past the last page of a request.
-WILD_PAGES = (-1, 2**31 - 1, -(2**31), 1_000_000)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +29,8 @@ class MlaCase:
     q_len: int = 1
     q_lens: tuple[int, ...] | None = None
     page_size: int = 64
-    dtype: torch.dtype = torch.bfloat16
+    dtype: torch.dtype = torch.bfloat16  # of the query
+    kv_format: str = ""  # "e4m3" under another query, "packed656", "packed640"; else as the query
     kv_lora_rank: int = 512
     qk_rope_head_dim: int = 64
     score_scale: float = 192**-0.5
@@ -40,19 +39,49 @@ class MlaCase:
     query_magnitude: float = 1.0
     spare_pages: int = 3  # columns of the block table past the longest request
     cache_form: str = "3-D"  # "[P,1,ps,d]", "[P,ps,1,d]" or "strided" too
+    top_k: int = 0
+    with_top_k_lens: bool = False
+    values: str = "shared"  # "other pages" of the cache, or pages of an "other cache"
     seed: int = 0
+    # What FlashInfer's first signature cannot say:
+    parts_apart: bool = False  # latent and rope in tensors of their own, in query and cache
+    flat_tables: bool = False  # page ids in a row, with the place where each request's begin
+    scales: str = ""  # of an e4m3 cache under another query: "two", or "for 128 elements"
+    bias: str = ""  # "one for all heads", or "for each head"
+    is_causal: bool = True
+    scores_take_bmm2: bool = False
 
     def __str__(self) -> str:
         return self.name
 
+    @property
+    def has_door(self) -> bool:
+        """Whether ``trtllm_batch_decode_with_kv_cache_mla`` has words for it."""
+        unusual = (self.parts_apart, self.flat_tables, self.scales, self.bias)
+        other_form = self.kv_format == "packed640" or self.values == "other cache"
+        return not any(unusual) and not other_form and self.is_causal and not self.scores_take_bmm2
+
     def build(self, device: str) -> MlaProblem:
         """Return tensors on ``device`` and what is needed to check a result."""
-        return _build(self, device)
+        from tests.mla_build import build
+
+        return build(self, device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """What one query token sees, float64 on the CPU; a token seen twice counts twice."""
+
+    query: torch.Tensor  # [heads, d]
+    keys: torch.Tensor  # [n, d]
+    values: torch.Tensor  # [n, rank]
+    counts: torch.Tensor  # [n]
+    bias: torch.Tensor | None  # [heads or 1, n]
 
 
 @dataclass(frozen=True, kw_only=True)
 class MlaProblem:
-    """The tensors of a case, and the tokens of each request in order."""
+    """The tensors of a case, and what each query token sees."""
 
     case: MlaCase
     query: torch.Tensor
@@ -61,7 +90,9 @@ class MlaProblem:
     seq_lens: torch.Tensor
     sinks: torch.Tensor | None
     cum_seq_lens_q: torch.Tensor | None
-    tokens: list[torch.Tensor] = field(repr=False)  # [seq_len, head_dim_qk] of each request, CPU
+    top_k_lens: torch.Tensor | None
+    seen: list[Seen] = field(repr=False)
+    rare: dict[str, Any] = field(repr=False)  # fields of MlaInputs beyond the first signature
 
     @property
     def q_lens(self) -> tuple[int, ...]:
@@ -88,28 +119,50 @@ class MlaProblem:
         if self.cum_seq_lens_q is not None:
             arguments["cum_seq_lens_q"] = self.cum_seq_lens_q
             arguments["max_q_len"] = max(self.q_lens)
+        if self.case.top_k:
+            arguments["sparse_mla_top_k"] = self.case.top_k
+            arguments["sparse_mla_top_k_lens"] = self.top_k_lens
+        if self.case.values == "other pages":
+            arguments["uses_shared_paged_kv_idx"] = False
         return arguments | changes
+
+    def inputs(self, **changes: Any) -> MlaInputs:
+        """Return the same, and what that signature has no words for, as the inputs of a call."""
+        arguments = self.arguments()
+        known = {name: arguments[name] for name in arguments if name in MlaInputs._fields}
+        if self.case.values == "other pages":
+            known["value_cache"] = self.kv_cache
+        known |= {"top_k": self.case.top_k, "top_k_lens": self.top_k_lens}
+        return MlaInputs(**known | self.rare | changes)
+
+    @property
+    def math_dtype(self) -> torch.dtype:
+        """What a kernel multiplies with."""
+        if self.case.kv_format == "packed640":
+            return torch.bfloat16
+        return torch.float16 if self.case.dtype is torch.float8_e4m3fn else self.case.dtype
 
     def expected(self) -> Attention:
         """Return what float64 gives: out ``[tokens, heads, dim]`` and LSE ``[tokens, heads]``."""
-        rows = self.query.reshape(-1, *self.query.shape[-2:]).cpu()
-        sinks = self.sinks.cpu() if self.sinks is not None else None
+        case = self.case
+        has_scales = bool(case.scales) or case.kv_format.startswith("packed")
         parts = []
-        position = 0
-        for tokens, q_len in zip(self.tokens, self.q_lens, strict=True):
-            for index in range(q_len):
-                visible = max(0, len(tokens) - q_len + index + 1)
-                seen = tokens[:visible]
-                part = attend(
-                    rows[position],
-                    seen,
-                    seen[:, : self.case.kv_lora_rank],
-                    score_scale=self.case.score_scale,
-                    output_scale=self.case.output_scale,
-                    sinks=sinks,
+        for seen in self.seen:
+            # A token seen n times is one with n times the weight.
+            bias = seen.counts.log()[None]
+            parts.append(
+                attend(
+                    seen.query,
+                    seen.keys,
+                    seen.values,
+                    score_scale=case.score_scale
+                    * (case.output_scale if case.scores_take_bmm2 else 1.0),
+                    output_scale=case.output_scale,
+                    sinks=self.sinks.cpu() if self.sinks is not None else None,
+                    bias=bias if seen.bias is None else bias + seen.bias,
+                    rows_round_to=self.math_dtype if has_scales else None,
                 )
-                parts.append(part)
-                position += 1
+            )
         return stack(parts)
 
     def check(
@@ -117,68 +170,9 @@ class MlaProblem:
     ) -> None:
         """Fail unless every element of ``out``, and of ``lse`` if given, is right."""
         expected = self.expected()
-        tolerance = output_tolerance(out.dtype, expected)
+        tolerance = output_tolerance(out.dtype, expected, self.math_dtype)
         assert_close(out.reshape(expected.out.shape), expected.out, tolerance, "out")
         if lse is not None:
-            factor = math.log(2) if natural else 1.0
-            wanted = expected.lse * factor
-            assert_close(lse.reshape(wanted.shape), wanted, lse_tolerance(out.dtype), "lse")
-
-
-def _build(case: MlaCase, device: str) -> MlaProblem:
-    generator = torch.Generator().manual_seed(case.seed)
-    width = case.kv_lora_rank + case.qk_rope_head_dim
-    used = [-(-length // case.page_size) for length in case.seq_lens]
-    pages = sum(used) + 4  # some belong to nobody
-    order = torch.randperm(pages, generator=generator)
-    cache = torch.full((pages, case.page_size, width), math.nan, dtype=case.dtype)
-    tables = torch.tensor(WILD_PAGES).repeat(len(used), max(used, default=0) + case.spare_pages)
-    tables = tables[:, : max(used, default=0) + case.spare_pages].to(torch.int32)
-    tokens = []
-    first = 0
-    for request, (length, count) in enumerate(zip(case.seq_lens, used, strict=True)):
-        ids = order[first : first + count]
-        first += count
-        content = torch.randn(length, width, generator=generator).to(case.dtype)
-        slots = torch.full((count * case.page_size, width), math.nan, dtype=case.dtype)
-        slots[:length] = content
-        cache[ids] = slots.view(count, case.page_size, width)
-        tables[request, :count] = ids.to(torch.int32)
-        tokens.append(content)
-
-    lens = case.q_lens or (case.q_len,) * len(case.seq_lens)
-    query = torch.randn(sum(lens), case.heads, width, generator=generator) * case.query_magnitude
-    query = query.to(case.dtype)
-    cumulative = None
-    if case.q_lens is None:
-        query = query.view(len(lens), case.q_len, case.heads, width)
-    else:
-        ends = torch.tensor((0, *case.q_lens)).cumsum(0)
-        cumulative = ends.to(torch.int32).to(device)
-    sinks = torch.randn(case.heads, generator=generator) * 3 if case.with_sinks else None
-    return MlaProblem(
-        case=case,
-        query=query.to(device),
-        kv_cache=_in_form(cache.to(device), case.cache_form),
-        block_tables=tables.to(device),
-        seq_lens=torch.tensor(case.seq_lens, dtype=torch.int32).to(device),
-        sinks=sinks.to(device) if sinks is not None else None,
-        cum_seq_lens_q=cumulative,
-        tokens=tokens,
-    )
-
-
-def _in_form(cache: torch.Tensor, form: str) -> torch.Tensor:
-    pages, page_size, width = cache.shape
-    if form == "[P,1,ps,d]":
-        return cache.unsqueeze(1)
-    if form == "[P,ps,1,d]":
-        return cache.unsqueeze(2)
-    if form == "strided":
-        # Rows padded to 640 elements and pages with a spare row, all of it NaN.
-        wide = torch.full(
-            (pages, page_size + 1, width + 64), math.nan, dtype=cache.dtype, device=cache.device
-        )
-        wide[:, :page_size, :width] = cache
-        return wide[:, :page_size, :width]
-    return cache
+            wanted = expected.lse * (math.log(2) if natural else 1.0)
+            tolerance = lse_tolerance(self.math_dtype, expected)
+            assert_close(lse.reshape(wanted.shape), wanted, tolerance, "lse")

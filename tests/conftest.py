@@ -12,7 +12,14 @@ import torch
 from mlagen.settings import current_settings
 from tests.kernels import copy_templates, forget
 
-pytest.register_assert_rewrite("tests.cases", "tests.mla_semantics", "tests.reference")
+# Modules that tests share assert for them.
+pytest.register_assert_rewrite(
+    *(f"tests.{path.stem}" for path in sorted(Path(__file__).parent.glob("*_semantics.py"))),
+    *("tests.cases", "tests.gqa_cases", "tests.reference"),
+)
+
+# Small tensors: threads that wait for each other cost more than they bring.
+torch.set_num_threads(1)
 
 
 def _wants_gpu(config: pytest.Config) -> bool:

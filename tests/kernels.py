@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cuda.bindings import nvrtc
@@ -13,23 +15,24 @@ from mlagen.compiler.toolchain import find_nvrtc
 from mlagen.spec.arch import Arch, parse_arch
 from mlagen.spec.combine import CombineSplitsSpec
 from mlagen.spec.dtype import DType
+from mlagen.spec.gqa import GqaDecodeSpec, GqaVariant, gqa_decode_spec
 from mlagen.spec.mla import MlaDecodeSpec, mla_decode_spec
+from mlagen.spec.mla_support import MlaVariant
 
 SM_80 = parse_arch("sm_80")
 SM_90A = parse_arch("sm_90a")
 
 
-def mla_decode(*, arch: Arch = SM_90A, rows: int = 16, page_size: int = 64) -> MlaDecodeSpec:
-    """Return the bf16 decode kernel of DeepSeek-V3's dimensions for requests of ``rows`` rows."""
-    return mla_decode_spec(
-        arch=arch,
-        query_dtype=DType.BF16,
-        kv_dtype=DType.BF16,
-        kv_lora_rank=512,
-        qk_rope_head_dim=64,
-        page_size=page_size,
-        rows=rows,
-    )
+def mla_decode(*, arch: Arch = SM_90A, rows: int = 16, **changes: Any) -> MlaDecodeSpec:
+    """Return the bf16 decode kernel of DeepSeek-V3 for ``rows`` rows, some facts changed."""
+    variant = MlaVariant(query_dtype=DType.BF16, kv_dtype=DType.BF16)
+    return mla_decode_spec(arch, replace(variant, **changes), rows)
+
+
+def gqa_decode(*, arch: Arch = SM_90A, rows: int = 16, **changes: Any) -> GqaDecodeSpec:
+    """Return the bf16 decode kernel of Llama 3 for ``rows`` rows, some facts changed."""
+    variant = GqaVariant(query_dtype=DType.BF16, kv_dtype=DType.BF16, out_dtype=DType.BF16)
+    return gqa_decode_spec(arch, replace(variant, **changes), rows)
 
 
 # The one that takes longest to compile, and the one that takes least.

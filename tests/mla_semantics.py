@@ -9,7 +9,10 @@ import pytest
 import torch
 
 import mlagen
+from mlagen.api.mla_call import run_mla
 from tests.cases import MlaCase, MlaProblem
+from tests.mla_cases import KINDS, of_kind
+from tests.mla_rows import POISON
 
 
 def decode(problem: MlaProblem, **changes: Any) -> torch.Tensor:
@@ -25,6 +28,15 @@ def decode_with_lse(problem: MlaProblem, **changes: Any) -> tuple[torch.Tensor, 
     result = mlagen.mla.trtllm_batch_decode_with_kv_cache_mla(**arguments)
     assert isinstance(result, tuple)
     return result
+
+
+def compute(problem: MlaProblem) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return output and LSE for a problem, by the entry point that has words for it."""
+    if problem.case.has_door:
+        return decode_with_lse(problem)
+    out, lse = run_mla(problem.inputs(return_lse=True), enable_pdl=True)
+    assert lse is not None
+    return out, lse
 
 
 class MlaSemantics:
@@ -71,18 +83,22 @@ class MlaSemantics:
         shapes = [(tuple(out.shape), tuple(lse.shape)) for out, lse in results]
         assert shapes == [((2, 2, 5, 512), (4, 5)), ((4, 5, 512), (4, 5))]
 
-    def test_a_hidden_token_with_nan_reaches_no_row_that_may_not_see_it(self) -> None:
+    @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+    def test_a_hidden_token_with_nan_reaches_no_row_that_may_not_see_it(
+        self, kind: tuple[torch.dtype, str, str]
+    ) -> None:
         """NaN in the newest token is seen by the last query token and by no other."""
-        case = MlaCase(name="", seq_lens=(100, 64, 33), q_len=4, heads=16)
+        case = of_kind(kind, name="", seq_lens=(100, 64, 33), q_len=4, heads=16)
         problem = case.build(self.device)
+        stored = problem.kv_cache.view(torch.uint8)
         for request, length in enumerate(case.seq_lens):
             page = int(problem.block_tables[request, (length - 1) // 64])
-            problem.kv_cache[page, (length - 1) % 64] = math.nan
+            stored[page, (length - 1) % 64] = POISON
 
-        out = decode(problem)
+        out, _ = compute(problem)
 
         assert out[:, 3].isnan().all()
-        expected = decode(case.build(self.device))
+        expected, _ = compute(case.build(self.device))
         assert torch.equal(out[:, :3], expected[:, :3])
 
     def test_wild_page_ids_inside_a_request_do_not_fault(self) -> None:
@@ -127,14 +143,33 @@ class MlaSemantics:
 
         problem.check(out)
 
-    def test_the_longest_ragged_query_may_be_left_out(self) -> None:
-        """Without max_q_len it is found from cum_seq_lens_q."""
+    @pytest.mark.parametrize("longest", [None, 0, 1, 4, 1000])
+    def test_the_longest_ragged_query_is_only_a_hint(self, longest: int | None) -> None:
+        """Left out, too small or too large, max_q_len changes no result."""
         case = MlaCase(name="", seq_lens=(5, 100, 0), q_lens=(1, 4, 2), heads=16)
         problem = case.build(self.device)
 
-        out, lse = decode_with_lse(problem, max_q_len=None)
+        out, lse = decode_with_lse(problem, max_q_len=longest)
 
         problem.check(out, lse)
+
+    def test_query_tokens_of_nobody_do_no_harm(self) -> None:
+        """Tokens past the last end are nobody's; those of the requests are right all the same."""
+        problem = MlaCase(name="", seq_lens=(5, 100), q_lens=(2, 3), heads=16).build(self.device)
+        more = torch.cat([problem.query, problem.query])
+
+        out = decode(problem, query=more)
+
+        problem.check(out[:5])
+
+    def test_ends_outside_the_query_do_not_fault(self) -> None:
+        """A request whose tokens are not all there harms only itself."""
+        problem = MlaCase(name="", seq_lens=(5, 100), q_lens=(2, 3), heads=16).build(self.device)
+        ends = torch.tensor([0, 2, 900], dtype=torch.int32, device=self.device)
+
+        out = decode(problem, cum_seq_lens_q=ends)
+
+        assert torch.equal(out[:2], decode(problem)[:2])
 
     def test_sinks_may_be_a_list_of_one(self) -> None:
         """The list form of FlashInfer means the tensor in it."""

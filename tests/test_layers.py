@@ -21,7 +21,7 @@ GROUND = {"errors", "settings"}
 DATA = GROUND | {"artifacts", "spec"}
 STAGES = {"codegen", "compiler", "cache", "runtime"}
 ENGINE = DATA | STAGES | {"engine"}
-DOORS = {"mla"}
+DOORS = {"decode", "mla", "xqa"}
 LAYERS = {
     "errors": set[str](),
     "settings": {"errors"},

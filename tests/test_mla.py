@@ -14,7 +14,8 @@ from mlagen.api.mla_inputs import MlaInputs
 from mlagen.errors import ArgumentError, UnsupportedError
 from tests.cases import MlaCase
 from tests.mla_cases import CASES
-from tests.mla_semantics import MlaSemantics, decode, decode_with_lse
+from tests.mla_semantics import MlaSemantics, compute, decode, decode_with_lse
+from tests.mla_variant_semantics import MlaVariantSemantics
 
 # What takes gigabytes in float64 is left to the GPU tests.
 SHORT = [case for case in CASES if max(case.seq_lens) <= 10_000]
@@ -25,13 +26,19 @@ def test_every_element_is_attention_as_float64_computes_it(case: MlaCase) -> Non
     """Output and LSE are right, whatever NaN and wild ids stand in what must not be read."""
     problem = case.build("cpu")
 
-    out, lse = decode_with_lse(problem)
+    out, lse = compute(problem)
 
     problem.check(out, lse)
 
 
 class TestOnTheCpu(MlaSemantics):
     """Every promise of the entry point, without a GPU."""
+
+    device = "cpu"
+
+
+class TestVariantsOnTheCpu(MlaVariantSemantics):
+    """Every promise of sparse, biased, packed and other calls."""
 
     device = "cpu"
 
@@ -77,6 +84,16 @@ def test_the_signature_is_the_one_of_flashinfer() -> None:
     ]
 
 
+def test_the_signature_of_xqa_is_the_one_of_flashinfer() -> None:
+    """Names and order of the parameters are those that callers rely on."""
+    parameters = inspect.signature(mlagen.mla.xqa_batch_decode_with_kv_cache_mla).parameters
+
+    assert " ".join(parameters) == (
+        "query kv_cache workspace_buffer qk_nope_head_dim kv_lora_rank qk_rope_head_dim "
+        "block_tables seq_lens max_seq_len out bmm1_scale bmm2_scale sinks enable_pdl"
+    )
+
+
 NEWER = (None, True, "xqa")  # skip_softmax_threshold_scale_factor, enable_pdl, backend
 OLDER = (True, "xqa")  # enable_pdl, backend
 ORDERS = {
@@ -115,7 +132,7 @@ def test_both_positional_orders_mean_the_same(
         seen.append(enable_pdl)
         return run_mla(inputs, enable_pdl)
 
-    monkeypatch.setattr("mlagen.mla.run_mla", record)
+    monkeypatch.setattr("mlagen.mla.trtllm.run_mla", record)
     entry_point: Any = mlagen.mla.trtllm_batch_decode_with_kv_cache_mla
 
     out = entry_point(
@@ -150,13 +167,10 @@ def test_int_scales_are_numbers() -> None:
 
 # Each keyword that is not implemented, with a value that asks for it, and how the message shows it.
 UNSUPPORTED: dict[str, tuple[object, str]] = {
-    "sparse_mla_top_k": (128, "expected 0, got 128"),
     "skip_softmax_threshold_scale_factor": (0.5, "expected None, got 0.5"),
-    "uses_shared_paged_kv_idx": (False, "expected True, got False"),
     "cute_dsl_impl": ("modular", "expected 'auto', got 'modular'"),
     "kv_scale_format": ("e8m0", "expected 'auto', got 'e8m0'"),
     "multi_ctas_kv_counter_buffer": (torch.zeros(8), "expected None, got a tensor"),
-    "sparse_mla_top_k_lens": (torch.zeros(2), "expected None, got a tensor"),
     "enable_dcp": (True, "expected False, got True"),
     "cp_world": (2, "expected 1, got 2"),
     "cp_rank": (1, "expected 0, got 1"),
@@ -186,6 +200,7 @@ def test_keywords_that_ask_for_nothing_are_accepted() -> None:
     out = decode(
         problem,
         sparse_mla_top_k=0,
+        sparse_mla_top_k_lens=None,
         skip_softmax_threshold_scale_factor=0.0,
         enable_pdl=False,
         is_var_seq=False,

@@ -91,6 +91,25 @@ def test_a_lock_timeout_that_is_no_number_of_seconds_is_refused(text: str) -> No
     )
 
 
+@pytest.mark.parametrize(
+    ("text", "checks"), [("", False), ("0", False), ("1", True)], ids=["unset", "zero", "one"]
+)
+def test_the_checks_of_contents(text: str, checks: bool) -> None:
+    """MLAGEN_CHECK switches the checks on that wait for the device."""
+    settings = read_settings({"MLAGEN_CHECK": text})
+
+    assert settings.checks_contents is checks
+
+
+@pytest.mark.parametrize("text", ["yes", "2", "true"])
+def test_a_switch_that_is_neither_on_nor_off_is_refused(text: str) -> None:
+    """The message names the variable, the rule and the value."""
+    with pytest.raises(ArgumentError) as caught:
+        read_settings({"MLAGEN_CHECK": text})
+
+    assert str(caught.value) == f"MLAGEN_CHECK: expected 0 or 1, got '{text}'"
+
+
 def test_the_environment_is_read_once(monkeypatch: pytest.MonkeyPatch, cache_dir: Path) -> None:
     """A process keeps its settings, whatever becomes of the environment."""
     first = current_settings()

@@ -111,19 +111,20 @@ def _prewarm(archs: str) -> PrewarmReport:
     from mlagen.prewarming import prewarm
 
     with prewarm_progress() as on_event:
-        report = prewarm(archs, on_event=on_event, **_KERNELS)  # type: ignore[arg-type]
-    for unit in report.units:
-        if unit.error is not None:
-            raise unit.error
+        report = prewarm(archs, families=_FAMILIES, heads=HEADS, on_event=on_event, **_KERNELS)
+    if errors := [unit.error for unit in report.units if unit.error is not None]:
+        raise errors[0]
     return report
 
 
 # The kernels that the call takes.
-_KERNELS = {
+_FAMILIES = ("mla_decode", "combine_splits")
+_KERNELS: dict[str, Any] = {
     "dtype": "bf16",
+    "kv_dtype": "bf16",
     "kv_lora_rank": KV_LORA_RANK,
+    "qk_rope_head_dim": QK_ROPE_HEAD_DIM,
     "page_size": PAGE_SIZE,
-    "heads": HEADS,
 }
 
 
@@ -144,8 +145,8 @@ def _stage_look_up() -> dict[str, Any]:
     from mlagen.spec.selection import select_specs
 
     start = time.perf_counter()
-    wanted: dict[str, Any] = {label: value for label, value in _KERNELS.items() if label != "heads"}
-    specs = select_specs(map(parse_arch, CROSS_ARCHS), heads=HEADS, wanted=wanted)
+    archs = map(parse_arch, CROSS_ARCHS)
+    specs = select_specs(archs, families=_FAMILIES, heads=HEADS, wanted=dict(_KERNELS))
     found = [find_or_build(spec) for spec in specs]
     ms = (time.perf_counter() - start) * 1e3
     return {"ms": ms, "found": sum(not outcome.built for outcome in found)}

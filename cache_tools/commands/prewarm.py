@@ -62,16 +62,32 @@ def _numbers(ctx: click.Context, param: click.Parameter, value: str | None) -> l
     help="Element types of the queries, such as bf16.",
 )
 @click.option(
+    "--kv-dtype",
+    callback=_names,
+    metavar="DTYPE,...",
+    help="Element types of the KV cache, such as e4m3.",
+)
+@click.option(
     "--page-size", callback=_numbers, metavar="N,...", help="Tokens of a page of the KV cache."
 )
 @click.option(
     "--kv-lora-rank", callback=_numbers, metavar="N,...", help="Latent part of a cached token."
+)
+@click.option("--head-dim", callback=_numbers, metavar="N,...", help="Elements of a head, for GQA.")
+@click.option(
+    "--lookup", callback=_names, metavar="HOW,...", help="paged (the default) or sparse, for MLA."
 )
 @click.option(
     "--heads",
     callback=_numbers,
     metavar="N,...",
     help="Query heads of a GPU: only the tiles that such calls take.",
+)
+@click.option(
+    "--kv-heads",
+    callback=_numbers,
+    metavar="N,...",
+    help="KV heads of a GPU, beside --heads, for GQA.",
 )
 @click.option(
     "--q-len", callback=_numbers, metavar="N,...", help="Query tokens of a request, beside --heads."
@@ -94,6 +110,7 @@ def prewarm(
     archs: list[str],
     families: list[str] | None,
     heads: list[int] | None,
+    kv_heads: list[int] | None,
     q_len: list[int] | None,
     jobs: int | None,
     dry_run: bool,
@@ -113,6 +130,7 @@ def prewarm(
             archs,
             families=families,
             heads=heads,
+            kv_heads=kv_heads,
             q_len=q_len,
             jobs=jobs,
             dry_run=dry_run,

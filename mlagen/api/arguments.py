@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
+import struct
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import NoReturn, SupportsIndex
 
 import torch
 
@@ -35,6 +37,18 @@ def require_tensor(value: object, argument: str) -> torch.Tensor:
     if not isinstance(value, torch.Tensor):
         refuse(argument, "a torch.Tensor", type(value).__name__)
     return value
+
+
+def require_whole_number(value: object, argument: str, *, least: int) -> int:
+    """Return ``value`` as an int if it is a whole number, of any integer type but bool.
+
+    A tensor is none: reading it would wait for its device.
+    """
+    if isinstance(value, SupportsIndex) and not isinstance(value, (bool, torch.Tensor)):
+        number = operator.index(value)
+        if number >= least:
+            return number
+    refuse(argument, f"an int, {least} or more", repr(value))
 
 
 def require_device(tensor: torch.Tensor, argument: str, device: torch.device) -> None:
@@ -102,10 +116,29 @@ def require_index(tensor: torch.Tensor, argument: str, device: torch.device) -> 
 
 
 def require_scale(scale: object, argument: str, device: torch.device) -> None:
-    """Refuse a scale that is neither a number nor one fp32 element on ``device``."""
+    """Refuse a scale that is neither a number of float32 nor one fp32 element on ``device``.
+
+    An infinity or a NaN is such a number, and does to the result what arithmetic says.
+    """
     if isinstance(scale, torch.Tensor):
         require_device(scale, argument, device)
         require_dtype(scale, argument, (torch.float32,))
         require(scale.numel() == 1, f"{argument}.numel()", 1, scale.numel())
     elif isinstance(scale, bool) or not isinstance(scale, (int, float)):
         refuse(argument, "a float or a torch.float32 tensor of one element", repr(scale))
+    else:
+        require_float32(scale, argument)
+
+
+def require_float32(number: object, argument: str) -> None:
+    """Refuse what is no number, or one too large for the 4 bytes that a kernel is given."""
+    if isinstance(number, bool) or not isinstance(number, (int, float)):
+        refuse(argument, "a float", repr(number))
+    try:
+        struct.pack("<f", number)
+    except (OverflowError, struct.error):
+        refuse(
+            argument,
+            "a number that float32 can hold",
+            f"{number:.3g}" if isinstance(number, float) else "a larger int",
+        )

@@ -23,4 +23,10 @@ def environment() -> Environment:
         autoescape=False,  # noqa: S701 - the output is CUDA, not a page
     )
     jinja.globals.clear()
+    jinja.filters["c_bool"] = c_bool
     return jinja
+
+
+def c_bool(value: bool) -> str:
+    """Return a truth value as CUDA writes it."""
+    return "true" if value else "false"

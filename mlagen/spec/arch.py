@@ -34,6 +34,11 @@ class Arch:
         return _SHARED_KIB[self.number] * 1024
 
     @property
+    def has_cvt_e4m3(self) -> bool:
+        """Whether an instruction converts e4m3."""
+        return self.number >= 89
+
+    @property
     def has_griddepcontrol(self) -> bool:
         """Whether programmatic dependent launch exists."""
         return self.number >= 90

@@ -6,10 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
+from mlagen.spec import gqa
 from mlagen.spec.arch import Arch
 from mlagen.spec.dtype import DType
 from mlagen.spec.kernel import KernelSpec, Parameter, float32, int32, int64, pointer
-from mlagen.spec.mla import SUPPORTED
+from mlagen.spec.mla_support import SUPPORTED, output_dtype
+
+_SLICE_DIMS = 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,12 +27,13 @@ class CombineSplitsSpec(KernelSpec):
         pointer("partial_lse", "const float"),
         pointer("bmm2_scale_tensor", "const float"),
         pointer("sinks", "const float"),
-        pointer("out", "u16"),
+        pointer("out", "unsigned char"),
         pointer("lse", "float"),
         int64("total_rows"),
         int32("heads"),
         int32("splits"),
         float32("bmm2_scale"),
+        float32("output_factor"),
         float32("lse_factor"),
     )
 
@@ -37,9 +41,14 @@ class CombineSplitsSpec(KernelSpec):
     head_dim_vo: int
 
     @property
+    def uses_e4m3(self) -> bool:
+        """Whether the output is e4m3."""
+        return self.dtype is DType.E4M3
+
+    @property
     def slices(self) -> int:
-        """Blocks that share one row: each takes 128 elements."""
-        return self.head_dim_vo // 128
+        """Blocks that share one row."""
+        return -(-self.head_dim_vo // _SLICE_DIMS)
 
     @property
     def threads(self) -> int:
@@ -53,9 +62,17 @@ class CombineSplitsSpec(KernelSpec):
 
 
 def combine_splits_specs(arch: Arch) -> Iterator[CombineSplitsSpec]:
-    """Yield every combining kernel that ``arch`` may be asked for, each once."""
-    specs = {
-        CombineSplitsSpec(arch=arch, dtype=row.query_dtype, head_dim_vo=row.kv_lora_rank): None
+    """Yield every combining kernel that prewarming knows for ``arch``, each once."""
+    wanted = {
+        (output_dtype(row.query_dtype), rank): None
         for row in SUPPORTED
+        for rank, _ in row.head_dims
     }
-    yield from specs
+    wanted |= {
+        (out_dtype, head_dim): None
+        for row in gqa.SUPPORTED
+        for out_dtype in row.out_dtypes
+        for head_dim in gqa.HEAD_DIMS
+    }
+    for dtype, head_dim in wanted:
+        yield CombineSplitsSpec(arch=arch, dtype=dtype, head_dim_vo=head_dim)

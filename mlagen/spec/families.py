@@ -7,11 +7,13 @@ from collections.abc import Callable, Collection, Iterator
 from mlagen.errors import ArgumentError
 from mlagen.spec.arch import Arch
 from mlagen.spec.combine import combine_splits_specs
+from mlagen.spec.gqa import gqa_decode_specs
 from mlagen.spec.kernel import KernelSpec
 from mlagen.spec.mla import mla_decode_specs
 
 FAMILIES: dict[str, Callable[[Arch], Iterator[KernelSpec]]] = {
     "mla_decode": mla_decode_specs,
+    "gqa_decode": gqa_decode_specs,
     "combine_splits": combine_splits_specs,
 }
 

@@ -38,6 +38,15 @@ def float32(name: str) -> Parameter:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CallShape:
+    """What of a call decides which tile it takes."""
+
+    heads: int
+    kv_heads: int | None = None  # of grouped-query attention, if it is said
+    q_len: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
 class KernelSpec:
     """What changes the machine code of a kernel, and nothing else.
 
@@ -62,8 +71,8 @@ class KernelSpec:
         """Dynamic shared memory of one block."""
         raise NotImplementedError
 
-    def serves(self, rows: int) -> bool:  # noqa: ARG002 - for the families that depend on it
-        """Whether a call of ``rows`` rows (heads times query tokens) takes this kernel."""
+    def serves(self, call: CallShape) -> bool:  # noqa: ARG002 - for the families that depend on it
+        """Whether such a call takes this kernel, of those that differ in the tile only."""
         return True
 
     def ingredients(self) -> dict[str, str]:

@@ -1,40 +1,23 @@
-"""MLA decode: what its kernels are specialised for, and what is supported."""
+"""MLA decode: what its kernels are specialised for."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import product
 from typing import ClassVar, NamedTuple
 
-from mlagen.errors import UnsupportedError
 from mlagen.spec.arch import Arch
 from mlagen.spec.dtype import DType
-from mlagen.spec.kernel import KernelSpec, Parameter, float32, int32, int64, pointer
-
-
-@dataclass(frozen=True, kw_only=True)
-class MlaSupport:
-    """One row of :data:`SUPPORTED`: every combination of what it lists has a kernel."""
-
-    query_dtype: DType
-    kv_dtype: DType
-    kv_lora_rank: int
-    qk_rope_head_dim: int
-    page_sizes: tuple[int, ...]
-
-
-PAGE_SIZES = (1, 8, 16, 32, 64, 128)
-SUPPORTED = tuple(
-    MlaSupport(
-        query_dtype=dtype,
-        kv_dtype=dtype,
-        kv_lora_rank=kv_lora_rank,
-        qk_rope_head_dim=64,
-        page_sizes=PAGE_SIZES,
-    )
-    for dtype, kv_lora_rank in product((DType.BF16, DType.FP16), (512, 256))
+from mlagen.spec.kernel import (
+    CallShape,
+    KernelSpec,
+    Parameter,
+    float32,
+    int32,
+    int64,
+    pointer,
 )
+from mlagen.spec.mla_support import SUPPORTED, MlaVariant, output_dtype, require_supported
 
 
 class MlaTile(NamedTuple):
@@ -56,6 +39,7 @@ TILES = (
     MlaTile(64, 64, 2, 2, 4, 2, 1),
     MlaTile(32, 64, 2, 2, 4, 2, 1),
     MlaTile(32, 32, 3, 2, 2, 1, 1),
+    MlaTile(32, 32, 3, 2, 4, 1, 1),
     MlaTile(16, 32, 2, 1, 4, 1, 2),
     MlaTile(16, 32, 3, 1, 4, 1, 1),
     MlaTile(16, 32, 2, 1, 4, 1, 1),
@@ -73,11 +57,20 @@ class MlaDecodeSpec(KernelSpec):
     symbol: ClassVar[str] = "mla_decode"
     template: ClassVar[str] = "kernels/mla_decode.cu.j2"
     parameters: ClassVar[tuple[Parameter, ...]] = (
-        pointer("query", "const u16"),
+        pointer("query", "const unsigned char"),
+        pointer("query_rope", "const unsigned char"),
+        pointer("query_scales", "const float"),
         pointer("cache", "const unsigned char"),
+        pointer("rope_cache", "const unsigned char"),
+        pointer("value_cache", "const unsigned char"),
+        pointer("kv_scales", "const float"),
         pointer("block_tables", "const int"),
+        pointer("value_tables", "const int"),
+        pointer("table_starts", "const int"),
         pointer("seq_lens", "const int"),
         pointer("cum_seq_lens_q", "const int"),
+        pointer("top_k_lens", "const int"),
+        pointer("bias", "const float"),
         pointer("bmm1_scale_tensor", "const float"),
         pointer("bmm2_scale_tensor", "const float"),
         pointer("sinks", "const float"),
@@ -87,9 +80,18 @@ class MlaDecodeSpec(KernelSpec):
         pointer("partial_lse", "float"),
         int64("query_stride"),
         int64("query_head_stride"),
+        int64("query_rope_stride"),
+        int64("query_rope_head_stride"),
         int64("page_stride"),
         int64("token_stride"),
+        int64("rope_page_stride"),
+        int64("rope_token_stride"),
+        int64("scale_page_stride"),
+        int64("scale_token_stride"),
+        int64("bias_stride"),
+        int64("bias_head_stride"),
         int64("total_rows"),
+        int32("requests"),
         int32("heads"),
         int32("q_len"),
         int32("max_pages"),
@@ -97,93 +99,124 @@ class MlaDecodeSpec(KernelSpec):
         int32("num_pages"),
         int32("row_tiles"),
         int32("splits"),
+        int32("top_k"),
+        int32("is_causal"),
+        int32("scores_take_bmm2"),
         float32("bmm1_scale"),
         float32("bmm2_scale"),
+        float32("latent_scale"),
+        float32("rope_scale"),
         float32("lse_factor"),
     )
 
-    query_dtype: DType
-    kv_dtype: DType
-    kv_lora_rank: int
-    qk_rope_head_dim: int
-    page_size: int  # tokens
-    tile_rows: int
-    tile_tokens: int
-    stages: int
-    row_warps: int
-    token_warps: int
-    dim_warps: int
-    blocks_per_sm: int
+    variant: MlaVariant
+    tile: MlaTile
+
+    def ingredients(self) -> dict[str, str]:
+        """Return the fields of variant and tile as stable text."""
+        named = {"arch": self.arch, **self.variant.facts(), **self.tile._asdict()}
+        return {name: str(value) for name, value in named.items()}
+
+    @property
+    def math_dtype(self) -> DType:
+        """Element type that the tensor cores multiply: e4m3 is exact in either."""
+        query = self.variant.query_dtype
+        if query.is_16bit:
+            return query
+        return DType.FP16 if query is DType.E4M3 else DType.BF16
+
+    @property
+    def decodes_kv(self) -> bool:
+        """Whether tokens pass through shared memory as they are stored, to be decoded there."""
+        return not self.variant.kv_dtype.is_16bit
+
+    @property
+    def decodes_query(self) -> bool:
+        """Whether the query is decoded on its way to shared memory."""
+        return not self.variant.query_dtype.is_16bit
+
+    @property
+    def uses_e4m3(self) -> bool:
+        """Whether anything is stored as e4m3."""
+        return self.decodes_kv
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether every query token has a list of tokens of its own."""
+        return self.variant.lookup == "sparse"
+
+    @property
+    def has_separate_values(self) -> bool:
+        """Whether values are read from another place than keys."""
+        return self.variant.values == "separate"
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether a number is added to every score."""
+        return self.variant.mask == "bias"
+
+    @property
+    def out_dtype(self) -> DType:
+        """Element type of the output: bf16 for a query that is not 16 bits wide."""
+        return output_dtype(self.variant.query_dtype)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of a cached token."""
+        return self.variant.kv_dtype.row_bytes(self.head_dim_qk)
+
+    @property
+    def stage_row_bytes(self) -> int:
+        """Bytes of a token in a stage: with 16 more where its scales come from another tensor."""
+        kv, query = self.variant.kv_dtype, self.variant.query_dtype
+        has_outer_scales = kv is DType.PACKED640 or (kv is DType.E4M3 and query is not DType.E4M3)
+        return self.stored_bytes + (16 if has_outer_scales else 0)
 
     @property
     def head_dim_qk(self) -> int:
         """Elements of a query row and of a cached token."""
-        return self.kv_lora_rank + self.qk_rope_head_dim
+        return self.variant.kv_lora_rank + self.variant.qk_rope_head_dim
 
     @property
     def head_dim_vo(self) -> int:
         """Elements of an output row, the first of a cached token."""
-        return self.kv_lora_rank
+        return self.variant.kv_lora_rank
 
     @property
     def threads(self) -> int:
         """Threads of one block."""
-        return self.row_warps * self.token_warps * 32
+        return self.tile.row_warps * self.tile.token_warps * 32
 
-    def serves(self, rows: int) -> bool:
-        """Whether a call of ``rows`` rows (heads times query tokens) takes this kernel."""
-        return self == mla_decode_spec(
-            arch=self.arch,
-            query_dtype=self.query_dtype,
-            kv_dtype=self.kv_dtype,
-            kv_lora_rank=self.kv_lora_rank,
-            qk_rope_head_dim=self.qk_rope_head_dim,
-            page_size=self.page_size,
-            rows=rows,
-        )
+    def serves(self, call: CallShape) -> bool:
+        """Whether such a call takes this kernel, of those that differ in the tile only."""
+        rows = call.heads if self.is_sparse else call.heads * call.q_len
+        return self == mla_decode_spec(self.arch, self.variant, rows)
 
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of one block, as roles/mla_decode/shared_memory.cuh lays it out."""
-        elements = (
-            self.tile_rows * self.head_dim_qk
-            + self.stages * self.tile_tokens * self.head_dim_qk
-            + self.tile_rows * self.tile_tokens
-        )
-        words = self.tile_rows * (self.token_warps + 3)
-        return elements * self.query_dtype.bytes + words * 4 + _WORK_BYTES
+        rows, tokens, stages = self.tile[:3]
+        taken = (rows * self.head_dim_qk + rows * tokens) * 2
+        taken += stages * tokens * self.stage_row_bytes
+        if self.decodes_kv:
+            taken += tokens * self.head_dim_qk * 2
+        words = rows * (self.tile.token_warps + 3) + tokens
+        return taken + words * 4 + _WORK_BYTES
 
 
-def mla_decode_spec(
-    *,
-    arch: Arch,
-    query_dtype: DType,
-    kv_dtype: DType,
-    kv_lora_rank: int,
-    qk_rope_head_dim: int,
-    page_size: int,
-    rows: int,
-) -> MlaDecodeSpec:
+def mla_decode_spec(arch: Arch, variant: MlaVariant, rows: int) -> MlaDecodeSpec:
     """Return the kernel that serves requests of ``rows`` rows (heads times query tokens).
 
     Raises
     ------
     UnsupportedError
-        If no row of :data:`SUPPORTED` covers the request; the message lists the nearest.
+        If no row of :data:`SUPPORTED` covers the variant; the message lists the nearest.
     """
-    require_supported(query_dtype, kv_dtype, kv_lora_rank, qk_rope_head_dim, page_size)
+    require_supported(variant)
     chosen = None
     for tile in TILES:
-        spec = MlaDecodeSpec(
-            arch=arch,
-            query_dtype=query_dtype,
-            kv_dtype=kv_dtype,
-            kv_lora_rank=kv_lora_rank,
-            qk_rope_head_dim=qk_rope_head_dim,
-            page_size=page_size,
-            **tile._asdict(),
-        )
-        if not _fits(spec) or (chosen is not None and chosen.tile_rows == tile.tile_rows):
+        spec = MlaDecodeSpec(arch=arch, variant=variant, tile=tile)
+        if not _is_sound(spec) or (chosen is not None and chosen.tile.tile_rows == tile.tile_rows):
             continue
         if chosen is None or rows <= tile.tile_rows:
             chosen = spec
@@ -194,59 +227,29 @@ def mla_decode_spec(
 def mla_decode_specs(arch: Arch) -> Iterator[MlaDecodeSpec]:
     """Yield every MLA decode kernel that ``arch`` may be asked for, each once."""
     for row in SUPPORTED:
-        for page_size in row.page_sizes:
-            specs = {
-                mla_decode_spec(
-                    arch=arch,
-                    query_dtype=row.query_dtype,
-                    kv_dtype=row.kv_dtype,
-                    kv_lora_rank=row.kv_lora_rank,
-                    qk_rope_head_dim=row.qk_rope_head_dim,
-                    page_size=page_size,
-                    rows=tile.tile_rows,
-                ): None
-                for tile in TILES
-            }
+        for variant in row.variants():
+            specs = {mla_decode_spec(arch, variant, tile.tile_rows): None for tile in TILES}
             yield from specs
 
 
-def _fits(spec: MlaDecodeSpec) -> bool:
-    # The driver keeps 1 KiB of every block's shared memory for itself; a whole SM has 1 KiB more
-    # than one block may have.
-    per_block = spec.shared_bytes + 1024
-    return per_block * spec.blocks_per_sm <= spec.arch.shared_bytes + 1024
-
-
-def require_supported(
-    query_dtype: DType, kv_dtype: DType, kv_lora_rank: int, qk_rope_head_dim: int, page_size: int
-) -> None:
-    """Refuse what no row of :data:`SUPPORTED` covers.
-
-    Raises
-    ------
-    UnsupportedError
-        With the nearest that is covered in the message.
-    """
-    asked = (
-        f"query {query_dtype}, cache {kv_dtype}, kv_lora_rank {kv_lora_rank}, "
-        f"qk_rope_head_dim {qk_rope_head_dim}"
-    )
-    for row in SUPPORTED:
-        if (row.query_dtype, row.kv_dtype, row.kv_lora_rank, row.qk_rope_head_dim) == (
-            query_dtype,
-            kv_dtype,
-            kv_lora_rank,
-            qk_rope_head_dim,
-        ):
-            if page_size in row.page_sizes:
-                return
-            sizes = ", ".join(map(str, row.page_sizes))
-            raise UnsupportedError(
-                f"no MLA decode kernel for {asked}, page_size {page_size}; page_size may be {sizes}"
-            )
-    rows = "; ".join(
-        f"query {row.query_dtype}, cache {row.kv_dtype}, kv_lora_rank {row.kv_lora_rank}, "
-        f"qk_rope_head_dim {row.qk_rope_head_dim}"
-        for row in SUPPORTED
-    )
-    raise UnsupportedError(f"no MLA decode kernel for {asked}; supported: {rows}")
+def _is_sound(spec: MlaDecodeSpec) -> bool:
+    tile = spec.tile
+    has_more = spec.is_sparse or spec.has_bias or spec.has_separate_values
+    # These have no registers left for anything but the plain loop.
+    scales_kv = spec.decodes_kv and not spec.decodes_query
+    if (has_more or scales_kv) and tile.tile_rows > 32:
+        return False
+    if (has_more or spec.decodes_kv) and (tile.tile_rows, spec.threads) == (32, 128):
+        return False
+    # Values of their own would arrive where warps trade products.
+    if spec.has_separate_values and tile.dim_warps > 1:
+        return False
+    # Products are traded through the part of a stage that one round of copies fills.
+    round_bytes = spec.threads // 8 * spec.stage_row_bytes
+    if tile.dim_warps > 1 and tile.tile_rows * tile.tile_tokens * 4 > round_bytes:
+        return False
+    if spec.head_dim_vo // (spec.threads // 32) % 16:
+        return False
+    # The driver keeps 1 KiB of each block, and an SM has 1 KiB more than a block may have.
+    one = spec.shared_bytes + 1024
+    return one * tile.blocks_per_sm <= spec.arch.shared_bytes + 1024

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import product
 
 from mlagen.errors import ArgumentError
 from mlagen.spec.arch import Arch
+from mlagen.spec.dtype import DType
 from mlagen.spec.families import FAMILIES, specs_of
-from mlagen.spec.kernel import KernelSpec
+from mlagen.spec.kernel import CallShape, KernelSpec
+from mlagen.spec.mla_support import output_dtype
 
 # What a call names, and the ingredients that hold it in one family or another.
 FILTERS = {
     "dtype": ("query_dtype", "dtype"),
     "kv_lora_rank": ("kv_lora_rank", "head_dim_vo"),
+    "head_dim": ("head_dim", "head_dim_vo"),
     "page_size": ("page_size",),
 }
+
+# Of these the usual is meant where nothing is said.
+USUAL = {"lookup": ["paged"], "values": ["shared"], "mask": ["causal"]}
 
 
 def select_specs(
@@ -22,6 +29,7 @@ def select_specs(
     *,
     families: Iterable[str] | None = None,
     heads: int | Iterable[int] | None = None,
+    kv_heads: int | Iterable[int] | None = None,
     q_len: int | Iterable[int] | None = None,
     wanted: dict[str, str | int | Iterable[str | int]],
 ) -> list[KernelSpec]:
@@ -32,19 +40,26 @@ def select_specs(
     ArgumentError
         If a family, an ingredient or a value does not exist, or a number is below 1.
     """
-    rows = _rows(heads, q_len)
+    calls = _calls(heads, kv_heads, q_len)
     chosen = tuple(FAMILIES) if families is None else tuple(families)
     specs: dict[KernelSpec, None] = {}
     for arch in archs:
         known = {name for spec in specs_of(arch, chosen) for name in spec.ingredients()} - {"arch"}
-        kept: dict[str, list[str]] = {}
+        kept = {name: list(values) for name, values in USUAL.items() if name in known}
+        kept |= {name: [] for label in wanted for name in _ingredients_of(label, known)}
         for label, values in wanted.items():
-            texts = [str(value) for value in _several(values)]
-            kept |= dict.fromkeys(_ingredients_of(label, known), texts)
+            for name in _ingredients_of(label, known):
+                kept[name] += [_text(name, value) for value in _several(values)]
         for spec in specs_of(arch, chosen, **kept):
-            if not rows or any(spec.serves(count) for count in rows):
+            if not calls or any(spec.serves(call) for call in calls):
                 specs[spec] = None
     return list(specs)
+
+
+def _text(ingredient: str, value: str | int) -> str:
+    """Return a value as the ingredient names it: a combining kernel knows what is written."""
+    packed = {str(dtype): str(output_dtype(dtype)) for dtype in (DType.E4M3, DType.PACKED640)}
+    return packed.get(str(value), str(value)) if ingredient == "dtype" else str(value)
 
 
 def _ingredients_of(label: str, known: set[str]) -> list[str]:
@@ -59,15 +74,29 @@ def _several(values: str | int | Iterable[str | int]) -> tuple[str | int, ...]:
     return (values,) if isinstance(values, (str, int)) else tuple(values)
 
 
-def _rows(heads: int | Iterable[int] | None, q_len: int | Iterable[int] | None) -> set[int]:
-    """Return the rows of the calls, heads times query tokens; none if they are not said."""
+def _calls(
+    heads: int | Iterable[int] | None,
+    kv_heads: int | Iterable[int] | None,
+    q_len: int | Iterable[int] | None,
+) -> set[CallShape]:
+    """Return the shapes of the calls; none if they are not said."""
     if heads is None:
-        if q_len is not None:
-            raise ArgumentError(f"q_len: expected heads beside it, got {q_len} alone")
+        for name, value in (("q_len", q_len), ("kv_heads", kv_heads)):
+            if value is not None:
+                raise ArgumentError(f"{name}: expected heads beside it, got {value} alone")
         return set()
     counts = _counts("heads", heads)
     lengths = _counts("q_len", 1 if q_len is None else q_len)
-    return {count * length for count in counts for length in lengths}
+    groups: list[int | None] = [None]
+    if kv_heads is not None:
+        groups = [*_counts("kv_heads", kv_heads)]
+    for count, group in product(counts, groups):
+        if group is not None and count % group:
+            raise ArgumentError(f"heads: expected a multiple of kv_heads {group}, got {count}")
+    return {
+        CallShape(heads=count, kv_heads=group, q_len=length)
+        for count, group, length in product(counts, groups, lengths)
+    }
 
 
 def _counts(argument: str, values: int | Iterable[int]) -> list[int]:

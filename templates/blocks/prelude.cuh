@@ -6,9 +6,25 @@ using u32 = unsigned int;
 using u64 = unsigned long long;
 using i64 = long long;
 
-// Tags that choose the instruction for an element type; the data itself is held as u16 or u32.
+// Tags that choose how elements are converted; the data itself is held as bytes, u16 or u32.
 struct Bf16 {};
 struct Fp16 {};
+struct E4m3 {};
+struct Int8 {};
+struct Nvfp4 {};
+struct Packed656 {};
+struct Packed640 {};
+
+template <typename A, typename B>
+constexpr bool kIsSame = false;
+template <typename A>
+constexpr bool kIsSame<A, A> = true;
+
+// What one load, store or cp.async moves at the most.
+constexpr int kChunkBytes = 16;
+struct alignas(kChunkBytes) Chunk {
+  u32 words[4];
+};
 
 constexpr int kWarpLanes = 32;
 constexpr float kLog2E = 1.4426950408889634f;

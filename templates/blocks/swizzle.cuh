@@ -1,7 +1,6 @@
 // Rows of 16-byte chunks in shared memory, permuted so that the eight rows that one ldmatrix reads
 // at the same column lie in different banks. Needs blocks/prelude.cuh.
 
-constexpr int kChunkBytes = 16;
 constexpr int kChunkElements = 8;
 
 // Byte offset of chunk `chunk` of row `row`. Rows of 128 bytes and more permute the eight chunks of

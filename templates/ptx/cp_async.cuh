@@ -8,6 +8,22 @@ __device__ inline void cp_async_cg_16(u32 shared_address, const void* global, u3
                : "memory");
 }
 
+// cp.async.ca.shared.global
+// Copies 4 bytes; if `source_bytes` is 0 they are not read and become zero.
+__device__ inline void cp_async_ca_4(u32 shared_address, const void* global, u32 source_bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address), "l"(global),
+               "r"(source_bytes)
+               : "memory");
+}
+
+// cp.async.ca.shared.global
+// Copies 8 bytes; if `source_bytes` is 0 they are not read and become zero.
+__device__ inline void cp_async_ca_8(u32 shared_address, const void* global, u32 source_bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(shared_address), "l"(global),
+               "r"(source_bytes)
+               : "memory");
+}
+
 // cp.async.commit_group
 __device__ inline void cp_async_commit_group() {
   asm volatile("cp.async.commit_group;" ::: "memory");

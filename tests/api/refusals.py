@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 import mlagen
+from mlagen.api.mla_call import run_mla
 from mlagen.errors import ArgumentError
 from tests.cases import MlaCase, MlaProblem
 
 UNIFORM = MlaCase(name="", seq_lens=(70, 3), q_len=2, heads=16)
 SINGLE = MlaCase(name="", seq_lens=(70, 3), heads=16)
 RAGGED = MlaCase(name="", seq_lens=(70, 3), q_lens=(1, 4), heads=16)
+APART = replace(UNIFORM, parts_apart=True)
+E4M3_QUERY = replace(UNIFORM, dtype=torch.float8_e4m3fn)
+FLAT = replace(UNIFORM, flat_tables=True)
+OTHER_CACHE = replace(UNIFORM, values="other cache")
+OTHER_PAGES = replace(UNIFORM, values="other pages")
+PACKED640 = replace(E4M3_QUERY, kv_format="packed640")
+PACKED656 = replace(UNIFORM, kv_format="packed656")
+SCALED = replace(UNIFORM, kv_format="e4m3", scales="for 128 elements")
+SPARSE = replace(UNIFORM, top_k=70)
+SPARSE_RAGGED = replace(RAGGED, top_k=70)
 
 
 class Refusal(NamedTuple):
@@ -34,19 +46,39 @@ def refusals(*cases: Refusal) -> pytest.MarkDecorator:
 def check(refusal: Refusal) -> None:
     """Make the call, and see that it is refused as told and leaves its outputs alone."""
     problem = refusal.case.build("cpu")
-    shape = problem.query.shape[:-1]
-    sound = problem.arguments(
-        out=torch.full((*shape, 512), 7.0, dtype=torch.bfloat16),
-        lse=torch.full(shape, 7.0),
-        return_lse=True,
-        workspace_buffer=torch.full((64,), 7.0),
-    )
+    sound = problem.arguments(**_outputs(problem))
     arguments = sound | refusal.change(problem)
 
-    with pytest.raises(ArgumentError) as caught:
-        mlagen.mla.trtllm_batch_decode_with_kv_cache_mla(**arguments)
+    def call() -> object:
+        return mlagen.mla.trtllm_batch_decode_with_kv_cache_mla(**arguments)
 
-    assert str(caught.value) == refusal.message
+    _check(call, refusal.message, sound)
+
+
+def check_inputs(refusal: Refusal) -> None:
+    """Do the same for a change of the inputs of a call, by their own names."""
+    problem = refusal.case.build("cpu")
+    sound = problem.inputs(**_outputs(problem))
+    inputs = sound._replace(**refusal.change(problem))
+
+    _check(lambda: run_mla(inputs, enable_pdl=True), refusal.message, sound._asdict())
+
+
+def _outputs(problem: MlaProblem) -> dict[str, Any]:
+    shape = problem.query.shape[:-1]
+    return {
+        "out": torch.full((*shape, 512), 7.0, dtype=torch.bfloat16),
+        "lse": torch.full(shape, 7.0),
+        "return_lse": True,
+        "workspace_buffer": torch.full((64,), 7.0),
+    }
+
+
+def _check(call: Callable[[], object], message: str, sound: dict[str, Any]) -> None:
+    with pytest.raises(ArgumentError) as caught:
+        call()
+
+    assert str(caught.value) == message
     written = [name for name in ("out", "lse", "workspace_buffer") if (sound[name] != 7.0).any()]
     assert written == []
 

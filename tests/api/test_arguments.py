@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 
@@ -35,10 +37,37 @@ PASSING: dict[str, Callable[[], object]] = {
     "uint32 on the device": lambda: checks.require_index(MATRIX.int().view(torch.uint32), "x", CPU),
     "a float": lambda: checks.require_scale(0.5, "x", CPU),
     "an int": lambda: checks.require_scale(1, "x", CPU),
+    "an infinity": lambda: checks.require_scale(math.inf, "x", CPU),
+    "NaN": lambda: checks.require_scale(math.nan, "x", CPU),
+    "the largest float32": lambda: checks.require_scale(3.4028234e38, "x", CPU),
     "an fp32 element": lambda: checks.require_scale(torch.ones(1, 1), "x", CPU),
 }
 
 REFUSED: dict[str, tuple[Callable[[], object], str]] = {
+    "a number beyond float32": (
+        lambda: checks.require_scale(-1e39, "x", CPU),
+        "x: expected a number that float32 can hold, got -1e+39",
+    ),
+    "an int beyond float": (
+        lambda: checks.require_scale(10**400, "x", CPU),
+        "x: expected a number that float32 can hold, got a larger int",
+    ),
+    "a float for a whole number": (
+        lambda: checks.require_whole_number(512.0, "x", least=0),
+        "x: expected an int, 0 or more, got 512.0",
+    ),
+    "a bool for a whole number": (
+        lambda: checks.require_whole_number(True, "x", least=0),
+        "x: expected an int, 0 or more, got True",
+    ),
+    "a tensor for a whole number": (
+        lambda: checks.require_whole_number(torch.tensor(3), "x", least=0),
+        "x: expected an int, 0 or more, got tensor(3)",
+    ),
+    "a whole number too small": (
+        lambda: checks.require_whole_number(0, "x", least=1),
+        "x: expected an int, 1 or more, got 0",
+    ),
     "a false condition": (
         lambda: checks.require(False, "x.shape[0]", "2 (batch)", 3),
         "x.shape[0]: expected 2 (batch), got 3",
@@ -117,10 +146,18 @@ def test_an_argument_error_is_a_value_error() -> None:
         checks.refuse("x", 1, 2)
 
 
-def test_every_dtype_of_ours_has_one_of_torch() -> None:
+@pytest.mark.parametrize("number", [3, np.int32(3), np.uint64(3)], ids=["int", "int32", "uint64"])
+def test_a_whole_number_becomes_an_int(number: int) -> None:
+    """Whatever its type, the same int comes back."""
+    returned = checks.require_whole_number(number, "x", least=3)
+
+    assert (returned, type(returned)) == (3, int)
+
+
+def test_every_16_bit_dtype_of_ours_has_one_of_torch() -> None:
     """The two lists of dtypes name the same ones."""
     named = {dtype: str(ours) for dtype, ours in DTYPES.items()}
 
     assert named == {torch.bfloat16: "bf16", torch.float16: "fp16"}
-    assert set(DTYPES.values()) == set(DType)
+    assert set(DTYPES.values()) == {dtype for dtype in DType if dtype.is_16bit}
     assert torch.int64 not in INDEX_DTYPES

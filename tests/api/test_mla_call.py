@@ -1,91 +1,187 @@
-"""What a GPU call is remembered by, and what it hands to the kernels; seen without a GPU."""
+"""What a call hands to the kernels; seen without a GPU."""
 
 from __future__ import annotations
 
 import math
-import struct
-from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
 
 import mlagen
 from mlagen.api import mla_call
-from mlagen.api.mla_inputs import MlaInputs
-from mlagen.api.mla_request import check_request
 from mlagen.errors import ArgumentError
-from mlagen.runtime.loader import LoadedKernel
-from mlagen.runtime.plan import MlaDecodeProblem, plan_mla_decode
-from mlagen.spec.arch import Arch
-from mlagen.spec.combine import CombineSplitsSpec
 from mlagen.spec.dtype import DType
-from mlagen.spec.kernel import KernelSpec
-from mlagen.spec.mla import mla_decode_spec
+from mlagen.spec.mla import MlaDecodeSpec
+from tests.api.launches import Launch, launched, record_launches
 from tests.cases import MlaCase
 
 UNIFORM = MlaCase(name="", seq_lens=(70, 3), heads=16, with_sinks=True)
 RAGGED = MlaCase(name="", seq_lens=(70, 3), q_lens=(1, 4), heads=16)
+E4M3 = torch.float8_e4m3fn
 
 
-def inputs_of(case: MlaCase, **changes: Any) -> MlaInputs:
-    """Return the inputs of a call as the entry point makes them, with some changed."""
-    arguments = case.build("cpu").arguments()
-    defaults = {
-        "out": None,
-        "lse": None,
-        "return_lse": False,
-        "return_lse_base": "base2",
-        "cum_seq_lens_q": None,
-        "max_q_len": None,
-    }
-    values = defaults | {name: arguments[name] for name in arguments if name in MlaInputs._fields}
-    return MlaInputs(**values | changes)
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
+    """Record what would be launched."""
+    return record_launches(monkeypatch)
 
 
-CHANGES: dict[str, Callable[[MlaInputs], MlaInputs]] = {
-    "query shape": lambda i: i._replace(query=i.query[:, :, :8]),
-    "query dtype": lambda i: i._replace(query=i.query.half()),
-    "cache shape": lambda i: i._replace(kv_cache=i.kv_cache[:, :32]),
-    "cache strides": lambda i: i._replace(kv_cache=i.kv_cache.repeat(1, 2, 1)[:, :64]),
-    "workspace size": lambda i: i._replace(workspace_buffer=i.workspace_buffer[1:]),
-    "kv_lora_rank": lambda i: i._replace(kv_lora_rank=256),
-    "qk_rope_head_dim": lambda i: i._replace(qk_rope_head_dim=32),
-    "block table width": lambda i: i._replace(block_tables=i.block_tables[:, :2]),
-    "lengths dtype": lambda i: i._replace(seq_lens=i.seq_lens.long()),
-    "max_seq_len": lambda i: i._replace(max_seq_len=1000),
-    "out given": lambda i: i._replace(out=torch.zeros(2, 1, 16, 512)),
-    "bmm1_scale a tensor": lambda i: i._replace(bmm1_scale=torch.tensor(1.0)),
-    "bmm2_scale an int": lambda i: i._replace(bmm2_scale=1),
-    "no sinks": lambda i: i._replace(sinks=None),
-    "return_lse": lambda i: i._replace(return_lse=True),
-    "lse given": lambda i: i._replace(lse=torch.zeros(2, 16)),
-    "return_lse_base": lambda i: i._replace(return_lse_base="basee"),
-    "cum_seq_lens_q": lambda i: i._replace(cum_seq_lens_q=torch.zeros(3, dtype=torch.int32)),
-    "max_q_len": lambda i: i._replace(max_q_len=2),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_whatever_a_check_or_plan_may_see_is_part_of_the_form(
-    change: Callable[[MlaInputs], MlaInputs],
+def test_a_whole_call_launches_one_kernel_with_every_value_in_its_place(
+    launches: list[Launch],
 ) -> None:
-    """A call that differs in it is checked and planned anew."""
-    inputs = inputs_of(UNIFORM)
-
-    changed = mla_call._form_of(change(inputs))
-
-    assert changed != mla_call._form_of(inputs)
-
-
-def test_content_is_no_part_of_the_form() -> None:
-    """Other numbers in tensors of the same layout, and another float, make the same form."""
-    inputs = inputs_of(UNIFORM)
-    other = inputs._replace(
-        query=inputs.query.clone().zero_(), seq_lens=inputs.seq_lens + 1, bmm1_scale=0.5
+    """Pointers, strides, counts and scales are those of the arguments."""
+    inputs = UNIFORM.build("cpu").inputs(
+        bmm1_scale=0.25, bmm2_scale=torch.tensor(2.0), max_seq_len=32
     )
 
-    assert mla_call._form_of(other) == mla_call._form_of(inputs)
+    call, out, ((family, blocks, enable_pdl, values),) = launched(inputs, launches)
+
+    assert (family, blocks, enable_pdl) == ("mla_decode", 2, True)
+    assert isinstance(inputs.bmm2_scale, torch.Tensor)
+    assert inputs.sinks is not None
+    unused: tuple[str, ...] = (
+        "query_scales",
+        "value_cache",
+        "kv_scales",
+        "value_tables",
+        "table_starts",
+    )
+    unused += ("cum_seq_lens_q", "top_k_lens", "bias", "bmm1_scale_tensor", "lse")
+    strides = ("scale_page_stride", "scale_token_stride", "bias_stride", "bias_head_stride")
+    expected: dict[str, float] = {
+        **dict.fromkeys((*unused, *strides, "top_k", "scores_take_bmm2"), 0),
+        "query": inputs.query.data_ptr(),
+        "query_rope": inputs.query.data_ptr() + 1024,
+        "cache": inputs.kv_cache.data_ptr(),
+        "rope_cache": inputs.kv_cache.data_ptr() + 1024,
+        "block_tables": inputs.block_tables.data_ptr(),
+        "seq_lens": inputs.seq_lens.data_ptr(),
+        "bmm2_scale_tensor": inputs.bmm2_scale.data_ptr(),
+        "sinks": inputs.sinks.data_ptr(),
+        "out": out.data_ptr(),
+        "partial_out": inputs.workspace_buffer.data_ptr(),
+        "partial_lse": inputs.workspace_buffer.data_ptr(),
+        "query_stride": 16 * 576 * 2,
+        "query_head_stride": 576 * 2,
+        "query_rope_stride": 16 * 576 * 2,
+        "query_rope_head_stride": 576 * 2,
+        "page_stride": 64 * 576 * 2,
+        "token_stride": 576 * 2,
+        "rope_page_stride": 64 * 576 * 2,
+        "rope_token_stride": 576 * 2,
+        "total_rows": 32,
+        "requests": 2,
+        "heads": 16,
+        "q_len": 1,
+        "max_pages": inputs.block_tables.shape[1],
+        "block_tables_stride": inputs.block_tables.stride(0),
+        "num_pages": len(inputs.kv_cache),
+        "row_tiles": 1,
+        "splits": 1,
+        "is_causal": 1,
+        "bmm1_scale": 0.25,
+        "bmm2_scale": 0.0,
+        "latent_scale": 1.0,
+        "rope_scale": 1.0,
+        "lse_factor": 1.0,
+    }
+    assert values == expected
+    assert call.plan.workspace_bytes == 0
+
+
+def test_a_split_call_leaves_partial_rows_and_then_their_lse_for_the_second_kernel(
+    launches: list[Launch],
+) -> None:
+    """Both kernels agree on where the partial rows are, and the LSE factor reaches both."""
+    lse = torch.zeros(5, 16)
+    inputs = RAGGED.build("cpu").inputs(
+        max_seq_len=50_000, lse=lse, return_lse=True, return_lse_base="basee"
+    )
+
+    call, out, (first, second) = launched(inputs, launches)
+
+    decode, combine = first.values, second.values
+    assert (first.family, second.family) == ("mla_decode", "combine_splits")
+    workspace = inputs.workspace_buffer.data_ptr()
+    partial_rows = call.plan.splits * 5 * 16
+    assert call.plan.splits > 1
+    assert decode["q_len"] == 0
+    assert decode["partial_lse"] == workspace + partial_rows * 512 * 4
+    assert call.plan.workspace_bytes == partial_rows * 513 * 4
+    assert second.blocks == 5 * 16 * 4
+    shared = ("partial_out", "partial_lse", "out", "lse", "splits", "total_rows", "lse_factor")
+    assert {name: combine[name] for name in shared} == {name: decode[name] for name in shared}
+    assert combine["lse_factor"] == math.log(2)
+    assert (combine["lse"], combine["out"]) == (lse.data_ptr(), out.data_ptr())
+    assert (combine["heads"], combine["output_factor"]) == (16, 1.0)
+
+
+def test_every_query_token_of_a_sparse_call_has_its_blocks(launches: list[Launch]) -> None:
+    """Lists differ from token to token, so that a tile holds the heads of one."""
+    inputs = replace(UNIFORM, top_k=70, q_len=3, heads=20).build("cpu").inputs()
+
+    call, _, _ = launched(inputs, launches)
+
+    assert isinstance(call.decode.spec, MlaDecodeSpec)
+    assert call.decode.spec.tile.tile_rows == 32
+    assert launches[0].blocks == 2 * 3 * call.plan.splits
+
+
+def test_the_output_of_e4m3_is_combined_as_bf16(launches: list[Launch]) -> None:
+    """The second kernel writes what the first would have written."""
+    inputs = replace(UNIFORM, dtype=E4M3).build("cpu").inputs(max_seq_len=50_000)
+
+    call, out, _ = launched(inputs, launches)
+
+    assert out.dtype is torch.bfloat16
+    assert call.combine is not None
+    assert getattr(call.combine.spec, "dtype", None) is DType.BF16
+
+
+@pytest.mark.parametrize("scale", [1e39, 10**400], ids=["float", "int"])
+def test_a_scale_beyond_float32_is_refused_at_a_remembered_call(
+    scale: float, launches: list[Launch]
+) -> None:
+    """The value of a float is no part of a form; still nothing is launched, and the name told."""
+    inputs = UNIFORM.build("cpu").inputs()
+    call, _, _ = launched(inputs, launches)
+    launches.clear()
+
+    with pytest.raises(
+        ArgumentError, match=r"^bmm1_scale: expected a number that float32 can hold"
+    ):
+        mla_call._run_on_gpu(call, inputs._replace(bmm1_scale=scale), enable_pdl=True)
+
+    assert launches == []
+
+
+def test_a_query_of_no_tokens_launches_nothing(launches: list[Launch]) -> None:
+    """Ragged requests may all be without query tokens."""
+    inputs = replace(RAGGED, q_lens=(1, 0)).build("cpu").inputs()
+    nobody = inputs._replace(query=inputs.query[:0], cum_seq_lens_q=torch.zeros(3).int())
+
+    launched(nobody, launches)
+
+    assert launches == []
+
+
+def test_a_workspace_too_small_is_refused_with_both_sizes(launches: list[Launch]) -> None:
+    """One byte less than the plan needs is one too few."""
+    inputs = UNIFORM.build("cpu").inputs(max_seq_len=50_000)
+    call, _, _ = launched(inputs, launches)
+    needed = call.plan.workspace_bytes
+    small = inputs._replace(workspace_buffer=inputs.workspace_buffer[: needed - 1])
+    launches.clear()
+
+    with pytest.raises(ArgumentError) as caught:
+        launched(small, launches)
+
+    told = (
+        f"workspace_buffer: expected {needed} bytes or more for this call, got {needed - 1} bytes"
+    )
+    assert str(caught.value) == told
+    assert launches == []
 
 
 def test_what_cannot_be_hashed_is_refused_with_its_name() -> None:
@@ -96,133 +192,3 @@ def test_what_cannot_be_hashed_is_refused_with_its_name() -> None:
         mlagen.mla.trtllm_batch_decode_with_kv_cache_mla(**arguments)
 
     assert str(caught.value) == "kv_lora_rank: expected an int, 0 or more, got [512]"
-
-
-Launch = tuple[str, int, bool, dict[str, float]]
-
-
-def launches_of(
-    case: MlaCase, monkeypatch: pytest.MonkeyPatch, **changes: Any
-) -> tuple[MlaInputs, mla_call.MlaCall, torch.Tensor, list[Launch]]:
-    """Run a call whose launches are recorded, each with its values by name."""
-    inputs = inputs_of(case, **changes)
-    request = check_request(inputs)
-    spec = mla_decode_spec(
-        arch=Arch(90, "a"),
-        query_dtype=DType.BF16,
-        kv_dtype=DType.BF16,
-        kv_lora_rank=512,
-        qk_rope_head_dim=64,
-        page_size=64,
-        rows=request.q_len * request.heads,
-    )
-    problem = MlaDecodeProblem(
-        batch=request.batch,
-        q_len=request.q_len,
-        heads=request.heads,
-        total_rows=request.tokens * request.heads,
-        longest_kv=inputs.max_seq_len,
-    )
-    plan = plan_mla_decode(spec, problem, 132)
-    combine = CombineSplitsSpec(arch=spec.arch, dtype=DType.BF16, head_dim_vo=512)
-    call = mla_call.MlaCall(
-        request=request,
-        plan=plan,
-        decode=_loaded(spec),
-        combine=_loaded(combine) if plan.splits > 1 else None,
-        combine_blocks=problem.total_rows * combine.slices,
-        layout=mla_call._layout(spec, request, plan),
-    )
-    launches: list[Launch] = []
-
-    def record(kernel: LoadedKernel, blocks: int, enable_pdl: bool, *values: float) -> None:
-        kernel.packing.pack(*values)  # what the driver would be given can be made of them
-        names = [parameter.name for parameter in kernel.spec.parameters]
-        named = dict(zip(names, values, strict=True))
-        launches.append((kernel.spec.family, blocks, enable_pdl, named))
-
-    monkeypatch.setattr(mla_call, "launch", record)
-    out, _ = mla_call._run_on_gpu(call, inputs, enable_pdl=True)
-    return inputs, call, out, launches
-
-
-def _loaded(spec: KernelSpec) -> LoadedKernel:
-    packing = struct.Struct("<" + "".join(parameter.code for parameter in spec.parameters))
-    return LoadedKernel(spec, 0, packing, None, None)
-
-
-def test_a_whole_call_launches_one_kernel_with_every_value_in_its_place(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Pointers, strides, counts and scales are those of the arguments."""
-    inputs, call, out, launches = launches_of(
-        UNIFORM, monkeypatch, bmm1_scale=0.25, bmm2_scale=torch.tensor(2.0), max_seq_len=32
-    )
-
-    ((family, blocks, enable_pdl, values),) = launches
-
-    assert (family, blocks, enable_pdl) == ("mla_decode", 2, True)
-    assert isinstance(inputs.bmm2_scale, torch.Tensor)
-    assert inputs.sinks is not None
-    assert values == {
-        "query": inputs.query.data_ptr(),
-        "cache": inputs.kv_cache.data_ptr(),
-        "block_tables": inputs.block_tables.data_ptr(),
-        "seq_lens": inputs.seq_lens.data_ptr(),
-        "cum_seq_lens_q": 0,
-        "bmm1_scale_tensor": 0,
-        "bmm2_scale_tensor": inputs.bmm2_scale.data_ptr(),
-        "sinks": inputs.sinks.data_ptr(),
-        "out": out.data_ptr(),
-        "lse": 0,
-        "partial_out": inputs.workspace_buffer.data_ptr(),
-        "partial_lse": inputs.workspace_buffer.data_ptr(),
-        "query_stride": 16 * 576,
-        "query_head_stride": 576,
-        "page_stride": 64 * 576 * 2,
-        "token_stride": 576 * 2,
-        "total_rows": 32,
-        "heads": 16,
-        "q_len": 1,
-        "max_pages": inputs.block_tables.shape[1],
-        "block_tables_stride": inputs.block_tables.stride(0),
-        "num_pages": len(inputs.kv_cache),
-        "row_tiles": 1,
-        "splits": 1,
-        "bmm1_scale": 0.25,
-        "bmm2_scale": 0.0,
-        "lse_factor": 1.0,
-    }
-    assert call.plan.workspace_bytes == 0
-
-
-def test_a_split_call_leaves_partial_rows_and_then_their_lse_for_the_second_kernel(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Both kernels agree on where the partial rows are, and the LSE factor reaches both."""
-    lse = torch.zeros(5, 16)
-    inputs, call, out, launches = launches_of(
-        RAGGED,
-        monkeypatch,
-        max_seq_len=50_000,
-        lse=lse,
-        return_lse=True,
-        return_lse_base="basee",
-        cum_seq_lens_q=torch.tensor([0, 1, 5], dtype=torch.int32),
-        max_q_len=4,
-    )
-
-    (first, _, _, decode), (second, blocks, _, combine) = launches
-
-    assert (first, second) == ("mla_decode", "combine_splits")
-    workspace = inputs.workspace_buffer.data_ptr()
-    partial_rows = call.plan.splits * 5 * 16
-    assert call.plan.splits > 1
-    assert decode["partial_lse"] == workspace + partial_rows * 512 * 4
-    assert call.plan.workspace_bytes == partial_rows * 513 * 4
-    assert blocks == 5 * 16 * 4
-    shared = ("partial_out", "partial_lse", "out", "lse", "splits", "total_rows", "lse_factor")
-    assert {name: combine[name] for name in shared} == {name: decode[name] for name in shared}
-    assert combine["lse_factor"] == math.log(2)
-    assert (combine["lse"], combine["out"]) == (lse.data_ptr(), out.data_ptr())
-    assert combine["heads"] == 16

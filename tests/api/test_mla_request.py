@@ -1,198 +1,18 @@
-"""Bad inputs of MLA decode, message by message; a refused call has written nothing."""
+"""Arguments of MLA decode that are right each alone and no call together; and whole numbers."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import mlagen
+from mlagen.api.mla_call import run_mla
 from mlagen.errors import UnsupportedError
-from tests.api.refusals import (
-    RAGGED,
-    UNIFORM,
-    Refusal,
-    check,
-    padded,
-    refusals,
-    strided,
-)
+from tests.api.refusals import SINGLE, UNIFORM, Refusal, check, check_inputs, refusals
 from tests.cases import MlaCase
-
-
-@refusals(
-    Refusal("no tensor", lambda _: {"query": None}, "query: expected a torch.Tensor, got NoneType"),
-    Refusal(
-        "three dimensions without cum_seq_lens_q",
-        lambda p: {"query": p.query[:, 0]},
-        "query.ndim: expected 4, got 3",
-    ),
-    Refusal(
-        "four dimensions with cum_seq_lens_q",
-        lambda p: {"query": p.query[:, None]},
-        "query.ndim: expected 3, got 4",
-        RAGGED,
-    ),
-    Refusal(
-        "float32",
-        lambda p: {"query": p.query.float()},
-        "query.dtype: expected torch.bfloat16 or torch.float16, got torch.float32",
-    ),
-    Refusal(
-        "another width",
-        lambda p: {"query": p.query[..., :512]},
-        "query.shape[-1]: expected 576 (kv_lora_rank + qk_rope_head_dim), got 512",
-    ),
-    Refusal(
-        "gaps in a row",
-        lambda p: {"query": strided(p.query)},
-        "query.stride(-1): expected 1, got 2",
-    ),
-    Refusal(
-        "rows that are no whole 16 bytes apart",
-        lambda p: {"query": padded(p.query, 4)},
-        "query.stride(2): expected a multiple of 8, got 580",
-    ),
-    Refusal(
-        "no heads",
-        lambda p: {"query": p.query[:, :, :0]},
-        "query.shape[-2]: expected 1 to 256 heads, got 0",
-    ),
-    Refusal(
-        "too many heads",
-        lambda p: {"query": p.query.repeat(1, 1, 17, 1)},
-        "query.shape[-2]: expected 1 to 256 heads, got 272",
-    ),
-    Refusal(
-        "no query tokens",
-        lambda p: {"query": p.query[:, :0]},
-        "query.shape[1]: expected 1 or more, got 0",
-    ),
-    Refusal(
-        "a gap between requests",
-        lambda p: {"query": padded(p.query, 1, dim=1)},
-        "query.stride(0): expected 18432 (q_len * stride of a query token), got 27648",
-    ),
-)
-def test_query(refusal: Refusal) -> None:
-    """Form, dtype, strides and sizes of the query are checked."""
-    check(refusal)
-
-
-@refusals(
-    Refusal(
-        "no tensor",
-        lambda p: {"kv_cache": (p.kv_cache, p.kv_cache)},
-        "kv_cache: expected a torch.Tensor, got tuple",
-    ),
-    Refusal(
-        "another device",
-        lambda p: {"kv_cache": p.kv_cache.to("meta")},
-        "kv_cache.device: expected cpu (of query), got meta",
-    ),
-    Refusal(
-        "two dimensions",
-        lambda p: {"kv_cache": p.kv_cache[0]},
-        "kv_cache.ndim: expected 3 or 4, got 2",
-    ),
-    Refusal(
-        "four dimensions without one of size 1",
-        lambda p: {"kv_cache": p.kv_cache[:, None].expand(-1, 2, -1, -1)},
-        "kv_cache.shape: expected [pages, 1, page_size, head_dim] or "
-        "[pages, page_size, 1, head_dim], got [7, 2, 64, 576]",
-    ),
-    Refusal(
-        "another dtype than the query",
-        lambda p: {"kv_cache": p.kv_cache.half()},
-        "kv_cache.dtype: expected torch.bfloat16 (dtype of query), got torch.float16",
-    ),
-    Refusal(
-        "another width",
-        lambda p: {"kv_cache": p.kv_cache[..., :320]},
-        "kv_cache.shape[-1]: expected 576 (kv_lora_rank + qk_rope_head_dim), got 320",
-    ),
-    Refusal(
-        "gaps in a token",
-        lambda p: {"kv_cache": strided(p.kv_cache)},
-        "kv_cache.stride(-1): expected 1, got 2",
-    ),
-    Refusal(
-        "tokens that are no whole 16 bytes apart",
-        lambda p: {"kv_cache": padded(p.kv_cache, 1)},
-        "kv_cache.stride(1): expected a multiple of 8, got 577",
-    ),
-)
-def test_kv_cache(refusal: Refusal) -> None:
-    """Form, dtype, device and strides of the cache are checked."""
-    check(refusal)
-
-
-@refusals(
-    Refusal(
-        "a list",
-        lambda _: {"seq_lens": [70, 3]},
-        "seq_lens: expected a torch.Tensor, got list",
-    ),
-    Refusal(
-        "another device",
-        lambda p: {"seq_lens": p.seq_lens.to("meta")},
-        "seq_lens.device: expected cpu (of query), got meta",
-    ),
-    Refusal(
-        "int64",
-        lambda p: {"seq_lens": p.seq_lens.long()},
-        "seq_lens.dtype: expected torch.int32 or torch.uint32, got torch.int64",
-    ),
-    Refusal(
-        "two dimensions",
-        lambda p: {"seq_lens": p.seq_lens[:, None]},
-        "seq_lens.ndim: expected 1, got 2",
-    ),
-    Refusal(
-        "gaps",
-        lambda p: {"seq_lens": strided(p.seq_lens)},
-        "seq_lens.stride(): expected contiguous for shape [2], got (2,)",
-    ),
-    Refusal(
-        "another batch",
-        lambda p: {"seq_lens": p.seq_lens.repeat(2)},
-        "seq_lens.shape: expected [2] (batch of query), got [4]",
-    ),
-    Refusal(
-        "no tables",
-        lambda _: {"block_tables": None},
-        "block_tables: expected a torch.Tensor, got NoneType",
-    ),
-    Refusal(
-        "tables on another device",
-        lambda p: {"block_tables": p.block_tables.to("meta")},
-        "block_tables.device: expected cpu (of query), got meta",
-    ),
-    Refusal(
-        "int64 tables",
-        lambda p: {"block_tables": p.block_tables.long()},
-        "block_tables.dtype: expected torch.int32 or torch.uint32, got torch.int64",
-    ),
-    Refusal(
-        "tables of keys and values apart",
-        lambda p: {"block_tables": p.block_tables[:, None].expand(-1, 2, -1)},
-        "block_tables.ndim: expected 2, got 3",
-    ),
-    Refusal(
-        "gaps in a table",
-        lambda p: {"block_tables": strided(p.block_tables)},
-        "block_tables.stride(-1): expected 1, got 2",
-    ),
-    Refusal(
-        "tables of another batch",
-        lambda p: {"block_tables": p.block_tables[:1]},
-        "block_tables.shape[0]: expected 2 (batch), got 1",
-    ),
-)
-def test_lengths_and_tables(refusal: Refusal) -> None:
-    """Both are 32-bit, of the query's batch and device, without gaps."""
-    check(refusal)
 
 
 @refusals(
@@ -212,6 +32,16 @@ def test_lengths_and_tables(refusal: Refusal) -> None:
         "max_seq_len: expected an int, 0 or more, got True",
     ),
     Refusal(
+        "a tensor, which would be waited for",
+        lambda p: {"max_seq_len": p.seq_lens.max()},
+        "max_seq_len: expected an int, 0 or more, got tensor(70, dtype=torch.int32)",
+    ),
+    Refusal(
+        "a float for a dimension",
+        lambda _: {"kv_lora_rank": 512.0},
+        "kv_lora_rank: expected an int, 0 or more, got 512.0",
+    ),
+    Refusal(
         "text for a dimension",
         lambda _: {"kv_lora_rank": "512"},
         "kv_lora_rank: expected an int, 0 or more, got '512'",
@@ -227,29 +57,46 @@ def test_whole_numbers(refusal: Refusal) -> None:
     check(refusal)
 
 
+def test_integers_of_numpy_are_whole_numbers() -> None:
+    """Lengths and dimensions may be of any integer type."""
+    problem = SINGLE.build("cpu")
+
+    out = mlagen.mla.trtllm_batch_decode_with_kv_cache_mla(
+        **problem.arguments(
+            max_seq_len=np.int64(70), kv_lora_rank=np.int32(512), qk_rope_head_dim=np.int64(64)
+        )
+    )
+
+    assert isinstance(out, torch.Tensor)
+    problem.check(out)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         (
-            {"page_size": 48},
+            {"kv_lora_rank": 384, "dtype": torch.float16},
             (
-                "no MLA decode kernel for query bf16, cache bf16, kv_lora_rank 512, "
-                "qk_rope_head_dim 64, page_size 48; page_size may be 1, 8, 16, 32, 64, 128"
+                "no MLA decode kernel for query fp16, cache fp16, (kv_lora_rank, qk_rope_head_dim) "
+                "(384, 64), "
             ),
         ),
         (
-            {"kv_lora_rank": 384, "dtype": torch.float16},
+            {"dtype": torch.float8_e4m3fn, "qk_rope_head_dim": 0},
             (
-                "no MLA decode kernel for query fp16, cache fp16, kv_lora_rank 384, "
-                "qk_rope_head_dim 64; supported: "
-                "query bf16, cache bf16, kv_lora_rank 512, qk_rope_head_dim 64; "
-                "query bf16, cache bf16, kv_lora_rank 256, qk_rope_head_dim 64; "
-                "query fp16, cache fp16, kv_lora_rank 512, qk_rope_head_dim 64; "
-                "query fp16, cache fp16, kv_lora_rank 256, qk_rope_head_dim 64"
+                "no MLA decode kernel for query e4m3, cache e4m3, (kv_lora_rank, qk_rope_head_dim) "
+                "(512, 0), "
+            ),
+        ),
+        (
+            {"dtype": torch.float8_e4m3fn, "kv_format": "packed640", "top_k": 70},
+            (
+                "no MLA decode kernel for query packed640, cache packed640, (kv_lora_rank, "
+                "qk_rope_head_dim) (512, 64), (lookup, values, mask) (sparse, shared, causal); "
             ),
         ),
     ],
-    ids=["page size", "latent dimension"],
+    ids=["latent dimension", "rope dimension", "a sparse call over 640-byte rows"],
 )
 def test_what_no_kernel_covers_is_refused_on_the_cpu_too(
     changes: dict[str, Any], message: str
@@ -258,9 +105,10 @@ def test_what_no_kernel_covers_is_refused_on_the_cpu_too(
     problem = MlaCase(name="", seq_lens=(70, 3), **changes).build("cpu")
 
     with pytest.raises(UnsupportedError) as caught:
-        mlagen.mla.trtllm_batch_decode_with_kv_cache_mla(**problem.arguments())
+        run_mla(problem.inputs(), enable_pdl=True)
 
-    assert str(caught.value) == message
+    assert str(caught.value).startswith(message)
+    assert "supported there: (512, 64)" in str(caught.value)
 
 
 def test_a_device_without_a_backend_is_refused() -> None:
@@ -276,15 +124,51 @@ def test_a_device_without_a_backend_is_refused() -> None:
     assert str(caught.value) == "query.device: expected cuda or cpu, got meta"
 
 
-@pytest.mark.parametrize("argument", ["query", "kv_cache"])
-def test_fp8_is_not_implemented_yet(argument: str) -> None:
-    """A dtype that the interface knows and no kernel covers is told apart from a mistake."""
+@refusals(
+    Refusal("a list", lambda _: {"bias": []}, "bias: expected a torch.Tensor, got list"),
+    Refusal(
+        "another device",
+        lambda _: {"bias": torch.zeros(4, 1, 70, device="meta")},
+        "bias.device: expected cpu (of query), got meta",
+    ),
+    Refusal(
+        "bf16",
+        lambda _: {"bias": torch.zeros(4, 1, 70).bfloat16()},
+        "bias.dtype: expected torch.float32, got torch.bfloat16",
+    ),
+    Refusal(
+        "two dimensions",
+        lambda _: {"bias": torch.zeros(4, 70)},
+        "bias.ndim: expected 3, got 2",
+    ),
+    Refusal(
+        "some heads",
+        lambda _: {"bias": torch.zeros(4, 8, 70)},
+        "bias.shape: expected [4, 16, 70] or [4, 1, 70] (query tokens, heads or 1, positions), "
+        "got [4, 8, 70]",
+    ),
+    Refusal(
+        "positions that the longest request goes beyond",
+        lambda _: {"bias": torch.zeros(4, 16, 69)},
+        "bias.shape[2]: expected 70 or more (max_seq_len), got 69",
+    ),
+    Refusal(
+        "gaps",
+        lambda _: {"bias": torch.zeros(4, 16, 140)[..., ::2]},
+        "bias.stride(-1): expected 1, got 2",
+    ),
+)
+def test_bias(refusal: Refusal) -> None:
+    """A bias is fp32, for every query token and head, as far as the longest request goes."""
+    check_inputs(refusal)
+
+
+def test_names_of_another_entry_point_reach_the_message() -> None:
+    """A message calls an argument what the caller calls it."""
     problem = UNIFORM.build("cpu")
-    tensor = problem.arguments()[argument].to(torch.float8_e4m3fn)
+    names = problem.inputs().names._replace(seq_lens="kv_len_arr")
 
-    with pytest.raises(UnsupportedError) as caught:
-        mlagen.mla.trtllm_batch_decode_with_kv_cache_mla(**problem.arguments(**{argument: tensor}))
+    with pytest.raises(mlagen.ArgumentError) as caught:
+        run_mla(problem.inputs(names=names, seq_lens=None), enable_pdl=True)
 
-    expected = "torch.bfloat16 or torch.float16"
-    told = f"{argument}.dtype: not implemented, expected {expected}, got torch.float8_e4m3fn"
-    assert str(caught.value) == told
+    assert str(caught.value) == "kv_len_arr: expected a torch.Tensor, got NoneType"

@@ -21,7 +21,7 @@ def test_a_kernel_is_shown_with_its_facts(run: Run, cached: PrewarmReport) -> No
     facts = dict(line.strip().split("  ", 1) for line in result.stdout.splitlines())
     facts = {name: text.strip() for name, text in facts.items()}
     assert result.exit_code == 0
-    assert facts["kernel"] == "combine_splits sm_80 bf16 kv_lora_rank 512"
+    assert facts["kernel"] == "combine_splits sm_80 bf16 dims 512"
     assert facts["key"] == unit.key
     assert Path(facts["folder"]).is_dir()
     assert facts["head_dim_vo"] == "512"

@@ -15,7 +15,10 @@ from mlagen.prewarming import PrewarmReport
 
 from .conftest import Run
 
-SMALL = ("prewarm", "--arch", "sm_80", "--family", "combine_splits", "--dtype", "bf16")
+SMALL = (
+    *("prewarm", "--arch", "sm_80", "--family", "combine_splits", "--dtype", "bf16"),
+    *("--kv-lora-rank", "256,512"),
+)
 
 
 def test_kernels_are_compiled_and_counted(run: Run, cache_dir: Path) -> None:
@@ -52,7 +55,10 @@ def test_json_has_every_unit_and_the_totals(run: Run, cache_dir: Path) -> None:
 
 def test_a_dry_run_lists_what_is_missing(run: Run, cached: PrewarmReport) -> None:
     """Each kernel has a row with its status and the beginning of its key."""
-    result = run("prewarm", "--arch", "sm_80", "--family", "combine_splits", "--dry-run")
+    result = run(
+        *("prewarm", "--arch", "sm_80", "--family", "combine_splits", "--dry-run"),
+        *("--kv-lora-rank", "256,512", "--dtype", "bf16,fp16"),
+    )
 
     lines = result.stdout.splitlines()
     assert result.exit_code == 0
@@ -75,6 +81,7 @@ def test_options_reach_the_selection(run: Run, monkeypatch: pytest.MonkeyPatch) 
     result = run(
         *("prewarm", "--arch", "sm_90a, native", "--family", "mla_decode", "--dtype", "bf16,fp16"),
         *("--page-size", "32,64", "--heads", "16,128", "--q-len", "2", "-j", "3", "--load"),
+        *("--kv-dtype", "e4m3", "--head-dim", "128", "--kv-heads", "8", "--lookup", "sparse"),
     )
 
     assert result.exit_code == 0
@@ -86,6 +93,10 @@ def test_options_reach_the_selection(run: Run, monkeypatch: pytest.MonkeyPatch) 
         "page_size": [32, 64],
         "heads": [16, 128],
         "q_len": [2],
+        "kv_dtype": ["e4m3"],
+        "head_dim": [128],
+        "kv_heads": [8],
+        "lookup": ["sparse"],
         "jobs": 3,
         "dry_run": False,
         "load": True,

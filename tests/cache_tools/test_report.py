@@ -102,7 +102,7 @@ def test_a_document_is_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capsys.readouterr().out) == document
 
 
-@pytest.mark.parametrize("family", ["mla_decode", "combine_splits"])
+@pytest.mark.parametrize("family", ["mla_decode", "gqa_decode", "combine_splits"])
 def test_the_columns_of_a_kernel_tell_it_from_every_other(family: str) -> None:
     """No two supported kernels of an architecture look alike in a list."""
     specs = specs_of(parse_arch("sm_90a"), [family])
@@ -122,7 +122,7 @@ def test_a_kernel_on_one_line() -> None:
 
     text = kernel_text("combine_splits", spec.ingredients())
 
-    assert text == "combine_splits sm_80 fp16 kv_lora_rank 256"
+    assert text == "combine_splits sm_80 fp16 dims 256"
 
 
 def test_resources_are_those_of_the_kernel() -> None:

@@ -6,9 +6,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlagen.runtime.plan import MlaDecodePlan, MlaDecodeProblem, plan_mla_decode
+from mlagen.runtime.plan import (
+    DecodePlan,
+    GqaDecodeProblem,
+    MlaDecodeProblem,
+    plan_gqa_decode,
+    plan_mla_decode,
+)
 from mlagen.spec.mla import MlaDecodeSpec
-from tests.kernels import SM_80, mla_decode
+from tests.kernels import SM_80, gqa_decode, mla_decode
 
 H200_SMS = 132
 
@@ -26,9 +32,7 @@ def problem(
     )
 
 
-def plan(
-    asked: MlaDecodeProblem, *, arch: str = "sm_90a", sm_count: int = H200_SMS
-) -> MlaDecodePlan:
+def plan(asked: MlaDecodeProblem, *, arch: str = "sm_90a", sm_count: int = H200_SMS) -> DecodePlan:
     """Return the plan of a bf16 problem of DeepSeek-V3's dimensions."""
     spec = spec_of(asked, arch)
     return plan_mla_decode(spec, asked, sm_count)
@@ -61,7 +65,7 @@ problems = st.builds(
 def test_every_tile_is_attended_to_once(asked: MlaDecodeProblem, sm_count: int) -> None:
     """No split is without a tile of the longest request, and together they cover each once."""
     spec = spec_of(asked, "sm_90a")
-    tiles = max(1, -(-asked.longest_kv // spec.tile_tokens))
+    tiles = max(1, -(-asked.longest_kv // spec.tile.tile_tokens))
 
     planned = plan(asked, sm_count=sm_count)
 
@@ -76,7 +80,7 @@ def test_every_tile_is_attended_to_once(asked: MlaDecodeProblem, sm_count: int) 
 def test_shorter_requests_are_covered_too(asked: MlaDecodeProblem, fewer: int) -> None:
     """However short a request of the batch is, its tiles are attended to once each."""
     spec = spec_of(asked, "sm_90a")
-    tiles = -(-max(0, asked.longest_kv - fewer) // spec.tile_tokens)
+    tiles = -(-max(0, asked.longest_kv - fewer) // spec.tile.tile_tokens)
 
     planned = plan(asked)
 
@@ -93,7 +97,11 @@ def test_blocks_cover_all_rows(asked: MlaDecodeProblem) -> None:
     planned = plan(asked)
 
     rows = asked.heads * asked.q_len
-    assert (planned.row_tiles - 1) * spec.tile_rows < rows <= planned.row_tiles * spec.tile_rows
+    assert (
+        (planned.row_tiles - 1) * spec.tile.tile_rows
+        < rows
+        <= planned.row_tiles * spec.tile.tile_rows
+    )
     assert planned.blocks == asked.batch * planned.row_tiles * planned.splits
 
 
@@ -115,9 +123,9 @@ def test_the_workspace_is_bounded_by_the_device(asked: MlaDecodeProblem) -> None
     planned = plan(asked)
 
     spec = spec_of(asked, "sm_90a")
-    most_blocks = 4 * H200_SMS * spec.blocks_per_sm
+    most_blocks = 4 * H200_SMS * spec.tile.blocks_per_sm
     assert planned.splits == 1 or planned.blocks <= most_blocks
-    assert planned.workspace_bytes <= most_blocks * spec.tile_rows * (512 + 1) * 4
+    assert planned.workspace_bytes <= most_blocks * spec.tile.tile_rows * (512 + 1) * 4
 
 
 @pytest.mark.parametrize(
@@ -153,3 +161,41 @@ def test_a_plan_depends_on_shapes_alone() -> None:
     first, second = (plan(problem(batch=4, longest_kv=5000)) for _ in range(2))
 
     assert first == second
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    q_lens=st.lists(st.integers(0, 40), min_size=1, max_size=50),
+    heads=st.integers(1, 256),
+)
+def test_ragged_requests_have_a_tile_for_each_of_their_rows(q_lens: list[int], heads: int) -> None:
+    """The tiles of a request, as blocks/ragged_tiles.cuh finds them, hold all its rows."""
+    asked = problem(batch=len(q_lens), longest_kv=100, heads=heads, q_len=0, tokens=sum(q_lens))
+    rows = mla_decode(rows=64).tile.tile_rows
+    first = [sum(q_lens[:request]) * heads // rows + request for request in range(len(q_lens) + 1)]
+
+    planned = plan_mla_decode(mla_decode(rows=64), asked, H200_SMS)
+
+    assert planned.row_tiles == first[-1]
+    assert planned.blocks == first[-1] * planned.splits
+    for request, q_len in enumerate(q_lens):
+        assert (first[request + 1] - first[request]) * rows >= q_len * heads
+
+
+@pytest.mark.parametrize("head_dim", [64, 512])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(64, 8), (8, 8), (32, 1)])
+def test_gqa_blocks_cover_rows_kv_heads_and_slices(
+    heads: int, kv_heads: int, head_dim: int
+) -> None:
+    """There is a block for each row tile of each request, kv head, slice and split."""
+    spec = gqa_decode(rows=heads // kv_heads * 3, head_dim=head_dim)
+    asked = GqaDecodeProblem(
+        batch=5, q_len=3, heads=heads, kv_heads=kv_heads, total_rows=15 * heads, longest_kv=9000
+    )
+
+    planned = plan_gqa_decode(spec, asked, H200_SMS)
+
+    assert planned.row_tiles == -(-heads // kv_heads * 3 // spec.tile.tile_rows)
+    assert planned.blocks == 5 * planned.row_tiles * kv_heads * spec.slices * planned.splits
+    partial_rows = planned.splits * 15 * heads if planned.splits > 1 else 0
+    assert planned.workspace_bytes == partial_rows * (head_dim + 1) * 4

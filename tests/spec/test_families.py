@@ -49,7 +49,7 @@ def test_a_kernel_without_the_ingredient_is_kept() -> None:
         (
             ("mla_decode", "mla"),
             {},
-            "family: expected one of mla_decode, combine_splits, got 'mla'",
+            "family: expected one of mla_decode, gqa_decode, combine_splits, got 'mla'",
         ),
         (
             ("mla_decode",),
@@ -58,8 +58,8 @@ def test_a_kernel_without_the_ingredient_is_kept() -> None:
         ),
         (
             ("mla_decode", "combine_splits"),
-            {"query_dtype": ("bf16", "e4m3")},
-            "query_dtype: expected one of bf16, fp16, got 'e4m3'",
+            {"query_dtype": ("bf16", "int8")},
+            "query_dtype: expected one of bf16, fp16, e4m3, packed640, got 'int8'",
         ),
     ],
     ids=["an unknown family", "an unknown page size", "an unknown dtype"],

@@ -1,15 +1,14 @@
-"""MLA decode: which tile serves which request, and what is refused."""
+"""MLA decode: which tile serves which request."""
 
 from __future__ import annotations
 
-from itertools import product
-
 import pytest
 
-from mlagen.errors import UnsupportedError
 from mlagen.spec.arch import ARCHS, Arch
 from mlagen.spec.dtype import DType
-from mlagen.spec.mla import SUPPORTED, TILES, MlaSupport, mla_decode_spec, mla_decode_specs
+from mlagen.spec.kernel import CallShape
+from mlagen.spec.mla import TILES, mla_decode_spec, mla_decode_specs
+from mlagen.spec.mla_support import SUPPORTED, MlaSupport
 from tests.kernels import SM_80, SM_90A, mla_decode
 
 # Of one block the driver keeps 1 KiB, and an SM has 1 KiB more than a block may have.
@@ -19,36 +18,29 @@ ROWS = (1, 8, 16, 17, 32, 33, 64, 65, 128, 256, 1024)
 
 def row_name(row: MlaSupport) -> str:
     """Return a readable name of a row of the support table."""
-    return f"{row.query_dtype}, kv_lora_rank {row.kv_lora_rank}"
+    return f"query {row.query_dtype}, cache {row.kv_dtype}"
 
 
 @pytest.mark.parametrize("arch", ARCHS, ids=str)
 @pytest.mark.parametrize("row", SUPPORTED, ids=row_name)
 def test_every_supported_request_has_a_tile_that_fits(arch: Arch, row: MlaSupport) -> None:
-    """For any number of rows and any page size, all blocks of an SM fit its shared memory."""
-    for rows, page_size in product(ROWS, row.page_sizes):
-        spec = mla_decode_spec(
-            arch=arch,
-            query_dtype=row.query_dtype,
-            kv_dtype=row.kv_dtype,
-            kv_lora_rank=row.kv_lora_rank,
-            qk_rope_head_dim=row.qk_rope_head_dim,
-            page_size=page_size,
-            rows=rows,
-        )
+    """For any number of rows and every variant, all blocks of an SM fit its shared memory."""
+    for variant in row.variants():
+        for rows in ROWS:
+            spec = mla_decode_spec(arch, variant, rows)
 
-        assert spec.shared_bytes <= arch.shared_bytes
-        per_sm = (spec.shared_bytes + RESERVED_BYTES) * spec.blocks_per_sm
-        assert per_sm <= arch.shared_bytes + RESERVED_BYTES
+            assert spec.shared_bytes <= arch.shared_bytes
+            per_sm = (spec.shared_bytes + RESERVED_BYTES) * spec.tile.blocks_per_sm
+            assert per_sm <= arch.shared_bytes + RESERVED_BYTES
 
 
 @pytest.mark.parametrize("arch", ARCHS, ids=str)
 def test_a_request_takes_the_narrowest_tile_that_holds_its_rows(arch: Arch) -> None:
     """No narrower tile of the architecture would do, and only the widest leaves rows over."""
-    heights = sorted({mla_decode(arch=arch, rows=tile.tile_rows).tile_rows for tile in TILES})
+    heights = sorted({mla_decode(arch=arch, rows=tile.tile_rows).tile.tile_rows for tile in TILES})
 
     for rows in ROWS:
-        chosen = mla_decode(arch=arch, rows=rows).tile_rows
+        chosen = mla_decode(arch=arch, rows=rows).tile.tile_rows
         assert chosen == next((height for height in heights if height >= rows), heights[-1])
 
 
@@ -61,19 +53,12 @@ def test_tiles_are_listed_from_wide_to_narrow() -> None:
 
 @pytest.mark.parametrize("arch", ARCHS, ids=str)
 def test_every_kernel_of_an_architecture_is_listed_once(arch: Arch) -> None:
-    """What a call may ask for is what prewarming builds, and no more."""
+    """What a call of a usual page size may ask for is what prewarming builds, and no more."""
     asked = {
-        mla_decode_spec(
-            arch=arch,
-            query_dtype=row.query_dtype,
-            kv_dtype=row.kv_dtype,
-            kv_lora_rank=row.kv_lora_rank,
-            qk_rope_head_dim=row.qk_rope_head_dim,
-            page_size=page_size,
-            rows=rows,
-        )
+        mla_decode_spec(arch, variant, rows)
         for row in SUPPORTED
-        for page_size, rows in product(row.page_sizes, ROWS)
+        for variant in row.variants()
+        for rows in ROWS
     }
 
     listed = list(mla_decode_specs(arch))
@@ -91,46 +76,36 @@ def test_the_dimensions_of_deepseek() -> None:
     assert spec.threads <= 1024
 
 
-def test_an_unsupported_page_size_names_the_supported_ones() -> None:
-    """The message says what was asked for and what would do, from the one table."""
-    with pytest.raises(UnsupportedError) as caught:
-        mla_decode(page_size=48)
+@pytest.mark.parametrize(
+    ("query_dtype", "kv_dtype", "math_dtype", "out_dtype"),
+    [
+        (DType.BF16, DType.BF16, DType.BF16, DType.BF16),
+        (DType.FP16, DType.E4M3, DType.FP16, DType.FP16),
+        (DType.E4M3, DType.E4M3, DType.FP16, DType.BF16),
+        (DType.BF16, DType.PACKED656, DType.BF16, DType.BF16),
+        (DType.PACKED640, DType.PACKED640, DType.BF16, DType.BF16),
+    ],
+    ids=["bf16", "fp16 over e4m3", "e4m3", "656-byte rows", "640-byte rows"],
+)
+def test_what_is_multiplied_and_what_is_written(
+    query_dtype: DType, kv_dtype: DType, math_dtype: DType, out_dtype: DType
+) -> None:
+    """A 16-bit query is multiplied as it is, e4m3 in fp16; bf16 is written for a narrow query."""
+    spec = mla_decode(query_dtype=query_dtype, kv_dtype=kv_dtype)
 
-    assert str(caught.value) == (
-        "no MLA decode kernel for query bf16, cache bf16, kv_lora_rank 512, qk_rope_head_dim 64, "
-        "page_size 48; page_size may be 1, 8, 16, 32, 64, 128"
-    )
+    assert (spec.math_dtype, spec.out_dtype) == (math_dtype, out_dtype)
 
 
 @pytest.mark.parametrize(
-    ("query_dtype", "kv_dtype", "kv_lora_rank", "qk_rope_head_dim"),
-    [
-        (DType.BF16, DType.FP16, 512, 64),
-        (DType.BF16, DType.BF16, 384, 64),
-        (DType.FP16, DType.FP16, 512, 0),
-    ],
-    ids=["mixed dtypes", "another latent dimension", "no rope"],
+    ("lookup", "rows"),
+    [("paged", 32), ("sparse", 16)],
+    ids=["tokens share their pages", "every token has its list"],
 )
-def test_unsupported_dimensions_name_the_supported_ones(
-    query_dtype: DType, kv_dtype: DType, kv_lora_rank: int, qk_rope_head_dim: int
-) -> None:
-    """The message lists every row of the table."""
-    with pytest.raises(UnsupportedError) as caught:
-        mla_decode_spec(
-            arch=SM_80,
-            query_dtype=query_dtype,
-            kv_dtype=kv_dtype,
-            kv_lora_rank=kv_lora_rank,
-            qk_rope_head_dim=qk_rope_head_dim,
-            page_size=64,
-            rows=16,
-        )
+def test_a_sparse_call_has_the_rows_of_one_token(lookup: str, rows: int) -> None:
+    """Two query tokens of sixteen heads are 32 rows, or twice 16."""
+    call = CallShape(heads=16, q_len=2)
 
-    assert str(caught.value) == (
-        f"no MLA decode kernel for query {query_dtype}, cache {kv_dtype}, "
-        f"kv_lora_rank {kv_lora_rank}, qk_rope_head_dim {qk_rope_head_dim}; supported: "
-        "query bf16, cache bf16, kv_lora_rank 512, qk_rope_head_dim 64; "
-        "query bf16, cache bf16, kv_lora_rank 256, qk_rope_head_dim 64; "
-        "query fp16, cache fp16, kv_lora_rank 512, qk_rope_head_dim 64; "
-        "query fp16, cache fp16, kv_lora_rank 256, qk_rope_head_dim 64"
-    )
+    kernels = {mla_decode(arch=SM_80, lookup=lookup, rows=tile.tile_rows) for tile in TILES}
+    served = {spec.tile.tile_rows for spec in kernels if spec.serves(call)}
+
+    assert served == {rows}

@@ -7,27 +7,45 @@ from typing import Any
 import pytest
 
 from mlagen.errors import ArgumentError
-from mlagen.spec.arch import parse_arch
+from mlagen.spec.arch import Arch, parse_arch
 from mlagen.spec.dtype import DType
-from mlagen.spec.families import specs_of
-from mlagen.spec.mla import mla_decode_spec
+from mlagen.spec.families import FAMILIES, specs_of
+from mlagen.spec.kernel import KernelSpec
 from mlagen.spec.selection import select_specs
+from tests.kernels import mla_decode
 
 SM_80, SM_90 = parse_arch("sm_80"), parse_arch("sm_90a")
 
 
-def test_without_filters_every_supported_kernel_is_left() -> None:
-    """What is supported for the architectures is selected, in their order."""
+def usual(arch: Arch, *families: str) -> list[KernelSpec]:
+    """Return the kernels of the usual forms."""
+    chosen = families or tuple(FAMILIES)
+    forms = {"lookup": ("paged",), "values": ("shared",), "mask": ("causal",)}
+    known = forms if "mla_decode" in chosen else {}
+    return specs_of(arch, chosen, **known)
+
+
+def test_without_filters_every_usual_kernel_is_left() -> None:
+    """What is supported for the architectures is selected, in their order, in the usual forms."""
     selected = select_specs([SM_90, SM_80], wanted={})
 
-    assert selected == [*specs_of(SM_90), *specs_of(SM_80)]
+    assert selected == [*usual(SM_90), *usual(SM_80)]
+
+
+def test_another_form_is_selected_by_name() -> None:
+    """A word for a form takes the place of the usual one."""
+    selected = select_specs([SM_90], families=["mla_decode"], wanted={"lookup": "sparse"})
+
+    assert selected == specs_of(
+        SM_90, ("mla_decode",), lookup=("sparse",), values=("shared",), mask=("causal",)
+    )
 
 
 def test_an_architecture_named_twice_is_taken_once() -> None:
     """Each kernel is selected once."""
     selected = select_specs([SM_80, SM_80], wanted={})
 
-    assert selected == specs_of(SM_80)
+    assert selected == usual(SM_80)
 
 
 @pytest.mark.parametrize(
@@ -36,9 +54,18 @@ def test_an_architecture_named_twice_is_taken_once() -> None:
         ({"dtype": "bf16"}, {"query_dtype": {"bf16"}, "dtype": {"bf16"}}),
         ({"kv_lora_rank": 512}, {"kv_lora_rank": {"512"}, "head_dim_vo": {"512"}}),
         ({"page_size": [32, 64]}, {"page_size": {"32", "64"}}),
-        ({"query_dtype": "fp16"}, {"query_dtype": {"fp16"}, "dtype": {"bf16", "fp16"}}),
+        ({"query_dtype": "fp16"}, {"query_dtype": {"fp16"}, "dtype": {"bf16", "fp16", "e4m3"}}),
+        ({"dtype": "e4m3"}, {"query_dtype": {"e4m3"}, "dtype": {"bf16"}}),
+        ({"head_dim": 64, "kv_lora_rank": 256}, {"head_dim_vo": {"64", "256"}}),
     ],
-    ids=["dtype in every family", "rank in every family", "two page sizes", "one ingredient"],
+    ids=[
+        "dtype in every family",
+        "rank in every family",
+        "two page sizes",
+        "one ingredient",
+        "what is written for a narrow query",
+        "two words for one ingredient",
+    ],
 )
 def test_a_filter_keeps_the_kernels_that_such_calls_take(
     wanted: dict[str, Any], ingredients: dict[str, set[str]]
@@ -49,7 +76,7 @@ def test_a_filter_keeps_the_kernels_that_such_calls_take(
     for name, values in ingredients.items():
         found = {spec.ingredients()[name] for spec in selected if name in spec.ingredients()}
         assert found == values
-    assert {spec.family for spec in selected} == {"mla_decode", "combine_splits"}
+    assert {"mla_decode", "combine_splits"} <= {spec.family for spec in selected}
 
 
 @pytest.mark.parametrize(
@@ -70,16 +97,11 @@ def test_heads_and_q_len_leave_the_tiles_that_calls_take(
     )
 
     chosen = {
-        mla_decode_spec(
-            arch=SM_90,
-            query_dtype=DType.BF16,
-            kv_dtype=DType.BF16,
-            kv_lora_rank=512,
-            qk_rope_head_dim=64,
-            page_size=64,
-            rows=count,
-        )
+        mla_decode(rows=count, kv_dtype=kv_dtype, qk_rope_head_dim=rope)
         for count in rows
+        for kv_dtype in (DType.BF16, DType.E4M3, DType.PACKED656)
+        for rope in (64, 0)
+        if kv_dtype is not DType.PACKED656 or rope == 64
     }
     assert set(selected) == chosen
 
@@ -88,7 +110,7 @@ def test_a_kernel_without_rows_is_kept_for_any_heads() -> None:
     """Combining does not depend on the heads."""
     selected = select_specs([SM_80], families=["combine_splits"], heads=16, wanted={})
 
-    assert selected == specs_of(SM_80, ["combine_splits"])
+    assert selected == usual(SM_80, "combine_splits")
 
 
 @pytest.mark.parametrize(
@@ -97,6 +119,8 @@ def test_a_kernel_without_rows_is_kept_for_any_heads() -> None:
         ({"heads": 0}, {}, "heads: expected 1 or more, got 0"),
         ({"heads": 1, "q_len": [1, -1]}, {}, "q_len: expected 1 or more, got -1"),
         ({"q_len": 2}, {}, "q_len: expected heads beside it, got 2 alone"),
+        ({"kv_heads": 2}, {}, "kv_heads: expected heads beside it, got 2 alone"),
+        ({"heads": 3, "kv_heads": 2}, {}, "heads: expected a multiple of kv_heads 2, got 3"),
         (
             {},
             {"page_size": 48},
@@ -105,10 +129,21 @@ def test_a_kernel_without_rows_is_kept_for_any_heads() -> None:
         (
             {"families": ["combine_splits"]},
             {"batch": 1},
-            "filter: expected one of dtype, kv_lora_rank, page_size, head_dim_vo, got 'batch'",
+            (
+                "filter: expected one of dtype, kv_lora_rank, head_dim, page_size, head_dim_vo, "
+                "got 'batch'"
+            ),
         ),
     ],
-    ids=["no heads", "a negative q_len", "q_len alone", "an unknown value", "an unknown word"],
+    ids=[
+        "no heads",
+        "a negative q_len",
+        "q_len alone",
+        "kv_heads alone",
+        "heads that kv_heads do not divide",
+        "an unknown value",
+        "an unknown word",
+    ],
 )
 def test_a_bad_argument_is_refused(
     arguments: dict[str, Any], wanted: dict[str, Any], message: str

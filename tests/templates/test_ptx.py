@@ -145,11 +145,13 @@ def test_the_comment_above_a_wrapper_is_the_instruction_inside(family: str) -> N
 def test_names_are_the_mnemonic(family: str) -> None:
     """File, wrapper and instruction begin with the same word."""
     found = list(wrappers(FAMILIES[family]))
+    # Forms that only newer architectures have are in a file of their own, named for their type.
+    word = family.removesuffix("_e4m3")
 
-    assert [wrapper.name for wrapper in found if not wrapper.name.startswith(family)] == []
+    assert [wrapper.name for wrapper in found if not wrapper.name.startswith(word)] == []
     instructions = [wrapper.comment[0] for wrapper in found if _ASM.search(wrapper.body)]
     spelled = [instruction.replace(".", "_") for instruction in instructions]
-    assert [name for name in spelled if not name.startswith(family)] == []
+    assert [name for name in spelled if not name.startswith(word)] == []
 
 
 @pytest.mark.parametrize("family", FAMILIES)

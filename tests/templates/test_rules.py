@@ -14,10 +14,11 @@ import pytest
 from mlagen.codegen.render import render
 from mlagen.codegen.sources import template_root
 from mlagen.spec.arch import ARCHS
+from mlagen.spec.dtype import DType
 from mlagen.spec.families import FAMILIES, specs_of
 from mlagen.spec.kernel import KernelSpec
 from tests.cache.builds import ROOT
-from tests.kernels import COMBINE, SM_80, WIDE_DECODE, mla_decode
+from tests.kernels import COMBINE, SM_80, WIDE_DECODE, gqa_decode, mla_decode
 
 FILES = {
     str(path.relative_to(template_root())): path
@@ -102,8 +103,8 @@ def test_the_first_line_says_what_a_file_is(name: str) -> None:
 
 @cache
 def rendered_specs() -> tuple[tuple[KernelSpec, str, tuple[str, ...]], ...]:
-    """Return every supported kernel of every architecture with its text and its origins."""
-    specs = [spec for arch in ARCHS for spec in specs_of(arch)]
+    """Return the kernels of every architecture, of one page size, with text and origins."""
+    specs = [spec for arch in ARCHS for spec in specs_of(arch, page_size=("64",))]
     sources = [(spec, render(spec)) for spec in specs]
     return tuple((spec, source.text, source.origins) for spec, source in sources)
 
@@ -157,8 +158,17 @@ def test_a_plain_file_is_formatted(name: str) -> None:
 
 @pytest.mark.parametrize(
     "spec",
-    [WIDE_DECODE, mla_decode(arch=SM_80), COMBINE],
-    ids=["decode on sm_90a", "decode on sm_80", "combine"],
+    [
+        WIDE_DECODE,
+        mla_decode(arch=SM_80),
+        mla_decode(arch=SM_80, kv_dtype=DType.PACKED656, lookup="sparse"),
+        mla_decode(query_dtype=DType.E4M3, kv_dtype=DType.E4M3, values="separate"),
+        gqa_decode(),
+        gqa_decode(arch=SM_80, kv_dtype=DType.E4M3, out_dtype=DType.E4M3),
+        gqa_decode(kv_dtype=DType.NVFP4),
+        COMBINE,
+    ],
+    ids=str,
 )
 def test_a_rendered_kernel_is_formatted(spec: KernelSpec) -> None:
     """What substitution made of the templates, clang-format would leave as it is."""

@@ -48,9 +48,11 @@ __device__ inline float4 weighted_sum(const Params& params, i64 row, int dim, fl
 __device__ inline void combine(const Params& params, SharedMemory& shared) {
   const i64 row = blockIdx.x / kSlices;
   const int dim = static_cast<int>(blockIdx.x) % kSlices * kSliceDims + lane_index() * 4;
+  const bool is_outside = dim >= kHeadDimVo;  // the last slice may be wider than what is left
   const float largest = largest_lse(params, row);
   float weights;
-  shared.values[warp_index()][lane_index()] = weighted_sum(params, row, dim, largest, weights);
+  shared.values[warp_index()][lane_index()] =
+      weighted_sum(params, row, is_outside ? 0 : dim, largest, weights);
   if (lane_index() == 0) shared.sum[warp_index()] = weights;
   __syncthreads();
   if (warp_index() != 0) return;
@@ -68,13 +70,12 @@ __device__ inline void combine(const Params& params, SharedMemory& shared) {
   }
   const float sink = params.sinks == nullptr ? -kInfinity : params.sinks[row % params.heads];
   const RowResult result = finish_row(largest, sum, sink);
-  const float bmm2_scale =
-      params.bmm2_scale_tensor == nullptr ? params.bmm2_scale : *params.bmm2_scale_tensor;
-  const float factor = result.factor * bmm2_scale;
-  uint2 packed;
-  packed.x = cvt_rn_x2_f32(Element{}, total.y * factor, total.x * factor);
-  packed.y = cvt_rn_x2_f32(Element{}, total.w * factor, total.z * factor);
-  *reinterpret_cast<uint2*>(params.out + row * kHeadDimVo + dim) = packed;
+  const float factor =
+      result.factor * value_of(params.bmm2_scale_tensor, params.bmm2_scale) * params.output_factor;
+  if (!is_outside) {
+    store_x4(OutElement{}, params.out, row * kHeadDimVo + dim, total.x * factor, total.y * factor,
+             total.z * factor, total.w * factor);
+  }
   if (params.lse != nullptr && blockIdx.x % kSlices == 0 && lane_index() == 0) {
     params.lse[row] = result.lse * params.lse_factor;
   }

@@ -1,4 +1,5 @@
-// The output of one block: O += P V. Needs SharedMemory, Work, ptx/mma.cuh, ptx/ldmatrix.cuh.
+// The output of one block: O += P V. Needs SharedMemory, Work, hidden_tokens.cuh, ptx/mma.cuh,
+// ptx/ldmatrix.cuh.
 
 // The part of O that one warp holds, in the fragments of mma: element [m][n][e] belongs to
 // row output_row(m, e / 2) and output dim output_dim(n, e % 2).
@@ -38,14 +39,33 @@ __device__ inline void rescale_output(const SharedMemory& shared, Output& output
   }
 }
 
+// Whether a row sees a token that not all rows see.
+__device__ inline bool sees(const Params& params, const SharedMemory& shared, int row,
+                            int first_token, int token) {
+  if (first_token + token >= shared.row_visible[row]) return false;
+  if constexpr (kHasBias) {
+    return row_bias(params, shared.work, row)[first_token + token] != -kInfinity;
+  }
+  return true;
+}
+
+// Whether a token of [first, last) is one of those that some rows do not see.
+__device__ inline bool is_apart(const SharedMemory& shared, int first_token, int token) {
+  if constexpr (kHasBias) {
+    return shared.is_hidden[token] != 0 || first_token + token >= shared.work.visible_to_all;
+  }
+  return true;
+}
+
 // Adds the tokens [first, last) of the tile, which some rows see and others do not, to the rows
 // that see them, and clears them: 0 * NaN is NaN, so a hidden V must not meet the tensor core.
-__device__ inline void accumulate_boundary(SharedMemory& shared, int stage, int first_token,
-                                           int first, int last, Output& output) {
-  unsigned char* values = shared.kv[stage];
+__device__ inline void accumulate_boundary(const Params& params, SharedMemory& shared,
+                                           unsigned char* values, int first_token, int first,
+                                           int last, Output& output) {
   // Not unrolled: a rare path must not take registers from the loop over tiles.
 #pragma unroll 1
   for (int token = first; token < last; ++token) {
+    if (!is_apart(shared, first_token, token)) continue;
     float p[kRowGroups][2];
     u32 seen = 0;  // a bit for each row of this thread
 #pragma unroll
@@ -56,7 +76,7 @@ __device__ inline void accumulate_boundary(SharedMemory& shared, int stage, int 
         const u32 offset = swizzled_offset<kProbabilityBytes>(row, token / kChunkElements) +
                            token % kChunkElements * 2;
         p[m][half] = cvt_f32(Element{}, *reinterpret_cast<u16*>(shared.probabilities + offset));
-        if (first_token + token < shared.row_visible[row]) seen |= 1u << (m * 2 + half);
+        if (sees(params, shared, row, first_token, token)) seen |= 1u << (m * 2 + half);
       }
     }
 #pragma unroll
@@ -80,15 +100,17 @@ __device__ inline void accumulate_boundary(SharedMemory& shared, int stage, int 
   __syncthreads();
   for (int word = first * kTokenBytes / 4 + static_cast<int>(threadIdx.x);
        word < last * kTokenBytes / 4; word += kThreads) {
+    if (!is_apart(shared, first_token, word / (kTokenBytes / 4))) continue;
     reinterpret_cast<u32*>(values)[word] = 0;
   }
   __syncthreads();
 }
 
-__device__ inline void accumulate_pv(const SharedMemory& shared, int stage, Output& output) {
+__device__ inline void accumulate_pv(const SharedMemory& shared, const unsigned char* tokens,
+                                     Output& output) {
   const int lane = lane_index();
   const u32 probabilities = shared_address(shared.probabilities);
-  const u32 values = shared_address(shared.kv[stage]);
+  const u32 values = shared_address(tokens);
 #pragma unroll
   for (int token = 0; token < kTileTokens; token += 16) {
     u32 p[kRowGroups][4];

@@ -1,21 +1,37 @@
-// Streams tiles of the paged cache into the stages. Needs Work, PageTable, blocks/swizzle.cuh.
+// Streams tiles of the paged cache into the stages. Needs Work, blocks/page_table.cuh,
+// blocks/swizzle.cuh, ptx/cp_async.cuh.
 
-// The page ids of a tile are read one tile ahead, so that no copy waits for them.
+// Bytes of a stored token before its rope part, if that part may be a tensor of its own.
+constexpr bool kIsPacked = kIsSame<StoredToken, Packed656> || kIsSame<StoredToken, Packed640>;
+constexpr int kStoredRopeBytes = kIsPacked ? 0 : kStoredBytes / kHeadDimQk * kRopeDim;
+constexpr int kStoredLatentBytes = kStoredBytes - kStoredRopeBytes;
+
+// Scales that a token has outside its row; they are put behind it in the stage.
+constexpr int kOuterScales = kStageRowBytes == kStoredBytes    ? 0
+                             : kIsSame<StoredToken, Packed640> ? 1
+                                                               : 4;
+
+// The page ids of a tile, or its listed tokens, are read one item ahead, so that no copy waits.
 struct TileLoader {
-  PageTable table;
+  const Params& params;
+  const int* keys;  // page ids, or tokens, of the request
+  const int* values;
   int end_token;  // tokens from here on are not read; their slots become zero
-  int end_tile;
-  int next_tile;
-  int next_pages[kRounds];
+  int end_item;
+  int next_item;
+  int next_ids[kRounds];
 
   __device__ TileLoader(const Params& params, const Work& work)
-      : table{params.cache,
-              params.block_tables + work.request * static_cast<i64>(params.block_tables_stride),
-              params.num_pages, params.page_stride, params.token_stride},
+      : params(params),
         end_token(work.visible_to_any),
-        end_tile(work.last_tile),
-        next_tile(work.first_tile) {
-    read_page_ids();
+        end_item(work.last_tile * kItemsPerTile),
+        next_item(work.first_tile * kItemsPerTile) {
+    const i64 start = !kIsSparse && params.table_starts != nullptr
+                          ? params.table_starts[work.request]
+                          : work.request * static_cast<i64>(params.block_tables_stride);
+    keys = params.block_tables + start;
+    values = kHasSeparateValues ? params.value_tables + start : nullptr;
+    read_ids();
   }
 
   // Token of the tile that this thread copies in a round.
@@ -23,44 +39,79 @@ struct TileLoader {
     return round * kRoundTokens + static_cast<int>(threadIdx.x) / 8;
   }
 
-  __device__ void read_page_ids() {
+  __device__ bool holds_values() const { return kHasSeparateValues && next_item % 2 == 1; }
+  __device__ int next_tile() const { return next_item / kItemsPerTile; }
+
+  __device__ void read_ids() {
+    const int* ids = holds_values() ? values : keys;
 #pragma unroll
     for (int round = 0; round < kRounds; ++round) {
-      const int token = next_tile * kTileTokens + tile_token(round);
-      next_pages[round] = token < end_token ? table.page_of(token) : -1;
+      const int token = next_tile() * kTileTokens + tile_token(round);
+      next_ids[round] = token < end_token ? ids[kIsSparse ? token : token / kPageSize] : -1;
+    }
+  }
+
+  // Copies a part of a row, eight lanes together. A null `source` means zeros.
+  template <int kBytes>
+  __device__ static void copy_part(u32 target, const unsigned char* source,
+                                   const unsigned char* anywhere) {
+    const int lane = lane_index() % 8;
+#pragma unroll
+    for (int column = 0; column < kBytes; column += 128) {
+      const int offset = column + lane * kChunkBytes;
+      if (kBytes % 128 != 0 && offset >= kBytes) continue;
+      // Swizzling permutes the chunks of 128 bytes, which the caller has done for the first.
+      const u32 at = target + (kDecodesTokens ? offset : column);
+      cp_async_cg_16(at, source == nullptr ? anywhere : source + offset,
+                     source == nullptr ? 0 : kChunkBytes);
     }
   }
 
   __device__ void copy_round(SharedMemory& shared, int round) const {
-    const int chunk = lane_index() % 8;
-    const unsigned char* row =
-        table.row_of(next_pages[round], next_tile * kTileTokens + tile_token(round));
-    const unsigned char* source = row == nullptr ? table.cache : row + chunk * kChunkBytes;
-    const u32 bytes = row == nullptr ? 0 : kChunkBytes;
-    const u32 target = shared_address(shared.kv[next_tile % kStages]) +
-                       swizzled_offset<kTokenBytes>(tile_token(round), chunk);
-#pragma unroll
-    for (int column = 0; column < kTokenBytes; column += 128) {
-      cp_async_cg_16(target + column, source + column, bytes);
+    const int token = tile_token(round);
+    const int id = next_ids[round];
+    const int page = kIsSparse && id >= 0 ? id / kPageSize : id;
+    const int slot = (kIsSparse ? id : next_tile() * kTileTokens + token) % kPageSize;
+    const bool exists = is_page(page, params.num_pages);
+    const unsigned char* base = holds_values() ? params.value_cache : params.cache;
+    const PagedRows latent{base, params.page_stride, params.token_stride};
+    const int lane = lane_index() % 8;
+    const u32 target = shared_address(stage_of(shared, next_item)) +
+                       (kDecodesTokens ? static_cast<u32>(token * kStageRowBytes)
+                                       : swizzled_offset<kTokenBytes>(token, lane));
+    copy_part<kStoredLatentBytes>(target, exists ? latent.row_of(page, slot) : nullptr, base);
+    if constexpr (kStoredRopeBytes > 0) {
+      if (!holds_values()) {
+        const PagedRows rope{params.rope_cache, params.rope_page_stride, params.rope_token_stride};
+        copy_part<kStoredRopeBytes>(target + kStoredLatentBytes,
+                                    exists ? rope.row_of(page, slot) : nullptr, base);
+      }
+    }
+    if constexpr (kOuterScales > 0) {
+      if (params.kv_scales != nullptr && lane < kOuterScales) {
+        const i64 scale = page * params.scale_page_stride + slot * params.scale_token_stride + lane;
+        cp_async_ca_4(target + kStoredBytes + lane * 4, params.kv_scales + (exists ? scale : 0),
+                      exists ? 4 : 0);
+      }
     }
   }
 
-  // Starts the copy of the next tile, if there is one, except for the borrowed rounds.
+  // Starts the copy of the next item, if there is one, except for the borrowed rounds.
   __device__ void begin_next(SharedMemory& shared) const {
-    if (next_tile >= end_tile) return;
+    if (next_item >= end_item) return;
 #pragma unroll
     for (int round = 0; round < kRounds - kBorrowedRounds; ++round) copy_round(shared, round);
   }
 
-  // Starts the rest of it, and closes its group whether there was a tile or not.
+  // Starts the rest of it, and closes its group whether there was an item or not.
   __device__ void finish_next(SharedMemory& shared) {
-    if (next_tile < end_tile) {
+    if (next_item < end_item) {
 #pragma unroll
       for (int round = kRounds - kBorrowedRounds; round < kRounds; ++round) {
         copy_round(shared, round);
       }
-      ++next_tile;
-      read_page_ids();
+      ++next_item;
+      read_ids();
     }
     cp_async_commit_group();
   }

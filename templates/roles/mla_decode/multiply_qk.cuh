@@ -25,10 +25,11 @@ __device__ inline int score_token(int group, int parity) {
 }
 
 // Multiplies this warp's dims: of every 64, the 32 or 64 that belong to it.
-__device__ inline void multiply_dims(const SharedMemory& shared, int stage, Products& products) {
+__device__ inline void multiply_dims(const SharedMemory& shared, const unsigned char* tokens,
+                                     Products& products) {
   const int lane = lane_index();
   const u32 query = shared_address(shared.query);
-  const u32 keys = shared_address(shared.kv[stage]);
+  const u32 keys = shared_address(tokens);
   const int query_row = warp_index() / kTokenWarps * kScoreRowGroups * 16 + lane % 16;
   const int key_row = token_warp() / kDimWarps * kProductTokenGroups * 8 + lane % 8;
 
@@ -98,11 +99,13 @@ __device__ inline void trade_products(const Products& products, float* borrowed,
   }
 }
 
-__device__ inline void multiply_qk(SharedMemory& shared, int tile, Scores& scores) {
+// `tokens` are those of item `item`, the last one that is ready.
+__device__ inline void multiply_qk(SharedMemory& shared, const unsigned char* tokens, int item,
+                                   Scores& scores) {
   Products products;
-  multiply_dims(shared, tile % kStages, products);
+  multiply_dims(shared, tokens, products);
   if constexpr (kDimWarps > 1) {
-    unsigned char* filling = shared.kv[(tile + kStages - 1) % kStages];
+    unsigned char* filling = stage_of(shared, item + kItemsAhead);
     trade_products(products, reinterpret_cast<float*>(filling + kBorrowedOffset), scores);
   } else {
 #pragma unroll

@@ -1,4 +1,5 @@
-// Online softmax over the tiles of one block. Needs Scores, SharedMemory, ptx/ex2.cuh, ptx/cvt.cuh.
+// Online softmax over the tiles of one block. Needs Scores, SharedMemory, hidden_tokens.cuh,
+// ptx/ex2.cuh, ptx/cvt.cuh.
 
 // A row's probabilities are relative to its reference, which is kept until a score exceeds it by
 // this much in log2 units. So the warps need not agree on a maximum for every tile, the output is
@@ -8,11 +9,13 @@ constexpr float kReferenceSlack = 8.0f;
 // The sums are over this thread's tokens only, of probabilities as P V uses them: rounded. The
 // references, in log2 units, are in shared memory.
 struct Softmax {
-  float scale;  // bmm1_scale * log2(e)
+  const Params& params;
+  float scale;  // of the scores, times log2(e)
   float sum[kScoreRowGroups][2];
   float tile_sum[kScoreRowGroups][2];
 
-  __device__ explicit Softmax(float bmm1_scale) : scale(bmm1_scale * kLog2E) {
+  __device__ explicit Softmax(const Params& params)
+      : params(params), scale(score_scale(params) * kLog2E) {
 #pragma unroll
     for (int m = 0; m < kScoreRowGroups; ++m) {
 #pragma unroll
@@ -42,24 +45,28 @@ struct Softmax {
         const int row = score_row(m, half);
         const int visible = visible_tokens(row, first_token, shared);
         const float reference = shared.row_reference[row];
+        const float* bias = row_bias(params, shared.work, row);
         tile_sum[m][half] = 0.0f;
 #pragma unroll
         for (int n = 0; n < kScoreTokenGroups; ++n) {
           float p[2];
 #pragma unroll
           for (int parity = 0; parity < 2; ++parity) {
-            const float score = scaled(scores[m][n][half * 2 + parity]) - reference;
+            const int token = score_token(n, parity);
+            float score = scaled(scores[m][n][half * 2 + parity]);
+            const bool is_seen =
+                token < visible && adds_up(bias, first_token, token, score, shared);
             // A select, not arithmetic: the hidden score may be NaN.
-            const float seen = score_token(n, parity) < visible ? score : -kInfinity;
+            const float seen = is_seen ? score - reference : -kInfinity;
             exceeds |= seen > kReferenceSlack;
             p[parity] = ex2_approx(seen);
           }
           const u32 packed = cvt_rn_x2_f32(Element{}, p[1], p[0]);
           tile_sum[m][half] += cvt_f32(Element{}, static_cast<u16>(packed)) +
                                cvt_f32(Element{}, static_cast<u16>(packed >> 16));
-          const int token = score_token(n, 0);
-          const u32 offset = swizzled_offset<kProbabilityBytes>(row, token / kChunkElements) +
-                             token % kChunkElements * 2;
+          const int first = score_token(n, 0);
+          const u32 offset = swizzled_offset<kProbabilityBytes>(row, first / kChunkElements) +
+                             first % kChunkElements * 2;
           *reinterpret_cast<u32*>(shared.probabilities + offset) = packed;
         }
       }
@@ -103,13 +110,17 @@ struct Softmax {
       for (int half = 0; half < 2; ++half) {
         const int row = score_row(m, half);
         const int visible = visible_tokens(row, first_token, shared);
+        const float* bias = row_bias(params, shared.work, row);
         float maximum = -kInfinity;
 #pragma unroll
         for (int n = 0; n < kScoreTokenGroups; ++n) {
 #pragma unroll
           for (int parity = 0; parity < 2; ++parity) {
-            const float score = scaled(scores[m][n][half * 2 + parity]);
-            if (score_token(n, parity) < visible) maximum = fmaxf(maximum, score);
+            const int token = score_token(n, parity);
+            float score = scaled(scores[m][n][half * 2 + parity]);
+            if (token < visible && adds_up(bias, first_token, token, score, shared)) {
+              maximum = fmaxf(maximum, score);
+            }
           }
         }
         maximum = fmaxf(maximum, __shfl_xor_sync(~0u, maximum, 1));

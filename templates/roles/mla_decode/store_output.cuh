@@ -40,8 +40,7 @@ __device__ inline void store_partial(const Params& params, const SharedMemory& s
 __device__ inline void store_final(const Params& params, SharedMemory& shared,
                                    const Output& output) {
   const Work& work = shared.work;
-  const float bmm2_scale =
-      params.bmm2_scale_tensor == nullptr ? params.bmm2_scale : *params.bmm2_scale_tensor;
+  const float output_scale = value_of(params.bmm2_scale_tensor, params.bmm2_scale);
 #pragma unroll
   for (int m = 0; m < kRowGroups; ++m) {
 #pragma unroll
@@ -51,14 +50,14 @@ __device__ inline void store_final(const Params& params, SharedMemory& shared,
                              ? -kInfinity
                              : params.sinks[(work.first_row + row) % work.heads];
       const RowResult result = finish_row(shared.row_reference[row], row_sum(shared, row), sink);
-      const float factor = result.factor * bmm2_scale;
+      const float factor = result.factor * output_scale;
 #pragma unroll
       for (int n = 0; n < kWarpDims / 8; ++n) {
         const int dim = output_dim(n, 0);
         const u32 offset =
             swizzled_offset<kTokenBytes>(row, dim / kChunkElements) + dim % kChunkElements * 2;
         *reinterpret_cast<u32*>(shared.query + offset) = cvt_rn_x2_f32(
-            Element{}, output[m][n][half * 2 + 1] * factor, output[m][n][half * 2] * factor);
+            OutElement{}, output[m][n][half * 2 + 1] * factor, output[m][n][half * 2] * factor);
       }
       if (params.lse != nullptr && warp_index() == 0 && lane_index() % 4 == 0 && row < work.rows) {
         params.lse[work.global_row(row)] = result.lse * params.lse_factor;

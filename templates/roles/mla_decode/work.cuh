@@ -1,45 +1,79 @@
-// Which rows and which tokens this block attends to. Needs Params, roles/mla_decode/constants.
+// Which rows and which tokens this block attends to. Needs Params, blocks/ragged_tiles.cuh,
+// roles/mla_decode/constants.
 
 // A row is one (query token, head) pair of a request, query token first, so that rows are
 // contiguous in [tokens, heads, dim] tensors. A block takes kRows rows and one split of the tokens.
+// Where every query token has a list of tokens of its own, it counts as a request.
 struct alignas(64) Work {
   int request;
   int split;
   int heads;
   int q_len;  // query tokens of this request
-  int kv_len;  // tokens in the cache, the new ones included
   i64 first_query;  // index of the request's first query token among all
+  int kv_len;  // tokens in the cache, the new ones included
   int first_row;  // of this block, among the request's rows
   int rows;  // of this block; the rest of kRows is padding
+  int is_causal;
   int visible_to_all;  // tokens that every row of this block sees
   int visible_to_any;  // tokens that some row sees
   int first_tile;
   int last_tile;  // one past
 
-  // How many tokens `row` (0 to kRows - 1) sees: all up to its own position.
+  // How many tokens `row` (0 to kRows - 1) sees: all up to its own position, or all.
   __device__ int visible_tokens(int row) const {
-    const int query = (first_row + row) / heads;
-    const int visible = kv_len - q_len + query + 1;
-    return row >= rows || visible < 0 ? 0 : visible;
+    const int later = is_causal ? q_len - 1 - (first_row + row) / heads : 0;
+    return row >= rows ? 0 : max(kv_len - later, 0);
   }
 
   // Index of `row` in a [tokens * heads] array.
   __device__ i64 global_row(int row) const { return first_query * heads + first_row + row; }
 };
 
+// How many pages the block table has for a request.
+__device__ inline int table_pages(const Params& params, int request) {
+  if (params.table_starts == nullptr) return params.max_pages;
+  const int pages = params.table_starts[request + 1] - params.table_starts[request];
+  return max(0, min(pages, params.max_pages));
+}
+
+// How many of its listed tokens query token `token` looks at.
+__device__ inline int listed_tokens(const Params& params, int token) {
+  i64 listed;
+  if (params.top_k_lens != nullptr) {
+    listed = params.top_k_lens[token];
+  } else if (params.cum_seq_lens_q == nullptr) {
+    const int request = token / params.q_len;
+    listed = static_cast<i64>(params.seq_lens[request]) - params.q_len + token % params.q_len + 1;
+  } else {
+    const int request = request_of_token(params.cum_seq_lens_q, params.requests, token);
+    listed =
+        static_cast<i64>(params.seq_lens[request]) - params.cum_seq_lens_q[request + 1] + token + 1;
+  }
+  return static_cast<int>(max(static_cast<i64>(0), min(listed, static_cast<i64>(params.top_k))));
+}
+
+// A length beyond the table, or a negative one, is read as the nearest that the table can hold.
+__device__ inline int cached_tokens(const Params& params, int request) {
+  const i64 capacity = static_cast<i64>(table_pages(params, request)) * kPageSize;
+  const i64 length = params.seq_lens[request];
+  return static_cast<int>(max(static_cast<i64>(0), min(length, capacity)));
+}
+
 __device__ inline Work find_work(const Params& params) {
   Work work;
-  int block = static_cast<int>(blockIdx.x);
-  const int row_tile = block % params.row_tiles;
-  block /= params.row_tiles;
-  work.split = block % params.splits;
-  work.request = block / params.splits;
-
+  const int block = static_cast<int>(blockIdx.x);
+  int row_tile = block % params.row_tiles;
   work.heads = params.heads;
-  if (params.cum_seq_lens_q == nullptr) {
-    work.q_len = params.q_len;
-    work.first_query = static_cast<i64>(work.request) * params.q_len;
+  work.is_causal = params.is_causal;
+  if (kIsSparse || params.cum_seq_lens_q == nullptr) {
+    work.split = block / params.row_tiles % params.splits;
+    work.request = block / params.row_tiles / params.splits;
+    work.q_len = kIsSparse ? 1 : params.q_len;
+    work.first_query = static_cast<i64>(work.request) * work.q_len;
   } else {
+    work.split = block / params.row_tiles;
+    work.request = request_of_tile(params.cum_seq_lens_q, params.requests, params.heads, row_tile);
+    row_tile -= static_cast<int>(first_tile_of(params.cum_seq_lens_q, work.request, params.heads));
     work.first_query = params.cum_seq_lens_q[work.request];
     work.q_len = params.cum_seq_lens_q[work.request + 1] - static_cast<int>(work.first_query);
   }
@@ -47,15 +81,13 @@ __device__ inline Work find_work(const Params& params) {
   const i64 request_rows = static_cast<i64>(work.q_len) * work.heads;
   const i64 before = work.first_query * work.heads;
   // Query tokens outside the tensor are nobody's: nothing may be read or written there.
-  const bool is_outside = before < 0 || before + request_rows > params.total_rows;
+  const bool is_outside = before < 0 || before + request_rows > params.total_rows || row_tile < 0;
   work.rows = is_outside
                   ? 0
                   : static_cast<int>(min(static_cast<i64>(kRows), request_rows - work.first_row));
 
-  // A length beyond the table, or a negative one, is read as the nearest that the table can hold.
-  const i64 capacity = static_cast<i64>(params.max_pages) * kPageSize;
-  const i64 length = params.seq_lens[work.request];
-  work.kv_len = static_cast<int>(max(static_cast<i64>(0), min(length, capacity)));
+  work.kv_len =
+      kIsSparse ? listed_tokens(params, work.request) : cached_tokens(params, work.request);
   work.visible_to_all = work.visible_tokens(0);
   work.visible_to_any = work.visible_tokens(work.rows - 1);
 

@@ -1,4 +1,4 @@
-"""Multi-head latent attention: the entry points of ``flashinfer.mla``."""
+"""Paged MLA decode by the signatures of TensorRT-LLM and XQA in ``flashinfer.mla``."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
+from mlagen.api.arguments import require_dims, require_tensor
 from mlagen.api.mla_call import run_mla
 from mlagen.api.mla_inputs import MlaInputs
-from mlagen.api.mla_request import check_request, longest_query
 from mlagen.errors import ArgumentError, UnsupportedError
 
 _BACKENDS = ("auto", "xqa", "trtllm-gen", "cute-dsl")
@@ -53,19 +53,21 @@ def trtllm_batch_decode_with_kv_cache_mla(
     """Decode one step of multi-head latent attention over a paged cache.
 
     The kernel is compiled at the first call of a machine and read from the cache after. Query token
-    ``i`` of ``q_len`` sees the cached tokens ``0 .. seq_len - q_len + i``. A request without tokens
+    ``i`` of ``q_len`` sees the cached tokens ``0 .. seq_len - q_len + i``. A row that sees nothing
     gives zeros, and an LSE of minus infinity. Tensors on the CPU are computed by a slow backend in
-    plain torch, with the same checks.
+    plain torch, with the same checks. Nothing waits for the device.
 
     Parameters
     ----------
-    query : bf16 or fp16 [batch, q_len, heads, head_dim_qk], or [tokens, heads, head_dim_qk]
+    query : bf16, fp16 or e4m3 [batch, q_len, heads, head_dim_qk], or [tokens, heads, head_dim_qk]
         Absorbed queries, latent part first; ``head_dim_qk = kv_lora_rank + qk_rope_head_dim``. The
         second form goes with ``cum_seq_lens_q``. 1 to 256 heads.
-    kv_cache : as query [pages, page_size, head_dim_qk]
-        The paged latent cache; an axis of size 1 before or after ``page_size`` is accepted. The
-        first ``kv_lora_rank`` elements of a token are its value too. Any strides that are whole 16
-        bytes; see the support table for dimensions and page sizes.
+    kv_cache : [pages, page_size, head_dim_qk]
+        The paged latent cache, of the query's dtype, or e4m3 under a query of 16 bits; an axis of
+        size 1 before or after ``page_size`` is accepted. The first ``kv_lora_rank`` elements of a
+        token are its value too. Any page size, and any strides that are whole 16 bytes. Of uint8
+        and width 656, under a query of 16 bits: packed rows of 512 e4m3, 4 fp32 scales for 128
+        of them each, and 64 bf16.
     workspace_buffer : any dtype
         Scratch of at least :func:`mlagen.workspace_bytes` bytes. It needs no initial value.
     qk_nope_head_dim : int
@@ -74,16 +76,25 @@ def trtllm_batch_decode_with_kv_cache_mla(
         The two parts of ``head_dim_qk``.
     block_tables : int32 or uint32 [batch, max_pages]
         Page ids; entries at ``ceil(seq_len / page_size)`` and after are never read. What a request
-        gives whose id before that is no page of the cache is not specified.
+        gives whose id before that is no page of the cache is not specified. ``[batch, 2,
+        max_pages]``, of keys and of values, without ``uses_shared_paged_kv_idx``. With
+        ``sparse_mla_top_k`` token indices ``page * page_size + slot``, exactly ``[batch, q_len,
+        sparse_mla_top_k]`` or ``[tokens, sparse_mla_top_k]``.
     seq_lens : int32 or uint32 [batch]
         Tokens in the cache, the ``q_len`` new ones included.
     max_seq_len : int
         The longest of ``seq_lens``. It decides how the work is split, not what is computed.
-    out : as query [..., heads, kv_lora_rank]
-        Written and returned; made if None. ``[batch, heads, kv_lora_rank]`` too where q_len is 1.
+    sparse_mla_top_k : int
+        How many tokens each query token lists; 0 for all tokens. A query token looks at the first
+        ``min(number it would see, sparse_mla_top_k)`` of its list, in which an index that is no
+        token of the cache is skipped and a repeated one counts again.
+    out : [..., heads, kv_lora_rank]
+        Written and returned; made if None. Of the query's dtype, bf16 for e4m3. ``[batch, heads,
+        kv_lora_rank]`` too where q_len is 1.
     bmm1_scale : float or fp32 tensor of one element
-        Multiplies the scores before softmax, whole: e.g. ``192 ** -0.5`` for DeepSeek-V3. Natural
-        domain; no factor of log2(e).
+        Multiplies the scores before softmax, whole: e.g. ``192 ** -0.5`` for DeepSeek-V3, times
+        what e4m3 elements are to be multiplied by. Natural domain; no factor of log2(e). Infinity
+        and NaN do to the result what arithmetic says; a float beyond float32 is refused.
     bmm2_scale : float or fp32 tensor of one element
         Multiplies the output.
     sinks : fp32 [heads]
@@ -96,6 +107,8 @@ def trtllm_batch_decode_with_kv_cache_mla(
         One of ``auto``, ``xqa``, ``trtllm-gen``, ``cute-dsl``: names of the same semantics here.
     is_var_seq : bool
         Not used; a scheduling hint elsewhere.
+    uses_shared_paged_kv_idx : bool
+        Whether keys and values lie in the same pages; see ``block_tables``.
     lse : fp32 [tokens, heads] or [batch, q_len, heads]
         Written and returned if ``return_lse``; made if None.
     return_lse : bool
@@ -104,8 +117,9 @@ def trtllm_batch_decode_with_kv_cache_mla(
         Where the query tokens of each request begin, for requests of different ``q_len``. What
         query tokens give that belong to no request is not specified.
     max_q_len : int
-        The longest ``q_len``; found by waiting for the device if None. A number below the true one
-        leaves rows uncomputed.
+        The longest ``q_len``, as a hint; None will do.
+    sparse_mla_top_k_lens : int32 or uint32 [tokens]
+        How many of its list each query token looks at, instead of what ``seq_lens`` says.
     return_lse_base : str
         ``base2`` or ``basee``: log2 or natural logarithm.
 
@@ -119,11 +133,10 @@ def trtllm_batch_decode_with_kv_cache_mla(
     ArgumentError
         If an argument breaks a rule; nothing has been launched or written then.
     UnsupportedError
-        If no kernel covers dtype, dimensions or page size, or a keyword asks for what is not
-        implemented: ``sparse_mla_top_k``, ``sparse_mla_top_k_lens``, a non-zero
-        ``skip_softmax_threshold_scale_factor``, ``uses_shared_paged_kv_idx=False``, another
-        ``cute_dsl_impl`` or ``kv_scale_format``, ``multi_ctas_kv_counter_buffer``, ``enable_dcp``
-        and its companions, ``use_fp16_softmax``.
+        If no kernel covers dtype, dimensions or form, or a keyword asks for what is not
+        implemented: a non-zero ``skip_softmax_threshold_scale_factor``, another ``cute_dsl_impl``
+        or ``kv_scale_format``, ``multi_ctas_kv_counter_buffer``, ``enable_dcp`` and its companions,
+        ``use_fp16_softmax``.
     CaptureError
         If the kernel is not loaded yet and a CUDA graph is being captured.
 
@@ -138,13 +151,10 @@ def trtllm_batch_decode_with_kv_cache_mla(
     if backend not in _BACKENDS:
         raise ArgumentError(f"backend: expected one of {', '.join(_BACKENDS)}, got {backend!r}")
     if (
-        sparse_mla_top_k
-        or skip_softmax_threshold_scale_factor
-        or not uses_shared_paged_kv_idx
+        skip_softmax_threshold_scale_factor
         or cute_dsl_impl != "auto"
         or kv_scale_format != "auto"
         or multi_ctas_kv_counter_buffer is not None
-        or sparse_mla_top_k_lens is not None
         or enable_dcp
         or cp_world != 1
         or cp_rank != 0
@@ -152,11 +162,6 @@ def trtllm_batch_decode_with_kv_cache_mla(
         or use_fp16_softmax
     ):
         _refuse_keyword(dict(locals()))
-    if isinstance(sinks, list):
-        if len(sinks) != 1:
-            raise ArgumentError(f"sinks: expected a list of one tensor, got {len(sinks)}")
-        sinks = sinks[0]
-
     inputs = MlaInputs(
         query,
         kv_cache,
@@ -169,18 +174,90 @@ def trtllm_batch_decode_with_kv_cache_mla(
         out,
         bmm1_scale,
         bmm2_scale,
-        sinks,
+        _one_tensor(sinks) if isinstance(sinks, list) else sinks,
         lse,
         return_lse,
         return_lse_base,
         cum_seq_lens_q,
         max_q_len,
+        sparse_mla_top_k,
+        sparse_mla_top_k_lens,
     )
-    if cum_seq_lens_q is not None and max_q_len is None:
-        check_request(inputs._replace(max_q_len=2**31 - 1))  # all but what is found only now
-        inputs = inputs._replace(max_q_len=longest_query(inputs))
+    if not uses_shared_paged_kv_idx:
+        require_dims(require_tensor(block_tables, "block_tables"), "block_tables", (3,))
+        inputs = inputs._replace(value_cache=kv_cache)
     result, result_lse = run_mla(inputs, enable_pdl is None or enable_pdl)
     return result if result_lse is None else (result, result_lse)
+
+
+def xqa_batch_decode_with_kv_cache_mla(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    workspace_buffer: torch.Tensor,
+    qk_nope_head_dim: int,  # noqa: ARG001 - part of the signature
+    kv_lora_rank: int,
+    qk_rope_head_dim: int,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    max_seq_len: int,
+    out: torch.Tensor | None = None,
+    bmm1_scale: float | torch.Tensor = 1.0,
+    bmm2_scale: float | torch.Tensor = 1.0,
+    sinks: torch.Tensor | list[torch.Tensor] | None = None,
+    enable_pdl: bool | None = None,
+) -> torch.Tensor:
+    """Decode one step of multi-head latent attention over a paged cache.
+
+    As :func:`trtllm_batch_decode_with_kv_cache_mla`, which says what each argument may be; the
+    scores are multiplied by ``bmm1_scale`` alone here too.
+
+    Parameters
+    ----------
+    query, kv_cache, workspace_buffer, qk_nope_head_dim, kv_lora_rank, qk_rope_head_dim
+        As there, the query in its form of four dimensions.
+    block_tables, seq_lens, max_seq_len, out, bmm1_scale, bmm2_scale, sinks, enable_pdl
+        As there.
+
+    Returns
+    -------
+    torch.Tensor
+        ``out``; made if None, as ``[batch, q_len, heads, kv_lora_rank]``.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument breaks a rule; nothing has been launched or written then.
+    UnsupportedError
+        If no kernel covers dtype or dimensions.
+    CaptureError
+        If the kernel is not loaded yet and a CUDA graph is being captured.
+
+    Notes
+    -----
+    Signature of ``flashinfer.decode.xqa_batch_decode_with_kv_cache_mla``, which multiplies the
+    scores by ``bmm1_scale * bmm2_scale``.
+    """
+    inputs = MlaInputs(
+        query,
+        kv_cache,
+        workspace_buffer,
+        kv_lora_rank,
+        qk_rope_head_dim,
+        block_tables,
+        seq_lens,
+        max_seq_len,
+        out,
+        bmm1_scale,
+        bmm2_scale,
+        _one_tensor(sinks) if isinstance(sinks, list) else sinks,
+    )
+    return run_mla(inputs, enable_pdl is None or enable_pdl)[0]
+
+
+def _one_tensor(sinks: list[torch.Tensor]) -> torch.Tensor:
+    if len(sinks) != 1:
+        raise ArgumentError(f"sinks: expected a list of one tensor, got {len(sinks)}")
+    return sinks[0]
 
 
 def _in_order(factor: Any, enable_pdl: Any, backend: str) -> tuple[Any, Any, str]:
@@ -195,13 +272,10 @@ def _in_order(factor: Any, enable_pdl: Any, backend: str) -> tuple[Any, Any, str
 
 # What a keyword is when nothing is asked of it.
 _NEUTRAL = {
-    "sparse_mla_top_k": 0,
     "skip_softmax_threshold_scale_factor": None,
-    "uses_shared_paged_kv_idx": True,
     "cute_dsl_impl": "auto",
     "kv_scale_format": "auto",
     "multi_ctas_kv_counter_buffer": None,
-    "sparse_mla_top_k_lens": None,
     "enable_dcp": False,
     "cp_world": 1,
     "cp_rank": 0,

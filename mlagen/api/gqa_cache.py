@@ -1,0 +1,138 @@
+"""The forms that a cache of keys and values, and its block scales, may have.
+
+Pages lie in two tensors or in one, with the heads after the tokens of a page (NHD) or before (HND).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from mlagen.api.arguments import (
+    refuse,
+    require,
+    require_dense_last_dim,
+    require_device,
+    require_dims,
+    require_dtype,
+    require_shape,
+    require_tensor,
+)
+from mlagen.api.gqa_inputs import GqaInputs
+from mlagen.spec.dtype import DType
+
+LAYOUTS = ("NHD", "HND")
+
+# What a cache may hold besides the dtype of the query.
+QUANTISED = {
+    torch.float8_e4m3fn: DType.E4M3,
+    torch.int8: DType.INT8,
+    torch.uint8: DType.NVFP4,
+}
+SCALE_DTYPES = (torch.uint8, torch.float8_e4m3fn)
+
+# An e4m3 scale stands for this many NVFP4 elements, of which a byte holds two.
+NVFP4_BLOCK = 16
+
+
+class Pair(NamedTuple):
+    """Keys and values, or their scales, as ``[pages, page_size, kv_heads, elements]``."""
+
+    key: torch.Tensor
+    value: torch.Tensor
+
+
+def paged_caches(inputs: GqaInputs) -> Pair:
+    """Return views of keys and values, without copying.
+
+    Raises
+    ------
+    ArgumentError
+        If they have no known form, or differ in anything but their strides.
+    """
+    names = inputs.names
+    if inputs.kv_layout not in LAYOUTS:
+        refuse("kv_layout", " or ".join(map(repr, LAYOUTS)), repr(inputs.kv_layout))
+    key, value = _split(
+        inputs.key_cache,
+        inputs.value_cache,
+        (names.kv_cache, names.key_cache, names.value_cache),
+        inputs,
+    )
+    allowed = (inputs.query.dtype, *QUANTISED)
+    require_dtype(key, cache_names(inputs)[0], allowed, "the first is that of query")
+    if inputs.value_cache is not None:
+        require_dtype(value, names.value_cache, (key.dtype,), f"dtype of {names.key_cache}")
+        require_shape(value, names.value_cache, (tuple(key.shape),), f"shape of {names.key_cache}")
+    return Pair(_swapped(key, inputs.kv_layout), _swapped(value, inputs.kv_layout))
+
+
+def paged_scales(inputs: GqaInputs, caches: Pair) -> Pair | None:
+    """Return views of the scales of keys and values; None where the cache has none.
+
+    Raises
+    ------
+    ArgumentError
+        If they are missing, superfluous, or do not fit the cache.
+    """
+    names = inputs.names
+    if caches.key.dtype is not torch.uint8:
+        name = names.key_scales if inputs.value_scales is not None else names.kv_scales
+        if inputs.key_scales is not None:
+            refuse(name, f"None for a cache of {caches.key.dtype}", "a tensor")
+        if inputs.value_scales is not None:
+            refuse(names.value_scales, f"None for a cache of {caches.key.dtype}", "a tensor")
+        return None
+    key, value = _split(
+        inputs.key_scales,
+        inputs.value_scales,
+        (names.kv_scales, names.key_scales, names.value_scales),
+        inputs,
+    )
+    *leading, packed = _swapped(caches.key, inputs.kv_layout).shape
+    shape = (*leading, packed * 2 // NVFP4_BLOCK)
+    for scale, name in zip((key, value), scale_names(inputs), strict=True):
+        require_dtype(scale, name, SCALE_DTYPES)
+        require_shape(scale, name, (shape,), f"one for {NVFP4_BLOCK} elements of the cache")
+        require_dense_last_dim(scale, name)
+    return Pair(_swapped(key, inputs.kv_layout), _swapped(value, inputs.kv_layout))
+
+
+def cache_names(inputs: GqaInputs) -> tuple[str, str]:
+    """Return what the caller knows the keys and the values by."""
+    names = inputs.names
+    if inputs.value_cache is None:
+        return names.kv_cache, names.kv_cache
+    return names.key_cache, names.value_cache
+
+
+def scale_names(inputs: GqaInputs) -> tuple[str, str]:
+    """Return what the caller knows the scales of keys and values by."""
+    names = inputs.names
+    if inputs.value_scales is None:
+        return names.kv_scales, names.kv_scales
+    return names.key_scales, names.value_scales
+
+
+def _split(
+    first: object, second: object, names: tuple[str, str, str], inputs: GqaInputs
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return keys and values in their own layout."""
+    whole, of_keys, of_values = names
+    if second is None:
+        both = require_tensor(first, whole)
+        require_device(both, whole, inputs.query.device)
+        require_dims(both, whole, (5,))
+        require(both.shape[1] in {1, 2}, f"{whole}.shape[1]", "2, or 1 where K is V", both.shape[1])
+        return both[:, 0], both[:, -1]
+    key, value = require_tensor(first, of_keys), require_tensor(second, of_values)
+    for tensor, name in ((key, of_keys), (value, of_values)):
+        require_device(tensor, name, inputs.query.device)
+        require_dims(tensor, name, (4,))
+    return key, value
+
+
+def _swapped(tensor: torch.Tensor, layout: str) -> torch.Tensor:
+    """Return heads and tokens in the other order, where the layout is not NHD."""
+    return tensor if layout == "NHD" else tensor.transpose(1, 2)

@@ -1,0 +1,40 @@
+"""Which kernel serves a grouped-query decode call, and how it is spread over its GPU."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from mlagen.runtime.device import arch_of_device, device_facts
+from mlagen.runtime.plan import DecodePlan, GqaDecodeProblem, plan_gqa_decode
+from mlagen.spec.gqa import GqaDecodeSpec, GqaVariant, gqa_decode_spec
+
+
+@lru_cache(maxsize=4096)
+def plan_gqa_call(
+    *,
+    device: int,
+    variant: GqaVariant,
+    batch: int,
+    q_len: int,
+    is_ragged: bool,
+    tokens: int,
+    heads: int,
+    kv_heads: int,
+    window: int,
+    longest_kv: int,
+) -> tuple[GqaDecodeSpec, DecodePlan]:
+    """Return the kernel and the plan of a call on GPU ``device``.
+
+    ``q_len`` is the longest where requests differ, and ``window`` 0 where there is none.
+    """
+    spec = gqa_decode_spec(arch_of_device(device), variant, q_len * (heads // kv_heads))
+    visible = min(longest_kv, window + q_len) if window else longest_kv
+    problem = GqaDecodeProblem(
+        batch=batch,
+        q_len=0 if is_ragged else q_len,
+        heads=heads,
+        kv_heads=kv_heads,
+        total_rows=tokens * heads,
+        longest_kv=visible,
+    )
+    return spec, plan_gqa_decode(spec, problem, device_facts(device).sm_count)

@@ -1,0 +1,78 @@
+"""The query of a grouped-query decode call: its forms, and which tokens belong to which request."""
+
+from __future__ import annotations
+
+import torch
+
+from mlagen.api.arguments import (
+    DTYPES,
+    refuse,
+    require,
+    require_contiguous,
+    require_dense_last_dim,
+    require_dims,
+    require_dtype,
+    require_index,
+    require_shape,
+    require_tensor,
+    require_whole_number,
+)
+from mlagen.api.gqa_inputs import GqaInputs
+from mlagen.api.gqa_pointers import require_steps
+
+
+def check_query(inputs: GqaInputs) -> torch.Tensor:
+    """Return the query, after a look at its form; ``q_len`` and ragged lengths must go with it."""
+    name = inputs.names.query
+    query = require_tensor(inputs.query, name)
+    is_ragged = inputs.cum_seq_lens_q is not None
+    require_whole_number(inputs.q_len, inputs.names.q_len, least=1)
+    if is_ragged and inputs.q_len == 1:
+        refuse(inputs.names.q_len, "2 or more with " + inputs.names.cum_seq_lens_q, 1)
+    if is_ragged or not inputs.with_beam_axis:
+        require_dims(query, name, (3,))
+    else:
+        require_dims(query, name, (5,) if inputs.q_len > 1 else (4, 5))
+        require(query.shape[1] == 1, f"{name}.shape[1]", 1, query.shape[1])
+        if query.dim() == 5:
+            q_len = query.shape[2]
+            expected = f"{inputs.q_len} ({inputs.names.q_len})"
+            require(q_len == inputs.q_len, f"{name}.shape[2]", expected, q_len)
+    require_dtype(query, name, tuple(DTYPES))
+    require_dense_last_dim(query, name)
+    require_steps(query, name)
+    require(query.shape[-2] >= 1, f"{name}.shape[-2]", "1 head or more", query.shape[-2])
+    return query
+
+
+def check_query_tokens(inputs: GqaInputs) -> tuple[int, int, int]:
+    """Return requests, query tokens, and the stride from one query token to the next."""
+    names, query, q_len = inputs.names, inputs.query, inputs.q_len
+    seq_lens = require_tensor(inputs.seq_lens, names.seq_lens)
+    require_index(seq_lens, names.seq_lens, query.device)
+    require_dims(seq_lens, names.seq_lens, (1, 2))
+    require_contiguous(seq_lens, names.seq_lens)
+    cumulative = inputs.cum_seq_lens_q
+    if cumulative is not None:
+        batch, tokens = seq_lens.shape[0], query.shape[0]
+        require_tensor(cumulative, names.cum_seq_lens_q)
+        require_index(cumulative, names.cum_seq_lens_q, query.device)
+        require_shape(cumulative, names.cum_seq_lens_q, ((batch + 1,),), "batch + 1")
+        require_contiguous(cumulative, names.cum_seq_lens_q)
+        most = f"{batch * q_len} or less (batch * {names.q_len})"
+        require(tokens <= batch * q_len, f"{names.query}.shape[0]", most, tokens)
+    elif inputs.with_beam_axis:
+        batch = query.shape[0]
+        tokens = batch * q_len
+    else:
+        tokens = query.shape[0]
+        multiple = f"a multiple of {q_len} ({names.q_len})"
+        require(tokens % q_len == 0, f"{names.query}.shape[0]", multiple, tokens)
+        batch = tokens // q_len
+    require_shape(seq_lens, names.seq_lens, ((batch,), (batch, 1)), f"batch of {names.query}")
+    if query.dim() != 5 or q_len == 1:
+        return batch, tokens, query.stride(0)
+    if batch > 1 and query.stride(0) != q_len * query.stride(2):
+        expected = f"{q_len * query.stride(2)} (q_len * stride of a query token)"
+        refuse(f"{names.query}.stride(0)", expected, query.stride(0))
+    return batch, tokens, query.stride(2)

@@ -1,0 +1,124 @@
+"""The CPU backend of grouped-query decode: plain torch, to develop and test without a GPU.
+
+It follows the kernels' rules for empty rows, masks and sinks, in float32. It is slow.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+
+from mlagen.api.gqa_cache import NVFP4_BLOCK, paged_caches, paged_scales
+from mlagen.api.gqa_inputs import GqaInputs
+from mlagen.api.gqa_request import GqaRequest
+from mlagen.spec.dtype import DType
+
+_E2M1 = torch.tensor((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
+_E4M3_MAX = 448.0
+
+
+def decode_gqa(inputs: GqaInputs, request: GqaRequest) -> torch.Tensor:
+    """Return the output ``[tokens, heads, head_dim]``."""
+    query = inputs.query.reshape(request.tokens, *inputs.query.shape[-2:]).float()
+    caches = paged_caches(inputs)
+    scales = paged_scales(inputs, caches)
+    key_scales, value_scales = scales or (None, None)
+    mask = _mask_bits(inputs, request)
+    out = torch.zeros_like(query)
+    capacity = request.max_pages * request.variant.page_size
+    for index, (start, end) in enumerate(pairwise(_query_ends(inputs, request))):
+        seq_len = min(max(int(inputs.seq_lens.view(-1)[index]), 0), capacity)
+        q_len = end - start
+        keys = _gather(inputs, caches.key, key_scales, index, seq_len)
+        values = _gather(inputs, caches.value, value_scales, index, seq_len)
+        for token in range(start, end):
+            draft = token - start
+            seen = _visible(seq_len, q_len, draft, request.window, mask, token)
+            out[token] = _attend(inputs, request, query[token], keys[seen], values[seen])
+    if request.variant.out_dtype is DType.E4M3:
+        out = (out * inputs.out_e4m3_factor).clamp(-_E4M3_MAX, _E4M3_MAX)
+    else:
+        out = out * inputs.out_16bit_factor
+    return out.to(request.out_dtype)
+
+
+def _query_ends(inputs: GqaInputs, request: GqaRequest) -> list[int]:
+    if inputs.cum_seq_lens_q is not None:
+        return [int(end) for end in inputs.cum_seq_lens_q]
+    return [index * request.q_len for index in range(request.batch + 1)]
+
+
+def _mask_bits(inputs: GqaInputs, request: GqaRequest) -> torch.Tensor | None:
+    """Return which drafts each query token may see, as bools ``[tokens, 32 * mask_words]``."""
+    if inputs.mask is None or not request.mask_words:
+        return None
+    rows = inputs.mask.reshape(request.tokens, -1).view(torch.uint8)
+    bits = rows[:, :, None] >> torch.arange(8, dtype=torch.uint8) & 1
+    return bits.bool().reshape(request.tokens, -1)
+
+
+def _visible(
+    seq_len: int, q_len: int, draft: int, window: int, mask: torch.Tensor | None, token: int
+) -> torch.Tensor:
+    """Return the positions that draft ``draft`` of a request sees; it is query token ``token``."""
+    first_draft = seq_len - q_len
+    position = torch.arange(seq_len)
+    if mask is None:
+        is_seen = position <= first_draft + draft
+    else:
+        drafts = (position - first_draft).clamp(0, mask.shape[1] - 1)
+        is_seen = (position < first_draft) | mask[token][drafts]
+    if window:
+        is_seen &= position >= first_draft + draft + 1 - window
+    return is_seen.nonzero()[:, 0]
+
+
+def _gather(
+    inputs: GqaInputs,
+    cache: torch.Tensor,
+    scales: torch.Tensor | None,
+    index: int,
+    seq_len: int,
+) -> torch.Tensor:
+    """Return the first ``seq_len`` tokens of a request; a page that is none reads as zero."""
+    pages, page_size = cache.shape[:2]
+    used = -(-seq_len // page_size)
+    ids = inputs.block_tables[index, :used].view(torch.int32).long()
+    exists = (ids >= 0) & (ids < pages)
+    found = _decoded(cache[ids[exists]], scales[ids[exists]] if scales is not None else None)
+    rows = torch.zeros(used, *found.shape[1:])
+    rows[exists] = found
+    return rows.flatten(0, 1)[:seq_len]
+
+
+def _decoded(stored: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
+    if scales is None:
+        return stored.float()
+    nibbles = torch.stack([stored & 15, stored >> 4], dim=-1).flatten(-2).long()
+    signs = 1.0 - 2.0 * (nibbles >> 3)
+    factors = scales.contiguous().view(torch.float8_e4m3fn).float()
+    return signs * _E2M1[nibbles & 7] * factors.repeat_interleave(NVFP4_BLOCK, dim=-1)
+
+
+def _attend(
+    inputs: GqaInputs,
+    request: GqaRequest,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+) -> torch.Tensor:
+    """Attend with one query token ``[heads, head_dim]`` to the tokens that it sees."""
+    if len(keys) == 0:
+        return torch.zeros_like(query)
+    bmm2_scale = float(inputs.bmm2_scale) if request.takes_bmm2 else 1.0
+    score_scale = float(inputs.bmm1_scale) * request.score_factor
+    if request.scores_take_bmm2:
+        score_scale *= bmm2_scale
+    by_kv_head = query.view(request.kv_heads, request.group, -1)
+    scores = by_kv_head @ keys.permute(1, 2, 0) * score_scale
+    if inputs.sinks is not None:
+        sinks = inputs.sinks.view(request.kv_heads, request.group, 1)
+        scores = torch.cat([scores, sinks], dim=-1)
+    weights = torch.softmax(scores, dim=-1)[..., : len(keys)]
+    return (weights @ values.transpose(0, 1)).view(query.shape) * bmm2_scale

@@ -1,0 +1,172 @@
+"""The paged cache of one MLA decode call: its parts, their strides and their scales."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from mlagen.api.arguments import (
+    DTYPES,
+    refuse,
+    require,
+    require_aligned,
+    require_dense_last_dim,
+    require_device,
+    require_dims,
+    require_dtype,
+    require_float32,
+    require_shape,
+    require_tensor,
+)
+from mlagen.api.mla_inputs import MlaInputs
+from mlagen.api.mla_query import PACKED640_DTYPES
+from mlagen.spec.dtype import DType
+
+# Where a token has several scales, each is for 128 latent elements; a short latent part leaves
+# the last of them unused.
+SCALES_PER_TOKEN = 4
+
+
+class CacheLayout(NamedTuple):
+    """A sound cache."""
+
+    dtype: DType
+    num_pages: int
+    page_size: int
+    strides: dict[str, int]  # by parameter of the kernel: bytes, of scales elements
+    rope_offset: int  # bytes from a latent part to its rope part in one tensor
+
+
+def check_cache(inputs: MlaInputs, query_dtype: DType) -> CacheLayout:
+    """Return the layout of the cache and of what belongs to it.
+
+    Raises
+    ------
+    ArgumentError
+        If a part of it breaks a rule.
+    """
+    names, device = inputs.names, inputs.query.device
+    cache = _checked_pages(inputs.kv_cache, names.kv_cache, device)
+    dtype = _check_dtype(cache, inputs, query_dtype)
+    _check_width(cache, names.kv_cache, inputs, dtype)
+    _check_rows(cache, names.kv_cache)
+    require(cache.shape[1] >= 1, f"{names.kv_cache}.shape", "pages of 1 token or more", 0)
+    rope = cache
+    if inputs.rope_cache is not None:
+        rope = _checked_pages(inputs.rope_cache, names.rope_cache, device)
+        require_dtype(rope, names.rope_cache, (cache.dtype,), f"dtype of {names.kv_cache}")
+        expected = (*cache.shape[:2], inputs.qk_rope_head_dim)
+        require_shape(rope, names.rope_cache, (expected,), "pages, page_size, qk_rope_head_dim")
+        _check_rows(rope, names.rope_cache)
+    if inputs.value_cache is not None:
+        _check_values(inputs, cache)
+    size = cache.element_size()
+    is_packed = dtype in (DType.PACKED640, DType.PACKED656)
+    return CacheLayout(
+        dtype=dtype,
+        num_pages=cache.shape[0],
+        page_size=cache.shape[1],
+        strides={
+            "page_stride": cache.stride(0) * size,
+            "token_stride": cache.stride(1) * size,
+            "rope_page_stride": rope.stride(0) * size,
+            "rope_token_stride": rope.stride(1) * size,
+            **_check_scales(inputs, cache, query_dtype, dtype),
+        },
+        rope_offset=0 if is_packed else inputs.kv_lora_rank * size,
+    )
+
+
+def pages_of(cache: torch.Tensor) -> torch.Tensor:
+    """Return a sound cache as ``[pages, page_size, width]``, without copying."""
+    if cache.dim() == 3:
+        return cache
+    return cache.squeeze(1 if cache.shape[1] == 1 else 2)
+
+
+def _checked_pages(value: object, argument: str, device: torch.device) -> torch.Tensor:
+    cache = require_tensor(value, argument)
+    require_device(cache, argument, device)
+    require_dims(cache, argument, (3, 4))
+    if cache.dim() == 4 and 1 not in cache.shape[1:3]:
+        rule = "[pages, 1, page_size, head_dim] or [pages, page_size, 1, head_dim]"
+        refuse(f"{argument}.shape", rule, list(cache.shape))
+    return pages_of(cache)
+
+
+def _check_dtype(cache: torch.Tensor, inputs: MlaInputs, query_dtype: DType) -> DType:
+    name, query = inputs.names.kv_cache, inputs.query
+    if inputs.is_packed640:
+        require_dtype(cache, name, PACKED640_DTYPES, "640-byte rows")
+        return DType.PACKED640
+    if not query_dtype.is_16bit:
+        require_dtype(cache, name, (query.dtype,), f"dtype of {inputs.names.query}")
+        return DType.E4M3
+    allowed = (query.dtype, torch.float8_e4m3fn, torch.uint8)
+    require_dtype(cache, name, allowed, f"query {query.dtype}; uint8 for 656-byte rows")
+    if cache.dtype is torch.uint8:
+        return DType.PACKED656
+    return DTYPES.get(cache.dtype, DType.E4M3)
+
+
+def _check_width(cache: torch.Tensor, argument: str, inputs: MlaInputs, dtype: DType) -> None:
+    if dtype in (DType.PACKED640, DType.PACKED656):
+        expected, why = dtype.row_bytes(0), "bytes of a packed row"
+        require(
+            inputs.rope_cache is None, inputs.names.rope_cache, "None for packed rows", "a tensor"
+        )
+    elif inputs.rope_cache is not None:
+        expected, why = inputs.kv_lora_rank, "kv_lora_rank"
+    else:
+        expected = inputs.kv_lora_rank + inputs.qk_rope_head_dim
+        why = "kv_lora_rank + qk_rope_head_dim"
+    if cache.shape[-1] != expected:
+        refuse(f"{argument}.shape[-1]", f"{expected} ({why})", cache.shape[-1])
+
+
+def _check_rows(cache: torch.Tensor, argument: str) -> None:
+    require_dense_last_dim(cache, argument)
+    require_aligned(cache, argument)
+
+
+def _check_values(inputs: MlaInputs, cache: torch.Tensor) -> None:
+    """Refuse values that do not lie as the keys do: the kernel has one set of strides."""
+    name, keys = inputs.names.value_cache, inputs.names.kv_cache
+    values = _checked_pages(inputs.value_cache, name, inputs.query.device)
+    require_dtype(values, name, (cache.dtype,), f"dtype of {keys}")
+    require_shape(values, name, (tuple(cache.shape),), f"shape of {keys}")
+    require(
+        values.stride() == cache.stride(),
+        f"{name}.stride()",
+        f"{cache.stride()} (of {keys})",
+        values.stride(),
+    )
+
+
+def _check_scales(
+    inputs: MlaInputs, cache: torch.Tensor, query_dtype: DType, dtype: DType
+) -> dict[str, int]:
+    """Return the strides of the scales, 0 where there are none."""
+    is_dequantised = dtype is DType.E4M3 and query_dtype.is_16bit
+    for name in ("latent_scale", "rope_scale"):
+        scale = getattr(inputs, name)
+        require_float32(scale, name)
+        if not is_dequantised and scale != 1.0:
+            refuse(name, "1.0 unless the cache is e4m3 and the query is not", scale)
+    name = inputs.names.kv_scales
+    if inputs.kv_scales is None:
+        return {"scale_page_stride": 0, "scale_token_stride": 0}
+    scales = require_tensor(inputs.kv_scales, name)
+    is_sound = dtype is DType.PACKED640 or (is_dequantised and inputs.value_cache is None)
+    require(is_sound, name, f"None for query {query_dtype}, cache {dtype}", "a tensor")
+    require_device(scales, name, inputs.query.device)
+    require_dtype(scales, name, (torch.float32,))
+    pages, page_size = cache.shape[:2]
+    if is_dequantised:
+        expected = (pages, page_size, SCALES_PER_TOKEN)
+        require_shape(scales, name, (expected,), "pages, page_size, scales of a token")
+        require_dense_last_dim(scales, name)
+    else:
+        require_shape(scales, name, ((pages, page_size),), "pages, page_size")
+    return {"scale_page_stride": scales.stride(0), "scale_token_stride": scales.stride(1)}

@@ -1,0 +1,175 @@
+"""The query of one MLA decode call: how its rows lie, and which request each belongs to."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from mlagen.api.arguments import (
+    DTYPES,
+    require,
+    require_aligned,
+    require_contiguous,
+    require_dense_last_dim,
+    require_device,
+    require_dims,
+    require_dtype,
+    require_index,
+    require_shape,
+    require_tensor,
+    require_whole_number,
+)
+from mlagen.api.mla_inputs import MlaInputs
+from mlagen.spec.dtype import DType
+
+MOST_HEADS = 256
+QUERY_DTYPES = {**DTYPES, torch.float8_e4m3fn: DType.E4M3}
+
+# Bytes of a packed row are passed as either; see :class:`DType` for what they hold.
+PACKED640_DTYPES = (torch.float8_e4m3fn, torch.uint8)
+PACKED_LATENT_BYTES = 512
+
+
+class QueryLayout(NamedTuple):
+    """A sound query."""
+
+    dtype: DType
+    tokens: int  # of all requests
+    heads: int
+    q_len: int  # of every request; 0 where requests differ
+    strides: dict[str, int]  # by parameter of the kernel, bytes
+    rope_offset: int  # bytes from a latent part to its rope part in one tensor
+
+
+def check_query(inputs: MlaInputs) -> QueryLayout:
+    """Return the layout of the query.
+
+    Raises
+    ------
+    ArgumentError
+        If a part of it breaks a rule.
+    """
+    query, names = require_tensor(inputs.query, inputs.names.query), inputs.names
+    is_ragged = inputs.cum_seq_lens_q is not None
+    require_dims(query, names.query, (3,) if is_ragged else (4,))
+    dtype = _check_dtype(query, inputs)
+    _check_row(query, names.query, _latent_width(inputs))
+    heads = query.shape[-2]
+    require(1 <= heads <= MOST_HEADS, f"{names.query}.shape[-2]", f"1 to {MOST_HEADS} heads", heads)
+    tokens, q_len = query.shape[0], 0
+    if not is_ragged:
+        q_len = query.shape[1]
+        require(q_len >= 1, f"{names.query}.shape[1]", "1 or more", q_len)
+        tokens *= q_len
+    rope = query
+    if inputs.query_rope is not None:
+        rope = require_tensor(inputs.query_rope, names.query_rope)
+        require_device(rope, names.query_rope, query.device)
+        require_dtype(rope, names.query_rope, (query.dtype,), f"dtype of {names.query}")
+        expected = (*query.shape[:-1], inputs.qk_rope_head_dim)
+        require_shape(rope, names.query_rope, (expected,))
+        _check_row(rope, names.query_rope, None)
+    _check_scales(inputs, tokens)
+    size = query.element_size()
+    latent_elements = PACKED_LATENT_BYTES if inputs.is_packed640 else inputs.kv_lora_rank
+    return QueryLayout(
+        dtype=dtype,
+        tokens=tokens,
+        heads=heads,
+        q_len=q_len,
+        strides={
+            "query_stride": _token_stride(query, names.query) * size,
+            "query_head_stride": query.stride(-2) * size,
+            "query_rope_stride": _token_stride(rope, names.query_rope) * size,
+            "query_rope_head_stride": rope.stride(-2) * size,
+        },
+        rope_offset=latent_elements * size,
+    )
+
+
+def check_query_ends(inputs: MlaInputs, batch: int, query: QueryLayout) -> int:
+    """Return the query tokens of a request that a tile is chosen for.
+
+    Raises
+    ------
+    ArgumentError
+        If ``cum_seq_lens_q`` cannot say where the query tokens of each request begin.
+    """
+    name, longest = inputs.names.cum_seq_lens_q, inputs.max_q_len
+    if inputs.cum_seq_lens_q is None:
+        require(longest is None, "max_q_len", f"None without {name}", longest)
+        return query.q_len
+    ends = require_tensor(inputs.cum_seq_lens_q, name)
+    require_index(ends, name, inputs.query.device)
+    require_shape(ends, name, ((batch + 1,),), "batch + 1")
+    require_contiguous(ends, name)
+    if longest is None:
+        return -(-query.tokens // max(1, batch))
+    return require_whole_number(longest, "max_q_len", least=0)
+
+
+def token_stride(tensor: torch.Tensor, q_len: int) -> int:
+    """Return the elements from a query token to the next in ``[batch, q_len, ...]``."""
+    return tensor.stride(0 if q_len == 1 else 1)
+
+
+def check_token_stride(tensor: torch.Tensor, argument: str) -> None:
+    """Refuse ``[batch, q_len, ...]`` whose query tokens are not all equally far apart.
+
+    Raises
+    ------
+    ArgumentError
+        If they are not.
+    """
+    batch, q_len = tensor.shape[:2]
+    if batch > 1 and q_len > 1:
+        expected = q_len * tensor.stride(1)
+        require(
+            tensor.stride(0) == expected,
+            f"{argument}.stride(0)",
+            f"{expected} (q_len * stride of a query token)",
+            tensor.stride(0),
+        )
+
+
+def _token_stride(query: torch.Tensor, argument: str) -> int:
+    if query.dim() == 3:
+        return query.stride(0)
+    check_token_stride(query, argument)
+    return token_stride(query, query.shape[1])
+
+
+def _check_dtype(query: torch.Tensor, inputs: MlaInputs) -> DType:
+    if inputs.is_packed640:
+        require_dtype(query, inputs.names.query, PACKED640_DTYPES, "640-byte rows")
+        return DType.PACKED640
+    require_dtype(query, inputs.names.query, tuple(QUERY_DTYPES))
+    return QUERY_DTYPES[query.dtype]
+
+
+def _latent_width(inputs: MlaInputs) -> tuple[int, str]:
+    if inputs.is_packed640:
+        return DType.PACKED640.row_bytes(0), "bytes of a packed row"
+    if inputs.query_rope is not None:
+        return inputs.kv_lora_rank, "kv_lora_rank"
+    return inputs.kv_lora_rank + inputs.qk_rope_head_dim, "kv_lora_rank + qk_rope_head_dim"
+
+
+def _check_row(query: torch.Tensor, argument: str, width: tuple[int, str] | None) -> None:
+    if width is not None and query.shape[-1] != width[0]:
+        require(False, f"{argument}.shape[-1]", f"{width[0]} ({width[1]})", query.shape[-1])
+    require_dense_last_dim(query, argument)
+    require_aligned(query, argument)
+
+
+def _check_scales(inputs: MlaInputs, tokens: int) -> None:
+    if inputs.query_scales is None:
+        return
+    name = inputs.names.query_scales
+    scales = require_tensor(inputs.query_scales, name)
+    require(inputs.is_packed640, name, "None without 640-byte rows", "a tensor")
+    require_device(scales, name, inputs.query.device)
+    require_dtype(scales, name, (torch.float32,))
+    require_shape(scales, name, ((tokens,),), "query tokens")
+    require_contiguous(scales, name)

@@ -1,0 +1,116 @@
+"""Lengths and page tables, or lists of tokens, of one MLA decode call."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from mlagen.api.arguments import (
+    require,
+    require_contiguous,
+    require_dense_last_dim,
+    require_dims,
+    require_index,
+    require_shape,
+    require_tensor,
+    require_whole_number,
+)
+from mlagen.api.mla_inputs import MlaInputs
+from mlagen.api.mla_query import QueryLayout, check_token_stride, token_stride
+
+
+class TablesLayout(NamedTuple):
+    """Sound tables."""
+
+    max_pages: int  # of a request; where page ids are flat, of all requests
+    stride: int  # elements from one table, or list of tokens, to the next
+    values_offset: int  # bytes from a table of keys to the one of values
+
+
+def check_lengths(inputs: MlaInputs) -> int:
+    """Return the number of requests, each with its length.
+
+    Raises
+    ------
+    ArgumentError
+        If the lengths break a rule.
+    """
+    name = inputs.names.seq_lens
+    seq_lens = require_tensor(inputs.seq_lens, name)
+    require_index(seq_lens, name, inputs.query.device)
+    require_dims(seq_lens, name, (1,))
+    require_contiguous(seq_lens, name)
+    if inputs.cum_seq_lens_q is None:
+        require_shape(seq_lens, name, ((inputs.query.shape[0],),), "batch of query")
+    return seq_lens.shape[0]
+
+
+def check_tables(inputs: MlaInputs, batch: int, query: QueryLayout) -> TablesLayout:
+    """Return the layout of the block tables, or of the lists of tokens with ``top_k``.
+
+    Raises
+    ------
+    ArgumentError
+        If they break a rule.
+    """
+    name = inputs.names.block_tables
+    tables = require_tensor(inputs.block_tables, name)
+    require_index(tables, name, inputs.query.device)
+    require_whole_number(inputs.top_k, "sparse_mla_top_k", least=0)
+    if inputs.top_k_lens is not None:
+        _check_top_k_lens(inputs, query.tokens)
+    if inputs.top_k:
+        return _check_token_lists(inputs, tables, batch, query)
+    if inputs.table_starts is not None:
+        starts = require_tensor(inputs.table_starts, inputs.names.table_starts)
+        require_index(starts, inputs.names.table_starts, inputs.query.device)
+        require_shape(starts, inputs.names.table_starts, ((batch + 1,),), "batch + 1")
+        require_contiguous(starts, inputs.names.table_starts)
+        require_dims(tables, name, (1,))
+        require_contiguous(tables, name)
+        return TablesLayout(max_pages=tables.shape[0], stride=0, values_offset=0)
+    # Tables of keys and values apart are for those who have said that values are apart.
+    require_dims(tables, name, (2,) if inputs.value_cache is None else (2, 3))
+    require_dense_last_dim(tables, name)
+    require(tables.shape[0] == batch, f"{name}.shape[0]", f"{batch} (batch)", tables.shape[0])
+    values_offset = 0
+    if tables.dim() == 3:
+        require(tables.shape[1] == 2, f"{name}.shape[1]", "2 (keys, values)", tables.shape[1])
+        values_offset = tables.stride(1) * tables.element_size()
+    return TablesLayout(
+        max_pages=tables.shape[-1], stride=tables.stride(0), values_offset=values_offset
+    )
+
+
+def _check_token_lists(
+    inputs: MlaInputs, tables: torch.Tensor, batch: int, query: QueryLayout
+) -> TablesLayout:
+    name = inputs.names.block_tables
+    require(
+        inputs.table_starts is None,
+        inputs.names.table_starts,
+        "None with sparse_mla_top_k",
+        "a tensor",
+    )
+    if query.q_len == 0:
+        require_shape(
+            tables, name, ((query.tokens, inputs.top_k),), "query tokens, sparse_mla_top_k"
+        )
+        stride = tables.stride(0)
+    else:
+        expected = (batch, query.q_len, inputs.top_k)
+        require_shape(tables, name, (expected,), "batch, q_len, sparse_mla_top_k")
+        check_token_stride(tables, name)
+        stride = token_stride(tables, query.q_len)
+    require_dense_last_dim(tables, name)
+    return TablesLayout(max_pages=0, stride=stride, values_offset=0)
+
+
+def _check_top_k_lens(inputs: MlaInputs, tokens: int) -> None:
+    name = inputs.names.top_k_lens
+    require(inputs.top_k > 0, name, "None without sparse_mla_top_k", "a tensor")
+    lens = require_tensor(inputs.top_k_lens, name)
+    require_index(lens, name, inputs.query.device)
+    require_shape(lens, name, ((tokens,),), "query tokens")
+    require_contiguous(lens, name)

@@ -1,0 +1,49 @@
+"""What lies in the rows of a cache or a query, decoded to float32 in plain torch."""
+
+from __future__ import annotations
+
+import torch
+
+from mlagen.spec.dtype import DType
+
+# Where the parts of a packed row begin; see :class:`DType` for what they hold.
+_LATENT_BYTES = 512
+_SCALES_BYTES = 16
+_SCALE_ELEMENTS = 128
+
+_TORCH_DTYPES = {
+    DType.BF16: torch.bfloat16,
+    DType.FP16: torch.float16,
+    DType.E4M3: torch.float8_e4m3fn,
+}
+
+
+def stored_rows(cache: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of some tokens ``[n, row bytes]`` of ``cache[pages, page_size, width]``."""
+    return cache.view(torch.uint8)[pages, slots].contiguous()
+
+
+def decoded(rows: torch.Tensor, dtype: DType) -> torch.Tensor:
+    """Return the elements ``[n, d]`` that the bytes ``rows[n, row bytes]`` stand for.
+
+    Of a packed 640-byte row, and of e4m3, without the scales that are kept elsewhere.
+    """
+    if dtype is DType.PACKED656:
+        scales = _part(rows, _LATENT_BYTES, _LATENT_BYTES + _SCALES_BYTES, torch.float32)
+        latent = scaled_groups(_part(rows, 0, _LATENT_BYTES, torch.float8_e4m3fn), scales)
+        rope = _part(rows, _LATENT_BYTES + _SCALES_BYTES, rows.shape[-1], torch.bfloat16)
+        return torch.cat([latent, rope.float()], dim=-1)
+    if dtype is DType.PACKED640:
+        latent = _part(rows, 0, _LATENT_BYTES, torch.float8_e4m3fn).float()
+        rope = _part(rows, _LATENT_BYTES, rows.shape[-1], torch.bfloat16).float()
+        return torch.cat([latent, rope], dim=-1)
+    return rows.view(_TORCH_DTYPES[dtype]).float()
+
+
+def scaled_groups(latent: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Return ``latent[n, d]`` with every 128 elements times their one of ``scales[n, 4]``."""
+    return latent.float() * scales.repeat_interleave(_SCALE_ELEMENTS, dim=-1)[:, : latent.shape[1]]
+
+
+def _part(rows: torch.Tensor, first: int, end: int, dtype: torch.dtype) -> torch.Tensor:
+    return rows[..., first:end].contiguous().view(dtype)

@@ -1,0 +1,139 @@
+"""The bytes of ``workspace_buffer`` that a call needs, for every family of kernels."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import torch
+
+from mlagen.api.arguments import DTYPES, refuse, require, require_whole_number
+from mlagen.api.gqa_plan import plan_gqa_call
+from mlagen.api.mla_plan import plan_call, rounded_up
+from mlagen.api.mla_query import QUERY_DTYPES
+from mlagen.runtime.plan import DecodePlan
+from mlagen.spec.dtype import DType
+from mlagen.spec.gqa import GqaVariant
+from mlagen.spec.mla_support import SUPPORTED, MlaVariant
+
+_MLA_KV_DTYPES = {**QUERY_DTYPES, torch.uint8: DType.PACKED656}
+_GQA_KV_DTYPES = {**QUERY_DTYPES, torch.int8: DType.INT8, torch.uint8: DType.NVFP4}
+
+
+def workspace_bytes(
+    *,
+    batch: int,
+    q_len: int,
+    heads: int,
+    max_seq_len: int,
+    dtype: torch.dtype = torch.bfloat16,
+    kv_dtype: torch.dtype | None = None,
+    kv_lora_rank: int = 512,
+    qk_rope_head_dim: int = 64,
+    page_size: int = 64,
+    sparse_mla_top_k: int = 0,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
+    window_left: int = -1,
+    tokens: int | None = None,
+    device: torch.device | int = 0,
+) -> int:
+    """Return the bytes of ``workspace_buffer`` that a decode call of this size needs.
+
+    A larger batch may need fewer. No MLA call needs more than 513 KiB for each SM of the GPU.
+
+    Parameters
+    ----------
+    batch, q_len, heads, max_seq_len : int
+        As in the call; for ragged queries ``q_len`` is the longest.
+    dtype : torch.dtype
+        Of the query.
+    kv_dtype : torch.dtype
+        Of the cache, as ``dtype`` if None; uint8 stands for packed rows of 656 bytes, and in
+        grouped-query attention for NVFP4.
+    kv_lora_rank, qk_rope_head_dim : int
+        As in the call, of multi-head latent attention.
+    page_size : int
+        Of the cache.
+    sparse_mla_top_k : int
+        As in the call.
+    kv_heads, head_dim : int
+        Given both, the call is one of grouped-query attention.
+    window_left : int
+        As in the call, of grouped-query attention.
+    tokens : int
+        The query tokens of all requests where these differ in theirs.
+    device : torch.device or int
+        The GPU that will run it.
+
+    Raises
+    ------
+    ArgumentError
+        If a number is none that a call can have, or there is no such GPU.
+    UnsupportedError
+        If no kernel covers such a call.
+    """
+    for name, value in (("batch", batch), ("max_seq_len", max_seq_len)):
+        require_whole_number(value, name, least=0)
+    for name, value in (("q_len", q_len), ("heads", heads), ("page_size", page_size)):
+        require_whole_number(value, name, least=1)
+    total = batch * q_len if tokens is None else require_whole_number(tokens, "tokens", least=0)
+    index = device if isinstance(device, int) else (device.index or 0)
+    # What a tile is chosen for: a ragged call may say how long its longest query is, or not.
+    lengths = {q_len} if tokens is None else {q_len, max(1, -(-total // max(1, batch)))}
+    plans: list[DecodePlan] = []
+    if kv_heads is None and head_dim is None:
+        shared = MlaVariant(
+            query_dtype=_named(dtype, "dtype", QUERY_DTYPES),
+            kv_dtype=_named(kv_dtype or dtype, "kv_dtype", _MLA_KV_DTYPES),
+            kv_lora_rank=kv_lora_rank,
+            qk_rope_head_dim=qk_rope_head_dim,
+            page_size=page_size,
+            lookup="sparse" if sparse_mla_top_k else "paged",
+        )
+        separate = replace(shared, values="separate")  # may take another tile
+        is_known = any(row.covers(separate) for row in SUPPORTED)
+        for variant, length in product((shared, separate) if is_known else (shared,), lengths):
+            _, plan = plan_call(
+                device=index,
+                variant=variant,
+                batch=batch,
+                q_len=q_len if tokens is None else 0,
+                tile_q_len=length,
+                tokens=total,
+                heads=heads,
+                longest_kv=sparse_mla_top_k or max_seq_len,
+            )
+            plans.append(plan)
+    else:
+        kv_heads = require_whole_number(kv_heads, "kv_heads", least=1)
+        require(heads % kv_heads == 0, "heads", f"a multiple of {kv_heads} (kv_heads)", heads)
+        query_dtype = _named(dtype, "dtype", DTYPES)
+        gqa_variant = GqaVariant(
+            query_dtype=query_dtype,
+            kv_dtype=_named(kv_dtype or dtype, "kv_dtype", _GQA_KV_DTYPES),
+            out_dtype=query_dtype,
+            head_dim=require_whole_number(head_dim, "head_dim", least=1),
+            page_size=page_size,
+        )
+        for length in lengths:
+            _, plan = plan_gqa_call(
+                device=index,
+                variant=gqa_variant,
+                batch=batch,
+                q_len=length,
+                is_ragged=tokens is not None,
+                tokens=total,
+                heads=heads,
+                kv_heads=kv_heads,
+                window=window_left + 1 if window_left >= 0 else 0,
+                longest_kv=rounded_up(max_seq_len),
+            )
+            plans.append(plan)
+    return max(plan.workspace_bytes for plan in plans)
+
+
+def _named(dtype: torch.dtype, argument: str, known: dict[torch.dtype, DType]) -> DType:
+    if dtype not in known:
+        refuse(argument, " or ".join(map(str, known)), dtype)
+    return known[dtype]

@@ -1,0 +1,133 @@
+"""Checks of what the entry points of ``flashinfer.xqa`` are told besides the tensors they read."""
+
+from __future__ import annotations
+
+import torch
+
+from mlagen.api.arguments import (
+    refuse,
+    require,
+    require_device,
+    require_dims,
+    require_dtype,
+    require_tensor,
+    require_whole_number,
+)
+
+_SEMAPHORE_DTYPES = (torch.uint32, torch.int32)
+
+
+def check_unused(query: object, semaphores: object, sm_count: object) -> None:
+    """Refuse arguments that no kernel here reads, if they are not what they should be.
+
+    Raises
+    ------
+    ArgumentError
+        If one is not.
+    """
+    device = require_tensor(query, "q").device
+    counters = require_tensor(semaphores, "semaphores")
+    if counters.device != device:  # here and below the words cost more than the check
+        require_device(counters, "semaphores", device)
+    if counters.dtype not in _SEMAPHORE_DTYPES:
+        require_dtype(counters, "semaphores", _SEMAPHORE_DTYPES)
+    if sm_count is not None:
+        require_whole_number(sm_count, "sm_count", least=1)
+
+
+def check_caches(
+    k_cache: object, v_cache: object, *, num_kv_heads: object, page_size: object, kv_layout: object
+) -> None:
+    """Refuse caches whose sizes are not those that the caller names.
+
+    Raises
+    ------
+    ArgumentError
+        If they are not.
+    """
+    keys = require_tensor(k_cache, "k_cache")
+    require_tensor(v_cache, "v_cache")
+    require_dims(keys, "k_cache", (4,))
+    tokens, heads = (2, 1) if kv_layout == "HND" else (1, 2)
+    _require_size(num_kv_heads, "num_kv_heads", keys.shape[heads])
+    _require_size(page_size, "page_size", keys.shape[tokens])
+
+
+def check_scale_caches(k_sf_cache: object, v_sf_cache: object) -> None:
+    """Refuse scales of keys without scales of values, and the other way round.
+
+    Raises
+    ------
+    ArgumentError
+        If one of the two is missing.
+    """
+    if k_sf_cache is not None or v_sf_cache is not None:
+        require_tensor(k_sf_cache, "k_sf_cache")
+        require_tensor(v_sf_cache, "v_sf_cache")
+
+
+def check_mla_caches(q: object, k_cache: object, v_cache: object, *, page_size: object) -> bool:
+    """Return whether keys and values lie in different memory.
+
+    Raises
+    ------
+    ArgumentError
+        If the query has more than one token, or caches are not what the caller names.
+    """
+    query = require_tensor(q, "q")
+    require_dims(query, "q", (4,))
+    require(query.shape[1] == 1, "q.shape[1]", 1, query.shape[1])
+    keys, values = require_tensor(k_cache, "k_cache"), require_tensor(v_cache, "v_cache")
+    require_dims(keys, "k_cache", (3, 4))
+    allowed = (query.dtype, torch.float8_e4m3fn)
+    if keys.dtype not in allowed:
+        require_dtype(keys, "k_cache", tuple(dict.fromkeys(allowed)), "that of q, or e4m3")
+    # The axis of size 1, before or after the tokens, changes no product.
+    _require_size(page_size, "page_size", keys.shape[1] * (keys.shape[2] if keys.dim() == 4 else 1))
+    if values.data_ptr() != keys.data_ptr() or values.device != keys.device:
+        return True
+    # The same memory; a view of the first elements of each token is as good as the whole.
+    require_dtype(values, "v_cache", (keys.dtype,), "dtype of k_cache")
+    if values.shape[:-1] != keys.shape[:-1]:
+        refuse("v_cache.shape[:-1]", list(keys.shape[:-1]), list(values.shape[:-1]))
+    if values.stride() != keys.stride():
+        refuse("v_cache.stride()", keys.stride(), values.stride())
+    return False
+
+
+def check_output(output: object) -> None:
+    """Refuse a call that has no place for its result.
+
+    Raises
+    ------
+    ArgumentError
+        If there is none.
+    """
+    require_tensor(output, "output")
+
+
+def flat_lengths(seq_lens: torch.Tensor) -> torch.Tensor:
+    """Return ``[batch]`` of ``[batch, 1]``; anything else as it is."""
+    if isinstance(seq_lens, torch.Tensor) and seq_lens.dim() == 2 and seq_lens.shape[1] == 1:
+        return seq_lens[:, 0]
+    return seq_lens
+
+
+def table_capacity(page_table: object, page_size: int) -> int:
+    """Return the tokens that a row of the table has room for.
+
+    Raises
+    ------
+    ArgumentError
+        If the table is no matrix.
+    """
+    table = require_tensor(page_table, "page_table")
+    require_dims(table, "page_table", (2,))
+    return int(table.shape[1]) * page_size
+
+
+def _require_size(told: object, argument: str, known: int) -> None:
+    if told.__class__ is not int:
+        told = require_whole_number(told, argument, least=1)
+    if told != known:
+        refuse(argument, f"{known} (of k_cache)", told)

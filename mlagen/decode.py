@@ -1,0 +1,144 @@
+"""Grouped-query attention over a paged cache: the entry point of ``flashinfer.decode``."""
+
+from __future__ import annotations
+
+import torch
+
+from mlagen.api.gqa_call import run_gqa
+from mlagen.api.gqa_inputs import GqaInputs
+from mlagen.api.gqa_numbers import pair_of, positive_factor, whole_number
+
+
+def xqa_batch_decode_with_kv_cache(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | list[torch.Tensor],
+    workspace_buffer: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    max_seq_len: int,
+    bmm1_scale: float | torch.Tensor = 1.0,
+    bmm2_scale: float | torch.Tensor = 1.0,
+    window_left: int = -1,
+    out: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    kv_layout: str = "NHD",
+    enable_pdl: bool | None = None,
+    q_len_per_req: int = 1,
+    o_scale: float = 1.0,
+    mask: torch.Tensor | None = None,
+    kv_cache_sf: torch.Tensor
+    | tuple[torch.Tensor, torch.Tensor]
+    | list[torch.Tensor]
+    | None = None,
+    q_cu_seq_lens: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Decode some tokens of each request by grouped-query attention over a paged cache.
+
+    The kernel is compiled at the first call of a machine and read from the cache after. The last
+    ``q_len`` of the ``seq_len`` tokens of a request are the query's own, its drafts: query token
+    ``i`` sees every token before the drafts, and the drafts that ``mask`` shows it. A row that sees
+    nothing gives zeros. Tensors on the CPU are computed by a slow backend in plain torch, with the
+    same checks.
+
+    Parameters
+    ----------
+    query : bf16 or fp16 [batch * q_len_per_req, heads, head_dim], or [tokens, heads, head_dim]
+        The second form goes with ``q_cu_seq_lens``. Any strides that are whole 16 bytes. See the
+        support table for ``head_dim``; ``heads`` is a multiple of ``kv_heads``.
+    kv_cache : as query, e4m3, int8, or uint8 with ``kv_cache_sf``
+        A tuple or list of keys and values ``[pages, page_size, kv_heads, head_dim]``, one tensor
+        ``[pages, 2, page_size, kv_heads, head_dim]`` of both, or ``[pages, 1, ...]`` where keys are
+        values; ``kv_heads`` before ``page_size`` if ``kv_layout`` is ``HND``. Keys and values have
+        strides of their own, any that are whole 16 bytes. In a byte of a uint8 cache are two e2m1
+        (NVFP4), the first in the lower half: the last dimension is ``head_dim / 2`` then.
+    workspace_buffer : any dtype
+        Scratch of at least :func:`mlagen.workspace_bytes` bytes. It needs no initial value, and
+        holds no semaphores.
+    block_tables : int32 or uint32 [batch, max_pages]
+        Page ids, for keys and values; entries at ``ceil(seq_len / page_size)`` and after are never
+        read. What a request gives whose id before that is no page of the cache is not specified.
+    seq_lens : int32 or uint32 [batch]
+        Tokens in the cache, the new ones included.
+    max_seq_len : int
+        The longest of ``seq_lens``. It decides how the work is split, not what is computed.
+    bmm1_scale : float or fp32 tensor of one element
+        Multiplies the scores before softmax, whole: ``q_scale * k_scale * sm_scale``. Natural
+        domain; no factor of log2(e), and no other factor is added.
+    bmm2_scale : float or fp32 tensor of one element
+        Multiplies the output: ``v_scale / o_scale``.
+    window_left : int
+        How many tokens before its own a row sees; any if negative.
+    out : as query, or e4m3 where the cache is e4m3 [..., heads, head_dim]
+        Written and returned; made if None. ``[tokens, heads, head_dim]`` or
+        ``[batch, q_len_per_req, heads, head_dim]``.
+    sinks : fp32 [heads] or [kv_heads, heads / kv_heads]
+        Natural-domain logits that join the denominator, unscaled, and have no value.
+    kv_layout : str
+        ``NHD`` or ``HND``.
+    enable_pdl : bool
+        Whether the kernel may start while the one before it drains; None means yes where the GPU
+        can.
+    q_len_per_req : int
+        Query tokens of every request; with ``q_cu_seq_lens`` the most of any, 2 or more. A number
+        below the true one gives results that are not specified.
+    o_scale : float
+        What an element of an e4m3 output stands for. It multiplies an output of 16 bits, so that
+        ``bmm2_scale`` may be the same for both.
+    mask : uint16 [batch, q_len_per_req, ceil(q_len_per_req / 32) * 2], or [tokens, ...]
+        Bit ``j`` of a row, counted from the lowest, says whether that query token sees draft ``j``
+        of its request; its own bit is like any other. Views of the same bytes as uint32 or int32
+        are accepted. None means causal: drafts ``0 .. i``. Not used where ``q_len_per_req`` is 1.
+    kv_cache_sf : e4m3 or uint8 [..., head_dim / 16]
+        One scale for 16 elements of an NVFP4 cache, in one of the forms of ``kv_cache``.
+    q_cu_seq_lens : int32 or uint32 [batch + 1]
+        Where the query tokens of each request begin, for requests of different ``q_len``, of none
+        too. What query tokens give that belong to no request is not specified.
+
+    Returns
+    -------
+    torch.Tensor
+        ``out``; if made here of the dtype of the query, ``[batch, heads, head_dim]`` where
+        ``q_len_per_req`` is 1, ``[batch, q_len_per_req, heads, head_dim]`` where it is more, and
+        ``[tokens, heads, head_dim]`` with ``q_cu_seq_lens``.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument breaks a rule; nothing has been launched or written then.
+    UnsupportedError
+        If no kernel covers dtypes or head dimension.
+    CaptureError
+        If the kernel is not loaded yet and a CUDA graph is being captured.
+
+    Notes
+    -----
+    Signature of ``flashinfer.decode.xqa_batch_decode_with_kv_cache``. Unlike there, both scales
+    mean the same for every dtype of the cache.
+    """
+    key, value = pair_of(kv_cache, "kv_cache")
+    key_scales, value_scales = None, None
+    if kv_cache_sf is not None:
+        key_scales, value_scales = pair_of(kv_cache_sf, "kv_cache_sf")
+    inputs = GqaInputs(
+        query,
+        key,
+        value,
+        workspace_buffer,
+        block_tables,
+        seq_lens,
+        max_seq_len,
+        q_len_per_req,
+        kv_layout,
+        max(0, whole_number(window_left, "window_left") + 1),
+        out,
+        bmm1_scale,
+        bmm2_scale,
+        positive_factor(o_scale, "o_scale"),
+        1.0,
+        sinks,
+        mask,
+        q_cu_seq_lens,
+        key_scales,
+        value_scales,
+    )
+    return run_gqa(inputs, enable_pdl is None or enable_pdl)

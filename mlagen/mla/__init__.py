@@ -1,0 +1,38 @@
+"""Multi-head latent attention: the entry points of ``flashinfer.mla``, and Modular's."""
+
+from mlagen.mla.flare import PagedKVCache, flare_mla_decoding
+from mlagen.mla.masks import (
+    AndMask,
+    CausalMask,
+    CausalPaddingMask,
+    ChunkedCausalMask,
+    ChunkedMask,
+    MaterializedMask,
+    NullMask,
+    OrMask,
+    SlidingWindowCausalMask,
+    SlidingWindowNonCausalMask,
+)
+from mlagen.mla.trtllm import (
+    trtllm_batch_decode_with_kv_cache_mla,
+    xqa_batch_decode_with_kv_cache_mla,
+)
+from mlagen.mla.wrapper import BatchMLAPagedAttentionWrapper
+
+__all__ = [
+    "AndMask",
+    "BatchMLAPagedAttentionWrapper",
+    "CausalMask",
+    "CausalPaddingMask",
+    "ChunkedCausalMask",
+    "ChunkedMask",
+    "MaterializedMask",
+    "NullMask",
+    "OrMask",
+    "PagedKVCache",
+    "SlidingWindowCausalMask",
+    "SlidingWindowNonCausalMask",
+    "flare_mla_decoding",
+    "trtllm_batch_decode_with_kv_cache_mla",
+    "xqa_batch_decode_with_kv_cache_mla",
+]

@@ -1,0 +1,236 @@
+"""What a plan of BatchMLA is: its checks, and its copies of the caller's metadata."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from mlagen.api.arguments import (
+    DTYPES,
+    INDEX_DTYPES,
+    refuse,
+    require,
+    require_contiguous,
+    require_dims,
+    require_dtype,
+    require_float32,
+    require_shape,
+    require_tensor,
+    require_whole_number,
+)
+from mlagen.api.device_checks import check_seq_lens, query_lengths, table_capacity
+from mlagen.api.mla_query import MOST_HEADS
+from mlagen.errors import ArgumentError
+from mlagen.spec.dtype import DType
+from mlagen.spec.mla_support import MlaVariant, require_supported
+
+KV_DTYPES = {**DTYPES, torch.float8_e4m3fn: DType.E4M3}
+
+# What FlashInfer serves of e4m3 caches: (head_dim_ckv, head_dim_kpe).
+_E4M3_HEAD_DIMS = ((512, 0), (512, 64))
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchSettings:
+    """The plain arguments of a plan, checked."""
+
+    num_heads: int
+    head_dim_ckv: int
+    head_dim_kpe: int
+    page_size: int
+    causal: bool
+    sm_scale: float
+    q_data_type: torch.dtype
+    kv_data_type: torch.dtype
+
+    def __post_init__(self) -> None:
+        """Refuse what breaks a rule, in FlashInfer's order and with its words where it has any."""
+        _check_dtypes(self)
+        require_whole_number(self.num_heads, "num_heads", least=1)
+        require(self.num_heads <= MOST_HEADS, "num_heads", f"{MOST_HEADS} or less", self.num_heads)
+        require_whole_number(self.head_dim_ckv, "head_dim_ckv", least=1)
+        require_whole_number(self.page_size, "page_size", least=1)
+        require_float32(self.sm_scale, "sm_scale")
+        variant = MlaVariant(
+            query_dtype=DTYPES[self.q_data_type],
+            kv_dtype=KV_DTYPES[self.kv_data_type],
+            kv_lora_rank=self.head_dim_ckv,
+            qk_rope_head_dim=self.head_dim_kpe,
+            page_size=self.page_size,
+        )
+        require_supported(variant)
+
+    @property
+    def is_dequantised(self) -> bool:
+        """Whether the cache is e4m3 and has scales."""
+        return self.kv_data_type is torch.float8_e4m3fn
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchLayout:
+    """Requests, their query tokens and their pages, int32 on the device of the runs."""
+
+    qo_indptr: torch.Tensor  # [batch + 1]
+    kv_indptr: torch.Tensor  # [batch + 1]
+    kv_indices: torch.Tensor
+    kv_len_arr: torch.Tensor  # [batch]
+
+    @property
+    def batch(self) -> int:
+        """How many requests there are."""
+        return self.kv_len_arr.shape[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostFacts:
+    """What the host knows of a layout without waiting for a device."""
+
+    longest_kv: int  # tokens; exact, or a guess, which only decides how work is split
+    longest_query: int | None = None
+    q_len: int = 0  # query tokens of every request; 0 where they differ or are not known
+    tokens: int | None = None  # query tokens of all requests
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchPlan:
+    """What a run needs besides its tensors."""
+
+    settings: BatchSettings
+    layout: BatchLayout
+    facts: HostFacts
+
+
+def check_layout(given: BatchLayout, device: torch.device) -> None:
+    """Refuse metadata of another form; its contents are not looked at.
+
+    Raises
+    ------
+    ArgumentError
+        If a tensor breaks a rule.
+    """
+    for name, tensor in vars(given).items():
+        require_tensor(tensor, name)
+        require_dtype(tensor, name, INDEX_DTYPES)
+        require_dims(tensor, name, (1,))
+        if tensor.device not in (torch.device("cpu"), device):
+            refuse(f"{name}.device", f"cpu or {device} (of float_workspace_buffer)", tensor.device)
+    for name in ("qo_indptr", "kv_indptr"):
+        expected = (given.kv_len_arr.shape[0] + 1,)
+        require_shape(getattr(given, name), name, (expected,), "batch of kv_len_arr + 1")
+
+
+def check_buffers(buffers: BatchLayout, device: torch.device) -> None:
+    """Refuse buffers that a captured graph cannot read its metadata from.
+
+    Raises
+    ------
+    ArgumentError
+        If a tensor breaks a rule.
+    """
+    check_layout(buffers, device)
+    for name, tensor in vars(buffers).items():
+        require(tensor.device == device, f"{name}.device", device, tensor.device)
+        require_contiguous(tensor, name)
+
+
+def host_facts(given: BatchLayout, page_size: int) -> HostFacts:
+    """Return what metadata on the CPU says; of what is elsewhere nothing is read.
+
+    Raises
+    ------
+    ArgumentError
+        If it contradicts itself.
+    """
+    on_host = {
+        name: tensor.view(torch.int32)
+        for name, tensor in vars(given).items()
+        if tensor.device.type == "cpu"
+    }
+    q_lens = None
+    if "qo_indptr" in on_host:
+        ends = on_host["qo_indptr"]
+        q_lens = query_lengths(ends, "qo_indptr", int(ends[-1])).tolist()
+    capacity = None
+    if "kv_indptr" in on_host:
+        page_ids = given.kv_indices.shape[0]
+        starts = on_host["kv_indptr"]
+        capacity = table_capacity(starts, "kv_indptr", page_ids=page_ids, page_size=page_size)
+    seq_lens = capacity
+    if "kv_len_arr" in on_host:
+        seq_lens = check_seq_lens(
+            on_host["kv_len_arr"], "kv_len_arr", capacity=capacity, q_lens=None
+        )
+    if seq_lens is None:
+        longest_kv = mean_capacity(given, page_size)
+    else:
+        longest_kv = int(seq_lens.max()) if len(seq_lens) else 0
+    if q_lens is None:
+        return HostFacts(longest_kv=longest_kv)
+    return HostFacts(
+        longest_kv=longest_kv,
+        longest_query=max(q_lens, default=0),
+        q_len=q_lens[0] if len(set(q_lens)) == 1 else 0,
+        tokens=sum(q_lens),
+    )
+
+
+def mean_capacity(layout: BatchLayout, page_size: int) -> int:
+    """Return the tokens of a request if all have the same share of the page ids."""
+    return -(-layout.kv_indices.shape[0] * page_size // max(1, layout.batch))
+
+
+def copied(given: BatchLayout, device: torch.device) -> BatchLayout:
+    """Return copies on ``device`` that nobody else writes to; waits for no device."""
+    return BatchLayout(**{name: _copy(tensor, device) for name, tensor in vars(given).items()})
+
+
+def copy_into(buffers: BatchLayout, given: BatchLayout) -> None:
+    """Copy metadata to where a captured graph reads it; waits for no device.
+
+    Raises
+    ------
+    ArgumentError
+        If it does not fit; nothing has been copied then.
+    """
+    for name in ("kv_len_arr", "qo_indptr", "kv_indptr"):
+        expected = tuple(getattr(buffers, name).shape)
+        require_shape(getattr(given, name), name, (expected,), "its buffer of the constructor")
+    room, count = buffers.kv_indices.shape[0], given.kv_indices.shape[0]
+    require(count <= room, "kv_indices.shape[0]", f"{room} (its buffer) or less", count)
+    for name, tensor in vars(given).items():
+        target = getattr(buffers, name)[: tensor.shape[0]]
+        target.view(torch.int32).copy_(_own(tensor), non_blocking=True)
+
+
+def _check_dtypes(settings: BatchSettings) -> None:
+    q_dtype, kv_dtype = settings.q_data_type, settings.kv_data_type
+    if kv_dtype not in KV_DTYPES:
+        refuse("MLA kv_data_type", " or ".join(map(str, KV_DTYPES)), kv_dtype)
+    rope_dim = settings.head_dim_kpe
+    if isinstance(rope_dim, int) and rope_dim < 0:
+        raise ArgumentError(f"head_dim_kpe must be >= 0, got {rope_dim}")
+    require_whole_number(rope_dim, "head_dim_kpe", least=0)
+    if not settings.is_dequantised:
+        require(q_dtype is kv_dtype, "q_data_type", f"{kv_dtype} (kv_data_type)", q_dtype)
+        return
+    if q_dtype is not torch.bfloat16:
+        refuse("q_data_type", "q_data_type=torch.bfloat16 for an e4m3 cache", q_dtype)
+    head_dims = (settings.head_dim_ckv, rope_dim)
+    if head_dims not in _E4M3_HEAD_DIMS:
+        rule = "head_dim_ckv=512 and head_dim_kpe in (0, 64) for an e4m3 cache"
+        refuse("(head_dim_ckv, head_dim_kpe)", rule, head_dims)
+
+
+def _copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if tensor.device == device:
+        return tensor.view(torch.int32).clone(memory_format=torch.contiguous_format)
+    return _own(tensor).to(device, non_blocking=True)
+
+
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what may be copied from later on: the caller may write to pinned memory by then."""
+    tensor = tensor.view(torch.int32)
+    if tensor.device.type == "cpu" and tensor.is_pinned():
+        return torch.empty_like(tensor, pin_memory=False).copy_(tensor)
+    return tensor

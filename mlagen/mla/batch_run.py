@@ -1,0 +1,138 @@
+"""Runs of a BatchMLA plan: tensors that must be as planned, and the call that they make."""
+
+from __future__ import annotations
+
+import torch
+
+from mlagen.api.arguments import refuse, require, require_dims, require_shape, require_tensor
+from mlagen.api.mla_call import run_mla
+from mlagen.api.mla_inputs import MlaInputs, MlaNames
+from mlagen.mla.batch_plan import BatchPlan
+from mlagen.mla.kv_scales import check_kv_scales, require_like
+
+_NAMES = MlaNames(
+    query="q_nope",
+    query_rope="q_pe",
+    kv_cache="ckv_cache",
+    rope_cache="kpe_cache",
+    kv_scales="ckv_scale_arr",
+    workspace_buffer="float_workspace_buffer",
+    block_tables="kv_indices",
+    table_starts="kv_indptr",
+    seq_lens="kv_len_arr",
+    cum_seq_lens_q="qo_indptr",
+    bmm1_scale="sm_scale",
+)
+
+
+def run_planned(
+    workspace: torch.Tensor,
+    plan: BatchPlan,
+    q_nope: torch.Tensor,
+    q_pe: torch.Tensor,
+    ckv_cache: torch.Tensor,
+    kpe_cache: torch.Tensor,
+    *,
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    return_lse: bool,
+    lse_base: str,
+    ckv_scale: float | None,
+    ckv_scale_arr: torch.Tensor | None,
+    kpe_scale: float | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the output, and the LSE if there is one to write or to return.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument breaks a rule or is not as planned; nothing has been written then.
+    """
+    _check_as_planned(plan, q_nope, q_pe, ckv_cache, kpe_cache)
+    latent_scale, rope_scale = check_kv_scales(
+        ckv_cache,
+        is_dequantised=plan.settings.is_dequantised,
+        ckv_scale=ckv_scale,
+        ckv_scale_arr=ckv_scale_arr,
+        kpe_scale=kpe_scale,
+    )
+    shape, device = tuple(q_nope.shape), q_nope.device
+    if out is not None:
+        require_like(out, "out", shape=shape, dtype=q_nope.dtype, device=device)
+    if lse is not None:
+        require_like(lse, "lse", shape=shape[:2], dtype=torch.float32, device=device)
+    settings, layout, facts = plan.settings, plan.layout, plan.facts
+    query, rope = q_nope, q_pe
+    is_uniform = facts.q_len > 0 and facts.tokens == shape[0]
+    if is_uniform:  # no block then has to find its request
+        grouped = (layout.batch, facts.q_len, settings.num_heads)
+        query, rope = query.view(*grouped, query.shape[-1]), rope.view(*grouped, rope.shape[-1])
+    has_rope = settings.head_dim_kpe > 0
+    # The kernels write rows without gaps.
+    target = out.view(query.shape) if out is not None and out.is_contiguous() else None
+    inputs = MlaInputs(
+        query=query,
+        kv_cache=ckv_cache,
+        workspace_buffer=workspace,
+        kv_lora_rank=settings.head_dim_ckv,
+        qk_rope_head_dim=settings.head_dim_kpe,
+        block_tables=layout.kv_indices,
+        seq_lens=layout.kv_len_arr,
+        max_seq_len=facts.longest_kv,
+        out=target,
+        bmm1_scale=settings.sm_scale,
+        lse=lse,
+        return_lse=return_lse or lse is not None,
+        return_lse_base=lse_base,
+        cum_seq_lens_q=None if is_uniform else layout.qo_indptr,
+        max_q_len=None if is_uniform else facts.longest_query,
+        is_causal=settings.causal,
+        query_rope=rope if has_rope else None,
+        rope_cache=kpe_cache if has_rope else None,
+        kv_scales=ckv_scale_arr,
+        latent_scale=latent_scale,
+        rope_scale=rope_scale,
+        table_starts=layout.kv_indptr,
+        names=_NAMES,
+    )
+    result, result_lse = run_mla(inputs, enable_pdl=True)
+    if out is None:
+        return result.view(shape), result_lse
+    if target is None:
+        out.copy_(result.view(shape))
+    return out, result_lse
+
+
+def _check_as_planned(
+    plan: BatchPlan,
+    q_nope: torch.Tensor,
+    q_pe: torch.Tensor,
+    ckv_cache: torch.Tensor,
+    kpe_cache: torch.Tensor,
+) -> None:
+    """Refuse tensors that are not what the plan was made for."""
+    settings, facts = plan.settings, plan.facts
+    parts = (
+        ("q_nope", q_nope, "q_data_type", settings.q_data_type),
+        ("q_pe", q_pe, "q_data_type", settings.q_data_type),
+        ("ckv_cache", ckv_cache, "kv_data_type", settings.kv_data_type),
+        ("kpe_cache", kpe_cache, "kv_data_type", settings.kv_data_type),
+    )
+    for name, tensor, planned, dtype in parts:
+        if require_tensor(tensor, name).dtype is not dtype:
+            refuse(f"{name}.dtype", f"{dtype} ({planned} of plan)", tensor.dtype)
+        require_dims(tensor, name, (3,))
+    tokens, heads = q_nope.shape[:2]
+    if heads != settings.num_heads:
+        refuse("q_nope.shape[1]", f"{settings.num_heads} (num_heads of plan)", heads)
+    if ckv_cache.shape[1] != settings.page_size:
+        rule = f"{settings.page_size} (page_size of plan)"
+        refuse("ckv_cache.shape[1]", rule, ckv_cache.shape[1])
+    if q_pe.shape[2] != settings.head_dim_kpe:
+        refuse("q_pe.shape[2]", f"{settings.head_dim_kpe} (head_dim_kpe of plan)", q_pe.shape[2])
+    if settings.head_dim_kpe == 0:
+        require_shape(q_pe, "q_pe", ((tokens, heads, 0),))
+    if facts.tokens is not None and tokens < facts.tokens:
+        refuse("q_nope.shape[0]", f"{facts.tokens} (qo_indptr[-1]) or more", tokens)
+    if plan.layout.batch == 0:
+        require(tokens == 0, "q_nope.shape[0]", "0 (no requests were planned)", tokens)

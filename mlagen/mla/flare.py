@@ -1,0 +1,156 @@
+"""MLA decoding by the signature of Modular's ``flare_mla_decoding``, with any of its masks."""
+
+from __future__ import annotations
+
+import torch
+
+from mlagen.api.arguments import (
+    refuse,
+    require,
+    require_contiguous,
+    require_device,
+    require_dims,
+    require_dtype,
+    require_shape,
+    require_tensor,
+    require_whole_number,
+)
+from mlagen.api.mla_call import run_mla
+from mlagen.api.mla_inputs import MlaInputs
+from mlagen.mla.flare_keys import PagedKVCache, dense_keys, paged_keys
+from mlagen.mla.flare_queries import padded_queries, ragged_queries
+from mlagen.mla.masks import CausalMask, Mask, NullMask
+from mlagen.runtime.device import device_facts
+
+__all__ = ["PagedKVCache", "flare_mla_decoding"]
+
+_LATENT_DIM, _ROPE_DIM = 512, 64
+
+# No plan asks for more: partial rows and their LSE, of 64 rows for each SM in each of the four
+# waves that work is split into at the most.
+_WORKSPACE_BYTES_PER_SM = 4 * 64 * (_LATENT_DIM + 1) * 4
+
+
+def flare_mla_decoding(
+    q: torch.Tensor,
+    k: torch.Tensor | PagedKVCache,
+    mask: Mask,
+    valid_length: torch.Tensor | None,
+    scale: float,
+    *,
+    output: torch.Tensor | None = None,
+    ragged: bool = False,
+    num_partitions: int | None = None,
+    q_scale: torch.Tensor | None = None,
+    per_token_scale_rope_aware: bool = False,
+    kv_scales: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Decode the new tokens of every request against all its tokens.
+
+    A row that sees nothing gives zeros, and so does one of padding. Masks other than
+    :class:`NullMask` and :class:`CausalMask` are written out, 4 bytes for every query token and
+    every position that the block table has room for, heads sharing them. Nothing waits for the
+    device. Tensors on the CPU are computed by a slow backend in plain torch.
+
+    Parameters
+    ----------
+    q : bf16, fp16 or e4m3 [batch, q_len, heads, 576], or [tokens, heads, 576] if ``ragged``
+        Absorbed queries, latent part first. 1 to 256 heads. With ``per_token_scale_rope_aware``
+        rows of 640 bytes, e4m3 or uint8: 512 e4m3 elements and 64 of bf16.
+    k : PagedKVCache, or as q [batch, num_keys, 1, 576]
+        The tokens of each request, the first 512 elements of one its value too. The second form
+        holds the new tokens as the last of ``num_keys``; it is read through a table of its rows
+        that each call makes.
+    mask : Mask
+        What of its request a token sees; see :mod:`mlagen.mla.masks`.
+    valid_length : int32 or uint32 [batch]
+        How many of the ``q_len`` tokens of each request there are; the rest is padding. None means
+        all of them, for dense ``k`` only. If ``ragged`` ``[batch + 1]``, where those of each begin.
+    scale : float
+        Multiplies the scores before the mask, whole. Natural domain.
+    output : [..., heads, 512]
+        Written and returned, contiguous; made if None. Of the query's dtype, bf16 for e4m3.
+    ragged : bool
+        Whether requests are given without padding.
+    num_partitions : int
+        Not used; a hint on how many parts to split the keys into, 1 or more.
+    q_scale : fp32 [tokens]
+        What the rows of each query token are multiplied by, with ``per_token_scale_rope_aware``;
+        None stands for 1. ``[batch, q_len]`` too where there is padding.
+    per_token_scale_rope_aware : bool
+        Whether rows are of 640 bytes, with a scale for each token that multiplies its rope part
+        and its value too.
+    kv_scales : fp32 [batch, num_keys], or with axes of size 1 behind
+        The scales of dense ``k``.
+
+    Returns
+    -------
+    torch.Tensor
+        ``output``.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument breaks a rule; nothing has been launched or written then.
+    UnsupportedError
+        If no kernel covers the dtypes.
+    CaptureError
+        If the kernel is not loaded yet and a CUDA graph is being captured.
+
+    Notes
+    -----
+    Signature after ``flare_mla_decoding`` of Modular's ``nn.mla``, whose context, buffer of scalars
+    and unused offsets have no counterpart here.
+    """
+    require_dims(require_tensor(q, "q"), "q", (3,) if ragged else (4,))
+    require(isinstance(mask, Mask), "mask", "a mask of mlagen.mla", type(mask).__name__)
+    if num_partitions is not None:
+        require_whole_number(num_partitions, "num_partitions", least=1)
+    keys = paged_keys(k, kv_scales) if isinstance(k, PagedKVCache) else dense_keys(k, kv_scales)
+    require_device(keys.blocks, keys.names.kv_cache, q.device)
+    if per_token_scale_rope_aware and keys.scales is None:
+        refuse(keys.names.kv_scales, "a tensor with per_token_scale_rope_aware", None)
+    needs_rows = not isinstance(mask, (NullMask, CausalMask))
+    if ragged:
+        queries = ragged_queries(q, keys, valid_length, needs_rows=needs_rows)
+    else:
+        queries = padded_queries(q, keys, valid_length, needs_rows=needs_rows)
+    if output is not None:
+        require_shape(require_tensor(output, "output"), "output", ((*q.shape[:-1], _LATENT_DIM),))
+        require_contiguous(output, "output")
+    inputs = MlaInputs(
+        query=queries.query,
+        kv_cache=keys.blocks,
+        workspace_buffer=_workspace(q.device),
+        kv_lora_rank=_LATENT_DIM,
+        qk_rope_head_dim=_ROPE_DIM,
+        block_tables=queries.block_table,
+        seq_lens=queries.seq_lens,
+        max_seq_len=keys.width,
+        out=None if output is None else output.view(*queries.query.shape[:-1], _LATENT_DIM),
+        bmm1_scale=scale,
+        cum_seq_lens_q=queries.ends,
+        max_q_len=queries.max_q_len,
+        is_causal=isinstance(mask, CausalMask),
+        query_scales=None if q_scale is None else _flat_scales(q_scale),
+        kv_scales=keys.scales,
+        bias=None if queries.rows is None else mask.bias(queries.rows),
+        is_packed640=per_token_scale_rope_aware,
+        names=keys.names,
+    )
+    result, _ = run_mla(inputs, enable_pdl=True)
+    return output if output is not None else result.view(*q.shape[:-1], _LATENT_DIM)
+
+
+def _flat_scales(q_scale: torch.Tensor) -> torch.Tensor:
+    scales = require_tensor(q_scale, "q_scale")
+    require_dtype(scales, "q_scale", (torch.float32,))
+    require_contiguous(scales, "q_scale")
+    return scales.flatten()
+
+
+def _workspace(device: torch.device) -> torch.Tensor:
+    size = 0
+    if device.type == "cuda":
+        size = device_facts(device.index).sm_count * _WORKSPACE_BYTES_PER_SM
+    return torch.empty(size, dtype=torch.uint8, device=device)

@@ -1,0 +1,134 @@
+"""The query tokens of :func:`mlagen.mla.flare.flare_mla_decoding`, ragged or padded.
+
+What is computed here is computed on the device of the tensors: nothing waits for it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from mlagen.api.arguments import (
+    require,
+    require_contiguous,
+    require_index,
+    require_shape,
+    require_tensor,
+)
+from mlagen.mla.flare_keys import Keys
+from mlagen.mla.masks import QueryRows
+
+
+class Queries(NamedTuple):
+    """The query tokens, as the kernels take them."""
+
+    query: torch.Tensor  # [batch, q_len, heads, d], or ragged
+    ends: torch.Tensor | None
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    max_q_len: int | None
+    rows: QueryRows | None  # for a mask that asks
+
+
+def ragged_queries(
+    q: torch.Tensor, keys: Keys, valid_length: torch.Tensor | None, *, needs_rows: bool
+) -> Queries:
+    """Return requests without padding; ``valid_length`` says where each begins.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument breaks a rule.
+    """
+    batch, tokens = keys.block_table.shape[0], q.shape[0]
+    offsets = _checked_lengths(valid_length, q, batch + 1, "batch of k + 1")
+    require(batch > 0 or tokens == 0, "q.shape[0]", "0 (no requests)", tokens)
+    new = offsets.diff()
+    seq_lens = _total(keys, new)
+    rows = None
+    if needs_rows:
+        index = torch.arange(tokens, dtype=torch.int32, device=q.device)
+        # A token behind the last request belongs to none, and must not be looked up out of bounds.
+        requests = torch.searchsorted(offsets[1:].contiguous(), index, right=True)
+        requests = requests.clamp(max=max(0, batch - 1))
+        positions = (seq_lens - offsets[1:])[requests] + index
+        rows = _rows(requests, positions, q, keys)
+    return Queries(q, offsets, seq_lens, keys.block_table, None, rows)
+
+
+def padded_queries(
+    q: torch.Tensor, keys: Keys, valid_length: torch.Tensor | None, *, needs_rows: bool
+) -> Queries:
+    """Return requests of ``q_len`` tokens; ``valid_length`` says how many of them there are.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument breaks a rule.
+    """
+    batch, q_len = keys.block_table.shape[0], q.shape[1]
+    require(q.shape[0] == batch, "q.shape[0]", f"{batch} (batch of k)", q.shape[0])
+    has_padding = valid_length is not None or keys.cached is not None
+    if has_padding:
+        new = _checked_lengths(valid_length, q, batch, "batch of q").clamp(0, q_len)
+    else:
+        new = torch.full((batch,), q_len, dtype=torch.int32, device=q.device)
+    seq_lens = _total(keys, new)
+    rows = None
+    if needs_rows:
+        tokens = torch.arange(batch * q_len, device=q.device)
+        requests = tokens // q_len
+        rows = _rows(requests, (seq_lens - new)[requests] + tokens % q_len, q, keys)
+    if not has_padding:
+        return Queries(q, None, seq_lens, keys.block_table, None, rows)
+    if q_len == 1:  # a request without its token is one without any
+        seq_lens = torch.where(new > 0, seq_lens, 0)
+        return Queries(q, None, seq_lens, keys.block_table, None, rows)
+    # The padding of each request is made a request of its own, which has no tokens to see and so
+    # gives zeros.
+    starts = torch.arange(batch, dtype=torch.int32, device=q.device) * q_len
+    ends = torch.stack([starts, starts + new], dim=1).flatten()
+    ends = torch.nn.functional.pad(ends, (0, 1), value=batch * q_len)
+    return Queries(
+        query=q.flatten(0, 1),
+        ends=ends,
+        seq_lens=torch.stack([seq_lens, torch.zeros_like(seq_lens)], dim=1).flatten(),
+        block_table=_twice(keys.block_table.view(torch.int32)),
+        max_q_len=q_len,
+        rows=rows,
+    )
+
+
+def _twice(table: torch.Tensor) -> torch.Tensor:
+    """Return every row of ``table[batch, max_pages]`` two times in a row."""
+    batch, max_pages = table.shape
+    return table[:, None].expand(batch, 2, max_pages).reshape(2 * batch, max_pages)
+
+
+def _checked_lengths(
+    valid_length: torch.Tensor | None, q: torch.Tensor, count: int, why: str
+) -> torch.Tensor:
+    lengths = require_tensor(valid_length, "valid_length")
+    require_index(lengths, "valid_length", q.device)
+    require_shape(lengths, "valid_length", ((count,),), why)
+    require_contiguous(lengths, "valid_length")
+    return lengths.view(torch.int32)
+
+
+def _total(keys: Keys, new: torch.Tensor) -> torch.Tensor:
+    if keys.cached is None:
+        return torch.full_like(new, keys.total)
+    return keys.cached + new
+
+
+def _rows(
+    requests: torch.Tensor, positions: torch.Tensor, q: torch.Tensor, keys: Keys
+) -> QueryRows:
+    return QueryRows(
+        requests=requests,
+        positions=positions.long(),
+        batch=keys.block_table.shape[0],
+        heads=q.shape[-2],
+        width=keys.width,
+    )

@@ -1,0 +1,83 @@
+"""The scales that a run of BatchMLA brings for an e4m3 cache."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from mlagen.api.arguments import refuse, require, require_float32, require_tensor
+from mlagen.errors import ArgumentError
+
+
+def require_like(
+    tensor: object,
+    name: str,
+    *,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
+    """Return ``tensor`` if it is such a tensor; what it is not is said in FlashInfer's words."""
+    known = require_tensor(tensor, name)
+    require(known.shape == shape, f"Invalid shape of {name}", list(shape), list(known.shape))
+    require(known.dtype is dtype, f"Invalid dtype of {name}", dtype, known.dtype)
+    require(known.device == device, f"Invalid device of {name}", device, known.device)
+    return known
+
+
+def require_positive(scale: object, argument: str) -> float:
+    """Return ``scale`` if it is a finite number above 0 that float32 can hold."""
+    is_number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
+    if not is_number or not math.isfinite(scale) or scale <= 0:  # type: ignore[arg-type, operator]
+        refuse(f"{argument} must be a finite positive value", "a float above 0", repr(scale))
+    require_float32(scale, argument)
+    return float(scale)  # type: ignore[arg-type]
+
+
+def check_kv_scales(
+    ckv_cache: torch.Tensor,
+    *,
+    is_dequantised: bool,
+    ckv_scale: float | None,
+    ckv_scale_arr: torch.Tensor | None,
+    kpe_scale: float | None,
+) -> tuple[float, float]:
+    """Return the scale of all latent elements, 1 where every token has its own, and of rope.
+
+    Raises
+    ------
+    ArgumentError
+        If they are not what the cache needs.
+    """
+    given = [scale is not None for scale in (ckv_scale, ckv_scale_arr, kpe_scale)]
+    if not is_dequantised:
+        if any(given):
+            raise ArgumentError(
+                "ckv_scale, ckv_scale_arr, kpe_scale: only valid when kv_data_type is "
+                f"torch.float8_e4m3fn, expected None, got a cache of {ckv_cache.dtype}"
+            )
+        return 1.0, 1.0
+    if given[0] == given[1]:
+        raise ArgumentError(
+            "Exactly one of ckv_scale or ckv_scale_arr: expected for an e4m3 cache, got "
+            f"{'both' if given[0] else 'none'}"
+        )
+    if kpe_scale is None:
+        raise ArgumentError("kpe_scale is required: expected a float for an e4m3 cache, got None")
+    rope_scale = require_positive(kpe_scale, "kpe_scale")
+    if ckv_scale_arr is None:
+        return require_positive(ckv_scale, "ckv_scale"), rope_scale
+    shape = (*ckv_cache.shape[:-1], 4)
+    scales = require_like(
+        ckv_scale_arr,
+        "ckv_scale_arr",
+        shape=shape,
+        dtype=torch.float32,
+        device=ckv_cache.device,
+    )
+    if not scales.is_contiguous():
+        raise ArgumentError(
+            f"ckv_scale_arr must be contiguous: expected no gaps, got strides {scales.stride()}"
+        )
+    return 1.0, rope_scale

@@ -1,0 +1,96 @@
+"""BatchMLA without plans: one query token a request and block tables, as FlashInfer's cutlass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mlagen.api.arguments import require_dims, require_tensor
+from mlagen.api.mla_call import run_mla
+from mlagen.api.mla_inputs import MlaInputs, MlaNames
+from mlagen.errors import ArgumentError
+from mlagen.mla.kv_scales import require_like, require_positive
+
+_NAMES = MlaNames(
+    query="q_nope",
+    query_rope="q_pe",
+    kv_cache="ckv_cache",
+    rope_cache="kpe_cache",
+    workspace_buffer="float_workspace_buffer",
+    block_tables="page_table",
+    seq_lens="kv_len",
+)
+
+_SOFTMAX_SCALE = 192**-0.5  # of DeepSeek's heads before absorption: 128 + 64 elements
+_FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def run_planless(
+    workspace: torch.Tensor,
+    q_nope: torch.Tensor,
+    q_pe: torch.Tensor,
+    ckv_cache: torch.Tensor,
+    kpe_cache: torch.Tensor,
+    *,
+    out: torch.Tensor | None,
+    kv_len: torch.Tensor | None,
+    page_table: torch.Tensor | None,
+    o_scale: float | None,
+    refused: dict[str, Any],
+) -> torch.Tensor:
+    """Return ``out[batch, heads, 512]``; ``refused`` is what only planned runs take, by name.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument breaks a rule; nothing has been launched or written then.
+    """
+    for name, value in refused.items():
+        if value is not None:
+            shown = "a tensor" if isinstance(value, torch.Tensor) else repr(value)
+            raise ArgumentError(
+                f"{name} does not support cutlass backend, expected none, got {shown}"
+            )
+    for name, tensor in (("q_nope", q_nope), ("q_pe", q_pe), ("ckv_cache", ckv_cache)):
+        require_dims(require_tensor(tensor, name), name, (3,))
+    tables = require_tensor(page_table, "page_table")
+    require_dims(tables, "page_table", (2,))
+    if o_scale is not None:
+        out = _checked_fp8_out(out, o_scale, q_nope)
+    inputs = MlaInputs(
+        query=q_nope.unsqueeze(1),
+        kv_cache=ckv_cache,
+        workspace_buffer=workspace,
+        kv_lora_rank=512,
+        qk_rope_head_dim=64,
+        block_tables=tables,
+        seq_lens=require_tensor(kv_len, "kv_len"),
+        max_seq_len=tables.shape[1] * ckv_cache.shape[1],
+        out=out if o_scale is None else None,
+        bmm1_scale=_SOFTMAX_SCALE,
+        bmm2_scale=1.0 if o_scale is None else 1.0 / o_scale,
+        query_rope=q_pe.unsqueeze(1),
+        rope_cache=kpe_cache,
+        names=_NAMES,
+    )
+    result, _ = run_mla(inputs, enable_pdl=True)
+    if o_scale is None or out is None:
+        return result if out is not None else result.squeeze(1)
+    most = torch.finfo(out.dtype).max  # beyond it a conversion gives NaN or infinity
+    return out.copy_(result.squeeze(1).clamp(-most, most))
+
+
+def _checked_fp8_out(
+    out: torch.Tensor | None, o_scale: float, q_nope: torch.Tensor
+) -> torch.Tensor:
+    if out is None:
+        raise ArgumentError("out tensor must be provided when o_scale is given, got None")
+    if require_tensor(out, "out").dtype not in _FP8_DTYPES:
+        rule = " or ".join(map(str, _FP8_DTYPES))
+        raise ArgumentError(
+            f"out must be an FP8 tensor when o_scale is given, expected {rule}, got {out.dtype}"
+        )
+    require_positive(o_scale, "o_scale")
+    shape = (*q_nope.shape[:2], 512)
+    return require_like(out, "out", shape=shape, dtype=out.dtype, device=q_nope.device)

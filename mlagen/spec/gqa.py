@@ -1,0 +1,295 @@
+"""GQA decode: what its kernels are specialised for, and what is supported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from itertools import product
+from typing import ClassVar, NamedTuple
+
+from mlagen.errors import UnsupportedError
+from mlagen.spec.arch import Arch
+from mlagen.spec.dtype import DType
+from mlagen.spec.kernel import (
+    CallShape,
+    KernelSpec,
+    Parameter,
+    float32,
+    int32,
+    int64,
+    pointer,
+)
+
+# A warp attends to this many tokens at a time.
+WARP_TOKENS = 16
+
+# Output elements of one block at the most; a wider head is cut into slices of a block each.
+SLICE_DIMS = 256
+
+
+_WORK_BYTES = 80  # of the struct in roles/gqa_decode/work.cuh
+
+
+@dataclass(frozen=True, kw_only=True)
+class GqaVariant:
+    """What a GQA decode call determines of its kernel; the tile is chosen for it."""
+
+    query_dtype: DType
+    kv_dtype: DType
+    out_dtype: DType
+    head_dim: int = 128
+    page_size: int = 64  # tokens
+
+    def facts(self) -> dict[str, object]:
+        """Return the fields by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+class GqaTile(NamedTuple):
+    """How a block cuts its work: rows that share the tokens, warps, and what each warp prefetches.
+
+    An item is the keys or the values of :data:`WARP_TOKENS` tokens.
+    """
+
+    tile_rows: int
+    warps: int
+    items: int
+    blocks_per_sm: int
+
+
+# The first of its rows that fits the architecture is taken.
+TILES = (
+    #    rows warps items blocks_per_sm
+    GqaTile(32, 4, 6, 2),
+    GqaTile(32, 4, 4, 1),
+    GqaTile(16, 4, 6, 2),
+    GqaTile(16, 4, 6, 1),
+    GqaTile(16, 4, 4, 1),
+    GqaTile(16, 2, 3, 1),
+    GqaTile(16, 2, 2, 1),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GqaSupport:
+    """One row of :data:`SUPPORTED`: every combination of what it lists has a kernel."""
+
+    query_dtype: DType
+    kv_dtype: DType
+    out_dtypes: tuple[DType, ...]
+
+
+_HALVES = (DType.BF16, DType.FP16)
+SUPPORTED = tuple(
+    GqaSupport(
+        query_dtype=query,
+        kv_dtype=kv or query,
+        out_dtypes=(query, DType.E4M3) if kv is DType.E4M3 else (query,),
+    )
+    for query, kv in product(_HALVES, (None, DType.E4M3, DType.INT8, DType.NVFP4))
+)
+
+# What prewarming compiles for; any other multiple of 16 up to 256, and any other page size, is
+# compiled when it is asked for.
+HEAD_DIMS = (64, 128, 256)
+PAGE_SIZES = (16, 32, 64, 128)
+_WIDEST = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class GqaDecodeSpec(KernelSpec):
+    """What changes the machine code of a GQA decode kernel, and nothing else."""
+
+    family: ClassVar[str] = "gqa_decode"
+    symbol: ClassVar[str] = "gqa_decode"
+    template: ClassVar[str] = "kernels/gqa_decode.cu.j2"
+    parameters: ClassVar[tuple[Parameter, ...]] = (
+        pointer("query", "const u16"),
+        pointer("key_cache", "const unsigned char"),
+        pointer("value_cache", "const unsigned char"),
+        pointer("key_scales", "const unsigned char"),
+        pointer("value_scales", "const unsigned char"),
+        pointer("block_tables", "const int"),
+        pointer("seq_lens", "const int"),
+        pointer("cum_seq_lens_q", "const int"),
+        pointer("draft_mask", "const u32"),
+        pointer("bmm1_scale_tensor", "const float"),
+        pointer("bmm2_scale_tensor", "const float"),
+        pointer("sinks", "const float"),
+        pointer("out", "unsigned char"),
+        pointer("partial_out", "float"),
+        pointer("partial_lse", "float"),
+        int64("query_stride"),
+        int64("query_head_stride"),
+        int64("key_page_stride"),
+        int64("key_token_stride"),
+        int64("key_head_stride"),
+        int64("value_page_stride"),
+        int64("value_token_stride"),
+        int64("value_head_stride"),
+        int64("key_scale_page_stride"),
+        int64("key_scale_token_stride"),
+        int64("key_scale_head_stride"),
+        int64("value_scale_page_stride"),
+        int64("value_scale_token_stride"),
+        int64("value_scale_head_stride"),
+        int64("total_rows"),
+        int32("requests"),
+        int32("kv_heads"),
+        int32("group"),
+        int32("q_len"),
+        int32("mask_words"),
+        int32("window"),
+        int32("max_pages"),
+        int32("block_tables_stride"),
+        int32("num_pages"),
+        int32("row_tiles"),
+        int32("splits"),
+        int32("scores_take_bmm2"),
+        float32("bmm1_scale"),
+        float32("bmm2_scale"),
+        float32("score_factor"),
+        float32("output_factor"),
+    )
+
+    variant: GqaVariant
+    tile: GqaTile
+
+    def ingredients(self) -> dict[str, str]:
+        """Return the fields of variant and tile as stable text."""
+        named = {"arch": self.arch, **self.variant.facts(), **self.tile._asdict()}
+        return {name: str(value) for name, value in named.items()}
+
+    @property
+    def decodes_kv(self) -> bool:
+        """Whether tokens pass through shared memory as they are stored, to be decoded there."""
+        return not self.variant.kv_dtype.is_16bit
+
+    @property
+    def uses_e4m3(self) -> bool:
+        """Whether anything is stored as e4m3: tokens, their scales or the output."""
+        kv, out = self.variant.kv_dtype, self.variant.out_dtype
+        return kv in (DType.E4M3, DType.NVFP4) or out is DType.E4M3
+
+    @property
+    def stores_e4m3(self) -> bool:
+        """Whether the output is e4m3."""
+        return self.variant.out_dtype is DType.E4M3
+
+    @property
+    def warp_tokens(self) -> int:
+        """Tokens that a warp attends to at a time."""
+        return WARP_TOKENS
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of a cached token of one kv head."""
+        return self.variant.kv_dtype.row_bytes(self.variant.head_dim)
+
+    @property
+    def slices(self) -> int:
+        """Blocks that share the output elements of a row."""
+        return -(-self.variant.head_dim // SLICE_DIMS)
+
+    @property
+    def slice_dims(self) -> int:
+        """Output elements of one block."""
+        return self.variant.head_dim // self.slices
+
+    @property
+    def threads(self) -> int:
+        """Threads of one block."""
+        return self.tile.warps * 32
+
+    @property
+    def tile_tokens(self) -> int:
+        """Tokens that the warps of a block attend to at a time."""
+        return self.tile.warps * WARP_TOKENS
+
+    def serves(self, call: CallShape) -> bool:
+        """Whether such a call takes this kernel, of those that differ in the tile only."""
+        if call.kv_heads is None:
+            return True
+        rows = call.heads // call.kv_heads * call.q_len
+        return self == gqa_decode_spec(self.arch, self.variant, rows)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of one block, as roles/gqa_decode/shared_memory.cuh lays it out."""
+        rows, warps, items, _ = self.tile
+        row = self.variant.head_dim * 2 + 16
+        stored = self.variant.kv_dtype.row_bytes(self.variant.head_dim)
+        ring = warps * items * WARP_TOKENS * (stored if self.decodes_kv else row)
+        if self.decodes_kv:
+            ring += warps * WARP_TOKENS * row
+        merged = rows * (self.slice_dims + 4) * 4
+        words = 2 * warps * rows + warps * rows * WARP_TOKENS
+        return _WORK_BYTES + rows * row + max(ring, merged) + words * 4
+
+
+def gqa_decode_spec(arch: Arch, variant: GqaVariant, rows: int) -> GqaDecodeSpec:
+    """Return the kernel that serves ``rows`` rows (query heads of a kv head times query tokens).
+
+    Raises
+    ------
+    UnsupportedError
+        If no row of :data:`SUPPORTED` covers the variant, or its head dim is none that is.
+    """
+    require_supported(variant)
+    specs = [GqaDecodeSpec(arch=arch, variant=variant, tile=tile) for tile in TILES]
+    fitting = [spec for spec in specs if _fits(spec)]
+    sizes = sorted({spec.tile.tile_rows for spec in fitting})
+    chosen = next((size for size in sizes if size >= rows), sizes[-1])
+    return next(spec for spec in fitting if spec.tile.tile_rows == chosen)
+
+
+def gqa_decode_specs(arch: Arch) -> Iterator[GqaDecodeSpec]:
+    """Yield every GQA decode kernel that prewarming knows for ``arch``, each once."""
+    for row, head_dim, page_size in product(SUPPORTED, HEAD_DIMS, PAGE_SIZES):
+        for out_dtype in row.out_dtypes:
+            variant = GqaVariant(
+                query_dtype=row.query_dtype,
+                kv_dtype=row.kv_dtype,
+                out_dtype=out_dtype,
+                head_dim=head_dim,
+                page_size=page_size,
+            )
+            specs = {gqa_decode_spec(arch, variant, rows): None for rows in (16, 32)}
+            yield from specs
+
+
+def _fits(spec: GqaDecodeSpec) -> bool:
+    # Two groups of 16 rows take the registers of 256 output elements twice.
+    if spec.tile.tile_rows == 32 and spec.slice_dims > 128:
+        return False
+    # The driver keeps 1 KiB of each block, and an SM has 1 KiB more than a block may have.
+    one = spec.shared_bytes + 1024
+    return one * spec.tile.blocks_per_sm <= spec.arch.shared_bytes + 1024
+
+
+def require_supported(variant: GqaVariant) -> None:
+    """Refuse what no row of :data:`SUPPORTED` covers.
+
+    Raises
+    ------
+    UnsupportedError
+        With what is covered in the message.
+    """
+    head_dim = variant.head_dim
+    if not (head_dim % 16 == 0 and 16 <= head_dim <= SLICE_DIMS) and head_dim != _WIDEST:
+        raise UnsupportedError(
+            f"no GQA decode kernel for head_dim {head_dim}; supported: multiples of 16 up to "
+            f"{SLICE_DIMS}, and {_WIDEST}"
+        )
+    asked = (variant.query_dtype, variant.kv_dtype, variant.out_dtype)
+    known = [
+        (row.query_dtype, row.kv_dtype, out_dtype)
+        for row in SUPPORTED
+        for out_dtype in row.out_dtypes
+    ]
+    if asked not in known:
+        listed = "; ".join(f"query {q}, cache {kv}, output {out}" for q, kv, out in known)
+        raise UnsupportedError(
+            f"no GQA decode kernel for query {asked[0]}, cache {asked[1]}, output {asked[2]}; "
+            f"supported: {listed}"
+        )

@@ -1,0 +1,257 @@
+"""Decode with scales and shapes of their own: the entry points of ``flashinfer.xqa``."""
+
+from __future__ import annotations
+
+import torch
+
+from mlagen.api.gqa_call import run_gqa
+from mlagen.api.gqa_inputs import GqaInputs, GqaNames
+from mlagen.api.gqa_numbers import positive_factor, whole_number
+from mlagen.api.mla_call import run_mla
+from mlagen.api.mla_inputs import MlaInputs, MlaNames
+from mlagen.api.xqa_arguments import (
+    check_caches,
+    check_mla_caches,
+    check_output,
+    check_scale_caches,
+    check_unused,
+    flat_lengths,
+    table_capacity,
+)
+
+_XQA_NAMES = GqaNames(
+    query="q",
+    kv_cache="k_cache",
+    key_cache="k_cache",
+    value_cache="v_cache",
+    kv_scales="k_sf_cache",
+    key_scales="k_sf_cache",
+    value_scales="v_sf_cache",
+    block_tables="page_table",
+    q_len="q_seq_len",
+    out="output",
+    bmm1_scale="q_scale",
+    bmm2_scale="kv_scale",
+)
+_XQA_MLA_NAMES = MlaNames(
+    query="q",
+    query_rope="q",
+    kv_cache="k_cache",
+    rope_cache="k_cache",
+    block_tables="page_table",
+    out="output",
+    bmm1_scale="q_scale",
+    bmm2_scale="kv_scale",
+)
+_KV_LORA_RANK = 512
+_QK_ROPE_HEAD_DIM = 64
+
+
+def xqa(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    output: torch.Tensor,
+    workspace_buffer: torch.Tensor,
+    semaphores: torch.Tensor,
+    num_kv_heads: int,
+    page_size: int,
+    sinks: torch.Tensor | None = None,
+    q_scale: float | torch.Tensor = 1.0,
+    kv_scale: float | torch.Tensor = 1.0,
+    sliding_win_size: int = 0,
+    kv_layout: str = "NHD",
+    sm_count: int | None = None,
+    enable_pdl: bool | None = None,
+    rcp_out_scale: float = 1.0,
+    q_seq_len: int = 1,
+    mask: torch.Tensor | None = None,
+    *,
+    q_cu_seq_lens: torch.Tensor | None = None,
+    k_sf_cache: torch.Tensor | None = None,
+    v_sf_cache: torch.Tensor | None = None,
+) -> None:
+    """Decode some tokens of each request by grouped-query attention, into ``output``.
+
+    The scores are ``q_scale * kv_scale / sqrt(head_dim)`` times the products of query and key, and
+    the result is ``kv_scale`` times the weighted values. ``kv_scale`` counts as 1 where the cache
+    has 16 bits. Which tokens a row sees, and everything that is not told here, is as in
+    :func:`mlagen.decode.xqa_batch_decode_with_kv_cache`.
+
+    Parameters
+    ----------
+    q : bf16 or fp16 [batch, 1, heads, head_dim], [batch, 1, q_seq_len, heads, head_dim], or ragged
+        The second form goes with ``q_seq_len`` above 1, and ``[tokens, heads, head_dim]`` with
+        ``q_cu_seq_lens``.
+    k_cache, v_cache : as q, e4m3, int8, or uint8 with scales
+        ``[pages, page_size, num_kv_heads, head_dim]``, or with tokens and heads the other way round
+        if ``kv_layout`` is ``HND``. Each has strides of its own; both may be views of one tensor.
+    page_table : int32 or uint32 [batch, max_pages]
+        Page ids. The width decides how the work is split, not what is computed.
+    seq_lens : int32 or uint32 [batch, 1] or [batch]
+        Tokens in the cache, the new ones included.
+    output : as q, or e4m3 where the cache is e4m3
+        Written; shaped like ``q``.
+    workspace_buffer : any dtype
+        Scratch of at least :func:`mlagen.workspace_bytes` bytes. It needs no initial value.
+    semaphores : uint32 or int32
+        Not used; may be of any size and content, and is left as it is.
+    num_kv_heads, page_size : int
+        As in the caches.
+    sinks : fp32 [num_kv_heads, heads / num_kv_heads] or [heads]
+        Natural-domain logits that join the denominator, unscaled, and have no value.
+    q_scale, kv_scale : float or fp32 tensor of one element
+        As told above; natural domain.
+    sliding_win_size : int
+        How many tokens a row sees, its own included; any if 0 or less.
+    kv_layout : str
+        ``NHD`` or ``HND``.
+    sm_count : int
+        Not used; the work is spread over all multiprocessors.
+    enable_pdl : bool
+        Whether the kernel may start while the one before it drains; None means yes where the GPU
+        can.
+    rcp_out_scale : float
+        Multiplies an output of e4m3, and no other.
+    q_seq_len : int
+        Query tokens of every request; with ``q_cu_seq_lens`` the most of any, 2 or more.
+    mask : uint16 [batch, q_seq_len, ceil(q_seq_len / 32) * 2], or [tokens, ...]
+        Which drafts each query token sees; None means causal.
+    q_cu_seq_lens : int32 or uint32 [batch + 1]
+        Where the query tokens of each request begin, for requests of different lengths.
+    k_sf_cache, v_sf_cache : e4m3 or uint8 [..., head_dim / 16]
+        One scale for 16 elements of an NVFP4 cache, laid out like the caches.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument breaks a rule; nothing has been launched or written then.
+    UnsupportedError
+        If no kernel covers dtypes or head dimension.
+    CaptureError
+        If the kernel is not loaded yet and a CUDA graph is being captured.
+
+    Notes
+    -----
+    Signature of ``flashinfer.xqa.xqa``.
+    """
+    check_unused(q, semaphores, sm_count)
+    check_output(output)
+    check_scale_caches(k_sf_cache, v_sf_cache)
+    check_caches(
+        k_cache, v_cache, num_kv_heads=num_kv_heads, page_size=page_size, kv_layout=kv_layout
+    )
+    inputs = GqaInputs(
+        q,
+        k_cache,
+        v_cache,
+        workspace_buffer,
+        page_table,
+        seq_lens,
+        table_capacity(page_table, page_size),
+        q_seq_len,
+        kv_layout,
+        max(0, whole_number(sliding_win_size, "sliding_win_size")),
+        output,
+        q_scale,
+        kv_scale,
+        1.0,
+        positive_factor(rcp_out_scale, "rcp_out_scale"),
+        sinks,
+        mask,
+        q_cu_seq_lens,
+        k_sf_cache,
+        v_sf_cache,
+        True,
+        True,
+        _XQA_NAMES,
+    )
+    run_gqa(inputs, enable_pdl is None or enable_pdl)
+
+
+def xqa_mla(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    output: torch.Tensor,
+    workspace_buffer: torch.Tensor,
+    semaphores: torch.Tensor,
+    page_size: int,
+    q_scale: float | torch.Tensor = 1.0,
+    kv_scale: float | torch.Tensor = 1.0,
+    sm_count: int | None = None,
+    enable_pdl: bool | None = None,
+) -> None:
+    """Decode one token of each request by multi-head latent attention, into ``output``.
+
+    The scores are ``q_scale * kv_scale`` times the products of query and key, without a factor of
+    the head dimension, and the result is ``kv_scale`` times the weighted values. A request without
+    tokens gives zeros.
+
+    Parameters
+    ----------
+    q : e4m3, bf16 or fp16 [batch, 1, heads, 576]
+        Absorbed queries, the 512 latent elements first. 1 to 256 heads.
+    k_cache : as q, or e4m3 [pages, page_size, 1, 576], [pages, 1, page_size, 576], or without the 1
+        The paged latent cache, of any strides that are whole 16 bytes.
+    v_cache : as k_cache
+        The same memory, or another of the same shape and strides; the first 512 elements of a token
+        are its value.
+    page_table : int32 or uint32 [batch, max_pages]
+        Page ids, for keys and values; entries at ``ceil(seq_len / page_size)`` and after are never
+        read. The width decides how the work is split, not what is computed.
+    seq_lens : int32 or uint32 [batch, 1] or [batch]
+        Tokens in the cache, the new one included.
+    output : bf16 for an e4m3 query, else as q [batch, 1, heads, 512]
+        Written.
+    workspace_buffer : any dtype
+        Scratch of at least :func:`mlagen.workspace_bytes` bytes. It needs no initial value.
+    semaphores : uint32 or int32
+        Not used; may be of any size and content, and is left as it is.
+    page_size : int
+        As in the caches.
+    q_scale, kv_scale : float or fp32 tensor of one element
+        As told above; natural domain.
+    sm_count : int
+        Not used; the work is spread over all multiprocessors.
+    enable_pdl : bool
+        Whether the kernel may start while the one before it drains; None means yes where the GPU
+        can.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument breaks a rule; nothing has been launched or written then.
+    UnsupportedError
+        If no kernel covers dtypes or dimensions.
+    CaptureError
+        If the kernel is not loaded yet and a CUDA graph is being captured.
+
+    Notes
+    -----
+    Signature of ``flashinfer.xqa.xqa_mla``.
+    """
+    check_unused(q, semaphores, sm_count)
+    check_output(output)
+    is_separate = check_mla_caches(q, k_cache, v_cache, page_size=page_size)
+    inputs = MlaInputs(
+        q,
+        k_cache,
+        workspace_buffer,
+        _KV_LORA_RANK,
+        _QK_ROPE_HEAD_DIM,
+        page_table,
+        flat_lengths(seq_lens),
+        table_capacity(page_table, page_size),
+        output,
+        q_scale,
+        kv_scale,
+        scores_take_bmm2=True,
+        value_cache=v_cache if is_separate else None,
+        names=_XQA_MLA_NAMES,
+    )
+    run_mla(inputs, enable_pdl is None or enable_pdl)

@@ -1,0 +1,46 @@
+// Stored e4m3 elements to the element type of the tensor cores. Needs ptx/cvt.cuh, and
+// fp16x2_of_e4m3x2 from blocks/e4m3.cuh or its software form.
+
+// Pair `pair` of 16 elements.
+__device__ inline u32 pair_of(const Chunk& stored, int pair) {
+  return stored.words[pair / 2] >> pair % 2 * 16 & 0xffff;
+}
+
+// Sixteen elements times `scale`, rounded once.
+template <typename Target>
+__device__ inline void decode_e4m3(Target target, const Chunk& stored, float scale,
+                                   Chunk (&decoded)[2]) {
+#pragma unroll
+  for (int pair = 0; pair < 8; ++pair) {
+    const u32 halves = fp16x2_of_e4m3x2(pair_of(stored, pair));
+    const float low = cvt_f32(Fp16{}, static_cast<u16>(halves));
+    const float high = cvt_f32(Fp16{}, static_cast<u16>(halves >> 16));
+    decoded[pair / 4].words[pair % 4] = cvt_rn_x2_f32(target, high * scale, low * scale);
+  }
+}
+
+// Sixteen elements as they are: either type holds every e4m3.
+template <typename Target>
+__device__ inline void decode_e4m3(Target target, const Chunk& stored, Chunk (&decoded)[2]) {
+  if constexpr (kIsSame<Target, Fp16>) {
+#pragma unroll
+    for (int pair = 0; pair < 8; ++pair) {
+      decoded[pair / 4].words[pair % 4] = fp16x2_of_e4m3x2(pair_of(stored, pair));
+    }
+  } else {
+    decode_e4m3(target, stored, 1.0f, decoded);
+  }
+}
+
+// Eight bf16 elements times `scale`.
+template <typename Target>
+__device__ inline Chunk decode_bf16(Target target, const Chunk& stored, float scale) {
+  Chunk decoded;
+#pragma unroll
+  for (int word = 0; word < 4; ++word) {
+    const float low = cvt_f32(Bf16{}, static_cast<u16>(stored.words[word]));
+    const float high = cvt_f32(Bf16{}, static_cast<u16>(stored.words[word] >> 16));
+    decoded.words[word] = cvt_rn_x2_f32(target, high * scale, low * scale);
+  }
+  return decoded;
+}

@@ -1,0 +1,9 @@
+// Pairs of e4m3 with the instructions for them. Needs ptx/cvt_e4m3.cuh.
+
+__device__ inline u32 fp16x2_of_e4m3x2(u32 pair) {
+  return cvt_rn_f16x2_e4m3x2(static_cast<u16>(pair));
+}
+
+__device__ inline u32 e4m3x2_of_f32(float high, float low) {
+  return cvt_rn_satfinite_e4m3x2_f32(high, low);
+}

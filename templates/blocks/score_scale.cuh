@@ -1,0 +1,8 @@
+// What products of query and key are multiplied by, in the natural domain. Needs Params,
+// blocks/scales.cuh.
+
+__device__ inline float score_scale(const Params& params) {
+  const float scale = value_of(params.bmm1_scale_tensor, params.bmm1_scale);
+  return params.scores_take_bmm2 ? scale * value_of(params.bmm2_scale_tensor, params.bmm2_scale)
+                                 : scale;
+}

@@ -1,0 +1,56 @@
+// Elements of tokens that are stored as NVFP4. Needs Work, ptx/cvt.cuh, blocks/page_table.cuh,
+// blocks/e4m3.cuh.j2.
+
+// Where the scales of a group's tokens are: one e4m3 for 16 elements.
+struct TokenScales {
+  const Work& work;
+  const int* table;  // page ids of the request
+  PagedRows rows;
+  int num_pages;
+  int first_token;
+  int first_part;
+
+  // Zero for a token that is not read: no byte of its scales may be.
+  __device__ float scale_of(int token, int part) const {
+    const int at = first_token + token;
+    if (at < work.any_begin || at >= work.any_end) return 0.0f;
+    const int page = table[at / kPageSize];
+    if (!is_page(page, num_pages)) return 0.0f;
+    const u32 stored = rows.row_of(page, at % kPageSize)[first_part + part];
+    return cvt_f32(Fp16{}, static_cast<u16>(fp16x2_of_e4m3x2(stored)));
+  }
+};
+
+// The bits of an e2m1, put at the lower end of the exponent of an fp16, are its value times 2^-14.
+__device__ inline float float_of_e2m1(u32 nibble) {
+  constexpr float kTwoTo14 = 16384.0f;
+  return cvt_f32(Fp16{}, static_cast<u16>((nibble & 8) << 12 | (nibble & 7) << 9)) * kTwoTo14;
+}
+
+__device__ inline void decode_elements(const unsigned char* row, const TokenScales& scales,
+                                       int token, int part, Chunk (&decoded)[2]) {
+  const uint2 stored = reinterpret_cast<const uint2*>(row)[part];
+  const float scale = scales.scale_of(token, part);
+#pragma unroll
+  for (int pair = 0; pair < 8; ++pair) {
+    const u32 byte = (pair < 4 ? stored.x : stored.y) >> pair % 4 * 8;
+    decoded[pair / 4].words[pair % 4] =
+        cvt_rn_x2_f32(Element{}, float_of_e2m1(byte >> 4) * scale, float_of_e2m1(byte) * scale);
+  }
+}
+
+// The scales of the tokens of item `item`: of their keys, or of their values.
+__device__ inline TokenScales scales_of(const Params& params, const Work& work, int item, int group,
+                                        const int* table) {
+  const PagedRows keys{params.key_scales + work.kv_head * params.key_scale_head_stride,
+                       params.key_scale_page_stride, params.key_scale_token_stride};
+  const PagedRows values{params.value_scales + work.kv_head * params.value_scale_head_stride,
+                         params.value_scale_page_stride, params.value_scale_token_stride};
+  const bool has_keys = item % 2 == 0;
+  return {work,
+          table,
+          has_keys ? keys : values,
+          params.num_pages,
+          group * kWarpTokens,
+          has_keys ? 0 : work.slice * kSliceDims / 16};
+}

@@ -1,0 +1,18 @@
+// Brings the block's rows of the query into shared memory. Needs Work, SharedMemory.
+
+__device__ inline void load_query(const Params& params, const Work& work, SharedMemory& shared) {
+  constexpr int kChunks = kHeadDim * 2 / kChunkBytes;
+  for (int i = static_cast<int>(threadIdx.x); i < kRows * kChunks; i += kThreads) {
+    const int row = i / kChunks;
+    const int chunk = i % kChunks;
+    Chunk value{};
+    if (row < work.rows) {
+      const i64 query = work.first_query + work.query_of(params, row);
+      const int head = work.kv_head * params.group + (work.first_row + row) % params.group;
+      const u16* source =
+          params.query + query * params.query_stride + head * params.query_head_stride;
+      value = reinterpret_cast<const Chunk*>(source)[chunk];
+    }
+    *reinterpret_cast<Chunk*>(shared.query + row * kRowBytes + chunk * kChunkBytes) = value;
+  }
+}

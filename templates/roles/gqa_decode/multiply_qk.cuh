@@ -1,0 +1,63 @@
+// Scores of one group of tokens: S = Q K^T. Needs SharedMemory, ptx/mma.cuh, ptx/ldmatrix.cuh.
+
+// S of one warp, in the fragments of mma: element [m][n][e] belongs to row score_row(m, e / 2) and
+// token score_token(n, e % 2) of the group.
+using Scores = float[kRowGroups][2][4];
+
+// Sixteen dims of the query's rows.
+using QueryStep = u32[kRowGroups][4];
+
+__device__ inline int score_row(int group, int half) {
+  return group * 16 + half * 8 + lane_index() / 4;
+}
+
+__device__ inline int score_token(int group, int parity) {
+  return group * 8 + lane_index() % 4 * 2 + parity;
+}
+
+__device__ inline void load_query_step(const SharedMemory& shared, int step, QueryStep& query) {
+  const u32 rows =
+      shared_address(shared.query) + (step * 2 + lane_index() / 16) * static_cast<int>(kChunkBytes);
+#pragma unroll
+  for (int m = 0; m < kRowGroups; ++m) {
+    ldmatrix_x4(query[m], rows + (m * 16 + lane_index() % 16) * kRowBytes);
+  }
+}
+
+// The query in registers, where it fits, or nothing.
+struct KeptQuery {
+  QueryStep steps[kKeepsQuery ? kHeadDim / 16 : 1];
+
+  __device__ explicit KeptQuery(const SharedMemory& shared) {
+    if (!kKeepsQuery) return;
+#pragma unroll
+    for (int step = 0; step < kHeadDim / 16; ++step) load_query_step(shared, step, steps[step]);
+  }
+};
+
+__device__ inline void multiply_qk(const SharedMemory& shared, KeptQuery& query,
+                                   const unsigned char* tokens, Scores& scores) {
+#pragma unroll
+  for (int m = 0; m < kRowGroups; ++m) {
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) scores[m][n][e] = 0.0f;
+    }
+  }
+  const int lane = lane_index();
+  const u32 keys =
+      shared_address(tokens) + (lane / 16 * 8 + lane % 8) * kRowBytes + lane / 8 % 2 * kChunkBytes;
+#pragma unroll kKeepsQuery ? kHeadDim / 16 : 2
+  for (int step = 0; step < kHeadDim / 16; ++step) {
+    QueryStep& q = query.steps[kKeepsQuery ? step : 0];
+    if (!kKeepsQuery) load_query_step(shared, step, q);
+    u32 k[4];
+    ldmatrix_x4(k, keys + step * 2 * kChunkBytes);
+#pragma unroll
+    for (int m = 0; m < kRowGroups; ++m) {
+      mma_m16n8k16(Element{}, scores[m][0], q[m], k[0], k[1]);
+      mma_m16n8k16(Element{}, scores[m][1], q[m], k[2], k[3]);
+    }
+  }
+}

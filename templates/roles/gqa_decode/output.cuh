@@ -1,0 +1,28 @@
+// The output of one warp, in the fragments of mma. Needs roles/gqa_decode/constants.
+
+// Element [m][n][e] belongs to row score_row(m, e / 2) and output dim output_dim(n, e % 2).
+using Output = float[kRowGroups][kSliceDims / 8][4];
+
+__device__ inline int output_dim(int group, int parity) {
+  return group * 8 + lane_index() % 4 * 2 + parity;
+}
+
+__device__ inline void clear_output(Output& output) {
+#pragma unroll
+  for (int m = 0; m < kRowGroups; ++m) {
+#pragma unroll
+    for (int n = 0; n < kSliceDims / 8; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) output[m][n][e] = 0.0f;
+    }
+  }
+}
+
+// Multiplies what this lane holds of one of its rows.
+__device__ inline void rescale_output(int group, int half, float factor, Output& output) {
+#pragma unroll
+  for (int n = 0; n < kSliceDims / 8; ++n) {
+    output[group][n][half * 2] *= factor;
+    output[group][n][half * 2 + 1] *= factor;
+  }
+}

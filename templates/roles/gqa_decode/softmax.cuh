@@ -1,0 +1,122 @@
+// Online softmax over the tokens of one warp. Needs Scores, Work, Output, ptx/ex2.cuh, ptx/cvt.cuh.
+
+// A row's probabilities are relative to its reference, which is kept until a score exceeds it by
+// this much in log2 units: the output is rescaled seldom, and no probability exceeds 2^8, which
+// fp16 holds.
+constexpr float kReferenceSlack = 8.0f;
+
+// The probabilities of a group of tokens, rounded, as mma takes them: rows and tokens as in Scores.
+using Probabilities = u32[kRowGroups][4];
+
+// Four lanes hold a row together. The sums are over this lane's tokens only, of probabilities as
+// P V uses them: rounded.
+struct Softmax {
+  float scale;  // of the scores, times log2(e)
+  float reference[kRowGroups][2];  // log2 units
+  float sum[kRowGroups][2];
+
+  __device__ explicit Softmax(const Params& params)
+      : scale(score_scale(params) * params.score_factor * kLog2E) {
+#pragma unroll
+    for (int m = 0; m < kRowGroups; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        reference[m][half] = -kInfinity;
+        sum[m][half] = 0.0f;
+      }
+    }
+  }
+
+  // Scores become log2 units, and minus infinity where a row does not see the token: a select, not
+  // arithmetic, for the hidden score may be NaN.
+  __device__ void scale_and_hide(const Params& params, const Work& work, int first_token,
+                                 bool is_apart, Scores& scores) const {
+#pragma unroll
+    for (int m = 0; m < kRowGroups; ++m) {
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const float score = __fmul_rn(scores[m][n][e], scale);
+          const bool is_seen = !is_apart || work.sees(params, score_row(m, e / 2),
+                                                      first_token + score_token(n, e % 2));
+          scores[m][n][e] = is_seen ? score : -kInfinity;
+        }
+      }
+    }
+  }
+
+  // Whether a score of this warp exceeds its reference by too much, as any score does that is the
+  // first of its row.
+  __device__ bool exceeds(const Scores& scores) const {
+    bool found = false;
+#pragma unroll
+    for (int m = 0; m < kRowGroups; ++m) {
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          found |= scores[m][n][e] - reference[m][e / 2] > kReferenceSlack;
+        }
+      }
+    }
+    return __any_sync(~0u, found);
+  }
+
+  // Moves the reference of every row whose maximum exceeds it by too much.
+  __device__ void move_references(const Scores& scores, Output& output) {
+#pragma unroll
+    for (int m = 0; m < kRowGroups; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float maximum = fmaxf(fmaxf(scores[m][0][half * 2], scores[m][0][half * 2 + 1]),
+                              fmaxf(scores[m][1][half * 2], scores[m][1][half * 2 + 1]));
+        maximum = fmaxf(maximum, __shfl_xor_sync(~0u, maximum, 1));
+        maximum = fmaxf(maximum, __shfl_xor_sync(~0u, maximum, 2));
+        if (!(maximum - reference[m][half] > kReferenceSlack)) continue;
+        const float rescale = ex2_approx(reference[m][half] - maximum);
+        reference[m][half] = maximum;
+        sum[m][half] *= rescale;
+        rescale_output(m, half, rescale, output);
+      }
+    }
+  }
+
+  // The probabilities relative to the references as they are, and their sums.
+  __device__ void find_probabilities(const Scores& scores, Probabilities& probabilities) {
+#pragma unroll
+    for (int m = 0; m < kRowGroups; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+          const float low = probability(scores[m][n][half * 2], reference[m][half]);
+          const float high = probability(scores[m][n][half * 2 + 1], reference[m][half]);
+          const u32 packed = cvt_rn_x2_f32(Element{}, high, low);
+          sum[m][half] += cvt_f32(Element{}, static_cast<u16>(packed)) +
+                          cvt_f32(Element{}, static_cast<u16>(packed >> 16));
+          probabilities[m][n * 2 + half] = packed;
+        }
+      }
+    }
+  }
+
+  __device__ static float probability(float score, float reference) {
+    return score == -kInfinity ? 0.0f : ex2_approx(score - reference);
+  }
+
+  // Leaves references and sums of this warp's rows in shared memory.
+  __device__ void publish(SharedMemory& shared) {
+#pragma unroll
+    for (int m = 0; m < kRowGroups; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        sum[m][half] += __shfl_xor_sync(~0u, sum[m][half], 1);
+        sum[m][half] += __shfl_xor_sync(~0u, sum[m][half], 2);
+        if (lane_index() % 4 != 0) continue;
+        shared.reference[warp_index()][score_row(m, half)] = reference[m][half];
+        shared.sum[warp_index()][score_row(m, half)] = sum[m][half];
+      }
+    }
+  }
+};

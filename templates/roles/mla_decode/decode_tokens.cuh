@@ -1,0 +1,53 @@
+// From tokens as they are stored to tokens that can be multiplied. Needs SharedMemory,
+// blocks/decode_e4m3.cuh.
+
+__device__ inline Chunk* decoded_chunk(unsigned char* tokens, int token, int chunk) {
+  return reinterpret_cast<Chunk*>(tokens + swizzled_offset<kTokenBytes>(token, chunk));
+}
+
+// What 16 e4m3 elements of a token are multiplied by; `chunk` counts such groups.
+__device__ inline float chunk_scale(const Params& params, const unsigned char* row, int chunk) {
+  const bool is_rope = chunk >= kLatentDim / 16;
+  if constexpr (kIsSame<StoredToken, Packed656>) {
+    return reinterpret_cast<const float*>(row + kLatentDim)[chunk / 8];
+  } else if constexpr (kIsSame<StoredToken, Packed640>) {
+    return params.kv_scales == nullptr ? 1.0f : *reinterpret_cast<const float*>(row + kStoredBytes);
+  } else {
+    if (is_rope) return params.rope_scale;
+    if (params.kv_scales == nullptr) return params.latent_scale;
+    return reinterpret_cast<const float*>(row + kStoredBytes)[chunk / 8];
+  }
+}
+
+// Decodes one item, eight lanes a token. Tokens that were not read are zero bytes, and stay zero.
+__device__ inline void decode_tokens(const Params& params, int item, SharedMemory& shared) {
+  constexpr int kNarrowChunks = (kIsPacked ? kLatentDim : kHeadDimQk) / 16;
+  constexpr bool kIsScaled = !kIsSame<StoredQuery, E4m3>;
+  const int lane = lane_index() % 8;
+  unsigned char* tokens = tokens_of(shared, item);
+#pragma unroll 1
+  for (int token = static_cast<int>(threadIdx.x) / 8; token < kTileTokens; token += kRoundTokens) {
+    const unsigned char* row = stage_of(shared, item) + token * kStageRowBytes;
+#pragma unroll
+    for (int first = 0; first < kNarrowChunks; first += 8) {
+      const int chunk = first + lane;
+      if (kNarrowChunks % 8 != 0 && chunk >= kNarrowChunks) continue;
+      const Chunk stored = *reinterpret_cast<const Chunk*>(row + chunk * kChunkBytes);
+      Chunk decoded[2];
+      if constexpr (kIsScaled) {
+        decode_e4m3(Element{}, stored, chunk_scale(params, row, chunk), decoded);
+      } else {
+        decode_e4m3(Element{}, stored, decoded);
+      }
+      *decoded_chunk(tokens, token, chunk * 2) = decoded[0];
+      *decoded_chunk(tokens, token, chunk * 2 + 1) = decoded[1];
+    }
+    if constexpr (kIsPacked) {
+      constexpr int kRopeOffset = kStoredBytes - kRopeDim * 2;
+      const Chunk stored = *reinterpret_cast<const Chunk*>(row + kRopeOffset + lane * kChunkBytes);
+      const float scale = kIsSame<StoredToken, Packed640> ? chunk_scale(params, row, 0) : 1.0f;
+      *decoded_chunk(tokens, token, kLatentDim / kChunkElements + lane) =
+          decode_bf16(Element{}, stored, scale);
+    }
+  }
+}

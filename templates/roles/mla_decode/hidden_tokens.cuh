@@ -1,0 +1,42 @@
+// Tokens that are hidden from rows for another reason than their position: entries of a list that
+// name no token, and a bias of minus infinity. Needs SharedMemory, Work, blocks/page_table.cuh.
+
+// The numbers that are added to the scores of `row`; null if there are none.
+__device__ inline const float* row_bias(const Params& params, const Work& work, int row) {
+  if constexpr (!kHasBias) return nullptr;
+  const int packed_row = work.first_row + row;
+  const i64 query = work.first_query + packed_row / work.heads;
+  return params.bias + query * params.bias_stride +
+         packed_row % work.heads * params.bias_head_stride;
+}
+
+// Adds the bias of a token that the row is not too early for, and returns whether the row sees it.
+// Leaves word where it does not.
+__device__ inline bool adds_up(const float* bias, int first_token, int token, float& score,
+                               SharedMemory& shared) {
+  if constexpr (kIsSparse) {
+    return shared.is_hidden[token] == 0;
+  } else if constexpr (kHasBias) {
+    const float added = bias[first_token + token];
+    if (added == -kInfinity) {
+      shared.is_hidden[token] = 1;  // all who write it write the same
+      return false;
+    }
+    score += added * kLog2E;
+  }
+  return true;
+}
+
+// Before a tile: which entries of the list name no token, and that no row has hidden any yet.
+__device__ inline void begin_tile(const Params& params, const int* list, int listed, int tile,
+                                  SharedMemory& shared) {
+  const int token = static_cast<int>(threadIdx.x);
+  if (!(kIsSparse || kHasBias) || token >= kTileTokens) return;
+  bool is_hidden = false;
+  if constexpr (kIsSparse) {
+    const int position = tile * kTileTokens + token;
+    const int id = position < listed ? list[position] : -1;
+    is_hidden = id < 0 || !is_page(id / kPageSize, params.num_pages);
+  }
+  shared.is_hidden[token] = is_hidden;
+}

@@ -1,0 +1,15 @@
+// A row of a query that is multiplied as it is stored. Needs query_rows.cuh, ptx/cp_async.cuh.
+
+__device__ inline void load_query_row(const Params& params, i64 query, int head, int row, int lane,
+                                      SharedMemory& shared) {
+  const unsigned char* latent = latent_part(params, query, head);
+  const unsigned char* rope = rope_part(params, query, head);
+  constexpr int kLatentChunks = kLatentDim / kChunkElements;
+#pragma unroll
+  for (int chunk = 0; chunk < kHeadDimQk / kChunkElements; chunk += 8) {
+    const unsigned char* source = chunk < kLatentChunks
+                                      ? latent + (chunk + lane) * kChunkBytes
+                                      : rope + (chunk - kLatentChunks + lane) * kChunkBytes;
+    cp_async_cg_16(shared_address(query_chunk(shared, row, chunk + lane)), source, kChunkBytes);
+  }
+}

@@ -1,0 +1,27 @@
+// A row of a query that is decoded first. Needs query_rows.cuh, blocks/decode_e4m3.cuh.
+
+// Of packed rows the rope part is bf16; all is multiplied by the scale of the query token.
+constexpr bool kHasPackedQuery = kIsSame<StoredQuery, Packed640>;
+
+__device__ inline void load_query_row(const Params& params, i64 query, int head, int row, int lane,
+                                      SharedMemory& shared) {
+  const Chunk* latent = reinterpret_cast<const Chunk*>(latent_part(params, query, head));
+  const Chunk* rope = reinterpret_cast<const Chunk*>(rope_part(params, query, head));
+  const float scale = params.query_scales == nullptr ? 1.0f : params.query_scales[query];
+  constexpr int kLatentChunks = kLatentDim / 16;
+  for (int chunk = lane; chunk < (kHasPackedQuery ? kLatentDim : kHeadDimQk) / 16; chunk += 8) {
+    Chunk decoded[2];
+    const Chunk stored = chunk < kLatentChunks ? latent[chunk] : rope[chunk - kLatentChunks];
+    if constexpr (kHasPackedQuery) {
+      decode_e4m3(Element{}, stored, scale, decoded);
+    } else {
+      decode_e4m3(Element{}, stored, decoded);
+    }
+    *query_chunk(shared, row, chunk * 2) = decoded[0];
+    *query_chunk(shared, row, chunk * 2 + 1) = decoded[1];
+  }
+  if constexpr (kHasPackedQuery) {
+    *query_chunk(shared, row, kLatentDim / kChunkElements + lane) =
+        decode_bf16(Element{}, rope[lane], scale);
+  }
+}

@@ -1,0 +1,15 @@
+// Where a row of the query is, and where it goes. Needs SharedMemory, blocks/swizzle.cuh.
+
+// Latent and rope part may be tensors of their own; strides in bytes.
+__device__ inline const unsigned char* latent_part(const Params& params, i64 query, int head) {
+  return params.query + query * params.query_stride + head * params.query_head_stride;
+}
+
+__device__ inline const unsigned char* rope_part(const Params& params, i64 query, int head) {
+  return params.query_rope + query * params.query_rope_stride +
+         head * params.query_rope_head_stride;
+}
+
+__device__ inline Chunk* query_chunk(SharedMemory& shared, int row, int chunk) {
+  return reinterpret_cast<Chunk*>(shared.query + swizzled_offset<kTokenBytes>(row, chunk));
+}

@@ -1,0 +1,283 @@
+"""Bad caches of grouped-query decode, and their scales, message by message."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import mlagen.decode
+from mlagen.errors import UnsupportedError
+from tests.api.gqa_refusals import (
+    E4M3_KV,
+    NVFP4,
+    NVFP4_STACKED,
+    SINGLE,
+    STACKED,
+    Refusal,
+    check,
+    check_xqa,
+    refusals,
+)
+from tests.api.refusals import padded, strided
+from tests.gqa_problems import GqaCase, GqaProblem
+
+
+def key(problem: GqaProblem) -> torch.Tensor:
+    """Return the keys of a problem."""
+    return problem.store.key
+
+
+def value(problem: GqaProblem) -> torch.Tensor:
+    """Return the values of a problem."""
+    return problem.store.value
+
+
+DTYPES_OF_A_CACHE = (
+    "torch.bfloat16 or torch.float8_e4m3fn or torch.int8 or torch.uint8 "
+    "(the first is that of query)"
+)
+
+
+@refusals(
+    Refusal(
+        "none",
+        lambda _: {"kv_cache": None},
+        "kv_cache: expected a torch.Tensor, got NoneType",
+    ),
+    Refusal(
+        "three tensors",
+        lambda p: {"kv_cache": (key(p), value(p), value(p))},
+        "kv_cache: expected a tensor, or two in a tuple or list, got 3 of them",
+    ),
+    Refusal(
+        "keys without values",
+        lambda p: {"kv_cache": (key(p), None)},
+        "kv_cache[1]: expected a torch.Tensor, got NoneType",
+    ),
+    Refusal(
+        "another device",
+        lambda p: {"kv_cache": [key(p), value(p).to("meta")]},
+        "kv_cache[1].device: expected cpu (of query), got meta",
+    ),
+    Refusal(
+        "three dimensions",
+        lambda p: {"kv_cache": [key(p)[0], value(p)]},
+        "kv_cache[0].ndim: expected 4, got 3",
+    ),
+    Refusal(
+        "one tensor of four dimensions",
+        lambda p: {"kv_cache": key(p)},
+        "kv_cache.ndim: expected 5, got 4",
+    ),
+    Refusal(
+        "three in one tensor",
+        lambda p: {"kv_cache": torch.stack([key(p)] * 3, dim=1)},
+        "kv_cache.shape[1]: expected 2, or 1 where K is V, got 3",
+    ),
+    Refusal(
+        "another 16-bit dtype than the query",
+        lambda p: {"kv_cache": (key(p).half(), value(p).half())},
+        f"kv_cache[0].dtype: expected {DTYPES_OF_A_CACHE}, got torch.float16",
+    ),
+    Refusal(
+        "another 8-bit dtype",
+        lambda p: {"kv_cache": torch.stack([key(p), value(p)], dim=1).to(torch.float8_e5m2)},
+        f"kv_cache.dtype: expected {DTYPES_OF_A_CACHE}, got torch.float8_e5m2",
+    ),
+    Refusal(
+        "keys and values of two dtypes",
+        lambda p: {"kv_cache": (key(p), value(p).to(torch.int8))},
+        "kv_cache[1].dtype: expected torch.bfloat16 (dtype of kv_cache[0]), got torch.int8",
+    ),
+    Refusal(
+        "keys and values of two shapes",
+        lambda p: {"kv_cache": (key(p), value(p)[1:])},
+        "kv_cache[1].shape: expected [10, 16, 2, 128] (shape of kv_cache[0]), got [9, 16, 2, 128]",
+    ),
+    Refusal(
+        "gaps in a token",
+        lambda p: {"kv_cache": (key(p), strided(value(p)))},
+        "kv_cache[1].stride(-1): expected 1, got 2",
+    ),
+    Refusal(
+        "heads that are no whole 16 bytes apart",
+        lambda p: {"kv_cache": (padded(key(p), 1), value(p))},
+        "kv_cache[0].stride(1): expected a multiple of 8, got 258",
+    ),
+    Refusal(
+        "no kv heads",
+        lambda p: {"kv_cache": (key(p)[:, :, :0], value(p)[:, :, :0])},
+        "kv_cache[0]: expected 1 head or more, got 0",
+    ),
+    Refusal(
+        "pages without room",
+        lambda p: {"kv_cache": (key(p)[:, :0], value(p)[:, :0])},
+        "kv_cache[0]: expected 1 token or more in a page, got 0",
+    ),
+    Refusal(
+        "an unknown layout",
+        lambda _: {"kv_layout": "nhd"},
+        "kv_layout: expected 'NHD' or 'HND', got 'nhd'",
+    ),
+    Refusal(
+        "a layout that is no text",
+        lambda _: {"kv_layout": ["NHD"]},
+        "kv_layout: expected 'NHD' or 'HND', got ['NHD']",
+    ),
+)
+def test_kv_cache(refusal: Refusal) -> None:
+    """Form, dtype, device and strides of the cache are checked."""
+    check(refusal)
+
+
+@refusals(
+    Refusal(
+        "none for NVFP4",
+        lambda _: {"kv_cache_sf": None},
+        "kv_cache_sf: expected a torch.Tensor, got NoneType",
+        NVFP4,
+    ),
+    Refusal(
+        "some for 16 bits",
+        lambda p: {"kv_cache_sf": (key(p), value(p))},
+        "kv_cache_sf[0]: expected None for a cache of torch.bfloat16, got a tensor",
+    ),
+    Refusal(
+        "some for e4m3",
+        lambda _: {"kv_cache_sf": torch.zeros(10, 2, 16, 2, 8)},
+        "kv_cache_sf: expected None for a cache of torch.float8_e4m3fn, got a tensor",
+        E4M3_KV,
+    ),
+    Refusal(
+        "one tensor",
+        lambda p: {"kv_cache_sf": [p.store.key_scale]},
+        "kv_cache_sf: expected a tensor, or two in a tuple or list, got 1 of them",
+        NVFP4,
+    ),
+    Refusal(
+        "another dtype",
+        lambda p: {"kv_cache_sf": (p.store.key_scale.half(), p.store.value_scale.half())},
+        "kv_cache_sf[0].dtype: expected torch.uint8 or torch.float8_e4m3fn, got torch.float16",
+        NVFP4,
+    ),
+    Refusal(
+        "too few scales",
+        lambda p: {"kv_cache_sf": (p.store.key_scale, p.store.value_scale[..., :4])},
+        "kv_cache_sf[1].shape: expected [10, 16, 2, 8] (one for 16 elements of the cache), "
+        "got [10, 16, 2, 4]",
+        NVFP4,
+    ),
+    Refusal(
+        "scales in another layout",
+        lambda p: {
+            "kv_cache": [key(p).transpose(1, 2), value(p).transpose(1, 2)],
+            "kv_layout": "HND",
+        },
+        "kv_cache_sf[0].shape: expected [10, 2, 16, 8] (one for 16 elements of the cache), "
+        "got [10, 16, 2, 8]",
+        NVFP4,
+    ),
+    Refusal(
+        "scales with gaps",
+        lambda p: {"kv_cache_sf": (strided(p.store.key_scale), p.store.value_scale)},
+        "kv_cache_sf[0].stride(-1): expected 1, got 2",
+        NVFP4,
+    ),
+    Refusal(
+        "scales on another device",
+        lambda _: {"kv_cache_sf": torch.zeros(10, 2, 16, 2, 8, device="meta")},
+        "kv_cache_sf.device: expected cpu (of query), got meta",
+        NVFP4_STACKED,
+    ),
+    Refusal(
+        "rows of bytes for elements",
+        lambda p: {"query": p.query[..., :64]},
+        "kv_cache[0].shape[-1]: expected 32 (head_dim of query / 2), got 64",
+        NVFP4,
+    ),
+)
+def test_scales_of_nvfp4(refusal: Refusal) -> None:
+    """An NVFP4 cache has a scale for 16 elements, and no other cache has."""
+    check(refusal)
+
+
+@refusals(
+    Refusal(
+        "no values",
+        lambda _: {"v_cache": None},
+        "v_cache: expected a torch.Tensor, got NoneType",
+    ),
+    Refusal(
+        "keys and values in one tensor",
+        lambda p: {"k_cache": torch.stack([key(p), value(p)], dim=1)},
+        "k_cache.ndim: expected 4, got 5",
+    ),
+    Refusal(
+        "values of another dtype",
+        lambda p: {"v_cache": value(p).half()},
+        "v_cache.dtype: expected torch.bfloat16 (dtype of k_cache), got torch.float16",
+    ),
+    Refusal(
+        "scales of keys only",
+        lambda _: {"v_sf_cache": None},
+        "v_sf_cache: expected a torch.Tensor, got NoneType",
+        NVFP4,
+    ),
+    Refusal(
+        "scales of values only",
+        lambda p: {"v_sf_cache": value(p)},
+        "k_sf_cache: expected a torch.Tensor, got NoneType",
+    ),
+    Refusal(
+        "no scales for NVFP4",
+        lambda _: {"k_sf_cache": None, "v_sf_cache": None},
+        "k_sf_cache: expected a torch.Tensor, got NoneType",
+        NVFP4,
+    ),
+)
+def test_caches_of_xqa(refusal: Refusal) -> None:
+    """Keys and values are two tensors of four dimensions, and so are their scales."""
+    check_xqa(refusal)
+
+
+@pytest.mark.parametrize("head_dim", [8, 24, 272, 400, 528])
+def test_head_dims_without_a_kernel_are_refused_on_the_cpu_too(head_dim: int) -> None:
+    """A call that works without a GPU is one that has a kernel; the message lists what does."""
+    wide = GqaCase(name="", seq_lens=(70, 3), head_dim=528).build("cpu")
+    keys, values = (torch.zeros(10, 16, 2, head_dim, dtype=torch.bfloat16) for _ in range(2))
+    query = torch.zeros(2, 8, head_dim, dtype=torch.bfloat16)
+
+    with pytest.raises(UnsupportedError) as caught:
+        mlagen.decode.xqa_batch_decode_with_kv_cache(
+            **wide.arguments(query=query, kv_cache=(keys, values))
+        )
+
+    assert str(caught.value) == (
+        f"no GQA decode kernel for head_dim {head_dim}; supported: multiples of 16 up to 256, "
+        "and 512"
+    )
+
+
+def test_views_of_one_tensor_are_two_caches() -> None:
+    """Keys and values may be views of one buffer with both."""
+    problem = STACKED.build("cpu")
+    both = problem.arguments()["kv_cache"]
+
+    out = mlagen.decode.xqa_batch_decode_with_kv_cache(
+        **problem.arguments(kv_cache=(both[:, 0], both[:, 1]))
+    )
+
+    problem.check(out)
+
+
+def test_a_device_without_a_backend_is_refused() -> None:
+    """Tensors are on a GPU or on the CPU."""
+    arguments = SINGLE.build("cpu").arguments()
+    for name in ("query", "workspace_buffer", "block_tables", "seq_lens"):
+        arguments[name] = arguments[name].to("meta")
+    arguments["kv_cache"] = [cache.to("meta") for cache in arguments["kv_cache"]]
+
+    with pytest.raises(UnsupportedError) as caught:
+        mlagen.decode.xqa_batch_decode_with_kv_cache(**arguments)
+
+    assert str(caught.value) == "query.device: expected cuda or cpu, got meta"

@@ -1,0 +1,254 @@
+"""What a GPU call is remembered by, and what it hands to the kernels; seen without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import mlagen.decode
+from mlagen.api import gqa_call
+from mlagen.api.gqa_inputs import GqaInputs
+from mlagen.errors import ArgumentError
+from tests.api.gqa_launches import inputs_of, launches_of
+from tests.gqa_problems import E4M3, GqaCase
+
+UNIFORM = GqaCase(name="", seq_lens=(70, 3), q_len=2, mask="random", sink=3.0, window=50)
+STACKED = GqaCase(name="", seq_lens=(70, 3), form="stacked", layout="HND")
+RAGGED = GqaCase(name="", seq_lens=(70, 3), q_lens=(1, 4), kv="e4m3", out_dtype=E4M3)
+NVFP4 = GqaCase(name="", seq_lens=(70, 3), kv="nvfp4", form="stacked")
+
+
+CHANGES: dict[str, Callable[[GqaInputs], dict[str, Any]]] = {
+    "query shape": lambda i: {"query": i.query[:, :4]},
+    "query dtype": lambda i: {"query": i.query.half()},
+    "key shape": lambda i: {"key_cache": i.key_cache[:, :8]},
+    "key strides": lambda i: {"key_cache": i.key_cache.repeat(1, 2, 1, 1)[:, :16]},
+    "value strides": lambda i: {"value_cache": i.key_cache.repeat(1, 2, 1, 1)[:, :16]},
+    "no values": lambda _: {"value_cache": None},
+    "workspace size": lambda i: {"workspace_buffer": i.workspace_buffer[1:]},
+    "block table width": lambda i: {"block_tables": i.block_tables[:, :2]},
+    "lengths dtype": lambda i: {"seq_lens": i.seq_lens.long()},
+    "max_seq_len": lambda _: {"max_seq_len": 1000},
+    "q_len": lambda _: {"q_len": 4},
+    "layout": lambda _: {"kv_layout": "HND"},
+    "window": lambda _: {"window": 60},
+    "out given": lambda i: {"out": torch.zeros_like(i.query)},
+    "bmm1_scale a tensor": lambda _: {"bmm1_scale": torch.tensor(1.0)},
+    "bmm2_scale an int": lambda _: {"bmm2_scale": 1},
+    "no sinks": lambda _: {"sinks": None},
+    "no mask": lambda _: {"mask": None},
+    "mask dtype": lambda i: {"mask": i.mask.view(torch.uint32) if i.mask is not None else None},
+    "ragged": lambda _: {"cum_seq_lens_q": torch.zeros(3, dtype=torch.int32)},
+    "scales of both": lambda i: {"key_scales": i.key_cache},
+    "an axis of beams": lambda _: {"with_beam_axis": True},
+    "scales like xqa": lambda _: {"scales_like_xqa": True},
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_whatever_a_check_or_plan_may_see_is_part_of_the_form(
+    change: Callable[[GqaInputs], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call that differs in it is checked and planned anew."""
+    inputs = inputs_of(UNIFORM, monkeypatch)
+
+    changed = gqa_call._form_of(inputs._replace(**change(inputs)))
+
+    assert changed is not None
+    assert changed != gqa_call._form_of(inputs)
+
+
+def test_content_is_no_part_of_the_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other numbers in tensors of the same layout, and other floats, make the same form."""
+    inputs = inputs_of(UNIFORM, monkeypatch)
+    other = inputs._replace(
+        query=torch.zeros_like(inputs.query),
+        seq_lens=inputs.seq_lens + 1,
+        bmm1_scale=0.5,
+        out_16bit_factor=3.0,
+    )
+
+    assert gqa_call._form_of(other) == gqa_call._form_of(inputs)
+
+
+def test_what_cannot_be_hashed_is_refused_with_its_name() -> None:
+    """A list for a number meets the check, not the dictionary."""
+    arguments = UNIFORM.build("cpu").arguments(q_len_per_req=[2])
+
+    with pytest.raises(ArgumentError) as caught:
+        mlagen.decode.xqa_batch_decode_with_kv_cache(**arguments)
+
+    assert str(caught.value) == "q_len_per_req: expected an int, 1 or more, got [2]"
+
+
+def test_a_whole_call_launches_one_kernel_with_every_value_in_its_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Pointers, strides, counts and scales are those of the arguments."""
+    scale = torch.tensor(2.0)
+    inputs = inputs_of(UNIFORM, monkeypatch, bmm1_scale=0.25, bmm2_scale=scale, max_seq_len=16)
+
+    call, out, launches = launches_of(inputs, monkeypatch)
+
+    ((family, blocks, enable_pdl, values),) = launches
+    assert (family, blocks, enable_pdl) == ("gqa_decode", 4, True)
+    assert inputs.mask is not None
+    assert inputs.sinks is not None
+    assert inputs.value_cache is not None
+    assert values == {
+        "query": inputs.query.data_ptr(),
+        "key_cache": inputs.key_cache.data_ptr(),
+        "value_cache": inputs.value_cache.data_ptr(),
+        "key_scales": 0,
+        "value_scales": 0,
+        "block_tables": inputs.block_tables.data_ptr(),
+        "seq_lens": inputs.seq_lens.data_ptr(),
+        "cum_seq_lens_q": 0,
+        "draft_mask": inputs.mask.data_ptr(),
+        "bmm1_scale_tensor": 0,
+        "bmm2_scale_tensor": scale.data_ptr(),
+        "sinks": inputs.sinks.data_ptr(),
+        "out": out.data_ptr(),
+        "partial_out": inputs.workspace_buffer.data_ptr(),
+        "partial_lse": inputs.workspace_buffer.data_ptr(),
+        "query_stride": 8 * 128,
+        "query_head_stride": 128,
+        **{
+            f"{part}_{step}": size * 2
+            for part in ("key", "value")
+            for step, size in (
+                ("page_stride", 16 * 2 * 128),
+                ("token_stride", 2 * 128),
+                ("head_stride", 128),
+            )
+        },
+        **{
+            f"{part}_scale_{step}": 0
+            for part in ("key", "value")
+            for step in ("page_stride", "token_stride", "head_stride")
+        },
+        "total_rows": 32,
+        "requests": 2,
+        "kv_heads": 2,
+        "group": 4,
+        "q_len": 2,
+        "mask_words": 1,
+        "window": 50,
+        "max_pages": inputs.block_tables.shape[1],
+        "block_tables_stride": inputs.block_tables.stride(0),
+        "num_pages": len(inputs.key_cache),
+        "row_tiles": 1,
+        "splits": 1,
+        "scores_take_bmm2": 0,
+        "bmm1_scale": 0.25,
+        "bmm2_scale": 0.0,
+        "score_factor": 1.0,
+        "output_factor": 1.0,
+    }
+    assert call.plan.workspace_bytes == 0
+
+
+def test_a_split_call_leaves_partial_rows_and_then_their_lse_for_the_second_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both kernels agree on where the partial rows are and on what multiplies the result."""
+    workspace = torch.zeros(1 << 22)
+    inputs = inputs_of(
+        RAGGED, monkeypatch, max_seq_len=50_000, workspace_buffer=workspace, bmm2_scale=0.5
+    )
+
+    call, out, launches = launches_of(inputs, monkeypatch)
+
+    (first, _, _, decode), (second, blocks, _, combine) = launches
+    assert (first, second) == ("gqa_decode", "combine_splits")
+    partial_rows = call.plan.splits * 5 * 8
+    assert call.plan.splits > 1
+    assert decode["partial_lse"] == workspace.data_ptr() + partial_rows * 128 * 4
+    assert call.plan.workspace_bytes == partial_rows * 129 * 4
+    assert blocks == 5 * 8
+    shared = ("partial_out", "partial_lse", "out", "splits", "total_rows", "bmm2_scale", "sinks")
+    assert {name: combine[name] for name in shared} == {name: decode[name] for name in shared}
+    assert combine["output_factor"] == decode["output_factor"] == 1.0
+    assert (combine["heads"], combine["lse"], combine["out"]) == (8, 0, out.data_ptr())
+    assert (decode["q_len"], decode["requests"], decode["draft_mask"]) == (0, 2, 0)
+    assert inputs.cum_seq_lens_q is not None
+    assert decode["cum_seq_lens_q"] == inputs.cum_seq_lens_q.data_ptr()
+
+
+def test_values_in_the_tensor_of_the_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a stacked cache the values begin one axis further, and the strides are of its layout."""
+    inputs = inputs_of(STACKED, monkeypatch)
+
+    _, _, launches = launches_of(inputs, monkeypatch)
+
+    values = launches[0][3]
+    both = inputs.key_cache
+    assert values["value_cache"] == both[:, 1].data_ptr()
+    strides = [values[f"value_{step}_stride"] for step in ("page", "token", "head")]
+    assert strides == [2 * 2 * 16 * 128 * 2, 128 * 2, 16 * 128 * 2]
+
+
+def test_scales_in_one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scales of NVFP4 have pointers and strides of their own, in bytes."""
+    inputs = inputs_of(NVFP4, monkeypatch)
+
+    _, _, launches = launches_of(inputs, monkeypatch)
+
+    values = launches[0][3]
+    scales = inputs.key_scales
+    assert scales is not None
+    assert values["key_scales"] == scales.data_ptr()
+    assert values["value_scales"] == scales[:, 1].data_ptr()
+    strides = [values[f"key_scale_{step}_stride"] for step in ("page", "token", "head")]
+    assert strides == [2 * 16 * 2 * 8, 2 * 8, 8]
+    assert values["key_token_stride"] == 2 * 64
+
+
+def test_a_window_of_all_that_a_table_holds_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the kernel never adds a number near 2^31 to a position."""
+    inputs = inputs_of(UNIFORM, monkeypatch, window=2**31 - 1)
+
+    _, _, launches = launches_of(inputs, monkeypatch)
+
+    assert launches[0][3]["window"] == 0
+
+
+def test_a_workspace_that_is_too_small_is_refused_with_both_sizes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The message tells what would do."""
+    inputs = inputs_of(RAGGED, monkeypatch, max_seq_len=50_000)
+
+    with pytest.raises(ArgumentError, match=r"workspace_buffer: expected [0-9]+ bytes") as e:
+        launches_of(inputs, monkeypatch)
+
+    assert str(e.value).endswith("for this call, got 1024 bytes")
+
+
+def test_no_query_tokens_launch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests without query tokens leave an empty output."""
+    inputs = inputs_of(RAGGED, monkeypatch)
+    ends = torch.zeros(3, dtype=torch.int32)
+
+    _, out, launches = launches_of(
+        inputs._replace(query=inputs.query[:0], cum_seq_lens_q=ends, out=None), monkeypatch
+    )
+
+    assert launches == []
+    assert tuple(out.shape) == (0, 8, 128)
+
+
+def test_a_number_too_large_for_float32_is_refused_at_any_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Floats are no part of the form: a sound call before it does not let it through."""
+    inputs = inputs_of(STACKED, monkeypatch)
+    call, _, _ = launches_of(inputs, monkeypatch)
+
+    with pytest.raises(ArgumentError) as caught:
+        gqa_call._run_on_gpu(call, inputs._replace(bmm1_scale=1e300), enable_pdl=True)
+
+    assert str(caught.value) == "bmm1_scale: expected a number that float32 can hold, got 1e+300"

@@ -1,0 +1,122 @@
+"""What MLAGEN_CHECK=1 finds in the tensors of grouped-query decode, message by message."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from mlagen.settings import current_settings
+from tests.api.gqa_refusals import RAGGED, SINGLE, UNIFORM, Refusal, check, refusals
+from tests.gqa_cases import CASES
+from tests.gqa_problems import GqaCase
+from tests.gqa_semantics import decode
+
+
+@pytest.fixture(autouse=True)
+def _checking(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("MLAGEN_CHECK", "1")
+    current_settings.cache_clear()
+    yield
+    current_settings.cache_clear()
+
+
+def changed(tensor: torch.Tensor, at: tuple[int, ...], number: int) -> torch.Tensor:
+    """Return a tensor with another number in one place."""
+    other = tensor.clone()
+    other[at] = number
+    return other
+
+
+def ends(*numbers: int) -> torch.Tensor:
+    """Return ends of ragged queries."""
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+@refusals(
+    Refusal(
+        "a negative length",
+        lambda p: {"seq_lens": changed(p.seq_lens, (1,), -2)},
+        "seq_lens[1]: expected 0 or more, got -2",
+    ),
+    Refusal(
+        "a length that the table cannot hold",
+        lambda p: {"seq_lens": changed(p.seq_lens, (1,), 129)},
+        "seq_lens[1]: expected 128 (what its block table holds) or less, got 129",
+    ),
+    Refusal(
+        "fewer tokens than drafts",
+        lambda p: {"seq_lens": changed(p.seq_lens, (1,), 1)},
+        "seq_lens[1]: expected 0, or 2 (its query tokens) or more, got 1",
+        UNIFORM,
+    ),
+    Refusal(
+        "a page that is none",
+        lambda p: {"block_tables": changed(p.block_tables, (0, 4), 10)},
+        "block_tables[0, 4]: expected 0 to 9 (pages of the cache), got 10",
+    ),
+    Refusal(
+        "a negative page",
+        lambda p: {"block_tables": changed(p.block_tables, (1, 0), -1)},
+        "block_tables[1, 0]: expected 0 to 9 (pages of the cache), got -1",
+    ),
+    Refusal(
+        "ends that do not begin with 0",
+        lambda _: {"q_cu_seq_lens": ends(1, 2, 5)},
+        "q_cu_seq_lens[0]: expected 0, got 1",
+        RAGGED,
+    ),
+    Refusal(
+        "ends that leave tokens over",
+        lambda _: {"q_cu_seq_lens": ends(0, 2, 4)},
+        "q_cu_seq_lens[-1]: expected 5 (tokens of query), got 4",
+        RAGGED,
+    ),
+    Refusal(
+        "ends that go back",
+        lambda _: {"q_cu_seq_lens": ends(0, 6, 5)},
+        "q_cu_seq_lens[2]: expected 6 or more (q_cu_seq_lens[1]), got 5",
+        RAGGED,
+    ),
+    Refusal(
+        "a query longer than the longest",
+        lambda _: {"q_cu_seq_lens": ends(0, 0, 5)},
+        "q_cu_seq_lens.diff(): expected 4 (q_len_per_req) or less in every request, got 5",
+        RAGGED,
+    ),
+)
+def test_contradictions(refusal: Refusal) -> None:
+    """Lengths, tables and ends that cannot be meant are named with request and position."""
+    check(refusal)
+
+
+# A request shorter than its drafts is computed, but it is no sound one.
+SOUND = [
+    case
+    for case in CASES[::11]
+    if all(
+        length >= q_len or length == 0
+        for length, q_len in zip(case.seq_lens, case.lens, strict=True)
+    )
+    and max(case.seq_lens) <= 300
+]
+
+
+@pytest.mark.parametrize("case", SOUND, ids=str)
+def test_what_is_sound_passes(case: GqaCase) -> None:
+    """Wild ids past the end of a request and empty requests are no contradiction."""
+    problem = case.build("cpu")
+
+    out = decode(problem)
+
+    problem.check(out)
+
+
+def test_unsigned_tables_pass() -> None:
+    """A uint32 id is compared as the number that it is."""
+    problem = SINGLE.build("cpu")
+
+    out = decode(problem, block_tables=problem.block_tables.view(torch.uint32))
+
+    problem.check(out)

@@ -1,0 +1,59 @@
+"""What multiplies scores and results, by entry point and dtype; seen without a GPU."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from tests.api.gqa_launches import inputs_of, launches_of, xqa_inputs_of
+from tests.gqa_problems import E4M3, GqaCase
+
+
+@pytest.mark.parametrize(
+    ("case", "factors"),
+    [
+        (GqaCase(name="", seq_lens=(70,), o_scale=0.3), (1.0, 0, 2.0, 0.3)),
+        (GqaCase(name="", seq_lens=(70,), o_scale=0.3, kv="int8"), (1.0, 0, 2.0, 0.3)),
+        (
+            GqaCase(name="", seq_lens=(70,), o_scale=0.3, kv="e4m3", out_dtype=E4M3),
+            (1.0, 0, 2.0, 1.0),
+        ),
+    ],
+    ids=["16 bits", "int8", "to e4m3"],
+)
+def test_factors_of_the_batch_decode(
+    case: GqaCase, factors: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scale of the output counts where the output has 16 bits; nothing else is added."""
+    inputs = inputs_of(case, monkeypatch, bmm2_scale=2.0)
+
+    _, _, launches = launches_of(inputs, monkeypatch)
+
+    values = launches[0][3]
+    names = ("score_factor", "scores_take_bmm2", "bmm2_scale", "output_factor")
+    assert tuple(values[name] for name in names) == factors
+
+
+@pytest.mark.parametrize(
+    ("case", "factors"),
+    [
+        (GqaCase(name="", seq_lens=(70,)), (0, 1.0, 1.0)),
+        (GqaCase(name="", seq_lens=(70,), kv="int8"), (1, 2.0, 1.0)),
+        (GqaCase(name="", seq_lens=(70,), kv="nvfp4"), (1, 2.0, 1.0)),
+        (GqaCase(name="", seq_lens=(70,), kv="e4m3", out_dtype=E4M3), (1, 2.0, 4.0)),
+    ],
+    ids=["16 bits", "int8", "nvfp4", "to e4m3"],
+)
+def test_factors_of_xqa(
+    case: GqaCase, factors: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scores take 1 / sqrt(head_dim), and kv_scale where the cache is quantised."""
+    inputs = xqa_inputs_of(case, monkeypatch, bmm2_scale=2.0)
+
+    _, _, launches = launches_of(inputs, monkeypatch)
+
+    values = launches[0][3]
+    names = ("scores_take_bmm2", "bmm2_scale", "output_factor")
+    assert tuple(values[name] for name in names) == factors
+    assert math.isclose(values["score_factor"], 128**-0.5)

@@ -1,0 +1,103 @@
+"""Pairs and numbers of grouped-query decode that are none."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from mlagen.api.gqa_numbers import pair_of, positive_factor, whole_number
+from mlagen.errors import ArgumentError
+from tests.api.gqa_refusals import Refusal, check, check_xqa, refusals
+
+
+@refusals(
+    Refusal("text", lambda _: {"window_left": "1"}, "window_left: expected an int, got '1'"),
+    Refusal("a fraction", lambda _: {"window_left": 0.5}, "window_left: expected an int, got 0.5"),
+    Refusal("a bool", lambda _: {"window_left": True}, "window_left: expected an int, got True"),
+    Refusal(
+        "a tensor",
+        lambda _: {"window_left": torch.tensor(1)},
+        "window_left: expected an int, got tensor(1)",
+    ),
+    Refusal(
+        "nothing", lambda _: {"o_scale": 0.0}, "o_scale: expected a finite number above 0, got 0.0"
+    ),
+    Refusal(
+        "a negative scale",
+        lambda _: {"o_scale": -1},
+        "o_scale: expected a finite number above 0, got -1",
+    ),
+    Refusal(
+        "a NaN",
+        lambda _: {"o_scale": math.nan},
+        "o_scale: expected a finite number above 0, got nan",
+    ),
+    Refusal(
+        "an infinity",
+        lambda _: {"o_scale": math.inf},
+        "o_scale: expected a finite number above 0, got inf",
+    ),
+    Refusal(
+        "too large for float32",
+        lambda _: {"o_scale": 1e39},
+        "o_scale: expected a number that float32 can hold, got 1e+39",
+    ),
+    Refusal(
+        "a scale in a tensor",
+        lambda _: {"o_scale": torch.tensor(1.0)},
+        "o_scale: expected a float, got tensor(1.)",
+    ),
+)
+def test_of_the_batch_decode(refusal: Refusal) -> None:
+    """The window is an int of any sign, the scale of the output a positive number."""
+    check(refusal)
+
+
+@refusals(
+    Refusal(
+        "a fraction",
+        lambda _: {"sliding_win_size": 0.5},
+        "sliding_win_size: expected an int, got 0.5",
+    ),
+    Refusal(
+        "nothing",
+        lambda _: {"rcp_out_scale": 0.0},
+        "rcp_out_scale: expected a finite number above 0, got 0.0",
+    ),
+)
+def test_of_xqa(refusal: Refusal) -> None:
+    """The same under other names."""
+    check_xqa(refusal)
+
+
+@pytest.mark.parametrize("number", [-(2**40), -1, 0, 5, 2**40])
+def test_whole_numbers_of_any_sign(number: int) -> None:
+    """An int is what it is."""
+    assert whole_number(number, "window_left") == number
+
+
+@pytest.mark.parametrize(("number", "factor"), [(1, 1.0), (2.5, 2.5), (1e-35, 1e-35), (3e38, 3e38)])
+def test_positive_factors(number: float, factor: float) -> None:
+    """An int counts as the same float."""
+    result = positive_factor(number, "o_scale")
+
+    assert result == factor
+    assert isinstance(result, float)
+
+
+def test_one_tensor_is_a_pair_without_a_second() -> None:
+    """A tensor holds both, two in a tuple or list are the two."""
+    both = torch.zeros(3)
+
+    assert pair_of(both, "kv_cache") == (both, None)
+    assert pair_of((both, both), "kv_cache") == pair_of([both, both], "kv_cache") == (both, both)
+
+
+def test_a_pair_is_of_tensors() -> None:
+    """The message says which of the two is none."""
+    with pytest.raises(ArgumentError) as caught:
+        pair_of([None, torch.zeros(3)], "kv_cache")  # type: ignore[list-item]
+
+    assert str(caught.value) == "kv_cache[0]: expected a torch.Tensor, got NoneType"

@@ -1,0 +1,70 @@
+"""Which kernel serves a grouped-query decode call, and how the call is spread; without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from mlagen.api import gqa_plan
+from mlagen.runtime.plan import DecodePlan
+from mlagen.spec.arch import Arch
+from mlagen.spec.dtype import DType
+from mlagen.spec.gqa import GqaDecodeSpec, GqaVariant
+
+VARIANT = GqaVariant(query_dtype=DType.BF16, kv_dtype=DType.BF16, out_dtype=DType.BF16)
+
+
+class _Facts:
+    sm_count = 132
+
+
+@pytest.fixture(autouse=True)
+def _an_h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(gqa_plan, "arch_of_device", lambda _: Arch(90, "a"))
+    monkeypatch.setattr(gqa_plan, "device_facts", lambda _: _Facts)
+    gqa_plan.plan_gqa_call.cache_clear()
+    yield
+    gqa_plan.plan_gqa_call.cache_clear()
+
+
+def plan(
+    *, q_len: int = 1, group: int = 4, window: int = 0, longest_kv: int = 1000, **changes: int
+) -> tuple[GqaDecodeSpec, DecodePlan]:
+    """Return the kernel and the plan of a call of four requests on two kv heads."""
+    return gqa_plan.plan_gqa_call(
+        device=0,
+        variant=VARIANT,
+        batch=4,
+        q_len=q_len,
+        is_ragged=bool(changes.get("is_ragged")),
+        tokens=changes.get("tokens", 4 * q_len),
+        heads=2 * group,
+        kv_heads=2,
+        window=window,
+        longest_kv=longest_kv,
+    )
+
+
+def test_the_tile_is_one_for_the_rows_of_a_kv_head() -> None:
+    """Query heads that share keys, of all query tokens, are the rows of a tile."""
+    narrow, _ = plan(group=4, q_len=4)
+    wide, _ = plan(group=4, q_len=5)
+
+    assert (narrow.tile.tile_rows, wide.tile.tile_rows) == (16, 32)
+
+
+def test_a_window_bounds_the_tokens_that_are_split() -> None:
+    """A row of 100000 tokens that sees 64 is not worth more splits than one of 64."""
+    assert plan(window=64, longest_kv=100_000)[1] == plan(longest_kv=65)[1]
+    assert plan(window=64, longest_kv=10)[1] == plan(longest_kv=10)[1]
+    assert plan(longest_kv=100_000)[1].splits > plan(longest_kv=65)[1].splits
+
+
+def test_ragged_queries_take_tiles_by_their_tokens() -> None:
+    """How many tiles there are depends on the tokens of all, not on the longest query."""
+    few = plan(is_ragged=1, q_len=64, tokens=4)[1]
+    many = plan(is_ragged=1, q_len=64, tokens=256)[1]
+
+    assert few.row_tiles < many.row_tiles
+    assert plan(q_len=64)[1].row_tiles < many.row_tiles

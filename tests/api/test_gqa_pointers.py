@@ -1,0 +1,84 @@
+"""Tensors of grouped-query decode that do not begin where a kernel can read or write."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.api.gqa_refusals import NVFP4, STACKED, UNIFORM, Refusal, check, refusals
+from tests.api.refusals import displaced
+from tests.gqa_problems import GqaProblem
+from tests.gqa_semantics import decode
+
+
+def stacked_with_a_gap(problem: GqaProblem) -> torch.Tensor:
+    """Return both caches in one tensor, the values 8 bytes after a 16-byte address."""
+    key, value = problem.store.key, problem.store.value
+    pages, elements = len(key), key[0].numel()
+    memory = torch.zeros(pages, 2 * elements + 8, dtype=key.dtype)
+    both = memory.as_strided(
+        (pages, 2, *key.shape[1:]), (2 * elements + 8, elements + 4, *key.stride()[1:])
+    )
+    both[:, 0], both[:, 1] = key, value
+    return both
+
+
+@refusals(
+    Refusal(
+        "query",
+        lambda p: {"query": displaced(p.query)},
+        "query.data_ptr(): expected a multiple of 16, got 2 more than one",
+    ),
+    Refusal(
+        "keys",
+        lambda p: {"kv_cache": (displaced(p.store.key), p.store.value)},
+        "kv_cache[0].data_ptr(): expected a multiple of 16, got 2 more than one",
+    ),
+    Refusal(
+        "values",
+        lambda p: {"kv_cache": (p.store.key, displaced(p.store.value))},
+        "kv_cache[1].data_ptr(): expected a multiple of 16, got 2 more than one",
+    ),
+    Refusal(
+        "values in the tensor of the keys",
+        lambda p: {"kv_cache": stacked_with_a_gap(p)},
+        "kv_cache.data_ptr(): expected a multiple of 16, got 8 more than one",
+        STACKED,
+    ),
+    Refusal(
+        "NVFP4, of which rows may be 8 bytes apart",
+        lambda p: {"kv_cache": (displaced(p.store.key), p.store.value)},
+        "kv_cache[0].data_ptr(): expected a multiple of 8, got 1 more than one",
+        NVFP4,
+    ),
+    Refusal(
+        "workspace",
+        lambda _: {"workspace_buffer": displaced(torch.zeros(64))},
+        "workspace_buffer.data_ptr(): expected a multiple of 16, got 4 more than one",
+    ),
+    Refusal(
+        "out",
+        lambda p: {"out": displaced(torch.zeros_like(p.query))},
+        "out.data_ptr(): expected a multiple of 16, got 2 more than one",
+    ),
+    Refusal(
+        "mask",
+        lambda p: {"mask": displaced(p.mask.view(torch.int16)).view(torch.uint16)},
+        "mask.data_ptr(): expected a multiple of 4, got 2 more than one",
+        UNIFORM,
+    ),
+)
+def test_a_tensor_that_begins_between_addresses(refusal: Refusal) -> None:
+    """Rows are copied 16 bytes at a time, on the CPU as on the GPU."""
+    check(refusal)
+
+
+def test_nvfp4_may_begin_at_any_8_bytes() -> None:
+    """Half of 16 bytes is enough for rows of 4-bit elements."""
+    problem = NVFP4.build("cpu")
+    key = problem.store.key
+    memory = torch.zeros(key.numel() + 8, dtype=torch.uint8)
+    moved = memory[8:].view(key.shape).copy_(key)
+
+    out = decode(problem, kv_cache=(moved, problem.store.value))
+
+    problem.check(out)

@@ -1,0 +1,211 @@
+"""Bad queries of grouped-query decode, message by message; a refused call has written nothing."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.api.gqa_refusals import RAGGED, SINGLE, UNIFORM, Refusal, check, check_xqa, refusals
+from tests.api.refusals import padded, strided
+from tests.xqa_semantics import run_xqa
+
+
+@refusals(
+    Refusal("no tensor", lambda _: {"query": None}, "query: expected a torch.Tensor, got NoneType"),
+    Refusal(
+        "four dimensions",
+        lambda p: {"query": p.query[:, None]},
+        "query.ndim: expected 3, got 4",
+    ),
+    Refusal(
+        "float32",
+        lambda p: {"query": p.query.float()},
+        "query.dtype: expected torch.bfloat16 or torch.float16, got torch.float32",
+    ),
+    Refusal(
+        "gaps in a row",
+        lambda p: {"query": strided(p.query)},
+        "query.stride(-1): expected 1, got 2",
+    ),
+    Refusal(
+        "rows that are no whole 16 bytes apart",
+        lambda p: {"query": padded(p.query, 4)},
+        "query.stride(1): expected a multiple of 8, got 132",
+    ),
+    Refusal(
+        "no heads",
+        lambda p: {"query": p.query[:, :0]},
+        "query.shape[-2]: expected 1 head or more, got 0",
+    ),
+    Refusal(
+        "heads that kv heads do not divide",
+        lambda p: {"query": p.query[:, :7]},
+        "query.shape[-2]: expected a multiple of 2 (heads of kv_cache[0]), got 7",
+    ),
+    Refusal(
+        "another width than the cache",
+        lambda p: {"query": p.query[..., :64]},
+        "kv_cache[0].shape[-1]: expected 64 (head_dim of query), got 128",
+    ),
+)
+def test_form(refusal: Refusal) -> None:
+    """Form, dtype, strides and sizes of the query are checked."""
+    check(refusal)
+
+
+@refusals(
+    Refusal(
+        "tokens that requests cannot share",
+        lambda p: {"query": p.query[:3]},
+        "query.shape[0]: expected a multiple of 2 (q_len_per_req), got 3",
+        UNIFORM,
+    ),
+    Refusal(
+        "no query tokens",
+        lambda _: {"q_len_per_req": 0},
+        "q_len_per_req: expected an int, 1 or more, got 0",
+    ),
+    Refusal(
+        "a fraction of query tokens",
+        lambda _: {"q_len_per_req": 1.5},
+        "q_len_per_req: expected an int, 1 or more, got 1.5",
+    ),
+    Refusal(
+        "lengths of another batch",
+        lambda p: {"seq_lens": p.seq_lens.repeat(2)},
+        "seq_lens.shape: expected [2] or [2, 1] (batch of query), got [4]",
+    ),
+    Refusal(
+        "lengths of two columns",
+        lambda p: {"seq_lens": p.seq_lens[:, None].repeat(1, 2)},
+        "seq_lens.shape: expected [2] or [2, 1] (batch of query), got [2, 2]",
+    ),
+    Refusal(
+        "lengths of int64",
+        lambda p: {"seq_lens": p.seq_lens.long()},
+        "seq_lens.dtype: expected torch.int32 or torch.uint32, got torch.int64",
+    ),
+    Refusal(
+        "lengths on another device",
+        lambda p: {"seq_lens": p.seq_lens.to("meta")},
+        "seq_lens.device: expected cpu (of query), got meta",
+    ),
+    Refusal(
+        "lengths with gaps",
+        lambda p: {"seq_lens": strided(p.seq_lens)},
+        "seq_lens.stride(): expected contiguous for shape [2], got (2,)",
+    ),
+    Refusal(
+        "no lengths",
+        lambda _: {"seq_lens": [70, 3]},
+        "seq_lens: expected a torch.Tensor, got list",
+    ),
+)
+def test_requests(refusal: Refusal) -> None:
+    """Query tokens and lengths are those of the same requests."""
+    check(refusal)
+
+
+@refusals(
+    Refusal(
+        "a longest query of one token",
+        lambda _: {"q_len_per_req": 1},
+        "q_len_per_req: expected 2 or more with q_cu_seq_lens, got 1",
+        RAGGED,
+    ),
+    Refusal(
+        "more tokens than the longest query allows",
+        lambda _: {"q_len_per_req": 2},
+        "query.shape[0]: expected 4 or less (batch * q_len_per_req), got 5",
+        RAGGED,
+    ),
+    Refusal(
+        "a list of ends",
+        lambda _: {"q_cu_seq_lens": [0, 1, 5]},
+        "q_cu_seq_lens: expected a torch.Tensor, got list",
+        RAGGED,
+    ),
+    Refusal(
+        "ends of int64",
+        lambda p: {"q_cu_seq_lens": p.cum_seq_lens_q.long()},
+        "q_cu_seq_lens.dtype: expected torch.int32 or torch.uint32, got torch.int64",
+        RAGGED,
+    ),
+    Refusal(
+        "ends on another device",
+        lambda p: {"q_cu_seq_lens": p.cum_seq_lens_q.to("meta")},
+        "q_cu_seq_lens.device: expected cpu (of query), got meta",
+        RAGGED,
+    ),
+    Refusal(
+        "an end for each request only",
+        lambda p: {"q_cu_seq_lens": p.cum_seq_lens_q[:2]},
+        "q_cu_seq_lens.shape: expected [3] (batch + 1), got [2]",
+        RAGGED,
+    ),
+    Refusal(
+        "ends with gaps",
+        lambda p: {"q_cu_seq_lens": strided(p.cum_seq_lens_q)},
+        "q_cu_seq_lens.stride(): expected contiguous for shape [3], got (2,)",
+        RAGGED,
+    ),
+)
+def test_ragged(refusal: Refusal) -> None:
+    """Ends of ragged queries are 32-bit, one more than there are requests."""
+    check(refusal)
+
+
+@refusals(
+    Refusal(
+        "three dimensions",
+        lambda p: {"q": p.query},
+        "q.ndim: expected 4 or 5, got 3",
+    ),
+    Refusal(
+        "four dimensions for several tokens",
+        lambda p: {"q": p.query[:, None]},
+        "q.ndim: expected 5, got 4",
+        UNIFORM,
+    ),
+    Refusal(
+        "two beams",
+        lambda p: {"q": p.query[:, None].repeat(1, 2, 1, 1)},
+        "q.shape[1]: expected 1, got 2",
+    ),
+    Refusal(
+        "other tokens than told",
+        lambda p: {"q": p.query.view(2, 1, 2, 8, 128)[:, :, :1]},
+        "q.shape[2]: expected 2 (q_seq_len), got 1",
+        UNIFORM,
+    ),
+    Refusal(
+        "a gap between requests",
+        lambda p: {"q": padded(p.query.view(2, 1, 2, 8, 128), 1, dim=2)},
+        "q.stride(0): expected 2048 (q_len * stride of a query token), got 3072",
+        UNIFORM,
+    ),
+    Refusal(
+        "a longest query of one token",
+        lambda _: {"q_seq_len": 1},
+        "q_seq_len: expected 2 or more with q_cu_seq_lens, got 1",
+        RAGGED,
+    ),
+    Refusal(
+        "four dimensions where queries are ragged",
+        lambda p: {"q": p.query[:, None]},
+        "q.ndim: expected 3, got 4",
+        RAGGED,
+    ),
+)
+def test_query_of_xqa(refusal: Refusal) -> None:
+    """An axis of size 1 follows the batch, and then the query tokens if there are several."""
+    check_xqa(refusal)
+
+
+def test_one_token_on_an_axis_of_its_own() -> None:
+    """`[batch, 1, 1, heads, head_dim]` is one query token of each request."""
+    problem = SINGLE.build("cpu")
+    output = torch.empty(2, 1, 1, 8, 128, dtype=torch.bfloat16)
+
+    run_xqa(problem, q=problem.query.view(2, 1, 1, 8, 128), output=output)
+
+    problem.check(output)

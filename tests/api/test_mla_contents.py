@@ -1,0 +1,131 @@
+"""MLA decode under ``MLAGEN_CHECK=1``: what is found, and that nothing sound is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from mlagen.api.mla_call import run_mla
+from mlagen.errors import ArgumentError
+from mlagen.settings import current_settings
+from tests.cases import MlaCase, MlaProblem
+
+UNIFORM = MlaCase(name="uniform", seq_lens=(70, 2, 0), q_len=2)
+RAGGED = MlaCase(name="ragged", seq_lens=(70, 3), q_lens=(1, 3))
+FLAT = replace(UNIFORM, name="flat tables", flat_tables=True)
+APART = replace(UNIFORM, name="values in other pages", values="other pages")
+SPARSE = replace(UNIFORM, name="lists of tokens", top_k=70)
+BIASED = replace(UNIFORM, name="a bias", bias="for each head")
+NOT_CAUSAL = MlaCase(name="not causal", seq_lens=(1, 0), q_len=4, is_causal=False)
+
+
+@pytest.fixture(autouse=True)
+def checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Switch the checks on."""
+    monkeypatch.setenv("MLAGEN_CHECK", "1")
+    current_settings.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "case", [UNIFORM, RAGGED, FLAT, APART, SPARSE, BIASED, NOT_CAUSAL], ids=str
+)
+def test_what_is_sound_is_computed(case: MlaCase) -> None:
+    """Poison that no kernel looks at is not looked at by a check."""
+    problem = case.build("cpu")
+
+    out, _ = run_mla(problem.inputs(), enable_pdl=True)
+
+    problem.check(out)
+
+
+def put(tensor: torch.Tensor | None, *at: int, value: int) -> torch.Tensor:
+    """Return a copy with one element changed."""
+    assert tensor is not None
+    copy = tensor.clone()
+    copy[at] = value
+    return copy
+
+
+Change = Callable[[MlaProblem], dict[str, Any]]
+REFUSED: dict[str, tuple[MlaCase, Change, str]] = {
+    "a wild page id": (
+        UNIFORM,
+        lambda p: {"block_tables": put(p.block_tables, 0, 1, value=-1)},
+        "block_tables[0, 1]: expected 0 to 6 (pages of the cache), got -1",
+    ),
+    "a wild page id of values": (
+        APART,
+        lambda p: {"block_tables": put(p.block_tables, 1, 1, 0, value=10)},
+        "block_tables[1, 0]: expected 0 to 9 (pages of the cache), got 10",
+    ),
+    "a wild page id in a row": (
+        FLAT,
+        lambda p: {"block_tables": put(p.block_tables, 2, value=99)},
+        "block_tables[2]: expected 0 to 6 (pages of the cache), got 99",
+    ),
+    "a length beyond the table": (
+        UNIFORM,
+        lambda p: {"seq_lens": put(p.seq_lens, 1, value=321)},
+        "seq_lens[1]: expected 320 (what its block table holds) or less, got 321",
+    ),
+    "a length beyond its part of the page ids": (
+        FLAT,
+        lambda p: {"seq_lens": put(p.seq_lens, 1, value=65)},
+        "seq_lens[1]: expected 64 (what its block table holds) or less, got 65",
+    ),
+    "a length without its new tokens": (
+        UNIFORM,
+        lambda p: {"seq_lens": put(p.seq_lens, 1, value=1)},
+        "seq_lens[1]: expected 0, or 2 (its query tokens) or more, got 1",
+    ),
+    "ends that go back": (
+        RAGGED,
+        lambda p: {"cum_seq_lens_q": put(p.cum_seq_lens_q, 1, value=5)},
+        "cum_seq_lens_q[2]: expected 5 or more (cum_seq_lens_q[1]), got 4",
+    ),
+    "ends that leave query tokens to nobody": (
+        RAGGED,
+        lambda p: {"cum_seq_lens_q": put(p.cum_seq_lens_q, 2, value=3)},
+        "cum_seq_lens_q[-1]: expected 4 (tokens of query), got 3",
+    ),
+    "places that go past the page ids": (
+        FLAT,
+        lambda p: {"table_starts": put(p.rare["table_starts"], 3, value=99)},
+        "kv_indptr[-1]: expected 11 (page ids) or less, got 99",
+    ),
+    "a length beyond the bias": (
+        BIASED,
+        lambda p: {"seq_lens": put(p.seq_lens, 0, value=76)},
+        "max(seq_lens): expected 75 (bias) or less, got 76",
+    ),
+}
+
+
+@pytest.mark.parametrize(("case", "change", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_contradicts_itself_is_told(case: MlaCase, change: Change, message: str) -> None:
+    """The message names request and position; nothing is written."""
+    problem = case.build("cpu")
+    shape = (*problem.query.shape[:-1], 512)
+    out = torch.full(shape, 7.0, dtype=torch.bfloat16)
+
+    with pytest.raises(ArgumentError) as caught:
+        run_mla(problem.inputs(out=out, **change(problem)), enable_pdl=True)
+
+    assert str(caught.value) == message
+    assert (out == 7.0).all()
+
+
+def test_without_the_variable_nothing_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checks wait for the device, so they are for those who ask."""
+    monkeypatch.delenv("MLAGEN_CHECK")
+    current_settings.cache_clear()
+    problem = UNIFORM.build("cpu")
+    tables = put(problem.block_tables, 0, 1, value=-1)
+
+    out, _ = run_mla(problem.inputs(block_tables=tables), enable_pdl=True)
+
+    assert out.isfinite().all()

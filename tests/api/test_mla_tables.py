@@ -1,0 +1,213 @@
+"""Bad lengths, tables and lists of MLA decode, message by message."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.api.refusals import (
+    FLAT,
+    OTHER_PAGES,
+    SPARSE,
+    SPARSE_RAGGED,
+    Refusal,
+    check,
+    check_inputs,
+    padded,
+    refusals,
+    strided,
+)
+
+
+@refusals(
+    Refusal(
+        "a list",
+        lambda _: {"seq_lens": [70, 3]},
+        "seq_lens: expected a torch.Tensor, got list",
+    ),
+    Refusal(
+        "another device",
+        lambda p: {"seq_lens": p.seq_lens.to("meta")},
+        "seq_lens.device: expected cpu (of query), got meta",
+    ),
+    Refusal(
+        "int64",
+        lambda p: {"seq_lens": p.seq_lens.long()},
+        "seq_lens.dtype: expected torch.int32 or torch.uint32, got torch.int64",
+    ),
+    Refusal(
+        "two dimensions",
+        lambda p: {"seq_lens": p.seq_lens[:, None]},
+        "seq_lens.ndim: expected 1, got 2",
+    ),
+    Refusal(
+        "gaps",
+        lambda p: {"seq_lens": strided(p.seq_lens)},
+        "seq_lens.stride(): expected contiguous for shape [2], got (2,)",
+    ),
+    Refusal(
+        "another batch",
+        lambda p: {"seq_lens": p.seq_lens.repeat(2)},
+        "seq_lens.shape: expected [2] (batch of query), got [4]",
+    ),
+    Refusal(
+        "no tables",
+        lambda _: {"block_tables": None},
+        "block_tables: expected a torch.Tensor, got NoneType",
+    ),
+    Refusal(
+        "tables on another device",
+        lambda p: {"block_tables": p.block_tables.to("meta")},
+        "block_tables.device: expected cpu (of query), got meta",
+    ),
+    Refusal(
+        "int64 tables",
+        lambda p: {"block_tables": p.block_tables.long()},
+        "block_tables.dtype: expected torch.int32 or torch.uint32, got torch.int64",
+    ),
+    Refusal(
+        "tables of keys and values apart, not announced",
+        lambda p: {"block_tables": p.block_tables[:, None].expand(-1, 2, -1)},
+        "block_tables.ndim: expected 2, got 3",
+    ),
+    Refusal(
+        "gaps in a table",
+        lambda p: {"block_tables": strided(p.block_tables)},
+        "block_tables.stride(-1): expected 1, got 2",
+    ),
+    Refusal(
+        "tables of another batch",
+        lambda p: {"block_tables": p.block_tables[:1]},
+        "block_tables.shape[0]: expected 2 (batch), got 1",
+    ),
+)
+def test_lengths_and_tables(refusal: Refusal) -> None:
+    """Both are 32-bit, of the query's batch and device, without gaps."""
+    check(refusal)
+
+
+@refusals(
+    Refusal(
+        "one table",
+        lambda p: {"block_tables": p.block_tables[:, 0]},
+        "block_tables.ndim: expected 3, got 2",
+        OTHER_PAGES,
+    ),
+    Refusal(
+        "a list",
+        lambda _: {"block_tables": []},
+        "block_tables: expected a torch.Tensor, got list",
+        OTHER_PAGES,
+    ),
+    Refusal(
+        "three tables",
+        lambda p: {"block_tables": p.block_tables[:, :1].expand(-1, 3, -1)},
+        "block_tables.shape[1]: expected 2 (keys, values), got 3",
+        OTHER_PAGES,
+    ),
+)
+def test_tables_of_keys_and_values_apart(refusal: Refusal) -> None:
+    """Without shared indices every request has two tables."""
+    check(refusal)
+
+
+@refusals(
+    Refusal(
+        "another number of entries",
+        lambda _: {"sparse_mla_top_k": 64},
+        "block_tables.shape: expected [2, 2, 64] (batch, q_len, sparse_mla_top_k), got [2, 2, 70]",
+        SPARSE,
+    ),
+    Refusal(
+        "one list for a request",
+        lambda p: {"block_tables": p.block_tables[:, 0]},
+        "block_tables.shape: expected [2, 2, 70] (batch, q_len, sparse_mla_top_k), got [2, 70]",
+        SPARSE,
+    ),
+    Refusal(
+        "lists of ragged queries by request",
+        lambda p: {"block_tables": p.block_tables[None]},
+        "block_tables.shape: expected [5, 70] (query tokens, sparse_mla_top_k), got [1, 5, 70]",
+        SPARSE_RAGGED,
+    ),
+    Refusal(
+        "gaps in a list",
+        lambda p: {"block_tables": strided(p.block_tables)},
+        "block_tables.stride(-1): expected 1, got 2",
+        SPARSE,
+    ),
+    Refusal(
+        "a gap between requests",
+        lambda p: {"block_tables": padded(p.block_tables, 1, dim=1)},
+        "block_tables.stride(0): expected 140 (q_len * stride of a query token), got 210",
+        SPARSE,
+    ),
+    Refusal(
+        "a negative number",
+        lambda _: {"sparse_mla_top_k": -1},
+        "sparse_mla_top_k: expected an int, 0 or more, got -1",
+        SPARSE,
+    ),
+    Refusal(
+        "a fraction",
+        lambda _: {"sparse_mla_top_k": 70.0},
+        "sparse_mla_top_k: expected an int, 0 or more, got 70.0",
+        SPARSE,
+    ),
+    Refusal(
+        "lengths without lists",
+        lambda _: {"sparse_mla_top_k_lens": torch.ones(4, dtype=torch.int32)},
+        "sparse_mla_top_k_lens: expected None without sparse_mla_top_k, got a tensor",
+    ),
+    Refusal(
+        "lengths of requests",
+        lambda _: {"sparse_mla_top_k_lens": torch.ones(2, dtype=torch.int32)},
+        "sparse_mla_top_k_lens.shape: expected [4] (query tokens), got [2]",
+        SPARSE,
+    ),
+    Refusal(
+        "int64 lengths",
+        lambda _: {"sparse_mla_top_k_lens": torch.ones(4, dtype=torch.int64)},
+        "sparse_mla_top_k_lens.dtype: expected torch.int32 or torch.uint32, got torch.int64",
+        SPARSE,
+    ),
+    Refusal(
+        "lengths with gaps",
+        lambda _: {"sparse_mla_top_k_lens": strided(torch.ones(4, dtype=torch.int32))},
+        "sparse_mla_top_k_lens.stride(): expected contiguous for shape [4], got (2,)",
+        SPARSE,
+    ),
+)
+def test_lists_of_tokens(refusal: Refusal) -> None:
+    """Every query token has a list of exactly the announced length."""
+    check(refusal)
+
+
+@refusals(
+    Refusal(
+        "no tensor",
+        lambda _: {"table_starts": [0, 2, 3]},
+        "kv_indptr: expected a torch.Tensor, got list",
+        FLAT,
+    ),
+    Refusal(
+        "pages of each request instead of places",
+        lambda p: {"table_starts": p.rare["table_starts"][1:]},
+        "kv_indptr.shape: expected [3] (batch + 1), got [2]",
+        FLAT,
+    ),
+    Refusal(
+        "page ids in two dimensions",
+        lambda p: {"block_tables": p.block_tables[None]},
+        "block_tables.ndim: expected 1, got 2",
+        FLAT,
+    ),
+    Refusal(
+        "page ids with gaps",
+        lambda p: {"block_tables": strided(p.block_tables)},
+        "block_tables.stride(): expected contiguous for shape [11], got (2,)",
+        FLAT,
+    ),
+)
+def test_flat_tables(refusal: Refusal) -> None:
+    """Page ids in a row come with the place where each request's begin."""
+    check_inputs(refusal)

@@ -1,0 +1,149 @@
+"""The workspace that a caller is told of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import mlagen
+from mlagen.api import gqa_plan, mla_plan
+from mlagen.errors import ArgumentError, UnsupportedError
+from mlagen.runtime.device import DeviceFacts
+from mlagen.spec.arch import Arch
+from tests.api.launches import launched, record_launches
+from tests.cases import MlaCase
+
+E4M3 = torch.float8_e4m3fn
+
+
+@pytest.fixture
+def h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let GPU 0 be an H200."""
+    facts = DeviceFacts(index=0, name="", major=9, minor=0, sm_count=132, memory_bytes=0)
+    plans = (mla_plan.plan_call, gqa_plan.plan_gqa_call)
+    for module in (mla_plan, gqa_plan):
+        monkeypatch.setattr(module, "arch_of_device", lambda _: Arch(90, "a"))
+        monkeypatch.setattr(module, "device_facts", lambda _: facts)
+    for plan in plans:
+        plan.cache_clear()
+    yield
+    for plan in plans:
+        plan.cache_clear()
+
+
+@pytest.mark.usefixtures("h200")
+def test_no_call_needs_more_than_513_kib_for_each_sm() -> None:
+    """What the docstring promises holds for small and large batches, short and long."""
+    needed = [
+        mlagen.workspace_bytes(batch=batch, q_len=1, heads=heads, max_seq_len=max_seq_len)
+        for batch in (1, 2, 7, 33, 80, 130, 400)
+        for heads in (1, 16, 48, 128, 256)
+        for max_seq_len in (1, 700, 5000, 131_072)
+    ]
+
+    assert max(needed) > 0
+    assert max(needed) <= 132 * 513 * 1024
+
+
+LONG = MlaCase(name="", seq_lens=(70, 3), heads=24)
+CALLS: dict[str, tuple[MlaCase, dict[str, Any]]] = {
+    "bf16": (LONG, {}),
+    "rank 256": (replace(LONG, kv_lora_rank=256, page_size=1), {"kv_lora_rank": 256}),
+    "e4m3": (replace(LONG, dtype=E4M3), {"dtype": E4M3}),
+    "bf16 over e4m3": (replace(LONG, kv_format="e4m3"), {"kv_dtype": E4M3}),
+    "packed rows": (replace(LONG, kv_format="packed656"), {"kv_dtype": torch.uint8}),
+    "lists of tokens": (replace(LONG, top_k=2048), {"sparse_mla_top_k": 2048}),
+    "values apart": (replace(LONG, values="other pages"), {}),
+    "ragged": (replace(LONG, q_lens=(1, 4)), {"q_len": 4, "tokens": 5}),
+    "ragged, without the longest": (replace(LONG, q_lens=(1, 4)), {"q_len": 4, "tokens": 5}),
+}
+
+
+@pytest.mark.usefixtures("h200")
+@pytest.mark.parametrize("name", CALLS)
+def test_what_is_told_is_enough(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call of this size takes a workspace of just so many bytes."""
+    case, changes = CALLS[name]
+    sizes = {"batch": 2, "q_len": 1, "heads": 24, "page_size": case.page_size}
+    needed = mlagen.workspace_bytes(max_seq_len=50_000, **sizes | changes)
+    launches = record_launches(monkeypatch)
+    inputs = case.build("cpu").inputs(
+        max_seq_len=50_000, workspace_buffer=torch.zeros(needed, dtype=torch.uint8)
+    )
+    if name == "ragged, without the longest":
+        inputs = inputs._replace(max_q_len=None)
+
+    call, _, _ = launched(inputs, launches)
+
+    assert 0 < call.plan.workspace_bytes <= needed
+
+
+@pytest.mark.usefixtures("h200")
+@pytest.mark.parametrize("kv_dtype", [None, E4M3, torch.int8, torch.uint8])
+def test_grouped_queries_are_spoken_of_too(kv_dtype: torch.dtype | None) -> None:
+    """With kv_heads and head_dim the call is one of the other family; a window makes it less."""
+    sizes: dict[str, Any] = {"batch": 2, "heads": 16, "kv_heads": 2, "head_dim": 128}
+
+    whole = mlagen.workspace_bytes(q_len=1, max_seq_len=100_000, kv_dtype=kv_dtype, **sizes)
+    ragged = mlagen.workspace_bytes(
+        q_len=4, tokens=5, max_seq_len=100_000, kv_dtype=kv_dtype, **sizes
+    )
+    windowed = mlagen.workspace_bytes(
+        q_len=1, max_seq_len=100_000, window_left=63, kv_dtype=kv_dtype, **sizes
+    )
+
+    assert whole > 0
+    assert ragged > 0
+    assert windowed == 0
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "a negative batch": ({"batch": -1}, "batch: expected an int, 0 or more, got -1"),
+    "no query tokens": ({"q_len": 0}, "q_len: expected an int, 1 or more, got 0"),
+    "a fraction of heads": ({"heads": 1.5}, "heads: expected an int, 1 or more, got 1.5"),
+    "float32": (
+        {"dtype": torch.float32},
+        "dtype: expected torch.bfloat16 or torch.float16 or torch.float8_e4m3fn, got torch.float32",
+    ),
+    "half of grouped queries": (
+        {"kv_heads": 2},
+        "head_dim: expected an int, 1 or more, got None",
+    ),
+    "heads that cannot be shared evenly": (
+        {"kv_heads": 3, "head_dim": 128},
+        "heads: expected a multiple of 3 (kv_heads), got 16",
+    ),
+}
+
+
+@pytest.mark.usefixtures("h200")
+@pytest.mark.parametrize(("changes", "message"), REFUSED.values(), ids=REFUSED)
+def test_a_size_that_no_call_has_is_refused(changes: dict[str, Any], message: str) -> None:
+    """The message names the number, the rule and the value."""
+    sizes: dict[str, Any] = {"batch": 1, "q_len": 1, "heads": 16, "max_seq_len": 100}
+
+    with pytest.raises(ArgumentError) as caught:
+        mlagen.workspace_bytes(**sizes | changes)
+
+    assert str(caught.value) == message
+
+
+@pytest.mark.usefixtures("h200")
+def test_what_no_kernel_covers_is_refused() -> None:
+    """As the call would be."""
+    with pytest.raises(UnsupportedError, match=r"^no MLA decode kernel for query bf16"):
+        mlagen.workspace_bytes(batch=1, q_len=1, heads=16, max_seq_len=100, kv_lora_rank=384)
+
+
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message says how many there are."""
+    monkeypatch.setattr("mlagen.runtime.device.visible_devices", list)
+
+    with pytest.raises(ArgumentError) as caught:
+        mlagen.workspace_bytes(batch=1, q_len=1, heads=16, max_seq_len=100, device=77)
+
+    assert str(caught.value) == "device: expected one of 0 visible GPUs, got 77"

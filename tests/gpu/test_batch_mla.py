@@ -1,0 +1,146 @@
+"""BatchMLA on a GPU: every promise of the wrapper, graphs, and no waiting for the device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from mlagen.errors import ArgumentError
+from mlagen.mla.wrapper import BatchMLAPagedAttentionWrapper
+from mlagen.settings import current_settings
+from tests.batch_mla_cases import (
+    WORKSPACE_BYTES,
+    batch_case,
+    plan_arguments,
+    run,
+    run_arguments,
+    run_with_lse,
+    wrapper_of,
+)
+from tests.batch_mla_semantics import SINGLE, SOME, BatchMlaSemantics
+from tests.cases import MlaCase
+from tests.planless_semantics import PlanlessSemantics
+from tests.waiting import no_waiting
+
+LONG = (
+    batch_case("157 requests", ((1, 1024), (3, 17), (1, 514)) * 52 + ((2, 97),), page_size=16),
+    batch_case(
+        "one long request of many",
+        ((1, 30_000), *((1, 33),) * 20),
+        page_size=64,
+        heads=128,
+    ),
+    batch_case("page size 32, 64 heads", ((17, 197), (7, 75)) * 8, page_size=32, heads=64),
+)
+
+
+class TestOnTheGpu(BatchMlaSemantics):
+    """Every promise of planned runs, kept by the kernels."""
+
+    device = "cuda"
+
+
+class TestPlanlessOnTheGpu(PlanlessSemantics):
+    """Every promise of runs without a plan, kept by the kernels."""
+
+    device = "cuda"
+
+
+@pytest.mark.parametrize("metadata", ["cpu", None], ids=["on the host", "on the device"])
+@pytest.mark.parametrize("case", LONG, ids=str)
+def test_large_batches(case: MlaCase, metadata: str | None) -> None:
+    """Many requests, and one long among short ones, are right however they are planned."""
+    problem = case.build("cuda")
+
+    out, lse = run_with_lse(wrapper_of(problem, metadata=metadata), problem)
+
+    problem.check(out, lse)
+
+
+@pytest.mark.parametrize("metadata", ["cpu", None], ids=["on the host", "on the device"])
+@pytest.mark.parametrize("case", [SOME, SINGLE], ids=["ragged", "one token each"])
+def test_nothing_waits_for_the_device(case: MlaCase, metadata: str | None) -> None:
+    """A plan and its run are queued behind what the device is doing."""
+    problem = case.build("cuda")
+    arguments = plan_arguments(problem, metadata=metadata)
+    wrapper = wrapper_of(problem)
+    run(wrapper, problem)  # compiles and loads
+
+    with no_waiting():
+        wrapper.plan(**arguments)
+        out = run(wrapper, problem)
+
+    problem.check(out)
+
+
+def test_pinned_metadata_may_change_after_a_plan() -> None:
+    """Metadata in pinned memory is read while a plan is made, and not later."""
+    problem = SOME.build("cuda")
+    arguments = plan_arguments(problem, metadata="cpu")
+    names = ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr")
+    arguments |= {name: arguments[name].pin_memory() for name in names}
+    wrapper = wrapper_of(problem)
+    torch.cuda._sleep(50_000_000)  # type: ignore[no-untyped-call]
+    wrapper.plan(**arguments)
+    for name in names:
+        arguments[name].fill_(-1)
+
+    out, lse = run_with_lse(wrapper, problem)
+
+    problem.check(out, lse)
+
+
+def test_a_captured_run_follows_later_plans() -> None:
+    """With the buffers of a graph, a replay computes what was planned last."""
+    first = replace(SOME, seq_lens=(1, 1, 0, 3), q_lens=(1, 1, 1, 3)).build("cuda")
+    second = SOME.build("cuda")
+    third = replace(SOME, seq_lens=(5, 700, 64, 2), q_lens=(0, 3, 1, 2), seed=7).build("cuda")
+    ends, starts, ids, lens = (
+        torch.zeros(n, dtype=torch.int32, device="cuda") for n in (5, 5, 400, 4)
+    )
+    workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
+    wrapper = BatchMLAPagedAttentionWrapper(workspace, True, ends, starts, ids, lens)
+    pages = max(p.kv_cache.shape[0] for p in (first, second, third))
+    arguments = run_arguments(second)
+    for name in ("ckv_cache", "kpe_cache"):
+        part = arguments[name]
+        arguments[name] = part.new_zeros(pages, *part.shape[1:])
+    wrapper.plan(**plan_arguments(first))
+    outputs = {"out": torch.empty_like(second.query), "lse": torch.empty(6, 6, device="cuda")}
+    run(wrapper, second, **arguments, **outputs)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run(wrapper, second, **arguments, **outputs)
+
+    for problem in (second, third, first):
+        wrapper.plan(**plan_arguments(problem, metadata="cpu"))
+        for name, part in run_arguments(problem).items():
+            arguments[name][: len(part)].copy_(part)
+        graph.replay()
+
+        problem.check(outputs["out"], outputs["lse"])
+
+
+def test_contents_on_the_device_are_checked_where_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With MLAGEN_CHECK=1 a run refuses metadata that contradicts itself."""
+    problem = SOME.build("cuda")
+    lens = problem.seq_lens.clone()
+    lens[1] = 1000
+    wrapper = wrapper_of(problem, kv_len_arr=lens)
+    monkeypatch.setenv("MLAGEN_CHECK", "1")
+    current_settings.cache_clear()
+
+    with pytest.raises(ArgumentError, match=r"kv_len_arr\[1\]: expected 16 \(what its block table"):
+        run(wrapper, problem)
+
+
+def test_a_workspace_that_is_too_small_is_refused() -> None:
+    """The error names both sizes."""
+    problem = LONG[1].build("cuda")
+    wrapper = BatchMLAPagedAttentionWrapper(torch.empty(1024, dtype=torch.uint8, device="cuda"))
+    wrapper.plan(**plan_arguments(problem, metadata="cpu"))
+
+    with pytest.raises(ArgumentError, match=r"float_workspace_buffer: expected \d+ bytes or more"):
+        run(wrapper, problem)

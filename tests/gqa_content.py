@@ -1,0 +1,167 @@
+"""Caches of every dtype: stored elements, poison where nothing may be read, and what they mean."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+if TYPE_CHECKING:
+    from tests.gqa_problems import GqaCase
+
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_E2M1_VALUES = torch.tensor([*_E2M1, *(-value for value in _E2M1)], dtype=torch.float64)
+_BLOCK = 16  # elements of a scale
+_NAN_BYTE = 0x7F  # of e4m3
+
+
+@dataclass(frozen=True)
+class Content:
+    """Keys and values of one request as float64 knows them, ``[seq_len, kv_heads, head_dim]``."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    # What elements of each kind spread about 0 by.
+    DEVIATION: ClassVar[dict[str, float]] = {
+        "16-bit": 1.0,
+        "e4m3": 1.0,
+        "int8": 73.0,
+        "nvfp4": 2.9,
+    }
+
+
+@dataclass(frozen=True)
+class Store:
+    """Pages ``[pages, page_size, kv_heads, ...]`` of keys and values, and of their scales."""
+
+    case: GqaCase
+    key: torch.Tensor
+    value: torch.Tensor
+    key_scale: torch.Tensor | None = None
+    value_scale: torch.Tensor | None = None
+
+    def fill(self, ids: torch.Tensor, length: int, generator: torch.Generator) -> Content:
+        """Put ``length`` tokens into the pages ``ids`` and return what they mean."""
+        keys = self._fill(self.key, self.key_scale, ids, length, generator)
+        if self.case.form == "shared":
+            return Content(keys, keys)
+        return Content(keys, self._fill(self.value, self.value_scale, ids, length, generator))
+
+    def _fill(
+        self,
+        cache: torch.Tensor,
+        scale: torch.Tensor | None,
+        ids: torch.Tensor,
+        length: int,
+        generator: torch.Generator,
+    ) -> torch.Tensor:
+        case = self.case
+        shape = (length, case.kv_heads, case.head_dim)
+        page_size = case.page_size
+        position = torch.arange(length)
+        at = (ids[position // page_size], position % page_size)
+        if scale is None:
+            if case.kv == "int8":
+                stored = torch.randint(-128, 128, shape, generator=generator).to(torch.int8)
+            else:
+                stored = torch.randn(shape, generator=generator).to(cache.dtype)
+            cache.view(_SAME_SIZE[cache.dtype])[at] = stored.view(_SAME_SIZE[cache.dtype])
+            return stored.double()
+        nibbles = torch.randint(0, 16, shape, generator=generator)
+        blocks = (*shape[:2], shape[2] // _BLOCK)
+        factors = (torch.rand(blocks, generator=generator) * 2).to(torch.float8_e4m3fn)
+        cache[at] = (nibbles[..., 0::2] | nibbles[..., 1::2] << 4).to(torch.uint8)
+        scale[at] = factors.view(torch.uint8)
+        return _E2M1_VALUES[nibbles] * factors.double().repeat_interleave(_BLOCK, dim=-1)
+
+    def to(self, device: str) -> Store:
+        """Return the same on ``device``."""
+        key, value = self.key.to(device), self.value.to(device)
+        if self.key_scale is None or self.value_scale is None:
+            return Store(self.case, key, value)
+        return Store(self.case, key, value, self.key_scale.to(device), self.value_scale.to(device))
+
+    def caches(self, form: str, layout: str) -> object:
+        """Return keys and values in one of the forms that an entry point takes."""
+        return _in_form(self.key, self.value, form, layout)
+
+    def scales(self, form: str, layout: str) -> object:
+        """Return the scales of keys and values in the form of the caches; None without any."""
+        if self.key_scale is None or self.value_scale is None:
+            return None
+        scales = _in_form(self.key_scale, self.value_scale, form, layout)
+        if isinstance(scales, torch.Tensor):  # the two dtypes of bytes that are accepted
+            return scales.view(torch.float8_e4m3fn)
+        return scales
+
+
+_SAME_SIZE = {
+    torch.bfloat16: torch.int16,
+    torch.float16: torch.int16,
+    torch.float8_e4m3fn: torch.uint8,
+    torch.int8: torch.uint8,
+}
+
+
+def _in_form(key: torch.Tensor, value: torch.Tensor, form: str, layout: str) -> object:
+    if layout == "HND":
+        key, value = (part.transpose(1, 2).contiguous() for part in (key, value))
+    if form == "stacked":
+        return torch.stack([key, value], dim=1)
+    if form == "shared":
+        return key[:, None]
+    if form == "strided":
+        return [_padded(key, 1), _padded(value, 2)]
+    return [key, value] if form == "list" else (key, value)
+
+
+def _padded(cache: torch.Tensor, extra: int) -> torch.Tensor:
+    """Return a cache in one of more elements, heads, tokens and pages: all of it poison."""
+    pages, first, second, width = cache.shape
+    shape = (pages + extra, first + extra, second + extra, width + 32 * extra)
+    wide = torch.empty(shape, dtype=cache.dtype, device=cache.device)
+    wide.view(torch.uint8).fill_(_NAN_BYTE)
+    if cache.dtype in (torch.bfloat16, torch.float16):
+        wide.fill_(math.nan)
+    wide[:pages, :first, :second, :width] = cache
+    return wide[:pages, :first, :second, :width]
+
+
+def _halves(case: GqaCase, pages: int) -> Store:
+    shape = (pages, case.page_size, case.kv_heads, case.head_dim)
+    key, value = (torch.full(shape, math.nan, dtype=case.dtype) for _ in range(2))
+    return Store(case, key, value)
+
+
+def _bytes(dtype: torch.dtype) -> Callable[[GqaCase, int], Store]:
+    def store(case: GqaCase, pages: int) -> Store:
+        shape = (pages, case.page_size, case.kv_heads, case.head_dim)
+        key, value = (torch.full(shape, _NAN_BYTE, dtype=torch.uint8) for _ in range(2))
+        return Store(case, key.view(dtype), value.view(dtype))
+
+    return store
+
+
+def _nvfp4(case: GqaCase, pages: int) -> Store:
+    shape = (pages, case.page_size, case.kv_heads)
+    key, value = (
+        torch.full((*shape, case.head_dim // 2), _NAN_BYTE, dtype=torch.uint8) for _ in range(2)
+    )
+    key_scale, value_scale = (
+        torch.full((*shape, case.head_dim // _BLOCK), _NAN_BYTE, dtype=torch.uint8)
+        for _ in range(2)
+    )
+    return Store(case, key, value, key_scale, value_scale)
+
+
+# An int8 cache has no NaN: what must not be read is large.
+POISONED: dict[str, Callable[[GqaCase, int], Store]] = {
+    "16-bit": _halves,
+    "e4m3": _bytes(torch.float8_e4m3fn),
+    "int8": _bytes(torch.int8),
+    "nvfp4": _nvfp4,
+}

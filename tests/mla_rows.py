@@ -1,0 +1,90 @@
+"""Rows of MLA queries and caches as they are stored, with what they stand for in float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+# NaN in every format that rows are stored in, scales included.
+POISON = 0xFF
+
+E4M3 = torch.float8_e4m3fn
+PACKED_BYTES = {"packed656": 656, "packed640": 640}
+_TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": E4M3}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stored:
+    """Some rows ``[n, row bytes]``, their ``elements[n, d]``, and scales kept elsewhere."""
+
+    rows: torch.Tensor
+    elements: torch.Tensor
+    scales: torch.Tensor | None = None
+
+
+def row_bytes(row_format: str, elements: int) -> int:
+    """Return the size of a row."""
+    return PACKED_BYTES.get(row_format) or elements * _TORCH_DTYPES[row_format].itemsize
+
+
+def viewed(rows: torch.Tensor, row_format: str) -> torch.Tensor:
+    """Return bytes as the tensor that a caller has."""
+    if row_format == "packed656":
+        return rows
+    return rows.view(_TORCH_DTYPES.get(row_format, E4M3))
+
+
+def format_of(dtype: torch.dtype) -> str:
+    """Return the format of rows that are plain elements of ``dtype``."""
+    return next(name for name, known in _TORCH_DTYPES.items() if known is dtype)
+
+
+def store(
+    content: torch.Tensor,
+    rank: int,
+    row_format: str,
+    *,
+    scales: torch.Tensor | None = None,
+    latent_scale: float = 1.0,
+    rope_scale: float = 1.0,
+) -> Stored:
+    """Return ``content[n, d]``, as nearly as the format holds it.
+
+    ``scales`` are one for a row, or one for every 128 latent elements of it.
+    """
+    latent, rope = content[:, :rank].float(), content[:, rank:].float()
+    if row_format == "packed656":
+        return _packed656(latent, rope)
+    if row_format == "packed640":
+        assert scales is not None
+        return _packed640(latent, rope, scales)
+    dtype = _TORCH_DTYPES[row_format]
+    factors = torch.tensor(latent_scale).expand_as(latent)
+    if scales is not None:
+        factors = scales.repeat_interleave(128, dim=1)[:, :rank]
+    stored = torch.cat([latent / factors, rope / rope_scale], dim=1).to(dtype)
+    factors = torch.cat([factors, torch.tensor(rope_scale).expand_as(rope)], dim=1)
+    elements = stored.double() * factors.float().double()
+    return Stored(rows=stored.view(torch.uint8), elements=elements, scales=scales)
+
+
+def _packed656(latent: torch.Tensor, rope: torch.Tensor) -> Stored:
+    groups = latent.view(-1, 4, 128)
+    scales = (groups.abs().amax(dim=2) / 448).clamp(min=1e-4)
+    stored = (groups / scales[:, :, None]).to(E4M3)
+    rope = rope.to(torch.bfloat16)
+    elements = stored.double() * scales.double()[:, :, None]
+    parts = (stored.view(-1, 512), scales, rope)
+    return Stored(
+        rows=torch.cat([part.view(torch.uint8) for part in parts], dim=1),
+        elements=torch.cat([elements.view(-1, 512), rope.double()], dim=1),
+    )
+
+
+def _packed640(latent: torch.Tensor, rope: torch.Tensor, scales: torch.Tensor) -> Stored:
+    stored = (latent / scales[:, None]).to(E4M3)
+    rope = (rope / scales[:, None]).to(torch.bfloat16)
+    elements = torch.cat([stored.double(), rope.double()], dim=1) * scales.double()[:, None]
+    rows = torch.cat([stored.view(torch.uint8), rope.view(torch.uint8)], dim=1)
+    return Stored(rows=rows, elements=elements, scales=scales)

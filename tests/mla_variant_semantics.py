@@ -1,0 +1,127 @@
+"""What the rarer forms of MLA decode promise on every device; see tests/mla_semantics.py."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import ClassVar
+
+import pytest
+import torch
+
+import mlagen
+from mlagen.api.mla_call import run_mla
+from tests.cases import MlaCase
+from tests.mla_cases import KINDS, of_kind
+from tests.mla_rows import POISON
+from tests.mla_semantics import decode_with_lse
+
+
+class MlaVariantSemantics:
+    """The tests; a subclass names the device."""
+
+    device: ClassVar[str]
+
+    @pytest.mark.parametrize("length", [70, 5000], ids=["whole", "split"])
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=["bf16", "e4m3"])
+    def test_a_token_with_nan_that_a_bias_hides_reaches_nothing(
+        self, dtype: torch.dtype, length: int
+    ) -> None:
+        """A bias of minus infinity hides a token whole, from all rows or from some heads."""
+        case = MlaCase(name="", seq_lens=(length,), heads=16, q_len=2, dtype=dtype)
+        problem = replace(case, bias="for each head").build(self.device)
+        bias = torch.zeros(2, 16, length, device=self.device)
+        bias[:, :, 7] = -math.inf
+        bias[:, 3:, 40] = -math.inf
+        bias[0, 3:, 41] = -math.inf
+        expected, _ = run_mla(problem.inputs(bias=bias), enable_pdl=True)
+        stored = problem.kv_cache.view(torch.uint8)
+        for position in (7, 40, 41):
+            stored[int(problem.block_tables[0, position // 64]), position % 64] = POISON
+
+        out, _ = run_mla(problem.inputs(bias=bias), enable_pdl=True)
+
+        assert out[0, :, :3].isnan().all()
+        assert torch.equal(out[0, 0, 3:], expected[0, 0, 3:])
+        assert out[0, 1, 3:].isnan().all()  # the second query token sees position 41
+
+    def test_lists_are_looked_at_as_far_as_they_go(self) -> None:
+        """More entries than there are mean all, and fewer than none mean none."""
+        case = MlaCase(name="", seq_lens=(300, 300), top_k=70, with_top_k_lens=True)
+        problem = case.build(self.device)
+        full = replace(case, with_top_k_lens=False).build(self.device)
+        lens = torch.tensor([1000, -3], dtype=torch.int32, device=self.device)
+
+        out, lse = decode_with_lse(
+            problem, block_tables=full.block_tables, sparse_mla_top_k_lens=lens
+        )
+
+        expected, expected_lse = decode_with_lse(full)
+        assert torch.equal(out[0], expected[0])
+        assert torch.equal(lse[0], expected_lse[0])
+        assert (out[1] == 0).all()
+        assert (lse[1] == -math.inf).all()
+
+    def test_a_list_of_the_same_token_counts_it_every_time(self) -> None:
+        """With a sink in the denominator, a token listed twice weighs twice."""
+        case = MlaCase(name="", seq_lens=(4,), top_k=4, heads=8, with_sinks=True)
+        problem = case.build(self.device)
+        sinks = torch.zeros(8, device=self.device)
+        entry = int(problem.block_tables.flatten().clamp(min=-1).amax())
+        lists = problem.block_tables.new_tensor([[[entry, -1, entry, entry]]])
+
+        _, lse = decode_with_lse(problem, block_tables=lists, sinks=sinks, bmm1_scale=0.0)
+
+        assert torch.allclose(lse, torch.full_like(lse, 2.0), atol=2**-10)
+
+    @pytest.mark.parametrize("scale", [0.5, 2.0])
+    def test_the_signature_of_xqa(self, scale: float) -> None:
+        """Scores are multiplied by the first scale alone, and the output has four dimensions."""
+        case = MlaCase(name="", seq_lens=(70, 3, 0), heads=20, output_scale=scale, with_sinks=True)
+        problem = case.build(self.device)
+        arguments = problem.arguments()
+        given = torch.full((3, 20, 512), math.nan, dtype=torch.bfloat16, device=self.device)
+
+        made = mlagen.mla.xqa_batch_decode_with_kv_cache_mla(**arguments)
+        written = mlagen.mla.xqa_batch_decode_with_kv_cache_mla(**arguments, out=given)
+
+        assert tuple(made.shape) == (3, 1, 20, 512)
+        assert written is given
+        problem.check(made)
+        problem.check(given)
+
+    def test_a_packed_query_without_scales(self) -> None:
+        """No scales of the query, or of the cache, means that each is 1."""
+        case = of_kind(KINDS["packed640"], name="", seq_lens=(70, 3), score_scale=1e-4)
+        problem = case.build(self.device)
+        ones = torch.ones(2, device=self.device)
+        all_ones = torch.ones_like(problem.rare["kv_scales"])
+
+        without = run_mla(problem.inputs(query_scales=None, kv_scales=None), enable_pdl=True)[0]
+
+        expected = run_mla(problem.inputs(query_scales=ones, kv_scales=all_ones), enable_pdl=True)
+        assert without.isfinite().all()
+        assert torch.equal(without, expected[0])
+
+    @pytest.mark.parametrize("kind", ["e4m3", "packed640"])
+    def test_an_output_of_16_bits(self, kind: str) -> None:
+        """The output of a query that is not 16 bits wide is bf16, made or given."""
+        problem = of_kind(KINDS[kind], name="", seq_lens=(70, 3)).build(self.device)
+        given = torch.full((2, 16, 512), math.nan, dtype=torch.bfloat16, device=self.device)
+
+        made, _ = run_mla(problem.inputs(), enable_pdl=True)
+        run_mla(problem.inputs(out=given), enable_pdl=True)
+
+        assert made.dtype is torch.bfloat16
+        problem.check(given)
+        assert torch.equal(made[:, 0], given)
+
+    def test_lengths_beyond_flat_tables_are_cut(self) -> None:
+        """A length that its part of the page ids cannot hold is read as the most that it can."""
+        case = MlaCase(name="", seq_lens=(128, 64), flat_tables=True)
+        problem = case.build(self.device)
+        too_long = torch.tensor([1000, 640], dtype=torch.int32, device=self.device)
+
+        out, _ = run_mla(problem.inputs(seq_lens=too_long), enable_pdl=True)
+
+        problem.check(out)

@@ -1,0 +1,79 @@
+"""What MLA decode is supported for, and how the rest is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from mlagen.errors import UnsupportedError
+from mlagen.spec.dtype import DType
+from mlagen.spec.mla_support import SUPPORTED, MlaVariant, require_supported
+
+BF16 = MlaVariant(query_dtype=DType.BF16, kv_dtype=DType.BF16)
+
+
+def test_no_variant_is_listed_twice() -> None:
+    """Each combination is of one row of the table."""
+    listed = [variant for row in SUPPORTED for variant in row.variants()]
+
+    assert len(listed) == len(set(listed))
+
+
+def test_what_is_listed_is_supported() -> None:
+    """No row lists what the check refuses."""
+    for row in SUPPORTED:
+        for variant in row.variants():
+            require_supported(variant)
+            assert row.covers(variant)
+
+
+def test_any_page_size_is_supported() -> None:
+    """Prewarming knows the usual ones; another is compiled when it is asked for."""
+    odd = replace(BF16, page_size=48)
+
+    require_supported(odd)
+
+    assert SUPPORTED[0].covers(odd)
+
+
+def test_an_unsupported_pair_names_the_supported_ones() -> None:
+    """The message lists the pairs of element types of the table."""
+    with pytest.raises(UnsupportedError) as caught:
+        require_supported(replace(BF16, kv_dtype=DType.FP16))
+
+    assert str(caught.value) == (
+        "no MLA decode kernel for query bf16, cache fp16; supported: query bf16, cache bf16; "
+        "query fp16, cache fp16; query e4m3, cache e4m3; query bf16, cache e4m3; "
+        "query fp16, cache e4m3; query bf16, cache packed656; query fp16, cache packed656; "
+        "query packed640, cache packed640"
+    )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kv_lora_rank": 384},
+        {"query_dtype": DType.E4M3, "kv_dtype": DType.E4M3, "qk_rope_head_dim": 0},
+        {"lookup": "sparse", "mask": "bias"},
+        {"kv_dtype": DType.PACKED656, "values": "separate"},
+    ],
+    ids=["another rank", "e4m3 without rope", "a sparse bias", "packed values apart"],
+)
+def test_an_unsupported_variant_names_what_its_row_supports(changes: dict[str, Any]) -> None:
+    """The message lists the dimensions and forms that there are for the element types."""
+    variant = replace(BF16, **changes)
+    row = next(
+        row
+        for row in SUPPORTED
+        if (row.query_dtype, row.kv_dtype) == (variant.query_dtype, variant.kv_dtype)
+    )
+
+    with pytest.raises(UnsupportedError) as caught:
+        require_supported(variant)
+
+    message = str(caught.value)
+    assert f"({variant.kv_lora_rank}, {variant.qk_rope_head_dim})" in message
+    assert f"({variant.lookup}, {variant.values}, {variant.mask})" in message
+    assert all(str(dims) in message for dims in row.head_dims)

@@ -1,0 +1,158 @@
+"""What runs of BatchMLA refuse, with a plan and without one."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from mlagen.errors import ArgumentError, UnsupportedError
+from mlagen.mla.wrapper import BatchMLAPagedAttentionWrapper
+from tests.batch_mla_cases import run, run_arguments, wrapper_of
+from tests.batch_mla_semantics import SINGLE, SOME
+from tests.cases import MlaProblem
+from tests.mla_rows import E4M3
+
+FP8 = replace(SOME, kv_format="e4m3", scales="two")
+
+
+def refuses(problem: MlaProblem, message: str, **changes: object) -> None:
+    """See that a run is refused with words that match, and writes nothing."""
+    wrapper = wrapper_of(problem)
+    shape = tuple(problem.query.shape)
+    out = torch.full(shape, 7.0, dtype=torch.bfloat16, device=problem.query.device)
+
+    with pytest.raises(ArgumentError, match=message):
+        run(wrapper, problem, **{"out": out} | changes)
+
+    assert (out == 7.0).all()
+
+
+SHAPE = (6, 6, 512)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"o_scale": 1.0}, "o_scale is only supported with the cutlass backend"),
+        ({"q_nope": torch.zeros(SHAPE)}, "q_nope.dtype: expected torch.bfloat16"),
+        ({"q_pe": torch.zeros(6, 6, 64)}, "q_pe.dtype: expected torch.bfloat16"),
+        ({"ckv_cache": torch.zeros(9, 16, 512)}, "ckv_cache.dtype: expected torch.bfloat16"),
+        ({"kpe_cache": torch.zeros(9, 16, 64)}, "kpe_cache.dtype: expected torch.bfloat16"),
+        (
+            {"q_nope": torch.zeros(6, 7, 512, dtype=torch.bfloat16)},
+            r"q_nope.shape\[1\]: expected 6 \(num_heads of plan\), got 7",
+        ),
+        (
+            {"ckv_cache": torch.zeros(9, 32, 512, dtype=torch.bfloat16)},
+            r"ckv_cache.shape\[1\]: expected 16 \(page_size of plan\), got 32",
+        ),
+        (
+            {"q_nope": torch.zeros(5, 6, 512, dtype=torch.bfloat16)},
+            r"q_nope.shape\[0\]: expected 6 \(qo_indptr\[-1\]\) or more, got 5",
+        ),
+        (
+            {"q_pe": torch.zeros(6, 6, 32, dtype=torch.bfloat16)},
+            r"q_pe.shape\[2\]: expected 64 \(head_dim_kpe of plan\), got 32",
+        ),
+        (
+            {"q_pe": torch.zeros(5, 6, 64, dtype=torch.bfloat16)},
+            r"q_pe.shape: expected \[6, 6, 64\], got \[5, 6, 64\]",
+        ),
+        ({"out": torch.zeros(6, 6, 256)}, r"Invalid shape of out: expected \[6, 6, 512\]"),
+        ({"out": torch.zeros(SHAPE)}, "Invalid dtype of out: expected torch.bfloat16"),
+        ({"lse": torch.zeros(6, 5)}, r"Invalid shape of lse: expected \[6, 6\]"),
+        ({"lse": torch.zeros(6, 6).half()}, "Invalid dtype of lse: expected torch.float32"),
+        ({"lse": torch.zeros(6, 6, device="meta")}, "Invalid device of lse: expected cpu"),
+        ({"ckv_scale": 1.0}, "only valid when"),
+        ({"kpe_scale": 1.0}, "only valid when"),
+        ({"ckv_scale_arr": torch.zeros(1)}, "only valid when"),
+    ],
+    ids=lambda value: ", ".join(value) if isinstance(value, dict) else "",
+)
+def test_a_run_that_is_not_as_planned_is_refused(changes: dict[str, Any], message: str) -> None:
+    """The error names what differs, and nothing is written."""
+    refuses(SOME.build("cpu"), message, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ckv_scale": None}, "Exactly one of ckv_scale or ckv_scale_arr"),
+        ({"ckv_scale_arr": torch.ones(1)}, "Exactly one of ckv_scale or ckv_scale_arr"),
+        ({"kpe_scale": None}, "kpe_scale is required"),
+        *(
+            ({name: value}, f"{name} must be a finite positive value")
+            for name in ("ckv_scale", "kpe_scale")
+            for value in (0.0, -1.0, math.inf, math.nan, True, "1", torch.ones(1))
+        ),
+        ({"ckv_scale": 1e39}, "ckv_scale: expected a number that float32 can hold"),
+        (
+            {"ckv_scale": None, "ckv_scale_arr": torch.ones(16, 4)},
+            "Invalid shape of ckv_scale_arr",
+        ),
+        (
+            {"ckv_scale": None, "ckv_scale_arr": torch.ones(16, 16, 4).half()},
+            "Invalid dtype of ckv_scale_arr",
+        ),
+        (
+            {"ckv_scale": None, "ckv_scale_arr": torch.ones(16, 16, 8)[..., ::2]},
+            "ckv_scale_arr must be contiguous",
+        ),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) and len(value) == 1 else "",
+)
+def test_scales_that_an_e4m3_cache_cannot_have_are_refused(
+    changes: dict[str, Any], message: str
+) -> None:
+    """The error says which scale is missing or wrong, and nothing is written."""
+    refuses(FP8.build("cpu"), message, **changes)
+
+
+def test_a_profiler_is_refused() -> None:
+    """There is no profiler, and a buffer for one is not left unwritten in silence."""
+    problem = SOME.build("cpu")
+
+    with pytest.raises(UnsupportedError, match="profiler_buffer: not implemented"):
+        run(wrapper_of(problem), problem, profiler_buffer=torch.zeros(1))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"return_lse": True}, "return_lse does not support cutlass"),
+        ({"lse": torch.zeros(4, 6)}, "lse does not support cutlass"),
+        ({"profiler_buffer": torch.zeros(1)}, "profiler_buffer does not support"),
+        ({"ckv_scale": 1.0}, "ckv_scale does not support cutlass"),
+        ({"ckv_scale_arr": torch.ones(1)}, "ckv_scale_arr does not support cutlass"),
+        ({"kpe_scale": 1.0}, "kpe_scale does not support cutlass"),
+        ({"o_scale": 1.0}, "out tensor must be provided when o_scale"),
+        (
+            {"o_scale": 1.0, "out": torch.zeros(4, 6, 512, dtype=torch.bfloat16)},
+            "out must be an FP8 tensor",
+        ),
+        (
+            {"o_scale": 0.0, "out": torch.zeros(4, 6, 512).to(E4M3)},
+            "o_scale must be a finite positive value",
+        ),
+        (
+            {"o_scale": 1.0, "out": torch.zeros(4, 6, 256).to(E4M3)},
+            "Invalid shape of out",
+        ),
+        ({"kv_len": None}, "kv_len: expected a torch.Tensor, got NoneType"),
+        ({"page_table": torch.zeros(4, dtype=torch.int32)}, "page_table.ndim: expected 2, got 1"),
+        ({"kv_len": torch.zeros(4)}, "kv_len.dtype: expected torch.int32 or torch.uint32"),
+    ],
+    ids=lambda value: ", ".join(value) if isinstance(value, dict) else "",
+)
+def test_what_runs_without_plans_refuse(changes: dict[str, Any], message: str) -> None:
+    """The error says what such a run does not take."""
+    problem = SINGLE.build("cpu")
+    wrapper = BatchMLAPagedAttentionWrapper(torch.empty(0), backend="cutlass")
+    tables = {"kv_len": problem.seq_lens, "page_table": torch.zeros(4, 7, dtype=torch.int32)}
+
+    with pytest.raises(ArgumentError, match=message):
+        wrapper.run(**run_arguments(problem, **tables | changes))

@@ -1,0 +1,241 @@
+"""flare_mla_decoding on the CPU: every promise of it, and what it refuses."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+from mlagen.errors import ArgumentError
+from mlagen.mla import flare
+from mlagen.mla.flare import PagedKVCache, flare_mla_decoding
+from mlagen.mla.masks import (
+    AndMask,
+    CausalPaddingMask,
+    ChunkedCausalMask,
+    ChunkedMask,
+    MaterializedMask,
+    NullMask,
+    OrMask,
+    SlidingWindowCausalMask,
+    SlidingWindowNonCausalMask,
+)
+from mlagen.runtime.plan import MlaDecodeProblem, plan_mla_decode
+from mlagen.spec.arch import Arch
+from mlagen.spec.dtype import DType
+from tests.flare_dense_semantics import FlareDenseSemantics
+from tests.flare_problems import RAGGED, cached_lengths
+from tests.flare_semantics import FlareSemantics
+from tests.kernels import SM_80, SM_90A, mla_decode
+from tests.mla_rows import E4M3
+
+
+class TestOnTheCpu(FlareSemantics, FlareDenseSemantics):
+    """Every promise of the entry point, without a GPU."""
+
+    device = "cpu"
+
+
+def test_the_signature_is_the_one_we_have_settled_on() -> None:
+    """Names and order of the parameters, and which of them go by name only."""
+    signature = inspect.signature(flare_mla_decoding)
+
+    assert str(signature).replace("'", "").partition(" -> ")[0] == (
+        "(q: torch.Tensor, k: torch.Tensor | PagedKVCache, mask: Mask, "
+        "valid_length: torch.Tensor | None, scale: float, *, output: torch.Tensor | None = None, "
+        "ragged: bool = False, num_partitions: int | None = None, "
+        "q_scale: torch.Tensor | None = None, per_token_scale_rope_aware: bool = False, "
+        "kv_scales: torch.Tensor | None = None)"
+    )
+
+
+def ints(*numbers: int) -> torch.Tensor:
+    """Return int32 numbers."""
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+def bf16(*shape: int) -> torch.Tensor:
+    """Return bf16 zeros."""
+    return torch.zeros(*shape, dtype=torch.bfloat16)
+
+
+def cache(**changes: Any) -> dict[str, Any]:
+    """Return the change to a cache of six requests with some parts changed."""
+    problem = RAGGED.build("cpu")
+    parts = {
+        "blocks": problem.kv_cache,
+        "block_table": problem.block_tables,
+        "cache_lengths": cached_lengths(problem),
+    }
+    return {"k": PagedKVCache(**parts | changes)}
+
+
+DENSE = {"k": bf16(6, 9, 1, 576), "q": bf16(6, 2, 6, 576), "ragged": False, "valid_length": None}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"q": bf16(11, 1, 6, 576)}, "q.ndim: expected 3, got 4"),
+        ({"ragged": False}, "q.ndim: expected 4, got 3"),
+        ({"q": bf16(11, 6, 512)}, r"q.shape\[-1\]: expected 576"),
+        (
+            {"q": bf16(11, 257, 576), "output": None},
+            r"q.shape\[-2\]: expected 1 to 256 heads, got 257",
+        ),
+        ({"q": torch.zeros(11, 6, 576)}, "q.dtype: expected torch.bfloat16 or"),
+        ({"q": bf16(11, 6, 576).half()}, "k.blocks.dtype: expected torch.float16"),
+        ({"mask": "causal"}, "mask: expected a mask of mlagen.mla, got str"),
+        ({"num_partitions": 0}, "num_partitions: expected an int, 1 or more, got 0"),
+        ({"scale": "1"}, "scale: expected a float"),
+        ({"valid_length": None}, "valid_length: expected a torch.Tensor, got NoneType"),
+        (
+            {"valid_length": ints(*range(6))},
+            r"valid_length.shape: expected \[7\] \(batch of k \+ 1",
+        ),
+        ({"valid_length": torch.zeros(7)}, "valid_length.dtype: expected torch.int32"),
+        ({"valid_length": ints(*range(14))[::2]}, r"valid_length.stride\(\): expected contiguous"),
+        ({"output": bf16(11, 6, 576)}, r"output.shape: expected \[11, 6, 512\], got"),
+        ({"output": bf16(6, 11, 512).mT}, r"output.shape: expected \[11, 6, 512\], got"),
+        ({"output": bf16(6, 11, 512).transpose(0, 1)}, r"output.stride\(\): expected contiguous"),
+        ({"output": torch.zeros(11, 6, 512)}, "output.dtype: expected torch.bfloat16"),
+        ({"q_scale": torch.ones(11)}, "q_scale: expected None without 640-byte rows"),
+        ({"q_scale": torch.ones(11).half()}, "q_scale.dtype: expected torch.float32"),
+        ({"kv_scales": torch.ones(1)}, "kv_scales: expected None with a PagedKVCache"),
+        (
+            {"per_token_scale_rope_aware": True} | cache(scales=torch.ones(40, 16)),
+            "q.dtype: expected torch.float8_e4m3fn or",
+        ),
+        (
+            {"per_token_scale_rope_aware": True, "q": torch.zeros(11, 6, 640).to(E4M3)}
+            | cache(blocks=torch.zeros(40, 16, 640).to(E4M3)),
+            "k.scales: expected a tensor with per_token_scale_rope_aware, got None",
+        ),
+        (cache(blocks=bf16(9, 576)), "k.blocks.ndim: expected 3 or 4, got 2"),
+        (cache(blocks=bf16(9, 2, 16, 576)), r"k.blocks.shape: expected \[pages, 1, page_size"),
+        (cache(blocks=bf16(9, 16, 512)), r"k.blocks.shape\[-1\]: expected 576"),
+        (cache(blocks=bf16(9, 16, 576).to("meta")), "k.block_table.device: expected meta"),
+        (cache(block_table=ints(1, 2)), "k.block_table.ndim: expected 2, got 1"),
+        (cache(block_table=ints(1)[None].long()), "k.block_table.dtype: expected torch.int32"),
+        (cache(cache_lengths=ints(1, 2)), r"k.cache_lengths.shape: expected \[6\] \(batch of"),
+        (cache(cache_lengths=torch.zeros(6)), "k.cache_lengths.dtype: expected torch.int32"),
+        (cache(scales=torch.ones(3)), "k.scales.ndim: expected 2, got 1"),
+        ({**DENSE, "k": bf16(6, 9, 576)}, "k.ndim: expected 4, got 3"),
+        ({**DENSE, "k": bf16(6, 9, 2, 576)}, r"k.shape\[2\]: expected 1 \(KV heads\), got 2"),
+        ({**DENSE, "k": bf16(5, 9, 1, 576)}, r"q.shape\[0\]: expected 5 \(batch of k\), got 6"),
+        ({**DENSE, "k": bf16(6, 9, 1, 576).to("meta")}, "k.device: expected cpu"),
+        ({**DENSE, "kv_scales": torch.ones(6, 8)}, r"kv_scales.shape: expected \[6, 9\]"),
+        ({**DENSE, "valid_length": ints(1)}, r"valid_length.shape: expected \[6\] \(batch of q"),
+        (
+            {**DENSE, "k": bf16(0, 9, 1, 576), "q": bf16(3, 6, 576)}
+            | {"ragged": True, "valid_length": ints(0)},
+            r"q.shape\[0\]: expected 0 \(no requests\), got 3",
+        ),
+    ],
+)
+def test_what_breaks_a_rule_is_refused(changes: dict[str, Any], message: str) -> None:
+    """The error names argument, rule and value, and nothing is written."""
+    problem = RAGGED.build("cpu")
+    output = torch.full((*problem.query.shape[:-1], 512), 7.0, dtype=torch.bfloat16)
+    sound = {
+        "q": problem.query,
+        "mask": NullMask(),
+        "valid_length": problem.cum_seq_lens_q,
+        "scale": 1.0,
+        "ragged": True,
+        "output": None if "k" in changes and "q" in changes else output,
+    }
+
+    with pytest.raises(ArgumentError, match=message):
+        flare_mla_decoding(**cache() | sound | changes)
+
+    assert (output == 7.0).all()
+
+
+def test_keys_of_the_wrong_kind_are_refused() -> None:
+    """What is neither a tensor nor a cache is said to be none."""
+    with pytest.raises(ArgumentError, match="k: expected a "):
+        flare_mla_decoding(bf16(1, 1, 6, 576), [], NullMask(), None, 1.0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [SlidingWindowCausalMask, SlidingWindowNonCausalMask, ChunkedMask, ChunkedCausalMask],
+    ids=lambda mask: mask.__name__,
+)
+def test_a_mask_of_no_size_is_refused(mask: type[ChunkedMask]) -> None:
+    """Windows and chunks are of one token or more, and equal if they are of the same size."""
+    assert mask(3) == mask(3) != mask(4)
+    for size in (0, -1, 2.0, True):
+        with pytest.raises(ArgumentError, match=": expected an int, 1 or more, got"):
+            mask(size)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        (CausalPaddingMask(ints(1, 2)), r"mask.valid_lengths.shape: expected \[6\] \(batch\)"),
+        (CausalPaddingMask(torch.zeros(6)), "mask.valid_lengths.dtype: expected torch.int32"),
+        (MaterializedMask(bf16(6, 5)), "mask.tensor.ndim: expected 3 or 4, got 2"),
+        (MaterializedMask(bf16(5, 5, 5)), r"mask.tensor.shape: expected \[6, 5, 5\] or \[6, 6, 5"),
+        (MaterializedMask(bf16(6, 2, 5, 5)), r"mask.tensor.shape: expected \[6, 5, 5\] or"),
+        (MaterializedMask(bf16(6, 0, 5)), "mask.tensor.shape: expected 1 or more of each"),
+        (MaterializedMask(torch.ones(6, 5, 5).bool()), "mask.tensor.dtype: expected a dtype of"),
+        (MaterializedMask(bf16(6, 5, 5), start_pos=-1), "mask.start_pos: expected an int, 0 or"),
+        (MaterializedMask(bf16(6, 5, 5), start_pos=ints(1)), r"mask.start_pos.shape: expected \[6"),
+        (OrMask(NullMask(), "x"), "mask.second: expected a mask, got str"),  # type: ignore[arg-type]
+        (AndMask(None, NullMask()), "mask.first: expected a mask, got None"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_mask_that_does_not_fit_is_refused(mask: NullMask, message: str) -> None:
+    """The error names the part of the mask."""
+    problem = RAGGED.build("cpu")
+
+    with pytest.raises(ArgumentError, match=message):
+        flare_mla_decoding(
+            problem.query, cache()["k"], mask, problem.cum_seq_lens_q, 1.0, ragged=True
+        )
+
+
+@pytest.mark.parametrize("arch", [SM_80, SM_90A], ids=str)
+def test_no_plan_needs_more_workspace_than_is_given(arch: Arch) -> None:
+    """What every call is given for each SM is enough for any form of it, and needed by some."""
+    needed = set()
+    shapes = product((1, 7, 64, 132, 700), (0, 1, 6), (1, 16, 128, 256), (0, 100, 5000, 200_000))
+    forms = product((16, 32, 64), (DType.BF16, DType.E4M3, DType.PACKED640), ("causal", "bias"))
+    specs = [
+        mla_decode(arch=arch, rows=rows, query_dtype=dtype, kv_dtype=dtype, mask=mask)
+        for rows, dtype, mask in forms
+    ]
+    for (batch, q_len, heads, longest_kv), spec in product(shapes, dict.fromkeys(specs)):
+        problem = MlaDecodeProblem(
+            batch=batch,
+            q_len=q_len,
+            heads=heads,
+            total_rows=batch * max(1, q_len) * heads,
+            longest_kv=longest_kv,
+        )
+        needed.add(plan_mla_decode(spec, problem, 132).workspace_bytes)
+
+    assert 0 < max(needed) <= 132 * flare._WORKSPACE_BYTES_PER_SM
+
+
+def test_rows_that_belong_to_no_request_do_not_fault() -> None:
+    """Tokens behind the last request are looked up nowhere, whatever the mask."""
+    problem = RAGGED.build("cpu")
+    query = torch.cat([problem.query, torch.full_like(problem.query, math.nan)])
+
+    out = flare_mla_decoding(
+        query,
+        cache()["k"],
+        SlidingWindowCausalMask(3),
+        problem.cum_seq_lens_q,
+        0.07,
+        ragged=True,
+    )
+
+    assert out[: len(problem.query)].isfinite().all()
