@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +13,8 @@ import torch
 
 from mlagen.settings import current_settings
 from tests.kernels import copy_templates, forget
+
+ROOT = Path(__file__).resolve().parents[1]
 
 # Modules that tests share assert for them.
 pytest.register_assert_rewrite(
@@ -40,10 +44,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
 
 
+# From so many GPU tests on, compiling all kernels at once is faster than each when it is needed.
+_MANY = 300
+
+
 @pytest.fixture(scope="session")
-def session_cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def session_cache_dir(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """Return a cache folder that the tests of one run share."""
-    return tmp_path_factory.mktemp("kernels")
+    folder = tmp_path_factory.mktemp("kernels")
+    if sum("gpu" in item.keywords for item in request.session.items) >= _MANY:
+        forms = ("--lookup", "paged,sparse", "--values", "shared,separate", "--mask", "causal,bias")
+        command = [sys.executable, "-m", "cache_tools", "prewarm", *forms]
+        environment = os.environ | {"MLAGEN_CACHE_DIR": str(folder)}
+        subprocess.run(command, check=True, capture_output=True, cwd=ROOT, env=environment)
+    return folder
 
 
 @pytest.fixture

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -78,3 +80,24 @@ def badly_broken_lines(text: str) -> list[str]:
         if len(sentences(_BULLET.sub("", line))) > 1 or (goes_on and not is_complete):
             bad.append(f"{number}: {line}")
     return bad
+
+
+def paragraphs(text: str) -> Iterator[str]:
+    """Yield paragraphs of prose as lines of Markdown, one sentence to a line."""
+    for paragraph in text.strip().split("\n\n"):
+        yield from sentences(markdown(paragraph))
+        yield ""
+
+
+def markdown(text: str) -> str:
+    """Return reStructuredText of docstrings as Markdown: literals, and roles as literals."""
+    return re.sub(r"(?::\w+:)?(`{1,2})(.+?)\1", r"`\2`", text)
+
+
+def table(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield a table of Markdown whose head is the keys of the rows."""
+    yield f"| {' | '.join(rows[0])} |"
+    yield f"|{'---|' * len(rows[0])}"
+    for row in rows:
+        yield f"| {' | '.join(map(str, row.values()))} |"
+    yield ""

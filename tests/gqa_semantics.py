@@ -125,6 +125,17 @@ class GqaSemantics:
 
         problem.check(out)
 
+    @pytest.mark.parametrize("mask", [None, "random"], ids=["causal", "masked"])
+    def test_ends_outside_the_query_do_not_fault(self, mask: str | None) -> None:
+        """A request whose query tokens are not all there harms only itself."""
+        case = GqaCase(name="", seq_lens=(5, 100), q_lens=(2, 3), mask=mask)
+        problem = case.build(self.device)
+        ends = torch.tensor([0, 2, 900], dtype=torch.int32, device=self.device)
+
+        out = decode(problem, q_cu_seq_lens=ends)
+
+        assert torch.equal(out[:2], decode(problem)[:2])
+
     def test_sinks_may_lie_by_kv_head(self) -> None:
         """`[kv_heads, group]` is the same memory as `[heads]`."""
         problem = GqaCase(name="", seq_lens=(70, 3), sink=3.0).build(self.device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import pkgutil
 import re
 
 import pytest
@@ -83,6 +84,16 @@ def test_generated_pages_are_up_to_date(page: str) -> None:
     written = (ROOT / page).read_text(encoding="utf-8")
 
     assert written == expected, "renew with: MLAGEN_ACCEPT=1 python3 -m pytest tests/test_docs.py"
+
+
+def test_documented_names_can_be_imported() -> None:
+    """What the page on the API calls a function or class is what it is imported as."""
+    names = re.findall(r"^## `(mlagen[\w.]+)`$", text_of("docs/reference/api.md"), re.MULTILINE)
+
+    found = {name: pkgutil.resolve_name(name) for name in names}
+
+    assert len(found) >= 10
+    assert {name for name, what in found.items() if what.__name__ != name.split(".")[-1]} == set()
 
 
 @pytest.mark.parametrize("exception", EXCEPTIONS)

@@ -39,6 +39,16 @@ def _numbers(ctx: click.Context, param: click.Parameter, value: str | None) -> l
     return [int(item) for item in items]
 
 
+def _numbers_or_0(
+    ctx: click.Context, param: click.Parameter, value: str | None
+) -> list[int] | None:
+    """Read numbers with commas between them, of which one may be 0."""
+    items = _names(ctx, param, value)
+    rest = None if items is None else ",".join(item for item in items if item != "0") or None
+    numbers = _numbers(ctx, param, rest)
+    return numbers if items is None or "0" not in items else [0, *(numbers or [])]
+
+
 @click.command()
 @click.option(
     "--arch",
@@ -76,6 +86,21 @@ def _numbers(ctx: click.Context, param: click.Parameter, value: str | None) -> l
 @click.option("--head-dim", callback=_numbers, metavar="N,...", help="Elements of a head, for GQA.")
 @click.option(
     "--lookup", callback=_names, metavar="HOW,...", help="paged (the default) or sparse, for MLA."
+)
+@click.option(
+    "--values",
+    callback=_names,
+    metavar="HOW,...",
+    help="shared (the default) or separate, for MLA.",
+)
+@click.option(
+    "--mask", callback=_names, metavar="HOW,...", help="causal (the default) or bias, for MLA."
+)
+@click.option(
+    "--qk-rope-head-dim",
+    callback=_numbers_or_0,
+    metavar="N,...",
+    help="Rope part of a cached token.",
 )
 @click.option(
     "--heads",

@@ -27,8 +27,12 @@ def require_no_capture(tensor: torch.Tensor) -> None:
         )
 
 
-def query_lengths(ends: torch.Tensor, argument: str, tokens: int) -> torch.Tensor:
+def query_lengths(
+    ends: torch.Tensor, argument: str, tokens: int, *, may_have_more: bool = False
+) -> torch.Tensor:
     """Return the query tokens of each request, on the CPU.
+
+    The query has ``tokens`` of them, or more if it ``may_have_more`` that belong to no request.
 
     Raises
     ------
@@ -39,8 +43,9 @@ def query_lengths(ends: torch.Tensor, argument: str, tokens: int) -> torch.Tenso
     first, last = int(known[0]), int(known[-1])
     if first != 0:
         refuse(f"{argument}[0]", 0, first)
-    if last != tokens:
-        refuse(f"{argument}[-1]", f"{tokens} (tokens of query)", last)
+    if last > tokens or (last < tokens and not may_have_more):
+        rule = f"{tokens} (tokens of query)" + (" or less" if may_have_more else "")
+        refuse(f"{argument}[-1]", rule, last)
     lengths = known.diff()
     if (position := _first(lengths < 0)) is not None:
         rule = f"{int(known[position])} or more ({argument}[{position}])"

@@ -28,6 +28,8 @@ def decode_gqa(inputs: GqaInputs, request: GqaRequest) -> torch.Tensor:
     out = torch.zeros_like(query)
     capacity = request.max_pages * request.variant.page_size
     for index, (start, end) in enumerate(pairwise(_query_ends(inputs, request))):
+        if not 0 <= start <= end <= request.tokens:
+            continue  # query tokens outside the tensor are nobody's
         seq_len = min(max(int(inputs.seq_lens.view(-1)[index]), 0), capacity)
         q_len = end - start
         keys = _gather(inputs, caches.key, key_scales, index, seq_len)
@@ -67,8 +69,9 @@ def _visible(
     if mask is None:
         is_seen = position <= first_draft + draft
     else:
-        drafts = (position - first_draft).clamp(0, mask.shape[1] - 1)
-        is_seen = (position < first_draft) | mask[token][drafts]
+        draft_seen = position - first_draft
+        bits = mask[token][draft_seen.clamp(0, mask.shape[1] - 1)] & (draft_seen < mask.shape[1])
+        is_seen = (draft_seen < 0) | bits
     if window:
         is_seen &= position >= first_draft + draft + 1 - window
     return is_seen.nonzero()[:, 0]

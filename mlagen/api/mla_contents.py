@@ -29,9 +29,17 @@ def check_contents(inputs: MlaInputs, request: MlaRequest) -> None:
     """
     require_no_capture(inputs.query)
     names, page_size = inputs.names, request.variant.page_size
+    # With page ids in a row comes FlashInfer's wrapper: it has query tokens without a key, and in
+    # graphs tokens without a request.
+    is_planned = inputs.table_starts is not None
     q_lens = torch.full((request.batch,), request.q_len)
     if inputs.cum_seq_lens_q is not None:
-        q_lens = query_lengths(inputs.cum_seq_lens_q, names.cum_seq_lens_q, request.tokens)
+        q_lens = query_lengths(
+            inputs.cum_seq_lens_q,
+            names.cum_seq_lens_q,
+            request.tokens,
+            may_have_more=is_planned,
+        )
     capacity: int | torch.Tensor | None = request.max_pages * page_size
     if request.top_k:  # the entries of a list that are no tokens are meant to be skipped
         capacity = None
@@ -46,7 +54,7 @@ def check_contents(inputs: MlaInputs, request: MlaRequest) -> None:
         inputs.seq_lens,
         names.seq_lens,
         capacity=capacity,
-        q_lens=q_lens if inputs.is_causal else None,
+        q_lens=q_lens if inputs.is_causal and not is_planned else None,
     )
     if request.top_k:
         return

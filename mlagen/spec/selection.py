@@ -50,6 +50,10 @@ def select_specs(
         for label, values in wanted.items():
             for name in _ingredients_of(label, known):
                 kept[name] += [_text(name, value) for value in _several(values)]
+        if "head_dim_vo" in kept:  # of a family whose dims are not said, all
+            for label, family in (("kv_lora_rank", "mla_decode"), ("head_dim", "gqa_decode")):
+                if label not in wanted and "head_dim_vo" not in wanted and family in chosen:
+                    kept["head_dim_vo"] += _values(label, specs_of(arch, (family,)))
         for spec in specs_of(arch, chosen, **kept):
             if not calls or any(spec.serves(call) for call in calls):
                 specs[spec] = None
@@ -60,6 +64,10 @@ def _text(ingredient: str, value: str | int) -> str:
     """Return a value as the ingredient names it: a combining kernel knows what is written."""
     packed = {str(dtype): str(output_dtype(dtype)) for dtype in (DType.E4M3, DType.PACKED640)}
     return packed.get(str(value), str(value)) if ingredient == "dtype" else str(value)
+
+
+def _values(ingredient: str, specs: list[KernelSpec]) -> list[str]:
+    return list(dict.fromkeys(spec.ingredients()[ingredient] for spec in specs))
 
 
 def _ingredients_of(label: str, known: set[str]) -> list[str]:

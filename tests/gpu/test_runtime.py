@@ -17,6 +17,7 @@ import mlagen
 from mlagen import engine
 from mlagen.api import mla_call
 from tests.cases import MlaCase, MlaProblem
+from tests.gqa_problems import GqaCase
 
 
 def decode(**arguments: Any) -> torch.Tensor:
@@ -274,9 +275,12 @@ def test_every_gpu_computes_its_own_tensors() -> None:
     """A call runs on the device of its tensors, whichever device is current."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    problem = SPLIT.build("cuda:1")
+    latent = SPLIT.build("cuda:1")
+    grouped = GqaCase(name="", seq_lens=(5000, 70)).build("cuda:1")
 
-    out = decode(**problem.arguments())
+    out = decode(**latent.arguments())
+    grouped_out = mlagen.decode.xqa_batch_decode_with_kv_cache(**grouped.arguments())
 
-    assert out.device == torch.device("cuda:1")
-    problem.check(out)
+    assert out.device == grouped_out.device == torch.device("cuda:1")
+    latent.check(out)
+    grouped.check(grouped_out)

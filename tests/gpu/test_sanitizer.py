@@ -12,12 +12,13 @@ import pytest
 
 _SANITIZER = shutil.which("compute-sanitizer")
 
-# One case of each tile and of the combining kernel, in pages of one token and of many, ragged.
-_SMALL_CASES = """
+# One case of each tile, of each way to read tokens and of the combining kernel, in pages of one
+# token and of many, ragged.
+_MLA_CASES = """
 import torch
-import mlagen
 from tests.cases import MlaCase
-fp16 = torch.float16
+from tests.mla_semantics import compute
+fp16, e4m3 = torch.float16, torch.float8_e4m3fn
 for case in (
     MlaCase(name="16 rows", seq_lens=(0, 5, 70), heads=16, page_size=16),
     MlaCase(name="32 rows", seq_lens=(65, 130), heads=20, with_sinks=True),
@@ -25,19 +26,43 @@ for case in (
     MlaCase(name="split", seq_lens=(700, 30), heads=64),
     MlaCase(name="rank 256", seq_lens=(700, 30), heads=64, kv_lora_rank=256, page_size=1),
     MlaCase(name="ragged", seq_lens=(70, 9), q_lens=(3, 0), cache_form="strided", dtype=fp16),
+    MlaCase(name="e4m3", seq_lens=(70, 9), heads=64, dtype=e4m3),
+    MlaCase(name="e4m3 under bf16", seq_lens=(170, 9), kv_format="e4m3", scales="for 128 elements"),
+    MlaCase(name="packed", seq_lens=(70, 9), heads=32, kv_format="packed656", top_k=40),
+    MlaCase(name="biased", seq_lens=(70, 9), kv_format="packed640", bias="for each head"),
+    MlaCase(name="values apart", seq_lens=(70, 9), heads=32, values="other pages"),
 ):
     problem = case.build("cuda")
-    out, lse = mlagen.mla.trtllm_batch_decode_with_kv_cache_mla(
-        **problem.arguments(return_lse=True)
-    )
-    problem.check(out, lse)
+    problem.check(*compute(problem))
+    print("right:", case.name)
+"""
+
+_GQA_CASES = """
+import torch
+from mlagen.decode import xqa_batch_decode_with_kv_cache
+from tests.gqa_problems import E4M3, GqaCase
+for case in (
+    GqaCase(name="16 rows", seq_lens=(0, 5, 70)),
+    GqaCase(name="32 rows", seq_lens=(65, 130), group=8, q_len=3, mask="random", sink=3.0),
+    GqaCase(name="split", seq_lens=(900, 30), group=1, window=700),
+    GqaCase(name="ragged", seq_lens=(70, 9, 4), q_lens=(3, 0, 2), page_size=1, form="strided"),
+    GqaCase(name="e4m3", seq_lens=(70, 9), kv="e4m3", out_dtype=E4M3, o_scale=0.5),
+    GqaCase(name="int8", seq_lens=(700, 9), kv="int8", dtype=torch.float16, head_dim=48),
+    GqaCase(name="nvfp4", seq_lens=(70, 9), kv="nvfp4", head_dim=80, layout="HND"),
+    GqaCase(name="512 wide", seq_lens=(300, 9), head_dim=512),
+):
+    problem = case.build("cuda")
+    problem.check(xqa_batch_decode_with_kv_cache(**problem.arguments()))
     print("right:", case.name)
 """
 
 
+@pytest.mark.parametrize(
+    ("cases", "count"), [(_MLA_CASES, 11), (_GQA_CASES, 8)], ids=["mla", "gqa"]
+)
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
 @pytest.mark.skipif(_SANITIZER is None, reason="compute-sanitizer is not installed")
-def test_small_cases_are_clean(tool: str) -> None:
+def test_small_cases_are_clean(tool: str, cases: str, count: int) -> None:
     """The sanitizer finds no bad access and no race in a small case of each template."""
     # The bindings probe for driver functions that this driver does not have; that is no error.
     command = [
@@ -52,7 +77,7 @@ def test_small_cases_are_clean(tool: str) -> None:
     root = str(Path(__file__).resolve().parents[2])
 
     done = subprocess.run(
-        [*command, sys.executable, "-c", _SMALL_CASES],
+        [*command, sys.executable, "-c", cases],
         capture_output=True,
         text=True,
         timeout=280,
@@ -62,5 +87,5 @@ def test_small_cases_are_clean(tool: str) -> None:
     )
 
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert done.stdout.count("right:") == 6
+    assert done.stdout.count("right:") == count
     assert "0 errors" in done.stdout

@@ -52,7 +52,10 @@ def test_an_architecture_named_twice_is_taken_once() -> None:
     ("wanted", "ingredients"),
     [
         ({"dtype": "bf16"}, {"query_dtype": {"bf16"}, "dtype": {"bf16"}}),
-        ({"kv_lora_rank": 512}, {"kv_lora_rank": {"512"}, "head_dim_vo": {"512"}}),
+        (
+            {"kv_lora_rank": 512},
+            {"kv_lora_rank": {"512"}, "head_dim_vo": {"64", "128", "256", "512"}},
+        ),
         ({"page_size": [32, 64]}, {"page_size": {"32", "64"}}),
         ({"query_dtype": "fp16"}, {"query_dtype": {"fp16"}, "dtype": {"bf16", "fp16", "e4m3"}}),
         ({"dtype": "e4m3"}, {"query_dtype": {"e4m3"}, "dtype": {"bf16"}}),

@@ -1,4 +1,4 @@
-"""Two rendered kernels kept in git, so that a change of templates is read as what it generates."""
+"""Rendered kernels kept in git, so that a change of templates is read as what it generates."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ from pathlib import Path
 import pytest
 
 from mlagen.codegen.render import render
+from mlagen.spec.dtype import DType
 from mlagen.spec.kernel import KernelSpec
-from tests.kernels import COMBINE, WIDE_DECODE
+from tests.kernels import COMBINE, WIDE_DECODE, gqa_decode
 
 GOLDEN = Path(__file__).parent / "golden"
 
 
-@pytest.mark.parametrize("spec", [WIDE_DECODE, COMBINE], ids=lambda spec: spec.family)
+@pytest.mark.parametrize(
+    "spec", [WIDE_DECODE, gqa_decode(kv_dtype=DType.E4M3), COMBINE], ids=lambda spec: spec.family
+)
 def test_a_rendered_kernel_is_as_it_was_read_last(spec: KernelSpec) -> None:
     """The text is the one in git; `MLAGEN_ACCEPT=1 pytest tests/templates` renews it."""
     text = render(spec).text

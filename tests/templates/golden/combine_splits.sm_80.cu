@@ -6,9 +6,25 @@ using u32 = unsigned int;
 using u64 = unsigned long long;
 using i64 = long long;
 
-// Tags that choose the instruction for an element type; the data itself is held as u16 or u32.
+// Tags that choose how elements are converted; the data itself is held as bytes, u16 or u32.
 struct Bf16 {};
 struct Fp16 {};
+struct E4m3 {};
+struct Int8 {};
+struct Nvfp4 {};
+struct Packed656 {};
+struct Packed640 {};
+
+template <typename A, typename B>
+constexpr bool kIsSame = false;
+template <typename A>
+constexpr bool kIsSame<A, A> = true;
+
+// What one load, store or cp.async moves at the most.
+constexpr int kChunkBytes = 16;
+struct alignas(kChunkBytes) Chunk {
+  u32 words[4];
+};
 
 constexpr int kWarpLanes = 32;
 constexpr float kLog2E = 1.4426950408889634f;
@@ -36,23 +52,24 @@ struct Params {
   const float* partial_lse;
   const float* bmm2_scale_tensor;
   const float* sinks;
-  u16* out;
+  unsigned char* out;
   float* lse;
   i64 total_rows;
   int heads;
   int splits;
   float bmm2_scale;
+  float output_factor;
   float lse_factor;
 };
 
 // The numbers of this kernel; the rest of the source only uses them. Needs blocks/prelude.cuh.
-using Element = Bf16;
+using OutElement = Bf16;
 constexpr int kHeadDimVo = 512;
+constexpr int kSlices = 4;
 constexpr int kWarps = 4;
 constexpr int kThreads = kWarps * kWarpLanes;
 constexpr int kSliceDims = kWarpLanes * 4;  // output dims of one block: a float4 for each lane
-constexpr int kSlices = kHeadDimVo / kSliceDims;
-static_assert(kHeadDimVo % kSliceDims == 0, "slices cover the row");
+static_assert(kHeadDimVo % 4 == 0 && kSlices * kSliceDims >= kHeadDimVo, "slices cover the row");
 
 // PTX ISA, "Data Movement and Conversion Instructions: cvt". Needs sm_80.
 
@@ -97,6 +114,12 @@ __device__ inline float ex2_approx(float x) {
 __device__ inline void wait_for_previous_kernel() {}
 __device__ inline void let_next_kernel_start() {}
 
+// A scale is a number, or a tensor of one element that only the device knows. Needs nothing.
+
+__device__ inline float value_of(const float* tensor, float number) {
+  return tensor == nullptr ? number : *tensor;
+}
+
 // How the statistics of a softmax row become its scale and its LSE. Needs ptx/ex2.cuh.
 
 struct RowResult {
@@ -114,6 +137,18 @@ __device__ inline RowResult finish_row(float reference, float sum, float sink) {
   const float rescale = ex2_approx(reference - larger);
   const float total = sum * rescale + ex2_approx(sink_log2 - larger);
   return {rescale / total, larger + log2f(total)};
+}
+
+// Four neighbouring elements of an output, from float. Needs ptx/cvt.cuh.
+
+// `index` counts elements, and is a multiple of 4.
+template <typename Target>
+__device__ inline void store_x4(Target target, unsigned char* out, i64 index, float a, float b,
+                                float c, float d) {
+  uint2 packed;
+  packed.x = cvt_rn_x2_f32(target, b, a);
+  packed.y = cvt_rn_x2_f32(target, d, c);
+  *reinterpret_cast<uint2*>(out + index * 2) = packed;
 }
 
 // Folds the partial rows of all splits into one. Needs Params, roles/combine_splits/constants,
@@ -166,9 +201,11 @@ __device__ inline float4 weighted_sum(const Params& params, i64 row, int dim, fl
 __device__ inline void combine(const Params& params, SharedMemory& shared) {
   const i64 row = blockIdx.x / kSlices;
   const int dim = static_cast<int>(blockIdx.x) % kSlices * kSliceDims + lane_index() * 4;
+  const bool is_outside = dim >= kHeadDimVo;  // the last slice may be wider than what is left
   const float largest = largest_lse(params, row);
   float weights;
-  shared.values[warp_index()][lane_index()] = weighted_sum(params, row, dim, largest, weights);
+  shared.values[warp_index()][lane_index()] =
+      weighted_sum(params, row, is_outside ? 0 : dim, largest, weights);
   if (lane_index() == 0) shared.sum[warp_index()] = weights;
   __syncthreads();
   if (warp_index() != 0) return;
@@ -186,13 +223,12 @@ __device__ inline void combine(const Params& params, SharedMemory& shared) {
   }
   const float sink = params.sinks == nullptr ? -kInfinity : params.sinks[row % params.heads];
   const RowResult result = finish_row(largest, sum, sink);
-  const float bmm2_scale =
-      params.bmm2_scale_tensor == nullptr ? params.bmm2_scale : *params.bmm2_scale_tensor;
-  const float factor = result.factor * bmm2_scale;
-  uint2 packed;
-  packed.x = cvt_rn_x2_f32(Element{}, total.y * factor, total.x * factor);
-  packed.y = cvt_rn_x2_f32(Element{}, total.w * factor, total.z * factor);
-  *reinterpret_cast<uint2*>(params.out + row * kHeadDimVo + dim) = packed;
+  const float factor =
+      result.factor * value_of(params.bmm2_scale_tensor, params.bmm2_scale) * params.output_factor;
+  if (!is_outside) {
+    store_x4(OutElement{}, params.out, row * kHeadDimVo + dim, total.x * factor, total.y * factor,
+             total.z * factor, total.w * factor);
+  }
   if (params.lse != nullptr && blockIdx.x % kSlices == 0 && lane_index() == 0) {
     params.lse[row] = result.lse * params.lse_factor;
   }

@@ -6,9 +6,25 @@ using u32 = unsigned int;
 using u64 = unsigned long long;
 using i64 = long long;
 
-// Tags that choose the instruction for an element type; the data itself is held as u16 or u32.
+// Tags that choose how elements are converted; the data itself is held as bytes, u16 or u32.
 struct Bf16 {};
 struct Fp16 {};
+struct E4m3 {};
+struct Int8 {};
+struct Nvfp4 {};
+struct Packed656 {};
+struct Packed640 {};
+
+template <typename A, typename B>
+constexpr bool kIsSame = false;
+template <typename A>
+constexpr bool kIsSame<A, A> = true;
+
+// What one load, store or cp.async moves at the most.
+constexpr int kChunkBytes = 16;
+struct alignas(kChunkBytes) Chunk {
+  u32 words[4];
+};
 
 constexpr int kWarpLanes = 32;
 constexpr float kLog2E = 1.4426950408889634f;
@@ -32,11 +48,20 @@ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 // What one launch passes to the kernel. Needs blocks/prelude.cuh.
 struct Params {
-  const u16* query;
+  const unsigned char* query;
+  const unsigned char* query_rope;
+  const float* query_scales;
   const unsigned char* cache;
+  const unsigned char* rope_cache;
+  const unsigned char* value_cache;
+  const float* kv_scales;
   const int* block_tables;
+  const int* value_tables;
+  const int* table_starts;
   const int* seq_lens;
   const int* cum_seq_lens_q;
+  const int* top_k_lens;
+  const float* bias;
   const float* bmm1_scale_tensor;
   const float* bmm2_scale_tensor;
   const float* sinks;
@@ -46,9 +71,18 @@ struct Params {
   float* partial_lse;
   i64 query_stride;
   i64 query_head_stride;
+  i64 query_rope_stride;
+  i64 query_rope_head_stride;
   i64 page_stride;
   i64 token_stride;
+  i64 rope_page_stride;
+  i64 rope_token_stride;
+  i64 scale_page_stride;
+  i64 scale_token_stride;
+  i64 bias_stride;
+  i64 bias_head_stride;
   i64 total_rows;
+  int requests;
   int heads;
   int q_len;
   int max_pages;
@@ -56,16 +90,28 @@ struct Params {
   int num_pages;
   int row_tiles;
   int splits;
+  int top_k;
+  int is_causal;
+  int scores_take_bmm2;
   float bmm1_scale;
   float bmm2_scale;
+  float latent_scale;
+  float rope_scale;
   float lse_factor;
 };
 
 // The numbers of this kernel; the rest of the source only uses them. Needs blocks/prelude.cuh.
 using Element = Bf16;
-constexpr int kHeadDimQk = 576;
-constexpr int kHeadDimVo = 512;
+using OutElement = Bf16;
+using StoredQuery = Bf16;
+using StoredToken = Bf16;
+constexpr int kLatentDim = 512;
+constexpr int kRopeDim = 64;
 constexpr int kPageSize = 64;
+constexpr bool kIsSparse = false;
+constexpr bool kHasSeparateValues = false;
+constexpr bool kHasBias = false;
+constexpr bool kDecodesTokens = false;
 constexpr int kRows = 64;
 constexpr int kTileTokens = 64;
 constexpr int kStages = 2;
@@ -73,8 +119,12 @@ constexpr int kRowWarps = 2;
 constexpr int kTokenWarps = 4;
 constexpr int kDimWarps = 2;
 constexpr int kBlocksPerSm = 1;
-constexpr int kSharedBytes = 231232;
+constexpr int kStoredBytes = 1152;
+constexpr int kStageRowBytes = 1152;
+constexpr int kSharedBytes = 231488;
 
+constexpr int kHeadDimQk = kLatentDim + kRopeDim;
+constexpr int kHeadDimVo = kLatentDim;
 constexpr int kWarps = kRowWarps * kTokenWarps;
 constexpr int kThreads = kWarps * kWarpLanes;
 
@@ -88,21 +138,31 @@ constexpr int kWarpDims = kHeadDimVo / kWarps;
 
 constexpr int kTokenBytes = kHeadDimQk * 2;
 constexpr int kProbabilityBytes = kTileTokens * 2;
+constexpr int kStageBytes = kTileTokens * kStageRowBytes;
+constexpr int kDecodedBytes = kDecodesTokens ? kTileTokens * kTokenBytes : 0;
 
-// Every thread copies one token of a tile in each round, eight threads together. Products that
+// An item is what one stage holds: a tile of tokens, or of their keys and then of their values.
+constexpr int kItemsPerTile = kHasSeparateValues ? 2 : 1;
+// How many items are under way while one is used. Decoded tokens have a place of their own, and
+// free their stage.
+constexpr int kItemsAhead = kDecodesTokens ? kStages : kStages - 1;
+
+// Every thread copies a part of one token in each round, eight threads together. Products that
 // warps trade pass through the last round's part of the stage that is being filled.
 constexpr int kRoundTokens = kThreads / 8;
 constexpr int kRounds = kTileTokens / kRoundTokens;
 constexpr int kBorrowedRounds = kDimWarps > 1 ? 1 : 0;
-constexpr int kBorrowedOffset = (kRounds - 1) * kRoundTokens * kTokenBytes;
+constexpr int kBorrowedOffset = (kRounds - 1) * kRoundTokens * kStageRowBytes;
 
 static_assert(kScoreRowGroups * kRowWarps * 16 == kRows, "row warps share the rows evenly");
 static_assert(kScoreTokenGroups * kTokenWarps * 8 == kTileTokens, "token warps share the tokens");
 static_assert(kWarpDims % 16 == 0, "a warp's output dims are whole 16-wide tiles");
 static_assert(kTokenBytes % 128 == 0, "eight lanes copy 128 bytes of a token at a time");
 static_assert(kRounds * kRoundTokens == kTileTokens, "every thread copies the same tokens");
-static_assert(kDimWarps == 1 || kRows * kTileTokens * 4 <= kRoundTokens * kTokenBytes,
+static_assert(kDecodesTokens || kStageRowBytes == kTokenBytes, "a stage is what is multiplied");
+static_assert(kDimWarps == 1 || kRows * kTileTokens * 4 <= kRoundTokens * kStageRowBytes,
               "what is traded fits into what is borrowed");
+static_assert(kDimWarps == 1 || !kHasSeparateValues, "values would arrive in what is borrowed");
 
 // PTX ISA, "Warp Level Matrix Instructions: mma". Needs sm_80.
 // d[16, 8] += a[16, 16] * b[16, 8]. A lane holds, with g = lane / 4 and c = lane % 4:
@@ -155,6 +215,22 @@ __device__ inline void ldmatrix_x4_trans(u32 (&d)[4], u32 row_address) {
 __device__ inline void cp_async_cg_16(u32 shared_address, const void* global, u32 source_bytes) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address),
                "l"(global), "r"(source_bytes)
+               : "memory");
+}
+
+// cp.async.ca.shared.global
+// Copies 4 bytes; if `source_bytes` is 0 they are not read and become zero.
+__device__ inline void cp_async_ca_4(u32 shared_address, const void* global, u32 source_bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address), "l"(global),
+               "r"(source_bytes)
+               : "memory");
+}
+
+// cp.async.ca.shared.global
+// Copies 8 bytes; if `source_bytes` is 0 they are not read and become zero.
+__device__ inline void cp_async_ca_8(u32 shared_address, const void* global, u32 source_bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(shared_address), "l"(global),
+               "r"(source_bytes)
                : "memory");
 }
 
@@ -230,7 +306,6 @@ __device__ inline void let_next_kernel_start() { griddepcontrol_launch_dependent
 // Rows of 16-byte chunks in shared memory, permuted so that the eight rows that one ldmatrix reads
 // at the same column lie in different banks. Needs blocks/prelude.cuh.
 
-constexpr int kChunkBytes = 16;
 constexpr int kChunkElements = 8;
 
 // Byte offset of chunk `chunk` of row `row`. Rows of 128 bytes and more permute the eight chunks of
@@ -244,22 +319,78 @@ __device__ inline u32 swizzled_offset(int row, int chunk) {
 
 // Where a token of a request lies in the paged cache. Needs blocks/prelude.cuh, kPageSize.
 
-// The cache and one request's row of the block table.
-struct PageTable {
-  const unsigned char* cache;
-  const int* pages;     // [max_pages] page ids; read only at index < ceil(tokens / kPageSize)
-  int num_pages;        // pages of the cache
-  i64 page_stride;      // bytes
-  i64 token_stride;     // bytes
+// One tensor of the cache; strides in bytes.
+struct PagedRows {
+  const unsigned char* rows;
+  i64 page_stride;
+  i64 token_stride;
 
-  __device__ int page_of(int token) const { return pages[token / kPageSize]; }
-
-  // The row of `token`, or null if `page` is no page of the cache: such an id must not fault.
-  __device__ const unsigned char* row_of(int page, int token) const {
-    if (static_cast<u32>(page) >= static_cast<u32>(num_pages)) return nullptr;
-    return cache + page * page_stride + (token % kPageSize) * token_stride;
+  // The row in `slot` of `page`, which exists.
+  __device__ const unsigned char* row_of(int page, int slot) const {
+    return rows + page * page_stride + slot * token_stride;
   }
 };
+
+// An id outside the cache must not fault.
+__device__ inline bool is_page(int page, int num_pages) {
+  return static_cast<u32>(page) < static_cast<u32>(num_pages);
+}
+
+// Which request a tile of rows belongs to, where requests have queries of different lengths.
+// Needs blocks/prelude.cuh, kRows.
+
+// Request r takes the tiles from floor(its first row / kRows) + r on: as many as its rows fill, or
+// one more. So the number of tiles follows from the number of rows, and no length is needed on the
+// host.
+__device__ inline i64 first_tile_of(const int* cum_seq_lens_q, int request, int rows_per_token) {
+  return static_cast<i64>(cum_seq_lens_q[request]) * rows_per_token / kRows + request;
+}
+
+// The request of `tile`: the last one that begins at or before it.
+__device__ inline int request_of_tile(const int* cum_seq_lens_q, int requests, int rows_per_token,
+                                      int tile) {
+  int low = 0;
+  int high = requests;
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    if (first_tile_of(cum_seq_lens_q, middle, rows_per_token) <= tile) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
+// The request of query token `token`.
+__device__ inline int request_of_token(const int* cum_seq_lens_q, int requests, int token) {
+  int low = 0;
+  int high = requests;
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    if (cum_seq_lens_q[middle] <= token) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
+// A scale is a number, or a tensor of one element that only the device knows. Needs nothing.
+
+__device__ inline float value_of(const float* tensor, float number) {
+  return tensor == nullptr ? number : *tensor;
+}
+
+// What products of query and key are multiplied by, in the natural domain. Needs Params,
+// blocks/scales.cuh.
+
+__device__ inline float score_scale(const Params& params) {
+  const float scale = value_of(params.bmm1_scale_tensor, params.bmm1_scale);
+  return params.scores_take_bmm2 ? scale * value_of(params.bmm2_scale_tensor, params.bmm2_scale)
+                                 : scale;
+}
 
 // How the statistics of a softmax row become its scale and its LSE. Needs ptx/ex2.cuh.
 
@@ -280,48 +411,82 @@ __device__ inline RowResult finish_row(float reference, float sum, float sink) {
   return {rescale / total, larger + log2f(total)};
 }
 
-// Which rows and which tokens this block attends to. Needs Params, roles/mla_decode/constants.
+// Which rows and which tokens this block attends to. Needs Params, blocks/ragged_tiles.cuh,
+// roles/mla_decode/constants.
 
 // A row is one (query token, head) pair of a request, query token first, so that rows are
 // contiguous in [tokens, heads, dim] tensors. A block takes kRows rows and one split of the tokens.
+// Where every query token has a list of tokens of its own, it counts as a request.
 struct alignas(64) Work {
   int request;
   int split;
   int heads;
   int q_len;  // query tokens of this request
-  int kv_len;  // tokens in the cache, the new ones included
   i64 first_query;  // index of the request's first query token among all
+  int kv_len;  // tokens in the cache, the new ones included
   int first_row;  // of this block, among the request's rows
   int rows;  // of this block; the rest of kRows is padding
+  int is_causal;
   int visible_to_all;  // tokens that every row of this block sees
   int visible_to_any;  // tokens that some row sees
   int first_tile;
   int last_tile;  // one past
 
-  // How many tokens `row` (0 to kRows - 1) sees: all up to its own position.
+  // How many tokens `row` (0 to kRows - 1) sees: all up to its own position, or all.
   __device__ int visible_tokens(int row) const {
-    const int query = (first_row + row) / heads;
-    const int visible = kv_len - q_len + query + 1;
-    return row >= rows || visible < 0 ? 0 : visible;
+    const int later = is_causal ? q_len - 1 - (first_row + row) / heads : 0;
+    return row >= rows ? 0 : max(kv_len - later, 0);
   }
 
   // Index of `row` in a [tokens * heads] array.
   __device__ i64 global_row(int row) const { return first_query * heads + first_row + row; }
 };
 
+// How many pages the block table has for a request.
+__device__ inline int table_pages(const Params& params, int request) {
+  if (params.table_starts == nullptr) return params.max_pages;
+  const int pages = params.table_starts[request + 1] - params.table_starts[request];
+  return max(0, min(pages, params.max_pages));
+}
+
+// How many of its listed tokens query token `token` looks at.
+__device__ inline int listed_tokens(const Params& params, int token) {
+  i64 listed;
+  if (params.top_k_lens != nullptr) {
+    listed = params.top_k_lens[token];
+  } else if (params.cum_seq_lens_q == nullptr) {
+    const int request = token / params.q_len;
+    listed = static_cast<i64>(params.seq_lens[request]) - params.q_len + token % params.q_len + 1;
+  } else {
+    const int request = request_of_token(params.cum_seq_lens_q, params.requests, token);
+    listed =
+        static_cast<i64>(params.seq_lens[request]) - params.cum_seq_lens_q[request + 1] + token + 1;
+  }
+  return static_cast<int>(max(static_cast<i64>(0), min(listed, static_cast<i64>(params.top_k))));
+}
+
+// A length beyond the table, or a negative one, is read as the nearest that the table can hold.
+__device__ inline int cached_tokens(const Params& params, int request) {
+  const i64 capacity = static_cast<i64>(table_pages(params, request)) * kPageSize;
+  const i64 length = params.seq_lens[request];
+  return static_cast<int>(max(static_cast<i64>(0), min(length, capacity)));
+}
+
 __device__ inline Work find_work(const Params& params) {
   Work work;
-  int block = static_cast<int>(blockIdx.x);
-  const int row_tile = block % params.row_tiles;
-  block /= params.row_tiles;
-  work.split = block % params.splits;
-  work.request = block / params.splits;
-
+  const int block = static_cast<int>(blockIdx.x);
+  int row_tile = block % params.row_tiles;
   work.heads = params.heads;
-  if (params.cum_seq_lens_q == nullptr) {
-    work.q_len = params.q_len;
-    work.first_query = static_cast<i64>(work.request) * params.q_len;
+  work.is_causal = params.is_causal;
+  if (kIsSparse || params.cum_seq_lens_q == nullptr) {
+    work.split = block / params.row_tiles % params.splits;
+    work.request = block / params.row_tiles / params.splits;
+    work.q_len = kIsSparse ? 1 : params.q_len;
+    work.first_query = static_cast<i64>(work.request) * work.q_len;
   } else {
+    work.split = block / params.row_tiles;
+    work.request = request_of_tile(params.cum_seq_lens_q, params.requests, params.heads, row_tile);
+    row_tile -= static_cast<int>(first_tile_of(params.cum_seq_lens_q, work.request, params.heads));
     work.first_query = params.cum_seq_lens_q[work.request];
     work.q_len = params.cum_seq_lens_q[work.request + 1] - static_cast<int>(work.first_query);
   }
@@ -329,15 +494,13 @@ __device__ inline Work find_work(const Params& params) {
   const i64 request_rows = static_cast<i64>(work.q_len) * work.heads;
   const i64 before = work.first_query * work.heads;
   // Query tokens outside the tensor are nobody's: nothing may be read or written there.
-  const bool is_outside = before < 0 || before + request_rows > params.total_rows;
+  const bool is_outside = before < 0 || before + request_rows > params.total_rows || row_tile < 0;
   work.rows = is_outside
                   ? 0
                   : static_cast<int>(min(static_cast<i64>(kRows), request_rows - work.first_row));
 
-  // A length beyond the table, or a negative one, is read as the nearest that the table can hold.
-  const i64 capacity = static_cast<i64>(params.max_pages) * kPageSize;
-  const i64 length = params.seq_lens[work.request];
-  work.kv_len = static_cast<int>(max(static_cast<i64>(0), min(length, capacity)));
+  work.kv_len =
+      kIsSparse ? listed_tokens(params, work.request) : cached_tokens(params, work.request);
   work.visible_to_all = work.visible_tokens(0);
   work.visible_to_any = work.visible_tokens(work.rows - 1);
 
@@ -351,9 +514,10 @@ __device__ inline Work find_work(const Params& params) {
 // The shared memory of a block, whole. Needs Work, roles/mla_decode/constants.
 struct SharedMemory {
   unsigned char query[kRows * kTokenBytes];  // [kRows][kHeadDimQk], swizzled; then the output
-  unsigned char kv[kStages][kTileTokens * kTokenBytes];  // [kTileTokens][kHeadDimQk], swizzled
+  unsigned char kv[kStages * kStageBytes + kDecodedBytes];  // see stage_of and tokens_of
   unsigned char probabilities[kRows * kProbabilityBytes];  // [kRows][kTileTokens], swizzled
   Work work;  // here, and not in the registers of every thread
+  int is_hidden[kTileTokens];  // from some row, for another reason than its position
   int row_visible[kRows];  // how many tokens a row sees
   float row_partial[kTokenWarps][kRows];  // what each token warp found for a row: maximum, or sum
   float row_reference[kRows];  // what the probabilities are relative to, log2 units
@@ -371,46 +535,100 @@ __device__ inline void share_work(const Work& work, SharedMemory& shared) {
   }
 }
 
-// Copies the block's rows of the query into shared memory. Needs Work, blocks/swizzle.cuh.
+// Where item `item` arrives, [kTileTokens] rows of kStageRowBytes.
+__device__ inline unsigned char* stage_of(SharedMemory& shared, int item) {
+  return shared.kv + item % kStages * kStageBytes;
+}
 
-__device__ inline void load_query(const Params& params, const Work& work, SharedMemory& shared) {
-  const int chunk = lane_index() % kChunkElements;
-  for (int row = static_cast<int>(threadIdx.x) / kChunkElements; row < kRows;
-       row += kThreads / kChunkElements) {
-    const int packed_row = work.first_row + row;
-    const i64 query = work.first_query + packed_row / work.heads;
-    const int head = packed_row % work.heads;
-    const bool is_padding = row >= work.rows;
-    const u16* source =
-        is_padding ? params.query
-                   : params.query + query * params.query_stride + head * params.query_head_stride;
-    const u32 target = shared_address(shared.query) + swizzled_offset<kTokenBytes>(row, chunk);
+// Where it is multiplied from once it is ready, swizzled [kTileTokens][kHeadDimQk].
+__device__ inline unsigned char* tokens_of(SharedMemory& shared, int item) {
+  return kDecodesTokens ? shared.kv + kStages * kStageBytes : stage_of(shared, item);
+}
+
+// Where a row of the query is, and where it goes. Needs SharedMemory, blocks/swizzle.cuh.
+
+// Latent and rope part may be tensors of their own; strides in bytes.
+__device__ inline const unsigned char* latent_part(const Params& params, i64 query, int head) {
+  return params.query + query * params.query_stride + head * params.query_head_stride;
+}
+
+__device__ inline const unsigned char* rope_part(const Params& params, i64 query, int head) {
+  return params.query_rope + query * params.query_rope_stride +
+         head * params.query_rope_head_stride;
+}
+
+__device__ inline Chunk* query_chunk(SharedMemory& shared, int row, int chunk) {
+  return reinterpret_cast<Chunk*>(shared.query + swizzled_offset<kTokenBytes>(row, chunk));
+}
+
+// A row of a query that is multiplied as it is stored. Needs query_rows.cuh, ptx/cp_async.cuh.
+
+__device__ inline void load_query_row(const Params& params, i64 query, int head, int row, int lane,
+                                      SharedMemory& shared) {
+  const unsigned char* latent = latent_part(params, query, head);
+  const unsigned char* rope = rope_part(params, query, head);
+  constexpr int kLatentChunks = kLatentDim / kChunkElements;
 #pragma unroll
-    for (int column = 0; column < kTokenBytes / 128; ++column) {
-      cp_async_cg_16(target + column * 128, source + (column * 8 + chunk) * kChunkElements,
-                     is_padding ? 0 : kChunkBytes);
+  for (int chunk = 0; chunk < kHeadDimQk / kChunkElements; chunk += 8) {
+    const unsigned char* source = chunk < kLatentChunks
+                                      ? latent + (chunk + lane) * kChunkBytes
+                                      : rope + (chunk - kLatentChunks + lane) * kChunkBytes;
+    cp_async_cg_16(shared_address(query_chunk(shared, row, chunk + lane)), source, kChunkBytes);
+  }
+}
+
+// Brings the block's rows of the query into shared memory. Needs Work, load_query_row.
+
+// Eight lanes take one row.
+__device__ inline void load_query(const Params& params, const Work& work, SharedMemory& shared) {
+  const int lane = lane_index() % 8;
+  for (int row = static_cast<int>(threadIdx.x) / 8; row < kRows; row += kThreads / 8) {
+    const int packed_row = work.first_row + row;
+    if (row < work.rows) {
+      const i64 query = work.first_query + packed_row / work.heads;
+      load_query_row(params, query, packed_row % work.heads, row, lane, shared);
+    } else {
+      for (int chunk = lane; chunk < kTokenBytes / kChunkBytes; chunk += 8) {
+        *query_chunk(shared, row, chunk) = Chunk{};
+      }
     }
   }
 }
 
-// Streams tiles of the paged cache into the stages. Needs Work, PageTable, blocks/swizzle.cuh.
+// Streams tiles of the paged cache into the stages. Needs Work, blocks/page_table.cuh,
+// blocks/swizzle.cuh, ptx/cp_async.cuh.
 
-// The page ids of a tile are read one tile ahead, so that no copy waits for them.
+// Bytes of a stored token before its rope part, if that part may be a tensor of its own.
+constexpr bool kIsPacked = kIsSame<StoredToken, Packed656> || kIsSame<StoredToken, Packed640>;
+constexpr int kStoredRopeBytes = kIsPacked ? 0 : kStoredBytes / kHeadDimQk * kRopeDim;
+constexpr int kStoredLatentBytes = kStoredBytes - kStoredRopeBytes;
+
+// Scales that a token has outside its row; they are put behind it in the stage.
+constexpr int kOuterScales = kStageRowBytes == kStoredBytes    ? 0
+                             : kIsSame<StoredToken, Packed640> ? 1
+                                                               : 4;
+
+// The page ids of a tile, or its listed tokens, are read one item ahead, so that no copy waits.
 struct TileLoader {
-  PageTable table;
+  const Params& params;
+  const int* keys;  // page ids, or tokens, of the request
+  const int* values;
   int end_token;  // tokens from here on are not read; their slots become zero
-  int end_tile;
-  int next_tile;
-  int next_pages[kRounds];
+  int end_item;
+  int next_item;
+  int next_ids[kRounds];
 
   __device__ TileLoader(const Params& params, const Work& work)
-      : table{params.cache,
-              params.block_tables + work.request * static_cast<i64>(params.block_tables_stride),
-              params.num_pages, params.page_stride, params.token_stride},
+      : params(params),
         end_token(work.visible_to_any),
-        end_tile(work.last_tile),
-        next_tile(work.first_tile) {
-    read_page_ids();
+        end_item(work.last_tile * kItemsPerTile),
+        next_item(work.first_tile * kItemsPerTile) {
+    const i64 start = !kIsSparse && params.table_starts != nullptr
+                          ? params.table_starts[work.request]
+                          : work.request * static_cast<i64>(params.block_tables_stride);
+    keys = params.block_tables + start;
+    values = kHasSeparateValues ? params.value_tables + start : nullptr;
+    read_ids();
   }
 
   // Token of the tile that this thread copies in a round.
@@ -418,48 +636,126 @@ struct TileLoader {
     return round * kRoundTokens + static_cast<int>(threadIdx.x) / 8;
   }
 
-  __device__ void read_page_ids() {
+  __device__ bool holds_values() const { return kHasSeparateValues && next_item % 2 == 1; }
+  __device__ int next_tile() const { return next_item / kItemsPerTile; }
+
+  __device__ void read_ids() {
+    const int* ids = holds_values() ? values : keys;
 #pragma unroll
     for (int round = 0; round < kRounds; ++round) {
-      const int token = next_tile * kTileTokens + tile_token(round);
-      next_pages[round] = token < end_token ? table.page_of(token) : -1;
+      const int token = next_tile() * kTileTokens + tile_token(round);
+      next_ids[round] = token < end_token ? ids[kIsSparse ? token : token / kPageSize] : -1;
+    }
+  }
+
+  // Copies a part of a row, eight lanes together. A null `source` means zeros.
+  template <int kBytes>
+  __device__ static void copy_part(u32 target, const unsigned char* source,
+                                   const unsigned char* anywhere) {
+    const int lane = lane_index() % 8;
+#pragma unroll
+    for (int column = 0; column < kBytes; column += 128) {
+      const int offset = column + lane * kChunkBytes;
+      if (kBytes % 128 != 0 && offset >= kBytes) continue;
+      // Swizzling permutes the chunks of 128 bytes, which the caller has done for the first.
+      const u32 at = target + (kDecodesTokens ? offset : column);
+      cp_async_cg_16(at, source == nullptr ? anywhere : source + offset,
+                     source == nullptr ? 0 : kChunkBytes);
     }
   }
 
   __device__ void copy_round(SharedMemory& shared, int round) const {
-    const int chunk = lane_index() % 8;
-    const unsigned char* row =
-        table.row_of(next_pages[round], next_tile * kTileTokens + tile_token(round));
-    const unsigned char* source = row == nullptr ? table.cache : row + chunk * kChunkBytes;
-    const u32 bytes = row == nullptr ? 0 : kChunkBytes;
-    const u32 target = shared_address(shared.kv[next_tile % kStages]) +
-                       swizzled_offset<kTokenBytes>(tile_token(round), chunk);
-#pragma unroll
-    for (int column = 0; column < kTokenBytes; column += 128) {
-      cp_async_cg_16(target + column, source + column, bytes);
+    const int token = tile_token(round);
+    const int id = next_ids[round];
+    const int page = kIsSparse && id >= 0 ? id / kPageSize : id;
+    const int slot = (kIsSparse ? id : next_tile() * kTileTokens + token) % kPageSize;
+    const bool exists = is_page(page, params.num_pages);
+    const unsigned char* base = holds_values() ? params.value_cache : params.cache;
+    const PagedRows latent{base, params.page_stride, params.token_stride};
+    const int lane = lane_index() % 8;
+    const u32 target = shared_address(stage_of(shared, next_item)) +
+                       (kDecodesTokens ? static_cast<u32>(token * kStageRowBytes)
+                                       : swizzled_offset<kTokenBytes>(token, lane));
+    copy_part<kStoredLatentBytes>(target, exists ? latent.row_of(page, slot) : nullptr, base);
+    if constexpr (kStoredRopeBytes > 0) {
+      if (!holds_values()) {
+        const PagedRows rope{params.rope_cache, params.rope_page_stride, params.rope_token_stride};
+        copy_part<kStoredRopeBytes>(target + kStoredLatentBytes,
+                                    exists ? rope.row_of(page, slot) : nullptr, base);
+      }
+    }
+    if constexpr (kOuterScales > 0) {
+      if (params.kv_scales != nullptr && lane < kOuterScales) {
+        const i64 scale = page * params.scale_page_stride + slot * params.scale_token_stride + lane;
+        cp_async_ca_4(target + kStoredBytes + lane * 4, params.kv_scales + (exists ? scale : 0),
+                      exists ? 4 : 0);
+      }
     }
   }
 
-  // Starts the copy of the next tile, if there is one, except for the borrowed rounds.
+  // Starts the copy of the next item, if there is one, except for the borrowed rounds.
   __device__ void begin_next(SharedMemory& shared) const {
-    if (next_tile >= end_tile) return;
+    if (next_item >= end_item) return;
 #pragma unroll
     for (int round = 0; round < kRounds - kBorrowedRounds; ++round) copy_round(shared, round);
   }
 
-  // Starts the rest of it, and closes its group whether there was a tile or not.
+  // Starts the rest of it, and closes its group whether there was an item or not.
   __device__ void finish_next(SharedMemory& shared) {
-    if (next_tile < end_tile) {
+    if (next_item < end_item) {
 #pragma unroll
       for (int round = kRounds - kBorrowedRounds; round < kRounds; ++round) {
         copy_round(shared, round);
       }
-      ++next_tile;
-      read_page_ids();
+      ++next_item;
+      read_ids();
     }
     cp_async_commit_group();
   }
 };
+
+// Tokens that are hidden from rows for another reason than their position: entries of a list that
+// name no token, and a bias of minus infinity. Needs SharedMemory, Work, blocks/page_table.cuh.
+
+// The numbers that are added to the scores of `row`; null if there are none.
+__device__ inline const float* row_bias(const Params& params, const Work& work, int row) {
+  if constexpr (!kHasBias) return nullptr;
+  const int packed_row = work.first_row + row;
+  const i64 query = work.first_query + packed_row / work.heads;
+  return params.bias + query * params.bias_stride +
+         packed_row % work.heads * params.bias_head_stride;
+}
+
+// Adds the bias of a token that the row is not too early for, and returns whether the row sees it.
+// Leaves word where it does not.
+__device__ inline bool adds_up(const float* bias, int first_token, int token, float& score,
+                               SharedMemory& shared) {
+  if constexpr (kIsSparse) {
+    return shared.is_hidden[token] == 0;
+  } else if constexpr (kHasBias) {
+    const float added = bias[first_token + token];
+    if (added == -kInfinity) {
+      shared.is_hidden[token] = 1;  // all who write it write the same
+      return false;
+    }
+    score += added * kLog2E;
+  }
+  return true;
+}
+
+// Before a tile: which entries of the list name no token, and that no row has hidden any yet.
+__device__ inline void begin_tile(const Params& params, const int* list, int listed, int tile,
+                                  SharedMemory& shared) {
+  const int token = static_cast<int>(threadIdx.x);
+  if (!(kIsSparse || kHasBias) || token >= kTileTokens) return;
+  bool is_hidden = false;
+  if constexpr (kIsSparse) {
+    const int position = tile * kTileTokens + token;
+    const int id = position < listed ? list[position] : -1;
+    is_hidden = id < 0 || !is_page(id / kPageSize, params.num_pages);
+  }
+  shared.is_hidden[token] = is_hidden;
+}
 
 // Scores of one tile: S = Q K^T. Needs ptx/mma.cuh, ptx/ldmatrix.cuh, blocks/swizzle.cuh.
 
@@ -488,10 +784,11 @@ __device__ inline int score_token(int group, int parity) {
 }
 
 // Multiplies this warp's dims: of every 64, the 32 or 64 that belong to it.
-__device__ inline void multiply_dims(const SharedMemory& shared, int stage, Products& products) {
+__device__ inline void multiply_dims(const SharedMemory& shared, const unsigned char* tokens,
+                                     Products& products) {
   const int lane = lane_index();
   const u32 query = shared_address(shared.query);
-  const u32 keys = shared_address(shared.kv[stage]);
+  const u32 keys = shared_address(tokens);
   const int query_row = warp_index() / kTokenWarps * kScoreRowGroups * 16 + lane % 16;
   const int key_row = token_warp() / kDimWarps * kProductTokenGroups * 8 + lane % 8;
 
@@ -561,11 +858,13 @@ __device__ inline void trade_products(const Products& products, float* borrowed,
   }
 }
 
-__device__ inline void multiply_qk(SharedMemory& shared, int tile, Scores& scores) {
+// `tokens` are those of item `item`, the last one that is ready.
+__device__ inline void multiply_qk(SharedMemory& shared, const unsigned char* tokens, int item,
+                                   Scores& scores) {
   Products products;
-  multiply_dims(shared, tile % kStages, products);
+  multiply_dims(shared, tokens, products);
   if constexpr (kDimWarps > 1) {
-    unsigned char* filling = shared.kv[(tile + kStages - 1) % kStages];
+    unsigned char* filling = stage_of(shared, item + kItemsAhead);
     trade_products(products, reinterpret_cast<float*>(filling + kBorrowedOffset), scores);
   } else {
 #pragma unroll
@@ -579,7 +878,8 @@ __device__ inline void multiply_qk(SharedMemory& shared, int tile, Scores& score
   }
 }
 
-// Online softmax over the tiles of one block. Needs Scores, SharedMemory, ptx/ex2.cuh, ptx/cvt.cuh.
+// Online softmax over the tiles of one block. Needs Scores, SharedMemory, hidden_tokens.cuh,
+// ptx/ex2.cuh, ptx/cvt.cuh.
 
 // A row's probabilities are relative to its reference, which is kept until a score exceeds it by
 // this much in log2 units. So the warps need not agree on a maximum for every tile, the output is
@@ -589,11 +889,13 @@ constexpr float kReferenceSlack = 8.0f;
 // The sums are over this thread's tokens only, of probabilities as P V uses them: rounded. The
 // references, in log2 units, are in shared memory.
 struct Softmax {
-  float scale;  // bmm1_scale * log2(e)
+  const Params& params;
+  float scale;  // of the scores, times log2(e)
   float sum[kScoreRowGroups][2];
   float tile_sum[kScoreRowGroups][2];
 
-  __device__ explicit Softmax(float bmm1_scale) : scale(bmm1_scale * kLog2E) {
+  __device__ explicit Softmax(const Params& params)
+      : params(params), scale(score_scale(params) * kLog2E) {
 #pragma unroll
     for (int m = 0; m < kScoreRowGroups; ++m) {
 #pragma unroll
@@ -623,24 +925,28 @@ struct Softmax {
         const int row = score_row(m, half);
         const int visible = visible_tokens(row, first_token, shared);
         const float reference = shared.row_reference[row];
+        const float* bias = row_bias(params, shared.work, row);
         tile_sum[m][half] = 0.0f;
 #pragma unroll
         for (int n = 0; n < kScoreTokenGroups; ++n) {
           float p[2];
 #pragma unroll
           for (int parity = 0; parity < 2; ++parity) {
-            const float score = scaled(scores[m][n][half * 2 + parity]) - reference;
+            const int token = score_token(n, parity);
+            float score = scaled(scores[m][n][half * 2 + parity]);
+            const bool is_seen =
+                token < visible && adds_up(bias, first_token, token, score, shared);
             // A select, not arithmetic: the hidden score may be NaN.
-            const float seen = score_token(n, parity) < visible ? score : -kInfinity;
+            const float seen = is_seen ? score - reference : -kInfinity;
             exceeds |= seen > kReferenceSlack;
             p[parity] = ex2_approx(seen);
           }
           const u32 packed = cvt_rn_x2_f32(Element{}, p[1], p[0]);
           tile_sum[m][half] += cvt_f32(Element{}, static_cast<u16>(packed)) +
                                cvt_f32(Element{}, static_cast<u16>(packed >> 16));
-          const int token = score_token(n, 0);
-          const u32 offset = swizzled_offset<kProbabilityBytes>(row, token / kChunkElements) +
-                             token % kChunkElements * 2;
+          const int first = score_token(n, 0);
+          const u32 offset = swizzled_offset<kProbabilityBytes>(row, first / kChunkElements) +
+                             first % kChunkElements * 2;
           *reinterpret_cast<u32*>(shared.probabilities + offset) = packed;
         }
       }
@@ -684,13 +990,17 @@ struct Softmax {
       for (int half = 0; half < 2; ++half) {
         const int row = score_row(m, half);
         const int visible = visible_tokens(row, first_token, shared);
+        const float* bias = row_bias(params, shared.work, row);
         float maximum = -kInfinity;
 #pragma unroll
         for (int n = 0; n < kScoreTokenGroups; ++n) {
 #pragma unroll
           for (int parity = 0; parity < 2; ++parity) {
-            const float score = scaled(scores[m][n][half * 2 + parity]);
-            if (score_token(n, parity) < visible) maximum = fmaxf(maximum, score);
+            const int token = score_token(n, parity);
+            float score = scaled(scores[m][n][half * 2 + parity]);
+            if (token < visible && adds_up(bias, first_token, token, score, shared)) {
+              maximum = fmaxf(maximum, score);
+            }
           }
         }
         maximum = fmaxf(maximum, __shfl_xor_sync(~0u, maximum, 1));
@@ -724,7 +1034,8 @@ struct Softmax {
   }
 };
 
-// The output of one block: O += P V. Needs SharedMemory, Work, ptx/mma.cuh, ptx/ldmatrix.cuh.
+// The output of one block: O += P V. Needs SharedMemory, Work, hidden_tokens.cuh, ptx/mma.cuh,
+// ptx/ldmatrix.cuh.
 
 // The part of O that one warp holds, in the fragments of mma: element [m][n][e] belongs to
 // row output_row(m, e / 2) and output dim output_dim(n, e % 2).
@@ -764,14 +1075,33 @@ __device__ inline void rescale_output(const SharedMemory& shared, Output& output
   }
 }
 
+// Whether a row sees a token that not all rows see.
+__device__ inline bool sees(const Params& params, const SharedMemory& shared, int row,
+                            int first_token, int token) {
+  if (first_token + token >= shared.row_visible[row]) return false;
+  if constexpr (kHasBias) {
+    return row_bias(params, shared.work, row)[first_token + token] != -kInfinity;
+  }
+  return true;
+}
+
+// Whether a token of [first, last) is one of those that some rows do not see.
+__device__ inline bool is_apart(const SharedMemory& shared, int first_token, int token) {
+  if constexpr (kHasBias) {
+    return shared.is_hidden[token] != 0 || first_token + token >= shared.work.visible_to_all;
+  }
+  return true;
+}
+
 // Adds the tokens [first, last) of the tile, which some rows see and others do not, to the rows
 // that see them, and clears them: 0 * NaN is NaN, so a hidden V must not meet the tensor core.
-__device__ inline void accumulate_boundary(SharedMemory& shared, int stage, int first_token,
-                                           int first, int last, Output& output) {
-  unsigned char* values = shared.kv[stage];
+__device__ inline void accumulate_boundary(const Params& params, SharedMemory& shared,
+                                           unsigned char* values, int first_token, int first,
+                                           int last, Output& output) {
   // Not unrolled: a rare path must not take registers from the loop over tiles.
 #pragma unroll 1
   for (int token = first; token < last; ++token) {
+    if (!is_apart(shared, first_token, token)) continue;
     float p[kRowGroups][2];
     u32 seen = 0;  // a bit for each row of this thread
 #pragma unroll
@@ -782,7 +1112,7 @@ __device__ inline void accumulate_boundary(SharedMemory& shared, int stage, int 
         const u32 offset = swizzled_offset<kProbabilityBytes>(row, token / kChunkElements) +
                            token % kChunkElements * 2;
         p[m][half] = cvt_f32(Element{}, *reinterpret_cast<u16*>(shared.probabilities + offset));
-        if (first_token + token < shared.row_visible[row]) seen |= 1u << (m * 2 + half);
+        if (sees(params, shared, row, first_token, token)) seen |= 1u << (m * 2 + half);
       }
     }
 #pragma unroll
@@ -806,15 +1136,17 @@ __device__ inline void accumulate_boundary(SharedMemory& shared, int stage, int 
   __syncthreads();
   for (int word = first * kTokenBytes / 4 + static_cast<int>(threadIdx.x);
        word < last * kTokenBytes / 4; word += kThreads) {
+    if (!is_apart(shared, first_token, word / (kTokenBytes / 4))) continue;
     reinterpret_cast<u32*>(values)[word] = 0;
   }
   __syncthreads();
 }
 
-__device__ inline void accumulate_pv(const SharedMemory& shared, int stage, Output& output) {
+__device__ inline void accumulate_pv(const SharedMemory& shared, const unsigned char* tokens,
+                                     Output& output) {
   const int lane = lane_index();
   const u32 probabilities = shared_address(shared.probabilities);
-  const u32 values = shared_address(shared.kv[stage]);
+  const u32 values = shared_address(tokens);
 #pragma unroll
   for (int token = 0; token < kTileTokens; token += 16) {
     u32 p[kRowGroups][4];
@@ -880,8 +1212,7 @@ __device__ inline void store_partial(const Params& params, const SharedMemory& s
 __device__ inline void store_final(const Params& params, SharedMemory& shared,
                                    const Output& output) {
   const Work& work = shared.work;
-  const float bmm2_scale =
-      params.bmm2_scale_tensor == nullptr ? params.bmm2_scale : *params.bmm2_scale_tensor;
+  const float output_scale = value_of(params.bmm2_scale_tensor, params.bmm2_scale);
 #pragma unroll
   for (int m = 0; m < kRowGroups; ++m) {
 #pragma unroll
@@ -891,14 +1222,14 @@ __device__ inline void store_final(const Params& params, SharedMemory& shared,
                              ? -kInfinity
                              : params.sinks[(work.first_row + row) % work.heads];
       const RowResult result = finish_row(shared.row_reference[row], row_sum(shared, row), sink);
-      const float factor = result.factor * bmm2_scale;
+      const float factor = result.factor * output_scale;
 #pragma unroll
       for (int n = 0; n < kWarpDims / 8; ++n) {
         const int dim = output_dim(n, 0);
         const u32 offset =
             swizzled_offset<kTokenBytes>(row, dim / kChunkElements) + dim % kChunkElements * 2;
         *reinterpret_cast<u32*>(shared.query + offset) = cvt_rn_x2_f32(
-            Element{}, output[m][n][half * 2 + 1] * factor, output[m][n][half * 2] * factor);
+            OutElement{}, output[m][n][half * 2 + 1] * factor, output[m][n][half * 2] * factor);
       }
       if (params.lse != nullptr && warp_index() == 0 && lane_index() % 4 == 0 && row < work.rows) {
         params.lse[work.global_row(row)] = result.lse * params.lse_factor;
@@ -916,6 +1247,15 @@ __device__ inline void store_final(const Params& params, SharedMemory& shared,
   }
 }
 
+// Waits for an item, and begins the copy of one more where it may be written.
+__device__ inline unsigned char* next_tokens(const Params& params, int item, TileLoader& loader,
+                                             SharedMemory& shared) {
+  cp_async_wait_group<kItemsAhead - 1>();
+  __syncthreads();  // the item is here for all warps, and all are done with the one before
+  loader.begin_next(shared);
+  return tokens_of(shared, item);
+}
+
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     mla_decode(const __grid_constant__ Params params) {
   SharedMemory& shared = shared_memory<SharedMemory>();
@@ -927,24 +1267,23 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   load_query(params, work, shared);
   TileLoader loader(params, work);
 #pragma unroll
-  for (int stage = 0; stage < kStages - 1; ++stage) {
+  for (int ahead = 0; ahead < kItemsAhead; ++ahead) {
     loader.begin_next(shared);
     loader.finish_next(shared);
   }
 
-  Softmax softmax(params.bmm1_scale_tensor == nullptr ? params.bmm1_scale
-                                                      : *params.bmm1_scale_tensor);
+  Softmax softmax(params);
   Output output;
   clear_output(output);
-  for (int tile = work.first_tile; tile < work.last_tile; ++tile) {
-    cp_async_wait_group<kStages - 2>();
-    __syncthreads();  // the tile is here for all warps, and all are done with the one before
-    loader.begin_next(shared);
-
-    const int stage = tile % kStages;
+  const int last_tile = work.last_tile;
+  for (int tile = work.first_tile; tile < last_tile; ++tile) {
     const int first_token = tile * kTileTokens;
+    begin_tile(params, loader.keys, loader.end_token, tile, shared);
+    int item = tile * kItemsPerTile;
+    unsigned char* tokens = next_tokens(params, item, loader, shared);
+
     Scores scores;
-    multiply_qk(shared, tile, scores);
+    multiply_qk(shared, tokens, item, scores);
     const bool exceeds = softmax.write_probabilities(scores, first_token, shared);
     // All probabilities are written, and nobody reads what was borrowed.
     if (__syncthreads_or(exceeds)) {
@@ -953,12 +1292,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     }
     softmax.add_tile();
     loader.finish_next(shared);
-    const int boundary = max(shared.work.visible_to_all - first_token, 0);
+    if constexpr (kHasSeparateValues) {
+      tokens = next_tokens(params, ++item, loader, shared);
+      loader.finish_next(shared);
+    }
+    const int boundary = kHasBias ? 0 : max(shared.work.visible_to_all - first_token, 0);
     const int end = min(shared.work.visible_to_any - first_token, kTileTokens);
     if (boundary < end) {
-      accumulate_boundary(shared, stage, first_token, boundary, end, output);
+      accumulate_boundary(params, shared, tokens, first_token, boundary, end, output);
     }
-    accumulate_pv(shared, stage, output);
+    accumulate_pv(shared, tokens, output);
   }
 
   let_next_kernel_start();

@@ -1,0 +1,258 @@
+"""The generated page on what is supported, from the tables that checks and prewarming read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+from mlagen.api.mla_query import MOST_HEADS
+from mlagen.compiler.toolchain import OLDEST_NVRTC
+from mlagen.spec import gqa, mla, mla_support
+from mlagen.spec.arch import ARCHS, Arch
+from mlagen.spec.families import FAMILIES, specs_of
+from mlagen.spec.gqa import GqaDecodeSpec, GqaVariant, gqa_decode_spec
+from mlagen.spec.mla import MlaDecodeSpec, mla_decode_spec
+from mlagen.spec.mla_support import MlaSupport, MlaVariant, output_dtype
+from tests.doc_text import paragraphs, table
+
+# Where the tests of tests/gpu have passed.
+HAS_RUN_ON = {Arch(90, "a"): "H200"}
+
+FORMS = {
+    "paged": mla_support.PLAIN,
+    "sparse": mla_support.SPARSE,
+    "separate": mla_support.SEPARATE,
+    "bias": mla_support.BIAS,
+}
+
+# What each entry point can ask for; what it asks for decides a call, not a setting.
+ENTRY_POINTS = [
+    {
+        "entry point": "`mlagen.mla.trtllm_batch_decode_with_kv_cache_mla`",
+        "kernels": "`mla_decode`",
+        "asks for": "paged, sparse and separate; every pair but `packed640`",
+    },
+    {
+        "entry point": "`mlagen.mla.xqa_batch_decode_with_kv_cache_mla`",
+        "kernels": "`mla_decode`",
+        "asks for": "paged; every pair but `packed640`",
+    },
+    {
+        "entry point": "`mlagen.mla.BatchMLAPagedAttentionWrapper`",
+        "kernels": "`mla_decode`",
+        "asks for": "paged; `bf16` and `fp16` alike, and `e4m3` under `bf16` with a latent of 512",
+    },
+    {
+        "entry point": "`mlagen.mla.flare_mla_decoding`",
+        "kernels": "`mla_decode`",
+        "asks for": "paged and bias; dims (512, 64)",
+    },
+    {
+        "entry point": "`mlagen.xqa.xqa_mla`",
+        "kernels": "`mla_decode`",
+        "asks for": "paged and separate; dims (512, 64); every pair but the packed ones",
+    },
+    {
+        "entry point": "`mlagen.decode.xqa_batch_decode_with_kv_cache`",
+        "kernels": "`gqa_decode`",
+        "asks for": "all",
+    },
+    {"entry point": "`mlagen.xqa.xqa`", "kernels": "`gqa_decode`", "asks for": "all"},
+]
+
+SOURCES = """\
+This page is generated from the tables that the code itself reads: `SUPPORTED` and `TILES` in
+`mlagen/spec/mla_support.py`, `mlagen/spec/mla.py` and `mlagen/spec/gqa.py`, `ARCHS` in
+`mlagen/spec/arch.py`."""
+
+ENTRY_READING = """\
+Every entry point is served by one of two families of kernels, and by `combine_splits` where
+sequences are split."""
+
+MLA_READING = f"""\
+Dims are pairs of `kv_lora_rank` and `qk_rope_head_dim`. With each row: 1 to {MOST_HEADS} heads, 1
+or more query tokens, any batch size, any sequence length, any page size; prewarming compiles for
+pages of {", ".join(map(str, mla_support.PAGE_SIZES))} tokens. On CPU tensors the same is supported.
+
+The form says how tokens are found. *Paged*: a block table, all tokens or a causal prefix. *Sparse*:
+a list of tokens for every query token. *Separate*: values from a block table or a buffer of their
+own. *Bias*: a number is added to every score, which is how masks are written out."""
+
+DTYPES_READING = """\
+`packed656` is 656 bytes a token: 512 elements of e4m3, 4 fp32 scales for 128 of them each, 64
+elements of bf16. `packed640` is 640 bytes: 512 elements of e4m3 and 64 of bf16, with one fp32 scale
+for each token in a tensor of its own. `nvfp4` is two elements of e2m1 in a byte, and an e4m3 scale
+for 16 elements in a tensor of its own."""
+
+GQA_READING = f"""\
+With each row: head dims that are multiples of 16 up to {gqa.SLICE_DIMS}, and 512; any page size;
+any number of query heads that is a multiple of the kv heads; 1 or more query tokens, with any draft
+mask, window and sinks; any batch size, any sequence length. Prewarming compiles for head dims
+{", ".join(map(str, gqa.HEAD_DIMS))} and pages of {", ".join(map(str, gqa.PAGE_SIZES))} tokens; the
+others are compiled when a call asks for them. On CPU tensors the same is supported."""
+
+ARCHS_READING = f"""\
+The numbers are kernels that prewarming knows, each an entry of the cache once it is asked for.
+NVRTC {".".join(map(str, OLDEST_NVRTC))} or newer compiles them, if it knows the architecture. An
+empty last cell means that none has run there yet."""
+
+TILES_READING = """\
+Which tile is taken depends on the rows of a request, and on the shared memory that a block of the
+architecture may have: the narrowest tile that holds the rows, or the widest that there is.
+`2 per SM` means two blocks on a multiprocessor."""
+
+MLA_TILES_READING = """\
+A tile of 16 x 32 is 16 rows, heads times query tokens, by 32 tokens at a time; in the sparse form a
+request is one query token."""
+
+GQA_TILES_READING = """\
+A tile of 16 x 4 x 6 is 16 rows, query heads of one kv head times query tokens, by 4 warps of 16
+tokens each, which prefetch 6 groups of keys or values."""
+
+
+def support_page() -> str:
+    """Return docs/reference/support.md."""
+    return "\n".join(
+        (
+            "# Support table\n",
+            *paragraphs(SOURCES),
+            "## Entry points\n",
+            *paragraphs(ENTRY_READING),
+            *table(ENTRY_POINTS),
+            "## MLA decode\n",
+            *table([_mla_row(row) for row in mla_support.SUPPORTED]),
+            *paragraphs(MLA_READING),
+            *paragraphs(DTYPES_READING),
+            "## GQA decode\n",
+            *table([_gqa_row(row) for row in gqa.SUPPORTED]),
+            *paragraphs(GQA_READING),
+            "## Architectures\n",
+            *paragraphs(ARCHS_READING),
+            *table([_arch_row(arch) for arch in ARCHS]),
+            "## Tiles\n",
+            *paragraphs(TILES_READING),
+            "### Of MLA decode\n",
+            *paragraphs(MLA_TILES_READING),
+            *table(list(_mla_tile_rows())),
+            "### Of GQA decode\n",
+            *paragraphs(GQA_TILES_READING),
+            *table(list(_gqa_tile_rows())),
+        )
+    )
+
+
+def _mla_row(row: MlaSupport) -> dict[str, Any]:
+    return {
+        "query": f"`{row.query_dtype}`",
+        "cache": f"`{row.kv_dtype}`",
+        "output": f"`{output_dtype(row.query_dtype)}`",
+        "dims": ", ".join(f"({rank}, {rope})" for rank, rope in row.head_dims),
+        **{name: "yes" if form in row.forms else "" for name, form in FORMS.items()},
+    }
+
+
+def _gqa_row(row: gqa.GqaSupport) -> dict[str, Any]:
+    return {
+        "query": f"`{row.query_dtype}`",
+        "cache": f"`{row.kv_dtype}`",
+        "output": " or ".join(f"`{dtype}`" for dtype in row.out_dtypes),
+    }
+
+
+def _arch_row(arch: Arch) -> dict[str, Any]:
+    return {
+        "architecture": f"`{arch}`",
+        "shared memory of a block": f"{arch.shared_bytes // 1024} KiB",
+        "converts e4m3": "yes" if arch.has_cvt_e4m3 else "in software",
+        "dependent launch": "yes" if arch.has_griddepcontrol else "no",
+        **{f"`{family}`": len(specs_of(arch, [family])) for family in FAMILIES},
+        "has run on": HAS_RUN_ON.get(arch, ""),
+    }
+
+
+def _mla_tile_rows() -> Iterator[dict[str, str]]:
+    head_dims = dict.fromkeys(dims for row in mla_support.SUPPORTED for dims in row.head_dims)
+    for dims in head_dims:
+        for name, form in FORMS.items():
+            rows = [r for r in mla_support.SUPPORTED if dims in r.head_dims and form in r.forms]
+            for pairs, tiles in _alike(rows, partial(_mla_tiles, form=form, dims=dims)):
+                yield {"dims": str(dims), "form": name, "query over cache": pairs, **tiles}
+
+
+def _gqa_tile_rows() -> Iterator[dict[str, str]]:
+    for head_dim in (*gqa.HEAD_DIMS, 512):
+        for pairs, tiles in _alike(gqa.SUPPORTED, partial(_gqa_tiles, head_dim=head_dim)):
+            yield {"head dim": str(head_dim), "query over cache": pairs, **tiles}
+
+
+def _alike(
+    rows: Iterable[Any], tiles_of: Callable[[Any], dict[str, str]]
+) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yield the pairs of dtypes that take the same tiles, with those tiles."""
+    pairs: dict[tuple[tuple[str, str], ...], list[str]] = {}
+    for row in rows:
+        pair = f"`{row.query_dtype}` over `{row.kv_dtype}`"
+        pairs.setdefault(tuple(tiles_of(row).items()), []).append(pair)
+    for tiles, those in pairs.items():
+        yield ", ".join(those), dict(tiles)
+
+
+def _by_shared_memory(tiles_of: Callable[[Arch], str]) -> dict[str, str]:
+    """Return the tiles for each size of shared memory, which is all of an architecture that counts.
+
+    Architectures of one size have one column.
+    """
+    by_size = sorted(ARCHS, key=lambda arch: arch.shared_bytes)
+    return {
+        f"{size // 1024} KiB": tiles_of(next(archs))
+        for size, archs in groupby(by_size, lambda arch: arch.shared_bytes)
+    }
+
+
+def _mla_tiles(
+    row: MlaSupport, form: tuple[str, str, str], dims: tuple[int, int]
+) -> dict[str, str]:
+    lookup, values, mask = form
+    variant = MlaVariant(
+        query_dtype=row.query_dtype,
+        kv_dtype=row.kv_dtype,
+        kv_lora_rank=dims[0],
+        qk_rope_head_dim=dims[1],
+        lookup=lookup,
+        values=values,
+        mask=mask,
+    )
+
+    def text(spec: MlaDecodeSpec) -> str:
+        return f"{spec.tile.tile_rows} x {spec.tile.tile_tokens}{_per_sm(spec.tile.blocks_per_sm)}"
+
+    def tiles(arch: Arch) -> str:
+        specs = [mla_decode_spec(arch, variant, tile.tile_rows) for tile in reversed(mla.TILES)]
+        return ", ".join(map(text, dict.fromkeys(specs)))
+
+    return _by_shared_memory(tiles)
+
+
+def _gqa_tiles(row: gqa.GqaSupport, head_dim: int) -> dict[str, str]:
+    variant = GqaVariant(
+        query_dtype=row.query_dtype,
+        kv_dtype=row.kv_dtype,
+        out_dtype=row.query_dtype,
+        head_dim=head_dim,
+    )
+
+    def text(spec: GqaDecodeSpec) -> str:
+        rows, warps, items, blocks_per_sm = spec.tile
+        return f"{rows} x {warps} x {items}{_per_sm(blocks_per_sm)}"
+
+    def tiles(arch: Arch) -> str:
+        specs = [gqa_decode_spec(arch, variant, tile.tile_rows) for tile in reversed(gqa.TILES)]
+        return ", ".join(map(text, dict.fromkeys(specs)))
+
+    return _by_shared_memory(tiles)
+
+
+def _per_sm(blocks: int) -> str:
+    return f" ({blocks} per SM)" if blocks > 1 else ""
