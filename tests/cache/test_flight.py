@@ -13,7 +13,8 @@ from tests.cache.builds import in_child, wait_for
 
 def test_simultaneous_calls_work_once() -> None:
     """64 threads that ask together get the result of one call."""
-    flights, start, calls = SingleFlight[object](), threading.Barrier(64), []
+    flights, calls, coming = SingleFlight[object](), [], []
+    start = threading.Barrier(64)
     release = threading.Event()
 
     def work() -> object:
@@ -23,11 +24,12 @@ def test_simultaneous_calls_work_once() -> None:
 
     def ask() -> object:
         start.wait(10)
+        coming.append(1)
         return flights.run("key", work)
 
     with ThreadPoolExecutor(64) as pool:
         asked = [pool.submit(ask) for _ in range(64)]
-        wait_for(lambda: calls)
+        wait_for(lambda: calls and len(coming) == 64)
         release.set()
         results = {future.result() for future in asked}
 
