@@ -1,4 +1,7 @@
-"""Grouped-query attention over a paged cache: the entry point of ``flashinfer.decode``."""
+"""Decoding over a paged cache: the entry points of ``flashinfer.decode``.
+
+Those of multi-head latent attention are of :mod:`mlagen.mla`; FlashInfer has them in both places.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,16 @@ import torch
 from mlagen.api.gqa_call import run_gqa
 from mlagen.api.gqa_inputs import GqaInputs
 from mlagen.api.gqa_numbers import pair_of, positive_factor, whole_number
+from mlagen.mla.trtllm import (
+    trtllm_batch_decode_with_kv_cache_mla,
+    xqa_batch_decode_with_kv_cache_mla,
+)
+
+__all__ = [
+    "trtllm_batch_decode_with_kv_cache_mla",
+    "xqa_batch_decode_with_kv_cache",
+    "xqa_batch_decode_with_kv_cache_mla",
+]
 
 
 def xqa_batch_decode_with_kv_cache(

@@ -32,6 +32,7 @@ LAYERS = {
     "api": ENGINE,
     "prewarming": ENGINE,
     **dict.fromkeys(DOORS, ENGINE | {"api"}),
+    "decode": ENGINE | {"api", "mla"},  # FlashInfer has some names in both
     "mlagen": ENGINE | DOORS | {"api", "prewarming"},
     "cache_tools": ENGINE | DOORS | {"api", "prewarming"},
 }
