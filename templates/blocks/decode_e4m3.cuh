@@ -1,5 +1,5 @@
 // Stored e4m3 elements to the element type of the tensor cores. Needs ptx/cvt.cuh, and
-// fp16x2_of_e4m3x2 from blocks/e4m3.cuh or its software form.
+// blocks/e4m3.cuh.j2.
 
 // Pair `pair` of 16 elements.
 __device__ inline u32 pair_of(const Chunk& stored, int pair) {

@@ -1,5 +1,21 @@
-// Which request a tile of rows belongs to, where requests have queries of different lengths.
-// Needs blocks/prelude.cuh, kRows.
+// Which rows of which request a tile holds, also where requests have queries of different lengths.
+// What ends of queries say is not trusted. Needs blocks/prelude.cuh, kRows.
+
+// The last request that begins at or before `position`; `begin_of` says where a request begins.
+template <typename BeginOf>
+__device__ inline int request_at(i64 position, int requests, BeginOf begin_of) {
+  int low = 0;
+  int high = requests;
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    if (begin_of(middle) <= position) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
 
 // Request r takes the tiles from floor(its first row / kRows) + r on: as many as its rows fill, or
 // one more. So the number of tiles follows from the number of rows, and no length is needed on the
@@ -8,33 +24,23 @@ __device__ inline i64 first_tile_of(const int* cum_seq_lens_q, int request, int 
   return static_cast<i64>(cum_seq_lens_q[request]) * rows_per_token / kRows + request;
 }
 
-// The request of `tile`: the last one that begins at or before it.
 __device__ inline int request_of_tile(const int* cum_seq_lens_q, int requests, int rows_per_token,
                                       int tile) {
-  int low = 0;
-  int high = requests;
-  while (high - low > 1) {
-    const int middle = (low + high) / 2;
-    if (first_tile_of(cum_seq_lens_q, middle, rows_per_token) <= tile) {
-      low = middle;
-    } else {
-      high = middle;
-    }
-  }
-  return low;
+  return request_at(tile, requests, [&](int request) {
+    return first_tile_of(cum_seq_lens_q, request, rows_per_token);
+  });
 }
 
-// The request of query token `token`.
 __device__ inline int request_of_token(const int* cum_seq_lens_q, int requests, int token) {
-  int low = 0;
-  int high = requests;
-  while (high - low > 1) {
-    const int middle = (low + high) / 2;
-    if (cum_seq_lens_q[middle] <= token) {
-      low = middle;
-    } else {
-      high = middle;
-    }
-  }
-  return low;
+  return request_at(token, requests, [&](int request) -> i64 { return cum_seq_lens_q[request]; });
+}
+
+// How many rows a tile holds from row `first_row` of a request on. Query tokens outside the tensor
+// are nobody's: nothing may be read or written there.
+__device__ inline int rows_of_tile(i64 first_query, i64 q_len, int rows_per_token, i64 first_row,
+                                   i64 tokens) {
+  const bool is_inside =
+      first_query >= 0 && q_len >= 0 && first_query + q_len <= tokens && first_row >= 0;
+  const i64 rows = min(q_len * rows_per_token - first_row, static_cast<i64>(kRows));
+  return is_inside && rows > 0 ? static_cast<int>(rows) : 0;
 }

@@ -8,9 +8,8 @@ __device__ inline void load_query(const Params& params, const Work& work, Shared
     Chunk value{};
     if (row < work.rows) {
       const i64 query = work.first_query + work.query_of(params, row);
-      const int head = work.kv_head * params.group + (work.first_row + row) % params.group;
-      const u16* source =
-          params.query + query * params.query_stride + head * params.query_head_stride;
+      const u16* source = params.query + query * params.query_stride +
+                          work.head_of(params, row) * params.query_head_stride;
       value = reinterpret_cast<const Chunk*>(source)[chunk];
     }
     *reinterpret_cast<Chunk*>(shared.query + row * kRowBytes + chunk * kChunkBytes) = value;

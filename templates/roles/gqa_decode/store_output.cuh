@@ -72,7 +72,7 @@ __device__ inline void store_output(const Params& params, const Work& work, Shar
     const i64 global_row = work.global_row(params, row);
     const float sink = is_partial || params.sinks == nullptr
                            ? -kInfinity
-                           : params.sinks[global_row % (params.group * params.kv_heads)];
+                           : params.sinks[work.head_of(params, row)];
     const RowResult result = finish_row(reference, sum, sink);
     const float factor = result.factor * output_scale;
     float4 value = *reinterpret_cast<const float4*>(merged_row(shared, row) + dim);

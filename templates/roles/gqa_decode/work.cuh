@@ -1,5 +1,5 @@
 // Which rows and which tokens this block attends to. Needs Params, blocks/ragged_tiles.cuh,
-// roles/gqa_decode/constants.
+// blocks/page_table.cuh, roles/gqa_decode/constants.
 
 // A row is one (query token, query head of a kv head) pair of a request, query token first. A block
 // takes kRows rows of one kv head, a slice of their output elements and one split of the tokens.
@@ -26,10 +26,14 @@ struct alignas(16) Work {
     return params.window > 0 ? max(0, kv_len - q_len + query + 1 - params.window) : 0;
   }
 
+  __device__ int head_of(const Params& params, int row) const {
+    return kv_head * params.group + (first_row + row) % params.group;
+  }
+
   // Index of `row` in a [tokens * heads] array.
   __device__ i64 global_row(const Params& params, int row) const {
-    const int head = kv_head * params.group + (first_row + row) % params.group;
-    return (first_query + query_of(params, row)) * params.group * params.kv_heads + head;
+    const i64 query = first_query + query_of(params, row);
+    return query * params.group * params.kv_heads + head_of(params, row);
   }
 
   // Whether a row of this block sees a token that not all of them see.
@@ -49,6 +53,7 @@ __device__ inline Work find_work(const Params& params) {
   Work work;
   int block = static_cast<int>(blockIdx.x);
   int row_tile = block % params.row_tiles;
+  i64 q_len;
   block /= params.row_tiles;
   work.slice = block % kSlices;
   block /= kSlices;
@@ -57,28 +62,20 @@ __device__ inline Work find_work(const Params& params) {
   work.split = block % params.splits;
   if (params.cum_seq_lens_q == nullptr) {
     work.request = block / params.splits;
-    work.q_len = params.q_len;
-    work.first_query = static_cast<i64>(work.request) * work.q_len;
+    q_len = params.q_len;
+    work.first_query = work.request * q_len;
   } else {
     work.request = request_of_tile(params.cum_seq_lens_q, params.requests, params.group, row_tile);
     row_tile -= static_cast<int>(first_tile_of(params.cum_seq_lens_q, work.request, params.group));
     work.first_query = params.cum_seq_lens_q[work.request];
-    work.q_len = params.cum_seq_lens_q[work.request + 1] - static_cast<int>(work.first_query);
+    q_len = params.cum_seq_lens_q[work.request + 1] - work.first_query;
   }
-  work.first_row = row_tile * kRows;
-  // Query tokens outside the tensor are nobody's: nothing may be read or written there.
   const i64 tokens = params.total_rows / (static_cast<i64>(params.group) * params.kv_heads);
-  const bool is_outside =
-      work.first_query < 0 || work.first_query + work.q_len > tokens || row_tile < 0;
-  const i64 request_rows = static_cast<i64>(work.q_len) * params.group;
-  work.rows = is_outside
-                  ? 0
-                  : static_cast<int>(min(static_cast<i64>(kRows), request_rows - work.first_row));
-
-  // A length beyond the table, or a negative one, is read as the nearest that the table can hold.
-  const i64 capacity = static_cast<i64>(params.max_pages) * kPageSize;
-  const i64 length = params.seq_lens[work.request];
-  work.kv_len = static_cast<int>(max(static_cast<i64>(0), min(length, capacity)));
+  work.rows = rows_of_tile(work.first_query, q_len, params.group,
+                           static_cast<i64>(row_tile) * kRows, tokens);
+  work.q_len = static_cast<int>(q_len);
+  work.first_row = row_tile * kRows;
+  work.kv_len = tokens_held(params.seq_lens[work.request], params.max_pages);
 
   const int first = work.query_of(params, 0);
   const int last = work.query_of(params, max(work.rows, 1) - 1);

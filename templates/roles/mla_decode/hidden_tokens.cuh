@@ -10,10 +10,10 @@ __device__ inline const float* row_bias(const Params& params, const Work& work, 
          packed_row % work.heads * params.bias_head_stride;
 }
 
-// Adds the bias of a token that the row is not too early for, and returns whether the row sees it.
-// Leaves word where it does not.
-__device__ inline bool adds_up(const float* bias, int first_token, int token, float& score,
-                               SharedMemory& shared) {
+// Returns whether a row sees a token that it is not too early for, and adds the token's bias to the
+// score. Leaves word of what is hidden by a bias.
+__device__ inline bool see_token(const float* bias, int first_token, int token, float& score,
+                                 SharedMemory& shared) {
   if constexpr (kIsSparse) {
     return shared.is_hidden[token] == 0;
   } else if constexpr (kHasBias) {
@@ -22,7 +22,9 @@ __device__ inline bool adds_up(const float* bias, int first_token, int token, fl
       shared.is_hidden[token] = 1;  // all who write it write the same
       return false;
     }
-    score += added * kLog2E;
+    // The least number is still no minus infinity, which is for what is hidden.
+    const float in_log2 = added * kLog2E;
+    score += in_log2 == -kInfinity ? -kLargest : in_log2;
   }
   return true;
 }

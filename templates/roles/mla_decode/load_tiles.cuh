@@ -26,9 +26,7 @@ struct TileLoader {
         end_token(work.visible_to_any),
         end_item(work.last_tile * kItemsPerTile),
         next_item(work.first_tile * kItemsPerTile) {
-    const i64 start = !kIsSparse && params.table_starts != nullptr
-                          ? params.table_starts[work.request]
-                          : work.request * static_cast<i64>(params.block_tables_stride);
+    const i64 start = table_row(params, work.request).start;
     keys = params.block_tables + start;
     values = kHasSeparateValues ? params.value_tables + start : nullptr;
     read_ids();

@@ -29,7 +29,9 @@ struct Softmax {
 
   // How many tokens of the tile a row sees; more than kTileTokens means all.
   __device__ static int visible_tokens(int row, int first_token, const SharedMemory& shared) {
-    const bool is_visible_to_all = first_token + kTileTokens <= shared.work.visible_to_all;
+    // Padding has no bias to read.
+    const bool is_visible_to_all =
+        !kHasBias && first_token + kTileTokens <= shared.work.visible_to_all;
     return is_visible_to_all ? kTileTokens : shared.row_visible[row] - first_token;
   }
 
@@ -55,7 +57,7 @@ struct Softmax {
             const int token = score_token(n, parity);
             float score = scaled(scores[m][n][half * 2 + parity]);
             const bool is_seen =
-                token < visible && adds_up(bias, first_token, token, score, shared);
+                token < visible && see_token(bias, first_token, token, score, shared);
             // A select, not arithmetic: the hidden score may be NaN.
             const float seen = is_seen ? score - reference : -kInfinity;
             exceeds |= seen > kReferenceSlack;
@@ -118,7 +120,7 @@ struct Softmax {
           for (int parity = 0; parity < 2; ++parity) {
             const int token = score_token(n, parity);
             float score = scaled(scores[m][n][half * 2 + parity]);
-            if (token < visible && adds_up(bias, first_token, token, score, shared)) {
+            if (token < visible && see_token(bias, first_token, token, score, shared)) {
               maximum = fmaxf(maximum, score);
             }
           }

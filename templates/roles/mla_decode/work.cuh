@@ -1,5 +1,5 @@
 // Which rows and which tokens this block attends to. Needs Params, blocks/ragged_tiles.cuh,
-// roles/mla_decode/constants.
+// blocks/page_table.cuh, roles/mla_decode/constants.
 
 // A row is one (query token, head) pair of a request, query token first, so that rows are
 // contiguous in [tokens, heads, dim] tensors. A block takes kRows rows and one split of the tokens.
@@ -29,11 +29,20 @@ struct alignas(64) Work {
   __device__ i64 global_row(int row) const { return first_query * heads + first_row + row; }
 };
 
-// How many pages the block table has for a request.
-__device__ inline int table_pages(const Params& params, int request) {
-  if (params.table_starts == nullptr) return params.max_pages;
-  const int pages = params.table_starts[request + 1] - params.table_starts[request];
-  return max(0, min(pages, params.max_pages));
+// Where the page ids of a request begin in the tables, and how many there are.
+struct TableRow {
+  i64 start;
+  int pages;
+};
+
+// Starts that lie outside the tables are read as the nearest inside.
+__device__ inline TableRow table_row(const Params& params, int request) {
+  if (kIsSparse || params.table_starts == nullptr) {
+    return {request * static_cast<i64>(params.block_tables_stride), params.max_pages};
+  }
+  const int start = max(0, min(params.table_starts[request], params.max_pages));
+  const int end = max(start, min(params.table_starts[request + 1], params.max_pages));
+  return {start, end - start};
 }
 
 // How many of its listed tokens query token `token` looks at.
@@ -52,42 +61,33 @@ __device__ inline int listed_tokens(const Params& params, int token) {
   return static_cast<int>(max(static_cast<i64>(0), min(listed, static_cast<i64>(params.top_k))));
 }
 
-// A length beyond the table, or a negative one, is read as the nearest that the table can hold.
-__device__ inline int cached_tokens(const Params& params, int request) {
-  const i64 capacity = static_cast<i64>(table_pages(params, request)) * kPageSize;
-  const i64 length = params.seq_lens[request];
-  return static_cast<int>(max(static_cast<i64>(0), min(length, capacity)));
-}
-
 __device__ inline Work find_work(const Params& params) {
   Work work;
   const int block = static_cast<int>(blockIdx.x);
   int row_tile = block % params.row_tiles;
+  i64 q_len;
   work.heads = params.heads;
   work.is_causal = params.is_causal;
   if (kIsSparse || params.cum_seq_lens_q == nullptr) {
     work.split = block / params.row_tiles % params.splits;
     work.request = block / params.row_tiles / params.splits;
-    work.q_len = kIsSparse ? 1 : params.q_len;
-    work.first_query = static_cast<i64>(work.request) * work.q_len;
+    q_len = kIsSparse ? 1 : params.q_len;
+    work.first_query = work.request * q_len;
   } else {
     work.split = block / params.row_tiles;
     work.request = request_of_tile(params.cum_seq_lens_q, params.requests, params.heads, row_tile);
     row_tile -= static_cast<int>(first_tile_of(params.cum_seq_lens_q, work.request, params.heads));
     work.first_query = params.cum_seq_lens_q[work.request];
-    work.q_len = params.cum_seq_lens_q[work.request + 1] - static_cast<int>(work.first_query);
+    q_len = params.cum_seq_lens_q[work.request + 1] - work.first_query;
   }
+  work.rows = rows_of_tile(work.first_query, q_len, work.heads, static_cast<i64>(row_tile) * kRows,
+                           params.total_rows / params.heads);
+  work.q_len = static_cast<int>(q_len);
   work.first_row = row_tile * kRows;
-  const i64 request_rows = static_cast<i64>(work.q_len) * work.heads;
-  const i64 before = work.first_query * work.heads;
-  // Query tokens outside the tensor are nobody's: nothing may be read or written there.
-  const bool is_outside = before < 0 || before + request_rows > params.total_rows || row_tile < 0;
-  work.rows = is_outside
-                  ? 0
-                  : static_cast<int>(min(static_cast<i64>(kRows), request_rows - work.first_row));
 
   work.kv_len =
-      kIsSparse ? listed_tokens(params, work.request) : cached_tokens(params, work.request);
+      kIsSparse ? listed_tokens(params, work.request)
+                : tokens_held(params.seq_lens[work.request], table_row(params, work.request).pages);
   work.visible_to_all = work.visible_tokens(0);
   work.visible_to_any = work.visible_tokens(work.rows - 1);
 

@@ -28,6 +28,7 @@ struct alignas(kChunkBytes) Chunk {
 
 constexpr int kWarpLanes = 32;
 constexpr float kLog2E = 1.4426950408889634f;
+constexpr float kLargest = __builtin_bit_cast(float, 0x7f7fffff);
 constexpr float kInfinity = __builtin_bit_cast(float, 0x7f800000);
 
 // The dynamic shared memory of the block, seen as one struct.
@@ -301,7 +302,7 @@ __device__ inline u32 e4m3x2_of_f32(float high, float low) {
 }
 
 // Stored e4m3 elements to the element type of the tensor cores. Needs ptx/cvt.cuh, and
-// fp16x2_of_e4m3x2 from blocks/e4m3.cuh or its software form.
+// blocks/e4m3.cuh.j2.
 
 // Pair `pair` of 16 elements.
 __device__ inline u32 pair_of(const Chunk& stored, int pair) {
@@ -373,13 +374,36 @@ struct PagedRows {
   }
 };
 
+// How many tokens a request of length `length` has in a table of `pages` pages: a length beyond the
+// table, or a negative one, is read as the nearest that the table can hold.
+__device__ inline int tokens_held(i64 length, i64 pages) {
+  constexpr i64 kMost = 0x7fff0000;  // a tile more can still be counted
+  return static_cast<int>(max(static_cast<i64>(0), min(min(length, pages * kPageSize), kMost)));
+}
+
 // An id outside the cache must not fault.
 __device__ inline bool is_page(int page, int num_pages) {
   return static_cast<u32>(page) < static_cast<u32>(num_pages);
 }
 
-// Which request a tile of rows belongs to, where requests have queries of different lengths.
-// Needs blocks/prelude.cuh, kRows.
+// Which rows of which request a tile holds, also where requests have queries of different lengths.
+// What ends of queries say is not trusted. Needs blocks/prelude.cuh, kRows.
+
+// The last request that begins at or before `position`; `begin_of` says where a request begins.
+template <typename BeginOf>
+__device__ inline int request_at(i64 position, int requests, BeginOf begin_of) {
+  int low = 0;
+  int high = requests;
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    if (begin_of(middle) <= position) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
 
 // Request r takes the tiles from floor(its first row / kRows) + r on: as many as its rows fill, or
 // one more. So the number of tiles follows from the number of rows, and no length is needed on the
@@ -388,35 +412,25 @@ __device__ inline i64 first_tile_of(const int* cum_seq_lens_q, int request, int 
   return static_cast<i64>(cum_seq_lens_q[request]) * rows_per_token / kRows + request;
 }
 
-// The request of `tile`: the last one that begins at or before it.
 __device__ inline int request_of_tile(const int* cum_seq_lens_q, int requests, int rows_per_token,
                                       int tile) {
-  int low = 0;
-  int high = requests;
-  while (high - low > 1) {
-    const int middle = (low + high) / 2;
-    if (first_tile_of(cum_seq_lens_q, middle, rows_per_token) <= tile) {
-      low = middle;
-    } else {
-      high = middle;
-    }
-  }
-  return low;
+  return request_at(tile, requests, [&](int request) {
+    return first_tile_of(cum_seq_lens_q, request, rows_per_token);
+  });
 }
 
-// The request of query token `token`.
 __device__ inline int request_of_token(const int* cum_seq_lens_q, int requests, int token) {
-  int low = 0;
-  int high = requests;
-  while (high - low > 1) {
-    const int middle = (low + high) / 2;
-    if (cum_seq_lens_q[middle] <= token) {
-      low = middle;
-    } else {
-      high = middle;
-    }
-  }
-  return low;
+  return request_at(token, requests, [&](int request) -> i64 { return cum_seq_lens_q[request]; });
+}
+
+// How many rows a tile holds from row `first_row` of a request on. Query tokens outside the tensor
+// are nobody's: nothing may be read or written there.
+__device__ inline int rows_of_tile(i64 first_query, i64 q_len, int rows_per_token, i64 first_row,
+                                   i64 tokens) {
+  const bool is_inside =
+      first_query >= 0 && q_len >= 0 && first_query + q_len <= tokens && first_row >= 0;
+  const i64 rows = min(q_len * rows_per_token - first_row, static_cast<i64>(kRows));
+  return is_inside && rows > 0 ? static_cast<int>(rows) : 0;
 }
 
 // A scale is a number, or a tensor of one element that only the device knows. Needs nothing.
@@ -454,7 +468,7 @@ __device__ inline RowResult finish_row(float reference, float sum, float sink) {
 }
 
 // Which rows and which tokens this block attends to. Needs Params, blocks/ragged_tiles.cuh,
-// roles/gqa_decode/constants.
+// blocks/page_table.cuh, roles/gqa_decode/constants.
 
 // A row is one (query token, query head of a kv head) pair of a request, query token first. A block
 // takes kRows rows of one kv head, a slice of their output elements and one split of the tokens.
@@ -481,10 +495,14 @@ struct alignas(16) Work {
     return params.window > 0 ? max(0, kv_len - q_len + query + 1 - params.window) : 0;
   }
 
+  __device__ int head_of(const Params& params, int row) const {
+    return kv_head * params.group + (first_row + row) % params.group;
+  }
+
   // Index of `row` in a [tokens * heads] array.
   __device__ i64 global_row(const Params& params, int row) const {
-    const int head = kv_head * params.group + (first_row + row) % params.group;
-    return (first_query + query_of(params, row)) * params.group * params.kv_heads + head;
+    const i64 query = first_query + query_of(params, row);
+    return query * params.group * params.kv_heads + head_of(params, row);
   }
 
   // Whether a row of this block sees a token that not all of them see.
@@ -504,6 +522,7 @@ __device__ inline Work find_work(const Params& params) {
   Work work;
   int block = static_cast<int>(blockIdx.x);
   int row_tile = block % params.row_tiles;
+  i64 q_len;
   block /= params.row_tiles;
   work.slice = block % kSlices;
   block /= kSlices;
@@ -512,28 +531,20 @@ __device__ inline Work find_work(const Params& params) {
   work.split = block % params.splits;
   if (params.cum_seq_lens_q == nullptr) {
     work.request = block / params.splits;
-    work.q_len = params.q_len;
-    work.first_query = static_cast<i64>(work.request) * work.q_len;
+    q_len = params.q_len;
+    work.first_query = work.request * q_len;
   } else {
     work.request = request_of_tile(params.cum_seq_lens_q, params.requests, params.group, row_tile);
     row_tile -= static_cast<int>(first_tile_of(params.cum_seq_lens_q, work.request, params.group));
     work.first_query = params.cum_seq_lens_q[work.request];
-    work.q_len = params.cum_seq_lens_q[work.request + 1] - static_cast<int>(work.first_query);
+    q_len = params.cum_seq_lens_q[work.request + 1] - work.first_query;
   }
-  work.first_row = row_tile * kRows;
-  // Query tokens outside the tensor are nobody's: nothing may be read or written there.
   const i64 tokens = params.total_rows / (static_cast<i64>(params.group) * params.kv_heads);
-  const bool is_outside =
-      work.first_query < 0 || work.first_query + work.q_len > tokens || row_tile < 0;
-  const i64 request_rows = static_cast<i64>(work.q_len) * params.group;
-  work.rows = is_outside
-                  ? 0
-                  : static_cast<int>(min(static_cast<i64>(kRows), request_rows - work.first_row));
-
-  // A length beyond the table, or a negative one, is read as the nearest that the table can hold.
-  const i64 capacity = static_cast<i64>(params.max_pages) * kPageSize;
-  const i64 length = params.seq_lens[work.request];
-  work.kv_len = static_cast<int>(max(static_cast<i64>(0), min(length, capacity)));
+  work.rows = rows_of_tile(work.first_query, q_len, params.group,
+                           static_cast<i64>(row_tile) * kRows, tokens);
+  work.q_len = static_cast<int>(q_len);
+  work.first_row = row_tile * kRows;
+  work.kv_len = tokens_held(params.seq_lens[work.request], params.max_pages);
 
   const int first = work.query_of(params, 0);
   const int last = work.query_of(params, max(work.rows, 1) - 1);
@@ -586,9 +597,8 @@ __device__ inline void load_query(const Params& params, const Work& work, Shared
     Chunk value{};
     if (row < work.rows) {
       const i64 query = work.first_query + work.query_of(params, row);
-      const int head = work.kv_head * params.group + (work.first_row + row) % params.group;
-      const u16* source =
-          params.query + query * params.query_stride + head * params.query_head_stride;
+      const u16* source = params.query + query * params.query_stride +
+                          work.head_of(params, row) * params.query_head_stride;
       value = reinterpret_cast<const Chunk*>(source)[chunk];
     }
     *reinterpret_cast<Chunk*>(shared.query + row * kRowBytes + chunk * kChunkBytes) = value;
@@ -1059,7 +1069,7 @@ __device__ inline void store_output(const Params& params, const Work& work, Shar
     const i64 global_row = work.global_row(params, row);
     const float sink = is_partial || params.sinks == nullptr
                            ? -kInfinity
-                           : params.sinks[global_row % (params.group * params.kv_heads)];
+                           : params.sinks[work.head_of(params, row)];
     const RowResult result = finish_row(reference, sum, sink);
     const float factor = result.factor * output_scale;
     float4 value = *reinterpret_cast<const float4*>(merged_row(shared, row) + dim);

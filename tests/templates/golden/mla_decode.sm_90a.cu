@@ -28,6 +28,7 @@ struct alignas(kChunkBytes) Chunk {
 
 constexpr int kWarpLanes = 32;
 constexpr float kLog2E = 1.4426950408889634f;
+constexpr float kLargest = __builtin_bit_cast(float, 0x7f7fffff);
 constexpr float kInfinity = __builtin_bit_cast(float, 0x7f800000);
 
 // The dynamic shared memory of the block, seen as one struct.
@@ -331,13 +332,36 @@ struct PagedRows {
   }
 };
 
+// How many tokens a request of length `length` has in a table of `pages` pages: a length beyond the
+// table, or a negative one, is read as the nearest that the table can hold.
+__device__ inline int tokens_held(i64 length, i64 pages) {
+  constexpr i64 kMost = 0x7fff0000;  // a tile more can still be counted
+  return static_cast<int>(max(static_cast<i64>(0), min(min(length, pages * kPageSize), kMost)));
+}
+
 // An id outside the cache must not fault.
 __device__ inline bool is_page(int page, int num_pages) {
   return static_cast<u32>(page) < static_cast<u32>(num_pages);
 }
 
-// Which request a tile of rows belongs to, where requests have queries of different lengths.
-// Needs blocks/prelude.cuh, kRows.
+// Which rows of which request a tile holds, also where requests have queries of different lengths.
+// What ends of queries say is not trusted. Needs blocks/prelude.cuh, kRows.
+
+// The last request that begins at or before `position`; `begin_of` says where a request begins.
+template <typename BeginOf>
+__device__ inline int request_at(i64 position, int requests, BeginOf begin_of) {
+  int low = 0;
+  int high = requests;
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    if (begin_of(middle) <= position) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
 
 // Request r takes the tiles from floor(its first row / kRows) + r on: as many as its rows fill, or
 // one more. So the number of tiles follows from the number of rows, and no length is needed on the
@@ -346,35 +370,25 @@ __device__ inline i64 first_tile_of(const int* cum_seq_lens_q, int request, int 
   return static_cast<i64>(cum_seq_lens_q[request]) * rows_per_token / kRows + request;
 }
 
-// The request of `tile`: the last one that begins at or before it.
 __device__ inline int request_of_tile(const int* cum_seq_lens_q, int requests, int rows_per_token,
                                       int tile) {
-  int low = 0;
-  int high = requests;
-  while (high - low > 1) {
-    const int middle = (low + high) / 2;
-    if (first_tile_of(cum_seq_lens_q, middle, rows_per_token) <= tile) {
-      low = middle;
-    } else {
-      high = middle;
-    }
-  }
-  return low;
+  return request_at(tile, requests, [&](int request) {
+    return first_tile_of(cum_seq_lens_q, request, rows_per_token);
+  });
 }
 
-// The request of query token `token`.
 __device__ inline int request_of_token(const int* cum_seq_lens_q, int requests, int token) {
-  int low = 0;
-  int high = requests;
-  while (high - low > 1) {
-    const int middle = (low + high) / 2;
-    if (cum_seq_lens_q[middle] <= token) {
-      low = middle;
-    } else {
-      high = middle;
-    }
-  }
-  return low;
+  return request_at(token, requests, [&](int request) -> i64 { return cum_seq_lens_q[request]; });
+}
+
+// How many rows a tile holds from row `first_row` of a request on. Query tokens outside the tensor
+// are nobody's: nothing may be read or written there.
+__device__ inline int rows_of_tile(i64 first_query, i64 q_len, int rows_per_token, i64 first_row,
+                                   i64 tokens) {
+  const bool is_inside =
+      first_query >= 0 && q_len >= 0 && first_query + q_len <= tokens && first_row >= 0;
+  const i64 rows = min(q_len * rows_per_token - first_row, static_cast<i64>(kRows));
+  return is_inside && rows > 0 ? static_cast<int>(rows) : 0;
 }
 
 // A scale is a number, or a tensor of one element that only the device knows. Needs nothing.
@@ -412,7 +426,7 @@ __device__ inline RowResult finish_row(float reference, float sum, float sink) {
 }
 
 // Which rows and which tokens this block attends to. Needs Params, blocks/ragged_tiles.cuh,
-// roles/mla_decode/constants.
+// blocks/page_table.cuh, roles/mla_decode/constants.
 
 // A row is one (query token, head) pair of a request, query token first, so that rows are
 // contiguous in [tokens, heads, dim] tensors. A block takes kRows rows and one split of the tokens.
@@ -442,11 +456,20 @@ struct alignas(64) Work {
   __device__ i64 global_row(int row) const { return first_query * heads + first_row + row; }
 };
 
-// How many pages the block table has for a request.
-__device__ inline int table_pages(const Params& params, int request) {
-  if (params.table_starts == nullptr) return params.max_pages;
-  const int pages = params.table_starts[request + 1] - params.table_starts[request];
-  return max(0, min(pages, params.max_pages));
+// Where the page ids of a request begin in the tables, and how many there are.
+struct TableRow {
+  i64 start;
+  int pages;
+};
+
+// Starts that lie outside the tables are read as the nearest inside.
+__device__ inline TableRow table_row(const Params& params, int request) {
+  if (kIsSparse || params.table_starts == nullptr) {
+    return {request * static_cast<i64>(params.block_tables_stride), params.max_pages};
+  }
+  const int start = max(0, min(params.table_starts[request], params.max_pages));
+  const int end = max(start, min(params.table_starts[request + 1], params.max_pages));
+  return {start, end - start};
 }
 
 // How many of its listed tokens query token `token` looks at.
@@ -465,42 +488,33 @@ __device__ inline int listed_tokens(const Params& params, int token) {
   return static_cast<int>(max(static_cast<i64>(0), min(listed, static_cast<i64>(params.top_k))));
 }
 
-// A length beyond the table, or a negative one, is read as the nearest that the table can hold.
-__device__ inline int cached_tokens(const Params& params, int request) {
-  const i64 capacity = static_cast<i64>(table_pages(params, request)) * kPageSize;
-  const i64 length = params.seq_lens[request];
-  return static_cast<int>(max(static_cast<i64>(0), min(length, capacity)));
-}
-
 __device__ inline Work find_work(const Params& params) {
   Work work;
   const int block = static_cast<int>(blockIdx.x);
   int row_tile = block % params.row_tiles;
+  i64 q_len;
   work.heads = params.heads;
   work.is_causal = params.is_causal;
   if (kIsSparse || params.cum_seq_lens_q == nullptr) {
     work.split = block / params.row_tiles % params.splits;
     work.request = block / params.row_tiles / params.splits;
-    work.q_len = kIsSparse ? 1 : params.q_len;
-    work.first_query = static_cast<i64>(work.request) * work.q_len;
+    q_len = kIsSparse ? 1 : params.q_len;
+    work.first_query = work.request * q_len;
   } else {
     work.split = block / params.row_tiles;
     work.request = request_of_tile(params.cum_seq_lens_q, params.requests, params.heads, row_tile);
     row_tile -= static_cast<int>(first_tile_of(params.cum_seq_lens_q, work.request, params.heads));
     work.first_query = params.cum_seq_lens_q[work.request];
-    work.q_len = params.cum_seq_lens_q[work.request + 1] - static_cast<int>(work.first_query);
+    q_len = params.cum_seq_lens_q[work.request + 1] - work.first_query;
   }
+  work.rows = rows_of_tile(work.first_query, q_len, work.heads, static_cast<i64>(row_tile) * kRows,
+                           params.total_rows / params.heads);
+  work.q_len = static_cast<int>(q_len);
   work.first_row = row_tile * kRows;
-  const i64 request_rows = static_cast<i64>(work.q_len) * work.heads;
-  const i64 before = work.first_query * work.heads;
-  // Query tokens outside the tensor are nobody's: nothing may be read or written there.
-  const bool is_outside = before < 0 || before + request_rows > params.total_rows || row_tile < 0;
-  work.rows = is_outside
-                  ? 0
-                  : static_cast<int>(min(static_cast<i64>(kRows), request_rows - work.first_row));
 
   work.kv_len =
-      kIsSparse ? listed_tokens(params, work.request) : cached_tokens(params, work.request);
+      kIsSparse ? listed_tokens(params, work.request)
+                : tokens_held(params.seq_lens[work.request], table_row(params, work.request).pages);
   work.visible_to_all = work.visible_tokens(0);
   work.visible_to_any = work.visible_tokens(work.rows - 1);
 
@@ -623,9 +637,7 @@ struct TileLoader {
         end_token(work.visible_to_any),
         end_item(work.last_tile * kItemsPerTile),
         next_item(work.first_tile * kItemsPerTile) {
-    const i64 start = !kIsSparse && params.table_starts != nullptr
-                          ? params.table_starts[work.request]
-                          : work.request * static_cast<i64>(params.block_tables_stride);
+    const i64 start = table_row(params, work.request).start;
     keys = params.block_tables + start;
     values = kHasSeparateValues ? params.value_tables + start : nullptr;
     read_ids();
@@ -726,10 +738,10 @@ __device__ inline const float* row_bias(const Params& params, const Work& work, 
          packed_row % work.heads * params.bias_head_stride;
 }
 
-// Adds the bias of a token that the row is not too early for, and returns whether the row sees it.
-// Leaves word where it does not.
-__device__ inline bool adds_up(const float* bias, int first_token, int token, float& score,
-                               SharedMemory& shared) {
+// Returns whether a row sees a token that it is not too early for, and adds the token's bias to the
+// score. Leaves word of what is hidden by a bias.
+__device__ inline bool see_token(const float* bias, int first_token, int token, float& score,
+                                 SharedMemory& shared) {
   if constexpr (kIsSparse) {
     return shared.is_hidden[token] == 0;
   } else if constexpr (kHasBias) {
@@ -738,7 +750,9 @@ __device__ inline bool adds_up(const float* bias, int first_token, int token, fl
       shared.is_hidden[token] = 1;  // all who write it write the same
       return false;
     }
-    score += added * kLog2E;
+    // The least number is still no minus infinity, which is for what is hidden.
+    const float in_log2 = added * kLog2E;
+    score += in_log2 == -kInfinity ? -kLargest : in_log2;
   }
   return true;
 }
@@ -909,7 +923,9 @@ struct Softmax {
 
   // How many tokens of the tile a row sees; more than kTileTokens means all.
   __device__ static int visible_tokens(int row, int first_token, const SharedMemory& shared) {
-    const bool is_visible_to_all = first_token + kTileTokens <= shared.work.visible_to_all;
+    // Padding has no bias to read.
+    const bool is_visible_to_all =
+        !kHasBias && first_token + kTileTokens <= shared.work.visible_to_all;
     return is_visible_to_all ? kTileTokens : shared.row_visible[row] - first_token;
   }
 
@@ -935,7 +951,7 @@ struct Softmax {
             const int token = score_token(n, parity);
             float score = scaled(scores[m][n][half * 2 + parity]);
             const bool is_seen =
-                token < visible && adds_up(bias, first_token, token, score, shared);
+                token < visible && see_token(bias, first_token, token, score, shared);
             // A select, not arithmetic: the hidden score may be NaN.
             const float seen = is_seen ? score - reference : -kInfinity;
             exceeds |= seen > kReferenceSlack;
@@ -998,7 +1014,7 @@ struct Softmax {
           for (int parity = 0; parity < 2; ++parity) {
             const int token = score_token(n, parity);
             float score = scaled(scores[m][n][half * 2 + parity]);
-            if (token < visible && adds_up(bias, first_token, token, score, shared)) {
+            if (token < visible && see_token(bias, first_token, token, score, shared)) {
               maximum = fmaxf(maximum, score);
             }
           }
