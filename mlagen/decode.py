@@ -154,4 +154,4 @@ def xqa_batch_decode_with_kv_cache(
         key_scales,
         value_scales,
     )
-    return run_gqa(inputs, enable_pdl is None or enable_pdl)
+    return run_gqa(inputs, enable_pdl is None or bool(enable_pdl))

@@ -10,6 +10,7 @@ from mlagen.api.gqa_numbers import positive_factor, whole_number
 from mlagen.api.mla_call import run_mla
 from mlagen.api.mla_inputs import MlaInputs, MlaNames
 from mlagen.api.xqa_arguments import (
+    MLA_KV_LORA_RANK,
     check_caches,
     check_mla_caches,
     check_output,
@@ -43,7 +44,6 @@ _XQA_MLA_NAMES = MlaNames(
     bmm1_scale="q_scale",
     bmm2_scale="kv_scale",
 )
-_KV_LORA_RANK = 512
 _QK_ROPE_HEAD_DIM = 64
 
 
@@ -168,7 +168,7 @@ def xqa(
         True,
         _XQA_NAMES,
     )
-    run_gqa(inputs, enable_pdl is None or enable_pdl)
+    run_gqa(inputs, enable_pdl is None or bool(enable_pdl))
 
 
 def xqa_mla(
@@ -242,7 +242,7 @@ def xqa_mla(
         q,
         k_cache,
         workspace_buffer,
-        _KV_LORA_RANK,
+        MLA_KV_LORA_RANK,
         _QK_ROPE_HEAD_DIM,
         page_table,
         flat_lengths(seq_lens),
@@ -254,4 +254,4 @@ def xqa_mla(
         value_cache=v_cache if is_separate else None,
         names=_XQA_MLA_NAMES,
     )
-    run_mla(inputs, enable_pdl is None or enable_pdl)
+    run_mla(inputs, enable_pdl is None or bool(enable_pdl))

@@ -29,23 +29,39 @@ class TestPlanlessOnTheCpu(PlanlessSemantics):
 
 
 def test_the_signatures_are_those_of_flashinfer() -> None:
-    """Names and order of the parameters are those that callers rely on."""
+    """Names, order and defaults of the parameters are those that callers rely on."""
     wrapper = BatchMLAPagedAttentionWrapper
     functions = (wrapper.__init__, wrapper.plan, wrapper.run)
 
-    names = [" ".join(list(inspect.signature(function).parameters)[1:]) for function in functions]
+    shown = [
+        " ".join(
+            name if p.default is p.empty else f"{name}={p.default!r}"
+            for name, p in list(inspect.signature(function).parameters.items())[1:]
+        )
+        for function in functions
+    ]
 
-    assert names == [
-        "float_workspace_buffer use_cuda_graph qo_indptr kv_indptr kv_indices kv_len_arr backend",
+    assert shown == [
+        (
+            "float_workspace_buffer use_cuda_graph=False qo_indptr=None kv_indptr=None "
+            "kv_indices=None kv_len_arr=None backend='auto'"
+        ),
         (
             "qo_indptr kv_indptr kv_indices kv_len_arr num_heads head_dim_ckv head_dim_kpe "
-            "page_size causal sm_scale q_data_type kv_data_type use_profiler"
+            "page_size causal sm_scale q_data_type kv_data_type use_profiler=False"
         ),
         (
-            "q_nope q_pe ckv_cache kpe_cache out lse return_lse profiler_buffer kv_len page_table "
-            "return_lse_base_on_e o_scale ckv_scale ckv_scale_arr kpe_scale"
+            "q_nope q_pe ckv_cache kpe_cache out=None lse=None return_lse=False "
+            "profiler_buffer=None kv_len=None page_table=None return_lse_base_on_e=False "
+            "o_scale=None ckv_scale=None ckv_scale_arr=None kpe_scale=None"
         ),
     ]
+    keyword_only = [
+        name
+        for name, p in inspect.signature(wrapper.run).parameters.items()
+        if p.kind is p.KEYWORD_ONLY
+    ]
+    assert keyword_only == ["ckv_scale", "ckv_scale_arr", "kpe_scale"]
 
 
 def ints(*numbers: int) -> torch.Tensor:
@@ -57,6 +73,8 @@ def ints(*numbers: int) -> torch.Tensor:
     ("changes", "message"),
     [
         ({"kv_data_type": torch.float32}, "MLA kv_data_type"),
+        ({"kv_data_type": [1]}, r"MLA kv_data_type: expected torch.* got \[1\]"),
+        ({"q_data_type": [1]}, r"q_data_type: expected torch.bfloat16 \(kv_data_type\), got \[1\]"),
         ({"head_dim_kpe": -1}, "head_dim_kpe must be >= 0"),
         ({"kv_data_type": E4M3, "q_data_type": torch.float16}, "q_data_type=torch.bfloat16"),
         (

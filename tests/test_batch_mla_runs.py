@@ -89,6 +89,10 @@ def test_a_run_that_is_not_as_planned_is_refused(changes: dict[str, Any], messag
             for name in ("ckv_scale", "kpe_scale")
             for value in (0.0, -1.0, math.inf, math.nan, True, "1", torch.ones(1))
         ),
+        *(
+            ({name: 10**400}, f"{name}: expected a number that float32 can hold, got a larger int")
+            for name in ("ckv_scale", "kpe_scale")
+        ),
         ({"ckv_scale": 1e39}, "ckv_scale: expected a number that float32 can hold"),
         (
             {"ckv_scale": None, "ckv_scale_arr": torch.ones(16, 4)},
@@ -110,6 +114,24 @@ def test_scales_that_an_e4m3_cache_cannot_have_are_refused(
 ) -> None:
     """The error says which scale is missing or wrong, and nothing is written."""
     refuses(FP8.build("cpu"), message, **changes)
+
+
+def test_a_rope_cache_where_none_was_planned_is_refused() -> None:
+    """Without rope its cache has no width, as the rope part of the query."""
+    problem = replace(SOME, qk_rope_head_dim=0).build("cpu")
+    wide = problem.kv_cache.new_zeros(*problem.kv_cache.shape[:2], 64)
+
+    refuses(problem, r"kpe_cache.shape\[2\]: expected 0 \(head_dim_kpe of plan\)", kpe_cache=wide)
+
+
+def test_what_is_true_asks_for_an_lse() -> None:
+    """A list for a bool is what it is in an `if`."""
+    problem = SOME.build("cpu")
+
+    result = wrapper_of(problem).run(**run_arguments(problem, return_lse=[1]))
+
+    assert isinstance(result, tuple)
+    problem.check(*result)
 
 
 def test_a_profiler_is_refused() -> None:
@@ -142,6 +164,11 @@ def test_a_profiler_is_refused() -> None:
             {"o_scale": 1.0, "out": torch.zeros(4, 6, 256).to(E4M3)},
             "Invalid shape of out",
         ),
+        (
+            {"o_scale": 10**400, "out": torch.zeros(4, 6, 512).to(E4M3)},
+            "o_scale: expected a number that float32 can hold, got a larger int",
+        ),
+        ({"kpe_cache": None}, "kpe_cache: expected a torch.Tensor, got NoneType"),
         ({"kv_len": None}, "kv_len: expected a torch.Tensor, got NoneType"),
         ({"page_table": torch.zeros(4, dtype=torch.int32)}, "page_table.ndim: expected 2, got 1"),
         ({"kv_len": torch.zeros(4)}, "kv_len.dtype: expected torch.int32 or torch.uint32"),

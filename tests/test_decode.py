@@ -85,11 +85,13 @@ def test_the_signature_is_the_one_of_flashinfer() -> None:
     assert all(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters.values())
 
 
-@pytest.mark.parametrize(("given", "passed"), [(None, True), (True, True), (False, False)])
+@pytest.mark.parametrize(
+    ("given", "passed"), [(None, True), (True, True), (False, False), ([1], True)]
+)
 def test_pdl_is_used_unless_refused(
-    given: bool | None, passed: bool, monkeypatch: pytest.MonkeyPatch
+    given: object, passed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """None leaves the choice to us."""
+    """None leaves the choice to us, and what is true is True."""
     seen = []
 
     def record(inputs: GqaInputs, enable_pdl: bool) -> torch.Tensor:

@@ -18,6 +18,7 @@ from mlagen.mla.masks import (
     CausalPaddingMask,
     ChunkedCausalMask,
     ChunkedMask,
+    Mask,
     MaterializedMask,
     NullMask,
     OrMask,
@@ -173,6 +174,17 @@ def test_a_mask_of_no_size_is_refused(mask: type[ChunkedMask]) -> None:
     for size in (0, -1, 2.0, True):
         with pytest.raises(ArgumentError, match=": expected an int, 1 or more, got"):
             mask(size)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match=": expected 2147483647 or less, got 1180591620717"):
+        mask(2**70)
+
+
+def test_the_masks_of_two_masks_are_made_by_name() -> None:
+    """Their fields are those of Modular's."""
+    first, second = NullMask(), SlidingWindowCausalMask(3)
+
+    made = [kind(a=first, b=second) for kind in (OrMask, AndMask)]
+
+    assert [(mask.a, mask.b) for mask in made] == [(first, second)] * 2
 
 
 @pytest.mark.parametrize(
@@ -186,12 +198,14 @@ def test_a_mask_of_no_size_is_refused(mask: type[ChunkedMask]) -> None:
         (MaterializedMask(bf16(6, 0, 5)), "mask.tensor.shape: expected 1 or more of each"),
         (MaterializedMask(torch.ones(6, 5, 5).bool()), "mask.tensor.dtype: expected a dtype of"),
         (MaterializedMask(bf16(6, 5, 5), start_pos=-1), "mask.start_pos: expected an int, 0 or"),
+        (MaterializedMask(bf16(6, 5, 5), start_pos=2**70), "mask.start_pos: expected 2147483647"),
+        (Mask(), "mask: expected a mask that says what is seen, got Mask, which has neither"),
         (MaterializedMask(bf16(6, 5, 5), start_pos=ints(1)), r"mask.start_pos.shape: expected \[6"),
-        (OrMask(NullMask(), "x"), "mask.second: expected a mask, got str"),  # type: ignore[arg-type]
-        (AndMask(None, NullMask()), "mask.first: expected a mask, got None"),  # type: ignore[arg-type]
+        (OrMask(NullMask(), "x"), "mask.b: expected a mask, got str"),  # type: ignore[arg-type]
+        (AndMask(None, NullMask()), "mask.a: expected a mask, got None"),  # type: ignore[arg-type]
     ],
 )
-def test_a_mask_that_does_not_fit_is_refused(mask: NullMask, message: str) -> None:
+def test_a_mask_that_does_not_fit_is_refused(mask: Mask, message: str) -> None:
     """The error names the part of the mask."""
     problem = RAGGED.build("cpu")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -70,14 +71,14 @@ def test_the_signature_is_the_one_of_flashinfer() -> None:
     """Names, order and defaults of the parameters are those that callers rely on."""
     parameters = inspect.signature(mlagen.mla.trtllm_batch_decode_with_kv_cache_mla).parameters
 
-    names = " ".join(name for name, p in parameters.items() if p.kind is not p.KEYWORD_ONLY)
-    assert names == (
+    assert _shown(mlagen.mla.trtllm_batch_decode_with_kv_cache_mla) == (
         "query kv_cache workspace_buffer qk_nope_head_dim kv_lora_rank qk_rope_head_dim "
-        "block_tables seq_lens max_seq_len sparse_mla_top_k out bmm1_scale bmm2_scale sinks "
-        "skip_softmax_threshold_scale_factor enable_pdl backend is_var_seq "
-        "uses_shared_paged_kv_idx lse return_lse cute_dsl_impl kv_scale_format cum_seq_lens_q "
-        "max_q_len multi_ctas_kv_counter_buffer sparse_mla_top_k_lens enable_dcp cp_world cp_rank "
-        "causal_seqlens_kv_global use_fp16_softmax"
+        "block_tables seq_lens max_seq_len sparse_mla_top_k=0 out=None bmm1_scale=1.0 "
+        "bmm2_scale=1.0 sinks=None skip_softmax_threshold_scale_factor=None enable_pdl=None "
+        "backend='auto' is_var_seq=True uses_shared_paged_kv_idx=True lse=None return_lse=False "
+        "cute_dsl_impl='auto' kv_scale_format='auto' cum_seq_lens_q=None max_q_len=None "
+        "multi_ctas_kv_counter_buffer=None sparse_mla_top_k_lens=None enable_dcp=False cp_world=1 "
+        "cp_rank=0 causal_seqlens_kv_global=None use_fp16_softmax=None return_lse_base='base2'"
     )
     assert [name for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY] == [
         "return_lse_base"
@@ -85,13 +86,19 @@ def test_the_signature_is_the_one_of_flashinfer() -> None:
 
 
 def test_the_signature_of_xqa_is_the_one_of_flashinfer() -> None:
-    """Names and order of the parameters are those that callers rely on."""
-    parameters = inspect.signature(mlagen.mla.xqa_batch_decode_with_kv_cache_mla).parameters
+    """Names, order and defaults of the parameters are those that callers rely on."""
+    shown = _shown(mlagen.mla.xqa_batch_decode_with_kv_cache_mla)
 
-    assert " ".join(parameters) == (
+    assert shown == (
         "query kv_cache workspace_buffer qk_nope_head_dim kv_lora_rank qk_rope_head_dim "
-        "block_tables seq_lens max_seq_len out bmm1_scale bmm2_scale sinks enable_pdl"
+        "block_tables seq_lens max_seq_len out=None bmm1_scale=1.0 bmm2_scale=1.0 sinks=None "
+        "enable_pdl=None"
     )
+
+
+def _shown(function: Callable[..., object]) -> str:
+    parameters = inspect.signature(function).parameters.items()
+    return " ".join(n if p.default is p.empty else f"{n}={p.default!r}" for n, p in parameters)
 
 
 NEWER = (None, True, "xqa")  # skip_softmax_threshold_scale_factor, enable_pdl, backend
@@ -191,6 +198,63 @@ def test_a_keyword_that_is_not_implemented_is_refused(keyword: str) -> None:
 
     assert str(caught.value) == f"{keyword}: not implemented, {shown}"
     assert (out == 7.0).all()
+
+
+def test_the_keyword_that_asks_is_the_one_named() -> None:
+    """One that is as good as neutral stands before it in the list."""
+    problem = MlaCase(name="", seq_lens=(70, 3)).build("cpu")
+
+    with pytest.raises(UnsupportedError) as caught:
+        decode(problem, skip_softmax_threshold_scale_factor=0.0, enable_dcp=True)
+
+    assert str(caught.value) == "enable_dcp: not implemented, expected False, got True"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"skip_softmax_threshold_scale_factor": torch.ones(2)},
+            "skip_softmax_threshold_scale_factor: expected a float, got a tensor",
+        ),
+        (
+            {"skip_softmax_threshold_scale_factor": True, "enable_pdl": True},
+            "skip_softmax_threshold_scale_factor: expected a float, got True",
+        ),
+        (
+            {"skip_softmax_threshold_scale_factor": 1.0, "enable_pdl": "xqa"},
+            "enable_pdl: expected a bool or None, got 1.0",
+        ),
+    ],
+    ids=["a tensor", "a bool", "no bool in the older order"],
+)
+def test_a_keyword_of_another_type_is_refused(changes: dict[str, Any], message: str) -> None:
+    """Its type is looked at before its value, in either order."""
+    problem = MlaCase(name="", seq_lens=(70, 3)).build("cpu")
+
+    with pytest.raises(ArgumentError) as caught:
+        decode(problem, **changes)
+
+    assert str(caught.value) == message
+
+
+def test_what_is_true_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list for a bool is what it is in an `if`."""
+    problem = MlaCase(name="", seq_lens=(70, 3)).build("cpu")
+    seen: list[object] = []
+
+    def record(inputs: MlaInputs, enable_pdl: bool) -> object:
+        seen.extend((inputs.return_lse, enable_pdl))
+        return run_mla(inputs, enable_pdl)
+
+    monkeypatch.setattr("mlagen.mla.trtllm.run_mla", record)
+    arguments = problem.arguments(return_lse=[1], enable_pdl=[1])
+
+    out, lse = mlagen.mla.trtllm_batch_decode_with_kv_cache_mla(**arguments)
+
+    problem.check(out, lse)
+    assert seen == [True, True]
+    assert {type(value) for value in seen} == {bool}
 
 
 def test_keywords_that_ask_for_nothing_are_accepted() -> None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 import mlagen.xqa
 from tests.cases import MlaCase
-from tests.gqa_problems import GqaCase
+from tests.gqa_problems import E4M3, GqaCase
 from tests.xqa_cases import MLA_CASES, XQA_CASES
-from tests.xqa_semantics import XqaSemantics, run_xqa, run_xqa_mla
+from tests.xqa_semantics import XqaSemantics, run_xqa, run_xqa_mla, xqa_mla_arguments
 
 
 @pytest.mark.parametrize("case", XQA_CASES, ids=str)
@@ -71,3 +72,21 @@ def test_the_signature_is_the_one_of_flashinfer(door: Callable[..., None]) -> No
     positional, keyword = SIGNATURES[door]
     assert shown(kinds.POSITIONAL_OR_KEYWORD) == positional
     assert shown(kinds.KEYWORD_ONLY) == keyword
+
+
+SHARED = MlaCase(name="", dtype=E4M3, seq_lens=(70, 3), cache_form="[P,ps,1,d]")
+APART = replace(SHARED, values="other cache")
+
+
+@pytest.mark.parametrize("case", [SHARED, APART], ids=["shared", "apart"])
+def test_strides_of_axes_of_size_1_do_not_count(case: MlaCase) -> None:
+    """Nothing is ever found along them."""
+    problem = case.build("cpu")
+    arguments = xqa_mla_arguments(problem)
+    values = arguments["v_cache"]
+    pages, tokens, width = values.squeeze(2).stride()
+    arguments["v_cache"] = values.as_strided(values.shape, (pages, tokens, 9, width))
+
+    mlagen.xqa.xqa_mla(**arguments)
+
+    problem.check(arguments["output"])

@@ -48,7 +48,12 @@ def require_whole_number(value: object, argument: str, *, least: int) -> int:
         number = operator.index(value)
         if number >= least:
             return number
-    refuse(argument, f"an int, {least} or more", repr(value))
+    refuse(argument, f"an int, {least} or more", shown(value))
+
+
+def shown(value: object) -> str:
+    """Return how a message shows a value; a tensor is not read, which would wait for its device."""
+    return "a tensor" if isinstance(value, torch.Tensor) else repr(value)
 
 
 def require_device(tensor: torch.Tensor, argument: str, device: torch.device) -> None:
@@ -109,6 +114,13 @@ def require_aligned_pointer(tensor: torch.Tensor, argument: str) -> None:
         refuse(f"{argument}.data_ptr()", f"a multiple of {ALIGNMENT_BYTES}", excess)
 
 
+def require_strides(tensor: torch.Tensor, argument: str, like: torch.Tensor, of: str) -> None:
+    """Refuse a tensor of the shape of ``like`` that lies otherwise; axes of size 1 do not count."""
+    pairs = zip(tensor.shape, tensor.stride(), like.stride(), strict=True)
+    if any(size > 1 and own != other for size, own, other in pairs):
+        refuse(f"{argument}.stride()", f"{like.stride()} (of {of})", tensor.stride())
+
+
 def require_index(tensor: torch.Tensor, argument: str, device: torch.device) -> None:
     """Refuse a tensor that is not 32-bit integers on ``device``."""
     require_device(tensor, argument, device)
@@ -133,7 +145,7 @@ def require_scale(scale: object, argument: str, device: torch.device) -> None:
 def require_float32(number: object, argument: str) -> None:
     """Refuse what is no number, or one too large for the 4 bytes that a kernel is given."""
     if isinstance(number, bool) or not isinstance(number, (int, float)):
-        refuse(argument, "a float", repr(number))
+        refuse(argument, "a float", shown(number))
     try:
         struct.pack("<f", number)
     except (OverflowError, struct.error):

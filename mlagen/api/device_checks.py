@@ -20,7 +20,11 @@ def require_no_capture(tensor: torch.Tensor) -> None:
     CaptureError
         If it is.
     """
-    if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+    if not tensor.is_cuda:
+        return
+    with torch.cuda.device(tensor.device):  # a stream is current on each
+        is_capturing = torch.cuda.is_current_stream_capturing()
+    if is_capturing:
         raise CaptureError(
             "MLAGEN_CHECK: expected 0 while a CUDA graph is captured, got 1; its checks would wait "
             "for the device"
@@ -122,7 +126,7 @@ def check_flat_page_ids(
     Raises
     ------
     ArgumentError
-        If there is one; the message names its position.
+        If there is one; the message names its request and its position.
     """
     known = page_ids.cpu().long()
     firsts = starts.cpu().long()
@@ -130,7 +134,8 @@ def check_flat_page_ids(
         first = int(firsts[request])
         own = known[first : first - (-length // page_size)]
         if (position := _first((own < 0) | (own >= num_pages))) is not None:
-            _refuse_page(f"{argument}[{first + position}]", num_pages, int(own[position]))
+            where = f"{argument}[{first + position}] (request {request}, page {position})"
+            _refuse_page(where, num_pages, int(own[position]))
 
 
 def table_capacity(

@@ -61,7 +61,7 @@ def paged_caches(inputs: GqaInputs) -> Pair:
         inputs,
     )
     allowed = (inputs.query.dtype, *QUANTISED)
-    require_dtype(key, cache_names(inputs)[0], allowed, "the first is that of query")
+    require_dtype(key, cache_names(inputs)[0], allowed, f"the first is that of {names.query}")
     if inputs.value_cache is not None:
         require_dtype(value, names.value_cache, (key.dtype,), f"dtype of {names.key_cache}")
         require_shape(value, names.value_cache, (tuple(key.shape),), f"shape of {names.key_cache}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Hashable
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ from mlagen.api.gqa_plan import plan_gqa_call
 from mlagen.api.gqa_pointers import MASK_ALIGNMENT_BYTES, alignment_of, check_pointers
 from mlagen.api.gqa_reference import decode_gqa
 from mlagen.api.gqa_request import GqaRequest, check_request
-from mlagen.api.mla_plan import rounded_up
+from mlagen.api.mla_plan import length_form, rounded_up
 from mlagen.engine import kernel_for
 from mlagen.errors import UnsupportedError
 from mlagen.runtime.launch import launch
@@ -86,7 +87,9 @@ def _form_of(inputs: GqaInputs) -> Hashable:
             (workspace.shape, workspace.stride(), workspace.dtype, workspace.get_device()),
             (tables.shape, tables.stride(), tables.dtype, tables.get_device()),
             (seq_lens.shape, seq_lens.stride(), seq_lens.dtype, seq_lens.get_device()),
-            (rounded_up(longest), q_len, layout, window, with_beam_axis, like_xqa),
+            rounded_up(longest) if longest.__class__ is int else length_form(longest),
+            # The class, for a float or a bool that equals an int is none.
+            (q_len, q_len.__class__, layout, window, with_beam_axis, like_xqa),
             None if out is None else (out.shape, out.stride(), out.dtype, out.get_device()),
             float if bmm1_scale.__class__ is float else _facts(bmm1_scale),
             float if bmm2_scale.__class__ is float else _facts(bmm2_scale),
@@ -96,7 +99,7 @@ def _form_of(inputs: GqaInputs) -> Hashable:
             None if cumulative is None else _facts(cumulative),
             None if key_scales is None else (_facts(key_scales), _facts(value_scales)),
         )
-    except (AttributeError, TypeError):
+    except (AttributeError, TypeError, ValueError):
         return None
 
 
@@ -230,7 +233,7 @@ def _run_on_gpu(call: GqaCall, inputs: GqaInputs, enable_pdl: bool) -> torch.Ten
             request.score_factor,
             factor,
         )
-    except OverflowError:  # a float that is none in 4 bytes; nothing has been launched
+    except (OverflowError, struct.error):  # a number beyond 4 bytes; nothing has been launched
         check_request(inputs)
         raise
     if call.combine is not None:

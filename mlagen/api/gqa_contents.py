@@ -30,10 +30,10 @@ def check_contents(inputs: GqaInputs, request: GqaRequest) -> None:
     q_lens = torch.full((request.batch,), request.q_len)
     if inputs.cum_seq_lens_q is not None:
         q_lens = query_lengths(inputs.cum_seq_lens_q, names.cum_seq_lens_q, request.tokens)
-        longest = int(q_lens.max()) if len(q_lens) else 0
-        if longest > request.q_len:
-            rule = f"{request.q_len} ({names.q_len}) or less in every request"
-            refuse(f"{names.cum_seq_lens_q}.diff()", rule, longest)
+        for position, q_len in enumerate(q_lens.tolist()):
+            if q_len > request.q_len:
+                rule = f"{request.q_len} ({names.q_len}) or less"
+                refuse(f"{names.cum_seq_lens_q}.diff()[{position}]", rule, q_len)
     seq_lens = check_seq_lens(
         inputs.seq_lens.flatten(),
         names.seq_lens,

@@ -8,7 +8,7 @@ from typing import SupportsIndex
 
 import torch
 
-from mlagen.api.arguments import refuse, require_float32, require_tensor
+from mlagen.api.arguments import refuse, require_float32, require_tensor, shown
 
 
 def pair_of(
@@ -40,7 +40,7 @@ def whole_number(number: SupportsIndex, argument: str) -> int:
         If it is a bool, a tensor, or no whole number.
     """
     if isinstance(number, (bool, torch.Tensor)) or not isinstance(number, SupportsIndex):
-        refuse(argument, "an int", repr(number))
+        refuse(argument, "an int", shown(number))
     return operator.index(number)
 
 

@@ -8,14 +8,16 @@ from mlagen.api.arguments import ALIGNMENT_BYTES, refuse
 from mlagen.api.gqa_cache import cache_names, paged_caches
 from mlagen.api.gqa_inputs import GqaInputs
 
-# NVFP4 rows are copied in smaller pieces: one of 16 elements has 8 bytes.
+# NVFP4 rows that are no multiple of 16 bytes are copied 8 at a time.
 NVFP4_ALIGNMENT_BYTES = 8
 MASK_ALIGNMENT_BYTES = 4
 
 
 def alignment_of(tensor: torch.Tensor) -> int:
     """Return the bytes of which the address of every row must be a multiple."""
-    return NVFP4_ALIGNMENT_BYTES if tensor.dtype is torch.uint8 else ALIGNMENT_BYTES
+    if tensor.dtype is torch.uint8 and tensor.shape[-1] % ALIGNMENT_BYTES:
+        return NVFP4_ALIGNMENT_BYTES
+    return ALIGNMENT_BYTES
 
 
 def require_steps(tensor: torch.Tensor, argument: str) -> None:

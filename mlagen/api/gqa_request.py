@@ -150,7 +150,8 @@ def _check_caches(inputs: GqaInputs, caches: Pair) -> int:
     name = cache_names(inputs)[0]
     _, page_size, kv_heads, width = caches.key.shape
     expected = head_dim // 2 if is_packed else head_dim
-    told = "head_dim of query / 2" if is_packed else "head_dim of query"
+    told = f"head_dim of {inputs.names.query}"
+    told += " / 2" if is_packed else ""
     require(width == expected, f"{name}.shape[-1]", f"{expected} ({told})", width)
     require(page_size >= 1, name, "1 token or more in a page", page_size)
     require(kv_heads >= 1, name, "1 head or more", kv_heads)
@@ -179,7 +180,8 @@ def _check_sinks(inputs: GqaInputs, kv_heads: int) -> None:
     sinks = require_tensor(inputs.sinks, name)
     require_device(sinks, name, inputs.query.device)
     require_dtype(sinks, name, (torch.float32,))
-    require_shape(sinks, name, ((heads,), (kv_heads, heads // kv_heads)), "heads of query")
+    why = f"heads of {inputs.names.query}"
+    require_shape(sinks, name, ((heads,), (kv_heads, heads // kv_heads)), why)
     require_contiguous(sinks, name)
 
 
@@ -213,9 +215,10 @@ def _check_out(
     out = require_tensor(inputs.out, name)
     require_device(out, name, query.device)
     if kv_dtype is DType.E4M3:
-        require_dtype(out, name, (query.dtype, _OUT_E4M3), "the first is that of query")
+        why = f"the first is that of {inputs.names.query}"
+        require_dtype(out, name, (query.dtype, _OUT_E4M3), why)
     else:
-        why = "dtype of query; e4m3 only from a cache of e4m3"
+        why = f"dtype of {inputs.names.query}; e4m3 only from a cache of e4m3"
         require_dtype(out, name, (query.dtype,), why)
     shapes = (tuple(query.shape), split) if is_uniform else (tuple(query.shape),)
     require_shape(out, name, shapes)

@@ -17,6 +17,7 @@ from mlagen.api.arguments import (
     require_dtype,
     require_float32,
     require_shape,
+    require_strides,
     require_tensor,
 )
 from mlagen.api.mla_inputs import MlaInputs
@@ -136,12 +137,7 @@ def _check_values(inputs: MlaInputs, cache: torch.Tensor) -> None:
     values = _checked_pages(inputs.value_cache, name, inputs.query.device)
     require_dtype(values, name, (cache.dtype,), f"dtype of {keys}")
     require_shape(values, name, (tuple(cache.shape),), f"shape of {keys}")
-    require(
-        values.stride() == cache.stride(),
-        f"{name}.stride()",
-        f"{cache.stride()} (of {keys})",
-        values.stride(),
-    )
+    require_strides(values, name, cache, keys)
 
 
 def _check_scales(

@@ -7,9 +7,8 @@ from operator import is_
 
 import torch
 
-from mlagen.api.arguments import require_whole_number
 from mlagen.api.mla_inputs import MlaInputs
-from mlagen.api.mla_plan import rounded_up
+from mlagen.api.mla_plan import length_form, rounded_up
 
 
 def form_of(inputs: MlaInputs) -> Hashable:
@@ -29,7 +28,7 @@ def form_of(inputs: MlaInputs) -> Hashable:
             (rank, rank.__class__, rope_dim, rope_dim.__class__),
             (tables.shape, tables.stride(), tables.dtype, tables.get_device()),
             (seq_lens.shape, seq_lens.stride(), seq_lens.dtype, seq_lens.get_device()),
-            rounded_up(longest) if longest.__class__ is int else _whole(longest),
+            rounded_up(longest) if longest.__class__ is int else length_form(longest),
             None if out is None else (out.shape, out.stride(), out.dtype, out.get_device()),
             float if bmm1.__class__ is float else _facts(bmm1),
             float if bmm2.__class__ is float else _facts(bmm2),
@@ -84,7 +83,3 @@ def _facts(value: object) -> Hashable:
     if isinstance(value, torch.Tensor):
         return value.shape, value.stride(), value.dtype, value.get_device()
     return type(value).__name__
-
-
-def _whole(value: object) -> Hashable:
-    return rounded_up(require_whole_number(value, "max_seq_len", least=0)), type(value)

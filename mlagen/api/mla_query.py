@@ -104,6 +104,9 @@ def check_query_ends(inputs: MlaInputs, batch: int, query: QueryLayout) -> int:
     require_index(ends, name, inputs.query.device)
     require_shape(ends, name, ((batch + 1,),), "batch + 1")
     require_contiguous(ends, name)
+    # A token without any request to search would have the kernel read what is not there.
+    rule = "0 (no requests)"
+    require(batch > 0 or query.tokens == 0, f"{inputs.names.query}.shape[0]", rule, query.tokens)
     if longest is None:
         return -(-query.tokens // max(1, batch))
     return require_whole_number(longest, "max_q_len", least=0)

@@ -36,7 +36,7 @@ def workspace_bytes(
     head_dim: int | None = None,
     window_left: int = -1,
     tokens: int | None = None,
-    device: torch.device | int = 0,
+    device: torch.device | int | str = 0,
 ) -> int:
     """Return the bytes of ``workspace_buffer`` that a decode call of this size needs.
 
@@ -45,7 +45,9 @@ def workspace_bytes(
     Parameters
     ----------
     batch, q_len, heads, max_seq_len : int
-        As in the call; for ragged queries ``q_len`` is the longest.
+        As in the call; for ragged queries ``q_len`` is the longest. Of calls without a
+        ``max_seq_len``, ``xqa``, ``xqa_mla`` and runs without a plan, it is the width of the table
+        times ``page_size``.
     dtype : torch.dtype
         Of the query.
     kv_dtype : torch.dtype
@@ -63,7 +65,7 @@ def workspace_bytes(
         As in the call, of grouped-query attention.
     tokens : int
         The query tokens of all requests where these differ in theirs.
-    device : torch.device or int
+    device : torch.device, int or str
         The GPU that will run it.
 
     Raises
@@ -78,14 +80,14 @@ def workspace_bytes(
     for name, value in (("q_len", q_len), ("heads", heads), ("page_size", page_size)):
         require_whole_number(value, name, least=1)
     total = batch * q_len if tokens is None else require_whole_number(tokens, "tokens", least=0)
-    index = device if isinstance(device, int) else (device.index or 0)
+    index = _gpu_index(device)
     # What a tile is chosen for: a ragged call may say how long its longest query is, or not.
     lengths = {q_len} if tokens is None else {q_len, max(1, -(-total // max(1, batch)))}
     plans: list[DecodePlan] = []
     if kv_heads is None and head_dim is None:
         shared = MlaVariant(
             query_dtype=_named(dtype, "dtype", QUERY_DTYPES),
-            kv_dtype=_named(kv_dtype or dtype, "kv_dtype", _MLA_KV_DTYPES),
+            kv_dtype=_named(dtype if kv_dtype is None else kv_dtype, "kv_dtype", _MLA_KV_DTYPES),
             kv_lora_rank=kv_lora_rank,
             qk_rope_head_dim=qk_rope_head_dim,
             page_size=page_size,
@@ -111,7 +113,7 @@ def workspace_bytes(
         query_dtype = _named(dtype, "dtype", DTYPES)
         gqa_variant = GqaVariant(
             query_dtype=query_dtype,
-            kv_dtype=_named(kv_dtype or dtype, "kv_dtype", _GQA_KV_DTYPES),
+            kv_dtype=_named(dtype if kv_dtype is None else kv_dtype, "kv_dtype", _GQA_KV_DTYPES),
             out_dtype=query_dtype,
             head_dim=require_whole_number(head_dim, "head_dim", least=1),
             page_size=page_size,
@@ -134,6 +136,18 @@ def workspace_bytes(
 
 
 def _named(dtype: torch.dtype, argument: str, known: dict[torch.dtype, DType]) -> DType:
-    if dtype not in known:
+    if not isinstance(dtype, torch.dtype) or dtype not in known:
         refuse(argument, " or ".join(map(str, known)), dtype)
     return known[dtype]
+
+
+def _gpu_index(device: torch.device | int | str) -> int:
+    if not isinstance(device, (torch.device, str)):
+        return require_whole_number(device, "device", least=0)
+    try:
+        known = torch.device(device)
+    except RuntimeError:
+        refuse("device", "the index of a GPU or a torch.device", repr(device))
+    if known.type != "cuda":
+        refuse("device", "a GPU: cuda", known)
+    return known.index or 0

@@ -10,9 +10,12 @@ from mlagen.api.arguments import (
     require_device,
     require_dims,
     require_dtype,
+    require_strides,
     require_tensor,
     require_whole_number,
 )
+
+MLA_KV_LORA_RANK = 512
 
 _SEMAPHORE_DTYPES = (torch.uint32, torch.int32)
 
@@ -90,8 +93,10 @@ def check_mla_caches(q: object, k_cache: object, v_cache: object, *, page_size: 
     require_dtype(values, "v_cache", (keys.dtype,), "dtype of k_cache")
     if values.shape[:-1] != keys.shape[:-1]:
         refuse("v_cache.shape[:-1]", list(keys.shape[:-1]), list(values.shape[:-1]))
-    if values.stride() != keys.stride():
-        refuse("v_cache.stride()", keys.stride(), values.stride())
+    require_strides(values, "v_cache", keys, "k_cache")
+    if not MLA_KV_LORA_RANK <= values.shape[-1] <= keys.shape[-1]:
+        rule = f"{MLA_KV_LORA_RANK} to {keys.shape[-1]} (width of k_cache)"
+        refuse("v_cache.shape[-1]", rule, values.shape[-1])
     return False
 
 
@@ -123,7 +128,7 @@ def table_capacity(page_table: object, page_size: int) -> int:
     """
     table = require_tensor(page_table, "page_table")
     require_dims(table, "page_table", (2,))
-    return int(table.shape[1]) * page_size
+    return int(table.shape[1] * page_size)
 
 
 def _require_size(told: object, argument: str, known: int) -> None:

@@ -205,7 +205,7 @@ def copy_into(buffers: BatchLayout, given: BatchLayout) -> None:
 
 def _check_dtypes(settings: BatchSettings) -> None:
     q_dtype, kv_dtype = settings.q_data_type, settings.kv_data_type
-    if kv_dtype not in KV_DTYPES:
+    if not isinstance(kv_dtype, torch.dtype) or kv_dtype not in KV_DTYPES:
         refuse("MLA kv_data_type", " or ".join(map(str, KV_DTYPES)), kv_dtype)
     rope_dim = settings.head_dim_kpe
     if isinstance(rope_dim, int) and rope_dim < 0:

@@ -132,6 +132,8 @@ def _check_as_planned(
         refuse("q_pe.shape[2]", f"{settings.head_dim_kpe} (head_dim_kpe of plan)", q_pe.shape[2])
     if settings.head_dim_kpe == 0:
         require_shape(q_pe, "q_pe", ((tokens, heads, 0),))
+        rule = "0 (head_dim_kpe of plan)"
+        require(kpe_cache.shape[2] == 0, "kpe_cache.shape[2]", rule, kpe_cache.shape[2])
     if facts.tokens is not None and tokens < facts.tokens:
         refuse("q_nope.shape[0]", f"{facts.tokens} (qo_indptr[-1]) or more", tokens)
     if plan.layout.batch == 0:

@@ -50,7 +50,9 @@ def flare_mla_decoding(
     A row that sees nothing gives zeros, and so does one of padding. Masks other than
     :class:`NullMask` and :class:`CausalMask` are written out, 4 bytes for every query token and
     every position that the block table has room for, heads sharing them. Nothing waits for the
-    device. Tensors on the CPU are computed by a slow backend in plain torch.
+    device. A length that cannot be, in ``k.cache_lengths`` or in ``valid_length`` of padded
+    requests, is read as the nearest that can, and refused with ``MLAGEN_CHECK=1``. Tensors on the
+    CPU are computed by a slow backend in plain torch.
 
     Parameters
     ----------

@@ -1,6 +1,7 @@
 """The query tokens of :func:`mlagen.mla.flare.flare_mla_decoding`, ragged or padded.
 
-What is computed here is computed on the device of the tensors: nothing waits for it.
+What is computed here is computed on the device of the tensors: nothing waits for it, unless
+``MLAGEN_CHECK=1`` asks what they hold.
 """
 
 from __future__ import annotations
@@ -10,14 +11,17 @@ from typing import NamedTuple
 import torch
 
 from mlagen.api.arguments import (
+    refuse,
     require,
     require_contiguous,
     require_index,
     require_shape,
     require_tensor,
 )
+from mlagen.api.device_checks import check_seq_lens, query_lengths, require_no_capture
 from mlagen.mla.flare_keys import Keys
 from mlagen.mla.masks import QueryRows
+from mlagen.settings import current_settings
 
 
 class Queries(NamedTuple):
@@ -43,6 +47,9 @@ def ragged_queries(
     """
     batch, tokens = keys.block_table.shape[0], q.shape[0]
     offsets = _checked_lengths(valid_length, q, batch + 1, "batch of k + 1")
+    if current_settings().checks_contents:
+        require_no_capture(q)
+        _check_cached(keys, query_lengths(offsets, "valid_length", tokens))
     require(batch > 0 or tokens == 0, "q.shape[0]", "0 (no requests)", tokens)
     new = offsets.diff()
     seq_lens = _total(keys, new)
@@ -71,7 +78,11 @@ def padded_queries(
     require(q.shape[0] == batch, "q.shape[0]", f"{batch} (batch of k)", q.shape[0])
     has_padding = valid_length is not None or keys.cached is not None
     if has_padding:
-        new = _checked_lengths(valid_length, q, batch, "batch of q").clamp(0, q_len)
+        given = _checked_lengths(valid_length, q, batch, "batch of q")
+        if current_settings().checks_contents:
+            require_no_capture(q)
+            _check_cached(keys, _checked_new(given, q_len))
+        new = given.clamp(0, q_len)
     else:
         new = torch.full((batch,), q_len, dtype=torch.int32, device=q.device)
     seq_lens = _total(keys, new)
@@ -114,6 +125,24 @@ def _checked_lengths(
     require_shape(lengths, "valid_length", ((count,),), why)
     require_contiguous(lengths, "valid_length")
     return lengths.view(torch.int32)
+
+
+def _checked_new(given: torch.Tensor, q_len: int) -> torch.Tensor:
+    new = given.cpu().long()
+    for request, tokens in enumerate(new.tolist()):
+        if not 0 <= tokens <= q_len:
+            refuse(f"valid_length[{request}]", f"0 to {q_len} (q.shape[1])", tokens)
+    return new
+
+
+def _check_cached(keys: Keys, new: torch.Tensor) -> None:
+    if keys.cached is None:
+        return
+    cached = check_seq_lens(keys.cached, keys.names.seq_lens, capacity=None, q_lens=None)
+    for request, tokens in enumerate((cached + new).tolist()):
+        if tokens > keys.width:
+            rule = f"{keys.width} (what its block table holds) or less with its new tokens"
+            refuse(f"{keys.names.seq_lens}[{request}]", rule, tokens)
 
 
 def _total(keys: Keys, new: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from mlagen.api.arguments import refuse, require, require_float32, require_tensor
+from mlagen.api.arguments import refuse, require, require_float32, require_tensor, shown
 from mlagen.errors import ArgumentError
 
 
@@ -28,11 +28,13 @@ def require_like(
 
 def require_positive(scale: object, argument: str) -> float:
     """Return ``scale`` if it is a finite number above 0 that float32 can hold."""
-    is_number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
-    if not is_number or not math.isfinite(scale) or scale <= 0:  # type: ignore[arg-type, operator]
-        refuse(f"{argument} must be a finite positive value", "a float above 0", repr(scale))
+    rule = f"{argument} must be a finite positive value"
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+        refuse(rule, "a float above 0", shown(scale))
     require_float32(scale, argument)
-    return float(scale)  # type: ignore[arg-type]
+    if not 0 < scale < math.inf:
+        refuse(rule, "a float above 0", repr(scale))
+    return float(scale)
 
 
 def check_kv_scales(

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from mlagen.api.arguments import (
+    refuse,
     require,
     require_device,
     require_dims,
@@ -48,9 +49,18 @@ class Mask:
         seen = self.sees(rows, torch.arange(rows.width, device=rows.positions.device))
         return torch.zeros_like(seen, dtype=torch.float32).masked_fill_(~seen, -math.inf)[:, None]
 
-    def sees(self, rows: QueryRows, keys: torch.Tensor) -> torch.Tensor:
+    def sees(
+        self,
+        rows: QueryRows,  # noqa: ARG002 - for masks that override it
+        keys: torch.Tensor,  # noqa: ARG002 - likewise
+    ) -> torch.Tensor:
         """Return which positions ``keys[width]`` a token sees, bool ``[tokens, width]``."""
-        raise NotImplementedError
+        rule = "a mask that says what is seen"
+        refuse("mask", rule, f"{type(self).__name__}, which has neither sees nor bias")
+
+
+# Positions are below it, and so is every distance between two.
+_MOST = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -79,7 +89,7 @@ class SlidingWindowCausalMask(Mask):
 
     def __post_init__(self) -> None:
         """Refuse a window of nothing."""
-        require_whole_number(self.window, "window", least=1)
+        _bounded(self.window, "window", least=1)
 
     def sees(self, rows: QueryRows, keys: torch.Tensor) -> torch.Tensor:
         """Return true from ``Q - window + 1`` to ``Q``."""
@@ -95,7 +105,7 @@ class SlidingWindowNonCausalMask(Mask):
 
     def __post_init__(self) -> None:
         """Refuse a window of nothing."""
-        require_whole_number(self.window, "window", least=1)
+        _bounded(self.window, "window", least=1)
 
     def sees(self, rows: QueryRows, keys: torch.Tensor) -> torch.Tensor:
         """Return true from ``Q - window + 1`` on."""
@@ -110,7 +120,7 @@ class ChunkedMask(Mask):
 
     def __post_init__(self) -> None:
         """Refuse chunks of nothing."""
-        require_whole_number(self.size, "size", least=1)
+        _bounded(self.size, "size", least=1)
 
     def sees(self, rows: QueryRows, keys: torch.Tensor) -> torch.Tensor:
         """Return true in the chunk of the query."""
@@ -184,7 +194,7 @@ class MaterializedMask(Mask):
         if self.start_pos is None:
             return default
         if not isinstance(self.start_pos, torch.Tensor):
-            return require_whole_number(self.start_pos, "mask.start_pos", least=0)
+            return _bounded(self.start_pos, "mask.start_pos", least=0)
         require_index(self.start_pos, "mask.start_pos", rows.positions.device)
         require_shape(self.start_pos, "mask.start_pos", ((rows.batch,),), "batch")
         return self.start_pos.view(torch.int32)[rows.requests]
@@ -194,22 +204,22 @@ class MaterializedMask(Mask):
 class OrMask(Mask):
     """A token is hidden if either mask hides it; what they add adds up."""
 
-    first: Mask
-    second: Mask
+    a: Mask
+    b: Mask
 
     def bias(self, rows: QueryRows) -> torch.Tensor:
         """Return the sum of both."""
-        first, second = _both(self, rows)
-        is_hidden = (first == -math.inf) | (second == -math.inf)
-        return torch.where(is_hidden, -math.inf, first + second)  # a hidden number may be NaN
+        a, b = _both(self, rows)
+        is_hidden = (a == -math.inf) | (b == -math.inf)
+        return torch.where(is_hidden, -math.inf, a + b)  # a hidden number may be NaN
 
 
 @dataclass(frozen=True, eq=False)
 class AndMask(Mask):
     """A token is hidden if both masks hide it; of what they add the larger counts."""
 
-    first: Mask
-    second: Mask
+    a: Mask
+    b: Mask
 
     def bias(self, rows: QueryRows) -> torch.Tensor:
         """Return the larger of both."""
@@ -217,7 +227,13 @@ class AndMask(Mask):
 
 
 def _both(mask: OrMask | AndMask, rows: QueryRows) -> tuple[torch.Tensor, torch.Tensor]:
-    for name in ("first", "second"):
+    for name in ("a", "b"):
         part = getattr(mask, name)
         require(isinstance(part, Mask), f"mask.{name}", "a mask", type(part).__name__)
-    return mask.first.bias(rows), mask.second.bias(rows)
+    return mask.a.bias(rows), mask.b.bias(rows)
+
+
+def _bounded(number: object, argument: str, *, least: int) -> int:
+    known = require_whole_number(number, argument, least=least)
+    require(known <= _MOST, argument, f"{_MOST} or less", known)
+    return known

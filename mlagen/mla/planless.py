@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from mlagen.api.arguments import require_dims, require_tensor
+from mlagen.api.arguments import require_dims, require_tensor, shown
 from mlagen.api.mla_call import run_mla
 from mlagen.api.mla_inputs import MlaInputs, MlaNames
 from mlagen.errors import ArgumentError
@@ -48,11 +48,11 @@ def run_planless(
     """
     for name, value in refused.items():
         if value is not None:
-            shown = "a tensor" if isinstance(value, torch.Tensor) else repr(value)
             raise ArgumentError(
-                f"{name} does not support cutlass backend, expected none, got {shown}"
+                f"{name} does not support cutlass backend, expected none, got {shown(value)}"
             )
-    for name, tensor in (("q_nope", q_nope), ("q_pe", q_pe), ("ckv_cache", ckv_cache)):
+    parts = {"q_nope": q_nope, "q_pe": q_pe, "ckv_cache": ckv_cache, "kpe_cache": kpe_cache}
+    for name, tensor in parts.items():
         require_dims(require_tensor(tensor, name), name, (3,))
     tables = require_tensor(page_table, "page_table")
     require_dims(tables, "page_table", (2,))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from mlagen.api.arguments import require_dims, require_tensor
 from mlagen.api.mla_call import run_mla
 from mlagen.api.mla_inputs import MlaInputs
 from mlagen.errors import ArgumentError, UnsupportedError
+from mlagen.mla.trtllm_keywords import in_order, refuse_keyword
 
 _BACKENDS = ("auto", "xqa", "trtllm-gen", "cute-dsl")
 
@@ -145,7 +144,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
     Signature of ``flashinfer.mla.trtllm_batch_decode_with_kv_cache_mla``, in both positional orders
     of ``enable_pdl`` and ``backend`` that it has had. Pass everything after ``sinks`` by keyword.
     """
-    skip_softmax_threshold_scale_factor, enable_pdl, backend = _in_order(
+    skip_softmax_threshold_scale_factor, enable_pdl, backend = in_order(
         skip_softmax_threshold_scale_factor, enable_pdl, backend
     )
     if backend not in _BACKENDS:
@@ -161,7 +160,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
         or causal_seqlens_kv_global is not None
         or use_fp16_softmax
     ):
-        _refuse_keyword(dict(locals()))
+        refuse_keyword(dict(locals()))
     inputs = MlaInputs(
         query,
         kv_cache,
@@ -176,7 +175,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
         bmm2_scale,
         _one_tensor(sinks) if isinstance(sinks, list) else sinks,
         lse,
-        return_lse,
+        bool(return_lse),
         return_lse_base,
         cum_seq_lens_q,
         max_q_len,
@@ -184,9 +183,15 @@ def trtllm_batch_decode_with_kv_cache_mla(
         sparse_mla_top_k_lens,
     )
     if not uses_shared_paged_kv_idx:
+        top_k: object = sparse_mla_top_k
+        if not isinstance(top_k, torch.Tensor) and top_k:  # a tensor is refused for being one
+            raise UnsupportedError(
+                "uses_shared_paged_kv_idx: not implemented with sparse_mla_top_k, expected True, "
+                f"got {uses_shared_paged_kv_idx!r}"
+            )
         require_dims(require_tensor(block_tables, "block_tables"), "block_tables", (3,))
         inputs = inputs._replace(value_cache=kv_cache)
-    result, result_lse = run_mla(inputs, enable_pdl is None or enable_pdl)
+    result, result_lse = run_mla(inputs, enable_pdl is None or bool(enable_pdl))
     return result if result_lse is None else (result, result_lse)
 
 
@@ -251,42 +256,10 @@ def xqa_batch_decode_with_kv_cache_mla(
         bmm2_scale,
         _one_tensor(sinks) if isinstance(sinks, list) else sinks,
     )
-    return run_mla(inputs, enable_pdl is None or enable_pdl)[0]
+    return run_mla(inputs, enable_pdl is None or bool(enable_pdl))[0]
 
 
 def _one_tensor(sinks: list[torch.Tensor]) -> torch.Tensor:
     if len(sinks) != 1:
         raise ArgumentError(f"sinks: expected a list of one tensor, got {len(sinks)}")
     return sinks[0]
-
-
-def _in_order(factor: Any, enable_pdl: Any, backend: str) -> tuple[Any, Any, str]:
-    """Return the three as they were meant, in the older positional order or the newer."""
-    # The older order has no skip_softmax_threshold_scale_factor: the others stand one place early.
-    if isinstance(enable_pdl, str):
-        return None, factor, enable_pdl
-    if isinstance(factor, bool) and enable_pdl is None:
-        return None, factor, backend
-    return factor, enable_pdl, backend
-
-
-# What a keyword is when nothing is asked of it.
-_NEUTRAL = {
-    "skip_softmax_threshold_scale_factor": None,
-    "cute_dsl_impl": "auto",
-    "kv_scale_format": "auto",
-    "multi_ctas_kv_counter_buffer": None,
-    "enable_dcp": False,
-    "cp_world": 1,
-    "cp_rank": 0,
-    "causal_seqlens_kv_global": None,
-    "use_fp16_softmax": None,
-}
-
-
-def _refuse_keyword(given: dict[str, object]) -> None:
-    for keyword, neutral in _NEUTRAL.items():
-        value = given[keyword]
-        if value is not neutral and (isinstance(value, torch.Tensor) or value != neutral):
-            shown = "a tensor" if isinstance(value, torch.Tensor) else repr(value)
-            raise UnsupportedError(f"{keyword}: not implemented, expected {neutral!r}, got {shown}")

@@ -246,6 +246,7 @@ class BatchMLAPagedAttentionWrapper:
         CaptureError
             If the kernel is not loaded yet and a CUDA graph is being captured.
         """
+        return_lse = bool(return_lse)
         plan = self._plan
         is_planless = kv_len is not None and page_table is not None
         if self._backend == "cutlass" or (plan is None and is_planless):

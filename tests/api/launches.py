@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -16,6 +17,13 @@ from mlagen.runtime.device import DeviceFacts
 from mlagen.runtime.loader import LoadedKernel
 from mlagen.spec.arch import Arch
 from mlagen.spec.kernel import KernelSpec
+
+# Each changes one thing that a call is remembered by of a contiguous fp32 matrix.
+FACTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "shape": lambda tensor: tensor[1:],
+    "strides": lambda tensor: tensor.repeat_interleave(2, dim=-1)[..., ::2],
+    "dtype": lambda tensor: tensor.view(torch.int32),
+}
 
 
 class Launch(NamedTuple):

@@ -62,7 +62,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "a tensor for a whole number": (
         lambda: checks.require_whole_number(torch.tensor(3), "x", least=0),
-        "x: expected an int, 0 or more, got tensor(3)",
+        "x: expected an int, 0 or more, got a tensor",
     ),
     "a whole number too small": (
         lambda: checks.require_whole_number(0, "x", least=1),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -74,7 +75,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "a page id in a row past the cache": (
         lambda: check_flat(ints(3, 4, -1)),
-        "x[1]: expected 0 to 3 (pages of the cache), got 4",
+        "x[1] (request 2, page 0): expected 0 to 3 (pages of the cache), got 4",
     ),
     "a place before the first page id": (
         lambda: checks.table_capacity(ints(-1, 2), "x", page_ids=2, page_size=64),
@@ -137,14 +138,24 @@ def test_places_give_what_each_table_holds() -> None:
 
 
 class Captured(torch.Tensor):
-    """A tensor that says it is on a GPU."""
+    """A tensor that says it is on the second GPU."""
 
     is_cuda = True
+    device = torch.device("cuda", 1)
 
 
 def test_a_capture_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The message names the variable that asks for what a capture cannot have."""
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    """The stream of the tensor's GPU is asked, and the message names the variable."""
+    current = [torch.device("cuda", 0)]
+
+    @contextmanager
+    def device(chosen: torch.device) -> Iterator[None]:
+        current.append(chosen)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current[-1].index == 1)
 
     with pytest.raises(CaptureError) as caught:
         checks.require_no_capture(torch.zeros(1).as_subclass(Captured))

@@ -82,7 +82,7 @@ def ends(*numbers: int) -> torch.Tensor:
     Refusal(
         "a query longer than the longest",
         lambda _: {"q_cu_seq_lens": ends(0, 0, 5)},
-        "q_cu_seq_lens.diff(): expected 4 (q_len_per_req) or less in every request, got 5",
+        "q_cu_seq_lens.diff()[1]: expected 4 (q_len_per_req) or less, got 5",
         RAGGED,
     ),
 )

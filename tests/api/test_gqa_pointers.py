@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from tests.api.gqa_refusals import NVFP4, STACKED, UNIFORM, Refusal, check, refusals
 from tests.api.refusals import displaced
 from tests.gqa_problems import GqaProblem
 from tests.gqa_semantics import decode
+
+NVFP4_OF_24_BYTES = replace(NVFP4, head_dim=48)
+
+
+def moved_by_8(cache: torch.Tensor) -> torch.Tensor:
+    """Return bytes in memory that begins 8 after a 16-byte address."""
+    memory = torch.zeros(cache.numel() + 8, dtype=torch.uint8)
+    return memory[8:].view(cache.shape).copy_(cache)
 
 
 def stacked_with_a_gap(problem: GqaProblem) -> torch.Tensor:
@@ -45,10 +55,16 @@ def stacked_with_a_gap(problem: GqaProblem) -> torch.Tensor:
         STACKED,
     ),
     Refusal(
-        "NVFP4, of which rows may be 8 bytes apart",
+        "NVFP4 rows of 24 bytes, which may be 8 bytes apart",
         lambda p: {"kv_cache": (displaced(p.store.key), p.store.value)},
         "kv_cache[0].data_ptr(): expected a multiple of 8, got 1 more than one",
-        NVFP4,
+        NVFP4_OF_24_BYTES,
+    ),
+    Refusal(
+        "NVFP4 rows of 32 bytes",
+        lambda p: {"kv_cache": (moved_by_8(p.store.key), p.store.value)},
+        "kv_cache[0].data_ptr(): expected a multiple of 16, got 8 more than one",
+        replace(NVFP4, head_dim=64),
     ),
     Refusal(
         "workspace",
@@ -72,13 +88,10 @@ def test_a_tensor_that_begins_between_addresses(refusal: Refusal) -> None:
     check(refusal)
 
 
-def test_nvfp4_may_begin_at_any_8_bytes() -> None:
-    """Half of 16 bytes is enough for rows of 4-bit elements."""
-    problem = NVFP4.build("cpu")
-    key = problem.store.key
-    memory = torch.zeros(key.numel() + 8, dtype=torch.uint8)
-    moved = memory[8:].view(key.shape).copy_(key)
+def test_nvfp4_rows_of_no_whole_16_bytes_may_begin_at_any_8() -> None:
+    """Rows of 24 bytes are copied 8 at a time."""
+    problem = NVFP4_OF_24_BYTES.build("cpu")
 
-    out = decode(problem, kv_cache=(moved, problem.store.value))
+    out = decode(problem, kv_cache=(moved_by_8(problem.store.key), problem.store.value))
 
     problem.check(out)

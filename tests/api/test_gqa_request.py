@@ -243,7 +243,7 @@ def test_out(refusal: Refusal) -> None:
     Refusal(
         "another dtype",
         lambda _: {"output": bf16(2, 1, 8, 128).float()},
-        "output.dtype: expected torch.bfloat16 (dtype of query; e4m3 only from a cache of e4m3), "
+        "output.dtype: expected torch.bfloat16 (dtype of q; e4m3 only from a cache of e4m3), "
         "got torch.float32",
     ),
 )

@@ -65,7 +65,7 @@ REFUSED: dict[str, tuple[MlaCase, Change, str]] = {
     "a wild page id in a row": (
         FLAT,
         lambda p: {"block_tables": put(p.block_tables, 2, value=99)},
-        "block_tables[2]: expected 0 to 6 (pages of the cache), got 99",
+        "block_tables[2] (request 1, page 0): expected 0 to 6 (pages of the cache), got 99",
     ),
     "a length beyond the table": (
         UNIFORM,

@@ -11,6 +11,7 @@ import torch
 
 from mlagen.api.mla_form import form_of
 from mlagen.api.mla_inputs import MlaInputs, MlaNames
+from tests.api.launches import FACTS
 from tests.cases import MlaCase
 
 UNIFORM = MlaCase(name="", seq_lens=(70, 3), heads=16, with_sinks=True)
@@ -77,6 +78,44 @@ def test_whatever_a_check_or_plan_may_see_is_part_of_the_form(
     other = form_of(change(inputs))
 
     assert other != form_of(inputs)
+
+
+TENSORS = (
+    "query",
+    "kv_cache",
+    "workspace_buffer",
+    "block_tables",
+    "seq_lens",
+    "out",
+    "bmm1_scale",
+    "bmm2_scale",
+    "sinks",
+    "lse",
+    "cum_seq_lens_q",
+    "top_k_lens",
+    "query_rope",
+    "query_scales",
+    "rope_cache",
+    "value_cache",
+    "kv_scales",
+    "table_starts",
+    "bias",
+)
+
+
+@pytest.mark.parametrize("change", FACTS.values(), ids=FACTS)
+@pytest.mark.parametrize("name", TENSORS)
+def test_every_fact_of_every_tensor_is_part_of_the_form(
+    name: str, change: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """Two calls that differ in nothing else do not share a plan."""
+    inputs, tensor = UNIFORM.build("cpu").inputs(), torch.ones(4, 4)
+
+    one, other = (form_of(changed(inputs, **{name: t})) for t in (tensor, change(tensor)))
+
+    assert one is not None
+    assert other is not None
+    assert one != other
 
 
 def test_a_ragged_call_of_another_hint_takes_another_form() -> None:

@@ -125,6 +125,16 @@ def test_query(refusal: Refusal) -> None:
         "cum_seq_lens_q.stride(): expected contiguous for shape [3], got (2,)",
         RAGGED,
     ),
+    Refusal(
+        "query tokens without requests",
+        lambda p: {
+            "cum_seq_lens_q": torch.zeros(1, dtype=torch.int32),
+            "seq_lens": p.seq_lens[:0],
+            "block_tables": p.block_tables[:0],
+        },
+        "query.shape[0]: expected 0 (no requests), got 5",
+        RAGGED,
+    ),
 )
 def test_ragged_queries(refusal: Refusal) -> None:
     """The ends of the requests' queries come in one tensor alone or with the longest beside it."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
+import mlagen
+from mlagen.errors import UnsupportedError
 from tests.api.refusals import (
     FLAT,
     OTHER_PAGES,
@@ -211,3 +214,15 @@ def test_lists_of_tokens(refusal: Refusal) -> None:
 def test_flat_tables(refusal: Refusal) -> None:
     """Page ids in a row come with the place where each request's begin."""
     check_inputs(refusal)
+
+
+def test_values_in_other_pages_do_not_go_with_lists_of_tokens() -> None:
+    """The pair is what no kernel covers, whatever the shape of the lists."""
+    arguments = SPARSE.build("cpu").arguments(uses_shared_paged_kv_idx=False)
+
+    with pytest.raises(UnsupportedError) as caught:
+        mlagen.mla.trtllm_batch_decode_with_kv_cache_mla(**arguments)
+
+    assert str(caught.value) == (
+        "uses_shared_paged_kv_idx: not implemented with sparse_mla_top_k, expected True, got False"
+    )

@@ -109,6 +109,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"dtype": torch.float32},
         "dtype: expected torch.bfloat16 or torch.float16 or torch.float8_e4m3fn, got torch.float32",
     ),
+    "no dtype": (
+        {"dtype": [1]},
+        "dtype: expected torch.bfloat16 or torch.float16 or torch.float8_e4m3fn, got [1]",
+    ),
+    "a GPU that is none": ({"device": "cpu"}, "device: expected a GPU: cuda, got cpu"),
+    "a device that is none": (
+        {"device": "gpu7"},
+        "device: expected the index of a GPU or a torch.device, got 'gpu7'",
+    ),
     "half of grouped queries": (
         {"kv_heads": 2},
         "head_dim: expected an int, 1 or more, got None",
@@ -137,6 +146,17 @@ def test_what_no_kernel_covers_is_refused() -> None:
     """As the call would be."""
     with pytest.raises(UnsupportedError, match=r"^no MLA decode kernel for query bf16"):
         mlagen.workspace_bytes(batch=1, q_len=1, heads=16, max_seq_len=100, kv_lora_rank=384)
+
+
+@pytest.mark.usefixtures("h200")
+@pytest.mark.parametrize("device", ["cuda", "cuda:0", torch.device("cuda"), 0])
+def test_a_gpu_has_several_names(device: torch.device | int | str) -> None:
+    """As everywhere in torch."""
+    sizes: dict[str, Any] = {"batch": 1, "q_len": 1, "heads": 16, "max_seq_len": 5000}
+
+    needed = mlagen.workspace_bytes(device=device, **sizes)
+
+    assert needed == mlagen.workspace_bytes(**sizes) > 0
 
 
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -174,7 +175,12 @@ MLA_REFUSALS: dict[str, tuple[MlaCase, Callable[[MlaProblem], dict[str, Any]], s
     "other strides in the memory of the keys": (
         MLA,
         lambda p: {"v_cache": p.kv_cache.as_strided(p.kv_cache.shape, (64, 576, 576, 1))},
-        "v_cache.stride(): expected (36864, 576, 576, 1), got (64, 576, 576, 1)",
+        "v_cache.stride(): expected (36864, 576, 576, 1) (of k_cache), got (64, 576, 576, 1)",
+    ),
+    "values in the memory of the keys, too narrow": (
+        MLA,
+        lambda p: {"v_cache": p.kv_cache[..., :511]},
+        "v_cache.shape[-1]: expected 512 to 576 (width of k_cache), got 511",
     ),
     "another page size": (
         MLA,
@@ -275,5 +281,8 @@ def test_lengths_are_flattened_without_a_copy(shape: tuple[int, ...]) -> None:
 
 
 def test_the_capacity_of_a_table() -> None:
-    """Columns times tokens of a page."""
-    assert table_capacity(torch.zeros(2, 5), 16) == 80
+    """Columns times tokens of a page, a plain int whatever the type of the size."""
+    capacities = [table_capacity(torch.zeros(2, 5), size) for size in (16, np.int64(16))]
+
+    assert capacities == [80, 80]
+    assert [type(capacity) for capacity in capacities] == [int, int]
