@@ -19,7 +19,9 @@ ROOT = Path(__file__).resolve().parents[1]
 # Modules that tests share assert for them.
 pytest.register_assert_rewrite(
     *(f"tests.{path.stem}" for path in sorted(Path(__file__).parent.glob("*_semantics.py"))),
-    *("tests.cases", "tests.gqa_cases", "tests.reference"),
+    *("tests.batch_mla_cases", "tests.cases", "tests.flare_problems", "tests.gqa_cases"),
+    *("tests.gqa_content", "tests.gqa_problems", "tests.gqa_variants", "tests.gqa_visibility"),
+    *("tests.graph_replay", "tests.mla_build", "tests.reference"),
 )
 
 # Small tensors: threads that wait for each other cost more than they bring.

@@ -19,7 +19,19 @@ class GqaVisibility:
 
     @pytest.mark.parametrize("q_len", [5, 33, 64])
     @pytest.mark.parametrize("window", [0, 30])
-    def test_the_mask_decides_and_nothing_else(self, q_len: int, window: int) -> None:
+    @pytest.mark.parametrize(
+        ("kv_heads", "group", "dtype", "kv"),
+        [
+            (1, 3, torch.bfloat16, "16-bit"),
+            (3, 4, torch.float16, "e4m3"),
+            (2, 16, torch.bfloat16, "e4m3"),
+            (2, 4, torch.float16, "16-bit"),
+        ],
+        ids=["1 x 3 of bf16", "3 x 4, fp16 over e4m3", "2 x 16, bf16 over e4m3", "2 x 4 of fp16"],
+    )
+    def test_the_mask_decides_and_nothing_else(
+        self, kv_heads: int, group: int, dtype: torch.dtype, kv: str, window: int, q_len: int
+    ) -> None:
         """With equal scores, a row is the average of one-hot values: it shows what the row saw."""
         prefix = 100
         case = GqaCase(
@@ -28,8 +40,10 @@ class GqaVisibility:
             q_len=q_len,
             mask="random",
             head_dim=192,
-            group=3,
-            kv_heads=1,
+            group=group,
+            kv_heads=kv_heads,
+            dtype=dtype,
+            kv=kv,
             window=window,
             seed=q_len,
         )
@@ -38,16 +52,20 @@ class GqaVisibility:
         keys, values = problem.store.key, problem.store.value
         page = torch.arange(prefix + q_len) // 16
         slots = problem.block_tables[0].cpu()[page], torch.arange(prefix + q_len) % 16
-        keys[slots] = 0
-        values[slots] = torch.eye(prefix + q_len, 192, dtype=torch.bfloat16)[:, None].to(keys)
+        one_hot = torch.eye(prefix + q_len, 192)[:, None].expand(-1, kv_heads, -1).to(dtype)
+        bytes_of = torch.uint8 if kv == "e4m3" else torch.int16  # e4m3 cannot be indexed
+        keys.view(bytes_of)[slots] = 0
+        values.view(bytes_of)[slots] = one_hot.to(values).view(bytes_of)
 
-        out = decode(problem).view(q_len, 3, 192).cpu()
+        out = decode(problem).view(q_len, case.heads, 192).cpu()
 
         for token in range(q_len):
             seen = problem.visible(0, token, token)
             expected = torch.zeros(192)
             expected[seen] = 1 / len(seen)
-            assert torch.allclose(out[token].float(), expected.expand(3, -1), rtol=2**-7, atol=0)
+            assert torch.allclose(
+                out[token].float(), expected.expand(case.heads, -1), rtol=2**-7, atol=0
+            )
 
     @pytest.mark.parametrize("kv", ["16-bit", "e4m3", "nvfp4"])
     @pytest.mark.parametrize("mask", ["random", "causal", None])

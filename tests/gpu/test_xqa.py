@@ -7,7 +7,9 @@ import torch
 
 import mlagen.xqa
 from tests.cases import MlaCase
-from tests.gqa_problems import GqaCase
+from tests.gqa_cases import DTYPES, Dtypes
+from tests.gqa_problems import E4M3, GqaCase
+from tests.graph_replay import captured, cloned, exchange
 from tests.xqa_cases import MLA_CASES, XQA_CASES
 from tests.xqa_semantics import (
     XqaSemantics,
@@ -44,39 +46,62 @@ class TestOnTheGpu(XqaSemantics):
     device = "cuda"
 
 
-def test_a_graph_of_xqa_follows_changed_lengths() -> None:
-    """What is captured once is right for the lengths of a replay."""
-    problem = GqaCase(name="", seq_lens=(5000, 70)).build("cuda")
-    shorter = GqaCase(name="", seq_lens=(5000, 70)).build("cuda")
-    arguments = xqa_arguments(problem)
-    arguments["seq_lens"] = lengths = arguments["seq_lens"].clone()
-    mlagen.xqa.xqa(**arguments)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        mlagen.xqa.xqa(**arguments)
-    lengths[:, 0] = torch.tensor([33, 0], dtype=torch.int32)
-    arguments["workspace_buffer"].fill_(0xFF)
-
-    graph.replay()
-
-    expected = run_xqa(shorter, seq_lens=lengths.clone())
-    assert torch.equal(arguments["output"], expected)
-    assert (arguments["output"][1] == 0).all()
+# As many pages of 16 or 64 tokens each time, so that all tensors keep their shapes.
+_LENGTHS = ((5000, 70, 0), (0, 4999, 66), (66, 0, 4998))
 
 
-def test_a_graph_of_xqa_mla_follows_changed_lengths() -> None:
-    """What is captured once is right for the lengths of a replay."""
-    problem = MlaCase(name="", seq_lens=(5000, 70), scores_take_bmm2=True).build("cuda")
-    arguments = xqa_mla_arguments(problem)
-    arguments["seq_lens"] = lengths = arguments["seq_lens"].clone()
-    mlagen.xqa.xqa_mla(**arguments)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        mlagen.xqa.xqa_mla(**arguments)
-    lengths[:, 0] = torch.tensor([33, 0], dtype=torch.int32)
+@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
+def test_a_graph_of_xqa_follows_changed_lengths(dtypes: Dtypes) -> None:
+    """What is captured once is right for the lengths, tables and caches of a replay."""
+    problems = [
+        GqaCase(
+            name="",
+            seq_lens=lens,
+            kv_heads=1,
+            dtype=dtypes.dtype,
+            kv=dtypes.kv,
+            out_dtype=dtypes.out_dtype,
+            output_scale=1.0 if dtypes.kv == "16-bit" else 0.5,
+            seed=seed,
+        ).build("cuda")
+        for seed, lens in enumerate(_LENGTHS)
+    ]
+    static = cloned(xqa_arguments(problems[0]))
+    names = ["q", "k_cache", "v_cache", "page_table", "seq_lens"]
+    names += ["k_sf_cache", "v_sf_cache"] if dtypes.kv == "nvfp4" else []
+    graph = captured(mlagen.xqa.xqa, static)
 
-    graph.replay()
+    for problem in (*problems[1:], problems[0]):
+        exchange(static, xqa_arguments(problem), *names)
+        graph.replay()
 
-    expected = run_xqa_mla(problem, seq_lens=lengths.clone())
-    assert torch.equal(arguments["output"], expected)
-    assert (arguments["output"][1] == 0).all()
+        problem.check(static["output"])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, E4M3], ids=["bf16", "e4m3"])
+@pytest.mark.parametrize("values", ["shared", "other cache"])
+def test_a_graph_of_xqa_mla_follows_changed_lengths(values: str, dtype: torch.dtype) -> None:
+    """What is captured once is right for the lengths, tables and caches of a replay."""
+    problems = [
+        MlaCase(
+            name="",
+            seq_lens=lens,
+            dtype=dtype,
+            values=values,
+            scores_take_bmm2=True,
+            output_scale=0.5,
+            seed=seed,
+        ).build("cuda")
+        for seed, lens in enumerate(_LENGTHS)
+    ]
+    static = cloned(xqa_mla_arguments(problems[0]))
+    if values == "shared":
+        static["v_cache"] = static["k_cache"]
+    graph = captured(mlagen.xqa.xqa_mla, static)
+
+    for problem in (*problems[1:], problems[0]):
+        given = xqa_mla_arguments(problem)
+        exchange(static, given, "q", "k_cache", "v_cache", "page_table", "seq_lens")
+        graph.replay()
+
+        problem.check(static["output"])

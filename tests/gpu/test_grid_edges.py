@@ -1,0 +1,133 @@
+"""Tensors of exactly the size that is needed, and metadata that contradicts itself, on a GPU."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from mlagen.api.mla_call import run_mla
+from tests.cases import MlaCase
+from tests.gqa_cases import KINDS as GQA_KINDS
+from tests.gqa_cases import Dtypes
+from tests.gqa_problems import GqaCase
+from tests.gqa_semantics import decode as decode_gqa
+from tests.mla_cases import KINDS, of_kind
+from tests.mla_semantics import decode
+
+DEVICE = "cuda"
+_BIAS_KINDS = {name: KINDS[name] for name in ("bf16", "fp16", "e4m3", "packed640")}
+_FAR_BACK = -20_000_000
+
+
+@pytest.mark.parametrize("kind", _BIAS_KINDS.values(), ids=_BIAS_KINDS)
+@pytest.mark.parametrize("bias", ["one for all heads", "for each head"])
+@pytest.mark.parametrize("heads", [1, 5, 100])
+@pytest.mark.parametrize("length", [130, 3000], ids=["whole", "split"])
+def test_a_bias_between_rows_of_nan(
+    length: int, heads: int, bias: str, kind: tuple[torch.dtype, str, str]
+) -> None:
+    """Of a bias as large as it has to be nothing is read before it and behind it."""
+    case = of_kind(
+        kind, name="", seq_lens=(length, 33, 0), q_len=3, heads=heads, bias=bias, with_sinks=True
+    )
+    problem = case.build(DEVICE)
+    exact = problem.rare["bias"][:, :, :length]
+    guarded = torch.full((len(exact) + 16, *exact.shape[1:]), math.nan, device=DEVICE)
+    guarded[8:-8] = exact
+
+    out, lse = run_mla(problem.inputs(bias=guarded[8:-8], return_lse=True), enable_pdl=True)
+
+    problem.check(out, lse)
+
+
+@pytest.mark.parametrize("name", ["bf16", "e4m3", "bf16 over e4m3", "bf16 over packed656"])
+@pytest.mark.parametrize("heads", [5, 16, 128])
+@pytest.mark.parametrize("top_k", [0, 70], ids=["tables", "lists"])
+def test_ends_that_go_back_in_mla(top_k: int, heads: int, name: str) -> None:
+    """A request that ends before it begins has no query tokens, and harms no other."""
+    lens, q_lens = (40, 100, 70), (2, 0, 1)
+    case = of_kind(KINDS[name], name="", seq_lens=lens, q_lens=q_lens, heads=heads, top_k=top_k)
+    problem = case.build(DEVICE)
+    right = decode(problem)
+
+    for ends in ([0, 2, -5, 3], [0, 2, _FAR_BACK, 3], [0, 2, _FAR_BACK, _FAR_BACK]):
+        out = decode(problem, cum_seq_lens_q=torch.tensor(ends, dtype=torch.int32, device=DEVICE))
+
+        assert torch.equal(out[:2], right[:2]), ends
+
+
+@pytest.mark.parametrize("length", [100, 5000], ids=["whole", "split"])
+@pytest.mark.parametrize("heads", [5, 128])
+def test_an_only_request_of_mla_that_ends_far_back(heads: int, length: int) -> None:
+    """Nothing outside the result is written where the only request ends before it begins."""
+    problem = MlaCase(name="", seq_lens=(length,), q_lens=(2,), heads=heads).build(DEVICE)
+    out = torch.full((4, heads, 512), 7.0, dtype=torch.bfloat16, device=DEVICE)
+    ends = torch.tensor([0, _FAR_BACK], dtype=torch.int32, device=DEVICE)
+
+    decode(problem, cum_seq_lens_q=ends, out=out[1:3])
+
+    assert (out[[0, 3]] == 7.0).all()
+
+
+@pytest.mark.parametrize("dtypes", GQA_KINDS, ids=str)
+@pytest.mark.parametrize("mask", [None, "random"], ids=["causal", "masked"])
+@pytest.mark.parametrize("length", [40, 5000], ids=["whole", "split"])
+def test_ends_that_go_back_in_grouped_query_decode(
+    length: int, mask: str | None, dtypes: Dtypes
+) -> None:
+    """A request that ends before it begins has no query tokens, and harms no other."""
+    case = GqaCase(
+        name="",
+        seq_lens=(length, 100, 70),
+        q_lens=(2, 0, 1),
+        mask=mask,
+        dtype=dtypes.dtype,
+        kv=dtypes.kv,
+    )
+    problem = case.build(DEVICE)
+    right = decode_gqa(problem)
+
+    for ends in ([0, 2, -5, 3], [0, 2, _FAR_BACK, 3], [0, 2, _FAR_BACK, _FAR_BACK]):
+        given = torch.tensor(ends, dtype=torch.int32, device=DEVICE)
+        out = decode_gqa(problem, q_cu_seq_lens=given)
+
+        assert torch.equal(out[:2], right[:2]), ends
+
+
+@pytest.mark.parametrize("page", [1, 16, 64])
+@pytest.mark.parametrize("heads", [5, 128])
+def test_page_ids_that_begin_behind_the_last(heads: int, page: int) -> None:
+    """A request whose page ids are not there harms only itself."""
+    case = MlaCase(name="", seq_lens=(300, 300), heads=heads, page_size=page, flat_tables=True)
+    case = replace(case, parts_apart=True)
+    problem = case.build(DEVICE)
+    used = -(-300 // page)
+    right, _ = run_mla(problem.inputs(), enable_pdl=True)
+    changes: dict[str, Any] = {"block_tables": problem.block_tables[: 2 * used]}
+    for second in (2 * used, 2000, 2_000_000_000):
+        starts = torch.tensor([0, used, second + used], dtype=torch.int32, device=DEVICE)
+        far = torch.tensor([second, second + 5, second + 10], dtype=torch.int32, device=DEVICE)
+
+        out, _ = run_mla(problem.inputs(table_starts=starts, **changes), enable_pdl=True)
+        beyond, _ = run_mla(problem.inputs(table_starts=far, **changes), enable_pdl=True)
+
+        assert torch.equal(out[0], right[0]), second
+        assert beyond.shape == right.shape
+
+
+@pytest.mark.parametrize("name", ["bf16", "e4m3"])
+def test_one_request_of_five_ids_that_are_not_there(name: str) -> None:
+    """The place where page ids begin may be wrong without a fault."""
+    case = of_kind(KINDS[name], name="", seq_lens=(300,), heads=16, flat_tables=True)
+    problem, sound = case.build(DEVICE), MlaCase(name="", seq_lens=(70,)).build(DEVICE)
+    starts = torch.tensor([2000, 2005], dtype=torch.int32, device=DEVICE)
+    ids = problem.block_tables[:5]
+
+    out, _ = run_mla(problem.inputs(table_starts=starts, block_tables=ids), enable_pdl=True)
+
+    assert tuple(out.shape) == (1, 1, 16, 512)
+    sound.check(decode(sound))  # the device still works
