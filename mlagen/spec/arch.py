@@ -33,6 +33,11 @@ class Arch:
         """The most shared memory that one block may have."""
         return _SHARED_KIB[self.number] * 1024
 
+    def holds(self, shared_bytes: int, blocks: int) -> bool:
+        """Whether an SM has room for so many blocks of so much shared memory."""
+        # The driver keeps 1 KiB of each block, and an SM has 1 KiB more than a block may have.
+        return (shared_bytes + 1024) * blocks <= self.shared_bytes + 1024
+
     @property
     def has_cvt_e4m3(self) -> bool:
         """Whether an instruction converts e4m3."""

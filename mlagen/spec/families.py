@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 from mlagen.errors import ArgumentError
 from mlagen.spec.arch import Arch
@@ -39,13 +39,27 @@ def specs_of(
     for family in families:
         if family not in FAMILIES:
             raise ArgumentError(f"family: expected one of {', '.join(FAMILIES)}, got {family!r}")
-    specs = [spec for family in families for spec in FAMILIES[family](arch)]
+    return kept_of([spec for family in families for spec in FAMILIES[family](arch)], wanted)
+
+
+def kept_of(specs: list[KernelSpec], wanted: Mapping[str, Collection[str]]) -> list[KernelSpec]:
+    """Return those of ``specs`` that have the wanted values, or do not know the ingredient.
+
+    Raises
+    ------
+    ArgumentError
+        If a value is wanted that none of them has.
+    """
     for label, values in wanted.items():
-        known = dict.fromkeys(
-            spec.ingredients()[label] for spec in specs if label in spec.ingredients()
-        )
+        known = values_of(specs, label)
         for value in values:
             if value not in known:
                 raise ArgumentError(f"{label}: expected one of {', '.join(known)}, got {value!r}")
         specs = [spec for spec in specs if spec.ingredients().get(label) in {None, *values}]
     return specs
+
+
+def values_of(specs: Iterable[KernelSpec], label: str) -> list[str]:
+    """Return the values of an ingredient that there are among ``specs``, each once."""
+    found = (spec.ingredients() for spec in specs)
+    return list(dict.fromkeys(named[label] for named in found if label in named))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import product
 from typing import ClassVar, NamedTuple
 
@@ -14,6 +14,7 @@ from mlagen.spec.kernel import (
     CallShape,
     KernelSpec,
     Parameter,
+    Variant,
     float32,
     int32,
     int64,
@@ -31,7 +32,7 @@ _WORK_BYTES = 80  # of the struct in roles/gqa_decode/work.cuh
 
 
 @dataclass(frozen=True, kw_only=True)
-class GqaVariant:
+class GqaVariant(Variant):
     """What a GQA decode call determines of its kernel; the tile is chosen for it."""
 
     query_dtype: DType
@@ -39,10 +40,6 @@ class GqaVariant:
     out_dtype: DType
     head_dim: int = 128
     page_size: int = 64  # tokens
-
-    def facts(self) -> dict[str, object]:
-        """Return the fields by name."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
 class GqaTile(NamedTuple):
@@ -155,11 +152,6 @@ class GqaDecodeSpec(KernelSpec):
     variant: GqaVariant
     tile: GqaTile
 
-    def ingredients(self) -> dict[str, str]:
-        """Return the fields of variant and tile as stable text."""
-        named = {"arch": self.arch, **self.variant.facts(), **self.tile._asdict()}
-        return {name: str(value) for name, value in named.items()}
-
     @property
     def decodes_kv(self) -> bool:
         """Whether tokens pass through shared memory as they are stored, to be decoded there."""
@@ -218,8 +210,7 @@ class GqaDecodeSpec(KernelSpec):
         """Dynamic shared memory of one block, as roles/gqa_decode/shared_memory.cuh lays it out."""
         rows, warps, items, _ = self.tile
         row = self.variant.head_dim * 2 + 16
-        stored = self.variant.kv_dtype.row_bytes(self.variant.head_dim)
-        ring = warps * items * WARP_TOKENS * (stored if self.decodes_kv else row)
+        ring = warps * items * WARP_TOKENS * (self.stored_bytes if self.decodes_kv else row)
         if self.decodes_kv:
             ring += warps * WARP_TOKENS * row
         merged = rows * (self.slice_dims + 4) * 4
@@ -262,9 +253,7 @@ def _fits(spec: GqaDecodeSpec) -> bool:
     # Two groups of 16 rows take the registers of 256 output elements twice.
     if spec.tile.tile_rows == 32 and spec.slice_dims > 128:
         return False
-    # The driver keeps 1 KiB of each block, and an SM has 1 KiB more than a block may have.
-    one = spec.shared_bytes + 1024
-    return one * spec.tile.blocks_per_sm <= spec.arch.shared_bytes + 1024
+    return spec.arch.holds(spec.shared_bytes, spec.tile.blocks_per_sm)
 
 
 def require_supported(variant: GqaVariant) -> None:

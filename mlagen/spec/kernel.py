@@ -47,6 +47,11 @@ class CallShape:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Variant:
+    """What a call determines of its kernel, where a tile is chosen besides."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class KernelSpec:
     """What changes the machine code of a kernel, and nothing else.
 
@@ -76,8 +81,16 @@ class KernelSpec:
         return True
 
     def ingredients(self) -> dict[str, str]:
-        """Return the fields as stable text, for the cache key and its explanation."""
-        return {field.name: str(getattr(self, field.name)) for field in fields(self)}
+        """Return the fields, those of variant and tile each by itself, as stable text."""
+        named: dict[str, object] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            parts = getattr(value, "_asdict", None)  # of a tile
+            if isinstance(value, Variant):
+                named |= {part.name: getattr(value, part.name) for part in fields(value)}
+            else:
+                named |= parts() if parts else {field.name: value}
+        return {name: str(value) for name, value in named.items()}
 
     def __str__(self) -> str:
         named = self.ingredients().items()

@@ -112,11 +112,6 @@ class MlaDecodeSpec(KernelSpec):
     variant: MlaVariant
     tile: MlaTile
 
-    def ingredients(self) -> dict[str, str]:
-        """Return the fields of variant and tile as stable text."""
-        named = {"arch": self.arch, **self.variant.facts(), **self.tile._asdict()}
-        return {name: str(value) for name, value in named.items()}
-
     @property
     def math_dtype(self) -> DType:
         """Element type that the tensor cores multiply: e4m3 is exact in either."""
@@ -250,6 +245,4 @@ def _is_sound(spec: MlaDecodeSpec) -> bool:
         return False
     if spec.head_dim_vo // (spec.threads // 32) % 16:
         return False
-    # The driver keeps 1 KiB of each block, and an SM has 1 KiB more than a block may have.
-    one = spec.shared_bytes + 1024
-    return one * tile.blocks_per_sm <= spec.arch.shared_bytes + 1024
+    return spec.arch.holds(spec.shared_bytes, tile.blocks_per_sm)

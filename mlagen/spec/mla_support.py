@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import product
 
 from mlagen.errors import UnsupportedError
 from mlagen.spec.dtype import DType
+from mlagen.spec.kernel import Variant
 
 
 @dataclass(frozen=True, kw_only=True)
-class MlaVariant:
+class MlaVariant(Variant):
     """What an MLA decode call determines of its kernel; the tile is chosen for it.
 
     ``lookup`` is ``paged`` (a block table leads to pages) or ``sparse`` (a list of tokens for every
@@ -28,10 +29,6 @@ class MlaVariant:
     lookup: str = "paged"
     values: str = "shared"
     mask: str = "causal"
-
-    def facts(self) -> dict[str, object]:
-        """Return the fields by name."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
 # Page sizes that prewarming compiles for; any other is compiled when it is asked for.

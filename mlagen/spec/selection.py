@@ -8,7 +8,7 @@ from itertools import product
 from mlagen.errors import ArgumentError
 from mlagen.spec.arch import Arch
 from mlagen.spec.dtype import DType
-from mlagen.spec.families import FAMILIES, specs_of
+from mlagen.spec.families import FAMILIES, kept_of, specs_of, values_of
 from mlagen.spec.kernel import CallShape, KernelSpec
 from mlagen.spec.mla_support import output_dtype
 
@@ -44,17 +44,17 @@ def select_specs(
     chosen = tuple(FAMILIES) if families is None else tuple(families)
     specs: dict[KernelSpec, None] = {}
     for arch in archs:
-        known = {name for spec in specs_of(arch, chosen) for name in spec.ingredients()} - {"arch"}
+        listed = specs_of(arch, chosen)
+        known = {name for spec in listed for name in spec.ingredients()} - {"arch"}
         kept = {name: list(values) for name, values in USUAL.items() if name in known}
         kept |= {name: [] for label in wanted for name in _ingredients_of(label, known)}
         for label, values in wanted.items():
             for name in _ingredients_of(label, known):
                 kept[name] += [_text(name, value) for value in _several(values)]
-        if "head_dim_vo" in kept:  # of a family whose dims are not said, all
-            for label, family in (("kv_lora_rank", "mla_decode"), ("head_dim", "gqa_decode")):
-                if label not in wanted and "head_dim_vo" not in wanted and family in chosen:
-                    kept["head_dim_vo"] += _values(label, specs_of(arch, (family,)))
-        for spec in specs_of(arch, chosen, **kept):
+        if "head_dim_vo" in kept and "head_dim_vo" not in wanted:
+            for label in {"kv_lora_rank", "head_dim"} - set(wanted):
+                kept["head_dim_vo"] += values_of(listed, label)  # dims that are not said: all
+        for spec in kept_of(listed, kept):
             if not calls or any(spec.serves(call) for call in calls):
                 specs[spec] = None
     return list(specs)
@@ -64,10 +64,6 @@ def _text(ingredient: str, value: str | int) -> str:
     """Return a value as the ingredient names it: a combining kernel knows what is written."""
     packed = {str(dtype): str(output_dtype(dtype)) for dtype in (DType.E4M3, DType.PACKED640)}
     return packed.get(str(value), str(value)) if ingredient == "dtype" else str(value)
-
-
-def _values(ingredient: str, specs: list[KernelSpec]) -> list[str]:
-    return list(dict.fromkeys(spec.ingredients()[ingredient] for spec in specs))
 
 
 def _ingredients_of(label: str, known: set[str]) -> list[str]:
