@@ -8,16 +8,25 @@ from dataclasses import dataclass
 
 import torch
 
-from mlagen.api.arguments import ALIGNMENT_BYTES, require
+from mlagen.api.arguments import ALIGNMENT_BYTES
+from mlagen.api.calls import (
+    CombineCall,
+    RememberedCalls,
+    combine_call,
+    facts_of,
+    length_form,
+    require_gpu,
+    require_room,
+    rounded_up,
+    scale_of,
+)
 from mlagen.api.gqa_contents import check_contents
 from mlagen.api.gqa_inputs import GqaInputs
 from mlagen.api.gqa_plan import plan_gqa_call
 from mlagen.api.gqa_pointers import MASK_ALIGNMENT_BYTES, alignment_of, check_pointers
 from mlagen.api.gqa_reference import decode_gqa
 from mlagen.api.gqa_request import GqaRequest, check_request
-from mlagen.api.mla_plan import length_form, rounded_up
 from mlagen.engine import kernel_for
-from mlagen.errors import UnsupportedError
 from mlagen.runtime.launch import launch
 from mlagen.runtime.loader import LoadedKernel
 from mlagen.runtime.plan import DecodePlan
@@ -26,10 +35,7 @@ from mlagen.spec.combine import CombineSplitsSpec
 from mlagen.spec.dtype import DType
 from mlagen.spec.gqa import GqaDecodeSpec
 
-# Forms of arguments that are remembered; a server sees a few for each batch size.
-_MOST_CALLS = 8192
-
-_calls: dict[Hashable, GqaCall] = {}
+_calls: RememberedCalls[GqaCall] = RememberedCalls()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,33 +45,21 @@ class GqaCall:
     request: GqaRequest
     plan: DecodePlan
     decode: LoadedKernel
-    combine: LoadedKernel | None
-    combine_blocks: int
+    combine: CombineCall | None
     layout: tuple[int, ...]  # the integer fields of the decode kernel's parameters
     cache_alignment: int  # bytes
-    partial_lse_offset: int  # bytes: the partial rows come first, then their LSE
 
 
 def run_gqa(inputs: GqaInputs, enable_pdl: bool) -> torch.Tensor:
     """Compute one call; returns the output."""
     form = _form_of(inputs)
-    try:
-        call = _calls.get(form) if form is not None else None
-    except TypeError:  # something in it cannot be hashed, such as a list; check_request refuses it
-        call = None
-    if call is None:
-        request = check_request(inputs)
-        if request.device.type == "cpu":
-            if current_settings().checks_contents:
-                check_contents(inputs, request)
-            return _run_on_cpu(inputs, request)
-        call = _prepare(inputs, request)
-        if len(_calls) >= _MOST_CALLS:
-            _calls.clear()
-        _calls[form] = call
+    call = _calls.find(form)
+    request = check_request(inputs) if call is None else call.request
+    if call is None and request.device.type != "cpu":
+        call = _calls.keep(form, _prepare(inputs, request))
     if current_settings().checks_contents:
-        check_contents(inputs, call.request)
-    return _run_on_gpu(call, inputs, enable_pdl)
+        check_contents(inputs, request)
+    return _run_on_cpu(inputs, request) if call is None else _run_on_gpu(call, inputs, enable_pdl)
 
 
 def _form_of(inputs: GqaInputs) -> Hashable:
@@ -91,29 +85,21 @@ def _form_of(inputs: GqaInputs) -> Hashable:
             # The class, for a float or a bool that equals an int is none.
             (q_len, q_len.__class__, layout, window, with_beam_axis, like_xqa),
             None if out is None else (out.shape, out.stride(), out.dtype, out.get_device()),
-            float if bmm1_scale.__class__ is float else _facts(bmm1_scale),
-            float if bmm2_scale.__class__ is float else _facts(bmm2_scale),
+            float if bmm1_scale.__class__ is float else facts_of(bmm1_scale),
+            float if bmm2_scale.__class__ is float else facts_of(bmm2_scale),
             (factor_16bit.__class__, factor_e4m3.__class__),
-            None if sinks is None else _facts(sinks),
-            None if mask is None else _facts(mask),
-            None if cumulative is None else _facts(cumulative),
-            None if key_scales is None else (_facts(key_scales), _facts(value_scales)),
+            None if sinks is None else facts_of(sinks),
+            None if mask is None else facts_of(mask),
+            None if cumulative is None else facts_of(cumulative),
+            None if key_scales is None else (facts_of(key_scales), facts_of(value_scales)),
         )
     except (AttributeError, TypeError, ValueError):
         return None
 
 
-def _facts(value: object) -> Hashable:
-    if isinstance(value, torch.Tensor):
-        return value.shape, value.stride(), value.dtype, value.get_device()
-    return type(value).__name__
-
-
 def _prepare(inputs: GqaInputs, request: GqaRequest) -> GqaCall:
     names = inputs.names
-    if request.device.type != "cuda":
-        raise UnsupportedError(f"{names.query}.device: expected cuda or cpu, got {request.device}")
-    index = request.device.index
+    index = require_gpu(request.device, names.query)
     spec, plan = plan_gqa_call(
         device=index,
         variant=request.variant,
@@ -124,15 +110,9 @@ def _prepare(inputs: GqaInputs, request: GqaRequest) -> GqaCall:
         heads=request.heads,
         kv_heads=request.kv_heads,
         window=int(inputs.window),
-        longest_kv=rounded_up(int(inputs.max_seq_len)),
+        longest_kv=int(inputs.max_seq_len),
     )
-    given = inputs.workspace_buffer.numel() * inputs.workspace_buffer.element_size()
-    require(
-        given >= plan.workspace_bytes,
-        names.workspace_buffer,
-        f"{plan.workspace_bytes} bytes or more for this call",
-        f"{given} bytes",
-    )
+    require_room(inputs.workspace_buffer, names.workspace_buffer, plan)
     combine_spec = CombineSplitsSpec(
         arch=spec.arch, dtype=spec.variant.out_dtype, head_dim_vo=spec.variant.head_dim
     )
@@ -140,11 +120,11 @@ def _prepare(inputs: GqaInputs, request: GqaRequest) -> GqaCall:
         request=request,
         plan=plan,
         decode=kernel_for(spec, index),
-        combine=kernel_for(combine_spec, index) if plan.splits > 1 else None,
-        combine_blocks=request.tokens * request.heads * combine_spec.slices,
+        combine=combine_call(
+            combine_spec, plan, tokens=request.tokens, heads=request.heads, device=index
+        ),
         layout=_layout(spec, request, plan),
         cache_alignment=alignment_of(inputs.key_cache),
-        partial_lse_offset=plan.partial_rows * spec.variant.head_dim * 4,
     )
 
 
@@ -201,12 +181,13 @@ def _run_on_gpu(call: GqaCall, inputs: GqaInputs, enable_pdl: bool) -> torch.Ten
         value_scales = key_scales + request.value_scale_offset
         if inputs.value_scales is not None:
             value_scales = inputs.value_scales.data_ptr()
-    bmm1_tensor, bmm1_scale = _scale(inputs.bmm1_scale)
-    bmm2_tensor, bmm2_scale = _scale(inputs.bmm2_scale) if request.takes_bmm2 else (0, 1.0)
+    bmm1_tensor, bmm1_scale = scale_of(inputs.bmm1_scale)
+    bmm2_tensor, bmm2_scale = scale_of(inputs.bmm2_scale) if request.takes_bmm2 else (0, 1.0)
     is_e4m3 = request.variant.out_dtype is DType.E4M3
     factor = inputs.out_e4m3_factor if is_e4m3 else inputs.out_16bit_factor
     sinks = inputs.sinks.data_ptr() if inputs.sinks is not None else 0
-    partial_lse = workspace + call.partial_lse_offset
+    combine = call.combine
+    partial_lse = workspace if combine is None else workspace + combine.lse_offset
     try:
         launch(
             call.decode,
@@ -236,10 +217,10 @@ def _run_on_gpu(call: GqaCall, inputs: GqaInputs, enable_pdl: bool) -> torch.Ten
     except (OverflowError, struct.error):  # a number beyond 4 bytes; nothing has been launched
         check_request(inputs)
         raise
-    if call.combine is not None:
+    if combine is not None:
         launch(
-            call.combine,
-            call.combine_blocks,
+            combine.kernel,
+            combine.blocks,
             enable_pdl,
             workspace,
             partial_lse,
@@ -247,21 +228,12 @@ def _run_on_gpu(call: GqaCall, inputs: GqaInputs, enable_pdl: bool) -> torch.Ten
             sinks,
             out_pointer,
             0,
-            request.tokens * request.heads,
-            request.heads,
-            plan.splits,
+            *combine.sizes,
             bmm2_scale,
             factor,
             1.0,
         )
     return out
-
-
-def _scale(scale: float | torch.Tensor) -> tuple[int, float]:
-    """Return a pointer and a value, of which the kernel takes the pointer if there is one."""
-    if isinstance(scale, torch.Tensor):
-        return scale.data_ptr(), 0.0
-    return 0, scale
 
 
 def _run_on_cpu(inputs: GqaInputs, request: GqaRequest) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from mlagen.api.calls import rounded_up
 from mlagen.runtime.device import arch_of_device, device_facts
 from mlagen.runtime.plan import DecodePlan, GqaDecodeProblem, plan_gqa_decode
 from mlagen.spec.gqa import GqaDecodeSpec, GqaVariant, gqa_decode_spec
@@ -28,13 +29,13 @@ def plan_gqa_call(
     ``q_len`` is the longest where requests differ, and ``window`` 0 where there is none.
     """
     spec = gqa_decode_spec(arch_of_device(device), variant, q_len * (heads // kv_heads))
-    visible = min(longest_kv, window + q_len) if window else longest_kv
+    longest_kv = rounded_up(longest_kv)
     problem = GqaDecodeProblem(
         batch=batch,
         q_len=0 if is_ragged else q_len,
         heads=heads,
         kv_heads=kv_heads,
         total_rows=tokens * heads,
-        longest_kv=visible,
+        longest_kv=min(longest_kv, window + q_len) if window else longest_kv,
     )
     return spec, plan_gqa_decode(spec, problem, device_facts(device).sm_count)

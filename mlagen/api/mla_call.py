@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from mlagen.api.arguments import ALIGNMENT_BYTES, require
+from mlagen.api.arguments import ALIGNMENT_BYTES
+from mlagen.api.calls import (
+    CombineCall,
+    RememberedCalls,
+    combine_call,
+    require_gpu,
+    require_room,
+    scale_of,
+)
 from mlagen.api.mla_contents import check_contents
 from mlagen.api.mla_form import form_of
 from mlagen.api.mla_inputs import MlaInputs
@@ -18,19 +25,14 @@ from mlagen.api.mla_plan import plan_call
 from mlagen.api.mla_request import MlaRequest, check_pointers, check_request
 from mlagen.api.reference import decode_mla
 from mlagen.engine import kernel_for
-from mlagen.errors import UnsupportedError
 from mlagen.runtime.launch import launch
 from mlagen.runtime.loader import LoadedKernel
 from mlagen.runtime.plan import DecodePlan
 from mlagen.settings import current_settings
 from mlagen.spec.combine import CombineSplitsSpec
 from mlagen.spec.mla import MlaDecodeSpec
-from mlagen.spec.mla_support import output_dtype
 
-# Forms of arguments that are remembered; a server sees a few for each batch size.
-_MOST_CALLS = 8192
-
-_calls: dict[Hashable, MlaCall] = {}
+_calls: RememberedCalls[MlaCall] = RememberedCalls()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +42,7 @@ class MlaCall:
     request: MlaRequest
     plan: DecodePlan
     decode: LoadedKernel
-    combine: LoadedKernel | None
-    combine_blocks: int
+    combine: CombineCall | None
     layout: tuple[int, ...]  # the integer fields of the decode kernel's parameters
     is_plain: bool  # none of what :class:`_RarePointers` names is used
 
@@ -63,31 +64,17 @@ class _RarePointers(NamedTuple):
 def run_mla(inputs: MlaInputs, enable_pdl: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute one call; returns the output and, if asked for, the LSE."""
     form = form_of(inputs)
-    try:
-        call = _calls.get(form) if form is not None else None
-    except TypeError:  # something in it cannot be hashed, such as a list; check_request refuses it
-        call = None
-    if call is None:
-        request = check_request(inputs)
-        if request.device.type == "cpu":
-            if current_settings().checks_contents:
-                check_contents(inputs, request)
-            return _run_on_cpu(inputs, request)
-        call = _prepare(inputs, request)
-        if len(_calls) >= _MOST_CALLS:
-            _calls.clear()
-        _calls[form] = call
+    call = _calls.find(form)
+    request = check_request(inputs) if call is None else call.request
+    if call is None and request.device.type != "cpu":
+        call = _calls.keep(form, _prepare(inputs, request))
     if current_settings().checks_contents:
-        check_contents(inputs, call.request)
-    return _run_on_gpu(call, inputs, enable_pdl)
+        check_contents(inputs, request)
+    return _run_on_cpu(inputs, request) if call is None else _run_on_gpu(call, inputs, enable_pdl)
 
 
 def _prepare(inputs: MlaInputs, request: MlaRequest) -> MlaCall:
-    if request.device.type != "cuda":
-        raise UnsupportedError(
-            f"{inputs.names.query}.device: expected cuda or cpu, got {request.device}"
-        )
-    index = request.device.index
+    index = require_gpu(request.device, inputs.names.query)
     spec, plan = plan_call(
         device=index,
         variant=request.variant,
@@ -98,31 +85,19 @@ def _prepare(inputs: MlaInputs, request: MlaRequest) -> MlaCall:
         heads=request.heads,
         longest_kv=request.top_k or int(inputs.max_seq_len),
     )
-    given = inputs.workspace_buffer.numel() * inputs.workspace_buffer.element_size()
-    require(
-        given >= plan.workspace_bytes,
-        inputs.names.workspace_buffer,
-        f"{plan.workspace_bytes} bytes or more for this call",
-        f"{given} bytes",
+    require_room(inputs.workspace_buffer, inputs.names.workspace_buffer, plan)
+    combine_spec = CombineSplitsSpec(
+        arch=spec.arch, dtype=spec.out_dtype, head_dim_vo=spec.head_dim_vo
     )
-    combine = combine_spec(spec)
     return MlaCall(
         request=request,
         plan=plan,
         decode=kernel_for(spec, index),
-        combine=kernel_for(combine, index) if plan.splits > 1 else None,
-        combine_blocks=request.tokens * request.heads * combine.slices,
+        combine=combine_call(
+            combine_spec, plan, tokens=request.tokens, heads=request.heads, device=index
+        ),
         layout=_layout(inputs, request, spec, plan),
         is_plain=_is_plain(inputs),
-    )
-
-
-def combine_spec(spec: MlaDecodeSpec) -> CombineSplitsSpec:
-    """Return the kernel that combines the splits of a decode kernel."""
-    return CombineSplitsSpec(
-        arch=spec.arch,
-        dtype=output_dtype(spec.variant.query_dtype),
-        head_dim_vo=spec.head_dim_vo,
     )
 
 
@@ -205,13 +180,13 @@ def _run_on_gpu(
     beginnings = query | query_rope | cache | rope_cache | value_cache | workspace | out_pointer
     if beginnings % ALIGNMENT_BYTES:
         check_pointers(inputs)
-    bmm1_tensor, bmm1_scale = _scale(inputs.bmm1_scale)
-    bmm2_tensor, bmm2_scale = _scale(inputs.bmm2_scale)
+    bmm1_tensor, bmm1_scale = scale_of(inputs.bmm1_scale)
+    bmm2_tensor, bmm2_scale = scale_of(inputs.bmm2_scale)
     sinks = inputs.sinks.data_ptr() if inputs.sinks is not None else 0
     lse_pointer = lse.data_ptr() if lse is not None else 0
     lse_factor = math.log(2) if inputs.return_lse_base == "basee" else 1.0
-    # The partial rows come first, then their LSE.
-    partial_lse = workspace + plan.partial_rows * request.variant.kv_lora_rank * 4
+    combine = call.combine
+    partial_lse = workspace if combine is None else workspace + combine.lse_offset
     try:
         launch(
             call.decode,
@@ -248,10 +223,10 @@ def _run_on_gpu(
     except (OverflowError, struct.error):  # a number beyond 4 bytes; nothing has been launched
         check_request(inputs)
         raise
-    if call.combine is not None:
+    if combine is not None:
         launch(
-            call.combine,
-            call.combine_blocks,
+            combine.kernel,
+            combine.blocks,
             enable_pdl,
             workspace,
             partial_lse,
@@ -259,21 +234,12 @@ def _run_on_gpu(
             sinks,
             out_pointer,
             lse_pointer,
-            request.tokens * request.heads,
-            request.heads,
-            plan.splits,
+            *combine.sizes,
             bmm2_scale,
             1.0,
             lse_factor,
         )
     return out, lse
-
-
-def _scale(scale: float | torch.Tensor) -> tuple[int, float]:
-    """Return a pointer and a value, of which the kernel takes the pointer if there is one."""
-    if isinstance(scale, torch.Tensor):
-        return scale.data_ptr(), 0.0
-    return 0, scale
 
 
 def _run_on_cpu(inputs: MlaInputs, request: MlaRequest) -> tuple[torch.Tensor, torch.Tensor | None]:

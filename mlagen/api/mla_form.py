@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable
 from operator import is_
 
-import torch
-
+from mlagen.api.calls import facts_of, length_form, rounded_up
 from mlagen.api.mla_inputs import MlaInputs
-from mlagen.api.mla_plan import length_form, rounded_up
 
 
 def form_of(inputs: MlaInputs) -> Hashable:
@@ -30,11 +28,11 @@ def form_of(inputs: MlaInputs) -> Hashable:
             (seq_lens.shape, seq_lens.stride(), seq_lens.dtype, seq_lens.get_device()),
             rounded_up(longest) if longest.__class__ is int else length_form(longest),
             None if out is None else (out.shape, out.stride(), out.dtype, out.get_device()),
-            float if bmm1.__class__ is float else _facts(bmm1),
-            float if bmm2.__class__ is float else _facts(bmm2),
-            None if sinks is None else _facts(sinks),
-            (return_lse, lse_base, None if lse is None else _facts(lse)),
-            None if ends is None else _facts(ends),
+            float if bmm1.__class__ is float else facts_of(bmm1),
+            float if bmm2.__class__ is float else facts_of(bmm2),
+            None if sinks is None else facts_of(sinks),
+            (return_lse, lse_base, None if lse is None else facts_of(lse)),
+            None if ends is None else facts_of(ends),
             None if max_q_len is None else (max_q_len, max_q_len.__class__),
             None if _has_defaults(inputs[17:]) else _rare_form(inputs),
         )
@@ -69,7 +67,7 @@ def _rare_form(inputs: MlaInputs) -> Hashable:
     return (
         (top_k, top_k.__class__, bool(inputs.is_causal), bool(inputs.scores_take_bmm2)),
         bool(inputs.is_packed640),
-        tuple(None if tensor is None else _facts(tensor) for tensor in tensors),
+        tuple(None if tensor is None else facts_of(tensor) for tensor in tensors),
         (_is_one(inputs.latent_scale), _is_one(inputs.rope_scale)),  # others are for few dtypes
         None if bias is None else inputs.max_seq_len,  # which a bias must cover
     )
@@ -77,9 +75,3 @@ def _rare_form(inputs: MlaInputs) -> Hashable:
 
 def _is_one(scale: object) -> Hashable:
     return type(scale).__name__, isinstance(scale, float) and scale == 1.0
-
-
-def _facts(value: object) -> Hashable:
-    if isinstance(value, torch.Tensor):
-        return value.shape, value.stride(), value.dtype, value.get_device()
-    return type(value).__name__

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from functools import lru_cache
 
-from mlagen.api.arguments import require_whole_number
+from mlagen.api.calls import rounded_up
 from mlagen.runtime.device import arch_of_device, device_facts
 from mlagen.runtime.plan import DecodePlan, MlaDecodeProblem, plan_mla_decode
 from mlagen.spec.mla import MlaDecodeSpec, mla_decode_spec
@@ -39,26 +38,3 @@ def plan_call(
         longest_kv=rounded_up(longest_kv),
     )
     return spec, plan_mla_decode(spec, problem, device_facts(device).sm_count)
-
-
-def rounded_up(length: int) -> int:
-    """Return the next number of four leading bits.
-
-    Plans are made for such lengths, so that the plan of a growing batch changes now and then and
-    not at every step.
-    """
-    if length < 16:
-        return length
-    step = 1 << (length.bit_length() - 4)
-    return -(-length // step) * step
-
-
-def length_form(length: object) -> Hashable:
-    """Return what a length that is no plain int is remembered by.
-
-    Raises
-    ------
-    ArgumentError
-        If it is no whole number; a tensor is not read.
-    """
-    return rounded_up(require_whole_number(length, "max_seq_len", least=0)), type(length)

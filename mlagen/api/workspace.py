@@ -9,7 +9,7 @@ import torch
 
 from mlagen.api.arguments import DTYPES, refuse, require, require_whole_number
 from mlagen.api.gqa_plan import plan_gqa_call
-from mlagen.api.mla_plan import plan_call, rounded_up
+from mlagen.api.mla_plan import plan_call
 from mlagen.api.mla_query import QUERY_DTYPES
 from mlagen.runtime.plan import DecodePlan
 from mlagen.spec.dtype import DType
@@ -129,7 +129,7 @@ def workspace_bytes(
                 heads=heads,
                 kv_heads=kv_heads,
                 window=window_left + 1 if window_left >= 0 else 0,
-                longest_kv=rounded_up(max_seq_len),
+                longest_kv=max_seq_len,
             )
             plans.append(plan)
     return max(plan.workspace_bytes for plan in plans)

@@ -11,7 +11,7 @@ import torch
 
 import mlagen.decode
 import mlagen.xqa
-from mlagen.api import gqa_call
+from mlagen.api import calls, gqa_call
 from mlagen.api.gqa_inputs import GqaInputs
 from mlagen.api.gqa_plan import plan_gqa_call
 from mlagen.api.gqa_request import check_request
@@ -47,7 +47,8 @@ def launches_of(
     """Run a call whose launches are recorded, each with its values by name."""
     monkeypatch.setattr("mlagen.api.gqa_plan.arch_of_device", lambda _: Arch(90, "a"))
     monkeypatch.setattr("mlagen.api.gqa_plan.device_facts", lambda _: _Facts)
-    monkeypatch.setattr(gqa_call, "kernel_for", lambda spec, _: _loaded(spec))
+    for module in (gqa_call, calls):
+        monkeypatch.setattr(module, "kernel_for", lambda spec, _: _loaded(spec))
     plan_gqa_call.cache_clear()
     request = check_request(inputs)
     on_a_gpu = replace(request, device=torch.device("cuda", 0))

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from mlagen.api import mla_call, mla_plan
+from mlagen.api import calls, mla_call, mla_plan
 from mlagen.api.mla_inputs import MlaInputs
 from mlagen.api.mla_request import check_request
 from mlagen.runtime.device import DeviceFacts
@@ -61,7 +61,8 @@ def record_launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     monkeypatch.setattr(mla_call, "plan_call", mla_plan.plan_call.__wrapped__)
     monkeypatch.setattr(mla_plan, "arch_of_device", lambda _: Arch(90, "a"))
     monkeypatch.setattr(mla_plan, "device_facts", lambda _: facts)
-    monkeypatch.setattr(mla_call, "kernel_for", loaded)
+    for module in (mla_call, calls):
+        monkeypatch.setattr(module, "kernel_for", loaded)
     monkeypatch.setattr(mla_call, "launch", record)
     return recorded
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlagen.api.mla_plan import rounded_up
+from mlagen.api.calls import rounded_up
 
 
 @given(st.integers(min_value=0, max_value=2**31))

@@ -1,0 +1,133 @@
+"""What calls of every family share: how they are remembered, and how their splits are combined."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from mlagen.api.arguments import require, require_whole_number
+from mlagen.engine import kernel_for
+from mlagen.errors import UnsupportedError
+from mlagen.runtime.loader import LoadedKernel
+from mlagen.runtime.plan import DecodePlan
+from mlagen.spec.combine import CombineSplitsSpec
+from mlagen.spec.kernel import KernelSpec
+
+# Forms of arguments that are remembered; a server sees a few for each batch size.
+_MOST_CALLS = 8192
+
+CallT = TypeVar("CallT")
+
+
+class RememberedCalls(dict[Hashable, CallT]):
+    """Calls that are checked and planned, by the form of their arguments; None is no form."""
+
+    def find(self, form: Hashable) -> CallT | None:
+        """Return the call of a form, if it is remembered."""
+        try:
+            return self.get(form) if form is not None else None
+        except TypeError:  # something in it cannot be hashed, such as a list, and will be refused
+            return None
+
+    def keep(self, form: Hashable, call: CallT) -> CallT:
+        """Remember a call, and return it."""
+        if len(self) >= _MOST_CALLS:
+            self.clear()
+        self[form] = call
+        return call
+
+
+@dataclass(frozen=True, kw_only=True)
+class CombineCall:
+    """How the splits of a call are combined."""
+
+    kernel: LoadedKernel
+    blocks: int
+    sizes: tuple[int, int, int]  # rows, heads, splits
+    lse_offset: int  # bytes in the workspace: the partial rows come first, then their LSE
+
+    @property
+    def spec(self) -> KernelSpec:
+        """What the kernel is specialised for."""
+        return self.kernel.spec
+
+
+def combine_call(
+    spec: CombineSplitsSpec, plan: DecodePlan, *, tokens: int, heads: int, device: int
+) -> CombineCall | None:
+    """Return how the splits of ``plan`` are combined on GPU ``device``; None if there is one."""
+    if plan.splits == 1:
+        return None
+    return CombineCall(
+        kernel=kernel_for(spec, device),
+        blocks=tokens * heads * spec.slices,
+        sizes=(tokens * heads, heads, plan.splits),
+        lse_offset=plan.partial_rows * spec.head_dim_vo * 4,
+    )
+
+
+def require_gpu(device: torch.device, query: str) -> int:
+    """Return the index of the GPU; a device that is neither that nor the CPU is refused.
+
+    Raises
+    ------
+    UnsupportedError
+        If it is.
+    """
+    if device.type != "cuda":
+        raise UnsupportedError(f"{query}.device: expected cuda or cpu, got {device}")
+    index: int = device.index
+    return index
+
+
+def require_room(workspace: torch.Tensor, argument: str, plan: DecodePlan) -> None:
+    """Refuse a workspace that is too small.
+
+    Raises
+    ------
+    ArgumentError
+        If it is; the message has both sizes.
+    """
+    given = workspace.numel() * workspace.element_size()
+    rule = f"{plan.workspace_bytes} bytes or more for this call"
+    require(given >= plan.workspace_bytes, argument, rule, f"{given} bytes")
+
+
+def facts_of(value: object) -> Hashable:
+    """Return what a check may depend on: the form of a tensor, else the type."""
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype, value.get_device()
+    return type(value).__name__
+
+
+def scale_of(scale: float | torch.Tensor) -> tuple[int, float]:
+    """Return a pointer and a value, of which the kernel takes the pointer if there is one."""
+    if isinstance(scale, torch.Tensor):
+        return scale.data_ptr(), 0.0
+    return 0, scale
+
+
+def rounded_up(length: int) -> int:
+    """Return the next number of four leading bits.
+
+    Plans are made for such lengths, so that the plan of a growing batch changes now and then and
+    not at every step.
+    """
+    if length < 16:
+        return length
+    step = 1 << (length.bit_length() - 4)
+    return -(-length // step) * step
+
+
+def length_form(length: object) -> Hashable:
+    """Return what a length that is no plain int is remembered by.
+
+    Raises
+    ------
+    ArgumentError
+        If it is no whole number; a tensor is not read.
+    """
+    return rounded_up(require_whole_number(length, "max_seq_len", least=0)), type(length)
