@@ -121,10 +121,72 @@ def require_strides(tensor: torch.Tensor, argument: str, like: torch.Tensor, of:
         refuse(f"{argument}.stride()", f"{like.stride()} (of {of})", tensor.stride())
 
 
+def token_stride(tensor: torch.Tensor, q_len: int) -> int:
+    """Return the elements from a query token to the next in ``[batch, q_len, ...]``."""
+    return tensor.stride(0 if q_len == 1 else 1)
+
+
+def check_token_stride(tensor: torch.Tensor, argument: str) -> None:
+    """Refuse ``[batch, q_len, ...]`` whose query tokens are not all equally far apart.
+
+    Raises
+    ------
+    ArgumentError
+        If they are not.
+    """
+    batch, q_len = tensor.shape[:2]
+    if batch > 1 and q_len > 1:
+        expected = q_len * tensor.stride(1)
+        require(
+            tensor.stride(0) == expected,
+            f"{argument}.stride(0)",
+            f"{expected} (q_len * stride of a query token)",
+            tensor.stride(0),
+        )
+
+
 def require_index(tensor: torch.Tensor, argument: str, device: torch.device) -> None:
     """Refuse a tensor that is not 32-bit integers on ``device``."""
     require_device(tensor, argument, device)
     require_dtype(tensor, argument, INDEX_DTYPES)
+
+
+def require_ints(
+    value: object,
+    argument: str,
+    device: torch.device,
+    allowed: Sequence[tuple[int, ...]],
+    why: str = "",
+) -> torch.Tensor:
+    """Return ``value`` if it is 32-bit integers on ``device``, of a shape of ``allowed``, dense."""
+    tensor = require_tensor(value, argument)
+    require_index(tensor, argument, device)
+    require_shape(tensor, argument, allowed, why)
+    require_contiguous(tensor, argument)
+    return tensor
+
+
+def require_floats(
+    value: object,
+    argument: str,
+    device: torch.device,
+    allowed: Sequence[tuple[int, ...]],
+    why: str = "",
+) -> torch.Tensor:
+    """Return ``value`` if it is fp32 on ``device``, of a shape of ``allowed``, dense."""
+    tensor = require_tensor(value, argument)
+    require_device(tensor, argument, device)
+    require_dtype(tensor, argument, (torch.float32,))
+    require_shape(tensor, argument, allowed, why)
+    require_contiguous(tensor, argument)
+    return tensor
+
+
+def require_workspace(value: object, argument: str, device: torch.device) -> None:
+    """Refuse what is no dense tensor on ``device``; its size is for the plan to say."""
+    workspace = require_tensor(value, argument)
+    require_device(workspace, argument, device)
+    require_contiguous(workspace, argument)
 
 
 def require_scale(scale: object, argument: str, device: torch.device) -> None:

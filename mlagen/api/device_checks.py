@@ -50,11 +50,7 @@ def query_lengths(
     if last > tokens or (last < tokens and not may_have_more):
         rule = f"{tokens} (tokens of query)" + (" or less" if may_have_more else "")
         refuse(f"{argument}[-1]", rule, last)
-    lengths = known.diff()
-    if (position := _first(lengths < 0)) is not None:
-        rule = f"{int(known[position])} or more ({argument}[{position}])"
-        refuse(f"{argument}[{position + 1}]", rule, int(known[position + 1]))
-    return lengths
+    return _lengths(known, argument)
 
 
 def check_seq_lens(
@@ -153,11 +149,16 @@ def table_capacity(
         refuse(f"{argument}[0]", "0 or more", int(known[0]))
     if int(known[-1]) > page_ids:
         refuse(f"{argument}[-1]", f"{page_ids} (page ids) or less", int(known[-1]))
-    pages = known.diff()
-    if (position := _first(pages < 0)) is not None:
-        rule = f"{int(known[position])} or more ({argument}[{position}])"
-        refuse(f"{argument}[{position + 1}]", rule, int(known[position + 1]))
-    return pages * page_size
+    return _lengths(known, argument) * page_size
+
+
+def _lengths(ends: torch.Tensor, argument: str) -> torch.Tensor:
+    """Return the differences of ends that must not go back."""
+    lengths = ends.diff()
+    if (position := _first(lengths < 0)) is not None:
+        rule = f"{int(ends[position])} or more ({argument}[{position}])"
+        refuse(f"{argument}[{position + 1}]", rule, int(ends[position + 1]))
+    return lengths
 
 
 def _refuse_page(where: str, num_pages: int, got: int) -> None:

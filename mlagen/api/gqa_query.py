@@ -6,6 +6,7 @@ import torch
 
 from mlagen.api.arguments import (
     DTYPES,
+    check_token_stride,
     refuse,
     require,
     require_contiguous,
@@ -13,6 +14,7 @@ from mlagen.api.arguments import (
     require_dims,
     require_dtype,
     require_index,
+    require_ints,
     require_shape,
     require_tensor,
     require_whole_number,
@@ -55,10 +57,8 @@ def check_query_tokens(inputs: GqaInputs) -> tuple[int, int, int]:
     cumulative = inputs.cum_seq_lens_q
     if cumulative is not None:
         batch, tokens = seq_lens.shape[0], query.shape[0]
-        require_tensor(cumulative, names.cum_seq_lens_q)
-        require_index(cumulative, names.cum_seq_lens_q, query.device)
-        require_shape(cumulative, names.cum_seq_lens_q, ((batch + 1,),), "batch + 1")
-        require_contiguous(cumulative, names.cum_seq_lens_q)
+        ends = ((batch + 1,),)
+        require_ints(cumulative, names.cum_seq_lens_q, query.device, ends, "batch + 1")
         most = f"{batch * q_len} or less (batch * {names.q_len})"
         require(tokens <= batch * q_len, f"{names.query}.shape[0]", most, tokens)
     elif inputs.with_beam_axis:
@@ -72,7 +72,5 @@ def check_query_tokens(inputs: GqaInputs) -> tuple[int, int, int]:
     require_shape(seq_lens, names.seq_lens, ((batch,), (batch, 1)), f"batch of {names.query}")
     if query.dim() != 5 or q_len == 1:
         return batch, tokens, query.stride(0)
-    if batch > 1 and query.stride(0) != q_len * query.stride(2):
-        expected = f"{q_len * query.stride(2)} (q_len * stride of a query token)"
-        refuse(f"{names.query}.stride(0)", expected, query.stride(0))
+    check_token_stride(query[:, 0], names.query)
     return batch, tokens, query.stride(2)

@@ -12,6 +12,7 @@ import torch
 from mlagen.api.gqa_cache import NVFP4_BLOCK, paged_caches, paged_scales
 from mlagen.api.gqa_inputs import GqaInputs
 from mlagen.api.gqa_request import GqaRequest
+from mlagen.api.rows import query_ends
 from mlagen.spec.dtype import DType
 
 _E2M1 = torch.tensor((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
@@ -27,7 +28,8 @@ def decode_gqa(inputs: GqaInputs, request: GqaRequest) -> torch.Tensor:
     mask = _mask_bits(inputs, request)
     out = torch.zeros_like(query)
     capacity = request.max_pages * request.variant.page_size
-    for index, (start, end) in enumerate(pairwise(_query_ends(inputs, request))):
+    ends = query_ends(inputs.cum_seq_lens_q, request.batch, request.q_len)
+    for index, (start, end) in enumerate(pairwise(ends)):
         if not 0 <= start <= end <= request.tokens:
             continue  # query tokens outside the tensor are nobody's
         seq_len = min(max(int(inputs.seq_lens.view(-1)[index]), 0), capacity)
@@ -43,12 +45,6 @@ def decode_gqa(inputs: GqaInputs, request: GqaRequest) -> torch.Tensor:
     else:
         out = out * inputs.out_16bit_factor
     return out.to(request.out_dtype)
-
-
-def _query_ends(inputs: GqaInputs, request: GqaRequest) -> list[int]:
-    if inputs.cum_seq_lens_q is not None:
-        return [int(end) for end in inputs.cum_seq_lens_q]
-    return [index * request.q_len for index in range(request.batch + 1)]
 
 
 def _mask_bits(inputs: GqaInputs, request: GqaRequest) -> torch.Tensor | None:

@@ -18,11 +18,13 @@ from mlagen.api.arguments import (
     require_device,
     require_dims,
     require_dtype,
+    require_floats,
     require_index,
     require_scale,
     require_shape,
     require_tensor,
     require_whole_number,
+    require_workspace,
 )
 from mlagen.api.gqa_cache import QUANTISED, Pair, cache_names, paged_caches, paged_scales
 from mlagen.api.gqa_inputs import GqaInputs
@@ -92,9 +94,7 @@ def check_request(inputs: GqaInputs) -> GqaRequest:
     batch, tokens, query_stride = check_query_tokens(inputs)
     tables = _check_tables(inputs, batch)
     require_whole_number(inputs.max_seq_len, names.max_seq_len, least=0)
-    workspace = require_tensor(inputs.workspace_buffer, names.workspace_buffer)
-    require_device(workspace, names.workspace_buffer, query.device)
-    require_contiguous(workspace, names.workspace_buffer)
+    require_workspace(inputs.workspace_buffer, names.workspace_buffer, query.device)
     require_scale(inputs.bmm1_scale, names.bmm1_scale, query.device)
     require_scale(inputs.bmm2_scale, names.bmm2_scale, query.device)
     _check_sinks(inputs, kv_heads)
@@ -177,12 +177,9 @@ def _check_sinks(inputs: GqaInputs, kv_heads: int) -> None:
     if inputs.sinks is None:
         return
     name, heads = inputs.names.sinks, inputs.query.shape[-2]
-    sinks = require_tensor(inputs.sinks, name)
-    require_device(sinks, name, inputs.query.device)
-    require_dtype(sinks, name, (torch.float32,))
+    allowed = ((heads,), (kv_heads, heads // kv_heads))
     why = f"heads of {inputs.names.query}"
-    require_shape(sinks, name, ((heads,), (kv_heads, heads // kv_heads)), why)
-    require_contiguous(sinks, name)
+    require_floats(inputs.sinks, name, inputs.query.device, allowed, why)
 
 
 def _check_mask(inputs: GqaInputs, batch: int, tokens: int) -> int:

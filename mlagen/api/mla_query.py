@@ -8,17 +8,19 @@ import torch
 
 from mlagen.api.arguments import (
     DTYPES,
+    check_token_stride,
     require,
     require_aligned,
-    require_contiguous,
     require_dense_last_dim,
     require_device,
     require_dims,
     require_dtype,
-    require_index,
+    require_floats,
+    require_ints,
     require_shape,
     require_tensor,
     require_whole_number,
+    token_stride,
 )
 from mlagen.api.mla_inputs import MlaInputs
 from mlagen.spec.dtype import DType
@@ -100,40 +102,13 @@ def check_query_ends(inputs: MlaInputs, batch: int, query: QueryLayout) -> int:
     if inputs.cum_seq_lens_q is None:
         require(longest is None, "max_q_len", f"None without {name}", longest)
         return query.q_len
-    ends = require_tensor(inputs.cum_seq_lens_q, name)
-    require_index(ends, name, inputs.query.device)
-    require_shape(ends, name, ((batch + 1,),), "batch + 1")
-    require_contiguous(ends, name)
+    require_ints(inputs.cum_seq_lens_q, name, inputs.query.device, ((batch + 1,),), "batch + 1")
     # A token without any request to search would have the kernel read what is not there.
     rule = "0 (no requests)"
     require(batch > 0 or query.tokens == 0, f"{inputs.names.query}.shape[0]", rule, query.tokens)
     if longest is None:
         return -(-query.tokens // max(1, batch))
     return require_whole_number(longest, "max_q_len", least=0)
-
-
-def token_stride(tensor: torch.Tensor, q_len: int) -> int:
-    """Return the elements from a query token to the next in ``[batch, q_len, ...]``."""
-    return tensor.stride(0 if q_len == 1 else 1)
-
-
-def check_token_stride(tensor: torch.Tensor, argument: str) -> None:
-    """Refuse ``[batch, q_len, ...]`` whose query tokens are not all equally far apart.
-
-    Raises
-    ------
-    ArgumentError
-        If they are not.
-    """
-    batch, q_len = tensor.shape[:2]
-    if batch > 1 and q_len > 1:
-        expected = q_len * tensor.stride(1)
-        require(
-            tensor.stride(0) == expected,
-            f"{argument}.stride(0)",
-            f"{expected} (q_len * stride of a query token)",
-            tensor.stride(0),
-        )
 
 
 def _token_stride(query: torch.Tensor, argument: str) -> int:
@@ -170,9 +145,6 @@ def _check_scales(inputs: MlaInputs, tokens: int) -> None:
     if inputs.query_scales is None:
         return
     name = inputs.names.query_scales
-    scales = require_tensor(inputs.query_scales, name)
+    require_tensor(inputs.query_scales, name)
     require(inputs.is_packed640, name, "None without 640-byte rows", "a tensor")
-    require_device(scales, name, inputs.query.device)
-    require_dtype(scales, name, (torch.float32,))
-    require_shape(scales, name, ((tokens,),), "query tokens")
-    require_contiguous(scales, name)
+    require_floats(inputs.query_scales, name, inputs.query.device, ((tokens,),), "query tokens")

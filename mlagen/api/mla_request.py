@@ -19,10 +19,12 @@ from mlagen.api.arguments import (
     require_device,
     require_dims,
     require_dtype,
+    require_floats,
     require_scale,
     require_shape,
     require_tensor,
     require_whole_number,
+    require_workspace,
 )
 from mlagen.api.mla_cache import check_cache
 from mlagen.api.mla_inputs import MlaInputs
@@ -76,7 +78,7 @@ def check_request(inputs: MlaInputs) -> MlaRequest:
     batch = check_lengths(inputs)
     tables = check_tables(inputs, batch, query)
     tile_q_len = check_query_ends(inputs, batch, query)
-    _check_workspace(inputs)
+    require_workspace(inputs.workspace_buffer, inputs.names.workspace_buffer, inputs.query.device)
     require_scale(inputs.bmm1_scale, inputs.names.bmm1_scale, inputs.query.device)
     require_scale(inputs.bmm2_scale, inputs.names.bmm2_scale, inputs.query.device)
     _check_sinks(inputs, query.heads)
@@ -137,21 +139,10 @@ def check_pointers(inputs: MlaInputs) -> None:
             require_aligned_pointer(tensor, getattr(inputs.names, name))
 
 
-def _check_workspace(inputs: MlaInputs) -> None:
-    name = inputs.names.workspace_buffer
-    workspace = require_tensor(inputs.workspace_buffer, name)
-    require_device(workspace, name, inputs.query.device)
-    require_contiguous(workspace, name)
-
-
 def _check_sinks(inputs: MlaInputs, heads: int) -> None:
     if inputs.sinks is None:
         return
-    sinks = require_tensor(inputs.sinks, "sinks")
-    require_device(sinks, "sinks", inputs.query.device)
-    require_dtype(sinks, "sinks", (torch.float32,))
-    require_shape(sinks, "sinks", ((heads,),), "heads of query")
-    require_contiguous(sinks, "sinks")
+    require_floats(inputs.sinks, "sinks", inputs.query.device, ((heads,),), "heads of query")
 
 
 def _check_bias(inputs: MlaInputs, query: QueryLayout) -> dict[str, int]:
@@ -200,9 +191,5 @@ def _check_lse(inputs: MlaInputs, query: QueryLayout) -> tuple[int, ...]:
     flat, name = (query.tokens, query.heads), inputs.names.lse
     if inputs.lse is None or not inputs.return_lse:
         return flat
-    lse = require_tensor(inputs.lse, name)
-    require_device(lse, name, inputs.query.device)
-    require_dtype(lse, name, (torch.float32,))
-    require_shape(lse, name, (flat, tuple(inputs.query.shape[:-1])))
-    require_contiguous(lse, name)
-    return tuple(lse.shape)
+    allowed = (flat, tuple(inputs.query.shape[:-1]))
+    return tuple(require_floats(inputs.lse, name, inputs.query.device, allowed).shape)

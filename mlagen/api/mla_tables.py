@@ -7,17 +7,20 @@ from typing import NamedTuple
 import torch
 
 from mlagen.api.arguments import (
+    check_token_stride,
     require,
     require_contiguous,
     require_dense_last_dim,
     require_dims,
     require_index,
+    require_ints,
     require_shape,
     require_tensor,
     require_whole_number,
+    token_stride,
 )
 from mlagen.api.mla_inputs import MlaInputs
-from mlagen.api.mla_query import QueryLayout, check_token_stride, token_stride
+from mlagen.api.mla_query import QueryLayout
 
 
 class TablesLayout(NamedTuple):
@@ -63,10 +66,8 @@ def check_tables(inputs: MlaInputs, batch: int, query: QueryLayout) -> TablesLay
     if inputs.top_k:
         return _check_token_lists(inputs, tables, batch, query)
     if inputs.table_starts is not None:
-        starts = require_tensor(inputs.table_starts, inputs.names.table_starts)
-        require_index(starts, inputs.names.table_starts, inputs.query.device)
-        require_shape(starts, inputs.names.table_starts, ((batch + 1,),), "batch + 1")
-        require_contiguous(starts, inputs.names.table_starts)
+        starts, device = inputs.names.table_starts, inputs.query.device
+        require_ints(inputs.table_starts, starts, device, ((batch + 1,),), "batch + 1")
         require_dims(tables, name, (1,))
         require_contiguous(tables, name)
         return TablesLayout(max_pages=tables.shape[0], stride=0, values_offset=0)
@@ -110,7 +111,4 @@ def _check_token_lists(
 def _check_top_k_lens(inputs: MlaInputs, tokens: int) -> None:
     name = inputs.names.top_k_lens
     require(inputs.top_k > 0, name, "None without sparse_mla_top_k", "a tensor")
-    lens = require_tensor(inputs.top_k_lens, name)
-    require_index(lens, name, inputs.query.device)
-    require_shape(lens, name, ((tokens,),), "query tokens")
-    require_contiguous(lens, name)
+    require_ints(inputs.top_k_lens, name, inputs.query.device, ((tokens,),), "query tokens")

@@ -14,7 +14,7 @@ import torch
 from mlagen.api.mla_cache import pages_of
 from mlagen.api.mla_inputs import MlaInputs
 from mlagen.api.mla_request import MlaRequest
-from mlagen.api.rows import decoded, scaled_groups, stored_rows
+from mlagen.api.rows import decoded, query_ends, scaled_groups, stored_rows
 from mlagen.spec.dtype import DType
 
 
@@ -24,7 +24,8 @@ def decode_mla(inputs: MlaInputs, request: MlaRequest) -> tuple[torch.Tensor, to
     out = torch.zeros(request.tokens, request.heads, request.variant.kv_lora_rank)
     lse = torch.full((request.tokens, request.heads), -math.inf)
     is_causal = inputs.is_causal or request.top_k > 0
-    for index, (start, end) in enumerate(pairwise(_query_ends(inputs, request))):
+    ends = query_ends(inputs.cum_seq_lens_q, request.batch, request.q_len)
+    for index, (start, end) in enumerate(pairwise(ends)):
         if not 0 <= start <= end <= request.tokens:  # nobody's tokens
             continue
         seq_len = max(int(inputs.seq_lens[index]), 0)
@@ -53,12 +54,6 @@ def _decoded_query(inputs: MlaInputs, request: MlaRequest) -> torch.Tensor:
     if inputs.query_scales is not None:
         query *= inputs.query_scales[:, None, None]
     return query
-
-
-def _query_ends(inputs: MlaInputs, request: MlaRequest) -> list[int]:
-    if inputs.cum_seq_lens_q is not None:
-        return [int(end) for end in inputs.cum_seq_lens_q]
-    return [index * request.q_len for index in range(request.batch + 1)]
 
 
 def _request_rows(

@@ -1,4 +1,4 @@
-"""What lies in the rows of a cache or a query, decoded to float32 in plain torch."""
+"""What both CPU backends read: ends of queries, and rows decoded to float32 in plain torch."""
 
 from __future__ import annotations
 
@@ -16,6 +16,13 @@ _TORCH_DTYPES = {
     DType.FP16: torch.float16,
     DType.E4M3: torch.float8_e4m3fn,
 }
+
+
+def query_ends(ends: torch.Tensor | None, batch: int, q_len: int) -> list[int]:
+    """Return where the query tokens of each request begin, and where the last ones end."""
+    if ends is not None:
+        return [int(end) for end in ends]
+    return [index * q_len for index in range(batch + 1)]
 
 
 def stored_rows(cache: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:

@@ -10,14 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from mlagen.api.arguments import (
-    refuse,
-    require,
-    require_contiguous,
-    require_index,
-    require_shape,
-    require_tensor,
-)
+from mlagen.api.arguments import refuse, require, require_ints
 from mlagen.api.device_checks import check_seq_lens, query_lengths, require_no_capture
 from mlagen.mla.flare_keys import Keys
 from mlagen.mla.masks import QueryRows
@@ -120,11 +113,7 @@ def _twice(table: torch.Tensor) -> torch.Tensor:
 def _checked_lengths(
     valid_length: torch.Tensor | None, q: torch.Tensor, count: int, why: str
 ) -> torch.Tensor:
-    lengths = require_tensor(valid_length, "valid_length")
-    require_index(lengths, "valid_length", q.device)
-    require_shape(lengths, "valid_length", ((count,),), why)
-    require_contiguous(lengths, "valid_length")
-    return lengths.view(torch.int32)
+    return require_ints(valid_length, "valid_length", q.device, ((count,),), why).view(torch.int32)
 
 
 def _checked_new(given: torch.Tensor, q_len: int) -> torch.Tensor:
