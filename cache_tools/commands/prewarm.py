@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import click
 
@@ -24,29 +25,28 @@ if TYPE_CHECKING:
     from mlagen.prewarming import PrewarmReport, PrewarmUnit
 
 
+Callback: TypeAlias = Callable[[click.Context, click.Parameter, str | None], list[int] | None]
+
+
 def _names(_ctx: click.Context, _param: click.Parameter, value: str | None) -> list[str] | None:
     """Read values with commas between them."""
     return None if value is None else [item.strip() for item in value.split(",")]
 
 
-def _numbers(ctx: click.Context, param: click.Parameter, value: str | None) -> list[int] | None:
-    """Read numbers with commas between them."""
-    items = _names(ctx, param, value)
-    if items is None:
-        return None
-    if not all(item.isdecimal() and int(item) > 0 for item in items):
-        raise click.BadParameter(f"expected numbers from 1 on, with commas, got {value!r}")
-    return [int(item) for item in items]
+def _numbers(least: int) -> Callback:
+    """Return what reads numbers with commas between them."""
 
+    def read(ctx: click.Context, param: click.Parameter, value: str | None) -> list[int] | None:
+        items = _names(ctx, param, value)
+        if items is None:
+            return None
+        if not all(item.isdecimal() and int(item) >= least for item in items):
+            raise click.BadParameter(
+                f"expected numbers from {least} on, with commas, got {value!r}"
+            )
+        return [int(item) for item in items]
 
-def _numbers_or_0(
-    ctx: click.Context, param: click.Parameter, value: str | None
-) -> list[int] | None:
-    """Read numbers with commas between them, of which one may be 0."""
-    items = _names(ctx, param, value)
-    rest = None if items is None else ",".join(item for item in items if item != "0") or None
-    numbers = _numbers(ctx, param, rest)
-    return numbers if items is None or "0" not in items else [0, *(numbers or [])]
+    return read
 
 
 @click.command()
@@ -78,12 +78,14 @@ def _numbers_or_0(
     help="Element types of the KV cache, such as e4m3.",
 )
 @click.option(
-    "--page-size", callback=_numbers, metavar="N,...", help="Tokens of a page of the KV cache."
+    "--page-size", callback=_numbers(1), metavar="N,...", help="Tokens of a page of the KV cache."
 )
 @click.option(
-    "--kv-lora-rank", callback=_numbers, metavar="N,...", help="Latent part of a cached token."
+    "--kv-lora-rank", callback=_numbers(1), metavar="N,...", help="Latent part of a cached token."
 )
-@click.option("--head-dim", callback=_numbers, metavar="N,...", help="Elements of a head, for GQA.")
+@click.option(
+    "--head-dim", callback=_numbers(1), metavar="N,...", help="Elements of a head, for GQA."
+)
 @click.option(
     "--lookup", callback=_names, metavar="HOW,...", help="paged (the default) or sparse, for MLA."
 )
@@ -98,24 +100,27 @@ def _numbers_or_0(
 )
 @click.option(
     "--qk-rope-head-dim",
-    callback=_numbers_or_0,
+    callback=_numbers(0),
     metavar="N,...",
     help="Rope part of a cached token.",
 )
 @click.option(
     "--heads",
-    callback=_numbers,
+    callback=_numbers(1),
     metavar="N,...",
     help="Query heads of a GPU: only the tiles that such calls take.",
 )
 @click.option(
     "--kv-heads",
-    callback=_numbers,
+    callback=_numbers(1),
     metavar="N,...",
     help="KV heads of a GPU, beside --heads, for GQA.",
 )
 @click.option(
-    "--q-len", callback=_numbers, metavar="N,...", help="Query tokens of a request, beside --heads."
+    "--q-len",
+    callback=_numbers(1),
+    metavar="N,...",
+    help="Query tokens of a request, beside --heads.",
 )
 @click.option(
     "-j",
