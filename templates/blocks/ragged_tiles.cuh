@@ -35,12 +35,31 @@ __device__ inline int request_of_token(const int* cum_seq_lens_q, int requests, 
   return request_at(token, requests, [&](int request) -> i64 { return cum_seq_lens_q[request]; });
 }
 
-// How many rows a tile holds from row `first_row` of a request on. Query tokens outside the tensor
-// are nobody's: nothing may be read or written there.
-__device__ inline int rows_of_tile(i64 first_query, i64 q_len, int rows_per_token, i64 first_row,
-                                   i64 tokens) {
+// The rows of a tile: the rest of kRows is padding.
+struct TileRows {
+  int request;
+  int q_len;  // query tokens of the request
+  i64 first_query;  // index of its first query token among all
+  int first_row;  // of the tile, among the request's rows
+  int rows;
+};
+
+// The rows of tile `tile` of request `request`, each of whose requests has `q_len` query tokens,
+// or, where ends of queries are given, of the request that they say. Query tokens outside the
+// tensor are nobody's: nothing may be read or written there.
+__device__ inline TileRows rows_of_tile(const int* cum_seq_lens_q, int requests, i64 q_len,
+                                        int rows_per_token, i64 tokens, int request, i64 tile) {
+  i64 first_query = request * q_len;
+  if (cum_seq_lens_q != nullptr) {
+    request = request_of_tile(cum_seq_lens_q, requests, rows_per_token, static_cast<int>(tile));
+    tile -= first_tile_of(cum_seq_lens_q, request, rows_per_token);
+    first_query = cum_seq_lens_q[request];
+    q_len = cum_seq_lens_q[request + 1] - first_query;
+  }
+  const i64 first_row = tile * kRows;
   const bool is_inside =
       first_query >= 0 && q_len >= 0 && first_query + q_len <= tokens && first_row >= 0;
   const i64 rows = min(q_len * rows_per_token - first_row, static_cast<i64>(kRows));
-  return is_inside && rows > 0 ? static_cast<int>(rows) : 0;
+  return {request, static_cast<int>(q_len), first_query, static_cast<int>(first_row),
+          is_inside && rows > 0 ? static_cast<int>(rows) : 0};
 }

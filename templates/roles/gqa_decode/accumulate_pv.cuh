@@ -3,9 +3,10 @@
 
 // Adds the tokens of a group that some rows see and others do not to the rows that see them, and
 // clears them: 0 * NaN is NaN, so a hidden V must not meet the tensor core.
-__device__ inline void accumulate_apart(const Params& params, const Work& work, int first_token,
-                                        const Probabilities& probabilities, unsigned char* tokens,
-                                        SharedMemory& shared, Output& output) {
+__device__ inline void accumulate_boundary(const Params& params, const Work& work, int first_token,
+                                           const Probabilities& probabilities,
+                                           unsigned char* tokens, SharedMemory& shared,
+                                           Output& output) {
   auto& p = shared.probabilities[warp_index()];
 #pragma unroll
   for (int m = 0; m < kRowGroups; ++m) {

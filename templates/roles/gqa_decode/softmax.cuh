@@ -1,9 +1,5 @@
-// Online softmax over the tokens of one warp. Needs Scores, Work, Output, ptx/ex2.cuh, ptx/cvt.cuh.
-
-// A row's probabilities are relative to its reference, which is kept until a score exceeds it by
-// this much in log2 units: the output is rescaled seldom, and no probability exceeds 2^8, which
-// fp16 holds.
-constexpr float kReferenceSlack = 8.0f;
+// Online softmax over the tokens of one warp. Needs Scores, Work, Output,
+// blocks/row_reference.cuh, ptx/ex2.cuh, ptx/cvt.cuh.
 
 // The probabilities of a group of tokens, rounded, as mma takes them: rows and tokens as in Scores.
 using Probabilities = u32[kRowGroups][4];
@@ -30,7 +26,7 @@ struct Softmax {
   // Scores become log2 units, and minus infinity where a row does not see the token: a select, not
   // arithmetic, for the hidden score may be NaN.
   __device__ void scale_and_hide(const Params& params, const Work& work, int first_token,
-                                 bool is_apart, Scores& scores) const {
+                                 bool has_boundary, Scores& scores) const {
 #pragma unroll
     for (int m = 0; m < kRowGroups; ++m) {
 #pragma unroll
@@ -38,8 +34,8 @@ struct Softmax {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const float score = __fmul_rn(scores[m][n][e], scale);
-          const bool is_seen = !is_apart || work.sees(params, score_row(m, e / 2),
-                                                      first_token + score_token(n, e % 2));
+          const bool is_seen = !has_boundary || work.sees(params, score_row(m, e / 2),
+                                                          first_token + score_token(n, e % 2));
           scores[m][n][e] = is_seen ? score : -kInfinity;
         }
       }
@@ -71,8 +67,7 @@ struct Softmax {
       for (int half = 0; half < 2; ++half) {
         float maximum = fmaxf(fmaxf(scores[m][0][half * 2], scores[m][0][half * 2 + 1]),
                               fmaxf(scores[m][1][half * 2], scores[m][1][half * 2 + 1]));
-        maximum = fmaxf(maximum, __shfl_xor_sync(~0u, maximum, 1));
-        maximum = fmaxf(maximum, __shfl_xor_sync(~0u, maximum, 2));
+        maximum = row_maximum(maximum);
         if (!(maximum - reference[m][half] > kReferenceSlack)) continue;
         const float rescale = ex2_approx(reference[m][half] - maximum);
         reference[m][half] = maximum;
@@ -111,8 +106,7 @@ struct Softmax {
     for (int m = 0; m < kRowGroups; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        sum[m][half] += __shfl_xor_sync(~0u, sum[m][half], 1);
-        sum[m][half] += __shfl_xor_sync(~0u, sum[m][half], 2);
+        sum[m][half] = row_total(sum[m][half]);
         if (lane_index() % 4 != 0) continue;
         shared.reference[warp_index()][score_row(m, half)] = reference[m][half];
         shared.sum[warp_index()][score_row(m, half)] = sum[m][half];

@@ -18,9 +18,8 @@ __device__ inline float part_factor(const SharedMemory& shared, int warp, int ro
   return own == -kInfinity ? 0.0f : ex2_approx(own - reference);
 }
 
-__device__ inline float* merged_row(SharedMemory& shared, int row) {
-  return shared.merged + row * (kSliceDims + 4);
-}
+// Where row `row` begins in `merged`, whose rows are 16 bytes longer than their elements.
+__device__ constexpr int merged_row(int row) { return row * (kSliceDims + 4); }
 
 // The sum of all warps' outputs, one warp after the other. Begins with a barrier after which nobody
 // uses tokens, and references and sums of all warps can be read; ends with a barrier too.
@@ -35,7 +34,7 @@ __device__ inline void merge_warps(SharedMemory& shared, const Output& output) {
         for (int half = 0; half < 2; ++half) {
           const int row = score_row(m, half);
           const float factor = part_factor(shared, warp, row, row_reference(shared, row));
-          float* target = merged_row(shared, row);
+          float* target = shared.merged + merged_row(row);
 #pragma unroll
           for (int n = 0; n < kSliceDims / 8; ++n) {
             float2* pair = reinterpret_cast<float2*>(target + output_dim(n, 0));
@@ -52,36 +51,49 @@ __device__ inline void merge_warps(SharedMemory& shared, const Output& output) {
   }
 }
 
-// Normalised fp32 rows with their LSE in log2 units, or the whole result. A row of a split that saw
-// nothing has LSE minus infinity, and its values are never read.
-__device__ inline void store_output(const Params& params, const Work& work, SharedMemory& shared) {
-  constexpr int kQuads = kSliceDims / 4;
+// Leaves what each merged row is multiplied by in place of the first warp's sums, and writes the
+// LSE of a split's rows in log2 units. A row of a split that saw nothing has LSE minus infinity,
+// and its values are never read.
+__device__ inline void finish_rows(const Params& params, const Work& work, SharedMemory& shared) {
   const bool is_partial = params.splits > 1;
-  const float output_scale =
-      is_partial ? 1.0f
-                 : value_of(params.bmm2_scale_tensor, params.bmm2_scale) * params.output_factor;
-  for (int i = static_cast<int>(threadIdx.x); i < work.rows * kQuads; i += kThreads) {
-    const int row = i / kQuads;
-    const int dim = i % kQuads * 4;
+  for (int row = static_cast<int>(threadIdx.x); row < work.rows; row += kThreads) {
     const float reference = row_reference(shared, row);
     float sum = 0.0f;
 #pragma unroll
     for (int warp = 0; warp < kWarps; ++warp) {
       sum += shared.sum[warp][row] * part_factor(shared, warp, row, reference);
     }
-    const i64 global_row = work.global_row(params, row);
     const float sink = is_partial || params.sinks == nullptr
                            ? -kInfinity
                            : params.sinks[work.head_of(params, row)];
     const RowResult result = finish_row(reference, sum, sink);
-    const float factor = result.factor * output_scale;
-    float4 value = *reinterpret_cast<const float4*>(merged_row(shared, row) + dim);
+    const float output_scale =
+        is_partial ? 1.0f
+                   : value_of(params.bmm2_scale_tensor, params.bmm2_scale) * params.output_factor;
+    shared.sum[0][row] = result.factor * output_scale;
+    if (is_partial && work.slice == 0) {
+      params.partial_lse[work.split * params.total_rows + work.global_row(params, row)] =
+          result.lse;
+    }
+  }
+  __syncthreads();
+}
+
+// Normalised fp32 rows of one split, or the whole result.
+__device__ inline void store_output(const Params& params, const Work& work,
+                                    const SharedMemory& shared) {
+  constexpr int kQuads = kSliceDims / 4;
+  for (int i = static_cast<int>(threadIdx.x); i < work.rows * kQuads; i += kThreads) {
+    const int row = i / kQuads;
+    const int dim = i % kQuads * 4;
+    const float factor = shared.sum[0][row];
+    float4 value = *reinterpret_cast<const float4*>(shared.merged + merged_row(row) + dim);
     value = make_float4(value.x * factor, value.y * factor, value.z * factor, value.w * factor);
+    const i64 global_row = work.global_row(params, row);
     const int column = work.slice * kSliceDims + dim;
-    if (is_partial) {
+    if (params.splits > 1) {
       const i64 partial_row = work.split * params.total_rows + global_row;
       *reinterpret_cast<float4*>(params.partial_out + partial_row * kHeadDim + column) = value;
-      if (column == 0) params.partial_lse[partial_row] = result.lse;
     } else {
       store_x4(OutElement{}, params.out, global_row * kHeadDim + column, value.x, value.y, value.z,
                value.w);

@@ -52,29 +52,21 @@ struct alignas(16) Work {
 __device__ inline Work find_work(const Params& params) {
   Work work;
   int block = static_cast<int>(blockIdx.x);
-  int row_tile = block % params.row_tiles;
-  i64 q_len;
+  const int tile = block % params.row_tiles;
   block /= params.row_tiles;
   work.slice = block % kSlices;
   block /= kSlices;
   work.kv_head = block % params.kv_heads;
   block /= params.kv_heads;
   work.split = block % params.splits;
-  if (params.cum_seq_lens_q == nullptr) {
-    work.request = block / params.splits;
-    q_len = params.q_len;
-    work.first_query = work.request * q_len;
-  } else {
-    work.request = request_of_tile(params.cum_seq_lens_q, params.requests, params.group, row_tile);
-    row_tile -= static_cast<int>(first_tile_of(params.cum_seq_lens_q, work.request, params.group));
-    work.first_query = params.cum_seq_lens_q[work.request];
-    q_len = params.cum_seq_lens_q[work.request + 1] - work.first_query;
-  }
   const i64 tokens = params.total_rows / (static_cast<i64>(params.group) * params.kv_heads);
-  work.rows = rows_of_tile(work.first_query, q_len, params.group,
-                           static_cast<i64>(row_tile) * kRows, tokens);
-  work.q_len = static_cast<int>(q_len);
-  work.first_row = row_tile * kRows;
+  const TileRows found = rows_of_tile(params.cum_seq_lens_q, params.requests, params.q_len,
+                                      params.group, tokens, block / params.splits, tile);
+  work.request = found.request;
+  work.q_len = found.q_len;
+  work.first_query = found.first_query;
+  work.first_row = found.first_row;
+  work.rows = found.rows;
   work.kv_len = tokens_held(params.seq_lens[work.request], params.max_pages);
 
   const int first = work.query_of(params, 0);

@@ -50,7 +50,7 @@ __device__ inline bool sees(const Params& params, const SharedMemory& shared, in
 }
 
 // Whether a token of [first, last) is one of those that some rows do not see.
-__device__ inline bool is_apart(const SharedMemory& shared, int first_token, int token) {
+__device__ inline bool is_at_boundary(const SharedMemory& shared, int first_token, int token) {
   if constexpr (kHasBias) {
     return shared.is_hidden[token] != 0 || first_token + token >= shared.work.visible_to_all;
   }
@@ -65,7 +65,7 @@ __device__ inline void accumulate_boundary(const Params& params, SharedMemory& s
   // Not unrolled: a rare path must not take registers from the loop over tiles.
 #pragma unroll 1
   for (int token = first; token < last; ++token) {
-    if (!is_apart(shared, first_token, token)) continue;
+    if (!is_at_boundary(shared, first_token, token)) continue;
     float p[kRowGroups][2];
     u32 seen = 0;  // a bit for each row of this thread
 #pragma unroll
@@ -100,7 +100,7 @@ __device__ inline void accumulate_boundary(const Params& params, SharedMemory& s
   __syncthreads();
   for (int word = first * kTokenBytes / 4 + static_cast<int>(threadIdx.x);
        word < last * kTokenBytes / 4; word += kThreads) {
-    if (!is_apart(shared, first_token, word / (kTokenBytes / 4))) continue;
+    if (!is_at_boundary(shared, first_token, word / (kTokenBytes / 4))) continue;
     reinterpret_cast<u32*>(values)[word] = 0;
   }
   __syncthreads();

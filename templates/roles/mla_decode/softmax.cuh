@@ -1,10 +1,5 @@
 // Online softmax over the tiles of one block. Needs Scores, SharedMemory, hidden_tokens.cuh,
-// ptx/ex2.cuh, ptx/cvt.cuh.
-
-// A row's probabilities are relative to its reference, which is kept until a score exceeds it by
-// this much in log2 units. So the warps need not agree on a maximum for every tile, the output is
-// rescaled seldom, and no probability exceeds 2^8, which fp16 holds.
-constexpr float kReferenceSlack = 8.0f;
+// blocks/row_reference.cuh, ptx/ex2.cuh, ptx/cvt.cuh.
 
 // The sums are over this thread's tokens only, of probabilities as P V uses them: rounded. The
 // references, in log2 units, are in shared memory.
@@ -125,8 +120,7 @@ struct Softmax {
             }
           }
         }
-        maximum = fmaxf(maximum, __shfl_xor_sync(~0u, maximum, 1));
-        maximum = fmaxf(maximum, __shfl_xor_sync(~0u, maximum, 2));
+        maximum = row_maximum(maximum);
         if (lane_index() % 4 == 0) shared.row_partial[token_warp()][row] = maximum;
       }
     }
@@ -146,8 +140,7 @@ struct Softmax {
     for (int m = 0; m < kScoreRowGroups; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        sum[m][half] += __shfl_xor_sync(~0u, sum[m][half], 1);
-        sum[m][half] += __shfl_xor_sync(~0u, sum[m][half], 2);
+        sum[m][half] = row_total(sum[m][half]);
         if (lane_index() % 4 == 0) {
           shared.row_partial[token_warp()][score_row(m, half)] = sum[m][half];
         }

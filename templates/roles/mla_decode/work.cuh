@@ -64,26 +64,19 @@ __device__ inline int listed_tokens(const Params& params, int token) {
 __device__ inline Work find_work(const Params& params) {
   Work work;
   const int block = static_cast<int>(blockIdx.x);
-  int row_tile = block % params.row_tiles;
-  i64 q_len;
+  const int tile = block % params.row_tiles;
+  const int* ends = kIsSparse ? nullptr : params.cum_seq_lens_q;
+  const TileRows found = rows_of_tile(ends, params.requests, kIsSparse ? 1 : params.q_len,
+                                      params.heads, params.total_rows / params.heads,
+                                      block / params.row_tiles / params.splits, tile);
+  work.request = found.request;
+  work.split = block / params.row_tiles % params.splits;
   work.heads = params.heads;
+  work.q_len = found.q_len;
+  work.first_query = found.first_query;
+  work.first_row = found.first_row;
+  work.rows = found.rows;
   work.is_causal = params.is_causal;
-  if (kIsSparse || params.cum_seq_lens_q == nullptr) {
-    work.split = block / params.row_tiles % params.splits;
-    work.request = block / params.row_tiles / params.splits;
-    q_len = kIsSparse ? 1 : params.q_len;
-    work.first_query = work.request * q_len;
-  } else {
-    work.split = block / params.row_tiles;
-    work.request = request_of_tile(params.cum_seq_lens_q, params.requests, params.heads, row_tile);
-    row_tile -= static_cast<int>(first_tile_of(params.cum_seq_lens_q, work.request, params.heads));
-    work.first_query = params.cum_seq_lens_q[work.request];
-    q_len = params.cum_seq_lens_q[work.request + 1] - work.first_query;
-  }
-  work.rows = rows_of_tile(work.first_query, q_len, work.heads, static_cast<i64>(row_tile) * kRows,
-                           params.total_rows / params.heads);
-  work.q_len = static_cast<int>(q_len);
-  work.first_row = row_tile * kRows;
 
   work.kv_len =
       kIsSparse ? listed_tokens(params, work.request)

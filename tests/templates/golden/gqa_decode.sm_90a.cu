@@ -423,14 +423,33 @@ __device__ inline int request_of_token(const int* cum_seq_lens_q, int requests, 
   return request_at(token, requests, [&](int request) -> i64 { return cum_seq_lens_q[request]; });
 }
 
-// How many rows a tile holds from row `first_row` of a request on. Query tokens outside the tensor
-// are nobody's: nothing may be read or written there.
-__device__ inline int rows_of_tile(i64 first_query, i64 q_len, int rows_per_token, i64 first_row,
-                                   i64 tokens) {
+// The rows of a tile: the rest of kRows is padding.
+struct TileRows {
+  int request;
+  int q_len;  // query tokens of the request
+  i64 first_query;  // index of its first query token among all
+  int first_row;  // of the tile, among the request's rows
+  int rows;
+};
+
+// The rows of tile `tile` of request `request`, each of whose requests has `q_len` query tokens,
+// or, where ends of queries are given, of the request that they say. Query tokens outside the
+// tensor are nobody's: nothing may be read or written there.
+__device__ inline TileRows rows_of_tile(const int* cum_seq_lens_q, int requests, i64 q_len,
+                                        int rows_per_token, i64 tokens, int request, i64 tile) {
+  i64 first_query = request * q_len;
+  if (cum_seq_lens_q != nullptr) {
+    request = request_of_tile(cum_seq_lens_q, requests, rows_per_token, static_cast<int>(tile));
+    tile -= first_tile_of(cum_seq_lens_q, request, rows_per_token);
+    first_query = cum_seq_lens_q[request];
+    q_len = cum_seq_lens_q[request + 1] - first_query;
+  }
+  const i64 first_row = tile * kRows;
   const bool is_inside =
       first_query >= 0 && q_len >= 0 && first_query + q_len <= tokens && first_row >= 0;
   const i64 rows = min(q_len * rows_per_token - first_row, static_cast<i64>(kRows));
-  return is_inside && rows > 0 ? static_cast<int>(rows) : 0;
+  return {request, static_cast<int>(q_len), first_query, static_cast<int>(first_row),
+          is_inside && rows > 0 ? static_cast<int>(rows) : 0};
 }
 
 // A scale is a number, or a tensor of one element that only the device knows. Needs nothing.
@@ -465,6 +484,24 @@ __device__ inline RowResult finish_row(float reference, float sum, float sink) {
   const float rescale = ex2_approx(reference - larger);
   const float total = sum * rescale + ex2_approx(sink_log2 - larger);
   return {rescale / total, larger + log2f(total)};
+}
+
+// What both families' online softmax does with a row, of which four neighbouring lanes hold a part
+// each. Needs blocks/prelude.cuh.
+
+// A row's probabilities are relative to its reference, which is kept until a score exceeds it by
+// this much in log2 units. So warps need not agree on a maximum for every tile, the output is
+// rescaled seldom, and no probability exceeds 2^8, which fp16 holds.
+constexpr float kReferenceSlack = 8.0f;
+
+__device__ inline float row_maximum(float value) {
+  value = fmaxf(value, __shfl_xor_sync(~0u, value, 1));
+  return fmaxf(value, __shfl_xor_sync(~0u, value, 2));
+}
+
+__device__ inline float row_total(float value) {
+  value += __shfl_xor_sync(~0u, value, 1);
+  return value + __shfl_xor_sync(~0u, value, 2);
 }
 
 // Which rows and which tokens this block attends to. Needs Params, blocks/ragged_tiles.cuh,
@@ -521,29 +558,21 @@ struct alignas(16) Work {
 __device__ inline Work find_work(const Params& params) {
   Work work;
   int block = static_cast<int>(blockIdx.x);
-  int row_tile = block % params.row_tiles;
-  i64 q_len;
+  const int tile = block % params.row_tiles;
   block /= params.row_tiles;
   work.slice = block % kSlices;
   block /= kSlices;
   work.kv_head = block % params.kv_heads;
   block /= params.kv_heads;
   work.split = block % params.splits;
-  if (params.cum_seq_lens_q == nullptr) {
-    work.request = block / params.splits;
-    q_len = params.q_len;
-    work.first_query = work.request * q_len;
-  } else {
-    work.request = request_of_tile(params.cum_seq_lens_q, params.requests, params.group, row_tile);
-    row_tile -= static_cast<int>(first_tile_of(params.cum_seq_lens_q, work.request, params.group));
-    work.first_query = params.cum_seq_lens_q[work.request];
-    q_len = params.cum_seq_lens_q[work.request + 1] - work.first_query;
-  }
   const i64 tokens = params.total_rows / (static_cast<i64>(params.group) * params.kv_heads);
-  work.rows = rows_of_tile(work.first_query, q_len, params.group,
-                           static_cast<i64>(row_tile) * kRows, tokens);
-  work.q_len = static_cast<int>(q_len);
-  work.first_row = row_tile * kRows;
+  const TileRows found = rows_of_tile(params.cum_seq_lens_q, params.requests, params.q_len,
+                                      params.group, tokens, block / params.splits, tile);
+  work.request = found.request;
+  work.q_len = found.q_len;
+  work.first_query = found.first_query;
+  work.first_row = found.first_row;
+  work.rows = found.rows;
   work.kv_len = tokens_held(params.seq_lens[work.request], params.max_pages);
 
   const int first = work.query_of(params, 0);
@@ -810,12 +839,8 @@ __device__ inline void rescale_output(int group, int half, float factor, Output&
   }
 }
 
-// Online softmax over the tokens of one warp. Needs Scores, Work, Output, ptx/ex2.cuh, ptx/cvt.cuh.
-
-// A row's probabilities are relative to its reference, which is kept until a score exceeds it by
-// this much in log2 units: the output is rescaled seldom, and no probability exceeds 2^8, which
-// fp16 holds.
-constexpr float kReferenceSlack = 8.0f;
+// Online softmax over the tokens of one warp. Needs Scores, Work, Output,
+// blocks/row_reference.cuh, ptx/ex2.cuh, ptx/cvt.cuh.
 
 // The probabilities of a group of tokens, rounded, as mma takes them: rows and tokens as in Scores.
 using Probabilities = u32[kRowGroups][4];
@@ -842,7 +867,7 @@ struct Softmax {
   // Scores become log2 units, and minus infinity where a row does not see the token: a select, not
   // arithmetic, for the hidden score may be NaN.
   __device__ void scale_and_hide(const Params& params, const Work& work, int first_token,
-                                 bool is_apart, Scores& scores) const {
+                                 bool has_boundary, Scores& scores) const {
 #pragma unroll
     for (int m = 0; m < kRowGroups; ++m) {
 #pragma unroll
@@ -850,8 +875,8 @@ struct Softmax {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const float score = __fmul_rn(scores[m][n][e], scale);
-          const bool is_seen = !is_apart || work.sees(params, score_row(m, e / 2),
-                                                      first_token + score_token(n, e % 2));
+          const bool is_seen = !has_boundary || work.sees(params, score_row(m, e / 2),
+                                                          first_token + score_token(n, e % 2));
           scores[m][n][e] = is_seen ? score : -kInfinity;
         }
       }
@@ -883,8 +908,7 @@ struct Softmax {
       for (int half = 0; half < 2; ++half) {
         float maximum = fmaxf(fmaxf(scores[m][0][half * 2], scores[m][0][half * 2 + 1]),
                               fmaxf(scores[m][1][half * 2], scores[m][1][half * 2 + 1]));
-        maximum = fmaxf(maximum, __shfl_xor_sync(~0u, maximum, 1));
-        maximum = fmaxf(maximum, __shfl_xor_sync(~0u, maximum, 2));
+        maximum = row_maximum(maximum);
         if (!(maximum - reference[m][half] > kReferenceSlack)) continue;
         const float rescale = ex2_approx(reference[m][half] - maximum);
         reference[m][half] = maximum;
@@ -923,8 +947,7 @@ struct Softmax {
     for (int m = 0; m < kRowGroups; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        sum[m][half] += __shfl_xor_sync(~0u, sum[m][half], 1);
-        sum[m][half] += __shfl_xor_sync(~0u, sum[m][half], 2);
+        sum[m][half] = row_total(sum[m][half]);
         if (lane_index() % 4 != 0) continue;
         shared.reference[warp_index()][score_row(m, half)] = reference[m][half];
         shared.sum[warp_index()][score_row(m, half)] = sum[m][half];
@@ -938,9 +961,10 @@ struct Softmax {
 
 // Adds the tokens of a group that some rows see and others do not to the rows that see them, and
 // clears them: 0 * NaN is NaN, so a hidden V must not meet the tensor core.
-__device__ inline void accumulate_apart(const Params& params, const Work& work, int first_token,
-                                        const Probabilities& probabilities, unsigned char* tokens,
-                                        SharedMemory& shared, Output& output) {
+__device__ inline void accumulate_boundary(const Params& params, const Work& work, int first_token,
+                                           const Probabilities& probabilities,
+                                           unsigned char* tokens, SharedMemory& shared,
+                                           Output& output) {
   auto& p = shared.probabilities[warp_index()];
 #pragma unroll
   for (int m = 0; m < kRowGroups; ++m) {
@@ -1015,9 +1039,8 @@ __device__ inline float part_factor(const SharedMemory& shared, int warp, int ro
   return own == -kInfinity ? 0.0f : ex2_approx(own - reference);
 }
 
-__device__ inline float* merged_row(SharedMemory& shared, int row) {
-  return shared.merged + row * (kSliceDims + 4);
-}
+// Where row `row` begins in `merged`, whose rows are 16 bytes longer than their elements.
+__device__ constexpr int merged_row(int row) { return row * (kSliceDims + 4); }
 
 // The sum of all warps' outputs, one warp after the other. Begins with a barrier after which nobody
 // uses tokens, and references and sums of all warps can be read; ends with a barrier too.
@@ -1032,7 +1055,7 @@ __device__ inline void merge_warps(SharedMemory& shared, const Output& output) {
         for (int half = 0; half < 2; ++half) {
           const int row = score_row(m, half);
           const float factor = part_factor(shared, warp, row, row_reference(shared, row));
-          float* target = merged_row(shared, row);
+          float* target = shared.merged + merged_row(row);
 #pragma unroll
           for (int n = 0; n < kSliceDims / 8; ++n) {
             float2* pair = reinterpret_cast<float2*>(target + output_dim(n, 0));
@@ -1049,36 +1072,49 @@ __device__ inline void merge_warps(SharedMemory& shared, const Output& output) {
   }
 }
 
-// Normalised fp32 rows with their LSE in log2 units, or the whole result. A row of a split that saw
-// nothing has LSE minus infinity, and its values are never read.
-__device__ inline void store_output(const Params& params, const Work& work, SharedMemory& shared) {
-  constexpr int kQuads = kSliceDims / 4;
+// Leaves what each merged row is multiplied by in place of the first warp's sums, and writes the
+// LSE of a split's rows in log2 units. A row of a split that saw nothing has LSE minus infinity,
+// and its values are never read.
+__device__ inline void finish_rows(const Params& params, const Work& work, SharedMemory& shared) {
   const bool is_partial = params.splits > 1;
-  const float output_scale =
-      is_partial ? 1.0f
-                 : value_of(params.bmm2_scale_tensor, params.bmm2_scale) * params.output_factor;
-  for (int i = static_cast<int>(threadIdx.x); i < work.rows * kQuads; i += kThreads) {
-    const int row = i / kQuads;
-    const int dim = i % kQuads * 4;
+  for (int row = static_cast<int>(threadIdx.x); row < work.rows; row += kThreads) {
     const float reference = row_reference(shared, row);
     float sum = 0.0f;
 #pragma unroll
     for (int warp = 0; warp < kWarps; ++warp) {
       sum += shared.sum[warp][row] * part_factor(shared, warp, row, reference);
     }
-    const i64 global_row = work.global_row(params, row);
     const float sink = is_partial || params.sinks == nullptr
                            ? -kInfinity
                            : params.sinks[work.head_of(params, row)];
     const RowResult result = finish_row(reference, sum, sink);
-    const float factor = result.factor * output_scale;
-    float4 value = *reinterpret_cast<const float4*>(merged_row(shared, row) + dim);
+    const float output_scale =
+        is_partial ? 1.0f
+                   : value_of(params.bmm2_scale_tensor, params.bmm2_scale) * params.output_factor;
+    shared.sum[0][row] = result.factor * output_scale;
+    if (is_partial && work.slice == 0) {
+      params.partial_lse[work.split * params.total_rows + work.global_row(params, row)] =
+          result.lse;
+    }
+  }
+  __syncthreads();
+}
+
+// Normalised fp32 rows of one split, or the whole result.
+__device__ inline void store_output(const Params& params, const Work& work,
+                                    const SharedMemory& shared) {
+  constexpr int kQuads = kSliceDims / 4;
+  for (int i = static_cast<int>(threadIdx.x); i < work.rows * kQuads; i += kThreads) {
+    const int row = i / kQuads;
+    const int dim = i % kQuads * 4;
+    const float factor = shared.sum[0][row];
+    float4 value = *reinterpret_cast<const float4*>(shared.merged + merged_row(row) + dim);
     value = make_float4(value.x * factor, value.y * factor, value.z * factor, value.w * factor);
+    const i64 global_row = work.global_row(params, row);
     const int column = work.slice * kSliceDims + dim;
-    if (is_partial) {
+    if (params.splits > 1) {
       const i64 partial_row = work.split * params.total_rows + global_row;
       *reinterpret_cast<float4*>(params.partial_out + partial_row * kHeadDim + column) = value;
-      if (column == 0) params.partial_lse[partial_row] = result.lse;
     } else {
       store_x4(OutElement{}, params.out, global_row * kHeadDim + column, value.x, value.y, value.z,
                value.w);
@@ -1124,18 +1160,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
 #pragma unroll 1
   for (int group = work.first_group + warp_index(); group < work.last_group; group += kWarps) {
     const int first_token = group * kWarpTokens;
-    const bool is_apart = first_token < work.all_begin || first_token + kWarpTokens > work.all_end;
+    const bool has_boundary =
+        first_token < work.all_begin || first_token + kWarpTokens > work.all_end;
     unsigned char* keys = next_tokens<kHeadDim>(params, work, item++, group, loader, shared);
     Scores scores;
     multiply_qk(shared, query, keys, scores);
-    softmax.scale_and_hide(params, work, first_token, is_apart, scores);
+    softmax.scale_and_hide(params, work, first_token, has_boundary, scores);
     if (softmax.exceeds(scores)) softmax.move_references(scores, output);
     Probabilities probabilities;
     softmax.find_probabilities(scores, probabilities);
 
     unsigned char* values = next_tokens<kSliceDims>(params, work, item++, group, loader, shared);
-    if (is_apart) {
-      accumulate_apart(params, work, first_token, probabilities, values, shared, output);
+    if (has_boundary) {
+      accumulate_boundary(params, work, first_token, probabilities, values, shared, output);
     }
     accumulate_pv(probabilities, values, output);
   }
@@ -1144,5 +1181,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   cp_async_wait_group<0>();
   softmax.publish(shared);
   merge_warps(shared, output);
+  finish_rows(params, work, shared);
   store_output(params, work, shared);
 }

@@ -381,14 +381,33 @@ __device__ inline int request_of_token(const int* cum_seq_lens_q, int requests, 
   return request_at(token, requests, [&](int request) -> i64 { return cum_seq_lens_q[request]; });
 }
 
-// How many rows a tile holds from row `first_row` of a request on. Query tokens outside the tensor
-// are nobody's: nothing may be read or written there.
-__device__ inline int rows_of_tile(i64 first_query, i64 q_len, int rows_per_token, i64 first_row,
-                                   i64 tokens) {
+// The rows of a tile: the rest of kRows is padding.
+struct TileRows {
+  int request;
+  int q_len;  // query tokens of the request
+  i64 first_query;  // index of its first query token among all
+  int first_row;  // of the tile, among the request's rows
+  int rows;
+};
+
+// The rows of tile `tile` of request `request`, each of whose requests has `q_len` query tokens,
+// or, where ends of queries are given, of the request that they say. Query tokens outside the
+// tensor are nobody's: nothing may be read or written there.
+__device__ inline TileRows rows_of_tile(const int* cum_seq_lens_q, int requests, i64 q_len,
+                                        int rows_per_token, i64 tokens, int request, i64 tile) {
+  i64 first_query = request * q_len;
+  if (cum_seq_lens_q != nullptr) {
+    request = request_of_tile(cum_seq_lens_q, requests, rows_per_token, static_cast<int>(tile));
+    tile -= first_tile_of(cum_seq_lens_q, request, rows_per_token);
+    first_query = cum_seq_lens_q[request];
+    q_len = cum_seq_lens_q[request + 1] - first_query;
+  }
+  const i64 first_row = tile * kRows;
   const bool is_inside =
       first_query >= 0 && q_len >= 0 && first_query + q_len <= tokens && first_row >= 0;
   const i64 rows = min(q_len * rows_per_token - first_row, static_cast<i64>(kRows));
-  return is_inside && rows > 0 ? static_cast<int>(rows) : 0;
+  return {request, static_cast<int>(q_len), first_query, static_cast<int>(first_row),
+          is_inside && rows > 0 ? static_cast<int>(rows) : 0};
 }
 
 // A scale is a number, or a tensor of one element that only the device knows. Needs nothing.
@@ -423,6 +442,24 @@ __device__ inline RowResult finish_row(float reference, float sum, float sink) {
   const float rescale = ex2_approx(reference - larger);
   const float total = sum * rescale + ex2_approx(sink_log2 - larger);
   return {rescale / total, larger + log2f(total)};
+}
+
+// What both families' online softmax does with a row, of which four neighbouring lanes hold a part
+// each. Needs blocks/prelude.cuh.
+
+// A row's probabilities are relative to its reference, which is kept until a score exceeds it by
+// this much in log2 units. So warps need not agree on a maximum for every tile, the output is
+// rescaled seldom, and no probability exceeds 2^8, which fp16 holds.
+constexpr float kReferenceSlack = 8.0f;
+
+__device__ inline float row_maximum(float value) {
+  value = fmaxf(value, __shfl_xor_sync(~0u, value, 1));
+  return fmaxf(value, __shfl_xor_sync(~0u, value, 2));
+}
+
+__device__ inline float row_total(float value) {
+  value += __shfl_xor_sync(~0u, value, 1);
+  return value + __shfl_xor_sync(~0u, value, 2);
 }
 
 // Which rows and which tokens this block attends to. Needs Params, blocks/ragged_tiles.cuh,
@@ -491,26 +528,19 @@ __device__ inline int listed_tokens(const Params& params, int token) {
 __device__ inline Work find_work(const Params& params) {
   Work work;
   const int block = static_cast<int>(blockIdx.x);
-  int row_tile = block % params.row_tiles;
-  i64 q_len;
+  const int tile = block % params.row_tiles;
+  const int* ends = kIsSparse ? nullptr : params.cum_seq_lens_q;
+  const TileRows found = rows_of_tile(ends, params.requests, kIsSparse ? 1 : params.q_len,
+                                      params.heads, params.total_rows / params.heads,
+                                      block / params.row_tiles / params.splits, tile);
+  work.request = found.request;
+  work.split = block / params.row_tiles % params.splits;
   work.heads = params.heads;
+  work.q_len = found.q_len;
+  work.first_query = found.first_query;
+  work.first_row = found.first_row;
+  work.rows = found.rows;
   work.is_causal = params.is_causal;
-  if (kIsSparse || params.cum_seq_lens_q == nullptr) {
-    work.split = block / params.row_tiles % params.splits;
-    work.request = block / params.row_tiles / params.splits;
-    q_len = kIsSparse ? 1 : params.q_len;
-    work.first_query = work.request * q_len;
-  } else {
-    work.split = block / params.row_tiles;
-    work.request = request_of_tile(params.cum_seq_lens_q, params.requests, params.heads, row_tile);
-    row_tile -= static_cast<int>(first_tile_of(params.cum_seq_lens_q, work.request, params.heads));
-    work.first_query = params.cum_seq_lens_q[work.request];
-    q_len = params.cum_seq_lens_q[work.request + 1] - work.first_query;
-  }
-  work.rows = rows_of_tile(work.first_query, q_len, work.heads, static_cast<i64>(row_tile) * kRows,
-                           params.total_rows / params.heads);
-  work.q_len = static_cast<int>(q_len);
-  work.first_row = row_tile * kRows;
 
   work.kv_len =
       kIsSparse ? listed_tokens(params, work.request)
@@ -893,12 +923,7 @@ __device__ inline void multiply_qk(SharedMemory& shared, const unsigned char* to
 }
 
 // Online softmax over the tiles of one block. Needs Scores, SharedMemory, hidden_tokens.cuh,
-// ptx/ex2.cuh, ptx/cvt.cuh.
-
-// A row's probabilities are relative to its reference, which is kept until a score exceeds it by
-// this much in log2 units. So the warps need not agree on a maximum for every tile, the output is
-// rescaled seldom, and no probability exceeds 2^8, which fp16 holds.
-constexpr float kReferenceSlack = 8.0f;
+// blocks/row_reference.cuh, ptx/ex2.cuh, ptx/cvt.cuh.
 
 // The sums are over this thread's tokens only, of probabilities as P V uses them: rounded. The
 // references, in log2 units, are in shared memory.
@@ -1019,8 +1044,7 @@ struct Softmax {
             }
           }
         }
-        maximum = fmaxf(maximum, __shfl_xor_sync(~0u, maximum, 1));
-        maximum = fmaxf(maximum, __shfl_xor_sync(~0u, maximum, 2));
+        maximum = row_maximum(maximum);
         if (lane_index() % 4 == 0) shared.row_partial[token_warp()][row] = maximum;
       }
     }
@@ -1040,8 +1064,7 @@ struct Softmax {
     for (int m = 0; m < kScoreRowGroups; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        sum[m][half] += __shfl_xor_sync(~0u, sum[m][half], 1);
-        sum[m][half] += __shfl_xor_sync(~0u, sum[m][half], 2);
+        sum[m][half] = row_total(sum[m][half]);
         if (lane_index() % 4 == 0) {
           shared.row_partial[token_warp()][score_row(m, half)] = sum[m][half];
         }
@@ -1102,7 +1125,7 @@ __device__ inline bool sees(const Params& params, const SharedMemory& shared, in
 }
 
 // Whether a token of [first, last) is one of those that some rows do not see.
-__device__ inline bool is_apart(const SharedMemory& shared, int first_token, int token) {
+__device__ inline bool is_at_boundary(const SharedMemory& shared, int first_token, int token) {
   if constexpr (kHasBias) {
     return shared.is_hidden[token] != 0 || first_token + token >= shared.work.visible_to_all;
   }
@@ -1117,7 +1140,7 @@ __device__ inline void accumulate_boundary(const Params& params, SharedMemory& s
   // Not unrolled: a rare path must not take registers from the loop over tiles.
 #pragma unroll 1
   for (int token = first; token < last; ++token) {
-    if (!is_apart(shared, first_token, token)) continue;
+    if (!is_at_boundary(shared, first_token, token)) continue;
     float p[kRowGroups][2];
     u32 seen = 0;  // a bit for each row of this thread
 #pragma unroll
@@ -1152,7 +1175,7 @@ __device__ inline void accumulate_boundary(const Params& params, SharedMemory& s
   __syncthreads();
   for (int word = first * kTokenBytes / 4 + static_cast<int>(threadIdx.x);
        word < last * kTokenBytes / 4; word += kThreads) {
-    if (!is_apart(shared, first_token, word / (kTokenBytes / 4))) continue;
+    if (!is_at_boundary(shared, first_token, word / (kTokenBytes / 4))) continue;
     reinterpret_cast<u32*>(values)[word] = 0;
   }
   __syncthreads();
