@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from dataclasses import replace
 from typing import Any
 
@@ -11,13 +10,10 @@ import torch
 
 import mlagen.decode
 import mlagen.xqa
-from mlagen.api import calls, gqa_call
+from mlagen.api import gqa_call, gqa_plan
 from mlagen.api.gqa_inputs import GqaInputs
-from mlagen.api.gqa_plan import plan_gqa_call
 from mlagen.api.gqa_request import check_request
-from mlagen.runtime.loader import LoadedKernel
-from mlagen.spec.arch import Arch
-from mlagen.spec.kernel import KernelSpec
+from tests.api.launches import Launch, record_launches
 from tests.gqa_problems import GqaCase
 from tests.xqa_semantics import xqa_arguments
 
@@ -38,38 +34,14 @@ def xqa_inputs_of(case: GqaCase, monkeypatch: pytest.MonkeyPatch, **changes: Any
     return seen[0]._replace(**changes)
 
 
-Launch = tuple[str, int, bool, dict[str, float]]
-
-
 def launches_of(
     inputs: GqaInputs, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[gqa_call.GqaCall, torch.Tensor, list[Launch]]:
     """Run a call whose launches are recorded, each with its values by name."""
-    monkeypatch.setattr("mlagen.api.gqa_plan.arch_of_device", lambda _: Arch(90, "a"))
-    monkeypatch.setattr("mlagen.api.gqa_plan.device_facts", lambda _: _Facts)
-    for module in (gqa_call, calls):
-        monkeypatch.setattr(module, "kernel_for", lambda spec, _: _loaded(spec))
-    plan_gqa_call.cache_clear()
+    launches = record_launches(
+        monkeypatch, calling=gqa_call, planning=gqa_plan, planner="plan_gqa_call"
+    )
     request = check_request(inputs)
     on_a_gpu = replace(request, device=torch.device("cuda", 0))
     call = replace(gqa_call._prepare(inputs, on_a_gpu), request=request)
-    plan_gqa_call.cache_clear()
-    launches: list[Launch] = []
-
-    def record(kernel: LoadedKernel, blocks: int, enable_pdl: bool, *values: float) -> None:
-        kernel.packing.pack(*values)  # what the driver would be given can be made of them
-        names = [parameter.name for parameter in kernel.spec.parameters]
-        named = dict(zip(names, values, strict=True))
-        launches.append((kernel.spec.family, blocks, enable_pdl, named))
-
-    monkeypatch.setattr(gqa_call, "launch", record)
     return call, gqa_call._run_on_gpu(call, inputs, enable_pdl=True), launches
-
-
-class _Facts:
-    sm_count = 132
-
-
-def _loaded(spec: KernelSpec) -> LoadedKernel:
-    packing = struct.Struct("<" + "".join(parameter.code for parameter in spec.parameters))
-    return LoadedKernel(spec, 0, packing, None, None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from dataclasses import replace
+from types import ModuleType
 from typing import NamedTuple
 
 import pytest
@@ -43,8 +44,14 @@ class Launched(NamedTuple):
     launches: list[Launch]
 
 
-def record_launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
-    """Let GPU 0 be an H200 that only records what it is given."""
+def record_launches(
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    calling: ModuleType = mla_call,
+    planning: ModuleType = mla_plan,
+    planner: str = "plan_call",
+) -> list[Launch]:
+    """Let GPU 0 be an H200 that only records what the modules of a family give it."""
     facts = DeviceFacts(index=0, name="", major=9, minor=0, sm_count=132, memory_bytes=0)
     recorded: list[Launch] = []
 
@@ -58,12 +65,12 @@ def record_launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
         packing = struct.Struct("<" + "".join(parameter.code for parameter in spec.parameters))
         return LoadedKernel(spec, 0, packing, None, None)
 
-    monkeypatch.setattr(mla_call, "plan_call", mla_plan.plan_call.__wrapped__)
-    monkeypatch.setattr(mla_plan, "arch_of_device", lambda _: Arch(90, "a"))
-    monkeypatch.setattr(mla_plan, "device_facts", lambda _: facts)
-    for module in (mla_call, calls):
+    monkeypatch.setattr(calling, planner, getattr(planning, planner).__wrapped__)
+    monkeypatch.setattr(planning, "arch_of_device", lambda _: Arch(90, "a"))
+    monkeypatch.setattr(planning, "device_facts", lambda _: facts)
+    for module in (calling, calls):
         monkeypatch.setattr(module, "kernel_for", loaded)
-    monkeypatch.setattr(mla_call, "launch", record)
+    monkeypatch.setattr(calling, "launch", record)
     return recorded
 
 
