@@ -1,1 +1,1 @@
-"""The `mlagen` command: prewarm kernels, look at the cache, examine the machine, see a demo."""
+"""The `mlagen` command: prewarm kernels, look at the cache, examine the machine, demo, bench."""

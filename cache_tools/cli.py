@@ -7,6 +7,7 @@ import click
 from mlagen import __version__
 from mlagen.errors import MlagenError
 
+from .commands.bench import bench
 from .commands.cache import cache
 from .commands.demo import demo
 from .commands.doctor import doctor
@@ -35,7 +36,7 @@ def cli() -> None:
     """
 
 
-for command in (prewarm, cache, doctor, demo):
+for command in (prewarm, cache, doctor, demo, bench):
     cli.add_command(command)
 
 

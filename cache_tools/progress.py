@@ -1,4 +1,4 @@
-"""Prewarming as it goes: a line for each finished kernel, and on a terminal a bar below them."""
+"""Long work as it goes: a line for each finished part, and on a terminal a bar below them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,50 @@ if TYPE_CHECKING:
     from mlagen.prewarming import PrewarmEvent, PrewarmUnit
     from mlagen.spec.kernel import KernelSpec
 
+    from .benchmark.run import Step
+
 
 @contextmanager
 def prewarm_progress() -> Iterator[Callable[[PrewarmEvent], None]]:
     """Give a callback for :func:`mlagen.prewarm` that prints on stderr."""
     output = console(stderr=True)
+    compiling: dict[KernelSpec, str] = {}
+    with _bar(output) as show:
+
+        def on_event(event: PrewarmEvent) -> None:
+            _print_line(output, event)
+            if event.kind == "started":
+                compiling[event.spec] = _name(event.spec)
+            else:
+                compiling.pop(event.spec, None)
+            waiting = f"compiling {next(iter(compiling.values()))}" if compiling else ""
+            if len(compiling) > 1:
+                waiting += f", and {len(compiling) - 1} more"
+            show(waiting, event.done, event.total)
+
+        yield on_event
+
+
+@contextmanager
+def bench_progress() -> Iterator[Callable[[Step], None]]:
+    """Give a callback for a benchmark that prints on stderr."""
+    output = console(stderr=True)
+    with _bar(output) as show:
+
+        def on_step(step: Step) -> None:
+            if step.line is not None:
+                output.print(step.line, soft_wrap=True)
+            waiting = f"measuring {step.name}" if step.line is None else ""
+            show(waiting, step.done, step.total)
+
+        yield on_step
+
+
+@contextmanager
+def _bar(output: Console) -> Iterator[Callable[[str, int, int], None]]:
+    """Give a callback that shows what is waited for, and how many of how many are done."""
     if not output.is_terminal:
-        yield lambda event: _print_line(output, event)
+        yield lambda _waiting, _done, _total: None
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
     from rich.table import Column
@@ -32,22 +69,13 @@ def prewarm_progress() -> Iterator[Callable[[PrewarmEvent], None]]:
         # The only column that gives way where the terminal is narrow.
         TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, ratio=1)),
     )
-    compiling: dict[KernelSpec, str] = {}
     with Progress(*columns, console=output, transient=True, expand=True) as progress:
         task = progress.add_task("", total=None)
 
-        def on_event(event: PrewarmEvent) -> None:
-            _print_line(output, event)
-            if event.kind == "started":
-                compiling[event.spec] = _name(event.spec)
-            else:
-                compiling.pop(event.spec, None)
-            waiting = f"compiling {next(iter(compiling.values()))}" if compiling else ""
-            if len(compiling) > 1:
-                waiting += f", and {len(compiling) - 1} more"
-            progress.update(task, total=event.total, completed=event.done, description=waiting)
+        def show(waiting: str, done: int, total: int) -> None:
+            progress.update(task, total=total, completed=done, description=waiting)
 
-        yield on_event
+        yield show
 
 
 def _print_line(output: Console, event: PrewarmEvent) -> None:

@@ -10,7 +10,9 @@ from pathlib import Path
 import click
 import pytest
 
+from cache_tools.benchmark.outcomes import FIELDS
 from cache_tools.cli import cli
+from tests.doc_text import table
 
 ROOT = Path(__file__).resolve().parents[1]
 REFERENCE = ROOT / "docs" / "reference"
@@ -18,7 +20,7 @@ REFERENCE = ROOT / "docs" / "reference"
 HEADER = """\
 # The `mlagen` command
 
-This page is what `--help` prints.
+This page is what `--help` prints, and what a long JSON document holds.
 `python3 -m cache_tools` is the same command in a checkout that is not installed.
 Exit codes and environment variables are on [a page of their own](environment.md).
 """
@@ -44,7 +46,20 @@ def render_page() -> str:
     for name, command, context in commands():
         depth = "#" * (1 + len(name.split()))
         sections.append(f"{depth} `{name}`\n\n```text\n{command.get_help(context)}\n```\n")
+        sections.extend(DOCUMENTS.get(name, ()))
     return "\n".join(sections)
+
+
+def document_section(fields: dict[str, dict[str, str]]) -> Iterator[str]:
+    """Yield what is said of a JSON document, an object of it after the other."""
+    yield "With `--json`, the names of one document, in this order:\n"
+    for part, names in fields.items():
+        rows = [{f"in {part}": f"`{name}`", "meaning": meaning} for name, meaning in names.items()]
+        yield "\n".join(table(rows))
+
+
+# The commands whose document is told name by name.
+DOCUMENTS = {"mlagen bench": tuple(document_section(FIELDS))}
 
 
 def test_the_page_on_the_command_is_what_help_prints() -> None:

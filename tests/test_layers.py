@@ -46,9 +46,19 @@ FENCES = {
     "rich": {"cache_tools"},
     "torch": {"api", "runtime"} | DOORS,
 }
-# A warm call digests the templates and must not pay for Jinja; the demo makes tensors.
+# A warm call digests the templates and must not pay for Jinja; the demo and the benchmark make
+# tensors, and the benchmark uses what need not be installed.
 CLOSED = {"mlagen/codegen/sources.py": {"jinja2"}}
-OPEN = {"cache_tools/commands/demo.py": {"torch"}}
+OPEN = {
+    "cache_tools/commands/bench.py": {"torch"},
+    "cache_tools/commands/demo.py": {"torch"},
+    **{
+        f"cache_tools/benchmark/{name}.py": {"torch"}
+        for name in ("calls", "gpu", "inputs", "reference", "timing")
+    },
+    "cache_tools/benchmark/peer.py": {"flashinfer", "torch"},
+    "cache_tools/benchmark/roofline_plot.py": {"matplotlib"},
+}
 
 FILES = {
     str(path.relative_to(ROOT)): path

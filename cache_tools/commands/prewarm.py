@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ..exit_codes import CACHE_UNUSABLE, DONE, FAILED, exit_code_of
+from ..options import names, numbers
 from ..progress import prewarm_progress
 from ..report import (
     SHORT_KEY,
@@ -25,35 +25,11 @@ if TYPE_CHECKING:
     from mlagen.prewarming import PrewarmReport, PrewarmUnit
 
 
-Callback: TypeAlias = Callable[[click.Context, click.Parameter, str | None], list[int] | None]
-
-
-def _names(_ctx: click.Context, _param: click.Parameter, value: str | None) -> list[str] | None:
-    """Read values with commas between them."""
-    return None if value is None else [item.strip() for item in value.split(",")]
-
-
-def _numbers(least: int) -> Callback:
-    """Return what reads numbers with commas between them."""
-
-    def read(ctx: click.Context, param: click.Parameter, value: str | None) -> list[int] | None:
-        items = _names(ctx, param, value)
-        if items is None:
-            return None
-        if not all(item.isdecimal() and int(item) >= least for item in items):
-            raise click.BadParameter(
-                f"expected numbers from {least} on, with commas, got {value!r}"
-            )
-        return [int(item) for item in items]
-
-    return read
-
-
 @click.command()
 @click.option(
     "--arch",
     "archs",
-    callback=_names,
+    callback=names,
     default="native",
     metavar="ARCH,...",
     help="Targets such as sm_90a; native (the default) is those of the visible GPUs.",
@@ -61,64 +37,64 @@ def _numbers(least: int) -> Callback:
 @click.option(
     "--family",
     "families",
-    callback=_names,
+    callback=names,
     metavar="NAME,...",
     help="Kernel families, such as mla_decode.",
 )
 @click.option(
     "--dtype",
-    callback=_names,
+    callback=names,
     metavar="DTYPE,...",
     help="Element types of the queries, such as bf16.",
 )
 @click.option(
     "--kv-dtype",
-    callback=_names,
+    callback=names,
     metavar="DTYPE,...",
     help="Element types of the KV cache, such as e4m3.",
 )
 @click.option(
-    "--page-size", callback=_numbers(1), metavar="N,...", help="Tokens of a page of the KV cache."
+    "--page-size", callback=numbers(1), metavar="N,...", help="Tokens of a page of the KV cache."
 )
 @click.option(
-    "--kv-lora-rank", callback=_numbers(1), metavar="N,...", help="Latent part of a cached token."
+    "--kv-lora-rank", callback=numbers(1), metavar="N,...", help="Latent part of a cached token."
 )
 @click.option(
-    "--head-dim", callback=_numbers(1), metavar="N,...", help="Elements of a head, for GQA."
+    "--head-dim", callback=numbers(1), metavar="N,...", help="Elements of a head, for GQA."
 )
 @click.option(
-    "--lookup", callback=_names, metavar="HOW,...", help="paged (the default) or sparse, for MLA."
+    "--lookup", callback=names, metavar="HOW,...", help="paged (the default) or sparse, for MLA."
 )
 @click.option(
     "--values",
-    callback=_names,
+    callback=names,
     metavar="HOW,...",
     help="shared (the default) or separate, for MLA.",
 )
 @click.option(
-    "--mask", callback=_names, metavar="HOW,...", help="causal (the default) or bias, for MLA."
+    "--mask", callback=names, metavar="HOW,...", help="causal (the default) or bias, for MLA."
 )
 @click.option(
     "--qk-rope-head-dim",
-    callback=_numbers(0),
+    callback=numbers(0),
     metavar="N,...",
     help="Rope part of a cached token.",
 )
 @click.option(
     "--heads",
-    callback=_numbers(1),
+    callback=numbers(1),
     metavar="N,...",
     help="Query heads of a GPU: only the tiles that such calls take.",
 )
 @click.option(
     "--kv-heads",
-    callback=_numbers(1),
+    callback=numbers(1),
     metavar="N,...",
     help="KV heads of a GPU, beside --heads, for GQA.",
 )
 @click.option(
     "--q-len",
-    callback=_numbers(1),
+    callback=numbers(1),
     metavar="N,...",
     help="Query tokens of a request, beside --heads.",
 )

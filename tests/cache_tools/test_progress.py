@@ -1,4 +1,4 @@
-"""Progress of a prewarm: a line for each kernel, and on a terminal what is being compiled."""
+"""Progress: a line for each finished part, and on a terminal what is being worked on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from rich.console import Console
 
 import mlagen
 from cache_tools import progress
-from cache_tools.progress import prewarm_progress
+from cache_tools.benchmark.run import Step
+from cache_tools.progress import bench_progress, prewarm_progress
 from mlagen.prewarming import PrewarmEvent, PrewarmUnit
 from mlagen.spec.arch import parse_arch
 from mlagen.spec.families import specs_of
@@ -71,11 +72,17 @@ def test_each_kernel_is_one_plain_line(
     assert (out, err) == ("", line + "\n")
 
 
-def test_a_terminal_shows_what_is_being_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Below the lines, the bar counts kernels and names the one that has been at it longest."""
+def terminal_of(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    """Let progress go to a terminal, and return what it shows."""
     screen = io.StringIO()
     terminal = Console(file=screen, force_terminal=True, width=120, color_system=None)
     monkeypatch.setattr(progress, "console", lambda **_: terminal)
+    return screen
+
+
+def test_a_terminal_shows_what_is_being_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Below the lines, the bar counts kernels and names the one that has been at it longest."""
+    screen = terminal_of(monkeypatch)
 
     with prewarm_progress() as on_event:
         on_event(event("started"))
@@ -85,3 +92,33 @@ def test_a_terminal_shows_what_is_being_compiled(monkeypatch: pytest.MonkeyPatch
     shown = screen.getvalue()
     assert "1/2" in shown
     assert "compiling combine_splits sm_80 bf16 dims 256" in shown
+
+
+STEPS = (
+    Step(name="ceilings", done=0, total=3),
+    Step(name="ceilings", done=1, total=3, line="read 4000 GB/s"),
+    Step(name="mla bf16", done=1, total=3),
+)
+
+
+def test_each_part_of_a_benchmark_is_one_plain_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """What begins is not told where stderr is no terminal, and what ends is told once."""
+    with bench_progress() as on_step:
+        for step in STEPS:
+            on_step(step)
+
+    assert capsys.readouterr() == ("", "read 4000 GB/s\n")
+
+
+def test_a_terminal_shows_what_is_being_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Below the lines, the bar counts parts and names the one that is measured."""
+    screen = terminal_of(monkeypatch)
+
+    with bench_progress() as on_step:
+        for step in STEPS:
+            on_step(step)
+
+    shown = screen.getvalue()
+    assert "read 4000 GB/s" in shown
+    assert "1/3" in shown
+    assert "measuring mla bf16" in shown

@@ -1,0 +1,100 @@
+"""A case as a call of mlagen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+
+from mlagen.api.workspace import workspace_bytes
+from mlagen.decode import xqa_batch_decode_with_kv_cache
+from mlagen.mla import trtllm_batch_decode_with_kv_cache_mla
+from mlagen.spec.mla_support import output_dtype
+
+from .cases import KV_LORA_RANK, QK_ROPE_HEAD_DIM
+from .inputs import TORCH_DTYPES, Inputs
+
+# Computes the set of that number and returns what came out.
+Call: TypeAlias = Callable[[int], torch.Tensor]
+
+
+def mlagen_call(inputs: Inputs) -> Call:
+    """Return the call of mlagen's entry point for the family of the case."""
+    make = _mla_call if inputs.case.family == "mla" else _gqa_call
+    return make(inputs, _workspace(inputs))
+
+
+def _mla_call(inputs: Inputs, workspace: torch.Tensor) -> Call:
+    shared = _shared(inputs)
+    caches = [keys.squeeze(2) for keys in inputs.keys]
+
+    def call(index: int) -> torch.Tensor:
+        out = trtllm_batch_decode_with_kv_cache_mla(
+            inputs.queries[index],
+            caches[index],
+            workspace,
+            qk_nope_head_dim=128,
+            kv_lora_rank=KV_LORA_RANK,
+            qk_rope_head_dim=QK_ROPE_HEAD_DIM,
+            **shared,
+        )
+        assert not isinstance(out, tuple), "nobody asked for an LSE"
+        return out
+
+    return call
+
+
+def _gqa_call(inputs: Inputs, workspace: torch.Tensor) -> Call:
+    shared = _shared(inputs)
+    queries = [query.flatten(0, 1) for query in inputs.queries]
+
+    def call(index: int) -> torch.Tensor:
+        return xqa_batch_decode_with_kv_cache(
+            queries[index],
+            (inputs.keys[index], inputs.values[index]),
+            workspace,
+            q_len_per_req=inputs.case.q_len,
+            **shared,
+        )
+
+    return call
+
+
+def _shared(inputs: Inputs) -> dict[str, Any]:
+    case = inputs.case
+    rows = (case.batch, case.q_len) if case.family == "mla" else (case.batch * case.q_len,)
+    out = torch.empty(
+        *rows,
+        case.heads,
+        case.head_dim_vo,
+        dtype=TORCH_DTYPES[output_dtype(case.dtype)],
+        device=inputs.seq_lens.device,
+    )
+    return {
+        "block_tables": inputs.block_tables,
+        "seq_lens": inputs.seq_lens,
+        "max_seq_len": inputs.max_seq_len,
+        "bmm1_scale": inputs.scale,
+        "out": out,
+    }
+
+
+def _workspace(inputs: Inputs) -> torch.Tensor:
+    case, device = inputs.case, inputs.seq_lens.device
+    if device.type == "cpu":  # whose backend needs none
+        return torch.empty(0, dtype=torch.uint8)
+    is_gqa = case.family == "gqa"
+    size = workspace_bytes(
+        batch=case.batch,
+        q_len=case.q_len,
+        heads=case.heads,
+        max_seq_len=inputs.max_seq_len,
+        dtype=TORCH_DTYPES[case.dtype],
+        kv_dtype=TORCH_DTYPES[case.kv_dtype],
+        page_size=case.page_size,
+        kv_heads=case.kv_heads if is_gqa else None,
+        head_dim=case.head_dim_qk if is_gqa else None,
+        device=device,
+    )
+    return torch.empty(size, dtype=torch.uint8, device=device)

@@ -1,0 +1,125 @@
+"""A benchmark as a roofline: what was reached over arithmetic intensity, below what could be."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mlagen.errors import ArgumentError, UnsupportedError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Of each library: marker, whether it is filled, and on which side its number stands.
+_STYLES = {"mlagen": ("o", True, "left"), "flashinfer": ("s", False, "right")}
+
+_CEILINGS = (("bf16_tflop_s", "bf16", "-"), ("fp8_tflop_s", "e4m3", "--"))
+
+
+def require_plot(path: Path) -> None:
+    """Refuse a plot that could not be written, before anything is measured for it.
+
+    Raises
+    ------
+    ArgumentError
+        If ``path`` is no PNG file in a folder that can be written.
+    UnsupportedError
+        If matplotlib is not installed.
+    """
+    if path.suffix.lower() != ".png":
+        raise ArgumentError(f"plot: expected a name that ends in .png, got {path}")
+    folder = path.absolute().parent
+    if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)) or path.is_dir():
+        raise ArgumentError(f"plot: expected a file in a writable folder, got {path}")
+    if find_spec("matplotlib") is None:
+        raise UnsupportedError(
+            "plot: expected matplotlib to be installed, got none; run: pip install matplotlib"
+        )
+
+
+def write_plot(document: dict[str, Any], path: Path) -> None:
+    """Write the roofline of a benchmark as a PNG file."""
+    draw(document).savefig(path, dpi=150)
+
+
+def draw(document: dict[str, Any]) -> Figure:
+    """Return the roofline of a benchmark.
+
+    Every result that is right is a point with the number that the legend has for its case; what
+    is wrong or missing is not drawn.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 6), layout="constrained")
+    axes = figure.add_subplot()
+    _draw_ceilings(axes, document)
+    for index, case in enumerate(document["cases"]):
+        _draw_case(axes, index, case)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter("{x:g}")
+    axes.set_xlabel("arithmetic intensity, FLOP / byte")
+    axes.set_ylabel("TFLOP/s")
+    axes.set_title(f"{document['gpu']}, mlagen {document['mlagen']}")
+    axes.grid(visible=True, which="major", alpha=0.3)
+    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), fontsize="small", frameon=False)
+    return figure
+
+
+def _draw_ceilings(axes: Axes, document: dict[str, Any]) -> None:
+    ceilings = document["ceilings"]
+    rates = [ceilings[name] for name, _, _ in _CEILINGS if ceilings[name] is not None]
+    intensities = [case["flop_per_byte"] for case in document["cases"]]
+    tflop_s_per_intensity = ceilings["read_gb_s"] / 1e3
+    ridge = max(rates) / tflop_s_per_intensity
+    start, end = min([*intensities, ridge]) / 2, max([*intensities, ridge]) * 2
+    axes.plot(
+        [start, ridge],
+        [start * tflop_s_per_intensity, max(rates)],
+        color="black",
+        label=f"reads, {ceilings['read_gb_s']:.0f} GB/s",
+    )
+    for name, dtype, style in _CEILINGS:
+        rate = ceilings[name]
+        if rate is not None:
+            axes.plot(
+                [rate / tflop_s_per_intensity, end],
+                [rate, rate],
+                color="black",
+                linestyle=style,
+                label=f"products of {dtype}, {rate:.0f} TFLOP/s",
+            )
+
+
+def _draw_case(axes: Axes, index: int, case: dict[str, Any]) -> None:
+    color = f"C{index % 10}"
+    for library, (marker, is_filled, side) in _STYLES.items():
+        outcome = case[library]
+        if outcome is None or not outcome["is_right"]:
+            continue
+        number, text = f"{index + 1}", case["case"]
+        if library != "mlagen":
+            number, text = f"{number}f", f"{text}, FlashInfer"
+        intensity, tflop_s = case["flop_per_byte"], outcome["tflop_s"]
+        axes.plot(
+            [intensity],
+            [tflop_s],
+            marker=marker,
+            color=color,
+            markerfacecolor=color if is_filled else "none",
+            linestyle="none",
+            label=f"{number}  {text}",
+        )
+        axes.annotate(
+            number,
+            (intensity, tflop_s),
+            (6 if side == "left" else -6, 0),
+            textcoords="offset points",
+            fontsize="small",
+            horizontalalignment=side,
+            verticalalignment="center",
+        )

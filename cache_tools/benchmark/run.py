@@ -1,0 +1,67 @@
+"""A benchmark from its first step to its document, on whatever measures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from .cases import Case
+from .outcomes import Measured, document_of
+from .roofline import Ceilings
+
+
+class Machine(Protocol):
+    """What can measure: a GPU, or in tests something that knows the answers."""
+
+    def facts(self) -> dict[str, str | None]:
+        """Return ``gpu``, ``torch`` and ``flashinfer``: what is measured, and by which versions."""
+
+    def ceilings(self, *, with_fp8: bool) -> Ceilings:
+        """Measure what the GPU can do at the most; the fp8 rate only if somebody needs it."""
+
+    def measure(self, case: Case) -> Measured:
+        """Measure a case; what goes wrong in it is in the result."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """Something that begins, or with a ``line`` about it has come to its end."""
+
+    name: str
+    done: int
+    total: int
+    line: str | None = None
+
+
+def run_cases(
+    cases: Sequence[Case], machine: Machine, on_step: Callable[[Step], None]
+) -> dict[str, Any]:
+    """Measure ceilings and cases one after the other, and return the document of all of it."""
+    total = 1 + len(cases)
+    on_step(Step(name="ceilings", done=0, total=total))
+    ceilings = machine.ceilings(with_fp8=any(case.is_fp8_math for case in cases))
+    on_step(Step(name="ceilings", done=1, total=total, line=ceilings_text(ceilings)))
+    measured = []
+    for done, case in enumerate(cases, start=1):
+        on_step(Step(name=case.label, done=done, total=total))
+        measured.append(machine.measure(case))
+        line = f"{_verdict(measured[-1])}  {case.label}"
+        on_step(Step(name=case.label, done=done + 1, total=total, line=line))
+    return document_of(machine.facts(), ceilings, measured)
+
+
+def ceilings_text(ceilings: Ceilings) -> str:
+    """Return the ceilings on one line."""
+    fp8 = ceilings.fp8_tflop_s
+    return (
+        f"read {ceilings.read_gb_s:.0f} GB/s, products of bf16 {ceilings.bf16_tflop_s:.0f}"
+        f"{'' if fp8 is None else f' and of e4m3 {fp8:.0f}'} TFLOP/s"
+    )
+
+
+def _verdict(measured: Measured) -> str:
+    us = measured.mlagen.us
+    if us is None:
+        return f"{'failed':>12}"
+    return f"{us:9.1f} us{'' if measured.mlagen.is_right(measured.case) else ', WRONG'}"

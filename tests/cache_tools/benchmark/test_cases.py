@@ -1,0 +1,124 @@
+"""The arithmetic of cases, against numbers worked out by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cache_tools.benchmark.selection import case_of
+
+
+@pytest.mark.parametrize(
+    ("family", "facts", "flop", "moved_bytes"),
+    [
+        # 524288 tokens of 1152 bytes; 16384 rows of 1152 bytes in and 1024 out; 2 * 1088 a pair.
+        ("mla", {}, 16_384 * 4096 * 2176, 603_979_776 + 18_874_368 + 16_777_216),
+        # The three query tokens of a request see 8, 9 and 10 tokens.
+        (
+            "mla",
+            {"batch": 2, "seq_len": 10, "heads": 4, "q_len": 3},
+            2 * 4 * 27 * 2176,
+            20 * 1152 + 24 * 1152 + 24 * 1024,
+        ),
+        # One byte an element, but for the output in bf16.
+        (
+            "mla",
+            {"batch": 1, "seq_len": 1, "heads": 1, "dtype": "e4m3"},
+            2176,
+            576 + 576 + 1024,
+        ),
+        # Keys and values of 2 kv heads, 16 elements of a byte each.
+        (
+            "gqa",
+            {
+                "batch": 2,
+                "seq_len": 10,
+                "heads": 4,
+                "kv_heads": 2,
+                "head_dim": 16,
+                "kv_dtype": "e4m3",
+            },
+            2 * 4 * 10 * 64,
+            20 * 2 * 32 + 8 * 32 + 8 * 32,
+        ),
+        ("gqa", {"dtype": "fp16"}, 8192 * 4096 * 512, 524_288 * 4096 + 2 * 8192 * 256),
+    ],
+    ids=["MLA", "MLA with drafts", "MLA in e4m3", "GQA over e4m3", "GQA in fp16"],
+)
+def test_work_is_what_a_hand_computes(
+    family: str, facts: dict[str, Any], flop: int, moved_bytes: int
+) -> None:
+    """Products count two operations, tokens are read once, and hidden drafts are not computed."""
+    case = case_of(family, **facts)
+
+    assert (case.flop, case.moved_bytes) == (flop, moved_bytes)
+    assert case.flop_per_byte == flop / moved_bytes
+
+
+def test_ragged_lengths_are_the_same_in_every_run() -> None:
+    """Lengths are spread around the mean by a fixed seed, between one token and twice the mean."""
+    case = case_of("mla", batch=1000, seq_len=100, is_ragged=True)
+
+    assert case_of("mla", batch=3, seq_len=70, is_ragged=True).seq_lens == (105, 94, 63)
+    assert (min(case.seq_lens), max(case.seq_lens)) == (1, 200)
+    assert 95 < case.tokens / 1000 < 105
+    assert case.tokens == sum(case.seq_lens)
+
+
+def test_a_ragged_request_holds_its_query_tokens() -> None:
+    """No request is shorter than what it asks with."""
+    case = case_of("mla", batch=200, seq_len=8, q_len=6, is_ragged=True)
+
+    assert min(case.seq_lens) == 6
+
+
+@pytest.mark.parametrize(
+    ("family", "facts", "bound", "is_fp8_math"),
+    [
+        ("mla", {}, 4e-3, False),
+        ("mla", {"kv_dtype": "e4m3"}, 5e-2, False),
+        ("mla", {"dtype": "e4m3"}, 5e-2, True),
+        ("gqa", {"dtype": "fp16"}, 4e-3, False),
+        ("gqa", {"kv_dtype": "e4m3"}, 5e-2, False),
+    ],
+    ids=["16 bits", "e4m3 cache", "all e4m3", "fp16", "e4m3 cache of GQA"],
+)
+def test_bound_and_rate_follow_the_dtypes(
+    family: str, facts: dict[str, Any], bound: float, is_fp8_math: bool
+) -> None:
+    """An e4m3 cache allows more error; query and cache of e4m3 are held to the fp8 rate."""
+    case = case_of(family, **facts)
+
+    assert (case.error_bound, case.is_fp8_math) == (bound, is_fp8_math)
+
+
+@pytest.mark.parametrize(
+    ("facts", "sets"),
+    [
+        ({}, 1),  # 640 MB in one
+        ({"batch": 16, "seq_len": 1024}, 18),  # 23.3 MB each
+        ({"batch": 1, "seq_len": 1, "heads": 1}, 1024),
+    ],
+    ids=["larger than all of it", "smaller than L2", "tiny"],
+)
+def test_inputs_together_are_eight_times_the_l2_cache(facts: dict[str, Any], sets: int) -> None:
+    """What is read again has left the cache, unless that would take too many tensors."""
+    assert case_of("mla", **facts).input_sets(50 << 20) == sets
+
+
+@pytest.mark.parametrize(
+    ("family", "facts", "label"),
+    [
+        ("mla", {}, "mla bf16, 128 x 4096, 128 heads"),
+        ("mla", {"is_ragged": True, "q_len": 2}, "mla bf16, 128 x ~4096, 128 heads, q_len 2"),
+        (
+            "gqa",
+            {"kv_dtype": "e4m3", "head_dim": 64, "page_size": 16},
+            "gqa bf16/e4m3, 128 x 4096, 64/8 heads, head_dim 64, page_size 16",
+        ),
+    ],
+)
+def test_a_label_says_what_is_not_usual(family: str, facts: dict[str, Any], label: str) -> None:
+    """Two cases that differ have different labels."""
+    assert case_of(family, **facts).label == label

@@ -1,0 +1,90 @@
+"""The document of a benchmark."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from cache_tools.benchmark.outcomes import FIELDS, Measured, Outcome, document_of
+from cache_tools.benchmark.roofline import Ceilings
+from cache_tools.benchmark.selection import case_of
+from tests.fake_machine import FAILED, RIGHT, WRONG, FakeMachine
+
+CEILINGS = Ceilings(read_gb_s=4000.0, bf16_tflop_s=800.0)
+
+
+def document(mlagen: Outcome = RIGHT, flashinfer: Outcome | None = None) -> dict[str, Any]:
+    """Return the document of the usual case of MLA, as a program reads it."""
+    machine = FakeMachine(flashinfer=None if flashinfer is None else lambda _: flashinfer)
+    measured = Measured(case=case_of("mla"), input_sets=3, mlagen=mlagen, flashinfer=flashinfer)
+    written = json.dumps(document_of(machine.facts(), CEILINGS, [measured]), allow_nan=False)
+    parsed: dict[str, Any] = json.loads(written)
+    return parsed
+
+
+def test_the_document_has_the_documented_names() -> None:
+    """No name is missing from the reference, none is there in vain, and the order is the same."""
+    found = document(flashinfer=RIGHT)
+    (case,) = found["cases"]
+    objects = (found, found["ceilings"], case, case["mlagen"])
+
+    assert [list(each) for each in objects] == [list(names) for names in FIELDS.values()]
+    assert list(case["flashinfer"]) == list(case["mlagen"])
+
+
+def test_rates_are_work_over_time() -> None:
+    """146 GFLOP and 640 MB in a millisecond, which is 5.5 times the floor."""
+    (case,) = document()["cases"]
+
+    assert case["floor_us"] == pytest.approx(182.536, rel=1e-5)
+    assert case["mlagen"] == {
+        "us": 1000.0,
+        "tflop_s": pytest.approx(146.028888),
+        "gb_s": pytest.approx(639.63136),
+        "share_of_floor": pytest.approx(0.182536, rel=1e-5),
+        "error": 1.7e-3,
+        "is_right": True,
+        "problem": None,
+    }
+    assert (case["input_sets"], case["flashinfer"], case["ratio"]) == (3, None, None)
+
+
+@pytest.mark.parametrize(
+    ("mlagen", "flashinfer", "ratio"),
+    [
+        (RIGHT, Outcome(us=500.0, error=1e-3), 0.5),
+        (WRONG, RIGHT, None),
+        (RIGHT, WRONG, None),
+        (RIGHT, FAILED, None),
+        (FAILED, RIGHT, None),
+    ],
+    ids=["both right", "mlagen wrong", "FlashInfer wrong", "FlashInfer failed", "mlagen failed"],
+)
+def test_only_right_results_are_compared(
+    mlagen: Outcome, flashinfer: Outcome, ratio: float | None
+) -> None:
+    """A result that is wrong or missing is neither faster nor slower than another."""
+    (case,) = document(mlagen, flashinfer)["cases"]
+
+    assert case["ratio"] == ratio
+
+
+def test_a_failure_has_a_problem_and_no_numbers() -> None:
+    """What could not be measured is null."""
+    (case,) = document(FAILED)["cases"]
+
+    assert case["mlagen"] == {
+        **dict.fromkeys(("us", "tflop_s", "gb_s", "share_of_floor", "error")),
+        "is_right": False,
+        "problem": "RuntimeError: no memory",
+    }
+
+
+@pytest.mark.parametrize(("error", "is_right"), [(4e-3, True), (4.1e-3, False)])
+def test_the_bound_decides(error: float, is_right: bool) -> None:
+    """An error is right up to the bound of its case."""
+    (case,) = document(Outcome(us=1.0, error=error))["cases"]
+
+    assert case["mlagen"]["is_right"] is is_right

@@ -1,0 +1,64 @@
+"""The fp32 reference of the benchmark, against the float64 one of the tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import tests.reference
+from cache_tools.benchmark.inputs import Inputs, make_inputs
+from cache_tools.benchmark.reference import attend, relative_error
+from cache_tools.benchmark.selection import case_of
+
+
+def in_float64(inputs: Inputs) -> torch.Tensor:
+    """Return what the first set gives, one query token and one kv head after the other."""
+    case = inputs.case
+    group = case.heads // case.kv_heads
+    out = torch.zeros(case.batch, case.q_len, case.heads, case.head_dim_vo, dtype=torch.float64)
+    for request, seq_len in enumerate(case.seq_lens):
+        slots = [divmod(token, case.page_size) for token in range(seq_len)]
+        rows = [(int(inputs.block_tables[request, page]), slot) for page, slot in slots]
+        for token in range(case.q_len):
+            seen = rows[: seq_len - case.q_len + token + 1]
+            for head in range(case.kv_heads):
+                heads = slice(head * group, (head + 1) * group)
+                result = tests.reference.attend(
+                    inputs.queries[0][request, token, heads].float(),
+                    torch.stack([inputs.keys[0][page, slot, head].float() for page, slot in seen]),
+                    torch.stack(
+                        [inputs.values[0][page, slot, head].float() for page, slot in seen]
+                    ),
+                    score_scale=inputs.scale,
+                )
+                out[request, token, heads] = result.out
+    return out
+
+
+@pytest.mark.parametrize(
+    ("family", "facts"),
+    [
+        ("mla", {}),
+        ("mla", {"q_len": 3, "kv_dtype": "e4m3"}),
+        ("gqa", {"head_dim": 32, "q_len": 3}),
+        ("gqa", {"head_dim": 32, "kv_heads": 4, "kv_dtype": "e4m3"}),
+    ],
+    ids=["MLA", "MLA with drafts over e4m3", "GQA with drafts", "GQA over e4m3"],
+)
+def test_it_is_attention_as_float64_computes_it(family: str, facts: dict[str, Any]) -> None:
+    """The reference differs from float64 by roundings of fp32."""
+    facts = {"batch": 2, "seq_len": 20, "heads": 8, "page_size": 8, **facts}
+    inputs = make_inputs(case_of(family, is_ragged=True, **facts), 1, "cpu")
+
+    expected = in_float64(inputs)
+
+    assert relative_error(attend(inputs), expected) < 1e-6
+
+
+def test_an_error_is_relative_and_of_everything() -> None:
+    """A difference of 3 and 4 in numbers whose norm is 50."""
+    expected = torch.tensor([[30.0, 40.0], [0.0, 0.0]])
+
+    assert relative_error(torch.tensor([30.0, 43.0, 4.0, 0.0]), expected) == pytest.approx(0.1)

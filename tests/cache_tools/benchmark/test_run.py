@@ -1,0 +1,52 @@
+"""A benchmark from step to step."""
+
+from __future__ import annotations
+
+from cache_tools.benchmark.run import Step, run_cases
+from cache_tools.benchmark.selection import case_of, select_cases
+from tests.fake_machine import FAILED, WRONG, FakeMachine
+
+
+def test_every_part_begins_and_ends() -> None:
+    """Ceilings come first; each part is told when it begins, and with a line when it is done."""
+    steps: list[Step] = []
+    case = case_of("mla", batch=1)
+
+    run_cases([case], FakeMachine(), steps.append)
+
+    assert steps == [
+        Step(name="ceilings", done=0, total=2),
+        Step(
+            name="ceilings",
+            done=1,
+            total=2,
+            line="read 4000 GB/s, products of bf16 800 TFLOP/s",
+        ),
+        Step(name=case.label, done=1, total=2),
+        Step(name=case.label, done=2, total=2, line=f"   1000.0 us  {case.label}"),
+    ]
+
+
+def test_a_line_says_what_went_wrong() -> None:
+    """Neither a wrong result nor a missing one looks like a time."""
+    outcomes = iter([WRONG, FAILED])
+    lines: list[str | None] = []
+    cases = [case_of("mla", batch=1), case_of("mla", batch=2)]
+
+    run_cases(cases, FakeMachine(lambda _: next(outcomes)), lambda step: lines.append(step.line))
+
+    assert [line for line in lines if line][1:] == [
+        f"      1.0 us, WRONG  {cases[0].label}",
+        f"      failed  {cases[1].label}",
+    ]
+
+
+def test_the_fp8_rate_is_measured_for_those_who_need_it() -> None:
+    """An e4m3 cache is not enough."""
+    without, needing = FakeMachine(), FakeMachine()
+
+    run_cases(select_cases(), without, lambda _: None)
+    run_cases([case_of("mla"), case_of("mla", dtype="e4m3")], needing, lambda _: None)
+
+    assert without.asked[0] == "ceilings"
+    assert needing.asked[0] == "ceilings with fp8"

@@ -1,0 +1,114 @@
+"""Which cases options name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+import mlagen
+from cache_tools.benchmark.selection import case_of, select_cases
+from mlagen.spec.dtype import DType
+
+MLA = [
+    "mla bf16, 128 x 4096, 128 heads",
+    "mla bf16, 128 x 4096, 64 heads",
+    "mla bf16, 128 x 4096, 16 heads",
+    "mla bf16, 1 x 65536, 128 heads",
+    "mla bf16, 16 x 1024, 128 heads",
+]
+GQA = [
+    "gqa bf16, 128 x 4096, 64/8 heads",
+    "gqa bf16, 1 x 131072, 64/8 heads",
+    "gqa bf16/e4m3, 128 x 4096, 64/8 heads",
+    "gqa bf16/e4m3, 1 x 131072, 64/8 heads",
+]
+
+
+@pytest.mark.parametrize(
+    ("families", "labels"),
+    [(None, MLA + GQA), (["mla"], MLA), (["gqa"], GQA)],
+    ids=["both", "MLA", "GQA"],
+)
+def test_the_usual_cases_are_those_of_the_families(
+    families: list[str] | None, labels: list[str]
+) -> None:
+    """Without anything of a case, the usual ones are measured."""
+    assert [case.label for case in select_cases(families)] == labels
+
+
+def test_values_give_every_combination() -> None:
+    """Each value is combined with each of the others, in their order, and none comes twice."""
+    cases = select_cases(["mla"], {"batch": [1, 2, 1], "kv_dtype": ["bf16", "e4m3"]})
+
+    assert [(case.batch, case.kv_dtype) for case in cases] == [
+        (1, DType.BF16),
+        (1, DType.E4M3),
+        (2, DType.BF16),
+        (2, DType.E4M3),
+    ]
+
+
+def test_each_family_takes_the_values_that_it_knows() -> None:
+    """What GQA alone has changes no case of MLA."""
+    mla, gqa = select_cases(["mla", "gqa"], {"heads": [32], "kv_heads": [4], "head_dim": [64]})
+
+    assert mla == case_of("mla", heads=32)
+    assert (gqa.heads, gqa.kv_heads, gqa.head_dim_qk, gqa.head_dim_vo) == (32, 4, 64, 64)
+
+
+def test_a_case_of_no_family_is_mla() -> None:
+    """One option is enough to define a case, and being ragged is one."""
+    assert select_cases(None, {"batch": [7]}) == [case_of("mla", batch=7)]
+    assert select_cases(is_ragged=True) == [case_of("mla", is_ragged=True)]
+
+
+def test_a_cache_is_of_the_dtype_of_its_query() -> None:
+    """Unless its own is named."""
+    assert [case.kv_dtype for case in select_cases(None, {"dtype": ["fp16", "e4m3"]})] == [
+        DType.FP16,
+        DType.E4M3,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("families", "axes", "message"),
+    [
+        (["mha"], {}, "family: expected mla or gqa, got mha"),
+        (["mla"], {"kv_heads": [8]}, "kv_heads: expected family gqa beside it, got family mla"),
+        (None, {"head_dim": [64]}, "head_dim: expected family gqa beside it, got family mla"),
+        (["gqa"], {"heads": [20]}, "heads: expected a multiple of 8 (kv_heads), got 20"),
+        (None, {"seq_len": [2], "q_len": [4]}, "seq_len: expected 4 (q_len) or more, got 2"),
+        (None, {"dtype": ["fp32"]}, "dtype: expected one of bf16, fp16, e4m3, got fp32"),
+        (None, {"kv_dtype": ["int8"]}, "kv_dtype: expected one of bf16, fp16, e4m3, got int8"),
+    ],
+    ids=["family", "kv heads", "head dim", "group", "drafts", "dtype", "dtype of the cache"],
+)
+def test_what_does_not_go_together_is_refused(
+    families: list[str] | None, axes: Mapping[str, Sequence[Any]], message: str
+) -> None:
+    """The message names the option, the rule and the value."""
+    with pytest.raises(mlagen.ArgumentError) as caught:
+        select_cases(families, axes)
+
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("family", "axes", "message"),
+    [
+        ("mla", {"kv_dtype": ["fp16"]}, "no MLA decode kernel for query bf16, cache fp16; "),
+        ("gqa", {"dtype": ["e4m3"]}, "no GQA decode kernel for query e4m3, cache e4m3, "),
+        ("gqa", {"head_dim": [320]}, "no GQA decode kernel for head_dim 320; "),
+    ],
+    ids=["pair", "query", "head dim"],
+)
+def test_what_no_kernel_covers_is_refused(
+    family: str, axes: Mapping[str, Sequence[Any]], message: str
+) -> None:
+    """The message is that of a call, with what is covered."""
+    with pytest.raises(mlagen.UnsupportedError) as caught:
+        select_cases([family], axes)
+
+    assert str(caught.value).startswith(message)

@@ -1,0 +1,92 @@
+"""A benchmark on a page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from cache_tools.benchmark.cases import Case
+from cache_tools.benchmark.outcomes import Outcome
+from cache_tools.benchmark.run import run_cases
+from cache_tools.benchmark.selection import case_of
+from cache_tools.benchmark.table import all_right, print_results, problems_of
+from tests.fake_machine import FAILED, RIGHT, WRONG, FakeMachine
+
+
+def document(
+    mlagen: Outcome, flashinfer: Callable[[Case], Outcome] | None = None
+) -> dict[str, Any]:
+    """Return the document of one case."""
+    machine = FakeMachine(lambda _: mlagen, flashinfer)
+    return run_cases([case_of("mla")], machine, lambda _: None)
+
+
+def rows(document: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
+    """Return the head line, and the cells of the table."""
+    print_results(document)
+    head, blank, *table = capsys.readouterr().out.splitlines()
+    assert blank == ""
+    cells = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in table]
+    return [[head], *cells]
+
+
+def test_the_page_says_where_what_and_how_fast(capsys: pytest.CaptureFixture[str]) -> None:
+    """GPU and ceilings on the first line, then a row for each case."""
+    assert rows(document(RIGHT), capsys) == [
+        ["NVIDIA H200, torch 2.11.0: read 4000 GB/s, products of bf16 800 TFLOP/s"],
+        ["case", "us", "tflop_s", "gb_s", "floor_us", "of_floor", "error"],
+        ["mla bf16, 128 x 4096, 128 heads", "1000.0", "146.0", "640", "182.5", "0.18", "1.7e-03"],
+    ]
+
+
+def test_a_comparison_adds_two_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    """The time of FlashInfer, and how many times as fast mlagen is."""
+    found = rows(document(RIGHT, lambda _: Outcome(us=1500.0, error=2e-3)), capsys)
+
+    assert "FlashInfer 0.7.2" in found[0][0]
+    assert found[1][-2:] == ["flashinfer_us", "ratio"]
+    assert found[2][-2:] == ["1500.0", "1.5"]
+
+
+def test_what_is_wrong_or_missing_stands_out(capsys: pytest.CaptureFixture[str]) -> None:
+    """A wrong result is marked, and one that is missing has no numbers."""
+    wrong = rows(document(WRONG, lambda _: FAILED), capsys)[2]
+    missing = rows(document(FAILED, lambda _: WRONG), capsys)[2]
+
+    assert wrong[-2:] == ["5.0e-01 WRONG", "failed"]
+    assert missing == ["mla bf16, 128 x 4096, 128 heads", "182.5", "failed", "1.0 WRONG"]
+
+
+def test_problems_are_lines_with_their_case() -> None:
+    """Each library's own, and none where all is right."""
+    label = "mla bf16, 128 x 4096, 128 heads"
+
+    assert list(problems_of(document(RIGHT, lambda _: RIGHT))) == []
+    assert list(problems_of(document(WRONG, lambda _: FAILED))) == [
+        f"mlagen: {label}: relative error: expected 0.004 or less, got 5.0e-01",
+        f"flashinfer: {label}: RuntimeError: no memory",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("mlagen", "flashinfer", "expected"),
+    [(RIGHT, FAILED, True), (WRONG, RIGHT, False), (FAILED, RIGHT, False)],
+    ids=["FlashInfer failed", "mlagen wrong", "mlagen failed"],
+)
+def test_only_mlagen_can_fail_the_command(
+    mlagen: Outcome, flashinfer: Outcome, expected: bool
+) -> None:
+    """An error of FlashInfer is its own."""
+    assert all_right(document(mlagen, lambda _: flashinfer)) is expected
+
+
+def test_one_wrong_case_is_enough() -> None:
+    """That the other cases are right does not help."""
+    outcomes = iter([RIGHT, WRONG])
+    machine = FakeMachine(lambda _: next(outcomes))
+
+    found = run_cases([case_of("mla"), case_of("gqa")], machine, lambda _: None)
+
+    assert not all_right(found)

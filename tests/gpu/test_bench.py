@@ -1,0 +1,32 @@
+"""`mlagen bench` on a GPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_two_small_cases_are_measured_and_right() -> None:
+    """Times, errors and ceilings are there, and what they say can be."""
+    options = ("--family", "mla,gqa", "--batch", "2", "--seq-len", "500", "--heads", "16", "--json")
+    command = [sys.executable, "-m", "cache_tools", "bench", *options]
+
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+    assert ran.returncode == 0, ran.stderr
+    document = json.loads(ran.stdout)
+    ceilings = document["ceilings"]
+    assert ceilings["read_gb_s"] > 50
+    assert ceilings["bf16_tflop_s"] > 1
+    assert ceilings["fp8_tflop_s"] is None
+    assert [case["family"] for case in document["cases"]] == ["mla", "gqa"]
+    for case in document["cases"]:
+        outcome = case["mlagen"]
+        assert 0 < outcome["error"] <= case["error_bound"]
+        assert 1 < outcome["us"] < 10_000
+        assert 0 < outcome["share_of_floor"] < 1
+        assert case["input_sets"] > 1
