@@ -13,6 +13,7 @@ from pathlib import Path
 from mlagen.errors import ArgumentError
 
 DEFAULT_LOCK_TIMEOUT_S = 300.0
+MLA_KERNELS = ("auto", "portable", "hopper")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +24,7 @@ class Settings:
     lock_dir: Path
     lock_timeout_s: float
     checks_contents: bool = False  # of tensors, at every call; waits for the device
+    mla_kernel: str = "auto"  # out of MLA_KERNELS: what MLA calls take
 
 
 def read_settings(environ: Mapping[str, str]) -> Settings:
@@ -39,6 +41,7 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
         lock_dir=_lock_dir(environ),
         lock_timeout_s=_seconds(environ, "MLAGEN_LOCK_TIMEOUT", DEFAULT_LOCK_TIMEOUT_S),
         checks_contents=_switch(environ, "MLAGEN_CHECK"),
+        mla_kernel=_word(environ, "MLAGEN_MLA_KERNEL", MLA_KERNELS),
     )
 
 
@@ -94,3 +97,11 @@ def _switch(environ: Mapping[str, str], name: str) -> bool:
     if text not in {"", "0", "1"}:
         raise ArgumentError(f"{name}: expected 0 or 1, got {text!r}")
     return text == "1"
+
+
+def _word(environ: Mapping[str, str], name: str, allowed: tuple[str, ...]) -> str:
+    """Return one of the words, the first if none is said."""
+    text = environ.get(name) or allowed[0]
+    if text not in allowed:
+        raise ArgumentError(f"{name}: expected {' or '.join(allowed)}, got {text!r}")
+    return text

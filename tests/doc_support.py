@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from typing import Any
 
 from mlagen.api.mla_query import MOST_HEADS
 from mlagen.compiler.toolchain import OLDEST_NVRTC
-from mlagen.spec import gqa, mla, mla_support
+from mlagen.spec import gqa, mla, mla_hopper, mla_support
 from mlagen.spec.arch import ARCHS, Arch
 from mlagen.spec.families import FAMILIES, specs_of
 from mlagen.spec.gqa import GqaDecodeSpec, GqaVariant, gqa_decode_spec
@@ -31,27 +32,27 @@ FORMS = {
 ENTRY_POINTS = [
     {
         "entry point": "`mlagen.mla.trtllm_batch_decode_with_kv_cache_mla`",
-        "kernels": "`mla_decode`",
+        "kernels": "`mla_decode`, `mla_hopper`",
         "asks for": "paged, sparse and separate; every pair but `packed640`",
     },
     {
         "entry point": "`mlagen.mla.xqa_batch_decode_with_kv_cache_mla`",
-        "kernels": "`mla_decode`",
+        "kernels": "`mla_decode`, `mla_hopper`",
         "asks for": "paged; every pair but `packed640`",
     },
     {
         "entry point": "`mlagen.mla.BatchMLAPagedAttentionWrapper`",
-        "kernels": "`mla_decode`",
+        "kernels": "`mla_decode`, `mla_hopper`",
         "asks for": "paged; `bf16` and `fp16` alike, and `e4m3` under `bf16` with a latent of 512",
     },
     {
         "entry point": "`mlagen.mla.flare_mla_decoding`",
-        "kernels": "`mla_decode`",
+        "kernels": "`mla_decode`, `mla_hopper`",
         "asks for": "paged and bias; dims (512, 64)",
     },
     {
         "entry point": "`mlagen.xqa.xqa_mla`",
-        "kernels": "`mla_decode`",
+        "kernels": "`mla_decode`, `mla_hopper`",
         "asks for": "paged and separate; dims (512, 64); every pair but the packed ones",
     },
     {
@@ -64,12 +65,12 @@ ENTRY_POINTS = [
 
 SOURCES = """\
 This page is generated from the tables that the code itself reads: `SUPPORTED` and `TILES` in
-`mlagen/spec/mla_support.py`, `mlagen/spec/mla.py` and `mlagen/spec/gqa.py`, `ARCHS` in
-`mlagen/spec/arch.py`."""
+`mlagen/spec/mla_support.py`, `mlagen/spec/mla.py` and `mlagen/spec/gqa.py`, `TILE_ROWS` in
+`mlagen/spec/mla_hopper.py`, `ARCHS` in `mlagen/spec/arch.py`."""
 
 ENTRY_READING = """\
-Every entry point is served by one of two families of kernels, and by `combine_splits` where
-sequences are split."""
+Every entry point is served by the families of kernels that are named here, and by `combine_splits`
+where a kernel other than `mla_hopper` splits sequences."""
 
 MLA_READING = f"""\
 Dims are pairs of `kv_lora_rank` and `qk_rope_head_dim`. With each row: 1 to {MOST_HEADS} heads, 1
@@ -85,6 +86,13 @@ DTYPES_READING = """\
 elements of bf16. `packed640` is 640 bytes: 512 elements of e4m3 and 64 of bf16, with one fp32 scale
 for each token in a tensor of its own. `nvfp4` is two elements of e2m1 in a byte, and an e4m3 scale
 for 16 elements in a tensor of its own."""
+
+HOPPER_READING = f"""\
+On `sm_90a` these calls take `mla_hopper`, with pages of a multiple of 16 tokens, and all others
+`mla_decode`, unless [`MLAGEN_MLA_KERNEL`](environment.md#the-kernel-of-mla-calls) says otherwise.
+Its tiles have {", ".join(map(str, sorted(mla_hopper.TILE_ROWS)))} rows: a request takes the
+narrowest that holds its rows, or the widest. A cache whose strides are 2^40 bytes or more takes
+`mla_decode`, too."""
 
 GQA_READING = f"""\
 With each row: head dims that are multiples of 16 up to {gqa.SLICE_DIMS}, and 512; any page size;
@@ -125,6 +133,9 @@ def support_page() -> str:
             *table([_mla_row(row) for row in mla_support.SUPPORTED]),
             *paragraphs(MLA_READING),
             *paragraphs(DTYPES_READING),
+            "## The Hopper kernel\n",
+            *paragraphs(HOPPER_READING),
+            *table(list(_hopper_rows())),
             "## GQA decode\n",
             *table([_gqa_row(row) for row in gqa.SUPPORTED]),
             *paragraphs(GQA_READING),
@@ -151,6 +162,19 @@ def _mla_row(row: MlaSupport) -> dict[str, Any]:
         "dims": ", ".join(f"({rank}, {rope})" for rank, rope in row.head_dims),
         **{name: "yes" if form in row.forms else "" for name, form in FORMS.items()},
     }
+
+
+def _hopper_rows() -> Iterator[dict[str, str]]:
+    """Yield what the Hopper kernel covers of the table of MLA decode."""
+    specs = mla_hopper.mla_hopper_specs(Arch(90, "a"))
+    for variant in dict.fromkeys(replace(spec.variant, page_size=64) for spec in specs):
+        form = (variant.lookup, variant.values, variant.mask)
+        yield {
+            "query": f"`{variant.query_dtype}`",
+            "cache": f"`{variant.kv_dtype}`",
+            "dims": f"({variant.kv_lora_rank}, {variant.qk_rope_head_dim})",
+            "form": next(name for name, known in FORMS.items() if known == form),
+        }
 
 
 def _gqa_row(row: gqa.GqaSupport) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from mlagen.spec.combine import CombineSplitsSpec
 from mlagen.spec.dtype import DType
 from mlagen.spec.gqa import GqaDecodeSpec, GqaVariant, gqa_decode_spec
 from mlagen.spec.mla import MlaDecodeSpec, mla_decode_spec
+from mlagen.spec.mla_hopper import MlaHopperSpec, mla_hopper_spec
 from mlagen.spec.mla_support import MlaVariant
 
 SM_80 = parse_arch("sm_80")
@@ -27,6 +28,14 @@ def mla_decode(*, arch: Arch = SM_90A, rows: int = 16, **changes: Any) -> MlaDec
     """Return the bf16 decode kernel of DeepSeek-V3 for ``rows`` rows, some facts changed."""
     variant = MlaVariant(query_dtype=DType.BF16, kv_dtype=DType.BF16)
     return mla_decode_spec(arch, replace(variant, **changes), rows)
+
+
+def mla_hopper(*, rows: int = 16, **changes: Any) -> MlaHopperSpec:
+    """Return the bf16 Hopper kernel of DeepSeek-V3 for ``rows`` rows, some facts changed."""
+    variant = MlaVariant(query_dtype=DType.BF16, kv_dtype=DType.BF16)
+    spec = mla_hopper_spec(SM_90A, replace(variant, **changes), rows)
+    assert spec is not None
+    return spec
 
 
 def gqa_decode(*, arch: Arch = SM_90A, rows: int = 16, **changes: Any) -> GqaDecodeSpec:

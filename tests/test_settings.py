@@ -110,6 +110,29 @@ def test_a_switch_that_is_neither_on_nor_off_is_refused(text: str) -> None:
     assert str(caught.value) == f"MLAGEN_CHECK: expected 0 or 1, got '{text}'"
 
 
+@pytest.mark.parametrize(
+    ("text", "kernel"),
+    [("", "auto"), ("auto", "auto"), ("portable", "portable"), ("hopper", "hopper")],
+    ids=["unset", "auto", "portable", "hopper"],
+)
+def test_the_kernel_of_mla_calls(text: str, kernel: str) -> None:
+    """MLAGEN_MLA_KERNEL names a path."""
+    settings = read_settings({"MLAGEN_MLA_KERNEL": text})
+
+    assert settings.mla_kernel == kernel
+
+
+@pytest.mark.parametrize("text", ["Hopper", "fast", "auto "])
+def test_a_kernel_that_is_none_is_refused(text: str) -> None:
+    """The message names the variable, the words that it may be and the value."""
+    with pytest.raises(ArgumentError) as caught:
+        read_settings({"MLAGEN_MLA_KERNEL": text})
+
+    assert str(caught.value) == (
+        f"MLAGEN_MLA_KERNEL: expected auto or portable or hopper, got '{text}'"
+    )
+
+
 def test_the_environment_is_read_once(monkeypatch: pytest.MonkeyPatch, cache_dir: Path) -> None:
     """A process keeps its settings, whatever becomes of the environment."""
     first = current_settings()

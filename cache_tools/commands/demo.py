@@ -117,8 +117,8 @@ def _prewarm(archs: str) -> PrewarmReport:
     return report
 
 
-# The kernels that the call takes.
-_FAMILIES = ("mla_decode", "combine_splits")
+# The kernels that the call takes, on one GPU or another.
+_FAMILIES = ("mla_decode", "mla_hopper", "combine_splits")
 _KERNELS: dict[str, Any] = {
     "dtype": "bf16",
     "kv_dtype": "bf16",

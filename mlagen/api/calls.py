@@ -14,7 +14,7 @@ from mlagen.errors import UnsupportedError
 from mlagen.runtime.loader import LoadedKernel
 from mlagen.runtime.plan import DecodePlan
 from mlagen.spec.combine import CombineSplitsSpec
-from mlagen.spec.kernel import KernelSpec
+from mlagen.spec.kernel import KernelSpec, packed_integers
 
 # Forms of arguments that are remembered; a server sees a few for each batch size.
 _MOST_CALLS = 8192
@@ -46,7 +46,7 @@ class CombineCall:
 
     kernel: LoadedKernel
     blocks: int
-    sizes: tuple[int, int, int]  # rows, heads, splits
+    layout: bytes  # the integers of the parameters
     lse_offset: int  # bytes in the workspace: the partial rows come first, then their LSE
 
     @property
@@ -64,7 +64,9 @@ def combine_call(
     return CombineCall(
         kernel=kernel_for(spec, device),
         blocks=tokens * heads * spec.slices,
-        sizes=(tokens * heads, heads, plan.splits),
+        layout=packed_integers(
+            spec, {"total_rows": tokens * heads, "heads": heads, "splits": plan.splits}
+        ),
         lse_offset=plan.partial_rows * spec.head_dim_vo * 4,
     )
 
@@ -83,7 +85,7 @@ def require_gpu(device: torch.device, query: str) -> int:
     return index
 
 
-def require_room(workspace: torch.Tensor, argument: str, plan: DecodePlan) -> None:
+def require_room(workspace: torch.Tensor, argument: str, needed: int) -> None:
     """Refuse a workspace that is too small.
 
     Raises
@@ -92,8 +94,8 @@ def require_room(workspace: torch.Tensor, argument: str, plan: DecodePlan) -> No
         If it is; the message has both sizes.
     """
     given = workspace.numel() * workspace.element_size()
-    rule = f"{plan.workspace_bytes} bytes or more for this call"
-    require(given >= plan.workspace_bytes, argument, rule, f"{given} bytes")
+    rule = f"{needed} bytes or more for this call"
+    require(given >= needed, argument, rule, f"{given} bytes")
 
 
 def facts_of(value: object) -> Hashable:
@@ -105,7 +107,7 @@ def facts_of(value: object) -> Hashable:
 
 def scale_of(scale: float | torch.Tensor) -> tuple[int, float]:
     """Return a pointer and a value, of which the kernel takes the pointer if there is one."""
-    if isinstance(scale, torch.Tensor):
+    if scale.__class__ is not float and isinstance(scale, torch.Tensor):
         return scale.data_ptr(), 0.0
     return 0, scale
 

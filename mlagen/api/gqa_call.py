@@ -34,6 +34,7 @@ from mlagen.settings import current_settings
 from mlagen.spec.combine import CombineSplitsSpec
 from mlagen.spec.dtype import DType
 from mlagen.spec.gqa import GqaDecodeSpec
+from mlagen.spec.kernel import packed_integers
 
 _calls: RememberedCalls[GqaCall] = RememberedCalls()
 
@@ -46,7 +47,7 @@ class GqaCall:
     plan: DecodePlan
     decode: LoadedKernel
     combine: CombineCall | None
-    layout: tuple[int, ...]  # the integer fields of the decode kernel's parameters
+    layout: bytes  # the integers of the decode kernel's parameters
     cache_alignment: int  # bytes
 
 
@@ -112,7 +113,7 @@ def _prepare(inputs: GqaInputs, request: GqaRequest) -> GqaCall:
         window=int(inputs.window),
         longest_kv=int(inputs.max_seq_len),
     )
-    require_room(inputs.workspace_buffer, names.workspace_buffer, plan)
+    require_room(inputs.workspace_buffer, names.workspace_buffer, plan.workspace_bytes)
     combine_spec = CombineSplitsSpec(
         arch=spec.arch, dtype=spec.variant.out_dtype, head_dim_vo=spec.variant.head_dim
     )
@@ -128,7 +129,7 @@ def _prepare(inputs: GqaInputs, request: GqaRequest) -> GqaCall:
     )
 
 
-def _layout(spec: GqaDecodeSpec, request: GqaRequest, plan: DecodePlan) -> tuple[int, ...]:
+def _layout(spec: GqaDecodeSpec, request: GqaRequest, plan: DecodePlan) -> bytes:
     steps = ("page_stride", "token_stride", "head_stride")
     values = {
         "query_stride": request.query_stride,
@@ -150,7 +151,7 @@ def _layout(spec: GqaDecodeSpec, request: GqaRequest, plan: DecodePlan) -> tuple
     for part in ("key", "value", "key_scale", "value_scale"):
         strides = getattr(request, f"{part}_strides")
         values |= {f"{part}_{step}": stride for step, stride in zip(steps, strides, strict=True)}
-    return tuple(values[field.name] for field in spec.parameters if field.code in "qi")
+    return packed_integers(spec, values)
 
 
 def _run_on_gpu(call: GqaCall, inputs: GqaInputs, enable_pdl: bool) -> torch.Tensor:
@@ -208,7 +209,7 @@ def _run_on_gpu(call: GqaCall, inputs: GqaInputs, enable_pdl: bool) -> torch.Ten
             out_pointer,
             workspace,
             partial_lse,
-            *call.layout,
+            call.layout,
             bmm1_scale,
             bmm2_scale,
             request.score_factor,
@@ -228,7 +229,7 @@ def _run_on_gpu(call: GqaCall, inputs: GqaInputs, enable_pdl: bool) -> torch.Ten
             sinks,
             out_pointer,
             0,
-            *combine.sizes,
+            combine.layout,
             bmm2_scale,
             factor,
             1.0,

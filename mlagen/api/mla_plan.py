@@ -7,7 +7,9 @@ from functools import lru_cache
 from mlagen.api.calls import rounded_up
 from mlagen.runtime.device import arch_of_device, device_facts
 from mlagen.runtime.plan import DecodePlan, MlaDecodeProblem, plan_mla_decode
+from mlagen.runtime.plan_hopper import HopperPlan, plan_mla_hopper
 from mlagen.spec.mla import MlaDecodeSpec, mla_decode_spec
+from mlagen.spec.mla_hopper import MlaHopperSpec, mla_hopper_spec
 from mlagen.spec.mla_support import MlaVariant
 
 
@@ -23,7 +25,7 @@ def plan_call(
     heads: int,
     longest_kv: int,
 ) -> tuple[MlaDecodeSpec, DecodePlan]:
-    """Return the kernel and the plan of a call on GPU ``device``.
+    """Return the portable kernel and its plan of a call on GPU ``device``.
 
     ``longest_kv`` is the most that a query token may look at: ``max_seq_len``, or ``top_k``.
     """
@@ -38,3 +40,29 @@ def plan_call(
         longest_kv=rounded_up(longest_kv),
     )
     return spec, plan_mla_decode(spec, problem, device_facts(device).sm_count)
+
+
+@lru_cache(maxsize=4096)
+def plan_hopper_call(
+    *,
+    device: int,
+    variant: MlaVariant,
+    batch: int,
+    q_len: int,
+    tile_q_len: int,
+    tokens: int,
+    heads: int,
+    longest_kv: int,
+) -> tuple[MlaHopperSpec, HopperPlan] | None:
+    """Return the Hopper kernel and its plan of a call on GPU ``device``; None if there is none."""
+    spec = mla_hopper_spec(arch_of_device(device), variant, tile_q_len * heads)
+    if spec is None:
+        return None
+    problem = MlaDecodeProblem(
+        batch=batch,
+        q_len=q_len,
+        heads=heads,
+        total_rows=tokens * heads,
+        longest_kv=rounded_up(longest_kv),
+    )
+    return spec, plan_mla_hopper(spec, problem, tile_q_len, device_facts(device).sm_count)

@@ -6,6 +6,7 @@ call whose arguments have the same shapes, strides, dtypes and devices.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -32,9 +33,10 @@ from mlagen.api.mla_query import MOST_HEADS, QueryLayout, check_query, check_que
 from mlagen.api.mla_tables import check_lengths, check_tables
 from mlagen.spec.mla_support import MlaVariant, require_supported
 
-__all__ = ["LSE_BASES", "MOST_HEADS", "MlaRequest", "check_pointers", "check_request"]
+__all__ = ["LSE_FACTORS", "MOST_HEADS", "MlaRequest", "check_pointers", "check_request"]
 
-LSE_BASES = ("base2", "basee")
+# What an LSE in log2 units is multiplied by, to be of the base asked for.
+LSE_FACTORS = {"base2": 1.0, "basee": math.log(2)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,8 +188,8 @@ def _check_out(inputs: MlaInputs, dtype: torch.dtype) -> tuple[int, ...]:
 
 
 def _check_lse(inputs: MlaInputs, query: QueryLayout) -> tuple[int, ...]:
-    if inputs.return_lse_base not in LSE_BASES:
-        refuse("return_lse_base", " or ".join(map(repr, LSE_BASES)), repr(inputs.return_lse_base))
+    if inputs.return_lse_base not in tuple(LSE_FACTORS):  # which may be a list
+        refuse("return_lse_base", " or ".join(map(repr, LSE_FACTORS)), repr(inputs.return_lse_base))
     flat, name = (query.tokens, query.heads), inputs.names.lse
     if inputs.lse is None or not inputs.return_lse:
         return flat

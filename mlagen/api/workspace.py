@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import torch
 
 from mlagen.api.arguments import DTYPES, refuse, require, require_whole_number
 from mlagen.api.gqa_plan import plan_gqa_call
-from mlagen.api.mla_plan import plan_call
+from mlagen.api.mla_hopper import not_covered
+from mlagen.api.mla_plan import plan_call, plan_hopper_call
 from mlagen.api.mla_query import QUERY_DTYPES
 from mlagen.runtime.plan import DecodePlan
+from mlagen.runtime.plan_hopper import HopperPlan
+from mlagen.settings import current_settings
 from mlagen.spec.dtype import DType
 from mlagen.spec.gqa import GqaVariant
 from mlagen.spec.mla_support import SUPPORTED, MlaVariant
@@ -83,7 +88,7 @@ def workspace_bytes(
     index = _gpu_index(device)
     # What a tile is chosen for: a ragged call may say how long its longest query is, or not.
     lengths = {q_len} if tokens is None else {q_len, max(1, -(-total // max(1, batch)))}
-    plans: list[DecodePlan] = []
+    plans: list[DecodePlan | HopperPlan] = []
     if kv_heads is None and head_dim is None:
         shared = MlaVariant(
             query_dtype=_named(dtype, "dtype", QUERY_DTYPES),
@@ -96,7 +101,7 @@ def workspace_bytes(
         separate = replace(shared, values="separate")  # may take another tile
         is_known = any(row.covers(separate) for row in SUPPORTED)
         for variant, length in product((shared, separate) if is_known else (shared,), lengths):
-            _, plan = plan_call(
+            plans += _mla_plans(
                 device=index,
                 variant=variant,
                 batch=batch,
@@ -106,7 +111,8 @@ def workspace_bytes(
                 heads=heads,
                 longest_kv=sparse_mla_top_k or max_seq_len,
             )
-            plans.append(plan)
+        if not plans:  # the settings ask for a kernel that covers no such call
+            raise not_covered(index, shared)
     else:
         kv_heads = require_whole_number(kv_heads, "kv_heads", least=1)
         require(heads % kv_heads == 0, "heads", f"a multiple of {kv_heads} (kv_heads)", heads)
@@ -133,6 +139,15 @@ def workspace_bytes(
             )
             plans.append(plan)
     return max(plan.workspace_bytes for plan in plans)
+
+
+def _mla_plans(**call: Any) -> Iterator[DecodePlan | HopperPlan]:
+    """Yield the plans that a call may be launched by, of the kernels that the settings allow."""
+    kernel = current_settings().mla_kernel
+    if kernel != "portable" and (planned := plan_hopper_call(**call)) is not None:
+        yield planned[1]
+    if kernel != "hopper":
+        yield plan_call(**call)[1]
 
 
 def _named(dtype: torch.dtype, argument: str, known: dict[torch.dtype, DType]) -> DType:

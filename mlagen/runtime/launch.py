@@ -30,10 +30,11 @@ class _Launcher(threading.local):
 _launcher = _Launcher()
 
 
-def launch(kernel: LoadedKernel, blocks: int, enable_pdl: bool, *values: float) -> None:
+def launch(kernel: LoadedKernel, blocks: int, enable_pdl: bool, *values: float | bytes) -> None:
     """Enqueue ``blocks`` blocks on torch's current stream of the kernel's device.
 
-    ``values`` are the fields of ``kernel.spec.parameters``, in order.
+    ``values`` are the fields of ``kernel.spec.parameters``, in order, with all tensor maps joined
+    to one value and all integers to another; see :func:`mlagen.spec.kernel.packing_of`.
 
     Raises
     ------
@@ -76,12 +77,19 @@ def _configuration(kernel: LoadedKernel, enable_pdl: bool) -> Any:
     configuration.blockDimX = kernel.spec.threads
     configuration.blockDimY = configuration.blockDimZ = 1
     configuration.sharedMemBytes = kernel.spec.shared_bytes
+    attributes = []
     if enable_pdl and kernel.spec.arch.has_griddepcontrol:
         attribute = driver.CUlaunchAttribute()
         attribute.id = (
             driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         )
         attribute.value.programmaticStreamSerializationAllowed = 1
-        configuration.attrs = [attribute]
-        configuration.numAttrs = 1
+        attributes.append(attribute)
+    if kernel.spec.is_cooperative:
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+        attribute.value.cooperative = 1
+        attributes.append(attribute)
+    configuration.attrs = attributes
+    configuration.numAttrs = len(attributes)
     return configuration

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from mlagen.errors import CaptureError
+from mlagen.runtime.counters import reserve_counters
 from mlagen.runtime.device import bind_context, checked
-from mlagen.spec.kernel import KernelSpec
+from mlagen.spec.kernel import KernelSpec, packing_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,7 +23,7 @@ class LoadedKernel:
 
     spec: KernelSpec
     device: int
-    packing: struct.Struct  # of the parameters
+    packing: struct.Struct  # of what a launch passes
     function: Any
     library: Any
 
@@ -66,5 +67,6 @@ def load(code: bytes, spec: KernelSpec, device: int) -> LoadedKernel:
                 spec.symbol,
             )
         checked(driver.cuFuncLoad(function), spec.symbol)
-    packing = struct.Struct("<" + "".join(parameter.code for parameter in spec.parameters))
-    return LoadedKernel(spec, device, packing, function, library)
+    if spec.is_cooperative:
+        reserve_counters(device)
+    return LoadedKernel(spec, device, packing_of(spec), function, library)

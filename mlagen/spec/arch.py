@@ -44,6 +44,11 @@ class Arch:
         return self.number >= 89
 
     @property
+    def has_wgmma(self) -> bool:
+        """Whether warpgroups multiply together, as on Hopper alone."""
+        return self.number == 90
+
+    @property
     def has_griddepcontrol(self) -> bool:
         """Whether programmatic dependent launch exists."""
         return self.number >= 90

@@ -10,9 +10,11 @@ from mlagen.spec.combine import combine_splits_specs
 from mlagen.spec.gqa import gqa_decode_specs
 from mlagen.spec.kernel import KernelSpec
 from mlagen.spec.mla import mla_decode_specs
+from mlagen.spec.mla_hopper import mla_hopper_specs
 
 FAMILIES: dict[str, Callable[[Arch], Iterator[KernelSpec]]] = {
     "mla_decode": mla_decode_specs,
+    "mla_hopper": mla_hopper_specs,
     "gqa_decode": gqa_decode_specs,
     "combine_splits": combine_splits_specs,
 }

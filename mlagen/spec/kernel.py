@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import struct
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
@@ -20,6 +23,11 @@ class Parameter:
 def pointer(name: str, element: str) -> Parameter:
     """Return an 8-byte pointer field."""
     return Parameter(name, f"{element}*", "Q")
+
+
+def tensor_map(name: str) -> Parameter:
+    """Return a field of 128 opaque bytes that tells the copy engine of a tensor."""
+    return Parameter(name, "TensorMap", "128s")
 
 
 def int64(name: str) -> Parameter:
@@ -55,8 +63,8 @@ class Variant:
 class KernelSpec:
     """What changes the machine code of a kernel, and nothing else.
 
-    ``parameters`` lists what a launch passes, 8-byte fields before 4-byte ones, so that neither
-    the CUDA struct nor the packed bytes have padding inside.
+    ``parameters`` lists what a launch passes: tensor maps, then 8-byte fields, then 4-byte ones, so
+    that neither the CUDA struct nor the packed bytes have padding inside.
     """
 
     family: ClassVar[str]
@@ -75,6 +83,11 @@ class KernelSpec:
     def shared_bytes(self) -> int:
         """Dynamic shared memory of one block."""
         raise NotImplementedError
+
+    @property
+    def is_cooperative(self) -> bool:
+        """Whether blocks wait for each other, so that all of them must run at once."""
+        return False
 
     def serves(self, call: CallShape) -> bool:  # noqa: ARG002 - for the families that depend on it
         """Whether such a call takes this kernel, of those that differ in the tile only."""
@@ -95,3 +108,21 @@ class KernelSpec:
     def __str__(self) -> str:
         named = self.ingredients().items()
         return f"{self.family}({', '.join(f'{name}={value}' for name, value in named)})"
+
+
+def packing_of(spec: KernelSpec) -> struct.Struct:
+    """Return how a launch packs its values.
+
+    All tensor maps are one value, and all integers another: what does not change from call to call
+    is joined once.
+    """
+    codes = "".join(parameter.code for parameter in spec.parameters)
+    joined = re.sub(r"(?:128s)+|[qi]+", lambda those: f"{struct.calcsize('<' + those[0])}s", codes)
+    return struct.Struct("<" + joined)
+
+
+def packed_integers(spec: KernelSpec, values: Mapping[str, int]) -> bytes:
+    """Return the integers that a launch passes, of values by name; others are left out."""
+    named = [field for field in spec.parameters if field.code in {"q", "i"}]
+    packing = "<" + "".join(field.code for field in named)
+    return struct.pack(packing, *(values[field.name] for field in named))

@@ -45,6 +45,8 @@ def select_specs(
     specs: dict[KernelSpec, None] = {}
     for arch in archs:
         listed = specs_of(arch, chosen)
+        if not listed:  # families of other architectures alone
+            continue
         known = {name for spec in listed for name in spec.ingredients()} - {"arch"}
         kept = {name: list(values) for name, values in USUAL.items() if name in known}
         kept |= {name: [] for label in wanted for name in _ingredients_of(label, known)}

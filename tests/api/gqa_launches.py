@@ -10,10 +10,10 @@ import torch
 
 import mlagen.decode
 import mlagen.xqa
-from mlagen.api import gqa_call, gqa_plan
+from mlagen.api import gqa_call
 from mlagen.api.gqa_inputs import GqaInputs
 from mlagen.api.gqa_request import check_request
-from tests.api.launches import Launch, record_launches
+from tests.api.launches import GQA, Launch, record_launches
 from tests.gqa_problems import GqaCase
 from tests.xqa_semantics import xqa_arguments
 
@@ -38,9 +38,7 @@ def launches_of(
     inputs: GqaInputs, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[gqa_call.GqaCall, torch.Tensor, list[Launch]]:
     """Run a call whose launches are recorded, each with its values by name."""
-    launches = record_launches(
-        monkeypatch, calling=gqa_call, planning=gqa_plan, planner="plan_gqa_call"
-    )
+    launches = record_launches(monkeypatch, paths=GQA)
     request = check_request(inputs)
     on_a_gpu = replace(request, device=torch.device("cuda", 0))
     call = replace(gqa_call._prepare(inputs, on_a_gpu), request=request)

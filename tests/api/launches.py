@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-from mlagen.api import calls, mla_call, mla_plan
+from mlagen.api import (
+    calls,
+    gqa_call,
+    gqa_plan,
+    mla_call,
+    mla_hopper,
+    mla_maps,
+    mla_plan,
+    mla_portable,
+)
 from mlagen.api.mla_inputs import MlaInputs
 from mlagen.api.mla_request import check_request
 from mlagen.runtime.device import DeviceFacts
 from mlagen.runtime.loader import LoadedKernel
+from mlagen.runtime.tensor_map import TiledTensor
 from mlagen.spec.arch import Arch
-from mlagen.spec.kernel import KernelSpec
+from mlagen.spec.kernel import KernelSpec, packing_of
+
+H200 = Arch(90, "a")
 
 # Each changes one thing that a call is remembered by of a contiguous fp32 matrix.
 FACTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -33,7 +46,7 @@ class Launch(NamedTuple):
     family: str
     blocks: int
     enable_pdl: bool
-    values: dict[str, float]
+    values: dict[str, Any]
 
 
 class Launched(NamedTuple):
@@ -44,40 +57,61 @@ class Launched(NamedTuple):
     launches: list[Launch]
 
 
+# The modules of each path, and what plans its calls.
+PORTABLE = ((mla_portable, mla_plan, "plan_call"),)
+HOPPER = ((mla_hopper, mla_plan, "plan_hopper_call"),)
+GQA = ((gqa_call, gqa_plan, "plan_gqa_call"),)
+
+
 def record_launches(
     monkeypatch: pytest.MonkeyPatch,
     *,
-    calling: ModuleType = mla_call,
-    planning: ModuleType = mla_plan,
-    planner: str = "plan_call",
+    paths: tuple[tuple[ModuleType, ModuleType, str], ...] = PORTABLE + HOPPER,
+    arch: Arch = H200,
 ) -> list[Launch]:
-    """Let GPU 0 be an H200 that only records what the modules of a family give it."""
+    """Let GPU 0 be one of 132 SMs that only records what the modules of a path give it."""
     facts = DeviceFacts(index=0, name="", major=9, minor=0, sm_count=132, memory_bytes=0)
     recorded: list[Launch] = []
 
     def record(kernel: LoadedKernel, blocks: int, enable_pdl: bool, *values: float) -> None:
-        kernel.packing.pack(*values)  # what the driver would be given can be made of them
-        names = [parameter.name for parameter in kernel.spec.parameters]
-        named = dict(zip(names, values, strict=True))
+        fields = kernel.spec.parameters
+        packed = kernel.packing.pack(*values)  # what the driver would be given
+        unpacked = struct.unpack("<" + "".join(field.code for field in fields), packed)
+        named = dict(zip([field.name for field in fields], unpacked, strict=True))
+        floats = [field.name for field in fields if field.code == "f"]
+        named |= zip(floats, values[-len(floats) :], strict=True)  # before they lose digits
         recorded.append(Launch(kernel.spec.family, blocks, enable_pdl, named))
 
     def loaded(spec: KernelSpec, _: int) -> LoadedKernel:
-        packing = struct.Struct("<" + "".join(parameter.code for parameter in spec.parameters))
-        return LoadedKernel(spec, 0, packing, None, None)
+        return LoadedKernel(spec, 0, packing_of(spec), None, None)
 
-    monkeypatch.setattr(calling, planner, getattr(planning, planner).__wrapped__)
-    monkeypatch.setattr(planning, "arch_of_device", lambda _: Arch(90, "a"))
-    monkeypatch.setattr(planning, "device_facts", lambda _: facts)
-    for module in (calling, calls):
-        monkeypatch.setattr(module, "kernel_for", loaded)
-    monkeypatch.setattr(calling, "launch", record)
+    for calling, planning, planner in paths:
+        monkeypatch.setattr(calling, planner, getattr(planning, planner).__wrapped__)
+        monkeypatch.setattr(planning, "arch_of_device", lambda _: arch)
+        monkeypatch.setattr(planning, "device_facts", lambda _: facts)
+        monkeypatch.setattr(calling, "kernel_for", loaded)
+        monkeypatch.setattr(calling, "launch", record)
+    monkeypatch.setattr(calls, "kernel_for", loaded)
+    monkeypatch.setattr(mla_hopper, "arch_of_device", lambda _: arch)
+    monkeypatch.setattr(mla_hopper, "counters_of", lambda _, workspace: workspace + COUNTERS)
+    monkeypatch.setattr(mla_maps, "encode", map_of)
+    monkeypatch.setattr(mla_hopper, "maps_of", mla_maps.CacheMaps)
     return recorded
 
 
-def launched(inputs: MlaInputs, launches: list[Launch]) -> Launched:
+# What stands for the address of counters, counted from that of a workspace.
+COUNTERS = 1 << 40
+
+
+def map_of(tensor: TiledTensor, address: int) -> bytes:
+    """Return bytes that stand for the map of a tensor, each tensor's its own."""
+    return hashlib.sha512(repr((tensor, address)).encode()).digest() * 2
+
+
+def launched(inputs: MlaInputs, launches: list[Launch], kernel: str = "portable") -> Launched:
     """Run a call of tensors on the CPU as if they were on the GPU."""
     request = check_request(inputs)
     on_gpu = replace(request, device=torch.device("cuda", 0))
-    call = replace(mla_call._prepare(inputs, on_gpu), request=request)
+    call = replace(mla_call._prepare(inputs, on_gpu, kernel), request=request)
     out, _ = mla_call._run_on_gpu(call, inputs, enable_pdl=True)
     return Launched(call, out, launches)

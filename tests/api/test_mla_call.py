@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 import mlagen
 from mlagen.api import mla_call
+from mlagen.api.calls import RememberedCalls
+from mlagen.api.mla_portable import PortableCall
+from mlagen.api.mla_request import check_request
 from mlagen.errors import ArgumentError
+from mlagen.settings import current_settings
 from mlagen.spec.dtype import DType
 from mlagen.spec.mla import MlaDecodeSpec
 from tests.api.launches import Launch, launched, record_launches
@@ -101,6 +107,7 @@ def test_a_split_call_leaves_partial_rows_and_then_their_lse_for_the_second_kern
 
     call, out, (first, second) = launched(inputs, launches)
 
+    assert isinstance(call, PortableCall)
     decode, combine = first.values, second.values
     assert (first.family, second.family) == ("mla_decode", "combine_splits")
     workspace = inputs.workspace_buffer.data_ptr()
@@ -123,6 +130,7 @@ def test_every_query_token_of_a_sparse_call_has_its_blocks(launches: list[Launch
 
     call, _, _ = launched(inputs, launches)
 
+    assert isinstance(call, PortableCall)
     assert isinstance(call.decode.spec, MlaDecodeSpec)
     assert call.decode.spec.tile.tile_rows == 32
     assert launches[0].blocks == 2 * 3 * call.plan.splits
@@ -135,6 +143,7 @@ def test_the_output_of_e4m3_is_combined_as_bf16(launches: list[Launch]) -> None:
     call, out, _ = launched(inputs, launches)
 
     assert out.dtype is torch.bfloat16
+    assert isinstance(call, PortableCall)
     assert call.combine is not None
     assert getattr(call.combine.spec, "dtype", None) is DType.BF16
 
@@ -182,6 +191,47 @@ def test_a_workspace_too_small_is_refused_with_both_sizes(launches: list[Launch]
     )
     assert str(caught.value) == told
     assert launches == []
+
+
+def test_a_call_is_remembered_with_the_kernel_that_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A change of the settings prepares it anew, and a change back finds it again."""
+    inputs = UNIFORM.build("cpu").inputs()
+    on_gpu = replace(check_request(inputs), device=torch.device("cuda", 0))
+    prepared, run = [], []
+
+    def prepare(_: object, __: object, kernel: str) -> object:
+        prepared.append(kernel)
+        return SimpleNamespace(request=on_gpu, kernel=kernel)
+
+    def record(call: Any, *_: object, **__: object) -> None:
+        run.append(call.kernel)
+
+    monkeypatch.setattr(mla_call, "_calls", RememberedCalls())
+    monkeypatch.setattr(mla_call, "check_request", lambda _: on_gpu)
+    monkeypatch.setattr(mla_call, "_prepare", prepare)
+    monkeypatch.setattr(mla_call, "_run_on_gpu", record)
+    asked = ["auto", "portable", "hopper", "portable", "auto", "hopper"]
+    for kernel in asked:
+        monkeypatch.setenv("MLAGEN_MLA_KERNEL", kernel)
+        current_settings.cache_clear()
+        mla_call.run_mla(inputs, enable_pdl=False)
+
+    assert run == asked
+    assert prepared == ["auto", "portable", "hopper"]
+
+
+def test_tensors_of_the_cpu_need_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asking for the one of a GPU changes nothing for them."""
+    problem = UNIFORM.build("cpu")
+    monkeypatch.setenv("MLAGEN_MLA_KERNEL", "hopper")
+    current_settings.cache_clear()
+
+    out = mlagen.mla.trtllm_batch_decode_with_kv_cache_mla(**problem.arguments())
+
+    assert isinstance(out, torch.Tensor)
+    problem.check(out)
 
 
 def test_what_cannot_be_hashed_is_refused_with_its_name() -> None:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from mlagen.api.mla_form import form_of
+from mlagen.api import mla_form
 from mlagen.api.mla_inputs import MlaInputs, MlaNames
 from tests.api.launches import FACTS
 from tests.cases import MlaCase
 
 UNIFORM = MlaCase(name="", seq_lens=(70, 3), heads=16, with_sinks=True)
 INT32 = torch.int32
+
+
+def form_of(inputs: MlaInputs, kernel: str = "auto") -> Hashable:
+    """Return the form, where it does not matter what the settings ask for."""
+    return mla_form.form_of(inputs, kernel)
 
 
 def changed(inputs: MlaInputs, **fields: Any) -> MlaInputs:
@@ -116,6 +121,15 @@ def test_every_fact_of_every_tensor_is_part_of_the_form(
     assert one is not None
     assert other is not None
     assert one != other
+
+
+def test_the_kernel_that_the_settings_ask_for_is_part_of_the_form() -> None:
+    """A call that is remembered with one kernel is not launched by another."""
+    inputs = UNIFORM.build("cpu").inputs()
+
+    forms = {form_of(inputs, kernel) for kernel in ("auto", "portable", "hopper")}
+
+    assert len(forms) == 3
 
 
 def test_a_ragged_call_of_another_hint_takes_another_form() -> None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 
 import mlagen
-from mlagen.api import gqa_plan, mla_plan
+from mlagen.api import gqa_plan, mla_hopper, mla_plan
 from mlagen.errors import ArgumentError, UnsupportedError
 from mlagen.runtime.device import DeviceFacts
+from mlagen.settings import current_settings
 from mlagen.spec.arch import Arch
 from tests.api.launches import launched, record_launches
 from tests.cases import MlaCase
@@ -24,7 +26,7 @@ E4M3 = torch.float8_e4m3fn
 def h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let GPU 0 be an H200."""
     facts = DeviceFacts(index=0, name="", major=9, minor=0, sm_count=132, memory_bytes=0)
-    plans = (mla_plan.plan_call, gqa_plan.plan_gqa_call)
+    plans = (mla_plan.plan_call, mla_plan.plan_hopper_call, gqa_plan.plan_gqa_call)
     for module in (mla_plan, gqa_plan):
         monkeypatch.setattr(module, "arch_of_device", lambda _: Arch(90, "a"))
         monkeypatch.setattr(module, "device_facts", lambda _: facts)
@@ -35,9 +37,23 @@ def h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         plan.cache_clear()
 
 
+def choose(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the settings ask for a kernel."""
+    monkeypatch.setenv("MLAGEN_MLA_KERNEL", kernel)
+    current_settings.cache_clear()
+
+
+KERNELS = ("auto", "portable", "hopper")
+
+
 @pytest.mark.usefixtures("h200")
-def test_no_call_needs_more_than_513_kib_for_each_sm() -> None:
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_no_call_needs_more_than_513_kib_for_each_sm(
+    kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What the docstring promises holds for small and large batches, short and long."""
+    choose(kernel, monkeypatch)
+
     needed = [
         mlagen.workspace_bytes(batch=batch, q_len=1, heads=heads, max_seq_len=max_seq_len)
         for batch in (1, 2, 7, 33, 80, 130, 400)
@@ -63,10 +79,21 @@ CALLS: dict[str, tuple[MlaCase, dict[str, Any]]] = {
 }
 
 
+COVERED_BY_HOPPER = ("bf16", "ragged", "ragged, without the longest")
+
+
 @pytest.mark.usefixtures("h200")
-@pytest.mark.parametrize("name", CALLS)
-def test_what_is_told_is_enough(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call of this size takes a workspace of just so many bytes."""
+@pytest.mark.parametrize(
+    ("name", "kernel"),
+    [
+        (name, kernel)
+        for name, kernel in product(CALLS, KERNELS)
+        if kernel != "hopper" or name in COVERED_BY_HOPPER
+    ],
+)
+def test_what_is_told_is_enough(name: str, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call of this size takes a workspace of just so many bytes, by either kernel."""
+    choose(kernel, monkeypatch)
     case, changes = CALLS[name]
     sizes = {"batch": 2, "q_len": 1, "heads": 24, "page_size": case.page_size}
     needed = mlagen.workspace_bytes(max_seq_len=50_000, **sizes | changes)
@@ -77,9 +104,40 @@ def test_what_is_told_is_enough(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     if name == "ragged, without the longest":
         inputs = inputs._replace(max_q_len=None)
 
-    call, _, _ = launched(inputs, launches)
+    for taken in ("portable", "hopper") if kernel == "auto" else (kernel,):
+        if taken == "portable" or name in COVERED_BY_HOPPER:
+            call, _, _ = launched(inputs, launches, taken)
+            assert 0 < call.plan.workspace_bytes <= needed
 
-    assert 0 < call.plan.workspace_bytes <= needed
+
+SIZES: dict[str, Any] = {"batch": 2, "q_len": 1, "heads": 24, "max_seq_len": 50_000}
+
+
+@pytest.mark.usefixtures("h200")
+@pytest.mark.parametrize("max_seq_len", [100, 5000])
+def test_either_kernel_may_be_the_one_that_is_taken(
+    max_seq_len: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is told is the larger of both."""
+    told = {}
+    for kernel in KERNELS:
+        choose(kernel, monkeypatch)
+        told[kernel] = mlagen.workspace_bytes(**SIZES | {"max_seq_len": max_seq_len})
+
+    assert told["auto"] == max(told["portable"], told["hopper"])
+    assert told["portable"] != told["hopper"]
+
+
+@pytest.mark.usefixtures("h200")
+def test_a_kernel_that_is_asked_for_and_covers_no_such_call_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As the call would be."""
+    monkeypatch.setattr(mla_hopper, "arch_of_device", lambda _: Arch(90, "a"))
+    choose("hopper", monkeypatch)
+
+    with pytest.raises(UnsupportedError, match=r"^MLAGEN_MLA_KERNEL=hopper: no such kernel for"):
+        mlagen.workspace_bytes(**SIZES, dtype=E4M3)
 
 
 @pytest.mark.usefixtures("h200")

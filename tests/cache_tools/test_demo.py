@@ -44,18 +44,19 @@ def test_without_a_gpu_kernels_are_compiled_found_and_the_cpu_is_right(run: Run)
     assert document["result"]["largest_error"] > 0
     assert 0 < document["result"]["share_of_bound"] <= 1
     assert [time["note"] for time in document["times"]] == [
-        "4 kernels; 0 in the cache before",
-        "4 kernels, digests checked",
+        "5 kernels; 0 in the cache before",
+        "5 kernels, digests checked",
         "slow, and the same checks and results",
     ]
     assert [(kernel["family"], kernel["spec"]["arch"]) for kernel in document["kernels"]] == [
         ("mla_decode", "sm_90a"),
+        ("mla_hopper", "sm_90a"),
         ("combine_splits", "sm_90a"),
         ("mla_decode", "sm_80"),
         ("combine_splits", "sm_80"),
     ]
     assert all(Path(kernel["path"]).is_dir() for kernel in document["kernels"])
-    assert len(list(kernel_store().entries())) == 4
+    assert len(list(kernel_store().entries())) == 5
     assert "looking them up in a new process ..." in result.stderr
 
 
@@ -81,11 +82,12 @@ def test_nan_is_never_right() -> None:
 
 
 def test_the_kernels_are_those_of_the_call() -> None:
-    """What the demo prewarms for a target is one decode kernel and one that combines."""
+    """What the demo prewarms is one decode kernel of each path and one that combines."""
     report = demo._prewarm("sm_90a")
 
-    assert [unit.spec.family for unit in report.units] == ["mla_decode", "combine_splits"]
-    assert report.units[0].spec.ingredients()["tile_rows"] == "16"
+    families = [unit.spec.family for unit in report.units]
+    assert families == ["mla_decode", "mla_hopper", "combine_splits"]
+    assert [unit.spec.ingredients()["tile_rows"] for unit in report.units[:2]] == ["16", "16"]
 
 
 @pytest.mark.parametrize(

@@ -11,19 +11,20 @@ from mlagen.spec.arch import Arch
 from mlagen.spec.combine import CombineSplitsSpec
 from mlagen.spec.dtype import DType
 from mlagen.spec.gqa import GqaDecodeSpec
-from mlagen.spec.kernel import KernelSpec
+from mlagen.spec.kernel import KernelSpec, packed_integers, packing_of
 from mlagen.spec.mla import MlaDecodeSpec
-from tests.kernels import COMBINE, gqa_decode, mla_decode
+from mlagen.spec.mla_hopper import MlaHopperSpec
+from tests.kernels import COMBINE, gqa_decode, mla_decode, mla_hopper
 
-SPECS = (MlaDecodeSpec, GqaDecodeSpec, CombineSplitsSpec)
-SIZES = {"Q": 8, "q": 8, "i": 4, "f": 4}
+SPECS = (MlaDecodeSpec, MlaHopperSpec, GqaDecodeSpec, CombineSplitsSpec)
+SIZES = {"128s": 128, "Q": 8, "q": 8, "i": 4, "f": 4}
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.family)
 def test_parameters_have_no_padding(spec: type[KernelSpec]) -> None:
-    """8-byte fields come first, so native alignment adds nothing inside the struct."""
+    """The larger come first, so native alignment adds nothing inside the struct."""
+    sizes = [SIZES[parameter.code] for parameter in spec.parameters]
     codes = "".join(parameter.code for parameter in spec.parameters)
-    sizes = [SIZES[code] for code in codes]
 
     assert sizes == sorted(sizes, reverse=True)
     assert struct.calcsize(f"@{codes}") == struct.calcsize(f"<{codes}") == sum(sizes)
@@ -35,7 +36,7 @@ def test_parameters_have_names_of_their_own_and_types_of_their_size(
 ) -> None:
     """Each field is named once, and its CUDA type is what its format packs."""
     parameters = spec.parameters
-    expected = {"Q": "*", "q": "i64", "i": "int", "f": "float"}
+    expected = {"128s": "TensorMap", "Q": "*", "q": "i64", "i": "int", "f": "float"}
 
     assert len({parameter.name for parameter in parameters}) == len(parameters)
     assert all(parameter.cuda_type.endswith(expected[parameter.code]) for parameter in parameters)
@@ -50,7 +51,28 @@ def test_parameters_fit_a_launch(spec: type[KernelSpec]) -> None:
 
 
 @pytest.mark.parametrize(
-    "spec", [mla_decode(), gqa_decode(), COMBINE], ids=lambda spec: spec.family
+    ("spec", "packing"),
+    [(COMBINE, "<QQQQQQ16sfff"), (mla_hopper(), "<384sQQQQQQQQQQQQQQQ100sfff")],
+    ids=["combining", "with tensor maps"],
+)
+def test_what_does_not_change_is_packed_as_one(spec: KernelSpec, packing: str) -> None:
+    """Tensor maps are one value of a launch, and integers are one; the bytes are the same."""
+    assert packing_of(spec).format == packing
+    codes = "".join(parameter.code for parameter in spec.parameters)
+    assert packing_of(spec).size == struct.calcsize(f"<{codes}")
+
+
+def test_integers_are_packed_by_name_in_their_order() -> None:
+    """Values of other fields are left out, and one that is missing is an error."""
+    values = {"splits": 3, "heads": 2, "total_rows": 1, "of another kernel": 4}
+
+    assert packed_integers(COMBINE, values) == struct.pack("<qii", 1, 2, 3)
+    with pytest.raises(KeyError):
+        packed_integers(COMBINE, {"heads": 2, "splits": 3})
+
+
+@pytest.mark.parametrize(
+    "spec", [mla_decode(), mla_hopper(), gqa_decode(), COMBINE], ids=lambda spec: spec.family
 )
 def test_ingredients_are_all_fields_as_text(spec: KernelSpec) -> None:
     """No field that changes the code is missing from the key, and none reads like a repr."""

@@ -12,7 +12,7 @@ from mlagen.spec.dtype import DType
 from mlagen.spec.families import FAMILIES, specs_of
 from mlagen.spec.kernel import KernelSpec
 from mlagen.spec.selection import select_specs
-from tests.kernels import mla_decode
+from tests.kernels import mla_decode, mla_hopper
 
 SM_80, SM_90 = parse_arch("sm_80"), parse_arch("sm_90a")
 
@@ -107,6 +107,36 @@ def test_heads_and_q_len_leave_the_tiles_that_calls_take(
         if kv_dtype is not DType.PACKED656 or rope == 64
     }
     assert set(selected) == chosen
+
+
+@pytest.mark.parametrize(
+    ("heads", "q_len", "tile_rows"),
+    [(16, None, {16}), (17, None, {32}), (128, None, {64}), ([8, 32], [1, 3], {16, 32, 64})],
+    ids=["16 rows", "17 rows", "128 rows", "several"],
+)
+def test_heads_and_q_len_leave_the_hopper_kernels_that_calls_take(
+    heads: Any, q_len: Any, tile_rows: set[int]
+) -> None:
+    """The narrowest tile that holds a request's rows, or the widest."""
+    selected = select_specs(
+        [SM_90],
+        families=["mla_hopper"],
+        heads=heads,
+        q_len=q_len,
+        wanted={"dtype": "bf16", "page_size": 64},
+    )
+
+    assert set(selected) == {mla_hopper(rows=rows) for rows in tile_rows}
+
+
+def test_a_family_of_another_architecture_has_nothing_to_select() -> None:
+    """The Hopper kernel is none of an Ampere GPU; the filters are those of the family still."""
+    wanted: dict[str, Any] = {"dtype": "bf16"}
+
+    both = select_specs([SM_80, SM_90], families=["mla_hopper"], wanted=wanted)
+
+    assert select_specs([SM_80], families=["mla_hopper"], wanted=wanted) == []
+    assert both == select_specs([SM_90], families=["mla_hopper"], wanted=wanted)
 
 
 def test_a_kernel_without_rows_is_kept_for_any_heads() -> None:

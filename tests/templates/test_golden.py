@@ -10,13 +10,15 @@ import pytest
 from mlagen.codegen.render import render
 from mlagen.spec.dtype import DType
 from mlagen.spec.kernel import KernelSpec
-from tests.kernels import COMBINE, WIDE_DECODE, gqa_decode
+from tests.kernels import COMBINE, WIDE_DECODE, gqa_decode, mla_hopper
 
 GOLDEN = Path(__file__).parent / "golden"
 
 
 @pytest.mark.parametrize(
-    "spec", [WIDE_DECODE, gqa_decode(kv_dtype=DType.E4M3), COMBINE], ids=lambda spec: spec.family
+    "spec",
+    [WIDE_DECODE, mla_hopper(), gqa_decode(kv_dtype=DType.E4M3), COMBINE],
+    ids=lambda spec: spec.family,
 )
 def test_a_rendered_kernel_is_as_it_was_read_last(spec: KernelSpec) -> None:
     """The text is the one in git; `MLAGEN_ACCEPT=1 pytest tests/templates` renews it."""

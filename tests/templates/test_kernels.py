@@ -1,8 +1,8 @@
 """Supported kernels, for every architecture that the installed NVRTC knows.
 
 fp16 kernels are their bf16 twins with another instruction, and page sizes differ in a constant: one
-of each is compiled. ``MLAGEN_TEST_KERNELS=all`` compiles every kernel of every architecture, in
-about an hour of one core.
+of each is compiled, and of the Hopper kernels two. ``MLAGEN_TEST_KERNELS=all`` compiles every
+kernel of every architecture, in about an hour of one core.
 """
 
 from __future__ import annotations
@@ -72,7 +72,11 @@ def sample_of(arch: Arch) -> list[KernelSpec]:
     """Return the kernels to compile."""
     if os.environ.get("MLAGEN_TEST_KERNELS") == "all":
         return specs_of(arch)
-    return specs_of(arch, **(SAMPLE if str(arch) in THOROUGH else USUAL))
+    sample = specs_of(arch, **(SAMPLE if str(arch) in THOROUGH else USUAL))
+    if arch.has_wgmma:  # the narrow kernels copy pages of 16 tokens in another way
+        sample += specs_of(arch, ("mla_hopper",), page_size=("16",), query_dtype=("bf16",))
+        sample += specs_of(arch, ("mla_hopper",), page_size=("64",), query_dtype=("fp16",))
+    return sample
 
 
 # About 40 s on two idle cores for the architectures with most kernels.

@@ -23,12 +23,16 @@ _HEADER = re.compile(r'// PTX ISA, "[^"]+"\. Needs sm_(\d+)\.')
 _WRAPPER = re.compile(
     r"(?P<comment>(?:^//.*\n)*)"
     r"(?P<template>^template <.*>\n)?"
-    r"^__device__ inline (?P<result>\w+) (?P<name>\w+)\((?P<parameters>.*)\) \{"
+    r"^__device__ inline (?P<result>\w+) (?P<name>\w+)\((?P<parameters>[^{}]*?)\) \{"
     r"(?P<body>.*\}\n|\n(?:.*\n)*?\}\n)",
     re.MULTILINE,
 )
 _ASM = re.compile(r"\basm\s*(?:volatile)?\s*\(")
 _LITERAL = re.compile(r'"((?:[^"\\]|\\.)*)"')
+
+
+# Template arguments where 0 is none that the instruction takes.
+TEMPLATE_ARGUMENTS = {"setmaxnreg_dec": 24, "setmaxnreg_inc": 24, "wgmma_keep": 8}
 
 
 @dataclass(frozen=True)
@@ -42,18 +46,35 @@ class Wrapper:
     comment: list[str]  # the lines above it
     body: str
 
+    @property
+    def instruction(self) -> str | None:
+        """The instruction that its comment names; None if it says that there is none."""
+        has_none = " ".join(self.comment).endswith("no instruction.")
+        return None if has_none or not _ASM.search(self.body) else self.comment[0]
+
     def call(self) -> str:
         """Return a statement that calls it with anything, and uses what it returns."""
-        tags = ("Bf16", "Fp16")
-        arguments = [f"{name}{{}}" if name in tags else "Anything{}" for name in self.parameters]
-        call = f"{self.name}{'<0>' if self.is_template else ''}({', '.join(arguments)})"
+        chosen = f"<{TEMPLATE_ARGUMENTS.get(self.name, 0)}>" if self.is_template else ""
+        arguments = [_argument(parameter, self.name) for parameter in self.parameters]
+        call = f"{self.name}{chosen}({', '.join(arguments)})"
         return f"{call};" if self.result == "void" else f"use({call});"
+
+
+def _argument(parameter: str, wrapper: str) -> str:
+    """Return what to pass: what wrappers of one name differ in is spelled out."""
+    if parameter in {"Bf16", "Fp16"}:
+        return f"{parameter}{{}}"
+    if array := re.fullmatch(r"(?P<element>.+) \(&\w+\)\[(?P<count>\w+)\]", parameter):
+        count = array["count"] if array["count"].isdigit() else TEMPLATE_ARGUMENTS[wrapper]
+        return f"array<{array['element']}, {count}>()"
+    kind = parameter.rpartition(" ")[0]
+    return f"array<{kind}, 1>()[0]" if kind == "u64" or kind.endswith("*") else "Anything{}"
 
 
 def wrappers(path: Path) -> Iterator[Wrapper]:
     """Yield the functions of a family."""
     for match in _WRAPPER.finditer(path.read_text()):
-        parameters = match["parameters"]
+        parameters = " ".join(match["parameters"].split())
         yield Wrapper(
             name=match["name"],
             result=match["result"],
@@ -83,9 +104,15 @@ struct Anything {
     return *reinterpret_cast<T*>(bytes());
   }
 };
+template <typename T, int kCount>
+__device__ inline T (&array())[kCount] {
+  return *reinterpret_cast<T(*)[kCount]>(bytes());
+}
 template <typename T>
 __device__ inline void use(T value) {
-  *reinterpret_cast<volatile T*>(bytes()) = value;
+  const unsigned char* from = reinterpret_cast<const unsigned char*>(&value);
+  volatile unsigned char* to = bytes();
+  for (int i = 0; i < int(sizeof(T)); ++i) to[i] = from[i];
 }
 """
 
@@ -121,7 +148,8 @@ def test_the_stated_minimum_is_the_real_one(family: str) -> None:
     before = [arch for arch in ARCHS if arch.number < minimum(path)][-1]
     require_known(before)
 
-    with pytest.raises(CompileError, match=f"sm_{minimum(path)}"):
+    refusal = f"sm_{minimum(path)}|not supported on .target '{before}'"
+    with pytest.raises(CompileError, match=refusal):
         compile_family(path, before)
 
 
@@ -134,7 +162,11 @@ def test_the_comment_above_a_wrapper_is_the_instruction_inside(family: str) -> N
     for wrapper in found:
         if not _ASM.search(wrapper.body):
             continue
-        instruction = wrapper.comment[0]
+        instruction = wrapper.instruction
+        text = "".join(_LITERAL.findall(wrapper.body.partition(":")[0]))
+        if instruction is None:
+            assert text == "", wrapper.name
+            continue
         text = "".join(_LITERAL.findall(wrapper.body))
         assert re.fullmatch(r"[a-z][a-z0-9_]*([.:]+[A-Za-z0-9_]+)+", instruction), wrapper.name
         assert instruction in text, wrapper.name
@@ -149,7 +181,7 @@ def test_names_are_the_mnemonic(family: str) -> None:
     word = family.removesuffix("_e4m3")
 
     assert [wrapper.name for wrapper in found if not wrapper.name.startswith(word)] == []
-    instructions = [wrapper.comment[0] for wrapper in found if _ASM.search(wrapper.body)]
+    instructions = [wrapper.instruction for wrapper in found if wrapper.instruction]
     spelled = [instruction.replace(".", "_") for instruction in instructions]
     assert [name for name in spelled if not name.startswith(word)] == []
 

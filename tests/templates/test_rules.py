@@ -18,7 +18,7 @@ from mlagen.spec.dtype import DType
 from mlagen.spec.families import FAMILIES, specs_of
 from mlagen.spec.kernel import KernelSpec
 from tests.cache.builds import ROOT
-from tests.kernels import COMBINE, SM_80, WIDE_DECODE, gqa_decode, mla_decode
+from tests.kernels import COMBINE, SM_80, SM_90A, WIDE_DECODE, gqa_decode, mla_decode, mla_hopper
 
 FILES = {
     str(path.relative_to(template_root())): path
@@ -163,6 +163,8 @@ def test_a_plain_file_is_formatted(name: str) -> None:
         mla_decode(arch=SM_80),
         mla_decode(arch=SM_80, kv_dtype=DType.PACKED656, lookup="sparse"),
         mla_decode(query_dtype=DType.E4M3, kv_dtype=DType.E4M3, values="separate"),
+        mla_hopper(rows=64),
+        mla_hopper(rows=16, page_size=16),
         gqa_decode(),
         gqa_decode(arch=SM_80, kv_dtype=DType.E4M3, out_dtype=DType.E4M3),
         gqa_decode(kv_dtype=DType.NVFP4),
@@ -181,6 +183,6 @@ def test_every_family_has_its_template() -> None:
     """The families that specs name are the kernels that there are."""
     kernels = {name for name in FILES if name.startswith("kernels/")}
 
-    named = {spec.template for family in FAMILIES for spec in specs_of(SM_80, (family,))}
+    named = {spec.template for family in FAMILIES for spec in specs_of(SM_90A, (family,))}
 
     assert named == kernels

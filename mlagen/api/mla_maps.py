@@ -1,0 +1,93 @@
+"""The tensor maps of a paged MLA cache: what the Hopper kernel's copies are told of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from mlagen.runtime.tensor_map import TiledTensor, encode
+from mlagen.spec.mla_hopper import MlaHopperSpec
+
+# Caches whose maps are remembered for each layout; a model has one for each of its layers.
+_MOST_CACHES = 4096
+
+_TILE_ELEMENTS = 64  # of a row in shared memory: 128 bytes
+_TILE_BYTES = 128
+_TILES_OF_A_COPY = 3  # of the narrow kernel
+
+
+class Maps(NamedTuple):
+    """The maps of one cache, as the kernel takes them."""
+
+    packed: bytes  # latent_map, rope_map and group_map
+    rope_is_apart: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheForm:
+    """All of a cache but where its parts begin; strides are bytes."""
+
+    spec: MlaHopperSpec
+    num_pages: int
+    page_stride: int
+    token_stride: int
+    rope_page_stride: int
+    rope_token_stride: int
+
+
+class CacheMaps(dict[tuple[int, int], Maps]):
+    """The maps of the caches of one form, by the addresses of their latent and rope parts."""
+
+    def __init__(self, form: CacheForm) -> None:
+        super().__init__()
+        self._form = form
+
+    def __missing__(self, beginnings: tuple[int, int]) -> Maps:
+        maps = self._encode(*beginnings)
+        if len(self) >= _MOST_CACHES:
+            self.clear()
+        self[beginnings] = maps
+        return maps
+
+    def _encode(self, cache: int, rope: int) -> Maps:
+        form, spec = self._form, self._form.spec
+        latent_tiles = spec.variant.kv_lora_rank // _TILE_ELEMENTS
+        strides, rope_strides = (
+            (form.token_stride, form.page_stride),
+            (form.rope_token_stride, form.rope_page_stride),
+        )
+        is_apart = rope != cache + latent_tiles * _TILE_BYTES or rope_strides != strides
+        latent_map = self._encoded(cache, strides, tiles=latent_tiles, tiles_of_a_box=1)
+        rope_map = self._encoded(rope, rope_strides, tiles=1, tiles_of_a_box=1)
+        if not spec.is_narrow:  # whole rows are fetched ahead
+            group_map = self._encoded(
+                cache, strides, tiles=latent_tiles, tiles_of_a_box=latent_tiles
+            )
+        elif is_apart:  # the kernel does not use it
+            group_map = latent_map
+        else:
+            group_map = self._encoded(
+                cache, strides, tiles=latent_tiles + 1, tiles_of_a_box=_TILES_OF_A_COPY
+            )
+        return Maps(latent_map + rope_map + group_map, is_apart)
+
+    def _encoded(
+        self, address: int, strides: tuple[int, int], *, tiles: int, tiles_of_a_box: int
+    ) -> bytes:
+        """Return the map of a part as tiles: element, token, tile, page."""
+        spec = self._form.spec
+        token_stride, page_stride = strides
+        tensor = TiledTensor(
+            dtype=spec.variant.kv_dtype,
+            sizes=(_TILE_ELEMENTS, spec.variant.page_size, tiles, self._form.num_pages),
+            strides=(token_stride, _TILE_BYTES, page_stride),
+            box=(_TILE_ELEMENTS, spec.box_tokens, tiles_of_a_box, 1),
+        )
+        return encode(tensor, address)
+
+
+@lru_cache(maxsize=256)
+def maps_of(form: CacheForm) -> CacheMaps:
+    """Return the maps of all caches of a form, which calls of any batch share."""
+    return CacheMaps(form)

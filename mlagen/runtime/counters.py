@@ -1,0 +1,79 @@
+"""Where blocks of a launch count each other's arrivals: zeros before it, and zeros again after.
+
+The workspace of a call needs no initial value, so the counters are elsewhere. Each workspace has
+some of its own, as calls with different ones may run at once; they are kept while the process
+lives, for CUDA graphs hold their addresses.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from mlagen.errors import CaptureError
+from mlagen.runtime.device import device_facts
+
+# Workspaces that a slab has counters for; all of it is about 1 MiB.
+_REGIONS = 1024
+_ALIGNMENT_BYTES = 128
+_COUNTER_BYTES = 4
+
+_regions: dict[tuple[int, int], int] = {}  # addresses by device and workspace
+_free: dict[int, list[int]] = {}  # addresses by device
+_slabs: list[torch.Tensor] = []
+_lock = threading.Lock()
+
+
+def counters_of(device: int, workspace: int) -> int:
+    """Return the address of the counters that belong to a workspace: two for each SM.
+
+    Raises
+    ------
+    CaptureError
+        If there are none left and a CUDA graph is being captured.
+    """
+    return _regions.get((device, workspace)) or _take_region(device, workspace)
+
+
+def reserve_counters(device: int) -> None:
+    """Have counters ready on GPU ``device``, so that a call in a CUDA graph finds some."""
+    with _lock:
+        if not _free.get(device):
+            _free[device] = _new_regions(device)
+
+
+def _take_region(device: int, workspace: int) -> int:
+    with _lock:
+        if (device, workspace) not in _regions:
+            if not _free.get(device):
+                _require_no_capture(device)
+                _free[device] = _new_regions(device)
+            _regions[device, workspace] = _free[device].pop()
+        return _regions[device, workspace]
+
+
+def _require_no_capture(device: int) -> None:
+    with torch.cuda.device(device):
+        if torch.cuda.is_current_stream_capturing():
+            raise CaptureError(
+                f"workspace_buffer: one of the {_REGIONS} that counters are kept ready for, got "
+                f"one more while a CUDA graph is captured; make a call with this workspace once "
+                f"before the capture"
+            )
+
+
+def _new_regions(device: int) -> list[int]:
+    """Return addresses of zeros that are there for every stream."""
+    size = 2 * device_facts(device).sm_count * _COUNTER_BYTES
+    step = -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+    slab = _zeros(_REGIONS * step, device)
+    _slabs.append(slab)
+    return [slab.data_ptr() + index * step for index in reversed(range(_REGIONS))]
+
+
+def _zeros(size: int, device: int) -> torch.Tensor:
+    with torch.cuda.device(device):
+        zeros = torch.zeros(size, dtype=torch.uint8, device="cuda")
+        torch.cuda.current_stream().synchronize()
+    return zeros

@@ -1,0 +1,70 @@
+"""How an MLA problem is spread over a Hopper GPU: one grid, whatever the lengths are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+from mlagen.runtime.plan import MlaDecodeProblem
+from mlagen.spec.mla_hopper import MlaHopperSpec
+
+_MOST_MEMBERS = 4  # of a team
+
+# As in roles/mla_hopper/work.cuh: tokens of a block, what a unit costs besides its blocks, and the
+# shortest span, in blocks.
+_BLOCK_TOKENS = 64
+_UNIT_COST = 2
+_LEAST_SPAN = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class HopperPlan:
+    """Blocks and workspace of one call."""
+
+    team_size: int  # neighbouring blocks that take the tiles of one request together
+    teams: int
+    blocks: int
+    partial_rows_offset: int  # bytes in the workspace: the partial values come first
+    workspace_bytes: int
+
+
+def plan_mla_hopper(
+    spec: MlaHopperSpec, problem: MlaDecodeProblem, tile_q_len: int, sm_count: int
+) -> HopperPlan:
+    """Return the plan of a call.
+
+    ``longest_kv`` and ``tile_q_len``, the query tokens that most requests have, decide the speed
+    alone: blocks find their work by the lengths that are on the device.
+    """
+    rows = spec.tile_rows
+    tiles = -(-tile_q_len * problem.heads // rows)
+    team_size = _team_size(tiles, sm_count)
+    if problem.q_len:
+        groups = problem.batch * -(-tiles // team_size)
+    else:
+        groups = -(-problem.total_rows // (rows * team_size)) + problem.batch
+    blocks_of_tokens = -(-problem.longest_kv // _BLOCK_TOKENS)
+    spans = groups * (blocks_of_tokens + _UNIT_COST) // _LEAST_SPAN
+    teams = min(sm_count // team_size, max(1, spans)) if problem.total_rows else 0
+    blocks = teams * team_size
+    # A block leaves two pieces at the most: fp32 values, and of each row its reference and its sum.
+    partial_values = 2 * blocks * rows * spec.head_dim_vo * 4
+    return HopperPlan(
+        team_size=team_size,
+        teams=teams,
+        blocks=blocks,
+        partial_rows_offset=partial_values,
+        workspace_bytes=partial_values + 2 * blocks * rows * 2 * 4,
+    )
+
+
+def _team_size(tiles: int, sm_count: int) -> int:
+    """Return the size that takes the fewest rounds: members idle, and so do blocks in no team.
+
+    The larger of two that are as good: its members read the same tokens.
+    """
+    most = 1 if tiles == 1 else min(_MOST_MEMBERS, sm_count)
+    return min(
+        range(1, most + 1),
+        key=lambda size: (Fraction(-(-tiles // size), sm_count // size), -size),
+    )

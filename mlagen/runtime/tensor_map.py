@@ -1,0 +1,61 @@
+"""What tells the copy engine of a tensor: 128 opaque bytes that the driver makes."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from mlagen.runtime.device import checked
+from mlagen.spec.dtype import DType
+
+MAP_BYTES = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class TiledTensor:
+    """A tensor that is copied in boxes, but for where it begins; the innermost axis comes first."""
+
+    dtype: DType
+    sizes: tuple[int, ...]  # elements
+    strides: tuple[int, ...]  # bytes, of all axes but the first, which is dense
+    box: tuple[int, ...]  # elements
+
+
+def encode(tensor: TiledTensor, address: int) -> bytes:
+    """Return the map of a tensor at ``address``; rows of 128 bytes are swizzled in shared memory.
+
+    Raises
+    ------
+    DriverError
+        If the driver makes none of such a tensor: strides must be multiples of 16 bytes below
+        2^40.
+    """
+    from cuda.bindings import driver
+
+    made = driver.cuTensorMapEncodeTiled(
+        _element_types()[tensor.dtype],
+        len(tensor.sizes),
+        address,
+        [driver.cuuint64_t(size) for size in tensor.sizes],
+        [driver.cuuint64_t(stride) for stride in tensor.strides],
+        [driver.cuuint32_t(size) for size in tensor.box],
+        [driver.cuuint32_t(1)] * len(tensor.sizes),
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    encoded = checked(made, "cuTensorMapEncodeTiled")
+    return ctypes.string_at(int(encoded.getPtr()), MAP_BYTES)
+
+
+@cache
+def _element_types() -> dict[DType, Any]:
+    from cuda.bindings import driver
+
+    return {
+        DType.BF16: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        DType.FP16: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+    }

@@ -1,0 +1,156 @@
+"""MLA decode on Hopper: what its kernels are specialised for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from mlagen.spec.arch import Arch
+from mlagen.spec.kernel import (
+    CallShape,
+    KernelSpec,
+    Parameter,
+    float32,
+    int32,
+    int64,
+    pointer,
+    tensor_map,
+)
+from mlagen.spec.mla_support import SUPPORTED, MlaVariant
+
+# Rows of a tile, from the widest to the narrowest; a call takes the narrowest that holds the rows
+# of a request, or the widest.
+TILE_ROWS = (64, 32, 16)
+
+_WIDEST_NARROW = 32
+_BLOCK_TOKENS = 64
+_LEAST_BOX_TOKENS = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlaHopperSpec(KernelSpec):
+    """What changes the machine code of a Hopper MLA decode kernel, and nothing else."""
+
+    family: ClassVar[str] = "mla_hopper"
+    symbol: ClassVar[str] = "mla_hopper"
+    template: ClassVar[str] = "kernels/mla_hopper.cu.j2"
+    parameters: ClassVar[tuple[Parameter, ...]] = (
+        tensor_map("latent_map"),
+        tensor_map("rope_map"),
+        tensor_map("group_map"),
+        pointer("query", "const unsigned char"),
+        pointer("query_rope", "const unsigned char"),
+        pointer("cache", "const unsigned char"),
+        pointer("block_tables", "const int"),
+        pointer("table_starts", "const int"),
+        pointer("seq_lens", "const int"),
+        pointer("cum_seq_lens_q", "const int"),
+        pointer("bmm1_scale_tensor", "const float"),
+        pointer("bmm2_scale_tensor", "const float"),
+        pointer("sinks", "const float"),
+        pointer("out", "u16"),
+        pointer("lse", "float"),
+        pointer("partial_out", "float"),
+        pointer("partial_rows", "float"),
+        pointer("counters", "u32"),
+        int64("query_stride"),
+        int64("query_head_stride"),
+        int64("query_rope_stride"),
+        int64("query_rope_head_stride"),
+        int64("page_stride"),
+        int64("token_stride"),
+        int64("total_rows"),
+        int32("requests"),
+        int32("heads"),
+        int32("q_len"),
+        int32("max_pages"),
+        int32("block_tables_stride"),
+        int32("num_pages"),
+        int32("teams"),
+        int32("team_size"),
+        int32("rope_is_apart"),
+        int32("is_causal"),
+        int32("scores_take_bmm2"),
+        float32("bmm1_scale"),
+        float32("bmm2_scale"),
+        float32("lse_factor"),
+    )
+
+    variant: MlaVariant
+    tile_rows: int
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether tokens take the place of rows in the products."""
+        return self.tile_rows <= _WIDEST_NARROW
+
+    @property
+    def head_dim_qk(self) -> int:
+        """Elements of a query row and of a cached token."""
+        return self.variant.kv_lora_rank + self.variant.qk_rope_head_dim
+
+    @property
+    def head_dim_vo(self) -> int:
+        """Elements of an output row, the first of a cached token."""
+        return self.variant.kv_lora_rank
+
+    @property
+    def box_tokens(self) -> int:
+        """Tokens that one copy brings: of one page."""
+        return math.gcd(self.variant.page_size, _BLOCK_TOKENS)
+
+    @property
+    def consumer_warps(self) -> int:
+        """Warps that multiply."""
+        return 4 if self.is_narrow else 8
+
+    @property
+    def threads(self) -> int:
+        """Threads of one block."""
+        return self.consumer_warps * 32 + 128
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of one block: all there is."""
+        return self.arch.shared_bytes
+
+    @property
+    def is_cooperative(self) -> bool:
+        """Whether blocks wait for each other: for the pieces of a request that they share."""
+        return True
+
+    def serves(self, call: CallShape) -> bool:
+        """Whether such a call takes this kernel, of those that differ in the tile only."""
+        return self.tile_rows == tile_rows_for(call.heads * call.q_len)
+
+
+def tile_rows_for(rows: int) -> int:
+    """Return the rows of a tile for requests of ``rows`` rows."""
+    return min((tile for tile in TILE_ROWS if rows <= tile), default=TILE_ROWS[0])
+
+
+def mla_hopper_spec(arch: Arch, variant: MlaVariant, rows: int) -> MlaHopperSpec | None:
+    """Return the Hopper kernel for requests of ``rows`` rows; None where there is none."""
+    is_covered = (
+        arch.has_wgmma
+        and variant.query_dtype.is_16bit
+        and variant.kv_dtype is variant.query_dtype
+        and (variant.kv_lora_rank, variant.qk_rope_head_dim) == (512, 64)
+        and (variant.lookup, variant.values, variant.mask) == ("paged", "shared", "causal")
+        and math.gcd(variant.page_size, _BLOCK_TOKENS) >= _LEAST_BOX_TOKENS
+    )
+    if not is_covered:
+        return None
+    return MlaHopperSpec(arch=arch, variant=variant, tile_rows=tile_rows_for(rows))
+
+
+def mla_hopper_specs(arch: Arch) -> Iterator[MlaHopperSpec]:
+    """Yield every Hopper kernel that ``arch`` may be asked for, each once."""
+    for row in SUPPORTED:
+        for variant in row.variants():
+            for rows in TILE_ROWS:
+                spec = mla_hopper_spec(arch, variant, rows)
+                if spec is not None:
+                    yield spec

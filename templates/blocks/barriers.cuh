@@ -1,0 +1,25 @@
+// Barriers in shared memory, with phases that are counted by their parity. Needs ptx/mbarrier.cuh.
+
+using Barrier = u64;
+
+__device__ inline void wait_for(const Barrier& barrier, u32 parity) {
+  mbarrier_wait(shared_address(&barrier), parity);
+}
+
+__device__ inline void arrive_at(const Barrier& barrier) {
+  mbarrier_arrive(shared_address(&barrier));
+}
+
+// Steps through the stages of a ring; the parity changes whenever it begins anew.
+template <int kCount>
+struct RingPosition {
+  int stage = 0;
+  u32 parity = 0;
+
+  __device__ void advance() {
+    if (++stage == kCount) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};

@@ -1,0 +1,21 @@
+// PTX ISA, "Data Movement and Conversion Instructions: mov". Needs sm_80.
+
+// mov.b64
+// One word of 64 bits out of two, where it stands: compilers do not see through it.
+__device__ inline u64 mov_b64(u32 low, u32 high) {
+  u64 word;
+  asm("mov.b64 %0, {%1, %2};" : "=l"(word) : "r"(low), "r"(high));
+  return word;
+}
+
+// mov.b32
+// A word into itself: compilers know no more what it holds.
+__device__ inline void mov_b32(u32& word) { asm volatile("mov.b32 %0, %0;" : "+r"(word)); }
+
+// mov.u32
+// This thread's index in the block, read anew.
+__device__ inline u32 mov_tid_x() {
+  u32 thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}

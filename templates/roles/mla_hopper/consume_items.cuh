@@ -1,0 +1,17 @@
+// The consumers: all items of the block, one after the other. Needs take_item and finish_item of
+// the consumers' roles.
+
+__device__ inline void consume_items(const Params& params, SharedMemory& shared) {
+  ConsumerState state(params, shared);
+  u32 count = 0;
+  while (true) {
+    wait_for(shared.item_full[item_slot(count)], item_parity(count));
+    const Item& item = shared.items[item_slot(count)];
+    if (item.request < 0) return;
+    wait_for_query(shared, count);
+    consume_item(params, item, shared, state);
+    count = item.count + 1;  // not kept in a register meanwhile
+    __syncwarp();
+    if (fresh_thread() % 128 == 0) arrive_at(shared.item_empty[(count - 1) % 2]);
+  }
+}

@@ -1,0 +1,50 @@
+// Values that some row of a tile must not see: 0 * NaN is NaN, so what is not finite must not meet
+// the tensor cores, though its weight is 0. Needs SharedMemory, Item, blocks/table_row.cuh.
+
+constexpr u32 kExponentBits = kIsSame<Element, Bf16> ? 0x7f80 : 0x7c00;
+
+__device__ inline bool is_finite(u32 element) { return (element & kExponentBits) != kExponentBits; }
+
+__device__ inline u32 finite_pair(u32 pair) {
+  return (is_finite(pair) ? pair & 0xffff : 0) | (is_finite(pair >> 16) ? pair & 0xffff0000 : 0);
+}
+
+// Puts zeros for what is not finite in the tokens from `first` on of a block, of whose tiles
+// `tile_of` tells the places; 128 threads. Remembers whether a row sees such a token.
+template <typename TileOf>
+__device__ inline void clear_nonfinite(SharedMemory& shared, int first, int visible,
+                                       TileOf tile_of) {
+  constexpr int kTokenChunks = kLatentDim * 2 / kChunkBytes;
+  for (int i = static_cast<int>(threadIdx.x) % 128; i < (kBlockTokens - first) * kTokenChunks;
+       i += 128) {
+    const int token = first + i / kTokenChunks;
+    const int chunk = i % kTokenChunks;
+    Chunk* place = reinterpret_cast<Chunk*>(tile_of(chunk / 8) + token * kTileRowBytes) + chunk % 8;
+    const Chunk found = *place;
+    Chunk cleared;
+    bool is_changed = false;
+#pragma unroll
+    for (int word = 0; word < 4; ++word) {
+      cleared.words[word] = finite_pair(found.words[word]);
+      is_changed |= cleared.words[word] != found.words[word];
+    }
+    if (!is_changed) continue;
+    *place = cleared;
+    if (token < visible) shared.has_nonfinite = 1;
+  }
+}
+
+// Adds what was cleared to the rows that see it; `add` takes a token's row in the cache and its
+// position. A weight of 0 is not told from others: what is not finite makes a row so.
+template <typename Add>
+__device__ inline void add_nonfinite(const Params& params, const Item& item, Add add) {
+  const int end = min((item.first_block + item.blocks) * kBlockTokens, item.visible_to_any);
+  const int* ids = params.block_tables + table_row(params, item.request).start;
+  for (int token = max(item.visible_to_all, item.first_block * kBlockTokens); token < end;
+       ++token) {
+    const int page = ids[token / kPageSize];
+    if (!is_page(page, params.num_pages)) continue;
+    const PagedRows rows{params.cache, params.page_stride, params.token_stride};
+    add(rows.row_of(page, token % kPageSize), token);
+  }
+}

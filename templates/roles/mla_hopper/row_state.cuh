@@ -1,0 +1,26 @@
+// What a row has come to. Needs Params, Item, blocks/row_result.cuh, blocks/scales.cuh.
+
+// A row's probabilities are relative to its reference. No maximum is asked for while none of them
+// is larger than this, which the element type holds: so references move seldom.
+constexpr float kMostProbability = kIsSame<Element, Bf16> ? 0x1p40f : 0x1p15f;
+
+struct RowState {
+  float reference;  // log2 units; what the accumulators are relative to
+  float sum;  // of probabilities, relative to it
+};
+
+__device__ inline i64 global_row(const Params& params, const Item& item, int row) {
+  return item.first_query * params.heads + item.first_row + row;
+}
+
+__device__ inline RowResult result_of(const Params& params, const Item& item, int row,
+                                      RowState state) {
+  const float sink = params.sinks == nullptr || row >= item.rows
+                         ? -kInfinity
+                         : params.sinks[(item.first_row + row) % params.heads];
+  return finish_row(state.reference, state.sum, sink);
+}
+
+__device__ inline float output_scale(const Params& params) {
+  return value_of(params.bmm2_scale_tensor, params.bmm2_scale);
+}

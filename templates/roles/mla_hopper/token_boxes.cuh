@@ -1,0 +1,33 @@
+// Copies tiles of tokens, in as many boxes as pages make necessary. Needs PageIds,
+// ptx/cp_async_bulk.cuh.
+
+// Where the boxes of a block of tokens begin; boxes behind the last token are not copied.
+struct BlockBoxes {
+  int count;
+  int slot[kBoxes];
+  int page[kBoxes];
+
+  __device__ BlockBoxes(PageIds& ids, int block, int end_token) {
+    const int first_token = block * kBlockTokens;
+    count = min(ceil_div(end_token - first_token, kBoxTokens), kBoxes);
+    ids.advance(first_token / kPageSize);
+#pragma unroll
+    for (int box = 0; box < kBoxes; ++box) {
+      const int token = first_token + box * kBoxTokens;
+      slot[box] = token % kPageSize;
+      page[box] = ids.of(token / kPageSize);
+    }
+  }
+
+  __device__ u32 tile_bytes() const { return count * kBoxTokens * kTileRowBytes; }
+
+  // Copies one tile of the block, to be counted at the barrier; by any lane.
+  __device__ void copy_tile(const TensorMap* map, int column, u32 target, u32 barrier) const {
+#pragma unroll
+    for (int box = 0; box < kBoxes; ++box) {
+      if (kBoxes > 1 && box >= count) continue;
+      cp_async_bulk_tensor(target + box * kBoxTokens * kTileRowBytes, map, barrier, 0, slot[box],
+                           column, page[box]);
+    }
+  }
+};

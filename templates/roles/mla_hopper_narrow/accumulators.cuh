@@ -1,0 +1,74 @@
+// What the consumer has in registers, and what of the output it is. Needs ptx/wgmma.cuh,
+// SharedMemory, row_state.cuh.
+
+// One consumer of four warps, with tokens or output dims in the place of rows, and rows in the
+// place of columns: few rows fill a product then. Of the scores a warp has 16 tokens, and of each
+// tile of output dims 16.
+constexpr int kRowGroups = kRows / 8;
+constexpr int kOwnRows = kRowGroups * 2;
+using Accumulators = float[kLatentTiles][kRows / 2];
+using Scores = float[kRows / 2];
+
+// A thread's row `r`, the same in all warps, and lanes that have the same rows: those that agree
+// modulo 4.
+__device__ inline int own_row(int r) { return r / 2 * 8 + fresh_lane() % 4 * 2 + r % 2; }
+
+// The first dim of float4 `i` of a thread of warp `warp`; the other is 8 further.
+__device__ inline int dim_of(int warp, int i) {
+  return i / kRowGroups * kTileElements + warp * 16 + fresh_lane() / 4;
+}
+
+// Whether this thread writes what there is of its rows.
+__device__ inline bool is_row_writer() { return fresh_thread() < 4; }
+
+__device__ inline float4 accumulator(const Accumulators& accumulators, int i) {
+  const float* of = accumulators[i / kRowGroups] + i % kRowGroups * 4;
+  return make_float4(of[0], of[1], of[2], of[3]);
+}
+
+__device__ inline void set_accumulator(Accumulators& accumulators, int i, float4 value) {
+  float* of = accumulators[i / kRowGroups] + i % kRowGroups * 4;
+  of[0] = value.x;
+  of[1] = value.y;
+  of[2] = value.z;
+  of[3] = value.w;
+}
+
+// Float4 `i` holds two rows of each of its two dims.
+__device__ inline float4 weighted(float4 value, const float (&weights)[kOwnRows], int i) {
+  const float a = weights[i % kRowGroups * 2];
+  const float b = weights[i % kRowGroups * 2 + 1];
+  return make_float4(value.x * a, value.y * b, value.z * a, value.w * b);
+}
+
+struct TaskRows {
+  int a;
+  int b;
+};
+
+__device__ inline TaskRows task_rows(int i, int) {
+  const int row = own_row(i % kRowGroups * 2);
+  return {row, row + 1};
+}
+
+__device__ inline float4 add_task(float4 total, float4 value, float weight_a, float weight_b) {
+  return make_float4(total.x + value.x * weight_a, total.y + value.y * weight_b,
+                     total.z + value.z * weight_a, total.w + value.w * weight_b);
+}
+
+// Over the lanes that have the same rows.
+__device__ inline float maximum_of_lanes(float value) {
+#pragma unroll
+  for (int lanes = 4; lanes < kWarpLanes; lanes *= 2) {
+    value = fmaxf(value, __shfl_xor_sync(~0u, value, lanes));
+  }
+  return value;
+}
+
+__device__ inline float total_of_lanes(float value) {
+#pragma unroll
+  for (int lanes = 4; lanes < kWarpLanes; lanes *= 2) {
+    value += __shfl_xor_sync(~0u, value, lanes);
+  }
+  return value;
+}

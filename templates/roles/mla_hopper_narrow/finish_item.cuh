@@ -1,0 +1,46 @@
+// From what the consumer has of an item to finished or partial rows. Needs consume.cuh,
+// store_output.cuh, roles/mla_hopper/store_item.cuh.
+
+// The sums of all warps.
+__device__ inline void join_sums(SharedMemory& shared, const Consumer& consumer,
+                                 RowState (&rows)[kOwnRows]) {
+#pragma unroll
+  for (int r = 0; r < kOwnRows; ++r) {
+    const float sum = total_of_lanes(consumer.sum[r]);
+    if (fresh_lane() < 4) shared.warp_rows[fresh_warp()][own_row(r)] = sum;
+  }
+  barrier_sync(kConsumerBarrier, kConsumerThreads);
+#pragma unroll
+  for (int r = 0; r < kOwnRows; ++r) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int warp = 0; warp < kConsumerWarps; ++warp) sum += shared.warp_rows[warp][own_row(r)];
+    rows[r] = {consumer.reference[r], sum};
+  }
+}
+
+// What lasts from item to item.
+struct ConsumerState {
+  float scale;
+  RingPosition<kStages> position;
+  u32 buffer = 0;
+
+  __device__ ConsumerState(const Params& params, const SharedMemory&)
+      : scale(score_scale(params) * kLog2E) {}
+};
+
+__device__ inline void consume_item(const Params& params, const Item& item, SharedMemory& shared,
+                                    ConsumerState& state) {
+  Consumer consumer(params, shared, item, state.scale, state.position, state.buffer);
+  const int end = item.first_block + item.blocks;
+#pragma unroll 1
+  for (int block = item.first_block; block < end; ++block) consumer.take_block(block);
+  if (fresh_thread() == 0) arrive_at(shared.query_empty);
+  RowState rows[kOwnRows];
+  join_sums(shared, consumer, rows);
+  store_item(params, item, shared, consumer.accumulators, rows);
+}
+
+// All threads have as many as they need.
+__device__ inline void give_registers_back() {}
+__device__ inline void take_registers() {}

@@ -1,0 +1,46 @@
+// The loader, one warp: streams the blocks of tokens of every item through the ring. Needs
+// SharedMemory, token_boxes.cuh.
+
+// Three tiles of whole blocks in one page are one copy, unless the rope part is a tensor of its
+// own.
+__device__ inline void copy_stage(const Params& params, const BlockBoxes& boxes, int first_tile,
+                                  u32 target, u32 full) {
+  mbarrier_arrive_expect_tx(full, kStageTiles * boxes.tile_bytes());
+  if (kBoxes == 1 && !params.rope_is_apart) {
+    cp_async_bulk_tensor(target, &params.group_map, full, 0, boxes.slot[0], first_tile,
+                         boxes.page[0]);
+    return;
+  }
+#pragma unroll
+  for (int tile = 0; tile < kStageTiles; ++tile) {
+    const bool is_rope = first_tile + tile == kLatentTiles;
+    boxes.copy_tile(is_rope ? &params.rope_map : &params.latent_map,
+                    is_rope ? 0 : first_tile + tile, target + tile * kTileBytes, full);
+  }
+}
+
+__device__ inline void load_tokens(const Params& params, int, SharedMemory& shared) {
+  RingPosition<kStages> position;
+  for (u32 count = 0;; ++count) {
+    wait_for(shared.item_full[item_slot(count)], item_parity(count));
+    const Item& item = shared.items[item_slot(count)];
+    if (item.request < 0) return;
+    const int end = item.first_block + item.blocks;
+    PageIds ids(params, item);
+    for (int block = item.first_block; block < end; ++block) {
+      const BlockBoxes boxes(ids, block, item.visible_to_any);
+#pragma unroll
+      for (int part = 0; part < kBlockStages; ++part) {
+        wait_for(shared.stage_empty[position.stage], position.parity ^ 1);
+        if (lane_index() == 0) {
+          copy_stage(params, boxes, part * kStageTiles,
+                     shared_address(shared.tokens[position.stage]),
+                     shared_address(&shared.stage_full[position.stage]));
+        }
+        __syncwarp();
+        position.advance();
+      }
+    }
+    if (lane_index() == 0) arrive_at(shared.item_empty[item_slot(count)]);
+  }
+}

@@ -1,0 +1,46 @@
+// The shared memory of a block, whole. Needs Item, roles/mla_hopper/constants.
+
+// Tokens are in a ring of thirds of blocks: three tiles each.
+constexpr int kStages = kRows == 16 ? 8 : 7;  // as many as fit
+constexpr int kStageTiles = 3;
+constexpr int kBlockStages = kTiles / kStageTiles;
+
+struct SharedMemory {
+  unsigned char query[kTiles * kQueryTileBytes];
+  unsigned char tokens[kStages][kStageTiles * kTileBytes];
+  unsigned char probabilities[2][kQueryTileBytes];  // of a block and of the next
+  unsigned char staging[kConsumerWarps][1024];  // of the output
+  float warp_rows[kConsumerWarps][kRows];  // what each warp found for a row: maximum, or sum
+  Item items[2];
+  SpanScratch scratch;
+  Barrier stage_full[kStages];
+  Barrier stage_empty[kStages];
+  Barrier first_query_full;
+  Barrier query_full;
+  Barrier query_empty;
+  Barrier merge_full;
+  Barrier item_full[2];
+  Barrier item_empty[2];
+  int has_nonfinite;
+};
+static_assert(sizeof(SharedMemory) <= kSharedBytes, "the spec knows what the struct takes");
+static_assert(kBlockStages * kStageTiles == kTiles, "a block is whole stages");
+
+__device__ inline void make_barriers(SharedMemory& shared) {
+  const auto make = [](const Barrier& barrier, int count) {
+    mbarrier_init(shared_address(&barrier), count);
+  };
+  for (int stage = 0; stage < kStages; ++stage) {
+    make(shared.stage_full[stage], 1);
+    make(shared.stage_empty[stage], 1);
+  }
+  make(shared.first_query_full, kThreads / kWarpLanes - 1);  // all but the loader
+  make(shared.query_full, 3);  // schedulers
+  make(shared.merge_full, 1);
+  make(shared.query_empty, 1);
+  for (int slot = 0; slot < 2; ++slot) {
+    make(shared.item_full[slot], 3);  // schedulers
+    make(shared.item_empty[slot], 2);  // loader and consumer
+  }
+  fence_mbarrier_init();
+}

@@ -1,0 +1,70 @@
+// Writes finished rows. Needs accumulators.cuh, row_state.cuh, ptx/cvt.cuh, ptx/stmatrix.cuh.
+
+// Through a piece of shared memory that each warp has of its own: 16 dims of every row, so that
+// rows leave in 32 bytes.
+constexpr int kStagedBytes = 32;
+
+__device__ inline void store_rows(const Params& params, const Item& item, SharedMemory& shared,
+                                  const Accumulators& accumulators,
+                                  const RowState (&rows)[kOwnRows]) {
+  const int lane = fresh_lane();
+  const int warp = fresh_warp();
+  const float scale = output_scale(params);
+  float factor[kOwnRows];
+#pragma unroll
+  for (int r = 0; r < kOwnRows; ++r) {
+    const int row = own_row(r);
+    const RowResult result = result_of(params, item, row, rows[r]);
+    factor[r] = result.factor * scale;
+    if (params.lse != nullptr && is_row_writer() && row < item.rows) {
+      params.lse[global_row(params, item, row)] = result.lse * params.lse_factor;
+    }
+  }
+  unsigned char* staging = shared.staging[warp];
+  const u32 address = shared_address(staging) + (lane / 16 * 8 + lane % 8) * kStagedBytes +
+                      lane / 8 % 2 * kChunkBytes;
+  unsigned char* out = reinterpret_cast<unsigned char*>(params.out) +
+                       global_row(params, item, 0) * (kHeadDimVo * 2) + warp * kStagedBytes;
+#pragma unroll
+  for (int tile = 0; tile < kLatentTiles; ++tile) {
+#pragma unroll
+    for (int group = 0; group < kRowGroups; group += 2) {
+      const float* a = accumulators[tile] + group * 4;
+      const float* f = factor + group * 2;
+      stmatrix_x4_trans(address + group * 8 * kStagedBytes,
+                        cvt_rn_x2_f32(Element{}, a[1] * f[1], a[0] * f[0]),
+                        cvt_rn_x2_f32(Element{}, a[3] * f[1], a[2] * f[0]),
+                        cvt_rn_x2_f32(Element{}, a[5] * f[3], a[4] * f[2]),
+                        cvt_rn_x2_f32(Element{}, a[7] * f[3], a[6] * f[2]));
+    }
+    __syncwarp();
+#pragma unroll
+    for (int half = 0; half < kRows / 16; ++half) {
+      const int row = half * 16 + lane / 2;
+      const int chunk = lane % 2;
+      const uint4 value =
+          *reinterpret_cast<const uint4*>(staging + row * kStagedBytes + chunk * kChunkBytes);
+      if (row < item.rows) {
+        *reinterpret_cast<uint4*>(out + row * (kHeadDimVo * 2) + tile * kTileRowBytes +
+                                  chunk * kChunkBytes) = value;
+      }
+    }
+    __syncwarp();
+  }
+}
+
+// Writes a float4 of float4 `i` of a thread of warp `warp`, after merging.
+__device__ inline void store_slice(const Params& params, const Item& item, int i, int warp,
+                                   float4 value) {
+  const TaskRows rows = task_rows(i, warp);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int row = r == 0 ? rows.a : rows.b;
+    if (row >= item.rows) continue;
+    const u32 pair =
+        cvt_rn_x2_f32(Element{}, (r == 0 ? value.z : value.w), (r == 0 ? value.x : value.y));
+    u16* out = params.out + global_row(params, item, row) * kHeadDimVo + dim_of(warp, i);
+    out[0] = static_cast<u16>(pair);
+    out[8] = static_cast<u16>(pair >> 16);
+  }
+}

@@ -1,0 +1,68 @@
+// What a consumer has in registers, and what of the output it is. Needs ptx/wgmma.cuh,
+// SharedMemory, row_state.cuh.
+
+// Two consumers of four warps each. Both have all rows; the left one has the first half of the
+// output dims and the scores of even blocks, the right one the other half and the odd blocks.
+constexpr int kHalfDims = kHeadDimVo / 2;
+constexpr int kOwnRows = 2;
+using Accumulators = float[kHalfDims / 2];
+using Scores = float[kBlockTokens / 2];
+using Probabilities = u32[kBlockTokens / 4];  // two elements a word
+
+__device__ inline int consumer_thread() { return static_cast<int>(threadIdx.x) % 128; }
+__device__ inline bool is_left() { return threadIdx.x < 128; }
+
+// A thread's row `r`, 0 or 1, and the row of a thread of another warp.
+__device__ inline int row_of(int warp, int r) { return warp % 4 * 16 + lane_index() / 4 + 8 * r; }
+__device__ inline int row_of_thread(int thread) {
+  return thread % 128 / kWarpLanes * 16 + thread % kWarpLanes / 4;
+}
+__device__ inline int own_row(int r) { return row_of_thread(fresh_thread()) + 8 * r; }
+
+// Float4 `i` holds two dims of each of the two rows.
+__device__ inline int dim_of(int warp, int i) {
+  return warp / 4 * kHalfDims + i * 8 + lane_index() % 4 * 2;
+}
+
+// Whether this thread writes what there is of its rows.
+__device__ inline bool is_row_writer() { return fresh_thread() < 128 && fresh_thread() % 4 == 0; }
+
+__device__ inline float4 accumulator(const Accumulators& accumulators, int i) {
+  return make_float4(accumulators[i * 4], accumulators[i * 4 + 1], accumulators[i * 4 + 2],
+                     accumulators[i * 4 + 3]);
+}
+
+__device__ inline void set_accumulator(Accumulators& accumulators, int i, float4 value) {
+  accumulators[i * 4] = value.x;
+  accumulators[i * 4 + 1] = value.y;
+  accumulators[i * 4 + 2] = value.z;
+  accumulators[i * 4 + 3] = value.w;
+}
+
+__device__ inline float4 weighted(float4 value, const float (&weights)[kOwnRows], int) {
+  return make_float4(value.x * weights[0], value.y * weights[0], value.z * weights[1],
+                     value.w * weights[1]);
+}
+
+// The rows that the parts of a float4 belong to.
+struct TaskRows {
+  int a;
+  int b;
+};
+
+__device__ inline TaskRows task_rows(int, int warp) { return {row_of(warp, 0), row_of(warp, 1)}; }
+
+__device__ inline float4 add_task(float4 total, float4 value, float weight_a, float weight_b) {
+  return make_float4(total.x + value.x * weight_a, total.y + value.y * weight_a,
+                     total.z + value.z * weight_b, total.w + value.w * weight_b);
+}
+
+__device__ inline void rescale(Accumulators& accumulators, float a, float b) {
+#pragma unroll
+  for (int i = 0; i < kHalfDims / 2; i += 4) {
+    accumulators[i] *= a;
+    accumulators[i + 1] *= a;
+    accumulators[i + 2] *= b;
+    accumulators[i + 3] *= b;
+  }
+}

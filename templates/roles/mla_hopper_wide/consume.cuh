@@ -1,0 +1,188 @@
+// The two consumers: how they take turns over the pairs of blocks of an item. Needs multiply.cuh,
+// softmax.cuh, roles/mla_hopper/finite_values.cuh.
+
+// Both add the even block of a pair first and then the odd one, so that references only move
+// forward:
+//
+//   left:   softmax even | O += own P | O += right's P | scores of the next even block
+//   right:  O += left's P, softmax odd meanwhile | O += own P | scores of the next odd block
+struct Consumer {
+  const Params& params;
+  SharedMemory& shared;
+  const Item& item;
+  Descriptors& descriptors;
+  float scale;  // of scores, to log2 units
+  u32& parity;  // of the stages
+  Accumulators accumulators;
+  Scores scores;
+  Probabilities probabilities;
+  Softmax softmax;
+
+  __device__ Consumer(const Params& params, SharedMemory& shared, const Item& item,
+                      Descriptors& descriptors, float scale, u32& parity)
+      : params(params),
+        shared(shared),
+        item(item),
+        descriptors(descriptors),
+        scale(scale),
+        parity(parity) {
+#pragma unroll
+    for (int i = 0; i < kHalfDims / 2; ++i) accumulators[i] = 0.0f;
+#pragma unroll
+    for (int r = 0; r < kOwnRows; ++r) {
+      softmax.sum[r] = 0.0f;
+      softmax.reference[r] = -kLargest;
+    }
+  }
+
+  __device__ void release(const Barrier& barrier) const {
+    if (consumer_thread() == 0) arrive_at(barrier);
+  }
+
+  template <int kStage>
+  __device__ void store_probabilities() const {
+    const int thread = fresh_thread();
+    const int row = thread % 128 / kWarpLanes * 16 + thread % 16;
+    const u32 address =
+        shared_address(shared.tokens[kStage] + kLatentTiles * kTileBytes) + row * kTileRowBytes;
+    const int chunk = thread % kWarpLanes / 16 ^ row % 8;
+#pragma unroll
+    for (int k = 0; k < kBlockTokens / 16; ++k) {
+      stmatrix_x4(address + ((chunk ^ (k * 2)) << 4), probabilities[k * 4],
+                  probabilities[k * 4 + 1], probabilities[k * 4 + 2], probabilities[k * 4 + 3]);
+    }
+    fence_proxy_async();
+  }
+
+  // Scores of the block in `kStage`, which are here, to probabilities; says whether references
+  // moved.
+  template <int kStage>
+  __device__ bool take_scores(int block, float (&moved)[kOwnRows]) {
+    float factor = scale;
+    const int first_token = block * kBlockTokens;
+    if (first_token + kBlockTokens > item.visible_to_all) {
+      hide(scores, scale, item, first_token);
+      factor = 1.0f;
+      clear_values<kStage>(first_token);
+    }
+    return softmax.take(scores, factor, probabilities, moved, shared.reference[kStage],
+                        shared.rescale[kStage]);
+  }
+
+  // When all warps of this consumer have their scores.
+  template <int kStage>
+  __device__ void clear_values(int first_token) const {
+    const int barrier = kProbabilitiesBarrier + 2 + kStage;
+    barrier_sync(barrier, 128);
+    clear_nonfinite(shared, max(item.visible_to_all - first_token, 0),
+                    item.visible_to_any - first_token,
+                    [&](int tile) { return shared.tokens[kStage] + tile * kTileBytes; });
+    fence_proxy_async();
+    barrier_sync(barrier, 128);
+  }
+
+  __device__ void follow(int stage) {
+    float moved[kOwnRows];
+    if (softmax.follow(shared.reference[stage], shared.rescale[stage], moved)) {
+      rescale(accumulators, moved[0], moved[1]);
+    }
+  }
+
+  // One pair of blocks; `kIsLast` where no scores follow, and `has_odd` where the pair is whole.
+  template <bool kIsLast>
+  __device__ void take_pair_left(int block, bool has_odd) {
+    descriptors.forget();
+    float moved[kOwnRows];
+    if (take_scores<0>(block, moved)) rescale(accumulators, moved[0], moved[1]);
+    store_probabilities<0>();
+    barrier_arrive(kProbabilitiesBarrier, kConsumerThreads);
+    wgmma_keep(accumulators);
+    add_own<0, 0>(descriptors, probabilities, accumulators);
+    finish(accumulators);
+    release(shared.left_empty[0]);
+    if constexpr (kIsLast) {
+      if (has_odd) {
+        barrier_sync(kProbabilitiesBarrier + 1, kConsumerThreads);
+        follow(1);
+        wgmma_keep(accumulators);
+        add_others<1, 0>(descriptors, accumulators);
+        finish(accumulators);
+        release(shared.left_empty[1]);
+        release(shared.rope_empty[1]);
+      }
+      parity ^= 1;
+    } else {
+      barrier_sync(kProbabilitiesBarrier + 1, kConsumerThreads);
+      follow(1);
+      wgmma_keep(accumulators);
+      add_others<1, 0>(descriptors, accumulators);
+      parity ^= 1;
+      begin_scores<0>(descriptors, shared, parity, scores, [&](int tile) {
+        if (tile != 3) return;
+        wgmma_wait_group<4>();
+        release(shared.left_empty[1]);
+        release(shared.rope_empty[1]);
+      });
+      finish(accumulators);
+      wgmma_keep(scores);
+    }
+  }
+
+  template <bool kIsLast>
+  __device__ void take_pair_right(int block, bool has_odd) {
+    descriptors.forget();
+    barrier_sync(kProbabilitiesBarrier, kConsumerThreads);
+    follow(0);
+    wgmma_keep(accumulators);
+    add_others<0, 1>(descriptors, accumulators);
+    float moved[kOwnRows];
+    bool moves = false;
+    if (!kIsLast || has_odd) {
+      moves = take_scores<1>(block + 1, moved);
+      store_probabilities<1>();
+      barrier_arrive(kProbabilitiesBarrier + 1, kConsumerThreads);
+    }
+    finish(accumulators);
+    release(shared.right_empty[0]);
+    release(shared.rope_empty[0]);
+    if (!kIsLast || has_odd) {
+      if (moves) rescale(accumulators, moved[0], moved[1]);
+      wgmma_keep(accumulators);
+      add_own<1, 1>(descriptors, probabilities, accumulators);
+      finish(accumulators);
+    } else {
+      // Only this consumer has waited for the block that does not exist.
+      release(shared.left_empty[1]);
+      release(shared.rope_empty[1]);
+    }
+    release(shared.right_empty[1]);
+    parity ^= 1;
+    if constexpr (!kIsLast) {
+      begin_scores<1>(descriptors, shared, parity, scores, [](int) {});
+      finish(scores);
+    }
+  }
+
+  __device__ void take_item() {
+    const int end = item.first_block + item.blocks;
+    const int last_pair = item.first_block + (item.blocks - 1) / 2 * 2;
+    int block = item.first_block;
+    if (is_left()) {
+      begin_scores<0>(descriptors, shared, parity, scores, [](int) {});
+      finish(scores);
+#pragma unroll 1
+      for (; block < last_pair; block += 2) take_pair_left<false>(block, true);
+      release_query();
+      take_pair_left<true>(block, block + 1 < end);
+    } else {
+      begin_scores<1>(descriptors, shared, parity, scores, [](int) {});
+      finish(scores);
+#pragma unroll 1
+      for (; block < last_pair; block += 2) take_pair_right<false>(block, true);
+      release_query();
+      take_pair_right<true>(block, block + 1 < end);
+    }
+  }
+
+  __device__ void release_query() const { release(shared.query_empty); }
+};

@@ -1,0 +1,47 @@
+// From what both consumers have of an item to finished or partial rows. Needs consume.cuh,
+// store_output.cuh, roles/mla_hopper/store_item.cuh.
+
+// The sums of both consumers, whose references are the same by now.
+__device__ inline void join_sums(SharedMemory& shared, const Softmax& softmax,
+                                 RowState (&rows)[kOwnRows]) {
+  const int thread = fresh_thread();
+  const int row = row_of_thread(thread);
+#pragma unroll
+  for (int r = 0; r < kOwnRows; ++r) {
+    const float sum = row_total(softmax.sum[r]);
+    if (thread % 4 == 0) shared.row_sum[thread / 128][row + 8 * r] = sum;
+  }
+  barrier_sync(kConsumerBarrier, kConsumerThreads);
+#pragma unroll
+  for (int r = 0; r < kOwnRows; ++r) {
+    rows[r] = {softmax.reference[r],
+               shared.row_sum[0][row + 8 * r] + shared.row_sum[1][row + 8 * r]};
+  }
+}
+
+// What lasts from item to item.
+struct ConsumerState {
+  Descriptors descriptors;
+  float scale;
+  u32 parity = 0;
+
+  __device__ ConsumerState(const Params& params, const SharedMemory& shared)
+      : descriptors(shared), scale(score_scale(params) * kLog2E) {}
+};
+
+__device__ inline void consume_item(const Params& params, const Item& item, SharedMemory& shared,
+                                    ConsumerState& state) {
+  Consumer consumer(params, shared, item, state.descriptors, state.scale, state.parity);
+  if (item.blocks > 0) {
+    consumer.take_item();
+  } else {
+    consumer.release_query();
+  }
+  RowState rows[kOwnRows];
+  join_sums(shared, consumer.softmax, rows);
+  store_item(params, item, shared, consumer.accumulators, rows);
+}
+
+// Of 168 that a thread has at first, those who load give most to those who multiply.
+__device__ inline void give_registers_back() { setmaxnreg_dec<56>(); }
+__device__ inline void take_registers() { setmaxnreg_inc<224>(); }

@@ -1,0 +1,82 @@
+// The loader, one warp: streams the blocks of tokens of every item into two stages, even blocks
+// into one and odd ones into the other. Needs SharedMemory, token_boxes.cuh.
+
+// Blocks of the same team read the same tokens at about the same time. One of them has each block
+// brought into L2 before it is asked for.
+constexpr int kPrefetchBlocks = 2;
+
+__device__ inline void prefetch_block(const Params& params, const PageIds& ids, int block) {
+#pragma unroll
+  for (int box = 0; box < kBoxes; ++box) {
+    const int token = block * kBlockTokens + box * kBoxTokens;
+    const int page = ids.of(token / kPageSize);
+    if (lane_index() != 0) continue;
+    cp_async_bulk_prefetch_tensor(&params.group_map, 0, token % kPageSize, 0, page);
+    cp_async_bulk_prefetch_tensor(&params.rope_map, 0, token % kPageSize, 0, page);
+  }
+}
+
+// What a lane copies of every block: a tile. The lanes behind the last tile copy nothing.
+struct LaneTile {
+  const TensorMap* map;
+  int column;
+  u32 target;  // of the first stage
+  u32 full;
+
+  __device__ LaneTile(const Params& params, const SharedMemory& shared) {
+    const int tile = min(lane_index(), kTiles - 1);
+    const bool is_rope = tile == kLatentTiles;  // in a map of its own
+    map = is_rope ? &params.rope_map : &params.latent_map;
+    column = is_rope ? 0 : tile;
+    target = shared_address(shared.tokens[0] + tile * kTileBytes);
+    full = shared_address(&shared.tile_full[0][tile]);
+  }
+
+  // A block that does not exist, for items are taken in pairs of blocks, arrives with nothing in
+  // it.
+  __device__ void load(const BlockBoxes& boxes, bool exists, int stage) const {
+    const u32 stage_full = full + stage * kTiles * sizeof(Barrier);
+    if (exists) {
+      mbarrier_arrive_expect_tx(stage_full, boxes.tile_bytes());
+      boxes.copy_tile(map, column, target + stage * kTiles * kTileBytes, stage_full);
+    } else {
+      mbarrier_arrive(stage_full);
+    }
+  }
+};
+
+__device__ inline void load_block(const LaneTile& tile, PageIds& ids, const Item& item, int stage,
+                                  int block, u32 parity, const SharedMemory& shared) {
+  const bool exists = block < item.first_block + item.blocks;
+  const BlockBoxes boxes(ids, exists ? block : block - 1, item.visible_to_any);
+  const int lane = lane_index();
+  wait_for(shared.left_empty[stage], parity);
+  if (lane < kLatentTiles / 2) tile.load(boxes, exists, stage);
+  wait_for(shared.right_empty[stage], parity);
+  if (lane >= kLatentTiles / 2 && lane < kLatentTiles) tile.load(boxes, exists, stage);
+  wait_for(shared.rope_empty[stage], parity);
+  if (lane == kLatentTiles) tile.load(boxes, exists, stage);
+}
+
+__device__ inline void load_tokens(const Params& params, int member, SharedMemory& shared) {
+  const LaneTile tile(params, shared);
+  u32 parity = 1;
+  for (u32 count = 0;; ++count) {
+    wait_for(shared.item_full[item_slot(count)], item_parity(count));
+    const Item& item = shared.items[item_slot(count)];
+    if (item.request < 0) return;
+    const int end = item.first_block + item.blocks;
+    PageIds ids(params, item);
+    for (int block = item.first_block; block < end; block += kStages) {
+#pragma unroll
+      for (int stage = 0; stage < kStages; ++stage) {
+        const int ahead = block + stage + kPrefetchBlocks;
+        const bool is_mine = params.team_size > 1 && member == stage;
+        if (is_mine && ahead < end) prefetch_block(params, ids, ahead);
+        load_block(tile, ids, item, stage, block + stage, parity, shared);
+      }
+      parity ^= 1;
+    }
+    if (lane_index() == 0) arrive_at(shared.item_empty[item_slot(count)]);
+  }
+}

@@ -1,0 +1,91 @@
+// The products of the consumers: S = Q K^T over all dims, and O += P V over one half of them. Needs
+// accumulators.cuh, blocks/wgmma_descriptor.cuh.
+
+// Lower words of descriptors: of what lies along the dims, and of values, which are multiplied
+// along the tokens. Both begin at the start of shared memory.
+struct Descriptors {
+  u32 along;
+  u32 across;
+
+  __device__ explicit Descriptors(const SharedMemory& shared)
+      : along(descriptor_low(shared_address(&shared), 16)),
+        across(descriptor_low(shared_address(&shared), kTileBytes)) {}
+
+  // Keeps compilers from computing the descriptors of a whole loop ahead, for which there are no
+  // registers.
+  __device__ void forget() {
+    mov_b32(along);
+    mov_b32(across);
+  }
+};
+
+constexpr u32 kTokensOffset = kTiles * kQueryTileBytes;
+
+__device__ constexpr u32 tile_offset(int stage, int tile) {
+  return kTokensOffset + (stage * kTiles + tile) * kTileBytes;
+}
+
+// Where the probabilities of a stage are: on its rope tile, which nobody needs any more.
+__device__ constexpr u32 probabilities_offset(int stage) {
+  return tile_offset(stage, kLatentTiles);
+}
+
+__device__ constexpr u32 descriptor_step(u32 bytes) { return bytes / 16; }
+
+// Begins the scores of the block in `kStage`, each tile as it arrives, one group for each.
+template <int kStage, typename AfterTile>
+__device__ inline void begin_scores(const Descriptors& descriptors, const SharedMemory& shared,
+                                    u32 parity, Scores& scores, AfterTile after_tile) {
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile) {
+    wait_for(shared.tile_full[kStage][tile], parity);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < kTileElements / 16; ++k) {
+      const u32 query = descriptors.along + descriptor_step(tile * kQueryTileBytes + k * 32);
+      const u32 keys = descriptors.along + descriptor_step(tile_offset(kStage, tile) + k * 32);
+      wgmma_mma(Element{}, scores, descriptor(query), descriptor(keys), tile + k > 0);
+    }
+    wgmma_commit_group();
+    after_tile(tile);
+  }
+}
+
+// Adds the product with probabilities in registers.
+template <int kStage, int kHalf>
+__device__ inline void add_own(const Descriptors& descriptors, const Probabilities& probabilities,
+                               Accumulators& accumulators) {
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < kBlockTokens / 16; ++k) {
+    const u32 values = descriptors.across +
+                       descriptor_step(tile_offset(kStage, kHalf * kLatentTiles / 2) + k * 2048);
+    wgmma_mma_trans_b(Element{}, accumulators, probabilities + k * 4, descriptor(values), 1);
+  }
+  wgmma_commit_group();
+}
+
+// Adds the product with the probabilities that the other consumer has left.
+template <int kStage, int kHalf>
+__device__ inline void add_others(const Descriptors& descriptors, Accumulators& accumulators) {
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < kBlockTokens / 16; ++k) {
+    const u32 probabilities =
+        descriptors.along + descriptor_step(probabilities_offset(kStage) + k * 32);
+    const u32 values = descriptors.across +
+                       descriptor_step(tile_offset(kStage, kHalf * kLatentTiles / 2) + k * 2048);
+    wgmma_mma_trans_b(Element{}, accumulators, descriptor(probabilities), descriptor(values), 1);
+  }
+  wgmma_commit_group();
+}
+
+__device__ inline void finish(Accumulators& accumulators) {
+  wgmma_wait_group<0>();
+  wgmma_keep(accumulators);
+}
+
+__device__ inline void finish(Scores& scores) {
+  wgmma_wait_group<0>();
+  wgmma_keep(scores);
+}

@@ -1,0 +1,46 @@
+// The shared memory of a block, whole. Needs Item, roles/mla_hopper/constants.
+constexpr int kStages = 2;  // one for even blocks of tokens, one for odd ones
+
+struct SharedMemory {
+  unsigned char query[kTiles * kQueryTileBytes];
+  unsigned char tokens[kStages][kTiles * kTileBytes];  // the last tile of a block becomes its P
+  unsigned char staging[kConsumerWarps][1024];  // of the output
+  float reference[kStages][kRows];  // what a consumer has moved a row's reference to, log2 units
+  float rescale[kStages][kRows];  // and what that multiplies sums and outputs by
+  float row_sum[kStages][kRows];  // of each consumer's tokens
+  Item items[2];
+  SpanScratch scratch;
+  Barrier tile_full[kStages][kTiles];
+  Barrier left_empty[kStages];  // the tiles of the left half of the values
+  Barrier right_empty[kStages];
+  Barrier rope_empty[kStages];
+  Barrier first_query_full;
+  Barrier query_full;
+  Barrier query_empty;
+  Barrier merge_full;
+  Barrier item_full[2];
+  Barrier item_empty[2];
+  int has_nonfinite;
+};
+static_assert(sizeof(SharedMemory) <= kSharedBytes, "the spec knows what the struct takes");
+
+__device__ inline void make_barriers(SharedMemory& shared) {
+  const auto make = [](const Barrier& barrier, int count) {
+    mbarrier_init(shared_address(&barrier), count);
+  };
+  for (int stage = 0; stage < kStages; ++stage) {
+    for (int tile = 0; tile < kTiles; ++tile) make(shared.tile_full[stage][tile], 1);
+    make(shared.left_empty[stage], 1);
+    make(shared.right_empty[stage], 1);
+    make(shared.rope_empty[stage], 1);
+  }
+  make(shared.first_query_full, kThreads / kWarpLanes - 1);  // all but the loader
+  make(shared.query_full, 3);  // schedulers
+  make(shared.merge_full, 1);
+  make(shared.query_empty, 2);
+  for (int slot = 0; slot < 2; ++slot) {
+    make(shared.item_full[slot], 3);  // schedulers
+    make(shared.item_empty[slot], 3);  // loader and both consumers
+  }
+  fence_mbarrier_init();
+}

@@ -1,0 +1,116 @@
+"""Which kernel an MLA call takes; seen without a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from mlagen.api import mla_maps
+from mlagen.api.mla_hopper import HopperCall
+from mlagen.api.mla_portable import PortableCall
+from mlagen.errors import DriverError, UnsupportedError
+from mlagen.runtime.tensor_map import TiledTensor
+from mlagen.spec.arch import Arch
+from tests.api.launches import Launch, launched, record_launches
+from tests.cases import MlaCase
+
+UNIFORM = MlaCase(name="", seq_lens=(70, 3), heads=16, with_sinks=True)
+RAGGED = MlaCase(name="", seq_lens=(70, 3), q_lens=(1, 4), heads=16)
+E4M3 = torch.float8_e4m3fn
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
+    """Record what would be launched."""
+    return record_launches(monkeypatch)
+
+
+COVERED_BY_IT = {
+    "bf16": UNIFORM,
+    "fp16": replace(UNIFORM, dtype=torch.float16),
+    "ragged": RAGGED,
+    "parts apart": replace(UNIFORM, parts_apart=True, flat_tables=True),
+    "pages of 48": replace(UNIFORM, page_size=48),
+}
+NOT_COVERED = {
+    "e4m3": replace(UNIFORM, dtype=E4M3),
+    "bf16 over e4m3": replace(UNIFORM, kv_format="e4m3"),
+    "rank 256": replace(UNIFORM, kv_lora_rank=256),
+    "no rope": replace(UNIFORM, qk_rope_head_dim=0),
+    "lists of tokens": replace(UNIFORM, top_k=70),
+    "values apart": replace(UNIFORM, values="other pages"),
+    "a bias": replace(UNIFORM, bias="for each head"),
+    "pages of 8": replace(UNIFORM, page_size=8),
+}
+
+
+@pytest.mark.parametrize("case", COVERED_BY_IT.values(), ids=COVERED_BY_IT)
+@pytest.mark.parametrize("kernel", ["auto", "portable", "hopper"])
+def test_what_both_kernels_cover_takes_the_one_that_is_asked_for(
+    case: MlaCase, kernel: str, launches: list[Launch]
+) -> None:
+    """By itself it takes the Hopper kernel."""
+    call, _, _ = launched(case.build("cpu").inputs(), launches, kernel)
+
+    assert isinstance(call, PortableCall if kernel == "portable" else HopperCall)
+    assert launches[0].family == ("mla_decode" if kernel == "portable" else "mla_hopper")
+
+
+@pytest.mark.parametrize("case", NOT_COVERED.values(), ids=NOT_COVERED)
+def test_what_the_kernel_does_not_cover_takes_the_other(
+    case: MlaCase, launches: list[Launch]
+) -> None:
+    """By itself; asked for by name it is refused, before anything is launched."""
+    inputs = case.build("cpu").inputs()
+
+    call, _, _ = launched(inputs, launches, "auto")
+
+    assert isinstance(call, PortableCall)
+    launches.clear()
+    with pytest.raises(UnsupportedError, match=r"^MLAGEN_MLA_KERNEL=hopper: no such kernel for"):
+        launched(inputs, launches, "hopper")
+    assert launches == []
+
+
+@pytest.mark.parametrize("arch", [Arch(80, ""), Arch(100, "f")], ids=str)
+def test_another_gpu_takes_the_portable_kernel(arch: Arch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked for by name, the message says which GPU it is and what is covered."""
+    launches = record_launches(monkeypatch, arch=arch)
+    inputs = UNIFORM.build("cpu").inputs()
+
+    call, _, _ = launched(inputs, launches, "auto")
+
+    assert isinstance(call, PortableCall)
+    with pytest.raises(UnsupportedError) as caught:
+        launched(inputs, launches, "hopper")
+    assert str(caught.value) == (
+        f"MLAGEN_MLA_KERNEL=hopper: no such kernel for {arch}, query bf16, cache bf16, "
+        "(kv_lora_rank, qk_rope_head_dim) (512, 64), (lookup, values, mask) "
+        "(paged, shared, causal), page_size 64; covered: sm_90a, query and cache bf16 or fp16 "
+        "alike, (kv_lora_rank, qk_rope_head_dim) (512, 64), (lookup, values, mask) "
+        "(paged, shared, causal), page_size a multiple of 16, strides of the cache below 2^40 "
+        "bytes"
+    )
+
+
+def test_a_cache_that_the_driver_makes_no_map_of_takes_the_portable_kernel(
+    launches: list[Launch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decided once for a form; asked for by name, the Hopper kernel is refused with the reason."""
+
+    def refuse(_: TiledTensor, __: int) -> bytes:
+        raise DriverError("cuTensorMapEncodeTiled: invalid argument", symbol="")
+
+    monkeypatch.setattr(mla_maps, "encode", refuse)
+    inputs = UNIFORM.build("cpu").inputs()
+
+    call, _, _ = launched(inputs, launches, "auto")
+
+    assert isinstance(call, PortableCall)
+    with pytest.raises(
+        UnsupportedError,
+        match=r"^MLAGEN_MLA_KERNEL=hopper: cuTensorMapEncodeTiled: invalid argument; covered: ",
+    ):
+        launched(inputs, launches, "hopper")

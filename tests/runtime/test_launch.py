@@ -1,0 +1,130 @@
+"""What the driver is given at a launch."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from typing import Any
+
+import pytest
+import torch
+
+from mlagen.errors import DriverError
+from mlagen.runtime import launch as launching
+from mlagen.runtime.launch import launch
+from mlagen.runtime.loader import LoadedKernel
+from mlagen.spec.kernel import KernelSpec, packed_integers, packing_of
+from tests.kernels import COMBINE, SM_80, mla_decode, mla_hopper
+
+driver = pytest.importorskip("cuda.bindings.driver")
+
+PDL = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+COOPERATIVE = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+
+
+class Seen:
+    """One launch."""
+
+    def __init__(self, configuration: Any, function: Any, parameters: int, size: int) -> None:
+        self.grid = configuration.gridDimX
+        self.block = configuration.blockDimX
+        self.shared_bytes = configuration.sharedMemBytes
+        self.stream = int(configuration.hStream)
+        self.attributes = {attribute.id: attribute.value for attribute in configuration.attrs}
+        self.count = configuration.numAttrs
+        self.function = function
+        address = ctypes.c_void_p.from_address(parameters)
+        assert address.value is not None
+        self.bytes = ctypes.string_at(address.value, size)
+
+
+def kernel_of(spec: KernelSpec) -> LoadedKernel:
+    """Return a kernel that was not loaded."""
+    return LoadedKernel(spec, 0, packing_of(spec), "function", "library")
+
+
+def values_of(spec: KernelSpec) -> list[float | bytes]:
+    """Return as many values as the kernel takes."""
+    values: list[float | bytes] = []
+    if any(field.code == "128s" for field in spec.parameters):
+        values.append(bytes([0]) * 128 + bytes([1]) * 128 + bytes([2]) * 128)
+    values += [1000 + i for i, field in enumerate(spec.parameters) if field.code == "Q"]
+    named = {field.name: i for i, field in enumerate(spec.parameters) if field.code in "qi"}
+    values.append(packed_integers(spec, named))
+    return values + [0.5 for field in spec.parameters if field.code == "f"]
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[Seen]:
+    """Let GPU 0 be current, with a stream of number 7, and note its launches."""
+    seen: list[Seen] = []
+
+    def record(configuration: Any, function: Any, parameters: int, _: int) -> tuple[Any]:
+        seen.append(Seen(configuration, function, parameters, 1024))
+        return (driver.CUresult.CUDA_SUCCESS,)
+
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 7, raising=False)
+    monkeypatch.setattr(launching, "bind_context", lambda _: None)
+    monkeypatch.setattr(launching, "_launch_kernel", lambda: record)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("spec", "enable_pdl", "attributes"),
+    [
+        (mla_hopper(), True, {PDL, COOPERATIVE}),
+        (mla_hopper(), False, {COOPERATIVE}),
+        (mla_decode(), True, {PDL}),
+        (mla_decode(), False, set()),
+        (mla_decode(arch=SM_80), True, set()),
+        (COMBINE, True, set()),
+    ],
+    ids=["hopper, dependent", "hopper", "dependent", "plain", "sm_80", "combining on sm_80"],
+)
+def test_how_blocks_start(
+    spec: KernelSpec, enable_pdl: bool, attributes: set[Any], launches: list[Seen]
+) -> None:
+    """Blocks that wait for each other start together; where asked for, before the last is done."""
+    launch(kernel_of(spec), 33, enable_pdl, *values_of(spec))
+
+    (seen,) = launches
+    assert (seen.grid, seen.block, seen.shared_bytes) == (33, spec.threads, spec.shared_bytes)
+    assert (seen.function, seen.stream) == ("function", 7)
+    assert set(seen.attributes) == attributes
+    assert seen.count == len(attributes)
+    if COOPERATIVE in attributes:
+        assert seen.attributes[COOPERATIVE].cooperative == 1
+    if PDL in attributes:
+        assert seen.attributes[PDL].programmaticStreamSerializationAllowed == 1
+
+
+@pytest.mark.parametrize("spec", [mla_hopper(), mla_decode(), COMBINE], ids=lambda s: s.family)
+def test_a_kernel_reads_its_fields_one_after_the_other(
+    spec: KernelSpec, launches: list[Seen]
+) -> None:
+    """Each field begins where the ones before end: what is joined is no longer or shorter."""
+    launch(kernel_of(spec), 1, False, *values_of(spec))
+
+    packing = struct.Struct("<" + "".join(field.code for field in spec.parameters))
+    found = packing.unpack(launches[0].bytes[: packing.size])
+    for i, (field, value) in enumerate(zip(spec.parameters, found, strict=True)):
+        expected = {"128s": bytes([i % 256]) * 128, "Q": 1000 + i, "f": 0.5}.get(field.code, i)
+        assert value == expected, field.name
+
+
+def test_a_refused_launch_is_an_error(
+    launches: list[Seen], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The message has the kernel, its blocks and the driver's name for the reason."""
+    refused = (driver.CUresult.CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE,)
+    monkeypatch.setattr(launching, "_launch_kernel", lambda: lambda *_: refused)
+    spec = mla_hopper()
+
+    with pytest.raises(DriverError) as caught:
+        launch(kernel_of(spec), 500, False, *values_of(spec))
+
+    assert str(caught.value) == (
+        "mla_hopper: launch of 500 blocks failed: CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE"
+    )
+    assert launches == []

@@ -1,0 +1,126 @@
+"""How a problem is spread over a Hopper GPU, against numbers worked out by hand."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlagen.runtime.plan import MlaDecodeProblem
+from mlagen.runtime.plan_hopper import HopperPlan, plan_mla_hopper
+from tests.kernels import mla_hopper
+
+SMS = 132
+
+
+def plan(
+    *,
+    batch: int,
+    heads: int,
+    longest_kv: int,
+    q_len: int = 1,
+    tokens: int | None = None,
+    sm_count: int = SMS,
+) -> HopperPlan:
+    """Return the plan of a bf16 problem; ``tokens`` are the query tokens of ragged requests."""
+    problem = MlaDecodeProblem(
+        batch=batch,
+        q_len=q_len if tokens is None else 0,
+        heads=heads,
+        total_rows=(batch * q_len if tokens is None else tokens) * heads,
+        longest_kv=longest_kv,
+    )
+    return plan_mla_hopper(mla_hopper(rows=heads * q_len), problem, q_len, sm_count)
+
+
+class Worked(NamedTuple):
+    """What a problem comes to."""
+
+    problem: dict[str, int]
+    team_size: int
+    teams: int
+    tile_rows: int
+
+
+WORKED = {
+    # One tile: one block each; 2 requests of 16 blocks and 2 positions more are 36, so 18 spans.
+    "a tile of 16": Worked({"batch": 2, "heads": 16, "longest_kv": 1024}, 1, 18, 16),
+    "a tile of 32": Worked({"batch": 2, "heads": 20, "longest_kv": 1024}, 1, 18, 32),
+    "a tile of 64": Worked({"batch": 2, "heads": 64, "longest_kv": 1024}, 1, 18, 64),
+    # Two tiles: 2 rounds by one, 1 round by 66 teams of two, 44 of three or 33 of four.
+    "two tiles": Worked({"batch": 80, "heads": 128, "longest_kv": 4096}, 2, 66, 64),
+    # Three tiles: 3 / 132 and 1 / 44 are as good; the larger is taken.
+    "three tiles": Worked({"batch": 80, "heads": 192, "longest_kv": 4096}, 3, 44, 64),
+    # Four tiles: 4 / 132, 2 / 66 and 1 / 33 are as good.
+    "four tiles": Worked({"batch": 80, "heads": 128, "q_len": 2, "longest_kv": 4096}, 4, 33, 64),
+    # Five tiles: 5 / 132 is less than 3 / 66, 2 / 44 and 2 / 33.
+    "five tiles": Worked({"batch": 80, "heads": 64, "q_len": 5, "longest_kv": 4096}, 1, 132, 64),
+    # Of 131 SMs teams of two leave one idle, teams of three two: 6 / 131 is the least.
+    "an odd device": Worked(
+        {"batch": 80, "heads": 128, "q_len": 3, "longest_kv": 4096, "sm_count": 131}, 1, 131, 64
+    ),
+    # A unit of no tokens is 2 positions: 1 span.
+    "no tokens": Worked({"batch": 1, "heads": 16, "longest_kv": 0}, 1, 1, 16),
+    # Two groups of two tiles, of 2 + 2 positions: 4 spans.
+    "few tokens": Worked({"batch": 2, "heads": 128, "longest_kv": 65}, 2, 4, 64),
+    # 10 query tokens of 128 heads are 10 groups of 128 rows, and 4 requests may begin 4 more: with
+    # 1 + 2 positions each 42, which is 21 spans.
+    "ragged": Worked({"batch": 4, "heads": 128, "longest_kv": 64, "tokens": 10}, 2, 21, 64),
+    "two SMs": Worked({"batch": 9, "heads": 256, "longest_kv": 4096, "sm_count": 2}, 2, 1, 64),
+}
+
+
+@pytest.mark.parametrize("worked", WORKED.values(), ids=WORKED)
+def test_teams_and_grid_are_those_worked_out_by_hand(worked: Worked) -> None:
+    """A team is the size that takes the fewest rounds; there are as many as spans are worth it."""
+    planned = plan(**worked.problem)
+
+    blocks = worked.teams * worked.team_size
+    values = 2 * blocks * worked.tile_rows * 512 * 4
+    assert planned == HopperPlan(
+        team_size=worked.team_size,
+        teams=worked.teams,
+        blocks=blocks,
+        partial_rows_offset=values,
+        workspace_bytes=values + 2 * blocks * worked.tile_rows * 2 * 4,
+    )
+
+
+def test_without_query_tokens_there_is_nothing_to_launch() -> None:
+    """No grid, and no workspace is asked for."""
+    for nobody in (
+        plan(batch=0, heads=16, longest_kv=100),
+        plan(batch=3, heads=16, longest_kv=100, tokens=0),
+    ):
+        assert (nobody.blocks, nobody.workspace_bytes) == (0, 0)
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    batch=st.integers(1, 600),
+    heads=st.integers(1, 256),
+    q_len=st.integers(1, 8),
+    longest_kv=st.integers(0, 200_000),
+    is_ragged=st.booleans(),
+    sm_count=st.integers(1, 160),
+)
+def test_all_blocks_run_at_once_in_whole_teams(
+    batch: int, heads: int, q_len: int, longest_kv: int, is_ragged: bool, sm_count: int
+) -> None:
+    """Blocks wait for each other, so there are no more than SMs; the workspace is bounded so."""
+    planned = plan(
+        batch=batch,
+        heads=heads,
+        q_len=q_len,
+        longest_kv=longest_kv,
+        tokens=batch * q_len if is_ragged else None,
+        sm_count=sm_count,
+    )
+
+    assert 1 <= planned.team_size <= 4
+    assert planned.blocks == planned.teams * planned.team_size
+    assert 1 <= planned.blocks <= sm_count
+    assert planned.partial_rows_offset % 16 == 0
+    assert planned.workspace_bytes <= sm_count * 257 * 1024

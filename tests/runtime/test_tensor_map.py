@@ -1,0 +1,62 @@
+"""What the driver is told of a tensor, and what becomes of its refusal."""
+
+from __future__ import annotations
+
+import ctypes
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mlagen.errors import DriverError
+from mlagen.runtime.tensor_map import TiledTensor, encode
+from mlagen.spec.dtype import DType
+
+driver = pytest.importorskip("cuda.bindings.driver")
+
+TENSOR = TiledTensor(
+    dtype=DType.FP16, sizes=(64, 48, 8, 1000), strides=(1152, 128, 65536), box=(64, 16, 1, 1)
+)
+
+
+def test_every_fact_reaches_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Type, rank, address, sizes, strides and box; rows are swizzled, and nothing is skipped."""
+    seen: list[Any] = []
+    made = ctypes.create_string_buffer(bytes(range(128)), 128)
+
+    def encode_tiled(*arguments: Any) -> tuple[Any, Any]:
+        seen.extend(arguments)
+        pointer = ctypes.addressof(made)
+        return driver.CUresult.CUDA_SUCCESS, SimpleNamespace(getPtr=lambda: pointer)
+
+    monkeypatch.setattr(driver, "cuTensorMapEncodeTiled", encode_tiled)
+
+    encoded = encode(TENSOR, 0x7F00)
+
+    assert encoded == bytes(range(128))
+    kind, rank, address, *lists = seen
+    assert kind == driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+    assert (rank, address) == (4, 0x7F00)
+    assert [[int(number) for number in those] for those in lists[:4]] == [
+        [64, 48, 8, 1000],
+        [1152, 128, 65536],
+        [64, 16, 1, 1],
+        [1, 1, 1, 1],
+    ]
+    assert lists[4:] == [
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    ]
+
+
+def test_a_layout_that_the_driver_refuses_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message names the driver call."""
+    refused = (driver.CUresult.CUDA_ERROR_INVALID_VALUE, None)
+    words = (driver.CUresult.CUDA_SUCCESS, b"invalid argument")
+    monkeypatch.setattr(driver, "cuTensorMapEncodeTiled", lambda *_: refused)
+    monkeypatch.setattr(driver, "cuGetErrorString", lambda _: words)
+
+    with pytest.raises(DriverError, match=r"^cuTensorMapEncodeTiled: invalid argument"):
+        encode(TENSOR, 0x7F00)

@@ -1,0 +1,92 @@
+"""Which calls the Hopper kernel covers, and by which tile."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from mlagen.spec.arch import ARCHS
+from mlagen.spec.dtype import DType
+from mlagen.spec.kernel import CallShape
+from mlagen.spec.mla_hopper import (
+    MlaHopperSpec,
+    mla_hopper_spec,
+    mla_hopper_specs,
+    tile_rows_for,
+)
+from mlagen.spec.mla_support import SUPPORTED, MlaVariant
+from tests.kernels import SM_90A, mla_decode, mla_hopper
+
+BF16 = MlaVariant(query_dtype=DType.BF16, kv_dtype=DType.BF16)
+
+
+@pytest.mark.parametrize(
+    ("rows", "tile_rows"), [(1, 16), (16, 16), (17, 32), (32, 32), (33, 64), (64, 64), (512, 64)]
+)
+def test_a_call_takes_the_narrowest_tile_that_holds_a_request(rows: int, tile_rows: int) -> None:
+    """Or the widest, where none does."""
+    assert tile_rows_for(rows) == mla_hopper(rows=rows).tile_rows == tile_rows
+
+
+NOT_COVERED: dict[str, dict[str, Any]] = {
+    "e4m3": {"query_dtype": DType.E4M3, "kv_dtype": DType.E4M3},
+    "another cache": {"kv_dtype": DType.E4M3},
+    "another rank": {"kv_lora_rank": 256},
+    "no rope": {"qk_rope_head_dim": 0},
+    "lists of tokens": {"lookup": "sparse"},
+    "values apart": {"values": "separate"},
+    "a bias": {"mask": "bias"},
+    "pages of 8": {"page_size": 8},
+    "pages of 24": {"page_size": 24},
+}
+
+
+@pytest.mark.parametrize("changes", NOT_COVERED.values(), ids=NOT_COVERED)
+def test_other_calls_have_no_such_kernel(changes: dict[str, Any]) -> None:
+    """There is none to be had for them."""
+    assert mla_hopper_spec(SM_90A, replace(BF16, **changes), 16) is None
+
+
+@pytest.mark.parametrize("page_size", [16, 32, 48, 64, 80, 128])
+@pytest.mark.parametrize("dtype", [DType.BF16, DType.FP16])
+def test_pages_are_whole_boxes(dtype: DType, page_size: int) -> None:
+    """A box lies in one page, and whole boxes make a block of 64 tokens."""
+    spec = mla_hopper(query_dtype=dtype, kv_dtype=dtype, page_size=page_size)
+
+    assert page_size % spec.box_tokens == 0
+    assert 64 % spec.box_tokens == 0
+    assert spec.box_tokens >= 16
+
+
+@pytest.mark.parametrize("arch", ARCHS, ids=str)
+def test_only_hopper_has_them(arch: Any) -> None:
+    """On it all that SUPPORTED names and the kernel covers, each once."""
+    specs = list(mla_hopper_specs(arch))
+
+    variants = {variant for row in SUPPORTED for variant in row.variants()}
+    expected = {
+        MlaHopperSpec(arch=arch, variant=variant, tile_rows=rows)
+        for variant in variants
+        for rows in (64, 32, 16)
+        if mla_hopper_spec(arch, variant, rows) is not None
+    }
+    assert set(specs) == expected
+    assert len(specs) == len(expected) == (24 if arch == SM_90A else 0)
+
+
+@pytest.mark.parametrize("heads", [16, 24, 128])
+def test_a_kernel_serves_the_calls_of_its_tile(heads: int) -> None:
+    """Prewarming for heads and query tokens keeps what the call would take."""
+    call = CallShape(heads=heads, q_len=2)
+
+    serving = [rows for rows in (16, 32, 64) if mla_hopper(rows=rows).serves(call)]
+
+    assert serving == [mla_hopper(rows=heads * 2).tile_rows]
+
+
+def test_its_blocks_wait_for_each_other() -> None:
+    """So all of them must run at once; those of the portable kernel need not."""
+    assert mla_hopper().is_cooperative
+    assert not mla_decode().is_cooperative

@@ -1,0 +1,2284 @@
+// Names and types that every kernel uses. Needs nothing: no header exists where kernels are
+// compiled.
+
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+using i64 = long long;
+
+// Tags that choose how elements are converted; the data itself is held as bytes, u16 or u32.
+struct Bf16 {};
+struct Fp16 {};
+struct E4m3 {};
+struct Int8 {};
+struct Nvfp4 {};
+struct Packed656 {};
+struct Packed640 {};
+
+template <typename A, typename B>
+constexpr bool kIsSame = false;
+template <typename A>
+constexpr bool kIsSame<A, A> = true;
+
+// What one load, store or cp.async moves at the most.
+constexpr int kChunkBytes = 16;
+struct alignas(kChunkBytes) Chunk {
+  u32 words[4];
+};
+
+constexpr int kWarpLanes = 32;
+constexpr float kLog2E = 1.4426950408889634f;
+constexpr float kLargest = __builtin_bit_cast(float, 0x7f7fffff);
+constexpr float kInfinity = __builtin_bit_cast(float, 0x7f800000);
+
+// The dynamic shared memory of the block, seen as one struct.
+template <typename Layout>
+__device__ inline Layout& shared_memory() {
+  extern __shared__ __align__(1024) unsigned char bytes[];
+  return *reinterpret_cast<Layout*>(bytes);
+}
+
+__device__ inline u32 shared_address(const void* pointer) {
+  return static_cast<u32>(__cvta_generic_to_shared(pointer));
+}
+
+__device__ inline int lane_index() { return static_cast<int>(threadIdx.x) % kWarpLanes; }
+__device__ inline int warp_index() { return static_cast<int>(threadIdx.x) / kWarpLanes; }
+
+__device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+// What describes a tensor to the copy engine: opaque, made on the host. Needs blocks/prelude.cuh.
+struct alignas(64) TensorMap {
+  u64 words[16];
+};
+
+// What one launch passes to the kernel. Needs blocks/prelude.cuh.
+struct Params {
+  TensorMap latent_map;
+  TensorMap rope_map;
+  TensorMap group_map;
+  const unsigned char* query;
+  const unsigned char* query_rope;
+  const unsigned char* cache;
+  const int* block_tables;
+  const int* table_starts;
+  const int* seq_lens;
+  const int* cum_seq_lens_q;
+  const float* bmm1_scale_tensor;
+  const float* bmm2_scale_tensor;
+  const float* sinks;
+  u16* out;
+  float* lse;
+  float* partial_out;
+  float* partial_rows;
+  u32* counters;
+  i64 query_stride;
+  i64 query_head_stride;
+  i64 query_rope_stride;
+  i64 query_rope_head_stride;
+  i64 page_stride;
+  i64 token_stride;
+  i64 total_rows;
+  int requests;
+  int heads;
+  int q_len;
+  int max_pages;
+  int block_tables_stride;
+  int num_pages;
+  int teams;
+  int team_size;
+  int rope_is_apart;
+  int is_causal;
+  int scores_take_bmm2;
+  float bmm1_scale;
+  float bmm2_scale;
+  float lse_factor;
+};
+
+// The numbers of this kernel; the rest of the source only uses them. Needs blocks/prelude.cuh.
+using Element = Bf16;
+constexpr int kLatentDim = 512;
+constexpr int kRopeDim = 64;
+constexpr int kPageSize = 64;
+constexpr int kBoxTokens = 64;
+constexpr int kRows = 16;
+constexpr int kConsumerWarps = 4;
+constexpr int kSharedBytes = 232448;
+
+constexpr int kHeadDimQk = kLatentDim + kRopeDim;
+constexpr int kHeadDimVo = kLatentDim;
+
+// What is multiplied lies in tiles of 64 elements a row: 128 bytes, swizzled.
+constexpr int kTileElements = 64;
+constexpr int kTileRowBytes = kTileElements * 2;
+constexpr int kTiles = kHeadDimQk / kTileElements;
+constexpr int kLatentTiles = kLatentDim / kTileElements;
+constexpr int kBlockTokens = 64;
+constexpr int kTileBytes = kBlockTokens * kTileRowBytes;
+constexpr int kQueryTileBytes = kRows * kTileRowBytes;
+constexpr int kBoxes = kBlockTokens / kBoxTokens;  // of a tile
+
+// Warps of the consumers come first, then the four of the producer.
+constexpr int kConsumerThreads = kConsumerWarps * kWarpLanes;
+constexpr int kProducerThreads = 128;
+constexpr int kThreads = kConsumerThreads + kProducerThreads;
+
+// How many accumulators a consumer thread has, as float4.
+constexpr int kAccumulators = kRows * kHeadDimVo / kConsumerThreads / 4;
+
+// Numbers of the barriers that warps meet at; 0 is __syncthreads.
+constexpr int kConsumerBarrier = 1;
+constexpr int kSchedulerBarrier = 2;
+constexpr int kProbabilitiesBarrier = 3;  // and the one after
+
+static_assert(kRopeDim == kTileElements, "the rope part is one tile");
+static_assert(kLatentTiles * kTileElements == kLatentDim, "the latent part is whole tiles");
+static_assert(kBoxes * kBoxTokens == kBlockTokens, "boxes fill a tile");
+
+// PTX ISA, "Parallel Synchronization and Communication Instructions: atom". Needs sm_80.
+
+// atom.acq_rel.gpu.global.add.u32
+// Adds, and returns what there was before.
+__device__ inline u32 atom_add_acq_rel_gpu(u32* address, u32 value) {
+  u32 before;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
+               : "=r"(before)
+               : "l"(address), "r"(value)
+               : "memory");
+  return before;
+}
+
+// PTX ISA, "Parallel Synchronization and Communication Instructions: barrier.cta". Needs sm_80.
+// Barriers have numbers from 0 to 15; `threads` counts those that wait and those that only arrive.
+
+// barrier.cta.sync.aligned
+__device__ inline void barrier_sync(int barrier, int threads) {
+  asm volatile("barrier.cta.sync.aligned %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+// barrier.cta.arrive.aligned
+__device__ inline void barrier_arrive(int barrier, int threads) {
+  asm volatile("barrier.cta.arrive.aligned %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+// barrier.cta.red.or.aligned.pred
+// Waits for all threads; returns whether any of them brought a number that is not zero.
+__device__ inline u32 barrier_red_or(int barrier, int threads, u32 value) {
+  u32 any;
+  asm volatile(
+      "{.reg .pred p, q; setp.ne.u32 p, %3, 0; barrier.cta.red.or.aligned.pred q, %1, %2, p; "
+      "selp.u32 %0, 1, 0, q;}"
+      : "=r"(any)
+      : "r"(barrier), "r"(threads), "r"(value)
+      : "memory");
+  return any;
+}
+
+// PTX ISA, "Data Movement and Conversion Instructions: Asynchronous copy, cp.async". Needs sm_80.
+
+// cp.async.cg.shared.global.L2::128B
+// Copies 16 bytes past L1; bytes from `source_bytes` on are not read and become zero.
+__device__ inline void cp_async_cg_16(u32 shared_address, const void* global, u32 source_bytes) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address),
+               "l"(global), "r"(source_bytes)
+               : "memory");
+}
+
+// cp.async.ca.shared.global
+// Copies 4 bytes; if `source_bytes` is 0 they are not read and become zero.
+__device__ inline void cp_async_ca_4(u32 shared_address, const void* global, u32 source_bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address), "l"(global),
+               "r"(source_bytes)
+               : "memory");
+}
+
+// cp.async.ca.shared.global
+// Copies 8 bytes; if `source_bytes` is 0 they are not read and become zero.
+__device__ inline void cp_async_ca_8(u32 shared_address, const void* global, u32 source_bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(shared_address), "l"(global),
+               "r"(source_bytes)
+               : "memory");
+}
+
+// cp.async.commit_group
+__device__ inline void cp_async_commit_group() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// cp.async.wait_group
+// Waits until at most `kPending` of this thread's newest groups are still under way.
+template <int kPending>
+__device__ inline void cp_async_wait_group() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// PTX ISA, "Data Movement and Conversion Instructions: cp.async.bulk". Needs sm_90.
+// `map` is the generic address of a tensor map; x, y, z, w count elements, the innermost first.
+
+// cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes
+// Copies whole 16 bytes to shared memory, and then counts them as arrived at the barrier.
+__device__ inline void cp_async_bulk(u32 target, const void* source, u32 bytes, u32 barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(target),
+      "l"(source), "r"(bytes), "r"(barrier)
+      : "memory");
+}
+
+// cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes
+// Copies a box to shared memory, zeros for what lies outside the tensor, and then counts its bytes
+// as arrived at the barrier.
+__device__ inline void cp_async_bulk_tensor(u32 target, const void* map, u32 barrier, int x, int y,
+                                            int z, int w) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(target),
+      "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w)
+      : "memory");
+}
+
+// cp.async.bulk.prefetch.tensor.4d.L2.global
+// Brings a box into L2.
+__device__ inline void cp_async_bulk_prefetch_tensor(const void* map, int x, int y, int z, int w) {
+  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"(map),
+               "r"(x), "r"(y), "r"(z), "r"(w)
+               : "memory");
+}
+
+// PTX ISA, "Data Movement and Conversion Instructions: cvt". Needs sm_80.
+
+// cvt.rn.bf16x2.f32
+__device__ inline u32 cvt_rn_x2_f32(Bf16, float high, float low) {
+  u32 packed;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+// cvt.rn.f16x2.f32
+__device__ inline u32 cvt_rn_x2_f32(Fp16, float high, float low) {
+  u32 packed;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+// cvt.f32.f16
+__device__ inline float cvt_f32(Fp16, u16 bits) {
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+  return value;
+}
+
+// A bf16 is the upper half of an fp32; sm_80 has no instruction for it and needs none.
+__device__ inline float cvt_f32(Bf16, u16 bits) {
+  return __uint_as_float(static_cast<u32>(bits) << 16);
+}
+
+// PTX ISA, "Floating Point Instructions: ex2". Needs sm_20.
+
+// ex2.approx.ftz.f32
+// 2 to the power of x, relative error below 2^-22; minus infinity gives zero.
+__device__ inline float ex2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// PTX ISA, "Parallel Synchronization and Communication Instructions: membar, fence". Needs sm_90.
+
+// fence.proxy.async.shared::cta
+// Orders this thread's own writes of shared memory before what tensor cores and bulk copies do.
+__device__ inline void fence_proxy_async() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// fence.mbarrier_init.release.cluster
+// Makes barriers that this thread has made known to bulk copies.
+__device__ inline void fence_mbarrier_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// fence.proxy.async
+// Orders what this thread knows of all memory before what bulk copies do.
+__device__ inline void fence_proxy_async_all() { asm volatile("fence.proxy.async;" ::: "memory"); }
+
+// PTX ISA, "Parallel Synchronization and Communication Instructions: griddepcontrol". Needs sm_90.
+// Both do nothing in a launch without the programmatic-stream-serialization attribute.
+
+// griddepcontrol.wait
+// Waits until the kernel before this one has finished and its writes are visible.
+__device__ inline void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// griddepcontrol.launch_dependents
+// Lets the next kernel start once every block has said so or ended.
+__device__ inline void griddepcontrol_launch_dependents() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+// PTX ISA, "Data Movement and Conversion Instructions: ld". Needs sm_80.
+
+// ld.acquire.gpu.global.u32
+// What was written before the value by others is seen after.
+__device__ inline u32 ld_acquire_gpu(const u32* address) {
+  u32 value;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+
+// PTX ISA, "Parallel Synchronization and Communication Instructions: mbarrier". Needs sm_90.
+// Barriers are 8 bytes of shared memory, by address.
+
+// mbarrier.init.shared::cta.b64
+// A phase ends after `count` arrivals and all bytes that were expected.
+__device__ inline void mbarrier_init(u32 barrier, u32 count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+
+// mbarrier.arrive.shared::cta.b64
+__device__ inline void mbarrier_arrive(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// mbarrier.arrive.expect_tx.shared::cta.b64
+// Arrives, and says that the phase waits for `bytes` more.
+__device__ inline void mbarrier_arrive_expect_tx(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+}
+
+// mbarrier.try_wait.parity.shared::cta.b64
+// Waits until the phase of this parity has ended. The loop is in here, for compilers give products
+// that are under way across a loop of theirs other registers.
+__device__ inline void mbarrier_wait(u32 barrier, u32 parity) {
+  asm volatile(
+      "{.reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @!p bra "
+      "again;}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+// PTX ISA, "Data Movement and Conversion Instructions: mov". Needs sm_80.
+
+// mov.b64
+// One word of 64 bits out of two, where it stands: compilers do not see through it.
+__device__ inline u64 mov_b64(u32 low, u32 high) {
+  u64 word;
+  asm("mov.b64 %0, {%1, %2};" : "=l"(word) : "r"(low), "r"(high));
+  return word;
+}
+
+// mov.b32
+// A word into itself: compilers know no more what it holds.
+__device__ inline void mov_b32(u32& word) { asm volatile("mov.b32 %0, %0;" : "+r"(word)); }
+
+// mov.u32
+// This thread's index in the block, read anew.
+__device__ inline u32 mov_tid_x() {
+  u32 thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+
+// PTX ISA, "Data Movement and Conversion Instructions: prefetch". Needs sm_90.
+
+// prefetch.tensormap
+// Brings a tensor map, by its generic address, to where copies look for it.
+__device__ inline void prefetch_tensormap(const void* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// prefetch.global.L2
+// Brings the line of an address into L2.
+__device__ inline void prefetch_l2(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address) : "memory");
+}
+
+// PTX ISA, "Miscellaneous Instructions: setmaxnreg". Needs sm_90.
+// All warps of a warpgroup execute it; the number of registers is a multiple of 8.
+
+// setmaxnreg.dec.sync.aligned.u32
+// Gives registers back.
+template <int kRegisters>
+__device__ inline void setmaxnreg_dec() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// setmaxnreg.inc.sync.aligned.u32
+// Waits until there are so many registers to take.
+template <int kRegisters>
+__device__ inline void setmaxnreg_inc() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// PTX ISA, "Warp Level Matrix Instructions: stmatrix". Needs sm_90.
+// Lanes 8i to 8i + 7 give the shared-memory addresses of the eight 16-byte rows of matrix i, of
+// which word i is this lane's fragment.
+
+// stmatrix.sync.aligned.m8n8.x4.shared.b16
+__device__ inline void stmatrix_x4(u32 row_address, u32 a, u32 b, u32 c, u32 d) {
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row_address), "r"(a),
+      "r"(b), "r"(c), "r"(d)
+      : "memory");
+}
+
+// stmatrix.sync.aligned.m8n8.x4.trans.shared.b16
+__device__ inline void stmatrix_x4_trans(u32 row_address, u32 a, u32 b, u32 c, u32 d) {
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row_address),
+      "r"(a), "r"(b), "r"(c), "r"(d)
+      : "memory");
+}
+
+// PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions: wgmma". Needs sm_90.
+// d[64, N] = a[64, 16] * b[16, N], plus d if `accumulates`, by four warps with 16 rows of d each.
+// A lane holds, with g = lane / 4 and c = lane % 4: of d rows g (0, 1) and g + 8 (2, 3), columns
+// 8j + 2c, in words 4j and after; of a in registers two elements a word, as of mma.
+// Operands in shared memory lie as their descriptors say, along k unless they are transposed.
+
+// wgmma.fence.sync.aligned
+// Orders accesses of registers before the wgmma that follow.
+__device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+// wgmma.commit_group.sync.aligned
+__device__ inline void wgmma_commit_group() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+// wgmma.wait_group.sync.aligned
+// Waits until at most `kPending` of this warp's newest groups are still under way.
+template <int kPending>
+__device__ inline void wgmma_wait_group() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+// Keeps what reads the accumulators behind the wait before, and what writes them before the next
+// wgmma; no instruction.
+template <int kCount>
+__device__ inline void wgmma_keep(float (&d)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+// wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16
+__device__ inline void wgmma_mma(Bf16, float (&d)[8], u64 a, u64 b, int accumulates) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %10, 0; "
+      "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7}, "
+      "%8, %9, p, 1, 1, 0, 0;}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+        "+f"(d[7])
+      : "l"(a), "l"(b), "r"(accumulates));
+}
+
+// wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16
+// `a` lies along its rows.
+__device__ inline void wgmma_mma_trans_a(Bf16, float (&d)[8], u64 a, u64 b, int accumulates) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %10, 0; "
+      "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7}, "
+      "%8, %9, p, 1, 1, 1, 0;}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+        "+f"(d[7])
+      : "l"(a), "l"(b), "r"(accumulates));
+}
+
+// wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16
+__device__ inline void wgmma_mma(Bf16, float (&d)[16], u64 a, u64 b, int accumulates) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %18, 0; "
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
+      "%16, %17, p, 1, 1, 0, 0;}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
+        "+f"(d[14]), "+f"(d[15])
+      : "l"(a), "l"(b), "r"(accumulates));
+}
+
+// wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16
+// `a` lies along its rows.
+__device__ inline void wgmma_mma_trans_a(Bf16, float (&d)[16], u64 a, u64 b, int accumulates) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %18, 0; "
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
+      "%16, %17, p, 1, 1, 1, 0;}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
+        "+f"(d[14]), "+f"(d[15])
+      : "l"(a), "l"(b), "r"(accumulates));
+}
+
+// wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16
+__device__ inline void wgmma_mma(Bf16, float (&d)[32], u64 a, u64 b, int accumulates) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %34, 0; "
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+      "%32, %33, p, 1, 1, 0, 0;}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
+        "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),
+        "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),
+        "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+      : "l"(a), "l"(b), "r"(accumulates));
+}
+
+// wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16
+// `b` lies along its columns.
+__device__ inline void wgmma_mma_trans_b(Bf16, float (&d)[128], u64 a, u64 b, int accumulates) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %130, 0; "
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
+      "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
+      "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
+      "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
+      "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, "
+      "%127}, "
+      "%128, %129, p, 1, 1, 0, 1;}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
+        "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),
+        "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),
+        "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]),
+        "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]),
+        "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]),
+        "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
+        "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]),
+        "+f"(d[63]), "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]),
+        "+f"(d[70]), "+f"(d[71]), "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]),
+        "+f"(d[77]), "+f"(d[78]), "+f"(d[79]), "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]),
+        "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]), "+f"(d[88]), "+f"(d[89]), "+f"(d[90]),
+        "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95]), "+f"(d[96]), "+f"(d[97]),
+        "+f"(d[98]), "+f"(d[99]), "+f"(d[100]), "+f"(d[101]), "+f"(d[102]), "+f"(d[103]),
+        "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]),
+        "+f"(d[110]), "+f"(d[111]), "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]),
+        "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]), "+f"(d[120]), "+f"(d[121]),
+        "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
+      : "l"(a), "l"(b), "r"(accumulates));
+}
+
+// wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16
+// `a` is in registers; `b` lies along its columns.
+__device__ inline void wgmma_mma_trans_b(Bf16, float (&d)[128], const u32* a, u64 b,
+                                         int accumulates) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %133, 0; "
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
+      "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
+      "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
+      "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
+      "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, "
+      "%127}, "
+      "{%128, %129, %130, %131}, %132, p, 1, 1, 1;}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
+        "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),
+        "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),
+        "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]),
+        "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]),
+        "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]),
+        "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
+        "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]),
+        "+f"(d[63]), "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]),
+        "+f"(d[70]), "+f"(d[71]), "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]),
+        "+f"(d[77]), "+f"(d[78]), "+f"(d[79]), "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]),
+        "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]), "+f"(d[88]), "+f"(d[89]), "+f"(d[90]),
+        "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95]), "+f"(d[96]), "+f"(d[97]),
+        "+f"(d[98]), "+f"(d[99]), "+f"(d[100]), "+f"(d[101]), "+f"(d[102]), "+f"(d[103]),
+        "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]),
+        "+f"(d[110]), "+f"(d[111]), "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]),
+        "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]), "+f"(d[120]), "+f"(d[121]),
+        "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulates));
+}
+
+// wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16
+__device__ inline void wgmma_mma(Fp16, float (&d)[8], u64 a, u64 b, int accumulates) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %10, 0; "
+      "wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7}, "
+      "%8, %9, p, 1, 1, 0, 0;}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+        "+f"(d[7])
+      : "l"(a), "l"(b), "r"(accumulates));
+}
+
+// wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16
+// `a` lies along its rows.
+__device__ inline void wgmma_mma_trans_a(Fp16, float (&d)[8], u64 a, u64 b, int accumulates) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %10, 0; "
+      "wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7}, "
+      "%8, %9, p, 1, 1, 1, 0;}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+        "+f"(d[7])
+      : "l"(a), "l"(b), "r"(accumulates));
+}
+
+// wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16
+__device__ inline void wgmma_mma(Fp16, float (&d)[16], u64 a, u64 b, int accumulates) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %18, 0; "
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
+      "%16, %17, p, 1, 1, 0, 0;}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
+        "+f"(d[14]), "+f"(d[15])
+      : "l"(a), "l"(b), "r"(accumulates));
+}
+
+// wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16
+// `a` lies along its rows.
+__device__ inline void wgmma_mma_trans_a(Fp16, float (&d)[16], u64 a, u64 b, int accumulates) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %18, 0; "
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
+      "%16, %17, p, 1, 1, 1, 0;}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
+        "+f"(d[14]), "+f"(d[15])
+      : "l"(a), "l"(b), "r"(accumulates));
+}
+
+// wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16
+__device__ inline void wgmma_mma(Fp16, float (&d)[32], u64 a, u64 b, int accumulates) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %34, 0; "
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+      "%32, %33, p, 1, 1, 0, 0;}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
+        "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),
+        "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),
+        "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+      : "l"(a), "l"(b), "r"(accumulates));
+}
+
+// wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16
+// `b` lies along its columns.
+__device__ inline void wgmma_mma_trans_b(Fp16, float (&d)[128], u64 a, u64 b, int accumulates) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %130, 0; "
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
+      "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
+      "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
+      "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
+      "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, "
+      "%127}, "
+      "%128, %129, p, 1, 1, 0, 1;}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
+        "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),
+        "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),
+        "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]),
+        "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]),
+        "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]),
+        "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
+        "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]),
+        "+f"(d[63]), "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]),
+        "+f"(d[70]), "+f"(d[71]), "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]),
+        "+f"(d[77]), "+f"(d[78]), "+f"(d[79]), "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]),
+        "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]), "+f"(d[88]), "+f"(d[89]), "+f"(d[90]),
+        "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95]), "+f"(d[96]), "+f"(d[97]),
+        "+f"(d[98]), "+f"(d[99]), "+f"(d[100]), "+f"(d[101]), "+f"(d[102]), "+f"(d[103]),
+        "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]),
+        "+f"(d[110]), "+f"(d[111]), "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]),
+        "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]), "+f"(d[120]), "+f"(d[121]),
+        "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
+      : "l"(a), "l"(b), "r"(accumulates));
+}
+
+// wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16
+// `a` is in registers; `b` lies along its columns.
+__device__ inline void wgmma_mma_trans_b(Fp16, float (&d)[128], const u32* a, u64 b,
+                                         int accumulates) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %133, 0; "
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
+      "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
+      "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
+      "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
+      "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, "
+      "%127}, "
+      "{%128, %129, %130, %131}, %132, p, 1, 1, 1;}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
+        "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),
+        "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),
+        "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]),
+        "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]),
+        "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]),
+        "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
+        "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]),
+        "+f"(d[63]), "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]),
+        "+f"(d[70]), "+f"(d[71]), "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]),
+        "+f"(d[77]), "+f"(d[78]), "+f"(d[79]), "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]),
+        "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]), "+f"(d[88]), "+f"(d[89]), "+f"(d[90]),
+        "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95]), "+f"(d[96]), "+f"(d[97]),
+        "+f"(d[98]), "+f"(d[99]), "+f"(d[100]), "+f"(d[101]), "+f"(d[102]), "+f"(d[103]),
+        "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]),
+        "+f"(d[110]), "+f"(d[111]), "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]),
+        "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]), "+f"(d[120]), "+f"(d[121]),
+        "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulates));
+}
+
+// Programmatic dependent launch: start while the kernel before drains. Needs
+// ptx/griddepcontrol.cuh.
+
+__device__ inline void wait_for_previous_kernel() { griddepcontrol_wait(); }
+__device__ inline void let_next_kernel_start() { griddepcontrol_launch_dependents(); }
+
+// Barriers in shared memory, with phases that are counted by their parity. Needs ptx/mbarrier.cuh.
+
+using Barrier = u64;
+
+__device__ inline void wait_for(const Barrier& barrier, u32 parity) {
+  mbarrier_wait(shared_address(&barrier), parity);
+}
+
+__device__ inline void arrive_at(const Barrier& barrier) {
+  mbarrier_arrive(shared_address(&barrier));
+}
+
+// Steps through the stages of a ring; the parity changes whenever it begins anew.
+template <int kCount>
+struct RingPosition {
+  int stage = 0;
+  u32 parity = 0;
+
+  __device__ void advance() {
+    if (++stage == kCount) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// Indices of this thread as compilers have not seen them: what is computed from them is computed
+// where it is used, and takes no register from the products in between. Needs ptx/mov.cuh.
+
+__device__ inline int fresh_thread() { return static_cast<int>(mov_tid_x()); }
+__device__ inline int fresh_lane() { return fresh_thread() % kWarpLanes; }
+__device__ inline int fresh_warp() { return fresh_thread() / kWarpLanes; }
+
+// Rows of 16-byte chunks in shared memory, permuted so that the eight rows that one ldmatrix reads
+// at the same column lie in different banks. Needs blocks/prelude.cuh.
+
+constexpr int kChunkElements = 8;
+
+// Byte offset of chunk `chunk` of row `row`. Rows of 128 bytes and more permute the eight chunks of
+// every 128 bytes by the row; in 64-byte rows two rows share the 128 bytes.
+template <int kRowBytes>
+__device__ inline u32 swizzled_offset(int row, int chunk) {
+  static_assert(kRowBytes == 64 || kRowBytes % 128 == 0, "a row is 64 bytes or whole 128 bytes");
+  const int permuted = kRowBytes == 64 ? chunk ^ ((row >> 1) & 3) : chunk ^ (row & 7);
+  return static_cast<u32>(row * kRowBytes + permuted * kChunkBytes);
+}
+
+// Where a token of a request lies in the paged cache. Needs blocks/prelude.cuh, kPageSize.
+
+// One tensor of the cache; strides in bytes.
+struct PagedRows {
+  const unsigned char* rows;
+  i64 page_stride;
+  i64 token_stride;
+
+  // The row in `slot` of `page`, which exists.
+  __device__ const unsigned char* row_of(int page, int slot) const {
+    return rows + page * page_stride + slot * token_stride;
+  }
+};
+
+// How many tokens a request of length `length` has in a table of `pages` pages: a length beyond the
+// table, or a negative one, is read as the nearest that the table can hold.
+__device__ inline int tokens_held(i64 length, i64 pages) {
+  constexpr i64 kMost = 0x7fff0000;  // a tile more can still be counted
+  return static_cast<int>(max(static_cast<i64>(0), min(min(length, pages * kPageSize), kMost)));
+}
+
+// An id outside the cache must not fault.
+__device__ inline bool is_page(int page, int num_pages) {
+  return static_cast<u32>(page) < static_cast<u32>(num_pages);
+}
+
+// Where the page ids of a request begin in the tables. Needs Params, blocks/page_table.cuh.
+
+struct TableRow {
+  i64 start;
+  int pages;
+};
+
+// Starts that lie outside the tables are read as the nearest inside.
+__device__ inline TableRow table_row(const Params& params, int request) {
+  if (params.table_starts == nullptr) {
+    return {request * static_cast<i64>(params.block_tables_stride), params.max_pages};
+  }
+  const int start = max(0, min(params.table_starts[request], params.max_pages));
+  const int end = max(start, min(params.table_starts[request + 1], params.max_pages));
+  return {start, end - start};
+}
+
+// A scale is a number, or a tensor of one element that only the device knows. Needs nothing.
+
+__device__ inline float value_of(const float* tensor, float number) {
+  return tensor == nullptr ? number : *tensor;
+}
+
+// What products of query and key are multiplied by, in the natural domain. Needs Params,
+// blocks/scales.cuh.
+
+__device__ inline float score_scale(const Params& params) {
+  const float scale = value_of(params.bmm1_scale_tensor, params.bmm1_scale);
+  return params.scores_take_bmm2 ? scale * value_of(params.bmm2_scale_tensor, params.bmm2_scale)
+                                 : scale;
+}
+
+// How the statistics of a softmax row become its scale and its LSE. Needs ptx/ex2.cuh.
+
+struct RowResult {
+  float factor;  // multiplies the accumulated values
+  float lse;  // log2 of the sum of 2^score, the sink included; minus infinity for an empty row
+};
+
+// `reference` in log2 units, `sum` relative to it; `sink` is a natural-log logit without a value,
+// or minus infinity. A row that saw nothing is zero, sink or not.
+__device__ inline RowResult finish_row(float reference, float sum, float sink) {
+  if (sum == 0.0f) return {0.0f, -kInfinity};  // a NaN is not nothing
+  const float sink_log2 = sink * kLog2E;
+  // Relative to the larger of the two, because 2^(sink - reference) may overflow.
+  const float larger = fmaxf(reference, sink_log2);
+  const float rescale = ex2_approx(reference - larger);
+  const float total = sum * rescale + ex2_approx(sink_log2 - larger);
+  return {rescale / total, larger + log2f(total)};
+}
+
+// What both families' online softmax does with a row, of which four neighbouring lanes hold a part
+// each. Needs blocks/prelude.cuh.
+
+// A row's probabilities are relative to its reference, which is kept until a score exceeds it by
+// this much in log2 units. So warps need not agree on a maximum for every tile, the output is
+// rescaled seldom, and no probability exceeds 2^8, which fp16 holds.
+constexpr float kReferenceSlack = 8.0f;
+
+__device__ inline float row_maximum(float value) {
+  value = fmaxf(value, __shfl_xor_sync(~0u, value, 1));
+  return fmaxf(value, __shfl_xor_sync(~0u, value, 2));
+}
+
+__device__ inline float row_total(float value) {
+  value += __shfl_xor_sync(~0u, value, 1);
+  return value + __shfl_xor_sync(~0u, value, 2);
+}
+
+// What tells wgmma where an operand lies in shared memory: tiles of rows of 128 bytes, swizzled,
+// at multiples of 1024 bytes. PTX ISA, "Matrix Descriptor Format". Needs ptx/mov.cuh.
+
+// A descriptor is made of two words where it is used: the lower holds the address and the distance
+// of neighbouring tiles, the upper the distance of groups of eight rows and the kind of swizzle.
+// Addresses count 16 bytes; adding to a lower word moves the operand.
+constexpr u32 kDescriptorHigh = 1024 / 16 | 1u << 30;
+
+__device__ inline u32 descriptor_low(u32 address, u32 tile_distance) {
+  return (address & 0x3ffff) >> 4 | tile_distance / 16 << 16;
+}
+
+__device__ inline u64 descriptor(u32 low) { return mov_b64(low, kDescriptorHigh); }
+
+// How the calls' work is divided among the blocks of the grid, found by each block for itself.
+// Needs Params, blocks/table_row.cuh, roles/mla_hopper/constants.
+
+// The tiles of rows of a request are taken in groups, one tile for each member of a team: blocks
+// that are neighbours and read the same tokens. A unit is a request and a group. All units in a row
+// make a line, on which a unit is as long as it has blocks of tokens, and somewhat longer for what
+// else it costs. Every team takes an equal stretch of the line, its span; a unit that lies on
+// several spans is computed in as many pieces, which are merged.
+constexpr int kUnitCost = 2;  // of a unit besides its blocks, in blocks
+constexpr int kMergeCost = 5;  // of having any pieces to merge, in blocks
+constexpr int kLeastSpan = 2;  // positions
+constexpr int kMostSpans = 144;  // of so many pieces there is room for what is merged
+
+// Of numbers that are not negative. Those of 64 bits are few, and take five times as long.
+__device__ inline i64 quotient(i64 a, i64 b) {
+  if (static_cast<u64>(a | b) >> 32 == 0) return static_cast<u32>(a) / static_cast<u32>(b);
+  return a / b;
+}
+
+struct RequestFacts {
+  i64 first_query;  // index of the request's first query token among all
+  int q_len;
+  int rows;  // none where the request's queries are not inside the tensor
+  int kv_len;
+  int blocks;  // of tokens
+  int groups;
+};
+
+__device__ inline RequestFacts facts_of_request(const Params& params, int request) {
+  RequestFacts facts;
+  i64 q_len = params.q_len;
+  facts.first_query = request * q_len;
+  if (params.cum_seq_lens_q != nullptr) {
+    facts.first_query = params.cum_seq_lens_q[request];
+    q_len = params.cum_seq_lens_q[request + 1] - facts.first_query;
+  }
+  const bool is_inside = facts.first_query >= 0 && q_len >= 0 &&
+                         (facts.first_query + q_len) * params.heads <= params.total_rows;
+  facts.q_len = static_cast<int>(q_len);
+  facts.rows = is_inside ? facts.q_len * params.heads : 0;
+  facts.kv_len = tokens_held(params.seq_lens[request], table_row(params, request).pages);
+  facts.blocks = ceil_div(facts.kv_len, kBlockTokens);
+  const int tiles = ceil_div(facts.rows, kRows);
+  // The usual cases without a division.
+  facts.groups = params.team_size == 1   ? tiles
+                 : params.team_size == 2 ? (tiles + 1) / 2
+                                         : ceil_div(tiles, params.team_size);
+  return facts;
+}
+
+// The span of a team: the line's positions from `begin` to before `end`.
+struct Span {
+  i64 total;  // length of the line
+  int spans;  // in use
+  int index;  // of this one; the last span is the first team's, so that no block waits for a later
+  int unit_cost;
+  i64 begin;
+  i64 end;
+};
+
+// What a warp found of its requests.
+struct WarpRequests {
+  i64 length;  // of the line
+  int blocks;  // of all requests, and their groups, if all are alike
+  int groups;
+  bool is_uniform;
+};
+
+struct SpanScratch {
+  WarpRequests warps[kThreads / kWarpLanes];
+  Span span;
+  // The unit that comes next: the one that the span begins in, at first.
+  RequestFacts facts;
+  int request;
+  int group;
+  i64 unit_begin;
+};
+
+__device__ inline i64 line_length(const RequestFacts& facts, int unit_cost) {
+  return static_cast<i64>(facts.groups) * (facts.blocks + unit_cost);
+}
+
+// How many spans of the same number of whole units, or whole units of the same number of spans,
+// there are at the most; where all units have `blocks` blocks. None if merging pieces costs less
+// than the idle teams would. By whole warps.
+__device__ inline int aligned_spans(int teams, int units, int blocks) {
+  const int spans = max(teams - lane_index(), 1);
+  const i64 total = static_cast<i64>(units) * blocks;
+  const bool is_aligned = units % spans == 0 || spans % units == 0;
+  const bool is_cheap = total * teams <= (total + static_cast<i64>(kMergeCost) * teams) * spans;
+  const u32 found = __ballot_sync(~0u, is_aligned && is_cheap);
+  return found == 0 ? 0 : max(teams - __ffs(static_cast<int>(found)) + 1, 1);
+}
+
+// Finds the span of the team `team`, by all threads of the block, and leaves it in `scratch`; says
+// whether there is one.
+__device__ inline bool find_span(const Params& params, int team, SpanScratch& scratch) {
+  const int each = ceil_div(params.requests, kThreads);
+  const int first = static_cast<int>(threadIdx.x) * each;
+  const int last = min(first + each, params.requests);
+  RequestFacts facts;
+  int blocks;  // of this thread's first request, and its groups
+  int groups;
+  bool is_uniform = true;
+  i64 own = 0;
+  // A thread behind the last request looks at that one, which is another's.
+  for (int request = min(first, params.requests - 1); request < max(last, 1); ++request) {
+    facts = facts_of_request(params, request);
+    if (request <= first) {
+      blocks = facts.blocks;
+      groups = facts.groups;
+    }
+    is_uniform &= facts.blocks == blocks && facts.groups == groups;
+    if (request >= first) own += line_length(facts, kUnitCost);
+  }
+  const int lane_0_blocks = __shfl_sync(~0u, blocks, 0);
+  const int lane_0_groups = __shfl_sync(~0u, groups, 0);
+  is_uniform &= blocks == lane_0_blocks && groups == lane_0_groups;
+  is_uniform = __all_sync(~0u, is_uniform);
+  i64 through = own;  // with all lanes before
+#pragma unroll 1
+  for (int lanes = 1; lanes < kWarpLanes; lanes *= 2) {
+    const i64 before = __shfl_up_sync(~0u, through, lanes);
+    if (lane_index() >= lanes) through += before;
+  }
+  if (lane_index() == kWarpLanes - 1) {
+    scratch.warps[warp_index()] = {through, blocks, groups, is_uniform};
+  }
+  __syncthreads();
+  i64 begin = through - own;
+  i64 total = 0;
+  blocks = scratch.warps[0].blocks;
+  groups = scratch.warps[0].groups;
+  is_uniform = blocks > 0 && groups > 0;
+#pragma unroll 4
+  for (int warp = 0; warp < kThreads / kWarpLanes; ++warp) {
+    const WarpRequests found = scratch.warps[warp];
+    if (warp < warp_index()) begin += found.length;
+    total += found.length;
+    is_uniform &= found.is_uniform && found.blocks == blocks && found.groups == groups;
+  }
+  int spans =
+      static_cast<int>(max(static_cast<i64>(1), min(static_cast<i64>(min(params.teams, kMostSpans)),
+                                                    total / kLeastSpan)));
+  int unit_cost = kUnitCost;
+  if (is_uniform) {
+    const int aligned = aligned_spans(spans, params.requests * groups, blocks);
+    if (aligned > 0) {
+      spans = aligned;
+      unit_cost = 0;
+      const i64 length = static_cast<i64>(groups) * blocks;
+      total = params.requests * length;
+      begin = min(first, params.requests) * length;
+      own = max(last - first, 0) * length;
+    }
+  }
+  const int index = spans - 1 - team;
+  if (index < 0 || total == 0) return false;
+  const i64 span_begin = quotient(index * total, spans);
+  if (begin <= span_begin && span_begin < begin + own) {
+    int request = first;
+    // With one request a thread, its facts are at hand.
+    while (each > 1) {
+      facts = facts_of_request(params, request);
+      if (span_begin < begin + line_length(facts, unit_cost)) break;
+      begin += line_length(facts, unit_cost);
+      ++request;
+    }
+    const int unit = facts.blocks + unit_cost;
+    const int group = facts.groups == 1 ? 0 : static_cast<int>(quotient(span_begin - begin, unit));
+    const i64 span_end = quotient((index + 1) * total, spans);
+    scratch.span = {total, spans, index, unit_cost, span_begin, span_end};
+    scratch.facts = facts;
+    scratch.request = request;
+    scratch.group = group;
+    scratch.unit_begin = begin + static_cast<i64>(group) * unit;
+  }
+  __syncthreads();
+  return true;
+}
+
+// The block of tokens that a position is in, counted from the unit's first; what comes before the
+// blocks belongs to the first.
+__device__ inline int block_at(i64 position, i64 unit_begin, const Span& span) {
+  return static_cast<int>(max(position - unit_begin - span.unit_cost, static_cast<i64>(0)));
+}
+
+// Asks for what find_span and the loader will read first, before it may be read.
+__device__ inline void prefetch_lengths(const Params& params) {
+  const int request = static_cast<int>(threadIdx.x);
+  if (request >= params.requests) return;
+  prefetch_l2(params.seq_lens + request);
+  if (params.table_starts == nullptr) {
+    prefetch_l2(params.block_tables + request * static_cast<i64>(params.block_tables_stride));
+  }
+}
+
+// How a unit is cut: its pieces lie on the spans from `first_span` on.
+struct Pieces {
+  int count;
+  int first_span;
+};
+
+// The first span that begins at or after a position.
+__device__ inline int span_from(i64 position, const Span& span) {
+  return static_cast<int>(quotient(position * span.spans + span.total - 1, span.total));
+}
+
+__device__ inline Pieces pieces_of(i64 unit_begin, int blocks, const Span& span) {
+  const i64 first_block = unit_begin + span.unit_cost;
+  const int second = span_from(first_block + 1, span);
+  const int after = span_from(first_block + blocks, span);
+  return {1 + after - second, second - 1};
+}
+
+// One piece of a unit, for one member of the team, as all its warps need it.
+struct Item {
+  u32 count;  // of items before
+  i64 first_query;  // index of the request's first query token among all
+  int request;  // minus one after the last item
+  int first_row;  // of the tile, among the request's rows
+  int rows;  // of the tile; the rest of kRows is padding
+  int first_block;
+  int blocks;  // of tokens, that this piece computes
+  int visible_to_all;  // tokens that every row of the tile sees
+  int visible_to_any;  // tokens that some row sees
+  int pieces;
+  int piece;
+  int owner;  // the block of the grid that has piece 0
+  int row_visible[kRows];  // how many tokens a row sees
+};
+
+// Goes through the items of a span, by one warp. Its state is in shared memory in between: those
+// who walk have few registers.
+struct ItemWalk {
+  const Params& params;
+  SpanScratch& scratch;
+  const Span& span;
+  int member;
+  int request;
+  int group;
+  i64 unit_begin;
+  RequestFacts facts;
+
+  __device__ ItemWalk(const Params& params, SpanScratch& scratch, int member)
+      : params(params),
+        scratch(scratch),
+        span(scratch.span),
+        member(member),
+        request(scratch.request),
+        group(scratch.group),
+        unit_begin(scratch.unit_begin),
+        facts(scratch.facts) {}
+
+  __device__ void remember() const {
+    __syncwarp();
+    if (lane_index() != 0) return;
+    scratch.request = request;
+    scratch.group = group;
+    scratch.unit_begin = unit_begin;
+    scratch.facts = facts;
+  }
+
+  __device__ void advance() {
+    unit_begin += facts.blocks + span.unit_cost;
+    if (++group < facts.groups) return;
+    group = 0;
+    do {
+      if (++request >= params.requests) return;
+      facts = facts_of_request(params, request);
+    } while (facts.groups == 0);
+  }
+
+  // Fills `item` with the next one; its request is minus one if there is none.
+  __device__ void next(Item& item) {
+    for (; request < params.requests && unit_begin < span.end; advance()) {
+      const int blocks = facts.blocks;
+      const i64 unit_end = unit_begin + blocks + span.unit_cost;
+      const int first = span.begin > unit_begin ? block_at(span.begin, unit_begin, span) : 0;
+      const int last = span.end < unit_end ? block_at(span.end, unit_begin, span) : blocks;
+      const bool is_here = blocks == 0 ? span.begin <= unit_begin : first < last;
+      const int tile = group * params.team_size + member;
+      const int first_row = tile * kRows;
+      if (!is_here || first_row >= facts.rows) continue;
+      fill(item, first_row, first, last);
+      advance();
+      remember();
+      return;
+    }
+    if (lane_index() == 0) item.request = -1;
+  }
+
+  __device__ void fill(Item& item, int first_row, int first_block, int last_block) const {
+    const int rows = min(facts.rows - first_row, kRows);
+    for (int row = lane_index(); row < kRows; row += kWarpLanes) {
+      item.row_visible[row] = visible_tokens(first_row + row, row < rows);
+    }
+    if (lane_index() != 0) return;
+    Pieces pieces = {1, span.index};
+    if (first_block > 0 || last_block < facts.blocks) {
+      pieces = pieces_of(unit_begin, facts.blocks, span);
+    }
+    const int visible_to_any = visible_tokens(first_row + rows - 1, true);
+    const int seen_blocks = ceil_div(visible_to_any, kBlockTokens);
+    item.first_query = facts.first_query;
+    item.request = request;
+    item.first_row = first_row;
+    item.rows = rows;
+    item.first_block = first_block;
+    item.blocks = max(min(last_block, seen_blocks) - first_block, 0);
+    item.visible_to_all = visible_tokens(first_row, true);
+    item.visible_to_any = visible_to_any;
+    item.pieces = pieces.count;
+    item.piece = first_block == 0 ? 0 : span.index - pieces.first_span;
+    item.owner = block_of_span(pieces.first_span);
+  }
+
+  // How many tokens a row of the request sees: all up to its own position, or all.
+  __device__ int visible_tokens(int row, bool is_row) const {
+    const bool is_prefix = params.is_causal && facts.q_len > 1;
+    const int later = is_prefix ? facts.q_len - 1 - row / params.heads : 0;
+    return is_row ? max(facts.kv_len - later, 0) : 0;
+  }
+
+  // The block of the grid that has this member's part of a span.
+  __device__ int block_of_span(int index) const {
+    return (span.spans - 1 - index) * params.team_size + member;
+  }
+};
+
+// Items are handed on in two places, queries in one; where the item that `count` have preceded is,
+// and which phase of a barrier is its own.
+__device__ inline u32 item_slot(u32 count) { return count % 2; }
+__device__ inline u32 item_parity(u32 count) { return count / 2 % 2; }
+__device__ inline u32 query_parity(u32 count) { return count % 2; }
+
+// The shared memory of a block, whole. Needs Item, roles/mla_hopper/constants.
+
+// Tokens are in a ring of thirds of blocks: three tiles each.
+constexpr int kStages = kRows == 16 ? 8 : 7;  // as many as fit
+constexpr int kStageTiles = 3;
+constexpr int kBlockStages = kTiles / kStageTiles;
+
+struct SharedMemory {
+  unsigned char query[kTiles * kQueryTileBytes];
+  unsigned char tokens[kStages][kStageTiles * kTileBytes];
+  unsigned char probabilities[2][kQueryTileBytes];  // of a block and of the next
+  unsigned char staging[kConsumerWarps][1024];  // of the output
+  float warp_rows[kConsumerWarps][kRows];  // what each warp found for a row: maximum, or sum
+  Item items[2];
+  SpanScratch scratch;
+  Barrier stage_full[kStages];
+  Barrier stage_empty[kStages];
+  Barrier first_query_full;
+  Barrier query_full;
+  Barrier query_empty;
+  Barrier merge_full;
+  Barrier item_full[2];
+  Barrier item_empty[2];
+  int has_nonfinite;
+};
+static_assert(sizeof(SharedMemory) <= kSharedBytes, "the spec knows what the struct takes");
+static_assert(kBlockStages * kStageTiles == kTiles, "a block is whole stages");
+
+__device__ inline void make_barriers(SharedMemory& shared) {
+  const auto make = [](const Barrier& barrier, int count) {
+    mbarrier_init(shared_address(&barrier), count);
+  };
+  for (int stage = 0; stage < kStages; ++stage) {
+    make(shared.stage_full[stage], 1);
+    make(shared.stage_empty[stage], 1);
+  }
+  make(shared.first_query_full, kThreads / kWarpLanes - 1);  // all but the loader
+  make(shared.query_full, 3);  // schedulers
+  make(shared.merge_full, 1);
+  make(shared.query_empty, 1);
+  for (int slot = 0; slot < 2; ++slot) {
+    make(shared.item_full[slot], 3);  // schedulers
+    make(shared.item_empty[slot], 2);  // loader and consumer
+  }
+  fence_mbarrier_init();
+}
+
+// The schedulers, three warps: hand items to all roles, and bring each item's query into shared
+// memory. Needs SharedMemory, work.cuh, blocks/swizzle.cuh, ptx/cp_async.cuh.
+
+constexpr int kSchedulerThreads = 3 * kWarpLanes;
+
+// Begins to copy the rows of a query, by `threads` threads of which this is number `thread`. A
+// row's tiles lie kQueryTileBytes apart; eight lanes copy 128 bytes.
+__device__ inline void begin_query(const Params& params, const Item& item, SharedMemory& shared,
+                                   int thread, int threads) {
+  const int lane = thread % 8;
+  for (int row = thread / 8; row < kRows; row += threads / 8) {
+    const bool is_row = row < item.rows;
+    const int packed_row = is_row ? item.first_row + row : 0;
+    const int token = packed_row / params.heads;
+    const int head = packed_row - token * params.heads;
+    const i64 query = is_row ? item.first_query + token : 0;
+    const unsigned char* latent = params.query + query * params.query_stride +
+                                  head * params.query_head_stride + lane * kChunkBytes;
+    const unsigned char* rope = params.query_rope + query * params.query_rope_stride +
+                                head * params.query_rope_head_stride + lane * kChunkBytes;
+    const u32 target = shared_address(shared.query) + swizzled_offset<kTileRowBytes>(row, lane);
+    const u32 bytes = is_row ? kChunkBytes : 0;  // padding is zeros
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+      cp_async_cg_16(target + tile * kQueryTileBytes,
+                     tile < kLatentTiles ? latent + tile * kTileRowBytes : rope, bytes);
+    }
+  }
+  cp_async_commit_group();
+}
+
+__device__ inline void finish_query(const Barrier& full) {
+  cp_async_wait_group<0>();
+  fence_proxy_async();
+  __syncwarp();
+  if (lane_index() == 0) arrive_at(full);
+}
+
+// All warps but the loader's bring the first query: nothing can begin without it.
+constexpr int kFirstQueryWarps = kThreads / kWarpLanes - 1;
+
+__device__ inline void load_first_query(const Params& params, SharedMemory& shared) {
+  const Item& item = shared.items[0];
+  if (item.request < 0 || warp_index() == kConsumerWarps) return;
+  const int warp = warp_index() < kConsumerWarps ? warp_index() : warp_index() - 1;
+  begin_query(params, item, shared, warp * kWarpLanes + lane_index(),
+              kFirstQueryWarps * kWarpLanes);
+  finish_query(shared.first_query_full);
+}
+
+__device__ inline void take_item(const Params& params, int member, u32 count,
+                                 SharedMemory& shared) {
+  if (warp_index() != kConsumerWarps + 1) return;
+  Item& item = shared.items[item_slot(count)];
+  ItemWalk(params, shared.scratch, member).next(item);
+  if (lane_index() == 0) item.count = count;
+  __syncwarp();
+}
+
+// All items but the first.
+__device__ inline void schedule(const Params& params, int member, SharedMemory& shared) {
+  if (lane_index() == 0) arrive_at(shared.item_full[0]);
+  if (shared.items[0].request < 0) return;
+  const int thread = static_cast<int>(threadIdx.x) % 128 - kWarpLanes;
+  for (u32 count = 1;; ++count) {
+    Item& item = shared.items[item_slot(count)];
+    wait_for(shared.item_empty[item_slot(count)], item_parity(count) ^ 1);
+    take_item(params, member, count, shared);
+    barrier_sync(kSchedulerBarrier, kSchedulerThreads);
+    if (lane_index() == 0) arrive_at(shared.item_full[item_slot(count)]);
+    if (item.request < 0) return;
+    wait_for(shared.query_empty, query_parity(count) ^ 1);
+    begin_query(params, item, shared, thread, kSchedulerThreads);
+    finish_query(shared.query_full);
+  }
+}
+
+// Waits for the query of the item that `count` have preceded.
+__device__ inline void wait_for_query(const SharedMemory& shared, u32 count) {
+  if (count == 0) {
+    wait_for(shared.first_query_full, 0);
+  } else {
+    wait_for(shared.query_full, query_parity(count) ^ 1);
+  }
+}
+
+// The page ids of an item, read ahead by one warp. Needs Item, blocks/table_row.cuh.
+
+struct PageIds {
+  const int* ids;
+  int end;  // pages from here on are not read
+  int base;
+  int now;  // of page base + lane
+  int later;  // of the page 32 after
+
+  __device__ PageIds(const Params& params, const Item& item)
+      : ids(params.block_tables + table_row(params, item.request).start),
+        end(ceil_div(min((item.first_block + item.blocks) * kBlockTokens, item.visible_to_any),
+                     kPageSize)),
+        base(item.first_block * kBlockTokens / kPageSize) {
+    now = read(base);
+    later = read(base + kWarpLanes);
+  }
+
+  __device__ int read(int first) const {
+    const int page = first + lane_index();
+    return page < end ? ids[page] : -1;
+  }
+
+  // The id of a page, of those from `base` on.
+  __device__ int of(int page) const {
+    const int distance = page - base;
+    return __shfl_sync(~0u, distance < kWarpLanes ? now : later, distance % kWarpLanes);
+  }
+
+  // No page before this one will be asked for.
+  __device__ void advance(int page) {
+    if (page - base < kWarpLanes) return;
+    base += kWarpLanes;
+    now = later;
+    later = read(base + kWarpLanes);
+  }
+};
+
+// Copies tiles of tokens, in as many boxes as pages make necessary. Needs PageIds,
+// ptx/cp_async_bulk.cuh.
+
+// Where the boxes of a block of tokens begin; boxes behind the last token are not copied.
+struct BlockBoxes {
+  int count;
+  int slot[kBoxes];
+  int page[kBoxes];
+
+  __device__ BlockBoxes(PageIds& ids, int block, int end_token) {
+    const int first_token = block * kBlockTokens;
+    count = min(ceil_div(end_token - first_token, kBoxTokens), kBoxes);
+    ids.advance(first_token / kPageSize);
+#pragma unroll
+    for (int box = 0; box < kBoxes; ++box) {
+      const int token = first_token + box * kBoxTokens;
+      slot[box] = token % kPageSize;
+      page[box] = ids.of(token / kPageSize);
+    }
+  }
+
+  __device__ u32 tile_bytes() const { return count * kBoxTokens * kTileRowBytes; }
+
+  // Copies one tile of the block, to be counted at the barrier; by any lane.
+  __device__ void copy_tile(const TensorMap* map, int column, u32 target, u32 barrier) const {
+#pragma unroll
+    for (int box = 0; box < kBoxes; ++box) {
+      if (kBoxes > 1 && box >= count) continue;
+      cp_async_bulk_tensor(target + box * kBoxTokens * kTileRowBytes, map, barrier, 0, slot[box],
+                           column, page[box]);
+    }
+  }
+};
+
+// Values that some row of a tile must not see: 0 * NaN is NaN, so what is not finite must not meet
+// the tensor cores, though its weight is 0. Needs SharedMemory, Item, blocks/table_row.cuh.
+
+constexpr u32 kExponentBits = kIsSame<Element, Bf16> ? 0x7f80 : 0x7c00;
+
+__device__ inline bool is_finite(u32 element) { return (element & kExponentBits) != kExponentBits; }
+
+__device__ inline u32 finite_pair(u32 pair) {
+  return (is_finite(pair) ? pair & 0xffff : 0) | (is_finite(pair >> 16) ? pair & 0xffff0000 : 0);
+}
+
+// Puts zeros for what is not finite in the tokens from `first` on of a block, of whose tiles
+// `tile_of` tells the places; 128 threads. Remembers whether a row sees such a token.
+template <typename TileOf>
+__device__ inline void clear_nonfinite(SharedMemory& shared, int first, int visible,
+                                       TileOf tile_of) {
+  constexpr int kTokenChunks = kLatentDim * 2 / kChunkBytes;
+  for (int i = static_cast<int>(threadIdx.x) % 128; i < (kBlockTokens - first) * kTokenChunks;
+       i += 128) {
+    const int token = first + i / kTokenChunks;
+    const int chunk = i % kTokenChunks;
+    Chunk* place = reinterpret_cast<Chunk*>(tile_of(chunk / 8) + token * kTileRowBytes) + chunk % 8;
+    const Chunk found = *place;
+    Chunk cleared;
+    bool is_changed = false;
+#pragma unroll
+    for (int word = 0; word < 4; ++word) {
+      cleared.words[word] = finite_pair(found.words[word]);
+      is_changed |= cleared.words[word] != found.words[word];
+    }
+    if (!is_changed) continue;
+    *place = cleared;
+    if (token < visible) shared.has_nonfinite = 1;
+  }
+}
+
+// Adds what was cleared to the rows that see it; `add` takes a token's row in the cache and its
+// position. A weight of 0 is not told from others: what is not finite makes a row so.
+template <typename Add>
+__device__ inline void add_nonfinite(const Params& params, const Item& item, Add add) {
+  const int end = min((item.first_block + item.blocks) * kBlockTokens, item.visible_to_any);
+  const int* ids = params.block_tables + table_row(params, item.request).start;
+  for (int token = max(item.visible_to_all, item.first_block * kBlockTokens); token < end;
+       ++token) {
+    const int page = ids[token / kPageSize];
+    if (!is_page(page, params.num_pages)) continue;
+    const PagedRows rows{params.cache, params.page_stride, params.token_stride};
+    add(rows.row_of(page, token % kPageSize), token);
+  }
+}
+
+// What a row has come to. Needs Params, Item, blocks/row_result.cuh, blocks/scales.cuh.
+
+// A row's probabilities are relative to its reference. No maximum is asked for while none of them
+// is larger than this, which the element type holds: so references move seldom.
+constexpr float kMostProbability = kIsSame<Element, Bf16> ? 0x1p40f : 0x1p15f;
+
+struct RowState {
+  float reference;  // log2 units; what the accumulators are relative to
+  float sum;  // of probabilities, relative to it
+};
+
+__device__ inline i64 global_row(const Params& params, const Item& item, int row) {
+  return item.first_query * params.heads + item.first_row + row;
+}
+
+__device__ inline RowResult result_of(const Params& params, const Item& item, int row,
+                                      RowState state) {
+  const float sink = params.sinks == nullptr || row >= item.rows
+                         ? -kInfinity
+                         : params.sinks[(item.first_row + row) % params.heads];
+  return finish_row(state.reference, state.sum, sink);
+}
+
+__device__ inline float output_scale(const Params& params) {
+  return value_of(params.bmm2_scale_tensor, params.bmm2_scale);
+}
+
+// The loader, one warp: streams the blocks of tokens of every item through the ring. Needs
+// SharedMemory, token_boxes.cuh.
+
+// Three tiles of whole blocks in one page are one copy, unless the rope part is a tensor of its
+// own.
+__device__ inline void copy_stage(const Params& params, const BlockBoxes& boxes, int first_tile,
+                                  u32 target, u32 full) {
+  mbarrier_arrive_expect_tx(full, kStageTiles * boxes.tile_bytes());
+  if (kBoxes == 1 && !params.rope_is_apart) {
+    cp_async_bulk_tensor(target, &params.group_map, full, 0, boxes.slot[0], first_tile,
+                         boxes.page[0]);
+    return;
+  }
+#pragma unroll
+  for (int tile = 0; tile < kStageTiles; ++tile) {
+    const bool is_rope = first_tile + tile == kLatentTiles;
+    boxes.copy_tile(is_rope ? &params.rope_map : &params.latent_map,
+                    is_rope ? 0 : first_tile + tile, target + tile * kTileBytes, full);
+  }
+}
+
+__device__ inline void load_tokens(const Params& params, int, SharedMemory& shared) {
+  RingPosition<kStages> position;
+  for (u32 count = 0;; ++count) {
+    wait_for(shared.item_full[item_slot(count)], item_parity(count));
+    const Item& item = shared.items[item_slot(count)];
+    if (item.request < 0) return;
+    const int end = item.first_block + item.blocks;
+    PageIds ids(params, item);
+    for (int block = item.first_block; block < end; ++block) {
+      const BlockBoxes boxes(ids, block, item.visible_to_any);
+#pragma unroll
+      for (int part = 0; part < kBlockStages; ++part) {
+        wait_for(shared.stage_empty[position.stage], position.parity ^ 1);
+        if (lane_index() == 0) {
+          copy_stage(params, boxes, part * kStageTiles,
+                     shared_address(shared.tokens[position.stage]),
+                     shared_address(&shared.stage_full[position.stage]));
+        }
+        __syncwarp();
+        position.advance();
+      }
+    }
+    if (lane_index() == 0) arrive_at(shared.item_empty[item_slot(count)]);
+  }
+}
+
+// What the consumer has in registers, and what of the output it is. Needs ptx/wgmma.cuh,
+// SharedMemory, row_state.cuh.
+
+// One consumer of four warps, with tokens or output dims in the place of rows, and rows in the
+// place of columns: few rows fill a product then. Of the scores a warp has 16 tokens, and of each
+// tile of output dims 16.
+constexpr int kRowGroups = kRows / 8;
+constexpr int kOwnRows = kRowGroups * 2;
+using Accumulators = float[kLatentTiles][kRows / 2];
+using Scores = float[kRows / 2];
+
+// A thread's row `r`, the same in all warps, and lanes that have the same rows: those that agree
+// modulo 4.
+__device__ inline int own_row(int r) { return r / 2 * 8 + fresh_lane() % 4 * 2 + r % 2; }
+
+// The first dim of float4 `i` of a thread of warp `warp`; the other is 8 further.
+__device__ inline int dim_of(int warp, int i) {
+  return i / kRowGroups * kTileElements + warp * 16 + fresh_lane() / 4;
+}
+
+// Whether this thread writes what there is of its rows.
+__device__ inline bool is_row_writer() { return fresh_thread() < 4; }
+
+__device__ inline float4 accumulator(const Accumulators& accumulators, int i) {
+  const float* of = accumulators[i / kRowGroups] + i % kRowGroups * 4;
+  return make_float4(of[0], of[1], of[2], of[3]);
+}
+
+__device__ inline void set_accumulator(Accumulators& accumulators, int i, float4 value) {
+  float* of = accumulators[i / kRowGroups] + i % kRowGroups * 4;
+  of[0] = value.x;
+  of[1] = value.y;
+  of[2] = value.z;
+  of[3] = value.w;
+}
+
+// Float4 `i` holds two rows of each of its two dims.
+__device__ inline float4 weighted(float4 value, const float (&weights)[kOwnRows], int i) {
+  const float a = weights[i % kRowGroups * 2];
+  const float b = weights[i % kRowGroups * 2 + 1];
+  return make_float4(value.x * a, value.y * b, value.z * a, value.w * b);
+}
+
+struct TaskRows {
+  int a;
+  int b;
+};
+
+__device__ inline TaskRows task_rows(int i, int) {
+  const int row = own_row(i % kRowGroups * 2);
+  return {row, row + 1};
+}
+
+__device__ inline float4 add_task(float4 total, float4 value, float weight_a, float weight_b) {
+  return make_float4(total.x + value.x * weight_a, total.y + value.y * weight_b,
+                     total.z + value.z * weight_a, total.w + value.w * weight_b);
+}
+
+// Over the lanes that have the same rows.
+__device__ inline float maximum_of_lanes(float value) {
+#pragma unroll
+  for (int lanes = 4; lanes < kWarpLanes; lanes *= 2) {
+    value = fmaxf(value, __shfl_xor_sync(~0u, value, lanes));
+  }
+  return value;
+}
+
+__device__ inline float total_of_lanes(float value) {
+#pragma unroll
+  for (int lanes = 4; lanes < kWarpLanes; lanes *= 2) {
+    value += __shfl_xor_sync(~0u, value, lanes);
+  }
+  return value;
+}
+
+// The consumer: S^T = K Q^T, softmax over the tokens, O^T += V^T P^T. Needs accumulators.cuh,
+// blocks/wgmma_descriptor.cuh, roles/mla_hopper/finite_values.cuh.
+
+struct Consumer {
+  const Params& params;
+  SharedMemory& shared;
+  const Item& item;
+  float scale;  // of scores, to log2 units
+  RingPosition<kStages>& position;
+  u32& buffer;  // of the probabilities
+  Accumulators accumulators;
+  Scores scores;
+  float sum[kOwnRows];  // over this thread's tokens
+  float reference[kOwnRows];  // log2 units, the same in all warps
+
+  __device__ Consumer(const Params& params, SharedMemory& shared, const Item& item, float scale,
+                      RingPosition<kStages>& position, u32& buffer)
+      : params(params),
+        shared(shared),
+        item(item),
+        scale(scale),
+        position(position),
+        buffer(buffer) {
+#pragma unroll
+    for (int i = 0; i < kAccumulators; ++i) {
+      set_accumulator(accumulators, i, make_float4(0.0f, 0.0f, 0.0f, 0.0f));
+    }
+#pragma unroll
+    for (int r = 0; r < kOwnRows; ++r) {
+      sum[r] = 0.0f;
+      reference[r] = -kLargest;
+    }
+  }
+
+  __device__ void release(const Barrier& barrier) const {
+    if (fresh_thread() == 0) arrive_at(barrier);
+  }
+
+  // Where the parts of the block are that has been waited for.
+  __device__ int stage(int part) const {
+    const int stage = position.stage - kBlockStages + part;
+    return stage < 0 ? stage + kStages : stage;
+  }
+
+  __device__ unsigned char* tile(int index) const {
+    return shared.tokens[stage(index / kStageTiles)] + index % kStageTiles * kTileBytes;
+  }
+
+  // Waits for the block, multiplying what has arrived.
+  __device__ void take_block_scores() {
+    wgmma_keep(scores);
+#pragma unroll
+    for (int part = 0; part < kBlockStages; ++part) {
+      wait_for(shared.stage_full[position.stage], position.parity);
+      const u32 stage_address = shared_address(shared.tokens[position.stage]);
+      position.advance();
+      wgmma_fence();
+#pragma unroll
+      for (int index = 0; index < kStageTiles; ++index) {
+        const u32 keys = descriptor_low(stage_address + index * kTileBytes, 16);
+        const int tile = part * kStageTiles + index;
+        const u32 query = descriptor_low(shared_address(shared.query) + tile * kQueryTileBytes, 16);
+#pragma unroll
+        for (int k = 0; k < kTileElements / 16; ++k) {
+          wgmma_mma(Element{}, scores, descriptor(keys + k * 2), descriptor(query + k * 2),
+                    tile + k > 0);
+        }
+      }
+      wgmma_commit_group();
+    }
+    wgmma_wait_group<0>();
+    wgmma_keep(scores);
+  }
+
+  // Hides, in log2 units, what a row does not see: a select, for the hidden score may be NaN.
+  __device__ void hide(int first_token) {
+    const int token = first_token + fresh_warp() * 16 + fresh_lane() / 4;
+#pragma unroll
+    for (int r = 0; r < kOwnRows; ++r) {
+      const int visible = item.row_visible[own_row(r)];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float& score = scores[r / 2 * 4 + half * 2 + r % 2];
+        score = token + half * 8 < visible ? __fmul_rn(score, scale) : -kInfinity;
+      }
+    }
+  }
+
+  // Writes probabilities relative to the references as they are; says whether any is so large that
+  // references must move, and adds them up.
+  __device__ bool write_probabilities(float factor, float (&part)[kOwnRows]) const {
+    float largest = 0.0f;
+    float p[kRows / 2];
+#pragma unroll
+    for (int i = 0; i < kRows / 2; ++i) {
+      // Rounded, never fused: equal scores must have equal distances from a reference.
+      p[i] = ex2_approx(__fmul_rn(scores[i], factor) - reference[i / 4 * 2 + i % 2]);
+      largest = fmaxf(largest, p[i]);
+    }
+#pragma unroll
+    for (int r = 0; r < kOwnRows; ++r) {
+      part[r] = p[r / 2 * 4 + r % 2] + p[r / 2 * 4 + 2 + r % 2];
+    }
+    // Matrices: tokens 0 to 7 and 8 to 15 of the warp, for 8 rows and for the next 8.
+    const int lane = fresh_lane();
+    const u32 address =
+        shared_address(shared.probabilities[buffer]) +
+        swizzled_offset<kTileRowBytes>(lane / 16 * 8 + lane % 8, fresh_warp() * 2 + lane / 8 % 2);
+#pragma unroll
+    for (int group = 0; group < kRowGroups; group += 2) {
+      const float* of = p + group * 4;
+      stmatrix_x4_trans(address + group * 8 * kTileRowBytes, cvt_rn_x2_f32(Element{}, of[1], of[0]),
+                        cvt_rn_x2_f32(Element{}, of[3], of[2]),
+                        cvt_rn_x2_f32(Element{}, of[5], of[4]),
+                        cvt_rn_x2_f32(Element{}, of[7], of[6]));
+    }
+    fence_proxy_async();
+    return largest > kMostProbability;
+  }
+
+  // Moves the reference of every row to its maximum, if that is larger.
+  __device__ void move_references(float factor) {
+#pragma unroll
+    for (int r = 0; r < kOwnRows; ++r) {
+      const float maximum =
+          maximum_of_lanes(fmaxf(__fmul_rn(scores[r / 2 * 4 + r % 2], factor),
+                                 __fmul_rn(scores[r / 2 * 4 + 2 + r % 2], factor)));
+      if (fresh_lane() < 4) shared.warp_rows[fresh_warp()][own_row(r)] = maximum;
+    }
+    barrier_sync(kConsumerBarrier, kConsumerThreads);
+    float moved[kOwnRows];
+#pragma unroll
+    for (int r = 0; r < kOwnRows; ++r) {
+      float maximum = -kInfinity;
+#pragma unroll
+      for (int warp = 0; warp < kConsumerWarps; ++warp) {
+        maximum = fmaxf(maximum, shared.warp_rows[warp][own_row(r)]);
+      }
+      const float next = maximum > reference[r] ? maximum : reference[r];
+      moved[r] = ex2_approx(reference[r] - next);
+      reference[r] = next;
+      sum[r] *= moved[r];
+    }
+#pragma unroll
+    for (int i = 0; i < kAccumulators; ++i) {
+      set_accumulator(accumulators, i, weighted(accumulator(accumulators, i), moved, i));
+    }
+  }
+
+  __device__ void clear_values(int first_token) const {
+    barrier_sync(kConsumerBarrier, kConsumerThreads);
+    clear_nonfinite(shared, max(item.visible_to_all - first_token, 0),
+                    item.visible_to_any - first_token, [&](int index) { return tile(index); });
+    fence_proxy_async();
+  }
+
+  __device__ void take_block(int block) {
+    take_block_scores();
+    float factor = scale;
+    const int first_token = block * kBlockTokens;
+    if (first_token + kBlockTokens > item.visible_to_all) {
+      hide(first_token);
+      factor = 1.0f;
+      clear_values(first_token);
+    }
+    float part[kOwnRows];
+    const bool moves = write_probabilities(factor, part);
+    if (barrier_red_or(kProbabilitiesBarrier, kConsumerThreads, moves)) {
+      move_references(factor);
+      write_probabilities(factor, part);
+      barrier_sync(kConsumerBarrier, kConsumerThreads);
+    }
+#pragma unroll
+    for (int r = 0; r < kOwnRows; ++r) sum[r] += part[r];
+    add_values();
+    buffer ^= 1;
+  }
+
+  __device__ void add_values() {
+    const u32 probabilities =
+        descriptor_low(shared_address(shared.probabilities) + buffer * kQueryTileBytes, 16);
+#pragma unroll
+    for (int index = 0; index < kLatentTiles; ++index) wgmma_keep(accumulators[index]);
+    wgmma_fence();
+#pragma unroll
+    for (int index = 0; index < kLatentTiles; ++index) {
+      const u32 values = descriptor_low(shared_address(tile(index)), kTileBytes);
+#pragma unroll
+      for (int k = 0; k < kBlockTokens / 16; ++k) {
+        wgmma_mma_trans_a(Element{}, accumulators[index], descriptor(values + k * 128),
+                          descriptor(probabilities + k * 2), 1);
+      }
+      if (index % kStageTiles == kStageTiles - 1) wgmma_commit_group();
+    }
+    wgmma_commit_group();
+    wgmma_wait_group<2>();
+    release(shared.stage_empty[stage(0)]);
+    wgmma_wait_group<1>();
+    release(shared.stage_empty[stage(1)]);
+    wgmma_wait_group<0>();
+    release(shared.stage_empty[stage(2)]);
+#pragma unroll
+    for (int index = 0; index < kLatentTiles; ++index) wgmma_keep(accumulators[index]);
+  }
+};
+
+// Makes the rows that see what is not finite so, as they would be if it had been multiplied. Needs
+// accumulators.cuh, roles/mla_hopper/finite_values.cuh.
+
+__device__ inline void restore_nonfinite(const Params& params, const Item& item,
+                                         Accumulators& accumulators) {
+  add_nonfinite(params, item, [&](const unsigned char* token, int position) {
+#pragma unroll
+    for (int i = 0; i < kAccumulators; ++i) {
+      float4 value = accumulator(accumulators, i);
+      const u16* elements = reinterpret_cast<const u16*>(token) + dim_of(fresh_warp(), i);
+      const TaskRows rows = task_rows(i, fresh_warp());
+      const bool sees_a = position < item.row_visible[rows.a];
+      const bool sees_b = position < item.row_visible[rows.b];
+      const float low = is_finite(elements[0]) ? 0.0f : cvt_f32(Element{}, elements[0]);
+      const float high = is_finite(elements[8]) ? 0.0f : cvt_f32(Element{}, elements[8]);
+      value.x += sees_a ? low : 0.0f;
+      value.y += sees_b ? low : 0.0f;
+      value.z += sees_a ? high : 0.0f;
+      value.w += sees_b ? high : 0.0f;
+      set_accumulator(accumulators, i, value);
+    }
+  });
+}
+
+// Writes finished rows. Needs accumulators.cuh, row_state.cuh, ptx/cvt.cuh, ptx/stmatrix.cuh.
+
+// Through a piece of shared memory that each warp has of its own: 16 dims of every row, so that
+// rows leave in 32 bytes.
+constexpr int kStagedBytes = 32;
+
+__device__ inline void store_rows(const Params& params, const Item& item, SharedMemory& shared,
+                                  const Accumulators& accumulators,
+                                  const RowState (&rows)[kOwnRows]) {
+  const int lane = fresh_lane();
+  const int warp = fresh_warp();
+  const float scale = output_scale(params);
+  float factor[kOwnRows];
+#pragma unroll
+  for (int r = 0; r < kOwnRows; ++r) {
+    const int row = own_row(r);
+    const RowResult result = result_of(params, item, row, rows[r]);
+    factor[r] = result.factor * scale;
+    if (params.lse != nullptr && is_row_writer() && row < item.rows) {
+      params.lse[global_row(params, item, row)] = result.lse * params.lse_factor;
+    }
+  }
+  unsigned char* staging = shared.staging[warp];
+  const u32 address = shared_address(staging) + (lane / 16 * 8 + lane % 8) * kStagedBytes +
+                      lane / 8 % 2 * kChunkBytes;
+  unsigned char* out = reinterpret_cast<unsigned char*>(params.out) +
+                       global_row(params, item, 0) * (kHeadDimVo * 2) + warp * kStagedBytes;
+#pragma unroll
+  for (int tile = 0; tile < kLatentTiles; ++tile) {
+#pragma unroll
+    for (int group = 0; group < kRowGroups; group += 2) {
+      const float* a = accumulators[tile] + group * 4;
+      const float* f = factor + group * 2;
+      stmatrix_x4_trans(address + group * 8 * kStagedBytes,
+                        cvt_rn_x2_f32(Element{}, a[1] * f[1], a[0] * f[0]),
+                        cvt_rn_x2_f32(Element{}, a[3] * f[1], a[2] * f[0]),
+                        cvt_rn_x2_f32(Element{}, a[5] * f[3], a[4] * f[2]),
+                        cvt_rn_x2_f32(Element{}, a[7] * f[3], a[6] * f[2]));
+    }
+    __syncwarp();
+#pragma unroll
+    for (int half = 0; half < kRows / 16; ++half) {
+      const int row = half * 16 + lane / 2;
+      const int chunk = lane % 2;
+      const uint4 value =
+          *reinterpret_cast<const uint4*>(staging + row * kStagedBytes + chunk * kChunkBytes);
+      if (row < item.rows) {
+        *reinterpret_cast<uint4*>(out + row * (kHeadDimVo * 2) + tile * kTileRowBytes +
+                                  chunk * kChunkBytes) = value;
+      }
+    }
+    __syncwarp();
+  }
+}
+
+// Writes a float4 of float4 `i` of a thread of warp `warp`, after merging.
+__device__ inline void store_slice(const Params& params, const Item& item, int i, int warp,
+                                   float4 value) {
+  const TaskRows rows = task_rows(i, warp);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int row = r == 0 ? rows.a : rows.b;
+    if (row >= item.rows) continue;
+    const u32 pair =
+        cvt_rn_x2_f32(Element{}, (r == 0 ? value.z : value.w), (r == 0 ? value.x : value.y));
+    u16* out = params.out + global_row(params, item, row) * kHeadDimVo + dim_of(warp, i);
+    out[0] = static_cast<u16>(pair);
+    out[8] = static_cast<u16>(pair >> 16);
+  }
+}
+
+// Merging the pieces of a unit. Needs SharedMemory, Item, blocks/row_result.cuh, ptx/ld.cuh,
+// ptx/atom.cuh, ptx/fence.cuh, ptx/cp_async_bulk.cuh; and from the consumers Accumulators, with the
+// rows each belongs to.
+
+// A piece is left in the workspace as it is in registers: float4 i of thread t at i *
+// kConsumerThreads + t; and of each row its reference, in log2 units, and its sum. Each block of
+// the grid has two places: for the piece that its span begins with, and for the one it ends with.
+constexpr int kFewPieces = 2;  // so many are merged by the owner, more by all
+
+__device__ inline int first_place(int block) { return block * 2; }
+__device__ inline int last_place(int block) { return block * 2 + 1; }
+
+__device__ inline float4* partial_values(const Params& params, int place) {
+  return reinterpret_cast<float4*>(params.partial_out) +
+         static_cast<i64>(place) * kAccumulators * kConsumerThreads;
+}
+
+__device__ inline float2* partial_rows(const Params& params, int place) {
+  return reinterpret_cast<float2*>(params.partial_rows) + place * kRows;
+}
+
+// Where another piece of the same unit lies. Spans are in the opposite order of blocks.
+__device__ inline int place_of_piece(const Params& params, const Item& item, int piece) {
+  return piece == 0 ? last_place(item.owner) : first_place(item.owner - piece * params.team_size);
+}
+
+__device__ inline u32* arrivals(const Params& params, const Item& item) {
+  return params.counters + item.owner * 2;
+}
+
+// All consumer threads have written; tells those who wait.
+__device__ inline void announce(const Params& params, const Item& item) {
+  barrier_sync(kConsumerBarrier, kConsumerThreads);
+  if (fresh_thread() == 0) atom_add_acq_rel_gpu(arrivals(params, item), 1);
+}
+
+__device__ inline void await(const Params& params, const Item& item, u32 count) {
+  if (fresh_thread() == 0) {
+    while (ld_acquire_gpu(arrivals(params, item)) != count) {
+    }
+  }
+  barrier_sync(kConsumerBarrier, kConsumerThreads);
+}
+
+__device__ inline void store_partial(const Params& params, int place,
+                                     const Accumulators& accumulators,
+                                     const RowState (&rows)[kOwnRows]) {
+  float4* values = partial_values(params, place) + fresh_thread();
+#pragma unroll
+  for (int i = 0; i < kAccumulators; ++i)
+    values[i * kConsumerThreads] = accumulator(accumulators, i);
+  float2* target = partial_rows(params, place);
+#pragma unroll
+  for (int r = 0; r < kOwnRows; ++r) {
+    if (is_row_writer()) target[own_row(r)] = make_float2(rows[r].reference, rows[r].sum);
+  }
+}
+
+// A task is one float4 of every thread of a warp, over all pieces; a slice is as many tasks as make
+// all blocks equally busy.
+constexpr int kTasks = kAccumulators * kConsumerWarps;
+constexpr int kTaskBytes = kWarpLanes * sizeof(float4);
+
+// What a block brings of all pieces, where query and tokens were: no item follows. First the rows
+// of every piece, then its part of the slice.
+struct MergeRoom {
+  unsigned char* bytes;
+  int pieces;
+  int tasks;
+
+  __device__ float2* rows(int piece) const {
+    return reinterpret_cast<float2*>(bytes) + piece * kRows;
+  }
+  __device__ float4* values(int piece) const {
+    return reinterpret_cast<float4*>(bytes + pieces * kRows * sizeof(float2)) +
+           piece * tasks * kWarpLanes;
+  }
+  __device__ u32 copied_bytes() const {
+    return pieces * (kRows * sizeof(float2) + tasks * kTaskBytes);
+  }
+};
+
+static_assert(kMostSpans * (kRows * sizeof(float2) +
+                            ceil_div(kTasks, kMostSpans - 1) * kTaskBytes) <=
+                      sizeof(SharedMemory::query) + sizeof(SharedMemory::tokens) &&
+                  3 * (kRows * sizeof(float2) + kTasks / 2 * kTaskBytes) <=
+                      sizeof(SharedMemory::query) + sizeof(SharedMemory::tokens),
+              "pieces fit, many and few");
+
+// Copies are waited for once: the latency of what other blocks have just written is long.
+__device__ inline void bring_pieces(const Params& params, const Item& item, SharedMemory& shared,
+                                    const MergeRoom& room, int first_piece, int first_task) {
+  const u32 full = shared_address(&shared.merge_full);
+  if (fresh_thread() == 0) mbarrier_arrive_expect_tx(full, room.copied_bytes());
+  fence_proxy_async_all();
+  for (int piece = fresh_thread(); piece < room.pieces; piece += kConsumerThreads) {
+    const int place = place_of_piece(params, item, first_piece + piece);
+    cp_async_bulk(shared_address(room.rows(piece)), partial_rows(params, place),
+                  kRows * sizeof(float2), full);
+    cp_async_bulk(shared_address(room.values(piece)),
+                  partial_values(params, place) + first_task * kWarpLanes, room.tasks * kTaskBytes,
+                  full);
+  }
+  wait_for(shared.merge_full, 0);
+}
+
+// The owner adds the only other piece to its own, which is in registers.
+__device__ inline void fold_piece(const Params& params, const Item& item, SharedMemory& shared,
+                                  Accumulators& accumulators, RowState (&rows)[kOwnRows]) {
+  await(params, item, 1);
+  const MergeRoom room = {shared.query, 1, kTasks};
+  bring_pieces(params, item, shared, room, 1, 0);
+  if (fresh_thread() == 0) *arrivals(params, item) = 0;
+  float own_weights[kOwnRows];
+  float weights[kOwnRows];
+#pragma unroll
+  for (int r = 0; r < kOwnRows; ++r) {
+    const float2 other = room.rows(0)[own_row(r)];
+    const float largest = fmaxf(rows[r].reference, other.x);
+    own_weights[r] = ex2_approx(rows[r].reference - largest);
+    weights[r] = ex2_approx(other.x - largest);
+    rows[r] = {largest, rows[r].sum * own_weights[r] + other.y * weights[r]};
+  }
+  const float4* values = room.values(0) + fresh_thread();
+#pragma unroll
+  for (int i = 0; i < kAccumulators; ++i) {
+    const float4 own = weighted(accumulator(accumulators, i), own_weights, i);
+    const float4 other = weighted(values[i * kConsumerThreads], weights, i);
+    set_accumulator(
+        accumulators, i,
+        make_float4(own.x + other.x, own.y + other.y, own.z + other.z, own.w + other.w));
+    if (i % 4 == 3) __syncwarp();  // there are no registers for more at a time
+  }
+}
+
+// Merging many pieces of a unit: every block that has one but the last takes a slice of the result.
+// Needs merge.cuh; from the consumers store_slice.
+
+struct MergedRow {
+  float reference = -kLargest;
+  float sum = 0.0f;
+
+  __device__ void add(float other, float other_sum) {
+    const float larger = fmaxf(reference, other);
+    sum = sum * ex2_approx(reference - larger) + other_sum * ex2_approx(other - larger);
+    reference = larger;
+  }
+};
+
+// Puts the factor of every piece in the finished row in place of the piece's reference.
+__device__ inline void merge_rows(const Params& params, const Item& item, const MergeRoom& room) {
+  constexpr int kThreadsOfRow = kConsumerThreads / kRows;
+  const int row = fresh_thread() / kThreadsOfRow;
+  const int first = fresh_thread() % kThreadsOfRow;
+  MergedRow merged;
+  for (int piece = first; piece < item.pieces; piece += kThreadsOfRow) {
+    const float2 state = room.rows(piece)[row];
+    merged.add(state.x, state.y);
+  }
+#pragma unroll
+  for (int lanes = 1; lanes < kThreadsOfRow; lanes *= 2) {
+    const float other = __shfl_xor_sync(~0u, merged.reference, lanes);
+    const float other_sum = __shfl_xor_sync(~0u, merged.sum, lanes);
+    merged.add(other, other_sum);
+  }
+  const RowResult result = result_of(params, item, row, {merged.reference, merged.sum});
+  const float factor = result.factor * output_scale(params);
+  for (int piece = first; piece < item.pieces; piece += kThreadsOfRow) {
+    float& reference = room.rows(piece)[row].x;
+    reference = factor * ex2_approx(reference - merged.reference);
+  }
+  if (params.lse != nullptr && item.piece == 0 && first == 0 && row < item.rows) {
+    params.lse[global_row(params, item, row)] = result.lse * params.lse_factor;
+  }
+  barrier_sync(kConsumerBarrier, kConsumerThreads);
+}
+
+__device__ inline void merge_slices(const Params& params, const Item& item, SharedMemory& shared) {
+  await(params, item, item.pieces);
+  const int slices = item.pieces - 1;
+  const int each = ceil_div(kTasks, slices);
+  const int first = item.piece * each;
+  const int tasks = min(each, kTasks - first);
+  if (tasks > 0) {
+    const MergeRoom room = {shared.query, item.pieces, tasks};
+    bring_pieces(params, item, shared, room, 0, first);
+    merge_rows(params, item, room);
+    for (int task = fresh_warp(); task < tasks; task += kConsumerWarps) {
+      // Task i * kConsumerWarps + w is float4 i of the threads of warp w.
+      const int index = (first + task) / kConsumerWarps;
+      const int warp = (first + task) % kConsumerWarps;
+      const TaskRows rows = task_rows(index, warp);
+      float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll 4
+      for (int piece = 0; piece < item.pieces; ++piece) {
+        total = add_task(total, room.values(piece)[task * kWarpLanes + fresh_lane()],
+                         room.rows(piece)[rows.a].x, room.rows(piece)[rows.b].x);
+      }
+      store_slice(params, item, index, warp, total);
+    }
+  }
+  // The last to be done leaves the counters as they were.
+  u32* counters = arrivals(params, item);
+  if (fresh_thread() == 0 && atom_add_acq_rel_gpu(counters + 1, 1) + 1 == slices) {
+    counters[0] = 0;
+    counters[1] = 0;
+  }
+}
+
+// Leaves what consumers have of an item where it belongs: in the output, or in the workspace to be
+// merged. Needs merge.cuh, merge_slices.cuh, and from the consumers restore_nonfinite and
+// store_rows.
+
+__device__ inline void store_item(const Params& params, const Item& item, SharedMemory& shared,
+                                  Accumulators& accumulators, RowState (&rows)[kOwnRows]) {
+  if (shared.has_nonfinite) restore_nonfinite(params, item, accumulators);
+  const bool is_shared_by_all = item.pieces > kFewPieces;
+  if (item.piece > 0 || is_shared_by_all) {
+    const int block = static_cast<int>(blockIdx.x);
+    store_partial(params, item.piece > 0 ? first_place(block) : last_place(block), accumulators,
+                  rows);
+    announce(params, item);
+    if (is_shared_by_all && item.piece < item.pieces - 1) merge_slices(params, item, shared);
+  } else {
+    if (item.pieces > 1) fold_piece(params, item, shared, accumulators, rows);
+    store_rows(params, item, shared, accumulators, rows);
+  }
+  barrier_sync(kConsumerBarrier, kConsumerThreads);
+  if (fresh_thread() == 0) shared.has_nonfinite = 0;
+}
+
+// From what the consumer has of an item to finished or partial rows. Needs consume.cuh,
+// store_output.cuh, roles/mla_hopper/store_item.cuh.
+
+// The sums of all warps.
+__device__ inline void join_sums(SharedMemory& shared, const Consumer& consumer,
+                                 RowState (&rows)[kOwnRows]) {
+#pragma unroll
+  for (int r = 0; r < kOwnRows; ++r) {
+    const float sum = total_of_lanes(consumer.sum[r]);
+    if (fresh_lane() < 4) shared.warp_rows[fresh_warp()][own_row(r)] = sum;
+  }
+  barrier_sync(kConsumerBarrier, kConsumerThreads);
+#pragma unroll
+  for (int r = 0; r < kOwnRows; ++r) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int warp = 0; warp < kConsumerWarps; ++warp) sum += shared.warp_rows[warp][own_row(r)];
+    rows[r] = {consumer.reference[r], sum};
+  }
+}
+
+// What lasts from item to item.
+struct ConsumerState {
+  float scale;
+  RingPosition<kStages> position;
+  u32 buffer = 0;
+
+  __device__ ConsumerState(const Params& params, const SharedMemory&)
+      : scale(score_scale(params) * kLog2E) {}
+};
+
+__device__ inline void consume_item(const Params& params, const Item& item, SharedMemory& shared,
+                                    ConsumerState& state) {
+  Consumer consumer(params, shared, item, state.scale, state.position, state.buffer);
+  const int end = item.first_block + item.blocks;
+#pragma unroll 1
+  for (int block = item.first_block; block < end; ++block) consumer.take_block(block);
+  if (fresh_thread() == 0) arrive_at(shared.query_empty);
+  RowState rows[kOwnRows];
+  join_sums(shared, consumer, rows);
+  store_item(params, item, shared, consumer.accumulators, rows);
+}
+
+// All threads have as many as they need.
+__device__ inline void give_registers_back() {}
+__device__ inline void take_registers() {}
+
+// The consumers: all items of the block, one after the other. Needs take_item and finish_item of
+// the consumers' roles.
+
+__device__ inline void consume_items(const Params& params, SharedMemory& shared) {
+  ConsumerState state(params, shared);
+  u32 count = 0;
+  while (true) {
+    wait_for(shared.item_full[item_slot(count)], item_parity(count));
+    const Item& item = shared.items[item_slot(count)];
+    if (item.request < 0) return;
+    wait_for_query(shared, count);
+    consume_item(params, item, shared, state);
+    count = item.count + 1;  // not kept in a register meanwhile
+    __syncwarp();
+    if (fresh_thread() % 128 == 0) arrive_at(shared.item_empty[(count - 1) % 2]);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    mla_hopper(const __grid_constant__ Params params) {
+  SharedMemory& shared = shared_memory<SharedMemory>();
+  if (threadIdx.x == 0) {
+    make_barriers(shared);
+    shared.has_nonfinite = 0;
+    prefetch_tensormap(&params.latent_map);
+    prefetch_tensormap(&params.rope_map);
+  }
+  prefetch_lengths(params);
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  const int block = static_cast<int>(blockIdx.x);
+  const int member = block % params.team_size;
+  if (!find_span(params, block / params.team_size, shared.scratch)) return;
+
+  take_item(params, member, 0, shared);
+  __syncthreads();
+  load_first_query(params, shared);
+
+  const int role = __shfl_sync(~0u, warp_index(), 0) - kConsumerWarps;
+  if (role >= 0) {
+    give_registers_back();
+    if (role == 0) {
+      load_tokens(params, member, shared);
+    } else {
+      schedule(params, member, shared);
+    }
+  } else {
+    take_registers();
+    consume_items(params, shared);
+  }
+}
