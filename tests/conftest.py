@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from mlagen.runtime import plan_hopper
 from mlagen.settings import current_settings
 from tests.kernels import copy_templates, forget
 
@@ -54,7 +55,9 @@ _MANY = 300
 def session_cache_dir(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """Return a cache folder that the tests of one run share."""
+    """Return a cache folder that the tests of one run share, or of several at the same time."""
+    if shared := os.environ.get("MLAGEN_TEST_CACHE"):
+        return Path(shared)
     folder = tmp_path_factory.mktemp("kernels")
     if sum("gpu" in item.keywords for item in request.session.items) >= _MANY:
         forms = ("--lookup", "paged,sparse", "--values", "shared,separate", "--mask", "causal,bias")
@@ -77,6 +80,8 @@ def isolated_settings(
     """Point the cache and the locks into the test's own folder; GPU tests share one cache."""
     is_gpu_test = request.node.get_closest_marker("gpu") is not None
     folder = request.getfixturevalue("session_cache_dir") if is_gpu_test else cache_dir
+    if os.environ.get("MLAGEN_TEST_HOPPER") == "1":  # small calls take the Hopper kernel too
+        monkeypatch.setattr(plan_hopper, "SMALL_BLOCKS", -1)
     monkeypatch.setenv("MLAGEN_CACHE_DIR", str(folder))
     monkeypatch.setenv("MLAGEN_LOCK_DIR", str(tmp_path / "locks"))
     current_settings.cache_clear()

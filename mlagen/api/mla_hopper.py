@@ -99,7 +99,8 @@ def prepare_hopper(
 ) -> HopperCall | None:
     """Return how calls of the form of ``inputs`` are launched on GPU ``index``.
 
-    None if the kernel does not cover them, or the driver makes no map of such a cache.
+    None if the kernel does not cover them, they are too small for it to be the faster one, or the
+    driver makes no map of such a cache.
 
     Raises
     ------
@@ -121,6 +122,8 @@ def prepare_hopper(
             raise not_covered(index, request.variant)
         return None
     spec, plan = planned
+    if plan.is_small and not is_forced:
+        return None
     maps = _maps_of_cache(request, spec)
     try:
         _ = maps[_beginnings(inputs, request)]

@@ -16,6 +16,11 @@ _BLOCK_TOKENS = 64
 _UNIT_COST = 2
 _LEAST_SPAN = 2
 
+# Of so few rows and blocks of tokens the portable kernel is faster: it begins sooner, and where a
+# few blocks of the grid share the work, that is most of the time. See docs/measurements.md.
+SMALL_ROWS = 16
+SMALL_BLOCKS = 64
+
 
 @dataclass(frozen=True, kw_only=True)
 class HopperPlan:
@@ -26,6 +31,7 @@ class HopperPlan:
     blocks: int
     partial_rows_offset: int  # bytes in the workspace: the partial values come first
     workspace_bytes: int
+    is_small: bool  # so that the portable kernel is faster
 
 
 def plan_mla_hopper(
@@ -55,6 +61,7 @@ def plan_mla_hopper(
         blocks=blocks,
         partial_rows_offset=partial_values,
         workspace_bytes=partial_values + 2 * blocks * rows * 2 * 4,
+        is_small=rows <= SMALL_ROWS and groups * blocks_of_tokens <= SMALL_BLOCKS,
     )
 
 

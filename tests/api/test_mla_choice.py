@@ -51,11 +51,23 @@ NOT_COVERED = {
 def test_what_both_kernels_cover_takes_the_one_that_is_asked_for(
     case: MlaCase, kernel: str, launches: list[Launch]
 ) -> None:
-    """By itself it takes the Hopper kernel."""
-    call, _, _ = launched(case.build("cpu").inputs(), launches, kernel)
+    """By itself it takes the Hopper kernel, unless the call is small."""
+    inputs = case.build("cpu").inputs()._replace(max_seq_len=5000)
+    call, _, _ = launched(inputs, launches, kernel)
 
     assert isinstance(call, PortableCall if kernel == "portable" else HopperCall)
     assert launches[0].family == ("mla_decode" if kernel == "portable" else "mla_hopper")
+
+
+def test_a_small_call_takes_the_portable_kernel(launches: list[Launch]) -> None:
+    """It is the faster one there; asked for by name, the Hopper kernel computes it."""
+    inputs = UNIFORM.build("cpu").inputs()
+
+    by_itself, _, _ = launched(inputs, launches, "auto")
+    by_name, _, _ = launched(inputs, launches, "hopper")
+
+    assert isinstance(by_itself, PortableCall)
+    assert isinstance(by_name, HopperCall)
 
 
 @pytest.mark.parametrize("case", NOT_COVERED.values(), ids=NOT_COVERED)

@@ -85,7 +85,19 @@ def test_teams_and_grid_are_those_worked_out_by_hand(worked: Worked) -> None:
         blocks=blocks,
         partial_rows_offset=values,
         workspace_bytes=values + 2 * blocks * worked.tile_rows * 2 * 4,
+        is_small=planned.is_small,
     )
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "longest_kv", "is_small"),
+    [(2, 16, 1024, True), (4, 16, 1024, True), (4, 16, 1025, False), (1, 17, 64, False)],
+)
+def test_few_rows_of_few_tokens_are_small(
+    batch: int, heads: int, longest_kv: int, is_small: bool
+) -> None:
+    """Sixteen rows at the most, and 64 blocks of 64 tokens in all requests together."""
+    assert plan(batch=batch, heads=heads, longest_kv=longest_kv).is_small is is_small
 
 
 def test_without_query_tokens_there_is_nothing_to_launch() -> None:

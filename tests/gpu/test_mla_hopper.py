@@ -1,0 +1,156 @@
+"""The Hopper MLA kernel: right, and the same in whatever order warps and blocks arrive."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import mlagen
+from mlagen import engine
+from mlagen.api import mla_call
+from mlagen.artifacts import Source
+from mlagen.codegen.render import render
+from mlagen.compiler.nvrtc import compile_source
+from mlagen.compiler.toolchain import find_nvrtc
+from mlagen.runtime import counters, device, loader, plan_hopper
+from mlagen.settings import current_settings
+from mlagen.spec.dtype import DType
+from mlagen.spec.mla import MlaDecodeSpec
+from mlagen.spec.mla_hopper import MlaHopperSpec, mla_hopper_spec
+from mlagen.spec.mla_support import MlaVariant
+from tests.cases import MlaCase, MlaProblem
+from tests.graph_replay import captured
+from tests.mla_semantics import compute, decode
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="needs a Hopper GPU",
+)
+
+# Of every width of tile: one request in many pieces, some in a few, and many beside each other.
+WIDTHS = {"16 rows": (16, 1), "32 rows": (16, 2), "64 rows": (64, 1), "teams of 2": (128, 1)}
+LENGTHS = {
+    "many pieces": (9000,),
+    "few pieces": (5000, 77, 900, 64, 0, 1),
+    "many requests": tuple(17 + 67 * i % 911 for i in range(300)),
+}
+CASES = [
+    MlaCase(name=f"{width}, {name}", seq_lens=lens, heads=heads, q_len=q_len, with_sinks=True)
+    for width, (heads, q_len) in WIDTHS.items()
+    for name, lens in LENGTHS.items()
+]
+
+
+@pytest.fixture(autouse=True)
+def _hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have every call of this file take the Hopper kernel."""
+    monkeypatch.setenv("MLAGEN_MLA_KERNEL", "hopper")
+    current_settings.cache_clear()
+
+
+@pytest.mark.parametrize("page_size", [16, 48, 64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_both_kernels_are_right(
+    case: MlaCase, dtype: torch.dtype, page_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is within the tolerance of float64, so they are within twice that of each other."""
+    problem = replace(case, dtype=dtype, page_size=page_size).build("cuda")
+    mla_call._calls.clear()
+    for kernel in ("hopper", "portable"):
+        monkeypatch.setenv("MLAGEN_MLA_KERNEL", kernel)
+        current_settings.cache_clear()
+
+        problem.check(*compute(problem))
+
+    kernels = [type(call.decode.spec) for call in mla_call._calls.values()]
+    assert kernels == [MlaHopperSpec, MlaDecodeSpec]
+
+
+def mismatches(problem: MlaProblem, repeats: int) -> int:
+    """Return in how many repetitions any bit differs from the first."""
+    first = decode(problem).clone()
+    out = torch.empty_like(first)
+    arguments = problem.arguments(out=out)
+    count = torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(repeats):
+        mlagen.mla.trtllm_batch_decode_with_kv_cache_mla(**arguments)
+        count += (out.view(torch.int16) != first.view(torch.int16)).any()
+    return int(count)
+
+
+@pytest.mark.parametrize("case", CASES[::2], ids=str)
+def test_ten_thousand_launches_give_the_same_bits(case: MlaCase) -> None:
+    """No race between blocks or warps shows in a result."""
+    problem = case.build("cuda")
+
+    assert mismatches(problem, 10_000) == 0
+
+
+_WAIT = "  mbarrier_wait(shared_address(&barrier), parity);\n"
+_ARRIVE = "  barrier_sync(kConsumerBarrier, kConsumerThreads);\n"
+_DELAY = "  if ((static_cast<u32>(clock64()) * 2654435761u >> 13) % 16 == 0) __nanosleep({});\n"
+
+
+def with_delays(spec: MlaHopperSpec) -> loader.LoadedKernel:
+    """Return the kernel with warps that fall asleep by chance wherever they wait for others."""
+    source = render(spec)
+    text = source.text
+    for place, nanoseconds in ((_WAIT, 2000), (_ARRIVE, 5000)):
+        assert place in text
+        text = text.replace(place, _DELAY.format(nanoseconds) + place)
+    cubin = compile_source(Source(text=text, origins=()), spec.arch, find_nvrtc())
+    return loader.load(cubin.code, spec, 0)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_delays_change_no_bit(case: MlaCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever warp or block comes last, and whatever it finds done, the result is the same."""
+    problem = case.build("cuda")
+    expected = decode(problem).clone()
+    variant = MlaVariant(query_dtype=DType.BF16, kv_dtype=DType.BF16)
+    spec = mla_hopper_spec(device.arch_of_device(0), variant, case.heads * case.q_len)
+    assert spec is not None
+    assert (spec, 0) in engine._loaded
+    slow = with_delays(spec)
+    monkeypatch.setitem(engine._loaded, (spec, 0), slow)
+    mla_call._calls.clear()
+
+    differing = mismatches(problem, 100)
+    result = decode(problem)
+
+    mla_call._calls.clear()
+    assert differing == 0
+    assert torch.equal(result, expected)
+
+
+@pytest.mark.parametrize("case", CASES[1::3], ids=str)
+def test_a_thousand_replays_leave_the_counters_at_zero(case: MlaCase) -> None:
+    """A replay needs no memset, for every launch leaves what it found."""
+    problem = case.build("cuda")
+    expected = decode(problem).clone()
+    arguments = problem.arguments(out=torch.empty_like(expected))
+    graph = captured(mlagen.mla.trtllm_batch_decode_with_kv_cache_mla, arguments)
+
+    for _ in range(1000):
+        graph.replay()
+
+    torch.cuda.synchronize()
+    assert torch.equal(arguments["out"], expected)
+    assert all(not slab.any() for slab in counters._slabs)
+
+
+def test_a_small_call_takes_the_portable_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless it is told otherwise."""
+    monkeypatch.setenv("MLAGEN_MLA_KERNEL", "auto")
+    monkeypatch.setattr(plan_hopper, "SMALL_BLOCKS", 64)
+    current_settings.cache_clear()
+    assert device.device_facts(0).major == 9
+    mla_call._calls.clear()
+
+    decode(MlaCase(name="", seq_lens=(1024, 900), heads=16).build("cuda"))
+
+    (call,) = mla_call._calls.values()
+    assert not isinstance(call.decode.spec, MlaHopperSpec)
