@@ -1103,7 +1103,7 @@ __device__ inline void prefetch_lengths(const Params& params) {
   const int request = static_cast<int>(threadIdx.x);
   if (request >= params.requests) return;
   prefetch_l2(params.seq_lens + request);
-  if (params.table_starts == nullptr) {
+  if (params.table_starts == nullptr && params.max_pages > 0) {
     prefetch_l2(params.block_tables + request * static_cast<i64>(params.block_tables_stride));
   }
 }
