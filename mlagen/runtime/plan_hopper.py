@@ -13,7 +13,8 @@ _MOST_MEMBERS = 4  # of a team
 # As in roles/mla_hopper/work.cuh: tokens of a block, what a unit costs besides its blocks, and the
 # shortest span, in blocks.
 _BLOCK_TOKENS = 64
-_UNIT_COST = 2
+_NARROW_UNIT_COST = 2
+_WIDE_UNIT_COST = 6
 _LEAST_SPAN = 2
 
 # Of so few rows and blocks of tokens the portable kernel is faster: it begins sooner, and where a
@@ -50,7 +51,8 @@ def plan_mla_hopper(
     else:
         groups = -(-problem.total_rows // (rows * team_size)) + problem.batch
     blocks_of_tokens = -(-problem.longest_kv // _BLOCK_TOKENS)
-    spans = groups * (blocks_of_tokens + _UNIT_COST) // _LEAST_SPAN
+    unit_cost = _NARROW_UNIT_COST if spec.is_narrow else _WIDE_UNIT_COST
+    spans = groups * (blocks_of_tokens + unit_cost) // _LEAST_SPAN
     teams = min(sm_count // team_size, max(1, spans)) if problem.total_rows else 0
     blocks = teams * team_size
     # A block leaves two pieces at the most: fp32 values, and of each row its reference and its sum.

@@ -45,10 +45,11 @@ class Worked(NamedTuple):
 
 
 WORKED = {
-    # One tile: one block each; 2 requests of 16 blocks and 2 positions more are 36, so 18 spans.
+    # One tile: one block each; 2 requests of 16 blocks and 2 positions more are 36, so 18 spans; with
+    # a wide tile it is 6 more, 44 and 22.
     "a tile of 16": Worked({"batch": 2, "heads": 16, "longest_kv": 1024}, 1, 18, 16),
     "a tile of 32": Worked({"batch": 2, "heads": 20, "longest_kv": 1024}, 1, 18, 32),
-    "a tile of 64": Worked({"batch": 2, "heads": 64, "longest_kv": 1024}, 1, 18, 64),
+    "a tile of 64": Worked({"batch": 2, "heads": 64, "longest_kv": 1024}, 1, 22, 64),
     # Two tiles: 2 rounds by one, 1 round by 66 teams of two, 44 of three or 33 of four.
     "two tiles": Worked({"batch": 80, "heads": 128, "longest_kv": 4096}, 2, 66, 64),
     # Three tiles: 3 / 132 and 1 / 44 are as good; the larger is taken.
@@ -63,11 +64,11 @@ WORKED = {
     ),
     # A unit of no tokens is 2 positions: 1 span.
     "no tokens": Worked({"batch": 1, "heads": 16, "longest_kv": 0}, 1, 1, 16),
-    # Two groups of two tiles, of 2 + 2 positions: 4 spans.
-    "few tokens": Worked({"batch": 2, "heads": 128, "longest_kv": 65}, 2, 4, 64),
+    # Two groups of two tiles, of 2 + 6 positions: 8 spans.
+    "few tokens": Worked({"batch": 2, "heads": 128, "longest_kv": 65}, 2, 8, 64),
     # 10 query tokens of 128 heads are 10 groups of 128 rows, and 4 requests may begin 4 more: with
-    # 1 + 2 positions each 42, which is 21 spans.
-    "ragged": Worked({"batch": 4, "heads": 128, "longest_kv": 64, "tokens": 10}, 2, 21, 64),
+    # 1 + 6 positions each 98, which is 49 spans.
+    "ragged": Worked({"batch": 4, "heads": 128, "longest_kv": 64, "tokens": 10}, 2, 49, 64),
     "two SMs": Worked({"batch": 9, "heads": 256, "longest_kv": 4096, "sm_count": 2}, 2, 1, 64),
 }
 

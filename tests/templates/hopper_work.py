@@ -19,7 +19,7 @@ def constant(name: str) -> int:
     return int(found[1])
 
 
-UNIT_COST = constant("kUnitCost")
+UNIT_COSTS = (constant("kNarrowUnitCost"), constant("kWideUnitCost"))
 MERGE_COST = constant("kMergeCost")
 LEAST_SPAN = constant("kLeastSpan")
 MOST_SPANS = constant("kMostSpans")
@@ -35,6 +35,7 @@ class Params:
     tiles: tuple[int, ...]  # of rows, of each request
     teams: int
     team_size: int
+    unit_cost: int = UNIT_COSTS[0]
 
     @property
     def requests(self) -> int:
@@ -99,6 +100,7 @@ def line_length(facts: Facts, unit_cost: int) -> int:
 def aligned_spans(teams: int, units: int, blocks: int) -> int:
     """aligned_spans, with its lanes one after the other."""
     total = units * blocks
+    teams = min(teams, total)
     for lane in range(WARP_LANES):
         spans = max(teams - lane, 1)
         is_aligned = units % spans == 0 or spans % units == 0
@@ -121,13 +123,13 @@ def find_span(params: Params, team: int) -> Span | None:
             facts = facts_of_request(params, request)
             seen.add((facts.blocks, facts.groups))
             if request >= first:
-                owns[thread] += line_length(facts, UNIT_COST)
+                owns[thread] += line_length(facts, params.unit_cost)
     begins = [sum(owns[:thread]) for thread in range(THREADS)]
     total = sum(owns)
     blocks, groups = min(seen)
     is_uniform = blocks > 0 and groups > 0 and len(seen) == 1
     spans = max(1, min(params.teams, MOST_SPANS, total // LEAST_SPAN))
-    unit_cost = UNIT_COST
+    unit_cost = params.unit_cost
     if is_uniform:
         aligned = aligned_spans(spans, params.requests * groups, blocks)
         if aligned > 0:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mlagen.runtime import plan_hopper
-from tests.templates.hopper_work import LEAST_SPAN, UNIT_COST, Params, all_items
+from tests.templates.hopper_work import LEAST_SPAN, UNIT_COSTS, Params, all_items
 
 # Blocks of tokens and tiles of rows of each request; of the usual batch all alike.
 request = st.tuples(
@@ -21,7 +22,8 @@ requests = st.one_of(
 )
 
 
-@settings(deadline=None, max_examples=400)
+@pytest.mark.parametrize("unit_cost", UNIT_COSTS)
+@settings(deadline=None, max_examples=300)
 @given(requests=requests, teams=st.integers(1, 148), team_size=st.integers(1, 4))
 @example(requests=[(300, 1)], teams=132, team_size=1)
 @example(requests=[(0, 1)] * 30, teams=132, team_size=1)
@@ -29,14 +31,14 @@ requests = st.one_of(
 @example(requests=[(64, 2)] * 33, teams=66, team_size=2)
 @example(requests=[(64, 1)] * 66, teams=132, team_size=1)
 def test_every_block_of_tokens_is_computed_once_and_merged_by_one(
-    requests: list[tuple[int, int]], teams: int, team_size: int
+    requests: list[tuple[int, int]], teams: int, team_size: int, unit_cost: int
 ) -> None:
     """Pieces cover a tile without overlap, are numbered in order, and agree on who has the first.
 
     Who waits for others has a later block of the grid than they, and an owner has one such tile.
     """
     blocks, tiles = zip(*requests, strict=True)
-    params = Params(blocks, tiles, teams, team_size)
+    params = Params(blocks, tiles, teams, team_size, unit_cost)
 
     by_tile = defaultdict(list)
     for item in all_items(params):
@@ -65,14 +67,15 @@ def test_every_block_of_tokens_is_computed_once_and_merged_by_one(
     assert len(owners) == len(set(owners))
 
 
+@pytest.mark.parametrize("unit_cost", UNIT_COSTS)
 @settings(deadline=None, max_examples=200)
 @given(requests=requests, teams=st.integers(1, 148), team_size=st.integers(1, 4))
 def test_a_block_of_the_grid_leaves_two_pieces_at_the_most(
-    requests: list[tuple[int, int]], teams: int, team_size: int
+    requests: list[tuple[int, int]], teams: int, team_size: int, unit_cost: int
 ) -> None:
     """One that it begins with, which is not the first of its tile, and one that it ends with."""
     blocks, tiles = zip(*requests, strict=True)
-    params = Params(blocks, tiles, teams, team_size)
+    params = Params(blocks, tiles, teams, team_size, unit_cost)
 
     by_block = defaultdict(list)
     for item in all_items(params):
@@ -87,5 +90,5 @@ def test_a_block_of_the_grid_leaves_two_pieces_at_the_most(
 
 def test_the_host_plans_with_the_numbers_of_the_kernel() -> None:
     """What a unit costs and how short a span may be is written in both."""
-    assert plan_hopper._UNIT_COST == UNIT_COST
+    assert (plan_hopper._NARROW_UNIT_COST, plan_hopper._WIDE_UNIT_COST) == UNIT_COSTS
     assert plan_hopper._LEAST_SPAN == LEAST_SPAN

@@ -6,7 +6,11 @@
 // make a line, on which a unit is as long as it has blocks of tokens, and somewhat longer for what
 // else it costs. Every team takes an equal stretch of the line, its span; a unit that lies on
 // several spans is computed in as many pieces, which are merged.
-constexpr int kUnitCost = 2;  // of a unit besides its blocks, in blocks
+// What a unit costs besides its blocks, in blocks: with a wide tile there is more to begin and to
+// end.
+constexpr int kNarrowUnitCost = 2;
+constexpr int kWideUnitCost = 6;
+constexpr int kUnitCost = kRows > 32 ? kWideUnitCost : kNarrowUnitCost;
 constexpr int kMergeCost = 5;  // of having any pieces to merge, in blocks
 constexpr int kLeastSpan = 2;  // positions
 constexpr int kMostSpans = 144;  // of so many pieces there is room for what is merged
@@ -84,8 +88,9 @@ __device__ inline i64 line_length(const RequestFacts& facts, int unit_cost) {
 // there are at the most; where all units have `blocks` blocks. None if merging pieces costs less
 // than the idle teams would. By whole warps.
 __device__ inline int aligned_spans(int teams, int units, int blocks) {
-  const int spans = max(teams - lane_index(), 1);
   const i64 total = static_cast<i64>(units) * blocks;
+  teams = static_cast<int>(min(static_cast<i64>(teams), total));  // no span without a block
+  const int spans = max(teams - lane_index(), 1);
   const bool is_aligned = units % spans == 0 || spans % units == 0;
   const bool is_cheap = total * teams <= (total + static_cast<i64>(kMergeCost) * teams) * spans;
   const u32 found = __ballot_sync(~0u, is_aligned && is_cheap);
