@@ -45,8 +45,8 @@ class Worked(NamedTuple):
 
 
 WORKED = {
-    # One tile: one block each; 2 requests of 16 blocks and 2 positions more are 36, so 18 spans; with
-    # a wide tile it is 6 more, 44 and 22.
+    # One tile: one block each; 2 requests of 16 blocks and 2 positions more are 36, so 18 spans.
+    # With a wide tile it is 6 more: 44, so 22.
     "a tile of 16": Worked({"batch": 2, "heads": 16, "longest_kv": 1024}, 1, 18, 16),
     "a tile of 32": Worked({"batch": 2, "heads": 20, "longest_kv": 1024}, 1, 18, 32),
     "a tile of 64": Worked({"batch": 2, "heads": 64, "longest_kv": 1024}, 1, 22, 64),
