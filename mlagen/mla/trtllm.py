@@ -101,7 +101,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
         such tensor is accepted.
     enable_pdl : bool
         Whether the kernel may start while the one before it drains; None means yes where the GPU
-        can.
+        can. The Hopper kernel never does: its blocks wait for each other, so all begin together.
     backend : str
         One of ``auto``, ``xqa``, ``trtllm-gen``, ``cute-dsl``: names of the same semantics here.
     is_var_seq : bool

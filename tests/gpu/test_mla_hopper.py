@@ -33,8 +33,11 @@ pytestmark = pytest.mark.skipif(
 WIDTHS = {"16 rows": (16, 1), "32 rows": (16, 2), "64 rows": (64, 1), "teams of 2": (128, 1)}
 LENGTHS = {
     "many pieces": (9000,),
+    "pieces in two rounds": (16000,),
+    "one long, one short": (20000, 2500),
     "few pieces": (5000, 77, 900, 64, 0, 1),
     "many requests": tuple(17 + 67 * i % 911 for i in range(300)),
+    "empty requests": (0,) * 1000,
 }
 CASES = [
     MlaCase(name=f"{width}, {name}", seq_lens=lens, heads=heads, q_len=q_len, with_sinks=True)

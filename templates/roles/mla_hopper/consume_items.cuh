@@ -12,6 +12,6 @@ __device__ inline void consume_items(const Params& params, SharedMemory& shared)
     consume_item(params, item, shared, state);
     count = item.count + 1;  // not kept in a register meanwhile
     __syncwarp();
-    if (fresh_thread() % 128 == 0) arrive_at(shared.item_empty[(count - 1) % 2]);
+    if (fresh_lane() == 0) arrive_at(shared.item_empty[item_slot(count - 1)]);
   }
 }

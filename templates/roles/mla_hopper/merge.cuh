@@ -60,9 +60,10 @@ __device__ inline void store_partial(const Params& params, int place,
 // all blocks equally busy.
 constexpr int kTasks = kAccumulators * kConsumerWarps;
 constexpr int kTaskBytes = kWarpLanes * sizeof(float4);
+constexpr int kRowsBytes = kRows * sizeof(float2);  // of a piece
 
-// What a block brings of all pieces, where query and tokens were: no item follows. First the rows
-// of every piece, then its part of the slice.
+// What a block brings of other pieces, where query and tokens were: no item follows. First the rows
+// of every piece, then as many of its tasks as there is room for.
 struct MergeRoom {
   unsigned char* bytes;
   int pieces;
@@ -72,36 +73,41 @@ struct MergeRoom {
     return reinterpret_cast<float2*>(bytes) + piece * kRows;
   }
   __device__ float4* values(int piece) const {
-    return reinterpret_cast<float4*>(bytes + pieces * kRows * sizeof(float2)) +
-           piece * tasks * kWarpLanes;
-  }
-  __device__ u32 copied_bytes() const {
-    return pieces * (kRows * sizeof(float2) + tasks * kTaskBytes);
+    return reinterpret_cast<float4*>(bytes + pieces * kRowsBytes) + piece * tasks * kWarpLanes;
   }
 };
 
-static_assert(kMostSpans * (kRows * sizeof(float2) +
-                            ceil_div(kTasks, kMostSpans - 1) * kTaskBytes) <=
-                      sizeof(SharedMemory::query) + sizeof(SharedMemory::tokens) &&
-                  3 * (kRows * sizeof(float2) + kTasks / 2 * kTaskBytes) <=
-                      sizeof(SharedMemory::query) + sizeof(SharedMemory::tokens),
-              "pieces fit, many and few");
+constexpr int kRoomBytes = sizeof(SharedMemory::query) + sizeof(SharedMemory::tokens);
 
-// Copies are waited for once: the latency of what other blocks have just written is long.
+// How many tasks there is room for at a time.
+__device__ constexpr int tasks_at_once(int pieces) {
+  return (kRoomBytes / pieces - kRowsBytes) / kTaskBytes;
+}
+static_assert((kRoomBytes - kRowsBytes) / kTaskBytes >= kTasks, "the only other piece comes whole");
+static_assert((kRoomBytes / kMostSpans - kRowsBytes) / kTaskBytes >= 1, "some of each piece comes");
+
+// Copies are waited for once: the latency of what other blocks have just written is long. `phase`
+// counts what has been brought before; the first time rows come, too.
 __device__ inline void bring_pieces(const Params& params, const Item& item, SharedMemory& shared,
-                                    const MergeRoom& room, int first_piece, int first_task) {
+                                    const MergeRoom& room, int first_piece, int first_task,
+                                    u32 phase) {
   const u32 full = shared_address(&shared.merge_full);
-  if (fresh_thread() == 0) mbarrier_arrive_expect_tx(full, room.copied_bytes());
+  const u32 rows_bytes = phase == 0 ? kRowsBytes : 0;
+  if (fresh_thread() == 0) {
+    mbarrier_arrive_expect_tx(full, room.pieces * (rows_bytes + room.tasks * kTaskBytes));
+  }
   fence_proxy_async_all();
   for (int piece = fresh_thread(); piece < room.pieces; piece += kConsumerThreads) {
     const int place = place_of_piece(params, item, first_piece + piece);
-    cp_async_bulk(shared_address(room.rows(piece)), partial_rows(params, place),
-                  kRows * sizeof(float2), full);
+    if (phase == 0) {
+      cp_async_bulk(shared_address(room.rows(piece)), partial_rows(params, place), kRowsBytes,
+                    full);
+    }
     cp_async_bulk(shared_address(room.values(piece)),
                   partial_values(params, place) + first_task * kWarpLanes, room.tasks * kTaskBytes,
                   full);
   }
-  wait_for(shared.merge_full, 0);
+  wait_for(shared.merge_full, phase % 2);
 }
 
 // The owner adds the only other piece to its own, which is in registers.
@@ -109,7 +115,7 @@ __device__ inline void fold_piece(const Params& params, const Item& item, Shared
                                   Accumulators& accumulators, RowState (&rows)[kOwnRows]) {
   await(params, item, 1);
   const MergeRoom room = {shared.query, 1, kTasks};
-  bring_pieces(params, item, shared, room, 1, 0);
+  bring_pieces(params, item, shared, room, 1, 0, 0);
   if (fresh_thread() == 0) *arrivals(params, item) = 0;
   float own_weights[kOwnRows];
   float weights[kOwnRows];

@@ -45,15 +45,19 @@ __device__ inline void merge_slices(const Params& params, const Item& item, Shar
   const int slices = item.pieces - 1;
   const int each = ceil_div(kTasks, slices);
   const int first = item.piece * each;
-  const int tasks = min(each, kTasks - first);
-  if (tasks > 0) {
-    const MergeRoom room = {shared.query, item.pieces, tasks};
-    bring_pieces(params, item, shared, room, 0, first);
-    merge_rows(params, item, room);
-    for (int task = fresh_warp(); task < tasks; task += kConsumerWarps) {
+  const int end = min(first + each, kTasks);
+  const int at_once = tasks_at_once(item.pieces);
+  u32 phase = 0;
+  for (int begin = first; begin < end; begin += at_once) {
+    const MergeRoom room = {shared.query, item.pieces, min(at_once, end - begin)};
+    // Everybody is done with what was brought before.
+    if (phase > 0) barrier_sync(kConsumerBarrier, kConsumerThreads);
+    bring_pieces(params, item, shared, room, 0, begin, phase);
+    if (phase == 0) merge_rows(params, item, room);
+    for (int task = fresh_warp(); task < room.tasks; task += kConsumerWarps) {
       // Task i * kConsumerWarps + w is float4 i of the threads of warp w.
-      const int index = (first + task) / kConsumerWarps;
-      const int warp = (first + task) % kConsumerWarps;
+      const int index = (begin + task) / kConsumerWarps;
+      const int warp = (begin + task) % kConsumerWarps;
       const TaskRows rows = task_rows(index, warp);
       float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll 4
@@ -63,6 +67,7 @@ __device__ inline void merge_slices(const Params& params, const Item& item, Shar
       }
       store_slice(params, item, index, warp, total);
     }
+    ++phase;
   }
   // The last to be done leaves the counters as they were.
   u32* counters = arrivals(params, item);

@@ -1,8 +1,8 @@
 // What a row has come to. Needs Params, Item, blocks/row_result.cuh, blocks/scales.cuh.
 
 // A row's probabilities are relative to its reference. No maximum is asked for while none of them
-// is larger than this, which the element type holds: so references move seldom.
-constexpr float kMostProbability = kIsSame<Element, Bf16> ? 0x1p40f : 0x1p15f;
+// is larger than this, which fp16 holds: so references move seldom.
+constexpr float kMostProbability = 0x1p15f;
 
 struct RowState {
   float reference;  // log2 units; what the accumulators are relative to

@@ -35,6 +35,8 @@ __device__ inline void consume_item(const Params& params, const Item& item, Shar
   const int end = item.first_block + item.blocks;
 #pragma unroll 1
   for (int block = item.first_block; block < end; ++block) consumer.take_block(block);
+  // When all warps have seen the query come; products would see to that.
+  if (item.blocks == 0) barrier_sync(kConsumerBarrier, kConsumerThreads);
   if (fresh_thread() == 0) arrive_at(shared.query_empty);
   RowState rows[kOwnRows];
   join_sums(shared, consumer, rows);

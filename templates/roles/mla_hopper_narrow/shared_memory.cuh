@@ -40,7 +40,7 @@ __device__ inline void make_barriers(SharedMemory& shared) {
   make(shared.query_empty, 1);
   for (int slot = 0; slot < 2; ++slot) {
     make(shared.item_full[slot], 3);  // schedulers
-    make(shared.item_empty[slot], 2);  // loader and consumer
+    make(shared.item_empty[slot], 1 + kConsumerWarps);  // the loader, too
   }
   fence_mbarrier_init();
 }

@@ -35,6 +35,8 @@ __device__ inline void consume_item(const Params& params, const Item& item, Shar
   if (item.blocks > 0) {
     consumer.take_item();
   } else {
+    // When all warps have seen the query come; products would see to that.
+    barrier_sync(kConsumerBarrier, kConsumerThreads);
     consumer.release_query();
   }
   RowState rows[kOwnRows];

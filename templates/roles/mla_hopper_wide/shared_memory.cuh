@@ -40,7 +40,7 @@ __device__ inline void make_barriers(SharedMemory& shared) {
   make(shared.query_empty, 2);
   for (int slot = 0; slot < 2; ++slot) {
     make(shared.item_full[slot], 3);  // schedulers
-    make(shared.item_empty[slot], 3);  // loader and both consumers
+    make(shared.item_empty[slot], 1 + kConsumerWarps);  // the loader, too
   }
   fence_mbarrier_init();
 }

@@ -1294,7 +1294,7 @@ __device__ inline void make_barriers(SharedMemory& shared) {
   make(shared.query_empty, 1);
   for (int slot = 0; slot < 2; ++slot) {
     make(shared.item_full[slot], 3);  // schedulers
-    make(shared.item_empty[slot], 2);  // loader and consumer
+    make(shared.item_empty[slot], 1 + kConsumerWarps);  // the loader, too
   }
   fence_mbarrier_init();
 }
@@ -1511,8 +1511,8 @@ __device__ inline void add_nonfinite(const Params& params, const Item& item, Add
 // What a row has come to. Needs Params, Item, blocks/row_result.cuh, blocks/scales.cuh.
 
 // A row's probabilities are relative to its reference. No maximum is asked for while none of them
-// is larger than this, which the element type holds: so references move seldom.
-constexpr float kMostProbability = kIsSame<Element, Bf16> ? 0x1p40f : 0x1p15f;
+// is larger than this, which fp16 holds: so references move seldom.
+constexpr float kMostProbability = 0x1p15f;
 
 struct RowState {
   float reference;  // log2 units; what the accumulators are relative to
@@ -2020,9 +2020,10 @@ __device__ inline void store_partial(const Params& params, int place,
 // all blocks equally busy.
 constexpr int kTasks = kAccumulators * kConsumerWarps;
 constexpr int kTaskBytes = kWarpLanes * sizeof(float4);
+constexpr int kRowsBytes = kRows * sizeof(float2);  // of a piece
 
-// What a block brings of all pieces, where query and tokens were: no item follows. First the rows
-// of every piece, then its part of the slice.
+// What a block brings of other pieces, where query and tokens were: no item follows. First the rows
+// of every piece, then as many of its tasks as there is room for.
 struct MergeRoom {
   unsigned char* bytes;
   int pieces;
@@ -2032,36 +2033,41 @@ struct MergeRoom {
     return reinterpret_cast<float2*>(bytes) + piece * kRows;
   }
   __device__ float4* values(int piece) const {
-    return reinterpret_cast<float4*>(bytes + pieces * kRows * sizeof(float2)) +
-           piece * tasks * kWarpLanes;
-  }
-  __device__ u32 copied_bytes() const {
-    return pieces * (kRows * sizeof(float2) + tasks * kTaskBytes);
+    return reinterpret_cast<float4*>(bytes + pieces * kRowsBytes) + piece * tasks * kWarpLanes;
   }
 };
 
-static_assert(kMostSpans * (kRows * sizeof(float2) +
-                            ceil_div(kTasks, kMostSpans - 1) * kTaskBytes) <=
-                      sizeof(SharedMemory::query) + sizeof(SharedMemory::tokens) &&
-                  3 * (kRows * sizeof(float2) + kTasks / 2 * kTaskBytes) <=
-                      sizeof(SharedMemory::query) + sizeof(SharedMemory::tokens),
-              "pieces fit, many and few");
+constexpr int kRoomBytes = sizeof(SharedMemory::query) + sizeof(SharedMemory::tokens);
 
-// Copies are waited for once: the latency of what other blocks have just written is long.
+// How many tasks there is room for at a time.
+__device__ constexpr int tasks_at_once(int pieces) {
+  return (kRoomBytes / pieces - kRowsBytes) / kTaskBytes;
+}
+static_assert((kRoomBytes - kRowsBytes) / kTaskBytes >= kTasks, "the only other piece comes whole");
+static_assert((kRoomBytes / kMostSpans - kRowsBytes) / kTaskBytes >= 1, "some of each piece comes");
+
+// Copies are waited for once: the latency of what other blocks have just written is long. `phase`
+// counts what has been brought before; the first time rows come, too.
 __device__ inline void bring_pieces(const Params& params, const Item& item, SharedMemory& shared,
-                                    const MergeRoom& room, int first_piece, int first_task) {
+                                    const MergeRoom& room, int first_piece, int first_task,
+                                    u32 phase) {
   const u32 full = shared_address(&shared.merge_full);
-  if (fresh_thread() == 0) mbarrier_arrive_expect_tx(full, room.copied_bytes());
+  const u32 rows_bytes = phase == 0 ? kRowsBytes : 0;
+  if (fresh_thread() == 0) {
+    mbarrier_arrive_expect_tx(full, room.pieces * (rows_bytes + room.tasks * kTaskBytes));
+  }
   fence_proxy_async_all();
   for (int piece = fresh_thread(); piece < room.pieces; piece += kConsumerThreads) {
     const int place = place_of_piece(params, item, first_piece + piece);
-    cp_async_bulk(shared_address(room.rows(piece)), partial_rows(params, place),
-                  kRows * sizeof(float2), full);
+    if (phase == 0) {
+      cp_async_bulk(shared_address(room.rows(piece)), partial_rows(params, place), kRowsBytes,
+                    full);
+    }
     cp_async_bulk(shared_address(room.values(piece)),
                   partial_values(params, place) + first_task * kWarpLanes, room.tasks * kTaskBytes,
                   full);
   }
-  wait_for(shared.merge_full, 0);
+  wait_for(shared.merge_full, phase % 2);
 }
 
 // The owner adds the only other piece to its own, which is in registers.
@@ -2069,7 +2075,7 @@ __device__ inline void fold_piece(const Params& params, const Item& item, Shared
                                   Accumulators& accumulators, RowState (&rows)[kOwnRows]) {
   await(params, item, 1);
   const MergeRoom room = {shared.query, 1, kTasks};
-  bring_pieces(params, item, shared, room, 1, 0);
+  bring_pieces(params, item, shared, room, 1, 0, 0);
   if (fresh_thread() == 0) *arrivals(params, item) = 0;
   float own_weights[kOwnRows];
   float weights[kOwnRows];
@@ -2140,15 +2146,19 @@ __device__ inline void merge_slices(const Params& params, const Item& item, Shar
   const int slices = item.pieces - 1;
   const int each = ceil_div(kTasks, slices);
   const int first = item.piece * each;
-  const int tasks = min(each, kTasks - first);
-  if (tasks > 0) {
-    const MergeRoom room = {shared.query, item.pieces, tasks};
-    bring_pieces(params, item, shared, room, 0, first);
-    merge_rows(params, item, room);
-    for (int task = fresh_warp(); task < tasks; task += kConsumerWarps) {
+  const int end = min(first + each, kTasks);
+  const int at_once = tasks_at_once(item.pieces);
+  u32 phase = 0;
+  for (int begin = first; begin < end; begin += at_once) {
+    const MergeRoom room = {shared.query, item.pieces, min(at_once, end - begin)};
+    // Everybody is done with what was brought before.
+    if (phase > 0) barrier_sync(kConsumerBarrier, kConsumerThreads);
+    bring_pieces(params, item, shared, room, 0, begin, phase);
+    if (phase == 0) merge_rows(params, item, room);
+    for (int task = fresh_warp(); task < room.tasks; task += kConsumerWarps) {
       // Task i * kConsumerWarps + w is float4 i of the threads of warp w.
-      const int index = (first + task) / kConsumerWarps;
-      const int warp = (first + task) % kConsumerWarps;
+      const int index = (begin + task) / kConsumerWarps;
+      const int warp = (begin + task) % kConsumerWarps;
       const TaskRows rows = task_rows(index, warp);
       float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll 4
@@ -2158,6 +2168,7 @@ __device__ inline void merge_slices(const Params& params, const Item& item, Shar
       }
       store_slice(params, item, index, warp, total);
     }
+    ++phase;
   }
   // The last to be done leaves the counters as they were.
   u32* counters = arrivals(params, item);
@@ -2226,6 +2237,8 @@ __device__ inline void consume_item(const Params& params, const Item& item, Shar
   const int end = item.first_block + item.blocks;
 #pragma unroll 1
   for (int block = item.first_block; block < end; ++block) consumer.take_block(block);
+  // When all warps have seen the query come; products would see to that.
+  if (item.blocks == 0) barrier_sync(kConsumerBarrier, kConsumerThreads);
   if (fresh_thread() == 0) arrive_at(shared.query_empty);
   RowState rows[kOwnRows];
   join_sums(shared, consumer, rows);
@@ -2250,7 +2263,7 @@ __device__ inline void consume_items(const Params& params, SharedMemory& shared)
     consume_item(params, item, shared, state);
     count = item.count + 1;  // not kept in a register meanwhile
     __syncwarp();
-    if (fresh_thread() % 128 == 0) arrive_at(shared.item_empty[(count - 1) % 2]);
+    if (fresh_lane() == 0) arrive_at(shared.item_empty[item_slot(count - 1)]);
   }
 }
 
