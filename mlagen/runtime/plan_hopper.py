@@ -10,7 +10,7 @@ from mlagen.spec.mla_hopper import MlaHopperSpec
 
 _MOST_MEMBERS = 4  # of a team
 
-# As in roles/mla_hopper/work.cuh: tokens of a block, what a unit costs besides its blocks, and the
+# As in roles/mla_hopper/span.cuh: tokens of a block, what a unit costs besides its blocks, and the
 # shortest span, in blocks.
 _BLOCK_TOKENS = 64
 _NARROW_UNIT_COST = 2

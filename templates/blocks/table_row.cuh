@@ -1,5 +1,7 @@
-// Where the page ids of a request begin in the tables. Needs Params, blocks/page_table.cuh.
+// Where the page ids of a request begin in the tables. Needs Params, blocks/page_table.cuh,
+// kIsSparse.
 
+// Where they begin, and how many there are.
 struct TableRow {
   i64 start;
   int pages;
@@ -7,7 +9,7 @@ struct TableRow {
 
 // Starts that lie outside the tables are read as the nearest inside.
 __device__ inline TableRow table_row(const Params& params, int request) {
-  if (params.table_starts == nullptr) {
+  if (kIsSparse || params.table_starts == nullptr) {
     return {request * static_cast<i64>(params.block_tables_stride), params.max_pages};
   }
   const int start = max(0, min(params.table_starts[request], params.max_pages));

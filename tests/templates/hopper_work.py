@@ -1,4 +1,4 @@
-"""templates/roles/mla_hopper/work.cuh as Python that follows it line by line."""
+"""templates/roles/mla_hopper/span.cuh and items.cuh as Python that follows them line by line."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 from mlagen.codegen.sources import template_root
 
-WORK = (template_root() / "roles/mla_hopper/work.cuh").read_text()
+SPAN = (template_root() / "roles/mla_hopper/span.cuh").read_text()
 
 
 def constant(name: str) -> int:
     """Return a number that the CUDA source begins with."""
-    found = re.search(rf"^constexpr int {name} = (\d+);", WORK, re.MULTILINE)
+    found = re.search(rf"^constexpr int {name} = (\d+);", SPAN, re.MULTILINE)
     assert found is not None, name
     return int(found[1])
 

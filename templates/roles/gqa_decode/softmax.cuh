@@ -1,5 +1,5 @@
 // Online softmax over the tokens of one warp. Needs Scores, Work, Output,
-// blocks/row_reference.cuh, ptx/ex2.cuh, ptx/cvt.cuh.
+// blocks/row_reference.cuh, blocks/row_reductions.cuh, ptx/ex2.cuh, ptx/cvt.cuh.
 
 // The probabilities of a group of tokens, rounded, as mma takes them: rows and tokens as in Scores.
 using Probabilities = u32[kRowGroups][4];

@@ -1,5 +1,5 @@
 // Online softmax over the tiles of one block. Needs Scores, SharedMemory, hidden_tokens.cuh,
-// blocks/row_reference.cuh, ptx/ex2.cuh, ptx/cvt.cuh.
+// blocks/row_reference.cuh, blocks/row_reductions.cuh, ptx/ex2.cuh, ptx/cvt.cuh.
 
 // The sums are over this thread's tokens only, of probabilities as P V uses them: rounded. The
 // references, in log2 units, are in shared memory.

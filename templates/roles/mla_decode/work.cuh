@@ -1,5 +1,5 @@
 // Which rows and which tokens this block attends to. Needs Params, blocks/ragged_tiles.cuh,
-// blocks/page_table.cuh, roles/mla_decode/constants.
+// blocks/table_row.cuh, roles/mla_decode/constants.
 
 // A row is one (query token, head) pair of a request, query token first, so that rows are
 // contiguous in [tokens, heads, dim] tensors. A block takes kRows rows and one split of the tokens.
@@ -28,22 +28,6 @@ struct alignas(64) Work {
   // Index of `row` in a [tokens * heads] array.
   __device__ i64 global_row(int row) const { return first_query * heads + first_row + row; }
 };
-
-// Where the page ids of a request begin in the tables, and how many there are.
-struct TableRow {
-  i64 start;
-  int pages;
-};
-
-// Starts that lie outside the tables are read as the nearest inside.
-__device__ inline TableRow table_row(const Params& params, int request) {
-  if (kIsSparse || params.table_starts == nullptr) {
-    return {request * static_cast<i64>(params.block_tables_stride), params.max_pages};
-  }
-  const int start = max(0, min(params.table_starts[request], params.max_pages));
-  const int end = max(start, min(params.table_starts[request + 1], params.max_pages));
-  return {start, end - start};
-}
 
 // How many of its listed tokens query token `token` looks at.
 __device__ inline int listed_tokens(const Params& params, int token) {

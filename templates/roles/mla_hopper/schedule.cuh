@@ -1,5 +1,5 @@
 // The schedulers, three warps: hand items to all roles, and bring each item's query into shared
-// memory. Needs SharedMemory, work.cuh, blocks/swizzle.cuh, ptx/cp_async.cuh.
+// memory. Needs SharedMemory, items.cuh, blocks/swizzle.cuh, ptx/cp_async.cuh.
 
 constexpr int kSchedulerThreads = 3 * kWarpLanes;
 

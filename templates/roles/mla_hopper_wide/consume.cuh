@@ -72,7 +72,7 @@ struct Consumer {
   // When all warps of this consumer have their scores.
   template <int kStage>
   __device__ void clear_values(int first_token) const {
-    const int barrier = kProbabilitiesBarrier + 2 + kStage;
+    const int barrier = kValuesBarrier + kStage;
     barrier_sync(barrier, 128);
     clear_nonfinite(shared, max(item.visible_to_all - first_token, 0),
                     item.visible_to_any - first_token,

@@ -1,5 +1,5 @@
 // Online softmax of one consumer over the blocks whose scores it has. Needs accumulators.cuh,
-// ptx/ex2.cuh, ptx/cvt.cuh, ptx/stmatrix.cuh, blocks/row_reference.cuh.
+// ptx/ex2.cuh, ptx/cvt.cuh, ptx/stmatrix.cuh, blocks/row_reductions.cuh.
 
 struct Softmax {
   float sum[kOwnRows];  // over this thread's tokens

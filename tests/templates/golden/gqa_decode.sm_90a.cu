@@ -486,13 +486,15 @@ __device__ inline RowResult finish_row(float reference, float sum, float sink) {
   return {rescale / total, larger + log2f(total)};
 }
 
-// What both families' online softmax does with a row, of which four neighbouring lanes hold a part
-// each. Needs blocks/prelude.cuh.
+// When the reference of a row moves, in the online softmax of the portable families. Needs nothing.
 
 // A row's probabilities are relative to its reference, which is kept until a score exceeds it by
 // this much in log2 units. So warps need not agree on a maximum for every tile, the output is
 // rescaled seldom, and no probability exceeds 2^8, which fp16 holds.
 constexpr float kReferenceSlack = 8.0f;
+
+// Reductions over the four neighbouring lanes that have a row's parts, as products leave them.
+// Needs blocks/prelude.cuh.
 
 __device__ inline float row_maximum(float value) {
   value = fmaxf(value, __shfl_xor_sync(~0u, value, 1));
@@ -840,7 +842,7 @@ __device__ inline void rescale_output(int group, int half, float factor, Output&
 }
 
 // Online softmax over the tokens of one warp. Needs Scores, Work, Output,
-// blocks/row_reference.cuh, ptx/ex2.cuh, ptx/cvt.cuh.
+// blocks/row_reference.cuh, blocks/row_reductions.cuh, ptx/ex2.cuh, ptx/cvt.cuh.
 
 // The probabilities of a group of tokens, rounded, as mma takes them: rows and tokens as in Scores.
 using Probabilities = u32[kRowGroups][4];

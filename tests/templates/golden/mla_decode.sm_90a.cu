@@ -344,6 +344,25 @@ __device__ inline bool is_page(int page, int num_pages) {
   return static_cast<u32>(page) < static_cast<u32>(num_pages);
 }
 
+// Where the page ids of a request begin in the tables. Needs Params, blocks/page_table.cuh,
+// kIsSparse.
+
+// Where they begin, and how many there are.
+struct TableRow {
+  i64 start;
+  int pages;
+};
+
+// Starts that lie outside the tables are read as the nearest inside.
+__device__ inline TableRow table_row(const Params& params, int request) {
+  if (kIsSparse || params.table_starts == nullptr) {
+    return {request * static_cast<i64>(params.block_tables_stride), params.max_pages};
+  }
+  const int start = max(0, min(params.table_starts[request], params.max_pages));
+  const int end = max(start, min(params.table_starts[request + 1], params.max_pages));
+  return {start, end - start};
+}
+
 // Which rows of which request a tile holds, also where requests have queries of different lengths.
 // What ends of queries say is not trusted. Needs blocks/prelude.cuh, kRows.
 
@@ -444,13 +463,15 @@ __device__ inline RowResult finish_row(float reference, float sum, float sink) {
   return {rescale / total, larger + log2f(total)};
 }
 
-// What both families' online softmax does with a row, of which four neighbouring lanes hold a part
-// each. Needs blocks/prelude.cuh.
+// When the reference of a row moves, in the online softmax of the portable families. Needs nothing.
 
 // A row's probabilities are relative to its reference, which is kept until a score exceeds it by
 // this much in log2 units. So warps need not agree on a maximum for every tile, the output is
 // rescaled seldom, and no probability exceeds 2^8, which fp16 holds.
 constexpr float kReferenceSlack = 8.0f;
+
+// Reductions over the four neighbouring lanes that have a row's parts, as products leave them.
+// Needs blocks/prelude.cuh.
 
 __device__ inline float row_maximum(float value) {
   value = fmaxf(value, __shfl_xor_sync(~0u, value, 1));
@@ -463,7 +484,7 @@ __device__ inline float row_total(float value) {
 }
 
 // Which rows and which tokens this block attends to. Needs Params, blocks/ragged_tiles.cuh,
-// blocks/page_table.cuh, roles/mla_decode/constants.
+// blocks/table_row.cuh, roles/mla_decode/constants.
 
 // A row is one (query token, head) pair of a request, query token first, so that rows are
 // contiguous in [tokens, heads, dim] tensors. A block takes kRows rows and one split of the tokens.
@@ -492,22 +513,6 @@ struct alignas(64) Work {
   // Index of `row` in a [tokens * heads] array.
   __device__ i64 global_row(int row) const { return first_query * heads + first_row + row; }
 };
-
-// Where the page ids of a request begin in the tables, and how many there are.
-struct TableRow {
-  i64 start;
-  int pages;
-};
-
-// Starts that lie outside the tables are read as the nearest inside.
-__device__ inline TableRow table_row(const Params& params, int request) {
-  if (kIsSparse || params.table_starts == nullptr) {
-    return {request * static_cast<i64>(params.block_tables_stride), params.max_pages};
-  }
-  const int start = max(0, min(params.table_starts[request], params.max_pages));
-  const int end = max(start, min(params.table_starts[request + 1], params.max_pages));
-  return {start, end - start};
-}
 
 // How many of its listed tokens query token `token` looks at.
 __device__ inline int listed_tokens(const Params& params, int token) {
@@ -923,7 +928,7 @@ __device__ inline void multiply_qk(SharedMemory& shared, const unsigned char* to
 }
 
 // Online softmax over the tiles of one block. Needs Scores, SharedMemory, hidden_tokens.cuh,
-// blocks/row_reference.cuh, ptx/ex2.cuh, ptx/cvt.cuh.
+// blocks/row_reference.cuh, blocks/row_reductions.cuh, ptx/ex2.cuh, ptx/cvt.cuh.
 
 // The sums are over this thread's tokens only, of probabilities as P V uses them: rounded. The
 // references, in log2 units, are in shared memory.

@@ -100,6 +100,7 @@ using Element = Bf16;
 constexpr int kLatentDim = 512;
 constexpr int kRopeDim = 64;
 constexpr int kPageSize = 64;
+constexpr bool kIsSparse = false;  // lists of tokens are for the portable kernel
 constexpr int kBoxTokens = 64;
 constexpr int kRows = 16;
 constexpr int kConsumerWarps = 4;
@@ -129,7 +130,8 @@ constexpr int kAccumulators = kRows * kHeadDimVo / kConsumerThreads / 4;
 // Numbers of the barriers that warps meet at; 0 is __syncthreads.
 constexpr int kConsumerBarrier = 1;
 constexpr int kSchedulerBarrier = 2;
-constexpr int kProbabilitiesBarrier = 3;  // and the one after
+constexpr int kProbabilitiesBarrier = 3;  // of even blocks of tokens; of odd ones the next
+constexpr int kValuesBarrier = 5;  // when values have been cleared; of odd blocks the next
 
 static_assert(kRopeDim == kTileElements, "the rope part is one tile");
 static_assert(kLatentTiles * kTileElements == kLatentDim, "the latent part is whole tiles");
@@ -828,8 +830,10 @@ __device__ inline bool is_page(int page, int num_pages) {
   return static_cast<u32>(page) < static_cast<u32>(num_pages);
 }
 
-// Where the page ids of a request begin in the tables. Needs Params, blocks/page_table.cuh.
+// Where the page ids of a request begin in the tables. Needs Params, blocks/page_table.cuh,
+// kIsSparse.
 
+// Where they begin, and how many there are.
 struct TableRow {
   i64 start;
   int pages;
@@ -837,7 +841,7 @@ struct TableRow {
 
 // Starts that lie outside the tables are read as the nearest inside.
 __device__ inline TableRow table_row(const Params& params, int request) {
-  if (params.table_starts == nullptr) {
+  if (kIsSparse || params.table_starts == nullptr) {
     return {request * static_cast<i64>(params.block_tables_stride), params.max_pages};
   }
   const int start = max(0, min(params.table_starts[request], params.max_pages));
@@ -879,13 +883,8 @@ __device__ inline RowResult finish_row(float reference, float sum, float sink) {
   return {rescale / total, larger + log2f(total)};
 }
 
-// What both families' online softmax does with a row, of which four neighbouring lanes hold a part
-// each. Needs blocks/prelude.cuh.
-
-// A row's probabilities are relative to its reference, which is kept until a score exceeds it by
-// this much in log2 units. So warps need not agree on a maximum for every tile, the output is
-// rescaled seldom, and no probability exceeds 2^8, which fp16 holds.
-constexpr float kReferenceSlack = 8.0f;
+// Reductions over the four neighbouring lanes that have a row's parts, as products leave them.
+// Needs blocks/prelude.cuh.
 
 __device__ inline float row_maximum(float value) {
   value = fmaxf(value, __shfl_xor_sync(~0u, value, 1));
@@ -911,8 +910,8 @@ __device__ inline u32 descriptor_low(u32 address, u32 tile_distance) {
 
 __device__ inline u64 descriptor(u32 low) { return mov_b64(low, kDescriptorHigh); }
 
-// How the calls' work is divided among the blocks of the grid, found by each block for itself.
-// Needs Params, blocks/table_row.cuh, roles/mla_hopper/constants.
+// How the work of a call is divided among the blocks of the grid: each finds its own part. Needs
+// Params, blocks/table_row.cuh, ptx/prefetch.cuh, roles/mla_hopper/constants.
 
 // The tiles of rows of a request are taken in groups, one tile for each member of a team: blocks
 // that are neighbours and read the same tokens. A unit is a request and a group. All units in a row
@@ -1097,12 +1096,6 @@ __device__ inline bool find_span(const Params& params, int team, SpanScratch& sc
   return true;
 }
 
-// The block of tokens that a position is in, counted from the unit's first; what comes before the
-// blocks belongs to the first.
-__device__ inline int block_at(i64 position, i64 unit_begin, const Span& span) {
-  return static_cast<int>(max(position - unit_begin - span.unit_cost, static_cast<i64>(0)));
-}
-
 // Asks for what find_span and the loader will read first, before it may be read.
 __device__ inline void prefetch_lengths(const Params& params) {
   const int request = static_cast<int>(threadIdx.x);
@@ -1111,6 +1104,15 @@ __device__ inline void prefetch_lengths(const Params& params) {
   if (params.table_starts == nullptr && params.max_pages > 0) {
     prefetch_l2(params.block_tables + request * static_cast<i64>(params.block_tables_stride));
   }
+}
+
+// What a block computes one after the other: pieces of units, for one member of the team. Needs
+// span.cuh.
+
+// The block of tokens that a position is in, counted from the unit's first; what comes before the
+// blocks belongs to the first.
+__device__ inline int block_at(i64 position, i64 unit_begin, const Span& span) {
+  return static_cast<int>(max(position - unit_begin - span.unit_cost, static_cast<i64>(0)));
 }
 
 // How a unit is cut: its pieces lie on the spans from `first_span` on.
@@ -1300,7 +1302,7 @@ __device__ inline void make_barriers(SharedMemory& shared) {
 }
 
 // The schedulers, three warps: hand items to all roles, and bring each item's query into shared
-// memory. Needs SharedMemory, work.cuh, blocks/swizzle.cuh, ptx/cp_async.cuh.
+// memory. Needs SharedMemory, items.cuh, blocks/swizzle.cuh, ptx/cp_async.cuh.
 
 constexpr int kSchedulerThreads = 3 * kWarpLanes;
 
