@@ -18,7 +18,7 @@ from mlagen.runtime.counters import counters_of
 from mlagen.runtime.device import arch_of_device
 from mlagen.runtime.launch import launch
 from mlagen.runtime.loader import LoadedKernel
-from mlagen.runtime.plan_hopper import HopperPlan
+from mlagen.runtime.plan_hopper import HopperPlan, line_fits
 from mlagen.spec.kernel import packed_integers
 from mlagen.spec.mla_hopper import MlaHopperSpec
 from mlagen.spec.mla_support import MlaVariant
@@ -122,6 +122,15 @@ def prepare_hopper(
             raise not_covered(index, request.variant)
         return None
     spec, plan = planned
+    most_tokens = request.max_pages * request.variant.page_size
+    if not line_fits(spec, plan, most_tokens):
+        if is_forced:
+            raise UnsupportedError(
+                f"MLAGEN_MLA_KERNEL=hopper: expected fewer than 2^31 blocks of 64 tokens in all "
+                f"requests and groups of rows, got {plan.groups} groups of up to {most_tokens} "
+                f"tokens"
+            )
+        return None
     if plan.is_small and not is_forced:
         return None
     maps = _maps_of_cache(request, spec)

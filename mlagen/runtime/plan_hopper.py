@@ -17,6 +17,12 @@ _NARROW_UNIT_COST = 2
 _WIDE_UNIT_COST = 6
 _LEAST_SPAN = 2
 
+# As PartialRow in roles/mla_hopper/merge.cuh.
+_ROW_STATE_BYTES = 12
+
+# Positions on the line of work are counted in 32 bits.
+_MOST_POSITIONS = 2**31 - 1
+
 # Of so few rows and blocks of tokens the portable kernel is faster: it begins sooner, and where a
 # few blocks of the grid share the work, that is most of the time. See docs/measurements.md.
 SMALL_ROWS = 16
@@ -30,6 +36,7 @@ class HopperPlan:
     team_size: int  # neighbouring blocks that take the tiles of one request together
     teams: int
     blocks: int
+    groups: int  # of tiles, of all requests together; of ragged ones at the most
     partial_rows_offset: int  # bytes in the workspace: the partial values come first
     workspace_bytes: int
     is_small: bool  # so that the portable kernel is faster
@@ -55,16 +62,23 @@ def plan_mla_hopper(
     spans = groups * (blocks_of_tokens + unit_cost) // _LEAST_SPAN
     teams = min(sm_count // team_size, max(1, spans)) if problem.total_rows else 0
     blocks = teams * team_size
-    # A block leaves two pieces at the most: fp32 values, and of each row its reference and its sum.
-    partial_values = 2 * blocks * rows * spec.head_dim_vo * 4
+    # A block leaves two pieces at the most: values as halves, and of each row its state.
+    partial_values = 2 * blocks * rows * spec.head_dim_vo * 2
     return HopperPlan(
         team_size=team_size,
         teams=teams,
         blocks=blocks,
+        groups=groups,
         partial_rows_offset=partial_values,
-        workspace_bytes=partial_values + 2 * blocks * rows * 2 * 4,
+        workspace_bytes=partial_values + 2 * blocks * rows * _ROW_STATE_BYTES,
         is_small=rows <= SMALL_ROWS and groups * blocks_of_tokens <= SMALL_BLOCKS,
     )
+
+
+def line_fits(spec: MlaHopperSpec, plan: HopperPlan, most_tokens: int) -> bool:
+    """Return whether blocks can count their work, if a request has ``most_tokens`` at the most."""
+    unit_cost = _NARROW_UNIT_COST if spec.is_narrow else _WIDE_UNIT_COST
+    return plan.groups * (-(-most_tokens // _BLOCK_TOKENS) + unit_cost) <= _MOST_POSITIONS
 
 
 def _team_size(tiles: int, sm_count: int) -> int:

@@ -1,16 +1,6 @@
 // PTX ISA, "Data Movement and Conversion Instructions: cp.async.bulk". Needs sm_90.
 // `map` is the generic address of a tensor map; x, y, z, w count elements, the innermost first.
 
-// cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes
-// Copies whole 16 bytes to shared memory, and then counts them as arrived at the barrier.
-__device__ inline void cp_async_bulk(u32 target, const void* source, u32 bytes, u32 barrier) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-          "r"(target),
-      "l"(source), "r"(bytes), "r"(barrier)
-      : "memory");
-}
-
 // cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes
 // Copies a box to shared memory, zeros for what lies outside the tensor, and then counts its bytes
 // as arrived at the barrier.

@@ -11,7 +11,3 @@ __device__ inline void fence_proxy_async() {
 __device__ inline void fence_mbarrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
-
-// fence.proxy.async
-// Orders what this thread knows of all memory before what bulk copies do.
-__device__ inline void fence_proxy_async_all() { asm volatile("fence.proxy.async;" ::: "memory"); }

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from mlagen.api import mla_maps
+from mlagen.api import mla_call, mla_maps
+from mlagen.api.mla_hopper import HopperCall
 from mlagen.api.mla_inputs import MlaInputs
-from mlagen.errors import ArgumentError
+from mlagen.api.mla_request import check_request
+from mlagen.errors import ArgumentError, UnsupportedError
 from mlagen.runtime.tensor_map import TiledTensor
 from mlagen.spec.mla_hopper import MlaHopperSpec
 from tests.api.launches import COUNTERS, Launch, launched, record_launches
@@ -73,7 +75,7 @@ def test_a_call_launches_one_kernel_with_every_value_in_its_place(launches: list
         "sinks": inputs.sinks.data_ptr(),
         "out": out.data_ptr(),
         "partial_out": workspace,
-        "partial_rows": workspace + 2 * 4 * 16 * 512 * 4,
+        "partial_rows": workspace + 2 * 4 * 16 * 512 * 2,
         "counters": workspace + COUNTERS,
         "query_stride": 16 * 576 * 2,
         "query_head_stride": 576 * 2,
@@ -96,7 +98,7 @@ def test_a_call_launches_one_kernel_with_every_value_in_its_place(launches: list
         "lse_factor": 1.0,
     }
     assert values == expected
-    assert call.plan.workspace_bytes == 2 * 4 * 16 * (512 + 2) * 4
+    assert call.plan.workspace_bytes == 2 * 4 * 16 * (512 * 2 + 3 * 4)
 
 
 # Cases with the values that differ from those of a plain call, as functions of the inputs.
@@ -207,6 +209,19 @@ def test_a_workspace_too_small_is_refused_with_both_sizes(launches: list[Launch]
     )
     assert str(caught.value) == told
     assert launches == []
+
+
+def test_more_work_than_blocks_can_count_is_refused_or_left_to_the_other_kernel(
+    launches: list[Launch],
+) -> None:
+    """Two requests of 2^30 pages hold 2^31 blocks of tokens; positions have 32 bits."""
+    inputs = UNIFORM.build("cpu").inputs()
+    request = replace(check_request(inputs), device=torch.device("cuda", 0), max_pages=2**30)
+
+    with pytest.raises(UnsupportedError, match=r"fewer than 2\^31 blocks of 64 tokens"):
+        mla_call._prepare(inputs, request, "hopper")
+
+    assert not isinstance(mla_call._prepare(inputs, request, "auto"), HopperCall)
 
 
 def test_a_pointer_that_is_not_aligned_is_refused_by_name(launches: list[Launch]) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlagen.runtime.plan import MlaDecodeProblem
-from mlagen.runtime.plan_hopper import HopperPlan, plan_mla_hopper
+from mlagen.runtime.plan_hopper import HopperPlan, line_fits, plan_mla_hopper
 from tests.kernels import mla_hopper
 
 SMS = 132
@@ -79,13 +79,14 @@ def test_teams_and_grid_are_those_worked_out_by_hand(worked: Worked) -> None:
     planned = plan(**worked.problem)
 
     blocks = worked.teams * worked.team_size
-    values = 2 * blocks * worked.tile_rows * 512 * 4
+    values = 2 * blocks * worked.tile_rows * 512 * 2
     assert planned == HopperPlan(
         team_size=worked.team_size,
         teams=worked.teams,
         blocks=blocks,
+        groups=planned.groups,
         partial_rows_offset=values,
-        workspace_bytes=values + 2 * blocks * worked.tile_rows * 2 * 4,
+        workspace_bytes=values + 2 * blocks * worked.tile_rows * 3 * 4,
         is_small=planned.is_small,
     )
 
@@ -99,6 +100,19 @@ def test_few_rows_of_few_tokens_are_small(
 ) -> None:
     """Sixteen rows at the most, and 64 blocks of 64 tokens in all requests together."""
     assert plan(batch=batch, heads=heads, longest_kv=longest_kv).is_small is is_small
+
+
+@pytest.mark.parametrize(
+    ("batch", "most_tokens", "fits"),
+    # A unit of 64 rows is 6 positions longer than its blocks of 64 tokens.
+    [(1, (2**31 - 7) * 64, True), (1, (2**31 - 6) * 64, False), (2**20, 2**17, False)],
+)
+def test_work_is_counted_in_32_bits(batch: int, most_tokens: int, fits: bool) -> None:
+    """Units times their length are at the most 2^31 - 1."""
+    planned = plan(batch=batch, heads=64, longest_kv=1)
+
+    assert planned.groups == batch
+    assert line_fits(mla_hopper(rows=64), planned, most_tokens) is fits
 
 
 def test_without_query_tokens_there_is_nothing_to_launch() -> None:

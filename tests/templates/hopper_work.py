@@ -55,7 +55,8 @@ class Facts(NamedTuple):
 class Span:
     """Span."""
 
-    total: int
+    whole: int
+    rest: int
     spans: int
     index: int
     unit_cost: int
@@ -110,6 +111,11 @@ def aligned_spans(teams: int, units: int, blocks: int) -> int:
     return 0
 
 
+def beginning_of(index: int, whole: int, rest: int) -> int:
+    """beginning_of."""
+    return index * whole + min(index, rest)
+
+
 def find_span(params: Params, team: int) -> Span | None:
     """find_span, with its threads one after the other."""
     each = ceil_div(params.requests, THREADS)
@@ -118,12 +124,10 @@ def find_span(params: Params, team: int) -> Span | None:
     owns = [0] * THREADS
     seen = set()  # the blocks and groups of a thread's requests
     for thread in range(THREADS):
-        first, last = firsts[thread], lasts[thread]
-        for request in range(min(first, params.requests - 1), max(last, 1)):
+        for request in range(firsts[thread], lasts[thread]):
             facts = facts_of_request(params, request)
             seen.add((facts.blocks, facts.groups))
-            if request >= first:
-                owns[thread] += line_length(facts, params.unit_cost)
+            owns[thread] += line_length(facts, params.unit_cost)
     begins = [sum(owns[:thread]) for thread in range(THREADS)]
     total = sum(owns)
     blocks, groups = min(seen)
@@ -144,8 +148,9 @@ def find_span(params: Params, team: int) -> Span | None:
     index = spans - 1 - team
     if index < 0 or total == 0:
         return None
-    span_begin = index * total // spans
-    span_end = (index + 1) * total // spans
+    whole, rest = divmod(total, spans)
+    span_begin = beginning_of(index, whole, rest)
+    span_end = beginning_of(index + 1, whole, rest)
     found = []
     for thread in range(THREADS):
         begin, own = begins[thread], owns[thread]
@@ -161,7 +166,8 @@ def find_span(params: Params, team: int) -> Span | None:
             unit_begin = begin + group * unit
             found.append(
                 Span(
-                    total=total,
+                    whole=whole,
+                    rest=rest,
                     spans=spans,
                     index=index,
                     unit_cost=unit_cost,
@@ -183,7 +189,10 @@ def block_at(position: int, unit_begin: int, span: Span) -> int:
 
 def span_from(position: int, span: Span) -> int:
     """span_from."""
-    return (position * span.spans + span.total - 1) // span.total
+    longer = span.rest * (span.whole + 1)
+    if position <= longer:
+        return ceil_div(position, span.whole + 1)
+    return span.rest + ceil_div(position - longer, span.whole)
 
 
 def pieces_of(unit_begin: int, blocks: int, span: Span) -> tuple[int, int]:

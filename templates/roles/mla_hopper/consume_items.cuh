@@ -3,6 +3,7 @@
 
 __device__ inline void consume_items(const Params& params, SharedMemory& shared) {
   ConsumerState state(params, shared);
+  finish_query(shared.first_query_full);
   u32 count = 0;
   while (true) {
     wait_for(shared.item_full[item_slot(count)], item_parity(count));

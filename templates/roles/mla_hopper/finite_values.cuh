@@ -15,6 +15,7 @@ template <typename TileOf>
 __device__ inline void clear_nonfinite(SharedMemory& shared, int first, int visible,
                                        TileOf tile_of) {
   constexpr int kTokenChunks = kLatentDim * 2 / kChunkBytes;
+#pragma unroll 1
   for (int i = static_cast<int>(threadIdx.x) % 128; i < (kBlockTokens - first) * kTokenChunks;
        i += 128) {
     const int token = first + i / kTokenChunks;

@@ -1,22 +1,41 @@
 // Merging the pieces of a unit. Needs SharedMemory, Item, blocks/row_result.cuh, ptx/ld.cuh,
-// ptx/atom.cuh, ptx/fence.cuh, ptx/cp_async_bulk.cuh; and from the consumers Accumulators, with the
+// ptx/atom.cuh, ptx/cvt.cuh, ptx/cp_async.cuh; and from the consumers Accumulators, with the
 // rows each belongs to.
 
 // A piece is left in the workspace as it is in registers: float4 i of thread t at i *
-// kConsumerThreads + t; and of each row its reference, in log2 units, and its sum. Each block of
-// the grid has two places: for the piece that its span begins with, and for the one it ends with.
+// kConsumerThreads + t, as four halves, for what is written and read is what merging costs; and
+// each row's state. Each block of the grid has two places: for the piece that its span begins with,
+// and for the one it ends with.
 constexpr int kFewPieces = 2;  // so many are merged by the owner, more by all
 
 __device__ inline int first_place(int block) { return block * 2; }
 __device__ inline int last_place(int block) { return block * 2 + 1; }
 
-__device__ inline float4* partial_values(const Params& params, int place) {
-  return reinterpret_cast<float4*>(params.partial_out) +
-         static_cast<i64>(place) * kAccumulators * kConsumerThreads;
+struct PartialRow {
+  float reference;  // log2 units
+  float sum;
+  float scale;  // what halves are multiplied by; later also by the piece's weight
+};
+
+__device__ inline uint2* partial_values(const Params& params, int place) {
+  return reinterpret_cast<uint2*>(params.partial_out) +
+         static_cast<u32>(place * kAccumulators * kConsumerThreads);
 }
 
-__device__ inline float2* partial_rows(const Params& params, int place) {
-  return reinterpret_cast<float2*>(params.partial_rows) + place * kRows;
+__device__ inline PartialRow* partial_rows(const Params& params, int place) {
+  return reinterpret_cast<PartialRow*>(params.partial_rows) + place * kRows;
+}
+
+__device__ inline uint2 to_halves(float4 value) {
+  return make_uint2(cvt_rn_x2_f32(Fp16{}, value.y, value.x),
+                    cvt_rn_x2_f32(Fp16{}, value.w, value.z));
+}
+
+__device__ inline float4 from_halves(uint2 halves) {
+  return make_float4(cvt_f32(Fp16{}, static_cast<u16>(halves.x)),
+                     cvt_f32(Fp16{}, static_cast<u16>(halves.x >> 16)),
+                     cvt_f32(Fp16{}, static_cast<u16>(halves.y)),
+                     cvt_f32(Fp16{}, static_cast<u16>(halves.y >> 16)));
 }
 
 // Where another piece of the same unit lies. Spans are in the opposite order of blocks.
@@ -42,25 +61,43 @@ __device__ inline void await(const Params& params, const Item& item, u32 count) 
   barrier_sync(kConsumerBarrier, kConsumerThreads);
 }
 
-__device__ inline void store_partial(const Params& params, int place,
+// The power of two that brings what is finite of a row, `largest` at the most, below 2^14: the
+// eleven bits of a half then tell more of a value than the output will. Both it and its inverse are
+// normal numbers.
+__device__ inline float half_scale(float largest) {
+  const int exponent = static_cast<int>(__float_as_uint(largest) >> 23) - 127;
+  return __uint_as_float(static_cast<u32>(127 + 13 - max(exponent, -100)) << 23);
+}
+
+__device__ inline float inverse_of_power(float power) {
+  return __uint_as_float((254u << 23) - __float_as_uint(power));
+}
+
+__device__ inline void store_partial(const Params& params, SharedMemory& shared, int place,
                                      const Accumulators& accumulators,
                                      const RowState (&rows)[kOwnRows]) {
-  float4* values = partial_values(params, place) + fresh_thread();
+  float scales[kOwnRows];
+  largest_of_rows(shared, accumulators, scales);
 #pragma unroll
-  for (int i = 0; i < kAccumulators; ++i)
-    values[i * kConsumerThreads] = accumulator(accumulators, i);
-  float2* target = partial_rows(params, place);
+  for (int r = 0; r < kOwnRows; ++r) scales[r] = half_scale(scales[r]);
+  uint2* values = partial_values(params, place) + fresh_thread();
+#pragma unroll
+  for (int i = 0; i < kAccumulators; ++i) {
+    values[i * kConsumerThreads] = to_halves(weighted(accumulator(accumulators, i), scales, i));
+  }
+  PartialRow* target = partial_rows(params, place);
 #pragma unroll
   for (int r = 0; r < kOwnRows; ++r) {
-    if (is_row_writer()) target[own_row(r)] = make_float2(rows[r].reference, rows[r].sum);
+    if (!is_row_writer()) continue;
+    target[own_row(r)] = {rows[r].reference, rows[r].sum, inverse_of_power(scales[r])};
   }
 }
 
 // A task is one float4 of every thread of a warp, over all pieces; a slice is as many tasks as make
 // all blocks equally busy.
 constexpr int kTasks = kAccumulators * kConsumerWarps;
-constexpr int kTaskBytes = kWarpLanes * sizeof(float4);
-constexpr int kRowsBytes = kRows * sizeof(float2);  // of a piece
+constexpr int kTaskBytes = kWarpLanes * sizeof(uint2);
+constexpr int kRowsBytes = kRows * sizeof(PartialRow);  // of a piece
 
 // What a block brings of other pieces, where query and tokens were: no item follows. First the rows
 // of every piece, then as many of its tasks as there is room for.
@@ -69,11 +106,11 @@ struct MergeRoom {
   int pieces;
   int tasks;
 
-  __device__ float2* rows(int piece) const {
-    return reinterpret_cast<float2*>(bytes) + piece * kRows;
+  __device__ PartialRow* rows(int piece) const {
+    return reinterpret_cast<PartialRow*>(bytes) + piece * kRows;
   }
-  __device__ float4* values(int piece) const {
-    return reinterpret_cast<float4*>(bytes + pieces * kRowsBytes) + piece * tasks * kWarpLanes;
+  __device__ uint2* values(int piece) const {
+    return reinterpret_cast<uint2*>(bytes + pieces * kRowsBytes) + piece * tasks * kWarpLanes;
   }
 };
 
@@ -87,27 +124,36 @@ static_assert((kRoomBytes - kRowsBytes) / kTaskBytes >= kTasks, "the only other 
 static_assert((kRoomBytes / kMostSpans - kRowsBytes) / kTaskBytes >= 1, "some of each piece comes");
 
 // Copies are waited for once: the latency of what other blocks have just written is long. `phase`
-// counts what has been brought before; the first time rows come, too.
+// counts what has been brought before; the first time rows come, too. Many pieces are shared among
+// warps, of few each is shared by all threads.
 __device__ inline void bring_pieces(const Params& params, const Item& item, SharedMemory& shared,
                                     const MergeRoom& room, int first_piece, int first_task,
                                     u32 phase) {
-  const u32 full = shared_address(&shared.merge_full);
-  const u32 rows_bytes = phase == 0 ? kRowsBytes : 0;
-  if (fresh_thread() == 0) {
-    mbarrier_arrive_expect_tx(full, room.pieces * (rows_bytes + room.tasks * kTaskBytes));
-  }
-  fence_proxy_async_all();
-  for (int piece = fresh_thread(); piece < room.pieces; piece += kConsumerThreads) {
+  const bool are_many = room.pieces >= kConsumerWarps;
+  const int step = are_many ? kConsumerWarps : 1;
+  const int sharers = are_many ? kWarpLanes : kConsumerThreads;
+  const int sharer = are_many ? fresh_lane() : fresh_thread();
+  const int row_chunks = phase == 0 ? kRowsBytes / kChunkBytes : 0;
+  const int chunks = row_chunks + room.tasks * kTaskBytes / kChunkBytes;
+#pragma unroll 2
+  for (int piece = are_many ? fresh_warp() : 0; piece < room.pieces; piece += step) {
     const int place = place_of_piece(params, item, first_piece + piece);
-    if (phase == 0) {
-      cp_async_bulk(shared_address(room.rows(piece)), partial_rows(params, place), kRowsBytes,
-                    full);
+    const Chunk* rows = reinterpret_cast<const Chunk*>(partial_rows(params, place));
+    const Chunk* values =
+        reinterpret_cast<const Chunk*>(partial_values(params, place) + first_task * kWarpLanes);
+    const u32 rows_target = shared_address(room.rows(piece));
+    const u32 values_target = shared_address(room.values(piece));
+#pragma unroll 2
+    for (int i = sharer; i < chunks; i += sharers) {
+      const int value = i - row_chunks;
+      cp_async_cg_16(
+          value < 0 ? rows_target + i * kChunkBytes : values_target + value * kChunkBytes,
+          value < 0 ? rows + i : values + value, kChunkBytes);
     }
-    cp_async_bulk(shared_address(room.values(piece)),
-                  partial_values(params, place) + first_task * kWarpLanes, room.tasks * kTaskBytes,
-                  full);
   }
-  wait_for(shared.merge_full, phase % 2);
+  cp_async_commit_group();
+  cp_async_wait_group<0>();
+  barrier_sync(kConsumerBarrier, kConsumerThreads);
 }
 
 // The owner adds the only other piece to its own, which is in registers.
@@ -121,17 +167,18 @@ __device__ inline void fold_piece(const Params& params, const Item& item, Shared
   float weights[kOwnRows];
 #pragma unroll
   for (int r = 0; r < kOwnRows; ++r) {
-    const float2 other = room.rows(0)[own_row(r)];
-    const float largest = fmaxf(rows[r].reference, other.x);
+    const PartialRow other = room.rows(0)[own_row(r)];
+    const float largest = fmaxf(rows[r].reference, other.reference);
     own_weights[r] = ex2_approx(rows[r].reference - largest);
-    weights[r] = ex2_approx(other.x - largest);
-    rows[r] = {largest, rows[r].sum * own_weights[r] + other.y * weights[r]};
+    const float weight = ex2_approx(other.reference - largest);
+    rows[r] = {largest, rows[r].sum * own_weights[r] + other.sum * weight};
+    weights[r] = weight * other.scale;
   }
-  const float4* values = room.values(0) + fresh_thread();
+  const uint2* values = room.values(0) + fresh_thread();
 #pragma unroll
   for (int i = 0; i < kAccumulators; ++i) {
     const float4 own = weighted(accumulator(accumulators, i), own_weights, i);
-    const float4 other = weighted(values[i * kConsumerThreads], weights, i);
+    const float4 other = weighted(from_halves(values[i * kConsumerThreads]), weights, i);
     set_accumulator(
         accumulators, i,
         make_float4(own.x + other.x, own.y + other.y, own.z + other.z, own.w + other.w));

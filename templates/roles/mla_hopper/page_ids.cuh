@@ -1,4 +1,5 @@
-// The page ids of an item, read ahead by one warp. Needs Item, blocks/table_row.cuh.
+// The page ids of an item's tokens, read ahead by one warp. Needs Part, blocks/table_row.cuh,
+// ptx/prefetch.cuh.
 
 struct PageIds {
   const int* ids;
@@ -7,11 +8,11 @@ struct PageIds {
   int now;  // of page base + lane
   int later;  // of the page 32 after
 
-  __device__ PageIds(const Params& params, const Item& item)
-      : ids(params.block_tables + table_row(params, item.request).start),
-        end(ceil_div(min((item.first_block + item.blocks) * kBlockTokens, item.visible_to_any),
+  __device__ PageIds(const Params& params, const Part& part)
+      : ids(params.block_tables + table_row(params, part.request).start),
+        end(ceil_div(min((part.first_block + part.blocks) * kBlockTokens, part.visible_to_any),
                      kPageSize)),
-        base(item.first_block * kBlockTokens / kPageSize) {
+        base(part.first_block * kBlockTokens / kPageSize) {
     now = read(base);
     later = read(base + kWarpLanes);
   }
@@ -35,3 +36,11 @@ struct PageIds {
     later = read(base + kWarpLanes);
   }
 };
+
+// Asks for the first page ids of every request, which loaders read first where an item begins with
+// its request.
+__device__ inline void prefetch_ids(const Params& params) {
+  const int request = static_cast<int>(threadIdx.x);
+  if (request >= params.requests || params.table_starts != nullptr) return;
+  prefetch_l2(params.block_tables + request * static_cast<i64>(params.block_tables_stride));
+}

@@ -1,4 +1,5 @@
-// What a row has come to. Needs Params, Item, blocks/row_result.cuh, blocks/scales.cuh.
+// What a row has come to. Needs Params, Item, SharedMemory, blocks/row_result.cuh,
+// blocks/scales.cuh.
 
 // A row's probabilities are relative to its reference. No maximum is asked for while none of them
 // is larger than this, which fp16 holds: so references move seldom.
@@ -23,4 +24,12 @@ __device__ inline RowResult result_of(const Params& params, const Item& item, in
 
 __device__ inline float output_scale(const Params& params) {
   return value_of(params.bmm2_scale_tensor, params.bmm2_scale);
+}
+
+// For fmaxf, which ignores a NaN.
+__device__ inline float nan_unless_finite(float value) { return fmaf(value, 0.0f, value); }
+
+// What a warp tells others of its rows, where it stages output at other times.
+__device__ inline float* told_of_rows(SharedMemory& shared, int warp) {
+  return reinterpret_cast<float*>(shared.staging[warp]);
 }

@@ -5,15 +5,17 @@ constexpr int kSchedulerThreads = 3 * kWarpLanes;
 
 // Begins to copy the rows of a query, by `threads` threads of which this is number `thread`. A
 // row's tiles lie kQueryTileBytes apart; eight lanes copy 128 bytes.
-__device__ inline void begin_query(const Params& params, const Item& item, SharedMemory& shared,
+__device__ inline void begin_query(const Params& params, const Part& part, SharedMemory& shared,
                                    int thread, int threads) {
   const int lane = thread % 8;
+#pragma unroll 1
   for (int row = thread / 8; row < kRows; row += threads / 8) {
-    const bool is_row = row < item.rows;
-    const int packed_row = is_row ? item.first_row + row : 0;
-    const int token = packed_row / params.heads;
+    const bool is_row = row < part.rows;
+    const int packed_row = is_row ? part.first_row + row : 0;
+    // Mostly there is one token, and division takes long.
+    const int token = packed_row < params.heads ? 0 : packed_row / params.heads;
     const int head = packed_row - token * params.heads;
-    const i64 query = is_row ? item.first_query + token : 0;
+    const i64 query = is_row ? part.first_query + token : 0;
     const unsigned char* latent = params.query + query * params.query_stride +
                                   head * params.query_head_stride + lane * kChunkBytes;
     const unsigned char* rope = params.query_rope + query * params.query_rope_stride +
@@ -36,36 +38,48 @@ __device__ inline void finish_query(const Barrier& full) {
   if (lane_index() == 0) arrive_at(full);
 }
 
-// All warps but the loader's bring the first query: nothing can begin without it.
-constexpr int kFirstQueryWarps = kThreads / kWarpLanes - 1;
-
-__device__ inline void load_first_query(const Params& params, SharedMemory& shared) {
-  const Item& item = shared.items[0];
-  if (item.request < 0 || warp_index() == kConsumerWarps) return;
-  const int warp = warp_index() < kConsumerWarps ? warp_index() : warp_index() - 1;
-  begin_query(params, item, shared, warp * kWarpLanes + lane_index(),
-              kFirstQueryWarps * kWarpLanes);
-  finish_query(shared.first_query_full);
+// Consumers bring the first query themselves: nothing can begin without it.
+__device__ inline void begin_first_query(const Params& params, const Part& part,
+                                         SharedMemory& shared) {
+  begin_query(params, part, shared, static_cast<int>(threadIdx.x), kConsumerThreads);
 }
 
-__device__ inline void take_item(const Params& params, int member, u32 count,
-                                 SharedMemory& shared) {
-  if (warp_index() != kConsumerWarps + 1) return;
-  Item& item = shared.items[item_slot(count)];
-  ItemWalk(params, shared.scratch, member).next(item);
-  if (lane_index() == 0) item.count = count;
+// Goes on from an item; where to is in shared memory meanwhile, for a scheduler has few registers.
+__device__ inline void leave_item(ItemWalk& walk, SharedMemory& shared) {
+  walk.advance();
+  __syncwarp();
+  if (lane_index() == 0) shared.scratch.next = walk;
   __syncwarp();
 }
 
-// All items but the first.
-__device__ inline void schedule(const Params& params, int member, SharedMemory& shared) {
+__device__ inline void take_next_item(const Params& params, int member, u32 count,
+                                      SharedMemory& shared) {
+  ItemWalk walk(params, shared.scratch.span, member, shared.scratch.next);
+  const Part part = walk.find();
+  Item& item = shared.items[item_slot(count)];
+  if (part.request >= 0) {
+    walk.fill(item, part, count);
+    leave_item(walk, shared);
+  } else if (lane_index() == 0) {
+    item.request = -1;
+  }
+  __syncwarp();
+}
+
+// `walk` is at the first item.
+__device__ inline void schedule(const Params& params, ItemWalk& walk, const Part& first,
+                                SharedMemory& shared) {
+  const bool walks = warp_index() == kConsumerWarps + 1;  // one of the warps
+  if (walks) walk.fill(shared.items[0], first, 0);
+  __syncwarp();
   if (lane_index() == 0) arrive_at(shared.item_full[0]);
-  if (shared.items[0].request < 0) return;
+  const int member = walk.member;
+  if (walks) leave_item(walk, shared);
   const int thread = static_cast<int>(threadIdx.x) % 128 - kWarpLanes;
   for (u32 count = 1;; ++count) {
-    Item& item = shared.items[item_slot(count)];
+    const Item& item = shared.items[item_slot(count)];
     wait_for(shared.item_empty[item_slot(count)], item_parity(count) ^ 1);
-    take_item(params, member, count, shared);
+    if (walks) take_next_item(params, member, count, shared);
     barrier_sync(kSchedulerBarrier, kSchedulerThreads);
     if (lane_index() == 0) arrive_at(shared.item_full[item_slot(count)]);
     if (item.request < 0) return;

@@ -1,5 +1,5 @@
 // How the work of a call is divided among the blocks of the grid: each finds its own part. Needs
-// Params, blocks/table_row.cuh, ptx/prefetch.cuh, roles/mla_hopper/constants.
+// Params, blocks/table_row.cuh, roles/mla_hopper/constants.
 
 // The tiles of rows of a request are taken in groups, one tile for each member of a team: blocks
 // that are neighbours and read the same tokens. A unit is a request and a group. All units in a row
@@ -15,12 +15,6 @@ constexpr int kMergeCost = 5;  // of having any pieces to merge, in blocks
 constexpr int kLeastSpan = 2;  // positions
 constexpr int kMostSpans = 144;  // of so many pieces there is room for what is merged
 
-// Of numbers that are not negative. Those of 64 bits are few, and take five times as long.
-__device__ inline i64 quotient(i64 a, i64 b) {
-  if (static_cast<u64>(a | b) >> 32 == 0) return static_cast<u32>(a) / static_cast<u32>(b);
-  return a / b;
-}
-
 struct RequestFacts {
   i64 first_query;  // index of the request's first query token among all
   int q_len;
@@ -30,7 +24,16 @@ struct RequestFacts {
   int groups;
 };
 
-__device__ inline RequestFacts facts_of_request(const Params& params, int request) {
+// A number of members as teams, of four members at the most: by constants, for a division takes
+// long.
+__device__ inline int in_teams(const Params& params, int members) {
+  if (params.team_size == 1) return members;
+  if (params.team_size == 2) return members / 2;
+  return params.team_size == 3 ? members / 3 : members / 4;
+}
+
+// `length` is what seq_lens has for the request.
+__device__ inline RequestFacts facts_of_request(const Params& params, int request, int length) {
   RequestFacts facts;
   i64 q_len = params.q_len;
   facts.first_query = request * q_len;
@@ -42,129 +45,155 @@ __device__ inline RequestFacts facts_of_request(const Params& params, int reques
                          (facts.first_query + q_len) * params.heads <= params.total_rows;
   facts.q_len = static_cast<int>(q_len);
   facts.rows = is_inside ? facts.q_len * params.heads : 0;
-  facts.kv_len = tokens_held(params.seq_lens[request], table_row(params, request).pages);
+  facts.kv_len = tokens_held(length, table_row(params, request).pages);
   facts.blocks = ceil_div(facts.kv_len, kBlockTokens);
   const int tiles = ceil_div(facts.rows, kRows);
-  // The usual cases without a division.
-  facts.groups = params.team_size == 1   ? tiles
-                 : params.team_size == 2 ? (tiles + 1) / 2
-                                         : ceil_div(tiles, params.team_size);
+  facts.groups = in_teams(params, tiles + params.team_size - 1);
   return facts;
 }
 
-// The span of a team: the line's positions from `begin` to before `end`.
+__device__ inline RequestFacts facts_of_request(const Params& params, int request) {
+  return facts_of_request(params, request, params.seq_lens[request]);
+}
+
+// The span of a team: the line's positions from `begin` to before `end`. The host sees to it that
+// they fit.
 struct Span {
-  i64 total;  // length of the line
+  int whole;  // positions that every span has, and how many spans have one more: the first
+  int rest;
   int spans;  // in use
   int index;  // of this one; the last span is the first team's, so that no block waits for a later
   int unit_cost;
-  i64 begin;
-  i64 end;
+  int begin;
+  int end;
 };
 
 // What a warp found of its requests.
-struct WarpRequests {
-  i64 length;  // of the line
+struct alignas(kChunkBytes) WarpRequests {
+  int length;  // of the line
   int blocks;  // of all requests, and their groups, if all are alike
   int groups;
-  bool is_uniform;
+  int is_uniform;
+};
+
+// Where a walk along the units is.
+struct WalkState {
+  RequestFacts facts;
+  int request;
+  int group;
+  int unit_begin;
 };
 
 struct SpanScratch {
   WarpRequests warps[kThreads / kWarpLanes];
   Span span;
-  // The unit that comes next: the one that the span begins in, at first.
-  RequestFacts facts;
-  int request;
-  int group;
-  i64 unit_begin;
+  WalkState first;  // at the unit that the span begins in
+  WalkState next;  // at the one that comes next
 };
 
-__device__ inline i64 line_length(const RequestFacts& facts, int unit_cost) {
-  return static_cast<i64>(facts.groups) * (facts.blocks + unit_cost);
+__device__ inline int line_length(const RequestFacts& facts, int unit_cost) {
+  return facts.groups * (facts.blocks + unit_cost);
+}
+
+// Whether `a` is a multiple of `b`, of numbers below 2^24; of larger ones it may say no.
+__device__ inline bool is_multiple(int a, int b) {
+  return __float2int_rn(__fdividef(static_cast<float>(a), static_cast<float>(b))) * b == a;
 }
 
 // How many spans of the same number of whole units, or whole units of the same number of spans,
 // there are at the most; where all units have `blocks` blocks. None if merging pieces costs less
 // than the idle teams would. By whole warps.
 __device__ inline int aligned_spans(int teams, int units, int blocks) {
-  const i64 total = static_cast<i64>(units) * blocks;
-  teams = static_cast<int>(min(static_cast<i64>(teams), total));  // no span without a block
+  const int total = units * blocks;
+  teams = min(teams, total);  // no span without a block
   const int spans = max(teams - lane_index(), 1);
-  const bool is_aligned = units % spans == 0 || spans % units == 0;
-  const bool is_cheap = total * teams <= (total + static_cast<i64>(kMergeCost) * teams) * spans;
+  const bool is_aligned = is_multiple(units, spans) || is_multiple(spans, units);
+  const bool is_cheap =
+      static_cast<i64>(total) * teams <= (total + static_cast<i64>(kMergeCost) * teams) * spans;
   const u32 found = __ballot_sync(~0u, is_aligned && is_cheap);
   return found == 0 ? 0 : max(teams - __ffs(static_cast<int>(found)) + 1, 1);
 }
 
+// Where span `index` begins.
+__device__ inline int beginning_of(int index, int whole, int rest) {
+  return index * whole + min(index, rest);
+}
+
+// The first request that a thread counts the blocks of, of `each`; a thread behind the last looks
+// at that one.
+__device__ inline int requests_of_thread(const Params& params) {
+  return ceil_div(params.requests, kThreads);
+}
+
+__device__ inline int own_request(const Params& params) {
+  const int first = static_cast<int>(threadIdx.x) * requests_of_thread(params);
+  return min(first, params.requests - 1);
+}
+
 // Finds the span of the team `team`, by all threads of the block, and leaves it in `scratch`; says
-// whether there is one.
-__device__ inline bool find_span(const Params& params, int team, SpanScratch& scratch) {
-  const int each = ceil_div(params.requests, kThreads);
+// whether there is one. `length` is what seq_lens has for the thread's own_request.
+__device__ inline bool find_span(const Params& params, int team, int length, SpanScratch& scratch) {
+  const int each = requests_of_thread(params);
   const int first = static_cast<int>(threadIdx.x) * each;
   const int last = min(first + each, params.requests);
-  RequestFacts facts;
-  int blocks;  // of this thread's first request, and its groups
-  int groups;
+  RequestFacts facts = facts_of_request(params, own_request(params), length);
+  int blocks = facts.blocks;
+  int groups = facts.groups;
   bool is_uniform = true;
-  i64 own = 0;
-  // A thread behind the last request looks at that one, which is another's.
-  for (int request = min(first, params.requests - 1); request < max(last, 1); ++request) {
-    facts = facts_of_request(params, request);
-    if (request <= first) {
-      blocks = facts.blocks;
-      groups = facts.groups;
-    }
-    is_uniform &= facts.blocks == blocks && facts.groups == groups;
-    if (request >= first) own += line_length(facts, kUnitCost);
+  int own = first < last ? line_length(facts, kUnitCost) : 0;
+#pragma unroll 1
+  for (int request = first + 1; request < last; ++request) {
+    const RequestFacts more = facts_of_request(params, request);
+    is_uniform &= more.blocks == blocks && more.groups == groups;
+    own += line_length(more, kUnitCost);
   }
+  // All lanes take part in both.
   const int lane_0_blocks = __shfl_sync(~0u, blocks, 0);
   const int lane_0_groups = __shfl_sync(~0u, groups, 0);
-  is_uniform &= blocks == lane_0_blocks && groups == lane_0_groups;
-  is_uniform = __all_sync(~0u, is_uniform);
-  i64 through = own;  // with all lanes before
-#pragma unroll 1
+  is_uniform = __all_sync(~0u, is_uniform && blocks == lane_0_blocks && groups == lane_0_groups);
+  int through = own;  // with all lanes before
+#pragma unroll
   for (int lanes = 1; lanes < kWarpLanes; lanes *= 2) {
-    const i64 before = __shfl_up_sync(~0u, through, lanes);
+    const int before = __shfl_up_sync(~0u, through, lanes);
     if (lane_index() >= lanes) through += before;
   }
   if (lane_index() == kWarpLanes - 1) {
     scratch.warps[warp_index()] = {through, blocks, groups, is_uniform};
   }
   __syncthreads();
-  i64 begin = through - own;
-  i64 total = 0;
-  blocks = scratch.warps[0].blocks;
-  groups = scratch.warps[0].groups;
-  is_uniform = blocks > 0 && groups > 0;
-#pragma unroll 4
-  for (int warp = 0; warp < kThreads / kWarpLanes; ++warp) {
-    const WarpRequests found = scratch.warps[warp];
-    if (warp < warp_index()) begin += found.length;
-    total += found.length;
-    is_uniform &= found.is_uniform && found.blocks == blocks && found.groups == groups;
-  }
-  int spans =
-      static_cast<int>(max(static_cast<i64>(1), min(static_cast<i64>(min(params.teams, kMostSpans)),
-                                                    total / kLeastSpan)));
+  // A lane looks at what one warp found; there are fewer warps than lanes.
+  constexpr int kWarps = kThreads / kWarpLanes;
+  const WarpRequests found = scratch.warps[min(lane_index(), kWarps - 1)];
+  const int length_of_warp = lane_index() < kWarps ? found.length : 0;
+  int total = __reduce_add_sync(~0u, length_of_warp);
+  int begin = __reduce_add_sync(~0u, lane_index() < warp_index() ? length_of_warp : 0);
+  begin += through - own;
+  blocks = __shfl_sync(~0u, found.blocks, 0);
+  groups = __shfl_sync(~0u, found.groups, 0);
+  is_uniform = __all_sync(~0u, found.is_uniform && found.blocks == blocks &&
+                                   found.groups == groups && blocks > 0 && groups > 0);
+  int spans = max(1, min(min(params.teams, kMostSpans), total / kLeastSpan));
   int unit_cost = kUnitCost;
   if (is_uniform) {
     const int aligned = aligned_spans(spans, params.requests * groups, blocks);
     if (aligned > 0) {
       spans = aligned;
       unit_cost = 0;
-      const i64 length = static_cast<i64>(groups) * blocks;
-      total = params.requests * length;
-      begin = min(first, params.requests) * length;
-      own = max(last - first, 0) * length;
+      const int of_request = groups * blocks;
+      total = params.requests * of_request;
+      begin = min(first, params.requests) * of_request;
+      own = max(last - first, 0) * of_request;
     }
   }
   const int index = spans - 1 - team;
   if (index < 0 || total == 0) return false;
-  const i64 span_begin = quotient(index * total, spans);
+  const int whole = static_cast<u32>(total) / static_cast<u32>(spans);
+  const int rest = total - whole * spans;
+  const int span_begin = beginning_of(index, whole, rest);
   if (begin <= span_begin && span_begin < begin + own) {
     int request = first;
     // With one request a thread, its facts are at hand.
+#pragma unroll 1
     while (each > 1) {
       facts = facts_of_request(params, request);
       if (span_begin < begin + line_length(facts, unit_cost)) break;
@@ -172,24 +201,11 @@ __device__ inline bool find_span(const Params& params, int team, SpanScratch& sc
       ++request;
     }
     const int unit = facts.blocks + unit_cost;
-    const int group = facts.groups == 1 ? 0 : static_cast<int>(quotient(span_begin - begin, unit));
-    const i64 span_end = quotient((index + 1) * total, spans);
-    scratch.span = {total, spans, index, unit_cost, span_begin, span_end};
-    scratch.facts = facts;
-    scratch.request = request;
-    scratch.group = group;
-    scratch.unit_begin = begin + static_cast<i64>(group) * unit;
+    const int group = facts.groups == 1 ? 0 : (span_begin - begin) / unit;
+    const int span_end = beginning_of(index + 1, whole, rest);
+    scratch.span = {whole, rest, spans, index, unit_cost, span_begin, span_end};
+    scratch.first = {facts, request, group, begin + group * unit};
   }
   __syncthreads();
   return true;
-}
-
-// Asks for what find_span and the loader will read first, before it may be read.
-__device__ inline void prefetch_lengths(const Params& params) {
-  const int request = static_cast<int>(threadIdx.x);
-  if (request >= params.requests) return;
-  prefetch_l2(params.seq_lens + request);
-  if (params.table_starts == nullptr && params.max_pages > 0) {
-    prefetch_l2(params.block_tables + request * static_cast<i64>(params.block_tables_stride));
-  }
 }

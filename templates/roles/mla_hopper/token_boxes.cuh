@@ -31,3 +31,11 @@ struct BlockBoxes {
     }
   }
 };
+
+// For the loader: done with the item that `count` have preceded; what the next is about.
+__device__ inline Part next_part(SharedMemory& shared, u32& count) {
+  if (lane_index() == 0) arrive_at(shared.item_empty[item_slot(count)]);
+  ++count;
+  wait_for(shared.item_full[item_slot(count)], item_parity(count));
+  return shared.items[item_slot(count)];
+}

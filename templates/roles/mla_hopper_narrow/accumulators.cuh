@@ -18,6 +18,10 @@ __device__ inline int dim_of(int warp, int i) {
   return i / kRowGroups * kTileElements + warp * 16 + fresh_lane() / 4;
 }
 
+// Row and dim of part `c` of float4 `i`.
+__device__ inline int part_row(int, int i, int c) { return own_row(i % kRowGroups * 2 + c % 2); }
+__device__ inline int part_dim(int warp, int i, int c) { return dim_of(warp, i) + c / 2 * 8; }
+
 // Whether this thread writes what there is of its rows.
 __device__ inline bool is_row_writer() { return fresh_thread() < 4; }
 

@@ -19,21 +19,19 @@ __device__ inline void copy_stage(const Params& params, const BlockBoxes& boxes,
   }
 }
 
-__device__ inline void load_tokens(const Params& params, int, SharedMemory& shared) {
+// `part` is of the first item.
+__device__ inline void load_tokens(const Params& params, int, Part part, SharedMemory& shared) {
   RingPosition<kStages> position;
-  for (u32 count = 0;; ++count) {
-    wait_for(shared.item_full[item_slot(count)], item_parity(count));
-    const Item& item = shared.items[item_slot(count)];
-    if (item.request < 0) return;
-    const int end = item.first_block + item.blocks;
-    PageIds ids(params, item);
-    for (int block = item.first_block; block < end; ++block) {
-      const BlockBoxes boxes(ids, block, item.visible_to_any);
+  for (u32 count = 0; part.request >= 0; part = next_part(shared, count)) {
+    const int end = part.first_block + part.blocks;
+    PageIds ids(params, part);
+    for (int block = part.first_block; block < end; ++block) {
+      const BlockBoxes boxes(ids, block, part.visible_to_any);
 #pragma unroll
-      for (int part = 0; part < kBlockStages; ++part) {
+      for (int index = 0; index < kBlockStages; ++index) {
         wait_for(shared.stage_empty[position.stage], position.parity ^ 1);
         if (lane_index() == 0) {
-          copy_stage(params, boxes, part * kStageTiles,
+          copy_stage(params, boxes, index * kStageTiles,
                      shared_address(shared.tokens[position.stage]),
                      shared_address(&shared.stage_full[position.stage]));
         }
@@ -41,6 +39,5 @@ __device__ inline void load_tokens(const Params& params, int, SharedMemory& shar
         position.advance();
       }
     }
-    if (lane_index() == 0) arrive_at(shared.item_empty[item_slot(count)]);
   }
 }

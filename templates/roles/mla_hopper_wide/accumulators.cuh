@@ -24,6 +24,10 @@ __device__ inline int dim_of(int warp, int i) {
   return warp / 4 * kHalfDims + i * 8 + lane_index() % 4 * 2;
 }
 
+// Row and dim of part `c` of float4 `i`.
+__device__ inline int part_row(int warp, int, int c) { return row_of(warp, c / 2); }
+__device__ inline int part_dim(int warp, int i, int c) { return dim_of(warp, i) + c % 2; }
+
 // Whether this thread writes what there is of its rows.
 __device__ inline bool is_row_writer() { return fresh_thread() < 128 && fresh_thread() % 4 == 0; }
 

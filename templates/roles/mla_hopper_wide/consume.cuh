@@ -55,18 +55,26 @@ struct Consumer {
   }
 
   // Scores of the block in `kStage`, which are here, to probabilities; says whether references
-  // moved.
-  template <int kStage>
+  // moved. `kIsPlain` where all rows see the whole block.
+  template <int kStage, bool kIsPlain>
   __device__ bool take_scores(int block, float (&moved)[kOwnRows]) {
-    float factor = scale;
+#pragma unroll
+    for (int r = 0; r < kOwnRows; ++r) moved[r] = 1.0f;
     const int first_token = block * kBlockTokens;
-    if (first_token + kBlockTokens > item.visible_to_all) {
-      hide(scores, scale, item, first_token);
-      factor = 1.0f;
-      clear_values<kStage>(first_token);
+    const bool hides = !kIsPlain && first_token + kBlockTokens > item.visible_to_all;
+    const bool moves = !softmax.take(scores, scale, probabilities, hides);
+    if (moves) {
+      scale_scores(scores, scale);
+      if constexpr (!kIsPlain) {
+        if (hides) {
+          hide(scores, item, first_token);
+          clear_values<kStage>(first_token);
+        }
+      }
+      softmax.take_moving(scores, probabilities, moved);
     }
-    return softmax.take(scores, factor, probabilities, moved, shared.reference[kStage],
-                        shared.rescale[kStage]);
+    softmax.publish(moved, shared.reference[kStage], shared.rescale[kStage]);
+    return moves;
   }
 
   // When all warps of this consumer have their scores.
@@ -88,64 +96,93 @@ struct Consumer {
     }
   }
 
-  // One pair of blocks; `kIsLast` where no scores follow, and `has_odd` where the pair is whole.
-  template <bool kIsLast>
-  __device__ void take_pair_left(int block, bool has_odd) {
+  // A pair of blocks that all rows see whole, and that the scores of another follow.
+  __device__ void take_plain_pair_left(int block) {
     descriptors.forget();
     float moved[kOwnRows];
-    if (take_scores<0>(block, moved)) rescale(accumulators, moved[0], moved[1]);
+    if (take_scores<0, true>(block, moved)) rescale(accumulators, moved[0], moved[1]);
     store_probabilities<0>();
     barrier_arrive(kProbabilitiesBarrier, kConsumerThreads);
     wgmma_keep(accumulators);
     add_own<0, 0>(descriptors, probabilities, accumulators);
     finish(accumulators);
     release(shared.left_empty[0]);
-    if constexpr (kIsLast) {
-      if (has_odd) {
-        barrier_sync(kProbabilitiesBarrier + 1, kConsumerThreads);
-        follow(1);
-        wgmma_keep(accumulators);
-        add_others<1, 0>(descriptors, accumulators);
-        finish(accumulators);
-        release(shared.left_empty[1]);
-        release(shared.rope_empty[1]);
-      }
-      parity ^= 1;
-    } else {
-      barrier_sync(kProbabilitiesBarrier + 1, kConsumerThreads);
-      follow(1);
-      wgmma_keep(accumulators);
-      add_others<1, 0>(descriptors, accumulators);
-      parity ^= 1;
-      begin_scores<0>(descriptors, shared, parity, scores, [&](int tile) {
-        if (tile != 3) return;
-        wgmma_wait_group<4>();
-        release(shared.left_empty[1]);
-        release(shared.rope_empty[1]);
-      });
-      finish(accumulators);
-      wgmma_keep(scores);
-    }
+    barrier_sync(kProbabilitiesBarrier + 1, kConsumerThreads);
+    follow(1);
+    wgmma_keep(accumulators);
+    add_others<1, 0>(descriptors, accumulators);
+    parity ^= 1;
+    begin_scores<0>(descriptors, shared, parity, scores, [&](int tile) {
+      if (tile != 3) return;
+      wgmma_wait_group<4>();
+      release(shared.left_empty[1]);
+      release(shared.rope_empty[1]);
+    });
+    finish(accumulators);
+    wgmma_keep(scores);
   }
 
-  template <bool kIsLast>
-  __device__ void take_pair_right(int block, bool has_odd) {
+  __device__ void take_plain_pair_right(int block) {
     descriptors.forget();
     barrier_sync(kProbabilitiesBarrier, kConsumerThreads);
     follow(0);
     wgmma_keep(accumulators);
     add_others<0, 1>(descriptors, accumulators);
     float moved[kOwnRows];
-    bool moves = false;
-    if (!kIsLast || has_odd) {
-      moves = take_scores<1>(block + 1, moved);
-      store_probabilities<1>();
-      barrier_arrive(kProbabilitiesBarrier + 1, kConsumerThreads);
-    }
+    const bool moves = take_scores<1, true>(block + 1, moved);
+    store_probabilities<1>();
+    barrier_arrive(kProbabilitiesBarrier + 1, kConsumerThreads);
     finish(accumulators);
     release(shared.right_empty[0]);
     release(shared.rope_empty[0]);
-    if (!kIsLast || has_odd) {
+    if (moves) rescale(accumulators, moved[0], moved[1]);
+    wgmma_keep(accumulators);
+    add_own<1, 1>(descriptors, probabilities, accumulators);
+    finish(accumulators);
+    release(shared.right_empty[1]);
+    parity ^= 1;
+    begin_scores<1>(descriptors, shared, parity, scores, [](int) {});
+    finish(scores);
+  }
+
+  // Any pair; the same steps, with less under way at a time.
+  __device__ void take_pair_left(int block, bool is_last, bool has_odd) {
+    descriptors.forget();
+    float moved[kOwnRows];
+    if (take_scores<0, false>(block, moved)) rescale(accumulators, moved[0], moved[1]);
+    store_probabilities<0>();
+    barrier_arrive(kProbabilitiesBarrier, kConsumerThreads);
+    wgmma_keep(accumulators);
+    add_own<0, 0>(descriptors, probabilities, accumulators);
+    finish(accumulators);
+    release(shared.left_empty[0]);
+    if (has_odd) {
+      barrier_sync(kProbabilitiesBarrier + 1, kConsumerThreads);
+      follow(1);
+      wgmma_keep(accumulators);
+      add_others<1, 0>(descriptors, accumulators);
+      finish(accumulators);
+      release(shared.left_empty[1]);
+      release(shared.rope_empty[1]);
+    }
+    parity ^= 1;
+    if (!is_last) begin_pair<0>();
+  }
+
+  __device__ void take_pair_right(int block, bool is_last, bool has_odd) {
+    descriptors.forget();
+    barrier_sync(kProbabilitiesBarrier, kConsumerThreads);
+    follow(0);
+    wgmma_keep(accumulators);
+    add_others<0, 1>(descriptors, accumulators);
+    finish(accumulators);
+    release(shared.right_empty[0]);
+    release(shared.rope_empty[0]);
+    if (has_odd) {
+      float moved[kOwnRows];
+      const bool moves = take_scores<1, false>(block + 1, moved);
+      store_probabilities<1>();
+      barrier_arrive(kProbabilitiesBarrier + 1, kConsumerThreads);
       if (moves) rescale(accumulators, moved[0], moved[1]);
       wgmma_keep(accumulators);
       add_own<1, 1>(descriptors, probabilities, accumulators);
@@ -157,30 +194,41 @@ struct Consumer {
     }
     release(shared.right_empty[1]);
     parity ^= 1;
-    if constexpr (!kIsLast) {
-      begin_scores<1>(descriptors, shared, parity, scores, [](int) {});
-      finish(scores);
-    }
+    if (!is_last) begin_pair<1>();
+  }
+
+  // The scores that a pair begins with.
+  template <int kStage>
+  __device__ void begin_pair() {
+    begin_scores<kStage>(descriptors, shared, parity, scores, [](int) {});
+    finish(scores);
   }
 
   __device__ void take_item() {
     const int end = item.first_block + item.blocks;
     const int last_pair = item.first_block + (item.blocks - 1) / 2 * 2;
+    const int seen_blocks = item.visible_to_all / kBlockTokens - item.first_block;
+    const int plain_end =
+        item.first_block + max(min(last_pair - item.first_block, seen_blocks) / 2 * 2, 0);
     int block = item.first_block;
     if (is_left()) {
-      begin_scores<0>(descriptors, shared, parity, scores, [](int) {});
-      finish(scores);
+      begin_pair<0>();
 #pragma unroll 1
-      for (; block < last_pair; block += 2) take_pair_left<false>(block, true);
-      release_query();
-      take_pair_left<true>(block, block + 1 < end);
+      for (; block < plain_end; block += 2) take_plain_pair_left(block);
+#pragma unroll 1
+      for (; block < end; block += 2) {
+        if (block == last_pair) release_query();
+        take_pair_left(block, block == last_pair, block + 1 < end);
+      }
     } else {
-      begin_scores<1>(descriptors, shared, parity, scores, [](int) {});
-      finish(scores);
+      begin_pair<1>();
 #pragma unroll 1
-      for (; block < last_pair; block += 2) take_pair_right<false>(block, true);
-      release_query();
-      take_pair_right<true>(block, block + 1 < end);
+      for (; block < plain_end; block += 2) take_plain_pair_right(block);
+#pragma unroll 1
+      for (; block < end; block += 2) {
+        if (block == last_pair) release_query();
+        take_pair_right(block, block == last_pair, block + 1 < end);
+      }
     }
   }
 

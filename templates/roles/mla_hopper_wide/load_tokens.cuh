@@ -45,10 +45,10 @@ struct LaneTile {
   }
 };
 
-__device__ inline void load_block(const LaneTile& tile, PageIds& ids, const Item& item, int stage,
+__device__ inline void load_block(const LaneTile& tile, PageIds& ids, const Part& part, int stage,
                                   int block, u32 parity, const SharedMemory& shared) {
-  const bool exists = block < item.first_block + item.blocks;
-  const BlockBoxes boxes(ids, exists ? block : block - 1, item.visible_to_any);
+  const bool exists = block < part.first_block + part.blocks;
+  const BlockBoxes boxes(ids, exists ? block : block - 1, part.visible_to_any);
   const int lane = lane_index();
   wait_for(shared.left_empty[stage], parity);
   if (lane < kLatentTiles / 2) tile.load(boxes, exists, stage);
@@ -58,25 +58,23 @@ __device__ inline void load_block(const LaneTile& tile, PageIds& ids, const Item
   if (lane == kLatentTiles) tile.load(boxes, exists, stage);
 }
 
-__device__ inline void load_tokens(const Params& params, int member, SharedMemory& shared) {
+// `part` is of the first item.
+__device__ inline void load_tokens(const Params& params, int member, Part part,
+                                   SharedMemory& shared) {
   const LaneTile tile(params, shared);
   u32 parity = 1;
-  for (u32 count = 0;; ++count) {
-    wait_for(shared.item_full[item_slot(count)], item_parity(count));
-    const Item& item = shared.items[item_slot(count)];
-    if (item.request < 0) return;
-    const int end = item.first_block + item.blocks;
-    PageIds ids(params, item);
-    for (int block = item.first_block; block < end; block += kStages) {
+  for (u32 count = 0; part.request >= 0; part = next_part(shared, count)) {
+    const int end = part.first_block + part.blocks;
+    PageIds ids(params, part);
+    for (int block = part.first_block; block < end; block += kStages) {
 #pragma unroll
       for (int stage = 0; stage < kStages; ++stage) {
         const int ahead = block + stage + kPrefetchBlocks;
         const bool is_mine = params.team_size > 1 && member == stage;
         if (is_mine && ahead < end) prefetch_block(params, ids, ahead);
-        load_block(tile, ids, item, stage, block + stage, parity, shared);
+        load_block(tile, ids, part, stage, block + stage, parity, shared);
       }
       parity ^= 1;
     }
-    if (lane_index() == 0) arrive_at(shared.item_empty[item_slot(count)]);
   }
 }

@@ -17,13 +17,13 @@ struct SharedMemory {
   Barrier first_query_full;
   Barrier query_full;
   Barrier query_empty;
-  Barrier merge_full;
   Barrier item_full[2];
   Barrier item_empty[2];
   int has_nonfinite;
 };
 static_assert(sizeof(SharedMemory) <= kSharedBytes, "the spec knows what the struct takes");
 
+// By one thread.
 __device__ inline void make_barriers(SharedMemory& shared) {
   const auto make = [](const Barrier& barrier, int count) {
     mbarrier_init(shared_address(&barrier), count);
@@ -34,9 +34,8 @@ __device__ inline void make_barriers(SharedMemory& shared) {
     make(shared.right_empty[stage], 1);
     make(shared.rope_empty[stage], 1);
   }
-  make(shared.first_query_full, kThreads / kWarpLanes - 1);  // all but the loader
+  make(shared.first_query_full, kConsumerWarps);
   make(shared.query_full, 3);  // schedulers
-  make(shared.merge_full, 1);
   make(shared.query_empty, 2);
   for (int slot = 0; slot < 2; ++slot) {
     make(shared.item_full[slot], 3);  // schedulers

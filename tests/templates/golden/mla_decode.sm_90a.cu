@@ -460,7 +460,8 @@ __device__ inline RowResult finish_row(float reference, float sum, float sink) {
   const float larger = fmaxf(reference, sink_log2);
   const float rescale = ex2_approx(reference - larger);
   const float total = sum * rescale + ex2_approx(sink_log2 - larger);
-  return {rescale / total, larger + log2f(total)};
+  // Approximate: exact to some 22 bits, and a fraction of the instructions.
+  return {__fdividef(rescale, total), larger + __log2f(total)};
 }
 
 // When the reference of a row moves, in the online softmax of the portable families. Needs nothing.

@@ -217,16 +217,6 @@ __device__ inline void cp_async_wait_group() {
 // PTX ISA, "Data Movement and Conversion Instructions: cp.async.bulk". Needs sm_90.
 // `map` is the generic address of a tensor map; x, y, z, w count elements, the innermost first.
 
-// cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes
-// Copies whole 16 bytes to shared memory, and then counts them as arrived at the barrier.
-__device__ inline void cp_async_bulk(u32 target, const void* source, u32 bytes, u32 barrier) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-          "r"(target),
-      "l"(source), "r"(bytes), "r"(barrier)
-      : "memory");
-}
-
 // cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes
 // Copies a box to shared memory, zeros for what lies outside the tensor, and then counts its bytes
 // as arrived at the barrier.
@@ -298,10 +288,6 @@ __device__ inline void fence_proxy_async() {
 __device__ inline void fence_mbarrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
-
-// fence.proxy.async
-// Orders what this thread knows of all memory before what bulk copies do.
-__device__ inline void fence_proxy_async_all() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
 // PTX ISA, "Parallel Synchronization and Communication Instructions: griddepcontrol". Needs sm_90.
 // Both do nothing in a launch without the programmatic-stream-serialization attribute.
@@ -880,7 +866,8 @@ __device__ inline RowResult finish_row(float reference, float sum, float sink) {
   const float larger = fmaxf(reference, sink_log2);
   const float rescale = ex2_approx(reference - larger);
   const float total = sum * rescale + ex2_approx(sink_log2 - larger);
-  return {rescale / total, larger + log2f(total)};
+  // Approximate: exact to some 22 bits, and a fraction of the instructions.
+  return {__fdividef(rescale, total), larger + __log2f(total)};
 }
 
 // Reductions over the four neighbouring lanes that have a row's parts, as products leave them.
@@ -911,7 +898,7 @@ __device__ inline u32 descriptor_low(u32 address, u32 tile_distance) {
 __device__ inline u64 descriptor(u32 low) { return mov_b64(low, kDescriptorHigh); }
 
 // How the work of a call is divided among the blocks of the grid: each finds its own part. Needs
-// Params, blocks/table_row.cuh, ptx/prefetch.cuh, roles/mla_hopper/constants.
+// Params, blocks/table_row.cuh, roles/mla_hopper/constants.
 
 // The tiles of rows of a request are taken in groups, one tile for each member of a team: blocks
 // that are neighbours and read the same tokens. A unit is a request and a group. All units in a row
@@ -927,12 +914,6 @@ constexpr int kMergeCost = 5;  // of having any pieces to merge, in blocks
 constexpr int kLeastSpan = 2;  // positions
 constexpr int kMostSpans = 144;  // of so many pieces there is room for what is merged
 
-// Of numbers that are not negative. Those of 64 bits are few, and take five times as long.
-__device__ inline i64 quotient(i64 a, i64 b) {
-  if (static_cast<u64>(a | b) >> 32 == 0) return static_cast<u32>(a) / static_cast<u32>(b);
-  return a / b;
-}
-
 struct RequestFacts {
   i64 first_query;  // index of the request's first query token among all
   int q_len;
@@ -942,7 +923,16 @@ struct RequestFacts {
   int groups;
 };
 
-__device__ inline RequestFacts facts_of_request(const Params& params, int request) {
+// A number of members as teams, of four members at the most: by constants, for a division takes
+// long.
+__device__ inline int in_teams(const Params& params, int members) {
+  if (params.team_size == 1) return members;
+  if (params.team_size == 2) return members / 2;
+  return params.team_size == 3 ? members / 3 : members / 4;
+}
+
+// `length` is what seq_lens has for the request.
+__device__ inline RequestFacts facts_of_request(const Params& params, int request, int length) {
   RequestFacts facts;
   i64 q_len = params.q_len;
   facts.first_query = request * q_len;
@@ -954,129 +944,155 @@ __device__ inline RequestFacts facts_of_request(const Params& params, int reques
                          (facts.first_query + q_len) * params.heads <= params.total_rows;
   facts.q_len = static_cast<int>(q_len);
   facts.rows = is_inside ? facts.q_len * params.heads : 0;
-  facts.kv_len = tokens_held(params.seq_lens[request], table_row(params, request).pages);
+  facts.kv_len = tokens_held(length, table_row(params, request).pages);
   facts.blocks = ceil_div(facts.kv_len, kBlockTokens);
   const int tiles = ceil_div(facts.rows, kRows);
-  // The usual cases without a division.
-  facts.groups = params.team_size == 1   ? tiles
-                 : params.team_size == 2 ? (tiles + 1) / 2
-                                         : ceil_div(tiles, params.team_size);
+  facts.groups = in_teams(params, tiles + params.team_size - 1);
   return facts;
 }
 
-// The span of a team: the line's positions from `begin` to before `end`.
+__device__ inline RequestFacts facts_of_request(const Params& params, int request) {
+  return facts_of_request(params, request, params.seq_lens[request]);
+}
+
+// The span of a team: the line's positions from `begin` to before `end`. The host sees to it that
+// they fit.
 struct Span {
-  i64 total;  // length of the line
+  int whole;  // positions that every span has, and how many spans have one more: the first
+  int rest;
   int spans;  // in use
   int index;  // of this one; the last span is the first team's, so that no block waits for a later
   int unit_cost;
-  i64 begin;
-  i64 end;
+  int begin;
+  int end;
 };
 
 // What a warp found of its requests.
-struct WarpRequests {
-  i64 length;  // of the line
+struct alignas(kChunkBytes) WarpRequests {
+  int length;  // of the line
   int blocks;  // of all requests, and their groups, if all are alike
   int groups;
-  bool is_uniform;
+  int is_uniform;
+};
+
+// Where a walk along the units is.
+struct WalkState {
+  RequestFacts facts;
+  int request;
+  int group;
+  int unit_begin;
 };
 
 struct SpanScratch {
   WarpRequests warps[kThreads / kWarpLanes];
   Span span;
-  // The unit that comes next: the one that the span begins in, at first.
-  RequestFacts facts;
-  int request;
-  int group;
-  i64 unit_begin;
+  WalkState first;  // at the unit that the span begins in
+  WalkState next;  // at the one that comes next
 };
 
-__device__ inline i64 line_length(const RequestFacts& facts, int unit_cost) {
-  return static_cast<i64>(facts.groups) * (facts.blocks + unit_cost);
+__device__ inline int line_length(const RequestFacts& facts, int unit_cost) {
+  return facts.groups * (facts.blocks + unit_cost);
+}
+
+// Whether `a` is a multiple of `b`, of numbers below 2^24; of larger ones it may say no.
+__device__ inline bool is_multiple(int a, int b) {
+  return __float2int_rn(__fdividef(static_cast<float>(a), static_cast<float>(b))) * b == a;
 }
 
 // How many spans of the same number of whole units, or whole units of the same number of spans,
 // there are at the most; where all units have `blocks` blocks. None if merging pieces costs less
 // than the idle teams would. By whole warps.
 __device__ inline int aligned_spans(int teams, int units, int blocks) {
-  const i64 total = static_cast<i64>(units) * blocks;
-  teams = static_cast<int>(min(static_cast<i64>(teams), total));  // no span without a block
+  const int total = units * blocks;
+  teams = min(teams, total);  // no span without a block
   const int spans = max(teams - lane_index(), 1);
-  const bool is_aligned = units % spans == 0 || spans % units == 0;
-  const bool is_cheap = total * teams <= (total + static_cast<i64>(kMergeCost) * teams) * spans;
+  const bool is_aligned = is_multiple(units, spans) || is_multiple(spans, units);
+  const bool is_cheap =
+      static_cast<i64>(total) * teams <= (total + static_cast<i64>(kMergeCost) * teams) * spans;
   const u32 found = __ballot_sync(~0u, is_aligned && is_cheap);
   return found == 0 ? 0 : max(teams - __ffs(static_cast<int>(found)) + 1, 1);
 }
 
+// Where span `index` begins.
+__device__ inline int beginning_of(int index, int whole, int rest) {
+  return index * whole + min(index, rest);
+}
+
+// The first request that a thread counts the blocks of, of `each`; a thread behind the last looks
+// at that one.
+__device__ inline int requests_of_thread(const Params& params) {
+  return ceil_div(params.requests, kThreads);
+}
+
+__device__ inline int own_request(const Params& params) {
+  const int first = static_cast<int>(threadIdx.x) * requests_of_thread(params);
+  return min(first, params.requests - 1);
+}
+
 // Finds the span of the team `team`, by all threads of the block, and leaves it in `scratch`; says
-// whether there is one.
-__device__ inline bool find_span(const Params& params, int team, SpanScratch& scratch) {
-  const int each = ceil_div(params.requests, kThreads);
+// whether there is one. `length` is what seq_lens has for the thread's own_request.
+__device__ inline bool find_span(const Params& params, int team, int length, SpanScratch& scratch) {
+  const int each = requests_of_thread(params);
   const int first = static_cast<int>(threadIdx.x) * each;
   const int last = min(first + each, params.requests);
-  RequestFacts facts;
-  int blocks;  // of this thread's first request, and its groups
-  int groups;
+  RequestFacts facts = facts_of_request(params, own_request(params), length);
+  int blocks = facts.blocks;
+  int groups = facts.groups;
   bool is_uniform = true;
-  i64 own = 0;
-  // A thread behind the last request looks at that one, which is another's.
-  for (int request = min(first, params.requests - 1); request < max(last, 1); ++request) {
-    facts = facts_of_request(params, request);
-    if (request <= first) {
-      blocks = facts.blocks;
-      groups = facts.groups;
-    }
-    is_uniform &= facts.blocks == blocks && facts.groups == groups;
-    if (request >= first) own += line_length(facts, kUnitCost);
+  int own = first < last ? line_length(facts, kUnitCost) : 0;
+#pragma unroll 1
+  for (int request = first + 1; request < last; ++request) {
+    const RequestFacts more = facts_of_request(params, request);
+    is_uniform &= more.blocks == blocks && more.groups == groups;
+    own += line_length(more, kUnitCost);
   }
+  // All lanes take part in both.
   const int lane_0_blocks = __shfl_sync(~0u, blocks, 0);
   const int lane_0_groups = __shfl_sync(~0u, groups, 0);
-  is_uniform &= blocks == lane_0_blocks && groups == lane_0_groups;
-  is_uniform = __all_sync(~0u, is_uniform);
-  i64 through = own;  // with all lanes before
-#pragma unroll 1
+  is_uniform = __all_sync(~0u, is_uniform && blocks == lane_0_blocks && groups == lane_0_groups);
+  int through = own;  // with all lanes before
+#pragma unroll
   for (int lanes = 1; lanes < kWarpLanes; lanes *= 2) {
-    const i64 before = __shfl_up_sync(~0u, through, lanes);
+    const int before = __shfl_up_sync(~0u, through, lanes);
     if (lane_index() >= lanes) through += before;
   }
   if (lane_index() == kWarpLanes - 1) {
     scratch.warps[warp_index()] = {through, blocks, groups, is_uniform};
   }
   __syncthreads();
-  i64 begin = through - own;
-  i64 total = 0;
-  blocks = scratch.warps[0].blocks;
-  groups = scratch.warps[0].groups;
-  is_uniform = blocks > 0 && groups > 0;
-#pragma unroll 4
-  for (int warp = 0; warp < kThreads / kWarpLanes; ++warp) {
-    const WarpRequests found = scratch.warps[warp];
-    if (warp < warp_index()) begin += found.length;
-    total += found.length;
-    is_uniform &= found.is_uniform && found.blocks == blocks && found.groups == groups;
-  }
-  int spans =
-      static_cast<int>(max(static_cast<i64>(1), min(static_cast<i64>(min(params.teams, kMostSpans)),
-                                                    total / kLeastSpan)));
+  // A lane looks at what one warp found; there are fewer warps than lanes.
+  constexpr int kWarps = kThreads / kWarpLanes;
+  const WarpRequests found = scratch.warps[min(lane_index(), kWarps - 1)];
+  const int length_of_warp = lane_index() < kWarps ? found.length : 0;
+  int total = __reduce_add_sync(~0u, length_of_warp);
+  int begin = __reduce_add_sync(~0u, lane_index() < warp_index() ? length_of_warp : 0);
+  begin += through - own;
+  blocks = __shfl_sync(~0u, found.blocks, 0);
+  groups = __shfl_sync(~0u, found.groups, 0);
+  is_uniform = __all_sync(~0u, found.is_uniform && found.blocks == blocks &&
+                                   found.groups == groups && blocks > 0 && groups > 0);
+  int spans = max(1, min(min(params.teams, kMostSpans), total / kLeastSpan));
   int unit_cost = kUnitCost;
   if (is_uniform) {
     const int aligned = aligned_spans(spans, params.requests * groups, blocks);
     if (aligned > 0) {
       spans = aligned;
       unit_cost = 0;
-      const i64 length = static_cast<i64>(groups) * blocks;
-      total = params.requests * length;
-      begin = min(first, params.requests) * length;
-      own = max(last - first, 0) * length;
+      const int of_request = groups * blocks;
+      total = params.requests * of_request;
+      begin = min(first, params.requests) * of_request;
+      own = max(last - first, 0) * of_request;
     }
   }
   const int index = spans - 1 - team;
   if (index < 0 || total == 0) return false;
-  const i64 span_begin = quotient(index * total, spans);
+  const int whole = static_cast<u32>(total) / static_cast<u32>(spans);
+  const int rest = total - whole * spans;
+  const int span_begin = beginning_of(index, whole, rest);
   if (begin <= span_begin && span_begin < begin + own) {
     int request = first;
     // With one request a thread, its facts are at hand.
+#pragma unroll 1
     while (each > 1) {
       facts = facts_of_request(params, request);
       if (span_begin < begin + line_length(facts, unit_cost)) break;
@@ -1084,26 +1100,13 @@ __device__ inline bool find_span(const Params& params, int team, SpanScratch& sc
       ++request;
     }
     const int unit = facts.blocks + unit_cost;
-    const int group = facts.groups == 1 ? 0 : static_cast<int>(quotient(span_begin - begin, unit));
-    const i64 span_end = quotient((index + 1) * total, spans);
-    scratch.span = {total, spans, index, unit_cost, span_begin, span_end};
-    scratch.facts = facts;
-    scratch.request = request;
-    scratch.group = group;
-    scratch.unit_begin = begin + static_cast<i64>(group) * unit;
+    const int group = facts.groups == 1 ? 0 : (span_begin - begin) / unit;
+    const int span_end = beginning_of(index + 1, whole, rest);
+    scratch.span = {whole, rest, spans, index, unit_cost, span_begin, span_end};
+    scratch.first = {facts, request, group, begin + group * unit};
   }
   __syncthreads();
   return true;
-}
-
-// Asks for what find_span and the loader will read first, before it may be read.
-__device__ inline void prefetch_lengths(const Params& params) {
-  const int request = static_cast<int>(threadIdx.x);
-  if (request >= params.requests) return;
-  prefetch_l2(params.seq_lens + request);
-  if (params.table_starts == nullptr && params.max_pages > 0) {
-    prefetch_l2(params.block_tables + request * static_cast<i64>(params.block_tables_stride));
-  }
 }
 
 // What a block computes one after the other: pieces of units, for one member of the team. Needs
@@ -1111,8 +1114,8 @@ __device__ inline void prefetch_lengths(const Params& params) {
 
 // The block of tokens that a position is in, counted from the unit's first; what comes before the
 // blocks belongs to the first.
-__device__ inline int block_at(i64 position, i64 unit_begin, const Span& span) {
-  return static_cast<int>(max(position - unit_begin - span.unit_cost, static_cast<i64>(0)));
+__device__ inline int block_at(int position, int unit_begin, const Span& span) {
+  return max(position - unit_begin - span.unit_cost, 0);
 }
 
 // How a unit is cut: its pieces lie on the spans from `first_span` on.
@@ -1121,125 +1124,111 @@ struct Pieces {
   int first_span;
 };
 
-// The first span that begins at or after a position.
-__device__ inline int span_from(i64 position, const Span& span) {
-  return static_cast<int>(quotient(position * span.spans + span.total - 1, span.total));
+// The first span that begins at or after a position: those with a position more come first.
+__device__ inline int span_from(int position, const Span& span) {
+  const int longer = span.rest * (span.whole + 1);
+  if (position <= longer) return ceil_div(position, span.whole + 1);
+  return span.rest + ceil_div(position - longer, span.whole);
 }
 
-__device__ inline Pieces pieces_of(i64 unit_begin, int blocks, const Span& span) {
-  const i64 first_block = unit_begin + span.unit_cost;
+__device__ inline Pieces pieces_of(int unit_begin, int blocks, const Span& span) {
+  const int first_block = unit_begin + span.unit_cost;
   const int second = span_from(first_block + 1, span);
   const int after = span_from(first_block + blocks, span);
   return {1 + after - second, second - 1};
 }
 
-// One piece of a unit, for one member of the team, as all its warps need it.
-struct Item {
-  u32 count;  // of items before
+// Which queries and tokens an item is about: as much as loading them takes.
+struct Part {
   i64 first_query;  // index of the request's first query token among all
   int request;  // minus one after the last item
   int first_row;  // of the tile, among the request's rows
   int rows;  // of the tile; the rest of kRows is padding
   int first_block;
   int blocks;  // of tokens, that this piece computes
+  int visible_to_any;  // tokens that some row of the tile sees
+};
+
+// One piece of a unit, for one member of the team, as all its warps need it.
+struct Item : Part {
+  u32 count;  // of items before
   int visible_to_all;  // tokens that every row of the tile sees
-  int visible_to_any;  // tokens that some row sees
   int pieces;
   int piece;
   int owner;  // the block of the grid that has piece 0
   int row_visible[kRows];  // how many tokens a row sees
 };
 
-// Goes through the items of a span, by one warp. Its state is in shared memory in between: those
-// who walk have few registers.
-struct ItemWalk {
+// Goes through the items of a span, by whole warps.
+struct ItemWalk : WalkState {
   const Params& params;
-  SpanScratch& scratch;
   const Span& span;
   int member;
-  int request;
-  int group;
-  i64 unit_begin;
-  RequestFacts facts;
 
-  __device__ ItemWalk(const Params& params, SpanScratch& scratch, int member)
-      : params(params),
-        scratch(scratch),
-        span(scratch.span),
-        member(member),
-        request(scratch.request),
-        group(scratch.group),
-        unit_begin(scratch.unit_begin),
-        facts(scratch.facts) {}
-
-  __device__ void remember() const {
-    __syncwarp();
-    if (lane_index() != 0) return;
-    scratch.request = request;
-    scratch.group = group;
-    scratch.unit_begin = unit_begin;
-    scratch.facts = facts;
-  }
+  __device__ ItemWalk(const Params& params, const Span& span, int member, const WalkState& state)
+      : WalkState(state), params(params), span(span), member(member) {}
 
   __device__ void advance() {
     unit_begin += facts.blocks + span.unit_cost;
     if (++group < facts.groups) return;
     group = 0;
+#pragma unroll 1
     do {
       if (++request >= params.requests) return;
       facts = facts_of_request(params, request);
     } while (facts.groups == 0);
   }
 
-  // Fills `item` with the next one; its request is minus one if there is none.
-  __device__ void next(Item& item) {
+  // Goes to the next item, if it is not at one; its request is minus one if there is none.
+  __device__ Part find() {
+#pragma unroll 1
     for (; request < params.requests && unit_begin < span.end; advance()) {
-      const int blocks = facts.blocks;
-      const i64 unit_end = unit_begin + blocks + span.unit_cost;
-      const int first = span.begin > unit_begin ? block_at(span.begin, unit_begin, span) : 0;
-      const int last = span.end < unit_end ? block_at(span.end, unit_begin, span) : blocks;
-      const bool is_here = blocks == 0 ? span.begin <= unit_begin : first < last;
-      const int tile = group * params.team_size + member;
-      const int first_row = tile * kRows;
+      const int first = first_block();
+      const int last = last_block();
+      const bool is_here = facts.blocks == 0 ? span.begin <= unit_begin : first < last;
+      const int first_row = (group * params.team_size + member) * kRows;
       if (!is_here || first_row >= facts.rows) continue;
-      fill(item, first_row, first, last);
-      advance();
-      remember();
-      return;
+      const int rows = min(facts.rows - first_row, kRows);
+      const int visible_to_any = visible_tokens(first_row + rows - 1);
+      const int seen_blocks = ceil_div(visible_to_any, kBlockTokens);
+      const int blocks = max(min(last, seen_blocks) - first, 0);
+      return {facts.first_query, request, first_row, rows, first, blocks, visible_to_any};
     }
-    if (lane_index() == 0) item.request = -1;
+    return {0, -1, 0, 0, 0, 0, 0};
   }
 
-  __device__ void fill(Item& item, int first_row, int first_block, int last_block) const {
-    const int rows = min(facts.rows - first_row, kRows);
+  // All of the item that it is at, and that `part` is of.
+  __device__ void fill(Item& item, const Part& part, u32 count) const {
     for (int row = lane_index(); row < kRows; row += kWarpLanes) {
-      item.row_visible[row] = visible_tokens(first_row + row, row < rows);
+      item.row_visible[row] = row < part.rows ? visible_tokens(part.first_row + row) : 0;
     }
     if (lane_index() != 0) return;
+    static_cast<Part&>(item) = part;
     Pieces pieces = {1, span.index};
-    if (first_block > 0 || last_block < facts.blocks) {
+    if (first_block() > 0 || last_block() < facts.blocks) {
       pieces = pieces_of(unit_begin, facts.blocks, span);
     }
-    const int visible_to_any = visible_tokens(first_row + rows - 1, true);
-    const int seen_blocks = ceil_div(visible_to_any, kBlockTokens);
-    item.first_query = facts.first_query;
-    item.request = request;
-    item.first_row = first_row;
-    item.rows = rows;
-    item.first_block = first_block;
-    item.blocks = max(min(last_block, seen_blocks) - first_block, 0);
-    item.visible_to_all = visible_tokens(first_row, true);
-    item.visible_to_any = visible_to_any;
+    item.count = count;
+    item.visible_to_all = visible_tokens(part.first_row);
     item.pieces = pieces.count;
-    item.piece = first_block == 0 ? 0 : span.index - pieces.first_span;
+    item.piece = first_block() == 0 ? 0 : span.index - pieces.first_span;
     item.owner = block_of_span(pieces.first_span);
   }
 
+  // The blocks of the unit that lie on the span.
+  __device__ int first_block() const {
+    return span.begin > unit_begin ? block_at(span.begin, unit_begin, span) : 0;
+  }
+  __device__ int last_block() const {
+    const int unit_end = unit_begin + facts.blocks + span.unit_cost;
+    return span.end < unit_end ? block_at(span.end, unit_begin, span) : facts.blocks;
+  }
+
   // How many tokens a row of the request sees: all up to its own position, or all.
-  __device__ int visible_tokens(int row, bool is_row) const {
+  __device__ int visible_tokens(int row) const {
     const bool is_prefix = params.is_causal && facts.q_len > 1;
     const int later = is_prefix ? facts.q_len - 1 - row / params.heads : 0;
-    return is_row ? max(facts.kv_len - later, 0) : 0;
+    return max(facts.kv_len - later, 0);
   }
 
   // The block of the grid that has this member's part of a span.
@@ -1274,7 +1263,6 @@ struct SharedMemory {
   Barrier first_query_full;
   Barrier query_full;
   Barrier query_empty;
-  Barrier merge_full;
   Barrier item_full[2];
   Barrier item_empty[2];
   int has_nonfinite;
@@ -1282,6 +1270,7 @@ struct SharedMemory {
 static_assert(sizeof(SharedMemory) <= kSharedBytes, "the spec knows what the struct takes");
 static_assert(kBlockStages * kStageTiles == kTiles, "a block is whole stages");
 
+// By one thread.
 __device__ inline void make_barriers(SharedMemory& shared) {
   const auto make = [](const Barrier& barrier, int count) {
     mbarrier_init(shared_address(&barrier), count);
@@ -1290,9 +1279,8 @@ __device__ inline void make_barriers(SharedMemory& shared) {
     make(shared.stage_full[stage], 1);
     make(shared.stage_empty[stage], 1);
   }
-  make(shared.first_query_full, kThreads / kWarpLanes - 1);  // all but the loader
+  make(shared.first_query_full, kConsumerWarps);
   make(shared.query_full, 3);  // schedulers
-  make(shared.merge_full, 1);
   make(shared.query_empty, 1);
   for (int slot = 0; slot < 2; ++slot) {
     make(shared.item_full[slot], 3);  // schedulers
@@ -1308,15 +1296,17 @@ constexpr int kSchedulerThreads = 3 * kWarpLanes;
 
 // Begins to copy the rows of a query, by `threads` threads of which this is number `thread`. A
 // row's tiles lie kQueryTileBytes apart; eight lanes copy 128 bytes.
-__device__ inline void begin_query(const Params& params, const Item& item, SharedMemory& shared,
+__device__ inline void begin_query(const Params& params, const Part& part, SharedMemory& shared,
                                    int thread, int threads) {
   const int lane = thread % 8;
+#pragma unroll 1
   for (int row = thread / 8; row < kRows; row += threads / 8) {
-    const bool is_row = row < item.rows;
-    const int packed_row = is_row ? item.first_row + row : 0;
-    const int token = packed_row / params.heads;
+    const bool is_row = row < part.rows;
+    const int packed_row = is_row ? part.first_row + row : 0;
+    // Mostly there is one token, and division takes long.
+    const int token = packed_row < params.heads ? 0 : packed_row / params.heads;
     const int head = packed_row - token * params.heads;
-    const i64 query = is_row ? item.first_query + token : 0;
+    const i64 query = is_row ? part.first_query + token : 0;
     const unsigned char* latent = params.query + query * params.query_stride +
                                   head * params.query_head_stride + lane * kChunkBytes;
     const unsigned char* rope = params.query_rope + query * params.query_rope_stride +
@@ -1339,36 +1329,48 @@ __device__ inline void finish_query(const Barrier& full) {
   if (lane_index() == 0) arrive_at(full);
 }
 
-// All warps but the loader's bring the first query: nothing can begin without it.
-constexpr int kFirstQueryWarps = kThreads / kWarpLanes - 1;
-
-__device__ inline void load_first_query(const Params& params, SharedMemory& shared) {
-  const Item& item = shared.items[0];
-  if (item.request < 0 || warp_index() == kConsumerWarps) return;
-  const int warp = warp_index() < kConsumerWarps ? warp_index() : warp_index() - 1;
-  begin_query(params, item, shared, warp * kWarpLanes + lane_index(),
-              kFirstQueryWarps * kWarpLanes);
-  finish_query(shared.first_query_full);
+// Consumers bring the first query themselves: nothing can begin without it.
+__device__ inline void begin_first_query(const Params& params, const Part& part,
+                                         SharedMemory& shared) {
+  begin_query(params, part, shared, static_cast<int>(threadIdx.x), kConsumerThreads);
 }
 
-__device__ inline void take_item(const Params& params, int member, u32 count,
-                                 SharedMemory& shared) {
-  if (warp_index() != kConsumerWarps + 1) return;
-  Item& item = shared.items[item_slot(count)];
-  ItemWalk(params, shared.scratch, member).next(item);
-  if (lane_index() == 0) item.count = count;
+// Goes on from an item; where to is in shared memory meanwhile, for a scheduler has few registers.
+__device__ inline void leave_item(ItemWalk& walk, SharedMemory& shared) {
+  walk.advance();
+  __syncwarp();
+  if (lane_index() == 0) shared.scratch.next = walk;
   __syncwarp();
 }
 
-// All items but the first.
-__device__ inline void schedule(const Params& params, int member, SharedMemory& shared) {
+__device__ inline void take_next_item(const Params& params, int member, u32 count,
+                                      SharedMemory& shared) {
+  ItemWalk walk(params, shared.scratch.span, member, shared.scratch.next);
+  const Part part = walk.find();
+  Item& item = shared.items[item_slot(count)];
+  if (part.request >= 0) {
+    walk.fill(item, part, count);
+    leave_item(walk, shared);
+  } else if (lane_index() == 0) {
+    item.request = -1;
+  }
+  __syncwarp();
+}
+
+// `walk` is at the first item.
+__device__ inline void schedule(const Params& params, ItemWalk& walk, const Part& first,
+                                SharedMemory& shared) {
+  const bool walks = warp_index() == kConsumerWarps + 1;  // one of the warps
+  if (walks) walk.fill(shared.items[0], first, 0);
+  __syncwarp();
   if (lane_index() == 0) arrive_at(shared.item_full[0]);
-  if (shared.items[0].request < 0) return;
+  const int member = walk.member;
+  if (walks) leave_item(walk, shared);
   const int thread = static_cast<int>(threadIdx.x) % 128 - kWarpLanes;
   for (u32 count = 1;; ++count) {
-    Item& item = shared.items[item_slot(count)];
+    const Item& item = shared.items[item_slot(count)];
     wait_for(shared.item_empty[item_slot(count)], item_parity(count) ^ 1);
-    take_item(params, member, count, shared);
+    if (walks) take_next_item(params, member, count, shared);
     barrier_sync(kSchedulerBarrier, kSchedulerThreads);
     if (lane_index() == 0) arrive_at(shared.item_full[item_slot(count)]);
     if (item.request < 0) return;
@@ -1387,7 +1389,8 @@ __device__ inline void wait_for_query(const SharedMemory& shared, u32 count) {
   }
 }
 
-// The page ids of an item, read ahead by one warp. Needs Item, blocks/table_row.cuh.
+// The page ids of an item's tokens, read ahead by one warp. Needs Part, blocks/table_row.cuh,
+// ptx/prefetch.cuh.
 
 struct PageIds {
   const int* ids;
@@ -1396,11 +1399,11 @@ struct PageIds {
   int now;  // of page base + lane
   int later;  // of the page 32 after
 
-  __device__ PageIds(const Params& params, const Item& item)
-      : ids(params.block_tables + table_row(params, item.request).start),
-        end(ceil_div(min((item.first_block + item.blocks) * kBlockTokens, item.visible_to_any),
+  __device__ PageIds(const Params& params, const Part& part)
+      : ids(params.block_tables + table_row(params, part.request).start),
+        end(ceil_div(min((part.first_block + part.blocks) * kBlockTokens, part.visible_to_any),
                      kPageSize)),
-        base(item.first_block * kBlockTokens / kPageSize) {
+        base(part.first_block * kBlockTokens / kPageSize) {
     now = read(base);
     later = read(base + kWarpLanes);
   }
@@ -1424,6 +1427,14 @@ struct PageIds {
     later = read(base + kWarpLanes);
   }
 };
+
+// Asks for the first page ids of every request, which loaders read first where an item begins with
+// its request.
+__device__ inline void prefetch_ids(const Params& params) {
+  const int request = static_cast<int>(threadIdx.x);
+  if (request >= params.requests || params.table_starts != nullptr) return;
+  prefetch_l2(params.block_tables + request * static_cast<i64>(params.block_tables_stride));
+}
 
 // Copies tiles of tokens, in as many boxes as pages make necessary. Needs PageIds,
 // ptx/cp_async_bulk.cuh.
@@ -1459,6 +1470,14 @@ struct BlockBoxes {
   }
 };
 
+// For the loader: done with the item that `count` have preceded; what the next is about.
+__device__ inline Part next_part(SharedMemory& shared, u32& count) {
+  if (lane_index() == 0) arrive_at(shared.item_empty[item_slot(count)]);
+  ++count;
+  wait_for(shared.item_full[item_slot(count)], item_parity(count));
+  return shared.items[item_slot(count)];
+}
+
 // Values that some row of a tile must not see: 0 * NaN is NaN, so what is not finite must not meet
 // the tensor cores, though its weight is 0. Needs SharedMemory, Item, blocks/table_row.cuh.
 
@@ -1476,6 +1495,7 @@ template <typename TileOf>
 __device__ inline void clear_nonfinite(SharedMemory& shared, int first, int visible,
                                        TileOf tile_of) {
   constexpr int kTokenChunks = kLatentDim * 2 / kChunkBytes;
+#pragma unroll 1
   for (int i = static_cast<int>(threadIdx.x) % 128; i < (kBlockTokens - first) * kTokenChunks;
        i += 128) {
     const int token = first + i / kTokenChunks;
@@ -1510,7 +1530,8 @@ __device__ inline void add_nonfinite(const Params& params, const Item& item, Add
   }
 }
 
-// What a row has come to. Needs Params, Item, blocks/row_result.cuh, blocks/scales.cuh.
+// What a row has come to. Needs Params, Item, SharedMemory, blocks/row_result.cuh,
+// blocks/scales.cuh.
 
 // A row's probabilities are relative to its reference. No maximum is asked for while none of them
 // is larger than this, which fp16 holds: so references move seldom.
@@ -1537,6 +1558,14 @@ __device__ inline float output_scale(const Params& params) {
   return value_of(params.bmm2_scale_tensor, params.bmm2_scale);
 }
 
+// For fmaxf, which ignores a NaN.
+__device__ inline float nan_unless_finite(float value) { return fmaf(value, 0.0f, value); }
+
+// What a warp tells others of its rows, where it stages output at other times.
+__device__ inline float* told_of_rows(SharedMemory& shared, int warp) {
+  return reinterpret_cast<float*>(shared.staging[warp]);
+}
+
 // The loader, one warp: streams the blocks of tokens of every item through the ring. Needs
 // SharedMemory, token_boxes.cuh.
 
@@ -1558,21 +1587,19 @@ __device__ inline void copy_stage(const Params& params, const BlockBoxes& boxes,
   }
 }
 
-__device__ inline void load_tokens(const Params& params, int, SharedMemory& shared) {
+// `part` is of the first item.
+__device__ inline void load_tokens(const Params& params, int, Part part, SharedMemory& shared) {
   RingPosition<kStages> position;
-  for (u32 count = 0;; ++count) {
-    wait_for(shared.item_full[item_slot(count)], item_parity(count));
-    const Item& item = shared.items[item_slot(count)];
-    if (item.request < 0) return;
-    const int end = item.first_block + item.blocks;
-    PageIds ids(params, item);
-    for (int block = item.first_block; block < end; ++block) {
-      const BlockBoxes boxes(ids, block, item.visible_to_any);
+  for (u32 count = 0; part.request >= 0; part = next_part(shared, count)) {
+    const int end = part.first_block + part.blocks;
+    PageIds ids(params, part);
+    for (int block = part.first_block; block < end; ++block) {
+      const BlockBoxes boxes(ids, block, part.visible_to_any);
 #pragma unroll
-      for (int part = 0; part < kBlockStages; ++part) {
+      for (int index = 0; index < kBlockStages; ++index) {
         wait_for(shared.stage_empty[position.stage], position.parity ^ 1);
         if (lane_index() == 0) {
-          copy_stage(params, boxes, part * kStageTiles,
+          copy_stage(params, boxes, index * kStageTiles,
                      shared_address(shared.tokens[position.stage]),
                      shared_address(&shared.stage_full[position.stage]));
         }
@@ -1580,7 +1607,6 @@ __device__ inline void load_tokens(const Params& params, int, SharedMemory& shar
         position.advance();
       }
     }
-    if (lane_index() == 0) arrive_at(shared.item_empty[item_slot(count)]);
   }
 }
 
@@ -1603,6 +1629,10 @@ __device__ inline int own_row(int r) { return r / 2 * 8 + fresh_lane() % 4 * 2 +
 __device__ inline int dim_of(int warp, int i) {
   return i / kRowGroups * kTileElements + warp * 16 + fresh_lane() / 4;
 }
+
+// Row and dim of part `c` of float4 `i`.
+__device__ inline int part_row(int, int i, int c) { return own_row(i % kRowGroups * 2 + c % 2); }
+__device__ inline int part_dim(int warp, int i, int c) { return dim_of(warp, i) + c / 2 * 8; }
 
 // Whether this thread writes what there is of its rows.
 __device__ inline bool is_row_writer() { return fresh_thread() < 4; }
@@ -1865,28 +1895,33 @@ struct Consumer {
   }
 };
 
-// Makes the rows that see what is not finite so, as they would be if it had been multiplied. Needs
-// accumulators.cuh, roles/mla_hopper/finite_values.cuh.
+// How large the values of a row are. Needs SharedMemory, accumulators.cuh,
+// roles/mla_hopper/row_state.cuh.
 
-__device__ inline void restore_nonfinite(const Params& params, const Item& item,
-                                         Accumulators& accumulators) {
-  add_nonfinite(params, item, [&](const unsigned char* token, int position) {
+// The largest finite magnitude of every row, in all warps.
+__device__ inline void largest_of_rows(SharedMemory& shared, const Accumulators& accumulators,
+                                       float (&largest)[kOwnRows]) {
 #pragma unroll
-    for (int i = 0; i < kAccumulators; ++i) {
-      float4 value = accumulator(accumulators, i);
-      const u16* elements = reinterpret_cast<const u16*>(token) + dim_of(fresh_warp(), i);
-      const TaskRows rows = task_rows(i, fresh_warp());
-      const bool sees_a = position < item.row_visible[rows.a];
-      const bool sees_b = position < item.row_visible[rows.b];
-      const float low = is_finite(elements[0]) ? 0.0f : cvt_f32(Element{}, elements[0]);
-      const float high = is_finite(elements[8]) ? 0.0f : cvt_f32(Element{}, elements[8]);
-      value.x += sees_a ? low : 0.0f;
-      value.y += sees_b ? low : 0.0f;
-      value.z += sees_a ? high : 0.0f;
-      value.w += sees_b ? high : 0.0f;
-      set_accumulator(accumulators, i, value);
+  for (int r = 0; r < kOwnRows; ++r) {
+    float own = 0.0f;
+#pragma unroll
+    for (int tile = 0; tile < kLatentTiles; ++tile) {
+      const float* of = accumulators[tile] + r / 2 * 4 + r % 2;
+      own = fmaxf(own, fabsf(nan_unless_finite(of[0])));
+      own = fmaxf(own, fabsf(nan_unless_finite(of[2])));
     }
-  });
+    own = maximum_of_lanes(own);
+    if (fresh_lane() < 4) told_of_rows(shared, fresh_warp())[own_row(r)] = own;
+  }
+  barrier_sync(kConsumerBarrier, kConsumerThreads);
+#pragma unroll
+  for (int r = 0; r < kOwnRows; ++r) {
+    largest[r] = 0.0f;
+#pragma unroll
+    for (int warp = 0; warp < kConsumerWarps; ++warp) {
+      largest[r] = fmaxf(largest[r], told_of_rows(shared, warp)[own_row(r)]);
+    }
+  }
 }
 
 // Writes finished rows. Needs accumulators.cuh, row_state.cuh, ptx/cvt.cuh, ptx/stmatrix.cuh.
@@ -1960,25 +1995,69 @@ __device__ inline void store_slice(const Params& params, const Item& item, int i
   }
 }
 
+// Makes the rows that see what is not finite so, as they would be if it had been multiplied: in
+// what has been stored of them, so that nothing of it is in the way of the usual case. Needs
+// finite_values.cuh, ptx/cvt.cuh; from the consumers part_row, part_dim.
+
+// `place` tells where this thread's element of part `c` of float4 `i` is: a Stored, which has been
+// multiplied by `scale`.
+template <typename Stored, typename Place>
+__device__ inline void restore_nonfinite(const Params& params, const Item& item, float scale,
+                                         Place place) {
+  add_nonfinite(params, item, [&](const unsigned char* token, int position) {
+    const int warp = fresh_warp();
+#pragma unroll 1
+    for (int part = 0; part < kAccumulators * 4; ++part) {
+      const int i = part / 4;
+      const int c = part % 4;
+      if (position >= item.row_visible[part_row(warp, i, c)]) continue;
+      const u16 element = reinterpret_cast<const u16*>(token)[part_dim(warp, i, c)];
+      if (is_finite(element)) continue;
+      u16* stored = place(i, c);
+      const float sum = cvt_f32(Stored{}, *stored) + cvt_f32(Element{}, element) * scale;
+      *stored = static_cast<u16>(cvt_rn_x2_f32(Stored{}, 0.0f, sum));
+    }
+  });
+}
+
 // Merging the pieces of a unit. Needs SharedMemory, Item, blocks/row_result.cuh, ptx/ld.cuh,
-// ptx/atom.cuh, ptx/fence.cuh, ptx/cp_async_bulk.cuh; and from the consumers Accumulators, with the
+// ptx/atom.cuh, ptx/cvt.cuh, ptx/cp_async.cuh; and from the consumers Accumulators, with the
 // rows each belongs to.
 
 // A piece is left in the workspace as it is in registers: float4 i of thread t at i *
-// kConsumerThreads + t; and of each row its reference, in log2 units, and its sum. Each block of
-// the grid has two places: for the piece that its span begins with, and for the one it ends with.
+// kConsumerThreads + t, as four halves, for what is written and read is what merging costs; and
+// each row's state. Each block of the grid has two places: for the piece that its span begins with,
+// and for the one it ends with.
 constexpr int kFewPieces = 2;  // so many are merged by the owner, more by all
 
 __device__ inline int first_place(int block) { return block * 2; }
 __device__ inline int last_place(int block) { return block * 2 + 1; }
 
-__device__ inline float4* partial_values(const Params& params, int place) {
-  return reinterpret_cast<float4*>(params.partial_out) +
-         static_cast<i64>(place) * kAccumulators * kConsumerThreads;
+struct PartialRow {
+  float reference;  // log2 units
+  float sum;
+  float scale;  // what halves are multiplied by; later also by the piece's weight
+};
+
+__device__ inline uint2* partial_values(const Params& params, int place) {
+  return reinterpret_cast<uint2*>(params.partial_out) +
+         static_cast<u32>(place * kAccumulators * kConsumerThreads);
 }
 
-__device__ inline float2* partial_rows(const Params& params, int place) {
-  return reinterpret_cast<float2*>(params.partial_rows) + place * kRows;
+__device__ inline PartialRow* partial_rows(const Params& params, int place) {
+  return reinterpret_cast<PartialRow*>(params.partial_rows) + place * kRows;
+}
+
+__device__ inline uint2 to_halves(float4 value) {
+  return make_uint2(cvt_rn_x2_f32(Fp16{}, value.y, value.x),
+                    cvt_rn_x2_f32(Fp16{}, value.w, value.z));
+}
+
+__device__ inline float4 from_halves(uint2 halves) {
+  return make_float4(cvt_f32(Fp16{}, static_cast<u16>(halves.x)),
+                     cvt_f32(Fp16{}, static_cast<u16>(halves.x >> 16)),
+                     cvt_f32(Fp16{}, static_cast<u16>(halves.y)),
+                     cvt_f32(Fp16{}, static_cast<u16>(halves.y >> 16)));
 }
 
 // Where another piece of the same unit lies. Spans are in the opposite order of blocks.
@@ -2004,25 +2083,43 @@ __device__ inline void await(const Params& params, const Item& item, u32 count) 
   barrier_sync(kConsumerBarrier, kConsumerThreads);
 }
 
-__device__ inline void store_partial(const Params& params, int place,
+// The power of two that brings what is finite of a row, `largest` at the most, below 2^14: the
+// eleven bits of a half then tell more of a value than the output will. Both it and its inverse are
+// normal numbers.
+__device__ inline float half_scale(float largest) {
+  const int exponent = static_cast<int>(__float_as_uint(largest) >> 23) - 127;
+  return __uint_as_float(static_cast<u32>(127 + 13 - max(exponent, -100)) << 23);
+}
+
+__device__ inline float inverse_of_power(float power) {
+  return __uint_as_float((254u << 23) - __float_as_uint(power));
+}
+
+__device__ inline void store_partial(const Params& params, SharedMemory& shared, int place,
                                      const Accumulators& accumulators,
                                      const RowState (&rows)[kOwnRows]) {
-  float4* values = partial_values(params, place) + fresh_thread();
+  float scales[kOwnRows];
+  largest_of_rows(shared, accumulators, scales);
 #pragma unroll
-  for (int i = 0; i < kAccumulators; ++i)
-    values[i * kConsumerThreads] = accumulator(accumulators, i);
-  float2* target = partial_rows(params, place);
+  for (int r = 0; r < kOwnRows; ++r) scales[r] = half_scale(scales[r]);
+  uint2* values = partial_values(params, place) + fresh_thread();
+#pragma unroll
+  for (int i = 0; i < kAccumulators; ++i) {
+    values[i * kConsumerThreads] = to_halves(weighted(accumulator(accumulators, i), scales, i));
+  }
+  PartialRow* target = partial_rows(params, place);
 #pragma unroll
   for (int r = 0; r < kOwnRows; ++r) {
-    if (is_row_writer()) target[own_row(r)] = make_float2(rows[r].reference, rows[r].sum);
+    if (!is_row_writer()) continue;
+    target[own_row(r)] = {rows[r].reference, rows[r].sum, inverse_of_power(scales[r])};
   }
 }
 
 // A task is one float4 of every thread of a warp, over all pieces; a slice is as many tasks as make
 // all blocks equally busy.
 constexpr int kTasks = kAccumulators * kConsumerWarps;
-constexpr int kTaskBytes = kWarpLanes * sizeof(float4);
-constexpr int kRowsBytes = kRows * sizeof(float2);  // of a piece
+constexpr int kTaskBytes = kWarpLanes * sizeof(uint2);
+constexpr int kRowsBytes = kRows * sizeof(PartialRow);  // of a piece
 
 // What a block brings of other pieces, where query and tokens were: no item follows. First the rows
 // of every piece, then as many of its tasks as there is room for.
@@ -2031,11 +2128,11 @@ struct MergeRoom {
   int pieces;
   int tasks;
 
-  __device__ float2* rows(int piece) const {
-    return reinterpret_cast<float2*>(bytes) + piece * kRows;
+  __device__ PartialRow* rows(int piece) const {
+    return reinterpret_cast<PartialRow*>(bytes) + piece * kRows;
   }
-  __device__ float4* values(int piece) const {
-    return reinterpret_cast<float4*>(bytes + pieces * kRowsBytes) + piece * tasks * kWarpLanes;
+  __device__ uint2* values(int piece) const {
+    return reinterpret_cast<uint2*>(bytes + pieces * kRowsBytes) + piece * tasks * kWarpLanes;
   }
 };
 
@@ -2049,27 +2146,36 @@ static_assert((kRoomBytes - kRowsBytes) / kTaskBytes >= kTasks, "the only other 
 static_assert((kRoomBytes / kMostSpans - kRowsBytes) / kTaskBytes >= 1, "some of each piece comes");
 
 // Copies are waited for once: the latency of what other blocks have just written is long. `phase`
-// counts what has been brought before; the first time rows come, too.
+// counts what has been brought before; the first time rows come, too. Many pieces are shared among
+// warps, of few each is shared by all threads.
 __device__ inline void bring_pieces(const Params& params, const Item& item, SharedMemory& shared,
                                     const MergeRoom& room, int first_piece, int first_task,
                                     u32 phase) {
-  const u32 full = shared_address(&shared.merge_full);
-  const u32 rows_bytes = phase == 0 ? kRowsBytes : 0;
-  if (fresh_thread() == 0) {
-    mbarrier_arrive_expect_tx(full, room.pieces * (rows_bytes + room.tasks * kTaskBytes));
-  }
-  fence_proxy_async_all();
-  for (int piece = fresh_thread(); piece < room.pieces; piece += kConsumerThreads) {
+  const bool are_many = room.pieces >= kConsumerWarps;
+  const int step = are_many ? kConsumerWarps : 1;
+  const int sharers = are_many ? kWarpLanes : kConsumerThreads;
+  const int sharer = are_many ? fresh_lane() : fresh_thread();
+  const int row_chunks = phase == 0 ? kRowsBytes / kChunkBytes : 0;
+  const int chunks = row_chunks + room.tasks * kTaskBytes / kChunkBytes;
+#pragma unroll 2
+  for (int piece = are_many ? fresh_warp() : 0; piece < room.pieces; piece += step) {
     const int place = place_of_piece(params, item, first_piece + piece);
-    if (phase == 0) {
-      cp_async_bulk(shared_address(room.rows(piece)), partial_rows(params, place), kRowsBytes,
-                    full);
+    const Chunk* rows = reinterpret_cast<const Chunk*>(partial_rows(params, place));
+    const Chunk* values =
+        reinterpret_cast<const Chunk*>(partial_values(params, place) + first_task * kWarpLanes);
+    const u32 rows_target = shared_address(room.rows(piece));
+    const u32 values_target = shared_address(room.values(piece));
+#pragma unroll 2
+    for (int i = sharer; i < chunks; i += sharers) {
+      const int value = i - row_chunks;
+      cp_async_cg_16(
+          value < 0 ? rows_target + i * kChunkBytes : values_target + value * kChunkBytes,
+          value < 0 ? rows + i : values + value, kChunkBytes);
     }
-    cp_async_bulk(shared_address(room.values(piece)),
-                  partial_values(params, place) + first_task * kWarpLanes, room.tasks * kTaskBytes,
-                  full);
   }
-  wait_for(shared.merge_full, phase % 2);
+  cp_async_commit_group();
+  cp_async_wait_group<0>();
+  barrier_sync(kConsumerBarrier, kConsumerThreads);
 }
 
 // The owner adds the only other piece to its own, which is in registers.
@@ -2083,17 +2189,18 @@ __device__ inline void fold_piece(const Params& params, const Item& item, Shared
   float weights[kOwnRows];
 #pragma unroll
   for (int r = 0; r < kOwnRows; ++r) {
-    const float2 other = room.rows(0)[own_row(r)];
-    const float largest = fmaxf(rows[r].reference, other.x);
+    const PartialRow other = room.rows(0)[own_row(r)];
+    const float largest = fmaxf(rows[r].reference, other.reference);
     own_weights[r] = ex2_approx(rows[r].reference - largest);
-    weights[r] = ex2_approx(other.x - largest);
-    rows[r] = {largest, rows[r].sum * own_weights[r] + other.y * weights[r]};
+    const float weight = ex2_approx(other.reference - largest);
+    rows[r] = {largest, rows[r].sum * own_weights[r] + other.sum * weight};
+    weights[r] = weight * other.scale;
   }
-  const float4* values = room.values(0) + fresh_thread();
+  const uint2* values = room.values(0) + fresh_thread();
 #pragma unroll
   for (int i = 0; i < kAccumulators; ++i) {
     const float4 own = weighted(accumulator(accumulators, i), own_weights, i);
-    const float4 other = weighted(values[i * kConsumerThreads], weights, i);
+    const float4 other = weighted(from_halves(values[i * kConsumerThreads]), weights, i);
     set_accumulator(
         accumulators, i,
         make_float4(own.x + other.x, own.y + other.y, own.z + other.z, own.w + other.w));
@@ -2104,38 +2211,41 @@ __device__ inline void fold_piece(const Params& params, const Item& item, Shared
 // Merging many pieces of a unit: every block that has one but the last takes a slice of the result.
 // Needs merge.cuh; from the consumers store_slice.
 
-struct MergedRow {
-  float reference = -kLargest;
-  float sum = 0.0f;
+// Over the lanes that share a row, which are neighbours.
+constexpr int kThreadsOfRow = kConsumerThreads / kRows;
 
-  __device__ void add(float other, float other_sum) {
-    const float larger = fmaxf(reference, other);
-    sum = sum * ex2_approx(reference - larger) + other_sum * ex2_approx(other - larger);
-    reference = larger;
-  }
-};
-
-// Puts the factor of every piece in the finished row in place of the piece's reference.
-__device__ inline void merge_rows(const Params& params, const Item& item, const MergeRoom& room) {
-  constexpr int kThreadsOfRow = kConsumerThreads / kRows;
-  const int row = fresh_thread() / kThreadsOfRow;
-  const int first = fresh_thread() % kThreadsOfRow;
-  MergedRow merged;
-  for (int piece = first; piece < item.pieces; piece += kThreadsOfRow) {
-    const float2 state = room.rows(piece)[row];
-    merged.add(state.x, state.y);
-  }
+template <typename Join>
+__device__ inline float join_lanes(float value, Join join) {
 #pragma unroll
   for (int lanes = 1; lanes < kThreadsOfRow; lanes *= 2) {
-    const float other = __shfl_xor_sync(~0u, merged.reference, lanes);
-    const float other_sum = __shfl_xor_sync(~0u, merged.sum, lanes);
-    merged.add(other, other_sum);
+    value = join(value, __shfl_xor_sync(~0u, value, lanes));
   }
-  const RowResult result = result_of(params, item, row, {merged.reference, merged.sum});
-  const float factor = result.factor * output_scale(params);
+  return value;
+}
+
+// Makes the scale of every piece the factor of its halves in the finished row.
+__device__ inline void merge_rows(const Params& params, const Item& item, const MergeRoom& room) {
+  const int row = fresh_thread() / kThreadsOfRow;
+  const int first = fresh_thread() % kThreadsOfRow;
+  float reference = -kLargest;
+#pragma unroll 4
   for (int piece = first; piece < item.pieces; piece += kThreadsOfRow) {
-    float& reference = room.rows(piece)[row].x;
-    reference = factor * ex2_approx(reference - merged.reference);
+    reference = fmaxf(reference, room.rows(piece)[row].reference);
+  }
+  reference = join_lanes(reference, [](float a, float b) { return fmaxf(a, b); });
+  float sum = 0.0f;
+#pragma unroll 4
+  for (int piece = first; piece < item.pieces; piece += kThreadsOfRow) {
+    const PartialRow state = room.rows(piece)[row];
+    sum += state.sum * ex2_approx(state.reference - reference);
+  }
+  sum = join_lanes(sum, [](float a, float b) { return a + b; });
+  const RowResult result = result_of(params, item, row, {reference, sum});
+  const float factor = result.factor * output_scale(params);
+#pragma unroll 4
+  for (int piece = first; piece < item.pieces; piece += kThreadsOfRow) {
+    PartialRow& state = room.rows(piece)[row];
+    state.scale *= factor * ex2_approx(state.reference - reference);
   }
   if (params.lse != nullptr && item.piece == 0 && first == 0 && row < item.rows) {
     params.lse[global_row(params, item, row)] = result.lse * params.lse_factor;
@@ -2143,9 +2253,47 @@ __device__ inline void merge_rows(const Params& params, const Item& item, const 
   barrier_sync(kConsumerBarrier, kConsumerThreads);
 }
 
+// Adds up `kCount` tasks of all pieces at a time, from the one on that this warp has `first`, and
+// writes them. Of those behind the last, the last is added up once more.
+template <int kCount>
+__device__ inline void merge_tasks(const Params& params, const Item& item, const MergeRoom& room,
+                                   int begin, int first) {
+  const int warp = (begin + first) % kConsumerWarps;
+  // Task i * kConsumerWarps + w is float4 i of the threads of warp w.
+  int tasks[kCount];
+  TaskRows rows[kCount];
+  float4 totals[kCount];
+#pragma unroll
+  for (int n = 0; n < kCount; ++n) {
+    tasks[n] = min(first + n * kConsumerWarps, room.tasks - 1);
+    rows[n] = task_rows((begin + tasks[n]) / kConsumerWarps, warp);
+    totals[n] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  }
+  const uint2* values = room.values(0) + fresh_lane();
+#pragma unroll 2
+  for (int piece = 0; piece < room.pieces; ++piece) {
+    const PartialRow* states = room.rows(piece);
+#pragma unroll
+    for (int n = 0; n < kCount; ++n) {
+      totals[n] = add_task(totals[n], from_halves(values[tasks[n] * kWarpLanes]),
+                           states[rows[n].a].scale, states[rows[n].b].scale);
+    }
+    values += room.tasks * kWarpLanes;
+  }
+#pragma unroll
+  for (int n = 0; n < kCount; ++n) {
+    const int task = first + n * kConsumerWarps;
+    if (task >= room.tasks) break;
+    store_slice(params, item, (begin + task) / kConsumerWarps, warp, totals[n]);
+  }
+}
+
 __device__ inline void merge_slices(const Params& params, const Item& item, SharedMemory& shared) {
   await(params, item, item.pieces);
   const int slices = item.pieces - 1;
+  // Who comes last knows that nobody waits any more.
+  u32* counters = arrivals(params, item);
+  const bool is_last = fresh_thread() == 0 && atomicAdd(counters + 1, 1u) + 1 == slices;
   const int each = ceil_div(kTasks, slices);
   const int first = item.piece * each;
   const int end = min(first + each, kTasks);
@@ -2157,46 +2305,62 @@ __device__ inline void merge_slices(const Params& params, const Item& item, Shar
     if (phase > 0) barrier_sync(kConsumerBarrier, kConsumerThreads);
     bring_pieces(params, item, shared, room, 0, begin, phase);
     if (phase == 0) merge_rows(params, item, room);
-    for (int task = fresh_warp(); task < room.tasks; task += kConsumerWarps) {
-      // Task i * kConsumerWarps + w is float4 i of the threads of warp w.
-      const int index = (begin + task) / kConsumerWarps;
-      const int warp = (begin + task) % kConsumerWarps;
-      const TaskRows rows = task_rows(index, warp);
-      float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll 4
-      for (int piece = 0; piece < item.pieces; ++piece) {
-        total = add_task(total, room.values(piece)[task * kWarpLanes + fresh_lane()],
-                         room.rows(piece)[rows.a].x, room.rows(piece)[rows.b].x);
+    constexpr int kManyTasks = 4;
+    if (room.tasks <= kConsumerWarps) {
+      if (fresh_warp() < room.tasks) merge_tasks<1>(params, item, room, begin, fresh_warp());
+    } else {
+#pragma unroll 1
+      for (int task = fresh_warp(); task < room.tasks; task += kManyTasks * kConsumerWarps) {
+        merge_tasks<kManyTasks>(params, item, room, begin, task);
       }
-      store_slice(params, item, index, warp, total);
     }
     ++phase;
   }
-  // The last to be done leaves the counters as they were.
-  u32* counters = arrivals(params, item);
-  if (fresh_thread() == 0 && atom_add_acq_rel_gpu(counters + 1, 1) + 1 == slices) {
+  if (is_last) {
     counters[0] = 0;
     counters[1] = 0;
   }
 }
 
 // Leaves what consumers have of an item where it belongs: in the output, or in the workspace to be
-// merged. Needs merge.cuh, merge_slices.cuh, and from the consumers restore_nonfinite and
+// merged. Needs merge.cuh, merge_slices.cuh, restore_nonfinite.cuh, and from the consumers
 // store_rows.
+
+__device__ inline void store_piece(const Params& params, const Item& item, SharedMemory& shared,
+                                   const Accumulators& accumulators,
+                                   const RowState (&rows)[kOwnRows]) {
+  const int block = static_cast<int>(blockIdx.x);
+  const int place = item.piece > 0 ? first_place(block) : last_place(block);
+  store_partial(params, shared, place, accumulators, rows);
+  if (!shared.has_nonfinite) return;
+  uint2* values = partial_values(params, place) + fresh_thread();
+  restore_nonfinite<Fp16>(params, item, 1.0f, [&](int i, int c) {
+    return reinterpret_cast<u16*>(values + i * kConsumerThreads) + c;
+  });
+}
+
+__device__ inline void store_whole(const Params& params, const Item& item, SharedMemory& shared,
+                                   const Accumulators& accumulators,
+                                   const RowState (&rows)[kOwnRows]) {
+  store_rows(params, item, shared, accumulators, rows);
+  if (!shared.has_nonfinite) return;
+  restore_nonfinite<Element>(params, item, output_scale(params), [&](int i, int c) {
+    const int warp = fresh_warp();
+    return params.out + global_row(params, item, part_row(warp, i, c)) * kHeadDimVo +
+           part_dim(warp, i, c);
+  });
+}
 
 __device__ inline void store_item(const Params& params, const Item& item, SharedMemory& shared,
                                   Accumulators& accumulators, RowState (&rows)[kOwnRows]) {
-  if (shared.has_nonfinite) restore_nonfinite(params, item, accumulators);
   const bool is_shared_by_all = item.pieces > kFewPieces;
   if (item.piece > 0 || is_shared_by_all) {
-    const int block = static_cast<int>(blockIdx.x);
-    store_partial(params, item.piece > 0 ? first_place(block) : last_place(block), accumulators,
-                  rows);
+    store_piece(params, item, shared, accumulators, rows);
     announce(params, item);
     if (is_shared_by_all && item.piece < item.pieces - 1) merge_slices(params, item, shared);
   } else {
     if (item.pieces > 1) fold_piece(params, item, shared, accumulators, rows);
-    store_rows(params, item, shared, accumulators, rows);
+    store_whole(params, item, shared, accumulators, rows);
   }
   barrier_sync(kConsumerBarrier, kConsumerThreads);
   if (fresh_thread() == 0) shared.has_nonfinite = 0;
@@ -2256,6 +2420,7 @@ __device__ inline void take_registers() {}
 
 __device__ inline void consume_items(const Params& params, SharedMemory& shared) {
   ConsumerState state(params, shared);
+  finish_query(shared.first_query_full);
   u32 count = 0;
   while (true) {
     wait_for(shared.item_full[item_slot(count)], item_parity(count));
@@ -2272,32 +2437,34 @@ __device__ inline void consume_items(const Params& params, SharedMemory& shared)
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     mla_hopper(const __grid_constant__ Params params) {
   SharedMemory& shared = shared_memory<SharedMemory>();
+  const int length = params.seq_lens[own_request(params)];
+  prefetch_ids(params);
   if (threadIdx.x == 0) {
     make_barriers(shared);
     shared.has_nonfinite = 0;
     prefetch_tensormap(&params.latent_map);
     prefetch_tensormap(&params.rope_map);
   }
-  prefetch_lengths(params);
-  wait_for_previous_kernel();
   let_next_kernel_start();
   const int block = static_cast<int>(blockIdx.x);
-  const int member = block % params.team_size;
-  if (!find_span(params, block / params.team_size, shared.scratch)) return;
-
-  take_item(params, member, 0, shared);
-  __syncthreads();
-  load_first_query(params, shared);
+  const int team = in_teams(params, block);
+  const int member = block - team * params.team_size;
+  SpanScratch& scratch = shared.scratch;
+  if (!find_span(params, team, length, scratch)) return;
+  ItemWalk walk(params, scratch.span, member, scratch.first);
+  const Part first = walk.find();
+  if (first.request < 0) return;
 
   const int role = __shfl_sync(~0u, warp_index(), 0) - kConsumerWarps;
   if (role >= 0) {
     give_registers_back();
     if (role == 0) {
-      load_tokens(params, member, shared);
+      load_tokens(params, member, first, shared);
     } else {
-      schedule(params, member, shared);
+      schedule(params, walk, first, shared);
     }
   } else {
+    begin_first_query(params, first, shared);
     take_registers();
     consume_items(params, shared);
   }

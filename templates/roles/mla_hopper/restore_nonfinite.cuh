@@ -1,0 +1,24 @@
+// Makes the rows that see what is not finite so, as they would be if it had been multiplied: in
+// what has been stored of them, so that nothing of it is in the way of the usual case. Needs
+// finite_values.cuh, ptx/cvt.cuh; from the consumers part_row, part_dim.
+
+// `place` tells where this thread's element of part `c` of float4 `i` is: a Stored, which has been
+// multiplied by `scale`.
+template <typename Stored, typename Place>
+__device__ inline void restore_nonfinite(const Params& params, const Item& item, float scale,
+                                         Place place) {
+  add_nonfinite(params, item, [&](const unsigned char* token, int position) {
+    const int warp = fresh_warp();
+#pragma unroll 1
+    for (int part = 0; part < kAccumulators * 4; ++part) {
+      const int i = part / 4;
+      const int c = part % 4;
+      if (position >= item.row_visible[part_row(warp, i, c)]) continue;
+      const u16 element = reinterpret_cast<const u16*>(token)[part_dim(warp, i, c)];
+      if (is_finite(element)) continue;
+      u16* stored = place(i, c);
+      const float sum = cvt_f32(Stored{}, *stored) + cvt_f32(Element{}, element) * scale;
+      *stored = static_cast<u16>(cvt_rn_x2_f32(Stored{}, 0.0f, sum));
+    }
+  });
+}

@@ -1,0 +1,28 @@
+// How large the values of a row are. Needs SharedMemory, accumulators.cuh,
+// roles/mla_hopper/row_state.cuh.
+
+// The largest finite magnitude of every row, in all warps.
+__device__ inline void largest_of_rows(SharedMemory& shared, const Accumulators& accumulators,
+                                       float (&largest)[kOwnRows]) {
+#pragma unroll
+  for (int r = 0; r < kOwnRows; ++r) {
+    float own = 0.0f;
+#pragma unroll
+    for (int tile = 0; tile < kLatentTiles; ++tile) {
+      const float* of = accumulators[tile] + r / 2 * 4 + r % 2;
+      own = fmaxf(own, fabsf(nan_unless_finite(of[0])));
+      own = fmaxf(own, fabsf(nan_unless_finite(of[2])));
+    }
+    own = maximum_of_lanes(own);
+    if (fresh_lane() < 4) told_of_rows(shared, fresh_warp())[own_row(r)] = own;
+  }
+  barrier_sync(kConsumerBarrier, kConsumerThreads);
+#pragma unroll
+  for (int r = 0; r < kOwnRows; ++r) {
+    largest[r] = 0.0f;
+#pragma unroll
+    for (int warp = 0; warp < kConsumerWarps; ++warp) {
+      largest[r] = fmaxf(largest[r], told_of_rows(shared, warp)[own_row(r)]);
+    }
+  }
+}
