@@ -211,9 +211,8 @@ def test_a_workspace_too_small_is_refused_with_both_sizes(launches: list[Launch]
     assert launches == []
 
 
-def test_more_work_than_blocks_can_count_is_refused_or_left_to_the_other_kernel(
-    launches: list[Launch],
-) -> None:
+@pytest.mark.usefixtures("launches")
+def test_more_work_than_blocks_can_count_is_refused_or_left_to_the_other_kernel() -> None:
     """Two requests of 2^30 pages hold 2^31 blocks of tokens; positions have 32 bits."""
     inputs = UNIFORM.build("cpu").inputs()
     request = replace(check_request(inputs), device=torch.device("cuda", 0), max_pages=2**30)
