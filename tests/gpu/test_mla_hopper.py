@@ -36,6 +36,7 @@ LENGTHS = {
     "pieces in two rounds": (16000,),
     "one long, one short": (20000, 2500),
     "few pieces": (5000, 77, 900, 64, 0, 1),
+    "alike, cut in equal pieces": (1088,) * 32,
     "many requests": tuple(17 + 67 * i % 911 for i in range(300)),
     "empty requests": (0,) * 1000,
 }
@@ -70,6 +71,15 @@ def test_both_kernels_are_right(
 
     kernels = [type(call.decode.spec) for call in mla_call._calls.values()]
     assert kernels == [MlaHopperSpec, MlaDecodeSpec]
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+def test_without_a_page_there_is_nothing_to_see(heads: int) -> None:
+    """Tables of no columns are not read; every row is zero."""
+    problem = MlaCase(name="", seq_lens=(0, 0, 0), heads=heads).build("cuda")
+    tables = problem.arguments()["block_tables"]
+
+    assert not decode(problem, block_tables=tables[:, :0].contiguous()).any()
 
 
 def mismatches(problem: MlaProblem, repeats: int) -> int:

@@ -55,8 +55,7 @@ class Facts(NamedTuple):
 class Span:
     """Span."""
 
-    whole: int
-    rest: int
+    total: int
     spans: int
     index: int
     unit_cost: int
@@ -111,9 +110,9 @@ def aligned_spans(teams: int, units: int, blocks: int) -> int:
     return 0
 
 
-def beginning_of(index: int, whole: int, rest: int) -> int:
+def beginning_of(index: int, whole: int, rest: int, spans: int) -> int:
     """beginning_of."""
-    return index * whole + min(index, rest)
+    return index * whole + index * rest // spans
 
 
 def find_span(params: Params, team: int) -> Span | None:
@@ -149,8 +148,8 @@ def find_span(params: Params, team: int) -> Span | None:
     if index < 0 or total == 0:
         return None
     whole, rest = divmod(total, spans)
-    span_begin = beginning_of(index, whole, rest)
-    span_end = beginning_of(index + 1, whole, rest)
+    span_begin = beginning_of(index, whole, rest, spans)
+    span_end = beginning_of(index + 1, whole, rest, spans)
     found = []
     for thread in range(THREADS):
         begin, own = begins[thread], owns[thread]
@@ -166,8 +165,7 @@ def find_span(params: Params, team: int) -> Span | None:
             unit_begin = begin + group * unit
             found.append(
                 Span(
-                    whole=whole,
-                    rest=rest,
+                    total=total,
                     spans=spans,
                     index=index,
                     unit_cost=unit_cost,
@@ -189,10 +187,7 @@ def block_at(position: int, unit_begin: int, span: Span) -> int:
 
 def span_from(position: int, span: Span) -> int:
     """span_from."""
-    longer = span.rest * (span.whole + 1)
-    if position <= longer:
-        return ceil_div(position, span.whole + 1)
-    return span.rest + ceil_div(position - longer, span.whole)
+    return (position * span.spans + span.total - 1) // span.total
 
 
 def pieces_of(unit_begin: int, blocks: int, span: Span) -> tuple[int, int]:

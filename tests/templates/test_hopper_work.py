@@ -9,7 +9,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mlagen.runtime import plan_hopper
-from tests.templates.hopper_work import LEAST_SPAN, UNIT_COSTS, Params, all_items
+from tests.templates.hopper_work import (
+    LEAST_SPAN,
+    UNIT_COSTS,
+    Params,
+    all_items,
+    ceil_div,
+    find_span,
+)
 
 # Blocks of tokens and tiles of rows of each request; of the usual batch all alike.
 request = st.tuples(
@@ -86,6 +93,33 @@ def test_a_block_of_the_grid_leaves_two_pieces_at_the_most(
         assert [item.order for item in items] == list(range(len(items)))
         assert all(item.piece == 0 for item in items[1:])
         assert all(item.pieces == 1 for item in items[1:-1])
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    request=st.tuples(st.integers(1, 300), st.integers(1, 9)),
+    count=st.integers(1, 140),
+    teams=st.integers(1, 148),
+    team_size=st.integers(1, 4),
+)
+@example(request=(65, 1), count=64, teams=132, team_size=1)
+@example(request=(17, 1), count=32, teams=132, team_size=1)
+def test_alike_requests_are_cut_alike_or_by_their_length(
+    request: tuple[int, int], count: int, teams: int, team_size: int
+) -> None:
+    """Where spans are aligned no piece lies on two, and all units have as many pieces."""
+    params = Params((request[0],) * count, (request[1],) * count, teams, team_size)
+    span = find_span(params, 0)
+    assert span is not None
+    if span.unit_cost:  # spans are not aligned
+        return
+    units = count * ceil_div(request[1], team_size)
+
+    items = all_items(params)
+
+    assert {item.pieces for item in items} == {max(span.spans // units, 1)}
+    if span.spans >= units:
+        assert {item.order for item in items} == {0}
 
 
 def test_the_host_plans_with_the_numbers_of_the_kernel() -> None:

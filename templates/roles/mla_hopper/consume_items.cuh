@@ -1,5 +1,5 @@
-// The consumers: all items of the block, one after the other. Needs take_item and finish_item of
-// the consumers' roles.
+// The consumers: all items of the block, one after the other. Needs schedule.cuh; of the
+// consumers' roles ConsumerState and consume_item.
 
 __device__ inline void consume_items(const Params& params, SharedMemory& shared) {
   ConsumerState state(params, shared);

@@ -1,5 +1,6 @@
 // Values that some row of a tile must not see: 0 * NaN is NaN, so what is not finite must not meet
-// the tensor cores, though its weight is 0. Needs SharedMemory, Item, blocks/table_row.cuh.
+// the tensor cores, though its weight is 0. Needs SharedMemory, Item, blocks/table_row.cuh,
+// blocks/page_table.cuh.
 
 constexpr u32 kExponentBits = kIsSame<Element, Bf16> ? 0x7f80 : 0x7c00;
 

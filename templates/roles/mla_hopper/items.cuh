@@ -13,11 +13,13 @@ struct Pieces {
   int first_span;
 };
 
-// The first span that begins at or after a position: those with a position more come first.
+// The first span that begins at or after a position.
 __device__ inline int span_from(int position, const Span& span) {
-  const int longer = span.rest * (span.whole + 1);
-  if (position <= longer) return ceil_div(position, span.whole + 1);
-  return span.rest + ceil_div(position - longer, span.whole);
+  const u64 dividend = static_cast<u64>(position) * span.spans + span.total - 1;
+  const u32 divisor = static_cast<u32>(span.total);
+  // Division of 64 bits takes five times as long.
+  if (dividend >> 32 == 0) return static_cast<int>(static_cast<u32>(dividend) / divisor);
+  return static_cast<int>(dividend / divisor);
 }
 
 __device__ inline Pieces pieces_of(int unit_begin, int blocks, const Span& span) {

@@ -1,6 +1,6 @@
-// Merging the pieces of a unit. Needs SharedMemory, Item, blocks/row_result.cuh, ptx/ld.cuh,
-// ptx/atom.cuh, ptx/cvt.cuh, ptx/cp_async.cuh; and from the consumers Accumulators, with the
-// rows each belongs to.
+// Merging the pieces of a unit. Needs SharedMemory, Item, row_state.cuh, blocks/fresh_thread.cuh,
+// ptx/atom.cuh, ptx/barrier.cuh, ptx/cp_async.cuh, ptx/cvt.cuh, ptx/ex2.cuh, ptx/ld.cuh; and from
+// the consumers Accumulators, with the rows each belongs to, and largest_of_rows.
 
 // A piece is left in the workspace as it is in registers: float4 i of thread t at i *
 // kConsumerThreads + t, as four halves, for what is written and read is what merging costs; and
@@ -123,17 +123,17 @@ __device__ constexpr int tasks_at_once(int pieces) {
 static_assert((kRoomBytes - kRowsBytes) / kTaskBytes >= kTasks, "the only other piece comes whole");
 static_assert((kRoomBytes / kMostSpans - kRowsBytes) / kTaskBytes >= 1, "some of each piece comes");
 
-// Copies are waited for once: the latency of what other blocks have just written is long. `phase`
+// Copies are waited for once: the latency of what other blocks have just written is long. `round`
 // counts what has been brought before; the first time rows come, too. Many pieces are shared among
 // warps, of few each is shared by all threads.
 __device__ inline void bring_pieces(const Params& params, const Item& item, SharedMemory& shared,
                                     const MergeRoom& room, int first_piece, int first_task,
-                                    u32 phase) {
+                                    int round) {
   const bool are_many = room.pieces >= kConsumerWarps;
   const int step = are_many ? kConsumerWarps : 1;
   const int sharers = are_many ? kWarpLanes : kConsumerThreads;
   const int sharer = are_many ? fresh_lane() : fresh_thread();
-  const int row_chunks = phase == 0 ? kRowsBytes / kChunkBytes : 0;
+  const int row_chunks = round == 0 ? kRowsBytes / kChunkBytes : 0;
   const int chunks = row_chunks + room.tasks * kTaskBytes / kChunkBytes;
 #pragma unroll 2
   for (int piece = are_many ? fresh_warp() : 0; piece < room.pieces; piece += step) {

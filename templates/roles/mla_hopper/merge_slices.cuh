@@ -1,5 +1,5 @@
 // Merging many pieces of a unit: every block that has one but the last takes a slice of the result.
-// Needs merge.cuh; from the consumers store_slice.
+// Needs merge.cuh, row_state.cuh; from the consumers task_rows, add_task, store_slice.
 
 // Over the lanes that share a row, which are neighbours.
 constexpr int kThreadsOfRow = kConsumerThreads / kRows;
@@ -88,13 +88,13 @@ __device__ inline void merge_slices(const Params& params, const Item& item, Shar
   const int first = item.piece * each;
   const int end = min(first + each, kTasks);
   const int at_once = tasks_at_once(item.pieces);
-  u32 phase = 0;
+  int round = 0;
   for (int begin = first; begin < end; begin += at_once) {
     const MergeRoom room = {shared.query, item.pieces, min(at_once, end - begin)};
     // Everybody is done with what was brought before.
-    if (phase > 0) barrier_sync(kConsumerBarrier, kConsumerThreads);
-    bring_pieces(params, item, shared, room, 0, begin, phase);
-    if (phase == 0) merge_rows(params, item, room);
+    if (round > 0) barrier_sync(kConsumerBarrier, kConsumerThreads);
+    bring_pieces(params, item, shared, room, 0, begin, round);
+    if (round == 0) merge_rows(params, item, room);
     constexpr int kManyTasks = 4;
     if (room.tasks <= kConsumerWarps) {
       if (fresh_warp() < room.tasks) merge_tasks<1>(params, item, room, begin, fresh_warp());
@@ -104,7 +104,7 @@ __device__ inline void merge_slices(const Params& params, const Item& item, Shar
         merge_tasks<kManyTasks>(params, item, room, begin, task);
       }
     }
-    ++phase;
+    ++round;
   }
   if (is_last) {
     counters[0] = 0;

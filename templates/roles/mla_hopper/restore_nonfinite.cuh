@@ -1,6 +1,6 @@
 // Makes the rows that see what is not finite so, as they would be if it had been multiplied: in
 // what has been stored of them, so that nothing of it is in the way of the usual case. Needs
-// finite_values.cuh, ptx/cvt.cuh; from the consumers part_row, part_dim.
+// finite_values.cuh, blocks/fresh_thread.cuh, ptx/cvt.cuh; from the consumers part_row, part_dim.
 
 // `place` tells where this thread's element of part `c` of float4 `i` is: a Stored, which has been
 // multiplied by `scale`.

@@ -1,5 +1,6 @@
 // The schedulers, three warps: hand items to all roles, and bring each item's query into shared
-// memory. Needs SharedMemory, items.cuh, blocks/swizzle.cuh, ptx/cp_async.cuh.
+// memory. Needs SharedMemory, items.cuh, blocks/barriers.cuh, blocks/swizzle.cuh,
+// ptx/barrier.cuh, ptx/cp_async.cuh, ptx/fence.cuh.
 
 constexpr int kSchedulerThreads = 3 * kWarpLanes;
 

@@ -59,8 +59,7 @@ __device__ inline RequestFacts facts_of_request(const Params& params, int reques
 // The span of a team: the line's positions from `begin` to before `end`. The host sees to it that
 // they fit.
 struct Span {
-  int whole;  // positions that every span has, and how many spans have one more: the first
-  int rest;
+  int total;  // length of the line
   int spans;  // in use
   int index;  // of this one; the last span is the first team's, so that no block waits for a later
   int unit_cost;
@@ -95,7 +94,7 @@ __device__ inline int line_length(const RequestFacts& facts, int unit_cost) {
   return facts.groups * (facts.blocks + unit_cost);
 }
 
-// Whether `a` is a multiple of `b`, of numbers below 2^24; of larger ones it may say no.
+// Whether `a` is a multiple of `b`; of large numbers it may say no.
 __device__ inline bool is_multiple(int a, int b) {
   return __float2int_rn(__fdividef(static_cast<float>(a), static_cast<float>(b))) * b == a;
 }
@@ -114,13 +113,15 @@ __device__ inline int aligned_spans(int teams, int units, int blocks) {
   return found == 0 ? 0 : max(teams - __ffs(static_cast<int>(found)) + 1, 1);
 }
 
-// Where span `index` begins.
-__device__ inline int beginning_of(int index, int whole, int rest) {
-  return index * whole + min(index, rest);
+// Where span `index` begins: index * total / spans, with `whole` and `rest` of the quotient of the
+// last two. In floats, in which such small numbers lose nothing, a division is short.
+__device__ inline int beginning_of(int index, int whole, int rest, int spans) {
+  const float part = __fdividef(static_cast<float>(index * rest) + 0.5f, static_cast<float>(spans));
+  return index * whole + __float2int_rz(part);
 }
 
-// The first request that a thread counts the blocks of, of `each`; a thread behind the last looks
-// at that one.
+// How many requests a thread counts the blocks of, and the first; a thread behind the last request
+// looks at that one.
 __device__ inline int requests_of_thread(const Params& params) {
   return ceil_div(params.requests, kThreads);
 }
@@ -189,7 +190,7 @@ __device__ inline bool find_span(const Params& params, int team, int length, Spa
   if (index < 0 || total == 0) return false;
   const int whole = static_cast<u32>(total) / static_cast<u32>(spans);
   const int rest = total - whole * spans;
-  const int span_begin = beginning_of(index, whole, rest);
+  const int span_begin = beginning_of(index, whole, rest, spans);
   if (begin <= span_begin && span_begin < begin + own) {
     int request = first;
     // With one request a thread, its facts are at hand.
@@ -202,8 +203,8 @@ __device__ inline bool find_span(const Params& params, int team, int length, Spa
     }
     const int unit = facts.blocks + unit_cost;
     const int group = facts.groups == 1 ? 0 : (span_begin - begin) / unit;
-    const int span_end = beginning_of(index + 1, whole, rest);
-    scratch.span = {whole, rest, spans, index, unit_cost, span_begin, span_end};
+    const int span_end = beginning_of(index + 1, whole, rest, spans);
+    scratch.span = {total, spans, index, unit_cost, span_begin, span_end};
     scratch.first = {facts, request, group, begin + group * unit};
   }
   __syncthreads();

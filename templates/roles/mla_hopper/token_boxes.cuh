@@ -1,5 +1,5 @@
-// Copies tiles of tokens, in as many boxes as pages make necessary. Needs PageIds,
-// ptx/cp_async_bulk.cuh.
+// Copies tiles of tokens, in as many boxes as pages make necessary. Needs PageIds, SharedMemory,
+// items.cuh, blocks/barriers.cuh, ptx/cp_async_bulk.cuh.
 
 // Where the boxes of a block of tokens begin; boxes behind the last token are not copied.
 struct BlockBoxes {
@@ -34,6 +34,7 @@ struct BlockBoxes {
 
 // For the loader: done with the item that `count` have preceded; what the next is about.
 __device__ inline Part next_part(SharedMemory& shared, u32& count) {
+  __syncwarp();  // all lanes have read it
   if (lane_index() == 0) arrive_at(shared.item_empty[item_slot(count)]);
   ++count;
   wait_for(shared.item_full[item_slot(count)], item_parity(count));

@@ -1,8 +1,8 @@
 // Online softmax of one consumer over the blocks whose scores it has. Needs accumulators.cuh,
 // ptx/ex2.cuh, ptx/cvt.cuh, blocks/row_reductions.cuh.
 
-// So far from zero, rounding moves a score by more than a probability may be off.
-constexpr float kFarReference = 0x1p23f;  // log2 units
+// So far from zero, rounding moves a score by as much as a probability may be off.
+constexpr float kFarReference = 0x1p14f;  // log2 units
 
 struct Softmax {
   float sum[kOwnRows];  // over this thread's tokens
@@ -74,7 +74,7 @@ struct Softmax {
 #pragma unroll
       for (int r = 0; r < kOwnRows; ++r) {
         sum[r] *= moved[r];
-        if (moved[r] != 1.0f) reference[r] = references[row + 8 * r];
+        reference[r] = references[row + 8 * r];
       }
     }
     return moves;

@@ -69,8 +69,8 @@ struct Params {
   const float* sinks;
   u16* out;
   float* lse;
-  float* partial_out;
-  float* partial_rows;
+  unsigned char* partial_out;
+  unsigned char* partial_rows;
   u32* counters;
   i64 query_stride;
   i64 query_head_stride;
@@ -958,8 +958,7 @@ __device__ inline RequestFacts facts_of_request(const Params& params, int reques
 // The span of a team: the line's positions from `begin` to before `end`. The host sees to it that
 // they fit.
 struct Span {
-  int whole;  // positions that every span has, and how many spans have one more: the first
-  int rest;
+  int total;  // length of the line
   int spans;  // in use
   int index;  // of this one; the last span is the first team's, so that no block waits for a later
   int unit_cost;
@@ -994,7 +993,7 @@ __device__ inline int line_length(const RequestFacts& facts, int unit_cost) {
   return facts.groups * (facts.blocks + unit_cost);
 }
 
-// Whether `a` is a multiple of `b`, of numbers below 2^24; of larger ones it may say no.
+// Whether `a` is a multiple of `b`; of large numbers it may say no.
 __device__ inline bool is_multiple(int a, int b) {
   return __float2int_rn(__fdividef(static_cast<float>(a), static_cast<float>(b))) * b == a;
 }
@@ -1013,13 +1012,15 @@ __device__ inline int aligned_spans(int teams, int units, int blocks) {
   return found == 0 ? 0 : max(teams - __ffs(static_cast<int>(found)) + 1, 1);
 }
 
-// Where span `index` begins.
-__device__ inline int beginning_of(int index, int whole, int rest) {
-  return index * whole + min(index, rest);
+// Where span `index` begins: index * total / spans, with `whole` and `rest` of the quotient of the
+// last two. In floats, in which such small numbers lose nothing, a division is short.
+__device__ inline int beginning_of(int index, int whole, int rest, int spans) {
+  const float part = __fdividef(static_cast<float>(index * rest) + 0.5f, static_cast<float>(spans));
+  return index * whole + __float2int_rz(part);
 }
 
-// The first request that a thread counts the blocks of, of `each`; a thread behind the last looks
-// at that one.
+// How many requests a thread counts the blocks of, and the first; a thread behind the last request
+// looks at that one.
 __device__ inline int requests_of_thread(const Params& params) {
   return ceil_div(params.requests, kThreads);
 }
@@ -1088,7 +1089,7 @@ __device__ inline bool find_span(const Params& params, int team, int length, Spa
   if (index < 0 || total == 0) return false;
   const int whole = static_cast<u32>(total) / static_cast<u32>(spans);
   const int rest = total - whole * spans;
-  const int span_begin = beginning_of(index, whole, rest);
+  const int span_begin = beginning_of(index, whole, rest, spans);
   if (begin <= span_begin && span_begin < begin + own) {
     int request = first;
     // With one request a thread, its facts are at hand.
@@ -1101,8 +1102,8 @@ __device__ inline bool find_span(const Params& params, int team, int length, Spa
     }
     const int unit = facts.blocks + unit_cost;
     const int group = facts.groups == 1 ? 0 : (span_begin - begin) / unit;
-    const int span_end = beginning_of(index + 1, whole, rest);
-    scratch.span = {whole, rest, spans, index, unit_cost, span_begin, span_end};
+    const int span_end = beginning_of(index + 1, whole, rest, spans);
+    scratch.span = {total, spans, index, unit_cost, span_begin, span_end};
     scratch.first = {facts, request, group, begin + group * unit};
   }
   __syncthreads();
@@ -1124,11 +1125,13 @@ struct Pieces {
   int first_span;
 };
 
-// The first span that begins at or after a position: those with a position more come first.
+// The first span that begins at or after a position.
 __device__ inline int span_from(int position, const Span& span) {
-  const int longer = span.rest * (span.whole + 1);
-  if (position <= longer) return ceil_div(position, span.whole + 1);
-  return span.rest + ceil_div(position - longer, span.whole);
+  const u64 dividend = static_cast<u64>(position) * span.spans + span.total - 1;
+  const u32 divisor = static_cast<u32>(span.total);
+  // Division of 64 bits takes five times as long.
+  if (dividend >> 32 == 0) return static_cast<int>(static_cast<u32>(dividend) / divisor);
+  return static_cast<int>(dividend / divisor);
 }
 
 __device__ inline Pieces pieces_of(int unit_begin, int blocks, const Span& span) {
@@ -1290,7 +1293,8 @@ __device__ inline void make_barriers(SharedMemory& shared) {
 }
 
 // The schedulers, three warps: hand items to all roles, and bring each item's query into shared
-// memory. Needs SharedMemory, items.cuh, blocks/swizzle.cuh, ptx/cp_async.cuh.
+// memory. Needs SharedMemory, items.cuh, blocks/barriers.cuh, blocks/swizzle.cuh,
+// ptx/barrier.cuh, ptx/cp_async.cuh, ptx/fence.cuh.
 
 constexpr int kSchedulerThreads = 3 * kWarpLanes;
 
@@ -1432,12 +1436,13 @@ struct PageIds {
 // its request.
 __device__ inline void prefetch_ids(const Params& params) {
   const int request = static_cast<int>(threadIdx.x);
-  if (request >= params.requests || params.table_starts != nullptr) return;
+  if (request >= params.requests || params.max_pages == 0) return;
+  if (params.table_starts != nullptr) return;
   prefetch_l2(params.block_tables + request * static_cast<i64>(params.block_tables_stride));
 }
 
-// Copies tiles of tokens, in as many boxes as pages make necessary. Needs PageIds,
-// ptx/cp_async_bulk.cuh.
+// Copies tiles of tokens, in as many boxes as pages make necessary. Needs PageIds, SharedMemory,
+// items.cuh, blocks/barriers.cuh, ptx/cp_async_bulk.cuh.
 
 // Where the boxes of a block of tokens begin; boxes behind the last token are not copied.
 struct BlockBoxes {
@@ -1472,6 +1477,7 @@ struct BlockBoxes {
 
 // For the loader: done with the item that `count` have preceded; what the next is about.
 __device__ inline Part next_part(SharedMemory& shared, u32& count) {
+  __syncwarp();  // all lanes have read it
   if (lane_index() == 0) arrive_at(shared.item_empty[item_slot(count)]);
   ++count;
   wait_for(shared.item_full[item_slot(count)], item_parity(count));
@@ -1479,7 +1485,8 @@ __device__ inline Part next_part(SharedMemory& shared, u32& count) {
 }
 
 // Values that some row of a tile must not see: 0 * NaN is NaN, so what is not finite must not meet
-// the tensor cores, though its weight is 0. Needs SharedMemory, Item, blocks/table_row.cuh.
+// the tensor cores, though its weight is 0. Needs SharedMemory, Item, blocks/table_row.cuh,
+// blocks/page_table.cuh.
 
 constexpr u32 kExponentBits = kIsSame<Element, Bf16> ? 0x7f80 : 0x7c00;
 
@@ -1997,7 +2004,7 @@ __device__ inline void store_slice(const Params& params, const Item& item, int i
 
 // Makes the rows that see what is not finite so, as they would be if it had been multiplied: in
 // what has been stored of them, so that nothing of it is in the way of the usual case. Needs
-// finite_values.cuh, ptx/cvt.cuh; from the consumers part_row, part_dim.
+// finite_values.cuh, blocks/fresh_thread.cuh, ptx/cvt.cuh; from the consumers part_row, part_dim.
 
 // `place` tells where this thread's element of part `c` of float4 `i` is: a Stored, which has been
 // multiplied by `scale`.
@@ -2020,9 +2027,9 @@ __device__ inline void restore_nonfinite(const Params& params, const Item& item,
   });
 }
 
-// Merging the pieces of a unit. Needs SharedMemory, Item, blocks/row_result.cuh, ptx/ld.cuh,
-// ptx/atom.cuh, ptx/cvt.cuh, ptx/cp_async.cuh; and from the consumers Accumulators, with the
-// rows each belongs to.
+// Merging the pieces of a unit. Needs SharedMemory, Item, row_state.cuh, blocks/fresh_thread.cuh,
+// ptx/atom.cuh, ptx/barrier.cuh, ptx/cp_async.cuh, ptx/cvt.cuh, ptx/ex2.cuh, ptx/ld.cuh; and from
+// the consumers Accumulators, with the rows each belongs to, and largest_of_rows.
 
 // A piece is left in the workspace as it is in registers: float4 i of thread t at i *
 // kConsumerThreads + t, as four halves, for what is written and read is what merging costs; and
@@ -2145,17 +2152,17 @@ __device__ constexpr int tasks_at_once(int pieces) {
 static_assert((kRoomBytes - kRowsBytes) / kTaskBytes >= kTasks, "the only other piece comes whole");
 static_assert((kRoomBytes / kMostSpans - kRowsBytes) / kTaskBytes >= 1, "some of each piece comes");
 
-// Copies are waited for once: the latency of what other blocks have just written is long. `phase`
+// Copies are waited for once: the latency of what other blocks have just written is long. `round`
 // counts what has been brought before; the first time rows come, too. Many pieces are shared among
 // warps, of few each is shared by all threads.
 __device__ inline void bring_pieces(const Params& params, const Item& item, SharedMemory& shared,
                                     const MergeRoom& room, int first_piece, int first_task,
-                                    u32 phase) {
+                                    int round) {
   const bool are_many = room.pieces >= kConsumerWarps;
   const int step = are_many ? kConsumerWarps : 1;
   const int sharers = are_many ? kWarpLanes : kConsumerThreads;
   const int sharer = are_many ? fresh_lane() : fresh_thread();
-  const int row_chunks = phase == 0 ? kRowsBytes / kChunkBytes : 0;
+  const int row_chunks = round == 0 ? kRowsBytes / kChunkBytes : 0;
   const int chunks = row_chunks + room.tasks * kTaskBytes / kChunkBytes;
 #pragma unroll 2
   for (int piece = are_many ? fresh_warp() : 0; piece < room.pieces; piece += step) {
@@ -2209,7 +2216,7 @@ __device__ inline void fold_piece(const Params& params, const Item& item, Shared
 }
 
 // Merging many pieces of a unit: every block that has one but the last takes a slice of the result.
-// Needs merge.cuh; from the consumers store_slice.
+// Needs merge.cuh, row_state.cuh; from the consumers task_rows, add_task, store_slice.
 
 // Over the lanes that share a row, which are neighbours.
 constexpr int kThreadsOfRow = kConsumerThreads / kRows;
@@ -2298,13 +2305,13 @@ __device__ inline void merge_slices(const Params& params, const Item& item, Shar
   const int first = item.piece * each;
   const int end = min(first + each, kTasks);
   const int at_once = tasks_at_once(item.pieces);
-  u32 phase = 0;
+  int round = 0;
   for (int begin = first; begin < end; begin += at_once) {
     const MergeRoom room = {shared.query, item.pieces, min(at_once, end - begin)};
     // Everybody is done with what was brought before.
-    if (phase > 0) barrier_sync(kConsumerBarrier, kConsumerThreads);
-    bring_pieces(params, item, shared, room, 0, begin, phase);
-    if (phase == 0) merge_rows(params, item, room);
+    if (round > 0) barrier_sync(kConsumerBarrier, kConsumerThreads);
+    bring_pieces(params, item, shared, room, 0, begin, round);
+    if (round == 0) merge_rows(params, item, room);
     constexpr int kManyTasks = 4;
     if (room.tasks <= kConsumerWarps) {
       if (fresh_warp() < room.tasks) merge_tasks<1>(params, item, room, begin, fresh_warp());
@@ -2314,7 +2321,7 @@ __device__ inline void merge_slices(const Params& params, const Item& item, Shar
         merge_tasks<kManyTasks>(params, item, room, begin, task);
       }
     }
-    ++phase;
+    ++round;
   }
   if (is_last) {
     counters[0] = 0;
@@ -2415,8 +2422,8 @@ __device__ inline void consume_item(const Params& params, const Item& item, Shar
 __device__ inline void give_registers_back() {}
 __device__ inline void take_registers() {}
 
-// The consumers: all items of the block, one after the other. Needs take_item and finish_item of
-// the consumers' roles.
+// The consumers: all items of the block, one after the other. Needs schedule.cuh; of the
+// consumers' roles ConsumerState and consume_item.
 
 __device__ inline void consume_items(const Params& params, SharedMemory& shared) {
   ConsumerState state(params, shared);
@@ -2444,6 +2451,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     shared.has_nonfinite = 0;
     prefetch_tensormap(&params.latent_map);
     prefetch_tensormap(&params.rope_map);
+    prefetch_tensormap(&params.group_map);
   }
   let_next_kernel_start();
   const int block = static_cast<int>(blockIdx.x);
