@@ -15,7 +15,9 @@ FAILED = 1  # something was tried and failed, or was looked at and is bad
 USAGE = 2
 UNSUPPORTED = 3
 CACHE_UNUSABLE = 4
+TIMEOUT = 5
 INTERRUPTED = 130
+PIPE_CLOSED = 141  # as the shell says of a command that SIGPIPE ended
 
 _CODES = (
     (ArgumentError, USAGE),
@@ -27,4 +29,8 @@ _CODES = (
 
 def exit_code_of(error: MlagenError) -> int:
     """Return the status of a command that ``error`` ended."""
+    from mlagen.cache.bundle import BundleError  # here: only who failed waits for it
+
+    if isinstance(error, BundleError):  # the bundle's fault, not the cache's
+        return FAILED
     return next((code for kind, code in _CODES if isinstance(error, kind)), FAILED)

@@ -18,14 +18,15 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def prewarm_progress() -> Iterator[Callable[[PrewarmEvent], None]]:
-    """Give a callback for :func:`mlagen.prewarm` that prints on stderr."""
+def prewarm_progress(*, is_quiet: bool = False) -> Iterator[Callable[[PrewarmEvent], None]]:
+    """Give a callback for :func:`mlagen.prewarm` that prints on stderr; quiet, failures alone."""
     output = console(stderr=True)
     compiling: dict[KernelSpec, str] = {}
-    with _bar(output) as show:
+    with _bar(output, is_quiet=is_quiet) as show:
 
         def on_event(event: PrewarmEvent) -> None:
-            _print_line(output, event)
+            if not is_quiet or (event.unit is not None and event.unit.error is not None):
+                _print_line(output, event)
             if event.kind == "started":
                 compiling[event.spec] = _name(event.spec)
             else:
@@ -54,9 +55,9 @@ def bench_progress() -> Iterator[Callable[[Step], None]]:
 
 
 @contextmanager
-def _bar(output: Console) -> Iterator[Callable[[str, int, int], None]]:
+def _bar(output: Console, *, is_quiet: bool = False) -> Iterator[Callable[[str, int, int], None]]:
     """Give a callback that shows what is waited for, and how many of how many are done."""
-    if not output.is_terminal:
+    if is_quiet or not output.is_terminal:
         yield lambda _waiting, _done, _total: None
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -82,7 +83,7 @@ def _print_line(output: Console, event: PrewarmEvent) -> None:
     if event.unit is not None:
         output.print(_line(event.unit), soft_wrap=True)
     elif event.kind == "loaded":
-        output.print(f"{event.kind:16}{_name(event.spec)}", soft_wrap=True)
+        output.print(f"{event.kind:17}{_name(event.spec)}", soft_wrap=True)
 
 
 def _name(spec: KernelSpec) -> str:
@@ -90,7 +91,7 @@ def _name(spec: KernelSpec) -> str:
 
 
 def _line(unit: PrewarmUnit) -> str:
-    text = f"{unit.status:7}{time_text(unit.ms):>7}  {_name(unit.spec)}"
+    text = f"{unit.status:8}{time_text(unit.ms):>7}  {_name(unit.spec)}"
     if unit.error is not None:
         return f"{text}: {unit.error}"
     if unit.registers is not None:

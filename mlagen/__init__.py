@@ -15,6 +15,7 @@ from mlagen.errors import (
     CaptureError,
     CompileError,
     DriverError,
+    MissError,
     MlagenError,
     ToolchainError,
     UnsupportedError,
@@ -23,6 +24,8 @@ from mlagen.errors import (
 if TYPE_CHECKING:
     from mlagen import decode, mla, xqa
     from mlagen.api.workspace import workspace_bytes
+    from mlagen.counts import counters
+    from mlagen.jit import freeze, on_compile
     from mlagen.mla.flare import PagedKVCache
     from mlagen.prewarming import prewarm
 
@@ -32,13 +35,17 @@ __all__ = [
     "CaptureError",
     "CompileError",
     "DriverError",
+    "MissError",
     "MlagenError",
     "PagedKVCache",
     "ToolchainError",
     "UnsupportedError",
     "__version__",
+    "counters",
     "decode",
+    "freeze",
     "mla",
+    "on_compile",
     "prewarm",
     "workspace_bytes",
     "xqa",
@@ -49,6 +56,9 @@ __version__ = "0.1.0"
 _DOORS = ("decode", "mla", "xqa")
 _MODULES = {
     "PagedKVCache": "mlagen.mla.flare",
+    "counters": "mlagen.counts",
+    "freeze": "mlagen.jit",
+    "on_compile": "mlagen.jit",
     "prewarm": "mlagen.prewarming",
     "workspace_bytes": "mlagen.api.workspace",
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import os
 import threading
 import time
 from dataclasses import dataclass
@@ -12,16 +12,21 @@ from typing import TYPE_CHECKING
 from mlagen.artifacts import Build, build_of
 from mlagen.cache.entry import CacheEntry
 from mlagen.cache.key import CacheKey
+from mlagen.cache.layers import LookUp
+from mlagen.cache.opening import kernel_store
 from mlagen.cache.store import KernelStore
 from mlagen.codegen.sources import template_digest
-from mlagen.compiler.toolchain import Nvrtc, find_nvrtc, options_for
-from mlagen.settings import Settings, current_settings
+from mlagen.compiler.toolchain import Nvrtc, find_nvrtc, options_for, wanted_toolchain
+from mlagen.counts import count
+from mlagen.errors import MissError, ToolchainError
+from mlagen.forks import in_one_piece
+from mlagen.jit import jit_mode, told, who_forbids
+from mlagen.recording import record
+from mlagen.settings import current_settings
 from mlagen.spec.kernel import KernelSpec
 
 if TYPE_CHECKING:
     from mlagen.runtime.loader import LoadedKernel
-
-logger = logging.getLogger("mlagen")
 
 _loaded: dict[tuple[KernelSpec, int], LoadedKernel] = {}
 _loading = threading.Lock()
@@ -36,35 +41,26 @@ class Outcome:
     ms: float
 
 
-def kernel_store() -> KernelStore:
-    """Return the store that the settings name; nothing is created."""
-    return _store(current_settings())
-
-
-@cache
-def _store(settings: Settings) -> KernelStore:
-    return KernelStore(
-        settings.cache_dir, lock_dir=settings.lock_dir, lock_timeout_s=settings.lock_timeout_s
-    )
-
-
-@cache
 def key_of(spec: KernelSpec) -> CacheKey:
-    """Return the key of ``spec`` for the installed NVRTC; renders and loads nothing.
+    """Return the key of ``spec`` for the toolchain that the settings want; renders nothing.
 
     Raises
     ------
     ToolchainError
-        If no NVRTC is installed.
+        If the toolchain that is wanted is not installed.
     """
-    nvrtc = find_nvrtc()
+    return _key_of(spec, wanted_toolchain(current_settings().toolchain))
+
+
+@cache
+def _key_of(spec: KernelSpec, toolchain: str) -> CacheKey:
     ingredients = [("family", spec.family)]
     ingredients += [(f"spec.{name}", value) for name, value in spec.ingredients().items()]
-    for option in options_for(spec.arch, nvrtc):
+    for option in options_for(spec.arch, toolchain):
         name, _, value = option.partition("=")
         ingredients.append((f"option.{name.lstrip('-')}", value))
     ingredients.append(("templates", template_digest()))
-    return CacheKey(ingredients=tuple(ingredients), toolchain=str(nvrtc))
+    return CacheKey(ingredients=tuple(ingredients), toolchain=toolchain)
 
 
 def find_or_build(spec: KernelSpec, *, created_by: str = "jit") -> Outcome:
@@ -72,20 +68,33 @@ def find_or_build(spec: KernelSpec, *, created_by: str = "jit") -> Outcome:
 
     Raises
     ------
+    MissError
+        If it is not there and this process may not compile, or has no NVRTC.
     ToolchainError
-        If no NVRTC is installed, or it does not know the architecture.
+        If NVRTC does not know the architecture.
     CompileError
         If NVRTC refuses the kernel.
     """
     start = time.perf_counter()
+    key, store = key_of(spec), kernel_store()
     built = False
+    found = store.look_up(key)
+    _count(found, store)
+    entry = found.entry
+    if entry is None:
+        reason = found.reason or "absent"
+        nvrtc = _compiler_of(spec, key, reason, created_by)
 
-    def build() -> Build:
-        nonlocal built
-        built = True
-        return _build(spec, find_nvrtc())
+        def build() -> Build:
+            nonlocal built
+            built = True
+            with told(str(spec), reason, str(nvrtc), store.root):
+                return _build(spec, nvrtc)
 
-    entry = kernel_store().find_or_build(key_of(spec), build, created_by=created_by)
+        entry = store.build(key, build, created_by=created_by, because=reason)
+    if path := current_settings().record:
+        toolchain, said = entry.manifest.toolchain, "built" if built else "hit"
+        record(path, kernel=str(spec), key=key.digest, toolchain=toolchain, found=said)
     return Outcome(entry=entry, built=built, ms=(time.perf_counter() - start) * 1e3)
 
 
@@ -101,7 +110,8 @@ def kernel_for(spec: KernelSpec, device: int) -> LoadedKernel:
     """
     if kernel := _loaded.get((spec, device)):
         return kernel
-    from mlagen.runtime.loader import load, require_no_capture
+    with in_one_piece():
+        from mlagen.runtime.loader import load, require_no_capture
 
     require_no_capture(spec, device)
     entry = find_or_build(spec).entry  # outside the lock: other kernels may compile meanwhile
@@ -111,15 +121,52 @@ def kernel_for(spec: KernelSpec, device: int) -> LoadedKernel:
     return kernel
 
 
-def _build(spec: KernelSpec, nvrtc: Nvrtc) -> Build:
-    # Imported here: a warm process loads no Jinja and no NVRTC.
-    from mlagen.codegen.render import render
-    from mlagen.compiler.nvrtc import compile_source
+def _count(found: LookUp, store: KernelStore) -> None:
+    if found.entry is None:
+        count("misses")
+        count(f"misses.{found.reason}")
+    else:
+        place = {None: "memory", store.root: "cache"}.get(found.layer, "layer")
+        count("hits")
+        count(f"hits.{place}")
 
-    logger.info("compiling %s with %s", spec, nvrtc)
-    source = render(spec)
-    cubin = compile_source(source, spec.arch, nvrtc)
-    logger.info("compiled %s in %.1f s", spec.symbol, cubin.compile_ms / 1e3)
+
+def _compiler_of(spec: KernelSpec, key: CacheKey, reason: str, created_by: str) -> Nvrtc:
+    """Return what compiles a kernel that is missing, if it may be compiled here."""
+    mode = jit_mode()
+    command = f"mlagen prewarm --kernel '{spec}'"
+    advice = f"run: MLAGEN_JIT=on {command}" if mode == "off" else f"run: {command}"
+    if mode == "off" or (mode == "error" and created_by == "jit"):
+        count("refusals")
+        raise MissError(
+            f"{spec}: {reason} in the cache, and {who_forbids()} forbids to compile; {advice}"
+        )
+    try:
+        nvrtc = find_nvrtc()
+    except ToolchainError as error:
+        count("refusals")
+        where = "where NVRTC is installed, "
+        raise MissError(
+            f"{spec}: {reason} in the cache, and there is no compiler ({error}); {where}{advice}"
+        ) from error
+    if not key.accepts(str(nvrtc)):
+        count("refusals")
+        raise MissError(
+            f"{spec}: {reason} in the cache, and MLAGEN_TOOLCHAIN wants {key.toolchain}, "
+            f"but {nvrtc} is installed; where that one is, {advice}"
+        )
+    return nvrtc
+
+
+def _build(spec: KernelSpec, nvrtc: Nvrtc) -> Build:
+    # Imported here: a warm process loads no Jinja and no NVRTC. And in one piece: what is forked
+    # in the middle would wait for ever for a module, or for a template, that nobody brings.
+    with in_one_piece():
+        from mlagen.codegen.render import render
+        from mlagen.compiler.apart import compile_anywhere
+
+        source = render(spec)
+    cubin = compile_anywhere(source, spec.arch, nvrtc)
     return build_of(
         source,
         cubin,
@@ -127,3 +174,12 @@ def _build(spec: KernelSpec, nvrtc: Nvrtc) -> Build:
         symbol=spec.symbol,
         shared_bytes=spec.shared_bytes,
     )
+
+
+def _after_fork() -> None:
+    global _loading  # noqa: PLW0603 - another thread of the parent may have held it
+    _loading = threading.Lock()
+    _loaded.clear()  # kernels of a CUDA context that the child does not have
+
+
+os.register_at_fork(after_in_child=_after_fork)

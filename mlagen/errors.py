@@ -7,6 +7,7 @@
     ├── UnsupportedError(NotImplementedError)   a sound request that no kernel covers
     ├── CaptureError(RuntimeError)              a kernel is not loaded during a CUDA graph capture
     ├── ToolchainError(RuntimeError)            no NVRTC, or one that does not know the architecture
+    ├── MissError(RuntimeError)                 a kernel is not cached and may not be compiled here
     ├── CompileError(RuntimeError)              NVRTC refused a kernel; ``.log``, ``.source``
     ├── CacheError(OSError)                     the cache cannot be read or written; ``.path``
     └── DriverError(RuntimeError)               loading or launching failed; ``.symbol``
@@ -38,6 +39,10 @@ class CaptureError(MlagenError, RuntimeError):
 
 class ToolchainError(MlagenError, RuntimeError):
     """NVRTC is missing, too old, or does not know the architecture."""
+
+
+class MissError(MlagenError, RuntimeError):
+    """A kernel is not in the cache, and this process may not compile it; the message says why."""
 
 
 class CompileError(MlagenError, RuntimeError):

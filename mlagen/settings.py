@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -13,7 +14,13 @@ from pathlib import Path
 from mlagen.errors import ArgumentError
 
 DEFAULT_LOCK_TIMEOUT_S = 300.0
+DEFAULT_CACHE_MAX_BYTES = 1 << 30
 MLA_KERNELS = ("auto", "portable", "hopper")
+JIT_MODES = ("on", "warn", "error", "off")  # the stricter, the later
+TOOLCHAIN_POLICIES = ("auto", "exact", "compatible")
+
+_SIZE = re.compile(r"(\d{1,15}(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
+_TOOLCHAIN = re.compile(r"nvrtc-\d+\.\d+\.\d+")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +32,12 @@ class Settings:
     lock_timeout_s: float
     checks_contents: bool = False  # of tensors, at every call; waits for the device
     mla_kernel: str = "auto"  # out of MLA_KERNELS: what MLA calls take
+    cache_layers: tuple[Path, ...] = ()  # looked in after cache_dir, and never written
+    trusts_shared: bool = False  # folders of the cache that others may write in
+    cache_max_bytes: int | None = DEFAULT_CACHE_MAX_BYTES  # None: no limit
+    toolchain: str = "auto"  # out of TOOLCHAIN_POLICIES, or one, such as nvrtc-13.0.88
+    jit: str = "on"  # out of JIT_MODES: whether a call may compile
+    record: Path | None = None  # the file that gets a line for each kernel a process asks for
 
 
 def read_settings(environ: Mapping[str, str]) -> Settings:
@@ -42,7 +55,27 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
         lock_timeout_s=_seconds(environ, "MLAGEN_LOCK_TIMEOUT", DEFAULT_LOCK_TIMEOUT_S),
         checks_contents=_switch(environ, "MLAGEN_CHECK"),
         mla_kernel=_word(environ, "MLAGEN_MLA_KERNEL", MLA_KERNELS),
+        cache_layers=_folders(environ, "MLAGEN_CACHE_RO"),
+        trusts_shared=_switch(environ, "MLAGEN_TRUST_SHARED"),
+        cache_max_bytes=_cache_max_bytes(environ),
+        toolchain=_toolchain(environ),
+        jit=_word(environ, "MLAGEN_JIT", JIT_MODES),
+        record=_file(environ, "MLAGEN_RECORD"),
     )
+
+
+def read_size(name: str, text: str) -> int:
+    """Return a size such as ``500M`` or ``1.5 GiB`` in bytes; units are powers of 1024.
+
+    Raises
+    ------
+    ArgumentError
+        If it is none; ``name`` says of what.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ArgumentError(f"{name}: expected a size such as 500M or 2GiB, got {text!r}")
+    return int(float(match[1]) * 1024 ** " kmgt".index(match[2].lower() or " "))
 
 
 @cache
@@ -53,30 +86,73 @@ def current_settings() -> Settings:
 
 def _cache_dir(environ: Mapping[str, str]) -> Path:
     if chosen := environ.get("MLAGEN_CACHE_DIR"):
-        return Path(chosen).expanduser().absolute()
+        return _place("MLAGEN_CACHE_DIR", chosen)
     xdg = Path(environ.get("XDG_CACHE_HOME") or "relative")
     if xdg.is_absolute():  # the XDG specification says to ignore a relative path
         return xdg / "mlagen"
     home = Path(environ.get("HOME") or "relative")
     if home.is_absolute():
         return home / ".cache" / "mlagen"
-    return Path(tempfile.gettempdir()) / f"mlagen-{_user()}"
+    return _temporary() / f"mlagen-{_user()}"
 
 
 def _lock_dir(environ: Mapping[str, str]) -> Path:
     # Locks live on this machine: flock on a network folder may bind one node only, or hang.
     if chosen := environ.get("MLAGEN_LOCK_DIR"):
-        return Path(chosen).expanduser().absolute()
+        return _place("MLAGEN_LOCK_DIR", chosen)
     runtime = Path(environ.get("XDG_RUNTIME_DIR") or "relative")
     if runtime.is_absolute() and os.access(runtime, os.W_OK):
         return runtime / "mlagen"
     shared_memory = Path("/dev/shm")
-    base = shared_memory if shared_memory.is_dir() else Path(tempfile.gettempdir())
+    base = shared_memory if shared_memory.is_dir() else _temporary()
     return base / f"mlagen-{_user()}"
 
 
 def _user() -> str:
     return str(os.getuid()) if sys.platform != "win32" else os.environ.get("USERNAME", "user")
+
+
+def _folders(environ: Mapping[str, str], name: str) -> tuple[Path, ...]:
+    named = environ.get(name, "").split(os.pathsep)
+    return tuple(_place(name, folder) for folder in named if folder)
+
+
+def _file(environ: Mapping[str, str], name: str) -> Path | None:
+    text = environ.get(name)
+    return _place(name, text) if text else None
+
+
+def _place(name: str, text: str) -> Path:
+    try:
+        return Path(text).expanduser().absolute()
+    except (RuntimeError, OSError) as error:  # no home for a tilde, or no current folder
+        raise ArgumentError(f"{name}: expected a path, got {text!r}: {error}") from error
+
+
+def _temporary() -> Path:
+    try:
+        return Path(tempfile.gettempdir())
+    except FileNotFoundError:  # none can be written: kernels then stay in memory, and that is said
+        return Path("/tmp")
+
+
+def _cache_max_bytes(environ: Mapping[str, str]) -> int | None:
+    name = "MLAGEN_CACHE_MAX_SIZE"
+    text = environ.get(name)
+    if not text:
+        return DEFAULT_CACHE_MAX_BYTES
+    return read_size(name, text) or None  # 0 is no limit
+
+
+def _toolchain(environ: Mapping[str, str]) -> str:
+    name = "MLAGEN_TOOLCHAIN"
+    text = environ.get(name, "")
+    if _TOOLCHAIN.fullmatch(text):
+        return text
+    if text and text not in TOOLCHAIN_POLICIES:
+        allowed = f"{', '.join(TOOLCHAIN_POLICIES)} or one such as nvrtc-13.0.88"
+        raise ArgumentError(f"{name}: expected {allowed}, got {text!r}")
+    return text or TOOLCHAIN_POLICIES[0]
 
 
 def _seconds(environ: Mapping[str, str], name: str, default: float) -> float:

@@ -67,6 +67,13 @@ def session_cache_dir(
     return folder
 
 
+# What a user may have set, and a test sets if it wants it.
+OTHER_SETTINGS = (
+    *("MLAGEN_CACHE_RO", "MLAGEN_TRUST_SHARED", "MLAGEN_CACHE_MAX_SIZE", "MLAGEN_TOOLCHAIN"),
+    *("MLAGEN_JIT", "MLAGEN_RECORD"),
+)
+
+
 @pytest.fixture
 def cache_dir(tmp_path: Path) -> Path:
     """Return the cache folder of one test; it does not exist yet."""
@@ -82,6 +89,8 @@ def isolated_settings(
     folder = request.getfixturevalue("session_cache_dir") if is_gpu_test else cache_dir
     if os.environ.get("MLAGEN_TEST_HOPPER") == "1":  # small calls take the Hopper kernel too
         monkeypatch.setattr(plan_hopper, "SMALL_BLOCKS", -1)
+    for name in OTHER_SETTINGS:
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("MLAGEN_CACHE_DIR", str(folder))
     monkeypatch.setenv("MLAGEN_LOCK_DIR", str(tmp_path / "locks"))
     current_settings.cache_clear()

@@ -11,7 +11,7 @@ import pytest
 from cuda.bindings import nvrtc
 
 from mlagen.codegen import environment, sources
-from mlagen.compiler.toolchain import find_nvrtc
+from mlagen.compiler.toolchain import find_nvrtc, wanted_toolchain
 from mlagen.spec.arch import Arch, parse_arch
 from mlagen.spec.combine import CombineSplitsSpec
 from mlagen.spec.dtype import DType
@@ -67,9 +67,11 @@ def copy_templates(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def forget() -> None:
     """Clear what a process remembers of templates and toolchain."""
-    from mlagen.engine import key_of
+    from mlagen import engine
 
     environment.environment.cache_clear()
     sources.template_digest.cache_clear()
     find_nvrtc.cache_clear()
-    key_of.cache_clear()
+    wanted_toolchain.cache_clear()
+    wanted_toolchain.cache_clear()
+    engine._key_of.cache_clear()

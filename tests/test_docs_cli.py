@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import click
@@ -12,6 +12,8 @@ import pytest
 
 from cache_tools.benchmark.outcomes import FIELDS
 from cache_tools.cli import cli
+from cache_tools.schemas import DOCUMENT, SCHEMAS, Schema
+from cache_tools.transfer_schemas import TRANSFER_SCHEMAS
 from tests.doc_text import table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -20,7 +22,7 @@ REFERENCE = ROOT / "docs" / "reference"
 HEADER = """\
 # The `mlagen` command
 
-This page is what `--help` prints, and what a long JSON document holds.
+This page is what `--help` prints, and for most commands what the document of `--json` holds.
 `python3 -m cache_tools` is the same command in a checkout that is not installed.
 Exit codes and environment variables are on [a page of their own](environment.md).
 """
@@ -58,8 +60,34 @@ def document_section(fields: dict[str, dict[str, str]]) -> Iterator[str]:
         yield "\n".join(table(rows))
 
 
+def schema_sections(schemas: Mapping[str, Schema]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield each command with what is said of its document; what another has too is said once."""
+    told: dict[str, tuple[str, object]] = {}
+    for command, schema in schemas.items():
+        sections = ["With `--json`, the names of one document, in this order:\n"]
+        again: dict[str, list[str]] = {}
+        for part, fields in schema.items():
+            first, known = told.setdefault(part, (command, fields))
+            if part != DOCUMENT and first != command and known == fields:
+                again.setdefault(first, []).append(part)
+                continue
+            rows = [
+                {f"in {part}": f"`{name}`", "type": field.type, "meaning": field.meaning}
+                for name, field in fields.items()
+            ]
+            sections.append("\n".join(table(rows)))
+        for first, parts in again.items():
+            link = f"[`mlagen {first}`](#mlagen-{first.replace(' ', '-')})"
+            sections.append(f"{', '.join(parts)}: as of {link}.\n")
+        yield f"mlagen {command}", tuple(sections)
+
+
 # The commands whose document is told name by name.
-DOCUMENTS = {"mlagen bench": tuple(document_section(FIELDS))}
+DOCUMENTS = {
+    "mlagen bench": tuple(document_section(FIELDS)),
+    **dict(schema_sections(SCHEMAS)),
+    **dict(schema_sections(TRANSFER_SCHEMAS)),
+}
 
 
 def test_the_page_on_the_command_is_what_help_prints() -> None:

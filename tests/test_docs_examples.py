@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from cache_tools.cli import cli
-from tests.doc_text import PAGES, ROOT, Block, blocks_of
+from tests.doc_shell import Shells, sessions_of, stable
+from tests.doc_text import PAGES, ROOT, blocks_of
 
 NEEDS_A_GPU = "# needs a GPU\n"
 
@@ -84,89 +85,31 @@ def test_examples_for_a_gpu_are_python(page: str) -> None:
     assert compile(program, page, "exec") is not None
 
 
-# What differs from machine to machine, from run to run and from one edit of a template to another.
-UNSTABLE = (
-    (r"\b(?:[0-9a-f]{64}|(?=[a-f]*\d)[0-9a-f]{8})\b", "KEY"),
-    (r"(?:~|(?<![\w./])/[\w.-]+)(?:/[\w.+-]+)+", "FOLDER"),
-    (r"\d{4}-\d\d-\d\dT[\d:+]+", "DATE"),
-    (r"\b\d+(?:\.\d+)? (?:us|ms|s)\b", "TIME"),
-    (r"\b\d+(?:\.\d+)? (?:B|KiB|MiB)(?!\w)", "SIZE"),
-    (r"nvrtc-[\d.]+", "nvrtc-VERSION"),
-    (r", on [\w.-]+, by", ", on HOST, by"),
-    (r"(?<=tile_rows 16: )\d+", "COUNT"),
-    (r"\d+(?= registers)", "COUNT"),
-    (r"(?<=[a-f0-9\s])\d+ +(?=0 +SIZE)", "COUNT "),
-    (r"\s+", " "),
-)
-
-
-def stable(line: str) -> str:
-    """Return a line of output without what is nobody's promise."""
-    for pattern, name in UNSTABLE:
-        line = re.sub(pattern, name, line)
-    return line.strip()
-
-
-class Shell:
-    """A shell where ``mlagen`` is this checkout's command, and shown keys stand for real ones."""
-
-    def __init__(self, folder: Path) -> None:
-        self.keys: dict[str, str] = {}
-        script = folder / "mlagen"
-        script.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m cache_tools "$@"\n')
-        script.chmod(0o755)
-        self.environ = {
-            **os.environ,
-            "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}",
-            "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
-        }
-
-    def run(self, command: str, shown: list[str]) -> list[str]:
-        """Run a command of a page; return what it printed, and learn the keys that it shows."""
-        for key, real in self.keys.items():
-            command = command.replace(key, real)
-        run = subprocess.run(
-            ["/bin/sh", "-c", f"{{ {command}; }} 2>&1"],
-            env=self.environ,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        printed = run.stdout.splitlines()
-        for line in shown:
-            keys = re.findall(UNSTABLE[0][0], line)
-            like = [other for other in printed if stable(other) == stable(line)]
-            if keys and len(like) == 1:
-                self.keys |= zip(keys, re.findall(UNSTABLE[0][0], like[0]), strict=True)
-        return printed
-
-
-def sessions_of(block: Block) -> list[tuple[str, list[str]]]:
-    """Return the commands of a console block, each with the lines that are shown below it."""
-    sessions: list[tuple[str, list[str]]] = []
-    for line in block.text.splitlines():
-        if line.startswith("$ "):
-            sessions.append((line[2:], []))
-        else:
-            sessions[-1][1].append(line)
-    return sessions
-
-
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("page", pages_with("console"))
 def test_shown_sessions_print_what_they_show(page: str, tmp_path: Path) -> None:
     """A session that is shown, run from its first line to its last, prints those lines.
 
-    The order of lines and what ``stable`` leaves out may differ; ``...`` stands for any lines.
+    The order of lines and what ``stable`` leaves out may differ; ``...`` stands for any lines. A
+    page of several machines is written anew with MLAGEN_ACCEPT=1.
     """
-    shell = Shell(tmp_path)
+    shells = Shells(tmp_path)
     consoles = [block for block in BLOCKS[page] if block.language == "console"]
+    sessions = [session for block in consoles for session in sessions_of(block)]
 
-    for command, shown in [session for block in consoles for session in sessions_of(block)]:
-        printed = Counter(map(stable, shell.run(command, shown)))
+    outputs = [shells.run(session) for session in sessions]
+
+    if os.environ.get("MLAGEN_ACCEPT") and any(session.machine for session in sessions):
+        PAGES[page].write_text(shells.rewritten(PAGES[page].read_text("utf-8"), outputs), "utf-8")
+        return
+    for (_, command, shown), output in zip(sessions, outputs, strict=True):
+        printed = Counter(map(stable, output))
         expected = Counter(stable(line) for line in shown if line != "...")
+        unexpected = printed - expected
 
         assert expected - printed == Counter(), command
-        assert "..." in shown or printed == expected, command
+        assert not unexpected or "..." in shown, command
+        assert [line for line in unexpected if line.startswith("[exit code")] == [], command
 
 
 def commands_of(page: str) -> list[list[str]]:

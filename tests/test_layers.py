@@ -17,20 +17,25 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # Each layer with what it may import besides itself. A layer is a module or folder of mlagen/;
 # "mlagen" is the package's own __init__.py.
-GROUND = {"errors", "settings"}
+GROUND = {"counts", "errors", "forks", "settings"}
 DATA = GROUND | {"artifacts", "spec"}
 STAGES = {"codegen", "compiler", "cache", "runtime"}
-ENGINE = DATA | STAGES | {"engine"}
+ENGINE = DATA | STAGES | {"engine", "jit", "recording"}
 DOORS = {"decode", "mla", "xqa"}
 LAYERS = {
+    "counts": set[str](),
     "errors": set[str](),
+    "forks": set[str](),
     "settings": {"errors"},
     "artifacts": {"errors"},
     "spec": {"errors"},
     **dict.fromkeys(STAGES, DATA),
-    "engine": DATA | STAGES,
+    "jit": GROUND,  # whether a process may compile, and who is told
+    "recording": set[str](),
+    "engine": DATA | STAGES | {"jit", "recording"},
     "api": ENGINE,
-    "prewarming": ENGINE,
+    "models": {"errors", "spec"},
+    "prewarming": ENGINE | {"models"},
     **dict.fromkeys(DOORS, ENGINE | {"api"}),
     "decode": ENGINE | {"api", "mla"},  # FlashInfer has some names in both
     "mlagen": ENGINE | DOORS | {"api", "prewarming"},
@@ -44,6 +49,8 @@ FENCES = {
     "filelock": {"cache"},
     "jinja2": {"codegen"},
     "rich": {"cache_tools"},
+    "tomli": {"prewarming"},  # stands in for tomllib, which Python has from 3.11 on
+    "tomllib": {"prewarming"},
     "torch": {"api", "runtime"} | DOORS,
 }
 # A warm call digests the templates and must not pay for Jinja; the demo and the benchmark make
@@ -52,6 +59,7 @@ CLOSED = {"mlagen/codegen/sources.py": {"jinja2"}}
 OPEN = {
     "cache_tools/commands/bench.py": {"torch"},
     "cache_tools/commands/demo.py": {"torch"},
+    "cache_tools/remote.py": {"fsspec"},  # torch depends on it; only push and pull use it
     **{
         f"cache_tools/benchmark/{name}.py": {"torch"}
         for name in ("calls", "gpu", "inputs", "reference", "timing")

@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = {"mlagen": "mlagen", "cache_tools": "mlagen/cache_tools", "templates": "mlagen/templates"}
-SHIPPED = {".py", ".typed", ".cuh", ".j2"}
+SHIPPED = {".py", ".typed", ".json", ".cuh", ".j2"}
 
 # argv: build_wheel or build_editable, the folder for the result
 BUILD = "import sys; from setuptools import build_meta as b; getattr(b, sys.argv[1])(sys.argv[2])"
@@ -104,7 +104,7 @@ def test_mlagen_is_the_only_name_installed(site: Path) -> None:
     assert installed == {"mlagen"}
 
 
-def test_nothing_but_code_templates_and_markers_is_installed(site: Path) -> None:
+def test_nothing_but_code_data_templates_and_markers_is_installed(site: Path) -> None:
     """Tests, documents and what an editor left behind stay out of the wheel."""
     files = [path for path in (site / "mlagen").rglob("*") if path.is_file()]
 
@@ -143,6 +143,13 @@ def test_an_installation_finds_its_own_templates(site: Path) -> None:
     code = "from mlagen.codegen.sources import template_root; print(template_root())"
 
     assert run_installed(site, code) == str(site / "mlagen" / "templates")
+
+
+def test_an_installation_knows_the_models(site: Path) -> None:
+    """Their configurations are part of the wheel."""
+    code = "from mlagen.models.config import find_model; print(find_model('deepseek-v3').heads)"
+
+    assert run_installed(site, code) == "128"
 
 
 def test_the_version_is_that_of_pyproject(site: Path) -> None:

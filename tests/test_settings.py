@@ -53,6 +53,26 @@ def test_folders_of_ours_may_be_relative_or_start_at_home(
     assert settings.lock_dir == Path("/c/locks")
 
 
+@pytest.mark.parametrize("name", ["MLAGEN_CACHE_DIR", "MLAGEN_LOCK_DIR", "MLAGEN_CACHE_RO"])
+def test_a_tilde_that_leads_nowhere_is_refused(name: str) -> None:
+    """In a container whose user has no name and no home, say."""
+    with pytest.raises(ArgumentError, match=f"^{name}: expected a path, got '~no-such-user/x': "):
+        read_settings({name: "~no-such-user/x"})
+
+
+def test_without_any_temporary_folder_there_are_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing can be written, kernels stay in memory; asking for the place is no error."""
+
+    def refuse() -> None:
+        raise FileNotFoundError(2, "No usable temporary directory found")
+
+    monkeypatch.setattr(tempfile, "gettempdir", refuse)
+
+    settings = read_settings({})
+
+    assert settings.cache_dir == Path(f"/tmp/mlagen-{os.getuid()}")  # noqa: S108
+
+
 def test_locks_lie_in_the_runtime_folder_of_the_user(tmp_path: Path) -> None:
     """XDG_RUNTIME_DIR holds the locks where it can be written."""
     settings = read_settings({"XDG_RUNTIME_DIR": str(tmp_path)})
@@ -131,6 +151,103 @@ def test_a_kernel_that_is_none_is_refused(text: str) -> None:
     assert str(caught.value) == (
         f"MLAGEN_MLA_KERNEL: expected auto or portable or hopper, got '{text}'"
     )
+
+
+def test_read_only_layers_are_folders_with_colons_between_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """MLAGEN_CACHE_RO names folders in the order in which they are looked in; gaps are none."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/c")
+
+    settings = read_settings({"MLAGEN_CACHE_RO": "/a::~/b:kernels"})
+
+    assert settings.cache_layers == (Path("/a"), Path("/c/b"), tmp_path / "kernels")
+    assert read_settings({}).cache_layers == ()
+
+
+SIZES = {
+    "unset": ("", 1 << 30),
+    "no limit": ("0", None),
+    "bytes": ("4096", 4096),
+    "a letter": ("500M", 500 << 20),
+    "a unit": ("2GiB", 2 << 30),
+    "a fraction, with a space": ("1.5 kb", 1536),
+}
+
+
+@pytest.mark.parametrize(("text", "size"), SIZES.values(), ids=SIZES)
+def test_the_largest_size_of_the_cache(text: str, size: int | None) -> None:
+    """MLAGEN_CACHE_MAX_SIZE has a unit of 1024s or none, is finite unless 0, and never unset."""
+    settings = read_settings({"MLAGEN_CACHE_MAX_SIZE": text})
+
+    assert settings.cache_max_bytes == size
+
+
+@pytest.mark.parametrize(
+    "text", ["-1", "much", "1X", "1 G 2", "inf", "9" * 400], ids="{:.5}".format
+)
+def test_a_size_that_is_none_is_refused(text: str) -> None:
+    """The message names the variable, the rule and the value."""
+    with pytest.raises(ArgumentError) as caught:
+        read_settings({"MLAGEN_CACHE_MAX_SIZE": text})
+
+    assert str(caught.value) == (
+        f"MLAGEN_CACHE_MAX_SIZE: expected a size such as 500M or 2GiB, got '{text}'"
+    )
+
+
+@pytest.mark.parametrize("text", ["auto", "exact", "compatible", "nvrtc-13.0.88"])
+def test_the_toolchain(text: str) -> None:
+    """MLAGEN_TOOLCHAIN names a policy, or one toolchain to the patch level."""
+    settings = read_settings({"MLAGEN_TOOLCHAIN": text})
+
+    assert settings.toolchain == text
+    assert read_settings({}).toolchain == "auto"
+
+
+@pytest.mark.parametrize("text", ["nvrtc", "nvrtc-13.0", "13.0.88", "newest"])
+def test_a_toolchain_that_is_none_is_refused(text: str) -> None:
+    """The message names the variable, the rule and the value."""
+    with pytest.raises(ArgumentError) as caught:
+        read_settings({"MLAGEN_TOOLCHAIN": text})
+
+    assert str(caught.value) == (
+        "MLAGEN_TOOLCHAIN: expected auto, exact, compatible or one such as nvrtc-13.0.88, "
+        f"got '{text}'"
+    )
+
+
+@pytest.mark.parametrize("mode", ["on", "warn", "error", "off"])
+def test_whether_calls_may_compile(mode: str) -> None:
+    """MLAGEN_JIT is one of four words, and on where nothing is said."""
+    settings = read_settings({"MLAGEN_JIT": mode})
+
+    assert settings.jit == mode
+    assert read_settings({}).jit == "on"
+
+
+def test_a_jit_mode_that_is_none_is_refused() -> None:
+    """The message names the variable, the words that it may be and the value."""
+    with pytest.raises(ArgumentError) as caught:
+        read_settings({"MLAGEN_JIT": "never"})
+
+    expected = "MLAGEN_JIT: expected on or warn or error or off, got 'never'"
+    assert str(caught.value) == expected
+
+
+def test_the_record(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """MLAGEN_RECORD is a file, taken from the current folder at once; unset, nothing is kept."""
+    monkeypatch.chdir(tmp_path)
+
+    assert read_settings({"MLAGEN_RECORD": "run.jsonl"}).record == tmp_path / "run.jsonl"
+    assert read_settings({}).record is None
+
+
+@pytest.mark.parametrize(("text", "is_shared"), [("", False), ("0", False), ("1", True)])
+def test_whether_others_are_trusted(text: str, is_shared: bool) -> None:
+    """MLAGEN_TRUST_SHARED is a switch."""
+    assert read_settings({"MLAGEN_TRUST_SHARED": text}).trusts_shared is is_shared
 
 
 def test_the_environment_is_read_once(monkeypatch: pytest.MonkeyPatch, cache_dir: Path) -> None:

@@ -6,10 +6,19 @@ import click
 
 from .cache_clear import clear
 from .cache_dir import dir_
+from .cache_explain import explain
+from .cache_export import export
+from .cache_gc import gc
+from .cache_import import import_
 from .cache_ls import ls
+from .cache_prune import prune
+from .cache_pull import pull
+from .cache_push import push
 from .cache_rm import rm
 from .cache_show import show
+from .cache_stats import stats
 from .cache_verify import verify
+from .cache_why import why
 
 
 @click.group()
@@ -20,5 +29,21 @@ def cache() -> None:
     """
 
 
-for command in (dir_, ls, show, verify, rm, clear):
+for command in (
+    dir_,
+    ls,
+    stats,
+    show,
+    why,
+    explain,
+    verify,
+    prune,
+    gc,
+    rm,
+    clear,
+    export,
+    import_,
+    push,
+    pull,
+):
     cache.add_command(command)

@@ -7,7 +7,7 @@ import sys
 import click
 
 from ..exit_codes import FAILED
-from ..report import console, count_text, json_option, print_json, size_text
+from ..report import count_text, json_option, print_json, size_text
 
 
 @click.command()
@@ -16,22 +16,20 @@ from ..report import console, count_text, json_option, print_json, size_text
 @click.pass_context
 def clear(ctx: click.Context, /, *, yes: bool, as_json: bool) -> None:
     """Remove every cached kernel and everything in quarantine."""
-    from mlagen.engine import kernel_store
-    from mlagen.settings import current_settings
+    from mlagen.cache.opening import kernel_store
 
-    cache_dir = current_settings().cache_dir
-    store, text = kernel_store(), console(stderr=as_json)
+    store = kernel_store()
     entries = list(store.entries())
     if entries and not yes:
         kernels = count_text(len(entries), "kernel")
         size = size_text(sum(stored.size_bytes for stored in entries))
-        if not _ask(f"Remove {kernels}, {size}, from {cache_dir}?", stderr=as_json):
-            text.print("nothing removed")
+        if not _ask(f"Remove {kernels}, {size}, from {store.root}?", stderr=as_json):
+            click.echo("nothing removed", err=as_json)
             ctx.exit(FAILED)
     removed = store.clear()
     if as_json:
-        print_json({"cache_dir": str(cache_dir), "removed": removed})
-    text.print(f"removed {count_text(removed, 'kernel')} from {cache_dir}", soft_wrap=True)
+        print_json({"cache_dir": str(store.root), "removed": removed})
+    click.echo(f"removed {count_text(removed, 'kernel')} from {store.root}", err=as_json)
 
 
 def _ask(question: str, *, stderr: bool) -> bool:
@@ -39,6 +37,6 @@ def _ask(question: str, *, stderr: bool) -> bool:
     click.echo(f"{question} [y/N] ", nl=False, err=stderr)
     answer = sys.stdin.readline()
     if not answer:
-        click.echo(err=stderr)
+        click.echo("nobody answered, nothing removed; --yes does not ask", err=stderr)
         raise click.Abort
     return answer.strip().lower() in {"y", "yes"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import click
 
 from ..report import json_option, print_json
@@ -17,4 +19,4 @@ def dir_(*, as_json: bool) -> None:
     if as_json:
         print_json({"cache_dir": str(path), "exists": path.is_dir()})
     else:
-        click.echo(path)
+        click.echo(os.fsencode(path))  # as it is, whatever the locale can print

@@ -2,65 +2,138 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import time
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
 from ..entries import document_of
+from ..entry_options import (
+    Choice,
+    age_option,
+    arch_option,
+    family_option,
+    layers_option,
+    toolchain_option,
+)
 from ..report import (
     SHORT_KEY,
-    console,
+    age_text,
     count_text,
     json_option,
     kernel_columns,
+    natural_order,
     print_json,
     print_table,
     resource_columns,
     size_text,
 )
 
+if TYPE_CHECKING:
+    from mlagen.cache.catalog import StoredEntry
+
 
 @click.command()
+@arch_option
+@family_option
+@toolchain_option
+@age_option
+@click.option(
+    "--sort",
+    type=click.Choice(["name", "size", "age", "spills"]),
+    default="name",
+    show_default=True,
+    help="By name, or first the largest, the longest unused, or those that spill the most.",
+)
+@layers_option
 @json_option
-def ls(*, as_json: bool) -> None:
-    """List the cached kernels, in the order of what they are."""
-    from mlagen.engine import kernel_store
-    from mlagen.settings import current_settings
+def ls(*, sort: str, layers: bool, as_json: bool, **chosen: Any) -> None:
+    """List the cached kernels, in the order of what they are.
 
-    cache_dir = current_settings().cache_dir
-    documents = [document_of(stored) for stored in kernel_store().entries()]
+    Manifests are read and not checked: mlagen cache verify finds what was altered.
+    """
+    from mlagen.cache.opening import kernel_store
+
+    store, choice = kernel_store(), Choice(**chosen)
+    # One at a time: what thousands of manifests hold besides is let go as soon as it is read.
+    lines = [_line(stored) for stored in store.entries(layers=layers) if choice.has(stored)]
+    lines.sort(key=_name)
+    if sort != "name":
+        lines.sort(key=_ORDERS[sort])
     if as_json:
-        print_json({"cache_dir": str(cache_dir), "entries": documents})
-        return
-    toolchains = sorted({document["toolchain"] for document in documents})
-    rows = [_row(document) for document in documents if document["problem"] is None]
-    for row in rows if len(toolchains) == 1 else ():
-        del row["toolchain"]  # it stands below
+        print_json({"cache_dir": str(store.root), "entries": [line.entry for line in lines]})
+    else:
+        _print(lines, store.root)
+
+
+class _Line(NamedTuple):
+    """An entry as JSON data, and the columns that name it: none if there is a problem."""
+
+    entry: dict[str, Any]
+    columns: dict[str, str]
+
+
+def _line(stored: StoredEntry) -> _Line:
+    entry = document_of(stored)
+    is_sound = entry["problem"] is None
+    return _Line(entry, kernel_columns(entry["family"], entry["spec"]) if is_sound else {})
+
+
+def _name(line: _Line) -> list[tuple[int, int, str]]:
+    return natural_order([*line.columns.values(), line.entry["toolchain"]])
+
+
+def _spills(line: _Line) -> int:
+    resources = line.entry["resources"]
+    return resource_columns(resources, 0)["spill_bytes"] if resources else 0
+
+
+_ORDERS: dict[str, Callable[[_Line], Any]] = {
+    "size": lambda line: -line.entry["size_bytes"],
+    "age": lambda line: line.entry["used"] or "",
+    "spills": lambda line: -_spills(line),
+}
+
+
+def _print(lines: Sequence[_Line], cache_dir: Path) -> None:
+    entries = [line.entry for line in lines]
+    rows = [_row(line) for line in lines if line.columns]
+    for name in ("toolchain", "layer"):
+        if len({row[name] for row in rows}) == 1:
+            for row in rows:
+                del row[name]  # it stands below
     if rows:
-        print_table(sorted(rows, key=_order))
-    text = console()
-    for document in documents:
-        if document["problem"] is not None:
-            text.print(f"damaged: {document['key'][:SHORT_KEY]}: {document['problem']}")
-    kernels = count_text(len(documents), "kernel")
-    total = size_text(sum(document["size_bytes"] for document in documents))
+        print_table(rows)
+    for entry in entries:
+        if entry["problem"] is not None:
+            click.echo(f"damaged: {entry['key'][:SHORT_KEY]}: {entry['problem']}")
+    kernels = count_text(len(entries), "kernel")
+    toolchains = sorted({entry["toolchain"] for entry in entries})
     by = f" by {', '.join(toolchains)}" if toolchains else ""
-    text.print(f"{kernels}{by}, {total}, in {cache_dir}", soft_wrap=True)
+    total = size_text(sum(entry["size_bytes"] for entry in entries))
+    layers = dict.fromkeys([str(cache_dir), *(entry["layer"] for entry in entries)])
+    click.echo(f"{kernels}{by}, {total}, in {', '.join(layers)}")
 
 
-def _row(document: dict[str, Any]) -> dict[str, Any]:
-    resources = resource_columns(document["resources"], document["dynamic_shared_bytes"])
+def _row(line: _Line) -> dict[str, Any]:
+    entry = line.entry
+    resources = resource_columns(entry["resources"], entry["dynamic_shared_bytes"])
     return {
-        "key": document["key"][:SHORT_KEY],
-        **kernel_columns(document["family"], document["spec"]),
+        "key": entry["key"][:SHORT_KEY],
+        **line.columns,
         "registers": resources["registers"],
         "spill_bytes": resources["spill_bytes"],
-        "size": size_text(document["size_bytes"]),
-        "toolchain": document["toolchain"],
+        "size": size_text(entry["size_bytes"]),
+        "used": _age_of(entry["used"]),
+        "toolchain": entry["toolchain"],
+        "layer": entry["layer"],
     }
 
 
-def _order(row: Mapping[str, Any]) -> list[tuple[int, int, str]]:
-    texts = [text for name, text in row.items() if name != "key" and isinstance(text, str)]
-    return [(1, int(text), "") if text.isdecimal() else (0, 0, text) for text in texts]
+def _age_of(moment: str | None) -> str | None:
+    if moment is None:
+        return None
+    return age_text(time.time() - datetime.fromisoformat(moment).timestamp())

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import click
 
+from mlagen.errors import ArgumentError
+
 from ..entries import document_of, entries_of
-from ..report import SHORT_KEY, console, json_option, print_json, size_text
+from ..report import SHORT_KEY, json_option, print_json, size_text
+
+if TYPE_CHECKING:
+    from mlagen.cache.catalog import StoredEntry
 
 
 @click.command()
@@ -14,16 +21,25 @@ from ..report import SHORT_KEY, console, json_option, print_json, size_text
 def rm(*, keys: tuple[str, ...], as_json: bool) -> None:
     """Remove the kernels whose keys begin with KEY.
 
-    Six hex digits or more of each. Nothing is removed unless every KEY stands for exactly one
-    kernel.
+    Six hex digits or more of each; KEY/TOOLCHAIN is what one of several compilers made. Nothing is
+    removed unless every KEY stands for exactly one kernel, which no read-only layer holds.
     """
-    from mlagen.engine import kernel_store
+    from mlagen.cache.opening import kernel_store
 
-    store, text = kernel_store(), console(stderr=as_json)
+    store = kernel_store()
     found = {stored.path: stored for key in keys for stored in entries_of(store, key)}
+    for stored in found.values():
+        _require_writable(stored)
     for stored in found.values():
         store.remove(stored)
         size = size_text(stored.size_bytes)
-        text.print(f"removed {stored.key[:SHORT_KEY]} by {stored.toolchain}, {size}")
+        text = f"removed {stored.key[:SHORT_KEY]} by {stored.toolchain}, {size}"
+        click.echo(text, err=as_json)
     if as_json:
         print_json({"removed": [document_of(stored) for stored in found.values()]})
+
+
+def _require_writable(stored: StoredEntry) -> None:
+    if stored.is_read_only:
+        short, layer = stored.key[:SHORT_KEY], stored.layer
+        raise ArgumentError(f"key: expected a kernel of the cache folder, got {short} in {layer}")

@@ -7,62 +7,83 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mlagen.errors import CacheError
-
-from ..entries import document_of, entries_of
-from ..report import json_option, kernel_text, print_facts, print_json, size_text, time_text
+from ..entries import entries_of, require_sound
+from ..report import (
+    json_option,
+    kernel_text,
+    print_facts,
+    print_json,
+    resource_columns,
+    size_text,
+    time_text,
+)
 
 if TYPE_CHECKING:
     from mlagen.cache.catalog import StoredEntry
 
-_FILES = {"source": "kernel.cu", "log": "build.log"}
+_FILES = {"source": "kernel.cu", "log": "build.log", "manifest": "manifest.json"}
+_PARTS = (*_FILES, "sass", "reproduce")
 
 
 @click.command()
 @click.argument("key")
-@click.option("--source", "part", flag_value="source", help="Print the CUDA source.")
-@click.option("--log", "part", flag_value="log", help="Print what NVRTC and ptxas said.")
-@click.option("--manifest", "part", flag_value="manifest", help="Print the manifest, JSON.")
+@click.option("--source", is_flag=True, help="Print the CUDA source.")
+@click.option("--log", is_flag=True, help="Print what NVRTC and ptxas said.")
+@click.option("--manifest", is_flag=True, help="Print the manifest, JSON.")
+@click.option("--sass", is_flag=True, help="Print the machine code, by nvdisasm.")
+@click.option(
+    "--reproduce",
+    is_flag=True,
+    help="Print a Python program that compiles it again and compares.",
+)
 @json_option
-def show(*, key: str, part: str | None, as_json: bool) -> None:
+def show(*, key: str, as_json: bool, **parts: bool) -> None:
     """Show the kernel whose key begins with KEY.
 
-    Six hex digits or more. Every file is checked against its digest first.
+    Six hex digits or more; where several compilers made it, all are shown, or that of
+    KEY/TOOLCHAIN. Every file is checked against its digest first.
     """
-    from mlagen.engine import kernel_store
+    from mlagen.cache.opening import kernel_store
 
+    chosen = [name for name in _PARTS if parts[name]]
+    if len(chosen) > 1:
+        raise click.UsageError(f"part: expected one, got --{' and --'.join(chosen)}")
+    part = chosen[0] if chosen else None
     store = kernel_store()
-    entries = entries_of(store, key)
-    for stored in entries:
-        if problem := stored.problem or store.verify(stored):
-            raise CacheError(f"cache: {problem}: {stored.path}", path=stored.path)
+    found = [(stored, require_sound(store, stored)) for stored in entries_of(store, key)]
     if as_json:
-        print_json({"entries": [_document(stored, part) for stored in entries]})
+        print_json({"entries": [document | _part(stored, part) for stored, document in found]})
     elif part is not None:
-        for stored in entries:
-            click.echo(_text(stored, part), nl=False)
+        for stored, _ in found:
+            click.echo(_content(stored, part), nl=False)
     else:
-        for stored in entries:
-            print_facts(_facts(stored))
+        for stored, document in found:
+            print_facts(_facts(stored, document))
 
 
-def _document(stored: StoredEntry, part: str | None) -> dict[str, Any]:
-    document = document_of(stored)
-    if part == "manifest":
-        document[part] = json.loads(_text(stored, part))
-    elif part is not None:
-        document[part] = _text(stored, part)
-    return document
+def _part(stored: StoredEntry, part: str | None) -> dict[str, Any]:
+    if part is None:
+        return {}
+    text = _content(stored, part).decode(errors="replace")
+    return {part: json.loads(text) if part == "manifest" else text}
 
 
-def _text(stored: StoredEntry, part: str) -> str:
-    from mlagen.cache.entry import MANIFEST
+def _content(stored: StoredEntry, part: str) -> bytes:
+    """Return what is asked for, as it lies on the disk where it does."""
+    from mlagen.cache.entry import CUBIN
 
-    return (stored.path / _FILES.get(part, MANIFEST)).read_text(encoding="utf-8")
+    from ..disassembly import sass_of
+    from ..reproduction import program_of
+
+    if part == "sass":
+        return sass_of(stored.path / CUBIN).encode()
+    if part == "reproduce":
+        assert stored.manifest is not None
+        return program_of(stored.manifest, stored.path).encode()
+    return (stored.path / _FILES[part]).read_bytes()
 
 
-def _facts(stored: StoredEntry) -> dict[str, str]:
-    document = document_of(stored)
+def _facts(stored: StoredEntry, document: dict[str, Any]) -> dict[str, str]:
     created = document["created"]
     facts = {
         "kernel": kernel_text(document["family"], document["spec"]),
@@ -71,18 +92,19 @@ def _facts(stored: StoredEntry) -> dict[str, str]:
     }
     facts |= {f"  {name}": value for name, value in document["spec"].items()}
     for kernel in document["resources"]:
-        spills = kernel["spill_store_bytes"] + kernel["spill_load_bytes"]
-        shared_bytes = kernel["static_shared_bytes"] + document["dynamic_shared_bytes"]
+        resources = resource_columns([kernel], document["dynamic_shared_bytes"])
         facts[f"ptxas {kernel['symbol']}"] = (
-            f"{kernel['registers']} registers, {spills} bytes spilled, "
+            f"{resources['registers']} registers, {resources['spill_bytes']} bytes spilled, "
             f"{kernel['stack_bytes']} bytes of stack, "
-            f"{shared_bytes} bytes of shared memory"
+            f"{resources['shared_bytes']} bytes of shared memory"
         )
     assert stored.manifest is not None
     for name, file in stored.manifest.files.items():
         facts[name] = size_text(file.size)
+    because = f", because: {created['because']}" if created["because"] else ""
     facts["compiled"] = (
         f"in {time_text(document['compile_ms'])} by {stored.toolchain}, {created['time']}, "
-        f"mlagen {created['mlagen']}, on {created['host']}, by {document['created_by']}"
+        f"mlagen {created['mlagen']}, on {created['host']}, by {document['created_by']}{because}"
     )
+    facts["used"] = document["used"] or "never"
     return facts

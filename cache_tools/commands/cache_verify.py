@@ -4,37 +4,47 @@ from __future__ import annotations
 
 import click
 
+from ..byte_progress import byte_progress
 from ..entries import document_of
+from ..entry_options import layers_option
 from ..exit_codes import FAILED
-from ..report import SHORT_KEY, console, count_text, json_option, print_json
+from ..report import SHORT_KEY, count_text, json_option, print_json
 
 
 @click.command()
 @click.option("--quarantine", is_flag=True, help="Move what is bad out of the way.")
+@layers_option
 @json_option
 @click.pass_context
-def verify(ctx: click.Context, /, *, quarantine: bool, as_json: bool) -> None:
+def verify(ctx: click.Context, /, *, quarantine: bool, layers: bool, as_json: bool) -> None:
     """Read every file of every entry and compare it with its digest.
 
-    Exits with 1 if something is bad, moved away or not.
+    Exits with 1 if something is bad, moved away or not. What is bad in a read-only layer stays.
     """
-    from mlagen.engine import kernel_store
+    from mlagen.cache.opening import kernel_store
 
-    store, text = kernel_store(), console(stderr=as_json)
-    bad, count = [], 0
-    for stored in store.entries():
-        count += 1
-        problem = stored.problem or store.verify(stored)
-        if problem is None:
-            continue
-        text.print(f"bad: {stored.key[:SHORT_KEY]}: {problem}", soft_wrap=True)
-        cell = store.quarantine(stored, problem) if quarantine else None
-        if cell is not None:
-            text.print(f"moved to {cell}", soft_wrap=True)
-        moved_to = str(cell) if cell else None
-        bad.append({**document_of(stored), "problem": problem, "moved_to": moved_to})
+    store = kernel_store()
+    entries = list(store.entries(layers=layers))
+    counted = count_text(len(entries), "entry", "entries")
+    bad = []
+    done, total = 0, sum(stored.size_bytes for stored in entries)
+    with byte_progress(f"verifying {counted}") as on_progress:
+        for stored in entries:
+            problem = stored.problem or store.verify(stored)
+            done += stored.size_bytes
+            on_progress(done, total)
+            if problem is None:
+                continue
+            is_moved = quarantine and not stored.is_read_only
+            cell = store.quarantine(stored, problem) if is_moved else None
+            moved_to = str(cell) if cell else None
+            bad.append({**document_of(stored), "problem": problem, "moved_to": moved_to})
+    for found in bad:
+        click.echo(f"bad: {found['key'][:SHORT_KEY]}: {found['problem']}", err=as_json)
+        if found["moved_to"]:
+            click.echo(f"moved to {found['moved_to']}", err=as_json)
     if as_json:
-        print_json({"verified": count, "bad": bad})
-    text.print(f"{count_text(count, 'entry', 'entries')}: {count - len(bad)} sound, {len(bad)} bad")
+        print_json({"cache_dir": str(store.root), "verified": len(entries), "bad": bad})
+    click.echo(f"{counted}: {len(entries) - len(bad)} sound, {len(bad)} bad", err=as_json)
     if bad:
         ctx.exit(FAILED)

@@ -265,7 +265,8 @@ def _document(
     result: dict[str, Any],
     report: PrewarmReport,
 ) -> dict[str, Any]:
-    from mlagen.engine import kernel_store, key_of
+    from mlagen.cache.opening import kernel_store
+    from mlagen.engine import key_of
 
     kernels = []
     for unit in report.units:

@@ -37,6 +37,7 @@ def doctor(ctx: click.Context, /, *, as_json: bool) -> None:
         "nvrtc": _nvrtc(problems),
         **_gpus(problems),
         "cache": _cache(problems),
+        "layers": _layers(problems),
         "locks": _locks(problems),
     }
     document["problems"] = problems
@@ -97,18 +98,55 @@ def _gpus(problems: list[str]) -> dict[str, Any]:
 
 
 def _cache(problems: list[str]) -> dict[str, Any]:
-    from mlagen.cache.catalog import stored_entries
-    from mlagen.cache.layout import Layout
     from mlagen.settings import current_settings
 
-    path = current_settings().cache_dir
-    entries = []
+    settings = current_settings()
+    path = settings.cache_dir
+    folder = _folder(path, "cache", problems)
+    return folder | _kernels(path, "cache", problems, is_shared=settings.trusts_shared)
+
+
+def _layers(problems: list[str]) -> list[dict[str, Any]]:
+    """Return the read-only layers; one that is not there is passed by in silence by calls."""
+    from mlagen.cache.opening import packaged_layers
+    from mlagen.settings import current_settings
+
+    settings = current_settings()
+    layers = [(path, settings.trusts_shared) for path in settings.cache_layers]
+    layers += [(path, True) for path in packaged_layers()]
+    problems += [
+        f"layer: expected a cache folder, got none: {path}"
+        for path, _ in layers
+        if not path.is_dir()
+    ]
+    return [
+        {
+            "path": str(path),
+            "exists": path.is_dir(),
+            **_kernels(path, "layer", problems, is_shared=is_shared),
+        }
+        for path, is_shared in layers
+    ]
+
+
+def _kernels(path: Path, name: str, problems: list[str], *, is_shared: bool) -> dict[str, int]:
+    from mlagen.cache.catalog import stored_entries
+    from mlagen.cache.layout import Layout
+    from mlagen.cache.trust import require_trusted
+
+    layout, entries = Layout(path, is_shared), []
     try:
-        entries = list(stored_entries(Layout(path)))
+        require_trusted(layout)
+        entries = list(stored_entries(layout))
+    except PermissionError as error:
+        problems.append(
+            f"{name}: expected a folder that no other user can change, got {error.strerror}"
+        )
+    except NotADirectoryError:
+        pass  # told already
     except MlagenError as error:
         problems.append(str(error))
     return {
-        **_folder(path, "cache", problems),
         "entries": len(entries),
         "damaged": sum(stored.problem is not None for stored in entries),
         "size_bytes": sum(stored.size_bytes for stored in entries),
@@ -150,14 +188,18 @@ def _facts(document: dict[str, Any]) -> dict[str, str]:
             f"{gpu['name']}, {gpu['arch'] or 'not supported'}, {gpu['sm_count']} SMs, "
             f"{size_text(gpu['memory_bytes'])}"
         )
-    entries = count_text(cache["entries"], "kernel")
-    damaged = f", {cache['damaged']} damaged" if cache["damaged"] else ""
-    size = size_text(cache["size_bytes"])
-    facts["cache"] = f"{cache['path']}: {_state(cache)}, {entries}{damaged}, {size}"
+    facts["cache"] = f"{cache['path']}: {_state(cache)}, {_held(cache)}"
+    layers = [f"{layer['path']}: {_held(layer)}" for layer in document["layers"]]
+    facts["layers"] = "\n".join(layers) or "none"
     facts["locks"] = f"{locks['path']}: {_state(locks)}, wait at most {locks['timeout_s']:g} s"
     problems = document["problems"]
     facts["problems"] = "none" if not problems else "\n".join(problems)
     return facts
+
+
+def _held(folder: dict[str, Any]) -> str:
+    damaged = f", {folder['damaged']} damaged" if folder["damaged"] else ""
+    return f"{count_text(folder['entries'], 'kernel')}{damaged}, {size_text(folder['size_bytes'])}"
 
 
 def _state(folder: dict[str, Any]) -> str:

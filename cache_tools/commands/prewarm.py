@@ -2,195 +2,185 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..exit_codes import CACHE_UNUSABLE, DONE, FAILED, exit_code_of
-from ..options import names, numbers
+from ..exit_codes import CACHE_UNUSABLE, DONE, FAILED, TIMEOUT, exit_code_of
+from ..prewarm_report import print_report
 from ..progress import prewarm_progress
-from ..report import (
-    SHORT_KEY,
-    console,
-    count_text,
-    json_option,
-    kernel_columns,
-    print_json,
-    print_table,
-    time_text,
-)
+from ..report import json_option
+from ..selection_options import selection_options
 
 if TYPE_CHECKING:
-    from mlagen.prewarming import PrewarmReport, PrewarmUnit
+    from mlagen.cache.bundle import Packed
+    from mlagen.prewarming import PrewarmReport
+    from mlagen.spec.kernel import KernelSpec
 
 
 @click.command()
-@click.option(
-    "--arch",
-    "archs",
-    callback=names,
-    default="native",
-    metavar="ARCH,...",
-    help="Targets such as sm_90a; native (the default) is those of the visible GPUs.",
-)
-@click.option(
-    "--family",
-    "families",
-    callback=names,
-    metavar="NAME,...",
-    help="Kernel families, such as mla_decode.",
-)
-@click.option(
-    "--dtype",
-    callback=names,
-    metavar="DTYPE,...",
-    help="Element types of the queries, such as bf16.",
-)
-@click.option(
-    "--kv-dtype",
-    callback=names,
-    metavar="DTYPE,...",
-    help="Element types of the KV cache, such as e4m3.",
-)
-@click.option(
-    "--page-size", callback=numbers(1), metavar="N,...", help="Tokens of a page of the KV cache."
-)
-@click.option(
-    "--kv-lora-rank", callback=numbers(1), metavar="N,...", help="Latent part of a cached token."
-)
-@click.option(
-    "--head-dim", callback=numbers(1), metavar="N,...", help="Elements of a head, for GQA."
-)
-@click.option(
-    "--lookup", callback=names, metavar="HOW,...", help="paged (the default) or sparse, for MLA."
-)
-@click.option(
-    "--values",
-    callback=names,
-    metavar="HOW,...",
-    help="shared (the default) or separate, for MLA.",
-)
-@click.option(
-    "--mask", callback=names, metavar="HOW,...", help="causal (the default) or bias, for MLA."
-)
-@click.option(
-    "--qk-rope-head-dim",
-    callback=numbers(0),
-    metavar="N,...",
-    help="Rope part of a cached token.",
-)
-@click.option(
-    "--heads",
-    callback=numbers(1),
-    metavar="N,...",
-    help="Query heads of a GPU: only the tiles that such calls take.",
-)
-@click.option(
-    "--kv-heads",
-    callback=numbers(1),
-    metavar="N,...",
-    help="KV heads of a GPU, beside --heads, for GQA.",
-)
-@click.option(
-    "--q-len",
-    callback=numbers(1),
-    metavar="N,...",
-    help="Query tokens of a request, beside --heads.",
-)
+@click.argument("files", nargs=-1, metavar="[FILE.toml|FILE.json|-]...")
+@selection_options
 @click.option(
     "-j",
     "--jobs",
     type=int,
     metavar="N",
-    help="Kernels at once; default: one per CPU.",
+    help="Kernels at once; default: one per CPU, as far as memory goes.",
 )
-@click.option("--dry-run", is_flag=True, help="Say what is cached and what is not; do nothing.")
+@click.option("--isolate", is_flag=True, help="Compile each kernel in a process of its own.")
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=float,
+    metavar="SECONDS",
+    help="What such a process may take; default: 600.",
+)
+@click.option(
+    "--fail-fast/--keep-going",
+    help="Whether a kernel that fails ends the work; default: it does not.",
+)
+@click.option(
+    "--bundle",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Write them, and no others, into a bundle for mlagen cache import.",
+)
+@click.option(
+    "--dry-run", is_flag=True, help="Say what is cached, and exit with 1 if anything is not."
+)
 @click.option("--load", is_flag=True, help="Load them on the visible GPUs too, as a check.")
+@click.option("-q", "--quiet", is_flag=True, help="Print failures alone.")
 @json_option
 @click.pass_context
 def prewarm(
     ctx: click.Context,
     /,
     *,
-    archs: list[str],
-    families: list[str] | None,
-    heads: list[int] | None,
-    kv_heads: list[int] | None,
-    q_len: list[int] | None,
-    jobs: int | None,
+    files: tuple[str, ...],
+    archs: list[str] | None,
+    kernels: tuple[str, ...],
+    logs: tuple[str, ...],
+    bundle: Path | None,
     dry_run: bool,
-    load: bool,
+    quiet: bool,
     as_json: bool,
-    **filters: list[Any] | None,
+    **options: Any,
 ) -> None:
     """Compile kernels before the first call needs them.
 
-    Every supported kernel that the options leave is compiled, unless the cache has it. No GPU is
-    needed, except for --arch native and --load. Ctrl-C keeps what is finished.
+    The kernels of --model, of --kernel, of --from-log and of the files, which hold [[kernel]]
+    tables with the names of these options. Without any of them, every supported kernel that the
+    options leave. What the cache has is not compiled again. No GPU is needed, except for --arch
+    native and --load. Ctrl-C keeps what is finished.
     """
     from mlagen import prewarming
 
-    with nullcontext() if dry_run else prewarm_progress() as on_event:
-        report = prewarming.prewarm(
-            archs,
-            families=families,
-            heads=heads,
-            kv_heads=kv_heads,
-            q_len=q_len,
-            jobs=jobs,
-            dry_run=dry_run,
-            load=load,
-            on_event=on_event,
-            **{label: values for label, values in filters.items() if values is not None},
-        )
-    _print(report, dry_run=dry_run, as_json=as_json)
-    ctx.exit(_exit_code(report))
+    if bundle is not None and dry_run:
+        raise click.UsageError("bundle: expected none beside --dry-run, got one")
+    if options["timeout_s"] is not None and not options["isolate"]:
+        raise click.UsageError("timeout: expected --isolate beside it, got it alone")
+    if kernels and archs and not (files or logs or options["models"]):
+        raise click.UsageError("arch: expected none beside --kernel, whose text has it, got one")
+    with _terminated_as_interrupted():
+        named = _named_kernels(files, kernels, logs, archs)
+        with nullcontext() if dry_run else prewarm_progress(is_quiet=quiet) as on_event:
+            report = prewarming.prewarm(
+                ["native"] if archs is None else archs,
+                kernels=named,
+                dry_run=dry_run,
+                on_event=on_event,
+                **{label: value for label, value in options.items() if value is not None},
+            )
+        status, packed = _exit_code(report), None
+        if bundle is not None and status == DONE:
+            packed = _bundled(report, bundle)
+    print_report(report, bundle, packed, dry_run=dry_run, quiet=quiet, as_json=as_json)
+    ctx.exit(status)
 
 
-def unit_document(unit: PrewarmUnit) -> dict[str, Any]:
-    """Return a unit as JSON data."""
-    return {
-        "key": unit.key,
-        "family": unit.spec.family,
-        "spec": unit.spec.ingredients(),
-        "arch": str(unit.spec.arch),
-        "toolchain": unit.toolchain,
-        "status": unit.status,
-        "ms": unit.ms,
-        "registers": unit.registers,
-        "spill_bytes": unit.spill_bytes,
-        "cubin_bytes": unit.cubin_bytes,
-        "error": str(unit.error) if unit.error else None,
+def _named_kernels(
+    files: tuple[str, ...],
+    kernels: tuple[str, ...],
+    logs: tuple[str, ...],
+    archs: list[str] | None,
+) -> list[KernelSpec] | None:
+    """Return the kernels that texts, files and records name; None if none of them is given."""
+    if not (files or kernels or logs):
+        return None
+    from mlagen.errors import ArgumentError
+    from mlagen.prewarming.record_file import read_record
+    from mlagen.prewarming.spec_file import read_spec_file, specs_of_file
+    from mlagen.spec.text import parse_spec
+
+    specs = [parse_spec(text) for text in kernels]
+    default = ["native"] if archs is None else archs
+    for file in files:
+        if file == "-":
+            content = sys.stdin.buffer.read()
+            specs += specs_of_file("-", content, archs=default)
+        elif file.endswith((".toml", ".json")):
+            specs += read_spec_file(Path(file), archs=default)
+        else:
+            raise ArgumentError(f"file: expected one that ends with .toml or .json, got {file!r}")
+    for log in logs:
+        specs += read_record(Path(log), archs=archs)
+    return specs
+
+
+def _bundled(report: PrewarmReport, target: Path) -> Packed:
+    """Write the kernels of a report, and no others, into a bundle."""
+    from mlagen.cache.bundle_writing import export_bundle
+    from mlagen.cache.opening import kernel_store
+    from mlagen.errors import ArgumentError, CacheError
+
+    if not report.units:
+        raise ArgumentError(f"bundle: expected kernels, got none for {target}")
+    store = kernel_store()
+    # What lies in the cache folder comes before what lies in a layer.
+    found = {
+        (stored.key, stored.toolchain): stored
+        for unit in report.units
+        for stored in reversed(store.select(unit.key))
     }
+    wanted = dict.fromkeys((unit.key, unit.toolchain) for unit in report.units)
+    if not wanted.keys() <= found.keys():
+        message = f"cache: expected entries on the disk, got some in memory only: {store.root}"
+        raise CacheError(message, path=store.root)
+    return export_bundle([found[name] for name in wanted], target)
 
 
-def _print(report: PrewarmReport, *, dry_run: bool, as_json: bool) -> None:
-    from mlagen.settings import current_settings
+@contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """Let SIGTERM do what Ctrl-C does: end in order, and keep what is finished."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
 
-    cache_dir = current_settings().cache_dir
-    totals = report.totals()
-    text = console(stderr=as_json)
-    if as_json:
-        units = [unit_document(unit) for unit in report.units]
-        print_json({"cache_dir": str(cache_dir), "totals": totals, "units": units})
-    elif dry_run and report.units:
-        print_table([_row(unit) for unit in report.units])
-    names = ("hit", "missing") if dry_run else ("built", "hit", "failed")
-    counts = ", ".join(f"{totals[name]} {name}" for name in names)
-    if report.loaded:
-        counts += f", {report.loaded} loaded"
-    kernels, time = count_text(len(report.units), "kernel"), time_text(report.ms)
-    text.print(f"{kernels}: {counts}, in {time}, cache {cache_dir}", soft_wrap=True)
+    def interrupt(_number: int, _frame: object) -> None:
+        raise KeyboardInterrupt
 
-
-def _row(unit: PrewarmUnit) -> dict[str, Any]:
-    columns = kernel_columns(unit.spec.family, unit.spec.ingredients())
-    return {"status": unit.status, "key": unit.key[:SHORT_KEY], **columns}
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _exit_code(report: PrewarmReport) -> int:
-    codes = {exit_code_of(unit.error) for unit in report.units if unit.error}
+    codes = {
+        TIMEOUT if unit.status == "timeout" else exit_code_of(unit.error)
+        for unit in report.units
+        if unit.error
+    }
+    if any(unit.status == "missing" for unit in report.units):  # in a dry run
+        codes.add(FAILED)
     if not codes:
         return DONE
     # Any one kernel may fail for reasons of its own; a cache or a compiler fails them all.

@@ -6,6 +6,7 @@ import errno
 import os
 import stat
 from pathlib import Path
+from typing import TypeAlias
 
 # What opening a path without following or waiting may say of it, besides a plain failure to read.
 _INSTEAD_OF_A_FILE = {
@@ -15,6 +16,9 @@ _INSTEAD_OF_A_FILE = {
     errno.ENXIO: "a socket",
     errno.EIO: "an input/output error",
 }
+
+# Tells a folder from its successors in the same place.
+Identity: TypeAlias = tuple[int, int, int]
 
 
 class DamageError(Exception):
@@ -31,45 +35,58 @@ def read_regular(path: Path, *, most_bytes: int) -> bytes:
     OSError
         If this process may not or can not read it, which proves nothing about the file.
     """
+    return read_with_status(path, most_bytes=most_bytes)[0]
+
+
+def read_with_status(path: Path | str, *, most_bytes: int) -> tuple[bytes, os.stat_result]:
+    """Do the same, and return what the file system says of the file too."""
+    name = os.path.basename(path)  # noqa: PTH119 - of thousands of texts, no path for each
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
-            return _read(descriptor, path.name, most_bytes)
+            return _read(descriptor, name, most_bytes)
         finally:
             os.close(descriptor)
     except OSError as error:
         if found := _INSTEAD_OF_A_FILE.get(error.errno or 0):
-            raise DamageError(f"{path.name}: expected a regular file, got {found}") from error
+            raise DamageError(f"{name}: expected a regular file, got {found}") from error
         raise
 
 
-def _read(descriptor: int, name: str, most_bytes: int) -> bytes:
+def _read(descriptor: int, name: str, most_bytes: int) -> tuple[bytes, os.stat_result]:
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):
         raise DamageError(f"{name}: expected a regular file, got another kind")
     if status.st_size > most_bytes:
         raise DamageError(f"{name}: expected at most {most_bytes} bytes, got {status.st_size}")
-    with open(descriptor, "rb", closefd=False) as file:
-        return file.read(most_bytes)
+    content = b""
+    while missing := status.st_size - len(content):
+        # Not more than that at once: Python would make room for all that it is asked for.
+        part = os.read(descriptor, missing)
+        if not part:
+            break  # cut off meanwhile: its digest will not be the right one
+        content = content + part if content else part
+    return content, status
 
 
-def write_new(path: Path, content: bytes) -> None:
-    """Write a file that must not exist yet, readable by its owner, and wait for the disk."""
+def write_new(path: Path, content: bytes, *, mode: int = 0o600, waits: bool = True) -> None:
+    """Write a file that must not exist yet, and wait for the disk unless that is too much."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    with os.fdopen(os.open(path, flags, 0o600), "wb") as file:
+    with os.fdopen(os.open(path, flags, mode), "wb") as file:
         file.write(content)
         file.flush()
-        os.fsync(file.fileno())
+        if waits:
+            os.fsync(file.fileno())
 
 
-def make_folder(path: Path) -> None:
-    """Create a folder for its owner alone, and what is missing above it, if it is not there."""
+def make_folder(path: Path, *, mode: int = 0o700) -> None:
+    """Create a folder, and what is missing above it, if it is not there."""
     missing = [path]
     while not (above := missing[-1].parent).exists() and above != missing[-1]:
         missing.append(above)
     for folder in reversed(missing):
         # The loop, because `mkdir(parents=True)` gives its mode to the last folder only.
-        folder.mkdir(mode=0o700, exist_ok=True)
+        folder.mkdir(mode=mode, exist_ok=True)
 
 
 def sync_folder(path: Path) -> None:
@@ -81,10 +98,21 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def identity_of(path: Path) -> tuple[int, int] | None:
+def identity_of(path: Path) -> Identity | None:
     """Return which file or folder stands at a path now, or None if none does."""
     try:
         status = path.lstat()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    return status.st_dev, status.st_ino
+    except OSError as error:
+        if is_gone(error):
+            return None
+        raise
+    # With the time, because a new folder may get the number of one that was just deleted.
+    return status.st_dev, status.st_ino, status.st_mtime_ns
+
+
+def is_gone(error: OSError) -> bool:
+    """Whether an error says that nothing is there, not that it cannot be read.
+
+    A stale handle is what a network folder says of a file that another machine removed.
+    """
+    return error.errno in {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Generic, TypeVar
@@ -19,14 +20,22 @@ class SingleFlight(Generic[Result]):
     """
 
     def __init__(self) -> None:
-        self._flights: dict[tuple[int, str], Future[Result]] = {}
+        self._flights: dict[tuple[int, str], tuple[Future[Result], int]] = {}
 
     def run(self, key: str, work: Callable[[], Result]) -> Result:
-        """Return or raise what ``work`` does; of simultaneous calls for a key, one works."""
+        """Return or raise what ``work`` does; of simultaneous calls for a key, one works.
+
+        Raises
+        ------
+        RuntimeError
+            If ``work`` asks for its own key: it would wait for itself.
+        """
         mine: Future[Result] = Future()
         place = (os.getpid(), key)
-        flight = self._flights.setdefault(place, mine)
+        flight, thread = self._flights.setdefault(place, (mine, threading.get_ident()))
         if flight is not mine:
+            if thread == threading.get_ident():
+                raise RuntimeError(f"kernel {key}: expected no request while building it, got one")
             return flight.result()
         try:
             result = work()

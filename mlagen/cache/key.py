@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 
 # Counts changes of meaning: of an ingredient, of the digest, or of the manifest stored under it.
 SCHEMA = 1
@@ -21,24 +20,37 @@ class CacheKey:
         Labels and values, in order; everything that can change the machine code, except the
         compiler itself.
     toolchain : str
-        The compiler, ``nvrtc-13.5.37``. It names a folder below the digest and is not part of it,
-        so that one kernel can be kept as several compilers made it.
+        The compiler, ``nvrtc-13.5.37``, or ``nvrtc-13`` for any of that major version. It names a
+        folder below the digest and is not part of it, so that one kernel can be kept as several
+        compilers made it.
+    digest : str
+        SHA-256 of the schema and the ingredients, as 64 hex digits.
     """
 
     ingredients: tuple[tuple[str, str], ...]
     toolchain: str
+    digest: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         labels = [label for label, _ in self.ingredients]
         assert len(set(labels)) == len(labels), f"a label occurs twice in {labels}"
         assert all(type(value) is str for _, value in self.ingredients), self.ingredients
-
-    @cached_property
-    def digest(self) -> str:
-        """SHA-256 of the schema and the ingredients, as 64 hex digits."""
         # JSON separates label from value and one pair from the next, whatever characters they hold.
         canonical = json.dumps([SCHEMA, self.ingredients], ensure_ascii=True, separators=(",", ":"))
-        return hashlib.sha256(canonical.encode("ascii")).hexdigest()
+        digest = hashlib.sha256(canonical.encode("ascii")).hexdigest()
+        # Now and not when asked: `cached_property` has a lock that a fork may find taken.
+        object.__setattr__(self, "digest", digest)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether one compiler is wanted, and not any of a major version."""
+        return "." in self.toolchain
+
+    def accepts(self, toolchain: str) -> bool:
+        """Whether what that compiler made will do."""
+        return toolchain == self.toolchain or (
+            not self.is_exact and toolchain.startswith(f"{self.toolchain}.")
+        )
 
     def differences(self, other: CacheKey) -> list[tuple[str, str | None, str | None]]:
         """Return what explains that two keys differ: label, own value, the other's value.

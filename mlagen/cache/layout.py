@@ -3,6 +3,7 @@
 ::
 
     v1/CACHEDIR.TAG
+    v1/size.json                             how large the entries are together, as far as is known
     v1/e/<kk>/<key>/<toolchain>/             an entry; kk = the first two digits of the key
     v1/staging/<key>.<host>.<pid>.<random>/  an entry being written
     v1/staging/trash.<host>.<pid>.<random>   an entry being removed
@@ -18,15 +19,30 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-_TOOLCHAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
+_TOOLCHAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,62}")
 _ABANDONED_AFTER_S = 3600.0
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The folders of one store."""
+    """The folders of one store.
+
+    ``is_shared`` says that others than the owner may write in them: they are trusted, and what is
+    made gets the modes that the umask leaves.
+    """
 
     root: Path
+    is_shared: bool = False
+
+    @property
+    def folder_mode(self) -> int:
+        """What a new folder allows, before the umask."""
+        return 0o777 if self.is_shared else 0o700
+
+    @property
+    def file_mode(self) -> int:
+        """What a new file allows, before the umask."""
+        return 0o666 if self.is_shared else 0o600
 
     @property
     def version(self) -> Path:
@@ -37,6 +53,11 @@ class Layout:
     def tag(self) -> Path:
         """The file that tells backup programs to pass by."""
         return self.version / "CACHEDIR.TAG"
+
+    @property
+    def size_note(self) -> Path:
+        """The file that remembers the size of all entries."""
+        return self.version / "size.json"
 
     @property
     def entries(self) -> Path:
@@ -53,10 +74,14 @@ class Layout:
         """The folder of damaged entries."""
         return self.version / "quarantine"
 
+    def of_key(self, key: str) -> Path:
+        """Return the folder of one key, with an entry for each toolchain."""
+        return self.entries / key[:2] / key
+
     def entry(self, key: str, toolchain: str) -> Path:
         """Return the folder of one entry."""
-        assert _TOOLCHAIN.fullmatch(toolchain), toolchain
-        return self.entries / key[:2] / key / toolchain
+        assert is_toolchain(toolchain), toolchain
+        return self.of_key(key) / toolchain
 
     def new_staging(self, stem: str) -> Path:
         """Return a name in the staging folder that nobody else uses."""
@@ -66,6 +91,11 @@ class Layout:
     def new_quarantine(self, key: str) -> Path:
         """Return a name in the quarantine folder that nobody else uses."""
         return self.quarantine / f"{key}.{time.time_ns()}.{os.getpid()}"
+
+
+def is_toolchain(name: str) -> bool:
+    """Whether a name can be that of an entry, and leads nowhere else."""
+    return _TOOLCHAIN.fullmatch(name) is not None
 
 
 def is_abandoned(staged: Path) -> bool:

@@ -6,10 +6,14 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mlagen.cache.files import make_folder
+from mlagen.cache.trust import require_own_folder
+from mlagen.counts import count
+from mlagen.forks import in_one_piece
 
 if TYPE_CHECKING:
     from filelock import BaseFileLock
@@ -36,28 +40,59 @@ def compile_lock(path: Path, *, timeout_s: float) -> Iterator[None]:
 
 
 def _acquire(path: Path, timeout_s: float) -> BaseFileLock | None:
-    from filelock import Timeout  # here: it takes 40 ms that a warm process saves
-
     start = time.monotonic()
     try:
+        with in_one_piece():
+            from filelock import Timeout  # here: it takes 40 ms that a warm process saves
         make_folder(path.parent)
+        if not _is_ours(path.parent):
+            return None
         lock = _new_lock(path)
-        while True:
-            left_s = timeout_s - (time.monotonic() - start)
-            try:
-                lock.acquire(timeout=max(0.0, min(_PROGRESS_S, left_s)))
-            except Timeout:
-                waited_s = time.monotonic() - start
-                if waited_s >= timeout_s:
-                    message = "lock: expected within %g s, got none, compiling without: %s"
-                    _logger.warning(message, timeout_s, path)
-                    return None
-                _logger.info("waiting %.0f s for another process to compile: %s", waited_s, path)
-            else:
-                return lock
+        with suppress(Timeout):
+            lock.acquire(timeout=0)
+            return lock
+        count("waits")
+        try:
+            return lock if _wait(lock, path, start, timeout_s) else None
+        finally:
+            count("wait_ms", (time.monotonic() - start) * 1e3)
     except (OSError, RuntimeError) as error:
         _logger.info("lock: expected to work, got %s, compiling without: %s", error, path)
         return None
+
+
+def _is_ours(folder: Path) -> bool:
+    try:
+        require_own_folder(folder, advice="choose another MLAGEN_LOCK_DIR")
+    except OSError as error:
+        _warn(folder, error.strerror)
+        return False
+    return True
+
+
+@cache
+def _warn(folder: Path, why: str) -> None:
+    message = "lock: expected a folder of this user, got %s, compiling without: %s"
+    _logger.warning(message, why, folder)
+
+
+def _wait(lock: BaseFileLock, path: Path, start: float, timeout_s: float) -> bool:
+    from filelock import Timeout
+
+    while True:
+        left_s = timeout_s - (time.monotonic() - start)
+        try:
+            lock.acquire(timeout=max(0.0, min(_PROGRESS_S, left_s)))
+        except Timeout:
+            waited_s = time.monotonic() - start
+            if waited_s >= timeout_s:
+                count("lock_timeouts")
+                message = "lock: expected within %g s, got none, compiling without: %s"
+                _logger.warning(message, timeout_s, path)
+                return False
+            _logger.info("waiting %.0f s for another process to compile: %s", waited_s, path)
+        else:
+            return True
 
 
 def _new_lock(path: Path) -> BaseFileLock:

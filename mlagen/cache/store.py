@@ -4,26 +4,39 @@ from __future__ import annotations
 
 import logging
 import re
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from mlagen.artifacts import Build
-from mlagen.cache import catalog, disposal
+from mlagen.cache import catalog, disposal, eviction
 from mlagen.cache.catalog import StoredEntry
-from mlagen.cache.entry import CUBIN, ELF_MAGIC, CacheEntry, Manifest, read_entry
-from mlagen.cache.files import DamageError, identity_of
+from mlagen.cache.entry import CUBIN, ELF_MAGIC, CacheEntry, Manifest
+from mlagen.cache.files import identity_of
 from mlagen.cache.flight import SingleFlight
 from mlagen.cache.key import CacheKey
+from mlagen.cache.layers import Layers, LookUp
 from mlagen.cache.layout import Layout
 from mlagen.cache.lock import compile_lock
 from mlagen.cache.publish import publish, require_writable
-from mlagen.errors import ArgumentError, CacheError
+from mlagen.cache.refusals import refusals
+from mlagen.counts import count
+from mlagen.errors import ArgumentError
+from mlagen.forks import finished_before_exit
 
 _PREFIX = re.compile(r"[0-9a-f]{6,64}")
 
 _logger = logging.getLogger("mlagen")
+
+
+@dataclass(frozen=True)
+class Collected:
+    """What :meth:`KernelStore.collect` deleted."""
+
+    staging: int  # folders
+    quarantined: int  # cells
+    evicted: tuple[eviction.Weight, ...]
 
 
 class KernelStore:
@@ -40,27 +53,55 @@ class KernelStore:
         A folder of this machine for the locks that save a second compile.
     lock_timeout_s : float
         How long to wait for another process that compiles the same kernel.
+    layers : Sequence[Path]
+        Cache folders that are looked in after ``root``, in this order, and never written.
+    packaged : Callable[[], Sequence[Path]]
+        Finds more of them, in installed packages: trusted as their code is, and asked for only
+        where the others have nothing.
+    is_shared : bool
+        Whether folders that others may write in are trusted.
+    max_bytes : int or None
+        What the entries below ``root`` may take together; None or 0 is no limit.
     """
 
-    def __init__(self, root: Path, *, lock_dir: Path, lock_timeout_s: float) -> None:
-        self._layout = Layout(root)
+    def __init__(
+        self,
+        root: Path,
+        *,
+        lock_dir: Path,
+        lock_timeout_s: float,
+        layers: Sequence[Path] = (),
+        packaged: Callable[[], Sequence[Path]] = tuple,
+        is_shared: bool = False,
+        max_bytes: int | None = None,
+    ) -> None:
+        self._layout = Layout(root, is_shared)
+        read_only = [Layout(layer, is_shared) for layer in layers]
+        self._layers = Layers(self._layout, read_only, packaged)
         self._lock_dir = lock_dir
         self._lock_timeout_s = lock_timeout_s
+        self._max_bytes = max_bytes
         self._flights = SingleFlight[CacheEntry]()
         self._unpublished: dict[CacheKey, CacheEntry] = {}
-        self._first_warning = threading.Lock()
+
+    @property
+    def root(self) -> Path:
+        """The cache folder."""
+        return self._layout.root
 
     def find(self, key: CacheKey) -> CacheEntry | None:
         """Return the verified entry for ``key``, or None."""
-        folder = self._layout.entry(key.digest, key.toolchain)
-        try:
-            if seen := identity_of(folder):
-                return read_entry(folder, key=key.digest, toolchain=key.toolchain)
-        except DamageError as damage:
-            self._set_aside(folder, damage, seen)
-        except OSError as error:
-            self._warn_once(error)
-        return self._unpublished.get(key)
+        return self.look_up(key).entry
+
+    def look_up(self, key: CacheKey, *, is_dry: bool = False) -> LookUp:
+        """Return the verified entry for ``key`` and where it lies, or why there is none.
+
+        If ``is_dry``, a damaged entry stays where it is, and no use is noted.
+        """
+        found = self._layers.look_up(key, is_dry=is_dry)
+        if found.entry is None and (entry := self._unpublished.get(key)):
+            return LookUp(entry=entry)
+        return found
 
     def find_or_build(
         self, key: CacheKey, build: Callable[[], Build], *, created_by: str = "jit"
@@ -84,28 +125,64 @@ class KernelStore:
         CacheEntry
             The verified entry; its ``path`` is None if it could not be published.
         """
+        found = self.look_up(key)
+        return found.entry or self.build(
+            key, build, created_by=created_by, because=found.reason or "absent"
+        )
+
+    def build(
+        self, key: CacheKey, build: Callable[[], Build], *, created_by: str, because: str
+    ) -> CacheEntry:
+        """Do the same for a kernel that was looked for in vain, ``because`` says why."""
         name = f"{key.digest}.{key.toolchain}"
 
         def find_or_build_alone() -> CacheEntry:
             lock = compile_lock(self._lock_dir / f"{name}.lock", timeout_s=self._lock_timeout_s)
             # Without publishing, a lock would make the processes compile one after the other.
             with lock if self._is_writable() else nullcontext():
-                return self.find(key) or self._keep(key, build(), created_by)
+                if entry := self.look_up(key).entry:
+                    return entry
+                with finished_before_exit():
+                    return self._keep(key, build(), created_by, because)
 
-        return self.find(key) or self._flights.run(name, find_or_build_alone)
+        return self._flights.run(name, find_or_build_alone)
 
-    def entries(self) -> Iterator[StoredEntry]:
+    def add(self, manifest: Manifest, files: Mapping[str, bytes]) -> Path:
+        """Publish an entry that was made elsewhere, and return its folder.
+
+        If there is one already, that one stays.
+
+        Raises
+        ------
+        CacheError
+            If it cannot be published.
+        """
+        with refusals(self._layout.root):
+            path = publish(self._layout, manifest, files)
+        self._tidy(sum(map(len, files.values())))
+        return path
+
+    def entries(self, *, layers: bool = False, prefix: str = "") -> Iterator[StoredEntry]:
         """Yield every entry, damaged ones too, in the order of their keys.
+
+        Parameters
+        ----------
+        layers : bool
+            Whether to yield those of the read-only layers after them.
+        prefix : str
+            What their keys begin with.
 
         Raises
         ------
         CacheError
             If a folder cannot be read.
         """
-        return catalog.stored_entries(self._layout)
+        yield from catalog.stored_entries(self._layout, prefix)
+        for layout in self._layers.read_only() if layers else ():
+            yield from catalog.stored_entries(layout, prefix, is_read_only=True)
 
     def select(self, prefix: str) -> list[StoredEntry]:
-        """Return the entries whose key begins with ``prefix``.
+        """Return the entries whose key begins with ``prefix``, those of all layers.
 
         Raises
         ------
@@ -116,7 +193,7 @@ class KernelStore:
         """
         if not _PREFIX.fullmatch(prefix):
             raise ArgumentError(f"key: expected 6 to 64 lower-case hex digits, got {prefix!r}")
-        return list(catalog.stored_entries(self._layout, prefix))
+        return list(self.entries(layers=True, prefix=prefix))
 
     def verify(self, stored: StoredEntry) -> str | None:
         """Read every file of an entry and return what is wrong with it, or None."""
@@ -130,7 +207,7 @@ class KernelStore:
         CacheError
             If it cannot be moved.
         """
-        with _refusals(stored.path):
+        with refusals(stored.path):
             seen = identity_of(stored.path)
             return disposal.quarantine(self._layout, stored.path, reason, seen=seen)
 
@@ -142,10 +219,8 @@ class KernelStore:
         CacheError
             If it cannot be deleted.
         """
-        with _refusals(stored.path):
-            disposal.remove(self._layout, stored.path)
-            with suppress(OSError):  # other toolchains have entries there
-                stored.path.parent.rmdir()
+        with refusals(stored.path):
+            disposal.remove_entry(self._layout, stored.path)
 
     def clear(self) -> int:
         """Delete every entry, the quarantine and abandoned staging; return how many entries.
@@ -155,12 +230,25 @@ class KernelStore:
         CacheError
             If something cannot be deleted.
         """
-        count = sum(1 for _ in self.entries())
-        for folder in (self._layout.entries, self._layout.quarantine):
-            with _refusals(folder):
-                disposal.remove(self._layout, folder)
+        removed = sum(1 for _ in self.entries())
+        for place in (self._layout.entries, self._layout.quarantine, self._layout.size_note):
+            with refusals(place):
+                disposal.remove(self._layout, place)
         self.sweep()
-        return count
+        return removed
+
+    def collect(self) -> Collected:
+        """Delete what nobody needs: abandoned staging, old quarantine, entries above the limit.
+
+        Raises
+        ------
+        CacheError
+            If the staging folder cannot be read.
+        """
+        staging = self.sweep()
+        quarantined = disposal.limit_quarantine(self._layout)
+        evicted = eviction.evict(self._layout, self._max_bytes) if self._max_bytes else []
+        return Collected(staging, quarantined, tuple(evicted))
 
     def sweep(self) -> int:
         """Delete what dead processes left in the staging folder; return how many folders.
@@ -170,55 +258,42 @@ class KernelStore:
         CacheError
             If the staging folder cannot be read.
         """
-        with _refusals(self._layout.staging):
+        with refusals(self._layout.staging):
             return disposal.sweep(self._layout)
 
-    def _keep(self, key: CacheKey, build: Build, created_by: str) -> CacheEntry:
+    def _keep(self, key: CacheKey, build: Build, created_by: str, because: str) -> CacheEntry:
         cubin = build.files[CUBIN]
         assert cubin.startswith(ELF_MAGIC), cubin[:4]
-        if build.toolchain != key.toolchain:
-            # The next look-up misses again, until whoever names the toolchain names this one.
+        if not key.accepts(build.toolchain):
+            # The next look-up misses again; the compiler has warned of it.
             message = "toolchain: expected %s, got %s, publishing under the latter"
-            _logger.warning(message, key.toolchain, build.toolchain)
-        manifest = Manifest.of(key, build, created_by=created_by)
+            _logger.info(message, key.toolchain, build.toolchain)
+        manifest = Manifest.of(key, build, created_by=created_by, because=because)
+        path = None
         try:
-            entry = CacheEntry(manifest, cubin, publish(self._layout, manifest, build.files))
+            path = publish(self._layout, manifest, build.files)
+            self._tidy(sum(map(len, build.files.values())))
         except OSError as error:
-            self._warn_once(error)
-            entry = self._unpublished[key] = CacheEntry(manifest, cubin, None)
-        else:
-            with suppress(OSError):
-                disposal.sweep(self._layout)
+            count("publish_failures")
+            self._layers.warn_once(self._layout, error)
+        if because in {"damaged", "unreadable"} and self._layers.look_up(key).entry is None:
+            path = None  # what cannot be used could not be moved, either
+        entry = CacheEntry(manifest, cubin, path)
+        if path is None:
+            self._unpublished[key] = entry
         return entry
 
-    def _set_aside(self, folder: Path, damage: DamageError, seen: tuple[int, int] | None) -> None:
-        try:
-            if cell := disposal.quarantine(self._layout, folder, str(damage), seen=seen):
-                _logger.warning("cache: damaged entry moved to %s: %s", cell, damage)
-        except OSError as error:
-            message = "cache: damaged entry stays at %s, %s: %s"
-            _logger.warning(message, folder, error.strerror, damage)
+    def _tidy(self, added_bytes: int) -> None:
+        """Do what has to be done now and then, after something was published."""
+        with suppress(OSError):
+            disposal.sweep(self._layout)
+            if self._max_bytes:
+                eviction.limit(self._layout, added_bytes, self._max_bytes)
 
     def _is_writable(self) -> bool:
         try:
             require_writable(self._layout)
         except OSError as error:
-            self._warn_once(error)
+            self._layers.warn_once(self._layout, error)
             return False
         return True
-
-    def _warn_once(self, error: OSError) -> None:
-        # Never released: of all threads, and of a forked child too, the first one to come speaks.
-        if self._first_warning.acquire(blocking=False):
-            message = "cache: expected a usable folder, got %s, keeping kernels in memory: %s"
-            _logger.warning(message, error.strerror or error, self._layout.root)
-
-
-@contextmanager
-def _refusals(path: Path) -> Iterator[None]:
-    """Turn what the disk says into a :class:`CacheError`."""
-    try:
-        yield
-    except OSError as error:
-        message = f"cache: expected a writable folder, got {error.strerror or error}: {path}"
-        raise CacheError(message, path=path) from error

@@ -6,6 +6,7 @@ import logging
 import re
 import time
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 from mlagen.artifacts import Cubin, Source
@@ -41,9 +42,24 @@ def compile_source(source: Source, arch: Arch, nvrtc: Nvrtc) -> Cubin:
         api, api.nvrtcCreateProgram(source.text.encode(), PROGRAM_NAME.encode(), 0, None, None)
     )
     try:
-        return _compile(api, program, source, options_for(arch, nvrtc), nvrtc)
+        return _compile(api, program, source, options_for(arch, str(nvrtc)), nvrtc)
     finally:
         api.nvrtcDestroyProgram(program)
+
+
+def is_hidden(nvrtc: Nvrtc) -> bool:
+    """Whether calls would reach an NVRTC of another major version instead.
+
+    The bindings take functions that any library has brought into the process for all to see, such
+    as the NVRTC of a torch for another CUDA.
+    """
+    from cuda.bindings import nvrtc as api
+
+    try:
+        _, major, _ = api.nvrtcVersion()
+    except RuntimeError:
+        return False  # it cannot be loaded, which compiling says better
+    return bool(major != nvrtc.release[0])
 
 
 def rewrite_positions(log: str, origins: Sequence[str]) -> str:
@@ -84,10 +100,14 @@ def _build_of(code: bytes, nvrtc: Nvrtc) -> str:
     found = _BUILD.search(code)
     version = found[1].decode() if found else nvrtc.version
     if version != nvrtc.version:
-        logger.warning(
-            "NVRTC: expected %s from %s, but %s compiled", nvrtc.version, nvrtc.source, version
-        )
+        _warn(nvrtc, version)
     return version
+
+
+@cache  # once for a process, not for each kernel
+def _warn(nvrtc: Nvrtc, version: str) -> None:
+    message = "NVRTC: expected %s from %s, but %s compiled"
+    logger.warning(message, nvrtc.version, nvrtc.source, version)
 
 
 def _require_arch(api: Any, arch: Arch, nvrtc: Nvrtc) -> None:

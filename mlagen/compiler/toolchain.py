@@ -11,6 +11,8 @@ from importlib import metadata
 from pathlib import Path
 
 from mlagen.errors import ToolchainError
+from mlagen.forks import in_one_piece
+from mlagen.settings import TOOLCHAIN_POLICIES
 from mlagen.spec.arch import Arch
 
 OLDEST_NVRTC = (12, 8)
@@ -56,11 +58,9 @@ def find_nvrtc() -> Nvrtc:
     ToolchainError
         If cuda-bindings or NVRTC is missing, or older than 12.8; the message says what to install.
     """
-    try:
-        major = int(metadata.version("cuda-bindings").split(".")[0])
-    except metadata.PackageNotFoundError:
-        raise ToolchainError("cuda-bindings: not installed; run: pip install cuda-python") from None
-    found = next(_candidates(major), None)
+    with in_one_piece():  # what reads metadata is imported when it does
+        major = _bindings_major()
+        found = next(_candidates(major), None)
     wheel, extra = _WHEELS.get(major, (f"an NVRTC {major} wheel", f"cu{major}"))
     if found is None:
         raise ToolchainError(
@@ -75,14 +75,55 @@ def find_nvrtc() -> Nvrtc:
     return found
 
 
-def options_for(arch: Arch, nvrtc: Nvrtc) -> tuple[str, ...]:
-    """Return the options that decide what is compiled, in order."""
-    is_old = nvrtc.release < (12, 9)
+@cache  # that there is none would be looked up again for each kernel
+def wanted_toolchain(policy: str) -> str:
+    """Return the toolchain that a key names: one compiler, or any of a major version.
+
+    Parameters
+    ----------
+    policy : str
+        ``exact`` is the installed NVRTC; ``compatible`` any of the CUDA major version that the
+        installed cuda-bindings serve; ``auto`` the first, or the second where no NVRTC is
+        installed; anything else is a toolchain by its name.
+
+    Raises
+    ------
+    ToolchainError
+        If what the policy needs is not installed.
+    """
+    if policy not in TOOLCHAIN_POLICIES:
+        return policy
+    if policy != "compatible":
+        try:
+            return str(find_nvrtc())
+        except ToolchainError:
+            if policy == "exact":
+                raise
+    with in_one_piece():
+        return f"nvrtc-{_bindings_major()}"
+
+
+def options_for(arch: Arch, toolchain: str) -> tuple[str, ...]:
+    """Return the options that decide what a toolchain compiles, in order."""
+    is_old = _release_of(toolchain) < (12, 9)
     # Family suffixes came with 12.9; before, the architecture's own suffix is the nearest.
     suffix = "a" if is_old and arch.suffix == "f" else arch.suffix
     # From 12.9 on, NVRTC keeps a cache of its own in the driver, and calls cuInit for it.
     caching = () if is_old else ("--no-cache",)
     return (f"--gpu-architecture=sm_{arch.number}{suffix}", *caching, *_OPTIONS)
+
+
+def _bindings_major() -> int:
+    try:
+        return int(metadata.version("cuda-bindings").split(".")[0])
+    except metadata.PackageNotFoundError:
+        raise ToolchainError("cuda-bindings: not installed; run: pip install cuda-python") from None
+
+
+def _release_of(toolchain: str) -> tuple[int, int]:
+    numbers = toolchain.removeprefix("nvrtc-").split(".")
+    # Of any of a major version the newest is taken, which is none of the old ones.
+    return int(numbers[0]), int(numbers[1]) if len(numbers) > 1 else 99
 
 
 def _candidates(major: int) -> Iterator[Nvrtc]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from mlagen.cache.catalog import stored_entries, verify
+from mlagen.cache.entry import Manifest
 from mlagen.cache.layout import Layout
 from mlagen.errors import CacheError
 from tests.cache.builds import (
@@ -98,10 +100,10 @@ def test_folder_that_cannot_be_read_is_a_cache_error(
 ) -> None:
     """A listing that would be wrong is refused, with the folder in the error."""
 
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "iterdir", refuse)
+    monkeypatch.setattr(os, "listdir", refuse)
 
     with pytest.raises(CacheError, match="readable folder, got Permission denied") as caught:
         list(stored_entries(layout))
@@ -126,6 +128,20 @@ def test_verify_reads_every_file(name: str, damage: str, layout: Layout, tmp_pat
         file.write_bytes(b"!" * max(1, len(content)))
 
     assert str(verify(stored)).startswith(f"{name}: expected ")
+
+
+def test_verify_compares_the_key_with_what_the_kernel_is_made_of(
+    layout: Layout, tmp_path: Path
+) -> None:
+    """A sealed manifest that tells of another kernel does not pass."""
+    path = entry_folder(tmp_path, KEYS[0]) / "manifest.json"
+    manifest = Manifest.from_json(path.read_bytes())
+    path.write_bytes(replace(manifest, ingredients=KEYS[1].ingredients).to_json())
+
+    (stored,) = stored_entries(layout, KEYS[0].digest)
+
+    expected = f"expected ingredients of {KEYS[0].digest}, got of {KEYS[1].digest}"
+    assert verify(stored) == f"manifest.json: {expected}"
 
 
 def test_verify_of_a_removed_entry_is_a_problem(layout: Layout, tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ def test_quarantine_that_fails_leaves_no_cell(
 ) -> None:
     """Where the entry cannot be moved, the error is raised and no empty cell stays."""
 
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise OSError(30, "Read-only file system")
 
     monkeypatch.setattr(Path, "rename", refuse)

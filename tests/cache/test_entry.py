@@ -7,11 +7,19 @@ import os
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import mlagen
-from mlagen.cache.entry import CUBIN, MANIFEST, CacheEntry, Manifest, read_entry
+from mlagen.cache.entry import (
+    CUBIN,
+    MANIFEST,
+    CacheEntry,
+    Manifest,
+    OtherSchemaError,
+    read_entry,
+)
 from mlagen.cache.files import DamageError
 from mlagen.cache.layout import Layout
 from mlagen.cache.publish import publish
@@ -86,12 +94,37 @@ def test_garbage_is_no_manifest(text: bytes) -> None:
         Manifest.from_json(text)
 
 
-def test_manifest_of_another_schema_is_named_as_such() -> None:
-    """An entry of a later version is told apart from a damaged one."""
-    body = json.loads(Manifest.of(KEY, BUILD, created_by="jit").to_json())
+WRONG_TYPES: dict[str, dict[str, Any]] = {
+    "a number for a value": {"ingredients": [["family", 1]]},
+    "a list for a label": {"ingredients": [[["family"], "attend"]]},
+    "a label twice": {"ingredients": [["family", "attend"], ["family", "combine"]]},
+    "a list of facts": {"facts": []},
+    "no origin": {"created": None},
+    "a negative size": {"files": {"kernel.cubin": {"size": -1, "sha256": ""}}},
+    "a size without end": {"files": {"kernel.cubin": {"size": 10**400, "sha256": ""}}},
+    "a size in words": {"files": {"kernel.cubin": {"size": "small", "sha256": ""}}},
+}
 
-    with pytest.raises(DamageError, match=r"^manifest\.json: expected schema 1, got 2$"):
-        Manifest.from_json(json.dumps({**body, "schema": 2}).encode())
+
+@pytest.mark.parametrize("changes", WRONG_TYPES.values(), ids=WRONG_TYPES)
+def test_manifest_has_its_types_even_where_no_seal_is_checked(changes: dict[str, Any]) -> None:
+    """A list that leaves the seal unchecked can rely on them."""
+    body = json.loads(Manifest.of(KEY, BUILD, created_by="jit").to_json()) | changes
+
+    with pytest.raises(DamageError, match=r"^manifest\.json: expected a manifest, got "):
+        Manifest.from_json(json.dumps(body).encode(), checks_seal=False)
+
+
+@pytest.mark.parametrize("checks_seal", [True, False], ids=["to be served", "to be listed"])
+def test_manifest_of_another_schema_is_named_as_such(checks_seal: bool) -> None:
+    """An entry of a later version is told apart from a damaged one by its seal."""
+    later = replace(Manifest.of(KEY, BUILD, created_by="jit"), schema=2).to_json()
+    flipped = later.replace(b'"schema": 2', b'"schema": 3')
+
+    with pytest.raises(OtherSchemaError, match=r"^manifest\.json: expected schema 1, got 2$"):
+        Manifest.from_json(later, checks_seal=checks_seal)
+    with pytest.raises(DamageError, match="expected what its seal says, got other content"):
+        Manifest.from_json(flipped, checks_seal=checks_seal)
 
 
 def test_read_entry_returns_what_was_published(folder: Path) -> None:
@@ -166,3 +199,14 @@ def test_manifest_without_a_cubin_is_found(tmp_path: Path) -> None:
 
     with pytest.raises(DamageError, match=r"expected a file kernel\.cubin, got kernel\.cu$"):
         read(folder)
+
+
+@pytest.mark.parametrize("text", ["\x1b[2J", "\x07", "\x7f", "\x9b2J", "h\xf6st"])
+def test_a_manifest_that_would_control_a_terminal_is_damage(text: str) -> None:
+    """Commands print what it says; mlagen writes ASCII."""
+    manifest = Manifest.of(KEY, BUILD, created_by="jit")
+    said = replace(manifest, created={**manifest.created, "host": text}).to_json()
+    raw = said.replace(b"h\\u00f6st", "h\xf6st".encode())
+
+    with pytest.raises(DamageError, match="control a terminal"):
+        Manifest.from_json(raw)

@@ -95,3 +95,13 @@ def test_a_forked_child_does_not_wait_for_its_parent() -> None:
 
     assert status == 0
     assert flight.result() == "parent"
+
+
+def test_work_that_asks_for_itself_is_told_so() -> None:
+    """A callback that asks for the kernel being compiled does not wait for ever."""
+    flights = SingleFlight[object]()
+
+    with pytest.raises(RuntimeError, match="kernel key: expected no request while building it"):
+        flights.run("key", lambda: flights.run("key", object))
+
+    assert flights.run("key", lambda: 1) == 1

@@ -76,7 +76,7 @@ def test_a_step_that_the_disk_refuses_leaves_nothing(
 ) -> None:
     """The error reaches the caller; no entry is visible and staging is empty."""
 
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(publish_module, step, refuse)

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from mlagen.cache import disposal
+from mlagen.cache import layers as layers_module
 from mlagen.cache import publish as publish_module
-from mlagen.cache import store as store_module
 from mlagen.cache.layout import Layout
 from mlagen.cache.store import KernelStore
 from mlagen.errors import CacheError
 from tests.cache import builds
-from tests.cache.builds import CountedBuild, entry_folder, make_build, make_key, make_store
+from tests.cache.builds import CUBIN, CountedBuild, entry_folder, make_build, make_key, make_store
 
 KEY = make_key()
 
@@ -80,7 +80,7 @@ def test_a_full_disk_is_no_end(
 ) -> None:
     """The kernel comes from memory, with one warning; what fits later is published."""
 
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
@@ -94,7 +94,7 @@ def test_a_full_disk_is_no_end(
     assert "No space left on device" in warnings_in(caplog)[0]
 
 
-@pytest.mark.parametrize("code", [13, 24, 116], ids=["EACCES", "EMFILE", "ESTALE"])
+@pytest.mark.parametrize("code", [13, 24], ids=["EACCES", "EMFILE"])
 def test_entry_that_cannot_be_read_is_not_called_damaged(
     code: int,
     store: KernelStore,
@@ -108,12 +108,31 @@ def test_entry_that_cannot_be_read_is_not_called_damaged(
         raise OSError(code, os.strerror(code))
 
     with monkeypatch.context() as patch:
-        patch.setattr(store_module, "read_entry", refuse)
+        patch.setattr(layers_module, "read_entry", refuse)
         found = [store.find(KEY), store.find(KEY)]
 
     assert found == [None, None]
     assert len(warnings_in(caplog)) == 1
     assert store.find(KEY) is not None
+
+
+def test_entry_that_another_machine_removed_is_absent(
+    store: KernelStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A stale handle of a network folder is a miss like any other: built, and nothing said."""
+    store.find_or_build(KEY, make_build)
+
+    def stale(*_: object, **__: object) -> None:
+        raise OSError(116, os.strerror(116))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(layers_module, "read_entry", stale)
+        found = store.look_up(KEY)
+        built = store.find_or_build(KEY, make_build)
+
+    assert (found.entry, found.reason) == (None, "absent")
+    assert built.cubin == CUBIN
+    assert warnings_in(caplog) == []
 
 
 def test_sweep_that_fails_does_not_undo_publishing(
@@ -147,7 +166,7 @@ def test_what_cannot_be_moved_is_a_cache_error(
         "clear": store.clear,
     }
 
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise OSError(30, "Read-only file system")
 
     with monkeypatch.context() as patch:

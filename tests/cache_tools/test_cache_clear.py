@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from mlagen.engine import kernel_store
+from mlagen.cache.opening import kernel_store
 from mlagen.prewarming import PrewarmReport
 
 from .conftest import Run
@@ -46,10 +46,11 @@ def test_no_keeps_everything(run: Run, cached: PrewarmReport) -> None:
 
 
 def test_no_answer_keeps_everything(run: Run, cached: PrewarmReport) -> None:
-    """Where nobody can answer, the command is interrupted."""
+    """Where nobody can answer, the command is interrupted and says what needs no answer."""
     result = run("cache", "clear")
 
     assert result.exit_code == 130
+    assert result.stdout.endswith("nobody answered, nothing removed; --yes does not ask\n")
     assert result.stderr.endswith("mlagen: interrupted\n")
     assert count() == len(cached.units)
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from dataclasses import replace
 from pathlib import Path
+
+import pytest
 
 from mlagen.cache.entry import Manifest
 from mlagen.compiler.toolchain import find_nvrtc
 from mlagen.prewarming import PrewarmReport
 
+from .altered import folder_of, move_to_layer, recast, use
 from .conftest import Run
 
 
@@ -76,10 +80,82 @@ def test_json_has_all_there_is_to_know(run: Run, cached: PrewarmReport, cache_di
     document = json.loads(run("cache", "ls", "--json").stdout)
 
     assert document["cache_dir"] == str(cache_dir)
-    assert [entry["key"] for entry in document["entries"]] == sorted(u.key for u in cached.units)
+    by_size = sorted(cached.units, key=lambda u: int(u.spec.ingredients()["head_dim_vo"]))
+    assert [entry["key"] for entry in document["entries"]] == [unit.key for unit in by_size]
     for entry in document["entries"]:
         assert entry["problem"] is None
         assert entry["created_by"] == "prewarm"
         assert entry["spec"]["dtype"] == "bf16"
         assert entry["resources"][0]["symbol"] == "combine_splits"
         assert Path(entry["path"]).is_dir()
+
+
+@pytest.mark.parametrize("order", ["name", "size", "age", "spills"])
+def test_an_order_can_be_chosen(
+    order: str, run: Run, cached: PrewarmReport, cache_dir: Path
+) -> None:
+    """The second of two by name comes first by size, by age and by spills."""
+    units = sorted(cached.units, key=lambda unit: int(unit.spec.ingredients()["head_dim_vo"]))
+    first, second = (folder_of(unit, cache_dir) for unit in units)
+    manifest = json.loads((second / "manifest.json").read_text())
+    (resources,) = manifest["facts"]["resources"]
+    recast(second, facts={"resources": [resources | {"spill_store_bytes": 8}], "note": "x" * 2000})
+    use(second, age_s=7200, now=time.time())
+
+    result = run("cache", "ls", "--sort", order)
+
+    keys = [line.split()[0] for line in result.stdout.splitlines()[1:3]]
+    expected = [path.parent.name[:8] for path in (first, second)]
+    assert keys == (expected if order == "name" else expected[::-1])
+
+
+@pytest.mark.parametrize(
+    ("options", "count"),
+    [
+        (("--arch", "sm_80"), 2),
+        (("--arch", "sm_90a"), 0),
+        (("--family", "combine_splits,mla_decode"), 2),
+        (("--toolchain", "nvrtc-12.8.93"), 0),
+        (("--older-than", "1h"), 1),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else str(value),
+)
+def test_a_list_can_be_narrowed(
+    options: tuple[str, str], count: int, run: Run, cached: PrewarmReport, cache_dir: Path
+) -> None:
+    """Only what fits is listed and counted, and nothing that fits is no error."""
+    use(folder_of(cached.units[0], cache_dir), age_s=7200, now=time.time())
+
+    result = run("cache", "ls", *options)
+
+    assert result.exit_code == 0
+    assert result.stdout.splitlines()[-1].startswith(f"{count} kernel")
+
+
+def test_the_last_use_is_told(run: Run, cached: PrewarmReport, cache_dir: Path) -> None:
+    """People read how long it is ago, programs when it was."""
+    use(folder_of(cached.units[0], cache_dir), age_s=0, now=1_700_000_000)
+
+    row = next(
+        line
+        for line in run("cache", "ls").stdout.splitlines()
+        if line.startswith(cached.units[0].key[:8])
+    )
+    document = json.loads(run("cache", "ls", "--json", "--sort", "age").stdout)
+
+    assert row.endswith(" d ago")
+    assert document["entries"][0]["used"] == "2023-11-14T22:13:20+00:00"
+
+
+def test_layers_are_listed_where_asked(
+    run: Run, cached: PrewarmReport, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without --layers, the cache folder alone is looked at."""
+    layer = move_to_layer(cache_dir, monkeypatch)
+
+    own = run("cache", "ls").stdout
+    every = run("cache", "ls", "--layers").stdout
+
+    assert own == f"0 kernels, 0 B, in {cache_dir}\n"
+    assert every.splitlines()[-1].startswith(f"{len(cached.units)} kernels by ")
+    assert every.endswith(f", in {cache_dir}, {layer}\n")

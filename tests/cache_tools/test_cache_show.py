@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from cache_tools import disassembly
+from cache_tools.disassembly import find_nvdisasm
+from mlagen.errors import ToolchainError
 from mlagen.prewarming import PrewarmReport
 
+from .altered import folder_of, recast
 from .conftest import Run, damage
 
 
@@ -28,7 +34,7 @@ def test_a_kernel_is_shown_with_its_facts(run: Run, cached: PrewarmReport) -> No
     assert facts["ptxas combine_splits"].startswith(
         f"{unit.registers} registers, 0 bytes spilled, 0 bytes of stack, "
     )
-    assert facts["compiled"].endswith(", by prewarm")
+    assert facts["compiled"].endswith(", by prewarm, because: absent")
 
 
 @pytest.mark.parametrize(
@@ -66,7 +72,16 @@ def test_a_key_that_is_not_cached_exits_with_2(run: Run) -> None:
     result = run("cache", "show", "123456")
 
     assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr == "mlagen: key: expected the beginning of a cached key, got 123456\n"
+    rule = "expected the beginning of a cached key (mlagen cache ls)"
+    assert result.stderr == f"mlagen: key: {rule}, got 123456\n"
+
+
+def test_two_parts_at_once_are_refused(run: Run) -> None:
+    """One of them would be left out in silence."""
+    result = run("cache", "show", "123456", "--source", "--log")
+
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("mlagen: part: expected one, got --source and --log; see: ")
 
 
 def test_a_damaged_kernel_is_not_shown(run: Run, cached: PrewarmReport, cache_dir: Path) -> None:
@@ -79,3 +94,65 @@ def test_a_damaged_kernel_is_not_shown(run: Run, cached: PrewarmReport, cache_di
     assert (result.exit_code, result.stdout) == (4, "")
     assert result.stderr.startswith("mlagen: cache: kernel.cubin: expected sha256 ")
     assert result.stderr.endswith(f": {cubin.parent}\n")
+
+
+def nvdisasm_is_missing() -> bool:
+    """Return whether there is nothing to read machine code with."""
+    try:
+        find_nvdisasm()
+    except ToolchainError:
+        return True
+    return False
+
+
+@pytest.mark.skipif(nvdisasm_is_missing(), reason="needs nvdisasm: pip install 'mlagen[inspect]'")
+def test_the_machine_code_is_printed(run: Run, cached: PrewarmReport) -> None:
+    """It is that of the kernel, as text."""
+    result = run("cache", "show", cached.units[0].key, "--sass")
+
+    assert result.exit_code == 0, result.stderr
+    assert ".text.combine_splits" in result.stdout
+    assert "EXIT" in result.stdout
+
+
+def test_without_nvdisasm_the_message_says_what_to_install(
+    run: Run, cached: PrewarmReport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The exit code is that of something that is not there."""
+
+    def missing() -> Path:
+        raise ToolchainError("nvdisasm: not found; run: pip install 'mlagen[inspect]'")
+
+    monkeypatch.setattr(disassembly, "find_nvdisasm", missing)
+
+    result = run("cache", "show", cached.units[0].key, "--sass")
+
+    assert (result.exit_code, result.stdout) == (3, "")
+    assert result.stderr == "mlagen: nvdisasm: not found; run: pip install 'mlagen[inspect]'\n"
+
+
+def test_a_program_that_compiles_it_again_is_printed(
+    run: Run, cached: PrewarmReport, tmp_path: Path
+) -> None:
+    """Redirected to a file and run, it says that the machine code is the same."""
+    program = tmp_path / "reproduce.py"
+
+    program.write_text(run("cache", "show", cached.units[0].key, "--reproduce").stdout)
+
+    ran = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.startswith(f"{cached.units[0].spec} by {cached.units[0].toolchain}: sha256 ")
+
+
+def test_every_compiler_is_shown_or_the_one_that_is_named(
+    run: Run, cached: PrewarmReport, cache_dir: Path
+) -> None:
+    """KEY/TOOLCHAIN is one entry, KEY is all of them."""
+    unit = cached.units[0]
+    recast(folder_of(unit, cache_dir), toolchain="nvrtc-12.8.93", keeps=True)
+
+    every = json.loads(run("cache", "show", unit.key, "--json").stdout)["entries"]
+    named = json.loads(run("cache", "show", f"{unit.key}/nvrtc-12.8.93", "--json").stdout)
+
+    assert [entry["toolchain"] for entry in every] == ["nvrtc-12.8.93", unit.toolchain]
+    assert named["entries"] == every[:1]

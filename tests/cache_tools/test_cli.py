@@ -61,6 +61,36 @@ def test_an_error_is_one_line_on_stderr_and_an_exit_code(
 
 
 @pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--no-such",), "No such option '--no-such'; see: mlagen --help"),
+        (("no-such",), "No such command 'no-such'; see: mlagen --help"),
+        (("cache", "rm"), "Missing argument 'KEY...'; see: mlagen cache rm --help"),
+        (
+            ("cache", "pull", "x", "--expect-sha256", "00"),
+            "expect-sha256: expected 64 hex digits, got '00'; see: mlagen cache pull --help",
+        ),
+    ],
+    ids=["option", "command", "argument", "value"],
+)
+def test_bad_usage_is_one_line_and_names_the_help(
+    arguments: tuple[str, ...], message: str, run: Run
+) -> None:
+    """Whether the command line or the command found it."""
+    result = run(*arguments)
+
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.lower() == f"mlagen: {message}\n".lower()
+
+
+def test_a_group_alone_is_answered_with_its_help(run: Run) -> None:
+    """As if it had been asked for."""
+    result = run("cache")
+
+    assert (result.stdout + result.stderr).startswith("Usage: mlagen cache ")
+
+
+@pytest.mark.parametrize(
     "error", [KeyboardInterrupt(), click.Abort()], ids=["Ctrl-C", "no answer to a question"]
 )
 def test_an_interrupt_has_an_exit_code_of_its_own(
@@ -88,12 +118,18 @@ def _raising(error: BaseException) -> Callable[[], None]:
         (("--help",), 0),
         (("cache", "dir"), 0),
         (("cache", "ls"), 0),
+        (("cache", "ls", "--arch", "sm_90a", "--json"), 0),
+        (("cache", "stats"), 0),
         (("cache", "verify"), 0),
+        (("cache", "why", "combine_splits(arch=sm_80, dtype=bf16, head_dim_vo=512)"), 1),
+        (("cache", "prune", "--older-than", "1d"), 0),
+        (("cache", "gc"), 0),
+        (("resources",), 0),
         (("cache", "clear", "--yes"), 0),
         (("cache", "show", "abcdef"), 2),
         (("cache", "rm", "abcdef"), 2),
         (("doctor",), 0),
-        (("prewarm", "--dry-run", "--arch", "sm_90a"), 0),
+        (("prewarm", "--dry-run", "--arch", "sm_90a"), 1),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else str(value),
 )

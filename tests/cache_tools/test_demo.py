@@ -12,7 +12,7 @@ import torch
 
 from cache_tools.commands import demo
 from mlagen import engine
-from mlagen.engine import kernel_store
+from mlagen.cache.opening import kernel_store
 from mlagen.errors import ToolchainError
 
 from .conftest import Run

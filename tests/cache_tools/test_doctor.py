@@ -16,7 +16,9 @@ from mlagen.compiler.toolchain import find_nvrtc
 from mlagen.prewarming import PrewarmReport
 from mlagen.runtime import device
 from mlagen.runtime.device import DeviceFacts
+from mlagen.settings import current_settings
 
+from .altered import move_to_layer
 from .conftest import Run, damage
 
 
@@ -148,3 +150,44 @@ def test_a_cache_that_cannot_be_written_is_told(run: Run, cache_dir: Path) -> No
 
     assert result.exit_code == 1
     assert f"cache: expected a writable folder, got none: {cache_dir}" in result.stdout
+
+
+def test_a_cache_that_others_may_write_in_is_told(
+    run: Run, cached: PrewarmReport, cache_dir: Path
+) -> None:
+    """Calls do not use it, so the examination may not call it sound."""
+    cache_dir.chmod(0o777)
+
+    result = run("doctor")
+
+    assert cached.units
+    assert result.exit_code == 1
+    assert "cache: expected a folder that no other user can change, got mode 0777" in result.stdout
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_layers_are_counted(
+    run: Run, cached: PrewarmReport, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each with its kernels, apart from those of the cache."""
+    folder = move_to_layer(cache_dir, monkeypatch)
+
+    found = document(run)
+
+    (layer,) = found["layers"]
+    assert (layer["path"], layer["exists"]) == (str(folder), True)
+    assert (layer["entries"], found["cache"]["entries"]) == (len(cached.units), 0)
+    assert found["problems"] == []
+
+
+def test_a_layer_that_is_not_there_is_told(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call passes it by in silence: there is nothing in it."""
+    monkeypatch.setenv("MLAGEN_CACHE_RO", str(tmp_path / "nowhere"))
+    current_settings.cache_clear()
+
+    result = run("doctor")
+
+    assert result.exit_code == 1
+    assert f"layer: expected a cache folder, got none: {tmp_path / 'nowhere'}" in result.stdout

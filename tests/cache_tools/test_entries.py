@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cache_tools.entries import document_of, entries_of
-from mlagen.engine import kernel_store
+from mlagen.cache.opening import kernel_store
 from mlagen.errors import ArgumentError
 from mlagen.prewarming import PrewarmReport
 
@@ -23,7 +23,10 @@ def test_the_beginning_of_a_key_is_enough(digits: int, cached: PrewarmReport) ->
 @pytest.mark.parametrize(
     ("prefix", "message"),
     [
-        ("000000", "key: expected the beginning of a cached key, got 000000"),
+        (
+            "000000",
+            "key: expected the beginning of a cached key (mlagen cache ls), got 000000",
+        ),
         ("abc", "key: expected 6 to 64 lower-case hex digits, got 'abc'"),
         ("kernel", "key: expected 6 to 64 lower-case hex digits, got 'kernel'"),
     ],
@@ -59,4 +62,6 @@ def test_the_document_of_a_damaged_entry_says_the_problem(cached: PrewarmReport)
     document = document_of(stored)
 
     assert document["problem"].startswith("manifest.json: expected a manifest, got ")
-    assert set(document) == {"key", "toolchain", "path", "size_bytes", "problem"}
+    assert [name for name, value in document.items() if value is not None] == [
+        *("key", "toolchain", "path", "layer", "is_read_only", "size_bytes", "used", "problem")
+    ]

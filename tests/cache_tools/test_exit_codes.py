@@ -14,5 +14,5 @@ def test_every_exit_code_is_documented() -> None:
 
     missing = [code for code in codes if f"\n| {code} |" not in page]
 
-    assert len(codes) == 6
+    assert len(codes) == 8
     assert missing == []

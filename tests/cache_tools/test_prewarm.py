@@ -11,7 +11,8 @@ import pytest
 import mlagen
 from mlagen import engine, prewarming
 from mlagen.compiler.toolchain import find_nvrtc
-from mlagen.prewarming import PrewarmReport
+from mlagen.prewarming import PrewarmReport, gpus
+from tests.kernels import COMBINE
 
 from .conftest import Run
 
@@ -40,7 +41,17 @@ def test_json_has_every_unit_and_the_totals(run: Run, cache_dir: Path) -> None:
     ms = document["totals"].pop("ms")
     assert document == {
         "cache_dir": str(cache_dir),
-        "totals": {"units": 1, "hit": 0, "built": 1, "failed": 0, "missing": 0, "loaded": 0},
+        "totals": {
+            "units": 1,
+            "hit": 0,
+            "built": 1,
+            "failed": 0,
+            "timeout": 0,
+            "skipped": 0,
+            "missing": 0,
+            "loaded": 0,
+        },
+        "bundle": None,
     }
     assert unit["spec"] == {"arch": "sm_80", "dtype": "bf16", "head_dim_vo": "512"}
     assert (unit["family"], unit["arch"]) == ("combine_splits", "sm_80")
@@ -54,18 +65,45 @@ def test_json_has_every_unit_and_the_totals(run: Run, cache_dir: Path) -> None:
 
 
 def test_a_dry_run_lists_what_is_missing(run: Run, cached: PrewarmReport) -> None:
-    """Each kernel has a row with its status and the beginning of its key."""
+    """Each kernel has a row with its status and the beginning of its key, and the code is 1."""
     result = run(
         *("prewarm", "--arch", "sm_80", "--family", "combine_splits", "--dry-run"),
         *("--kv-lora-rank", "256,512", "--dtype", "bf16,fp16"),
     )
 
     lines = result.stdout.splitlines()
-    assert result.exit_code == 0
+    assert result.exit_code == 1
     assert lines[0].split()[:3] == ["status", "key", "kernel"]
     assert [line.split()[0] for line in lines[1:5]] == ["hit", "hit", "missing", "missing"]
     assert lines[1].split()[1] == cached.units[0].key[:8]
     assert lines[5].startswith("4 kernels: 2 hit, 2 missing, in ")
+
+
+def test_a_dry_run_that_misses_nothing_exits_with_0(run: Run, cached: PrewarmReport) -> None:
+    """So that the build of an image can check with it that all is there."""
+    texts = [option for unit in cached.units for option in ("--kernel", str(unit.spec))]
+
+    result = run("prewarm", "--dry-run", *texts)
+
+    assert result.exit_code == 0
+    assert result.stdout.splitlines()[-1].startswith("2 kernels: 2 hit, 0 missing, in ")
+
+
+@pytest.mark.usefixtures("cached")
+def test_without_nvrtc_what_is_missing_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is there is a hit, each miss has a line, and the last one says what to install."""
+
+    def missing() -> None:
+        raise mlagen.ToolchainError("NVRTC: not here")
+
+    monkeypatch.setattr("mlagen.prewarming.run.find_nvrtc", missing)
+
+    result = run(*SMALL, "--dtype", "bf16,fp16")
+
+    lines = result.stderr.splitlines()
+    assert (result.exit_code, result.stdout) == (3, "")
+    assert [line.split()[0] for line in lines[:-1]] == ["hit", "hit", "missing", "missing"]
+    assert lines[-1] == "mlagen: NVRTC: not here"
 
 
 def test_options_reach_the_selection(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,6 +120,8 @@ def test_options_reach_the_selection(run: Run, monkeypatch: pytest.MonkeyPatch) 
         *("prewarm", "--arch", "sm_90a, native", "--family", "mla_decode", "--dtype", "bf16,fp16"),
         *("--page-size", "32,64", "--heads", "16,128", "--q-len", "2", "-j", "3", "--load"),
         *("--kv-dtype", "e4m3", "--head-dim", "128", "--kv-heads", "8", "--lookup", "sparse"),
+        *("--model", "kimi-k2, ./config.json", "--tp", "1,8", "--isolate", "--timeout", "9.5"),
+        *("--fail-fast", "--kernel", str(COMBINE)),
     )
 
     assert result.exit_code == 0
@@ -97,6 +137,12 @@ def test_options_reach_the_selection(run: Run, monkeypatch: pytest.MonkeyPatch) 
         "head_dim": [128],
         "kv_heads": [8],
         "lookup": ["sparse"],
+        "models": ["kimi-k2", "./config.json"],
+        "tp": [1, 8],
+        "kernels": [COMBINE],
+        "isolate": True,
+        "timeout_s": 9.5,
+        "fail_fast": True,
         "jobs": 3,
         "dry_run": False,
         "load": True,
@@ -105,7 +151,7 @@ def test_options_reach_the_selection(run: Run, monkeypatch: pytest.MonkeyPatch) 
 
 def test_the_default_is_native(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without --arch, and without a GPU, the command says what to name and exits with 3."""
-    monkeypatch.setattr(prewarming, "visible_devices", list)
+    monkeypatch.setattr(gpus, "visible_devices", list)
 
     result = run("prewarm")
 
@@ -123,11 +169,32 @@ def test_the_default_is_native(run: Run, monkeypatch: pytest.MonkeyPatch) -> Non
         (("--arch", "sm_80", "--page-size", "48"), "mlagen: page_size: expected one of 1, 8, "),
         (("--arch", "sm_80", "-j", "0"), "mlagen: jobs: expected 1 or more, got 0"),
         (("--arch", "sm_80", "--q-len", "2"), "mlagen: q_len: expected heads beside it, got [2]"),
-        (("--heads", "16,x"), "Usage: mlagen prewarm"),
-        (("--heads", "0"), "Usage: mlagen prewarm"),
-        (("extra",), "Usage: mlagen prewarm"),
+        (("--heads", "16,x"), "mlagen: heads: expected numbers from 1 on, with commas, got '16,x'"),
+        (("--heads", "0"), "mlagen: heads: expected numbers from 1 on, with commas, got '0'"),
+        (("extra",), "mlagen: file: expected one that ends with .toml or .json, got 'extra'"),
+        (("--arch", "sm_80", "--tp", "8"), "mlagen: tp: expected none without models, got [8]"),
+        (("--model", "gpt-5", "--arch", "sm_80"), "mlagen: model: expected one of "),
+        (("--kernel", "x"), "mlagen: kernel: expected family(name=value, ...), got 'x'"),
+        (("--timeout", "9"), "mlagen: timeout: expected --isolate beside it, got it alone"),
+        (
+            ("--kernel", "x", "--arch", "sm_80"),
+            "mlagen: arch: expected none beside --kernel, whose",
+        ),
     ],
-    ids=["arch", "page size", "jobs", "q_len alone", "letters", "zero heads", "an argument"],
+    ids=[
+        "arch",
+        "page size",
+        "jobs",
+        "q_len alone",
+        "letters",
+        "zero heads",
+        "a file without an ending",
+        "GPUs without a model",
+        "model",
+        "kernel",
+        "timeout alone",
+        "arch beside a kernel",
+    ],
 )
 def test_bad_usage_exits_with_2(arguments: tuple[str, ...], message: str, run: Run) -> None:
     """What cannot be asked is told on stderr."""

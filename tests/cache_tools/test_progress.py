@@ -43,20 +43,20 @@ def event(kind: str, of: PrewarmUnit | None = None, **facts: object) -> PrewarmE
     [
         (
             event("finished", unit()),
-            "built    88 ms  combine_splits sm_80 bf16 dims 512: 32 registers",
+            "built     88 ms  combine_splits sm_80 bf16 dims 512: 32 registers",
         ),
         (
             event("finished", unit(status="hit", ms=0.25, spill_bytes=8)),
-            ("hit     250 us  combine_splits sm_80 bf16 dims 512: 32 registers, 8 bytes spilled"),
+            ("hit      250 us  combine_splits sm_80 bf16 dims 512: 32 registers, 8 bytes spilled"),
         ),
         (
             event(
                 "finished",
                 unit(status="failed", registers=None, error=mlagen.ToolchainError("arch: no")),
             ),
-            "failed   88 ms  combine_splits sm_80 bf16 dims 512: arch: no",
+            "failed    88 ms  combine_splits sm_80 bf16 dims 512: arch: no",
         ),
-        (event("loaded"), "loaded          combine_splits sm_80 bf16 dims 512"),
+        (event("loaded"), "loaded           combine_splits sm_80 bf16 dims 512"),
     ],
     ids=["built", "found, with spills", "failed", "loaded"],
 )
@@ -70,6 +70,24 @@ def test_each_kernel_is_one_plain_line(
 
     out, err = capsys.readouterr()
     assert (out, err) == ("", line + "\n")
+
+
+@pytest.mark.parametrize("is_terminal", [False, True], ids=["a file", "a terminal"])
+def test_quiet_is_a_line_for_each_failure(
+    is_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And no bar."""
+    screen = terminal_of(monkeypatch) if is_terminal else None
+    slow = unit(status="timeout", ms=2000.0, error=mlagen.CompileError("no", log="", source=""))
+
+    with prewarm_progress(is_quiet=True) as on_event:
+        on_event(event("started"))
+        on_event(event("finished", unit()))
+        on_event(event("finished", slow))
+        on_event(event("loaded"))
+
+    shown = screen.getvalue() if screen is not None else capsys.readouterr().err
+    assert shown == "timeout   2.0 s  combine_splits sm_80 bf16 dims 512: no\n"
 
 
 def terminal_of(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:

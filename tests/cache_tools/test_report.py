@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
-from rich.console import Console
 
 from cache_tools import report
 from cache_tools.report import (
+    age_text,
     count_text,
     kernel_columns,
     kernel_text,
@@ -48,6 +48,21 @@ def test_times_read_well(ms: float, text: str) -> None:
     assert time_text(ms) == text
 
 
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (-5, "0 s ago"),
+        (59, "59 s ago"),
+        (60, "1 min ago"),
+        (7200, "2 h ago"),
+        (86_400 * 400, "400 d ago"),
+    ],
+)
+def test_ages_read_well(seconds: float, text: str) -> None:
+    """An age has the unit that leaves few digits, and what is to come counts as now."""
+    assert age_text(seconds) == text
+
+
 def test_counts_agree_with_their_noun() -> None:
     """One thing is named in the singular."""
     texts = [count_text(1, "kernel"), count_text(2, "kernel"), count_text(0, "entry", "entries")]
@@ -66,8 +81,7 @@ def test_a_narrow_terminal_folds_names_not_values(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the columns are wider than the screen, their names are broken at underscores."""
-    narrow = Console(width=20, color_system=None)
-    monkeypatch.setattr(report, "console", lambda: narrow)
+    monkeypatch.setattr(report, "line_width", lambda: 20)
 
     print_table([{"key": "0a1b2c3d", "kv_lora_rank": 512, "page_size": 64}])
 

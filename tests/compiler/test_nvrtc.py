@@ -175,7 +175,7 @@ def test_every_option_has_an_effect_on_the_key_only_once() -> None:
         patch.setattr(api, "nvrtcCompileProgram", record)
         compile_source(source(), SM_100F, find_nvrtc())
 
-    assert [option.decode() for option in given] == list(options_for(SM_100F, find_nvrtc()))
+    assert [option.decode() for option in given] == list(options_for(SM_100F, str(find_nvrtc())))
 
 
 STUB = """

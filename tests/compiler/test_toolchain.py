@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 from mlagen.compiler import toolchain
-from mlagen.compiler.toolchain import Nvrtc, find_nvrtc, options_for
+from mlagen.compiler.toolchain import Nvrtc, find_nvrtc, options_for, wanted_toolchain
 from mlagen.errors import ToolchainError
 from mlagen.spec.arch import ARCHS, Arch, parse_arch
 from tests.cache.builds import ROOT
@@ -41,8 +41,10 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """Leave no NVRTC to be found on the system."""
     monkeypatch.setattr(toolchain, "_system_folders", lambda _: iter(()))
     find_nvrtc.cache_clear()
+    wanted_toolchain.cache_clear()
     yield monkeypatch
     find_nvrtc.cache_clear()
+    wanted_toolchain.cache_clear()
 
 
 def install(
@@ -220,7 +222,7 @@ def nvrtc(version: str) -> Nvrtc:
 )
 def test_the_target_as_nvrtc_knows_it(arch: str, version: str, target: str) -> None:
     """Family suffixes came with 12.9; before, the architecture's own suffix stands for them."""
-    options = options_for(parse_arch(arch), nvrtc(version))
+    options = options_for(parse_arch(arch), str(nvrtc(version)))
 
     assert options[0] == f"--gpu-architecture={target}"
 
@@ -230,15 +232,75 @@ def test_the_target_as_nvrtc_knows_it(arch: str, version: str, target: str) -> N
 )
 def test_the_cache_of_nvrtc_is_off_where_it_has_one(version: str, is_given: bool) -> None:
     """The option came with the cache, in 12.9; an older NVRTC refuses to hear of it."""
-    options = options_for(parse_arch("sm_90a"), nvrtc(version))
+    options = options_for(parse_arch("sm_90a"), str(nvrtc(version)))
 
     assert ("--no-cache" in options) is is_given
+
+
+@pytest.mark.parametrize(
+    ("policy", "wheels", "toolchain"),
+    [
+        ("auto", {"nvidia-cuda-nvrtc": "13.5.37"}, "nvrtc-13.5.37"),
+        ("auto", {}, "nvrtc-13"),
+        ("exact", {"nvidia-cuda-nvrtc": "13.5.37"}, "nvrtc-13.5.37"),
+        ("compatible", {"nvidia-cuda-nvrtc": "13.5.37"}, "nvrtc-13"),
+        ("compatible", {}, "nvrtc-13"),
+        ("nvrtc-13.0.88", {"nvidia-cuda-nvrtc": "13.5.37"}, "nvrtc-13.0.88"),
+        ("nvrtc-13.0.88", {}, "nvrtc-13.0.88"),
+    ],
+)
+def test_what_a_policy_wants(
+    policy: str,
+    wheels: Mapping[str, str],
+    toolchain: str,
+    bare: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """The installed compiler, any of the major version of the bindings, or the one it names."""
+    install(bare, tmp_path, "13.4.4", wheels)
+
+    assert wanted_toolchain(policy) == toolchain
+
+
+def test_that_there_is_no_compiler_is_looked_up_once(
+    bare: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The second key of a process that runs from a bundle reads no metadata."""
+    install(bare, tmp_path, "13.4.4", {})
+    first = wanted_toolchain("auto")
+    bare.setattr(toolchain, "metadata", None)
+
+    assert wanted_toolchain("auto") == first
+
+
+@pytest.mark.parametrize(
+    ("policy", "bindings", "text"),
+    [("exact", "13.4.4", "pip install nvidia-cuda-nvrtc "), ("compatible", None, "cuda-python")],
+)
+def test_a_policy_that_nothing_serves_is_an_error(
+    policy: str, bindings: str | None, text: str, bare: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The message says what to install."""
+    install(bare, tmp_path, bindings, {})
+
+    with pytest.raises(ToolchainError, match=text):
+        wanted_toolchain(policy)
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100f"])
+def test_a_major_version_has_the_options_of_its_newest(arch: str) -> None:
+    """So that a key without a compiler leads to what any recent one of that version made."""
+    options = options_for(parse_arch(arch), "nvrtc-13")
+
+    assert options == options_for(parse_arch(arch), "nvrtc-13.0.88")
+    assert options == options_for(parse_arch(arch), "nvrtc-12")
+    assert options != options_for(parse_arch(arch), "nvrtc-12.8.93")
 
 
 @pytest.mark.parametrize("arch", ARCHS, ids=str)
 def test_options_are_given_once(arch: Arch) -> None:
     """Each option has one value, so that its name may label it in the key."""
-    names = [option.partition("=")[0] for option in options_for(arch, nvrtc("13.5.37"))]
+    names = [option.partition("=")[0] for option in options_for(arch, str(nvrtc("13.5.37")))]
 
     assert len(names) == len(set(names))
     assert {"--std", "--no-cache", "--no-source-include", "--ptxas-options"} <= set(names)

@@ -16,6 +16,7 @@ import torch
 import mlagen
 from mlagen import engine
 from mlagen.api import mla_call
+from mlagen.settings import current_settings
 from tests.cases import MlaCase, MlaProblem
 from tests.gqa_problems import GqaCase
 
@@ -256,8 +257,13 @@ def test_a_call_of_another_form_neither_looks_up_nor_loads(monkeypatch: pytest.M
     assert asked == []
 
 
-def test_the_workspace_must_be_large_enough() -> None:
+@pytest.mark.parametrize("kernel", ["portable", "hopper"])
+def test_the_workspace_must_be_large_enough(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A workspace one byte too small is refused with both sizes, before anything is written."""
+    if kernel == "hopper" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    monkeypatch.setenv("MLAGEN_MLA_KERNEL", kernel)
+    current_settings.cache_clear()
     problem = SPLIT.build("cuda")
     needed = mlagen.workspace_bytes(batch=2, q_len=1, heads=16, max_seq_len=5000)
     small = torch.zeros(needed - 1, dtype=torch.uint8, device="cuda")

@@ -1,0 +1,60 @@
+"""`mlagen cache export`: kernels as one file, to be carried elsewhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from mlagen.errors import ArgumentError
+
+from ..bundles import report_written
+from ..byte_progress import byte_progress
+from ..chosen import choice_options, chosen_entries
+from ..entry_options import Choice
+from ..report import count_text, json_option
+
+
+@click.command("export")
+@click.argument("target", metavar="FILE", type=click.Path(path_type=Path))
+@choice_options
+@click.option(
+    "--wheel", "name", metavar="NAME", help="Write a wheel of that name; FILE is its folder."
+)
+@click.option("--wheel-version", "version", metavar="VERSION", help="Default: that of mlagen.")
+@json_option
+def export(
+    *,
+    target: Path,
+    keys: tuple[str, ...],
+    name: str | None,
+    version: str | None,
+    layers: bool,
+    as_json: bool,
+    **filters: Any,
+) -> None:
+    """Write cached kernels into a bundle.
+
+    FILE is what `mlagen cache import` reads. All of them, or those whose keys begin with KEY, six
+    hex digits or more, that fit the options. Every file is checked against its digest first; a
+    damaged kernel stops the export. The same entries make the same bytes.
+
+    With --wheel, the result is a wheel: where it is installed, mlagen finds its kernels.
+    """
+    from mlagen import __version__
+    from mlagen.cache.bundle_writing import export_bundle
+    from mlagen.cache.opening import kernel_store
+    from mlagen.cache.wheel import export_wheel
+
+    if version is not None and name is None:
+        raise ArgumentError("wheel-version: expected beside --wheel, got it alone")
+    chosen = chosen_entries(kernel_store(), keys, Choice(**filters), layers=layers)
+    with byte_progress(f"packing {count_text(len(chosen), 'kernel')}") as on_progress:
+        if name is None:
+            written = export_bundle(chosen, target, on_progress=on_progress)
+        else:
+            target, written = export_wheel(
+                chosen, target, name, version=version or __version__, on_progress=on_progress
+            )
+    report_written(written, str(target), "exported", as_json=as_json)

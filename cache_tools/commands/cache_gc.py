@@ -1,0 +1,49 @@
+"""`mlagen cache gc`: delete what nobody needs."""
+
+from __future__ import annotations
+
+import click
+
+from ..entries import moment_of
+from ..report import count_text, json_option, print_json, size_text
+
+
+@click.command()
+@json_option
+def gc(*, as_json: bool) -> None:
+    """Delete what nobody needs.
+
+    That is what dead processes left half-written, damaged kernels in quarantine beyond the newest
+    few, and the longest unused kernels where all together are larger than MLAGEN_CACHE_MAX_SIZE.
+    Each process does the same now and then, after it compiled.
+    """
+    from mlagen.cache.opening import kernel_store
+
+    store = kernel_store()
+    collected = store.collect()
+    freed = sum(weight.size_bytes for weight in collected.evicted)
+    if as_json:
+        evicted = [
+            {
+                "path": str(weight.path),
+                "size_bytes": weight.size_bytes,
+                "used": moment_of(weight.used),
+            }
+            for weight in collected.evicted
+        ]
+        print_json(
+            {
+                "cache_dir": str(store.root),
+                "abandoned": collected.staging,
+                "quarantined": collected.quarantined,
+                "evicted": evicted,
+                "freed_bytes": freed,
+            }
+        )
+    abandoned = count_text(collected.staging, "abandoned folder")
+    kernels = count_text(len(collected.evicted), "kernel")
+    click.echo(
+        f"deleted {abandoned}, {collected.quarantined} in quarantine, "
+        f"{kernels} of {size_text(freed)}, from {store.root}",
+        err=as_json,
+    )

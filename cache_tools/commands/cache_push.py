@@ -1,0 +1,38 @@
+"""`mlagen cache push`: kernels as one file at a URL."""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any
+
+import click
+
+from ..bundles import report_written
+from ..byte_progress import byte_progress
+from ..chosen import choice_options, chosen_entries
+from ..entry_options import Choice
+from ..remote import shown, upload
+from ..report import count_text, json_option
+
+
+@click.command()
+@click.argument("url")
+@choice_options
+@json_option
+def push(*, url: str, keys: tuple[str, ...], layers: bool, as_json: bool, **filters: Any) -> None:
+    """Write cached kernels into a bundle at URL.
+
+    It is the one that `mlagen cache export` writes, for `mlagen cache pull`. URL is any that fsspec
+    can write, such as s3://bucket/kernels.tar.gz; its package must be installed, and finds its
+    credentials as ever.
+    """
+    from mlagen.cache.bundle_writing import write_bundle
+    from mlagen.cache.opening import kernel_store
+
+    chosen = chosen_entries(kernel_store(), keys, Choice(**filters), layers=layers)
+    with tempfile.TemporaryFile() as file:
+        with byte_progress(f"packing {count_text(len(chosen), 'kernel')}") as on_progress:
+            written = write_bundle(chosen, file, on_progress=on_progress)
+        with byte_progress(f"uploading to {shown(url)}") as on_progress:
+            upload(file, written.size_bytes, url, on_progress)
+    report_written(written, shown(url), "pushed", as_json=as_json)

@@ -1,0 +1,143 @@
+"""`mlagen cache stats`: what the cache holds, in numbers."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ..installation import wanted_or_none
+from ..report import (
+    SHORT_KEY,
+    count_text,
+    json_option,
+    print_facts,
+    print_json,
+    print_table,
+    size_text,
+)
+from ..tally import GROUPS, Tally
+
+if TYPE_CHECKING:
+    from mlagen.cache.layout import Layout
+
+
+@click.command()
+@json_option
+def stats(*, as_json: bool) -> None:
+    """Count the cached kernels, and what else lies in the cache folder.
+
+    Counted are those of the read-only layers too. Ages and sizes beside the table are of the cache
+    folder alone.
+    """
+    from mlagen.cache.layout import Layout
+    from mlagen.cache.opening import kernel_store
+    from mlagen.codegen.sources import template_digest
+    from mlagen.settings import current_settings
+
+    store, max_bytes = kernel_store(), current_settings().cache_max_bytes
+    tally = Tally(template_digest(), wanted_or_none())
+    for stored in store.entries(layers=True):
+        tally.add(stored)
+    document = {
+        "cache_dir": str(store.root),
+        "entries": tally.entries,
+        "size_bytes": tally.size_bytes,
+        "max_bytes": max_bytes,
+        "share_of_max": tally.size_bytes / max_bytes if max_bytes else None,
+        "usable": tally.usable,
+        "unusable": tally.unusable,
+        "damaged": tally.damaged,
+        "toolchain": tally.toolchain,
+        "templates": tally.templates,
+        **{name: _seen(tally.ends.get(name)) for name in ("oldest", "newest", "longest_unused")},
+        **_aside(Layout(store.root)),
+        "groups": [
+            {"by": by, "name": name, "entries": count, "size_bytes": size}
+            for by in GROUPS
+            for name, (count, size) in sorted(tally.groups[by].items())
+        ],
+    }
+    if as_json:
+        print_json(document)
+    else:
+        _print(document)
+
+
+def _seen(end: tuple[str, str] | None) -> dict[str, str] | None:
+    return {"key": end[1], "time": end[0]} if end else None
+
+
+def _aside(layout: Layout) -> dict[str, dict[str, int]]:
+    """Return what lies in the cache folder besides entries."""
+    cells = _paths_in(layout.quarantine)
+    abandoned = [path for path in _paths_in(layout.staging) if _is_abandoned(path)]
+    return {
+        "quarantine": {"entries": len(cells), "size_bytes": sum(map(_size_of, cells))},
+        "abandoned": {"folders": len(abandoned), "size_bytes": sum(map(_size_of, abandoned))},
+    }
+
+
+def _paths_in(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except OSError:
+        return []
+
+
+def _is_abandoned(staged: Path) -> bool:
+    from mlagen.cache.layout import is_abandoned
+
+    try:
+        return is_abandoned(staged)
+    except OSError:
+        return False  # gone meanwhile
+
+
+def _size_of(folder: Path) -> int:
+    return sum(map(_weight_of, folder.rglob("*")))
+
+
+def _weight_of(path: Path) -> int:
+    try:
+        status = path.lstat()
+    except OSError:
+        return 0  # gone meanwhile
+    return status.st_size if stat.S_ISREG(status.st_mode) else 0
+
+
+def _print(document: dict[str, Any]) -> None:
+    size, max_bytes = size_text(document["size_bytes"]), document["max_bytes"]
+    limit = f"{document['share_of_max']:.1%} of {size_text(max_bytes)}" if max_bytes else "no limit"
+    quarantine, abandoned = document["quarantine"], document["abandoned"]
+    facts = {
+        "cache": f"{document['cache_dir']}",
+        "kernels": f"{document['entries']}, {size}, {limit}",
+        "usable here": f"{document['usable']}: by {document['toolchain'] or 'no compiler'}, "
+        f"templates {document['templates'][:SHORT_KEY]}",
+        "not usable here": document["unusable"],
+        "damaged": document["damaged"],
+        "quarantine": f"{count_text(quarantine['entries'], 'entry', 'entries')}, "
+        f"{size_text(quarantine['size_bytes'])}",
+        "abandoned": f"{count_text(abandoned['folders'], 'folder')}, "
+        f"{size_text(abandoned['size_bytes'])}",
+    }
+    for name in ("oldest", "newest", "longest_unused"):
+        if seen := document[name]:
+            facts[name.replace("_", " ")] = f"{seen['key'][:SHORT_KEY]}, {seen['time']}"
+    print_facts(facts)
+    if document["groups"]:
+        click.echo()
+        print_table(
+            [
+                {
+                    "by": group["by"],
+                    "name": group["name"],
+                    "kernels": group["entries"],
+                    "size": size_text(group["size_bytes"]),
+                }
+                for group in document["groups"]
+            ]
+        )

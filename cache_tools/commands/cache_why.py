@@ -1,0 +1,144 @@
+"""`mlagen cache why`: why a kernel is not found, or why it was compiled."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ..differences import Difference, kernel_of, nearest_of, own_key, print_differences
+from ..entries import document_of, entry_of, require_sound
+from ..exit_codes import DONE, FAILED
+from ..report import SHORT_KEY, json_option, print_json
+
+if TYPE_CHECKING:
+    from mlagen.cache.catalog import StoredEntry
+    from mlagen.cache.key import CacheKey
+    from mlagen.cache.store import KernelStore
+
+_KEY = re.compile(r"[0-9a-fA-F]{6,64}(/.*)?")
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """Whether a kernel is there, or why it was made, and what comes nearest to it."""
+
+    key: CacheKey
+    entry: StoredEntry | None
+    reason: str | None  # why it is not there; of one that is, why it was compiled
+    problem: str | None  # what is wrong with the one that is there
+    nearest: tuple[StoredEntry, list[Difference]] | None
+
+
+@click.command()
+@click.argument("kernel", metavar="SPEC|KEY")
+@json_option
+@click.pass_context
+def why(ctx: click.Context, /, *, kernel: str, as_json: bool) -> None:
+    """Say why a kernel is not found, or why it was compiled.
+
+    SPEC is a kernel as messages and logs name it, such as 'combine_splits(arch=sm_90a, dtype=bf16,
+    head_dim_vo=512)'. Where it is not found, its ingredients are compared with those of the
+    nearest kernel that is cached. Exits with 1 then.
+
+    KEY is six hex digits or more of a cached kernel, which is compared with the nearest one that
+    was there before. Nothing is changed, a damaged kernel stays where it is.
+    """
+    from mlagen.cache.opening import kernel_store
+
+    store = kernel_store()
+    is_key = _KEY.fullmatch(kernel) is not None
+    answer = _of_key(store, kernel) if is_key else _of_spec(store, kernel)
+    if as_json:
+        print_json(_document(answer))
+    elif is_key:
+        _print_origin(answer)
+    else:
+        _print_search(answer)
+    ctx.exit(DONE if answer.entry else FAILED)
+
+
+def _of_spec(store: KernelStore, text: str) -> _Answer:
+    from mlagen.engine import key_of
+    from mlagen.spec.text import parse_spec
+
+    key = key_of(parse_spec(text))
+    found = store.look_up(key, is_dry=True)
+    if found.entry is not None:
+        candidates = store.select(key.digest)
+        stored = next((one for one in candidates if one.path == found.entry.path), None)
+        return _Answer(key, stored, None if stored else "absent", None, None)
+    nearest = nearest_of(key, store.entries(layers=True))
+    return _Answer(key, None, found.reason, found.problem, nearest)
+
+
+def _of_key(store: KernelStore, name: str) -> _Answer:
+    stored = entry_of(store, name)
+    created = require_sound(store, stored)["created"]
+    before = (
+        other
+        for other in store.entries(layers=True)
+        if other.manifest is not None
+        and (other.key, other.toolchain) != (stored.key, stored.toolchain)
+        and str(other.manifest.created.get("time", "")) <= created["time"]
+    )
+    key = own_key(stored)
+    return _Answer(key, stored, created["because"], None, nearest_of(key, before))
+
+
+def _document(answer: _Answer) -> dict[str, Any]:
+    near = answer.nearest
+    return {
+        "kernel": kernel_of(answer.key),
+        "key": answer.key.digest,
+        "toolchain": answer.key.toolchain,
+        "is_found": answer.entry is not None,
+        "reason": answer.reason,
+        "problem": answer.problem,
+        "entry": document_of(answer.entry) if answer.entry else None,
+        "nearest": document_of(near[0]) if near else None,
+        "differences": [
+            {"ingredient": label, "wanted": wanted, "nearest": got}
+            for label, wanted, got in (near[1] if near else ())
+        ],
+    }
+
+
+def _print_search(answer: _Answer) -> None:
+    kernel, key = kernel_of(answer.key), answer.key
+    if answer.entry is not None:
+        click.echo(f"found: {kernel}")
+        click.echo(f"{answer.entry.path}")
+        return
+    problem = f": {answer.problem}" if answer.problem else ""
+    click.echo(f"not found: {answer.reason}{problem}")
+    click.echo(f"{kernel}, key {key.digest[:SHORT_KEY]}, by {key.toolchain}")
+    _print_nearest(answer, "wanted")
+    click.echo(f"run: mlagen prewarm --kernel '{kernel}'")
+
+
+def _print_origin(answer: _Answer) -> None:
+    document = _document(answer)
+    entry = document["entry"]
+    created = entry["created"]
+    click.echo(f"{document['kernel']}, key {document['key'][:SHORT_KEY]}, by {entry['toolchain']}")
+    click.echo(
+        f"compiled because: {answer.reason or 'not recorded'}, by {entry['created_by']} "
+        f"of mlagen {created['mlagen']}, {created['time']}, on {created['host']}"
+    )
+    _print_nearest(answer, document["key"][:SHORT_KEY])
+
+
+def _print_nearest(answer: _Answer, one: str) -> None:
+    family = dict(answer.key.ingredients)["family"]
+    if answer.nearest is None:
+        click.echo(f"no other {family} is cached to compare with")
+        return
+    nearest, found = answer.nearest
+    other = f"nearest {nearest.key[:SHORT_KEY]}"
+    if found:
+        print_differences(found, one, other)
+    else:
+        click.echo(f"{other} differs in nothing: {nearest.path}")

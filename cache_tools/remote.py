@@ -1,0 +1,152 @@
+"""Files at URLs, by fsspec; http and https are read by Python itself, which needs no package."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from mlagen.errors import ArgumentError, MlagenError, UnsupportedError
+
+if TYPE_CHECKING:
+    from http.client import HTTPResponse
+
+_CHUNK = 1 << 20
+_TIMEOUT_S = 60.0  # without a byte
+
+OnProgress = Callable[[int, int], None]  # bytes done, bytes in all; 0 where that is unknown
+
+
+class RemoteError(MlagenError, OSError):
+    """Something could not be transferred."""
+
+
+def shown(url: str) -> str:
+    """Return a URL without what may be secret in it: a user's password, a signed query."""
+    return re.sub(r"//[^/@]*@", "//", url).partition("?")[0]
+
+
+def upload(file: BinaryIO, size_bytes: int, url: str, on_progress: OnProgress) -> None:
+    """Write a file to a URL, so that nobody sees half of it where the file system can do that.
+
+    Raises
+    ------
+    ArgumentError
+        If nothing can be written to such a URL.
+    UnsupportedError
+        If a package for it is missing.
+    RemoteError
+        If it fails.
+    """
+    if _is_http(url):
+        raise ArgumentError(f"url: expected one that can be written, got {shown(url)}")
+    with _failures(url):
+        fs, path = _resolve(url)
+        file.seek(0)
+        if "file" in ((fs.protocol,) if isinstance(fs.protocol, str) else fs.protocol):
+            # fsspec would write to the temporary folder and copy from there.
+            from mlagen.cache.bundle_writing import replacing
+
+            with replacing(Path(path)) as target:
+                _copy(file, target, size_bytes, size_bytes, on_progress)
+        else:
+            with fs.transaction, fs.open(path, "wb") as target:
+                _copy(file, target, size_bytes, size_bytes, on_progress)
+
+
+def download(url: str, file: BinaryIO, most_bytes: int, on_progress: OnProgress) -> None:
+    """Read a URL into a file.
+
+    Raises
+    ------
+    ArgumentError
+        If nothing can be read from such a URL.
+    UnsupportedError
+        If a package for it is missing.
+    RemoteError
+        If it fails, or there are more than ``most_bytes``.
+    """
+    with _failures(url):
+        if _is_http(url):
+            with _opened_http(url) as response:
+                length = int(response.headers.get("Content-Length") or 0)
+                got = _copy(response, file, length, most_bytes, on_progress)
+                if length and got != length:
+                    raise OSError(f"expected {length} bytes, got {got}")
+        else:
+            fs, path = _resolve(url)
+            with fs.open(path, "rb") as source:
+                length = int(getattr(source, "size", None) or 0)
+                _copy(source, file, length, most_bytes, on_progress)
+
+
+def _is_http(url: str) -> bool:
+    return url.partition("://")[0].lower() in {"http", "https"}
+
+
+def _opened_http(url: str) -> HTTPResponse:
+    from urllib.error import HTTPError
+    from urllib.request import Request, urlopen
+
+    request = Request(url, headers={"User-Agent": "mlagen"})  # noqa: S310 - _is_http was asked
+    try:
+        response: HTTPResponse = urlopen(request, timeout=_TIMEOUT_S)  # noqa: S310 - the same
+    except HTTPError as error:
+        error.close()  # it holds the connection
+        raise
+    return response
+
+
+def _resolve(url: str) -> tuple[Any, str]:
+    """Return the fsspec file system of a URL, and the path in it."""
+    protocol = url.partition("://")[0] if "://" in url else "file"
+    try:
+        from fsspec.core import url_to_fs
+
+        return url_to_fs(url)  # type: ignore[no-any-return]
+    except ImportError as error:
+        cause = error.__cause__ if isinstance(error.__cause__, ImportError) else error
+        package = (cause.name or protocol).partition(".")[0]
+        rule = f"expected a package that serves {protocol}://, got none"
+        raise UnsupportedError(f"url: {rule}; run: pip install {package}") from error
+    except ValueError as error:
+        if "rotocol not known" not in str(error):
+            raise
+        raise ArgumentError(
+            f"url: expected a protocol that fsspec knows, got {protocol!r}"
+        ) from error
+
+
+def _copy(source: Any, target: Any, length: int, most_bytes: int, on_progress: OnProgress) -> int:
+    done = 0
+    while chunk := source.read(_CHUNK):
+        done += len(chunk)
+        if max(done, length) > most_bytes:
+            raise OSError(f"expected at most {most_bytes} bytes, got more")
+        target.write(chunk)
+        on_progress(done, length)
+    return done
+
+
+@contextmanager
+def _failures(url: str) -> Iterator[None]:
+    """Tell what goes wrong in one line; each file system has exceptions of its own."""
+    try:
+        yield
+    except MlagenError:
+        raise
+    except Exception as error:
+        told = " ".join(_words_of(error).split())
+        raise RemoteError(f"url: {told.replace(url, shown(url))}: {shown(url)}") from error
+
+
+def _words_of(error: Exception) -> str:
+    cause = getattr(error, "reason", None)  # of an HTTP client, what the system said
+    said = cause if isinstance(cause, OSError) else error
+    if isinstance(said, FileNotFoundError):  # some file systems give the path alone
+        return os.strerror(errno.ENOENT)
+    return getattr(said, "strerror", None) or str(said) or type(said).__name__

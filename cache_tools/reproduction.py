@@ -1,0 +1,79 @@
+"""A program of its own that compiles a cached kernel again, and says whether it comes out alike."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mlagen.cache.entry import CUBIN
+from mlagen.cache.key import CacheKey
+
+from .differences import kernel_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from mlagen.cache.entry import Manifest
+
+_PROGRAM = '''\
+"""Compile a kernel as mlagen did, and compare the machine code with what is cached."""
+
+import hashlib
+import re
+import sys
+from pathlib import Path
+
+from cuda.bindings import nvrtc
+
+KERNEL = {kernel!r}
+SOURCE = Path({source!r})
+NAME = {name!r}
+OPTIONS = {options}
+TOOLCHAIN = {toolchain!r}
+SHA256 = {sha256!r}
+
+
+def checked(result):
+    status, *values = result
+    if int(status) != 0:
+        sys.exit(f"NVRTC: {{status.name}}")
+    return values[0] if values else None
+
+
+source = SOURCE.read_bytes()
+program = checked(nvrtc.nvrtcCreateProgram(source, NAME.encode(), 0, None, None))
+options = [option.encode() for option in OPTIONS]
+(status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+if int(status) != 0:
+    log = bytes(checked(nvrtc.nvrtcGetProgramLogSize(program)))
+    checked(nvrtc.nvrtcGetProgramLog(program, log))
+    sys.exit(log.decode(errors="replace"))
+code = bytes(checked(nvrtc.nvrtcGetCUBINSize(program)))
+checked(nvrtc.nvrtcGetCUBIN(program, code))
+
+release = re.search(rb"Cuda compilation tools, release [0-9.]+, V([0-9.]+)", code)
+compiler = f"nvrtc-{{release[1].decode()}}" if release else "nvrtc"
+digest = hashlib.sha256(code).hexdigest()
+print(f"{{KERNEL}} by {{compiler}}: sha256 {{digest}}")
+if digest != SHA256:
+    sys.exit(f"expected sha256 {{SHA256}}, which {{TOOLCHAIN}} made")
+'''
+
+
+def program_of(manifest: Manifest, folder: Path) -> str:
+    """Return the text of the program; it needs cuda-bindings and NVRTC, and nothing of mlagen."""
+    from mlagen.compiler.nvrtc import PROGRAM_NAME
+
+    options = [
+        f"--{label.removeprefix('option.')}{'=' if value else ''}{value}"
+        for label, value in manifest.ingredients
+        if label.startswith("option.")
+    ]
+    lines = "".join(f"    {option!r},\n" for option in options)
+    return _PROGRAM.format(
+        kernel=kernel_of(CacheKey(manifest.ingredients, manifest.toolchain)),
+        source=str(folder / PROGRAM_NAME),
+        name=PROGRAM_NAME,
+        options=f"[\n{lines}]",
+        toolchain=manifest.toolchain,
+        sha256=manifest.files[CUBIN].sha256,
+    )

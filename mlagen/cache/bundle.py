@@ -1,0 +1,206 @@
+"""What a bundle is: a gzipped tar of cache entries, with a table of contents as first member.
+
+::
+
+    bundle.json                     schema, mlagen, total_bytes, entries with their files
+    e/<key>/<toolchain>/<file>      the files of the entries, in the order of bundle.json
+
+The same entries make the same bytes, as far as one zlib compresses as another: nothing in it
+says when, where or by whom it was written.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from mlagen import __version__
+from mlagen.cache.entry import (
+    CUBIN,
+    MANIFEST,
+    MANIFEST_MOST_BYTES,
+    FileFacts,
+    Manifest,
+    parse_manifest,
+    require_own_key,
+)
+from mlagen.cache.files import DamageError
+from mlagen.cache.layout import is_toolchain
+from mlagen.errors import CacheError
+
+# Counts changes of the table of contents and of where its entries lie.
+BUNDLE_SCHEMA = 1
+
+INDEX = "bundle.json"
+INDEX_MOST_BYTES = 32 << 20  # some 50,000 entries
+
+# An entry is in memory as a whole while it is published; kernels have a few hundred KiB.
+ENTRY_MOST_BYTES = 64 << 20
+
+DEFAULT_MOST_BYTES = 2 << 30
+
+_KEY = re.compile(r"[0-9a-f]{64}")
+_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+
+
+class BundleError(CacheError):
+    """A bundle cannot be written, or is not one to import."""
+
+
+@dataclass(frozen=True)
+class BundledEntry:
+    """One entry as the table of contents announces it; ``files`` includes its manifest."""
+
+    key: str
+    toolchain: str
+    family: str
+    arch: str
+    files: Mapping[str, FileFacts]
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> BundledEntry:
+        """Return what to announce of an entry."""
+        files = {**manifest.files, MANIFEST: FileFacts.of(manifest.to_json())}
+        ingredients = dict(manifest.ingredients)
+        return cls(
+            key=manifest.key,
+            toolchain=manifest.toolchain,
+            family=ingredients.get("family", ""),
+            arch=ingredients.get("spec.arch", ""),
+            files=dict(sorted(files.items())),
+        )
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of its files together."""
+        return sum(facts.size for facts in self.files.values())
+
+    def members(self) -> Iterator[tuple[str, str, FileFacts]]:
+        """Yield the member, the file and what it must be, in the order of the tar."""
+        for name, facts in self.files.items():
+            yield f"e/{self.key}/{self.toolchain}/{name}", name, facts
+
+    def require_sound(self) -> None:
+        """Raise :class:`DamageError` unless it could be an entry; no name leads out of a folder."""
+        if not _KEY.fullmatch(self.key):
+            raise DamageError(f"key: expected 64 lower-case hex digits, got {self.key!r}")
+        if not is_toolchain(self.toolchain):
+            raise DamageError(f"toolchain: expected a name, got {self.toolchain!r}")
+        for name, facts in self.files.items():
+            if not _FILE.fullmatch(name):
+                raise DamageError(f"file: expected a plain name, got {name!r}")
+            is_digest = _KEY.fullmatch(str(facts.sha256))
+            if type(facts.size) is not int or facts.size < 0 or not is_digest:
+                raise DamageError(f"{name}: expected a size and a sha256, got {asdict(facts)}")
+        for name in (MANIFEST, CUBIN):
+            if name not in self.files:
+                raise DamageError(f"{self.key}: expected a {name}, got {', '.join(self.files)}")
+        sizes = {
+            MANIFEST: (self.files[MANIFEST].size, MANIFEST_MOST_BYTES),
+            self.key: (self.size_bytes, ENTRY_MOST_BYTES),
+        }
+        for what, (size, most_bytes) in sizes.items():
+            if size > most_bytes:
+                raise DamageError(f"{what}: expected at most {most_bytes} bytes, got {size}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packed:
+    """Entries in one file: which they are, and what it is."""
+
+    entries: tuple[BundledEntry, ...]
+    size_bytes: int
+    sha256: str
+
+    @property
+    def content_bytes(self) -> int:
+        """The size of the entries' files, unpacked."""
+        return total_bytes(self.entries)
+
+    @property
+    def archs(self) -> list[str]:
+        """The targets of its kernels."""
+        return sorted({entry.arch for entry in self.entries if entry.arch})
+
+    @property
+    def toolchains(self) -> list[str]:
+        """The compilers of its kernels."""
+        return sorted({entry.toolchain for entry in self.entries})
+
+
+def total_bytes(entries: Iterable[BundledEntry]) -> int:
+    """Return the size of the files of all entries."""
+    return sum(entry.size_bytes for entry in entries)
+
+
+def index_to_json(entries: Iterable[BundledEntry]) -> bytes:
+    """Return the table of contents."""
+    rows = [asdict(entry) for entry in entries]
+    body = {
+        "schema": BUNDLE_SCHEMA,
+        "mlagen": __version__,
+        "total_bytes": sum(file["size"] for row in rows for file in row["files"].values()),
+        "entries": rows,
+    }
+    return json.dumps(body, indent=1).encode() + b"\n"
+
+
+def index_from_json(text: bytes, *, most_bytes: int) -> tuple[BundledEntry, ...]:
+    """Return the entries that a table of contents announces.
+
+    Raises
+    ------
+    DamageError
+        If it is none, announces what no entry can be, or more than ``most_bytes``.
+    """
+    try:
+        body = json.loads(text)
+        if body["schema"] != BUNDLE_SCHEMA:
+            rule = f"expected schema {BUNDLE_SCHEMA}"
+            raise DamageError(f"{INDEX}: {rule}, got {body['schema']!r}")
+        entries = tuple(_entry(row) for row in body["entries"])
+        announced = body["total_bytes"]
+        for entry in entries:
+            entry.require_sound()
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise DamageError(f"{INDEX}: expected a table of contents, got {error!r}") from error
+    if len({(entry.key, entry.toolchain) for entry in entries}) < len(entries):
+        raise DamageError(f"{INDEX}: expected each entry once, got one again")
+    if announced != (total := total_bytes(entries)):
+        raise DamageError(f"{INDEX}: expected {total} bytes in total, got {announced!r}")
+    if total > most_bytes:
+        raise DamageError(f"{INDEX}: expected at most {most_bytes} bytes in total, got {total}")
+    return entries
+
+
+def bundled_manifest(text: bytes, entry: BundledEntry) -> Manifest:
+    """Return the manifest of an announced entry.
+
+    Raises
+    ------
+    DamageError
+        If its seal is broken, or it speaks of another key, compiler or other files.
+    """
+    manifest = parse_manifest(text, key=entry.key, toolchain=entry.toolchain)
+    require_own_key(manifest)
+    if manifest.files != {name: facts for name, facts in entry.files.items() if name != MANIFEST}:
+        raise DamageError(f"{MANIFEST}: expected the files of {INDEX}, got others")
+    told = BundledEntry.of(manifest)
+    if (told.family, told.arch) != (entry.family, entry.arch):
+        rule = f"expected {entry.family!r} for {entry.arch!r}"
+        raise DamageError(f"{MANIFEST}: {rule}, got {told.family!r} for {told.arch!r}")
+    return manifest
+
+
+def _entry(row: Mapping[str, Any]) -> BundledEntry:
+    files = {name: FileFacts(**facts) for name, facts in row["files"].items()}
+    return BundledEntry(
+        key=str(row["key"]),
+        toolchain=str(row["toolchain"]),
+        family=str(row["family"]),
+        arch=str(row["arch"]),
+        files=files,
+    )

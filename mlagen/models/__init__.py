@@ -1,0 +1,1 @@
+"""Models by their published configuration: what of it decides about kernels."""

@@ -1,0 +1,137 @@
+"""The kernels that calls of a model take, on one GPU of those that share its heads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from mlagen.errors import ArgumentError, UnsupportedError
+from mlagen.models.config import GqaModel, MlaModel
+from mlagen.spec.arch import Arch
+from mlagen.spec.calls import gqa_call_specs, mla_call_specs
+from mlagen.spec.dtype import DType
+from mlagen.spec.gqa import GqaVariant
+from mlagen.spec.kernel import KernelSpec
+from mlagen.spec.mla_support import SUPPORTED, MlaVariant
+
+# Where no page size is said. FlashMLA knows pages of 64 tokens only, and servers of DeepSeek models
+# follow it; of grouped-query attention the usual default of servers is 16, and 64 is the largest
+# that all of FlashInfer's decode kernels take.
+MLA_PAGE_SIZES = (64,)
+GQA_PAGE_SIZES = (16, 64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Use:
+    """How a model is used: each combination of what is listed; what is None is the usual."""
+
+    tp: Sequence[int] = (1,)  # GPUs that share the heads
+    q_lens: Sequence[int] = (1,)
+    page_sizes: Sequence[int] | None = None
+    dtypes: Sequence[DType] | None = None  # of the queries
+    kv_dtypes: Sequence[DType] | None = None
+    lookups: Sequence[str] | None = None
+
+
+def model_specs(arch: Arch, model: MlaModel | GqaModel, use: Use) -> list[KernelSpec]:
+    """Return the kernels that calls of ``model`` may take on ``arch``, each once.
+
+    Raises
+    ------
+    ArgumentError
+        If the heads cannot be shared so, or no kernel serves such a use.
+    """
+    make = _mla_specs if isinstance(model, MlaModel) else _gqa_specs
+    try:
+        return list(dict.fromkeys(make(arch, model, use)))  # type: ignore[arg-type]
+    except UnsupportedError as error:
+        raise ArgumentError(f"{model.name}: {error}") from error
+
+
+def _mla_specs(arch: Arch, model: MlaModel, use: Use) -> Iterator[KernelSpec]:
+    heads = [_share(model, "num_attention_heads", model.heads, tp) for tp in use.tp]
+    for query, kv in _mla_dtypes(model, use):
+        for lookup, page_size in product(
+            _lookups(model, query, kv, use), use.page_sizes or MLA_PAGE_SIZES
+        ):
+            variant = MlaVariant(
+                query_dtype=query,
+                kv_dtype=kv,
+                kv_lora_rank=model.kv_lora_rank,
+                qk_rope_head_dim=model.qk_rope_head_dim,
+                page_size=page_size,
+                lookup=lookup,
+            )
+            # Every query token has a list of its own, and so a request of its own.
+            q_lens = [1] if lookup == "sparse" else use.q_lens
+            for count, q_len in product(heads, q_lens):
+                yield from mla_call_specs(arch, variant, count * q_len)
+
+
+def _gqa_specs(arch: Arch, model: GqaModel, use: Use) -> Iterator[KernelSpec]:
+    groups = [_group(model, tp) for tp in use.tp]
+    for query, kv in _gqa_dtypes(model, use):
+        for page_size in use.page_sizes or GQA_PAGE_SIZES:
+            variant = GqaVariant(
+                query_dtype=query,
+                kv_dtype=kv,
+                out_dtype=query,
+                head_dim=model.head_dim,
+                page_size=page_size,
+            )
+            for group, q_len in product(groups, use.q_lens):
+                yield from gqa_call_specs(arch, variant, group * q_len)
+
+
+def _share(model: MlaModel | GqaModel, label: str, count: int, tp: int) -> int:
+    """Return how many of ``count`` one GPU has."""
+    if count % tp:
+        raise ArgumentError(f"{model.name}: tp: expected a divisor of {label} {count}, got {tp}")
+    return count // tp
+
+
+def _group(model: GqaModel, tp: int) -> int:
+    """Return how many query heads of one GPU share a kv head."""
+    heads = _share(model, "num_attention_heads", model.heads, tp)
+    # Where there are more GPUs than kv heads, several have the same one.
+    kv_heads = (
+        1 if tp % model.kv_heads == 0 else _share(model, "num_key_value_heads", model.kv_heads, tp)
+    )
+    return heads // kv_heads
+
+
+def _mla_dtypes(model: MlaModel, use: Use) -> Iterator[tuple[DType, DType]]:
+    if use.dtypes is not None:
+        yield from _said_dtypes(use.dtypes, use)
+        return
+    for kv in use.kv_dtypes or (model.dtype,):
+        if kv is DType.PACKED640:
+            yield kv, kv
+            continue
+        yield model.dtype, kv
+        if kv is DType.E4M3:  # the query is quantised by some servers and left by others
+            yield kv, kv
+
+
+def _gqa_dtypes(model: GqaModel, use: Use) -> Iterator[tuple[DType, DType]]:
+    yield from _said_dtypes(use.dtypes or (model.dtype,), use)
+
+
+def _said_dtypes(dtypes: Sequence[DType], use: Use) -> Iterator[tuple[DType, DType]]:
+    for query in dtypes:
+        for kv in use.kv_dtypes or (query,):
+            yield query, kv
+
+
+def _lookups(model: MlaModel, query: DType, kv: DType, use: Use) -> Sequence[str]:
+    if use.lookups is not None:
+        return use.lookups
+    known = {
+        lookup
+        for row in SUPPORTED
+        if (row.query_dtype, row.kv_dtype) == (query, kv)
+        for lookup, values, mask in row.forms
+        if (values, mask) == ("shared", "causal")
+    }
+    return ("paged", "sparse") if model.is_sparse and "sparse" in known else ("paged",)

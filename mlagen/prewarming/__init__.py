@@ -1,0 +1,9 @@
+"""Prewarming: kernels compiled, and loaded if asked, before the first call needs them."""
+
+from __future__ import annotations
+
+from mlagen.prewarming.gpus import visible_archs
+from mlagen.prewarming.report import PrewarmEvent, PrewarmReport, PrewarmUnit
+from mlagen.prewarming.run import prewarm
+
+__all__ = ["PrewarmEvent", "PrewarmReport", "PrewarmUnit", "prewarm", "visible_archs"]

@@ -1,0 +1,124 @@
+"""Which kernels the arguments of a prewarm name: those of models, of texts, or of a table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TypeAlias
+
+from mlagen.errors import ArgumentError
+from mlagen.models.config import find_model
+from mlagen.models.kernels import Use, model_specs
+from mlagen.prewarming.gpus import archs_of
+from mlagen.spec.dtype import DType
+from mlagen.spec.families import FAMILIES
+from mlagen.spec.kernel import KernelSpec
+from mlagen.spec.selection import select_specs
+from mlagen.spec.text import parse_spec
+
+Counts: TypeAlias = int | Iterable[int] | None
+Wanted: TypeAlias = str | int | Iterable[str | int]
+Kernels: TypeAlias = str | KernelSpec | Iterable[str | KernelSpec]
+
+# What may be said beside a model; all else the model says.
+_BESIDE_MODELS = ("dtype", "kv_dtype", "page_size", "lookup")
+
+
+def specs_asked(
+    archs: str | Iterable[str],
+    *,
+    models: str | Iterable[str] | None = None,
+    tp: Counts = None,
+    kernels: Kernels | None = None,
+    families: Iterable[str] | None = None,
+    heads: Counts = None,
+    kv_heads: Counts = None,
+    q_len: Counts = None,
+    wanted: Mapping[str, Wanted],
+) -> list[KernelSpec]:
+    """Return the kernels that the arguments of :func:`mlagen.prewarm` name, each once.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument breaks its rule, names what does not exist, or goes with no other.
+    UnsupportedError
+        If ``native`` finds no GPU to serve.
+    """
+    specs: dict[KernelSpec, None] = {}
+    shape = {"heads": heads, "kv_heads": kv_heads, "q_len": q_len}
+    if kernels is not None:
+        several = [kernels] if isinstance(kernels, (str, KernelSpec)) else kernels
+        specs |= {k if isinstance(k, KernelSpec) else parse_spec(k): None for k in several}
+    if models is not None:
+        _refuse({"heads": heads, "kv_heads": kv_heads}, "beside models, which say it")
+        _refuse({k: v for k, v in wanted.items() if k not in _BESIDE_MODELS}, "beside models")
+        names = models.split(",") if isinstance(models, str) else models
+        use = _use(1 if tp is None else tp, 1 if q_len is None else q_len, wanted)
+        known = _families(families)
+        found = [find_model(name.strip()) for name in names]
+        for arch in archs_of(archs):
+            made = (spec for model in found for spec in model_specs(arch, model, use))
+            specs |= {spec: None for spec in made if spec.family in known}
+        return list(specs)
+    _refuse({"tp": tp}, "without models")
+    if kernels is not None:
+        _refuse({"families": families, **shape, **wanted}, "beside kernels, without models")
+        return list(specs)
+    return select_specs(archs_of(archs), families=families, wanted=dict(wanted), **shape)
+
+
+def _refuse(said: Mapping[str, object], where: str) -> None:
+    for name, value in said.items():
+        if value is not None:
+            raise ArgumentError(f"{name}: expected none {where}, got {value}")
+
+
+def _families(families: Iterable[str] | None) -> set[str]:
+    chosen = list(FAMILIES if families is None else families)
+    for family in chosen:
+        if family not in FAMILIES:
+            raise ArgumentError(f"family: expected one of {', '.join(FAMILIES)}, got {family!r}")
+    return set(chosen)
+
+
+def _use(tp: Counts, q_len: Counts, wanted: Mapping[str, Wanted]) -> Use:
+    page_sizes = wanted.get("page_size")
+    lookups = wanted.get("lookup")
+    return Use(
+        tp=_counts("tp", tp),
+        q_lens=_counts("q_len", q_len),
+        page_sizes=None if page_sizes is None else _counts("page_size", page_sizes),
+        dtypes=_dtypes("dtype", wanted),
+        kv_dtypes=_dtypes("kv_dtype", wanted),
+        lookups=None if lookups is None else [_lookup(value) for value in _several(lookups)],
+    )
+
+
+def _counts(name: str, values: object) -> list[int]:
+    counts = []
+    for value in _several(values):
+        if type(value) is not int or value < 1:
+            raise ArgumentError(f"{name}: expected 1 or more, got {value!r}")
+        counts.append(value)
+    return counts
+
+
+def _dtypes(name: str, wanted: Mapping[str, Wanted]) -> list[DType] | None:
+    if name not in wanted:
+        return None
+    known = {str(dtype): dtype for dtype in DType}
+    values = [str(value) for value in _several(wanted[name])]
+    for value in values:
+        if value not in known:
+            raise ArgumentError(f"{name}: expected one of {', '.join(known)}, got {value!r}")
+    return [known[value] for value in values]
+
+
+def _lookup(value: object) -> str:
+    if value not in ("paged", "sparse"):
+        raise ArgumentError(f"lookup: expected paged or sparse, got {value!r}")
+    return str(value)
+
+
+def _several(values: object) -> Iterable[object]:
+    return values if isinstance(values, Iterable) and not isinstance(values, str) else [values]

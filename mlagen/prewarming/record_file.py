@@ -1,0 +1,67 @@
+"""Records of what runs asked for, as ``MLAGEN_RECORD`` has them written."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+
+from mlagen.errors import ArgumentError
+from mlagen.prewarming.gpus import archs_of
+from mlagen.spec.calls import specs_elsewhere
+from mlagen.spec.kernel import KernelSpec
+from mlagen.spec.text import parse_spec
+
+_logger = logging.getLogger("mlagen")
+
+
+def read_record(path: Path, *, archs: str | Iterable[str] | None = None) -> list[KernelSpec]:
+    """Return the kernels of a record, each once.
+
+    With ``archs``, instead of them those that the same calls take on these architectures. A last
+    line that was being written when the run ended is skipped with a warning.
+
+    Raises
+    ------
+    ArgumentError
+        If the file cannot be read, or a line is no record of a kernel; the message names both.
+    UnsupportedError
+        If ``native`` finds no GPU to serve.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ArgumentError(
+            f"{path}: expected a readable file, got {error.strerror or error}"
+        ) from error
+    specs: dict[KernelSpec, None] = {}
+    lines = content.split(b"\n")
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            specs[_kernel_of(line)] = None
+        except ValueError as error:
+            if number == len(lines) and not line.endswith(b"}"):  # neither brace nor newline
+                _logger.warning("%s:%d: skipped a line without its end", path, number)
+                continue
+            raise ArgumentError(f"{path}:{number}: {error}") from error
+    if archs is None:
+        return list(specs)
+    asked = archs_of(archs)
+    elsewhere = (other for spec in specs for arch in asked for other in specs_elsewhere(spec, arch))
+    return list(dict.fromkeys(elsewhere))
+
+
+def _kernel_of(line: bytes) -> KernelSpec:
+    try:
+        record = json.loads(line)
+        kernel = record["kernel"] if isinstance(record, dict) else None
+    except (ValueError, KeyError, RecursionError):
+        kernel = None
+    if not isinstance(kernel, str):
+        text = line.decode(errors="replace")
+        shown = text if len(text) <= 60 else f"{text[:60]}..."
+        raise ArgumentError(f'expected a record such as {{"kernel": "..."}}, got {shown!r}')
+    return parse_spec(kernel)

@@ -1,0 +1,86 @@
+"""Every kernel that a call may take, whichever of them it turns out to be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from mlagen.spec import gqa, mla, mla_hopper
+from mlagen.spec.arch import Arch
+from mlagen.spec.combine import CombineSplitsSpec
+from mlagen.spec.gqa import GqaDecodeSpec, GqaVariant, gqa_decode_spec
+from mlagen.spec.kernel import KernelSpec
+from mlagen.spec.mla import MlaDecodeSpec, mla_decode_spec
+from mlagen.spec.mla_hopper import MlaHopperSpec, mla_hopper_spec
+from mlagen.spec.mla_support import MlaVariant, output_dtype
+
+# Numbers of rows such that calls with as many between them take all tiles that there are.
+_ROWS = sorted(
+    {tile.tile_rows for tile in (*mla.TILES, *gqa.TILES)} | set(mla_hopper.TILE_ROWS),
+)
+
+
+def mla_call_specs(arch: Arch, variant: MlaVariant, rows: int) -> list[KernelSpec]:
+    """Return the kernels of MLA calls with ``rows`` rows for each request.
+
+    The Hopper kernel where there is one, the portable one, which small calls take there too, and
+    the one that combines its splits.
+
+    Raises
+    ------
+    UnsupportedError
+        If there is none for such a call.
+    """
+    hopper = mla_hopper_spec(arch, variant, rows)
+    combining = CombineSplitsSpec(
+        arch=arch, dtype=output_dtype(variant.query_dtype), head_dim_vo=variant.kv_lora_rank
+    )
+    portable = mla_decode_spec(arch, variant, rows)
+    return [portable, combining] if hopper is None else [hopper, portable, combining]
+
+
+def gqa_call_specs(arch: Arch, variant: GqaVariant, rows: int) -> list[KernelSpec]:
+    """Return the kernels of GQA calls with ``rows`` rows for each kv head of a request.
+
+    Raises
+    ------
+    UnsupportedError
+        If there is none for such a call.
+    """
+    combining = CombineSplitsSpec(arch=arch, dtype=variant.out_dtype, head_dim_vo=variant.head_dim)
+    return [gqa_decode_spec(arch, variant, rows), combining]
+
+
+def specs_beside(spec: KernelSpec) -> list[KernelSpec]:
+    """Return the kernels of the family that differ from ``spec`` in the tile only.
+
+    Raises
+    ------
+    UnsupportedError
+        If the family has none for what the calls are.
+    """
+    made = [other for rows in _ROWS for other in _call_specs_of(spec)(spec.arch, rows)]
+    return [other for other in dict.fromkeys(made) if other.family == spec.family]
+
+
+def specs_elsewhere(spec: KernelSpec, arch: Arch) -> list[KernelSpec]:
+    """Return the kernels that the calls which take ``spec`` may take on another architecture.
+
+    Others than it alone: what one tile serves here, several may serve there, and calls may be split
+    there that are not split here.
+    """
+    if isinstance(spec, CombineSplitsSpec):
+        return [replace(spec, arch=arch)]
+    made = _call_specs_of(spec)
+    found = [made(arch, rows) for rows in _ROWS if spec in made(spec.arch, rows)]
+    return list(dict.fromkeys(other for others in found for other in others))
+
+
+def _call_specs_of(spec: KernelSpec) -> Callable[[Arch, int], list[KernelSpec]]:
+    """Return what gives the kernels of the calls that ``spec`` is for, by their rows."""
+    if isinstance(spec, (MlaDecodeSpec, MlaHopperSpec)):
+        mla_variant = spec.variant
+        return lambda arch, rows: mla_call_specs(arch, mla_variant, rows)
+    assert isinstance(spec, GqaDecodeSpec), spec
+    gqa_variant = spec.variant
+    return lambda arch, rows: gqa_call_specs(arch, gqa_variant, rows)

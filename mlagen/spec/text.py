@@ -1,0 +1,157 @@
+"""Kernels by their text: what ``str`` of a spec writes, read back."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Mapping, Sequence
+from functools import cache
+from typing import ClassVar, get_origin, get_type_hints
+
+from mlagen.errors import ArgumentError, UnsupportedError
+from mlagen.spec import gqa
+from mlagen.spec.arch import Arch, parse_arch
+from mlagen.spec.calls import specs_beside
+from mlagen.spec.combine import CombineSplitsSpec, combine_splits_specs
+from mlagen.spec.dtype import DType
+from mlagen.spec.gqa import GqaDecodeSpec
+from mlagen.spec.kernel import KernelSpec, Variant
+from mlagen.spec.mla import MlaDecodeSpec
+from mlagen.spec.mla_hopper import MlaHopperSpec
+from mlagen.spec.mla_support import SUPPORTED, output_dtype
+
+_TEXT = re.compile(r"\s*(\w+)\s*\(([^()]*)\)\s*")
+_NUMBER = re.compile(r"0|[1-9][0-9]{0,9}")
+_MOST = 2**31 - 1  # sizes are 4-byte integers in the kernels
+
+
+def parse_spec(text: str) -> KernelSpec:
+    """Return the kernel that ``text`` names, as ``str`` of its spec writes it.
+
+    Only a kernel that some call takes is returned: dtypes, sizes and tile are those of a family.
+    Blanks around names and values do not count, nor does the order of the names.
+
+    Raises
+    ------
+    ArgumentError
+        If it is no such text, or no call takes such a kernel.
+    """
+    match = _TEXT.fullmatch(text)
+    if match is None:
+        raise ArgumentError(f"kernel: expected family(name=value, ...), got {text!r}")
+    family, inside = match[1], match[2]
+    if family not in _FAMILIES:
+        raise ArgumentError(
+            f"kernel: expected a family out of {', '.join(_FAMILIES)}, got {family!r}"
+        )
+    made = _made_of(_FAMILIES[family], family, _values_of(family, inside))
+    assert isinstance(made, KernelSpec)
+    _require_served(made)
+    return made
+
+
+def _values_of(family: str, inside: str) -> dict[str, str]:
+    """Return the text of each value by its name."""
+    types = _types_of(_FAMILIES[family])
+    values: dict[str, str] = {}
+    for item in inside.split(",") if inside.strip() else ():
+        name, equals, value = (part.strip() for part in item.partition("="))
+        if not equals or name not in types:
+            raise ArgumentError(
+                f"{family}: expected name=value with a name out of {', '.join(types)}, "
+                f"got {item.strip()!r}"
+            )
+        if name in values:
+            raise ArgumentError(f"{family}: expected {name} once, got it twice")
+        values[name] = value
+    if missing := [name for name in types if name not in values]:
+        raise ArgumentError(f"{family}: expected {', '.join(missing)} too, got {inside!r}")
+    return values
+
+
+def _types_of(cls: type) -> dict[str, type]:
+    """Return the types of what an ingredient names, in the order of the text."""
+    types: dict[str, type] = {}
+    for name, kind in _fields_of(cls).items():
+        types |= _types_of(kind) if _has_parts(kind) else {name: kind}
+    return types
+
+
+@cache
+def _fields_of(cls: Hashable) -> dict[str, type]:
+    hints: dict[str, type] = get_type_hints(cls)
+    return {name: kind for name, kind in hints.items() if get_origin(kind) is not ClassVar}
+
+
+def _has_parts(kind: type) -> bool:
+    """Whether the names of a field are those of its parts: a variant or a tile."""
+    return issubclass(kind, (Variant, tuple))
+
+
+def _made_of(cls: type, family: str, values: Mapping[str, str]) -> object:
+    made: dict[str, object] = {
+        name: _made_of(kind, family, values)
+        if _has_parts(kind)
+        else _read(kind, f"{family}.{name}", values[name])
+        for name, kind in _fields_of(cls).items()
+    }
+    return cls(**made)
+
+
+def _read(kind: type, name: str, text: str) -> object:
+    """Return one value."""
+    if kind is Arch:
+        return parse_arch(text)
+    if kind is DType:
+        names = [str(dtype) for dtype in DType]
+        if text not in names:
+            raise ArgumentError(f"{name}: expected one of {', '.join(names)}, got {text!r}")
+        return DType(text)
+    if kind is int:
+        if not _NUMBER.fullmatch(text) or int(text) > _MOST:
+            raise ArgumentError(f"{name}: expected a whole number up to {_MOST}, got {text!r}")
+        return int(text)
+    assert kind is str, kind
+    return text
+
+
+def _require_served(spec: KernelSpec) -> None:
+    """Refuse a kernel that no call takes: it would meet the compiler untested."""
+    if spec.ingredients().get("page_size") == "0":
+        raise ArgumentError(f"{spec.family}.page_size: expected 1 or more, got 0")
+    try:
+        served = _combining(spec) if isinstance(spec, CombineSplitsSpec) else specs_beside(spec)
+    except UnsupportedError as error:
+        raise ArgumentError(f"{spec.family}: {error}") from error
+    if spec in served:
+        return
+    rule = "what a call takes"
+    if served:
+        ours = spec.ingredients().items()
+        nearest = max(served, key=lambda other: len(ours & other.ingredients().items()))
+        rule += f", the nearest {nearest}"
+    raise ArgumentError(f"{spec.family}: expected {rule}, got {spec}")
+
+
+def _combining(spec: CombineSplitsSpec) -> Sequence[KernelSpec]:
+    """Return combining kernels, the given one among them if some call takes it."""
+    for row in SUPPORTED:
+        ranks = [rank for rank, _ in row.head_dims]
+        if spec.dtype is output_dtype(row.query_dtype) and spec.head_dim_vo in ranks:
+            return [spec]
+    for gqa_row in gqa.SUPPORTED:
+        if spec.dtype in gqa_row.out_dtypes:
+            gqa.require_supported(
+                gqa.GqaVariant(
+                    query_dtype=gqa_row.query_dtype,
+                    kv_dtype=gqa_row.kv_dtype,
+                    out_dtype=spec.dtype,
+                    head_dim=spec.head_dim_vo,
+                )
+            )
+            return [spec]
+    return list(combine_splits_specs(spec.arch))
+
+
+_FAMILIES: dict[str, type[KernelSpec]] = {
+    cls.family: cls for cls in (MlaDecodeSpec, MlaHopperSpec, GqaDecodeSpec, CombineSplitsSpec)
+}

@@ -1,0 +1,88 @@
+"""The table of contents of a bundle: what it says, and that it says the same to who reads it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mlagen import __version__
+from mlagen.cache.bundle import (
+    ENTRY_MOST_BYTES,
+    BundledEntry,
+    index_from_json,
+    index_to_json,
+    total_bytes,
+)
+from mlagen.cache.bundle_writing import announce
+from mlagen.cache.entry import FileFacts
+from mlagen.cache.files import DamageError
+from tests.cache.bundle_cases import filled_store, key_for
+
+FACTS = FileFacts(1, "0" * 64)
+ENTRY = BundledEntry(
+    key="0" * 64,
+    toolchain="nvrtc-13.5.37",
+    family="mla_decode",
+    arch="sm_90a",
+    files={"kernel.cubin": FACTS, "manifest.json": FACTS},
+)
+
+
+def test_what_is_written_is_what_is_read(tmp_path: Path) -> None:
+    """Entries come back as they were announced."""
+    entries = tuple(announce(list(filled_store(tmp_path).entries())).values())
+
+    read = index_from_json(index_to_json(entries), most_bytes=total_bytes(entries))
+
+    assert read == entries
+
+
+def test_it_says_what_people_want_to_know(tmp_path: Path) -> None:
+    """Version, total, and of each entry the key, the compiler, the kernel and its files."""
+    entries = announce(list(filled_store(tmp_path, "mla_decode").entries())).values()
+
+    index = json.loads(index_to_json(entries))
+
+    (entry,) = index["entries"]
+    assert (index["schema"], index["mlagen"]) == (1, __version__)
+    assert index["total_bytes"] == sum(file["size"] for file in entry["files"].values())
+    assert entry["key"] == key_for("mla_decode").digest
+    assert (entry["toolchain"], entry["family"]) == ("nvrtc-13.5.37", "mla_decode")
+    assert entry["arch"] == "sm_90a"
+    assert list(entry["files"]) == ["build.log", "kernel.cu", "kernel.cubin", "manifest.json"]
+
+
+def test_members_are_named_by_key_compiler_and_file() -> None:
+    """The names in the tar follow from the table of contents alone."""
+    members = [member for member, _, _ in ENTRY.members()]
+
+    assert members == [
+        f"e/{'0' * 64}/nvrtc-13.5.37/kernel.cubin",
+        f"e/{'0' * 64}/nvrtc-13.5.37/manifest.json",
+    ]
+
+
+@pytest.mark.parametrize("missing", ["kernel.cubin", "manifest.json"])
+def test_an_entry_needs_its_kernel_and_its_manifest(missing: str) -> None:
+    """Neither can be left out."""
+    files = {name: facts for name, facts in ENTRY.files.items() if name != missing}
+    entry = BundledEntry(ENTRY.key, ENTRY.toolchain, ENTRY.family, ENTRY.arch, files)
+
+    with pytest.raises(DamageError, match=f"expected a {missing}, got"):
+        entry.require_sound()
+
+
+def test_an_entry_may_be_as_large_as_stated_and_no_larger() -> None:
+    """The files of one entry fit in memory together."""
+    ENTRY.require_sound()
+    size = ENTRY_MOST_BYTES - 1
+    files = {**ENTRY.files, "kernel.cubin": FileFacts(size, "0" * 64)}
+    BundledEntry(ENTRY.key, ENTRY.toolchain, ENTRY.family, ENTRY.arch, files).require_sound()
+
+    files["kernel.cu"] = FACTS
+    entry = BundledEntry(ENTRY.key, ENTRY.toolchain, ENTRY.family, ENTRY.arch, files)
+
+    with pytest.raises(DamageError, match=f"expected at most {ENTRY_MOST_BYTES} bytes"):
+        entry.require_sound()

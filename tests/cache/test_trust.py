@@ -1,0 +1,175 @@
+"""Whose folders kernels may come from."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mlagen.cache.files import DamageError
+from mlagen.cache.layout import Layout
+from mlagen.cache.trust import (
+    require_own_folder,
+    require_trusted,
+    require_trusted_above,
+    require_trusted_folder,
+)
+from tests.cache.builds import entry_folder, make_build, make_key, make_store
+
+KEY = make_key()
+
+
+@pytest.fixture
+def layout(tmp_path: Path) -> Layout:
+    """Return the layout of a cache with one entry."""
+    make_store(tmp_path).find_or_build(KEY, make_build)
+    return Layout(tmp_path / "cache")
+
+
+def entry_of(layout: Layout) -> Path:
+    """Return the folder of its entry."""
+    return entry_folder(layout.root.parent, KEY)
+
+
+def test_what_a_store_makes_is_trusted(layout: Layout) -> None:
+    """Every folder down to the entry."""
+    require_trusted(layout)
+    require_trusted(layout, entry_of(layout))
+
+
+def test_what_is_not_there_yet_is_no_objection(tmp_path: Path) -> None:
+    """A cache that is about to be made is its maker's; an entry that is gone is gone."""
+    require_trusted(Layout(tmp_path / "cache"))
+
+    with pytest.raises(FileNotFoundError):
+        require_trusted(Layout(tmp_path / "cache"), tmp_path / "cache/v1/e/ab/abc/nvrtc-13.5.37")
+
+
+PLACES: dict[str, Callable[[Layout], Path]] = {
+    "the root": lambda layout: layout.root,
+    "the layout": lambda layout: layout.version,
+    "the entries": lambda layout: layout.entries,
+    "the staging": lambda layout: layout.staging,
+    "the shard": lambda layout: entry_of(layout).parents[1],
+    "the key": lambda layout: entry_of(layout).parent,
+    "the entry": entry_of,
+}
+
+
+@pytest.mark.parametrize("mode", [0o720, 0o702, 0o1777], ids="{:04o}".format)
+@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+def test_a_folder_that_others_may_write_in_is_named(
+    place: Callable[[Layout], Path], mode: int, layout: Layout
+) -> None:
+    """The error says which folder, what is wrong, and what to do."""
+    folder = place(layout)
+    folder.chmod(mode)
+
+    with pytest.raises(PermissionError) as caught:
+        require_trusted(layout, entry_of(layout))
+
+    assert caught.value.filename == str(folder)
+    assert caught.value.strerror == (
+        f"mode {mode:04o}, which lets others write, at {folder} (chmod -R go-w {layout.root}, "
+        "choose another folder, or set MLAGEN_TRUST_SHARED=1)"
+    )
+
+
+@pytest.mark.parametrize("mode", [0o700, 0o750, 0o755, 0o2755], ids="{:04o}".format)
+@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+def test_a_folder_that_others_may_read_is_trusted(
+    place: Callable[[Layout], Path], mode: int, layout: Layout
+) -> None:
+    """Reading harms nobody."""
+    place(layout).chmod(mode)
+
+    require_trusted(layout, entry_of(layout))
+
+
+@pytest.mark.parametrize("mode", [0o720, 0o777])
+def test_a_shared_layout_trusts_all(mode: int, layout: Layout) -> None:
+    """Whoever says so has been asked."""
+    for place in PLACES.values():
+        place(layout).chmod(mode)
+    shared = Layout(layout.root, is_shared=True)
+
+    require_trusted(shared, entry_of(layout))
+    require_trusted_above(shared, entry_of(layout))
+    require_trusted_folder(shared, layout.quarantine)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a folder away")
+@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+def test_a_folder_of_another_user_is_not_trusted(
+    place: Callable[[Layout], Path], layout: Layout
+) -> None:
+    """Whatever its mode: its owner may change that."""
+    os.chown(place(layout), 65534, -1)
+
+    with pytest.raises(PermissionError, match=f"a folder of user 65534 at {place(layout)} "):
+        require_trusted(layout, entry_of(layout))
+
+
+def test_a_folder_of_root_is_trusted(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root could do anything anyway; a user that is not its owner is refused."""
+    monkeypatch.setattr(os, "geteuid", lambda: 4242)
+
+    if os.getuid() == 0:
+        require_trusted(layout, entry_of(layout))
+    else:
+        with pytest.raises(PermissionError, match=f"a folder of user {os.getuid()}"):
+            require_trusted(layout)
+
+
+@pytest.mark.parametrize("place", list(PLACES)[1:])
+def test_a_link_inside_is_not_trusted(place: str, layout: Layout, tmp_path: Path) -> None:
+    """Wherever it leads; an entry that is one is no folder, which is damage."""
+    folder = PLACES[place](layout)
+    folder.rename(tmp_path / "elsewhere")
+    folder.symlink_to(tmp_path / "elsewhere")
+    entry = layout.of_key(KEY.digest) / KEY.toolchain
+    expected = DamageError if place == "the entry" else PermissionError
+
+    with pytest.raises(expected):
+        require_trusted(layout, entry)
+
+
+def test_a_link_to_the_root_is_followed(layout: Layout, tmp_path: Path) -> None:
+    """And what is there is looked at."""
+    (tmp_path / "link").symlink_to(layout.root)
+    linked = Layout(tmp_path / "link")
+
+    require_trusted(linked)
+    layout.root.chmod(0o770)
+
+    with pytest.raises(PermissionError, match="mode 0770"):
+        require_trusted(linked)
+
+
+def test_what_is_no_folder_is_told_apart(layout: Layout) -> None:
+    """A file in the place of an entry is damage, one in the place of the staging an obstacle."""
+    (layout.of_key(KEY.digest) / "nvrtc-1.2.3").touch()
+    layout.staging.rmdir()
+    layout.staging.touch()
+
+    with pytest.raises(NotADirectoryError):
+        require_trusted(layout)
+    layout.staging.unlink()
+    with pytest.raises(DamageError, match=r"^nvrtc-1\.2\.3: expected a folder, got another kind$"):
+        require_trusted(layout, layout.of_key(KEY.digest) / "nvrtc-1.2.3")
+
+
+def test_advice_is_that_of_the_caller(tmp_path: Path) -> None:
+    """A folder that is no part of a cache has its own way out."""
+    tmp_path.chmod(0o777)
+
+    with pytest.raises(PermissionError) as caught:
+        require_own_folder(tmp_path, advice="choose another MLAGEN_LOCK_DIR")
+
+    assert caught.value.strerror == (
+        f"mode 0777, which lets others write, at {tmp_path} (choose another MLAGEN_LOCK_DIR)"
+    )
+    tmp_path.chmod(0o700)
+    require_own_folder(tmp_path, advice="none")

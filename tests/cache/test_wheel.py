@@ -1,0 +1,141 @@
+"""A wheel of kernels: it installs like any other, and the store finds what it ships."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+
+from mlagen.cache.bundle import BundleError
+from mlagen.cache.opening import packaged_layers
+from mlagen.cache.store import KernelStore
+from mlagen.cache.wheel import export_wheel, package_of
+from mlagen.errors import ArgumentError
+from tests.cache.builds import CUBIN, entry_folder, tree
+from tests.cache.bundle_cases import FAMILIES, filled_store, key_for
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> KernelStore:
+    """Return a store of two kernels."""
+    return filled_store(tmp_path)
+
+
+@pytest.fixture
+def wheel(store: KernelStore, tmp_path: Path) -> Path:
+    """Return a wheel of them."""
+    folder = tmp_path / "dist"
+    folder.mkdir()
+    path, _ = export_wheel(list(store.entries()), folder, "Acme.kernels", version="1.2")
+    return path
+
+
+@pytest.fixture
+def fresh_layers() -> Iterator[None]:
+    """Have the installed packages looked for again, before and after."""
+    packaged_layers.cache_clear()
+    yield
+    packaged_layers.cache_clear()
+
+
+def test_the_name_says_what_it_is(wheel: Path) -> None:
+    """Any Python, any machine: it holds no code."""
+    assert wheel.name == "acme_kernels-1.2-py3-none-any.whl"
+
+
+def test_the_record_lists_every_file(wheel: Path) -> None:
+    """Each with its digest and size, as installers check them, except for the list itself."""
+    with ZipFile(wheel) as archive:
+        contents = {name: archive.read(name) for name in archive.namelist()}
+
+    *rows, own = contents["acme_kernels-1.2.dist-info/RECORD"].decode().splitlines()
+    expected = [
+        f"{name},sha256={_digest(content)},{len(content)}" for name, content in contents.items()
+    ]
+    assert rows == expected[:-1]
+    assert own == "acme_kernels-1.2.dist-info/RECORD,,"
+
+
+def test_the_same_entries_make_the_same_bytes(
+    wheel: Path, store: KernelStore, tmp_path: Path
+) -> None:
+    """Nothing in it says when it was made."""
+    folder = tmp_path / "again"
+    folder.mkdir()
+
+    again, written = export_wheel(
+        list(store.entries())[::-1], folder, "Acme.kernels", version="1.2"
+    )
+
+    assert again.read_bytes() == wheel.read_bytes()
+    assert written.sha256 == hashlib.sha256(wheel.read_bytes()).hexdigest()
+    assert written.size_bytes == wheel.stat().st_size
+
+
+@pytest.mark.skipif(importlib.util.find_spec("pip") is None, reason="needs pip to install it")
+@pytest.mark.usefixtures("fresh_layers")
+def test_an_installed_wheel_is_a_layer(
+    wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pip installs it, its entry point names it, and kernels are found without importing it."""
+    site = tmp_path / "site"
+    options = ("--no-index", "--no-deps", "--no-cache-dir", "--disable-pip-version-check")
+    pip = [sys.executable, "-m", "pip", "install", *options, "--target", str(site), str(wheel)]
+    subprocess.run(pip, check=True, capture_output=True)
+    monkeypatch.syspath_prepend(site)
+
+    layers = packaged_layers()
+    found = KernelStore(
+        tmp_path / "empty", lock_dir=tmp_path / "locks", lock_timeout_s=1, packaged=packaged_layers
+    )
+
+    (point,) = metadata.entry_points(group="mlagen.kernels", name="acme_kernels")
+    assert (point.value, metadata.version("acme-kernels")) == ("acme_kernels", "1.2")
+    assert list(layers) == [site / "acme_kernels"]
+    for family in FAMILIES:
+        entry = found.find(key_for(family))
+        assert entry is not None
+        assert entry.cubin == CUBIN + family.encode()
+    assert "acme_kernels" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    "name", ["", "../x", "a b", "1st", "kernels-", "mlagen", "MLAgen", "json", "class", "a/b"]
+)
+def test_a_name_that_would_be_in_the_way_is_refused(name: str) -> None:
+    """Neither a path, nor mlagen itself, nor what Python brings."""
+    with pytest.raises(ArgumentError, match=r"^wheel: expected a name of its own"):
+        package_of(name)
+
+
+@pytest.mark.parametrize("version", ["", "one", "1.0-2", "1/0", "v1"])
+def test_a_version_that_none_can_have_is_refused(
+    version: str, store: KernelStore, tmp_path: Path
+) -> None:
+    """It is part of the file's name."""
+    with pytest.raises(ArgumentError, match=r"^version: expected one such as 1.0"):
+        export_wheel(list(store.entries()), tmp_path, "acme-kernels", version=version)
+
+
+def test_a_damaged_entry_stops_the_export(store: KernelStore, tmp_path: Path) -> None:
+    """No wheel is left, nor half of one."""
+    (entry_folder(tmp_path, key_for("mla_decode")) / "kernel.cubin").write_bytes(b"")
+    folder = tmp_path / "dist"
+    folder.mkdir()
+
+    with pytest.raises(BundleError, match=r"kernel.cubin: expected"):
+        export_wheel(list(store.entries()), folder, "acme-kernels")
+
+    assert tree(folder) == []
+
+
+def _digest(content: bytes) -> str:
+    return base64.urlsafe_b64encode(hashlib.sha256(content).digest()).decode().rstrip("=")

@@ -1,0 +1,50 @@
+"""Whether a JSON document is what its schema says, name by name and type by type."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cache_tools.schemas import DOCUMENT, Schema
+
+_TYPES: dict[str, type | tuple[type, ...]] = {
+    "text": str,
+    "integer": int,
+    "number": (int, float),
+    "boolean": bool,
+}
+
+
+def require_document(document: Any, schema: Schema) -> None:
+    """Fail unless the document has exactly the names and types of the schema, in its order."""
+    _require_part(document, DOCUMENT, schema, "document")
+
+
+def _require_part(value: Any, part: str, schema: Schema, where: str) -> None:
+    assert isinstance(value, dict), where
+    assert list(value) == list(schema[part]), where
+    for name, field in schema[part].items():
+        _require_type(value[name], field.type, schema, f"{where}.{name}")
+
+
+def _require_type(value: Any, kind: str, schema: Schema, where: str) -> None:
+    if kind.endswith(" or null"):
+        if value is not None:
+            _require_type(value, kind.removesuffix(" or null"), schema, where)
+    elif kind.startswith("list of "):
+        assert isinstance(value, list), where
+        for number, item in enumerate(value):
+            _require_type(item, kind.removeprefix("list of "), schema, f"{where}[{number}]")
+    elif kind.startswith("map of "):
+        assert isinstance(value, dict), where
+        for name, item in value.items():
+            _require_type(item, kind.removeprefix("map of "), schema, f"{where}[{name}]")
+    elif kind.startswith("`"):
+        _require_part(value, kind, schema, where)
+    else:
+        allowed = tuple(_TYPES[name] for name in kind.split(" or "))
+        assert isinstance(value, _flat(allowed)), f"{where}: expected {kind}, got {value!r}"
+        assert isinstance(value, bool) == (kind == "boolean"), where
+
+
+def _flat(types: tuple[type | tuple[type, ...], ...]) -> tuple[type, ...]:
+    return tuple(one for kind in types for one in (kind if isinstance(kind, tuple) else (kind,)))

@@ -1,0 +1,200 @@
+"""Whatever state the cache is in: every command ends with a code, and none with a traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cache_tools.exit_codes import CACHE_UNUSABLE, DONE, FAILED, USAGE
+
+from .altered import snapshot
+from .conftest import ROOT, Run
+from .many import fill
+
+SPEC = "combine_splits(arch=sm_90a, dtype=bf16, head_dim_vo=512)"
+
+# What looks, and the code where there is nothing to be seen.
+LOOKING = {
+    ("cache", "dir"): DONE,
+    ("cache", "ls"): DONE,
+    ("cache", "ls", "--layers", "--sort", "spills", "--arch", "sm_90a"): DONE,
+    ("cache", "stats"): DONE,
+    ("cache", "show", "KEY"): USAGE,
+    ("cache", "why", SPEC): FAILED,
+    ("cache", "why", "KEY"): USAGE,
+    ("cache", "explain", "KEY", "KEY"): USAGE,
+    ("cache", "verify"): DONE,
+    ("cache", "prune", "--max-size", "0", "--dry-run"): DONE,
+    ("resources", "--fail-on-spill"): DONE,
+}
+REMOVING = {
+    ("cache", "prune", "--max-size", "0"): DONE,
+    ("cache", "gc"): DONE,
+    ("cache", "rm", "KEY"): USAGE,
+    ("cache", "clear", "--yes"): DONE,
+}
+EVERY = {**LOOKING, **REMOVING}
+
+# What asks for a kernel that is not there.
+ASKING = ("cache", "why", SPEC)
+
+
+def typed(arguments: tuple[str, ...], key: str) -> list[str]:
+    """Return the words of a command."""
+    return [key if word == "KEY" else word for word in arguments]
+
+
+def shown(arguments: tuple[str, ...]) -> str:
+    """Return the name of a case."""
+    return "why a spec" if arguments == ASKING else " ".join(arguments)
+
+
+@pytest.mark.parametrize("arguments", EVERY, ids=shown)
+def test_a_missing_cache_is_nothing_and_stays_away(
+    arguments: tuple[str, ...], run: Run, cache_dir: Path
+) -> None:
+    """Nothing is created by looking, nor by removing what is not there."""
+    result = run(*typed(arguments, "abcdef"))
+
+    assert result.exit_code == EVERY[arguments], result.stderr
+    assert not cache_dir.exists()
+
+
+@pytest.mark.parametrize("arguments", EVERY, ids=shown)
+@pytest.mark.parametrize("folders", ["", "v1/e", "v1/e/ab"])
+def test_an_empty_cache_is_nothing(
+    folders: str, arguments: tuple[str, ...], run: Run, cache_dir: Path
+) -> None:
+    """However much of its folders is there."""
+    (cache_dir / folders).mkdir(parents=True)
+    cache_dir.chmod(0o700)
+
+    result = run(*typed(arguments, "abcdef"), "--json")
+
+    assert result.exit_code == EVERY[arguments], result.stderr
+    assert (result.stdout == "") == (EVERY[arguments] == USAGE)
+
+
+@pytest.mark.parametrize("arguments", EVERY, ids=shown)
+def test_a_file_in_place_of_the_cache_is_no_cache(
+    arguments: tuple[str, ...], run: Run, cache_dir: Path
+) -> None:
+    """It is neither read nor removed."""
+    cache_dir.write_text("a file")
+
+    result = run(*typed(arguments, "abcdef"))
+
+    assert result.exit_code in {EVERY[arguments], CACHE_UNUSABLE}, result.stderr
+    assert cache_dir.read_text() == "a file"
+
+
+def garble(manifest: Path) -> None:
+    """Write what is no JSON."""
+    manifest.write_text("{")
+
+
+def change_types(manifest: Path) -> None:
+    """Write JSON of other types, without a seal that holds."""
+    document = json.loads(manifest.read_text())
+    document["facts"] = {"kernel": {"spec": []}, "resources": None, "compile_ms": "long"}
+    manifest.write_text(json.dumps(document))
+
+
+def leave_out(manifest: Path) -> None:
+    """Write a manifest without most of its names."""
+    manifest.write_text(json.dumps({"schema": 1, "seal": ""}))
+
+
+def remove(manifest: Path) -> None:
+    """Leave no manifest."""
+    manifest.unlink()
+
+
+def lead_away(manifest: Path) -> None:
+    """Put a link where the manifest was."""
+    manifest.rename(manifest.with_name("elsewhere.json"))
+    manifest.symlink_to("elsewhere.json")
+
+
+@pytest.mark.parametrize("arguments", EVERY, ids=shown)
+@pytest.mark.parametrize("damage", [garble, change_types, leave_out, remove, lead_away])
+def test_damage_is_told_and_hides_nothing_else(
+    damage: Callable[[Path], None], arguments: tuple[str, ...], run: Run, cache_dir: Path
+) -> None:
+    """A list goes on, a command for the damaged kernel says what is wrong with it."""
+    key, *_ = fill(cache_dir, 3)
+    damage(next((cache_dir / "v1" / "e" / key[:2] / key).glob("*/manifest.json")))
+
+    result = run(*typed(arguments, key))
+
+    expected = {"show": 4, "explain": 4, "verify": 1, "why": 1 if arguments == ASKING else 4}
+    assert result.exit_code == expected.get(arguments[1], DONE), result.stderr
+    if result.exit_code == CACHE_UNUSABLE:
+        assert result.stderr.startswith("mlagen: cache: ")
+        assert result.stderr.count("\n") == 1
+
+
+def run_without_privileges(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the command in a process that modes bind, as root too."""
+    script = (
+        "from tests.faults.privileges import give_up_capabilities; give_up_capabilities();"
+        "from cache_tools.cli import main; main()"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", script, *arguments],
+        cwd=ROOT,
+        env=os.environ,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def forbid_writing(cache_dir: Path) -> None:
+    """Take the right to write from every folder."""
+    for folder in (cache_dir, *(path for path in cache_dir.rglob("*") if path.is_dir())):
+        folder.chmod(0o500)
+
+
+@pytest.mark.parametrize("arguments", EVERY, ids=shown)
+def test_a_cache_that_cannot_be_written_can_be_looked_at(
+    arguments: tuple[str, ...], cache_dir: Path
+) -> None:
+    """What would remove something is an error of one line, and everything is as it was."""
+    key, *_ = fill(cache_dir, 3)
+    forbid_writing(cache_dir)
+    before = snapshot(cache_dir)
+
+    ran = run_without_privileges(*typed(arguments, key), "--json")
+
+    is_refused = arguments in REMOVING and arguments != ("cache", "gc")
+    code = CACHE_UNUSABLE if is_refused else FAILED if arguments == ASKING else DONE
+    assert ran.returncode == code, ran.stderr
+    assert (ran.stdout == "") == is_refused
+    assert ran.stderr.startswith("mlagen: cache: expected a writable folder, got ") == is_refused
+    assert "Traceback" not in ran.stderr
+    assert snapshot(cache_dir) == before
+
+
+@pytest.mark.parametrize("arguments", EVERY, ids=shown)
+def test_a_cache_that_cannot_be_read_is_an_error(
+    arguments: tuple[str, ...], cache_dir: Path
+) -> None:
+    """It is not taken for an empty one."""
+    key, *_ = fill(cache_dir, 1)
+    (cache_dir / "v1" / "e").chmod(0o000)
+
+    ran = run_without_privileges(*typed(arguments, key))
+
+    needs_no_list = arguments in {("cache", "dir"), ("cache", "gc")}
+    assert ran.returncode == (DONE if needs_no_list else CACHE_UNUSABLE), ran.stderr
+    assert ran.stderr.startswith("mlagen: cache: expected a readable folder, got Permission ") == (
+        not needs_no_list
+    )
+    assert "Traceback" not in ran.stderr

@@ -1,0 +1,42 @@
+"""Progress of bytes: a line where nobody watches, a bar that vanishes where somebody does."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+import pytest
+
+from cache_tools.byte_progress import byte_progress
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        """Say so."""
+        return True
+
+
+def test_a_file_gets_one_line_for_a_step(capsys: pytest.CaptureFixture[str]) -> None:
+    """However many bytes go through, on stderr."""
+    with byte_progress("packing 2 kernels") as on_progress:
+        for done in range(100):
+            on_progress(done, 100)
+
+    assert capsys.readouterr() == ("", "packing 2 kernels\n")
+
+
+def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has what is done, of how much, and what is being done; an unknown total is no error."""
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+
+    with byte_progress("uploading to memory://x") as on_progress:
+        on_progress(1 << 19, 0)
+        on_progress(1 << 20, 2 << 20)
+
+    assert "1.0/2.0 MiB" in terminal.getvalue()
+    assert "uploading to memory://x" in terminal.getvalue()

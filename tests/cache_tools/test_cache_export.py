@@ -1,0 +1,131 @@
+"""`mlagen cache export`: kernels as one file, and what is said of it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cache.builds import entry_folder, tree
+from tests.cache.bundle_cases import FAMILIES, filled_store, key_for, members_of
+
+from .conftest import Run
+
+
+@pytest.fixture(autouse=True)
+def filled(tmp_path: Path) -> None:
+    """Put two kernels into the cache of the test."""
+    filled_store(tmp_path)
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    """Return where a bundle may go; nothing is there yet."""
+    folder = tmp_path / "out"
+    folder.mkdir()
+    return folder / "kernels.tar.gz"
+
+
+def test_a_bundle_is_written_and_its_digest_told(run: Run, target: Path) -> None:
+    """What was packed, where, how large it is, and what to pin it with."""
+    result = run("cache", "export", str(target))
+
+    summary, digest = result.stdout.splitlines()
+    assert result.exit_code == 0
+    assert summary.startswith("exported 2 kernels for sm_90a by nvrtc-13.5.37, ")
+    assert f" to {target}, " in summary
+    assert digest == f"sha256 {hashlib.sha256(target.read_bytes()).hexdigest()}"
+    assert result.stderr == "packing 2 kernels\n"
+
+
+def test_the_same_kernels_make_the_same_file(run: Run, target: Path) -> None:
+    """A bundle can be compared with the one before."""
+    run("cache", "export", str(target))
+    before = target.read_bytes()
+
+    run("cache", "export", str(target))
+
+    assert target.read_bytes() == before
+
+
+def test_json_lists_what_is_in_it(run: Run, target: Path) -> None:
+    """The document has the digest, the sizes and every kernel; people read stderr."""
+    result = run("cache", "export", str(target), "--json")
+
+    document = json.loads(result.stdout)
+    assert document["bundle"] == str(target)
+    assert document["sha256"] == hashlib.sha256(target.read_bytes()).hexdigest()
+    assert document["size_bytes"] == target.stat().st_size
+    assert document["content_bytes"] == sum(row["size_bytes"] for row in document["entries"])
+    assert document["archs"] == ["sm_90a"]
+    assert {row["family"]: row["key"] for row in document["entries"]} == {
+        family: key_for(family).digest for family in FAMILIES
+    }
+    assert result.stderr.splitlines()[1].startswith("exported 2 kernels")
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [["--family", "mla_decode"], [key_for("mla_decode").digest[:8]]],
+    ids=["family", "key"],
+)
+def test_some_kernels_can_be_chosen(choice: list[str], run: Run, target: Path) -> None:
+    """By what they are, or by name."""
+    result = run("cache", "export", str(target), *choice)
+
+    names = [member.info.name for member in members_of(target.read_bytes())[1:]]
+    assert result.exit_code == 0
+    assert {name.split("/")[1] for name in names} == {key_for("mla_decode").digest}
+
+
+def test_a_choice_of_nothing_writes_nothing(run: Run, target: Path) -> None:
+    """It is bad usage."""
+    result = run("cache", "export", str(target), "--arch", "sm_80")
+
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == ("mlagen: arch: expected one that is cached (sm_90a), got 'sm_80'\n")
+    assert not target.exists()
+
+
+def test_a_damaged_kernel_stops_it(run: Run, target: Path, tmp_path: Path) -> None:
+    """It fails with 1 and names the entry; nothing is written."""
+    damaged = entry_folder(tmp_path, key_for("mla_decode"))
+    (damaged / "kernel.cu").write_bytes(b"")
+
+    result = run("cache", "export", str(target))
+
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.splitlines()[-1].startswith("mlagen: bundle: expected a sound entry, got ")
+    assert result.stderr.endswith(f"{damaged}\n")
+    assert tree(target.parent) == []
+
+
+def test_a_wheel_goes_into_a_folder(run: Run, target: Path) -> None:
+    """Its name comes from the name and the version."""
+    result = run(
+        "cache", "export", str(target.parent), "--wheel", "acme-kernels", "--wheel-version", "1.5"
+    )
+
+    wheel = target.parent / "acme_kernels-1.5-py3-none-any.whl"
+    assert result.exit_code == 0
+    assert wheel.is_file()
+    assert f" to {wheel}, " in result.stdout
+
+
+def test_a_wheel_of_mlagen_itself_is_refused(run: Run, target: Path) -> None:
+    """Installed, it would overwrite the package."""
+    result = run("cache", "export", str(target.parent), "--wheel", "mlagen")
+
+    assert result.exit_code == 2
+    assert "wheel: expected a name of its own such as acme-kernels, got 'mlagen'" in result.stderr
+    assert tree(target.parent) == []
+
+
+def test_a_version_alone_is_bad_usage(run: Run, target: Path) -> None:
+    """A bundle has none."""
+    result = run("cache", "export", str(target), "--wheel-version", "1.5")
+
+    assert result.exit_code == 2
+    assert not target.exists()

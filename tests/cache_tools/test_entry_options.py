@@ -1,0 +1,80 @@
+"""Options that choose entries: what they read, and what is left."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import click
+import pytest
+
+from cache_tools.entry_options import Choice, age, is_older, names_of
+from mlagen.cache.opening import kernel_store
+
+from .altered import use
+from .many import TOOLCHAIN, fill
+
+CONTEXT = click.Context(click.Command("any"))
+OPTION = click.Option(["--any"])
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("90s", 90), ("1.5 min", 90), ("12h", 43_200), (" 30d", 2_592_000), ("2w", 1_209_600)],
+)
+def test_an_age_is_read_in_its_unit(text: str, seconds: float) -> None:
+    """Blanks do not count."""
+    assert age(CONTEXT, OPTION, text) == seconds
+
+
+def test_no_age_is_no_limit() -> None:
+    """What is not given is not asked."""
+    assert age(CONTEXT, OPTION, None) is None
+
+
+@pytest.mark.parametrize("text", ["", "30", "d", "-1d", "1e3s", "1 month", "1d 2h"])
+def test_what_is_no_age_is_refused(text: str) -> None:
+    """The message has an example and the value."""
+    with pytest.raises(click.BadParameter, match="expected an age such as 90min") as caught:
+        age(CONTEXT, OPTION, text)
+
+    assert caught.value.message.endswith(f"got {text!r}")
+
+
+@pytest.mark.parametrize(
+    ("choice", "is_left"),
+    [
+        (Choice(), True),
+        (Choice(archs=["sm_80", "sm_90a"]), True),
+        (Choice(archs=["sm_80"]), False),
+        (Choice(families=["combine_splits"]), True),
+        (Choice(families=["mla_decode"]), False),
+        (Choice(toolchains=[TOOLCHAIN]), True),
+        (Choice(toolchains=["nvrtc-13"]), True),
+        (Choice(toolchains=["nvrtc-13.0.88", "nvrtc-12"]), False),
+        (Choice(age_s=60), True),
+        (Choice(age_s=600), False),
+        (Choice(archs=["sm_90a"], age_s=600), False),
+    ],
+    ids=repr,
+)
+def test_all_that_is_said_has_to_fit(choice: Choice, is_left: bool, cache_dir: Path) -> None:
+    """One of the names of each kind, and the age."""
+    fill(cache_dir, 1)
+    use(next(cache_dir.glob("v1/e/*/*/*")), age_s=300, now=time.time())
+
+    (stored,) = kernel_store().entries()
+
+    assert choice.has(stored) is is_left
+
+
+def test_a_damaged_entry_has_but_the_names_of_its_folder(cache_dir: Path) -> None:
+    """Target and family are in the manifest, the compiler is not; and it is as old as can be."""
+    fill(cache_dir, 1)
+    next(cache_dir.glob("v1/e/*/*/*/manifest.json")).unlink()
+
+    (stored,) = kernel_store().entries()
+
+    assert names_of(stored, "toolchain") == {TOOLCHAIN, "nvrtc-13"}
+    assert names_of(stored, "arch") == names_of(stored, "family") == set()
+    assert is_older(stored, 1e9)

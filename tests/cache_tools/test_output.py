@@ -1,0 +1,149 @@
+"""Where the output goes: pipes that close, terminals, locales that cannot print every path."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .conftest import ROOT
+from .many import fill
+
+COMMAND = [sys.executable, "-m", "cache_tools"]
+LISTS = [("cache", "ls"), ("cache", "ls", "--json"), ("resources",), ("cache", "stats")]
+
+
+def run_in(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[bytes]:
+    """Run the command with changes to its environment."""
+    return subprocess.run(
+        [*COMMAND, *arguments],
+        cwd=ROOT,
+        env=os.environ | environment,
+        capture_output=True,
+        check=False,
+    )
+
+
+def on_a_terminal(environment: dict[str, str], *arguments: str) -> str:
+    """Return what the command prints where stdout is a terminal."""
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(
+        [*COMMAND, *arguments], cwd=ROOT, env=os.environ | environment, stdout=theirs, stderr=theirs
+    ) as process:
+        os.close(theirs)
+        content = b""
+        while True:
+            try:
+                part = os.read(ours, 65536)
+            except OSError:  # what Linux says once nobody holds the other end
+                break
+            if not part:
+                break
+            content += part
+        os.close(ours)
+    assert process.returncode == 0, content
+    return content.decode()
+
+
+@pytest.mark.parametrize("arguments", [*LISTS, ("cache", "verify")], ids=" ".join)
+def test_a_reader_that_has_enough_is_no_error(arguments: tuple[str, ...], cache_dir: Path) -> None:
+    """A pipe that is closed before the first byte ends the command quietly, as SIGPIPE would."""
+    fill(cache_dir, 20)
+    reading, writing = os.pipe()
+    os.close(reading)
+
+    with subprocess.Popen(
+        [*COMMAND, *arguments], cwd=ROOT, stdout=writing, stderr=subprocess.PIPE, text=True
+    ) as process:
+        os.close(writing)
+        _, errors = process.communicate()
+
+    assert process.returncode == 141
+    assert errors in {"", "verifying 20 entries\n"}
+
+
+def test_the_first_line_of_a_long_list_can_be_taken(cache_dir: Path) -> None:
+    """`mlagen cache ls | head -1` prints the names of the columns, and nothing on stderr."""
+    fill(cache_dir, 2000)
+    command = f"'{sys.executable}' -m cache_tools cache ls | head -1"
+
+    ran = subprocess.run(
+        ["/bin/sh", "-c", command], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+
+    assert ran.stdout.startswith("key  ")
+    assert (ran.stdout.count("\n"), ran.stderr) == (1, "")
+
+
+@pytest.mark.parametrize("arguments", [("cache", "dir"), *LISTS], ids=" ".join)
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+        {"PYTHONIOENCODING": "latin-1"},
+    ],
+    ids=["ASCII", "Latin-1"],
+)
+@pytest.mark.parametrize("name", [b"h\xc3\xa4user \xe2\x98\x83", b"no text \xff"])
+def test_any_path_can_be_printed_in_any_locale(
+    name: bytes, environment: dict[str, str], arguments: tuple[str, ...], tmp_path: Path
+) -> None:
+    """What the locale lacks is escaped, and JSON is ASCII."""
+    folder = tmp_path / os.fsdecode(name)
+    fill(folder, 1)
+
+    ran = run_in({**environment, "MLAGEN_CACHE_DIR": str(folder)}, *arguments)
+
+    assert (ran.returncode, ran.stderr) == (0, b"")
+    if arguments == ("cache", "dir"):
+        assert ran.stdout == os.fsencode(folder) + b"\n"
+    elif "--json" in arguments:
+        told = json.loads(ran.stdout.decode("ascii"))["cache_dir"]
+        assert os.fsencode(told) == os.fsencode(folder)
+    else:
+        assert os.fsencode(tmp_path) in ran.stdout
+
+
+@pytest.mark.parametrize("arguments", LISTS, ids=" ".join)
+@pytest.mark.parametrize(
+    "environment",
+    [{"NO_COLOR": "1"}, {"FORCE_COLOR": "1", "TERM": "xterm-256color"}, {"TERM": "dumb"}],
+    ids=["NO_COLOR", "FORCE_COLOR", "dumb terminal"],
+)
+def test_nothing_is_coloured(
+    environment: dict[str, str], arguments: tuple[str, ...], cache_dir: Path
+) -> None:
+    """On a terminal and elsewhere, there is nothing that a program would have to strip."""
+    fill(cache_dir, 2)
+
+    seen = on_a_terminal(environment, *arguments)
+    piped = run_in(environment, *arguments).stdout.decode()
+
+    assert "\x1b" not in seen
+    assert "\x1b" not in piped
+    assert seen.strip()
+    assert piped.strip()
+
+
+def test_a_list_imports_nothing_heavy(cache_dir: Path) -> None:
+    """With kernels to list, neither torch nor what compiles them is loaded."""
+    fill(cache_dir, 2)
+    heavy = ("torch", "numpy", "jinja2", "cuda", "filelock", "rich", "mlagen.engine")
+    script = (
+        "import sys\nfrom cache_tools.cli import cli\n"
+        "try:\n    cli(['cache', 'ls'])\n"
+        f"finally:\n    print([name for name in {heavy} if name in sys.modules])\n"
+    )
+
+    ran = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+
+    *_, summary, modules = ran.stdout.splitlines()
+    assert summary.startswith("2 kernels by ")
+    assert modules == "[]"

@@ -1,0 +1,122 @@
+"""`mlagen prewarm --bundle`: what was asked for, and no more, as one file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import mlagen
+from mlagen import engine
+from mlagen.cache.bundle_reading import opened_bundle, verify_bundle
+from mlagen.prewarming import PrewarmReport
+from mlagen.settings import current_settings
+from tests.kernels import COMBINE
+
+from .conftest import Run
+
+
+def keys_in(bundle: Path) -> list[str]:
+    """Return the keys of a bundle that is sound."""
+    with opened_bundle(bundle) as file:
+        return [entry.key for entry in verify_bundle(file, "it").entries]
+
+
+def test_it_holds_what_was_asked_for(run: Run, cached: PrewarmReport, tmp_path: Path) -> None:
+    """And nothing else that the cache has."""
+    bundle, (unit, _) = tmp_path / "kernels.tar.gz", cached.units
+
+    result = run("prewarm", "--kernel", str(unit.spec), "--bundle", str(bundle))
+
+    _, line, digest = result.stdout.splitlines()
+    assert result.exit_code == 0
+    assert keys_in(bundle) == [unit.key]
+    assert line.startswith(f"bundled to {bundle}, ")
+    assert digest.startswith("sha256 ")
+
+
+def test_json_describes_it(run: Run, cached: PrewarmReport, tmp_path: Path) -> None:
+    """In the one document."""
+    bundle, (unit, _) = tmp_path / "kernels.tar.gz", cached.units
+
+    result = run("prewarm", "--kernel", str(unit.spec), "--bundle", str(bundle), "--json")
+
+    described = json.loads(result.stdout)["bundle"]
+    assert described["bundle"] == str(bundle)
+    assert described["size_bytes"] == bundle.stat().st_size
+    assert described["archs"] == ["sm_80"]
+
+
+def test_what_a_layer_has_is_in_it(
+    run: Run,
+    cached: PrewarmReport,
+    cache_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Wherever a kernel was found, the bundle is complete."""
+    monkeypatch.setenv("MLAGEN_CACHE_RO", str(cache_dir))
+    monkeypatch.setenv("MLAGEN_CACHE_DIR", str(tmp_path / "own"))
+    current_settings.cache_clear()
+    texts = [option for unit in cached.units for option in ("--kernel", str(unit.spec))]
+
+    result = run("prewarm", *texts, "--bundle", str(tmp_path / "kernels.tar.gz"))
+
+    assert result.exit_code == 0
+    assert keys_in(tmp_path / "kernels.tar.gz") == sorted(unit.key for unit in cached.units)
+
+
+def test_a_failure_leaves_none(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bundle that lacks a kernel is no bundle of what was asked for."""
+
+    def fail(*_: object) -> None:
+        raise mlagen.CompileError("NVRTC: no", log="", source="")
+
+    monkeypatch.setattr(engine, "_build", fail)
+
+    result = run("prewarm", "--kernel", str(COMBINE), "--bundle", str(tmp_path / "x"), "--json")
+
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["bundle"] is None
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_place_that_cannot_be_written_fails_with_1(
+    run: Run, cached: PrewarmReport, tmp_path: Path
+) -> None:
+    """What was compiled stays in the cache."""
+    bundle, text = tmp_path / "none" / "kernels.tar.gz", str(cached.units[0].spec)
+
+    result = run("prewarm", "--kernel", text, "--bundle", str(bundle))
+
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.splitlines()[-1] == (
+        f"mlagen: bundle: expected a writable file, got No such file or directory: {bundle}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--kernel", str(COMBINE), "--dry-run"), "bundle: expected none beside --dry-run"),
+        (("--from-log", "empty.jsonl"), "bundle: expected kernels, got none for x"),
+    ],
+    ids=["a dry run", "no kernels"],
+)
+def test_nothing_makes_no_bundle(
+    arguments: tuple[str, ...],
+    message: str,
+    run: Run,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is bad usage, and no file is written."""
+    monkeypatch.chdir(tmp_path)
+    Path("empty.jsonl").touch()
+
+    result = run("prewarm", *arguments, "--bundle", "x")
+
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert not Path("x").exists()

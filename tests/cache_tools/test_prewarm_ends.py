@@ -1,0 +1,135 @@
+"""`mlagen prewarm`: how it ends: timeouts, the first failure, quietly, and by signals."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+import mlagen
+from mlagen import engine
+from mlagen.cache.opening import kernel_store
+from mlagen.prewarming import isolation
+from mlagen.spec.kernel import KernelSpec
+
+from .conftest import Run, Start
+
+SMALL = (
+    *("prewarm", "--arch", "sm_80", "--family", "combine_splits", "--dtype", "bf16"),
+    *("--kv-lora-rank", "256,512"),
+)
+
+
+def replace_workers(monkeypatch: pytest.MonkeyPatch, *commands: list[str]) -> None:
+    """Let the processes of the kernels be these, in their order."""
+    left = list(commands)
+
+    def command(_spec: KernelSpec) -> list[str]:
+        return left.pop(0)
+
+    monkeypatch.setattr(isolation, "worker_command", command)
+
+
+HANGS = ["sleep", "600"]
+DIES = ["false"]
+
+
+def test_isolated_kernels_are_compiled_and_counted(run: Run) -> None:
+    """As those that are compiled in the process itself."""
+    result = run(*SMALL, "--isolate")
+
+    assert result.exit_code == 0
+    assert sorted(line.split()[0] for line in result.stderr.splitlines()) == ["built", "built"]
+    assert result.stdout.startswith("2 kernels: 2 built, 0 hit, 0 failed, in ")
+
+
+@pytest.mark.parametrize(
+    ("commands", "timeout", "code", "counts"),
+    [
+        ((HANGS, HANGS), "0.1", 5, "0 built, 0 hit, 0 failed, 2 timeout"),
+        ((DIES, HANGS), "2", 1, "0 built, 0 hit, 1 failed, 1 timeout"),
+        ((DIES, DIES), "60", 1, "0 built, 0 hit, 2 failed"),
+    ],
+    ids=["timeouts", "one of each", "deaths"],
+)
+def test_timeouts_have_an_exit_code(
+    commands: tuple[list[str], ...],
+    timeout: str,
+    code: int,
+    counts: str,
+    run: Run,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where nothing else went wrong; else it is a failure."""
+    replace_workers(monkeypatch, *commands)
+
+    result = run(*SMALL, "--isolate", "--timeout", timeout, "-j", "2")
+
+    assert result.exit_code == code
+    assert result.stdout.startswith(f"2 kernels: {counts}, in ")
+
+
+def test_the_first_failure_may_end_the_work(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was not begun is counted as skipped, and named so."""
+    replace_workers(monkeypatch, DIES)
+
+    result = run(*SMALL, "--isolate", "--fail-fast", "-j", "1")
+
+    assert result.exit_code == 1
+    assert result.stdout.startswith("2 kernels: 0 built, 0 hit, 1 failed, 1 skipped, in ")
+    assert [line.split()[0] for line in result.stderr.splitlines()] == ["failed", "skipped"]
+
+
+def test_quiet_says_nothing_where_all_is_well(run: Run) -> None:
+    """Neither lines nor a sum, but with --json the document."""
+    first = run(*SMALL, "--quiet")
+    second = run(*SMALL, "-q", "--json")
+    third = run(*SMALL, "-q", "--dry-run")
+
+    assert (first.exit_code, first.stdout, first.stderr) == (0, "", "")
+    assert json.loads(second.stdout)["totals"]["hit"] == 2
+    assert second.stderr == ""
+    assert (third.exit_code, third.stdout, third.stderr) == (0, "", "")
+
+
+def test_quiet_names_what_failed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On stderr, a line for each."""
+
+    def fail(*_: object) -> None:
+        raise mlagen.CompileError("NVRTC: no", log="", source="")
+
+    monkeypatch.setattr(engine, "_build", fail)
+
+    result = run(*SMALL, "--quiet")
+
+    lines = result.stderr.splitlines()
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert [(line.split()[0], line[-9:]) for line in lines] == [("failed", "NVRTC: no")] * 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
+@pytest.mark.parametrize("isolate", [(), ("--isolate",)], ids=["threads", "processes"])
+def test_a_signal_keeps_what_is_finished_and_leaves_nothing_else(
+    number: signal.Signals, isolate: tuple[str, ...], start: Start, cache_dir: Path
+) -> None:
+    """It exits with 130; each entry is sound, and the staging folder empty."""
+    arguments = ("prewarm", "--arch", "sm_80,sm_86,sm_90a", "--family", "combine_splits,gqa_decode")
+    # One after the other: the first is small, and those after it are many.
+    kernels = ("--dtype", "bf16", "--page-size", "16", "-j", "1")
+    process = start(*arguments, *kernels, *isolate)
+    assert process.stderr is not None
+    first = process.stderr.readline()
+
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+
+    store = kernel_store()
+    entries = list(store.entries())
+    assert first.startswith("built ")
+    assert process.returncode == 130
+    assert err.splitlines()[-1] == "mlagen: interrupted"
+    assert entries
+    assert [store.verify(entry) for entry in entries] == [None] * len(entries)
+    assert list((cache_dir / "v1" / "staging").iterdir()) == []

@@ -1,0 +1,260 @@
+"""Files at URLs: they arrive whole or not at all, and what went wrong is one line."""
+
+from __future__ import annotations
+
+import io
+import socket
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+from cache_tools.remote import RemoteError, download, shown, upload
+from mlagen.errors import ArgumentError, MlagenError, UnsupportedError
+
+from .web import served
+
+CONTENT = bytes(range(256)) * 10_000  # 2.5 MB, three pieces
+
+
+@pytest.fixture(autouse=True)
+def direct(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ask no proxy for what this machine serves."""
+    monkeypatch.setenv("no_proxy", "*")
+
+
+@pytest.fixture(params=["file", "plain path", "memory"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Return a URL where nothing is yet."""
+    if request.param == "memory":
+        return f"memory://{tmp_path}/kernels.tar.gz"
+    prefix = "file://" if request.param == "file" else ""
+    return f"{prefix}{tmp_path}/kernels.tar.gz"
+
+
+def quiet(_done: int, _total: int) -> None:
+    """Take no notice."""
+
+
+def exists(url: str) -> bool:
+    """Whether there is something at a URL."""
+    fs, path = fsspec.core.url_to_fs(url)
+    return bool(fs.exists(path))
+
+
+def fetched(url: str, most_bytes: int = 1 << 30) -> bytes:
+    """Return what is at a URL."""
+    file = io.BytesIO()
+    download(url, file, most_bytes, quiet)
+    return file.getvalue()
+
+
+def test_what_was_uploaded_is_downloaded(url: str) -> None:
+    """Byte for byte, from the start of the file wherever it stands, and again over the old one."""
+    file = io.BytesIO(CONTENT)
+    file.seek(100)
+
+    upload(io.BytesIO(b"old"), 3, url, quiet)
+    upload(file, len(CONTENT), url, quiet)
+
+    assert fetched(url) == CONTENT
+
+
+def test_half_an_upload_is_never_seen(url: str) -> None:
+    """Until the last byte is there, the name is not; an error in between leaves nothing."""
+    seen = []
+
+    def stop(done: int, total: int) -> None:
+        seen.append(exists(url))
+        assert (done, total) == (1 << 20, len(CONTENT))
+        raise RuntimeError("the wire was cut")
+
+    with pytest.raises(RemoteError, match=r"^url: the wire was cut: "):
+        upload(io.BytesIO(CONTENT), len(CONTENT), url, stop)
+
+    assert seen == [False]
+    assert not exists(url)
+
+
+def test_a_cache_of_files_is_no_local_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before another file system, it writes there."""
+    url = f"memory://{tmp_path}/kernels.tar.gz"
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    upload(io.BytesIO(CONTENT), len(CONTENT), f"simplecache::{url}", quiet)
+
+    assert fetched(url) == CONTENT
+    assert not (tmp_path / "kernels.tar.gz").exists()
+
+
+def test_a_local_upload_leaves_nothing_beside(tmp_path: Path) -> None:
+    """It is written beside its place and renamed: no copy passes through another disk."""
+    names = []
+
+    def look(_done: int, _total: int) -> None:
+        names.append(len(list(tmp_path.iterdir())))
+
+    upload(io.BytesIO(CONTENT), len(CONTENT), f"file://{tmp_path}/kernels.tar.gz", look)
+
+    assert names == [1, 1, 1]
+    assert [path.name for path in tmp_path.iterdir()] == ["kernels.tar.gz"]
+
+
+def test_progress_ends_at_the_size(url: str) -> None:
+    """Both ways, where the size is known."""
+    seen: list[tuple[int, int]] = []
+
+    upload(io.BytesIO(CONTENT), len(CONTENT), url, lambda *done: seen.append(done))
+    download(url, io.BytesIO(), 1 << 30, lambda *done: seen.append(done))
+
+    assert [done for done, _ in seen] == [1 << 20, 2 << 20, len(CONTENT)] * 2
+    assert {total for _, total in seen} == {len(CONTENT)}
+
+
+def test_more_than_is_allowed_is_not_downloaded(url: str) -> None:
+    """What never ends fills no disk."""
+    upload(io.BytesIO(CONTENT), len(CONTENT), url, quiet)
+    file = io.BytesIO()
+
+    with pytest.raises(RemoteError, match="expected at most 1000 bytes, got more"):
+        download(url, file, 1000, quiet)
+
+    assert file.getvalue() == b""
+
+
+def test_what_says_that_it_is_more_is_not_downloaded(tmp_path: Path) -> None:
+    """Not even as far as it is allowed: a server that says its size is believed."""
+    (tmp_path / "kernels.tar.gz").write_bytes(CONTENT)
+    file = io.BytesIO()
+
+    with served(tmp_path) as server, pytest.raises(RemoteError, match="expected at most 2000000 "):
+        download(f"{server}/kernels.tar.gz", file, 2_000_000, quiet)
+
+    assert file.getvalue() == b""
+
+
+def test_nothing_at_a_url_is_one_line(url: str) -> None:
+    """Whatever the file system raises."""
+    with pytest.raises(RemoteError, match=r"^url: .+") as caught:
+        fetched(url)
+
+    assert "\n" not in str(caught.value)
+
+
+def test_http_is_read_without_a_package(tmp_path: Path) -> None:
+    """Python's own client serves http."""
+    (tmp_path / "kernels.tar.gz").write_bytes(CONTENT)
+    seen: list[tuple[int, int]] = []
+
+    with served(tmp_path) as server:
+        file = io.BytesIO()
+        download(f"{server}/kernels.tar.gz", file, 1 << 30, lambda *done: seen.append(done))
+
+    assert file.getvalue() == CONTENT
+    assert seen[-1] == (len(CONTENT), len(CONTENT))
+
+
+def test_http_that_has_nothing_is_one_line(tmp_path: Path) -> None:
+    """The answer of the server is told."""
+    with (
+        served(tmp_path) as server,
+        pytest.raises(
+            RemoteError, match=r"^url: HTTP Error 404: File not found: http://127.0.0.1:"
+        ),
+    ):
+        fetched(f"{server}/kernels.tar.gz")
+
+
+def test_http_that_ends_early_is_an_error(tmp_path: Path) -> None:
+    """A connection that breaks is not the end of the file."""
+    (tmp_path / "kernels.tar.gz").write_bytes(CONTENT)
+
+    with served(tmp_path, cuts_short=True) as server, pytest.raises(RemoteError) as caught:
+        fetched(f"{server}/kernels.tar.gz")
+
+    assert f"expected {len(CONTENT) + 100} bytes, got {len(CONTENT)}" in str(caught.value)
+
+
+def test_nobody_there_is_one_line() -> None:
+    """A port on which nobody listens refuses."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        port = bound.getsockname()[1]
+
+        with pytest.raises(RemoteError, match=r"Connection refused.*: http://127.0.0.1:") as caught:
+            fetched(f"http://127.0.0.1:{port}/kernels.tar.gz")
+
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("scheme", ["http", "https", "HTTP"])
+def test_http_is_not_written(scheme: str) -> None:
+    """That is told before anything is sent."""
+    with pytest.raises(ArgumentError, match=r"^url: expected one that can be written, got "):
+        upload(io.BytesIO(CONTENT), len(CONTENT), f"{scheme}://127.0.0.1:9/x", quiet)
+
+
+def test_a_protocol_that_nobody_knows_is_bad_usage() -> None:
+    """It is named."""
+    with pytest.raises(ArgumentError, match="expected a protocol that fsspec knows, got 's4'"):
+        fetched("s4://bucket/kernels.tar.gz")
+
+
+def test_a_missing_package_is_named() -> None:
+    """The error says what to install for a protocol."""
+    fsspec.register_implementation("mlagentest", "mlagen_absent.Files", errtxt="Install it")
+
+    with pytest.raises(UnsupportedError) as caught:
+        fetched("mlagentest://bucket/kernels.tar.gz")
+
+    assert str(caught.value) == (
+        "url: expected a package that serves mlagentest://, got none; "
+        "run: pip install mlagen_absent"
+    )
+
+
+def test_a_missing_fsspec_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Without it only http is left."""
+    for name in ("fsspec", "fsspec.core"):
+        monkeypatch.setitem(sys.modules, name, None)
+
+    with pytest.raises(UnsupportedError, match=r"; run: pip install fsspec$"):
+        fetched(f"file://{tmp_path}/kernels.tar.gz")
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("s3://bucket/kernels.tar.gz", "s3://bucket/kernels.tar.gz"),
+        ("sftp://me:secret@host/kernels.tar.gz", "sftp://host/kernels.tar.gz"),
+        ("https://host/kernels.tar.gz?X-Amz-Signature=secret", "https://host/kernels.tar.gz"),
+    ],
+    ids=["nothing secret", "a password", "a signature"],
+)
+def test_secrets_are_not_shown(url: str, expected: str) -> None:
+    """A log is read by more people than may read the bucket."""
+    assert shown(url) == expected
+
+
+@pytest.mark.parametrize("transfer", ["upload", "download"])
+def test_secrets_are_not_in_errors(transfer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor where the file system's own message repeats the URL."""
+    url = "memory://me:secret@host/x?sign=secret"
+
+    def fail(given: str) -> Any:
+        raise RuntimeError(f"cannot reach\n{given}")
+
+    monkeypatch.setattr("cache_tools.remote._resolve", fail)
+    calls: dict[str, Callable[[], object]] = {
+        "upload": lambda: upload(io.BytesIO(), 0, url, quiet),
+        "download": lambda: fetched(url),
+    }
+
+    with pytest.raises(MlagenError) as caught:
+        calls[transfer]()
+
+    assert str(caught.value) == "url: cannot reach memory://host/x: memory://host/x"

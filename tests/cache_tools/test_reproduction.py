@@ -1,0 +1,65 @@
+"""The program of `show --reproduce`: the same machine code again, or an exit code that says no."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from cache_tools.reproduction import program_of
+from mlagen.cache.entry import Manifest
+from mlagen.prewarming import PrewarmReport
+
+from .altered import folder_of
+
+
+def run_program(text: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a program where mlagen cannot be imported."""
+    script = folder / "reproduce.py"
+    script.write_text(f"import sys; sys.modules['mlagen'] = None\n{text}")
+    return subprocess.run(
+        [sys.executable, str(script)], cwd=folder, capture_output=True, text=True, check=False
+    )
+
+
+def test_it_makes_the_same_machine_code_without_mlagen(
+    cached: PrewarmReport, cache_dir: Path, tmp_path: Path
+) -> None:
+    """It prints the kernel, the compiler and the digest of the cubin, and exits with 0."""
+    unit = cached.units[0]
+    folder = folder_of(unit, cache_dir)
+    manifest = Manifest.from_json((folder / "manifest.json").read_bytes())
+
+    ran = run_program(program_of(manifest, folder), tmp_path)
+
+    digest = manifest.files["kernel.cubin"].sha256
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout == f"{unit.spec} by {unit.toolchain}: sha256 {digest}\n"
+
+
+def test_other_machine_code_is_told(cached: PrewarmReport, cache_dir: Path, tmp_path: Path) -> None:
+    """A source that was changed since does not pass."""
+    folder = folder_of(cached.units[0], cache_dir)
+    manifest = Manifest.from_json((folder / "manifest.json").read_bytes())
+    source = (folder / "kernel.cu").read_text()
+    (folder / "kernel.cu").write_text(source.replace("combine_splits(", "combine_splits_2("))
+
+    ran = run_program(program_of(manifest, folder), tmp_path)
+
+    expected = f"expected sha256 {manifest.files['kernel.cubin'].sha256}, which "
+    assert (ran.returncode, ran.stderr) == (1, f"{expected}{manifest.toolchain} made\n")
+
+
+def test_what_nvrtc_refuses_is_shown(
+    cached: PrewarmReport, cache_dir: Path, tmp_path: Path
+) -> None:
+    """The log of the compiler comes out, without a traceback."""
+    folder = folder_of(cached.units[0], cache_dir)
+    manifest = Manifest.from_json((folder / "manifest.json").read_bytes())
+    (folder / "kernel.cu").write_text("int f() { return nothing; }\n")
+
+    ran = run_program(program_of(manifest, folder), tmp_path)
+
+    assert ran.returncode == 1
+    assert 'kernel.cu(1): error: identifier "nothing" is undefined' in ran.stderr
+    assert "Traceback" not in ran.stderr

@@ -1,0 +1,169 @@
+"""Shell sessions as pages show them: run again, and compared with what is shown."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from sysconfig import get_path
+from typing import NamedTuple
+
+from tests.doc_text import ROOT, Block
+
+# What differs from machine to machine, from run to run and from one edit of a template to another.
+UNSTABLE = (
+    (r"\b(?:[0-9a-f]{64}|(?=[a-f]*\d)[0-9a-f]{8})\b", "KEY"),
+    (r"(?:~|(?<![\w./])/[\w.-]+)(?:/[\w.+-]+)+", "FOLDER"),
+    (r"\d{4}-\d\d-\d\dT[\d:+]+", "DATE"),
+    (r"\b\d+(?:\.\d+)? (?:us|ms|s)\b", "TIME"),
+    (r"\b\d+(?:\.\d+)? (?:B|KiB|MiB)(?!\w)", "SIZE"),
+    (r"nvrtc-[\d.]+", "nvrtc-VERSION"),
+    (r", on [\w.-]+, by", ", on HOST, by"),
+    (r"(?<=tile_rows 16: )\d+", "COUNT"),
+    (r"\d+(?= registers)", "COUNT"),
+    (r"(?<=[a-f0-9\s])\d+ +(?=0 +SIZE)", "COUNT "),
+    (r"\s+", " "),
+)
+
+
+def stable(line: str) -> str:
+    """Return a line of output without what is nobody's promise."""
+    for pattern, name in UNSTABLE:
+        line = re.sub(pattern, name, line)
+    return line.strip()
+
+
+class Shell:
+    """A shell where ``mlagen`` is this checkout's command, and shown keys stand for real ones.
+
+    Parameters
+    ----------
+    folder : Path
+        Where the command is put.
+    site : Path or None
+        A folder to import from in place of this Python's own installation.
+    changes : str
+        Variables of the environment.
+    """
+
+    def __init__(self, folder: Path, *, site: Path | None = None, **changes: str) -> None:
+        self.keys: dict[str, str] = {}
+        script = folder / "mlagen"
+        python = f'"{sys.executable}"' if site is None else f'"{sys.executable}" -S'
+        script.write_text(f'#!/bin/sh\nexec {python} -m cache_tools "$@"\n')
+        script.chmod(0o755)
+        paths = sys.path if site is None else [str(site)]
+        self.environ = {
+            **os.environ,
+            "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}",
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *paths]),
+            **changes,
+        }
+
+    def run(self, command: str, shown: list[str], *, folder: Path | None = None) -> list[str]:
+        """Run a command of a page; return what it printed, and learn the keys that it shows.
+
+        A command that fails prints its exit code in a last line.
+        """
+        for key, real in self.keys.items():
+            command = command.replace(key, real)
+        run = subprocess.run(
+            ["/bin/sh", "-c", f'{{ {command}; }} 2>&1 || echo "[exit code $?]"'],
+            env=self.environ,
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        printed = run.stdout.splitlines()
+        for line in shown:
+            keys = re.findall(UNSTABLE[0][0], line)
+            like = [other for other in printed if stable(other) == stable(line)]
+            if keys and len(like) == 1:
+                self.keys |= zip(keys, re.findall(UNSTABLE[0][0], like[0]), strict=True)
+        return printed
+
+
+_PROMPT = re.compile(r"(\w*)\$ (.+)")
+
+
+class Session(NamedTuple):
+    """A command of a console block: the prompt's first word, and the lines that are shown."""
+
+    machine: str
+    command: str
+    shown: list[str]
+
+
+def sessions_of(block: Block) -> list[Session]:
+    """Return the commands of a console block; a prompt is ``$``, or ``name$`` of a machine."""
+    sessions: list[Session] = []
+    for line in block.text.splitlines():
+        if prompt := _PROMPT.match(line):
+            sessions.append(Session(prompt[1], prompt[2], []))
+        else:
+            sessions[-1].shown.append(line)
+    return sessions
+
+
+class Shells:
+    """The shells of a page, one for each machine that its prompts name.
+
+    Machines have a cache of their own each, work in one folder, and ``serve`` has no NVRTC.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._shells: dict[str, Shell] = {}
+
+    def run(self, session: Session) -> list[str]:
+        """Run a command on its machine; return what it printed, in terms of the page."""
+        if session.machine not in self._shells:
+            self._shells[session.machine] = self._shell(session.machine)
+        shell = self._shells[session.machine]
+        if not session.machine:
+            return shell.run(session.command, session.shown)
+        output = shell.run(session.command, session.shown, folder=self._folder)
+        places = {
+            str(self._folder / session.machine / "cache"): "/var/cache/kernels",
+            f"{self._folder}/": "",
+            str(ROOT): "/src/mlagen",
+        }
+        for place, name in places.items():
+            output = [line.replace(place, name) for line in output]
+        return output
+
+    def rewritten(self, page: str, outputs: list[list[str]]) -> str:
+        """Return a page with what the commands of its console blocks printed."""
+        lines, left, is_console, is_output = [], list(outputs), False, False
+        for line in page.splitlines():
+            if line.startswith("```"):
+                is_console, is_output = line == "```console", False
+            elif is_console and _PROMPT.match(line):
+                lines += [line, *left.pop(0)]
+                is_output = True
+                continue
+            if not is_output:
+                lines.append(line)
+        return "\n".join(lines) + "\n"
+
+    def _shell(self, machine: str) -> Shell:
+        if not machine:
+            return Shell(self._folder)
+        own = self._folder / machine
+        own.mkdir()
+        changes = {"MLAGEN_CACHE_DIR": str(own / "cache"), "MLAGEN_LOCK_DIR": str(own / "locks")}
+        site = _site_without_nvrtc(own / "site") if machine == "serve" else None
+        return Shell(own, site=site, **changes)
+
+
+def _site_without_nvrtc(folder: Path) -> Path:
+    """Return a folder with everything that is installed here but NVIDIA's libraries."""
+    folder.mkdir()
+    for installed in dict.fromkeys((get_path("purelib"), get_path("platlib"))):
+        for path in Path(installed).iterdir():
+            if not path.name.startswith(("nvidia", "__pycache__")):
+                (folder / path.name).symlink_to(path)
+    return folder

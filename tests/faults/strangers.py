@@ -1,0 +1,30 @@
+"""Folders of a cache that are not as their owner left them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.cache.builds import entry_folder
+from tests.faults.steps import KEY
+
+STRANGER = 65534
+
+# Every folder between the root and the files of an entry, as `folder_of` names it.
+FOLDERS = ["cache", "cache/v1", "cache/v1/e", "shard", "key", "entry"]
+
+
+def give_away(path: Path, patch: pytest.MonkeyPatch) -> None:
+    """Make a folder one of another user."""
+    if os.geteuid() == 0:
+        os.chown(path, STRANGER, -1)
+    else:  # who is not root cannot give a folder away, but be somebody else
+        patch.setattr(os, "geteuid", lambda: STRANGER)
+
+
+def folder_of(folder: Path, name: str) -> Path:
+    """Return a folder of the cache in ``folder`` by its name."""
+    entry = entry_folder(folder, KEY)
+    return {"shard": entry.parents[1], "key": entry.parent, "entry": entry}.get(name, folder / name)

@@ -1,0 +1,156 @@
+"""Read-only layers that are not sound: passed by with one warning, never written, never trusted."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mlagen.cache.key import CacheKey
+from tests.cache import builds
+from tests.cache.builds import CountedBuild, entry_folder, make_key, tree
+from tests.faults.steps import KEY, ask, store_in, warnings_in, whole_entries
+
+NEWER = CacheKey(KEY.ingredients, "nvrtc-13.6.1")
+
+
+def contents(folder: Path) -> dict[str, bytes | None]:
+    """Return what lies in a folder, with the times of the last changes."""
+    return {
+        f"{path.relative_to(folder)} {path.lstat().st_mtime_ns}": (
+            path.read_bytes() if path.is_file() else None
+        )
+        for path in folder.rglob("*")
+    }
+
+
+def layer_with(damage: Callable[[Path], object], folder: Path) -> Path:
+    """Make a layer whose only entry is damaged, and return its root."""
+    ask(folder)
+    damage(entry_folder(folder, KEY))
+    return folder / "cache"
+
+
+def become(kind: Callable[[Path], object], path: Path) -> None:
+    """Put something else in the place of a file or a folder."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+    kind(path)
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "code cut off": lambda entry: os.truncate(entry / "kernel.cubin", 63),
+    "code missing": lambda entry: (entry / "kernel.cubin").rename(entry / "aside"),
+    "manifest empty": lambda entry: os.truncate(entry / "manifest.json", 0),
+    "manifest a FIFO": lambda entry: become(os.mkfifo, entry / "manifest.json"),
+    "entry empty": lambda entry: become(Path.mkdir, entry),
+    "entry a file": lambda entry: become(Path.touch, entry),
+    "folder of the key a file": lambda entry: become(Path.touch, entry.parent),
+    "folder of entries a file": lambda entry: become(Path.touch, entry.parents[2]),
+}
+
+
+@pytest.mark.timeout(15)
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_layer_is_passed_by(
+    damage: Callable[[Path], object], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The kernel is built into the cache, the layer is left as it is, and one warning names it."""
+    layer = layer_with(damage, tmp_path / "layer")
+    is_entry = entry_folder(tmp_path / "layer", KEY).exists()
+    before = contents(layer)
+    store, build = store_in(tmp_path, layers=[layer]), CountedBuild()
+    caplog.clear()
+
+    looks = [store.look_up(KEY) for _ in range(3)]
+    entry = store.find_or_build(KEY, build)
+
+    assert [look.entry for look in looks] == [None] * 3
+    assert entry.cubin == builds.CUBIN
+    assert entry.path == entry_folder(tmp_path, KEY)
+    assert build.calls == 1
+    said = warnings_in(caplog)
+    assert len(said) == (1 if is_entry else 0)
+    assert all(f"{layer}" in warning for warning in said)
+    assert contents(layer) == before
+    assert whole_entries(tmp_path) == 1
+
+
+def test_the_next_layer_is_asked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A sound entry behind a damaged one serves, and nothing is built or written."""
+    damaged = layer_with(DAMAGES["code cut off"], tmp_path / "damaged")
+    ask(tmp_path / "sound")
+    store = store_in(tmp_path, layers=[damaged, tmp_path / "sound/cache"])
+    caplog.clear()
+
+    found = store.look_up(KEY)
+
+    assert found.entry is not None
+    assert found.entry.cubin == builds.CUBIN
+    assert found.layer == tmp_path / "sound/cache"
+    assert len(warnings_in(caplog)) == 1
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_layer_stands_in_for_a_damaged_entry_of_the_cache(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The damage is set aside, and the layer serves without a build."""
+    ask(tmp_path / "layer")
+    layer_with(DAMAGES["manifest empty"], tmp_path)
+    caplog.clear()
+
+    found = store_in(tmp_path, layers=[tmp_path / "layer/cache"]).look_up(KEY)
+
+    assert found.entry is not None
+    assert found.layer == tmp_path / "layer/cache"
+    assert len(warnings_in(caplog)) == 1
+    assert tree(tmp_path / "cache/v1/quarantine") != []
+
+
+def test_an_older_compiler_stands_in_for_the_damage_of_a_newer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where any compiler of a major version will do, the newest sound entry is taken."""
+    layer = tmp_path / "layer"
+    ask(layer)
+    ask(layer, NEWER, lambda: builds.make_build(toolchain=NEWER.toolchain))
+    os.truncate(entry_folder(layer, NEWER) / "kernel.cubin", 100)
+    caplog.clear()
+
+    found = store_in(tmp_path, layers=[layer / "cache"]).find(make_key(toolchain="nvrtc-13"))
+
+    assert found is not None
+    assert found.path == entry_folder(layer, KEY)
+    assert len(warnings_in(caplog)) == 1
+
+
+MISSING: dict[str, Callable[[Path], object]] = {
+    "nothing": lambda _: None,
+    "a file": Path.touch,
+    "a FIFO": os.mkfifo,
+    "a link to itself": lambda path: path.symlink_to(path),
+    "an empty folder": Path.mkdir,
+}
+
+
+@pytest.mark.timeout(15)
+@pytest.mark.parametrize("make", MISSING.values(), ids=MISSING)
+def test_a_layer_that_is_none_costs_a_warning_at_most(
+    make: Callable[[Path], object], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A layer that is not mounted, or not one, is as good as empty; what follows it serves."""
+    make(tmp_path / "layer")
+    ask(tmp_path / "sound")
+    layers = [tmp_path / "layer", tmp_path / "sound/cache"]
+    store = store_in(tmp_path, layers=layers)
+
+    found = [store.look_up(KEY) for _ in range(2)]
+
+    assert [look.layer for look in found] == [tmp_path / "sound/cache"] * 2
+    assert len(warnings_in(caplog)) <= 1

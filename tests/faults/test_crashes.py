@@ -1,0 +1,226 @@
+"""Processes that die: whatever the moment, nobody finds half an entry, and nothing stays behind."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mlagen.artifacts import Build
+from mlagen.cache.entry import read_entry
+from mlagen.cache.key import CacheKey
+from mlagen.cache.layout import Layout
+from tests.cache import builds
+from tests.cache.builds import CountedBuild, entry_folder, make_key, tree
+from tests.faults.steps import KEY, ask, store_in, warnings_in, watch, whole_entries
+
+pytestmark = pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+
+OTHER, LATER = make_key("another kernel"), make_key("a later kernel")
+
+
+def dies(work: Callable[[], object], number: int) -> bool:
+    """Do something in a child that is killed at moment ``number``; whether it came so far.
+
+    The moments are those before and after every step.
+    """
+    left = itertools.count(number - 1, -1)
+
+    def strike(_: str) -> None:
+        if next(left) == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def work_watched() -> None:
+        watch(pytest.MonkeyPatch(), before=strike, after=strike)
+        work()
+
+    status = builds.in_child(work_watched)
+    assert status in (0, -signal.SIGKILL)
+    return status != 0
+
+
+def left_later(folder: Path) -> list[str]:
+    """Publish another kernel as if hours had passed, and return what is left of the dead."""
+    staging = folder / "cache/v1/staging"
+    for staged in staging.iterdir():
+        os.utime(staged, (0, 0))
+    ask(folder, LATER)
+    return tree(staging)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("others", [[], [OTHER]], ids=["no cache yet", "beside another"])
+def test_killed_at_any_moment_of_a_build_a_process_leaves_nothing_or_everything(
+    others: list[CacheKey], tmp_path: Path
+) -> None:
+    """After kill -9 around each step, others find a whole entry or make one; nothing is left."""
+    found: list[bool] = []
+    for number in itertools.count(1):
+        folder = tmp_path / str(number)
+        for other in others:
+            ask(folder, other)
+        if not dies(lambda: ask(folder), number):  # noqa: B023 - called at once
+            break
+        build = CountedBuild()
+        left = whole_entries(folder) - len(others)
+
+        entry = ask(folder, build=build)
+
+        assert entry.cubin == builds.CUBIN
+        assert entry.path == entry_folder(folder, KEY)
+        assert left + build.calls == 1
+        assert whole_entries(folder) == len(others) + 1
+        assert left_later(folder) == []
+        assert not (folder / "cache/v1/quarantine").exists()
+        found.append(left == 1)
+
+    # First nothing is there, and from the rename on everything.
+    assert found == sorted(found)
+    assert set(found) == {False, True}
+    assert len(found) > 40
+
+
+def remove(folder: Path) -> None:
+    """Remove the entries of ``KEY``."""
+    store = store_in(folder)
+    for stored in store.select(KEY.digest):
+        store.remove(stored)
+
+
+def evict(folder: Path) -> None:
+    """Make room for nothing at all."""
+    for manifest in (folder / "cache").rglob("manifest.json"):
+        os.utime(manifest, (0, 0))
+    store_in(folder, max_bytes=1).collect()
+
+
+def clear(folder: Path) -> None:
+    """Delete everything."""
+    store_in(folder).clear()
+
+
+def leaves(folder: Path) -> bool:
+    """Whether the entry of ``KEY`` is in its place; half of one is an error."""
+    path = entry_folder(folder, KEY)
+    if path.exists():
+        read_entry(path, key=KEY.digest, toolchain=KEY.toolchain)
+    return path.exists()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("act", [remove, evict, clear], ids=lambda act: act.__name__)
+def test_killed_at_any_moment_of_a_removal_a_process_leaves_nothing_or_everything(
+    act: Callable[[Path], None], tmp_path: Path
+) -> None:
+    """An entry that is being removed is whole until it is gone, and the trash is swept."""
+    ask(tmp_path / "sound")
+    ask(tmp_path / "sound", OTHER)
+    found = []
+    for number in itertools.count(1):
+        folder = tmp_path / str(number)
+        shutil.copytree(tmp_path / "sound", folder)
+        if not dies(lambda: act(folder), number):  # noqa: B023 - called at once
+            break
+        whole_entries(folder)
+        found.append(leaves(folder))
+        assert ask(folder).path == entry_folder(folder, KEY)
+        assert left_later(folder) == []
+
+    assert found == sorted(found, reverse=True)
+    assert set(found) == {True, False}
+
+
+@pytest.mark.timeout(60)
+def test_killed_at_any_moment_of_setting_aside_a_process_serves_no_damage(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A damaged entry is in its place, or in the quarantine; either way the kernel is right."""
+    ask(tmp_path / "damaged")
+    (entry_folder(tmp_path / "damaged", KEY) / "kernel.cubin").write_bytes(b"\x7fELF damaged")
+    moved = []
+    for number in itertools.count(1):
+        folder = tmp_path / str(number)
+        shutil.copytree(tmp_path / "damaged", folder)
+        if not dies(lambda: store_in(folder).look_up(KEY), number):  # noqa: B023 - called at once
+            break
+        moved.append(not entry_folder(folder, KEY).exists())
+        caplog.clear()
+
+        entry = ask(folder)
+
+        assert entry.cubin == builds.CUBIN
+        assert entry.path == entry_folder(folder, KEY)
+        assert len(warnings_in(caplog)) == (0 if moved[-1] else 1)
+        assert whole_entries(folder) == 1
+
+    assert moved == sorted(moved)
+    assert set(moved) == {False, True}
+
+
+def test_a_sweep_takes_all_of_a_staging_folder_or_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever publishes after all what a wrong clock calls abandoned publishes it whole or not."""
+    layout = Layout(tmp_path / "cache")
+    staged = layout.staging / f"{KEY.digest}.elsewhere.1.00"
+    staged.mkdir(parents=True)
+    (staged / "kernel.cubin").write_bytes(builds.CUBIN)
+    os.utime(staged, (0, 0))
+    published = layout.entry(KEY.digest, KEY.toolchain)
+    published.parent.mkdir(parents=True)
+    unlink = os.unlink
+
+    def publish_first(*args: object, **kwargs: object) -> None:
+        if staged.exists():
+            staged.rename(published)
+        unlink(*args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "unlink", publish_first)
+
+    swept = store_in(tmp_path).sweep()
+
+    assert swept == 1
+    assert tree(layout.staging) == []
+    assert not published.exists()
+
+
+@pytest.mark.timeout(30)
+def test_a_lock_is_free_when_its_holder_is_killed_though_its_child_lives(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A child that was forked while its parent held the lock does not keep it from others."""
+    reader, writer = os.pipe()
+
+    def fork_and_hold() -> Build:
+        if os.fork() == 0:
+            os.write(writer, b"%d" % os.getpid())
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(20)  # of both: neither outlives a test that fails
+        while True:
+            signal.pause()
+
+    holder = os.fork()
+    if holder == 0:
+        try:
+            ask(tmp_path, build=fork_and_hold)
+        finally:
+            os._exit(1)
+    os.close(writer)
+    child = int(os.read(reader, 100))
+    os.kill(holder, signal.SIGKILL)
+    assert os.waitstatus_to_exitcode(os.waitpid(holder, 0)[1]) == -signal.SIGKILL
+    build = CountedBuild()
+    try:
+        entry = store_in(tmp_path, lock_timeout_s=10.0).find_or_build(KEY, build)
+        os.kill(child, 0)  # it lives
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+    assert build.calls == 1
+    assert entry.path == entry_folder(tmp_path, KEY)
+    assert caplog.messages == []

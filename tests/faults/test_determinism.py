@@ -1,0 +1,256 @@
+"""One kernel has one key and one machine code wherever it is made, and no other has its key."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+import mlagen
+from mlagen import engine
+from mlagen.cache.key import CacheKey
+from mlagen.codegen.sources import template_root
+from mlagen.compiler import nvrtc as nvrtc_module
+from mlagen.compiler import toolchain as toolchain_module
+from mlagen.compiler.toolchain import find_nvrtc
+from mlagen.engine import find_or_build, key_of
+from mlagen.settings import current_settings
+from mlagen.spec.families import FAMILIES, specs_of
+from mlagen.spec.kernel import KernelSpec
+from tests.cache.builds import ROOT
+from tests.kernels import COMBINE, SM_80, SM_90A, forget, gqa_decode, mla_decode, mla_hopper
+
+# Of COMBINE for this compiler. A version of mlagen that makes another key of it compiles all anew,
+# so whoever changes this line means to.
+GOLDEN = "7ae17206f13e87e41754d072ca4453e8b6f8003461ef71967e8187bb419fb957"
+FIXED = "nvrtc-13.5.37"
+
+KERNELS = [COMBINE, mla_decode(), mla_hopper(), gqa_decode()]
+
+# Run in a fresh interpreter: the keys of a few kernels, and the machine code of two, made by
+# threads at once.
+TELL = """
+import hashlib, json, sys
+sys.path[:0] = [sys.argv[1]]
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+import mlagen
+from mlagen.engine import find_or_build, key_of
+from mlagen.spec.arch import Arch
+from mlagen.spec.combine import CombineSplitsSpec
+from mlagen.spec.dtype import DType
+from mlagen.spec.families import specs_of
+assert mlagen.__file__.startswith(sys.argv[1]), mlagen.__file__
+small = CombineSplitsSpec(arch=Arch(80), dtype=DType.BF16, head_dim_vo=512)
+two = [small, replace(small, head_dim_vo=128)]
+keys = {str(spec): key_of(spec).digest for spec in [*two, *specs_of(Arch(90, "a"))[::97]]}
+with ThreadPoolExecutor(4) as pool:
+    entries = list(pool.map(lambda spec: find_or_build(spec).entry, two * 2))
+codes = [hashlib.sha256(entry.cubin).hexdigest() for entry in entries]
+print(json.dumps({"keys": keys, "codes": codes}))
+"""
+
+
+def tell(tree: Path, folder: Path, **environ: str) -> dict[str, Any]:
+    """Return the keys and the machine code that a process with that mlagen makes in ``folder``."""
+    folder.mkdir()
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "-c", TELL, str(tree)],
+        cwd=folder,
+        env={**kept, "MLAGEN_CACHE_DIR": str(folder / "cache"), **environ},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return cast("dict[str, Any]", json.loads(done.stdout))
+
+
+@pytest.mark.timeout(60)
+def test_keys_and_code_are_the_same_in_every_process_and_place(tmp_path: Path) -> None:
+    """Another path, folder, locale, time zone, home or hash seed changes neither of them."""
+    copy = tmp_path / "a copy elsewhere"
+    for name in ("mlagen", "templates"):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, copy / name, ignore=ignored, copy_function=shutil.copyfile)
+
+    told = [
+        tell(ROOT, tmp_path / "one", PYTHONHASHSEED="0", LC_ALL="C", TZ="UTC"),
+        tell(copy, tmp_path / "two", PYTHONHASHSEED="1", LC_ALL="C.UTF-8", TZ="Asia/Tokyo"),
+        tell(copy, tmp_path / "zwölf", PYTHONHASHSEED="random", HOME="/nowhere", COLUMNS="9"),
+    ]
+
+    assert told[0] == told[1] == told[2]
+    assert len(told[0]["keys"]) > 5
+    assert len(set(told[0]["codes"])) == 2
+    assert told[0]["keys"][str(COMBINE)] == key_of(COMBINE).digest
+    code = hashlib.sha256(find_or_build(COMBINE).entry.cubin).hexdigest()
+    assert told[0]["codes"][0] == code
+
+
+def test_a_key_never_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the same templates, a kernel of one version of mlagen is found by the next."""
+    monkeypatch.setattr(engine, "template_digest", lambda: "0" * 64)
+
+    key = engine._key_of.__wrapped__(COMBINE, FIXED)
+
+    assert key.digest == GOLDEN
+
+
+@pytest.mark.parametrize("spec", KERNELS, ids=lambda spec: spec.family)
+def test_every_ingredient_of_a_kernel_is_a_part_of_its_key(spec: KernelSpec) -> None:
+    """Another value, another label, or one that is missing makes another key."""
+    key = key_of(spec)
+    digests = {key.digest}
+
+    for number, (label, value) in enumerate(key.ingredients):
+        for instead in ([(label, f"{value}x")], [(f"{label}x", value)], []):
+            pairs = (*key.ingredients[:number], *instead, *key.ingredients[number + 1 :])
+            digests.add(CacheKey(pairs, key.toolchain).digest)
+
+    assert len(digests) == 1 + 3 * len(key.ingredients)
+
+
+def test_no_two_kernels_share_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that are supported for an architecture, and those of another one."""
+    specs = [spec for arch in (SM_80, SM_90A) for spec in specs_of(arch)]
+    monkeypatch.setattr(engine, "template_digest", lambda: "0" * 64)
+
+    digests = {engine._key_of.__wrapped__(spec, FIXED).digest for spec in specs}
+
+    assert len(digests) == len(set(specs)) == len(specs)
+    assert {spec.family for spec in specs} == set(FAMILIES)
+
+
+@pytest.mark.parametrize("number", range(len(toolchain_module._OPTIONS)))
+def test_every_option_of_the_compiler_is_a_part_of_the_key(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Taken away or given another value, it makes another key, which says which it is."""
+    options = toolchain_module._OPTIONS
+    before = engine._key_of.__wrapped__(COMBINE, FIXED)
+    name = options[number].partition("=")[0]
+
+    changed = []
+    for instead in ((f"{name}=another",), ()):
+        monkeypatch.setattr(
+            toolchain_module, "_OPTIONS", (*options[:number], *instead, *options[number + 1 :])
+        )
+        changed.append(engine._key_of.__wrapped__(COMBINE, FIXED))
+
+    assert len({before.digest, *(key.digest for key in changed)}) == 3
+    label = f"option.{name.lstrip('-')}"
+    assert [[row[0] for row in key.differences(before)] for key in changed] == [[label]] * 2
+
+
+EDITS: dict[str, Callable[[Path], object]] = {
+    "a template edited": lambda root: (root / "blocks/prelude.cuh").write_text("// edited\n"),
+    "a template added": lambda root: (root / "blocks/another.cuh").touch(),
+    "a template removed": lambda root: (root / "blocks/prelude.cuh").unlink(),
+    "a template renamed": lambda root: (root / "blocks/prelude.cuh").rename(root / "prelude.cuh"),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
+def test_every_template_is_a_part_of_the_key(
+    edit: Callable[[Path], object], templates: Path
+) -> None:
+    """What kernels are rendered from is one ingredient, whatever of it changes."""
+    before = key_of(COMBINE)
+
+    edit(templates)
+    forget()
+
+    after = key_of(COMBINE)
+    assert after.digest != before.digest
+    assert [label for label, _, _ in after.differences(before)] == ["templates"]
+
+
+def _touch(templates: Path, _: pytest.MonkeyPatch) -> None:
+    for path in templates.rglob("*.cuh"):
+        path.chmod(0o400)
+        os.utime(path, (1, 1))
+    (templates / "README.md").write_text("Another text.\n")
+    (templates / "blocks/prelude.cuh~").write_text("What an editor leaves.\n")
+
+
+def _set(name: str, value: str) -> Callable[[Path, pytest.MonkeyPatch], None]:
+    return lambda _, patch: patch.setenv(name, value)
+
+
+OTHERS: dict[str, Callable[[Path, pytest.MonkeyPatch], object]] = {
+    "the current folder": lambda templates, patch: patch.chdir(templates),
+    "the cache folder": _set("MLAGEN_CACHE_DIR", "/elsewhere"),
+    "the lock folder": _set("MLAGEN_LOCK_DIR", "/elsewhere"),
+    "read-only layers": _set("MLAGEN_CACHE_RO", "/elsewhere"),
+    "who is trusted": _set("MLAGEN_TRUST_SHARED", "1"),
+    "the limit": _set("MLAGEN_CACHE_MAX_SIZE", "1M"),
+    "whether it may compile": _set("MLAGEN_JIT", "error"),
+    "a record": _set("MLAGEN_RECORD", "/elsewhere/record"),
+    "checks": _set("MLAGEN_CHECK", "1"),
+    "the visible GPUs": _set("CUDA_VISIBLE_DEVICES", "7"),
+    "the version of mlagen": lambda _, patch: patch.setattr(mlagen, "__version__", "9.9.9"),
+    "the host": lambda _, patch: patch.setattr(os, "uname", lambda: None),
+    "times and modes of templates": _touch,
+}
+
+
+@pytest.mark.parametrize("change", OTHERS.values(), ids=OTHERS)
+def test_what_does_not_change_the_code_is_no_part_of_the_key(
+    change: Callable[[Path, pytest.MonkeyPatch], object],
+    templates: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A kernel is found by whoever would compile the same."""
+    before = key_of(COMBINE)
+
+    with monkeypatch.context() as patch:
+        change(templates, patch)
+        current_settings.cache_clear()
+        forget()
+        after = key_of(COMBINE)
+
+    assert after == before
+    assert after.digest == before.digest
+
+
+def test_what_the_compiler_is_told_is_all_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Source, options and a constant name: nothing of this process reaches NVRTC besides."""
+    from cuda.bindings import nvrtc as api
+
+    sources: list[tuple[bytes, bytes, object, object, object]] = []
+    options: list[list[bytes]] = []
+    create, compile_program = api.nvrtcCreateProgram, api.nvrtcCompileProgram
+
+    def note_source(*arguments: Any) -> object:
+        sources.append(arguments)
+        return create(*arguments)
+
+    def note_options(program: object, count: int, given: list[bytes]) -> object:
+        options.append(given[:count])
+        return compile_program(program, count, given)
+
+    monkeypatch.setattr(api, "nvrtcCreateProgram", note_source)
+    monkeypatch.setattr(api, "nvrtcCompileProgram", note_options)
+
+    outcome = find_or_build(replace(COMBINE, head_dim_vo=256))
+
+    ((text, *others),) = sources
+    assert others == [nvrtc_module.PROGRAM_NAME.encode(), 0, None, None]
+    assert os.fspath(template_root()).encode() not in text
+    in_key = dict(key_of(replace(COMBINE, head_dim_vo=256)).ingredients)
+    given = [option.decode().lstrip("-").partition("=") for option in options[0]]
+    assert {f"option.{option}": value for option, _, value in given} == {
+        label: value for label, value in in_key.items() if label.startswith("option.")
+    }
+    assert outcome.entry.manifest.toolchain == str(find_nvrtc())

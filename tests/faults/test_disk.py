@@ -1,0 +1,182 @@
+"""Disks that refuse: the kernel is returned all the same, with one warning and no half entry."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.cache import builds
+from tests.cache.builds import CountedBuild, entry_folder, make_build, make_key, tree
+from tests.faults.steps import KEY, ask, store_in, warnings_in, watch, whole_entries
+
+OTHER = make_key("another kernel")
+
+
+class Fault:
+    """Refuses a step by number: that one, or that one and all after it."""
+
+    def __init__(self, code: int, number: int, *, lasting: bool) -> None:
+        self.strikes = 0
+        self.steps = 0
+        self._code, self._number, self._lasting = code, number, lasting
+        self._spares = () if code == errno.EMFILE else ("look",)
+
+    def __call__(self, step: str) -> None:
+        """Count a step, and refuse it."""
+        if step in self._spares:
+            return
+        self.steps += 1
+        if self.steps == self._number or (self._lasting and self.steps > self._number > 0):
+            self.strikes += 1
+            raise OSError(self._code, os.strerror(self._code))
+
+
+def steps_of_a_build(tmp_path: Path) -> int:
+    """Return how many steps can be refused while a kernel is built and published."""
+    fault = Fault(errno.ENOSPC, -1, lasting=False)
+    with pytest.MonkeyPatch.context() as patch:
+        watch(patch, before=fault)
+        ask(tmp_path / "sound")
+    return fault.steps
+
+
+CODES = [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EMFILE]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("lasting", [False, True], ids=["once", "from then on"])
+@pytest.mark.parametrize("code", CODES, ids=errno.errorcode.__getitem__)
+def test_a_refusal_at_any_step_costs_no_kernel(
+    code: int, lasting: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At each step of a build: the kernel, one warning if it stays in memory, no half entry."""
+    published = []
+    wanted = (KEY, OTHER) if lasting else (KEY,)
+    for number in range(1, steps_of_a_build(tmp_path) + 1):
+        folder, fault = tmp_path / str(number), Fault(code, number, lasting=lasting)
+        caplog.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            watch(patch, before=fault)
+            store, build = store_in(folder), CountedBuild()
+            entries = [store.find_or_build(key, build) for key in wanted]
+
+        assert fault.strikes > 0
+        assert {entry.cubin for entry in entries} == {builds.CUBIN}
+        assert build.calls == len(wanted)
+        said = warnings_in(caplog)
+        in_memory = [entry.path for entry in entries].count(None)
+        assert len(said) == 1 if in_memory else len(said) <= 1
+        assert all(os.strerror(code) in warning for warning in said)
+        assert whole_entries(folder) == len({entry.path for entry in entries} - {None})
+        assert not (folder / "cache/v1/quarantine").exists()
+        assert ask(folder).path == entry_folder(folder, KEY)
+        published.append(entries[0].path is not None)
+
+    assert len(published) > 30
+    assert set(published) == {False, True}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("code", CODES, ids=errno.errorcode.__getitem__)
+def test_a_refusal_at_any_step_of_setting_aside_costs_no_kernel(code: int, tmp_path: Path) -> None:
+    """A damaged entry that the disk keeps in its place is not served, and the kernel is built."""
+    for number in itertools.count(1):
+        folder, fault = tmp_path / str(number), Fault(code, number, lasting=True)
+        ask(folder)
+        (entry_folder(folder, KEY) / "kernel.cubin").write_bytes(b"\x7fELF damaged")
+        with pytest.MonkeyPatch.context() as patch:
+            watch(patch, before=fault)
+            entry = ask(folder)
+        if fault.strikes == 0:
+            break
+
+        assert entry.cubin == builds.CUBIN
+        again = ask(folder)
+        assert again.cubin == builds.CUBIN
+        assert again.path == entry_folder(folder, KEY)
+        assert whole_entries(folder) == 1
+
+
+@contextmanager
+def file_size_limit(size: int) -> Iterator[None]:
+    """Let no file of this process grow beyond ``size`` bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+@pytest.mark.parametrize("size", [0, 1, 100, 500, 1000], ids="{} bytes".format)
+def test_a_limit_on_the_size_of_files_costs_no_kernel(size: int, tmp_path: Path) -> None:
+    """Where the system itself ends a write in the middle, the kernel stays in memory."""
+
+    def work() -> None:
+        with file_size_limit(size):
+            entry = ask(tmp_path)
+        assert entry.cubin == builds.CUBIN
+        assert entry.path is None
+
+    assert builds.in_child(work) == 0
+    assert whole_entries(tmp_path) == 0
+    assert tree(tmp_path / "cache/v1/staging") == []
+    assert ask(tmp_path).path == entry_folder(tmp_path, KEY)
+
+
+def test_without_file_descriptors_a_kernel_stays_in_memory(tmp_path: Path) -> None:
+    """A process that has opened all it may open builds, and publishes when it may again."""
+    import filelock  # noqa: F401 - what is imported later needs descriptors
+
+    store = store_in(tmp_path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.dup(0)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+    try:
+        entry = store.find_or_build(KEY, make_build)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+    assert entry.cubin == builds.CUBIN
+    assert entry.path is None
+    assert store.find(KEY) is entry
+    assert ask(tmp_path).path == entry_folder(tmp_path, KEY)
+
+
+NOTES = {
+    "empty": b"",
+    "no JSON": b"{",
+    "no numbers": b'{"bytes": "many", "counted": []}',
+    "endless": b'{"bytes": Infinity, "counted": 0}',
+    "not a number": b'{"bytes": 0, "counted": NaN}',
+    "brackets without end": b"[" * 4000,
+    "too long": b" " * 5000,
+    "less than nothing": b'{"bytes": -1e15, "counted": 0}',
+}
+
+
+@pytest.mark.parametrize("note", NOTES.values(), ids=NOTES)
+def test_a_damaged_note_of_the_size_is_counted_anew(
+    note: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever the note says, a kernel is returned, and the note is right afterwards."""
+    ask(tmp_path)
+    path = tmp_path / "cache/v1/size.json"
+    path.write_bytes(note)
+
+    entry = ask(tmp_path, OTHER)
+
+    assert entry.path == entry_folder(tmp_path, OTHER)
+    files = [file for file in (tmp_path / "cache/v1/e").rglob("*") if file.is_file()]
+    assert json.loads(path.read_bytes())["bytes"] == sum(file.stat().st_size for file in files)
+    assert warnings_in(caplog) == []

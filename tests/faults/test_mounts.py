@@ -1,0 +1,165 @@
+"""Real file systems that are full or read-only, where this machine lets a process mount one."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.cache import builds
+from tests.cache.builds import CountedBuild, entry_folder, make_build, make_key, tree
+from tests.faults.steps import KEY, ask, store_in, warnings_in, whole_entries
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:This process:DeprecationWarning"),
+    pytest.mark.timeout(60),
+]
+
+OTHER = make_key("another kernel")
+
+# Of linux/sched.h and linux/mount.h.
+_NEW_MOUNTS, _NEW_USERS = 0x00020000, 0x10000000
+_READ_ONLY, _AGAIN = 1, 32
+
+
+def call(name: str, *arguments: object) -> None:
+    """Call a function of the C library that returns 0 if all is well."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if getattr(libc, name)(*arguments) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"{name}: {os.strerror(code)}")
+
+
+def leave_the_mounts() -> None:
+    """Give this process mounts of its own, and the right to change them."""
+    user, group = os.getuid(), os.getgid()
+    call("unshare", _NEW_USERS | _NEW_MOUNTS)
+    Path("/proc/self/setgroups").write_text("deny")
+    Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
+    Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
+
+
+def mount(folder: Path, options: str, flags: int = 0) -> None:
+    """Mount an empty file system, or give the one that is there other options."""
+    call("mount", b"none", os.fsencode(folder), b"tmpfs", flags, options.encode())
+
+
+def apart(work: Callable[[], object]) -> None:
+    """Run ``work`` in a child with mounts of its own."""
+
+    def work_apart() -> None:
+        leave_the_mounts()
+        work()
+
+    assert builds.in_child(work_apart) == 0
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _can_mount(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Skip where processes may not mount."""
+    folder = tmp_path_factory.mktemp("mount")
+
+    def attempt() -> None:
+        try:
+            leave_the_mounts()
+            mount(folder, "size=64k")
+        except OSError:
+            os._exit(77)
+
+    if builds.in_child(attempt) == 77:
+        pytest.skip("this machine does not let a process mount")
+
+
+LIMITS = [f"size={pages * 4}k" for pages in range(1, 10)]
+LIMITS += [f"size=1m,nr_inodes={count}" for count in range(1, 20)]
+LARGE = builds.CUBIN * 100  # 100 KiB
+
+
+@pytest.mark.parametrize("cubin", [builds.CUBIN, LARGE], ids=["small", "large"])
+def test_a_disk_that_is_full_costs_no_kernel(
+    cubin: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whichever file or folder is the first that has no room, and when there is room again."""
+    limits = [*LIMITS, *(f"size={size}k" for size in (64, 128, 256, 512))]
+
+    def work() -> None:
+        published = []
+        for number, limit in enumerate(limits):
+            folder = tmp_path / str(number)
+            (folder / "cache").mkdir(parents=True)
+            mount(folder / "cache", f"{limit},mode=700")
+            caplog.clear()
+            store = store_in(folder)
+
+            entries = [store.find_or_build(key, lambda: make_build(cubin)) for key in (KEY, OTHER)]
+            said = warnings_in(caplog)
+            mount(folder / "cache", "size=2m,nr_inodes=100", _AGAIN)
+            later = ask(folder, build=lambda: make_build(cubin))
+
+            in_memory = [entry.path for entry in entries].count(None)
+            assert [entry.cubin for entry in entries] == [cubin] * 2
+            assert len(said) == min(in_memory, 1)
+            assert all(os.strerror(28) in warning for warning in said)
+            assert later.path == entry_folder(folder, KEY)
+            assert whole_entries(folder) == len(
+                {entry.path for entry in [*entries, later]} - {None}
+            )
+            assert tree(folder / "cache/v1/staging") == []
+            published.append(entries[0].path is not None)
+        assert set(published) == {False, True}
+
+    apart(work)
+
+
+def test_a_disk_that_is_mounted_read_only_serves_hits(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is there is found, what is not is built in memory, and published when that works."""
+
+    def work() -> None:
+        (tmp_path / "cache").mkdir()
+        mount(tmp_path / "cache", "mode=700")
+        ask(tmp_path)
+        mount(tmp_path / "cache", "", _AGAIN | _READ_ONLY)
+        before = tree(tmp_path / "cache")
+        store, build = store_in(tmp_path), CountedBuild()
+
+        entries = [store.find_or_build(key, build) for key in (KEY, OTHER, OTHER)]
+
+        assert [entry.path for entry in entries] == [entry_folder(tmp_path, KEY), None, None]
+        assert {entry.cubin for entry in entries} == {builds.CUBIN}
+        assert build.calls == 1
+        assert len(warnings_in(caplog)) == 1
+        assert tree(tmp_path / "cache") == before
+        mount(tmp_path / "cache", "", _AGAIN)
+        assert ask(tmp_path, OTHER).path == entry_folder(tmp_path, OTHER)
+
+    apart(work)
+
+
+def test_an_entry_that_is_damaged_on_a_read_only_disk_is_not_served(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It stays where it is, and the kernel is built in memory."""
+
+    def work() -> None:
+        (tmp_path / "cache").mkdir()
+        mount(tmp_path / "cache", "mode=700")
+        ask(tmp_path)
+        os.truncate(entry_folder(tmp_path, KEY) / "kernel.cubin", 100)
+        mount(tmp_path / "cache", "", _AGAIN | _READ_ONLY)
+        store, build = store_in(tmp_path), CountedBuild()
+
+        entries = [store.find_or_build(KEY, build) for _ in range(2)]
+
+        assert [entry.cubin for entry in entries] == [builds.CUBIN] * 2
+        assert [entry.path for entry in entries] == [None] * 2
+        assert build.calls == 1
+        first, second = warnings_in(caplog)
+        assert first.startswith("cache: damaged entry stays at ")
+        assert second.startswith("cache: expected a usable folder, got ")
+
+    apart(work)

@@ -1,0 +1,262 @@
+"""What network folders and their clients do: late views, stale handles, lost answers, no locks."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import itertools
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlagen.artifacts import Build
+from mlagen.cache.eviction import evict
+from mlagen.cache.layout import Layout
+from tests.cache import builds
+from tests.cache.builds import CountedBuild, entry_folder, make_build, make_store, tree
+from tests.faults.crowds import crowd, heard, say
+from tests.faults.steps import KEY, ask, store_in, warnings_in, whole_entries
+
+pytestmark = pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+
+OTHER_CUBIN = builds.CUBIN + b"of another build"
+
+
+@contextmanager
+def before_reading(act: Callable[[Path], object]) -> Iterator[None]:
+    """Have ``act`` called with the path before each call that looks at a file or a folder."""
+    real_open, real_stat = os.open, Path.stat
+
+    def open_(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+        if not flags & os.O_CREAT:
+            act(Path(path))
+        return real_open(path, flags, *args, **kwargs)
+
+    def stat(path: Path, **kwargs: Any) -> os.stat_result:
+        act(path)
+        return real_stat(path, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "open", open_)
+        patch.setattr(Path, "stat", stat)
+        yield
+
+
+def test_a_publication_that_is_not_seen_for_a_while_costs_no_kernel(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Who published and is told that nothing is there has its bytes, and builds again if asked."""
+    store, build = store_in(tmp_path), CountedBuild()
+    entries = tmp_path / "cache/v1/e"
+
+    def remember_nothing(path: Path) -> None:
+        if path.is_relative_to(entries) and len(path.relative_to(entries).parts) > 2:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+
+    with before_reading(remember_nothing):
+        built = [store.find_or_build(KEY, build) for _ in range(2)]
+    later = store.find_or_build(KEY, build)
+
+    assert build.calls == 2
+    assert {entry.cubin for entry in [*built, later]} == {builds.CUBIN}
+    assert {entry.path for entry in [*built, later]} == {entry_folder(tmp_path, KEY)}
+    assert whole_entries(tmp_path) == 1
+    assert warnings_in(caplog) == []
+
+
+@pytest.mark.parametrize("lasting", [False, True], ids=["once", "from then on"])
+def test_a_stale_handle_at_any_look_costs_no_kernel(
+    lasting: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whichever look fails: the kernel, one warning at most, and the entry stays for the others."""
+    ask(tmp_path)
+    for number in itertools.count(1):
+        looks, struck = itertools.count(1), []
+
+        def fail(_: Path) -> None:
+            look = next(looks)  # noqa: B023 - called in this round
+            if look == number or (lasting and look > number):  # noqa: B023
+                struck.append(look)  # noqa: B023
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+        caplog.clear()
+        with before_reading(fail):
+            entry = ask(tmp_path)
+        if not struck:
+            break
+
+        assert entry.cubin == builds.CUBIN
+        assert len(warnings_in(caplog)) == (1 if entry.path is None else 0)
+        assert whole_entries(tmp_path) == 1
+        assert tree(tmp_path / "cache/v1/quarantine") == []
+
+    assert number > 8
+    assert warnings_in(caplog) == []
+
+
+@pytest.mark.parametrize("call", ["read", "fstat"])
+def test_a_handle_that_goes_stale_while_open_costs_no_kernel(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An entry that another machine removed after it was opened is absent, not damaged."""
+    ask(tmp_path)
+    build = CountedBuild()
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, fail)
+        entry = store_in(tmp_path, max_bytes=None).find_or_build(KEY, build)
+
+    assert build.calls == 1
+    assert entry.cubin == builds.CUBIN
+    assert warnings_in(caplog) == []
+    assert tree(tmp_path / "cache/v1/quarantine") == []
+    assert whole_entries(tmp_path) == 1
+
+
+@pytest.mark.parametrize("code", [errno.EEXIST, errno.ENOTEMPTY], ids=errno.errorcode.__getitem__)
+def test_who_is_second_keeps_its_bytes_and_leaves_no_trace(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever a file system calls a place that is taken, the first entry stays."""
+    target = entry_folder(tmp_path, KEY)
+    real, refused = Path.rename, []
+
+    def rename(path: Path, new: Path) -> Path:
+        if new == target and target.exists():
+            refused.append(path)
+            raise OSError(code, os.strerror(code))
+        return real(path, new)
+
+    monkeypatch.setattr(Path, "rename", rename)
+
+    def build() -> Build:
+        rival = make_store(tmp_path / "rival")
+        rival.find_or_build(KEY, lambda: make_build(OTHER_CUBIN))
+        shutil.copytree(entry_folder(tmp_path / "rival", KEY), target)
+        return make_build()
+
+    entry = store_in(tmp_path).find_or_build(KEY, build)
+
+    assert len(refused) == 1
+    assert (entry.cubin, entry.path) == (builds.CUBIN, target)
+    assert ask(tmp_path).cubin == OTHER_CUBIN
+    assert tree(tmp_path / "cache/v1/staging") == []
+    assert warnings_in(caplog) == []
+
+
+def test_a_rename_whose_answer_was_lost_is_a_publication(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A server that is asked twice says that the first name is gone; the entry is there."""
+    real = Path.rename
+
+    def rename_twice(path: Path, new: Path) -> Path:
+        real(path, new)
+        return real(path, new)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", rename_twice)
+        entry = ask(tmp_path)
+
+    assert entry.path == entry_folder(tmp_path, KEY)
+    assert whole_entries(tmp_path) == 1
+    assert warnings_in(caplog) == []
+
+
+@pytest.mark.parametrize("code", [errno.EBUSY, errno.ENOTEMPTY], ids=errno.errorcode.__getitem__)
+def test_files_that_others_have_open_delay_deletion_and_nothing_else(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What a client keeps for its readers is out of sight at once, and swept when it is free."""
+    store = store_in(tmp_path)
+    ask(tmp_path)
+    (stored,) = store.entries()
+
+    def busy(*_: object, **__: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rmdir", busy)
+        patch.setattr(Path, "rmdir", busy)
+        store.remove(stored)
+        absent = store.find(KEY)
+        entry = ask(tmp_path)
+    staging = tmp_path / "cache/v1/staging"
+    left = list(staging.iterdir())
+    for trash in left:
+        os.utime(trash, (0, 0))
+        trash.rename(trash.with_name("trash.elsewhere.1.00"))
+    store.sweep()
+
+    assert absent is None
+    assert entry.path == entry_folder(tmp_path, KEY)
+    assert len(left) == 1
+    assert tree(staging) == []
+    assert warnings_in(caplog) == []
+
+
+@pytest.mark.parametrize(
+    "code", [errno.ENOLCK, errno.ENOSYS, errno.EIO], ids=errno.errorcode.__getitem__
+)
+def test_a_lock_folder_without_locks_costs_builds_only(code: int, tmp_path: Path) -> None:
+    """Four processes that cannot lock all get the kernel, and one entry comes of it."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    def build() -> Build:
+        say(tmp_path, "built")
+        return make_build()
+
+    def work(_: int) -> None:
+        fcntl.flock = refuse
+        entry = ask(tmp_path, build=build)
+        assert entry.cubin == builds.CUBIN
+        assert entry.path is not None
+
+    statuses = crowd(4, work)
+
+    assert statuses == [0] * 4
+    assert 1 <= len(heard(tmp_path)) <= 4
+    assert whole_entries(tmp_path) == 1
+
+
+def _evict(folder: Path) -> None:
+    os.utime(entry_folder(folder, KEY) / "manifest.json", (1, 1))
+    assert len(evict(Layout(folder / "cache"), 1)) == 1
+
+
+def _replace(folder: Path) -> None:
+    _evict(folder)
+    make_store(folder).find_or_build(KEY, lambda: make_build(OTHER_CUBIN))
+
+
+@pytest.mark.parametrize("act", [_evict, _replace], ids=["removed", "replaced"])
+def test_an_entry_that_goes_between_manifest_and_code_is_no_damage(
+    act: Callable[[Path], None], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A reader that was in the middle gets a whole kernel, old or new, and sets nothing aside."""
+    ask(tmp_path)
+    acts: list[Callable[[Path], None]] = [act]
+
+    def between(path: Path) -> None:
+        if path.name == "kernel.cubin" and acts:
+            acts.pop()(tmp_path)
+
+    with before_reading(between):
+        entry = ask(tmp_path)
+
+    assert acts == []
+    assert entry.cubin == (builds.CUBIN if act is _evict else OTHER_CUBIN)
+    assert entry.path == entry_folder(tmp_path, KEY)
+    assert whole_entries(tmp_path) == 1
+    assert tree(tmp_path / "cache/v1/quarantine") == []
+    assert warnings_in(caplog) == []

@@ -1,0 +1,132 @@
+"""Power that fails: what had not reached the disk is gone, and that is found, or costs nothing."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.cache import builds
+from tests.cache.builds import CountedBuild, entry_folder
+from tests.faults.steps import KEY, ask, warnings_in, watch, whole_entries
+
+
+class PowerFailureError(BaseException):
+    """The end, whoever would catch an error."""
+
+
+def fail(path: Path) -> None:
+    """Leave the name of a file and nothing else."""
+    os.truncate(path, 0)
+
+
+def blank(path: Path) -> None:
+    """Leave the size of a file, and no content."""
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+LOSSES: dict[str, Callable[[Path], None]] = {
+    "empty files": fail,
+    "files of zeros": blank,
+    "no files": Path.unlink,
+}
+
+
+def build_until(folder: Path, number: int) -> set[int] | None:
+    """Ask for a kernel until the power fails at step ``number``; return what is on the disk.
+
+    Nothing comes after the failure, not even the cleaning up. None says that it came too late.
+    """
+    steps, synced = itertools.count(1), set[int]()
+
+    def strike(_: str) -> None:
+        if next(steps) >= number:
+            raise PowerFailureError
+
+    with pytest.MonkeyPatch.context() as patch:
+        watch(patch, before=strike, sync=lambda descriptor: synced.add(os.fstat(descriptor).st_ino))
+        try:
+            ask(folder)
+        except PowerFailureError:
+            return synced
+    return None
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("lose", LOSSES.values(), ids=LOSSES)
+def test_power_that_fails_at_any_step_leaves_no_half_entry(
+    lose: Callable[[Path], None], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Only what was flushed can be relied on: an entry that can be seen is whole all the same."""
+    visible, lost = [], 0
+    for number in itertools.count(1):
+        folder = tmp_path / str(number)
+        synced = build_until(folder, number)
+        if synced is None:
+            break
+        for path in (folder / "cache").rglob("*"):
+            status = path.stat()
+            if stat.S_ISREG(status.st_mode) and status.st_ino not in synced:
+                lose(path)
+                lost += 1
+        visible.append(whole_entries(folder))
+        caplog.clear()
+        build = CountedBuild()
+
+        entry = ask(folder, build=build)
+
+        assert entry.cubin == builds.CUBIN
+        assert entry.path == entry_folder(folder, KEY)
+        assert visible[-1] + build.calls == 1
+        assert warnings_in(caplog) == []
+
+    assert lost > 0
+    assert visible == sorted(visible)
+    assert set(visible) == {0, 1}
+
+
+def test_names_are_flushed_before_and_after_they_change(tmp_path: Path) -> None:
+    """The staged files have their names on the disk before the rename, the entry has it after."""
+    done: list[str | Path] = []
+
+    def sync(descriptor: int) -> None:
+        done.append(Path(f"/proc/self/fd/{descriptor}").readlink())
+
+    with pytest.MonkeyPatch.context() as patch:
+        watch(patch, before=lambda _: None, after=done.append, sync=sync)
+        ask(tmp_path)
+
+    folder = entry_folder(tmp_path, KEY)
+    renamed = done.index("rename")
+    synced = [path for path in done[:renamed] if isinstance(path, Path)]
+    (staged,) = [path for path in synced if path.parent == tmp_path / "cache/v1/staging"]
+    names = {path.name for path in synced if path.parent == staged}
+    assert names == {path.name for path in folder.iterdir()}
+    assert folder.parent in done[renamed:]
+
+
+@pytest.mark.parametrize("lose", LOSSES.values(), ids=LOSSES)
+@pytest.mark.parametrize("name", ["kernel.cubin", "manifest.json", "*"], ids="{} is lost".format)
+def test_an_entry_whose_content_was_lost_after_all_is_built_again(
+    name: str,
+    lose: Callable[[Path], None],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A disk that says it wrote and did not is found out by digests."""
+    ask(tmp_path)
+    for file in entry_folder(tmp_path, KEY).glob(name):
+        lose(file)
+    build = CountedBuild()
+
+    entry = ask(tmp_path, build=build)
+
+    assert build.calls == 1
+    assert entry.cubin == builds.CUBIN
+    assert entry.path == entry_folder(tmp_path, KEY)
+    assert whole_entries(tmp_path) == 1
+    assert len(warnings_in(caplog)) == 1

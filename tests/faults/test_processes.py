@@ -1,0 +1,209 @@
+"""Forks, starts and ends of processes in the middle of it: no child hangs, no kernel is lost."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from mlagen import engine
+from mlagen.artifacts import Source
+from mlagen.codegen.render import render
+from mlagen.compiler import apart
+from mlagen.compiler.apart import compile_anywhere
+from mlagen.compiler.toolchain import find_nvrtc
+from mlagen.engine import find_or_build, kernel_for
+from mlagen.runtime.loader import LoadedKernel
+from tests.cache import builds
+from tests.cache.builds import ROOT, CountedBuild, in_child, make_key, together, tree, wait_for
+from tests.faults.crowds import crowd, heard, say
+from tests.faults.steps import store_in, whole_entries
+from tests.kernels import COMBINE, SM_80, WIDE_DECODE
+
+pytestmark = pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+
+PROBE = Source(text='extern "C" __global__ void probe() {}\n', origins=("probe.cuh:1",))
+
+
+@pytest.mark.timeout(60)
+def test_a_child_forked_after_a_compilation_hits_and_compiles() -> None:
+    """What its parent compiled it finds, what is missing it compiles itself, with NVRTC in it."""
+    built = find_or_build(COMBINE)
+    other = type(COMBINE)(arch=COMBINE.arch, dtype=COMBINE.dtype, head_dim_vo=128)
+
+    def work() -> None:
+        hit, made = find_or_build(COMBINE), find_or_build(other)
+        assert (hit.built, made.built) == (False, True)
+        assert hit.entry == built.entry
+        assert not apart._is_cut
+
+    assert in_child(work) == 0
+    assert not find_or_build(other).built
+
+
+@pytest.mark.timeout(90)
+def test_children_forked_during_a_compilation_compile_and_do_not_hang(tmp_path: Path) -> None:
+    """Fifty of them, at all moments of it: each gets the right kernel, and so does the parent."""
+    nvrtc, wide = find_nvrtc(), render(WIDE_DECODE)
+    right = compile_anywhere(PROBE, SM_80, nvrtc).code
+
+    def work(_: int) -> None:
+        say(tmp_path, apart._is_cut)
+        assert compile_anywhere(PROBE, SM_80, nvrtc).code == right
+
+    statuses, codes = [], set()
+    with ThreadPoolExecutor(1) as pool:
+        for moment in range(5):
+            parent = pool.submit(compile_anywhere, wide, WIDE_DECODE.arch, nvrtc)
+            wait_for(lambda: apart._under_way)
+            time.sleep(0.15 * moment)
+            statuses += crowd(10, work, seconds=20)
+            codes.add(parent.result().code)
+
+    assert statuses == [0] * 50
+    assert len(codes) == 1
+    # A machine that is fast, or busy elsewhere, may be through with a compilation before a fork.
+    assert heard(tmp_path).count(True) >= 10
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("method", ["spawn", "forkserver", "fork", "exec"])
+def test_processes_started_in_any_way_share_a_cache(method: str, tmp_path: Path) -> None:
+    """Four of them hit what was built before they came, and build what is missing once."""
+    command = [sys.executable, "-m", "tests.faults.started", str(tmp_path), method]
+    environment = {name: value for name, value in os.environ.items() if name != "RANK"}
+
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=80
+    )
+
+    assert (done.returncode, done.stderr) == (0, "")
+    said = heard(tmp_path)
+    assert (said.count("ready"), said.count("built"), said.count("done")) == (4, 1, 4)
+    assert whole_entries(tmp_path) == 2
+
+
+@pytest.mark.timeout(30)
+def test_a_child_forgets_what_its_parent_loaded_and_was_loading(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Kernels of a CUDA context that it has not, and a lock that nobody will open for it."""
+    kernel, other = (LoadedKernel.__new__(LoadedKernel) for _ in range(2))
+    inside, release = threading.Event(), threading.Event()
+
+    def load(*_: object) -> LoadedKernel:
+        inside.set()
+        release.wait(20)
+        return kernel
+
+    def work() -> None:
+        assert engine._loaded == {}
+        monkeypatch.setattr("mlagen.runtime.loader.load", lambda *_: other)
+        assert kernel_for(COMBINE, 0) is other
+
+    monkeypatch.setattr(engine, "_loaded", {(WIDE_DECODE, 0): kernel})
+    monkeypatch.setattr("mlagen.runtime.loader.load", load)
+    monkeypatch.setattr("mlagen.runtime.loader.require_no_capture", lambda *_: None)
+    with ThreadPoolExecutor(1) as pool:
+        parent = pool.submit(kernel_for, COMBINE, 0)
+        inside.wait(20)
+        status = in_child(work)
+        release.set()
+
+    assert status == 0
+    assert parent.result() is kernel
+    assert engine._loaded[WIDE_DECODE, 0] is kernel
+
+
+# A program that ends while a thread, which is or is not waited for, compiles.
+ENDING = """
+import sys, threading, time
+from mlagen.engine import find_or_build
+from mlagen.jit import on_compile
+from tests.kernels import WIDE_DECODE
+begun = threading.Event()
+on_compile(lambda _: begun.set())
+kinds = {"daemon": True, "thread": False}
+threading.Thread(target=find_or_build, args=(WIDE_DECODE,), daemon=kinds[sys.argv[1]]).start()
+begun.wait(60)
+time.sleep(float(sys.argv[2]))
+"""
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("kind", "moment"),
+    [("daemon", "0"), ("daemon", "0.1"), ("daemon", "0.4"), ("daemon", "0.7"), ("thread", "0.1")],
+)
+def test_a_process_that_ends_while_it_compiles_ends_well(
+    kind: str, moment: str, cache_dir: Path
+) -> None:
+    """It neither crashes nor hangs; what had begun is finished and published."""
+    command = [sys.executable, "-c", ENDING, kind, moment]
+
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=50
+    )
+
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(list(cache_dir.glob("v1/e/*/*/*/manifest.json"))) == 1
+    assert tree(cache_dir / "v1/staging") == []
+    assert not find_or_build(WIDE_DECODE).built
+
+
+SUBINTERPRETER = """
+import sys
+try:
+    import _interpreters as interpreters
+except ImportError:
+    import _xxsubinterpreters as interpreters
+code = '''
+import sys
+sys.path[:] = {path!r}
+from pathlib import Path
+from mlagen.cache.entry import read_entry
+from mlagen.cache.store import KernelStore
+from tests.cache.builds import CUBIN, make_build, make_key
+store = KernelStore(Path({folder!r}) / "cache", lock_dir=Path({folder!r}) / "l", lock_timeout_s=9)
+for name in ("mla_decode", "another"):
+    assert store.find_or_build(make_key(name), make_build).cubin == CUBIN
+'''.format(path=sys.path, folder=sys.argv[1])
+said = [interpreters.run_string(interpreters.create(), code) for _ in range(2)]
+assert said == [None, None], said
+"""
+
+
+@pytest.mark.timeout(30)
+def test_a_store_works_in_subinterpreters(tmp_path: Path) -> None:
+    """One after the other, two interpreters of one process build and find in the same cache."""
+    command = [sys.executable, "-c", SUBINTERPRETER, str(tmp_path)]
+
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+    if "ModuleNotFoundError" in done.stderr and "nterpreters" in done.stderr:
+        pytest.skip("this Python has no subinterpreters")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert whole_entries(tmp_path) == 2
+
+
+@pytest.mark.skipif(
+    not sysconfig.get_config_var("Py_GIL_DISABLED"), reason="needs a Python without the GIL"
+)
+@pytest.mark.timeout(30)
+def test_threads_without_the_gil_build_once(tmp_path: Path) -> None:
+    """Threads that really run at once share one build of each kernel."""
+    store, build = store_in(tmp_path), CountedBuild(seconds=0.05)
+    keys = [make_key(f"family {number}") for number in range(8)]
+
+    entries = together([lambda key=key: store.find_or_build(key, build) for key in keys * 8])  # type: ignore[misc]
+
+    assert build.calls == len(keys)
+    assert {entry.cubin for entry in entries} == {builds.CUBIN}
+    assert whole_entries(tmp_path) == len(keys)

@@ -1,0 +1,76 @@
+"""Disks that cannot be read, or not now: no kernel is lost, and no sound entry goes for ever."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cache import builds
+from tests.cache.builds import CountedBuild, entry_folder
+from tests.faults.steps import KEY, ask, store_in, warnings_in, whole_entries
+
+CALLS = ("open", "read", "fstat", "stat", "lstat", "scandir", "listdir")
+CODES = [errno.EIO, errno.EACCES, errno.EMFILE, errno.ENOMEM, errno.ESTALE, errno.EINTR]
+
+
+def refuse(patch: pytest.MonkeyPatch, folder: Path, strike: Callable[[], None]) -> None:
+    """Have a function called before everything that looks at the disk below a folder."""
+
+    def around(call: Callable[..., Any]) -> Callable[..., Any]:
+        def look(subject: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(subject, int) or str(subject).startswith(str(folder)):
+                strike()
+            return call(subject, *args, **kwargs)
+
+        return look
+
+    for name in CALLS:
+        patch.setattr(os, name, around(getattr(os, name)))
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("lasting", [False, True], ids=["once", "from then on"])
+@pytest.mark.parametrize("code", CODES, ids=errno.errorcode.__getitem__)
+def test_an_error_at_any_look_costs_a_build_at_most(
+    code: int, lasting: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The kernel is returned, a warning says what was built why, and the next process finds it."""
+    is_damage = code == errno.EIO  # what a disk that breaks says of a file; it is set aside
+    calls = []
+    for number in itertools.count(1):
+        folder, looks = tmp_path / str(number), itertools.count(1)
+        struck = []
+        ask(folder)
+
+        def strike() -> None:
+            look = next(looks)  # noqa: B023 - all of it is over before the next round
+            if look == number or (lasting and look > number):  # noqa: B023
+                struck.append(look)  # noqa: B023
+                raise OSError(code, os.strerror(code))
+
+        caplog.clear()
+        build = CountedBuild()
+        with pytest.MonkeyPatch.context() as patch:
+            refuse(patch, folder, strike)
+            entries = [store_in(folder).find_or_build(KEY, build)]
+        if not struck:
+            break
+        said = warnings_in(caplog)
+        entries.append(ask(folder))
+
+        assert [entry.cubin for entry in entries] == [builds.CUBIN] * 2
+        assert len(said) <= (2 if is_damage and lasting else 1)
+        assert said or not build.calls or code == errno.ESTALE
+        assert entries[1].path == entry_folder(folder, KEY)
+        assert whole_entries(folder) == 1
+        calls.append(build.calls)
+
+    # What fails once is found at the second look, under the lock.
+    assert set(calls) == ({0, 1} if lasting or is_damage else {0})
+    assert len(calls) > 10

@@ -1,0 +1,204 @@
+"""Folders that others may write in: refused with one clear warning, unless they are trusted."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mlagen.cache.lock import _warn
+from mlagen.cache.store import KernelStore
+from tests.cache import builds
+from tests.cache.builds import CountedBuild, entry_folder, make_build, make_key, tree
+from tests.faults.steps import KEY, ask, store_in, warnings_in
+from tests.faults.strangers import FOLDERS, folder_of, give_away
+
+OTHER = make_key("another kernel")
+
+
+def modes_below(folder: Path) -> dict[str, set[int]]:
+    """Return the modes of all folders and of all files below a folder, itself included."""
+    made = [folder, *folder.rglob("*")]
+    return {
+        "folders": {path.stat().st_mode & 0o7777 for path in made if path.is_dir()},
+        "files": {path.stat().st_mode & 0o7777 for path in made if path.is_file()},
+    }
+
+
+def _use_all_of_it(folder: Path, *, is_shared: bool) -> None:
+    """Publish, note the size, lock, and set something aside."""
+    store = store_in(folder, is_shared=is_shared)
+    for key in (KEY, OTHER):
+        store.find_or_build(key, make_build)
+    (entry_folder(folder, KEY) / "kernel.cubin").write_bytes(b"damaged")
+    assert store.find(KEY) is None
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o002, 0o027, 0o077], ids="umask {:03o}".format)
+def test_everything_that_is_made_belongs_to_its_owner_alone(umask: int, tmp_path: Path) -> None:
+    """Entries, notes, quarantine and the folder of locks: nobody else may even look."""
+    before = os.umask(umask)
+    try:
+        _use_all_of_it(tmp_path, is_shared=False)
+    finally:
+        os.umask(before)
+
+    assert modes_below(tmp_path / "cache") == {"folders": {0o700}, "files": {0o600}}
+    assert (tmp_path / "locks").stat().st_mode & 0o777 == 0o700
+    assert len(tree(tmp_path / "cache/v1/quarantine")) > 1
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o002, 0o027, 0o077], ids="umask {:03o}".format)
+def test_in_a_shared_cache_the_umask_decides(umask: int, tmp_path: Path) -> None:
+    """Whoever shares a cache says by the umask with whom; locks are shared with nobody."""
+    before = os.umask(umask)
+    try:
+        _use_all_of_it(tmp_path, is_shared=True)
+    finally:
+        os.umask(before)
+
+    expected = {"folders": {0o777 & ~umask}, "files": {0o666 & ~umask}}
+    assert modes_below(tmp_path / "cache") == expected
+    assert (tmp_path / "locks").stat().st_mode & 0o777 == 0o700
+
+
+# What is wrong with a folder, and the word for it in the warning.
+OPEN: dict[str, tuple[Callable[[Path, pytest.MonkeyPatch], object], str]] = {
+    "all may write": (lambda path, _: path.chmod(0o777), "mode 0777, which lets others write"),
+    "all may write, sticky": (lambda path, _: path.chmod(0o1777), "mode 1777, which lets others"),
+    "the group may write": (lambda path, _: path.chmod(0o770), "mode 0770, which lets others"),
+    "another user's": (give_away, "a folder of user "),
+}
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+@pytest.mark.parametrize(("spoil", "word"), OPEN.values(), ids=OPEN)
+def test_a_folder_that_others_may_write_in_is_refused(
+    spoil: Callable[[Path, pytest.MonkeyPatch], object],
+    word: str,
+    folder: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """What lies there is not loaded, nothing is written; one warning says why and what to do."""
+    ask(tmp_path)
+    spoiled = folder_of(tmp_path, folder)
+    spoil(spoiled, monkeypatch)
+    before = tree(tmp_path / "cache")
+    store, build = store_in(tmp_path), CountedBuild()
+
+    entries = [store.find_or_build(KEY, build) for _ in range(2)]
+
+    assert build.calls == 1
+    assert {entry.cubin for entry in entries} == {builds.CUBIN}
+    assert {entry.path for entry in entries} == {None}
+    assert store.look_up(KEY).layer is None
+    assert tree(tmp_path / "cache") == before
+    (warning,) = warnings_in(caplog)
+    assert word in warning
+    is_own = os.geteuid() == 0 or "user" not in word
+    root = tmp_path / "cache"
+    assert f" at {spoiled if is_own else root} (" in warning  # to a stranger, the root is the first
+    advice = f"chmod -R go-w {root}, choose another folder, or set MLAGEN_TRUST_SHARED=1"
+    assert f"({advice}), keeping kernels in memory: {root}" in warning
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+@pytest.mark.parametrize("spoil", [pair[0] for pair in OPEN.values()], ids=OPEN)
+def test_a_folder_that_others_may_write_in_is_used_by_who_trusts_them(
+    spoil: Callable[[Path, pytest.MonkeyPatch], object],
+    folder: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """With MLAGEN_TRUST_SHARED=1 the same cache is read and written, and nothing is said."""
+    ask(tmp_path)
+    with monkeypatch.context() as patch:  # the locks are nobody else's
+        spoil(folder_of(tmp_path, folder), patch)
+    store, build = store_in(tmp_path, is_shared=True), CountedBuild()
+
+    found = store.find_or_build(KEY, build)
+    made = store.find_or_build(OTHER, build)
+
+    assert build.calls == 1
+    assert found.path == entry_folder(tmp_path, KEY)
+    assert made.path == entry_folder(tmp_path, OTHER)
+    assert warnings_in(caplog) == []
+
+
+@pytest.mark.parametrize(("spoil", "word"), OPEN.values(), ids=OPEN)
+def test_a_layer_that_others_may_write_in_is_passed_by(
+    spoil: Callable[[Path, pytest.MonkeyPatch], object],
+    word: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A read-only layer is held to the same, and costs a build of one's own and one warning."""
+    ask(tmp_path / "shipped")
+    layer = tmp_path / "shipped/cache"
+    spoil(layer, monkeypatch)
+    if os.geteuid() != os.getuid():
+        pytest.skip("to be somebody else makes every folder a stranger's")
+    build = CountedBuild()
+
+    entry = store_in(tmp_path, layers=[layer]).find_or_build(KEY, build)
+
+    assert build.calls == 1
+    assert entry.path == entry_folder(tmp_path, KEY)
+    (warning,) = warnings_in(caplog)
+    assert warning.startswith(f"cache: expected a readable layer, got {word}")
+    assert "passing it by" in warning
+
+
+@pytest.mark.parametrize(
+    "spoil", [*(pair[0] for pair in OPEN.values()), "link"], ids=[*OPEN, "a link"]
+)
+def test_a_lock_folder_that_others_made_is_not_used(
+    spoil: Callable[[Path, pytest.MonkeyPatch], object] | str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A folder with a name that all know, made first by somebody else: no lock, and one warning."""
+    _warn.cache_clear()
+    locks = tmp_path / "locks"
+    (tmp_path / "elsewhere").mkdir()
+    if callable(spoil):
+        locks.mkdir(mode=0o700)
+        ask(tmp_path / "first")  # what a stranger could not do is done before
+        spoil(locks, monkeypatch)
+    else:
+        locks.symlink_to("elsewhere")
+    is_stranger = os.geteuid() != os.getuid()
+    store = store_in(tmp_path, is_shared=is_stranger)
+
+    entries = [store.find_or_build(key, make_build) for key in (KEY, OTHER)]
+
+    assert [entry.path for entry in entries] == [
+        entry_folder(tmp_path, KEY),
+        entry_folder(tmp_path, OTHER),
+    ]
+    assert list(locks.iterdir()) == []
+    (warning,) = warnings_in(caplog)
+    assert warning.startswith("lock: expected a folder of this user, got ")
+    assert "(choose another MLAGEN_LOCK_DIR), compiling without: " in warning
+
+
+def test_a_manifest_holds_no_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a user keeps in variables is in no file of the cache."""
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "do-not-tell")
+    _use_all_of_it(tmp_path, is_shared=False)
+
+    files = [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
+
+    assert [path for path in files if b"do-not-tell" in path.read_bytes()] == []
+    text = (entry_folder(tmp_path, OTHER) / "manifest.json").read_text()
+    created = json.loads(text)["created"]
+    assert set(created) == {"because", "host", "mlagen", "pid", "python", "time"}
+    assert isinstance(store_in(tmp_path), KernelStore)

@@ -1,0 +1,189 @@
+"""Clocks that are wrong, jump, or are those of other machines: no kernel and no entry is lost."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from mlagen.cache import eviction
+from mlagen.cache.layout import Layout
+from tests.cache import builds
+from tests.cache.builds import CountedBuild, entry_folder, make_build, make_key, tree
+from tests.faults.steps import KEY, ask, store_in, warnings_in, whole_entries
+
+YEAR_S = 365 * 86400.0
+KEYS = [make_key(f"family {number}") for number in range(6)]
+REAL_TIME = time.time
+
+
+def set_clock(monkeypatch: pytest.MonkeyPatch, *, ahead_s: float) -> None:
+    """Set the clock of this machine; files keep getting the time of the disk's machine."""
+    monkeypatch.setattr(time, "time", lambda: REAL_TIME() + ahead_s)
+
+
+SKEWS = {
+    "a year behind": -YEAR_S,
+    "two hours behind": -7200.0,
+    "two hours ahead": 7200.0,
+    "a year ahead": YEAR_S,
+}
+
+
+@pytest.mark.parametrize("ahead_s", SKEWS.values(), ids=SKEWS)
+def test_a_wrong_clock_finds_builds_and_publishes(
+    ahead_s: float,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Entries of before are hits, new ones are published, and others find them, without a word."""
+    ask(tmp_path, KEYS[0])
+    set_clock(monkeypatch, ahead_s=ahead_s)
+    build = CountedBuild()
+
+    found = ask(tmp_path, KEYS[0], build)
+    made = ask(tmp_path, KEYS[1], build)
+    set_clock(monkeypatch, ahead_s=0.0)
+    later = ask(tmp_path, KEYS[1], build)
+
+    assert build.calls == 1
+    assert (found.path, made.path) == (
+        entry_folder(tmp_path, KEYS[0]),
+        entry_folder(tmp_path, KEYS[1]),
+    )
+    assert later == made
+    assert whole_entries(tmp_path) == 2
+    assert warnings_in(caplog) == []
+
+
+@pytest.mark.parametrize("ahead_s", SKEWS.values(), ids=SKEWS)
+def test_a_wrong_clock_keeps_the_cache_within_its_limit(
+    ahead_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the clock was when it was filled, once it is right the oldest give way."""
+    set_clock(monkeypatch, ahead_s=ahead_s)
+    for number, key in enumerate(KEYS):
+        ask(tmp_path, key)
+        used = REAL_TIME() + ahead_s - 60.0 * (len(KEYS) - number)
+        os.utime(entry_folder(tmp_path, key) / "manifest.json", (used, used))
+    set_clock(monkeypatch, ahead_s=0.0)
+    store = store_in(tmp_path, max_bytes=1)
+
+    first = store.collect()
+    set_clock(monkeypatch, ahead_s=7200.0)
+    second = store.collect()
+
+    # What seems to come from the future counts as used now, once, and is old two hours later.
+    expected = [] if ahead_s > 0 else [entry_folder(tmp_path, key) for key in KEYS]
+    assert [weight.path for weight in first.evicted] == expected
+    assert len(first.evicted) + len(second.evicted) == len(KEYS)
+    assert whole_entries(tmp_path) == 0
+
+
+TIMES = {"at the beginning of time": 0.0, "before it": -86400.0, "far in the future": 8e9}
+
+
+@pytest.mark.parametrize("moment", TIMES.values(), ids=TIMES)
+def test_an_entry_of_any_time_is_found_listed_and_renewed(moment: float, tmp_path: Path) -> None:
+    """A hit makes its time right, so that it is neither the first to go nor here for ever."""
+    ask(tmp_path)
+    manifest = entry_folder(tmp_path, KEY) / "manifest.json"
+    os.utime(manifest, (moment, moment))
+
+    (listed,) = store_in(tmp_path).entries()
+    found = store_in(tmp_path).find(KEY)
+
+    assert listed.used == pytest.approx(min(moment, REAL_TIME()), abs=10)
+    assert listed.problem is None
+    assert found is not None
+    assert manifest.stat().st_mtime == pytest.approx(REAL_TIME(), abs=10)
+
+
+def test_staging_of_the_future_is_swept_and_that_of_now_is_not(tmp_path: Path) -> None:
+    """What a clock that was set back calls the future goes; what is being written stays."""
+    staging = tmp_path / "cache/v1/staging"
+    staging.mkdir(parents=True)
+    (staging / "ab.elsewhere.1.00").mkdir()
+    (staging / "cd.elsewhere.1.00").mkdir()
+    os.utime(staging / "ab.elsewhere.1.00", (REAL_TIME() + YEAR_S,) * 2)
+
+    swept = store_in(tmp_path).sweep()
+
+    assert swept == 1
+    assert tree(staging) == ["cd.elsewhere.1.00"]
+
+
+@pytest.mark.parametrize("ahead_s", SKEWS.values(), ids=SKEWS)
+def test_who_is_swept_by_a_machine_with_a_wrong_clock_still_has_its_kernel(
+    ahead_s: float,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A builder of another machine loses its publication at most, whole, and says so once."""
+    rename, swept = Path.rename, list[int]()
+    monkeypatch.setattr(Layout, "new_staging", _of_another_host(Layout.new_staging))
+
+    def sweep_first(path: Path, target: Path) -> Path:
+        if target == entry_folder(tmp_path, KEY) and not swept:
+            with monkeypatch.context() as patch:
+                patch.setattr(Path, "rename", rename)
+                patch.setattr(time, "time", lambda: REAL_TIME() + ahead_s)
+                swept.append(store_in(tmp_path).sweep())
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", sweep_first)
+
+    entry = store_in(tmp_path).find_or_build(KEY, make_build)
+
+    assert swept == [1]
+    assert entry.cubin == builds.CUBIN
+    assert entry.path is None
+    assert whole_entries(tmp_path) == 0
+    assert len(warnings_in(caplog)) == 1
+    assert tree(tmp_path / "cache/v1/staging") == []
+
+
+def _of_another_host(new_staging: object) -> object:
+    def named(layout: Layout, stem: str) -> Path:
+        path: Path = new_staging(layout, stem)  # type: ignore[operator]
+        return path.with_name(path.name.replace(os.uname().nodename, "elsewhere"))
+
+    return named
+
+
+def test_a_clock_that_jumps_while_waiting_for_a_lock_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The wait for another process is measured by a clock that nobody sets."""
+    import filelock
+
+    (tmp_path / "locks").mkdir()
+    lock = filelock.FileLock(tmp_path / f"locks/{KEY.digest}.{KEY.toolchain}.lock")
+    jumps = iter(range(10**9))
+    monkeypatch.setattr(time, "time", lambda: REAL_TIME() + YEAR_S * next(jumps))
+
+    with lock:
+        start = time.monotonic()
+        entry = store_in(tmp_path, lock_timeout_s=0.4).find_or_build(KEY, make_build)
+        waited_s = time.monotonic() - start
+
+    assert entry.cubin == builds.CUBIN
+    assert 0.4 <= waited_s < 5
+
+
+@pytest.mark.parametrize("age_s", [YEAR_S, -YEAR_S], ids=["a year ago", "in a year"])
+def test_a_count_of_another_time_is_made_anew(age_s: float, tmp_path: Path) -> None:
+    """A note of the size that is old, or of the future, is not believed."""
+    ask(tmp_path, KEYS[0])
+    layout = Layout(tmp_path / "cache")
+    eviction._write_note(layout, 10**12, REAL_TIME() - age_s)
+
+    ask(tmp_path, KEYS[1])
+
+    size = sum(weight.size_bytes for weight in eviction.weights(layout))
+    assert eviction._read_note(layout)[0] == size
+    assert whole_entries(tmp_path) == 2

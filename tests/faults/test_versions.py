@@ -1,0 +1,298 @@
+"""Versions that share a folder, of mlagen and of NVRTC: each finds its own and harms no other."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from mlagen import engine
+from mlagen.cache import entry as entry_module
+from mlagen.cache import key as key_module
+from mlagen.cache.entry import Manifest
+from mlagen.cache.key import SCHEMA
+from mlagen.cache.layout import Layout
+from mlagen.cache.opening import kernel_store
+from mlagen.compiler import nvrtc as nvrtc_module
+from mlagen.compiler.toolchain import Nvrtc, find_nvrtc, wanted_toolchain
+from mlagen.counts import counters
+from mlagen.engine import find_or_build
+from mlagen.errors import ToolchainError
+from mlagen.spec.arch import Arch
+from mlagen.spec.kernel import KernelSpec
+from tests.cache import builds
+from tests.cache.builds import (
+    ROOT,
+    CountedBuild,
+    entry_folder,
+    make_build,
+    make_key,
+    make_store,
+    tree,
+)
+from tests.faults.crowds import crowd
+from tests.faults.steps import store_in, warnings_in, whole_entries
+from tests.kernels import COMBINE
+
+NAMES = ("mla_decode", "another", "a third")
+
+
+@contextmanager
+def next_version(change: str) -> Iterator[None]:
+    """Be the next version of mlagen, with another layout or another meaning of keys."""
+    with pytest.MonkeyPatch.context() as patch:
+        if change == "layout":
+            patch.setattr(Layout, "version", property(lambda layout: layout.root / "v2"))
+        else:
+            for module in (key_module, entry_module):
+                patch.setattr(module, "SCHEMA", SCHEMA + 1)
+        yield
+
+
+@pytest.mark.parametrize("change", ["layout", "schema"])
+def test_two_versions_of_mlagen_share_a_folder(
+    change: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each builds, finds, lists and tidies its own kernels, whoever came first."""
+    now, later = CountedBuild(), CountedBuild()
+    for _ in range(2):
+        for name in NAMES:
+            make_store(tmp_path).find_or_build(make_key(name), now)
+            with next_version(change):
+                make_store(tmp_path).find_or_build(make_key(name), later)
+    before = tree(tmp_path / "cache")
+
+    with next_version(change):
+        store = store_in(tmp_path)
+        theirs = {stored.key for stored in store.entries()}
+        found = [store.verify(stored) for stored in store.entries()]
+        store.collect()
+    ours = {stored.key for stored in store_in(tmp_path).entries()}
+    store_in(tmp_path).collect()
+
+    assert (now.calls, later.calls) == (3, 3)
+    assert (len(ours), len(theirs)) == (3, 3)
+    assert (ours == theirs) is (change == "layout")
+    assert found == [None] * 3
+    assert whole_entries(tmp_path) == 3
+    assert {path for path in tree(tmp_path / "cache") if "size.json" not in path} == {
+        path for path in before if "size.json" not in path
+    }
+    assert warnings_in(caplog) == []
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("change", ["layout", "schema"])
+def test_two_versions_at_work_at_once_do_not_disturb_each_other(
+    change: str, tmp_path: Path
+) -> None:
+    """Four processes of each build, set damage aside, evict and tidy in one folder."""
+    keys = [f"family {number}" for number in range(8)]
+
+    def work(number: int) -> None:
+        store = store_in(tmp_path, max_bytes=1)
+        for name in keys[number:] + keys[:number]:
+            key = make_key(name)
+            cubin = builds.CUBIN + key.digest.encode()
+            entry = store.find_or_build(key, lambda: make_build(cubin))  # noqa: B023
+            assert entry.cubin == cubin
+            store.collect()
+
+    def work_as_a_version(number: int) -> None:
+        if number % 2:
+            with next_version(change):
+                work(number)
+        else:
+            work(number)
+
+    statuses = crowd(8, work_as_a_version)
+
+    assert statuses == [0] * 8
+    assert whole_entries(tmp_path) == 8
+    with next_version(change):
+        assert whole_entries(tmp_path) == 8
+    assert list(tmp_path.rglob("quarantine/*")) == list(tmp_path.rglob("staging/*")) == []
+
+
+def test_clearing_one_layout_leaves_the_other(tmp_path: Path) -> None:
+    """What a person removes with this version is what this version made."""
+    make_store(tmp_path).find_or_build(make_key(), make_build)
+    with next_version("layout"):
+        make_store(tmp_path).find_or_build(make_key(), make_build)
+
+    store_in(tmp_path).clear()
+
+    assert whole_entries(tmp_path) == 0
+    with next_version("layout"):
+        assert whole_entries(tmp_path) == 1
+
+
+def test_an_entry_of_a_newer_schema_is_ignored_and_stays(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where its key led to it all the same, the kernel is built, and it stays as it is."""
+    key = make_key()
+    make_store(tmp_path).find_or_build(key, make_build)
+    path = entry_folder(tmp_path, key) / "manifest.json"
+    newer = replace(Manifest.from_json(path.read_bytes()), schema=SCHEMA + 1).to_json()
+    path.write_bytes(newer)
+    store, build = store_in(tmp_path), CountedBuild()
+
+    found = store.look_up(key)
+    entries = [store.find_or_build(key, build) for _ in range(2)]
+    listed = list(store.entries())
+    store.collect()
+
+    assert (found.entry, found.reason) == (None, "unreadable")
+    assert build.calls == 1
+    assert [(entry.cubin, entry.path) for entry in entries] == [(builds.CUBIN, None)] * 2
+    assert listed == []
+    assert path.read_bytes() == newer
+    assert tree(tmp_path / "cache/v1/quarantine") == []
+    assert warnings_in(caplog) == []
+
+
+class Upgraded:
+    """The installed wheel of NVRTC, of another version as far as its metadata say."""
+
+    def __init__(self, real: metadata.Distribution, version: str) -> None:
+        self._real = real
+        self.version = version
+        self.files = real.files
+
+    def locate_file(self, file: object) -> object:
+        """Return where a listed file is."""
+        return self._real.locate_file(str(file))
+
+
+@contextmanager
+def nvrtc_of(version: str) -> Iterator[None]:
+    """Have an NVRTC of that version installed, as far as metadata say."""
+    real = metadata.distribution
+    installed = find_nvrtc().source
+    if installed == "system":
+        pytest.skip("the installed NVRTC comes from no wheel")
+
+    def distribution(name: str) -> object:
+        return Upgraded(real(name), version) if name == installed else real(name)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(metadata, "distribution", distribution)
+        find_nvrtc.cache_clear()
+        wanted_toolchain.cache_clear()
+        try:
+            yield
+        finally:
+            find_nvrtc.cache_clear()
+            wanted_toolchain.cache_clear()
+
+
+def test_a_patch_of_nvrtc_makes_new_kernels_and_keeps_the_old(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """13.4.59 and 13.4.92 have the same options and keys; each has its own entry, side by side."""
+
+    def build(spec: KernelSpec, nvrtc: Nvrtc) -> object:
+        assert spec == COMBINE
+        return make_build(builds.CUBIN + str(nvrtc).encode(), toolchain=str(nvrtc))
+
+    monkeypatch.setattr(engine, "_build", build)
+    before = counters()["misses.other toolchain"]
+    outcomes = []
+
+    for version in ("13.4.59", "13.4.92", "13.4.59", "13.4.92"):
+        with nvrtc_of(version):
+            outcomes.append(find_or_build(COMBINE))
+
+    assert [outcome.built for outcome in outcomes] == [True, True, False, False]
+    assert counters()["misses.other toolchain"] == before + 1
+    assert outcomes[1].entry.manifest.created["because"] == "other toolchain"
+    made_by = [outcome.entry.cubin[len(builds.CUBIN) :].decode() for outcome in outcomes]
+    assert made_by == ["nvrtc-13.4.59", "nvrtc-13.4.92"] * 2
+    assert len({outcome.entry.manifest.key for outcome in outcomes}) == 1
+    assert [stored.toolchain for stored in kernel_store().entries()] == made_by[:2]
+    assert warnings_in(caplog) == []
+
+
+def test_a_library_that_is_not_the_one_of_its_metadata_is_told_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Kernels are kept under the compiler that really made them, with one warning for all."""
+    nvrtc_module._warn.cache_clear()
+    real = find_nvrtc()
+    other = replace(COMBINE, head_dim_vo=128)
+
+    with nvrtc_of(f"{real.release[0]}.98.7"):
+        outcomes = [find_or_build(spec) for spec in (COMBINE, other)]
+
+    assert [outcome.entry.manifest.toolchain for outcome in outcomes] == [str(real)] * 2
+    assert warnings_in(caplog) == [
+        f"NVRTC: expected {real.release[0]}.98.7 from {real.source}, but {real.version} compiled"
+    ]
+    assert [find_or_build(spec).built for spec in (COMBINE, other)] == [False, False]
+
+
+def test_an_architecture_that_nvrtc_does_not_know_leaves_nothing(cache_dir: Path) -> None:
+    """One message says which it knows; no entry, no staging, and other kernels are not affected."""
+    unknown = replace(COMBINE, arch=Arch(42))
+
+    for _ in range(2):
+        with pytest.raises(ToolchainError, match=r"^arch: NVRTC .* compiles for sm_.*, got sm_42$"):
+            find_or_build(unknown)
+
+    assert list(kernel_store().entries()) == []
+    assert tree(cache_dir / "v1/staging") == []
+    assert find_or_build(COMBINE).built
+
+
+STUB = """
+int nvrtcVersion(int* major, int* minor) { *major = %(major)d; *minor = 0; return 0; }
+int nvrtcCreateProgram(void* p, const char* s, const char* n, int c, void* h, void* i) { return 9; }
+int nvrtcCompileProgram(void* p, int count, const char* const* options) { return 9; }
+int nvrtcGetSupportedArchs(int* archs) { return 9; }
+"""
+AFTER_ANOTHER = """
+import ctypes, sys
+ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)
+from mlagen.compiler.toolchain import find_nvrtc
+from mlagen.engine import find_or_build
+from tests.kernels import COMBINE
+outcome = find_or_build(COMBINE)
+assert outcome.built
+assert outcome.entry.manifest.toolchain == str(find_nvrtc())
+"""
+GCC = shutil.which("cc") or shutil.which("gcc")
+
+
+@pytest.mark.skipif(GCC is None, reason="needs a C compiler, to build another libnvrtc")
+def test_an_nvrtc_of_another_major_version_in_the_process_is_not_used(tmp_path: Path) -> None:
+    """Whatever torch loaded first, and for all to see, kernels are compiled by the one found."""
+    major = 25 - find_nvrtc().release[0]  # 12 beside 13, and 13 beside 12
+    library = tmp_path / f"libnvrtc.so.{major}"
+    (tmp_path / "stub.c").write_text(STUB % {"major": major})
+    subprocess.run(
+        [str(GCC), "-shared", "-fPIC", f"-Wl,-soname,{library.name}", "-o", library, "stub.c"],
+        check=True,
+        cwd=tmp_path,
+    )
+    stub, number = ctypes.CDLL(str(library)), ctypes.c_int()
+    stub.nvrtcVersion(ctypes.byref(number), ctypes.byref(ctypes.c_int()))
+
+    command = [sys.executable, "-c", AFTER_ANOTHER, str(library)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+    assert number.value == major
+    assert (done.returncode, done.stderr) == (0, "")
+    (manifest,) = Path(os.environ["MLAGEN_CACHE_DIR"]).glob("v1/e/*/*/*/manifest.json")
+    assert json.loads(manifest.read_text())["toolchain"] == str(find_nvrtc())

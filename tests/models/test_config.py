@@ -1,0 +1,234 @@
+"""Configurations of models: what is read of them, and what is refused with field and rule."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlagen.errors import ArgumentError
+from mlagen.models.config import GqaModel, MlaModel, find_model, preset_names, read_model
+from mlagen.spec.dtype import DType
+
+# What the published configurations say.
+MLA_PRESETS = {
+    "deepseek-v2-lite": (16, False),
+    "deepseek-v3": (128, False),
+    "deepseek-v3.2": (128, True),
+    "kimi-k2": (64, False),
+}
+GQA_PRESETS = {
+    "llama-3-8b": (32, 8, 128),
+    "llama-3-70b": (64, 8, 128),
+    "qwen3-32b": (64, 8, 128),
+    "gpt-oss-120b": (64, 8, 64),
+}
+MLA: dict[str, Any] = {
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "hidden_size": 2048,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+}
+GQA: dict[str, Any] = {
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "hidden_size": 4096,
+}
+
+
+def read(config: object) -> MlaModel | GqaModel:
+    """Return the model of a configuration."""
+    return read_model("m", json.dumps(config).encode())
+
+
+def test_every_preset_is_known_by_its_name() -> None:
+    """The names are those of the files, and no file is forgotten here."""
+    assert set(preset_names()) == {*MLA_PRESETS, *GQA_PRESETS}
+
+
+@pytest.mark.parametrize("name", MLA_PRESETS)
+def test_a_preset_with_latent_attention_is_as_it_was_published(name: str) -> None:
+    """Heads, ranks and whether it chooses tokens."""
+    heads, is_sparse = MLA_PRESETS[name]
+
+    assert find_model(name) == MlaModel(
+        name=name,
+        dtype=DType.BF16,
+        heads=heads,
+        kv_lora_rank=512,
+        qk_rope_head_dim=64,
+        is_sparse=is_sparse,
+    )
+
+
+@pytest.mark.parametrize("name", GQA_PRESETS)
+def test_a_preset_with_grouped_queries_is_as_it_was_published(name: str) -> None:
+    """Heads, kv heads and their size."""
+    heads, kv_heads, head_dim = GQA_PRESETS[name]
+
+    assert find_model(name) == GqaModel(
+        name=name, dtype=DType.BF16, heads=heads, kv_heads=kv_heads, head_dim=head_dim
+    )
+
+
+def test_a_name_may_be_spelled_as_people_do() -> None:
+    """Upper case and lower case are one."""
+    found = find_model("DeepSeek-V3")
+
+    assert (found.name, found.heads) == ("DeepSeek-V3", 128)
+
+
+@pytest.mark.parametrize("is_folder", [True, False], ids=["folder", "file"])
+def test_any_other_model_is_found_by_its_path(is_folder: bool, tmp_path: Path) -> None:
+    """The path of the file, or of the folder that a download left."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(GQA))
+
+    found = find_model(str(tmp_path if is_folder else path))
+
+    assert isinstance(found, GqaModel)
+    assert (found.kv_heads, found.head_dim) == (8, 128)
+
+
+@pytest.mark.parametrize(
+    ("changes", "head_dim"),
+    [({}, 128), ({"head_dim": None}, 128), ({"head_dim": 64}, 64)],
+    ids=["absent", "null", "said"],
+)
+def test_a_head_is_a_share_of_the_hidden_size_unless_it_is_said(
+    changes: dict[str, Any], head_dim: int
+) -> None:
+    """An explicit one may be another."""
+    model = read(GQA | changes)
+
+    assert isinstance(model, GqaModel)
+    assert model.head_dim == head_dim
+
+
+def test_without_kv_heads_every_head_has_its_own() -> None:
+    """As models without groups are written."""
+    model = read({"num_attention_heads": 32, "hidden_size": 4096})
+
+    assert isinstance(model, GqaModel)
+    assert model.kv_heads == 32
+
+
+def test_a_null_rank_is_no_latent_attention() -> None:
+    """Some models have the field and leave it empty."""
+    assert isinstance(read(GQA | {"kv_lora_rank": None}), GqaModel)
+
+
+@pytest.mark.parametrize("label", ["text_config", "language_config", "llm_config"])
+def test_the_part_that_generates_text_counts(label: str) -> None:
+    """Models of several parts have its fields one level down, and the dtype on either."""
+    model = read({label: MLA, "torch_dtype": "float16", "hidden_size": 1})
+
+    assert isinstance(model, MlaModel)
+    assert (model.heads, model.dtype) == (16, DType.FP16)
+
+
+@pytest.mark.parametrize(
+    ("changes", "dtype"),
+    [
+        ({}, DType.BF16),
+        ({"dtype": "float16"}, DType.FP16),
+        ({"torch_dtype": "float16"}, DType.FP16),
+        ({"torch_dtype": "torch.float16"}, DType.FP16),
+        ({"dtype": "bfloat16", "torch_dtype": "float16"}, DType.BF16),
+        ({"dtype": "auto", "torch_dtype": None}, DType.BF16),
+    ],
+    ids=["absent", "new name", "old name", "of torch", "both", "left open"],
+)
+def test_the_dtype_is_that_of_the_activations(changes: dict[str, Any], dtype: DType) -> None:
+    """And bf16 where nothing is said."""
+    assert read(MLA | changes).dtype is dtype
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ([], "m: expected a JSON object, got list"),
+        ({}, "m: num_attention_heads: expected 1 or more, got none"),
+        (MLA | {"num_attention_heads": 0}, "m: num_attention_heads: expected 1 or more, got 0"),
+        (MLA | {"num_attention_heads": True}, "m: num_attention_heads: expected 1 or more, got T"),
+        (MLA | {"num_attention_heads": "16"}, "m: num_attention_heads: expected 1 or more, got '"),
+        (MLA | {"qk_rope_head_dim": None}, "m: qk_rope_head_dim: expected 0 or more, got none"),
+        (
+            MLA | {"kv_lora_rank": 128},
+            (
+                "m: kv_lora_rank, qk_rope_head_dim: expected (512, 64) or (256, 64) or (512, 0), "
+                "got (128, 64)"
+            ),
+        ),
+        (MLA | {"index_topk": -1}, "m: index_topk: expected 1 or more, got -1"),
+        (MLA | {"dtype": "float32"}, "m: dtype: expected bfloat16 or float16, got 'float32'"),
+        (
+            GQA | {"num_key_value_heads": 5},
+            "m: num_key_value_heads: expected a divisor of num_attention_heads 32, got 5",
+        ),
+        (
+            GQA | {"hidden_size": 4097},
+            (
+                "m: head_dim: expected it, or a hidden_size that is a multiple of "
+                "num_attention_heads 32, got 4097"
+            ),
+        ),
+        (GQA | {"hidden_size": None}, "m: hidden_size: expected 1 or more, got none"),
+        (
+            GQA | {"head_dim": 72},
+            "m: head_dim: no GQA decode kernel for head_dim 72; supported: multiples of 16 up to ",
+        ),
+    ],
+    ids=[
+        "a list",
+        "nothing",
+        "no heads",
+        "true heads",
+        "heads as text",
+        "no rope",
+        "rank",
+        "choice of tokens",
+        "dtype",
+        "kv heads",
+        "heads of broken size",
+        "no size",
+        "head dim",
+    ],
+)
+def test_a_configuration_that_is_not_served_says_the_field(config: object, message: str) -> None:
+    """With the model, the rule and the value."""
+    with pytest.raises(ArgumentError) as caught:
+        read(config)
+
+    assert str(caught.value).startswith(message)
+
+
+def test_what_is_no_json_is_refused() -> None:
+    """With where it broke."""
+    with pytest.raises(ArgumentError, match=r"^m: expected JSON, got Expecting value: line 1"):
+        read_model("m", b"\x7b\x22a\x22: }")
+
+
+def test_an_unknown_name_says_the_known_ones() -> None:
+    """And that a path would do."""
+    with pytest.raises(ArgumentError) as caught:
+        find_model("gpt-5")
+
+    assert str(caught.value) == (
+        f"model: expected one of {', '.join(preset_names())}, or the path of a config.json or of "
+        f"its folder, got 'gpt-5'"
+    )
+
+
+def test_a_file_that_cannot_be_read_says_why(tmp_path: Path) -> None:
+    """A folder in place of the file, for instance."""
+    (tmp_path / "config.json").mkdir()
+
+    with pytest.raises(ArgumentError) as caught:
+        find_model(str(tmp_path))
+
+    rule = "model: expected a readable config.json, got Is a directory: "
+    assert str(caught.value) == f"{rule}{tmp_path}"

@@ -1,0 +1,182 @@
+"""The kernels of models: those that their calls take, whatever the number of GPUs."""
+
+from __future__ import annotations
+
+import pytest
+
+from mlagen.errors import ArgumentError
+from mlagen.models.config import GqaModel, MlaModel, find_model, preset_names
+from mlagen.models.kernels import Use, model_specs
+from mlagen.spec.arch import ARCHS, parse_arch
+from mlagen.spec.combine import CombineSplitsSpec
+from mlagen.spec.dtype import DType
+from mlagen.spec.kernel import KernelSpec
+from tests.kernels import SM_80, SM_90A, gqa_decode, mla_decode, mla_hopper
+
+E4M3, PACKED656, PACKED640 = DType.E4M3, DType.PACKED656, DType.PACKED640
+V3, V32, LLAMA = find_model("deepseek-v3"), find_model("deepseek-v3.2"), find_model("llama-3-8b")
+
+
+def combine(arch: str, dim: int, dtype: DType = DType.BF16) -> CombineSplitsSpec:
+    """Return a combining kernel."""
+    return CombineSplitsSpec(arch=parse_arch(arch), dtype=dtype, head_dim_vo=dim)
+
+
+def values(specs: list[KernelSpec], name: str) -> set[str]:
+    """Return the values of an ingredient."""
+    return {spec.ingredients()[name] for spec in specs if name in spec.ingredients()}
+
+
+def test_latent_attention_on_hopper_takes_either_kernel() -> None:
+    """The 128 heads of one GPU and the 16 of eight take the widest and the narrowest tile."""
+    specs = model_specs(SM_90A, V3, Use(tp=(1, 8)))
+
+    assert specs == [
+        mla_hopper(rows=128),
+        mla_decode(rows=128),
+        combine("sm_90a", 512),
+        mla_hopper(rows=16),
+        mla_decode(rows=16),
+    ]
+
+
+def test_latent_attention_elsewhere_takes_the_portable_kernel() -> None:
+    """With the one that combines its splits."""
+    specs = model_specs(SM_80, V3, Use(tp=(8,)))
+
+    assert specs == [mla_decode(arch=SM_80), combine("sm_80", 512)]
+
+
+def test_a_cache_in_e4m3_is_read_by_queries_of_both_kinds() -> None:
+    """Servers quantise the query or leave it."""
+    specs = model_specs(SM_90A, V3, Use(tp=(8,), kv_dtypes=(E4M3,)))
+
+    assert specs == [
+        mla_decode(kv_dtype=E4M3),
+        combine("sm_90a", 512),
+        mla_decode(query_dtype=E4M3, kv_dtype=E4M3),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "query_dtype"),
+    [(PACKED656, "bf16"), (PACKED640, "packed640")],
+    ids=["scales in the row", "scales apart"],
+)
+def test_packed_rows_have_queries_of_one_kind(kv_dtype: DType, query_dtype: str) -> None:
+    """Those that a call with such a cache has."""
+    specs = model_specs(SM_90A, V3, Use(kv_dtypes=(kv_dtype,)))
+
+    assert values(specs, "query_dtype") == {query_dtype}
+    assert values(specs, "kv_dtype") == {str(kv_dtype)}
+
+
+def test_a_model_that_chooses_tokens_also_reads_all() -> None:
+    """Short sequences are read whole, and long ones by list."""
+    specs = model_specs(SM_90A, V32, Use(tp=(8,)))
+
+    assert specs == [
+        mla_hopper(),
+        mla_decode(),
+        combine("sm_90a", 512),
+        mla_decode(lookup="sparse"),
+    ]
+
+
+def test_lists_of_tokens_are_a_request_for_each_query_token() -> None:
+    """However many query tokens there are, the rows are the heads."""
+    specs = model_specs(SM_80, V32, Use(tp=(8,), q_lens=(1, 4), lookups=("sparse",)))
+
+    assert specs == [mla_decode(arch=SM_80, lookup="sparse"), combine("sm_80", 512)]
+
+
+def test_lists_of_tokens_are_left_out_where_no_kernel_takes_them() -> None:
+    """A layout of the cache that knows none is not refused for it."""
+    specs = model_specs(SM_80, V32, Use(kv_dtypes=(PACKED640,)))
+
+    assert values(specs, "lookup") == {"paged"}
+
+
+def test_grouped_queries_take_their_kernel_for_the_usual_pages() -> None:
+    """Of 16 and of 64 tokens."""
+    specs = model_specs(SM_90A, LLAMA, Use(tp=(1, 2)))
+
+    assert specs == [
+        gqa_decode(page_size=16),
+        combine("sm_90a", 128),
+        gqa_decode(page_size=64),
+    ]
+
+
+def test_what_is_said_takes_the_place_of_the_usual() -> None:
+    """Any page size, also one that no table has."""
+    use = Use(page_sizes=(48,), dtypes=(DType.FP16,), q_lens=(8,))
+
+    specs = model_specs(SM_80, LLAMA, use)
+
+    fp16 = DType.FP16
+    expected = gqa_decode(
+        arch=SM_80, rows=32, query_dtype=fp16, kv_dtype=fp16, out_dtype=fp16, page_size=48
+    )
+    assert specs == [expected, combine("sm_80", 128, fp16)]
+
+
+@pytest.mark.parametrize(("tp", "rows"), [(1, 8), (8, 8), (16, 4), (64, 1)], ids=str)
+def test_kv_heads_are_repeated_where_there_are_fewer_than_gpus(tp: int, rows: int) -> None:
+    """So that a GPU has one at least, and its query heads are fewer."""
+    model = GqaModel(name="m", dtype=DType.BF16, heads=64, kv_heads=8, head_dim=128)
+
+    specs = model_specs(SM_90A, model, Use(tp=(tp,), q_lens=(3,), page_sizes=(64,)))
+
+    assert specs[0] == gqa_decode(rows=rows * 3)
+
+
+@pytest.mark.parametrize(
+    ("model", "use", "message"),
+    [
+        (
+            V3,
+            Use(tp=(3,)),
+            "deepseek-v3: tp: expected a divisor of num_attention_heads 128, got 3",
+        ),
+        (
+            GqaModel(name="m", dtype=DType.BF16, heads=48, kv_heads=8, head_dim=128),
+            Use(tp=(6,)),
+            "m: tp: expected a divisor of num_key_value_heads 8, got 6",
+        ),
+        (
+            LLAMA,
+            Use(kv_dtypes=(PACKED656,)),
+            "llama-3-8b: no GQA decode kernel for query bf16, cache packed656, output bf16; ",
+        ),
+        (
+            V3,
+            Use(kv_dtypes=(DType.INT8,)),
+            "deepseek-v3: no MLA decode kernel for query bf16, cache int8; supported: ",
+        ),
+    ],
+    ids=["heads", "kv heads", "cache of GQA", "cache of MLA"],
+)
+def test_what_no_kernel_serves_says_the_model(
+    model: MlaModel | GqaModel, use: Use, message: str
+) -> None:
+    """With what is wrong and what would do."""
+    with pytest.raises(ArgumentError) as caught:
+        model_specs(SM_90A, model, use)
+
+    assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_every_preset_has_kernels_everywhere(name: str) -> None:
+    """On every architecture, one that decodes and one that combines, each kernel once."""
+    model = find_model(name)
+
+    for arch in ARCHS:
+        specs = model_specs(arch, model, Use(tp=(1, 8), q_lens=(1, 2)))
+
+        families = {spec.family for spec in specs}
+        assert len(specs) == len(set(specs))
+        assert "combine_splits" in families
+        assert families & {"mla_decode", "gqa_decode"}
+        assert ("mla_hopper" in families) == (isinstance(model, MlaModel) and arch.has_wgmma)

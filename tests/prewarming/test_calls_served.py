@@ -1,0 +1,86 @@
+"""Models: what their calls take on a GPU is what was prewarmed for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+import pytest
+
+from mlagen.api import gqa_plan, mla_plan
+from mlagen.models.config import GqaModel, MlaModel, find_model, preset_names
+from mlagen.models.kernels import Use, model_specs
+from mlagen.runtime.device import DeviceFacts
+from mlagen.spec.arch import ARCHS, Arch
+from mlagen.spec.dtype import DType
+from mlagen.spec.gqa import GqaVariant
+from mlagen.spec.mla_support import MlaVariant
+
+TPS, Q_LENS, KV_DTYPES = (1, 2, 4, 8), (1, 2, 4), (DType.BF16, DType.E4M3)
+PLANS = (mla_plan.plan_call, mla_plan.plan_hopper_call, gqa_plan.plan_gqa_call)
+
+
+@pytest.fixture(params=ARCHS, ids=str)
+def arch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Arch]:
+    """Let GPU 0 be of that architecture."""
+    of_gpu: Arch = request.param
+    major, minor = divmod(of_gpu.number, 10)
+    facts = DeviceFacts(
+        index=0, name="GPU", major=major, minor=minor, sm_count=132, memory_bytes=1 << 37
+    )
+    for module in (mla_plan, gqa_plan):
+        monkeypatch.setattr(module, "arch_of_device", lambda _: of_gpu)
+        monkeypatch.setattr(module, "device_facts", lambda _: facts)
+    for plan in PLANS:
+        plan.cache_clear()
+    yield of_gpu
+    for plan in PLANS:
+        plan.cache_clear()
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_every_call_finds_its_kernel(name: str, arch: Arch) -> None:
+    """Whatever it turns out to be: the kernel of a call is among those of its model."""
+    model = find_model(name)
+    use = Use(tp=TPS, q_lens=Q_LENS, kv_dtypes=KV_DTYPES)
+    prewarmed = set(model_specs(arch, model, use))
+
+    taken = (_mla_calls if isinstance(model, MlaModel) else _gqa_calls)(model)  # type: ignore[arg-type]
+
+    assert {spec for spec in taken if spec not in prewarmed} == set()
+
+
+def _mla_calls(model: MlaModel) -> Iterator[object]:
+    lookups = ("paged", "sparse") if model.is_sparse else ("paged",)
+    for tp, q_len, kv, lookup in product(TPS, Q_LENS, KV_DTYPES, lookups):
+        variant = MlaVariant(query_dtype=DType.BF16, kv_dtype=kv, lookup=lookup)
+        shape = {"batch": 4, "q_len": q_len, "tile_q_len": q_len, "tokens": 4 * q_len}
+        heads = model.heads // tp
+        call = {"device": 0, "variant": variant, "heads": heads, "longest_kv": 100_000, **shape}
+        yield mla_plan.plan_call(**call)[0]
+        hopper = mla_plan.plan_hopper_call(**call)
+        if hopper is not None:
+            yield hopper[0]
+
+
+def _gqa_calls(model: GqaModel) -> Iterator[object]:
+    for tp, q_len, kv, page_size in product(TPS, Q_LENS, KV_DTYPES, (16, 64)):
+        variant = GqaVariant(
+            query_dtype=DType.BF16,
+            kv_dtype=kv,
+            out_dtype=DType.BF16,
+            head_dim=model.head_dim,
+            page_size=page_size,
+        )
+        yield gqa_plan.plan_gqa_call(
+            device=0,
+            variant=variant,
+            batch=4,
+            q_len=q_len,
+            is_ragged=False,
+            tokens=4 * q_len,
+            heads=model.heads // tp,
+            kv_heads=max(1, model.kv_heads // tp),
+            window=0,
+            longest_kv=100_000,
+        )[0]

@@ -1,0 +1,93 @@
+"""Prewarming where GPUs are visible: their targets, and kernels loaded on them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mlagen
+from mlagen.prewarming import gpus, run
+from mlagen.runtime.device import DeviceFacts
+from mlagen.spec.kernel import KernelSpec
+
+# Two kernels that compile in 0.1 s each.
+SMALL: dict[str, Any] = {"archs": "sm_80", "families": ["combine_splits"], "dtype": "bf16"}
+SMALL |= {"kv_lora_rank": [512, 256]}
+
+
+def gpu(index: int, major: int, minor: int) -> DeviceFacts:
+    """Return a GPU of that compute capability."""
+    return DeviceFacts(
+        index=index, name="GPU", major=major, minor=minor, sm_count=132, memory_bytes=1 << 37
+    )
+
+
+def show_gpus(monkeypatch: pytest.MonkeyPatch, *seen: DeviceFacts) -> None:
+    """Let the driver show these GPUs."""
+    monkeypatch.setattr(gpus, "visible_devices", lambda: list(seen))
+
+
+def test_native_is_the_targets_of_the_visible_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each supported GPU's target is taken once; a GPU that none serves is left out."""
+    show_gpus(monkeypatch, gpu(0, 9, 0), gpu(1, 9, 0), gpu(2, 7, 5), gpu(3, 8, 0))
+
+    report = mlagen.prewarm(families=["combine_splits"], dry_run=True)
+
+    archs = dict.fromkeys(str(unit.spec.arch) for unit in report.units)
+    assert list(archs) == ["sm_90a", "sm_80"]
+
+
+@pytest.mark.parametrize(
+    ("seen", "got"),
+    [((), "none"), ((gpu(0, 7, 5),), "GPU (7.5)")],
+    ids=["no GPU", "a GPU that no target serves"],
+)
+def test_native_without_a_gpu_says_what_to_name(
+    seen: tuple[DeviceFacts, ...], got: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where there is nothing native, the message says what was found and what to ask for."""
+    show_gpus(monkeypatch, *seen)
+
+    with pytest.raises(mlagen.UnsupportedError) as raised:
+        mlagen.prewarm()
+
+    assert str(raised.value) == (
+        f"arch: expected a supported GPU for native, got {got}; "
+        f"name targets instead, such as sm_90a"
+    )
+
+
+def test_load_loads_each_kernel_on_each_gpu_it_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels go to the GPUs of their own target, after they are built."""
+    show_gpus(monkeypatch, gpu(0, 8, 0), gpu(1, 9, 0), gpu(2, 8, 0))
+    loaded: list[tuple[KernelSpec, int]] = []
+    monkeypatch.setattr(run, "kernel_for", lambda spec, device: loaded.append((spec, device)))
+
+    report = mlagen.prewarm(**SMALL, load=True)
+
+    assert loaded == [(unit.spec, device) for unit in report.units for device in (0, 2)]
+    assert report.loaded == 4
+
+
+def test_load_without_a_gpu_of_the_target_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is compiled when there is no GPU to load on."""
+    show_gpus(monkeypatch, gpu(0, 9, 0))
+
+    with pytest.raises(mlagen.UnsupportedError, match=r"^load: expected a visible GPU for "):
+        mlagen.prewarm(**SMALL, load=True)
+
+
+def test_with_load_a_kernel_may_stay_in_memory(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server whose cache cannot be written is prewarmed all the same."""
+    cache_dir.write_text("a file where the folder should be")
+    show_gpus(monkeypatch, gpu(0, 8, 0))
+    monkeypatch.setattr(run, "kernel_for", lambda spec, device: (spec, device))
+
+    report = mlagen.prewarm(**{**SMALL, "kv_lora_rank": 512}, load=True)
+
+    assert [unit.status for unit in report.units] == ["built"]
+    assert report.loaded == 1

@@ -1,0 +1,81 @@
+"""Jobs: as many as CPUs, memory and container allow, and at least one."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from mlagen.prewarming.jobs import usable_jobs
+
+CPUS = 8
+GIB = 1 << 30
+
+
+@pytest.fixture(autouse=True)
+def cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let this process be allowed on that many CPUs."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(CPUS)))
+
+
+def machine(root: Path, files: dict[str, str]) -> Path:
+    """Return a root folder where Linux tells this."""
+    for name, content in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("files", "jobs"),
+    [
+        ({}, CPUS),
+        ({"proc/meminfo": "MemTotal: 9 kB\nMemAvailable:   16777216 kB\n"}, CPUS),
+        ({"proc/meminfo": "MemAvailable: 1048576 kB\n"}, 4),
+        ({"proc/meminfo": "MemAvailable: 1024 kB\n"}, 1),
+        ({"sys/fs/cgroup/cpu.max": "250000 100000\n"}, 3),
+        ({"sys/fs/cgroup/cpu.max": "max 100000\n"}, CPUS),
+        ({"sys/fs/cgroup/memory.max": f"{GIB}\n"}, 4),
+        ({"sys/fs/cgroup/memory.max": "max\n"}, CPUS),
+        (
+            {
+                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "200000\n",
+                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+            },
+            2,
+        ),
+        (
+            {
+                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
+                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+            },
+            CPUS,
+        ),
+        ({"sys/fs/cgroup/memory/memory.limit_in_bytes": f"{GIB // 2}\n"}, 2),
+        ({"sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n"}, CPUS),
+    ],
+    ids=[
+        "nothing known",
+        "enough memory",
+        "little memory",
+        "no memory",
+        "two and a half CPUs",
+        "no quota",
+        "a limit",
+        "no limit",
+        "an old quota",
+        "no old quota",
+        "an old limit",
+        "no old limit",
+    ],
+)
+def test_the_scarcest_decides(files: dict[str, str], jobs: int, tmp_path: Path) -> None:
+    """A container of two CPUs on a machine of a hundred compiles two kernels at once."""
+    assert usable_jobs(machine(tmp_path, files)) == jobs
+
+
+def test_this_machine_has_some() -> None:
+    """Whatever it tells."""
+    assert 1 <= usable_jobs() <= CPUS

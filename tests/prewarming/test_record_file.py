@@ -1,0 +1,134 @@
+"""Records of runs: their kernels, those elsewhere, and what is no record."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from mlagen import engine
+from mlagen.errors import ArgumentError
+from mlagen.prewarming.record_file import read_record
+from mlagen.settings import current_settings
+from mlagen.spec.kernel import KernelSpec
+from tests.kernels import COMBINE, SM_80, gqa_decode, mla_decode, mla_hopper
+
+
+def line_of(spec: KernelSpec) -> str:
+    """Return a line of a record."""
+    record = {"kernel": str(spec), "key": "0" * 64, "toolchain": "nvrtc-13.5.37", "found": "hit"}
+    return json.dumps(record) + "\n"
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    """Return the path of a record that is not there yet."""
+    return tmp_path / "record.jsonl"
+
+
+def test_each_kernel_of_a_record_is_taken_once(log: Path) -> None:
+    """Several processes write the same file, and empty lines are none."""
+    log.write_text(f"{line_of(COMBINE)}{line_of(gqa_decode())}\n{line_of(COMBINE)}")
+
+    assert read_record(log) == [COMBINE, gqa_decode()]
+
+
+def test_on_another_architecture_the_same_calls_are_served(log: Path) -> None:
+    """By the kernels that such calls take there."""
+    log.write_text(line_of(mla_hopper()) + line_of(gqa_decode()))
+
+    specs = read_record(log, archs="sm_80")
+
+    assert mla_decode(arch=SM_80) in specs
+    assert gqa_decode(arch=SM_80) in specs
+    assert COMBINE in specs
+    assert {spec.arch for spec in specs} == {SM_80}
+
+
+def test_an_empty_record_asks_for_nothing(log: Path) -> None:
+    """As a run that called nothing leaves it."""
+    log.touch()
+
+    assert read_record(log) == []
+    assert read_record(log, archs="sm_80") == []
+
+
+@pytest.mark.parametrize("kept", [1, 30, -1])
+def test_a_line_that_was_being_written_is_skipped(
+    kept: int, log: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The run ended in it; the warning says which line it is."""
+    torn = line_of(gqa_decode()).rstrip("\n")[:kept]
+    log.write_text(line_of(COMBINE) + torn)
+
+    with caplog.at_level(logging.WARNING, "mlagen"):
+        specs = read_record(log)
+
+    assert specs == [COMBINE]
+    assert caplog.messages == [f"{log}:2: skipped a line without its end"]
+
+
+def test_a_last_line_without_a_newline_counts(log: Path) -> None:
+    """Who edits by hand may leave it so."""
+    log.write_text(line_of(COMBINE).rstrip("\n"))
+
+    assert read_record(log) == [COMBINE]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("compiling x\n", 'expected a record such as {"kernel": "..."}, got \'compiling x\''),
+        ("{}\n", 'expected a record such as {"kernel": "..."}, got \'{}\''),
+        ("[1]\n", 'expected a record such as {"kernel": "..."}, got \'[1]\''),
+        ('{"kernel": 1}\n', 'expected a record such as {"kernel": "..."}, got \'{"kernel": 1}\''),
+        ('{"kernel": "x"}\n', "kernel: expected family(name=value, ...), got 'x'"),
+        ('{"kernel": "x"}', "kernel: expected family(name=value, ...), got 'x'"),
+        (
+            '{"kernel": "comb\n',
+            'expected a record such as {"kernel": "..."}, got \'{"kernel": "comb\'',
+        ),
+        (
+            "\xff" * 61 + "\n",
+            'expected a record such as {"kernel": "..."}, got \'' + "\xff" * 60 + "...'",
+        ),
+    ],
+    ids=[
+        "text",
+        "no kernel",
+        "a list",
+        "a number for a kernel",
+        "no kernel's text",
+        "the same at the end",
+        "torn, but not the last",
+        "a long line",
+    ],
+)
+def test_a_line_that_is_no_record_is_told_with_its_place(
+    line: str, message: str, log: Path
+) -> None:
+    """File and line, the rule and what stands there."""
+    log.write_text(line_of(COMBINE) + line, encoding="utf-8")
+
+    with pytest.raises(ArgumentError) as caught:
+        read_record(log)
+
+    assert str(caught.value) == f"{log}:2: {message}"
+
+
+def test_a_record_that_is_not_there_is_told(log: Path) -> None:
+    """With its path."""
+    with pytest.raises(ArgumentError, match="expected a readable file, got No such file"):
+        read_record(log)
+
+
+def test_what_the_engine_writes_is_read(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The record of a run is one that can be prewarmed."""
+    monkeypatch.setenv("MLAGEN_RECORD", str(log))
+    current_settings.cache_clear()
+
+    engine.find_or_build(COMBINE)
+
+    assert read_record(log) == [COMBINE]

@@ -1,0 +1,154 @@
+"""Files of tables: what they ask for, and how their mistakes are told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mlagen.errors import ArgumentError
+from mlagen.prewarming.asked import specs_asked
+from mlagen.prewarming.spec_file import KEYS, read_spec_file, specs_of_file
+from tests.kernels import COMBINE
+
+TOML = """
+[[kernel]]
+model = "deepseek-v3"
+tp = [1, 8]
+kv_dtype = ["bf16", "e4m3"]
+
+[[kernel]]
+arch = ["sm_80", "sm_86"]
+family = "combine_splits"
+dtype = "bf16"
+kv_lora_rank = [256, 512]
+"""
+TABLES = {
+    "kernel": [
+        {"model": "deepseek-v3", "tp": [1, 8], "kv_dtype": ["bf16", "e4m3"]},
+        {
+            "arch": ["sm_80", "sm_86"],
+            "family": "combine_splits",
+            "dtype": "bf16",
+            "kv_lora_rank": [256, 512],
+        },
+    ]
+}
+
+
+def expected() -> list[object]:
+    """Return the kernels of both files, each once."""
+    model = specs_asked(
+        "sm_80", models="deepseek-v3", tp=[1, 8], wanted={"kv_dtype": ["bf16", "e4m3"]}
+    )
+    table = specs_asked(
+        "sm_80,sm_86",
+        families=["combine_splits"],
+        wanted={"dtype": "bf16", "kv_lora_rank": [256, 512]},
+    )
+    return list(dict.fromkeys([*model, *table]))
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("a.toml", TOML), ("a.json", json.dumps(TABLES))], ids=["TOML", "JSON"]
+)
+def test_a_table_is_the_product_of_its_lists(name: str, text: str, tmp_path: Path) -> None:
+    """For the architectures it names or else those of the command, and no kernel twice."""
+    path = tmp_path / name
+    path.write_text(text)
+
+    specs = read_spec_file(path, archs="sm_80")
+
+    assert specs == expected()
+    assert COMBINE in specs
+
+
+@pytest.mark.parametrize("text", [TOML, "\n" + json.dumps(TABLES)], ids=["TOML", "JSON"])
+def test_what_comes_without_a_name_is_told_by_its_beginning(text: str) -> None:
+    """Standard input has no ending that says the language."""
+    assert specs_of_file("-", text.encode(), archs="sm_80") == expected()
+
+
+def test_a_table_may_hold_kernels_by_their_text() -> None:
+    """As misses and records name them."""
+    content = json.dumps({"kernel": [{"kernel": [str(COMBINE)]}]}).encode()
+
+    assert specs_of_file("a", content) == [COMBINE]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[[kernel]", "a: expected TOML, got Expected "),
+        ('{"kernel": [}', "a: expected JSON, got Expecting value: "),
+        ("", "a: expected a list of tables 'kernel', and nothing else, got nothing"),
+        ("[kernel]", "a: expected a list of tables 'kernel', and nothing else, got 'kernel'"),
+        ('{"kernel": []}', "a: expected a list of tables 'kernel', and nothing else, got 'kernel'"),
+        (
+            "[[kernel]]\n[[kernels]]",
+            "a: expected a list of tables 'kernel', and nothing else, got 'kernel', 'k",
+        ),
+        ('{"kernel": [1]}', "a: kernel 1: expected a table, got 1"),
+        (
+            "[[kernel]]\nmodel = 'kimi-k2'\n[[kernel]]\npagesize = 64",
+            f"a: kernel 2: expected keys out of {', '.join(KEYS)}, got 'pagesize'",
+        ),
+        (
+            "[[kernel]]\npage_size = '64'",
+            "a: kernel 1: page_size: expected a number or a list of them, got '64'",
+        ),
+        (
+            "[[kernel]]\ntp = true",
+            "a: kernel 1: tp: expected a number or a list of them, got True",
+        ),
+        (
+            "[[kernel]]\ndtype = [16]",
+            "a: kernel 1: dtype: expected a text or a list of them, got [16]",
+        ),
+        ("[[kernel]]\nmodel = 'gpt-5'", "a: kernel 1: model: expected one of "),
+        ("[[kernel]]\nmodel = 'kimi-k2'\ntp = 0", "a: kernel 1: tp: expected 1 or more, got 0"),
+        ("[[kernel]]\narch = 'sm_70'", "a: kernel 1: arch: expected one of sm_80, "),
+        ("[[kernel]]\nkernel = 'x'", "a: kernel 1: kernel: expected family(name=value, ...), got"),
+    ],
+    ids=[
+        "no TOML",
+        "no JSON",
+        "nothing",
+        "a table and no list",
+        "an empty list",
+        "another table",
+        "a number for a table",
+        "an unknown key",
+        "a text for a number",
+        "a truth for a number",
+        "a number for a text",
+        "model",
+        "GPUs",
+        "architecture",
+        "kernel",
+    ],
+)
+def test_a_mistake_is_told_with_file_and_table(text: str, message: str) -> None:
+    """And with the key, the rule and the value."""
+    with pytest.raises(ArgumentError) as caught:
+        specs_of_file("a", text.encode(), archs="sm_80")
+
+    assert str(caught.value).startswith(message)
+
+
+def test_text_in_another_encoding_is_refused() -> None:
+    """Both languages are UTF-8."""
+    with pytest.raises(ArgumentError, match=r"^a: expected TOML, got 'utf-8' codec can't decode"):
+        specs_of_file("a", b"\xff")
+
+
+def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
+    """With its path."""
+    path = tmp_path / "none.toml"
+
+    with pytest.raises(ArgumentError) as caught:
+        read_spec_file(path)
+
+    rule = "expected a readable file, got No such file or directory"
+    assert str(caught.value) == f"{path}: {rule}"

@@ -1,0 +1,115 @@
+"""Calls: every kernel that one may take, here and on another architecture."""
+
+from __future__ import annotations
+
+import pytest
+
+from mlagen.errors import UnsupportedError
+from mlagen.spec.arch import ARCHS, parse_arch
+from mlagen.spec.calls import gqa_call_specs, mla_call_specs, specs_beside, specs_elsewhere
+from mlagen.spec.combine import CombineSplitsSpec
+from mlagen.spec.dtype import DType
+from mlagen.spec.families import specs_of
+from mlagen.spec.gqa import GqaVariant
+from mlagen.spec.kernel import KernelSpec
+from mlagen.spec.mla_support import MlaVariant
+from tests.kernels import COMBINE, SM_80, SM_90A, gqa_decode, mla_decode, mla_hopper
+
+SM_120F = parse_arch("sm_120f")
+MLA = MlaVariant(query_dtype=DType.BF16, kv_dtype=DType.BF16)
+E4M3 = MlaVariant(query_dtype=DType.E4M3, kv_dtype=DType.E4M3)
+GQA = GqaVariant(query_dtype=DType.BF16, kv_dtype=DType.E4M3, out_dtype=DType.E4M3)
+
+
+def combine(arch: str = "sm_90a", dtype: DType = DType.BF16, dim: int = 512) -> CombineSplitsSpec:
+    """Return a combining kernel."""
+    return CombineSplitsSpec(arch=parse_arch(arch), dtype=dtype, head_dim_vo=dim)
+
+
+def test_an_mla_call_on_hopper_may_take_either_kernel() -> None:
+    """The Hopper one, or where it is small the portable one and what combines its splits."""
+    assert mla_call_specs(SM_90A, MLA, 128) == [
+        mla_hopper(rows=128),
+        mla_decode(rows=128),
+        combine(),
+    ]
+
+
+def test_an_mla_call_elsewhere_takes_the_portable_kernel() -> None:
+    """So does a call on Hopper in dtypes that the Hopper kernel does not know."""
+    elsewhere = mla_call_specs(SM_80, MLA, 16)
+    narrow = mla_call_specs(SM_90A, E4M3, 16)
+
+    assert elsewhere == [mla_decode(arch=SM_80), combine("sm_80")]
+    assert narrow == [mla_decode(query_dtype=DType.E4M3, kv_dtype=DType.E4M3), combine()]
+
+
+def test_a_gqa_call_takes_its_kernel_and_the_one_that_combines_its_output() -> None:
+    """In the dtype that is written."""
+    expected = gqa_decode(kv_dtype=DType.E4M3, out_dtype=DType.E4M3)
+
+    assert gqa_call_specs(SM_90A, GQA, 4) == [expected, combine(dtype=DType.E4M3, dim=128)]
+
+
+def test_a_call_without_a_kernel_is_refused() -> None:
+    """As the call itself would be."""
+    with pytest.raises(UnsupportedError, match=r"^no MLA decode kernel for query bf16, cache int8"):
+        mla_call_specs(SM_80, MlaVariant(query_dtype=DType.BF16, kv_dtype=DType.INT8), 16)
+
+
+@pytest.mark.parametrize(
+    ("spec", "sizes"),
+    [(mla_decode(), {16, 32, 64}), (mla_hopper(), {16, 32, 64}), (gqa_decode(), {16, 32})],
+    ids=lambda value: getattr(value, "family", ""),
+)
+def test_beside_a_kernel_stand_those_of_other_tiles(spec: KernelSpec, sizes: set[int]) -> None:
+    """Each once, and no kernel of another family."""
+    beside = specs_beside(spec)
+
+    assert spec in beside
+    assert {int(other.ingredients()["tile_rows"]) for other in beside} == sizes
+    assert {other.family for other in beside} == {spec.family}
+    assert len(set(beside)) == len(beside)
+
+
+@pytest.mark.parametrize(
+    ("spec", "arch", "expected"),
+    [
+        (mla_decode(), SM_80, [mla_decode(arch=SM_80), combine("sm_80")]),
+        (mla_hopper(), SM_80, [mla_decode(arch=SM_80), combine("sm_80")]),
+        (
+            mla_decode(arch=SM_80),
+            SM_90A,
+            [mla_hopper(), mla_decode(), combine()],
+        ),
+        (COMBINE, SM_90A, [combine()]),
+        (
+            gqa_decode(arch=SM_80, rows=32),
+            SM_90A,
+            [gqa_decode(rows=32), combine(dim=128)],
+        ),
+    ],
+    ids=["portable", "from Hopper", "to Hopper", "combining", "gqa"],
+)
+def test_the_same_calls_elsewhere(spec: KernelSpec, arch: object, expected: object) -> None:
+    """The kernels are those that the calls take there, not the same tile compiled for it."""
+    assert specs_elsewhere(spec, arch) == expected  # type: ignore[arg-type]
+
+
+def test_what_one_tile_serves_may_be_served_by_several_elsewhere() -> None:
+    """With little shared memory the widest tile is narrow, and serves what is wide elsewhere."""
+    widest = mla_decode(arch=SM_120F, rows=64)
+
+    elsewhere = specs_elsewhere(widest, SM_80)
+
+    assert widest.tile.tile_rows == 16
+    assert mla_decode(arch=SM_80, rows=64) in elsewhere
+    assert mla_decode(arch=SM_80, rows=32) in elsewhere
+    assert mla_decode(arch=SM_80, rows=16) in elsewhere
+
+
+def test_every_kernel_has_calls_on_its_own_architecture() -> None:
+    """Taken there, the calls of a kernel lead back to it."""
+    specs = [spec for arch in ARCHS for spec in specs_of(arch)]
+
+    assert [spec for spec in specs if spec not in specs_elsewhere(spec, spec.arch)] == []

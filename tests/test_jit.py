@@ -1,0 +1,240 @@
+"""Whether a process may compile: the modes, the hook, the counters, the lines of the log."""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+import mlagen
+from mlagen import engine, jit
+from mlagen.cache.opening import kernel_store
+from mlagen.counts import counters
+from mlagen.engine import find_or_build
+from mlagen.errors import ArgumentError, CompileError, MissError
+from mlagen.jit import CompileEvent, freeze, jit_mode, on_compile, told
+from mlagen.settings import current_settings
+from tests.kernels import COMBINE
+
+
+@pytest.fixture(autouse=True)
+def thawed() -> Iterator[None]:
+    """Leave no process frozen."""
+    yield
+    freeze("on")
+
+
+def ask_for_mode(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    """Set MLAGEN_JIT for this test."""
+    monkeypatch.setenv("MLAGEN_JIT", mode)
+    current_settings.cache_clear()
+
+
+def changes(before: dict[str, int]) -> dict[str, int]:
+    """Return the counts that are not what they were, times left out."""
+    now = counters()
+    names = [name for name in now if not name.endswith("_ms")]
+    return {name: now[name] - before[name] for name in names if now[name] != before[name]}
+
+
+@pytest.mark.parametrize(
+    ("environment", "frozen", "mode"),
+    [
+        ("on", "on", "on"),
+        ("on", "warn", "warn"),
+        ("on", "error", "error"),
+        ("error", "on", "error"),
+        ("warn", "error", "error"),
+        ("off", "error", "off"),
+    ],
+)
+def test_the_stricter_mode_counts(
+    environment: str, frozen: str, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the environment nor freezing loosens what the other has tightened."""
+    ask_for_mode(monkeypatch, environment)
+
+    mlagen.freeze(frozen)
+
+    assert jit_mode() == mode
+
+
+def test_freezing_to_nothing_known_is_refused() -> None:
+    """The message names the argument, the words that it may be and the value."""
+    with pytest.raises(ArgumentError) as caught:
+        freeze("off")
+
+    assert str(caught.value) == "mode: expected on or warn or error, got 'off'"
+    assert jit_mode() == "on"
+
+
+@pytest.mark.parametrize(
+    ("mode", "who"), [("frozen", "mlagen.freeze()"), ("error", "MLAGEN_JIT=error")]
+)
+def test_a_call_may_not_compile_and_prewarming_may(
+    mode: str, who: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A miss names the kernel, why, who forbids, and the command that helps; a hit is a hit."""
+    freeze() if mode == "frozen" else ask_for_mode(monkeypatch, mode)
+    before = counters()
+
+    with pytest.raises(MissError) as caught:
+        find_or_build(COMBINE)
+    built = find_or_build(COMBINE, created_by="prewarm")
+    hit = find_or_build(COMBINE)
+
+    assert str(caught.value) == (
+        f"{COMBINE}: absent in the cache, and {who} forbids to compile; "
+        f"run: mlagen prewarm --kernel '{COMBINE}'"
+    )
+    assert (built.built, hit.built) == (True, False)
+    assert changes(before) == {
+        "hits": 1,
+        "hits.cache": 1,
+        "misses": 2,
+        "misses.absent": 2,
+        "refusals": 1,
+        "compiles": 1,
+    }
+
+
+def test_off_forbids_prewarming_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With MLAGEN_JIT=off nothing of this process compiles, and nothing is published."""
+    ask_for_mode(monkeypatch, "off")
+
+    for created_by in ("jit", "prewarm"):
+        with pytest.raises(MissError, match="MLAGEN_JIT=off forbids") as caught:
+            find_or_build(COMBINE, created_by=created_by)
+        # Alone, the command would be refused where the message was read.
+        assert str(caught.value).endswith(f"run: MLAGEN_JIT=on mlagen prewarm --kernel '{COMBINE}'")
+
+    assert list(kernel_store().entries()) == []
+
+
+def test_warn_compiles_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A compilation that was not expected is two warnings, which reach any log."""
+    ask_for_mode(monkeypatch, "warn")
+
+    assert find_or_build(COMBINE).built
+
+    said = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert [level for level, _ in said] == ["WARNING", "WARNING"]
+    assert said[0][1].startswith(f"compiling {COMBINE} with nvrtc-")
+    assert said[0][1].endswith(f": absent in {kernel_store().root}")
+
+
+def test_the_hook_is_called_at_start_and_end() -> None:
+    """A subscriber hears of kernel, reason and duration, in the thread that compiles."""
+    heard: list[tuple[CompileEvent, int]] = []
+    end = mlagen.on_compile(lambda event: heard.append((event, threading.get_ident())))
+
+    find_or_build(COMBINE)
+    find_or_build(COMBINE)
+    end()
+    end()  # a second time is no mistake
+
+    events = [event for event, _ in heard]
+    assert [(event.phase, event.kernel, event.reason) for event in events] == [
+        ("started", str(COMBINE), "absent"),
+        ("finished", str(COMBINE), "absent"),
+    ]
+    assert events[0].ms == 0 < events[1].ms
+    assert {thread for _, thread in heard} == {threading.get_ident()}
+
+
+def test_a_hook_that_has_ended_hears_nothing() -> None:
+    """Ending one subscription leaves the others."""
+    heard: list[str] = []
+    ends = [on_compile(lambda _, name=name: heard.append(name)) for name in ("a", "b")]  # type: ignore[misc]
+
+    ends[0]()
+    with told("kernel", "absent", "nvrtc-1", "folder"):
+        pass
+    ends[1]()
+
+    assert heard == ["b", "b"]
+
+
+def test_a_hook_that_fails_keeps_no_kernel_from_being_compiled(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Its exception is logged with its traceback, and the call goes on."""
+
+    def fail(_: CompileEvent) -> None:
+        raise LookupError("no monitor")
+
+    end = on_compile(fail)
+    outcome = find_or_build(COMBINE)
+    end()
+
+    assert outcome.built
+    assert caplog.text.count("LookupError: no monitor") == 2
+
+
+def test_a_compilation_that_fails_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hook hears of the failure, the counters have it, and the error reaches the caller."""
+    heard: list[str] = []
+    end = on_compile(lambda event: heard.append(event.phase))
+    before = counters()
+
+    def refuse(*_: object) -> None:
+        raise CompileError("NVRTC: no", log="", source="")
+
+    monkeypatch.setattr(engine, "_build", refuse)
+    with pytest.raises(CompileError, match="NVRTC: no"):
+        find_or_build(COMBINE)
+    end()
+
+    assert heard == ["started", "failed"]
+    assert changes(before) == {"misses": 1, "misses.absent": 1, "compiles.failed": 1}
+
+
+def test_a_process_with_too_many_threads_compiles(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """That nobody can watch the compilation does not end it; its end is told."""
+    caplog.set_level(logging.INFO, logger="mlagen")
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+
+    with told("a kernel", "absent", "nvrtc-13.5.37", "/cache"):
+        pass
+
+    assert [record.getMessage().split()[0] for record in caplog.records] == [
+        "compiling",
+        "compiled",
+    ]
+
+
+def test_a_long_compilation_is_logged_as_it_goes(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A line at the start, one at every interval, one at the end, and none after it."""
+    caplog.set_level(logging.INFO, logger="mlagen")
+    monkeypatch.setattr(jit, "_PROGRESS_S", 0.01)
+    second = threading.Event()
+
+    class Listener(logging.Handler):
+        def emit(self, _: logging.LogRecord) -> None:
+            if caplog.text.count("still compiling") >= 2:
+                second.set()
+
+    listener = Listener()
+    logging.getLogger("mlagen").addHandler(listener)
+    with told("a kernel", "absent", "nvrtc-13.5.37", "/cache"):
+        assert second.wait(10)
+    logging.getLogger("mlagen").removeHandler(listener)
+
+    said = [record.getMessage() for record in caplog.records]
+    assert said[0] == "compiling a kernel with nvrtc-13.5.37: absent in /cache"
+    assert all(re.fullmatch(r"still compiling a kernel, \d+ s", line) for line in said[1:-1])
+    assert len(said) >= 4
+    assert re.fullmatch(r"compiled a kernel in \d\.\d s", said[-1])

@@ -1,0 +1,65 @@
+"""The record of a run: a line for each kernel, whole whatever else is written, never in the way."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mlagen.engine import find_or_build, key_of
+from mlagen.recording import record
+from mlagen.settings import current_settings
+from mlagen.spec.text import parse_spec
+from tests.cache.builds import together
+from tests.kernels import COMBINE
+
+
+def start_record(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    """Set MLAGEN_RECORD for this test."""
+    monkeypatch.setenv("MLAGEN_RECORD", str(path))
+    current_settings.cache_clear()
+
+
+def test_a_run_is_recorded_kernel_by_kernel(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Each line has the kernel as text that prewarming reads, its key, compiler and outcome."""
+    start_record(monkeypatch, tmp_path / "run.jsonl")
+
+    find_or_build(COMBINE)
+    find_or_build(COMBINE)
+
+    lines = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
+    key = key_of(COMBINE)
+    kernel = {"kernel": str(COMBINE), "key": key.digest, "toolchain": key.toolchain}
+    assert lines == [{**kernel, "found": "built"}, {**kernel, "found": "hit"}]
+    assert parse_spec(lines[0]["kernel"]) == COMBINE
+
+
+def test_lines_that_are_written_together_stay_whole(tmp_path: Path) -> None:
+    """Eight that append at once, each over a descriptor of its own, leave only whole lines."""
+    path = tmp_path / "run.jsonl"
+    line = {"kernel": "k" * 300, "key": "0" * 64, "toolchain": "nvrtc-1", "found": "hit"}
+
+    def record_fifty() -> None:
+        for _ in range(50):
+            record(path, **line)
+
+    together([record_fifty] * 8)
+
+    assert [json.loads(text) for text in path.read_text().splitlines()] == [line] * 400
+
+
+def test_a_record_that_cannot_be_written_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The kernels are compiled and found all the same."""
+    start_record(monkeypatch, tmp_path / "no folder" / "run.jsonl")
+
+    built = [find_or_build(COMBINE).built, find_or_build(COMBINE).built]
+
+    assert built == [True, False]
+    (said,) = (record.getMessage() for record in caplog.records)
+    rule = "MLAGEN_RECORD: expected a file that can be written, got No such file or directory: "
+    assert said == f"{rule}{tmp_path / 'no folder' / 'run.jsonl'}"
