@@ -56,8 +56,11 @@ def print_json(document: Mapping[str, Any]) -> None:
 
 
 def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print rows under the names of their fields; what is None leaves its cell empty."""
-    names = list(rows[0])
+    """Print rows under the names of their fields; what is None leaves its cell empty.
+
+    A field that all rows leave empty has no column.
+    """
+    names = [name for name in rows[0] if any(row[name] not in ("", None) for row in rows)]
     columns = [[_cell(row[name]) for row in rows] for name in names]
     widths = [max(map(len, column)) for column in columns]
     headers, gap = [[name] for name in names], 2

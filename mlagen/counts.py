@@ -13,7 +13,7 @@ _NAMES = (
     "hits.memory",
     "misses",
     "misses.absent",
-    "misses.other toolchain",
+    "misses.other_toolchain",
     "misses.damaged",
     "misses.unreadable",
     "compiles",
@@ -47,7 +47,7 @@ def counters() -> dict[str, int]:
     Returns
     -------
     dict[str, int]
-        ``hits`` and ``misses`` with their parts (``misses.absent``, ``misses.other toolchain``,
+        ``hits`` and ``misses`` with their parts (``misses.absent``, ``misses.other_toolchain``,
         ``misses.damaged``, ``misses.unreadable``), ``compiles`` and ``compile_ms``, ``waits`` for
         other processes and ``wait_ms``, ``lock_timeouts``, ``refusals``, ``publish_failures``,
         ``quarantined`` and ``evicted``.

@@ -124,7 +124,7 @@ def kernel_for(spec: KernelSpec, device: int) -> LoadedKernel:
 def _count(found: LookUp, store: KernelStore) -> None:
     if found.entry is None:
         count("misses")
-        count(f"misses.{found.reason}")
+        count(f"misses.{found.reason}".replace(" ", "_"))
     else:
         place = {None: "memory", store.root: "cache"}.get(found.layer, "layer")
         count("hits")

@@ -188,7 +188,9 @@ def require_own_key(manifest: Manifest) -> None:
 
 
 def _require_printable(text: bytes) -> None:
-    if not text.isascii() or _CONTROLS.search(text):
+    # Most have no backslash at all, so no pattern need be looked for.
+    may_control = b"\\" in text or b"\x7f" in text
+    if not text.isascii() or (may_control and _CONTROLS.search(text)):
         raise ValueError("characters that control a terminal")
 
 

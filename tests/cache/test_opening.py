@@ -55,6 +55,21 @@ def test_the_store_is_the_one_of_the_settings(
     assert not cache_dir.exists()
 
 
+def test_a_layer_that_is_not_there_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A path with a slip of the pen would cost every kernel a compilation."""
+    monkeypatch.setenv("MLAGEN_CACHE_RO", str(tmp_path / "kernals"))
+    current_settings.cache_clear()
+
+    for _ in range(2):
+        assert kernel_store().find(KEY) is None
+
+    (message,) = caplog.messages
+    expected = "MLAGEN_CACHE_RO: expected a folder, got none, passing it by"
+    assert message == f"{expected}: {tmp_path / 'kernals'}"
+
+
 def test_installed_packages_are_the_last_layer(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

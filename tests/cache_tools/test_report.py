@@ -71,8 +71,9 @@ def test_counts_agree_with_their_noun() -> None:
 
 
 def test_a_table_is_aligned_and_has_no_trailing_blanks(capsys: pytest.CaptureFixture[str]) -> None:
-    """Numbers stand right, text stands left, and what is missing leaves its cell empty."""
-    print_table([{"name": "a", "size": 1, "note": None}, {"name": "bcd", "size": 200, "note": "x"}])
+    """Numbers stand right, text left; what is missing leaves a cell empty, or has no column."""
+    rows = [{"name": "a", "size": 1, "note": None}, {"name": "bcd", "size": 200, "note": "x"}]
+    print_table([{**row, "form": "", "error": None} for row in rows])
 
     assert capsys.readouterr().out == "name  size  note\na        1\nbcd    200  x\n"
 

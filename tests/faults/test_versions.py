@@ -208,7 +208,7 @@ def test_a_patch_of_nvrtc_makes_new_kernels_and_keeps_the_old(
         return make_build(builds.CUBIN + str(nvrtc).encode(), toolchain=str(nvrtc))
 
     monkeypatch.setattr(engine, "_build", build)
-    before = counters()["misses.other toolchain"]
+    before = counters()["misses.other_toolchain"]
     outcomes = []
 
     for version in ("13.4.59", "13.4.92", "13.4.59", "13.4.92"):
@@ -216,7 +216,7 @@ def test_a_patch_of_nvrtc_makes_new_kernels_and_keeps_the_old(
             outcomes.append(find_or_build(COMBINE))
 
     assert [outcome.built for outcome in outcomes] == [True, True, False, False]
-    assert counters()["misses.other toolchain"] == before + 1
+    assert counters()["misses.other_toolchain"] == before + 1
     assert outcomes[1].entry.manifest.created["because"] == "other toolchain"
     made_by = [outcome.entry.cubin[len(builds.CUBIN) :].decode() for outcome in outcomes]
     assert made_by == ["nvrtc-13.4.59", "nvrtc-13.4.92"] * 2
