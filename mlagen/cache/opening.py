@@ -50,7 +50,9 @@ def packaged_layers() -> Sequence[Path]:
 def _store_of(settings: Settings) -> KernelStore:
     for layer in settings.cache_layers:
         if not layer.is_dir():
-            _logger.warning("MLAGEN_CACHE_RO: expected a folder, got none, passing it by: %s", layer)
+            _logger.warning(
+                "MLAGEN_CACHE_RO: expected a folder, got none, passing it by: %s", layer
+            )
     return KernelStore(
         settings.cache_dir,
         lock_dir=settings.lock_dir,
