@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from mlagen.errors import ArgumentError
+from mlagen.prewarming.given_file import read_given
 from mlagen.prewarming.gpus import archs_of
 from mlagen.spec.calls import specs_elsewhere
 from mlagen.spec.kernel import KernelSpec
@@ -29,12 +30,7 @@ def read_record(path: Path, *, archs: str | Iterable[str] | None = None) -> list
     UnsupportedError
         If ``native`` finds no GPU to serve.
     """
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise ArgumentError(
-            f"{path}: expected a readable file, got {error.strerror or error}"
-        ) from error
+    content = read_given(path)
     specs: dict[KernelSpec, None] = {}
     lines = content.split(b"\n")
     for number, line in enumerate(lines, start=1):

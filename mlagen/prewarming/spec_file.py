@@ -10,6 +10,7 @@ from typing import Any
 
 from mlagen.errors import ArgumentError
 from mlagen.prewarming.asked import specs_asked
+from mlagen.prewarming.given_file import read_given
 from mlagen.spec.kernel import KernelSpec
 
 if sys.version_info >= (3, 11):
@@ -42,12 +43,7 @@ def read_spec_file(path: Path, *, archs: str | Iterable[str] = "native") -> list
     UnsupportedError
         If ``native`` finds no GPU to serve.
     """
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise ArgumentError(
-            f"{path}: expected a readable file, got {error.strerror or error}"
-        ) from error
+    content = read_given(path)
     return specs_of_file(str(path), content, is_json=path.suffix == ".json", archs=archs)
 
 
