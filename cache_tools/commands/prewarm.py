@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
@@ -84,6 +85,9 @@ def prewarm(
 
     if bundle is not None and dry_run:
         raise click.UsageError("bundle: expected none beside --dry-run, got one")
+    if bundle is not None and not os.access(bundle.parent, os.W_OK):
+        # Before what takes long, not after it.
+        raise click.UsageError(f"bundle: expected a folder to write it to, got {bundle.parent}")
     if options["timeout_s"] is not None and not options["isolate"]:
         raise click.UsageError("timeout: expected --isolate beside it, got it alone")
     if kernels and archs and not (files or logs or options["models"]):

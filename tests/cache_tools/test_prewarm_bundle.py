@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import mlagen
+from cache_tools.exit_codes import USAGE
 from mlagen import engine
 from mlagen.cache.bundle_reading import opened_bundle, verify_bundle
 from mlagen.prewarming import PrewarmReport
@@ -86,13 +87,14 @@ def test_a_place_that_cannot_be_written_fails_with_1(
     run: Run, cached: PrewarmReport, tmp_path: Path
 ) -> None:
     """What was compiled stays in the cache."""
-    bundle, text = tmp_path / "none" / "kernels.tar.gz", str(cached.units[0].spec)
+    bundle, text = tmp_path / "kernels.tar.gz", str(cached.units[0].spec)
+    bundle.mkdir()
 
     result = run("prewarm", "--kernel", text, "--bundle", str(bundle))
 
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr.splitlines()[-1] == (
-        f"mlagen: bundle: expected a writable file, got No such file or directory: {bundle}"
+        f"mlagen: bundle: expected a file, got another kind: {bundle}"
     )
 
 
@@ -120,3 +122,16 @@ def test_nothing_makes_no_bundle(
     assert result.exit_code == 2
     assert message in result.stderr
     assert not Path("x").exists()
+
+
+def test_a_bundle_without_a_folder_is_refused_before_anything_is_compiled(
+    run: Run, tmp_path: Path, cache_dir: Path
+) -> None:
+    """Compiling a model takes minutes, and its bundle would have no place."""
+    nowhere = tmp_path / "no such folder"
+
+    result = run("prewarm", "--kernel", str(COMBINE), "--bundle", str(nowhere / "x"))
+
+    assert result.exit_code == USAGE
+    assert f"bundle: expected a folder to write it to, got {nowhere}" in result.stderr
+    assert not cache_dir.exists()
