@@ -59,7 +59,7 @@ def cubin_of(key: CacheKey) -> bytes:
 def test_processes_that_evict_each_others_kernels_get_the_right_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """32 processes want 16 kernels where a few fit: no bytes are wrong, lost or taken for damage."""
+    """32 processes want 16 kernels where few fit: no bytes are wrong, lost or taken for damage."""
     monkeypatch.setattr(eviction, "YOUNG_S", -1.0)
     most_bytes = 3 * 6000
 
