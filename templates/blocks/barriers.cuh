@@ -2,6 +2,11 @@
 
 using Barrier = u64;
 
+// For `arrivals` in each phase.
+__device__ inline void make_barrier(const Barrier& barrier, int arrivals) {
+  mbarrier_init(shared_address(&barrier), arrivals);
+}
+
 __device__ inline void wait_for(const Barrier& barrier, u32 parity) {
   mbarrier_wait(shared_address(&barrier), parity);
 }

@@ -2,7 +2,20 @@
 // memory. Needs SharedMemory, items.cuh, blocks/barriers.cuh, blocks/swizzle.cuh,
 // ptx/barrier.cuh, ptx/cp_async.cuh, ptx/fence.cuh.
 
-constexpr int kSchedulerThreads = 3 * kWarpLanes;
+constexpr int kSchedulerWarps = 3;
+constexpr int kSchedulerThreads = kSchedulerWarps * kWarpLanes;
+constexpr int kConsumerGroups = kConsumerWarps / 4;  // of which one thread releases a query
+
+// By one thread.
+__device__ inline void make_item_barriers(const SharedMemory& shared) {
+  make_barrier(shared.first_query_full, kConsumerWarps);
+  make_barrier(shared.query_full, kSchedulerWarps);
+  make_barrier(shared.query_empty, kConsumerGroups);
+  for (int slot = 0; slot < 2; ++slot) {
+    make_barrier(shared.item_full[slot], kSchedulerWarps);
+    make_barrier(shared.item_empty[slot], 1 + kConsumerWarps);  // the loader, too
+  }
+}
 
 // Begins to copy the rows of a query, by `threads` threads of which this is number `thread`. A
 // row's tiles lie kQueryTileBytes apart; eight lanes copy 128 bytes.

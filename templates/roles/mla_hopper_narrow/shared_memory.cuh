@@ -26,20 +26,9 @@ static_assert(sizeof(SharedMemory) <= kSharedBytes, "the spec knows what the str
 static_assert(kBlockStages * kStageTiles == kTiles, "a block is whole stages");
 
 // By one thread.
-__device__ inline void make_barriers(SharedMemory& shared) {
-  const auto make = [](const Barrier& barrier, int count) {
-    mbarrier_init(shared_address(&barrier), count);
-  };
+__device__ inline void make_token_barriers(const SharedMemory& shared) {
   for (int stage = 0; stage < kStages; ++stage) {
-    make(shared.stage_full[stage], 1);
-    make(shared.stage_empty[stage], 1);
+    make_barrier(shared.stage_full[stage], 1);
+    make_barrier(shared.stage_empty[stage], 1);
   }
-  make(shared.first_query_full, kConsumerWarps);
-  make(shared.query_full, 3);  // schedulers
-  make(shared.query_empty, 1);
-  for (int slot = 0; slot < 2; ++slot) {
-    make(shared.item_full[slot], 3);  // schedulers
-    make(shared.item_empty[slot], 1 + kConsumerWarps);  // the loader, too
-  }
-  fence_mbarrier_init();
 }

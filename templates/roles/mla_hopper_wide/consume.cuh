@@ -96,21 +96,61 @@ struct Consumer {
     }
   }
 
-  // A pair of blocks that all rows see whole, and that the scores of another follow.
-  __device__ void take_plain_pair_left(int block) {
+  // What the left consumer does of the even block, all of it, and begins to do of the odd one.
+  template <bool kIsPlain>
+  __device__ void take_even_left(int block) {
     descriptors.forget();
     float moved[kOwnRows];
-    if (take_scores<0, true>(block, moved)) rescale(accumulators, moved[0], moved[1]);
+    if (take_scores<0, kIsPlain>(block, moved)) rescale(accumulators, moved[0], moved[1]);
     store_probabilities<0>();
     barrier_arrive(kProbabilitiesBarrier, kConsumerThreads);
     wgmma_keep(accumulators);
     add_own<0, 0>(descriptors, probabilities, accumulators);
     finish(accumulators);
     release(shared.left_empty[0]);
+  }
+
+  __device__ void begin_odd_left() {
     barrier_sync(kProbabilitiesBarrier + 1, kConsumerThreads);
     follow(1);
     wgmma_keep(accumulators);
     add_others<1, 0>(descriptors, accumulators);
+  }
+
+  // And the right one: it begins with the even block, and ends with the odd one.
+  __device__ void begin_even_right() {
+    descriptors.forget();
+    barrier_sync(kProbabilitiesBarrier, kConsumerThreads);
+    follow(0);
+    wgmma_keep(accumulators);
+    add_others<0, 1>(descriptors, accumulators);
+  }
+
+  __device__ void finish_even_right() {
+    finish(accumulators);
+    release(shared.right_empty[0]);
+    release(shared.rope_empty[0]);
+  }
+
+  template <bool kIsPlain>
+  __device__ bool take_odd_scores(int block, float (&moved)[kOwnRows]) {
+    const bool moves = take_scores<1, kIsPlain>(block, moved);
+    store_probabilities<1>();
+    barrier_arrive(kProbabilitiesBarrier + 1, kConsumerThreads);
+    return moves;
+  }
+
+  __device__ void add_odd_right(bool moves, const float (&moved)[kOwnRows]) {
+    if (moves) rescale(accumulators, moved[0], moved[1]);
+    wgmma_keep(accumulators);
+    add_own<1, 1>(descriptors, probabilities, accumulators);
+    finish(accumulators);
+  }
+
+  // A pair of blocks that all rows see whole, and that the scores of another follow.
+  __device__ void take_plain_pair_left(int block) {
+    take_even_left<true>(block);
+    begin_odd_left();
     parity ^= 1;
     begin_scores<0>(descriptors, shared, parity, scores, [&](int tile) {
       if (tile != 3) return;
@@ -123,44 +163,21 @@ struct Consumer {
   }
 
   __device__ void take_plain_pair_right(int block) {
-    descriptors.forget();
-    barrier_sync(kProbabilitiesBarrier, kConsumerThreads);
-    follow(0);
-    wgmma_keep(accumulators);
-    add_others<0, 1>(descriptors, accumulators);
+    begin_even_right();
     float moved[kOwnRows];
-    const bool moves = take_scores<1, true>(block + 1, moved);
-    store_probabilities<1>();
-    barrier_arrive(kProbabilitiesBarrier + 1, kConsumerThreads);
-    finish(accumulators);
-    release(shared.right_empty[0]);
-    release(shared.rope_empty[0]);
-    if (moves) rescale(accumulators, moved[0], moved[1]);
-    wgmma_keep(accumulators);
-    add_own<1, 1>(descriptors, probabilities, accumulators);
-    finish(accumulators);
+    const bool moves = take_odd_scores<true>(block + 1, moved);
+    finish_even_right();
+    add_odd_right(moves, moved);
     release(shared.right_empty[1]);
     parity ^= 1;
-    begin_scores<1>(descriptors, shared, parity, scores, [](int) {});
-    finish(scores);
+    begin_pair<1>();
   }
 
   // Any pair; the same steps, with less under way at a time.
   __device__ void take_pair_left(int block, bool is_last, bool has_odd) {
-    descriptors.forget();
-    float moved[kOwnRows];
-    if (take_scores<0, false>(block, moved)) rescale(accumulators, moved[0], moved[1]);
-    store_probabilities<0>();
-    barrier_arrive(kProbabilitiesBarrier, kConsumerThreads);
-    wgmma_keep(accumulators);
-    add_own<0, 0>(descriptors, probabilities, accumulators);
-    finish(accumulators);
-    release(shared.left_empty[0]);
+    take_even_left<false>(block);
     if (has_odd) {
-      barrier_sync(kProbabilitiesBarrier + 1, kConsumerThreads);
-      follow(1);
-      wgmma_keep(accumulators);
-      add_others<1, 0>(descriptors, accumulators);
+      begin_odd_left();
       finish(accumulators);
       release(shared.left_empty[1]);
       release(shared.rope_empty[1]);
@@ -170,23 +187,12 @@ struct Consumer {
   }
 
   __device__ void take_pair_right(int block, bool is_last, bool has_odd) {
-    descriptors.forget();
-    barrier_sync(kProbabilitiesBarrier, kConsumerThreads);
-    follow(0);
-    wgmma_keep(accumulators);
-    add_others<0, 1>(descriptors, accumulators);
-    finish(accumulators);
-    release(shared.right_empty[0]);
-    release(shared.rope_empty[0]);
+    begin_even_right();
+    finish_even_right();
     if (has_odd) {
       float moved[kOwnRows];
-      const bool moves = take_scores<1, false>(block + 1, moved);
-      store_probabilities<1>();
-      barrier_arrive(kProbabilitiesBarrier + 1, kConsumerThreads);
-      if (moves) rescale(accumulators, moved[0], moved[1]);
-      wgmma_keep(accumulators);
-      add_own<1, 1>(descriptors, probabilities, accumulators);
-      finish(accumulators);
+      const bool moves = take_odd_scores<false>(block + 1, moved);
+      add_odd_right(moves, moved);
     } else {
       // Only this consumer has waited for the block that does not exist.
       release(shared.left_empty[1]);

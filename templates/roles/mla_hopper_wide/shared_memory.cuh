@@ -24,22 +24,11 @@ struct SharedMemory {
 static_assert(sizeof(SharedMemory) <= kSharedBytes, "the spec knows what the struct takes");
 
 // By one thread.
-__device__ inline void make_barriers(SharedMemory& shared) {
-  const auto make = [](const Barrier& barrier, int count) {
-    mbarrier_init(shared_address(&barrier), count);
-  };
+__device__ inline void make_token_barriers(const SharedMemory& shared) {
   for (int stage = 0; stage < kStages; ++stage) {
-    for (int tile = 0; tile < kTiles; ++tile) make(shared.tile_full[stage][tile], 1);
-    make(shared.left_empty[stage], 1);
-    make(shared.right_empty[stage], 1);
-    make(shared.rope_empty[stage], 1);
+    for (int tile = 0; tile < kTiles; ++tile) make_barrier(shared.tile_full[stage][tile], 1);
+    make_barrier(shared.left_empty[stage], 1);
+    make_barrier(shared.right_empty[stage], 1);
+    make_barrier(shared.rope_empty[stage], 1);
   }
-  make(shared.first_query_full, kConsumerWarps);
-  make(shared.query_full, 3);  // schedulers
-  make(shared.query_empty, 2);
-  for (int slot = 0; slot < 2; ++slot) {
-    make(shared.item_full[slot], 3);  // schedulers
-    make(shared.item_empty[slot], 1 + kConsumerWarps);  // the loader, too
-  }
-  fence_mbarrier_init();
 }

@@ -747,6 +747,11 @@ __device__ inline void let_next_kernel_start() { griddepcontrol_launch_dependent
 
 using Barrier = u64;
 
+// For `arrivals` in each phase.
+__device__ inline void make_barrier(const Barrier& barrier, int arrivals) {
+  mbarrier_init(shared_address(&barrier), arrivals);
+}
+
 __device__ inline void wait_for(const Barrier& barrier, u32 parity) {
   mbarrier_wait(shared_address(&barrier), parity);
 }
@@ -1274,29 +1279,31 @@ static_assert(sizeof(SharedMemory) <= kSharedBytes, "the spec knows what the str
 static_assert(kBlockStages * kStageTiles == kTiles, "a block is whole stages");
 
 // By one thread.
-__device__ inline void make_barriers(SharedMemory& shared) {
-  const auto make = [](const Barrier& barrier, int count) {
-    mbarrier_init(shared_address(&barrier), count);
-  };
+__device__ inline void make_token_barriers(const SharedMemory& shared) {
   for (int stage = 0; stage < kStages; ++stage) {
-    make(shared.stage_full[stage], 1);
-    make(shared.stage_empty[stage], 1);
+    make_barrier(shared.stage_full[stage], 1);
+    make_barrier(shared.stage_empty[stage], 1);
   }
-  make(shared.first_query_full, kConsumerWarps);
-  make(shared.query_full, 3);  // schedulers
-  make(shared.query_empty, 1);
-  for (int slot = 0; slot < 2; ++slot) {
-    make(shared.item_full[slot], 3);  // schedulers
-    make(shared.item_empty[slot], 1 + kConsumerWarps);  // the loader, too
-  }
-  fence_mbarrier_init();
 }
 
 // The schedulers, three warps: hand items to all roles, and bring each item's query into shared
 // memory. Needs SharedMemory, items.cuh, blocks/barriers.cuh, blocks/swizzle.cuh,
 // ptx/barrier.cuh, ptx/cp_async.cuh, ptx/fence.cuh.
 
-constexpr int kSchedulerThreads = 3 * kWarpLanes;
+constexpr int kSchedulerWarps = 3;
+constexpr int kSchedulerThreads = kSchedulerWarps * kWarpLanes;
+constexpr int kConsumerGroups = kConsumerWarps / 4;  // of which one thread releases a query
+
+// By one thread.
+__device__ inline void make_item_barriers(const SharedMemory& shared) {
+  make_barrier(shared.first_query_full, kConsumerWarps);
+  make_barrier(shared.query_full, kSchedulerWarps);
+  make_barrier(shared.query_empty, kConsumerGroups);
+  for (int slot = 0; slot < 2; ++slot) {
+    make_barrier(shared.item_full[slot], kSchedulerWarps);
+    make_barrier(shared.item_empty[slot], 1 + kConsumerWarps);  // the loader, too
+  }
+}
 
 // Begins to copy the rows of a query, by `threads` threads of which this is number `thread`. A
 // row's tiles lie kQueryTileBytes apart; eight lanes copy 128 bytes.
@@ -2447,7 +2454,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const int length = params.seq_lens[own_request(params)];
   prefetch_ids(params);
   if (threadIdx.x == 0) {
-    make_barriers(shared);
+    make_token_barriers(shared);
+    make_item_barriers(shared);
+    fence_mbarrier_init();
     shared.has_nonfinite = 0;
     prefetch_tensormap(&params.latent_map);
     prefetch_tensormap(&params.rope_map);
