@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING
 
 import click
 
-from mlagen.errors import ArgumentError
-
 from .options import names
 
 if TYPE_CHECKING:
@@ -130,9 +128,7 @@ def _families(ctx: click.Context, param: click.Parameter, value: str | None) -> 
     given = names(ctx, param, value)
     if given is None:
         return None
-    from mlagen.spec.families import FAMILIES
+    from mlagen.spec.families import require_families
 
-    for name in given:
-        if name not in FAMILIES:
-            raise ArgumentError(f"family: expected one of {', '.join(FAMILIES)}, got {name!r}")
+    require_families(given)
     return given

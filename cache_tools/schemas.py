@@ -23,7 +23,7 @@ Schema: TypeAlias = dict[str, Part]
 # The part that every schema begins with.
 DOCUMENT = "the document"
 
-_CACHE_DIR = Field("text", "the cache folder")
+CACHE_DIR = Field("text", "the cache folder")
 _SIZE = Field("integer", "size in bytes")
 
 _ENTRY: Part = {
@@ -64,7 +64,7 @@ _DIFFERENCE = Field("text or null", "its value there, null if it has none")
 
 LS: Schema = {
     DOCUMENT: {
-        "cache_dir": _CACHE_DIR,
+        "cache_dir": CACHE_DIR,
         "entries": Field("list of `entry`", "in the order of the list"),
     },
     **_ENTRY_PARTS,
@@ -81,7 +81,7 @@ SHOW: Schema = {
 }
 STATS: Schema = {
     DOCUMENT: {
-        "cache_dir": _CACHE_DIR,
+        "cache_dir": CACHE_DIR,
         "entries": Field("integer", "kernels in the cache folder"),
         "size_bytes": _SIZE,
         "max_bytes": Field("integer or null", "`MLAGEN_CACHE_MAX_SIZE`, null if there is no limit"),
@@ -148,7 +148,7 @@ EXPLAIN: Schema = {
 }
 VERIFY: Schema = {
     DOCUMENT: {
-        "cache_dir": _CACHE_DIR,
+        "cache_dir": CACHE_DIR,
         "verified": Field("integer", "entries that were read"),
         "bad": Field("list of `bad`", "those that are not as they were published"),
     },
@@ -162,7 +162,7 @@ VERIFY: Schema = {
 }
 PRUNE: Schema = {
     DOCUMENT: {
-        "cache_dir": _CACHE_DIR,
+        "cache_dir": CACHE_DIR,
         "dry_run": Field("boolean", "whether nothing was removed"),
         "removed": Field("list of `removed`", "what goes"),
         "freed_bytes": Field("integer", "their size"),
@@ -178,7 +178,7 @@ PRUNE: Schema = {
 }
 GC: Schema = {
     DOCUMENT: {
-        "cache_dir": _CACHE_DIR,
+        "cache_dir": CACHE_DIR,
         "abandoned": Field("integer", "folders that dead processes had left"),
         "quarantined": Field("integer", "damaged kernels that were deleted from the quarantine"),
         "evicted": Field("list of `evicted`", "kernels above `MLAGEN_CACHE_MAX_SIZE`"),
@@ -195,14 +195,14 @@ RM: Schema = {
     **_ENTRY_PARTS,
 }
 CLEAR: Schema = {
-    DOCUMENT: {"cache_dir": _CACHE_DIR, "removed": Field("integer", "how many kernels")},
+    DOCUMENT: {"cache_dir": CACHE_DIR, "removed": Field("integer", "how many kernels")},
 }
 DIR: Schema = {
-    DOCUMENT: {"cache_dir": _CACHE_DIR, "exists": Field("boolean", "whether it is there yet")},
+    DOCUMENT: {"cache_dir": CACHE_DIR, "exists": Field("boolean", "whether it is there yet")},
 }
 RESOURCES: Schema = {
     DOCUMENT: {
-        "cache_dir": _CACHE_DIR,
+        "cache_dir": CACHE_DIR,
         "kernels": Field("list of `kernel`", "in the order of the list"),
         "spilling": Field("integer", "how many spill registers"),
         "damaged": Field("integer", "entries that tell nothing"),

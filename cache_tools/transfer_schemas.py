@@ -5,10 +5,9 @@ In the words of :mod:`cache_tools.schemas`, and compared in the same way with wh
 
 from __future__ import annotations
 
-from .schemas import DOCUMENT, Field, Part, Schema
+from .schemas import CACHE_DIR, DOCUMENT, Field, Part, Schema
 
 _COUNT = Field("integer", "how many")
-_CACHE_DIR = Field("text", "the cache folder")
 
 _BUNDLE: Part = {
     "bundle": Field("text", "the file or URL, without secrets"),
@@ -27,7 +26,7 @@ _ENTRY: Part = {
 
 PREWARM: Schema = {
     DOCUMENT: {
-        "cache_dir": _CACHE_DIR,
+        "cache_dir": CACHE_DIR,
         "totals": Field("`totals`", "units of each status"),
         "bundle": Field("`bundle` or null", "what `--bundle` wrote"),
         "units": Field("list of `unit`", "one for each kernel that was asked for"),
@@ -68,7 +67,7 @@ WRITTEN: Schema = {
 }
 TAKEN: Schema = {
     DOCUMENT: {
-        "cache_dir": _CACHE_DIR,
+        "cache_dir": CACHE_DIR,
         "dry_run": Field("boolean", "whether nothing was added"),
         **_BUNDLE,
         "totals": Field("`totals`", "kernels of each outcome"),

@@ -28,7 +28,7 @@ from mlagen.cache.entry import (
     require_own_key,
 )
 from mlagen.cache.files import DamageError
-from mlagen.cache.layout import is_toolchain
+from mlagen.cache.layout import is_digest, is_toolchain
 from mlagen.errors import CacheError
 
 # Counts changes of the table of contents and of where its entries lie.
@@ -42,7 +42,6 @@ ENTRY_MOST_BYTES = 64 << 20
 
 DEFAULT_MOST_BYTES = 2 << 30
 
-_KEY = re.compile(r"[0-9a-f]{64}")
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
@@ -85,15 +84,15 @@ class BundledEntry:
 
     def require_sound(self) -> None:
         """Raise :class:`DamageError` unless it could be an entry; no name leads out of a folder."""
-        if not _KEY.fullmatch(self.key):
+        if not is_digest(self.key):
             raise DamageError(f"key: expected 64 lower-case hex digits, got {self.key!r}")
         if not is_toolchain(self.toolchain):
             raise DamageError(f"toolchain: expected a name, got {self.toolchain!r}")
         for name, facts in self.files.items():
             if not _FILE.fullmatch(name):
                 raise DamageError(f"file: expected a plain name, got {name!r}")
-            is_digest = _KEY.fullmatch(str(facts.sha256))
-            if type(facts.size) is not int or facts.size < 0 or not is_digest:
+            is_size = type(facts.size) is int and facts.size >= 0
+            if not is_size or not is_digest(str(facts.sha256)):
                 raise DamageError(f"{name}: expected a size and a sha256, got {asdict(facts)}")
         for name in (MANIFEST, CUBIN):
             if name not in self.files:

@@ -173,7 +173,7 @@ def _verify(members: Members, entry: BundledEntry) -> None:
             start = start or chunk[:4]
             if name == MANIFEST:
                 manifest += chunk
-        _require(member, facts, FileFacts(size, digest.hexdigest()))
+        facts.require(member, FileFacts(size, digest.hexdigest()))
         if name == CUBIN:
             require_cubin(start)
         elif name == MANIFEST:
@@ -185,15 +185,8 @@ def _contents(members: Members, entry: BundledEntry) -> dict[str, bytes]:
     for member, name, facts in entry.members():
         size = members.next_size(member, most_bytes=facts.size)
         contents[name] = b"".join(members.chunks(size))
-        _require(member, facts, FileFacts.of(contents[name]))
+        facts.require(member, FileFacts.of(contents[name]))
     return contents
-
-
-def _require(member: str, expected: FileFacts, got: FileFacts) -> None:
-    if got.size != expected.size:
-        raise DamageError(f"{member}: expected {expected.size} bytes, got {got.size}")
-    if got != expected:
-        raise DamageError(f"{member}: expected sha256 {expected.sha256}, got {got.sha256}")
 
 
 def _standing(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import stat
 import time
 from collections.abc import Iterator
@@ -21,10 +20,8 @@ from mlagen.cache.entry import (
     require_own_key,
 )
 from mlagen.cache.files import DamageError, read_with_status
-from mlagen.cache.layout import Layout
+from mlagen.cache.layout import Layout, is_digest
 from mlagen.errors import CacheError
-
-_KEY = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
@@ -63,7 +60,7 @@ def stored_entries(
     for shard in _names_in(root := os.fspath(layout.entries)):
         if shard.startswith(prefix[:2]):
             for key in _names_in(f"{root}/{shard}"):
-                if key.startswith(prefix) and _KEY.fullmatch(key):
+                if key.startswith(prefix) and is_digest(key):
                     for toolchain in _names_in(folder := f"{root}/{shard}/{key}"):
                         place = f"{folder}/{toolchain}"
                         stored = _stored_entry(place, key, toolchain, layout.root, is_read_only)

@@ -42,6 +42,13 @@ class FileFacts:
         """Return the facts of ``content``."""
         return cls(len(content), hashlib.sha256(content).hexdigest())
 
+    def require(self, name: str, got: FileFacts) -> None:
+        """Raise :class:`DamageError` unless what was read under ``name`` is this."""
+        if got.size != self.size:
+            raise DamageError(f"{name}: expected {self.size} bytes, got {got.size}")
+        if got != self:
+            raise DamageError(f"{name}: expected sha256 {self.sha256}, got {got.sha256}")
+
 
 # JSON for characters that no manifest has, and that commands would print as they are.
 _CONTROLS = re.compile(rb"\\u00(?:[01]|7f|[89])|\x7f", re.IGNORECASE)
@@ -150,11 +157,7 @@ def read_file(folder: Path, name: str, manifest: Manifest) -> bytes:
     if expected is None:
         raise DamageError(f"{MANIFEST}: expected a file {name}, got {', '.join(manifest.files)}")
     content = read_regular(folder / name, most_bytes=expected.size)
-    got = FileFacts.of(content)
-    if got.size != expected.size:
-        raise DamageError(f"{name}: expected {expected.size} bytes, got {got.size}")
-    if got != expected:
-        raise DamageError(f"{name}: expected sha256 {expected.sha256}, got {got.sha256}")
+    expected.require(name, FileFacts.of(content))
     return content
 
 

@@ -19,6 +19,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+_DIGEST = re.compile(r"[0-9a-f]{64}")
 _TOOLCHAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,62}")
 _ABANDONED_AFTER_S = 3600.0
 
@@ -91,6 +92,11 @@ class Layout:
     def new_quarantine(self, key: str) -> Path:
         """Return a name in the quarantine folder that nobody else uses."""
         return self.quarantine / f"{key}.{time.time_ns()}.{os.getpid()}"
+
+
+def is_digest(name: str) -> bool:
+    """Whether a name can be that of a key, or a text a SHA-256."""
+    return _DIGEST.fullmatch(name) is not None
 
 
 def is_toolchain(name: str) -> bool:

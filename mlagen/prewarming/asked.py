@@ -10,7 +10,7 @@ from mlagen.models.config import find_model
 from mlagen.models.kernels import Use, model_specs
 from mlagen.prewarming.gpus import archs_of
 from mlagen.spec.dtype import DType
-from mlagen.spec.families import FAMILIES
+from mlagen.spec.families import FAMILIES, require_families
 from mlagen.spec.kernel import KernelSpec
 from mlagen.spec.selection import select_specs
 from mlagen.spec.text import parse_spec
@@ -75,9 +75,7 @@ def _refuse(said: Mapping[str, object], where: str) -> None:
 
 def _families(families: Iterable[str] | None) -> set[str]:
     chosen = list(FAMILIES if families is None else families)
-    for family in chosen:
-        if family not in FAMILIES:
-            raise ArgumentError(f"family: expected one of {', '.join(FAMILIES)}, got {family!r}")
+    require_families(chosen)
     return set(chosen)
 
 

@@ -10,9 +10,10 @@ from functools import partial
 
 from mlagen.cache.layout import Layout
 from mlagen.cache.publish import require_writable
+from mlagen.cache.refusals import refusals
 from mlagen.compiler.toolchain import find_nvrtc
 from mlagen.engine import kernel_for
-from mlagen.errors import ArgumentError, CacheError, ToolchainError
+from mlagen.errors import ArgumentError, ToolchainError
 from mlagen.prewarming.asked import specs_asked
 from mlagen.prewarming.building import build_all, build_here, look_up_all
 from mlagen.prewarming.gpus import devices_for
@@ -204,9 +205,5 @@ def _build_missing(
 
 def _require_writable_cache() -> None:
     settings = current_settings()
-    path = settings.cache_dir
-    try:
-        require_writable(Layout(path, settings.trusts_shared))
-    except OSError as error:
-        message = f"cache: expected a writable folder, got {error.strerror or error}: {path}"
-        raise CacheError(message, path=path) from error
+    with refusals(settings.cache_dir):
+        require_writable(Layout(settings.cache_dir, settings.trusts_shared))

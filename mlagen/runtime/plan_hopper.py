@@ -58,8 +58,7 @@ def plan_mla_hopper(
     else:
         groups = -(-problem.total_rows // (rows * team_size)) + problem.batch
     blocks_of_tokens = -(-problem.longest_kv // _BLOCK_TOKENS)
-    unit_cost = _NARROW_UNIT_COST if spec.is_narrow else _WIDE_UNIT_COST
-    spans = groups * (blocks_of_tokens + unit_cost) // _LEAST_SPAN
+    spans = groups * (blocks_of_tokens + _unit_cost(spec)) // _LEAST_SPAN
     teams = min(sm_count // team_size, max(1, spans)) if problem.total_rows else 0
     blocks = teams * team_size
     # A block leaves two pieces at the most: values as halves, and of each row its state.
@@ -77,8 +76,12 @@ def plan_mla_hopper(
 
 def line_fits(spec: MlaHopperSpec, plan: HopperPlan, most_tokens: int) -> bool:
     """Return whether blocks can count their work, if a request has ``most_tokens`` at the most."""
-    unit_cost = _NARROW_UNIT_COST if spec.is_narrow else _WIDE_UNIT_COST
-    return plan.groups * (-(-most_tokens // _BLOCK_TOKENS) + unit_cost) <= _MOST_POSITIONS
+    blocks_of_tokens = -(-most_tokens // _BLOCK_TOKENS)
+    return plan.groups * (blocks_of_tokens + _unit_cost(spec)) <= _MOST_POSITIONS
+
+
+def _unit_cost(spec: MlaHopperSpec) -> int:
+    return _NARROW_UNIT_COST if spec.is_narrow else _WIDE_UNIT_COST
 
 
 def _team_size(tiles: int, sm_count: int) -> int:

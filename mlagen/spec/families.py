@@ -38,10 +38,15 @@ def specs_of(
     ArgumentError
         If a family, or a value that no kernel has, is named.
     """
-    for family in families:
-        if family not in FAMILIES:
-            raise ArgumentError(f"family: expected one of {', '.join(FAMILIES)}, got {family!r}")
+    require_families(families)
     return kept_of([spec for family in families for spec in FAMILIES[family](arch)], wanted)
+
+
+def require_families(names: Iterable[str]) -> None:
+    """Raise :class:`ArgumentError` unless all names are those of families."""
+    for name in names:
+        if name not in FAMILIES:
+            raise ArgumentError(f"family: expected one of {', '.join(FAMILIES)}, got {name!r}")
 
 
 def kept_of(specs: list[KernelSpec], wanted: Mapping[str, Collection[str]]) -> list[KernelSpec]:
