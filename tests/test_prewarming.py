@@ -79,6 +79,21 @@ def test_a_dry_run_compiles_and_creates_nothing(cache_dir: Path) -> None:
     assert not current_settings().lock_dir.exists()
 
 
+def test_a_dry_run_leaves_damage_where_it_is() -> None:
+    """It tells that the kernel is missing; moving the entry is for whoever builds it anew."""
+    (built, *_) = mlagen.prewarm(**SMALL).units
+    found = engine.find_or_build(built.spec).entry
+    assert found.path is not None
+    cubin = found.path / "kernel.cubin"
+    cubin.chmod(0o600)
+    cubin.write_bytes(b"damaged")
+
+    report = mlagen.prewarm(**SMALL, dry_run=True)
+
+    assert report.units[0].status == "missing"
+    assert cubin.read_bytes() == b"damaged"
+
+
 def test_events_come_in_the_calling_thread_and_in_order() -> None:
     """Each kernel starts before it is finished, and the count rises to the total."""
     events: list[PrewarmEvent] = []

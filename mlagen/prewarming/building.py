@@ -17,13 +17,13 @@ from mlagen.spec.kernel import KernelSpec
 
 
 def look_up_all(
-    specs: Sequence[KernelSpec],
+    specs: Sequence[KernelSpec], *, is_dry: bool
 ) -> Generator[tuple[str, KernelSpec, PrewarmUnit], None, None]:
-    """Yield a unit for each kernel: a hit, or what is missing."""
+    """Yield a unit for each kernel: a hit, or what is missing; if ``is_dry``, change nothing."""
     for spec in specs:
         start = time.perf_counter()
         key = key_of(spec)
-        entry = kernel_store().find(key)
+        entry = kernel_store().look_up(key, is_dry=is_dry).entry
         status = "hit" if entry else "missing"
         yield "finished", spec, unit_of(spec, key, status, start, entry=entry)
 

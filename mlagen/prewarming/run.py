@@ -133,7 +133,7 @@ def prewarm(
     devices = devices_for(specs) if load else {}
     finished: dict[KernelSpec, PrewarmUnit] = {}
     loaded = 0
-    happenings: Generator[Happening, None, None] = look_up_all(specs)
+    happenings: Generator[Happening, None, None] = look_up_all(specs, is_dry=True)
     if not dry_run:
         how = _How(
             jobs=jobs or usable_jobs(),
@@ -170,7 +170,7 @@ def _prewarm_all(
     finished: dict[KernelSpec, PrewarmUnit],
 ) -> Generator[Happening, None, None]:
     missing: dict[KernelSpec, PrewarmUnit] = {}
-    for kind, spec, unit in look_up_all(specs):
+    for kind, spec, unit in look_up_all(specs, is_dry=False):
         if unit.status == "missing":
             missing[spec] = unit
         else:
