@@ -17,8 +17,9 @@ _NARROW_UNIT_COST = 2
 _WIDE_UNIT_COST = 6
 _LEAST_SPAN = 2
 
-# As PartialRow in roles/mla_hopper/merge.cuh.
-_ROW_STATE_BYTES = 12
+# As PartialRow in roles/mla_hopper/merge.cuh: with a wide tile either half has a scale.
+_NARROW_ROW_BYTES = 12
+_WIDE_ROW_BYTES = 16
 
 # Positions on the line of work are counted in 32 bits.
 _MOST_POSITIONS = 2**31 - 1
@@ -63,13 +64,14 @@ def plan_mla_hopper(
     blocks = teams * team_size
     # A block leaves two pieces at the most: values as halves, and of each row its state.
     partial_values = 2 * blocks * rows * spec.head_dim_vo * 2
+    row_bytes = _NARROW_ROW_BYTES if spec.is_narrow else _WIDE_ROW_BYTES
     return HopperPlan(
         team_size=team_size,
         teams=teams,
         blocks=blocks,
         groups=groups,
         partial_rows_offset=partial_values,
-        workspace_bytes=partial_values + 2 * blocks * rows * _ROW_STATE_BYTES,
+        workspace_bytes=partial_values + 2 * blocks * rows * row_bytes,
         is_small=rows <= SMALL_ROWS and groups * blocks_of_tokens <= SMALL_BLOCKS,
     )
 

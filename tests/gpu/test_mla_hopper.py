@@ -33,10 +33,12 @@ pytestmark = pytest.mark.skipif(
 WIDTHS = {"16 rows": (16, 1), "32 rows": (16, 2), "64 rows": (64, 1), "teams of 2": (128, 1)}
 LENGTHS = {
     "many pieces": (9000,),
-    "pieces in two rounds": (16000,),
+    "as many pieces as can be": (16000,),
     "one long, one short": (20000, 2500),
     "few pieces": (5000, 77, 900, 64, 0, 1),
     "alike, cut in equal pieces": (1088,) * 32,
+    "alike, cut in halves": (1088,) * 64,
+    "two pieces, of which one is followed": (3000,) * 83,
     "many requests": tuple(17 + 67 * i % 911 for i in range(300)),
     "empty requests": (0,) * 1000,
 }
@@ -104,6 +106,7 @@ def test_ten_thousand_launches_give_the_same_bits(case: MlaCase) -> None:
 
 _WAIT = "  mbarrier_wait(shared_address(&barrier), parity);\n"
 _ARRIVE = "  barrier_sync(kConsumerBarrier, kConsumerThreads);\n"
+_CREW = "  crew.sync();\n"
 _DELAY = "  if ((static_cast<u32>(clock64()) * 2654435761u >> 13) % 16 == 0) __nanosleep({});\n"
 
 
@@ -111,7 +114,7 @@ def with_delays(spec: MlaHopperSpec) -> loader.LoadedKernel:
     """Return the kernel with warps that fall asleep by chance wherever they wait for others."""
     source = render(spec)
     text = source.text
-    for place, nanoseconds in ((_WAIT, 2000), (_ARRIVE, 5000)):
+    for place, nanoseconds in ((_WAIT, 2000), (_ARRIVE, 5000), (_CREW, 5000)):
         assert place in text
         text = text.replace(place, _DELAY.format(nanoseconds) + place)
     cubin = compile_source(Source(text=text, origins=()), spec.arch, find_nvrtc())

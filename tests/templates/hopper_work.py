@@ -75,6 +75,7 @@ class Item:
     first_block: int
     last_block: int
     pieces: int
+    mergers: int
     piece: int
     owner: int
     block: int  # of the grid
@@ -190,12 +191,13 @@ def span_from(position: int, span: Span) -> int:
     return (position * span.spans + span.total - 1) // span.total
 
 
-def pieces_of(unit_begin: int, blocks: int, span: Span) -> tuple[int, int]:
-    """pieces_of: the count and the first span."""
+def pieces_of(unit_begin: int, blocks: int, span: Span) -> tuple[int, int, bool]:
+    """pieces_of: the count, the first span, and whether the last ends with the unit."""
     first_block = unit_begin + span.unit_cost
     second = span_from(first_block + 1, span)
-    after = span_from(first_block + blocks, span)
-    return 1 + after - second, second - 1
+    end = first_block + blocks
+    after = span_from(end, span)
+    return 1 + after - second, second - 1, after * span.total < (end + 1) * span.spans
 
 
 def items_of(params: Params, span: Span, member: int) -> Iterator[Item]:
@@ -215,15 +217,16 @@ def items_of(params: Params, span: Span, member: int) -> Iterator[Item]:
         is_here = span.begin <= unit_begin if blocks == 0 else first < last
         tile = group * params.team_size + member
         if is_here and tile < facts.tiles:
-            count, first_span = 1, span.index
+            count, first_span, end_span = 1, span.index, True
             if first > 0 or last < blocks:
-                count, first_span = pieces_of(unit_begin, blocks, span)
+                count, first_span, end_span = pieces_of(unit_begin, blocks, span)
             yield Item(
                 request=request,
                 tile=tile,
                 first_block=first,
                 last_block=last,
                 pieces=count,
+                mergers=count - (not end_span),
                 piece=0 if first == 0 else span.index - first_span,
                 owner=block_of_span(first_span),
                 block=block_of_span(span.index),

@@ -95,6 +95,32 @@ def test_a_block_of_the_grid_leaves_two_pieces_at_the_most(
         assert all(item.pieces == 1 for item in items[1:-1])
 
 
+@pytest.mark.parametrize("unit_cost", UNIT_COSTS)
+@settings(deadline=None, max_examples=300)
+@given(requests=requests, teams=st.integers(1, 148), team_size=st.integers(1, 4))
+@example(requests=[(64, 1)] * 66, teams=132, team_size=1)
+@example(requests=[(16, 2)] * 16, teams=66, team_size=2)
+def test_who_merges_waits_for_nobody_who_waits_for_it(
+    requests: list[tuple[int, int]], teams: int, team_size: int, unit_cost: int
+) -> None:
+    """All pieces but the last are merged where they end their span, and so may the last be.
+
+    Mergers wait for every other piece, which must not come behind another wait for theirs.
+    """
+    blocks, tiles = zip(*requests, strict=True)
+    params = Params(blocks, tiles, teams, team_size, unit_cost)
+
+    by_block = defaultdict(list)
+    for item in all_items(params):
+        by_block[item.block].append(item)
+
+    for items in by_block.values():
+        for item in items:
+            assert item.mergers in (item.pieces - 1, item.pieces) or item.pieces == 1
+            if item.pieces > 1 and item.piece < item.mergers:
+                assert item is items[-1]
+
+
 @settings(deadline=None, max_examples=300)
 @given(
     request=st.tuples(st.integers(1, 300), st.integers(1, 9)),
@@ -118,6 +144,7 @@ def test_alike_requests_are_cut_alike_or_by_their_length(
     items = all_items(params)
 
     assert {item.pieces for item in items} == {max(span.spans // units, 1)}
+    assert {item.mergers for item in items} == {item.pieces for item in items}
     if span.spans >= units:
         assert {item.order for item in items} == {0}
 

@@ -7,10 +7,12 @@ __device__ inline int block_at(int position, int unit_begin, const Span& span) {
   return max(position - unit_begin - span.unit_cost, 0);
 }
 
-// How a unit is cut: its pieces lie on the spans from `first_span` on.
+// How a unit is cut: its pieces lie on the spans from `first_span` on, and the last of those may
+// end with it.
 struct Pieces {
   int count;
   int first_span;
+  bool end_span;
 };
 
 // The first span that begins at or after a position.
@@ -25,8 +27,11 @@ __device__ inline int span_from(int position, const Span& span) {
 __device__ inline Pieces pieces_of(int unit_begin, int blocks, const Span& span) {
   const int first_block = unit_begin + span.unit_cost;
   const int second = span_from(first_block + 1, span);
-  const int after = span_from(first_block + blocks, span);
-  return {1 + after - second, second - 1};
+  const int end = first_block + blocks;
+  const int after = span_from(end, span);
+  const bool end_span =
+      static_cast<u64>(after) * span.total < static_cast<u64>(end + 1) * span.spans;
+  return {1 + after - second, second - 1, end_span};
 }
 
 // Which queries and tokens an item is about: as much as loading them takes.
@@ -45,6 +50,7 @@ struct Item : Part {
   u32 count;  // of items before
   int visible_to_all;  // tokens that every row of the tile sees
   int pieces;
+  int mergers;  // of them, the first: the last is one if nothing follows it in its block
   int piece;
   int owner;  // the block of the grid that has piece 0
   int row_visible[kRows];  // how many tokens a row sees
@@ -95,13 +101,14 @@ struct ItemWalk : WalkState {
     }
     if (lane_index() != 0) return;
     static_cast<Part&>(item) = part;
-    Pieces pieces = {1, span.index};
+    Pieces pieces = {1, span.index, true};
     if (first_block() > 0 || last_block() < facts.blocks) {
       pieces = pieces_of(unit_begin, facts.blocks, span);
     }
     item.count = count;
     item.visible_to_all = visible_tokens(part.first_row);
     item.pieces = pieces.count;
+    item.mergers = pieces.count - (pieces.end_span ? 0 : 1);
     item.piece = first_block() == 0 ? 0 : span.index - pieces.first_span;
     item.owner = block_of_span(pieces.first_span);
   }

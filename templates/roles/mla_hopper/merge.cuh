@@ -1,12 +1,13 @@
-// Merging the pieces of a unit. Needs SharedMemory, Item, row_state.cuh, blocks/fresh_thread.cuh,
-// ptx/atom.cuh, ptx/barrier.cuh, ptx/cp_async.cuh, ptx/cvt.cuh, ptx/ex2.cuh, ptx/ld.cuh; and from
+// The pieces of a unit: how they are left in the workspace, brought from there, and two of them
+// added. Needs SharedMemory, Item, row_state.cuh, crew.cuh, blocks/fresh_thread.cuh,
+// ptx/barrier.cuh, ptx/cp_async.cuh, ptx/cvt.cuh, ptx/ex2.cuh, ptx/ld.cuh, ptx/red.cuh; and from
 // the consumers Accumulators, with the rows each belongs to, and largest_of_rows.
 
-// A piece is left in the workspace as it is in registers: float4 i of thread t at i *
-// kConsumerThreads + t, as four halves, for what is written and read is what merging costs; and
-// each row's state. Each block of the grid has two places: for the piece that its span begins with,
-// and for the one it ends with.
-constexpr int kFewPieces = 2;  // so many are merged by the owner, more by all
+// A task is one float4 of every thread of a warp. A piece is left in the workspace task by task, as
+// four halves a thread, for what is written and read is what merging costs; and each row's state.
+// Each block of the grid has two places: for the piece that its span begins with, and for the one
+// it ends with.
+constexpr int kTaskBytes = kWarpLanes * sizeof(uint2);
 
 __device__ inline int first_place(int block) { return block * 2; }
 __device__ inline int last_place(int block) { return block * 2 + 1; }
@@ -14,16 +15,21 @@ __device__ inline int last_place(int block) { return block * 2 + 1; }
 struct PartialRow {
   float reference;  // log2 units
   float sum;
-  float scale;  // what halves are multiplied by; later also by the piece's weight
+  float scales[kScales];  // what halves are multiplied by; later also by the piece's weight
 };
 
 __device__ inline uint2* partial_values(const Params& params, int place) {
   return reinterpret_cast<uint2*>(params.partial_out) +
-         static_cast<u32>(place * kAccumulators * kConsumerThreads);
+         static_cast<u32>(place * kTasks * kWarpLanes);
 }
 
 __device__ inline PartialRow* partial_rows(const Params& params, int place) {
   return reinterpret_cast<PartialRow*>(params.partial_rows) + place * kRows;
+}
+
+// Where this thread's values are among those of all tasks.
+__device__ inline int own_values() {
+  return first_task_of(fresh_warp()) * kWarpLanes + fresh_lane();
 }
 
 __device__ inline uint2 to_halves(float4 value) {
@@ -43,22 +49,39 @@ __device__ inline int place_of_piece(const Params& params, const Item& item, int
   return piece == 0 ? last_place(item.owner) : first_place(item.owner - piece * params.team_size);
 }
 
+// Two pieces of which neither is followed by anything in its block are merged by both: either keeps
+// one half of the tasks and leaves the other.
+__device__ inline bool is_exchanged(const Item& item) {
+  return item.pieces == 2 && item.mergers == 2;
+}
+
 __device__ inline u32* arrivals(const Params& params, const Item& item) {
   return params.counters + item.owner * 2;
 }
 
-// All consumer threads have written; tells those who wait.
-__device__ inline void announce(const Params& params, const Item& item) {
-  barrier_sync(kConsumerBarrier, kConsumerThreads);
-  if (fresh_thread() == 0) atom_add_acq_rel_gpu(arrivals(params, item), 1);
+// When all threads of the crew have written; tells those who wait.
+__device__ inline void announce(const Params& params, const Item& item, const Crew& crew) {
+  crew.sync();
+  if (crew.is_leader()) red_add_release_gpu(arrivals(params, item), 1);
 }
 
-__device__ inline void await(const Params& params, const Item& item, u32 count) {
-  if (fresh_thread() == 0) {
-    while (ld_acquire_gpu(arrivals(params, item)) != count) {
+__device__ inline void await(const Params& params, const Item& item, const Crew& crew, int count) {
+  if (crew.is_leader()) {
+    while (ld_acquire_gpu(arrivals(params, item)) != static_cast<u32>(count)) {
     }
   }
-  barrier_sync(kConsumerBarrier, kConsumerThreads);
+  crew.sync();
+}
+
+// Says that a merger waits no more. The last of them sets the counters back; says whether this is
+// it.
+__device__ inline bool is_last_merger(const Params& params, const Item& item, const Crew& crew) {
+  if (!crew.is_leader()) return false;
+  return atomicAdd(arrivals(params, item) + 1, 1u) + 1 == static_cast<u32>(item.mergers);
+}
+
+__device__ inline void reset_arrivals(const Params& params, const Item& item) {
+  *reinterpret_cast<uint2*>(arrivals(params, item)) = make_uint2(0, 0);
 }
 
 // The power of two that brings what is finite of a row, `largest` at the most, below 2^14: the
@@ -73,75 +96,76 @@ __device__ inline float inverse_of_power(float power) {
   return __uint_as_float((254u << 23) - __float_as_uint(power));
 }
 
-__device__ inline void store_partial(const Params& params, SharedMemory& shared, int place,
-                                     const Accumulators& accumulators,
+// By the threads of a crew.
+__device__ inline void store_partial(const Params& params, SharedMemory& shared, const Crew& crew,
+                                     int place, const Accumulators& accumulators,
                                      const RowState (&rows)[kOwnRows]) {
   float scales[kOwnRows];
-  largest_of_rows(shared, accumulators, scales);
+  largest_of_rows(shared, crew, accumulators, scales);
 #pragma unroll
   for (int r = 0; r < kOwnRows; ++r) scales[r] = half_scale(scales[r]);
-  uint2* values = partial_values(params, place) + fresh_thread();
+  uint2* values = partial_values(params, place) + own_values();
 #pragma unroll
   for (int i = 0; i < kAccumulators; ++i) {
-    values[i * kConsumerThreads] = to_halves(weighted(accumulator(accumulators, i), scales, i));
+    values[i * kWarpLanes] = to_halves(weighted(accumulator(accumulators, i), scales, i));
   }
   PartialRow* target = partial_rows(params, place);
+  const bool tells_state = is_row_writer(crew.thread());
+  const bool tells_scale = is_scale_writer(crew.thread());
+  const int scale = scale_of_warp(fresh_warp());
 #pragma unroll
   for (int r = 0; r < kOwnRows; ++r) {
-    if (!is_row_writer()) continue;
-    target[own_row(r)] = {rows[r].reference, rows[r].sum, inverse_of_power(scales[r])};
+    PartialRow& row = target[own_row(r)];
+    if (tells_state) {
+      row.reference = rows[r].reference;
+      row.sum = rows[r].sum;
+    }
+    if (tells_scale) row.scales[scale] = inverse_of_power(scales[r]);
   }
 }
 
-// A task is one float4 of every thread of a warp, over all pieces; a slice is as many tasks as make
-// all blocks equally busy.
-constexpr int kTasks = kAccumulators * kConsumerWarps;
-constexpr int kTaskBytes = kWarpLanes * sizeof(uint2);
-constexpr int kRowsBytes = kRows * sizeof(PartialRow);  // of a piece
-
-// What a block brings of other pieces, where query and tokens were: no item follows. First the rows
-// of every piece, then as many of its tasks as there is room for.
+// What a crew brings of other pieces, where query and tokens were: no item follows. First some rows
+// of every piece, then some tasks.
 struct MergeRoom {
   unsigned char* bytes;
   int pieces;
+  int first_row;
+  int rows;
+  int first_task;
   int tasks;
 
-  __device__ PartialRow* rows(int piece) const {
-    return reinterpret_cast<PartialRow*>(bytes) + piece * kRows;
+  __device__ PartialRow* states(int piece) const {
+    return reinterpret_cast<PartialRow*>(bytes) + piece * rows;
   }
+  __device__ PartialRow& state(int piece, int row) const { return states(piece)[row - first_row]; }
   __device__ uint2* values(int piece) const {
-    return reinterpret_cast<uint2*>(bytes + pieces * kRowsBytes) + piece * tasks * kWarpLanes;
+    return reinterpret_cast<uint2*>(states(pieces)) + piece * tasks * kWarpLanes;
   }
 };
 
 constexpr int kRoomBytes = sizeof(SharedMemory::query) + sizeof(SharedMemory::tokens);
+static_assert(kRows * sizeof(PartialRow) + kTasks * kTaskBytes <= kRoomBytes,
+              "the only other piece comes whole");
+static_assert(kRowsOfGroup * sizeof(PartialRow) % kChunkBytes == 0, "rows are copied in chunks");
 
-// How many tasks there is room for at a time.
-__device__ constexpr int tasks_at_once(int pieces) {
-  return (kRoomBytes / pieces - kRowsBytes) / kTaskBytes;
-}
-static_assert((kRoomBytes - kRowsBytes) / kTaskBytes >= kTasks, "the only other piece comes whole");
-static_assert((kRoomBytes / kMostSpans - kRowsBytes) / kTaskBytes >= 1, "some of each piece comes");
-
-// Copies are waited for once: the latency of what other blocks have just written is long. `round`
-// counts what has been brought before; the first time rows come, too. Many pieces are shared among
-// warps, of few each is shared by all threads.
-__device__ inline void bring_pieces(const Params& params, const Item& item, SharedMemory& shared,
-                                    const MergeRoom& room, int first_piece, int first_task,
-                                    int round) {
+// Copies are waited for once: the latency of what other blocks have just written is long. Many
+// pieces are shared among warps, of few each is shared by all threads.
+__device__ inline void bring_pieces(const Params& params, const Item& item, const Crew& crew,
+                                    const MergeRoom& room, int first_piece) {
   const bool are_many = room.pieces >= kConsumerWarps;
   const int step = are_many ? kConsumerWarps : 1;
-  const int sharers = are_many ? kWarpLanes : kConsumerThreads;
-  const int sharer = are_many ? fresh_lane() : fresh_thread();
-  const int row_chunks = round == 0 ? kRowsBytes / kChunkBytes : 0;
+  const int sharers = are_many ? kWarpLanes : crew.threads();
+  const int sharer = are_many ? fresh_lane() : crew.thread();
+  const int row_chunks = room.rows * static_cast<int>(sizeof(PartialRow)) / kChunkBytes;
   const int chunks = row_chunks + room.tasks * kTaskBytes / kChunkBytes;
 #pragma unroll 2
   for (int piece = are_many ? fresh_warp() : 0; piece < room.pieces; piece += step) {
     const int place = place_of_piece(params, item, first_piece + piece);
-    const Chunk* rows = reinterpret_cast<const Chunk*>(partial_rows(params, place));
-    const Chunk* values =
-        reinterpret_cast<const Chunk*>(partial_values(params, place) + first_task * kWarpLanes);
-    const u32 rows_target = shared_address(room.rows(piece));
+    const Chunk* rows =
+        reinterpret_cast<const Chunk*>(partial_rows(params, place) + room.first_row);
+    const Chunk* values = reinterpret_cast<const Chunk*>(partial_values(params, place) +
+                                                         room.first_task * kWarpLanes);
+    const u32 rows_target = shared_address(room.states(piece));
     const u32 values_target = shared_address(room.values(piece));
 #pragma unroll 2
     for (int i = sharer; i < chunks; i += sharers) {
@@ -153,32 +177,36 @@ __device__ inline void bring_pieces(const Params& params, const Item& item, Shar
   }
   cp_async_commit_group();
   cp_async_wait_group<0>();
-  barrier_sync(kConsumerBarrier, kConsumerThreads);
+  crew.sync();
 }
 
-// The owner adds the only other piece to its own, which is in registers.
+// Adds the only other piece to this one, which is in registers: by the owner, or by both to the
+// half that either keeps.
 __device__ inline void fold_piece(const Params& params, const Item& item, SharedMemory& shared,
-                                  Accumulators& accumulators, RowState (&rows)[kOwnRows]) {
-  await(params, item, 1);
-  const MergeRoom room = {shared.query, 1, kTasks};
-  bring_pieces(params, item, shared, room, 1, 0, 0);
-  if (fresh_thread() == 0) *arrivals(params, item) = 0;
+                                  const Crew& crew, Accumulators& accumulators,
+                                  RowState (&rows)[kOwnRows]) {
+  await(params, item, crew, item.mergers);
+  const int tasks = crew.half < 0 ? kTasks : kTasks / 2;
+  const MergeRoom room = {shared.query, 1, 0, kRows, max(crew.half, 0) * tasks, tasks};
+  bring_pieces(params, item, crew, room, 1 - item.piece);
+  if (is_last_merger(params, item, crew)) reset_arrivals(params, item);
   float own_weights[kOwnRows];
   float weights[kOwnRows];
+  const int scale = scale_of_warp(fresh_warp());
 #pragma unroll
   for (int r = 0; r < kOwnRows; ++r) {
-    const PartialRow other = room.rows(0)[own_row(r)];
+    const PartialRow& other = room.state(0, own_row(r));
     const float largest = fmaxf(rows[r].reference, other.reference);
     own_weights[r] = ex2_approx(rows[r].reference - largest);
     const float weight = ex2_approx(other.reference - largest);
     rows[r] = {largest, rows[r].sum * own_weights[r] + other.sum * weight};
-    weights[r] = weight * other.scale;
+    weights[r] = weight * other.scales[scale];
   }
-  const uint2* values = room.values(0) + fresh_thread();
+  const uint2* values = room.values(0) + own_values() - room.first_task * kWarpLanes;
 #pragma unroll
   for (int i = 0; i < kAccumulators; ++i) {
     const float4 own = weighted(accumulator(accumulators, i), own_weights, i);
-    const float4 other = weighted(from_halves(values[i * kConsumerThreads]), weights, i);
+    const float4 other = weighted(from_halves(values[i * kWarpLanes]), weights, i);
     set_accumulator(
         accumulators, i,
         make_float4(own.x + other.x, own.y + other.y, own.z + other.z, own.w + other.w));

@@ -3,15 +3,15 @@
 // store_rows.
 
 __device__ inline void store_piece(const Params& params, const Item& item, SharedMemory& shared,
-                                   const Accumulators& accumulators,
+                                   const Crew& crew, const Accumulators& accumulators,
                                    const RowState (&rows)[kOwnRows]) {
   const int block = static_cast<int>(blockIdx.x);
   const int place = item.piece > 0 ? first_place(block) : last_place(block);
-  store_partial(params, shared, place, accumulators, rows);
+  store_partial(params, shared, crew, place, accumulators, rows);
   if (!shared.has_nonfinite) return;
-  uint2* values = partial_values(params, place) + fresh_thread();
+  uint2* values = partial_values(params, place) + own_values();
   restore_nonfinite<Fp16>(params, item, 1.0f, [&](int i, int c) {
-    return reinterpret_cast<u16*>(values + i * kConsumerThreads) + c;
+    return reinterpret_cast<u16*>(values + i * kWarpLanes) + c;
   });
 }
 
@@ -27,16 +27,22 @@ __device__ inline void store_whole(const Params& params, const Item& item, Share
   });
 }
 
+// Two pieces of which neither is followed by anything in its block are merged by both: either keeps
+// one half of the tasks and leaves the other. Of other two the owner keeps its own, and of more
+// everything is left.
 __device__ inline void store_item(const Params& params, const Item& item, SharedMemory& shared,
                                   Accumulators& accumulators, RowState (&rows)[kOwnRows]) {
-  const bool is_shared_by_all = item.pieces > kFewPieces;
-  if (item.piece > 0 || is_shared_by_all) {
-    store_piece(params, item, shared, accumulators, rows);
-    announce(params, item);
-    if (is_shared_by_all && item.piece < item.pieces - 1) merge_slices(params, item, shared);
-  } else {
-    if (item.pieces > 1) fold_piece(params, item, shared, accumulators, rows);
+  const bool are_exchanged = item.pieces == 2 && item.mergers == 2;
+  const int half = half_of_warp(fresh_warp());
+  const Crew crew = {are_exchanged ? half : -1};
+  const bool keeps = are_exchanged ? half == item.piece : item.piece == 0 && item.pieces <= 2;
+  if (keeps) {
+    if (item.pieces > 1) fold_piece(params, item, shared, crew, accumulators, rows);
     store_whole(params, item, shared, accumulators, rows);
+  } else {
+    store_piece(params, item, shared, crew, accumulators, rows);
+    announce(params, item, crew);
+    if (item.pieces > 2 && item.piece < item.mergers) merge_slices(params, item, shared);
   }
   barrier_sync(kConsumerBarrier, kConsumerThreads);
   if (fresh_thread() == 0) shared.has_nonfinite = 0;

@@ -22,9 +22,6 @@ __device__ inline int dim_of(int warp, int i) {
 __device__ inline int part_row(int, int i, int c) { return own_row(i % kRowGroups * 2 + c % 2); }
 __device__ inline int part_dim(int warp, int i, int c) { return dim_of(warp, i) + c / 2 * 8; }
 
-// Whether this thread writes what there is of its rows.
-__device__ inline bool is_row_writer() { return fresh_thread() < 4; }
-
 __device__ inline float4 accumulator(const Accumulators& accumulators, int i) {
   const float* of = accumulators[i / kRowGroups] + i % kRowGroups * 4;
   return make_float4(of[0], of[1], of[2], of[3]);
@@ -45,15 +42,25 @@ __device__ inline float4 weighted(float4 value, const float (&weights)[kOwnRows]
   return make_float4(value.x * a, value.y * b, value.z * a, value.w * b);
 }
 
+// All warps' float4s in a row are the tasks; all of them have all rows.
+constexpr int kRowsOfGroup = kRows;
+constexpr int kTasksOfGroup = kAccumulators * kConsumerWarps;
+__device__ inline int first_task_of(int warp) { return warp * kAccumulators; }
+
 struct TaskRows {
   int a;
   int b;
 };
 
-__device__ inline TaskRows task_rows(int i, int) {
-  const int row = own_row(i % kRowGroups * 2);
+__device__ inline TaskRows task_rows(int task) {
+  const int row = own_row(task % kRowGroups * 2);
   return {row, row + 1};
 }
+
+// A row has one scale.
+constexpr int kScales = 1;
+__device__ inline int scale_of_warp(int) { return 0; }
+__device__ inline int scale_of_task(int) { return 0; }
 
 __device__ inline float4 add_task(float4 total, float4 value, float weight_a, float weight_b) {
   return make_float4(total.x + value.x * weight_a, total.y + value.y * weight_b,

@@ -1,8 +1,9 @@
 // How large the values of a row are. Needs SharedMemory, accumulators.cuh,
-// roles/mla_hopper/row_state.cuh.
+// roles/mla_hopper/crew.cuh, roles/mla_hopper/row_state.cuh.
 
-// The largest finite magnitude of every row, in all warps.
-__device__ inline void largest_of_rows(SharedMemory& shared, const Accumulators& accumulators,
+// The largest finite magnitude of every row, in all warps of the crew.
+__device__ inline void largest_of_rows(SharedMemory& shared, const Crew& crew,
+                                       const Accumulators& accumulators,
                                        float (&largest)[kOwnRows]) {
 #pragma unroll
   for (int r = 0; r < kOwnRows; ++r) {
@@ -16,13 +17,19 @@ __device__ inline void largest_of_rows(SharedMemory& shared, const Accumulators&
     own = maximum_of_lanes(own);
     if (fresh_lane() < 4) told_of_rows(shared, fresh_warp())[own_row(r)] = own;
   }
-  barrier_sync(kConsumerBarrier, kConsumerThreads);
+  crew.sync();
 #pragma unroll
   for (int r = 0; r < kOwnRows; ++r) {
     largest[r] = 0.0f;
 #pragma unroll
     for (int warp = 0; warp < kConsumerWarps; ++warp) {
-      largest[r] = fmaxf(largest[r], told_of_rows(shared, warp)[own_row(r)]);
+      const float found = told_of_rows(shared, warp)[own_row(r)];
+      if (crew.has_warp(warp)) largest[r] = fmaxf(largest[r], found);
     }
   }
 }
+
+// Whether the thread of that index in its crew writes what there is of its rows: all warps have the
+// same.
+__device__ inline bool is_row_writer(int thread) { return thread < 4; }
+__device__ inline bool is_scale_writer(int thread) { return thread < 4; }

@@ -16,7 +16,7 @@ __device__ inline void store_rows(const Params& params, const Item& item, Shared
     const int row = own_row(r);
     const RowResult result = result_of(params, item, row, rows[r]);
     factor[r] = result.factor * scale;
-    if (params.lse != nullptr && is_row_writer() && row < item.rows) {
+    if (params.lse != nullptr && is_row_writer(fresh_thread()) && row < item.rows) {
       params.lse[global_row(params, item, row)] = result.lse * params.lse_factor;
     }
   }
@@ -53,18 +53,25 @@ __device__ inline void store_rows(const Params& params, const Item& item, Shared
   }
 }
 
-// Writes a float4 of float4 `i` of a thread of warp `warp`, after merging.
-__device__ inline void store_slice(const Params& params, const Item& item, int i, int warp,
-                                   float4 value) {
-  const TaskRows rows = task_rows(i, warp);
+// Writes the first `count` of some tasks from `first` on, after merging.
+template <int kCount>
+__device__ inline void store_tasks(const Params& params, const Item& item, SharedMemory&, int first,
+                                   int count, const float4 (&values)[kCount]) {
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const int row = r == 0 ? rows.a : rows.b;
-    if (row >= item.rows) continue;
-    const u32 pair =
-        cvt_rn_x2_f32(Element{}, (r == 0 ? value.z : value.w), (r == 0 ? value.x : value.y));
-    u16* out = params.out + global_row(params, item, row) * kHeadDimVo + dim_of(warp, i);
-    out[0] = static_cast<u16>(pair);
-    out[8] = static_cast<u16>(pair >> 16);
+  for (int n = 0; n < kCount; ++n) {
+    if (n >= count) return;
+    const int task = first + n;
+    const TaskRows rows = task_rows(task);
+    const int dim = dim_of(task / kAccumulators, task % kAccumulators);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = r == 0 ? rows.a : rows.b;
+      if (row >= item.rows) continue;
+      const u32 pair = cvt_rn_x2_f32(Element{}, (r == 0 ? values[n].z : values[n].w),
+                                     (r == 0 ? values[n].x : values[n].y));
+      u16* out = params.out + global_row(params, item, row) * kHeadDimVo + dim;
+      out[0] = static_cast<u16>(pair);
+      out[8] = static_cast<u16>(pair >> 16);
+    }
   }
 }

@@ -28,9 +28,6 @@ __device__ inline int dim_of(int warp, int i) {
 __device__ inline int part_row(int warp, int, int c) { return row_of(warp, c / 2); }
 __device__ inline int part_dim(int warp, int i, int c) { return dim_of(warp, i) + c % 2; }
 
-// Whether this thread writes what there is of its rows.
-__device__ inline bool is_row_writer() { return fresh_thread() < 128 && fresh_thread() % 4 == 0; }
-
 __device__ inline float4 accumulator(const Accumulators& accumulators, int i) {
   return make_float4(accumulators[i * 4], accumulators[i * 4 + 1], accumulators[i * 4 + 2],
                      accumulators[i * 4 + 3]);
@@ -48,13 +45,27 @@ __device__ inline float4 weighted(float4 value, const float (&weights)[kOwnRows]
                      value.w * weights[1]);
 }
 
+// Of all warps' float4s in a row, the tasks, those of the same sixteen rows come together, and in
+// the order of their dims.
+constexpr int kRowsOfGroup = 16;
+constexpr int kTasksOfGroup = kHeadDimVo / 8;
+__device__ inline int first_task_of(int warp) { return (warp % 4 * 2 + warp / 4) * kAccumulators; }
+
 // The rows that the parts of a float4 belong to.
 struct TaskRows {
   int a;
   int b;
 };
 
-__device__ inline TaskRows task_rows(int, int warp) { return {row_of(warp, 0), row_of(warp, 1)}; }
+__device__ inline TaskRows task_rows(int task) {
+  const int row = task / kTasksOfGroup * kRowsOfGroup + fresh_lane() / 4;
+  return {row, row + 8};
+}
+
+// Either half of a row has a scale of its own.
+constexpr int kScales = 2;
+__device__ inline int scale_of_warp(int warp) { return warp / 4; }
+__device__ inline int scale_of_task(int task) { return task / kAccumulators % 2; }
 
 __device__ inline float4 add_task(float4 total, float4 value, float weight_a, float weight_b) {
   return make_float4(total.x + value.x * weight_a, total.y + value.y * weight_a,

@@ -1,6 +1,9 @@
 // The two consumers: how they take turns over the pairs of blocks of an item. Needs multiply.cuh,
 // softmax.cuh, roles/mla_hopper/finite_values.cuh.
 
+// An item of so few blocks of tokens is not worth fetching the loop for pairs that are seen whole.
+constexpr int kShortItem = 4;
+
 // Both add the even block of a pair first and then the odd one, so that references only move
 // forward:
 //
@@ -214,8 +217,8 @@ struct Consumer {
     const int end = item.first_block + item.blocks;
     const int last_pair = item.first_block + (item.blocks - 1) / 2 * 2;
     const int seen_blocks = item.visible_to_all / kBlockTokens - item.first_block;
-    const int plain_end =
-        item.first_block + max(min(last_pair - item.first_block, seen_blocks) / 2 * 2, 0);
+    const int plain_blocks = item.blocks > kShortItem ? min(item.blocks - 1, seen_blocks) : 0;
+    const int plain_end = item.first_block + max(plain_blocks / 2 * 2, 0);
     int block = item.first_block;
     if (is_left()) {
       begin_pair<0>();

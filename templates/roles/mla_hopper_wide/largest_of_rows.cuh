@@ -1,25 +1,36 @@
 // How large the values of a row are. Needs SharedMemory, accumulators.cuh,
-// blocks/row_reductions.cuh, roles/mla_hopper/row_state.cuh.
+// blocks/row_reductions.cuh, roles/mla_hopper/crew.cuh, roles/mla_hopper/row_state.cuh.
 
-// The largest finite magnitude of every row, in both halves.
-__device__ inline void largest_of_rows(SharedMemory& shared, const Accumulators& accumulators,
-                                       float (&largest)[kOwnRows]) {
-  const int warp = fresh_warp();
+// In several parts, for an instruction waits for the one before it.
+template <typename Filter>
+__device__ inline float largest_of_row(const Accumulators& accumulators, int r, Filter filter) {
+  constexpr int kParts = 4;
+  float parts[kParts] = {};
 #pragma unroll
-  for (int r = 0; r < kOwnRows; ++r) {
-    float own = 0.0f;
-#pragma unroll
-    for (int i = 0; i < kHalfDims / 2; i += 4) {
-      own = fmaxf(own, fabsf(nan_unless_finite(accumulators[i + r * 2])));
-      own = fmaxf(own, fabsf(nan_unless_finite(accumulators[i + r * 2 + 1])));
-    }
-    own = row_maximum(own);
-    if (fresh_thread() % 4 == 0) told_of_rows(shared, warp)[own_row(r)] = own;
-    largest[r] = own;
+  for (int i = 0; i < kAccumulators; ++i) {
+    const float* of = accumulators + i * 4 + r * 2;
+    float& part = parts[i % kParts];
+    part = fmaxf(part, fmaxf(fabsf(filter(of[0])), fabsf(filter(of[1]))));
   }
-  barrier_sync(kConsumerBarrier, kConsumerThreads);
+  return row_maximum(fmaxf(fmaxf(parts[0], parts[1]), fmaxf(parts[2], parts[3])));
+}
+
+// The largest finite magnitude of this half of every row.
+__device__ inline void largest_of_rows(SharedMemory&, const Crew&, const Accumulators& accumulators,
+                                       float (&largest)[kOwnRows]) {
+  float all = 0.0f;
 #pragma unroll
   for (int r = 0; r < kOwnRows; ++r) {
-    largest[r] = fmaxf(largest[r], told_of_rows(shared, warp ^ 4)[own_row(r)]);
+    largest[r] = largest_of_row(accumulators, r, [](float value) { return value; });
+    all = fmaxf(all, largest[r]);
+  }
+  if (!__any_sync(~0u, all == kInfinity)) return;
+#pragma unroll
+  for (int r = 0; r < kOwnRows; ++r) {
+    largest[r] = largest_of_row(accumulators, r, nan_unless_finite);
   }
 }
+
+// Whether this thread writes what there is of its rows, and what there is of this half of them.
+__device__ inline bool is_row_writer(int) { return fresh_thread() < 128 && fresh_lane() % 4 == 0; }
+__device__ inline bool is_scale_writer(int) { return fresh_lane() % 4 == 0; }

@@ -5,40 +5,30 @@
 // leave in 64 bytes.
 constexpr int kStagedDims = 32;
 constexpr int kStagedBytes = kStagedDims * 2;
+constexpr int kStagedTasks = kStagedDims / 8;
 
-__device__ inline void store_rows(const Params& params, const Item& item, SharedMemory& shared,
-                                  const Accumulators& accumulators,
-                                  const RowState (&rows)[kOwnRows]) {
-  const int thread = fresh_thread();
-  const int lane = thread % kWarpLanes;
-  const int warp = thread / kWarpLanes;
-  const float scale = output_scale(params);
-  float factor[kOwnRows];
-#pragma unroll
-  for (int r = 0; r < kOwnRows; ++r) {
-    const int row = row_of_thread(thread) + 8 * r;
-    const RowResult result = result_of(params, item, row, rows[r]);
-    factor[r] = result.factor * scale;
-    if (params.lse != nullptr && thread < 128 && lane % 4 == 0 && row < item.rows) {
-      params.lse[global_row(params, item, row)] = result.lse * params.lse_factor;
-    }
-  }
-  unsigned char* staging = shared.staging[warp];
-  const u32 address = shared_address(staging);
-  const int first_row = warp % 4 * 16;
-  unsigned char* out = reinterpret_cast<unsigned char*>(params.out) +
-                       global_row(params, item, first_row) * (kHeadDimVo * 2) +
-                       (thread < 128 ? 0 : kHalfDims * 2);
-#pragma unroll
-  for (int step = 0; step < kHalfDims / kStagedDims; ++step) {
+struct RowWriter {
+  const unsigned char* staging;
+  unsigned char* out;  // of the first of the rows
+  int rows;  // how many of them there are
+
+  __device__ RowWriter(const Params& params, const Item& item, const SharedMemory& shared,
+                       int first_row)
+      : staging(shared.staging[fresh_warp()]),
+        out(reinterpret_cast<unsigned char*>(params.out) +
+            global_row(params, item, first_row) * (kHeadDimVo * 2)),
+        rows(item.rows - first_row) {}
+
+  // By a whole warp: of both rows of a lane, as products leave them, the dims from `first_dim` on,
+  // in `chunks` chunks of eight.
+  __device__ void write(const u32 (&pairs)[kStagedTasks][kOwnRows], int first_dim,
+                        int chunks) const {
+    const int lane = fresh_lane();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float* a = accumulators + (step * 2 + half) * 8;
-      stmatrix_x4(address + swizzled_offset<kStagedBytes>(lane % 16, half * 2 + lane / 16),
-                  cvt_rn_x2_f32(Element{}, a[1] * factor[0], a[0] * factor[0]),
-                  cvt_rn_x2_f32(Element{}, a[3] * factor[1], a[2] * factor[1]),
-                  cvt_rn_x2_f32(Element{}, a[5] * factor[0], a[4] * factor[0]),
-                  cvt_rn_x2_f32(Element{}, a[7] * factor[1], a[6] * factor[1]));
+      stmatrix_x4(
+          shared_address(staging) + swizzled_offset<kStagedBytes>(lane % 16, half * 2 + lane / 16),
+          pairs[half * 2][0], pairs[half * 2][1], pairs[half * 2 + 1][0], pairs[half * 2 + 1][1]);
     }
     __syncwarp();
 #pragma unroll
@@ -47,25 +37,56 @@ __device__ inline void store_rows(const Params& params, const Item& item, Shared
       const int chunk = lane % 4;
       const uint4 value =
           *reinterpret_cast<const uint4*>(staging + swizzled_offset<kStagedBytes>(row, chunk));
-      if (first_row + row < item.rows) {
-        *reinterpret_cast<uint4*>(out + row * (kHeadDimVo * 2) + step * kStagedBytes +
+      if (row < rows && chunk < chunks) {
+        *reinterpret_cast<uint4*>(out + row * (kHeadDimVo * 2) + first_dim * 2 +
                                   chunk * kChunkBytes) = value;
       }
     }
     __syncwarp();
   }
-}
+};
 
-// Writes a float4 of float4 `i` of a thread of warp `warp`, after merging.
-__device__ inline void store_slice(const Params& params, const Item& item, int i, int warp,
-                                   float4 value) {
+__device__ inline void store_rows(const Params& params, const Item& item, SharedMemory& shared,
+                                  const Accumulators& accumulators,
+                                  const RowState (&rows)[kOwnRows]) {
+  const int thread = fresh_thread();
+  const float scale = output_scale(params);
+  float factor[kOwnRows];
 #pragma unroll
   for (int r = 0; r < kOwnRows; ++r) {
-    const int row = row_of(warp, r);
-    if (row >= item.rows) continue;
-    const u32 pair = r == 0 ? cvt_rn_x2_f32(Element{}, value.y, value.x)
-                            : cvt_rn_x2_f32(Element{}, value.w, value.z);
-    *reinterpret_cast<u32*>(params.out + global_row(params, item, row) * kHeadDimVo +
-                            dim_of(warp, i)) = pair;
+    const int row = row_of_thread(thread) + 8 * r;
+    const RowResult result = result_of(params, item, row, rows[r]);
+    factor[r] = result.factor * scale;
+    if (params.lse != nullptr && is_row_writer(thread) && row < item.rows) {
+      params.lse[global_row(params, item, row)] = result.lse * params.lse_factor;
+    }
   }
+  const int warp = thread / kWarpLanes;
+  const RowWriter writer(params, item, shared, warp % 4 * kRowsOfGroup);
+#pragma unroll
+  for (int step = 0; step < kAccumulators / kStagedTasks; ++step) {
+    u32 pairs[kStagedTasks][kOwnRows];
+#pragma unroll
+    for (int n = 0; n < kStagedTasks; ++n) {
+      const float4 value = weighted(accumulator(accumulators, step * kStagedTasks + n), factor, n);
+      pairs[n][0] = cvt_rn_x2_f32(Element{}, value.y, value.x);
+      pairs[n][1] = cvt_rn_x2_f32(Element{}, value.w, value.z);
+    }
+    writer.write(pairs, warp / 4 * kHalfDims + step * kStagedDims, kStagedTasks);
+  }
+}
+
+// Writes the first `count` of some tasks from `first` on, after merging.
+template <int kCount>
+__device__ inline void store_tasks(const Params& params, const Item& item,
+                                   const SharedMemory& shared, int first, int count,
+                                   const float4 (&values)[kCount]) {
+  u32 pairs[kStagedTasks][kOwnRows] = {};
+#pragma unroll
+  for (int n = 0; n < kCount; ++n) {
+    pairs[n][0] = cvt_rn_x2_f32(Element{}, values[n].y, values[n].x);
+    pairs[n][1] = cvt_rn_x2_f32(Element{}, values[n].w, values[n].z);
+  }
+  const RowWriter writer(params, item, shared, first / kTasksOfGroup * kRowsOfGroup);
+  writer.write(pairs, first % kTasksOfGroup * 8, min(count, kCount));
 }

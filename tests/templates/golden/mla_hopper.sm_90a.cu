@@ -126,29 +126,18 @@ constexpr int kThreads = kConsumerThreads + kProducerThreads;
 
 // How many accumulators a consumer thread has, as float4.
 constexpr int kAccumulators = kRows * kHeadDimVo / kConsumerThreads / 4;
+constexpr int kTasks = kAccumulators * kConsumerWarps;  // float4s of all threads of a warp
 
 // Numbers of the barriers that warps meet at; 0 is __syncthreads.
 constexpr int kConsumerBarrier = 1;
 constexpr int kSchedulerBarrier = 2;
 constexpr int kProbabilitiesBarrier = 3;  // of even blocks of tokens; of odd ones the next
 constexpr int kValuesBarrier = 5;  // when values have been cleared; of odd blocks the next
+constexpr int kCrewBarrier = 7;  // of those who leave or merge pieces; of the second half the next
 
 static_assert(kRopeDim == kTileElements, "the rope part is one tile");
 static_assert(kLatentTiles * kTileElements == kLatentDim, "the latent part is whole tiles");
 static_assert(kBoxes * kBoxTokens == kBlockTokens, "boxes fill a tile");
-
-// PTX ISA, "Parallel Synchronization and Communication Instructions: atom". Needs sm_80.
-
-// atom.acq_rel.gpu.global.add.u32
-// Adds, and returns what there was before.
-__device__ inline u32 atom_add_acq_rel_gpu(u32* address, u32 value) {
-  u32 before;
-  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
-               : "=r"(before)
-               : "l"(address), "r"(value)
-               : "memory");
-  return before;
-}
 
 // PTX ISA, "Parallel Synchronization and Communication Instructions: barrier.cta". Needs sm_80.
 // Barriers have numbers from 0 to 15; `threads` counts those that wait and those that only arrive.
@@ -378,6 +367,14 @@ __device__ inline void prefetch_tensormap(const void* map) {
 // Brings the line of an address into L2.
 __device__ inline void prefetch_l2(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address) : "memory");
+}
+
+// PTX ISA, "Parallel Synchronization and Communication Instructions: red". Needs sm_80.
+
+// red.release.gpu.global.add.u32
+// Adds; what was written before is seen by those who acquire the sum.
+__device__ inline void red_add_release_gpu(u32* address, u32 value) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
 // PTX ISA, "Miscellaneous Instructions: setmaxnreg". Needs sm_90.
@@ -1124,10 +1121,12 @@ __device__ inline int block_at(int position, int unit_begin, const Span& span) {
   return max(position - unit_begin - span.unit_cost, 0);
 }
 
-// How a unit is cut: its pieces lie on the spans from `first_span` on.
+// How a unit is cut: its pieces lie on the spans from `first_span` on, and the last of those may
+// end with it.
 struct Pieces {
   int count;
   int first_span;
+  bool end_span;
 };
 
 // The first span that begins at or after a position.
@@ -1142,8 +1141,11 @@ __device__ inline int span_from(int position, const Span& span) {
 __device__ inline Pieces pieces_of(int unit_begin, int blocks, const Span& span) {
   const int first_block = unit_begin + span.unit_cost;
   const int second = span_from(first_block + 1, span);
-  const int after = span_from(first_block + blocks, span);
-  return {1 + after - second, second - 1};
+  const int end = first_block + blocks;
+  const int after = span_from(end, span);
+  const bool end_span =
+      static_cast<u64>(after) * span.total < static_cast<u64>(end + 1) * span.spans;
+  return {1 + after - second, second - 1, end_span};
 }
 
 // Which queries and tokens an item is about: as much as loading them takes.
@@ -1162,6 +1164,7 @@ struct Item : Part {
   u32 count;  // of items before
   int visible_to_all;  // tokens that every row of the tile sees
   int pieces;
+  int mergers;  // of them, the first: the last is one if nothing follows it in its block
   int piece;
   int owner;  // the block of the grid that has piece 0
   int row_visible[kRows];  // how many tokens a row sees
@@ -1212,13 +1215,14 @@ struct ItemWalk : WalkState {
     }
     if (lane_index() != 0) return;
     static_cast<Part&>(item) = part;
-    Pieces pieces = {1, span.index};
+    Pieces pieces = {1, span.index, true};
     if (first_block() > 0 || last_block() < facts.blocks) {
       pieces = pieces_of(unit_begin, facts.blocks, span);
     }
     item.count = count;
     item.visible_to_all = visible_tokens(part.first_row);
     item.pieces = pieces.count;
+    item.mergers = pieces.count - (pieces.end_span ? 0 : 1);
     item.piece = first_block() == 0 ? 0 : span.index - pieces.first_span;
     item.owner = block_of_span(pieces.first_span);
   }
@@ -1580,6 +1584,27 @@ __device__ inline float* told_of_rows(SharedMemory& shared, int warp) {
   return reinterpret_cast<float*>(shared.staging[warp]);
 }
 
+// Consumer warps that leave or merge pieces of a unit together: all, or those of one half of the
+// tasks. Needs roles/mla_hopper/constants, blocks/fresh_thread.cuh, ptx/barrier.cuh.
+
+// Which half the tasks of a warp belong to.
+__device__ inline int half_of_warp(int warp) { return warp % 4 / 2; }
+
+struct Crew {
+  int half;  // minus one for all
+
+  __device__ int threads() const { return half < 0 ? kConsumerThreads : kConsumerThreads / 2; }
+  __device__ void sync() const { barrier_sync(kCrewBarrier + max(half, 0), threads()); }
+
+  // Index of this thread in the crew.
+  __device__ int thread() const {
+    const int warp = fresh_warp();
+    return half < 0 ? fresh_thread() : (warp / 4 * 2 + warp % 2) * kWarpLanes + fresh_lane();
+  }
+  __device__ bool is_leader() const { return thread() == 0; }
+  __device__ bool has_warp(int warp) const { return half < 0 || half_of_warp(warp) == half; }
+};
+
 // The loader, one warp: streams the blocks of tokens of every item through the ring. Needs
 // SharedMemory, token_boxes.cuh.
 
@@ -1648,9 +1673,6 @@ __device__ inline int dim_of(int warp, int i) {
 __device__ inline int part_row(int, int i, int c) { return own_row(i % kRowGroups * 2 + c % 2); }
 __device__ inline int part_dim(int warp, int i, int c) { return dim_of(warp, i) + c / 2 * 8; }
 
-// Whether this thread writes what there is of its rows.
-__device__ inline bool is_row_writer() { return fresh_thread() < 4; }
-
 __device__ inline float4 accumulator(const Accumulators& accumulators, int i) {
   const float* of = accumulators[i / kRowGroups] + i % kRowGroups * 4;
   return make_float4(of[0], of[1], of[2], of[3]);
@@ -1671,15 +1693,25 @@ __device__ inline float4 weighted(float4 value, const float (&weights)[kOwnRows]
   return make_float4(value.x * a, value.y * b, value.z * a, value.w * b);
 }
 
+// All warps' float4s in a row are the tasks; all of them have all rows.
+constexpr int kRowsOfGroup = kRows;
+constexpr int kTasksOfGroup = kAccumulators * kConsumerWarps;
+__device__ inline int first_task_of(int warp) { return warp * kAccumulators; }
+
 struct TaskRows {
   int a;
   int b;
 };
 
-__device__ inline TaskRows task_rows(int i, int) {
-  const int row = own_row(i % kRowGroups * 2);
+__device__ inline TaskRows task_rows(int task) {
+  const int row = own_row(task % kRowGroups * 2);
   return {row, row + 1};
 }
+
+// A row has one scale.
+constexpr int kScales = 1;
+__device__ inline int scale_of_warp(int) { return 0; }
+__device__ inline int scale_of_task(int) { return 0; }
 
 __device__ inline float4 add_task(float4 total, float4 value, float weight_a, float weight_b) {
   return make_float4(total.x + value.x * weight_a, total.y + value.y * weight_b,
@@ -1910,10 +1942,11 @@ struct Consumer {
 };
 
 // How large the values of a row are. Needs SharedMemory, accumulators.cuh,
-// roles/mla_hopper/row_state.cuh.
+// roles/mla_hopper/crew.cuh, roles/mla_hopper/row_state.cuh.
 
-// The largest finite magnitude of every row, in all warps.
-__device__ inline void largest_of_rows(SharedMemory& shared, const Accumulators& accumulators,
+// The largest finite magnitude of every row, in all warps of the crew.
+__device__ inline void largest_of_rows(SharedMemory& shared, const Crew& crew,
+                                       const Accumulators& accumulators,
                                        float (&largest)[kOwnRows]) {
 #pragma unroll
   for (int r = 0; r < kOwnRows; ++r) {
@@ -1927,16 +1960,22 @@ __device__ inline void largest_of_rows(SharedMemory& shared, const Accumulators&
     own = maximum_of_lanes(own);
     if (fresh_lane() < 4) told_of_rows(shared, fresh_warp())[own_row(r)] = own;
   }
-  barrier_sync(kConsumerBarrier, kConsumerThreads);
+  crew.sync();
 #pragma unroll
   for (int r = 0; r < kOwnRows; ++r) {
     largest[r] = 0.0f;
 #pragma unroll
     for (int warp = 0; warp < kConsumerWarps; ++warp) {
-      largest[r] = fmaxf(largest[r], told_of_rows(shared, warp)[own_row(r)]);
+      const float found = told_of_rows(shared, warp)[own_row(r)];
+      if (crew.has_warp(warp)) largest[r] = fmaxf(largest[r], found);
     }
   }
 }
+
+// Whether the thread of that index in its crew writes what there is of its rows: all warps have the
+// same.
+__device__ inline bool is_row_writer(int thread) { return thread < 4; }
+__device__ inline bool is_scale_writer(int thread) { return thread < 4; }
 
 // Writes finished rows. Needs accumulators.cuh, row_state.cuh, ptx/cvt.cuh, ptx/stmatrix.cuh.
 
@@ -1956,7 +1995,7 @@ __device__ inline void store_rows(const Params& params, const Item& item, Shared
     const int row = own_row(r);
     const RowResult result = result_of(params, item, row, rows[r]);
     factor[r] = result.factor * scale;
-    if (params.lse != nullptr && is_row_writer() && row < item.rows) {
+    if (params.lse != nullptr && is_row_writer(fresh_thread()) && row < item.rows) {
       params.lse[global_row(params, item, row)] = result.lse * params.lse_factor;
     }
   }
@@ -1993,19 +2032,26 @@ __device__ inline void store_rows(const Params& params, const Item& item, Shared
   }
 }
 
-// Writes a float4 of float4 `i` of a thread of warp `warp`, after merging.
-__device__ inline void store_slice(const Params& params, const Item& item, int i, int warp,
-                                   float4 value) {
-  const TaskRows rows = task_rows(i, warp);
+// Writes the first `count` of some tasks from `first` on, after merging.
+template <int kCount>
+__device__ inline void store_tasks(const Params& params, const Item& item, SharedMemory&, int first,
+                                   int count, const float4 (&values)[kCount]) {
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const int row = r == 0 ? rows.a : rows.b;
-    if (row >= item.rows) continue;
-    const u32 pair =
-        cvt_rn_x2_f32(Element{}, (r == 0 ? value.z : value.w), (r == 0 ? value.x : value.y));
-    u16* out = params.out + global_row(params, item, row) * kHeadDimVo + dim_of(warp, i);
-    out[0] = static_cast<u16>(pair);
-    out[8] = static_cast<u16>(pair >> 16);
+  for (int n = 0; n < kCount; ++n) {
+    if (n >= count) return;
+    const int task = first + n;
+    const TaskRows rows = task_rows(task);
+    const int dim = dim_of(task / kAccumulators, task % kAccumulators);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = r == 0 ? rows.a : rows.b;
+      if (row >= item.rows) continue;
+      const u32 pair = cvt_rn_x2_f32(Element{}, (r == 0 ? values[n].z : values[n].w),
+                                     (r == 0 ? values[n].x : values[n].y));
+      u16* out = params.out + global_row(params, item, row) * kHeadDimVo + dim;
+      out[0] = static_cast<u16>(pair);
+      out[8] = static_cast<u16>(pair >> 16);
+    }
   }
 }
 
@@ -2034,15 +2080,16 @@ __device__ inline void restore_nonfinite(const Params& params, const Item& item,
   });
 }
 
-// Merging the pieces of a unit. Needs SharedMemory, Item, row_state.cuh, blocks/fresh_thread.cuh,
-// ptx/atom.cuh, ptx/barrier.cuh, ptx/cp_async.cuh, ptx/cvt.cuh, ptx/ex2.cuh, ptx/ld.cuh; and from
+// The pieces of a unit: how they are left in the workspace, brought from there, and two of them
+// added. Needs SharedMemory, Item, row_state.cuh, crew.cuh, blocks/fresh_thread.cuh,
+// ptx/barrier.cuh, ptx/cp_async.cuh, ptx/cvt.cuh, ptx/ex2.cuh, ptx/ld.cuh, ptx/red.cuh; and from
 // the consumers Accumulators, with the rows each belongs to, and largest_of_rows.
 
-// A piece is left in the workspace as it is in registers: float4 i of thread t at i *
-// kConsumerThreads + t, as four halves, for what is written and read is what merging costs; and
-// each row's state. Each block of the grid has two places: for the piece that its span begins with,
-// and for the one it ends with.
-constexpr int kFewPieces = 2;  // so many are merged by the owner, more by all
+// A task is one float4 of every thread of a warp. A piece is left in the workspace task by task, as
+// four halves a thread, for what is written and read is what merging costs; and each row's state.
+// Each block of the grid has two places: for the piece that its span begins with, and for the one
+// it ends with.
+constexpr int kTaskBytes = kWarpLanes * sizeof(uint2);
 
 __device__ inline int first_place(int block) { return block * 2; }
 __device__ inline int last_place(int block) { return block * 2 + 1; }
@@ -2050,16 +2097,21 @@ __device__ inline int last_place(int block) { return block * 2 + 1; }
 struct PartialRow {
   float reference;  // log2 units
   float sum;
-  float scale;  // what halves are multiplied by; later also by the piece's weight
+  float scales[kScales];  // what halves are multiplied by; later also by the piece's weight
 };
 
 __device__ inline uint2* partial_values(const Params& params, int place) {
   return reinterpret_cast<uint2*>(params.partial_out) +
-         static_cast<u32>(place * kAccumulators * kConsumerThreads);
+         static_cast<u32>(place * kTasks * kWarpLanes);
 }
 
 __device__ inline PartialRow* partial_rows(const Params& params, int place) {
   return reinterpret_cast<PartialRow*>(params.partial_rows) + place * kRows;
+}
+
+// Where this thread's values are among those of all tasks.
+__device__ inline int own_values() {
+  return first_task_of(fresh_warp()) * kWarpLanes + fresh_lane();
 }
 
 __device__ inline uint2 to_halves(float4 value) {
@@ -2079,22 +2131,39 @@ __device__ inline int place_of_piece(const Params& params, const Item& item, int
   return piece == 0 ? last_place(item.owner) : first_place(item.owner - piece * params.team_size);
 }
 
+// Two pieces of which neither is followed by anything in its block are merged by both: either keeps
+// one half of the tasks and leaves the other.
+__device__ inline bool is_exchanged(const Item& item) {
+  return item.pieces == 2 && item.mergers == 2;
+}
+
 __device__ inline u32* arrivals(const Params& params, const Item& item) {
   return params.counters + item.owner * 2;
 }
 
-// All consumer threads have written; tells those who wait.
-__device__ inline void announce(const Params& params, const Item& item) {
-  barrier_sync(kConsumerBarrier, kConsumerThreads);
-  if (fresh_thread() == 0) atom_add_acq_rel_gpu(arrivals(params, item), 1);
+// When all threads of the crew have written; tells those who wait.
+__device__ inline void announce(const Params& params, const Item& item, const Crew& crew) {
+  crew.sync();
+  if (crew.is_leader()) red_add_release_gpu(arrivals(params, item), 1);
 }
 
-__device__ inline void await(const Params& params, const Item& item, u32 count) {
-  if (fresh_thread() == 0) {
-    while (ld_acquire_gpu(arrivals(params, item)) != count) {
+__device__ inline void await(const Params& params, const Item& item, const Crew& crew, int count) {
+  if (crew.is_leader()) {
+    while (ld_acquire_gpu(arrivals(params, item)) != static_cast<u32>(count)) {
     }
   }
-  barrier_sync(kConsumerBarrier, kConsumerThreads);
+  crew.sync();
+}
+
+// Says that a merger waits no more. The last of them sets the counters back; says whether this is
+// it.
+__device__ inline bool is_last_merger(const Params& params, const Item& item, const Crew& crew) {
+  if (!crew.is_leader()) return false;
+  return atomicAdd(arrivals(params, item) + 1, 1u) + 1 == static_cast<u32>(item.mergers);
+}
+
+__device__ inline void reset_arrivals(const Params& params, const Item& item) {
+  *reinterpret_cast<uint2*>(arrivals(params, item)) = make_uint2(0, 0);
 }
 
 // The power of two that brings what is finite of a row, `largest` at the most, below 2^14: the
@@ -2109,75 +2178,76 @@ __device__ inline float inverse_of_power(float power) {
   return __uint_as_float((254u << 23) - __float_as_uint(power));
 }
 
-__device__ inline void store_partial(const Params& params, SharedMemory& shared, int place,
-                                     const Accumulators& accumulators,
+// By the threads of a crew.
+__device__ inline void store_partial(const Params& params, SharedMemory& shared, const Crew& crew,
+                                     int place, const Accumulators& accumulators,
                                      const RowState (&rows)[kOwnRows]) {
   float scales[kOwnRows];
-  largest_of_rows(shared, accumulators, scales);
+  largest_of_rows(shared, crew, accumulators, scales);
 #pragma unroll
   for (int r = 0; r < kOwnRows; ++r) scales[r] = half_scale(scales[r]);
-  uint2* values = partial_values(params, place) + fresh_thread();
+  uint2* values = partial_values(params, place) + own_values();
 #pragma unroll
   for (int i = 0; i < kAccumulators; ++i) {
-    values[i * kConsumerThreads] = to_halves(weighted(accumulator(accumulators, i), scales, i));
+    values[i * kWarpLanes] = to_halves(weighted(accumulator(accumulators, i), scales, i));
   }
   PartialRow* target = partial_rows(params, place);
+  const bool tells_state = is_row_writer(crew.thread());
+  const bool tells_scale = is_scale_writer(crew.thread());
+  const int scale = scale_of_warp(fresh_warp());
 #pragma unroll
   for (int r = 0; r < kOwnRows; ++r) {
-    if (!is_row_writer()) continue;
-    target[own_row(r)] = {rows[r].reference, rows[r].sum, inverse_of_power(scales[r])};
+    PartialRow& row = target[own_row(r)];
+    if (tells_state) {
+      row.reference = rows[r].reference;
+      row.sum = rows[r].sum;
+    }
+    if (tells_scale) row.scales[scale] = inverse_of_power(scales[r]);
   }
 }
 
-// A task is one float4 of every thread of a warp, over all pieces; a slice is as many tasks as make
-// all blocks equally busy.
-constexpr int kTasks = kAccumulators * kConsumerWarps;
-constexpr int kTaskBytes = kWarpLanes * sizeof(uint2);
-constexpr int kRowsBytes = kRows * sizeof(PartialRow);  // of a piece
-
-// What a block brings of other pieces, where query and tokens were: no item follows. First the rows
-// of every piece, then as many of its tasks as there is room for.
+// What a crew brings of other pieces, where query and tokens were: no item follows. First some rows
+// of every piece, then some tasks.
 struct MergeRoom {
   unsigned char* bytes;
   int pieces;
+  int first_row;
+  int rows;
+  int first_task;
   int tasks;
 
-  __device__ PartialRow* rows(int piece) const {
-    return reinterpret_cast<PartialRow*>(bytes) + piece * kRows;
+  __device__ PartialRow* states(int piece) const {
+    return reinterpret_cast<PartialRow*>(bytes) + piece * rows;
   }
+  __device__ PartialRow& state(int piece, int row) const { return states(piece)[row - first_row]; }
   __device__ uint2* values(int piece) const {
-    return reinterpret_cast<uint2*>(bytes + pieces * kRowsBytes) + piece * tasks * kWarpLanes;
+    return reinterpret_cast<uint2*>(states(pieces)) + piece * tasks * kWarpLanes;
   }
 };
 
 constexpr int kRoomBytes = sizeof(SharedMemory::query) + sizeof(SharedMemory::tokens);
+static_assert(kRows * sizeof(PartialRow) + kTasks * kTaskBytes <= kRoomBytes,
+              "the only other piece comes whole");
+static_assert(kRowsOfGroup * sizeof(PartialRow) % kChunkBytes == 0, "rows are copied in chunks");
 
-// How many tasks there is room for at a time.
-__device__ constexpr int tasks_at_once(int pieces) {
-  return (kRoomBytes / pieces - kRowsBytes) / kTaskBytes;
-}
-static_assert((kRoomBytes - kRowsBytes) / kTaskBytes >= kTasks, "the only other piece comes whole");
-static_assert((kRoomBytes / kMostSpans - kRowsBytes) / kTaskBytes >= 1, "some of each piece comes");
-
-// Copies are waited for once: the latency of what other blocks have just written is long. `round`
-// counts what has been brought before; the first time rows come, too. Many pieces are shared among
-// warps, of few each is shared by all threads.
-__device__ inline void bring_pieces(const Params& params, const Item& item, SharedMemory& shared,
-                                    const MergeRoom& room, int first_piece, int first_task,
-                                    int round) {
+// Copies are waited for once: the latency of what other blocks have just written is long. Many
+// pieces are shared among warps, of few each is shared by all threads.
+__device__ inline void bring_pieces(const Params& params, const Item& item, const Crew& crew,
+                                    const MergeRoom& room, int first_piece) {
   const bool are_many = room.pieces >= kConsumerWarps;
   const int step = are_many ? kConsumerWarps : 1;
-  const int sharers = are_many ? kWarpLanes : kConsumerThreads;
-  const int sharer = are_many ? fresh_lane() : fresh_thread();
-  const int row_chunks = round == 0 ? kRowsBytes / kChunkBytes : 0;
+  const int sharers = are_many ? kWarpLanes : crew.threads();
+  const int sharer = are_many ? fresh_lane() : crew.thread();
+  const int row_chunks = room.rows * static_cast<int>(sizeof(PartialRow)) / kChunkBytes;
   const int chunks = row_chunks + room.tasks * kTaskBytes / kChunkBytes;
 #pragma unroll 2
   for (int piece = are_many ? fresh_warp() : 0; piece < room.pieces; piece += step) {
     const int place = place_of_piece(params, item, first_piece + piece);
-    const Chunk* rows = reinterpret_cast<const Chunk*>(partial_rows(params, place));
-    const Chunk* values =
-        reinterpret_cast<const Chunk*>(partial_values(params, place) + first_task * kWarpLanes);
-    const u32 rows_target = shared_address(room.rows(piece));
+    const Chunk* rows =
+        reinterpret_cast<const Chunk*>(partial_rows(params, place) + room.first_row);
+    const Chunk* values = reinterpret_cast<const Chunk*>(partial_values(params, place) +
+                                                         room.first_task * kWarpLanes);
+    const u32 rows_target = shared_address(room.states(piece));
     const u32 values_target = shared_address(room.values(piece));
 #pragma unroll 2
     for (int i = sharer; i < chunks; i += sharers) {
@@ -2189,32 +2259,36 @@ __device__ inline void bring_pieces(const Params& params, const Item& item, Shar
   }
   cp_async_commit_group();
   cp_async_wait_group<0>();
-  barrier_sync(kConsumerBarrier, kConsumerThreads);
+  crew.sync();
 }
 
-// The owner adds the only other piece to its own, which is in registers.
+// Adds the only other piece to this one, which is in registers: by the owner, or by both to the
+// half that either keeps.
 __device__ inline void fold_piece(const Params& params, const Item& item, SharedMemory& shared,
-                                  Accumulators& accumulators, RowState (&rows)[kOwnRows]) {
-  await(params, item, 1);
-  const MergeRoom room = {shared.query, 1, kTasks};
-  bring_pieces(params, item, shared, room, 1, 0, 0);
-  if (fresh_thread() == 0) *arrivals(params, item) = 0;
+                                  const Crew& crew, Accumulators& accumulators,
+                                  RowState (&rows)[kOwnRows]) {
+  await(params, item, crew, item.mergers);
+  const int tasks = crew.half < 0 ? kTasks : kTasks / 2;
+  const MergeRoom room = {shared.query, 1, 0, kRows, max(crew.half, 0) * tasks, tasks};
+  bring_pieces(params, item, crew, room, 1 - item.piece);
+  if (is_last_merger(params, item, crew)) reset_arrivals(params, item);
   float own_weights[kOwnRows];
   float weights[kOwnRows];
+  const int scale = scale_of_warp(fresh_warp());
 #pragma unroll
   for (int r = 0; r < kOwnRows; ++r) {
-    const PartialRow other = room.rows(0)[own_row(r)];
+    const PartialRow& other = room.state(0, own_row(r));
     const float largest = fmaxf(rows[r].reference, other.reference);
     own_weights[r] = ex2_approx(rows[r].reference - largest);
     const float weight = ex2_approx(other.reference - largest);
     rows[r] = {largest, rows[r].sum * own_weights[r] + other.sum * weight};
-    weights[r] = weight * other.scale;
+    weights[r] = weight * other.scales[scale];
   }
-  const uint2* values = room.values(0) + fresh_thread();
+  const uint2* values = room.values(0) + own_values() - room.first_task * kWarpLanes;
 #pragma unroll
   for (int i = 0; i < kAccumulators; ++i) {
     const float4 own = weighted(accumulator(accumulators, i), own_weights, i);
-    const float4 other = weighted(from_halves(values[i * kConsumerThreads]), weights, i);
+    const float4 other = weighted(from_halves(values[i * kWarpLanes]), weights, i);
     set_accumulator(
         accumulators, i,
         make_float4(own.x + other.x, own.y + other.y, own.z + other.z, own.w + other.w));
@@ -2222,8 +2296,8 @@ __device__ inline void fold_piece(const Params& params, const Item& item, Shared
   }
 }
 
-// Merging many pieces of a unit: every block that has one but the last takes a slice of the result.
-// Needs merge.cuh, row_state.cuh; from the consumers task_rows, add_task, store_slice.
+// Merging three pieces and more of a unit: every block that is a merger takes a slice of the
+// result. Needs merge.cuh, row_state.cuh; from the consumers task_rows, add_task, store_tasks.
 
 // Over the lanes that share a row, which are neighbours.
 constexpr int kThreadsOfRow = kConsumerThreads / kRows;
@@ -2237,103 +2311,124 @@ __device__ inline float join_lanes(float value, Join join) {
   return value;
 }
 
+// A slice is as many tasks as make all mergers equally busy. Of many, a warp adds up some at a
+// time, whose elements lie side by side in the output.
+constexpr int kTasksTogether = 4;
+
+__device__ constexpr int tasks_of_slice(int mergers) {
+  const int tasks = ceil_div(kTasks, mergers);
+  return tasks <= kConsumerWarps ? tasks : ceil_div(tasks, kTasksTogether) * kTasksTogether;
+}
+
+// The rows that a slice of so many tasks touches at the most.
+__device__ constexpr int rows_of_slice(int tasks) {
+  const int groups = (tasks + kTasksOfGroup - 2) / kTasksOfGroup + 1;
+  return groups * kRowsOfGroup < kRows ? groups * kRowsOfGroup : kRows;
+}
+
+__device__ constexpr bool slices_fit() {
+  for (int pieces = 3; pieces <= kMostSpans; ++pieces) {
+    const int tasks = tasks_of_slice(pieces - 1);
+    const int rows_bytes = rows_of_slice(tasks) * static_cast<int>(sizeof(PartialRow));
+    if (pieces * (rows_bytes + tasks * kTaskBytes) > kRoomBytes) return false;
+  }
+  return true;
+}
+static_assert(slices_fit(), "a slice of every piece comes at once");
+
 // Makes the scale of every piece the factor of its halves in the finished row.
 __device__ inline void merge_rows(const Params& params, const Item& item, const MergeRoom& room) {
   const int row = fresh_thread() / kThreadsOfRow;
   const int first = fresh_thread() % kThreadsOfRow;
-  float reference = -kLargest;
+  if (room.first_row <= row && row < room.first_row + room.rows) {
+    float reference = -kLargest;
 #pragma unroll 4
-  for (int piece = first; piece < item.pieces; piece += kThreadsOfRow) {
-    reference = fmaxf(reference, room.rows(piece)[row].reference);
-  }
-  reference = join_lanes(reference, [](float a, float b) { return fmaxf(a, b); });
-  float sum = 0.0f;
+    for (int piece = first; piece < room.pieces; piece += kThreadsOfRow) {
+      reference = fmaxf(reference, room.state(piece, row).reference);
+    }
+    reference = join_lanes(reference, [](float a, float b) { return fmaxf(a, b); });
+    float sum = 0.0f;
 #pragma unroll 4
-  for (int piece = first; piece < item.pieces; piece += kThreadsOfRow) {
-    const PartialRow state = room.rows(piece)[row];
-    sum += state.sum * ex2_approx(state.reference - reference);
-  }
-  sum = join_lanes(sum, [](float a, float b) { return a + b; });
-  const RowResult result = result_of(params, item, row, {reference, sum});
-  const float factor = result.factor * output_scale(params);
+    for (int piece = first; piece < room.pieces; piece += kThreadsOfRow) {
+      const PartialRow& state = room.state(piece, row);
+      sum += state.sum * ex2_approx(state.reference - reference);
+    }
+    sum = join_lanes(sum, [](float a, float b) { return a + b; });
+    const RowResult result = result_of(params, item, row, {reference, sum});
+    const float factor = result.factor * output_scale(params);
 #pragma unroll 4
-  for (int piece = first; piece < item.pieces; piece += kThreadsOfRow) {
-    PartialRow& state = room.rows(piece)[row];
-    state.scale *= factor * ex2_approx(state.reference - reference);
-  }
-  if (params.lse != nullptr && item.piece == 0 && first == 0 && row < item.rows) {
-    params.lse[global_row(params, item, row)] = result.lse * params.lse_factor;
+    for (int piece = first; piece < room.pieces; piece += kThreadsOfRow) {
+      PartialRow& state = room.state(piece, row);
+      const float weight = factor * ex2_approx(state.reference - reference);
+#pragma unroll
+      for (int scale = 0; scale < kScales; ++scale) state.scales[scale] *= weight;
+    }
+    // The slice that a row begins in tells of it.
+    const int row_task = row / kRowsOfGroup * kTasksOfGroup;
+    const bool is_begun = room.first_task <= row_task && row_task < room.first_task + room.tasks;
+    if (params.lse != nullptr && is_begun && first == 0 && row < item.rows) {
+      params.lse[global_row(params, item, row)] = result.lse * params.lse_factor;
+    }
   }
   barrier_sync(kConsumerBarrier, kConsumerThreads);
 }
 
-// Adds up `kCount` tasks of all pieces at a time, from the one on that this warp has `first`, and
-// writes them. Of those behind the last, the last is added up once more.
+// Adds up `kCount` tasks of all pieces, from `first` on, and writes them; the first row of the
+// output that they belong to, and of each piece its factors, are the same for all. Of those behind
+// the last, the last is added up once more.
 template <int kCount>
-__device__ inline void merge_tasks(const Params& params, const Item& item, const MergeRoom& room,
-                                   int begin, int first) {
-  const int warp = (begin + first) % kConsumerWarps;
-  // Task i * kConsumerWarps + w is float4 i of the threads of warp w.
-  int tasks[kCount];
+__device__ inline void merge_tasks(const Params& params, const Item& item, SharedMemory& shared,
+                                   const MergeRoom& room, int first) {
+  int offsets[kCount];
   TaskRows rows[kCount];
   float4 totals[kCount];
 #pragma unroll
   for (int n = 0; n < kCount; ++n) {
-    tasks[n] = min(first + n * kConsumerWarps, room.tasks - 1);
-    rows[n] = task_rows((begin + tasks[n]) / kConsumerWarps, warp);
+    offsets[n] = min(first - room.first_task + n, room.tasks - 1) * kWarpLanes;
+    rows[n] = task_rows(first + n);
     totals[n] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   }
+  const int scale = scale_of_task(first);
   const uint2* values = room.values(0) + fresh_lane();
 #pragma unroll 2
   for (int piece = 0; piece < room.pieces; ++piece) {
-    const PartialRow* states = room.rows(piece);
 #pragma unroll
     for (int n = 0; n < kCount; ++n) {
-      totals[n] = add_task(totals[n], from_halves(values[tasks[n] * kWarpLanes]),
-                           states[rows[n].a].scale, states[rows[n].b].scale);
+      totals[n] = add_task(totals[n], from_halves(values[offsets[n]]),
+                           room.state(piece, rows[n].a).scales[scale],
+                           room.state(piece, rows[n].b).scales[scale]);
     }
     values += room.tasks * kWarpLanes;
   }
-#pragma unroll
-  for (int n = 0; n < kCount; ++n) {
-    const int task = first + n * kConsumerWarps;
-    if (task >= room.tasks) break;
-    store_slice(params, item, (begin + task) / kConsumerWarps, warp, totals[n]);
-  }
+  store_tasks<kCount>(params, item, shared, first, room.first_task + room.tasks - first, totals);
 }
 
 __device__ inline void merge_slices(const Params& params, const Item& item, SharedMemory& shared) {
-  await(params, item, item.pieces);
-  const int slices = item.pieces - 1;
-  // Who comes last knows that nobody waits any more.
-  u32* counters = arrivals(params, item);
-  const bool is_last = fresh_thread() == 0 && atomicAdd(counters + 1, 1u) + 1 == slices;
-  const int each = ceil_div(kTasks, slices);
+  const Crew all = {-1};
+  const int each = tasks_of_slice(item.mergers);
   const int first = item.piece * each;
   const int end = min(first + each, kTasks);
-  const int at_once = tasks_at_once(item.pieces);
-  int round = 0;
-  for (int begin = first; begin < end; begin += at_once) {
-    const MergeRoom room = {shared.query, item.pieces, min(at_once, end - begin)};
-    // Everybody is done with what was brought before.
-    if (round > 0) barrier_sync(kConsumerBarrier, kConsumerThreads);
-    bring_pieces(params, item, shared, room, 0, begin, round);
-    if (round == 0) merge_rows(params, item, room);
-    constexpr int kManyTasks = 4;
-    if (room.tasks <= kConsumerWarps) {
-      if (fresh_warp() < room.tasks) merge_tasks<1>(params, item, room, begin, fresh_warp());
+  const int first_group = first / kTasksOfGroup;
+  const int groups = (end - 1) / kTasksOfGroup + 1 - first_group;
+  const MergeRoom room = {shared.query,          item.pieces, first_group * kRowsOfGroup,
+                          groups * kRowsOfGroup, first,       end - first};
+  await(params, item, all, item.pieces);
+  const bool is_last = is_last_merger(params, item, all);
+  if (room.tasks > 0) {
+    bring_pieces(params, item, all, room, 0);
+    merge_rows(params, item, room);
+    if (each <= kConsumerWarps) {
+      if (fresh_warp() < room.tasks)
+        merge_tasks<1>(params, item, shared, room, first + fresh_warp());
     } else {
+      constexpr int kStep = kTasksTogether * kConsumerWarps;
 #pragma unroll 1
-      for (int task = fresh_warp(); task < room.tasks; task += kManyTasks * kConsumerWarps) {
-        merge_tasks<kManyTasks>(params, item, room, begin, task);
+      for (int task = first + fresh_warp() * kTasksTogether; task < end; task += kStep) {
+        merge_tasks<kTasksTogether>(params, item, shared, room, task);
       }
     }
-    ++round;
   }
-  if (is_last) {
-    counters[0] = 0;
-    counters[1] = 0;
-  }
+  if (is_last) reset_arrivals(params, item);
 }
 
 // Leaves what consumers have of an item where it belongs: in the output, or in the workspace to be
@@ -2341,15 +2436,15 @@ __device__ inline void merge_slices(const Params& params, const Item& item, Shar
 // store_rows.
 
 __device__ inline void store_piece(const Params& params, const Item& item, SharedMemory& shared,
-                                   const Accumulators& accumulators,
+                                   const Crew& crew, const Accumulators& accumulators,
                                    const RowState (&rows)[kOwnRows]) {
   const int block = static_cast<int>(blockIdx.x);
   const int place = item.piece > 0 ? first_place(block) : last_place(block);
-  store_partial(params, shared, place, accumulators, rows);
+  store_partial(params, shared, crew, place, accumulators, rows);
   if (!shared.has_nonfinite) return;
-  uint2* values = partial_values(params, place) + fresh_thread();
+  uint2* values = partial_values(params, place) + own_values();
   restore_nonfinite<Fp16>(params, item, 1.0f, [&](int i, int c) {
-    return reinterpret_cast<u16*>(values + i * kConsumerThreads) + c;
+    return reinterpret_cast<u16*>(values + i * kWarpLanes) + c;
   });
 }
 
@@ -2365,16 +2460,22 @@ __device__ inline void store_whole(const Params& params, const Item& item, Share
   });
 }
 
+// Two pieces of which neither is followed by anything in its block are merged by both: either keeps
+// one half of the tasks and leaves the other. Of other two the owner keeps its own, and of more
+// everything is left.
 __device__ inline void store_item(const Params& params, const Item& item, SharedMemory& shared,
                                   Accumulators& accumulators, RowState (&rows)[kOwnRows]) {
-  const bool is_shared_by_all = item.pieces > kFewPieces;
-  if (item.piece > 0 || is_shared_by_all) {
-    store_piece(params, item, shared, accumulators, rows);
-    announce(params, item);
-    if (is_shared_by_all && item.piece < item.pieces - 1) merge_slices(params, item, shared);
-  } else {
-    if (item.pieces > 1) fold_piece(params, item, shared, accumulators, rows);
+  const bool are_exchanged = item.pieces == 2 && item.mergers == 2;
+  const int half = half_of_warp(fresh_warp());
+  const Crew crew = {are_exchanged ? half : -1};
+  const bool keeps = are_exchanged ? half == item.piece : item.piece == 0 && item.pieces <= 2;
+  if (keeps) {
+    if (item.pieces > 1) fold_piece(params, item, shared, crew, accumulators, rows);
     store_whole(params, item, shared, accumulators, rows);
+  } else {
+    store_piece(params, item, shared, crew, accumulators, rows);
+    announce(params, item, crew);
+    if (item.pieces > 2 && item.piece < item.mergers) merge_slices(params, item, shared);
   }
   barrier_sync(kConsumerBarrier, kConsumerThreads);
   if (fresh_thread() == 0) shared.has_nonfinite = 0;
@@ -2481,8 +2582,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       schedule(params, walk, first, shared);
     }
   } else {
-    begin_first_query(params, first, shared);
     take_registers();
+    begin_first_query(params, first, shared);
     consume_items(params, shared);
   }
 }
