@@ -2311,13 +2311,14 @@ __device__ inline float join_lanes(float value, Join join) {
   return value;
 }
 
-// A slice is as many tasks as make all mergers equally busy. Of many, a warp adds up some at a
-// time, whose elements lie side by side in the output.
+// A slice is as many tasks as make all mergers equally busy. Of many, a warp adds up some together,
+// whose elements lie side by side in the output.
 constexpr int kTasksTogether = 4;
+constexpr int kManyTasks = kTasksTogether * kConsumerWarps;
 
 __device__ constexpr int tasks_of_slice(int mergers) {
   const int tasks = ceil_div(kTasks, mergers);
-  return tasks <= kConsumerWarps ? tasks : ceil_div(tasks, kTasksTogether) * kTasksTogether;
+  return tasks < kManyTasks ? tasks : ceil_div(tasks, kTasksTogether) * kTasksTogether;
 }
 
 // The rows that a slice of so many tasks touches at the most.
@@ -2417,13 +2418,14 @@ __device__ inline void merge_slices(const Params& params, const Item& item, Shar
   if (room.tasks > 0) {
     bring_pieces(params, item, all, room, 0);
     merge_rows(params, item, room);
-    if (each <= kConsumerWarps) {
-      if (fresh_warp() < room.tasks)
-        merge_tasks<1>(params, item, shared, room, first + fresh_warp());
-    } else {
-      constexpr int kStep = kTasksTogether * kConsumerWarps;
+    if (each < kManyTasks) {
 #pragma unroll 1
-      for (int task = first + fresh_warp() * kTasksTogether; task < end; task += kStep) {
+      for (int task = first + fresh_warp(); task < end; task += kConsumerWarps) {
+        merge_tasks<1>(params, item, shared, room, task);
+      }
+    } else {
+#pragma unroll 1
+      for (int task = first + fresh_warp() * kTasksTogether; task < end; task += kManyTasks) {
         merge_tasks<kTasksTogether>(params, item, shared, room, task);
       }
     }
