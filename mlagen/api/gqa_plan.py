@@ -7,7 +7,9 @@ from functools import lru_cache
 from mlagen.api.calls import rounded_up
 from mlagen.runtime.device import arch_of_device, device_facts
 from mlagen.runtime.plan import DecodePlan, GqaDecodeProblem, plan_gqa_decode
+from mlagen.runtime.plan_gqa_hopper import GqaHopperPlan, plan_gqa_hopper
 from mlagen.spec.gqa import GqaDecodeSpec, GqaVariant, gqa_decode_spec
+from mlagen.spec.gqa_hopper import GqaHopperSpec, gqa_hopper_spec
 
 
 @lru_cache(maxsize=4096)
@@ -24,13 +26,49 @@ def plan_gqa_call(
     window: int,
     longest_kv: int,
 ) -> tuple[GqaDecodeSpec, DecodePlan]:
-    """Return the kernel and the plan of a call on GPU ``device``.
+    """Return the portable kernel and its plan of a call on GPU ``device``.
 
     ``q_len`` is the longest where requests differ, and ``window`` 0 where there is none.
     """
     spec = gqa_decode_spec(arch_of_device(device), variant, q_len * (heads // kv_heads))
+    problem = _problem(batch, q_len, is_ragged, tokens, heads, kv_heads, window, longest_kv)
+    return spec, plan_gqa_decode(spec, problem, device_facts(device).sm_count)
+
+
+@lru_cache(maxsize=4096)
+def plan_gqa_hopper_call(
+    *,
+    device: int,
+    variant: GqaVariant,
+    batch: int,
+    q_len: int,
+    is_ragged: bool,
+    tokens: int,
+    heads: int,
+    kv_heads: int,
+    window: int,
+    longest_kv: int,
+) -> tuple[GqaHopperSpec, GqaHopperPlan] | None:
+    """Return the Hopper kernel and its plan of a call on GPU ``device``; None if there is none."""
+    spec = gqa_hopper_spec(arch_of_device(device), variant, q_len * (heads // kv_heads))
+    if spec is None:
+        return None
+    problem = _problem(batch, q_len, is_ragged, tokens, heads, kv_heads, window, longest_kv)
+    return spec, plan_gqa_hopper(spec, problem, device_facts(device).sm_count)
+
+
+def _problem(
+    batch: int,
+    q_len: int,
+    is_ragged: bool,  # noqa: FBT001 - a fact of the call like the others
+    tokens: int,
+    heads: int,
+    kv_heads: int,
+    window: int,
+    longest_kv: int,
+) -> GqaDecodeProblem:
     longest_kv = rounded_up(longest_kv)
-    problem = GqaDecodeProblem(
+    return GqaDecodeProblem(
         batch=batch,
         q_len=0 if is_ragged else q_len,
         heads=heads,
@@ -38,4 +76,3 @@ def plan_gqa_call(
         total_rows=tokens * heads,
         longest_kv=min(longest_kv, window + q_len) if window else longest_kv,
     )
-    return spec, plan_gqa_decode(spec, problem, device_facts(device).sm_count)

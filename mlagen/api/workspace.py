@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 
+from mlagen.api import gqa_hopper
 from mlagen.api.arguments import DTYPES, refuse, require, require_whole_number
-from mlagen.api.gqa_plan import plan_gqa_call
+from mlagen.api.gqa_plan import plan_gqa_call, plan_gqa_hopper_call
 from mlagen.api.mla_hopper import not_covered
 from mlagen.api.mla_plan import plan_call, plan_hopper_call
 from mlagen.api.mla_query import QUERY_DTYPES
 from mlagen.runtime.plan import DecodePlan
+from mlagen.runtime.plan_gqa_hopper import GqaHopperPlan
 from mlagen.runtime.plan_hopper import HopperPlan
 from mlagen.settings import current_settings
 from mlagen.spec.dtype import DType
@@ -88,7 +90,7 @@ def workspace_bytes(
     index = _gpu_index(device)
     # What a tile is chosen for: a ragged call may say how long its longest query is, or not.
     lengths = {q_len} if tokens is None else {q_len, max(1, -(-total // max(1, batch)))}
-    plans: list[DecodePlan | HopperPlan] = []
+    plans: list[DecodePlan | HopperPlan | GqaHopperPlan] = []
     if kv_heads is None and head_dim is None:
         shared = MlaVariant(
             query_dtype=_named(dtype, "dtype", QUERY_DTYPES),
@@ -125,7 +127,7 @@ def workspace_bytes(
             page_size=page_size,
         )
         for length in lengths:
-            _, plan = plan_gqa_call(
+            plans += _gqa_plans(
                 device=index,
                 variant=gqa_variant,
                 batch=batch,
@@ -137,7 +139,8 @@ def workspace_bytes(
                 window=window_left + 1 if window_left >= 0 else 0,
                 longest_kv=max_seq_len,
             )
-            plans.append(plan)
+        if not plans:
+            raise gqa_hopper.not_covered(index, gqa_variant)
     return max(plan.workspace_bytes for plan in plans)
 
 
@@ -148,6 +151,15 @@ def _mla_plans(**call: Any) -> Iterator[DecodePlan | HopperPlan]:
         yield planned[1]
     if kernel != "hopper":
         yield plan_call(**call)[1]
+
+
+def _gqa_plans(**call: Any) -> Iterator[DecodePlan | GqaHopperPlan]:
+    """Yield the same for a call of grouped-query attention."""
+    kernel = current_settings().gqa_kernel
+    if kernel != "portable" and (planned := plan_gqa_hopper_call(**call)) is not None:
+        yield planned[1]
+    if kernel != "hopper":
+        yield plan_gqa_call(**call)[1]
 
 
 def _named(dtype: torch.dtype, argument: str, known: dict[torch.dtype, DType]) -> DType:

@@ -67,6 +67,6 @@ def load(code: bytes, spec: KernelSpec, device: int) -> LoadedKernel:
                 spec.symbol,
             )
         checked(driver.cuFuncLoad(function), spec.symbol)
-    if spec.is_cooperative:
+    if spec.counts_arrivals:
         reserve_counters(device)
     return LoadedKernel(spec, device, packing_of(spec), function, library)

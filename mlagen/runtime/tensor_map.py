@@ -11,6 +11,7 @@ from mlagen.runtime.device import checked
 from mlagen.spec.dtype import DType
 
 MAP_BYTES = 128
+_NARROW_ROW_BYTES = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +25,9 @@ class TiledTensor:
 
 
 def encode(tensor: TiledTensor, address: int) -> bytes:
-    """Return the map of a tensor at ``address``; rows of 128 bytes are swizzled in shared memory.
+    """Return the map of a tensor at ``address``.
+
+    Rows of a box are 128 bytes, or 64, and swizzled in shared memory.
 
     Raises
     ------
@@ -34,6 +37,8 @@ def encode(tensor: TiledTensor, address: int) -> bytes:
     """
     from cuda.bindings import driver
 
+    swizzles = driver.CUtensorMapSwizzle
+    is_narrow = tensor.dtype.row_bytes(tensor.box[0]) == _NARROW_ROW_BYTES
     made = driver.cuTensorMapEncodeTiled(
         _element_types()[tensor.dtype],
         len(tensor.sizes),
@@ -43,7 +48,7 @@ def encode(tensor: TiledTensor, address: int) -> bytes:
         [driver.cuuint32_t(size) for size in tensor.box],
         [driver.cuuint32_t(1)] * len(tensor.sizes),
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        swizzles.CU_TENSOR_MAP_SWIZZLE_64B if is_narrow else swizzles.CU_TENSOR_MAP_SWIZZLE_128B,
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
@@ -58,4 +63,5 @@ def _element_types() -> dict[DType, Any]:
     return {
         DType.BF16: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
         DType.FP16: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+        DType.E4M3: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8,
     }

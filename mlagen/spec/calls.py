@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from mlagen.spec import gqa, mla, mla_hopper
+from mlagen.spec import gqa, gqa_hopper, mla, mla_hopper
 from mlagen.spec.arch import Arch
 from mlagen.spec.combine import CombineSplitsSpec
 from mlagen.spec.gqa import GqaDecodeSpec, GqaVariant, gqa_decode_spec
+from mlagen.spec.gqa_hopper import GqaHopperSpec, gqa_hopper_spec
 from mlagen.spec.kernel import KernelSpec
 from mlagen.spec.mla import MlaDecodeSpec, mla_decode_spec
 from mlagen.spec.mla_hopper import MlaHopperSpec, mla_hopper_spec
@@ -16,7 +17,8 @@ from mlagen.spec.mla_support import MlaVariant, output_dtype
 
 # Numbers of rows such that calls with as many between them take all tiles that there are.
 _ROWS = sorted(
-    {tile.tile_rows for tile in (*mla.TILES, *gqa.TILES)} | set(mla_hopper.TILE_ROWS),
+    {tile.tile_rows for tile in (*mla.TILES, *gqa.TILES)}
+    | {*mla_hopper.TILE_ROWS, *gqa_hopper.TILE_ROWS},
 )
 
 
@@ -42,13 +44,17 @@ def mla_call_specs(arch: Arch, variant: MlaVariant, rows: int) -> list[KernelSpe
 def gqa_call_specs(arch: Arch, variant: GqaVariant, rows: int) -> list[KernelSpec]:
     """Return the kernels of GQA calls with ``rows`` rows for each kv head of a request.
 
+    The Hopper kernel where there is one, the portable one, and the one that combines its splits.
+
     Raises
     ------
     UnsupportedError
         If there is none for such a call.
     """
     combining = CombineSplitsSpec(arch=arch, dtype=variant.out_dtype, head_dim_vo=variant.head_dim)
-    return [gqa_decode_spec(arch, variant, rows), combining]
+    portable = gqa_decode_spec(arch, variant, rows)
+    hopper = gqa_hopper_spec(arch, variant, rows)
+    return [portable, combining] if hopper is None else [hopper, portable, combining]
 
 
 def specs_beside(spec: KernelSpec) -> list[KernelSpec]:
@@ -81,6 +87,6 @@ def _call_specs_of(spec: KernelSpec) -> Callable[[Arch, int], list[KernelSpec]]:
     if isinstance(spec, (MlaDecodeSpec, MlaHopperSpec)):
         mla_variant = spec.variant
         return lambda arch, rows: mla_call_specs(arch, mla_variant, rows)
-    assert isinstance(spec, GqaDecodeSpec), spec
+    assert isinstance(spec, (GqaDecodeSpec, GqaHopperSpec)), spec
     gqa_variant = spec.variant
     return lambda arch, rows: gqa_call_specs(arch, gqa_variant, rows)

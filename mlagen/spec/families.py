@@ -8,6 +8,7 @@ from mlagen.errors import ArgumentError
 from mlagen.spec.arch import Arch
 from mlagen.spec.combine import combine_splits_specs
 from mlagen.spec.gqa import gqa_decode_specs
+from mlagen.spec.gqa_hopper import gqa_hopper_specs
 from mlagen.spec.kernel import KernelSpec
 from mlagen.spec.mla import mla_decode_specs
 from mlagen.spec.mla_hopper import mla_hopper_specs
@@ -16,6 +17,7 @@ FAMILIES: dict[str, Callable[[Arch], Iterator[KernelSpec]]] = {
     "mla_decode": mla_decode_specs,
     "mla_hopper": mla_hopper_specs,
     "gqa_decode": gqa_decode_specs,
+    "gqa_hopper": gqa_hopper_specs,
     "combine_splits": combine_splits_specs,
 }
 

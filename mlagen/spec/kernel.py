@@ -89,6 +89,11 @@ class KernelSpec:
         """Whether blocks wait for each other, so that all of them must run at once."""
         return False
 
+    @property
+    def counts_arrivals(self) -> bool:
+        """Whether blocks count each other's arrivals, in memory that stays with the workspace."""
+        return self.is_cooperative
+
     def serves(self, call: CallShape) -> bool:  # noqa: ARG002 - for the families that depend on it
         """Whether such a call takes this kernel, of those that differ in the tile only."""
         return True

@@ -14,6 +14,7 @@ from mlagen.spec.calls import specs_beside
 from mlagen.spec.combine import CombineSplitsSpec, combine_splits_specs
 from mlagen.spec.dtype import DType
 from mlagen.spec.gqa import GqaDecodeSpec
+from mlagen.spec.gqa_hopper import GqaHopperSpec
 from mlagen.spec.kernel import KernelSpec, Variant
 from mlagen.spec.mla import MlaDecodeSpec
 from mlagen.spec.mla_hopper import MlaHopperSpec
@@ -153,5 +154,6 @@ def _combining(spec: CombineSplitsSpec) -> Sequence[KernelSpec]:
 
 
 _FAMILIES: dict[str, type[KernelSpec]] = {
-    cls.family: cls for cls in (MlaDecodeSpec, MlaHopperSpec, GqaDecodeSpec, CombineSplitsSpec)
+    cls.family: cls
+    for cls in (MlaDecodeSpec, MlaHopperSpec, GqaDecodeSpec, GqaHopperSpec, CombineSplitsSpec)
 }

@@ -1,0 +1,193 @@
+"""GQA decode on Hopper: what its kernels are specialised for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import ClassVar
+
+from mlagen.spec.arch import Arch
+from mlagen.spec.dtype import DType
+from mlagen.spec.gqa import HEAD_DIMS, PAGE_SIZES, SUPPORTED, GqaVariant
+from mlagen.spec.kernel import (
+    CallShape,
+    KernelSpec,
+    Parameter,
+    float32,
+    int32,
+    int64,
+    pointer,
+    tensor_map,
+)
+
+# Rows of a tile, from the widest to the narrowest; a call takes the narrowest that holds the rows
+# of a request and kv head, or the widest that its head dim leaves registers for.
+TILE_ROWS = (32, 16, 8)
+_MOST_ACCUMULATORS = 32 * 128
+
+CONSUMER_WARPS = 8
+_STEP_TOKENS = 16  # of a warp
+_LEAST_BOX_TOKENS = 16
+_LINE_BYTES = 128  # that shared memory permutes
+_LEAST_TILE_BYTES = 16384  # what a copy brings is worth a barrier then
+_RING_BYTES = 192 * 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class GqaHopperSpec(KernelSpec):
+    """What changes the machine code of a Hopper GQA decode kernel, and nothing else."""
+
+    family: ClassVar[str] = "gqa_hopper"
+    symbol: ClassVar[str] = "gqa_hopper"
+    template: ClassVar[str] = "kernels/gqa_hopper.cu.j2"
+    parameters: ClassVar[tuple[Parameter, ...]] = (
+        tensor_map("key_map"),
+        tensor_map("value_map"),
+        pointer("query", "const u16"),
+        pointer("value_cache", "const unsigned char"),
+        pointer("block_tables", "const int"),
+        pointer("seq_lens", "const int"),
+        pointer("cum_seq_lens_q", "const int"),
+        pointer("draft_mask", "const u32"),
+        pointer("bmm1_scale_tensor", "const float"),
+        pointer("bmm2_scale_tensor", "const float"),
+        pointer("sinks", "const float"),
+        pointer("out", "unsigned char"),
+        pointer("partial_out", "float"),
+        pointer("partial_rows", "unsigned char"),
+        pointer("counters", "u32"),
+        int64("query_stride"),
+        int64("query_head_stride"),
+        int64("value_page_stride"),
+        int64("value_token_stride"),
+        int64("value_head_stride"),
+        int32("tokens"),
+        int32("requests"),
+        int32("kv_heads"),
+        int32("group"),
+        int32("q_len"),
+        int32("row_tiles"),
+        int32("mask_words"),
+        int32("window"),
+        int32("max_pages"),
+        int32("block_tables_stride"),
+        int32("num_pages"),
+        int32("scores_take_bmm2"),
+        float32("bmm1_scale"),
+        float32("bmm2_scale"),
+        float32("score_factor"),
+        float32("output_factor"),
+    )
+
+    variant: GqaVariant
+    tile_rows: int
+
+    @property
+    def decodes_kv(self) -> bool:
+        """Whether tokens become another type in registers."""
+        return not self.variant.kv_dtype.is_16bit
+
+    @property
+    def element(self) -> DType:
+        """What is multiplied; fp16 holds every e4m3."""
+        return DType.FP16 if self.decodes_kv else self.variant.kv_dtype
+
+    @property
+    def uses_e4m3(self) -> bool:
+        """Whether anything is stored as e4m3: tokens or the output."""
+        return DType.E4M3 in (self.variant.kv_dtype, self.variant.out_dtype)
+
+    @property
+    def stores_e4m3(self) -> bool:
+        """Whether the output is e4m3."""
+        return self.variant.out_dtype is DType.E4M3
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a cached token of one kv head."""
+        return self.variant.kv_dtype.row_bytes(self.variant.head_dim)
+
+    @property
+    def line_bytes(self) -> int:
+        """Bytes of a token that lie together in shared memory."""
+        return min(self.row_bytes, _LINE_BYTES)
+
+    @property
+    def tile_tokens(self) -> int:
+        """Tokens that the warps of a block attend to at a time."""
+        tokens = CONSUMER_WARPS * _STEP_TOKENS
+        return max(tokens, _LEAST_TILE_BYTES // self.row_bytes)
+
+    @property
+    def box_tokens(self) -> int:
+        """Tokens that one copy brings: of one page."""
+        return math.gcd(self.variant.page_size, self.tile_tokens)
+
+    @property
+    def stages(self) -> int:
+        """Tiles of keys or values that shared memory has room for."""
+        return _RING_BYTES // (self.tile_tokens * self.row_bytes)
+
+    @property
+    def consumer_warps(self) -> int:
+        """Warps that multiply."""
+        return CONSUMER_WARPS
+
+    @property
+    def threads(self) -> int:
+        """Threads of one block."""
+        return self.consumer_warps * 32 + 128
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of one block: all there is."""
+        return self.arch.shared_bytes
+
+    @property
+    def counts_arrivals(self) -> bool:
+        """Blocks do, where they share a unit; none waits for another."""
+        return True
+
+    def serves(self, call: CallShape) -> bool:
+        """Whether such a call takes this kernel, of those that differ in the tile only."""
+        if call.kv_heads is None:
+            return True
+        rows = call.heads // call.kv_heads * call.q_len
+        return self.tile_rows == tile_rows_for(self.variant.head_dim, rows)
+
+
+def tile_rows_for(head_dim: int, rows: int) -> int:
+    """Return the rows of a tile for requests of ``rows`` rows for each kv head."""
+    known = [tile for tile in TILE_ROWS if tile * head_dim <= _MOST_ACCUMULATORS]
+    return min((tile for tile in known if rows <= tile), default=known[0])
+
+
+def gqa_hopper_spec(arch: Arch, variant: GqaVariant, rows: int) -> GqaHopperSpec | None:
+    """Return the Hopper kernel for ``rows`` rows of each kv head; None where there is none."""
+    is_covered = (
+        arch.has_wgmma
+        and variant.kv_dtype in (variant.query_dtype, DType.E4M3)
+        and variant.head_dim in HEAD_DIMS
+        and variant.page_size % _LEAST_BOX_TOKENS == 0
+    )
+    if not is_covered:
+        return None
+    tile_rows = tile_rows_for(variant.head_dim, rows)
+    return GqaHopperSpec(arch=arch, variant=variant, tile_rows=tile_rows)
+
+
+def gqa_hopper_specs(arch: Arch) -> Iterator[GqaHopperSpec]:
+    """Yield every Hopper GQA kernel that prewarming knows for ``arch``, each once."""
+    for row, head_dim, page_size in product(SUPPORTED, HEAD_DIMS, PAGE_SIZES):
+        for out_dtype in row.out_dtypes:
+            variant = GqaVariant(
+                query_dtype=row.query_dtype,
+                kv_dtype=row.kv_dtype,
+                out_dtype=out_dtype,
+                head_dim=head_dim,
+                page_size=page_size,
+            )
+            found = [gqa_hopper_spec(arch, variant, rows) for rows in TILE_ROWS]
+            yield from dict.fromkeys(spec for spec in found if spec is not None)

@@ -1,0 +1,9 @@
+// PTX ISA, "Warp Level Matrix Instructions: movmatrix". Needs sm_75.
+
+// movmatrix.sync.aligned.m8n8.trans.b16
+// The matrix of which `a` is this lane's fragment, its rows as columns.
+__device__ inline u32 movmatrix_trans(u32 a) {
+  u32 d;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(a));
+  return d;
+}

@@ -1,0 +1,80 @@
+// The consumers: each warp attends to tokens of its own in every tile, with no word to the others
+// until an item ends. Needs SharedMemory, items.cuh, softmax.cuh, hidden_values.cuh,
+// merge_warps.cuh, merge_pieces.cuh, the products.
+
+__device__ inline void release(const Barrier& empty) {
+  __syncwarp();  // all lanes have read
+  if (lane_index() == 0) arrive_at(empty);
+}
+
+// Goes by a stage of which this warp needs nothing. It waits all the same: who releases what has
+// not come yet could do so twice before the loader looks.
+__device__ inline void skip_stage(SharedMemory& shared, RingPosition<kStages>& position) {
+  wait_for(shared.stage_full[position.stage], position.parity);
+  release(shared.stage_empty[position.stage]);
+  position.advance();
+}
+
+__device__ inline void consume_item(const Params& params, const Item& item, int warp, float factor,
+                                    u32 count, SharedMemory& shared,
+                                    RingPosition<kStages>& position) {
+  const MatrixRows rows(warp);
+  const Query query(params, item, warp, shared);
+  const ScoreFactors factors(query, factor);
+  Softmax softmax;
+  Output output = {};
+  const int all_begin = item.all_begin;
+  const int all_end = item.all_end;
+  int first_token = item.first_tile * kTileTokens + warp * kWarpTokens;
+#pragma unroll 1
+  for (int tile = item.tiles; tile > 0; --tile, first_token += kTileTokens) {
+    const int end_token = first_token + kWarpTokens;
+    const bool has_boundary = first_token < all_begin || end_token > all_end;
+    if (has_boundary && (end_token <= item.any_begin || first_token >= item.any_end)) {
+      skip_stage(shared, position);
+      skip_stage(shared, position);
+      continue;
+    }
+    Scores scores;
+    wait_for(shared.stage_full[position.stage], position.parity);
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      multiply_keys(rows, shared.tokens[position.stage], step, query, scores[step]);
+    }
+    release(shared.stage_empty[position.stage]);
+    position.advance();
+
+    scale_scores(factors, scores);
+    if (has_boundary) hide_scores(params, item, first_token, scores);
+    softmax.update(scores, output);
+    Probabilities probabilities;
+    turn_probabilities(scores, probabilities);
+
+    unsigned char* values = shared.tokens[position.stage];
+    wait_for(shared.stage_full[position.stage], position.parity);
+    if (has_boundary && clear_hidden(item, first_token, warp, values)) {
+      shared.nonfinite_items[count % 2] = count;
+    }
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      add_values(rows, values, step, probabilities[step], output);
+    }
+    release(shared.stage_empty[position.stage]);
+    position.advance();
+  }
+  merge_warps(params, item, warp, count, softmax, output, shared);
+  if (item.pieces > 1) merge_pieces(params, item, shared);
+}
+
+__device__ inline void consume_tokens(const Params& params, SharedMemory& shared, int warp) {
+  WarpWork& work = shared.work[warp];
+  const bool has_work = find_first_item(params, work);
+  barrier_sync(kStartBarrier, kWarps * kWarpLanes);  // barriers are there
+  if (!has_work) return;
+  const float factor = score_scale(params) * params.score_factor * kLog2E;
+  RingPosition<kStages> position;
+  u32 count = 0;  // of items, this one included
+  do {
+    consume_item(params, work.item, warp, factor, ++count, shared, position);
+  } while (find_next_item(params, work));
+}

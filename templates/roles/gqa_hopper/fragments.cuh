@@ -1,0 +1,47 @@
+// What a lane has of rows, tokens and dims, and where tokens lie in a tile. Needs
+// roles/gqa_hopper/constants.
+
+// Tokens, or output dims, are the rows of a product, and rows of the query its columns: eight of
+// those are enough to fill it.
+using QueryRow = uint2[kDimTiles];  // a lane's part of a row
+using Scores = float[kSteps][kRowGroups][4];
+using Probabilities = u32[kSteps][kRowGroups][2];
+using Output = float[kDimTiles][kRowGroups][4];
+
+// The row of column `r` of a lane's accumulators, and of its part of the query.
+__device__ inline int own_row(int group, int r) { return group * 8 + lane_index() % 4 * 2 + r; }
+__device__ inline int query_row(int group) { return group * 8 + lane_index() / 4; }
+
+// The token of accumulators `half * 2` and `half * 2 + 1`, among the warp's.
+__device__ inline int own_token(int step, int half) {
+  return step * kStepTokens + half * 8 + lane_index() / 4;
+}
+
+// Where a token of a tile begins, in its first column.
+__device__ inline u32 token_offset(int token) {
+  return static_cast<u32>(token / kBoxTokens * kBoxBytes + token % kBoxTokens * kLineBytes);
+}
+
+// How the chunks of a token are permuted among themselves: by exclusive or.
+__device__ inline u32 swizzle_of(int token) {
+  return static_cast<u32>(kLineBytes == 128 ? token & 7 : token >> 1 & 3) * kChunkBytes;
+}
+
+// Where a lane finds its row of the matrices of ldmatrix.x4: tokens 0 to 7 and 8 to 15 of a step,
+// in the first of two neighbouring chunks and then in the second.
+struct MatrixRows {
+  u32 offset;
+
+  __device__ explicit MatrixRows(int warp) {
+    const int token = warp * kWarpTokens + lane_index() % 16;
+    offset = token_offset(token) + (swizzle_of(token) ^ lane_index() / 16 * kChunkBytes);
+  }
+
+  // Of pair `pair` of chunks, counted through all columns.
+  __device__ u32 at(const unsigned char* tile, int step, int pair) const {
+    constexpr int kLinePairs = kLineBytes / (2 * kChunkBytes);
+    return shared_address(tile) + (offset ^ pair % kLinePairs * 2 * kChunkBytes) +
+           pair / kLinePairs * kColumnBytes + token_offset(step * kStepTokens);
+  }
+};
+constexpr int kChunkPairs = kRowBytes / (2 * kChunkBytes);

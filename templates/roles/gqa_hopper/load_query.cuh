@@ -1,0 +1,68 @@
+// The rows of an item's query, as a lane multiplies them: in its registers, or in shared memory for
+// all warps. Needs fragments.cuh, SharedMemory, Item; from the products fragment_of, fit_row.
+
+__device__ inline void load_row(const Params& params, const Item& item, int group, QueryRow& part) {
+  const int row = query_row(group);
+  const bool is_row = row < item.rows;
+  const i64 token = item.first_query + (is_row ? item.query_of(params, row) : 0);
+  const int head = is_row ? item.head_of(params, row) : 0;
+  const u16* source = params.query + token * params.query_stride + head * params.query_head_stride;
+#pragma unroll
+  for (int k = 0; k < kDimTiles; ++k) {
+    part[k] = is_row ? fragment_of(source + k * 16) : make_uint2(0, 0);
+  }
+}
+
+struct KeptQuery {
+  QueryRow rows[kRowGroups];
+  float undone[kRowGroups];  // of the lane's row of each group
+
+  // By each warp for itself.
+  __device__ KeptQuery(const Params& params, const Item& item, int, SharedMemory&) {
+#pragma unroll
+    for (int n = 0; n < kRowGroups; ++n) load_row(params, item, n, rows[n]);
+#pragma unroll
+    for (int n = 0; n < kRowGroups; ++n) undone[n] = fit_row(rows[n]);
+  }
+
+  __device__ uint2 at(int group, int k) const { return rows[group][k]; }
+
+  // What undoes the scaling of the row in column `r` of a lane's accumulators.
+  __device__ float undone_of(int group, int r) const {
+    return kScalesQuery ? __shfl_sync(~0u, undone[group], own_row(0, r) * 4) : 1.0f;
+  }
+};
+
+struct SharedQuery {
+  const SharedMemory& shared;
+
+  // By all consumers, who have no use for the query before.
+  __device__ SharedQuery(const Params& params, const Item& item, int warp, SharedMemory& target)
+      : shared(target) {
+    if (warp < kRowGroups) {
+      QueryRow part;
+      load_row(params, item, warp, part);
+      const float undone = fit_row(part);
+      if (lane_index() % 4 == 0) target.query_factors[query_row(warp)] = undone;
+#pragma unroll
+      for (int k = 0; k < kDimTiles; ++k) target.query[warp][k][lane_index()] = part[k];
+    }
+    barrier_sync(kConsumerBarrier, kConsumerThreads);
+  }
+
+  __device__ uint2 at(int group, int k) const { return shared.query[group][k][lane_index()]; }
+
+  __device__ float undone_of(int group, int r) const {
+    return kScalesQuery ? shared.query_factors[own_row(group, r)] : 1.0f;
+  }
+};
+
+template <bool kKeeps>
+struct QueryChoice {
+  using Type = KeptQuery;
+};
+template <>
+struct QueryChoice<false> {
+  using Type = SharedQuery;
+};
+using Query = QueryChoice<kKeepsQuery>::Type;

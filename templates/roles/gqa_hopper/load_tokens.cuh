@@ -1,0 +1,81 @@
+// The loader, one warp: streams the tiles of keys and values of every item through the ring. Needs
+// SharedMemory, items.cuh, ptx/cp_async_bulk.cuh.
+
+// A lane copies one box of every kWindowTiles-th tile, of which it reads the page ids ahead.
+constexpr int kWindowTiles = kWarpLanes / kTileBoxes;
+
+struct Boxes {
+  const int* ids;  // of the request's pages
+  int begin;  // boxes that hold a token that some row sees
+  int end;
+  int box;  // this lane's, counted from the request's first token
+  int page;  // its page id
+  int next_page;  // that of its next box
+
+  __device__ Boxes(const Params& params, const Item& item)
+      : ids(params.block_tables + item.request * static_cast<i64>(params.block_tables_stride)),
+        begin(item.any_begin / kBoxTokens),
+        end(ceil_div(item.any_end, kBoxTokens)),
+        box(item.first_tile * kTileBoxes + lane_index()) {
+    page = read(box);
+    next_page = read(box + kWarpLanes);
+  }
+
+  __device__ bool is_inside(int index) const { return index >= begin && index < end; }
+
+  __device__ int read(int index) const {
+    return is_inside(index) ? ids[index * kBoxTokens / kPageSize] : 0;
+  }
+
+  __device__ void advance() {
+    box += kWarpLanes;
+    page = next_page;
+    next_page = read(box + kWarpLanes);
+  }
+
+  // Bytes that come of a tile: boxes that nobody sees are not copied.
+  __device__ u32 bytes_of(int tile) const {
+    const int first = max(tile * kTileBoxes, begin);
+    return static_cast<u32>(min((tile + 1) * kTileBoxes, end) - first) * kBoxBytes;
+  }
+};
+
+__device__ inline void load_item(const Params& params, const Item& item, SharedMemory& shared,
+                                 RingPosition<kStages>& position) {
+  Boxes boxes(params, item);
+  const int end = item.first_tile + item.tiles;
+  const int own_tile = lane_index() / kTileBoxes;
+  const u32 target = lane_index() % kTileBoxes * kBoxBytes;
+#pragma unroll 1
+  for (int tile = item.first_tile, in_window = 0; tile < end; ++tile) {
+    const bool copies = own_tile == in_window && boxes.is_inside(boxes.box);
+    const int slot = boxes.box * kBoxTokens % kPageSize;
+#pragma unroll
+    for (int part = 0; part < 2; ++part) {
+      const u32 full = shared_address(&shared.stage_full[position.stage]);
+      wait_for(shared.stage_empty[position.stage], position.parity ^ 1);
+      if (lane_index() == 0) mbarrier_arrive_expect_tx(full, boxes.bytes_of(tile));
+      __syncwarp();
+      if (copies) {
+        cp_async_bulk_tensor(shared_address(shared.tokens[position.stage]) + target,
+                             part == 0 ? &params.key_map : &params.value_map, full, 0, slot, 0,
+                             item.kv_head, boxes.page);
+      }
+      __syncwarp();
+      position.advance();
+    }
+    if (++in_window == kWindowTiles) {
+      in_window = 0;
+      boxes.advance();
+    }
+  }
+}
+
+__device__ inline void load_tokens(const Params& params, SharedMemory& shared) {
+  WarpWork& work = shared.work[kLoaderWarp];
+  RingPosition<kStages> position;
+  if (!find_first_item(params, work)) return;
+  do {
+    load_item(params, work.item, shared, position);
+  } while (find_next_item(params, work));
+}

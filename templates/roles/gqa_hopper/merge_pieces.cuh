@@ -1,0 +1,54 @@
+// Merging the pieces of a unit: the block that comes last adds up what all have left, in the order
+// of the pieces. Nobody waits. Needs store_rows.cuh, ptx/atom.cuh, ptx/barrier.cuh, ptx/ex2.cuh,
+// ptx/ld.cuh.
+
+constexpr int kPiecesAtATime = 8;  // whose values are under way together
+
+__device__ inline void merge_row(const Params& params, const Item& item, int row, int dim) {
+  RowState state = {-kLargest, 0.0f};
+  float4 values = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll 1
+  for (int first = 0; first < item.pieces; first += kPiecesAtATime) {
+    float2 states[kPiecesAtATime];
+    float4 parts[kPiecesAtATime];
+#pragma unroll
+    for (int i = 0; i < kPiecesAtATime; ++i) {
+      // Behind the last piece it comes once more, and counts for nothing.
+      const int place = place_of_piece(item, min(first + i, item.pieces - 1));
+      states[i] = ld_global_cg_v2_f32(piece_states(params, place) + row);
+      parts[i] = ld_global_cg_v4_f32(piece_values(params, place, row, dim));
+    }
+#pragma unroll
+    for (int i = 0; i < kPiecesAtATime; ++i) {
+      if (first + i >= item.pieces) break;
+      const float next = fmaxf(state.reference, states[i].x);
+      const float before = ex2_approx(state.reference - next);
+      const float weight = ex2_approx(states[i].x - next);
+      state = {next, state.sum * before + states[i].y * weight};
+      values = make_float4(values.x * before, values.y * before, values.z * before,
+                           values.w * before);
+      values = add_weighted(values, parts[i], weight);
+    }
+  }
+  store_finished(params, item, row, dim, state, values);
+}
+
+// By all consumers, after all have left their part of this piece.
+__device__ inline void merge_pieces(const Params& params, const Item& item, SharedMemory& shared) {
+  const int thread = static_cast<int>(threadIdx.x);
+  barrier_sync(kConsumerBarrier, kConsumerThreads);
+  if (thread == 0) {
+    u32* arrivals = params.counters + item.first_span;
+    const u32 others = static_cast<u32>(item.pieces - 1);
+    const bool is_last = atom_add_acq_rel_gpu(arrivals, 1) == others;
+    if (is_last) *arrivals = 0;  // for the next launch
+    shared.is_last_piece = is_last;
+  }
+  barrier_sync(kConsumerBarrier, kConsumerThreads);
+  if (!shared.is_last_piece) return;
+  constexpr int kQuads = kHeadDim / 4;
+#pragma unroll 1
+  for (int task = thread; task < item.rows * kQuads; task += kConsumerThreads) {
+    merge_row(params, item, task / kQuads, task % kQuads * 4);
+  }
+}

@@ -1,0 +1,62 @@
+// Adds up what the warps of a block have of an item, eight rows at a time. Needs store_rows.cuh,
+// hidden_values.cuh, fragments.cuh, Softmax, ptx/barrier.cuh, ptx/ex2.cuh; from the products write_merged.
+
+// Four neighbouring values of one of the eight rows, from all warps.
+__device__ inline float4 merged_values(const SharedMemory& shared, int row, int dim,
+                                       RowState& state) {
+  RowState states[kConsumerWarps];
+  state = {-kLargest, 0.0f};
+#pragma unroll
+  for (int warp = 0; warp < kConsumerWarps; ++warp) {
+    states[warp] = shared.states[warp][row];
+    state.reference = fmaxf(state.reference, states[warp].reference);
+  }
+  float4 values = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+  for (int warp = 0; warp < kConsumerWarps; ++warp) {
+    const float weight = ex2_approx(states[warp].reference - state.reference);
+    state.sum += states[warp].sum * weight;
+    const float4 part = *reinterpret_cast<const float4*>(&shared.merged[warp][row][dim]);
+    values = add_weighted(values, part, weight);
+  }
+  return values;
+}
+
+// Four neighbouring values of a row, which is finished if the item is a whole unit.
+__device__ inline void store_merged(const Params& params, const Item& item, int row, int dim,
+                                    RowState state, float4 values) {
+  if (item.pieces == 1) return store_finished(params, item, row, dim, state, values);
+  const int place = place_of_piece(item, item.piece);
+  *piece_values(params, place, row, dim) = values;
+  if (dim == 0) piece_states(params, place)[row] = state;
+}
+
+__device__ inline void merge_warps(const Params& params, const Item& item, int warp,
+                                   u32 count, const Softmax& softmax, const Output& output,
+                                   SharedMemory& shared) {
+  constexpr int kQuads = kMergeDims / 4;
+  const int thread = static_cast<int>(threadIdx.x);
+  const int row_in_group = thread / kQuads;
+#pragma unroll
+  for (int group = 0; group < kRowGroups; ++group) {
+    if (group * 8 >= item.rows) break;
+#pragma unroll
+    for (int first_dim = 0; first_dim < kHeadDim; first_dim += kMergeDims) {
+      barrier_sync(kConsumerBarrier, kConsumerThreads);  // nobody reads any more
+      write_merged(output, group, first_dim / 16, shared.merged[warp]);
+      softmax.publish(group, shared.states[warp]);
+      barrier_sync(kConsumerBarrier, kConsumerThreads);
+      const int row = group * 8 + row_in_group;
+      const int dim = thread % kQuads * 4;
+      if (row_in_group < 8 && row < item.rows) {
+        RowState state;
+        float4 values = merged_values(shared, row_in_group, dim, state);
+        if (shared.nonfinite_items[count % 2] == count) {
+          values = restore_nonfinite(params, item, row, first_dim + dim, values);
+        }
+        store_merged(params, item, row, first_dim + dim, state, values);
+      }
+      __syncwarp();
+    }
+  }
+}

@@ -1,0 +1,86 @@
+// The products where keys and values are stored as they are multiplied. Needs fragments.cuh,
+// ptx/cvt.cuh, ptx/ldmatrix.cuh, ptx/mma.cuh.
+
+// A lane's part of 16 elements of the query: those that it has of a key.
+__device__ inline uint2 fragment_of(const u16* source) {
+  const u32* pairs = reinterpret_cast<const u32*>(source) + lane_index() % 4;
+  return make_uint2(pairs[0], pairs[4]);
+}
+
+// The query is multiplied as it is.
+constexpr bool kScalesQuery = false;
+__device__ inline float fit_row(QueryRow&) { return 1.0f; }
+
+// Scores of one step: S^T = K Q^T.
+template <typename Query>
+__device__ inline void multiply_keys(const MatrixRows& rows, const unsigned char* keys, int step,
+                                     const Query& query, float (&scores)[kRowGroups][4]) {
+  constexpr int kChains = kRowGroups == 1 ? 2 : 1;  // products that do not wait for each other
+  float sums[kChains][kRowGroups][4] = {};
+#pragma unroll
+  for (int pair = 0; pair < kChunkPairs; ++pair) {
+    u32 k[4];
+    ldmatrix_x4(k, rows.at(keys, step, pair));
+#pragma unroll
+    for (int n = 0; n < kRowGroups; ++n) {
+      const uint2 q = query.at(n, pair);
+      mma_m16n8k16(Element{}, sums[pair % kChains][n], k, q.x, q.y);
+    }
+  }
+#pragma unroll
+  for (int n = 0; n < kRowGroups; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      scores[n][e] = kChains == 1 ? sums[0][n][e] : sums[0][n][e] + sums[kChains - 1][n][e];
+    }
+  }
+}
+
+// Adds one step to the output: O^T += V^T P^T.
+__device__ inline void add_values(const MatrixRows& rows, const unsigned char* values, int step,
+                                  const u32 (&probabilities)[kRowGroups][2], Output& output) {
+#pragma unroll
+  for (int pair = 0; pair < kChunkPairs; ++pair) {
+    u32 v[4];
+    ldmatrix_x4_trans(v, rows.at(values, step, pair));
+    const u32 a[4] = {v[0], v[2], v[1], v[3]};
+#pragma unroll
+    for (int n = 0; n < kRowGroups; ++n) {
+      mma_m16n8k16(Element{}, output[pair][n], a, probabilities[n][0], probabilities[n][1]);
+    }
+  }
+}
+
+// The dim of accumulators `half * 2` and `half * 2 + 1` of a tile of dims.
+__device__ inline int own_dim(int tile, int half) {
+  return tile * 16 + half * 8 + lane_index() / 4;
+}
+
+// A chunk with zeros for what is not finite.
+__device__ inline Chunk finite_part(Chunk chunk) {
+  constexpr u32 kExponent = kIsSame<Element, Fp16> ? 0x7c00 : 0x7f80;
+#pragma unroll
+  for (int word = 0; word < 4; ++word) {
+    u32& pair = chunk.words[word];
+    if ((pair & kExponent) == kExponent) pair &= 0xffff0000;
+    if ((pair >> 16 & kExponent) == kExponent) pair &= 0xffff;
+  }
+  return chunk;
+}
+
+// A stored element.
+__device__ inline float element_at(const unsigned char* row, int dim) {
+  return cvt_f32(Element{}, reinterpret_cast<const u16*>(row)[dim]);
+}
+
+// Leaves a warp's accumulators of eight rows and kMergeDims dims in `merged`.
+__device__ inline void write_merged(const Output& output, int group, int first_tile,
+                                    float (&merged)[8][kMergePitch]) {
+#pragma unroll
+  for (int tile = 0; tile < kMergeDims / 16; ++tile) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      merged[own_row(0, e % 2)][own_dim(tile, e / 2)] = output[first_tile + tile][group][e];
+    }
+  }
+}

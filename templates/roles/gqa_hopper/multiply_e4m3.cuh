@@ -1,0 +1,145 @@
+// The products where keys and values are e4m3: they become fp16 in registers, which is exact. Needs
+// fragments.cuh, blocks/e4m3.cuh.j2, ptx/cvt.cuh, ptx/ldmatrix.cuh, ptx/mma.cuh.
+
+// A lane's part of 16 elements of the query: it has four neighbouring bytes of a key's 16.
+__device__ inline uint2 fragment_of(const u16* source) {
+  return reinterpret_cast<const uint2*>(source)[lane_index() % 4];
+}
+
+// Rows of a bf16 query are multiplied as fp16, each times a power of two that brings its largest
+// element into range.
+constexpr bool kScalesQuery = kIsSame<QueryElement, Bf16>;
+
+// The exponent that brings `largest` to 2^14. It and its negative are those of normal numbers.
+__device__ inline int fitting_exponent(float largest) {
+  const int exponent = static_cast<int>(__float_as_uint(largest) >> 23) - 127;
+  return 14 - min(max(exponent, -100), 127);
+}
+
+__device__ inline float power_of_two(int exponent) {
+  return __uint_as_float(static_cast<u32>(exponent + 127) << 23);
+}
+
+// A pair of bf16 times a power of two, as fp16.
+__device__ inline u32 fit_pair(u32 pair, float scale) {
+  return cvt_rn_x2_f32(Fp16{}, cvt_f32(Bf16{}, static_cast<u16>(pair >> 16)) * scale,
+                       cvt_f32(Bf16{}, static_cast<u16>(pair)) * scale);
+}
+
+// The larger magnitude of a pair of bf16; a NaN has none.
+__device__ inline float largest_of(u32 pair) {
+  return fmaxf(fabsf(cvt_f32(Bf16{}, static_cast<u16>(pair))),
+               fabsf(cvt_f32(Bf16{}, static_cast<u16>(pair >> 16))));
+}
+
+// Turns a lane's part of a row of the query into fp16, in place; returns what undoes its scaling.
+__device__ inline float fit_row(QueryRow& row) {
+  if constexpr (!kScalesQuery) return 1.0f;
+  float largest = 0.0f;
+#pragma unroll
+  for (int k = 0; k < kDimTiles; ++k) {
+    largest = fmaxf(largest, fmaxf(largest_of(row[k].x), largest_of(row[k].y)));
+  }
+  // Four lanes hold a row together.
+  largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+  largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+  const int exponent = fitting_exponent(largest);
+  const float scale = power_of_two(exponent);
+#pragma unroll
+  for (int k = 0; k < kDimTiles; ++k) {
+    row[k] = make_uint2(fit_pair(row[k].x, scale), fit_pair(row[k].y, scale));
+  }
+  return power_of_two(-exponent);
+}
+
+__device__ inline u32 low_pair(u32 word) { return fp16x2_of_e4m3x2(word & 0xffff); }
+__device__ inline u32 high_pair(u32 word) { return fp16x2_of_e4m3x2(word >> 16); }
+
+// Scores of one step: S^T = K Q^T. Of a pair of chunks each is a step of mma.
+template <typename Query>
+__device__ inline void multiply_keys(const MatrixRows& rows, const unsigned char* keys, int step,
+                                     const Query& query, float (&scores)[kRowGroups][4]) {
+  constexpr int kChains = kRowGroups == 1 ? 2 : 1;  // products that do not wait for each other
+  float sums[kChains][kRowGroups][4] = {};
+#pragma unroll
+  for (int pair = 0; pair < kChunkPairs; ++pair) {
+    u32 k[4];
+    ldmatrix_x4(k, rows.at(keys, step, pair));
+#pragma unroll
+    for (int chunk = 0; chunk < 2; ++chunk) {
+      const u32 first = k[chunk * 2];
+      const u32 second = k[chunk * 2 + 1];  // eight tokens further
+      const u32 a[4] = {low_pair(first), low_pair(second), high_pair(first), high_pair(second)};
+#pragma unroll
+      for (int n = 0; n < kRowGroups; ++n) {
+        const uint2 q = query.at(n, pair * 2 + chunk);
+        mma_m16n8k16(Element{}, sums[chunk % kChains][n], a, q.x, q.y);
+      }
+    }
+  }
+#pragma unroll
+  for (int n = 0; n < kRowGroups; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      scores[n][e] = kChains == 1 ? sums[0][n][e] : sums[0][n][e] + sums[kChains - 1][n][e];
+    }
+  }
+}
+
+// From two dims of one token and then of the next to two tokens of one dim and then of the next.
+__device__ inline u32 by_dims(u32 word) { return __byte_perm(word, 0, 0x3120); }
+
+// Adds one step to the output: O^T += V^T P^T.
+__device__ inline void add_values(const MatrixRows& rows, const unsigned char* values, int step,
+                                  const u32 (&probabilities)[kRowGroups][2], Output& output) {
+#pragma unroll
+  for (int pair = 0; pair < kChunkPairs; ++pair) {
+    u32 v[4];
+    ldmatrix_x4_trans(v, rows.at(values, step, pair));
+#pragma unroll
+    for (int chunk = 0; chunk < 2; ++chunk) {
+      const u32 first = by_dims(v[chunk * 2]);
+      const u32 second = by_dims(v[chunk * 2 + 1]);  // eight tokens further
+      const u32 a[4] = {low_pair(first), high_pair(first), low_pair(second), high_pair(second)};
+#pragma unroll
+      for (int n = 0; n < kRowGroups; ++n) {
+        mma_m16n8k16(Element{}, output[pair * 2 + chunk][n], a, probabilities[n][0],
+                     probabilities[n][1]);
+      }
+    }
+  }
+}
+
+// The dim of accumulators `half * 2` and `half * 2 + 1` of a tile of dims.
+__device__ inline int own_dim(int tile, int half) {
+  return tile * 16 + lane_index() / 4 * 2 + half;
+}
+
+// A chunk with zeros for what is no number. Of a NaN all bits are set but the sign.
+__device__ inline Chunk finite_part(Chunk chunk) {
+#pragma unroll
+  for (int word = 0; word < 4; ++word) {
+    const u32 is_nan = ((chunk.words[word] & 0x7f7f7f7f) + 0x01010101) & 0x80808080;
+    chunk.words[word] &= ~((is_nan >> 7) * 0xff);
+  }
+  return chunk;
+}
+
+// A stored element.
+__device__ inline float element_at(const unsigned char* row, int dim) {
+  return cvt_f32(Fp16{}, static_cast<u16>(low_pair(row[dim])));
+}
+
+// Leaves a warp's accumulators of eight rows and kMergeDims dims in `merged`.
+__device__ inline void write_merged(const Output& output, int group, int first_tile,
+                                    float (&merged)[8][kMergePitch]) {
+#pragma unroll
+  for (int tile = 0; tile < kMergeDims / 16; ++tile) {
+    const float(&of)[4] = output[first_tile + tile][group];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      *reinterpret_cast<float2*>(&merged[own_row(0, r)][own_dim(tile, 0)]) =
+          make_float2(of[r], of[2 + r]);
+    }
+  }
+}

@@ -1,0 +1,51 @@
+// What a request is to the kernel: its rows, and the tokens that they see. Needs Params,
+// blocks/page_table.cuh, roles/gqa_hopper/constants.
+
+// A row is one (query token, query head of a kv head) pair of a request, query token first.
+struct RequestFacts {
+  i64 first_query;  // index of the request's first query token among all
+  int q_len;
+  int kv_len;  // tokens in the cache, the new ones included
+  int row_tiles;  // of one kv head; none where the request's queries are not inside the tensor
+  int first_tile;  // of tokens, that some row sees
+  int tiles;  // of tokens, from that one on
+};
+
+// The first token that the window of a query token reaches back to.
+__device__ inline int window_begin(const Params& params, int kv_len, int q_len, int query) {
+  return params.window > 0 ? max(0, kv_len - q_len + query + 1 - params.window) : 0;
+}
+
+__device__ inline RequestFacts facts_of_request(const Params& params, int request) {
+  RequestFacts facts;
+  facts.kv_len = tokens_held(params.seq_lens[request], params.max_pages);
+  facts.q_len = params.q_len;
+  facts.row_tiles = params.row_tiles;
+  facts.first_query = request * static_cast<i64>(params.q_len);
+  if (params.cum_seq_lens_q != nullptr) {
+    const int first = params.cum_seq_lens_q[request];
+    const int end = params.cum_seq_lens_q[request + 1];
+    const bool is_inside = first >= 0 && first <= end && end <= params.tokens;
+    facts.first_query = first;
+    facts.q_len = is_inside ? end - first : 0;
+    facts.row_tiles = ceil_div(facts.q_len * params.group, kRows);
+  }
+  facts.first_tile = window_begin(params, facts.kv_len, facts.q_len, 0) / kTileTokens;
+  facts.tiles = ceil_div(facts.kv_len, kTileTokens) - facts.first_tile;
+  return facts;
+}
+
+// A unit is a tile of rows of a kv head of a request. Units of a request are alike.
+__device__ inline int units_of(const Params& params, const RequestFacts& facts) {
+  return facts.row_tiles * params.kv_heads;
+}
+
+// Positions that a unit takes on the line of work: one for each tile of tokens, and one if there is
+// none, so that somebody writes its zeros.
+__device__ inline u32 unit_length(const RequestFacts& facts) {
+  return static_cast<u32>(max(facts.tiles, 1));
+}
+
+__device__ inline u32 line_length(const Params& params, const RequestFacts& facts) {
+  return static_cast<u32>(units_of(params, facts)) * unit_length(facts);
+}

@@ -1,0 +1,42 @@
+// The shared memory of a block, whole. Needs WarpWork, blocks/barriers.cuh, ptx/fence.cuh,
+// ptx/prefetch.cuh.
+
+// What a warp has of a row, besides values.
+struct RowState {
+  float reference;  // log2 units; what values and sum are relative to
+  float sum;  // of probabilities
+};
+
+// Rows of values are 16 bytes longer than their elements, so that a warp that writes its
+// accumulators writes to all banks.
+constexpr int kMergePitch = kMergeDims + 4;
+
+struct SharedMemory {
+  unsigned char tokens[kStages][kTileBytes];  // keys, values, keys, ...
+  float merged[kConsumerWarps][8][kMergePitch];  // of each warp
+  RowState states[kConsumerWarps][8];
+  // By lanes, as each multiplies it, and what undoes a row's scaling; if it is not in registers.
+  uint2 query[kKeepsQuery ? 1 : kRowGroups][kKeepsQuery ? 1 : kDimTiles][kKeepsQuery ? 1 : 32];
+  float query_factors[kKeepsQuery ? 1 : kRows];
+  WarpWork work[kWarps];
+  Barrier stage_full[kStages];
+  Barrier stage_empty[kStages];
+  u32 nonfinite_items[2];  // the item, of each parity, that has values restored
+  int is_last_piece;
+};
+static_assert(sizeof(SharedMemory) <= kSharedBytes, "the spec knows what the struct takes");
+
+// By one warp.
+__device__ inline void make_barriers(const Params& params, SharedMemory& shared) {
+  if (lane_index() == 0) {
+    for (int stage = 0; stage < kStages; ++stage) {
+      make_barrier(shared.stage_full[stage], 1);
+      make_barrier(shared.stage_empty[stage], kConsumerWarps);
+    }
+    fence_mbarrier_init();
+    shared.nonfinite_items[0] = shared.nonfinite_items[1] = 0;
+    prefetch_tensormap(&params.key_map);
+    prefetch_tensormap(&params.value_map);
+  }
+  __syncwarp();
+}

@@ -1,0 +1,68 @@
+// How the work of a call is divided among the blocks of the grid: each warp finds the part of its
+// block by itself. Needs Params, requests.cuh.
+
+// All units in a row make a line. Every block takes an equal stretch of it, its span; a unit that
+// lies on several spans is computed in as many pieces, which are merged. The host sees to it that
+// the length of the line times the number of spans fits into 32 bits.
+struct Span {
+  u32 total;  // length of the line
+  u32 spans;  // in use
+  u32 index;  // of this one
+  u32 begin;  // positions on the line
+  u32 end;
+};
+
+// Where a walk along the units is.
+struct WalkState {
+  RequestFacts facts;
+  int request;
+  int unit;  // of the request
+  u32 unit_begin;
+};
+
+__device__ inline u32 span_begin(u32 index, u32 total, u32 spans) { return index * total / spans; }
+
+// The span that a position lies on.
+__device__ inline u32 span_at(u32 position, const Span& span) {
+  return ((position + 1) * span.spans - 1) / span.total;
+}
+
+// Finds the span of this block and the unit that it begins in, by whole warps; says whether there
+// is one. A lane adds up neighbouring requests.
+__device__ inline bool find_span(const Params& params, Span& span, WalkState& walk) {
+  const int each = ceil_div(params.requests, kWarpLanes);
+  u32 own = 0;
+#pragma unroll 4
+  for (int i = 0; i < each; ++i) {
+    const int request = lane_index() * each + i;
+    const RequestFacts facts = facts_of_request(params, min(request, params.requests - 1));
+    own += request < params.requests ? line_length(params, facts) : 0;
+  }
+  u32 through = own;  // with all lanes before
+#pragma unroll
+  for (int lanes = 1; lanes < kWarpLanes; lanes *= 2) {
+    const u32 before = __shfl_up_sync(~0u, through, lanes);
+    if (lane_index() >= lanes) through += before;
+  }
+  span.total = __shfl_sync(~0u, through, kWarpLanes - 1);
+  span.spans = min(gridDim.x, span.total);
+  span.index = blockIdx.x;
+  if (span.index >= span.spans) return false;
+  span.begin = span_begin(span.index, span.total, span.spans);
+  span.end = span_begin(span.index + 1, span.total, span.spans);
+
+  const int lane = __ffs(static_cast<int>(__ballot_sync(~0u, through > span.begin))) - 1;
+  u32 begin = __shfl_sync(~0u, through - own, lane);
+  walk.request = lane * each;
+  walk.facts = facts_of_request(params, walk.request);
+#pragma unroll 1
+  while (span.begin - begin >= line_length(params, walk.facts)) {
+    begin += line_length(params, walk.facts);
+    walk.facts = facts_of_request(params, ++walk.request);
+  }
+  const u32 length = unit_length(walk.facts);
+  const u32 unit = (span.begin - begin) / length;
+  walk.unit = static_cast<int>(unit);
+  walk.unit_begin = begin + unit * length;
+  return true;
+}

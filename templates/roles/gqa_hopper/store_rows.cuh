@@ -1,0 +1,34 @@
+// Where rows go: into the output, or into the workspace as those of a piece. Needs Item,
+// SharedMemory, blocks/row_result.cuh, blocks/scales.cuh, store_x4.
+
+// Each block of the grid has two places for pieces: for the one that its span begins with, and for
+// the one that it ends with.
+__device__ inline int place_of_piece(const Item& item, int piece) {
+  return (item.first_span + piece) * 2 + (piece == 0 ? 1 : 0);
+}
+
+__device__ inline RowState* piece_states(const Params& params, int place) {
+  return reinterpret_cast<RowState*>(params.partial_rows) + place * kRows;
+}
+
+// Four neighbouring values of a row of a piece.
+__device__ inline float4* piece_values(const Params& params, int place, int row, int dim) {
+  return reinterpret_cast<float4*>(params.partial_out +
+                                   (place * kRows + row) * static_cast<i64>(kHeadDim) + dim);
+}
+
+__device__ inline float4 add_weighted(float4 total, float4 value, float weight) {
+  return make_float4(total.x + value.x * weight, total.y + value.y * weight,
+                     total.z + value.z * weight, total.w + value.w * weight);
+}
+
+// Four neighbouring elements of a finished row.
+__device__ inline void store_finished(const Params& params, const Item& item, int row, int dim,
+                                      RowState state, float4 values) {
+  const float sink =
+      params.sinks == nullptr ? -kInfinity : params.sinks[item.head_of(params, row)];
+  const float scale = value_of(params.bmm2_scale_tensor, params.bmm2_scale) * params.output_factor;
+  const float factor = finish_row(state.reference, state.sum, sink).factor * scale;
+  store_x4(OutElement{}, params.out, item.global_row(params, row) * kHeadDim + dim,
+           values.x * factor, values.y * factor, values.z * factor, values.w * factor);
+}
