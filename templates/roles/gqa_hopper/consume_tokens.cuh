@@ -18,7 +18,8 @@ __device__ inline void skip_stage(SharedMemory& shared, RingPosition<kStages>& p
 __device__ inline void consume_item(const Params& params, const Item& item, int warp, float factor,
                                     u32 count, SharedMemory& shared,
                                     RingPosition<kStages>& position) {
-  const MatrixRows rows(warp);
+  const MatrixRows key_matrices = key_rows(warp);
+  const MatrixRows value_matrices = value_rows(warp);
   const Query query(params, item, warp, shared);
   const ScoreFactors factors(query, factor);
   Softmax softmax;
@@ -39,7 +40,7 @@ __device__ inline void consume_item(const Params& params, const Item& item, int 
     wait_for(shared.stage_full[position.stage], position.parity);
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-      multiply_keys(rows, shared.tokens[position.stage], step, query, scores[step]);
+      multiply_keys(key_matrices, shared.tokens[position.stage], step, query, scores[step]);
     }
     release(shared.stage_empty[position.stage]);
     position.advance();
@@ -57,7 +58,7 @@ __device__ inline void consume_item(const Params& params, const Item& item, int 
     }
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-      add_values(rows, values, step, probabilities[step], output);
+      add_values(value_matrices, values, step, probabilities[step], output);
     }
     release(shared.stage_empty[position.stage]);
     position.advance();
@@ -66,9 +67,14 @@ __device__ inline void consume_item(const Params& params, const Item& item, int 
   if (item.pieces > 1) merge_pieces(params, item, shared);
 }
 
-__device__ inline void consume_tokens(const Params& params, SharedMemory& shared, int warp) {
+// `length` is what seq_lens has for the lane's own_request.
+__device__ inline void consume_tokens(const Params& params, int length, int warp,
+                                      SharedMemory& shared) {
+  Span span;
+  WalkState walk;
+  const bool has_work = find_span(params, length, span, walk);
   WarpWork& work = shared.work[warp];
-  const bool has_work = find_first_item(params, work);
+  if (has_work) work.keep(params, span, walk);
   barrier_sync(kStartBarrier, kWarps * kWarpLanes);  // barriers are there
   if (!has_work) return;
   const float factor = score_scale(params) * params.score_factor * kLog2E;
@@ -76,5 +82,5 @@ __device__ inline void consume_tokens(const Params& params, SharedMemory& shared
   u32 count = 0;  // of items, this one included
   do {
     consume_item(params, work.item, warp, factor, ++count, shared, position);
-  } while (find_next_item(params, work));
+  } while (work.keep_next(params));
 }

@@ -27,14 +27,15 @@ __device__ inline u32 swizzle_of(int token) {
   return static_cast<u32>(kLineBytes == 128 ? token & 7 : token >> 1 & 3) * kChunkBytes;
 }
 
-// Where a lane finds its row of the matrices of ldmatrix.x4: tokens 0 to 7 and 8 to 15 of a step,
-// in the first of two neighbouring chunks and then in the second.
+// Where a lane finds its row of the four matrices of an ldmatrix: tokens 0 to 7 and 8 to 15 of a
+// step, in either of two neighbouring chunks.
 struct MatrixRows {
   u32 offset;
 
-  __device__ explicit MatrixRows(int warp) {
-    const int token = warp * kWarpTokens + lane_index() % 16;
-    offset = token_offset(token) + (swizzle_of(token) ^ lane_index() / 16 * kChunkBytes);
+  // Of lanes 0 to 7, 8 to 15 and so on: which half of the tokens, and which chunk.
+  __device__ MatrixRows(int warp, int half, int chunk) {
+    const int token = warp * kWarpTokens + half * 8 + lane_index() % 8;
+    offset = token_offset(token) + (swizzle_of(token) ^ chunk * kChunkBytes);
   }
 
   // Of pair `pair` of chunks, counted through all columns.
@@ -44,4 +45,14 @@ struct MatrixRows {
            pair / kLinePairs * kColumnBytes + token_offset(step * kStepTokens);
   }
 };
+
+// Both halves of the tokens and then the next chunk; both chunks and then the next tokens: as the
+// first operand of mma has its parts in either product.
+__device__ inline MatrixRows key_rows(int warp) {
+  return MatrixRows(warp, lane_index() / 8 % 2, lane_index() / 16);
+}
+__device__ inline MatrixRows value_rows(int warp) {
+  return MatrixRows(warp, lane_index() / 16, lane_index() / 8 % 2);
+}
+
 constexpr int kChunkPairs = kRowBytes / (2 * kChunkBytes);

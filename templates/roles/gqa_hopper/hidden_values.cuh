@@ -15,34 +15,33 @@ __device__ inline Chunk* chunk_at(unsigned char* tile, int token, int chunk) {
 __device__ inline bool clear_hidden(const Item& item, int first_token, int warp,
                                     unsigned char* tile) {
   constexpr int kChunks = kRowBytes / kChunkBytes;
-  static_assert(kChunks <= kWarpLanes, "a lane looks at a chunk");
   bool has_nonfinite = false;
   // Not unrolled: a rare path must not take registers from the loop over tokens.
 #pragma unroll 1
-  for (int index = 0; index < kWarpTokens; ++index) {
-    const int token = first_token + index;
+  for (int i = lane_index(); i < kWarpTokens * kChunks; i += kWarpLanes) {
+    const int token = first_token + i / kChunks;
     if (token >= item.all_begin && token < item.all_end) continue;
-    const bool is_seen = token >= item.any_begin && token < item.any_end;
-    Chunk* own = chunk_at(tile, warp * kWarpTokens + index, lane_index() % kChunks);
-    const Chunk before = *own;
-    const Chunk after = is_seen ? finite_part(before) : Chunk{};
-    bool differs = false;
+    Chunk* chunk = chunk_at(tile, warp * kWarpTokens + i / kChunks, i % kChunks);
+    Chunk kept{};
+    if (token >= item.any_begin && token < item.any_end) {
+      const Chunk stored = *chunk;
+      kept = finite_part(stored);
 #pragma unroll
-    for (int word = 0; word < 4; ++word) differs |= after.words[word] != before.words[word];
-    __syncwarp();  // lanes may have the same chunk
-    if (differs) *own = after;
-    has_nonfinite |= is_seen && differs;
+      for (int word = 0; word < 4; ++word) has_nonfinite |= kept.words[word] != stored.words[word];
+    }
+    *chunk = kept;
   }
   // What is copied here next comes after this.
   fence_proxy_async();
-  return __any_sync(~0u, has_nonfinite);
+  return __any_sync(~0u, has_nonfinite);  // and all of it is there for all lanes
 }
 
 // Adds what is not finite of a token that not all rows see: times any probability it is the same.
 __device__ inline float4 add_nonfinite(const Params& params, const Item& item, int row, int dim,
                                        int token, float4 values) {
   if (!item.sees(params, row, token)) return values;
-  const int* ids = params.block_tables + item.request * static_cast<i64>(params.block_tables_stride);
+  const int* ids =
+      params.block_tables + item.request * static_cast<i64>(params.block_tables_stride);
   const int page = ids[token / kPageSize];
   if (!is_page(page, params.num_pages)) return values;
   const PagedRows cached{params.value_cache + item.kv_head * params.value_head_stride,

@@ -43,13 +43,7 @@ struct Item {
   }
 };
 
-// What a warp knows of its work; here, and not in the registers of every lane.
-struct WarpWork {
-  Span span;
-  WalkState walk;
-  Item item;
-};
-
+// The item that a walk is at.
 __device__ inline Item item_at(const Params& params, const Span& span, const WalkState& walk) {
   const RequestFacts& facts = walk.facts;
   Item item;
@@ -88,41 +82,43 @@ __device__ inline Item item_at(const Params& params, const Span& span, const Wal
   return item;
 }
 
-// Leaves the first item of this block in `work`, by whole warps; says whether there is one.
-__device__ inline bool find_first_item(const Params& params, WarpWork& work) {
-  Span span;
-  WalkState walk;
-  if (!find_span(params, span, walk)) return false;
-  const Item item = item_at(params, span, walk);
-  if (lane_index() == 0) {
-    work.span = span;
-    work.walk = walk;
-    work.item = item;
-  }
-  __syncwarp();
+// Goes to the next unit; says whether it begins on the span.
+__device__ inline bool go_on(const Params& params, const Span& span, WalkState& walk) {
+  walk.unit_begin += unit_length(walk.facts);
+  if (walk.unit_begin >= span.end) return false;
+  if (++walk.unit < units_of(params, walk.facts)) return true;
+  walk.unit = 0;
+#pragma unroll 1
+  do {
+    walk.facts = facts_of_request(params, ++walk.request);
+  } while (walk.facts.row_tiles == 0);
   return true;
 }
 
-// The same for the next item.
-__device__ inline bool find_next_item(const Params& params, WarpWork& work) {
-  __syncwarp();  // all lanes have read the last one
-  const Span span = work.span;
-  WalkState walk = work.walk;
-  walk.unit_begin += unit_length(walk.facts);
-  if (walk.unit_begin >= span.end) return false;
-  if (++walk.unit == units_of(params, walk.facts)) {
-    walk.unit = 0;
-#pragma unroll 1
-    do {
-      walk.facts = facts_of_request(params, ++walk.request);
-    } while (walk.facts.row_tiles == 0);
+// What a consumer warp knows of its work; here, and not in the registers of every lane.
+struct WarpWork {
+  Span span;
+  WalkState walk;
+  Item item;
+
+  // Leaves the item that a walk is at.
+  __device__ void keep(const Params& params, const Span& of_span, const WalkState& at) {
+    const Item found = item_at(params, of_span, at);
+    __syncwarp();  // all lanes have read the last one
+    if (lane_index() == 0) {
+      span = of_span;
+      walk = at;
+      item = found;
+    }
+    __syncwarp();
   }
-  const Item item = item_at(params, span, walk);
-  __syncwarp();
-  if (lane_index() == 0) {
-    work.walk = walk;
-    work.item = item;
+
+  // The same for the next item, if there is one.
+  __device__ bool keep_next(const Params& params) {
+    const Span of_span = span;
+    WalkState at = walk;
+    if (!go_on(params, of_span, at)) return false;
+    keep(params, of_span, at);
+    return true;
   }
-  __syncwarp();
-  return true;
-}
+};

@@ -1,5 +1,5 @@
 // The loader, one warp: streams the tiles of keys and values of every item through the ring. Needs
-// SharedMemory, items.cuh, ptx/cp_async_bulk.cuh.
+// SharedMemory, items.cuh, ptx/cp_async_bulk.cuh, ptx/prefetch.cuh.
 
 // A lane copies one box of every kWindowTiles-th tile, of which it reads the page ids ahead.
 constexpr int kWindowTiles = kWarpLanes / kTileBoxes;
@@ -71,11 +71,26 @@ __device__ inline void load_item(const Params& params, const Item& item, SharedM
   }
 }
 
-__device__ inline void load_tokens(const Params& params, SharedMemory& shared) {
-  WarpWork& work = shared.work[kLoaderWarp];
+// `length` is what seq_lens has for the lane's own_request.
+__device__ inline void load_tokens(const Params& params, int length, SharedMemory& shared) {
+  Span span;
+  WalkState walk;
+  if (!find_span(params, length, span, walk)) return;
   RingPosition<kStages> position;
-  if (!find_first_item(params, work)) return;
   do {
-    load_item(params, work.item, shared, position);
-  } while (find_next_item(params, work));
+    load_item(params, item_at(params, span, walk), shared, position);
+  } while (go_on(params, span, walk));
+}
+
+// Brings the page ids of all requests into L2, by warps that have nothing else to do: a line for
+// each of `threads` threads, and for no more tables than that are lines.
+__device__ inline void prefetch_ids(const Params& params, int thread, int threads) {
+  constexpr int kLineIds = 32;
+  const u32 row_lines = static_cast<u32>(ceil_div(params.max_pages, kLineIds));
+  const u32 line = blockIdx.x * threads + thread;
+  if (row_lines == 0) return;
+  const u32 request = line / row_lines;
+  if (request >= params.requests) return;
+  prefetch_l2(params.block_tables + request * static_cast<i64>(params.block_tables_stride) +
+              (line - request * row_lines) * kLineIds);
 }

@@ -25,8 +25,8 @@ __device__ inline void merge_row(const Params& params, const Item& item, int row
       const float before = ex2_approx(state.reference - next);
       const float weight = ex2_approx(states[i].x - next);
       state = {next, state.sum * before + states[i].y * weight};
-      values = make_float4(values.x * before, values.y * before, values.z * before,
-                           values.w * before);
+      values =
+          make_float4(values.x * before, values.y * before, values.z * before, values.w * before);
       values = add_weighted(values, parts[i], weight);
     }
   }

@@ -1,5 +1,6 @@
 // Adds up what the warps of a block have of an item, eight rows at a time. Needs store_rows.cuh,
-// hidden_values.cuh, fragments.cuh, Softmax, ptx/barrier.cuh, ptx/ex2.cuh; from the products write_merged.
+// hidden_values.cuh, fragments.cuh, Softmax, ptx/barrier.cuh, ptx/ex2.cuh; from the products
+// write_merged.
 
 // Four neighbouring values of one of the eight rows, from all warps.
 __device__ inline float4 merged_values(const SharedMemory& shared, int row, int dim,
@@ -31,8 +32,8 @@ __device__ inline void store_merged(const Params& params, const Item& item, int 
   if (dim == 0) piece_states(params, place)[row] = state;
 }
 
-__device__ inline void merge_warps(const Params& params, const Item& item, int warp,
-                                   u32 count, const Softmax& softmax, const Output& output,
+__device__ inline void merge_warps(const Params& params, const Item& item, int warp, u32 count,
+                                   const Softmax& softmax, const Output& output,
                                    SharedMemory& shared) {
   constexpr int kQuads = kMergeDims / 4;
   const int thread = static_cast<int>(threadIdx.x);

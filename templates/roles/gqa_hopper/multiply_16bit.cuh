@@ -43,10 +43,9 @@ __device__ inline void add_values(const MatrixRows& rows, const unsigned char* v
   for (int pair = 0; pair < kChunkPairs; ++pair) {
     u32 v[4];
     ldmatrix_x4_trans(v, rows.at(values, step, pair));
-    const u32 a[4] = {v[0], v[2], v[1], v[3]};
 #pragma unroll
     for (int n = 0; n < kRowGroups; ++n) {
-      mma_m16n8k16(Element{}, output[pair][n], a, probabilities[n][0], probabilities[n][1]);
+      mma_m16n8k16(Element{}, output[pair][n], v, probabilities[n][0], probabilities[n][1]);
     }
   }
 }

@@ -98,8 +98,8 @@ __device__ inline void add_values(const MatrixRows& rows, const unsigned char* v
     ldmatrix_x4_trans(v, rows.at(values, step, pair));
 #pragma unroll
     for (int chunk = 0; chunk < 2; ++chunk) {
-      const u32 first = by_dims(v[chunk * 2]);
-      const u32 second = by_dims(v[chunk * 2 + 1]);  // eight tokens further
+      const u32 first = by_dims(v[chunk]);
+      const u32 second = by_dims(v[chunk + 2]);  // eight tokens further
       const u32 a[4] = {low_pair(first), high_pair(first), low_pair(second), high_pair(second)};
 #pragma unroll
       for (int n = 0; n < kRowGroups; ++n) {
@@ -135,7 +135,7 @@ __device__ inline void write_merged(const Output& output, int group, int first_t
                                     float (&merged)[8][kMergePitch]) {
 #pragma unroll
   for (int tile = 0; tile < kMergeDims / 16; ++tile) {
-    const float(&of)[4] = output[first_tile + tile][group];
+    const float (&of)[4] = output[first_tile + tile][group];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       *reinterpret_cast<float2*>(&merged[own_row(0, r)][own_dim(tile, 0)]) =

@@ -16,9 +16,10 @@ __device__ inline int window_begin(const Params& params, int kv_len, int q_len, 
   return params.window > 0 ? max(0, kv_len - q_len + query + 1 - params.window) : 0;
 }
 
-__device__ inline RequestFacts facts_of_request(const Params& params, int request) {
+// `length` is what seq_lens has for the request.
+__device__ inline RequestFacts facts_of_request(const Params& params, int request, int length) {
   RequestFacts facts;
-  facts.kv_len = tokens_held(params.seq_lens[request], params.max_pages);
+  facts.kv_len = tokens_held(length, params.max_pages);
   facts.q_len = params.q_len;
   facts.row_tiles = params.row_tiles;
   facts.first_query = request * static_cast<i64>(params.q_len);
@@ -33,6 +34,10 @@ __device__ inline RequestFacts facts_of_request(const Params& params, int reques
   facts.first_tile = window_begin(params, facts.kv_len, facts.q_len, 0) / kTileTokens;
   facts.tiles = ceil_div(facts.kv_len, kTileTokens) - facts.first_tile;
   return facts;
+}
+
+__device__ inline RequestFacts facts_of_request(const Params& params, int request) {
+  return facts_of_request(params, request, params.seq_lens[request]);
 }
 
 // A unit is a tile of rows of a kv head of a request. Units of a request are alike.

@@ -18,7 +18,7 @@ struct SharedMemory {
   // By lanes, as each multiplies it, and what undoes a row's scaling; if it is not in registers.
   uint2 query[kKeepsQuery ? 1 : kRowGroups][kKeepsQuery ? 1 : kDimTiles][kKeepsQuery ? 1 : 32];
   float query_factors[kKeepsQuery ? 1 : kRows];
-  WarpWork work[kWarps];
+  WarpWork work[kConsumerWarps];
   Barrier stage_full[kStages];
   Barrier stage_empty[kStages];
   u32 nonfinite_items[2];  // the item, of each parity, that has values restored

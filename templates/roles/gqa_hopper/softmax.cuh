@@ -109,9 +109,7 @@ struct ScoreFactors {
     }
   }
 
-  __device__ float of(int group, int r) const {
-    return kScalesQuery ? each[group][r] : each[0][0];
-  }
+  __device__ float of(int group, int r) const { return kScalesQuery ? each[group][r] : each[0][0]; }
 };
 
 __device__ inline void scale_scores(const ScoreFactors& factors, Scores& scores) {

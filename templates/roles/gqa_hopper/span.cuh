@@ -27,16 +27,28 @@ __device__ inline u32 span_at(u32 position, const Span& span) {
   return ((position + 1) * span.spans - 1) / span.total;
 }
 
+// A lane adds up neighbouring requests: how many, and the first; a lane behind the last request
+// looks at that one.
+__device__ inline int requests_of_lane(const Params& params) {
+  return ceil_div(params.requests, kWarpLanes);
+}
+
+__device__ inline int own_request(const Params& params) {
+  return min(lane_index() * requests_of_lane(params), params.requests - 1);
+}
+
 // Finds the span of this block and the unit that it begins in, by whole warps; says whether there
-// is one. A lane adds up neighbouring requests.
-__device__ inline bool find_span(const Params& params, Span& span, WalkState& walk) {
-  const int each = ceil_div(params.requests, kWarpLanes);
-  u32 own = 0;
+// is one. `length` is what seq_lens has for the lane's own_request.
+__device__ inline bool find_span(const Params& params, int length, Span& span, WalkState& walk) {
+  const int each = requests_of_lane(params);
+  const int first = lane_index() * each;
+  u32 own = line_length(params, facts_of_request(params, own_request(params), length));
+  if (first >= params.requests) own = 0;
 #pragma unroll 4
-  for (int i = 0; i < each; ++i) {
-    const int request = lane_index() * each + i;
-    const RequestFacts facts = facts_of_request(params, min(request, params.requests - 1));
-    own += request < params.requests ? line_length(params, facts) : 0;
+  for (int request = first + 1; request < first + each; ++request) {
+    const u32 more =
+        line_length(params, facts_of_request(params, min(request, params.requests - 1)));
+    own += request < params.requests ? more : 0;
   }
   u32 through = own;  // with all lanes before
 #pragma unroll
@@ -60,9 +72,9 @@ __device__ inline bool find_span(const Params& params, Span& span, WalkState& wa
     begin += line_length(params, walk.facts);
     walk.facts = facts_of_request(params, ++walk.request);
   }
-  const u32 length = unit_length(walk.facts);
-  const u32 unit = (span.begin - begin) / length;
+  const u32 each_unit = unit_length(walk.facts);
+  const u32 unit = (span.begin - begin) / each_unit;
   walk.unit = static_cast<int>(unit);
-  walk.unit_begin = begin + unit * length;
+  walk.unit_begin = begin + unit * each_unit;
   return true;
 }

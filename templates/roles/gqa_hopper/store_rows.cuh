@@ -25,8 +25,7 @@ __device__ inline float4 add_weighted(float4 total, float4 value, float weight) 
 // Four neighbouring elements of a finished row.
 __device__ inline void store_finished(const Params& params, const Item& item, int row, int dim,
                                       RowState state, float4 values) {
-  const float sink =
-      params.sinks == nullptr ? -kInfinity : params.sinks[item.head_of(params, row)];
+  const float sink = params.sinks == nullptr ? -kInfinity : params.sinks[item.head_of(params, row)];
   const float scale = value_of(params.bmm2_scale_tensor, params.bmm2_scale) * params.output_factor;
   const float factor = finish_row(state.reference, state.sum, sink).factor * scale;
   store_x4(OutElement{}, params.out, item.global_row(params, row) * kHeadDim + dim,
