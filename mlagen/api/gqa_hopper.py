@@ -117,7 +117,8 @@ def prepare_hopper(
             raise UnsupportedError(
                 f"MLAGEN_GQA_KERNEL=hopper: expected fewer than 2^32 tiles of {spec.tile_tokens} "
                 f"tokens in all requests, kv heads and tiles of rows, times blocks, got "
-                f"{plan.units} tiles of rows of up to {most_tokens} tokens and {plan.blocks} blocks"
+                f"{plan.all_units * plan.team_size} tiles of rows of up to {most_tokens} tokens "
+                f"and {plan.blocks} blocks"
             )
         return None
     maps = maps_of(
@@ -177,6 +178,9 @@ def _layout(spec: GqaHopperSpec, request: GqaRequest, plan: GqaHopperPlan) -> by
         "group": request.group,
         "q_len": 0 if request.is_ragged else request.q_len,
         "row_tiles": plan.row_tiles,
+        "units": plan.units,
+        "teams": plan.teams,
+        "team_size": plan.team_size,
         "mask_words": request.mask_words,
         "window": request.window,
         "max_pages": request.max_pages,

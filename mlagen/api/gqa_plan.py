@@ -60,7 +60,7 @@ def plan_gqa_hopper_call(
 def _problem(
     batch: int,
     q_len: int,
-    is_ragged: bool,  # noqa: FBT001 - a fact of the call like the others
+    is_ragged: bool,
     tokens: int,
     heads: int,
     kv_heads: int,

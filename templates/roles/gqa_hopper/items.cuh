@@ -14,7 +14,7 @@ struct Item {
   int tiles;
   int pieces;
   int piece;  // which of them this is
-  int first_span;  // that has piece 0
+  int first_block;  // of the grid, that has piece 0
 
   __device__ int query_of(const Params& params, int row) const {
     return q_len == 1 ? 0 : (first_row + row) / params.group;
@@ -51,8 +51,9 @@ __device__ inline Item item_at(const Params& params, const Span& span, const Wal
   item.request = walk.request;
   item.q_len = facts.q_len;
   item.kv_len = facts.kv_len;
-  item.kv_head = facts.row_tiles == 1 ? walk.unit : walk.unit / facts.row_tiles;
-  item.first_row = (walk.unit - item.kv_head * facts.row_tiles) * kRows;
+  const int part = walk.unit * params.team_size + static_cast<int>(span.member);
+  item.kv_head = facts.row_tiles == 1 ? part : part / facts.row_tiles;
+  item.first_row = (part - item.kv_head * facts.row_tiles) * kRows;
   item.rows = min(facts.q_len * params.group - item.first_row, kRows);
 
   const int first = item.query_of(params, 0);
@@ -73,12 +74,13 @@ __device__ inline Item item_at(const Params& params, const Span& span, const Wal
   item.tiles = max(last_tile - item.first_tile, 0);
   item.pieces = 1;
   item.piece = 0;
-  item.first_span = static_cast<int>(span.index);
+  u32 first_span = span.index;
   if (begin > 0 || walk.unit_begin + end < unit_end) {
-    item.first_span = static_cast<int>(span_at(walk.unit_begin, span));
-    item.pieces = static_cast<int>(span_at(unit_end - 1, span)) - item.first_span + 1;
-    item.piece = static_cast<int>(span.index) - item.first_span;
+    first_span = span_at(walk.unit_begin, span);
+    item.pieces = static_cast<int>(span_at(unit_end - 1, span) - first_span) + 1;
+    item.piece = static_cast<int>(span.index - first_span);
   }
+  item.first_block = static_cast<int>(first_span * params.team_size + span.member);
   return item;
 }
 
@@ -86,12 +88,12 @@ __device__ inline Item item_at(const Params& params, const Span& span, const Wal
 __device__ inline bool go_on(const Params& params, const Span& span, WalkState& walk) {
   walk.unit_begin += unit_length(walk.facts);
   if (walk.unit_begin >= span.end) return false;
-  if (++walk.unit < units_of(params, walk.facts)) return true;
+  if (++walk.unit < walk.facts.units) return true;
   walk.unit = 0;
 #pragma unroll 1
   do {
     walk.facts = facts_of_request(params, ++walk.request);
-  } while (walk.facts.row_tiles == 0);
+  } while (walk.facts.units == 0);
   return true;
 }
 

@@ -14,7 +14,7 @@ __device__ inline void merge_row(const Params& params, const Item& item, int row
 #pragma unroll
     for (int i = 0; i < kPiecesAtATime; ++i) {
       // Behind the last piece it comes once more, and counts for nothing.
-      const int place = place_of_piece(item, min(first + i, item.pieces - 1));
+      const int place = place_of_piece(params, item, min(first + i, item.pieces - 1));
       states[i] = ld_global_cg_v2_f32(piece_states(params, place) + row);
       parts[i] = ld_global_cg_v4_f32(piece_values(params, place, row, dim));
     }
@@ -38,7 +38,7 @@ __device__ inline void merge_pieces(const Params& params, const Item& item, Shar
   const int thread = static_cast<int>(threadIdx.x);
   barrier_sync(kConsumerBarrier, kConsumerThreads);
   if (thread == 0) {
-    u32* arrivals = params.counters + item.first_span;
+    u32* arrivals = params.counters + item.first_block;
     const u32 others = static_cast<u32>(item.pieces - 1);
     const bool is_last = atom_add_acq_rel_gpu(arrivals, 1) == others;
     if (is_last) *arrivals = 0;  // for the next launch

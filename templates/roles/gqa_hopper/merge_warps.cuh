@@ -27,7 +27,7 @@ __device__ inline float4 merged_values(const SharedMemory& shared, int row, int 
 __device__ inline void store_merged(const Params& params, const Item& item, int row, int dim,
                                     RowState state, float4 values) {
   if (item.pieces == 1) return store_finished(params, item, row, dim, state, values);
-  const int place = place_of_piece(item, item.piece);
+  const int place = place_of_piece(params, item, item.piece);
   *piece_values(params, place, row, dim) = values;
   if (dim == 0) piece_states(params, place)[row] = state;
 }

@@ -7,6 +7,7 @@ struct RequestFacts {
   int q_len;
   int kv_len;  // tokens in the cache, the new ones included
   int row_tiles;  // of one kv head; none where the request's queries are not inside the tensor
+  int units;
   int first_tile;  // of tokens, that some row sees
   int tiles;  // of tokens, from that one on
 };
@@ -22,6 +23,7 @@ __device__ inline RequestFacts facts_of_request(const Params& params, int reques
   facts.kv_len = tokens_held(length, params.max_pages);
   facts.q_len = params.q_len;
   facts.row_tiles = params.row_tiles;
+  facts.units = params.units;
   facts.first_query = request * static_cast<i64>(params.q_len);
   if (params.cum_seq_lens_q != nullptr) {
     const int first = params.cum_seq_lens_q[request];
@@ -30,6 +32,7 @@ __device__ inline RequestFacts facts_of_request(const Params& params, int reques
     facts.first_query = first;
     facts.q_len = is_inside ? end - first : 0;
     facts.row_tiles = ceil_div(facts.q_len * params.group, kRows);
+    facts.units = facts.row_tiles * params.units;  // those of one tile for each kv head
   }
   facts.first_tile = window_begin(params, facts.kv_len, facts.q_len, 0) / kTileTokens;
   facts.tiles = ceil_div(facts.kv_len, kTileTokens) - facts.first_tile;
@@ -40,17 +43,13 @@ __device__ inline RequestFacts facts_of_request(const Params& params, int reques
   return facts_of_request(params, request, params.seq_lens[request]);
 }
 
-// A unit is a tile of rows of a kv head of a request. Units of a request are alike.
-__device__ inline int units_of(const Params& params, const RequestFacts& facts) {
-  return facts.row_tiles * params.kv_heads;
-}
-
-// Positions that a unit takes on the line of work: one for each tile of tokens, and one if there is
-// none, so that somebody writes its zeros.
+// A part is a tile of rows of a kv head of a request. As many parts as a team has members are a
+// unit; units of a request are alike. Positions that a unit takes on the line of work: one for each
+// tile of tokens, and one if there is none, so that somebody writes its zeros.
 __device__ inline u32 unit_length(const RequestFacts& facts) {
   return static_cast<u32>(max(facts.tiles, 1));
 }
 
-__device__ inline u32 line_length(const Params& params, const RequestFacts& facts) {
-  return static_cast<u32>(units_of(params, facts)) * unit_length(facts);
+__device__ inline u32 line_length(const RequestFacts& facts) {
+  return static_cast<u32>(facts.units) * unit_length(facts);
 }

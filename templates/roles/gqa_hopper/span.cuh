@@ -1,15 +1,18 @@
 // How the work of a call is divided among the blocks of the grid: each warp finds the part of its
 // block by itself. Needs Params, requests.cuh.
 
-// All units in a row make a line. Every block takes an equal stretch of it, its span; a unit that
-// lies on several spans is computed in as many pieces, which are merged. The host sees to it that
-// the length of the line times the number of spans fits into 32 bits.
+// A team is some blocks of the grid that are neighbours. They read the same tokens at the same
+// time, each those of its kv head, which lie side by side in most caches; or the very same, for
+// another tile of rows. All units in a row make a line. Every team takes an equal stretch of it,
+// its span; a unit that lies on several spans is computed in as many pieces, which are merged. The
+// host sees to it that the length of the line times the number of spans fits into 32 bits.
 struct Span {
   u32 total;  // length of the line
   u32 spans;  // in use
   u32 index;  // of this one
   u32 begin;  // positions on the line
   u32 end;
+  u32 member;  // of the team
 };
 
 // Where a walk along the units is.
@@ -37,17 +40,16 @@ __device__ inline int own_request(const Params& params) {
   return min(lane_index() * requests_of_lane(params), params.requests - 1);
 }
 
-// Finds the span of this block and the unit that it begins in, by whole warps; says whether there
-// is one. `length` is what seq_lens has for the lane's own_request.
+// Finds the span of this block's team and the unit that it begins in, by whole warps; says whether
+// there is one. `length` is what seq_lens has for the lane's own_request.
 __device__ inline bool find_span(const Params& params, int length, Span& span, WalkState& walk) {
   const int each = requests_of_lane(params);
   const int first = lane_index() * each;
-  u32 own = line_length(params, facts_of_request(params, own_request(params), length));
+  u32 own = line_length(facts_of_request(params, own_request(params), length));
   if (first >= params.requests) own = 0;
 #pragma unroll 4
   for (int request = first + 1; request < first + each; ++request) {
-    const u32 more =
-        line_length(params, facts_of_request(params, min(request, params.requests - 1)));
+    const u32 more = line_length(facts_of_request(params, min(request, params.requests - 1)));
     own += request < params.requests ? more : 0;
   }
   u32 through = own;  // with all lanes before
@@ -57,8 +59,9 @@ __device__ inline bool find_span(const Params& params, int length, Span& span, W
     if (lane_index() >= lanes) through += before;
   }
   span.total = __shfl_sync(~0u, through, kWarpLanes - 1);
-  span.spans = min(gridDim.x, span.total);
-  span.index = blockIdx.x;
+  span.spans = min(static_cast<u32>(params.teams), span.total);
+  span.index = blockIdx.x / params.team_size;
+  span.member = blockIdx.x - span.index * params.team_size;
   if (span.index >= span.spans) return false;
   span.begin = span_begin(span.index, span.total, span.spans);
   span.end = span_begin(span.index + 1, span.total, span.spans);
@@ -68,8 +71,8 @@ __device__ inline bool find_span(const Params& params, int length, Span& span, W
   walk.request = lane * each;
   walk.facts = facts_of_request(params, walk.request);
 #pragma unroll 1
-  while (span.begin - begin >= line_length(params, walk.facts)) {
-    begin += line_length(params, walk.facts);
+  while (span.begin - begin >= line_length(walk.facts)) {
+    begin += line_length(walk.facts);
     walk.facts = facts_of_request(params, ++walk.request);
   }
   const u32 each_unit = unit_length(walk.facts);

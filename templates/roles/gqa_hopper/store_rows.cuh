@@ -3,8 +3,8 @@
 
 // Each block of the grid has two places for pieces: for the one that its span begins with, and for
 // the one that it ends with.
-__device__ inline int place_of_piece(const Item& item, int piece) {
-  return (item.first_span + piece) * 2 + (piece == 0 ? 1 : 0);
+__device__ inline int place_of_piece(const Params& params, const Item& item, int piece) {
+  return (item.first_block + piece * params.team_size) * 2 + (piece == 0 ? 1 : 0);
 }
 
 __device__ inline RowState* piece_states(const Params& params, int place) {
