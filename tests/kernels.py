@@ -16,6 +16,7 @@ from mlagen.spec.arch import Arch, parse_arch
 from mlagen.spec.combine import CombineSplitsSpec
 from mlagen.spec.dtype import DType
 from mlagen.spec.gqa import GqaDecodeSpec, GqaVariant, gqa_decode_spec
+from mlagen.spec.gqa_hopper import GqaHopperSpec, gqa_hopper_spec
 from mlagen.spec.mla import MlaDecodeSpec, mla_decode_spec
 from mlagen.spec.mla_hopper import MlaHopperSpec, mla_hopper_spec
 from mlagen.spec.mla_support import MlaVariant
@@ -42,6 +43,14 @@ def gqa_decode(*, arch: Arch = SM_90A, rows: int = 16, **changes: Any) -> GqaDec
     """Return the bf16 decode kernel of Llama 3 for ``rows`` rows, some facts changed."""
     variant = GqaVariant(query_dtype=DType.BF16, kv_dtype=DType.BF16, out_dtype=DType.BF16)
     return gqa_decode_spec(arch, replace(variant, **changes), rows)
+
+
+def gqa_hopper(*, rows: int = 8, **changes: Any) -> GqaHopperSpec:
+    """Return the bf16 Hopper kernel of Llama 3 for ``rows`` rows, some facts changed."""
+    variant = GqaVariant(query_dtype=DType.BF16, kv_dtype=DType.BF16, out_dtype=DType.BF16)
+    spec = gqa_hopper_spec(SM_90A, replace(variant, **changes), rows)
+    assert spec is not None
+    return spec
 
 
 # The one that takes longest to compile, and the one that takes least.

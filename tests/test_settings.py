@@ -142,15 +142,27 @@ def test_the_kernel_of_mla_calls(text: str, kernel: str) -> None:
     assert settings.mla_kernel == kernel
 
 
+@pytest.mark.parametrize(
+    ("text", "kernel"),
+    [("", "auto"), ("auto", "auto"), ("portable", "portable"), ("hopper", "hopper")],
+    ids=["unset", "auto", "portable", "hopper"],
+)
+def test_the_kernel_of_grouped_query_calls(text: str, kernel: str) -> None:
+    """MLAGEN_GQA_KERNEL names theirs, and only theirs."""
+    settings = read_settings({"MLAGEN_GQA_KERNEL": text})
+
+    assert settings.gqa_kernel == kernel
+    assert settings.mla_kernel == "auto"
+
+
+@pytest.mark.parametrize("name", ["MLAGEN_MLA_KERNEL", "MLAGEN_GQA_KERNEL"])
 @pytest.mark.parametrize("text", ["Hopper", "fast", "auto "])
-def test_a_kernel_that_is_none_is_refused(text: str) -> None:
+def test_a_kernel_that_is_none_is_refused(text: str, name: str) -> None:
     """The message names the variable, the words that it may be and the value."""
     with pytest.raises(ArgumentError) as caught:
-        read_settings({"MLAGEN_MLA_KERNEL": text})
+        read_settings({name: text})
 
-    assert str(caught.value) == (
-        f"MLAGEN_MLA_KERNEL: expected auto or portable or hopper, got '{text}'"
-    )
+    assert str(caught.value) == f"{name}: expected auto or portable or hopper, got '{text}'"
 
 
 def test_read_only_layers_are_folders_with_colons_between_them(

@@ -35,11 +35,11 @@ def xqa_inputs_of(case: GqaCase, monkeypatch: pytest.MonkeyPatch, **changes: Any
 
 
 def launches_of(
-    inputs: GqaInputs, monkeypatch: pytest.MonkeyPatch
+    inputs: GqaInputs, monkeypatch: pytest.MonkeyPatch, kernel: str = "portable"
 ) -> tuple[gqa_call.GqaCall, torch.Tensor, list[Launch]]:
     """Run a call whose launches are recorded, each with its values by name."""
     launches = record_launches(monkeypatch, paths=GQA)
     request = check_request(inputs)
     on_a_gpu = replace(request, device=torch.device("cuda", 0))
-    call = replace(gqa_call._prepare(inputs, on_a_gpu), request=request)
+    call = replace(gqa_call._prepare(inputs, on_a_gpu, kernel), request=request)
     return call, gqa_call._run_on_gpu(call, inputs, enable_pdl=True), launches

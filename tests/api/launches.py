@@ -1,4 +1,4 @@
-"""MLA decode calls whose launches are recorded instead of made; needs no GPU."""
+"""Decode calls whose launches are recorded instead of made; needs no GPU."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ import torch
 
 from mlagen.api import (
     calls,
-    gqa_call,
+    gqa_hopper,
+    gqa_maps,
     gqa_plan,
+    gqa_portable,
     mla_call,
     mla_hopper,
     mla_maps,
@@ -60,7 +62,10 @@ class Launched(NamedTuple):
 # The modules of each path, and what plans its calls.
 PORTABLE = ((mla_portable, mla_plan, "plan_call"),)
 HOPPER = ((mla_hopper, mla_plan, "plan_hopper_call"),)
-GQA = ((gqa_call, gqa_plan, "plan_gqa_call"),)
+GQA = (
+    (gqa_portable, gqa_plan, "plan_gqa_call"),
+    (gqa_hopper, gqa_plan, "plan_gqa_hopper_call"),
+)
 
 
 def record_launches(
@@ -92,10 +97,13 @@ def record_launches(
         monkeypatch.setattr(calling, "kernel_for", loaded)
         monkeypatch.setattr(calling, "launch", record)
     monkeypatch.setattr(calls, "kernel_for", loaded)
-    monkeypatch.setattr(mla_hopper, "arch_of_device", lambda _: arch)
-    monkeypatch.setattr(mla_hopper, "counters_of", lambda _, workspace: workspace + COUNTERS)
+    for hopper in (mla_hopper, gqa_hopper):
+        monkeypatch.setattr(hopper, "arch_of_device", lambda _: arch)
+        monkeypatch.setattr(hopper, "counters_of", lambda _, workspace: workspace + COUNTERS)
     monkeypatch.setattr(mla_maps, "encode", map_of)
+    monkeypatch.setattr(gqa_maps, "encode", map_of)
     monkeypatch.setattr(mla_hopper, "maps_of", mla_maps.CacheMaps)
+    monkeypatch.setattr(gqa_hopper, "maps_of", gqa_maps.GqaCacheMaps)
     return recorded
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,11 @@ from tests.gqa_problems import GqaCase
 UNIFORM = GqaCase(name="", seq_lens=(70, 3), q_len=2, mask="random", sink=3.0, window=50)
 
 Change = Callable[[GqaInputs], dict[str, Any]]
+
+
+def form_of(inputs: GqaInputs) -> Hashable:
+    """Return what a call is remembered by, where the settings say nothing."""
+    return gqa_call._form_of(inputs, "auto")
 
 
 def changed(inputs: GqaInputs, **fields: Any) -> GqaInputs:
@@ -63,7 +68,7 @@ def test_what_equals_an_int_and_is_none_takes_another_form(
     """It is refused, however often the int has been accepted."""
     inputs = inputs_of(UNIFORM, monkeypatch)
 
-    form, another = (gqa_call._form_of(changed(inputs, **{name: n})) for n in (one, other))
+    form, another = (form_of(changed(inputs, **{name: n})) for n in (one, other))
 
     assert form is not None
     assert form != another
@@ -96,9 +101,7 @@ def test_every_fact_of_every_tensor_is_part_of_the_form(
     tensor = torch.ones(4, 4)
     inputs = inputs_of(UNIFORM, monkeypatch, key_scales=tensor)
 
-    one, other = (
-        gqa_call._form_of(changed(inputs, **{name: given})) for given in (tensor, change(tensor))
-    )
+    one, other = (form_of(changed(inputs, **{name: given})) for given in (tensor, change(tensor)))
 
     assert one is not None
     assert other is not None
@@ -112,10 +115,10 @@ def test_whatever_a_check_or_plan_may_see_is_part_of_the_form(
     """A call that differs in it is checked and planned anew."""
     inputs = inputs_of(UNIFORM, monkeypatch)
 
-    changed = gqa_call._form_of(inputs._replace(**change(inputs)))
+    changed = form_of(inputs._replace(**change(inputs)))
 
     assert changed is not None
-    assert changed != gqa_call._form_of(inputs)
+    assert changed != form_of(inputs)
 
 
 @pytest.mark.parametrize("length", [70, np.int64(70)], ids=["int", "numpy"])
@@ -126,7 +129,7 @@ def test_lengths_that_are_planned_alike_share_a_form(
     inputs = inputs_of(UNIFORM, monkeypatch)
 
     forms = [
-        gqa_call._form_of(inputs._replace(max_seq_len=type(length)(n), q_len=type(length)(2)))
+        form_of(inputs._replace(max_seq_len=type(length)(n), q_len=type(length)(2)))
         for n in (length, 72)
     ]
 
@@ -164,7 +167,7 @@ def test_content_is_no_part_of_the_form(monkeypatch: pytest.MonkeyPatch) -> None
         out_16bit_factor=3.0,
     )
 
-    assert gqa_call._form_of(other) == gqa_call._form_of(inputs)
+    assert form_of(other) == form_of(inputs)
 
 
 def test_what_cannot_be_hashed_is_refused_with_its_name() -> None:
@@ -175,3 +178,12 @@ def test_what_cannot_be_hashed_is_refused_with_its_name() -> None:
         mlagen.decode.xqa_batch_decode_with_kv_cache(**arguments)
 
     assert str(caught.value) == "q_len_per_req: expected an int, 1 or more, got [2]"
+
+
+def test_the_kernel_that_is_asked_for_is_part_of_the_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that took one kernel is not remembered where another is asked for."""
+    inputs = inputs_of(UNIFORM, monkeypatch)
+
+    forms = {gqa_call._form_of(inputs, kernel) for kernel in ("auto", "portable", "hopper")}
+
+    assert len(forms) == 3

@@ -154,9 +154,8 @@ def test_grouped_queries_are_spoken_of_too(kv_dtype: torch.dtype | None) -> None
         q_len=1, max_seq_len=100_000, window_left=63, kv_dtype=kv_dtype, **sizes
     )
 
-    assert whole > 0
+    assert 0 <= windowed < whole
     assert ragged > 0
-    assert windowed == 0
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

@@ -11,7 +11,7 @@ from mlagen.spec.arch import ARCHS, parse_arch
 from mlagen.spec.combine import CombineSplitsSpec
 from mlagen.spec.dtype import DType
 from mlagen.spec.kernel import KernelSpec
-from tests.kernels import SM_80, SM_90A, gqa_decode, mla_decode, mla_hopper
+from tests.kernels import SM_80, SM_90A, gqa_decode, gqa_hopper, mla_decode, mla_hopper
 
 E4M3, PACKED656, PACKED640 = DType.E4M3, DType.PACKED656, DType.PACKED640
 V3, V32, LLAMA = find_model("deepseek-v3"), find_model("deepseek-v3.2"), find_model("llama-3-8b")
@@ -102,8 +102,10 @@ def test_grouped_queries_take_their_kernel_for_the_usual_pages() -> None:
     specs = model_specs(SM_90A, LLAMA, Use(tp=(1, 2)))
 
     assert specs == [
+        gqa_hopper(page_size=16),
         gqa_decode(page_size=16),
         combine("sm_90a", 128),
+        gqa_hopper(page_size=64),
         gqa_decode(page_size=64),
     ]
 
@@ -128,7 +130,7 @@ def test_kv_heads_are_repeated_where_there_are_fewer_than_gpus(tp: int, rows: in
 
     specs = model_specs(SM_90A, model, Use(tp=(tp,), q_lens=(3,), page_sizes=(64,)))
 
-    assert specs[0] == gqa_decode(rows=rows * 3)
+    assert specs[:2] == [gqa_hopper(rows=rows * 3), gqa_decode(rows=rows * 3)]
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,10 @@ def test_without_models_and_kernels_the_table_is_asked() -> None:
         ),
         (
             {"models": "deepseek-v3", "families": ["mla"]},
-            "family: expected one of mla_decode, mla_hopper, gqa_decode, combine_splits, got 'mla'",
+            (
+                "family: expected one of mla_decode, mla_hopper, gqa_decode, gqa_hopper, "
+                "combine_splits, got 'mla'"
+            ),
         ),
         ({"tp": 8}, "tp: expected none without models, got 8"),
         (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from mlagen.errors import UnsupportedError
@@ -13,7 +15,15 @@ from mlagen.spec.families import specs_of
 from mlagen.spec.gqa import GqaVariant
 from mlagen.spec.kernel import KernelSpec
 from mlagen.spec.mla_support import MlaVariant
-from tests.kernels import COMBINE, SM_80, SM_90A, gqa_decode, mla_decode, mla_hopper
+from tests.kernels import (
+    COMBINE,
+    SM_80,
+    SM_90A,
+    gqa_decode,
+    gqa_hopper,
+    mla_decode,
+    mla_hopper,
+)
 
 SM_120F = parse_arch("sm_120f")
 MLA = MlaVariant(query_dtype=DType.BF16, kv_dtype=DType.BF16)
@@ -44,11 +54,27 @@ def test_an_mla_call_elsewhere_takes_the_portable_kernel() -> None:
     assert narrow == [mla_decode(query_dtype=DType.E4M3, kv_dtype=DType.E4M3), combine()]
 
 
-def test_a_gqa_call_takes_its_kernel_and_the_one_that_combines_its_output() -> None:
-    """In the dtype that is written."""
-    expected = gqa_decode(kv_dtype=DType.E4M3, out_dtype=DType.E4M3)
+def test_a_gqa_call_takes_its_kernels_and_the_one_that_combines_its_output() -> None:
+    """In the dtype that is written: on Hopper its own, and the portable one for odd strides."""
+    dtypes = {"kv_dtype": DType.E4M3, "out_dtype": DType.E4M3}
+    combining = combine(dtype=DType.E4M3, dim=128)
 
-    assert gqa_call_specs(SM_90A, GQA, 4) == [expected, combine(dtype=DType.E4M3, dim=128)]
+    assert gqa_call_specs(SM_90A, GQA, 4) == [
+        gqa_hopper(**dtypes),
+        gqa_decode(**dtypes),
+        combining,
+    ]
+
+
+def test_a_gqa_call_that_hopper_does_not_cover_takes_the_portable_kernel() -> None:
+    """So does one on another architecture."""
+    int8 = replace(GQA, kv_dtype=DType.INT8, out_dtype=DType.BF16)
+
+    assert gqa_call_specs(SM_90A, int8, 4) == [gqa_decode(kv_dtype=DType.INT8), combine(dim=128)]
+    assert gqa_call_specs(SM_80, replace(GQA, out_dtype=DType.BF16), 4) == [
+        gqa_decode(arch=SM_80, kv_dtype=DType.E4M3),
+        combine("sm_80", dim=128),
+    ]
 
 
 def test_a_call_without_a_kernel_is_refused() -> None:
@@ -59,7 +85,12 @@ def test_a_call_without_a_kernel_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("spec", "sizes"),
-    [(mla_decode(), {16, 32, 64}), (mla_hopper(), {16, 32, 64}), (gqa_decode(), {16, 32})],
+    [
+        (mla_decode(), {16, 32, 64}),
+        (mla_hopper(), {16, 32, 64}),
+        (gqa_decode(), {16, 32}),
+        (gqa_hopper(), {8, 16, 32}),
+    ],
     ids=lambda value: getattr(value, "family", ""),
 )
 def test_beside_a_kernel_stand_those_of_other_tiles(spec: KernelSpec, sizes: set[int]) -> None:
@@ -86,7 +117,7 @@ def test_beside_a_kernel_stand_those_of_other_tiles(spec: KernelSpec, sizes: set
         (
             gqa_decode(arch=SM_80, rows=32),
             SM_90A,
-            [gqa_decode(rows=32), combine(dim=128)],
+            [gqa_hopper(rows=32), gqa_decode(rows=32), combine(dim=128)],
         ),
     ],
     ids=["portable", "from Hopper", "to Hopper", "combining", "gqa"],

@@ -115,7 +115,7 @@ def text_with(spec: KernelSpec, **changes: str) -> str:
             "combine(arch=sm_80)",
             (
                 "kernel: expected a family out of mla_decode, mla_hopper, gqa_decode, "
-                "combine_splits, got 'combine'"
+                "gqa_hopper, combine_splits, got 'combine'"
             ),
         ),
         (

@@ -18,7 +18,16 @@ from mlagen.spec.dtype import DType
 from mlagen.spec.families import FAMILIES, specs_of
 from mlagen.spec.kernel import KernelSpec
 from tests.cache.builds import ROOT
-from tests.kernels import COMBINE, SM_80, SM_90A, WIDE_DECODE, gqa_decode, mla_decode, mla_hopper
+from tests.kernels import (
+    COMBINE,
+    SM_80,
+    SM_90A,
+    WIDE_DECODE,
+    gqa_decode,
+    gqa_hopper,
+    mla_decode,
+    mla_hopper,
+)
 
 FILES = {
     str(path.relative_to(template_root())): path
@@ -168,6 +177,8 @@ def test_a_plain_file_is_formatted(name: str) -> None:
         gqa_decode(),
         gqa_decode(arch=SM_80, kv_dtype=DType.E4M3, out_dtype=DType.E4M3),
         gqa_decode(kv_dtype=DType.NVFP4),
+        gqa_hopper(rows=32),
+        gqa_hopper(kv_dtype=DType.E4M3, out_dtype=DType.E4M3),
         COMBINE,
     ],
     ids=str,

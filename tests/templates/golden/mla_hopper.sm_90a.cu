@@ -204,7 +204,7 @@ __device__ inline void cp_async_wait_group() {
 }
 
 // PTX ISA, "Data Movement and Conversion Instructions: cp.async.bulk". Needs sm_90.
-// `map` is the generic address of a tensor map; x, y, z, w count elements, the innermost first.
+// `map` is the generic address of a tensor map; x, y, z, w, v count elements, the innermost first.
 
 // cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes
 // Copies a box to shared memory, zeros for what lies outside the tensor, and then counts its bytes
@@ -215,6 +215,16 @@ __device__ inline void cp_async_bulk_tensor(u32 target, const void* map, u32 bar
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
       "[%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(target),
       "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w)
+      : "memory");
+}
+
+// cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes
+__device__ inline void cp_async_bulk_tensor(u32 target, const void* map, u32 barrier, int x, int y,
+                                            int z, int w, int v) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(target),
+      "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w), "r"(v)
       : "memory");
 }
 
@@ -298,6 +308,27 @@ __device__ inline void griddepcontrol_launch_dependents() {
 __device__ inline u32 ld_acquire_gpu(const u32* address) {
   u32 value;
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+
+// ld.global.cg.v2.f32
+// Past L1: what others have just written.
+__device__ inline float2 ld_global_cg_v2_f32(const void* address) {
+  float2 value;
+  asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];"
+               : "=f"(value.x), "=f"(value.y)
+               : "l"(address)
+               : "memory");
+  return value;
+}
+
+// ld.global.cg.v4.f32
+__device__ inline float4 ld_global_cg_v4_f32(const void* address) {
+  float4 value;
+  asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+               : "l"(address)
+               : "memory");
   return value;
 }
 

@@ -1,0 +1,113 @@
+"""How a grouped-query problem is spread over a Hopper GPU, against numbers worked out by hand."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlagen.runtime.plan import GqaDecodeProblem
+from mlagen.runtime.plan_gqa_hopper import GqaHopperPlan, line_fits, plan_gqa_hopper
+from tests.kernels import gqa_hopper
+
+SMS = 132
+
+
+def plan(
+    *,
+    batch: int,
+    longest_kv: int,
+    kv_heads: int = 8,
+    group: int = 8,
+    q_len: int = 1,
+    tokens: int | None = None,
+    sm_count: int = SMS,
+) -> GqaHopperPlan:
+    """Return the plan of a bf16 problem; ``tokens`` are the query tokens of ragged requests."""
+    problem = GqaDecodeProblem(
+        batch=batch,
+        q_len=q_len if tokens is None else 0,
+        heads=kv_heads * group,
+        kv_heads=kv_heads,
+        total_rows=(batch * q_len if tokens is None else tokens) * kv_heads * group,
+        longest_kv=longest_kv,
+    )
+    return plan_gqa_hopper(gqa_hopper(rows=group * q_len), problem, sm_count)
+
+
+class Worked(NamedTuple):
+    """What a problem comes to."""
+
+    problem: dict[str, int]
+    team_size: int
+    teams: int
+    units: int
+
+
+WORKED = {
+    # Four of 132 SMs stay idle, one in 25 at the most.
+    "8 kv heads": Worked({"batch": 128, "longest_kv": 4096}, 8, 16, 1),
+    "one kv head": Worked({"batch": 128, "longest_kv": 4096, "kv_heads": 1}, 1, 132, 1),
+    "3 kv heads": Worked({"batch": 128, "longest_kv": 4096, "kv_heads": 3}, 3, 44, 1),
+    # Of 48 kv heads 24 would leave 12 idle, and 16 would leave 4.
+    "48 kv heads": Worked({"batch": 128, "longest_kv": 4096, "kv_heads": 48}, 16, 8, 3),
+    # 64 rows are two tiles: two blocks read the same tokens.
+    "two tiles": Worked({"batch": 9, "longest_kv": 4096, "group": 16, "q_len": 4}, 16, 8, 1),
+    # Four tiles of tokens and one more, for they begin anywhere.
+    "a short request": Worked({"batch": 1, "longest_kv": 512}, 8, 5, 1),
+    "nothing": Worked({"batch": 0, "longest_kv": 512}, 8, 0, 1),
+}
+
+
+@pytest.mark.parametrize("worked", WORKED.values(), ids=WORKED)
+def test_a_grid_is_teams_of_neighbours(worked: Worked) -> None:
+    """As large as few idle SMs allow, and no more of them than there may be work for."""
+    found = plan(**worked.problem)
+
+    assert (found.team_size, found.teams, found.units) == worked[1:]
+    assert found.blocks == found.team_size * found.teams
+
+
+def test_the_workspace_holds_two_pieces_of_each_block() -> None:
+    """Values in fp32, and then two numbers for each row."""
+    found = plan(batch=128, longest_kv=4096)
+
+    assert found.partial_rows_offset == 2 * 128 * 8 * 128 * 4
+    assert found.workspace_bytes == found.partial_rows_offset + 2 * 128 * 8 * 8
+
+
+def test_ragged_requests_are_counted_by_their_tokens() -> None:
+    """Any of them may begin a tile more than its rows fill."""
+    found = plan(batch=3, longest_kv=4096, q_len=4, tokens=7)
+
+    assert found.row_tiles == 0
+    assert found.all_units == 3 + 7 * 8 // 32
+
+
+@settings(deadline=None)
+@given(
+    kv_heads=st.integers(1, 200),
+    group=st.integers(1, 40),
+    q_len=st.integers(1, 5),
+    sm_count=st.integers(1, 160),
+)
+def test_teams_take_all_parts_of_a_request(
+    kv_heads: int, group: int, q_len: int, sm_count: int
+) -> None:
+    """No member of a team is without work, and teams fit the GPU."""
+    found = plan(
+        batch=500, longest_kv=9000, kv_heads=kv_heads, group=group, q_len=q_len, sm_count=sm_count
+    )
+
+    assert found.units * found.team_size == kv_heads * found.row_tiles
+    assert 1 <= found.blocks <= sm_count
+
+
+def test_a_line_too_long_for_32_bits_is_known() -> None:
+    """Positions are multiplied by the number of teams."""
+    found = plan(batch=1 << 10, longest_kv=4096)  # 2^10 units, 16 teams
+
+    assert line_fits(gqa_hopper(), found, ((1 << 18) - 1) * 128)
+    assert not line_fits(gqa_hopper(), found, (1 << 18) * 128)

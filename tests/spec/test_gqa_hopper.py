@@ -1,0 +1,98 @@
+"""Which grouped-query calls the Hopper kernel covers, and by which tile."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from mlagen.spec.arch import ARCHS
+from mlagen.spec.dtype import DType
+from mlagen.spec.gqa import HEAD_DIMS, GqaVariant
+from mlagen.spec.gqa_hopper import gqa_hopper_spec, gqa_hopper_specs, tile_rows_for
+from mlagen.spec.kernel import CallShape
+from tests.kernels import SM_90A, gqa_hopper
+
+BF16 = GqaVariant(query_dtype=DType.BF16, kv_dtype=DType.BF16, out_dtype=DType.BF16)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "rows", "tile_rows"),
+    [
+        *((dim, rows, 8) for dim in HEAD_DIMS for rows in (1, 8)),
+        *((dim, rows, 16) for dim in HEAD_DIMS for rows in (9, 16)),
+        (64, 17, 32),
+        (128, 32, 32),
+        (128, 33, 32),
+        (256, 17, 16),
+    ],
+)
+def test_a_call_takes_the_narrowest_tile_that_holds_its_rows(
+    head_dim: int, rows: int, tile_rows: int
+) -> None:
+    """Or the widest whose output registers can hold, where none does."""
+    spec = gqa_hopper(head_dim=head_dim, rows=rows)
+
+    assert tile_rows_for(head_dim, rows) == spec.tile_rows == tile_rows
+
+
+NOT_COVERED: dict[str, dict[str, Any]] = {
+    "int8": {"kv_dtype": DType.INT8},
+    "nvfp4": {"kv_dtype": DType.NVFP4},
+    "head dim 192": {"head_dim": 192},
+    "head dim 512": {"head_dim": 512},
+    "pages of 8": {"page_size": 8},
+    "pages of 24": {"page_size": 24},
+}
+
+
+@pytest.mark.parametrize("changes", NOT_COVERED.values(), ids=NOT_COVERED)
+def test_other_calls_have_no_such_kernel(changes: dict[str, Any]) -> None:
+    """There is none to be had for them."""
+    assert gqa_hopper_spec(SM_90A, replace(BF16, **changes), 8) is None
+
+
+@pytest.mark.parametrize("page_size", [16, 32, 48, 64, 80, 128, 256])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("kv_dtype", [DType.BF16, DType.E4M3])
+def test_boxes_lie_in_a_page_and_fill_a_tile(
+    kv_dtype: DType, head_dim: int, page_size: int
+) -> None:
+    """A lane of one warp copies each, and a tile is worth a barrier."""
+    spec = gqa_hopper(kv_dtype=kv_dtype, head_dim=head_dim, page_size=page_size)
+
+    assert page_size % spec.box_tokens == 0
+    assert spec.tile_tokens % spec.box_tokens == 0
+    assert 16 <= spec.box_tokens <= 256  # what a tensor map allows
+    assert spec.tile_tokens // spec.box_tokens <= 32
+    assert spec.row_bytes % spec.line_bytes == 0
+    assert spec.stages * spec.tile_tokens * spec.row_bytes == 192 * 1024
+    assert spec.stages >= 3
+
+
+@pytest.mark.parametrize("arch", ARCHS, ids=str)
+def test_only_hopper_has_them(arch: Any) -> None:
+    """On it all that SUPPORTED names and the kernel covers, each once."""
+    specs = list(gqa_hopper_specs(arch))
+
+    # Query and cache alike, or e4m3 with either output; four pages; tiles of three head dims.
+    expected = 2 * (1 + 2) * 4 * (3 + 3 + 2)
+    assert len(set(specs)) == len(specs) == (expected if arch == SM_90A else 0)
+
+
+@pytest.mark.parametrize("heads", [8, 24, 64])
+def test_a_kernel_serves_the_calls_of_its_tile(heads: int) -> None:
+    """Prewarming for heads and query tokens keeps what the call would take."""
+    call = CallShape(heads=heads, kv_heads=4, q_len=2)
+
+    serving = [rows for rows in (8, 16, 32) if gqa_hopper(rows=rows).serves(call)]
+
+    assert serving == [gqa_hopper(rows=heads // 4 * 2).tile_rows]
+    assert gqa_hopper().serves(CallShape(heads=heads))
+
+
+def test_its_blocks_count_each_other_but_do_not_wait() -> None:
+    """So it may be a dependent launch, and needs counters all the same."""
+    assert gqa_hopper().counts_arrivals
+    assert not gqa_hopper().is_cooperative

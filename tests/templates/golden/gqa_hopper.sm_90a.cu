@@ -1,0 +1,1666 @@
+// Names and types that every kernel uses. Needs nothing: no header exists where kernels are
+// compiled.
+
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+using i64 = long long;
+
+// Tags that choose how elements are converted; the data itself is held as bytes, u16 or u32.
+struct Bf16 {};
+struct Fp16 {};
+struct E4m3 {};
+struct Int8 {};
+struct Nvfp4 {};
+struct Packed656 {};
+struct Packed640 {};
+
+template <typename A, typename B>
+constexpr bool kIsSame = false;
+template <typename A>
+constexpr bool kIsSame<A, A> = true;
+
+// What one load, store or cp.async moves at the most.
+constexpr int kChunkBytes = 16;
+struct alignas(kChunkBytes) Chunk {
+  u32 words[4];
+};
+
+constexpr int kWarpLanes = 32;
+constexpr float kLog2E = 1.4426950408889634f;
+constexpr float kLargest = __builtin_bit_cast(float, 0x7f7fffff);
+constexpr float kInfinity = __builtin_bit_cast(float, 0x7f800000);
+
+// The dynamic shared memory of the block, seen as one struct.
+template <typename Layout>
+__device__ inline Layout& shared_memory() {
+  extern __shared__ __align__(1024) unsigned char bytes[];
+  return *reinterpret_cast<Layout*>(bytes);
+}
+
+__device__ inline u32 shared_address(const void* pointer) {
+  return static_cast<u32>(__cvta_generic_to_shared(pointer));
+}
+
+__device__ inline int lane_index() { return static_cast<int>(threadIdx.x) % kWarpLanes; }
+__device__ inline int warp_index() { return static_cast<int>(threadIdx.x) / kWarpLanes; }
+
+__device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+// What describes a tensor to the copy engine: opaque, made on the host. Needs blocks/prelude.cuh.
+struct alignas(64) TensorMap {
+  u64 words[16];
+};
+
+// What one launch passes to the kernel. Needs blocks/prelude.cuh.
+struct Params {
+  TensorMap key_map;
+  TensorMap value_map;
+  const u16* query;
+  const unsigned char* value_cache;
+  const int* block_tables;
+  const int* seq_lens;
+  const int* cum_seq_lens_q;
+  const u32* draft_mask;
+  const float* bmm1_scale_tensor;
+  const float* bmm2_scale_tensor;
+  const float* sinks;
+  unsigned char* out;
+  float* partial_out;
+  unsigned char* partial_rows;
+  u32* counters;
+  i64 query_stride;
+  i64 query_head_stride;
+  i64 value_page_stride;
+  i64 value_token_stride;
+  i64 value_head_stride;
+  int tokens;
+  int requests;
+  int kv_heads;
+  int group;
+  int q_len;
+  int row_tiles;
+  int units;
+  int teams;
+  int team_size;
+  int mask_words;
+  int window;
+  int max_pages;
+  int block_tables_stride;
+  int num_pages;
+  int scores_take_bmm2;
+  float bmm1_scale;
+  float bmm2_scale;
+  float score_factor;
+  float output_factor;
+};
+
+// The numbers of this kernel; the rest of the source only uses them. Needs blocks/prelude.cuh.
+using QueryElement = Bf16;
+using Element = Bf16;  // of the products
+using OutElement = Bf16;
+constexpr int kHeadDim = 128;
+constexpr int kPageSize = 64;
+constexpr int kRowBytes = 256;  // of a cached token of one kv head
+constexpr int kLineBytes = 128;
+constexpr int kTileTokens = 128;
+constexpr int kBoxTokens = 64;
+constexpr int kStages = 6;
+constexpr int kRows = 8;
+constexpr int kConsumerWarps = 8;
+constexpr int kSharedBytes = 232448;
+
+// Warps of the consumers come first, then the loader. Registers are handed out by four warps: the
+// three beside the loader have nothing to do.
+constexpr int kConsumerThreads = kConsumerWarps * kWarpLanes;
+constexpr int kLoaderWarp = kConsumerWarps;
+constexpr int kWarps = kConsumerWarps + 1;  // that work
+constexpr int kThreads = kConsumerThreads + 128;
+
+// Registers of a thread: where a lane has more of the query and the output than kernels begin with.
+constexpr bool kMovesRegisters = kRows * kHeadDim > 8 * 128;
+constexpr int kConsumerRegisters = 216;
+constexpr int kLoaderRegisters = 80;
+
+// A box of tokens arrives as columns of lines, kLineBytes of every token each, swizzled.
+constexpr int kColumns = kRowBytes / kLineBytes;
+constexpr int kColumnBytes = kBoxTokens * kLineBytes;
+constexpr int kBoxBytes = kColumns * kColumnBytes;
+constexpr int kTileBoxes = kTileTokens / kBoxTokens;
+constexpr int kTileBytes = kTileBoxes * kBoxBytes;
+
+// A warp has as many tokens of each tile, and multiplies kStepTokens at a time.
+constexpr int kWarpTokens = kTileTokens / kConsumerWarps;
+constexpr int kStepTokens = 16;
+constexpr int kSteps = kWarpTokens / kStepTokens;
+constexpr int kRowGroups = kRows / 8;
+constexpr int kDimTiles = kHeadDim / 16;
+constexpr int kDimsInChunk = kHeadDim * kChunkBytes / kRowBytes;
+
+// Whether the query fits into registers beside the output; else it is in shared memory.
+constexpr bool kKeepsQuery = kRows * kHeadDim <= 16 * 128;
+
+// What is merged at a time of the warps of a block: eight rows, and so many dims.
+constexpr int kMergeDims = kKeepsQuery && kHeadDim >= 128 ? 128 : 64;
+
+// Numbers of the barriers that warps meet at.
+constexpr int kStartBarrier = 1;
+constexpr int kConsumerBarrier = 2;
+
+static_assert(kTileBoxes * kBoxTokens == kTileTokens, "boxes fill a tile");
+static_assert(kTileBoxes <= kWarpLanes, "a lane copies a box");
+static_assert(kBoxTokens % kStepTokens == 0, "what a warp multiplies lies in one box");
+static_assert(kSteps * kStepTokens * kConsumerWarps == kTileTokens, "warps share a tile");
+
+// PTX ISA, "Parallel Synchronization and Communication Instructions: atom". Needs sm_80.
+
+// atom.acq_rel.gpu.global.add.u32
+// Adds, and returns what there was before.
+__device__ inline u32 atom_add_acq_rel_gpu(u32* address, u32 value) {
+  u32 before;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
+               : "=r"(before)
+               : "l"(address), "r"(value)
+               : "memory");
+  return before;
+}
+
+// PTX ISA, "Parallel Synchronization and Communication Instructions: barrier.cta". Needs sm_80.
+// Barriers have numbers from 0 to 15; `threads` counts those that wait and those that only arrive.
+
+// barrier.cta.sync.aligned
+__device__ inline void barrier_sync(int barrier, int threads) {
+  asm volatile("barrier.cta.sync.aligned %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+// barrier.cta.arrive.aligned
+__device__ inline void barrier_arrive(int barrier, int threads) {
+  asm volatile("barrier.cta.arrive.aligned %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+// barrier.cta.red.or.aligned.pred
+// Waits for all threads; returns whether any of them brought a number that is not zero.
+__device__ inline u32 barrier_red_or(int barrier, int threads, u32 value) {
+  u32 any;
+  asm volatile(
+      "{.reg .pred p, q; setp.ne.u32 p, %3, 0; barrier.cta.red.or.aligned.pred q, %1, %2, p; "
+      "selp.u32 %0, 1, 0, q;}"
+      : "=r"(any)
+      : "r"(barrier), "r"(threads), "r"(value)
+      : "memory");
+  return any;
+}
+
+// PTX ISA, "Data Movement and Conversion Instructions: cp.async.bulk". Needs sm_90.
+// `map` is the generic address of a tensor map; x, y, z, w, v count elements, the innermost first.
+
+// cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes
+// Copies a box to shared memory, zeros for what lies outside the tensor, and then counts its bytes
+// as arrived at the barrier.
+__device__ inline void cp_async_bulk_tensor(u32 target, const void* map, u32 barrier, int x, int y,
+                                            int z, int w) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(target),
+      "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w)
+      : "memory");
+}
+
+// cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes
+__device__ inline void cp_async_bulk_tensor(u32 target, const void* map, u32 barrier, int x, int y,
+                                            int z, int w, int v) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(target),
+      "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w), "r"(v)
+      : "memory");
+}
+
+// cp.async.bulk.prefetch.tensor.4d.L2.global
+// Brings a box into L2.
+__device__ inline void cp_async_bulk_prefetch_tensor(const void* map, int x, int y, int z, int w) {
+  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"(map),
+               "r"(x), "r"(y), "r"(z), "r"(w)
+               : "memory");
+}
+
+// PTX ISA, "Data Movement and Conversion Instructions: cvt". Needs sm_80.
+
+// cvt.rn.bf16x2.f32
+__device__ inline u32 cvt_rn_x2_f32(Bf16, float high, float low) {
+  u32 packed;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+// cvt.rn.f16x2.f32
+__device__ inline u32 cvt_rn_x2_f32(Fp16, float high, float low) {
+  u32 packed;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+// cvt.f32.f16
+__device__ inline float cvt_f32(Fp16, u16 bits) {
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+  return value;
+}
+
+// A bf16 is the upper half of an fp32; sm_80 has no instruction for it and needs none.
+__device__ inline float cvt_f32(Bf16, u16 bits) {
+  return __uint_as_float(static_cast<u32>(bits) << 16);
+}
+
+// PTX ISA, "Floating Point Instructions: ex2". Needs sm_20.
+
+// ex2.approx.ftz.f32
+// 2 to the power of x, relative error below 2^-22; minus infinity gives zero.
+__device__ inline float ex2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// PTX ISA, "Parallel Synchronization and Communication Instructions: membar, fence". Needs sm_90.
+
+// fence.proxy.async.shared::cta
+// Orders this thread's own writes of shared memory before what tensor cores and bulk copies do.
+__device__ inline void fence_proxy_async() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// fence.mbarrier_init.release.cluster
+// Makes barriers that this thread has made known to bulk copies.
+__device__ inline void fence_mbarrier_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// PTX ISA, "Parallel Synchronization and Communication Instructions: griddepcontrol". Needs sm_90.
+// Both do nothing in a launch without the programmatic-stream-serialization attribute.
+
+// griddepcontrol.wait
+// Waits until the kernel before this one has finished and its writes are visible.
+__device__ inline void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// griddepcontrol.launch_dependents
+// Lets the next kernel start once every block has said so or ended.
+__device__ inline void griddepcontrol_launch_dependents() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+// PTX ISA, "Data Movement and Conversion Instructions: ld". Needs sm_80.
+
+// ld.acquire.gpu.global.u32
+// What was written before the value by others is seen after.
+__device__ inline u32 ld_acquire_gpu(const u32* address) {
+  u32 value;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+
+// ld.global.cg.v2.f32
+// Past L1: what others have just written.
+__device__ inline float2 ld_global_cg_v2_f32(const void* address) {
+  float2 value;
+  asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];"
+               : "=f"(value.x), "=f"(value.y)
+               : "l"(address)
+               : "memory");
+  return value;
+}
+
+// ld.global.cg.v4.f32
+__device__ inline float4 ld_global_cg_v4_f32(const void* address) {
+  float4 value;
+  asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+               : "l"(address)
+               : "memory");
+  return value;
+}
+
+// PTX ISA, "Warp Level Matrix Instructions: ldmatrix". Needs sm_75.
+// Lanes 8i to 8i + 7 give the shared-memory addresses of the eight 16-byte rows of matrix i;
+// word i of the result is this lane's fragment of matrix i.
+
+// ldmatrix.sync.aligned.m8n8.x4.shared.b16
+__device__ inline void ldmatrix_x4(u32 (&d)[4], u32 row_address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+               : "r"(row_address)
+               : "memory");
+}
+
+// ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16
+__device__ inline void ldmatrix_x4_trans(u32 (&d)[4], u32 row_address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+               : "r"(row_address)
+               : "memory");
+}
+
+// PTX ISA, "Parallel Synchronization and Communication Instructions: mbarrier". Needs sm_90.
+// Barriers are 8 bytes of shared memory, by address.
+
+// mbarrier.init.shared::cta.b64
+// A phase ends after `count` arrivals and all bytes that were expected.
+__device__ inline void mbarrier_init(u32 barrier, u32 count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+
+// mbarrier.arrive.shared::cta.b64
+__device__ inline void mbarrier_arrive(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// mbarrier.arrive.expect_tx.shared::cta.b64
+// Arrives, and says that the phase waits for `bytes` more.
+__device__ inline void mbarrier_arrive_expect_tx(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+}
+
+// mbarrier.try_wait.parity.shared::cta.b64
+// Waits until the phase of this parity has ended. The loop is in here, for compilers give products
+// that are under way across a loop of theirs other registers.
+__device__ inline void mbarrier_wait(u32 barrier, u32 parity) {
+  asm volatile(
+      "{.reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @!p bra "
+      "again;}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+// PTX ISA, "Warp Level Matrix Instructions: mma". Needs sm_80.
+// d[16, 8] += a[16, 16] * b[16, 8]. A lane holds, with g = lane / 4 and c = lane % 4:
+// d: rows g (0, 1) and g + 8 (2, 3), columns 2c and 2c + 1; a: two elements a word, rows g, g + 8,
+// g, g + 8, columns 2c.. of the first (0, 1) and second (2, 3) half; b: rows 2c.. of each half,
+// column g.
+
+// mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32
+__device__ inline void mma_m16n8k16(Bf16, float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32
+__device__ inline void mma_m16n8k16(Fp16, float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// PTX ISA, "Warp Level Matrix Instructions: movmatrix". Needs sm_75.
+
+// movmatrix.sync.aligned.m8n8.trans.b16
+// The matrix of which `a` is this lane's fragment, its rows as columns.
+__device__ inline u32 movmatrix_trans(u32 a) {
+  u32 d;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(a));
+  return d;
+}
+
+// PTX ISA, "Data Movement and Conversion Instructions: prefetch". Needs sm_90.
+
+// prefetch.tensormap
+// Brings a tensor map, by its generic address, to where copies look for it.
+__device__ inline void prefetch_tensormap(const void* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// prefetch.global.L2
+// Brings the line of an address into L2.
+__device__ inline void prefetch_l2(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address) : "memory");
+}
+
+// PTX ISA, "Miscellaneous Instructions: setmaxnreg". Needs sm_90.
+// All warps of a warpgroup execute it; the number of registers is a multiple of 8.
+
+// setmaxnreg.dec.sync.aligned.u32
+// Gives registers back.
+template <int kRegisters>
+__device__ inline void setmaxnreg_dec() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// setmaxnreg.inc.sync.aligned.u32
+// Waits until there are so many registers to take.
+template <int kRegisters>
+__device__ inline void setmaxnreg_inc() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// Four neighbouring elements of an output, from float. Needs ptx/cvt.cuh.
+
+// `index` counts elements, and is a multiple of 4.
+template <typename Target>
+__device__ inline void store_x4(Target target, unsigned char* out, i64 index, float a, float b,
+                                float c, float d) {
+  uint2 packed;
+  packed.x = cvt_rn_x2_f32(target, b, a);
+  packed.y = cvt_rn_x2_f32(target, d, c);
+  *reinterpret_cast<uint2*>(out + index * 2) = packed;
+}
+
+// Programmatic dependent launch: start while the kernel before drains. Needs
+// ptx/griddepcontrol.cuh.
+
+__device__ inline void wait_for_previous_kernel() { griddepcontrol_wait(); }
+__device__ inline void let_next_kernel_start() { griddepcontrol_launch_dependents(); }
+
+// Barriers in shared memory, with phases that are counted by their parity. Needs ptx/mbarrier.cuh.
+
+using Barrier = u64;
+
+// For `arrivals` in each phase.
+__device__ inline void make_barrier(const Barrier& barrier, int arrivals) {
+  mbarrier_init(shared_address(&barrier), arrivals);
+}
+
+__device__ inline void wait_for(const Barrier& barrier, u32 parity) {
+  mbarrier_wait(shared_address(&barrier), parity);
+}
+
+__device__ inline void arrive_at(const Barrier& barrier) {
+  mbarrier_arrive(shared_address(&barrier));
+}
+
+// Steps through the stages of a ring; the parity changes whenever it begins anew.
+template <int kCount>
+struct RingPosition {
+  int stage = 0;
+  u32 parity = 0;
+
+  __device__ void advance() {
+    if (++stage == kCount) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// Where a token of a request lies in the paged cache. Needs blocks/prelude.cuh, kPageSize.
+
+// One tensor of the cache; strides in bytes.
+struct PagedRows {
+  const unsigned char* rows;
+  i64 page_stride;
+  i64 token_stride;
+
+  // The row in `slot` of `page`, which exists.
+  __device__ const unsigned char* row_of(int page, int slot) const {
+    return rows + page * page_stride + slot * token_stride;
+  }
+};
+
+// How many tokens a request of length `length` has in a table of `pages` pages: a length beyond the
+// table, or a negative one, is read as the nearest that the table can hold.
+__device__ inline int tokens_held(i64 length, i64 pages) {
+  constexpr i64 kMost = 0x7fff0000;  // a tile more can still be counted
+  return static_cast<int>(max(static_cast<i64>(0), min(min(length, pages * kPageSize), kMost)));
+}
+
+// An id outside the cache must not fault.
+__device__ inline bool is_page(int page, int num_pages) {
+  return static_cast<u32>(page) < static_cast<u32>(num_pages);
+}
+
+// A scale is a number, or a tensor of one element that only the device knows. Needs nothing.
+
+__device__ inline float value_of(const float* tensor, float number) {
+  return tensor == nullptr ? number : *tensor;
+}
+
+// What products of query and key are multiplied by, in the natural domain. Needs Params,
+// blocks/scales.cuh.
+
+__device__ inline float score_scale(const Params& params) {
+  const float scale = value_of(params.bmm1_scale_tensor, params.bmm1_scale);
+  return params.scores_take_bmm2 ? scale * value_of(params.bmm2_scale_tensor, params.bmm2_scale)
+                                 : scale;
+}
+
+// How the statistics of a softmax row become its scale and its LSE. Needs ptx/ex2.cuh.
+
+struct RowResult {
+  float factor;  // multiplies the accumulated values
+  float lse;  // log2 of the sum of 2^score, the sink included; minus infinity for an empty row
+};
+
+// `reference` in log2 units, `sum` relative to it; `sink` is a natural-log logit without a value,
+// or minus infinity. A row that saw nothing is zero, sink or not.
+__device__ inline RowResult finish_row(float reference, float sum, float sink) {
+  if (sum == 0.0f) return {0.0f, -kInfinity};  // a NaN is not nothing
+  const float sink_log2 = sink * kLog2E;
+  // Relative to the larger of the two, because 2^(sink - reference) may overflow.
+  const float larger = fmaxf(reference, sink_log2);
+  const float rescale = ex2_approx(reference - larger);
+  const float total = sum * rescale + ex2_approx(sink_log2 - larger);
+  // Approximate: exact to some 22 bits, and a fraction of the instructions.
+  return {__fdividef(rescale, total), larger + __log2f(total)};
+}
+
+// What a request is to the kernel: its rows, and the tokens that they see. Needs Params,
+// blocks/page_table.cuh, roles/gqa_hopper/constants.
+
+// A row is one (query token, query head of a kv head) pair of a request, query token first.
+struct RequestFacts {
+  i64 first_query;  // index of the request's first query token among all
+  int q_len;
+  int kv_len;  // tokens in the cache, the new ones included
+  int row_tiles;  // of one kv head; none where the request's queries are not inside the tensor
+  int units;
+  int first_tile;  // of tokens, that some row sees
+  int tiles;  // of tokens, from that one on
+};
+
+// The first token that the window of a query token reaches back to.
+__device__ inline int window_begin(const Params& params, int kv_len, int q_len, int query) {
+  return params.window > 0 ? max(0, kv_len - q_len + query + 1 - params.window) : 0;
+}
+
+// `length` is what seq_lens has for the request.
+__device__ inline RequestFacts facts_of_request(const Params& params, int request, int length) {
+  RequestFacts facts;
+  facts.kv_len = tokens_held(length, params.max_pages);
+  facts.q_len = params.q_len;
+  facts.row_tiles = params.row_tiles;
+  facts.units = params.units;
+  facts.first_query = request * static_cast<i64>(params.q_len);
+  if (params.cum_seq_lens_q != nullptr) {
+    const int first = params.cum_seq_lens_q[request];
+    const int end = params.cum_seq_lens_q[request + 1];
+    const bool is_inside = first >= 0 && first <= end && end <= params.tokens;
+    facts.first_query = first;
+    facts.q_len = is_inside ? end - first : 0;
+    facts.row_tiles = ceil_div(facts.q_len * params.group, kRows);
+    facts.units = facts.row_tiles * params.units;  // those of one tile for each kv head
+  }
+  facts.first_tile = window_begin(params, facts.kv_len, facts.q_len, 0) / kTileTokens;
+  facts.tiles = ceil_div(facts.kv_len, kTileTokens) - facts.first_tile;
+  return facts;
+}
+
+__device__ inline RequestFacts facts_of_request(const Params& params, int request) {
+  return facts_of_request(params, request, params.seq_lens[request]);
+}
+
+// A part is a tile of rows of a kv head of a request. As many parts as a team has members are a
+// unit; units of a request are alike. Positions that a unit takes on the line of work: one for each
+// tile of tokens, and one if there is none, so that somebody writes its zeros.
+__device__ inline u32 unit_length(const RequestFacts& facts) {
+  return static_cast<u32>(max(facts.tiles, 1));
+}
+
+__device__ inline u32 line_length(const RequestFacts& facts) {
+  return static_cast<u32>(facts.units) * unit_length(facts);
+}
+
+// How the work of a call is divided among the blocks of the grid: each warp finds the part of its
+// block by itself. Needs Params, requests.cuh.
+
+// A team is some blocks of the grid that are neighbours. They read the same tokens at the same
+// time, each those of its kv head, which lie side by side in most caches; or the very same, for
+// another tile of rows. All units in a row make a line. Every team takes an equal stretch of it,
+// its span; a unit that lies on several spans is computed in as many pieces, which are merged. The
+// host sees to it that the length of the line times the number of spans fits into 32 bits.
+struct Span {
+  u32 total;  // length of the line
+  u32 spans;  // in use
+  u32 index;  // of this one
+  u32 begin;  // positions on the line
+  u32 end;
+  u32 member;  // of the team
+};
+
+// Where a walk along the units is.
+struct WalkState {
+  RequestFacts facts;
+  int request;
+  int unit;  // of the request
+  u32 unit_begin;
+};
+
+__device__ inline u32 span_begin(u32 index, u32 total, u32 spans) { return index * total / spans; }
+
+// The span that a position lies on.
+__device__ inline u32 span_at(u32 position, const Span& span) {
+  return ((position + 1) * span.spans - 1) / span.total;
+}
+
+// A lane adds up neighbouring requests: how many, and the first; a lane behind the last request
+// looks at that one.
+__device__ inline int requests_of_lane(const Params& params) {
+  return ceil_div(params.requests, kWarpLanes);
+}
+
+__device__ inline int own_request(const Params& params) {
+  return min(lane_index() * requests_of_lane(params), params.requests - 1);
+}
+
+// Finds the span of this block's team and the unit that it begins in, by whole warps; says whether
+// there is one. `length` is what seq_lens has for the lane's own_request.
+__device__ inline bool find_span(const Params& params, int length, Span& span, WalkState& walk) {
+  const int each = requests_of_lane(params);
+  const int first = lane_index() * each;
+  u32 own = line_length(facts_of_request(params, own_request(params), length));
+  if (first >= params.requests) own = 0;
+#pragma unroll 4
+  for (int request = first + 1; request < first + each; ++request) {
+    const u32 more = line_length(facts_of_request(params, min(request, params.requests - 1)));
+    own += request < params.requests ? more : 0;
+  }
+  u32 through = own;  // with all lanes before
+#pragma unroll
+  for (int lanes = 1; lanes < kWarpLanes; lanes *= 2) {
+    const u32 before = __shfl_up_sync(~0u, through, lanes);
+    if (lane_index() >= lanes) through += before;
+  }
+  span.total = __shfl_sync(~0u, through, kWarpLanes - 1);
+  span.spans = min(static_cast<u32>(params.teams), span.total);
+  span.index = blockIdx.x / params.team_size;
+  span.member = blockIdx.x - span.index * params.team_size;
+  if (span.index >= span.spans) return false;
+  span.begin = span_begin(span.index, span.total, span.spans);
+  span.end = span_begin(span.index + 1, span.total, span.spans);
+
+  const int lane = __ffs(static_cast<int>(__ballot_sync(~0u, through > span.begin))) - 1;
+  u32 begin = __shfl_sync(~0u, through - own, lane);
+  walk.request = lane * each;
+  walk.facts = facts_of_request(params, walk.request);
+#pragma unroll 1
+  while (span.begin - begin >= line_length(walk.facts)) {
+    begin += line_length(walk.facts);
+    walk.facts = facts_of_request(params, ++walk.request);
+  }
+  const u32 each_unit = unit_length(walk.facts);
+  const u32 unit = (span.begin - begin) / each_unit;
+  walk.unit = static_cast<int>(unit);
+  walk.unit_begin = begin + unit * each_unit;
+  return true;
+}
+
+// What a block computes one after the other: pieces of units. Needs span.cuh.
+
+struct Item {
+  i64 first_query;  // index of the request's first query token among all
+  int request;
+  int kv_head;
+  int first_row;  // of the tile, among the request's rows of the kv head
+  int rows;  // of the tile; the rest of kRows is padding
+  int q_len;
+  int kv_len;
+  int all_begin, all_end;  // tokens that every row sees
+  int any_begin, any_end;  // tokens that some row may see
+  int first_tile;  // of tokens
+  int tiles;
+  int pieces;
+  int piece;  // which of them this is
+  int first_block;  // of the grid, that has piece 0
+
+  __device__ int query_of(const Params& params, int row) const {
+    return q_len == 1 ? 0 : (first_row + row) / params.group;
+  }
+
+  __device__ int head_of(const Params& params, int row) const {
+    return kv_head * params.group + first_row + row - query_of(params, row) * params.group;
+  }
+
+  // Index of a row in a [tokens * heads] array.
+  __device__ i64 global_row(const Params& params, int row) const {
+    const i64 query = first_query + query_of(params, row);
+    return query * params.group * params.kv_heads + head_of(params, row);
+  }
+
+  // Whether a row sees a token.
+  __device__ bool sees(const Params& params, int row, int token) const {
+    if (row >= rows || token >= kv_len) return false;
+    const int query = query_of(params, row);
+    if (token < window_begin(params, kv_len, q_len, query)) return false;
+    const int draft = token - (kv_len - q_len);
+    if (params.draft_mask == nullptr || draft < 0) return draft <= query;
+    const u32* words = params.draft_mask + (first_query + query) * params.mask_words;
+    // Drafts beyond the mask are in no row's sight.
+    return draft / 32 < params.mask_words && (words[draft / 32] >> draft % 32 & 1) != 0;
+  }
+};
+
+// The item that a walk is at.
+__device__ inline Item item_at(const Params& params, const Span& span, const WalkState& walk) {
+  const RequestFacts& facts = walk.facts;
+  Item item;
+  item.first_query = facts.first_query;
+  item.request = walk.request;
+  item.q_len = facts.q_len;
+  item.kv_len = facts.kv_len;
+  const int part = walk.unit * params.team_size + static_cast<int>(span.member);
+  item.kv_head = facts.row_tiles == 1 ? part : part / facts.row_tiles;
+  item.first_row = (part - item.kv_head * facts.row_tiles) * kRows;
+  item.rows = min(facts.q_len * params.group - item.first_row, kRows);
+
+  const int first = item.query_of(params, 0);
+  const int last = item.query_of(params, item.rows - 1);
+  const int before = facts.kv_len - facts.q_len;  // tokens before the new ones
+  const bool has_mask = params.draft_mask != nullptr;
+  item.any_begin = window_begin(params, facts.kv_len, facts.q_len, first);
+  item.all_begin = window_begin(params, facts.kv_len, facts.q_len, last);
+  item.any_end = max(has_mask ? facts.kv_len : before + last + 1, 0);
+  item.all_end = max(has_mask ? before : before + first + 1, 0);
+
+  const u32 length = unit_length(facts);
+  const u32 unit_end = walk.unit_begin + length;
+  const int begin = static_cast<int>(max(span.begin, walk.unit_begin) - walk.unit_begin);
+  const int end = static_cast<int>(min(span.end, unit_end) - walk.unit_begin);
+  item.first_tile = max(facts.first_tile + begin, item.any_begin / kTileTokens);
+  const int last_tile = min(facts.first_tile + end, ceil_div(item.any_end, kTileTokens));
+  item.tiles = max(last_tile - item.first_tile, 0);
+  item.pieces = 1;
+  item.piece = 0;
+  u32 first_span = span.index;
+  if (begin > 0 || walk.unit_begin + end < unit_end) {
+    first_span = span_at(walk.unit_begin, span);
+    item.pieces = static_cast<int>(span_at(unit_end - 1, span) - first_span) + 1;
+    item.piece = static_cast<int>(span.index - first_span);
+  }
+  item.first_block = static_cast<int>(first_span * params.team_size + span.member);
+  return item;
+}
+
+// Goes to the next unit; says whether it begins on the span.
+__device__ inline bool go_on(const Params& params, const Span& span, WalkState& walk) {
+  walk.unit_begin += unit_length(walk.facts);
+  if (walk.unit_begin >= span.end) return false;
+  if (++walk.unit < walk.facts.units) return true;
+  walk.unit = 0;
+#pragma unroll 1
+  do {
+    walk.facts = facts_of_request(params, ++walk.request);
+  } while (walk.facts.units == 0);
+  return true;
+}
+
+// What a consumer warp knows of its work; here, and not in the registers of every lane.
+struct WarpWork {
+  Span span;
+  WalkState walk;
+  Item item;
+
+  // Leaves the item that a walk is at.
+  __device__ void keep(const Params& params, const Span& of_span, const WalkState& at) {
+    const Item found = item_at(params, of_span, at);
+    __syncwarp();  // all lanes have read the last one
+    if (lane_index() == 0) {
+      span = of_span;
+      walk = at;
+      item = found;
+    }
+    __syncwarp();
+  }
+
+  // The same for the next item, if there is one.
+  __device__ bool keep_next(const Params& params) {
+    const Span of_span = span;
+    WalkState at = walk;
+    if (!go_on(params, of_span, at)) return false;
+    keep(params, of_span, at);
+    return true;
+  }
+};
+
+// The shared memory of a block, whole. Needs WarpWork, blocks/barriers.cuh, ptx/fence.cuh,
+// ptx/prefetch.cuh.
+
+// What a warp has of a row, besides values.
+struct RowState {
+  float reference;  // log2 units; what values and sum are relative to
+  float sum;  // of probabilities
+};
+
+// Rows of values are 16 bytes longer than their elements, so that a warp that writes its
+// accumulators writes to all banks.
+constexpr int kMergePitch = kMergeDims + 4;
+
+struct SharedMemory {
+  unsigned char tokens[kStages][kTileBytes];  // keys, values, keys, ...
+  float merged[kConsumerWarps][8][kMergePitch];  // of each warp
+  RowState states[kConsumerWarps][8];
+  // By lanes, as each multiplies it, and what undoes a row's scaling; if it is not in registers.
+  uint2 query[kKeepsQuery ? 1 : kRowGroups][kKeepsQuery ? 1 : kDimTiles][kKeepsQuery ? 1 : 32];
+  float query_factors[kKeepsQuery ? 1 : kRows];
+  WarpWork work[kConsumerWarps];
+  Barrier stage_full[kStages];
+  Barrier stage_empty[kStages];
+  u32 nonfinite_items[2];  // the item, of each parity, that has values restored
+  int is_last_piece;
+};
+static_assert(sizeof(SharedMemory) <= kSharedBytes, "the spec knows what the struct takes");
+
+// By one warp.
+__device__ inline void make_barriers(const Params& params, SharedMemory& shared) {
+  if (lane_index() == 0) {
+    for (int stage = 0; stage < kStages; ++stage) {
+      make_barrier(shared.stage_full[stage], 1);
+      make_barrier(shared.stage_empty[stage], kConsumerWarps);
+    }
+    fence_mbarrier_init();
+    shared.nonfinite_items[0] = shared.nonfinite_items[1] = 0;
+    prefetch_tensormap(&params.key_map);
+    prefetch_tensormap(&params.value_map);
+  }
+  __syncwarp();
+}
+
+// The loader, one warp: streams the tiles of keys and values of every item through the ring. Needs
+// SharedMemory, items.cuh, ptx/cp_async_bulk.cuh, ptx/prefetch.cuh.
+
+// A lane copies one box of every kWindowTiles-th tile, of which it reads the page ids ahead.
+constexpr int kWindowTiles = kWarpLanes / kTileBoxes;
+
+struct Boxes {
+  const int* ids;  // of the request's pages
+  int begin;  // boxes that hold a token that some row sees
+  int end;
+  int box;  // this lane's, counted from the request's first token
+  int page;  // its page id
+  int next_page;  // that of its next box
+
+  __device__ Boxes(const Params& params, const Item& item)
+      : ids(params.block_tables + item.request * static_cast<i64>(params.block_tables_stride)),
+        begin(item.any_begin / kBoxTokens),
+        end(ceil_div(item.any_end, kBoxTokens)),
+        box(item.first_tile * kTileBoxes + lane_index()) {
+    page = read(box);
+    next_page = read(box + kWarpLanes);
+  }
+
+  __device__ bool is_inside(int index) const { return index >= begin && index < end; }
+
+  __device__ int read(int index) const {
+    return is_inside(index) ? ids[index * kBoxTokens / kPageSize] : 0;
+  }
+
+  __device__ void advance() {
+    box += kWarpLanes;
+    page = next_page;
+    next_page = read(box + kWarpLanes);
+  }
+
+  // Bytes that come of a tile: boxes that nobody sees are not copied.
+  __device__ u32 bytes_of(int tile) const {
+    const int first = max(tile * kTileBoxes, begin);
+    return static_cast<u32>(min((tile + 1) * kTileBoxes, end) - first) * kBoxBytes;
+  }
+};
+
+__device__ inline void load_item(const Params& params, const Item& item, SharedMemory& shared,
+                                 RingPosition<kStages>& position) {
+  Boxes boxes(params, item);
+  const int end = item.first_tile + item.tiles;
+  const int own_tile = lane_index() / kTileBoxes;
+  const u32 target = lane_index() % kTileBoxes * kBoxBytes;
+#pragma unroll 1
+  for (int tile = item.first_tile, in_window = 0; tile < end; ++tile) {
+    const bool copies = own_tile == in_window && boxes.is_inside(boxes.box);
+    const int slot = boxes.box * kBoxTokens % kPageSize;
+#pragma unroll
+    for (int part = 0; part < 2; ++part) {
+      const u32 full = shared_address(&shared.stage_full[position.stage]);
+      wait_for(shared.stage_empty[position.stage], position.parity ^ 1);
+      if (lane_index() == 0) mbarrier_arrive_expect_tx(full, boxes.bytes_of(tile));
+      __syncwarp();
+      if (copies) {
+        cp_async_bulk_tensor(shared_address(shared.tokens[position.stage]) + target,
+                             part == 0 ? &params.key_map : &params.value_map, full, 0, slot, 0,
+                             item.kv_head, boxes.page);
+      }
+      __syncwarp();
+      position.advance();
+    }
+    if (++in_window == kWindowTiles) {
+      in_window = 0;
+      boxes.advance();
+    }
+  }
+}
+
+// `length` is what seq_lens has for the lane's own_request.
+__device__ inline void load_tokens(const Params& params, int length, SharedMemory& shared) {
+  Span span;
+  WalkState walk;
+  if (!find_span(params, length, span, walk)) return;
+  RingPosition<kStages> position;
+  do {
+    load_item(params, item_at(params, span, walk), shared, position);
+  } while (go_on(params, span, walk));
+}
+
+// Brings the page ids of all requests into L2, by warps that have nothing else to do: a line for
+// each of `threads` threads, and for no more tables than that are lines.
+__device__ inline void prefetch_ids(const Params& params, int thread, int threads) {
+  constexpr int kLineIds = 32;
+  const u32 row_lines = static_cast<u32>(ceil_div(params.max_pages, kLineIds));
+  const u32 line = blockIdx.x * threads + thread;
+  if (row_lines == 0) return;
+  const u32 request = line / row_lines;
+  if (request >= params.requests) return;
+  prefetch_l2(params.block_tables + request * static_cast<i64>(params.block_tables_stride) +
+              (line - request * row_lines) * kLineIds);
+}
+
+// What a lane has of rows, tokens and dims, and where tokens lie in a tile. Needs
+// roles/gqa_hopper/constants.
+
+// Tokens, or output dims, are the rows of a product, and rows of the query its columns: eight of
+// those are enough to fill it.
+using QueryRow = uint2[kDimTiles];  // a lane's part of a row
+using Scores = float[kSteps][kRowGroups][4];
+using Probabilities = u32[kSteps][kRowGroups][2];
+using Output = float[kDimTiles][kRowGroups][4];
+
+// The row of column `r` of a lane's accumulators, and of its part of the query.
+__device__ inline int own_row(int group, int r) { return group * 8 + lane_index() % 4 * 2 + r; }
+__device__ inline int query_row(int group) { return group * 8 + lane_index() / 4; }
+
+// The token of accumulators `half * 2` and `half * 2 + 1`, among the warp's.
+__device__ inline int own_token(int step, int half) {
+  return step * kStepTokens + half * 8 + lane_index() / 4;
+}
+
+// Where a token of a tile begins, in its first column.
+__device__ inline u32 token_offset(int token) {
+  return static_cast<u32>(token / kBoxTokens * kBoxBytes + token % kBoxTokens * kLineBytes);
+}
+
+// How the chunks of a token are permuted among themselves: by exclusive or.
+__device__ inline u32 swizzle_of(int token) {
+  return static_cast<u32>(kLineBytes == 128 ? token & 7 : token >> 1 & 3) * kChunkBytes;
+}
+
+// Where a lane finds its row of the four matrices of an ldmatrix: tokens 0 to 7 and 8 to 15 of a
+// step, in either of two neighbouring chunks.
+struct MatrixRows {
+  u32 offset;
+
+  // Of lanes 0 to 7, 8 to 15 and so on: which half of the tokens, and which chunk.
+  __device__ MatrixRows(int warp, int half, int chunk) {
+    const int token = warp * kWarpTokens + half * 8 + lane_index() % 8;
+    offset = token_offset(token) + (swizzle_of(token) ^ chunk * kChunkBytes);
+  }
+
+  // Of pair `pair` of chunks, counted through all columns.
+  __device__ u32 at(const unsigned char* tile, int step, int pair) const {
+    constexpr int kLinePairs = kLineBytes / (2 * kChunkBytes);
+    return shared_address(tile) + (offset ^ pair % kLinePairs * 2 * kChunkBytes) +
+           pair / kLinePairs * kColumnBytes + token_offset(step * kStepTokens);
+  }
+};
+
+// Both halves of the tokens and then the next chunk; both chunks and then the next tokens: as the
+// first operand of mma has its parts in either product.
+__device__ inline MatrixRows key_rows(int warp) {
+  return MatrixRows(warp, lane_index() / 8 % 2, lane_index() / 16);
+}
+__device__ inline MatrixRows value_rows(int warp) {
+  return MatrixRows(warp, lane_index() / 16, lane_index() / 8 % 2);
+}
+
+constexpr int kChunkPairs = kRowBytes / (2 * kChunkBytes);
+
+// The products where keys and values are stored as they are multiplied. Needs fragments.cuh,
+// ptx/cvt.cuh, ptx/ldmatrix.cuh, ptx/mma.cuh.
+
+// A lane's part of 16 elements of the query: those that it has of a key.
+__device__ inline uint2 fragment_of(const u16* source) {
+  const u32* pairs = reinterpret_cast<const u32*>(source) + lane_index() % 4;
+  return make_uint2(pairs[0], pairs[4]);
+}
+
+// The query is multiplied as it is.
+constexpr bool kScalesQuery = false;
+__device__ inline float fit_row(QueryRow&) { return 1.0f; }
+
+// Scores of one step: S^T = K Q^T.
+template <typename Query>
+__device__ inline void multiply_keys(const MatrixRows& rows, const unsigned char* keys, int step,
+                                     const Query& query, float (&scores)[kRowGroups][4]) {
+  constexpr int kChains = kRowGroups == 1 ? 2 : 1;  // products that do not wait for each other
+  float sums[kChains][kRowGroups][4] = {};
+#pragma unroll
+  for (int pair = 0; pair < kChunkPairs; ++pair) {
+    u32 k[4];
+    ldmatrix_x4(k, rows.at(keys, step, pair));
+#pragma unroll
+    for (int n = 0; n < kRowGroups; ++n) {
+      const uint2 q = query.at(n, pair);
+      mma_m16n8k16(Element{}, sums[pair % kChains][n], k, q.x, q.y);
+    }
+  }
+#pragma unroll
+  for (int n = 0; n < kRowGroups; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      scores[n][e] = kChains == 1 ? sums[0][n][e] : sums[0][n][e] + sums[kChains - 1][n][e];
+    }
+  }
+}
+
+// Adds one step to the output: O^T += V^T P^T.
+__device__ inline void add_values(const MatrixRows& rows, const unsigned char* values, int step,
+                                  const u32 (&probabilities)[kRowGroups][2], Output& output) {
+#pragma unroll
+  for (int pair = 0; pair < kChunkPairs; ++pair) {
+    u32 v[4];
+    ldmatrix_x4_trans(v, rows.at(values, step, pair));
+#pragma unroll
+    for (int n = 0; n < kRowGroups; ++n) {
+      mma_m16n8k16(Element{}, output[pair][n], v, probabilities[n][0], probabilities[n][1]);
+    }
+  }
+}
+
+// The dim of accumulators `half * 2` and `half * 2 + 1` of a tile of dims.
+__device__ inline int own_dim(int tile, int half) {
+  return tile * 16 + half * 8 + lane_index() / 4;
+}
+
+// A chunk with zeros for what is not finite.
+__device__ inline Chunk finite_part(Chunk chunk) {
+  constexpr u32 kExponent = kIsSame<Element, Fp16> ? 0x7c00 : 0x7f80;
+#pragma unroll
+  for (int word = 0; word < 4; ++word) {
+    u32& pair = chunk.words[word];
+    if ((pair & kExponent) == kExponent) pair &= 0xffff0000;
+    if ((pair >> 16 & kExponent) == kExponent) pair &= 0xffff;
+  }
+  return chunk;
+}
+
+// A stored element.
+__device__ inline float element_at(const unsigned char* row, int dim) {
+  return cvt_f32(Element{}, reinterpret_cast<const u16*>(row)[dim]);
+}
+
+// Leaves a warp's accumulators of eight rows and kMergeDims dims in `merged`.
+__device__ inline void write_merged(const Output& output, int group, int first_tile,
+                                    float (&merged)[8][kMergePitch]) {
+#pragma unroll
+  for (int tile = 0; tile < kMergeDims / 16; ++tile) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      merged[own_row(0, e % 2)][own_dim(tile, e / 2)] = output[first_tile + tile][group][e];
+    }
+  }
+}
+
+// The rows of an item's query, as a lane multiplies them: in its registers, or in shared memory for
+// all warps. Needs fragments.cuh, SharedMemory, Item; from the products fragment_of, fit_row.
+
+__device__ inline void load_row(const Params& params, const Item& item, int group, QueryRow& part) {
+  const int row = query_row(group);
+  const bool is_row = row < item.rows;
+  const i64 token = item.first_query + (is_row ? item.query_of(params, row) : 0);
+  const int head = is_row ? item.head_of(params, row) : 0;
+  const u16* source = params.query + token * params.query_stride + head * params.query_head_stride;
+#pragma unroll
+  for (int k = 0; k < kDimTiles; ++k) {
+    part[k] = is_row ? fragment_of(source + k * 16) : make_uint2(0, 0);
+  }
+}
+
+struct KeptQuery {
+  QueryRow rows[kRowGroups];
+  float undone[kRowGroups];  // of the lane's row of each group
+
+  // By each warp for itself.
+  __device__ KeptQuery(const Params& params, const Item& item, int, SharedMemory&) {
+#pragma unroll
+    for (int n = 0; n < kRowGroups; ++n) load_row(params, item, n, rows[n]);
+#pragma unroll
+    for (int n = 0; n < kRowGroups; ++n) undone[n] = fit_row(rows[n]);
+  }
+
+  __device__ uint2 at(int group, int k) const { return rows[group][k]; }
+
+  // What undoes the scaling of the row in column `r` of a lane's accumulators.
+  __device__ float undone_of(int group, int r) const {
+    return kScalesQuery ? __shfl_sync(~0u, undone[group], own_row(0, r) * 4) : 1.0f;
+  }
+};
+
+struct SharedQuery {
+  const SharedMemory& shared;
+
+  // By all consumers, who have no use for the query before.
+  __device__ SharedQuery(const Params& params, const Item& item, int warp, SharedMemory& target)
+      : shared(target) {
+    if (warp < kRowGroups) {
+      QueryRow part;
+      load_row(params, item, warp, part);
+      const float undone = fit_row(part);
+      if (lane_index() % 4 == 0) target.query_factors[query_row(warp)] = undone;
+#pragma unroll
+      for (int k = 0; k < kDimTiles; ++k) target.query[warp][k][lane_index()] = part[k];
+    }
+    barrier_sync(kConsumerBarrier, kConsumerThreads);
+  }
+
+  __device__ uint2 at(int group, int k) const { return shared.query[group][k][lane_index()]; }
+
+  __device__ float undone_of(int group, int r) const {
+    return kScalesQuery ? shared.query_factors[own_row(group, r)] : 1.0f;
+  }
+};
+
+template <bool kKeeps>
+struct QueryChoice {
+  using Type = KeptQuery;
+};
+template <>
+struct QueryChoice<false> {
+  using Type = SharedQuery;
+};
+using Query = QueryChoice<kKeepsQuery>::Type;
+
+// Softmax over the tokens of one warp, whose references are its own. Needs fragments.cuh, Item,
+// Query, ptx/cvt.cuh, ptx/ex2.cuh, ptx/movmatrix.cuh.
+
+// A row's probabilities are relative to its reference. No maximum is asked for while no score
+// exceeds it by more than this in log2 units: fp16 holds such probabilities, and references move
+// seldom.
+constexpr float kReferenceSlack = 15.0f;
+
+// Sums are over this lane's tokens only.
+struct Softmax {
+  float reference[kRowGroups][2];  // log2 units
+  float sum[kRowGroups][2];
+
+  __device__ Softmax() {
+#pragma unroll
+    for (int n = 0; n < kRowGroups; ++n) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        reference[n][r] = -kLargest;
+        sum[n][r] = 0.0f;
+      }
+    }
+  }
+
+  // Turns scores in log2 units into probabilities, and adds them up.
+  __device__ void update(Scores& scores, Output& output) {
+    if (__any_sync(~0u, exceeds(scores))) move_references(scores, output);
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+      for (int n = 0; n < kRowGroups; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          float& score = scores[step][n][e];
+          score = ex2_approx(score - reference[n][e % 2]);
+          sum[n][e % 2] += score;
+        }
+      }
+    }
+  }
+
+  // Whether a score exceeds its reference by too much, as any does that is the first of its row.
+  __device__ bool exceeds(const Scores& scores) const {
+    float largest = 0.0f;
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+      for (int n = 0; n < kRowGroups; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          largest = fmaxf(largest, scores[step][n][e] - reference[n][e % 2]);
+        }
+      }
+    }
+    return largest > kReferenceSlack;
+  }
+
+  // Moves the reference of every row to its maximum, if that is larger.
+  __device__ void move_references(const Scores& scores, Output& output) {
+#pragma unroll
+    for (int n = 0; n < kRowGroups; ++n) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        float maximum = -kInfinity;
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) {
+          maximum = fmaxf(maximum, fmaxf(scores[step][n][r], scores[step][n][2 + r]));
+        }
+#pragma unroll
+        for (int lanes = 4; lanes < kWarpLanes; lanes *= 2) {
+          maximum = fmaxf(maximum, __shfl_xor_sync(~0u, maximum, lanes));
+        }
+        const float next = fmaxf(maximum, reference[n][r]);
+        const float moved = ex2_approx(reference[n][r] - next);
+        reference[n][r] = next;
+        sum[n][r] *= moved;
+#pragma unroll
+        for (int tile = 0; tile < kDimTiles; ++tile) {
+          output[tile][n][r] *= moved;
+          output[tile][n][2 + r] *= moved;
+        }
+      }
+    }
+  }
+
+  // Leaves this warp's rows of a group in shared memory.
+  __device__ void publish(int group, RowState (&states)[8]) const {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float total = sum[group][r];
+#pragma unroll
+      for (int lanes = 4; lanes < kWarpLanes; lanes *= 2) {
+        total += __shfl_xor_sync(~0u, total, lanes);
+      }
+      if (lane_index() < 4) states[own_row(0, r)] = {reference[group][r], total};
+    }
+  }
+};
+
+// What scores are multiplied by, in log2 units.
+struct ScoreFactors {
+  float each[kScalesQuery ? kRowGroups : 1][2];
+
+  __device__ ScoreFactors(const Query& query, float factor) {
+#pragma unroll
+    for (int n = 0; n < (kScalesQuery ? kRowGroups : 1); ++n) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) each[n][r] = factor * query.undone_of(n, r);
+    }
+  }
+
+  __device__ float of(int group, int r) const { return kScalesQuery ? each[group][r] : each[0][0]; }
+};
+
+__device__ inline void scale_scores(const ScoreFactors& factors, Scores& scores) {
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+    for (int n = 0; n < kRowGroups; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        // Rounded, never fused: equal scores must have equal distances from a reference.
+        scores[step][n][e] = __fmul_rn(scores[step][n][e], factors.of(n, e % 2));
+      }
+    }
+  }
+}
+
+// Hides what rows do not see: a select, for the hidden score may be NaN.
+__device__ inline void hide_scores(const Params& params, const Item& item, int first_token,
+                                   Scores& scores) {
+#pragma unroll
+  for (int n = 0; n < kRowGroups; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        const int token = first_token + own_token(step, e / 2);
+        if (!item.sees(params, own_row(n, e % 2), token)) scores[step][n][e] = -kInfinity;
+      }
+    }
+  }
+}
+
+// Probabilities as the next product takes them: tokens along its depth, rows as columns.
+__device__ inline void turn_probabilities(const Scores& scores, Probabilities& probabilities) {
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+    for (int n = 0; n < kRowGroups; ++n) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float* of = scores[step][n] + half * 2;
+        probabilities[step][n][half] = movmatrix_trans(cvt_rn_x2_f32(Element{}, of[1], of[0]));
+      }
+    }
+  }
+}
+
+// Keeps values that rows do not see out of products: 0 * NaN is NaN. Needs fragments.cuh, Item,
+// SharedMemory, blocks/page_table.cuh, ptx/fence.cuh; from the products element_at, finite_part.
+
+// Chunk `chunk` of a token of a tile.
+__device__ inline Chunk* chunk_at(unsigned char* tile, int token, int chunk) {
+  constexpr int kLineChunks = kLineBytes / kChunkBytes;
+  const u32 place = static_cast<u32>(chunk % kLineChunks * kChunkBytes) ^ swizzle_of(token);
+  return reinterpret_cast<Chunk*>(tile + token_offset(token) + chunk / kLineChunks * kColumnBytes +
+                                  place);
+}
+
+// Looks after the tokens that not all rows see, of those that this warp has of a tile. What nobody
+// sees is cleared, and so is of the others what is not finite; says whether there was such, which
+// rows that see it must still get.
+__device__ inline bool clear_hidden(const Item& item, int first_token, int warp,
+                                    unsigned char* tile) {
+  constexpr int kChunks = kRowBytes / kChunkBytes;
+  bool has_nonfinite = false;
+  // Not unrolled: a rare path must not take registers from the loop over tokens.
+#pragma unroll 1
+  for (int i = lane_index(); i < kWarpTokens * kChunks; i += kWarpLanes) {
+    const int token = first_token + i / kChunks;
+    if (token >= item.all_begin && token < item.all_end) continue;
+    Chunk* chunk = chunk_at(tile, warp * kWarpTokens + i / kChunks, i % kChunks);
+    Chunk kept{};
+    if (token >= item.any_begin && token < item.any_end) {
+      const Chunk stored = *chunk;
+      kept = finite_part(stored);
+#pragma unroll
+      for (int word = 0; word < 4; ++word) has_nonfinite |= kept.words[word] != stored.words[word];
+    }
+    *chunk = kept;
+  }
+  // What is copied here next comes after this.
+  fence_proxy_async();
+  return __any_sync(~0u, has_nonfinite);  // and all of it is there for all lanes
+}
+
+// Adds what is not finite of a token that not all rows see: times any probability it is the same.
+__device__ inline float4 add_nonfinite(const Params& params, const Item& item, int row, int dim,
+                                       int token, float4 values) {
+  if (!item.sees(params, row, token)) return values;
+  const int* ids =
+      params.block_tables + item.request * static_cast<i64>(params.block_tables_stride);
+  const int page = ids[token / kPageSize];
+  if (!is_page(page, params.num_pages)) return values;
+  const PagedRows cached{params.value_cache + item.kv_head * params.value_head_stride,
+                         params.value_page_stride, params.value_token_stride};
+  const unsigned char* from = cached.row_of(page, token % kPageSize);
+  float* sums[4] = {&values.x, &values.y, &values.z, &values.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float element = element_at(from, dim + i);
+    if (!(fabsf(element) < kInfinity)) *sums[i] += element;
+  }
+  return values;
+}
+
+// All of it that the tiles of an item have, for four neighbouring values of a row.
+__device__ inline float4 restore_nonfinite(const Params& params, const Item& item, int row, int dim,
+                                           float4 values) {
+  const int begin = max(item.any_begin, item.first_tile * kTileTokens);
+  const int end = min(item.any_end, (item.first_tile + item.tiles) * kTileTokens);
+#pragma unroll 1
+  for (int token = begin; token < min(item.all_begin, end); ++token) {
+    values = add_nonfinite(params, item, row, dim, token, values);
+  }
+#pragma unroll 1
+  for (int token = max(max(begin, item.all_begin), item.all_end); token < end; ++token) {
+    values = add_nonfinite(params, item, row, dim, token, values);
+  }
+  return values;
+}
+
+// Where rows go: into the output, or into the workspace as those of a piece. Needs Item,
+// SharedMemory, blocks/row_result.cuh, blocks/scales.cuh, store_x4.
+
+// Each block of the grid has two places for pieces: for the one that its span begins with, and for
+// the one that it ends with.
+__device__ inline int place_of_piece(const Params& params, const Item& item, int piece) {
+  return (item.first_block + piece * params.team_size) * 2 + (piece == 0 ? 1 : 0);
+}
+
+__device__ inline RowState* piece_states(const Params& params, int place) {
+  return reinterpret_cast<RowState*>(params.partial_rows) + place * kRows;
+}
+
+// Four neighbouring values of a row of a piece.
+__device__ inline float4* piece_values(const Params& params, int place, int row, int dim) {
+  return reinterpret_cast<float4*>(params.partial_out +
+                                   (place * kRows + row) * static_cast<i64>(kHeadDim) + dim);
+}
+
+__device__ inline float4 add_weighted(float4 total, float4 value, float weight) {
+  return make_float4(total.x + value.x * weight, total.y + value.y * weight,
+                     total.z + value.z * weight, total.w + value.w * weight);
+}
+
+// Four neighbouring elements of a finished row.
+__device__ inline void store_finished(const Params& params, const Item& item, int row, int dim,
+                                      RowState state, float4 values) {
+  const float sink = params.sinks == nullptr ? -kInfinity : params.sinks[item.head_of(params, row)];
+  const float scale = value_of(params.bmm2_scale_tensor, params.bmm2_scale) * params.output_factor;
+  const float factor = finish_row(state.reference, state.sum, sink).factor * scale;
+  store_x4(OutElement{}, params.out, item.global_row(params, row) * kHeadDim + dim,
+           values.x * factor, values.y * factor, values.z * factor, values.w * factor);
+}
+
+// Merging the pieces of a unit: the block that comes last adds up what all have left, in the order
+// of the pieces. Nobody waits. Needs store_rows.cuh, ptx/atom.cuh, ptx/barrier.cuh, ptx/ex2.cuh,
+// ptx/ld.cuh.
+
+constexpr int kPiecesAtATime = 8;  // whose values are under way together
+
+__device__ inline void merge_row(const Params& params, const Item& item, int row, int dim) {
+  RowState state = {-kLargest, 0.0f};
+  float4 values = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll 1
+  for (int first = 0; first < item.pieces; first += kPiecesAtATime) {
+    float2 states[kPiecesAtATime];
+    float4 parts[kPiecesAtATime];
+#pragma unroll
+    for (int i = 0; i < kPiecesAtATime; ++i) {
+      // Behind the last piece it comes once more, and counts for nothing.
+      const int place = place_of_piece(params, item, min(first + i, item.pieces - 1));
+      states[i] = ld_global_cg_v2_f32(piece_states(params, place) + row);
+      parts[i] = ld_global_cg_v4_f32(piece_values(params, place, row, dim));
+    }
+#pragma unroll
+    for (int i = 0; i < kPiecesAtATime; ++i) {
+      if (first + i >= item.pieces) break;
+      const float next = fmaxf(state.reference, states[i].x);
+      const float before = ex2_approx(state.reference - next);
+      const float weight = ex2_approx(states[i].x - next);
+      state = {next, state.sum * before + states[i].y * weight};
+      values =
+          make_float4(values.x * before, values.y * before, values.z * before, values.w * before);
+      values = add_weighted(values, parts[i], weight);
+    }
+  }
+  store_finished(params, item, row, dim, state, values);
+}
+
+// By all consumers, after all have left their part of this piece.
+__device__ inline void merge_pieces(const Params& params, const Item& item, SharedMemory& shared) {
+  const int thread = static_cast<int>(threadIdx.x);
+  barrier_sync(kConsumerBarrier, kConsumerThreads);
+  if (thread == 0) {
+    u32* arrivals = params.counters + item.first_block;
+    const u32 others = static_cast<u32>(item.pieces - 1);
+    const bool is_last = atom_add_acq_rel_gpu(arrivals, 1) == others;
+    if (is_last) *arrivals = 0;  // for the next launch
+    shared.is_last_piece = is_last;
+  }
+  barrier_sync(kConsumerBarrier, kConsumerThreads);
+  if (!shared.is_last_piece) return;
+  constexpr int kQuads = kHeadDim / 4;
+#pragma unroll 1
+  for (int task = thread; task < item.rows * kQuads; task += kConsumerThreads) {
+    merge_row(params, item, task / kQuads, task % kQuads * 4);
+  }
+}
+
+// Adds up what the warps of a block have of an item, eight rows at a time. Needs store_rows.cuh,
+// hidden_values.cuh, fragments.cuh, Softmax, ptx/barrier.cuh, ptx/ex2.cuh; from the products
+// write_merged.
+
+// Four neighbouring values of one of the eight rows, from all warps.
+__device__ inline float4 merged_values(const SharedMemory& shared, int row, int dim,
+                                       RowState& state) {
+  RowState states[kConsumerWarps];
+  state = {-kLargest, 0.0f};
+#pragma unroll
+  for (int warp = 0; warp < kConsumerWarps; ++warp) {
+    states[warp] = shared.states[warp][row];
+    state.reference = fmaxf(state.reference, states[warp].reference);
+  }
+  float4 values = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+  for (int warp = 0; warp < kConsumerWarps; ++warp) {
+    const float weight = ex2_approx(states[warp].reference - state.reference);
+    state.sum += states[warp].sum * weight;
+    const float4 part = *reinterpret_cast<const float4*>(&shared.merged[warp][row][dim]);
+    values = add_weighted(values, part, weight);
+  }
+  return values;
+}
+
+// Four neighbouring values of a row, which is finished if the item is a whole unit.
+__device__ inline void store_merged(const Params& params, const Item& item, int row, int dim,
+                                    RowState state, float4 values) {
+  if (item.pieces == 1) return store_finished(params, item, row, dim, state, values);
+  const int place = place_of_piece(params, item, item.piece);
+  *piece_values(params, place, row, dim) = values;
+  if (dim == 0) piece_states(params, place)[row] = state;
+}
+
+__device__ inline void merge_warps(const Params& params, const Item& item, int warp, u32 count,
+                                   const Softmax& softmax, const Output& output,
+                                   SharedMemory& shared) {
+  constexpr int kQuads = kMergeDims / 4;
+  const int thread = static_cast<int>(threadIdx.x);
+  const int row_in_group = thread / kQuads;
+#pragma unroll
+  for (int group = 0; group < kRowGroups; ++group) {
+    if (group * 8 >= item.rows) break;
+#pragma unroll
+    for (int first_dim = 0; first_dim < kHeadDim; first_dim += kMergeDims) {
+      barrier_sync(kConsumerBarrier, kConsumerThreads);  // nobody reads any more
+      write_merged(output, group, first_dim / 16, shared.merged[warp]);
+      softmax.publish(group, shared.states[warp]);
+      barrier_sync(kConsumerBarrier, kConsumerThreads);
+      const int row = group * 8 + row_in_group;
+      const int dim = thread % kQuads * 4;
+      if (row_in_group < 8 && row < item.rows) {
+        RowState state;
+        float4 values = merged_values(shared, row_in_group, dim, state);
+        if (shared.nonfinite_items[count % 2] == count) {
+          values = restore_nonfinite(params, item, row, first_dim + dim, values);
+        }
+        store_merged(params, item, row, first_dim + dim, state, values);
+      }
+      __syncwarp();
+    }
+  }
+}
+
+// The consumers: each warp attends to tokens of its own in every tile, with no word to the others
+// until an item ends. Needs SharedMemory, items.cuh, softmax.cuh, hidden_values.cuh,
+// merge_warps.cuh, merge_pieces.cuh, the products.
+
+__device__ inline void release(const Barrier& empty) {
+  __syncwarp();  // all lanes have read
+  if (lane_index() == 0) arrive_at(empty);
+}
+
+// Goes by a stage of which this warp needs nothing. It waits all the same: who releases what has
+// not come yet could do so twice before the loader looks.
+__device__ inline void skip_stage(SharedMemory& shared, RingPosition<kStages>& position) {
+  wait_for(shared.stage_full[position.stage], position.parity);
+  release(shared.stage_empty[position.stage]);
+  position.advance();
+}
+
+__device__ inline void consume_item(const Params& params, const Item& item, int warp, float factor,
+                                    u32 count, SharedMemory& shared,
+                                    RingPosition<kStages>& position) {
+  const MatrixRows key_matrices = key_rows(warp);
+  const MatrixRows value_matrices = value_rows(warp);
+  const Query query(params, item, warp, shared);
+  const ScoreFactors factors(query, factor);
+  Softmax softmax;
+  Output output = {};
+  const int all_begin = item.all_begin;
+  const int all_end = item.all_end;
+  int first_token = item.first_tile * kTileTokens + warp * kWarpTokens;
+#pragma unroll 1
+  for (int tile = item.tiles; tile > 0; --tile, first_token += kTileTokens) {
+    const int end_token = first_token + kWarpTokens;
+    const bool has_boundary = first_token < all_begin || end_token > all_end;
+    if (has_boundary && (end_token <= item.any_begin || first_token >= item.any_end)) {
+      skip_stage(shared, position);
+      skip_stage(shared, position);
+      continue;
+    }
+    Scores scores;
+    wait_for(shared.stage_full[position.stage], position.parity);
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      multiply_keys(key_matrices, shared.tokens[position.stage], step, query, scores[step]);
+    }
+    release(shared.stage_empty[position.stage]);
+    position.advance();
+
+    scale_scores(factors, scores);
+    if (has_boundary) hide_scores(params, item, first_token, scores);
+    softmax.update(scores, output);
+    Probabilities probabilities;
+    turn_probabilities(scores, probabilities);
+
+    unsigned char* values = shared.tokens[position.stage];
+    wait_for(shared.stage_full[position.stage], position.parity);
+    if (has_boundary && clear_hidden(item, first_token, warp, values)) {
+      shared.nonfinite_items[count % 2] = count;
+    }
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      add_values(value_matrices, values, step, probabilities[step], output);
+    }
+    release(shared.stage_empty[position.stage]);
+    position.advance();
+  }
+  merge_warps(params, item, warp, count, softmax, output, shared);
+  if (item.pieces > 1) merge_pieces(params, item, shared);
+}
+
+// `length` is what seq_lens has for the lane's own_request.
+__device__ inline void consume_tokens(const Params& params, int length, int warp,
+                                      SharedMemory& shared) {
+  Span span;
+  WalkState walk;
+  const bool has_work = find_span(params, length, span, walk);
+  WarpWork& work = shared.work[warp];
+  if (has_work) work.keep(params, span, walk);
+  barrier_sync(kStartBarrier, kWarps * kWarpLanes);  // barriers are there
+  if (!has_work) return;
+  const float factor = score_scale(params) * params.score_factor * kLog2E;
+  RingPosition<kStages> position;
+  u32 count = 0;  // of items, this one included
+  do {
+    consume_item(params, work.item, warp, factor, ++count, shared, position);
+  } while (work.keep_next(params));
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    gqa_hopper(const __grid_constant__ Params params) {
+  SharedMemory& shared = shared_memory<SharedMemory>();
+  // The same in all lanes, as compilers can see.
+  const int warp = __shfl_sync(~0u, warp_index(), 0);
+  if (warp < kConsumerWarps) {
+    if constexpr (kMovesRegisters) setmaxnreg_inc<kConsumerRegisters>();
+    wait_for_previous_kernel();
+    consume_tokens(params, params.seq_lens[own_request(params)], warp, shared);
+    return;
+  }
+  if constexpr (kMovesRegisters) setmaxnreg_dec<kLoaderRegisters>();
+  if (warp > kLoaderWarp) {
+    const int idle = static_cast<int>(threadIdx.x) - kWarps * kWarpLanes;
+    return prefetch_ids(params, idle, kThreads - kWarps * kWarpLanes);
+  }
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  const int length = params.seq_lens[own_request(params)];
+  make_barriers(params, shared);
+  barrier_arrive(kStartBarrier, kWarps * kWarpLanes);
+  load_tokens(params, length, shared);
+}
