@@ -10,7 +10,7 @@ from typing import Any
 
 from mlagen.api.mla_query import MOST_HEADS
 from mlagen.compiler.toolchain import OLDEST_NVRTC
-from mlagen.spec import gqa, mla, mla_hopper, mla_support
+from mlagen.spec import gqa, gqa_hopper, mla, mla_hopper, mla_support
 from mlagen.spec.arch import ARCHS, Arch
 from mlagen.spec.families import FAMILIES, specs_of
 from mlagen.spec.gqa import GqaDecodeSpec, GqaVariant, gqa_decode_spec
@@ -57,20 +57,24 @@ ENTRY_POINTS = [
     },
     {
         "entry point": "`mlagen.decode.xqa_batch_decode_with_kv_cache`",
-        "kernels": "`gqa_decode`",
+        "kernels": "`gqa_decode`, `gqa_hopper`",
         "asks for": "all",
     },
-    {"entry point": "`mlagen.xqa.xqa`", "kernels": "`gqa_decode`", "asks for": "all"},
+    {
+        "entry point": "`mlagen.xqa.xqa`",
+        "kernels": "`gqa_decode`, `gqa_hopper`",
+        "asks for": "all",
+    },
 ]
 
 SOURCES = """\
 This page is generated from the tables that the code itself reads: `SUPPORTED` and `TILES` in
 `mlagen/spec/mla_support.py`, `mlagen/spec/mla.py` and `mlagen/spec/gqa.py`, `TILE_ROWS` in
-`mlagen/spec/mla_hopper.py`, `ARCHS` in `mlagen/spec/arch.py`."""
+`mlagen/spec/mla_hopper.py` and `mlagen/spec/gqa_hopper.py`, `ARCHS` in `mlagen/spec/arch.py`."""
 
 ENTRY_READING = """\
 Every entry point is served by the families of kernels that are named here, and by `combine_splits`
-where a kernel other than `mla_hopper` splits sequences."""
+where a kernel that is not made for Hopper splits sequences."""
 
 MLA_READING = f"""\
 Dims are pairs of `kv_lora_rank` and `qk_rope_head_dim`. With each row: 1 to {MOST_HEADS} heads, 1
@@ -100,6 +104,15 @@ any number of query heads that is a multiple of the kv heads; 1 or more query to
 mask, window and sinks; any batch size, any sequence length. Prewarming compiles for head dims
 {", ".join(map(str, gqa.HEAD_DIMS))} and pages of {", ".join(map(str, gqa.PAGE_SIZES))} tokens; the
 others are compiled when a call asks for them. On CPU tensors the same is supported."""
+
+GQA_HOPPER_READING = f"""\
+On `sm_90a` calls take `gqa_hopper`, unless
+[`MLAGEN_GQA_KERNEL`](environment.md#the-kernel-of-grouped-query-calls) says otherwise, where the
+cache is as the query or e4m3, the head dim {", ".join(map(str, gqa.HEAD_DIMS[:-1]))} or
+{gqa.HEAD_DIMS[-1]}, a page a multiple of 16 tokens, and no stride of the cache 2^40 bytes or more;
+all others take `gqa_decode`. Its tiles have {", ".join(map(str, sorted(gqa_hopper.TILE_ROWS)))}
+rows, of head dim 256 at most 16: a request takes the narrowest that holds its rows of a kv head, or
+the widest."""
 
 ARCHS_READING = f"""\
 The numbers are kernels that prewarming knows, each an entry of the cache once it is asked for.
@@ -139,6 +152,7 @@ def support_page() -> str:
             "## GQA decode\n",
             *table([_gqa_row(row) for row in gqa.SUPPORTED]),
             *paragraphs(GQA_READING),
+            *paragraphs(GQA_HOPPER_READING),
             "## Architectures\n",
             *paragraphs(ARCHS_READING),
             *table([_arch_row(arch) for arch in ARCHS]),

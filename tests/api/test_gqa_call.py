@@ -7,6 +7,7 @@ import torch
 
 from mlagen.api import gqa_call
 from mlagen.errors import ArgumentError
+from mlagen.runtime.plan import DecodePlan
 from tests.api.gqa_launches import inputs_of, launches_of
 from tests.gqa_problems import E4M3, GqaCase
 
@@ -96,6 +97,7 @@ def test_a_split_call_leaves_partial_rows_and_then_their_lse_for_the_second_kern
 
     (first, _, _, decode), (second, blocks, _, combine) = launches
     assert (first, second) == ("gqa_decode", "combine_splits")
+    assert isinstance(call.plan, DecodePlan)
     partial_rows = call.plan.splits * 5 * 8
     assert call.plan.splits > 1
     assert decode["partial_lse"] == workspace.data_ptr() + partial_rows * 128 * 4

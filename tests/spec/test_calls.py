@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -56,7 +57,7 @@ def test_an_mla_call_elsewhere_takes_the_portable_kernel() -> None:
 
 def test_a_gqa_call_takes_its_kernels_and_the_one_that_combines_its_output() -> None:
     """In the dtype that is written: on Hopper its own, and the portable one for odd strides."""
-    dtypes = {"kv_dtype": DType.E4M3, "out_dtype": DType.E4M3}
+    dtypes: dict[str, Any] = {"kv_dtype": DType.E4M3, "out_dtype": DType.E4M3}
     combining = combine(dtype=DType.E4M3, dim=128)
 
     assert gqa_call_specs(SM_90A, GQA, 4) == [
