@@ -92,7 +92,8 @@ def test_small_cases_are_clean(tool: str, kernel: str, cases: str, count: int) -
         text=True,
         timeout=280,
         cwd=root,
-        env=os.environ | {"PYTHONPATH": root, "MLAGEN_MLA_KERNEL": kernel},
+        env=os.environ
+        | {"PYTHONPATH": root, "MLAGEN_MLA_KERNEL": kernel, "MLAGEN_GQA_KERNEL": kernel},
         check=False,
     )
 

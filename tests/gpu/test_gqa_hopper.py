@@ -1,0 +1,181 @@
+"""The Hopper GQA kernel: right, and the same in whatever order warps and blocks arrive."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import mlagen
+from mlagen import engine
+from mlagen.api import gqa_call
+from mlagen.api.gqa_hopper import HopperGqaCall
+from mlagen.api.gqa_portable import PortableGqaCall
+from mlagen.artifacts import Source
+from mlagen.codegen.render import render
+from mlagen.compiler.nvrtc import compile_source
+from mlagen.compiler.toolchain import find_nvrtc
+from mlagen.runtime import counters, loader
+from mlagen.settings import current_settings
+from mlagen.spec.gqa_hopper import GqaHopperSpec
+from tests.gqa_problems import E4M3, GqaCase, GqaProblem
+from tests.gqa_semantics import decode
+from tests.graph_replay import captured
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="needs a Hopper GPU",
+)
+
+# Of every width of tile: one request in many pieces, some in a few, and many beside each other.
+WIDTHS: dict[str, dict[str, Any]] = {
+    "8 rows": {"group": 8},
+    "16 rows": {"group": 16},
+    "32 rows": {"group": 8, "q_len": 4},
+    "two tiles": {"group": 16, "q_len": 3},
+    "a team of one": {"group": 3, "kv_heads": 1},
+    "a team of 8": {"group": 2, "kv_heads": 8},
+}
+LENGTHS = {
+    "many pieces": (20000,),
+    "one long, one short": (20000, 2500),
+    "few pieces": (5000, 77, 900, 64, 0, 1),
+    "alike": (1088,) * 32,
+    "many requests": tuple(17 + 67 * i % 911 for i in range(300)),
+    "empty requests": (0,) * 1000,
+}
+CASES = [
+    GqaCase(name=f"{width}, {name}", seq_lens=lens, sink=2.0, page_size=64, **facts)
+    for width, facts in WIDTHS.items()
+    for name, lens in LENGTHS.items()
+]
+FORMS: dict[str, dict[str, Any]] = {
+    "bf16": {},
+    "fp16, head dim 64": {"dtype": torch.float16, "head_dim": 64, "page_size": 16},
+    "head dim 256": {"head_dim": 256, "page_size": 48},
+    "e4m3": {"kv": "e4m3", "page_size": 128},
+    "e4m3, head dim 64": {"kv": "e4m3", "head_dim": 64, "page_size": 16},
+    "e4m3, head dim 256, out too": {"kv": "e4m3", "head_dim": 256, "out_dtype": E4M3},
+    "a window, HND": {"window": 300, "layout": "HND", "form": "stacked"},
+}
+
+
+@pytest.fixture(autouse=True)
+def _hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have every call of this file take the Hopper kernel."""
+    monkeypatch.setenv("MLAGEN_GQA_KERNEL", "hopper")
+    current_settings.cache_clear()
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_both_kernels_are_right(
+    case: GqaCase, form: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is within the tolerance of float64, so they are within twice that of each other."""
+    problem = replace(case, **form).build("cuda")
+    gqa_call._calls.clear()
+    for kernel in ("hopper", "portable"):
+        monkeypatch.setenv("MLAGEN_GQA_KERNEL", kernel)
+        current_settings.cache_clear()
+
+        problem.check(decode(problem))
+
+    kinds = [type(call) for call in gqa_call._calls.values()]
+    assert kinds == [HopperGqaCall, PortableGqaCall]
+
+
+def test_without_a_page_there_is_nothing_to_see() -> None:
+    """Tables of no columns are not read; every row is zero."""
+    problem = GqaCase(name="", seq_lens=(0, 0, 0)).build("cuda")
+
+    assert not decode(problem, block_tables=problem.block_tables[:, :0].contiguous()).any()
+
+
+def mismatches(problem: GqaProblem, repeats: int) -> int:
+    """Return in how many repetitions any bit differs from the first."""
+    first = decode(problem).clone()
+    out = torch.empty_like(first)
+    arguments = problem.arguments(out=out)
+    count = torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(repeats):
+        mlagen.decode.xqa_batch_decode_with_kv_cache(**arguments)
+        count += (out.view(torch.int16) != first.view(torch.int16)).any()
+    return int(count)
+
+
+@pytest.mark.parametrize("case", CASES[::2], ids=str)
+def test_ten_thousand_launches_give_the_same_bits(case: GqaCase) -> None:
+    """No race between blocks or warps shows in a result."""
+    problem = case.build("cuda")
+
+    assert mismatches(problem, 10_000) == 0
+
+
+_WAIT = "  mbarrier_wait(shared_address(&barrier), parity);\n"
+_MEET = "      barrier_sync(kConsumerBarrier, kConsumerThreads);"
+_DELAY = "  if ((static_cast<u32>(clock64()) * 2654435761u >> 13) % 16 == 0) __nanosleep({});\n"
+
+
+def with_delays(spec: GqaHopperSpec) -> loader.LoadedKernel:
+    """Return the kernel with warps that fall asleep by chance wherever they wait for others."""
+    source = render(spec)
+    text = source.text
+    for place, nanoseconds in ((_WAIT, 2000), (_MEET, 5000)):
+        assert place in text
+        text = text.replace(place, _DELAY.format(nanoseconds) + "  __syncwarp();\n" + place)
+    cubin = compile_source(Source(text=text, origins=()), spec.arch, find_nvrtc())
+    return loader.load(cubin.code, spec, 0)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_delays_change_no_bit(case: GqaCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever warp or block comes last, and whatever it finds done, the result is the same."""
+    problem = case.build("cuda")
+    gqa_call._calls.clear()
+    expected = decode(problem).clone()
+    ((call),) = gqa_call._calls.values()
+    spec = call.decode.spec
+    assert isinstance(spec, GqaHopperSpec)
+    assert (spec, 0) in engine._loaded
+    slow = with_delays(spec)
+    monkeypatch.setitem(engine._loaded, (spec, 0), slow)
+    gqa_call._calls.clear()
+
+    differing = mismatches(problem, 100)
+    result = decode(problem)
+
+    gqa_call._calls.clear()
+    assert differing == 0
+    assert torch.equal(result, expected)
+
+
+@pytest.mark.parametrize("case", CASES[1::3], ids=str)
+def test_a_thousand_replays_leave_the_counters_at_zero(case: GqaCase) -> None:
+    """A replay needs no memset, for every launch leaves what it found."""
+    problem = case.build("cuda")
+    expected = decode(problem).clone()
+    arguments = problem.arguments(out=torch.empty_like(expected))
+    graph = captured(mlagen.decode.xqa_batch_decode_with_kv_cache, arguments)
+
+    for _ in range(1000):
+        graph.replay()
+
+    torch.cuda.synchronize()
+    assert torch.equal(arguments["out"], expected)
+    assert all(not slab.any() for slab in counters._slabs)
+
+
+def test_a_wild_page_does_not_fault() -> None:
+    """What a request gives whose ids are no pages is not specified; others get what is theirs."""
+    problem = GqaCase(name="", seq_lens=(700, 300), page_size=64, group=8).build("cuda")
+    right = decode(problem)
+    for wild in (-1, -(2**31), 2**31 - 1, len(problem.store.key)):
+        tables = problem.block_tables.clone()
+        tables[0, 3] = wild
+
+        out = decode(problem, block_tables=tables)
+
+        assert torch.equal(out[1], right[1])
