@@ -117,10 +117,11 @@ constexpr int kLoaderWarp = kConsumerWarps;
 constexpr int kWarps = kConsumerWarps + 1;  // that work
 constexpr int kThreads = kConsumerThreads + 128;
 
-// Registers of a thread: where a lane has more of the query and the output than kernels begin with.
+// Registers of a thread, where a lane has more of the query and the output than kernels begin with.
 constexpr bool kMovesRegisters = kRows * kHeadDim > 8 * 128;
+constexpr int kFirstRegisters = 168;  // the most that so many threads may begin with
 constexpr int kConsumerRegisters = 216;
-constexpr int kLoaderRegisters = 80;
+constexpr int kLoaderRegisters = 72;
 
 // A box of tokens arrives as columns of lines, kLineBytes of every token each, swizzled.
 constexpr int kColumns = kRowBytes / kLineBytes;
@@ -148,6 +149,9 @@ constexpr int kStartBarrier = 1;
 constexpr int kConsumerBarrier = 2;
 
 static_assert(kTileBoxes * kBoxTokens == kTileTokens, "boxes fill a tile");
+static_assert(kConsumerThreads * kConsumerRegisters + 128 * kLoaderRegisters <=
+                  kThreads * kFirstRegisters,
+              "what consumers take, the others give");
 static_assert(kTileBoxes <= kWarpLanes, "a lane copies a box");
 static_assert(kBoxTokens % kStepTokens == 0, "what a warp multiplies lies in one box");
 static_assert(kSteps * kStepTokens * kConsumerWarps == kTileTokens, "warps share a tile");
@@ -1524,30 +1528,44 @@ __device__ inline void store_merged(const Params& params, const Item& item, int 
   if (dim == 0) piece_states(params, place)[row] = state;
 }
 
+// Leaves a warp's part of eight rows and kMergeDims dims in shared memory.
+__device__ inline void write_part(int group, int first_dim, int warp, const Softmax& softmax,
+                                  const Output& output, SharedMemory& shared) {
+#pragma unroll
+  for (int n = 0; n < kRowGroups; ++n) {
+    if (n != group) continue;
+    softmax.publish(n, shared.states[warp]);
+#pragma unroll
+    for (int dim = 0; dim < kHeadDim; dim += kMergeDims) {
+      if (dim == first_dim) write_merged(output, n, dim / 16, shared.merged[warp]);
+    }
+  }
+}
+
 __device__ inline void merge_warps(const Params& params, const Item& item, int warp, u32 count,
                                    const Softmax& softmax, const Output& output,
                                    SharedMemory& shared) {
   constexpr int kQuads = kMergeDims / 4;
   const int thread = static_cast<int>(threadIdx.x);
   const int row_in_group = thread / kQuads;
-#pragma unroll
-  for (int group = 0; group < kRowGroups; ++group) {
-    if (group * 8 >= item.rows) break;
-#pragma unroll
+  const int dim_in_part = thread % kQuads * 4;
+  // Not unrolled, for the sake of the instructions' cache.
+#pragma unroll 1
+  for (int group = 0; group * 8 < item.rows; ++group) {
+#pragma unroll 1
     for (int first_dim = 0; first_dim < kHeadDim; first_dim += kMergeDims) {
       barrier_sync(kConsumerBarrier, kConsumerThreads);  // nobody reads any more
-      write_merged(output, group, first_dim / 16, shared.merged[warp]);
-      softmax.publish(group, shared.states[warp]);
+      write_part(group, first_dim, warp, softmax, output, shared);
       barrier_sync(kConsumerBarrier, kConsumerThreads);
       const int row = group * 8 + row_in_group;
-      const int dim = thread % kQuads * 4;
+      const int dim = first_dim + dim_in_part;
       if (row_in_group < 8 && row < item.rows) {
         RowState state;
-        float4 values = merged_values(shared, row_in_group, dim, state);
+        float4 values = merged_values(shared, row_in_group, dim_in_part, state);
         if (shared.nonfinite_items[count % 2] == count) {
-          values = restore_nonfinite(params, item, row, first_dim + dim, values);
+          values = restore_nonfinite(params, item, row, dim, values);
         }
-        store_merged(params, item, row, first_dim + dim, state, values);
+        store_merged(params, item, row, dim, state, values);
       }
       __syncwarp();
     }
