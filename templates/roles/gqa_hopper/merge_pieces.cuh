@@ -44,6 +44,7 @@ __device__ inline void merge_pieces(const Params& params, const Item& item, Shar
     if (is_last) *arrivals = 0;  // for the next launch
     shared.is_last_piece = is_last;
   }
+  __syncwarp();
   barrier_sync(kConsumerBarrier, kConsumerThreads);
   if (!shared.is_last_piece) return;
   constexpr int kQuads = kHeadDim / 4;

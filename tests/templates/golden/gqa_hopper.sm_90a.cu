@@ -136,7 +136,6 @@ constexpr int kStepTokens = 16;
 constexpr int kSteps = kWarpTokens / kStepTokens;
 constexpr int kRowGroups = kRows / 8;
 constexpr int kDimTiles = kHeadDim / 16;
-constexpr int kDimsInChunk = kHeadDim * kChunkBytes / kRowBytes;
 
 // Whether the query fits into registers beside the output; else it is in shared memory.
 constexpr bool kKeepsQuery = kRows * kHeadDim <= 16 * 128;
@@ -1485,6 +1484,7 @@ __device__ inline void merge_pieces(const Params& params, const Item& item, Shar
     if (is_last) *arrivals = 0;  // for the next launch
     shared.is_last_piece = is_last;
   }
+  __syncwarp();
   barrier_sync(kConsumerBarrier, kConsumerThreads);
   if (!shared.is_last_piece) return;
   constexpr int kQuads = kHeadDim / 4;
