@@ -1,0 +1,12 @@
+// PTX ISA, "Parallel Synchronization and Communication Instructions: atom". Needs sm_80.
+
+// atom.acq_rel.gpu.global.add.u32
+// Adds, and returns what there was before.
+__device__ inline u32 atom_add_acq_rel_gpu(u32* address, u32 value) {
+  u32 before;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
+               : "=r"(before)
+               : "l"(address), "r"(value)
+               : "memory");
+  return before;
+}
