@@ -47,23 +47,25 @@ class Worked(NamedTuple):
 
 
 WORKED = {
-    # Four of 132 SMs stay idle, one in 25 at the most.
-    "8 kv heads": Worked({"batch": 128, "longest_kv": 4096}, 8, 16, 1),
-    "one kv head": Worked({"batch": 128, "longest_kv": 4096, "kv_heads": 1}, 1, 132, 1),
+    # Four kv heads of 256 bytes are 1024 together.
+    "8 kv heads": Worked({"batch": 128, "longest_kv": 4096}, 4, 33, 2),
+    # Whole requests of 32 tiles, for four SMs more would save 2 us and cost more.
+    "one kv head": Worked({"batch": 128, "longest_kv": 4096, "kv_heads": 1}, 1, 128, 1),
     "3 kv heads": Worked({"batch": 128, "longest_kv": 4096, "kv_heads": 3}, 3, 44, 1),
-    # Of 48 kv heads 24 would leave 12 idle, and 16 would leave 4.
-    "48 kv heads": Worked({"batch": 128, "longest_kv": 4096, "kv_heads": 48}, 16, 8, 3),
+    "48 kv heads": Worked({"batch": 128, "longest_kv": 4096, "kv_heads": 48}, 4, 33, 12),
     # 64 rows are two tiles: two blocks read the same tokens.
-    "two tiles": Worked({"batch": 9, "longest_kv": 4096, "group": 16, "q_len": 4}, 16, 8, 1),
-    # Four tiles of tokens and one more, for they begin anywhere.
-    "a short request": Worked({"batch": 1, "longest_kv": 512}, 8, 5, 1),
-    "nothing": Worked({"batch": 0, "longest_kv": 512}, 8, 0, 1),
+    "two tiles": Worked({"batch": 9, "longest_kv": 4096, "group": 16, "q_len": 4}, 4, 33, 4),
+    # Two units of 16 tiles: 6.6 us to read by two teams, 1.6 us by eight, and 1.2 us to merge.
+    "a short request": Worked({"batch": 1, "longest_kv": 2048}, 4, 8, 2),
+    # Eight units of eight tiles: 32 SMs read as fast as 132.
+    "whole units": Worked({"batch": 4, "longest_kv": 1024}, 4, 8, 2),
+    "nothing": Worked({"batch": 0, "longest_kv": 512}, 4, 0, 2),
 }
 
 
 @pytest.mark.parametrize("worked", WORKED.values(), ids=WORKED)
 def test_a_grid_is_teams_of_neighbours(worked: Worked) -> None:
-    """As large as few idle SMs allow, and no more of them than there may be work for."""
+    """As large as memory likes, and as many as take the least time."""
     found = plan(**worked.problem)
 
     assert (found.team_size, found.teams, found.units) == worked[1:]
@@ -74,16 +76,17 @@ def test_the_workspace_holds_two_pieces_of_each_block() -> None:
     """Values in fp32, and then two numbers for each row."""
     found = plan(batch=128, longest_kv=4096)
 
-    assert found.partial_rows_offset == 2 * 128 * 8 * 128 * 4
-    assert found.workspace_bytes == found.partial_rows_offset + 2 * 128 * 8 * 8
+    assert found.partial_rows_offset == 2 * 132 * 8 * 128 * 4
+    assert found.workspace_bytes == found.partial_rows_offset + 2 * 132 * 8 * 8
 
 
 def test_ragged_requests_are_counted_by_their_tokens() -> None:
-    """Any of them may begin a tile more than its rows fill."""
+    """Any of them may begin a tile more than its rows fill; no SM is left out, for they differ."""
     found = plan(batch=3, longest_kv=4096, q_len=4, tokens=7)
 
     assert found.row_tiles == 0
-    assert found.all_units == 3 + 7 * 8 // 32
+    assert found.all_units == found.units * (3 + 7 * 8 // 32)
+    assert found.blocks == 132
 
 
 @settings(deadline=None)
@@ -107,7 +110,7 @@ def test_teams_take_all_parts_of_a_request(
 
 def test_a_line_too_long_for_32_bits_is_known() -> None:
     """Positions are multiplied by the number of teams."""
-    found = plan(batch=1 << 10, longest_kv=4096)  # 2^10 units, 16 teams
+    found = plan(batch=1 << 10, longest_kv=4096, sm_count=128)  # 2^11 units, 32 teams
 
-    assert line_fits(gqa_hopper(), found, ((1 << 18) - 1) * 128)
-    assert not line_fits(gqa_hopper(), found, (1 << 18) * 128)
+    assert line_fits(gqa_hopper(), found, ((1 << 16) - 1) * 128)
+    assert not line_fits(gqa_hopper(), found, (1 << 16) * 128)

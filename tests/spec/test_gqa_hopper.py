@@ -67,8 +67,29 @@ def test_boxes_lie_in_a_page_and_fill_a_tile(
     assert 16 <= spec.box_tokens <= 256  # what a tensor map allows
     assert spec.tile_tokens // spec.box_tokens <= 32
     assert spec.row_bytes % spec.line_bytes == 0
-    assert spec.stages * spec.tile_tokens * spec.row_bytes == 192 * 1024
+    ring_bytes = (192 if spec.consumer_warps == 8 else 160) * 1024
+    assert spec.stages * spec.tile_tokens * spec.row_bytes == ring_bytes
     assert spec.stages >= 3
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "head_dim", "rows", "warps"),
+    [
+        (DType.BF16, 64, 8, 8),
+        (DType.E4M3, 64, 16, 16),
+        (DType.E4M3, 128, 8, 16),
+        (DType.E4M3, 128, 9, 8),
+        (DType.E4M3, 256, 8, 8),
+    ],
+)
+def test_what_becomes_another_type_has_twice_the_warps_where_registers_allow(
+    kv_dtype: DType, head_dim: int, rows: int, warps: int
+) -> None:
+    """With them goes a loader, and three idle warps where registers are handed out by four."""
+    spec = gqa_hopper(kv_dtype=kv_dtype, head_dim=head_dim, rows=rows)
+
+    assert spec.consumer_warps == warps
+    assert spec.threads == (384 if warps == 8 else 544)
 
 
 @pytest.mark.parametrize("arch", ARCHS, ids=str)

@@ -82,8 +82,8 @@ __device__ inline void load_tokens(const Params& params, int length, SharedMemor
   } while (go_on(params, span, walk));
 }
 
-// Brings the page ids of all requests into L2, by warps that have nothing else to do: a line for
-// each of `threads` threads, and for no more tables than that are lines.
+// Brings the page ids of all requests into L2, by warps that have nothing else to do where there
+// are such: a line for each of `threads` threads, and for no more tables than that are lines.
 __device__ inline void prefetch_ids(const Params& params, int thread, int threads) {
   constexpr int kLineIds = 32;
   const u32 row_lines = static_cast<u32>(ceil_div(params.max_pages, kLineIds));

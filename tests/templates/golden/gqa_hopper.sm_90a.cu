@@ -110,12 +110,12 @@ constexpr int kRows = 8;
 constexpr int kConsumerWarps = 8;
 constexpr int kSharedBytes = 232448;
 
-// Warps of the consumers come first, then the loader. Registers are handed out by four warps: the
-// three beside the loader have nothing to do.
+// Warps of the consumers come first, then the loader. Registers are handed out by four warps: any
+// beside the loader have nothing to do.
 constexpr int kConsumerThreads = kConsumerWarps * kWarpLanes;
 constexpr int kLoaderWarp = kConsumerWarps;
 constexpr int kWarps = kConsumerWarps + 1;  // that work
-constexpr int kThreads = kConsumerThreads + 128;
+constexpr int kThreads = 384;
 
 // Registers of a thread, where a lane has more of the query and the output than kernels begin with.
 constexpr bool kMovesRegisters = kRows * kHeadDim > 8 * 128;
@@ -141,15 +141,15 @@ constexpr int kDimTiles = kHeadDim / 16;
 constexpr bool kKeepsQuery = kRows * kHeadDim <= 16 * 128;
 
 // What is merged at a time of the warps of a block: eight rows, and so many dims.
-constexpr int kMergeDims = kKeepsQuery && kHeadDim >= 128 ? 128 : 64;
+constexpr int kMergeDims = kKeepsQuery && kHeadDim >= 128 && kConsumerWarps == 8 ? 128 : 64;
 
 // Numbers of the barriers that warps meet at.
 constexpr int kStartBarrier = 1;
 constexpr int kConsumerBarrier = 2;
 
 static_assert(kTileBoxes * kBoxTokens == kTileTokens, "boxes fill a tile");
-static_assert(kConsumerThreads * kConsumerRegisters + 128 * kLoaderRegisters <=
-                  kThreads * kFirstRegisters,
+static_assert(!kMovesRegisters || kConsumerThreads * kConsumerRegisters + 128 * kLoaderRegisters <=
+                                      kThreads * kFirstRegisters,
               "what consumers take, the others give");
 static_assert(kTileBoxes <= kWarpLanes, "a lane copies a box");
 static_assert(kBoxTokens % kStepTokens == 0, "what a warp multiplies lies in one box");
@@ -944,8 +944,8 @@ __device__ inline void load_tokens(const Params& params, int length, SharedMemor
   } while (go_on(params, span, walk));
 }
 
-// Brings the page ids of all requests into L2, by warps that have nothing else to do: a line for
-// each of `threads` threads, and for no more tables than that are lines.
+// Brings the page ids of all requests into L2, by warps that have nothing else to do where there
+// are such: a line for each of `threads` threads, and for no more tables than that are lines.
 __device__ inline void prefetch_ids(const Params& params, int thread, int threads) {
   constexpr int kLineIds = 32;
   const u32 row_lines = static_cast<u32>(ceil_div(params.max_pages, kLineIds));
@@ -1677,6 +1677,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   }
   wait_for_previous_kernel();
   let_next_kernel_start();
+  if constexpr (kThreads == kWarps * kWarpLanes) prefetch_ids(params, lane_index(), kWarpLanes);
   const int length = params.seq_lens[own_request(params)];
   make_barriers(params, shared);
   barrier_arrive(kStartBarrier, kWarps * kWarpLanes);
