@@ -1,0 +1,87 @@
+"""Kernels of mma.sync on the CPU: rendered as for a GPU, and compiled with fibers for threads.
+
+What the wrappers in ``templates/ptx`` do is in ``instructions.h``; everything else is the kernel's
+own source. Warps and copies proceed in random order and at random speed. A misaligned or
+conflicting access, an arrival too many, a deadlock or a copy that outlives its block is an error.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import struct
+import subprocess
+from pathlib import Path
+
+from mlagen.codegen.render import render
+from mlagen.runtime.tensor_map import TiledTensor
+from mlagen.spec.kernel import KernelSpec
+
+COMPILER = shutil.which("g++")
+
+_FOLDER = Path(__file__).parent
+# The last, for glibc's check of longjmp knows of no stacks beside each other.
+_OPTIONS = (
+    *("-std=c++20", "-O1", "-ffp-contract=off", "-fno-strict-aliasing"),
+    *("-w", "-fPIC", "-shared", "-U_FORTIFY_SOURCE"),
+)
+_MAP_BYTES = 128
+
+
+class Emulator:
+    """Compiles each kernel once, into ``folder``."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._libraries: dict[KernelSpec, ctypes.CDLL] = {}
+
+    def launch(self, spec: KernelSpec, params: bytes, blocks: int, seed: int) -> None:
+        """Run a grid.
+
+        Raises
+        ------
+        AssertionError
+            If the kernel does something that it may not do.
+        """
+        complaint = self._library(spec).launch_emulated(params, blocks, spec.threads, seed)
+        if complaint:
+            raise AssertionError(f"{spec}: {complaint.decode()}")
+
+    def _library(self, spec: KernelSpec) -> ctypes.CDLL:
+        if spec not in self._libraries:
+            library = ctypes.CDLL(str(self._compiled(spec)))
+            library.launch_emulated.restype = ctypes.c_char_p
+            self._libraries[spec] = library
+        return self._libraries[spec]
+
+    def _compiled(self, spec: KernelSpec) -> Path:
+        assert COMPILER is not None
+        source = self._folder / f"kernel{len(self._libraries)}.cpp"
+        source.write_text(source_of(spec))
+        library = source.with_suffix(".so")
+        command = [COMPILER, *_OPTIONS, "-I", str(_FOLDER), str(source), "-o", str(library)]
+        subprocess.run(command, check=True)
+        return library
+
+
+def source_of(spec: KernelSpec) -> str:
+    """Return the kernel as C++, with the emulator's instructions in the place of those of PTX."""
+    source = render(spec)
+    lines = ['#include "fibers.h"']
+    is_before_instructions = True
+    for line, origin in zip(source.text.splitlines(), source.origins, strict=True):
+        if is_before_instructions and lines[1:] and not origin.startswith("blocks/prelude"):
+            lines.append('#include "instructions.h"')
+            is_before_instructions = False
+        if not origin.startswith("ptx/"):
+            lines.append(line)
+    return "\n".join([*lines, f"#define EMULATED {spec.symbol}", '#include "launch.h"', ""])
+
+
+def encode(tensor: TiledTensor, address: int) -> bytes:
+    """Return a tensor map as ``instructions.h`` reads it, of a tensor of five dimensions."""
+    element_bytes = tensor.dtype.row_bytes(1)
+    packed = struct.pack(
+        "<Qi5i5ii4q", address, element_bytes, *tensor.box, *tensor.sizes, 0, *tensor.strides
+    )
+    return packed.ljust(_MAP_BYTES, b"\0")

@@ -1,0 +1,177 @@
+// A block of threads on one thread of the CPU: every thread is a fiber, warps run in random order,
+// and lanes of a warp give way to each other wherever they work together. Precedes the kernel.
+#include <math.h>
+#include <setjmp.h>
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <random>
+#include <vector>
+
+#define __device__
+#define __global__
+#define __shared__
+#define __align__(x)
+#define __launch_bounds__(...)
+#define __grid_constant__
+
+struct uint2 {
+  unsigned x, y;
+};
+struct float2 {
+  float x, y;
+};
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+static uint2 make_uint2(unsigned a, unsigned b) { return {a, b}; }
+static float2 make_float2(float a, float b) { return {a, b}; }
+static float4 make_float4(float a, float b, float c, float d) { return {a, b, c, d}; }
+
+template <typename T>
+static T max(T a, T b) {
+  return a > b ? a : b;
+}
+template <typename T>
+static T min(T a, T b) {
+  return a < b ? a : b;
+}
+
+// What is wrong with a kernel ends the launch, with a message.
+static char complaint[256];
+static jmp_buf launcher;
+[[noreturn]] static void complain(const char* what, long number) {
+  snprintf(complaint, sizeof complaint, "%s: %ld", what, number);
+  longjmp(launcher, 1);
+}
+
+constexpr int kMostThreads = 1024;
+constexpr size_t kStackBytes = 256 * 1024;
+constexpr int kLanes = 32;
+
+struct Fiber {
+  jmp_buf place;
+  ucontext_t context;
+  char* stack;
+  bool is_started;
+  bool is_done;
+};
+
+static Fiber fibers[kMostThreads];
+static jmp_buf scheduler;
+static int current;  // thread
+static bool has_progress;
+static std::mt19937 chance;
+
+struct Index {
+  unsigned x, y, z;
+};
+static Index blockIdx, gridDim;
+#define threadIdx (Index{static_cast<unsigned>(current), 0, 0})
+
+// The dynamic shared memory of the block.
+alignas(1024) unsigned char bytes[232448];
+
+static void give_way() {
+  if (_setjmp(fibers[current].place) == 0) _longjmp(scheduler, 1);
+}
+
+template <typename Condition>
+static void wait_until(Condition is_true) {
+  while (!is_true()) give_way();
+  has_progress = true;
+}
+
+// Lanes meet.
+struct Meeting {
+  int arrived;
+  unsigned generation;
+};
+static Meeting meetings[kMostThreads / kLanes];
+
+static void meet() {
+  Meeting& meeting = meetings[current / kLanes];
+  const unsigned generation = meeting.generation;
+  if (++meeting.arrived == kLanes) {
+    meeting = {0, generation + 1};
+    has_progress = true;
+    return;
+  }
+  wait_until([&] { return meeting.generation != generation; });
+}
+
+// What a lane shows to the others of its warp.
+struct Shown {
+  uint32_t words[8];
+};
+static Shown shown[kMostThreads];
+
+static int lane() { return current % kLanes; }
+static const Shown& shown_by(int other) { return shown[current / kLanes * kLanes + other]; }
+
+template <typename T>
+static T exchange(T value, int from) {
+  static_assert(sizeof(T) == 4);
+  memcpy(shown[current].words, &value, 4);
+  meet();
+  T result;
+  memcpy(&result, shown_by(from).words, 4);
+  meet();
+  return result;
+}
+template <typename T>
+static T __shfl_sync(unsigned, T value, int from) {
+  return exchange(value, from % kLanes);
+}
+template <typename T>
+static T __shfl_xor_sync(unsigned, T value, int mask) {
+  return exchange(value, lane() ^ mask);
+}
+template <typename T>
+static T __shfl_up_sync(unsigned, T value, int lanes) {
+  return exchange(value, lane() >= lanes ? lane() - lanes : lane());
+}
+static unsigned __ballot_sync(unsigned, bool vote) {
+  shown[current].words[0] = vote;
+  meet();
+  unsigned votes = 0;
+  for (int other = 0; other < kLanes; ++other) votes |= shown_by(other).words[0] << other;
+  meet();
+  return votes;
+}
+static bool __any_sync(unsigned, bool vote) { return __ballot_sync(~0u, vote) != 0; }
+static void __syncwarp() { meet(); }
+
+static int __ffs(int value) { return __builtin_ffs(value); }
+static float __fmul_rn(float a, float b) { return a * b; }  // compiled without fused products
+static float __fdividef(float a, float b) { return a / b; }
+#define __log2f log2f
+
+template <typename To, typename From>
+static To same_bits(From from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  memcpy(&to, &from, sizeof to);
+  return to;
+}
+static unsigned __float_as_uint(float value) { return same_bits<unsigned>(value); }
+static float __uint_as_float(unsigned value) { return same_bits<float>(value); }
+
+static unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
+  const uint64_t both = static_cast<uint64_t>(b) << 32 | a;
+  unsigned result = 0;
+  for (int i = 0; i < 4; ++i) {
+    const unsigned from = selector >> 4 * i & 7;
+    result |= static_cast<unsigned>(both >> 8 * from & 0xff) << 8 * i;
+  }
+  return result;
+}
+
+static size_t __cvta_generic_to_shared(const void* pointer) {
+  return static_cast<const unsigned char*>(pointer) - bytes;
+}

@@ -1,0 +1,247 @@
+// What the wrappers of templates/ptx do, for one block at a time. Follows blocks/prelude.cuh.
+
+static float float_of(Fp16, u16 bits) { return static_cast<float>(same_bits<_Float16>(bits)); }
+static float float_of(Bf16, u16 bits) { return __uint_as_float(static_cast<u32>(bits) << 16); }
+static u16 bits_of(Fp16, float value) { return same_bits<u16>(static_cast<_Float16>(value)); }
+static u16 bits_of(Bf16, float value) {
+  const u32 bits = __float_as_uint(value);
+  return value != value ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+template <typename T>
+static float cvt_f32(T type, u16 bits) {
+  return float_of(type, bits);
+}
+template <typename T>
+static u32 cvt_rn_x2_f32(T type, float high, float low) {
+  return bits_of(type, low) | static_cast<u32>(bits_of(type, high)) << 16;
+}
+
+static float float_of_e4m3(int bits) {
+  const int exponent = bits >> 3 & 15;
+  const float fraction = (bits & 7) / 8.0f;
+  if ((bits & 0x7f) == 0x7f) return NAN;
+  const float size = exponent > 0 ? ldexpf(1 + fraction, exponent - 7) : ldexpf(fraction, -6);
+  return bits >> 7 ? -size : size;
+}
+static u16 e4m3_of(float value) {
+  if (value != value) return 0x7f;
+  const float size = fminf(fabsf(value), 448.0f);
+  int nearest = 0;
+  for (int bits = 1; bits < 0x7f; ++bits) {
+    const float closer = fabsf(float_of_e4m3(nearest) - size) - fabsf(float_of_e4m3(bits) - size);
+    if (closer > 0 || (closer == 0 && bits % 2 == 0)) nearest = bits;
+  }
+  return nearest | (signbit(value) ? 0x80 : 0);
+}
+static u32 cvt_rn_f16x2_e4m3x2(u16 pair) {
+  return cvt_rn_x2_f32(Fp16{}, float_of_e4m3(pair >> 8), float_of_e4m3(pair & 0xff));
+}
+static u16 cvt_rn_satfinite_e4m3x2_f32(float high, float low) {
+  return e4m3_of(low) | e4m3_of(high) << 8;
+}
+static float ex2_approx(float value) { return exp2f(value); }
+
+// Order and hints: fibers see everything at once.
+static void fence_proxy_async() {}
+static void fence_mbarrier_init() {}
+static void griddepcontrol_wait() {}
+static void griddepcontrol_launch_dependents() {}
+static void prefetch_tensormap(const void*) {}
+static void prefetch_l2(const void*) {}
+template <int>
+static void setmaxnreg_dec() {}
+template <int>
+static void setmaxnreg_inc() {}
+
+template <typename T>
+static T load(const void* address) {
+  if (reinterpret_cast<uintptr_t>(address) % sizeof(T) != 0) complain("misaligned load", sizeof(T));
+  T value;
+  memcpy(&value, address, sizeof value);
+  return value;
+}
+static float2 ld_global_cg_v2_f32(const void* address) { return load<float2>(address); }
+static float4 ld_global_cg_v4_f32(const void* address) { return load<float4>(address); }
+static u32 atom_add_acq_rel_gpu(u32* address, u32 value) {
+  const u32 before = *address;
+  *address += value;
+  return before;
+}
+
+// Four matrices of 8 x 8: the rows of matrix i are where lanes 8 i and on point, in different
+// banks.
+static void load_matrices(u32 (&d)[4], u32 address, bool is_transposed) {
+  if (address % 16 != 0 || address >= sizeof bytes) complain("bad row of ldmatrix", address);
+  shown[current].words[0] = address;
+  meet();
+  for (int matrix = 0; matrix < 4; ++matrix) {
+    int banks = 0;
+    for (int row = 0; row < 8; ++row) banks |= 1 << shown_by(8 * matrix + row).words[0] / 16 % 8;
+    if (banks != 0xff) complain("bank conflict in ldmatrix", address);
+    u16 pair[2];
+    for (int k = 0; k < 2; ++k) {
+      const int row = is_transposed ? lane() % 4 * 2 + k : lane() / 4;
+      const int column = is_transposed ? lane() / 4 : lane() % 4 * 2 + k;
+      memcpy(&pair[k], bytes + shown_by(8 * matrix + row).words[0] + column * 2, 2);
+    }
+    d[matrix] = pair[0] | static_cast<u32>(pair[1]) << 16;
+  }
+  meet();
+}
+static void ldmatrix_x4(u32 (&d)[4], u32 address) { load_matrices(d, address, false); }
+static void ldmatrix_x4_trans(u32 (&d)[4], u32 address) { load_matrices(d, address, true); }
+
+static u16 half_of(u32 word, int half) { return static_cast<u16>(word >> 16 * half); }
+
+static u32 movmatrix_trans(u32 word) {
+  shown[current].words[0] = word;
+  meet();
+  u32 result = 0;
+  for (int k = 0; k < 2; ++k) {
+    const int row = lane() % 4 * 2 + k;
+    const int column = lane() / 4;
+    const u32 from = shown_by(row * 4 + column / 2).words[0];
+    result |= static_cast<u32>(half_of(from, column % 2)) << 16 * k;
+  }
+  meet();
+  return result;
+}
+
+template <typename T>
+static void mma_m16n8k16(T type, float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  const u32 own[6] = {a[0], a[1], a[2], a[3], b0, b1};
+  memcpy(shown[current].words, own, sizeof own);
+  meet();
+  const auto element = [&](int from, int word, int half) {
+    return float_of(type, half_of(shown_by(from).words[word], half));
+  };
+  for (int i = 0; i < 4; ++i) {
+    const int m = lane() / 4 + i / 2 * 8;
+    const int n = lane() % 4 * 2 + i % 2;
+    for (int k = 0; k < 16; ++k) {
+      const int in_row = k % 8 / 2;
+      d[i] += element(m % 8 * 4 + in_row, m / 8 + k / 8 * 2, k % 2) *
+              element(n * 4 + in_row, 4 + k / 8, k % 2);
+    }
+  }
+  meet();
+}
+
+// Barriers in shared memory, by their addresses.
+struct Mbarrier {
+  int count;
+  int pending;
+  long bytes;  // that have been announced and have not come
+  unsigned phase;
+};
+static std::map<u32, Mbarrier> mbarriers;
+
+static Mbarrier& mbarrier_at(u32 address) {
+  const auto found = mbarriers.find(address);
+  if (found == mbarriers.end()) complain("no barrier was made", address);
+  return found->second;
+}
+static void complete(Mbarrier& barrier) {
+  if (barrier.pending > 0 || barrier.bytes > 0) return;
+  ++barrier.phase;
+  barrier.pending = barrier.count;
+  has_progress = true;
+}
+static void mbarrier_init(u32 address, u32 count) {
+  const int arrivals = static_cast<int>(count);
+  mbarriers[address] = {arrivals, arrivals, 0, 0};
+}
+static void mbarrier_arrive_expect_tx(u32 address, u32 more) {
+  Mbarrier& barrier = mbarrier_at(address);
+  if (barrier.pending == 0) complain("an arrival too many", address);
+  barrier.bytes += more;
+  --barrier.pending;
+  complete(barrier);
+}
+static void mbarrier_arrive(u32 address) { mbarrier_arrive_expect_tx(address, 0); }
+static void mbarrier_wait(u32 address, u32 parity) {
+  wait_until([=] { return mbarrier_at(address).phase % 2 != parity; });
+}
+
+// Barriers by number.
+static Meeting barriers[16];
+
+static bool arrive_at_barrier(int barrier, int threads) {
+  Meeting& meeting = barriers[barrier];
+  if (++meeting.arrived < threads) return false;
+  meeting = {0, meeting.generation + 1};
+  return has_progress = true;
+}
+static void barrier_arrive(int barrier, int threads) { arrive_at_barrier(barrier, threads); }
+static void barrier_sync(int barrier, int threads) {
+  const unsigned generation = barriers[barrier].generation;
+  if (arrive_at_barrier(barrier, threads)) return;
+  wait_until([=] { return barriers[barrier].generation != generation; });
+}
+
+// A tensor map as tests/emulator/emulated.py packs it; sizes and coordinates from the innermost.
+struct Map {
+  unsigned char* base;
+  int element_bytes;
+  int box[5];
+  int sizes[5];
+  int padding;
+  int64_t strides[4];
+};
+struct Copy {
+  u32 target;
+  const Map* map;
+  u32 barrier;
+  int at[5];
+};
+static std::vector<Copy> copies;  // under way
+
+// Copies a box, swizzled by its lines; or poisons its place, which must not be read meanwhile.
+static u32 copy_box(const Copy& copy, bool is_poison) {
+  const Map& map = *copy.map;
+  const u32 line = map.box[0] * map.element_bytes;
+  const u32 rows = line == 128 ? 7 : 3;
+  if (copy.target % (line * (rows + 1)) != 0) complain("misaligned box", copy.target);
+  const int lines = map.box[1] * map.box[2] * map.box[3] * map.box[4];
+  for (int index = 0; index < lines; ++index) {
+    int64_t at[5] = {copy.at[0]};
+    int64_t offset = 0;
+    bool is_inside = true;
+    for (int dim = 1, rest = index; dim < 5; rest /= map.box[dim], ++dim) {
+      at[dim] = copy.at[dim] + rest % map.box[dim];
+      is_inside &= at[dim] >= 0 && at[dim] < map.sizes[dim];
+      offset += at[dim] * map.strides[dim - 1];
+    }
+    for (u32 chunk = 0; chunk < line; chunk += 16) {
+      const u32 flat = copy.target + index * line + chunk;
+      unsigned char* to = bytes + (flat ^ (flat >> 7 & rows) << 4);
+      if (is_poison || !is_inside) {
+        memset(to, is_poison ? 0x7f : 0, 16);
+      } else {
+        memcpy(to, map.base + offset + copy.at[0] * map.element_bytes + chunk, 16);
+      }
+    }
+  }
+  return lines * line;
+}
+static void cp_async_bulk_tensor(u32 target, const void* map, u32 barrier, int x, int y, int z,
+                                 int w, int v) {
+  copies.push_back({target, static_cast<const Map*>(map), barrier, {x, y, z, w, v}});
+  copy_box(copies.back(), true);
+  has_progress = true;
+}
+
+static unsigned copy_rounds;  // of warps that a copy takes, on average
+
+// Some of the copies under way may arrive, in any order.
+static void let_copies_arrive() {
+  while (!copies.empty() && chance() % (copy_rounds + 1) == 0) {
+    const size_t which = chance() % copies.size();
+    const Copy copy = copies[which];
+    copies.erase(copies.begin() + which);
+    Mbarrier& barrier = mbarrier_at(copy.barrier);
+    barrier.bytes -= copy_box(copy, false);
+    complete(barrier);
+    has_progress = true;
+  }
+}

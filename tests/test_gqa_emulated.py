@@ -1,0 +1,142 @@
+"""The Hopper GQA kernel computed on the CPU: its own source, with fibers for threads."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+import pytest
+import torch
+
+import mlagen.decode
+from mlagen.api import gqa_call, gqa_hopper, gqa_maps, gqa_plan
+from mlagen.api.gqa_inputs import GqaInputs
+from mlagen.api.gqa_request import check_request
+from mlagen.runtime.device import DeviceFacts
+from mlagen.runtime.loader import LoadedKernel
+from tests.api.launches import GQA, record_launches
+from tests.emulator.emulated import COMPILER, Emulator, encode
+from tests.gqa_problems import E4M3, GqaCase
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+
+_MOST_BLOCKS = 64
+
+
+class Emulated(NamedTuple):
+    """A case, and how many SMs there are."""
+
+    case: GqaCase
+    sm_count: int
+
+
+FP16 = torch.float16
+CASES = [
+    Emulated(GqaCase(name="ragged lengths", seq_lens=(300, 17, 0, 128), page_size=64), 6),
+    Emulated(GqaCase(name="a ring that comes round", seq_lens=(2000, 1100), kv_heads=1), 1),
+    Emulated(GqaCase(name="fp16, small pages", seq_lens=(300, 17), dtype=FP16, group=8), 3),
+    Emulated(GqaCase(name="e4m3", seq_lens=(300, 0, 700), kv="e4m3", group=8, page_size=64), 6),
+    Emulated(
+        GqaCase(name="e4m3 under fp16", seq_lens=(300, 17), kv="e4m3", dtype=FP16, head_dim=64), 5
+    ),
+    Emulated(
+        GqaCase(
+            name="e4m3 in and out",
+            seq_lens=(300, 17),
+            kv="e4m3",
+            head_dim=256,
+            out_dtype=E4M3,
+            output_scale=0.5,
+            o_scale=0.25,
+            page_size=32,
+        ),
+        3,
+    ),
+    Emulated(GqaCase(name="16 rows, one SM", seq_lens=(300, 0, 5), head_dim=64, group=16), 1),
+    Emulated(
+        GqaCase(name="32 rows, sinks", seq_lens=(300, 3), group=8, q_len=4, page_size=64, sink=2.0),
+        5,
+    ),
+    Emulated(
+        GqaCase(name="a window", seq_lens=(900, 130, 3), group=7, q_len=4, head_dim=64, window=200),
+        5,
+    ),
+    Emulated(
+        GqaCase(
+            name="ragged queries",
+            seq_lens=(300, 130, 0, 77),
+            q_lens=(17, 0, 2, 5),
+            group=4,
+            page_size=256,
+        ),
+        7,
+    ),
+    Emulated(
+        GqaCase(
+            name="a draft mask", seq_lens=(300, 200), q_len=5, mask="random", group=3, window=100
+        ),
+        9,
+    ),
+    Emulated(GqaCase(name="many pieces", seq_lens=(3072,), kv_heads=1, group=8, sink=3.0), 24),
+    Emulated(
+        GqaCase(name="many requests", seq_lens=tuple(i * 37 % 300 for i in range(36)), group=2), 7
+    ),
+    Emulated(GqaCase(name="large scores", seq_lens=(900,), query_magnitude=100.0, layout="HND"), 4),
+]
+
+Decode = Callable[[Emulated, int], None]
+
+
+@pytest.fixture(scope="module")
+def emulator(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
+    """Return what runs kernels, and keeps them for all tests of the module."""
+    return Emulator(tmp_path_factory.mktemp("emulated"))
+
+
+@pytest.fixture
+def decoded(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Decode:
+    """Return what computes a case by emulated launches, and checks the result."""
+    record_launches(monkeypatch, paths=GQA)
+    counters = (ctypes.c_uint32 * (2 * _MOST_BLOCKS))()
+
+    def run(given: Emulated, seed: int) -> None:
+        facts = DeviceFacts(
+            index=0, name="", major=9, minor=0, sm_count=given.sm_count, memory_bytes=0
+        )
+
+        def launch(kernel: LoadedKernel, blocks: int, _: bool, *values: float | bytes) -> None:
+            emulator.launch(kernel.spec, kernel.packing.pack(*values), blocks, seed)
+
+        def run_gqa(inputs: GqaInputs, enable_pdl: bool) -> torch.Tensor:
+            request = check_request(inputs)
+            on_gpu = replace(request, device=torch.device("cuda", 0))
+            call = gqa_hopper.prepare_hopper(inputs, on_gpu, 0, is_forced=True)
+            assert call is not None
+            return gqa_call._run_on_gpu(replace(call, request=request), inputs, enable_pdl)
+
+        monkeypatch.setattr(gqa_plan, "device_facts", lambda _: facts)
+        monkeypatch.setattr(gqa_maps, "encode", encode)
+        monkeypatch.setattr(gqa_hopper, "counters_of", lambda *_: ctypes.addressof(counters))
+        monkeypatch.setattr(gqa_hopper, "launch", launch)
+        monkeypatch.setattr(mlagen.decode, "run_gqa", run_gqa)
+        problem = given.case.build("cpu")
+        workspace = torch.full((1 << 22,), 0xFF, dtype=torch.uint8)
+        out = mlagen.decode.xqa_batch_decode_with_kv_cache(
+            **problem.arguments(workspace_buffer=workspace)
+        )
+
+        problem.check(out)
+        assert not any(counters)
+
+    return run
+
+
+@pytest.mark.parametrize("given", CASES, ids=lambda given: given.case.name)
+def test_a_kernel_is_right_in_whatever_order_warps_and_copies_come(
+    given: Emulated, decoded: Decode
+) -> None:
+    """Within the tolerance of float64; counters are zero again, and nothing is left under way."""
+    for seed in range(3):
+        decoded(given, seed)
