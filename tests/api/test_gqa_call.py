@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from mlagen.api import gqa_call
+from mlagen.api.gqa_request import check_request
 from mlagen.errors import ArgumentError
 from mlagen.runtime.plan import DecodePlan
 from tests.api.gqa_launches import inputs_of, launches_of
@@ -148,6 +151,18 @@ def test_a_window_of_all_that_a_table_holds_is_none(monkeypatch: pytest.MonkeyPa
     _, _, launches = launches_of(inputs, monkeypatch)
 
     assert launches[0][3]["window"] == 0
+
+
+@pytest.mark.parametrize(("window", "kept"), [(0x7FFF0000, 0), (0x7FFEFFFF, 0x7FFEFFFF)])
+def test_a_window_of_all_that_is_counted_is_none(
+    window: int, kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A table may hold more tokens than a kernel counts."""
+    tables = torch.zeros(2, 2**31 // 256, dtype=torch.int32)
+    case = replace(UNIFORM, page_size=256)
+    inputs = inputs_of(case, monkeypatch, window=window, block_tables=tables)
+
+    assert check_request(inputs).window == kept
 
 
 def test_a_workspace_that_is_too_small_is_refused_with_both_sizes(
