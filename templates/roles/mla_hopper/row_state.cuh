@@ -28,8 +28,3 @@ __device__ inline float output_scale(const Params& params) {
 
 // For fmaxf, which ignores a NaN.
 __device__ inline float nan_unless_finite(float value) { return fmaf(value, 0.0f, value); }
-
-// What a warp tells others of its rows, where it stages output at other times.
-__device__ inline float* told_of_rows(SharedMemory& shared, int warp) {
-  return reinterpret_cast<float*>(shared.staging[warp]);
-}

@@ -1,6 +1,11 @@
 // How large the values of a row are. Needs SharedMemory, accumulators.cuh,
 // roles/mla_hopper/crew.cuh, roles/mla_hopper/row_state.cuh.
 
+// What a warp tells others of its rows, where it stages output at other times.
+__device__ inline float* told_of_rows(SharedMemory& shared, int warp) {
+  return reinterpret_cast<float*>(shared.staging[warp]);
+}
+
 // The largest finite magnitude of every row, in all warps of the crew.
 __device__ inline void largest_of_rows(SharedMemory& shared, const Crew& crew,
                                        const Accumulators& accumulators,

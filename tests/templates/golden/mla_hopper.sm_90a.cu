@@ -1610,11 +1610,6 @@ __device__ inline float output_scale(const Params& params) {
 // For fmaxf, which ignores a NaN.
 __device__ inline float nan_unless_finite(float value) { return fmaf(value, 0.0f, value); }
 
-// What a warp tells others of its rows, where it stages output at other times.
-__device__ inline float* told_of_rows(SharedMemory& shared, int warp) {
-  return reinterpret_cast<float*>(shared.staging[warp]);
-}
-
 // Consumer warps that leave or merge pieces of a unit together: all, or those of one half of the
 // tasks. Needs roles/mla_hopper/constants, blocks/fresh_thread.cuh, ptx/barrier.cuh.
 
@@ -1974,6 +1969,11 @@ struct Consumer {
 
 // How large the values of a row are. Needs SharedMemory, accumulators.cuh,
 // roles/mla_hopper/crew.cuh, roles/mla_hopper/row_state.cuh.
+
+// What a warp tells others of its rows, where it stages output at other times.
+__device__ inline float* told_of_rows(SharedMemory& shared, int warp) {
+  return reinterpret_cast<float*>(shared.staging[warp]);
+}
 
 // The largest finite magnitude of every row, in all warps of the crew.
 __device__ inline void largest_of_rows(SharedMemory& shared, const Crew& crew,
