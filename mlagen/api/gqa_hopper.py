@@ -10,7 +10,7 @@ from mlagen.api.arguments import ALIGNMENT_BYTES
 from mlagen.api.calls import require_room, scale_of
 from mlagen.api.gqa_inputs import GqaInputs
 from mlagen.api.gqa_maps import GqaCacheForm, GqaCacheMaps, maps_of
-from mlagen.api.gqa_plan import plan_gqa_hopper_call
+from mlagen.api.gqa_plan import plan_gqa_hopper_call, planned_facts
 from mlagen.api.gqa_pointers import MASK_ALIGNMENT_BYTES, check_pointers
 from mlagen.api.gqa_request import GqaRequest
 from mlagen.engine import kernel_for
@@ -94,18 +94,7 @@ def prepare_hopper(
     UnsupportedError
         Instead of returning None, if the kernel is asked for by name.
     """
-    planned = plan_gqa_hopper_call(
-        device=index,
-        variant=request.variant,
-        batch=request.batch,
-        q_len=request.q_len,
-        is_ragged=request.is_ragged,
-        tokens=request.tokens,
-        heads=request.heads,
-        kv_heads=request.kv_heads,
-        window=int(inputs.window),
-        longest_kv=int(inputs.max_seq_len),
-    )
+    planned = plan_gqa_hopper_call(**planned_facts(inputs, request, index))
     if planned is None:
         if is_forced:
             raise not_covered(index, request.variant)

@@ -3,13 +3,32 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 from mlagen.api.calls import rounded_up
+from mlagen.api.gqa_inputs import GqaInputs
+from mlagen.api.gqa_request import GqaRequest
 from mlagen.runtime.device import arch_of_device, device_facts
 from mlagen.runtime.plan import DecodePlan, GqaDecodeProblem, plan_gqa_decode
 from mlagen.runtime.plan_gqa_hopper import GqaHopperPlan, plan_gqa_hopper
 from mlagen.spec.gqa import GqaDecodeSpec, GqaVariant, gqa_decode_spec
 from mlagen.spec.gqa_hopper import GqaHopperSpec, gqa_hopper_spec
+
+
+def planned_facts(inputs: GqaInputs, request: GqaRequest, device: int) -> dict[str, Any]:
+    """Return what either plan of a call depends on."""
+    return {
+        "device": device,
+        "variant": request.variant,
+        "batch": request.batch,
+        "q_len": request.q_len,
+        "is_ragged": request.is_ragged,
+        "tokens": request.tokens,
+        "heads": request.heads,
+        "kv_heads": request.kv_heads,
+        "window": int(inputs.window),
+        "longest_kv": int(inputs.max_seq_len),
+    }
 
 
 @lru_cache(maxsize=4096)

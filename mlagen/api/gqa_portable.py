@@ -9,7 +9,7 @@ import torch
 from mlagen.api.arguments import ALIGNMENT_BYTES
 from mlagen.api.calls import CombineCall, combine_call, require_room, scale_of
 from mlagen.api.gqa_inputs import GqaInputs
-from mlagen.api.gqa_plan import plan_gqa_call
+from mlagen.api.gqa_plan import plan_gqa_call, planned_facts
 from mlagen.api.gqa_pointers import MASK_ALIGNMENT_BYTES, alignment_of, check_pointers
 from mlagen.api.gqa_request import GqaRequest
 from mlagen.engine import kernel_for
@@ -108,18 +108,7 @@ class PortableGqaCall:
 
 def prepare_portable(inputs: GqaInputs, request: GqaRequest, index: int) -> PortableGqaCall:
     """Return how calls of the form of ``inputs`` are launched on GPU ``index``."""
-    spec, plan = plan_gqa_call(
-        device=index,
-        variant=request.variant,
-        batch=request.batch,
-        q_len=request.q_len,
-        is_ragged=request.is_ragged,
-        tokens=request.tokens,
-        heads=request.heads,
-        kv_heads=request.kv_heads,
-        window=int(inputs.window),
-        longest_kv=int(inputs.max_seq_len),
-    )
+    spec, plan = plan_gqa_call(**planned_facts(inputs, request, index))
     require_room(inputs.workspace_buffer, inputs.names.workspace_buffer, plan.workspace_bytes)
     combine_spec = CombineSplitsSpec(
         arch=spec.arch, dtype=spec.variant.out_dtype, head_dim_vo=spec.variant.head_dim

@@ -94,7 +94,30 @@ _WIDEST = 512
 
 
 @dataclass(frozen=True, kw_only=True)
-class GqaDecodeSpec(KernelSpec):
+class GqaSpec(KernelSpec):
+    """What every GQA decode kernel is specialised for."""
+
+    variant: GqaVariant
+
+    @property
+    def decodes_kv(self) -> bool:
+        """Whether tokens are stored as another type than they are multiplied as."""
+        return not self.variant.kv_dtype.is_16bit
+
+    @property
+    def uses_e4m3(self) -> bool:
+        """Whether anything is stored as e4m3: tokens, their scales or the output."""
+        kv, out = self.variant.kv_dtype, self.variant.out_dtype
+        return kv in (DType.E4M3, DType.NVFP4) or out is DType.E4M3
+
+    @property
+    def stores_e4m3(self) -> bool:
+        """Whether the output is e4m3."""
+        return self.variant.out_dtype is DType.E4M3
+
+
+@dataclass(frozen=True, kw_only=True)
+class GqaDecodeSpec(GqaSpec):
     """What changes the machine code of a GQA decode kernel, and nothing else."""
 
     family: ClassVar[str] = "gqa_decode"
@@ -149,24 +172,7 @@ class GqaDecodeSpec(KernelSpec):
         float32("output_factor"),
     )
 
-    variant: GqaVariant
     tile: GqaTile
-
-    @property
-    def decodes_kv(self) -> bool:
-        """Whether tokens pass through shared memory as they are stored, to be decoded there."""
-        return not self.variant.kv_dtype.is_16bit
-
-    @property
-    def uses_e4m3(self) -> bool:
-        """Whether anything is stored as e4m3: tokens, their scales or the output."""
-        kv, out = self.variant.kv_dtype, self.variant.out_dtype
-        return kv in (DType.E4M3, DType.NVFP4) or out is DType.E4M3
-
-    @property
-    def stores_e4m3(self) -> bool:
-        """Whether the output is e4m3."""
-        return self.variant.out_dtype is DType.E4M3
 
     @property
     def warp_tokens(self) -> int:

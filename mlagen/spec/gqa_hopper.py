@@ -10,10 +10,9 @@ from typing import ClassVar
 
 from mlagen.spec.arch import Arch
 from mlagen.spec.dtype import DType
-from mlagen.spec.gqa import HEAD_DIMS, PAGE_SIZES, SUPPORTED, GqaVariant
+from mlagen.spec.gqa import HEAD_DIMS, PAGE_SIZES, SUPPORTED, GqaSpec, GqaVariant
 from mlagen.spec.kernel import (
     CallShape,
-    KernelSpec,
     Parameter,
     float32,
     int32,
@@ -41,7 +40,7 @@ _RING_BYTES_OF_MANY = 160 * 1024  # what twice as many warps merge takes the res
 
 
 @dataclass(frozen=True, kw_only=True)
-class GqaHopperSpec(KernelSpec):
+class GqaHopperSpec(GqaSpec):
     """What changes the machine code of a Hopper GQA decode kernel, and nothing else."""
 
     family: ClassVar[str] = "gqa_hopper"
@@ -89,28 +88,12 @@ class GqaHopperSpec(KernelSpec):
         float32("output_factor"),
     )
 
-    variant: GqaVariant
     tile_rows: int
-
-    @property
-    def decodes_kv(self) -> bool:
-        """Whether tokens become another type in registers."""
-        return not self.variant.kv_dtype.is_16bit
 
     @property
     def element(self) -> DType:
         """What is multiplied; fp16 holds every e4m3."""
         return DType.FP16 if self.decodes_kv else self.variant.kv_dtype
-
-    @property
-    def uses_e4m3(self) -> bool:
-        """Whether anything is stored as e4m3: tokens or the output."""
-        return DType.E4M3 in (self.variant.kv_dtype, self.variant.out_dtype)
-
-    @property
-    def stores_e4m3(self) -> bool:
-        """Whether the output is e4m3."""
-        return self.variant.out_dtype is DType.E4M3
 
     @property
     def row_bytes(self) -> int:
