@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from mlagen.runtime.device import DeviceFacts
 from mlagen.runtime.loader import LoadedKernel
 from tests.api.launches import GQA, record_launches
 from tests.emulator.emulated import COMPILER, Emulator, encode
-from tests.gqa_problems import E4M3, GqaCase
+from tests.gqa_problems import E4M3, GqaCase, GqaProblem
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
@@ -86,7 +86,7 @@ CASES = [
     Emulated(GqaCase(name="large scores", seq_lens=(900,), query_magnitude=100.0, layout="HND"), 4),
 ]
 
-Decode = Callable[[Emulated, int], None]
+Decode = Callable[..., torch.Tensor]
 
 
 @pytest.fixture(scope="module")
@@ -97,14 +97,12 @@ def emulator(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
 
 @pytest.fixture
 def decoded(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Decode:
-    """Return what computes a case by emulated launches, and checks the result."""
+    """Return what computes a problem by emulated launches, with as many SMs as are said."""
     record_launches(monkeypatch, paths=GQA)
     counters = (ctypes.c_uint32 * (2 * _MOST_BLOCKS))()
 
-    def run(given: Emulated, seed: int) -> None:
-        facts = DeviceFacts(
-            index=0, name="", major=9, minor=0, sm_count=given.sm_count, memory_bytes=0
-        )
+    def run(problem: GqaProblem, sm_count: int, seed: int, **changes: Any) -> torch.Tensor:
+        facts = DeviceFacts(index=0, name="", major=9, minor=0, sm_count=sm_count, memory_bytes=0)
 
         def launch(kernel: LoadedKernel, blocks: int, _: bool, *values: float | bytes) -> None:
             emulator.launch(kernel.spec, kernel.packing.pack(*values), blocks, seed)
@@ -121,14 +119,13 @@ def decoded(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Decode:
         monkeypatch.setattr(gqa_hopper, "counters_of", lambda *_: ctypes.addressof(counters))
         monkeypatch.setattr(gqa_hopper, "launch", launch)
         monkeypatch.setattr(mlagen.decode, "run_gqa", run_gqa)
-        problem = given.case.build("cpu")
         workspace = torch.full((1 << 22,), 0xFF, dtype=torch.uint8)
         out = mlagen.decode.xqa_batch_decode_with_kv_cache(
-            **problem.arguments(workspace_buffer=workspace)
+            **problem.arguments(workspace_buffer=workspace, **changes)
         )
 
-        problem.check(out)
         assert not any(counters)
+        return out
 
     return run
 
@@ -138,5 +135,20 @@ def test_a_kernel_is_right_in_whatever_order_warps_and_copies_come(
     given: Emulated, decoded: Decode
 ) -> None:
     """Within the tolerance of float64; counters are zero again, and nothing is left under way."""
+    problem = given.case.build("cpu")
+
     for seed in range(3):
-        decoded(given, seed)
+        problem.check(decoded(problem, given.sm_count, seed))
+
+
+def test_where_offsets_go_back_nothing_is_written(decoded: Decode) -> None:
+    """There could be more work than positions on the line; and a later call is right."""
+    case = GqaCase(name="", seq_lens=(300, 17, 64), q_lens=(2, 1, 2), group=4, page_size=64)
+    problem = case.build("cpu")
+    out = torch.full_like(problem.query, 7.0)
+    ends = torch.tensor([0, 5, 0, 5], dtype=torch.int32)
+
+    decoded(problem, 6, 0, out=out, q_cu_seq_lens=ends)
+
+    assert torch.equal(out, torch.full_like(out, 7.0))
+    problem.check(decoded(problem, 6, 0))

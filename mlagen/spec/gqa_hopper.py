@@ -26,17 +26,19 @@ from mlagen.spec.kernel import (
 TILE_ROWS = (32, 16, 8)
 _MOST_ACCUMULATORS = 32 * 128
 
-# Warps that multiply. What becomes another type first is twice as much work for its bytes, and
-# where registers allow it twice as many warps do it.
-_CONSUMER_WARPS = 8
-_MANY_CONSUMER_WARPS = 16
-_MOST_OF_MANY = 8 * 128  # rows times dims
+_CONSUMER_WARPS = 8  # that multiply
 _STEP_TOKENS = 16  # of a warp
+# What becomes another type first is twice as much work for its bytes, and where registers allow it
+# a warp has two steps under way.
+_MOST_OF_TWO_STEPS = 8 * 128  # rows times dims
 _LEAST_BOX_TOKENS = 16
 _LINE_BYTES = 128  # that shared memory permutes
 _LEAST_TILE_BYTES = 16384  # what a copy brings is worth a barrier then
-_RING_BYTES = 192 * 1024
-_RING_BYTES_OF_MANY = 160 * 1024  # what twice as many warps merge takes the rest
+# Blocks that read heads side by side drift apart by as much as their rings hold, and the further
+# they do, the slower memory is. What is under way must last until more comes.
+_RING_TOKENS = 768
+_LEAST_RING_BYTES = 64 * 1024
+_MOST_RING_BYTES = 192 * 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +110,9 @@ class GqaHopperSpec(GqaSpec):
     @property
     def tile_tokens(self) -> int:
         """Tokens that the warps of a block attend to at a time."""
-        tokens = self.consumer_warps * _STEP_TOKENS
+        is_light = self.tile_rows * self.variant.head_dim <= _MOST_OF_TWO_STEPS
+        steps = 2 if self.decodes_kv and is_light else 1
+        tokens = _CONSUMER_WARPS * steps * _STEP_TOKENS
         return max(tokens, _LEAST_TILE_BYTES // self.row_bytes)
 
     @property
@@ -119,21 +123,18 @@ class GqaHopperSpec(GqaSpec):
     @property
     def stages(self) -> int:
         """Tiles of keys or values that shared memory has room for."""
-        is_many = self.consumer_warps == _MANY_CONSUMER_WARPS
-        ring_bytes = _RING_BYTES_OF_MANY if is_many else _RING_BYTES
-        return ring_bytes // (self.tile_tokens * self.row_bytes)
+        ring_bytes = max(_RING_TOKENS * self.row_bytes, _LEAST_RING_BYTES)
+        return min(ring_bytes, _MOST_RING_BYTES) // (self.tile_tokens * self.row_bytes)
 
     @property
     def consumer_warps(self) -> int:
         """Warps that multiply."""
-        is_light = self.tile_rows * self.variant.head_dim <= _MOST_OF_MANY
-        return _MANY_CONSUMER_WARPS if self.decodes_kv and is_light else _CONSUMER_WARPS
+        return _CONSUMER_WARPS
 
     @property
     def threads(self) -> int:
         """Threads of one block."""
-        other_warps = 4 if self.consumer_warps == _CONSUMER_WARPS else 1
-        return (self.consumer_warps + other_warps) * 32
+        return (_CONSUMER_WARPS + 4) * 32
 
     @property
     def shared_bytes(self) -> int:

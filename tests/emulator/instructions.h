@@ -224,7 +224,9 @@ static u32 copy_box(const Copy& copy, bool is_poison) {
   }
   return lines * line;
 }
-static void cp_async_bulk_tensor(u32 target, const void* map, u32 barrier, int x, int y, int z,
+static u64 createpolicy_evict_first() { return 0; }
+static u64 createpolicy_evict_normal() { return 0; }
+static void cp_async_bulk_tensor(u32 target, const void* map, u32 barrier, u64, int x, int y, int z,
                                  int w, int v) {
   copies.push_back({target, static_cast<const Map*>(map), barrier, {x, y, z, w, v}});
   copy_box(copies.back(), true);

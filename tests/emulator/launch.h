@@ -51,7 +51,7 @@ static void run_block(unsigned block, int threads) {
       if (chance() % 3 != 0) run_warp(warp);
     }
     let_copies_arrive();
-    if (has_progress) idle_rounds = 0;
+    if (has_progress || !copies.empty()) idle_rounds = 0;  // what is under way will arrive
     if (idle_rounds > kPatience) complain("deadlock in block", block);
   }
   if (!copies.empty()) complain("copies under way at the end of block", block);

@@ -116,6 +116,8 @@ def test_ten_thousand_launches_give_the_same_bits(case: GqaCase) -> None:
 
 _WAIT = "  mbarrier_wait(shared_address(&barrier), parity);\n"
 _MEET = "      barrier_sync(kConsumerBarrier, kConsumerThreads);"
+_PARTS = "    merge_parts(params, item, count, 0, 0,"
+_LEFT = "  write_part(0, 0, warp, softmax, output, shared);\n"
 _DELAY = "  if ((static_cast<u32>(clock64()) * 2654435761u >> 13) % 16 == 0) __nanosleep({});\n"
 
 
@@ -123,7 +125,7 @@ def with_delays(spec: GqaHopperSpec) -> loader.LoadedKernel:
     """Return the kernel with warps that fall asleep by chance wherever they wait for others."""
     source = render(spec)
     text = source.text
-    for place, nanoseconds in ((_WAIT, 2000), (_MEET, 5000)):
+    for place, nanoseconds in ((_WAIT, 2000), (_MEET, 5000), (_PARTS, 20_000), (_LEFT, 5000)):
         assert place in text
         text = text.replace(place, _DELAY.format(nanoseconds) + "  __syncwarp();\n" + place)
     cubin = compile_source(Source(text=text, origins=()), spec.arch, find_nvrtc())
@@ -179,3 +181,16 @@ def test_a_wild_page_does_not_fault() -> None:
         out = decode(problem, block_tables=tables)
 
         assert torch.equal(out[1], right[1])
+
+
+def test_where_offsets_go_back_nothing_is_written() -> None:
+    """There could be more work than positions on the line; and a later call is right."""
+    problem = GqaCase(name="", seq_lens=(300,) * 200, q_lens=(2,) * 200, kv_heads=1).build("cuda")
+    right = decode(problem)
+    out = torch.full_like(right, 7.0)
+    ends = torch.tensor([0, 400] * 100 + [0], dtype=torch.int32, device="cuda")
+
+    decode(problem, out=out, q_cu_seq_lens=ends)
+
+    assert torch.equal(out, torch.full_like(out, 7.0))
+    assert torch.equal(decode(problem), right)

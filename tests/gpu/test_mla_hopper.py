@@ -170,3 +170,16 @@ def test_a_small_call_takes_the_portable_kernel(monkeypatch: pytest.MonkeyPatch)
 
     (call,) = mla_call._calls.values()
     assert not isinstance(call.decode.spec, MlaHopperSpec)
+
+
+def test_where_offsets_go_back_nothing_is_written() -> None:
+    """There could be more work than positions on the line; and a later call is right."""
+    problem = MlaCase(name="", seq_lens=(300,) * 200, q_lens=(2,) * 200, heads=64).build("cuda")
+    right = decode(problem)
+    out = torch.full_like(right, 7.0)
+    ends = torch.tensor([0, 400] * 100 + [0], dtype=torch.int32, device="cuda")
+
+    decode(problem, out=out, cum_seq_lens_q=ends)
+
+    assert torch.equal(out, torch.full_like(out, 7.0))
+    assert torch.equal(decode(problem), right)

@@ -67,29 +67,30 @@ def test_boxes_lie_in_a_page_and_fill_a_tile(
     assert 16 <= spec.box_tokens <= 256  # what a tensor map allows
     assert spec.tile_tokens // spec.box_tokens <= 32
     assert spec.row_bytes % spec.line_bytes == 0
-    ring_bytes = (192 if spec.consumer_warps == 8 else 160) * 1024
+    ring_bytes = {64: 64, 128: 96, 256: 192, 512: 192}[spec.row_bytes] * 1024
     assert spec.stages * spec.tile_tokens * spec.row_bytes == ring_bytes
     assert spec.stages >= 3
 
 
 @pytest.mark.parametrize(
-    ("kv_dtype", "head_dim", "rows", "warps"),
+    ("kv_dtype", "head_dim", "rows", "tokens"),
     [
-        (DType.BF16, 64, 8, 8),
-        (DType.E4M3, 64, 16, 16),
-        (DType.E4M3, 128, 8, 16),
-        (DType.E4M3, 128, 9, 8),
-        (DType.E4M3, 256, 8, 8),
+        (DType.BF16, 64, 8, 128),
+        (DType.E4M3, 64, 16, 256),
+        (DType.E4M3, 128, 8, 256),
+        (DType.E4M3, 128, 9, 128),
+        (DType.E4M3, 256, 8, 128),
     ],
 )
-def test_what_becomes_another_type_has_twice_the_warps_where_registers_allow(
-    kv_dtype: DType, head_dim: int, rows: int, warps: int
+def test_of_what_becomes_another_type_a_warp_has_two_steps_where_registers_allow(
+    kv_dtype: DType, head_dim: int, rows: int, tokens: int
 ) -> None:
-    """With them goes a loader, and three idle warps where registers are handed out by four."""
+    """Beside eight warps of consumers there are a loader and three mergers."""
     spec = gqa_hopper(kv_dtype=kv_dtype, head_dim=head_dim, rows=rows)
 
-    assert spec.consumer_warps == warps
-    assert spec.threads == (384 if warps == 8 else 544)
+    assert spec.tile_tokens == tokens
+    assert spec.consumer_warps == 8
+    assert spec.threads == 384
 
 
 @pytest.mark.parametrize("arch", ARCHS, ids=str)

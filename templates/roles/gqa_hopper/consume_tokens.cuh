@@ -15,12 +15,15 @@ __device__ inline void skip_stage(SharedMemory& shared, RingPosition<kStages>& p
   position.advance();
 }
 
-__device__ inline void consume_item(const Params& params, const Item& item, int warp, float factor,
-                                    u32 count, SharedMemory& shared,
-                                    RingPosition<kStages>& position) {
+// Item `count` of the block, whose query has been asked for; asks for the next one's. Says whether
+// there is one.
+__device__ inline bool consume_item(const Params& params, WarpWork& work, int warp, float factor,
+                                    u32 count, Query& query, bool& are_merging,
+                                    SharedMemory& shared, RingPosition<kStages>& position) {
+  const Item& item = work.item;
   const MatrixRows key_matrices = key_rows(warp);
   const MatrixRows value_matrices = value_rows(warp);
-  const Query query(params, item, warp, shared);
+  query.finish(params, item, warp, shared);
   const ScoreFactors factors(query, factor);
   Softmax softmax;
   Output output = {};
@@ -63,8 +66,18 @@ __device__ inline void consume_item(const Params& params, const Item& item, int 
     release(shared.stage_empty[position.stage]);
     position.advance();
   }
-  merge_warps(params, item, warp, count, softmax, output, shared);
-  if (item.pieces > 1) merge_pieces(params, item, shared);
+  const bool has_next =
+      work.look_ahead(params, [&](const Item& next) { query.begin(params, next, warp); });
+  await_mergers(are_merging);
+  if (is_merged_apart(item, has_next)) {
+    leave_parts(warp, softmax, output, shared);
+    are_merging = true;
+  } else {
+    merge_warps(params, item, warp, count, softmax, output, shared);
+    if (item.pieces > 1) merge_pieces(params, item, shared);
+  }
+  if (has_next) work.keep_next(params);
+  return has_next;
 }
 
 // `length` is what seq_lens has for the lane's own_request.
@@ -74,13 +87,18 @@ __device__ inline void consume_tokens(const Params& params, int length, int warp
   WalkState walk;
   const bool has_work = find_span(params, length, span, walk);
   WarpWork& work = shared.work[warp];
-  if (has_work) work.keep(params, span, walk);
-  barrier_sync(kStartBarrier, kWarps * kWarpLanes);  // barriers are there
+  u32 count = 1;  // of items, this one included
+  Query query(shared);
+  if (has_work) {
+    work.keep(params, span, walk);
+    query.begin(params, work.item, warp);
+  }
+  barrier_sync(kStartBarrier, kFirstMerger * kWarpLanes);  // barriers are there
   if (!has_work) return;
   const float factor = score_scale(params) * params.score_factor * kLog2E;
   RingPosition<kStages> position;
-  u32 count = 0;  // of items, this one included
-  do {
-    consume_item(params, work.item, warp, factor, ++count, shared, position);
-  } while (work.keep_next(params));
+  bool are_merging = false;
+  while (consume_item(params, work, warp, factor, count, query, are_merging, shared, position)) {
+    ++count;
+  }
 }

@@ -33,7 +33,8 @@ __device__ inline bool clear_hidden(const Item& item, int first_token, int warp,
   }
   // What is copied here next comes after this.
   fence_proxy_async();
-  return __any_sync(~0u, has_nonfinite);  // and all of it is there for all lanes
+  __syncwarp();  // and all of it is there for all lanes
+  return __any_sync(~0u, has_nonfinite);
 }
 
 // Adds what is not finite of a token that not all rows see: times any probability it is the same.

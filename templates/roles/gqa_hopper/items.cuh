@@ -115,12 +115,21 @@ struct WarpWork {
     __syncwarp();
   }
 
-  // The same for the next item, if there is one.
-  __device__ bool keep_next(const Params& params) {
+  // Shows `look` the next item, if there is one; says whether there is.
+  template <typename Look>
+  __device__ bool look_ahead(const Params& params, Look look) const {
     const Span of_span = span;
     WalkState at = walk;
-    if (!go_on(params, of_span, at)) return false;
+    const bool has_next = go_on(params, of_span, at);
+    if (has_next) look(item_at(params, of_span, at));
+    return has_next;
+  }
+
+  // Goes to the next item, which there is.
+  __device__ void keep_next(const Params& params) {
+    const Span of_span = span;
+    WalkState at = walk;
+    go_on(params, of_span, at);
     keep(params, of_span, at);
-    return true;
   }
 };

@@ -1,5 +1,7 @@
 // The rows of an item's query, as a lane multiplies them: in its registers, or in shared memory for
-// all warps. Needs fragments.cuh, SharedMemory, Item; from the products fragment_of, fit_row.
+// all warps. Where there are registers for them, they are asked for before the item begins: memory
+// that is busy takes long to answer. Needs fragments.cuh, SharedMemory, Item; from the products
+// fragment_of, fit_row.
 
 __device__ inline void load_row(const Params& params, const Item& item, int group, QueryRow& part) {
   const int row = query_row(group);
@@ -17,10 +19,15 @@ struct KeptQuery {
   QueryRow rows[kRowGroups];
   float undone[kRowGroups];  // of the lane's row of each group
 
+  __device__ explicit KeptQuery(const SharedMemory&) {}
+
   // By each warp for itself.
-  __device__ KeptQuery(const Params& params, const Item& item, int, SharedMemory&) {
+  __device__ void begin(const Params& params, const Item& item, int) {
 #pragma unroll
     for (int n = 0; n < kRowGroups; ++n) load_row(params, item, n, rows[n]);
+  }
+
+  __device__ void finish(const Params&, const Item&, int, SharedMemory&) {
 #pragma unroll
     for (int n = 0; n < kRowGroups; ++n) undone[n] = fit_row(rows[n]);
   }
@@ -36,9 +43,12 @@ struct KeptQuery {
 struct SharedQuery {
   const SharedMemory& shared;
 
+  __device__ explicit SharedQuery(const SharedMemory& target) : shared(target) {}
+
+  __device__ void begin(const Params&, const Item&, int) {}
+
   // By all consumers, who have no use for the query before.
-  __device__ SharedQuery(const Params& params, const Item& item, int warp, SharedMemory& target)
-      : shared(target) {
+  __device__ void finish(const Params& params, const Item& item, int warp, SharedMemory& target) {
     if (warp < kRowGroups) {
       QueryRow part;
       load_row(params, item, warp, part);

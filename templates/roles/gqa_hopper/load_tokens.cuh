@@ -46,6 +46,7 @@ __device__ inline void load_item(const Params& params, const Item& item, SharedM
   const int end = item.first_tile + item.tiles;
   const int own_tile = lane_index() / kTileBoxes;
   const u32 target = lane_index() % kTileBoxes * kBoxBytes;
+  const u64 policy = policy_of_lines(params.row_tiles != 1);
 #pragma unroll 1
   for (int tile = item.first_tile, in_window = 0; tile < end; ++tile) {
     const bool copies = own_tile == in_window && boxes.is_inside(boxes.box);
@@ -58,8 +59,8 @@ __device__ inline void load_item(const Params& params, const Item& item, SharedM
       __syncwarp();
       if (copies) {
         cp_async_bulk_tensor(shared_address(shared.tokens[position.stage]) + target,
-                             part == 0 ? &params.key_map : &params.value_map, full, 0, slot, 0,
-                             item.kv_head, boxes.page);
+                             part == 0 ? &params.key_map : &params.value_map, full, policy, 0, slot,
+                             0, item.kv_head, boxes.page);
       }
       __syncwarp();
       position.advance();
@@ -82,12 +83,12 @@ __device__ inline void load_tokens(const Params& params, int length, SharedMemor
   } while (go_on(params, span, walk));
 }
 
-// Brings the page ids of all requests into L2, by warps that have nothing else to do where there
-// are such: a line for each of `threads` threads, and for no more tables than that are lines.
-__device__ inline void prefetch_ids(const Params& params, int thread, int threads) {
+// Brings the page ids of all requests into L2, by the mergers, which have nothing to do yet: a line
+// for each thread, and for no more tables than that are lines.
+__device__ inline void prefetch_ids(const Params& params, int thread) {
   constexpr int kLineIds = 32;
   const u32 row_lines = static_cast<u32>(ceil_div(params.max_pages, kLineIds));
-  const u32 line = blockIdx.x * threads + thread;
+  const u32 line = blockIdx.x * kMergerThreads + thread;
   if (row_lines == 0) return;
   const u32 request = line / row_lines;
   if (request >= params.requests) return;

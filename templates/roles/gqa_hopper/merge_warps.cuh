@@ -1,6 +1,6 @@
-// Adds up what the warps of a block have of an item, eight rows at a time. Needs store_rows.cuh,
-// hidden_values.cuh, fragments.cuh, Softmax, ptx/barrier.cuh, ptx/ex2.cuh; from the products
-// write_merged.
+// Adds up what the consumer warps of a block have of an item, eight rows at a time: by themselves,
+// or by the mergers, warps that do nothing else. Needs store_rows.cuh, hidden_values.cuh,
+// fragments.cuh, Softmax, ptx/barrier.cuh, ptx/ex2.cuh; from the products write_merged.
 
 // Four neighbouring values of one of the eight rows, from all warps.
 __device__ inline float4 merged_values(const SharedMemory& shared, int row, int dim,
@@ -46,13 +46,30 @@ __device__ inline void write_part(int group, int first_dim, int warp, const Soft
   }
 }
 
+// Of eight rows and kMergeDims dims, those values that are thread `thread`'s of `threads`.
+__device__ inline void merge_parts(const Params& params, const Item& item, u32 count, int group,
+                                   int first_dim, int thread, int threads,
+                                   const SharedMemory& shared) {
+  constexpr int kQuads = kMergeDims / 4;
+#pragma unroll 1
+  for (int task = thread; task < 8 * kQuads; task += threads) {
+    const int row_in_group = task / kQuads;
+    const int row = group * 8 + row_in_group;
+    if (row >= item.rows) break;
+    const int dim_in_part = task % kQuads * 4;
+    const int dim = first_dim + dim_in_part;
+    RowState state;
+    float4 values = merged_values(shared, row_in_group, dim_in_part, state);
+    if (shared.nonfinite_items[count % 2] == count) {
+      values = restore_nonfinite(params, item, row, dim, values);
+    }
+    store_merged(params, item, row, dim, state, values);
+  }
+}
+
 __device__ inline void merge_warps(const Params& params, const Item& item, int warp, u32 count,
                                    const Softmax& softmax, const Output& output,
                                    SharedMemory& shared) {
-  constexpr int kQuads = kMergeDims / 4;
-  const int thread = static_cast<int>(threadIdx.x);
-  const int row_in_group = thread / kQuads;
-  const int dim_in_part = thread % kQuads * 4;
   // Not unrolled, for the sake of the instructions' cache.
 #pragma unroll 1
   for (int group = 0; group * 8 < item.rows; ++group) {
@@ -61,17 +78,48 @@ __device__ inline void merge_warps(const Params& params, const Item& item, int w
       barrier_sync(kConsumerBarrier, kConsumerThreads);  // nobody reads any more
       write_part(group, first_dim, warp, softmax, output, shared);
       barrier_sync(kConsumerBarrier, kConsumerThreads);
-      const int row = group * 8 + row_in_group;
-      const int dim = first_dim + dim_in_part;
-      if (row_in_group < 8 && row < item.rows) {
-        RowState state;
-        float4 values = merged_values(shared, row_in_group, dim_in_part, state);
-        if (shared.nonfinite_items[count % 2] == count) {
-          values = restore_nonfinite(params, item, row, dim, values);
-        }
-        store_merged(params, item, row, dim, state, values);
-      }
+      merge_parts(params, item, count, group, first_dim, static_cast<int>(threadIdx.x),
+                  kConsumerThreads, shared);
       __syncwarp();
     }
+  }
+}
+
+// Whether the mergers merge an item: one that is a whole unit, and that another follows. What comes
+// last is done sooner by all consumers.
+__device__ inline bool is_merged_apart(const Item& item, bool has_next) {
+  return kMergesApart && item.pieces == 1 && has_next;
+}
+
+// For consumers: what they have left for the mergers has been merged.
+__device__ inline void await_mergers(bool& are_merging) {
+  if (are_merging) barrier_sync(kPartsEmptyBarrier, kConsumerThreads + kMergerThreads);
+  are_merging = false;
+}
+
+// Leaves an item to the mergers.
+__device__ inline void leave_parts(int warp, const Softmax& softmax, const Output& output,
+                                   SharedMemory& shared) {
+  write_part(0, 0, warp, softmax, output, shared);
+  barrier_arrive(kPartsFullBarrier, kConsumerThreads + kMergerThreads);
+}
+
+// The mergers: every item that is merged apart. `length` is what seq_lens has for the lane's
+// own_request.
+__device__ inline void merge_items(const Params& params, int length, SharedMemory& shared) {
+  Span span;
+  WalkState walk;
+  if (!find_span(params, length, span, walk)) return;
+  const int thread = static_cast<int>(threadIdx.x) - kFirstMerger * kWarpLanes;
+  bool has_next = true;
+#pragma unroll 1
+  for (u32 count = 1; has_next; ++count) {
+    const Item item = item_at(params, span, walk);
+    has_next = go_on(params, span, walk);
+    if (!is_merged_apart(item, has_next)) continue;
+    barrier_sync(kPartsFullBarrier, kConsumerThreads + kMergerThreads);
+    merge_parts(params, item, count, 0, 0, thread, kMergerThreads, shared);
+    __syncwarp();
+    barrier_arrive(kPartsEmptyBarrier, kConsumerThreads + kMergerThreads);
   }
 }

@@ -2,9 +2,8 @@
 // Query, ptx/cvt.cuh, ptx/ex2.cuh, ptx/movmatrix.cuh.
 
 // A row's probabilities are relative to its reference. No maximum is asked for while no score
-// exceeds it by more than this in log2 units: fp16 holds such probabilities, and references move
-// seldom.
-constexpr float kReferenceSlack = 15.0f;
+// exceeds it by more than this in log2 units, so that references move seldom.
+constexpr float kReferenceSlack = 8.0f;
 
 // Sums are over this lane's tokens only.
 struct Softmax {

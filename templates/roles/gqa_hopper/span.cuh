@@ -1,5 +1,6 @@
 // How the work of a call is divided among the blocks of the grid: each warp finds the part of its
-// block by itself. Needs Params, requests.cuh.
+// block by itself. Needs Params, requests.cuh,
+// blocks/query_offsets.cuh.
 
 // A team is some blocks of the grid that are neighbours. They read the same tokens at the same
 // time, each those of its kv head, which lie side by side in most caches; or the very same, for
@@ -46,12 +47,16 @@ __device__ inline bool find_span(const Params& params, int length, Span& span, W
   const int each = requests_of_lane(params);
   const int first = lane_index() * each;
   u32 own = line_length(facts_of_request(params, own_request(params), length));
+  bool is_unsound = goes_back(params, own_request(params));
   if (first >= params.requests) own = 0;
 #pragma unroll 4
-  for (int request = first + 1; request < first + each; ++request) {
-    const u32 more = line_length(facts_of_request(params, min(request, params.requests - 1)));
-    own += request < params.requests ? more : 0;
+  for (int i = first + 1; i < first + each; ++i) {
+    const int request = min(i, params.requests - 1);
+    const u32 more = line_length(facts_of_request(params, request));
+    own += i < params.requests ? more : 0;
+    is_unsound |= goes_back(params, request);
   }
+  if (__any_sync(~0u, is_unsound)) return false;
   u32 through = own;  // with all lanes before
 #pragma unroll
   for (int lanes = 1; lanes < kWarpLanes; lanes *= 2) {

@@ -2,8 +2,8 @@
 // blocks/scales.cuh.
 
 // A row's probabilities are relative to its reference. No maximum is asked for while none of them
-// is larger than this, which fp16 holds: so references move seldom.
-constexpr float kMostProbability = 0x1p15f;
+// is larger than this, so that references move seldom.
+constexpr float kMostProbability = 0x1p8f;
 
 struct RowState {
   float reference;  // log2 units; what the accumulators are relative to

@@ -1,5 +1,5 @@
 // How the work of a call is divided among the blocks of the grid: each finds its own part. Needs
-// Params, blocks/table_row.cuh, roles/mla_hopper/constants.
+// Params, blocks/query_offsets.cuh, blocks/table_row.cuh, roles/mla_hopper/constants.
 
 // The tiles of rows of a request are taken in groups, one tile for each member of a team: blocks
 // that are neighbours and read the same tokens. A unit is a request and a group. All units in a row
@@ -68,11 +68,13 @@ struct Span {
 };
 
 // What a warp found of its requests.
+enum class Requests { kUnsound, kMixed, kUniform };
+
 struct alignas(kChunkBytes) WarpRequests {
   int length;  // of the line
-  int blocks;  // of all requests, and their groups, if all are alike
+  int blocks;  // of all requests, and their groups, if they are uniform
   int groups;
-  int is_uniform;
+  Requests kind;
 };
 
 // Where a walk along the units is.
@@ -141,17 +143,20 @@ __device__ inline bool find_span(const Params& params, int team, int length, Spa
   int blocks = facts.blocks;
   int groups = facts.groups;
   bool is_uniform = true;
+  bool is_unsound = goes_back(params, own_request(params));
   int own = first < last ? line_length(facts, kUnitCost) : 0;
 #pragma unroll 1
   for (int request = first + 1; request < last; ++request) {
     const RequestFacts more = facts_of_request(params, request);
     is_uniform &= more.blocks == blocks && more.groups == groups;
+    is_unsound |= goes_back(params, request);
     own += line_length(more, kUnitCost);
   }
   // All lanes take part in both.
   const int lane_0_blocks = __shfl_sync(~0u, blocks, 0);
   const int lane_0_groups = __shfl_sync(~0u, groups, 0);
   is_uniform = __all_sync(~0u, is_uniform && blocks == lane_0_blocks && groups == lane_0_groups);
+  is_unsound = __any_sync(~0u, is_unsound);
   int through = own;  // with all lanes before
 #pragma unroll
   for (int lanes = 1; lanes < kWarpLanes; lanes *= 2) {
@@ -159,7 +164,8 @@ __device__ inline bool find_span(const Params& params, int team, int length, Spa
     if (lane_index() >= lanes) through += before;
   }
   if (lane_index() == kWarpLanes - 1) {
-    scratch.warps[warp_index()] = {through, blocks, groups, is_uniform};
+    const Requests kind = is_uniform ? Requests::kUniform : Requests::kMixed;
+    scratch.warps[warp_index()] = {through, blocks, groups, is_unsound ? Requests::kUnsound : kind};
   }
   __syncthreads();
   // A lane looks at what one warp found; there are fewer warps than lanes.
@@ -171,7 +177,8 @@ __device__ inline bool find_span(const Params& params, int team, int length, Spa
   begin += through - own;
   blocks = __shfl_sync(~0u, found.blocks, 0);
   groups = __shfl_sync(~0u, found.groups, 0);
-  is_uniform = __all_sync(~0u, found.is_uniform && found.blocks == blocks &&
+  if (__any_sync(~0u, found.kind == Requests::kUnsound)) return false;
+  is_uniform = __all_sync(~0u, found.kind == Requests::kUniform && found.blocks == blocks &&
                                    found.groups == groups && blocks > 0 && groups > 0);
   int spans = max(1, min(min(params.teams, kMostSpans), total / kLeastSpan));
   int unit_cost = kUnitCost;

@@ -22,12 +22,13 @@ struct BlockBoxes {
   __device__ u32 tile_bytes() const { return count * kBoxTokens * kTileRowBytes; }
 
   // Copies one tile of the block, to be counted at the barrier; by any lane.
-  __device__ void copy_tile(const TensorMap* map, int column, u32 target, u32 barrier) const {
+  __device__ void copy_tile(const TensorMap* map, int column, u32 target, u32 barrier,
+                            u64 policy) const {
 #pragma unroll
     for (int box = 0; box < kBoxes; ++box) {
       if (kBoxes > 1 && box >= count) continue;
-      cp_async_bulk_tensor(target + box * kBoxTokens * kTileRowBytes, map, barrier, 0, slot[box],
-                           column, page[box]);
+      cp_async_bulk_tensor(target + box * kBoxTokens * kTileRowBytes, map, barrier, policy, 0,
+                           slot[box], column, page[box]);
     }
   }
 };

@@ -4,10 +4,10 @@
 // Three tiles of whole blocks in one page are one copy, unless the rope part is a tensor of its
 // own.
 __device__ inline void copy_stage(const Params& params, const BlockBoxes& boxes, int first_tile,
-                                  u32 target, u32 full) {
+                                  u32 target, u32 full, u64 policy) {
   mbarrier_arrive_expect_tx(full, kStageTiles * boxes.tile_bytes());
   if (kBoxes == 1 && !params.rope_is_apart) {
-    cp_async_bulk_tensor(target, &params.group_map, full, 0, boxes.slot[0], first_tile,
+    cp_async_bulk_tensor(target, &params.group_map, full, policy, 0, boxes.slot[0], first_tile,
                          boxes.page[0]);
     return;
   }
@@ -15,12 +15,13 @@ __device__ inline void copy_stage(const Params& params, const BlockBoxes& boxes,
   for (int tile = 0; tile < kStageTiles; ++tile) {
     const bool is_rope = first_tile + tile == kLatentTiles;
     boxes.copy_tile(is_rope ? &params.rope_map : &params.latent_map,
-                    is_rope ? 0 : first_tile + tile, target + tile * kTileBytes, full);
+                    is_rope ? 0 : first_tile + tile, target + tile * kTileBytes, full, policy);
   }
 }
 
 // `part` is of the first item.
 __device__ inline void load_tokens(const Params& params, int, Part part, SharedMemory& shared) {
+  const u64 policy = policy_of_lines(params.team_size > 1);
   RingPosition<kStages> position;
   for (u32 count = 0; part.request >= 0; part = next_part(shared, count)) {
     const int end = part.first_block + part.blocks;
@@ -33,7 +34,7 @@ __device__ inline void load_tokens(const Params& params, int, Part part, SharedM
         if (lane_index() == 0) {
           copy_stage(params, boxes, index * kStageTiles,
                      shared_address(shared.tokens[position.stage]),
-                     shared_address(&shared.stage_full[position.stage]));
+                     shared_address(&shared.stage_full[position.stage]), policy);
         }
         __syncwarp();
         position.advance();

@@ -57,15 +57,18 @@ struct Consumer {
     fence_proxy_async();
   }
 
-  // Scores of the block in `kStage`, which are here, to probabilities; says whether references
-  // moved. `kIsPlain` where all rows see the whole block.
+  // Scores of the block in `kStage`, which are here, to probabilities; says whether references have
+  // moved. Of a block that does not `exist`, scores may be anything, and nothing is kept.
+  // `kIsPlain` where all rows see the whole block.
   template <int kStage, bool kIsPlain>
-  __device__ bool take_scores(int block, float (&moved)[kOwnRows]) {
+  __device__ bool take_scores(int block, bool exists, float (&moved)[kOwnRows]) {
 #pragma unroll
     for (int r = 0; r < kOwnRows; ++r) moved[r] = 1.0f;
     const int first_token = block * kBlockTokens;
-    const bool hides = !kIsPlain && first_token + kBlockTokens > item.visible_to_all;
+    const bool hides = !kIsPlain && (!exists || first_token + kBlockTokens > item.visible_to_all);
+    // No branch before this: it runs while products before it begin.
     const bool moves = !softmax.take(scores, scale, probabilities, hides);
+    if (!kIsPlain && !exists) return false;
     if (moves) {
       scale_scores(scores, scale);
       if constexpr (!kIsPlain) {
@@ -77,6 +80,8 @@ struct Consumer {
       softmax.take_moving(scores, probabilities, moved);
     }
     softmax.publish(moved, shared.reference[kStage], shared.rescale[kStage]);
+    store_probabilities<kStage>();
+    barrier_arrive(kProbabilitiesBarrier + kStage, kConsumerThreads);
     return moves;
   }
 
@@ -99,111 +104,66 @@ struct Consumer {
     }
   }
 
-  // What the left consumer does of the even block, all of it, and begins to do of the odd one.
-  template <bool kIsPlain>
-  __device__ void take_even_left(int block) {
+  // The left consumer: all of the even block, then the odd one if there is one, with the scores of
+  // the next even block behind it.
+  __device__ void take_pair_left(int block, bool is_last, bool has_odd) {
     descriptors.forget();
     float moved[kOwnRows];
-    if (take_scores<0, kIsPlain>(block, moved)) rescale(accumulators, moved[0], moved[1]);
-    store_probabilities<0>();
-    barrier_arrive(kProbabilitiesBarrier, kConsumerThreads);
+    if (take_scores<0, false>(block, true, moved)) rescale(accumulators, moved[0], moved[1]);
     wgmma_keep(accumulators);
     add_own<0, 0>(descriptors, probabilities, accumulators);
     finish(accumulators);
     release(shared.left_empty[0]);
-  }
-
-  __device__ void begin_odd_left() {
-    barrier_sync(kProbabilitiesBarrier + 1, kConsumerThreads);
-    follow(1);
-    wgmma_keep(accumulators);
-    add_others<1, 0>(descriptors, accumulators);
-  }
-
-  // And the right one: it begins with the even block, and ends with the odd one.
-  __device__ void begin_even_right() {
-    descriptors.forget();
-    barrier_sync(kProbabilitiesBarrier, kConsumerThreads);
-    follow(0);
-    wgmma_keep(accumulators);
-    add_others<0, 1>(descriptors, accumulators);
-  }
-
-  __device__ void finish_even_right() {
-    finish(accumulators);
-    release(shared.right_empty[0]);
-    release(shared.rope_empty[0]);
-  }
-
-  template <bool kIsPlain>
-  __device__ bool take_odd_scores(int block, float (&moved)[kOwnRows]) {
-    const bool moves = take_scores<1, kIsPlain>(block, moved);
-    store_probabilities<1>();
-    barrier_arrive(kProbabilitiesBarrier + 1, kConsumerThreads);
-    return moves;
-  }
-
-  __device__ void add_odd_right(bool moves, const float (&moved)[kOwnRows]) {
-    if (moves) rescale(accumulators, moved[0], moved[1]);
-    wgmma_keep(accumulators);
-    add_own<1, 1>(descriptors, probabilities, accumulators);
-    finish(accumulators);
-  }
-
-  // A pair of blocks that all rows see whole, and that the scores of another follow.
-  __device__ void take_plain_pair_left(int block) {
-    take_even_left<true>(block);
-    begin_odd_left();
+    if (has_odd) {
+      barrier_sync(kProbabilitiesBarrier + 1, kConsumerThreads);
+      follow(1);
+      wgmma_keep(accumulators);
+      add_others<1, 0>(descriptors, accumulators);
+    }
     parity ^= 1;
+    if (is_last) {
+      finish(accumulators);
+      if (has_odd) release_odd_left();
+      return;
+    }
     begin_scores<0>(descriptors, shared, parity, scores, [&](int tile) {
       if (tile != 3) return;
       wgmma_wait_group<4>();
-      release(shared.left_empty[1]);
-      release(shared.rope_empty[1]);
+      release_odd_left();
     });
     finish(accumulators);
     wgmma_keep(scores);
   }
 
-  __device__ void take_plain_pair_right(int block) {
-    begin_even_right();
-    float moved[kOwnRows];
-    const bool moves = take_odd_scores<true>(block + 1, moved);
-    finish_even_right();
-    add_odd_right(moves, moved);
-    release(shared.right_empty[1]);
-    parity ^= 1;
-    begin_pair<1>();
+  __device__ void release_odd_left() const {
+    release(shared.left_empty[1]);
+    release(shared.rope_empty[1]);
   }
 
-  // Any pair; the same steps, with less under way at a time.
-  __device__ void take_pair_left(int block, bool is_last, bool has_odd) {
-    take_even_left<false>(block);
-    if (has_odd) {
-      begin_odd_left();
-      finish(accumulators);
-      release(shared.left_empty[1]);
-      release(shared.rope_empty[1]);
-    }
-    parity ^= 1;
-    if (!is_last) begin_pair<0>();
-  }
-
+  // And the right one: it begins with the even block, and ends with the odd one.
+  template <bool kIsPlain>
   __device__ void take_pair_right(int block, bool is_last, bool has_odd) {
-    begin_even_right();
-    finish_even_right();
-    if (has_odd) {
-      float moved[kOwnRows];
-      const bool moves = take_odd_scores<false>(block + 1, moved);
-      add_odd_right(moves, moved);
+    descriptors.forget();
+    barrier_sync(kProbabilitiesBarrier, kConsumerThreads);
+    follow(0);
+    wgmma_keep(accumulators);
+    add_others<0, 1>(descriptors, accumulators);
+    float moved[kOwnRows];
+    const bool moves = take_scores<1, kIsPlain>(block + 1, has_odd, moved);
+    finish(accumulators);
+    release(shared.right_empty[0]);
+    release(shared.rope_empty[0]);
+    if (kIsPlain || has_odd) {
+      if (moves) rescale(accumulators, moved[0], moved[1]);
+      wgmma_keep(accumulators);
+      add_own<1, 1>(descriptors, probabilities, accumulators);
+      finish(accumulators);
     } else {
-      // Only this consumer has waited for the block that does not exist.
-      release(shared.left_empty[1]);
-      release(shared.rope_empty[1]);
+      release_odd_left();  // only this consumer has waited for the block that does not exist
     }
     release(shared.right_empty[1]);
     parity ^= 1;
-    if (!is_last) begin_pair<1>();
+    if (kIsPlain || !is_last) begin_pair<1>();
   }
 
   // The scores that a pair begins with.
@@ -215,7 +175,6 @@ struct Consumer {
 
   __device__ void take_item() {
     const int end = item.first_block + item.blocks;
-    const int last_pair = item.first_block + (item.blocks - 1) / 2 * 2;
     const int seen_blocks = item.visible_to_all / kBlockTokens - item.first_block;
     const int plain_blocks = item.blocks > kShortItem ? min(item.blocks - 1, seen_blocks) : 0;
     const int plain_end = item.first_block + max(plain_blocks / 2 * 2, 0);
@@ -223,20 +182,20 @@ struct Consumer {
     if (is_left()) {
       begin_pair<0>();
 #pragma unroll 1
-      for (; block < plain_end; block += 2) take_plain_pair_left(block);
-#pragma unroll 1
       for (; block < end; block += 2) {
-        if (block == last_pair) release_query();
-        take_pair_left(block, block == last_pair, block + 1 < end);
+        const bool is_last = block + 2 >= end;
+        if (is_last) release_query();
+        take_pair_left(block, is_last, block + 1 < end);
       }
     } else {
       begin_pair<1>();
 #pragma unroll 1
-      for (; block < plain_end; block += 2) take_plain_pair_right(block);
+      for (; block < plain_end; block += 2) take_pair_right<true>(block, false, true);
 #pragma unroll 1
       for (; block < end; block += 2) {
-        if (block == last_pair) release_query();
-        take_pair_right(block, block == last_pair, block + 1 < end);
+        const bool is_last = block + 2 >= end;
+        if (is_last) release_query();
+        take_pair_right<false>(block, is_last, block + 1 < end);
       }
     }
   }

@@ -22,6 +22,7 @@ struct LaneTile {
   int column;
   u32 target;  // of the first stage
   u32 full;
+  u64 policy;
 
   __device__ LaneTile(const Params& params, const SharedMemory& shared) {
     const int tile = min(lane_index(), kTiles - 1);
@@ -30,6 +31,7 @@ struct LaneTile {
     column = is_rope ? 0 : tile;
     target = shared_address(shared.tokens[0] + tile * kTileBytes);
     full = shared_address(&shared.tile_full[0][tile]);
+    policy = policy_of_lines(params.team_size > 1);
   }
 
   // A block that does not exist, for items are taken in pairs of blocks, arrives with nothing in
@@ -38,7 +40,7 @@ struct LaneTile {
     const u32 stage_full = full + stage * kTiles * sizeof(Barrier);
     if (exists) {
       mbarrier_arrive_expect_tx(stage_full, boxes.tile_bytes());
-      boxes.copy_tile(map, column, target + stage * kTiles * kTileBytes, stage_full);
+      boxes.copy_tile(map, column, target + stage * kTiles * kTileBytes, stage_full, policy);
     } else {
       mbarrier_arrive(stage_full);
     }

@@ -110,12 +110,13 @@ constexpr int kRows = 8;
 constexpr int kConsumerWarps = 8;
 constexpr int kSharedBytes = 232448;
 
-// Warps of the consumers come first, then the loader. Registers are handed out by four warps: any
-// beside the loader have nothing to do.
+// Warps of the consumers come first, then the loader, then three that merge, for registers are
+// handed out by four warps.
 constexpr int kConsumerThreads = kConsumerWarps * kWarpLanes;
 constexpr int kLoaderWarp = kConsumerWarps;
-constexpr int kWarps = kConsumerWarps + 1;  // that work
 constexpr int kThreads = 384;
+constexpr int kFirstMerger = kLoaderWarp + 1;
+constexpr int kMergerThreads = kThreads - kFirstMerger * kWarpLanes;
 
 // Registers of a thread, where a lane has more of the query and the output than kernels begin with.
 constexpr bool kMovesRegisters = kRows * kHeadDim > 8 * 128;
@@ -140,12 +141,19 @@ constexpr int kDimTiles = kHeadDim / 16;
 // Whether the query fits into registers beside the output; else it is in shared memory.
 constexpr bool kKeepsQuery = kRows * kHeadDim <= 16 * 128;
 
-// What is merged at a time of the warps of a block: eight rows, and so many dims.
-constexpr int kMergeDims = kKeepsQuery && kHeadDim >= 128 && kConsumerWarps == 8 ? 128 : 64;
+// What is merged at a time of the warps of a block: eight rows, and as many dims as there is room
+// for beside the ring and the query.
+constexpr bool kMergesMuch = kKeepsQuery || kStages * kTileBytes <= 128 * 1024;
+constexpr int kMergeDims = kMergesMuch && kHeadDim >= 128 ? 128 : 64;
+
+// Whether that is all of a row tile, so that the mergers may do it while consumers go on.
+constexpr bool kMergesApart = kRows == 8 && kMergeDims == kHeadDim;
 
 // Numbers of the barriers that warps meet at.
 constexpr int kStartBarrier = 1;
 constexpr int kConsumerBarrier = 2;
+constexpr int kPartsFullBarrier = 3;
+constexpr int kPartsEmptyBarrier = 4;
 
 static_assert(kTileBoxes * kBoxTokens == kTileTokens, "boxes fill a tile");
 static_assert(!kMovesRegisters || kConsumerThreads * kConsumerRegisters + 128 * kLoaderRegisters <=
@@ -195,27 +203,28 @@ __device__ inline u32 barrier_red_or(int barrier, int threads, u32 value) {
 }
 
 // PTX ISA, "Data Movement and Conversion Instructions: cp.async.bulk". Needs sm_90.
-// `map` is the generic address of a tensor map; x, y, z, w, v count elements, the innermost first.
+// `map` is the generic address of a tensor map, `policy` one of createpolicy for L2; x, y, z, w, v
+// count elements, the innermost first.
 
-// cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes
+// cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint
 // Copies a box to shared memory, zeros for what lies outside the tensor, and then counts its bytes
 // as arrived at the barrier.
-__device__ inline void cp_async_bulk_tensor(u32 target, const void* map, u32 barrier, int x, int y,
-                                            int z, int w) {
+__device__ inline void cp_async_bulk_tensor(u32 target, const void* map, u32 barrier, u64 policy,
+                                            int x, int y, int z, int w) {
   asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
-      "[%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(target),
-      "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w)
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".L2::cache_hint [%0], [%1, {%4, %5, %6, %7}], [%2], %3;" ::"r"(target),
+      "l"(map), "r"(barrier), "l"(policy), "r"(x), "r"(y), "r"(z), "r"(w)
       : "memory");
 }
 
-// cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes
-__device__ inline void cp_async_bulk_tensor(u32 target, const void* map, u32 barrier, int x, int y,
-                                            int z, int w, int v) {
+// cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint
+__device__ inline void cp_async_bulk_tensor(u32 target, const void* map, u32 barrier, u64 policy,
+                                            int x, int y, int z, int w, int v) {
   asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes "
-      "[%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(target),
-      "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w), "r"(v)
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".L2::cache_hint [%0], [%1, {%4, %5, %6, %7, %8}], [%2], %3;" ::"r"(target),
+      "l"(map), "r"(barrier), "l"(policy), "r"(x), "r"(y), "r"(z), "r"(w), "r"(v)
       : "memory");
 }
 
@@ -225,6 +234,23 @@ __device__ inline void cp_async_bulk_prefetch_tensor(const void* map, int x, int
   asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"(map),
                "r"(x), "r"(y), "r"(z), "r"(w)
                : "memory");
+}
+
+// PTX ISA, "Data Movement and Conversion Instructions: createpolicy". Needs sm_80.
+
+// createpolicy.fractional.L2::evict_first.b64
+// Lines that are evicted from L2 before others.
+__device__ inline u64 createpolicy_evict_first() {
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
+  return policy;
+}
+
+// createpolicy.fractional.L2::evict_normal.b64
+__device__ inline u64 createpolicy_evict_normal() {
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_normal.b64 %0;" : "=l"(policy));
+  return policy;
 }
 
 // PTX ISA, "Data Movement and Conversion Instructions: cvt". Needs sm_80.
@@ -489,6 +515,13 @@ struct RingPosition {
   }
 };
 
+// How long lines of a cache stay in L2. What nobody reads again leaves first, so that queries stay,
+// and outputs need not be written out between reads, which costs memory far more than their bytes.
+// Needs ptx/createpolicy.cuh.
+__device__ inline u64 policy_of_lines(bool are_read_again) {
+  return are_read_again ? createpolicy_evict_normal() : createpolicy_evict_first();
+}
+
 // Where a token of a request lies in the paged cache. Needs blocks/prelude.cuh, kPageSize.
 
 // One tensor of the cache; strides in bytes.
@@ -513,6 +546,13 @@ __device__ inline int tokens_held(i64 length, i64 pages) {
 // An id outside the cache must not fault.
 __device__ inline bool is_page(int page, int num_pages) {
   return static_cast<u32>(page) < static_cast<u32>(num_pages);
+}
+
+// Whether the query tokens of a request end before they begin. Where none do, requests share no
+// tokens, and the host knows how much work there is at the most. Needs Params.
+__device__ inline bool goes_back(const Params& params, int request) {
+  const int* offsets = params.cum_seq_lens_q;
+  return offsets != nullptr && offsets[request + 1] < offsets[request];
 }
 
 // A scale is a number, or a tensor of one element that only the device knows. Needs nothing.
@@ -607,7 +647,8 @@ __device__ inline u32 line_length(const RequestFacts& facts) {
 }
 
 // How the work of a call is divided among the blocks of the grid: each warp finds the part of its
-// block by itself. Needs Params, requests.cuh.
+// block by itself. Needs Params, requests.cuh,
+// blocks/query_offsets.cuh.
 
 // A team is some blocks of the grid that are neighbours. They read the same tokens at the same
 // time, each those of its kv head, which lie side by side in most caches; or the very same, for
@@ -654,12 +695,16 @@ __device__ inline bool find_span(const Params& params, int length, Span& span, W
   const int each = requests_of_lane(params);
   const int first = lane_index() * each;
   u32 own = line_length(facts_of_request(params, own_request(params), length));
+  bool is_unsound = goes_back(params, own_request(params));
   if (first >= params.requests) own = 0;
 #pragma unroll 4
-  for (int request = first + 1; request < first + each; ++request) {
-    const u32 more = line_length(facts_of_request(params, min(request, params.requests - 1)));
-    own += request < params.requests ? more : 0;
+  for (int i = first + 1; i < first + each; ++i) {
+    const int request = min(i, params.requests - 1);
+    const u32 more = line_length(facts_of_request(params, request));
+    own += i < params.requests ? more : 0;
+    is_unsound |= goes_back(params, request);
   }
+  if (__any_sync(~0u, is_unsound)) return false;
   u32 through = own;  // with all lanes before
 #pragma unroll
   for (int lanes = 1; lanes < kWarpLanes; lanes *= 2) {
@@ -807,13 +852,22 @@ struct WarpWork {
     __syncwarp();
   }
 
-  // The same for the next item, if there is one.
-  __device__ bool keep_next(const Params& params) {
+  // Shows `look` the next item, if there is one; says whether there is.
+  template <typename Look>
+  __device__ bool look_ahead(const Params& params, Look look) const {
     const Span of_span = span;
     WalkState at = walk;
-    if (!go_on(params, of_span, at)) return false;
+    const bool has_next = go_on(params, of_span, at);
+    if (has_next) look(item_at(params, of_span, at));
+    return has_next;
+  }
+
+  // Goes to the next item, which there is.
+  __device__ void keep_next(const Params& params) {
+    const Span of_span = span;
+    WalkState at = walk;
+    go_on(params, of_span, at);
     keep(params, of_span, at);
-    return true;
   }
 };
 
@@ -908,6 +962,7 @@ __device__ inline void load_item(const Params& params, const Item& item, SharedM
   const int end = item.first_tile + item.tiles;
   const int own_tile = lane_index() / kTileBoxes;
   const u32 target = lane_index() % kTileBoxes * kBoxBytes;
+  const u64 policy = policy_of_lines(params.row_tiles != 1);
 #pragma unroll 1
   for (int tile = item.first_tile, in_window = 0; tile < end; ++tile) {
     const bool copies = own_tile == in_window && boxes.is_inside(boxes.box);
@@ -920,8 +975,8 @@ __device__ inline void load_item(const Params& params, const Item& item, SharedM
       __syncwarp();
       if (copies) {
         cp_async_bulk_tensor(shared_address(shared.tokens[position.stage]) + target,
-                             part == 0 ? &params.key_map : &params.value_map, full, 0, slot, 0,
-                             item.kv_head, boxes.page);
+                             part == 0 ? &params.key_map : &params.value_map, full, policy, 0, slot,
+                             0, item.kv_head, boxes.page);
       }
       __syncwarp();
       position.advance();
@@ -944,12 +999,12 @@ __device__ inline void load_tokens(const Params& params, int length, SharedMemor
   } while (go_on(params, span, walk));
 }
 
-// Brings the page ids of all requests into L2, by warps that have nothing else to do where there
-// are such: a line for each of `threads` threads, and for no more tables than that are lines.
-__device__ inline void prefetch_ids(const Params& params, int thread, int threads) {
+// Brings the page ids of all requests into L2, by the mergers, which have nothing to do yet: a line
+// for each thread, and for no more tables than that are lines.
+__device__ inline void prefetch_ids(const Params& params, int thread) {
   constexpr int kLineIds = 32;
   const u32 row_lines = static_cast<u32>(ceil_div(params.max_pages, kLineIds));
-  const u32 line = blockIdx.x * threads + thread;
+  const u32 line = blockIdx.x * kMergerThreads + thread;
   if (row_lines == 0) return;
   const u32 request = line / row_lines;
   if (request >= params.requests) return;
@@ -1103,7 +1158,9 @@ __device__ inline void write_merged(const Output& output, int group, int first_t
 }
 
 // The rows of an item's query, as a lane multiplies them: in its registers, or in shared memory for
-// all warps. Needs fragments.cuh, SharedMemory, Item; from the products fragment_of, fit_row.
+// all warps. Where there are registers for them, they are asked for before the item begins: memory
+// that is busy takes long to answer. Needs fragments.cuh, SharedMemory, Item; from the products
+// fragment_of, fit_row.
 
 __device__ inline void load_row(const Params& params, const Item& item, int group, QueryRow& part) {
   const int row = query_row(group);
@@ -1121,10 +1178,15 @@ struct KeptQuery {
   QueryRow rows[kRowGroups];
   float undone[kRowGroups];  // of the lane's row of each group
 
+  __device__ explicit KeptQuery(const SharedMemory&) {}
+
   // By each warp for itself.
-  __device__ KeptQuery(const Params& params, const Item& item, int, SharedMemory&) {
+  __device__ void begin(const Params& params, const Item& item, int) {
 #pragma unroll
     for (int n = 0; n < kRowGroups; ++n) load_row(params, item, n, rows[n]);
+  }
+
+  __device__ void finish(const Params&, const Item&, int, SharedMemory&) {
 #pragma unroll
     for (int n = 0; n < kRowGroups; ++n) undone[n] = fit_row(rows[n]);
   }
@@ -1140,9 +1202,12 @@ struct KeptQuery {
 struct SharedQuery {
   const SharedMemory& shared;
 
+  __device__ explicit SharedQuery(const SharedMemory& target) : shared(target) {}
+
+  __device__ void begin(const Params&, const Item&, int) {}
+
   // By all consumers, who have no use for the query before.
-  __device__ SharedQuery(const Params& params, const Item& item, int warp, SharedMemory& target)
-      : shared(target) {
+  __device__ void finish(const Params& params, const Item& item, int warp, SharedMemory& target) {
     if (warp < kRowGroups) {
       QueryRow part;
       load_row(params, item, warp, part);
@@ -1175,9 +1240,8 @@ using Query = QueryChoice<kKeepsQuery>::Type;
 // Query, ptx/cvt.cuh, ptx/ex2.cuh, ptx/movmatrix.cuh.
 
 // A row's probabilities are relative to its reference. No maximum is asked for while no score
-// exceeds it by more than this in log2 units: fp16 holds such probabilities, and references move
-// seldom.
-constexpr float kReferenceSlack = 15.0f;
+// exceeds it by more than this in log2 units, so that references move seldom.
+constexpr float kReferenceSlack = 8.0f;
 
 // Sums are over this lane's tokens only.
 struct Softmax {
@@ -1365,7 +1429,8 @@ __device__ inline bool clear_hidden(const Item& item, int first_token, int warp,
   }
   // What is copied here next comes after this.
   fence_proxy_async();
-  return __any_sync(~0u, has_nonfinite);  // and all of it is there for all lanes
+  __syncwarp();  // and all of it is there for all lanes
+  return __any_sync(~0u, has_nonfinite);
 }
 
 // Adds what is not finite of a token that not all rows see: times any probability it is the same.
@@ -1494,9 +1559,9 @@ __device__ inline void merge_pieces(const Params& params, const Item& item, Shar
   }
 }
 
-// Adds up what the warps of a block have of an item, eight rows at a time. Needs store_rows.cuh,
-// hidden_values.cuh, fragments.cuh, Softmax, ptx/barrier.cuh, ptx/ex2.cuh; from the products
-// write_merged.
+// Adds up what the consumer warps of a block have of an item, eight rows at a time: by themselves,
+// or by the mergers, warps that do nothing else. Needs store_rows.cuh, hidden_values.cuh,
+// fragments.cuh, Softmax, ptx/barrier.cuh, ptx/ex2.cuh; from the products write_merged.
 
 // Four neighbouring values of one of the eight rows, from all warps.
 __device__ inline float4 merged_values(const SharedMemory& shared, int row, int dim,
@@ -1542,13 +1607,30 @@ __device__ inline void write_part(int group, int first_dim, int warp, const Soft
   }
 }
 
+// Of eight rows and kMergeDims dims, those values that are thread `thread`'s of `threads`.
+__device__ inline void merge_parts(const Params& params, const Item& item, u32 count, int group,
+                                   int first_dim, int thread, int threads,
+                                   const SharedMemory& shared) {
+  constexpr int kQuads = kMergeDims / 4;
+#pragma unroll 1
+  for (int task = thread; task < 8 * kQuads; task += threads) {
+    const int row_in_group = task / kQuads;
+    const int row = group * 8 + row_in_group;
+    if (row >= item.rows) break;
+    const int dim_in_part = task % kQuads * 4;
+    const int dim = first_dim + dim_in_part;
+    RowState state;
+    float4 values = merged_values(shared, row_in_group, dim_in_part, state);
+    if (shared.nonfinite_items[count % 2] == count) {
+      values = restore_nonfinite(params, item, row, dim, values);
+    }
+    store_merged(params, item, row, dim, state, values);
+  }
+}
+
 __device__ inline void merge_warps(const Params& params, const Item& item, int warp, u32 count,
                                    const Softmax& softmax, const Output& output,
                                    SharedMemory& shared) {
-  constexpr int kQuads = kMergeDims / 4;
-  const int thread = static_cast<int>(threadIdx.x);
-  const int row_in_group = thread / kQuads;
-  const int dim_in_part = thread % kQuads * 4;
   // Not unrolled, for the sake of the instructions' cache.
 #pragma unroll 1
   for (int group = 0; group * 8 < item.rows; ++group) {
@@ -1557,18 +1639,49 @@ __device__ inline void merge_warps(const Params& params, const Item& item, int w
       barrier_sync(kConsumerBarrier, kConsumerThreads);  // nobody reads any more
       write_part(group, first_dim, warp, softmax, output, shared);
       barrier_sync(kConsumerBarrier, kConsumerThreads);
-      const int row = group * 8 + row_in_group;
-      const int dim = first_dim + dim_in_part;
-      if (row_in_group < 8 && row < item.rows) {
-        RowState state;
-        float4 values = merged_values(shared, row_in_group, dim_in_part, state);
-        if (shared.nonfinite_items[count % 2] == count) {
-          values = restore_nonfinite(params, item, row, dim, values);
-        }
-        store_merged(params, item, row, dim, state, values);
-      }
+      merge_parts(params, item, count, group, first_dim, static_cast<int>(threadIdx.x),
+                  kConsumerThreads, shared);
       __syncwarp();
     }
+  }
+}
+
+// Whether the mergers merge an item: one that is a whole unit, and that another follows. What comes
+// last is done sooner by all consumers.
+__device__ inline bool is_merged_apart(const Item& item, bool has_next) {
+  return kMergesApart && item.pieces == 1 && has_next;
+}
+
+// For consumers: what they have left for the mergers has been merged.
+__device__ inline void await_mergers(bool& are_merging) {
+  if (are_merging) barrier_sync(kPartsEmptyBarrier, kConsumerThreads + kMergerThreads);
+  are_merging = false;
+}
+
+// Leaves an item to the mergers.
+__device__ inline void leave_parts(int warp, const Softmax& softmax, const Output& output,
+                                   SharedMemory& shared) {
+  write_part(0, 0, warp, softmax, output, shared);
+  barrier_arrive(kPartsFullBarrier, kConsumerThreads + kMergerThreads);
+}
+
+// The mergers: every item that is merged apart. `length` is what seq_lens has for the lane's
+// own_request.
+__device__ inline void merge_items(const Params& params, int length, SharedMemory& shared) {
+  Span span;
+  WalkState walk;
+  if (!find_span(params, length, span, walk)) return;
+  const int thread = static_cast<int>(threadIdx.x) - kFirstMerger * kWarpLanes;
+  bool has_next = true;
+#pragma unroll 1
+  for (u32 count = 1; has_next; ++count) {
+    const Item item = item_at(params, span, walk);
+    has_next = go_on(params, span, walk);
+    if (!is_merged_apart(item, has_next)) continue;
+    barrier_sync(kPartsFullBarrier, kConsumerThreads + kMergerThreads);
+    merge_parts(params, item, count, 0, 0, thread, kMergerThreads, shared);
+    __syncwarp();
+    barrier_arrive(kPartsEmptyBarrier, kConsumerThreads + kMergerThreads);
   }
 }
 
@@ -1589,12 +1702,15 @@ __device__ inline void skip_stage(SharedMemory& shared, RingPosition<kStages>& p
   position.advance();
 }
 
-__device__ inline void consume_item(const Params& params, const Item& item, int warp, float factor,
-                                    u32 count, SharedMemory& shared,
-                                    RingPosition<kStages>& position) {
+// Item `count` of the block, whose query has been asked for; asks for the next one's. Says whether
+// there is one.
+__device__ inline bool consume_item(const Params& params, WarpWork& work, int warp, float factor,
+                                    u32 count, Query& query, bool& are_merging,
+                                    SharedMemory& shared, RingPosition<kStages>& position) {
+  const Item& item = work.item;
   const MatrixRows key_matrices = key_rows(warp);
   const MatrixRows value_matrices = value_rows(warp);
-  const Query query(params, item, warp, shared);
+  query.finish(params, item, warp, shared);
   const ScoreFactors factors(query, factor);
   Softmax softmax;
   Output output = {};
@@ -1637,8 +1753,18 @@ __device__ inline void consume_item(const Params& params, const Item& item, int 
     release(shared.stage_empty[position.stage]);
     position.advance();
   }
-  merge_warps(params, item, warp, count, softmax, output, shared);
-  if (item.pieces > 1) merge_pieces(params, item, shared);
+  const bool has_next =
+      work.look_ahead(params, [&](const Item& next) { query.begin(params, next, warp); });
+  await_mergers(are_merging);
+  if (is_merged_apart(item, has_next)) {
+    leave_parts(warp, softmax, output, shared);
+    are_merging = true;
+  } else {
+    merge_warps(params, item, warp, count, softmax, output, shared);
+    if (item.pieces > 1) merge_pieces(params, item, shared);
+  }
+  if (has_next) work.keep_next(params);
+  return has_next;
 }
 
 // `length` is what seq_lens has for the lane's own_request.
@@ -1648,15 +1774,20 @@ __device__ inline void consume_tokens(const Params& params, int length, int warp
   WalkState walk;
   const bool has_work = find_span(params, length, span, walk);
   WarpWork& work = shared.work[warp];
-  if (has_work) work.keep(params, span, walk);
-  barrier_sync(kStartBarrier, kWarps * kWarpLanes);  // barriers are there
+  u32 count = 1;  // of items, this one included
+  Query query(shared);
+  if (has_work) {
+    work.keep(params, span, walk);
+    query.begin(params, work.item, warp);
+  }
+  barrier_sync(kStartBarrier, kFirstMerger * kWarpLanes);  // barriers are there
   if (!has_work) return;
   const float factor = score_scale(params) * params.score_factor * kLog2E;
   RingPosition<kStages> position;
-  u32 count = 0;  // of items, this one included
-  do {
-    consume_item(params, work.item, warp, factor, ++count, shared, position);
-  } while (work.keep_next(params));
+  bool are_merging = false;
+  while (consume_item(params, work, warp, factor, count, query, are_merging, shared, position)) {
+    ++count;
+  }
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
@@ -1672,14 +1803,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   }
   if constexpr (kMovesRegisters) setmaxnreg_dec<kLoaderRegisters>();
   if (warp > kLoaderWarp) {
-    const int idle = static_cast<int>(threadIdx.x) - kWarps * kWarpLanes;
-    return prefetch_ids(params, idle, kThreads - kWarps * kWarpLanes);
+    prefetch_ids(params, static_cast<int>(threadIdx.x) - kFirstMerger * kWarpLanes);
+    if constexpr (!kMergesApart) return;
+    wait_for_previous_kernel();
+    return merge_items(params, params.seq_lens[own_request(params)], shared);
   }
   wait_for_previous_kernel();
   let_next_kernel_start();
-  if constexpr (kThreads == kWarps * kWarpLanes) prefetch_ids(params, lane_index(), kWarpLanes);
   const int length = params.seq_lens[own_request(params)];
   make_barriers(params, shared);
-  barrier_arrive(kStartBarrier, kWarps * kWarpLanes);
+  barrier_arrive(kStartBarrier, kFirstMerger * kWarpLanes);
   load_tokens(params, length, shared);
 }

@@ -204,27 +204,28 @@ __device__ inline void cp_async_wait_group() {
 }
 
 // PTX ISA, "Data Movement and Conversion Instructions: cp.async.bulk". Needs sm_90.
-// `map` is the generic address of a tensor map; x, y, z, w, v count elements, the innermost first.
+// `map` is the generic address of a tensor map, `policy` one of createpolicy for L2; x, y, z, w, v
+// count elements, the innermost first.
 
-// cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes
+// cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint
 // Copies a box to shared memory, zeros for what lies outside the tensor, and then counts its bytes
 // as arrived at the barrier.
-__device__ inline void cp_async_bulk_tensor(u32 target, const void* map, u32 barrier, int x, int y,
-                                            int z, int w) {
+__device__ inline void cp_async_bulk_tensor(u32 target, const void* map, u32 barrier, u64 policy,
+                                            int x, int y, int z, int w) {
   asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
-      "[%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(target),
-      "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w)
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".L2::cache_hint [%0], [%1, {%4, %5, %6, %7}], [%2], %3;" ::"r"(target),
+      "l"(map), "r"(barrier), "l"(policy), "r"(x), "r"(y), "r"(z), "r"(w)
       : "memory");
 }
 
-// cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes
-__device__ inline void cp_async_bulk_tensor(u32 target, const void* map, u32 barrier, int x, int y,
-                                            int z, int w, int v) {
+// cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint
+__device__ inline void cp_async_bulk_tensor(u32 target, const void* map, u32 barrier, u64 policy,
+                                            int x, int y, int z, int w, int v) {
   asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes "
-      "[%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(target),
-      "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w), "r"(v)
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".L2::cache_hint [%0], [%1, {%4, %5, %6, %7, %8}], [%2], %3;" ::"r"(target),
+      "l"(map), "r"(barrier), "l"(policy), "r"(x), "r"(y), "r"(z), "r"(w), "r"(v)
       : "memory");
 }
 
@@ -234,6 +235,23 @@ __device__ inline void cp_async_bulk_prefetch_tensor(const void* map, int x, int
   asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"(map),
                "r"(x), "r"(y), "r"(z), "r"(w)
                : "memory");
+}
+
+// PTX ISA, "Data Movement and Conversion Instructions: createpolicy". Needs sm_80.
+
+// createpolicy.fractional.L2::evict_first.b64
+// Lines that are evicted from L2 before others.
+__device__ inline u64 createpolicy_evict_first() {
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
+  return policy;
+}
+
+// createpolicy.fractional.L2::evict_normal.b64
+__device__ inline u64 createpolicy_evict_normal() {
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_normal.b64 %0;" : "=l"(policy));
+  return policy;
 }
 
 // PTX ISA, "Data Movement and Conversion Instructions: cvt". Needs sm_80.
@@ -802,6 +820,13 @@ struct RingPosition {
   }
 };
 
+// How long lines of a cache stay in L2. What nobody reads again leaves first, so that queries stay,
+// and outputs need not be written out between reads, which costs memory far more than their bytes.
+// Needs ptx/createpolicy.cuh.
+__device__ inline u64 policy_of_lines(bool are_read_again) {
+  return are_read_again ? createpolicy_evict_normal() : createpolicy_evict_first();
+}
+
 // Indices of this thread as compilers have not seen them: what is computed from them is computed
 // where it is used, and takes no register from the products in between. Needs ptx/mov.cuh.
 
@@ -847,6 +872,13 @@ __device__ inline int tokens_held(i64 length, i64 pages) {
 // An id outside the cache must not fault.
 __device__ inline bool is_page(int page, int num_pages) {
   return static_cast<u32>(page) < static_cast<u32>(num_pages);
+}
+
+// Whether the query tokens of a request end before they begin. Where none do, requests share no
+// tokens, and the host knows how much work there is at the most. Needs Params.
+__device__ inline bool goes_back(const Params& params, int request) {
+  const int* offsets = params.cum_seq_lens_q;
+  return offsets != nullptr && offsets[request + 1] < offsets[request];
 }
 
 // Where the page ids of a request begin in the tables. Needs Params, blocks/page_table.cuh,
@@ -931,7 +963,7 @@ __device__ inline u32 descriptor_low(u32 address, u32 tile_distance) {
 __device__ inline u64 descriptor(u32 low) { return mov_b64(low, kDescriptorHigh); }
 
 // How the work of a call is divided among the blocks of the grid: each finds its own part. Needs
-// Params, blocks/table_row.cuh, roles/mla_hopper/constants.
+// Params, blocks/query_offsets.cuh, blocks/table_row.cuh, roles/mla_hopper/constants.
 
 // The tiles of rows of a request are taken in groups, one tile for each member of a team: blocks
 // that are neighbours and read the same tokens. A unit is a request and a group. All units in a row
@@ -1000,11 +1032,13 @@ struct Span {
 };
 
 // What a warp found of its requests.
+enum class Requests { kUnsound, kMixed, kUniform };
+
 struct alignas(kChunkBytes) WarpRequests {
   int length;  // of the line
-  int blocks;  // of all requests, and their groups, if all are alike
+  int blocks;  // of all requests, and their groups, if they are uniform
   int groups;
-  int is_uniform;
+  Requests kind;
 };
 
 // Where a walk along the units is.
@@ -1073,17 +1107,20 @@ __device__ inline bool find_span(const Params& params, int team, int length, Spa
   int blocks = facts.blocks;
   int groups = facts.groups;
   bool is_uniform = true;
+  bool is_unsound = goes_back(params, own_request(params));
   int own = first < last ? line_length(facts, kUnitCost) : 0;
 #pragma unroll 1
   for (int request = first + 1; request < last; ++request) {
     const RequestFacts more = facts_of_request(params, request);
     is_uniform &= more.blocks == blocks && more.groups == groups;
+    is_unsound |= goes_back(params, request);
     own += line_length(more, kUnitCost);
   }
   // All lanes take part in both.
   const int lane_0_blocks = __shfl_sync(~0u, blocks, 0);
   const int lane_0_groups = __shfl_sync(~0u, groups, 0);
   is_uniform = __all_sync(~0u, is_uniform && blocks == lane_0_blocks && groups == lane_0_groups);
+  is_unsound = __any_sync(~0u, is_unsound);
   int through = own;  // with all lanes before
 #pragma unroll
   for (int lanes = 1; lanes < kWarpLanes; lanes *= 2) {
@@ -1091,7 +1128,8 @@ __device__ inline bool find_span(const Params& params, int team, int length, Spa
     if (lane_index() >= lanes) through += before;
   }
   if (lane_index() == kWarpLanes - 1) {
-    scratch.warps[warp_index()] = {through, blocks, groups, is_uniform};
+    const Requests kind = is_uniform ? Requests::kUniform : Requests::kMixed;
+    scratch.warps[warp_index()] = {through, blocks, groups, is_unsound ? Requests::kUnsound : kind};
   }
   __syncthreads();
   // A lane looks at what one warp found; there are fewer warps than lanes.
@@ -1103,7 +1141,8 @@ __device__ inline bool find_span(const Params& params, int team, int length, Spa
   begin += through - own;
   blocks = __shfl_sync(~0u, found.blocks, 0);
   groups = __shfl_sync(~0u, found.groups, 0);
-  is_uniform = __all_sync(~0u, found.is_uniform && found.blocks == blocks &&
+  if (__any_sync(~0u, found.kind == Requests::kUnsound)) return false;
+  is_uniform = __all_sync(~0u, found.kind == Requests::kUniform && found.blocks == blocks &&
                                    found.groups == groups && blocks > 0 && groups > 0);
   int spans = max(1, min(min(params.teams, kMostSpans), total / kLeastSpan));
   int unit_cost = kUnitCost;
@@ -1507,12 +1546,13 @@ struct BlockBoxes {
   __device__ u32 tile_bytes() const { return count * kBoxTokens * kTileRowBytes; }
 
   // Copies one tile of the block, to be counted at the barrier; by any lane.
-  __device__ void copy_tile(const TensorMap* map, int column, u32 target, u32 barrier) const {
+  __device__ void copy_tile(const TensorMap* map, int column, u32 target, u32 barrier,
+                            u64 policy) const {
 #pragma unroll
     for (int box = 0; box < kBoxes; ++box) {
       if (kBoxes > 1 && box >= count) continue;
-      cp_async_bulk_tensor(target + box * kBoxTokens * kTileRowBytes, map, barrier, 0, slot[box],
-                           column, page[box]);
+      cp_async_bulk_tensor(target + box * kBoxTokens * kTileRowBytes, map, barrier, policy, 0,
+                           slot[box], column, page[box]);
     }
   }
 };
@@ -1583,8 +1623,8 @@ __device__ inline void add_nonfinite(const Params& params, const Item& item, Add
 // blocks/scales.cuh.
 
 // A row's probabilities are relative to its reference. No maximum is asked for while none of them
-// is larger than this, which fp16 holds: so references move seldom.
-constexpr float kMostProbability = 0x1p15f;
+// is larger than this, so that references move seldom.
+constexpr float kMostProbability = 0x1p8f;
 
 struct RowState {
   float reference;  // log2 units; what the accumulators are relative to
@@ -1637,10 +1677,10 @@ struct Crew {
 // Three tiles of whole blocks in one page are one copy, unless the rope part is a tensor of its
 // own.
 __device__ inline void copy_stage(const Params& params, const BlockBoxes& boxes, int first_tile,
-                                  u32 target, u32 full) {
+                                  u32 target, u32 full, u64 policy) {
   mbarrier_arrive_expect_tx(full, kStageTiles * boxes.tile_bytes());
   if (kBoxes == 1 && !params.rope_is_apart) {
-    cp_async_bulk_tensor(target, &params.group_map, full, 0, boxes.slot[0], first_tile,
+    cp_async_bulk_tensor(target, &params.group_map, full, policy, 0, boxes.slot[0], first_tile,
                          boxes.page[0]);
     return;
   }
@@ -1648,12 +1688,13 @@ __device__ inline void copy_stage(const Params& params, const BlockBoxes& boxes,
   for (int tile = 0; tile < kStageTiles; ++tile) {
     const bool is_rope = first_tile + tile == kLatentTiles;
     boxes.copy_tile(is_rope ? &params.rope_map : &params.latent_map,
-                    is_rope ? 0 : first_tile + tile, target + tile * kTileBytes, full);
+                    is_rope ? 0 : first_tile + tile, target + tile * kTileBytes, full, policy);
   }
 }
 
 // `part` is of the first item.
 __device__ inline void load_tokens(const Params& params, int, Part part, SharedMemory& shared) {
+  const u64 policy = policy_of_lines(params.team_size > 1);
   RingPosition<kStages> position;
   for (u32 count = 0; part.request >= 0; part = next_part(shared, count)) {
     const int end = part.first_block + part.blocks;
@@ -1666,7 +1707,7 @@ __device__ inline void load_tokens(const Params& params, int, Part part, SharedM
         if (lane_index() == 0) {
           copy_stage(params, boxes, index * kStageTiles,
                      shared_address(shared.tokens[position.stage]),
-                     shared_address(&shared.stage_full[position.stage]));
+                     shared_address(&shared.stage_full[position.stage]), policy);
         }
         __syncwarp();
         position.advance();
