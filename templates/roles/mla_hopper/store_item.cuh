@@ -1,5 +1,5 @@
 // Leaves what consumers have of an item where it belongs: in the output, or in the workspace to be
-// merged. Needs merge.cuh, merge_slices.cuh, restore_nonfinite.cuh, and from the consumers
+// merged. Needs fold_piece.cuh, merge_slices.cuh, restore_nonfinite.cuh, and from the consumers
 // store_rows.
 
 __device__ inline void store_piece(const Params& params, const Item& item, SharedMemory& shared,
