@@ -1,8 +1,8 @@
 // Adds a piece that has been brought to the accumulators, and its rows' states to theirs. Needs
 // merge.cuh, ptx/ex2.cuh.
 
-__device__ inline void add_piece(const MergeRoom& room, Accumulators& accumulators,
-                                 RowState (&rows)[kOwnRows]) {
+__device__ inline void add_piece(const Crew&, const MergeRoom& room, Accumulators& accumulators,
+                                 OwnRows& rows) {
   float own_weights[kOwnRows];
   float weights[kOwnRows];
   const int scale = scale_of_warp(fresh_warp());

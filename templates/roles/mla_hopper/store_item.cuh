@@ -4,7 +4,7 @@
 
 __device__ inline void store_piece(const Params& params, const Item& item, SharedMemory& shared,
                                    const Crew& crew, const Accumulators& accumulators,
-                                   const RowState (&rows)[kOwnRows]) {
+                                   const OwnRows& rows) {
   const int block = static_cast<int>(blockIdx.x);
   const int place = item.piece > 0 ? first_place(block) : last_place(block);
   store_partial(params, shared, crew, place, accumulators, rows);
@@ -17,7 +17,7 @@ __device__ inline void store_piece(const Params& params, const Item& item, Share
 
 __device__ inline void store_whole(const Params& params, const Item& item, SharedMemory& shared,
                                    const Accumulators& accumulators,
-                                   const RowState (&rows)[kOwnRows]) {
+                                   const OwnRows& rows) {
   store_rows(params, item, shared, accumulators, rows);
   if (!shared.has_nonfinite) return;
   restore_nonfinite<Element>(params, item, output_scale(params), [&](int i, int c) {
@@ -31,7 +31,7 @@ __device__ inline void store_whole(const Params& params, const Item& item, Share
 // one half of the tasks and leaves the other. Of other two the owner keeps its own, and of more
 // everything is left.
 __device__ inline void store_item(const Params& params, const Item& item, SharedMemory& shared,
-                                  Accumulators& accumulators, RowState (&rows)[kOwnRows]) {
+                                  Accumulators& accumulators, OwnRows& rows) {
   const bool are_exchanged = item.pieces == 2 && item.mergers == 2;
   const int half = half_of_warp(fresh_warp());
   const Crew crew = {are_exchanged ? half : -1};

@@ -34,92 +34,87 @@ struct Adder {
     }
   }
 
-  template <bool kHides>
-  __device__ void load_values(Values& values, const ValueRows& rows, int tile, int first_token) {
-    rows.load(values, tile);
-    if constexpr (kHides) {
-      const int first = item.visible_to_all - first_token;
-      if (clear_nan(values, first, item.visible_to_any - first_token)) shared.has_nonfinite = 1;
+  // The product of one tile of dims.
+  __device__ void multiply(const Values& values, u32 probabilities, BlockSum& sum) const {
+    wgmma_keep(sum);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+      wgmma_mma(E4m3{}, sum, values[k],
+                descriptor_64(probabilities + descriptor_step(k * kStepElements)), k > 0);
     }
+    wgmma_commit_group();
+    wgmma_wait_group<0>();
+    wgmma_keep(sum);
   }
 
   template <bool kHides>
-  __device__ void add_block(u32 stage, int first_token) {
+  __device__ void add_block(u32 stage, int block) {
     const u32 probabilities = operand_at(stage + kProbabilitiesOffset);
     const ValueRows rows(stage);
     Values values;
     BlockSum sum;
-    load_values<kHides>(values, rows, 0, first_token);
+    if constexpr (!kHides) rows.load(values, 0);
 #pragma unroll
     for (int tile = 0; tile < kDimTiles; ++tile) {
-      wgmma_keep(sum);
-      wgmma_fence();
-#pragma unroll
-      for (int k = 0; k < kSteps; ++k) {
-        wgmma_mma(E4m3{}, sum, values[k],
-                  descriptor_64(probabilities + descriptor_step(k * kStepElements)),
-                  k > 0);
+      if constexpr (kHides) {
+        rows.load(values, tile);
+        clear_values(values, block);
       }
-      wgmma_commit_group();
-      wgmma_wait_group<0>();
-      wgmma_keep(sum);
-      if (tile + 1 < kDimTiles) load_values<kHides>(values, rows, tile + 1, first_token);
+      multiply(values, probabilities, sum);
+      if (!kHides && tile + 1 < kDimTiles) rows.load(values, tile + 1);
 #pragma unroll
       for (int i = 0; i < kRows / 2; ++i) accumulators[tile][i] += sum[i];
       wgmma_keep(accumulators[tile]);  // added here, not when all sums have come
     }
   }
 
+  __device__ void clear_values(Values& values, int block) {
+    const int first_token = block * kBlockTokens;
+    const int first = item.visible_to_all - first_token;
+    if (clear_nan(values, first, item.visible_to_any - first_token)) shared.has_nonfinite = 1;
+  }
+
   template <bool kHides>
-  __device__ void take_block(RingPosition<kStages>& position, int block) {
-    wait_for(shared.probabilities_full[position.stage], position.parity);
-    if (__any_sync(~0u, shared.rescales[position.stage] != 0)) rescale(position.stage);
-    add_block<kHides>(shared_address(shared.tokens[0]) + position.stage * kBlockBytes,
-                      block * kBlockTokens);
+  __device__ void take_block(u32& taken, int block) {
+    const int stage = block_stage(taken);
+    wait_for(shared.probabilities_full[stage], block_parity(taken));
+    if (__any_sync(~0u, shared.rescales[stage] != 0)) rescale(stage);
+    add_block<kHides>(shared_address(shared.tokens[0]) + stage * kBlockBytes, block);
     __syncwarp();
-    if (fresh_lane() == 0) arrive_at(shared.tokens_empty[position.stage]);
-    position.advance();
+    if (fresh_lane() == 0) arrive_at(shared.tokens_empty[block_stage(taken)]);
+    ++taken;
   }
 
   // Blocks that all rows see whole come first.
-  __device__ void take_item(RingPosition<kStages>& position) {
-    int blocks = min(item.visible_to_all / kBlockTokens - item.first_block, item.blocks);
+  __device__ void take_item(u32& taken) {
+    int block = item.first_block;
 #pragma unroll 1
-    for (; blocks > 0; --blocks) take_block<false>(position, 0);
-    const int end = item.first_block + item.blocks;
-    int block = max(min(item.visible_to_all / kBlockTokens, end), item.first_block);
+    for (; block < min(item.visible_to_all / kBlockTokens, item.first_block + item.blocks); ++block)
+      take_block<false>(taken, block);
 #pragma unroll 1
-    for (; block < end; ++block) take_block<true>(position, block);
+    for (; block < item.first_block + item.blocks; ++block) take_block<true>(taken, block);
   }
 };
 
-__device__ inline void take_rows(const SharedMemory& shared, int slot, u32 parity,
-                                 RowState (&rows)[kOwnRows]) {
-  wait_for(shared.rows_full[slot], parity);
-#pragma unroll
-  for (int r = 0; r < kOwnRows; ++r) {
-    rows[r] = {shared.row_reference[slot][own_row(r)], shared.row_sum[slot][own_row(r)]};
-  }
-}
-
 __device__ inline void add_items(const Params& params, SharedMemory& shared) {
   finish_query(shared.first_query_full);
-  RingPosition<kStages> position;
+  u32 taken = 0;  // blocks
   u32 count = 0;
   while (true) {
-    const int slot = item_slot(count);
-    wait_for(shared.item_full[slot], item_parity(count));
-    const Item& item = shared.items[slot];
+    wait_for(shared.item_full[item_slot(count)], item_parity(count));
+    const Item& item = shared.items[item_slot(count)];
     if (item.request < 0) return;
     Adder adder(shared, item);
-    adder.take_item(position);
-    RowState rows[kOwnRows];
-    take_rows(shared, slot, item_parity(count), rows);
+    adder.take_item(taken);
+    count = item.count;  // not kept in a register meanwhile
+    OwnRows rows{shared, item_slot(count)};
+    wait_for(shared.rows_full[item_slot(count)], item_parity(count));
     // What either consumer has found to be not finite counts for both.
     barrier_sync(kConsumerBarrier, kConsumerThreads);
     store_item(params, item, shared, adder.accumulators, rows);
-    count = item.count + 1;  // not kept in a register meanwhile
+    count = item.count + 1;
     __syncwarp();
-    if (fresh_lane() == 0) arrive_at(shared.item_empty[slot]);
+    if (fresh_lane() == 0) arrive_at(shared.item_empty[item_slot(count - 1)]);
   }
 }

@@ -1,8 +1,22 @@
-// Adds a piece that has been brought to the accumulators, and its rows' states to theirs: two rows
-// at a time, for there are no registers for the weights of all. Needs merge.cuh, ptx/ex2.cuh.
+// Adds a piece that has been brought to the accumulators, and its rows' states to theirs. Needs
+// merge.cuh, own_rows.cuh, ptx/ex2.cuh.
 
-__device__ inline void add_piece(const MergeRoom& room, Accumulators& accumulators,
-                                 RowState (&rows)[kOwnRows]) {
+// What a piece and the other are multiplied by, and what their row comes to.
+struct JoinedRow {
+  float own_weight;
+  float weight;
+  RowState state;
+
+  __device__ JoinedRow(RowState own, const PartialRow& other) {
+    const float largest = fmaxf(own.reference, other.reference);
+    own_weight = ex2_approx(own.reference - largest);
+    weight = ex2_approx(other.reference - largest);
+    state = {largest, own.sum * own_weight + other.sum * weight};
+  }
+};
+
+__device__ inline void add_piece(const Crew& crew, const MergeRoom& room,
+                                 Accumulators& accumulators, OwnRows& rows) {
   const uint2* values = room.values(0) + own_values() - room.first_task * kWarpLanes;
 #pragma unroll
   for (int group = 0; group < kRowGroups; ++group) {
@@ -10,13 +24,10 @@ __device__ inline void add_piece(const MergeRoom& room, Accumulators& accumulato
     float weights[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      RowState& row = rows[group * 2 + r];
       const PartialRow& other = room.state(0, own_row(group * 2 + r));
-      const float largest = fmaxf(row.reference, other.reference);
-      own_weights[r] = ex2_approx(row.reference - largest);
-      const float weight = ex2_approx(other.reference - largest);
-      row = {largest, row.sum * own_weights[r] + other.sum * weight};
-      weights[r] = weight * other.scales[0];
+      const JoinedRow joined(rows[group * 2 + r], other);
+      own_weights[r] = joined.own_weight;
+      weights[r] = joined.weight * other.scales[0];
     }
 #pragma unroll
     for (int tile = 0; tile < kDimTiles; ++tile) {
@@ -29,4 +40,8 @@ __device__ inline void add_piece(const MergeRoom& room, Accumulators& accumulato
     }
     __syncwarp();
   }
+  crew.sync();  // all have read the states as they were
+  const int row = crew.thread();
+  if (row < kRows) rows.set_state(row, JoinedRow(rows.state(row), room.state(0, row)).state);
+  crew.sync();
 }

@@ -14,27 +14,29 @@ __device__ inline u32 operand_at(u32 address) { return descriptor_low(address, 1
 
 using Scores = float[kBlockTokens / 2];
 
-// Begins S = Q K^T of the block in the stage that operand `keys` is the beginning of.
-__device__ inline void begin_scores(u32 query, u32 keys, Scores& scores) {
+constexpr int kTileSteps = kTileRowBytes / kStepElements;
+constexpr int kScoreSteps = kHeadDimQk / kStepElements;
+
+// Begins the steps from `kFirst` to before `kEnd` of S = Q K^T, of the block in a stage.
+template <int kFirst, int kEnd>
+__device__ inline void begin_score_steps(const SharedMemory& shared, int stage, Scores& scores) {
+  // Else compilers compute the descriptors of all steps ahead, for which there are no registers.
+  u32 query = operand_at(shared_address(&shared));
+  mov_b32(query);
+  const u32 keys = query + descriptor_step(kQueryBytes) + stage * descriptor_step(kBlockBytes);
   wgmma_fence();
 #pragma unroll
-  for (int tile = 0; tile < kLatentTiles; ++tile) {
-#pragma unroll
-    for (int k = 0; k < kTileRowBytes / kStepElements; ++k) {
-      wgmma_mma(E4m3{}, scores,
-                descriptor(query + descriptor_step(tile * kQueryTileBytes + k * kStepElements)),
-                descriptor(keys + descriptor_step(tile * kTileBytes + k * kStepElements)),
-                tile + k > 0);
+  for (int step = kFirst; step < kEnd; ++step) {
+    const int tile = step / kTileSteps;
+    const u32 along = step % kTileSteps * kStepElements;
+    const u32 q = query + descriptor_step(tile * kQueryTileBytes + along);
+    const u32 k = keys + descriptor_step(tile * kTileBytes + along);
+    if (tile < kLatentTiles) {
+      wgmma_mma(E4m3{}, scores, descriptor(q), descriptor(k), step > 0);
+    } else {
+      wgmma_mma(E4m3{}, scores, descriptor_64(q), descriptor_64(k), 1);
     }
   }
-#pragma unroll
-  for (int k = 0; k < kRopeRowBytes / kStepElements; ++k) {
-    wgmma_mma(
-        E4m3{}, scores,
-        descriptor_64(query + descriptor_step(kLatentTiles * kQueryTileBytes + k * kStepElements)),
-        descriptor_64(keys + descriptor_step(kLatentTiles * kTileBytes + k * kStepElements)), 1);
-  }
-  wgmma_commit_group();
 }
 
 __device__ inline void finish(Scores& scores) {

@@ -1,45 +1,72 @@
 // The scorer, four warps: scores and probabilities of all blocks of all items. Needs multiply.cuh,
 // softmax.cuh, schedule.cuh, ptx/stmatrix.cuh.
 
+// Steps of the next scores that begin with each group of 16 tokens, as fast as they end; the others
+// begin when the consumers have their probabilities.
+constexpr int kStepsBetween = 2;
+
+struct NextScores {
+  const SharedMemory& shared;
+  int stage;
+  Scores& scores;
+
+  template <int kGroup>
+  __device__ void begin() const {
+    constexpr int kEnd = kGroup == kGroups ? kScoreSteps : (kGroup + 1) * kStepsBetween;
+    begin_score_steps<kGroup * kStepsBetween, kEnd>(shared, stage, scores);
+    if (kGroup == kGroups) wgmma_commit_group();
+  }
+};
+
+struct NoScores {
+  template <int>
+  __device__ void begin() const {}
+};
+
 struct Scorer {
   SharedMemory& shared;
   const Item& item;
-  u32 operands;  // of the beginning of shared memory
   float scale;  // of scores, to log2 units
-  RingPosition<kStages>& position;
-  Scores scores;
+  u32& taken;  // blocks
   Softmax softmax;
 
-  __device__ Scorer(SharedMemory& shared, const Item& item, u32 operands, float scale,
-                    RingPosition<kStages>& position)
-      : shared(shared), item(item), operands(operands), scale(scale), position(position) {
-#pragma unroll
-    for (int r = 0; r < kScoreRows; ++r) {
-      softmax.sum[r] = 0.0f;
-      softmax.reference[r] = -kLargest;
-    }
+  __device__ Scorer(SharedMemory& shared, const Item& item, float scale, u32& taken)
+      : shared(shared), item(item), scale(scale), taken(taken) {}
+
+  // Waits for the tokens of the block that `blocks` have preceded; its scores may begin.
+  __device__ void begin_block(u32 blocks, Scores& scores) const {
+    wait_for(shared.tokens_full[block_stage(blocks)], block_parity(blocks));
+    wgmma_keep(scores);
   }
 
-  __device__ void begin_block() {
-    wait_for(shared.tokens_full[position.stage], position.parity);
-    begin_scores(operands,
-                 operands + descriptor_step(kQueryBytes) +
-                     position.stage * descriptor_step(kBlockBytes),
-                 scores);
+  __device__ void take_first_scores(Scores& scores) const {
+    begin_block(taken, scores);
+    begin_score_steps<0, kScoreSteps>(shared, block_stage(taken), scores);
+    wgmma_commit_group();
+    finish(scores);
   }
 
-  // Scores to probabilities, in shared memory for the consumers.
-  __device__ void take_block(int block) {
+  // Scores to probabilities, in shared memory for the consumers; meanwhile, the scores of the next
+  // block begin, if there are any.
+  template <typename Between>
+  __device__ void take_block(Scores& scores, int block, Between between) {
     const int first_token = block * kBlockTokens;
     const bool hides = first_token + kBlockTokens > item.visible_to_all;
     Probabilities probabilities;
     float moved[kScoreRows] = {1.0f, 1.0f};
-    if (!softmax.take(scores, scale, probabilities, hides)) {
+    if (!softmax.take(scores, scale, probabilities, hides, between)) {
       scale_scores(scores, scale);
       if (hides) hide(scores, item, first_token);
       softmax.take_moving(scores, probabilities, moved);
     }
-    publish(probabilities, moved, block == item.first_block);
+    if (has_rows()) publish(probabilities, moved, block == item.first_block);
+    between.template begin<kGroups>();
+    softmax.add_up(probabilities);
+  }
+
+  // Of a narrow tile, the last warps have none. A vote, so that compilers know all lanes agree.
+  __device__ static bool has_rows() {
+    return kWarpsWithRows == kScorerWarps || __any_sync(~0u, fresh_warp() % 4 < kWarpsWithRows);
   }
 
   // Leaves probabilities, and what the sums before them are multiplied by: of a first block there
@@ -50,7 +77,7 @@ struct Scorer {
     const bool rescales = __any_sync(~0u, moves) && !is_first;
     const int lane = fresh_lane();
     const int warp = fresh_warp() % 4;
-    const u32 address = shared_address(shared.tokens[position.stage]) + kProbabilitiesOffset +
+    const u32 address = shared_address(shared.tokens[block_stage(taken)]) + kProbabilitiesOffset +
                         swizzled_offset<kRopeRowBytes>(warp * kRowsOfWarp + lane % 16, lane / 16);
     stmatrix_x4(address, probabilities[0], probabilities[1], probabilities[2], probabilities[3]);
     stmatrix_x4(address ^ 32, probabilities[4], probabilities[5], probabilities[6],
@@ -58,32 +85,51 @@ struct Scorer {
     fence_proxy_async();
     if (lane % 4 == 0) {
 #pragma unroll
-      for (int r = 0; r < kScoreRows; ++r) shared.rescale[position.stage][score_row(r)] = moved[r];
+      for (int r = 0; r < kScoreRows; ++r) shared.rescale[block_stage(taken)][score_row(r)] = moved[r];
     }
     if (lane == 0) {
-      reinterpret_cast<unsigned char*>(&shared.rescales[position.stage])[warp] =
+      reinterpret_cast<unsigned char*>(&shared.rescales[block_stage(taken)])[warp] =
           static_cast<unsigned char>(rescales);
     }
     __syncwarp();
-    if (lane == 0) arrive_at(shared.probabilities_full[position.stage]);
+    if (lane == 0) arrive_at(shared.probabilities_full[block_stage(taken)]);
+  }
+
+  // One block, while the scores of the next come: a few products at a time, for a warp waits while
+  // more than four or five are under way.
+  __device__ void step(Scores& scores, Scores& next_scores, int block) {
+    begin_block(taken + 1, next_scores);
+    const int stage = block_stage(taken + 1);
+    take_block(scores, block, NextScores{shared, stage, next_scores});
+    finish(next_scores);
+    ++taken;
   }
 
   __device__ void take_item() {
-    const int end = item.first_block + item.blocks;
-    const bool has_rows = fresh_warp() % 4 < kWarpsWithRows;
     if (item.blocks == 0) {
       // When all warps have seen the query come; products would see to that.
       barrier_sync(kScorerBarrier, kScorerThreads);
       release_query();
       return;
     }
+    int block = item.first_block;
+    Scores even;
+    Scores odd;
+    take_first_scores(even);
 #pragma unroll 1
-    for (int block = item.first_block; block < end; ++block) {
-      begin_block();
-      finish(scores);
-      if (block + 1 == end) release_query();
-      if (has_rows) take_block(block);
-      position.advance();
+    for (; block + 2 < item.first_block + item.blocks; block += 2) {
+      step(even, odd, block);
+      step(odd, even, block + 1);
+    }
+    // One or two blocks are left.
+    const int last = item.first_block + item.blocks - 1;
+#pragma unroll 1
+    for (; block <= last; ++block) {
+      if (block == last) release_query();
+      take_block(even, block, NoScores{});
+      ++taken;
+      if (block == last) return;
+      take_first_scores(even);
     }
   }
 
@@ -93,13 +139,12 @@ struct Scorer {
 
   // Leaves what the rows have come to, for the consumers.
   __device__ void leave_rows(int slot) const {
-    if (fresh_warp() % 4 >= kWarpsWithRows) return;
+    if (!has_rows()) return;
 #pragma unroll
     for (int r = 0; r < kScoreRows; ++r) {
-      const float sum = row_total(softmax.sum[r]);
       if (fresh_lane() % 4 != 0) continue;
       shared.row_reference[slot][score_row(r)] = softmax.reference[r];
-      shared.row_sum[slot][score_row(r)] = sum;
+      shared.row_sum[slot][score_row(r)] = softmax.sum[r];
     }
     __syncwarp();
     if (fresh_lane() == 0) arrive_at(shared.rows_full[slot]);
@@ -107,9 +152,8 @@ struct Scorer {
 };
 
 __device__ inline void score_items(const Params& params, SharedMemory& shared) {
-  const u32 operands = operand_at(shared_address(&shared));
   const float scale = score_scale(params) * kLog2E;
-  RingPosition<kStages> position;
+  u32 taken = 0;
   u32 count = 0;
   while (true) {
     const int slot = item_slot(count);
@@ -117,7 +161,7 @@ __device__ inline void score_items(const Params& params, SharedMemory& shared) {
     const Item& item = shared.items[slot];
     if (item.request < 0) return;
     wait_for_query(shared, count);
-    Scorer scorer(shared, item, operands, scale, position);
+    Scorer scorer(shared, item, scale, taken);
     scorer.take_item();
     scorer.leave_rows(slot);
     ++count;

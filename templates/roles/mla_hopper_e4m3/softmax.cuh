@@ -1,4 +1,4 @@
-// Online softmax of the scorer. Needs multiply.cuh, ptx/ex2.cuh, blocks/e4m3.cuh.j2,
+// Online softmax of the scorer. Needs multiply.cuh, ptx/ex2.cuh, ptx/mma.cuh, blocks/e4m3.cuh.j2,
 // blocks/row_reductions.cuh.
 
 // A thread has two rows of the scores, g and g + 8 of its warp's with g = lane / 4; four lanes
@@ -13,9 +13,6 @@ using Probabilities = u32[kGroups * kScoreRows];
 // maximum by 3.8.
 constexpr float kReferenceLead = 5.0f;
 
-// The largest e4m3. Eight probabilities together are asked for it, which costs less than each.
-constexpr float kMostProbability8 = 448.0f;
-
 // So far from zero, rounding moves a score by as much as a probability may be off.
 constexpr float kFarReference = 0x1p14f;  // log2 units
 
@@ -23,26 +20,48 @@ __device__ inline int score_row(int r) {
   return fresh_warp() % 4 * kRowsOfWarp + fresh_lane() / 4 + 8 * r;
 }
 
+// Whether one of four probabilities is the largest e4m3, so that it may have been larger, or a NaN.
+__device__ inline u32 largest_bytes(u32 word) { return (word + 0x02020202) & 0x80808080; }
+
 struct Softmax {
-  float sum[kScoreRows];  // over this thread's tokens
+  float sum[kScoreRows];  // of the probabilities as they are multiplied
   float reference[kScoreRows];  // log2 units
 
-  // Scores, to be multiplied by `scale`, to probabilities, as if all rows saw all tokens and no
-  // reference had to move; says whether that was so for this warp, by `hides` the former.
-  __device__ bool take(const Scores& scores, float scale, Probabilities& probabilities,
-                       bool hides) {
-    float part[kScoreRows];
-    float largest = 0.0f;
+  __device__ Softmax() {
 #pragma unroll
     for (int r = 0; r < kScoreRows; ++r) {
-      part[r] = exponentiate([&](int i) { return fmaf(scores[i], scale, -reference[r]); }, r,
-                             probabilities, largest);
+      sum[r] = 0.0f;
+      reference[r] = -kLargest;
     }
+  }
+
+  // Scores, to be multiplied by `scale`, to probabilities, as if all rows saw all tokens and no
+  // reference had to move; says whether that was so for this warp, by `hides` the former. What
+  // `between` begins is begun after each group of 16 tokens.
+  template <typename Between>
+  __device__ bool take(const Scores& scores, float scale, Probabilities& probabilities, bool hides,
+                       Between between) const {
+    u32 largest = 0;
+    take_groups<0>(scores, scale, probabilities, largest, between);
     const bool is_far = fmaxf(fabsf(reference[0]), fabsf(reference[1])) > kFarReference;
-    if (__any_sync(~0u, largest > kMostProbability8 || is_far || hides)) return false;
+    return !__any_sync(~0u, largest != 0 || is_far || hides);
+  }
+
+  template <int kGroup = 0, typename Between>
+  __device__ void take_groups(const Scores& scores, float scale, Probabilities& probabilities,
+                              u32& largest, Between between) const {
+    if constexpr (kGroup < kGroups) {
 #pragma unroll
-    for (int r = 0; r < kScoreRows; ++r) sum[r] += part[r];
-    return true;
+      for (int r = 0; r < kScoreRows; ++r) {
+        u32& word = probabilities[kGroup * 2 + r];
+        word = exponentiate([&](int i) { return fmaf(scores[i], scale, -reference[r]); },
+                            kGroup * 8 + r * 2);
+        largest |= largest_bytes(word);
+        mov_b32(word);  // computed before what is between
+      }
+      between.template begin<kGroup>();
+      take_groups<kGroup + 1>(scores, scale, probabilities, largest, between);
+    }
   }
 
   // Moves references first, if maxima are too large for them; scores are in log2 units here. They
@@ -60,29 +79,39 @@ struct Softmax {
       const float next = wanted > reference[r] ? wanted : reference[r];
       moved[r] = ex2_approx(reference[r] - next);
       reference[r] = next;
-      float largest = 0.0f;
-      sum[r] = sum[r] * moved[r] +
-               exponentiate([&](int i) { return scores[i] - next; }, r, probabilities, largest);
+      sum[r] *= moved[r];
+#pragma unroll
+      for (int group = 0; group < kGroups; ++group) {
+        probabilities[group * 2 + r] =
+            exponentiate([&](int i) { return scores[i] - next; }, group * 8 + r * 2);
+      }
     }
   }
 
-  // Probabilities of row `r` by the distances of its scores from the reference; their sum.
-  template <typename Distance>
-  __device__ static float exponentiate(Distance distance, int r, Probabilities& probabilities,
-                                       float& largest) {
-    float halves[2] = {0.0f, 0.0f};
+  // Adds up the probabilities as they have been rounded, so that rounding a large one changes
+  // nothing: by tensor cores, times ones.
+  __device__ void add_up(const Probabilities& probabilities) {
+    constexpr u32 kOnes = 0x3c003c00;
+    float totals[4] = {};  // of a row in all columns
 #pragma unroll
     for (int group = 0; group < kGroups; ++group) {
-      const int i = group * 8 + r * 2;
-      const float a = ex2_approx(distance(i));
-      const float b = ex2_approx(distance(i + 4));
-      const float c = ex2_approx(distance(i + 1));
-      const float d = ex2_approx(distance(i + 5));
-      halves[group % 2] += (a + b) + (c + d);
-      probabilities[group * 2 + r] = e4m3x2_of_f32(b, a) | e4m3x2_of_f32(d, c) << 16;
+      const u32 a = probabilities[group * 2];
+      const u32 b = probabilities[group * 2 + 1];
+      const u32 pairs[4] = {fp16x2_of_e4m3x2(a & 0xffff), fp16x2_of_e4m3x2(b & 0xffff),
+                            fp16x2_of_e4m3x2(a >> 16), fp16x2_of_e4m3x2(b >> 16)};
+      mma_m16n8k16(Fp16{}, totals, pairs, kOnes, kOnes);
     }
-    largest = fmaxf(largest, fmaxf(halves[0], halves[1]));
-    return halves[0] + halves[1];
+    sum[0] += totals[0];
+    sum[1] += totals[2];
+  }
+
+  // Four probabilities by the distances of their scores from the reference, of which the first is
+  // number `i`.
+  template <typename Distance>
+  __device__ static u32 exponentiate(Distance distance, int i) {
+    const u32 low = e4m3x2_of_f32(ex2_approx(distance(i + 4)), ex2_approx(distance(i)));
+    const u32 high = e4m3x2_of_f32(ex2_approx(distance(i + 5)), ex2_approx(distance(i + 1)));
+    return low | high << 16;
   }
 };
 

@@ -38,6 +38,8 @@ struct ValueRows {
 __device__ inline bool clear_nan(Values& values, int first, int visible) {
   bool sees = false;
   const int lane_token = fresh_lane() % 4 * 2;
+  first -= lane_token;
+  visible -= lane_token;
 #pragma unroll
   for (int k = 0; k < kSteps; ++k) {
 #pragma unroll
@@ -46,7 +48,7 @@ __device__ inline bool clear_nan(Values& values, int first, int visible) {
       u32 seen = 0;  // of those before `visible`
 #pragma unroll
       for (int byte = 0; byte < 4; ++byte) {
-        const int token = k * kStepElements + half * 16 + lane_token + byte / 2 + byte % 2 * 8;
+        const int token = k * kStepElements + half * 16 + byte / 2 + byte % 2 * 8;
         if (token >= first) hidden |= 0xffu << byte * 8;
         if (token < visible) seen |= 0xffu << byte * 8;
       }

@@ -3,7 +3,7 @@
 
 // The sums of both consumers, whose references are the same by now.
 __device__ inline void join_sums(SharedMemory& shared, const Softmax& softmax,
-                                 RowState (&rows)[kOwnRows]) {
+                                 OwnRows& rows) {
   const int thread = fresh_thread();
   const int row = row_of_thread(thread);
 #pragma unroll
@@ -39,7 +39,7 @@ __device__ inline void consume_item(const Params& params, const Item& item, Shar
     barrier_sync(kConsumerBarrier, kConsumerThreads);
     consumer.release_query();
   }
-  RowState rows[kOwnRows];
+  OwnRows rows;
   join_sums(shared, consumer.softmax, rows);
   store_item(params, item, shared, consumer.accumulators, rows);
 }
