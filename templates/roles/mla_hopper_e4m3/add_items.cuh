@@ -107,13 +107,12 @@ __device__ inline void add_items(const Params& params, SharedMemory& shared) {
     if (item.request < 0) return;
     Adder adder(shared, item);
     adder.take_item(taken);
-    count = item.count;  // not kept in a register meanwhile
-    OwnRows rows{shared, item_slot(count)};
-    wait_for(shared.rows_full[item_slot(count)], item_parity(count));
+    wait_for(shared.rows_full[item_slot(item.count)], item_parity(item.count));
     // What either consumer has found to be not finite counts for both.
     barrier_sync(kConsumerBarrier, kConsumerThreads);
+    OwnRows rows{shared, item_slot(item.count)};
     store_item(params, item, shared, adder.accumulators, rows);
-    count = item.count + 1;
+    count = item.count + 1;  // not kept in a register meanwhile
     __syncwarp();
     if (fresh_lane() == 0) arrive_at(shared.item_empty[item_slot(count - 1)]);
   }

@@ -17,16 +17,15 @@ using Scores = float[kBlockTokens / 2];
 constexpr int kTileSteps = kTileRowBytes / kStepElements;
 constexpr int kScoreSteps = kHeadDimQk / kStepElements;
 
-// Begins the steps from `kFirst` to before `kEnd` of S = Q K^T, of the block in a stage.
-template <int kFirst, int kEnd>
+// Begins S = Q K^T of the block in a stage.
 __device__ inline void begin_score_steps(const SharedMemory& shared, int stage, Scores& scores) {
-  // Else compilers compute the descriptors of all steps ahead, for which there are no registers.
+  // Else compilers compute descriptors ahead of the loop, for which there are no registers.
   u32 query = operand_at(shared_address(&shared));
   mov_b32(query);
   const u32 keys = query + descriptor_step(kQueryBytes) + stage * descriptor_step(kBlockBytes);
   wgmma_fence();
 #pragma unroll
-  for (int step = kFirst; step < kEnd; ++step) {
+  for (int step = 0; step < kScoreSteps; ++step) {
     const int tile = step / kTileSteps;
     const u32 along = step % kTileSteps * kStepElements;
     const u32 q = query + descriptor_step(tile * kQueryTileBytes + along);

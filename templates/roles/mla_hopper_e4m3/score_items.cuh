@@ -1,67 +1,37 @@
 // The scorer, four warps: scores and probabilities of all blocks of all items. Needs multiply.cuh,
 // softmax.cuh, schedule.cuh, ptx/stmatrix.cuh.
 
-// Steps of the next scores that begin with each group of 16 tokens, as fast as they end; the others
-// begin when the consumers have their probabilities.
-constexpr int kStepsBetween = 2;
-
-struct NextScores {
-  const SharedMemory& shared;
-  int stage;
-  Scores& scores;
-
-  template <int kGroup>
-  __device__ void begin() const {
-    constexpr int kEnd = kGroup == kGroups ? kScoreSteps : (kGroup + 1) * kStepsBetween;
-    begin_score_steps<kGroup * kStepsBetween, kEnd>(shared, stage, scores);
-    if (kGroup == kGroups) wgmma_commit_group();
-  }
-};
-
-struct NoScores {
-  template <int>
-  __device__ void begin() const {}
-};
-
 struct Scorer {
   SharedMemory& shared;
   const Item& item;
   float scale;  // of scores, to log2 units
   u32& taken;  // blocks
+  Scores scores;
   Softmax softmax;
 
   __device__ Scorer(SharedMemory& shared, const Item& item, float scale, u32& taken)
       : shared(shared), item(item), scale(scale), taken(taken) {}
 
-  // Waits for the tokens of the block that `blocks` have preceded; its scores may begin.
-  __device__ void begin_block(u32 blocks, Scores& scores) const {
-    wait_for(shared.tokens_full[block_stage(blocks)], block_parity(blocks));
+  // Begins the scores of the next block, when its tokens have come.
+  __device__ void begin_scores() {
+    wait_for(shared.tokens_full[block_stage(taken)], block_parity(taken));
     wgmma_keep(scores);
-  }
-
-  __device__ void take_first_scores(Scores& scores) const {
-    begin_block(taken, scores);
-    begin_score_steps<0, kScoreSteps>(shared, block_stage(taken), scores);
+    begin_score_steps(shared, block_stage(taken), scores);
     wgmma_commit_group();
-    finish(scores);
   }
 
-  // Scores to probabilities, in shared memory for the consumers; meanwhile, the scores of the next
-  // block begin, if there are any.
-  template <typename Between>
-  __device__ void take_block(Scores& scores, int block, Between between) {
+  // Scores to probabilities, in shared memory for the consumers.
+  __device__ void take_scores(int block, Probabilities& probabilities) {
     const int first_token = block * kBlockTokens;
     const bool hides = first_token + kBlockTokens > item.visible_to_all;
-    Probabilities probabilities;
     float moved[kScoreRows] = {1.0f, 1.0f};
-    if (!softmax.take(scores, scale, probabilities, hides, between)) {
+    if (!softmax.take(scores, scale, probabilities, hides)) {
       scale_scores(scores, scale);
       if (hides) hide(scores, item, first_token);
       softmax.take_moving(scores, probabilities, moved);
     }
     if (has_rows()) publish(probabilities, moved, block == item.first_block);
-    between.template begin<kGroups>();
-    softmax.add_up(probabilities);
+    ++taken;
   }
 
   // Of a narrow tile, the last warps have none. A vote, so that compilers know all lanes agree.
@@ -95,16 +65,7 @@ struct Scorer {
     if (lane == 0) arrive_at(shared.probabilities_full[block_stage(taken)]);
   }
 
-  // One block, while the scores of the next come: a few products at a time, for a warp waits while
-  // more than four or five are under way.
-  __device__ void step(Scores& scores, Scores& next_scores, int block) {
-    begin_block(taken + 1, next_scores);
-    const int stage = block_stage(taken + 1);
-    take_block(scores, block, NextScores{shared, stage, next_scores});
-    finish(next_scores);
-    ++taken;
-  }
-
+  // While the scores of a block come, the probabilities of the one before are added up.
   __device__ void take_item() {
     if (item.blocks == 0) {
       // When all warps have seen the query come; products would see to that.
@@ -112,25 +73,20 @@ struct Scorer {
       release_query();
       return;
     }
+    Probabilities probabilities;
+    begin_scores();
+    finish(scores);
     int block = item.first_block;
-    Scores even;
-    Scores odd;
-    take_first_scores(even);
 #pragma unroll 1
-    for (; block + 2 < item.first_block + item.blocks; block += 2) {
-      step(even, odd, block);
-      step(odd, even, block + 1);
+    for (; block + 1 < item.first_block + item.blocks; ++block) {
+      take_scores(block, probabilities);
+      begin_scores();
+      softmax.add_up(probabilities);
+      finish(scores);
     }
-    // One or two blocks are left.
-    const int last = item.first_block + item.blocks - 1;
-#pragma unroll 1
-    for (; block <= last; ++block) {
-      if (block == last) release_query();
-      take_block(even, block, NoScores{});
-      ++taken;
-      if (block == last) return;
-      take_first_scores(even);
-    }
+    release_query();
+    take_scores(block, probabilities);
+    softmax.add_up(probabilities);
   }
 
   __device__ void release_query() const {
@@ -156,16 +112,16 @@ __device__ inline void score_items(const Params& params, SharedMemory& shared) {
   u32 taken = 0;
   u32 count = 0;
   while (true) {
-    const int slot = item_slot(count);
-    wait_for(shared.item_full[slot], item_parity(count));
-    const Item& item = shared.items[slot];
+    wait_for(shared.item_full[item_slot(count)], item_parity(count));
+    const Item& item = shared.items[item_slot(count)];
     if (item.request < 0) return;
     wait_for_query(shared, count);
     Scorer scorer(shared, item, scale, taken);
     scorer.take_item();
-    scorer.leave_rows(slot);
-    ++count;
+    count = item.count;  // not kept in a register meanwhile
+    scorer.leave_rows(item_slot(count));
     __syncwarp();
-    if (fresh_lane() == 0) arrive_at(shared.item_empty[slot]);
+    if (fresh_lane() == 0) arrive_at(shared.item_empty[item_slot(count)]);
+    ++count;
   }
 }

@@ -36,32 +36,22 @@ struct Softmax {
   }
 
   // Scores, to be multiplied by `scale`, to probabilities, as if all rows saw all tokens and no
-  // reference had to move; says whether that was so for this warp, by `hides` the former. What
-  // `between` begins is begun after each group of 16 tokens.
-  template <typename Between>
-  __device__ bool take(const Scores& scores, float scale, Probabilities& probabilities, bool hides,
-                       Between between) const {
+  // reference had to move; says whether that was so for this warp, by `hides` the former.
+  __device__ bool take(const Scores& scores, float scale, Probabilities& probabilities,
+                       bool hides) const {
     u32 largest = 0;
-    take_groups<0>(scores, scale, probabilities, largest, between);
-    const bool is_far = fmaxf(fabsf(reference[0]), fabsf(reference[1])) > kFarReference;
-    return !__any_sync(~0u, largest != 0 || is_far || hides);
-  }
-
-  template <int kGroup = 0, typename Between>
-  __device__ void take_groups(const Scores& scores, float scale, Probabilities& probabilities,
-                              u32& largest, Between between) const {
-    if constexpr (kGroup < kGroups) {
+#pragma unroll
+    for (int group = 0; group < kGroups; ++group) {
 #pragma unroll
       for (int r = 0; r < kScoreRows; ++r) {
-        u32& word = probabilities[kGroup * 2 + r];
-        word = exponentiate([&](int i) { return fmaf(scores[i], scale, -reference[r]); },
-                            kGroup * 8 + r * 2);
+        const u32 word = exponentiate(
+            [&](int i) { return fmaf(scores[i], scale, -reference[r]); }, group * 8 + r * 2);
         largest |= largest_bytes(word);
-        mov_b32(word);  // computed before what is between
+        probabilities[group * 2 + r] = word;
       }
-      between.template begin<kGroup>();
-      take_groups<kGroup + 1>(scores, scale, probabilities, largest, between);
     }
+    const bool is_far = fmaxf(fabsf(reference[0]), fabsf(reference[1])) > kFarReference;
+    return !__any_sync(~0u, largest != 0 || is_far || hides);
   }
 
   // Moves references first, if maxima are too large for them; scores are in log2 units here. They
