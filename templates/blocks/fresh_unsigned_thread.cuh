@@ -1,5 +1,5 @@
-// As blocks/fresh_thread.cuh; compilers are told that the index is not negative, so that division is
-// a shift. Needs ptx/mov.cuh.
+// As blocks/fresh_thread.cuh; compilers are told that the index is not negative, so that division
+// is a shift. Needs ptx/mov.cuh.
 
 __device__ inline int fresh_thread() {
   const int thread = static_cast<int>(mov_tid_x());

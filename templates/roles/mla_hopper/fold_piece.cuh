@@ -4,8 +4,7 @@
 // Adds the only other piece to this one, which is in registers: by the owner, or by both to the
 // half that either keeps.
 __device__ inline void fold_piece(const Params& params, const Item& item, SharedMemory& shared,
-                                  const Crew& crew, Accumulators& accumulators,
-                                  OwnRows& rows) {
+                                  const Crew& crew, Accumulators& accumulators, OwnRows& rows) {
   await(params, item, crew, item.mergers);
   const int tasks = crew.half < 0 ? kTasks : kTasks / 2;
   const MergeRoom room = {shared.query, 1, 0, kRows, max(crew.half, 0) * tasks, tasks};

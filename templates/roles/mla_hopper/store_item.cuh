@@ -16,8 +16,7 @@ __device__ inline void store_piece(const Params& params, const Item& item, Share
 }
 
 __device__ inline void store_whole(const Params& params, const Item& item, SharedMemory& shared,
-                                   const Accumulators& accumulators,
-                                   const OwnRows& rows) {
+                                   const Accumulators& accumulators, const OwnRows& rows) {
   store_rows(params, item, shared, accumulators, rows);
   if (!shared.has_nonfinite) return;
   restore_nonfinite<Element>(params, item, output_scale(params), [&](int i, int c) {

@@ -2,8 +2,8 @@
 // roles/mla_hopper_e4m3/constants.
 
 // Two consumers of four warps each. Both have all rows and one half of the output dims, in tiles of
-// 64; of a tile a warp has 16, and a thread two neighbours: in rows g and g + 8 of the product, with
-// g = lane / 4, are dims 2g and 2g + 1.
+// 64; of a tile a warp has 16, and a thread two neighbours: in rows g and g + 8 of the product,
+// with g = lane / 4, are dims 2g and 2g + 1.
 constexpr int kDimsOfTile = 64;
 constexpr int kHalfDims = kHeadDimVo / 2;
 constexpr int kDimTiles = kHalfDims / kDimsOfTile;
@@ -17,8 +17,8 @@ __device__ inline int dim_of(int warp, int i) {
 // The dim of part `c` of float4 `i`.
 __device__ inline int part_dim(int warp, int i, int c) { return dim_of(warp, i) + c / 2; }
 
-// Where a warp's float4s are among those of all: half of the warps of either consumer have the first
-// half.
+// Where a warp's float4s are among those of all: half of the warps of either consumer have the
+// first half.
 __device__ inline int first_task_of(int warp) { return (warp % 4 * 2 + warp / 4) * kAccumulators; }
 __device__ inline int warp_of_task(int task) {
   const int place = task / kAccumulators;

@@ -22,9 +22,9 @@ __device__ inline void begin_query(const Params& params, const Part& part, Share
     if (lane >= kRopeRowBytes / kChunkBytes) continue;
     const unsigned char* rope = params.query_rope + query * params.query_rope_stride +
                                 head * params.query_rope_head_stride + lane * kChunkBytes;
-    cp_async_cg_16(target + kLatentTiles * kQueryTileBytes +
-                       swizzled_offset<kRopeRowBytes>(row, lane),
-                   rope, bytes);
+    cp_async_cg_16(
+        target + kLatentTiles * kQueryTileBytes + swizzled_offset<kRopeRowBytes>(row, lane), rope,
+        bytes);
   }
   cp_async_commit_group();
 }

@@ -55,7 +55,8 @@ struct Scorer {
     fence_proxy_async();
     if (lane % 4 == 0) {
 #pragma unroll
-      for (int r = 0; r < kScoreRows; ++r) shared.rescale[block_stage(taken)][score_row(r)] = moved[r];
+      for (int r = 0; r < kScoreRows; ++r)
+        shared.rescale[block_stage(taken)][score_row(r)] = moved[r];
     }
     if (lane == 0) {
       reinterpret_cast<unsigned char*>(&shared.rescales[block_stage(taken)])[warp] =

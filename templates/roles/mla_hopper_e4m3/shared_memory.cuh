@@ -8,7 +8,8 @@ struct SharedMemory {
   float rescale[kStages][kRows];  // what a block multiplies the sums and outputs before it by
   float row_reference[2][kRows];  // of an item, when all its scores are done; log2 units
   float row_sum[2][kRows];
-  u32 rescales[kStages];  // a byte for each warp of the scorer: whether it multiplies by others than 1
+  u32 rescales[kStages];  // a byte for each warp of the scorer: whether it multiplies by others
+                          // than 1
   Item items[2];
   SpanScratch scratch;
   Barrier tokens_full[kStages];

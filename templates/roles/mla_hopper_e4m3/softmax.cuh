@@ -44,8 +44,8 @@ struct Softmax {
     for (int group = 0; group < kGroups; ++group) {
 #pragma unroll
       for (int r = 0; r < kScoreRows; ++r) {
-        const u32 word = exponentiate(
-            [&](int i) { return fmaf(scores[i], scale, -reference[r]); }, group * 8 + r * 2);
+        const u32 word = exponentiate([&](int i) { return fmaf(scores[i], scale, -reference[r]); },
+                                      group * 8 + r * 2);
         largest |= largest_bytes(word);
         probabilities[group * 2 + r] = word;
       }

@@ -7,8 +7,7 @@ __device__ inline void store_pair(unsigned char* out, float low, float high) {
 }
 
 __device__ inline void store_rows(const Params& params, const Item& item, SharedMemory&,
-                                  const Accumulators& accumulators,
-                                  const OwnRows& rows) {
+                                  const Accumulators& accumulators, const OwnRows& rows) {
   const float scale = output_scale(params);
   unsigned char* out =
       reinterpret_cast<unsigned char*>(params.out) +

@@ -15,7 +15,7 @@ struct ValueRows {
     const int lane = fresh_lane();
     const int warp = fresh_warp();
     address = stage + warp / 4 * (kHalfDims / kTileRowBytes) * kTileBytes +
-             swizzled_offset<kTileRowBytes>(lane, warp % 4);
+              swizzled_offset<kTileRowBytes>(lane, warp % 4);
   }
 
   // Of tile `tile` of dims: half a row, four chunks, and so one bit of the swizzled address.

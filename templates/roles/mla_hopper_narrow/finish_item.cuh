@@ -2,8 +2,7 @@
 // store_output.cuh, roles/mla_hopper/store_item.cuh.
 
 // The sums of all warps.
-__device__ inline void join_sums(SharedMemory& shared, const Consumer& consumer,
-                                 OwnRows& rows) {
+__device__ inline void join_sums(SharedMemory& shared, const Consumer& consumer, OwnRows& rows) {
 #pragma unroll
   for (int r = 0; r < kOwnRows; ++r) {
     const float sum = total_of_lanes(consumer.sum[r]);

@@ -2,8 +2,7 @@
 // store_output.cuh, roles/mla_hopper/store_item.cuh.
 
 // The sums of both consumers, whose references are the same by now.
-__device__ inline void join_sums(SharedMemory& shared, const Softmax& softmax,
-                                 OwnRows& rows) {
+__device__ inline void join_sums(SharedMemory& shared, const Softmax& softmax, OwnRows& rows) {
   const int thread = fresh_thread();
   const int row = row_of_thread(thread);
 #pragma unroll
