@@ -1,5 +1,5 @@
 // Values that some row of a tile must not see: 0 * NaN is NaN, so what is not finite must not meet
-// the tensor cores, though its weight is 0. Needs SharedMemory, ptx/cvt.cuh.
+// the tensor cores, though its weight is 0. Needs SharedMemory, Item, ptx/cvt.cuh.
 
 constexpr u32 kExponentBits = kIsSame<Element, Bf16> ? 0x7f80 : 0x7c00;
 
@@ -13,6 +13,11 @@ __device__ inline float value_of_element(u16 element) { return cvt_f32(Element{}
 
 __device__ inline u32 finite_pair(u32 pair) {
   return (is_finite(pair) ? pair & 0xffff : 0) | (is_finite(pair >> 16) ? pair & 0xffff0000 : 0);
+}
+
+// Whether some row of the item sees a value that has been cleared.
+__device__ inline int& nonfinite_flag(SharedMemory& shared, const Item&) {
+  return shared.has_nonfinite;
 }
 
 // Puts zeros for what is not finite in the tokens from `first` on of a block, of whose tiles

@@ -72,7 +72,8 @@ struct Adder {
   __device__ void clear_values(Values& values, int block) {
     const int first_token = block * kBlockTokens;
     const int first = item.visible_to_all - first_token;
-    if (clear_nan(values, first, item.visible_to_any - first_token)) shared.has_nonfinite = 1;
+    if (clear_nan(values, first, item.visible_to_any - first_token))
+      nonfinite_flag(shared, item) = 1;
   }
 
   template <bool kHides>

@@ -21,7 +21,7 @@ struct SharedMemory {
   Barrier query_empty;
   Barrier item_full[2];
   Barrier item_empty[2];
-  int has_nonfinite;
+  int has_nonfinite[2];  // of an item
 };
 // The block that `blocks` have preceded: where it is, and which phase of a barrier is its own.
 __device__ inline int block_stage(u32 blocks) { return static_cast<int>(blocks % kStages); }
@@ -38,5 +38,8 @@ __device__ inline void make_token_barriers(SharedMemory& shared) {
     make_barrier(shared.probabilities_full[stage], kWarpsWithRows);
     shared.rescales[stage] = 0;
   }
-  for (int slot = 0; slot < 2; ++slot) make_barrier(shared.rows_full[slot], kWarpsWithRows);
+  for (int slot = 0; slot < 2; ++slot) {
+    make_barrier(shared.rows_full[slot], kWarpsWithRows);
+    shared.has_nonfinite[slot] = 0;
+  }
 }

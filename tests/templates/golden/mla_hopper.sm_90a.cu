@@ -1566,7 +1566,7 @@ __device__ inline Part next_part(SharedMemory& shared, u32& count) {
 }
 
 // Values that some row of a tile must not see: 0 * NaN is NaN, so what is not finite must not meet
-// the tensor cores, though its weight is 0. Needs SharedMemory, ptx/cvt.cuh.
+// the tensor cores, though its weight is 0. Needs SharedMemory, Item, ptx/cvt.cuh.
 
 constexpr u32 kExponentBits = kIsSame<Element, Bf16> ? 0x7f80 : 0x7c00;
 
@@ -1580,6 +1580,11 @@ __device__ inline float value_of_element(u16 element) { return cvt_f32(Element{}
 
 __device__ inline u32 finite_pair(u32 pair) {
   return (is_finite(pair) ? pair & 0xffff : 0) | (is_finite(pair >> 16) ? pair & 0xffff0000 : 0);
+}
+
+// Whether some row of the item sees a value that has been cleared.
+__device__ inline int& nonfinite_flag(SharedMemory& shared, const Item&) {
+  return shared.has_nonfinite;
 }
 
 // Puts zeros for what is not finite in the tokens from `first` on of a block, of whose tiles
@@ -2531,7 +2536,7 @@ __device__ inline void merge_slices(const Params& params, const Item& item, Shar
 
 // Leaves what consumers have of an item where it belongs: in the output, or in the workspace to be
 // merged. Needs fold_piece.cuh, merge_slices.cuh, restore_nonfinite.cuh, and from the consumers
-// store_rows.
+// store_rows, nonfinite_flag.
 
 __device__ inline void store_piece(const Params& params, const Item& item, SharedMemory& shared,
                                    const Crew& crew, const Accumulators& accumulators,
@@ -2539,7 +2544,7 @@ __device__ inline void store_piece(const Params& params, const Item& item, Share
   const int block = static_cast<int>(blockIdx.x);
   const int place = item.piece > 0 ? first_place(block) : last_place(block);
   store_partial(params, shared, crew, place, accumulators, rows);
-  if (!shared.has_nonfinite) return;
+  if (!nonfinite_flag(shared, item)) return;
   uint2* values = partial_values(params, place) + own_values();
   restore_nonfinite<Fp16>(params, item, 1.0f, [&](int i, int c) {
     return reinterpret_cast<u16*>(values + i * kWarpLanes) + c;
@@ -2549,7 +2554,7 @@ __device__ inline void store_piece(const Params& params, const Item& item, Share
 __device__ inline void store_whole(const Params& params, const Item& item, SharedMemory& shared,
                                    const Accumulators& accumulators, const OwnRows& rows) {
   store_rows(params, item, shared, accumulators, rows);
-  if (!shared.has_nonfinite) return;
+  if (!nonfinite_flag(shared, item)) return;
   restore_nonfinite<Element>(params, item, output_scale(params), [&](int i, int c) {
     const int warp = fresh_warp();
     return params.out + global_row(params, item, part_row(warp, i, c)) * kHeadDimVo +
@@ -2575,7 +2580,7 @@ __device__ inline void store_item(const Params& params, const Item& item, Shared
     if (item.pieces > 2 && item.piece < item.mergers) merge_slices(params, item, shared);
   }
   barrier_sync(kConsumerBarrier, kConsumerThreads);
-  if (fresh_thread() == 0) shared.has_nonfinite = 0;
+  if (fresh_thread() == 0) nonfinite_flag(shared, item) = 0;
 }
 
 // From what the consumer has of an item to finished or partial rows. Needs consume.cuh,

@@ -1465,7 +1465,7 @@ struct SharedMemory {
   Barrier query_empty;
   Barrier item_full[2];
   Barrier item_empty[2];
-  int has_nonfinite;
+  int has_nonfinite[2];  // of an item
 };
 // The block that `blocks` have preceded: where it is, and which phase of a barrier is its own.
 __device__ inline int block_stage(u32 blocks) { return static_cast<int>(blocks % kStages); }
@@ -1482,7 +1482,10 @@ __device__ inline void make_token_barriers(SharedMemory& shared) {
     make_barrier(shared.probabilities_full[stage], kWarpsWithRows);
     shared.rescales[stage] = 0;
   }
-  for (int slot = 0; slot < 2; ++slot) make_barrier(shared.rows_full[slot], kWarpsWithRows);
+  for (int slot = 0; slot < 2; ++slot) {
+    make_barrier(shared.rows_full[slot], kWarpsWithRows);
+    shared.has_nonfinite[slot] = 0;
+  }
 }
 
 // Where the rows of a query lie in the caller's tensors. Needs Params, Part.
@@ -2283,7 +2286,8 @@ __device__ inline bool is_scale_writer(int thread) { return thread < 4; }
 
 // Values that some row of a tile must not see: 0 * NaN is NaN, so a NaN must not meet the tensor
 // cores, though its weight is 0. Of a NaN all bits are set but the sign. Needs
-// blocks/e4m3.cuh.j2, ptx/cvt.cuh.
+// SharedMemory,
+// Item, blocks/e4m3.cuh.j2, ptx/cvt.cuh.
 
 __device__ inline bool is_finite(u32 element) { return (element & 0x7f) != 0x7f; }
 
@@ -2291,6 +2295,12 @@ __device__ inline bool is_finite(u32 element) { return (element & 0x7f) != 0x7f;
 __device__ inline u16 element_at(const unsigned char* token, int dim) { return token[dim]; }
 __device__ inline float value_of_element(u16 element) {
   return cvt_f32(Fp16{}, static_cast<u16>(fp16x2_of_e4m3x2(element)));
+}
+
+// Whether some row of the item sees a value that has been cleared. One consumer may be at the next
+// item before the other has set this one's back.
+__device__ inline int& nonfinite_flag(SharedMemory& shared, const Item& item) {
+  return shared.has_nonfinite[item_slot(item.count)];
 }
 
 // The bytes of a word that hold a NaN, as 0xff each.
@@ -2839,7 +2849,7 @@ __device__ inline void merge_slices(const Params& params, const Item& item, Shar
 
 // Leaves what consumers have of an item where it belongs: in the output, or in the workspace to be
 // merged. Needs fold_piece.cuh, merge_slices.cuh, restore_nonfinite.cuh, and from the consumers
-// store_rows.
+// store_rows, nonfinite_flag.
 
 __device__ inline void store_piece(const Params& params, const Item& item, SharedMemory& shared,
                                    const Crew& crew, const Accumulators& accumulators,
@@ -2847,7 +2857,7 @@ __device__ inline void store_piece(const Params& params, const Item& item, Share
   const int block = static_cast<int>(blockIdx.x);
   const int place = item.piece > 0 ? first_place(block) : last_place(block);
   store_partial(params, shared, crew, place, accumulators, rows);
-  if (!shared.has_nonfinite) return;
+  if (!nonfinite_flag(shared, item)) return;
   uint2* values = partial_values(params, place) + own_values();
   restore_nonfinite<Fp16>(params, item, 1.0f, [&](int i, int c) {
     return reinterpret_cast<u16*>(values + i * kWarpLanes) + c;
@@ -2857,7 +2867,7 @@ __device__ inline void store_piece(const Params& params, const Item& item, Share
 __device__ inline void store_whole(const Params& params, const Item& item, SharedMemory& shared,
                                    const Accumulators& accumulators, const OwnRows& rows) {
   store_rows(params, item, shared, accumulators, rows);
-  if (!shared.has_nonfinite) return;
+  if (!nonfinite_flag(shared, item)) return;
   restore_nonfinite<Element>(params, item, output_scale(params), [&](int i, int c) {
     const int warp = fresh_warp();
     return params.out + global_row(params, item, part_row(warp, i, c)) * kHeadDimVo +
@@ -2883,7 +2893,7 @@ __device__ inline void store_item(const Params& params, const Item& item, Shared
     if (item.pieces > 2 && item.piece < item.mergers) merge_slices(params, item, shared);
   }
   barrier_sync(kConsumerBarrier, kConsumerThreads);
-  if (fresh_thread() == 0) shared.has_nonfinite = 0;
+  if (fresh_thread() == 0) nonfinite_flag(shared, item) = 0;
 }
 
 // The consumers: add the values of all blocks of all items, by their probabilities. Needs
@@ -2960,7 +2970,8 @@ struct Adder {
   __device__ void clear_values(Values& values, int block) {
     const int first_token = block * kBlockTokens;
     const int first = item.visible_to_all - first_token;
-    if (clear_nan(values, first, item.visible_to_any - first_token)) shared.has_nonfinite = 1;
+    if (clear_nan(values, first, item.visible_to_any - first_token))
+      nonfinite_flag(shared, item) = 1;
   }
 
   template <bool kHides>
@@ -3031,7 +3042,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     make_token_barriers(shared);
     make_item_barriers(shared);
     fence_mbarrier_init();
-    shared.has_nonfinite = 0;
     prefetch_tensormap(&params.latent_map);
     prefetch_tensormap(&params.rope_map);
     prefetch_tensormap(&params.group_map);
