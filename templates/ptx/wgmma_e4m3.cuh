@@ -1,6 +1,6 @@
-// PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions: wgmma", of e4m3. Needs sm_90.
-// As in ptx/wgmma.cuh, with 32 elements along k: a[64, 32] * b[32, N], four elements a word. Both
-// operands lie along k. Sums are kept with some 13 bits behind the leading one.
+// PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions: wgmma". Needs sm_90.
+// Of e4m3; as in ptx/wgmma.cuh, with 32 elements along k: a[64, 32] * b[32, N], four elements a
+// word. Both operands lie along k. Sums keep few bits, and what is below them is cut off.
 
 // wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3
 __device__ inline void wgmma_mma(E4m3, float (&d)[32], u64 a, u64 b, int accumulates) {
