@@ -9,6 +9,11 @@ from typing import Any
 import torch
 
 from mlagen.api.mla_inputs import MlaInputs
+from mlagen.runtime.device import arch_of_device
+from mlagen.settings import current_settings
+from mlagen.spec.dtype import DType
+from mlagen.spec.mla_hopper_e4m3 import mla_hopper_e4m3_spec
+from mlagen.spec.mla_support import MlaVariant
 from tests.reference import (
     Attention,
     assert_close,
@@ -17,6 +22,8 @@ from tests.reference import (
     output_tolerance,
     stack,
 )
+
+E4M3 = torch.float8_e4m3fn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +147,28 @@ class MlaProblem:
         """What a kernel multiplies with."""
         if self.case.kv_format == "packed640":
             return torch.bfloat16
-        return torch.float16 if self.case.dtype is torch.float8_e4m3fn else self.case.dtype
+        if self.case.dtype is not E4M3:
+            return self.case.dtype
+        return E4M3 if self._may_multiply_e4m3 else torch.float16
+
+    @property
+    def _may_multiply_e4m3(self) -> bool:
+        """Whether the kernel may be the one that rounds weights to e4m3."""
+        case = self.case
+        variant = MlaVariant(
+            query_dtype=DType.E4M3,
+            kv_dtype=DType.E4M3,
+            kv_lora_rank=case.kv_lora_rank,
+            qk_rope_head_dim=case.qk_rope_head_dim,
+            page_size=case.page_size,
+            lookup="sparse" if case.top_k else "paged",
+            values="shared" if case.values == "shared" else "separate",
+            mask="bias" if case.bias else "causal",
+        )
+        if self.query.device.type != "cuda" or current_settings().mla_kernel == "portable":
+            return False
+        arch = arch_of_device(self.query.device.index or 0)
+        return mla_hopper_e4m3_spec(arch, variant, rows=1) is not None
 
     def expected(self) -> Attention:
         """Return what float64 gives: out ``[tokens, heads, dim]`` and LSE ``[tokens, heads]``."""

@@ -10,11 +10,12 @@ from typing import Any
 
 from mlagen.api.mla_query import MOST_HEADS
 from mlagen.compiler.toolchain import OLDEST_NVRTC
-from mlagen.spec import gqa, gqa_hopper, mla, mla_hopper, mla_support
+from mlagen.spec import gqa, gqa_hopper, mla, mla_hopper, mla_hopper_e4m3, mla_support
 from mlagen.spec.arch import ARCHS, Arch
 from mlagen.spec.families import FAMILIES, specs_of
 from mlagen.spec.gqa import GqaDecodeSpec, GqaVariant, gqa_decode_spec
 from mlagen.spec.mla import MlaDecodeSpec, mla_decode_spec
+from mlagen.spec.mla_hopper_calls import MlaHopperKernel
 from mlagen.spec.mla_support import MlaSupport, MlaVariant, output_dtype
 from tests.doc_text import paragraphs, table
 
@@ -32,12 +33,12 @@ FORMS = {
 ENTRY_POINTS = [
     {
         "entry point": "`mlagen.mla.trtllm_batch_decode_with_kv_cache_mla`",
-        "kernels": "`mla_decode`, `mla_hopper`",
+        "kernels": "`mla_decode`, `mla_hopper`, `mla_hopper_e4m3`",
         "asks for": "paged, sparse and separate; every pair but `packed640`",
     },
     {
         "entry point": "`mlagen.mla.xqa_batch_decode_with_kv_cache_mla`",
-        "kernels": "`mla_decode`, `mla_hopper`",
+        "kernels": "`mla_decode`, `mla_hopper`, `mla_hopper_e4m3`",
         "asks for": "paged; every pair but `packed640`",
     },
     {
@@ -47,12 +48,12 @@ ENTRY_POINTS = [
     },
     {
         "entry point": "`mlagen.mla.flare_mla_decoding`",
-        "kernels": "`mla_decode`, `mla_hopper`",
+        "kernels": "`mla_decode`, `mla_hopper`, `mla_hopper_e4m3`",
         "asks for": "paged and bias; dims (512, 64)",
     },
     {
         "entry point": "`mlagen.xqa.xqa_mla`",
-        "kernels": "`mla_decode`, `mla_hopper`",
+        "kernels": "`mla_decode`, `mla_hopper`, `mla_hopper_e4m3`",
         "asks for": "paged and separate; dims (512, 64); every pair but the packed ones",
     },
     {
@@ -92,9 +93,9 @@ for each token in a tensor of its own. `nvfp4` is two elements of e2m1 in a byte
 for 16 elements in a tensor of its own."""
 
 HOPPER_READING = f"""\
-On `sm_90a` these calls take `mla_hopper`, with pages of a multiple of 16 tokens, and all others
+On `sm_90a` these calls take the kernel named, with pages of a multiple of 16 tokens, and all others
 `mla_decode`, unless [`MLAGEN_MLA_KERNEL`](environment.md#the-kernel-of-mla-calls) says otherwise.
-Its tiles have {", ".join(map(str, sorted(mla_hopper.TILE_ROWS)))} rows: a request takes the
+Their tiles have {", ".join(map(str, sorted(mla_hopper.TILE_ROWS)))} rows: a request takes the
 narrowest that holds its rows, or the widest. A cache whose strides are 2^40 bytes or more takes
 `mla_decode`, too."""
 
@@ -146,7 +147,7 @@ def support_page() -> str:
             *table([_mla_row(row) for row in mla_support.SUPPORTED]),
             *paragraphs(MLA_READING),
             *paragraphs(DTYPES_READING),
-            "## The Hopper kernel\n",
+            "## The Hopper kernels\n",
             *paragraphs(HOPPER_READING),
             *table(list(_hopper_rows())),
             "## GQA decode\n",
@@ -179,11 +180,17 @@ def _mla_row(row: MlaSupport) -> dict[str, Any]:
 
 
 def _hopper_rows() -> Iterator[dict[str, str]]:
-    """Yield what the Hopper kernel covers of the table of MLA decode."""
-    specs = mla_hopper.mla_hopper_specs(Arch(90, "a"))
-    for variant in dict.fromkeys(replace(spec.variant, page_size=64) for spec in specs):
+    """Yield what the Hopper kernels cover of the table of MLA decode."""
+    arch = Arch(90, "a")
+    specs: list[MlaHopperKernel] = [
+        *mla_hopper.mla_hopper_specs(arch),
+        *mla_hopper_e4m3.mla_hopper_e4m3_specs(arch),
+    ]
+    covered = {replace(spec.variant, page_size=64): spec.family for spec in specs}
+    for variant, family in covered.items():
         form = (variant.lookup, variant.values, variant.mask)
         yield {
+            "kernel": f"`{family}`",
             "query": f"`{variant.query_dtype}`",
             "cache": f"`{variant.kv_dtype}`",
             "dims": f"({variant.kv_lora_rank}, {variant.qk_rope_head_dim})",

@@ -19,6 +19,7 @@ from mlagen.spec.gqa import GqaDecodeSpec, GqaVariant, gqa_decode_spec
 from mlagen.spec.gqa_hopper import GqaHopperSpec, gqa_hopper_spec
 from mlagen.spec.mla import MlaDecodeSpec, mla_decode_spec
 from mlagen.spec.mla_hopper import MlaHopperSpec, mla_hopper_spec
+from mlagen.spec.mla_hopper_e4m3 import MlaHopperE4m3Spec, mla_hopper_e4m3_spec
 from mlagen.spec.mla_support import MlaVariant
 
 SM_80 = parse_arch("sm_80")
@@ -35,6 +36,14 @@ def mla_hopper(*, rows: int = 16, **changes: Any) -> MlaHopperSpec:
     """Return the bf16 Hopper kernel of DeepSeek-V3 for ``rows`` rows, some facts changed."""
     variant = MlaVariant(query_dtype=DType.BF16, kv_dtype=DType.BF16)
     spec = mla_hopper_spec(SM_90A, replace(variant, **changes), rows)
+    assert spec is not None
+    return spec
+
+
+def mla_hopper_e4m3(*, rows: int = 16, **changes: Any) -> MlaHopperE4m3Spec:
+    """Return the e4m3 Hopper kernel of DeepSeek-V3 for ``rows`` rows, some facts changed."""
+    variant = MlaVariant(query_dtype=DType.E4M3, kv_dtype=DType.E4M3)
+    spec = mla_hopper_e4m3_spec(SM_90A, replace(variant, **changes), rows)
     assert spec is not None
     return spec
 

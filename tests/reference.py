@@ -109,7 +109,7 @@ def stack(parts: list[Attention]) -> Attention:
     return Attention(**{name: torch.stack([getattr(p, name) for p in parts]) for name in names})
 
 
-UNIT_ROUNDOFF = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+UNIT_ROUNDOFF = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float8_e4m3fn: 2.0**-4}
 
 
 def output_tolerance(
@@ -128,6 +128,9 @@ def output_tolerance(
     - float32 in scores, sums and split weights, and the 2^-22 of ex2.approx, move a weight
       relatively by less than 2^-13 for scores up to 2^8 in log2 units;
     - fp16 loses p below 2^-24 of the largest, and rounds those below 2^-14 absolutely by 2^-25;
+    - e4m3 rounds p below 2^-11 of the largest absolutely, by 2^-15 of it: N tokens together move
+      the result by about sqrt(N) 2^-15 of what the largest gives. Up to N = 2^17 that is a
+      twentieth of 3.5 u, so it needs no term;
     - rows that are stored with scales are decoded to the math dtype. That rounding is not left to
       chance: the oracle computes it. ``rounding`` is what a rounded query, rounded keys and rounded
       values, each alone, move the result by, summed, for a backend may round any of them; what they

@@ -20,11 +20,11 @@ from mlagen.runtime.launch import launch
 from mlagen.runtime.loader import LoadedKernel
 from mlagen.runtime.plan_hopper import HopperPlan, line_fits
 from mlagen.spec.kernel import packed_integers
-from mlagen.spec.mla_hopper import MlaHopperSpec
+from mlagen.spec.mla_hopper_calls import MlaHopperKernel
 from mlagen.spec.mla_support import MlaVariant
 
 _COVERED = (
-    "covered: sm_90a, query and cache bf16 or fp16 alike, (kv_lora_rank, qk_rope_head_dim) "
+    "covered: sm_90a, query and cache bf16, fp16 or e4m3 alike, (kv_lora_rank, qk_rope_head_dim) "
     "(512, 64), (lookup, values, mask) (paged, shared, causal), page_size a multiple of 16, "
     "strides of the cache below 2^40 bytes"
 )
@@ -168,7 +168,7 @@ def not_covered(index: int, variant: MlaVariant) -> UnsupportedError:
     )
 
 
-def _maps_of_cache(request: MlaRequest, spec: MlaHopperSpec) -> CacheMaps:
+def _maps_of_cache(request: MlaRequest, spec: MlaHopperKernel) -> CacheMaps:
     strides = request.strides
     return maps_of(
         CacheForm(
@@ -193,7 +193,7 @@ def _beginnings(inputs: MlaInputs, request: MlaRequest) -> tuple[int, int]:
 def _layout(
     inputs: MlaInputs,
     request: MlaRequest,
-    spec: MlaHopperSpec,
+    spec: MlaHopperKernel,
     plan: HopperPlan,
     *,
     rope_is_apart: int,

@@ -7,13 +7,13 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from mlagen.runtime.tensor_map import TiledTensor, encode
-from mlagen.spec.mla_hopper import MlaHopperSpec
+from mlagen.spec.mla_hopper_calls import MlaHopperKernel
+from mlagen.spec.mla_hopper_e4m3 import MlaHopperE4m3Spec
 
 # Caches whose maps are remembered for each layout; a model has one for each of its layers.
 _MOST_CACHES = 4096
 
-_TILE_ELEMENTS = 64  # of a row in shared memory: 128 bytes
-_TILE_BYTES = 128
+_TILE_BYTES = 128  # of a row in shared memory; a rope part in e4m3 is half of that
 _TILES_OF_A_COPY = 3  # of the narrow kernel
 
 
@@ -28,7 +28,7 @@ class Maps(NamedTuple):
 class CacheForm:
     """All of a cache but where its parts begin; strides are bytes."""
 
-    spec: MlaHopperSpec
+    spec: MlaHopperKernel
     num_pages: int
     page_stride: int
     token_stride: int
@@ -52,15 +52,18 @@ class CacheMaps(dict[tuple[int, int], Maps]):
 
     def _encode(self, cache: int, rope: int) -> Maps:
         form, spec = self._form, self._form.spec
-        latent_tiles = spec.variant.kv_lora_rank // _TILE_ELEMENTS
+        latent_tiles = spec.variant.kv_dtype.row_bytes(spec.variant.kv_lora_rank) // _TILE_BYTES
         strides, rope_strides = (
             (form.token_stride, form.page_stride),
             (form.rope_token_stride, form.rope_page_stride),
         )
         is_apart = rope != cache + latent_tiles * _TILE_BYTES or rope_strides != strides
         latent_map = self._encoded(cache, strides, tiles=latent_tiles, tiles_of_a_box=1)
-        rope_map = self._encoded(rope, rope_strides, tiles=1, tiles_of_a_box=1)
-        if not spec.is_narrow:  # whole rows are fetched ahead
+        rope_map = self._encoded(
+            rope, rope_strides, tiles=1, tiles_of_a_box=1, width=spec.variant.qk_rope_head_dim
+        )
+        # Whole rows are fetched ahead, but by the narrow kernel.
+        if isinstance(spec, MlaHopperE4m3Spec) or not spec.is_narrow:
             group_map = self._encoded(
                 cache, strides, tiles=latent_tiles, tiles_of_a_box=latent_tiles
             )
@@ -73,16 +76,23 @@ class CacheMaps(dict[tuple[int, int], Maps]):
         return Maps(latent_map + rope_map + group_map, is_apart)
 
     def _encoded(
-        self, address: int, strides: tuple[int, int], *, tiles: int, tiles_of_a_box: int
+        self,
+        address: int,
+        strides: tuple[int, int],
+        *,
+        tiles: int,
+        tiles_of_a_box: int,
+        width: int | None = None,
     ) -> bytes:
-        """Return the map of a part as tiles: element, token, tile, page."""
+        """Return the map of a part as tiles of ``width`` elements: element, token, tile, page."""
         spec = self._form.spec
         token_stride, page_stride = strides
+        width = width or _TILE_BYTES // spec.variant.kv_dtype.row_bytes(1)
         tensor = TiledTensor(
             dtype=spec.variant.kv_dtype,
-            sizes=(_TILE_ELEMENTS, spec.variant.page_size, tiles, self._form.num_pages),
+            sizes=(width, spec.variant.page_size, tiles, self._form.num_pages),
             strides=(token_stride, _TILE_BYTES, page_stride),
-            box=(_TILE_ELEMENTS, spec.box_tokens, tiles_of_a_box, 1),
+            box=(width, spec.box_tokens, tiles_of_a_box, 1),
         )
         return encode(tensor, address)
 

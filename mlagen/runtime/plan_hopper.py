@@ -6,20 +6,21 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from mlagen.runtime.plan import MlaDecodeProblem
-from mlagen.spec.mla_hopper import MlaHopperSpec
+from mlagen.spec.mla_hopper_calls import MlaHopperKernel
 
 _MOST_MEMBERS = 4  # of a team
 
 # As in roles/mla_hopper/span.cuh: tokens of a block, what a unit costs besides its blocks, and the
 # shortest span, in blocks.
 _BLOCK_TOKENS = 64
+_WIDEST_NARROW = 32  # rows
 _NARROW_UNIT_COST = 2
 _WIDE_UNIT_COST = 6
 _LEAST_SPAN = 2
 
-# As PartialRow in roles/mla_hopper/merge.cuh: with a wide tile either half has a scale.
-_NARROW_ROW_BYTES = 12
-_WIDE_ROW_BYTES = 16
+# As PartialRow in roles/mla_hopper/merge.cuh, which ends with the row's scales.
+_ROW_BYTES = 8
+_SCALE_BYTES = 4
 
 # Positions on the line of work are counted in 32 bits.
 _MOST_POSITIONS = 2**31 - 1
@@ -44,7 +45,7 @@ class HopperPlan:
 
 
 def plan_mla_hopper(
-    spec: MlaHopperSpec, problem: MlaDecodeProblem, tile_q_len: int, sm_count: int
+    spec: MlaHopperKernel, problem: MlaDecodeProblem, tile_q_len: int, sm_count: int
 ) -> HopperPlan:
     """Return the plan of a call.
 
@@ -64,7 +65,7 @@ def plan_mla_hopper(
     blocks = teams * team_size
     # A block leaves two pieces at the most: values as halves, and of each row its state.
     partial_values = 2 * blocks * rows * spec.head_dim_vo * 2
-    row_bytes = _NARROW_ROW_BYTES if spec.is_narrow else _WIDE_ROW_BYTES
+    row_bytes = _ROW_BYTES + spec.row_scales * _SCALE_BYTES
     return HopperPlan(
         team_size=team_size,
         teams=teams,
@@ -76,14 +77,14 @@ def plan_mla_hopper(
     )
 
 
-def line_fits(spec: MlaHopperSpec, plan: HopperPlan, most_tokens: int) -> bool:
+def line_fits(spec: MlaHopperKernel, plan: HopperPlan, most_tokens: int) -> bool:
     """Return whether blocks can count their work, if a request has ``most_tokens`` at the most."""
     blocks_of_tokens = -(-most_tokens // _BLOCK_TOKENS)
     return plan.groups * (blocks_of_tokens + _unit_cost(spec)) <= _MOST_POSITIONS
 
 
-def _unit_cost(spec: MlaHopperSpec) -> int:
-    return _NARROW_UNIT_COST if spec.is_narrow else _WIDE_UNIT_COST
+def _unit_cost(spec: MlaHopperKernel) -> int:
+    return _NARROW_UNIT_COST if spec.tile_rows <= _WIDEST_NARROW else _WIDE_UNIT_COST
 
 
 def _team_size(tiles: int, sm_count: int) -> int:

@@ -12,7 +12,7 @@ from mlagen.spec.gqa import GqaDecodeSpec, GqaVariant, gqa_decode_spec
 from mlagen.spec.gqa_hopper import GqaHopperSpec, gqa_hopper_spec
 from mlagen.spec.kernel import KernelSpec
 from mlagen.spec.mla import MlaDecodeSpec, mla_decode_spec
-from mlagen.spec.mla_hopper import MlaHopperSpec, mla_hopper_spec
+from mlagen.spec.mla_hopper_calls import MlaHopperKernel, mla_hopper_kernel
 from mlagen.spec.mla_support import MlaVariant, output_dtype
 
 # Numbers of rows such that calls with as many between them take all tiles that there are.
@@ -33,7 +33,7 @@ def mla_call_specs(arch: Arch, variant: MlaVariant, rows: int) -> list[KernelSpe
     UnsupportedError
         If there is none for such a call.
     """
-    hopper = mla_hopper_spec(arch, variant, rows)
+    hopper = mla_hopper_kernel(arch, variant, rows)
     combining = CombineSplitsSpec(
         arch=arch, dtype=output_dtype(variant.query_dtype), head_dim_vo=variant.kv_lora_rank
     )
@@ -84,7 +84,7 @@ def specs_elsewhere(spec: KernelSpec, arch: Arch) -> list[KernelSpec]:
 
 def _call_specs_of(spec: KernelSpec) -> Callable[[Arch, int], list[KernelSpec]]:
     """Return what gives the kernels of the calls that ``spec`` is for, by their rows."""
-    if isinstance(spec, (MlaDecodeSpec, MlaHopperSpec)):
+    if isinstance(spec, (MlaDecodeSpec, MlaHopperKernel)):
         mla_variant = spec.variant
         return lambda arch, rows: mla_call_specs(arch, mla_variant, rows)
     assert isinstance(spec, (GqaDecodeSpec, GqaHopperSpec)), spec

@@ -107,6 +107,11 @@ class MlaHopperSpec(KernelSpec):
         return 4 if self.is_narrow else 8
 
     @property
+    def row_scales(self) -> int:
+        """Scales that a row of a piece has in the workspace: of a wide tile one for each half."""
+        return 1 if self.is_narrow else 2
+
+    @property
     def threads(self) -> int:
         """Threads of one block."""
         return self.consumer_warps * 32 + 128

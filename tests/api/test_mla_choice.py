@@ -33,9 +33,12 @@ COVERED_BY_IT = {
     "ragged": RAGGED,
     "parts apart": replace(UNIFORM, parts_apart=True, flat_tables=True),
     "pages of 48": replace(UNIFORM, page_size=48),
+    "e4m3": replace(UNIFORM, dtype=E4M3),
+    "e4m3, ragged": replace(RAGGED, dtype=E4M3),
+    "e4m3, parts apart": replace(UNIFORM, dtype=E4M3, parts_apart=True, flat_tables=True),
+    "e4m3, pages of 16": replace(UNIFORM, dtype=E4M3, page_size=16),
 }
 NOT_COVERED = {
-    "e4m3": replace(UNIFORM, dtype=E4M3),
     "bf16 over e4m3": replace(UNIFORM, kv_format="e4m3"),
     "rank 256": replace(UNIFORM, kv_lora_rank=256),
     "no rope": replace(UNIFORM, qk_rope_head_dim=0),
@@ -43,6 +46,9 @@ NOT_COVERED = {
     "values apart": replace(UNIFORM, values="other pages"),
     "a bias": replace(UNIFORM, bias="for each head"),
     "pages of 8": replace(UNIFORM, page_size=8),
+    "e4m3, rank 256": replace(UNIFORM, dtype=E4M3, kv_lora_rank=256),
+    "e4m3, lists of tokens": replace(UNIFORM, dtype=E4M3, top_k=70),
+    "e4m3, pages of 8": replace(UNIFORM, dtype=E4M3, page_size=8),
 }
 
 
@@ -56,7 +62,8 @@ def test_what_both_kernels_cover_takes_the_one_that_is_asked_for(
     call, _, _ = launched(inputs, launches, kernel)
 
     assert isinstance(call, PortableCall if kernel == "portable" else HopperCall)
-    assert launches[0].family == ("mla_decode" if kernel == "portable" else "mla_hopper")
+    hopper = "mla_hopper_e4m3" if case.dtype is E4M3 else "mla_hopper"
+    assert launches[0].family == ("mla_decode" if kernel == "portable" else hopper)
 
 
 def test_a_small_call_takes_the_portable_kernel(launches: list[Launch]) -> None:
@@ -100,8 +107,8 @@ def test_another_gpu_takes_the_portable_kernel(arch: Arch, monkeypatch: pytest.M
     assert str(caught.value) == (
         f"MLAGEN_MLA_KERNEL=hopper: no such kernel for {arch}, query bf16, cache bf16, "
         "(kv_lora_rank, qk_rope_head_dim) (512, 64), (lookup, values, mask) "
-        "(paged, shared, causal), page_size 64; covered: sm_90a, query and cache bf16 or fp16 "
-        "alike, (kv_lora_rank, qk_rope_head_dim) (512, 64), (lookup, values, mask) "
+        "(paged, shared, causal), page_size 64; covered: sm_90a, query and cache bf16, fp16 or "
+        "e4m3 alike, (kv_lora_rank, qk_rope_head_dim) (512, 64), (lookup, values, mask) "
         "(paged, shared, causal), page_size a multiple of 16, strides of the cache below 2^40 "
         "bytes"
     )

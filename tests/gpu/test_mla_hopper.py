@@ -1,4 +1,4 @@
-"""The Hopper MLA kernel: right, and the same in whatever order warps and blocks arrive."""
+"""The Hopper MLA kernels: right, and the same in whatever order warps and blocks arrive."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from mlagen.runtime import counters, device, loader, plan_hopper
 from mlagen.settings import current_settings
 from mlagen.spec.dtype import DType
 from mlagen.spec.mla import MlaDecodeSpec
-from mlagen.spec.mla_hopper import MlaHopperSpec, mla_hopper_spec
+from mlagen.spec.mla_hopper import MlaHopperSpec
+from mlagen.spec.mla_hopper_calls import MlaHopperKernel, mla_hopper_kernel
+from mlagen.spec.mla_hopper_e4m3 import MlaHopperE4m3Spec
 from mlagen.spec.mla_support import MlaVariant
 from tests.cases import MlaCase, MlaProblem
 from tests.graph_replay import captured
@@ -28,6 +30,13 @@ pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
     reason="needs a Hopper GPU",
 )
+
+E4M3 = torch.float8_e4m3fn
+FAMILIES = {
+    torch.bfloat16: MlaHopperSpec,
+    torch.float16: MlaHopperSpec,
+    E4M3: MlaHopperE4m3Spec,
+}
 
 # Of every width of tile: one request in many pieces, some in a few, and many beside each other.
 WIDTHS = {"16 rows": (16, 1), "32 rows": (16, 2), "64 rows": (64, 1), "teams of 2": (128, 1)}
@@ -51,13 +60,13 @@ CASES = [
 
 @pytest.fixture(autouse=True)
 def _hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have every call of this file take the Hopper kernel."""
+    """Have every call of this file take a Hopper kernel."""
     monkeypatch.setenv("MLAGEN_MLA_KERNEL", "hopper")
     current_settings.cache_clear()
 
 
 @pytest.mark.parametrize("page_size", [16, 48, 64])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", FAMILIES, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_both_kernels_are_right(
     case: MlaCase, dtype: torch.dtype, page_size: int, monkeypatch: pytest.MonkeyPatch
@@ -72,13 +81,14 @@ def test_both_kernels_are_right(
         problem.check(*compute(problem))
 
     kernels = [type(call.decode.spec) for call in mla_call._calls.values()]
-    assert kernels == [MlaHopperSpec, MlaDecodeSpec]
+    assert kernels == [FAMILIES[dtype], MlaDecodeSpec]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, E4M3], ids=str)
 @pytest.mark.parametrize("heads", [16, 128])
-def test_without_a_page_there_is_nothing_to_see(heads: int) -> None:
+def test_without_a_page_there_is_nothing_to_see(heads: int, dtype: torch.dtype) -> None:
     """Tables of no columns are not read; every row is zero."""
-    problem = MlaCase(name="", seq_lens=(0, 0, 0), heads=heads).build("cuda")
+    problem = MlaCase(name="", seq_lens=(0, 0, 0), heads=heads, dtype=dtype).build("cuda")
     tables = problem.arguments()["block_tables"]
 
     assert not decode(problem, block_tables=tables[:, :0].contiguous()).any()
@@ -96,10 +106,11 @@ def mismatches(problem: MlaProblem, repeats: int) -> int:
     return int(count)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, E4M3], ids=str)
 @pytest.mark.parametrize("case", CASES[::2], ids=str)
-def test_ten_thousand_launches_give_the_same_bits(case: MlaCase) -> None:
+def test_ten_thousand_launches_give_the_same_bits(case: MlaCase, dtype: torch.dtype) -> None:
     """No race between blocks or warps shows in a result."""
-    problem = case.build("cuda")
+    problem = replace(case, dtype=dtype).build("cuda")
 
     assert mismatches(problem, 10_000) == 0
 
@@ -110,7 +121,7 @@ _CREW = "  crew.sync();\n"
 _DELAY = "  if ((static_cast<u32>(clock64()) * 2654435761u >> 13) % 16 == 0) __nanosleep({});\n"
 
 
-def with_delays(spec: MlaHopperSpec) -> loader.LoadedKernel:
+def with_delays(spec: MlaHopperKernel) -> loader.LoadedKernel:
     """Return the kernel with warps that fall asleep by chance wherever they wait for others."""
     source = render(spec)
     text = source.text
@@ -121,13 +132,14 @@ def with_delays(spec: MlaHopperSpec) -> loader.LoadedKernel:
     return loader.load(cubin.code, spec, 0)
 
 
+@pytest.mark.parametrize("dtype", [DType.BF16, DType.E4M3], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_delays_change_no_bit(case: MlaCase, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_delays_change_no_bit(case: MlaCase, dtype: DType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever warp or block comes last, and whatever it finds done, the result is the same."""
-    problem = case.build("cuda")
+    problem = replace(case, dtype=E4M3 if dtype is DType.E4M3 else case.dtype).build("cuda")
     expected = decode(problem).clone()
-    variant = MlaVariant(query_dtype=DType.BF16, kv_dtype=DType.BF16)
-    spec = mla_hopper_spec(device.arch_of_device(0), variant, case.heads * case.q_len)
+    variant = MlaVariant(query_dtype=dtype, kv_dtype=dtype)
+    spec = mla_hopper_kernel(device.arch_of_device(0), variant, case.heads * case.q_len)
     assert spec is not None
     assert (spec, 0) in engine._loaded
     slow = with_delays(spec)
@@ -142,10 +154,11 @@ def test_delays_change_no_bit(case: MlaCase, monkeypatch: pytest.MonkeyPatch) ->
     assert torch.equal(result, expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, E4M3], ids=str)
 @pytest.mark.parametrize("case", CASES[1::3], ids=str)
-def test_a_thousand_replays_leave_the_counters_at_zero(case: MlaCase) -> None:
+def test_a_thousand_replays_leave_the_counters_at_zero(case: MlaCase, dtype: torch.dtype) -> None:
     """A replay needs no memset, for every launch leaves what it found."""
-    problem = case.build("cuda")
+    problem = replace(case, dtype=dtype).build("cuda")
     expected = decode(problem).clone()
     arguments = problem.arguments(out=torch.empty_like(expected))
     graph = captured(mlagen.mla.trtllm_batch_decode_with_kv_cache_mla, arguments)
@@ -158,7 +171,10 @@ def test_a_thousand_replays_leave_the_counters_at_zero(case: MlaCase) -> None:
     assert all(not slab.any() for slab in counters._slabs)
 
 
-def test_a_small_call_takes_the_portable_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", FAMILIES, ids=str)
+def test_a_small_call_takes_the_portable_kernel(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Unless it is told otherwise."""
     monkeypatch.setenv("MLAGEN_MLA_KERNEL", "auto")
     monkeypatch.setattr(plan_hopper, "SMALL_BLOCKS", 64)
@@ -166,10 +182,10 @@ def test_a_small_call_takes_the_portable_kernel(monkeypatch: pytest.MonkeyPatch)
     assert device.device_facts(0).major == 9
     mla_call._calls.clear()
 
-    decode(MlaCase(name="", seq_lens=(1024, 900), heads=16).build("cuda"))
+    decode(MlaCase(name="", seq_lens=(1024, 900), heads=16, dtype=dtype).build("cuda"))
 
     (call,) = mla_call._calls.values()
-    assert not isinstance(call.decode.spec, MlaHopperSpec)
+    assert isinstance(call.decode.spec, MlaDecodeSpec)
 
 
 def test_where_offsets_go_back_nothing_is_written() -> None:

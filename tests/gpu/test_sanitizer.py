@@ -33,6 +33,7 @@ for case in (
     MlaCase(name="rank 256", seq_lens=(700, 30), heads=64, kv_lora_rank=256, page_size=1),
     MlaCase(name="ragged", seq_lens=(70, 9), q_lens=(3, 0), cache_form="strided", dtype=fp16),
     MlaCase(name="e4m3", seq_lens=(70, 9), heads=64, dtype=e4m3),
+    MlaCase(name="e4m3 of 16 rows", seq_lens=(70, 900), heads=16, dtype=e4m3, page_size=16),
     MlaCase(name="e4m3 under bf16", seq_lens=(170, 9), kv_format="e4m3", scales="for 128 elements"),
     MlaCase(name="packed", seq_lens=(70, 9), heads=32, kv_format="packed656", top_k=40),
     MlaCase(name="biased", seq_lens=(70, 9), kv_format="packed640", bias="for each head"),
@@ -64,7 +65,7 @@ for case in (
 
 
 @pytest.mark.parametrize(
-    ("cases", "count"), [(_MLA_CASES, 11), (_GQA_CASES, 8)], ids=["mla", "gqa"]
+    ("cases", "count"), [(_MLA_CASES, 12), (_GQA_CASES, 8)], ids=["mla", "gqa"]
 )
 # racecheck knows nothing of barriers in shared memory that count what bulk copies bring; races of
 # the Hopper kernel are looked for by delays, in test_mla_hopper.py.

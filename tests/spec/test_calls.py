@@ -24,6 +24,7 @@ from tests.kernels import (
     gqa_hopper,
     mla_decode,
     mla_hopper,
+    mla_hopper_e4m3,
 )
 
 SM_120F = parse_arch("sm_120f")
@@ -46,13 +47,24 @@ def test_an_mla_call_on_hopper_may_take_either_kernel() -> None:
     ]
 
 
+def test_an_mla_call_in_e4m3_may_take_a_kernel_of_its_own() -> None:
+    """Or the portable one."""
+    dtypes: dict[str, Any] = {"query_dtype": DType.E4M3, "kv_dtype": DType.E4M3}
+
+    assert mla_call_specs(SM_90A, E4M3, 16) == [
+        mla_hopper_e4m3(),
+        mla_decode(**dtypes),
+        combine(),
+    ]
+
+
 def test_an_mla_call_elsewhere_takes_the_portable_kernel() -> None:
-    """So does a call on Hopper in dtypes that the Hopper kernel does not know."""
+    """So does a call on Hopper in dtypes that no Hopper kernel knows."""
     elsewhere = mla_call_specs(SM_80, MLA, 16)
-    narrow = mla_call_specs(SM_90A, E4M3, 16)
+    mixed = mla_call_specs(SM_90A, replace(MLA, kv_dtype=DType.E4M3), 16)
 
     assert elsewhere == [mla_decode(arch=SM_80), combine("sm_80")]
-    assert narrow == [mla_decode(query_dtype=DType.E4M3, kv_dtype=DType.E4M3), combine()]
+    assert mixed == [mla_decode(kv_dtype=DType.E4M3), combine()]
 
 
 def test_a_gqa_call_takes_its_kernels_and_the_one_that_combines_its_output() -> None:
@@ -89,6 +101,7 @@ def test_a_call_without_a_kernel_is_refused() -> None:
     [
         (mla_decode(), {16, 32, 64}),
         (mla_hopper(), {16, 32, 64}),
+        (mla_hopper_e4m3(), {16, 32, 64}),
         (gqa_decode(), {16, 32}),
         (gqa_hopper(), {8, 16, 32}),
     ],

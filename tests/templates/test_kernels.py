@@ -76,6 +76,7 @@ def sample_of(arch: Arch) -> list[KernelSpec]:
     if arch.has_wgmma:  # the narrow kernels copy pages of 16 tokens in another way
         sample += specs_of(arch, ("mla_hopper",), page_size=("16",), query_dtype=("bf16",))
         sample += specs_of(arch, ("mla_hopper",), page_size=("64",), query_dtype=("fp16",))
+        sample += specs_of(arch, ("mla_hopper_e4m3",), page_size=("16",))
     return sample
 
 

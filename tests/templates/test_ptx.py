@@ -62,7 +62,7 @@ class Wrapper:
 
 def _argument(parameter: str, wrapper: str) -> str:
     """Return what to pass: what wrappers of one name differ in is spelled out."""
-    if parameter in {"Bf16", "Fp16"}:
+    if parameter in {"Bf16", "Fp16", "E4m3"}:
         return f"{parameter}{{}}"
     if array := re.fullmatch(r"(?P<element>.+) \(&\w+\)\[(?P<count>\w+)\]", parameter):
         count = array["count"] if array["count"].isdigit() else TEMPLATE_ARGUMENTS[wrapper]

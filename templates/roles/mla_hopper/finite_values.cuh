@@ -1,13 +1,23 @@
 // Values that some row of a tile must not see: 0 * NaN is NaN, so what is not finite must not meet
-// the tensor cores, though its weight is 0. Needs SharedMemory, Item, blocks/table_row.cuh,
-// blocks/page_table.cuh.
+// the tensor cores, though its weight is 0. Needs SharedMemory, Item, ptx/cvt.cuh.
 
 constexpr u32 kExponentBits = kIsSame<Element, Bf16> ? 0x7f80 : 0x7c00;
 
 __device__ inline bool is_finite(u32 element) { return (element & kExponentBits) != kExponentBits; }
 
+// An element of a token's row in the cache, and its value.
+__device__ inline u16 element_at(const unsigned char* token, int dim) {
+  return reinterpret_cast<const u16*>(token)[dim];
+}
+__device__ inline float value_of_element(u16 element) { return cvt_f32(Element{}, element); }
+
 __device__ inline u32 finite_pair(u32 pair) {
   return (is_finite(pair) ? pair & 0xffff : 0) | (is_finite(pair >> 16) ? pair & 0xffff0000 : 0);
+}
+
+// Whether some row of the item sees a value that has been cleared.
+__device__ inline int& nonfinite_flag(SharedMemory& shared, const Item&) {
+  return shared.has_nonfinite;
 }
 
 // Puts zeros for what is not finite in the tokens from `first` on of a block, of whose tiles
@@ -33,20 +43,5 @@ __device__ inline void clear_nonfinite(SharedMemory& shared, int first, int visi
     if (!is_changed) continue;
     *place = cleared;
     if (token < visible) shared.has_nonfinite = 1;
-  }
-}
-
-// Adds what was cleared to the rows that see it; `add` takes a token's row in the cache and its
-// position. A weight of 0 is not told from others: what is not finite makes a row so.
-template <typename Add>
-__device__ inline void add_nonfinite(const Params& params, const Item& item, Add add) {
-  const int end = min((item.first_block + item.blocks) * kBlockTokens, item.visible_to_any);
-  const int* ids = params.block_tables + table_row(params, item.request).start;
-  for (int token = max(item.visible_to_all, item.first_block * kBlockTokens); token < end;
-       ++token) {
-    const int page = ids[token / kPageSize];
-    if (!is_page(page, params.num_pages)) continue;
-    const PagedRows rows{params.cache, params.page_stride, params.token_stride};
-    add(rows.row_of(page, token % kPageSize), token);
   }
 }

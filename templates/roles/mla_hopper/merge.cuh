@@ -1,7 +1,7 @@
 // The pieces of a unit: how they are left in the workspace, brought from there, and two of them
 // added. Needs SharedMemory, Item, row_state.cuh, crew.cuh, blocks/fresh_thread.cuh,
-// ptx/barrier.cuh, ptx/cp_async.cuh, ptx/cvt.cuh, ptx/ex2.cuh, ptx/ld.cuh, ptx/red.cuh; and from
-// the consumers Accumulators, with the rows each belongs to, and largest_of_rows.
+// ptx/barrier.cuh, ptx/cp_async.cuh, ptx/cvt.cuh, ptx/ld.cuh, ptx/red.cuh; and from the consumers
+// Accumulators, OwnRows, with the rows each belongs to, and largest_of_rows.
 
 // A task is one float4 of every thread of a warp. A piece is left in the workspace task by task, as
 // four halves a thread, for what is written and read is what merging costs; and each row's state.
@@ -99,7 +99,7 @@ __device__ inline float inverse_of_power(float power) {
 // By the threads of a crew.
 __device__ inline void store_partial(const Params& params, SharedMemory& shared, const Crew& crew,
                                      int place, const Accumulators& accumulators,
-                                     const RowState (&rows)[kOwnRows]) {
+                                     const OwnRows& rows) {
   float scales[kOwnRows];
   largest_of_rows(shared, crew, accumulators, scales);
 #pragma unroll
@@ -178,38 +178,4 @@ __device__ inline void bring_pieces(const Params& params, const Item& item, cons
   cp_async_commit_group();
   cp_async_wait_group<0>();
   crew.sync();
-}
-
-// Adds the only other piece to this one, which is in registers: by the owner, or by both to the
-// half that either keeps.
-__device__ inline void fold_piece(const Params& params, const Item& item, SharedMemory& shared,
-                                  const Crew& crew, Accumulators& accumulators,
-                                  RowState (&rows)[kOwnRows]) {
-  await(params, item, crew, item.mergers);
-  const int tasks = crew.half < 0 ? kTasks : kTasks / 2;
-  const MergeRoom room = {shared.query, 1, 0, kRows, max(crew.half, 0) * tasks, tasks};
-  bring_pieces(params, item, crew, room, 1 - item.piece);
-  if (is_last_merger(params, item, crew)) reset_arrivals(params, item);
-  float own_weights[kOwnRows];
-  float weights[kOwnRows];
-  const int scale = scale_of_warp(fresh_warp());
-#pragma unroll
-  for (int r = 0; r < kOwnRows; ++r) {
-    const PartialRow& other = room.state(0, own_row(r));
-    const float largest = fmaxf(rows[r].reference, other.reference);
-    own_weights[r] = ex2_approx(rows[r].reference - largest);
-    const float weight = ex2_approx(other.reference - largest);
-    rows[r] = {largest, rows[r].sum * own_weights[r] + other.sum * weight};
-    weights[r] = weight * other.scales[scale];
-  }
-  const uint2* values = room.values(0) + own_values() - room.first_task * kWarpLanes;
-#pragma unroll
-  for (int i = 0; i < kAccumulators; ++i) {
-    const float4 own = weighted(accumulator(accumulators, i), own_weights, i);
-    const float4 other = weighted(from_halves(values[i * kWarpLanes]), weights, i);
-    set_accumulator(
-        accumulators, i,
-        make_float4(own.x + other.x, own.y + other.y, own.z + other.z, own.w + other.w));
-    if (i % 4 == 3) __syncwarp();  // there are no registers for more at a time
-  }
 }

@@ -1,6 +1,22 @@
 // Makes the rows that see what is not finite so, as they would be if it had been multiplied: in
 // what has been stored of them, so that nothing of it is in the way of the usual case. Needs
-// finite_values.cuh, blocks/fresh_thread.cuh, ptx/cvt.cuh; from the consumers part_row, part_dim.
+// Item, blocks/table_row.cuh, blocks/page_table.cuh, blocks/fresh_thread.cuh, ptx/cvt.cuh; from the
+// consumers part_row, part_dim, element_at, is_finite.
+
+// Adds what was cleared to the rows that see it; `add` takes a token's row in the cache and its
+// position. A weight of 0 is not told from others: what is not finite makes a row so.
+template <typename Add>
+__device__ inline void add_nonfinite(const Params& params, const Item& item, Add add) {
+  const int end = min((item.first_block + item.blocks) * kBlockTokens, item.visible_to_any);
+  const int* ids = params.block_tables + table_row(params, item.request).start;
+  for (int token = max(item.visible_to_all, item.first_block * kBlockTokens); token < end;
+       ++token) {
+    const int page = ids[token / kPageSize];
+    if (!is_page(page, params.num_pages)) continue;
+    const PagedRows rows{params.cache, params.page_stride, params.token_stride};
+    add(rows.row_of(page, token % kPageSize), token);
+  }
+}
 
 // `place` tells where this thread's element of part `c` of float4 `i` is: a Stored, which has been
 // multiplied by `scale`.
@@ -14,10 +30,10 @@ __device__ inline void restore_nonfinite(const Params& params, const Item& item,
       const int i = part / 4;
       const int c = part % 4;
       if (position >= item.row_visible[part_row(warp, i, c)]) continue;
-      const u16 element = reinterpret_cast<const u16*>(token)[part_dim(warp, i, c)];
+      const u16 element = element_at(token, part_dim(warp, i, c));
       if (is_finite(element)) continue;
       u16* stored = place(i, c);
-      const float sum = cvt_f32(Stored{}, *stored) + cvt_f32(Element{}, element) * scale;
+      const float sum = cvt_f32(Stored{}, *stored) + value_of_element(element) * scale;
       *stored = static_cast<u16>(cvt_rn_x2_f32(Stored{}, 0.0f, sum));
     }
   });

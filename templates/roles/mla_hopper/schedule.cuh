@@ -1,48 +1,19 @@
 // The schedulers, three warps: hand items to all roles, and bring each item's query into shared
-// memory. Needs SharedMemory, items.cuh, blocks/barriers.cuh, blocks/swizzle.cuh,
-// ptx/barrier.cuh, ptx/cp_async.cuh, ptx/fence.cuh.
+// memory. Needs SharedMemory, items.cuh, blocks/barriers.cuh, ptx/barrier.cuh, ptx/cp_async.cuh,
+// ptx/fence.cuh; from the family begin_query.
 
 constexpr int kSchedulerWarps = 3;
 constexpr int kSchedulerThreads = kSchedulerWarps * kWarpLanes;
-constexpr int kConsumerGroups = kConsumerWarps / 4;  // of which one thread releases a query
 
 // By one thread.
 __device__ inline void make_item_barriers(const SharedMemory& shared) {
   make_barrier(shared.first_query_full, kConsumerWarps);
   make_barrier(shared.query_full, kSchedulerWarps);
-  make_barrier(shared.query_empty, kConsumerGroups);
+  make_barrier(shared.query_empty, kQueryReaders);
   for (int slot = 0; slot < 2; ++slot) {
     make_barrier(shared.item_full[slot], kSchedulerWarps);
-    make_barrier(shared.item_empty[slot], 1 + kConsumerWarps);  // the loader, too
+    make_barrier(shared.item_empty[slot], kItemReaders);
   }
-}
-
-// Begins to copy the rows of a query, by `threads` threads of which this is number `thread`. A
-// row's tiles lie kQueryTileBytes apart; eight lanes copy 128 bytes.
-__device__ inline void begin_query(const Params& params, const Part& part, SharedMemory& shared,
-                                   int thread, int threads) {
-  const int lane = thread % 8;
-#pragma unroll 1
-  for (int row = thread / 8; row < kRows; row += threads / 8) {
-    const bool is_row = row < part.rows;
-    const int packed_row = is_row ? part.first_row + row : 0;
-    // Mostly there is one token, and division takes long.
-    const int token = packed_row < params.heads ? 0 : packed_row / params.heads;
-    const int head = packed_row - token * params.heads;
-    const i64 query = is_row ? part.first_query + token : 0;
-    const unsigned char* latent = params.query + query * params.query_stride +
-                                  head * params.query_head_stride + lane * kChunkBytes;
-    const unsigned char* rope = params.query_rope + query * params.query_rope_stride +
-                                head * params.query_rope_head_stride + lane * kChunkBytes;
-    const u32 target = shared_address(shared.query) + swizzled_offset<kTileRowBytes>(row, lane);
-    const u32 bytes = is_row ? kChunkBytes : 0;  // padding is zeros
-#pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
-      cp_async_cg_16(target + tile * kQueryTileBytes,
-                     tile < kLatentTiles ? latent + tile * kTileRowBytes : rope, bytes);
-    }
-  }
-  cp_async_commit_group();
 }
 
 __device__ inline void finish_query(const Barrier& full) {

@@ -1,14 +1,14 @@
 // Leaves what consumers have of an item where it belongs: in the output, or in the workspace to be
-// merged. Needs merge.cuh, merge_slices.cuh, restore_nonfinite.cuh, and from the consumers
-// store_rows.
+// merged. Needs fold_piece.cuh, merge_slices.cuh, restore_nonfinite.cuh, and from the consumers
+// store_rows, nonfinite_flag.
 
 __device__ inline void store_piece(const Params& params, const Item& item, SharedMemory& shared,
                                    const Crew& crew, const Accumulators& accumulators,
-                                   const RowState (&rows)[kOwnRows]) {
+                                   const OwnRows& rows) {
   const int block = static_cast<int>(blockIdx.x);
   const int place = item.piece > 0 ? first_place(block) : last_place(block);
   store_partial(params, shared, crew, place, accumulators, rows);
-  if (!shared.has_nonfinite) return;
+  if (!nonfinite_flag(shared, item)) return;
   uint2* values = partial_values(params, place) + own_values();
   restore_nonfinite<Fp16>(params, item, 1.0f, [&](int i, int c) {
     return reinterpret_cast<u16*>(values + i * kWarpLanes) + c;
@@ -16,10 +16,9 @@ __device__ inline void store_piece(const Params& params, const Item& item, Share
 }
 
 __device__ inline void store_whole(const Params& params, const Item& item, SharedMemory& shared,
-                                   const Accumulators& accumulators,
-                                   const RowState (&rows)[kOwnRows]) {
+                                   const Accumulators& accumulators, const OwnRows& rows) {
   store_rows(params, item, shared, accumulators, rows);
-  if (!shared.has_nonfinite) return;
+  if (!nonfinite_flag(shared, item)) return;
   restore_nonfinite<Element>(params, item, output_scale(params), [&](int i, int c) {
     const int warp = fresh_warp();
     return params.out + global_row(params, item, part_row(warp, i, c)) * kHeadDimVo +
@@ -31,7 +30,7 @@ __device__ inline void store_whole(const Params& params, const Item& item, Share
 // one half of the tasks and leaves the other. Of other two the owner keeps its own, and of more
 // everything is left.
 __device__ inline void store_item(const Params& params, const Item& item, SharedMemory& shared,
-                                  Accumulators& accumulators, RowState (&rows)[kOwnRows]) {
+                                  Accumulators& accumulators, OwnRows& rows) {
   const bool are_exchanged = item.pieces == 2 && item.mergers == 2;
   const int half = half_of_warp(fresh_warp());
   const Crew crew = {are_exchanged ? half : -1};
@@ -45,5 +44,5 @@ __device__ inline void store_item(const Params& params, const Item& item, Shared
     if (item.pieces > 2 && item.piece < item.mergers) merge_slices(params, item, shared);
   }
   barrier_sync(kConsumerBarrier, kConsumerThreads);
-  if (fresh_thread() == 0) shared.has_nonfinite = 0;
+  if (fresh_thread() == 0) nonfinite_flag(shared, item) = 0;
 }

@@ -1,5 +1,5 @@
-// Copies tiles of tokens, in as many boxes as pages make necessary. Needs PageIds, SharedMemory,
-// items.cuh, blocks/barriers.cuh, ptx/cp_async_bulk.cuh.
+// Copies tiles of tokens, in as many boxes as pages make necessary. Needs Params, PageIds,
+// SharedMemory, items.cuh, blocks/barriers.cuh, ptx/cp_async_bulk.cuh.
 
 // Where the boxes of a block of tokens begin; boxes behind the last token are not copied.
 struct BlockBoxes {
@@ -23,15 +23,30 @@ struct BlockBoxes {
 
   // Copies one tile of the block, to be counted at the barrier; by any lane.
   __device__ void copy_tile(const TensorMap* map, int column, u32 target, u32 barrier,
-                            u64 policy) const {
+                            u64 policy, int row_bytes = kTileRowBytes) const {
 #pragma unroll
     for (int box = 0; box < kBoxes; ++box) {
       if (kBoxes > 1 && box >= count) continue;
-      cp_async_bulk_tensor(target + box * kBoxTokens * kTileRowBytes, map, barrier, policy, 0,
+      cp_async_bulk_tensor(target + box * kBoxTokens * row_bytes, map, barrier, policy, 0,
                            slot[box], column, page[box]);
     }
   }
 };
+
+// Blocks of the same team read the same tokens at about the same time. One of them has each block
+// brought into L2 before it is asked for.
+constexpr int kPrefetchBlocks = 2;
+
+__device__ inline void prefetch_block(const Params& params, const PageIds& ids, int block) {
+#pragma unroll
+  for (int box = 0; box < kBoxes; ++box) {
+    const int token = block * kBlockTokens + box * kBoxTokens;
+    const int page = ids.of(token / kPageSize);
+    if (lane_index() != 0) continue;
+    cp_async_bulk_prefetch_tensor(&params.group_map, 0, token % kPageSize, 0, page);
+    cp_async_bulk_prefetch_tensor(&params.rope_map, 0, token % kPageSize, 0, page);
+  }
+}
 
 // For the loader: done with the item that `count` have preceded; what the next is about.
 __device__ inline Part next_part(SharedMemory& shared, u32& count) {

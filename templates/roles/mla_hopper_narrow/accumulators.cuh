@@ -1,26 +1,17 @@
-// What the consumer has in registers, and what of the output it is. Needs ptx/wgmma.cuh,
-// SharedMemory, row_state.cuh.
+// What a consumer has of the output in registers, where its dims take the place of rows in the
+// products, and rows that of columns. Needs ptx/wgmma.cuh, row_state.cuh; from the family
+// kDimTiles, dim_of and part_dim.
 
-// One consumer of four warps, with tokens or output dims in the place of rows, and rows in the
-// place of columns: few rows fill a product then. Of the scores a warp has 16 tokens, and of each
-// tile of output dims 16.
 constexpr int kRowGroups = kRows / 8;
 constexpr int kOwnRows = kRowGroups * 2;
-using Accumulators = float[kLatentTiles][kRows / 2];
-using Scores = float[kRows / 2];
+using Accumulators = float[kDimTiles][kRows / 2];
 
 // A thread's row `r`, the same in all warps, and lanes that have the same rows: those that agree
 // modulo 4.
 __device__ inline int own_row(int r) { return r / 2 * 8 + fresh_lane() % 4 * 2 + r % 2; }
 
-// The first dim of float4 `i` of a thread of warp `warp`; the other is 8 further.
-__device__ inline int dim_of(int warp, int i) {
-  return i / kRowGroups * kTileElements + warp * 16 + fresh_lane() / 4;
-}
-
-// Row and dim of part `c` of float4 `i`.
+// Row of part `c` of float4 `i`.
 __device__ inline int part_row(int, int i, int c) { return own_row(i % kRowGroups * 2 + c % 2); }
-__device__ inline int part_dim(int warp, int i, int c) { return dim_of(warp, i) + c / 2 * 8; }
 
 __device__ inline float4 accumulator(const Accumulators& accumulators, int i) {
   const float* of = accumulators[i / kRowGroups] + i % kRowGroups * 4;
@@ -45,7 +36,6 @@ __device__ inline float4 weighted(float4 value, const float (&weights)[kOwnRows]
 // All warps' float4s in a row are the tasks; all of them have all rows.
 constexpr int kRowsOfGroup = kRows;
 constexpr int kTasksOfGroup = kAccumulators * kConsumerWarps;
-__device__ inline int first_task_of(int warp) { return warp * kAccumulators; }
 
 struct TaskRows {
   int a;

@@ -2,8 +2,7 @@
 // store_output.cuh, roles/mla_hopper/store_item.cuh.
 
 // The sums of all warps.
-__device__ inline void join_sums(SharedMemory& shared, const Consumer& consumer,
-                                 RowState (&rows)[kOwnRows]) {
+__device__ inline void join_sums(SharedMemory& shared, const Consumer& consumer, OwnRows& rows) {
 #pragma unroll
   for (int r = 0; r < kOwnRows; ++r) {
     const float sum = total_of_lanes(consumer.sum[r]);
@@ -38,7 +37,7 @@ __device__ inline void consume_item(const Params& params, const Item& item, Shar
   // When all warps have seen the query come; products would see to that.
   if (item.blocks == 0) barrier_sync(kConsumerBarrier, kConsumerThreads);
   if (fresh_thread() == 0) arrive_at(shared.query_empty);
-  RowState rows[kOwnRows];
+  OwnRows rows;
   join_sums(shared, consumer, rows);
   store_item(params, item, shared, consumer.accumulators, rows);
 }

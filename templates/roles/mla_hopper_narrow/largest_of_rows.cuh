@@ -14,7 +14,7 @@ __device__ inline void largest_of_rows(SharedMemory& shared, const Crew& crew,
   for (int r = 0; r < kOwnRows; ++r) {
     float own = 0.0f;
 #pragma unroll
-    for (int tile = 0; tile < kLatentTiles; ++tile) {
+    for (int tile = 0; tile < kDimTiles; ++tile) {
       const float* of = accumulators[tile] + r / 2 * 4 + r % 2;
       own = fmaxf(own, fabsf(nan_unless_finite(of[0])));
       own = fmaxf(own, fabsf(nan_unless_finite(of[2])));

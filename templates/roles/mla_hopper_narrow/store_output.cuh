@@ -5,8 +5,7 @@
 constexpr int kStagedBytes = 32;
 
 __device__ inline void store_rows(const Params& params, const Item& item, SharedMemory& shared,
-                                  const Accumulators& accumulators,
-                                  const RowState (&rows)[kOwnRows]) {
+                                  const Accumulators& accumulators, const OwnRows& rows) {
   const int lane = fresh_lane();
   const int warp = fresh_warp();
   const float scale = output_scale(params);

@@ -5,6 +5,7 @@
 // output dims and the scores of even blocks, the right one the other half and the odd blocks.
 constexpr int kHalfDims = kHeadDimVo / 2;
 constexpr int kOwnRows = 2;
+using OwnRows = RowState[kOwnRows];
 using Accumulators = float[kHalfDims / 2];
 using Scores = float[kBlockTokens / 2];
 using Probabilities = u32[kBlockTokens / 4];  // two elements a word

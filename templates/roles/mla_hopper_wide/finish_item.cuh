@@ -2,8 +2,7 @@
 // store_output.cuh, roles/mla_hopper/store_item.cuh.
 
 // The sums of both consumers, whose references are the same by now.
-__device__ inline void join_sums(SharedMemory& shared, const Softmax& softmax,
-                                 RowState (&rows)[kOwnRows]) {
+__device__ inline void join_sums(SharedMemory& shared, const Softmax& softmax, OwnRows& rows) {
   const int thread = fresh_thread();
   const int row = row_of_thread(thread);
 #pragma unroll
@@ -39,7 +38,7 @@ __device__ inline void consume_item(const Params& params, const Item& item, Shar
     barrier_sync(kConsumerBarrier, kConsumerThreads);
     consumer.release_query();
   }
-  RowState rows[kOwnRows];
+  OwnRows rows;
   join_sums(shared, consumer.softmax, rows);
   store_item(params, item, shared, consumer.accumulators, rows);
 }

@@ -1,21 +1,6 @@
 // The loader, one warp: streams the blocks of tokens of every item into two stages, even blocks
 // into one and odd ones into the other. Needs SharedMemory, token_boxes.cuh.
 
-// Blocks of the same team read the same tokens at about the same time. One of them has each block
-// brought into L2 before it is asked for.
-constexpr int kPrefetchBlocks = 2;
-
-__device__ inline void prefetch_block(const Params& params, const PageIds& ids, int block) {
-#pragma unroll
-  for (int box = 0; box < kBoxes; ++box) {
-    const int token = block * kBlockTokens + box * kBoxTokens;
-    const int page = ids.of(token / kPageSize);
-    if (lane_index() != 0) continue;
-    cp_async_bulk_prefetch_tensor(&params.group_map, 0, token % kPageSize, 0, page);
-    cp_async_bulk_prefetch_tensor(&params.rope_map, 0, token % kPageSize, 0, page);
-  }
-}
-
 // What a lane copies of every block: a tile. The lanes behind the last tile copy nothing.
 struct LaneTile {
   const TensorMap* map;

@@ -47,8 +47,7 @@ struct RowWriter {
 };
 
 __device__ inline void store_rows(const Params& params, const Item& item, SharedMemory& shared,
-                                  const Accumulators& accumulators,
-                                  const RowState (&rows)[kOwnRows]) {
+                                  const Accumulators& accumulators, const OwnRows& rows) {
   const int thread = fresh_thread();
   const float scale = output_scale(params);
   float factor[kOwnRows];

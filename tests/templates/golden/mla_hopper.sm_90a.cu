@@ -124,6 +124,11 @@ constexpr int kConsumerThreads = kConsumerWarps * kWarpLanes;
 constexpr int kProducerThreads = 128;
 constexpr int kThreads = kConsumerThreads + kProducerThreads;
 
+// Who is done with an item before the next is put there, the loader, too; and with its query, one
+// thread for each four warps.
+constexpr int kItemReaders = 1 + kConsumerWarps;
+constexpr int kQueryReaders = kConsumerWarps / 4;
+
 // How many accumulators a consumer thread has, as float4.
 constexpr int kAccumulators = kRows * kHeadDimVo / kConsumerThreads / 4;
 constexpr int kTasks = kAccumulators * kConsumerWarps;  // float4s of all threads of a warp
@@ -949,18 +954,21 @@ __device__ inline float row_total(float value) {
 }
 
 // What tells wgmma where an operand lies in shared memory: tiles of rows of 128 bytes, swizzled,
-// at multiples of 1024 bytes. PTX ISA, "Matrix Descriptor Format". Needs ptx/mov.cuh.
+// at multiples of 1024 bytes, or of 64 bytes at multiples of 512. PTX ISA, "Matrix Descriptor
+// Format". Needs ptx/mov.cuh.
 
 // A descriptor is made of two words where it is used: the lower holds the address and the distance
 // of neighbouring tiles, the upper the distance of groups of eight rows and the kind of swizzle.
 // Addresses count 16 bytes; adding to a lower word moves the operand.
 constexpr u32 kDescriptorHigh = 1024 / 16 | 1u << 30;
+constexpr u32 kDescriptorHigh64 = 512 / 16 | 2u << 30;
 
 __device__ inline u32 descriptor_low(u32 address, u32 tile_distance) {
   return (address & 0x3ffff) >> 4 | tile_distance / 16 << 16;
 }
 
 __device__ inline u64 descriptor(u32 low) { return mov_b64(low, kDescriptorHigh); }
+__device__ inline u64 descriptor_64(u32 low) { return mov_b64(low, kDescriptorHigh64); }
 
 // How the work of a call is divided among the blocks of the grid: each finds its own part. Needs
 // Params, blocks/query_offsets.cuh, blocks/table_row.cuh, roles/mla_hopper/constants.
@@ -1360,24 +1368,25 @@ __device__ inline void make_token_barriers(const SharedMemory& shared) {
   }
 }
 
-// The schedulers, three warps: hand items to all roles, and bring each item's query into shared
-// memory. Needs SharedMemory, items.cuh, blocks/barriers.cuh, blocks/swizzle.cuh,
-// ptx/barrier.cuh, ptx/cp_async.cuh, ptx/fence.cuh.
+// Where the rows of a query lie in the caller's tensors. Needs Params, Part.
 
-constexpr int kSchedulerWarps = 3;
-constexpr int kSchedulerThreads = kSchedulerWarps * kWarpLanes;
-constexpr int kConsumerGroups = kConsumerWarps / 4;  // of which one thread releases a query
+// Of row `row` of the tile, or where it is padding of some row: index of the query token among all,
+// and its head.
+struct QueryRow {
+  i64 query;
+  int head;
+};
 
-// By one thread.
-__device__ inline void make_item_barriers(const SharedMemory& shared) {
-  make_barrier(shared.first_query_full, kConsumerWarps);
-  make_barrier(shared.query_full, kSchedulerWarps);
-  make_barrier(shared.query_empty, kConsumerGroups);
-  for (int slot = 0; slot < 2; ++slot) {
-    make_barrier(shared.item_full[slot], kSchedulerWarps);
-    make_barrier(shared.item_empty[slot], 1 + kConsumerWarps);  // the loader, too
-  }
+__device__ inline QueryRow query_row(const Params& params, const Part& part, int row, bool is_row) {
+  const int packed_row = is_row ? part.first_row + row : 0;
+  // Mostly there is one token, and division takes long.
+  const int token = packed_row < params.heads ? 0 : packed_row / params.heads;
+  const int head = packed_row - token * params.heads;
+  return {is_row ? part.first_query + token : 0, head};
 }
+
+// Brings the query of an item into shared memory. Needs SharedMemory, query_row.cuh,
+// blocks/swizzle.cuh, ptx/cp_async.cuh.
 
 // Begins to copy the rows of a query, by `threads` threads of which this is number `thread`. A
 // row's tiles lie kQueryTileBytes apart; eight lanes copy 128 bytes.
@@ -1387,11 +1396,7 @@ __device__ inline void begin_query(const Params& params, const Part& part, Share
 #pragma unroll 1
   for (int row = thread / 8; row < kRows; row += threads / 8) {
     const bool is_row = row < part.rows;
-    const int packed_row = is_row ? part.first_row + row : 0;
-    // Mostly there is one token, and division takes long.
-    const int token = packed_row < params.heads ? 0 : packed_row / params.heads;
-    const int head = packed_row - token * params.heads;
-    const i64 query = is_row ? part.first_query + token : 0;
+    const auto [query, head] = query_row(params, part, row, is_row);
     const unsigned char* latent = params.query + query * params.query_stride +
                                   head * params.query_head_stride + lane * kChunkBytes;
     const unsigned char* rope = params.query_rope + query * params.query_rope_stride +
@@ -1405,6 +1410,24 @@ __device__ inline void begin_query(const Params& params, const Part& part, Share
     }
   }
   cp_async_commit_group();
+}
+
+// The schedulers, three warps: hand items to all roles, and bring each item's query into shared
+// memory. Needs SharedMemory, items.cuh, blocks/barriers.cuh, ptx/barrier.cuh, ptx/cp_async.cuh,
+// ptx/fence.cuh; from the family begin_query.
+
+constexpr int kSchedulerWarps = 3;
+constexpr int kSchedulerThreads = kSchedulerWarps * kWarpLanes;
+
+// By one thread.
+__device__ inline void make_item_barriers(const SharedMemory& shared) {
+  make_barrier(shared.first_query_full, kConsumerWarps);
+  make_barrier(shared.query_full, kSchedulerWarps);
+  make_barrier(shared.query_empty, kQueryReaders);
+  for (int slot = 0; slot < 2; ++slot) {
+    make_barrier(shared.item_full[slot], kSchedulerWarps);
+    make_barrier(shared.item_empty[slot], kItemReaders);
+  }
 }
 
 __device__ inline void finish_query(const Barrier& full) {
@@ -1522,8 +1545,8 @@ __device__ inline void prefetch_ids(const Params& params) {
   prefetch_l2(params.block_tables + request * static_cast<i64>(params.block_tables_stride));
 }
 
-// Copies tiles of tokens, in as many boxes as pages make necessary. Needs PageIds, SharedMemory,
-// items.cuh, blocks/barriers.cuh, ptx/cp_async_bulk.cuh.
+// Copies tiles of tokens, in as many boxes as pages make necessary. Needs Params, PageIds,
+// SharedMemory, items.cuh, blocks/barriers.cuh, ptx/cp_async_bulk.cuh.
 
 // Where the boxes of a block of tokens begin; boxes behind the last token are not copied.
 struct BlockBoxes {
@@ -1547,15 +1570,30 @@ struct BlockBoxes {
 
   // Copies one tile of the block, to be counted at the barrier; by any lane.
   __device__ void copy_tile(const TensorMap* map, int column, u32 target, u32 barrier,
-                            u64 policy) const {
+                            u64 policy, int row_bytes = kTileRowBytes) const {
 #pragma unroll
     for (int box = 0; box < kBoxes; ++box) {
       if (kBoxes > 1 && box >= count) continue;
-      cp_async_bulk_tensor(target + box * kBoxTokens * kTileRowBytes, map, barrier, policy, 0,
+      cp_async_bulk_tensor(target + box * kBoxTokens * row_bytes, map, barrier, policy, 0,
                            slot[box], column, page[box]);
     }
   }
 };
+
+// Blocks of the same team read the same tokens at about the same time. One of them has each block
+// brought into L2 before it is asked for.
+constexpr int kPrefetchBlocks = 2;
+
+__device__ inline void prefetch_block(const Params& params, const PageIds& ids, int block) {
+#pragma unroll
+  for (int box = 0; box < kBoxes; ++box) {
+    const int token = block * kBlockTokens + box * kBoxTokens;
+    const int page = ids.of(token / kPageSize);
+    if (lane_index() != 0) continue;
+    cp_async_bulk_prefetch_tensor(&params.group_map, 0, token % kPageSize, 0, page);
+    cp_async_bulk_prefetch_tensor(&params.rope_map, 0, token % kPageSize, 0, page);
+  }
+}
 
 // For the loader: done with the item that `count` have preceded; what the next is about.
 __device__ inline Part next_part(SharedMemory& shared, u32& count) {
@@ -1567,15 +1605,25 @@ __device__ inline Part next_part(SharedMemory& shared, u32& count) {
 }
 
 // Values that some row of a tile must not see: 0 * NaN is NaN, so what is not finite must not meet
-// the tensor cores, though its weight is 0. Needs SharedMemory, Item, blocks/table_row.cuh,
-// blocks/page_table.cuh.
+// the tensor cores, though its weight is 0. Needs SharedMemory, Item, ptx/cvt.cuh.
 
 constexpr u32 kExponentBits = kIsSame<Element, Bf16> ? 0x7f80 : 0x7c00;
 
 __device__ inline bool is_finite(u32 element) { return (element & kExponentBits) != kExponentBits; }
 
+// An element of a token's row in the cache, and its value.
+__device__ inline u16 element_at(const unsigned char* token, int dim) {
+  return reinterpret_cast<const u16*>(token)[dim];
+}
+__device__ inline float value_of_element(u16 element) { return cvt_f32(Element{}, element); }
+
 __device__ inline u32 finite_pair(u32 pair) {
   return (is_finite(pair) ? pair & 0xffff : 0) | (is_finite(pair >> 16) ? pair & 0xffff0000 : 0);
+}
+
+// Whether some row of the item sees a value that has been cleared.
+__device__ inline int& nonfinite_flag(SharedMemory& shared, const Item&) {
+  return shared.has_nonfinite;
 }
 
 // Puts zeros for what is not finite in the tokens from `first` on of a block, of whose tiles
@@ -1601,21 +1649,6 @@ __device__ inline void clear_nonfinite(SharedMemory& shared, int first, int visi
     if (!is_changed) continue;
     *place = cleared;
     if (token < visible) shared.has_nonfinite = 1;
-  }
-}
-
-// Adds what was cleared to the rows that see it; `add` takes a token's row in the cache and its
-// position. A weight of 0 is not told from others: what is not finite makes a row so.
-template <typename Add>
-__device__ inline void add_nonfinite(const Params& params, const Item& item, Add add) {
-  const int end = min((item.first_block + item.blocks) * kBlockTokens, item.visible_to_any);
-  const int* ids = params.block_tables + table_row(params, item.request).start;
-  for (int token = max(item.visible_to_all, item.first_block * kBlockTokens); token < end;
-       ++token) {
-    const int page = ids[token / kPageSize];
-    if (!is_page(page, params.num_pages)) continue;
-    const PagedRows rows{params.cache, params.page_stride, params.token_stride};
-    add(rows.row_of(page, token % kPageSize), token);
   }
 }
 
@@ -1716,29 +1749,41 @@ __device__ inline void load_tokens(const Params& params, int, Part part, SharedM
   }
 }
 
-// What the consumer has in registers, and what of the output it is. Needs ptx/wgmma.cuh,
-// SharedMemory, row_state.cuh.
+// What of the output a thread of the consumer has, and how many scores. Needs
+// blocks/fresh_thread.cuh, roles/mla_hopper/constants, row_state.cuh.
 
 // One consumer of four warps, with tokens or output dims in the place of rows, and rows in the
 // place of columns: few rows fill a product then. Of the scores a warp has 16 tokens, and of each
 // tile of output dims 16.
+constexpr int kDimTiles = kLatentTiles;
+using Scores = float[kRows / 2];
+using OwnRows = RowState[kRows / 4];
+
+// The first dim of float4 `i` of a thread of warp `warp`; the other is 8 further.
+__device__ inline int dim_of(int warp, int i) {
+  return i / (kRows / 8) * kTileElements + warp * 16 + fresh_lane() / 4;
+}
+
+// The dim of part `c` of float4 `i`.
+__device__ inline int part_dim(int warp, int i, int c) { return dim_of(warp, i) + c / 2 * 8; }
+
+// Where a warp's float4s are among those of all.
+__device__ inline int first_task_of(int warp) { return warp * kAccumulators; }
+
+// What a consumer has of the output in registers, where its dims take the place of rows in the
+// products, and rows that of columns. Needs ptx/wgmma.cuh, row_state.cuh; from the family
+// kDimTiles, dim_of and part_dim.
+
 constexpr int kRowGroups = kRows / 8;
 constexpr int kOwnRows = kRowGroups * 2;
-using Accumulators = float[kLatentTiles][kRows / 2];
-using Scores = float[kRows / 2];
+using Accumulators = float[kDimTiles][kRows / 2];
 
 // A thread's row `r`, the same in all warps, and lanes that have the same rows: those that agree
 // modulo 4.
 __device__ inline int own_row(int r) { return r / 2 * 8 + fresh_lane() % 4 * 2 + r % 2; }
 
-// The first dim of float4 `i` of a thread of warp `warp`; the other is 8 further.
-__device__ inline int dim_of(int warp, int i) {
-  return i / kRowGroups * kTileElements + warp * 16 + fresh_lane() / 4;
-}
-
-// Row and dim of part `c` of float4 `i`.
+// Row of part `c` of float4 `i`.
 __device__ inline int part_row(int, int i, int c) { return own_row(i % kRowGroups * 2 + c % 2); }
-__device__ inline int part_dim(int warp, int i, int c) { return dim_of(warp, i) + c / 2 * 8; }
 
 __device__ inline float4 accumulator(const Accumulators& accumulators, int i) {
   const float* of = accumulators[i / kRowGroups] + i % kRowGroups * 4;
@@ -1763,7 +1808,6 @@ __device__ inline float4 weighted(float4 value, const float (&weights)[kOwnRows]
 // All warps' float4s in a row are the tasks; all of them have all rows.
 constexpr int kRowsOfGroup = kRows;
 constexpr int kTasksOfGroup = kAccumulators * kConsumerWarps;
-__device__ inline int first_task_of(int warp) { return warp * kAccumulators; }
 
 struct TaskRows {
   int a;
@@ -2024,7 +2068,7 @@ __device__ inline void largest_of_rows(SharedMemory& shared, const Crew& crew,
   for (int r = 0; r < kOwnRows; ++r) {
     float own = 0.0f;
 #pragma unroll
-    for (int tile = 0; tile < kLatentTiles; ++tile) {
+    for (int tile = 0; tile < kDimTiles; ++tile) {
       const float* of = accumulators[tile] + r / 2 * 4 + r % 2;
       own = fmaxf(own, fabsf(nan_unless_finite(of[0])));
       own = fmaxf(own, fabsf(nan_unless_finite(of[2])));
@@ -2056,8 +2100,7 @@ __device__ inline bool is_scale_writer(int thread) { return thread < 4; }
 constexpr int kStagedBytes = 32;
 
 __device__ inline void store_rows(const Params& params, const Item& item, SharedMemory& shared,
-                                  const Accumulators& accumulators,
-                                  const RowState (&rows)[kOwnRows]) {
+                                  const Accumulators& accumulators, const OwnRows& rows) {
   const int lane = fresh_lane();
   const int warp = fresh_warp();
   const float scale = output_scale(params);
@@ -2129,7 +2172,23 @@ __device__ inline void store_tasks(const Params& params, const Item& item, Share
 
 // Makes the rows that see what is not finite so, as they would be if it had been multiplied: in
 // what has been stored of them, so that nothing of it is in the way of the usual case. Needs
-// finite_values.cuh, blocks/fresh_thread.cuh, ptx/cvt.cuh; from the consumers part_row, part_dim.
+// Item, blocks/table_row.cuh, blocks/page_table.cuh, blocks/fresh_thread.cuh, ptx/cvt.cuh; from the
+// consumers part_row, part_dim, element_at, is_finite.
+
+// Adds what was cleared to the rows that see it; `add` takes a token's row in the cache and its
+// position. A weight of 0 is not told from others: what is not finite makes a row so.
+template <typename Add>
+__device__ inline void add_nonfinite(const Params& params, const Item& item, Add add) {
+  const int end = min((item.first_block + item.blocks) * kBlockTokens, item.visible_to_any);
+  const int* ids = params.block_tables + table_row(params, item.request).start;
+  for (int token = max(item.visible_to_all, item.first_block * kBlockTokens); token < end;
+       ++token) {
+    const int page = ids[token / kPageSize];
+    if (!is_page(page, params.num_pages)) continue;
+    const PagedRows rows{params.cache, params.page_stride, params.token_stride};
+    add(rows.row_of(page, token % kPageSize), token);
+  }
+}
 
 // `place` tells where this thread's element of part `c` of float4 `i` is: a Stored, which has been
 // multiplied by `scale`.
@@ -2143,10 +2202,10 @@ __device__ inline void restore_nonfinite(const Params& params, const Item& item,
       const int i = part / 4;
       const int c = part % 4;
       if (position >= item.row_visible[part_row(warp, i, c)]) continue;
-      const u16 element = reinterpret_cast<const u16*>(token)[part_dim(warp, i, c)];
+      const u16 element = element_at(token, part_dim(warp, i, c));
       if (is_finite(element)) continue;
       u16* stored = place(i, c);
-      const float sum = cvt_f32(Stored{}, *stored) + cvt_f32(Element{}, element) * scale;
+      const float sum = cvt_f32(Stored{}, *stored) + value_of_element(element) * scale;
       *stored = static_cast<u16>(cvt_rn_x2_f32(Stored{}, 0.0f, sum));
     }
   });
@@ -2154,8 +2213,8 @@ __device__ inline void restore_nonfinite(const Params& params, const Item& item,
 
 // The pieces of a unit: how they are left in the workspace, brought from there, and two of them
 // added. Needs SharedMemory, Item, row_state.cuh, crew.cuh, blocks/fresh_thread.cuh,
-// ptx/barrier.cuh, ptx/cp_async.cuh, ptx/cvt.cuh, ptx/ex2.cuh, ptx/ld.cuh, ptx/red.cuh; and from
-// the consumers Accumulators, with the rows each belongs to, and largest_of_rows.
+// ptx/barrier.cuh, ptx/cp_async.cuh, ptx/cvt.cuh, ptx/ld.cuh, ptx/red.cuh; and from the consumers
+// Accumulators, OwnRows, with the rows each belongs to, and largest_of_rows.
 
 // A task is one float4 of every thread of a warp. A piece is left in the workspace task by task, as
 // four halves a thread, for what is written and read is what merging costs; and each row's state.
@@ -2253,7 +2312,7 @@ __device__ inline float inverse_of_power(float power) {
 // By the threads of a crew.
 __device__ inline void store_partial(const Params& params, SharedMemory& shared, const Crew& crew,
                                      int place, const Accumulators& accumulators,
-                                     const RowState (&rows)[kOwnRows]) {
+                                     const OwnRows& rows) {
   float scales[kOwnRows];
   largest_of_rows(shared, crew, accumulators, scales);
 #pragma unroll
@@ -2334,16 +2393,11 @@ __device__ inline void bring_pieces(const Params& params, const Item& item, cons
   crew.sync();
 }
 
-// Adds the only other piece to this one, which is in registers: by the owner, or by both to the
-// half that either keeps.
-__device__ inline void fold_piece(const Params& params, const Item& item, SharedMemory& shared,
-                                  const Crew& crew, Accumulators& accumulators,
-                                  RowState (&rows)[kOwnRows]) {
-  await(params, item, crew, item.mergers);
-  const int tasks = crew.half < 0 ? kTasks : kTasks / 2;
-  const MergeRoom room = {shared.query, 1, 0, kRows, max(crew.half, 0) * tasks, tasks};
-  bring_pieces(params, item, crew, room, 1 - item.piece);
-  if (is_last_merger(params, item, crew)) reset_arrivals(params, item);
+// Adds a piece that has been brought to the accumulators, and its rows' states to theirs. Needs
+// merge.cuh, ptx/ex2.cuh.
+
+__device__ inline void add_piece(const Crew&, const MergeRoom& room, Accumulators& accumulators,
+                                 OwnRows& rows) {
   float own_weights[kOwnRows];
   float weights[kOwnRows];
   const int scale = scale_of_warp(fresh_warp());
@@ -2366,6 +2420,21 @@ __device__ inline void fold_piece(const Params& params, const Item& item, Shared
         make_float4(own.x + other.x, own.y + other.y, own.z + other.z, own.w + other.w));
     if (i % 4 == 3) __syncwarp();  // there are no registers for more at a time
   }
+}
+
+// Adding the only other piece of a unit to one that is in registers. Needs merge.cuh; from the
+// family add_piece.
+
+// Adds the only other piece to this one, which is in registers: by the owner, or by both to the
+// half that either keeps.
+__device__ inline void fold_piece(const Params& params, const Item& item, SharedMemory& shared,
+                                  const Crew& crew, Accumulators& accumulators, OwnRows& rows) {
+  await(params, item, crew, item.mergers);
+  const int tasks = crew.half < 0 ? kTasks : kTasks / 2;
+  const MergeRoom room = {shared.query, 1, 0, kRows, max(crew.half, 0) * tasks, tasks};
+  bring_pieces(params, item, crew, room, 1 - item.piece);
+  if (is_last_merger(params, item, crew)) reset_arrivals(params, item);
+  add_piece(crew, room, accumulators, rows);
 }
 
 // Merging three pieces and more of a unit: every block that is a merger takes a slice of the
@@ -2506,16 +2575,16 @@ __device__ inline void merge_slices(const Params& params, const Item& item, Shar
 }
 
 // Leaves what consumers have of an item where it belongs: in the output, or in the workspace to be
-// merged. Needs merge.cuh, merge_slices.cuh, restore_nonfinite.cuh, and from the consumers
-// store_rows.
+// merged. Needs fold_piece.cuh, merge_slices.cuh, restore_nonfinite.cuh, and from the consumers
+// store_rows, nonfinite_flag.
 
 __device__ inline void store_piece(const Params& params, const Item& item, SharedMemory& shared,
                                    const Crew& crew, const Accumulators& accumulators,
-                                   const RowState (&rows)[kOwnRows]) {
+                                   const OwnRows& rows) {
   const int block = static_cast<int>(blockIdx.x);
   const int place = item.piece > 0 ? first_place(block) : last_place(block);
   store_partial(params, shared, crew, place, accumulators, rows);
-  if (!shared.has_nonfinite) return;
+  if (!nonfinite_flag(shared, item)) return;
   uint2* values = partial_values(params, place) + own_values();
   restore_nonfinite<Fp16>(params, item, 1.0f, [&](int i, int c) {
     return reinterpret_cast<u16*>(values + i * kWarpLanes) + c;
@@ -2523,10 +2592,9 @@ __device__ inline void store_piece(const Params& params, const Item& item, Share
 }
 
 __device__ inline void store_whole(const Params& params, const Item& item, SharedMemory& shared,
-                                   const Accumulators& accumulators,
-                                   const RowState (&rows)[kOwnRows]) {
+                                   const Accumulators& accumulators, const OwnRows& rows) {
   store_rows(params, item, shared, accumulators, rows);
-  if (!shared.has_nonfinite) return;
+  if (!nonfinite_flag(shared, item)) return;
   restore_nonfinite<Element>(params, item, output_scale(params), [&](int i, int c) {
     const int warp = fresh_warp();
     return params.out + global_row(params, item, part_row(warp, i, c)) * kHeadDimVo +
@@ -2538,7 +2606,7 @@ __device__ inline void store_whole(const Params& params, const Item& item, Share
 // one half of the tasks and leaves the other. Of other two the owner keeps its own, and of more
 // everything is left.
 __device__ inline void store_item(const Params& params, const Item& item, SharedMemory& shared,
-                                  Accumulators& accumulators, RowState (&rows)[kOwnRows]) {
+                                  Accumulators& accumulators, OwnRows& rows) {
   const bool are_exchanged = item.pieces == 2 && item.mergers == 2;
   const int half = half_of_warp(fresh_warp());
   const Crew crew = {are_exchanged ? half : -1};
@@ -2552,15 +2620,14 @@ __device__ inline void store_item(const Params& params, const Item& item, Shared
     if (item.pieces > 2 && item.piece < item.mergers) merge_slices(params, item, shared);
   }
   barrier_sync(kConsumerBarrier, kConsumerThreads);
-  if (fresh_thread() == 0) shared.has_nonfinite = 0;
+  if (fresh_thread() == 0) nonfinite_flag(shared, item) = 0;
 }
 
 // From what the consumer has of an item to finished or partial rows. Needs consume.cuh,
 // store_output.cuh, roles/mla_hopper/store_item.cuh.
 
 // The sums of all warps.
-__device__ inline void join_sums(SharedMemory& shared, const Consumer& consumer,
-                                 RowState (&rows)[kOwnRows]) {
+__device__ inline void join_sums(SharedMemory& shared, const Consumer& consumer, OwnRows& rows) {
 #pragma unroll
   for (int r = 0; r < kOwnRows; ++r) {
     const float sum = total_of_lanes(consumer.sum[r]);
@@ -2595,7 +2662,7 @@ __device__ inline void consume_item(const Params& params, const Item& item, Shar
   // When all warps have seen the query come; products would see to that.
   if (item.blocks == 0) barrier_sync(kConsumerBarrier, kConsumerThreads);
   if (fresh_thread() == 0) arrive_at(shared.query_empty);
-  RowState rows[kOwnRows];
+  OwnRows rows;
   join_sums(shared, consumer, rows);
   store_item(params, item, shared, consumer.accumulators, rows);
 }

@@ -1,0 +1,10 @@
+// As blocks/fresh_thread.cuh; compilers are told that the index is not negative, so that division
+// is a shift. Needs ptx/mov.cuh.
+
+__device__ inline int fresh_thread() {
+  const int thread = static_cast<int>(mov_tid_x());
+  __builtin_assume(thread >= 0);
+  return thread;
+}
+__device__ inline int fresh_lane() { return fresh_thread() % kWarpLanes; }
+__device__ inline int fresh_warp() { return fresh_thread() / kWarpLanes; }

@@ -1,0 +1,14 @@
+// Adding the only other piece of a unit to one that is in registers. Needs merge.cuh; from the
+// family add_piece.
+
+// Adds the only other piece to this one, which is in registers: by the owner, or by both to the
+// half that either keeps.
+__device__ inline void fold_piece(const Params& params, const Item& item, SharedMemory& shared,
+                                  const Crew& crew, Accumulators& accumulators, OwnRows& rows) {
+  await(params, item, crew, item.mergers);
+  const int tasks = crew.half < 0 ? kTasks : kTasks / 2;
+  const MergeRoom room = {shared.query, 1, 0, kRows, max(crew.half, 0) * tasks, tasks};
+  bring_pieces(params, item, crew, room, 1 - item.piece);
+  if (is_last_merger(params, item, crew)) reset_arrivals(params, item);
+  add_piece(crew, room, accumulators, rows);
+}

@@ -1,0 +1,26 @@
+// Brings the query of an item into shared memory. Needs SharedMemory, query_row.cuh,
+// blocks/swizzle.cuh, ptx/cp_async.cuh.
+
+// Begins to copy the rows of a query, by `threads` threads of which this is number `thread`. A
+// row's tiles lie kQueryTileBytes apart; eight lanes copy 128 bytes.
+__device__ inline void begin_query(const Params& params, const Part& part, SharedMemory& shared,
+                                   int thread, int threads) {
+  const int lane = thread % 8;
+#pragma unroll 1
+  for (int row = thread / 8; row < kRows; row += threads / 8) {
+    const bool is_row = row < part.rows;
+    const auto [query, head] = query_row(params, part, row, is_row);
+    const unsigned char* latent = params.query + query * params.query_stride +
+                                  head * params.query_head_stride + lane * kChunkBytes;
+    const unsigned char* rope = params.query_rope + query * params.query_rope_stride +
+                                head * params.query_rope_head_stride + lane * kChunkBytes;
+    const u32 target = shared_address(shared.query) + swizzled_offset<kTileRowBytes>(row, lane);
+    const u32 bytes = is_row ? kChunkBytes : 0;  // padding is zeros
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+      cp_async_cg_16(target + tile * kQueryTileBytes,
+                     tile < kLatentTiles ? latent + tile * kTileRowBytes : rope, bytes);
+    }
+  }
+  cp_async_commit_group();
+}

@@ -1,0 +1,26 @@
+// What of the output a thread of the consumers has. Needs blocks/fresh_thread.cuh,
+// roles/mla_hopper_e4m3/constants.
+
+// Two consumers of four warps each. Both have all rows and one half of the output dims, in tiles of
+// 64; of a tile a warp has 16, and a thread two neighbours: in rows g and g + 8 of the product,
+// with g = lane / 4, are dims 2g and 2g + 1.
+constexpr int kDimsOfTile = 64;
+constexpr int kHalfDims = kHeadDimVo / 2;
+constexpr int kDimTiles = kHalfDims / kDimsOfTile;
+
+// The first dim of float4 `i` of a thread of warp `warp`; the other is the next.
+__device__ inline int dim_of(int warp, int i) {
+  return warp / 4 * kHalfDims + i / (kRows / 8) * kDimsOfTile + warp % 4 * 16 +
+         fresh_lane() / 4 * 2;
+}
+
+// The dim of part `c` of float4 `i`.
+__device__ inline int part_dim(int warp, int i, int c) { return dim_of(warp, i) + c / 2; }
+
+// Where a warp's float4s are among those of all: half of the warps of either consumer have the
+// first half.
+__device__ inline int first_task_of(int warp) { return (warp % 4 * 2 + warp / 4) * kAccumulators; }
+__device__ inline int warp_of_task(int task) {
+  const int place = task / kAccumulators;
+  return place % 2 * 4 + place / 2;
+}

@@ -1,0 +1,44 @@
+// Where the operands of products lie. Needs SharedMemory, blocks/wgmma_descriptor.cuh.
+
+// Elements that one step of a product multiplies, and so bytes.
+constexpr int kStepElements = 32;
+
+__device__ constexpr u32 descriptor_step(u32 bytes) { return bytes / 16; }
+
+// Where P of a block lies in its stage: on the rope tile, which nobody needs once the scores are
+// done. A row is 64 bytes, swizzled.
+constexpr u32 kProbabilitiesOffset = kLatentTiles * kTileBytes;
+
+// Lower word of the descriptor of what lies at an address.
+__device__ inline u32 operand_at(u32 address) { return descriptor_low(address, 16); }
+
+using Scores = float[kBlockTokens / 2];
+
+constexpr int kTileSteps = kTileRowBytes / kStepElements;
+constexpr int kScoreSteps = kHeadDimQk / kStepElements;
+
+// Begins S = Q K^T of the block in a stage.
+__device__ inline void begin_score_steps(const SharedMemory& shared, int stage, Scores& scores) {
+  // Else compilers compute descriptors ahead of the loop, for which there are no registers.
+  u32 query = operand_at(shared_address(&shared));
+  mov_b32(query);
+  const u32 keys = query + descriptor_step(kQueryBytes) + stage * descriptor_step(kBlockBytes);
+  wgmma_fence();
+#pragma unroll
+  for (int step = 0; step < kScoreSteps; ++step) {
+    const int tile = step / kTileSteps;
+    const u32 along = step % kTileSteps * kStepElements;
+    const u32 q = query + descriptor_step(tile * kQueryTileBytes + along);
+    const u32 k = keys + descriptor_step(tile * kTileBytes + along);
+    if (tile < kLatentTiles) {
+      wgmma_mma(E4m3{}, scores, descriptor(q), descriptor(k), step > 0);
+    } else {
+      wgmma_mma(E4m3{}, scores, descriptor_64(q), descriptor_64(k), 1);
+    }
+  }
+}
+
+__device__ inline void finish(Scores& scores) {
+  wgmma_wait_group<0>();
+  wgmma_keep(scores);
+}

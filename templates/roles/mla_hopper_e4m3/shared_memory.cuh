@@ -1,0 +1,45 @@
+// The shared memory of a block, whole. Needs Item, roles/mla_hopper_e4m3/constants.
+constexpr int kStages = 5;  // blocks of tokens, as many as fit
+
+struct SharedMemory {
+  unsigned char query[kQueryBytes];
+  unsigned char tokens[kStages][kBlockBytes];  // the rope tile of a block becomes its P
+  unsigned char staging[kConsumerWarps][kRows * sizeof(float)];  // what warps tell of their rows
+  float rescale[kStages][kRows];  // what a block multiplies the sums and outputs before it by
+  float row_reference[2][kRows];  // of an item, when all its scores are done; log2 units
+  float row_sum[2][kRows];
+  u32 rescales[kStages];  // a byte for each warp of the scorer: whether it multiplies by others
+                          // than 1
+  Item items[2];
+  SpanScratch scratch;
+  Barrier tokens_full[kStages];
+  Barrier tokens_empty[kStages];
+  Barrier probabilities_full[kStages];
+  Barrier rows_full[2];
+  Barrier first_query_full;
+  Barrier query_full;
+  Barrier query_empty;
+  Barrier item_full[2];
+  Barrier item_empty[2];
+  int has_nonfinite[2];  // of an item
+};
+// The block that `blocks` have preceded: where it is, and which phase of a barrier is its own.
+__device__ inline int block_stage(u32 blocks) { return static_cast<int>(blocks % kStages); }
+__device__ inline u32 block_parity(u32 blocks) { return blocks / kStages % 2; }
+
+static_assert(sizeof(SharedMemory) <= kSharedBytes, "the spec knows what the struct takes");
+static_assert(kQueryBytes % 1024 == 0 && kBlockBytes % 1024 == 0, "swizzled tiles are aligned");
+
+// By one thread.
+__device__ inline void make_token_barriers(SharedMemory& shared) {
+  for (int stage = 0; stage < kStages; ++stage) {
+    make_barrier(shared.tokens_full[stage], 1);
+    make_barrier(shared.tokens_empty[stage], kConsumerWarps);
+    make_barrier(shared.probabilities_full[stage], kWarpsWithRows);
+    shared.rescales[stage] = 0;
+  }
+  for (int slot = 0; slot < 2; ++slot) {
+    make_barrier(shared.rows_full[slot], kWarpsWithRows);
+    shared.has_nonfinite[slot] = 0;
+  }
+}

@@ -1,0 +1,125 @@
+// Online softmax of the scorer. Needs multiply.cuh, ptx/ex2.cuh, ptx/mma.cuh, blocks/e4m3.cuh.j2,
+// blocks/row_reductions.cuh.
+
+// A thread has two rows of the scores, g and g + 8 of its warp's with g = lane / 4; four lanes
+// share a row. A word of probabilities holds four tokens of 16, in the order in which values come
+// to lie in registers: 2c, 2c + 8, 2c + 1, 2c + 9 with c = lane % 4.
+constexpr int kScoreRows = 2;
+constexpr int kGroups = kBlockTokens / 16;
+using Probabilities = u32[kGroups * kScoreRows];
+
+// A reference is so far below the row's maximum when it moves, in log2 units: what is smaller than
+// 2^-14 of the largest weight is lost, and a reference need not move before a score exceeds the
+// maximum by 3.8.
+constexpr float kReferenceLead = 5.0f;
+
+// So far from zero, rounding moves a score by as much as a probability may be off.
+constexpr float kFarReference = 0x1p14f;  // log2 units
+
+__device__ inline int score_row(int r) {
+  return fresh_warp() % 4 * kRowsOfWarp + fresh_lane() / 4 + 8 * r;
+}
+
+// Whether one of four probabilities is the largest e4m3, so that it may have been larger, or a NaN.
+__device__ inline u32 largest_bytes(u32 word) { return (word + 0x02020202) & 0x80808080; }
+
+struct Softmax {
+  float sum[kScoreRows];  // of the probabilities as they are multiplied
+  float reference[kScoreRows];  // log2 units
+
+  __device__ Softmax() {
+#pragma unroll
+    for (int r = 0; r < kScoreRows; ++r) {
+      sum[r] = 0.0f;
+      reference[r] = -kLargest;
+    }
+  }
+
+  // Scores, to be multiplied by `scale`, to probabilities, as if all rows saw all tokens and no
+  // reference had to move; says whether that was so for this warp, by `hides` the former.
+  __device__ bool take(const Scores& scores, float scale, Probabilities& probabilities,
+                       bool hides) const {
+    u32 largest = 0;
+#pragma unroll
+    for (int group = 0; group < kGroups; ++group) {
+#pragma unroll
+      for (int r = 0; r < kScoreRows; ++r) {
+        const u32 word = exponentiate([&](int i) { return fmaf(scores[i], scale, -reference[r]); },
+                                      group * 8 + r * 2);
+        largest |= largest_bytes(word);
+        probabilities[group * 2 + r] = word;
+      }
+    }
+    const bool is_far = fmaxf(fabsf(reference[0]), fabsf(reference[1])) > kFarReference;
+    return !__any_sync(~0u, largest != 0 || is_far || hides);
+  }
+
+  // Moves references first, if maxima are too large for them; scores are in log2 units here. They
+  // have been rounded as references were, so equal ones are equally far from a reference.
+  __device__ void take_moving(const Scores& scores, Probabilities& probabilities,
+                              float (&moved)[kScoreRows]) {
+#pragma unroll
+    for (int r = 0; r < kScoreRows; ++r) {
+      float maximum = -kInfinity;
+#pragma unroll
+      for (int i = 0; i < kBlockTokens / 8; ++i) {
+        maximum = fmaxf(maximum, fmaxf(scores[i * 4 + r * 2], scores[i * 4 + r * 2 + 1]));
+      }
+      const float wanted = row_maximum(maximum) - kReferenceLead;
+      const float next = wanted > reference[r] ? wanted : reference[r];
+      moved[r] = ex2_approx(reference[r] - next);
+      reference[r] = next;
+      sum[r] *= moved[r];
+#pragma unroll
+      for (int group = 0; group < kGroups; ++group) {
+        probabilities[group * 2 + r] =
+            exponentiate([&](int i) { return scores[i] - next; }, group * 8 + r * 2);
+      }
+    }
+  }
+
+  // Adds up the probabilities as they have been rounded, so that rounding a large one changes
+  // nothing: by tensor cores, times ones.
+  __device__ void add_up(const Probabilities& probabilities) {
+    constexpr u32 kOnes = 0x3c003c00;
+    float totals[4] = {};  // of a row in all columns
+#pragma unroll
+    for (int group = 0; group < kGroups; ++group) {
+      const u32 a = probabilities[group * 2];
+      const u32 b = probabilities[group * 2 + 1];
+      const u32 pairs[4] = {fp16x2_of_e4m3x2(a & 0xffff), fp16x2_of_e4m3x2(b & 0xffff),
+                            fp16x2_of_e4m3x2(a >> 16), fp16x2_of_e4m3x2(b >> 16)};
+      mma_m16n8k16(Fp16{}, totals, pairs, kOnes, kOnes);
+    }
+    sum[0] += totals[0];
+    sum[1] += totals[2];
+  }
+
+  // Four probabilities by the distances of their scores from the reference, of which the first is
+  // number `i`.
+  template <typename Distance>
+  __device__ static u32 exponentiate(Distance distance, int i) {
+    const u32 low = e4m3x2_of_f32(ex2_approx(distance(i + 4)), ex2_approx(distance(i)));
+    const u32 high = e4m3x2_of_f32(ex2_approx(distance(i + 5)), ex2_approx(distance(i + 1)));
+    return low | high << 16;
+  }
+};
+
+// To log2 units, rounded as references are.
+__device__ inline void scale_scores(Scores& scores, float scale) {
+#pragma unroll
+  for (int i = 0; i < kBlockTokens / 2; ++i) scores[i] = __fmul_rn(scores[i], scale);
+}
+
+// Hides what a row does not see: a select, for the hidden score may be NaN.
+__device__ inline void hide(Scores& scores, const Item& item, int first_token) {
+#pragma unroll
+  for (int r = 0; r < kScoreRows; ++r) {
+    const int visible = item.row_visible[score_row(r)] - first_token - lane_index() % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < kBlockTokens / 8; ++i) {
+      if (i * 8 >= visible) scores[i * 4 + r * 2] = -kInfinity;
+      if (i * 8 + 1 >= visible) scores[i * 4 + r * 2 + 1] = -kInfinity;
+    }
+  }
+}

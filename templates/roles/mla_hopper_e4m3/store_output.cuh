@@ -1,0 +1,48 @@
+// Writes finished rows. Needs roles/mla_hopper_narrow/accumulators.cuh, dims.cuh, row_state.cuh,
+// ptx/cvt.cuh.
+
+// Two neighbouring dims of a row; eight lanes write 32 bytes.
+__device__ inline void store_pair(unsigned char* out, float low, float high) {
+  *reinterpret_cast<u32*>(out) = cvt_rn_x2_f32(Element{}, high, low);
+}
+
+__device__ inline void store_rows(const Params& params, const Item& item, SharedMemory&,
+                                  const Accumulators& accumulators, const OwnRows& rows) {
+  const float scale = output_scale(params);
+  unsigned char* out =
+      reinterpret_cast<unsigned char*>(params.out) +
+      (global_row(params, item, own_row(0)) * kHeadDimVo + dim_of(fresh_warp(), 0)) * 2;
+#pragma unroll
+  for (int r = 0; r < kOwnRows; ++r) {
+    const int row = own_row(r);
+    if (row >= item.rows) continue;
+    const RowResult result = result_of(params, item, row, rows[r]);
+    if (params.lse != nullptr && is_row_writer(fresh_thread())) {
+      params.lse[global_row(params, item, row)] = result.lse * params.lse_factor;
+    }
+    const float factor = result.factor * scale;
+    unsigned char* target = out + (r / 2 * 8 + r % 2) * kHeadDimVo * 2;
+#pragma unroll
+    for (int tile = 0; tile < kDimTiles; ++tile) {
+      const float* of = accumulators[tile] + r / 2 * 4 + r % 2;
+      store_pair(target + tile * kDimsOfTile * 2, of[0] * factor, of[2] * factor);
+    }
+  }
+}
+
+// Writes the first `count` of some tasks from `first` on, after merging.
+template <int kCount>
+__device__ inline void store_tasks(const Params& params, const Item& item, SharedMemory&, int first,
+                                   int count, const float4 (&values)[kCount]) {
+#pragma unroll
+  for (int n = 0; n < kCount; ++n) {
+    if (n >= count) return;
+    const int task = first + n;
+    const TaskRows rows = task_rows(task);
+    const int dim = dim_of(warp_of_task(task), task % kAccumulators);
+    unsigned char* out = reinterpret_cast<unsigned char*>(params.out) +
+                         (global_row(params, item, rows.a) * kHeadDimVo + dim) * 2;
+    if (rows.a < item.rows) store_pair(out, values[n].x, values[n].z);
+    if (rows.b < item.rows) store_pair(out + kHeadDimVo * 2, values[n].y, values[n].w);
+  }
+}

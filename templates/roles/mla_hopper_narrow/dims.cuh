@@ -1,0 +1,20 @@
+// What of the output a thread of the consumer has, and how many scores. Needs
+// blocks/fresh_thread.cuh, roles/mla_hopper/constants, row_state.cuh.
+
+// One consumer of four warps, with tokens or output dims in the place of rows, and rows in the
+// place of columns: few rows fill a product then. Of the scores a warp has 16 tokens, and of each
+// tile of output dims 16.
+constexpr int kDimTiles = kLatentTiles;
+using Scores = float[kRows / 2];
+using OwnRows = RowState[kRows / 4];
+
+// The first dim of float4 `i` of a thread of warp `warp`; the other is 8 further.
+__device__ inline int dim_of(int warp, int i) {
+  return i / (kRows / 8) * kTileElements + warp * 16 + fresh_lane() / 4;
+}
+
+// The dim of part `c` of float4 `i`.
+__device__ inline int part_dim(int warp, int i, int c) { return dim_of(warp, i) + c / 2 * 8; }
+
+// Where a warp's float4s are among those of all.
+__device__ inline int first_task_of(int warp) { return warp * kAccumulators; }

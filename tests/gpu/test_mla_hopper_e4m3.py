@@ -1,0 +1,116 @@
+"""What the Hopper MLA kernel for e4m3 promises besides: sums of any length, and any scores."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import mlagen
+from mlagen.settings import current_settings
+from tests.cases import E4M3, MlaCase
+from tests.mla_semantics import compute, decode
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="needs a Hopper GPU",
+)
+
+_LONG = 131_072  # tokens
+_REQUESTS = 264  # two for each SM of an H200, so that none is computed in many pieces
+
+
+@pytest.fixture(autouse=True)
+def _hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have every call of this file take the Hopper kernel."""
+    monkeypatch.setenv("MLAGEN_MLA_KERNEL", "hopper")
+    current_settings.cache_clear()
+
+
+@pytest.mark.parametrize("scale", [192**-0.5, 1e-4], ids=["sharp", "flat"])
+@pytest.mark.parametrize("tokens", [4096, _LONG])
+@pytest.mark.parametrize("heads", [16, 32, 64, 128])
+def test_sums_of_positive_values_are_not_too_small(heads: int, tokens: int, scale: float) -> None:
+    """The tensor cores cut sums off; as many as a block of 64 tokens has lose less than 2^-11."""
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    rows = torch.randn(tokens, 576, device="cuda", generator=generator)
+    rows[:, :512] = rows[:, :512].abs()
+    cache = rows.to(E4M3).view(-1, 64, 576)  # the same for all requests
+    query = torch.randn(_REQUESTS, 1, heads, 576, device="cuda", generator=generator).to(E4M3)
+    tables = torch.arange(tokens // 64, dtype=torch.int32, device="cuda").repeat(_REQUESTS, 1)
+
+    out = mlagen.mla.trtllm_batch_decode_with_kv_cache_mla(
+        query=query,
+        kv_cache=cache,
+        workspace_buffer=torch.empty(64 << 20, dtype=torch.uint8, device="cuda"),
+        qk_nope_head_dim=128,
+        kv_lora_rank=512,
+        qk_rope_head_dim=64,
+        block_tables=tables,
+        seq_lens=torch.full((_REQUESTS,), tokens, dtype=torch.int32, device="cuda"),
+        max_seq_len=tokens,
+        bmm1_scale=scale,
+        bmm2_scale=1.0,
+    )
+
+    assert isinstance(out, torch.Tensor)
+    keys = cache.view(-1, 576).double()
+    weights = torch.softmax(query[0, 0].double() @ keys.T * scale, dim=-1)
+    expected = weights @ keys[:, :512]
+    error = (out[0, 0].double() - expected) / expected
+    assert abs(error.mean().item()) < 2.0**-11
+    assert error.square().mean().sqrt().item() < 1.5e-2
+
+
+def test_a_token_that_outweighs_all_others_is_not_rounded() -> None:
+    """Probabilities are added up as they are multiplied, so one alone has weight 1."""
+    problem = MlaCase(name="", seq_lens=(640,), heads=64, dtype=E4M3).build("cuda")
+    query, cache = problem.query.float(), problem.kv_cache.float()
+    cache[cache.isnan()] = 0.0
+    pages = problem.block_tables[0, :10].long()
+    cache[pages] = 0.0
+    cache[pages[5], 17] = 1.0
+    query[:] = 1.0
+    exact = decode(
+        problem,
+        query=query.to(E4M3),
+        kv_cache=cache.to(E4M3),
+        bmm1_scale=0.1,
+        sinks=None,
+    )
+
+    # 2^(576 * 0.1 * log2(e)) times as much as any other.
+    assert torch.equal(exact, torch.ones_like(exact))
+
+
+@pytest.mark.parametrize("magnitude", [10.0, 100.0])
+@pytest.mark.parametrize("heads", [16, 64])
+def test_large_scores_are_right(heads: int, magnitude: float) -> None:
+    """References move far and often, and scores lie far from zero."""
+    case = MlaCase(name="", seq_lens=(3000, 700, 64), heads=heads, dtype=E4M3, with_sinks=True)
+    problem = replace(case, query_magnitude=magnitude).build("cuda")
+
+    out, _ = compute(problem)
+
+    problem.check(out)
+
+
+def test_scores_that_grow_are_right() -> None:
+    """The reference moves with every block of tokens, and all sums before it are multiplied."""
+    problem = MlaCase(name="", seq_lens=(2048,), heads=64, dtype=E4M3).build("cuda")
+    query, cache = problem.query.float(), problem.kv_cache.float()
+    cache[cache.isnan()] = 0.0
+    pages = problem.block_tables[0, :32].long()
+    growth = torch.linspace(-8, 8, 2048, device="cuda").view(32, 64)
+    cache[pages, :, 512] = growth.to(E4M3).float()
+    query[..., 512] = 64.0
+    query, cache = query.to(E4M3), cache.to(E4M3)
+
+    out = decode(problem, query=query, kv_cache=cache, sinks=None)
+
+    keys = cache[pages].view(-1, 576).double()
+    weights = torch.softmax(query[0, 0].double() @ keys.T * 192**-0.5, dim=-1)
+    expected = weights @ keys[:, :512]
+    error = (out[0, 0].double() - expected).norm() / expected.norm()
+    assert error.item() < 4e-2

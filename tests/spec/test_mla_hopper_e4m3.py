@@ -1,0 +1,101 @@
+"""Which calls the Hopper kernel for e4m3 covers, and by which tile."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from mlagen.spec.arch import ARCHS
+from mlagen.spec.dtype import DType
+from mlagen.spec.kernel import CallShape
+from mlagen.spec.mla_hopper import MlaHopperSpec
+from mlagen.spec.mla_hopper_calls import mla_hopper_kernel
+from mlagen.spec.mla_hopper_e4m3 import mla_hopper_e4m3_spec, mla_hopper_e4m3_specs
+from mlagen.spec.mla_support import MlaVariant
+from tests.kernels import SM_90A, mla_hopper, mla_hopper_e4m3
+
+E4M3 = MlaVariant(query_dtype=DType.E4M3, kv_dtype=DType.E4M3)
+
+
+@pytest.mark.parametrize(
+    ("rows", "tile_rows"), [(1, 16), (16, 16), (17, 32), (32, 32), (33, 64), (64, 64), (512, 64)]
+)
+def test_a_call_takes_the_narrowest_tile_that_holds_a_request(rows: int, tile_rows: int) -> None:
+    """Or the widest, where none does."""
+    assert mla_hopper_e4m3(rows=rows).tile_rows == tile_rows
+
+
+NOT_COVERED: dict[str, dict[str, Any]] = {
+    "bf16": {"query_dtype": DType.BF16, "kv_dtype": DType.BF16},
+    "another query": {"query_dtype": DType.BF16},
+    "another rank": {"kv_lora_rank": 256},
+    "lists of tokens": {"lookup": "sparse"},
+    "values apart": {"values": "separate"},
+    "a bias": {"mask": "bias"},
+    "pages of 8": {"page_size": 8},
+    "pages of 24": {"page_size": 24},
+}
+
+
+@pytest.mark.parametrize("changes", NOT_COVERED.values(), ids=NOT_COVERED)
+def test_other_calls_have_no_such_kernel(changes: dict[str, Any]) -> None:
+    """There is none to be had for them."""
+    assert mla_hopper_e4m3_spec(SM_90A, replace(E4M3, **changes), 16) is None
+
+
+@pytest.mark.parametrize("page_size", [16, 32, 48, 64, 80, 128])
+def test_pages_are_whole_boxes(page_size: int) -> None:
+    """A box lies in one page, and whole boxes make a block of 64 tokens."""
+    spec = mla_hopper_e4m3(page_size=page_size)
+
+    assert page_size % spec.box_tokens == 0
+    assert 64 % spec.box_tokens == 0
+    assert spec.box_tokens >= 16
+
+
+@pytest.mark.parametrize("arch", ARCHS, ids=str)
+def test_only_hopper_has_them(arch: Any) -> None:
+    """Three tiles for each of the usual page sizes, each once."""
+    specs = list(mla_hopper_e4m3_specs(arch))
+
+    pages = {spec.variant.page_size for spec in specs}
+    assert pages == ({16, 32, 64, 128} if arch.has_wgmma else set())
+    assert len(specs) == len(set(specs)) == 3 * len(pages)
+
+
+@pytest.mark.parametrize("heads", [8, 16, 64])
+def test_a_call_is_served_by_the_tile_that_it_takes(heads: int) -> None:
+    """And by no other."""
+    call = CallShape(heads=heads, q_len=2)
+
+    serving = [rows for rows in (16, 32, 64) if mla_hopper_e4m3(rows=rows).serves(call)]
+
+    assert serving == [mla_hopper_e4m3(rows=heads * 2).tile_rows]
+
+
+def test_its_blocks_wait_for_each_other() -> None:
+    """So all of them must run at once."""
+    spec = mla_hopper_e4m3()
+
+    assert spec.is_cooperative
+    assert spec.counts_arrivals
+    assert spec.threads == 512
+    assert (spec.head_dim_qk, spec.head_dim_vo) == (576, 512)
+
+
+def test_it_is_launched_as_the_16_bit_kernel_is() -> None:
+    """The same parameters mean the same in both."""
+    assert mla_hopper_e4m3().parameters == MlaHopperSpec.parameters
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"), [(DType.BF16, mla_hopper()), (DType.E4M3, mla_hopper_e4m3())], ids=str
+)
+def test_a_variant_has_one_hopper_kernel_at_the_most(dtype: DType, expected: Any) -> None:
+    """By its dtypes."""
+    variant = MlaVariant(query_dtype=dtype, kv_dtype=dtype)
+
+    assert mla_hopper_kernel(SM_90A, variant, 16) == expected
+    assert mla_hopper_kernel(SM_90A, replace(variant, kv_lora_rank=256), 16) is None

@@ -1,0 +1,3117 @@
+// Names and types that every kernel uses. Needs nothing: no header exists where kernels are
+// compiled.
+
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+using i64 = long long;
+
+// Tags that choose how elements are converted; the data itself is held as bytes, u16 or u32.
+struct Bf16 {};
+struct Fp16 {};
+struct E4m3 {};
+struct Int8 {};
+struct Nvfp4 {};
+struct Packed656 {};
+struct Packed640 {};
+
+template <typename A, typename B>
+constexpr bool kIsSame = false;
+template <typename A>
+constexpr bool kIsSame<A, A> = true;
+
+// What one load, store or cp.async moves at the most.
+constexpr int kChunkBytes = 16;
+struct alignas(kChunkBytes) Chunk {
+  u32 words[4];
+};
+
+constexpr int kWarpLanes = 32;
+constexpr float kLog2E = 1.4426950408889634f;
+constexpr float kLargest = __builtin_bit_cast(float, 0x7f7fffff);
+constexpr float kInfinity = __builtin_bit_cast(float, 0x7f800000);
+
+// The dynamic shared memory of the block, seen as one struct.
+template <typename Layout>
+__device__ inline Layout& shared_memory() {
+  extern __shared__ __align__(1024) unsigned char bytes[];
+  return *reinterpret_cast<Layout*>(bytes);
+}
+
+__device__ inline u32 shared_address(const void* pointer) {
+  return static_cast<u32>(__cvta_generic_to_shared(pointer));
+}
+
+__device__ inline int lane_index() { return static_cast<int>(threadIdx.x) % kWarpLanes; }
+__device__ inline int warp_index() { return static_cast<int>(threadIdx.x) / kWarpLanes; }
+
+__device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+// What describes a tensor to the copy engine: opaque, made on the host. Needs blocks/prelude.cuh.
+struct alignas(64) TensorMap {
+  u64 words[16];
+};
+
+// What one launch passes to the kernel. Needs blocks/prelude.cuh.
+struct Params {
+  TensorMap latent_map;
+  TensorMap rope_map;
+  TensorMap group_map;
+  const unsigned char* query;
+  const unsigned char* query_rope;
+  const unsigned char* cache;
+  const int* block_tables;
+  const int* table_starts;
+  const int* seq_lens;
+  const int* cum_seq_lens_q;
+  const float* bmm1_scale_tensor;
+  const float* bmm2_scale_tensor;
+  const float* sinks;
+  u16* out;
+  float* lse;
+  unsigned char* partial_out;
+  unsigned char* partial_rows;
+  u32* counters;
+  i64 query_stride;
+  i64 query_head_stride;
+  i64 query_rope_stride;
+  i64 query_rope_head_stride;
+  i64 page_stride;
+  i64 token_stride;
+  i64 total_rows;
+  int requests;
+  int heads;
+  int q_len;
+  int max_pages;
+  int block_tables_stride;
+  int num_pages;
+  int teams;
+  int team_size;
+  int rope_is_apart;
+  int is_causal;
+  int scores_take_bmm2;
+  float bmm1_scale;
+  float bmm2_scale;
+  float lse_factor;
+};
+
+// The numbers of this kernel; the rest of the source only uses them. Needs blocks/prelude.cuh.
+using Element = Bf16;  // of the output; queries and tokens are e4m3
+constexpr int kLatentDim = 512;
+constexpr int kRopeDim = 64;
+constexpr int kPageSize = 64;
+constexpr bool kIsSparse = false;  // lists of tokens are for the portable kernel
+constexpr int kBoxTokens = 64;
+constexpr int kRows = 64;
+constexpr int kConsumerWarps = 8;
+constexpr int kSharedBytes = 232448;
+
+constexpr int kHeadDimQk = kLatentDim + kRopeDim;
+constexpr int kHeadDimVo = kLatentDim;
+
+// What is multiplied lies in tiles of 128 bytes a row, the rope part in one of 64, both swizzled.
+constexpr int kTileRowBytes = 128;
+constexpr int kRopeRowBytes = kRopeDim;
+constexpr int kLatentTiles = kLatentDim / kTileRowBytes;
+constexpr int kBlockTokens = 64;
+constexpr int kTileBytes = kBlockTokens * kTileRowBytes;
+constexpr int kBlockBytes = kBlockTokens * kHeadDimQk;
+constexpr int kQueryTileBytes = kRows * kTileRowBytes;
+constexpr int kQueryBytes = kRows * kHeadDimQk;
+constexpr int kBoxes = kBlockTokens / kBoxTokens;  // of a tile
+
+// Warps of the consumers, who add values, come first, then the four of the producer, and the four
+// of the scorer.
+constexpr int kConsumerThreads = kConsumerWarps * kWarpLanes;
+constexpr int kProducerThreads = 128;
+constexpr int kProducerWarps = kProducerThreads / kWarpLanes;
+constexpr int kScorerThreads = 128;
+constexpr int kScorerWarps = kScorerThreads / kWarpLanes;
+constexpr int kThreads = kConsumerThreads + kProducerThreads + kScorerThreads;
+
+// Of a product's 64 rows a warp has 16; those behind the tile's are nobody's.
+constexpr int kRowsOfWarp = 16;
+constexpr int kWarpsWithRows = kRows / kRowsOfWarp;
+
+// Who is done with an item before the next is put there: the loader, consumers and scorer; and with
+// its query, the scorer.
+constexpr int kItemReaders = 1 + kConsumerWarps + kScorerWarps;
+constexpr int kQueryReaders = 1;
+
+// How many accumulators a consumer thread has, as float4.
+constexpr int kAccumulators = kRows * kHeadDimVo / kConsumerThreads / 4;
+constexpr int kTasks = kAccumulators * kConsumerWarps;  // float4s of all threads of a warp
+
+// Numbers of the barriers that warps meet at; 0 is __syncthreads.
+constexpr int kConsumerBarrier = 1;
+constexpr int kSchedulerBarrier = 2;
+constexpr int kScorerBarrier = 3;
+constexpr int kCrewBarrier = 7;  // of those who leave or merge pieces; of the second half the next
+
+static_assert(kLatentTiles * kTileRowBytes == kLatentDim, "the latent part is whole tiles");
+static_assert(kRopeRowBytes == 64, "the rope part is a tile of 64 bytes a row");
+static_assert(kRows * kBlockTokens <= kBlockTokens * kRopeRowBytes, "P fits on the rope tile");
+static_assert(kBoxes * kBoxTokens == kBlockTokens, "boxes fill a tile");
+
+// PTX ISA, "Parallel Synchronization and Communication Instructions: barrier.cta". Needs sm_80.
+// Barriers have numbers from 0 to 15; `threads` counts those that wait and those that only arrive.
+
+// barrier.cta.sync.aligned
+__device__ inline void barrier_sync(int barrier, int threads) {
+  asm volatile("barrier.cta.sync.aligned %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+// barrier.cta.arrive.aligned
+__device__ inline void barrier_arrive(int barrier, int threads) {
+  asm volatile("barrier.cta.arrive.aligned %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+// barrier.cta.red.or.aligned.pred
+// Waits for all threads; returns whether any of them brought a number that is not zero.
+__device__ inline u32 barrier_red_or(int barrier, int threads, u32 value) {
+  u32 any;
+  asm volatile(
+      "{.reg .pred p, q; setp.ne.u32 p, %3, 0; barrier.cta.red.or.aligned.pred q, %1, %2, p; "
+      "selp.u32 %0, 1, 0, q;}"
+      : "=r"(any)
+      : "r"(barrier), "r"(threads), "r"(value)
+      : "memory");
+  return any;
+}
+
+// PTX ISA, "Data Movement and Conversion Instructions: Asynchronous copy, cp.async". Needs sm_80.
+
+// cp.async.cg.shared.global.L2::128B
+// Copies 16 bytes past L1; bytes from `source_bytes` on are not read and become zero.
+__device__ inline void cp_async_cg_16(u32 shared_address, const void* global, u32 source_bytes) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address),
+               "l"(global), "r"(source_bytes)
+               : "memory");
+}
+
+// cp.async.ca.shared.global
+// Copies 4 bytes; if `source_bytes` is 0 they are not read and become zero.
+__device__ inline void cp_async_ca_4(u32 shared_address, const void* global, u32 source_bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address), "l"(global),
+               "r"(source_bytes)
+               : "memory");
+}
+
+// cp.async.ca.shared.global
+// Copies 8 bytes; if `source_bytes` is 0 they are not read and become zero.
+__device__ inline void cp_async_ca_8(u32 shared_address, const void* global, u32 source_bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(shared_address), "l"(global),
+               "r"(source_bytes)
+               : "memory");
+}
+
+// cp.async.commit_group
+__device__ inline void cp_async_commit_group() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// cp.async.wait_group
+// Waits until at most `kPending` of this thread's newest groups are still under way.
+template <int kPending>
+__device__ inline void cp_async_wait_group() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// PTX ISA, "Data Movement and Conversion Instructions: cp.async.bulk". Needs sm_90.
+// `map` is the generic address of a tensor map, `policy` one of createpolicy for L2; x, y, z, w, v
+// count elements, the innermost first.
+
+// cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint
+// Copies a box to shared memory, zeros for what lies outside the tensor, and then counts its bytes
+// as arrived at the barrier.
+__device__ inline void cp_async_bulk_tensor(u32 target, const void* map, u32 barrier, u64 policy,
+                                            int x, int y, int z, int w) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".L2::cache_hint [%0], [%1, {%4, %5, %6, %7}], [%2], %3;" ::"r"(target),
+      "l"(map), "r"(barrier), "l"(policy), "r"(x), "r"(y), "r"(z), "r"(w)
+      : "memory");
+}
+
+// cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint
+__device__ inline void cp_async_bulk_tensor(u32 target, const void* map, u32 barrier, u64 policy,
+                                            int x, int y, int z, int w, int v) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".L2::cache_hint [%0], [%1, {%4, %5, %6, %7, %8}], [%2], %3;" ::"r"(target),
+      "l"(map), "r"(barrier), "l"(policy), "r"(x), "r"(y), "r"(z), "r"(w), "r"(v)
+      : "memory");
+}
+
+// cp.async.bulk.prefetch.tensor.4d.L2.global
+// Brings a box into L2.
+__device__ inline void cp_async_bulk_prefetch_tensor(const void* map, int x, int y, int z, int w) {
+  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"(map),
+               "r"(x), "r"(y), "r"(z), "r"(w)
+               : "memory");
+}
+
+// PTX ISA, "Data Movement and Conversion Instructions: createpolicy". Needs sm_80.
+
+// createpolicy.fractional.L2::evict_first.b64
+// Lines that are evicted from L2 before others.
+__device__ inline u64 createpolicy_evict_first() {
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
+  return policy;
+}
+
+// createpolicy.fractional.L2::evict_normal.b64
+__device__ inline u64 createpolicy_evict_normal() {
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_normal.b64 %0;" : "=l"(policy));
+  return policy;
+}
+
+// PTX ISA, "Data Movement and Conversion Instructions: cvt". Needs sm_80.
+
+// cvt.rn.bf16x2.f32
+__device__ inline u32 cvt_rn_x2_f32(Bf16, float high, float low) {
+  u32 packed;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+// cvt.rn.f16x2.f32
+__device__ inline u32 cvt_rn_x2_f32(Fp16, float high, float low) {
+  u32 packed;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+// cvt.f32.f16
+__device__ inline float cvt_f32(Fp16, u16 bits) {
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+  return value;
+}
+
+// A bf16 is the upper half of an fp32; sm_80 has no instruction for it and needs none.
+__device__ inline float cvt_f32(Bf16, u16 bits) {
+  return __uint_as_float(static_cast<u32>(bits) << 16);
+}
+
+// PTX ISA, "Floating Point Instructions: ex2". Needs sm_20.
+
+// ex2.approx.ftz.f32
+// 2 to the power of x, relative error below 2^-22; minus infinity gives zero.
+__device__ inline float ex2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// PTX ISA, "Parallel Synchronization and Communication Instructions: membar, fence". Needs sm_90.
+
+// fence.proxy.async.shared::cta
+// Orders this thread's own writes of shared memory before what tensor cores and bulk copies do.
+__device__ inline void fence_proxy_async() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// fence.mbarrier_init.release.cluster
+// Makes barriers that this thread has made known to bulk copies.
+__device__ inline void fence_mbarrier_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// PTX ISA, "Parallel Synchronization and Communication Instructions: griddepcontrol". Needs sm_90.
+// Both do nothing in a launch without the programmatic-stream-serialization attribute.
+
+// griddepcontrol.wait
+// Waits until the kernel before this one has finished and its writes are visible.
+__device__ inline void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// griddepcontrol.launch_dependents
+// Lets the next kernel start once every block has said so or ended.
+__device__ inline void griddepcontrol_launch_dependents() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+// PTX ISA, "Data Movement and Conversion Instructions: ld". Needs sm_80.
+
+// ld.acquire.gpu.global.u32
+// What was written before the value by others is seen after.
+__device__ inline u32 ld_acquire_gpu(const u32* address) {
+  u32 value;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+
+// ld.global.cg.v2.f32
+// Past L1: what others have just written.
+__device__ inline float2 ld_global_cg_v2_f32(const void* address) {
+  float2 value;
+  asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];"
+               : "=f"(value.x), "=f"(value.y)
+               : "l"(address)
+               : "memory");
+  return value;
+}
+
+// ld.global.cg.v4.f32
+__device__ inline float4 ld_global_cg_v4_f32(const void* address) {
+  float4 value;
+  asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+               : "l"(address)
+               : "memory");
+  return value;
+}
+
+// PTX ISA, "Warp Level Matrix Instructions: ldmatrix". Needs sm_75.
+// Lanes 8i to 8i + 7 give the shared-memory addresses of the eight 16-byte rows of matrix i;
+// word i of the result is this lane's fragment of matrix i.
+
+// ldmatrix.sync.aligned.m8n8.x4.shared.b16
+__device__ inline void ldmatrix_x4(u32 (&d)[4], u32 row_address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+               : "r"(row_address)
+               : "memory");
+}
+
+// ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16
+__device__ inline void ldmatrix_x4_trans(u32 (&d)[4], u32 row_address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+               : "r"(row_address)
+               : "memory");
+}
+
+// PTX ISA, "Parallel Synchronization and Communication Instructions: mbarrier". Needs sm_90.
+// Barriers are 8 bytes of shared memory, by address.
+
+// mbarrier.init.shared::cta.b64
+// A phase ends after `count` arrivals and all bytes that were expected.
+__device__ inline void mbarrier_init(u32 barrier, u32 count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+
+// mbarrier.arrive.shared::cta.b64
+__device__ inline void mbarrier_arrive(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// mbarrier.arrive.expect_tx.shared::cta.b64
+// Arrives, and says that the phase waits for `bytes` more.
+__device__ inline void mbarrier_arrive_expect_tx(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+}
+
+// mbarrier.try_wait.parity.shared::cta.b64
+// Waits until the phase of this parity has ended. The loop is in here, for compilers give products
+// that are under way across a loop of theirs other registers.
+__device__ inline void mbarrier_wait(u32 barrier, u32 parity) {
+  asm volatile(
+      "{.reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @!p bra "
+      "again;}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+// PTX ISA, "Warp Level Matrix Instructions: mma". Needs sm_80.
+// d[16, 8] += a[16, 16] * b[16, 8]. A lane holds, with g = lane / 4 and c = lane % 4:
+// d: rows g (0, 1) and g + 8 (2, 3), columns 2c and 2c + 1; a: two elements a word, rows g, g + 8,
+// g, g + 8, columns 2c.. of the first (0, 1) and second (2, 3) half; b: rows 2c.. of each half,
+// column g.
+
+// mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32
+__device__ inline void mma_m16n8k16(Bf16, float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32
+__device__ inline void mma_m16n8k16(Fp16, float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// PTX ISA, "Data Movement and Conversion Instructions: mov". Needs sm_80.
+
+// mov.b64
+// One word of 64 bits out of two, where it stands: compilers do not see through it.
+__device__ inline u64 mov_b64(u32 low, u32 high) {
+  u64 word;
+  asm("mov.b64 %0, {%1, %2};" : "=l"(word) : "r"(low), "r"(high));
+  return word;
+}
+
+// mov.b32
+// A word into itself: compilers know no more what it holds.
+__device__ inline void mov_b32(u32& word) { asm volatile("mov.b32 %0, %0;" : "+r"(word)); }
+
+// mov.u32
+// This thread's index in the block, read anew.
+__device__ inline u32 mov_tid_x() {
+  u32 thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+
+// PTX ISA, "Data Movement and Conversion Instructions: prefetch". Needs sm_90.
+
+// prefetch.tensormap
+// Brings a tensor map, by its generic address, to where copies look for it.
+__device__ inline void prefetch_tensormap(const void* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// prefetch.global.L2
+// Brings the line of an address into L2.
+__device__ inline void prefetch_l2(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address) : "memory");
+}
+
+// PTX ISA, "Parallel Synchronization and Communication Instructions: red". Needs sm_80.
+
+// red.release.gpu.global.add.u32
+// Adds; what was written before is seen by those who acquire the sum.
+__device__ inline void red_add_release_gpu(u32* address, u32 value) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+// PTX ISA, "Miscellaneous Instructions: setmaxnreg". Needs sm_90.
+// All warps of a warpgroup execute it; the number of registers is a multiple of 8.
+
+// setmaxnreg.dec.sync.aligned.u32
+// Gives registers back.
+template <int kRegisters>
+__device__ inline void setmaxnreg_dec() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// setmaxnreg.inc.sync.aligned.u32
+// Waits until there are so many registers to take.
+template <int kRegisters>
+__device__ inline void setmaxnreg_inc() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// PTX ISA, "Warp Level Matrix Instructions: stmatrix". Needs sm_90.
+// Lanes 8i to 8i + 7 give the shared-memory addresses of the eight 16-byte rows of matrix i, of
+// which word i is this lane's fragment.
+
+// stmatrix.sync.aligned.m8n8.x4.shared.b16
+__device__ inline void stmatrix_x4(u32 row_address, u32 a, u32 b, u32 c, u32 d) {
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row_address), "r"(a),
+      "r"(b), "r"(c), "r"(d)
+      : "memory");
+}
+
+// stmatrix.sync.aligned.m8n8.x4.trans.shared.b16
+__device__ inline void stmatrix_x4_trans(u32 row_address, u32 a, u32 b, u32 c, u32 d) {
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row_address),
+      "r"(a), "r"(b), "r"(c), "r"(d)
+      : "memory");
+}
+
+// PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions: wgmma". Needs sm_90.
+// d[64, N] = a[64, 16] * b[16, N], plus d if `accumulates`, by four warps with 16 rows of d each.
+// A lane holds, with g = lane / 4 and c = lane % 4: of d rows g (0, 1) and g + 8 (2, 3), columns
+// 8j + 2c, in words 4j and after; of a in registers two elements a word, as of mma.
+// Operands in shared memory lie as their descriptors say, along k unless they are transposed.
+
+// wgmma.fence.sync.aligned
+// Orders accesses of registers before the wgmma that follow.
+__device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+// wgmma.commit_group.sync.aligned
+__device__ inline void wgmma_commit_group() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+// wgmma.wait_group.sync.aligned
+// Waits until at most `kPending` of this warp's newest groups are still under way.
+template <int kPending>
+__device__ inline void wgmma_wait_group() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+// Keeps what reads the accumulators behind the wait before, and what writes them before the next
+// wgmma; no instruction.
+template <int kCount>
+__device__ inline void wgmma_keep(float (&d)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+// wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16
+__device__ inline void wgmma_mma(Bf16, float (&d)[8], u64 a, u64 b, int accumulates) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %10, 0; "
+      "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7}, "
+      "%8, %9, p, 1, 1, 0, 0;}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+        "+f"(d[7])
+      : "l"(a), "l"(b), "r"(accumulates));
+}
+
+// wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16
+// `a` lies along its rows.
+__device__ inline void wgmma_mma_trans_a(Bf16, float (&d)[8], u64 a, u64 b, int accumulates) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %10, 0; "
+      "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7}, "
+      "%8, %9, p, 1, 1, 1, 0;}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+        "+f"(d[7])
+      : "l"(a), "l"(b), "r"(accumulates));
+}
+
+// wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16
+__device__ inline void wgmma_mma(Bf16, float (&d)[16], u64 a, u64 b, int accumulates) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %18, 0; "
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
+      "%16, %17, p, 1, 1, 0, 0;}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
+        "+f"(d[14]), "+f"(d[15])
+      : "l"(a), "l"(b), "r"(accumulates));
+}
+
+// wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16
+// `a` lies along its rows.
+__device__ inline void wgmma_mma_trans_a(Bf16, float (&d)[16], u64 a, u64 b, int accumulates) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %18, 0; "
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
+      "%16, %17, p, 1, 1, 1, 0;}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
+        "+f"(d[14]), "+f"(d[15])
+      : "l"(a), "l"(b), "r"(accumulates));
+}
+
+// wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16
+__device__ inline void wgmma_mma(Bf16, float (&d)[32], u64 a, u64 b, int accumulates) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %34, 0; "
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+      "%32, %33, p, 1, 1, 0, 0;}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
+        "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),
+        "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),
+        "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+      : "l"(a), "l"(b), "r"(accumulates));
+}
+
+// wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16
+// `b` lies along its columns.
+__device__ inline void wgmma_mma_trans_b(Bf16, float (&d)[128], u64 a, u64 b, int accumulates) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %130, 0; "
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
+      "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
+      "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
+      "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
+      "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, "
+      "%127}, "
+      "%128, %129, p, 1, 1, 0, 1;}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
+        "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),
+        "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),
+        "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]),
+        "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]),
+        "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]),
+        "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
+        "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]),
+        "+f"(d[63]), "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]),
+        "+f"(d[70]), "+f"(d[71]), "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]),
+        "+f"(d[77]), "+f"(d[78]), "+f"(d[79]), "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]),
+        "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]), "+f"(d[88]), "+f"(d[89]), "+f"(d[90]),
+        "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95]), "+f"(d[96]), "+f"(d[97]),
+        "+f"(d[98]), "+f"(d[99]), "+f"(d[100]), "+f"(d[101]), "+f"(d[102]), "+f"(d[103]),
+        "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]),
+        "+f"(d[110]), "+f"(d[111]), "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]),
+        "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]), "+f"(d[120]), "+f"(d[121]),
+        "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
+      : "l"(a), "l"(b), "r"(accumulates));
+}
+
+// wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16
+// `a` is in registers; `b` lies along its columns.
+__device__ inline void wgmma_mma_trans_b(Bf16, float (&d)[128], const u32* a, u64 b,
+                                         int accumulates) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %133, 0; "
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
+      "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
+      "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
+      "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
+      "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, "
+      "%127}, "
+      "{%128, %129, %130, %131}, %132, p, 1, 1, 1;}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
+        "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),
+        "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),
+        "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]),
+        "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]),
+        "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]),
+        "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
+        "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]),
+        "+f"(d[63]), "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]),
+        "+f"(d[70]), "+f"(d[71]), "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]),
+        "+f"(d[77]), "+f"(d[78]), "+f"(d[79]), "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]),
+        "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]), "+f"(d[88]), "+f"(d[89]), "+f"(d[90]),
+        "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95]), "+f"(d[96]), "+f"(d[97]),
+        "+f"(d[98]), "+f"(d[99]), "+f"(d[100]), "+f"(d[101]), "+f"(d[102]), "+f"(d[103]),
+        "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]),
+        "+f"(d[110]), "+f"(d[111]), "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]),
+        "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]), "+f"(d[120]), "+f"(d[121]),
+        "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulates));
+}
+
+// wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16
+__device__ inline void wgmma_mma(Fp16, float (&d)[8], u64 a, u64 b, int accumulates) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %10, 0; "
+      "wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7}, "
+      "%8, %9, p, 1, 1, 0, 0;}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+        "+f"(d[7])
+      : "l"(a), "l"(b), "r"(accumulates));
+}
+
+// wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16
+// `a` lies along its rows.
+__device__ inline void wgmma_mma_trans_a(Fp16, float (&d)[8], u64 a, u64 b, int accumulates) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %10, 0; "
+      "wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7}, "
+      "%8, %9, p, 1, 1, 1, 0;}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+        "+f"(d[7])
+      : "l"(a), "l"(b), "r"(accumulates));
+}
+
+// wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16
+__device__ inline void wgmma_mma(Fp16, float (&d)[16], u64 a, u64 b, int accumulates) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %18, 0; "
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
+      "%16, %17, p, 1, 1, 0, 0;}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
+        "+f"(d[14]), "+f"(d[15])
+      : "l"(a), "l"(b), "r"(accumulates));
+}
+
+// wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16
+// `a` lies along its rows.
+__device__ inline void wgmma_mma_trans_a(Fp16, float (&d)[16], u64 a, u64 b, int accumulates) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %18, 0; "
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
+      "%16, %17, p, 1, 1, 1, 0;}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
+        "+f"(d[14]), "+f"(d[15])
+      : "l"(a), "l"(b), "r"(accumulates));
+}
+
+// wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16
+__device__ inline void wgmma_mma(Fp16, float (&d)[32], u64 a, u64 b, int accumulates) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %34, 0; "
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+      "%32, %33, p, 1, 1, 0, 0;}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
+        "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),
+        "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),
+        "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+      : "l"(a), "l"(b), "r"(accumulates));
+}
+
+// wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16
+// `b` lies along its columns.
+__device__ inline void wgmma_mma_trans_b(Fp16, float (&d)[128], u64 a, u64 b, int accumulates) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %130, 0; "
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
+      "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
+      "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
+      "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
+      "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, "
+      "%127}, "
+      "%128, %129, p, 1, 1, 0, 1;}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
+        "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),
+        "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),
+        "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]),
+        "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]),
+        "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]),
+        "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
+        "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]),
+        "+f"(d[63]), "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]),
+        "+f"(d[70]), "+f"(d[71]), "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]),
+        "+f"(d[77]), "+f"(d[78]), "+f"(d[79]), "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]),
+        "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]), "+f"(d[88]), "+f"(d[89]), "+f"(d[90]),
+        "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95]), "+f"(d[96]), "+f"(d[97]),
+        "+f"(d[98]), "+f"(d[99]), "+f"(d[100]), "+f"(d[101]), "+f"(d[102]), "+f"(d[103]),
+        "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]),
+        "+f"(d[110]), "+f"(d[111]), "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]),
+        "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]), "+f"(d[120]), "+f"(d[121]),
+        "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
+      : "l"(a), "l"(b), "r"(accumulates));
+}
+
+// wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16
+// `a` is in registers; `b` lies along its columns.
+__device__ inline void wgmma_mma_trans_b(Fp16, float (&d)[128], const u32* a, u64 b,
+                                         int accumulates) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %133, 0; "
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
+      "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
+      "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
+      "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
+      "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, "
+      "%127}, "
+      "{%128, %129, %130, %131}, %132, p, 1, 1, 1;}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
+        "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),
+        "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),
+        "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]),
+        "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]),
+        "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]),
+        "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
+        "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]),
+        "+f"(d[63]), "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]),
+        "+f"(d[70]), "+f"(d[71]), "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]),
+        "+f"(d[77]), "+f"(d[78]), "+f"(d[79]), "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]),
+        "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]), "+f"(d[88]), "+f"(d[89]), "+f"(d[90]),
+        "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95]), "+f"(d[96]), "+f"(d[97]),
+        "+f"(d[98]), "+f"(d[99]), "+f"(d[100]), "+f"(d[101]), "+f"(d[102]), "+f"(d[103]),
+        "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]),
+        "+f"(d[110]), "+f"(d[111]), "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]),
+        "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]), "+f"(d[120]), "+f"(d[121]),
+        "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulates));
+}
+
+// PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions: wgmma". Needs sm_90.
+// Of e4m3; as in ptx/wgmma.cuh, with 32 elements along k: a[64, 32] * b[32, N], four elements a
+// word. Both operands lie along k. Sums keep few bits, and what is below them is cut off.
+
+// wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3
+__device__ inline void wgmma_mma(E4m3, float (&d)[32], u64 a, u64 b, int accumulates) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %34, 0; "
+      "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+      "%32, %33, p, 1, 1;}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
+        "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),
+        "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),
+        "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+      : "l"(a), "l"(b), "r"(accumulates));
+}
+
+// wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3
+// `a` is in registers.
+__device__ inline void wgmma_mma(E4m3, float (&d)[8], const u32* a, u64 b, int accumulates) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %13, 0; "
+      "wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7}, "
+      "{%8, %9, %10, %11}, %12, p, 1, 1;}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+        "+f"(d[7])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulates));
+}
+
+// wgmma.mma_async.sync.aligned.m64n32k32.f32.e4m3.e4m3
+// `a` is in registers.
+__device__ inline void wgmma_mma(E4m3, float (&d)[16], const u32* a, u64 b, int accumulates) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %21, 0; "
+      "wgmma.mma_async.sync.aligned.m64n32k32.f32.e4m3.e4m3 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
+      "{%16, %17, %18, %19}, %20, p, 1, 1;}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
+        "+f"(d[14]), "+f"(d[15])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulates));
+}
+
+// wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3
+// `a` is in registers.
+__device__ inline void wgmma_mma(E4m3, float (&d)[32], const u32* a, u64 b, int accumulates) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %37, 0; "
+      "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+      "{%32, %33, %34, %35}, %36, p, 1, 1;}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
+        "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),
+        "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),
+        "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulates));
+}
+
+// Pairs of e4m3, with the instructions of newer architectures or without. Needs ptx/cvt.cuh.
+// PTX ISA, "Data Movement and Conversion Instructions: cvt". Needs sm_89.
+
+// cvt.rn.f16x2.e4m3x2
+__device__ inline u32 cvt_rn_f16x2_e4m3x2(u16 pair) {
+  u32 value;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(value) : "h"(pair));
+  return value;
+}
+
+// cvt.rn.satfinite.e4m3x2.f32
+__device__ inline u16 cvt_rn_satfinite_e4m3x2_f32(float high, float low) {
+  u16 pair;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+
+// Pairs of e4m3 with the instructions for them. Needs ptx/cvt_e4m3.cuh.
+
+__device__ inline u32 fp16x2_of_e4m3x2(u32 pair) {
+  return cvt_rn_f16x2_e4m3x2(static_cast<u16>(pair));
+}
+
+__device__ inline u32 e4m3x2_of_f32(float high, float low) {
+  return cvt_rn_satfinite_e4m3x2_f32(high, low);
+}
+
+// Programmatic dependent launch: start while the kernel before drains. Needs
+// ptx/griddepcontrol.cuh.
+
+__device__ inline void wait_for_previous_kernel() { griddepcontrol_wait(); }
+__device__ inline void let_next_kernel_start() { griddepcontrol_launch_dependents(); }
+
+// Barriers in shared memory, with phases that are counted by their parity. Needs ptx/mbarrier.cuh.
+
+using Barrier = u64;
+
+// For `arrivals` in each phase.
+__device__ inline void make_barrier(const Barrier& barrier, int arrivals) {
+  mbarrier_init(shared_address(&barrier), arrivals);
+}
+
+__device__ inline void wait_for(const Barrier& barrier, u32 parity) {
+  mbarrier_wait(shared_address(&barrier), parity);
+}
+
+__device__ inline void arrive_at(const Barrier& barrier) {
+  mbarrier_arrive(shared_address(&barrier));
+}
+
+// Steps through the stages of a ring; the parity changes whenever it begins anew.
+template <int kCount>
+struct RingPosition {
+  int stage = 0;
+  u32 parity = 0;
+
+  __device__ void advance() {
+    if (++stage == kCount) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// How long lines of a cache stay in L2. What nobody reads again leaves first, so that queries stay,
+// and outputs need not be written out between reads, which costs memory far more than their bytes.
+// Needs ptx/createpolicy.cuh.
+__device__ inline u64 policy_of_lines(bool are_read_again) {
+  return are_read_again ? createpolicy_evict_normal() : createpolicy_evict_first();
+}
+
+// As blocks/fresh_thread.cuh; compilers are told that the index is not negative, so that division
+// is a shift. Needs ptx/mov.cuh.
+
+__device__ inline int fresh_thread() {
+  const int thread = static_cast<int>(mov_tid_x());
+  __builtin_assume(thread >= 0);
+  return thread;
+}
+__device__ inline int fresh_lane() { return fresh_thread() % kWarpLanes; }
+__device__ inline int fresh_warp() { return fresh_thread() / kWarpLanes; }
+
+// Rows of 16-byte chunks in shared memory, permuted so that the eight rows that one ldmatrix reads
+// at the same column lie in different banks. Needs blocks/prelude.cuh.
+
+constexpr int kChunkElements = 8;
+
+// Byte offset of chunk `chunk` of row `row`. Rows of 128 bytes and more permute the eight chunks of
+// every 128 bytes by the row; in 64-byte rows two rows share the 128 bytes.
+template <int kRowBytes>
+__device__ inline u32 swizzled_offset(int row, int chunk) {
+  static_assert(kRowBytes == 64 || kRowBytes % 128 == 0, "a row is 64 bytes or whole 128 bytes");
+  const int permuted = kRowBytes == 64 ? chunk ^ ((row >> 1) & 3) : chunk ^ (row & 7);
+  return static_cast<u32>(row * kRowBytes + permuted * kChunkBytes);
+}
+
+// Where a token of a request lies in the paged cache. Needs blocks/prelude.cuh, kPageSize.
+
+// One tensor of the cache; strides in bytes.
+struct PagedRows {
+  const unsigned char* rows;
+  i64 page_stride;
+  i64 token_stride;
+
+  // The row in `slot` of `page`, which exists.
+  __device__ const unsigned char* row_of(int page, int slot) const {
+    return rows + page * page_stride + slot * token_stride;
+  }
+};
+
+// How many tokens a request of length `length` has in a table of `pages` pages: a length beyond the
+// table, or a negative one, is read as the nearest that the table can hold.
+__device__ inline int tokens_held(i64 length, i64 pages) {
+  constexpr i64 kMost = 0x7fff0000;  // a tile more can still be counted
+  return static_cast<int>(max(static_cast<i64>(0), min(min(length, pages * kPageSize), kMost)));
+}
+
+// An id outside the cache must not fault.
+__device__ inline bool is_page(int page, int num_pages) {
+  return static_cast<u32>(page) < static_cast<u32>(num_pages);
+}
+
+// Whether the query tokens of a request end before they begin. Where none do, requests share no
+// tokens, and the host knows how much work there is at the most. Needs Params.
+__device__ inline bool goes_back(const Params& params, int request) {
+  const int* offsets = params.cum_seq_lens_q;
+  return offsets != nullptr && offsets[request + 1] < offsets[request];
+}
+
+// Where the page ids of a request begin in the tables. Needs Params, blocks/page_table.cuh,
+// kIsSparse.
+
+// Where they begin, and how many there are.
+struct TableRow {
+  i64 start;
+  int pages;
+};
+
+// Starts that lie outside the tables are read as the nearest inside.
+__device__ inline TableRow table_row(const Params& params, int request) {
+  if (kIsSparse || params.table_starts == nullptr) {
+    return {request * static_cast<i64>(params.block_tables_stride), params.max_pages};
+  }
+  const int start = max(0, min(params.table_starts[request], params.max_pages));
+  const int end = max(start, min(params.table_starts[request + 1], params.max_pages));
+  return {start, end - start};
+}
+
+// A scale is a number, or a tensor of one element that only the device knows. Needs nothing.
+
+__device__ inline float value_of(const float* tensor, float number) {
+  return tensor == nullptr ? number : *tensor;
+}
+
+// What products of query and key are multiplied by, in the natural domain. Needs Params,
+// blocks/scales.cuh.
+
+__device__ inline float score_scale(const Params& params) {
+  const float scale = value_of(params.bmm1_scale_tensor, params.bmm1_scale);
+  return params.scores_take_bmm2 ? scale * value_of(params.bmm2_scale_tensor, params.bmm2_scale)
+                                 : scale;
+}
+
+// How the statistics of a softmax row become its scale and its LSE. Needs ptx/ex2.cuh.
+
+struct RowResult {
+  float factor;  // multiplies the accumulated values
+  float lse;  // log2 of the sum of 2^score, the sink included; minus infinity for an empty row
+};
+
+// `reference` in log2 units, `sum` relative to it; `sink` is a natural-log logit without a value,
+// or minus infinity. A row that saw nothing is zero, sink or not.
+__device__ inline RowResult finish_row(float reference, float sum, float sink) {
+  if (sum == 0.0f) return {0.0f, -kInfinity};  // a NaN is not nothing
+  const float sink_log2 = sink * kLog2E;
+  // Relative to the larger of the two, because 2^(sink - reference) may overflow.
+  const float larger = fmaxf(reference, sink_log2);
+  const float rescale = ex2_approx(reference - larger);
+  const float total = sum * rescale + ex2_approx(sink_log2 - larger);
+  // Approximate: exact to some 22 bits, and a fraction of the instructions.
+  return {__fdividef(rescale, total), larger + __log2f(total)};
+}
+
+// Reductions over the four neighbouring lanes that have a row's parts, as products leave them.
+// Needs blocks/prelude.cuh.
+
+__device__ inline float row_maximum(float value) {
+  value = fmaxf(value, __shfl_xor_sync(~0u, value, 1));
+  return fmaxf(value, __shfl_xor_sync(~0u, value, 2));
+}
+
+__device__ inline float row_total(float value) {
+  value += __shfl_xor_sync(~0u, value, 1);
+  return value + __shfl_xor_sync(~0u, value, 2);
+}
+
+// What tells wgmma where an operand lies in shared memory: tiles of rows of 128 bytes, swizzled,
+// at multiples of 1024 bytes, or of 64 bytes at multiples of 512. PTX ISA, "Matrix Descriptor
+// Format". Needs ptx/mov.cuh.
+
+// A descriptor is made of two words where it is used: the lower holds the address and the distance
+// of neighbouring tiles, the upper the distance of groups of eight rows and the kind of swizzle.
+// Addresses count 16 bytes; adding to a lower word moves the operand.
+constexpr u32 kDescriptorHigh = 1024 / 16 | 1u << 30;
+constexpr u32 kDescriptorHigh64 = 512 / 16 | 2u << 30;
+
+__device__ inline u32 descriptor_low(u32 address, u32 tile_distance) {
+  return (address & 0x3ffff) >> 4 | tile_distance / 16 << 16;
+}
+
+__device__ inline u64 descriptor(u32 low) { return mov_b64(low, kDescriptorHigh); }
+__device__ inline u64 descriptor_64(u32 low) { return mov_b64(low, kDescriptorHigh64); }
+
+// How the work of a call is divided among the blocks of the grid: each finds its own part. Needs
+// Params, blocks/query_offsets.cuh, blocks/table_row.cuh, roles/mla_hopper/constants.
+
+// The tiles of rows of a request are taken in groups, one tile for each member of a team: blocks
+// that are neighbours and read the same tokens. A unit is a request and a group. All units in a row
+// make a line, on which a unit is as long as it has blocks of tokens, and somewhat longer for what
+// else it costs. Every team takes an equal stretch of the line, its span; a unit that lies on
+// several spans is computed in as many pieces, which are merged.
+// What a unit costs besides its blocks, in blocks: with a wide tile there is more to begin and to
+// end.
+constexpr int kNarrowUnitCost = 2;
+constexpr int kWideUnitCost = 6;
+constexpr int kUnitCost = kRows > 32 ? kWideUnitCost : kNarrowUnitCost;
+constexpr int kMergeCost = 5;  // of having any pieces to merge, in blocks
+constexpr int kLeastSpan = 2;  // positions
+constexpr int kMostSpans = 144;  // of so many pieces there is room for what is merged
+
+struct RequestFacts {
+  i64 first_query;  // index of the request's first query token among all
+  int q_len;
+  int rows;  // none where the request's queries are not inside the tensor
+  int kv_len;
+  int blocks;  // of tokens
+  int groups;
+};
+
+// A number of members as teams, of four members at the most: by constants, for a division takes
+// long.
+__device__ inline int in_teams(const Params& params, int members) {
+  if (params.team_size == 1) return members;
+  if (params.team_size == 2) return members / 2;
+  return params.team_size == 3 ? members / 3 : members / 4;
+}
+
+// `length` is what seq_lens has for the request.
+__device__ inline RequestFacts facts_of_request(const Params& params, int request, int length) {
+  RequestFacts facts;
+  i64 q_len = params.q_len;
+  facts.first_query = request * q_len;
+  if (params.cum_seq_lens_q != nullptr) {
+    facts.first_query = params.cum_seq_lens_q[request];
+    q_len = params.cum_seq_lens_q[request + 1] - facts.first_query;
+  }
+  const bool is_inside = facts.first_query >= 0 && q_len >= 0 &&
+                         (facts.first_query + q_len) * params.heads <= params.total_rows;
+  facts.q_len = static_cast<int>(q_len);
+  facts.rows = is_inside ? facts.q_len * params.heads : 0;
+  facts.kv_len = tokens_held(length, table_row(params, request).pages);
+  facts.blocks = ceil_div(facts.kv_len, kBlockTokens);
+  const int tiles = ceil_div(facts.rows, kRows);
+  facts.groups = in_teams(params, tiles + params.team_size - 1);
+  return facts;
+}
+
+__device__ inline RequestFacts facts_of_request(const Params& params, int request) {
+  return facts_of_request(params, request, params.seq_lens[request]);
+}
+
+// The span of a team: the line's positions from `begin` to before `end`. The host sees to it that
+// they fit.
+struct Span {
+  int total;  // length of the line
+  int spans;  // in use
+  int index;  // of this one; the last span is the first team's, so that no block waits for a later
+  int unit_cost;
+  int begin;
+  int end;
+};
+
+// What a warp found of its requests.
+enum class Requests { kUnsound, kMixed, kUniform };
+
+struct alignas(kChunkBytes) WarpRequests {
+  int length;  // of the line
+  int blocks;  // of all requests, and their groups, if they are uniform
+  int groups;
+  Requests kind;
+};
+
+// Where a walk along the units is.
+struct WalkState {
+  RequestFacts facts;
+  int request;
+  int group;
+  int unit_begin;
+};
+
+struct SpanScratch {
+  WarpRequests warps[kThreads / kWarpLanes];
+  Span span;
+  WalkState first;  // at the unit that the span begins in
+  WalkState next;  // at the one that comes next
+};
+
+__device__ inline int line_length(const RequestFacts& facts, int unit_cost) {
+  return facts.groups * (facts.blocks + unit_cost);
+}
+
+// Whether `a` is a multiple of `b`; of large numbers it may say no.
+__device__ inline bool is_multiple(int a, int b) {
+  return __float2int_rn(__fdividef(static_cast<float>(a), static_cast<float>(b))) * b == a;
+}
+
+// How many spans of the same number of whole units, or whole units of the same number of spans,
+// there are at the most; where all units have `blocks` blocks. None if merging pieces costs less
+// than the idle teams would. By whole warps.
+__device__ inline int aligned_spans(int teams, int units, int blocks) {
+  const int total = units * blocks;
+  teams = min(teams, total);  // no span without a block
+  const int spans = max(teams - lane_index(), 1);
+  const bool is_aligned = is_multiple(units, spans) || is_multiple(spans, units);
+  const bool is_cheap =
+      static_cast<i64>(total) * teams <= (total + static_cast<i64>(kMergeCost) * teams) * spans;
+  const u32 found = __ballot_sync(~0u, is_aligned && is_cheap);
+  return found == 0 ? 0 : max(teams - __ffs(static_cast<int>(found)) + 1, 1);
+}
+
+// Where span `index` begins: index * total / spans, with `whole` and `rest` of the quotient of the
+// last two. In floats, in which such small numbers lose nothing, a division is short.
+__device__ inline int beginning_of(int index, int whole, int rest, int spans) {
+  const float part = __fdividef(static_cast<float>(index * rest) + 0.5f, static_cast<float>(spans));
+  return index * whole + __float2int_rz(part);
+}
+
+// How many requests a thread counts the blocks of, and the first; a thread behind the last request
+// looks at that one.
+__device__ inline int requests_of_thread(const Params& params) {
+  return ceil_div(params.requests, kThreads);
+}
+
+__device__ inline int own_request(const Params& params) {
+  const int first = static_cast<int>(threadIdx.x) * requests_of_thread(params);
+  return min(first, params.requests - 1);
+}
+
+// Finds the span of the team `team`, by all threads of the block, and leaves it in `scratch`; says
+// whether there is one. `length` is what seq_lens has for the thread's own_request.
+__device__ inline bool find_span(const Params& params, int team, int length, SpanScratch& scratch) {
+  const int each = requests_of_thread(params);
+  const int first = static_cast<int>(threadIdx.x) * each;
+  const int last = min(first + each, params.requests);
+  RequestFacts facts = facts_of_request(params, own_request(params), length);
+  int blocks = facts.blocks;
+  int groups = facts.groups;
+  bool is_uniform = true;
+  bool is_unsound = goes_back(params, own_request(params));
+  int own = first < last ? line_length(facts, kUnitCost) : 0;
+#pragma unroll 1
+  for (int request = first + 1; request < last; ++request) {
+    const RequestFacts more = facts_of_request(params, request);
+    is_uniform &= more.blocks == blocks && more.groups == groups;
+    is_unsound |= goes_back(params, request);
+    own += line_length(more, kUnitCost);
+  }
+  // All lanes take part in both.
+  const int lane_0_blocks = __shfl_sync(~0u, blocks, 0);
+  const int lane_0_groups = __shfl_sync(~0u, groups, 0);
+  is_uniform = __all_sync(~0u, is_uniform && blocks == lane_0_blocks && groups == lane_0_groups);
+  is_unsound = __any_sync(~0u, is_unsound);
+  int through = own;  // with all lanes before
+#pragma unroll
+  for (int lanes = 1; lanes < kWarpLanes; lanes *= 2) {
+    const int before = __shfl_up_sync(~0u, through, lanes);
+    if (lane_index() >= lanes) through += before;
+  }
+  if (lane_index() == kWarpLanes - 1) {
+    const Requests kind = is_uniform ? Requests::kUniform : Requests::kMixed;
+    scratch.warps[warp_index()] = {through, blocks, groups, is_unsound ? Requests::kUnsound : kind};
+  }
+  __syncthreads();
+  // A lane looks at what one warp found; there are fewer warps than lanes.
+  constexpr int kWarps = kThreads / kWarpLanes;
+  const WarpRequests found = scratch.warps[min(lane_index(), kWarps - 1)];
+  const int length_of_warp = lane_index() < kWarps ? found.length : 0;
+  int total = __reduce_add_sync(~0u, length_of_warp);
+  int begin = __reduce_add_sync(~0u, lane_index() < warp_index() ? length_of_warp : 0);
+  begin += through - own;
+  blocks = __shfl_sync(~0u, found.blocks, 0);
+  groups = __shfl_sync(~0u, found.groups, 0);
+  if (__any_sync(~0u, found.kind == Requests::kUnsound)) return false;
+  is_uniform = __all_sync(~0u, found.kind == Requests::kUniform && found.blocks == blocks &&
+                                   found.groups == groups && blocks > 0 && groups > 0);
+  int spans = max(1, min(min(params.teams, kMostSpans), total / kLeastSpan));
+  int unit_cost = kUnitCost;
+  if (is_uniform) {
+    const int aligned = aligned_spans(spans, params.requests * groups, blocks);
+    if (aligned > 0) {
+      spans = aligned;
+      unit_cost = 0;
+      const int of_request = groups * blocks;
+      total = params.requests * of_request;
+      begin = min(first, params.requests) * of_request;
+      own = max(last - first, 0) * of_request;
+    }
+  }
+  const int index = spans - 1 - team;
+  if (index < 0 || total == 0) return false;
+  const int whole = static_cast<u32>(total) / static_cast<u32>(spans);
+  const int rest = total - whole * spans;
+  const int span_begin = beginning_of(index, whole, rest, spans);
+  if (begin <= span_begin && span_begin < begin + own) {
+    int request = first;
+    // With one request a thread, its facts are at hand.
+#pragma unroll 1
+    while (each > 1) {
+      facts = facts_of_request(params, request);
+      if (span_begin < begin + line_length(facts, unit_cost)) break;
+      begin += line_length(facts, unit_cost);
+      ++request;
+    }
+    const int unit = facts.blocks + unit_cost;
+    const int group = facts.groups == 1 ? 0 : (span_begin - begin) / unit;
+    const int span_end = beginning_of(index + 1, whole, rest, spans);
+    scratch.span = {total, spans, index, unit_cost, span_begin, span_end};
+    scratch.first = {facts, request, group, begin + group * unit};
+  }
+  __syncthreads();
+  return true;
+}
+
+// What a block computes one after the other: pieces of units, for one member of the team. Needs
+// span.cuh.
+
+// The block of tokens that a position is in, counted from the unit's first; what comes before the
+// blocks belongs to the first.
+__device__ inline int block_at(int position, int unit_begin, const Span& span) {
+  return max(position - unit_begin - span.unit_cost, 0);
+}
+
+// How a unit is cut: its pieces lie on the spans from `first_span` on, and the last of those may
+// end with it.
+struct Pieces {
+  int count;
+  int first_span;
+  bool end_span;
+};
+
+// The first span that begins at or after a position.
+__device__ inline int span_from(int position, const Span& span) {
+  const u64 dividend = static_cast<u64>(position) * span.spans + span.total - 1;
+  const u32 divisor = static_cast<u32>(span.total);
+  // Division of 64 bits takes five times as long.
+  if (dividend >> 32 == 0) return static_cast<int>(static_cast<u32>(dividend) / divisor);
+  return static_cast<int>(dividend / divisor);
+}
+
+__device__ inline Pieces pieces_of(int unit_begin, int blocks, const Span& span) {
+  const int first_block = unit_begin + span.unit_cost;
+  const int second = span_from(first_block + 1, span);
+  const int end = first_block + blocks;
+  const int after = span_from(end, span);
+  const bool end_span =
+      static_cast<u64>(after) * span.total < static_cast<u64>(end + 1) * span.spans;
+  return {1 + after - second, second - 1, end_span};
+}
+
+// Which queries and tokens an item is about: as much as loading them takes.
+struct Part {
+  i64 first_query;  // index of the request's first query token among all
+  int request;  // minus one after the last item
+  int first_row;  // of the tile, among the request's rows
+  int rows;  // of the tile; the rest of kRows is padding
+  int first_block;
+  int blocks;  // of tokens, that this piece computes
+  int visible_to_any;  // tokens that some row of the tile sees
+};
+
+// One piece of a unit, for one member of the team, as all its warps need it.
+struct Item : Part {
+  u32 count;  // of items before
+  int visible_to_all;  // tokens that every row of the tile sees
+  int pieces;
+  int mergers;  // of them, the first: the last is one if nothing follows it in its block
+  int piece;
+  int owner;  // the block of the grid that has piece 0
+  int row_visible[kRows];  // how many tokens a row sees
+};
+
+// Goes through the items of a span, by whole warps.
+struct ItemWalk : WalkState {
+  const Params& params;
+  const Span& span;
+  int member;
+
+  __device__ ItemWalk(const Params& params, const Span& span, int member, const WalkState& state)
+      : WalkState(state), params(params), span(span), member(member) {}
+
+  __device__ void advance() {
+    unit_begin += facts.blocks + span.unit_cost;
+    if (++group < facts.groups) return;
+    group = 0;
+#pragma unroll 1
+    do {
+      if (++request >= params.requests) return;
+      facts = facts_of_request(params, request);
+    } while (facts.groups == 0);
+  }
+
+  // Goes to the next item, if it is not at one; its request is minus one if there is none.
+  __device__ Part find() {
+#pragma unroll 1
+    for (; request < params.requests && unit_begin < span.end; advance()) {
+      const int first = first_block();
+      const int last = last_block();
+      const bool is_here = facts.blocks == 0 ? span.begin <= unit_begin : first < last;
+      const int first_row = (group * params.team_size + member) * kRows;
+      if (!is_here || first_row >= facts.rows) continue;
+      const int rows = min(facts.rows - first_row, kRows);
+      const int visible_to_any = visible_tokens(first_row + rows - 1);
+      const int seen_blocks = ceil_div(visible_to_any, kBlockTokens);
+      const int blocks = max(min(last, seen_blocks) - first, 0);
+      return {facts.first_query, request, first_row, rows, first, blocks, visible_to_any};
+    }
+    return {0, -1, 0, 0, 0, 0, 0};
+  }
+
+  // All of the item that it is at, and that `part` is of.
+  __device__ void fill(Item& item, const Part& part, u32 count) const {
+    for (int row = lane_index(); row < kRows; row += kWarpLanes) {
+      item.row_visible[row] = row < part.rows ? visible_tokens(part.first_row + row) : 0;
+    }
+    if (lane_index() != 0) return;
+    static_cast<Part&>(item) = part;
+    Pieces pieces = {1, span.index, true};
+    if (first_block() > 0 || last_block() < facts.blocks) {
+      pieces = pieces_of(unit_begin, facts.blocks, span);
+    }
+    item.count = count;
+    item.visible_to_all = visible_tokens(part.first_row);
+    item.pieces = pieces.count;
+    item.mergers = pieces.count - (pieces.end_span ? 0 : 1);
+    item.piece = first_block() == 0 ? 0 : span.index - pieces.first_span;
+    item.owner = block_of_span(pieces.first_span);
+  }
+
+  // The blocks of the unit that lie on the span.
+  __device__ int first_block() const {
+    return span.begin > unit_begin ? block_at(span.begin, unit_begin, span) : 0;
+  }
+  __device__ int last_block() const {
+    const int unit_end = unit_begin + facts.blocks + span.unit_cost;
+    return span.end < unit_end ? block_at(span.end, unit_begin, span) : facts.blocks;
+  }
+
+  // How many tokens a row of the request sees: all up to its own position, or all.
+  __device__ int visible_tokens(int row) const {
+    const bool is_prefix = params.is_causal && facts.q_len > 1;
+    const int later = is_prefix ? facts.q_len - 1 - row / params.heads : 0;
+    return max(facts.kv_len - later, 0);
+  }
+
+  // The block of the grid that has this member's part of a span.
+  __device__ int block_of_span(int index) const {
+    return (span.spans - 1 - index) * params.team_size + member;
+  }
+};
+
+// Items are handed on in two places, queries in one; where the item that `count` have preceded is,
+// and which phase of a barrier is its own.
+__device__ inline u32 item_slot(u32 count) { return count % 2; }
+__device__ inline u32 item_parity(u32 count) { return count / 2 % 2; }
+__device__ inline u32 query_parity(u32 count) { return count % 2; }
+
+// The shared memory of a block, whole. Needs Item, roles/mla_hopper_e4m3/constants.
+constexpr int kStages = 5;  // blocks of tokens, as many as fit
+
+struct SharedMemory {
+  unsigned char query[kQueryBytes];
+  unsigned char tokens[kStages][kBlockBytes];  // the rope tile of a block becomes its P
+  unsigned char staging[kConsumerWarps][kRows * sizeof(float)];  // what warps tell of their rows
+  float rescale[kStages][kRows];  // what a block multiplies the sums and outputs before it by
+  float row_reference[2][kRows];  // of an item, when all its scores are done; log2 units
+  float row_sum[2][kRows];
+  u32 rescales[kStages];  // a byte for each warp of the scorer: whether it multiplies by others
+                          // than 1
+  Item items[2];
+  SpanScratch scratch;
+  Barrier tokens_full[kStages];
+  Barrier tokens_empty[kStages];
+  Barrier probabilities_full[kStages];
+  Barrier rows_full[2];
+  Barrier first_query_full;
+  Barrier query_full;
+  Barrier query_empty;
+  Barrier item_full[2];
+  Barrier item_empty[2];
+  int has_nonfinite[2];  // of an item
+};
+// The block that `blocks` have preceded: where it is, and which phase of a barrier is its own.
+__device__ inline int block_stage(u32 blocks) { return static_cast<int>(blocks % kStages); }
+__device__ inline u32 block_parity(u32 blocks) { return blocks / kStages % 2; }
+
+static_assert(sizeof(SharedMemory) <= kSharedBytes, "the spec knows what the struct takes");
+static_assert(kQueryBytes % 1024 == 0 && kBlockBytes % 1024 == 0, "swizzled tiles are aligned");
+
+// By one thread.
+__device__ inline void make_token_barriers(SharedMemory& shared) {
+  for (int stage = 0; stage < kStages; ++stage) {
+    make_barrier(shared.tokens_full[stage], 1);
+    make_barrier(shared.tokens_empty[stage], kConsumerWarps);
+    make_barrier(shared.probabilities_full[stage], kWarpsWithRows);
+    shared.rescales[stage] = 0;
+  }
+  for (int slot = 0; slot < 2; ++slot) {
+    make_barrier(shared.rows_full[slot], kWarpsWithRows);
+    shared.has_nonfinite[slot] = 0;
+  }
+}
+
+// Where the rows of a query lie in the caller's tensors. Needs Params, Part.
+
+// Of row `row` of the tile, or where it is padding of some row: index of the query token among all,
+// and its head.
+struct QueryRow {
+  i64 query;
+  int head;
+};
+
+__device__ inline QueryRow query_row(const Params& params, const Part& part, int row, bool is_row) {
+  const int packed_row = is_row ? part.first_row + row : 0;
+  // Mostly there is one token, and division takes long.
+  const int token = packed_row < params.heads ? 0 : packed_row / params.heads;
+  const int head = packed_row - token * params.heads;
+  return {is_row ? part.first_query + token : 0, head};
+}
+
+// Brings the query of an item into shared memory. Needs SharedMemory, query_row.cuh,
+// blocks/swizzle.cuh, ptx/cp_async.cuh.
+
+// Begins to copy the rows of a query, by `threads` threads of which this is number `thread`; eight
+// lanes copy a row, 128 bytes at a time.
+__device__ inline void begin_query(const Params& params, const Part& part, SharedMemory& shared,
+                                   int thread, int threads) {
+  const int lane = thread % 8;
+  const u32 target = shared_address(shared.query);
+#pragma unroll 1
+  for (int row = thread / 8; row < kRows; row += threads / 8) {
+    const bool is_row = row < part.rows;
+    const auto [query, head] = query_row(params, part, row, is_row);
+    const unsigned char* latent = params.query + query * params.query_stride +
+                                  head * params.query_head_stride + lane * kChunkBytes;
+    const u32 latent_target = target + swizzled_offset<kTileRowBytes>(row, lane);
+    const u32 bytes = is_row ? kChunkBytes : 0;  // padding is zeros
+#pragma unroll
+    for (int tile = 0; tile < kLatentTiles; ++tile) {
+      cp_async_cg_16(latent_target + tile * kQueryTileBytes, latent + tile * kTileRowBytes, bytes);
+    }
+    if (lane >= kRopeRowBytes / kChunkBytes) continue;
+    const unsigned char* rope = params.query_rope + query * params.query_rope_stride +
+                                head * params.query_rope_head_stride + lane * kChunkBytes;
+    cp_async_cg_16(
+        target + kLatentTiles * kQueryTileBytes + swizzled_offset<kRopeRowBytes>(row, lane), rope,
+        bytes);
+  }
+  cp_async_commit_group();
+}
+
+// The schedulers, three warps: hand items to all roles, and bring each item's query into shared
+// memory. Needs SharedMemory, items.cuh, blocks/barriers.cuh, ptx/barrier.cuh, ptx/cp_async.cuh,
+// ptx/fence.cuh; from the family begin_query.
+
+constexpr int kSchedulerWarps = 3;
+constexpr int kSchedulerThreads = kSchedulerWarps * kWarpLanes;
+
+// By one thread.
+__device__ inline void make_item_barriers(const SharedMemory& shared) {
+  make_barrier(shared.first_query_full, kConsumerWarps);
+  make_barrier(shared.query_full, kSchedulerWarps);
+  make_barrier(shared.query_empty, kQueryReaders);
+  for (int slot = 0; slot < 2; ++slot) {
+    make_barrier(shared.item_full[slot], kSchedulerWarps);
+    make_barrier(shared.item_empty[slot], kItemReaders);
+  }
+}
+
+__device__ inline void finish_query(const Barrier& full) {
+  cp_async_wait_group<0>();
+  fence_proxy_async();
+  __syncwarp();
+  if (lane_index() == 0) arrive_at(full);
+}
+
+// Consumers bring the first query themselves: nothing can begin without it.
+__device__ inline void begin_first_query(const Params& params, const Part& part,
+                                         SharedMemory& shared) {
+  begin_query(params, part, shared, static_cast<int>(threadIdx.x), kConsumerThreads);
+}
+
+// Goes on from an item; where to is in shared memory meanwhile, for a scheduler has few registers.
+__device__ inline void leave_item(ItemWalk& walk, SharedMemory& shared) {
+  walk.advance();
+  __syncwarp();
+  if (lane_index() == 0) shared.scratch.next = walk;
+  __syncwarp();
+}
+
+__device__ inline void take_next_item(const Params& params, int member, u32 count,
+                                      SharedMemory& shared) {
+  ItemWalk walk(params, shared.scratch.span, member, shared.scratch.next);
+  const Part part = walk.find();
+  Item& item = shared.items[item_slot(count)];
+  if (part.request >= 0) {
+    walk.fill(item, part, count);
+    leave_item(walk, shared);
+  } else if (lane_index() == 0) {
+    item.request = -1;
+  }
+  __syncwarp();
+}
+
+// `walk` is at the first item.
+__device__ inline void schedule(const Params& params, ItemWalk& walk, const Part& first,
+                                SharedMemory& shared) {
+  const bool walks = warp_index() == kConsumerWarps + 1;  // one of the warps
+  if (walks) walk.fill(shared.items[0], first, 0);
+  __syncwarp();
+  if (lane_index() == 0) arrive_at(shared.item_full[0]);
+  const int member = walk.member;
+  if (walks) leave_item(walk, shared);
+  const int thread = static_cast<int>(threadIdx.x) % 128 - kWarpLanes;
+  for (u32 count = 1;; ++count) {
+    const Item& item = shared.items[item_slot(count)];
+    wait_for(shared.item_empty[item_slot(count)], item_parity(count) ^ 1);
+    if (walks) take_next_item(params, member, count, shared);
+    barrier_sync(kSchedulerBarrier, kSchedulerThreads);
+    if (lane_index() == 0) arrive_at(shared.item_full[item_slot(count)]);
+    if (item.request < 0) return;
+    wait_for(shared.query_empty, query_parity(count) ^ 1);
+    begin_query(params, item, shared, thread, kSchedulerThreads);
+    finish_query(shared.query_full);
+  }
+}
+
+// Waits for the query of the item that `count` have preceded.
+__device__ inline void wait_for_query(const SharedMemory& shared, u32 count) {
+  if (count == 0) {
+    wait_for(shared.first_query_full, 0);
+  } else {
+    wait_for(shared.query_full, query_parity(count) ^ 1);
+  }
+}
+
+// The page ids of an item's tokens, read ahead by one warp. Needs Part, blocks/table_row.cuh,
+// ptx/prefetch.cuh.
+
+struct PageIds {
+  const int* ids;
+  int end;  // pages from here on are not read
+  int base;
+  int now;  // of page base + lane
+  int later;  // of the page 32 after
+
+  __device__ PageIds(const Params& params, const Part& part)
+      : ids(params.block_tables + table_row(params, part.request).start),
+        end(ceil_div(min((part.first_block + part.blocks) * kBlockTokens, part.visible_to_any),
+                     kPageSize)),
+        base(part.first_block * kBlockTokens / kPageSize) {
+    now = read(base);
+    later = read(base + kWarpLanes);
+  }
+
+  __device__ int read(int first) const {
+    const int page = first + lane_index();
+    return page < end ? ids[page] : -1;
+  }
+
+  // The id of a page, of those from `base` on.
+  __device__ int of(int page) const {
+    const int distance = page - base;
+    return __shfl_sync(~0u, distance < kWarpLanes ? now : later, distance % kWarpLanes);
+  }
+
+  // No page before this one will be asked for.
+  __device__ void advance(int page) {
+    if (page - base < kWarpLanes) return;
+    base += kWarpLanes;
+    now = later;
+    later = read(base + kWarpLanes);
+  }
+};
+
+// Asks for the first page ids of every request, which loaders read first where an item begins with
+// its request.
+__device__ inline void prefetch_ids(const Params& params) {
+  const int request = static_cast<int>(threadIdx.x);
+  if (request >= params.requests || params.max_pages == 0) return;
+  if (params.table_starts != nullptr) return;
+  prefetch_l2(params.block_tables + request * static_cast<i64>(params.block_tables_stride));
+}
+
+// Copies tiles of tokens, in as many boxes as pages make necessary. Needs Params, PageIds,
+// SharedMemory, items.cuh, blocks/barriers.cuh, ptx/cp_async_bulk.cuh.
+
+// Where the boxes of a block of tokens begin; boxes behind the last token are not copied.
+struct BlockBoxes {
+  int count;
+  int slot[kBoxes];
+  int page[kBoxes];
+
+  __device__ BlockBoxes(PageIds& ids, int block, int end_token) {
+    const int first_token = block * kBlockTokens;
+    count = min(ceil_div(end_token - first_token, kBoxTokens), kBoxes);
+    ids.advance(first_token / kPageSize);
+#pragma unroll
+    for (int box = 0; box < kBoxes; ++box) {
+      const int token = first_token + box * kBoxTokens;
+      slot[box] = token % kPageSize;
+      page[box] = ids.of(token / kPageSize);
+    }
+  }
+
+  __device__ u32 tile_bytes() const { return count * kBoxTokens * kTileRowBytes; }
+
+  // Copies one tile of the block, to be counted at the barrier; by any lane.
+  __device__ void copy_tile(const TensorMap* map, int column, u32 target, u32 barrier,
+                            u64 policy, int row_bytes = kTileRowBytes) const {
+#pragma unroll
+    for (int box = 0; box < kBoxes; ++box) {
+      if (kBoxes > 1 && box >= count) continue;
+      cp_async_bulk_tensor(target + box * kBoxTokens * row_bytes, map, barrier, policy, 0,
+                           slot[box], column, page[box]);
+    }
+  }
+};
+
+// Blocks of the same team read the same tokens at about the same time. One of them has each block
+// brought into L2 before it is asked for.
+constexpr int kPrefetchBlocks = 2;
+
+__device__ inline void prefetch_block(const Params& params, const PageIds& ids, int block) {
+#pragma unroll
+  for (int box = 0; box < kBoxes; ++box) {
+    const int token = block * kBlockTokens + box * kBoxTokens;
+    const int page = ids.of(token / kPageSize);
+    if (lane_index() != 0) continue;
+    cp_async_bulk_prefetch_tensor(&params.group_map, 0, token % kPageSize, 0, page);
+    cp_async_bulk_prefetch_tensor(&params.rope_map, 0, token % kPageSize, 0, page);
+  }
+}
+
+// For the loader: done with the item that `count` have preceded; what the next is about.
+__device__ inline Part next_part(SharedMemory& shared, u32& count) {
+  __syncwarp();  // all lanes have read it
+  if (lane_index() == 0) arrive_at(shared.item_empty[item_slot(count)]);
+  ++count;
+  wait_for(shared.item_full[item_slot(count)], item_parity(count));
+  return shared.items[item_slot(count)];
+}
+
+// The loader, one warp: streams the blocks of tokens of every item through the ring. Needs
+// SharedMemory, token_boxes.cuh.
+
+// Issuing a copy takes hundreds of clocks beside products: the latent part of a block in one page
+// is one copy. Else each lane copies a tile; those behind the last tile copy nothing.
+__device__ inline void copy_block(const Params& params, const BlockBoxes& boxes, u32 target,
+                                  u32 full, u64 policy) {
+  const int lane = lane_index();
+  if (lane == 0) mbarrier_arrive_expect_tx(full, boxes.count * kBoxTokens * kHeadDimQk);
+  __syncwarp();
+  if constexpr (kBoxes == 1) {
+    if (lane == 0) {
+      cp_async_bulk_tensor(target, &params.group_map, full, policy, 0, boxes.slot[0], 0,
+                           boxes.page[0]);
+      cp_async_bulk_tensor(target + kLatentTiles * kTileBytes, &params.rope_map, full, policy, 0,
+                           boxes.slot[0], 0, boxes.page[0]);
+    }
+  } else if (lane <= kLatentTiles) {
+    const bool is_rope = lane == kLatentTiles;
+    boxes.copy_tile(is_rope ? &params.rope_map : &params.latent_map, is_rope ? 0 : lane,
+                    target + lane * kTileBytes, full, policy,
+                    is_rope ? kRopeRowBytes : kTileRowBytes);
+  }
+  __syncwarp();
+}
+
+// `part` is of the first item.
+__device__ inline void load_tokens(const Params& params, int, Part part, SharedMemory& shared) {
+  const u64 policy = policy_of_lines(params.team_size > 1);
+  RingPosition<kStages> position;
+  for (u32 count = 0; part.request >= 0; part = next_part(shared, count)) {
+    const int end = part.first_block + part.blocks;
+    PageIds ids(params, part);
+    for (int block = part.first_block; block < end; ++block) {
+      const BlockBoxes boxes(ids, block, part.visible_to_any);
+      wait_for(shared.tokens_empty[position.stage], position.parity ^ 1);
+      copy_block(params, boxes, shared_address(shared.tokens[position.stage]),
+                 shared_address(&shared.tokens_full[position.stage]), policy);
+      position.advance();
+    }
+  }
+}
+
+// Where the operands of products lie. Needs SharedMemory, blocks/wgmma_descriptor.cuh.
+
+// Elements that one step of a product multiplies, and so bytes.
+constexpr int kStepElements = 32;
+
+__device__ constexpr u32 descriptor_step(u32 bytes) { return bytes / 16; }
+
+// Where P of a block lies in its stage: on the rope tile, which nobody needs once the scores are
+// done. A row is 64 bytes, swizzled.
+constexpr u32 kProbabilitiesOffset = kLatentTiles * kTileBytes;
+
+// Lower word of the descriptor of what lies at an address.
+__device__ inline u32 operand_at(u32 address) { return descriptor_low(address, 16); }
+
+using Scores = float[kBlockTokens / 2];
+
+constexpr int kTileSteps = kTileRowBytes / kStepElements;
+constexpr int kScoreSteps = kHeadDimQk / kStepElements;
+
+// Begins S = Q K^T of the block in a stage.
+__device__ inline void begin_score_steps(const SharedMemory& shared, int stage, Scores& scores) {
+  // Else compilers compute descriptors ahead of the loop, for which there are no registers.
+  u32 query = operand_at(shared_address(&shared));
+  mov_b32(query);
+  const u32 keys = query + descriptor_step(kQueryBytes) + stage * descriptor_step(kBlockBytes);
+  wgmma_fence();
+#pragma unroll
+  for (int step = 0; step < kScoreSteps; ++step) {
+    const int tile = step / kTileSteps;
+    const u32 along = step % kTileSteps * kStepElements;
+    const u32 q = query + descriptor_step(tile * kQueryTileBytes + along);
+    const u32 k = keys + descriptor_step(tile * kTileBytes + along);
+    if (tile < kLatentTiles) {
+      wgmma_mma(E4m3{}, scores, descriptor(q), descriptor(k), step > 0);
+    } else {
+      wgmma_mma(E4m3{}, scores, descriptor_64(q), descriptor_64(k), 1);
+    }
+  }
+}
+
+__device__ inline void finish(Scores& scores) {
+  wgmma_wait_group<0>();
+  wgmma_keep(scores);
+}
+
+// Online softmax of the scorer. Needs multiply.cuh, ptx/ex2.cuh, ptx/mma.cuh, blocks/e4m3.cuh.j2,
+// blocks/row_reductions.cuh.
+
+// A thread has two rows of the scores, g and g + 8 of its warp's with g = lane / 4; four lanes
+// share a row. A word of probabilities holds four tokens of 16, in the order in which values come
+// to lie in registers: 2c, 2c + 8, 2c + 1, 2c + 9 with c = lane % 4.
+constexpr int kScoreRows = 2;
+constexpr int kGroups = kBlockTokens / 16;
+using Probabilities = u32[kGroups * kScoreRows];
+
+// A reference is so far below the row's maximum when it moves, in log2 units: what is smaller than
+// 2^-14 of the largest weight is lost, and a reference need not move before a score exceeds the
+// maximum by 3.8.
+constexpr float kReferenceLead = 5.0f;
+
+// So far from zero, rounding moves a score by as much as a probability may be off.
+constexpr float kFarReference = 0x1p14f;  // log2 units
+
+__device__ inline int score_row(int r) {
+  return fresh_warp() % 4 * kRowsOfWarp + fresh_lane() / 4 + 8 * r;
+}
+
+// Whether one of four probabilities is the largest e4m3, so that it may have been larger, or a NaN.
+__device__ inline u32 largest_bytes(u32 word) { return (word + 0x02020202) & 0x80808080; }
+
+struct Softmax {
+  float sum[kScoreRows];  // of the probabilities as they are multiplied
+  float reference[kScoreRows];  // log2 units
+
+  __device__ Softmax() {
+#pragma unroll
+    for (int r = 0; r < kScoreRows; ++r) {
+      sum[r] = 0.0f;
+      reference[r] = -kLargest;
+    }
+  }
+
+  // Scores, to be multiplied by `scale`, to probabilities, as if all rows saw all tokens and no
+  // reference had to move; says whether that was so for this warp, by `hides` the former.
+  __device__ bool take(const Scores& scores, float scale, Probabilities& probabilities,
+                       bool hides) const {
+    u32 largest = 0;
+#pragma unroll
+    for (int group = 0; group < kGroups; ++group) {
+#pragma unroll
+      for (int r = 0; r < kScoreRows; ++r) {
+        const u32 word = exponentiate([&](int i) { return fmaf(scores[i], scale, -reference[r]); },
+                                      group * 8 + r * 2);
+        largest |= largest_bytes(word);
+        probabilities[group * 2 + r] = word;
+      }
+    }
+    const bool is_far = fmaxf(fabsf(reference[0]), fabsf(reference[1])) > kFarReference;
+    return !__any_sync(~0u, largest != 0 || is_far || hides);
+  }
+
+  // Moves references first, if maxima are too large for them; scores are in log2 units here. They
+  // have been rounded as references were, so equal ones are equally far from a reference.
+  __device__ void take_moving(const Scores& scores, Probabilities& probabilities,
+                              float (&moved)[kScoreRows]) {
+#pragma unroll
+    for (int r = 0; r < kScoreRows; ++r) {
+      float maximum = -kInfinity;
+#pragma unroll
+      for (int i = 0; i < kBlockTokens / 8; ++i) {
+        maximum = fmaxf(maximum, fmaxf(scores[i * 4 + r * 2], scores[i * 4 + r * 2 + 1]));
+      }
+      const float wanted = row_maximum(maximum) - kReferenceLead;
+      const float next = wanted > reference[r] ? wanted : reference[r];
+      moved[r] = ex2_approx(reference[r] - next);
+      reference[r] = next;
+      sum[r] *= moved[r];
+#pragma unroll
+      for (int group = 0; group < kGroups; ++group) {
+        probabilities[group * 2 + r] =
+            exponentiate([&](int i) { return scores[i] - next; }, group * 8 + r * 2);
+      }
+    }
+  }
+
+  // Adds up the probabilities as they have been rounded, so that rounding a large one changes
+  // nothing: by tensor cores, times ones.
+  __device__ void add_up(const Probabilities& probabilities) {
+    constexpr u32 kOnes = 0x3c003c00;
+    float totals[4] = {};  // of a row in all columns
+#pragma unroll
+    for (int group = 0; group < kGroups; ++group) {
+      const u32 a = probabilities[group * 2];
+      const u32 b = probabilities[group * 2 + 1];
+      const u32 pairs[4] = {fp16x2_of_e4m3x2(a & 0xffff), fp16x2_of_e4m3x2(b & 0xffff),
+                            fp16x2_of_e4m3x2(a >> 16), fp16x2_of_e4m3x2(b >> 16)};
+      mma_m16n8k16(Fp16{}, totals, pairs, kOnes, kOnes);
+    }
+    sum[0] += totals[0];
+    sum[1] += totals[2];
+  }
+
+  // Four probabilities by the distances of their scores from the reference, of which the first is
+  // number `i`.
+  template <typename Distance>
+  __device__ static u32 exponentiate(Distance distance, int i) {
+    const u32 low = e4m3x2_of_f32(ex2_approx(distance(i + 4)), ex2_approx(distance(i)));
+    const u32 high = e4m3x2_of_f32(ex2_approx(distance(i + 5)), ex2_approx(distance(i + 1)));
+    return low | high << 16;
+  }
+};
+
+// To log2 units, rounded as references are.
+__device__ inline void scale_scores(Scores& scores, float scale) {
+#pragma unroll
+  for (int i = 0; i < kBlockTokens / 2; ++i) scores[i] = __fmul_rn(scores[i], scale);
+}
+
+// Hides what a row does not see: a select, for the hidden score may be NaN.
+__device__ inline void hide(Scores& scores, const Item& item, int first_token) {
+#pragma unroll
+  for (int r = 0; r < kScoreRows; ++r) {
+    const int visible = item.row_visible[score_row(r)] - first_token - lane_index() % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < kBlockTokens / 8; ++i) {
+      if (i * 8 >= visible) scores[i * 4 + r * 2] = -kInfinity;
+      if (i * 8 + 1 >= visible) scores[i * 4 + r * 2 + 1] = -kInfinity;
+    }
+  }
+}
+
+// The scorer, four warps: scores and probabilities of all blocks of all items. Needs multiply.cuh,
+// softmax.cuh, schedule.cuh, ptx/stmatrix.cuh.
+
+struct Scorer {
+  SharedMemory& shared;
+  const Item& item;
+  float scale;  // of scores, to log2 units
+  u32& taken;  // blocks
+  Scores scores;
+  Softmax softmax;
+
+  __device__ Scorer(SharedMemory& shared, const Item& item, float scale, u32& taken)
+      : shared(shared), item(item), scale(scale), taken(taken) {}
+
+  // Begins the scores of the next block, when its tokens have come.
+  __device__ void begin_scores() {
+    wait_for(shared.tokens_full[block_stage(taken)], block_parity(taken));
+    wgmma_keep(scores);
+    begin_score_steps(shared, block_stage(taken), scores);
+    wgmma_commit_group();
+  }
+
+  // Scores to probabilities, in shared memory for the consumers.
+  __device__ void take_scores(int block, Probabilities& probabilities) {
+    const int first_token = block * kBlockTokens;
+    const bool hides = first_token + kBlockTokens > item.visible_to_all;
+    float moved[kScoreRows] = {1.0f, 1.0f};
+    if (!softmax.take(scores, scale, probabilities, hides)) {
+      scale_scores(scores, scale);
+      if (hides) hide(scores, item, first_token);
+      softmax.take_moving(scores, probabilities, moved);
+    }
+    if (has_rows()) publish(probabilities, moved, block == item.first_block);
+    ++taken;
+  }
+
+  // Of a narrow tile, the last warps have none. A vote, so that compilers know all lanes agree.
+  __device__ static bool has_rows() {
+    return kWarpsWithRows == kScorerWarps || __any_sync(~0u, fresh_warp() % 4 < kWarpsWithRows);
+  }
+
+  // Leaves probabilities, and what the sums before them are multiplied by: of a first block there
+  // are none.
+  __device__ void publish(const Probabilities& probabilities, const float (&moved)[kScoreRows],
+                          bool is_first) const {
+    const bool moves = moved[0] != 1.0f || moved[1] != 1.0f;
+    const bool rescales = __any_sync(~0u, moves) && !is_first;
+    const int lane = fresh_lane();
+    const int warp = fresh_warp() % 4;
+    const u32 address = shared_address(shared.tokens[block_stage(taken)]) + kProbabilitiesOffset +
+                        swizzled_offset<kRopeRowBytes>(warp * kRowsOfWarp + lane % 16, lane / 16);
+    stmatrix_x4(address, probabilities[0], probabilities[1], probabilities[2], probabilities[3]);
+    stmatrix_x4(address ^ 32, probabilities[4], probabilities[5], probabilities[6],
+                probabilities[7]);
+    fence_proxy_async();
+    if (lane % 4 == 0) {
+#pragma unroll
+      for (int r = 0; r < kScoreRows; ++r)
+        shared.rescale[block_stage(taken)][score_row(r)] = moved[r];
+    }
+    if (lane == 0) {
+      reinterpret_cast<unsigned char*>(&shared.rescales[block_stage(taken)])[warp] =
+          static_cast<unsigned char>(rescales);
+    }
+    __syncwarp();
+    if (lane == 0) arrive_at(shared.probabilities_full[block_stage(taken)]);
+  }
+
+  // While the scores of a block come, the probabilities of the one before are added up.
+  __device__ void take_item() {
+    if (item.blocks == 0) {
+      // When all warps have seen the query come; products would see to that.
+      barrier_sync(kScorerBarrier, kScorerThreads);
+      release_query();
+      return;
+    }
+    Probabilities probabilities;
+    begin_scores();
+    finish(scores);
+    int block = item.first_block;
+#pragma unroll 1
+    for (; block + 1 < item.first_block + item.blocks; ++block) {
+      take_scores(block, probabilities);
+      begin_scores();
+      softmax.add_up(probabilities);
+      finish(scores);
+    }
+    release_query();
+    take_scores(block, probabilities);
+    softmax.add_up(probabilities);
+  }
+
+  __device__ void release_query() const {
+    if (fresh_thread() % 128 == 0) arrive_at(shared.query_empty);
+  }
+
+  // Leaves what the rows have come to, for the consumers.
+  __device__ void leave_rows(int slot) const {
+    if (!has_rows()) return;
+#pragma unroll
+    for (int r = 0; r < kScoreRows; ++r) {
+      if (fresh_lane() % 4 != 0) continue;
+      shared.row_reference[slot][score_row(r)] = softmax.reference[r];
+      shared.row_sum[slot][score_row(r)] = softmax.sum[r];
+    }
+    __syncwarp();
+    if (fresh_lane() == 0) arrive_at(shared.rows_full[slot]);
+  }
+};
+
+__device__ inline void score_items(const Params& params, SharedMemory& shared) {
+  const float scale = score_scale(params) * kLog2E;
+  u32 taken = 0;
+  u32 count = 0;
+  while (true) {
+    wait_for(shared.item_full[item_slot(count)], item_parity(count));
+    const Item& item = shared.items[item_slot(count)];
+    if (item.request < 0) return;
+    wait_for_query(shared, count);
+    Scorer scorer(shared, item, scale, taken);
+    scorer.take_item();
+    count = item.count;  // not kept in a register meanwhile
+    scorer.leave_rows(item_slot(count));
+    __syncwarp();
+    if (fresh_lane() == 0) arrive_at(shared.item_empty[item_slot(count)]);
+    ++count;
+  }
+}
+
+// What a row has come to. Needs Params, Item, SharedMemory, blocks/row_result.cuh,
+// blocks/scales.cuh.
+
+// A row's probabilities are relative to its reference. No maximum is asked for while none of them
+// is larger than this, so that references move seldom.
+constexpr float kMostProbability = 0x1p8f;
+
+struct RowState {
+  float reference;  // log2 units; what the accumulators are relative to
+  float sum;  // of probabilities, relative to it
+};
+
+__device__ inline i64 global_row(const Params& params, const Item& item, int row) {
+  return item.first_query * params.heads + item.first_row + row;
+}
+
+__device__ inline RowResult result_of(const Params& params, const Item& item, int row,
+                                      RowState state) {
+  const float sink = params.sinks == nullptr || row >= item.rows
+                         ? -kInfinity
+                         : params.sinks[(item.first_row + row) % params.heads];
+  return finish_row(state.reference, state.sum, sink);
+}
+
+__device__ inline float output_scale(const Params& params) {
+  return value_of(params.bmm2_scale_tensor, params.bmm2_scale);
+}
+
+// For fmaxf, which ignores a NaN.
+__device__ inline float nan_unless_finite(float value) { return fmaf(value, 0.0f, value); }
+
+// Consumer warps that leave or merge pieces of a unit together: all, or those of one half of the
+// tasks. Needs roles/mla_hopper/constants, blocks/fresh_thread.cuh, ptx/barrier.cuh.
+
+// Which half the tasks of a warp belong to.
+__device__ inline int half_of_warp(int warp) { return warp % 4 / 2; }
+
+struct Crew {
+  int half;  // minus one for all
+
+  __device__ int threads() const { return half < 0 ? kConsumerThreads : kConsumerThreads / 2; }
+  __device__ void sync() const { barrier_sync(kCrewBarrier + max(half, 0), threads()); }
+
+  // Index of this thread in the crew.
+  __device__ int thread() const {
+    const int warp = fresh_warp();
+    return half < 0 ? fresh_thread() : (warp / 4 * 2 + warp % 2) * kWarpLanes + fresh_lane();
+  }
+  __device__ bool is_leader() const { return thread() == 0; }
+  __device__ bool has_warp(int warp) const { return half < 0 || half_of_warp(warp) == half; }
+};
+
+// What of the output a thread of the consumers has. Needs blocks/fresh_thread.cuh,
+// roles/mla_hopper_e4m3/constants.
+
+// Two consumers of four warps each. Both have all rows and one half of the output dims, in tiles of
+// 64; of a tile a warp has 16, and a thread two neighbours: in rows g and g + 8 of the product,
+// with g = lane / 4, are dims 2g and 2g + 1.
+constexpr int kDimsOfTile = 64;
+constexpr int kHalfDims = kHeadDimVo / 2;
+constexpr int kDimTiles = kHalfDims / kDimsOfTile;
+
+// The first dim of float4 `i` of a thread of warp `warp`; the other is the next.
+__device__ inline int dim_of(int warp, int i) {
+  return warp / 4 * kHalfDims + i / (kRows / 8) * kDimsOfTile + warp % 4 * 16 +
+         fresh_lane() / 4 * 2;
+}
+
+// The dim of part `c` of float4 `i`.
+__device__ inline int part_dim(int warp, int i, int c) { return dim_of(warp, i) + c / 2; }
+
+// Where a warp's float4s are among those of all: half of the warps of either consumer have the
+// first half.
+__device__ inline int first_task_of(int warp) { return (warp % 4 * 2 + warp / 4) * kAccumulators; }
+__device__ inline int warp_of_task(int task) {
+  const int place = task / kAccumulators;
+  return place % 2 * 4 + place / 2;
+}
+
+// What a consumer has of the output in registers, where its dims take the place of rows in the
+// products, and rows that of columns. Needs ptx/wgmma.cuh, row_state.cuh; from the family
+// kDimTiles, dim_of and part_dim.
+
+constexpr int kRowGroups = kRows / 8;
+constexpr int kOwnRows = kRowGroups * 2;
+using Accumulators = float[kDimTiles][kRows / 2];
+
+// A thread's row `r`, the same in all warps, and lanes that have the same rows: those that agree
+// modulo 4.
+__device__ inline int own_row(int r) { return r / 2 * 8 + fresh_lane() % 4 * 2 + r % 2; }
+
+// Row of part `c` of float4 `i`.
+__device__ inline int part_row(int, int i, int c) { return own_row(i % kRowGroups * 2 + c % 2); }
+
+__device__ inline float4 accumulator(const Accumulators& accumulators, int i) {
+  const float* of = accumulators[i / kRowGroups] + i % kRowGroups * 4;
+  return make_float4(of[0], of[1], of[2], of[3]);
+}
+
+__device__ inline void set_accumulator(Accumulators& accumulators, int i, float4 value) {
+  float* of = accumulators[i / kRowGroups] + i % kRowGroups * 4;
+  of[0] = value.x;
+  of[1] = value.y;
+  of[2] = value.z;
+  of[3] = value.w;
+}
+
+// Float4 `i` holds two rows of each of its two dims.
+__device__ inline float4 weighted(float4 value, const float (&weights)[kOwnRows], int i) {
+  const float a = weights[i % kRowGroups * 2];
+  const float b = weights[i % kRowGroups * 2 + 1];
+  return make_float4(value.x * a, value.y * b, value.z * a, value.w * b);
+}
+
+// All warps' float4s in a row are the tasks; all of them have all rows.
+constexpr int kRowsOfGroup = kRows;
+constexpr int kTasksOfGroup = kAccumulators * kConsumerWarps;
+
+struct TaskRows {
+  int a;
+  int b;
+};
+
+__device__ inline TaskRows task_rows(int task) {
+  const int row = own_row(task % kRowGroups * 2);
+  return {row, row + 1};
+}
+
+// A row has one scale.
+constexpr int kScales = 1;
+__device__ inline int scale_of_warp(int) { return 0; }
+__device__ inline int scale_of_task(int) { return 0; }
+
+__device__ inline float4 add_task(float4 total, float4 value, float weight_a, float weight_b) {
+  return make_float4(total.x + value.x * weight_a, total.y + value.y * weight_b,
+                     total.z + value.z * weight_a, total.w + value.w * weight_b);
+}
+
+// Over the lanes that have the same rows.
+__device__ inline float maximum_of_lanes(float value) {
+#pragma unroll
+  for (int lanes = 4; lanes < kWarpLanes; lanes *= 2) {
+    value = fmaxf(value, __shfl_xor_sync(~0u, value, lanes));
+  }
+  return value;
+}
+
+__device__ inline float total_of_lanes(float value) {
+#pragma unroll
+  for (int lanes = 4; lanes < kWarpLanes; lanes *= 2) {
+    value += __shfl_xor_sync(~0u, value, lanes);
+  }
+  return value;
+}
+
+// What the rows of an item have come to, in shared memory: a consumer's thread has a quarter of all
+// rows, and no registers for them. Needs SharedMemory, roles/mla_hopper_narrow/accumulators.cuh,
+// row_state.cuh.
+
+struct OwnRows {
+  SharedMemory& shared;
+  int slot;  // of the item
+
+  // Of row `r` of this thread.
+  __device__ RowState operator[](int r) const { return state(own_row(r)); }
+
+  __device__ RowState state(int row) const {
+    return {shared.row_reference[slot][row], shared.row_sum[slot][row]};
+  }
+  __device__ void set_state(int row, RowState state) {
+    shared.row_reference[slot][row] = state.reference;
+    shared.row_sum[slot][row] = state.sum;
+  }
+};
+
+// How large the values of a row are. Needs SharedMemory, accumulators.cuh,
+// roles/mla_hopper/crew.cuh, roles/mla_hopper/row_state.cuh.
+
+// What a warp tells others of its rows, where it stages output at other times.
+__device__ inline float* told_of_rows(SharedMemory& shared, int warp) {
+  return reinterpret_cast<float*>(shared.staging[warp]);
+}
+
+// The largest finite magnitude of every row, in all warps of the crew.
+__device__ inline void largest_of_rows(SharedMemory& shared, const Crew& crew,
+                                       const Accumulators& accumulators,
+                                       float (&largest)[kOwnRows]) {
+#pragma unroll
+  for (int r = 0; r < kOwnRows; ++r) {
+    float own = 0.0f;
+#pragma unroll
+    for (int tile = 0; tile < kDimTiles; ++tile) {
+      const float* of = accumulators[tile] + r / 2 * 4 + r % 2;
+      own = fmaxf(own, fabsf(nan_unless_finite(of[0])));
+      own = fmaxf(own, fabsf(nan_unless_finite(of[2])));
+    }
+    own = maximum_of_lanes(own);
+    if (fresh_lane() < 4) told_of_rows(shared, fresh_warp())[own_row(r)] = own;
+  }
+  crew.sync();
+#pragma unroll
+  for (int r = 0; r < kOwnRows; ++r) {
+    largest[r] = 0.0f;
+#pragma unroll
+    for (int warp = 0; warp < kConsumerWarps; ++warp) {
+      const float found = told_of_rows(shared, warp)[own_row(r)];
+      if (crew.has_warp(warp)) largest[r] = fmaxf(largest[r], found);
+    }
+  }
+}
+
+// Whether the thread of that index in its crew writes what there is of its rows: all warps have the
+// same.
+__device__ inline bool is_row_writer(int thread) { return thread < 4; }
+__device__ inline bool is_scale_writer(int thread) { return thread < 4; }
+
+// Values that some row of a tile must not see: 0 * NaN is NaN, so a NaN must not meet the tensor
+// cores, though its weight is 0. Of a NaN all bits are set but the sign. Needs
+// SharedMemory,
+// Item, blocks/e4m3.cuh.j2, ptx/cvt.cuh.
+
+__device__ inline bool is_finite(u32 element) { return (element & 0x7f) != 0x7f; }
+
+// An element of a token's row in the cache, and its value.
+__device__ inline u16 element_at(const unsigned char* token, int dim) { return token[dim]; }
+__device__ inline float value_of_element(u16 element) {
+  return cvt_f32(Fp16{}, static_cast<u16>(fp16x2_of_e4m3x2(element)));
+}
+
+// Whether some row of the item sees a value that has been cleared. One consumer may be at the next
+// item before the other has set this one's back.
+__device__ inline int& nonfinite_flag(SharedMemory& shared, const Item& item) {
+  return shared.has_nonfinite[item_slot(item.count)];
+}
+
+// The bytes of a word that hold a NaN, as 0xff each.
+__device__ inline u32 nan_bytes(u32 word) {
+  const u32 is_nan = ((word & 0x7f7f7f7f) + 0x01010101) & 0x80808080;
+  return (is_nan >> 7) * 0xff;
+}
+
+// Values as the left operand of O^T += V^T P^T: out of shared memory into registers, across. Needs
+// SharedMemory, Item, dims.cuh, finite_values.cuh, ptx/ldmatrix.cuh.
+
+constexpr int kSteps = kBlockTokens / kStepElements;  // of a block
+using Values = u32[kSteps][4];
+
+// Four matrices of eight tokens each and 16 dims; a lane gets dims 2g and 2g + 1 of tokens 2c and
+// 2c + 1 of each. Permuted by bytes, a word holds four tokens of one dim, of 16 in the order 2c,
+// 2c + 8, 2c + 1, 2c + 9, as P does.
+struct ValueRows {
+  u32 address;  // of this lane's row, of the warp's dims of tile 0
+
+  // Of the block at `stage`.
+  __device__ explicit ValueRows(u32 stage) {
+    const int lane = fresh_lane();
+    const int warp = fresh_warp();
+    address = stage + warp / 4 * (kHalfDims / kTileRowBytes) * kTileBytes +
+              swizzled_offset<kTileRowBytes>(lane, warp % 4);
+  }
+
+  // Of tile `tile` of dims: half a row, four chunks, and so one bit of the swizzled address.
+  __device__ void load(Values& values, int tile) const {
+    const u32 row = (address ^ (tile % 2 * 64)) + tile / 2 * kTileBytes;
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+      u32 found[4];
+      ldmatrix_x4_trans(found, row + k * kStepElements * kTileRowBytes);
+      values[k][0] = __byte_perm(found[0], found[1], 0x6240);
+      values[k][1] = __byte_perm(found[0], found[1], 0x7351);
+      values[k][2] = __byte_perm(found[2], found[3], 0x6240);
+      values[k][3] = __byte_perm(found[2], found[3], 0x7351);
+    }
+  }
+};
+
+// Puts zeros for NaN in the tokens of the block from `first` on; says whether one of those before
+// `visible` had any, so that a row sees it.
+__device__ inline bool clear_nan(Values& values, int first, int visible) {
+  bool sees = false;
+  const int lane_token = fresh_lane() % 4 * 2;
+  first -= lane_token;
+  visible -= lane_token;
+#pragma unroll
+  for (int k = 0; k < kSteps; ++k) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      u32 hidden = 0;  // bytes of tokens from `first` on
+      u32 seen = 0;  // of those before `visible`
+#pragma unroll
+      for (int byte = 0; byte < 4; ++byte) {
+        const int token = k * kStepElements + half * 16 + byte / 2 + byte % 2 * 8;
+        if (token >= first) hidden |= 0xffu << byte * 8;
+        if (token < visible) seen |= 0xffu << byte * 8;
+      }
+#pragma unroll
+      for (int dim = 0; dim < 2; ++dim) {
+        u32& word = values[k][half * 2 + dim];
+        const u32 cleared = nan_bytes(word) & hidden;
+        sees |= (cleared & seen) != 0;
+        word &= ~cleared;
+      }
+    }
+  }
+  return sees;
+}
+
+// Writes finished rows. Needs roles/mla_hopper_narrow/accumulators.cuh, dims.cuh, row_state.cuh,
+// ptx/cvt.cuh.
+
+// Two neighbouring dims of a row; eight lanes write 32 bytes.
+__device__ inline void store_pair(unsigned char* out, float low, float high) {
+  *reinterpret_cast<u32*>(out) = cvt_rn_x2_f32(Element{}, high, low);
+}
+
+__device__ inline void store_rows(const Params& params, const Item& item, SharedMemory&,
+                                  const Accumulators& accumulators, const OwnRows& rows) {
+  const float scale = output_scale(params);
+  unsigned char* out =
+      reinterpret_cast<unsigned char*>(params.out) +
+      (global_row(params, item, own_row(0)) * kHeadDimVo + dim_of(fresh_warp(), 0)) * 2;
+#pragma unroll
+  for (int r = 0; r < kOwnRows; ++r) {
+    const int row = own_row(r);
+    if (row >= item.rows) continue;
+    const RowResult result = result_of(params, item, row, rows[r]);
+    if (params.lse != nullptr && is_row_writer(fresh_thread())) {
+      params.lse[global_row(params, item, row)] = result.lse * params.lse_factor;
+    }
+    const float factor = result.factor * scale;
+    unsigned char* target = out + (r / 2 * 8 + r % 2) * kHeadDimVo * 2;
+#pragma unroll
+    for (int tile = 0; tile < kDimTiles; ++tile) {
+      const float* of = accumulators[tile] + r / 2 * 4 + r % 2;
+      store_pair(target + tile * kDimsOfTile * 2, of[0] * factor, of[2] * factor);
+    }
+  }
+}
+
+// Writes the first `count` of some tasks from `first` on, after merging.
+template <int kCount>
+__device__ inline void store_tasks(const Params& params, const Item& item, SharedMemory&, int first,
+                                   int count, const float4 (&values)[kCount]) {
+#pragma unroll
+  for (int n = 0; n < kCount; ++n) {
+    if (n >= count) return;
+    const int task = first + n;
+    const TaskRows rows = task_rows(task);
+    const int dim = dim_of(warp_of_task(task), task % kAccumulators);
+    unsigned char* out = reinterpret_cast<unsigned char*>(params.out) +
+                         (global_row(params, item, rows.a) * kHeadDimVo + dim) * 2;
+    if (rows.a < item.rows) store_pair(out, values[n].x, values[n].z);
+    if (rows.b < item.rows) store_pair(out + kHeadDimVo * 2, values[n].y, values[n].w);
+  }
+}
+
+// Makes the rows that see what is not finite so, as they would be if it had been multiplied: in
+// what has been stored of them, so that nothing of it is in the way of the usual case. Needs
+// Item, blocks/table_row.cuh, blocks/page_table.cuh, blocks/fresh_thread.cuh, ptx/cvt.cuh; from the
+// consumers part_row, part_dim, element_at, is_finite.
+
+// Adds what was cleared to the rows that see it; `add` takes a token's row in the cache and its
+// position. A weight of 0 is not told from others: what is not finite makes a row so.
+template <typename Add>
+__device__ inline void add_nonfinite(const Params& params, const Item& item, Add add) {
+  const int end = min((item.first_block + item.blocks) * kBlockTokens, item.visible_to_any);
+  const int* ids = params.block_tables + table_row(params, item.request).start;
+  for (int token = max(item.visible_to_all, item.first_block * kBlockTokens); token < end;
+       ++token) {
+    const int page = ids[token / kPageSize];
+    if (!is_page(page, params.num_pages)) continue;
+    const PagedRows rows{params.cache, params.page_stride, params.token_stride};
+    add(rows.row_of(page, token % kPageSize), token);
+  }
+}
+
+// `place` tells where this thread's element of part `c` of float4 `i` is: a Stored, which has been
+// multiplied by `scale`.
+template <typename Stored, typename Place>
+__device__ inline void restore_nonfinite(const Params& params, const Item& item, float scale,
+                                         Place place) {
+  add_nonfinite(params, item, [&](const unsigned char* token, int position) {
+    const int warp = fresh_warp();
+#pragma unroll 1
+    for (int part = 0; part < kAccumulators * 4; ++part) {
+      const int i = part / 4;
+      const int c = part % 4;
+      if (position >= item.row_visible[part_row(warp, i, c)]) continue;
+      const u16 element = element_at(token, part_dim(warp, i, c));
+      if (is_finite(element)) continue;
+      u16* stored = place(i, c);
+      const float sum = cvt_f32(Stored{}, *stored) + value_of_element(element) * scale;
+      *stored = static_cast<u16>(cvt_rn_x2_f32(Stored{}, 0.0f, sum));
+    }
+  });
+}
+
+// The pieces of a unit: how they are left in the workspace, brought from there, and two of them
+// added. Needs SharedMemory, Item, row_state.cuh, crew.cuh, blocks/fresh_thread.cuh,
+// ptx/barrier.cuh, ptx/cp_async.cuh, ptx/cvt.cuh, ptx/ld.cuh, ptx/red.cuh; and from the consumers
+// Accumulators, OwnRows, with the rows each belongs to, and largest_of_rows.
+
+// A task is one float4 of every thread of a warp. A piece is left in the workspace task by task, as
+// four halves a thread, for what is written and read is what merging costs; and each row's state.
+// Each block of the grid has two places: for the piece that its span begins with, and for the one
+// it ends with.
+constexpr int kTaskBytes = kWarpLanes * sizeof(uint2);
+
+__device__ inline int first_place(int block) { return block * 2; }
+__device__ inline int last_place(int block) { return block * 2 + 1; }
+
+struct PartialRow {
+  float reference;  // log2 units
+  float sum;
+  float scales[kScales];  // what halves are multiplied by; later also by the piece's weight
+};
+
+__device__ inline uint2* partial_values(const Params& params, int place) {
+  return reinterpret_cast<uint2*>(params.partial_out) +
+         static_cast<u32>(place * kTasks * kWarpLanes);
+}
+
+__device__ inline PartialRow* partial_rows(const Params& params, int place) {
+  return reinterpret_cast<PartialRow*>(params.partial_rows) + place * kRows;
+}
+
+// Where this thread's values are among those of all tasks.
+__device__ inline int own_values() {
+  return first_task_of(fresh_warp()) * kWarpLanes + fresh_lane();
+}
+
+__device__ inline uint2 to_halves(float4 value) {
+  return make_uint2(cvt_rn_x2_f32(Fp16{}, value.y, value.x),
+                    cvt_rn_x2_f32(Fp16{}, value.w, value.z));
+}
+
+__device__ inline float4 from_halves(uint2 halves) {
+  return make_float4(cvt_f32(Fp16{}, static_cast<u16>(halves.x)),
+                     cvt_f32(Fp16{}, static_cast<u16>(halves.x >> 16)),
+                     cvt_f32(Fp16{}, static_cast<u16>(halves.y)),
+                     cvt_f32(Fp16{}, static_cast<u16>(halves.y >> 16)));
+}
+
+// Where another piece of the same unit lies. Spans are in the opposite order of blocks.
+__device__ inline int place_of_piece(const Params& params, const Item& item, int piece) {
+  return piece == 0 ? last_place(item.owner) : first_place(item.owner - piece * params.team_size);
+}
+
+// Two pieces of which neither is followed by anything in its block are merged by both: either keeps
+// one half of the tasks and leaves the other.
+__device__ inline bool is_exchanged(const Item& item) {
+  return item.pieces == 2 && item.mergers == 2;
+}
+
+__device__ inline u32* arrivals(const Params& params, const Item& item) {
+  return params.counters + item.owner * 2;
+}
+
+// When all threads of the crew have written; tells those who wait.
+__device__ inline void announce(const Params& params, const Item& item, const Crew& crew) {
+  crew.sync();
+  if (crew.is_leader()) red_add_release_gpu(arrivals(params, item), 1);
+}
+
+__device__ inline void await(const Params& params, const Item& item, const Crew& crew, int count) {
+  if (crew.is_leader()) {
+    while (ld_acquire_gpu(arrivals(params, item)) != static_cast<u32>(count)) {
+    }
+  }
+  crew.sync();
+}
+
+// Says that a merger waits no more. The last of them sets the counters back; says whether this is
+// it.
+__device__ inline bool is_last_merger(const Params& params, const Item& item, const Crew& crew) {
+  if (!crew.is_leader()) return false;
+  return atomicAdd(arrivals(params, item) + 1, 1u) + 1 == static_cast<u32>(item.mergers);
+}
+
+__device__ inline void reset_arrivals(const Params& params, const Item& item) {
+  *reinterpret_cast<uint2*>(arrivals(params, item)) = make_uint2(0, 0);
+}
+
+// The power of two that brings what is finite of a row, `largest` at the most, below 2^14: the
+// eleven bits of a half then tell more of a value than the output will. Both it and its inverse are
+// normal numbers.
+__device__ inline float half_scale(float largest) {
+  const int exponent = static_cast<int>(__float_as_uint(largest) >> 23) - 127;
+  return __uint_as_float(static_cast<u32>(127 + 13 - max(exponent, -100)) << 23);
+}
+
+__device__ inline float inverse_of_power(float power) {
+  return __uint_as_float((254u << 23) - __float_as_uint(power));
+}
+
+// By the threads of a crew.
+__device__ inline void store_partial(const Params& params, SharedMemory& shared, const Crew& crew,
+                                     int place, const Accumulators& accumulators,
+                                     const OwnRows& rows) {
+  float scales[kOwnRows];
+  largest_of_rows(shared, crew, accumulators, scales);
+#pragma unroll
+  for (int r = 0; r < kOwnRows; ++r) scales[r] = half_scale(scales[r]);
+  uint2* values = partial_values(params, place) + own_values();
+#pragma unroll
+  for (int i = 0; i < kAccumulators; ++i) {
+    values[i * kWarpLanes] = to_halves(weighted(accumulator(accumulators, i), scales, i));
+  }
+  PartialRow* target = partial_rows(params, place);
+  const bool tells_state = is_row_writer(crew.thread());
+  const bool tells_scale = is_scale_writer(crew.thread());
+  const int scale = scale_of_warp(fresh_warp());
+#pragma unroll
+  for (int r = 0; r < kOwnRows; ++r) {
+    PartialRow& row = target[own_row(r)];
+    if (tells_state) {
+      row.reference = rows[r].reference;
+      row.sum = rows[r].sum;
+    }
+    if (tells_scale) row.scales[scale] = inverse_of_power(scales[r]);
+  }
+}
+
+// What a crew brings of other pieces, where query and tokens were: no item follows. First some rows
+// of every piece, then some tasks.
+struct MergeRoom {
+  unsigned char* bytes;
+  int pieces;
+  int first_row;
+  int rows;
+  int first_task;
+  int tasks;
+
+  __device__ PartialRow* states(int piece) const {
+    return reinterpret_cast<PartialRow*>(bytes) + piece * rows;
+  }
+  __device__ PartialRow& state(int piece, int row) const { return states(piece)[row - first_row]; }
+  __device__ uint2* values(int piece) const {
+    return reinterpret_cast<uint2*>(states(pieces)) + piece * tasks * kWarpLanes;
+  }
+};
+
+constexpr int kRoomBytes = sizeof(SharedMemory::query) + sizeof(SharedMemory::tokens);
+static_assert(kRows * sizeof(PartialRow) + kTasks * kTaskBytes <= kRoomBytes,
+              "the only other piece comes whole");
+static_assert(kRowsOfGroup * sizeof(PartialRow) % kChunkBytes == 0, "rows are copied in chunks");
+
+// Copies are waited for once: the latency of what other blocks have just written is long. Many
+// pieces are shared among warps, of few each is shared by all threads.
+__device__ inline void bring_pieces(const Params& params, const Item& item, const Crew& crew,
+                                    const MergeRoom& room, int first_piece) {
+  const bool are_many = room.pieces >= kConsumerWarps;
+  const int step = are_many ? kConsumerWarps : 1;
+  const int sharers = are_many ? kWarpLanes : crew.threads();
+  const int sharer = are_many ? fresh_lane() : crew.thread();
+  const int row_chunks = room.rows * static_cast<int>(sizeof(PartialRow)) / kChunkBytes;
+  const int chunks = row_chunks + room.tasks * kTaskBytes / kChunkBytes;
+#pragma unroll 2
+  for (int piece = are_many ? fresh_warp() : 0; piece < room.pieces; piece += step) {
+    const int place = place_of_piece(params, item, first_piece + piece);
+    const Chunk* rows =
+        reinterpret_cast<const Chunk*>(partial_rows(params, place) + room.first_row);
+    const Chunk* values = reinterpret_cast<const Chunk*>(partial_values(params, place) +
+                                                         room.first_task * kWarpLanes);
+    const u32 rows_target = shared_address(room.states(piece));
+    const u32 values_target = shared_address(room.values(piece));
+#pragma unroll 2
+    for (int i = sharer; i < chunks; i += sharers) {
+      const int value = i - row_chunks;
+      cp_async_cg_16(
+          value < 0 ? rows_target + i * kChunkBytes : values_target + value * kChunkBytes,
+          value < 0 ? rows + i : values + value, kChunkBytes);
+    }
+  }
+  cp_async_commit_group();
+  cp_async_wait_group<0>();
+  crew.sync();
+}
+
+// Adds a piece that has been brought to the accumulators, and its rows' states to theirs. Needs
+// merge.cuh, own_rows.cuh, ptx/ex2.cuh.
+
+// What a piece and the other are multiplied by, and what their row comes to.
+struct JoinedRow {
+  float own_weight;
+  float weight;
+  RowState state;
+
+  __device__ JoinedRow(RowState own, const PartialRow& other) {
+    const float largest = fmaxf(own.reference, other.reference);
+    own_weight = ex2_approx(own.reference - largest);
+    weight = ex2_approx(other.reference - largest);
+    state = {largest, own.sum * own_weight + other.sum * weight};
+  }
+};
+
+__device__ inline void add_piece(const Crew& crew, const MergeRoom& room,
+                                 Accumulators& accumulators, OwnRows& rows) {
+  const uint2* values = room.values(0) + own_values() - room.first_task * kWarpLanes;
+#pragma unroll
+  for (int group = 0; group < kRowGroups; ++group) {
+    float own_weights[2];
+    float weights[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const PartialRow& other = room.state(0, own_row(group * 2 + r));
+      const JoinedRow joined(rows[group * 2 + r], other);
+      own_weights[r] = joined.own_weight;
+      weights[r] = joined.weight * other.scales[0];
+    }
+#pragma unroll
+    for (int tile = 0; tile < kDimTiles; ++tile) {
+      const float4 other = from_halves(values[(tile * kRowGroups + group) * kWarpLanes]);
+      float* own = accumulators[tile] + group * 4;
+      own[0] = own[0] * own_weights[0] + other.x * weights[0];
+      own[1] = own[1] * own_weights[1] + other.y * weights[1];
+      own[2] = own[2] * own_weights[0] + other.z * weights[0];
+      own[3] = own[3] * own_weights[1] + other.w * weights[1];
+    }
+    __syncwarp();
+  }
+  crew.sync();  // all have read the states as they were
+  const int row = crew.thread();
+  if (row < kRows) rows.set_state(row, JoinedRow(rows.state(row), room.state(0, row)).state);
+  crew.sync();
+}
+
+// Adding the only other piece of a unit to one that is in registers. Needs merge.cuh; from the
+// family add_piece.
+
+// Adds the only other piece to this one, which is in registers: by the owner, or by both to the
+// half that either keeps.
+__device__ inline void fold_piece(const Params& params, const Item& item, SharedMemory& shared,
+                                  const Crew& crew, Accumulators& accumulators, OwnRows& rows) {
+  await(params, item, crew, item.mergers);
+  const int tasks = crew.half < 0 ? kTasks : kTasks / 2;
+  const MergeRoom room = {shared.query, 1, 0, kRows, max(crew.half, 0) * tasks, tasks};
+  bring_pieces(params, item, crew, room, 1 - item.piece);
+  if (is_last_merger(params, item, crew)) reset_arrivals(params, item);
+  add_piece(crew, room, accumulators, rows);
+}
+
+// Merging three pieces and more of a unit: every block that is a merger takes a slice of the
+// result. Needs merge.cuh, row_state.cuh; from the consumers task_rows, add_task, store_tasks.
+
+// Over the lanes that share a row, which are neighbours.
+constexpr int kThreadsOfRow = kConsumerThreads / kRows;
+
+template <typename Join>
+__device__ inline float join_lanes(float value, Join join) {
+#pragma unroll
+  for (int lanes = 1; lanes < kThreadsOfRow; lanes *= 2) {
+    value = join(value, __shfl_xor_sync(~0u, value, lanes));
+  }
+  return value;
+}
+
+// A slice is as many tasks as make all mergers equally busy. Of many, a warp adds up some together,
+// whose elements lie side by side in the output.
+constexpr int kTasksTogether = 4;
+constexpr int kManyTasks = kTasksTogether * kConsumerWarps;
+
+__device__ constexpr int tasks_of_slice(int mergers) {
+  const int tasks = ceil_div(kTasks, mergers);
+  return tasks < kManyTasks ? tasks : ceil_div(tasks, kTasksTogether) * kTasksTogether;
+}
+
+// The rows that a slice of so many tasks touches at the most.
+__device__ constexpr int rows_of_slice(int tasks) {
+  const int groups = (tasks + kTasksOfGroup - 2) / kTasksOfGroup + 1;
+  return groups * kRowsOfGroup < kRows ? groups * kRowsOfGroup : kRows;
+}
+
+__device__ constexpr bool slices_fit() {
+  for (int pieces = 3; pieces <= kMostSpans; ++pieces) {
+    const int tasks = tasks_of_slice(pieces - 1);
+    const int rows_bytes = rows_of_slice(tasks) * static_cast<int>(sizeof(PartialRow));
+    if (pieces * (rows_bytes + tasks * kTaskBytes) > kRoomBytes) return false;
+  }
+  return true;
+}
+static_assert(slices_fit(), "a slice of every piece comes at once");
+
+// Makes the scale of every piece the factor of its halves in the finished row.
+__device__ inline void merge_rows(const Params& params, const Item& item, const MergeRoom& room) {
+  const int row = fresh_thread() / kThreadsOfRow;
+  const int first = fresh_thread() % kThreadsOfRow;
+  if (room.first_row <= row && row < room.first_row + room.rows) {
+    float reference = -kLargest;
+#pragma unroll 4
+    for (int piece = first; piece < room.pieces; piece += kThreadsOfRow) {
+      reference = fmaxf(reference, room.state(piece, row).reference);
+    }
+    reference = join_lanes(reference, [](float a, float b) { return fmaxf(a, b); });
+    float sum = 0.0f;
+#pragma unroll 4
+    for (int piece = first; piece < room.pieces; piece += kThreadsOfRow) {
+      const PartialRow& state = room.state(piece, row);
+      sum += state.sum * ex2_approx(state.reference - reference);
+    }
+    sum = join_lanes(sum, [](float a, float b) { return a + b; });
+    const RowResult result = result_of(params, item, row, {reference, sum});
+    const float factor = result.factor * output_scale(params);
+#pragma unroll 4
+    for (int piece = first; piece < room.pieces; piece += kThreadsOfRow) {
+      PartialRow& state = room.state(piece, row);
+      const float weight = factor * ex2_approx(state.reference - reference);
+#pragma unroll
+      for (int scale = 0; scale < kScales; ++scale) state.scales[scale] *= weight;
+    }
+    // The slice that a row begins in tells of it.
+    const int row_task = row / kRowsOfGroup * kTasksOfGroup;
+    const bool is_begun = room.first_task <= row_task && row_task < room.first_task + room.tasks;
+    if (params.lse != nullptr && is_begun && first == 0 && row < item.rows) {
+      params.lse[global_row(params, item, row)] = result.lse * params.lse_factor;
+    }
+  }
+  barrier_sync(kConsumerBarrier, kConsumerThreads);
+}
+
+// Adds up `kCount` tasks of all pieces, from `first` on, and writes them; the first row of the
+// output that they belong to, and of each piece its factors, are the same for all. Of those behind
+// the last, the last is added up once more.
+template <int kCount>
+__device__ inline void merge_tasks(const Params& params, const Item& item, SharedMemory& shared,
+                                   const MergeRoom& room, int first) {
+  int offsets[kCount];
+  TaskRows rows[kCount];
+  float4 totals[kCount];
+#pragma unroll
+  for (int n = 0; n < kCount; ++n) {
+    offsets[n] = min(first - room.first_task + n, room.tasks - 1) * kWarpLanes;
+    rows[n] = task_rows(first + n);
+    totals[n] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  }
+  const int scale = scale_of_task(first);
+  const uint2* values = room.values(0) + fresh_lane();
+#pragma unroll 2
+  for (int piece = 0; piece < room.pieces; ++piece) {
+#pragma unroll
+    for (int n = 0; n < kCount; ++n) {
+      totals[n] = add_task(totals[n], from_halves(values[offsets[n]]),
+                           room.state(piece, rows[n].a).scales[scale],
+                           room.state(piece, rows[n].b).scales[scale]);
+    }
+    values += room.tasks * kWarpLanes;
+  }
+  store_tasks<kCount>(params, item, shared, first, room.first_task + room.tasks - first, totals);
+}
+
+__device__ inline void merge_slices(const Params& params, const Item& item, SharedMemory& shared) {
+  const Crew all = {-1};
+  const int each = tasks_of_slice(item.mergers);
+  const int first = item.piece * each;
+  const int end = min(first + each, kTasks);
+  const int first_group = first / kTasksOfGroup;
+  const int groups = (end - 1) / kTasksOfGroup + 1 - first_group;
+  const MergeRoom room = {shared.query,          item.pieces, first_group * kRowsOfGroup,
+                          groups * kRowsOfGroup, first,       end - first};
+  await(params, item, all, item.pieces);
+  const bool is_last = is_last_merger(params, item, all);
+  if (room.tasks > 0) {
+    bring_pieces(params, item, all, room, 0);
+    merge_rows(params, item, room);
+    if (each < kManyTasks) {
+#pragma unroll 1
+      for (int task = first + fresh_warp(); task < end; task += kConsumerWarps) {
+        merge_tasks<1>(params, item, shared, room, task);
+      }
+    } else {
+#pragma unroll 1
+      for (int task = first + fresh_warp() * kTasksTogether; task < end; task += kManyTasks) {
+        merge_tasks<kTasksTogether>(params, item, shared, room, task);
+      }
+    }
+  }
+  if (is_last) reset_arrivals(params, item);
+}
+
+// Leaves what consumers have of an item where it belongs: in the output, or in the workspace to be
+// merged. Needs fold_piece.cuh, merge_slices.cuh, restore_nonfinite.cuh, and from the consumers
+// store_rows, nonfinite_flag.
+
+__device__ inline void store_piece(const Params& params, const Item& item, SharedMemory& shared,
+                                   const Crew& crew, const Accumulators& accumulators,
+                                   const OwnRows& rows) {
+  const int block = static_cast<int>(blockIdx.x);
+  const int place = item.piece > 0 ? first_place(block) : last_place(block);
+  store_partial(params, shared, crew, place, accumulators, rows);
+  if (!nonfinite_flag(shared, item)) return;
+  uint2* values = partial_values(params, place) + own_values();
+  restore_nonfinite<Fp16>(params, item, 1.0f, [&](int i, int c) {
+    return reinterpret_cast<u16*>(values + i * kWarpLanes) + c;
+  });
+}
+
+__device__ inline void store_whole(const Params& params, const Item& item, SharedMemory& shared,
+                                   const Accumulators& accumulators, const OwnRows& rows) {
+  store_rows(params, item, shared, accumulators, rows);
+  if (!nonfinite_flag(shared, item)) return;
+  restore_nonfinite<Element>(params, item, output_scale(params), [&](int i, int c) {
+    const int warp = fresh_warp();
+    return params.out + global_row(params, item, part_row(warp, i, c)) * kHeadDimVo +
+           part_dim(warp, i, c);
+  });
+}
+
+// Two pieces of which neither is followed by anything in its block are merged by both: either keeps
+// one half of the tasks and leaves the other. Of other two the owner keeps its own, and of more
+// everything is left.
+__device__ inline void store_item(const Params& params, const Item& item, SharedMemory& shared,
+                                  Accumulators& accumulators, OwnRows& rows) {
+  const bool are_exchanged = item.pieces == 2 && item.mergers == 2;
+  const int half = half_of_warp(fresh_warp());
+  const Crew crew = {are_exchanged ? half : -1};
+  const bool keeps = are_exchanged ? half == item.piece : item.piece == 0 && item.pieces <= 2;
+  if (keeps) {
+    if (item.pieces > 1) fold_piece(params, item, shared, crew, accumulators, rows);
+    store_whole(params, item, shared, accumulators, rows);
+  } else {
+    store_piece(params, item, shared, crew, accumulators, rows);
+    announce(params, item, crew);
+    if (item.pieces > 2 && item.piece < item.mergers) merge_slices(params, item, shared);
+  }
+  barrier_sync(kConsumerBarrier, kConsumerThreads);
+  if (fresh_thread() == 0) nonfinite_flag(shared, item) = 0;
+}
+
+// The consumers: add the values of all blocks of all items, by their probabilities. Needs
+// values.cuh, multiply.cuh, store_output.cuh, roles/mla_hopper/store_item.cuh.
+
+// The tensor cores keep sums with 13 bits, too few for a long sequence: each block has a sum of its
+// own, which is added in fp32.
+using BlockSum = float[kRows / 2];
+
+struct Adder {
+  SharedMemory& shared;
+  const Item& item;
+  Accumulators accumulators;
+
+  __device__ Adder(SharedMemory& shared, const Item& item) : shared(shared), item(item) {
+#pragma unroll
+    for (int tile = 0; tile < kDimTiles; ++tile) {
+#pragma unroll
+      for (int i = 0; i < kRows / 2; ++i) accumulators[tile][i] = 0.0f;
+    }
+  }
+
+  __device__ void rescale(int stage) {
+#pragma unroll
+    for (int group = 0; group < kRowGroups; ++group) {
+      const float2 factor =
+          *reinterpret_cast<const float2*>(&shared.rescale[stage][own_row(group * 2)]);
+#pragma unroll
+      for (int tile = 0; tile < kDimTiles; ++tile) {
+        float* of = accumulators[tile] + group * 4;
+        of[0] *= factor.x;
+        of[1] *= factor.y;
+        of[2] *= factor.x;
+        of[3] *= factor.y;
+      }
+    }
+  }
+
+  // The product of one tile of dims.
+  __device__ void multiply(const Values& values, u32 probabilities, BlockSum& sum) const {
+    wgmma_keep(sum);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+      wgmma_mma(E4m3{}, sum, values[k],
+                descriptor_64(probabilities + descriptor_step(k * kStepElements)), k > 0);
+    }
+    wgmma_commit_group();
+    wgmma_wait_group<0>();
+    wgmma_keep(sum);
+  }
+
+  template <bool kHides>
+  __device__ void add_block(u32 stage, int block) {
+    const u32 probabilities = operand_at(stage + kProbabilitiesOffset);
+    const ValueRows rows(stage);
+    Values values;
+    BlockSum sum;
+    if constexpr (!kHides) rows.load(values, 0);
+#pragma unroll
+    for (int tile = 0; tile < kDimTiles; ++tile) {
+      if constexpr (kHides) {
+        rows.load(values, tile);
+        clear_values(values, block);
+      }
+      multiply(values, probabilities, sum);
+      if (!kHides && tile + 1 < kDimTiles) rows.load(values, tile + 1);
+#pragma unroll
+      for (int i = 0; i < kRows / 2; ++i) accumulators[tile][i] += sum[i];
+      wgmma_keep(accumulators[tile]);  // added here, not when all sums have come
+    }
+  }
+
+  __device__ void clear_values(Values& values, int block) {
+    const int first_token = block * kBlockTokens;
+    const int first = item.visible_to_all - first_token;
+    if (clear_nan(values, first, item.visible_to_any - first_token))
+      nonfinite_flag(shared, item) = 1;
+  }
+
+  template <bool kHides>
+  __device__ void take_block(u32& taken, int block) {
+    const int stage = block_stage(taken);
+    wait_for(shared.probabilities_full[stage], block_parity(taken));
+    if (__any_sync(~0u, shared.rescales[stage] != 0)) rescale(stage);
+    add_block<kHides>(shared_address(shared.tokens[0]) + stage * kBlockBytes, block);
+    __syncwarp();
+    if (fresh_lane() == 0) arrive_at(shared.tokens_empty[block_stage(taken)]);
+    ++taken;
+  }
+
+  // Blocks that all rows see whole come first.
+  __device__ void take_item(u32& taken) {
+    int block = item.first_block;
+#pragma unroll 1
+    for (; block < min(item.visible_to_all / kBlockTokens, item.first_block + item.blocks); ++block)
+      take_block<false>(taken, block);
+#pragma unroll 1
+    for (; block < item.first_block + item.blocks; ++block) take_block<true>(taken, block);
+  }
+};
+
+__device__ inline void add_items(const Params& params, SharedMemory& shared) {
+  finish_query(shared.first_query_full);
+  u32 taken = 0;  // blocks
+  u32 count = 0;
+  while (true) {
+    wait_for(shared.item_full[item_slot(count)], item_parity(count));
+    const Item& item = shared.items[item_slot(count)];
+    if (item.request < 0) return;
+    Adder adder(shared, item);
+    adder.take_item(taken);
+    wait_for(shared.rows_full[item_slot(item.count)], item_parity(item.count));
+    // What either consumer has found to be not finite counts for both.
+    barrier_sync(kConsumerBarrier, kConsumerThreads);
+    OwnRows rows{shared, item_slot(item.count)};
+    store_item(params, item, shared, adder.accumulators, rows);
+    count = item.count + 1;  // not kept in a register meanwhile
+    __syncwarp();
+    if (fresh_lane() == 0) arrive_at(shared.item_empty[item_slot(count - 1)]);
+  }
+}
+
+// How many registers a thread of each role has, of 128 at first. Needs ptx/setmaxnreg.cuh.
+
+constexpr int kConsumerRegisters = kRows > 32 ? 192 : 152;
+constexpr int kScorerRegisters = kRows > 32 ? 72 : 152;
+constexpr int kProducerRegisters = kRows > 32 ? 56 : 56;
+
+__device__ inline void take_consumer_registers() { setmaxnreg_inc<kConsumerRegisters>(); }
+__device__ inline void give_producer_registers_back() { setmaxnreg_dec<kProducerRegisters>(); }
+__device__ inline void set_scorer_registers() {
+  if constexpr (kScorerRegisters < 128) {
+    setmaxnreg_dec<kScorerRegisters>();
+  } else {
+    setmaxnreg_inc<kScorerRegisters>();
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    mla_hopper_e4m3(const __grid_constant__ Params params) {
+  SharedMemory& shared = shared_memory<SharedMemory>();
+  const int length = params.seq_lens[own_request(params)];
+  prefetch_ids(params);
+  if (threadIdx.x == 0) {
+    make_token_barriers(shared);
+    make_item_barriers(shared);
+    fence_mbarrier_init();
+    prefetch_tensormap(&params.latent_map);
+    prefetch_tensormap(&params.rope_map);
+    prefetch_tensormap(&params.group_map);
+  }
+  let_next_kernel_start();
+  const int block = static_cast<int>(blockIdx.x);
+  const int team = in_teams(params, block);
+  const int member = block - team * params.team_size;
+  SpanScratch& scratch = shared.scratch;
+  if (!find_span(params, team, length, scratch)) return;
+  ItemWalk walk(params, scratch.span, member, scratch.first);
+  const Part first = walk.find();
+  if (first.request < 0) return;
+
+  const int role = __shfl_sync(~0u, warp_index(), 0) - kConsumerWarps;
+  if (role >= kProducerWarps) {
+    set_scorer_registers();
+    score_items(params, shared);
+  } else if (role >= 0) {
+    give_producer_registers_back();
+    if (role == 0) {
+      load_tokens(params, member, first, shared);
+    } else {
+      schedule(params, walk, first, shared);
+    }
+  } else {
+    take_consumer_registers();
+    begin_query(params, first, shared, static_cast<int>(threadIdx.x), kConsumerThreads);
+    add_items(params, shared);
+  }
+}
