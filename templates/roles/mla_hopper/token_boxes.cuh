@@ -22,8 +22,8 @@ struct BlockBoxes {
   __device__ u32 tile_bytes() const { return count * kBoxTokens * kTileRowBytes; }
 
   // Copies one tile of the block, to be counted at the barrier; by any lane.
-  __device__ void copy_tile(const TensorMap* map, int column, u32 target, u32 barrier,
-                            u64 policy, int row_bytes = kTileRowBytes) const {
+  __device__ void copy_tile(const TensorMap* map, int column, u32 target, u32 barrier, u64 policy,
+                            int row_bytes = kTileRowBytes) const {
 #pragma unroll
     for (int box = 0; box < kBoxes; ++box) {
       if (kBoxes > 1 && box >= count) continue;
