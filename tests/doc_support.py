@@ -95,6 +95,8 @@ for 16 elements in a tensor of its own."""
 HOPPER_READING = f"""\
 On `sm_90a` these calls take the kernel named, with pages of a multiple of 16 tokens, and all others
 `mla_decode`, unless [`MLAGEN_MLA_KERNEL`](environment.md#the-kernel-of-mla-calls) says otherwise.
+Where it says *if asked for*, they take it with `MLAGEN_MLA_KERNEL=hopper` alone: in its present
+form it has not run on a GPU.
 Their tiles have {", ".join(map(str, sorted(mla_hopper.TILE_ROWS)))} rows: a request takes the
 narrowest that holds its rows, or the widest. A cache whose strides are 2^40 bytes or more takes
 `mla_decode`, too."""
@@ -186,11 +188,12 @@ def _hopper_rows() -> Iterator[dict[str, str]]:
         *mla_hopper.mla_hopper_specs(arch),
         *mla_hopper_e4m3.mla_hopper_e4m3_specs(arch),
     ]
-    covered = {replace(spec.variant, page_size=64): spec.family for spec in specs}
-    for variant, family in covered.items():
+    covered = {replace(spec.variant, page_size=64): spec for spec in specs}
+    for variant, spec in covered.items():
         form = (variant.lookup, variant.values, variant.mask)
         yield {
-            "kernel": f"`{family}`",
+            "kernel": f"`{spec.family}`",
+            "taken": "by itself" if spec.is_automatic else "if asked for",
             "query": f"`{variant.query_dtype}`",
             "cache": f"`{variant.kv_dtype}`",
             "dims": f"({variant.kv_lora_rank}, {variant.qk_rope_head_dim})",

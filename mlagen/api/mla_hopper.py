@@ -99,8 +99,8 @@ def prepare_hopper(
 ) -> HopperCall | None:
     """Return how calls of the form of ``inputs`` are launched on GPU ``index``.
 
-    None if the kernel does not cover them, they are too small for it to be the faster one, or the
-    driver makes no map of such a cache.
+    None if no kernel covers them, it is not to be taken without being asked for, they are too small
+    for it to be the faster one, or the driver makes no map of such a cache.
 
     Raises
     ------
@@ -131,7 +131,7 @@ def prepare_hopper(
                 f"tokens"
             )
         return None
-    if plan.is_small and not is_forced:
+    if (plan.is_small or not spec.is_automatic) and not is_forced:
         return None
     maps = _maps_of_cache(request, spec)
     try:

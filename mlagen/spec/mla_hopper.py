@@ -36,6 +36,7 @@ class MlaHopperSpec(KernelSpec):
     family: ClassVar[str] = "mla_hopper"
     symbol: ClassVar[str] = "mla_hopper"
     template: ClassVar[str] = "kernels/mla_hopper.cu.j2"
+    is_automatic: ClassVar[bool] = True  # calls take it without being told to
     parameters: ClassVar[tuple[Parameter, ...]] = (
         tensor_map("latent_map"),
         tensor_map("rope_map"),
