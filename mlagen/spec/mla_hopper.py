@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from mlagen.spec.arch import Arch
+from mlagen.spec.dtype import DType
 from mlagen.spec.kernel import (
     CallShape,
     KernelSpec,
@@ -95,6 +96,31 @@ class MlaHopperSpec(KernelSpec):
     def head_dim_vo(self) -> int:
         """Elements of an output row, the first of a cached token."""
         return self.variant.kv_lora_rank
+
+    @property
+    def math_dtype(self) -> DType:
+        """Element type that the tensor cores multiply."""
+        return self.variant.query_dtype
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether every query token has a list of tokens of its own."""
+        return self.variant.lookup == "sparse"
+
+    @property
+    def loading_warps(self) -> int:
+        """Warps that bring tokens into shared memory."""
+        return 1
+
+    @property
+    def consumer_registers(self) -> int:
+        """Registers of a thread that multiplies, with a wide tile."""
+        return 224
+
+    @property
+    def producer_registers(self) -> int:
+        """Registers of any other thread then."""
+        return 3 * 168 - 2 * self.consumer_registers
 
     @property
     def box_tokens(self) -> int:

@@ -18,6 +18,7 @@ from mlagen.spec.gqa_hopper import GqaHopperSpec
 from mlagen.spec.kernel import KernelSpec, Variant
 from mlagen.spec.mla import MlaDecodeSpec
 from mlagen.spec.mla_hopper import MlaHopperSpec
+from mlagen.spec.mla_hopper_packed import MlaHopperPackedSpec
 from mlagen.spec.mla_support import SUPPORTED, output_dtype
 
 _TEXT = re.compile(r"\s*(\w+)\s*\(([^()]*)\)\s*")
@@ -155,5 +156,12 @@ def _combining(spec: CombineSplitsSpec) -> Sequence[KernelSpec]:
 
 _FAMILIES: dict[str, type[KernelSpec]] = {
     cls.family: cls
-    for cls in (MlaDecodeSpec, MlaHopperSpec, GqaDecodeSpec, GqaHopperSpec, CombineSplitsSpec)
+    for cls in (
+        MlaDecodeSpec,
+        MlaHopperSpec,
+        MlaHopperPackedSpec,
+        GqaDecodeSpec,
+        GqaHopperSpec,
+        CombineSplitsSpec,
+    )
 }

@@ -1,6 +1,6 @@
 // Values that some row of a tile must not see: 0 * NaN is NaN, so what is not finite must not meet
 // the tensor cores, though its weight is 0. Needs SharedMemory, Item, blocks/table_row.cuh,
-// blocks/page_table.cuh.
+// blocks/page_table.cuh; from those who load stored_token.
 
 constexpr u32 kExponentBits = kIsSame<Element, Bf16> ? 0x7f80 : 0x7c00;
 
@@ -36,7 +36,7 @@ __device__ inline void clear_nonfinite(SharedMemory& shared, int first, int visi
   }
 }
 
-// Adds what was cleared to the rows that see it; `add` takes a token's row in the cache and its
+// Adds what was cleared to the rows that see it; `add` takes what a token is in the cache and its
 // position. A weight of 0 is not told from others: what is not finite makes a row so.
 template <typename Add>
 __device__ inline void add_nonfinite(const Params& params, const Item& item, Add add) {
@@ -46,7 +46,6 @@ __device__ inline void add_nonfinite(const Params& params, const Item& item, Add
        ++token) {
     const int page = ids[token / kPageSize];
     if (!is_page(page, params.num_pages)) continue;
-    const PagedRows rows{params.cache, params.page_stride, params.token_stride};
-    add(rows.row_of(page, token % kPageSize), token);
+    add(stored_token(params, page, token % kPageSize), token);
   }
 }

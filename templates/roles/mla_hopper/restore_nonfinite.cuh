@@ -7,14 +7,14 @@
 template <typename Stored, typename Place>
 __device__ inline void restore_nonfinite(const Params& params, const Item& item, float scale,
                                          Place place) {
-  add_nonfinite(params, item, [&](const unsigned char* token, int position) {
+  add_nonfinite(params, item, [&](const StoredToken& token, int position) {
     const int warp = fresh_warp();
 #pragma unroll 1
     for (int part = 0; part < kAccumulators * 4; ++part) {
       const int i = part / 4;
       const int c = part % 4;
       if (position >= item.row_visible[part_row(warp, i, c)]) continue;
-      const u16 element = reinterpret_cast<const u16*>(token)[part_dim(warp, i, c)];
+      const u16 element = token.element(part_dim(warp, i, c));
       if (is_finite(element)) continue;
       u16* stored = place(i, c);
       const float sum = cvt_f32(Stored{}, *stored) + cvt_f32(Element{}, element) * scale;

@@ -1,83 +1,12 @@
 // The schedulers, three warps: hand items to all roles, and bring each item's query into shared
-// memory. Needs SharedMemory, items.cuh, blocks/barriers.cuh, blocks/swizzle.cuh,
-// ptx/barrier.cuh, ptx/cp_async.cuh, ptx/fence.cuh.
+// memory. Needs hand_over.cuh, ptx/barrier.cuh.
 
 constexpr int kSchedulerWarps = 3;
 constexpr int kSchedulerThreads = kSchedulerWarps * kWarpLanes;
-constexpr int kConsumerGroups = kConsumerWarps / 4;  // of which one thread releases a query
 
 // By one thread.
 __device__ inline void make_item_barriers(const SharedMemory& shared) {
-  make_barrier(shared.first_query_full, kConsumerWarps);
-  make_barrier(shared.query_full, kSchedulerWarps);
-  make_barrier(shared.query_empty, kConsumerGroups);
-  for (int slot = 0; slot < 2; ++slot) {
-    make_barrier(shared.item_full[slot], kSchedulerWarps);
-    make_barrier(shared.item_empty[slot], 1 + kConsumerWarps);  // the loader, too
-  }
-}
-
-// Begins to copy the rows of a query, by `threads` threads of which this is number `thread`. A
-// row's tiles lie kQueryTileBytes apart; eight lanes copy 128 bytes.
-__device__ inline void begin_query(const Params& params, const Part& part, SharedMemory& shared,
-                                   int thread, int threads) {
-  const int lane = thread % 8;
-#pragma unroll 1
-  for (int row = thread / 8; row < kRows; row += threads / 8) {
-    const bool is_row = row < part.rows;
-    const int packed_row = is_row ? part.first_row + row : 0;
-    // Mostly there is one token, and division takes long.
-    const int token = packed_row < params.heads ? 0 : packed_row / params.heads;
-    const int head = packed_row - token * params.heads;
-    const i64 query = is_row ? part.first_query + token : 0;
-    const unsigned char* latent = params.query + query * params.query_stride +
-                                  head * params.query_head_stride + lane * kChunkBytes;
-    const unsigned char* rope = params.query_rope + query * params.query_rope_stride +
-                                head * params.query_rope_head_stride + lane * kChunkBytes;
-    const u32 target = shared_address(shared.query) + swizzled_offset<kTileRowBytes>(row, lane);
-    const u32 bytes = is_row ? kChunkBytes : 0;  // padding is zeros
-#pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
-      cp_async_cg_16(target + tile * kQueryTileBytes,
-                     tile < kLatentTiles ? latent + tile * kTileRowBytes : rope, bytes);
-    }
-  }
-  cp_async_commit_group();
-}
-
-__device__ inline void finish_query(const Barrier& full) {
-  cp_async_wait_group<0>();
-  fence_proxy_async();
-  __syncwarp();
-  if (lane_index() == 0) arrive_at(full);
-}
-
-// Consumers bring the first query themselves: nothing can begin without it.
-__device__ inline void begin_first_query(const Params& params, const Part& part,
-                                         SharedMemory& shared) {
-  begin_query(params, part, shared, static_cast<int>(threadIdx.x), kConsumerThreads);
-}
-
-// Goes on from an item; where to is in shared memory meanwhile, for a scheduler has few registers.
-__device__ inline void leave_item(ItemWalk& walk, SharedMemory& shared) {
-  walk.advance();
-  __syncwarp();
-  if (lane_index() == 0) shared.scratch.next = walk;
-  __syncwarp();
-}
-
-__device__ inline void take_next_item(const Params& params, int member, u32 count,
-                                      SharedMemory& shared) {
-  ItemWalk walk(params, shared.scratch.span, member, shared.scratch.next);
-  const Part part = walk.find();
-  Item& item = shared.items[item_slot(count)];
-  if (part.request >= 0) {
-    walk.fill(item, part, count);
-    leave_item(walk, shared);
-  } else if (lane_index() == 0) {
-    item.request = -1;
-  }
-  __syncwarp();
+  make_item_barriers(shared, kSchedulerWarps, kLoadingWarps, kSchedulerWarps);
 }
 
 // `walk` is at the first item.
@@ -100,14 +29,5 @@ __device__ inline void schedule(const Params& params, ItemWalk& walk, const Part
     wait_for(shared.query_empty, query_parity(count) ^ 1);
     begin_query(params, item, shared, thread, kSchedulerThreads);
     finish_query(shared.query_full);
-  }
-}
-
-// Waits for the query of the item that `count` have preceded.
-__device__ inline void wait_for_query(const SharedMemory& shared, u32 count) {
-  if (count == 0) {
-    wait_for(shared.first_query_full, 0);
-  } else {
-    wait_for(shared.query_full, query_parity(count) ^ 1);
   }
 }
