@@ -74,6 +74,6 @@ __device__ inline void prefetch_rows(const Params& params, int id, int block) {
   for (int line = 0; line < ceil_div(kLines, 2); ++line) {
     const u32 half = threadIdx.x % kWarpLanes / kWarpTokens;
     const u32 offset = (half * ceil_div(kLines, 2) + line) * kLineBytes;
-    prefetch_l2(row + min(offset, kBytes - kChunkBytes));
+    prefetch_l2(row + min(offset, static_cast<u32>(kBytes - kChunkBytes)));
   }
 }
