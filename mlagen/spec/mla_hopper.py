@@ -108,6 +108,11 @@ class MlaHopperSpec(KernelSpec):
         return self.variant.lookup == "sparse"
 
     @property
+    def producer_warps(self) -> int:
+        """Warps that do everything else."""
+        return 4
+
+    @property
     def loading_warps(self) -> int:
         """Warps that bring tokens into shared memory."""
         return 1
@@ -135,7 +140,7 @@ class MlaHopperSpec(KernelSpec):
     @property
     def threads(self) -> int:
         """Threads of one block."""
-        return self.consumer_warps * 32 + 128
+        return (self.consumer_warps + self.producer_warps) * 32
 
     @property
     def shared_bytes(self) -> int:

@@ -79,9 +79,14 @@ class MlaHopperPackedSpec(MlaHopperSpec):
         return self.variant.kv_dtype.row_bytes(self.head_dim_qk)
 
     @property
+    def producer_warps(self) -> int:
+        """Warps that do everything else: all of them load."""
+        return self.loading_warps
+
+    @property
     def loading_warps(self) -> int:
-        """Warps that bring tokens into shared memory."""
-        return 4
+        """Warps that bring tokens: with a wide tile there are no registers for more."""
+        return 8 if self.is_narrow else 4
 
     @property
     def consumer_registers(self) -> int:

@@ -1,10 +1,13 @@
 // Where the tokens of a block are that a warp brings. Needs stored_token.cuh, Part,
 // blocks/table_row.cuh, ptx/prefetch.cuh.
 
-// Which token of a block this lane looks after; two lanes have the same.
+// Which token of a block this lane looks after.
 __device__ inline int own_token() {
   return threadIdx.x / kWarpLanes % kLoadingWarps * kWarpTokens + threadIdx.x % kWarpTokens;
 }
+
+// And which part of it, of those that its lanes share.
+__device__ inline u32 own_share() { return threadIdx.x % kWarpLanes / kWarpTokens; }
 
 // Page ids of an item's blocks, or its listed tokens.
 struct TokenIds {
@@ -44,7 +47,7 @@ __device__ const Chunk kNoToken[ceil_div(kStoredBytes, kChunkBytes)] = {};
 struct TokenRow {
   const unsigned char* latent;
   const unsigned char* rope;  // where that is a tensor of its own
-  float scales[2];  // the first two, or for the upper half of the warp the others
+  float scales[kLaneScales];  // the lane's part of them
   u32 missing;  // tokens of the warp that do not exist, a bit each
 
   __device__ TokenRow(const Params& params, int id, int block)
@@ -54,15 +57,14 @@ struct TokenRow {
       const StoredToken token = stored_token(params, place.page, place.slot);
       latent = token.row;
       if constexpr (!kIsPacked) rope = stored_rope(params, place.page, place.slot);
-      const u32 first = threadIdx.x % kWarpLanes / kWarpTokens * 2;
-      scales[0] = token.scale(first);
-      scales[1] = token.scale(first + 1);
+#pragma unroll
+      for (int i = 0; i < kLaneScales; ++i) scales[i] = token.scale(own_share() * kLaneScales + i);
     }
     missing = __ballot_sync(~0u, !place.exists);
   }
 };
 
-// Has the rows of a block brought into L2, line by line. Two lanes share a row.
+// Has the rows of a block brought into L2, line by line. The lanes of a token share its row.
 __device__ inline void prefetch_rows(const Params& params, int id, int block) {
   constexpr int kLineBytes = 128;
   constexpr int kBytes = kIsPacked ? kStoredBytes : kLatentDim;
@@ -71,9 +73,8 @@ __device__ inline void prefetch_rows(const Params& params, int id, int block) {
   if (!place.exists) return;
   const unsigned char* row = stored_token(params, place.page, place.slot).row;
 #pragma unroll
-  for (int line = 0; line < ceil_div(kLines, 2); ++line) {
-    const u32 half = threadIdx.x % kWarpLanes / kWarpTokens;
-    const u32 offset = (half * ceil_div(kLines, 2) + line) * kLineBytes;
+  for (int line = 0; line < kLines; line += kTokenLanes) {
+    const u32 offset = (own_share() + line) * kLineBytes;
     prefetch_l2(row + min(offset, static_cast<u32>(kBytes - kChunkBytes)));
   }
 }

@@ -1,4 +1,4 @@
-// The producers, four warps: bring the tokens of every item into the stages, converted. Needs
+// The producers bring the tokens of every item into the stages, converted. Needs
 // block_rows.cuh, room_wide.cuh or room_narrow.cuh, blocks/decode_e4m3.cuh, blocks/swizzle.cuh,
 // ptx/ld.cuh.
 
@@ -59,6 +59,8 @@ struct BlockStream {
   const TokenIds ids;
   int next_id;  // of the block after the one that is loaded
   TokenRow row;  // of the block that is loaded
+  float scales[kLaneScales];  // of the block that is converted
+  u32 missing;
   const unsigned char* rows[kStepChunks];  // where this lane's chunks of its tokens begin
   StepChunks chunks[2];  // of a step and of the next
 
@@ -110,8 +112,8 @@ struct BlockStream {
                          swizzled_offset<kTileRowBytes>(lane.first, lane.chunk % 4 * 2);
 #pragma unroll
       for (int i = 0; i < kStepChunks; ++i) {
-        const int teller = lane.token(i) + kStep / 2 * kWarpTokens;
-        const float scale = __shfl_sync(~0u, row.scales[kStep % 2], teller);
+        const float scale = __shfl_sync(~0u, scales[kStep % kLaneScales],
+                                        lane.token(i) + kStep / kLaneScales * kWarpTokens);
         Chunk decoded[2];
         decode_e4m3(Element{}, chunks[kBuffer][i], scale, decoded);
 #pragma unroll
@@ -155,34 +157,34 @@ struct BlockStream {
     }
   }
 
+  // Blocks alternate between two stages: with an odd number of steps, so do the buffers.
   template <int kStage, int kStep>
-  __device__ void take_step(const BlockRoom& room) {
+  __device__ void take_step(const BlockRoom& room, int block) {
     constexpr int kBuffer = (kStage * kSteps + kStep) % 2;
-    load<kStep + 1, 1 - kBuffer>();
+    if constexpr (kStep == kRopeStep) {
+      row = TokenRow(params, next_id, block + 1);
+      find_rows(block + 1);
+    }
+    load<(kStep + 1) % kSteps, 1 - kBuffer>();
     room.wait<kStep>();
+    if (kIsSparse && kStep == kRopeStep && lane_index() == 0) {
+      room.unlisted().set(threadIdx.x / kWarpLanes % kLoadingWarps, missing);
+    }
     convert<kStep, kBuffer>(room.tiles());
     room.tell<kStep>();
   }
 
-  // Blocks alternate between two stages: with an odd number of steps, so do the buffers.
   template <int kStage>
   __device__ void take_block(const BlockRoom& room, int block) {
-    take_step<kStage, 0>(room);
+    missing = row.missing;
+#pragma unroll
+    for (int i = 0; i < kLaneScales; ++i) scales[i] = row.scales[i];
+    take_step<kStage, 0>(room, block);
     prefetch(block + 1);
-    take_step<kStage, 1>(room);
-    take_step<kStage, 2>(room);
-    take_step<kStage, 3>(room);
-    const u32 missing = row.missing;
-    constexpr int kBuffer = (kStage * kSteps + kRopeStep) % 2;
-    row = TokenRow(params, next_id, block + 1);
-    find_rows(block + 1);
-    load<0, 1 - kBuffer>();
-    room.wait<kRopeStep>();
-    if (kIsSparse && lane_index() == 0) {
-      room.unlisted().bits[threadIdx.x / kWarpLanes % kLoadingWarps] = static_cast<u16>(missing);
-    }
-    convert<kRopeStep, kBuffer>(room.tiles());
-    room.tell<kRopeStep>();
+    take_step<kStage, 1>(room, block);
+    take_step<kStage, 2>(room, block);
+    take_step<kStage, 3>(room, block);
+    take_step<kStage, 4>(room, block);
   }
 };
 static_assert(kSteps == 5 && kRopeStep == 4, "the steps of a block are written out");
