@@ -3,11 +3,11 @@
 
 // Which token of a block this lane looks after.
 __device__ inline int own_token() {
-  return threadIdx.x / kWarpLanes % kLoadingWarps * kWarpTokens + threadIdx.x % kWarpTokens;
+  return mov_tid_x() / kWarpLanes % kLoadingWarps * kWarpTokens + mov_tid_x() % kWarpTokens;
 }
 
 // And which part of it, of those that its lanes share.
-__device__ inline u32 own_share() { return threadIdx.x % kWarpLanes / kWarpTokens; }
+__device__ inline u32 own_share() { return mov_tid_x() % kWarpLanes / kWarpTokens; }
 
 // Page ids of an item's blocks, or its listed tokens.
 struct TokenIds {

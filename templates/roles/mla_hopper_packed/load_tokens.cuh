@@ -56,38 +56,29 @@ __device__ inline int own_member(const Params& params) {
 // Streams the blocks of an item: while a step is converted, the next one is on its way.
 struct BlockStream {
   const Params& params;
-  const TokenIds ids;
+  const Part& part;  // in shared memory
   int next_id;  // of the block after the one that is loaded
   TokenRow row;  // of the block that is loaded
   float scales[kLaneScales];  // of the block that is converted
   u32 missing;
-  const unsigned char* rows[kStepChunks];  // where this lane's chunks of its tokens begin
   StepChunks chunks[2];  // of a step and of the next
 
   __device__ BlockStream(const Params& params, const Part& part)
       : params(params),
-        ids(params, part),
-        row(params, ids.read(part.first_block), part.first_block) {
-    find_rows(part.first_block);
+        part(part),
+        row(params, TokenIds(params, part).read(part.first_block), part.first_block) {
+    next_id = TokenIds(params, part).read(part.first_block + 1);
     load<0, 0>();
-  }
-
-  // Goes to the block that `row` is of.
-  __device__ void find_rows(int block) {
-    const LatentLane lane;
-#pragma unroll
-    for (int i = 0; i < kStepChunks; ++i) {
-      rows[i] = row_of_lane(row.latent, lane.token(i)) + lane.chunk * kChunkBytes;
-    }
-    next_id = ids.read(block + 1);
   }
 
   template <int kStep, int kBuffer>
   __device__ void load() {
     if constexpr (kStep < kRopeStep) {
+      const LatentLane lane;
 #pragma unroll
       for (int i = 0; i < kStepChunks; ++i) {
-        chunks[kBuffer][i] = read_chunk(rows[i], kStep * kScaledDims);
+        const unsigned char* of = row_of_lane(row.latent, lane.token(i));
+        chunks[kBuffer][i] = read_chunk(of, lane.chunk * kChunkBytes + kStep * kScaledDims);
       }
     } else {
       const RopeLane lane;
@@ -163,7 +154,7 @@ struct BlockStream {
     constexpr int kBuffer = (kStage * kSteps + kStep) % 2;
     if constexpr (kStep == kRopeStep) {
       row = TokenRow(params, next_id, block + 1);
-      find_rows(block + 1);
+      next_id = TokenIds(params, part).read(block + 2);
     }
     load<(kStep + 1) % kSteps, 1 - kBuffer>();
     room.wait<kStep>();
