@@ -10,7 +10,7 @@ from typing import Any
 
 from mlagen.api.mla_query import MOST_HEADS
 from mlagen.compiler.toolchain import OLDEST_NVRTC
-from mlagen.spec import gqa, gqa_hopper, mla, mla_hopper, mla_support
+from mlagen.spec import gqa, gqa_hopper, mla, mla_hopper, mla_hopper_packed, mla_support
 from mlagen.spec.arch import ARCHS, Arch
 from mlagen.spec.families import FAMILIES, specs_of
 from mlagen.spec.gqa import GqaDecodeSpec, GqaVariant, gqa_decode_spec
@@ -32,17 +32,17 @@ FORMS = {
 ENTRY_POINTS = [
     {
         "entry point": "`mlagen.mla.trtllm_batch_decode_with_kv_cache_mla`",
-        "kernels": "`mla_decode`, `mla_hopper`",
+        "kernels": "`mla_decode`, `mla_hopper`, `mla_hopper_packed`",
         "asks for": "paged, sparse and separate; every pair but `packed640`",
     },
     {
         "entry point": "`mlagen.mla.xqa_batch_decode_with_kv_cache_mla`",
-        "kernels": "`mla_decode`, `mla_hopper`",
+        "kernels": "`mla_decode`, `mla_hopper`, `mla_hopper_packed`",
         "asks for": "paged; every pair but `packed640`",
     },
     {
         "entry point": "`mlagen.mla.BatchMLAPagedAttentionWrapper`",
-        "kernels": "`mla_decode`, `mla_hopper`",
+        "kernels": "`mla_decode`, `mla_hopper`, `mla_hopper_packed`",
         "asks for": "paged; `bf16` and `fp16` alike, and `e4m3` under `bf16` with a latent of 512",
     },
     {
@@ -92,11 +92,13 @@ for each token in a tensor of its own. `nvfp4` is two elements of e2m1 in a byte
 for 16 elements in a tensor of its own."""
 
 HOPPER_READING = f"""\
-On `sm_90a` these calls take `mla_hopper`, with pages of a multiple of 16 tokens, and all others
-`mla_decode`, unless [`MLAGEN_MLA_KERNEL`](environment.md#the-kernel-of-mla-calls) says otherwise.
-Its tiles have {", ".join(map(str, sorted(mla_hopper.TILE_ROWS)))} rows: a request takes the
-narrowest that holds its rows, or the widest. A cache whose strides are 2^40 bytes or more takes
-`mla_decode`, too."""
+On `sm_90a` these calls take a kernel of their own: `mla_hopper` with pages of a multiple of 16
+tokens where query and cache are alike, else `mla_hopper_packed` with any pages. All others, and
+small ones, take `mla_decode`, unless
+[`MLAGEN_MLA_KERNEL`](environment.md#the-kernel-of-mla-calls) says otherwise.
+Tiles have {", ".join(map(str, sorted(mla_hopper.TILE_ROWS)))} rows: a request takes the narrowest
+that holds its rows, or the widest; of a sparse call every query token is a request. A cache of 16
+bits whose strides are 2^40 bytes or more takes `mla_decode`, too."""
 
 GQA_READING = f"""\
 With each row: head dims that are multiples of 16 up to {gqa.SLICE_DIMS}, and 512; any page size;
@@ -179,8 +181,12 @@ def _mla_row(row: MlaSupport) -> dict[str, Any]:
 
 
 def _hopper_rows() -> Iterator[dict[str, str]]:
-    """Yield what the Hopper kernel covers of the table of MLA decode."""
-    specs = mla_hopper.mla_hopper_specs(Arch(90, "a"))
+    """Yield what the Hopper kernels cover of the table of MLA decode."""
+    arch = Arch(90, "a")
+    specs = [
+        *mla_hopper.mla_hopper_specs(arch),
+        *mla_hopper_packed.mla_hopper_packed_specs(arch),
+    ]
     for variant in dict.fromkeys(replace(spec.variant, page_size=64) for spec in specs):
         form = (variant.lookup, variant.values, variant.mask)
         yield {

@@ -78,9 +78,7 @@ def decoded(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Decode:
     record_launches(monkeypatch, paths=HOPPER)
     counters = (ctypes.c_uint32 * (2 * _MOST_BLOCKS))()
 
-    def run(
-        given: Emulated, problem: MlaProblem, seed: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(given: Emulated, problem: MlaProblem, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
         facts = DeviceFacts(
             index=0, name="", major=9, minor=0, sm_count=given.sm_count, memory_bytes=0
         )

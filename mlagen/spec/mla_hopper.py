@@ -108,6 +108,11 @@ class MlaHopperSpec(KernelSpec):
         return self.variant.lookup == "sparse"
 
     @property
+    def converts_rows(self) -> bool:
+        """Whether tokens are stored in other elements than the tensor cores take."""
+        return self.variant.kv_dtype is not self.math_dtype
+
+    @property
     def producer_warps(self) -> int:
         """Warps that do everything else."""
         return 4

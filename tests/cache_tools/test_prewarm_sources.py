@@ -40,6 +40,7 @@ def test_a_model_is_prewarmed_by_its_name(run: Run) -> None:
     assert {name: families.count(name) for name in families} == {
         "mla_decode": 12,
         "mla_hopper": 2,
+        "mla_hopper_packed": 2,
         "combine_splits": 2,
     }
 

@@ -18,6 +18,7 @@
 #define __shared__
 #define __align__(x)
 #define __launch_bounds__(...)
+#define __forceinline__ inline
 #define __grid_constant__
 
 struct uint2 {

@@ -11,7 +11,15 @@ from mlagen.spec.arch import ARCHS, parse_arch
 from mlagen.spec.combine import CombineSplitsSpec
 from mlagen.spec.dtype import DType
 from mlagen.spec.kernel import KernelSpec
-from tests.kernels import SM_80, SM_90A, gqa_decode, gqa_hopper, mla_decode, mla_hopper
+from tests.kernels import (
+    SM_80,
+    SM_90A,
+    gqa_decode,
+    gqa_hopper,
+    mla_decode,
+    mla_hopper,
+    mla_hopper_packed,
+)
 
 E4M3, PACKED656, PACKED640 = DType.E4M3, DType.PACKED656, DType.PACKED640
 V3, V32, LLAMA = find_model("deepseek-v3"), find_model("deepseek-v3.2"), find_model("llama-3-8b")
@@ -52,6 +60,7 @@ def test_a_cache_in_e4m3_is_read_by_queries_of_both_kinds() -> None:
     specs = model_specs(SM_90A, V3, Use(tp=(8,), kv_dtypes=(E4M3,)))
 
     assert specs == [
+        mla_hopper_packed(kv_dtype=E4M3, lookup="paged", rows=16),
         mla_decode(kv_dtype=E4M3),
         combine("sm_90a", 512),
         mla_decode(query_dtype=E4M3, kv_dtype=E4M3),

@@ -10,14 +10,28 @@ import pytest
 from mlagen.codegen.render import render
 from mlagen.spec.dtype import DType
 from mlagen.spec.kernel import KernelSpec
-from tests.kernels import COMBINE, WIDE_DECODE, gqa_decode, gqa_hopper, mla_hopper
+from tests.kernels import (
+    COMBINE,
+    WIDE_DECODE,
+    gqa_decode,
+    gqa_hopper,
+    mla_hopper,
+    mla_hopper_packed,
+)
 
 GOLDEN = Path(__file__).parent / "golden"
 
 
 @pytest.mark.parametrize(
     "spec",
-    [WIDE_DECODE, mla_hopper(), gqa_decode(kv_dtype=DType.E4M3), gqa_hopper(), COMBINE],
+    [
+        WIDE_DECODE,
+        mla_hopper(),
+        mla_hopper_packed(),
+        gqa_decode(kv_dtype=DType.E4M3),
+        gqa_hopper(),
+        COMBINE,
+    ],
     ids=lambda spec: spec.family,
 )
 def test_a_rendered_kernel_is_as_it_was_read_last(spec: KernelSpec) -> None:

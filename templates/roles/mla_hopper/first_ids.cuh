@@ -1,5 +1,5 @@
-// Asks for the first page ids, or listed tokens, of every request, which loaders read first where an
-// item begins with its request. Needs Params, ptx/prefetch.cuh.
+// Asks for the first page ids, or listed tokens, of every request, which loaders read first where
+// an item begins with its request. Needs Params, ptx/prefetch.cuh.
 
 __device__ inline void prefetch_ids(const Params& params) {
   const int request = static_cast<int>(threadIdx.x);

@@ -38,8 +38,7 @@ constexpr int kRopeChunks = kWarpTokens / RopeLane::kTokens;  // of a thread
 
 // Pointers of other lanes' tokens.
 __device__ inline const unsigned char* row_of_lane(const unsigned char* own, int lane) {
-  return reinterpret_cast<const unsigned char*>(
-      __shfl_sync(~0u, reinterpret_cast<u64>(own), lane));
+  return reinterpret_cast<const unsigned char*>(__shfl_sync(~0u, reinterpret_cast<u64>(own), lane));
 }
 
 __device__ inline Chunk read_chunk(const unsigned char* row, int offset) {
@@ -85,8 +84,7 @@ struct BlockStream {
 #pragma unroll
       for (int i = 0; i < kRopeChunks; ++i) {
         const unsigned char* of = kIsPacked ? row.latent + kRopeOffset : row.rope;
-        chunks[kBuffer][i] =
-            read_chunk(row_of_lane(of, lane.token(i)), lane.chunk * kChunkBytes);
+        chunks[kBuffer][i] = read_chunk(row_of_lane(of, lane.token(i)), lane.chunk * kChunkBytes);
       }
     }
   }
