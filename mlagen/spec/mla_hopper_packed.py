@@ -13,6 +13,7 @@ from mlagen.spec.mla_hopper import TILE_ROWS, MlaHopperSpec, tile_rows_for
 from mlagen.spec.mla_support import PLAIN, SPARSE, SUPPORTED, MlaVariant
 
 _STORED = (DType.E4M3, DType.PACKED656)
+_FEWEST_ROWS = min(TILE_ROWS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,8 +86,8 @@ class MlaHopperPackedSpec(MlaHopperSpec):
 
     @property
     def loading_warps(self) -> int:
-        """Warps that bring tokens: with a wide tile there are no registers for more."""
-        return 8 if self.is_narrow else 4
+        """Warps that bring tokens: with more rows there are no registers for more."""
+        return 8 if self.tile_rows == _FEWEST_ROWS else 4
 
     @property
     def consumer_registers(self) -> int:

@@ -77,6 +77,7 @@ def test_a_paged_call_is_given_its_requests(launches: list[Launch]) -> None:
     values = launched(inputs, launches, "hopper").launches[0].values
 
     assert (values["requests"], values["q_len"], values["heads"]) == (2, 0, 5)
+    assert inputs.cum_seq_lens_q is not None
     assert values["cum_seq_lens_q"] == inputs.cum_seq_lens_q.data_ptr()
     assert (values["top_k"], values["top_k_lens"]) == (0, 0)
     assert (values["page_stride"], values["token_stride"]) == (64 * 656, 656)

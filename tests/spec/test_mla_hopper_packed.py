@@ -68,7 +68,7 @@ def test_registers_and_threads_fit_an_sm(rows: int) -> None:
     """Those that load with a wide tile have what those who multiply leave."""
     spec = mla_hopper_packed(rows=rows)
 
-    assert spec.threads == 384
+    assert spec.threads == (256 if rows == 32 else 384)
     assert 128 * (2 * spec.consumer_registers + spec.producer_registers) <= 65536
     assert spec.shared_bytes == mla_hopper(rows=rows).shared_bytes
     assert spec.converts_rows
