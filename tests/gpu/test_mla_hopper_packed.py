@@ -8,12 +8,14 @@ import pytest
 import torch
 
 import mlagen
+from mlagen import engine
 from mlagen.api import mla_call
 from mlagen.runtime import counters
 from mlagen.settings import current_settings
 from mlagen.spec.mla import MlaDecodeSpec
 from mlagen.spec.mla_hopper_packed import MlaHopperPackedSpec
 from tests.cases import MlaCase, MlaProblem
+from tests.gpu.test_mla_hopper import with_delays
 from tests.graph_replay import captured
 from tests.mla_cases import KINDS, of_kind
 from tests.mla_semantics import compute
@@ -97,6 +99,26 @@ def test_a_thousand_replays_leave_the_counters_at_zero(case: MlaCase) -> None:
     torch.cuda.synchronize()
     assert torch.equal(arguments["out"], expected)
     assert all(not slab.any() for slab in counters._slabs)
+
+
+@pytest.mark.parametrize("case", CASES[2::4], ids=str)
+def test_delays_change_no_bit(case: MlaCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever warp or block comes last, and whatever it finds done, the result is the same."""
+    problem = case.build("cuda")
+    mla_call._calls.clear()
+    expected = compute(problem)[0].clone()
+    (call,) = mla_call._calls.values()
+    spec = call.decode.spec
+    assert isinstance(spec, MlaHopperPackedSpec)
+    monkeypatch.setitem(engine._loaded, (spec, 0), with_delays(spec))
+    mla_call._calls.clear()
+
+    differing = mismatches(problem, 100)
+    result = compute(problem)[0]
+
+    mla_call._calls.clear()
+    assert differing == 0
+    assert torch.equal(result, expected)
 
 
 @pytest.mark.parametrize("heads", [16, 64, 128])
