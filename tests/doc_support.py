@@ -10,7 +10,15 @@ from typing import Any
 
 from mlagen.api.mla_query import MOST_HEADS
 from mlagen.compiler.toolchain import OLDEST_NVRTC
-from mlagen.spec import gqa, gqa_hopper, mla, mla_hopper, mla_hopper_e4m3, mla_support
+from mlagen.spec import (
+    gqa,
+    gqa_hopper,
+    mla,
+    mla_hopper,
+    mla_hopper_e4m3,
+    mla_hopper_packed,
+    mla_support,
+)
 from mlagen.spec.arch import ARCHS, Arch
 from mlagen.spec.families import FAMILIES, specs_of
 from mlagen.spec.gqa import GqaDecodeSpec, GqaVariant, gqa_decode_spec
@@ -33,17 +41,17 @@ FORMS = {
 ENTRY_POINTS = [
     {
         "entry point": "`mlagen.mla.trtllm_batch_decode_with_kv_cache_mla`",
-        "kernels": "`mla_decode`, `mla_hopper`, `mla_hopper_e4m3`",
+        "kernels": "`mla_decode`, `mla_hopper`, `mla_hopper_e4m3`, `mla_hopper_packed`",
         "asks for": "paged, sparse and separate; every pair but `packed640`",
     },
     {
         "entry point": "`mlagen.mla.xqa_batch_decode_with_kv_cache_mla`",
-        "kernels": "`mla_decode`, `mla_hopper`, `mla_hopper_e4m3`",
+        "kernels": "`mla_decode`, `mla_hopper`, `mla_hopper_e4m3`, `mla_hopper_packed`",
         "asks for": "paged; every pair but `packed640`",
     },
     {
         "entry point": "`mlagen.mla.BatchMLAPagedAttentionWrapper`",
-        "kernels": "`mla_decode`, `mla_hopper`",
+        "kernels": "`mla_decode`, `mla_hopper`, `mla_hopper_packed`",
         "asks for": "paged; `bf16` and `fp16` alike, and `e4m3` under `bf16` with a latent of 512",
     },
     {
@@ -93,13 +101,13 @@ for each token in a tensor of its own. `nvfp4` is two elements of e2m1 in a byte
 for 16 elements in a tensor of its own."""
 
 HOPPER_READING = f"""\
-On `sm_90a` these calls take the kernel named, with pages of a multiple of 16 tokens, and all others
-`mla_decode`, unless [`MLAGEN_MLA_KERNEL`](environment.md#the-kernel-of-mla-calls) says otherwise.
-Where it says *if asked for*, they take it with `MLAGEN_MLA_KERNEL=hopper` alone: in its present
-form it has not run on a GPU.
-Their tiles have {", ".join(map(str, sorted(mla_hopper.TILE_ROWS)))} rows: a request takes the
-narrowest that holds its rows, or the widest. A cache whose strides are 2^40 bytes or more takes
-`mla_decode`, too."""
+On `sm_90a` these calls take the kernel named, and all others `mla_decode`, unless
+[`MLAGEN_MLA_KERNEL`](environment.md#the-kernel-of-mla-calls) says otherwise. Where it says
+*if asked for*, they take it with `MLAGEN_MLA_KERNEL=hopper` alone: in its present form it has not
+run on a GPU. Pages are of a multiple of 16 tokens, for `mla_hopper_packed` of any number. Tiles have
+{", ".join(map(str, sorted(mla_hopper.TILE_ROWS)))} rows: a request takes the narrowest that holds
+its rows, or the widest; of a sparse call every query token is a request. A cache whose strides are
+2^40 bytes or more takes `mla_decode`, too, unless its rows are converted."""
 
 GQA_READING = f"""\
 With each row: head dims that are multiples of 16 up to {gqa.SLICE_DIMS}, and 512; any page size;
@@ -187,6 +195,7 @@ def _hopper_rows() -> Iterator[dict[str, str]]:
     specs: list[MlaHopperKernel] = [
         *mla_hopper.mla_hopper_specs(arch),
         *mla_hopper_e4m3.mla_hopper_e4m3_specs(arch),
+        *mla_hopper_packed.mla_hopper_packed_specs(arch),
     ]
     covered = {replace(spec.variant, page_size=64): spec for spec in specs}
     for variant, spec in covered.items():

@@ -20,6 +20,7 @@ from mlagen.spec.gqa_hopper import GqaHopperSpec, gqa_hopper_spec
 from mlagen.spec.mla import MlaDecodeSpec, mla_decode_spec
 from mlagen.spec.mla_hopper import MlaHopperSpec, mla_hopper_spec
 from mlagen.spec.mla_hopper_e4m3 import MlaHopperE4m3Spec, mla_hopper_e4m3_spec
+from mlagen.spec.mla_hopper_packed import MlaHopperPackedSpec, mla_hopper_packed_spec
 from mlagen.spec.mla_support import MlaVariant
 
 SM_80 = parse_arch("sm_80")
@@ -44,6 +45,14 @@ def mla_hopper_e4m3(*, rows: int = 16, **changes: Any) -> MlaHopperE4m3Spec:
     """Return the e4m3 Hopper kernel of DeepSeek-V3 for ``rows`` rows, some facts changed."""
     variant = MlaVariant(query_dtype=DType.E4M3, kv_dtype=DType.E4M3)
     spec = mla_hopper_e4m3_spec(SM_90A, replace(variant, **changes), rows)
+    assert spec is not None
+    return spec
+
+
+def mla_hopper_packed(*, rows: int = 64, **changes: Any) -> MlaHopperPackedSpec:
+    """Return the Hopper kernel over lists of 656-byte rows, some facts changed."""
+    variant = MlaVariant(query_dtype=DType.BF16, kv_dtype=DType.PACKED656, lookup="sparse")
+    spec = mla_hopper_packed_spec(SM_90A, replace(variant, **changes), rows)
     assert spec is not None
     return spec
 

@@ -10,13 +10,14 @@ from mlagen.api.calls import RememberedCalls, require_gpu
 from mlagen.api.mla_contents import check_contents
 from mlagen.api.mla_form import form_of
 from mlagen.api.mla_hopper import HopperCall, prepare_hopper
+from mlagen.api.mla_hopper_packed import PackedCall, prepare_packed
 from mlagen.api.mla_inputs import MlaInputs
 from mlagen.api.mla_portable import PortableCall, prepare_portable
 from mlagen.api.mla_request import MlaRequest, check_request
 from mlagen.api.reference import decode_mla
 from mlagen.settings import current_settings
 
-MlaCall = PortableCall | HopperCall
+MlaCall = PortableCall | HopperCall | PackedCall
 
 _calls: RememberedCalls[MlaCall] = RememberedCalls()
 
@@ -38,7 +39,11 @@ def _prepare(inputs: MlaInputs, request: MlaRequest, kernel: str) -> MlaCall:
     """Choose the kernel; ``kernel`` is what the settings ask for."""
     index = require_gpu(request.device, inputs.names.query)
     if kernel != "portable":
-        call = prepare_hopper(inputs, request, index, is_forced=kernel == "hopper")
+        is_forced = kernel == "hopper"
+        packed = prepare_packed(inputs, request, index, is_forced=is_forced)
+        if packed is not None:
+            return packed
+        call = prepare_hopper(inputs, request, index, is_forced=is_forced)
         if call is not None:
             return call
     return prepare_portable(inputs, request, index)

@@ -24,9 +24,10 @@ from mlagen.spec.mla_hopper_calls import MlaHopperKernel
 from mlagen.spec.mla_support import MlaVariant
 
 _COVERED = (
-    "covered: sm_90a, query and cache bf16, fp16 or e4m3 alike, (kv_lora_rank, qk_rope_head_dim) "
-    "(512, 64), (lookup, values, mask) (paged, shared, causal), page_size a multiple of 16, "
-    "strides of the cache below 2^40 bytes"
+    "covered: sm_90a, (kv_lora_rank, qk_rope_head_dim) (512, 64), and of (lookup, values, mask) "
+    "(paged, shared, causal) with query and cache bf16, fp16 or e4m3 alike, page_size a multiple "
+    "of 16, strides of the cache below 2^40 bytes, or that and (sparse, shared, causal) with a "
+    "cache of e4m3 or packed656 under a query of bf16 or fp16"
 )
 
 

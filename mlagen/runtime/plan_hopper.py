@@ -26,7 +26,8 @@ _SCALE_BYTES = 4
 _MOST_POSITIONS = 2**31 - 1
 
 # Of so few rows and blocks of tokens the portable kernel is faster: it begins sooner, and where a
-# few blocks of the grid share the work, that is most of the time. See docs/measurements.md.
+# few blocks of the grid share the work, that is most of the time. Where rows are converted on the
+# way in, it is so for any number of rows. See docs/measurements.md.
 SMALL_ROWS = 16
 SMALL_BLOCKS = 64
 
@@ -73,7 +74,8 @@ def plan_mla_hopper(
         groups=groups,
         partial_rows_offset=partial_values,
         workspace_bytes=partial_values + 2 * blocks * rows * row_bytes,
-        is_small=rows <= SMALL_ROWS and groups * blocks_of_tokens <= SMALL_BLOCKS,
+        is_small=(rows <= SMALL_ROWS or spec.converts_rows)
+        and groups * blocks_of_tokens <= SMALL_BLOCKS,
     )
 
 

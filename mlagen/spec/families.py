@@ -13,11 +13,13 @@ from mlagen.spec.kernel import KernelSpec
 from mlagen.spec.mla import mla_decode_specs
 from mlagen.spec.mla_hopper import mla_hopper_specs
 from mlagen.spec.mla_hopper_e4m3 import mla_hopper_e4m3_specs
+from mlagen.spec.mla_hopper_packed import mla_hopper_packed_specs
 
 FAMILIES: dict[str, Callable[[Arch], Iterator[KernelSpec]]] = {
     "mla_decode": mla_decode_specs,
     "mla_hopper": mla_hopper_specs,
     "mla_hopper_e4m3": mla_hopper_e4m3_specs,
+    "mla_hopper_packed": mla_hopper_packed_specs,
     "gqa_decode": gqa_decode_specs,
     "gqa_hopper": gqa_hopper_specs,
     "combine_splits": combine_splits_specs,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from mlagen.spec.arch import Arch
+from mlagen.spec.dtype import DType
 from mlagen.spec.kernel import (
     CallShape,
     KernelSpec,
@@ -98,6 +99,41 @@ class MlaHopperSpec(KernelSpec):
         return self.variant.kv_lora_rank
 
     @property
+    def math_dtype(self) -> DType:
+        """Element type that the tensor cores multiply."""
+        return self.variant.query_dtype
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether every query token has a list of tokens of its own."""
+        return self.variant.lookup == "sparse"
+
+    @property
+    def converts_rows(self) -> bool:
+        """Whether tokens are stored in other elements than the tensor cores take."""
+        return self.variant.kv_dtype is not self.math_dtype
+
+    @property
+    def producer_warps(self) -> int:
+        """Warps that do everything else."""
+        return 4
+
+    @property
+    def loading_warps(self) -> int:
+        """Warps that bring tokens into shared memory."""
+        return 1
+
+    @property
+    def consumer_registers(self) -> int:
+        """Registers of a thread that multiplies, with a wide tile."""
+        return 224
+
+    @property
+    def producer_registers(self) -> int:
+        """Registers of any other thread then."""
+        return 3 * 168 - 2 * self.consumer_registers
+
+    @property
     def box_tokens(self) -> int:
         """Tokens that one copy brings: of one page."""
         return math.gcd(self.variant.page_size, _BLOCK_TOKENS)
@@ -115,7 +151,7 @@ class MlaHopperSpec(KernelSpec):
     @property
     def threads(self) -> int:
         """Threads of one block."""
-        return self.consumer_warps * 32 + 128
+        return (self.consumer_warps + self.producer_warps) * 32
 
     @property
     def shared_bytes(self) -> int:

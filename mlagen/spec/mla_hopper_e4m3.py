@@ -47,6 +47,11 @@ class MlaHopperE4m3Spec(KernelSpec):
         return math.gcd(self.variant.page_size, _BLOCK_TOKENS)
 
     @property
+    def converts_rows(self) -> bool:
+        """Whether rows become elements of another type on their way."""
+        return False
+
+    @property
     def consumer_warps(self) -> int:
         """Warps that multiply values."""
         return 8

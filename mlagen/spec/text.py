@@ -19,6 +19,7 @@ from mlagen.spec.kernel import KernelSpec, Variant
 from mlagen.spec.mla import MlaDecodeSpec
 from mlagen.spec.mla_hopper import MlaHopperSpec
 from mlagen.spec.mla_hopper_e4m3 import MlaHopperE4m3Spec
+from mlagen.spec.mla_hopper_packed import MlaHopperPackedSpec
 from mlagen.spec.mla_support import SUPPORTED, output_dtype
 
 _TEXT = re.compile(r"\s*(\w+)\s*\(([^()]*)\)\s*")
@@ -160,6 +161,7 @@ _FAMILIES: dict[str, type[KernelSpec]] = {
         MlaDecodeSpec,
         MlaHopperSpec,
         MlaHopperE4m3Spec,
+        MlaHopperPackedSpec,
         GqaDecodeSpec,
         GqaHopperSpec,
         CombineSplitsSpec,

@@ -20,6 +20,7 @@ from mlagen.api import (
     gqa_portable,
     mla_call,
     mla_hopper,
+    mla_hopper_packed,
     mla_maps,
     mla_plan,
     mla_portable,
@@ -61,7 +62,10 @@ class Launched(NamedTuple):
 
 # The modules of each path, and what plans its calls.
 PORTABLE = ((mla_portable, mla_plan, "plan_call"),)
-HOPPER = ((mla_hopper, mla_plan, "plan_hopper_call"),)
+HOPPER = (
+    (mla_hopper, mla_plan, "plan_hopper_call"),
+    (mla_hopper_packed, mla_plan, "plan_packed_call"),
+)
 GQA = (
     (gqa_portable, gqa_plan, "plan_gqa_call"),
     (gqa_hopper, gqa_plan, "plan_gqa_hopper_call"),
@@ -99,6 +103,7 @@ def record_launches(
     monkeypatch.setattr(calls, "kernel_for", loaded)
     for hopper in (mla_hopper, gqa_hopper):
         monkeypatch.setattr(hopper, "arch_of_device", lambda _: arch)
+    for hopper in (mla_hopper, mla_hopper_packed, gqa_hopper):
         monkeypatch.setattr(hopper, "counters_of", lambda _, workspace: workspace + COUNTERS)
     monkeypatch.setattr(mla_maps, "encode", map_of)
     monkeypatch.setattr(gqa_maps, "encode", map_of)

@@ -39,7 +39,6 @@ COVERED_BY_IT = {
     "e4m3, pages of 16": replace(UNIFORM, dtype=E4M3, page_size=16),
 }
 NOT_COVERED = {
-    "bf16 over e4m3": replace(UNIFORM, kv_format="e4m3"),
     "rank 256": replace(UNIFORM, kv_lora_rank=256),
     "no rope": replace(UNIFORM, qk_rope_head_dim=0),
     "lists of tokens": replace(UNIFORM, top_k=70),
@@ -108,10 +107,11 @@ def test_another_gpu_takes_the_portable_kernel(arch: Arch, monkeypatch: pytest.M
     assert str(caught.value) == (
         f"MLAGEN_MLA_KERNEL=hopper: no such kernel for {arch}, query bf16, cache bf16, "
         "(kv_lora_rank, qk_rope_head_dim) (512, 64), (lookup, values, mask) "
-        "(paged, shared, causal), page_size 64; covered: sm_90a, query and cache bf16, fp16 or "
-        "e4m3 alike, (kv_lora_rank, qk_rope_head_dim) (512, 64), (lookup, values, mask) "
-        "(paged, shared, causal), page_size a multiple of 16, strides of the cache below 2^40 "
-        "bytes"
+        "(paged, shared, causal), page_size 64; covered: sm_90a, "
+        "(kv_lora_rank, qk_rope_head_dim) (512, 64), and of (lookup, values, mask) "
+        "(paged, shared, causal) with query and cache bf16, fp16 or e4m3 alike, page_size a "
+        "multiple of 16, strides of the cache below 2^40 bytes, or that and (sparse, shared, "
+        "causal) with a cache of e4m3 or packed656 under a query of bf16 or fp16"
     )
 
 

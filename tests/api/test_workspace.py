@@ -137,7 +137,7 @@ def test_a_kernel_that_is_asked_for_and_covers_no_such_call_is_refused(
     choose("hopper", monkeypatch)
 
     with pytest.raises(UnsupportedError, match=r"^MLAGEN_MLA_KERNEL=hopper: no such kernel for"):
-        mlagen.workspace_bytes(**SIZES, kv_dtype=E4M3)
+        mlagen.workspace_bytes(**SIZES, kv_lora_rank=256)
 
 
 @pytest.mark.usefixtures("h200")

@@ -41,6 +41,7 @@ def test_a_model_is_prewarmed_by_its_name(run: Run) -> None:
         "mla_decode": 12,
         "mla_hopper": 2,
         "mla_hopper_e4m3": 2,
+        "mla_hopper_packed": 2,
         "combine_splits": 2,
     }
 

@@ -18,10 +18,14 @@
 #define __shared__
 #define __align__(x)
 #define __launch_bounds__(...)
+#define __forceinline__ inline
 #define __grid_constant__
 
 struct uint2 {
   unsigned x, y;
+};
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
 };
 struct float2 {
   float x, y;
@@ -116,11 +120,11 @@ static const Shown& shown_by(int other) { return shown[current / kLanes * kLanes
 
 template <typename T>
 static T exchange(T value, int from) {
-  static_assert(sizeof(T) == 4);
-  memcpy(shown[current].words, &value, 4);
+  static_assert(sizeof(T) <= sizeof(Shown));
+  memcpy(shown[current].words, &value, sizeof value);
   meet();
   T result;
-  memcpy(&result, shown_by(from).words, 4);
+  memcpy(&result, shown_by(from).words, sizeof result);
   meet();
   return result;
 }

@@ -36,6 +36,8 @@ static void run_block(unsigned block, int threads) {
   copy_rounds = 1u << chance() % 8;
   memset(barriers, 0, sizeof barriers);
   memset(meetings, 0, sizeof meetings);
+  memset(group_meetings, 0, sizeof group_meetings);
+  block_threads = threads;
   for (int thread = 0; thread < threads; ++thread) {
     Fiber& fiber = fibers[thread];
     fiber.is_started = fiber.is_done = false;

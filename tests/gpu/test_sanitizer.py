@@ -36,6 +36,7 @@ for case in (
     MlaCase(name="e4m3 of 16 rows", seq_lens=(70, 900), heads=16, dtype=e4m3, page_size=16),
     MlaCase(name="e4m3 under bf16", seq_lens=(170, 9), kv_format="e4m3", scales="for 128 elements"),
     MlaCase(name="packed", seq_lens=(70, 9), heads=32, kv_format="packed656", top_k=40),
+    MlaCase(name="packed, 64 rows", seq_lens=(70, 9), heads=64, kv_format="packed656"),
     MlaCase(name="biased", seq_lens=(70, 9), kv_format="packed640", bias="for each head"),
     MlaCase(name="values apart", seq_lens=(70, 9), heads=32, values="other pages"),
 ):
@@ -68,7 +69,7 @@ for case in (
     ("cases", "count"), [(_MLA_CASES, 12), (_GQA_CASES, 8)], ids=["mla", "gqa"]
 )
 # racecheck knows nothing of barriers in shared memory that count what bulk copies bring; races of
-# the Hopper kernel are looked for by delays, in test_mla_hopper.py.
+# the Hopper kernels are looked for by delays, in test_mla_hopper.py and beside it.
 @pytest.mark.parametrize(
     ("tool", "kernel"), [("memcheck", "auto"), ("memcheck", "portable"), ("racecheck", "portable")]
 )

@@ -19,6 +19,7 @@ from tests.kernels import (
     mla_decode,
     mla_hopper,
     mla_hopper_e4m3,
+    mla_hopper_packed,
 )
 
 E4M3, PACKED656, PACKED640 = DType.E4M3, DType.PACKED656, DType.PACKED640
@@ -60,6 +61,7 @@ def test_a_cache_in_e4m3_is_read_by_queries_of_both_kinds() -> None:
     specs = model_specs(SM_90A, V3, Use(tp=(8,), kv_dtypes=(E4M3,)))
 
     assert specs == [
+        mla_hopper_packed(kv_dtype=E4M3, lookup="paged", rows=16),
         mla_decode(kv_dtype=E4M3),
         combine("sm_90a", 512),
         mla_hopper_e4m3(),

@@ -120,7 +120,8 @@ def test_without_models_and_kernels_the_table_is_asked() -> None:
         (
             {"models": "deepseek-v3", "families": ["mla"]},
             (
-                "family: expected one of mla_decode, mla_hopper, mla_hopper_e4m3, gqa_decode, "
+                "family: expected one of mla_decode, mla_hopper, mla_hopper_e4m3, "
+                "mla_hopper_packed, gqa_decode, "
                 "gqa_hopper, combine_splits, got 'mla'"
             ),
         ),

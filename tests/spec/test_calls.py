@@ -25,6 +25,7 @@ from tests.kernels import (
     mla_decode,
     mla_hopper,
     mla_hopper_e4m3,
+    mla_hopper_packed,
 )
 
 SM_120F = parse_arch("sm_120f")
@@ -59,12 +60,20 @@ def test_an_mla_call_in_e4m3_may_take_a_kernel_of_its_own() -> None:
 
 
 def test_an_mla_call_elsewhere_takes_the_portable_kernel() -> None:
-    """So does a call on Hopper in dtypes that no Hopper kernel knows."""
+    """So does a call on Hopper with dims that no Hopper kernel knows."""
     elsewhere = mla_call_specs(SM_80, MLA, 16)
-    mixed = mla_call_specs(SM_90A, replace(MLA, kv_dtype=DType.E4M3), 16)
+    other = mla_call_specs(SM_90A, replace(MLA, kv_lora_rank=256), 16)
 
     assert elsewhere == [mla_decode(arch=SM_80), combine("sm_80")]
-    assert mixed == [mla_decode(kv_dtype=DType.E4M3), combine()]
+    assert other == [mla_decode(kv_lora_rank=256), combine(dim=256)]
+
+
+def test_an_mla_call_over_rows_of_8_bits_may_take_a_kernel_that_converts_them() -> None:
+    """Or the portable one."""
+    mixed = mla_call_specs(SM_90A, replace(MLA, kv_dtype=DType.E4M3), 16)
+
+    converting = mla_hopper_packed(kv_dtype=DType.E4M3, lookup="paged", rows=16)
+    assert mixed == [converting, mla_decode(kv_dtype=DType.E4M3), combine()]
 
 
 def test_a_gqa_call_takes_its_kernels_and_the_one_that_combines_its_output() -> None:

@@ -50,8 +50,8 @@ def test_a_kernel_without_the_ingredient_is_kept() -> None:
             ("mla_decode", "mla"),
             {},
             (
-                "family: expected one of mla_decode, mla_hopper, mla_hopper_e4m3, gqa_decode, "
-                "gqa_hopper, combine_splits, got 'mla'"
+                "family: expected one of mla_decode, mla_hopper, mla_hopper_e4m3, "
+                "mla_hopper_packed, gqa_decode, gqa_hopper, combine_splits, got 'mla'"
             ),
         ),
         (

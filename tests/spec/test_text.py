@@ -115,7 +115,7 @@ def text_with(spec: KernelSpec, **changes: str) -> str:
             "combine(arch=sm_80)",
             (
                 "kernel: expected a family out of mla_decode, mla_hopper, mla_hopper_e4m3, "
-                "gqa_decode, gqa_hopper, combine_splits, got 'combine'"
+                "mla_hopper_packed, gqa_decode, gqa_hopper, combine_splits, got 'combine'"
             ),
         ),
         (

@@ -17,6 +17,7 @@ from tests.kernels import (
     gqa_hopper,
     mla_hopper,
     mla_hopper_e4m3,
+    mla_hopper_packed,
 )
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -28,6 +29,7 @@ GOLDEN = Path(__file__).parent / "golden"
         WIDE_DECODE,
         mla_hopper(),
         mla_hopper_e4m3(rows=64),
+        mla_hopper_packed(),
         gqa_decode(kv_dtype=DType.E4M3),
         gqa_hopper(),
         COMBINE,

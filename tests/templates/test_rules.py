@@ -28,6 +28,7 @@ from tests.kernels import (
     mla_decode,
     mla_hopper,
     mla_hopper_e4m3,
+    mla_hopper_packed,
 )
 
 FILES = {
@@ -177,6 +178,8 @@ def test_a_plain_file_is_formatted(name: str) -> None:
         mla_hopper(rows=16, page_size=16),
         mla_hopper_e4m3(rows=64),
         mla_hopper_e4m3(rows=16, page_size=16),
+        mla_hopper_packed(rows=64),
+        mla_hopper_packed(rows=16, lookup="paged", kv_dtype=DType.E4M3),
         gqa_decode(),
         gqa_decode(arch=SM_80, kv_dtype=DType.E4M3, out_dtype=DType.E4M3),
         gqa_decode(kv_dtype=DType.NVFP4),

@@ -1,5 +1,5 @@
 // Which rows and which tokens this block attends to. Needs Params, blocks/ragged_tiles.cuh,
-// blocks/table_row.cuh, roles/mla_decode/constants.
+// blocks/listed_tokens.cuh, blocks/table_row.cuh, roles/mla_decode/constants.
 
 // A row is one (query token, head) pair of a request, query token first, so that rows are
 // contiguous in [tokens, heads, dim] tensors. A block takes kRows rows and one split of the tokens.
@@ -29,22 +29,6 @@ struct alignas(64) Work {
   __device__ i64 global_row(int row) const { return first_query * heads + first_row + row; }
 };
 
-// How many of its listed tokens query token `token` looks at.
-__device__ inline int listed_tokens(const Params& params, int token) {
-  i64 listed;
-  if (params.top_k_lens != nullptr) {
-    listed = params.top_k_lens[token];
-  } else if (params.cum_seq_lens_q == nullptr) {
-    const int request = token / params.q_len;
-    listed = static_cast<i64>(params.seq_lens[request]) - params.q_len + token % params.q_len + 1;
-  } else {
-    const int request = request_of_token(params.cum_seq_lens_q, params.requests, token);
-    listed =
-        static_cast<i64>(params.seq_lens[request]) - params.cum_seq_lens_q[request + 1] + token + 1;
-  }
-  return static_cast<int>(max(static_cast<i64>(0), min(listed, static_cast<i64>(params.top_k))));
-}
-
 __device__ inline Work find_work(const Params& params) {
   Work work;
   const int block = static_cast<int>(blockIdx.x);
@@ -62,8 +46,10 @@ __device__ inline Work find_work(const Params& params) {
   work.rows = found.rows;
   work.is_causal = params.is_causal;
 
+  const TokenLists lists{params.seq_lens, params.top_k_lens, params.cum_seq_lens_q,
+                         params.requests, params.q_len,      params.top_k};
   work.kv_len =
-      kIsSparse ? listed_tokens(params, work.request)
+      kIsSparse ? listed_tokens(lists, work.request)
                 : tokens_held(params.seq_lens[work.request], table_row(params, work.request).pages);
   work.visible_to_all = work.visible_tokens(0);
   work.visible_to_any = work.visible_tokens(work.rows - 1);

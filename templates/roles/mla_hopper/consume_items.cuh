@@ -1,4 +1,4 @@
-// The consumers: all items of the block, one after the other. Needs schedule.cuh; of the
+// The consumers: all items of the block, one after the other. Needs hand_over.cuh; of the
 // consumers' roles ConsumerState and consume_item.
 
 __device__ inline void consume_items(const Params& params, SharedMemory& shared) {

@@ -5,10 +5,6 @@ constexpr u32 kExponentBits = kIsSame<Element, Bf16> ? 0x7f80 : 0x7c00;
 
 __device__ inline bool is_finite(u32 element) { return (element & kExponentBits) != kExponentBits; }
 
-// An element of a token's row in the cache, and its value.
-__device__ inline u16 element_at(const unsigned char* token, int dim) {
-  return reinterpret_cast<const u16*>(token)[dim];
-}
 __device__ inline float value_of_element(u16 element) { return cvt_f32(Element{}, element); }
 
 __device__ inline u32 finite_pair(u32 pair) {

@@ -1,5 +1,4 @@
-// The page ids of an item's tokens, read ahead by one warp. Needs Part, blocks/table_row.cuh,
-// ptx/prefetch.cuh.
+// The page ids of an item's tokens, read ahead by one warp. Needs Part, blocks/table_row.cuh.
 
 struct PageIds {
   const int* ids;
@@ -36,12 +35,3 @@ struct PageIds {
     later = read(base + kWarpLanes);
   }
 };
-
-// Asks for the first page ids of every request, which loaders read first where an item begins with
-// its request.
-__device__ inline void prefetch_ids(const Params& params) {
-  const int request = static_cast<int>(threadIdx.x);
-  if (request >= params.requests || params.max_pages == 0) return;
-  if (params.table_starts != nullptr) return;
-  prefetch_l2(params.block_tables + request * static_cast<i64>(params.block_tables_stride));
-}

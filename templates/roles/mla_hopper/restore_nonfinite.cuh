@@ -1,9 +1,9 @@
 // Makes the rows that see what is not finite so, as they would be if it had been multiplied: in
 // what has been stored of them, so that nothing of it is in the way of the usual case. Needs
 // Item, blocks/table_row.cuh, blocks/page_table.cuh, blocks/fresh_thread.cuh, ptx/cvt.cuh; from the
-// consumers part_row, part_dim, element_at, is_finite.
+// consumers part_row, part_dim, value_of_element, is_finite; from those who load stored_token.
 
-// Adds what was cleared to the rows that see it; `add` takes a token's row in the cache and its
+// Adds what was cleared to the rows that see it; `add` takes what a token is in the cache and its
 // position. A weight of 0 is not told from others: what is not finite makes a row so.
 template <typename Add>
 __device__ inline void add_nonfinite(const Params& params, const Item& item, Add add) {
@@ -13,8 +13,7 @@ __device__ inline void add_nonfinite(const Params& params, const Item& item, Add
        ++token) {
     const int page = ids[token / kPageSize];
     if (!is_page(page, params.num_pages)) continue;
-    const PagedRows rows{params.cache, params.page_stride, params.token_stride};
-    add(rows.row_of(page, token % kPageSize), token);
+    add(stored_token(params, page, token % kPageSize), token);
   }
 }
 
@@ -23,14 +22,14 @@ __device__ inline void add_nonfinite(const Params& params, const Item& item, Add
 template <typename Stored, typename Place>
 __device__ inline void restore_nonfinite(const Params& params, const Item& item, float scale,
                                          Place place) {
-  add_nonfinite(params, item, [&](const unsigned char* token, int position) {
+  add_nonfinite(params, item, [&](const StoredToken& token, int position) {
     const int warp = fresh_warp();
 #pragma unroll 1
     for (int part = 0; part < kAccumulators * 4; ++part) {
       const int i = part / 4;
       const int c = part % 4;
       if (position >= item.row_visible[part_row(warp, i, c)]) continue;
-      const u16 element = element_at(token, part_dim(warp, i, c));
+      const u16 element = token.element(part_dim(warp, i, c));
       if (is_finite(element)) continue;
       u16* stored = place(i, c);
       const float sum = cvt_f32(Stored{}, *stored) + value_of_element(element) * scale;

@@ -1,5 +1,6 @@
 // How the work of a call is divided among the blocks of the grid: each finds its own part. Needs
-// Params, blocks/query_offsets.cuh, blocks/table_row.cuh, roles/mla_hopper/constants.
+// Params, blocks/query_offsets.cuh, roles/mla_hopper/constants; of requests length_of and
+// tokens_of.
 
 // The tiles of rows of a request are taken in groups, one tile for each member of a team: blocks
 // that are neighbours and read the same tokens. A unit is a request and a group. All units in a row
@@ -32,7 +33,7 @@ __device__ inline int in_teams(const Params& params, int members) {
   return params.team_size == 3 ? members / 3 : members / 4;
 }
 
-// `length` is what seq_lens has for the request.
+// `length` is what length_of has for the request.
 __device__ inline RequestFacts facts_of_request(const Params& params, int request, int length) {
   RequestFacts facts;
   i64 q_len = params.q_len;
@@ -45,7 +46,7 @@ __device__ inline RequestFacts facts_of_request(const Params& params, int reques
                          (facts.first_query + q_len) * params.heads <= params.total_rows;
   facts.q_len = static_cast<int>(q_len);
   facts.rows = is_inside ? facts.q_len * params.heads : 0;
-  facts.kv_len = tokens_held(length, table_row(params, request).pages);
+  facts.kv_len = tokens_of(params, request, length);
   facts.blocks = ceil_div(facts.kv_len, kBlockTokens);
   const int tiles = ceil_div(facts.rows, kRows);
   facts.groups = in_teams(params, tiles + params.team_size - 1);
@@ -53,7 +54,7 @@ __device__ inline RequestFacts facts_of_request(const Params& params, int reques
 }
 
 __device__ inline RequestFacts facts_of_request(const Params& params, int request) {
-  return facts_of_request(params, request, params.seq_lens[request]);
+  return facts_of_request(params, request, length_of(params, request));
 }
 
 // The span of a team: the line's positions from `begin` to before `end`. The host sees to it that
@@ -134,7 +135,7 @@ __device__ inline int own_request(const Params& params) {
 }
 
 // Finds the span of the team `team`, by all threads of the block, and leaves it in `scratch`; says
-// whether there is one. `length` is what seq_lens has for the thread's own_request.
+// whether there is one. `length` is what length_of has for the thread's own_request.
 __device__ inline bool find_span(const Params& params, int team, int length, SpanScratch& scratch) {
   const int each = requests_of_thread(params);
   const int first = static_cast<int>(threadIdx.x) * each;

@@ -47,12 +47,3 @@ __device__ inline void prefetch_block(const Params& params, const PageIds& ids, 
     cp_async_bulk_prefetch_tensor(&params.rope_map, 0, token % kPageSize, 0, page);
   }
 }
-
-// For the loader: done with the item that `count` have preceded; what the next is about.
-__device__ inline Part next_part(SharedMemory& shared, u32& count) {
-  __syncwarp();  // all lanes have read it
-  if (lane_index() == 0) arrive_at(shared.item_empty[item_slot(count)]);
-  ++count;
-  wait_for(shared.item_full[item_slot(count)], item_parity(count));
-  return shared.items[item_slot(count)];
-}

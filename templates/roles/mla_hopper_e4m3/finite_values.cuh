@@ -1,12 +1,9 @@
 // Values that some row of a tile must not see: 0 * NaN is NaN, so a NaN must not meet the tensor
 // cores, though its weight is 0. Of a NaN all bits are set but the sign. Needs
-// SharedMemory,
-// Item, blocks/e4m3.cuh.j2, ptx/cvt.cuh.
+// SharedMemory, Item, blocks/e4m3.cuh.j2, ptx/cvt.cuh.
 
 __device__ inline bool is_finite(u32 element) { return (element & 0x7f) != 0x7f; }
 
-// An element of a token's row in the cache, and its value.
-__device__ inline u16 element_at(const unsigned char* token, int dim) { return token[dim]; }
 __device__ inline float value_of_element(u16 element) {
   return cvt_f32(Fp16{}, static_cast<u16>(fp16x2_of_e4m3x2(element)));
 }

@@ -1,7 +1,9 @@
-// The shared memory of a block, whole. Needs Item, roles/mla_hopper/constants.
+// The shared memory of a block, whole. Needs Item,
+// roles/mla_hopper/unlisted_tokens.cuh, roles/mla_hopper/constants.
 
 // Tokens are in a ring of thirds of blocks: three tiles each.
-constexpr int kStages = kRows == 16 ? 8 : 7;  // as many as fit
+// As many as fit; whole blocks where those who load do not take thirds.
+constexpr int kStages = kLoadingWarps > 1 ? 6 : kRows == 16 ? 8 : 7;
 constexpr int kStageTiles = 3;
 constexpr int kBlockStages = kTiles / kStageTiles;
 
@@ -21,6 +23,7 @@ struct SharedMemory {
   Barrier item_full[2];
   Barrier item_empty[2];
   int has_nonfinite;
+  UnlistedTokens unlisted[kStages];  // of the block that begins in the stage
 };
 static_assert(sizeof(SharedMemory) <= kSharedBytes, "the spec knows what the struct takes");
 static_assert(kBlockStages * kStageTiles == kTiles, "a block is whole stages");
@@ -28,7 +31,7 @@ static_assert(kBlockStages * kStageTiles == kTiles, "a block is whole stages");
 // By one thread.
 __device__ inline void make_token_barriers(const SharedMemory& shared) {
   for (int stage = 0; stage < kStages; ++stage) {
-    make_barrier(shared.stage_full[stage], 1);
+    make_barrier(shared.stage_full[stage], kLoadingWarps);
     make_barrier(shared.stage_empty[stage], 1);
   }
 }

@@ -44,5 +44,5 @@ __device__ inline void consume_item(const Params& params, const Item& item, Shar
 }
 
 // Of 168 that a thread has at first, those who load give most to those who multiply.
-__device__ inline void give_registers_back() { setmaxnreg_dec<56>(); }
-__device__ inline void take_registers() { setmaxnreg_inc<224>(); }
+__device__ inline void give_registers_back() { setmaxnreg_dec<kProducerRegisters>(); }
+__device__ inline void take_registers() { setmaxnreg_inc<kConsumerRegisters>(); }

@@ -429,6 +429,34 @@ __device__ inline TileRows rows_of_tile(const int* cum_seq_lens_q, int requests,
           is_inside && rows > 0 ? static_cast<int>(rows) : 0};
 }
 
+// How many of its listed tokens a query token looks at. Needs blocks/ragged_tiles.cuh.
+
+// Either the lists themselves have lengths, or the requests that query tokens belong to.
+struct TokenLists {
+  const int* seq_lens;
+  const int* top_k_lens;
+  const int* cum_seq_lens_q;
+  int requests;
+  int q_len;
+  int top_k;
+};
+
+// Of query token `token`.
+__device__ inline int listed_tokens(const TokenLists& lists, int token) {
+  i64 listed;
+  if (lists.top_k_lens != nullptr) {
+    listed = lists.top_k_lens[token];
+  } else if (lists.cum_seq_lens_q == nullptr) {
+    const int request = token / lists.q_len;
+    listed = static_cast<i64>(lists.seq_lens[request]) - lists.q_len + token % lists.q_len + 1;
+  } else {
+    const int request = request_of_token(lists.cum_seq_lens_q, lists.requests, token);
+    listed =
+        static_cast<i64>(lists.seq_lens[request]) - lists.cum_seq_lens_q[request + 1] + token + 1;
+  }
+  return static_cast<int>(max(static_cast<i64>(0), min(listed, static_cast<i64>(lists.top_k))));
+}
+
 // A scale is a number, or a tensor of one element that only the device knows. Needs nothing.
 
 __device__ inline float value_of(const float* tensor, float number) {
@@ -485,7 +513,7 @@ __device__ inline float row_total(float value) {
 }
 
 // Which rows and which tokens this block attends to. Needs Params, blocks/ragged_tiles.cuh,
-// blocks/table_row.cuh, roles/mla_decode/constants.
+// blocks/listed_tokens.cuh, blocks/table_row.cuh, roles/mla_decode/constants.
 
 // A row is one (query token, head) pair of a request, query token first, so that rows are
 // contiguous in [tokens, heads, dim] tensors. A block takes kRows rows and one split of the tokens.
@@ -515,22 +543,6 @@ struct alignas(64) Work {
   __device__ i64 global_row(int row) const { return first_query * heads + first_row + row; }
 };
 
-// How many of its listed tokens query token `token` looks at.
-__device__ inline int listed_tokens(const Params& params, int token) {
-  i64 listed;
-  if (params.top_k_lens != nullptr) {
-    listed = params.top_k_lens[token];
-  } else if (params.cum_seq_lens_q == nullptr) {
-    const int request = token / params.q_len;
-    listed = static_cast<i64>(params.seq_lens[request]) - params.q_len + token % params.q_len + 1;
-  } else {
-    const int request = request_of_token(params.cum_seq_lens_q, params.requests, token);
-    listed =
-        static_cast<i64>(params.seq_lens[request]) - params.cum_seq_lens_q[request + 1] + token + 1;
-  }
-  return static_cast<int>(max(static_cast<i64>(0), min(listed, static_cast<i64>(params.top_k))));
-}
-
 __device__ inline Work find_work(const Params& params) {
   Work work;
   const int block = static_cast<int>(blockIdx.x);
@@ -548,8 +560,10 @@ __device__ inline Work find_work(const Params& params) {
   work.rows = found.rows;
   work.is_causal = params.is_causal;
 
+  const TokenLists lists{params.seq_lens, params.top_k_lens, params.cum_seq_lens_q,
+                         params.requests, params.q_len,      params.top_k};
   work.kv_len =
-      kIsSparse ? listed_tokens(params, work.request)
+      kIsSparse ? listed_tokens(lists, work.request)
                 : tokens_held(params.seq_lens[work.request], table_row(params, work.request).pages);
   work.visible_to_all = work.visible_tokens(0);
   work.visible_to_any = work.visible_tokens(work.rows - 1);

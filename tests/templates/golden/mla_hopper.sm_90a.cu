@@ -100,10 +100,13 @@ using Element = Bf16;
 constexpr int kLatentDim = 512;
 constexpr int kRopeDim = 64;
 constexpr int kPageSize = 64;
-constexpr bool kIsSparse = false;  // lists of tokens are for the portable kernel
+constexpr bool kIsSparse = false;
 constexpr int kBoxTokens = 64;
 constexpr int kRows = 16;
 constexpr int kConsumerWarps = 4;
+constexpr int kLoadingWarps = 1;
+constexpr int kProducerRegisters = 56;  // of a thread; of a consumer's
+constexpr int kConsumerRegisters = 224;
 constexpr int kSharedBytes = 232448;
 
 constexpr int kHeadDimQk = kLatentDim + kRopeDim;
@@ -119,14 +122,14 @@ constexpr int kTileBytes = kBlockTokens * kTileRowBytes;
 constexpr int kQueryTileBytes = kRows * kTileRowBytes;
 constexpr int kBoxes = kBlockTokens / kBoxTokens;  // of a tile
 
-// Warps of the consumers come first, then the four of the producer.
+// Warps of the consumers come first, then those of the producer.
 constexpr int kConsumerThreads = kConsumerWarps * kWarpLanes;
-constexpr int kProducerThreads = 128;
+constexpr int kProducerThreads = 4 * kWarpLanes;
 constexpr int kThreads = kConsumerThreads + kProducerThreads;
 
-// Who is done with an item before the next is put there, the loader, too; and with its query, one
-// thread for each four warps.
-constexpr int kItemReaders = 1 + kConsumerWarps;
+// Who is done with an item before the next is put there, those who load, too; and with its query,
+// one thread for each four warps.
+constexpr int kItemReaders = kLoadingWarps + kConsumerWarps;
 constexpr int kQueryReaders = kConsumerWarps / 4;
 
 // How many accumulators a consumer thread has, as float4.
@@ -352,6 +355,16 @@ __device__ inline float4 ld_global_cg_v4_f32(const void* address) {
                : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
                : "l"(address)
                : "memory");
+  return value;
+}
+
+// ld.global.L2::128B.v4.u32
+// Has the whole line brought into L2. Begun where it stands.
+__device__ inline uint4 ld_global_v4_u32(const void* address) {
+  uint4 value;
+  asm volatile("ld.global.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "l"(address));
   return value;
 }
 
@@ -970,8 +983,21 @@ __device__ inline u32 descriptor_low(u32 address, u32 tile_distance) {
 __device__ inline u64 descriptor(u32 low) { return mov_b64(low, kDescriptorHigh); }
 __device__ inline u64 descriptor_64(u32 low) { return mov_b64(low, kDescriptorHigh64); }
 
+// How many tokens a request has, where tables lead to its pages. Needs Params,
+// blocks/table_row.cuh.
+
+__device__ inline int length_of(const Params& params, int request) {
+  return params.seq_lens[request];
+}
+
+// `length` is what length_of has for it.
+__device__ inline int tokens_of(const Params& params, int request, int length) {
+  return tokens_held(length, table_row(params, request).pages);
+}
+
 // How the work of a call is divided among the blocks of the grid: each finds its own part. Needs
-// Params, blocks/query_offsets.cuh, blocks/table_row.cuh, roles/mla_hopper/constants.
+// Params, blocks/query_offsets.cuh, roles/mla_hopper/constants; of requests length_of and
+// tokens_of.
 
 // The tiles of rows of a request are taken in groups, one tile for each member of a team: blocks
 // that are neighbours and read the same tokens. A unit is a request and a group. All units in a row
@@ -1004,7 +1030,7 @@ __device__ inline int in_teams(const Params& params, int members) {
   return params.team_size == 3 ? members / 3 : members / 4;
 }
 
-// `length` is what seq_lens has for the request.
+// `length` is what length_of has for the request.
 __device__ inline RequestFacts facts_of_request(const Params& params, int request, int length) {
   RequestFacts facts;
   i64 q_len = params.q_len;
@@ -1017,7 +1043,7 @@ __device__ inline RequestFacts facts_of_request(const Params& params, int reques
                          (facts.first_query + q_len) * params.heads <= params.total_rows;
   facts.q_len = static_cast<int>(q_len);
   facts.rows = is_inside ? facts.q_len * params.heads : 0;
-  facts.kv_len = tokens_held(length, table_row(params, request).pages);
+  facts.kv_len = tokens_of(params, request, length);
   facts.blocks = ceil_div(facts.kv_len, kBlockTokens);
   const int tiles = ceil_div(facts.rows, kRows);
   facts.groups = in_teams(params, tiles + params.team_size - 1);
@@ -1025,7 +1051,7 @@ __device__ inline RequestFacts facts_of_request(const Params& params, int reques
 }
 
 __device__ inline RequestFacts facts_of_request(const Params& params, int request) {
-  return facts_of_request(params, request, params.seq_lens[request]);
+  return facts_of_request(params, request, length_of(params, request));
 }
 
 // The span of a team: the line's positions from `begin` to before `end`. The host sees to it that
@@ -1106,7 +1132,7 @@ __device__ inline int own_request(const Params& params) {
 }
 
 // Finds the span of the team `team`, by all threads of the block, and leaves it in `scratch`; says
-// whether there is one. `length` is what seq_lens has for the thread's own_request.
+// whether there is one. `length` is what length_of has for the thread's own_request.
 __device__ inline bool find_span(const Params& params, int team, int length, SpanScratch& scratch) {
   const int each = requests_of_thread(params);
   const int first = static_cast<int>(threadIdx.x) * each;
@@ -1333,10 +1359,30 @@ __device__ inline u32 item_slot(u32 count) { return count % 2; }
 __device__ inline u32 item_parity(u32 count) { return count / 2 % 2; }
 __device__ inline u32 query_parity(u32 count) { return count % 2; }
 
-// The shared memory of a block, whole. Needs Item, roles/mla_hopper/constants.
+// Tokens of a block that no row sees, for its list names nothing there. Needs
+// roles/mla_hopper/constants.
+
+struct alignas(8) UnlistedTokens {
+  unsigned char bits[8];  // of eight tokens each
+
+  // Those of loading warp `warp`.
+  __device__ void set(int warp, u32 missing) {
+    constexpr int kBytes = 8 / kLoadingWarps;
+#pragma unroll
+    for (int i = 0; i < kBytes; ++i) {
+      bits[warp * kBytes + i] = static_cast<unsigned char>(missing >> i * 8);
+    }
+  }
+
+  __device__ u64 all() const { return *reinterpret_cast<const u64*>(bits); }
+};
+
+// The shared memory of a block, whole. Needs Item,
+// roles/mla_hopper/unlisted_tokens.cuh, roles/mla_hopper/constants.
 
 // Tokens are in a ring of thirds of blocks: three tiles each.
-constexpr int kStages = kRows == 16 ? 8 : 7;  // as many as fit
+// As many as fit; whole blocks where those who load do not take thirds.
+constexpr int kStages = kLoadingWarps > 1 ? 6 : kRows == 16 ? 8 : 7;
 constexpr int kStageTiles = 3;
 constexpr int kBlockStages = kTiles / kStageTiles;
 
@@ -1356,6 +1402,7 @@ struct SharedMemory {
   Barrier item_full[2];
   Barrier item_empty[2];
   int has_nonfinite;
+  UnlistedTokens unlisted[kStages];  // of the block that begins in the stage
 };
 static_assert(sizeof(SharedMemory) <= kSharedBytes, "the spec knows what the struct takes");
 static_assert(kBlockStages * kStageTiles == kTiles, "a block is whole stages");
@@ -1363,7 +1410,7 @@ static_assert(kBlockStages * kStageTiles == kTiles, "a block is whole stages");
 // By one thread.
 __device__ inline void make_token_barriers(const SharedMemory& shared) {
   for (int stage = 0; stage < kStages; ++stage) {
-    make_barrier(shared.stage_full[stage], 1);
+    make_barrier(shared.stage_full[stage], kLoadingWarps);
     make_barrier(shared.stage_empty[stage], 1);
   }
 }
@@ -1412,21 +1459,18 @@ __device__ inline void begin_query(const Params& params, const Part& part, Share
   cp_async_commit_group();
 }
 
-// The schedulers, three warps: hand items to all roles, and bring each item's query into shared
-// memory. Needs SharedMemory, items.cuh, blocks/barriers.cuh, ptx/barrier.cuh, ptx/cp_async.cuh,
-// ptx/fence.cuh; from the family begin_query.
+// What all roles need to hand items and queries on. Needs SharedMemory, items.cuh,
+// blocks/barriers.cuh, ptx/cp_async.cuh, ptx/fence.cuh; from the family begin_query.
 
-constexpr int kSchedulerWarps = 3;
-constexpr int kSchedulerThreads = kSchedulerWarps * kWarpLanes;
-
-// By one thread.
-__device__ inline void make_item_barriers(const SharedMemory& shared) {
+// By one thread. How many warps say that an item is there, read it, and bring queries.
+__device__ inline void make_item_barriers(const SharedMemory& shared, int tellers, int readers,
+                                          int query_warps) {
   make_barrier(shared.first_query_full, kConsumerWarps);
-  make_barrier(shared.query_full, kSchedulerWarps);
+  make_barrier(shared.query_full, query_warps);
   make_barrier(shared.query_empty, kQueryReaders);
   for (int slot = 0; slot < 2; ++slot) {
-    make_barrier(shared.item_full[slot], kSchedulerWarps);
-    make_barrier(shared.item_empty[slot], kItemReaders);
+    make_barrier(shared.item_full[slot], tellers);
+    make_barrier(shared.item_empty[slot], readers);
   }
 }
 
@@ -1465,6 +1509,35 @@ __device__ inline void take_next_item(const Params& params, int member, u32 coun
   __syncwarp();
 }
 
+// For those who load: done with the item that `count` have preceded; what the next is about.
+__device__ inline Part next_part(SharedMemory& shared, u32& count) {
+  __syncwarp();  // all lanes have read it
+  if (lane_index() == 0) arrive_at(shared.item_empty[item_slot(count)]);
+  ++count;
+  wait_for(shared.item_full[item_slot(count)], item_parity(count));
+  return shared.items[item_slot(count)];
+}
+
+// Waits for the query of the item that `count` have preceded.
+__device__ inline void wait_for_query(const SharedMemory& shared, u32 count) {
+  if (count == 0) {
+    wait_for(shared.first_query_full, 0);
+  } else {
+    wait_for(shared.query_full, query_parity(count) ^ 1);
+  }
+}
+
+// The schedulers, three warps: hand items to all roles, and bring each item's query into shared
+// memory. Needs hand_over.cuh, ptx/barrier.cuh.
+
+constexpr int kSchedulerWarps = 3;
+constexpr int kSchedulerThreads = kSchedulerWarps * kWarpLanes;
+
+// By one thread.
+__device__ inline void make_item_barriers(const SharedMemory& shared) {
+  make_item_barriers(shared, kSchedulerWarps, kItemReaders, kSchedulerWarps);
+}
+
 // `walk` is at the first item.
 __device__ inline void schedule(const Params& params, ItemWalk& walk, const Part& first,
                                 SharedMemory& shared) {
@@ -1488,17 +1561,17 @@ __device__ inline void schedule(const Params& params, ItemWalk& walk, const Part
   }
 }
 
-// Waits for the query of the item that `count` have preceded.
-__device__ inline void wait_for_query(const SharedMemory& shared, u32 count) {
-  if (count == 0) {
-    wait_for(shared.first_query_full, 0);
-  } else {
-    wait_for(shared.query_full, query_parity(count) ^ 1);
-  }
+// Asks for the first page ids, or listed tokens, of every request, which loaders read first where
+// an item begins with its request. Needs Params, ptx/prefetch.cuh.
+
+__device__ inline void prefetch_ids(const Params& params) {
+  const int request = static_cast<int>(threadIdx.x);
+  if (request >= params.requests || params.max_pages == 0) return;
+  if (params.table_starts != nullptr) return;
+  prefetch_l2(params.block_tables + request * static_cast<i64>(params.block_tables_stride));
 }
 
-// The page ids of an item's tokens, read ahead by one warp. Needs Part, blocks/table_row.cuh,
-// ptx/prefetch.cuh.
+// The page ids of an item's tokens, read ahead by one warp. Needs Part, blocks/table_row.cuh.
 
 struct PageIds {
   const int* ids;
@@ -1535,15 +1608,6 @@ struct PageIds {
     later = read(base + kWarpLanes);
   }
 };
-
-// Asks for the first page ids of every request, which loaders read first where an item begins with
-// its request.
-__device__ inline void prefetch_ids(const Params& params) {
-  const int request = static_cast<int>(threadIdx.x);
-  if (request >= params.requests || params.max_pages == 0) return;
-  if (params.table_starts != nullptr) return;
-  prefetch_l2(params.block_tables + request * static_cast<i64>(params.block_tables_stride));
-}
 
 // Copies tiles of tokens, in as many boxes as pages make necessary. Needs Params, PageIds,
 // SharedMemory, items.cuh, blocks/barriers.cuh, ptx/cp_async_bulk.cuh.
@@ -1595,13 +1659,19 @@ __device__ inline void prefetch_block(const Params& params, const PageIds& ids, 
   }
 }
 
-// For the loader: done with the item that `count` have preceded; what the next is about.
-__device__ inline Part next_part(SharedMemory& shared, u32& count) {
-  __syncwarp();  // all lanes have read it
-  if (lane_index() == 0) arrive_at(shared.item_empty[item_slot(count)]);
-  ++count;
-  wait_for(shared.item_full[item_slot(count)], item_parity(count));
-  return shared.items[item_slot(count)];
+// A token as it lies in the cache. Needs Params, blocks/page_table.cuh.
+
+struct StoredToken {
+  const unsigned char* row;
+
+  // One of its values.
+  __device__ u16 element(int dim) const { return reinterpret_cast<const u16*>(row)[dim]; }
+};
+
+// The token in `slot` of `page`, which exists.
+__device__ inline StoredToken stored_token(const Params& params, int page, int slot) {
+  const PagedRows rows{params.cache, params.page_stride, params.token_stride};
+  return {rows.row_of(page, slot)};
 }
 
 // Values that some row of a tile must not see: 0 * NaN is NaN, so what is not finite must not meet
@@ -1611,10 +1681,6 @@ constexpr u32 kExponentBits = kIsSame<Element, Bf16> ? 0x7f80 : 0x7c00;
 
 __device__ inline bool is_finite(u32 element) { return (element & kExponentBits) != kExponentBits; }
 
-// An element of a token's row in the cache, and its value.
-__device__ inline u16 element_at(const unsigned char* token, int dim) {
-  return reinterpret_cast<const u16*>(token)[dim];
-}
 __device__ inline float value_of_element(u16 element) { return cvt_f32(Element{}, element); }
 
 __device__ inline u32 finite_pair(u32 pair) {
@@ -1934,6 +2000,16 @@ struct Consumer {
     }
   }
 
+  // Hides, in log2 units, what a list does not name.
+  __device__ void hide_unlisted(u64 unlisted) {
+    const u64 bits = unlisted >> (fresh_warp() * 16 + fresh_lane() / 4);
+#pragma unroll
+    for (int i = 0; i < kRows / 2; ++i) {
+      const bool is_hidden = bits >> (i / 2 % 2 * 8) & 1;
+      scores[i] = is_hidden ? -kInfinity : __fmul_rn(scores[i], scale);
+    }
+  }
+
   // Writes probabilities relative to the references as they are; says whether any is so large that
   // references must move, and adds them up.
   __device__ bool write_probabilities(float factor, float (&part)[kOwnRows]) const {
@@ -2006,7 +2082,13 @@ struct Consumer {
     take_block_scores();
     float factor = scale;
     const int first_token = block * kBlockTokens;
-    if (first_token + kBlockTokens > item.visible_to_all) {
+    if constexpr (kIsSparse) {
+      const u64 unlisted = shared.unlisted[stage(0)].all();
+      if (unlisted != 0) {
+        hide_unlisted(unlisted);
+        factor = 1.0f;
+      }
+    } else if (first_token + kBlockTokens > item.visible_to_all) {
       hide(first_token);
       factor = 1.0f;
       clear_values(first_token);
@@ -2173,9 +2255,9 @@ __device__ inline void store_tasks(const Params& params, const Item& item, Share
 // Makes the rows that see what is not finite so, as they would be if it had been multiplied: in
 // what has been stored of them, so that nothing of it is in the way of the usual case. Needs
 // Item, blocks/table_row.cuh, blocks/page_table.cuh, blocks/fresh_thread.cuh, ptx/cvt.cuh; from the
-// consumers part_row, part_dim, element_at, is_finite.
+// consumers part_row, part_dim, value_of_element, is_finite; from those who load stored_token.
 
-// Adds what was cleared to the rows that see it; `add` takes a token's row in the cache and its
+// Adds what was cleared to the rows that see it; `add` takes what a token is in the cache and its
 // position. A weight of 0 is not told from others: what is not finite makes a row so.
 template <typename Add>
 __device__ inline void add_nonfinite(const Params& params, const Item& item, Add add) {
@@ -2185,8 +2267,7 @@ __device__ inline void add_nonfinite(const Params& params, const Item& item, Add
        ++token) {
     const int page = ids[token / kPageSize];
     if (!is_page(page, params.num_pages)) continue;
-    const PagedRows rows{params.cache, params.page_stride, params.token_stride};
-    add(rows.row_of(page, token % kPageSize), token);
+    add(stored_token(params, page, token % kPageSize), token);
   }
 }
 
@@ -2195,14 +2276,14 @@ __device__ inline void add_nonfinite(const Params& params, const Item& item, Add
 template <typename Stored, typename Place>
 __device__ inline void restore_nonfinite(const Params& params, const Item& item, float scale,
                                          Place place) {
-  add_nonfinite(params, item, [&](const unsigned char* token, int position) {
+  add_nonfinite(params, item, [&](const StoredToken& token, int position) {
     const int warp = fresh_warp();
 #pragma unroll 1
     for (int part = 0; part < kAccumulators * 4; ++part) {
       const int i = part / 4;
       const int c = part % 4;
       if (position >= item.row_visible[part_row(warp, i, c)]) continue;
-      const u16 element = element_at(token, part_dim(warp, i, c));
+      const u16 element = token.element(part_dim(warp, i, c));
       if (is_finite(element)) continue;
       u16* stored = place(i, c);
       const float sum = cvt_f32(Stored{}, *stored) + value_of_element(element) * scale;
@@ -2671,7 +2752,7 @@ __device__ inline void consume_item(const Params& params, const Item& item, Shar
 __device__ inline void give_registers_back() {}
 __device__ inline void take_registers() {}
 
-// The consumers: all items of the block, one after the other. Needs schedule.cuh; of the
+// The consumers: all items of the block, one after the other. Needs hand_over.cuh; of the
 // consumers' roles ConsumerState and consume_item.
 
 __device__ inline void consume_items(const Params& params, SharedMemory& shared) {
@@ -2693,7 +2774,7 @@ __device__ inline void consume_items(const Params& params, SharedMemory& shared)
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     mla_hopper(const __grid_constant__ Params params) {
   SharedMemory& shared = shared_memory<SharedMemory>();
-  const int length = params.seq_lens[own_request(params)];
+  const int length = length_of(params, own_request(params));
   prefetch_ids(params);
   if (threadIdx.x == 0) {
     make_token_barriers(shared);

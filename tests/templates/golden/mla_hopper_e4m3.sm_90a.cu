@@ -364,6 +364,16 @@ __device__ inline float4 ld_global_cg_v4_f32(const void* address) {
   return value;
 }
 
+// ld.global.L2::128B.v4.u32
+// Has the whole line brought into L2. Begun where it stands.
+__device__ inline uint4 ld_global_v4_u32(const void* address) {
+  uint4 value;
+  asm volatile("ld.global.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "l"(address));
+  return value;
+}
+
 // PTX ISA, "Warp Level Matrix Instructions: ldmatrix". Needs sm_75.
 // Lanes 8i to 8i + 7 give the shared-memory addresses of the eight 16-byte rows of matrix i;
 // word i of the result is this lane's fragment of matrix i.
@@ -1118,8 +1128,21 @@ __device__ inline u32 descriptor_low(u32 address, u32 tile_distance) {
 __device__ inline u64 descriptor(u32 low) { return mov_b64(low, kDescriptorHigh); }
 __device__ inline u64 descriptor_64(u32 low) { return mov_b64(low, kDescriptorHigh64); }
 
+// How many tokens a request has, where tables lead to its pages. Needs Params,
+// blocks/table_row.cuh.
+
+__device__ inline int length_of(const Params& params, int request) {
+  return params.seq_lens[request];
+}
+
+// `length` is what length_of has for it.
+__device__ inline int tokens_of(const Params& params, int request, int length) {
+  return tokens_held(length, table_row(params, request).pages);
+}
+
 // How the work of a call is divided among the blocks of the grid: each finds its own part. Needs
-// Params, blocks/query_offsets.cuh, blocks/table_row.cuh, roles/mla_hopper/constants.
+// Params, blocks/query_offsets.cuh, roles/mla_hopper/constants; of requests length_of and
+// tokens_of.
 
 // The tiles of rows of a request are taken in groups, one tile for each member of a team: blocks
 // that are neighbours and read the same tokens. A unit is a request and a group. All units in a row
@@ -1152,7 +1175,7 @@ __device__ inline int in_teams(const Params& params, int members) {
   return params.team_size == 3 ? members / 3 : members / 4;
 }
 
-// `length` is what seq_lens has for the request.
+// `length` is what length_of has for the request.
 __device__ inline RequestFacts facts_of_request(const Params& params, int request, int length) {
   RequestFacts facts;
   i64 q_len = params.q_len;
@@ -1165,7 +1188,7 @@ __device__ inline RequestFacts facts_of_request(const Params& params, int reques
                          (facts.first_query + q_len) * params.heads <= params.total_rows;
   facts.q_len = static_cast<int>(q_len);
   facts.rows = is_inside ? facts.q_len * params.heads : 0;
-  facts.kv_len = tokens_held(length, table_row(params, request).pages);
+  facts.kv_len = tokens_of(params, request, length);
   facts.blocks = ceil_div(facts.kv_len, kBlockTokens);
   const int tiles = ceil_div(facts.rows, kRows);
   facts.groups = in_teams(params, tiles + params.team_size - 1);
@@ -1173,7 +1196,7 @@ __device__ inline RequestFacts facts_of_request(const Params& params, int reques
 }
 
 __device__ inline RequestFacts facts_of_request(const Params& params, int request) {
-  return facts_of_request(params, request, params.seq_lens[request]);
+  return facts_of_request(params, request, length_of(params, request));
 }
 
 // The span of a team: the line's positions from `begin` to before `end`. The host sees to it that
@@ -1254,7 +1277,7 @@ __device__ inline int own_request(const Params& params) {
 }
 
 // Finds the span of the team `team`, by all threads of the block, and leaves it in `scratch`; says
-// whether there is one. `length` is what seq_lens has for the thread's own_request.
+// whether there is one. `length` is what length_of has for the thread's own_request.
 __device__ inline bool find_span(const Params& params, int team, int length, SpanScratch& scratch) {
   const int each = requests_of_thread(params);
   const int first = static_cast<int>(threadIdx.x) * each;
@@ -1575,21 +1598,18 @@ __device__ inline void begin_query(const Params& params, const Part& part, Share
   cp_async_commit_group();
 }
 
-// The schedulers, three warps: hand items to all roles, and bring each item's query into shared
-// memory. Needs SharedMemory, items.cuh, blocks/barriers.cuh, ptx/barrier.cuh, ptx/cp_async.cuh,
-// ptx/fence.cuh; from the family begin_query.
+// What all roles need to hand items and queries on. Needs SharedMemory, items.cuh,
+// blocks/barriers.cuh, ptx/cp_async.cuh, ptx/fence.cuh; from the family begin_query.
 
-constexpr int kSchedulerWarps = 3;
-constexpr int kSchedulerThreads = kSchedulerWarps * kWarpLanes;
-
-// By one thread.
-__device__ inline void make_item_barriers(const SharedMemory& shared) {
+// By one thread. How many warps say that an item is there, read it, and bring queries.
+__device__ inline void make_item_barriers(const SharedMemory& shared, int tellers, int readers,
+                                          int query_warps) {
   make_barrier(shared.first_query_full, kConsumerWarps);
-  make_barrier(shared.query_full, kSchedulerWarps);
+  make_barrier(shared.query_full, query_warps);
   make_barrier(shared.query_empty, kQueryReaders);
   for (int slot = 0; slot < 2; ++slot) {
-    make_barrier(shared.item_full[slot], kSchedulerWarps);
-    make_barrier(shared.item_empty[slot], kItemReaders);
+    make_barrier(shared.item_full[slot], tellers);
+    make_barrier(shared.item_empty[slot], readers);
   }
 }
 
@@ -1628,6 +1648,35 @@ __device__ inline void take_next_item(const Params& params, int member, u32 coun
   __syncwarp();
 }
 
+// For those who load: done with the item that `count` have preceded; what the next is about.
+__device__ inline Part next_part(SharedMemory& shared, u32& count) {
+  __syncwarp();  // all lanes have read it
+  if (lane_index() == 0) arrive_at(shared.item_empty[item_slot(count)]);
+  ++count;
+  wait_for(shared.item_full[item_slot(count)], item_parity(count));
+  return shared.items[item_slot(count)];
+}
+
+// Waits for the query of the item that `count` have preceded.
+__device__ inline void wait_for_query(const SharedMemory& shared, u32 count) {
+  if (count == 0) {
+    wait_for(shared.first_query_full, 0);
+  } else {
+    wait_for(shared.query_full, query_parity(count) ^ 1);
+  }
+}
+
+// The schedulers, three warps: hand items to all roles, and bring each item's query into shared
+// memory. Needs hand_over.cuh, ptx/barrier.cuh.
+
+constexpr int kSchedulerWarps = 3;
+constexpr int kSchedulerThreads = kSchedulerWarps * kWarpLanes;
+
+// By one thread.
+__device__ inline void make_item_barriers(const SharedMemory& shared) {
+  make_item_barriers(shared, kSchedulerWarps, kItemReaders, kSchedulerWarps);
+}
+
 // `walk` is at the first item.
 __device__ inline void schedule(const Params& params, ItemWalk& walk, const Part& first,
                                 SharedMemory& shared) {
@@ -1651,17 +1700,17 @@ __device__ inline void schedule(const Params& params, ItemWalk& walk, const Part
   }
 }
 
-// Waits for the query of the item that `count` have preceded.
-__device__ inline void wait_for_query(const SharedMemory& shared, u32 count) {
-  if (count == 0) {
-    wait_for(shared.first_query_full, 0);
-  } else {
-    wait_for(shared.query_full, query_parity(count) ^ 1);
-  }
+// Asks for the first page ids, or listed tokens, of every request, which loaders read first where
+// an item begins with its request. Needs Params, ptx/prefetch.cuh.
+
+__device__ inline void prefetch_ids(const Params& params) {
+  const int request = static_cast<int>(threadIdx.x);
+  if (request >= params.requests || params.max_pages == 0) return;
+  if (params.table_starts != nullptr) return;
+  prefetch_l2(params.block_tables + request * static_cast<i64>(params.block_tables_stride));
 }
 
-// The page ids of an item's tokens, read ahead by one warp. Needs Part, blocks/table_row.cuh,
-// ptx/prefetch.cuh.
+// The page ids of an item's tokens, read ahead by one warp. Needs Part, blocks/table_row.cuh.
 
 struct PageIds {
   const int* ids;
@@ -1698,15 +1747,6 @@ struct PageIds {
     later = read(base + kWarpLanes);
   }
 };
-
-// Asks for the first page ids of every request, which loaders read first where an item begins with
-// its request.
-__device__ inline void prefetch_ids(const Params& params) {
-  const int request = static_cast<int>(threadIdx.x);
-  if (request >= params.requests || params.max_pages == 0) return;
-  if (params.table_starts != nullptr) return;
-  prefetch_l2(params.block_tables + request * static_cast<i64>(params.block_tables_stride));
-}
 
 // Copies tiles of tokens, in as many boxes as pages make necessary. Needs Params, PageIds,
 // SharedMemory, items.cuh, blocks/barriers.cuh, ptx/cp_async_bulk.cuh.
@@ -1756,15 +1796,6 @@ __device__ inline void prefetch_block(const Params& params, const PageIds& ids, 
     cp_async_bulk_prefetch_tensor(&params.group_map, 0, token % kPageSize, 0, page);
     cp_async_bulk_prefetch_tensor(&params.rope_map, 0, token % kPageSize, 0, page);
   }
-}
-
-// For the loader: done with the item that `count` have preceded; what the next is about.
-__device__ inline Part next_part(SharedMemory& shared, u32& count) {
-  __syncwarp();  // all lanes have read it
-  if (lane_index() == 0) arrive_at(shared.item_empty[item_slot(count)]);
-  ++count;
-  wait_for(shared.item_full[item_slot(count)], item_parity(count));
-  return shared.items[item_slot(count)];
 }
 
 // The loader, one warp: streams the blocks of tokens of every item through the ring. Needs
@@ -2328,13 +2359,10 @@ __device__ inline bool is_scale_writer(int thread) { return thread < 4; }
 
 // Values that some row of a tile must not see: 0 * NaN is NaN, so a NaN must not meet the tensor
 // cores, though its weight is 0. Of a NaN all bits are set but the sign. Needs
-// SharedMemory,
-// Item, blocks/e4m3.cuh.j2, ptx/cvt.cuh.
+// SharedMemory, Item, blocks/e4m3.cuh.j2, ptx/cvt.cuh.
 
 __device__ inline bool is_finite(u32 element) { return (element & 0x7f) != 0x7f; }
 
-// An element of a token's row in the cache, and its value.
-__device__ inline u16 element_at(const unsigned char* token, int dim) { return token[dim]; }
 __device__ inline float value_of_element(u16 element) {
   return cvt_f32(Fp16{}, static_cast<u16>(fp16x2_of_e4m3x2(element)));
 }
@@ -2466,12 +2494,27 @@ __device__ inline void store_tasks(const Params& params, const Item& item, Share
   }
 }
 
+// A token as it lies in the cache. Needs Params, blocks/page_table.cuh.
+
+struct StoredToken {
+  const unsigned char* row;
+
+  // One of its values.
+  __device__ u16 element(int dim) const { return row[dim]; }
+};
+
+// The token in `slot` of `page`, which exists.
+__device__ inline StoredToken stored_token(const Params& params, int page, int slot) {
+  const PagedRows rows{params.cache, params.page_stride, params.token_stride};
+  return {rows.row_of(page, slot)};
+}
+
 // Makes the rows that see what is not finite so, as they would be if it had been multiplied: in
 // what has been stored of them, so that nothing of it is in the way of the usual case. Needs
 // Item, blocks/table_row.cuh, blocks/page_table.cuh, blocks/fresh_thread.cuh, ptx/cvt.cuh; from the
-// consumers part_row, part_dim, element_at, is_finite.
+// consumers part_row, part_dim, value_of_element, is_finite; from those who load stored_token.
 
-// Adds what was cleared to the rows that see it; `add` takes a token's row in the cache and its
+// Adds what was cleared to the rows that see it; `add` takes what a token is in the cache and its
 // position. A weight of 0 is not told from others: what is not finite makes a row so.
 template <typename Add>
 __device__ inline void add_nonfinite(const Params& params, const Item& item, Add add) {
@@ -2481,8 +2524,7 @@ __device__ inline void add_nonfinite(const Params& params, const Item& item, Add
        ++token) {
     const int page = ids[token / kPageSize];
     if (!is_page(page, params.num_pages)) continue;
-    const PagedRows rows{params.cache, params.page_stride, params.token_stride};
-    add(rows.row_of(page, token % kPageSize), token);
+    add(stored_token(params, page, token % kPageSize), token);
   }
 }
 
@@ -2491,14 +2533,14 @@ __device__ inline void add_nonfinite(const Params& params, const Item& item, Add
 template <typename Stored, typename Place>
 __device__ inline void restore_nonfinite(const Params& params, const Item& item, float scale,
                                          Place place) {
-  add_nonfinite(params, item, [&](const unsigned char* token, int position) {
+  add_nonfinite(params, item, [&](const StoredToken& token, int position) {
     const int warp = fresh_warp();
 #pragma unroll 1
     for (int part = 0; part < kAccumulators * 4; ++part) {
       const int i = part / 4;
       const int c = part % 4;
       if (position >= item.row_visible[part_row(warp, i, c)]) continue;
-      const u16 element = element_at(token, part_dim(warp, i, c));
+      const u16 element = token.element(part_dim(warp, i, c));
       if (is_finite(element)) continue;
       u16* stored = place(i, c);
       const float sum = cvt_f32(Stored{}, *stored) + value_of_element(element) * scale;
@@ -3078,7 +3120,7 @@ __device__ inline void set_scorer_registers() {
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     mla_hopper_e4m3(const __grid_constant__ Params params) {
   SharedMemory& shared = shared_memory<SharedMemory>();
-  const int length = params.seq_lens[own_request(params)];
+  const int length = length_of(params, own_request(params));
   prefetch_ids(params);
   if (threadIdx.x == 0) {
     make_token_barriers(shared);

@@ -1,0 +1,14 @@
+// A token as it lies in the cache. Needs Params, blocks/page_table.cuh.
+
+struct StoredToken {
+  const unsigned char* row;
+
+  // One of its values.
+  __device__ u16 element(int dim) const { return row[dim]; }
+};
+
+// The token in `slot` of `page`, which exists.
+__device__ inline StoredToken stored_token(const Params& params, int page, int slot) {
+  const PagedRows rows{params.cache, params.page_stride, params.token_stride};
+  return {rows.row_of(page, slot)};
+}

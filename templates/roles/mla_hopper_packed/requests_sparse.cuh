@@ -1,0 +1,10 @@
+// How many tokens a request has, where every query token has a list of its own and counts as a
+// request. Needs Params, blocks/listed_tokens.cuh.
+
+__device__ inline int length_of(const Params& params, int request) {
+  const TokenLists lists{params.seq_lens,      params.top_k_lens, params.list_ends,
+                         params.list_requests, params.list_q_len, params.top_k};
+  return listed_tokens(lists, request);
+}
+
+__device__ inline int tokens_of(const Params&, int, int length) { return length; }

@@ -1,0 +1,165 @@
+// What kernels for Hopper need besides: products of warpgroups, copies by threads, and barriers of
+// the whole block. Follows instructions.h.
+
+static int block_threads;  // as the kernel was launched
+
+static void __syncthreads() { barrier_sync(0, block_threads); }
+static bool __all_sync(unsigned mask, bool vote) { return !__any_sync(mask, !vote); }
+static int __reduce_add_sync(unsigned mask, int value) {
+  for (int lanes = 1; lanes < kLanes; lanes *= 2) value += __shfl_xor_sync(mask, value, lanes);
+  return value;
+}
+static int __float2int_rn(float value) { return static_cast<int>(nearbyintf(value)); }
+static int __float2int_rz(float value) { return static_cast<int>(value); }
+static u32 atomicAdd(u32* address, u32 value) { return atom_add_acq_rel_gpu(address, value); }
+
+static u64 mov_b64(u32 low, u32 high) { return static_cast<u64>(high) << 32 | low; }
+static void mov_b32(u32&) {}
+static u32 mov_tid_x() { return threadIdx.x; }
+
+static u32 any_of_barrier[16];
+static u32 barrier_red_or(int barrier, int threads, u32 value) {
+  any_of_barrier[barrier] |= value != 0;
+  barrier_sync(barrier, threads);
+  const u32 any = any_of_barrier[barrier];
+  barrier_sync(barrier, threads);
+  any_of_barrier[barrier] = 0;
+  barrier_sync(barrier, threads);
+  return any;
+}
+
+static u32 ld_acquire_gpu(const u32* address) { return *address; }
+static void red_add_release_gpu(u32* address, u32 value) { *address += value; }
+static uint4 ld_global_v4_u32(const void* address) { return load<uint4>(address); }
+
+static void cp_async_cg_16(u32 target, const void* source, u32 count) {
+  if (target % 16 != 0) complain("misaligned copy", target);
+  memset(bytes + target, 0, 16);
+  if (count > 0) memcpy(bytes + target, source, count);
+}
+static void cp_async_commit_group() {}
+template <int>
+static void cp_async_wait_group() {}
+
+// Four matrices of 8 x 8, whose rows go where lanes 8 i and on point.
+static void store_matrices(u32 address, const u32 (&d)[4], bool is_transposed) {
+  if (address % 16 != 0 || address >= sizeof bytes) complain("bad row of stmatrix", address);
+  memcpy(shown[current].words, d, sizeof d);
+  meet();
+  const int row = lane() % 8;
+  for (int column = 0; column < 8; ++column) {
+    const int along = is_transposed ? row : column;
+    const int across = is_transposed ? column : row;
+    const u16 element =
+        half_of(shown_by(across * 4 + along / 2).words[lane() / 8], along % 2);
+    memcpy(bytes + address + column * 2, &element, 2);
+  }
+  meet();
+}
+static void stmatrix_x4(u32 address, u32 a, u32 b, u32 c, u32 d) {
+  store_matrices(address, {a, b, c, d}, false);
+}
+static void stmatrix_x4_trans(u32 address, u32 a, u32 b, u32 c, u32 d) {
+  store_matrices(address, {a, b, c, d}, true);
+}
+
+// A warpgroup multiplies when all its threads have come, and goes on when all have multiplied.
+constexpr int kGroupThreads = 128;
+static Meeting group_meetings[kMostThreads / kGroupThreads];
+
+static void meet_group() {
+  Meeting& meeting = group_meetings[current / kGroupThreads];
+  const unsigned generation = meeting.generation;
+  if (++meeting.arrived == kGroupThreads) {
+    meeting = {0, generation + 1};
+    has_progress = true;
+    return;
+  }
+  wait_until([&] { return meeting.generation != generation; });
+}
+
+static void wgmma_fence() {}
+static void wgmma_commit_group() {}
+template <int>
+static void wgmma_wait_group() {}
+template <int kCount>
+static void wgmma_keep(float (&)[kCount]) {}
+
+// An operand in shared memory, swizzled by 128 bytes: along k, or transposed.
+struct Operand {
+  u32 base;
+  u32 tile_distance;
+  u32 group_distance;
+  bool is_transposed;
+
+  Operand(u64 descriptor, bool is_transposed)
+      : base((descriptor & 0x3fff) << 4),
+        tile_distance((descriptor >> 16 & 0x3fff) << 4),
+        group_distance((descriptor >> 32 & 0x3fff) << 4),
+        is_transposed(is_transposed) {
+    if (descriptor >> 62 != 1) complain("no swizzle by 128 bytes", descriptor >> 62);
+  }
+
+  template <typename T>
+  float at(T type, int row, int k) const {
+    const u32 line = is_transposed ? k : row;
+    const u32 column = is_transposed ? row % 64 : k;
+    u32 address = base + line / 8 * group_distance + line % 8 * 128 + column * 2;
+    if (is_transposed) address += row / 64 * tile_distance;
+    if (address >= sizeof bytes) complain("operand beyond shared memory", address);
+    u16 bits;
+    memcpy(&bits, bytes + (address ^ (address >> 7 & 7) << 4), 2);
+    return float_of(type, bits);
+  }
+};
+
+template <typename T, typename A>
+static void multiply(T type, float* d, int count, A a, const Operand& b, int accumulates) {
+  for (int row = 0; row < 2; ++row) {
+    float own[16];
+    for (int k = 0; k < 16; ++k) own[k] = a(lane() / 4 + row * 8, k);
+    for (int j = 0; j < count / 4; ++j) {
+      for (int column = 0; column < 2; ++column) {
+        float sum = 0.0f;
+        for (int k = 0; k < 16; ++k) sum += own[k] * b.at(type, j * 8 + lane() % 4 * 2 + column, k);
+        float& element = d[j * 4 + row * 2 + column];
+        element = accumulates ? element + sum : sum;
+      }
+    }
+  }
+  meet_group();
+}
+
+template <typename T>
+static void multiply_shared(T type, float* d, int count, const Operand& a, const Operand& b,
+                            int accumulates) {
+  meet_group();
+  const int first_row = current % kGroupThreads / kLanes * 16;
+  multiply(
+      type, d, count, [&](int row, int k) { return a.at(type, first_row + row, k); }, b,
+      accumulates);
+}
+template <typename T, int kCount>
+static void wgmma_mma(T type, float (&d)[kCount], u64 a, u64 b, int accumulates) {
+  multiply_shared(type, d, kCount, {a, false}, {b, false}, accumulates);
+}
+template <typename T, int kCount>
+static void wgmma_mma_trans_a(T type, float (&d)[kCount], u64 a, u64 b, int accumulates) {
+  multiply_shared(type, d, kCount, {a, true}, {b, false}, accumulates);
+}
+template <typename T, int kCount>
+static void wgmma_mma_trans_b(T type, float (&d)[kCount], u64 a, u64 b, int accumulates) {
+  multiply_shared(type, d, kCount, {a, false}, {b, true}, accumulates);
+}
+template <typename T, int kCount>
+static void wgmma_mma_trans_b(T type, float (&d)[kCount], const u32* a, u64 b, int accumulates) {
+  memcpy(shown[current].words, a, 4 * sizeof *a);
+  meet_group();
+  multiply(
+      type, d, kCount,
+      [&](int row, int k) {
+        const u32 word = shown_by(row % 8 * 4 + k % 8 / 2).words[row / 8 + k / 8 * 2];
+        return float_of(type, half_of(word, k % 2));
+      },
+      Operand(b, true), accumulates);
+}

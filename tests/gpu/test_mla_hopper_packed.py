@@ -1,0 +1,148 @@
+"""The Hopper MLA kernel for converted rows: right, and the same in whatever order warps arrive."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import mlagen
+from mlagen import engine
+from mlagen.api import mla_call
+from mlagen.runtime import counters
+from mlagen.settings import current_settings
+from mlagen.spec.mla import MlaDecodeSpec
+from mlagen.spec.mla_hopper_packed import MlaHopperPackedSpec
+from tests.cases import MlaCase, MlaProblem
+from tests.gpu.test_mla_hopper import with_delays
+from tests.graph_replay import captured
+from tests.mla_cases import KINDS, of_kind
+from tests.mla_semantics import compute
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="needs a Hopper GPU",
+)
+
+HEADS = {"16 rows": 16, "32 rows": 24, "64 rows": 64, "teams of 2": 128}
+LISTS: dict[str, dict[str, Any]] = {
+    "lists in few pieces": {"top_k": 2048, "seq_lens": (3000, 2500, 100), "q_len": 2},
+    "many lists": {"top_k": 512, "seq_lens": tuple(600 + 37 * i % 500 for i in range(150))},
+    "short lists": {"top_k": 130, "seq_lens": (0, 1, 63, 64, 65, 300), "q_len": 3},
+}
+PAGES: dict[str, dict[str, Any]] = {
+    "many pieces": {"seq_lens": (9000,), "with_sinks": True},
+    "few pieces": {"seq_lens": (5000, 77, 900, 64, 0, 1), "q_len": 2, "page_size": 16},
+    "alike, cut in halves": {"seq_lens": (1088,) * 64, "page_size": 1},
+    "many requests": {"seq_lens": tuple(17 + 67 * i % 911 for i in range(200)), "page_size": 48},
+}
+CASES = [
+    of_kind(KINDS[kind], name=f"{kind}, {width}, {name}", heads=heads, **facts)
+    for kind in ("bf16 over packed656", "fp16 over packed656")
+    for width, heads in HEADS.items()
+    for name, facts in [*LISTS.items(), *PAGES.items()]
+] + [
+    of_kind(KINDS["fp16 over e4m3 with scales for 128 elements"], name=name, heads=100, **facts)
+    for name, facts in PAGES.items()
+]
+
+
+@pytest.fixture(autouse=True)
+def _hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have every call of this file take the Hopper kernel."""
+    monkeypatch.setenv("MLAGEN_MLA_KERNEL", "hopper")
+    current_settings.cache_clear()
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_both_kernels_are_right(case: MlaCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is within the tolerance of float64, so they are within twice that of each other."""
+    problem = case.build("cuda")
+    mla_call._calls.clear()
+    for kernel in ("hopper", "portable"):
+        monkeypatch.setenv("MLAGEN_MLA_KERNEL", kernel)
+        current_settings.cache_clear()
+
+        problem.check(*compute(problem))
+
+    kernels = [type(call.decode.spec) for call in mla_call._calls.values()]
+    assert kernels == [MlaHopperPackedSpec, MlaDecodeSpec]
+
+
+def mismatches(problem: MlaProblem, repeats: int) -> int:
+    """Return in how many repetitions any bit differs from the first."""
+    first = compute(problem)[0].clone()
+    count = torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(repeats):
+        count += (compute(problem)[0].view(torch.int16) != first.view(torch.int16)).any()
+    return int(count)
+
+
+@pytest.mark.parametrize("case", CASES[::3], ids=str)
+def test_a_thousand_launches_give_the_same_bits(case: MlaCase) -> None:
+    """No race between blocks or warps shows in a result."""
+    assert mismatches(case.build("cuda"), 1000) == 0
+
+
+@pytest.mark.parametrize("case", [case for case in CASES[1::5] if case.has_door], ids=str)
+def test_a_thousand_replays_leave_the_counters_at_zero(case: MlaCase) -> None:
+    """A replay needs no memset, for every launch leaves what it found."""
+    problem = case.build("cuda")
+    expected = compute(problem)[0].clone()
+    arguments = problem.arguments(out=torch.empty_like(expected))
+    graph = captured(mlagen.mla.trtllm_batch_decode_with_kv_cache_mla, arguments)
+
+    for _ in range(1000):
+        graph.replay()
+
+    torch.cuda.synchronize()
+    assert torch.equal(arguments["out"], expected)
+    assert all(not slab.any() for slab in counters._slabs)
+
+
+@pytest.mark.parametrize("case", CASES[2::4], ids=str)
+def test_delays_change_no_bit(case: MlaCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever warp or block comes last, and whatever it finds done, the result is the same."""
+    problem = case.build("cuda")
+    mla_call._calls.clear()
+    expected = compute(problem)[0].clone()
+    (call,) = mla_call._calls.values()
+    spec = call.decode.spec
+    assert isinstance(spec, MlaHopperPackedSpec)
+    monkeypatch.setitem(engine._loaded, (spec, 0), with_delays(spec))
+    mla_call._calls.clear()
+
+    differing = mismatches(problem, 100)
+    result = compute(problem)[0]
+
+    mla_call._calls.clear()
+    assert differing == 0
+    assert torch.equal(result, expected)
+
+
+@pytest.mark.parametrize("heads", [16, 64, 128])
+@pytest.mark.parametrize("missing", ["first", "last", "every other", "all"])
+def test_entries_that_name_no_token_are_skipped(heads: int, missing: str) -> None:
+    """Wherever they are, and whatever they are instead."""
+    case = of_kind(KINDS["bf16 over packed656"], name="", heads=heads, top_k=300, seq_lens=(700,))
+    problem = case.build("cuda")
+    names_nothing = {
+        "first": slice(0, 130),
+        "last": slice(130, None),
+        "every other": slice(1, None, 2),
+        "all": slice(None),
+    }[missing]
+    problem.block_tables[..., names_nothing] = -1
+    lists = problem.block_tables.flatten()
+    wild = torch.tensor([-1, 2**31 - 1, -(2**31)], dtype=torch.int32, device="cuda")
+    replaced = torch.where(lists < 0, wild[torch.arange(len(lists), device="cuda") % 3], lists)
+
+    out, lse = compute(problem)
+    problem.block_tables.copy_(replaced.view_as(problem.block_tables))
+    again, same = compute(problem)
+
+    assert torch.equal(out, again)
+    assert torch.equal(lse, same)
+    assert bool(out.any()) == (missing != "all")
+    assert not out.isnan().any()

@@ -1,0 +1,3413 @@
+// Names and types that every kernel uses. Needs nothing: no header exists where kernels are
+// compiled.
+
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+using i64 = long long;
+
+// Tags that choose how elements are converted; the data itself is held as bytes, u16 or u32.
+struct Bf16 {};
+struct Fp16 {};
+struct E4m3 {};
+struct Int8 {};
+struct Nvfp4 {};
+struct Packed656 {};
+struct Packed640 {};
+
+template <typename A, typename B>
+constexpr bool kIsSame = false;
+template <typename A>
+constexpr bool kIsSame<A, A> = true;
+
+// What one load, store or cp.async moves at the most.
+constexpr int kChunkBytes = 16;
+struct alignas(kChunkBytes) Chunk {
+  u32 words[4];
+};
+
+constexpr int kWarpLanes = 32;
+constexpr float kLog2E = 1.4426950408889634f;
+constexpr float kLargest = __builtin_bit_cast(float, 0x7f7fffff);
+constexpr float kInfinity = __builtin_bit_cast(float, 0x7f800000);
+
+// The dynamic shared memory of the block, seen as one struct.
+template <typename Layout>
+__device__ inline Layout& shared_memory() {
+  extern __shared__ __align__(1024) unsigned char bytes[];
+  return *reinterpret_cast<Layout*>(bytes);
+}
+
+__device__ inline u32 shared_address(const void* pointer) {
+  return static_cast<u32>(__cvta_generic_to_shared(pointer));
+}
+
+__device__ inline int lane_index() { return static_cast<int>(threadIdx.x) % kWarpLanes; }
+__device__ inline int warp_index() { return static_cast<int>(threadIdx.x) / kWarpLanes; }
+
+__device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+// What one launch passes to the kernel. Needs blocks/prelude.cuh.
+struct Params {
+  const unsigned char* query;
+  const unsigned char* query_rope;
+  const unsigned char* cache;
+  const unsigned char* rope_cache;
+  const float* kv_scales;
+  const int* block_tables;
+  const int* table_starts;
+  const int* seq_lens;
+  const int* cum_seq_lens_q;
+  const int* list_ends;
+  const int* top_k_lens;
+  const float* bmm1_scale_tensor;
+  const float* bmm2_scale_tensor;
+  const float* sinks;
+  u16* out;
+  float* lse;
+  unsigned char* partial_out;
+  unsigned char* partial_rows;
+  u32* counters;
+  i64 query_stride;
+  i64 query_head_stride;
+  i64 query_rope_stride;
+  i64 query_rope_head_stride;
+  i64 page_stride;
+  i64 token_stride;
+  i64 rope_page_stride;
+  i64 rope_token_stride;
+  i64 scale_page_stride;
+  i64 scale_token_stride;
+  i64 total_rows;
+  int requests;
+  int heads;
+  int q_len;
+  int max_pages;
+  int block_tables_stride;
+  int num_pages;
+  int list_requests;
+  int list_q_len;
+  int top_k;
+  int teams;
+  int team_size;
+  int is_causal;
+  int scores_take_bmm2;
+  float bmm1_scale;
+  float bmm2_scale;
+  float latent_scale;
+  float rope_scale;
+  float lse_factor;
+};
+
+// The numbers of this kernel; the rest of the source only uses them. Needs blocks/prelude.cuh.
+using Element = Bf16;
+constexpr int kLatentDim = 512;
+constexpr int kRopeDim = 64;
+constexpr int kPageSize = 64;
+constexpr bool kIsSparse = true;
+constexpr int kBoxTokens = 64;
+constexpr int kRows = 64;
+constexpr int kConsumerWarps = 8;
+constexpr int kLoadingWarps = 4;
+constexpr int kProducerRegisters = 88;  // of a thread; of a consumer's
+constexpr int kConsumerRegisters = 208;
+constexpr int kSharedBytes = 232448;
+
+constexpr int kHeadDimQk = kLatentDim + kRopeDim;
+constexpr int kHeadDimVo = kLatentDim;
+
+// What is multiplied lies in tiles of 64 elements a row: 128 bytes, swizzled.
+constexpr int kTileElements = 64;
+constexpr int kTileRowBytes = kTileElements * 2;
+constexpr int kTiles = kHeadDimQk / kTileElements;
+constexpr int kLatentTiles = kLatentDim / kTileElements;
+constexpr int kBlockTokens = 64;
+constexpr int kTileBytes = kBlockTokens * kTileRowBytes;
+constexpr int kQueryTileBytes = kRows * kTileRowBytes;
+constexpr int kBoxes = kBlockTokens / kBoxTokens;  // of a tile
+
+// Warps of the consumers come first, then those of the producer.
+constexpr int kConsumerThreads = kConsumerWarps * kWarpLanes;
+constexpr int kProducerThreads = 4 * kWarpLanes;
+constexpr int kThreads = kConsumerThreads + kProducerThreads;
+
+// Who is done with an item before the next is put there, those who load, too; and with its query,
+// one thread for each four warps.
+constexpr int kItemReaders = kLoadingWarps + kConsumerWarps;
+constexpr int kQueryReaders = kConsumerWarps / 4;
+
+// How many accumulators a consumer thread has, as float4.
+constexpr int kAccumulators = kRows * kHeadDimVo / kConsumerThreads / 4;
+constexpr int kTasks = kAccumulators * kConsumerWarps;  // float4s of all threads of a warp
+
+// Numbers of the barriers that warps meet at; 0 is __syncthreads.
+constexpr int kConsumerBarrier = 1;
+constexpr int kSchedulerBarrier = 2;
+constexpr int kProbabilitiesBarrier = 3;  // of even blocks of tokens; of odd ones the next
+constexpr int kValuesBarrier = 5;  // when values have been cleared; of odd blocks the next
+constexpr int kCrewBarrier = 7;  // of those who leave or merge pieces; of the second half the next
+
+static_assert(kRopeDim == kTileElements, "the rope part is one tile");
+static_assert(kLatentTiles * kTileElements == kLatentDim, "the latent part is whole tiles");
+static_assert(kBoxes * kBoxTokens == kBlockTokens, "boxes fill a tile");
+
+// The numbers of tokens that are converted on their way to shared memory. Needs
+// blocks/prelude.cuh, roles/mla_hopper/constants.
+using StoredElements = Packed656;
+constexpr int kStoredBytes = 656;
+
+// Packed rows have their rope part in bf16, behind the scales if these are in the row.
+constexpr bool kIsPacked = !kIsSame<StoredElements, E4m3>;
+constexpr int kRopeOffset = kStoredBytes - kRopeDim * 2;
+constexpr int kScaledDims = 128;  // that share a scale
+
+// All producers bring tokens, each warp as many of every block. Some lanes look after the same one.
+constexpr int kWarpTokens = kBlockTokens / kLoadingWarps;
+constexpr int kTokenLanes = kWarpLanes / kWarpTokens;
+
+// A block is brought in steps: of 128 latent dims, two tiles, and the rope part.
+constexpr int kLatentSteps = kLatentDim / kScaledDims;
+constexpr int kSteps = kLatentSteps + 1;
+constexpr int kRopeStep = kLatentSteps;
+constexpr int kLaneScales = kLatentSteps / kTokenLanes;  // of the lane's token, for as many steps
+
+// What a thread has of a step: at the most so many chunks.
+constexpr int kStepChunks = kWarpTokens * kScaledDims / kChunkBytes / kWarpLanes;
+
+static_assert(kLatentSteps % kTokenLanes == 0, "lanes have the same number of scales");
+static_assert(kLatentTiles == kLatentSteps * 2, "a step is two tiles");
+static_assert(kRopeDim == kTileElements && kLatentDim == 512, "as packed rows have them");
+
+// PTX ISA, "Parallel Synchronization and Communication Instructions: barrier.cta". Needs sm_80.
+// Barriers have numbers from 0 to 15; `threads` counts those that wait and those that only arrive.
+
+// barrier.cta.sync.aligned
+__device__ inline void barrier_sync(int barrier, int threads) {
+  asm volatile("barrier.cta.sync.aligned %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+// barrier.cta.arrive.aligned
+__device__ inline void barrier_arrive(int barrier, int threads) {
+  asm volatile("barrier.cta.arrive.aligned %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+// barrier.cta.red.or.aligned.pred
+// Waits for all threads; returns whether any of them brought a number that is not zero.
+__device__ inline u32 barrier_red_or(int barrier, int threads, u32 value) {
+  u32 any;
+  asm volatile(
+      "{.reg .pred p, q; setp.ne.u32 p, %3, 0; barrier.cta.red.or.aligned.pred q, %1, %2, p; "
+      "selp.u32 %0, 1, 0, q;}"
+      : "=r"(any)
+      : "r"(barrier), "r"(threads), "r"(value)
+      : "memory");
+  return any;
+}
+
+// PTX ISA, "Data Movement and Conversion Instructions: Asynchronous copy, cp.async". Needs sm_80.
+
+// cp.async.cg.shared.global.L2::128B
+// Copies 16 bytes past L1; bytes from `source_bytes` on are not read and become zero.
+__device__ inline void cp_async_cg_16(u32 shared_address, const void* global, u32 source_bytes) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address),
+               "l"(global), "r"(source_bytes)
+               : "memory");
+}
+
+// cp.async.ca.shared.global
+// Copies 4 bytes; if `source_bytes` is 0 they are not read and become zero.
+__device__ inline void cp_async_ca_4(u32 shared_address, const void* global, u32 source_bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address), "l"(global),
+               "r"(source_bytes)
+               : "memory");
+}
+
+// cp.async.ca.shared.global
+// Copies 8 bytes; if `source_bytes` is 0 they are not read and become zero.
+__device__ inline void cp_async_ca_8(u32 shared_address, const void* global, u32 source_bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(shared_address), "l"(global),
+               "r"(source_bytes)
+               : "memory");
+}
+
+// cp.async.commit_group
+__device__ inline void cp_async_commit_group() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// cp.async.wait_group
+// Waits until at most `kPending` of this thread's newest groups are still under way.
+template <int kPending>
+__device__ inline void cp_async_wait_group() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// PTX ISA, "Data Movement and Conversion Instructions: cvt". Needs sm_80.
+
+// cvt.rn.bf16x2.f32
+__device__ inline u32 cvt_rn_x2_f32(Bf16, float high, float low) {
+  u32 packed;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+// cvt.rn.f16x2.f32
+__device__ inline u32 cvt_rn_x2_f32(Fp16, float high, float low) {
+  u32 packed;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+// cvt.f32.f16
+__device__ inline float cvt_f32(Fp16, u16 bits) {
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+  return value;
+}
+
+// A bf16 is the upper half of an fp32; sm_80 has no instruction for it and needs none.
+__device__ inline float cvt_f32(Bf16, u16 bits) {
+  return __uint_as_float(static_cast<u32>(bits) << 16);
+}
+
+// PTX ISA, "Floating Point Instructions: ex2". Needs sm_20.
+
+// ex2.approx.ftz.f32
+// 2 to the power of x, relative error below 2^-22; minus infinity gives zero.
+__device__ inline float ex2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// PTX ISA, "Parallel Synchronization and Communication Instructions: membar, fence". Needs sm_90.
+
+// fence.proxy.async.shared::cta
+// Orders this thread's own writes of shared memory before what tensor cores and bulk copies do.
+__device__ inline void fence_proxy_async() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// fence.mbarrier_init.release.cluster
+// Makes barriers that this thread has made known to bulk copies.
+__device__ inline void fence_mbarrier_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// PTX ISA, "Parallel Synchronization and Communication Instructions: griddepcontrol". Needs sm_90.
+// Both do nothing in a launch without the programmatic-stream-serialization attribute.
+
+// griddepcontrol.wait
+// Waits until the kernel before this one has finished and its writes are visible.
+__device__ inline void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// griddepcontrol.launch_dependents
+// Lets the next kernel start once every block has said so or ended.
+__device__ inline void griddepcontrol_launch_dependents() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+// PTX ISA, "Data Movement and Conversion Instructions: ld". Needs sm_80.
+
+// ld.acquire.gpu.global.u32
+// What was written before the value by others is seen after.
+__device__ inline u32 ld_acquire_gpu(const u32* address) {
+  u32 value;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+
+// ld.global.cg.v2.f32
+// Past L1: what others have just written.
+__device__ inline float2 ld_global_cg_v2_f32(const void* address) {
+  float2 value;
+  asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];"
+               : "=f"(value.x), "=f"(value.y)
+               : "l"(address)
+               : "memory");
+  return value;
+}
+
+// ld.global.cg.v4.f32
+__device__ inline float4 ld_global_cg_v4_f32(const void* address) {
+  float4 value;
+  asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+               : "l"(address)
+               : "memory");
+  return value;
+}
+
+// ld.global.L2::128B.v4.u32
+// Has the whole line brought into L2. Begun where it stands.
+__device__ inline uint4 ld_global_v4_u32(const void* address) {
+  uint4 value;
+  asm volatile("ld.global.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "l"(address));
+  return value;
+}
+
+// PTX ISA, "Parallel Synchronization and Communication Instructions: mbarrier". Needs sm_90.
+// Barriers are 8 bytes of shared memory, by address.
+
+// mbarrier.init.shared::cta.b64
+// A phase ends after `count` arrivals and all bytes that were expected.
+__device__ inline void mbarrier_init(u32 barrier, u32 count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+
+// mbarrier.arrive.shared::cta.b64
+__device__ inline void mbarrier_arrive(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// mbarrier.arrive.expect_tx.shared::cta.b64
+// Arrives, and says that the phase waits for `bytes` more.
+__device__ inline void mbarrier_arrive_expect_tx(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+}
+
+// mbarrier.try_wait.parity.shared::cta.b64
+// Waits until the phase of this parity has ended. The loop is in here, for compilers give products
+// that are under way across a loop of theirs other registers.
+__device__ inline void mbarrier_wait(u32 barrier, u32 parity) {
+  asm volatile(
+      "{.reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @!p bra "
+      "again;}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+// PTX ISA, "Data Movement and Conversion Instructions: mov". Needs sm_80.
+
+// mov.b64
+// One word of 64 bits out of two, where it stands: compilers do not see through it.
+__device__ inline u64 mov_b64(u32 low, u32 high) {
+  u64 word;
+  asm("mov.b64 %0, {%1, %2};" : "=l"(word) : "r"(low), "r"(high));
+  return word;
+}
+
+// mov.b32
+// A word into itself: compilers know no more what it holds.
+__device__ inline void mov_b32(u32& word) { asm volatile("mov.b32 %0, %0;" : "+r"(word)); }
+
+// mov.u32
+// This thread's index in the block, read anew.
+__device__ inline u32 mov_tid_x() {
+  u32 thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+
+// PTX ISA, "Data Movement and Conversion Instructions: prefetch". Needs sm_90.
+
+// prefetch.tensormap
+// Brings a tensor map, by its generic address, to where copies look for it.
+__device__ inline void prefetch_tensormap(const void* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// prefetch.global.L2
+// Brings the line of an address into L2.
+__device__ inline void prefetch_l2(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address) : "memory");
+}
+
+// PTX ISA, "Parallel Synchronization and Communication Instructions: red". Needs sm_80.
+
+// red.release.gpu.global.add.u32
+// Adds; what was written before is seen by those who acquire the sum.
+__device__ inline void red_add_release_gpu(u32* address, u32 value) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+// PTX ISA, "Miscellaneous Instructions: setmaxnreg". Needs sm_90.
+// All warps of a warpgroup execute it; the number of registers is a multiple of 8.
+
+// setmaxnreg.dec.sync.aligned.u32
+// Gives registers back.
+template <int kRegisters>
+__device__ inline void setmaxnreg_dec() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// setmaxnreg.inc.sync.aligned.u32
+// Waits until there are so many registers to take.
+template <int kRegisters>
+__device__ inline void setmaxnreg_inc() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// PTX ISA, "Warp Level Matrix Instructions: stmatrix". Needs sm_90.
+// Lanes 8i to 8i + 7 give the shared-memory addresses of the eight 16-byte rows of matrix i, of
+// which word i is this lane's fragment.
+
+// stmatrix.sync.aligned.m8n8.x4.shared.b16
+__device__ inline void stmatrix_x4(u32 row_address, u32 a, u32 b, u32 c, u32 d) {
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row_address), "r"(a),
+      "r"(b), "r"(c), "r"(d)
+      : "memory");
+}
+
+// stmatrix.sync.aligned.m8n8.x4.trans.shared.b16
+__device__ inline void stmatrix_x4_trans(u32 row_address, u32 a, u32 b, u32 c, u32 d) {
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row_address),
+      "r"(a), "r"(b), "r"(c), "r"(d)
+      : "memory");
+}
+
+// PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions: wgmma". Needs sm_90.
+// d[64, N] = a[64, 16] * b[16, N], plus d if `accumulates`, by four warps with 16 rows of d each.
+// A lane holds, with g = lane / 4 and c = lane % 4: of d rows g (0, 1) and g + 8 (2, 3), columns
+// 8j + 2c, in words 4j and after; of a in registers two elements a word, as of mma.
+// Operands in shared memory lie as their descriptors say, along k unless they are transposed.
+
+// wgmma.fence.sync.aligned
+// Orders accesses of registers before the wgmma that follow.
+__device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+// wgmma.commit_group.sync.aligned
+__device__ inline void wgmma_commit_group() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+// wgmma.wait_group.sync.aligned
+// Waits until at most `kPending` of this warp's newest groups are still under way.
+template <int kPending>
+__device__ inline void wgmma_wait_group() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+// Keeps what reads the accumulators behind the wait before, and what writes them before the next
+// wgmma; no instruction.
+template <int kCount>
+__device__ inline void wgmma_keep(float (&d)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+// wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16
+__device__ inline void wgmma_mma(Bf16, float (&d)[8], u64 a, u64 b, int accumulates) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %10, 0; "
+      "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7}, "
+      "%8, %9, p, 1, 1, 0, 0;}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+        "+f"(d[7])
+      : "l"(a), "l"(b), "r"(accumulates));
+}
+
+// wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16
+// `a` lies along its rows.
+__device__ inline void wgmma_mma_trans_a(Bf16, float (&d)[8], u64 a, u64 b, int accumulates) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %10, 0; "
+      "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7}, "
+      "%8, %9, p, 1, 1, 1, 0;}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+        "+f"(d[7])
+      : "l"(a), "l"(b), "r"(accumulates));
+}
+
+// wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16
+__device__ inline void wgmma_mma(Bf16, float (&d)[16], u64 a, u64 b, int accumulates) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %18, 0; "
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
+      "%16, %17, p, 1, 1, 0, 0;}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
+        "+f"(d[14]), "+f"(d[15])
+      : "l"(a), "l"(b), "r"(accumulates));
+}
+
+// wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16
+// `a` lies along its rows.
+__device__ inline void wgmma_mma_trans_a(Bf16, float (&d)[16], u64 a, u64 b, int accumulates) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %18, 0; "
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
+      "%16, %17, p, 1, 1, 1, 0;}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
+        "+f"(d[14]), "+f"(d[15])
+      : "l"(a), "l"(b), "r"(accumulates));
+}
+
+// wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16
+__device__ inline void wgmma_mma(Bf16, float (&d)[32], u64 a, u64 b, int accumulates) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %34, 0; "
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+      "%32, %33, p, 1, 1, 0, 0;}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
+        "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),
+        "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),
+        "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+      : "l"(a), "l"(b), "r"(accumulates));
+}
+
+// wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16
+// `b` lies along its columns.
+__device__ inline void wgmma_mma_trans_b(Bf16, float (&d)[128], u64 a, u64 b, int accumulates) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %130, 0; "
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
+      "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
+      "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
+      "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
+      "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, "
+      "%127}, "
+      "%128, %129, p, 1, 1, 0, 1;}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
+        "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),
+        "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),
+        "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]),
+        "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]),
+        "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]),
+        "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
+        "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]),
+        "+f"(d[63]), "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]),
+        "+f"(d[70]), "+f"(d[71]), "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]),
+        "+f"(d[77]), "+f"(d[78]), "+f"(d[79]), "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]),
+        "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]), "+f"(d[88]), "+f"(d[89]), "+f"(d[90]),
+        "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95]), "+f"(d[96]), "+f"(d[97]),
+        "+f"(d[98]), "+f"(d[99]), "+f"(d[100]), "+f"(d[101]), "+f"(d[102]), "+f"(d[103]),
+        "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]),
+        "+f"(d[110]), "+f"(d[111]), "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]),
+        "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]), "+f"(d[120]), "+f"(d[121]),
+        "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
+      : "l"(a), "l"(b), "r"(accumulates));
+}
+
+// wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16
+// `a` is in registers; `b` lies along its columns.
+__device__ inline void wgmma_mma_trans_b(Bf16, float (&d)[128], const u32* a, u64 b,
+                                         int accumulates) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %133, 0; "
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
+      "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
+      "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
+      "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
+      "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, "
+      "%127}, "
+      "{%128, %129, %130, %131}, %132, p, 1, 1, 1;}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
+        "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),
+        "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),
+        "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]),
+        "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]),
+        "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]),
+        "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
+        "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]),
+        "+f"(d[63]), "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]),
+        "+f"(d[70]), "+f"(d[71]), "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]),
+        "+f"(d[77]), "+f"(d[78]), "+f"(d[79]), "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]),
+        "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]), "+f"(d[88]), "+f"(d[89]), "+f"(d[90]),
+        "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95]), "+f"(d[96]), "+f"(d[97]),
+        "+f"(d[98]), "+f"(d[99]), "+f"(d[100]), "+f"(d[101]), "+f"(d[102]), "+f"(d[103]),
+        "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]),
+        "+f"(d[110]), "+f"(d[111]), "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]),
+        "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]), "+f"(d[120]), "+f"(d[121]),
+        "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulates));
+}
+
+// wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16
+__device__ inline void wgmma_mma(Fp16, float (&d)[8], u64 a, u64 b, int accumulates) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %10, 0; "
+      "wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7}, "
+      "%8, %9, p, 1, 1, 0, 0;}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+        "+f"(d[7])
+      : "l"(a), "l"(b), "r"(accumulates));
+}
+
+// wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16
+// `a` lies along its rows.
+__device__ inline void wgmma_mma_trans_a(Fp16, float (&d)[8], u64 a, u64 b, int accumulates) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %10, 0; "
+      "wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7}, "
+      "%8, %9, p, 1, 1, 1, 0;}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+        "+f"(d[7])
+      : "l"(a), "l"(b), "r"(accumulates));
+}
+
+// wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16
+__device__ inline void wgmma_mma(Fp16, float (&d)[16], u64 a, u64 b, int accumulates) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %18, 0; "
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
+      "%16, %17, p, 1, 1, 0, 0;}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
+        "+f"(d[14]), "+f"(d[15])
+      : "l"(a), "l"(b), "r"(accumulates));
+}
+
+// wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16
+// `a` lies along its rows.
+__device__ inline void wgmma_mma_trans_a(Fp16, float (&d)[16], u64 a, u64 b, int accumulates) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %18, 0; "
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
+      "%16, %17, p, 1, 1, 1, 0;}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
+        "+f"(d[14]), "+f"(d[15])
+      : "l"(a), "l"(b), "r"(accumulates));
+}
+
+// wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16
+__device__ inline void wgmma_mma(Fp16, float (&d)[32], u64 a, u64 b, int accumulates) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %34, 0; "
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+      "%32, %33, p, 1, 1, 0, 0;}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
+        "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),
+        "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),
+        "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+      : "l"(a), "l"(b), "r"(accumulates));
+}
+
+// wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16
+// `b` lies along its columns.
+__device__ inline void wgmma_mma_trans_b(Fp16, float (&d)[128], u64 a, u64 b, int accumulates) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %130, 0; "
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
+      "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
+      "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
+      "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
+      "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, "
+      "%127}, "
+      "%128, %129, p, 1, 1, 0, 1;}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
+        "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),
+        "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),
+        "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]),
+        "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]),
+        "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]),
+        "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
+        "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]),
+        "+f"(d[63]), "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]),
+        "+f"(d[70]), "+f"(d[71]), "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]),
+        "+f"(d[77]), "+f"(d[78]), "+f"(d[79]), "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]),
+        "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]), "+f"(d[88]), "+f"(d[89]), "+f"(d[90]),
+        "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95]), "+f"(d[96]), "+f"(d[97]),
+        "+f"(d[98]), "+f"(d[99]), "+f"(d[100]), "+f"(d[101]), "+f"(d[102]), "+f"(d[103]),
+        "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]),
+        "+f"(d[110]), "+f"(d[111]), "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]),
+        "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]), "+f"(d[120]), "+f"(d[121]),
+        "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
+      : "l"(a), "l"(b), "r"(accumulates));
+}
+
+// wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16
+// `a` is in registers; `b` lies along its columns.
+__device__ inline void wgmma_mma_trans_b(Fp16, float (&d)[128], const u32* a, u64 b,
+                                         int accumulates) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %133, 0; "
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
+      "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
+      "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
+      "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
+      "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, "
+      "%127}, "
+      "{%128, %129, %130, %131}, %132, p, 1, 1, 1;}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
+        "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),
+        "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),
+        "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]),
+        "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]),
+        "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]),
+        "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
+        "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]),
+        "+f"(d[63]), "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]),
+        "+f"(d[70]), "+f"(d[71]), "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]),
+        "+f"(d[77]), "+f"(d[78]), "+f"(d[79]), "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]),
+        "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]), "+f"(d[88]), "+f"(d[89]), "+f"(d[90]),
+        "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95]), "+f"(d[96]), "+f"(d[97]),
+        "+f"(d[98]), "+f"(d[99]), "+f"(d[100]), "+f"(d[101]), "+f"(d[102]), "+f"(d[103]),
+        "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]),
+        "+f"(d[110]), "+f"(d[111]), "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]),
+        "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]), "+f"(d[120]), "+f"(d[121]),
+        "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulates));
+}
+
+// Programmatic dependent launch: start while the kernel before drains. Needs
+// ptx/griddepcontrol.cuh.
+
+__device__ inline void wait_for_previous_kernel() { griddepcontrol_wait(); }
+__device__ inline void let_next_kernel_start() { griddepcontrol_launch_dependents(); }
+
+// Pairs of e4m3, with the instructions of newer architectures or without. Needs ptx/cvt.cuh.
+// PTX ISA, "Data Movement and Conversion Instructions: cvt". Needs sm_89.
+
+// cvt.rn.f16x2.e4m3x2
+__device__ inline u32 cvt_rn_f16x2_e4m3x2(u16 pair) {
+  u32 value;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(value) : "h"(pair));
+  return value;
+}
+
+// cvt.rn.satfinite.e4m3x2.f32
+__device__ inline u16 cvt_rn_satfinite_e4m3x2_f32(float high, float low) {
+  u16 pair;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+
+// Pairs of e4m3 with the instructions for them. Needs ptx/cvt_e4m3.cuh.
+
+__device__ inline u32 fp16x2_of_e4m3x2(u32 pair) {
+  return cvt_rn_f16x2_e4m3x2(static_cast<u16>(pair));
+}
+
+__device__ inline u32 e4m3x2_of_f32(float high, float low) {
+  return cvt_rn_satfinite_e4m3x2_f32(high, low);
+}
+
+// Stored e4m3 elements to the element type of the tensor cores. Needs ptx/cvt.cuh, and
+// blocks/e4m3.cuh.j2.
+
+// Pair `pair` of 16 elements.
+__device__ inline u32 pair_of(const Chunk& stored, int pair) {
+  return stored.words[pair / 2] >> pair % 2 * 16 & 0xffff;
+}
+
+// Sixteen elements times `scale`, rounded once.
+template <typename Target>
+__device__ inline void decode_e4m3(Target target, const Chunk& stored, float scale,
+                                   Chunk (&decoded)[2]) {
+#pragma unroll
+  for (int pair = 0; pair < 8; ++pair) {
+    const u32 halves = fp16x2_of_e4m3x2(pair_of(stored, pair));
+    const float low = cvt_f32(Fp16{}, static_cast<u16>(halves));
+    const float high = cvt_f32(Fp16{}, static_cast<u16>(halves >> 16));
+    decoded[pair / 4].words[pair % 4] = cvt_rn_x2_f32(target, high * scale, low * scale);
+  }
+}
+
+// Sixteen elements as they are: either type holds every e4m3.
+template <typename Target>
+__device__ inline void decode_e4m3(Target target, const Chunk& stored, Chunk (&decoded)[2]) {
+  if constexpr (kIsSame<Target, Fp16>) {
+#pragma unroll
+    for (int pair = 0; pair < 8; ++pair) {
+      decoded[pair / 4].words[pair % 4] = fp16x2_of_e4m3x2(pair_of(stored, pair));
+    }
+  } else {
+    decode_e4m3(target, stored, 1.0f, decoded);
+  }
+}
+
+// Eight bf16 elements times `scale`.
+template <typename Target>
+__device__ inline Chunk decode_bf16(Target target, const Chunk& stored, float scale) {
+  Chunk decoded;
+#pragma unroll
+  for (int word = 0; word < 4; ++word) {
+    const float low = cvt_f32(Bf16{}, static_cast<u16>(stored.words[word]));
+    const float high = cvt_f32(Bf16{}, static_cast<u16>(stored.words[word] >> 16));
+    decoded.words[word] = cvt_rn_x2_f32(target, high * scale, low * scale);
+  }
+  return decoded;
+}
+
+// Barriers in shared memory, with phases that are counted by their parity. Needs ptx/mbarrier.cuh.
+
+using Barrier = u64;
+
+// For `arrivals` in each phase.
+__device__ inline void make_barrier(const Barrier& barrier, int arrivals) {
+  mbarrier_init(shared_address(&barrier), arrivals);
+}
+
+__device__ inline void wait_for(const Barrier& barrier, u32 parity) {
+  mbarrier_wait(shared_address(&barrier), parity);
+}
+
+__device__ inline void arrive_at(const Barrier& barrier) {
+  mbarrier_arrive(shared_address(&barrier));
+}
+
+// Steps through the stages of a ring; the parity changes whenever it begins anew.
+template <int kCount>
+struct RingPosition {
+  int stage = 0;
+  u32 parity = 0;
+
+  __device__ void advance() {
+    if (++stage == kCount) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// Indices of this thread as compilers have not seen them: what is computed from them is computed
+// where it is used, and takes no register from the products in between. Needs ptx/mov.cuh.
+
+__device__ inline int fresh_thread() { return static_cast<int>(mov_tid_x()); }
+__device__ inline int fresh_lane() { return fresh_thread() % kWarpLanes; }
+__device__ inline int fresh_warp() { return fresh_thread() / kWarpLanes; }
+
+// Rows of 16-byte chunks in shared memory, permuted so that the eight rows that one ldmatrix reads
+// at the same column lie in different banks. Needs blocks/prelude.cuh.
+
+constexpr int kChunkElements = 8;
+
+// Byte offset of chunk `chunk` of row `row`. Rows of 128 bytes and more permute the eight chunks of
+// every 128 bytes by the row; in 64-byte rows two rows share the 128 bytes.
+template <int kRowBytes>
+__device__ inline u32 swizzled_offset(int row, int chunk) {
+  static_assert(kRowBytes == 64 || kRowBytes % 128 == 0, "a row is 64 bytes or whole 128 bytes");
+  const int permuted = kRowBytes == 64 ? chunk ^ ((row >> 1) & 3) : chunk ^ (row & 7);
+  return static_cast<u32>(row * kRowBytes + permuted * kChunkBytes);
+}
+
+// Where a token of a request lies in the paged cache. Needs blocks/prelude.cuh, kPageSize.
+
+// One tensor of the cache; strides in bytes.
+struct PagedRows {
+  const unsigned char* rows;
+  i64 page_stride;
+  i64 token_stride;
+
+  // The row in `slot` of `page`, which exists.
+  __device__ const unsigned char* row_of(int page, int slot) const {
+    return rows + page * page_stride + slot * token_stride;
+  }
+};
+
+// How many tokens a request of length `length` has in a table of `pages` pages: a length beyond the
+// table, or a negative one, is read as the nearest that the table can hold.
+__device__ inline int tokens_held(i64 length, i64 pages) {
+  constexpr i64 kMost = 0x7fff0000;  // a tile more can still be counted
+  return static_cast<int>(max(static_cast<i64>(0), min(min(length, pages * kPageSize), kMost)));
+}
+
+// An id outside the cache must not fault.
+__device__ inline bool is_page(int page, int num_pages) {
+  return static_cast<u32>(page) < static_cast<u32>(num_pages);
+}
+
+// Whether the query tokens of a request end before they begin. Where none do, requests share no
+// tokens, and the host knows how much work there is at the most. Needs Params.
+__device__ inline bool goes_back(const Params& params, int request) {
+  const int* offsets = params.cum_seq_lens_q;
+  return offsets != nullptr && offsets[request + 1] < offsets[request];
+}
+
+// Where the page ids of a request begin in the tables. Needs Params, blocks/page_table.cuh,
+// kIsSparse.
+
+// Where they begin, and how many there are.
+struct TableRow {
+  i64 start;
+  int pages;
+};
+
+// Starts that lie outside the tables are read as the nearest inside.
+__device__ inline TableRow table_row(const Params& params, int request) {
+  if (kIsSparse || params.table_starts == nullptr) {
+    return {request * static_cast<i64>(params.block_tables_stride), params.max_pages};
+  }
+  const int start = max(0, min(params.table_starts[request], params.max_pages));
+  const int end = max(start, min(params.table_starts[request + 1], params.max_pages));
+  return {start, end - start};
+}
+
+// A scale is a number, or a tensor of one element that only the device knows. Needs nothing.
+
+__device__ inline float value_of(const float* tensor, float number) {
+  return tensor == nullptr ? number : *tensor;
+}
+
+// What products of query and key are multiplied by, in the natural domain. Needs Params,
+// blocks/scales.cuh.
+
+__device__ inline float score_scale(const Params& params) {
+  const float scale = value_of(params.bmm1_scale_tensor, params.bmm1_scale);
+  return params.scores_take_bmm2 ? scale * value_of(params.bmm2_scale_tensor, params.bmm2_scale)
+                                 : scale;
+}
+
+// How the statistics of a softmax row become its scale and its LSE. Needs ptx/ex2.cuh.
+
+struct RowResult {
+  float factor;  // multiplies the accumulated values
+  float lse;  // log2 of the sum of 2^score, the sink included; minus infinity for an empty row
+};
+
+// `reference` in log2 units, `sum` relative to it; `sink` is a natural-log logit without a value,
+// or minus infinity. A row that saw nothing is zero, sink or not.
+__device__ inline RowResult finish_row(float reference, float sum, float sink) {
+  if (sum == 0.0f) return {0.0f, -kInfinity};  // a NaN is not nothing
+  const float sink_log2 = sink * kLog2E;
+  // Relative to the larger of the two, because 2^(sink - reference) may overflow.
+  const float larger = fmaxf(reference, sink_log2);
+  const float rescale = ex2_approx(reference - larger);
+  const float total = sum * rescale + ex2_approx(sink_log2 - larger);
+  // Approximate: exact to some 22 bits, and a fraction of the instructions.
+  return {__fdividef(rescale, total), larger + __log2f(total)};
+}
+
+// Reductions over the four neighbouring lanes that have a row's parts, as products leave them.
+// Needs blocks/prelude.cuh.
+
+__device__ inline float row_maximum(float value) {
+  value = fmaxf(value, __shfl_xor_sync(~0u, value, 1));
+  return fmaxf(value, __shfl_xor_sync(~0u, value, 2));
+}
+
+__device__ inline float row_total(float value) {
+  value += __shfl_xor_sync(~0u, value, 1);
+  return value + __shfl_xor_sync(~0u, value, 2);
+}
+
+// What tells wgmma where an operand lies in shared memory: tiles of rows of 128 bytes, swizzled,
+// at multiples of 1024 bytes, or of 64 bytes at multiples of 512. PTX ISA, "Matrix Descriptor
+// Format". Needs ptx/mov.cuh.
+
+// A descriptor is made of two words where it is used: the lower holds the address and the distance
+// of neighbouring tiles, the upper the distance of groups of eight rows and the kind of swizzle.
+// Addresses count 16 bytes; adding to a lower word moves the operand.
+constexpr u32 kDescriptorHigh = 1024 / 16 | 1u << 30;
+constexpr u32 kDescriptorHigh64 = 512 / 16 | 2u << 30;
+
+__device__ inline u32 descriptor_low(u32 address, u32 tile_distance) {
+  return (address & 0x3ffff) >> 4 | tile_distance / 16 << 16;
+}
+
+__device__ inline u64 descriptor(u32 low) { return mov_b64(low, kDescriptorHigh); }
+__device__ inline u64 descriptor_64(u32 low) { return mov_b64(low, kDescriptorHigh64); }
+
+// Which rows of which request a tile holds, also where requests have queries of different lengths.
+// What ends of queries say is not trusted. Needs blocks/prelude.cuh, kRows.
+
+// The last request that begins at or before `position`; `begin_of` says where a request begins.
+template <typename BeginOf>
+__device__ inline int request_at(i64 position, int requests, BeginOf begin_of) {
+  int low = 0;
+  int high = requests;
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    if (begin_of(middle) <= position) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
+// Request r takes the tiles from floor(its first row / kRows) + r on: as many as its rows fill, or
+// one more. So the number of tiles follows from the number of rows, and no length is needed on the
+// host.
+__device__ inline i64 first_tile_of(const int* cum_seq_lens_q, int request, int rows_per_token) {
+  return static_cast<i64>(cum_seq_lens_q[request]) * rows_per_token / kRows + request;
+}
+
+__device__ inline int request_of_tile(const int* cum_seq_lens_q, int requests, int rows_per_token,
+                                      int tile) {
+  return request_at(tile, requests, [&](int request) {
+    return first_tile_of(cum_seq_lens_q, request, rows_per_token);
+  });
+}
+
+__device__ inline int request_of_token(const int* cum_seq_lens_q, int requests, int token) {
+  return request_at(token, requests, [&](int request) -> i64 { return cum_seq_lens_q[request]; });
+}
+
+// The rows of a tile: the rest of kRows is padding.
+struct TileRows {
+  int request;
+  int q_len;  // query tokens of the request
+  i64 first_query;  // index of its first query token among all
+  int first_row;  // of the tile, among the request's rows
+  int rows;
+};
+
+// The rows of tile `tile` of request `request`, each of whose requests has `q_len` query tokens,
+// or, where ends of queries are given, of the request that they say. Query tokens outside the
+// tensor are nobody's: nothing may be read or written there.
+__device__ inline TileRows rows_of_tile(const int* cum_seq_lens_q, int requests, i64 q_len,
+                                        int rows_per_token, i64 tokens, int request, i64 tile) {
+  i64 first_query = request * q_len;
+  if (cum_seq_lens_q != nullptr) {
+    request = request_of_tile(cum_seq_lens_q, requests, rows_per_token, static_cast<int>(tile));
+    tile -= first_tile_of(cum_seq_lens_q, request, rows_per_token);
+    first_query = cum_seq_lens_q[request];
+    q_len = cum_seq_lens_q[request + 1] - first_query;
+  }
+  const i64 first_row = tile * kRows;
+  const bool is_inside =
+      first_query >= 0 && q_len >= 0 && first_query + q_len <= tokens && first_row >= 0;
+  const i64 rows = min(q_len * rows_per_token - first_row, static_cast<i64>(kRows));
+  return {request, static_cast<int>(q_len), first_query, static_cast<int>(first_row),
+          is_inside && rows > 0 ? static_cast<int>(rows) : 0};
+}
+
+// How many of its listed tokens a query token looks at. Needs blocks/ragged_tiles.cuh.
+
+// Either the lists themselves have lengths, or the requests that query tokens belong to.
+struct TokenLists {
+  const int* seq_lens;
+  const int* top_k_lens;
+  const int* cum_seq_lens_q;
+  int requests;
+  int q_len;
+  int top_k;
+};
+
+// Of query token `token`.
+__device__ inline int listed_tokens(const TokenLists& lists, int token) {
+  i64 listed;
+  if (lists.top_k_lens != nullptr) {
+    listed = lists.top_k_lens[token];
+  } else if (lists.cum_seq_lens_q == nullptr) {
+    const int request = token / lists.q_len;
+    listed = static_cast<i64>(lists.seq_lens[request]) - lists.q_len + token % lists.q_len + 1;
+  } else {
+    const int request = request_of_token(lists.cum_seq_lens_q, lists.requests, token);
+    listed =
+        static_cast<i64>(lists.seq_lens[request]) - lists.cum_seq_lens_q[request + 1] + token + 1;
+  }
+  return static_cast<int>(max(static_cast<i64>(0), min(listed, static_cast<i64>(lists.top_k))));
+}
+
+// How many tokens a request has, where every query token has a list of its own and counts as a
+// request. Needs Params, blocks/listed_tokens.cuh.
+
+__device__ inline int length_of(const Params& params, int request) {
+  const TokenLists lists{params.seq_lens,      params.top_k_lens, params.list_ends,
+                         params.list_requests, params.list_q_len, params.top_k};
+  return listed_tokens(lists, request);
+}
+
+__device__ inline int tokens_of(const Params&, int, int length) { return length; }
+
+// How the work of a call is divided among the blocks of the grid: each finds its own part. Needs
+// Params, blocks/query_offsets.cuh, roles/mla_hopper/constants; of requests length_of and
+// tokens_of.
+
+// The tiles of rows of a request are taken in groups, one tile for each member of a team: blocks
+// that are neighbours and read the same tokens. A unit is a request and a group. All units in a row
+// make a line, on which a unit is as long as it has blocks of tokens, and somewhat longer for what
+// else it costs. Every team takes an equal stretch of the line, its span; a unit that lies on
+// several spans is computed in as many pieces, which are merged.
+// What a unit costs besides its blocks, in blocks: with a wide tile there is more to begin and to
+// end.
+constexpr int kNarrowUnitCost = 2;
+constexpr int kWideUnitCost = 6;
+constexpr int kUnitCost = kRows > 32 ? kWideUnitCost : kNarrowUnitCost;
+constexpr int kMergeCost = 5;  // of having any pieces to merge, in blocks
+constexpr int kLeastSpan = 2;  // positions
+constexpr int kMostSpans = 144;  // of so many pieces there is room for what is merged
+
+struct RequestFacts {
+  i64 first_query;  // index of the request's first query token among all
+  int q_len;
+  int rows;  // none where the request's queries are not inside the tensor
+  int kv_len;
+  int blocks;  // of tokens
+  int groups;
+};
+
+// A number of members as teams, of four members at the most: by constants, for a division takes
+// long.
+__device__ inline int in_teams(const Params& params, int members) {
+  if (params.team_size == 1) return members;
+  if (params.team_size == 2) return members / 2;
+  return params.team_size == 3 ? members / 3 : members / 4;
+}
+
+// `length` is what length_of has for the request.
+__device__ inline RequestFacts facts_of_request(const Params& params, int request, int length) {
+  RequestFacts facts;
+  i64 q_len = params.q_len;
+  facts.first_query = request * q_len;
+  if (params.cum_seq_lens_q != nullptr) {
+    facts.first_query = params.cum_seq_lens_q[request];
+    q_len = params.cum_seq_lens_q[request + 1] - facts.first_query;
+  }
+  const bool is_inside = facts.first_query >= 0 && q_len >= 0 &&
+                         (facts.first_query + q_len) * params.heads <= params.total_rows;
+  facts.q_len = static_cast<int>(q_len);
+  facts.rows = is_inside ? facts.q_len * params.heads : 0;
+  facts.kv_len = tokens_of(params, request, length);
+  facts.blocks = ceil_div(facts.kv_len, kBlockTokens);
+  const int tiles = ceil_div(facts.rows, kRows);
+  facts.groups = in_teams(params, tiles + params.team_size - 1);
+  return facts;
+}
+
+__device__ inline RequestFacts facts_of_request(const Params& params, int request) {
+  return facts_of_request(params, request, length_of(params, request));
+}
+
+// The span of a team: the line's positions from `begin` to before `end`. The host sees to it that
+// they fit.
+struct Span {
+  int total;  // length of the line
+  int spans;  // in use
+  int index;  // of this one; the last span is the first team's, so that no block waits for a later
+  int unit_cost;
+  int begin;
+  int end;
+};
+
+// What a warp found of its requests.
+enum class Requests { kUnsound, kMixed, kUniform };
+
+struct alignas(kChunkBytes) WarpRequests {
+  int length;  // of the line
+  int blocks;  // of all requests, and their groups, if they are uniform
+  int groups;
+  Requests kind;
+};
+
+// Where a walk along the units is.
+struct WalkState {
+  RequestFacts facts;
+  int request;
+  int group;
+  int unit_begin;
+};
+
+struct SpanScratch {
+  WarpRequests warps[kThreads / kWarpLanes];
+  Span span;
+  WalkState first;  // at the unit that the span begins in
+  WalkState next;  // at the one that comes next
+};
+
+__device__ inline int line_length(const RequestFacts& facts, int unit_cost) {
+  return facts.groups * (facts.blocks + unit_cost);
+}
+
+// Whether `a` is a multiple of `b`; of large numbers it may say no.
+__device__ inline bool is_multiple(int a, int b) {
+  return __float2int_rn(__fdividef(static_cast<float>(a), static_cast<float>(b))) * b == a;
+}
+
+// How many spans of the same number of whole units, or whole units of the same number of spans,
+// there are at the most; where all units have `blocks` blocks. None if merging pieces costs less
+// than the idle teams would. By whole warps.
+__device__ inline int aligned_spans(int teams, int units, int blocks) {
+  const int total = units * blocks;
+  teams = min(teams, total);  // no span without a block
+  const int spans = max(teams - lane_index(), 1);
+  const bool is_aligned = is_multiple(units, spans) || is_multiple(spans, units);
+  const bool is_cheap =
+      static_cast<i64>(total) * teams <= (total + static_cast<i64>(kMergeCost) * teams) * spans;
+  const u32 found = __ballot_sync(~0u, is_aligned && is_cheap);
+  return found == 0 ? 0 : max(teams - __ffs(static_cast<int>(found)) + 1, 1);
+}
+
+// Where span `index` begins: index * total / spans, with `whole` and `rest` of the quotient of the
+// last two. In floats, in which such small numbers lose nothing, a division is short.
+__device__ inline int beginning_of(int index, int whole, int rest, int spans) {
+  const float part = __fdividef(static_cast<float>(index * rest) + 0.5f, static_cast<float>(spans));
+  return index * whole + __float2int_rz(part);
+}
+
+// How many requests a thread counts the blocks of, and the first; a thread behind the last request
+// looks at that one.
+__device__ inline int requests_of_thread(const Params& params) {
+  return ceil_div(params.requests, kThreads);
+}
+
+__device__ inline int own_request(const Params& params) {
+  const int first = static_cast<int>(threadIdx.x) * requests_of_thread(params);
+  return min(first, params.requests - 1);
+}
+
+// Finds the span of the team `team`, by all threads of the block, and leaves it in `scratch`; says
+// whether there is one. `length` is what length_of has for the thread's own_request.
+__device__ inline bool find_span(const Params& params, int team, int length, SpanScratch& scratch) {
+  const int each = requests_of_thread(params);
+  const int first = static_cast<int>(threadIdx.x) * each;
+  const int last = min(first + each, params.requests);
+  RequestFacts facts = facts_of_request(params, own_request(params), length);
+  int blocks = facts.blocks;
+  int groups = facts.groups;
+  bool is_uniform = true;
+  bool is_unsound = goes_back(params, own_request(params));
+  int own = first < last ? line_length(facts, kUnitCost) : 0;
+#pragma unroll 1
+  for (int request = first + 1; request < last; ++request) {
+    const RequestFacts more = facts_of_request(params, request);
+    is_uniform &= more.blocks == blocks && more.groups == groups;
+    is_unsound |= goes_back(params, request);
+    own += line_length(more, kUnitCost);
+  }
+  // All lanes take part in both.
+  const int lane_0_blocks = __shfl_sync(~0u, blocks, 0);
+  const int lane_0_groups = __shfl_sync(~0u, groups, 0);
+  is_uniform = __all_sync(~0u, is_uniform && blocks == lane_0_blocks && groups == lane_0_groups);
+  is_unsound = __any_sync(~0u, is_unsound);
+  int through = own;  // with all lanes before
+#pragma unroll
+  for (int lanes = 1; lanes < kWarpLanes; lanes *= 2) {
+    const int before = __shfl_up_sync(~0u, through, lanes);
+    if (lane_index() >= lanes) through += before;
+  }
+  if (lane_index() == kWarpLanes - 1) {
+    const Requests kind = is_uniform ? Requests::kUniform : Requests::kMixed;
+    scratch.warps[warp_index()] = {through, blocks, groups, is_unsound ? Requests::kUnsound : kind};
+  }
+  __syncthreads();
+  // A lane looks at what one warp found; there are fewer warps than lanes.
+  constexpr int kWarps = kThreads / kWarpLanes;
+  const WarpRequests found = scratch.warps[min(lane_index(), kWarps - 1)];
+  const int length_of_warp = lane_index() < kWarps ? found.length : 0;
+  int total = __reduce_add_sync(~0u, length_of_warp);
+  int begin = __reduce_add_sync(~0u, lane_index() < warp_index() ? length_of_warp : 0);
+  begin += through - own;
+  blocks = __shfl_sync(~0u, found.blocks, 0);
+  groups = __shfl_sync(~0u, found.groups, 0);
+  if (__any_sync(~0u, found.kind == Requests::kUnsound)) return false;
+  is_uniform = __all_sync(~0u, found.kind == Requests::kUniform && found.blocks == blocks &&
+                                   found.groups == groups && blocks > 0 && groups > 0);
+  int spans = max(1, min(min(params.teams, kMostSpans), total / kLeastSpan));
+  int unit_cost = kUnitCost;
+  if (is_uniform) {
+    const int aligned = aligned_spans(spans, params.requests * groups, blocks);
+    if (aligned > 0) {
+      spans = aligned;
+      unit_cost = 0;
+      const int of_request = groups * blocks;
+      total = params.requests * of_request;
+      begin = min(first, params.requests) * of_request;
+      own = max(last - first, 0) * of_request;
+    }
+  }
+  const int index = spans - 1 - team;
+  if (index < 0 || total == 0) return false;
+  const int whole = static_cast<u32>(total) / static_cast<u32>(spans);
+  const int rest = total - whole * spans;
+  const int span_begin = beginning_of(index, whole, rest, spans);
+  if (begin <= span_begin && span_begin < begin + own) {
+    int request = first;
+    // With one request a thread, its facts are at hand.
+#pragma unroll 1
+    while (each > 1) {
+      facts = facts_of_request(params, request);
+      if (span_begin < begin + line_length(facts, unit_cost)) break;
+      begin += line_length(facts, unit_cost);
+      ++request;
+    }
+    const int unit = facts.blocks + unit_cost;
+    const int group = facts.groups == 1 ? 0 : (span_begin - begin) / unit;
+    const int span_end = beginning_of(index + 1, whole, rest, spans);
+    scratch.span = {total, spans, index, unit_cost, span_begin, span_end};
+    scratch.first = {facts, request, group, begin + group * unit};
+  }
+  __syncthreads();
+  return true;
+}
+
+// What a block computes one after the other: pieces of units, for one member of the team. Needs
+// span.cuh.
+
+// The block of tokens that a position is in, counted from the unit's first; what comes before the
+// blocks belongs to the first.
+__device__ inline int block_at(int position, int unit_begin, const Span& span) {
+  return max(position - unit_begin - span.unit_cost, 0);
+}
+
+// How a unit is cut: its pieces lie on the spans from `first_span` on, and the last of those may
+// end with it.
+struct Pieces {
+  int count;
+  int first_span;
+  bool end_span;
+};
+
+// The first span that begins at or after a position.
+__device__ inline int span_from(int position, const Span& span) {
+  const u64 dividend = static_cast<u64>(position) * span.spans + span.total - 1;
+  const u32 divisor = static_cast<u32>(span.total);
+  // Division of 64 bits takes five times as long.
+  if (dividend >> 32 == 0) return static_cast<int>(static_cast<u32>(dividend) / divisor);
+  return static_cast<int>(dividend / divisor);
+}
+
+__device__ inline Pieces pieces_of(int unit_begin, int blocks, const Span& span) {
+  const int first_block = unit_begin + span.unit_cost;
+  const int second = span_from(first_block + 1, span);
+  const int end = first_block + blocks;
+  const int after = span_from(end, span);
+  const bool end_span =
+      static_cast<u64>(after) * span.total < static_cast<u64>(end + 1) * span.spans;
+  return {1 + after - second, second - 1, end_span};
+}
+
+// Which queries and tokens an item is about: as much as loading them takes.
+struct Part {
+  i64 first_query;  // index of the request's first query token among all
+  int request;  // minus one after the last item
+  int first_row;  // of the tile, among the request's rows
+  int rows;  // of the tile; the rest of kRows is padding
+  int first_block;
+  int blocks;  // of tokens, that this piece computes
+  int visible_to_any;  // tokens that some row of the tile sees
+};
+
+// One piece of a unit, for one member of the team, as all its warps need it.
+struct Item : Part {
+  u32 count;  // of items before
+  int visible_to_all;  // tokens that every row of the tile sees
+  int pieces;
+  int mergers;  // of them, the first: the last is one if nothing follows it in its block
+  int piece;
+  int owner;  // the block of the grid that has piece 0
+  int row_visible[kRows];  // how many tokens a row sees
+};
+
+// Goes through the items of a span, by whole warps.
+struct ItemWalk : WalkState {
+  const Params& params;
+  const Span& span;
+  int member;
+
+  __device__ ItemWalk(const Params& params, const Span& span, int member, const WalkState& state)
+      : WalkState(state), params(params), span(span), member(member) {}
+
+  __device__ void advance() {
+    unit_begin += facts.blocks + span.unit_cost;
+    if (++group < facts.groups) return;
+    group = 0;
+#pragma unroll 1
+    do {
+      if (++request >= params.requests) return;
+      facts = facts_of_request(params, request);
+    } while (facts.groups == 0);
+  }
+
+  // Goes to the next item, if it is not at one; its request is minus one if there is none.
+  __device__ Part find() {
+#pragma unroll 1
+    for (; request < params.requests && unit_begin < span.end; advance()) {
+      const int first = first_block();
+      const int last = last_block();
+      const bool is_here = facts.blocks == 0 ? span.begin <= unit_begin : first < last;
+      const int first_row = (group * params.team_size + member) * kRows;
+      if (!is_here || first_row >= facts.rows) continue;
+      const int rows = min(facts.rows - first_row, kRows);
+      const int visible_to_any = visible_tokens(first_row + rows - 1);
+      const int seen_blocks = ceil_div(visible_to_any, kBlockTokens);
+      const int blocks = max(min(last, seen_blocks) - first, 0);
+      return {facts.first_query, request, first_row, rows, first, blocks, visible_to_any};
+    }
+    return {0, -1, 0, 0, 0, 0, 0};
+  }
+
+  // All of the item that it is at, and that `part` is of.
+  __device__ void fill(Item& item, const Part& part, u32 count) const {
+    for (int row = lane_index(); row < kRows; row += kWarpLanes) {
+      item.row_visible[row] = row < part.rows ? visible_tokens(part.first_row + row) : 0;
+    }
+    if (lane_index() != 0) return;
+    static_cast<Part&>(item) = part;
+    Pieces pieces = {1, span.index, true};
+    if (first_block() > 0 || last_block() < facts.blocks) {
+      pieces = pieces_of(unit_begin, facts.blocks, span);
+    }
+    item.count = count;
+    item.visible_to_all = visible_tokens(part.first_row);
+    item.pieces = pieces.count;
+    item.mergers = pieces.count - (pieces.end_span ? 0 : 1);
+    item.piece = first_block() == 0 ? 0 : span.index - pieces.first_span;
+    item.owner = block_of_span(pieces.first_span);
+  }
+
+  // The blocks of the unit that lie on the span.
+  __device__ int first_block() const {
+    return span.begin > unit_begin ? block_at(span.begin, unit_begin, span) : 0;
+  }
+  __device__ int last_block() const {
+    const int unit_end = unit_begin + facts.blocks + span.unit_cost;
+    return span.end < unit_end ? block_at(span.end, unit_begin, span) : facts.blocks;
+  }
+
+  // How many tokens a row of the request sees: all up to its own position, or all.
+  __device__ int visible_tokens(int row) const {
+    const bool is_prefix = params.is_causal && facts.q_len > 1;
+    const int later = is_prefix ? facts.q_len - 1 - row / params.heads : 0;
+    return max(facts.kv_len - later, 0);
+  }
+
+  // The block of the grid that has this member's part of a span.
+  __device__ int block_of_span(int index) const {
+    return (span.spans - 1 - index) * params.team_size + member;
+  }
+};
+
+// Items are handed on in two places, queries in one; where the item that `count` have preceded is,
+// and which phase of a barrier is its own.
+__device__ inline u32 item_slot(u32 count) { return count % 2; }
+__device__ inline u32 item_parity(u32 count) { return count / 2 % 2; }
+__device__ inline u32 query_parity(u32 count) { return count % 2; }
+
+// Tokens of a block that no row sees, for its list names nothing there. Needs
+// roles/mla_hopper/constants.
+
+struct alignas(8) UnlistedTokens {
+  unsigned char bits[8];  // of eight tokens each
+
+  // Those of loading warp `warp`.
+  __device__ void set(int warp, u32 missing) {
+    constexpr int kBytes = 8 / kLoadingWarps;
+#pragma unroll
+    for (int i = 0; i < kBytes; ++i) {
+      bits[warp * kBytes + i] = static_cast<unsigned char>(missing >> i * 8);
+    }
+  }
+
+  __device__ u64 all() const { return *reinterpret_cast<const u64*>(bits); }
+};
+
+// The shared memory of a block, whole. Needs Item,
+// roles/mla_hopper/unlisted_tokens.cuh, roles/mla_hopper/constants.
+constexpr int kStages = 2;  // one for even blocks of tokens, one for odd ones
+
+struct SharedMemory {
+  unsigned char query[kTiles * kQueryTileBytes];
+  unsigned char tokens[kStages][kTiles * kTileBytes];  // the last tile of a block becomes its P
+  unsigned char staging[kConsumerWarps][1024];  // of the output
+  float reference[kStages][kRows];  // what a consumer has moved a row's reference to, log2 units
+  float rescale[kStages][kRows];  // and what that multiplies sums and outputs by
+  float row_sum[kStages][kRows];  // of each consumer's tokens
+  Item items[2];
+  SpanScratch scratch;
+  Barrier tile_full[kStages][kTiles];
+  Barrier left_empty[kStages];  // the tiles of the left half of the values
+  Barrier right_empty[kStages];
+  Barrier rope_empty[kStages];
+  Barrier first_query_full;
+  Barrier query_full;
+  Barrier query_empty;
+  Barrier item_full[2];
+  Barrier item_empty[2];
+  int has_nonfinite;
+  UnlistedTokens unlisted[kStages];
+};
+static_assert(sizeof(SharedMemory) <= kSharedBytes, "the spec knows what the struct takes");
+
+// By one thread.
+__device__ inline void make_token_barriers(const SharedMemory& shared) {
+  for (int stage = 0; stage < kStages; ++stage) {
+    for (int tile = 0; tile < kTiles; ++tile) {
+      make_barrier(shared.tile_full[stage][tile], kLoadingWarps);
+    }
+    make_barrier(shared.left_empty[stage], 1);
+    make_barrier(shared.right_empty[stage], 1);
+    make_barrier(shared.rope_empty[stage], 1);
+  }
+}
+
+// Where the rows of a query lie in the caller's tensors. Needs Params, Part.
+
+// Of row `row` of the tile, or where it is padding of some row: index of the query token among all,
+// and its head.
+struct QueryRow {
+  i64 query;
+  int head;
+};
+
+__device__ inline QueryRow query_row(const Params& params, const Part& part, int row, bool is_row) {
+  const int packed_row = is_row ? part.first_row + row : 0;
+  // Mostly there is one token, and division takes long.
+  const int token = packed_row < params.heads ? 0 : packed_row / params.heads;
+  const int head = packed_row - token * params.heads;
+  return {is_row ? part.first_query + token : 0, head};
+}
+
+// Brings the query of an item into shared memory. Needs SharedMemory, query_row.cuh,
+// blocks/swizzle.cuh, ptx/cp_async.cuh.
+
+// Begins to copy the rows of a query, by `threads` threads of which this is number `thread`. A
+// row's tiles lie kQueryTileBytes apart; eight lanes copy 128 bytes.
+__device__ inline void begin_query(const Params& params, const Part& part, SharedMemory& shared,
+                                   int thread, int threads) {
+  const int lane = thread % 8;
+#pragma unroll 1
+  for (int row = thread / 8; row < kRows; row += threads / 8) {
+    const bool is_row = row < part.rows;
+    const auto [query, head] = query_row(params, part, row, is_row);
+    const unsigned char* latent = params.query + query * params.query_stride +
+                                  head * params.query_head_stride + lane * kChunkBytes;
+    const unsigned char* rope = params.query_rope + query * params.query_rope_stride +
+                                head * params.query_rope_head_stride + lane * kChunkBytes;
+    const u32 target = shared_address(shared.query) + swizzled_offset<kTileRowBytes>(row, lane);
+    const u32 bytes = is_row ? kChunkBytes : 0;  // padding is zeros
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+      cp_async_cg_16(target + tile * kQueryTileBytes,
+                     tile < kLatentTiles ? latent + tile * kTileRowBytes : rope, bytes);
+    }
+  }
+  cp_async_commit_group();
+}
+
+// What all roles need to hand items and queries on. Needs SharedMemory, items.cuh,
+// blocks/barriers.cuh, ptx/cp_async.cuh, ptx/fence.cuh; from the family begin_query.
+
+// By one thread. How many warps say that an item is there, read it, and bring queries.
+__device__ inline void make_item_barriers(const SharedMemory& shared, int tellers, int readers,
+                                          int query_warps) {
+  make_barrier(shared.first_query_full, kConsumerWarps);
+  make_barrier(shared.query_full, query_warps);
+  make_barrier(shared.query_empty, kQueryReaders);
+  for (int slot = 0; slot < 2; ++slot) {
+    make_barrier(shared.item_full[slot], tellers);
+    make_barrier(shared.item_empty[slot], readers);
+  }
+}
+
+__device__ inline void finish_query(const Barrier& full) {
+  cp_async_wait_group<0>();
+  fence_proxy_async();
+  __syncwarp();
+  if (lane_index() == 0) arrive_at(full);
+}
+
+// Consumers bring the first query themselves: nothing can begin without it.
+__device__ inline void begin_first_query(const Params& params, const Part& part,
+                                         SharedMemory& shared) {
+  begin_query(params, part, shared, static_cast<int>(threadIdx.x), kConsumerThreads);
+}
+
+// Goes on from an item; where to is in shared memory meanwhile, for a scheduler has few registers.
+__device__ inline void leave_item(ItemWalk& walk, SharedMemory& shared) {
+  walk.advance();
+  __syncwarp();
+  if (lane_index() == 0) shared.scratch.next = walk;
+  __syncwarp();
+}
+
+__device__ inline void take_next_item(const Params& params, int member, u32 count,
+                                      SharedMemory& shared) {
+  ItemWalk walk(params, shared.scratch.span, member, shared.scratch.next);
+  const Part part = walk.find();
+  Item& item = shared.items[item_slot(count)];
+  if (part.request >= 0) {
+    walk.fill(item, part, count);
+    leave_item(walk, shared);
+  } else if (lane_index() == 0) {
+    item.request = -1;
+  }
+  __syncwarp();
+}
+
+// For those who load: done with the item that `count` have preceded; what the next is about.
+__device__ inline Part next_part(SharedMemory& shared, u32& count) {
+  __syncwarp();  // all lanes have read it
+  if (lane_index() == 0) arrive_at(shared.item_empty[item_slot(count)]);
+  ++count;
+  wait_for(shared.item_full[item_slot(count)], item_parity(count));
+  return shared.items[item_slot(count)];
+}
+
+// Waits for the query of the item that `count` have preceded.
+__device__ inline void wait_for_query(const SharedMemory& shared, u32 count) {
+  if (count == 0) {
+    wait_for(shared.first_query_full, 0);
+  } else {
+    wait_for(shared.query_full, query_parity(count) ^ 1);
+  }
+}
+
+// Asks for the first page ids, or listed tokens, of every request, which loaders read first where
+// an item begins with its request. Needs Params, ptx/prefetch.cuh.
+
+__device__ inline void prefetch_ids(const Params& params) {
+  const int request = static_cast<int>(threadIdx.x);
+  if (request >= params.requests || params.max_pages == 0) return;
+  if (params.table_starts != nullptr) return;
+  prefetch_l2(params.block_tables + request * static_cast<i64>(params.block_tables_stride));
+}
+
+// A token as it lies in the cache: converted to elements by scales. Needs Params,
+// blocks/page_table.cuh, blocks/decode_e4m3.cuh, constants.
+
+// Its row, or the latent part of it, and its scales: in the row, in a tensor of their own, or one
+// number for all.
+struct StoredToken {
+  const unsigned char* row;
+  const float* scales;  // one for each 128 latent dims
+  float latent_scale;  // where there are none
+
+  // Of the latent dims from 128 * `step` on.
+  __device__ float scale(int step) const { return scales == nullptr ? latent_scale : scales[step]; }
+
+  // One of its values.
+  __device__ u16 element(int dim) const {
+    const u32 halves = fp16x2_of_e4m3x2(row[dim]);
+    const float value = cvt_f32(Fp16{}, static_cast<u16>(halves));
+    return static_cast<u16>(cvt_rn_x2_f32(Element{}, 0.0f, value * scale(dim / kScaledDims)));
+  }
+};
+
+// The token in `slot` of `page`, which exists.
+__device__ inline StoredToken stored_token(const Params& params, int page, int slot) {
+  const PagedRows rows{params.cache, params.page_stride, params.token_stride};
+  const unsigned char* row = rows.row_of(page, slot);
+  if constexpr (kIsSame<StoredElements, Packed656>) {
+    return {row, reinterpret_cast<const float*>(row + kLatentDim), 1.0f};
+  }
+  const i64 first = page * params.scale_page_stride + slot * params.scale_token_stride;
+  return {row, params.kv_scales == nullptr ? nullptr : params.kv_scales + first,
+          params.latent_scale};
+}
+
+// Its rope part, where that may be a tensor of its own.
+__device__ inline const unsigned char* stored_rope(const Params& params, int page, int slot) {
+  const PagedRows rows{params.rope_cache, params.rope_page_stride, params.rope_token_stride};
+  return rows.row_of(page, slot);
+}
+
+// Where the tokens of a block are that a warp brings. Needs stored_token.cuh, Part,
+// blocks/table_row.cuh, ptx/prefetch.cuh.
+
+// Which token of a block this lane looks after.
+__device__ inline int own_token() {
+  return mov_tid_x() / kWarpLanes % kLoadingWarps * kWarpTokens + mov_tid_x() % kWarpTokens;
+}
+
+// And which part of it, of those that its lanes share.
+__device__ inline u32 own_share() { return mov_tid_x() % kWarpLanes / kWarpTokens; }
+
+// Page ids of an item's blocks, or its listed tokens.
+struct TokenIds {
+  const int* ids;
+  int end;  // tokens from here on are not read
+
+  __device__ TokenIds(const Params& params, const Part& part)
+      : ids(params.block_tables + table_row(params, part.request).start),
+        end(min((part.first_block + part.blocks) * kBlockTokens, part.visible_to_any)) {}
+
+  // Of this lane's token.
+  __device__ int read(int block) const {
+    const int token = token_of(block);
+    return token < end ? ids[kIsSparse ? token : token / kPageSize] : -1;
+  }
+
+  __device__ static int token_of(int block) { return block * kBlockTokens + own_token(); }
+};
+
+// Where this lane's token of a block is in the cache, by what the tables have for it.
+struct TokenPlace {
+  int page;
+  int slot;
+  bool exists;
+
+  __device__ TokenPlace(const Params& params, int id, int block) {
+    page = kIsSparse && id >= 0 ? id / kPageSize : id;
+    slot = (kIsSparse ? id : TokenIds::token_of(block)) % kPageSize;
+    exists = is_page(page, params.num_pages);
+  }
+};
+
+// What is read where there is no token.
+__device__ const Chunk kNoToken[ceil_div(kStoredBytes, kChunkBytes)] = {};
+
+// What a lane knows of its token.
+struct TokenRow {
+  const unsigned char* latent;
+  const unsigned char* rope;  // where that is a tensor of its own
+  float scales[kLaneScales];  // the lane's part of them
+  u32 missing;  // tokens of the warp that do not exist, a bit each
+
+  __device__ TokenRow(const Params& params, int id, int block)
+      : latent(reinterpret_cast<const unsigned char*>(kNoToken)), rope(latent), scales{} {
+    const TokenPlace place(params, id, block);
+    if (place.exists) {
+      const StoredToken token = stored_token(params, place.page, place.slot);
+      latent = token.row;
+      if constexpr (!kIsPacked) rope = stored_rope(params, place.page, place.slot);
+#pragma unroll
+      for (int i = 0; i < kLaneScales; ++i) scales[i] = token.scale(own_share() * kLaneScales + i);
+    }
+    missing = __ballot_sync(~0u, !place.exists);
+  }
+};
+
+// Has the rows of a block brought into L2, line by line. The lanes of a token share its row.
+__device__ inline void prefetch_rows(const Params& params, int id, int block) {
+  constexpr int kLineBytes = 128;
+  constexpr int kBytes = kIsPacked ? kStoredBytes : kLatentDim;
+  constexpr int kLines = kBytes / kLineBytes + 1;  // that a row lies on
+  const TokenPlace place(params, id, block);
+  if (!place.exists) return;
+  const unsigned char* row = stored_token(params, place.page, place.slot).row;
+#pragma unroll
+  for (int line = 0; line < kLines; line += kTokenLanes) {
+    const u32 offset = (own_share() + line) * kLineBytes;
+    prefetch_l2(row + min(offset, static_cast<u32>(kBytes - kChunkBytes)));
+  }
+}
+
+// Values that some row of a tile must not see: 0 * NaN is NaN, so what is not finite must not meet
+// the tensor cores, though its weight is 0. Needs SharedMemory, Item, ptx/cvt.cuh.
+
+constexpr u32 kExponentBits = kIsSame<Element, Bf16> ? 0x7f80 : 0x7c00;
+
+__device__ inline bool is_finite(u32 element) { return (element & kExponentBits) != kExponentBits; }
+
+__device__ inline float value_of_element(u16 element) { return cvt_f32(Element{}, element); }
+
+__device__ inline u32 finite_pair(u32 pair) {
+  return (is_finite(pair) ? pair & 0xffff : 0) | (is_finite(pair >> 16) ? pair & 0xffff0000 : 0);
+}
+
+// Whether some row of the item sees a value that has been cleared.
+__device__ inline int& nonfinite_flag(SharedMemory& shared, const Item&) {
+  return shared.has_nonfinite;
+}
+
+// Puts zeros for what is not finite in the tokens from `first` on of a block, of whose tiles
+// `tile_of` tells the places; 128 threads. Remembers whether a row sees such a token.
+template <typename TileOf>
+__device__ inline void clear_nonfinite(SharedMemory& shared, int first, int visible,
+                                       TileOf tile_of) {
+  constexpr int kTokenChunks = kLatentDim * 2 / kChunkBytes;
+#pragma unroll 1
+  for (int i = static_cast<int>(threadIdx.x) % 128; i < (kBlockTokens - first) * kTokenChunks;
+       i += 128) {
+    const int token = first + i / kTokenChunks;
+    const int chunk = i % kTokenChunks;
+    Chunk* place = reinterpret_cast<Chunk*>(tile_of(chunk / 8) + token * kTileRowBytes) + chunk % 8;
+    const Chunk found = *place;
+    Chunk cleared;
+    bool is_changed = false;
+#pragma unroll
+    for (int word = 0; word < 4; ++word) {
+      cleared.words[word] = finite_pair(found.words[word]);
+      is_changed |= cleared.words[word] != found.words[word];
+    }
+    if (!is_changed) continue;
+    *place = cleared;
+    if (token < visible) shared.has_nonfinite = 1;
+  }
+}
+
+// What a row has come to. Needs Params, Item, SharedMemory, blocks/row_result.cuh,
+// blocks/scales.cuh.
+
+// A row's probabilities are relative to its reference. No maximum is asked for while none of them
+// is larger than this, so that references move seldom.
+constexpr float kMostProbability = 0x1p8f;
+
+struct RowState {
+  float reference;  // log2 units; what the accumulators are relative to
+  float sum;  // of probabilities, relative to it
+};
+
+__device__ inline i64 global_row(const Params& params, const Item& item, int row) {
+  return item.first_query * params.heads + item.first_row + row;
+}
+
+__device__ inline RowResult result_of(const Params& params, const Item& item, int row,
+                                      RowState state) {
+  const float sink = params.sinks == nullptr || row >= item.rows
+                         ? -kInfinity
+                         : params.sinks[(item.first_row + row) % params.heads];
+  return finish_row(state.reference, state.sum, sink);
+}
+
+__device__ inline float output_scale(const Params& params) {
+  return value_of(params.bmm2_scale_tensor, params.bmm2_scale);
+}
+
+// For fmaxf, which ignores a NaN.
+__device__ inline float nan_unless_finite(float value) { return fmaf(value, 0.0f, value); }
+
+// Consumer warps that leave or merge pieces of a unit together: all, or those of one half of the
+// tasks. Needs roles/mla_hopper/constants, blocks/fresh_thread.cuh, ptx/barrier.cuh.
+
+// Which half the tasks of a warp belong to.
+__device__ inline int half_of_warp(int warp) { return warp % 4 / 2; }
+
+struct Crew {
+  int half;  // minus one for all
+
+  __device__ int threads() const { return half < 0 ? kConsumerThreads : kConsumerThreads / 2; }
+  __device__ void sync() const { barrier_sync(kCrewBarrier + max(half, 0), threads()); }
+
+  // Index of this thread in the crew.
+  __device__ int thread() const {
+    const int warp = fresh_warp();
+    return half < 0 ? fresh_thread() : (warp / 4 * 2 + warp % 2) * kWarpLanes + fresh_lane();
+  }
+  __device__ bool is_leader() const { return thread() == 0; }
+  __device__ bool has_warp(int warp) const { return half < 0 || half_of_warp(warp) == half; }
+};
+
+// Where a block goes: one of the two stages, and the barriers that say when. Needs SharedMemory,
+// blocks/barriers.cuh, ptx/fence.cuh.
+
+struct BlockRoom {
+  SharedMemory& shared;
+  int stage;
+  u32 parity;
+
+  __device__ unsigned char* tiles() const { return shared.tokens[stage]; }
+  __device__ UnlistedTokens& unlisted() const { return shared.unlisted[stage]; }
+
+  // Waits until the tiles of a step may be written. A step that needs no wait has one too: beyond
+  // it, compilers do not begin to convert what is still on its way.
+  template <int kStep>
+  __device__ void wait() const {
+    if constexpr (kStep < kLatentSteps / 2) {
+      wait_for(shared.left_empty[stage], parity);
+    } else if constexpr (kStep < kRopeStep) {
+      wait_for(shared.right_empty[stage], parity);
+    } else {
+      wait_for(shared.rope_empty[stage], parity);
+    }
+  }
+
+  // Says that this warp's part of them is written.
+  template <int kStep>
+  __device__ void tell() const {
+    fence_proxy_async();
+    __syncwarp();
+    constexpr int kStepTiles = kStep == kRopeStep ? 1 : 2;
+    const int lane = lane_index();
+    if (lane < kStepTiles) arrive_at(shared.tile_full[stage][kStep * 2 + lane]);
+  }
+};
+
+// Where the blocks of all items go, in turn. Items begin with the first stage.
+struct BlockRooms {
+  SharedMemory& shared;
+  u32 parity = 1;
+
+  __device__ explicit BlockRooms(SharedMemory& shared) : shared(shared) {}
+
+  template <int kStage>
+  __device__ BlockRoom room() const {
+    return {shared, kStage, parity};
+  }
+
+  // A block that does not exist, for items are taken in pairs of blocks, arrives with nothing in
+  // it.
+  template <int kStage>
+  __device__ void skip() {
+    const BlockRoom here = room<kStage>();
+    here.wait<0>();
+    here.tell<0>();
+    here.tell<1>();
+    here.wait<2>();
+    here.tell<2>();
+    here.tell<3>();
+    here.wait<4>();
+    here.tell<4>();
+    advance<kStage>();
+  }
+
+  template <int kStage>
+  __device__ void advance() {
+    if constexpr (kStage == kStages - 1) parity ^= 1;
+  }
+};
+
+// The query is loaded before any block of an item: it is free first.
+constexpr int kBlocksBeforeQuery = 0;
+
+// What a consumer has in registers, and what of the output it is. Needs ptx/wgmma.cuh,
+// SharedMemory, row_state.cuh.
+
+// Two consumers of four warps each. Both have all rows; the left one has the first half of the
+// output dims and the scores of even blocks, the right one the other half and the odd blocks.
+constexpr int kHalfDims = kHeadDimVo / 2;
+constexpr int kOwnRows = 2;
+using OwnRows = RowState[kOwnRows];
+using Accumulators = float[kHalfDims / 2];
+using Scores = float[kBlockTokens / 2];
+using Probabilities = u32[kBlockTokens / 4];  // two elements a word
+
+__device__ inline int consumer_thread() { return static_cast<int>(threadIdx.x) % 128; }
+__device__ inline bool is_left() { return threadIdx.x < 128; }
+
+// A thread's row `r`, 0 or 1, and the row of a thread of another warp.
+__device__ inline int row_of(int warp, int r) { return warp % 4 * 16 + lane_index() / 4 + 8 * r; }
+__device__ inline int row_of_thread(int thread) {
+  return thread % 128 / kWarpLanes * 16 + thread % kWarpLanes / 4;
+}
+__device__ inline int own_row(int r) { return row_of_thread(fresh_thread()) + 8 * r; }
+
+// Float4 `i` holds two dims of each of the two rows.
+__device__ inline int dim_of(int warp, int i) {
+  return warp / 4 * kHalfDims + i * 8 + lane_index() % 4 * 2;
+}
+
+// Row and dim of part `c` of float4 `i`.
+__device__ inline int part_row(int warp, int, int c) { return row_of(warp, c / 2); }
+__device__ inline int part_dim(int warp, int i, int c) { return dim_of(warp, i) + c % 2; }
+
+__device__ inline float4 accumulator(const Accumulators& accumulators, int i) {
+  return make_float4(accumulators[i * 4], accumulators[i * 4 + 1], accumulators[i * 4 + 2],
+                     accumulators[i * 4 + 3]);
+}
+
+__device__ inline void set_accumulator(Accumulators& accumulators, int i, float4 value) {
+  accumulators[i * 4] = value.x;
+  accumulators[i * 4 + 1] = value.y;
+  accumulators[i * 4 + 2] = value.z;
+  accumulators[i * 4 + 3] = value.w;
+}
+
+__device__ inline float4 weighted(float4 value, const float (&weights)[kOwnRows], int) {
+  return make_float4(value.x * weights[0], value.y * weights[0], value.z * weights[1],
+                     value.w * weights[1]);
+}
+
+// Of all warps' float4s in a row, the tasks, those of the same sixteen rows come together, and in
+// the order of their dims.
+constexpr int kRowsOfGroup = 16;
+constexpr int kTasksOfGroup = kHeadDimVo / 8;
+__device__ inline int first_task_of(int warp) { return (warp % 4 * 2 + warp / 4) * kAccumulators; }
+
+// The rows that the parts of a float4 belong to.
+struct TaskRows {
+  int a;
+  int b;
+};
+
+__device__ inline TaskRows task_rows(int task) {
+  const int row = task / kTasksOfGroup * kRowsOfGroup + fresh_lane() / 4;
+  return {row, row + 8};
+}
+
+// Either half of a row has a scale of its own.
+constexpr int kScales = 2;
+__device__ inline int scale_of_warp(int warp) { return warp / 4; }
+__device__ inline int scale_of_task(int task) { return task / kAccumulators % 2; }
+
+__device__ inline float4 add_task(float4 total, float4 value, float weight_a, float weight_b) {
+  return make_float4(total.x + value.x * weight_a, total.y + value.y * weight_a,
+                     total.z + value.z * weight_b, total.w + value.w * weight_b);
+}
+
+__device__ inline void rescale(Accumulators& accumulators, float a, float b) {
+#pragma unroll
+  for (int i = 0; i < kHalfDims / 2; i += 4) {
+    accumulators[i] *= a;
+    accumulators[i + 1] *= a;
+    accumulators[i + 2] *= b;
+    accumulators[i + 3] *= b;
+  }
+}
+
+// The products of the consumers: S = Q K^T over all dims, and O += P V over one half of them. Needs
+// accumulators.cuh, blocks/wgmma_descriptor.cuh.
+
+// Lower words of descriptors: of what lies along the dims, and of values, which are multiplied
+// along the tokens. Both begin at the start of shared memory.
+struct Descriptors {
+  u32 along;
+  u32 across;
+
+  __device__ explicit Descriptors(const SharedMemory& shared)
+      : along(descriptor_low(shared_address(&shared), 16)),
+        across(descriptor_low(shared_address(&shared), kTileBytes)) {}
+
+  // Keeps compilers from computing the descriptors of a whole loop ahead, for which there are no
+  // registers.
+  __device__ void forget() {
+    mov_b32(along);
+    mov_b32(across);
+  }
+};
+
+constexpr u32 kTokensOffset = kTiles * kQueryTileBytes;
+
+__device__ constexpr u32 tile_offset(int stage, int tile) {
+  return kTokensOffset + (stage * kTiles + tile) * kTileBytes;
+}
+
+// Where the probabilities of a stage are: on its rope tile, which nobody needs any more.
+__device__ constexpr u32 probabilities_offset(int stage) {
+  return tile_offset(stage, kLatentTiles);
+}
+
+__device__ constexpr u32 descriptor_step(u32 bytes) { return bytes / 16; }
+
+// Begins the scores of the block in `kStage`, each tile as it arrives, one group for each.
+template <int kStage, typename AfterTile>
+__device__ inline void begin_scores(const Descriptors& descriptors, const SharedMemory& shared,
+                                    u32 parity, Scores& scores, AfterTile after_tile) {
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile) {
+    wait_for(shared.tile_full[kStage][tile], parity);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < kTileElements / 16; ++k) {
+      const u32 query = descriptors.along + descriptor_step(tile * kQueryTileBytes + k * 32);
+      const u32 keys = descriptors.along + descriptor_step(tile_offset(kStage, tile) + k * 32);
+      wgmma_mma(Element{}, scores, descriptor(query), descriptor(keys), tile + k > 0);
+    }
+    wgmma_commit_group();
+    after_tile(tile);
+  }
+}
+
+// Adds the product with probabilities in registers.
+template <int kStage, int kHalf>
+__device__ inline void add_own(const Descriptors& descriptors, const Probabilities& probabilities,
+                               Accumulators& accumulators) {
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < kBlockTokens / 16; ++k) {
+    const u32 values = descriptors.across +
+                       descriptor_step(tile_offset(kStage, kHalf * kLatentTiles / 2) + k * 2048);
+    wgmma_mma_trans_b(Element{}, accumulators, probabilities + k * 4, descriptor(values), 1);
+  }
+  wgmma_commit_group();
+}
+
+// Adds the product with the probabilities that the other consumer has left.
+template <int kStage, int kHalf>
+__device__ inline void add_others(const Descriptors& descriptors, Accumulators& accumulators) {
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < kBlockTokens / 16; ++k) {
+    const u32 probabilities =
+        descriptors.along + descriptor_step(probabilities_offset(kStage) + k * 32);
+    const u32 values = descriptors.across +
+                       descriptor_step(tile_offset(kStage, kHalf * kLatentTiles / 2) + k * 2048);
+    wgmma_mma_trans_b(Element{}, accumulators, descriptor(probabilities), descriptor(values), 1);
+  }
+  wgmma_commit_group();
+}
+
+__device__ inline void finish(Accumulators& accumulators) {
+  wgmma_wait_group<0>();
+  wgmma_keep(accumulators);
+}
+
+__device__ inline void finish(Scores& scores) {
+  wgmma_wait_group<0>();
+  wgmma_keep(scores);
+}
+
+// Online softmax of one consumer over the blocks whose scores it has. Needs accumulators.cuh,
+// ptx/ex2.cuh, ptx/cvt.cuh, blocks/row_reductions.cuh.
+
+// So far from zero, rounding moves a score by as much as a probability may be off.
+constexpr float kFarReference = 0x1p14f;  // log2 units
+
+struct Softmax {
+  float sum[kOwnRows];  // over this thread's tokens
+  float reference[kOwnRows];  // log2 units
+
+  // Scores, to be multiplied by `scale`, to probabilities, as if all rows saw all tokens and no
+  // reference had to move; says whether that was so for this warp, by `hides` the former.
+  __device__ bool take(const Scores& scores, float scale, Probabilities& probabilities,
+                       bool hides) {
+    float part[kOwnRows];
+#pragma unroll
+    for (int r = 0; r < kOwnRows; ++r) {
+      part[r] = exponentiate([&](int i) { return fmaf(scores[i], scale, -reference[r]); }, r,
+                             probabilities);
+    }
+    const bool is_far = fmaxf(fabsf(reference[0]), fabsf(reference[1])) > kFarReference;
+    if (__any_sync(~0u, fmaxf(part[0], part[1]) > kMostProbability || is_far || hides))
+      return false;
+#pragma unroll
+    for (int r = 0; r < kOwnRows; ++r) sum[r] += part[r];
+    return true;
+  }
+
+  // Moves references first, to the maximum if that is larger; scores are in log2 units here. They
+  // have been rounded as references were, so equal ones are equally far from a reference.
+  __device__ void take_moving(const Scores& scores, Probabilities& probabilities,
+                              float (&moved)[kOwnRows]) {
+#pragma unroll
+    for (int r = 0; r < kOwnRows; ++r) {
+      float maximum = -kInfinity;
+#pragma unroll
+      for (int i = 0; i < kBlockTokens / 8; ++i) {
+        maximum = fmaxf(maximum, fmaxf(scores[i * 4 + r * 2], scores[i * 4 + r * 2 + 1]));
+      }
+      maximum = row_maximum(maximum);
+      const float next = maximum > reference[r] ? maximum : reference[r];
+      moved[r] = ex2_approx(reference[r] - next);
+      reference[r] = next;
+      sum[r] = sum[r] * moved[r] +
+               exponentiate([&](int i) { return scores[i] - next; }, r, probabilities);
+    }
+  }
+
+  // Leaves to the other consumer where references are and what they have moved by.
+  __device__ void publish(const float (&moved)[kOwnRows], float* references,
+                          float* rescales) const {
+    const int thread = fresh_thread();
+    const int row = row_of_thread(thread);
+#pragma unroll
+    for (int r = 0; r < kOwnRows; ++r) {
+      if (thread % 4 != 0) continue;
+      references[row + 8 * r] = reference[r];
+      rescales[row + 8 * r] = moved[r];
+    }
+  }
+
+  // Follows where the other consumer has moved references to; says whether any row of this warp
+  // has.
+  __device__ bool follow(const float* references, const float* rescales, float (&moved)[kOwnRows]) {
+    bool moves = false;
+    const int row = row_of_thread(fresh_thread());
+#pragma unroll
+    for (int r = 0; r < kOwnRows; ++r) {
+      moved[r] = rescales[row + 8 * r];
+      moves |= moved[r] != 1.0f;
+    }
+    moves = __any_sync(~0u, moves);
+    if (moves) {
+#pragma unroll
+      for (int r = 0; r < kOwnRows; ++r) {
+        sum[r] *= moved[r];
+        reference[r] = references[row + 8 * r];
+      }
+    }
+    return moves;
+  }
+
+  // Probabilities of row `r` by the distances of its scores from the reference; their sum.
+  template <typename Distance>
+  __device__ static float exponentiate(Distance distance, int r, Probabilities& probabilities) {
+    float part = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kBlockTokens / 8; ++i) {
+      const float low = ex2_approx(distance(i * 4 + r * 2));
+      const float high = ex2_approx(distance(i * 4 + r * 2 + 1));
+      part += low + high;
+      probabilities[i * 2 + r] = cvt_rn_x2_f32(Element{}, high, low);
+    }
+    return part;
+  }
+};
+
+// To log2 units, rounded as references are.
+__device__ inline void scale_scores(Scores& scores, float scale) {
+#pragma unroll
+  for (int i = 0; i < kBlockTokens / 2; ++i) scores[i] = __fmul_rn(scores[i], scale);
+}
+
+// Hides what a list does not name.
+__device__ inline void hide_unlisted(Scores& scores, const UnlistedTokens& unlisted) {
+  const u64 bits = unlisted.all() >> lane_index() % 4 * 2;
+#pragma unroll
+  for (int i = 0; i < kBlockTokens / 2; ++i) {
+    if (bits >> (i / 4 * 8 + i % 2) & 1) scores[i] = -kInfinity;
+  }
+}
+
+// Hides what a row does not see: a select, for the hidden score may be NaN.
+__device__ inline void hide(Scores& scores, const Item& item, int first_token) {
+#pragma unroll
+  for (int r = 0; r < kOwnRows; ++r) {
+    const int visible = item.row_visible[own_row(r)] - first_token - lane_index() % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < kBlockTokens / 8; ++i) {
+      if (i * 8 >= visible) scores[i * 4 + r * 2] = -kInfinity;
+      if (i * 8 + 1 >= visible) scores[i * 4 + r * 2 + 1] = -kInfinity;
+    }
+  }
+}
+
+// The two consumers: how they take turns over the pairs of blocks of an item. Needs multiply.cuh,
+// softmax.cuh, roles/mla_hopper/finite_values.cuh.
+
+// An item of so few blocks of tokens is not worth fetching the loop for pairs that are seen whole.
+constexpr int kShortItem = 4;
+
+// Both add the even block of a pair first and then the odd one, so that references only move
+// forward:
+//
+//   left:   softmax even | O += own P | O += right's P | scores of the next even block
+//   right:  O += left's P, softmax odd meanwhile | O += own P | scores of the next odd block
+struct Consumer {
+  const Params& params;
+  SharedMemory& shared;
+  const Item& item;
+  Descriptors& descriptors;
+  float scale;  // of scores, to log2 units
+  u32& parity;  // of the stages
+  Accumulators accumulators;
+  Scores scores;
+  Probabilities probabilities;
+  Softmax softmax;
+
+  __device__ Consumer(const Params& params, SharedMemory& shared, const Item& item,
+                      Descriptors& descriptors, float scale, u32& parity)
+      : params(params),
+        shared(shared),
+        item(item),
+        descriptors(descriptors),
+        scale(scale),
+        parity(parity) {
+#pragma unroll
+    for (int i = 0; i < kHalfDims / 2; ++i) accumulators[i] = 0.0f;
+#pragma unroll
+    for (int r = 0; r < kOwnRows; ++r) {
+      softmax.sum[r] = 0.0f;
+      softmax.reference[r] = -kLargest;
+    }
+  }
+
+  __device__ void release(const Barrier& barrier) const {
+    if (consumer_thread() == 0) arrive_at(barrier);
+  }
+
+  template <int kStage>
+  __device__ void store_probabilities() const {
+    const int thread = fresh_thread();
+    const int row = thread % 128 / kWarpLanes * 16 + thread % 16;
+    const u32 address =
+        shared_address(shared.tokens[kStage] + kLatentTiles * kTileBytes) + row * kTileRowBytes;
+    const int chunk = thread % kWarpLanes / 16 ^ row % 8;
+#pragma unroll
+    for (int k = 0; k < kBlockTokens / 16; ++k) {
+      stmatrix_x4(address + ((chunk ^ (k * 2)) << 4), probabilities[k * 4],
+                  probabilities[k * 4 + 1], probabilities[k * 4 + 2], probabilities[k * 4 + 3]);
+    }
+    fence_proxy_async();
+  }
+
+  // A list hides tokens anywhere, and from all rows alike.
+  template <int kStage, bool kIsPlain>
+  __device__ bool hides_tokens(int first_token) const {
+    if constexpr (kIsSparse) return shared.unlisted[kStage].all() != 0;
+    return !kIsPlain && first_token + kBlockTokens > item.visible_to_all;
+  }
+
+  // Scores of the block in `kStage`, which are here, to probabilities; says whether references have
+  // moved. Of a block that does not `exist`, scores may be anything, and nothing is kept.
+  // `kIsPlain` where all rows see the whole block.
+  template <int kStage, bool kIsPlain>
+  __device__ bool take_scores(int block, bool exists, float (&moved)[kOwnRows]) {
+#pragma unroll
+    for (int r = 0; r < kOwnRows; ++r) moved[r] = 1.0f;
+    const int first_token = block * kBlockTokens;
+    const bool hides = (!kIsPlain && !exists) || hides_tokens<kStage, kIsPlain>(first_token);
+    // No branch before this: it runs while products before it begin.
+    const bool moves = !softmax.take(scores, scale, probabilities, hides);
+    if (!kIsPlain && !exists) return false;
+    if (moves) {
+      scale_scores(scores, scale);
+      if constexpr (kIsSparse) {
+        if (hides) hide_unlisted(scores, shared.unlisted[kStage]);
+      } else if constexpr (!kIsPlain) {
+        if (hides) {
+          hide(scores, item, first_token);
+          clear_values<kStage>(first_token);
+        }
+      }
+      softmax.take_moving(scores, probabilities, moved);
+    }
+    softmax.publish(moved, shared.reference[kStage], shared.rescale[kStage]);
+    store_probabilities<kStage>();
+    barrier_arrive(kProbabilitiesBarrier + kStage, kConsumerThreads);
+    return moves;
+  }
+
+  // When all warps of this consumer have their scores.
+  template <int kStage>
+  __device__ void clear_values(int first_token) const {
+    const int barrier = kValuesBarrier + kStage;
+    barrier_sync(barrier, 128);
+    clear_nonfinite(shared, max(item.visible_to_all - first_token, 0),
+                    item.visible_to_any - first_token,
+                    [&](int tile) { return shared.tokens[kStage] + tile * kTileBytes; });
+    fence_proxy_async();
+    barrier_sync(barrier, 128);
+  }
+
+  __device__ void follow(int stage) {
+    float moved[kOwnRows];
+    if (softmax.follow(shared.reference[stage], shared.rescale[stage], moved)) {
+      rescale(accumulators, moved[0], moved[1]);
+    }
+  }
+
+  // The left consumer: all of the even block, then the odd one if there is one, with the scores of
+  // the next even block behind it.
+  __device__ void take_pair_left(int block, bool is_last, bool has_odd) {
+    descriptors.forget();
+    float moved[kOwnRows];
+    if (take_scores<0, false>(block, true, moved)) rescale(accumulators, moved[0], moved[1]);
+    wgmma_keep(accumulators);
+    add_own<0, 0>(descriptors, probabilities, accumulators);
+    finish(accumulators);
+    release(shared.left_empty[0]);
+    if (has_odd) {
+      barrier_sync(kProbabilitiesBarrier + 1, kConsumerThreads);
+      follow(1);
+      wgmma_keep(accumulators);
+      add_others<1, 0>(descriptors, accumulators);
+    }
+    parity ^= 1;
+    if (is_last) {
+      finish(accumulators);
+      if (has_odd) release_odd_left();
+      return;
+    }
+    begin_scores<0>(descriptors, shared, parity, scores, [&](int tile) {
+      if (tile != 3) return;
+      wgmma_wait_group<4>();
+      release_odd_left();
+    });
+    finish(accumulators);
+    wgmma_keep(scores);
+  }
+
+  __device__ void release_odd_left() const {
+    release(shared.left_empty[1]);
+    release(shared.rope_empty[1]);
+  }
+
+  // And the right one: it begins with the even block, and ends with the odd one.
+  template <bool kIsPlain>
+  __device__ void take_pair_right(int block, bool is_last, bool has_odd) {
+    descriptors.forget();
+    barrier_sync(kProbabilitiesBarrier, kConsumerThreads);
+    follow(0);
+    wgmma_keep(accumulators);
+    add_others<0, 1>(descriptors, accumulators);
+    float moved[kOwnRows];
+    const bool moves = take_scores<1, kIsPlain>(block + 1, has_odd, moved);
+    finish(accumulators);
+    release(shared.right_empty[0]);
+    release(shared.rope_empty[0]);
+    if (kIsPlain || has_odd) {
+      if (moves) rescale(accumulators, moved[0], moved[1]);
+      wgmma_keep(accumulators);
+      add_own<1, 1>(descriptors, probabilities, accumulators);
+      finish(accumulators);
+    } else {
+      release_odd_left();  // only this consumer has waited for the block that does not exist
+    }
+    release(shared.right_empty[1]);
+    parity ^= 1;
+    if (kIsPlain || !is_last) begin_pair<1>();
+  }
+
+  // The scores that a pair begins with.
+  template <int kStage>
+  __device__ void begin_pair() {
+    begin_scores<kStage>(descriptors, shared, parity, scores, [](int) {});
+    finish(scores);
+  }
+
+  __device__ void take_item() {
+    const int end = item.first_block + item.blocks;
+    const int seen_blocks = item.visible_to_all / kBlockTokens - item.first_block;
+    const int plain_blocks = item.blocks > kShortItem ? min(item.blocks - 1, seen_blocks) : 0;
+    const int plain_end = item.first_block + max(plain_blocks / 2 * 2, 0);
+    int block = item.first_block;
+    if (is_left()) {
+      begin_pair<0>();
+#pragma unroll 1
+      for (; block < end; block += 2) {
+        const bool is_last = block + 2 >= end;
+        if (is_last) release_query();
+        take_pair_left(block, is_last, block + 1 < end);
+      }
+    } else {
+      begin_pair<1>();
+#pragma unroll 1
+      for (; block < plain_end; block += 2) take_pair_right<true>(block, false, true);
+#pragma unroll 1
+      for (; block < end; block += 2) {
+        const bool is_last = block + 2 >= end;
+        if (is_last) release_query();
+        take_pair_right<false>(block, is_last, block + 1 < end);
+      }
+    }
+  }
+
+  __device__ void release_query() const { release(shared.query_empty); }
+};
+
+// How large the values of a row are. Needs SharedMemory, accumulators.cuh,
+// blocks/row_reductions.cuh, roles/mla_hopper/crew.cuh, roles/mla_hopper/row_state.cuh.
+
+// In several parts, for an instruction waits for the one before it.
+template <typename Filter>
+__device__ inline float largest_of_row(const Accumulators& accumulators, int r, Filter filter) {
+  constexpr int kParts = 4;
+  float parts[kParts] = {};
+#pragma unroll
+  for (int i = 0; i < kAccumulators; ++i) {
+    const float* of = accumulators + i * 4 + r * 2;
+    float& part = parts[i % kParts];
+    part = fmaxf(part, fmaxf(fabsf(filter(of[0])), fabsf(filter(of[1]))));
+  }
+  return row_maximum(fmaxf(fmaxf(parts[0], parts[1]), fmaxf(parts[2], parts[3])));
+}
+
+// The largest finite magnitude of this half of every row.
+__device__ inline void largest_of_rows(SharedMemory&, const Crew&, const Accumulators& accumulators,
+                                       float (&largest)[kOwnRows]) {
+  float all = 0.0f;
+#pragma unroll
+  for (int r = 0; r < kOwnRows; ++r) {
+    largest[r] = largest_of_row(accumulators, r, [](float value) { return value; });
+    all = fmaxf(all, largest[r]);
+  }
+  if (!__any_sync(~0u, all == kInfinity)) return;
+#pragma unroll
+  for (int r = 0; r < kOwnRows; ++r) {
+    largest[r] = largest_of_row(accumulators, r, nan_unless_finite);
+  }
+}
+
+// Whether this thread writes what there is of its rows, and what there is of this half of them.
+__device__ inline bool is_row_writer(int) { return fresh_thread() < 128 && fresh_lane() % 4 == 0; }
+__device__ inline bool is_scale_writer(int) { return fresh_lane() % 4 == 0; }
+
+// Writes finished rows. Needs accumulators.cuh, row_state.cuh, blocks/swizzle.cuh, ptx/cvt.cuh,
+// ptx/stmatrix.cuh.
+
+// Through a piece of shared memory that each warp has of its own: 16 rows of 32 dims, so that rows
+// leave in 64 bytes.
+constexpr int kStagedDims = 32;
+constexpr int kStagedBytes = kStagedDims * 2;
+constexpr int kStagedTasks = kStagedDims / 8;
+
+struct RowWriter {
+  const unsigned char* staging;
+  unsigned char* out;  // of the first of the rows
+  int rows;  // how many of them there are
+
+  __device__ RowWriter(const Params& params, const Item& item, const SharedMemory& shared,
+                       int first_row)
+      : staging(shared.staging[fresh_warp()]),
+        out(reinterpret_cast<unsigned char*>(params.out) +
+            global_row(params, item, first_row) * (kHeadDimVo * 2)),
+        rows(item.rows - first_row) {}
+
+  // By a whole warp: of both rows of a lane, as products leave them, the dims from `first_dim` on,
+  // in `chunks` chunks of eight.
+  __device__ void write(const u32 (&pairs)[kStagedTasks][kOwnRows], int first_dim,
+                        int chunks) const {
+    const int lane = fresh_lane();
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      stmatrix_x4(
+          shared_address(staging) + swizzled_offset<kStagedBytes>(lane % 16, half * 2 + lane / 16),
+          pairs[half * 2][0], pairs[half * 2][1], pairs[half * 2 + 1][0], pairs[half * 2 + 1][1]);
+    }
+    __syncwarp();
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = half * 8 + lane / 4;
+      const int chunk = lane % 4;
+      const uint4 value =
+          *reinterpret_cast<const uint4*>(staging + swizzled_offset<kStagedBytes>(row, chunk));
+      if (row < rows && chunk < chunks) {
+        *reinterpret_cast<uint4*>(out + row * (kHeadDimVo * 2) + first_dim * 2 +
+                                  chunk * kChunkBytes) = value;
+      }
+    }
+    __syncwarp();
+  }
+};
+
+__device__ inline void store_rows(const Params& params, const Item& item, SharedMemory& shared,
+                                  const Accumulators& accumulators, const OwnRows& rows) {
+  const int thread = fresh_thread();
+  const float scale = output_scale(params);
+  float factor[kOwnRows];
+#pragma unroll
+  for (int r = 0; r < kOwnRows; ++r) {
+    const int row = row_of_thread(thread) + 8 * r;
+    const RowResult result = result_of(params, item, row, rows[r]);
+    factor[r] = result.factor * scale;
+    if (params.lse != nullptr && is_row_writer(thread) && row < item.rows) {
+      params.lse[global_row(params, item, row)] = result.lse * params.lse_factor;
+    }
+  }
+  const int warp = thread / kWarpLanes;
+  const RowWriter writer(params, item, shared, warp % 4 * kRowsOfGroup);
+#pragma unroll
+  for (int step = 0; step < kAccumulators / kStagedTasks; ++step) {
+    u32 pairs[kStagedTasks][kOwnRows];
+#pragma unroll
+    for (int n = 0; n < kStagedTasks; ++n) {
+      const float4 value = weighted(accumulator(accumulators, step * kStagedTasks + n), factor, n);
+      pairs[n][0] = cvt_rn_x2_f32(Element{}, value.y, value.x);
+      pairs[n][1] = cvt_rn_x2_f32(Element{}, value.w, value.z);
+    }
+    writer.write(pairs, warp / 4 * kHalfDims + step * kStagedDims, kStagedTasks);
+  }
+}
+
+// Writes the first `count` of some tasks from `first` on, after merging.
+template <int kCount>
+__device__ inline void store_tasks(const Params& params, const Item& item,
+                                   const SharedMemory& shared, int first, int count,
+                                   const float4 (&values)[kCount]) {
+  u32 pairs[kStagedTasks][kOwnRows] = {};
+#pragma unroll
+  for (int n = 0; n < kCount; ++n) {
+    pairs[n][0] = cvt_rn_x2_f32(Element{}, values[n].y, values[n].x);
+    pairs[n][1] = cvt_rn_x2_f32(Element{}, values[n].w, values[n].z);
+  }
+  const RowWriter writer(params, item, shared, first / kTasksOfGroup * kRowsOfGroup);
+  writer.write(pairs, first % kTasksOfGroup * 8, min(count, kCount));
+}
+
+// The producers bring the tokens of every item into the stages, converted. Needs
+// block_rows.cuh, room_wide.cuh or room_narrow.cuh, blocks/decode_e4m3.cuh, blocks/swizzle.cuh,
+// ptx/ld.cuh.
+
+using StepChunks = Chunk[kStepChunks];
+
+// Lane `lane` of the warp has of a latent step the chunk `chunk` of eight of token `token(i)`:
+// eight neighbouring lanes write to all banks.
+struct LatentLane {
+  u32 first;  // token 0
+  u32 chunk;
+
+  __device__ LatentLane() {
+    const u32 thread = threadIdx.x;
+    first = thread / 16 % 2 * 2 + thread / 4 % 2;
+    chunk = thread % 4 + thread / 8 % 2 * 4;
+  }
+
+  __device__ u32 token(u32 i) const { return first + i * 4; }
+};
+
+// Of a rope part of 16 bits, and of one of eight.
+struct RopeLane {
+  static constexpr int kChunks = kIsPacked ? kRopeDim * 2 / kChunkBytes : kRopeDim / kChunkBytes;
+  static constexpr int kTokens = kWarpLanes / kChunks;  // at a time
+  u32 first;
+  u32 chunk;
+
+  __device__ RopeLane() {
+    const u32 thread = threadIdx.x;
+    first = thread % kWarpLanes / kChunks;
+    chunk = thread % kChunks;
+  }
+
+  __device__ u32 token(u32 i) const { return first + i * kTokens; }
+};
+constexpr int kRopeChunks = kWarpTokens / RopeLane::kTokens;  // of a thread
+
+// Pointers of other lanes' tokens.
+__device__ inline const unsigned char* row_of_lane(const unsigned char* own, int lane) {
+  return reinterpret_cast<const unsigned char*>(__shfl_sync(~0u, reinterpret_cast<u64>(own), lane));
+}
+
+__device__ inline Chunk read_chunk(const unsigned char* row, int offset) {
+  const uint4 words = ld_global_v4_u32(row + offset);
+  return {{words.x, words.y, words.z, words.w}};
+}
+
+// Which of its team this block is; worked out where it is used, not kept.
+__device__ inline int own_member(const Params& params) {
+  const int block = static_cast<int>(blockIdx.x);
+  return block - in_teams(params, block) * params.team_size;
+}
+
+// Streams the blocks of an item: while a step is converted, the next one is on its way.
+struct BlockStream {
+  const Params& params;
+  const Part& part;  // in shared memory
+  int next_id;  // of the block after the one that is loaded
+  TokenRow row;  // of the block that is loaded
+  float scales[kLaneScales];  // of the block that is converted
+  u32 missing;
+  StepChunks chunks[2];  // of a step and of the next
+
+  __device__ BlockStream(const Params& params, const Part& part)
+      : params(params),
+        part(part),
+        row(params, TokenIds(params, part).read(part.first_block), part.first_block) {
+    next_id = TokenIds(params, part).read(part.first_block + 1);
+    load<0, 0>();
+  }
+
+  template <int kStep, int kBuffer>
+  __device__ void load() {
+    if constexpr (kStep < kRopeStep) {
+      const LatentLane lane;
+#pragma unroll
+      for (int i = 0; i < kStepChunks; ++i) {
+        const unsigned char* of = row_of_lane(row.latent, lane.token(i));
+        chunks[kBuffer][i] = read_chunk(of, lane.chunk * kChunkBytes + kStep * kScaledDims);
+      }
+    } else {
+      const RopeLane lane;
+#pragma unroll
+      for (int i = 0; i < kRopeChunks; ++i) {
+        const unsigned char* of = kIsPacked ? row.latent + kRopeOffset : row.rope;
+        chunks[kBuffer][i] = read_chunk(row_of_lane(of, lane.token(i)), lane.chunk * kChunkBytes);
+      }
+    }
+  }
+
+  // Writes a step's tiles. Where chunks lie that a lane has of other tokens, and the second chunk
+  // that eight bits become, differs in bits that the swizzle leaves apart.
+  template <int kStep, int kBuffer>
+  __device__ void convert(unsigned char* tiles) const {
+    constexpr int kTokensBytes = kWarpTokens * kTileRowBytes;  // of one warp
+    tiles += kStep * 2 * kTileBytes + threadIdx.x / kWarpLanes % kLoadingWarps * kTokensBytes;
+    if constexpr (kStep < kRopeStep) {
+      const LatentLane lane;
+      const u32 offset = lane.chunk / 4 * kTileBytes +
+                         swizzled_offset<kTileRowBytes>(lane.first, lane.chunk % 4 * 2);
+#pragma unroll
+      for (int i = 0; i < kStepChunks; ++i) {
+        const float scale = __shfl_sync(~0u, scales[kStep % kLaneScales],
+                                        lane.token(i) + kStep / kLaneScales * kWarpTokens);
+        Chunk decoded[2];
+        decode_e4m3(Element{}, chunks[kBuffer][i], scale, decoded);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const u32 place = (offset ^ (i % 2 * 4 + half) * kChunkBytes) + i * 4 * kTileRowBytes;
+          *reinterpret_cast<Chunk*>(tiles + place) = decoded[half];
+        }
+      }
+    } else if constexpr (kIsPacked) {
+      const RopeLane lane;
+      const u32 offset = swizzled_offset<kTileRowBytes>(lane.first, lane.chunk);
+#pragma unroll
+      for (int i = 0; i < kRopeChunks; ++i) {
+        const Chunk& stored = chunks[kBuffer][i];
+        const Chunk decoded =
+            kIsSame<Element, Bf16> ? stored : decode_bf16(Element{}, stored, 1.0f);
+        const u32 place = (offset ^ i % 2 * 4 * kChunkBytes) + i * 4 * kTileRowBytes;
+        *reinterpret_cast<Chunk*>(tiles + place) = decoded;
+      }
+    } else {
+      const RopeLane lane;
+      const u32 offset = swizzled_offset<kTileRowBytes>(lane.first, lane.chunk * 2);
+#pragma unroll
+      for (int i = 0; i < kRopeChunks; ++i) {
+        Chunk decoded[2];
+        decode_e4m3(Element{}, chunks[kBuffer][i], params.rope_scale, decoded);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const u32 place = (offset ^ half * kChunkBytes) + i * 8 * kTileRowBytes;
+          *reinterpret_cast<Chunk*>(tiles + place) = decoded[half];
+        }
+      }
+    }
+  }
+
+  // Has the next block brought into L2: by one of the team's blocks, which read the same tokens at
+  // about the same time.
+  __device__ void prefetch(int block) const {
+    if (params.team_size == 1 || own_member(params) == (block & 1)) {
+      prefetch_rows(params, next_id, block);
+    }
+  }
+
+  // Blocks alternate between two stages: with an odd number of steps, so do the buffers.
+  template <int kStage, int kStep>
+  __device__ void take_step(const BlockRoom& room, int block) {
+    constexpr int kBuffer = (kStage * kSteps + kStep) % 2;
+    if constexpr (kStep == kRopeStep) {
+      row = TokenRow(params, next_id, block + 1);
+      next_id = TokenIds(params, part).read(block + 2);
+    }
+    load<(kStep + 1) % kSteps, 1 - kBuffer>();
+    room.wait<kStep>();
+    if (kIsSparse && kStep == kRopeStep && lane_index() == 0) {
+      room.unlisted().set(threadIdx.x / kWarpLanes % kLoadingWarps, missing);
+    }
+    convert<kStep, kBuffer>(room.tiles());
+    room.tell<kStep>();
+  }
+
+  template <int kStage>
+  __device__ void take_block(const BlockRoom& room, int block) {
+    missing = row.missing;
+#pragma unroll
+    for (int i = 0; i < kLaneScales; ++i) scales[i] = row.scales[i];
+    take_step<kStage, 0>(room, block);
+    prefetch(block + 1);
+    take_step<kStage, 1>(room, block);
+    take_step<kStage, 2>(room, block);
+    take_step<kStage, 3>(room, block);
+    take_step<kStage, 4>(room, block);
+  }
+};
+static_assert(kSteps == 5 && kRopeStep == 4, "the steps of a block are written out");
+
+// What the producers do besides: one of them hands items on, all bring each item's query. Needs
+// load_tokens.cuh, roles/mla_hopper/hand_over.cuh, blocks/fresh_thread.cuh.
+
+// By one thread.
+__device__ inline void make_item_barriers(const SharedMemory& shared) {
+  make_item_barriers(shared, 1, kItemReaders, kLoadingWarps);
+}
+
+// Which warp goes through the items.
+__device__ inline bool walks_items() { return fresh_warp() == kConsumerWarps; }
+
+__device__ inline void hand_on_first(ItemWalk& walk, const Part& first, SharedMemory& shared) {
+  walk.fill(shared.items[0], first, 0);
+  __syncwarp();
+  if (lane_index() == 0) arrive_at(shared.item_full[0]);
+  leave_item(walk, shared);
+}
+
+// Hands on the item that `count` have preceded.
+__device__ inline void hand_on(const Params& params, int member, u32 count, SharedMemory& shared) {
+  wait_for(shared.item_empty[item_slot(count)], item_parity(count) ^ 1);
+  take_next_item(params, member, count, shared);
+  if (lane_index() == 0) arrive_at(shared.item_full[item_slot(count)]);
+}
+
+// Brings the query of an item; consumers have brought the first.
+__device__ inline void load_query(const Params& params, const Part& part, u32 count,
+                                  SharedMemory& shared) {
+  if (count == 0) return;
+  wait_for(shared.query_empty, query_parity(count) ^ 1);
+  begin_query(params, part, shared, fresh_thread() % kProducerThreads, kProducerThreads);
+  finish_query(shared.query_full);
+}
+
+// `walk` is at the first item.
+__device__ inline void load_items(const Params& params, ItemWalk& walk, const Part& first,
+                                  SharedMemory& shared) {
+  BlockRooms rooms(shared);
+  // What an item is about, and its count, is read from there, not kept; all write the same.
+  if (lane_index() == 0) {
+    static_cast<Part&>(shared.items[0]) = first;
+    shared.items[0].count = 0;
+  }
+  __syncwarp();
+  if (walks_items()) hand_on_first(walk, first, shared);
+  for (u32 count = 0;;) {
+    const Item& item = shared.items[item_slot(count)];
+    if (kBlocksBeforeQuery == 0 || item.blocks == 0) load_query(params, item, count, shared);
+    BlockStream stream(params, item);
+#pragma unroll 1
+    for (int done = 0; done < item.blocks; done += 2) {
+      stream.take_block<0>(rooms.room<0>(), item.first_block + done);
+      rooms.advance<0>();
+      if (kBlocksBeforeQuery == 1 && done == 0) load_query(params, item, item.count, shared);
+      if (done + 1 < item.blocks) {
+        stream.take_block<1>(rooms.room<1>(), item.first_block + done + 1);
+        rooms.advance<1>();
+      } else {
+        rooms.skip<1>();
+      }
+    }
+    count = item.count;
+    if (walks_items()) hand_on(params, own_member(params), count + 1, shared);
+    if (next_part(shared, count).request < 0) return;
+  }
+}
+
+// Makes the rows that see what is not finite so, as they would be if it had been multiplied: in
+// what has been stored of them, so that nothing of it is in the way of the usual case. Needs
+// Item, blocks/table_row.cuh, blocks/page_table.cuh, blocks/fresh_thread.cuh, ptx/cvt.cuh; from the
+// consumers part_row, part_dim, value_of_element, is_finite; from those who load stored_token.
+
+// Adds what was cleared to the rows that see it; `add` takes what a token is in the cache and its
+// position. A weight of 0 is not told from others: what is not finite makes a row so.
+template <typename Add>
+__device__ inline void add_nonfinite(const Params& params, const Item& item, Add add) {
+  const int end = min((item.first_block + item.blocks) * kBlockTokens, item.visible_to_any);
+  const int* ids = params.block_tables + table_row(params, item.request).start;
+  for (int token = max(item.visible_to_all, item.first_block * kBlockTokens); token < end;
+       ++token) {
+    const int page = ids[token / kPageSize];
+    if (!is_page(page, params.num_pages)) continue;
+    add(stored_token(params, page, token % kPageSize), token);
+  }
+}
+
+// `place` tells where this thread's element of part `c` of float4 `i` is: a Stored, which has been
+// multiplied by `scale`.
+template <typename Stored, typename Place>
+__device__ inline void restore_nonfinite(const Params& params, const Item& item, float scale,
+                                         Place place) {
+  add_nonfinite(params, item, [&](const StoredToken& token, int position) {
+    const int warp = fresh_warp();
+#pragma unroll 1
+    for (int part = 0; part < kAccumulators * 4; ++part) {
+      const int i = part / 4;
+      const int c = part % 4;
+      if (position >= item.row_visible[part_row(warp, i, c)]) continue;
+      const u16 element = token.element(part_dim(warp, i, c));
+      if (is_finite(element)) continue;
+      u16* stored = place(i, c);
+      const float sum = cvt_f32(Stored{}, *stored) + value_of_element(element) * scale;
+      *stored = static_cast<u16>(cvt_rn_x2_f32(Stored{}, 0.0f, sum));
+    }
+  });
+}
+
+// The pieces of a unit: how they are left in the workspace, brought from there, and two of them
+// added. Needs SharedMemory, Item, row_state.cuh, crew.cuh, blocks/fresh_thread.cuh,
+// ptx/barrier.cuh, ptx/cp_async.cuh, ptx/cvt.cuh, ptx/ld.cuh, ptx/red.cuh; and from the consumers
+// Accumulators, OwnRows, with the rows each belongs to, and largest_of_rows.
+
+// A task is one float4 of every thread of a warp. A piece is left in the workspace task by task, as
+// four halves a thread, for what is written and read is what merging costs; and each row's state.
+// Each block of the grid has two places: for the piece that its span begins with, and for the one
+// it ends with.
+constexpr int kTaskBytes = kWarpLanes * sizeof(uint2);
+
+__device__ inline int first_place(int block) { return block * 2; }
+__device__ inline int last_place(int block) { return block * 2 + 1; }
+
+struct PartialRow {
+  float reference;  // log2 units
+  float sum;
+  float scales[kScales];  // what halves are multiplied by; later also by the piece's weight
+};
+
+__device__ inline uint2* partial_values(const Params& params, int place) {
+  return reinterpret_cast<uint2*>(params.partial_out) +
+         static_cast<u32>(place * kTasks * kWarpLanes);
+}
+
+__device__ inline PartialRow* partial_rows(const Params& params, int place) {
+  return reinterpret_cast<PartialRow*>(params.partial_rows) + place * kRows;
+}
+
+// Where this thread's values are among those of all tasks.
+__device__ inline int own_values() {
+  return first_task_of(fresh_warp()) * kWarpLanes + fresh_lane();
+}
+
+__device__ inline uint2 to_halves(float4 value) {
+  return make_uint2(cvt_rn_x2_f32(Fp16{}, value.y, value.x),
+                    cvt_rn_x2_f32(Fp16{}, value.w, value.z));
+}
+
+__device__ inline float4 from_halves(uint2 halves) {
+  return make_float4(cvt_f32(Fp16{}, static_cast<u16>(halves.x)),
+                     cvt_f32(Fp16{}, static_cast<u16>(halves.x >> 16)),
+                     cvt_f32(Fp16{}, static_cast<u16>(halves.y)),
+                     cvt_f32(Fp16{}, static_cast<u16>(halves.y >> 16)));
+}
+
+// Where another piece of the same unit lies. Spans are in the opposite order of blocks.
+__device__ inline int place_of_piece(const Params& params, const Item& item, int piece) {
+  return piece == 0 ? last_place(item.owner) : first_place(item.owner - piece * params.team_size);
+}
+
+// Two pieces of which neither is followed by anything in its block are merged by both: either keeps
+// one half of the tasks and leaves the other.
+__device__ inline bool is_exchanged(const Item& item) {
+  return item.pieces == 2 && item.mergers == 2;
+}
+
+__device__ inline u32* arrivals(const Params& params, const Item& item) {
+  return params.counters + item.owner * 2;
+}
+
+// When all threads of the crew have written; tells those who wait.
+__device__ inline void announce(const Params& params, const Item& item, const Crew& crew) {
+  crew.sync();
+  if (crew.is_leader()) red_add_release_gpu(arrivals(params, item), 1);
+}
+
+__device__ inline void await(const Params& params, const Item& item, const Crew& crew, int count) {
+  if (crew.is_leader()) {
+    while (ld_acquire_gpu(arrivals(params, item)) != static_cast<u32>(count)) {
+    }
+  }
+  crew.sync();
+}
+
+// Says that a merger waits no more. The last of them sets the counters back; says whether this is
+// it.
+__device__ inline bool is_last_merger(const Params& params, const Item& item, const Crew& crew) {
+  if (!crew.is_leader()) return false;
+  return atomicAdd(arrivals(params, item) + 1, 1u) + 1 == static_cast<u32>(item.mergers);
+}
+
+__device__ inline void reset_arrivals(const Params& params, const Item& item) {
+  *reinterpret_cast<uint2*>(arrivals(params, item)) = make_uint2(0, 0);
+}
+
+// The power of two that brings what is finite of a row, `largest` at the most, below 2^14: the
+// eleven bits of a half then tell more of a value than the output will. Both it and its inverse are
+// normal numbers.
+__device__ inline float half_scale(float largest) {
+  const int exponent = static_cast<int>(__float_as_uint(largest) >> 23) - 127;
+  return __uint_as_float(static_cast<u32>(127 + 13 - max(exponent, -100)) << 23);
+}
+
+__device__ inline float inverse_of_power(float power) {
+  return __uint_as_float((254u << 23) - __float_as_uint(power));
+}
+
+// By the threads of a crew.
+__device__ inline void store_partial(const Params& params, SharedMemory& shared, const Crew& crew,
+                                     int place, const Accumulators& accumulators,
+                                     const OwnRows& rows) {
+  float scales[kOwnRows];
+  largest_of_rows(shared, crew, accumulators, scales);
+#pragma unroll
+  for (int r = 0; r < kOwnRows; ++r) scales[r] = half_scale(scales[r]);
+  uint2* values = partial_values(params, place) + own_values();
+#pragma unroll
+  for (int i = 0; i < kAccumulators; ++i) {
+    values[i * kWarpLanes] = to_halves(weighted(accumulator(accumulators, i), scales, i));
+  }
+  PartialRow* target = partial_rows(params, place);
+  const bool tells_state = is_row_writer(crew.thread());
+  const bool tells_scale = is_scale_writer(crew.thread());
+  const int scale = scale_of_warp(fresh_warp());
+#pragma unroll
+  for (int r = 0; r < kOwnRows; ++r) {
+    PartialRow& row = target[own_row(r)];
+    if (tells_state) {
+      row.reference = rows[r].reference;
+      row.sum = rows[r].sum;
+    }
+    if (tells_scale) row.scales[scale] = inverse_of_power(scales[r]);
+  }
+}
+
+// What a crew brings of other pieces, where query and tokens were: no item follows. First some rows
+// of every piece, then some tasks.
+struct MergeRoom {
+  unsigned char* bytes;
+  int pieces;
+  int first_row;
+  int rows;
+  int first_task;
+  int tasks;
+
+  __device__ PartialRow* states(int piece) const {
+    return reinterpret_cast<PartialRow*>(bytes) + piece * rows;
+  }
+  __device__ PartialRow& state(int piece, int row) const { return states(piece)[row - first_row]; }
+  __device__ uint2* values(int piece) const {
+    return reinterpret_cast<uint2*>(states(pieces)) + piece * tasks * kWarpLanes;
+  }
+};
+
+constexpr int kRoomBytes = sizeof(SharedMemory::query) + sizeof(SharedMemory::tokens);
+static_assert(kRows * sizeof(PartialRow) + kTasks * kTaskBytes <= kRoomBytes,
+              "the only other piece comes whole");
+static_assert(kRowsOfGroup * sizeof(PartialRow) % kChunkBytes == 0, "rows are copied in chunks");
+
+// Copies are waited for once: the latency of what other blocks have just written is long. Many
+// pieces are shared among warps, of few each is shared by all threads.
+__device__ inline void bring_pieces(const Params& params, const Item& item, const Crew& crew,
+                                    const MergeRoom& room, int first_piece) {
+  const bool are_many = room.pieces >= kConsumerWarps;
+  const int step = are_many ? kConsumerWarps : 1;
+  const int sharers = are_many ? kWarpLanes : crew.threads();
+  const int sharer = are_many ? fresh_lane() : crew.thread();
+  const int row_chunks = room.rows * static_cast<int>(sizeof(PartialRow)) / kChunkBytes;
+  const int chunks = row_chunks + room.tasks * kTaskBytes / kChunkBytes;
+#pragma unroll 2
+  for (int piece = are_many ? fresh_warp() : 0; piece < room.pieces; piece += step) {
+    const int place = place_of_piece(params, item, first_piece + piece);
+    const Chunk* rows =
+        reinterpret_cast<const Chunk*>(partial_rows(params, place) + room.first_row);
+    const Chunk* values = reinterpret_cast<const Chunk*>(partial_values(params, place) +
+                                                         room.first_task * kWarpLanes);
+    const u32 rows_target = shared_address(room.states(piece));
+    const u32 values_target = shared_address(room.values(piece));
+#pragma unroll 2
+    for (int i = sharer; i < chunks; i += sharers) {
+      const int value = i - row_chunks;
+      cp_async_cg_16(
+          value < 0 ? rows_target + i * kChunkBytes : values_target + value * kChunkBytes,
+          value < 0 ? rows + i : values + value, kChunkBytes);
+    }
+  }
+  cp_async_commit_group();
+  cp_async_wait_group<0>();
+  crew.sync();
+}
+
+// Adds a piece that has been brought to the accumulators, and its rows' states to theirs. Needs
+// merge.cuh, ptx/ex2.cuh.
+
+__device__ inline void add_piece(const Crew&, const MergeRoom& room, Accumulators& accumulators,
+                                 OwnRows& rows) {
+  float own_weights[kOwnRows];
+  float weights[kOwnRows];
+  const int scale = scale_of_warp(fresh_warp());
+#pragma unroll
+  for (int r = 0; r < kOwnRows; ++r) {
+    const PartialRow& other = room.state(0, own_row(r));
+    const float largest = fmaxf(rows[r].reference, other.reference);
+    own_weights[r] = ex2_approx(rows[r].reference - largest);
+    const float weight = ex2_approx(other.reference - largest);
+    rows[r] = {largest, rows[r].sum * own_weights[r] + other.sum * weight};
+    weights[r] = weight * other.scales[scale];
+  }
+  const uint2* values = room.values(0) + own_values() - room.first_task * kWarpLanes;
+#pragma unroll
+  for (int i = 0; i < kAccumulators; ++i) {
+    const float4 own = weighted(accumulator(accumulators, i), own_weights, i);
+    const float4 other = weighted(from_halves(values[i * kWarpLanes]), weights, i);
+    set_accumulator(
+        accumulators, i,
+        make_float4(own.x + other.x, own.y + other.y, own.z + other.z, own.w + other.w));
+    if (i % 4 == 3) __syncwarp();  // there are no registers for more at a time
+  }
+}
+
+// Adding the only other piece of a unit to one that is in registers. Needs merge.cuh; from the
+// family add_piece.
+
+// Adds the only other piece to this one, which is in registers: by the owner, or by both to the
+// half that either keeps.
+__device__ inline void fold_piece(const Params& params, const Item& item, SharedMemory& shared,
+                                  const Crew& crew, Accumulators& accumulators, OwnRows& rows) {
+  await(params, item, crew, item.mergers);
+  const int tasks = crew.half < 0 ? kTasks : kTasks / 2;
+  const MergeRoom room = {shared.query, 1, 0, kRows, max(crew.half, 0) * tasks, tasks};
+  bring_pieces(params, item, crew, room, 1 - item.piece);
+  if (is_last_merger(params, item, crew)) reset_arrivals(params, item);
+  add_piece(crew, room, accumulators, rows);
+}
+
+// Merging three pieces and more of a unit: every block that is a merger takes a slice of the
+// result. Needs merge.cuh, row_state.cuh; from the consumers task_rows, add_task, store_tasks.
+
+// Over the lanes that share a row, which are neighbours.
+constexpr int kThreadsOfRow = kConsumerThreads / kRows;
+
+template <typename Join>
+__device__ inline float join_lanes(float value, Join join) {
+#pragma unroll
+  for (int lanes = 1; lanes < kThreadsOfRow; lanes *= 2) {
+    value = join(value, __shfl_xor_sync(~0u, value, lanes));
+  }
+  return value;
+}
+
+// A slice is as many tasks as make all mergers equally busy. Of many, a warp adds up some together,
+// whose elements lie side by side in the output.
+constexpr int kTasksTogether = 4;
+constexpr int kManyTasks = kTasksTogether * kConsumerWarps;
+
+__device__ constexpr int tasks_of_slice(int mergers) {
+  const int tasks = ceil_div(kTasks, mergers);
+  return tasks < kManyTasks ? tasks : ceil_div(tasks, kTasksTogether) * kTasksTogether;
+}
+
+// The rows that a slice of so many tasks touches at the most.
+__device__ constexpr int rows_of_slice(int tasks) {
+  const int groups = (tasks + kTasksOfGroup - 2) / kTasksOfGroup + 1;
+  return groups * kRowsOfGroup < kRows ? groups * kRowsOfGroup : kRows;
+}
+
+__device__ constexpr bool slices_fit() {
+  for (int pieces = 3; pieces <= kMostSpans; ++pieces) {
+    const int tasks = tasks_of_slice(pieces - 1);
+    const int rows_bytes = rows_of_slice(tasks) * static_cast<int>(sizeof(PartialRow));
+    if (pieces * (rows_bytes + tasks * kTaskBytes) > kRoomBytes) return false;
+  }
+  return true;
+}
+static_assert(slices_fit(), "a slice of every piece comes at once");
+
+// Makes the scale of every piece the factor of its halves in the finished row.
+__device__ inline void merge_rows(const Params& params, const Item& item, const MergeRoom& room) {
+  const int row = fresh_thread() / kThreadsOfRow;
+  const int first = fresh_thread() % kThreadsOfRow;
+  if (room.first_row <= row && row < room.first_row + room.rows) {
+    float reference = -kLargest;
+#pragma unroll 4
+    for (int piece = first; piece < room.pieces; piece += kThreadsOfRow) {
+      reference = fmaxf(reference, room.state(piece, row).reference);
+    }
+    reference = join_lanes(reference, [](float a, float b) { return fmaxf(a, b); });
+    float sum = 0.0f;
+#pragma unroll 4
+    for (int piece = first; piece < room.pieces; piece += kThreadsOfRow) {
+      const PartialRow& state = room.state(piece, row);
+      sum += state.sum * ex2_approx(state.reference - reference);
+    }
+    sum = join_lanes(sum, [](float a, float b) { return a + b; });
+    const RowResult result = result_of(params, item, row, {reference, sum});
+    const float factor = result.factor * output_scale(params);
+#pragma unroll 4
+    for (int piece = first; piece < room.pieces; piece += kThreadsOfRow) {
+      PartialRow& state = room.state(piece, row);
+      const float weight = factor * ex2_approx(state.reference - reference);
+#pragma unroll
+      for (int scale = 0; scale < kScales; ++scale) state.scales[scale] *= weight;
+    }
+    // The slice that a row begins in tells of it.
+    const int row_task = row / kRowsOfGroup * kTasksOfGroup;
+    const bool is_begun = room.first_task <= row_task && row_task < room.first_task + room.tasks;
+    if (params.lse != nullptr && is_begun && first == 0 && row < item.rows) {
+      params.lse[global_row(params, item, row)] = result.lse * params.lse_factor;
+    }
+  }
+  barrier_sync(kConsumerBarrier, kConsumerThreads);
+}
+
+// Adds up `kCount` tasks of all pieces, from `first` on, and writes them; the first row of the
+// output that they belong to, and of each piece its factors, are the same for all. Of those behind
+// the last, the last is added up once more.
+template <int kCount>
+__device__ inline void merge_tasks(const Params& params, const Item& item, SharedMemory& shared,
+                                   const MergeRoom& room, int first) {
+  int offsets[kCount];
+  TaskRows rows[kCount];
+  float4 totals[kCount];
+#pragma unroll
+  for (int n = 0; n < kCount; ++n) {
+    offsets[n] = min(first - room.first_task + n, room.tasks - 1) * kWarpLanes;
+    rows[n] = task_rows(first + n);
+    totals[n] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  }
+  const int scale = scale_of_task(first);
+  const uint2* values = room.values(0) + fresh_lane();
+#pragma unroll 2
+  for (int piece = 0; piece < room.pieces; ++piece) {
+#pragma unroll
+    for (int n = 0; n < kCount; ++n) {
+      totals[n] = add_task(totals[n], from_halves(values[offsets[n]]),
+                           room.state(piece, rows[n].a).scales[scale],
+                           room.state(piece, rows[n].b).scales[scale]);
+    }
+    values += room.tasks * kWarpLanes;
+  }
+  store_tasks<kCount>(params, item, shared, first, room.first_task + room.tasks - first, totals);
+}
+
+__device__ inline void merge_slices(const Params& params, const Item& item, SharedMemory& shared) {
+  const Crew all = {-1};
+  const int each = tasks_of_slice(item.mergers);
+  const int first = item.piece * each;
+  const int end = min(first + each, kTasks);
+  const int first_group = first / kTasksOfGroup;
+  const int groups = (end - 1) / kTasksOfGroup + 1 - first_group;
+  const MergeRoom room = {shared.query,          item.pieces, first_group * kRowsOfGroup,
+                          groups * kRowsOfGroup, first,       end - first};
+  await(params, item, all, item.pieces);
+  const bool is_last = is_last_merger(params, item, all);
+  if (room.tasks > 0) {
+    bring_pieces(params, item, all, room, 0);
+    merge_rows(params, item, room);
+    if (each < kManyTasks) {
+#pragma unroll 1
+      for (int task = first + fresh_warp(); task < end; task += kConsumerWarps) {
+        merge_tasks<1>(params, item, shared, room, task);
+      }
+    } else {
+#pragma unroll 1
+      for (int task = first + fresh_warp() * kTasksTogether; task < end; task += kManyTasks) {
+        merge_tasks<kTasksTogether>(params, item, shared, room, task);
+      }
+    }
+  }
+  if (is_last) reset_arrivals(params, item);
+}
+
+// Leaves what consumers have of an item where it belongs: in the output, or in the workspace to be
+// merged. Needs fold_piece.cuh, merge_slices.cuh, restore_nonfinite.cuh, and from the consumers
+// store_rows, nonfinite_flag.
+
+__device__ inline void store_piece(const Params& params, const Item& item, SharedMemory& shared,
+                                   const Crew& crew, const Accumulators& accumulators,
+                                   const OwnRows& rows) {
+  const int block = static_cast<int>(blockIdx.x);
+  const int place = item.piece > 0 ? first_place(block) : last_place(block);
+  store_partial(params, shared, crew, place, accumulators, rows);
+  if (!nonfinite_flag(shared, item)) return;
+  uint2* values = partial_values(params, place) + own_values();
+  restore_nonfinite<Fp16>(params, item, 1.0f, [&](int i, int c) {
+    return reinterpret_cast<u16*>(values + i * kWarpLanes) + c;
+  });
+}
+
+__device__ inline void store_whole(const Params& params, const Item& item, SharedMemory& shared,
+                                   const Accumulators& accumulators, const OwnRows& rows) {
+  store_rows(params, item, shared, accumulators, rows);
+  if (!nonfinite_flag(shared, item)) return;
+  restore_nonfinite<Element>(params, item, output_scale(params), [&](int i, int c) {
+    const int warp = fresh_warp();
+    return params.out + global_row(params, item, part_row(warp, i, c)) * kHeadDimVo +
+           part_dim(warp, i, c);
+  });
+}
+
+// Two pieces of which neither is followed by anything in its block are merged by both: either keeps
+// one half of the tasks and leaves the other. Of other two the owner keeps its own, and of more
+// everything is left.
+__device__ inline void store_item(const Params& params, const Item& item, SharedMemory& shared,
+                                  Accumulators& accumulators, OwnRows& rows) {
+  const bool are_exchanged = item.pieces == 2 && item.mergers == 2;
+  const int half = half_of_warp(fresh_warp());
+  const Crew crew = {are_exchanged ? half : -1};
+  const bool keeps = are_exchanged ? half == item.piece : item.piece == 0 && item.pieces <= 2;
+  if (keeps) {
+    if (item.pieces > 1) fold_piece(params, item, shared, crew, accumulators, rows);
+    store_whole(params, item, shared, accumulators, rows);
+  } else {
+    store_piece(params, item, shared, crew, accumulators, rows);
+    announce(params, item, crew);
+    if (item.pieces > 2 && item.piece < item.mergers) merge_slices(params, item, shared);
+  }
+  barrier_sync(kConsumerBarrier, kConsumerThreads);
+  if (fresh_thread() == 0) nonfinite_flag(shared, item) = 0;
+}
+
+// From what both consumers have of an item to finished or partial rows. Needs consume.cuh,
+// store_output.cuh, roles/mla_hopper/store_item.cuh.
+
+// The sums of both consumers, whose references are the same by now.
+__device__ inline void join_sums(SharedMemory& shared, const Softmax& softmax, OwnRows& rows) {
+  const int thread = fresh_thread();
+  const int row = row_of_thread(thread);
+#pragma unroll
+  for (int r = 0; r < kOwnRows; ++r) {
+    const float sum = row_total(softmax.sum[r]);
+    if (thread % 4 == 0) shared.row_sum[thread / 128][row + 8 * r] = sum;
+  }
+  barrier_sync(kConsumerBarrier, kConsumerThreads);
+#pragma unroll
+  for (int r = 0; r < kOwnRows; ++r) {
+    rows[r] = {softmax.reference[r],
+               shared.row_sum[0][row + 8 * r] + shared.row_sum[1][row + 8 * r]};
+  }
+}
+
+// What lasts from item to item.
+struct ConsumerState {
+  Descriptors descriptors;
+  float scale;
+  u32 parity = 0;
+
+  __device__ ConsumerState(const Params& params, const SharedMemory& shared)
+      : descriptors(shared), scale(score_scale(params) * kLog2E) {}
+};
+
+__device__ inline void consume_item(const Params& params, const Item& item, SharedMemory& shared,
+                                    ConsumerState& state) {
+  Consumer consumer(params, shared, item, state.descriptors, state.scale, state.parity);
+  if (item.blocks > 0) {
+    consumer.take_item();
+  } else {
+    // When all warps have seen the query come; products would see to that.
+    barrier_sync(kConsumerBarrier, kConsumerThreads);
+    consumer.release_query();
+  }
+  OwnRows rows;
+  join_sums(shared, consumer.softmax, rows);
+  store_item(params, item, shared, consumer.accumulators, rows);
+}
+
+// Of 168 that a thread has at first, those who load give most to those who multiply.
+__device__ inline void give_registers_back() { setmaxnreg_dec<kProducerRegisters>(); }
+__device__ inline void take_registers() { setmaxnreg_inc<kConsumerRegisters>(); }
+
+// Inside the kernel, for products that are under way must not cross a call.
+__device__ __forceinline__ void consume_items(const Params& params, SharedMemory& shared);
+
+// The consumers: all items of the block, one after the other. Needs hand_over.cuh; of the
+// consumers' roles ConsumerState and consume_item.
+
+__device__ inline void consume_items(const Params& params, SharedMemory& shared) {
+  ConsumerState state(params, shared);
+  finish_query(shared.first_query_full);
+  u32 count = 0;
+  while (true) {
+    wait_for(shared.item_full[item_slot(count)], item_parity(count));
+    const Item& item = shared.items[item_slot(count)];
+    if (item.request < 0) return;
+    wait_for_query(shared, count);
+    consume_item(params, item, shared, state);
+    count = item.count + 1;  // not kept in a register meanwhile
+    __syncwarp();
+    if (fresh_lane() == 0) arrive_at(shared.item_empty[item_slot(count - 1)]);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    mla_hopper_packed(const __grid_constant__ Params params) {
+  SharedMemory& shared = shared_memory<SharedMemory>();
+  const int length = length_of(params, own_request(params));
+  prefetch_ids(params);
+  if (threadIdx.x == 0) {
+    make_token_barriers(shared);
+    make_item_barriers(shared);
+    fence_mbarrier_init();
+    shared.has_nonfinite = 0;
+  }
+  let_next_kernel_start();
+  const int block = static_cast<int>(blockIdx.x);
+  const int team = in_teams(params, block);
+  const int member = block - team * params.team_size;
+  SpanScratch& scratch = shared.scratch;
+  if (!find_span(params, team, length, scratch)) return;
+  ItemWalk walk(params, scratch.span, member, scratch.first);
+  const Part first = walk.find();
+  if (first.request < 0) return;
+
+  if (__shfl_sync(~0u, warp_index(), 0) >= kConsumerWarps) {
+    give_registers_back();
+    load_items(params, walk, first, shared);
+  } else {
+    take_registers();
+    begin_first_query(params, first, shared);
+    consume_items(params, shared);
+  }
+}

@@ -1,0 +1,163 @@
+"""The Hopper MLA kernel for converted rows, computed on the CPU: its own source, with fibers."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from mlagen.api import mla_call, mla_hopper_packed, mla_plan
+from mlagen.api.mla_inputs import MlaInputs
+from mlagen.api.mla_request import check_request
+from mlagen.runtime.device import DeviceFacts
+from mlagen.runtime.loader import LoadedKernel
+from tests.api.launches import HOPPER, record_launches
+from tests.cases import MlaCase, MlaProblem
+from tests.emulator.emulated import COMPILER, Emulator
+from tests.mla_cases import KINDS, of_kind
+from tests.mla_rows import POISON
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+
+_MOST_BLOCKS = 8
+
+
+class Emulated(NamedTuple):
+    """A case, and how many SMs there are: so many that no block waits for another."""
+
+    case: MlaCase
+    sm_count: int = 1
+
+
+def given(kind: str, name: str, sm_count: int = 1, **facts: Any) -> Emulated:
+    """Return a case of one of the kinds of rows."""
+    return Emulated(of_kind(KINDS[kind], name=f"{kind}, {name}", **facts), sm_count)
+
+
+PACKED, FP16_PACKED = "bf16 over packed656", "fp16 over packed656"
+CASES = [
+    given(PACKED, "lists, 64 rows", heads=64, top_k=200, seq_lens=(300, 17, 0, 64)),
+    given(PACKED, "lists, 16 rows", heads=7, top_k=130, seq_lens=(300, 17, 0, 129), page_size=24),
+    given(PACKED, "lists, 2 members", 2, heads=100, top_k=70, seq_lens=(80,), q_len=2),
+    given(PACKED, "lists of given lengths", top_k=128, with_top_k_lens=True, seq_lens=(90, 300)),
+    given(PACKED, "ragged lists", top_k=70, seq_lens=(5, 100, 9), q_lens=(3, 0, 2), heads=33),
+    given(PACKED, "pages, 64 rows", heads=40, seq_lens=(300, 0, 65), q_len=2, with_sinks=True),
+    given(PACKED, "pages, 32 rows", heads=16, seq_lens=(130, 1), q_len=2, page_size=3),
+    given(FP16_PACKED, "lists", heads=40, top_k=100, seq_lens=(150, 3)),
+    given(FP16_PACKED, "pages, strided", seq_lens=(70, 200), cache_form="strided", page_size=16),
+    given("bf16 over e4m3", "lists", top_k=100, seq_lens=(150, 3), heads=64),
+    given("bf16 over e4m3 with two scales", "ragged", seq_lens=(70, 5), q_lens=(3, 1)),
+    given(
+        "fp16 over e4m3 with scales for 128 elements",
+        "parts apart",
+        seq_lens=(40, 130),
+        q_lens=(1, 5),
+        page_size=1,
+        parts_apart=True,
+        flat_tables=True,
+        is_causal=False,
+    ),
+]
+
+Decode = Callable[[Emulated, MlaProblem, int], tuple[torch.Tensor, torch.Tensor]]
+
+
+@pytest.fixture(scope="module")
+def emulator(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
+    """Return what runs kernels, and keeps them for all tests of the module."""
+    return Emulator(tmp_path_factory.mktemp("emulated"))
+
+
+@pytest.fixture
+def decoded(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Decode:
+    """Return what computes a problem by emulated launches."""
+    record_launches(monkeypatch, paths=HOPPER)
+    counters = (ctypes.c_uint32 * (2 * _MOST_BLOCKS))()
+
+    def run(given: Emulated, problem: MlaProblem, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        facts = DeviceFacts(
+            index=0, name="", major=9, minor=0, sm_count=given.sm_count, memory_bytes=0
+        )
+
+        def launch(kernel: LoadedKernel, blocks: int, _: bool, *values: float | bytes) -> None:
+            emulator.launch(kernel.spec, kernel.packing.pack(*values), blocks, seed)
+
+        monkeypatch.setattr(mla_plan, "device_facts", lambda _: facts)
+        monkeypatch.setattr(mla_hopper_packed, "counters_of", lambda *_: ctypes.addressof(counters))
+        monkeypatch.setattr(mla_hopper_packed, "launch", launch)
+        workspace = torch.full((1 << 22,), 0xFF, dtype=torch.uint8)
+        inputs = problem.inputs(return_lse=True, workspace_buffer=workspace)
+        out, lse = _computed(inputs)
+        assert not any(counters)
+        return out, lse
+
+    return run
+
+
+def _computed(inputs: MlaInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    request = check_request(inputs)
+    on_gpu = replace(request, device=torch.device("cuda", 0))
+    call = mla_hopper_packed.prepare_packed(inputs, on_gpu, 0, is_forced=True)
+    assert call is not None
+    out, lse = mla_call._run_on_gpu(replace(call, request=request), inputs, enable_pdl=False)
+    assert lse is not None
+    return out, lse
+
+
+@pytest.mark.parametrize("given", CASES, ids=lambda given: given.case.name)
+def test_a_kernel_is_right_in_whatever_order_warps_come(given: Emulated, decoded: Decode) -> None:
+    """Within the tolerance of float64; what may not be read is NaN."""
+    problem = given.case.build("cpu")
+
+    out, lse = decoded(given, problem, 0)
+
+    problem.check(out, lse)
+
+
+def test_a_hidden_token_with_nan_reaches_no_row_that_may_not_see_it(decoded: Decode) -> None:
+    """NaN in the newest token is seen by the last query token and by no other."""
+    made = given(PACKED, "NaN", seq_lens=(100, 64), q_len=4, heads=16)
+    problem = made.case.build("cpu")
+    stored = problem.kv_cache.view(torch.uint8)
+    for request, length in enumerate(made.case.seq_lens):
+        page = int(problem.block_tables[request, (length - 1) // 64])
+        stored[page, (length - 1) % 64] = POISON
+
+    out, _ = decoded(made, problem, 0)
+
+    assert out[:, 3].isnan().all()
+    expected, _ = decoded(made, made.case.build("cpu"), 1)
+    assert torch.equal(out[:, :3], expected[:, :3])
+
+
+@pytest.mark.parametrize("missing", ["first", "last", "every other", "all"])
+@pytest.mark.parametrize("heads", [16, 64])
+def test_entries_that_name_no_token_are_as_if_they_were_not_there(
+    heads: int, missing: str, decoded: Decode
+) -> None:
+    """Wherever they are in the list."""
+    made = given(PACKED, "", heads=heads, top_k=130, seq_lens=(200,), with_top_k_lens=False)
+    problem = made.case.build("cpu")
+    names_nothing = {
+        "first": slice(0, 70),
+        "last": slice(66, None),
+        "every other": slice(1, None, 2),
+        "all": slice(None),
+    }[missing]
+    whole = problem.block_tables
+    problem.block_tables[..., names_nothing] = torch.tensor(-1, dtype=torch.int32)
+    kept = torch.full_like(whole, -1)
+    listed = whole[0, 0][whole[0, 0] >= 0]
+    kept[0, 0, : len(listed)] = listed
+
+    out, lse = decoded(made, problem, 0)
+
+    expected, wanted = decoded(made, replace(problem, block_tables=kept), 1)
+    assert torch.allclose(out.float(), expected.float(), rtol=2**-6, atol=2**-8)
+    assert torch.allclose(lse, wanted, atol=1e-3)
+    if missing == "all":
+        assert not out.any()
