@@ -104,10 +104,11 @@ HOPPER_READING = f"""\
 On `sm_90a` these calls take the kernel named, and all others `mla_decode`, unless
 [`MLAGEN_MLA_KERNEL`](environment.md#the-kernel-of-mla-calls) says otherwise. Where it says
 *if asked for*, they take it with `MLAGEN_MLA_KERNEL=hopper` alone: in its present form it has not
-run on a GPU. Pages are of a multiple of 16 tokens, for `mla_hopper_packed` of any number. Tiles
-have {", ".join(map(str, sorted(mla_hopper.TILE_ROWS)))} rows: a request takes the narrowest that
-holds its rows, or the widest; of a sparse call every query token is a request. A cache whose strides are
-2^40 bytes or more takes `mla_decode`, too, unless its rows are converted."""
+run on a GPU. Pages are of a multiple of 16 tokens, for `mla_hopper_packed` of any number.
+Tiles have {", ".join(map(str, sorted(mla_hopper.TILE_ROWS)))} rows: a request takes the
+narrowest that holds its rows, or the widest; of a sparse call every query token is a request. A
+cache whose strides are 2^40 bytes or more takes `mla_decode`, too, unless its rows are
+converted."""
 
 GQA_READING = f"""\
 With each row: head dims that are multiples of 16 up to {gqa.SLICE_DIMS}, and 512; any page size;
