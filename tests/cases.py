@@ -165,8 +165,8 @@ class MlaProblem:
             values="shared" if case.values == "shared" else "separate",
             mask="bias" if case.bias else "causal",
         )
-        if self.query.device.type != "cuda" or current_settings().mla_kernel == "portable":
-            return False
+        if self.query.device.type != "cuda" or current_settings().mla_kernel != "hopper":
+            return False  # it is taken only if asked for
         arch = arch_of_device(self.query.device.index or 0)
         return mla_hopper_e4m3_spec(arch, variant, rows=1) is not None
 

@@ -1,4 +1,4 @@
-"""The Hopper MLA kernel for converted rows, computed on the CPU: its own source, with fibers."""
+"""The Hopper MLA kernels computed on the CPU: their own source, with fibers for threads."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from mlagen.api import mla_call, mla_hopper_packed, mla_plan
+from mlagen.api import mla_call, mla_hopper, mla_hopper_packed, mla_maps, mla_plan
 from mlagen.api.mla_inputs import MlaInputs
 from mlagen.api.mla_request import check_request
 from mlagen.runtime.device import DeviceFacts
 from mlagen.runtime.loader import LoadedKernel
 from tests.api.launches import HOPPER, record_launches
 from tests.cases import MlaCase, MlaProblem
-from tests.emulator.emulated import COMPILER, Emulator
+from tests.emulator.emulated import COMPILER, Emulator, encode
 from tests.mla_cases import KINDS, of_kind
 from tests.mla_rows import POISON
 
@@ -40,6 +40,16 @@ def given(kind: str, name: str, sm_count: int = 1, **facts: Any) -> Emulated:
 
 PACKED, FP16_PACKED = "bf16 over packed656", "fp16 over packed656"
 CASES = [
+    given("bf16", "64 rows", heads=64, seq_lens=(300, 17, 0)),
+    given("bf16", "16 rows", heads=7, seq_lens=(300, 0, 129), page_size=48),
+    given("fp16", "32 rows", heads=16, seq_lens=(130, 1), q_len=2, with_sinks=True, page_size=16),
+    given("fp16", "2 members", 2, heads=100, seq_lens=(80,)),
+    given("bf16", "ragged, parts apart", seq_lens=(70, 5), q_lens=(3, 1), parts_apart=True),
+    given("e4m3", "64 rows", heads=64, seq_lens=(300, 17, 0)),
+    given("e4m3", "16 rows", heads=7, seq_lens=(700, 0, 129), page_size=48),
+    given("e4m3", "32 rows", heads=16, seq_lens=(330, 5), q_len=2, with_sinks=True, page_size=16),
+    given("e4m3", "2 members", 2, heads=100, seq_lens=(80,)),
+    given("e4m3", "ragged, parts apart", seq_lens=(70, 5), q_lens=(3, 1), parts_apart=True),
     given(PACKED, "lists, 64 rows", heads=64, top_k=200, seq_lens=(300, 17, 0, 64)),
     given(PACKED, "lists, 16 rows", heads=7, top_k=130, seq_lens=(300, 17, 0, 129), page_size=24),
     given(PACKED, "lists, 2 members", 2, heads=100, top_k=70, seq_lens=(80,), q_len=2),
@@ -63,7 +73,7 @@ CASES = [
     ),
 ]
 
-Decode = Callable[[Emulated, MlaProblem, int], tuple[torch.Tensor, torch.Tensor]]
+Decode = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +88,9 @@ def decoded(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Decode:
     record_launches(monkeypatch, paths=HOPPER)
     counters = (ctypes.c_uint32 * (2 * _MOST_BLOCKS))()
 
-    def run(given: Emulated, problem: MlaProblem, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(
+        given: Emulated, problem: MlaProblem, seed: int, **changes: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         facts = DeviceFacts(
             index=0, name="", major=9, minor=0, sm_count=given.sm_count, memory_bytes=0
         )
@@ -87,10 +99,14 @@ def decoded(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Decode:
             emulator.launch(kernel.spec, kernel.packing.pack(*values), blocks, seed)
 
         monkeypatch.setattr(mla_plan, "device_facts", lambda _: facts)
-        monkeypatch.setattr(mla_hopper_packed, "counters_of", lambda *_: ctypes.addressof(counters))
-        monkeypatch.setattr(mla_hopper_packed, "launch", launch)
+        monkeypatch.setattr(mla_maps, "encode", encode)
+        for api in (mla_hopper, mla_hopper_packed):
+            monkeypatch.setattr(api, "counters_of", lambda *_: ctypes.addressof(counters))
+            monkeypatch.setattr(api, "launch", launch)
+        # What is right is to the rounding of the kernel that computes it.
+        monkeypatch.setattr(MlaProblem, "_may_multiply_e4m3", True)
         workspace = torch.full((1 << 22,), 0xFF, dtype=torch.uint8)
-        inputs = problem.inputs(return_lse=True, workspace_buffer=workspace)
+        inputs = problem.inputs(return_lse=True, workspace_buffer=workspace, **changes)
         out, lse = _computed(inputs)
         assert not any(counters)
         return out, lse
@@ -101,7 +117,8 @@ def decoded(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Decode:
 def _computed(inputs: MlaInputs) -> tuple[torch.Tensor, torch.Tensor]:
     request = check_request(inputs)
     on_gpu = replace(request, device=torch.device("cuda", 0))
-    call = mla_hopper_packed.prepare_packed(inputs, on_gpu, 0, is_forced=True)
+    packed = mla_hopper_packed.prepare_packed(inputs, on_gpu, 0, is_forced=True)
+    call = packed or mla_hopper.prepare_hopper(inputs, on_gpu, 0, is_forced=True)
     assert call is not None
     out, lse = mla_call._run_on_gpu(replace(call, request=request), inputs, enable_pdl=False)
     assert lse is not None
@@ -118,9 +135,13 @@ def test_a_kernel_is_right_in_whatever_order_warps_come(given: Emulated, decoded
     problem.check(out, lse)
 
 
-def test_a_hidden_token_with_nan_reaches_no_row_that_may_not_see_it(decoded: Decode) -> None:
+@pytest.mark.parametrize("kind", ["bf16", "e4m3", PACKED])
+@pytest.mark.parametrize("heads", [4, 16])
+def test_a_hidden_token_with_nan_reaches_no_row_that_may_not_see_it(
+    heads: int, kind: str, decoded: Decode
+) -> None:
     """NaN in the newest token is seen by the last query token and by no other."""
-    made = given(PACKED, "NaN", seq_lens=(100, 64), q_len=4, heads=16)
+    made = given(kind, "NaN", seq_lens=(100, 64), q_len=4, heads=heads)
     problem = made.case.build("cpu")
     stored = problem.kv_cache.view(torch.uint8)
     for request, length in enumerate(made.case.seq_lens):
@@ -161,3 +182,16 @@ def test_entries_that_name_no_token_are_as_if_they_were_not_there(
     assert torch.allclose(lse, wanted, atol=1e-3)
     if missing == "all":
         assert not out.any()
+
+
+def test_where_offsets_go_back_nothing_is_written(decoded: Decode) -> None:
+    """There could be more work than positions on the line; and a later call is right."""
+    made = given("bf16", "", seq_lens=(70, 9, 5), q_lens=(2, 1, 2), heads=16)
+    problem = made.case.build("cpu")
+    out = torch.full((5, 16, 512), 7.0, dtype=torch.bfloat16)
+    ends = torch.tensor([0, 5, 0, 5], dtype=torch.int32)
+
+    decoded(made, problem, 0, out=out, cum_seq_lens_q=ends)
+
+    assert torch.equal(out, torch.full_like(out, 7.0))
+    problem.check(*decoded(made, problem, 0))

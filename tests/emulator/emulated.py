@@ -79,9 +79,10 @@ def source_of(spec: KernelSpec) -> str:
 
 
 def encode(tensor: TiledTensor, address: int) -> bytes:
-    """Return a tensor map as ``instructions.h`` reads it, of a tensor of five dimensions."""
+    """Return a tensor map as ``instructions.h`` reads it, of a tensor of up to five dimensions."""
     element_bytes = tensor.dtype.row_bytes(1)
-    packed = struct.pack(
-        "<Qi5i5ii4q", address, element_bytes, *tensor.box, *tensor.sizes, 0, *tensor.strides
-    )
+    more = 5 - len(tensor.sizes)
+    box, sizes = (*tensor.box, *(1,) * more), (*tensor.sizes, *(1,) * more)
+    strides = (*tensor.strides, *(0,) * more)
+    packed = struct.pack("<Qi5i5ii4q", address, element_bytes, *box, *sizes, 0, *strides)
     return packed.ljust(_MAP_BYTES, b"\0")

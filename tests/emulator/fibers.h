@@ -20,6 +20,7 @@
 #define __launch_bounds__(...)
 #define __forceinline__ inline
 #define __grid_constant__
+#define __builtin_assume(x)
 
 struct uint2 {
   unsigned x, y;

@@ -85,30 +85,44 @@ static void wgmma_wait_group() {}
 template <int kCount>
 static void wgmma_keep(float (&)[kCount]) {}
 
-// An operand in shared memory, swizzled by 128 bytes: along k, or transposed.
+// Elements of the tensor cores, and how many of them a step multiplies.
+static float float_of(E4m3, u16 bits) { return float_of_e4m3(bits & 0xff); }
+template <typename T>
+constexpr u32 kElementBytes = 2;
+template <>
+constexpr u32 kElementBytes<E4m3> = 1;
+template <typename T>
+constexpr int kDepth = 32 / kElementBytes<T>;
+
+// An operand in shared memory, in rows of 128 bytes or 64 that are swizzled: along k, or transposed.
 struct Operand {
   u32 base;
   u32 tile_distance;
   u32 group_distance;
+  u32 row_bytes;
   bool is_transposed;
 
   Operand(u64 descriptor, bool is_transposed)
       : base((descriptor & 0x3fff) << 4),
         tile_distance((descriptor >> 16 & 0x3fff) << 4),
         group_distance((descriptor >> 32 & 0x3fff) << 4),
+        row_bytes(descriptor >> 62 == 1 ? 128 : 64),
         is_transposed(is_transposed) {
-    if (descriptor >> 62 != 1) complain("no swizzle by 128 bytes", descriptor >> 62);
+    const u32 kind = descriptor >> 62;
+    if (kind != 1 && (kind != 2 || is_transposed)) complain("a swizzle of another kind", kind);
+    if (group_distance != 8 * row_bytes) complain("rows apart", group_distance);
   }
 
   template <typename T>
   float at(T type, int row, int k) const {
     const u32 line = is_transposed ? k : row;
     const u32 column = is_transposed ? row % 64 : k;
-    u32 address = base + line / 8 * group_distance + line % 8 * 128 + column * 2;
+    u32 address =
+        base + line / 8 * group_distance + line % 8 * row_bytes + column * kElementBytes<T>;
     if (is_transposed) address += row / 64 * tile_distance;
     if (address >= sizeof bytes) complain("operand beyond shared memory", address);
-    u16 bits;
-    memcpy(&bits, bytes + (address ^ (address >> 7 & 7) << 4), 2);
+    u16 bits = 0;
+    memcpy(&bits, bytes + (address ^ (address >> 7 & (row_bytes / 16 - 1)) << 4), kElementBytes<T>);
     return float_of(type, bits);
   }
 };
@@ -116,12 +130,14 @@ struct Operand {
 template <typename T, typename A>
 static void multiply(T type, float* d, int count, A a, const Operand& b, int accumulates) {
   for (int row = 0; row < 2; ++row) {
-    float own[16];
-    for (int k = 0; k < 16; ++k) own[k] = a(lane() / 4 + row * 8, k);
+    float own[kDepth<T>];
+    for (int k = 0; k < kDepth<T>; ++k) own[k] = a(lane() / 4 + row * 8, k);
     for (int j = 0; j < count / 4; ++j) {
       for (int column = 0; column < 2; ++column) {
         float sum = 0.0f;
-        for (int k = 0; k < 16; ++k) sum += own[k] * b.at(type, j * 8 + lane() % 4 * 2 + column, k);
+        for (int k = 0; k < kDepth<T>; ++k) {
+          sum += own[k] * b.at(type, j * 8 + lane() % 4 * 2 + column, k);
+        }
         float& element = d[j * 4 + row * 2 + column];
         element = accumulates ? element + sum : sum;
       }
@@ -162,4 +178,16 @@ static void wgmma_mma_trans_b(T type, float (&d)[kCount], const u32* a, u64 b, i
         return float_of(type, half_of(word, k % 2));
       },
       Operand(b, true), accumulates);
+}
+template <int kCount>
+static void wgmma_mma(E4m3 type, float (&d)[kCount], const u32* a, u64 b, int accumulates) {
+  memcpy(shown[current].words, a, 4 * sizeof *a);
+  meet_group();
+  multiply(
+      type, d, kCount,
+      [&](int row, int k) {
+        const u32 word = shown_by(row % 8 * 4 + k % 16 / 4).words[row / 8 + k / 16 * 2];
+        return float_of(type, static_cast<u16>(word >> k % 4 * 8));
+      },
+      Operand(b, false), accumulates);
 }
