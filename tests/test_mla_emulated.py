@@ -27,7 +27,7 @@ _MOST_BLOCKS = 8
 
 
 class Emulated(NamedTuple):
-    """A case, and how many SMs there are: so many that no block waits for another."""
+    """A case, and how many SMs there are."""
 
     case: MlaCase
     sm_count: int = 1
@@ -45,7 +45,17 @@ CASES = [
     given("fp16", "32 rows", heads=16, seq_lens=(130, 1), q_len=2, with_sinks=True, page_size=16),
     given("fp16", "2 members", 2, heads=100, seq_lens=(80,)),
     given("bf16", "ragged, parts apart", seq_lens=(70, 5), q_lens=(3, 1), parts_apart=True),
+    given("bf16", "two pieces, 64 rows", 2, heads=64, seq_lens=(600,)),
+    given("bf16", "two pieces, 16 rows", 2, heads=16, seq_lens=(900,), with_sinks=True),
+    given("bf16", "many pieces, 64 rows", 7, heads=64, seq_lens=(900, 70)),
+    given("fp16", "many pieces, 16 rows", 8, heads=9, seq_lens=(1500, 300), with_sinks=True),
     given("e4m3", "64 rows", heads=64, seq_lens=(300, 17, 0)),
+    given("e4m3", "two pieces, 64 rows", 2, heads=64, seq_lens=(600,)),
+    given("e4m3", "two pieces, 16 rows", 2, heads=16, seq_lens=(900,), with_sinks=True),
+    given("e4m3", "many pieces, 64 rows", 7, heads=64, seq_lens=(900, 70)),
+    given("e4m3", "many pieces, 32 rows", 8, heads=17, seq_lens=(1500, 300), with_sinks=True),
+    given(PACKED, "many pieces, 64 rows", 5, heads=64, top_k=500, seq_lens=(600, 300)),
+    given(PACKED, "many pieces, 16 rows", 6, heads=16, seq_lens=(900, 70), page_size=3),
     given("e4m3", "16 rows", heads=7, seq_lens=(700, 0, 129), page_size=48),
     given("e4m3", "32 rows", heads=16, seq_lens=(330, 5), q_len=2, with_sinks=True, page_size=16),
     given("e4m3", "2 members", 2, heads=100, seq_lens=(80,)),

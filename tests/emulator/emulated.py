@@ -1,7 +1,7 @@
-"""Kernels of mma.sync on the CPU: rendered as for a GPU, and compiled with fibers for threads.
+"""Kernels on the CPU: rendered as for a GPU, and compiled with fibers for threads.
 
 What the wrappers in ``templates/ptx`` do is in ``instructions.h``; everything else is the kernel's
-own source. Warps and copies proceed in random order and at random speed. A misaligned or
+own source. Blocks, warps and copies proceed in random order and at random speed. A misaligned or
 conflicting access, an arrival too many, a deadlock or a copy that outlives its block is an error.
 """
 

@@ -67,7 +67,7 @@ struct Fiber {
   bool is_done;
 };
 
-static Fiber fibers[kMostThreads];
+static Fiber* fibers;  // of the block that runs
 static jmp_buf scheduler;
 static int current;  // thread
 static bool has_progress;

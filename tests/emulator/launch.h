@@ -1,4 +1,4 @@
-// Runs the blocks of a grid one after the other, in random order. Follows the kernel, EMULATED.
+// Runs the blocks of a grid beside each other, in random order. Follows the kernel, EMULATED.
 
 static const Params* launched_params;
 
@@ -24,41 +24,102 @@ static void run_warp(int warp) {
   }
 }
 
-static bool are_all_done(int threads) {
-  return std::all_of(fibers, fibers + threads, [](const Fiber& fiber) { return fiber.is_done; });
-}
+// What a block has while others run; `bytes` and the rest are those of the one that does.
+struct Block {
+  unsigned index;
+  bool is_done = false;
+  unsigned rounds;  // that a copy takes
+  std::vector<Fiber> threads;
+  std::vector<int> warps;
+  std::vector<unsigned char> shared;
+  std::vector<Shown> words;
+  std::vector<Copy> under_way;
+  std::map<u32, Mbarrier> by_address;
+  Meeting by_number[16] = {};
+  Meeting of_warps[kMostThreads / kLanes] = {};
+  Meeting of_groups[kMostThreads / kGroupThreads] = {};
+  u32 votes[16] = {};
 
-static void run_block(unsigned block, int threads) {
-  blockIdx = {block, 0, 0};
-  for (size_t i = 0; i < sizeof bytes; ++i) bytes[i] = i % 2 ? 0x7f : 0xff;  // NaN of every type
-  mbarriers.clear();
+  Block(unsigned index, int count)
+      : index(index),
+        rounds(1u << chance() % 8),
+        threads(count),
+        warps(count / kLanes),
+        shared(sizeof bytes),
+        words(kMostThreads) {
+    for (size_t i = 0; i < shared.size(); ++i) shared[i] = i % 2 ? 0x7f : 0xff;  // NaN of any type
+    for (size_t warp = 0; warp < warps.size(); ++warp) warps[warp] = static_cast<int>(warp);
+    for (Fiber& fiber : threads) fiber.stack = static_cast<char*>(malloc(kStackBytes));
+  }
+  Block(Block&&) = default;
+  Block& operator=(Block&&) = default;
+  ~Block() {
+    for (const Fiber& fiber : threads) free(fiber.stack);
+  }
+
+  // Puts it in the place of what runs, or back.
+  void change_places() {
+    blockIdx = {index, 0, 0};
+    fibers = threads.data();
+    std::swap_ranges(shared.begin(), shared.end(), bytes);
+    std::swap_ranges(words.begin(), words.end(), shown);
+    std::swap(under_way, copies);
+    std::swap(by_address, mbarriers);
+    std::swap(by_number, barriers);
+    std::swap(of_warps, meetings);
+    std::swap(of_groups, group_meetings);
+    std::swap(votes, any_of_barrier);
+    std::swap(rounds, copy_rounds);
+  }
+
+  // Runs it for a while; says whether anything happened, or will.
+  bool run() {
+    change_places();
+    has_progress = false;
+    for (unsigned round = chance() % 16; round-- > 0;) {
+      std::shuffle(warps.begin(), warps.end(), chance);
+      for (const int warp : warps) {
+        if (chance() % 3 != 0) run_warp(warp);
+      }
+      let_copies_arrive();
+    }
+    is_done = std::all_of(threads.begin(), threads.end(),
+                          [](const Fiber& fiber) { return fiber.is_done; });
+    if (is_done) check_end();
+    const bool goes_on = has_progress || !copies.empty();
+    change_places();
+    return goes_on;
+  }
+
+  void check_end() const {
+    if (!copies.empty()) complain("copies under way at the end of block", index);
+    for (const Meeting& barrier : barriers) {
+      if (barrier.arrived > 0) complain("a barrier half full at the end of block", index);
+    }
+  }
+};
+
+// As many as wait for each other, and so all, run at the same time.
+static void run_blocks(int count, int threads) {
+  constexpr int kPatience = 1000;
+  block_threads = threads;
+  mbarriers.clear();  // a launch that went wrong may have left something
   copies.clear();
-  copy_rounds = 1u << chance() % 8;
   memset(barriers, 0, sizeof barriers);
   memset(meetings, 0, sizeof meetings);
   memset(group_meetings, 0, sizeof group_meetings);
-  block_threads = threads;
-  for (int thread = 0; thread < threads; ++thread) {
-    Fiber& fiber = fibers[thread];
-    fiber.is_started = fiber.is_done = false;
-    if (fiber.stack == nullptr) fiber.stack = static_cast<char*>(malloc(kStackBytes));
-  }
-  std::vector<int> warps(threads / kLanes);
-  for (size_t warp = 0; warp < warps.size(); ++warp) warps[warp] = static_cast<int>(warp);
-  constexpr int kPatience = 1000;
-  for (int idle_rounds = 0; !are_all_done(threads); ++idle_rounds) {
-    has_progress = false;
-    std::shuffle(warps.begin(), warps.end(), chance);
-    for (const int warp : warps) {
-      if (chance() % 3 != 0) run_warp(warp);
+  memset(any_of_barrier, 0, sizeof any_of_barrier);
+  static std::vector<Block> blocks;
+  blocks.clear();
+  for (int index = 0; index < count; ++index) blocks.emplace_back(index, threads);
+  for (int idle_rounds = 0; !blocks.empty(); ++idle_rounds) {
+    Block& block = blocks[chance() % blocks.size()];
+    if (block.run()) idle_rounds = 0;
+    if (idle_rounds > kPatience * count) complain("deadlock in block", block.index);
+    if (block.is_done) {
+      std::swap(block, blocks.back());
+      blocks.pop_back();
     }
-    let_copies_arrive();
-    if (has_progress || !copies.empty()) idle_rounds = 0;  // what is under way will arrive
-    if (idle_rounds > kPatience) complain("deadlock in block", block);
-  }
-  if (!copies.empty()) complain("copies under way at the end of block", block);
-  for (const Meeting& barrier : barriers) {
-    if (barrier.arrived > 0) complain("a barrier half full at the end of block", block);
   }
 }
 
@@ -70,11 +131,6 @@ extern "C" const char* launch_emulated(const void* params, int blocks, int threa
   chance.seed(static_cast<unsigned>(seed));
   gridDim = {static_cast<unsigned>(blocks), 1, 1};
   complaint[0] = '\0';
-  std::vector<unsigned> order(static_cast<size_t>(blocks));
-  for (size_t i = 0; i < order.size(); ++i) order[i] = static_cast<unsigned>(i);
-  std::shuffle(order.begin(), order.end(), chance);
-  if (setjmp(launcher) == 0) {
-    for (const unsigned block : order) run_block(block, threads);
-  }
+  if (setjmp(launcher) == 0) run_blocks(blocks, threads);
   return complaint;
 }

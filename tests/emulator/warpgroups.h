@@ -28,7 +28,11 @@ static u32 barrier_red_or(int barrier, int threads, u32 value) {
   return any;
 }
 
-static u32 ld_acquire_gpu(const u32* address) { return *address; }
+// Who looks again and again for what another block does lets it do so.
+static u32 ld_acquire_gpu(const u32* address) {
+  give_way();
+  return *address;
+}
 static void red_add_release_gpu(u32* address, u32 value) { *address += value; }
 static uint4 ld_global_v4_u32(const void* address) { return load<uint4>(address); }
 
