@@ -127,8 +127,7 @@ def decoded(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Decode:
 def _computed(inputs: MlaInputs) -> tuple[torch.Tensor, torch.Tensor]:
     request = check_request(inputs)
     on_gpu = replace(request, device=torch.device("cuda", 0))
-    packed = mla_hopper_packed.prepare_packed(inputs, on_gpu, 0, is_forced=True)
-    call = packed or mla_hopper.prepare_hopper(inputs, on_gpu, 0, is_forced=True)
+    call = mla_hopper.prepare_hopper(inputs, on_gpu, 0, is_forced=True)
     assert call is not None
     out, lse = mla_call._run_on_gpu(replace(call, request=request), inputs, enable_pdl=False)
     assert lse is not None

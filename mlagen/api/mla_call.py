@@ -10,7 +10,7 @@ from mlagen.api.calls import RememberedCalls, require_gpu
 from mlagen.api.mla_contents import check_contents
 from mlagen.api.mla_form import form_of
 from mlagen.api.mla_hopper import HopperCall, prepare_hopper
-from mlagen.api.mla_hopper_packed import PackedCall, prepare_packed
+from mlagen.api.mla_hopper_packed import PackedCall
 from mlagen.api.mla_inputs import MlaInputs
 from mlagen.api.mla_portable import PortableCall, prepare_portable
 from mlagen.api.mla_request import MlaRequest, check_request
@@ -39,11 +39,7 @@ def _prepare(inputs: MlaInputs, request: MlaRequest, kernel: str) -> MlaCall:
     """Choose the kernel; ``kernel`` is what the settings ask for."""
     index = require_gpu(request.device, inputs.names.query)
     if kernel != "portable":
-        is_forced = kernel == "hopper"
-        packed = prepare_packed(inputs, request, index, is_forced=is_forced)
-        if packed is not None:
-            return packed
-        call = prepare_hopper(inputs, request, index, is_forced=is_forced)
+        call = prepare_hopper(inputs, request, index, is_forced=kernel == "hopper")
         if call is not None:
             return call
     return prepare_portable(inputs, request, index)

@@ -8,6 +8,7 @@ import torch
 
 from mlagen.api.arguments import ALIGNMENT_BYTES
 from mlagen.api.calls import require_room, scale_of
+from mlagen.api.mla_hopper_packed import PackedCall, packed_call
 from mlagen.api.mla_inputs import MlaInputs
 from mlagen.api.mla_maps import CacheForm, CacheMaps, maps_of
 from mlagen.api.mla_plan import plan_hopper_call
@@ -21,6 +22,7 @@ from mlagen.runtime.loader import LoadedKernel
 from mlagen.runtime.plan_hopper import HopperPlan, line_fits
 from mlagen.spec.kernel import packed_integers
 from mlagen.spec.mla_hopper_calls import MlaHopperKernel
+from mlagen.spec.mla_hopper_packed import MlaHopperPackedSpec
 from mlagen.spec.mla_support import MlaVariant
 
 _COVERED = (
@@ -97,7 +99,7 @@ class HopperCall:
 
 def prepare_hopper(
     inputs: MlaInputs, request: MlaRequest, index: int, *, is_forced: bool
-) -> HopperCall | None:
+) -> HopperCall | PackedCall | None:
     """Return how calls of the form of ``inputs`` are launched on GPU ``index``.
 
     None if no kernel covers them, it is not to be taken without being asked for, they are too small
@@ -116,14 +118,14 @@ def prepare_hopper(
         tile_q_len=request.tile_q_len,
         tokens=request.tokens,
         heads=request.heads,
-        longest_kv=int(inputs.max_seq_len),
+        longest_kv=request.top_k or int(inputs.max_seq_len),
     )
     if planned is None:
         if is_forced:
             raise not_covered(index, request.variant)
         return None
     spec, plan = planned
-    most_tokens = request.max_pages * request.variant.page_size
+    most_tokens = request.top_k or request.max_pages * request.variant.page_size
     if not line_fits(spec, plan, most_tokens):
         if is_forced:
             raise UnsupportedError(
@@ -134,6 +136,8 @@ def prepare_hopper(
         return None
     if (plan.is_small or not spec.is_automatic) and not is_forced:
         return None
+    if isinstance(spec, MlaHopperPackedSpec):
+        return packed_call(inputs, request, index, spec, plan)
     maps = _maps_of_cache(request, spec)
     try:
         _ = maps[_beginnings(inputs, request)]

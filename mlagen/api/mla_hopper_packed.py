@@ -9,13 +9,12 @@ import torch
 from mlagen.api.arguments import ALIGNMENT_BYTES
 from mlagen.api.calls import require_room, scale_of
 from mlagen.api.mla_inputs import MlaInputs
-from mlagen.api.mla_plan import plan_packed_call
 from mlagen.api.mla_request import LSE_FACTORS, MlaRequest, check_pointers
 from mlagen.engine import kernel_for
 from mlagen.runtime.counters import counters_of
 from mlagen.runtime.launch import launch
 from mlagen.runtime.loader import LoadedKernel
-from mlagen.runtime.plan_hopper import HopperPlan, line_fits
+from mlagen.runtime.plan_hopper import HopperPlan
 from mlagen.spec.kernel import packed_integers
 from mlagen.spec.mla_hopper_packed import MlaHopperPackedSpec
 
@@ -79,32 +78,10 @@ class PackedCall:
         )
 
 
-def prepare_packed(
-    inputs: MlaInputs, request: MlaRequest, index: int, *, is_forced: bool
-) -> PackedCall | None:
-    """Return how calls of the form of ``inputs`` are launched on GPU ``index``.
-
-    None if the kernel does not cover them, or unless it is asked for by name, if it is not to be
-    taken otherwise, or they are too small for it to be the faster one.
-    """
-    planned = plan_packed_call(
-        device=index,
-        variant=request.variant,
-        batch=request.batch,
-        q_len=request.q_len,
-        tile_q_len=request.tile_q_len,
-        tokens=request.tokens,
-        heads=request.heads,
-        longest_kv=request.top_k or int(inputs.max_seq_len),
-    )
-    if planned is None:
-        return None
-    spec, plan = planned
-    most_tokens = request.top_k or request.max_pages * request.variant.page_size
-    if not line_fits(spec, plan, most_tokens):
-        return None
-    if (plan.is_small or not spec.is_automatic) and not is_forced:
-        return None
+def packed_call(
+    inputs: MlaInputs, request: MlaRequest, index: int, spec: MlaHopperPackedSpec, plan: HopperPlan
+) -> PackedCall:
+    """Return how calls of the form of ``inputs`` are launched on GPU ``index``, by ``plan``."""
     require_room(inputs.workspace_buffer, inputs.names.workspace_buffer, plan.workspace_bytes)
     return PackedCall(
         request=request,

@@ -10,7 +10,6 @@ from mlagen.runtime.plan import DecodePlan, MlaDecodeProblem, plan_mla_decode
 from mlagen.runtime.plan_hopper import HopperPlan, plan_mla_hopper
 from mlagen.spec.mla import MlaDecodeSpec, mla_decode_spec
 from mlagen.spec.mla_hopper_calls import MlaHopperKernel, mla_hopper_kernel
-from mlagen.spec.mla_hopper_packed import MlaHopperPackedSpec, mla_hopper_packed_spec
 from mlagen.spec.mla_support import MlaVariant
 
 
@@ -55,36 +54,13 @@ def plan_hopper_call(
     heads: int,
     longest_kv: int,
 ) -> tuple[MlaHopperKernel, HopperPlan] | None:
-    """Return the Hopper kernel and its plan of a call on GPU ``device``; None if there is none."""
-    spec = mla_hopper_kernel(arch_of_device(device), variant, tile_q_len * heads)
-    if spec is None:
-        return None
-    problem = MlaDecodeProblem(
-        batch=batch,
-        q_len=q_len,
-        heads=heads,
-        total_rows=tokens * heads,
-        longest_kv=rounded_up(longest_kv),
-    )
-    return spec, plan_mla_hopper(spec, problem, tile_q_len, device_facts(device).sm_count)
+    """Return the Hopper kernel and its plan of a call on GPU ``device``; None if there is none.
 
-
-@lru_cache(maxsize=4096)
-def plan_packed_call(
-    *,
-    device: int,
-    variant: MlaVariant,
-    batch: int,
-    q_len: int,
-    tile_q_len: int,
-    tokens: int,
-    heads: int,
-    longest_kv: int,
-) -> tuple[MlaHopperPackedSpec, HopperPlan] | None:
-    """Return the same where rows are converted; ``longest_kv`` as for :func:`plan_call`."""
+    ``longest_kv`` as for :func:`plan_call`.
+    """
     if variant.lookup == "sparse":
         batch, q_len, tile_q_len = tokens, 1, 1
-    spec = mla_hopper_packed_spec(arch_of_device(device), variant, tile_q_len * heads)
+    spec = mla_hopper_kernel(arch_of_device(device), variant, tile_q_len * heads)
     if spec is None:
         return None
     problem = MlaDecodeProblem(

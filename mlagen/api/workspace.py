@@ -13,7 +13,7 @@ from mlagen.api import gqa_hopper
 from mlagen.api.arguments import DTYPES, refuse, require, require_whole_number
 from mlagen.api.gqa_plan import plan_gqa_call, plan_gqa_hopper_call
 from mlagen.api.mla_hopper import not_covered
-from mlagen.api.mla_plan import plan_call, plan_hopper_call, plan_packed_call
+from mlagen.api.mla_plan import plan_call, plan_hopper_call
 from mlagen.api.mla_query import QUERY_DTYPES
 from mlagen.runtime.plan import DecodePlan
 from mlagen.runtime.plan_gqa_hopper import GqaHopperPlan
@@ -147,10 +147,8 @@ def workspace_bytes(
 def _mla_plans(**call: Any) -> Iterator[DecodePlan | HopperPlan]:
     """Yield the plans that a call may be launched by, of the kernels that the settings allow."""
     kernel = current_settings().mla_kernel
-    if kernel != "portable":
-        for planned in (plan_hopper_call(**call), plan_packed_call(**call)):
-            if planned is not None:
-                yield planned[1]
+    if kernel != "portable" and (planned := plan_hopper_call(**call)) is not None:
+        yield planned[1]
     if kernel != "hopper":
         yield plan_call(**call)[1]
 

@@ -13,7 +13,6 @@ from mlagen.spec.gqa_hopper import GqaHopperSpec, gqa_hopper_spec
 from mlagen.spec.kernel import KernelSpec
 from mlagen.spec.mla import MlaDecodeSpec, mla_decode_spec
 from mlagen.spec.mla_hopper_calls import MlaHopperKernel, mla_hopper_kernel
-from mlagen.spec.mla_hopper_packed import mla_hopper_packed_spec
 from mlagen.spec.mla_support import MlaVariant, output_dtype
 
 # Numbers of rows such that calls with as many between them take all tiles that there are.
@@ -34,9 +33,7 @@ def mla_call_specs(arch: Arch, variant: MlaVariant, rows: int) -> list[KernelSpe
     UnsupportedError
         If there is none for such a call.
     """
-    hopper: MlaHopperKernel | None = mla_hopper_packed_spec(arch, variant, rows)
-    if hopper is None:
-        hopper = mla_hopper_kernel(arch, variant, rows)
+    hopper = mla_hopper_kernel(arch, variant, rows)
     combining = CombineSplitsSpec(
         arch=arch, dtype=output_dtype(variant.query_dtype), head_dim_vo=variant.kv_lora_rank
     )

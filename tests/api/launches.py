@@ -62,10 +62,7 @@ class Launched(NamedTuple):
 
 # The modules of each path, and what plans its calls.
 PORTABLE = ((mla_portable, mla_plan, "plan_call"),)
-HOPPER = (
-    (mla_hopper, mla_plan, "plan_hopper_call"),
-    (mla_hopper_packed, mla_plan, "plan_packed_call"),
-)
+HOPPER = ((mla_hopper, mla_plan, "plan_hopper_call"),)
 GQA = (
     (gqa_portable, gqa_plan, "plan_gqa_call"),
     (gqa_hopper, gqa_plan, "plan_gqa_hopper_call"),
@@ -101,6 +98,8 @@ def record_launches(
         monkeypatch.setattr(calling, "kernel_for", loaded)
         monkeypatch.setattr(calling, "launch", record)
     monkeypatch.setattr(calls, "kernel_for", loaded)
+    monkeypatch.setattr(mla_hopper_packed, "kernel_for", loaded)
+    monkeypatch.setattr(mla_hopper_packed, "launch", record)
     for hopper in (mla_hopper, gqa_hopper):
         monkeypatch.setattr(hopper, "arch_of_device", lambda _: arch)
     for hopper in (mla_hopper, mla_hopper_packed, gqa_hopper):
