@@ -23,7 +23,6 @@ from mlagen.spec.arch import ARCHS, Arch
 from mlagen.spec.families import FAMILIES, specs_of
 from mlagen.spec.gqa import GqaDecodeSpec, GqaVariant, gqa_decode_spec
 from mlagen.spec.mla import MlaDecodeSpec, mla_decode_spec
-from mlagen.spec.mla_hopper_calls import MlaHopperKernel
 from mlagen.spec.mla_support import MlaSupport, MlaVariant, output_dtype
 from tests.doc_text import paragraphs, table
 
@@ -193,7 +192,7 @@ def _mla_row(row: MlaSupport) -> dict[str, Any]:
 def _hopper_rows() -> Iterator[dict[str, str]]:
     """Yield what the Hopper kernels cover of the table of MLA decode."""
     arch = Arch(90, "a")
-    specs: list[MlaHopperKernel] = [
+    specs: list[mla_hopper.MlaHopperSpec] = [
         *mla_hopper.mla_hopper_specs(arch),
         *mla_hopper_e4m3.mla_hopper_e4m3_specs(arch),
         *mla_hopper_packed.mla_hopper_packed_specs(arch),

@@ -21,7 +21,7 @@ from mlagen.runtime.launch import launch
 from mlagen.runtime.loader import LoadedKernel
 from mlagen.runtime.plan_hopper import HopperPlan, line_fits
 from mlagen.spec.kernel import packed_integers
-from mlagen.spec.mla_hopper_calls import MlaHopperKernel
+from mlagen.spec.mla_hopper import MlaHopperSpec
 from mlagen.spec.mla_hopper_packed import MlaHopperPackedSpec
 from mlagen.spec.mla_support import MlaVariant
 
@@ -173,7 +173,7 @@ def not_covered(index: int, variant: MlaVariant) -> UnsupportedError:
     )
 
 
-def _maps_of_cache(request: MlaRequest, spec: MlaHopperKernel) -> CacheMaps:
+def _maps_of_cache(request: MlaRequest, spec: MlaHopperSpec) -> CacheMaps:
     strides = request.strides
     return maps_of(
         CacheForm(
@@ -198,7 +198,7 @@ def _beginnings(inputs: MlaInputs, request: MlaRequest) -> tuple[int, int]:
 def _layout(
     inputs: MlaInputs,
     request: MlaRequest,
-    spec: MlaHopperKernel,
+    spec: MlaHopperSpec,
     plan: HopperPlan,
     *,
     rope_is_apart: int,

@@ -7,8 +7,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from mlagen.runtime.tensor_map import TiledTensor, encode
-from mlagen.spec.mla_hopper_calls import MlaHopperKernel
-from mlagen.spec.mla_hopper_e4m3 import MlaHopperE4m3Spec
+from mlagen.spec.mla_hopper import MlaHopperSpec
 
 # Caches whose maps are remembered for each layout; a model has one for each of its layers.
 _MOST_CACHES = 4096
@@ -28,7 +27,7 @@ class Maps(NamedTuple):
 class CacheForm:
     """All of a cache but where its parts begin; strides are bytes."""
 
-    spec: MlaHopperKernel
+    spec: MlaHopperSpec
     num_pages: int
     page_stride: int
     token_stride: int
@@ -62,8 +61,7 @@ class CacheMaps(dict[tuple[int, int], Maps]):
         rope_map = self._encoded(
             rope, rope_strides, tiles=1, tiles_of_a_box=1, width=spec.variant.qk_rope_head_dim
         )
-        # Whole rows are fetched ahead, but by the narrow kernel.
-        if isinstance(spec, MlaHopperE4m3Spec) or not spec.is_narrow:
+        if not spec.copies_thirds:  # the latent part of whole rows is copied, or fetched ahead
             group_map = self._encoded(
                 cache, strides, tiles=latent_tiles, tiles_of_a_box=latent_tiles
             )

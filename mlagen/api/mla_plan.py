@@ -9,7 +9,8 @@ from mlagen.runtime.device import arch_of_device, device_facts
 from mlagen.runtime.plan import DecodePlan, MlaDecodeProblem, plan_mla_decode
 from mlagen.runtime.plan_hopper import HopperPlan, plan_mla_hopper
 from mlagen.spec.mla import MlaDecodeSpec, mla_decode_spec
-from mlagen.spec.mla_hopper_calls import MlaHopperKernel, mla_hopper_kernel
+from mlagen.spec.mla_hopper import MlaHopperSpec
+from mlagen.spec.mla_hopper_calls import mla_hopper_kernel
 from mlagen.spec.mla_support import MlaVariant
 
 
@@ -53,7 +54,7 @@ def plan_hopper_call(
     tokens: int,
     heads: int,
     longest_kv: int,
-) -> tuple[MlaHopperKernel, HopperPlan] | None:
+) -> tuple[MlaHopperSpec, HopperPlan] | None:
     """Return the Hopper kernel and its plan of a call on GPU ``device``; None if there is none.
 
     ``longest_kv`` as for :func:`plan_call`.

@@ -6,14 +6,13 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from mlagen.runtime.plan import MlaDecodeProblem
-from mlagen.spec.mla_hopper_calls import MlaHopperKernel
+from mlagen.spec.mla_hopper import MlaHopperSpec
 
 _MOST_MEMBERS = 4  # of a team
 
 # As in roles/mla_hopper/span.cuh: tokens of a block, what a unit costs besides its blocks, and the
 # shortest span, in blocks.
 _BLOCK_TOKENS = 64
-_WIDEST_NARROW = 32  # rows
 _NARROW_UNIT_COST = 2
 _WIDE_UNIT_COST = 6
 _LEAST_SPAN = 2
@@ -46,7 +45,7 @@ class HopperPlan:
 
 
 def plan_mla_hopper(
-    spec: MlaHopperKernel, problem: MlaDecodeProblem, tile_q_len: int, sm_count: int
+    spec: MlaHopperSpec, problem: MlaDecodeProblem, tile_q_len: int, sm_count: int
 ) -> HopperPlan:
     """Return the plan of a call.
 
@@ -79,14 +78,14 @@ def plan_mla_hopper(
     )
 
 
-def line_fits(spec: MlaHopperKernel, plan: HopperPlan, most_tokens: int) -> bool:
+def line_fits(spec: MlaHopperSpec, plan: HopperPlan, most_tokens: int) -> bool:
     """Return whether blocks can count their work, if a request has ``most_tokens`` at the most."""
     blocks_of_tokens = -(-most_tokens // _BLOCK_TOKENS)
     return plan.groups * (blocks_of_tokens + _unit_cost(spec)) <= _MOST_POSITIONS
 
 
-def _unit_cost(spec: MlaHopperKernel) -> int:
-    return _NARROW_UNIT_COST if spec.tile_rows <= _WIDEST_NARROW else _WIDE_UNIT_COST
+def _unit_cost(spec: MlaHopperSpec) -> int:
+    return _NARROW_UNIT_COST if spec.is_narrow else _WIDE_UNIT_COST
 
 
 def _team_size(tiles: int, sm_count: int) -> int:

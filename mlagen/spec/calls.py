@@ -12,7 +12,8 @@ from mlagen.spec.gqa import GqaDecodeSpec, GqaVariant, gqa_decode_spec
 from mlagen.spec.gqa_hopper import GqaHopperSpec, gqa_hopper_spec
 from mlagen.spec.kernel import KernelSpec
 from mlagen.spec.mla import MlaDecodeSpec, mla_decode_spec
-from mlagen.spec.mla_hopper_calls import MlaHopperKernel, mla_hopper_kernel
+from mlagen.spec.mla_hopper import MlaHopperSpec
+from mlagen.spec.mla_hopper_calls import mla_hopper_kernel
 from mlagen.spec.mla_support import MlaVariant, output_dtype
 
 # Numbers of rows such that calls with as many between them take all tiles that there are.
@@ -84,7 +85,7 @@ def specs_elsewhere(spec: KernelSpec, arch: Arch) -> list[KernelSpec]:
 
 def _call_specs_of(spec: KernelSpec) -> Callable[[Arch, int], list[KernelSpec]]:
     """Return what gives the kernels of the calls that ``spec`` is for, by their rows."""
-    if isinstance(spec, (MlaDecodeSpec, MlaHopperKernel)):
+    if isinstance(spec, (MlaDecodeSpec, MlaHopperSpec)):
         mla_variant = spec.variant
         return lambda arch, rows: mla_call_specs(arch, mla_variant, rows)
     assert isinstance(spec, (GqaDecodeSpec, GqaHopperSpec)), spec

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 from mlagen.spec.arch import Arch
 from mlagen.spec.dtype import DType
@@ -19,7 +19,9 @@ from mlagen.spec.kernel import (
     pointer,
     tensor_map,
 )
-from mlagen.spec.mla_support import SUPPORTED, MlaVariant
+from mlagen.spec.mla_support import PLAIN, SUPPORTED, MlaVariant
+
+SpecT = TypeVar("SpecT")
 
 # Rows of a tile, from the widest to the narrowest; a call takes the narrowest that holds the rows
 # of a request, or the widest.
@@ -144,6 +146,11 @@ class MlaHopperSpec(KernelSpec):
         return 4 if self.is_narrow else 8
 
     @property
+    def copies_thirds(self) -> bool:
+        """Whether a copy brings a third of a block's tiles, the rope part with the last."""
+        return self.is_narrow
+
+    @property
     def row_scales(self) -> int:
         """Scales that a row of a piece has in the workspace: of a wide tile one for each half."""
         return 1 if self.is_narrow else 2
@@ -173,26 +180,36 @@ def tile_rows_for(rows: int) -> int:
     return min((tile for tile in TILE_ROWS if rows <= tile), default=TILE_ROWS[0])
 
 
-def mla_hopper_spec(arch: Arch, variant: MlaVariant, rows: int) -> MlaHopperSpec | None:
-    """Return the Hopper kernel for requests of ``rows`` rows; None where there is none."""
-    is_covered = (
+def copies_pages(arch: Arch, variant: MlaVariant) -> bool:
+    """Return whether ``arch`` copies tiles out of such pages, whatever their elements are."""
+    return (
         arch.has_wgmma
-        and variant.query_dtype.is_16bit
-        and variant.kv_dtype is variant.query_dtype
         and (variant.kv_lora_rank, variant.qk_rope_head_dim) == (512, 64)
-        and (variant.lookup, variant.values, variant.mask) == ("paged", "shared", "causal")
+        and (variant.lookup, variant.values, variant.mask) == PLAIN
         and math.gcd(variant.page_size, _BLOCK_TOKENS) >= _LEAST_BOX_TOKENS
     )
-    if not is_covered:
+
+
+def mla_hopper_spec(arch: Arch, variant: MlaVariant, rows: int) -> MlaHopperSpec | None:
+    """Return the Hopper kernel for requests of ``rows`` rows; None where there is none."""
+    is_alike = variant.query_dtype.is_16bit and variant.kv_dtype is variant.query_dtype
+    if not (is_alike and copies_pages(arch, variant)):
         return None
     return MlaHopperSpec(arch=arch, variant=variant, tile_rows=tile_rows_for(rows))
 
 
 def mla_hopper_specs(arch: Arch) -> Iterator[MlaHopperSpec]:
     """Yield every Hopper kernel that ``arch`` may be asked for, each once."""
+    return specs_found(arch, mla_hopper_spec)
+
+
+def specs_found(
+    arch: Arch, find: Callable[[Arch, MlaVariant, int], SpecT | None]
+) -> Iterator[SpecT]:
+    """Yield what ``find`` returns for every supported variant and tile, where it returns any."""
     for row in SUPPORTED:
         for variant in row.variants():
             for rows in TILE_ROWS:
-                spec = mla_hopper_spec(arch, variant, rows)
+                spec = find(arch, variant, rows)
                 if spec is not None:
                     yield spec

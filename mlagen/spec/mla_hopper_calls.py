@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from mlagen.spec.arch import Arch
 from mlagen.spec.mla_hopper import MlaHopperSpec, mla_hopper_spec
-from mlagen.spec.mla_hopper_e4m3 import MlaHopperE4m3Spec, mla_hopper_e4m3_spec
+from mlagen.spec.mla_hopper_e4m3 import mla_hopper_e4m3_spec
 from mlagen.spec.mla_hopper_packed import mla_hopper_packed_spec
 from mlagen.spec.mla_support import MlaVariant
 
-MlaHopperKernel = MlaHopperSpec | MlaHopperE4m3Spec
 
-
-def mla_hopper_kernel(arch: Arch, variant: MlaVariant, rows: int) -> MlaHopperKernel | None:
+def mla_hopper_kernel(arch: Arch, variant: MlaVariant, rows: int) -> MlaHopperSpec | None:
     """Return the Hopper kernel for requests of ``rows`` rows; None where there is none.
 
     Of a sparse call every query token is a request.

@@ -9,8 +9,8 @@ from typing import ClassVar
 from mlagen.spec.arch import Arch
 from mlagen.spec.dtype import DType
 from mlagen.spec.kernel import CallShape, Parameter, float32, int32, int64, pointer
-from mlagen.spec.mla_hopper import TILE_ROWS, MlaHopperSpec, tile_rows_for
-from mlagen.spec.mla_support import PLAIN, SPARSE, SUPPORTED, MlaVariant
+from mlagen.spec.mla_hopper import TILE_ROWS, MlaHopperSpec, specs_found, tile_rows_for
+from mlagen.spec.mla_support import PLAIN, SPARSE, MlaVariant
 
 _STORED = (DType.E4M3, DType.PACKED656)
 _FEWEST_ROWS = min(TILE_ROWS)
@@ -123,9 +123,4 @@ def mla_hopper_packed_spec(
 
 def mla_hopper_packed_specs(arch: Arch) -> Iterator[MlaHopperPackedSpec]:
     """Yield every such kernel that ``arch`` may be asked for, each once."""
-    for row in SUPPORTED:
-        for variant in row.variants():
-            for rows in TILE_ROWS:
-                spec = mla_hopper_packed_spec(arch, variant, rows)
-                if spec is not None:
-                    yield spec
+    return specs_found(arch, mla_hopper_packed_spec)

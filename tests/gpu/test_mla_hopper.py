@@ -19,7 +19,7 @@ from mlagen.settings import current_settings
 from mlagen.spec.dtype import DType
 from mlagen.spec.mla import MlaDecodeSpec
 from mlagen.spec.mla_hopper import MlaHopperSpec
-from mlagen.spec.mla_hopper_calls import MlaHopperKernel, mla_hopper_kernel
+from mlagen.spec.mla_hopper_calls import mla_hopper_kernel
 from mlagen.spec.mla_hopper_e4m3 import MlaHopperE4m3Spec
 from mlagen.spec.mla_support import MlaVariant
 from tests.cases import MlaCase, MlaProblem
@@ -121,7 +121,7 @@ _CREW = "  crew.sync();\n"
 _DELAY = "  if ((static_cast<u32>(clock64()) * 2654435761u >> 13) % 16 == 0) __nanosleep({});\n"
 
 
-def with_delays(spec: MlaHopperKernel) -> loader.LoadedKernel:
+def with_delays(spec: MlaHopperSpec) -> loader.LoadedKernel:
     """Return the kernel with warps that fall asleep by chance wherever they wait for others."""
     source = render(spec)
     text = source.text

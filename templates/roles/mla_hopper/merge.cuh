@@ -49,12 +49,6 @@ __device__ inline int place_of_piece(const Params& params, const Item& item, int
   return piece == 0 ? last_place(item.owner) : first_place(item.owner - piece * params.team_size);
 }
 
-// Two pieces of which neither is followed by anything in its block are merged by both: either keeps
-// one half of the tasks and leaves the other.
-__device__ inline bool is_exchanged(const Item& item) {
-  return item.pieces == 2 && item.mergers == 2;
-}
-
 __device__ inline u32* arrivals(const Params& params, const Item& item) {
   return params.counters + item.owner * 2;
 }

@@ -2,7 +2,7 @@
 
 constexpr int kConsumerRegisters = kRows > 32 ? 192 : 152;
 constexpr int kScorerRegisters = kRows > 32 ? 72 : 152;
-constexpr int kProducerRegisters = kRows > 32 ? 56 : 56;
+constexpr int kProducerRegisters = 56;
 
 __device__ inline void take_consumer_registers() { setmaxnreg_inc<kConsumerRegisters>(); }
 __device__ inline void give_producer_registers_back() { setmaxnreg_dec<kProducerRegisters>(); }
