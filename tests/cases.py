@@ -12,7 +12,7 @@ from mlagen.api.mla_inputs import MlaInputs
 from mlagen.runtime.device import arch_of_device
 from mlagen.settings import current_settings
 from mlagen.spec.dtype import DType
-from mlagen.spec.mla_hopper_e4m3 import mla_hopper_e4m3_spec
+from mlagen.spec.mla_hopper_calls import mla_hopper_kernel
 from mlagen.spec.mla_support import MlaVariant
 from tests.reference import (
     Attention,
@@ -24,6 +24,14 @@ from tests.reference import (
 )
 
 E4M3 = torch.float8_e4m3fn
+
+
+# What is stored where a kernel may multiply e4m3 as such, by the query's dtype and the format.
+_STORED = {
+    (E4M3, ""): DType.E4M3,
+    (torch.bfloat16, "e4m3"): DType.E4M3,
+    (torch.bfloat16, "packed656"): DType.PACKED656,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,11 +161,14 @@ class MlaProblem:
 
     @property
     def _may_multiply_e4m3(self) -> bool:
-        """Whether the kernel may be the one that rounds weights to e4m3."""
+        """Whether the kernel may be one that multiplies e4m3 as such."""
         case = self.case
+        stored = _STORED.get((case.dtype, case.kv_format))
+        if stored is None:
+            return False
         variant = MlaVariant(
-            query_dtype=DType.E4M3,
-            kv_dtype=DType.E4M3,
+            query_dtype=DType.E4M3 if case.dtype is E4M3 else DType.BF16,
+            kv_dtype=stored,
             kv_lora_rank=case.kv_lora_rank,
             qk_rope_head_dim=case.qk_rope_head_dim,
             page_size=case.page_size,
@@ -165,10 +176,22 @@ class MlaProblem:
             values="shared" if case.values == "shared" else "separate",
             mask="bias" if case.bias else "causal",
         )
-        if self.query.device.type != "cuda" or current_settings().mla_kernel != "hopper":
-            return False  # it is taken only if asked for
+        if self.query.device.type != "cuda" or current_settings().mla_kernel == "portable":
+            return False
         arch = arch_of_device(self.query.device.index or 0)
-        return mla_hopper_e4m3_spec(arch, variant, rows=1) is not None
+        return mla_hopper_kernel(arch, variant, rows=1) is not None
+
+    @property
+    def _score_sums(self) -> tuple[tuple[int, int], ...]:
+        """Dims of each sum of scores in e4m3, and its steps of 32 products."""
+        stored = _STORED.get((self.case.dtype, self.case.kv_format))
+        if stored is None or not self._may_multiply_e4m3:
+            return ()
+        if self.case.dtype is E4M3:
+            return ((576, 18),)
+        # Of a query in bf16, two parts.
+        latent = ((128, 8),) * 4
+        return latent if stored is DType.PACKED656 else (*latent, (64, 4))
 
     def expected(self) -> Attention:
         """Return what float64 gives: out ``[tokens, heads, dim]`` and LSE ``[tokens, heads]``."""
@@ -189,6 +212,8 @@ class MlaProblem:
                     sinks=self.sinks.cpu() if self.sinks is not None else None,
                     bias=bias if seen.bias is None else bias + seen.bias,
                     rows_round_to=self.math_dtype if has_scales else None,
+                    score_sums=self._score_sums,
+                    rounds_weights_to_e4m3=self.math_dtype is E4M3,
                 )
             )
         return stack(parts)

@@ -101,13 +101,11 @@ for 16 elements in a tensor of its own."""
 
 HOPPER_READING = f"""\
 On `sm_90a` these calls take the kernel named, and all others `mla_decode`, unless
-[`MLAGEN_MLA_KERNEL`](environment.md#the-kernel-of-mla-calls) says otherwise. Where it says
-*if asked for*, they take it with `MLAGEN_MLA_KERNEL=hopper` alone: in its present form it has not
-run on a GPU. Pages are of a multiple of 16 tokens, for `mla_hopper_packed` of any number.
-Tiles have {", ".join(map(str, sorted(mla_hopper.TILE_ROWS)))} rows: a request takes the
-narrowest that holds its rows, or the widest; of a sparse call every query token is a request. A
-cache whose strides are 2^40 bytes or more takes `mla_decode`, too, unless its rows are
-converted."""
+[`MLAGEN_MLA_KERNEL`](environment.md#the-kernel-of-mla-calls) says otherwise. Pages are of a
+multiple of 16 tokens, for `mla_hopper_packed` of any number. Tiles have
+{", ".join(map(str, sorted(mla_hopper.TILE_ROWS)))} rows: a request takes the narrowest that holds
+its rows, or the widest; of a sparse call every query token is a request. A cache whose strides are
+2^40 bytes or more takes `mla_decode`, too, unless its rows are of 8 bits under a query of 16."""
 
 GQA_READING = f"""\
 With each row: head dims that are multiples of 16 up to {gqa.SLICE_DIMS}, and 512; any page size;
@@ -202,7 +200,6 @@ def _hopper_rows() -> Iterator[dict[str, str]]:
         form = (variant.lookup, variant.values, variant.mask)
         yield {
             "kernel": f"`{spec.family}`",
-            "taken": "by itself" if spec.is_automatic else "if asked for",
             "query": f"`{variant.query_dtype}`",
             "cache": f"`{variant.kv_dtype}`",
             "dims": f"({variant.kv_lora_rank}, {variant.qk_rope_head_dim})",

@@ -63,7 +63,9 @@ def store(
     factors = torch.tensor(latent_scale).expand_as(latent)
     if scales is not None:
         factors = scales.repeat_interleave(128, dim=1)[:, :rank]
-    stored = torch.cat([latent / factors, rope / rope_scale], dim=1).to(dtype)
+    content = torch.cat([latent / factors, rope / rope_scale], dim=1)
+    largest = torch.finfo(dtype).max  # not every torch saturates: some make NaN of what is larger
+    stored = content.clamp(-largest, largest).to(dtype)
     factors = torch.cat([factors, torch.tensor(rope_scale).expand_as(rope)], dim=1)
     elements = stored.double() * factors.float().double()
     return Stored(rows=stored.view(torch.uint8), elements=elements, scales=scales)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 
@@ -14,7 +14,8 @@ class Attention:
 
     ``out[heads, head_dim_vo]``, ``lse[heads]`` in log2 units; ``spread`` is the root of the sum of
     ``(weight * value)^2`` and ``magnitude`` the sum of ``weight * |value|``, shaped like ``out``;
-    ``rounding`` and ``lse_rounding`` are what rounding the rows moves ``out`` and ``lse`` by.
+    ``rounding`` and ``lse_rounding`` are what rounding the rows, and multiplying in e4m3, moves
+    ``out`` and ``lse`` by. ``weights[heads, tokens]`` are those of the values.
     """
 
     out: torch.Tensor
@@ -23,6 +24,7 @@ class Attention:
     magnitude: torch.Tensor
     rounding: torch.Tensor
     lse_rounding: torch.Tensor
+    weights: torch.Tensor
 
 
 def attend(
@@ -35,13 +37,16 @@ def attend(
     sinks: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     rows_round_to: torch.dtype | None = None,
+    score_sums: tuple[tuple[int, int], ...] = (),
+    rounds_weights_to_e4m3: bool = False,
 ) -> Attention:
     """Return attention of ``query[heads, d]`` over ``keys[tokens, d]`` and ``values[tokens, v]``.
 
     ``sinks[heads]`` are natural-domain logits in the denominator without a value, and
     ``bias[heads or 1, tokens]`` is added to the scaled scores. A row that sees no token gives zeros
     and an LSE of minus infinity, sink or not. Query, keys and values may each be used rounded to
-    ``rows_round_to``.
+    ``rows_round_to``. Tensor cores may add up scores in e4m3: ``score_sums`` are the dims of each
+    sum, and its steps; and take weights in it.
     """
     query, keys, values = query.double(), keys.double(), values.double()
 
@@ -49,6 +54,10 @@ def attend(
         return _attend(query, keys, values, score_scale, output_scale, sinks, bias)
 
     result = exactly(query, keys, values)
+    if score_sums and len(keys):
+        errors = _score_errors(query, keys, score_sums) * abs(score_scale)
+        moved, lse_moved = _moved_by(result, errors, values, output_scale, rounds_weights_to_e4m3)
+        result = replace(result, rounding=moved, lse_rounding=lse_moved)
     if rows_round_to is None:
         return result
     rounded = (
@@ -62,13 +71,8 @@ def attend(
         torch.where(result.lse == other.lse, 0.0, (other.lse - result.lse).abs())
         for other in rounded
     )
-    return Attention(
-        out=result.out,
-        lse=result.lse,
-        spread=result.spread,
-        magnitude=result.magnitude,
-        rounding=torch.as_tensor(by_rows),
-        lse_rounding=torch.as_tensor(by_lse),
+    return replace(
+        result, rounding=result.rounding + by_rows, lse_rounding=result.lse_rounding + by_lse
     )
 
 
@@ -100,13 +104,62 @@ def _attend(
         magnitude=weights @ values.abs() * abs(output_scale),
         rounding=zeros,
         lse_rounding=zeros[:, 0],
+        weights=weights,
     )
+
+
+def _score_errors(
+    query: torch.Tensor, keys: torch.Tensor, sums: tuple[tuple[int, int], ...]
+) -> torch.Tensor:
+    """Return how far a score that tensor cores add up in e4m3 may be off, ``[heads, tokens]``.
+
+    They add 32 products and the sum so far, S', after each has been cut off below 2^-13 of the
+    largest power of two among them, which is at most |S'|. A cut is uniform in [0, 2^-13 |S'|]
+    towards zero, of products of either sign: 33 have a standard deviation of at most
+    sqrt(33 / 3) 2^-13 |S'|. On its way through n steps to S, S' is a random walk whose products
+    have the root square sum R, so the sum of S'^2 is about n (S^2 / 3 + R^2 / 6). Products have
+    eight bits, and most are not cut at all, so in a simulation a third of that is the standard
+    deviation, and 2.2 times that the largest of 48000 errors: three times that is returned.
+    """
+    walked = torch.zeros(len(query), len(keys), dtype=torch.float64)
+    first = 0
+    for dims, steps in sums:
+        own, other = query[:, first : first + dims], keys[:, first : first + dims]
+        walked += steps * ((own @ other.T).square() / 3 + own.square() @ other.square().T / 6)
+        first += dims
+    return torch.as_tensor(3 * 2.0**-13 * (11 * walked).sqrt())
+
+
+def _moved_by(
+    exact: Attention,
+    errors: torch.Tensor,
+    values: torch.Tensor,
+    output_scale: float,
+    rounds_weights_to_e4m3: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what ``out`` and the LSE move by, if logarithms of weights may be off by ``errors``.
+
+    These are independent of each other. Besides, a weight below 2^-11 of the largest is rounded to
+    e4m3 absolutely, by 2^-15 of that or by itself.
+    """
+    weights, out = exact.weights, exact.out / output_scale
+    moved = (weights * torch.expm1(errors)).square()
+    by_scores = moved @ values.square() - 2 * out * (moved @ values)
+    by_scores += out.square() * moved.sum(dim=1, keepdim=True)
+    largest = weights.amax(dim=1, keepdim=True)
+    small = torch.where(weights < largest * 2.0**-11, weights, 0.0)
+    lost = torch.minimum(small, largest * 2.0**-15) * float(rounds_weights_to_e4m3)
+    all_lost = lost.sum(dim=1, keepdim=True)
+    rounding = by_scores.clamp_min(0).sqrt() + lost @ values.abs() + out.abs() * all_lost
+    by_errors = (weights * errors).square().sum(dim=1).sqrt()
+    return rounding * abs(output_scale), (by_errors + all_lost[:, 0]) * math.log2(math.e)
 
 
 def stack(parts: list[Attention]) -> Attention:
     """Return the results of many query tokens as one, along a new first dimension."""
-    names = [field.name for field in fields(Attention)]
-    return Attention(**{name: torch.stack([getattr(p, name) for p in parts]) for name in names})
+    names = [field.name for field in fields(Attention) if field.name != "weights"]
+    stacked = {name: torch.stack([getattr(p, name) for p in parts]) for name in names}
+    return Attention(**stacked, weights=torch.empty(0))  # of different lengths
 
 
 UNIT_ROUNDOFF = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float8_e4m3fn: 2.0**-4}
@@ -128,9 +181,8 @@ def output_tolerance(
     - float32 in scores, sums and split weights, and the 2^-22 of ex2.approx, move a weight
       relatively by less than 2^-13 for scores up to 2^8 in log2 units;
     - fp16 loses p below 2^-24 of the largest, and rounds those below 2^-14 absolutely by 2^-25;
-    - e4m3 rounds p below 2^-11 of the largest absolutely, by 2^-15 of it: N tokens together move
-      the result by about sqrt(N) 2^-15 of what the largest gives. Up to N = 2^17 that is a
-      twentieth of 3.5 u, so it needs no term;
+    - where tensor cores multiply e4m3, scores err by what :func:`_score_errors` says, and small
+      weights are lost: the oracle computes into ``rounding`` what that moves the result by;
     - rows that are stored with scales are decoded to the math dtype. That rounding is not left to
       chance: the oracle computes it. ``rounding`` is what a rounded query, rounded keys and rounded
       values, each alone, move the result by, summed, for a backend may round any of them; what they

@@ -38,7 +38,7 @@ def given(kind: str, name: str, sm_count: int = 1, **facts: Any) -> Emulated:
     return Emulated(of_kind(KINDS[kind], name=f"{kind}, {name}", **facts), sm_count)
 
 
-PACKED, FP16_PACKED = "bf16 over packed656", "fp16 over packed656"
+PACKED = "bf16 over packed656"
 CASES = [
     given("bf16", "64 rows", heads=64, seq_lens=(300, 17, 0)),
     given("bf16", "16 rows", heads=7, seq_lens=(300, 0, 129), page_size=48),
@@ -54,6 +54,12 @@ CASES = [
     given("e4m3", "two pieces, 16 rows", 2, heads=16, seq_lens=(900,), with_sinks=True),
     given("e4m3", "many pieces, 64 rows", 7, heads=64, seq_lens=(900, 70)),
     given("e4m3", "many pieces, 32 rows", 8, heads=17, seq_lens=(1500, 300), with_sinks=True),
+    given("e4m3", "large scores", heads=16, seq_lens=(300, 70), query_magnitude=10.0),
+    given(PACKED, "large scores", heads=16, seq_lens=(300, 70), query_magnitude=10.0),
+    given(
+        PACKED, "large scores, lists", heads=64, top_k=190, seq_lens=(300, 70), query_magnitude=10.0
+    ),
+    given("bf16 over e4m3", "very large scores", heads=7, seq_lens=(300,), query_magnitude=100.0),
     given(PACKED, "many pieces, 64 rows", 5, heads=64, top_k=500, seq_lens=(600, 300)),
     given(PACKED, "many pieces, 16 rows", 6, heads=16, seq_lens=(900, 70), page_size=3),
     given("e4m3", "16 rows", heads=7, seq_lens=(700, 0, 129), page_size=48),
@@ -67,12 +73,12 @@ CASES = [
     given(PACKED, "ragged lists", top_k=70, seq_lens=(5, 100, 9), q_lens=(3, 0, 2), heads=33),
     given(PACKED, "pages, 64 rows", heads=40, seq_lens=(300, 0, 65), q_len=2, with_sinks=True),
     given(PACKED, "pages, 32 rows", heads=16, seq_lens=(130, 1), q_len=2, page_size=3),
-    given(FP16_PACKED, "lists", heads=40, top_k=100, seq_lens=(150, 3)),
-    given(FP16_PACKED, "pages, strided", seq_lens=(70, 200), cache_form="strided", page_size=16),
+    given(PACKED, "lists of some", heads=40, top_k=100, seq_lens=(150, 3)),
+    given(PACKED, "pages, strided", seq_lens=(70, 200), cache_form="strided", page_size=16),
     given("bf16 over e4m3", "lists", top_k=100, seq_lens=(150, 3), heads=64),
     given("bf16 over e4m3 with two scales", "ragged", seq_lens=(70, 5), q_lens=(3, 1)),
     given(
-        "fp16 over e4m3 with scales for 128 elements",
+        "bf16 over e4m3 with scales for 128 elements",
         "parts apart",
         seq_lens=(40, 130),
         q_lens=(1, 5),

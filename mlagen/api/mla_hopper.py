@@ -29,7 +29,7 @@ _COVERED = (
     "covered: sm_90a, (kv_lora_rank, qk_rope_head_dim) (512, 64), and of (lookup, values, mask) "
     "(paged, shared, causal) with query and cache bf16, fp16 or e4m3 alike, page_size a multiple "
     "of 16, strides of the cache below 2^40 bytes, or that and (sparse, shared, causal) with a "
-    "cache of e4m3 or packed656 under a query of bf16 or fp16"
+    "cache of e4m3 or packed656 under a query of bf16"
 )
 
 
@@ -102,8 +102,8 @@ def prepare_hopper(
 ) -> HopperCall | PackedCall | None:
     """Return how calls of the form of ``inputs`` are launched on GPU ``index``.
 
-    None if no kernel covers them, it is not to be taken without being asked for, they are too small
-    for it to be the faster one, or the driver makes no map of such a cache.
+    None if no kernel covers them, they are too small for it to be the faster one, or the driver
+    makes no map of such a cache.
 
     Raises
     ------
@@ -134,7 +134,7 @@ def prepare_hopper(
                 f"tokens"
             )
         return None
-    if (plan.is_small or not spec.is_automatic) and not is_forced:
+    if plan.is_small and not is_forced:
         return None
     if isinstance(spec, MlaHopperPackedSpec):
         return packed_call(inputs, request, index, spec, plan)

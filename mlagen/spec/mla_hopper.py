@@ -39,7 +39,6 @@ class MlaHopperSpec(KernelSpec):
     family: ClassVar[str] = "mla_hopper"
     symbol: ClassVar[str] = "mla_hopper"
     template: ClassVar[str] = "kernels/mla_hopper.cu.j2"
-    is_automatic: ClassVar[bool] = True  # calls take it without being told to
     parameters: ClassVar[tuple[Parameter, ...]] = (
         tensor_map("latent_map"),
         tensor_map("rope_map"),
@@ -119,11 +118,6 @@ class MlaHopperSpec(KernelSpec):
     def producer_warps(self) -> int:
         """Warps that do everything else."""
         return 4
-
-    @property
-    def loading_warps(self) -> int:
-        """Warps that bring tokens into shared memory."""
-        return 1
 
     @property
     def consumer_registers(self) -> int:

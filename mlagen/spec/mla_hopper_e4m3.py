@@ -19,8 +19,6 @@ class MlaHopperE4m3Spec(MlaHopperSpec):
     family: ClassVar[str] = "mla_hopper_e4m3"
     symbol: ClassVar[str] = "mla_hopper_e4m3"
     template: ClassVar[str] = "kernels/mla_hopper_e4m3.cu.j2"
-    # Not before it has run on a GPU as it is now: docs/measurements.md says what has.
-    is_automatic: ClassVar[bool] = False
 
     @property
     def copies_thirds(self) -> bool:

@@ -9,22 +9,19 @@ from typing import ClassVar
 from mlagen.spec.arch import Arch
 from mlagen.spec.dtype import DType
 from mlagen.spec.kernel import CallShape, Parameter, float32, int32, int64, pointer
-from mlagen.spec.mla_hopper import TILE_ROWS, MlaHopperSpec, specs_found, tile_rows_for
+from mlagen.spec.mla_hopper import MlaHopperSpec, specs_found, tile_rows_for
 from mlagen.spec.mla_support import PLAIN, SPARSE, MlaVariant
 
 _STORED = (DType.E4M3, DType.PACKED656)
-_FEWEST_ROWS = min(TILE_ROWS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MlaHopperPackedSpec(MlaHopperSpec):
-    """What changes the machine code of such a kernel: the same blocks, with another loader."""
+    """What changes the machine code of such a kernel: and nothing else."""
 
     family: ClassVar[str] = "mla_hopper_packed"
     symbol: ClassVar[str] = "mla_hopper_packed"
     template: ClassVar[str] = "kernels/mla_hopper_packed.cu.j2"
-    # Not before it has run on a GPU as it is now: docs/measurements.md says what has.
-    is_automatic: ClassVar[bool] = False
     parameters: ClassVar[tuple[Parameter, ...]] = (
         pointer("query", "const unsigned char"),
         pointer("query_rope", "const unsigned char"),
@@ -82,19 +79,24 @@ class MlaHopperPackedSpec(MlaHopperSpec):
         return self.variant.kv_dtype.row_bytes(self.head_dim_qk)
 
     @property
+    def consumer_warps(self) -> int:
+        """Warps that multiply values."""
+        return 8
+
+    @property
     def producer_warps(self) -> int:
-        """Warps that do everything else: all of them load."""
-        return self.loading_warps
+        """Warps that do everything else: four that load, and four that score."""
+        return 8
 
     @property
     def loading_warps(self) -> int:
-        """Warps that bring tokens: with more rows there are no registers for more."""
-        return 8 if self.tile_rows == _FEWEST_ROWS else 4
+        """Warps that bring tokens into shared memory."""
+        return 4
 
     @property
-    def consumer_registers(self) -> int:
-        """Registers of a thread that multiplies, with a wide tile."""
-        return 208
+    def row_scales(self) -> int:
+        """Scales that a row of a piece has in the workspace."""
+        return 1
 
     def serves(self, call: CallShape) -> bool:
         """Whether such a call takes this kernel, of those that differ in the tile only."""
@@ -111,7 +113,7 @@ def mla_hopper_packed_spec(
     """
     is_covered = (
         arch.has_wgmma
-        and variant.query_dtype.is_16bit
+        and variant.query_dtype is DType.BF16
         and variant.kv_dtype in _STORED
         and (variant.kv_lora_rank, variant.qk_rope_head_dim) == (512, 64)
         and (variant.lookup, variant.values, variant.mask) in (PLAIN, SPARSE)

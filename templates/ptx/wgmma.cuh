@@ -28,6 +28,13 @@ __device__ inline void wgmma_keep(float (&d)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
+// Has an operand in registers made before the fence that follows; no instruction.
+template <int kCount>
+__device__ inline void wgmma_keep(u32 (&a)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(a[i])::"memory");
+}
+
 // wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16
 __device__ inline void wgmma_mma(Bf16, float (&d)[8], u64 a, u64 b, int accumulates) {
   asm volatile(

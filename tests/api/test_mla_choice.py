@@ -56,11 +56,11 @@ NOT_COVERED = {
 def test_what_both_kernels_cover_takes_the_one_that_is_asked_for(
     case: MlaCase, kernel: str, launches: list[Launch]
 ) -> None:
-    """By itself it takes the Hopper kernel, unless the call is small, or in e4m3."""
+    """By itself it takes the Hopper kernel, unless the call is small."""
     inputs = case.build("cpu").inputs()._replace(max_seq_len=5000)
     call, _, _ = launched(inputs, launches, kernel)
 
-    is_portable = kernel == "portable" or (kernel == "auto" and case.dtype is E4M3)
+    is_portable = kernel == "portable"
     hopper = "mla_hopper_e4m3" if case.dtype is E4M3 else "mla_hopper"
     assert isinstance(call, PortableCall if is_portable else HopperCall)
     assert launches[0].family == ("mla_decode" if is_portable else hopper)
@@ -111,7 +111,7 @@ def test_another_gpu_takes_the_portable_kernel(arch: Arch, monkeypatch: pytest.M
         "(kv_lora_rank, qk_rope_head_dim) (512, 64), and of (lookup, values, mask) "
         "(paged, shared, causal) with query and cache bf16, fp16 or e4m3 alike, page_size a "
         "multiple of 16, strides of the cache below 2^40 bytes, or that and (sparse, shared, "
-        "causal) with a cache of e4m3 or packed656 under a query of bf16 or fp16"
+        "causal) with a cache of e4m3 or packed656 under a query of bf16"
     )
 
 

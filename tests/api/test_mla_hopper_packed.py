@@ -9,7 +9,6 @@ import torch
 
 from mlagen.errors import UnsupportedError
 from mlagen.runtime.plan_hopper import SMALL_BLOCKS
-from mlagen.spec.mla_hopper_packed import MlaHopperPackedSpec
 from tests.api.launches import COUNTERS, Launch, launched, record_launches
 from tests.cases import MlaCase
 from tests.mla_cases import KINDS, of_kind
@@ -33,40 +32,28 @@ def _launch(case: MlaCase, launches: list[Launch], kernel: str, **changes: Any) 
     ("kind", "facts"),
     [
         ("bf16 over packed656", {"seq_lens": LONG}),
-        ("fp16 over packed656", {"seq_lens": LONG, "page_size": 3}),
+        ("bf16 over packed656", {"seq_lens": LONG, "page_size": 3}),
         ("bf16 over e4m3", {"seq_lens": LONG}),
-        ("fp16 over e4m3 with scales for 128 elements", {"seq_lens": LONG}),
+        ("bf16 over e4m3 with scales for 128 elements", {"seq_lens": LONG}),
         ("bf16 over packed656", {"seq_lens": (70,) * 40, "top_k": 128, "heads": 64}),
     ],
 )
-def test_calls_take_it_if_it_is_asked_for(
+def test_calls_take_it_by_themselves(
     kind: str, facts: dict[str, Any], launches: list[Launch]
 ) -> None:
-    """By themselves, or told so, they take the portable one."""
+    """Told so, they take the portable one."""
     case = of_kind(KINDS[kind], name="", **facts)
 
-    assert _launch(case, launches, "hopper").family == "mla_hopper_packed"
-    for kernel in ("auto", "portable"):
+    for kernel in ("auto", "hopper"):
         launches.clear()
-        assert _launch(case, launches, kernel).family == "mla_decode"
-
-
-def test_calls_that_are_not_small_would_take_it(
-    launches: list[Launch], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Once it is taken without being asked for."""
-    monkeypatch.setattr(MlaHopperPackedSpec, "is_automatic", True)
-    case = of_kind(PACKED, name="", seq_lens=LONG)
-
-    assert _launch(case, launches, "auto").family == "mla_hopper_packed"
+        assert _launch(case, launches, kernel).family == "mla_hopper_packed"
+    launches.clear()
+    assert _launch(case, launches, "portable").family == "mla_decode"
 
 
 @pytest.mark.parametrize("heads", [16, 128])
-def test_a_small_call_would_take_the_portable_kernel(
-    heads: int, launches: list[Launch], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_small_call_takes_the_portable_kernel(heads: int, launches: list[Launch]) -> None:
     """With any number of rows, unless it is told otherwise."""
-    monkeypatch.setattr(MlaHopperPackedSpec, "is_automatic", True)
     case = of_kind(PACKED, name="", seq_lens=(200,), heads=heads)
 
     assert _launch(case, launches, "auto").family == "mla_decode"
@@ -74,7 +61,7 @@ def test_a_small_call_would_take_the_portable_kernel(
     assert _launch(case, launches, "hopper").family == "mla_hopper_packed"
 
 
-@pytest.mark.parametrize("kind", ["packed640"], ids=["640-byte rows"])
+@pytest.mark.parametrize("kind", ["packed640", "fp16 over packed656"])
 def test_what_is_not_covered_is_refused_by_name(kind: str, launches: list[Launch]) -> None:
     """With what is covered in the message."""
     inputs = of_kind(KINDS[kind], name="", seq_lens=(200,)).build("cpu").inputs()

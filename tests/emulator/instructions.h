@@ -39,6 +39,10 @@ static u32 cvt_rn_f16x2_e4m3x2(u16 pair) {
 static u16 cvt_rn_satfinite_e4m3x2_f32(float high, float low) {
   return e4m3_of(low) | e4m3_of(high) << 8;
 }
+static u32 add_f16x2(u32 a, u32 b) {
+  const float low = cvt_f32(Fp16{}, a & 0xffff) + cvt_f32(Fp16{}, b & 0xffff);
+  return cvt_rn_x2_f32(Fp16{}, cvt_f32(Fp16{}, a >> 16) + cvt_f32(Fp16{}, b >> 16), low);
+}
 static float ex2_approx(float value) { return exp2f(value); }
 
 // Order and hints: fibers see everything at once.

@@ -41,6 +41,11 @@ static void cp_async_cg_16(u32 target, const void* source, u32 count) {
   memset(bytes + target, 0, 16);
   if (count > 0) memcpy(bytes + target, source, count);
 }
+static void cp_async_ca_4(u32 target, const void* source, u32 count) {
+  memset(bytes + target, 0, 4);
+  if (count > 0) memcpy(bytes + target, source, count);
+}
+static void cp_async_mbarrier_arrive_noinc(u32 barrier) { mbarrier_arrive(barrier); }
 static void cp_async_commit_group() {}
 template <int>
 static void cp_async_wait_group() {}
@@ -88,6 +93,8 @@ template <int>
 static void wgmma_wait_group() {}
 template <int kCount>
 static void wgmma_keep(float (&)[kCount]) {}
+template <int kCount>
+static void wgmma_keep(u32 (&)[kCount]) {}
 
 // Elements of the tensor cores, and how many of them a step multiplies.
 static float float_of(E4m3, u16 bits) { return float_of_e4m3(bits & 0xff); }
@@ -131,6 +138,25 @@ struct Operand {
   }
 };
 
+// Of 16 bits, as they are. Of e4m3 tensor cores cut off each addend below 2^-13 of the largest power
+// of two among them.
+template <typename T>
+static float add_products(T, const float* products, float before) {
+  float sum = 0.0f;
+  for (int k = 0; k < kDepth<T>; ++k) sum += products[k];
+  return before + sum;
+}
+static float add_products(E4m3, const float* products, float before) {
+  float largest = fabsf(before);
+  for (int k = 0; k < kDepth<E4m3>; ++k) largest = fmaxf(largest, fabsf(products[k]));
+  if (largest == 0.0f || !isfinite(largest)) largest = 1.0f;
+  const float unit = ldexpf(1.0f, ilogbf(largest) - 13);
+  const auto cut = [&](float addend) { return truncf(addend / unit) * unit; };
+  float sum = cut(before);
+  for (int k = 0; k < kDepth<E4m3>; ++k) sum += cut(products[k]);
+  return sum;
+}
+
 template <typename T, typename A>
 static void multiply(T type, float* d, int count, A a, const Operand& b, int accumulates) {
   for (int row = 0; row < 2; ++row) {
@@ -138,12 +164,12 @@ static void multiply(T type, float* d, int count, A a, const Operand& b, int acc
     for (int k = 0; k < kDepth<T>; ++k) own[k] = a(lane() / 4 + row * 8, k);
     for (int j = 0; j < count / 4; ++j) {
       for (int column = 0; column < 2; ++column) {
-        float sum = 0.0f;
+        float products[kDepth<T>];
         for (int k = 0; k < kDepth<T>; ++k) {
-          sum += own[k] * b.at(type, j * 8 + lane() % 4 * 2 + column, k);
+          products[k] = own[k] * b.at(type, j * 8 + lane() % 4 * 2 + column, k);
         }
         float& element = d[j * 4 + row * 2 + column];
-        element = accumulates ? element + sum : sum;
+        element = add_products(type, products, accumulates ? element : 0.0f);
       }
     }
   }
@@ -171,17 +197,26 @@ template <typename T, int kCount>
 static void wgmma_mma_trans_b(T type, float (&d)[kCount], u64 a, u64 b, int accumulates) {
   multiply_shared(type, d, kCount, {a, false}, {b, true}, accumulates);
 }
-template <typename T, int kCount>
-static void wgmma_mma_trans_b(T type, float (&d)[kCount], const u32* a, u64 b, int accumulates) {
+template <typename T>
+static void multiply_words(T type, float* d, int count, const u32* a, const Operand& b,
+                           int accumulates) {
   memcpy(shown[current].words, a, 4 * sizeof *a);
   meet_group();
   multiply(
-      type, d, kCount,
+      type, d, count,
       [&](int row, int k) {
         const u32 word = shown_by(row % 8 * 4 + k % 8 / 2).words[row / 8 + k / 8 * 2];
         return float_of(type, half_of(word, k % 2));
       },
-      Operand(b, true), accumulates);
+      b, accumulates);
+}
+template <typename T, int kCount>
+static void wgmma_mma(T type, float (&d)[kCount], const u32* a, u64 b, int accumulates) {
+  multiply_words(type, d, kCount, a, {b, false}, accumulates);
+}
+template <typename T, int kCount>
+static void wgmma_mma_trans_b(T type, float (&d)[kCount], const u32* a, u64 b, int accumulates) {
+  multiply_words(type, d, kCount, a, {b, true}, accumulates);
 }
 template <int kCount>
 static void wgmma_mma(E4m3 type, float (&d)[kCount], const u32* a, u64 b, int accumulates) {

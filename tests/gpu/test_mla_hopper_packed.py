@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from tests.cases import MlaCase, MlaProblem
 from tests.gpu.test_mla_hopper import with_delays
 from tests.graph_replay import captured
 from tests.mla_cases import KINDS, of_kind
-from tests.mla_semantics import compute
+from tests.mla_semantics import compute, decode
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
@@ -39,11 +40,15 @@ PAGES: dict[str, dict[str, Any]] = {
 }
 CASES = [
     of_kind(KINDS[kind], name=f"{kind}, {width}, {name}", heads=heads, **facts)
-    for kind in ("bf16 over packed656", "fp16 over packed656")
+    for kind in ("bf16 over packed656", "bf16 over e4m3")
     for width, heads in HEADS.items()
     for name, facts in [*LISTS.items(), *PAGES.items()]
 ] + [
-    of_kind(KINDS["fp16 over e4m3 with scales for 128 elements"], name=name, heads=100, **facts)
+    of_kind(KINDS[kind], name=f"{kind}, {name}", heads=100, **facts)
+    for kind in (
+        "bf16 over e4m3 with two scales",
+        "bf16 over e4m3 with scales for 128 elements",
+    )
     for name, facts in PAGES.items()
 ]
 
@@ -119,6 +124,30 @@ def test_delays_change_no_bit(case: MlaCase, monkeypatch: pytest.MonkeyPatch) ->
     mla_call._calls.clear()
     assert differing == 0
     assert torch.equal(result, expected)
+
+
+@pytest.mark.parametrize("magnitude", [10.0, 100.0])
+@pytest.mark.parametrize("kind", ["bf16 over packed656", "bf16 over e4m3"])
+@pytest.mark.parametrize("heads", [16, 64])
+def test_large_scores_are_right(heads: int, kind: str, magnitude: float) -> None:
+    """References move far and often, and the tensor cores cut sums off."""
+    case = of_kind(KINDS[kind], name="", seq_lens=(3000, 700, 64), heads=heads, with_sinks=True)
+    problem = replace(case, query_magnitude=magnitude).build("cuda")
+
+    problem.check(*compute(problem))
+
+
+def test_the_query_may_have_elements_of_any_size() -> None:
+    """Each row is divided by a power of two of its own before it is split."""
+    case = of_kind(KINDS["bf16 over packed656"], name="", seq_lens=(700,), heads=16)
+    problem = case.build("cuda")
+    expected = decode(problem).clone()
+    sizes = torch.tensor([2.0**e for e in range(-80, 80, 10)], device="cuda", dtype=torch.bfloat16)
+
+    for head, size in enumerate(sizes):
+        query = problem.query * size
+        out = decode(problem, query=query, bmm1_scale=case.score_scale / size.item())
+        assert torch.equal(out[..., head, :], expected[..., head, :])
 
 
 @pytest.mark.parametrize("heads", [16, 64, 128])

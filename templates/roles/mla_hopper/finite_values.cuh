@@ -1,15 +1,5 @@
 // Values that some row of a tile must not see: 0 * NaN is NaN, so what is not finite must not meet
-// the tensor cores, though its weight is 0. Needs SharedMemory, Item, ptx/cvt.cuh.
-
-constexpr u32 kExponentBits = kIsSame<Element, Bf16> ? 0x7f80 : 0x7c00;
-
-__device__ inline bool is_finite(u32 element) { return (element & kExponentBits) != kExponentBits; }
-
-__device__ inline float value_of_element(u16 element) { return cvt_f32(Element{}, element); }
-
-__device__ inline u32 finite_pair(u32 pair) {
-  return (is_finite(pair) ? pair & 0xffff : 0) | (is_finite(pair >> 16) ? pair & 0xffff0000 : 0);
-}
+// the tensor cores, though its weight is 0. Needs SharedMemory, Item, finite_elements.cuh.
 
 // Whether some row of the item sees a value that has been cleared.
 __device__ inline int& nonfinite_flag(SharedMemory& shared, const Item&) {

@@ -18,11 +18,15 @@ struct Adder {
     }
   }
 
-  __device__ void rescale(int stage) {
+  // By the factors that warps of the scorer have left; others have left none.
+  __device__ void rescale(int stage, u32 rescales) {
+    const float* factors = &shared.rescale[stage][own_row(0)];
 #pragma unroll
     for (int group = 0; group < kRowGroups; ++group) {
-      const float2 factor =
-          *reinterpret_cast<const float2*>(&shared.rescale[stage][own_row(group * 2)]);
+      const bool has_left = (rescales >> group * 8 / kRowsOfWarp * 8 & 0xff) != 0;
+      float left[2] = {factors[group * 8], factors[group * 8 + 1]};
+      wgmma_keep(left);  // read one after another, and without a condition, for want of registers
+      const float2 factor = has_left ? make_float2(left[0], left[1]) : make_float2(1.0f, 1.0f);
 #pragma unroll
       for (int tile = 0; tile < kDimTiles; ++tile) {
         float* of = accumulators[tile] + group * 4;
@@ -34,9 +38,11 @@ struct Adder {
     }
   }
 
-  // The product of one tile of dims.
-  __device__ void multiply(const Values& values, u32 probabilities, BlockSum& sum) const {
+  // Begins the product of one tile of dims.
+  __device__ static void begin_tile(Values& values, u32 probabilities, BlockSum& sum) {
     wgmma_keep(sum);
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) wgmma_keep(values[k]);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
@@ -44,57 +50,72 @@ struct Adder {
                 descriptor_64(probabilities + descriptor_step(k * kStepElements)), k > 0);
     }
     wgmma_commit_group();
+  }
+
+  __device__ void add_sum(BlockSum& sum, int tile) {
     wgmma_wait_group<0>();
     wgmma_keep(sum);
+#pragma unroll
+    for (int i = 0; i < kRows / 2; ++i) accumulators[tile][i] += sum[i];
+    wgmma_keep(accumulators[tile]);  // added here, not when all sums have come
   }
 
+  // `values` are those of tile 0; `left` blocks of the item are.
   template <bool kHides>
-  __device__ void add_block(u32 stage, int block) {
-    const u32 probabilities = operand_at(stage + kProbabilitiesOffset);
-    const ValueRows rows(stage);
-    Values values;
+  __device__ void add_block(const ValueRows& rows, Values& values, u32 probabilities, int left) {
     BlockSum sum;
-    if constexpr (!kHides) rows.load(values, 0);
 #pragma unroll
     for (int tile = 0; tile < kDimTiles; ++tile) {
-      if constexpr (kHides) {
+      if (tile > 0) {
+        add_sum(sum, tile - 1);
         rows.load(values, tile);
-        clear_values(values, block);
       }
-      multiply(values, probabilities, sum);
-      if (!kHides && tile + 1 < kDimTiles) rows.load(values, tile + 1);
-#pragma unroll
-      for (int i = 0; i < kRows / 2; ++i) accumulators[tile][i] += sum[i];
-      wgmma_keep(accumulators[tile]);  // added here, not when all sums have come
+      if constexpr (kHides) clear_values(values, left);
+      begin_tile(values, probabilities, sum);
     }
+    add_sum(sum, kDimTiles - 1);
   }
 
-  __device__ void clear_values(Values& values, int block) {
-    const int first_token = block * kBlockTokens;
+  __device__ void clear_values(Values& values, int left) {
+    const int first_token = (item.first_block + item.blocks - left) * kBlockTokens;
     const int first = item.visible_to_all - first_token;
     if (clear_nan(values, first, item.visible_to_any - first_token))
       nonfinite_flag(shared, item) = 1;
   }
 
   template <bool kHides>
-  __device__ void take_block(u32& taken, int block) {
+  __device__ void take_block(u32& taken, u32 end) {
     const int stage = block_stage(taken);
+    // The first values are in registers when probabilities come.
+    wait_for(shared.tokens_full[stage], block_parity(taken));
+    const u32 address = shared_address(shared.tokens[0]) + stage * kBlockBytes;
+    const ValueRows rows(address);
+    Values values;
+    rows.load(values, 0);
     wait_for(shared.probabilities_full[stage], block_parity(taken));
-    if (__any_sync(~0u, shared.rescales[stage] != 0)) rescale(stage);
-    add_block<kHides>(shared_address(shared.tokens[0]) + stage * kBlockBytes, block);
+    const u32 rescales = shared.rescales[stage];
+    if (__any_sync(~0u, rescales != 0)) rescale(stage, rescales);
+    add_block<kHides>(rows, values, operand_at(address + kProbabilitiesOffset), end - taken);
     __syncwarp();
     if (fresh_lane() == 0) arrive_at(shared.tokens_empty[block_stage(taken)]);
     ++taken;
   }
 
-  // Blocks that all rows see whole come first.
+  // A number that all lanes have, and that compilers know to be the same in all.
+  __device__ static u32 of_all(int number) {
+    return static_cast<u32>(__reduce_add_sync(~0u, fresh_lane() == 0 ? number : 0));
+  }
+
+  // Blocks that all rows see whole come first. Loops end by votes, and blocks are counted by
+  // `taken` alone: what depends on it is then in registers of the whole warp.
   __device__ void take_item(u32& taken) {
-    int block = item.first_block;
+    const int whole = min(item.visible_to_all / kBlockTokens - item.first_block, item.blocks);
+    u32 end = taken + of_all(max(whole, 0));
 #pragma unroll 1
-    for (; block < min(item.visible_to_all / kBlockTokens, item.first_block + item.blocks); ++block)
-      take_block<false>(taken, block);
+    while (__any_sync(~0u, taken != end)) take_block<false>(taken, end);
+    end += of_all(item.blocks - max(whole, 0));
 #pragma unroll 1
-    for (; block < item.first_block + item.blocks; ++block) take_block<true>(taken, block);
+    while (__any_sync(~0u, taken != end)) take_block<true>(taken, end);
   }
 };
 
@@ -104,8 +125,9 @@ __device__ inline void add_items(const Params& params, SharedMemory& shared) {
   u32 count = 0;
   while (true) {
     wait_for(shared.item_full[item_slot(count)], item_parity(count));
+    if (shared.items[item_slot(count)].request < 0) return;
+    mov_b32(count);  // else the address of the request is kept meanwhile
     const Item& item = shared.items[item_slot(count)];
-    if (item.request < 0) return;
     Adder adder(shared, item);
     adder.take_item(taken);
     wait_for(shared.rows_full[item_slot(item.count)], item_parity(item.count));

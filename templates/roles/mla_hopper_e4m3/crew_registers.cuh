@@ -1,8 +1,8 @@
 // How many registers a thread of each role has, of 128 at first. Needs ptx/setmaxnreg.cuh.
 
-constexpr int kConsumerRegisters = kRows > 32 ? 192 : 152;
-constexpr int kScorerRegisters = kRows > 32 ? 72 : 152;
-constexpr int kProducerRegisters = 56;
+constexpr int kConsumerRegisters = kRows > 32 ? 184 : 152;
+constexpr int kScorerRegisters = kRows > 32 ? 96 : 152;
+constexpr int kProducerRegisters = 48;
 
 __device__ inline void take_consumer_registers() { setmaxnreg_inc<kConsumerRegisters>(); }
 __device__ inline void give_producer_registers_back() { setmaxnreg_dec<kProducerRegisters>(); }

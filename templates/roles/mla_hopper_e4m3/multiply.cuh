@@ -17,15 +17,19 @@ using Scores = float[kBlockTokens / 2];
 constexpr int kTileSteps = kTileRowBytes / kStepElements;
 constexpr int kScoreSteps = kHeadDimQk / kStepElements;
 
-// Begins S = Q K^T of the block in a stage.
-__device__ inline void begin_score_steps(const SharedMemory& shared, int stage, Scores& scores) {
-  // Else compilers compute descriptors ahead of the loop, for which there are no registers.
-  u32 query = operand_at(shared_address(&shared));
-  mov_b32(query);
-  const u32 keys = query + descriptor_step(kQueryBytes) + stage * descriptor_step(kBlockBytes);
-  wgmma_fence();
-#pragma unroll
-  for (int step = 0; step < kScoreSteps; ++step) {
+// S = Q K^T of the block in a stage, step by step.
+struct ScoreSteps {
+  u32 query;
+  u32 keys;
+
+  __device__ ScoreSteps(const SharedMemory& shared, int stage)
+      : query(operand_at(shared_address(&shared))) {
+    // Else compilers compute descriptors ahead of the loop, for which there are no registers.
+    mov_b32(query);
+    keys = query + descriptor_step(kQueryBytes) + stage * descriptor_step(kBlockBytes);
+  }
+
+  __device__ void begin(Scores& scores, int step) const {
     const int tile = step / kTileSteps;
     const u32 along = step % kTileSteps * kStepElements;
     const u32 q = query + descriptor_step(tile * kQueryTileBytes + along);
@@ -36,7 +40,7 @@ __device__ inline void begin_score_steps(const SharedMemory& shared, int stage, 
       wgmma_mma(E4m3{}, scores, descriptor_64(q), descriptor_64(k), 1);
     }
   }
-}
+};
 
 __device__ inline void finish(Scores& scores) {
   wgmma_wait_group<0>();

@@ -4,34 +4,65 @@
 struct Scorer {
   SharedMemory& shared;
   const Item& item;
-  float scale;  // of scores, to log2 units
-  u32& taken;  // blocks
-  Scores scores;
+  RingPosition<kStages>& position;  // of the block whose scores are next
   Softmax softmax;
 
-  __device__ Scorer(SharedMemory& shared, const Item& item, float scale, u32& taken)
-      : shared(shared), item(item), scale(scale), taken(taken) {}
+  __device__ Scorer(SharedMemory& shared, const Item& item, RingPosition<kStages>& position)
+      : shared(shared), item(item), position(position) {}
 
-  // Begins the scores of the next block, when its tokens have come.
-  __device__ void begin_scores() {
-    wait_for(shared.tokens_full[block_stage(taken)], block_parity(taken));
-    wgmma_keep(scores);
-    begin_score_steps(shared, block_stage(taken), scores);
-    wgmma_commit_group();
+  // When the tokens of the next block have come; its stage.
+  __device__ int next_stage() {
+    const int stage = position.stage;
+    wait_for(shared.tokens_full[stage], position.parity);
+    position.advance();
+    return stage;
   }
 
-  // Scores to probabilities, in shared memory for the consumers.
-  __device__ void take_scores(int block, Probabilities& probabilities) {
-    const int first_token = block * kBlockTokens;
-    const bool hides = first_token + kBlockTokens > item.visible_to_all;
-    float moved[kScoreRows] = {1.0f, 1.0f};
-    if (!softmax.take(scores, scale, probabilities, hides)) {
-      scale_scores(scores, scale);
-      if (hides) hide(scores, item, first_token);
-      softmax.take_moving(scores, probabilities, moved);
+  // The scores of an item's first block.
+  __device__ int take_first(Scores& scores) {
+    const int stage = next_stage();
+    const ScoreSteps steps(shared, stage);
+    wgmma_keep(scores);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kScoreSteps; ++step) steps.begin(scores, step);
+    wgmma_commit_group();
+    finish(scores);
+    return stage;
+  }
+
+  // Turns scores into probabilities while those of the next block come: tensor cores take a step
+  // only when they have done most of the one before, and a warp that waits for that does nothing
+  // else, so each word follows a step.
+  __device__ void take_scores(Scores& scores, Scores& next, int& stage, int block) {
+    Probabilities probabilities;
+    const int own_stage = stage;
+    stage = next_stage();
+    const ScoreSteps steps(shared, stage);
+    wgmma_keep(next);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kWords; ++step) {
+      steps.begin(next, step);
+      softmax.take_word(scores, shared.score_scale, probabilities, step);
     }
-    if (has_rows()) publish(probabilities, moved, block == item.first_block);
-    ++taken;
+    publish(scores, probabilities, own_stage, block);
+    wgmma_fence();
+#pragma unroll
+    for (int step = kWords; step < kScoreSteps; ++step) steps.begin(next, step);
+    wgmma_commit_group();
+    softmax.add_up(probabilities);
+    finish(next);
+  }
+
+  __device__ void take_last(Scores& scores, int stage, int block) {
+    Probabilities probabilities;
+#pragma unroll
+    for (int word = 0; word < kWords; ++word) {
+      softmax.take_word(scores, shared.score_scale, probabilities, word);
+    }
+    publish(scores, probabilities, stage, block);
+    softmax.add_up(probabilities);
   }
 
   // Of a narrow tile, the last warps have none. A vote, so that compilers know all lanes agree.
@@ -39,34 +70,46 @@ struct Scorer {
     return kWarpsWithRows == kScorerWarps || __any_sync(~0u, fresh_warp() % 4 < kWarpsWithRows);
   }
 
-  // Leaves probabilities, and what the sums before them are multiplied by: of a first block there
-  // are none.
-  __device__ void publish(const Probabilities& probabilities, const float (&moved)[kScoreRows],
-                          bool is_first) const {
-    const bool moves = moved[0] != 1.0f || moved[1] != 1.0f;
-    const bool rescales = __any_sync(~0u, moves) && !is_first;
+  // Leaves probabilities for the consumers, computed anew if they are not what they should be.
+  __device__ void publish(Scores& scores, Probabilities& probabilities, int stage, int block) {
+    const bool hides = block >= item.visible_to_all / kBlockTokens;
+    bool rescales = false;
+    if (!softmax.fits(probabilities, hides)) {
+      scale_scores(scores, shared.score_scale);
+      if (hides) hide(scores, item, block * kBlockTokens);
+      float moved[kScoreRows];
+      softmax.take_moving(scores, probabilities, moved);
+      rescales = leave_factors(moved, stage, block);
+    }
+    if (!has_rows()) return;
     const int lane = fresh_lane();
     const int warp = fresh_warp() % 4;
-    const u32 address = shared_address(shared.tokens[block_stage(taken)]) + kProbabilitiesOffset +
+    const u32 address = shared_address(shared.tokens[stage]) + kProbabilitiesOffset +
                         swizzled_offset<kRopeRowBytes>(warp * kRowsOfWarp + lane % 16, lane / 16);
     stmatrix_x4(address, probabilities[0], probabilities[1], probabilities[2], probabilities[3]);
     stmatrix_x4(address ^ 32, probabilities[4], probabilities[5], probabilities[6],
                 probabilities[7]);
-    fence_proxy_async();
-    if (lane % 4 == 0) {
-#pragma unroll
-      for (int r = 0; r < kScoreRows; ++r)
-        shared.rescale[block_stage(taken)][score_row(r)] = moved[r];
-    }
     if (lane == 0) {
-      reinterpret_cast<unsigned char*>(&shared.rescales[block_stage(taken)])[warp] =
+      reinterpret_cast<unsigned char*>(&shared.rescales[stage])[warp] =
           static_cast<unsigned char>(rescales);
     }
+    fence_proxy_async();
     __syncwarp();
-    if (lane == 0) arrive_at(shared.probabilities_full[block_stage(taken)]);
+    if (lane == 0) arrive_at(shared.probabilities_full[stage]);
   }
 
-  // While the scores of a block come, the probabilities of the one before are added up.
+  // What the sums before a block are multiplied by: before a first block there are none. Says
+  // whether it is other than 1.
+  __device__ bool leave_factors(const float (&moved)[kScoreRows], int stage, int block) const {
+    const bool moves = moved[0] != 1.0f || moved[1] != 1.0f;
+    if (!__any_sync(~0u, moves) || block == item.first_block || !has_rows()) return false;
+    if (fresh_lane() % 4 == 0) {
+#pragma unroll
+      for (int r = 0; r < kScoreRows; ++r) shared.rescale[stage][score_row(r)] = moved[r];
+    }
+    return true;
+  }
+
   __device__ void take_item() {
     if (item.blocks == 0) {
       // When all warps have seen the query come; products would see to that.
@@ -74,20 +117,23 @@ struct Scorer {
       release_query();
       return;
     }
-    Probabilities probabilities;
-    begin_scores();
-    finish(scores);
+    Scores scores;
+    Scores others;
+    int stage = take_first(scores);
     int block = item.first_block;
+    const int last = block + item.blocks - 1;
 #pragma unroll 1
-    for (; block + 1 < item.first_block + item.blocks; ++block) {
-      take_scores(block, probabilities);
-      begin_scores();
-      softmax.add_up(probabilities);
-      finish(scores);
+    for (; block + 1 < last; block += 2) {
+      take_scores(scores, others, stage, block);
+      take_scores(others, scores, stage, block + 1);
+    }
+    if (block < last) {
+      take_scores(scores, others, stage, block);
+#pragma unroll
+      for (int i = 0; i < kBlockTokens / 2; ++i) scores[i] = others[i];
     }
     release_query();
-    take_scores(block, probabilities);
-    softmax.add_up(probabilities);
+    take_last(scores, stage, last);
   }
 
   __device__ void release_query() const {
@@ -99,9 +145,10 @@ struct Scorer {
     if (!has_rows()) return;
 #pragma unroll
     for (int r = 0; r < kScoreRows; ++r) {
+      const float sum = row_total(softmax.sum[r]);
       if (fresh_lane() % 4 != 0) continue;
       shared.row_reference[slot][score_row(r)] = softmax.reference[r];
-      shared.row_sum[slot][score_row(r)] = softmax.sum[r];
+      shared.row_sum[slot][score_row(r)] = sum;
     }
     __syncwarp();
     if (fresh_lane() == 0) arrive_at(shared.rows_full[slot]);
@@ -109,15 +156,16 @@ struct Scorer {
 };
 
 __device__ inline void score_items(const Params& params, SharedMemory& shared) {
-  const float scale = score_scale(params) * kLog2E;
-  u32 taken = 0;
+  if (fresh_thread() % 128 == 0) shared.score_scale = score_scale(params) * kLog2E;
+  barrier_sync(kScorerBarrier, kScorerThreads);
+  RingPosition<kStages> position;
   u32 count = 0;
   while (true) {
     wait_for(shared.item_full[item_slot(count)], item_parity(count));
     const Item& item = shared.items[item_slot(count)];
     if (item.request < 0) return;
     wait_for_query(shared, count);
-    Scorer scorer(shared, item, scale, taken);
+    Scorer scorer(shared, item, position);
     scorer.take_item();
     count = item.count;  // not kept in a register meanwhile
     scorer.leave_rows(item_slot(count));

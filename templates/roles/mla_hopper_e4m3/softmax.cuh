@@ -1,12 +1,13 @@
-// Online softmax of the scorer. Needs multiply.cuh, ptx/ex2.cuh, ptx/mma.cuh, blocks/e4m3.cuh.j2,
-// blocks/row_reductions.cuh.
+// Online softmax of the scorer. Needs multiply.cuh, ptx/add.cuh, ptx/cvt.cuh, ptx/ex2.cuh,
+// blocks/e4m3.cuh.j2, blocks/row_reductions.cuh.
 
 // A thread has two rows of the scores, g and g + 8 of its warp's with g = lane / 4; four lanes
 // share a row. A word of probabilities holds four tokens of 16, in the order in which values come
 // to lie in registers: 2c, 2c + 8, 2c + 1, 2c + 9 with c = lane % 4.
 constexpr int kScoreRows = 2;
 constexpr int kGroups = kBlockTokens / 16;
-using Probabilities = u32[kGroups * kScoreRows];
+constexpr int kWords = kGroups * kScoreRows;
+using Probabilities = u32[kWords];
 
 // A reference is so far below the row's maximum when it moves, in log2 units: what is smaller than
 // 2^-14 of the largest weight is lost, and a reference need not move before a score exceeds the
@@ -24,7 +25,7 @@ __device__ inline int score_row(int r) {
 __device__ inline u32 largest_bytes(u32 word) { return (word + 0x02020202) & 0x80808080; }
 
 struct Softmax {
-  float sum[kScoreRows];  // of the probabilities as they are multiplied
+  float sum[kScoreRows];  // of this lane's probabilities, as they are multiplied
   float reference[kScoreRows];  // log2 units
 
   __device__ Softmax() {
@@ -35,21 +36,20 @@ struct Softmax {
     }
   }
 
-  // Scores, to be multiplied by `scale`, to probabilities, as if all rows saw all tokens and no
-  // reference had to move; says whether that was so for this warp, by `hides` the former.
-  __device__ bool take(const Scores& scores, float scale, Probabilities& probabilities,
-                       bool hides) const {
+  // One word of probabilities, of scores to be multiplied by `scale`, as if all rows saw all tokens
+  // and no reference had to move.
+  __device__ void take_word(const Scores& scores, float scale, Probabilities& probabilities,
+                            int word) const {
+    const int r = word % kScoreRows;
+    probabilities[word] = exponentiate([&](int i) { return fmaf(scores[i], scale, -reference[r]); },
+                                       word / kScoreRows * 8 + r * 2);
+  }
+
+  // Says whether that was so for this warp, by `hides` the former.
+  __device__ bool fits(const Probabilities& probabilities, bool hides) const {
     u32 largest = 0;
 #pragma unroll
-    for (int group = 0; group < kGroups; ++group) {
-#pragma unroll
-      for (int r = 0; r < kScoreRows; ++r) {
-        const u32 word = exponentiate([&](int i) { return fmaf(scores[i], scale, -reference[r]); },
-                                      group * 8 + r * 2);
-        largest |= largest_bytes(word);
-        probabilities[group * 2 + r] = word;
-      }
-    }
+    for (int word = 0; word < kWords; ++word) largest |= largest_bytes(probabilities[word]);
     const bool is_far = fmaxf(fabsf(reference[0]), fabsf(reference[1])) > kFarReference;
     return !__any_sync(~0u, largest != 0 || is_far || hides);
   }
@@ -79,20 +79,21 @@ struct Softmax {
   }
 
   // Adds up the probabilities as they have been rounded, so that rounding a large one changes
-  // nothing: by tensor cores, times ones.
+  // nothing. Sixteen are added in fp16: of equal ones, and of one with zeros, the sum is exact, and
+  // of others each of four roundings changes it by 2^-12 at the most, this way or that.
   __device__ void add_up(const Probabilities& probabilities) {
-    constexpr u32 kOnes = 0x3c003c00;
-    float totals[4] = {};  // of a row in all columns
 #pragma unroll
-    for (int group = 0; group < kGroups; ++group) {
-      const u32 a = probabilities[group * 2];
-      const u32 b = probabilities[group * 2 + 1];
-      const u32 pairs[4] = {fp16x2_of_e4m3x2(a & 0xffff), fp16x2_of_e4m3x2(b & 0xffff),
-                            fp16x2_of_e4m3x2(a >> 16), fp16x2_of_e4m3x2(b >> 16)};
-      mma_m16n8k16(Fp16{}, totals, pairs, kOnes, kOnes);
+    for (int r = 0; r < kScoreRows; ++r) {
+      u32 pairs[kGroups];
+#pragma unroll
+      for (int group = 0; group < kGroups; ++group) {
+        const u32 word = probabilities[group * kScoreRows + r];
+        pairs[group] = add_f16x2(fp16x2_of_e4m3x2(word & 0xffff), fp16x2_of_e4m3x2(word >> 16));
+      }
+      const u32 pair = add_f16x2(add_f16x2(pairs[0], pairs[1]), add_f16x2(pairs[2], pairs[3]));
+      sum[r] +=
+          cvt_f32(Fp16{}, static_cast<u16>(pair)) + cvt_f32(Fp16{}, static_cast<u16>(pair >> 16));
     }
-    sum[0] += totals[0];
-    sum[1] += totals[2];
   }
 
   // Four probabilities by the distances of their scores from the reference, of which the first is

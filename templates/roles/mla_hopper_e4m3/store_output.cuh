@@ -6,26 +6,44 @@ __device__ inline void store_pair(unsigned char* out, float low, float high) {
   *reinterpret_cast<u32*>(out) = cvt_rn_x2_f32(Element{}, high, low);
 }
 
+// What this thread's rows are multiplied by. All warps have all rows: every lane works out some of
+// them, and one warp tells of the LSE besides.
+__device__ inline void find_factors(const Params& params, const Item& item, const OwnRows& rows,
+                                    float (&factors)[kOwnRows]) {
+  constexpr int kRowsOfLane = ceil_div(kRows, kWarpLanes);
+  const float scale = output_scale(params);
+  float found[kRowsOfLane];
+#pragma unroll
+  for (int i = 0; i < kRowsOfLane; ++i) {
+    const int row = (i * kWarpLanes + fresh_lane()) % kRows;
+    const RowResult result = result_of(params, item, row, rows.state(row));
+    found[i] = result.factor * scale;
+    if (params.lse != nullptr && fresh_thread() < min(kRows, kWarpLanes) && row < item.rows) {
+      params.lse[global_row(params, item, row)] = result.lse * params.lse_factor;
+    }
+  }
+  __syncwarp();
+#pragma unroll
+  for (int r = 0; r < kOwnRows; ++r) {
+    factors[r] = __shfl_sync(~0u, found[r / 2 * 8 / kWarpLanes], own_row(r) % kWarpLanes);
+  }
+}
+
 __device__ inline void store_rows(const Params& params, const Item& item, SharedMemory&,
                                   const Accumulators& accumulators, const OwnRows& rows) {
-  const float scale = output_scale(params);
+  float factors[kOwnRows];
+  find_factors(params, item, rows, factors);
   unsigned char* out =
       reinterpret_cast<unsigned char*>(params.out) +
       (global_row(params, item, own_row(0)) * kHeadDimVo + dim_of(fresh_warp(), 0)) * 2;
 #pragma unroll
   for (int r = 0; r < kOwnRows; ++r) {
-    const int row = own_row(r);
-    if (row >= item.rows) continue;
-    const RowResult result = result_of(params, item, row, rows[r]);
-    if (params.lse != nullptr && is_row_writer(fresh_thread())) {
-      params.lse[global_row(params, item, row)] = result.lse * params.lse_factor;
-    }
-    const float factor = result.factor * scale;
+    if (own_row(r) >= item.rows) continue;
     unsigned char* target = out + (r / 2 * 8 + r % 2) * kHeadDimVo * 2;
 #pragma unroll
     for (int tile = 0; tile < kDimTiles; ++tile) {
       const float* of = accumulators[tile] + r / 2 * 4 + r % 2;
-      store_pair(target + tile * kDimsOfTile * 2, of[0] * factor, of[2] * factor);
+      store_pair(target + tile * kDimsOfTile * 2, of[0] * factors[r], of[2] * factors[r]);
     }
   }
 }

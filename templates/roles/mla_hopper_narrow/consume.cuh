@@ -86,16 +86,6 @@ struct Consumer {
     }
   }
 
-  // Hides, in log2 units, what a list does not name.
-  __device__ void hide_unlisted(u64 unlisted) {
-    const u64 bits = unlisted >> (fresh_warp() * 16 + fresh_lane() / 4);
-#pragma unroll
-    for (int i = 0; i < kRows / 2; ++i) {
-      const bool is_hidden = bits >> (i / 2 % 2 * 8) & 1;
-      scores[i] = is_hidden ? -kInfinity : __fmul_rn(scores[i], scale);
-    }
-  }
-
   // Writes probabilities relative to the references as they are; says whether any is so large that
   // references must move, and adds them up.
   __device__ bool write_probabilities(float factor, float (&part)[kOwnRows]) const {
@@ -168,13 +158,7 @@ struct Consumer {
     take_block_scores();
     float factor = scale;
     const int first_token = block * kBlockTokens;
-    if constexpr (kIsSparse) {
-      const u64 unlisted = shared.unlisted[stage(0)].all();
-      if (unlisted != 0) {
-        hide_unlisted(unlisted);
-        factor = 1.0f;
-      }
-    } else if (first_token + kBlockTokens > item.visible_to_all) {
+    if (first_token + kBlockTokens > item.visible_to_all) {
       hide(first_token);
       factor = 1.0f;
       clear_values(first_token);

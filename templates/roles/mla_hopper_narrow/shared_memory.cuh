@@ -1,9 +1,9 @@
 // The shared memory of a block, whole. Needs Item,
-// roles/mla_hopper/unlisted_tokens.cuh, roles/mla_hopper/constants.
+// roles/mla_hopper/constants.
 
 // Tokens are in a ring of thirds of blocks: three tiles each.
-// As many as fit; whole blocks where those who load do not take thirds.
-constexpr int kStages = kLoadingWarps > 1 ? 6 : kRows == 16 ? 8 : 7;
+// As many as fit.
+constexpr int kStages = kRows == 16 ? 8 : 7;
 constexpr int kStageTiles = 3;
 constexpr int kBlockStages = kTiles / kStageTiles;
 
@@ -23,15 +23,16 @@ struct SharedMemory {
   Barrier item_full[2];
   Barrier item_empty[2];
   int has_nonfinite;
-  UnlistedTokens unlisted[kStages];  // of the block that begins in the stage
 };
+// Where pieces are merged, when no item follows.
+constexpr int kRoomBytes = sizeof(SharedMemory::query) + sizeof(SharedMemory::tokens);
 static_assert(sizeof(SharedMemory) <= kSharedBytes, "the spec knows what the struct takes");
 static_assert(kBlockStages * kStageTiles == kTiles, "a block is whole stages");
 
 // By one thread.
 __device__ inline void make_token_barriers(const SharedMemory& shared) {
   for (int stage = 0; stage < kStages; ++stage) {
-    make_barrier(shared.stage_full[stage], kLoadingWarps);
+    make_barrier(shared.stage_full[stage], 1);
     make_barrier(shared.stage_empty[stage], 1);
   }
 }

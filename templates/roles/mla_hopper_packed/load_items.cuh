@@ -1,5 +1,5 @@
-// What the producers do besides: one of them hands items on, all bring each item's query. Needs
-// load_tokens.cuh, roles/mla_hopper/hand_over.cuh, blocks/fresh_thread.cuh.
+// Those who load: one of them hands items on, all bring each item's query and tokens. Needs
+// load_tokens.cuh, load_query.cuh, roles/mla_hopper/hand_over.cuh, blocks/fresh_thread.cuh.
 
 // By one thread.
 __device__ inline void make_item_barriers(const SharedMemory& shared) {
@@ -16,6 +16,14 @@ __device__ inline void hand_on_first(ItemWalk& walk, const Part& first, SharedMe
   leave_item(walk, shared);
 }
 
+// Which of its team this block is; worked out where it is used, not kept.
+__device__ inline int own_member(const Params& params) {
+  u32 index = blockIdx.x;
+  mov_b32(index);
+  const int block = static_cast<int>(index);
+  return block - in_teams(params, block) * params.team_size;
+}
+
 // Hands on the item that `count` have preceded.
 __device__ inline void hand_on(const Params& params, int member, u32 count, SharedMemory& shared) {
   wait_for(shared.item_empty[item_slot(count)], item_parity(count) ^ 1);
@@ -24,18 +32,31 @@ __device__ inline void hand_on(const Params& params, int member, u32 count, Shar
 }
 
 // Brings the query of an item; consumers have brought the first.
-__device__ inline void load_query(const Params& params, const Part& part, u32 count,
-                                  SharedMemory& shared) {
-  if (count == 0) return;
-  wait_for(shared.query_empty, query_parity(count) ^ 1);
-  begin_query(params, part, shared, fresh_thread() % kProducerThreads, kProducerThreads);
-  finish_query(shared.query_full);
+__device__ inline void load_query(const Params& params, const Item& item, SharedMemory& shared) {
+  if (item.count == 0) return;
+  wait_for(shared.query_empty, query_parity(item.count) ^ 1);
+  const int thread = fresh_thread() % kProducerThreads;
+  begin_query(params, item, shared, thread, kProducerThreads);
+  finish_query(shared, shared.query_full, thread, kProducerThreads);
+}
+
+// While a query is still in use, so many blocks of the next item are on their way already.
+constexpr int kBlocksBeforeQuery = kStages - 1;
+
+__device__ inline void load_blocks(const Params& params, const Item& item, SharedMemory& shared,
+                                   RingPosition<kStages>& position) {
+  BlockStream stream(params, item);
+#pragma unroll 1
+  for (int done = 0; done < item.blocks; ++done) {
+    if (done == kBlocksBeforeQuery) load_query(params, item, shared);
+    stream.take_block(shared, position, item.first_block + done);
+  }
+  if (item.blocks <= kBlocksBeforeQuery) load_query(params, item, shared);
 }
 
 // `walk` is at the first item.
 __device__ inline void load_items(const Params& params, ItemWalk& walk, const Part& first,
                                   SharedMemory& shared) {
-  BlockRooms rooms(shared);
   // What an item is about, and its count, is read from there, not kept; all write the same.
   if (lane_index() == 0) {
     static_cast<Part&>(shared.items[0]) = first;
@@ -43,23 +64,10 @@ __device__ inline void load_items(const Params& params, ItemWalk& walk, const Pa
   }
   __syncwarp();
   if (walks_items()) hand_on_first(walk, first, shared);
+  RingPosition<kStages> position;
   for (u32 count = 0;;) {
-    const Item& item = shared.items[item_slot(count)];
-    if (kBlocksBeforeQuery == 0 || item.blocks == 0) load_query(params, item, count, shared);
-    BlockStream stream(params, item);
-#pragma unroll 1
-    for (int done = 0; done < item.blocks; done += 2) {
-      stream.take_block<0>(rooms.room<0>(), item.first_block + done);
-      rooms.advance<0>();
-      if (kBlocksBeforeQuery == 1 && done == 0) load_query(params, item, item.count, shared);
-      if (done + 1 < item.blocks) {
-        stream.take_block<1>(rooms.room<1>(), item.first_block + done + 1);
-        rooms.advance<1>();
-      } else {
-        rooms.skip<1>();
-      }
-    }
-    count = item.count;
+    load_blocks(params, shared.items[item_slot(count)], shared, position);
+    count = shared.items[item_slot(count)].count;
     if (walks_items()) hand_on(params, own_member(params), count + 1, shared);
     if (next_part(shared, count).request < 0) return;
   }

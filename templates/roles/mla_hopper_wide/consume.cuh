@@ -57,13 +57,6 @@ struct Consumer {
     fence_proxy_async();
   }
 
-  // A list hides tokens anywhere, and from all rows alike.
-  template <int kStage, bool kIsPlain>
-  __device__ bool hides_tokens(int first_token) const {
-    if constexpr (kIsSparse) return shared.unlisted[kStage].all() != 0;
-    return !kIsPlain && first_token + kBlockTokens > item.visible_to_all;
-  }
-
   // Scores of the block in `kStage`, which are here, to probabilities; says whether references have
   // moved. Of a block that does not `exist`, scores may be anything, and nothing is kept.
   // `kIsPlain` where all rows see the whole block.
@@ -72,15 +65,13 @@ struct Consumer {
 #pragma unroll
     for (int r = 0; r < kOwnRows; ++r) moved[r] = 1.0f;
     const int first_token = block * kBlockTokens;
-    const bool hides = (!kIsPlain && !exists) || hides_tokens<kStage, kIsPlain>(first_token);
+    const bool hides = !kIsPlain && (!exists || first_token + kBlockTokens > item.visible_to_all);
     // No branch before this: it runs while products before it begin.
     const bool moves = !softmax.take(scores, scale, probabilities, hides);
     if (!kIsPlain && !exists) return false;
     if (moves) {
       scale_scores(scores, scale);
-      if constexpr (kIsSparse) {
-        if (hides) hide_unlisted(scores, shared.unlisted[kStage]);
-      } else if constexpr (!kIsPlain) {
+      if constexpr (!kIsPlain) {
         if (hides) {
           hide(scores, item, first_token);
           clear_values<kStage>(first_token);

@@ -1,5 +1,5 @@
 // The shared memory of a block, whole. Needs Item,
-// roles/mla_hopper/unlisted_tokens.cuh, roles/mla_hopper/constants.
+// roles/mla_hopper/constants.
 constexpr int kStages = 2;  // one for even blocks of tokens, one for odd ones
 
 struct SharedMemory {
@@ -21,15 +21,16 @@ struct SharedMemory {
   Barrier item_full[2];
   Barrier item_empty[2];
   int has_nonfinite;
-  UnlistedTokens unlisted[kStages];
 };
+// Where pieces are merged, when no item follows.
+constexpr int kRoomBytes = sizeof(SharedMemory::query) + sizeof(SharedMemory::tokens);
 static_assert(sizeof(SharedMemory) <= kSharedBytes, "the spec knows what the struct takes");
 
 // By one thread.
 __device__ inline void make_token_barriers(const SharedMemory& shared) {
   for (int stage = 0; stage < kStages; ++stage) {
     for (int tile = 0; tile < kTiles; ++tile) {
-      make_barrier(shared.tile_full[stage][tile], kLoadingWarps);
+      make_barrier(shared.tile_full[stage][tile], 1);
     }
     make_barrier(shared.left_empty[stage], 1);
     make_barrier(shared.right_empty[stage], 1);

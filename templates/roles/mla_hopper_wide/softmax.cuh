@@ -101,15 +101,6 @@ __device__ inline void scale_scores(Scores& scores, float scale) {
   for (int i = 0; i < kBlockTokens / 2; ++i) scores[i] = __fmul_rn(scores[i], scale);
 }
 
-// Hides what a list does not name.
-__device__ inline void hide_unlisted(Scores& scores, const UnlistedTokens& unlisted) {
-  const u64 bits = unlisted.all() >> lane_index() % 4 * 2;
-#pragma unroll
-  for (int i = 0; i < kBlockTokens / 2; ++i) {
-    if (bits >> (i / 4 * 8 + i % 2) & 1) scores[i] = -kInfinity;
-  }
-}
-
 // Hides what a row does not see: a select, for the hidden score may be NaN.
 __device__ inline void hide(Scores& scores, const Item& item, int first_token) {
 #pragma unroll

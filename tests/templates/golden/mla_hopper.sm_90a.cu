@@ -100,11 +100,10 @@ using Element = Bf16;
 constexpr int kLatentDim = 512;
 constexpr int kRopeDim = 64;
 constexpr int kPageSize = 64;
-constexpr bool kIsSparse = false;
+constexpr bool kIsSparse = false;  // lists of tokens are for other kernels
 constexpr int kBoxTokens = 64;
 constexpr int kRows = 16;
 constexpr int kConsumerWarps = 4;
-constexpr int kLoadingWarps = 1;
 constexpr int kProducerRegisters = 56;  // of a thread; of a consumer's
 constexpr int kConsumerRegisters = 224;
 constexpr int kSharedBytes = 232448;
@@ -129,7 +128,7 @@ constexpr int kThreads = kConsumerThreads + kProducerThreads;
 
 // Who is done with an item before the next is put there, those who load, too; and with its query,
 // one thread for each four warps.
-constexpr int kItemReaders = kLoadingWarps + kConsumerWarps;
+constexpr int kItemReaders = 1 + kConsumerWarps;
 constexpr int kQueryReaders = kConsumerWarps / 4;
 
 // How many accumulators a consumer thread has, as float4.
@@ -209,6 +208,12 @@ __device__ inline void cp_async_commit_group() {
 template <int kPending>
 __device__ inline void cp_async_wait_group() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// cp.async.mbarrier.arrive.noinc.shared::cta.b64
+// Arrives at a barrier when all copies that this thread has begun are there.
+__device__ inline void cp_async_mbarrier_arrive_noinc(u32 barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
 // PTX ISA, "Data Movement and Conversion Instructions: cp.async.bulk". Needs sm_90.
@@ -509,6 +514,13 @@ template <int kCount>
 __device__ inline void wgmma_keep(float (&d)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+// Has an operand in registers made before the fence that follows; no instruction.
+template <int kCount>
+__device__ inline void wgmma_keep(u32 (&a)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(a[i])::"memory");
 }
 
 // wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16
@@ -1359,30 +1371,12 @@ __device__ inline u32 item_slot(u32 count) { return count % 2; }
 __device__ inline u32 item_parity(u32 count) { return count / 2 % 2; }
 __device__ inline u32 query_parity(u32 count) { return count % 2; }
 
-// Tokens of a block that no row sees, for its list names nothing there. Needs
+// The shared memory of a block, whole. Needs Item,
 // roles/mla_hopper/constants.
 
-struct alignas(8) UnlistedTokens {
-  unsigned char bits[8];  // of eight tokens each
-
-  // Those of loading warp `warp`.
-  __device__ void set(int warp, u32 missing) {
-    constexpr int kBytes = 8 / kLoadingWarps;
-#pragma unroll
-    for (int i = 0; i < kBytes; ++i) {
-      bits[warp * kBytes + i] = static_cast<unsigned char>(missing >> i * 8);
-    }
-  }
-
-  __device__ u64 all() const { return *reinterpret_cast<const u64*>(bits); }
-};
-
-// The shared memory of a block, whole. Needs Item,
-// roles/mla_hopper/unlisted_tokens.cuh, roles/mla_hopper/constants.
-
 // Tokens are in a ring of thirds of blocks: three tiles each.
-// As many as fit; whole blocks where those who load do not take thirds.
-constexpr int kStages = kLoadingWarps > 1 ? 6 : kRows == 16 ? 8 : 7;
+// As many as fit.
+constexpr int kStages = kRows == 16 ? 8 : 7;
 constexpr int kStageTiles = 3;
 constexpr int kBlockStages = kTiles / kStageTiles;
 
@@ -1402,15 +1396,16 @@ struct SharedMemory {
   Barrier item_full[2];
   Barrier item_empty[2];
   int has_nonfinite;
-  UnlistedTokens unlisted[kStages];  // of the block that begins in the stage
 };
+// Where pieces are merged, when no item follows.
+constexpr int kRoomBytes = sizeof(SharedMemory::query) + sizeof(SharedMemory::tokens);
 static_assert(sizeof(SharedMemory) <= kSharedBytes, "the spec knows what the struct takes");
 static_assert(kBlockStages * kStageTiles == kTiles, "a block is whole stages");
 
 // By one thread.
 __device__ inline void make_token_barriers(const SharedMemory& shared) {
   for (int stage = 0; stage < kStages; ++stage) {
-    make_barrier(shared.stage_full[stage], kLoadingWarps);
+    make_barrier(shared.stage_full[stage], 1);
     make_barrier(shared.stage_empty[stage], 1);
   }
 }
@@ -1674,8 +1669,7 @@ __device__ inline StoredToken stored_token(const Params& params, int page, int s
   return {rows.row_of(page, slot)};
 }
 
-// Values that some row of a tile must not see: 0 * NaN is NaN, so what is not finite must not meet
-// the tensor cores, though its weight is 0. Needs SharedMemory, Item, ptx/cvt.cuh.
+// Which elements of 16 bits are finite. Needs Element, ptx/cvt.cuh.
 
 constexpr u32 kExponentBits = kIsSame<Element, Bf16> ? 0x7f80 : 0x7c00;
 
@@ -1686,6 +1680,9 @@ __device__ inline float value_of_element(u16 element) { return cvt_f32(Element{}
 __device__ inline u32 finite_pair(u32 pair) {
   return (is_finite(pair) ? pair & 0xffff : 0) | (is_finite(pair >> 16) ? pair & 0xffff0000 : 0);
 }
+
+// Values that some row of a tile must not see: 0 * NaN is NaN, so what is not finite must not meet
+// the tensor cores, though its weight is 0. Needs SharedMemory, Item, finite_elements.cuh.
 
 // Whether some row of the item sees a value that has been cleared.
 __device__ inline int& nonfinite_flag(SharedMemory& shared, const Item&) {
@@ -2000,16 +1997,6 @@ struct Consumer {
     }
   }
 
-  // Hides, in log2 units, what a list does not name.
-  __device__ void hide_unlisted(u64 unlisted) {
-    const u64 bits = unlisted >> (fresh_warp() * 16 + fresh_lane() / 4);
-#pragma unroll
-    for (int i = 0; i < kRows / 2; ++i) {
-      const bool is_hidden = bits >> (i / 2 % 2 * 8) & 1;
-      scores[i] = is_hidden ? -kInfinity : __fmul_rn(scores[i], scale);
-    }
-  }
-
   // Writes probabilities relative to the references as they are; says whether any is so large that
   // references must move, and adds them up.
   __device__ bool write_probabilities(float factor, float (&part)[kOwnRows]) const {
@@ -2082,13 +2069,7 @@ struct Consumer {
     take_block_scores();
     float factor = scale;
     const int first_token = block * kBlockTokens;
-    if constexpr (kIsSparse) {
-      const u64 unlisted = shared.unlisted[stage(0)].all();
-      if (unlisted != 0) {
-        hide_unlisted(unlisted);
-        factor = 1.0f;
-      }
-    } else if (first_token + kBlockTokens > item.visible_to_all) {
+    if (first_token + kBlockTokens > item.visible_to_all) {
       hide(first_token);
       factor = 1.0f;
       clear_values(first_token);
@@ -2431,7 +2412,6 @@ struct MergeRoom {
   }
 };
 
-constexpr int kRoomBytes = sizeof(SharedMemory::query) + sizeof(SharedMemory::tokens);
 static_assert(kRows * sizeof(PartialRow) + kTasks * kTaskBytes <= kRoomBytes,
               "the only other piece comes whole");
 static_assert(kRowsOfGroup * sizeof(PartialRow) % kChunkBytes == 0, "rows are copied in chunks");

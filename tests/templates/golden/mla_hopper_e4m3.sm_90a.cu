@@ -153,6 +153,15 @@ static_assert(kRopeRowBytes == 64, "the rope part is a tile of 64 bytes a row");
 static_assert(kRows * kBlockTokens <= kBlockTokens * kRopeRowBytes, "P fits on the rope tile");
 static_assert(kBoxes * kBoxTokens == kBlockTokens, "boxes fill a tile");
 
+// PTX ISA, "Half Precision Floating Point Instructions: add". Needs sm_53.
+
+// add.rn.f16x2
+__device__ inline u32 add_f16x2(u32 a, u32 b) {
+  u32 sum;
+  asm("add.rn.f16x2 %0, %1, %2;" : "=r"(sum) : "r"(a), "r"(b));
+  return sum;
+}
+
 // PTX ISA, "Parallel Synchronization and Communication Instructions: barrier.cta". Needs sm_80.
 // Barriers have numbers from 0 to 15; `threads` counts those that wait and those that only arrive.
 
@@ -215,6 +224,12 @@ __device__ inline void cp_async_commit_group() {
 template <int kPending>
 __device__ inline void cp_async_wait_group() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// cp.async.mbarrier.arrive.noinc.shared::cta.b64
+// Arrives at a barrier when all copies that this thread has begun are there.
+__device__ inline void cp_async_mbarrier_arrive_noinc(u32 barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
 // PTX ISA, "Data Movement and Conversion Instructions: cp.async.bulk". Needs sm_90.
@@ -426,30 +441,6 @@ __device__ inline void mbarrier_wait(u32 barrier, u32 parity) {
       : "memory");
 }
 
-// PTX ISA, "Warp Level Matrix Instructions: mma". Needs sm_80.
-// d[16, 8] += a[16, 16] * b[16, 8]. A lane holds, with g = lane / 4 and c = lane % 4:
-// d: rows g (0, 1) and g + 8 (2, 3), columns 2c and 2c + 1; a: two elements a word, rows g, g + 8,
-// g, g + 8, columns 2c.. of the first (0, 1) and second (2, 3) half; b: rows 2c.. of each half,
-// column g.
-
-// mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32
-__device__ inline void mma_m16n8k16(Bf16, float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
-      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-// mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32
-__device__ inline void mma_m16n8k16(Fp16, float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
 // PTX ISA, "Data Movement and Conversion Instructions: mov". Needs sm_80.
 
 // mov.b64
@@ -559,6 +550,13 @@ template <int kCount>
 __device__ inline void wgmma_keep(float (&d)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+// Has an operand in registers made before the fence that follows; no instruction.
+template <int kCount>
+__device__ inline void wgmma_keep(u32 (&a)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(a[i])::"memory");
 }
 
 // wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16
@@ -854,6 +852,31 @@ __device__ inline void wgmma_mma_trans_b(Fp16, float (&d)[128], const u32* a, u6
 // PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions: wgmma". Needs sm_90.
 // Of e4m3; as in ptx/wgmma.cuh, with 32 elements along k: a[64, 32] * b[32, N], four elements a
 // word. Both operands lie along k. Sums keep few bits, and what is below them is cut off.
+
+// wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3
+__device__ inline void wgmma_mma(E4m3, float (&d)[8], u64 a, u64 b, int accumulates) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %10, 0; "
+      "wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7}, "
+      "%8, %9, p, 1, 1;}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+        "+f"(d[7])
+      : "l"(a), "l"(b), "r"(accumulates));
+}
+
+// wgmma.mma_async.sync.aligned.m64n32k32.f32.e4m3.e4m3
+__device__ inline void wgmma_mma(E4m3, float (&d)[16], u64 a, u64 b, int accumulates) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %18, 0; "
+      "wgmma.mma_async.sync.aligned.m64n32k32.f32.e4m3.e4m3 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
+      "%16, %17, p, 1, 1;}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
+        "+f"(d[14]), "+f"(d[15])
+      : "l"(a), "l"(b), "r"(accumulates));
+}
 
 // wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3
 __device__ inline void wgmma_mma(E4m3, float (&d)[32], u64 a, u64 b, int accumulates) {
@@ -1528,11 +1551,14 @@ struct SharedMemory {
   Barrier item_full[2];
   Barrier item_empty[2];
   int has_nonfinite[2];  // of an item
+  float score_scale;  // to log2 units
 };
 // The block that `blocks` have preceded: where it is, and which phase of a barrier is its own.
 __device__ inline int block_stage(u32 blocks) { return static_cast<int>(blocks % kStages); }
 __device__ inline u32 block_parity(u32 blocks) { return blocks / kStages % 2; }
 
+// Where pieces are merged, when no item follows.
+constexpr int kRoomBytes = sizeof(SharedMemory::query) + sizeof(SharedMemory::tokens);
 static_assert(sizeof(SharedMemory) <= kSharedBytes, "the spec knows what the struct takes");
 static_assert(kQueryBytes % 1024 == 0 && kBlockBytes % 1024 == 0, "swizzled tiles are aligned");
 
@@ -1860,15 +1886,19 @@ using Scores = float[kBlockTokens / 2];
 constexpr int kTileSteps = kTileRowBytes / kStepElements;
 constexpr int kScoreSteps = kHeadDimQk / kStepElements;
 
-// Begins S = Q K^T of the block in a stage.
-__device__ inline void begin_score_steps(const SharedMemory& shared, int stage, Scores& scores) {
-  // Else compilers compute descriptors ahead of the loop, for which there are no registers.
-  u32 query = operand_at(shared_address(&shared));
-  mov_b32(query);
-  const u32 keys = query + descriptor_step(kQueryBytes) + stage * descriptor_step(kBlockBytes);
-  wgmma_fence();
-#pragma unroll
-  for (int step = 0; step < kScoreSteps; ++step) {
+// S = Q K^T of the block in a stage, step by step.
+struct ScoreSteps {
+  u32 query;
+  u32 keys;
+
+  __device__ ScoreSteps(const SharedMemory& shared, int stage)
+      : query(operand_at(shared_address(&shared))) {
+    // Else compilers compute descriptors ahead of the loop, for which there are no registers.
+    mov_b32(query);
+    keys = query + descriptor_step(kQueryBytes) + stage * descriptor_step(kBlockBytes);
+  }
+
+  __device__ void begin(Scores& scores, int step) const {
     const int tile = step / kTileSteps;
     const u32 along = step % kTileSteps * kStepElements;
     const u32 q = query + descriptor_step(tile * kQueryTileBytes + along);
@@ -1879,22 +1909,23 @@ __device__ inline void begin_score_steps(const SharedMemory& shared, int stage, 
       wgmma_mma(E4m3{}, scores, descriptor_64(q), descriptor_64(k), 1);
     }
   }
-}
+};
 
 __device__ inline void finish(Scores& scores) {
   wgmma_wait_group<0>();
   wgmma_keep(scores);
 }
 
-// Online softmax of the scorer. Needs multiply.cuh, ptx/ex2.cuh, ptx/mma.cuh, blocks/e4m3.cuh.j2,
-// blocks/row_reductions.cuh.
+// Online softmax of the scorer. Needs multiply.cuh, ptx/add.cuh, ptx/cvt.cuh, ptx/ex2.cuh,
+// blocks/e4m3.cuh.j2, blocks/row_reductions.cuh.
 
 // A thread has two rows of the scores, g and g + 8 of its warp's with g = lane / 4; four lanes
 // share a row. A word of probabilities holds four tokens of 16, in the order in which values come
 // to lie in registers: 2c, 2c + 8, 2c + 1, 2c + 9 with c = lane % 4.
 constexpr int kScoreRows = 2;
 constexpr int kGroups = kBlockTokens / 16;
-using Probabilities = u32[kGroups * kScoreRows];
+constexpr int kWords = kGroups * kScoreRows;
+using Probabilities = u32[kWords];
 
 // A reference is so far below the row's maximum when it moves, in log2 units: what is smaller than
 // 2^-14 of the largest weight is lost, and a reference need not move before a score exceeds the
@@ -1912,7 +1943,7 @@ __device__ inline int score_row(int r) {
 __device__ inline u32 largest_bytes(u32 word) { return (word + 0x02020202) & 0x80808080; }
 
 struct Softmax {
-  float sum[kScoreRows];  // of the probabilities as they are multiplied
+  float sum[kScoreRows];  // of this lane's probabilities, as they are multiplied
   float reference[kScoreRows];  // log2 units
 
   __device__ Softmax() {
@@ -1923,21 +1954,20 @@ struct Softmax {
     }
   }
 
-  // Scores, to be multiplied by `scale`, to probabilities, as if all rows saw all tokens and no
-  // reference had to move; says whether that was so for this warp, by `hides` the former.
-  __device__ bool take(const Scores& scores, float scale, Probabilities& probabilities,
-                       bool hides) const {
+  // One word of probabilities, of scores to be multiplied by `scale`, as if all rows saw all tokens
+  // and no reference had to move.
+  __device__ void take_word(const Scores& scores, float scale, Probabilities& probabilities,
+                            int word) const {
+    const int r = word % kScoreRows;
+    probabilities[word] = exponentiate([&](int i) { return fmaf(scores[i], scale, -reference[r]); },
+                                       word / kScoreRows * 8 + r * 2);
+  }
+
+  // Says whether that was so for this warp, by `hides` the former.
+  __device__ bool fits(const Probabilities& probabilities, bool hides) const {
     u32 largest = 0;
 #pragma unroll
-    for (int group = 0; group < kGroups; ++group) {
-#pragma unroll
-      for (int r = 0; r < kScoreRows; ++r) {
-        const u32 word = exponentiate([&](int i) { return fmaf(scores[i], scale, -reference[r]); },
-                                      group * 8 + r * 2);
-        largest |= largest_bytes(word);
-        probabilities[group * 2 + r] = word;
-      }
-    }
+    for (int word = 0; word < kWords; ++word) largest |= largest_bytes(probabilities[word]);
     const bool is_far = fmaxf(fabsf(reference[0]), fabsf(reference[1])) > kFarReference;
     return !__any_sync(~0u, largest != 0 || is_far || hides);
   }
@@ -1967,20 +1997,21 @@ struct Softmax {
   }
 
   // Adds up the probabilities as they have been rounded, so that rounding a large one changes
-  // nothing: by tensor cores, times ones.
+  // nothing. Sixteen are added in fp16: of equal ones, and of one with zeros, the sum is exact, and
+  // of others each of four roundings changes it by 2^-12 at the most, this way or that.
   __device__ void add_up(const Probabilities& probabilities) {
-    constexpr u32 kOnes = 0x3c003c00;
-    float totals[4] = {};  // of a row in all columns
 #pragma unroll
-    for (int group = 0; group < kGroups; ++group) {
-      const u32 a = probabilities[group * 2];
-      const u32 b = probabilities[group * 2 + 1];
-      const u32 pairs[4] = {fp16x2_of_e4m3x2(a & 0xffff), fp16x2_of_e4m3x2(b & 0xffff),
-                            fp16x2_of_e4m3x2(a >> 16), fp16x2_of_e4m3x2(b >> 16)};
-      mma_m16n8k16(Fp16{}, totals, pairs, kOnes, kOnes);
+    for (int r = 0; r < kScoreRows; ++r) {
+      u32 pairs[kGroups];
+#pragma unroll
+      for (int group = 0; group < kGroups; ++group) {
+        const u32 word = probabilities[group * kScoreRows + r];
+        pairs[group] = add_f16x2(fp16x2_of_e4m3x2(word & 0xffff), fp16x2_of_e4m3x2(word >> 16));
+      }
+      const u32 pair = add_f16x2(add_f16x2(pairs[0], pairs[1]), add_f16x2(pairs[2], pairs[3]));
+      sum[r] +=
+          cvt_f32(Fp16{}, static_cast<u16>(pair)) + cvt_f32(Fp16{}, static_cast<u16>(pair >> 16));
     }
-    sum[0] += totals[0];
-    sum[1] += totals[2];
   }
 
   // Four probabilities by the distances of their scores from the reference, of which the first is
@@ -2018,34 +2049,65 @@ __device__ inline void hide(Scores& scores, const Item& item, int first_token) {
 struct Scorer {
   SharedMemory& shared;
   const Item& item;
-  float scale;  // of scores, to log2 units
-  u32& taken;  // blocks
-  Scores scores;
+  RingPosition<kStages>& position;  // of the block whose scores are next
   Softmax softmax;
 
-  __device__ Scorer(SharedMemory& shared, const Item& item, float scale, u32& taken)
-      : shared(shared), item(item), scale(scale), taken(taken) {}
+  __device__ Scorer(SharedMemory& shared, const Item& item, RingPosition<kStages>& position)
+      : shared(shared), item(item), position(position) {}
 
-  // Begins the scores of the next block, when its tokens have come.
-  __device__ void begin_scores() {
-    wait_for(shared.tokens_full[block_stage(taken)], block_parity(taken));
-    wgmma_keep(scores);
-    begin_score_steps(shared, block_stage(taken), scores);
-    wgmma_commit_group();
+  // When the tokens of the next block have come; its stage.
+  __device__ int next_stage() {
+    const int stage = position.stage;
+    wait_for(shared.tokens_full[stage], position.parity);
+    position.advance();
+    return stage;
   }
 
-  // Scores to probabilities, in shared memory for the consumers.
-  __device__ void take_scores(int block, Probabilities& probabilities) {
-    const int first_token = block * kBlockTokens;
-    const bool hides = first_token + kBlockTokens > item.visible_to_all;
-    float moved[kScoreRows] = {1.0f, 1.0f};
-    if (!softmax.take(scores, scale, probabilities, hides)) {
-      scale_scores(scores, scale);
-      if (hides) hide(scores, item, first_token);
-      softmax.take_moving(scores, probabilities, moved);
+  // The scores of an item's first block.
+  __device__ int take_first(Scores& scores) {
+    const int stage = next_stage();
+    const ScoreSteps steps(shared, stage);
+    wgmma_keep(scores);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kScoreSteps; ++step) steps.begin(scores, step);
+    wgmma_commit_group();
+    finish(scores);
+    return stage;
+  }
+
+  // Turns scores into probabilities while those of the next block come: tensor cores take a step
+  // only when they have done most of the one before, and a warp that waits for that does nothing
+  // else, so each word follows a step.
+  __device__ void take_scores(Scores& scores, Scores& next, int& stage, int block) {
+    Probabilities probabilities;
+    const int own_stage = stage;
+    stage = next_stage();
+    const ScoreSteps steps(shared, stage);
+    wgmma_keep(next);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kWords; ++step) {
+      steps.begin(next, step);
+      softmax.take_word(scores, shared.score_scale, probabilities, step);
     }
-    if (has_rows()) publish(probabilities, moved, block == item.first_block);
-    ++taken;
+    publish(scores, probabilities, own_stage, block);
+    wgmma_fence();
+#pragma unroll
+    for (int step = kWords; step < kScoreSteps; ++step) steps.begin(next, step);
+    wgmma_commit_group();
+    softmax.add_up(probabilities);
+    finish(next);
+  }
+
+  __device__ void take_last(Scores& scores, int stage, int block) {
+    Probabilities probabilities;
+#pragma unroll
+    for (int word = 0; word < kWords; ++word) {
+      softmax.take_word(scores, shared.score_scale, probabilities, word);
+    }
+    publish(scores, probabilities, stage, block);
+    softmax.add_up(probabilities);
   }
 
   // Of a narrow tile, the last warps have none. A vote, so that compilers know all lanes agree.
@@ -2053,34 +2115,46 @@ struct Scorer {
     return kWarpsWithRows == kScorerWarps || __any_sync(~0u, fresh_warp() % 4 < kWarpsWithRows);
   }
 
-  // Leaves probabilities, and what the sums before them are multiplied by: of a first block there
-  // are none.
-  __device__ void publish(const Probabilities& probabilities, const float (&moved)[kScoreRows],
-                          bool is_first) const {
-    const bool moves = moved[0] != 1.0f || moved[1] != 1.0f;
-    const bool rescales = __any_sync(~0u, moves) && !is_first;
+  // Leaves probabilities for the consumers, computed anew if they are not what they should be.
+  __device__ void publish(Scores& scores, Probabilities& probabilities, int stage, int block) {
+    const bool hides = block >= item.visible_to_all / kBlockTokens;
+    bool rescales = false;
+    if (!softmax.fits(probabilities, hides)) {
+      scale_scores(scores, shared.score_scale);
+      if (hides) hide(scores, item, block * kBlockTokens);
+      float moved[kScoreRows];
+      softmax.take_moving(scores, probabilities, moved);
+      rescales = leave_factors(moved, stage, block);
+    }
+    if (!has_rows()) return;
     const int lane = fresh_lane();
     const int warp = fresh_warp() % 4;
-    const u32 address = shared_address(shared.tokens[block_stage(taken)]) + kProbabilitiesOffset +
+    const u32 address = shared_address(shared.tokens[stage]) + kProbabilitiesOffset +
                         swizzled_offset<kRopeRowBytes>(warp * kRowsOfWarp + lane % 16, lane / 16);
     stmatrix_x4(address, probabilities[0], probabilities[1], probabilities[2], probabilities[3]);
     stmatrix_x4(address ^ 32, probabilities[4], probabilities[5], probabilities[6],
                 probabilities[7]);
-    fence_proxy_async();
-    if (lane % 4 == 0) {
-#pragma unroll
-      for (int r = 0; r < kScoreRows; ++r)
-        shared.rescale[block_stage(taken)][score_row(r)] = moved[r];
-    }
     if (lane == 0) {
-      reinterpret_cast<unsigned char*>(&shared.rescales[block_stage(taken)])[warp] =
+      reinterpret_cast<unsigned char*>(&shared.rescales[stage])[warp] =
           static_cast<unsigned char>(rescales);
     }
+    fence_proxy_async();
     __syncwarp();
-    if (lane == 0) arrive_at(shared.probabilities_full[block_stage(taken)]);
+    if (lane == 0) arrive_at(shared.probabilities_full[stage]);
   }
 
-  // While the scores of a block come, the probabilities of the one before are added up.
+  // What the sums before a block are multiplied by: before a first block there are none. Says
+  // whether it is other than 1.
+  __device__ bool leave_factors(const float (&moved)[kScoreRows], int stage, int block) const {
+    const bool moves = moved[0] != 1.0f || moved[1] != 1.0f;
+    if (!__any_sync(~0u, moves) || block == item.first_block || !has_rows()) return false;
+    if (fresh_lane() % 4 == 0) {
+#pragma unroll
+      for (int r = 0; r < kScoreRows; ++r) shared.rescale[stage][score_row(r)] = moved[r];
+    }
+    return true;
+  }
+
   __device__ void take_item() {
     if (item.blocks == 0) {
       // When all warps have seen the query come; products would see to that.
@@ -2088,20 +2162,23 @@ struct Scorer {
       release_query();
       return;
     }
-    Probabilities probabilities;
-    begin_scores();
-    finish(scores);
+    Scores scores;
+    Scores others;
+    int stage = take_first(scores);
     int block = item.first_block;
+    const int last = block + item.blocks - 1;
 #pragma unroll 1
-    for (; block + 1 < item.first_block + item.blocks; ++block) {
-      take_scores(block, probabilities);
-      begin_scores();
-      softmax.add_up(probabilities);
-      finish(scores);
+    for (; block + 1 < last; block += 2) {
+      take_scores(scores, others, stage, block);
+      take_scores(others, scores, stage, block + 1);
+    }
+    if (block < last) {
+      take_scores(scores, others, stage, block);
+#pragma unroll
+      for (int i = 0; i < kBlockTokens / 2; ++i) scores[i] = others[i];
     }
     release_query();
-    take_scores(block, probabilities);
-    softmax.add_up(probabilities);
+    take_last(scores, stage, last);
   }
 
   __device__ void release_query() const {
@@ -2113,9 +2190,10 @@ struct Scorer {
     if (!has_rows()) return;
 #pragma unroll
     for (int r = 0; r < kScoreRows; ++r) {
+      const float sum = row_total(softmax.sum[r]);
       if (fresh_lane() % 4 != 0) continue;
       shared.row_reference[slot][score_row(r)] = softmax.reference[r];
-      shared.row_sum[slot][score_row(r)] = softmax.sum[r];
+      shared.row_sum[slot][score_row(r)] = sum;
     }
     __syncwarp();
     if (fresh_lane() == 0) arrive_at(shared.rows_full[slot]);
@@ -2123,15 +2201,16 @@ struct Scorer {
 };
 
 __device__ inline void score_items(const Params& params, SharedMemory& shared) {
-  const float scale = score_scale(params) * kLog2E;
-  u32 taken = 0;
+  if (fresh_thread() % 128 == 0) shared.score_scale = score_scale(params) * kLog2E;
+  barrier_sync(kScorerBarrier, kScorerThreads);
+  RingPosition<kStages> position;
   u32 count = 0;
   while (true) {
     wait_for(shared.item_full[item_slot(count)], item_parity(count));
     const Item& item = shared.items[item_slot(count)];
     if (item.request < 0) return;
     wait_for_query(shared, count);
-    Scorer scorer(shared, item, scale, taken);
+    Scorer scorer(shared, item, position);
     scorer.take_item();
     count = item.count;  // not kept in a register meanwhile
     scorer.leave_rows(item_slot(count));
@@ -2316,15 +2395,17 @@ struct OwnRows {
   }
 };
 
-// How large the values of a row are. Needs SharedMemory, accumulators.cuh,
-// roles/mla_hopper/crew.cuh, roles/mla_hopper/row_state.cuh.
+// How large the values of a row are. Needs SharedMemory,
+// roles/mla_hopper_narrow/accumulators.cuh, roles/mla_hopper/crew.cuh,
+// roles/mla_hopper/row_state.cuh.
 
-// What a warp tells others of its rows, where it stages output at other times.
+// What a warp tells others of its rows.
 __device__ inline float* told_of_rows(SharedMemory& shared, int warp) {
   return reinterpret_cast<float*>(shared.staging[warp]);
 }
 
-// The largest finite magnitude of every row, in all warps of the crew.
+// The largest finite magnitude of every row, in all warps of the crew. Every lane asks all warps
+// for some rows, and tells the others.
 __device__ inline void largest_of_rows(SharedMemory& shared, const Crew& crew,
                                        const Accumulators& accumulators,
                                        float (&largest)[kOwnRows]) {
@@ -2341,14 +2422,22 @@ __device__ inline void largest_of_rows(SharedMemory& shared, const Crew& crew,
     if (fresh_lane() < 4) told_of_rows(shared, fresh_warp())[own_row(r)] = own;
   }
   crew.sync();
+  constexpr int kRowsOfLane = ceil_div(kRows, kWarpLanes);
+  float found[kRowsOfLane];
 #pragma unroll
-  for (int r = 0; r < kOwnRows; ++r) {
-    largest[r] = 0.0f;
+  for (int i = 0; i < kRowsOfLane; ++i) {
+    const int row = (i * kWarpLanes + fresh_lane()) % kRows;
+    found[i] = 0.0f;
 #pragma unroll
     for (int warp = 0; warp < kConsumerWarps; ++warp) {
-      const float found = told_of_rows(shared, warp)[own_row(r)];
-      if (crew.has_warp(warp)) largest[r] = fmaxf(largest[r], found);
+      const float told = told_of_rows(shared, warp)[row];
+      if (crew.has_warp(warp)) found[i] = fmaxf(found[i], told);
     }
+  }
+  __syncwarp();
+#pragma unroll
+  for (int r = 0; r < kOwnRows; ++r) {
+    largest[r] = __shfl_sync(~0u, found[r / 2 * 8 / kWarpLanes], own_row(r) % kWarpLanes);
   }
 }
 
@@ -2453,26 +2542,44 @@ __device__ inline void store_pair(unsigned char* out, float low, float high) {
   *reinterpret_cast<u32*>(out) = cvt_rn_x2_f32(Element{}, high, low);
 }
 
+// What this thread's rows are multiplied by. All warps have all rows: every lane works out some of
+// them, and one warp tells of the LSE besides.
+__device__ inline void find_factors(const Params& params, const Item& item, const OwnRows& rows,
+                                    float (&factors)[kOwnRows]) {
+  constexpr int kRowsOfLane = ceil_div(kRows, kWarpLanes);
+  const float scale = output_scale(params);
+  float found[kRowsOfLane];
+#pragma unroll
+  for (int i = 0; i < kRowsOfLane; ++i) {
+    const int row = (i * kWarpLanes + fresh_lane()) % kRows;
+    const RowResult result = result_of(params, item, row, rows.state(row));
+    found[i] = result.factor * scale;
+    if (params.lse != nullptr && fresh_thread() < min(kRows, kWarpLanes) && row < item.rows) {
+      params.lse[global_row(params, item, row)] = result.lse * params.lse_factor;
+    }
+  }
+  __syncwarp();
+#pragma unroll
+  for (int r = 0; r < kOwnRows; ++r) {
+    factors[r] = __shfl_sync(~0u, found[r / 2 * 8 / kWarpLanes], own_row(r) % kWarpLanes);
+  }
+}
+
 __device__ inline void store_rows(const Params& params, const Item& item, SharedMemory&,
                                   const Accumulators& accumulators, const OwnRows& rows) {
-  const float scale = output_scale(params);
+  float factors[kOwnRows];
+  find_factors(params, item, rows, factors);
   unsigned char* out =
       reinterpret_cast<unsigned char*>(params.out) +
       (global_row(params, item, own_row(0)) * kHeadDimVo + dim_of(fresh_warp(), 0)) * 2;
 #pragma unroll
   for (int r = 0; r < kOwnRows; ++r) {
-    const int row = own_row(r);
-    if (row >= item.rows) continue;
-    const RowResult result = result_of(params, item, row, rows[r]);
-    if (params.lse != nullptr && is_row_writer(fresh_thread())) {
-      params.lse[global_row(params, item, row)] = result.lse * params.lse_factor;
-    }
-    const float factor = result.factor * scale;
+    if (own_row(r) >= item.rows) continue;
     unsigned char* target = out + (r / 2 * 8 + r % 2) * kHeadDimVo * 2;
 #pragma unroll
     for (int tile = 0; tile < kDimTiles; ++tile) {
       const float* of = accumulators[tile] + r / 2 * 4 + r % 2;
-      store_pair(target + tile * kDimsOfTile * 2, of[0] * factor, of[2] * factor);
+      store_pair(target + tile * kDimsOfTile * 2, of[0] * factors[r], of[2] * factors[r]);
     }
   }
 }
@@ -2688,7 +2795,6 @@ struct MergeRoom {
   }
 };
 
-constexpr int kRoomBytes = sizeof(SharedMemory::query) + sizeof(SharedMemory::tokens);
 static_assert(kRows * sizeof(PartialRow) + kTasks * kTaskBytes <= kRoomBytes,
               "the only other piece comes whole");
 static_assert(kRowsOfGroup * sizeof(PartialRow) % kChunkBytes == 0, "rows are copied in chunks");
@@ -2994,11 +3100,15 @@ struct Adder {
     }
   }
 
-  __device__ void rescale(int stage) {
+  // By the factors that warps of the scorer have left; others have left none.
+  __device__ void rescale(int stage, u32 rescales) {
+    const float* factors = &shared.rescale[stage][own_row(0)];
 #pragma unroll
     for (int group = 0; group < kRowGroups; ++group) {
-      const float2 factor =
-          *reinterpret_cast<const float2*>(&shared.rescale[stage][own_row(group * 2)]);
+      const bool has_left = (rescales >> group * 8 / kRowsOfWarp * 8 & 0xff) != 0;
+      float left[2] = {factors[group * 8], factors[group * 8 + 1]};
+      wgmma_keep(left);  // read one after another, and without a condition, for want of registers
+      const float2 factor = has_left ? make_float2(left[0], left[1]) : make_float2(1.0f, 1.0f);
 #pragma unroll
       for (int tile = 0; tile < kDimTiles; ++tile) {
         float* of = accumulators[tile] + group * 4;
@@ -3010,9 +3120,11 @@ struct Adder {
     }
   }
 
-  // The product of one tile of dims.
-  __device__ void multiply(const Values& values, u32 probabilities, BlockSum& sum) const {
+  // Begins the product of one tile of dims.
+  __device__ static void begin_tile(Values& values, u32 probabilities, BlockSum& sum) {
     wgmma_keep(sum);
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) wgmma_keep(values[k]);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
@@ -3020,57 +3132,72 @@ struct Adder {
                 descriptor_64(probabilities + descriptor_step(k * kStepElements)), k > 0);
     }
     wgmma_commit_group();
+  }
+
+  __device__ void add_sum(BlockSum& sum, int tile) {
     wgmma_wait_group<0>();
     wgmma_keep(sum);
+#pragma unroll
+    for (int i = 0; i < kRows / 2; ++i) accumulators[tile][i] += sum[i];
+    wgmma_keep(accumulators[tile]);  // added here, not when all sums have come
   }
 
+  // `values` are those of tile 0; `left` blocks of the item are.
   template <bool kHides>
-  __device__ void add_block(u32 stage, int block) {
-    const u32 probabilities = operand_at(stage + kProbabilitiesOffset);
-    const ValueRows rows(stage);
-    Values values;
+  __device__ void add_block(const ValueRows& rows, Values& values, u32 probabilities, int left) {
     BlockSum sum;
-    if constexpr (!kHides) rows.load(values, 0);
 #pragma unroll
     for (int tile = 0; tile < kDimTiles; ++tile) {
-      if constexpr (kHides) {
+      if (tile > 0) {
+        add_sum(sum, tile - 1);
         rows.load(values, tile);
-        clear_values(values, block);
       }
-      multiply(values, probabilities, sum);
-      if (!kHides && tile + 1 < kDimTiles) rows.load(values, tile + 1);
-#pragma unroll
-      for (int i = 0; i < kRows / 2; ++i) accumulators[tile][i] += sum[i];
-      wgmma_keep(accumulators[tile]);  // added here, not when all sums have come
+      if constexpr (kHides) clear_values(values, left);
+      begin_tile(values, probabilities, sum);
     }
+    add_sum(sum, kDimTiles - 1);
   }
 
-  __device__ void clear_values(Values& values, int block) {
-    const int first_token = block * kBlockTokens;
+  __device__ void clear_values(Values& values, int left) {
+    const int first_token = (item.first_block + item.blocks - left) * kBlockTokens;
     const int first = item.visible_to_all - first_token;
     if (clear_nan(values, first, item.visible_to_any - first_token))
       nonfinite_flag(shared, item) = 1;
   }
 
   template <bool kHides>
-  __device__ void take_block(u32& taken, int block) {
+  __device__ void take_block(u32& taken, u32 end) {
     const int stage = block_stage(taken);
+    // The first values are in registers when probabilities come.
+    wait_for(shared.tokens_full[stage], block_parity(taken));
+    const u32 address = shared_address(shared.tokens[0]) + stage * kBlockBytes;
+    const ValueRows rows(address);
+    Values values;
+    rows.load(values, 0);
     wait_for(shared.probabilities_full[stage], block_parity(taken));
-    if (__any_sync(~0u, shared.rescales[stage] != 0)) rescale(stage);
-    add_block<kHides>(shared_address(shared.tokens[0]) + stage * kBlockBytes, block);
+    const u32 rescales = shared.rescales[stage];
+    if (__any_sync(~0u, rescales != 0)) rescale(stage, rescales);
+    add_block<kHides>(rows, values, operand_at(address + kProbabilitiesOffset), end - taken);
     __syncwarp();
     if (fresh_lane() == 0) arrive_at(shared.tokens_empty[block_stage(taken)]);
     ++taken;
   }
 
-  // Blocks that all rows see whole come first.
+  // A number that all lanes have, and that compilers know to be the same in all.
+  __device__ static u32 of_all(int number) {
+    return static_cast<u32>(__reduce_add_sync(~0u, fresh_lane() == 0 ? number : 0));
+  }
+
+  // Blocks that all rows see whole come first. Loops end by votes, and blocks are counted by
+  // `taken` alone: what depends on it is then in registers of the whole warp.
   __device__ void take_item(u32& taken) {
-    int block = item.first_block;
+    const int whole = min(item.visible_to_all / kBlockTokens - item.first_block, item.blocks);
+    u32 end = taken + of_all(max(whole, 0));
 #pragma unroll 1
-    for (; block < min(item.visible_to_all / kBlockTokens, item.first_block + item.blocks); ++block)
-      take_block<false>(taken, block);
+    while (__any_sync(~0u, taken != end)) take_block<false>(taken, end);
+    end += of_all(item.blocks - max(whole, 0));
 #pragma unroll 1
-    for (; block < item.first_block + item.blocks; ++block) take_block<true>(taken, block);
+    while (__any_sync(~0u, taken != end)) take_block<true>(taken, end);
   }
 };
 
@@ -3080,8 +3207,9 @@ __device__ inline void add_items(const Params& params, SharedMemory& shared) {
   u32 count = 0;
   while (true) {
     wait_for(shared.item_full[item_slot(count)], item_parity(count));
+    if (shared.items[item_slot(count)].request < 0) return;
+    mov_b32(count);  // else the address of the request is kept meanwhile
     const Item& item = shared.items[item_slot(count)];
-    if (item.request < 0) return;
     Adder adder(shared, item);
     adder.take_item(taken);
     wait_for(shared.rows_full[item_slot(item.count)], item_parity(item.count));
@@ -3097,9 +3225,9 @@ __device__ inline void add_items(const Params& params, SharedMemory& shared) {
 
 // How many registers a thread of each role has, of 128 at first. Needs ptx/setmaxnreg.cuh.
 
-constexpr int kConsumerRegisters = kRows > 32 ? 192 : 152;
-constexpr int kScorerRegisters = kRows > 32 ? 72 : 152;
-constexpr int kProducerRegisters = 56;
+constexpr int kConsumerRegisters = kRows > 32 ? 184 : 152;
+constexpr int kScorerRegisters = kRows > 32 ? 96 : 152;
+constexpr int kProducerRegisters = 48;
 
 __device__ inline void take_consumer_registers() { setmaxnreg_inc<kConsumerRegisters>(); }
 __device__ inline void give_producer_registers_back() { setmaxnreg_dec<kProducerRegisters>(); }

@@ -100,41 +100,57 @@ struct Params {
 };
 
 // The numbers of this kernel; the rest of the source only uses them. Needs blocks/prelude.cuh.
-using Element = Bf16;
+using Element = Bf16;  // of queries, weights, values and the output
+using StoredElements = Packed656;
 constexpr int kLatentDim = 512;
 constexpr int kRopeDim = 64;
 constexpr int kPageSize = 64;
 constexpr bool kIsSparse = true;
-constexpr int kBoxTokens = 64;
+constexpr int kStoredBytes = 656;
 constexpr int kRows = 64;
 constexpr int kConsumerWarps = 8;
 constexpr int kLoadingWarps = 4;
-constexpr int kProducerRegisters = 88;  // of a thread; of a consumer's
-constexpr int kConsumerRegisters = 208;
 constexpr int kSharedBytes = 232448;
 
 constexpr int kHeadDimQk = kLatentDim + kRopeDim;
 constexpr int kHeadDimVo = kLatentDim;
 
-// What is multiplied lies in tiles of 64 elements a row: 128 bytes, swizzled.
-constexpr int kTileElements = 64;
-constexpr int kTileRowBytes = kTileElements * 2;
-constexpr int kTiles = kHeadDimQk / kTileElements;
+// Packed rows have their rope part in bf16, behind the scales.
+constexpr bool kIsPacked = !kIsSame<StoredElements, E4m3>;
+constexpr int kRopeBytes = kIsPacked ? kRopeDim * 2 : kRopeDim;
+constexpr int kRopeOffset = kStoredBytes - kRopeBytes;
+constexpr int kScaledDims = 128;  // that share a scale
+constexpr int kScaleGroups = kLatentDim / kScaledDims;
+
+// What is multiplied lies in tiles of 128 bytes a row, swizzled: 64 elements of 16 bits or 128 of
+// eight. A rope part of eight bits has rows of 64 bytes.
+constexpr int kTileRowBytes = 128;
+constexpr int kTileElements = kTileRowBytes / 2;
+constexpr int kTiles = kHeadDimQk / kTileElements;  // of a query
 constexpr int kLatentTiles = kLatentDim / kTileElements;
+constexpr int kQueryTileBytes = kRows * kTileRowBytes;
+
+// A block of tokens: its latent part, rope part and scales.
 constexpr int kBlockTokens = 64;
 constexpr int kTileBytes = kBlockTokens * kTileRowBytes;
-constexpr int kQueryTileBytes = kRows * kTileRowBytes;
-constexpr int kBoxes = kBlockTokens / kBoxTokens;  // of a tile
+constexpr int kStoredTiles = kLatentDim / kTileRowBytes;
+constexpr int kRopeTileOffset = kStoredTiles * kTileBytes;
+constexpr int kScalesOffset = kRopeTileOffset + kBlockTokens * kRopeBytes;
+constexpr int kBlockBytes = kScalesOffset + kBlockTokens * kChunkBytes;
 
-// Warps of the consumers come first, then those of the producer.
+// Warps of the consumers, who add values, come first, then those who load, and the four of the
+// scorer.
 constexpr int kConsumerThreads = kConsumerWarps * kWarpLanes;
-constexpr int kProducerThreads = 4 * kWarpLanes;
-constexpr int kThreads = kConsumerThreads + kProducerThreads;
+constexpr int kProducerThreads = kLoadingWarps * kWarpLanes;
+constexpr int kScorerThreads = 128;
+constexpr int kScorerWarps = kScorerThreads / kWarpLanes;
+constexpr int kThreads = kConsumerThreads + kProducerThreads + kScorerThreads;
+constexpr int kTokensOfWarp = kBlockTokens / kScorerWarps;  // that it scores
 
-// Who is done with an item before the next is put there, those who load, too; and with its query,
-// one thread for each four warps.
-constexpr int kItemReaders = kLoadingWarps + kConsumerWarps;
-constexpr int kQueryReaders = kConsumerWarps / 4;
+// Who is done with an item before the next is put there: those who load, consumers and scorer; and
+// with its query, the scorer.
+constexpr int kItemReaders = kLoadingWarps + kConsumerWarps + kScorerWarps;
+constexpr int kQueryReaders = 1;
 
 // How many accumulators a consumer thread has, as float4.
 constexpr int kAccumulators = kRows * kHeadDimVo / kConsumerThreads / 4;
@@ -142,41 +158,13 @@ constexpr int kTasks = kAccumulators * kConsumerWarps;  // float4s of all thread
 
 // Numbers of the barriers that warps meet at; 0 is __syncthreads.
 constexpr int kConsumerBarrier = 1;
-constexpr int kSchedulerBarrier = 2;
-constexpr int kProbabilitiesBarrier = 3;  // of even blocks of tokens; of odd ones the next
-constexpr int kValuesBarrier = 5;  // when values have been cleared; of odd blocks the next
+constexpr int kScorerBarrier = 2;
 constexpr int kCrewBarrier = 7;  // of those who leave or merge pieces; of the second half the next
 
 static_assert(kRopeDim == kTileElements, "the rope part is one tile");
 static_assert(kLatentTiles * kTileElements == kLatentDim, "the latent part is whole tiles");
-static_assert(kBoxes * kBoxTokens == kBlockTokens, "boxes fill a tile");
-
-// The numbers of tokens that are converted on their way to shared memory. Needs
-// blocks/prelude.cuh, roles/mla_hopper/constants.
-using StoredElements = Packed656;
-constexpr int kStoredBytes = 656;
-
-// Packed rows have their rope part in bf16, behind the scales if these are in the row.
-constexpr bool kIsPacked = !kIsSame<StoredElements, E4m3>;
-constexpr int kRopeOffset = kStoredBytes - kRopeDim * 2;
-constexpr int kScaledDims = 128;  // that share a scale
-
-// All producers bring tokens, each warp as many of every block. Some lanes look after the same one.
-constexpr int kWarpTokens = kBlockTokens / kLoadingWarps;
-constexpr int kTokenLanes = kWarpLanes / kWarpTokens;
-
-// A block is brought in steps: of 128 latent dims, two tiles, and the rope part.
-constexpr int kLatentSteps = kLatentDim / kScaledDims;
-constexpr int kSteps = kLatentSteps + 1;
-constexpr int kRopeStep = kLatentSteps;
-constexpr int kLaneScales = kLatentSteps / kTokenLanes;  // of the lane's token, for as many steps
-
-// What a thread has of a step: at the most so many chunks.
-constexpr int kStepChunks = kWarpTokens * kScaledDims / kChunkBytes / kWarpLanes;
-
-static_assert(kLatentSteps % kTokenLanes == 0, "lanes have the same number of scales");
-static_assert(kLatentTiles == kLatentSteps * 2, "a step is two tiles");
-static_assert(kRopeDim == kTileElements && kLatentDim == 512, "as packed rows have them");
+static_assert(kScaledDims == kTileRowBytes, "a tile of tokens has one scale a token");
+static_assert(kScaleGroups * sizeof(float) == kChunkBytes, "a token's scales are a chunk");
 
 // PTX ISA, "Parallel Synchronization and Communication Instructions: barrier.cta". Needs sm_80.
 // Barriers have numbers from 0 to 15; `threads` counts those that wait and those that only arrive.
@@ -240,6 +228,12 @@ __device__ inline void cp_async_commit_group() {
 template <int kPending>
 __device__ inline void cp_async_wait_group() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// cp.async.mbarrier.arrive.noinc.shared::cta.b64
+// Arrives at a barrier when all copies that this thread has begun are there.
+__device__ inline void cp_async_mbarrier_arrive_noinc(u32 barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
 // PTX ISA, "Data Movement and Conversion Instructions: cvt". Needs sm_80.
@@ -346,6 +340,26 @@ __device__ inline uint4 ld_global_v4_u32(const void* address) {
                : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
                : "l"(address));
   return value;
+}
+
+// PTX ISA, "Warp Level Matrix Instructions: ldmatrix". Needs sm_75.
+// Lanes 8i to 8i + 7 give the shared-memory addresses of the eight 16-byte rows of matrix i;
+// word i of the result is this lane's fragment of matrix i.
+
+// ldmatrix.sync.aligned.m8n8.x4.shared.b16
+__device__ inline void ldmatrix_x4(u32 (&d)[4], u32 row_address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+               : "r"(row_address)
+               : "memory");
+}
+
+// ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16
+__device__ inline void ldmatrix_x4_trans(u32 (&d)[4], u32 row_address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+               : "r"(row_address)
+               : "memory");
 }
 
 // PTX ISA, "Parallel Synchronization and Communication Instructions: mbarrier". Needs sm_90.
@@ -489,6 +503,13 @@ template <int kCount>
 __device__ inline void wgmma_keep(float (&d)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+// Has an operand in registers made before the fence that follows; no instruction.
+template <int kCount>
+__device__ inline void wgmma_keep(u32 (&a)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(a[i])::"memory");
 }
 
 // wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16
@@ -781,11 +802,138 @@ __device__ inline void wgmma_mma_trans_b(Fp16, float (&d)[128], const u32* a, u6
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulates));
 }
 
-// Programmatic dependent launch: start while the kernel before drains. Needs
-// ptx/griddepcontrol.cuh.
+// PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions: wgmma". Needs sm_90.
+// Of e4m3; as in ptx/wgmma.cuh, with 32 elements along k: a[64, 32] * b[32, N], four elements a
+// word. Both operands lie along k. Sums keep few bits, and what is below them is cut off.
 
-__device__ inline void wait_for_previous_kernel() { griddepcontrol_wait(); }
-__device__ inline void let_next_kernel_start() { griddepcontrol_launch_dependents(); }
+// wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3
+__device__ inline void wgmma_mma(E4m3, float (&d)[8], u64 a, u64 b, int accumulates) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %10, 0; "
+      "wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7}, "
+      "%8, %9, p, 1, 1;}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+        "+f"(d[7])
+      : "l"(a), "l"(b), "r"(accumulates));
+}
+
+// wgmma.mma_async.sync.aligned.m64n32k32.f32.e4m3.e4m3
+__device__ inline void wgmma_mma(E4m3, float (&d)[16], u64 a, u64 b, int accumulates) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %18, 0; "
+      "wgmma.mma_async.sync.aligned.m64n32k32.f32.e4m3.e4m3 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
+      "%16, %17, p, 1, 1;}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
+        "+f"(d[14]), "+f"(d[15])
+      : "l"(a), "l"(b), "r"(accumulates));
+}
+
+// wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3
+__device__ inline void wgmma_mma(E4m3, float (&d)[32], u64 a, u64 b, int accumulates) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %34, 0; "
+      "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+      "%32, %33, p, 1, 1;}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
+        "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),
+        "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),
+        "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+      : "l"(a), "l"(b), "r"(accumulates));
+}
+
+// wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3
+// `a` is in registers.
+__device__ inline void wgmma_mma(E4m3, float (&d)[8], const u32* a, u64 b, int accumulates) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %13, 0; "
+      "wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7}, "
+      "{%8, %9, %10, %11}, %12, p, 1, 1;}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+        "+f"(d[7])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulates));
+}
+
+// wgmma.mma_async.sync.aligned.m64n32k32.f32.e4m3.e4m3
+// `a` is in registers.
+__device__ inline void wgmma_mma(E4m3, float (&d)[16], const u32* a, u64 b, int accumulates) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %21, 0; "
+      "wgmma.mma_async.sync.aligned.m64n32k32.f32.e4m3.e4m3 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
+      "{%16, %17, %18, %19}, %20, p, 1, 1;}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
+        "+f"(d[14]), "+f"(d[15])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulates));
+}
+
+// wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3
+// `a` is in registers.
+__device__ inline void wgmma_mma(E4m3, float (&d)[32], const u32* a, u64 b, int accumulates) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %37, 0; "
+      "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+      "{%32, %33, %34, %35}, %36, p, 1, 1;}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
+        "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),
+        "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),
+        "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulates));
+}
+
+// PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions: wgmma". Needs sm_90.
+// As in ptx/wgmma.cuh, with `a` in registers.
+
+// wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16
+__device__ inline void wgmma_mma(Bf16, float (&d)[8], const u32* a, u64 b, int accumulates) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %13, 0; "
+      "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7}, "
+      "{%8, %9, %10, %11}, %12, p, 1, 1, 0;}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+        "+f"(d[7])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulates));
+}
+
+// wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16
+__device__ inline void wgmma_mma(Bf16, float (&d)[16], const u32* a, u64 b, int accumulates) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %21, 0; "
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
+      "{%16, %17, %18, %19}, %20, p, 1, 1, 0;}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
+        "+f"(d[14]), "+f"(d[15])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulates));
+}
+
+// wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16
+__device__ inline void wgmma_mma(Bf16, float (&d)[32], const u32* a, u64 b, int accumulates) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %37, 0; "
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+      "{%32, %33, %34, %35}, %36, p, 1, 1, 0;}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
+        "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),
+        "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),
+        "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulates));
+}
 
 // Pairs of e4m3, with the instructions of newer architectures or without. Needs ptx/cvt.cuh.
 // PTX ISA, "Data Movement and Conversion Instructions: cvt". Needs sm_89.
@@ -814,52 +962,11 @@ __device__ inline u32 e4m3x2_of_f32(float high, float low) {
   return cvt_rn_satfinite_e4m3x2_f32(high, low);
 }
 
-// Stored e4m3 elements to the element type of the tensor cores. Needs ptx/cvt.cuh, and
-// blocks/e4m3.cuh.j2.
+// Programmatic dependent launch: start while the kernel before drains. Needs
+// ptx/griddepcontrol.cuh.
 
-// Pair `pair` of 16 elements.
-__device__ inline u32 pair_of(const Chunk& stored, int pair) {
-  return stored.words[pair / 2] >> pair % 2 * 16 & 0xffff;
-}
-
-// Sixteen elements times `scale`, rounded once.
-template <typename Target>
-__device__ inline void decode_e4m3(Target target, const Chunk& stored, float scale,
-                                   Chunk (&decoded)[2]) {
-#pragma unroll
-  for (int pair = 0; pair < 8; ++pair) {
-    const u32 halves = fp16x2_of_e4m3x2(pair_of(stored, pair));
-    const float low = cvt_f32(Fp16{}, static_cast<u16>(halves));
-    const float high = cvt_f32(Fp16{}, static_cast<u16>(halves >> 16));
-    decoded[pair / 4].words[pair % 4] = cvt_rn_x2_f32(target, high * scale, low * scale);
-  }
-}
-
-// Sixteen elements as they are: either type holds every e4m3.
-template <typename Target>
-__device__ inline void decode_e4m3(Target target, const Chunk& stored, Chunk (&decoded)[2]) {
-  if constexpr (kIsSame<Target, Fp16>) {
-#pragma unroll
-    for (int pair = 0; pair < 8; ++pair) {
-      decoded[pair / 4].words[pair % 4] = fp16x2_of_e4m3x2(pair_of(stored, pair));
-    }
-  } else {
-    decode_e4m3(target, stored, 1.0f, decoded);
-  }
-}
-
-// Eight bf16 elements times `scale`.
-template <typename Target>
-__device__ inline Chunk decode_bf16(Target target, const Chunk& stored, float scale) {
-  Chunk decoded;
-#pragma unroll
-  for (int word = 0; word < 4; ++word) {
-    const float low = cvt_f32(Bf16{}, static_cast<u16>(stored.words[word]));
-    const float high = cvt_f32(Bf16{}, static_cast<u16>(stored.words[word] >> 16));
-    decoded.words[word] = cvt_rn_x2_f32(target, high * scale, low * scale);
-  }
-  return decoded;
-}
+__device__ inline void wait_for_previous_kernel() { griddepcontrol_wait(); }
+__device__ inline void let_next_kernel_start() { griddepcontrol_launch_dependents(); }
 
 // Barriers in shared memory, with phases that are counted by their parity. Needs ptx/mbarrier.cuh.
 
@@ -892,10 +999,14 @@ struct RingPosition {
   }
 };
 
-// Indices of this thread as compilers have not seen them: what is computed from them is computed
-// where it is used, and takes no register from the products in between. Needs ptx/mov.cuh.
+// As blocks/fresh_thread.cuh; compilers are told that the index is not negative, so that division
+// is a shift. Needs ptx/mov.cuh.
 
-__device__ inline int fresh_thread() { return static_cast<int>(mov_tid_x()); }
+__device__ inline int fresh_thread() {
+  const int thread = static_cast<int>(mov_tid_x());
+  __builtin_assume(thread >= 0);
+  return thread;
+}
 __device__ inline int fresh_lane() { return fresh_thread() % kWarpLanes; }
 __device__ inline int fresh_warp() { return fresh_thread() / kWarpLanes; }
 
@@ -1499,60 +1610,69 @@ __device__ inline u32 item_slot(u32 count) { return count % 2; }
 __device__ inline u32 item_parity(u32 count) { return count / 2 % 2; }
 __device__ inline u32 query_parity(u32 count) { return count % 2; }
 
-// Tokens of a block that no row sees, for its list names nothing there. Needs
-// roles/mla_hopper/constants.
+// Tokens of a block that no row sees, for its list names nothing there. Needs constants.
 
 struct alignas(8) UnlistedTokens {
-  unsigned char bits[8];  // of eight tokens each
-
-  // Those of loading warp `warp`.
-  __device__ void set(int warp, u32 missing) {
-    constexpr int kBytes = 8 / kLoadingWarps;
-#pragma unroll
-    for (int i = 0; i < kBytes; ++i) {
-      bits[warp * kBytes + i] = static_cast<unsigned char>(missing >> i * 8);
-    }
-  }
+  u16 bits[kLoadingWarps];  // of sixteen tokens each
 
   __device__ u64 all() const { return *reinterpret_cast<const u64*>(bits); }
 };
+static_assert(kLoadingWarps * 16 == kBlockTokens, "each warp that loads brings sixteen tokens");
 
-// The shared memory of a block, whole. Needs Item,
-// roles/mla_hopper/unlisted_tokens.cuh, roles/mla_hopper/constants.
-constexpr int kStages = 2;  // one for even blocks of tokens, one for odd ones
+// The shared memory of a block, whole. Needs Item, roles/mla_hopper_packed/constants,
+// unlisted_tokens.cuh.
+
+// Blocks of tokens, as many as fit.
+constexpr int kStages = kRows > 32 ? 3 : 4;
 
 struct SharedMemory {
   unsigned char query[kTiles * kQueryTileBytes];
-  unsigned char tokens[kStages][kTiles * kTileBytes];  // the last tile of a block becomes its P
-  unsigned char staging[kConsumerWarps][1024];  // of the output
-  float reference[kStages][kRows];  // what a consumer has moved a row's reference to, log2 units
-  float rescale[kStages][kRows];  // and what that multiplies sums and outputs by
-  float row_sum[kStages][kRows];  // of each consumer's tokens
+  unsigned char tokens[kStages][kBlockBytes];
+  unsigned char probabilities[kStages][kQueryTileBytes];
+  unsigned char staging[kConsumerWarps][kRows * sizeof(float)];  // what warps tell of their rows
+  float query_scale[kRows];  // what the query in here has been divided by
+  float factor[kRows];  // of the item whose scores are computed: what makes them log2 units
+  float ones[kRows];  // the factors of scores that are log2 units
+  float reference[kRows];  // of that item; log2 units
+  float warp_rows[kScorerWarps][kRows];  // what each warp found for a row: maximum, or sum
+  float rescale[kStages][kRows];  // what a block multiplies the sums and outputs before it by
+  float row_reference[2][kRows];  // of an item, when all its scores are done
+  float row_sum[2][kRows];
+  UnlistedTokens unlisted[kStages];
+  u32 rescales[kStages];  // whether a block multiplies by others than 1
   Item items[2];
   SpanScratch scratch;
-  Barrier tile_full[kStages][kTiles];
-  Barrier left_empty[kStages];  // the tiles of the left half of the values
-  Barrier right_empty[kStages];
-  Barrier rope_empty[kStages];
+  Barrier tokens_full[kStages];
+  Barrier tokens_empty[kStages];
+  Barrier probabilities_full[kStages];
+  Barrier rows_full[2];
   Barrier first_query_full;
   Barrier query_full;
   Barrier query_empty;
   Barrier item_full[2];
   Barrier item_empty[2];
-  int has_nonfinite;
-  UnlistedTokens unlisted[kStages];
+  int has_nonfinite[2];  // of an item
 };
+// Where pieces are merged, when no item follows.
+constexpr int kRoomBytes = sizeof(SharedMemory::query) + sizeof(SharedMemory::tokens) +
+                           sizeof(SharedMemory::probabilities);
 static_assert(sizeof(SharedMemory) <= kSharedBytes, "the spec knows what the struct takes");
+static_assert(kBlockBytes % 1024 == 0, "tiles are aligned");
 
-// By one thread.
-__device__ inline void make_token_barriers(const SharedMemory& shared) {
+// The block that `blocks` have preceded: where it is, and which phase of a barrier is its own.
+__device__ inline int block_stage(u32 blocks) { return static_cast<int>(blocks % kStages); }
+__device__ inline u32 block_parity(u32 blocks) { return blocks / kStages % 2; }
+
+// By one thread. Of those who load, all threads' copies arrive, and what a warp has written.
+__device__ inline void make_token_barriers(SharedMemory& shared) {
   for (int stage = 0; stage < kStages; ++stage) {
-    for (int tile = 0; tile < kTiles; ++tile) {
-      make_barrier(shared.tile_full[stage][tile], kLoadingWarps);
-    }
-    make_barrier(shared.left_empty[stage], 1);
-    make_barrier(shared.right_empty[stage], 1);
-    make_barrier(shared.rope_empty[stage], 1);
+    make_barrier(shared.tokens_full[stage], kProducerThreads + kLoadingWarps);
+    make_barrier(shared.tokens_empty[stage], kConsumerWarps);
+    make_barrier(shared.probabilities_full[stage], 1);
+  }
+  for (int slot = 0; slot < 2; ++slot) {
+    make_barrier(shared.rows_full[slot], kScorerWarps);
+    shared.has_nonfinite[slot] = 0;
   }
 }
 
@@ -1668,6 +1788,167 @@ __device__ inline void wait_for_query(const SharedMemory& shared, u32 count) {
   }
 }
 
+// What a row has come to. Needs Params, Item, SharedMemory, blocks/row_result.cuh,
+// blocks/scales.cuh.
+
+// A row's probabilities are relative to its reference. No maximum is asked for while none of them
+// is larger than this, so that references move seldom.
+constexpr float kMostProbability = 0x1p8f;
+
+struct RowState {
+  float reference;  // log2 units; what the accumulators are relative to
+  float sum;  // of probabilities, relative to it
+};
+
+__device__ inline i64 global_row(const Params& params, const Item& item, int row) {
+  return item.first_query * params.heads + item.first_row + row;
+}
+
+__device__ inline RowResult result_of(const Params& params, const Item& item, int row,
+                                      RowState state) {
+  const float sink = params.sinks == nullptr || row >= item.rows
+                         ? -kInfinity
+                         : params.sinks[(item.first_row + row) % params.heads];
+  return finish_row(state.reference, state.sum, sink);
+}
+
+__device__ inline float output_scale(const Params& params) {
+  return value_of(params.bmm2_scale_tensor, params.bmm2_scale);
+}
+
+// For fmaxf, which ignores a NaN.
+__device__ inline float nan_unless_finite(float value) { return fmaf(value, 0.0f, value); }
+
+// Makes a query what it is multiplied as. Needs SharedMemory,
+// roles/mla_hopper/load_query.cuh, blocks/e4m3.cuh.j2, blocks/swizzle.cuh.
+
+// Keys are multiplied as they are stored, in e4m3, of which bf16 has twice the digits: an element
+// of the query is the sum of two, if it is not 2^17 times smaller than the largest of its row.
+// Where a tile has 64 elements of a row, their first parts come first.
+
+// What a row is divided by, a power of two, so that its largest element is less than 256; and what
+// it is multiplied by instead: of a row that is not all finite, NaN.
+struct QueryScale {
+  float scale;
+  float factor;
+
+  // `largest` is the magnitude of the largest element, as its bits.
+  __device__ explicit QueryScale(u32 largest) {
+    constexpr u32 kNan = 0xff;
+    const u32 exponent = max(largest >> 7, 8u);  // both are normal numbers
+    scale = __uint_as_float((exponent - 7) << 23);
+    factor = __uint_as_float(exponent == kNan ? 0x7fffffff : (261 - exponent) << 23);
+  }
+};
+
+__device__ inline float element_of(const Chunk& chunk, int i) {
+  return cvt_f32(Bf16{}, static_cast<u16>(chunk.words[i / 2] >> i % 2 * 16));
+}
+
+// The first four significant bits of a bf16.
+__device__ inline float first_part(float element) {
+  return __uint_as_float(__float_as_uint(element) & 0xfff00000);
+}
+
+// Two elements: their first parts in the low half, the second in the high one.
+__device__ inline u32 split_pair(float low, float high) {
+  const float first_low = first_part(low);
+  const float first_high = first_part(high);
+  return e4m3x2_of_f32(first_high, first_low) | e4m3x2_of_f32(high - first_high, low - first_low)
+                                                    << 16;
+}
+
+// A chunk, split: its eight elements' first parts, and the second.
+struct SplitChunk {
+  uint2 first;
+  uint2 second;
+
+  __device__ void take(const Chunk& chunk, float factor) {
+    u32 pairs[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      pairs[i] =
+          split_pair(element_of(chunk, i * 2) * factor, element_of(chunk, i * 2 + 1) * factor);
+    }
+    first = make_uint2(__byte_perm(pairs[0], pairs[1], 0x5410),
+                       __byte_perm(pairs[2], pairs[3], 0x5410));
+    second = make_uint2(__byte_perm(pairs[0], pairs[1], 0x7632),
+                        __byte_perm(pairs[2], pairs[3], 0x7632));
+  }
+};
+
+// Splits this lane's chunks of a row from tile `first` on. Eight lanes have the row; the tiles are
+// split together, for each waits for what the other lanes have to read.
+template <int kCount>
+__device__ inline void split_chunks(unsigned char* query, int row, int lane, int first,
+                                    float factor) {
+  unsigned char* tiles = query + first * kQueryTileBytes;
+  SplitChunk split[kCount];
+#pragma unroll
+  for (int tile = 0; tile < kCount; ++tile) {
+    const unsigned char* own = tiles + tile * kQueryTileBytes + swizzled_offset<128>(row, lane);
+    split[tile].take(*reinterpret_cast<const Chunk*>(own), factor);
+  }
+  __syncwarp();  // all lanes have read
+  tiles += lane % 2 * sizeof(uint2);
+  const u32 first_part = swizzled_offset<128>(row, lane / 2);
+  const u32 second_part = swizzled_offset<128>(row, lane / 2 + 4);
+#pragma unroll
+  for (int tile = 0; tile < kCount; ++tile) {
+    unsigned char* to = tiles + tile * kQueryTileBytes;
+    *reinterpret_cast<uint2*>(to + first_part) = split[tile].first;
+    *reinterpret_cast<uint2*>(to + second_part) = split[tile].second;
+  }
+}
+
+__device__ inline void scale_chunk(Chunk& chunk, float factor) {
+#pragma unroll
+  for (int word = 0; word < 4; ++word) {
+    chunk.words[word] = cvt_rn_x2_f32(Bf16{}, element_of(chunk, word * 2 + 1) * factor,
+                                      element_of(chunk, word * 2) * factor);
+  }
+}
+
+// By the threads that have copied it, each its own chunks; tells `full`.
+__device__ inline void finish_query(SharedMemory& shared, const Barrier& full, int thread,
+                                    int threads) {
+  cp_async_wait_group<0>();
+  const int lane = thread % 8;
+#pragma unroll 1
+  for (int row = thread / 8; row < kRows; row += threads / 8) {
+    unsigned char* place = shared.query + swizzled_offset<128>(row, lane);
+    u32 largest = 0;
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+      const Chunk& chunk = *reinterpret_cast<const Chunk*>(place + tile * kQueryTileBytes);
+#pragma unroll
+      for (int word = 0; word < 4; ++word) {
+        const u32 pair = chunk.words[word] & 0x7fff7fff;
+        largest = max(largest, max(pair & 0xffff, pair >> 16));
+      }
+    }
+#pragma unroll
+    for (int lanes = 1; lanes < 8; lanes *= 2) {
+      largest = max(largest, __shfl_xor_sync(~0u, largest, lanes));
+    }
+    const QueryScale of_row(largest);
+    if (lane == 0) shared.query_scale[row] = of_row.scale;
+    constexpr int kTogether = 4;
+#pragma unroll
+    for (int tile = 0; tile < kLatentTiles; tile += kTogether) {
+      split_chunks<kTogether>(shared.query, row, lane, tile, of_row.factor);
+    }
+    if constexpr (kIsPacked) {
+      scale_chunk(*reinterpret_cast<Chunk*>(place + kLatentTiles * kQueryTileBytes), of_row.factor);
+    } else {
+      split_chunks<1>(shared.query, row, lane, kLatentTiles, of_row.factor);
+    }
+  }
+  fence_proxy_async();
+  __syncwarp();
+  if (fresh_lane() == 0) arrive_at(full);
+}
+
 // Asks for the first page ids, or listed tokens, of every request, which loaders read first where
 // an item begins with its request. Needs Params, ptx/prefetch.cuh.
 
@@ -1718,15 +1999,15 @@ __device__ inline const unsigned char* stored_rope(const Params& params, int pag
 }
 
 // Where the tokens of a block are that a warp brings. Needs stored_token.cuh, Part,
-// blocks/table_row.cuh, ptx/prefetch.cuh.
+// blocks/table_row.cuh.
 
-// Which token of a block this lane looks after.
+// A warp brings as many of every block.
+constexpr int kWarpTokens = kBlockTokens / kLoadingWarps;
+
+// Which token of a block this lane looks after; lanes of both halves of a warp look after the same.
 __device__ inline int own_token() {
-  return mov_tid_x() / kWarpLanes % kLoadingWarps * kWarpTokens + mov_tid_x() % kWarpTokens;
+  return fresh_warp() % kLoadingWarps * kWarpTokens + fresh_lane() % kWarpTokens;
 }
-
-// And which part of it, of those that its lanes share.
-__device__ inline u32 own_share() { return mov_tid_x() % kWarpLanes / kWarpTokens; }
 
 // Page ids of an item's blocks, or its listed tokens.
 struct TokenIds {
@@ -1748,130 +2029,234 @@ struct TokenIds {
 
 // Where this lane's token of a block is in the cache, by what the tables have for it.
 struct TokenPlace {
-  int page;
+  int page;  // the first where there is none
   int slot;
-  bool exists;
+  u32 missing;  // tokens of the warp that do not exist, a bit each
 
   __device__ TokenPlace(const Params& params, int id, int block) {
     page = kIsSparse && id >= 0 ? id / kPageSize : id;
     slot = (kIsSparse ? id : TokenIds::token_of(block)) % kPageSize;
-    exists = is_page(page, params.num_pages);
+    const bool exists = is_page(page, params.num_pages);
+    if (!exists) page = slot = 0;
+    missing = __ballot_sync(~0u, !exists);
   }
 };
+static_assert(kWarpTokens * 2 == kWarpLanes, "two lanes look after a token");
 
-// What is read where there is no token.
-__device__ const Chunk kNoToken[ceil_div(kStoredBytes, kChunkBytes)] = {};
+// Four warps bring the tokens of every item into the stages, as they are stored. Needs
+// SharedMemory, block_rows.cuh, ptx/cp_async.cuh.
 
-// What a lane knows of its token.
-struct TokenRow {
-  const unsigned char* latent;
-  const unsigned char* rope;  // where that is a tensor of its own
-  float scales[kLaneScales];  // the lane's part of them
-  u32 missing;  // tokens of the warp that do not exist, a bit each
+// A pointer of another lane's token.
+__device__ inline const unsigned char* row_of_lane(const unsigned char* own, int lane) {
+  return reinterpret_cast<const unsigned char*>(__shfl_sync(~0u, reinterpret_cast<u64>(own), lane));
+}
 
-  __device__ TokenRow(const Params& params, int id, int block)
-      : latent(reinterpret_cast<const unsigned char*>(kNoToken)), rope(latent), scales{} {
-    const TokenPlace place(params, id, block);
-    if (place.exists) {
-      const StoredToken token = stored_token(params, place.page, place.slot);
-      latent = token.row;
-      if constexpr (!kIsPacked) rope = stored_rope(params, place.page, place.slot);
+// Copies kCount chunks of every token of the warp from `own` on, kLanes of them at a time, to where
+// `place` says; what does not exist becomes zeros.
+template <int kLanes, int kCount, typename Place>
+__device__ inline void copy_chunks(const unsigned char* own, u32 missing, Place place) {
+  constexpr int kTokens = kWarpLanes / kLanes;  // at a time
+  const int lane = fresh_lane();
+  const int chunk = lane % kLanes;
 #pragma unroll
-      for (int i = 0; i < kLaneScales; ++i) scales[i] = token.scale(own_share() * kLaneScales + i);
+  for (int first = 0; first < kWarpTokens; first += kTokens) {
+    const int token = first + lane / kLanes;
+    const unsigned char* source = row_of_lane(own, token) + chunk * kChunkBytes;
+    const u32 bytes = missing >> token & 1 ? 0 : kChunkBytes;
+    const u32 target = place(token, chunk);
+#pragma unroll
+    for (int more = 0; more < kCount; more += kLanes) {
+      // So many chunks on is so many tiles on.
+      constexpr int kTileChunks = kTileRowBytes / kChunkBytes;
+      cp_async_cg_16(target + more / kTileChunks * kTileBytes, source + more * kChunkBytes, bytes);
     }
-    missing = __ballot_sync(~0u, !place.exists);
+  }
+}
+
+// Streams the blocks of an item.
+struct BlockStream {
+  const Params& params;
+  const Part& part;  // in shared memory
+  int next_id;  // of the block after the next
+  TokenPlace place;  // in the next block
+
+  __device__ BlockStream(const Params& params, const Part& part)
+      : params(params),
+        part(part),
+        next_id(TokenIds(params, part).read(part.first_block + 1)),
+        place(params, TokenIds(params, part).read(part.first_block), part.first_block) {}
+
+  // Copies a block, and finds out where the next is.
+  __device__ void take_block(SharedMemory& shared, RingPosition<kStages>& position, int block) {
+    const int stage = position.stage;
+    wait_for(shared.tokens_empty[stage], position.parity ^ 1);
+    copy_rows(shared, stage);
+    cp_async_mbarrier_arrive_noinc(shared_address(&shared.tokens_full[stage]));
+    __syncwarp();
+    if (fresh_lane() == 0) arrive_at(shared.tokens_full[stage]);
+    position.advance();
+    place = TokenPlace(params, next_id, block + 1);
+    next_id = TokenIds(params, part).read(block + 2);
+  }
+
+  __device__ void copy_rows(SharedMemory& shared, int stage) const {
+    const int warp = fresh_warp() % kLoadingWarps;
+    const int first = warp * kWarpTokens;
+    const u32 target = shared_address(shared.tokens[stage]);
+    const StoredToken own = stored_token(params, place.page, place.slot);
+    copy_chunks<16, kLatentDim / kChunkBytes>(own.row, place.missing, [&](int token, int chunk) {
+      return target + chunk / 8 * kTileBytes + swizzled_offset<128>(first + token, chunk % 8);
+    });
+    const unsigned char* rope =
+        kIsPacked ? own.row + kRopeOffset : stored_rope(params, place.page, place.slot);
+    constexpr int kRopeChunks = kRopeBytes / kChunkBytes;
+    copy_chunks<kRopeChunks, kRopeChunks>(rope, place.missing, [&](int token, int chunk) {
+      return target + kRopeTileOffset + swizzled_offset<kRopeBytes>(first + token, chunk);
+    });
+    copy_scales(own, shared.tokens[stage] + kScalesOffset + first * kChunkBytes);
+    if (kIsSparse && fresh_lane() == 0) {
+      shared.unlisted[stage].bits[warp] = static_cast<u16>(place.missing);
+    }
+  }
+
+  // The scales of the warp's tokens, to `target`. Each lane has those of its own.
+  __device__ void copy_scales(const StoredToken& own, unsigned char* target) const {
+    const int token = fresh_lane();
+    if (token >= kWarpTokens) return;
+    target += token * kChunkBytes;
+    const bool exists = (place.missing >> token & 1) == 0;
+    if constexpr (kIsPacked) {
+      cp_async_cg_16(shared_address(target), own.row + kLatentDim, exists ? kChunkBytes : 0);
+    } else {
+#pragma unroll
+      for (int group = 0; group < kScaleGroups; ++group) {
+        float& scale = reinterpret_cast<float*>(target)[group];
+        if (own.scales == nullptr) {
+          scale = exists ? own.latent_scale : 0.0f;
+        } else {
+          cp_async_ca_4(shared_address(&scale), own.scales + group, exists ? sizeof(float) : 0);
+        }
+      }
+    }
   }
 };
+static_assert(kLatentDim / kChunkBytes % 16 == 0, "lanes copy the same number of chunks");
 
-// Has the rows of a block brought into L2, line by line. The lanes of a token share its row.
-__device__ inline void prefetch_rows(const Params& params, int id, int block) {
-  constexpr int kLineBytes = 128;
-  constexpr int kBytes = kIsPacked ? kStoredBytes : kLatentDim;
-  constexpr int kLines = kBytes / kLineBytes + 1;  // that a row lies on
-  const TokenPlace place(params, id, block);
-  if (!place.exists) return;
-  const unsigned char* row = stored_token(params, place.page, place.slot).row;
-#pragma unroll
-  for (int line = 0; line < kLines; line += kTokenLanes) {
-    const u32 offset = (own_share() + line) * kLineBytes;
-    prefetch_l2(row + min(offset, static_cast<u32>(kBytes - kChunkBytes)));
-  }
+// Those who load: one of them hands items on, all bring each item's query and tokens. Needs
+// load_tokens.cuh, load_query.cuh, roles/mla_hopper/hand_over.cuh, blocks/fresh_thread.cuh.
+
+// By one thread.
+__device__ inline void make_item_barriers(const SharedMemory& shared) {
+  make_item_barriers(shared, 1, kItemReaders, kLoadingWarps);
 }
 
-// Values that some row of a tile must not see: 0 * NaN is NaN, so what is not finite must not meet
-// the tensor cores, though its weight is 0. Needs SharedMemory, Item, ptx/cvt.cuh.
+// Which warp goes through the items.
+__device__ inline bool walks_items() { return fresh_warp() == kConsumerWarps; }
 
-constexpr u32 kExponentBits = kIsSame<Element, Bf16> ? 0x7f80 : 0x7c00;
-
-__device__ inline bool is_finite(u32 element) { return (element & kExponentBits) != kExponentBits; }
-
-__device__ inline float value_of_element(u16 element) { return cvt_f32(Element{}, element); }
-
-__device__ inline u32 finite_pair(u32 pair) {
-  return (is_finite(pair) ? pair & 0xffff : 0) | (is_finite(pair >> 16) ? pair & 0xffff0000 : 0);
+__device__ inline void hand_on_first(ItemWalk& walk, const Part& first, SharedMemory& shared) {
+  walk.fill(shared.items[0], first, 0);
+  __syncwarp();
+  if (lane_index() == 0) arrive_at(shared.item_full[0]);
+  leave_item(walk, shared);
 }
 
-// Whether some row of the item sees a value that has been cleared.
-__device__ inline int& nonfinite_flag(SharedMemory& shared, const Item&) {
-  return shared.has_nonfinite;
+// Which of its team this block is; worked out where it is used, not kept.
+__device__ inline int own_member(const Params& params) {
+  u32 index = blockIdx.x;
+  mov_b32(index);
+  const int block = static_cast<int>(index);
+  return block - in_teams(params, block) * params.team_size;
 }
 
-// Puts zeros for what is not finite in the tokens from `first` on of a block, of whose tiles
-// `tile_of` tells the places; 128 threads. Remembers whether a row sees such a token.
-template <typename TileOf>
-__device__ inline void clear_nonfinite(SharedMemory& shared, int first, int visible,
-                                       TileOf tile_of) {
-  constexpr int kTokenChunks = kLatentDim * 2 / kChunkBytes;
+// Hands on the item that `count` have preceded.
+__device__ inline void hand_on(const Params& params, int member, u32 count, SharedMemory& shared) {
+  wait_for(shared.item_empty[item_slot(count)], item_parity(count) ^ 1);
+  take_next_item(params, member, count, shared);
+  if (lane_index() == 0) arrive_at(shared.item_full[item_slot(count)]);
+}
+
+// Brings the query of an item; consumers have brought the first.
+__device__ inline void load_query(const Params& params, const Item& item, SharedMemory& shared) {
+  if (item.count == 0) return;
+  wait_for(shared.query_empty, query_parity(item.count) ^ 1);
+  const int thread = fresh_thread() % kProducerThreads;
+  begin_query(params, item, shared, thread, kProducerThreads);
+  finish_query(shared, shared.query_full, thread, kProducerThreads);
+}
+
+// While a query is still in use, so many blocks of the next item are on their way already.
+constexpr int kBlocksBeforeQuery = kStages - 1;
+
+__device__ inline void load_blocks(const Params& params, const Item& item, SharedMemory& shared,
+                                   RingPosition<kStages>& position) {
+  BlockStream stream(params, item);
 #pragma unroll 1
-  for (int i = static_cast<int>(threadIdx.x) % 128; i < (kBlockTokens - first) * kTokenChunks;
-       i += 128) {
-    const int token = first + i / kTokenChunks;
-    const int chunk = i % kTokenChunks;
-    Chunk* place = reinterpret_cast<Chunk*>(tile_of(chunk / 8) + token * kTileRowBytes) + chunk % 8;
-    const Chunk found = *place;
-    Chunk cleared;
-    bool is_changed = false;
-#pragma unroll
-    for (int word = 0; word < 4; ++word) {
-      cleared.words[word] = finite_pair(found.words[word]);
-      is_changed |= cleared.words[word] != found.words[word];
-    }
-    if (!is_changed) continue;
-    *place = cleared;
-    if (token < visible) shared.has_nonfinite = 1;
+  for (int done = 0; done < item.blocks; ++done) {
+    if (done == kBlocksBeforeQuery) load_query(params, item, shared);
+    stream.take_block(shared, position, item.first_block + done);
+  }
+  if (item.blocks <= kBlocksBeforeQuery) load_query(params, item, shared);
+}
+
+// `walk` is at the first item.
+__device__ inline void load_items(const Params& params, ItemWalk& walk, const Part& first,
+                                  SharedMemory& shared) {
+  // What an item is about, and its count, is read from there, not kept; all write the same.
+  if (lane_index() == 0) {
+    static_cast<Part&>(shared.items[0]) = first;
+    shared.items[0].count = 0;
+  }
+  __syncwarp();
+  if (walks_items()) hand_on_first(walk, first, shared);
+  RingPosition<kStages> position;
+  for (u32 count = 0;;) {
+    load_blocks(params, shared.items[item_slot(count)], shared, position);
+    count = shared.items[item_slot(count)].count;
+    if (walks_items()) hand_on(params, own_member(params), count + 1, shared);
+    if (next_part(shared, count).request < 0) return;
   }
 }
 
-// What a row has come to. Needs Params, Item, SharedMemory, blocks/row_result.cuh,
-// blocks/scales.cuh.
+// The scales of a block's tokens in shared memory. Needs SharedMemory.
 
-// A row's probabilities are relative to its reference. No maximum is asked for while none of them
-// is larger than this, so that references move seldom.
-constexpr float kMostProbability = 0x1p8f;
+// They come token by token; then each warp of the scorer leaves those of its sixteen tokens group
+// by group, so that two tokens' lie beside each other.
+__device__ constexpr int scale_place(int token, int group) {
+  return token / kTokensOfWarp * (kTokensOfWarp * kScaleGroups) + group * kTokensOfWarp +
+         token % kTokensOfWarp;
+}
 
-struct RowState {
-  float reference;  // log2 units; what the accumulators are relative to
-  float sum;  // of probabilities, relative to it
+__device__ inline float& scale_by_group(unsigned char* stage, int token, int group) {
+  return reinterpret_cast<float*>(stage + kScalesOffset)[scale_place(token, group)];
+}
+
+// Of tokens g and g + 8 of a warp, with g = lane / 4.
+struct KeyScales {
+  float of[2][kScaleGroups];
+
+  // Reads them, and puts them in order.
+  __device__ explicit KeyScales(unsigned char* stage) {
+    const int lane = fresh_lane();
+    const int token = fresh_warp() % kScorerWarps * kTokensOfWarp + lane / 4;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float4 found = reinterpret_cast<const float4*>(stage + kScalesOffset)[token + half * 8];
+      of[half][0] = found.x;
+      of[half][1] = found.y;
+      of[half][2] = found.z;
+      of[half][3] = found.w;
+    }
+    __syncwarp();  // all lanes have read them
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float low = lane % 2 == 0 ? of[half][0] : of[half][1];
+      const float high = lane % 2 == 0 ? of[half][2] : of[half][3];
+      scale_by_group(stage, token + half * 8, lane % 4) = lane % 4 < 2 ? low : high;
+    }
+  }
 };
-
-__device__ inline i64 global_row(const Params& params, const Item& item, int row) {
-  return item.first_query * params.heads + item.first_row + row;
-}
-
-__device__ inline RowResult result_of(const Params& params, const Item& item, int row,
-                                      RowState state) {
-  const float sink = params.sinks == nullptr || row >= item.rows
-                         ? -kInfinity
-                         : params.sinks[(item.first_row + row) % params.heads];
-  return finish_row(state.reference, state.sum, sink);
-}
-
-__device__ inline float output_scale(const Params& params) {
-  return value_of(params.bmm2_scale_tensor, params.bmm2_scale);
-}
-
-// For fmaxf, which ignores a NaN.
-__device__ inline float nan_unless_finite(float value) { return fmaf(value, 0.0f, value); }
+static_assert(kScaleGroups == 4, "a lane leaves one scale of a token");
+static_assert(kTokensOfWarp == 16, "a warp scores a matrix of tokens");
 
 // Consumer warps that leave or merge pieces of a unit together: all, or those of one half of the
 // tasks. Needs roles/mla_hopper/constants, blocks/fresh_thread.cuh, ptx/barrier.cuh.
@@ -1894,967 +2279,696 @@ struct Crew {
   __device__ bool has_warp(int warp) const { return half < 0 || half_of_warp(warp) == half; }
 };
 
-// Where a block goes: one of the two stages, and the barriers that say when. Needs SharedMemory,
-// blocks/barriers.cuh, ptx/fence.cuh.
+// What of the output a thread of the consumers has. Needs blocks/fresh_thread.cuh,
+// roles/mla_hopper_e4m3/constants.
 
-struct BlockRoom {
-  SharedMemory& shared;
-  int stage;
-  u32 parity;
-
-  __device__ unsigned char* tiles() const { return shared.tokens[stage]; }
-  __device__ UnlistedTokens& unlisted() const { return shared.unlisted[stage]; }
-
-  // Waits until the tiles of a step may be written. A step that needs no wait has one too: beyond
-  // it, compilers do not begin to convert what is still on its way.
-  template <int kStep>
-  __device__ void wait() const {
-    if constexpr (kStep < kLatentSteps / 2) {
-      wait_for(shared.left_empty[stage], parity);
-    } else if constexpr (kStep < kRopeStep) {
-      wait_for(shared.right_empty[stage], parity);
-    } else {
-      wait_for(shared.rope_empty[stage], parity);
-    }
-  }
-
-  // Says that this warp's part of them is written.
-  template <int kStep>
-  __device__ void tell() const {
-    fence_proxy_async();
-    __syncwarp();
-    constexpr int kStepTiles = kStep == kRopeStep ? 1 : 2;
-    const int lane = lane_index();
-    if (lane < kStepTiles) arrive_at(shared.tile_full[stage][kStep * 2 + lane]);
-  }
-};
-
-// Where the blocks of all items go, in turn. Items begin with the first stage.
-struct BlockRooms {
-  SharedMemory& shared;
-  u32 parity = 1;
-
-  __device__ explicit BlockRooms(SharedMemory& shared) : shared(shared) {}
-
-  template <int kStage>
-  __device__ BlockRoom room() const {
-    return {shared, kStage, parity};
-  }
-
-  // A block that does not exist, for items are taken in pairs of blocks, arrives with nothing in
-  // it.
-  template <int kStage>
-  __device__ void skip() {
-    const BlockRoom here = room<kStage>();
-    here.wait<0>();
-    here.tell<0>();
-    here.tell<1>();
-    here.wait<2>();
-    here.tell<2>();
-    here.tell<3>();
-    here.wait<4>();
-    here.tell<4>();
-    advance<kStage>();
-  }
-
-  template <int kStage>
-  __device__ void advance() {
-    if constexpr (kStage == kStages - 1) parity ^= 1;
-  }
-};
-
-// The query is loaded before any block of an item: it is free first.
-constexpr int kBlocksBeforeQuery = 0;
-
-// What a consumer has in registers, and what of the output it is. Needs ptx/wgmma.cuh,
-// SharedMemory, row_state.cuh.
-
-// Two consumers of four warps each. Both have all rows; the left one has the first half of the
-// output dims and the scores of even blocks, the right one the other half and the odd blocks.
+// Two consumers of four warps each. Both have all rows and one half of the output dims, in tiles of
+// 64; of a tile a warp has 16, and a thread two neighbours: in rows g and g + 8 of the product,
+// with g = lane / 4, are dims 2g and 2g + 1.
+constexpr int kDimsOfTile = 64;
 constexpr int kHalfDims = kHeadDimVo / 2;
-constexpr int kOwnRows = 2;
-using OwnRows = RowState[kOwnRows];
-using Accumulators = float[kHalfDims / 2];
-using Scores = float[kBlockTokens / 2];
-using Probabilities = u32[kBlockTokens / 4];  // two elements a word
+constexpr int kDimTiles = kHalfDims / kDimsOfTile;
 
-__device__ inline int consumer_thread() { return static_cast<int>(threadIdx.x) % 128; }
-__device__ inline bool is_left() { return threadIdx.x < 128; }
-
-// A thread's row `r`, 0 or 1, and the row of a thread of another warp.
-__device__ inline int row_of(int warp, int r) { return warp % 4 * 16 + lane_index() / 4 + 8 * r; }
-__device__ inline int row_of_thread(int thread) {
-  return thread % 128 / kWarpLanes * 16 + thread % kWarpLanes / 4;
-}
-__device__ inline int own_row(int r) { return row_of_thread(fresh_thread()) + 8 * r; }
-
-// Float4 `i` holds two dims of each of the two rows.
+// The first dim of float4 `i` of a thread of warp `warp`; the other is the next.
 __device__ inline int dim_of(int warp, int i) {
-  return warp / 4 * kHalfDims + i * 8 + lane_index() % 4 * 2;
+  return warp / 4 * kHalfDims + i / (kRows / 8) * kDimsOfTile + warp % 4 * 16 +
+         fresh_lane() / 4 * 2;
 }
 
-// Row and dim of part `c` of float4 `i`.
-__device__ inline int part_row(int warp, int, int c) { return row_of(warp, c / 2); }
-__device__ inline int part_dim(int warp, int i, int c) { return dim_of(warp, i) + c % 2; }
+// The dim of part `c` of float4 `i`.
+__device__ inline int part_dim(int warp, int i, int c) { return dim_of(warp, i) + c / 2; }
+
+// Where a warp's float4s are among those of all: half of the warps of either consumer have the
+// first half.
+__device__ inline int first_task_of(int warp) { return (warp % 4 * 2 + warp / 4) * kAccumulators; }
+__device__ inline int warp_of_task(int task) {
+  const int place = task / kAccumulators;
+  return place % 2 * 4 + place / 2;
+}
+
+// What a consumer has of the output in registers, where its dims take the place of rows in the
+// products, and rows that of columns. Needs ptx/wgmma.cuh, row_state.cuh; from the family
+// kDimTiles, dim_of and part_dim.
+
+constexpr int kRowGroups = kRows / 8;
+constexpr int kOwnRows = kRowGroups * 2;
+using Accumulators = float[kDimTiles][kRows / 2];
+
+// A thread's row `r`, the same in all warps, and lanes that have the same rows: those that agree
+// modulo 4.
+__device__ inline int own_row(int r) { return r / 2 * 8 + fresh_lane() % 4 * 2 + r % 2; }
+
+// Row of part `c` of float4 `i`.
+__device__ inline int part_row(int, int i, int c) { return own_row(i % kRowGroups * 2 + c % 2); }
 
 __device__ inline float4 accumulator(const Accumulators& accumulators, int i) {
-  return make_float4(accumulators[i * 4], accumulators[i * 4 + 1], accumulators[i * 4 + 2],
-                     accumulators[i * 4 + 3]);
+  const float* of = accumulators[i / kRowGroups] + i % kRowGroups * 4;
+  return make_float4(of[0], of[1], of[2], of[3]);
 }
 
 __device__ inline void set_accumulator(Accumulators& accumulators, int i, float4 value) {
-  accumulators[i * 4] = value.x;
-  accumulators[i * 4 + 1] = value.y;
-  accumulators[i * 4 + 2] = value.z;
-  accumulators[i * 4 + 3] = value.w;
+  float* of = accumulators[i / kRowGroups] + i % kRowGroups * 4;
+  of[0] = value.x;
+  of[1] = value.y;
+  of[2] = value.z;
+  of[3] = value.w;
 }
 
-__device__ inline float4 weighted(float4 value, const float (&weights)[kOwnRows], int) {
-  return make_float4(value.x * weights[0], value.y * weights[0], value.z * weights[1],
-                     value.w * weights[1]);
+// Float4 `i` holds two rows of each of its two dims.
+__device__ inline float4 weighted(float4 value, const float (&weights)[kOwnRows], int i) {
+  const float a = weights[i % kRowGroups * 2];
+  const float b = weights[i % kRowGroups * 2 + 1];
+  return make_float4(value.x * a, value.y * b, value.z * a, value.w * b);
 }
 
-// Of all warps' float4s in a row, the tasks, those of the same sixteen rows come together, and in
-// the order of their dims.
-constexpr int kRowsOfGroup = 16;
-constexpr int kTasksOfGroup = kHeadDimVo / 8;
-__device__ inline int first_task_of(int warp) { return (warp % 4 * 2 + warp / 4) * kAccumulators; }
+// All warps' float4s in a row are the tasks; all of them have all rows.
+constexpr int kRowsOfGroup = kRows;
+constexpr int kTasksOfGroup = kAccumulators * kConsumerWarps;
 
-// The rows that the parts of a float4 belong to.
 struct TaskRows {
   int a;
   int b;
 };
 
 __device__ inline TaskRows task_rows(int task) {
-  const int row = task / kTasksOfGroup * kRowsOfGroup + fresh_lane() / 4;
-  return {row, row + 8};
+  const int row = own_row(task % kRowGroups * 2);
+  return {row, row + 1};
 }
 
-// Either half of a row has a scale of its own.
-constexpr int kScales = 2;
-__device__ inline int scale_of_warp(int warp) { return warp / 4; }
-__device__ inline int scale_of_task(int task) { return task / kAccumulators % 2; }
+// A row has one scale.
+constexpr int kScales = 1;
+__device__ inline int scale_of_warp(int) { return 0; }
+__device__ inline int scale_of_task(int) { return 0; }
 
 __device__ inline float4 add_task(float4 total, float4 value, float weight_a, float weight_b) {
-  return make_float4(total.x + value.x * weight_a, total.y + value.y * weight_a,
-                     total.z + value.z * weight_b, total.w + value.w * weight_b);
+  return make_float4(total.x + value.x * weight_a, total.y + value.y * weight_b,
+                     total.z + value.z * weight_a, total.w + value.w * weight_b);
 }
 
-__device__ inline void rescale(Accumulators& accumulators, float a, float b) {
+// Over the lanes that have the same rows.
+__device__ inline float maximum_of_lanes(float value) {
 #pragma unroll
-  for (int i = 0; i < kHalfDims / 2; i += 4) {
-    accumulators[i] *= a;
-    accumulators[i + 1] *= a;
-    accumulators[i + 2] *= b;
-    accumulators[i + 3] *= b;
+  for (int lanes = 4; lanes < kWarpLanes; lanes *= 2) {
+    value = fmaxf(value, __shfl_xor_sync(~0u, value, lanes));
   }
+  return value;
 }
 
-// The products of the consumers: S = Q K^T over all dims, and O += P V over one half of them. Needs
-// accumulators.cuh, blocks/wgmma_descriptor.cuh.
+__device__ inline float total_of_lanes(float value) {
+#pragma unroll
+  for (int lanes = 4; lanes < kWarpLanes; lanes *= 2) {
+    value += __shfl_xor_sync(~0u, value, lanes);
+  }
+  return value;
+}
 
-// Lower words of descriptors: of what lies along the dims, and of values, which are multiplied
-// along the tokens. Both begin at the start of shared memory.
-struct Descriptors {
-  u32 along;
-  u32 across;
+// What the rows of an item have come to, in shared memory: a consumer's thread has a quarter of all
+// rows, and no registers for them. Needs SharedMemory, roles/mla_hopper_narrow/accumulators.cuh,
+// row_state.cuh.
 
-  __device__ explicit Descriptors(const SharedMemory& shared)
-      : along(descriptor_low(shared_address(&shared), 16)),
-        across(descriptor_low(shared_address(&shared), kTileBytes)) {}
+struct OwnRows {
+  SharedMemory& shared;
+  int slot;  // of the item
 
-  // Keeps compilers from computing the descriptors of a whole loop ahead, for which there are no
-  // registers.
-  __device__ void forget() {
-    mov_b32(along);
-    mov_b32(across);
+  // Of row `r` of this thread.
+  __device__ RowState operator[](int r) const { return state(own_row(r)); }
+
+  __device__ RowState state(int row) const {
+    return {shared.row_reference[slot][row], shared.row_sum[slot][row]};
+  }
+  __device__ void set_state(int row, RowState state) {
+    shared.row_reference[slot][row] = state.reference;
+    shared.row_sum[slot][row] = state.sum;
   }
 };
 
-constexpr u32 kTokensOffset = kTiles * kQueryTileBytes;
+// How large the values of a row are. Needs SharedMemory,
+// roles/mla_hopper_narrow/accumulators.cuh, roles/mla_hopper/crew.cuh,
+// roles/mla_hopper/row_state.cuh.
 
-__device__ constexpr u32 tile_offset(int stage, int tile) {
-  return kTokensOffset + (stage * kTiles + tile) * kTileBytes;
+// What a warp tells others of its rows.
+__device__ inline float* told_of_rows(SharedMemory& shared, int warp) {
+  return reinterpret_cast<float*>(shared.staging[warp]);
 }
 
-// Where the probabilities of a stage are: on its rope tile, which nobody needs any more.
-__device__ constexpr u32 probabilities_offset(int stage) {
-  return tile_offset(stage, kLatentTiles);
+// The largest finite magnitude of every row, in all warps of the crew. Every lane asks all warps
+// for some rows, and tells the others.
+__device__ inline void largest_of_rows(SharedMemory& shared, const Crew& crew,
+                                       const Accumulators& accumulators,
+                                       float (&largest)[kOwnRows]) {
+#pragma unroll
+  for (int r = 0; r < kOwnRows; ++r) {
+    float own = 0.0f;
+#pragma unroll
+    for (int tile = 0; tile < kDimTiles; ++tile) {
+      const float* of = accumulators[tile] + r / 2 * 4 + r % 2;
+      own = fmaxf(own, fabsf(nan_unless_finite(of[0])));
+      own = fmaxf(own, fabsf(nan_unless_finite(of[2])));
+    }
+    own = maximum_of_lanes(own);
+    if (fresh_lane() < 4) told_of_rows(shared, fresh_warp())[own_row(r)] = own;
+  }
+  crew.sync();
+  constexpr int kRowsOfLane = ceil_div(kRows, kWarpLanes);
+  float found[kRowsOfLane];
+#pragma unroll
+  for (int i = 0; i < kRowsOfLane; ++i) {
+    const int row = (i * kWarpLanes + fresh_lane()) % kRows;
+    found[i] = 0.0f;
+#pragma unroll
+    for (int warp = 0; warp < kConsumerWarps; ++warp) {
+      const float told = told_of_rows(shared, warp)[row];
+      if (crew.has_warp(warp)) found[i] = fmaxf(found[i], told);
+    }
+  }
+  __syncwarp();
+#pragma unroll
+  for (int r = 0; r < kOwnRows; ++r) {
+    largest[r] = __shfl_sync(~0u, found[r / 2 * 8 / kWarpLanes], own_row(r) % kWarpLanes);
+  }
 }
+
+// Whether the thread of that index in its crew writes what there is of its rows: all warps have the
+// same.
+__device__ inline bool is_row_writer(int thread) { return thread < 4; }
+__device__ inline bool is_scale_writer(int thread) { return thread < 4; }
+
+// Online softmax of the scorer, over the rows of S^T. Needs SharedMemory, Item,
+// roles/mla_hopper_narrow/accumulators.cuh, ptx/barrier.cuh, ptx/ex2.cuh, ptx/stmatrix.cuh.
+
+// A thread has of eight neighbouring rows two, and of a warp's sixteen tokens g and g + 8 with
+// g = lane / 4.
+using Scores = float[kRows / 2];
+
+struct Softmax {
+  SharedMemory& shared;
+  float sum[kOwnRows];  // of the probabilities of this thread's tokens
+
+  __device__ explicit Softmax(SharedMemory& shared) : shared(shared) {
+#pragma unroll
+    for (int r = 0; r < kOwnRows; ++r) sum[r] = 0.0f;
+  }
+
+  // Before the first block of an item, whose query is here; `scale` makes scores log2 units.
+  __device__ void begin(float scale) const {
+    const int row = fresh_thread() % kScorerThreads;
+    if (row < kRows) {
+      shared.factor[row] = scale * shared.query_scale[row];
+      shared.ones[row] = 1.0f;
+      shared.reference[row] = -kLargest;
+    }
+    barrier_sync(kScorerBarrier, kScorerThreads);
+  }
+
+  // What this thread's rows have in one of the tables of rows: two neighbours in every eight. Read
+  // by its index once; to ask for that again takes longer than all else.
+  struct OfRows {
+    const float* first;
+
+    __device__ explicit OfRows(const float* table) : first(table + own_row(0)) {}
+
+    __device__ float2 of_group(int group) const {
+      return *reinterpret_cast<const float2*>(first + group * 8);
+    }
+  };
+
+  // Turns scores into probabilities for the consumers, in shared memory: relative to references
+  // that move if one is too large for them.
+  __device__ void take(const Scores& scores, bool are_scaled, int stage, bool is_first) {
+    float part[kOwnRows];
+    bool moves = write(scores, are_scaled, stage, part);
+    moves = barrier_red_or(kScorerBarrier, kScorerThreads, moves) != 0;
+    if (moves) {
+      move_references(scores, are_scaled, stage);
+      write(scores, are_scaled, stage, part);
+      barrier_sync(kScorerBarrier, kScorerThreads);
+    }
+#pragma unroll
+    for (int r = 0; r < kOwnRows; ++r) sum[r] += part[r];
+    if (fresh_thread() % kScorerThreads != 0) return;
+    shared.rescales[stage] = moves && !is_first;
+    arrive_at(shared.probabilities_full[stage]);
+  }
+
+  // Writes probabilities relative to the references as they are; says whether any is so large that
+  // references must move, and adds them up. All are computed before the first is written: reading
+  // what others need would wait for that.
+  __device__ bool write(const Scores& scores, bool are_scaled, int stage,
+                        float (&part)[kOwnRows]) const {
+    const OfRows references(shared.reference);
+    const OfRows factors(are_scaled ? shared.ones : shared.factor);
+    float largest = 0.0f;
+    u32 pairs[kRowGroups][2];  // of two neighbouring rows, for tokens g and g + 8
+#pragma unroll
+    for (int group = 0; group < kRowGroups; ++group) {
+      const float2 reference = references.of_group(group);
+      const float2 factor = factors.of_group(group);
+      float p[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        // Rounded, never fused: equal scores must have equal distances from a reference.
+        const float score = __fmul_rn(scores[group * 4 + i], i % 2 == 0 ? factor.x : factor.y);
+        p[i] = ex2_approx(score - (i % 2 == 0 ? reference.x : reference.y));
+        largest = fmaxf(largest, p[i]);
+      }
+      part[group * 2] = p[0] + p[2];
+      part[group * 2 + 1] = p[1] + p[3];
+      pairs[group][0] = cvt_rn_x2_f32(Element{}, p[1], p[0]);
+      pairs[group][1] = cvt_rn_x2_f32(Element{}, p[3], p[2]);
+    }
+    // Matrices: tokens 0 to 7 and 8 to 15 of the warp, for 8 rows and for the next 8.
+    const int lane = fresh_lane();
+    const int chunk = fresh_warp() % kScorerWarps * 2 + lane / 8 % 2;
+    const u32 address = shared_address(shared.probabilities[stage]) +
+                        swizzled_offset<kTileRowBytes>(lane / 16 * 8 + lane % 8, chunk);
+#pragma unroll
+    for (int group = 0; group < kRowGroups; group += 2) {
+      stmatrix_x4_trans(address + group * 8 * kTileRowBytes, pairs[group][0], pairs[group][1],
+                        pairs[group + 1][0], pairs[group + 1][1]);
+    }
+    fence_proxy_async();
+    return largest > kMostProbability;
+  }
+
+  // Moves the reference of every row to its maximum, if that is larger.
+  __device__ void move_references(const Scores& scores, bool are_scaled, int stage) {
+    const OfRows factors(are_scaled ? shared.ones : shared.factor);
+#pragma unroll
+    for (int r = 0; r < kOwnRows; ++r) {
+      const float2 both = factors.of_group(r / 2);
+      const float factor = r % 2 == 0 ? both.x : both.y;
+      const float maximum =
+          maximum_of_lanes(fmaxf(__fmul_rn(scores[r / 2 * 4 + r % 2], factor),
+                                 __fmul_rn(scores[r / 2 * 4 + 2 + r % 2], factor)));
+      if (fresh_lane() < 4) own_warp_rows()[own_row(r)] = maximum;
+    }
+    barrier_sync(kScorerBarrier, kScorerThreads);
+    const int row = fresh_thread() % kScorerThreads;
+    if (row < kRows) {
+      float next = shared.reference[row];
+#pragma unroll
+      for (int warp = 0; warp < kScorerWarps; ++warp) {
+        if (shared.warp_rows[warp][row] > next) next = shared.warp_rows[warp][row];
+      }
+      shared.rescale[stage][row] = ex2_approx(shared.reference[row] - next);
+      shared.reference[row] = next;
+    }
+    barrier_sync(kScorerBarrier, kScorerThreads);
+#pragma unroll
+    for (int r = 0; r < kOwnRows; ++r) sum[r] *= shared.rescale[stage][own_row(r)];
+  }
+
+  // Leaves what the rows have come to, for the consumers.
+  __device__ void leave_rows(int slot) const {
+#pragma unroll
+    for (int r = 0; r < kOwnRows; ++r) {
+      const float total = total_of_lanes(sum[r]);
+      if (fresh_lane() < 4) own_warp_rows()[own_row(r)] = total;
+    }
+    barrier_sync(kScorerBarrier, kScorerThreads);
+    const int row = fresh_thread() % kScorerThreads;
+    if (row < kRows) {
+      float total = 0.0f;
+#pragma unroll
+      for (int warp = 0; warp < kScorerWarps; ++warp) total += shared.warp_rows[warp][row];
+      shared.row_sum[slot][row] = total;
+      shared.row_reference[slot][row] = shared.reference[row];
+    }
+    __syncwarp();
+    if (fresh_lane() == 0) arrive_at(shared.rows_full[slot]);
+  }
+
+  __device__ float* own_warp_rows() const { return shared.warp_rows[fresh_warp() % kScorerWarps]; }
+};
+
+// The scorer, four warps: scores and probabilities of all blocks of all items. Needs scales.cuh,
+// softmax.cuh, roles/mla_hopper/hand_over.cuh, blocks/wgmma_descriptor.cuh.
+
+// Elements that one step of a product multiplies, in eight bits.
+constexpr int kStepElements = 32;
+constexpr int kHalfTileBytes = kTileRowBytes / 2;  // the first parts of a row of the query
 
 __device__ constexpr u32 descriptor_step(u32 bytes) { return bytes / 16; }
 
-// Begins the scores of the block in `kStage`, each tile as it arrives, one group for each.
-template <int kStage, typename AfterTile>
-__device__ inline void begin_scores(const Descriptors& descriptors, const SharedMemory& shared,
-                                    u32 parity, Scores& scores, AfterTile after_tile) {
-#pragma unroll
-  for (int tile = 0; tile < kTiles; ++tile) {
-    wait_for(shared.tile_full[kStage][tile], parity);
-    wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < kTileElements / 16; ++k) {
-      const u32 query = descriptors.along + descriptor_step(tile * kQueryTileBytes + k * 32);
-      const u32 keys = descriptors.along + descriptor_step(tile_offset(kStage, tile) + k * 32);
-      wgmma_mma(Element{}, scores, descriptor(query), descriptor(keys), tile + k > 0);
-    }
-    wgmma_commit_group();
-    after_tile(tile);
-  }
-}
+// Where there are registers, the scores of a group of dims come while those before are scaled.
+constexpr int kParts = kRows > 32 ? 1 : 2;
 
-// Adds the product with probabilities in registers.
-template <int kStage, int kHalf>
-__device__ inline void add_own(const Descriptors& descriptors, const Probabilities& probabilities,
-                               Accumulators& accumulators) {
-  wgmma_fence();
-#pragma unroll
-  for (int k = 0; k < kBlockTokens / 16; ++k) {
-    const u32 values = descriptors.across +
-                       descriptor_step(tile_offset(kStage, kHalf * kLatentTiles / 2) + k * 2048);
-    wgmma_mma_trans_b(Element{}, accumulators, probabilities + k * 4, descriptor(values), 1);
-  }
-  wgmma_commit_group();
-}
-
-// Adds the product with the probabilities that the other consumer has left.
-template <int kStage, int kHalf>
-__device__ inline void add_others(const Descriptors& descriptors, Accumulators& accumulators) {
-  wgmma_fence();
-#pragma unroll
-  for (int k = 0; k < kBlockTokens / 16; ++k) {
-    const u32 probabilities =
-        descriptors.along + descriptor_step(probabilities_offset(kStage) + k * 32);
-    const u32 values = descriptors.across +
-                       descriptor_step(tile_offset(kStage, kHalf * kLatentTiles / 2) + k * 2048);
-    wgmma_mma_trans_b(Element{}, accumulators, descriptor(probabilities), descriptor(values), 1);
-  }
-  wgmma_commit_group();
-}
-
-__device__ inline void finish(Accumulators& accumulators) {
-  wgmma_wait_group<0>();
-  wgmma_keep(accumulators);
-}
-
-__device__ inline void finish(Scores& scores) {
-  wgmma_wait_group<0>();
-  wgmma_keep(scores);
-}
-
-// Online softmax of one consumer over the blocks whose scores it has. Needs accumulators.cuh,
-// ptx/ex2.cuh, ptx/cvt.cuh, blocks/row_reductions.cuh.
-
-// So far from zero, rounding moves a score by as much as a probability may be off.
-constexpr float kFarReference = 0x1p14f;  // log2 units
-
-struct Softmax {
-  float sum[kOwnRows];  // over this thread's tokens
-  float reference[kOwnRows];  // log2 units
-
-  // Scores, to be multiplied by `scale`, to probabilities, as if all rows saw all tokens and no
-  // reference had to move; says whether that was so for this warp, by `hides` the former.
-  __device__ bool take(const Scores& scores, float scale, Probabilities& probabilities,
-                       bool hides) {
-    float part[kOwnRows];
-#pragma unroll
-    for (int r = 0; r < kOwnRows; ++r) {
-      part[r] = exponentiate([&](int i) { return fmaf(scores[i], scale, -reference[r]); }, r,
-                             probabilities);
-    }
-    const bool is_far = fmaxf(fabsf(reference[0]), fabsf(reference[1])) > kFarReference;
-    if (__any_sync(~0u, fmaxf(part[0], part[1]) > kMostProbability || is_far || hides))
-      return false;
-#pragma unroll
-    for (int r = 0; r < kOwnRows; ++r) sum[r] += part[r];
-    return true;
-  }
-
-  // Moves references first, to the maximum if that is larger; scores are in log2 units here. They
-  // have been rounded as references were, so equal ones are equally far from a reference.
-  __device__ void take_moving(const Scores& scores, Probabilities& probabilities,
-                              float (&moved)[kOwnRows]) {
-#pragma unroll
-    for (int r = 0; r < kOwnRows; ++r) {
-      float maximum = -kInfinity;
-#pragma unroll
-      for (int i = 0; i < kBlockTokens / 8; ++i) {
-        maximum = fmaxf(maximum, fmaxf(scores[i * 4 + r * 2], scores[i * 4 + r * 2 + 1]));
-      }
-      maximum = row_maximum(maximum);
-      const float next = maximum > reference[r] ? maximum : reference[r];
-      moved[r] = ex2_approx(reference[r] - next);
-      reference[r] = next;
-      sum[r] = sum[r] * moved[r] +
-               exponentiate([&](int i) { return scores[i] - next; }, r, probabilities);
-    }
-  }
-
-  // Leaves to the other consumer where references are and what they have moved by.
-  __device__ void publish(const float (&moved)[kOwnRows], float* references,
-                          float* rescales) const {
-    const int thread = fresh_thread();
-    const int row = row_of_thread(thread);
-#pragma unroll
-    for (int r = 0; r < kOwnRows; ++r) {
-      if (thread % 4 != 0) continue;
-      references[row + 8 * r] = reference[r];
-      rescales[row + 8 * r] = moved[r];
-    }
-  }
-
-  // Follows where the other consumer has moved references to; says whether any row of this warp
-  // has.
-  __device__ bool follow(const float* references, const float* rescales, float (&moved)[kOwnRows]) {
-    bool moves = false;
-    const int row = row_of_thread(fresh_thread());
-#pragma unroll
-    for (int r = 0; r < kOwnRows; ++r) {
-      moved[r] = rescales[row + 8 * r];
-      moves |= moved[r] != 1.0f;
-    }
-    moves = __any_sync(~0u, moves);
-    if (moves) {
-#pragma unroll
-      for (int r = 0; r < kOwnRows; ++r) {
-        sum[r] *= moved[r];
-        reference[r] = references[row + 8 * r];
-      }
-    }
-    return moves;
-  }
-
-  // Probabilities of row `r` by the distances of its scores from the reference; their sum.
-  template <typename Distance>
-  __device__ static float exponentiate(Distance distance, int r, Probabilities& probabilities) {
-    float part = 0.0f;
-#pragma unroll
-    for (int i = 0; i < kBlockTokens / 8; ++i) {
-      const float low = ex2_approx(distance(i * 4 + r * 2));
-      const float high = ex2_approx(distance(i * 4 + r * 2 + 1));
-      part += low + high;
-      probabilities[i * 2 + r] = cvt_rn_x2_f32(Element{}, high, low);
-    }
-    return part;
-  }
-};
-
-// To log2 units, rounded as references are.
-__device__ inline void scale_scores(Scores& scores, float scale) {
-#pragma unroll
-  for (int i = 0; i < kBlockTokens / 2; ++i) scores[i] = __fmul_rn(scores[i], scale);
-}
-
-// Hides what a list does not name.
-__device__ inline void hide_unlisted(Scores& scores, const UnlistedTokens& unlisted) {
-  const u64 bits = unlisted.all() >> lane_index() % 4 * 2;
-#pragma unroll
-  for (int i = 0; i < kBlockTokens / 2; ++i) {
-    if (bits >> (i / 4 * 8 + i % 2) & 1) scores[i] = -kInfinity;
-  }
-}
-
-// Hides what a row does not see: a select, for the hidden score may be NaN.
-__device__ inline void hide(Scores& scores, const Item& item, int first_token) {
-#pragma unroll
-  for (int r = 0; r < kOwnRows; ++r) {
-    const int visible = item.row_visible[own_row(r)] - first_token - lane_index() % 4 * 2;
-#pragma unroll
-    for (int i = 0; i < kBlockTokens / 8; ++i) {
-      if (i * 8 >= visible) scores[i * 4 + r * 2] = -kInfinity;
-      if (i * 8 + 1 >= visible) scores[i * 4 + r * 2 + 1] = -kInfinity;
-    }
-  }
-}
-
-// The two consumers: how they take turns over the pairs of blocks of an item. Needs multiply.cuh,
-// softmax.cuh, roles/mla_hopper/finite_values.cuh.
-
-// An item of so few blocks of tokens is not worth fetching the loop for pairs that are seen whole.
-constexpr int kShortItem = 4;
-
-// Both add the even block of a pair first and then the odd one, so that references only move
-// forward:
-//
-//   left:   softmax even | O += own P | O += right's P | scores of the next even block
-//   right:  O += left's P, softmax odd meanwhile | O += own P | scores of the next odd block
-struct Consumer {
+struct Scorer {
   const Params& params;
   SharedMemory& shared;
   const Item& item;
-  Descriptors& descriptors;
-  float scale;  // of scores, to log2 units
-  u32& parity;  // of the stages
-  Accumulators accumulators;
+  u32& taken;  // blocks
   Scores scores;
-  Probabilities probabilities;
   Softmax softmax;
 
-  __device__ Consumer(const Params& params, SharedMemory& shared, const Item& item,
-                      Descriptors& descriptors, float scale, u32& parity)
-      : params(params),
-        shared(shared),
-        item(item),
-        descriptors(descriptors),
-        scale(scale),
-        parity(parity) {
+  __device__ Scorer(const Params& params, SharedMemory& shared, const Item& item, u32& taken)
+      : params(params), shared(shared), item(item), taken(taken), softmax(shared) {}
+
+  // Begins the product of the keys in eight bits at `keys` and the tile of the query at `query`, of
+  // two parts, for the first of some dims or the next.
+  template <bool kIsRope>
+  __device__ static void multiply_tile(Scores& part, u32 keys, u32 query, bool is_first) {
 #pragma unroll
-    for (int i = 0; i < kHalfDims / 2; ++i) accumulators[i] = 0.0f;
+    for (int k = 0; k < kTileElements / kStepElements; ++k) {
+      const u32 a = keys + descriptor_step(k * kStepElements);
+      const u32 b = query + descriptor_step(k * kStepElements);
+      const u64 key = kIsRope ? descriptor_64(a) : descriptor(a);
+      wgmma_mma(E4m3{}, part, key, descriptor(b), !is_first || k > 0);
+      wgmma_mma(E4m3{}, part, key, descriptor(b + descriptor_step(kHalfTileBytes)), 1);
+    }
+  }
+
+  // Begins the scores of the dims of one scale.
+  __device__ static void begin_group(Scores& part, u32 keys, u32 query, int group) {
+    constexpr int kTilesOfGroup = kScaledDims / kTileElements;
+    wgmma_keep(part);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kTilesOfGroup; ++i) {
+      multiply_tile<false>(part, keys + descriptor_step(group * kTileBytes + i * kTileElements),
+                           query + descriptor_step((group * kTilesOfGroup + i) * kQueryTileBytes),
+                           i == 0);
+    }
+    wgmma_commit_group();
+  }
+
+  // Begins the scores of the rope part: of bf16 these need no scale.
+  __device__ void begin_rope(Scores& part, u32 keys, u32 query) {
+    keys += descriptor_step(kRopeTileOffset);
+    query += descriptor_step(kLatentTiles * kQueryTileBytes);
+    wgmma_keep(part);
+    wgmma_fence();
+    if constexpr (kIsPacked) {
+#pragma unroll
+      for (int k = 0; k < kTileElements / 16; ++k) {
+        const u32 along = descriptor_step(k * 32);
+        wgmma_mma(Bf16{}, part, descriptor(keys + along), descriptor(query + along), k > 0);
+      }
+    } else {
+      multiply_tile<true>(part, keys, query, true);
+    }
+    wgmma_commit_group();
+  }
+
+  // A group's scores come to the others by the scales of tokens g and g + 8.
+  __device__ void add_group(Scores& part, const KeyScales& scales, int group) {
+    wgmma_keep(part);
+#pragma unroll
+    for (int i = 0; i < kRows / 2; ++i) {
+      scores[i] = fmaf(part[i], scales.of[i / 2 % 2][group], scores[i]);
+    }
+  }
+
+  __device__ void take_scores(unsigned char* stage) {
+    u32 query = descriptor_low(shared_address(shared.query), 16);
+    mov_b32(query);
+    const u32 keys = descriptor_low(shared_address(stage), 16);
+    Scores parts[kParts];
+    begin_rope(scores, keys, query);
+    begin_group(parts[0], keys, query, 0);
+    const KeyScales scales(stage);
+    wgmma_wait_group<1>();
+    wgmma_keep(scores);
+    if constexpr (!kIsPacked) {
+#pragma unroll
+      for (int i = 0; i < kRows / 2; ++i) scores[i] *= params.rope_scale;
+    }
+#pragma unroll
+    for (int group = 0; group < kScaleGroups; ++group) {
+      const bool has_next = group + 1 < kScaleGroups;
+      Scores& next = parts[(group + 1) % kParts];
+      if (kParts > 1 && has_next) {
+        begin_group(next, keys, query, group + 1);
+        wgmma_wait_group<1>();
+      } else {
+        wgmma_wait_group<0>();
+      }
+      add_group(parts[group % kParts], scales, group);
+      if (kParts == 1 && has_next) begin_group(next, keys, query, group + 1);
+    }
+  }
+
+  // Makes scores log2 units, and hides what a row does not see: a select, for the hidden score may
+  // be NaN.
+  __device__ void hide(int first_token) {
+    const int token = first_token + fresh_warp() % kScorerWarps * kTokensOfWarp + fresh_lane() / 4;
 #pragma unroll
     for (int r = 0; r < kOwnRows; ++r) {
-      softmax.sum[r] = 0.0f;
-      softmax.reference[r] = -kLargest;
-    }
-  }
-
-  __device__ void release(const Barrier& barrier) const {
-    if (consumer_thread() == 0) arrive_at(barrier);
-  }
-
-  template <int kStage>
-  __device__ void store_probabilities() const {
-    const int thread = fresh_thread();
-    const int row = thread % 128 / kWarpLanes * 16 + thread % 16;
-    const u32 address =
-        shared_address(shared.tokens[kStage] + kLatentTiles * kTileBytes) + row * kTileRowBytes;
-    const int chunk = thread % kWarpLanes / 16 ^ row % 8;
+      const int visible = item.row_visible[own_row(r)];
+      const float factor = shared.factor[own_row(r)];
 #pragma unroll
-    for (int k = 0; k < kBlockTokens / 16; ++k) {
-      stmatrix_x4(address + ((chunk ^ (k * 2)) << 4), probabilities[k * 4],
-                  probabilities[k * 4 + 1], probabilities[k * 4 + 2], probabilities[k * 4 + 3]);
-    }
-    fence_proxy_async();
-  }
-
-  // A list hides tokens anywhere, and from all rows alike.
-  template <int kStage, bool kIsPlain>
-  __device__ bool hides_tokens(int first_token) const {
-    if constexpr (kIsSparse) return shared.unlisted[kStage].all() != 0;
-    return !kIsPlain && first_token + kBlockTokens > item.visible_to_all;
-  }
-
-  // Scores of the block in `kStage`, which are here, to probabilities; says whether references have
-  // moved. Of a block that does not `exist`, scores may be anything, and nothing is kept.
-  // `kIsPlain` where all rows see the whole block.
-  template <int kStage, bool kIsPlain>
-  __device__ bool take_scores(int block, bool exists, float (&moved)[kOwnRows]) {
-#pragma unroll
-    for (int r = 0; r < kOwnRows; ++r) moved[r] = 1.0f;
-    const int first_token = block * kBlockTokens;
-    const bool hides = (!kIsPlain && !exists) || hides_tokens<kStage, kIsPlain>(first_token);
-    // No branch before this: it runs while products before it begin.
-    const bool moves = !softmax.take(scores, scale, probabilities, hides);
-    if (!kIsPlain && !exists) return false;
-    if (moves) {
-      scale_scores(scores, scale);
-      if constexpr (kIsSparse) {
-        if (hides) hide_unlisted(scores, shared.unlisted[kStage]);
-      } else if constexpr (!kIsPlain) {
-        if (hides) {
-          hide(scores, item, first_token);
-          clear_values<kStage>(first_token);
-        }
+      for (int half = 0; half < 2; ++half) {
+        float& score = scores[r / 2 * 4 + half * 2 + r % 2];
+        score = token + half * 8 < visible ? __fmul_rn(score, factor) : -kInfinity;
       }
-      softmax.take_moving(scores, probabilities, moved);
-    }
-    softmax.publish(moved, shared.reference[kStage], shared.rescale[kStage]);
-    store_probabilities<kStage>();
-    barrier_arrive(kProbabilitiesBarrier + kStage, kConsumerThreads);
-    return moves;
-  }
-
-  // When all warps of this consumer have their scores.
-  template <int kStage>
-  __device__ void clear_values(int first_token) const {
-    const int barrier = kValuesBarrier + kStage;
-    barrier_sync(barrier, 128);
-    clear_nonfinite(shared, max(item.visible_to_all - first_token, 0),
-                    item.visible_to_any - first_token,
-                    [&](int tile) { return shared.tokens[kStage] + tile * kTileBytes; });
-    fence_proxy_async();
-    barrier_sync(barrier, 128);
-  }
-
-  __device__ void follow(int stage) {
-    float moved[kOwnRows];
-    if (softmax.follow(shared.reference[stage], shared.rescale[stage], moved)) {
-      rescale(accumulators, moved[0], moved[1]);
     }
   }
 
-  // The left consumer: all of the even block, then the odd one if there is one, with the scores of
-  // the next even block behind it.
-  __device__ void take_pair_left(int block, bool is_last, bool has_odd) {
-    descriptors.forget();
-    float moved[kOwnRows];
-    if (take_scores<0, false>(block, true, moved)) rescale(accumulators, moved[0], moved[1]);
-    wgmma_keep(accumulators);
-    add_own<0, 0>(descriptors, probabilities, accumulators);
-    finish(accumulators);
-    release(shared.left_empty[0]);
-    if (has_odd) {
-      barrier_sync(kProbabilitiesBarrier + 1, kConsumerThreads);
-      follow(1);
-      wgmma_keep(accumulators);
-      add_others<1, 0>(descriptors, accumulators);
+  // Makes scores log2 units, and hides what a list does not name.
+  __device__ void hide_unlisted(u64 unlisted) {
+    const u64 bits = unlisted >> (fresh_warp() % kScorerWarps * kTokensOfWarp + fresh_lane() / 4);
+#pragma unroll
+    for (int i = 0; i < kRows / 2; ++i) {
+      const bool is_hidden = bits >> (i / 2 % 2 * 8) & 1;
+      const float factor = shared.factor[own_row(i / 4 * 2 + i % 2)];
+      scores[i] = is_hidden ? -kInfinity : __fmul_rn(scores[i], factor);
     }
-    parity ^= 1;
-    if (is_last) {
-      finish(accumulators);
-      if (has_odd) release_odd_left();
-      return;
-    }
-    begin_scores<0>(descriptors, shared, parity, scores, [&](int tile) {
-      if (tile != 3) return;
-      wgmma_wait_group<4>();
-      release_odd_left();
-    });
-    finish(accumulators);
-    wgmma_keep(scores);
   }
 
-  __device__ void release_odd_left() const {
-    release(shared.left_empty[1]);
-    release(shared.rope_empty[1]);
-  }
-
-  // And the right one: it begins with the even block, and ends with the odd one.
-  template <bool kIsPlain>
-  __device__ void take_pair_right(int block, bool is_last, bool has_odd) {
-    descriptors.forget();
-    barrier_sync(kProbabilitiesBarrier, kConsumerThreads);
-    follow(0);
-    wgmma_keep(accumulators);
-    add_others<0, 1>(descriptors, accumulators);
-    float moved[kOwnRows];
-    const bool moves = take_scores<1, kIsPlain>(block + 1, has_odd, moved);
-    finish(accumulators);
-    release(shared.right_empty[0]);
-    release(shared.rope_empty[0]);
-    if (kIsPlain || has_odd) {
-      if (moves) rescale(accumulators, moved[0], moved[1]);
-      wgmma_keep(accumulators);
-      add_own<1, 1>(descriptors, probabilities, accumulators);
-      finish(accumulators);
-    } else {
-      release_odd_left();  // only this consumer has waited for the block that does not exist
+  __device__ void take_block(int block) {
+    const int stage = block_stage(taken);
+    wait_for(shared.tokens_full[stage], block_parity(taken));
+    take_scores(shared.tokens[stage]);
+    bool are_scaled = false;
+    const int first_token = block * kBlockTokens;
+    if constexpr (kIsSparse) {
+      const u64 unlisted = shared.unlisted[stage].all();
+      if (unlisted != 0) {
+        hide_unlisted(unlisted);
+        are_scaled = true;
+      }
+    } else if (first_token + kBlockTokens > item.visible_to_all) {
+      hide(first_token);
+      are_scaled = true;
     }
-    release(shared.right_empty[1]);
-    parity ^= 1;
-    if (kIsPlain || !is_last) begin_pair<1>();
-  }
-
-  // The scores that a pair begins with.
-  template <int kStage>
-  __device__ void begin_pair() {
-    begin_scores<kStage>(descriptors, shared, parity, scores, [](int) {});
-    finish(scores);
+    softmax.take(scores, are_scaled, stage, block == item.first_block);
+    ++taken;
   }
 
   __device__ void take_item() {
-    const int end = item.first_block + item.blocks;
-    const int seen_blocks = item.visible_to_all / kBlockTokens - item.first_block;
-    const int plain_blocks = item.blocks > kShortItem ? min(item.blocks - 1, seen_blocks) : 0;
-    const int plain_end = item.first_block + max(plain_blocks / 2 * 2, 0);
-    int block = item.first_block;
-    if (is_left()) {
-      begin_pair<0>();
+    softmax.begin(score_scale(params) * kLog2E);
 #pragma unroll 1
-      for (; block < end; block += 2) {
-        const bool is_last = block + 2 >= end;
-        if (is_last) release_query();
-        take_pair_left(block, is_last, block + 1 < end);
-      }
-    } else {
-      begin_pair<1>();
-#pragma unroll 1
-      for (; block < plain_end; block += 2) take_pair_right<true>(block, false, true);
-#pragma unroll 1
-      for (; block < end; block += 2) {
-        const bool is_last = block + 2 >= end;
-        if (is_last) release_query();
-        take_pair_right<false>(block, is_last, block + 1 < end);
-      }
+    for (int block = item.first_block; block < item.first_block + item.blocks; ++block) {
+      take_block(block);
     }
+    // All warps have met since they read the query last, or have not read it.
+    if (fresh_thread() % kScorerThreads == 0) arrive_at(shared.query_empty);
+    softmax.leave_rows(item_slot(item.count));
   }
-
-  __device__ void release_query() const { release(shared.query_empty); }
 };
 
-// How large the values of a row are. Needs SharedMemory, accumulators.cuh,
-// blocks/row_reductions.cuh, roles/mla_hopper/crew.cuh, roles/mla_hopper/row_state.cuh.
-
-// In several parts, for an instruction waits for the one before it.
-template <typename Filter>
-__device__ inline float largest_of_row(const Accumulators& accumulators, int r, Filter filter) {
-  constexpr int kParts = 4;
-  float parts[kParts] = {};
-#pragma unroll
-  for (int i = 0; i < kAccumulators; ++i) {
-    const float* of = accumulators + i * 4 + r * 2;
-    float& part = parts[i % kParts];
-    part = fmaxf(part, fmaxf(fabsf(filter(of[0])), fabsf(filter(of[1]))));
-  }
-  return row_maximum(fmaxf(fmaxf(parts[0], parts[1]), fmaxf(parts[2], parts[3])));
-}
-
-// The largest finite magnitude of this half of every row.
-__device__ inline void largest_of_rows(SharedMemory&, const Crew&, const Accumulators& accumulators,
-                                       float (&largest)[kOwnRows]) {
-  float all = 0.0f;
-#pragma unroll
-  for (int r = 0; r < kOwnRows; ++r) {
-    largest[r] = largest_of_row(accumulators, r, [](float value) { return value; });
-    all = fmaxf(all, largest[r]);
-  }
-  if (!__any_sync(~0u, all == kInfinity)) return;
-#pragma unroll
-  for (int r = 0; r < kOwnRows; ++r) {
-    largest[r] = largest_of_row(accumulators, r, nan_unless_finite);
+__device__ inline void score_items(const Params& params, SharedMemory& shared) {
+  u32 taken = 0;  // blocks
+  u32 count = 0;
+  while (true) {
+    wait_for(shared.item_full[item_slot(count)], item_parity(count));
+    const Item& item = shared.items[item_slot(count)];
+    if (item.request < 0) return;
+    wait_for_query(shared, count);
+    Scorer scorer(params, shared, item, taken);
+    scorer.take_item();
+    count = item.count + 1;  // not kept in a register meanwhile
+    __syncwarp();
+    if (fresh_lane() == 0) arrive_at(shared.item_empty[item_slot(count - 1)]);
   }
 }
 
-// Whether this thread writes what there is of its rows, and what there is of this half of them.
-__device__ inline bool is_row_writer(int) { return fresh_thread() < 128 && fresh_lane() % 4 == 0; }
-__device__ inline bool is_scale_writer(int) { return fresh_lane() % 4 == 0; }
+// Values as the left operand of O^T += V^T P^T: out of shared memory into registers, across, and
+// converted. Needs scales.cuh, roles/mla_hopper_e4m3/dims.cuh, blocks/e4m3.cuh.j2,
+// ptx/ldmatrix.cuh, ptx/wgmma_registers.cuh.
 
-// Writes finished rows. Needs accumulators.cuh, row_state.cuh, blocks/swizzle.cuh, ptx/cvt.cuh,
-// ptx/stmatrix.cuh.
+// Two e4m3 in the low half of a word, each times a scale, rounded once.
+__device__ inline u32 decode_pair(u32 pair, float low_scale, float high_scale) {
+  const u32 halves = fp16x2_of_e4m3x2(pair & 0xffff);
+  const float low = cvt_f32(Fp16{}, static_cast<u16>(halves));
+  const float high = cvt_f32(Fp16{}, static_cast<u16>(halves >> 16));
+  return cvt_rn_x2_f32(Element{}, high * high_scale, low * low_scale);
+}
 
-// Through a piece of shared memory that each warp has of its own: 16 rows of 32 dims, so that rows
-// leave in 64 bytes.
-constexpr int kStagedDims = 32;
-constexpr int kStagedBytes = kStagedDims * 2;
-constexpr int kStagedTasks = kStagedDims / 8;
+// Of 32 tokens and a tile of dims: two steps of a product.
+constexpr int kValueTokens = 32;
+constexpr int kValueSteps = kValueTokens / 16;
+constexpr int kHalves = kBlockTokens / kValueTokens;
+using Values = u32[kValueSteps * 4];
+using StoredValues = u32[4];
+using ValueScales = float2[kValueTokens / 8];
 
-struct RowWriter {
-  const unsigned char* staging;
-  unsigned char* out;  // of the first of the rows
-  int rows;  // how many of them there are
+// Values are multiplied in parts: of the tiles that share scales, first half of the tokens.
+constexpr int kScaledTiles = kScaledDims / kDimsOfTile;
+constexpr int kValueParts = kDimTiles * kHalves;
+__device__ constexpr int half_of_part(int part) { return part / kScaledTiles % kHalves; }
+__device__ constexpr int tile_of_part(int part) {
+  return part / (kScaledTiles * kHalves) * kScaledTiles + part % kScaledTiles;
+}
 
-  __device__ RowWriter(const Params& params, const Item& item, const SharedMemory& shared,
-                       int first_row)
-      : staging(shared.staging[fresh_warp()]),
-        out(reinterpret_cast<unsigned char*>(params.out) +
-            global_row(params, item, first_row) * (kHeadDimVo * 2)),
-        rows(item.rows - first_row) {}
+// Four matrices of eight tokens each and 16 dims; a lane gets dims 2g and 2g + 1 of tokens 2c and
+// 2c + 1 of each, with g = lane / 4 and c = lane % 4.
+struct ValueRows {
+  const float* scales;  // of this lane's first two tokens, for the first of its consumer's dims
+  u32 address;  // of the row that this lane points to for ldmatrix, in tile 0
 
-  // By a whole warp: of both rows of a lane, as products leave them, the dims from `first_dim` on,
-  // in `chunks` chunks of eight.
-  __device__ void write(const u32 (&pairs)[kStagedTasks][kOwnRows], int first_dim,
-                        int chunks) const {
+  // Of the block at `stage`.
+  __device__ explicit ValueRows(unsigned char* stage) {
     const int lane = fresh_lane();
+    const int warp = fresh_warp();
+    scales = &scale_by_group(stage, lane % 4 * 2, warp / 4 * (kHalfDims / kScaledDims));
+    address = shared_address(stage) + warp / 4 * (kHalfDims / kTileRowBytes) * kTileBytes +
+              swizzled_offset<128>(lane, warp % 4);
+  }
+
+  __device__ void load_scales(ValueScales& found, int part) const {
+    const int group = tile_of_part(part) / kScaledTiles;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      stmatrix_x4(
-          shared_address(staging) + swizzled_offset<kStagedBytes>(lane % 16, half * 2 + lane / 16),
-          pairs[half * 2][0], pairs[half * 2][1], pairs[half * 2 + 1][0], pairs[half * 2 + 1][1]);
+    for (int i = 0; i < kValueTokens / 8; ++i) {
+      const int token = half_of_part(part) * kValueTokens + i * 8;
+      found[i] = *reinterpret_cast<const float2*>(scales + scale_place(token, group));
     }
-    __syncwarp();
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = half * 8 + lane / 4;
-      const int chunk = lane % 4;
-      const uint4 value =
-          *reinterpret_cast<const uint4*>(staging + swizzled_offset<kStagedBytes>(row, chunk));
-      if (row < rows && chunk < chunks) {
-        *reinterpret_cast<uint4*>(out + row * (kHeadDimVo * 2) + first_dim * 2 +
-                                  chunk * kChunkBytes) = value;
-      }
-    }
-    __syncwarp();
+  }
+
+  // What is stored of part `part`. A tile of dims is half a row, four chunks, and so one bit of the
+  // swizzled address.
+  __device__ void load(StoredValues& found, int part) const {
+    const int tile = tile_of_part(part);
+    const u32 row = (address ^ (tile % 2 * 64)) + tile / 2 * kTileBytes;
+    ldmatrix_x4_trans(found, row + half_of_part(part) * kValueTokens * kTileRowBytes);
   }
 };
 
-__device__ inline void store_rows(const Params& params, const Item& item, SharedMemory& shared,
-                                  const Accumulators& accumulators, const OwnRows& rows) {
-  const int thread = fresh_thread();
-  const float scale = output_scale(params);
-  float factor[kOwnRows];
+__device__ inline void decode_values(Values& values, const StoredValues& stored,
+                                     const ValueScales& scales) {
 #pragma unroll
-  for (int r = 0; r < kOwnRows; ++r) {
-    const int row = row_of_thread(thread) + 8 * r;
-    const RowResult result = result_of(params, item, row, rows[r]);
-    factor[r] = result.factor * scale;
-    if (params.lse != nullptr && is_row_writer(thread) && row < item.rows) {
+  for (int i = 0; i < 4; ++i) {
+    u32* step = values + i / 2 * 4 + i % 2 * 2;
+    step[0] = decode_pair(__byte_perm(stored[i], 0, 0x4420), scales[i].x, scales[i].y);
+    step[1] = decode_pair(__byte_perm(stored[i], 0, 0x4431), scales[i].x, scales[i].y);
+  }
+}
+
+// Which elements of 16 bits are finite. Needs Element, ptx/cvt.cuh.
+
+constexpr u32 kExponentBits = kIsSame<Element, Bf16> ? 0x7f80 : 0x7c00;
+
+__device__ inline bool is_finite(u32 element) { return (element & kExponentBits) != kExponentBits; }
+
+__device__ inline float value_of_element(u16 element) { return cvt_f32(Element{}, element); }
+
+__device__ inline u32 finite_pair(u32 pair) {
+  return (is_finite(pair) ? pair & 0xffff : 0) | (is_finite(pair >> 16) ? pair & 0xffff0000 : 0);
+}
+
+// Values that some row of a tile must not see: 0 * NaN is NaN, so what is not finite must not meet
+// the tensor cores, though its weight is 0. Needs SharedMemory, Item, values.cuh,
+// roles/mla_hopper/finite_elements.cuh.
+
+// Whether some row of an item sees a value that has been cleared. One consumer may be at the next
+// item before the other has set this one's back.
+__device__ inline int& nonfinite_flag(SharedMemory& shared, const Item& item) {
+  return shared.has_nonfinite[item_slot(item.count)];
+}
+
+// A pair of stored elements with zeros for those that become not finite by their scale.
+__device__ inline u32 finite_when_decoded(u32 pair, float scale) {
+  const u32 decoded = decode_pair(pair, scale, scale);
+  return (is_finite(decoded) ? pair & 0xff : 0) | (is_finite(decoded >> 16) ? pair & 0xff00 : 0);
+}
+
+// Puts zeros for what is not finite in the tokens from `first` to `end` of the block at `stage`, by
+// the consumers; and for a scale that is not. Some row sees these tokens.
+__device__ inline void clear_nonfinite(SharedMemory& shared, const Item& item, unsigned char* stage,
+                                       int first, int end) {
+  constexpr int kTokenPairs = kLatentDim / 2;
+#pragma unroll 1
+  for (int i = fresh_thread(); i < (end - first) * kTokenPairs; i += kConsumerThreads) {
+    const int token = first + i / kTokenPairs;
+    const int dim = i % kTokenPairs * 2;
+    float& scale = scale_by_group(stage, token, dim / kScaledDims);
+    const u32 row = dim / kTileRowBytes * kTileBytes +
+                    swizzled_offset<128>(token, dim % kTileRowBytes / kChunkBytes);
+    u16& stored = *reinterpret_cast<u16*>(stage + row + dim % kChunkBytes);
+    const bool is_scaled = fabsf(scale) <= kLargest;
+    const u32 finite = finite_when_decoded(stored, scale);
+    if (is_scaled && finite == stored) continue;
+    stored = static_cast<u16>(finite);
+    if (!is_scaled) scale = 0.0f;
+    nonfinite_flag(shared, item) = 1;
+  }
+  barrier_sync(kConsumerBarrier, kConsumerThreads);
+}
+
+// Writes finished rows. Needs roles/mla_hopper_narrow/accumulators.cuh, dims.cuh, row_state.cuh,
+// ptx/cvt.cuh.
+
+// Two neighbouring dims of a row; eight lanes write 32 bytes.
+__device__ inline void store_pair(unsigned char* out, float low, float high) {
+  *reinterpret_cast<u32*>(out) = cvt_rn_x2_f32(Element{}, high, low);
+}
+
+// What this thread's rows are multiplied by. All warps have all rows: every lane works out some of
+// them, and one warp tells of the LSE besides.
+__device__ inline void find_factors(const Params& params, const Item& item, const OwnRows& rows,
+                                    float (&factors)[kOwnRows]) {
+  constexpr int kRowsOfLane = ceil_div(kRows, kWarpLanes);
+  const float scale = output_scale(params);
+  float found[kRowsOfLane];
+#pragma unroll
+  for (int i = 0; i < kRowsOfLane; ++i) {
+    const int row = (i * kWarpLanes + fresh_lane()) % kRows;
+    const RowResult result = result_of(params, item, row, rows.state(row));
+    found[i] = result.factor * scale;
+    if (params.lse != nullptr && fresh_thread() < min(kRows, kWarpLanes) && row < item.rows) {
       params.lse[global_row(params, item, row)] = result.lse * params.lse_factor;
     }
   }
-  const int warp = thread / kWarpLanes;
-  const RowWriter writer(params, item, shared, warp % 4 * kRowsOfGroup);
+  __syncwarp();
 #pragma unroll
-  for (int step = 0; step < kAccumulators / kStagedTasks; ++step) {
-    u32 pairs[kStagedTasks][kOwnRows];
+  for (int r = 0; r < kOwnRows; ++r) {
+    factors[r] = __shfl_sync(~0u, found[r / 2 * 8 / kWarpLanes], own_row(r) % kWarpLanes);
+  }
+}
+
+__device__ inline void store_rows(const Params& params, const Item& item, SharedMemory&,
+                                  const Accumulators& accumulators, const OwnRows& rows) {
+  float factors[kOwnRows];
+  find_factors(params, item, rows, factors);
+  unsigned char* out =
+      reinterpret_cast<unsigned char*>(params.out) +
+      (global_row(params, item, own_row(0)) * kHeadDimVo + dim_of(fresh_warp(), 0)) * 2;
 #pragma unroll
-    for (int n = 0; n < kStagedTasks; ++n) {
-      const float4 value = weighted(accumulator(accumulators, step * kStagedTasks + n), factor, n);
-      pairs[n][0] = cvt_rn_x2_f32(Element{}, value.y, value.x);
-      pairs[n][1] = cvt_rn_x2_f32(Element{}, value.w, value.z);
+  for (int r = 0; r < kOwnRows; ++r) {
+    if (own_row(r) >= item.rows) continue;
+    unsigned char* target = out + (r / 2 * 8 + r % 2) * kHeadDimVo * 2;
+#pragma unroll
+    for (int tile = 0; tile < kDimTiles; ++tile) {
+      const float* of = accumulators[tile] + r / 2 * 4 + r % 2;
+      store_pair(target + tile * kDimsOfTile * 2, of[0] * factors[r], of[2] * factors[r]);
     }
-    writer.write(pairs, warp / 4 * kHalfDims + step * kStagedDims, kStagedTasks);
   }
 }
 
 // Writes the first `count` of some tasks from `first` on, after merging.
 template <int kCount>
-__device__ inline void store_tasks(const Params& params, const Item& item,
-                                   const SharedMemory& shared, int first, int count,
-                                   const float4 (&values)[kCount]) {
-  u32 pairs[kStagedTasks][kOwnRows] = {};
+__device__ inline void store_tasks(const Params& params, const Item& item, SharedMemory&, int first,
+                                   int count, const float4 (&values)[kCount]) {
 #pragma unroll
   for (int n = 0; n < kCount; ++n) {
-    pairs[n][0] = cvt_rn_x2_f32(Element{}, values[n].y, values[n].x);
-    pairs[n][1] = cvt_rn_x2_f32(Element{}, values[n].w, values[n].z);
-  }
-  const RowWriter writer(params, item, shared, first / kTasksOfGroup * kRowsOfGroup);
-  writer.write(pairs, first % kTasksOfGroup * 8, min(count, kCount));
-}
-
-// The producers bring the tokens of every item into the stages, converted. Needs
-// block_rows.cuh, room_wide.cuh or room_narrow.cuh, blocks/decode_e4m3.cuh, blocks/swizzle.cuh,
-// ptx/ld.cuh.
-
-using StepChunks = Chunk[kStepChunks];
-
-// Lane `lane` of the warp has of a latent step the chunk `chunk` of eight of token `token(i)`:
-// eight neighbouring lanes write to all banks.
-struct LatentLane {
-  u32 first;  // token 0
-  u32 chunk;
-
-  __device__ LatentLane() {
-    const u32 thread = threadIdx.x;
-    first = thread / 16 % 2 * 2 + thread / 4 % 2;
-    chunk = thread % 4 + thread / 8 % 2 * 4;
-  }
-
-  __device__ u32 token(u32 i) const { return first + i * 4; }
-};
-
-// Of a rope part of 16 bits, and of one of eight.
-struct RopeLane {
-  static constexpr int kChunks = kIsPacked ? kRopeDim * 2 / kChunkBytes : kRopeDim / kChunkBytes;
-  static constexpr int kTokens = kWarpLanes / kChunks;  // at a time
-  u32 first;
-  u32 chunk;
-
-  __device__ RopeLane() {
-    const u32 thread = threadIdx.x;
-    first = thread % kWarpLanes / kChunks;
-    chunk = thread % kChunks;
-  }
-
-  __device__ u32 token(u32 i) const { return first + i * kTokens; }
-};
-constexpr int kRopeChunks = kWarpTokens / RopeLane::kTokens;  // of a thread
-
-// Pointers of other lanes' tokens.
-__device__ inline const unsigned char* row_of_lane(const unsigned char* own, int lane) {
-  return reinterpret_cast<const unsigned char*>(__shfl_sync(~0u, reinterpret_cast<u64>(own), lane));
-}
-
-__device__ inline Chunk read_chunk(const unsigned char* row, int offset) {
-  const uint4 words = ld_global_v4_u32(row + offset);
-  return {{words.x, words.y, words.z, words.w}};
-}
-
-// Which of its team this block is; worked out where it is used, not kept.
-__device__ inline int own_member(const Params& params) {
-  const int block = static_cast<int>(blockIdx.x);
-  return block - in_teams(params, block) * params.team_size;
-}
-
-// Streams the blocks of an item: while a step is converted, the next one is on its way.
-struct BlockStream {
-  const Params& params;
-  const Part& part;  // in shared memory
-  int next_id;  // of the block after the one that is loaded
-  TokenRow row;  // of the block that is loaded
-  float scales[kLaneScales];  // of the block that is converted
-  u32 missing;
-  StepChunks chunks[2];  // of a step and of the next
-
-  __device__ BlockStream(const Params& params, const Part& part)
-      : params(params),
-        part(part),
-        row(params, TokenIds(params, part).read(part.first_block), part.first_block) {
-    next_id = TokenIds(params, part).read(part.first_block + 1);
-    load<0, 0>();
-  }
-
-  template <int kStep, int kBuffer>
-  __device__ void load() {
-    if constexpr (kStep < kRopeStep) {
-      const LatentLane lane;
-#pragma unroll
-      for (int i = 0; i < kStepChunks; ++i) {
-        const unsigned char* of = row_of_lane(row.latent, lane.token(i));
-        chunks[kBuffer][i] = read_chunk(of, lane.chunk * kChunkBytes + kStep * kScaledDims);
-      }
-    } else {
-      const RopeLane lane;
-#pragma unroll
-      for (int i = 0; i < kRopeChunks; ++i) {
-        const unsigned char* of = kIsPacked ? row.latent + kRopeOffset : row.rope;
-        chunks[kBuffer][i] = read_chunk(row_of_lane(of, lane.token(i)), lane.chunk * kChunkBytes);
-      }
-    }
-  }
-
-  // Writes a step's tiles. Where chunks lie that a lane has of other tokens, and the second chunk
-  // that eight bits become, differs in bits that the swizzle leaves apart.
-  template <int kStep, int kBuffer>
-  __device__ void convert(unsigned char* tiles) const {
-    constexpr int kTokensBytes = kWarpTokens * kTileRowBytes;  // of one warp
-    tiles += kStep * 2 * kTileBytes + threadIdx.x / kWarpLanes % kLoadingWarps * kTokensBytes;
-    if constexpr (kStep < kRopeStep) {
-      const LatentLane lane;
-      const u32 offset = lane.chunk / 4 * kTileBytes +
-                         swizzled_offset<kTileRowBytes>(lane.first, lane.chunk % 4 * 2);
-#pragma unroll
-      for (int i = 0; i < kStepChunks; ++i) {
-        const float scale = __shfl_sync(~0u, scales[kStep % kLaneScales],
-                                        lane.token(i) + kStep / kLaneScales * kWarpTokens);
-        Chunk decoded[2];
-        decode_e4m3(Element{}, chunks[kBuffer][i], scale, decoded);
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const u32 place = (offset ^ (i % 2 * 4 + half) * kChunkBytes) + i * 4 * kTileRowBytes;
-          *reinterpret_cast<Chunk*>(tiles + place) = decoded[half];
-        }
-      }
-    } else if constexpr (kIsPacked) {
-      const RopeLane lane;
-      const u32 offset = swizzled_offset<kTileRowBytes>(lane.first, lane.chunk);
-#pragma unroll
-      for (int i = 0; i < kRopeChunks; ++i) {
-        const Chunk& stored = chunks[kBuffer][i];
-        const Chunk decoded =
-            kIsSame<Element, Bf16> ? stored : decode_bf16(Element{}, stored, 1.0f);
-        const u32 place = (offset ^ i % 2 * 4 * kChunkBytes) + i * 4 * kTileRowBytes;
-        *reinterpret_cast<Chunk*>(tiles + place) = decoded;
-      }
-    } else {
-      const RopeLane lane;
-      const u32 offset = swizzled_offset<kTileRowBytes>(lane.first, lane.chunk * 2);
-#pragma unroll
-      for (int i = 0; i < kRopeChunks; ++i) {
-        Chunk decoded[2];
-        decode_e4m3(Element{}, chunks[kBuffer][i], params.rope_scale, decoded);
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const u32 place = (offset ^ half * kChunkBytes) + i * 8 * kTileRowBytes;
-          *reinterpret_cast<Chunk*>(tiles + place) = decoded[half];
-        }
-      }
-    }
-  }
-
-  // Has the next block brought into L2: by one of the team's blocks, which read the same tokens at
-  // about the same time.
-  __device__ void prefetch(int block) const {
-    if (params.team_size == 1 || own_member(params) == (block & 1)) {
-      prefetch_rows(params, next_id, block);
-    }
-  }
-
-  // Blocks alternate between two stages: with an odd number of steps, so do the buffers.
-  template <int kStage, int kStep>
-  __device__ void take_step(const BlockRoom& room, int block) {
-    constexpr int kBuffer = (kStage * kSteps + kStep) % 2;
-    if constexpr (kStep == kRopeStep) {
-      row = TokenRow(params, next_id, block + 1);
-      next_id = TokenIds(params, part).read(block + 2);
-    }
-    load<(kStep + 1) % kSteps, 1 - kBuffer>();
-    room.wait<kStep>();
-    if (kIsSparse && kStep == kRopeStep && lane_index() == 0) {
-      room.unlisted().set(threadIdx.x / kWarpLanes % kLoadingWarps, missing);
-    }
-    convert<kStep, kBuffer>(room.tiles());
-    room.tell<kStep>();
-  }
-
-  template <int kStage>
-  __device__ void take_block(const BlockRoom& room, int block) {
-    missing = row.missing;
-#pragma unroll
-    for (int i = 0; i < kLaneScales; ++i) scales[i] = row.scales[i];
-    take_step<kStage, 0>(room, block);
-    prefetch(block + 1);
-    take_step<kStage, 1>(room, block);
-    take_step<kStage, 2>(room, block);
-    take_step<kStage, 3>(room, block);
-    take_step<kStage, 4>(room, block);
-  }
-};
-static_assert(kSteps == 5 && kRopeStep == 4, "the steps of a block are written out");
-
-// What the producers do besides: one of them hands items on, all bring each item's query. Needs
-// load_tokens.cuh, roles/mla_hopper/hand_over.cuh, blocks/fresh_thread.cuh.
-
-// By one thread.
-__device__ inline void make_item_barriers(const SharedMemory& shared) {
-  make_item_barriers(shared, 1, kItemReaders, kLoadingWarps);
-}
-
-// Which warp goes through the items.
-__device__ inline bool walks_items() { return fresh_warp() == kConsumerWarps; }
-
-__device__ inline void hand_on_first(ItemWalk& walk, const Part& first, SharedMemory& shared) {
-  walk.fill(shared.items[0], first, 0);
-  __syncwarp();
-  if (lane_index() == 0) arrive_at(shared.item_full[0]);
-  leave_item(walk, shared);
-}
-
-// Hands on the item that `count` have preceded.
-__device__ inline void hand_on(const Params& params, int member, u32 count, SharedMemory& shared) {
-  wait_for(shared.item_empty[item_slot(count)], item_parity(count) ^ 1);
-  take_next_item(params, member, count, shared);
-  if (lane_index() == 0) arrive_at(shared.item_full[item_slot(count)]);
-}
-
-// Brings the query of an item; consumers have brought the first.
-__device__ inline void load_query(const Params& params, const Part& part, u32 count,
-                                  SharedMemory& shared) {
-  if (count == 0) return;
-  wait_for(shared.query_empty, query_parity(count) ^ 1);
-  begin_query(params, part, shared, fresh_thread() % kProducerThreads, kProducerThreads);
-  finish_query(shared.query_full);
-}
-
-// `walk` is at the first item.
-__device__ inline void load_items(const Params& params, ItemWalk& walk, const Part& first,
-                                  SharedMemory& shared) {
-  BlockRooms rooms(shared);
-  // What an item is about, and its count, is read from there, not kept; all write the same.
-  if (lane_index() == 0) {
-    static_cast<Part&>(shared.items[0]) = first;
-    shared.items[0].count = 0;
-  }
-  __syncwarp();
-  if (walks_items()) hand_on_first(walk, first, shared);
-  for (u32 count = 0;;) {
-    const Item& item = shared.items[item_slot(count)];
-    if (kBlocksBeforeQuery == 0 || item.blocks == 0) load_query(params, item, count, shared);
-    BlockStream stream(params, item);
-#pragma unroll 1
-    for (int done = 0; done < item.blocks; done += 2) {
-      stream.take_block<0>(rooms.room<0>(), item.first_block + done);
-      rooms.advance<0>();
-      if (kBlocksBeforeQuery == 1 && done == 0) load_query(params, item, item.count, shared);
-      if (done + 1 < item.blocks) {
-        stream.take_block<1>(rooms.room<1>(), item.first_block + done + 1);
-        rooms.advance<1>();
-      } else {
-        rooms.skip<1>();
-      }
-    }
-    count = item.count;
-    if (walks_items()) hand_on(params, own_member(params), count + 1, shared);
-    if (next_part(shared, count).request < 0) return;
+    if (n >= count) return;
+    const int task = first + n;
+    const TaskRows rows = task_rows(task);
+    const int dim = dim_of(warp_of_task(task), task % kAccumulators);
+    unsigned char* out = reinterpret_cast<unsigned char*>(params.out) +
+                         (global_row(params, item, rows.a) * kHeadDimVo + dim) * 2;
+    if (rows.a < item.rows) store_pair(out, values[n].x, values[n].z);
+    if (rows.b < item.rows) store_pair(out + kHeadDimVo * 2, values[n].y, values[n].w);
   }
 }
 
@@ -3037,7 +3151,6 @@ struct MergeRoom {
   }
 };
 
-constexpr int kRoomBytes = sizeof(SharedMemory::query) + sizeof(SharedMemory::tokens);
 static_assert(kRows * sizeof(PartialRow) + kTasks * kTaskBytes <= kRoomBytes,
               "the only other piece comes whole");
 static_assert(kRowsOfGroup * sizeof(PartialRow) % kChunkBytes == 0, "rows are copied in chunks");
@@ -3075,32 +3188,51 @@ __device__ inline void bring_pieces(const Params& params, const Item& item, cons
 }
 
 // Adds a piece that has been brought to the accumulators, and its rows' states to theirs. Needs
-// merge.cuh, ptx/ex2.cuh.
+// merge.cuh, own_rows.cuh, ptx/ex2.cuh.
 
-__device__ inline void add_piece(const Crew&, const MergeRoom& room, Accumulators& accumulators,
-                                 OwnRows& rows) {
-  float own_weights[kOwnRows];
-  float weights[kOwnRows];
-  const int scale = scale_of_warp(fresh_warp());
-#pragma unroll
-  for (int r = 0; r < kOwnRows; ++r) {
-    const PartialRow& other = room.state(0, own_row(r));
-    const float largest = fmaxf(rows[r].reference, other.reference);
-    own_weights[r] = ex2_approx(rows[r].reference - largest);
-    const float weight = ex2_approx(other.reference - largest);
-    rows[r] = {largest, rows[r].sum * own_weights[r] + other.sum * weight};
-    weights[r] = weight * other.scales[scale];
+// What a piece and the other are multiplied by, and what their row comes to.
+struct JoinedRow {
+  float own_weight;
+  float weight;
+  RowState state;
+
+  __device__ JoinedRow(RowState own, const PartialRow& other) {
+    const float largest = fmaxf(own.reference, other.reference);
+    own_weight = ex2_approx(own.reference - largest);
+    weight = ex2_approx(other.reference - largest);
+    state = {largest, own.sum * own_weight + other.sum * weight};
   }
+};
+
+__device__ inline void add_piece(const Crew& crew, const MergeRoom& room,
+                                 Accumulators& accumulators, OwnRows& rows) {
   const uint2* values = room.values(0) + own_values() - room.first_task * kWarpLanes;
 #pragma unroll
-  for (int i = 0; i < kAccumulators; ++i) {
-    const float4 own = weighted(accumulator(accumulators, i), own_weights, i);
-    const float4 other = weighted(from_halves(values[i * kWarpLanes]), weights, i);
-    set_accumulator(
-        accumulators, i,
-        make_float4(own.x + other.x, own.y + other.y, own.z + other.z, own.w + other.w));
-    if (i % 4 == 3) __syncwarp();  // there are no registers for more at a time
+  for (int group = 0; group < kRowGroups; ++group) {
+    float own_weights[2];
+    float weights[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const PartialRow& other = room.state(0, own_row(group * 2 + r));
+      const JoinedRow joined(rows[group * 2 + r], other);
+      own_weights[r] = joined.own_weight;
+      weights[r] = joined.weight * other.scales[0];
+    }
+#pragma unroll
+    for (int tile = 0; tile < kDimTiles; ++tile) {
+      const float4 other = from_halves(values[(tile * kRowGroups + group) * kWarpLanes]);
+      float* own = accumulators[tile] + group * 4;
+      own[0] = own[0] * own_weights[0] + other.x * weights[0];
+      own[1] = own[1] * own_weights[1] + other.y * weights[1];
+      own[2] = own[2] * own_weights[0] + other.z * weights[0];
+      own[3] = own[3] * own_weights[1] + other.w * weights[1];
+    }
+    __syncwarp();
   }
+  crew.sync();  // all have read the states as they were
+  const int row = crew.thread();
+  if (row < kRows) rows.set_state(row, JoinedRow(rows.state(row), room.state(0, row)).state);
+  crew.sync();
 }
 
 // Adding the only other piece of a unit to one that is in registers. Needs merge.cuh; from the
@@ -3304,75 +3436,142 @@ __device__ inline void store_item(const Params& params, const Item& item, Shared
   if (fresh_thread() == 0) nonfinite_flag(shared, item) = 0;
 }
 
-// From what both consumers have of an item to finished or partial rows. Needs consume.cuh,
-// store_output.cuh, roles/mla_hopper/store_item.cuh.
+// The consumers: add the values of all blocks of all items, by their probabilities. Needs
+// values.cuh, roles/mla_hopper_e4m3/store_output.cuh, roles/mla_hopper/store_item.cuh,
+// blocks/wgmma_descriptor.cuh.
 
-// The sums of both consumers, whose references are the same by now.
-__device__ inline void join_sums(SharedMemory& shared, const Softmax& softmax, OwnRows& rows) {
-  const int thread = fresh_thread();
-  const int row = row_of_thread(thread);
+// So many products may be under way.
+constexpr int kValueBuffers = 2;
+
+struct Adder {
+  SharedMemory& shared;
+  const Item& item;
+  u32 first;  // its first block, of all
+  Accumulators accumulators;
+
+  __device__ Adder(SharedMemory& shared, const Item& item, u32 taken)
+      : shared(shared), item(item), first(taken) {
 #pragma unroll
-  for (int r = 0; r < kOwnRows; ++r) {
-    const float sum = row_total(softmax.sum[r]);
-    if (thread % 4 == 0) shared.row_sum[thread / 128][row + 8 * r] = sum;
-  }
-  barrier_sync(kConsumerBarrier, kConsumerThreads);
+    for (int tile = 0; tile < kDimTiles; ++tile) {
 #pragma unroll
-  for (int r = 0; r < kOwnRows; ++r) {
-    rows[r] = {softmax.reference[r],
-               shared.row_sum[0][row + 8 * r] + shared.row_sum[1][row + 8 * r]};
+      for (int i = 0; i < kRows / 2; ++i) accumulators[tile][i] = 0.0f;
+    }
   }
-}
 
-// What lasts from item to item.
-struct ConsumerState {
-  Descriptors descriptors;
-  float scale;
-  u32 parity = 0;
+  __device__ void rescale(int stage) {
+#pragma unroll
+    for (int group = 0; group < kRowGroups; ++group) {
+      const float2 factor =
+          *reinterpret_cast<const float2*>(&shared.rescale[stage][own_row(group * 2)]);
+#pragma unroll
+      for (int tile = 0; tile < kDimTiles; ++tile) {
+        float* of = accumulators[tile] + group * 4;
+        of[0] *= factor.x;
+        of[1] *= factor.y;
+        of[2] *= factor.x;
+        of[3] *= factor.y;
+      }
+    }
+  }
 
-  __device__ ConsumerState(const Params& params, const SharedMemory& shared)
-      : descriptors(shared), scale(score_scale(params) * kLog2E) {}
+  // Begins the products of half of the tokens and one tile of dims.
+  __device__ void multiply(const Values& values, u32 probabilities, int half, int tile) {
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kValueSteps; ++step) {
+      const u32 at = (half * kValueTokens + step * 16) * 2;
+      wgmma_mma(Element{}, accumulators[tile], values + step * 4,
+                descriptor(probabilities + at / 16), 1);
+    }
+    wgmma_commit_group();
+  }
+
+  // While one product is under way, the values of the next come and are converted.
+  __device__ void add_block(int stage) {
+    const u32 probabilities = descriptor_low(shared_address(shared.probabilities[stage]), 16);
+    const ValueRows rows(shared.tokens[stage]);
+    StoredValues stored;
+    Values values[kValueBuffers];
+    ValueScales scales;
+#pragma unroll
+    for (int tile = 0; tile < kDimTiles; ++tile) wgmma_keep(accumulators[tile]);
+#pragma unroll
+    for (int part = 0; part < kValueParts; ++part) {
+      const int half = half_of_part(part);
+      rows.load(stored, part);
+      if (part % kScaledTiles == 0) rows.load_scales(scales, part);
+      if (part >= kValueBuffers) wgmma_wait_group<kValueBuffers - 1>();
+      decode_values(values[part % kValueBuffers], stored, scales);
+      multiply(values[part % kValueBuffers], probabilities, half, tile_of_part(part));
+    }
+    wgmma_wait_group<0>();
+#pragma unroll
+    for (int tile = 0; tile < kDimTiles; ++tile) wgmma_keep(accumulators[tile]);
+  }
+
+  __device__ void take_block(u32& taken) {
+    const int stage = block_stage(taken);
+    wait_for(shared.probabilities_full[stage], block_parity(taken));
+    if (__any_sync(~0u, shared.rescales[stage] != 0)) rescale(stage);
+    if constexpr (!kIsSparse) clear_hidden(stage, taken);  // of a list all rows see all
+    add_block(stage);
+    __syncwarp();
+    if (fresh_lane() == 0) arrive_at(shared.tokens_empty[stage]);
+    ++taken;
+  }
+
+  __device__ void clear_hidden(int stage, u32 taken) const {
+    const int first_token = (item.first_block + static_cast<int>(taken - first)) * kBlockTokens;
+    const int from = max(item.visible_to_all - first_token, 0);
+    const int end = min(item.visible_to_any - first_token, kBlockTokens);
+    if (from < end) clear_nonfinite(shared, item, shared.tokens[stage], from, end);
+  }
+
+  // A vote tells compilers that all lanes go on, so that stages and descriptors are theirs in
+  // common.
+  __device__ void take_item(u32& taken) {
+    const u32 end = taken + item.blocks;
+#pragma unroll 1
+    while (__any_sync(~0u, taken != end)) take_block(taken);
+  }
 };
 
-__device__ inline void consume_item(const Params& params, const Item& item, SharedMemory& shared,
-                                    ConsumerState& state) {
-  Consumer consumer(params, shared, item, state.descriptors, state.scale, state.parity);
-  if (item.blocks > 0) {
-    consumer.take_item();
-  } else {
-    // When all warps have seen the query come; products would see to that.
-    barrier_sync(kConsumerBarrier, kConsumerThreads);
-    consumer.release_query();
-  }
-  OwnRows rows;
-  join_sums(shared, consumer.softmax, rows);
-  store_item(params, item, shared, consumer.accumulators, rows);
-}
-
-// Of 168 that a thread has at first, those who load give most to those who multiply.
-__device__ inline void give_registers_back() { setmaxnreg_dec<kProducerRegisters>(); }
-__device__ inline void take_registers() { setmaxnreg_inc<kConsumerRegisters>(); }
-
-// Inside the kernel, for products that are under way must not cross a call.
-__device__ __forceinline__ void consume_items(const Params& params, SharedMemory& shared);
-
-// The consumers: all items of the block, one after the other. Needs hand_over.cuh; of the
-// consumers' roles ConsumerState and consume_item.
-
-__device__ inline void consume_items(const Params& params, SharedMemory& shared) {
-  ConsumerState state(params, shared);
-  finish_query(shared.first_query_full);
+__device__ inline void add_items(const Params& params, SharedMemory& shared) {
+  finish_query(shared, shared.first_query_full, fresh_thread(), kConsumerThreads);
+  u32 taken = 0;  // blocks
   u32 count = 0;
   while (true) {
     wait_for(shared.item_full[item_slot(count)], item_parity(count));
     const Item& item = shared.items[item_slot(count)];
     if (item.request < 0) return;
-    wait_for_query(shared, count);
-    consume_item(params, item, shared, state);
+    Adder adder(shared, item, taken);
+    adder.take_item(taken);
+    wait_for(shared.rows_full[item_slot(item.count)], item_parity(item.count));
+    // What either consumer has found to be not finite counts for both.
+    barrier_sync(kConsumerBarrier, kConsumerThreads);
+    OwnRows rows{shared, item_slot(item.count)};
+    store_item(params, item, shared, adder.accumulators, rows);
     count = item.count + 1;  // not kept in a register meanwhile
     __syncwarp();
     if (fresh_lane() == 0) arrive_at(shared.item_empty[item_slot(count - 1)]);
   }
+}
+
+// How many registers a thread of each role has, of 128 at first. Needs ptx/setmaxnreg.cuh.
+
+constexpr bool kSharesRegisters = kRows > 32;
+constexpr int kConsumerRegisters = 176;
+constexpr int kScorerRegisters = 112;
+constexpr int kProducerRegisters = 48;
+
+__device__ inline void take_consumer_registers() {
+  if constexpr (kSharesRegisters) setmaxnreg_inc<kConsumerRegisters>();
+}
+__device__ inline void give_producer_registers_back() {
+  if constexpr (kSharesRegisters) setmaxnreg_dec<kProducerRegisters>();
+}
+__device__ inline void give_scorer_registers_back() {
+  if constexpr (kSharesRegisters) setmaxnreg_dec<kScorerRegisters>();
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
@@ -3384,7 +3583,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     make_token_barriers(shared);
     make_item_barriers(shared);
     fence_mbarrier_init();
-    shared.has_nonfinite = 0;
   }
   let_next_kernel_start();
   const int block = static_cast<int>(blockIdx.x);
@@ -3396,12 +3594,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const Part first = walk.find();
   if (first.request < 0) return;
 
-  if (__shfl_sync(~0u, warp_index(), 0) >= kConsumerWarps) {
-    give_registers_back();
+  const int role = __shfl_sync(~0u, warp_index(), 0) - kConsumerWarps;
+  if (role >= kLoadingWarps) {
+    give_scorer_registers_back();
+    score_items(params, shared);
+  } else if (role >= 0) {
+    give_producer_registers_back();
     load_items(params, walk, first, shared);
   } else {
-    take_registers();
+    take_consumer_registers();
     begin_first_query(params, first, shared);
-    consume_items(params, shared);
+    add_items(params, shared);
   }
 }

@@ -1,0 +1,181 @@
+// The scorer, four warps: scores and probabilities of all blocks of all items. Needs scales.cuh,
+// softmax.cuh, roles/mla_hopper/hand_over.cuh, blocks/wgmma_descriptor.cuh.
+
+// Elements that one step of a product multiplies, in eight bits.
+constexpr int kStepElements = 32;
+constexpr int kHalfTileBytes = kTileRowBytes / 2;  // the first parts of a row of the query
+
+__device__ constexpr u32 descriptor_step(u32 bytes) { return bytes / 16; }
+
+// Where there are registers, the scores of a group of dims come while those before are scaled.
+constexpr int kParts = kRows > 32 ? 1 : 2;
+
+struct Scorer {
+  const Params& params;
+  SharedMemory& shared;
+  const Item& item;
+  u32& taken;  // blocks
+  Scores scores;
+  Softmax softmax;
+
+  __device__ Scorer(const Params& params, SharedMemory& shared, const Item& item, u32& taken)
+      : params(params), shared(shared), item(item), taken(taken), softmax(shared) {}
+
+  // Begins the product of the keys in eight bits at `keys` and the tile of the query at `query`, of
+  // two parts, for the first of some dims or the next.
+  template <bool kIsRope>
+  __device__ static void multiply_tile(Scores& part, u32 keys, u32 query, bool is_first) {
+#pragma unroll
+    for (int k = 0; k < kTileElements / kStepElements; ++k) {
+      const u32 a = keys + descriptor_step(k * kStepElements);
+      const u32 b = query + descriptor_step(k * kStepElements);
+      const u64 key = kIsRope ? descriptor_64(a) : descriptor(a);
+      wgmma_mma(E4m3{}, part, key, descriptor(b), !is_first || k > 0);
+      wgmma_mma(E4m3{}, part, key, descriptor(b + descriptor_step(kHalfTileBytes)), 1);
+    }
+  }
+
+  // Begins the scores of the dims of one scale.
+  __device__ static void begin_group(Scores& part, u32 keys, u32 query, int group) {
+    constexpr int kTilesOfGroup = kScaledDims / kTileElements;
+    wgmma_keep(part);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kTilesOfGroup; ++i) {
+      multiply_tile<false>(part, keys + descriptor_step(group * kTileBytes + i * kTileElements),
+                           query + descriptor_step((group * kTilesOfGroup + i) * kQueryTileBytes),
+                           i == 0);
+    }
+    wgmma_commit_group();
+  }
+
+  // Begins the scores of the rope part: of bf16 these need no scale.
+  __device__ void begin_rope(Scores& part, u32 keys, u32 query) {
+    keys += descriptor_step(kRopeTileOffset);
+    query += descriptor_step(kLatentTiles * kQueryTileBytes);
+    wgmma_keep(part);
+    wgmma_fence();
+    if constexpr (kIsPacked) {
+#pragma unroll
+      for (int k = 0; k < kTileElements / 16; ++k) {
+        const u32 along = descriptor_step(k * 32);
+        wgmma_mma(Bf16{}, part, descriptor(keys + along), descriptor(query + along), k > 0);
+      }
+    } else {
+      multiply_tile<true>(part, keys, query, true);
+    }
+    wgmma_commit_group();
+  }
+
+  // A group's scores come to the others by the scales of tokens g and g + 8.
+  __device__ void add_group(Scores& part, const KeyScales& scales, int group) {
+    wgmma_keep(part);
+#pragma unroll
+    for (int i = 0; i < kRows / 2; ++i) {
+      scores[i] = fmaf(part[i], scales.of[i / 2 % 2][group], scores[i]);
+    }
+  }
+
+  __device__ void take_scores(unsigned char* stage) {
+    u32 query = descriptor_low(shared_address(shared.query), 16);
+    mov_b32(query);
+    const u32 keys = descriptor_low(shared_address(stage), 16);
+    Scores parts[kParts];
+    begin_rope(scores, keys, query);
+    begin_group(parts[0], keys, query, 0);
+    const KeyScales scales(stage);
+    wgmma_wait_group<1>();
+    wgmma_keep(scores);
+    if constexpr (!kIsPacked) {
+#pragma unroll
+      for (int i = 0; i < kRows / 2; ++i) scores[i] *= params.rope_scale;
+    }
+#pragma unroll
+    for (int group = 0; group < kScaleGroups; ++group) {
+      const bool has_next = group + 1 < kScaleGroups;
+      Scores& next = parts[(group + 1) % kParts];
+      if (kParts > 1 && has_next) {
+        begin_group(next, keys, query, group + 1);
+        wgmma_wait_group<1>();
+      } else {
+        wgmma_wait_group<0>();
+      }
+      add_group(parts[group % kParts], scales, group);
+      if (kParts == 1 && has_next) begin_group(next, keys, query, group + 1);
+    }
+  }
+
+  // Makes scores log2 units, and hides what a row does not see: a select, for the hidden score may
+  // be NaN.
+  __device__ void hide(int first_token) {
+    const int token = first_token + fresh_warp() % kScorerWarps * kTokensOfWarp + fresh_lane() / 4;
+#pragma unroll
+    for (int r = 0; r < kOwnRows; ++r) {
+      const int visible = item.row_visible[own_row(r)];
+      const float factor = shared.factor[own_row(r)];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float& score = scores[r / 2 * 4 + half * 2 + r % 2];
+        score = token + half * 8 < visible ? __fmul_rn(score, factor) : -kInfinity;
+      }
+    }
+  }
+
+  // Makes scores log2 units, and hides what a list does not name.
+  __device__ void hide_unlisted(u64 unlisted) {
+    const u64 bits = unlisted >> (fresh_warp() % kScorerWarps * kTokensOfWarp + fresh_lane() / 4);
+#pragma unroll
+    for (int i = 0; i < kRows / 2; ++i) {
+      const bool is_hidden = bits >> (i / 2 % 2 * 8) & 1;
+      const float factor = shared.factor[own_row(i / 4 * 2 + i % 2)];
+      scores[i] = is_hidden ? -kInfinity : __fmul_rn(scores[i], factor);
+    }
+  }
+
+  __device__ void take_block(int block) {
+    const int stage = block_stage(taken);
+    wait_for(shared.tokens_full[stage], block_parity(taken));
+    take_scores(shared.tokens[stage]);
+    bool are_scaled = false;
+    const int first_token = block * kBlockTokens;
+    if constexpr (kIsSparse) {
+      const u64 unlisted = shared.unlisted[stage].all();
+      if (unlisted != 0) {
+        hide_unlisted(unlisted);
+        are_scaled = true;
+      }
+    } else if (first_token + kBlockTokens > item.visible_to_all) {
+      hide(first_token);
+      are_scaled = true;
+    }
+    softmax.take(scores, are_scaled, stage, block == item.first_block);
+    ++taken;
+  }
+
+  __device__ void take_item() {
+    softmax.begin(score_scale(params) * kLog2E);
+#pragma unroll 1
+    for (int block = item.first_block; block < item.first_block + item.blocks; ++block) {
+      take_block(block);
+    }
+    // All warps have met since they read the query last, or have not read it.
+    if (fresh_thread() % kScorerThreads == 0) arrive_at(shared.query_empty);
+    softmax.leave_rows(item_slot(item.count));
+  }
+};
+
+__device__ inline void score_items(const Params& params, SharedMemory& shared) {
+  u32 taken = 0;  // blocks
+  u32 count = 0;
+  while (true) {
+    wait_for(shared.item_full[item_slot(count)], item_parity(count));
+    const Item& item = shared.items[item_slot(count)];
+    if (item.request < 0) return;
+    wait_for_query(shared, count);
+    Scorer scorer(params, shared, item, taken);
+    scorer.take_item();
+    count = item.count + 1;  // not kept in a register meanwhile
+    __syncwarp();
+    if (fresh_lane() == 0) arrive_at(shared.item_empty[item_slot(count - 1)]);
+  }
+}

@@ -1,0 +1,56 @@
+// The shared memory of a block, whole. Needs Item, roles/mla_hopper_packed/constants,
+// unlisted_tokens.cuh.
+
+// Blocks of tokens, as many as fit.
+constexpr int kStages = kRows > 32 ? 3 : 4;
+
+struct SharedMemory {
+  unsigned char query[kTiles * kQueryTileBytes];
+  unsigned char tokens[kStages][kBlockBytes];
+  unsigned char probabilities[kStages][kQueryTileBytes];
+  unsigned char staging[kConsumerWarps][kRows * sizeof(float)];  // what warps tell of their rows
+  float query_scale[kRows];  // what the query in here has been divided by
+  float factor[kRows];  // of the item whose scores are computed: what makes them log2 units
+  float ones[kRows];  // the factors of scores that are log2 units
+  float reference[kRows];  // of that item; log2 units
+  float warp_rows[kScorerWarps][kRows];  // what each warp found for a row: maximum, or sum
+  float rescale[kStages][kRows];  // what a block multiplies the sums and outputs before it by
+  float row_reference[2][kRows];  // of an item, when all its scores are done
+  float row_sum[2][kRows];
+  UnlistedTokens unlisted[kStages];
+  u32 rescales[kStages];  // whether a block multiplies by others than 1
+  Item items[2];
+  SpanScratch scratch;
+  Barrier tokens_full[kStages];
+  Barrier tokens_empty[kStages];
+  Barrier probabilities_full[kStages];
+  Barrier rows_full[2];
+  Barrier first_query_full;
+  Barrier query_full;
+  Barrier query_empty;
+  Barrier item_full[2];
+  Barrier item_empty[2];
+  int has_nonfinite[2];  // of an item
+};
+// Where pieces are merged, when no item follows.
+constexpr int kRoomBytes = sizeof(SharedMemory::query) + sizeof(SharedMemory::tokens) +
+                           sizeof(SharedMemory::probabilities);
+static_assert(sizeof(SharedMemory) <= kSharedBytes, "the spec knows what the struct takes");
+static_assert(kBlockBytes % 1024 == 0, "tiles are aligned");
+
+// The block that `blocks` have preceded: where it is, and which phase of a barrier is its own.
+__device__ inline int block_stage(u32 blocks) { return static_cast<int>(blocks % kStages); }
+__device__ inline u32 block_parity(u32 blocks) { return blocks / kStages % 2; }
+
+// By one thread. Of those who load, all threads' copies arrive, and what a warp has written.
+__device__ inline void make_token_barriers(SharedMemory& shared) {
+  for (int stage = 0; stage < kStages; ++stage) {
+    make_barrier(shared.tokens_full[stage], kProducerThreads + kLoadingWarps);
+    make_barrier(shared.tokens_empty[stage], kConsumerWarps);
+    make_barrier(shared.probabilities_full[stage], 1);
+  }
+  for (int slot = 0; slot < 2; ++slot) {
+    make_barrier(shared.rows_full[slot], kScorerWarps);
+    shared.has_nonfinite[slot] = 0;
+  }
+}

@@ -1,0 +1,8 @@
+// Tokens of a block that no row sees, for its list names nothing there. Needs constants.
+
+struct alignas(8) UnlistedTokens {
+  u16 bits[kLoadingWarps];  // of sixteen tokens each
+
+  __device__ u64 all() const { return *reinterpret_cast<const u64*>(bits); }
+};
+static_assert(kLoadingWarps * 16 == kBlockTokens, "each warp that loads brings sixteen tokens");
