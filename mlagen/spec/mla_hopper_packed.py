@@ -1,4 +1,4 @@
-"""MLA decode on Hopper over rows that are converted on the way in: what it is specialised for."""
+"""MLA decode on Hopper over rows of 8 bits under bf16: what its kernels are specialised for."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _STORED = (DType.E4M3, DType.PACKED656)
 
 @dataclass(frozen=True, kw_only=True)
 class MlaHopperPackedSpec(MlaHopperSpec):
-    """What changes the machine code of such a kernel: and nothing else."""
+    """What changes the machine code of such a kernel, and nothing else."""
 
     family: ClassVar[str] = "mla_hopper_packed"
     symbol: ClassVar[str] = "mla_hopper_packed"

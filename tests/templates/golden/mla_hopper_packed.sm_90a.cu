@@ -2738,6 +2738,7 @@ struct Scorer {
   __device__ void take_block(int block) {
     const int stage = block_stage(taken);
     wait_for(shared.tokens_full[stage], block_parity(taken));
+    fence_proxy_async();  // what threads have copied, tensor cores read
     take_scores(shared.tokens[stage]);
     bool are_scaled = false;
     const int first_token = block * kBlockTokens;
