@@ -1,4 +1,4 @@
-"""MLA decode calls of the Hopper kernel for rows that are converted on the way in."""
+"""MLA decode calls of the Hopper kernel for rows of 8 bits under bf16."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls of the Hopper kernel for converted rows: when it is chosen, and what it is given."""
+"""Calls of the Hopper kernel for rows of 8 bits: when it is chosen, and what it is given."""
 
 from __future__ import annotations
 

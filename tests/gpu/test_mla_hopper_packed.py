@@ -1,4 +1,4 @@
-"""The Hopper MLA kernel for converted rows: right, and the same in whatever order warps arrive."""
+"""The Hopper MLA kernel for rows of 8 bits: right, and the same in whatever order warps arrive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which calls the Hopper kernel for converted rows covers, and by which tile."""
+"""Which calls the Hopper kernel for rows of 8 bits covers, and by which tile."""
 
 from __future__ import annotations
 
