@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields, replace
+from typing import TypeAlias
 
 import torch
 
@@ -15,7 +16,7 @@ class Attention:
     ``out[heads, head_dim_vo]``, ``lse[heads]`` in log2 units; ``spread`` is the root of the sum of
     ``(weight * value)^2`` and ``magnitude`` the sum of ``weight * |value|``, shaped like ``out``;
     ``rounding`` and ``lse_rounding`` are what rounding the rows, and multiplying in e4m3, moves
-    ``out`` and ``lse`` by. ``weights[heads, tokens]`` are those of the values.
+    ``out`` and ``lse`` by.
     """
 
     out: torch.Tensor
@@ -24,7 +25,6 @@ class Attention:
     magnitude: torch.Tensor
     rounding: torch.Tensor
     lse_rounding: torch.Tensor
-    weights: torch.Tensor
 
 
 def attend(
@@ -50,20 +50,20 @@ def attend(
     """
     query, keys, values = query.double(), keys.double(), values.double()
 
-    def exactly(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> Attention:
+    def exactly(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> _Exact:
         return _attend(query, keys, values, score_scale, output_scale, sinks, bias)
 
-    result = exactly(query, keys, values)
+    result, weights = exactly(query, keys, values)
     if score_sums and len(keys):
         errors = _score_errors(query, keys, score_sums) * abs(score_scale)
-        moved, lse_moved = _moved_by(result, errors, values, output_scale, rounds_weights_to_e4m3)
-        result = replace(result, rounding=moved, lse_rounding=lse_moved)
+        moved, lse_moved = _moved_by(weights, errors, values, rounds_weights_to_e4m3)
+        result = replace(result, rounding=moved * abs(output_scale), lse_rounding=lse_moved)
     if rows_round_to is None:
         return result
     rounded = (
-        exactly(query.to(rows_round_to).double(), keys, values),
-        exactly(query, keys.to(rows_round_to).double(), values),
-        exactly(query, keys, values.to(rows_round_to).double()),
+        exactly(query.to(rows_round_to).double(), keys, values)[0],
+        exactly(query, keys.to(rows_round_to).double(), values)[0],
+        exactly(query, keys, values.to(rows_round_to).double())[0],
     )
     by_rows = sum((other.out - result.out).abs() for other in rounded)
     # Minus infinity moves by nothing, though a difference of two is NaN.
@@ -76,6 +76,10 @@ def attend(
     )
 
 
+# And the weights of the values, ``[heads, tokens]``.
+_Exact: TypeAlias = tuple[Attention, torch.Tensor]
+
+
 def _attend(
     query: torch.Tensor,
     keys: torch.Tensor,
@@ -84,7 +88,7 @@ def _attend(
     output_scale: float,
     sinks: torch.Tensor | None,
     bias: torch.Tensor | None,
-) -> Attention:
+) -> _Exact:
     logits = query @ keys.T * score_scale
     if bias is not None:
         logits = logits + bias.double()
@@ -97,15 +101,15 @@ def _attend(
     weights = torch.where(sees_nothing[:, None], 0.0, weights)
     lse = torch.logsumexp(logits, dim=1) / math.log(2)
     zeros = torch.zeros(len(query), values.shape[1], dtype=torch.float64)
-    return Attention(
+    result = Attention(
         out=weights @ values * output_scale,
         lse=torch.where(sees_nothing, -math.inf, lse),
         spread=(weights.square() @ values.square()).sqrt() * abs(output_scale),
         magnitude=weights @ values.abs() * abs(output_scale),
         rounding=zeros,
         lse_rounding=zeros[:, 0],
-        weights=weights,
     )
+    return result, weights
 
 
 def _score_errors(
@@ -131,18 +135,17 @@ def _score_errors(
 
 
 def _moved_by(
-    exact: Attention,
+    weights: torch.Tensor,
     errors: torch.Tensor,
     values: torch.Tensor,
-    output_scale: float,
     rounds_weights_to_e4m3: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what ``out`` and the LSE move by, if logarithms of weights may be off by ``errors``.
+    """Return what the weighted sum and the LSE move by, if the weights' logarithms may be off.
 
-    These are independent of each other. Besides, a weight below 2^-11 of the largest is rounded to
-    e4m3 absolutely, by 2^-15 of that or by itself.
+    By ``errors``, independently of each other. Besides, a weight below 2^-11 of the largest is
+    rounded to e4m3 absolutely, by 2^-15 of that or by itself.
     """
-    weights, out = exact.weights, exact.out / output_scale
+    out = weights @ values
     moved = (weights * torch.expm1(errors)).square()
     by_scores = moved @ values.square() - 2 * out * (moved @ values)
     by_scores += out.square() * moved.sum(dim=1, keepdim=True)
@@ -152,14 +155,13 @@ def _moved_by(
     all_lost = lost.sum(dim=1, keepdim=True)
     rounding = by_scores.clamp_min(0).sqrt() + lost @ values.abs() + out.abs() * all_lost
     by_errors = (weights * errors).square().sum(dim=1).sqrt()
-    return rounding * abs(output_scale), (by_errors + all_lost[:, 0]) * math.log2(math.e)
+    return rounding, (by_errors + all_lost[:, 0]) * math.log2(math.e)
 
 
 def stack(parts: list[Attention]) -> Attention:
     """Return the results of many query tokens as one, along a new first dimension."""
-    names = [field.name for field in fields(Attention) if field.name != "weights"]
-    stacked = {name: torch.stack([getattr(p, name) for p in parts]) for name in names}
-    return Attention(**stacked, weights=torch.empty(0))  # of different lengths
+    names = [field.name for field in fields(Attention)]
+    return Attention(**{name: torch.stack([getattr(p, name) for p in parts]) for name in names})
 
 
 UNIT_ROUNDOFF = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float8_e4m3fn: 2.0**-4}

@@ -28,13 +28,3 @@ __device__ inline float4 ld_global_cg_v4_f32(const void* address) {
                : "memory");
   return value;
 }
-
-// ld.global.L2::128B.v4.u32
-// Has the whole line brought into L2. Begun where it stands.
-__device__ inline uint4 ld_global_v4_u32(const void* address) {
-  uint4 value;
-  asm volatile("ld.global.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-               : "l"(address));
-  return value;
-}

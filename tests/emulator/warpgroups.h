@@ -34,7 +34,6 @@ static u32 ld_acquire_gpu(const u32* address) {
   return *address;
 }
 static void red_add_release_gpu(u32* address, u32 value) { *address += value; }
-static uint4 ld_global_v4_u32(const void* address) { return load<uint4>(address); }
 
 static void cp_async_cg_16(u32 target, const void* source, u32 count) {
   if (target % 16 != 0) complain("misaligned copy", target);

@@ -13,16 +13,13 @@ from mlagen import engine
 from mlagen.api import gqa_call
 from mlagen.api.gqa_hopper import HopperGqaCall
 from mlagen.api.gqa_portable import PortableGqaCall
-from mlagen.artifacts import Source
-from mlagen.codegen.render import render
-from mlagen.compiler.nvrtc import compile_source
-from mlagen.compiler.toolchain import find_nvrtc
-from mlagen.runtime import counters, loader
+from mlagen.runtime import counters
 from mlagen.settings import current_settings
 from mlagen.spec.gqa_hopper import GqaHopperSpec
 from tests.gqa_problems import E4M3, GqaCase, GqaProblem
 from tests.gqa_semantics import decode
 from tests.graph_replay import captured
+from tests.launch_repeats import mismatches, with_delays
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
@@ -94,16 +91,16 @@ def test_without_a_page_there_is_nothing_to_see() -> None:
     assert not decode(problem, block_tables=problem.block_tables[:, :0].contiguous()).any()
 
 
-def mismatches(problem: GqaProblem, repeats: int) -> int:
+def repeat(problem: GqaProblem, repeats: int) -> int:
     """Return in how many repetitions any bit differs from the first."""
-    first = decode(problem).clone()
-    out = torch.empty_like(first)
+    out = torch.empty_like(decode(problem))
     arguments = problem.arguments(out=out)
-    count = torch.zeros((), dtype=torch.int64, device="cuda")
-    for _ in range(repeats):
+
+    def compute_again() -> torch.Tensor:
         mlagen.decode.xqa_batch_decode_with_kv_cache(**arguments)
-        count += (out.view(torch.int16) != first.view(torch.int16)).any()
-    return int(count)
+        return out
+
+    return mismatches(compute_again, repeats)
 
 
 @pytest.mark.parametrize("case", CASES[::2], ids=str)
@@ -111,25 +108,16 @@ def test_ten_thousand_launches_give_the_same_bits(case: GqaCase) -> None:
     """No race between blocks or warps shows in a result."""
     problem = case.build("cuda")
 
-    assert mismatches(problem, 10_000) == 0
+    assert repeat(problem, 10_000) == 0
 
 
-_WAIT = "  mbarrier_wait(shared_address(&barrier), parity);\n"
-_MEET = "      barrier_sync(kConsumerBarrier, kConsumerThreads);"
-_PARTS = "    merge_parts(params, item, count, 0, 0,"
-_LEFT = "  write_part(0, 0, warp, softmax, output, shared);\n"
-_DELAY = "  if ((static_cast<u32>(clock64()) * 2654435761u >> 13) % 16 == 0) __nanosleep({});\n"
-
-
-def with_delays(spec: GqaHopperSpec) -> loader.LoadedKernel:
-    """Return the kernel with warps that fall asleep by chance wherever they wait for others."""
-    source = render(spec)
-    text = source.text
-    for place, nanoseconds in ((_WAIT, 2000), (_MEET, 5000), (_PARTS, 20_000), (_LEFT, 5000)):
-        assert place in text
-        text = text.replace(place, _DELAY.format(nanoseconds) + "  __syncwarp();\n" + place)
-    cubin = compile_source(Source(text=text, origins=()), spec.arch, find_nvrtc())
-    return loader.load(cubin.code, spec, 0)
+# Where warps wait for others, and how long they may sleep before it, in nanoseconds.
+_DELAYS = {
+    "  mbarrier_wait(shared_address(&barrier), parity);\n": 2000,
+    "      barrier_sync(kConsumerBarrier, kConsumerThreads);": 5000,
+    "    merge_parts(params, item, count, 0, 0,": 20_000,
+    "  write_part(0, 0, warp, softmax, output, shared);\n": 5000,
+}
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -142,11 +130,11 @@ def test_delays_change_no_bit(case: GqaCase, monkeypatch: pytest.MonkeyPatch) ->
     spec = call.decode.spec
     assert isinstance(spec, GqaHopperSpec)
     assert (spec, 0) in engine._loaded
-    slow = with_delays(spec)
+    slow = with_delays(spec, _DELAYS, after="  __syncwarp();\n")
     monkeypatch.setitem(engine._loaded, (spec, 0), slow)
     gqa_call._calls.clear()
 
-    differing = mismatches(problem, 100)
+    differing = repeat(problem, 100)
     result = decode(problem)
 
     gqa_call._calls.clear()

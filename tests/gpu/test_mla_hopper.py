@@ -10,11 +10,7 @@ import torch
 import mlagen
 from mlagen import engine
 from mlagen.api import mla_call
-from mlagen.artifacts import Source
-from mlagen.codegen.render import render
-from mlagen.compiler.nvrtc import compile_source
-from mlagen.compiler.toolchain import find_nvrtc
-from mlagen.runtime import counters, device, loader, plan_hopper
+from mlagen.runtime import counters, device, plan_hopper
 from mlagen.settings import current_settings
 from mlagen.spec.dtype import DType
 from mlagen.spec.mla import MlaDecodeSpec
@@ -24,6 +20,7 @@ from mlagen.spec.mla_hopper_e4m3 import MlaHopperE4m3Spec
 from mlagen.spec.mla_support import MlaVariant
 from tests.cases import MlaCase, MlaProblem
 from tests.graph_replay import captured
+from tests.launch_repeats import mismatches, with_delays
 from tests.mla_semantics import compute, decode
 
 pytestmark = pytest.mark.skipif(
@@ -94,16 +91,16 @@ def test_without_a_page_there_is_nothing_to_see(heads: int, dtype: torch.dtype) 
     assert not decode(problem, block_tables=tables[:, :0].contiguous()).any()
 
 
-def mismatches(problem: MlaProblem, repeats: int) -> int:
+def repeat(problem: MlaProblem, repeats: int) -> int:
     """Return in how many repetitions any bit differs from the first."""
-    first = decode(problem).clone()
-    out = torch.empty_like(first)
+    out = torch.empty_like(decode(problem))
     arguments = problem.arguments(out=out)
-    count = torch.zeros((), dtype=torch.int64, device="cuda")
-    for _ in range(repeats):
+
+    def compute_again() -> torch.Tensor:
         mlagen.mla.trtllm_batch_decode_with_kv_cache_mla(**arguments)
-        count += (out.view(torch.int16) != first.view(torch.int16)).any()
-    return int(count)
+        return out
+
+    return mismatches(compute_again, repeats)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, E4M3], ids=str)
@@ -112,24 +109,15 @@ def test_ten_thousand_launches_give_the_same_bits(case: MlaCase, dtype: torch.dt
     """No race between blocks or warps shows in a result."""
     problem = replace(case, dtype=dtype).build("cuda")
 
-    assert mismatches(problem, 10_000) == 0
+    assert repeat(problem, 10_000) == 0
 
 
-_WAIT = "  mbarrier_wait(shared_address(&barrier), parity);\n"
-_ARRIVE = "  barrier_sync(kConsumerBarrier, kConsumerThreads);\n"
-_CREW = "  crew.sync();\n"
-_DELAY = "  if ((static_cast<u32>(clock64()) * 2654435761u >> 13) % 16 == 0) __nanosleep({});\n"
-
-
-def with_delays(spec: MlaHopperSpec) -> loader.LoadedKernel:
-    """Return the kernel with warps that fall asleep by chance wherever they wait for others."""
-    source = render(spec)
-    text = source.text
-    for place, nanoseconds in ((_WAIT, 2000), (_ARRIVE, 5000), (_CREW, 5000)):
-        assert place in text
-        text = text.replace(place, _DELAY.format(nanoseconds) + place)
-    cubin = compile_source(Source(text=text, origins=()), spec.arch, find_nvrtc())
-    return loader.load(cubin.code, spec, 0)
+# Where warps wait for others, and how long they may sleep before it, in nanoseconds.
+DELAYS = {
+    "  mbarrier_wait(shared_address(&barrier), parity);\n": 2000,
+    "  barrier_sync(kConsumerBarrier, kConsumerThreads);\n": 5000,
+    "  crew.sync();\n": 5000,
+}
 
 
 @pytest.mark.parametrize("dtype", [DType.BF16, DType.E4M3], ids=str)
@@ -142,11 +130,11 @@ def test_delays_change_no_bit(case: MlaCase, dtype: DType, monkeypatch: pytest.M
     spec = mla_hopper_kernel(device.arch_of_device(0), variant, case.heads * case.q_len)
     assert spec is not None
     assert (spec, 0) in engine._loaded
-    slow = with_delays(spec)
+    slow = with_delays(spec, DELAYS)
     monkeypatch.setitem(engine._loaded, (spec, 0), slow)
     mla_call._calls.clear()
 
-    differing = mismatches(problem, 100)
+    differing = repeat(problem, 100)
     result = decode(problem)
 
     mla_call._calls.clear()

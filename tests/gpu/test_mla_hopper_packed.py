@@ -15,9 +15,10 @@ from mlagen.runtime import counters
 from mlagen.settings import current_settings
 from mlagen.spec.mla import MlaDecodeSpec
 from mlagen.spec.mla_hopper_packed import MlaHopperPackedSpec
-from tests.cases import MlaCase, MlaProblem
-from tests.gpu.test_mla_hopper import with_delays
+from tests.cases import MlaCase
+from tests.gpu.test_mla_hopper import DELAYS
 from tests.graph_replay import captured
+from tests.launch_repeats import mismatches, with_delays
 from tests.mla_cases import KINDS, of_kind
 from tests.mla_semantics import compute, decode
 
@@ -75,19 +76,12 @@ def test_both_kernels_are_right(case: MlaCase, monkeypatch: pytest.MonkeyPatch) 
     assert kernels == [MlaHopperPackedSpec, MlaDecodeSpec]
 
 
-def mismatches(problem: MlaProblem, repeats: int) -> int:
-    """Return in how many repetitions any bit differs from the first."""
-    first = compute(problem)[0].clone()
-    count = torch.zeros((), dtype=torch.int64, device="cuda")
-    for _ in range(repeats):
-        count += (compute(problem)[0].view(torch.int16) != first.view(torch.int16)).any()
-    return int(count)
-
-
 @pytest.mark.parametrize("case", CASES[::3], ids=str)
 def test_a_thousand_launches_give_the_same_bits(case: MlaCase) -> None:
     """No race between blocks or warps shows in a result."""
-    assert mismatches(case.build("cuda"), 1000) == 0
+    problem = case.build("cuda")
+
+    assert mismatches(lambda: compute(problem)[0], 1000) == 0
 
 
 @pytest.mark.parametrize("case", [case for case in CASES[1::5] if case.has_door], ids=str)
@@ -115,10 +109,10 @@ def test_delays_change_no_bit(case: MlaCase, monkeypatch: pytest.MonkeyPatch) ->
     (call,) = mla_call._calls.values()
     spec = call.decode.spec
     assert isinstance(spec, MlaHopperPackedSpec)
-    monkeypatch.setitem(engine._loaded, (spec, 0), with_delays(spec))
+    monkeypatch.setitem(engine._loaded, (spec, 0), with_delays(spec, DELAYS))
     mla_call._calls.clear()
 
-    differing = mismatches(problem, 100)
+    differing = mismatches(lambda: compute(problem)[0], 100)
     result = compute(problem)[0]
 
     mla_call._calls.clear()

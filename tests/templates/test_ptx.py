@@ -177,9 +177,8 @@ def test_the_comment_above_a_wrapper_is_the_instruction_inside(family: str) -> N
 def test_names_are_the_mnemonic(family: str) -> None:
     """File, wrapper and instruction begin with the same word."""
     found = list(wrappers(FAMILIES[family]))
-    # Forms that only newer architectures have are in a file of their own, named for their type, and
-    # so are those of wgmma with an operand in registers.
-    word = family.removesuffix("_e4m3").removesuffix("_registers")
+    # Forms that only newer architectures have are in a file of their own, named for their type.
+    word = family.removesuffix("_e4m3")
 
     assert [wrapper.name for wrapper in found if not wrapper.name.startswith(word)] == []
     instructions = [wrapper.instruction for wrapper in found if wrapper.instruction]

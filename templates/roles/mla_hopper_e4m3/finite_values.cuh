@@ -8,12 +8,6 @@ __device__ inline float value_of_element(u16 element) {
   return cvt_f32(Fp16{}, static_cast<u16>(fp16x2_of_e4m3x2(element)));
 }
 
-// Whether some row of the item sees a value that has been cleared. One consumer may be at the next
-// item before the other has set this one's back.
-__device__ inline int& nonfinite_flag(SharedMemory& shared, const Item& item) {
-  return shared.has_nonfinite[item_slot(item.count)];
-}
-
 // The bytes of a word that hold a NaN, as 0xff each.
 __device__ inline u32 nan_bytes(u32 word) {
   const u32 is_nan = ((word & 0x7f7f7f7f) + 0x01010101) & 0x80808080;

@@ -3,8 +3,6 @@
 // Elements that one step of a product multiplies, and so bytes.
 constexpr int kStepElements = 32;
 
-__device__ constexpr u32 descriptor_step(u32 bytes) { return bytes / 16; }
-
 // Where P of a block lies in its stage: on the rope tile, which nobody needs once the scores are
 // done. A row is 64 bytes, swizzled.
 constexpr u32 kProbabilitiesOffset = kLatentTiles * kTileBytes;

@@ -24,10 +24,6 @@ struct SharedMemory {
   int has_nonfinite[2];  // of an item
   float score_scale;  // to log2 units
 };
-// The block that `blocks` have preceded: where it is, and which phase of a barrier is its own.
-__device__ inline int block_stage(u32 blocks) { return static_cast<int>(blocks % kStages); }
-__device__ inline u32 block_parity(u32 blocks) { return blocks / kStages % 2; }
-
 // Where pieces are merged, when no item follows.
 constexpr int kRoomBytes = sizeof(SharedMemory::query) + sizeof(SharedMemory::tokens);
 static_assert(sizeof(SharedMemory) <= kSharedBytes, "the spec knows what the struct takes");

@@ -43,7 +43,7 @@ struct Adder {
     for (int step = 0; step < kValueSteps; ++step) {
       const u32 at = (half * kValueTokens + step * 16) * 2;
       wgmma_mma(Element{}, accumulators[tile], values + step * 4,
-                descriptor(probabilities + at / 16), 1);
+                descriptor(probabilities + descriptor_step(at)), 1);
     }
     wgmma_commit_group();
   }

@@ -2,12 +2,6 @@
 // the tensor cores, though its weight is 0. Needs SharedMemory, Item, values.cuh,
 // roles/mla_hopper/finite_elements.cuh.
 
-// Whether some row of an item sees a value that has been cleared. One consumer may be at the next
-// item before the other has set this one's back.
-__device__ inline int& nonfinite_flag(SharedMemory& shared, const Item& item) {
-  return shared.has_nonfinite[item_slot(item.count)];
-}
-
 // A pair of stored elements with zeros for those that become not finite by their scale.
 __device__ inline u32 finite_when_decoded(u32 pair, float scale) {
   const u32 decoded = decode_pair(pair, scale, scale);

@@ -5,8 +5,6 @@
 constexpr int kStepElements = 32;
 constexpr int kHalfTileBytes = kTileRowBytes / 2;  // the first parts of a row of the query
 
-__device__ constexpr u32 descriptor_step(u32 bytes) { return bytes / 16; }
-
 // Where there are registers, the scores of a group of dims come while those before are scaled.
 constexpr int kParts = kRows > 32 ? 1 : 2;
 

@@ -38,10 +38,6 @@ constexpr int kRoomBytes = sizeof(SharedMemory::query) + sizeof(SharedMemory::to
 static_assert(sizeof(SharedMemory) <= kSharedBytes, "the spec knows what the struct takes");
 static_assert(kBlockBytes % 1024 == 0, "tiles are aligned");
 
-// The block that `blocks` have preceded: where it is, and which phase of a barrier is its own.
-__device__ inline int block_stage(u32 blocks) { return static_cast<int>(blocks % kStages); }
-__device__ inline u32 block_parity(u32 blocks) { return blocks / kStages % 2; }
-
 // By one thread. Of those who load, all threads' copies arrive, and what a warp has written.
 __device__ inline void make_token_barriers(SharedMemory& shared) {
   for (int stage = 0; stage < kStages; ++stage) {

@@ -1,6 +1,6 @@
 // Values as the left operand of O^T += V^T P^T: out of shared memory into registers, across, and
 // converted. Needs scales.cuh, roles/mla_hopper_e4m3/dims.cuh, blocks/e4m3.cuh.j2,
-// ptx/ldmatrix.cuh, ptx/wgmma_registers.cuh.
+// ptx/ldmatrix.cuh, ptx/wgmma.cuh.
 
 // Two e4m3 in the low half of a word, each times a scale, rounded once.
 __device__ inline u32 decode_pair(u32 pair, float low_scale, float high_scale) {

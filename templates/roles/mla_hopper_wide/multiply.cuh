@@ -30,8 +30,6 @@ __device__ constexpr u32 probabilities_offset(int stage) {
   return tile_offset(stage, kLatentTiles);
 }
 
-__device__ constexpr u32 descriptor_step(u32 bytes) { return bytes / 16; }
-
 // Begins the scores of the block in `kStage`, each tile as it arrives, one group for each.
 template <int kStage, typename AfterTile>
 __device__ inline void begin_scores(const Descriptors& descriptors, const SharedMemory& shared,

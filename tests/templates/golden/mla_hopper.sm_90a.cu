@@ -363,16 +363,6 @@ __device__ inline float4 ld_global_cg_v4_f32(const void* address) {
   return value;
 }
 
-// ld.global.L2::128B.v4.u32
-// Has the whole line brought into L2. Begun where it stands.
-__device__ inline uint4 ld_global_v4_u32(const void* address) {
-  uint4 value;
-  asm volatile("ld.global.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-               : "l"(address));
-  return value;
-}
-
 // PTX ISA, "Parallel Synchronization and Communication Instructions: mbarrier". Needs sm_90.
 // Barriers are 8 bytes of shared memory, by address.
 
@@ -813,6 +803,50 @@ __device__ inline void wgmma_mma_trans_b(Fp16, float (&d)[128], const u32* a, u6
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulates));
 }
 
+// wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16
+// `a` is in registers.
+__device__ inline void wgmma_mma(Bf16, float (&d)[8], const u32* a, u64 b, int accumulates) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %13, 0; "
+      "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7}, "
+      "{%8, %9, %10, %11}, %12, p, 1, 1, 0;}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+        "+f"(d[7])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulates));
+}
+
+// wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16
+// `a` is in registers.
+__device__ inline void wgmma_mma(Bf16, float (&d)[16], const u32* a, u64 b, int accumulates) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %21, 0; "
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
+      "{%16, %17, %18, %19}, %20, p, 1, 1, 0;}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
+        "+f"(d[14]), "+f"(d[15])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulates));
+}
+
+// wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16
+// `a` is in registers.
+__device__ inline void wgmma_mma(Bf16, float (&d)[32], const u32* a, u64 b, int accumulates) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %37, 0; "
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+      "{%32, %33, %34, %35}, %36, p, 1, 1, 0;}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
+        "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),
+        "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),
+        "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulates));
+}
+
 // Programmatic dependent launch: start while the kernel before drains. Needs
 // ptx/griddepcontrol.cuh.
 
@@ -991,6 +1025,9 @@ constexpr u32 kDescriptorHigh64 = 512 / 16 | 2u << 30;
 __device__ inline u32 descriptor_low(u32 address, u32 tile_distance) {
   return (address & 0x3ffff) >> 4 | tile_distance / 16 << 16;
 }
+
+// What moves the operand by so many bytes.
+__device__ constexpr u32 descriptor_step(u32 bytes) { return bytes / 16; }
 
 __device__ inline u64 descriptor(u32 low) { return mov_b64(low, kDescriptorHigh); }
 __device__ inline u64 descriptor_64(u32 low) { return mov_b64(low, kDescriptorHigh64); }
@@ -2115,18 +2152,16 @@ struct Consumer {
   }
 };
 
-// How large the values of a row are. Needs SharedMemory, accumulators.cuh,
-// roles/mla_hopper/crew.cuh, roles/mla_hopper/row_state.cuh.
+// What warps tell each other of their rows. Needs SharedMemory, accumulators.cuh,
+// roles/mla_hopper/row_state.cuh.
 
 // What a warp tells others of its rows, where it stages output at other times.
 __device__ inline float* told_of_rows(SharedMemory& shared, int warp) {
   return reinterpret_cast<float*>(shared.staging[warp]);
 }
 
-// The largest finite magnitude of every row, in all warps of the crew.
-__device__ inline void largest_of_rows(SharedMemory& shared, const Crew& crew,
-                                       const Accumulators& accumulators,
-                                       float (&largest)[kOwnRows]) {
+// Tells of the largest finite magnitude that this warp has of every row.
+__device__ inline void tell_largest(SharedMemory& shared, const Accumulators& accumulators) {
 #pragma unroll
   for (int r = 0; r < kOwnRows; ++r) {
     float own = 0.0f;
@@ -2139,6 +2174,21 @@ __device__ inline void largest_of_rows(SharedMemory& shared, const Crew& crew,
     own = maximum_of_lanes(own);
     if (fresh_lane() < 4) told_of_rows(shared, fresh_warp())[own_row(r)] = own;
   }
+}
+
+// Whether the thread of that index in its crew writes what there is of its rows: all warps have the
+// same.
+__device__ inline bool is_row_writer(int thread) { return thread < 4; }
+__device__ inline bool is_scale_writer(int thread) { return thread < 4; }
+
+// How large the values of a row are. Needs SharedMemory, accumulators.cuh,
+// roles/mla_hopper/crew.cuh, roles/mla_hopper/row_state.cuh.
+
+// The largest finite magnitude of every row, in all warps of the crew.
+__device__ inline void largest_of_rows(SharedMemory& shared, const Crew& crew,
+                                       const Accumulators& accumulators,
+                                       float (&largest)[kOwnRows]) {
+  tell_largest(shared, accumulators);
   crew.sync();
 #pragma unroll
   for (int r = 0; r < kOwnRows; ++r) {
@@ -2150,11 +2200,6 @@ __device__ inline void largest_of_rows(SharedMemory& shared, const Crew& crew,
     }
   }
 }
-
-// Whether the thread of that index in its crew writes what there is of its rows: all warps have the
-// same.
-__device__ inline bool is_row_writer(int thread) { return thread < 4; }
-__device__ inline bool is_scale_writer(int thread) { return thread < 4; }
 
 // Writes finished rows. Needs accumulators.cuh, row_state.cuh, ptx/cvt.cuh, ptx/stmatrix.cuh.
 

@@ -379,16 +379,6 @@ __device__ inline float4 ld_global_cg_v4_f32(const void* address) {
   return value;
 }
 
-// ld.global.L2::128B.v4.u32
-// Has the whole line brought into L2. Begun where it stands.
-__device__ inline uint4 ld_global_v4_u32(const void* address) {
-  uint4 value;
-  asm volatile("ld.global.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-               : "l"(address));
-  return value;
-}
-
 // PTX ISA, "Warp Level Matrix Instructions: ldmatrix". Needs sm_75.
 // Lanes 8i to 8i + 7 give the shared-memory addresses of the eight 16-byte rows of matrix i;
 // word i of the result is this lane's fragment of matrix i.
@@ -849,6 +839,50 @@ __device__ inline void wgmma_mma_trans_b(Fp16, float (&d)[128], const u32* a, u6
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulates));
 }
 
+// wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16
+// `a` is in registers.
+__device__ inline void wgmma_mma(Bf16, float (&d)[8], const u32* a, u64 b, int accumulates) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %13, 0; "
+      "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7}, "
+      "{%8, %9, %10, %11}, %12, p, 1, 1, 0;}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+        "+f"(d[7])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulates));
+}
+
+// wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16
+// `a` is in registers.
+__device__ inline void wgmma_mma(Bf16, float (&d)[16], const u32* a, u64 b, int accumulates) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %21, 0; "
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
+      "{%16, %17, %18, %19}, %20, p, 1, 1, 0;}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
+        "+f"(d[14]), "+f"(d[15])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulates));
+}
+
+// wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16
+// `a` is in registers.
+__device__ inline void wgmma_mma(Bf16, float (&d)[32], const u32* a, u64 b, int accumulates) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %37, 0; "
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+      "{%32, %33, %34, %35}, %36, p, 1, 1, 0;}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
+        "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),
+        "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),
+        "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulates));
+}
+
 // PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions: wgmma". Needs sm_90.
 // Of e4m3; as in ptx/wgmma.cuh, with 32 elements along k: a[64, 32] * b[32, N], four elements a
 // word. Both operands lie along k. Sums keep few bits, and what is below them is cut off.
@@ -970,6 +1004,15 @@ __device__ inline u32 e4m3x2_of_f32(float high, float low) {
 
 __device__ inline void wait_for_previous_kernel() { griddepcontrol_wait(); }
 __device__ inline void let_next_kernel_start() { griddepcontrol_launch_dependents(); }
+
+// How many registers a thread has from here on, of 128 that it began with: some roles give what
+// others take. By whole warpgroups. Needs ptx/setmaxnreg.cuh.
+
+template <int kCount>
+__device__ inline void set_registers() {
+  if constexpr (kCount < 128) setmaxnreg_dec<kCount>();
+  if constexpr (kCount > 128) setmaxnreg_inc<kCount>();
+}
 
 // Barriers in shared memory, with phases that are counted by their parity. Needs ptx/mbarrier.cuh.
 
@@ -1147,6 +1190,9 @@ constexpr u32 kDescriptorHigh64 = 512 / 16 | 2u << 30;
 __device__ inline u32 descriptor_low(u32 address, u32 tile_distance) {
   return (address & 0x3ffff) >> 4 | tile_distance / 16 << 16;
 }
+
+// What moves the operand by so many bytes.
+__device__ constexpr u32 descriptor_step(u32 bytes) { return bytes / 16; }
 
 __device__ inline u64 descriptor(u32 low) { return mov_b64(low, kDescriptorHigh); }
 __device__ inline u64 descriptor_64(u32 low) { return mov_b64(low, kDescriptorHigh64); }
@@ -1553,10 +1599,6 @@ struct SharedMemory {
   int has_nonfinite[2];  // of an item
   float score_scale;  // to log2 units
 };
-// The block that `blocks` have preceded: where it is, and which phase of a barrier is its own.
-__device__ inline int block_stage(u32 blocks) { return static_cast<int>(blocks % kStages); }
-__device__ inline u32 block_parity(u32 blocks) { return blocks / kStages % 2; }
-
 // Where pieces are merged, when no item follows.
 constexpr int kRoomBytes = sizeof(SharedMemory::query) + sizeof(SharedMemory::tokens);
 static_assert(sizeof(SharedMemory) <= kSharedBytes, "the spec knows what the struct takes");
@@ -1575,6 +1617,12 @@ __device__ inline void make_token_barriers(SharedMemory& shared) {
     shared.has_nonfinite[slot] = 0;
   }
 }
+
+// Blocks of tokens in the stages of a ring, counted from the first of all items. Needs kStages.
+
+// The block that `blocks` have preceded: where it is, and which phase of a barrier is its own.
+__device__ inline int block_stage(u32 blocks) { return static_cast<int>(blocks % kStages); }
+__device__ inline u32 block_parity(u32 blocks) { return blocks / kStages % 2; }
 
 // Where the rows of a query lie in the caller's tensors. Needs Params, Part.
 
@@ -1871,8 +1919,6 @@ __device__ inline void load_tokens(const Params& params, int, Part part, SharedM
 
 // Elements that one step of a product multiplies, and so bytes.
 constexpr int kStepElements = 32;
-
-__device__ constexpr u32 descriptor_step(u32 bytes) { return bytes / 16; }
 
 // Where P of a block lies in its stage: on the rope tile, which nobody needs once the scores are
 // done. A row is 64 bytes, swizzled.
@@ -2395,20 +2441,16 @@ struct OwnRows {
   }
 };
 
-// How large the values of a row are. Needs SharedMemory,
-// roles/mla_hopper_narrow/accumulators.cuh, roles/mla_hopper/crew.cuh,
+// What warps tell each other of their rows. Needs SharedMemory, accumulators.cuh,
 // roles/mla_hopper/row_state.cuh.
 
-// What a warp tells others of its rows.
+// What a warp tells others of its rows, where it stages output at other times.
 __device__ inline float* told_of_rows(SharedMemory& shared, int warp) {
   return reinterpret_cast<float*>(shared.staging[warp]);
 }
 
-// The largest finite magnitude of every row, in all warps of the crew. Every lane asks all warps
-// for some rows, and tells the others.
-__device__ inline void largest_of_rows(SharedMemory& shared, const Crew& crew,
-                                       const Accumulators& accumulators,
-                                       float (&largest)[kOwnRows]) {
+// Tells of the largest finite magnitude that this warp has of every row.
+__device__ inline void tell_largest(SharedMemory& shared, const Accumulators& accumulators) {
 #pragma unroll
   for (int r = 0; r < kOwnRows; ++r) {
     float own = 0.0f;
@@ -2421,6 +2463,23 @@ __device__ inline void largest_of_rows(SharedMemory& shared, const Crew& crew,
     own = maximum_of_lanes(own);
     if (fresh_lane() < 4) told_of_rows(shared, fresh_warp())[own_row(r)] = own;
   }
+}
+
+// Whether the thread of that index in its crew writes what there is of its rows: all warps have the
+// same.
+__device__ inline bool is_row_writer(int thread) { return thread < 4; }
+__device__ inline bool is_scale_writer(int thread) { return thread < 4; }
+
+// How large the values of a row are. Needs SharedMemory,
+// roles/mla_hopper_narrow/accumulators.cuh, roles/mla_hopper/crew.cuh,
+// roles/mla_hopper/row_state.cuh.
+
+// The largest finite magnitude of every row, in all warps of the crew. Every lane asks all warps
+// for some rows, and tells the others.
+__device__ inline void largest_of_rows(SharedMemory& shared, const Crew& crew,
+                                       const Accumulators& accumulators,
+                                       float (&largest)[kOwnRows]) {
+  tell_largest(shared, accumulators);
   crew.sync();
   constexpr int kRowsOfLane = ceil_div(kRows, kWarpLanes);
   float found[kRowsOfLane];
@@ -2441,10 +2500,12 @@ __device__ inline void largest_of_rows(SharedMemory& shared, const Crew& crew,
   }
 }
 
-// Whether the thread of that index in its crew writes what there is of its rows: all warps have the
-// same.
-__device__ inline bool is_row_writer(int thread) { return thread < 4; }
-__device__ inline bool is_scale_writer(int thread) { return thread < 4; }
+// Whether some row of an item sees a value that has been cleared. One consumer may be at the next
+// item before the other has set this one's back. Needs SharedMemory, Item.
+
+__device__ inline int& nonfinite_flag(SharedMemory& shared, const Item& item) {
+  return shared.has_nonfinite[item_slot(item.count)];
+}
 
 // Values that some row of a tile must not see: 0 * NaN is NaN, so a NaN must not meet the tensor
 // cores, though its weight is 0. Of a NaN all bits are set but the sign. Needs
@@ -2454,12 +2515,6 @@ __device__ inline bool is_finite(u32 element) { return (element & 0x7f) != 0x7f;
 
 __device__ inline float value_of_element(u16 element) {
   return cvt_f32(Fp16{}, static_cast<u16>(fp16x2_of_e4m3x2(element)));
-}
-
-// Whether some row of the item sees a value that has been cleared. One consumer may be at the next
-// item before the other has set this one's back.
-__device__ inline int& nonfinite_flag(SharedMemory& shared, const Item& item) {
-  return shared.has_nonfinite[item_slot(item.count)];
 }
 
 // The bytes of a word that hold a NaN, as 0xff each.
@@ -3223,21 +3278,11 @@ __device__ inline void add_items(const Params& params, SharedMemory& shared) {
   }
 }
 
-// How many registers a thread of each role has, of 128 at first. Needs ptx/setmaxnreg.cuh.
+// How many registers a thread of each role has, of 128 at first.
 
 constexpr int kConsumerRegisters = kRows > 32 ? 184 : 152;
 constexpr int kScorerRegisters = kRows > 32 ? 96 : 152;
 constexpr int kProducerRegisters = 48;
-
-__device__ inline void take_consumer_registers() { setmaxnreg_inc<kConsumerRegisters>(); }
-__device__ inline void give_producer_registers_back() { setmaxnreg_dec<kProducerRegisters>(); }
-__device__ inline void set_scorer_registers() {
-  if constexpr (kScorerRegisters < 128) {
-    setmaxnreg_dec<kScorerRegisters>();
-  } else {
-    setmaxnreg_inc<kScorerRegisters>();
-  }
-}
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     mla_hopper_e4m3(const __grid_constant__ Params params) {
@@ -3264,17 +3309,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 
   const int role = __shfl_sync(~0u, warp_index(), 0) - kConsumerWarps;
   if (role >= kProducerWarps) {
-    set_scorer_registers();
+    set_registers<kScorerRegisters>();
     score_items(params, shared);
   } else if (role >= 0) {
-    give_producer_registers_back();
+    set_registers<kProducerRegisters>();
     if (role == 0) {
       load_tokens(params, member, first, shared);
     } else {
       schedule(params, walk, first, shared);
     }
   } else {
-    take_consumer_registers();
+    set_registers<kConsumerRegisters>();
     begin_query(params, first, shared, static_cast<int>(threadIdx.x), kConsumerThreads);
     add_items(params, shared);
   }
