@@ -20,6 +20,7 @@ from tests.cases import MlaCase, MlaProblem
 from tests.emulator.emulated import COMPILER, Emulator, encode
 from tests.mla_cases import KINDS, of_kind
 from tests.mla_rows import POISON
+from tests.uneven_scales import STEPS, with_steps
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
@@ -197,6 +198,16 @@ def test_entries_that_name_no_token_are_as_if_they_were_not_there(
     assert torch.allclose(lse, wanted, atol=1e-3)
     if missing == "all":
         assert not out.any()
+
+
+@pytest.mark.parametrize("steps", STEPS)
+@pytest.mark.parametrize("heads", [16, 64])
+def test_scales_may_be_of_any_size(heads: int, steps: str, decoded: Decode) -> None:
+    """Units of values become larger with them, and those before do not lose what they had."""
+    made = given(PACKED, "", heads=heads, seq_lens=(300, 60))
+    problem = with_steps(made.case.build("cpu"), steps)
+
+    problem.check(*decoded(made, problem, 0))
 
 
 def test_where_offsets_go_back_nothing_is_written(decoded: Decode) -> None:

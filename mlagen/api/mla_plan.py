@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 from mlagen.api.calls import rounded_up
 from mlagen.runtime.device import arch_of_device, device_facts
 from mlagen.runtime.plan import DecodePlan, MlaDecodeProblem, plan_mla_decode
-from mlagen.runtime.plan_hopper import HopperPlan, plan_mla_hopper
+from mlagen.runtime.plan_hopper import HopperPlan, plan_mla_hopper, rows_of_tile
 from mlagen.spec.mla import MlaDecodeSpec, mla_decode_spec
 from mlagen.spec.mla_hopper import MlaHopperSpec
 from mlagen.spec.mla_hopper_calls import mla_hopper_kernel
@@ -71,4 +72,6 @@ def plan_hopper_call(
         total_rows=tokens * heads,
         longest_kv=rounded_up(longest_kv),
     )
-    return spec, plan_mla_hopper(spec, problem, tile_q_len, device_facts(device).sm_count)
+    sm_count = device_facts(device).sm_count
+    spec = replace(spec, tile_rows=rows_of_tile(spec, problem, tile_q_len, sm_count))
+    return spec, plan_mla_hopper(spec, problem, tile_q_len, sm_count)

@@ -24,11 +24,14 @@ _SCALE_BYTES = 4
 # Positions on the line of work are counted in 32 bits.
 _MOST_POSITIONS = 2**31 - 1
 
-# Of so few rows and blocks of tokens the portable kernel is faster: it begins sooner, and where a
-# few blocks of the grid share the work, that is most of the time. Where rows are converted on the
-# way in, it is so for any number of rows. See docs/measurements.md.
+# With so few tiles of few rows and blocks of tokens the portable kernel is faster: it begins
+# sooner, and where a few blocks of the grid share the work, that is most of the time. Where rows
+# are converted on the way in, it is so for tiles of any size. See docs/measurements.md.
 SMALL_ROWS = 16
 SMALL_BLOCKS = 64
+
+# Whether a call may take a tile of fewer rows than its requests have.
+TAKES_SMALLER_TILES = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +45,21 @@ class HopperPlan:
     partial_rows_offset: int  # bytes in the workspace: the partial values come first
     workspace_bytes: int
     is_small: bool  # so that the portable kernel is faster
+
+
+def rows_of_tile(
+    spec: MlaHopperSpec, problem: MlaDecodeProblem, tile_q_len: int, sm_count: int
+) -> int:
+    """Return the rows of the tile that a call is fastest with, ``spec`` being for all its rows.
+
+    Tiles of fewer rows read the same tokens more often, but give more SMs something to do.
+    """
+    blocks_of_tokens = -(-problem.longest_kv // _BLOCK_TOKENS)
+    for rows, blocks_of_sm in spec.smaller_tiles if TAKES_SMALLER_TILES else ():
+        tiles = problem.batch * -(-tile_q_len * problem.heads // rows)
+        if rows < spec.tile_rows and tiles * blocks_of_tokens <= blocks_of_sm * sm_count:
+            return rows
+    return spec.tile_rows
 
 
 def plan_mla_hopper(
@@ -74,7 +92,7 @@ def plan_mla_hopper(
         partial_rows_offset=partial_values,
         workspace_bytes=partial_values + 2 * blocks * rows * row_bytes,
         is_small=(rows <= SMALL_ROWS or spec.converts_rows)
-        and groups * blocks_of_tokens <= SMALL_BLOCKS,
+        and problem.batch * tiles * blocks_of_tokens <= SMALL_BLOCKS,
     )
 
 

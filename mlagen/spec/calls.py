@@ -26,8 +26,8 @@ _ROWS = sorted(
 def mla_call_specs(arch: Arch, variant: MlaVariant, rows: int) -> list[KernelSpec]:
     """Return the kernels of MLA calls with ``rows`` rows for each request.
 
-    The Hopper kernel where there is one, the portable one, which small calls take there too, and
-    the one that combines its splits.
+    The Hopper kernels where there are some, one for each tile that calls may take, the portable
+    one, which small calls take there too, and the one that combines its splits.
 
     Raises
     ------
@@ -39,7 +39,10 @@ def mla_call_specs(arch: Arch, variant: MlaVariant, rows: int) -> list[KernelSpe
         arch=arch, dtype=output_dtype(variant.query_dtype), head_dim_vo=variant.kv_lora_rank
     )
     portable = mla_decode_spec(arch, variant, rows)
-    return [portable, combining] if hopper is None else [hopper, portable, combining]
+    if hopper is None:
+        return [portable, combining]
+    tiles = reversed(hopper.tiles_of(rows))
+    return [*(replace(hopper, tile_rows=tile) for tile in tiles), portable, combining]
 
 
 def gqa_call_specs(arch: Arch, variant: GqaVariant, rows: int) -> list[KernelSpec]:

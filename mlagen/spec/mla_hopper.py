@@ -81,6 +81,10 @@ class MlaHopperSpec(KernelSpec):
         float32("lse_factor"),
     )
 
+    # Tiles that calls take whose requests have more rows, if there is little to do: so many rows,
+    # if all of them have no more blocks of tokens than so many for each SM.
+    smaller_tiles: ClassVar[tuple[tuple[int, int], ...]] = ((16, 2),)
+
     variant: MlaVariant
     tile_rows: int
 
@@ -165,8 +169,13 @@ class MlaHopperSpec(KernelSpec):
         return True
 
     def serves(self, call: CallShape) -> bool:
-        """Whether such a call takes this kernel, of those that differ in the tile only."""
-        return self.tile_rows == tile_rows_for(call.heads * call.q_len)
+        """Whether such a call may take this kernel, of those that differ in the tile only."""
+        return self.tile_rows in self.tiles_of(call.heads * call.q_len)
+
+    def tiles_of(self, rows: int) -> tuple[int, ...]:
+        """Return the rows of the tiles that requests of ``rows`` rows may take."""
+        usual = tile_rows_for(rows)
+        return (*(tile for tile, _ in self.smaller_tiles if tile < usual), usual)
 
 
 def tile_rows_for(rows: int) -> int:

@@ -20,6 +20,8 @@ class MlaHopperE4m3Spec(MlaHopperSpec):
     symbol: ClassVar[str] = "mla_hopper_e4m3"
     template: ClassVar[str] = "kernels/mla_hopper_e4m3.cu.j2"
 
+    smaller_tiles: ClassVar[tuple[tuple[int, int], ...]] = ((16, 3), (32, 6))
+
     @property
     def copies_thirds(self) -> bool:
         """Whether a copy brings a third of a block's tiles."""

@@ -73,6 +73,8 @@ class MlaHopperPackedSpec(MlaHopperSpec):
         float32("lse_factor"),
     )
 
+    smaller_tiles: ClassVar[tuple[tuple[int, int], ...]] = ((16, 3), (32, 6))
+
     @property
     def stored_bytes(self) -> int:
         """Bytes of a cached token."""
@@ -99,9 +101,9 @@ class MlaHopperPackedSpec(MlaHopperSpec):
         return 1
 
     def serves(self, call: CallShape) -> bool:
-        """Whether such a call takes this kernel, of those that differ in the tile only."""
+        """Whether such a call may take this kernel, of those that differ in the tile only."""
         q_len = 1 if self.is_sparse else call.q_len
-        return self.tile_rows == tile_rows_for(call.heads * q_len)
+        return self.tile_rows in self.tiles_of(call.heads * q_len)
 
 
 def mla_hopper_packed_spec(

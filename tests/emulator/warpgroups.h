@@ -9,6 +9,13 @@ static int __reduce_add_sync(unsigned mask, int value) {
   for (int lanes = 1; lanes < kLanes; lanes *= 2) value += __shfl_xor_sync(mask, value, lanes);
   return value;
 }
+static unsigned __reduce_max_sync(unsigned mask, unsigned value) {
+  for (int lanes = 1; lanes < kLanes; lanes *= 2) {
+    const unsigned other = __shfl_xor_sync(mask, value, lanes);
+    if (other > value) value = other;
+  }
+  return value;
+}
 static int __float2int_rn(float value) { return static_cast<int>(nearbyintf(value)); }
 static int __float2int_rz(float value) { return static_cast<int>(value); }
 static u32 atomicAdd(u32* address, u32 value) { return atom_add_acq_rel_gpu(address, value); }

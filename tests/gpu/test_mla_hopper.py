@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -20,7 +21,9 @@ from mlagen.spec.mla_hopper_e4m3 import MlaHopperE4m3Spec
 from mlagen.spec.mla_support import MlaVariant
 from tests.cases import MlaCase, MlaProblem
 from tests.graph_replay import captured
+from tests.hopper_tiles import taking_smaller_tiles
 from tests.launch_repeats import mismatches, with_delays
+from tests.mla_cases import KINDS, of_kind
 from tests.mla_semantics import compute, decode
 
 pytestmark = pytest.mark.skipif(
@@ -56,10 +59,12 @@ CASES = [
 
 
 @pytest.fixture(autouse=True)
-def _hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have every call of this file take a Hopper kernel."""
+def _hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Have every call of this file take a Hopper kernel, and the tile for its rows."""
     monkeypatch.setenv("MLAGEN_MLA_KERNEL", "hopper")
     current_settings.cache_clear()
+    with taking_smaller_tiles(monkeypatch, are_taken=False):
+        yield
 
 
 @pytest.mark.parametrize("page_size", [16, 48, 64])
@@ -174,6 +179,20 @@ def test_a_small_call_takes_the_portable_kernel(
 
     (call,) = mla_call._calls.values()
     assert isinstance(call.decode.spec, MlaDecodeSpec)
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp16", "e4m3", "bf16 over packed656", "bf16 over e4m3"])
+def test_little_work_takes_a_tile_of_few_rows(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight tiles of sixteen heads keep more SMs busy than two of 64."""
+    case = of_kind(KINDS[kind], name="", seq_lens=(1030,), heads=128, with_sinks=True)
+    problem = case.build("cuda")
+    with taking_smaller_tiles(monkeypatch, are_taken=True):
+        problem.check(*compute(problem))
+
+        (call,) = mla_call._calls.values()
+        assert isinstance(call.decode.spec, MlaHopperSpec)
+        assert call.decode.spec.tile_rows == 16
+        assert repeat(problem, 100) == 0
 
 
 def test_where_offsets_go_back_nothing_is_written() -> None:

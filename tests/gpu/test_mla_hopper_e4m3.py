@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import mlagen
 from mlagen.settings import current_settings
 from tests.cases import E4M3, MlaCase
+from tests.hopper_tiles import taking_smaller_tiles
 from tests.mla_semantics import compute, decode
 
 pytestmark = pytest.mark.skipif(
@@ -22,10 +24,12 @@ _REQUESTS = 264  # two for each SM of an H200, so that none is computed in many 
 
 
 @pytest.fixture(autouse=True)
-def _hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have every call of this file take the Hopper kernel."""
+def _hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Have every call of this file take the Hopper kernel, and the tile for its rows."""
     monkeypatch.setenv("MLAGEN_MLA_KERNEL", "hopper")
     current_settings.cache_clear()
+    with taking_smaller_tiles(monkeypatch, are_taken=False):
+        yield
 
 
 @pytest.mark.parametrize("scale", [192**-0.5, 1e-4], ids=["sharp", "flat"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -18,9 +19,11 @@ from mlagen.spec.mla_hopper_packed import MlaHopperPackedSpec
 from tests.cases import MlaCase
 from tests.gpu.test_mla_hopper import DELAYS
 from tests.graph_replay import captured
+from tests.hopper_tiles import taking_smaller_tiles
 from tests.launch_repeats import mismatches, with_delays
 from tests.mla_cases import KINDS, of_kind
 from tests.mla_semantics import compute, decode
+from tests.uneven_scales import STEPS, with_steps
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
@@ -55,10 +58,12 @@ CASES = [
 
 
 @pytest.fixture(autouse=True)
-def _hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have every call of this file take the Hopper kernel."""
+def _hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Have every call of this file take the Hopper kernel, and the tile for its rows."""
     monkeypatch.setenv("MLAGEN_MLA_KERNEL", "hopper")
     current_settings.cache_clear()
+    with taking_smaller_tiles(monkeypatch, are_taken=False):
+        yield
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -129,6 +134,20 @@ def test_large_scores_are_right(heads: int, kind: str, magnitude: float) -> None
     problem = replace(case, query_magnitude=magnitude).build("cuda")
 
     problem.check(*compute(problem))
+
+
+@pytest.mark.parametrize("steps", STEPS)
+@pytest.mark.parametrize("heads", [16, 24, 128])
+def test_scales_may_be_of_any_size(heads: int, steps: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both kernels are right; the one for Hopper takes units for values, which have to move."""
+    kind = KINDS["bf16 over packed656"]
+    case = of_kind(kind, name="", seq_lens=(1000, 70, 300), heads=heads, page_size=16)
+    problem = with_steps(case.build("cuda"), steps)
+    for kernel in ("hopper", "portable"):
+        monkeypatch.setenv("MLAGEN_MLA_KERNEL", kernel)
+        current_settings.cache_clear()
+
+        problem.check(*compute(problem))
 
 
 def test_the_query_may_have_elements_of_any_size() -> None:

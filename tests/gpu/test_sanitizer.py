@@ -24,6 +24,7 @@ from mlagen.runtime import plan_hopper
 from tests.cases import MlaCase
 from tests.mla_semantics import compute
 plan_hopper.SMALL_BLOCKS = -1
+plan_hopper.TAKES_SMALLER_TILES = False
 fp16, e4m3 = torch.float16, torch.float8_e4m3fn
 for case in (
     MlaCase(name="16 rows", seq_lens=(0, 5, 70), heads=16, page_size=16),

@@ -42,9 +42,9 @@ def test_latent_attention_on_hopper_takes_either_kernel() -> None:
 
     assert specs == [
         mla_hopper(rows=128),
+        mla_hopper(rows=16),
         mla_decode(rows=128),
         combine("sm_90a", 512),
-        mla_hopper(rows=16),
         mla_decode(rows=16),
     ]
 

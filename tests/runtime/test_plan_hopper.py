@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlagen.runtime.plan import MlaDecodeProblem
-from mlagen.runtime.plan_hopper import HopperPlan, line_fits, plan_mla_hopper
-from tests.kernels import mla_hopper
+from mlagen.runtime.plan_hopper import HopperPlan, line_fits, plan_mla_hopper, rows_of_tile
+from mlagen.spec.mla_hopper import MlaHopperSpec
+from tests.kernels import mla_hopper, mla_hopper_e4m3, mla_hopper_packed
 
 SMS = 132
 
@@ -90,6 +91,38 @@ def test_teams_and_grid_are_those_worked_out_by_hand(worked: Worked) -> None:
         workspace_bytes=values + 2 * blocks * worked.tile_rows * row_words * 4,
         is_small=planned.is_small,
     )
+
+
+# Of 132 SMs: blocks of 64 tokens of all tiles, for bf16 two for each SM with tiles of 16 rows, for
+# what is stored in eight bits three, and six with tiles of 32.
+@pytest.mark.parametrize(
+    ("spec", "batch", "heads", "longest_kv", "tile_rows"),
+    [
+        (mla_hopper(rows=128), 1, 128, 64 * 33, 16),
+        (mla_hopper(rows=128), 1, 128, 64 * 33 + 1, 64),
+        (mla_hopper(rows=128), 33, 128, 64, 16),
+        (mla_hopper(rows=128), 34, 128, 64, 64),
+        (mla_hopper(rows=17), 1, 17, 64, 16),
+        (mla_hopper(rows=16), 1, 16, 1, 16),
+        (mla_hopper_e4m3(rows=128), 1, 128, 64 * 49, 16),
+        (mla_hopper_e4m3(rows=128), 1, 128, 64 * 50, 32),
+        (mla_hopper_e4m3(rows=128), 1, 128, 64 * 198, 32),
+        (mla_hopper_e4m3(rows=128), 1, 128, 64 * 199, 64),
+        (mla_hopper_packed(rows=128), 1, 128, 2048, 16),
+        (mla_hopper_packed(rows=128), 4, 128, 2048, 32),
+        (mla_hopper_packed(rows=128), 8, 128, 2048, 64),
+    ],
+    ids=str,
+)
+def test_little_work_takes_tiles_of_few_rows(
+    spec: MlaHopperSpec, batch: int, heads: int, longest_kv: int, tile_rows: int
+) -> None:
+    """So that more SMs have some of it."""
+    problem = MlaDecodeProblem(
+        batch=batch, q_len=1, heads=heads, total_rows=batch * heads, longest_kv=longest_kv
+    )
+
+    assert rows_of_tile(spec, problem, 1, SMS) == tile_rows
 
 
 @pytest.mark.parametrize(

@@ -40,9 +40,10 @@ def combine(arch: str = "sm_90a", dtype: DType = DType.BF16, dim: int = 512) -> 
 
 
 def test_an_mla_call_on_hopper_may_take_either_kernel() -> None:
-    """The Hopper one, or where it is small the portable one and what combines its splits."""
+    """The Hopper one, with fewer rows if there is little to do, or the portable one."""
     assert mla_call_specs(SM_90A, MLA, 128) == [
         mla_hopper(rows=128),
+        mla_hopper(rows=16),
         mla_decode(rows=128),
         combine(),
     ]
@@ -130,7 +131,11 @@ def test_beside_a_kernel_stand_those_of_other_tiles(spec: KernelSpec, sizes: set
     ("spec", "arch", "expected"),
     [
         (mla_decode(), SM_80, [mla_decode(arch=SM_80), combine("sm_80")]),
-        (mla_hopper(), SM_80, [mla_decode(arch=SM_80), combine("sm_80")]),
+        (
+            mla_hopper(rows=32),
+            SM_80,
+            [mla_decode(arch=SM_80, rows=32), combine("sm_80")],
+        ),
         (
             mla_decode(arch=SM_80),
             SM_90A,

@@ -65,14 +65,14 @@ def test_only_hopper_has_them(arch: Any) -> None:
     assert len(specs) == len(set(specs)) == 3 * len(pages)
 
 
-@pytest.mark.parametrize("heads", [8, 16, 64])
-def test_a_call_is_served_by_the_tile_that_it_takes(heads: int) -> None:
-    """And by no other."""
+@pytest.mark.parametrize(("heads", "tile_rows"), [(8, [16]), (16, [16, 32]), (64, [16, 32, 64])])
+def test_a_call_is_served_by_the_tiles_that_it_takes(heads: int, tile_rows: list[int]) -> None:
+    """That of its rows, and where there is little to do, one of fewer."""
     call = CallShape(heads=heads, q_len=2)
 
     serving = [rows for rows in (16, 32, 64) if mla_hopper_e4m3(rows=rows).serves(call)]
 
-    assert serving == [mla_hopper_e4m3(rows=heads * 2).tile_rows]
+    assert serving == tile_rows
 
 
 def test_its_blocks_wait_for_each_other() -> None:

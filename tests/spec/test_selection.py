@@ -111,13 +111,18 @@ def test_heads_and_q_len_leave_the_tiles_that_calls_take(
 
 @pytest.mark.parametrize(
     ("heads", "q_len", "tile_rows"),
-    [(16, None, {16}), (17, None, {32}), (128, None, {64}), ([8, 32], [1, 3], {16, 32, 64})],
+    [
+        (16, None, {16}),
+        (17, None, {16, 32}),
+        (128, None, {16, 64}),
+        ([8, 32], [1, 3], {16, 32, 64}),
+    ],
     ids=["16 rows", "17 rows", "128 rows", "several"],
 )
 def test_heads_and_q_len_leave_the_hopper_kernels_that_calls_take(
     heads: Any, q_len: Any, tile_rows: set[int]
 ) -> None:
-    """The narrowest tile that holds a request's rows, or the widest."""
+    """The narrowest tile that holds a request's rows, or the widest, and what small calls take."""
     selected = select_specs(
         [SM_90],
         families=["mla_hopper"],

@@ -1,6 +1,6 @@
 // The consumers: add the values of all blocks of all items, by their probabilities. Needs
-// values.cuh, roles/mla_hopper_e4m3/store_output.cuh, roles/mla_hopper/store_item.cuh,
-// blocks/wgmma_descriptor.cuh.
+// values.cuh, row_sums.cuh, roles/mla_hopper_e4m3/store_output.cuh,
+// roles/mla_hopper/store_item.cuh, blocks/wgmma_descriptor.cuh.
 
 // So many products may be under way.
 constexpr int kValueBuffers = 2;
@@ -10,6 +10,7 @@ struct Adder {
   const Item& item;
   u32 first;  // its first block, of all
   Accumulators accumulators;
+  RowSum row_sum;
 
   __device__ Adder(SharedMemory& shared, const Item& item, u32 taken)
       : shared(shared), item(item), first(taken) {
@@ -21,6 +22,7 @@ struct Adder {
   }
 
   __device__ void rescale(int stage) {
+    row_sum.rescale(shared, stage);
 #pragma unroll
     for (int group = 0; group < kRowGroups; ++group) {
       const float2 factor =
@@ -42,7 +44,7 @@ struct Adder {
 #pragma unroll
     for (int step = 0; step < kValueSteps; ++step) {
       const u32 at = (half * kValueTokens + step * 16) * 2;
-      wgmma_mma(Element{}, accumulators[tile], values + step * 4,
+      wgmma_mma(Fp16{}, accumulators[tile], values + step * 4,
                 descriptor(probabilities + descriptor_step(at)), 1);
     }
     wgmma_commit_group();
@@ -66,6 +68,7 @@ struct Adder {
       decode_values(values[part % kValueBuffers], stored, scales);
       multiply(values[part % kValueBuffers], probabilities, half, tile_of_part(part));
     }
+    row_sum.add(shared, stage);
     wgmma_wait_group<0>();
 #pragma unroll
     for (int tile = 0; tile < kDimTiles; ++tile) wgmma_keep(accumulators[tile]);
@@ -104,12 +107,13 @@ __device__ inline void add_items(const Params& params, SharedMemory& shared) {
   u32 count = 0;
   while (true) {
     wait_for(shared.item_full[item_slot(count)], item_parity(count));
+    if (shared.items[item_slot(count)].request < 0) return;
     const Item& item = shared.items[item_slot(count)];
-    if (item.request < 0) return;
     Adder adder(shared, item, taken);
     adder.take_item(taken);
     wait_for(shared.rows_full[item_slot(item.count)], item_parity(item.count));
-    // What either consumer has found to be not finite counts for both.
+    adder.row_sum.leave(shared, item_slot(item.count));
+    // All have left theirs; and what either consumer has found to be not finite counts for both.
     barrier_sync(kConsumerBarrier, kConsumerThreads);
     OwnRows rows{shared, item_slot(item.count)};
     store_item(params, item, shared, adder.accumulators, rows);

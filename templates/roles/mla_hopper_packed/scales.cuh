@@ -1,40 +1,102 @@
-// The scales of a block's tokens in shared memory. Needs SharedMemory.
+// The scales of a block's tokens in shared memory. Needs SharedMemory, ptx/cvt.cuh.
 
-// They come token by token; then each warp of the scorer leaves those of its sixteen tokens group
-// by group, so that two tokens' lie beside each other.
-__device__ constexpr int scale_place(int token, int group) {
-  return token / kTokensOfWarp * (kTokensOfWarp * kScaleGroups) + group * kTokensOfWarp +
-         token % kTokensOfWarp;
+// Values are multiplied as fp16, by scales in fp16. So that none is too large for that, they are in
+// units of an item, a power of two: the largest scale is between 2^6 and 2^7 of them when one is
+// chosen, and times 448 it is below 65504. Then a scale 2^20 times smaller is as exact. The unit
+// becomes larger when a block has a larger scale.
+constexpr float kMostUnits = 128.0f;
+
+// How many units are 1, before there is a scale: what any may exceed.
+constexpr float kFirstUnits = 0x1p90f;
+
+// How many are 1 so that the largest scale, which has that magnitude, is below kMostUnits.
+__device__ inline float units_of(float largest) {
+  const u32 exponent = max(__float_as_uint(largest) >> 23, 43u);  // of 2^90 at the most
+  return __uint_as_float((260 - exponent) << 23);
 }
 
-__device__ inline float& scale_by_group(unsigned char* stage, int token, int group) {
-  return reinterpret_cast<float*>(stage + kScalesOffset)[scale_place(token, group)];
+// The logarithm of a power of two.
+__device__ inline float log2_of_power(float power) {
+  return static_cast<float>(static_cast<int>(__float_as_uint(power) >> 23) - 127);
 }
 
-// Of tokens g and g + 8 of a warp, with g = lane / 4.
+// For consumers, a warp of the scorer puts the scales of its sixteen tokens, as fp16, where their
+// own were: group by group, for tokens 2c and 2c + 1 of either half of them a word beside each
+// other.
+__device__ constexpr int value_scale_place(int token, int group) {
+  return token / kTokensOfWarp * (kTokensOfWarp * kScaleGroups * 2) + group * kTokensOfWarp +
+         token % 8 / 2 * 4 + token % kTokensOfWarp / 8 * 2 + token % 2;
+}
+
+__device__ inline u16& value_scale(unsigned char* stage, int token, int group) {
+  return reinterpret_cast<u16*>(stage + kScalesOffset)[value_scale_place(token, group)];
+}
+
+// A thread of the scorer, asked for its index once a block: that takes as long as a product.
+struct ScorerThread {
+  int lane;
+  int warp;
+
+  __device__ ScorerThread() {
+    const int thread = fresh_thread() % kScorerThreads;
+    lane = thread % kWarpLanes;
+    warp = thread / kWarpLanes;
+  }
+
+  __device__ int token() const { return warp * kTokensOfWarp + lane / 4; }  // and that 8 further
+};
+
+// Of the tokens of a thread.
 struct KeyScales {
   float of[2][kScaleGroups];
 
-  // Reads them, and puts them in order.
-  __device__ explicit KeyScales(unsigned char* stage) {
-    const int lane = fresh_lane();
-    const int token = fresh_warp() % kScorerWarps * kTokensOfWarp + lane / 4;
+  __device__ KeyScales(const unsigned char* stage, const ScorerThread& own) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float4 found = reinterpret_cast<const float4*>(stage + kScalesOffset)[token + half * 8];
+      const float4 found =
+          reinterpret_cast<const float4*>(stage + kScalesOffset)[own.token() + half * 8];
       of[half][0] = found.x;
       of[half][1] = found.y;
       of[half][2] = found.z;
       of[half][3] = found.w;
     }
-    __syncwarp();  // all lanes have read them
+  }
+};
+
+// And those of the group lane % 4 alone, which this thread leaves for consumers.
+struct OwnScales {
+  float of[2];
+
+  __device__ void take(const KeyScales& scales, const ScorerThread& own) {
+    const int group = own.lane % 4;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float low = lane % 2 == 0 ? of[half][0] : of[half][1];
-      const float high = lane % 2 == 0 ? of[half][2] : of[half][3];
-      scale_by_group(stage, token + half * 8, lane % 4) = lane % 4 < 2 ? low : high;
+      const float low = group % 2 == 0 ? scales.of[half][0] : scales.of[half][1];
+      const float high = group % 2 == 0 ? scales.of[half][2] : scales.of[half][3];
+      of[half] = group < 2 ? low : high;
+    }
+  }
+
+  // Whether any is too large for its unit.
+  __device__ bool exceed(float units) const { return largest() * units >= kMostUnits; }
+
+  // The largest finite magnitude.
+  __device__ float largest() const {
+    const float a = fabsf(of[0]);
+    const float b = fabsf(of[1]);
+    return fmaxf(a <= kLargest ? a : 0.0f, b <= kLargest ? b : 0.0f);
+  }
+
+  // All lanes have read theirs.
+  __device__ void leave(unsigned char* stage, const ScorerThread& own, float units) const {
+    u16* first = &value_scale(stage, own.token(), own.lane % 4);
+    __syncwarp();
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      first[value_scale_place(half * 8, 0)] =
+          static_cast<u16>(cvt_rn_x2_f32(Fp16{}, 0.0f, of[half] * units));
     }
   }
 };
-static_assert(kScaleGroups == 4, "a lane leaves one scale of a token");
-static_assert(kTokensOfWarp == 16, "a warp scores a matrix of tokens");
+static_assert(kTokensOfWarp == 16, "a thread has two tokens of a warp's");
+static_assert(kScaleGroups == 4, "a thread leaves the scales of one group");

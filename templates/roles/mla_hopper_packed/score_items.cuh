@@ -14,6 +14,7 @@ struct Scorer {
   const Item& item;
   u32& taken;  // blocks
   Scores scores;
+  OwnScales own_scales;
   Softmax softmax;
 
   __device__ Scorer(const Params& params, SharedMemory& shared, const Item& item, u32& taken)
@@ -74,14 +75,16 @@ struct Scorer {
     }
   }
 
-  __device__ void take_scores(unsigned char* stage) {
+  __device__ void take_scores(unsigned char* stage, const ScorerThread& own) {
     u32 query = descriptor_low(shared_address(shared.query), 16);
     mov_b32(query);
     const u32 keys = descriptor_low(shared_address(stage), 16);
     Scores parts[kParts];
     begin_rope(scores, keys, query);
     begin_group(parts[0], keys, query, 0);
-    const KeyScales scales(stage);
+    const KeyScales scales(stage, own);
+    own_scales.take(scales, own);
+    own_scales.leave(stage, own, shared.units);
     wgmma_wait_group<1>();
     wgmma_keep(scores);
     if constexpr (!kIsPacked) {
@@ -105,8 +108,8 @@ struct Scorer {
 
   // Makes scores log2 units, and hides what a row does not see: a select, for the hidden score may
   // be NaN.
-  __device__ void hide(int first_token) {
-    const int token = first_token + fresh_warp() % kScorerWarps * kTokensOfWarp + fresh_lane() / 4;
+  __device__ void hide(int first_token, const ScorerThread& own) {
+    const int token = first_token + own.token();
 #pragma unroll
     for (int r = 0; r < kOwnRows; ++r) {
       const int visible = item.row_visible[own_row(r)];
@@ -120,8 +123,8 @@ struct Scorer {
   }
 
   // Makes scores log2 units, and hides what a list does not name.
-  __device__ void hide_unlisted(u64 unlisted) {
-    const u64 bits = unlisted >> (fresh_warp() % kScorerWarps * kTokensOfWarp + fresh_lane() / 4);
+  __device__ void hide_unlisted(u64 unlisted, const ScorerThread& own) {
+    const u64 bits = unlisted >> own.token();
 #pragma unroll
     for (int i = 0; i < kRows / 2; ++i) {
       const bool is_hidden = bits >> (i / 2 % 2 * 8) & 1;
@@ -134,20 +137,21 @@ struct Scorer {
     const int stage = block_stage(taken);
     wait_for(shared.tokens_full[stage], block_parity(taken));
     fence_proxy_async();  // what threads have copied, tensor cores read
-    take_scores(shared.tokens[stage]);
+    const ScorerThread own;
+    take_scores(shared.tokens[stage], own);
     bool are_scaled = false;
     const int first_token = block * kBlockTokens;
     if constexpr (kIsSparse) {
       const u64 unlisted = shared.unlisted[stage].all();
       if (unlisted != 0) {
-        hide_unlisted(unlisted);
+        hide_unlisted(unlisted, own);
         are_scaled = true;
       }
     } else if (first_token + kBlockTokens > item.visible_to_all) {
-      hide(first_token);
+      hide(first_token, own);
       are_scaled = true;
     }
-    softmax.take(scores, are_scaled, stage, block == item.first_block);
+    softmax.take(scores, own_scales, own, are_scaled, stage, block == item.first_block);
     ++taken;
   }
 
@@ -159,7 +163,7 @@ struct Scorer {
     }
     // All warps have met since they read the query last, or have not read it.
     if (fresh_thread() % kScorerThreads == 0) arrive_at(shared.query_empty);
-    softmax.leave_rows(item_slot(item.count));
+    softmax.leave_references(item_slot(item.count));
   }
 };
 

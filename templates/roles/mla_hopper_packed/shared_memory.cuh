@@ -14,11 +14,14 @@ struct SharedMemory {
   float ones[kRows];  // the factors of scores that are log2 units
   float reference[kRows];  // of that item; log2 units
   float warp_rows[kScorerWarps][kRows];  // what each warp found for a row: maximum, or sum
-  float rescale[kStages][kRows];  // what a block multiplies the sums and outputs before it by
+  float rescale[kStages][kRows];  // what a block multiplies the outputs before it by
+  float warp_scales[kScorerWarps];  // the largest that each warp found
+  float units;  // of that item: what scales of values are multiplied by
+  float block_units[kStages];  // and those of a block
   float row_reference[2][kRows];  // of an item, when all its scores are done
   float row_sum[2][kRows];
   UnlistedTokens unlisted[kStages];
-  u32 rescales[kStages];  // whether a block multiplies by others than 1
+  u32 rescales[kStages];  // whether a block multiplies those before it by others than 1
   Item items[2];
   SpanScratch scratch;
   Barrier tokens_full[kStages];
@@ -43,7 +46,7 @@ __device__ inline void make_token_barriers(SharedMemory& shared) {
   for (int stage = 0; stage < kStages; ++stage) {
     make_barrier(shared.tokens_full[stage], kProducerThreads + kLoadingWarps);
     make_barrier(shared.tokens_empty[stage], kConsumerWarps);
-    make_barrier(shared.probabilities_full[stage], 1);
+    make_barrier(shared.probabilities_full[stage], kScorerWarps);
   }
   for (int slot = 0; slot < 2; ++slot) {
     make_barrier(shared.rows_full[slot], kScorerWarps);

@@ -1,14 +1,6 @@
 // Values as the left operand of O^T += V^T P^T: out of shared memory into registers, across, and
 // converted. Needs scales.cuh, roles/mla_hopper_e4m3/dims.cuh, blocks/e4m3.cuh.j2,
-// ptx/ldmatrix.cuh, ptx/wgmma.cuh.
-
-// Two e4m3 in the low half of a word, each times a scale, rounded once.
-__device__ inline u32 decode_pair(u32 pair, float low_scale, float high_scale) {
-  const u32 halves = fp16x2_of_e4m3x2(pair & 0xffff);
-  const float low = cvt_f32(Fp16{}, static_cast<u16>(halves));
-  const float high = cvt_f32(Fp16{}, static_cast<u16>(halves >> 16));
-  return cvt_rn_x2_f32(Element{}, high * high_scale, low * low_scale);
-}
+// ptx/ldmatrix.cuh, ptx/mul.cuh.
 
 // Of 32 tokens and a tile of dims: two steps of a product.
 constexpr int kValueTokens = 32;
@@ -16,7 +8,7 @@ constexpr int kValueSteps = kValueTokens / 16;
 constexpr int kHalves = kBlockTokens / kValueTokens;
 using Values = u32[kValueSteps * 4];
 using StoredValues = u32[4];
-using ValueScales = float2[kValueTokens / 8];
+using ValueScales = uint2[kValueTokens / 16];  // of two tokens each, for two matrices
 
 // Values are multiplied in parts: of the tiles that share scales, first half of the tokens.
 constexpr int kScaledTiles = kScaledDims / kDimsOfTile;
@@ -29,14 +21,14 @@ __device__ constexpr int tile_of_part(int part) {
 // Four matrices of eight tokens each and 16 dims; a lane gets dims 2g and 2g + 1 of tokens 2c and
 // 2c + 1 of each, with g = lane / 4 and c = lane % 4.
 struct ValueRows {
-  const float* scales;  // of this lane's first two tokens, for the first of its consumer's dims
+  const u16* scales;  // of this lane's first two tokens, for the first of its consumer's dims
   u32 address;  // of the row that this lane points to for ldmatrix, in tile 0
 
   // Of the block at `stage`.
   __device__ explicit ValueRows(unsigned char* stage) {
     const int lane = fresh_lane();
     const int warp = fresh_warp();
-    scales = &scale_by_group(stage, lane % 4 * 2, warp / 4 * (kHalfDims / kScaledDims));
+    scales = &value_scale(stage, lane % 4 * 2, warp / 4 * (kHalfDims / kScaledDims));
     address = shared_address(stage) + warp / 4 * (kHalfDims / kTileRowBytes) * kTileBytes +
               swizzled_offset<128>(lane, warp % 4);
   }
@@ -44,9 +36,9 @@ struct ValueRows {
   __device__ void load_scales(ValueScales& found, int part) const {
     const int group = tile_of_part(part) / kScaledTiles;
 #pragma unroll
-    for (int i = 0; i < kValueTokens / 8; ++i) {
-      const int token = half_of_part(part) * kValueTokens + i * 8;
-      found[i] = *reinterpret_cast<const float2*>(scales + scale_place(token, group));
+    for (int i = 0; i < kValueTokens / 16; ++i) {
+      const int token = half_of_part(part) * kValueTokens + i * 16;
+      found[i] = *reinterpret_cast<const uint2*>(scales + value_scale_place(token, group));
     }
   }
 
@@ -64,7 +56,9 @@ __device__ inline void decode_values(Values& values, const StoredValues& stored,
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     u32* step = values + i / 2 * 4 + i % 2 * 2;
-    step[0] = decode_pair(__byte_perm(stored[i], 0, 0x4420), scales[i].x, scales[i].y);
-    step[1] = decode_pair(__byte_perm(stored[i], 0, 0x4431), scales[i].x, scales[i].y);
+    const u32 scale = i % 2 == 0 ? scales[i / 2].x : scales[i / 2].y;
+    const u32 by_dims = __byte_perm(stored[i], 0, 0x3120);
+    step[0] = mul_f16x2(fp16x2_of_e4m3x2(by_dims & 0xffff), scale);
+    step[1] = mul_f16x2(fp16x2_of_e4m3x2(by_dims >> 16), scale);
   }
 }

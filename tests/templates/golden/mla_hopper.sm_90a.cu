@@ -803,12 +803,12 @@ __device__ inline void wgmma_mma_trans_b(Fp16, float (&d)[128], const u32* a, u6
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulates));
 }
 
-// wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16
+// wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16
 // `a` is in registers.
-__device__ inline void wgmma_mma(Bf16, float (&d)[8], const u32* a, u64 b, int accumulates) {
+__device__ inline void wgmma_mma(Fp16, float (&d)[8], const u32* a, u64 b, int accumulates) {
   asm volatile(
       "{.reg .pred p; setp.ne.b32 p, %13, 0; "
-      "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 "
+      "wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 "
       "{%0, %1, %2, %3, %4, %5, %6, %7}, "
       "{%8, %9, %10, %11}, %12, p, 1, 1, 0;}"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
@@ -816,12 +816,12 @@ __device__ inline void wgmma_mma(Bf16, float (&d)[8], const u32* a, u64 b, int a
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulates));
 }
 
-// wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16
+// wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16
 // `a` is in registers.
-__device__ inline void wgmma_mma(Bf16, float (&d)[16], const u32* a, u64 b, int accumulates) {
+__device__ inline void wgmma_mma(Fp16, float (&d)[16], const u32* a, u64 b, int accumulates) {
   asm volatile(
       "{.reg .pred p; setp.ne.b32 p, %21, 0; "
-      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 "
       "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
       "{%16, %17, %18, %19}, %20, p, 1, 1, 0;}"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
@@ -830,12 +830,12 @@ __device__ inline void wgmma_mma(Bf16, float (&d)[16], const u32* a, u64 b, int 
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulates));
 }
 
-// wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16
+// wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16
 // `a` is in registers.
-__device__ inline void wgmma_mma(Bf16, float (&d)[32], const u32* a, u64 b, int accumulates) {
+__device__ inline void wgmma_mma(Fp16, float (&d)[32], const u32* a, u64 b, int accumulates) {
   asm volatile(
       "{.reg .pred p; setp.ne.b32 p, %37, 0; "
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 "
       "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
       "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
       "{%32, %33, %34, %35}, %36, p, 1, 1, 0;}"

@@ -406,6 +406,15 @@ __device__ inline u32 mov_tid_x() {
   return thread;
 }
 
+// PTX ISA, "Half Precision Floating Point Instructions: mul". Needs sm_53.
+
+// mul.rn.f16x2
+__device__ inline u32 mul_f16x2(u32 a, u32 b) {
+  u32 product;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+  return product;
+}
+
 // PTX ISA, "Data Movement and Conversion Instructions: prefetch". Needs sm_90.
 
 // prefetch.tensormap
@@ -792,12 +801,12 @@ __device__ inline void wgmma_mma_trans_b(Fp16, float (&d)[128], const u32* a, u6
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulates));
 }
 
-// wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16
+// wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16
 // `a` is in registers.
-__device__ inline void wgmma_mma(Bf16, float (&d)[8], const u32* a, u64 b, int accumulates) {
+__device__ inline void wgmma_mma(Fp16, float (&d)[8], const u32* a, u64 b, int accumulates) {
   asm volatile(
       "{.reg .pred p; setp.ne.b32 p, %13, 0; "
-      "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 "
+      "wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 "
       "{%0, %1, %2, %3, %4, %5, %6, %7}, "
       "{%8, %9, %10, %11}, %12, p, 1, 1, 0;}"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
@@ -805,12 +814,12 @@ __device__ inline void wgmma_mma(Bf16, float (&d)[8], const u32* a, u64 b, int a
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulates));
 }
 
-// wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16
+// wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16
 // `a` is in registers.
-__device__ inline void wgmma_mma(Bf16, float (&d)[16], const u32* a, u64 b, int accumulates) {
+__device__ inline void wgmma_mma(Fp16, float (&d)[16], const u32* a, u64 b, int accumulates) {
   asm volatile(
       "{.reg .pred p; setp.ne.b32 p, %21, 0; "
-      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 "
       "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
       "{%16, %17, %18, %19}, %20, p, 1, 1, 0;}"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
@@ -819,12 +828,12 @@ __device__ inline void wgmma_mma(Bf16, float (&d)[16], const u32* a, u64 b, int 
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulates));
 }
 
-// wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16
+// wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16
 // `a` is in registers.
-__device__ inline void wgmma_mma(Bf16, float (&d)[32], const u32* a, u64 b, int accumulates) {
+__device__ inline void wgmma_mma(Fp16, float (&d)[32], const u32* a, u64 b, int accumulates) {
   asm volatile(
       "{.reg .pred p; setp.ne.b32 p, %37, 0; "
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 "
       "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
       "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
       "{%32, %33, %34, %35}, %36, p, 1, 1, 0;}"
@@ -1624,11 +1633,14 @@ struct SharedMemory {
   float ones[kRows];  // the factors of scores that are log2 units
   float reference[kRows];  // of that item; log2 units
   float warp_rows[kScorerWarps][kRows];  // what each warp found for a row: maximum, or sum
-  float rescale[kStages][kRows];  // what a block multiplies the sums and outputs before it by
+  float rescale[kStages][kRows];  // what a block multiplies the outputs before it by
+  float warp_scales[kScorerWarps];  // the largest that each warp found
+  float units;  // of that item: what scales of values are multiplied by
+  float block_units[kStages];  // and those of a block
   float row_reference[2][kRows];  // of an item, when all its scores are done
   float row_sum[2][kRows];
   UnlistedTokens unlisted[kStages];
-  u32 rescales[kStages];  // whether a block multiplies by others than 1
+  u32 rescales[kStages];  // whether a block multiplies those before it by others than 1
   Item items[2];
   SpanScratch scratch;
   Barrier tokens_full[kStages];
@@ -1653,7 +1665,7 @@ __device__ inline void make_token_barriers(SharedMemory& shared) {
   for (int stage = 0; stage < kStages; ++stage) {
     make_barrier(shared.tokens_full[stage], kProducerThreads + kLoadingWarps);
     make_barrier(shared.tokens_empty[stage], kConsumerWarps);
-    make_barrier(shared.probabilities_full[stage], 1);
+    make_barrier(shared.probabilities_full[stage], kScorerWarps);
   }
   for (int slot = 0; slot < 2; ++slot) {
     make_barrier(shared.rows_full[slot], kScorerWarps);
@@ -2208,46 +2220,108 @@ __device__ inline void load_items(const Params& params, ItemWalk& walk, const Pa
   }
 }
 
-// The scales of a block's tokens in shared memory. Needs SharedMemory.
+// The scales of a block's tokens in shared memory. Needs SharedMemory, ptx/cvt.cuh.
 
-// They come token by token; then each warp of the scorer leaves those of its sixteen tokens group
-// by group, so that two tokens' lie beside each other.
-__device__ constexpr int scale_place(int token, int group) {
-  return token / kTokensOfWarp * (kTokensOfWarp * kScaleGroups) + group * kTokensOfWarp +
-         token % kTokensOfWarp;
+// Values are multiplied as fp16, by scales in fp16. So that none is too large for that, they are in
+// units of an item, a power of two: the largest scale is between 2^6 and 2^7 of them when one is
+// chosen, and times 448 it is below 65504. Then a scale 2^20 times smaller is as exact. The unit
+// becomes larger when a block has a larger scale.
+constexpr float kMostUnits = 128.0f;
+
+// How many units are 1, before there is a scale: what any may exceed.
+constexpr float kFirstUnits = 0x1p90f;
+
+// How many are 1 so that the largest scale, which has that magnitude, is below kMostUnits.
+__device__ inline float units_of(float largest) {
+  const u32 exponent = max(__float_as_uint(largest) >> 23, 43u);  // of 2^90 at the most
+  return __uint_as_float((260 - exponent) << 23);
 }
 
-__device__ inline float& scale_by_group(unsigned char* stage, int token, int group) {
-  return reinterpret_cast<float*>(stage + kScalesOffset)[scale_place(token, group)];
+// The logarithm of a power of two.
+__device__ inline float log2_of_power(float power) {
+  return static_cast<float>(static_cast<int>(__float_as_uint(power) >> 23) - 127);
 }
 
-// Of tokens g and g + 8 of a warp, with g = lane / 4.
+// For consumers, a warp of the scorer puts the scales of its sixteen tokens, as fp16, where their
+// own were: group by group, for tokens 2c and 2c + 1 of either half of them a word beside each
+// other.
+__device__ constexpr int value_scale_place(int token, int group) {
+  return token / kTokensOfWarp * (kTokensOfWarp * kScaleGroups * 2) + group * kTokensOfWarp +
+         token % 8 / 2 * 4 + token % kTokensOfWarp / 8 * 2 + token % 2;
+}
+
+__device__ inline u16& value_scale(unsigned char* stage, int token, int group) {
+  return reinterpret_cast<u16*>(stage + kScalesOffset)[value_scale_place(token, group)];
+}
+
+// A thread of the scorer, asked for its index once a block: that takes as long as a product.
+struct ScorerThread {
+  int lane;
+  int warp;
+
+  __device__ ScorerThread() {
+    const int thread = fresh_thread() % kScorerThreads;
+    lane = thread % kWarpLanes;
+    warp = thread / kWarpLanes;
+  }
+
+  __device__ int token() const { return warp * kTokensOfWarp + lane / 4; }  // and that 8 further
+};
+
+// Of the tokens of a thread.
 struct KeyScales {
   float of[2][kScaleGroups];
 
-  // Reads them, and puts them in order.
-  __device__ explicit KeyScales(unsigned char* stage) {
-    const int lane = fresh_lane();
-    const int token = fresh_warp() % kScorerWarps * kTokensOfWarp + lane / 4;
+  __device__ KeyScales(const unsigned char* stage, const ScorerThread& own) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float4 found = reinterpret_cast<const float4*>(stage + kScalesOffset)[token + half * 8];
+      const float4 found =
+          reinterpret_cast<const float4*>(stage + kScalesOffset)[own.token() + half * 8];
       of[half][0] = found.x;
       of[half][1] = found.y;
       of[half][2] = found.z;
       of[half][3] = found.w;
     }
-    __syncwarp();  // all lanes have read them
+  }
+};
+
+// And those of the group lane % 4 alone, which this thread leaves for consumers.
+struct OwnScales {
+  float of[2];
+
+  __device__ void take(const KeyScales& scales, const ScorerThread& own) {
+    const int group = own.lane % 4;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float low = lane % 2 == 0 ? of[half][0] : of[half][1];
-      const float high = lane % 2 == 0 ? of[half][2] : of[half][3];
-      scale_by_group(stage, token + half * 8, lane % 4) = lane % 4 < 2 ? low : high;
+      const float low = group % 2 == 0 ? scales.of[half][0] : scales.of[half][1];
+      const float high = group % 2 == 0 ? scales.of[half][2] : scales.of[half][3];
+      of[half] = group < 2 ? low : high;
+    }
+  }
+
+  // Whether any is too large for its unit.
+  __device__ bool exceed(float units) const { return largest() * units >= kMostUnits; }
+
+  // The largest finite magnitude.
+  __device__ float largest() const {
+    const float a = fabsf(of[0]);
+    const float b = fabsf(of[1]);
+    return fmaxf(a <= kLargest ? a : 0.0f, b <= kLargest ? b : 0.0f);
+  }
+
+  // All lanes have read theirs.
+  __device__ void leave(unsigned char* stage, const ScorerThread& own, float units) const {
+    u16* first = &value_scale(stage, own.token(), own.lane % 4);
+    __syncwarp();
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      first[value_scale_place(half * 8, 0)] =
+          static_cast<u16>(cvt_rn_x2_f32(Fp16{}, 0.0f, of[half] * units));
     }
   }
 };
-static_assert(kScaleGroups == 4, "a lane leaves one scale of a token");
-static_assert(kTokensOfWarp == 16, "a warp scores a matrix of tokens");
+static_assert(kTokensOfWarp == 16, "a thread has two tokens of a warp's");
+static_assert(kScaleGroups == 4, "a thread leaves the scales of one group");
 
 // Consumer warps that leave or merge pieces of a unit together: all, or those of one half of the
 // tasks. Needs roles/mla_hopper/constants, blocks/fresh_thread.cuh, ptx/barrier.cuh.
@@ -2459,18 +2533,20 @@ __device__ inline void largest_of_rows(SharedMemory& shared, const Crew& crew,
 // g = lane / 4.
 using Scores = float[kRows / 2];
 
+// Probabilities are fp16: a row's largest is 2^6 when its reference moves, and 2^14 before that is
+// so.
+constexpr float kReferenceLead = 6.0f;  // log2 units
+constexpr float kMostWeight = 0x1p14f;
+
 struct Softmax {
   SharedMemory& shared;
-  float sum[kOwnRows];  // of the probabilities of this thread's tokens
 
-  __device__ explicit Softmax(SharedMemory& shared) : shared(shared) {
-#pragma unroll
-    for (int r = 0; r < kOwnRows; ++r) sum[r] = 0.0f;
-  }
+  __device__ explicit Softmax(SharedMemory& shared) : shared(shared) {}
 
   // Before the first block of an item, whose query is here; `scale` makes scores log2 units.
   __device__ void begin(float scale) const {
     const int row = fresh_thread() % kScorerThreads;
+    if (row == 0) shared.units = kFirstUnits;
     if (row < kRows) {
       shared.factor[row] = scale * shared.query_scale[row];
       shared.ones[row] = 1.0f;
@@ -2479,12 +2555,12 @@ struct Softmax {
     barrier_sync(kScorerBarrier, kScorerThreads);
   }
 
-  // What this thread's rows have in one of the tables of rows: two neighbours in every eight. Read
-  // by its index once; to ask for that again takes longer than all else.
+  // What a thread's rows have in one of the tables of rows: two neighbours in every eight.
   struct OfRows {
     const float* first;
 
-    __device__ explicit OfRows(const float* table) : first(table + own_row(0)) {}
+    __device__ OfRows(const float* table, const ScorerThread& own)
+        : first(table + own.lane % 4 * 2) {}
 
     __device__ float2 of_group(int group) const {
       return *reinterpret_cast<const float2*>(first + group * 8);
@@ -2492,30 +2568,36 @@ struct Softmax {
   };
 
   // Turns scores into probabilities for the consumers, in shared memory: relative to references
-  // that move if one is too large for them.
-  __device__ void take(const Scores& scores, bool are_scaled, int stage, bool is_first) {
-    float part[kOwnRows];
-    bool moves = write(scores, are_scaled, stage, part);
-    moves = barrier_red_or(kScorerBarrier, kScorerThreads, moves) != 0;
-    if (moves) {
-      move_references(scores, are_scaled, stage);
-      write(scores, are_scaled, stage, part);
-      barrier_sync(kScorerBarrier, kScorerThreads);
+  // that move if one is too large for them, as an item's first are. So does the unit by the scales
+  // of their values, which have been left in units and are left again if these move.
+  __device__ void take(const Scores& scores, const OwnScales& scales, const ScorerThread& own,
+                       bool are_scaled, int stage, bool is_first) {
+    bool moves = is_first;
+    if (!is_first) {
+      const bool is_exceeded = scales.exceed(shared.units);
+      moves = write(scores, own, are_scaled, stage) || is_exceeded;
+      moves = barrier_red_or(kScorerBarrier, kScorerThreads, moves) != 0;
     }
-#pragma unroll
-    for (int r = 0; r < kOwnRows; ++r) sum[r] += part[r];
-    if (fresh_thread() % kScorerThreads != 0) return;
-    shared.rescales[stage] = moves && !is_first;
-    arrive_at(shared.probabilities_full[stage]);
+    if (moves) {
+      move_references(scores, scales, own, are_scaled, stage);
+      scales.leave(shared.tokens[stage], own, shared.units);
+      write(scores, own, are_scaled, stage);
+    }
+    if (own.lane == 0 && own.warp == 0) {
+      shared.rescales[stage] = moves && !is_first;
+      shared.block_units[stage] = shared.units;
+    }
+    __syncwarp();
+    if (own.lane == 0) arrive_at(shared.probabilities_full[stage]);
   }
 
   // Writes probabilities relative to the references as they are; says whether any is so large that
-  // references must move, and adds them up. All are computed before the first is written: reading
-  // what others need would wait for that.
-  __device__ bool write(const Scores& scores, bool are_scaled, int stage,
-                        float (&part)[kOwnRows]) const {
-    const OfRows references(shared.reference);
-    const OfRows factors(are_scaled ? shared.ones : shared.factor);
+  // references must move. All are computed before the first is written: reading what others need
+  // would wait for that.
+  __device__ bool write(const Scores& scores, const ScorerThread& own, bool are_scaled,
+                        int stage) const {
+    const OfRows references(shared.reference, own);
+    const OfRows factors(are_scaled ? shared.ones : shared.factor, own);
     float largest = 0.0f;
     u32 pairs[kRowGroups][2];  // of two neighbouring rows, for tokens g and g + 8
 #pragma unroll
@@ -2530,28 +2612,27 @@ struct Softmax {
         p[i] = ex2_approx(score - (i % 2 == 0 ? reference.x : reference.y));
         largest = fmaxf(largest, p[i]);
       }
-      part[group * 2] = p[0] + p[2];
-      part[group * 2 + 1] = p[1] + p[3];
-      pairs[group][0] = cvt_rn_x2_f32(Element{}, p[1], p[0]);
-      pairs[group][1] = cvt_rn_x2_f32(Element{}, p[3], p[2]);
+      pairs[group][0] = cvt_rn_x2_f32(Fp16{}, p[1], p[0]);
+      pairs[group][1] = cvt_rn_x2_f32(Fp16{}, p[3], p[2]);
     }
     // Matrices: tokens 0 to 7 and 8 to 15 of the warp, for 8 rows and for the next 8.
-    const int lane = fresh_lane();
-    const int chunk = fresh_warp() % kScorerWarps * 2 + lane / 8 % 2;
+    const int chunk = own.warp * 2 + own.lane / 8 % 2;
     const u32 address = shared_address(shared.probabilities[stage]) +
-                        swizzled_offset<kTileRowBytes>(lane / 16 * 8 + lane % 8, chunk);
+                        swizzled_offset<kTileRowBytes>(own.lane / 16 * 8 + own.lane % 8, chunk);
 #pragma unroll
     for (int group = 0; group < kRowGroups; group += 2) {
       stmatrix_x4_trans(address + group * 8 * kTileRowBytes, pairs[group][0], pairs[group][1],
                         pairs[group + 1][0], pairs[group + 1][1]);
     }
     fence_proxy_async();
-    return largest > kMostProbability;
+    return largest > kMostWeight;
   }
 
-  // Moves the reference of every row to its maximum, if that is larger.
-  __device__ void move_references(const Scores& scores, bool are_scaled, int stage) {
-    const OfRows factors(are_scaled ? shared.ones : shared.factor);
+  // Moves the reference of every row to its maximum, if that is larger, and the unit to what the
+  // largest scale wants.
+  __device__ void move_references(const Scores& scores, const OwnScales& scales,
+                                  const ScorerThread& own, bool are_scaled, int stage) {
+    const OfRows factors(are_scaled ? shared.ones : shared.factor, own);
 #pragma unroll
     for (int r = 0; r < kOwnRows; ++r) {
       const float2 both = factors.of_group(r / 2);
@@ -2559,45 +2640,51 @@ struct Softmax {
       const float maximum =
           maximum_of_lanes(fmaxf(__fmul_rn(scores[r / 2 * 4 + r % 2], factor),
                                  __fmul_rn(scores[r / 2 * 4 + 2 + r % 2], factor)));
-      if (fresh_lane() < 4) own_warp_rows()[own_row(r)] = maximum;
+      if (own.lane < 4) shared.warp_rows[own.warp][own_row(r)] = maximum;
     }
+    shared.warp_scales[own.warp] =
+        __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(scales.largest())));
+    const float units = shared.units;
     barrier_sync(kScorerBarrier, kScorerThreads);
-    const int row = fresh_thread() % kScorerThreads;
+    const int row = own.warp * kWarpLanes + own.lane;
+    const float next_units = units_after(units);
     if (row < kRows) {
       float next = shared.reference[row];
 #pragma unroll
       for (int warp = 0; warp < kScorerWarps; ++warp) {
-        if (shared.warp_rows[warp][row] > next) next = shared.warp_rows[warp][row];
+        const float wanted = shared.warp_rows[warp][row] - kReferenceLead;
+        if (wanted > next) next = wanted;
       }
-      shared.rescale[stage][row] = ex2_approx(shared.reference[row] - next);
+      const float moved = ex2_approx(shared.reference[row] - next);
+      shared.rescale[stage][row] = moved * (next_units / units);
       shared.reference[row] = next;
     }
+    if (row == 0) shared.units = next_units;
     barrier_sync(kScorerBarrier, kScorerThreads);
-#pragma unroll
-    for (int r = 0; r < kOwnRows; ++r) sum[r] *= shared.rescale[stage][own_row(r)];
   }
 
-  // Leaves what the rows have come to, for the consumers.
-  __device__ void leave_rows(int slot) const {
+  // What `units` become by the scales of a block.
+  __device__ float units_after(float units) const {
+    float largest = 0.0f;
 #pragma unroll
-    for (int r = 0; r < kOwnRows; ++r) {
-      const float total = total_of_lanes(sum[r]);
-      if (fresh_lane() < 4) own_warp_rows()[own_row(r)] = total;
+    for (int warp = 0; warp < kScorerWarps; ++warp) {
+      largest = fmaxf(largest, shared.warp_scales[warp]);
     }
+    return largest * units >= kMostUnits ? units_of(largest) : units;
+  }
+
+  // Leaves what references have come to, for the consumers: of outputs in units, they are as much
+  // lower.
+  __device__ void leave_references(int slot) const {
+    const float units = shared.units;  // before any thread begins the next item
     barrier_sync(kScorerBarrier, kScorerThreads);
     const int row = fresh_thread() % kScorerThreads;
     if (row < kRows) {
-      float total = 0.0f;
-#pragma unroll
-      for (int warp = 0; warp < kScorerWarps; ++warp) total += shared.warp_rows[warp][row];
-      shared.row_sum[slot][row] = total;
-      shared.row_reference[slot][row] = shared.reference[row];
+      shared.row_reference[slot][row] = shared.reference[row] - log2_of_power(units);
     }
     __syncwarp();
     if (fresh_lane() == 0) arrive_at(shared.rows_full[slot]);
   }
-
-  __device__ float* own_warp_rows() const { return shared.warp_rows[fresh_warp() % kScorerWarps]; }
 };
 
 // The scorer, four warps: scores and probabilities of all blocks of all items. Needs scales.cuh,
@@ -2616,6 +2703,7 @@ struct Scorer {
   const Item& item;
   u32& taken;  // blocks
   Scores scores;
+  OwnScales own_scales;
   Softmax softmax;
 
   __device__ Scorer(const Params& params, SharedMemory& shared, const Item& item, u32& taken)
@@ -2676,14 +2764,16 @@ struct Scorer {
     }
   }
 
-  __device__ void take_scores(unsigned char* stage) {
+  __device__ void take_scores(unsigned char* stage, const ScorerThread& own) {
     u32 query = descriptor_low(shared_address(shared.query), 16);
     mov_b32(query);
     const u32 keys = descriptor_low(shared_address(stage), 16);
     Scores parts[kParts];
     begin_rope(scores, keys, query);
     begin_group(parts[0], keys, query, 0);
-    const KeyScales scales(stage);
+    const KeyScales scales(stage, own);
+    own_scales.take(scales, own);
+    own_scales.leave(stage, own, shared.units);
     wgmma_wait_group<1>();
     wgmma_keep(scores);
     if constexpr (!kIsPacked) {
@@ -2707,8 +2797,8 @@ struct Scorer {
 
   // Makes scores log2 units, and hides what a row does not see: a select, for the hidden score may
   // be NaN.
-  __device__ void hide(int first_token) {
-    const int token = first_token + fresh_warp() % kScorerWarps * kTokensOfWarp + fresh_lane() / 4;
+  __device__ void hide(int first_token, const ScorerThread& own) {
+    const int token = first_token + own.token();
 #pragma unroll
     for (int r = 0; r < kOwnRows; ++r) {
       const int visible = item.row_visible[own_row(r)];
@@ -2722,8 +2812,8 @@ struct Scorer {
   }
 
   // Makes scores log2 units, and hides what a list does not name.
-  __device__ void hide_unlisted(u64 unlisted) {
-    const u64 bits = unlisted >> (fresh_warp() % kScorerWarps * kTokensOfWarp + fresh_lane() / 4);
+  __device__ void hide_unlisted(u64 unlisted, const ScorerThread& own) {
+    const u64 bits = unlisted >> own.token();
 #pragma unroll
     for (int i = 0; i < kRows / 2; ++i) {
       const bool is_hidden = bits >> (i / 2 % 2 * 8) & 1;
@@ -2736,20 +2826,21 @@ struct Scorer {
     const int stage = block_stage(taken);
     wait_for(shared.tokens_full[stage], block_parity(taken));
     fence_proxy_async();  // what threads have copied, tensor cores read
-    take_scores(shared.tokens[stage]);
+    const ScorerThread own;
+    take_scores(shared.tokens[stage], own);
     bool are_scaled = false;
     const int first_token = block * kBlockTokens;
     if constexpr (kIsSparse) {
       const u64 unlisted = shared.unlisted[stage].all();
       if (unlisted != 0) {
-        hide_unlisted(unlisted);
+        hide_unlisted(unlisted, own);
         are_scaled = true;
       }
     } else if (first_token + kBlockTokens > item.visible_to_all) {
-      hide(first_token);
+      hide(first_token, own);
       are_scaled = true;
     }
-    softmax.take(scores, are_scaled, stage, block == item.first_block);
+    softmax.take(scores, own_scales, own, are_scaled, stage, block == item.first_block);
     ++taken;
   }
 
@@ -2761,7 +2852,7 @@ struct Scorer {
     }
     // All warps have met since they read the query last, or have not read it.
     if (fresh_thread() % kScorerThreads == 0) arrive_at(shared.query_empty);
-    softmax.leave_rows(item_slot(item.count));
+    softmax.leave_references(item_slot(item.count));
   }
 };
 
@@ -2783,15 +2874,7 @@ __device__ inline void score_items(const Params& params, SharedMemory& shared) {
 
 // Values as the left operand of O^T += V^T P^T: out of shared memory into registers, across, and
 // converted. Needs scales.cuh, roles/mla_hopper_e4m3/dims.cuh, blocks/e4m3.cuh.j2,
-// ptx/ldmatrix.cuh, ptx/wgmma.cuh.
-
-// Two e4m3 in the low half of a word, each times a scale, rounded once.
-__device__ inline u32 decode_pair(u32 pair, float low_scale, float high_scale) {
-  const u32 halves = fp16x2_of_e4m3x2(pair & 0xffff);
-  const float low = cvt_f32(Fp16{}, static_cast<u16>(halves));
-  const float high = cvt_f32(Fp16{}, static_cast<u16>(halves >> 16));
-  return cvt_rn_x2_f32(Element{}, high * high_scale, low * low_scale);
-}
+// ptx/ldmatrix.cuh, ptx/mul.cuh.
 
 // Of 32 tokens and a tile of dims: two steps of a product.
 constexpr int kValueTokens = 32;
@@ -2799,7 +2882,7 @@ constexpr int kValueSteps = kValueTokens / 16;
 constexpr int kHalves = kBlockTokens / kValueTokens;
 using Values = u32[kValueSteps * 4];
 using StoredValues = u32[4];
-using ValueScales = float2[kValueTokens / 8];
+using ValueScales = uint2[kValueTokens / 16];  // of two tokens each, for two matrices
 
 // Values are multiplied in parts: of the tiles that share scales, first half of the tokens.
 constexpr int kScaledTiles = kScaledDims / kDimsOfTile;
@@ -2812,14 +2895,14 @@ __device__ constexpr int tile_of_part(int part) {
 // Four matrices of eight tokens each and 16 dims; a lane gets dims 2g and 2g + 1 of tokens 2c and
 // 2c + 1 of each, with g = lane / 4 and c = lane % 4.
 struct ValueRows {
-  const float* scales;  // of this lane's first two tokens, for the first of its consumer's dims
+  const u16* scales;  // of this lane's first two tokens, for the first of its consumer's dims
   u32 address;  // of the row that this lane points to for ldmatrix, in tile 0
 
   // Of the block at `stage`.
   __device__ explicit ValueRows(unsigned char* stage) {
     const int lane = fresh_lane();
     const int warp = fresh_warp();
-    scales = &scale_by_group(stage, lane % 4 * 2, warp / 4 * (kHalfDims / kScaledDims));
+    scales = &value_scale(stage, lane % 4 * 2, warp / 4 * (kHalfDims / kScaledDims));
     address = shared_address(stage) + warp / 4 * (kHalfDims / kTileRowBytes) * kTileBytes +
               swizzled_offset<128>(lane, warp % 4);
   }
@@ -2827,9 +2910,9 @@ struct ValueRows {
   __device__ void load_scales(ValueScales& found, int part) const {
     const int group = tile_of_part(part) / kScaledTiles;
 #pragma unroll
-    for (int i = 0; i < kValueTokens / 8; ++i) {
-      const int token = half_of_part(part) * kValueTokens + i * 8;
-      found[i] = *reinterpret_cast<const float2*>(scales + scale_place(token, group));
+    for (int i = 0; i < kValueTokens / 16; ++i) {
+      const int token = half_of_part(part) * kValueTokens + i * 16;
+      found[i] = *reinterpret_cast<const uint2*>(scales + value_scale_place(token, group));
     }
   }
 
@@ -2847,10 +2930,59 @@ __device__ inline void decode_values(Values& values, const StoredValues& stored,
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     u32* step = values + i / 2 * 4 + i % 2 * 2;
-    step[0] = decode_pair(__byte_perm(stored[i], 0, 0x4420), scales[i].x, scales[i].y);
-    step[1] = decode_pair(__byte_perm(stored[i], 0, 0x4431), scales[i].x, scales[i].y);
+    const u32 scale = i % 2 == 0 ? scales[i / 2].x : scales[i / 2].y;
+    const u32 by_dims = __byte_perm(stored[i], 0, 0x3120);
+    step[0] = mul_f16x2(fp16x2_of_e4m3x2(by_dims & 0xffff), scale);
+    step[1] = mul_f16x2(fp16x2_of_e4m3x2(by_dims >> 16), scale);
   }
 }
+
+// Sums of the probabilities of rows, by the consumers, who have time for it: every thread has some
+// of a row's tokens. Needs SharedMemory, blocks/swizzle.cuh, ptx/cvt.cuh.
+
+constexpr int kSummersOfRow = kConsumerThreads / kRows;
+constexpr int kSummedBytes = kTileRowBytes / kSummersOfRow;  // of a block's row
+static_assert(kSummersOfRow * kRows == kConsumerThreads, "threads share the rows");
+
+struct RowSum {
+  float total = 0.0f;  // of this thread's tokens, in the units of the outputs
+
+  __device__ static int row() { return fresh_thread() / kSummersOfRow; }
+
+  // Adds those of the block in `stage`.
+  __device__ void add(const SharedMemory& shared, int stage) {
+    const int first = fresh_thread() % kSummersOfRow * kSummedBytes;
+    float sum = 0.0f;
+#pragma unroll
+    for (int more = 0; more < kSummedBytes; more += sizeof(uint2)) {
+      const int byte = first + more;
+      const u32 place = swizzled_offset<kTileRowBytes>(row(), byte / kChunkBytes);
+      const uint2 found =
+          *reinterpret_cast<const uint2*>(shared.probabilities[stage] + place + byte % kChunkBytes);
+      sum += sum_of_pair(found.x) + sum_of_pair(found.y);
+    }
+    total = fmaf(sum, shared.block_units[stage], total);
+  }
+
+  __device__ static float sum_of_pair(u32 pair) {
+    return cvt_f32(Fp16{}, static_cast<u16>(pair)) + cvt_f32(Fp16{}, static_cast<u16>(pair >> 16));
+  }
+
+  // By what a block multiplies all before it by.
+  __device__ void rescale(const SharedMemory& shared, int stage) {
+    total *= shared.rescale[stage][row()];
+  }
+
+  // Leaves what the row has come to.
+  __device__ void leave(SharedMemory& shared, int slot) const {
+    float sum = total;
+#pragma unroll
+    for (int lanes = 1; lanes < kSummersOfRow; lanes *= 2) {
+      sum += __shfl_xor_sync(~0u, sum, lanes);
+    }
+    if (fresh_thread() % kSummersOfRow == 0) shared.row_sum[slot][row()] = sum;
+  }
+};
 
 // Which elements of 16 bits are finite. Needs Element, ptx/cvt.cuh.
 
@@ -2875,10 +3007,11 @@ __device__ inline int& nonfinite_flag(SharedMemory& shared, const Item& item) {
 // the tensor cores, though its weight is 0. Needs SharedMemory, Item, values.cuh,
 // roles/mla_hopper/finite_elements.cuh.
 
-// A pair of stored elements with zeros for those that become not finite by their scale.
-__device__ inline u32 finite_when_decoded(u32 pair, float scale) {
-  const u32 decoded = decode_pair(pair, scale, scale);
-  return (is_finite(decoded) ? pair & 0xff : 0) | (is_finite(decoded >> 16) ? pair & 0xff00 : 0);
+// A pair of stored elements with zeros for what is no number: of that all bits are set but the
+// sign.
+__device__ inline u32 finite_when_decoded(u32 pair) {
+  return ((pair & 0x7f) == 0x7f ? 0 : pair & 0xff) |
+         ((pair & 0x7f00) == 0x7f00 ? 0 : pair & 0xff00);
 }
 
 // Puts zeros for what is not finite in the tokens from `first` to `end` of the block at `stage`, by
@@ -2890,15 +3023,15 @@ __device__ inline void clear_nonfinite(SharedMemory& shared, const Item& item, u
   for (int i = fresh_thread(); i < (end - first) * kTokenPairs; i += kConsumerThreads) {
     const int token = first + i / kTokenPairs;
     const int dim = i % kTokenPairs * 2;
-    float& scale = scale_by_group(stage, token, dim / kScaledDims);
+    u16& scale = value_scale(stage, token, dim / kScaledDims);
     const u32 row = dim / kTileRowBytes * kTileBytes +
                     swizzled_offset<128>(token, dim % kTileRowBytes / kChunkBytes);
     u16& stored = *reinterpret_cast<u16*>(stage + row + dim % kChunkBytes);
-    const bool is_scaled = fabsf(scale) <= kLargest;
-    const u32 finite = finite_when_decoded(stored, scale);
+    const bool is_scaled = (scale & 0x7c00) != 0x7c00;
+    const u32 finite = finite_when_decoded(stored);
     if (is_scaled && finite == stored) continue;
     stored = static_cast<u16>(finite);
-    if (!is_scaled) scale = 0.0f;
+    if (!is_scaled) scale = 0;
     nonfinite_flag(shared, item) = 1;
   }
   barrier_sync(kConsumerBarrier, kConsumerThreads);
@@ -3436,8 +3569,8 @@ __device__ inline void store_item(const Params& params, const Item& item, Shared
 }
 
 // The consumers: add the values of all blocks of all items, by their probabilities. Needs
-// values.cuh, roles/mla_hopper_e4m3/store_output.cuh, roles/mla_hopper/store_item.cuh,
-// blocks/wgmma_descriptor.cuh.
+// values.cuh, row_sums.cuh, roles/mla_hopper_e4m3/store_output.cuh,
+// roles/mla_hopper/store_item.cuh, blocks/wgmma_descriptor.cuh.
 
 // So many products may be under way.
 constexpr int kValueBuffers = 2;
@@ -3447,6 +3580,7 @@ struct Adder {
   const Item& item;
   u32 first;  // its first block, of all
   Accumulators accumulators;
+  RowSum row_sum;
 
   __device__ Adder(SharedMemory& shared, const Item& item, u32 taken)
       : shared(shared), item(item), first(taken) {
@@ -3458,6 +3592,7 @@ struct Adder {
   }
 
   __device__ void rescale(int stage) {
+    row_sum.rescale(shared, stage);
 #pragma unroll
     for (int group = 0; group < kRowGroups; ++group) {
       const float2 factor =
@@ -3479,7 +3614,7 @@ struct Adder {
 #pragma unroll
     for (int step = 0; step < kValueSteps; ++step) {
       const u32 at = (half * kValueTokens + step * 16) * 2;
-      wgmma_mma(Element{}, accumulators[tile], values + step * 4,
+      wgmma_mma(Fp16{}, accumulators[tile], values + step * 4,
                 descriptor(probabilities + descriptor_step(at)), 1);
     }
     wgmma_commit_group();
@@ -3503,6 +3638,7 @@ struct Adder {
       decode_values(values[part % kValueBuffers], stored, scales);
       multiply(values[part % kValueBuffers], probabilities, half, tile_of_part(part));
     }
+    row_sum.add(shared, stage);
     wgmma_wait_group<0>();
 #pragma unroll
     for (int tile = 0; tile < kDimTiles; ++tile) wgmma_keep(accumulators[tile]);
@@ -3541,12 +3677,13 @@ __device__ inline void add_items(const Params& params, SharedMemory& shared) {
   u32 count = 0;
   while (true) {
     wait_for(shared.item_full[item_slot(count)], item_parity(count));
+    if (shared.items[item_slot(count)].request < 0) return;
     const Item& item = shared.items[item_slot(count)];
-    if (item.request < 0) return;
     Adder adder(shared, item, taken);
     adder.take_item(taken);
     wait_for(shared.rows_full[item_slot(item.count)], item_parity(item.count));
-    // What either consumer has found to be not finite counts for both.
+    adder.row_sum.leave(shared, item_slot(item.count));
+    // All have left theirs; and what either consumer has found to be not finite counts for both.
     barrier_sync(kConsumerBarrier, kConsumerThreads);
     OwnRows rows{shared, item_slot(item.count)};
     store_item(params, item, shared, adder.accumulators, rows);
