@@ -24,9 +24,10 @@ _SCALE_BYTES = 4
 # Positions on the line of work are counted in 32 bits.
 _MOST_POSITIONS = 2**31 - 1
 
-# With so few tiles of few rows and blocks of tokens the portable kernel is faster: it begins
-# sooner, and where a few blocks of the grid share the work, that is most of the time. Where rows
-# are converted on the way in, it is so for tiles of any size. See docs/measurements.md.
+# Where requests have so few rows, and so few blocks of tokens in all, the portable kernel is
+# faster: it begins sooner, and where a few blocks of the grid share the work, that is most of the
+# time. Where rows are converted on the way in, it is so for any rows, and for twice as many blocks,
+# those of every tile. See docs/measurements.md.
 SMALL_ROWS = 16
 SMALL_BLOCKS = 64
 
@@ -91,8 +92,9 @@ def plan_mla_hopper(
         groups=groups,
         partial_rows_offset=partial_values,
         workspace_bytes=partial_values + 2 * blocks * rows * row_bytes,
-        is_small=(rows <= SMALL_ROWS or spec.converts_rows)
-        and problem.batch * tiles * blocks_of_tokens <= SMALL_BLOCKS,
+        is_small=_is_small(
+            spec, tile_q_len * problem.heads, problem.batch * blocks_of_tokens, tiles
+        ),
     )
 
 
@@ -100,6 +102,13 @@ def line_fits(spec: MlaHopperSpec, plan: HopperPlan, most_tokens: int) -> bool:
     """Return whether blocks can count their work, if a request has ``most_tokens`` at the most."""
     blocks_of_tokens = -(-most_tokens // _BLOCK_TOKENS)
     return plan.groups * (blocks_of_tokens + _unit_cost(spec)) <= _MOST_POSITIONS
+
+
+def _is_small(spec: MlaHopperSpec, rows: int, blocks_of_tokens: int, tiles: int) -> bool:
+    """Whether the portable kernel is faster, for requests of ``rows`` rows and ``tiles`` tiles."""
+    if spec.converts_rows:
+        return blocks_of_tokens * tiles <= 2 * SMALL_BLOCKS
+    return rows <= SMALL_ROWS and blocks_of_tokens <= SMALL_BLOCKS
 
 
 def _unit_cost(spec: MlaHopperSpec) -> int:

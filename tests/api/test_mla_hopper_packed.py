@@ -14,7 +14,7 @@ from tests.cases import MlaCase
 from tests.mla_cases import KINDS, of_kind
 
 PACKED = KINDS["bf16 over packed656"]
-LONG = (64 * (SMALL_BLOCKS + 1),)
+LONG = (64 * (2 * SMALL_BLOCKS + 1),)
 
 
 @pytest.fixture

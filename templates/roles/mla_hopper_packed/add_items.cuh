@@ -107,8 +107,8 @@ __device__ inline void add_items(const Params& params, SharedMemory& shared) {
   u32 count = 0;
   while (true) {
     wait_for(shared.item_full[item_slot(count)], item_parity(count));
-    if (shared.items[item_slot(count)].request < 0) return;
     const Item& item = shared.items[item_slot(count)];
+    if (item.request < 0) return;
     Adder adder(shared, item, taken);
     adder.take_item(taken);
     wait_for(shared.rows_full[item_slot(item.count)], item_parity(item.count));

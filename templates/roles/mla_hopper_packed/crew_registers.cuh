@@ -1,5 +1,5 @@
 // How many registers a thread of each role has, of 128 at first.
 
 constexpr int kConsumerRegisters = kRows > 32 ? 176 : 128;
-constexpr int kScorerRegisters = kRows > 32 ? 112 : 128;
-constexpr int kProducerRegisters = kRows > 32 ? 48 : 128;
+constexpr int kScorerRegisters = kRows > 32 ? 104 : 128;
+constexpr int kProducerRegisters = kRows > 32 ? 56 : 128;

@@ -5,8 +5,8 @@
 constexpr int kStepElements = 32;
 constexpr int kHalfTileBytes = kTileRowBytes / 2;  // the first parts of a row of the query
 
-// Where there are registers, the scores of a group of dims come while those before are scaled.
-constexpr int kParts = kRows > 32 ? 1 : 2;
+// Where there are registers, the scores of all groups of dims come before the first are scaled.
+constexpr int kParts = kRows > 32 ? 1 : kScaleGroups;
 
 struct Scorer {
   const Params& params;
@@ -81,29 +81,35 @@ struct Scorer {
     const u32 keys = descriptor_low(shared_address(stage), 16);
     Scores parts[kParts];
     begin_rope(scores, keys, query);
-    begin_group(parts[0], keys, query, 0);
+#pragma unroll
+    for (int group = 0; group < kParts; ++group) begin_group(parts[group], keys, query, group);
     const KeyScales scales(stage, own);
     own_scales.take(scales, own);
     own_scales.leave(stage, own, shared.units);
-    wgmma_wait_group<1>();
+    wgmma_wait_group<kParts>();
     wgmma_keep(scores);
     if constexpr (!kIsPacked) {
 #pragma unroll
       for (int i = 0; i < kRows / 2; ++i) scores[i] *= params.rope_scale;
     }
+    if constexpr (kParts > 1) {
+      add_groups<0>(parts, scales);
+    } else {
 #pragma unroll
-    for (int group = 0; group < kScaleGroups; ++group) {
-      const bool has_next = group + 1 < kScaleGroups;
-      Scores& next = parts[(group + 1) % kParts];
-      if (kParts > 1 && has_next) {
-        begin_group(next, keys, query, group + 1);
-        wgmma_wait_group<1>();
-      } else {
+      for (int group = 0; group < kScaleGroups; ++group) {
         wgmma_wait_group<0>();
+        add_group(parts[0], scales, group);
+        if (group + 1 < kScaleGroups) begin_group(parts[0], keys, query, group + 1);
       }
-      add_group(parts[group % kParts], scales, group);
-      if (kParts == 1 && has_next) begin_group(next, keys, query, group + 1);
     }
+  }
+
+  // Of groups that are all under way.
+  template <int kGroup>
+  __device__ void add_groups(Scores (&parts)[kParts], const KeyScales& scales) {
+    wgmma_wait_group<kScaleGroups - 1 - kGroup>();
+    add_group(parts[kGroup], scales, kGroup);
+    if constexpr (kGroup + 1 < kScaleGroups) add_groups<kGroup + 1>(parts, scales);
   }
 
   // Makes scores log2 units, and hides what a row does not see: a select, for the hidden score may
