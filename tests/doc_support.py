@@ -104,8 +104,9 @@ On `sm_90a` these calls take the kernel named, and all others `mla_decode`, unle
 [`MLAGEN_MLA_KERNEL`](environment.md#the-kernel-of-mla-calls) says otherwise. Pages are of a
 multiple of 16 tokens, for `mla_hopper_packed` of any number. Tiles have
 {", ".join(map(str, sorted(mla_hopper.TILE_ROWS)))} rows: a request takes the narrowest that holds
-its rows, or the widest; of a sparse call every query token is a request. A cache whose strides are
-2^40 bytes or more takes `mla_decode`, too, unless its rows are of 8 bits under a query of 16."""
+its rows, or the widest, and one of fewer rows where there is too little to do for all SMs; of a
+sparse call every query token is a request. A cache whose strides are 2^40 bytes or more takes
+`mla_decode`, too, unless its rows are of 8 bits under a query of 16."""
 
 GQA_READING = f"""\
 With each row: head dims that are multiples of 16 up to {gqa.SLICE_DIMS}, and 512; any page size;
