@@ -87,9 +87,8 @@ def isolated_settings(
     """Point the cache and the locks into the test's own folder; GPU tests share one cache."""
     is_gpu_test = request.node.get_closest_marker("gpu") is not None
     folder = request.getfixturevalue("session_cache_dir") if is_gpu_test else cache_dir
-    if (
-        os.environ.get("MLAGEN_TEST_HOPPER") == "1"
-    ):  # small calls take the Hopper kernel too, as large ones do
+    # Small calls take the Hopper kernel too, and the tiles that large ones do.
+    if os.environ.get("MLAGEN_TEST_HOPPER") == "1":
         monkeypatch.setattr(plan_hopper, "SMALL_BLOCKS", -1)
         monkeypatch.setattr(plan_hopper, "TAKES_SMALLER_TILES", False)
     for name in OTHER_SETTINGS:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -15,9 +15,11 @@ from mlagen.api.mla_inputs import MlaInputs
 from mlagen.api.mla_request import check_request
 from mlagen.runtime.device import DeviceFacts
 from mlagen.runtime.loader import LoadedKernel
+from mlagen.spec.kernel import KernelSpec
 from tests.api.launches import HOPPER, record_launches
 from tests.cases import MlaCase, MlaProblem
 from tests.emulator.emulated import COMPILER, Emulator, encode
+from tests.hopper_tiles import taking_smaller_tiles
 from tests.mla_cases import KINDS, of_kind
 from tests.mla_rows import POISON
 from tests.uneven_scales import STEPS, with_steps
@@ -100,8 +102,8 @@ def emulator(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
 
 
 @pytest.fixture
-def decoded(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Decode:
-    """Return what computes a problem by emulated launches."""
+def decoded(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Iterator[Decode]:
+    """Return what computes a problem by emulated launches, with the tile for all of its rows."""
     record_launches(monkeypatch, paths=HOPPER)
     counters = (ctypes.c_uint32 * (2 * _MOST_BLOCKS))()
 
@@ -128,7 +130,43 @@ def decoded(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Decode:
         assert not any(counters)
         return out, lse
 
-    return run
+    with taking_smaller_tiles(monkeypatch, are_taken=False):
+        yield run
+
+
+@pytest.mark.parametrize(
+    ("kind", "facts", "tile_rows"),
+    [
+        ("bf16", {"seq_lens": (60,), "q_len": 2, "heads": 33}, 16),
+        ("fp16", {"seq_lens": (60, 9), "q_lens": (1, 3), "heads": 17, "with_sinks": True}, 16),
+        ("e4m3", {"seq_lens": (130,), "heads": 70}, 16),
+        ("e4m3", {"seq_lens": (130, 70), "heads": 70}, 32),
+        (PACKED, {"seq_lens": (200,), "heads": 70, "top_k": 130}, 16),
+        (PACKED, {"seq_lens": (200, 70, 9), "q_lens": (1, 0, 1), "heads": 70, "top_k": 130}, 32),
+    ],
+)
+def test_little_work_takes_tiles_of_few_rows(
+    kind: str,
+    facts: dict[str, Any],
+    tile_rows: int,
+    decoded: Decode,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Several for each request, which are neighbours in a team or several units."""
+    made = given(kind, "little work", 6, **facts)
+    problem = made.case.build("cpu")
+    taken: list[KernelSpec] = []
+    launch = Emulator.launch
+
+    def noticed(emulator: Emulator, spec: KernelSpec, *others: Any) -> None:
+        taken.append(spec)
+        launch(emulator, spec, *others)
+
+    monkeypatch.setattr(Emulator, "launch", noticed)
+    with taking_smaller_tiles(monkeypatch, are_taken=True):
+        problem.check(*decoded(made, problem, 0))
+
+    assert [spec.ingredients()["tile_rows"] for spec in taken] == [str(tile_rows)]
 
 
 def _computed(inputs: MlaInputs) -> tuple[torch.Tensor, torch.Tensor]:
@@ -201,10 +239,10 @@ def test_entries_that_name_no_token_are_as_if_they_were_not_there(
 
 
 @pytest.mark.parametrize("steps", STEPS)
-@pytest.mark.parametrize("heads", [16, 64])
-def test_scales_may_be_of_any_size(heads: int, steps: str, decoded: Decode) -> None:
+@pytest.mark.parametrize(("heads", "sm_count"), [(16, 1), (64, 1), (64, 5)])
+def test_scales_may_be_of_any_size(heads: int, sm_count: int, steps: str, decoded: Decode) -> None:
     """Units of values become larger with them, and those before do not lose what they had."""
-    made = given(PACKED, "", heads=heads, seq_lens=(300, 60))
+    made = given(PACKED, "", sm_count, heads=heads, seq_lens=(300, 60))
     problem = with_steps(made.case.build("cpu"), steps)
 
     problem.check(*decoded(made, problem, 0))

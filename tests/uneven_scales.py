@@ -9,28 +9,36 @@ import torch
 
 from tests.cases import MlaProblem
 
-# Exponents of what the scales of the four groups of 128 dims are multiplied by, of the token at
-# position t. A scale may be 2^20 times smaller than another of its request before it loses bits.
-STEPS: dict[str, Callable[[int], tuple[int, int, int, int]]] = {
-    "as they are": lambda _: (0, 0, 0, 0),
-    "large": lambda _: (100, 100, 100, 100),
-    "tiny": lambda _: (-80, -80, -80, -80),
+# What the scales of the four groups of 128 dims are multiplied by, of the token at position t. A
+# scale may be 2^20 times smaller than another of its request before it loses bits itself.
+STEPS: dict[str, Callable[[int], tuple[float, float, float, float]]] = {
+    "as they are": lambda _: (1, 1, 1, 1),
+    "large": lambda _: (2.0**100, 2.0**100, 2.0**100, 2.0**100),
+    "tiny": lambda _: (2.0**-80, 2.0**-80, 2.0**-80, 2.0**-80),
     "larger from block to block": lambda t: (
-        6 * (t // 64),
-        6 * (t // 64),
-        5 * (t // 64),
-        5 * (t // 64),
+        2.0 ** (6 * (t // 64)),
+        2.0 ** (6 * (t // 64)),
+        2.0 ** (5 * (t // 64)),
+        2.0 ** (5 * (t // 64)),
     ),
-    "smaller from block to block": lambda t: (-4 * (t // 64), -2 * (t // 64), 0, -t // 64),
-    "other in every group": lambda _: (5, 0, -4, -9),
-    "larger in one token": lambda t: (15 * (t == 130), 0, 10 * (t == 200), 0),
+    "smaller from block to block": lambda t: (
+        2.0 ** (-4 * (t // 64)),
+        2.0 ** (-2 * (t // 64)),
+        1,
+        2.0 ** -(t // 64),
+    ),
+    "other in every group": lambda _: (2.0**5, 1, 2.0**-4, 2.0**-9),
+    "larger in one token": lambda t: (2.0 ** (15 * (t == 130)), 1, 2.0 ** (10 * (t == 200)), 1),
+    "none at first": lambda t: (float(t >= 70), float(t >= 64), float(t >= 130), 1),
+    "negative here and there": lambda t: (1 - 2 * (t % 3 == 0), -1, 1, 1 - 2 * (t % 2)),
 }
 
 
 def with_steps(problem: MlaProblem, steps: str) -> MlaProblem:
     """Return the problem with the scales of one of :data:`STEPS`, one query token a request.
 
-    The query looks at the rope part only, so that scores stay as they are.
+    The query looks at the rope part only, so that scores stay as they are. Outputs of tiny values
+    are multiplied, for tolerances are absolute where these are small.
     """
     case = problem.case
     assert case.kv_format == "packed656"
@@ -40,8 +48,7 @@ def with_steps(problem: MlaProblem, steps: str) -> MlaProblem:
     query[..., :rank] = 0
     seen = []
     for request, length in enumerate(case.seq_lens):
-        exponents = torch.tensor([STEPS[steps](t) for t in range(length)]).double()
-        factors = 2.0 ** exponents.view(length, -1)
+        factors = torch.tensor([STEPS[steps](t) for t in range(length)]).double().view(length, -1)
         for t in range(length):
             page = int(problem.block_tables[request, t // case.page_size])
             scales = cache[page, t % case.page_size, rank : rank + 16].view(torch.float32)
@@ -50,4 +57,6 @@ def with_steps(problem: MlaProblem, steps: str) -> MlaProblem:
         values = known.values * factors.repeat_interleave(rank // 4, dim=1)
         looks = torch.cat([torch.zeros_like(known.query[:, :rank]), known.query[:, rank:]], dim=1)
         seen.append(replace(known, query=looks, values=values))
-    return replace(problem, query=query, kv_cache=cache, seen=seen)
+    if steps == "tiny":
+        case = replace(case, output_scale=2.0**80)
+    return replace(problem, case=case, query=query, kv_cache=cache, seen=seen)

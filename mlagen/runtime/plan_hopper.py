@@ -26,8 +26,8 @@ _MOST_POSITIONS = 2**31 - 1
 
 # Where requests have so few rows, and so few blocks of tokens in all, the portable kernel is
 # faster: it begins sooner, and where a few blocks of the grid share the work, that is most of the
-# time. Where rows are converted on the way in, it is so for any rows, and for twice as many blocks,
-# those of every tile. See docs/measurements.md.
+# time. Where rows are converted on the way in, it is so for more rows, too, up to twice as many
+# blocks of all tiles of so few rows. See docs/measurements.md.
 SMALL_ROWS = 16
 SMALL_BLOCKS = 64
 
@@ -92,9 +92,7 @@ def plan_mla_hopper(
         groups=groups,
         partial_rows_offset=partial_values,
         workspace_bytes=partial_values + 2 * blocks * rows * row_bytes,
-        is_small=_is_small(
-            spec, tile_q_len * problem.heads, problem.batch * blocks_of_tokens, tiles
-        ),
+        is_small=_is_small(spec, tile_q_len * problem.heads, problem.batch * blocks_of_tokens),
     )
 
 
@@ -104,11 +102,12 @@ def line_fits(spec: MlaHopperSpec, plan: HopperPlan, most_tokens: int) -> bool:
     return plan.groups * (blocks_of_tokens + _unit_cost(spec)) <= _MOST_POSITIONS
 
 
-def _is_small(spec: MlaHopperSpec, rows: int, blocks_of_tokens: int, tiles: int) -> bool:
-    """Whether the portable kernel is faster, for requests of ``rows`` rows and ``tiles`` tiles."""
-    if spec.converts_rows:
-        return blocks_of_tokens * tiles <= 2 * SMALL_BLOCKS
-    return rows <= SMALL_ROWS and blocks_of_tokens <= SMALL_BLOCKS
+def _is_small(spec: MlaHopperSpec, rows: int, blocks_of_tokens: int) -> bool:
+    """Whether the portable kernel is faster, for requests of ``rows`` rows."""
+    if rows <= SMALL_ROWS:
+        return blocks_of_tokens <= SMALL_BLOCKS
+    blocks = blocks_of_tokens * -(-rows // SMALL_ROWS)
+    return spec.converts_rows and blocks <= 2 * SMALL_BLOCKS
 
 
 def _unit_cost(spec: MlaHopperSpec) -> int:

@@ -1,10 +1,10 @@
 // Values that some row of a tile must not see: 0 * NaN is NaN, so what is not finite must not meet
-// the tensor cores, though its weight is 0. Needs SharedMemory, Item, values.cuh,
-// roles/mla_hopper/finite_elements.cuh.
+// the tensor cores, though its weight is 0. Needs SharedMemory, Item, scales.cuh,
+// roles/mla_hopper_e4m3/nonfinite_flag.cuh.
 
 // A pair of stored elements with zeros for what is no number: of that all bits are set but the
 // sign.
-__device__ inline u32 finite_when_decoded(u32 pair) {
+__device__ inline u32 number_bytes(u32 pair) {
   return ((pair & 0x7f) == 0x7f ? 0 : pair & 0xff) |
          ((pair & 0x7f00) == 0x7f00 ? 0 : pair & 0xff00);
 }
@@ -23,7 +23,7 @@ __device__ inline void clear_nonfinite(SharedMemory& shared, const Item& item, u
                     swizzled_offset<128>(token, dim % kTileRowBytes / kChunkBytes);
     u16& stored = *reinterpret_cast<u16*>(stage + row + dim % kChunkBytes);
     const bool is_scaled = (scale & 0x7c00) != 0x7c00;
-    const u32 finite = finite_when_decoded(stored);
+    const u32 finite = number_bytes(stored);
     if (is_scaled && finite == stored) continue;
     stored = static_cast<u16>(finite);
     if (!is_scaled) scale = 0;

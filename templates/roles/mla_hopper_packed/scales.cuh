@@ -2,8 +2,8 @@
 
 // Values are multiplied as fp16, by scales in fp16. So that none is too large for that, they are in
 // units of an item, a power of two: the largest scale is between 2^6 and 2^7 of them when one is
-// chosen, and times 448 it is below 65504. Then a scale 2^20 times smaller is as exact. The unit
-// becomes larger when a block has a larger scale.
+// chosen, and times 448 it is below 65504. What is below 2^-14 units loses bits: nothing of a token
+// whose scale is 2^11 times smaller. The unit becomes larger when a block has a larger scale.
 constexpr float kMostUnits = 128.0f;
 
 // How many units are 1, before there is a scale: what any may exceed.

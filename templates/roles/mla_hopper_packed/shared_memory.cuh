@@ -13,7 +13,7 @@ struct SharedMemory {
   float factor[kRows];  // of the item whose scores are computed: what makes them log2 units
   float ones[kRows];  // the factors of scores that are log2 units
   float reference[kRows];  // of that item; log2 units
-  float warp_rows[kScorerWarps][kRows];  // what each warp found for a row: maximum, or sum
+  float warp_rows[kScorerWarps][kRows];  // the maximum that each warp found for a row
   float rescale[kStages][kRows];  // what a block multiplies the outputs before it by
   float warp_scales[kScorerWarps];  // the largest that each warp found
   float units;  // of that item: what scales of values are multiplied by

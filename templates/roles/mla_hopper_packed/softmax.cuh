@@ -1,5 +1,6 @@
-// Online softmax of the scorer, over the rows of S^T. Needs SharedMemory, Item,
-// roles/mla_hopper_narrow/accumulators.cuh, ptx/barrier.cuh, ptx/ex2.cuh, ptx/stmatrix.cuh.
+// Online softmax of the scorer, over the rows of S^T. Needs SharedMemory, scales.cuh,
+// roles/mla_hopper_narrow/accumulators.cuh, blocks/swizzle.cuh, ptx/barrier.cuh, ptx/cvt.cuh,
+// ptx/ex2.cuh, ptx/fence.cuh, ptx/stmatrix.cuh.
 
 // A thread has of eight neighbouring rows two, and of a warp's sixteen tokens g and g + 8 with
 // g = lane / 4.
@@ -100,8 +101,8 @@ struct Softmax {
     return largest > kMostWeight;
   }
 
-  // Moves the reference of every row to its maximum, if that is larger, and the unit to what the
-  // largest scale wants.
+  // Moves the reference of every row to kReferenceLead below its maximum, if that is larger, and
+  // the unit to what the largest scale wants.
   __device__ void move_references(const Scores& scores, const OwnScales& scales,
                                   const ScorerThread& own, bool are_scaled, int stage) {
     const OfRows factors(are_scaled ? shared.ones : shared.factor, own);

@@ -100,7 +100,7 @@ struct Params {
 };
 
 // The numbers of this kernel; the rest of the source only uses them. Needs blocks/prelude.cuh.
-using Element = Bf16;  // of queries, weights, values and the output
+using Element = Bf16;  // of queries, ropes of packed rows and the output
 using StoredElements = Packed656;
 constexpr int kLatentDim = 512;
 constexpr int kRopeDim = 64;
@@ -1632,7 +1632,7 @@ struct SharedMemory {
   float factor[kRows];  // of the item whose scores are computed: what makes them log2 units
   float ones[kRows];  // the factors of scores that are log2 units
   float reference[kRows];  // of that item; log2 units
-  float warp_rows[kScorerWarps][kRows];  // what each warp found for a row: maximum, or sum
+  float warp_rows[kScorerWarps][kRows];  // the maximum that each warp found for a row
   float rescale[kStages][kRows];  // what a block multiplies the outputs before it by
   float warp_scales[kScorerWarps];  // the largest that each warp found
   float units;  // of that item: what scales of values are multiplied by
@@ -2224,8 +2224,8 @@ __device__ inline void load_items(const Params& params, ItemWalk& walk, const Pa
 
 // Values are multiplied as fp16, by scales in fp16. So that none is too large for that, they are in
 // units of an item, a power of two: the largest scale is between 2^6 and 2^7 of them when one is
-// chosen, and times 448 it is below 65504. Then a scale 2^20 times smaller is as exact. The unit
-// becomes larger when a block has a larger scale.
+// chosen, and times 448 it is below 65504. What is below 2^-14 units loses bits: nothing of a token
+// whose scale is 2^11 times smaller. The unit becomes larger when a block has a larger scale.
 constexpr float kMostUnits = 128.0f;
 
 // How many units are 1, before there is a scale: what any may exceed.
@@ -2526,8 +2526,9 @@ __device__ inline void largest_of_rows(SharedMemory& shared, const Crew& crew,
   }
 }
 
-// Online softmax of the scorer, over the rows of S^T. Needs SharedMemory, Item,
-// roles/mla_hopper_narrow/accumulators.cuh, ptx/barrier.cuh, ptx/ex2.cuh, ptx/stmatrix.cuh.
+// Online softmax of the scorer, over the rows of S^T. Needs SharedMemory, scales.cuh,
+// roles/mla_hopper_narrow/accumulators.cuh, blocks/swizzle.cuh, ptx/barrier.cuh, ptx/cvt.cuh,
+// ptx/ex2.cuh, ptx/fence.cuh, ptx/stmatrix.cuh.
 
 // A thread has of eight neighbouring rows two, and of a warp's sixteen tokens g and g + 8 with
 // g = lane / 4.
@@ -2628,8 +2629,8 @@ struct Softmax {
     return largest > kMostWeight;
   }
 
-  // Moves the reference of every row to its maximum, if that is larger, and the unit to what the
-  // largest scale wants.
+  // Moves the reference of every row to kReferenceLead below its maximum, if that is larger, and
+  // the unit to what the largest scale wants.
   __device__ void move_references(const Scores& scores, const OwnScales& scales,
                                   const ScorerThread& own, bool are_scaled, int stage) {
     const OfRows factors(are_scaled ? shared.ones : shared.factor, own);
@@ -3010,12 +3011,12 @@ __device__ inline int& nonfinite_flag(SharedMemory& shared, const Item& item) {
 }
 
 // Values that some row of a tile must not see: 0 * NaN is NaN, so what is not finite must not meet
-// the tensor cores, though its weight is 0. Needs SharedMemory, Item, values.cuh,
-// roles/mla_hopper/finite_elements.cuh.
+// the tensor cores, though its weight is 0. Needs SharedMemory, Item, scales.cuh,
+// roles/mla_hopper_e4m3/nonfinite_flag.cuh.
 
 // A pair of stored elements with zeros for what is no number: of that all bits are set but the
 // sign.
-__device__ inline u32 finite_when_decoded(u32 pair) {
+__device__ inline u32 number_bytes(u32 pair) {
   return ((pair & 0x7f) == 0x7f ? 0 : pair & 0xff) |
          ((pair & 0x7f00) == 0x7f00 ? 0 : pair & 0xff00);
 }
@@ -3034,7 +3035,7 @@ __device__ inline void clear_nonfinite(SharedMemory& shared, const Item& item, u
                     swizzled_offset<128>(token, dim % kTileRowBytes / kChunkBytes);
     u16& stored = *reinterpret_cast<u16*>(stage + row + dim % kChunkBytes);
     const bool is_scaled = (scale & 0x7c00) != 0x7c00;
-    const u32 finite = finite_when_decoded(stored);
+    const u32 finite = number_bytes(stored);
     if (is_scaled && finite == stored) continue;
     stored = static_cast<u16>(finite);
     if (!is_scaled) scale = 0;
