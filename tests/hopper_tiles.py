@@ -1,4 +1,4 @@
-"""Which tiles calls take on Hopper, as tests want it."""
+"""Which kernels and tiles calls take on Hopper, as tests want it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 
 from mlagen.api import mla_call, mla_plan
 from mlagen.runtime import plan_hopper
+from mlagen.settings import current_settings
 
 
 @contextmanager
@@ -18,6 +19,15 @@ def taking_smaller_tiles(monkeypatch: pytest.MonkeyPatch, *, are_taken: bool) ->
     _forget()
     yield
     _forget()
+
+
+@contextmanager
+def taking_hopper_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Have every call take a kernel for Hopper, and the tile for its rows."""
+    monkeypatch.setenv("MLAGEN_MLA_KERNEL", "hopper")
+    current_settings.cache_clear()
+    with taking_smaller_tiles(monkeypatch, are_taken=False):
+        yield
 
 
 def _forget() -> None:

@@ -55,10 +55,10 @@ def rows_of_tile(
 
     Tiles of fewer rows read the same tokens more often, but give more SMs something to do.
     """
-    blocks_of_tokens = -(-problem.longest_kv // _BLOCK_TOKENS)
+    all_blocks = problem.batch * _blocks_of(problem.longest_kv)  # of one tile of each request
     for rows, blocks_of_sm in spec.smaller_tiles if TAKES_SMALLER_TILES else ():
-        tiles = problem.batch * -(-tile_q_len * problem.heads // rows)
-        if rows < spec.tile_rows and tiles * blocks_of_tokens <= blocks_of_sm * sm_count:
+        tiles = -(-tile_q_len * problem.heads // rows)
+        if rows < spec.tile_rows and tiles * all_blocks <= blocks_of_sm * sm_count:
             return rows
     return spec.tile_rows
 
@@ -78,7 +78,7 @@ def plan_mla_hopper(
         groups = problem.batch * -(-tiles // team_size)
     else:
         groups = -(-problem.total_rows // (rows * team_size)) + problem.batch
-    blocks_of_tokens = -(-problem.longest_kv // _BLOCK_TOKENS)
+    blocks_of_tokens = _blocks_of(problem.longest_kv)
     spans = groups * (blocks_of_tokens + _unit_cost(spec)) // _LEAST_SPAN
     teams = min(sm_count // team_size, max(1, spans)) if problem.total_rows else 0
     blocks = teams * team_size
@@ -98,8 +98,11 @@ def plan_mla_hopper(
 
 def line_fits(spec: MlaHopperSpec, plan: HopperPlan, most_tokens: int) -> bool:
     """Return whether blocks can count their work, if a request has ``most_tokens`` at the most."""
-    blocks_of_tokens = -(-most_tokens // _BLOCK_TOKENS)
-    return plan.groups * (blocks_of_tokens + _unit_cost(spec)) <= _MOST_POSITIONS
+    return plan.groups * (_blocks_of(most_tokens) + _unit_cost(spec)) <= _MOST_POSITIONS
+
+
+def _blocks_of(tokens: int) -> int:
+    return -(-tokens // _BLOCK_TOKENS)
 
 
 def _is_small(spec: MlaHopperSpec, rows: int, blocks_of_tokens: int) -> bool:

@@ -178,6 +178,28 @@ class MlaHopperSpec(KernelSpec):
         return (*(tile for tile, _ in self.smaller_tiles if tile < usual), usual)
 
 
+@dataclass(frozen=True, kw_only=True)
+class MlaHopper8BitSpec(MlaHopperSpec):
+    """What the families over rows of 8 bits have in common: warps of their own for scores."""
+
+    smaller_tiles: ClassVar[tuple[tuple[int, int], ...]] = ((16, 3), (32, 6))
+
+    @property
+    def consumer_warps(self) -> int:
+        """Warps that multiply values."""
+        return 8
+
+    @property
+    def producer_warps(self) -> int:
+        """Warps that do everything else: four that load, and four that score."""
+        return 8
+
+    @property
+    def row_scales(self) -> int:
+        """Scales that a row of a piece has in the workspace."""
+        return 1
+
+
 def tile_rows_for(rows: int) -> int:
     """Return the rows of a tile for requests of ``rows`` rows."""
     return min((tile for tile in TILE_ROWS if rows <= tile), default=TILE_ROWS[0])

@@ -8,39 +8,22 @@ from typing import ClassVar
 
 from mlagen.spec.arch import Arch
 from mlagen.spec.dtype import DType
-from mlagen.spec.mla_hopper import MlaHopperSpec, copies_pages, specs_found, tile_rows_for
+from mlagen.spec.mla_hopper import MlaHopper8BitSpec, copies_pages, specs_found, tile_rows_for
 from mlagen.spec.mla_support import MlaVariant
 
 
 @dataclass(frozen=True, kw_only=True)
-class MlaHopperE4m3Spec(MlaHopperSpec):
+class MlaHopperE4m3Spec(MlaHopper8BitSpec):
     """What changes the machine code of such a kernel, and nothing else."""
 
     family: ClassVar[str] = "mla_hopper_e4m3"
     symbol: ClassVar[str] = "mla_hopper_e4m3"
     template: ClassVar[str] = "kernels/mla_hopper_e4m3.cu.j2"
 
-    smaller_tiles: ClassVar[tuple[tuple[int, int], ...]] = ((16, 3), (32, 6))
-
     @property
     def copies_thirds(self) -> bool:
         """Whether a copy brings a third of a block's tiles."""
         return False
-
-    @property
-    def consumer_warps(self) -> int:
-        """Warps that multiply values."""
-        return 8
-
-    @property
-    def producer_warps(self) -> int:
-        """Warps that do everything else: four that load, and four that score."""
-        return 8
-
-    @property
-    def row_scales(self) -> int:
-        """Scales that a row of a piece has in the workspace."""
-        return 1
 
 
 def mla_hopper_e4m3_spec(arch: Arch, variant: MlaVariant, rows: int) -> MlaHopperE4m3Spec | None:

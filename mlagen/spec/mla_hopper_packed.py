@@ -9,14 +9,14 @@ from typing import ClassVar
 from mlagen.spec.arch import Arch
 from mlagen.spec.dtype import DType
 from mlagen.spec.kernel import CallShape, Parameter, float32, int32, int64, pointer
-from mlagen.spec.mla_hopper import MlaHopperSpec, specs_found, tile_rows_for
+from mlagen.spec.mla_hopper import MlaHopper8BitSpec, specs_found, tile_rows_for
 from mlagen.spec.mla_support import PLAIN, SPARSE, MlaVariant
 
 _STORED = (DType.E4M3, DType.PACKED656)
 
 
 @dataclass(frozen=True, kw_only=True)
-class MlaHopperPackedSpec(MlaHopperSpec):
+class MlaHopperPackedSpec(MlaHopper8BitSpec):
     """What changes the machine code of such a kernel, and nothing else."""
 
     family: ClassVar[str] = "mla_hopper_packed"
@@ -73,32 +73,15 @@ class MlaHopperPackedSpec(MlaHopperSpec):
         float32("lse_factor"),
     )
 
-    smaller_tiles: ClassVar[tuple[tuple[int, int], ...]] = ((16, 3), (32, 6))
-
     @property
     def stored_bytes(self) -> int:
         """Bytes of a cached token."""
         return self.variant.kv_dtype.row_bytes(self.head_dim_qk)
 
     @property
-    def consumer_warps(self) -> int:
-        """Warps that multiply values."""
-        return 8
-
-    @property
-    def producer_warps(self) -> int:
-        """Warps that do everything else: four that load, and four that score."""
-        return 8
-
-    @property
     def loading_warps(self) -> int:
         """Warps that bring tokens into shared memory."""
         return 4
-
-    @property
-    def row_scales(self) -> int:
-        """Scales that a row of a piece has in the workspace."""
-        return 1
 
     def serves(self, call: CallShape) -> bool:
         """Whether such a call may take this kernel, of those that differ in the tile only."""

@@ -21,7 +21,7 @@ from mlagen.spec.mla_hopper_e4m3 import MlaHopperE4m3Spec
 from mlagen.spec.mla_support import MlaVariant
 from tests.cases import MlaCase, MlaProblem
 from tests.graph_replay import captured
-from tests.hopper_tiles import taking_smaller_tiles
+from tests.hopper_tiles import taking_hopper_kernels, taking_smaller_tiles
 from tests.launch_repeats import mismatches, with_delays
 from tests.mla_cases import KINDS, of_kind
 from tests.mla_semantics import compute, decode
@@ -61,9 +61,7 @@ CASES = [
 @pytest.fixture(autouse=True)
 def _hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Have every call of this file take a Hopper kernel, and the tile for its rows."""
-    monkeypatch.setenv("MLAGEN_MLA_KERNEL", "hopper")
-    current_settings.cache_clear()
-    with taking_smaller_tiles(monkeypatch, are_taken=False):
+    with taking_hopper_kernels(monkeypatch):
         yield
 
 

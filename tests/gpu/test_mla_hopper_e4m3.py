@@ -9,9 +9,8 @@ import pytest
 import torch
 
 import mlagen
-from mlagen.settings import current_settings
 from tests.cases import E4M3, MlaCase
-from tests.hopper_tiles import taking_smaller_tiles
+from tests.hopper_tiles import taking_hopper_kernels
 from tests.mla_semantics import compute, decode
 
 pytestmark = pytest.mark.skipif(
@@ -26,9 +25,7 @@ _REQUESTS = 264  # two for each SM of an H200, so that none is computed in many 
 @pytest.fixture(autouse=True)
 def _hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Have every call of this file take the Hopper kernel, and the tile for its rows."""
-    monkeypatch.setenv("MLAGEN_MLA_KERNEL", "hopper")
-    current_settings.cache_clear()
-    with taking_smaller_tiles(monkeypatch, are_taken=False):
+    with taking_hopper_kernels(monkeypatch):
         yield
 
 

@@ -1,5 +1,6 @@
 // The products where keys and values are e4m3: they become fp16 in registers, which is exact. Needs
-// fragments.cuh, blocks/e4m3.cuh.j2, ptx/cvt.cuh, ptx/ldmatrix.cuh, ptx/mma.cuh.
+// fragments.cuh, blocks/e4m3.cuh.j2, blocks/e4m3_nan.cuh, ptx/cvt.cuh, ptx/ldmatrix.cuh,
+// ptx/mma.cuh.
 
 // A lane's part of 16 elements of the query: it has four neighbouring bytes of a key's 16.
 __device__ inline uint2 fragment_of(const u16* source) {
@@ -115,13 +116,10 @@ __device__ inline int own_dim(int tile, int half) {
   return tile * 16 + lane_index() / 4 * 2 + half;
 }
 
-// A chunk with zeros for what is no number. Of a NaN all bits are set but the sign.
+// A chunk with zeros for what is no number.
 __device__ inline Chunk finite_part(Chunk chunk) {
 #pragma unroll
-  for (int word = 0; word < 4; ++word) {
-    const u32 is_nan = ((chunk.words[word] & 0x7f7f7f7f) + 0x01010101) & 0x80808080;
-    chunk.words[word] &= ~((is_nan >> 7) * 0xff);
-  }
+  for (int word = 0; word < 4; ++word) chunk.words[word] &= ~nan_bytes(chunk.words[word]);
   return chunk;
 }
 

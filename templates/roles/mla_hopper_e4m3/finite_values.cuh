@@ -7,9 +7,3 @@ __device__ inline bool is_finite(u32 element) { return (element & 0x7f) != 0x7f;
 __device__ inline float value_of_element(u16 element) {
   return cvt_f32(Fp16{}, static_cast<u16>(fp16x2_of_e4m3x2(element)));
 }
-
-// The bytes of a word that hold a NaN, as 0xff each.
-__device__ inline u32 nan_bytes(u32 word) {
-  const u32 is_nan = ((word & 0x7f7f7f7f) + 0x01010101) & 0x80808080;
-  return (is_nan >> 7) * 0xff;
-}

@@ -65,11 +65,3 @@ __device__ inline float maximum_of_lanes(float value) {
   }
   return value;
 }
-
-__device__ inline float total_of_lanes(float value) {
-#pragma unroll
-  for (int lanes = 4; lanes < kWarpLanes; lanes *= 2) {
-    value += __shfl_xor_sync(~0u, value, lanes);
-  }
-  return value;
-}

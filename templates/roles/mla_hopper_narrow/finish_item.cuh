@@ -1,6 +1,15 @@
 // From what the consumer has of an item to finished or partial rows. Needs consume.cuh,
 // store_output.cuh, roles/mla_hopper/store_item.cuh.
 
+// Over the lanes that have the same rows.
+__device__ inline float total_of_lanes(float value) {
+#pragma unroll
+  for (int lanes = 4; lanes < kWarpLanes; lanes *= 2) {
+    value += __shfl_xor_sync(~0u, value, lanes);
+  }
+  return value;
+}
+
 // The sums of all warps.
 __device__ inline void join_sums(SharedMemory& shared, const Consumer& consumer, OwnRows& rows) {
 #pragma unroll

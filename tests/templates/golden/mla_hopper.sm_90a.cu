@@ -1938,14 +1938,6 @@ __device__ inline float maximum_of_lanes(float value) {
   return value;
 }
 
-__device__ inline float total_of_lanes(float value) {
-#pragma unroll
-  for (int lanes = 4; lanes < kWarpLanes; lanes *= 2) {
-    value += __shfl_xor_sync(~0u, value, lanes);
-  }
-  return value;
-}
-
 // The consumer: S^T = K Q^T, softmax over the tokens, O^T += V^T P^T. Needs accumulators.cuh,
 // blocks/wgmma_descriptor.cuh, roles/mla_hopper/finite_values.cuh.
 
@@ -2725,6 +2717,15 @@ __device__ inline void store_item(const Params& params, const Item& item, Shared
 
 // From what the consumer has of an item to finished or partial rows. Needs consume.cuh,
 // store_output.cuh, roles/mla_hopper/store_item.cuh.
+
+// Over the lanes that have the same rows.
+__device__ inline float total_of_lanes(float value) {
+#pragma unroll
+  for (int lanes = 4; lanes < kWarpLanes; lanes *= 2) {
+    value += __shfl_xor_sync(~0u, value, lanes);
+  }
+  return value;
+}
 
 // The sums of all warps.
 __device__ inline void join_sums(SharedMemory& shared, const Consumer& consumer, OwnRows& rows) {

@@ -999,6 +999,14 @@ __device__ inline u32 e4m3x2_of_f32(float high, float low) {
   return cvt_rn_satfinite_e4m3x2_f32(high, low);
 }
 
+// Which e4m3 of a word are no numbers. Needs blocks/prelude.cuh.
+
+// The bytes that hold a NaN, as 0xff each: of that all bits are set but the sign.
+__device__ inline u32 nan_bytes(u32 word) {
+  const u32 is_nan = ((word & 0x7f7f7f7f) + 0x01010101) & 0x80808080;
+  return (is_nan >> 7) * 0xff;
+}
+
 // Programmatic dependent launch: start while the kernel before drains. Needs
 // ptx/griddepcontrol.cuh.
 
@@ -2413,14 +2421,6 @@ __device__ inline float maximum_of_lanes(float value) {
   return value;
 }
 
-__device__ inline float total_of_lanes(float value) {
-#pragma unroll
-  for (int lanes = 4; lanes < kWarpLanes; lanes *= 2) {
-    value += __shfl_xor_sync(~0u, value, lanes);
-  }
-  return value;
-}
-
 // What the rows of an item have come to, in shared memory: a consumer's thread has a quarter of all
 // rows, and no registers for them. Needs SharedMemory, roles/mla_hopper_narrow/accumulators.cuh,
 // row_state.cuh.
@@ -2515,12 +2515,6 @@ __device__ inline bool is_finite(u32 element) { return (element & 0x7f) != 0x7f;
 
 __device__ inline float value_of_element(u16 element) {
   return cvt_f32(Fp16{}, static_cast<u16>(fp16x2_of_e4m3x2(element)));
-}
-
-// The bytes of a word that hold a NaN, as 0xff each.
-__device__ inline u32 nan_bytes(u32 word) {
-  const u32 is_nan = ((word & 0x7f7f7f7f) + 0x01010101) & 0x80808080;
-  return (is_nan >> 7) * 0xff;
 }
 
 // Values as the left operand of O^T += V^T P^T: out of shared memory into registers, across. Needs

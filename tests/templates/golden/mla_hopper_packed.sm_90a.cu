@@ -2439,14 +2439,6 @@ __device__ inline float maximum_of_lanes(float value) {
   return value;
 }
 
-__device__ inline float total_of_lanes(float value) {
-#pragma unroll
-  for (int lanes = 4; lanes < kWarpLanes; lanes *= 2) {
-    value += __shfl_xor_sync(~0u, value, lanes);
-  }
-  return value;
-}
-
 // What the rows of an item have come to, in shared memory: a consumer's thread has a quarter of all
 // rows, and no registers for them. Needs SharedMemory, roles/mla_hopper_narrow/accumulators.cuh,
 // row_state.cuh.
