@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -12,6 +12,8 @@ from mlagen.compiler.nvrtc import compile_source
 from mlagen.compiler.toolchain import find_nvrtc
 from mlagen.runtime import loader
 from mlagen.spec.kernel import KernelSpec
+
+_DELAYED_LAUNCHES = 10_000  # with delays, of one kernel family and dtype
 
 _DELAY = "  if ((static_cast<u32>(clock64()) * 2654435761u >> 13) % 16 == 0) __nanosleep({});\n"
 
@@ -23,6 +25,11 @@ def mismatches(compute: Callable[[], torch.Tensor], repeats: int) -> int:
     for _ in range(repeats):
         count += (compute().view(torch.int16) != first.view(torch.int16)).any()
     return int(count)
+
+
+def delayed_launches(cases: Sequence[object]) -> int:
+    """Return how often to launch each of ``cases`` with delays: all of them 10,000 times."""
+    return -(-_DELAYED_LAUNCHES // len(cases))
 
 
 def with_delays(

@@ -19,7 +19,7 @@ from mlagen.spec.gqa_hopper import GqaHopperSpec
 from tests.gqa_problems import E4M3, GqaCase, GqaProblem
 from tests.gqa_semantics import decode
 from tests.graph_replay import captured
-from tests.launch_repeats import mismatches, with_delays
+from tests.launch_repeats import delayed_launches, mismatches, with_delays
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
@@ -134,7 +134,7 @@ def test_delays_change_no_bit(case: GqaCase, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(engine._loaded, (spec, 0), slow)
     gqa_call._calls.clear()
 
-    differing = repeat(problem, 100)
+    differing = repeat(problem, delayed_launches(CASES))
     result = decode(problem)
 
     gqa_call._calls.clear()

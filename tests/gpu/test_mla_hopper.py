@@ -22,7 +22,7 @@ from mlagen.spec.mla_support import MlaVariant
 from tests.cases import MlaCase, MlaProblem
 from tests.graph_replay import captured
 from tests.hopper_tiles import taking_hopper_kernels, taking_smaller_tiles
-from tests.launch_repeats import mismatches, with_delays
+from tests.launch_repeats import delayed_launches, mismatches, with_delays
 from tests.mla_cases import KINDS, of_kind
 from tests.mla_semantics import compute, decode
 
@@ -137,7 +137,7 @@ def test_delays_change_no_bit(case: MlaCase, dtype: DType, monkeypatch: pytest.M
     monkeypatch.setitem(engine._loaded, (spec, 0), slow)
     mla_call._calls.clear()
 
-    differing = repeat(problem, 100)
+    differing = repeat(problem, delayed_launches(CASES))
     result = decode(problem)
 
     mla_call._calls.clear()

@@ -20,7 +20,7 @@ from tests.cases import MlaCase
 from tests.gpu.test_mla_hopper import DELAYS
 from tests.graph_replay import captured
 from tests.hopper_tiles import taking_hopper_kernels
-from tests.launch_repeats import mismatches, with_delays
+from tests.launch_repeats import delayed_launches, mismatches, with_delays
 from tests.mla_cases import KINDS, of_kind
 from tests.mla_semantics import compute, decode
 from tests.uneven_scales import STEPS, with_steps
@@ -103,7 +103,10 @@ def test_a_thousand_replays_leave_the_counters_at_zero(case: MlaCase) -> None:
     assert all(not slab.any() for slab in counters._slabs)
 
 
-@pytest.mark.parametrize("case", CASES[2::4], ids=str)
+_DELAYED = CASES[2::4]
+
+
+@pytest.mark.parametrize("case", _DELAYED, ids=str)
 def test_delays_change_no_bit(case: MlaCase, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever warp or block comes last, and whatever it finds done, the result is the same."""
     problem = case.build("cuda")
@@ -115,7 +118,8 @@ def test_delays_change_no_bit(case: MlaCase, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(engine._loaded, (spec, 0), with_delays(spec, DELAYS))
     mla_call._calls.clear()
 
-    differing = mismatches(lambda: compute(problem)[0], 100)
+    launches = delayed_launches(_DELAYED)
+    differing = mismatches(lambda: compute(problem)[0], launches)
     result = compute(problem)[0]
 
     mla_call._calls.clear()

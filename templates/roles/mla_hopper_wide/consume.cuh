@@ -142,7 +142,7 @@ struct Consumer {
 
   // And the right one: it begins with the even block, and ends with the odd one.
   template <bool kIsPlain>
-  __device__ void take_pair_right(int block, bool is_last, bool has_odd) {
+  __device__ void take_pair_right(int block, bool has_odd) {
     descriptors.forget();
     barrier_sync(kProbabilitiesBarrier, kConsumerThreads);
     follow(0);
@@ -163,7 +163,6 @@ struct Consumer {
     }
     release(shared.right_empty[1]);
     parity ^= 1;
-    if (kIsPlain || !is_last) begin_pair<1>();
   }
 
   // The scores that a pair begins with.
@@ -188,14 +187,16 @@ struct Consumer {
         take_pair_left(block, is_last, block + 1 < end);
       }
     } else {
-      begin_pair<1>();
 #pragma unroll 1
-      for (; block < plain_end; block += 2) take_pair_right<true>(block, false, true);
+      for (; block < plain_end; block += 2) {
+        begin_pair<1>();
+        take_pair_right<true>(block, true);
+      }
 #pragma unroll 1
       for (; block < end; block += 2) {
-        const bool is_last = block + 2 >= end;
-        if (is_last) release_query();
-        take_pair_right<false>(block, is_last, block + 1 < end);
+        begin_pair<1>();
+        if (block + 2 >= end) release_query();
+        take_pair_right<false>(block, block + 1 < end);
       }
     }
   }
