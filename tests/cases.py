@@ -11,8 +11,11 @@ import torch
 from mlagen.api.mla_inputs import MlaInputs
 from mlagen.runtime.device import arch_of_device
 from mlagen.settings import current_settings
+from mlagen.spec.arch import Arch
 from mlagen.spec.dtype import DType
+from mlagen.spec.mla_hopper import MlaHopperSpec
 from mlagen.spec.mla_hopper_calls import mla_hopper_kernel
+from mlagen.spec.mla_hopper_packed import MlaHopperPackedSpec
 from mlagen.spec.mla_support import MlaVariant
 from tests.reference import (
     Attention,
@@ -26,11 +29,12 @@ from tests.reference import (
 E4M3 = torch.float8_e4m3fn
 
 
-# What is stored where a kernel may multiply e4m3 as such, by the query's dtype and the format.
+# Query and cache where a kernel may multiply e4m3 as such, by the query's dtype and the format.
 _STORED = {
-    (E4M3, ""): DType.E4M3,
-    (torch.bfloat16, "e4m3"): DType.E4M3,
-    (torch.bfloat16, "packed656"): DType.PACKED656,
+    (E4M3, ""): (DType.E4M3, DType.E4M3),
+    (E4M3, "packed640"): (DType.PACKED640, DType.PACKED640),
+    (torch.bfloat16, "e4m3"): (DType.BF16, DType.E4M3),
+    (torch.bfloat16, "packed656"): (DType.BF16, DType.PACKED656),
 }
 
 
@@ -157,18 +161,28 @@ class MlaProblem:
             return torch.bfloat16
         if self.case.dtype is not E4M3:
             return self.case.dtype
-        return E4M3 if self._may_multiply_e4m3 else torch.float16
+        rounds = self._e4m3_kernel is not None and self._e4m3_kernel.probability_dtype is DType.E4M3
+        return E4M3 if rounds else torch.float16
 
     @property
-    def _may_multiply_e4m3(self) -> bool:
-        """Whether the kernel may be one that multiplies e4m3 as such."""
+    def _hopper(self) -> Arch | None:
+        """The architecture, if calls may take a kernel made for Hopper."""
+        settings = current_settings()
+        if self.query.device.type != "cuda" or settings.mla_kernel == "portable":
+            return None
+        return arch_of_device(self.query.device.index or 0)
+
+    @property
+    def _e4m3_kernel(self) -> MlaHopperSpec | None:
+        """The kernel that calls may take which multiplies e4m3 as such."""
         case = self.case
         stored = _STORED.get((case.dtype, case.kv_format))
-        if stored is None:
-            return False
+        if stored is None or self._hopper is None:
+            return None
+        query_dtype, kv_dtype = stored
         variant = MlaVariant(
-            query_dtype=DType.E4M3 if case.dtype is E4M3 else DType.BF16,
-            kv_dtype=stored,
+            query_dtype=query_dtype,
+            kv_dtype=kv_dtype,
             kv_lora_rank=case.kv_lora_rank,
             qk_rope_head_dim=case.qk_rope_head_dim,
             page_size=case.page_size,
@@ -176,22 +190,19 @@ class MlaProblem:
             values="shared" if case.values == "shared" else "separate",
             mask="bias" if case.bias else "causal",
         )
-        if self.query.device.type != "cuda" or current_settings().mla_kernel == "portable":
-            return False
-        arch = arch_of_device(self.query.device.index or 0)
-        return mla_hopper_kernel(arch, variant, rows=1) is not None
+        return mla_hopper_kernel(self._hopper, variant, 1, current_settings().mla_probabilities)
 
     @property
     def _score_sums(self) -> tuple[tuple[int, int], ...]:
         """Dims of each sum of scores in e4m3, and its steps of 32 products."""
-        stored = _STORED.get((self.case.dtype, self.case.kv_format))
-        if stored is None or not self._may_multiply_e4m3:
+        kernel = self._e4m3_kernel
+        if kernel is None:
             return ()
-        if self.case.dtype is E4M3:
+        if not isinstance(kernel, MlaHopperPackedSpec):
             return ((576, 18),)
-        # Of a query in bf16, two parts.
-        latent = ((128, 8),) * 4
-        return latent if stored is DType.PACKED656 else (*latent, (64, 4))
+        parts = 2 if kernel.splits_query else 1
+        latent = ((128, 4 * parts),) * 4
+        return (*latent, (64, 2 * parts)) if kernel.variant.kv_dtype is DType.E4M3 else latent
 
     def expected(self) -> Attention:
         """Return what float64 gives: out ``[tokens, heads, dim]`` and LSE ``[tokens, heads]``."""

@@ -15,11 +15,13 @@ from mlagen.api.mla_inputs import MlaInputs
 from mlagen.api.mla_request import check_request
 from mlagen.runtime.device import DeviceFacts
 from mlagen.runtime.loader import LoadedKernel
+from mlagen.settings import current_settings
 from mlagen.spec.kernel import KernelSpec
 from tests.api.launches import HOPPER, record_launches
 from tests.cases import MlaCase, MlaProblem
 from tests.emulator.emulated import COMPILER, Emulator, encode
 from tests.hopper_tiles import taking_smaller_tiles
+from tests.kernels import SM_90A
 from tests.mla_cases import KINDS, of_kind
 from tests.mla_rows import POISON
 from tests.uneven_scales import STEPS, with_steps
@@ -78,6 +80,13 @@ CASES = [
     given(PACKED, "pages, 32 rows", heads=16, seq_lens=(130, 1), q_len=2, page_size=3),
     given(PACKED, "lists of some", heads=40, top_k=100, seq_lens=(150, 3)),
     given(PACKED, "pages, strided", seq_lens=(70, 200), cache_form="strided", page_size=16),
+    given("e4m3", "lists, 64 rows", heads=64, top_k=200, seq_lens=(300, 17, 0, 64)),
+    given("e4m3", "lists, 16 rows", heads=7, top_k=130, seq_lens=(300, 129), page_size=24),
+    given("e4m3", "pages of any size", heads=16, seq_lens=(130, 1), q_len=2, page_size=3),
+    given("packed640", "64 rows", 2, heads=40, seq_lens=(300, 0, 65), q_len=2, with_sinks=True),
+    given("packed640", "16 rows", heads=7, seq_lens=(300, 17, 129), page_size=24),
+    given("packed640", "ragged", 2, seq_lens=(70, 5), q_lens=(3, 1), heads=10),
+    given("packed640", "many pieces", 6, heads=24, seq_lens=(900, 70), query_magnitude=10.0),
     given("bf16 over e4m3", "lists", top_k=100, seq_lens=(150, 3), heads=64),
     given("bf16 over e4m3 with two scales", "ragged", seq_lens=(70, 5), q_lens=(3, 1)),
     given(
@@ -123,7 +132,7 @@ def decoded(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Iterator[Dec
             monkeypatch.setattr(api, "counters_of", lambda *_: ctypes.addressof(counters))
             monkeypatch.setattr(api, "launch", launch)
         # What is right is to the rounding of the kernel that computes it.
-        monkeypatch.setattr(MlaProblem, "_may_multiply_e4m3", True)
+        monkeypatch.setattr(MlaProblem, "_hopper", SM_90A)
         workspace = torch.full((1 << 22,), 0xFF, dtype=torch.uint8)
         inputs = problem.inputs(return_lse=True, workspace_buffer=workspace, **changes)
         out, lse = _computed(inputs)
@@ -172,7 +181,9 @@ def test_little_work_takes_tiles_of_few_rows(
 def _computed(inputs: MlaInputs) -> tuple[torch.Tensor, torch.Tensor]:
     request = check_request(inputs)
     on_gpu = replace(request, device=torch.device("cuda", 0))
-    call = mla_hopper.prepare_hopper(inputs, on_gpu, 0, is_forced=True)
+    call = mla_hopper.prepare_hopper(
+        inputs, on_gpu, 0, replace(current_settings(), mla_kernel="hopper")
+    )
     assert call is not None
     out, lse = mla_call._run_on_gpu(replace(call, request=request), inputs, enable_pdl=False)
     assert lse is not None
@@ -189,7 +200,22 @@ def test_a_kernel_is_right_in_whatever_order_warps_come(given: Emulated, decoded
     problem.check(out, lse)
 
 
-@pytest.mark.parametrize("kind", ["bf16", "e4m3", PACKED])
+@pytest.mark.parametrize("heads", [7, 64])
+def test_probabilities_may_stay_in_16_bits(
+    heads: int, decoded: Decode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where query and cache are in e4m3: the tolerance is that of fp16."""
+    monkeypatch.setenv("MLAGEN_MLA_PROBABILITIES", "fp16")
+    current_settings.cache_clear()
+    made = given("e4m3", "", 2, heads=heads, seq_lens=(300, 17, 0), q_len=2, with_sinks=True)
+    problem = made.case.build("cpu")
+
+    problem.check(*decoded(made, problem, 0))
+
+    assert problem.math_dtype is torch.float16
+
+
+@pytest.mark.parametrize("kind", ["bf16", "e4m3", PACKED, "packed640"])
 @pytest.mark.parametrize("heads", [4, 16])
 def test_a_hidden_token_with_nan_reaches_no_row_that_may_not_see_it(
     heads: int, kind: str, decoded: Decode

@@ -15,7 +15,7 @@ from mlagen.api.mla_inputs import MlaInputs
 from mlagen.api.mla_portable import PortableCall, prepare_portable
 from mlagen.api.mla_request import MlaRequest, check_request
 from mlagen.api.reference import decode_mla
-from mlagen.settings import current_settings
+from mlagen.settings import Settings, current_settings
 
 MlaCall = PortableCall | HopperCall | PackedCall
 
@@ -25,21 +25,21 @@ _calls: RememberedCalls[MlaCall] = RememberedCalls()
 def run_mla(inputs: MlaInputs, enable_pdl: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute one call; returns the output and, if asked for, the LSE."""
     settings = current_settings()
-    form = form_of(inputs, settings.mla_kernel)
+    form = form_of(inputs, settings.mla_kernel, settings.mla_probabilities)
     call = _calls.find(form)
     request = check_request(inputs) if call is None else call.request
     if call is None and request.device.type != "cpu":
-        call = _calls.keep(form, _prepare(inputs, request, settings.mla_kernel))
+        call = _calls.keep(form, _prepare(inputs, request, settings))
     if settings.checks_contents:
         check_contents(inputs, request)
     return _run_on_cpu(inputs, request) if call is None else _run_on_gpu(call, inputs, enable_pdl)
 
 
-def _prepare(inputs: MlaInputs, request: MlaRequest, kernel: str) -> MlaCall:
-    """Choose the kernel; ``kernel`` is what the settings ask for."""
+def _prepare(inputs: MlaInputs, request: MlaRequest, settings: Settings) -> MlaCall:
+    """Choose the kernel."""
     index = require_gpu(request.device, inputs.names.query)
-    if kernel != "portable":
-        call = prepare_hopper(inputs, request, index, is_forced=kernel == "hopper")
+    if settings.mla_kernel != "portable":
+        call = prepare_hopper(inputs, request, index, settings)
         if call is not None:
             return call
     return prepare_portable(inputs, request, index)

@@ -9,11 +9,11 @@ from mlagen.api.calls import facts_of, length_form, rounded_up
 from mlagen.api.mla_inputs import MlaInputs
 
 
-def form_of(inputs: MlaInputs, kernel: str) -> Hashable:
+def form_of(inputs: MlaInputs, kernel: str, probabilities: str) -> Hashable:
     """Return everything about the arguments that a check or a plan may depend on.
 
-    ``kernel`` is what the settings ask for. Written out, for it runs at every call. None if
-    something is not of the kind it should be, which
+    ``kernel`` and ``probabilities`` are what the settings ask for. Written out, for it runs at
+    every call. None if something is not of the kind it should be, which
     :func:`mlagen.api.mla_request.check_request` then says.
     """
     query, cache, workspace, rank, rope_dim, tables, seq_lens, longest = inputs[:8]
@@ -21,6 +21,7 @@ def form_of(inputs: MlaInputs, kernel: str) -> Hashable:
     try:
         return (
             kernel,
+            probabilities,
             (query.shape, query.stride(), query.dtype, query.get_device()),
             (cache.shape, cache.stride(), cache.dtype, cache.get_device()),
             (workspace.shape, workspace.stride(), workspace.dtype, workspace.get_device()),

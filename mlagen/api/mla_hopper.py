@@ -20,6 +20,7 @@ from mlagen.runtime.device import arch_of_device
 from mlagen.runtime.launch import launch
 from mlagen.runtime.loader import LoadedKernel
 from mlagen.runtime.plan_hopper import HopperPlan, line_fits
+from mlagen.settings import Settings
 from mlagen.spec.kernel import packed_integers
 from mlagen.spec.mla_hopper import MlaHopperSpec
 from mlagen.spec.mla_hopper_packed import MlaHopperPackedSpec
@@ -27,9 +28,10 @@ from mlagen.spec.mla_support import MlaVariant
 
 _COVERED = (
     "covered: sm_90a, (kv_lora_rank, qk_rope_head_dim) (512, 64), and of (lookup, values, mask) "
-    "(paged, shared, causal) with query and cache bf16, fp16 or e4m3 alike, page_size a multiple "
-    "of 16, strides of the cache below 2^40 bytes, or that and (sparse, shared, causal) with a "
-    "cache of e4m3 or packed656 under a query of bf16"
+    "(paged, shared, causal) with query and cache bf16 or fp16 alike, page_size a multiple of 16, "
+    "strides of the cache below 2^40 bytes, or with query and cache packed640; or that and "
+    "(sparse, shared, causal) with query and cache e4m3, or a cache of e4m3 or packed656 under a "
+    "query of bf16"
 )
 
 
@@ -98,7 +100,7 @@ class HopperCall:
 
 
 def prepare_hopper(
-    inputs: MlaInputs, request: MlaRequest, index: int, *, is_forced: bool
+    inputs: MlaInputs, request: MlaRequest, index: int, settings: Settings
 ) -> HopperCall | PackedCall | None:
     """Return how calls of the form of ``inputs`` are launched on GPU ``index``.
 
@@ -110,6 +112,7 @@ def prepare_hopper(
     UnsupportedError
         Instead of returning None, if the kernel is asked for by name.
     """
+    is_forced = settings.mla_kernel == "hopper"
     planned = plan_hopper_call(
         device=index,
         variant=request.variant,
@@ -119,6 +122,7 @@ def prepare_hopper(
         tokens=request.tokens,
         heads=request.heads,
         longest_kv=request.top_k or int(inputs.max_seq_len),
+        probabilities=settings.mla_probabilities,
     )
     if planned is None:
         if is_forced:

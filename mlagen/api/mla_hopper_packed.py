@@ -54,6 +54,7 @@ class PackedCall:
             query_rope,
             cache,
             rope_cache,
+            _pointer(inputs.query_scales),
             _pointer(inputs.kv_scales),
             inputs.block_tables.data_ptr(),
             _pointer(inputs.table_starts),

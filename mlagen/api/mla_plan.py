@@ -55,14 +55,15 @@ def plan_hopper_call(
     tokens: int,
     heads: int,
     longest_kv: int,
+    probabilities: str,
 ) -> tuple[MlaHopperSpec, HopperPlan] | None:
     """Return the Hopper kernel and its plan of a call on GPU ``device``; None if there is none.
 
-    ``longest_kv`` as for :func:`plan_call`.
+    ``longest_kv`` as for :func:`plan_call`; ``probabilities`` is what the settings ask for.
     """
     if variant.lookup == "sparse":
         batch, q_len, tile_q_len = tokens, 1, 1
-    spec = mla_hopper_kernel(arch_of_device(device), variant, tile_q_len * heads)
+    spec = mla_hopper_kernel(arch_of_device(device), variant, tile_q_len * heads, probabilities)
     if spec is None:
         return None
     problem = MlaDecodeProblem(

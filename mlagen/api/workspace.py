@@ -146,10 +146,12 @@ def workspace_bytes(
 
 def _mla_plans(**call: Any) -> Iterator[DecodePlan | HopperPlan]:
     """Yield the plans that a call may be launched by, of the kernels that the settings allow."""
-    kernel = current_settings().mla_kernel
-    if kernel != "portable" and (planned := plan_hopper_call(**call)) is not None:
-        yield planned[1]
-    if kernel != "hopper":
+    settings = current_settings()
+    if settings.mla_kernel != "portable":
+        planned = plan_hopper_call(**call, probabilities=settings.mla_probabilities)
+        if planned is not None:
+            yield planned[1]
+    if settings.mla_kernel != "hopper":
         yield plan_call(**call)[1]
 
 

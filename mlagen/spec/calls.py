@@ -13,7 +13,7 @@ from mlagen.spec.gqa_hopper import GqaHopperSpec, gqa_hopper_spec
 from mlagen.spec.kernel import KernelSpec
 from mlagen.spec.mla import MlaDecodeSpec, mla_decode_spec
 from mlagen.spec.mla_hopper import MlaHopperSpec
-from mlagen.spec.mla_hopper_calls import mla_hopper_kernel
+from mlagen.spec.mla_hopper_calls import mla_hopper_kernels
 from mlagen.spec.mla_support import MlaVariant, output_dtype
 
 # Numbers of rows such that calls with as many between them take all tiles that there are.
@@ -26,23 +26,25 @@ _ROWS = sorted(
 def mla_call_specs(arch: Arch, variant: MlaVariant, rows: int) -> list[KernelSpec]:
     """Return the kernels of MLA calls with ``rows`` rows for each request.
 
-    The Hopper kernels where there are some, one for each tile that calls may take, the portable
-    one, which small calls take there too, and the one that combines its splits.
+    The Hopper kernels where there are some, one for each tile that calls may take, whatever they
+    ask for of probabilities; the portable one, which small calls take there too; and the one that
+    combines its splits.
 
     Raises
     ------
     UnsupportedError
         If there is none for such a call.
     """
-    hopper = mla_hopper_kernel(arch, variant, rows)
     combining = CombineSplitsSpec(
         arch=arch, dtype=output_dtype(variant.query_dtype), head_dim_vo=variant.kv_lora_rank
     )
     portable = mla_decode_spec(arch, variant, rows)
-    if hopper is None:
-        return [portable, combining]
-    tiles = reversed(hopper.tiles_of(rows))
-    return [*(replace(hopper, tile_rows=tile) for tile in tiles), portable, combining]
+    hopper = [
+        replace(spec, tile_rows=tile)
+        for spec in mla_hopper_kernels(arch, variant, rows)
+        for tile in reversed(spec.tiles_of(rows))
+    ]
+    return [*hopper, portable, combining]
 
 
 def gqa_call_specs(arch: Arch, variant: GqaVariant, rows: int) -> list[KernelSpec]:

@@ -109,6 +109,11 @@ class MlaHopperSpec(KernelSpec):
         return self.variant.query_dtype
 
     @property
+    def probability_dtype(self) -> DType:
+        """Element type that probabilities are rounded to."""
+        return self.math_dtype
+
+    @property
     def is_sparse(self) -> bool:
         """Whether every query token has a list of tokens of its own."""
         return self.variant.lookup == "sparse"

@@ -1,4 +1,4 @@
-"""MLA decode on Hopper over rows of 8 bits under bf16: what its kernels are specialised for."""
+"""MLA decode on Hopper over rows of 8 bits, with values as fp16: what its kernels are made for."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ from mlagen.spec.kernel import CallShape, Parameter, float32, int32, int64, poin
 from mlagen.spec.mla_hopper import MlaHopper8BitSpec, specs_found, tile_rows_for
 from mlagen.spec.mla_support import PLAIN, SPARSE, MlaVariant
 
-_STORED = (DType.E4M3, DType.PACKED656)
+# Of query and cache.
+_DTYPES = (
+    (DType.BF16, DType.E4M3),
+    (DType.BF16, DType.PACKED656),
+    (DType.E4M3, DType.E4M3),
+    (DType.PACKED640, DType.PACKED640),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +33,7 @@ class MlaHopperPackedSpec(MlaHopper8BitSpec):
         pointer("query_rope", "const unsigned char"),
         pointer("cache", "const unsigned char"),
         pointer("rope_cache", "const unsigned char"),
+        pointer("query_scales", "const float"),
         pointer("kv_scales", "const float"),
         pointer("block_tables", "const int"),
         pointer("table_starts", "const int"),
@@ -74,6 +81,21 @@ class MlaHopperPackedSpec(MlaHopper8BitSpec):
     )
 
     @property
+    def math_dtype(self) -> DType:
+        """Element type of what is not stored in 8 bits: ropes of packed rows, and the output."""
+        return DType.BF16
+
+    @property
+    def probability_dtype(self) -> DType:
+        """Element type that probabilities are rounded to, and values converted."""
+        return DType.FP16
+
+    @property
+    def splits_query(self) -> bool:
+        """Whether an element of the query is multiplied as the sum of two in 8 bits."""
+        return self.variant.query_dtype.is_16bit
+
+    @property
     def stored_bytes(self) -> int:
         """Bytes of a cached token."""
         return self.variant.kv_dtype.row_bytes(self.head_dim_qk)
@@ -98,8 +120,7 @@ def mla_hopper_packed_spec(
     """
     is_covered = (
         arch.has_wgmma
-        and variant.query_dtype is DType.BF16
-        and variant.kv_dtype in _STORED
+        and (variant.query_dtype, variant.kv_dtype) in _DTYPES
         and (variant.kv_lora_rank, variant.qk_rope_head_dim) == (512, 64)
         and (variant.lookup, variant.values, variant.mask) in (PLAIN, SPARSE)
     )

@@ -30,6 +30,7 @@ from mlagen.api.mla_request import check_request
 from mlagen.runtime.device import DeviceFacts
 from mlagen.runtime.loader import LoadedKernel
 from mlagen.runtime.tensor_map import TiledTensor
+from mlagen.settings import current_settings
 from mlagen.spec.arch import Arch
 from mlagen.spec.kernel import KernelSpec, packing_of
 
@@ -124,6 +125,7 @@ def launched(inputs: MlaInputs, launches: list[Launch], kernel: str = "portable"
     """Run a call of tensors on the CPU as if they were on the GPU."""
     request = check_request(inputs)
     on_gpu = replace(request, device=torch.device("cuda", 0))
-    call = replace(mla_call._prepare(inputs, on_gpu, kernel), request=request)
+    settings = replace(current_settings(), mla_kernel=kernel)
+    call = replace(mla_call._prepare(inputs, on_gpu, settings), request=request)
     out, _ = mla_call._run_on_gpu(call, inputs, enable_pdl=True)
     return Launched(call, out, launches)

@@ -18,9 +18,9 @@ UNIFORM = MlaCase(name="", seq_lens=(70, 3), heads=16, with_sinks=True)
 INT32 = torch.int32
 
 
-def form_of(inputs: MlaInputs, kernel: str = "auto") -> Hashable:
+def form_of(inputs: MlaInputs, kernel: str = "auto", probabilities: str = "auto") -> Hashable:
     """Return the form, where it does not matter what the settings ask for."""
-    return mla_form.form_of(inputs, kernel)
+    return mla_form.form_of(inputs, kernel, probabilities)
 
 
 def changed(inputs: MlaInputs, **fields: Any) -> MlaInputs:

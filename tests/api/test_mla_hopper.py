@@ -15,6 +15,7 @@ from mlagen.api.mla_inputs import MlaInputs
 from mlagen.api.mla_request import check_request
 from mlagen.errors import ArgumentError, UnsupportedError
 from mlagen.runtime.tensor_map import TiledTensor
+from mlagen.settings import current_settings
 from mlagen.spec.mla_hopper import MlaHopperSpec
 from tests.api.launches import COUNTERS, Launch, launched, record_launches
 from tests.cases import MlaCase
@@ -216,11 +217,12 @@ def test_more_work_than_blocks_can_count_is_refused_or_left_to_the_other_kernel(
     """Two requests of 2^30 pages hold 2^31 blocks of tokens; positions have 32 bits."""
     inputs = UNIFORM.build("cpu").inputs()
     request = replace(check_request(inputs), device=torch.device("cuda", 0), max_pages=2**30)
+    settings = current_settings()
 
     with pytest.raises(UnsupportedError, match=r"fewer than 2\^31 blocks of 64 tokens"):
-        mla_call._prepare(inputs, request, "hopper")
+        mla_call._prepare(inputs, request, replace(settings, mla_kernel="hopper"))
 
-    assert not isinstance(mla_call._prepare(inputs, request, "auto"), HopperCall)
+    assert not isinstance(mla_call._prepare(inputs, request, settings), HopperCall)
 
 
 def test_a_pointer_that_is_not_aligned_is_refused_by_name(launches: list[Launch]) -> None:

@@ -42,19 +42,31 @@ PAGES: dict[str, dict[str, Any]] = {
     "alike, cut in halves": {"seq_lens": (1088,) * 64, "page_size": 1},
     "many requests": {"seq_lens": tuple(17 + 67 * i % 911 for i in range(200)), "page_size": 48},
 }
-CASES = [
-    of_kind(KINDS[kind], name=f"{kind}, {width}, {name}", heads=heads, **facts)
-    for kind in ("bf16 over packed656", "bf16 over e4m3")
-    for width, heads in HEADS.items()
-    for name, facts in [*LISTS.items(), *PAGES.items()]
-] + [
-    of_kind(KINDS[kind], name=f"{kind}, {name}", heads=100, **facts)
-    for kind in (
-        "bf16 over e4m3 with two scales",
-        "bf16 over e4m3 with scales for 128 elements",
-    )
-    for name, facts in PAGES.items()
-]
+CASES = (
+    [
+        of_kind(KINDS[kind], name=f"{kind}, {width}, {name}", heads=heads, **facts)
+        for kind in ("bf16 over packed656", "bf16 over e4m3")
+        for width, heads in HEADS.items()
+        for name, facts in [*LISTS.items(), *PAGES.items()]
+    ]
+    + [
+        of_kind(KINDS[kind], name=f"{kind}, {name}", heads=100, **facts)
+        for kind in (
+            "bf16 over e4m3 with two scales",
+            "bf16 over e4m3 with scales for 128 elements",
+        )
+        for name, facts in PAGES.items()
+    ]
+    + [
+        of_kind(KINDS[kind], name=f"{kind}, {width}, {name}", heads=heads, **facts)
+        for kind, given in (
+            ("packed640", PAGES),
+            ("e4m3", {**LISTS, "pages of one token": PAGES["alike, cut in halves"]}),
+        )
+        for width, heads in HEADS.items()
+        for name, facts in given.items()
+    ]
+)
 
 
 @pytest.fixture(autouse=True)
@@ -77,6 +89,24 @@ def test_both_kernels_are_right(case: MlaCase, monkeypatch: pytest.MonkeyPatch) 
 
     kernels = [type(call.decode.spec) for call in mla_call._calls.values()]
     assert kernels == [MlaHopperPackedSpec, MlaDecodeSpec]
+
+
+@pytest.mark.parametrize("facts", PAGES.values(), ids=PAGES)
+@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
+def test_probabilities_may_stay_in_16_bits(
+    heads: int, facts: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where query and cache are in e4m3: the tolerance is that of fp16."""
+    monkeypatch.setenv("MLAGEN_MLA_PROBABILITIES", "fp16")
+    current_settings.cache_clear()
+    problem = of_kind(KINDS["e4m3"], name="", heads=heads, **facts).build("cuda")
+    mla_call._calls.clear()
+
+    problem.check(*compute(problem))
+
+    assert problem.math_dtype is torch.float16
+    (call,) = mla_call._calls.values()
+    assert isinstance(call.decode.spec, MlaHopperPackedSpec)
 
 
 @pytest.mark.parametrize("case", CASES[::3], ids=str)

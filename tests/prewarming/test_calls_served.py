@@ -58,7 +58,7 @@ def _mla_calls(model: MlaModel) -> Iterator[object]:
         heads = model.heads // tp
         call = {"device": 0, "variant": variant, "heads": heads, "longest_kv": 100_000, **shape}
         yield mla_plan.plan_call(**call)[0]
-        hopper = mla_plan.plan_hopper_call(**call)
+        hopper = mla_plan.plan_hopper_call(**call, probabilities="auto")
         if hopper is not None:
             yield hopper[0]
 

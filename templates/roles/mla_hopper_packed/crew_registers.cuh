@@ -1,5 +1,7 @@
-// How many registers a thread of each role has, of 128 at first.
+// How many registers a thread of each role has, of 128 at first: with 64 rows, the two consumers
+// most. A scorer with more than it needs for a whole query brings so much forward that its
+// products are serialised (C7512).
 
 constexpr int kConsumerRegisters = kRows > 32 ? 176 : 128;
-constexpr int kScorerRegisters = kRows > 32 ? 104 : 128;
-constexpr int kProducerRegisters = kRows > 32 ? 56 : 128;
+constexpr int kScorerRegisters = kRows > 32 ? (kSplitsQuery ? 104 : 96) : 128;
+constexpr int kProducerRegisters = 4 * 128 - 2 * kConsumerRegisters - kScorerRegisters;

@@ -64,7 +64,6 @@ struct BlockStream {
     });
     const unsigned char* rope =
         kIsPacked ? own.row + kRopeOffset : stored_rope(params, place.page, place.slot);
-    constexpr int kRopeChunks = kRopeBytes / kChunkBytes;
     copy_chunks<kRopeChunks, kRopeChunks>(rope, place.missing, [&](int token, int chunk) {
       return target + kRopeTileOffset + swizzled_offset<kRopeBytes>(first + token, chunk);
     });
@@ -80,7 +79,7 @@ struct BlockStream {
     if (token >= kWarpTokens) return;
     target += token * kChunkBytes;
     const bool exists = (place.missing >> token & 1) == 0;
-    if constexpr (kIsPacked) {
+    if constexpr (kHasInnerScales) {
       cp_async_cg_16(shared_address(target), own.row + kLatentDim, exists ? kChunkBytes : 0);
     } else {
 #pragma unroll
@@ -89,7 +88,8 @@ struct BlockStream {
         if (own.scales == nullptr) {
           scale = exists ? own.latent_scale : 0.0f;
         } else {
-          cp_async_ca_4(shared_address(&scale), own.scales + group, exists ? sizeof(float) : 0);
+          const float* source = own.scales + (kHasOneScale ? 0 : group);
+          cp_async_ca_4(shared_address(&scale), source, exists ? sizeof(float) : 0);
         }
       }
     }

@@ -20,17 +20,20 @@ struct Scorer {
   __device__ Scorer(const Params& params, SharedMemory& shared, const Item& item, u32& taken)
       : params(params), shared(shared), item(item), taken(taken), softmax(shared) {}
 
-  // Begins the product of the keys in eight bits at `keys` and the tile of the query at `query`, of
-  // two parts, for the first of some dims or the next.
+  // Begins the product of the keys in eight bits at `keys` and the tile of the query at `query`,
+  // whole or of two parts, for the first of some dims or the next.
   template <bool kIsRope>
   __device__ static void multiply_tile(Scores& part, u32 keys, u32 query, bool is_first) {
+    constexpr int kElements = kIsRope ? kRopeDim : kTileElements;
 #pragma unroll
-    for (int k = 0; k < kTileElements / kStepElements; ++k) {
+    for (int k = 0; k < kElements / kStepElements; ++k) {
       const u32 a = keys + descriptor_step(k * kStepElements);
       const u32 b = query + descriptor_step(k * kStepElements);
       const u64 key = kIsRope ? descriptor_64(a) : descriptor(a);
       wgmma_mma(E4m3{}, part, key, descriptor(b), !is_first || k > 0);
-      wgmma_mma(E4m3{}, part, key, descriptor(b + descriptor_step(kHalfTileBytes)), 1);
+      if constexpr (kSplitsQuery) {
+        wgmma_mma(E4m3{}, part, key, descriptor(b + descriptor_step(kHalfTileBytes)), 1);
+      }
     }
   }
 
@@ -48,7 +51,7 @@ struct Scorer {
     wgmma_commit_group();
   }
 
-  // Begins the scores of the rope part: of bf16 these need no scale.
+  // Begins the scores of the rope part.
   __device__ void begin_rope(Scores& part, u32 keys, u32 query) {
     keys += descriptor_step(kRopeTileOffset);
     query += descriptor_step(kLatentTiles * kQueryTileBytes);
@@ -56,7 +59,7 @@ struct Scorer {
     wgmma_fence();
     if constexpr (kIsPacked) {
 #pragma unroll
-      for (int k = 0; k < kTileElements / 16; ++k) {
+      for (int k = 0; k < kRopeDim / 16; ++k) {
         const u32 along = descriptor_step(k * 32);
         wgmma_mma(Bf16{}, part, descriptor(keys + along), descriptor(query + along), k > 0);
       }
@@ -64,6 +67,16 @@ struct Scorer {
       multiply_tile<true>(part, keys, query, true);
     }
     wgmma_commit_group();
+  }
+
+  // Of a packed row with scales of its own, the rope part needs none.
+  __device__ void scale_rope(const KeyScales& scales) {
+    wgmma_keep(scores);
+    if constexpr (kHasInnerScales) return;
+#pragma unroll
+    for (int i = 0; i < kRows / 2; ++i) {
+      scores[i] *= kHasOneScale ? scales.of[i / 2 % 2][0] : params.rope_scale;
+    }
   }
 
   // A group's scores come to the others by the scales of tokens g and g + 8.
@@ -87,11 +100,7 @@ struct Scorer {
     own_scales.take(scales, own);
     own_scales.leave(stage, own, shared.units);
     wgmma_wait_group<kParts>();
-    wgmma_keep(scores);
-    if constexpr (!kIsPacked) {
-#pragma unroll
-      for (int i = 0; i < kRows / 2; ++i) scores[i] *= params.rope_scale;
-    }
+    scale_rope(scales);
     if constexpr (kParts > 1) {
       add_groups<0>(parts, scales);
     } else {

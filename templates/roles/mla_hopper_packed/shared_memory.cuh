@@ -1,13 +1,18 @@
 // The shared memory of a block, whole. Needs Item, roles/mla_hopper_packed/constants,
 // unlisted_tokens.cuh.
 
-// Blocks of tokens, as many as fit.
-constexpr int kStages = kRows > 32 ? 3 : 4;
+// Blocks of tokens, as many as fit beside the query and what else there is.
+constexpr int kStageBytes = kBlockBytes + kQueryTileBytes + kRows * sizeof(float);
+constexpr int kOtherBytes = 2048 + kRows * 80;
+constexpr int kStagesBytes = kSharedBytes - kTiles * kQueryTileBytes - kOtherBytes;
+constexpr int kStages = kStagesBytes / kStageBytes;
+constexpr int kSpareBytes = kStagesBytes - kStages * kStageBytes;
 
 struct SharedMemory {
   unsigned char query[kTiles * kQueryTileBytes];
   unsigned char tokens[kStages][kBlockBytes];
   unsigned char probabilities[kStages][kQueryTileBytes];
+  unsigned char spare[kSpareBytes];  // room for merging
   unsigned char staging[kConsumerWarps][kRows * sizeof(float)];  // what warps tell of their rows
   float query_scale[kRows];  // what the query in here has been divided by
   float factor[kRows];  // of the item whose scores are computed: what makes them log2 units
@@ -37,9 +42,10 @@ struct SharedMemory {
 };
 // Where pieces are merged, when no item follows.
 constexpr int kRoomBytes = sizeof(SharedMemory::query) + sizeof(SharedMemory::tokens) +
-                           sizeof(SharedMemory::probabilities);
+                           sizeof(SharedMemory::probabilities) + sizeof(SharedMemory::spare);
 static_assert(sizeof(SharedMemory) <= kSharedBytes, "the spec knows what the struct takes");
 static_assert(kBlockBytes % 1024 == 0, "tiles are aligned");
+static_assert(kSpareBytes % kChunkBytes == 0, "what lies behind it is aligned");
 
 // By one thread. Of those who load, all threads' copies arrive, and what a warp has written.
 __device__ inline void make_token_barriers(SharedMemory& shared) {

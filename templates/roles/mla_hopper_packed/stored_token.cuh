@@ -5,11 +5,13 @@
 // number for all.
 struct StoredToken {
   const unsigned char* row;
-  const float* scales;  // one for each 128 latent dims
+  const float* scales;  // one for each 128 latent dims, or for all
   float latent_scale;  // where there are none
 
   // Of the latent dims from 128 * `step` on.
-  __device__ float scale(int step) const { return scales == nullptr ? latent_scale : scales[step]; }
+  __device__ float scale(int step) const {
+    return scales == nullptr ? latent_scale : scales[kHasOneScale ? 0 : step];
+  }
 
   // One of its values.
   __device__ u16 element(int dim) const {
@@ -23,7 +25,7 @@ struct StoredToken {
 __device__ inline StoredToken stored_token(const Params& params, int page, int slot) {
   const PagedRows rows{params.cache, params.page_stride, params.token_stride};
   const unsigned char* row = rows.row_of(page, slot);
-  if constexpr (kIsSame<StoredElements, Packed656>) {
+  if constexpr (kHasInnerScales) {
     return {row, reinterpret_cast<const float*>(row + kLatentDim), 1.0f};
   }
   const i64 first = page * params.scale_page_stride + slot * params.scale_token_stride;

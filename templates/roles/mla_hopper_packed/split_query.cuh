@@ -1,0 +1,129 @@
+// Makes a query what it is multiplied as. Needs SharedMemory,
+// roles/mla_hopper/load_query.cuh, blocks/e4m3.cuh.j2, blocks/swizzle.cuh.
+
+// Keys are multiplied as they are stored, in e4m3, of which bf16 has twice the digits: an element
+// of the query is the sum of two, if it is not 2^17 times smaller than the largest of its row.
+// Where a tile has 64 elements of a row, their first parts come first.
+
+// What a row is divided by, a power of two, so that its largest element is less than 256; and what
+// it is multiplied by instead: of a row that is not all finite, NaN.
+struct QueryScale {
+  float scale;
+  float factor;
+
+  // `largest` is the magnitude of the largest element, as its bits.
+  __device__ explicit QueryScale(u32 largest) {
+    constexpr u32 kNan = 0xff;
+    const u32 exponent = max(largest >> 7, 8u);  // both are normal numbers
+    scale = __uint_as_float((exponent - 7) << 23);
+    factor = __uint_as_float(exponent == kNan ? 0x7fffffff : (261 - exponent) << 23);
+  }
+};
+
+__device__ inline float element_of(const Chunk& chunk, int i) {
+  return cvt_f32(Bf16{}, static_cast<u16>(chunk.words[i / 2] >> i % 2 * 16));
+}
+
+// The first four significant bits of a bf16.
+__device__ inline float first_part(float element) {
+  return __uint_as_float(__float_as_uint(element) & 0xfff00000);
+}
+
+// Two elements: their first parts in the low half, the second in the high one.
+__device__ inline u32 split_pair(float low, float high) {
+  const float first_low = first_part(low);
+  const float first_high = first_part(high);
+  return e4m3x2_of_f32(first_high, first_low) | e4m3x2_of_f32(high - first_high, low - first_low)
+                                                    << 16;
+}
+
+// A chunk, split: its eight elements' first parts, and the second.
+struct SplitChunk {
+  uint2 first;
+  uint2 second;
+
+  __device__ void take(const Chunk& chunk, float factor) {
+    u32 pairs[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      pairs[i] =
+          split_pair(element_of(chunk, i * 2) * factor, element_of(chunk, i * 2 + 1) * factor);
+    }
+    first = make_uint2(__byte_perm(pairs[0], pairs[1], 0x5410),
+                       __byte_perm(pairs[2], pairs[3], 0x5410));
+    second = make_uint2(__byte_perm(pairs[0], pairs[1], 0x7632),
+                        __byte_perm(pairs[2], pairs[3], 0x7632));
+  }
+};
+
+// Splits this lane's chunks of a row from tile `first` on. Eight lanes have the row; the tiles are
+// split together, for each waits for what the other lanes have to read.
+template <int kCount>
+__device__ inline void split_chunks(unsigned char* query, int row, int lane, int first,
+                                    float factor) {
+  unsigned char* tiles = query + first * kQueryTileBytes;
+  SplitChunk split[kCount];
+#pragma unroll
+  for (int tile = 0; tile < kCount; ++tile) {
+    const unsigned char* own = tiles + tile * kQueryTileBytes + swizzled_offset<128>(row, lane);
+    split[tile].take(*reinterpret_cast<const Chunk*>(own), factor);
+  }
+  __syncwarp();  // all lanes have read
+  tiles += lane % 2 * sizeof(uint2);
+  const u32 first_part = swizzled_offset<128>(row, lane / 2);
+  const u32 second_part = swizzled_offset<128>(row, lane / 2 + 4);
+#pragma unroll
+  for (int tile = 0; tile < kCount; ++tile) {
+    unsigned char* to = tiles + tile * kQueryTileBytes;
+    *reinterpret_cast<uint2*>(to + first_part) = split[tile].first;
+    *reinterpret_cast<uint2*>(to + second_part) = split[tile].second;
+  }
+}
+
+__device__ inline void scale_chunk(Chunk& chunk, float factor) {
+#pragma unroll
+  for (int word = 0; word < 4; ++word) {
+    chunk.words[word] = cvt_rn_x2_f32(Bf16{}, element_of(chunk, word * 2 + 1) * factor,
+                                      element_of(chunk, word * 2) * factor);
+  }
+}
+
+// By the threads that have copied it, each its own chunks; tells `full`.
+__device__ inline void finish_query(SharedMemory& shared, const Barrier& full, int thread,
+                                    int threads) {
+  cp_async_wait_group<0>();
+  const int lane = thread % 8;
+#pragma unroll 1
+  for (int row = thread / 8; row < kRows; row += threads / 8) {
+    unsigned char* place = shared.query + swizzled_offset<128>(row, lane);
+    u32 largest = 0;
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+      const Chunk& chunk = *reinterpret_cast<const Chunk*>(place + tile * kQueryTileBytes);
+#pragma unroll
+      for (int word = 0; word < 4; ++word) {
+        const u32 pair = chunk.words[word] & 0x7fff7fff;
+        largest = max(largest, max(pair & 0xffff, pair >> 16));
+      }
+    }
+#pragma unroll
+    for (int lanes = 1; lanes < 8; lanes *= 2) {
+      largest = max(largest, __shfl_xor_sync(~0u, largest, lanes));
+    }
+    const QueryScale of_row(largest);
+    if (lane == 0) shared.query_scale[row] = of_row.scale;
+    constexpr int kTogether = 4;
+#pragma unroll
+    for (int tile = 0; tile < kLatentTiles; tile += kTogether) {
+      split_chunks<kTogether>(shared.query, row, lane, tile, of_row.factor);
+    }
+    if constexpr (kIsPacked) {
+      scale_chunk(*reinterpret_cast<Chunk*>(place + kLatentTiles * kQueryTileBytes), of_row.factor);
+    } else {
+      split_chunks<1>(shared.query, row, lane, kLatentTiles, of_row.factor);
+    }
+  }
+  fence_proxy_async();
+  __syncwarp();
+  if (fresh_lane() == 0) arrive_at(full);
+}
