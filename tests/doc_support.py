@@ -55,12 +55,12 @@ ENTRY_POINTS = [
     },
     {
         "entry point": "`mlagen.mla.flare_mla_decoding`",
-        "kernels": "`mla_decode`, `mla_hopper`, `mla_hopper_e4m3`",
+        "kernels": "`mla_decode`, `mla_hopper`, `mla_hopper_e4m3`, `mla_hopper_packed`",
         "asks for": "paged and bias; dims (512, 64)",
     },
     {
         "entry point": "`mlagen.xqa.xqa_mla`",
-        "kernels": "`mla_decode`, `mla_hopper`, `mla_hopper_e4m3`",
+        "kernels": "`mla_decode`, `mla_hopper`, `mla_hopper_e4m3`, `mla_hopper_packed`",
         "asks for": "paged and separate; dims (512, 64); every pair but the packed ones",
     },
     {
@@ -102,11 +102,13 @@ for 16 elements in a tensor of its own."""
 HOPPER_READING = f"""\
 On `sm_90a` these calls take the kernel named, and all others `mla_decode`, unless
 [`MLAGEN_MLA_KERNEL`](environment.md#the-kernel-of-mla-calls) says otherwise. Pages are of a
-multiple of 16 tokens, for `mla_hopper_packed` of any number. Tiles have
+multiple of 16 tokens, for `mla_hopper_packed` of any number; of paged calls with query and cache in
+`e4m3` it serves those of other pages, and those that ask for
+[probabilities in fp16](environment.md#what-probabilities-are-rounded-to). Tiles have
 {", ".join(map(str, sorted(mla_hopper.TILE_ROWS)))} rows: a request takes the narrowest that holds
 its rows, or the widest, and one of fewer rows where there is too little to do for all SMs; of a
 sparse call every query token is a request. A cache whose strides are 2^40 bytes or more takes
-`mla_decode`, too, unless its rows are of 8 bits under a query of 16."""
+`mla_decode`, too, unless `mla_hopper_packed` serves it."""
 
 GQA_READING = f"""\
 With each row: head dims that are multiples of 16 up to {gqa.SLICE_DIMS}, and 512; any page size;

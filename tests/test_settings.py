@@ -155,6 +155,24 @@ def test_the_kernel_of_grouped_query_calls(text: str, kernel: str) -> None:
     assert settings.mla_kernel == "auto"
 
 
+@pytest.mark.parametrize(
+    ("text", "probabilities"), [("", "auto"), ("auto", "auto"), ("fp16", "fp16")]
+)
+def test_what_probabilities_are_rounded_to(text: str, probabilities: str) -> None:
+    """MLAGEN_MLA_PROBABILITIES says what MLA calls may round them to."""
+    settings = read_settings({"MLAGEN_MLA_PROBABILITIES": text})
+
+    assert settings.mla_probabilities == probabilities
+
+
+def test_probabilities_that_are_none_are_refused() -> None:
+    """With what there is."""
+    with pytest.raises(ArgumentError) as caught:
+        read_settings({"MLAGEN_MLA_PROBABILITIES": "bf16"})
+
+    assert str(caught.value) == "MLAGEN_MLA_PROBABILITIES: expected auto or fp16, got 'bf16'"
+
+
 @pytest.mark.parametrize("name", ["MLAGEN_MLA_KERNEL", "MLAGEN_GQA_KERNEL"])
 @pytest.mark.parametrize("text", ["Hopper", "fast", "auto "])
 def test_a_kernel_that_is_none_is_refused(text: str, name: str) -> None:

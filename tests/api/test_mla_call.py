@@ -16,7 +16,7 @@ from mlagen.api.calls import RememberedCalls
 from mlagen.api.mla_portable import PortableCall
 from mlagen.api.mla_request import check_request
 from mlagen.errors import ArgumentError
-from mlagen.settings import current_settings
+from mlagen.settings import Settings, current_settings
 from mlagen.spec.dtype import DType
 from mlagen.spec.mla import MlaDecodeSpec
 from tests.api.launches import Launch, launched, record_launches
@@ -201,9 +201,9 @@ def test_a_call_is_remembered_with_the_kernel_that_was_asked_for(
     on_gpu = replace(check_request(inputs), device=torch.device("cuda", 0))
     prepared, run = [], []
 
-    def prepare(_: object, __: object, kernel: str) -> object:
-        prepared.append(kernel)
-        return SimpleNamespace(request=on_gpu, kernel=kernel)
+    def prepare(_: object, __: object, settings: Settings) -> object:
+        prepared.append(settings.mla_kernel)
+        return SimpleNamespace(request=on_gpu, kernel=settings.mla_kernel)
 
     def record(call: Any, *_: object, **__: object) -> None:
         run.append(call.kernel)

@@ -9,9 +9,11 @@ import torch
 
 from mlagen.api import mla_maps
 from mlagen.api.mla_hopper import HopperCall
+from mlagen.api.mla_hopper_packed import PackedCall
 from mlagen.api.mla_portable import PortableCall
 from mlagen.errors import DriverError, UnsupportedError
 from mlagen.runtime.tensor_map import TiledTensor
+from mlagen.settings import current_settings
 from mlagen.spec.arch import Arch
 from tests.api.launches import Launch, launched, record_launches
 from tests.cases import MlaCase
@@ -37,7 +39,11 @@ COVERED_BY_IT = {
     "e4m3, ragged": replace(RAGGED, dtype=E4M3),
     "e4m3, parts apart": replace(UNIFORM, dtype=E4M3, parts_apart=True, flat_tables=True),
     "e4m3, pages of 16": replace(UNIFORM, dtype=E4M3, page_size=16),
+    "e4m3, lists of tokens": replace(UNIFORM, dtype=E4M3, top_k=4096),
+    "e4m3, pages of 8": replace(UNIFORM, dtype=E4M3, page_size=8),
+    "640-byte rows": replace(UNIFORM, dtype=E4M3, kv_format="packed640"),
 }
+CONVERTED = {COVERED_BY_IT[name] for name in [*COVERED_BY_IT][-3:]}
 NOT_COVERED = {
     "rank 256": replace(UNIFORM, kv_lora_rank=256),
     "no rope": replace(UNIFORM, qk_rope_head_dim=0),
@@ -46,8 +52,6 @@ NOT_COVERED = {
     "a bias": replace(UNIFORM, bias="for each head"),
     "pages of 8": replace(UNIFORM, page_size=8),
     "e4m3, rank 256": replace(UNIFORM, dtype=E4M3, kv_lora_rank=256),
-    "e4m3, lists of tokens": replace(UNIFORM, dtype=E4M3, top_k=70),
-    "e4m3, pages of 8": replace(UNIFORM, dtype=E4M3, page_size=8),
 }
 
 
@@ -62,8 +66,25 @@ def test_what_both_kernels_cover_takes_the_one_that_is_asked_for(
 
     is_portable = kernel == "portable"
     hopper = "mla_hopper_e4m3" if case.dtype is E4M3 else "mla_hopper"
-    assert isinstance(call, PortableCall if is_portable else HopperCall)
+    if case in CONVERTED:
+        hopper = "mla_hopper_packed"
+    hopper_call = PackedCall if case in CONVERTED else HopperCall
+    assert isinstance(call, PortableCall if is_portable else hopper_call)
     assert launches[0].family == ("mla_decode" if is_portable else hopper)
+
+
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_probabilities_in_16_bits_take_the_kernel_that_keeps_them(
+    page_size: int, launches: list[Launch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where query and cache are in e4m3; of others nothing changes."""
+    monkeypatch.setenv("MLAGEN_MLA_PROBABILITIES", "fp16")
+    current_settings.cache_clear()
+    for dtype in (E4M3, torch.bfloat16):
+        case = replace(UNIFORM, dtype=dtype, page_size=page_size)
+        launched(case.build("cpu").inputs(), launches, "hopper")
+
+    assert [launch.family for launch in launches] == ["mla_hopper_packed", "mla_hopper"]
 
 
 def test_a_small_call_takes_the_portable_kernel(launches: list[Launch]) -> None:
@@ -109,9 +130,10 @@ def test_another_gpu_takes_the_portable_kernel(arch: Arch, monkeypatch: pytest.M
         "(kv_lora_rank, qk_rope_head_dim) (512, 64), (lookup, values, mask) "
         "(paged, shared, causal), page_size 64; covered: sm_90a, "
         "(kv_lora_rank, qk_rope_head_dim) (512, 64), and of (lookup, values, mask) "
-        "(paged, shared, causal) with query and cache bf16, fp16 or e4m3 alike, page_size a "
-        "multiple of 16, strides of the cache below 2^40 bytes, or that and (sparse, shared, "
-        "causal) with a cache of e4m3 or packed656 under a query of bf16"
+        "(paged, shared, causal) with query and cache bf16 or fp16 alike, page_size a multiple of "
+        "16, strides of the cache below 2^40 bytes, or with query and cache packed640; or that "
+        "and (sparse, shared, causal) with query and cache e4m3, or a cache of e4m3 or packed656 "
+        "under a query of bf16"
     )
 
 

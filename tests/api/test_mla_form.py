@@ -132,6 +132,13 @@ def test_the_kernel_that_the_settings_ask_for_is_part_of_the_form() -> None:
     assert len(forms) == 3
 
 
+def test_so_is_what_they_ask_of_probabilities() -> None:
+    """It is another kernel, too."""
+    inputs = UNIFORM.build("cpu").inputs()
+
+    assert form_of(inputs, "auto", "auto") != form_of(inputs, "auto", "fp16")
+
+
 def test_a_ragged_call_of_another_hint_takes_another_form() -> None:
     """The tile is chosen for max_q_len, and a float in its place is refused anew."""
     ragged = MlaCase(name="", seq_lens=(70, 3), q_lens=(1, 4)).build("cpu").inputs()

@@ -61,7 +61,7 @@ def test_a_small_call_takes_the_portable_kernel(heads: int, launches: list[Launc
     assert _launch(case, launches, "hopper").family == "mla_hopper_packed"
 
 
-@pytest.mark.parametrize("kind", ["packed640", "fp16 over packed656"])
+@pytest.mark.parametrize("kind", ["fp16 over e4m3", "fp16 over packed656"])
 def test_what_is_not_covered_is_refused_by_name(kind: str, launches: list[Launch]) -> None:
     """With what is covered in the message."""
     inputs = of_kind(KINDS[kind], name="", seq_lens=(200,)).build("cpu").inputs()

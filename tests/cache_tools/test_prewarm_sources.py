@@ -41,7 +41,7 @@ def test_a_model_is_prewarmed_by_its_name(run: Run) -> None:
         "mla_decode": 12,
         "mla_hopper": 2,
         "mla_hopper_e4m3": 3,
-        "mla_hopper_packed": 3,
+        "mla_hopper_packed": 6,
         "combine_splits": 2,
     }
 

@@ -65,6 +65,7 @@ def test_a_cache_in_e4m3_is_read_by_queries_of_both_kinds() -> None:
         mla_decode(kv_dtype=E4M3),
         combine("sm_90a", 512),
         mla_hopper_e4m3(),
+        mla_hopper_packed(query_dtype=E4M3, kv_dtype=E4M3, lookup="paged", rows=16),
         mla_decode(query_dtype=E4M3, kv_dtype=E4M3),
     ]
 

@@ -50,11 +50,12 @@ def test_an_mla_call_on_hopper_may_take_either_kernel() -> None:
 
 
 def test_an_mla_call_in_e4m3_may_take_a_kernel_of_its_own() -> None:
-    """Or the portable one."""
+    """Or one that keeps probabilities in 16 bits, or the portable one."""
     dtypes: dict[str, Any] = {"query_dtype": DType.E4M3, "kv_dtype": DType.E4M3}
 
     assert mla_call_specs(SM_90A, E4M3, 16) == [
         mla_hopper_e4m3(),
+        mla_hopper_packed(**dtypes, lookup="paged", rows=16),
         mla_decode(**dtypes),
         combine(),
     ]

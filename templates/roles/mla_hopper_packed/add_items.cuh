@@ -74,9 +74,12 @@ struct Adder {
     for (int tile = 0; tile < kDimTiles; ++tile) wgmma_keep(accumulators[tile]);
   }
 
-  __device__ void take_block(u32& taken) {
+  __device__ void take_block(u32& taken, u32 end) {
     const int stage = block_stage(taken);
     wait_for(shared.probabilities_full[stage], block_parity(taken));
+    if (kTakesTurns && taken + 1 != end) {
+      wait_for(shared.scores_full[block_stage(taken + 1)], block_parity(taken + 1));
+    }
     if (__any_sync(~0u, shared.rescales[stage] != 0)) rescale(stage);
     if constexpr (!kIsSparse) clear_hidden(stage, taken);  // of a list all rows see all
     add_block(stage);
@@ -97,7 +100,7 @@ struct Adder {
   __device__ void take_item(u32& taken) {
     const u32 end = taken + item.blocks;
 #pragma unroll 1
-    while (__any_sync(~0u, taken != end)) take_block(taken);
+    while (__any_sync(~0u, taken != end)) take_block(taken, end);
   }
 };
 

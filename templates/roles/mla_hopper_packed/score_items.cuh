@@ -3,10 +3,15 @@
 
 // Elements that one step of a product multiplies, in eight bits.
 constexpr int kStepElements = 32;
-constexpr int kHalfTileBytes = kTileRowBytes / 2;  // the first parts of a row of the query
+constexpr int kHalfTileBytes = kTileRowBytes / 2;
 
-// Where there are registers, the scores of all groups of dims come before the first are scaled.
-constexpr int kParts = kRows > 32 ? 1 : kScaleGroups;
+// With 16 and 32 rows, both parts of a query are multiplied at once, as so many rows more: keys are
+// read once.
+constexpr bool kStacksParts = kSplitsQuery && kRows <= 32;
+using GroupScores = float[kStacksParts ? kRows : kRows / 2];
+
+// So many groups of dims have their scores under way at once: as many as there are registers for.
+constexpr int kGroupsAtOnce = kRows > 32 ? 1 : sizeof(GroupScores) > 64 ? 2 : kScaleGroups;
 
 struct Scorer {
   const Params& params;
@@ -20,51 +25,47 @@ struct Scorer {
   __device__ Scorer(const Params& params, SharedMemory& shared, const Item& item, u32& taken)
       : params(params), shared(shared), item(item), taken(taken), softmax(shared) {}
 
-  // Begins the product of the keys in eight bits at `keys` and the tile of the query at `query`,
-  // whole or of two parts, for the first of some dims or the next.
-  template <bool kIsRope>
-  __device__ static void multiply_tile(Scores& part, u32 keys, u32 query, bool is_first) {
-    constexpr int kElements = kIsRope ? kRopeDim : kTileElements;
-#pragma unroll
-    for (int k = 0; k < kElements / kStepElements; ++k) {
-      const u32 a = keys + descriptor_step(k * kStepElements);
-      const u32 b = query + descriptor_step(k * kStepElements);
-      const u64 key = kIsRope ? descriptor_64(a) : descriptor(a);
-      wgmma_mma(E4m3{}, part, key, descriptor(b), !is_first || k > 0);
-      if constexpr (kSplitsQuery) {
-        wgmma_mma(E4m3{}, part, key, descriptor(b + descriptor_step(kHalfTileBytes)), 1);
-      }
-    }
-  }
-
   // Begins the scores of the dims of one scale.
-  __device__ static void begin_group(Scores& part, u32 keys, u32 query, int group) {
-    constexpr int kTilesOfGroup = kScaledDims / kTileElements;
+  __device__ static void begin_group(GroupScores& part, u32 keys, u32 query, int group) {
+    keys += descriptor_step(group * kTileBytes);
+    query += descriptor_step(group * kQueryParts * kQueryTileBytes);
     wgmma_keep(part);
     wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < kTilesOfGroup; ++i) {
-      multiply_tile<false>(part, keys + descriptor_step(group * kTileBytes + i * kTileElements),
-                           query + descriptor_step((group * kTilesOfGroup + i) * kQueryTileBytes),
-                           i == 0);
+    for (int k = 0; k < kScaledDims / kStepElements; ++k) {
+      const u32 along = descriptor_step(k * kStepElements);
+      wgmma_mma(E4m3{}, part, descriptor(keys + along), descriptor(query + along), k > 0);
+      if constexpr (kSplitsQuery && !kStacksParts) {
+        const u32 second = query + along + descriptor_step(kQueryTileBytes);
+        wgmma_mma(E4m3{}, part, descriptor(keys + along), descriptor(second), 1);
+      }
     }
     wgmma_commit_group();
   }
 
   // Begins the scores of the rope part.
-  __device__ void begin_rope(Scores& part, u32 keys, u32 query) {
+  __device__ void begin_rope(u32 keys, u32 query) {
     keys += descriptor_step(kRopeTileOffset);
     query += descriptor_step(kLatentTiles * kQueryTileBytes);
-    wgmma_keep(part);
+    wgmma_keep(scores);
     wgmma_fence();
     if constexpr (kIsPacked) {
 #pragma unroll
       for (int k = 0; k < kRopeDim / 16; ++k) {
         const u32 along = descriptor_step(k * 32);
-        wgmma_mma(Bf16{}, part, descriptor(keys + along), descriptor(query + along), k > 0);
+        wgmma_mma(Bf16{}, scores, descriptor(keys + along), descriptor(query + along), k > 0);
       }
     } else {
-      multiply_tile<true>(part, keys, query, true);
+#pragma unroll
+      for (int k = 0; k < kRopeDim / kStepElements; ++k) {
+        const u32 along = descriptor_step(k * kStepElements);
+        const u64 key = descriptor_64(keys + along);
+        wgmma_mma(E4m3{}, scores, key, descriptor(query + along), k > 0);
+        if constexpr (kSplitsQuery) {
+          const u32 second = query + along + descriptor_step(kHalfTileBytes);
+          wgmma_mma(E4m3{}, scores, key, descriptor(second), 1);
+        }
+      }
     }
     wgmma_commit_group();
   }
@@ -80,11 +81,12 @@ struct Scorer {
   }
 
   // A group's scores come to the others by the scales of tokens g and g + 8.
-  __device__ void add_group(Scores& part, const KeyScales& scales, int group) {
+  __device__ void add_group(GroupScores& part, const KeyScales& scales, int group) {
     wgmma_keep(part);
 #pragma unroll
     for (int i = 0; i < kRows / 2; ++i) {
-      scores[i] = fmaf(part[i], scales.of[i / 2 % 2][group], scores[i]);
+      const float score = kStacksParts ? part[i] + part[i + kRows / 2] : part[i];
+      scores[i] = fmaf(score, scales.of[i / 2 % 2][group], scores[i]);
     }
   }
 
@@ -92,60 +94,58 @@ struct Scorer {
     u32 query = descriptor_low(shared_address(shared.query), 16);
     mov_b32(query);
     const u32 keys = descriptor_low(shared_address(stage), 16);
-    Scores parts[kParts];
-    begin_rope(scores, keys, query);
+    GroupScores parts[kGroupsAtOnce];
+    begin_rope(keys, query);
 #pragma unroll
-    for (int group = 0; group < kParts; ++group) begin_group(parts[group], keys, query, group);
+    for (int group = 0; group < kGroupsAtOnce; ++group) {
+      begin_group(parts[group], keys, query, group);
+    }
     const KeyScales scales(stage, own);
     own_scales.take(scales, own);
     own_scales.leave(stage, own, shared.units);
-    wgmma_wait_group<kParts>();
+    wgmma_wait_group<kGroupsAtOnce>();
     scale_rope(scales);
-    if constexpr (kParts > 1) {
-      add_groups<0>(parts, scales);
-    } else {
-#pragma unroll
-      for (int group = 0; group < kScaleGroups; ++group) {
-        wgmma_wait_group<0>();
-        add_group(parts[0], scales, group);
-        if (group + 1 < kScaleGroups) begin_group(parts[0], keys, query, group + 1);
-      }
-    }
+    add_groups<0>(parts, scales, keys, query);
   }
 
-  // Of groups that are all under way.
+  // From group `kGroup` on, which is under way, and so are those that may be with it.
   template <int kGroup>
-  __device__ void add_groups(Scores (&parts)[kParts], const KeyScales& scales) {
-    wgmma_wait_group<kScaleGroups - 1 - kGroup>();
-    add_group(parts[kGroup], scales, kGroup);
-    if constexpr (kGroup + 1 < kScaleGroups) add_groups<kGroup + 1>(parts, scales);
+  __device__ void add_groups(GroupScores (&parts)[kGroupsAtOnce], const KeyScales& scales, u32 keys,
+                             u32 query) {
+    constexpr int kLater = kScaleGroups - 1 - kGroup;
+    constexpr int kNext = kGroup + kGroupsAtOnce;
+    wgmma_wait_group<(kLater < kGroupsAtOnce ? kLater : kGroupsAtOnce - 1)>();
+    GroupScores& part = parts[kGroup % kGroupsAtOnce];
+    add_group(part, scales, kGroup);
+    if constexpr (kNext < kScaleGroups) begin_group(part, keys, query, kNext);
+    if constexpr (kLater > 0) add_groups<kGroup + 1>(parts, scales, keys, query);
   }
 
-  // Makes scores log2 units, and hides what a row does not see: a select, for the hidden score may
-  // be NaN.
-  __device__ void hide(int first_token, const ScorerThread& own) {
-    const int token = first_token + own.token();
+  // Hides the scores of the tokens g and g + 8 where `is_hidden` says so of row `r`: a select, for
+  // they may be NaN, of what the row's factor makes minus infinity.
+  template <typename IsHidden>
+  __device__ void hide(const ScorerThread& own, IsHidden is_hidden) {
+    const OwnRowPairs rows(shared, own);
 #pragma unroll
     for (int r = 0; r < kOwnRows; ++r) {
-      const int visible = item.row_visible[own_row(r)];
-      const float factor = shared.factor[own_row(r)];
+      const float hidden = copysignf(kInfinity, -rows.of_group(r / 2).factor(r % 2));
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float& score = scores[r / 2 * 4 + half * 2 + r % 2];
-        score = token + half * 8 < visible ? __fmul_rn(score, factor) : -kInfinity;
+        if (is_hidden(r, half * 8)) scores[r / 2 * 4 + half * 2 + r % 2] = hidden;
       }
     }
   }
 
-  // Makes scores log2 units, and hides what a list does not name.
+  // Hides what a row does not see.
+  __device__ void hide_unseen(int first_token, const ScorerThread& own) {
+    const int token = first_token + own.token();
+    hide(own, [&](int r, int more) { return token + more >= item.row_visible[own_row(r)]; });
+  }
+
+  // Hides what a list does not name.
   __device__ void hide_unlisted(u64 unlisted, const ScorerThread& own) {
     const u64 bits = unlisted >> own.token();
-#pragma unroll
-    for (int i = 0; i < kRows / 2; ++i) {
-      const bool is_hidden = bits >> (i / 2 % 2 * 8) & 1;
-      const float factor = shared.factor[own_row(i / 4 * 2 + i % 2)];
-      scores[i] = is_hidden ? -kInfinity : __fmul_rn(scores[i], factor);
-    }
+    hide(own, [&](int, int more) { return (bits >> more & 1) != 0; });
   }
 
   __device__ void take_block(int block) {
@@ -154,19 +154,15 @@ struct Scorer {
     fence_proxy_async();  // what threads have copied, tensor cores read
     const ScorerThread own;
     take_scores(shared.tokens[stage], own);
-    bool are_scaled = false;
+    if (kTakesTurns && own.lane == 0) arrive_at(shared.scores_full[stage]);
     const int first_token = block * kBlockTokens;
     if constexpr (kIsSparse) {
       const u64 unlisted = shared.unlisted[stage].all();
-      if (unlisted != 0) {
-        hide_unlisted(unlisted, own);
-        are_scaled = true;
-      }
+      if (unlisted != 0) hide_unlisted(unlisted, own);
     } else if (first_token + kBlockTokens > item.visible_to_all) {
-      hide(first_token, own);
-      are_scaled = true;
+      hide_unseen(first_token, own);
     }
-    softmax.take(scores, own_scales, own, are_scaled, stage, block == item.first_block);
+    softmax.take(scores, own_scales, own, stage, block == item.first_block);
     ++taken;
   }
 

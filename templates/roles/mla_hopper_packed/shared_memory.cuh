@@ -8,6 +8,12 @@ constexpr int kStagesBytes = kSharedBytes - kTiles * kQueryTileBytes - kOtherByt
 constexpr int kStages = kStagesBytes / kStageBytes;
 constexpr int kSpareBytes = kStagesBytes - kStages * kStageBytes;
 
+// What scores of a row are multiplied by to be log2 units, and what is subtracted then.
+struct alignas(8) ScoredRow {
+  float factor;
+  float reference;
+};
+
 struct SharedMemory {
   unsigned char query[kTiles * kQueryTileBytes];
   unsigned char tokens[kStages][kBlockBytes];
@@ -15,9 +21,7 @@ struct SharedMemory {
   unsigned char spare[kSpareBytes];  // room for merging
   unsigned char staging[kConsumerWarps][kRows * sizeof(float)];  // what warps tell of their rows
   float query_scale[kRows];  // what the query in here has been divided by
-  float factor[kRows];  // of the item whose scores are computed: what makes them log2 units
-  float ones[kRows];  // the factors of scores that are log2 units
-  float reference[kRows];  // of that item; log2 units
+  alignas(kChunkBytes) ScoredRow rows[kRows];  // of the item whose scores are computed
   float warp_rows[kScorerWarps][kRows];  // the maximum that each warp found for a row
   float rescale[kStages][kRows];  // what a block multiplies the outputs before it by
   float warp_scales[kScorerWarps];  // the largest that each warp found
@@ -31,6 +35,7 @@ struct SharedMemory {
   SpanScratch scratch;
   Barrier tokens_full[kStages];
   Barrier tokens_empty[kStages];
+  Barrier scores_full[kStages];
   Barrier probabilities_full[kStages];
   Barrier rows_full[2];
   Barrier first_query_full;
@@ -52,6 +57,7 @@ __device__ inline void make_token_barriers(SharedMemory& shared) {
   for (int stage = 0; stage < kStages; ++stage) {
     make_barrier(shared.tokens_full[stage], kProducerThreads + kLoadingWarps);
     make_barrier(shared.tokens_empty[stage], kConsumerWarps);
+    make_barrier(shared.scores_full[stage], kScorerWarps);
     make_barrier(shared.probabilities_full[stage], kScorerWarps);
   }
   for (int slot = 0; slot < 2; ++slot) {

@@ -9,7 +9,33 @@ using Scores = float[kRows / 2];
 // Probabilities are fp16: a row's largest is 2^6 when its reference moves, and 2^14 before that is
 // so.
 constexpr float kReferenceLead = 6.0f;  // log2 units
-constexpr float kMostWeight = 0x1p14f;
+constexpr u32 kMostWeight = 0x7400;  // as fp16
+
+// Instead of 0, which would make NaN of the scores of hidden tokens.
+constexpr float kAlmostNothing = 0x1p-126f;
+
+// Two neighbouring rows.
+struct RowPair {
+  float4 both;  // factor and reference of each
+
+  __device__ float factor(int row) const { return row == 0 ? both.x : both.z; }
+
+  // How far a score of the first is from its reference, and of the second.
+  __device__ float low(float score) const { return fmaf(score, both.x, -both.y); }
+  __device__ float high(float score) const { return fmaf(score, both.z, -both.w); }
+};
+
+// Those of a thread: two in every eight.
+struct OwnRowPairs {
+  const ScoredRow* first;
+
+  __device__ OwnRowPairs(const SharedMemory& shared, const ScorerThread& own)
+      : first(shared.rows + own.lane % 4 * 2) {}
+
+  __device__ RowPair of_group(int group) const {
+    return {*reinterpret_cast<const float4*>(first + group * 8)};
+  }
+};
 
 struct Softmax {
   SharedMemory& shared;
@@ -21,40 +47,27 @@ struct Softmax {
     const int row = fresh_thread() % kScorerThreads;
     if (row == 0) shared.units = kFirstUnits;
     if (row < kRows) {
-      shared.factor[row] = scale * shared.query_scale[row];
-      shared.ones[row] = 1.0f;
-      shared.reference[row] = -kLargest;
+      const float factor = scale * shared.query_scale[row];
+      shared.rows[row] = {factor == 0.0f ? kAlmostNothing : factor, -kLargest};
     }
     barrier_sync(kScorerBarrier, kScorerThreads);
   }
-
-  // What a thread's rows have in one of the tables of rows: two neighbours in every eight.
-  struct OfRows {
-    const float* first;
-
-    __device__ OfRows(const float* table, const ScorerThread& own)
-        : first(table + own.lane % 4 * 2) {}
-
-    __device__ float2 of_group(int group) const {
-      return *reinterpret_cast<const float2*>(first + group * 8);
-    }
-  };
 
   // Turns scores into probabilities for the consumers, in shared memory: relative to references
   // that move if one is too large for them, as an item's first are. So does the unit by the scales
   // of their values, which have been left in units and are left again if these move.
   __device__ void take(const Scores& scores, const OwnScales& scales, const ScorerThread& own,
-                       bool are_scaled, int stage, bool is_first) {
+                       int stage, bool is_first) {
     bool moves = is_first;
     if (!is_first) {
       const bool is_exceeded = scales.exceed(shared.units);
-      moves = write(scores, own, are_scaled, stage) || is_exceeded;
+      moves = write(scores, own, stage) || is_exceeded;
       moves = barrier_red_or(kScorerBarrier, kScorerThreads, moves) != 0;
     }
     if (moves) {
-      move_references(scores, scales, own, are_scaled, stage);
+      move_references(scores, scales, own, stage);
       scales.leave(shared.tokens[stage], own, shared.units);
-      write(scores, own, are_scaled, stage);
+      write(scores, own, stage);
     }
     if (own.lane == 0 && own.warp == 0) {
       shared.rescales[stage] = moves && !is_first;
@@ -67,26 +80,20 @@ struct Softmax {
   // Writes probabilities relative to the references as they are; says whether any is so large that
   // references must move. All are computed before the first is written: reading what others need
   // would wait for that.
-  __device__ bool write(const Scores& scores, const ScorerThread& own, bool are_scaled,
-                        int stage) const {
-    const OfRows references(shared.reference, own);
-    const OfRows factors(are_scaled ? shared.ones : shared.factor, own);
-    float largest = 0.0f;
+  __device__ bool write(const Scores& scores, const ScorerThread& own, int stage) const {
+    const OwnRowPairs rows(shared, own);
+    u32 largest = 0;
     u32 pairs[kRowGroups][2];  // of two neighbouring rows, for tokens g and g + 8
 #pragma unroll
     for (int group = 0; group < kRowGroups; ++group) {
-      const float2 reference = references.of_group(group);
-      const float2 factor = factors.of_group(group);
-      float p[4];
+      const RowPair pair = rows.of_group(group);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        // Rounded, never fused: equal scores must have equal distances from a reference.
-        const float score = __fmul_rn(scores[group * 4 + i], i % 2 == 0 ? factor.x : factor.y);
-        p[i] = ex2_approx(score - (i % 2 == 0 ? reference.x : reference.y));
-        largest = fmaxf(largest, p[i]);
+      for (int half = 0; half < 2; ++half) {
+        const float* of = scores + group * 4 + half * 2;
+        pairs[group][half] =
+            cvt_rn_x2_f32(Fp16{}, ex2_approx(pair.high(of[1])), ex2_approx(pair.low(of[0])));
       }
-      pairs[group][0] = cvt_rn_x2_f32(Fp16{}, p[1], p[0]);
-      pairs[group][1] = cvt_rn_x2_f32(Fp16{}, p[3], p[2]);
+      largest = max_f16x2(largest, max_f16x2(pairs[group][0], pairs[group][1]));
     }
     // Matrices: tokens 0 to 7 and 8 to 15 of the warp, for 8 rows and for the next 8.
     const int chunk = own.warp * 2 + own.lane / 8 % 2;
@@ -98,18 +105,17 @@ struct Softmax {
                         pairs[group + 1][0], pairs[group + 1][1]);
     }
     fence_proxy_async();
-    return largest > kMostWeight;
+    return max(largest & 0xffff, largest >> 16) > kMostWeight;
   }
 
   // Moves the reference of every row to kReferenceLead below its maximum, if that is larger, and
   // the unit to what the largest scale wants.
   __device__ void move_references(const Scores& scores, const OwnScales& scales,
-                                  const ScorerThread& own, bool are_scaled, int stage) {
-    const OfRows factors(are_scaled ? shared.ones : shared.factor, own);
+                                  const ScorerThread& own, int stage) {
+    const OwnRowPairs rows(shared, own);
 #pragma unroll
     for (int r = 0; r < kOwnRows; ++r) {
-      const float2 both = factors.of_group(r / 2);
-      const float factor = r % 2 == 0 ? both.x : both.y;
+      const float factor = rows.of_group(r / 2).factor(r % 2);
       const float maximum =
           maximum_of_lanes(fmaxf(__fmul_rn(scores[r / 2 * 4 + r % 2], factor),
                                  __fmul_rn(scores[r / 2 * 4 + 2 + r % 2], factor)));
@@ -122,15 +128,15 @@ struct Softmax {
     const int row = own.warp * kWarpLanes + own.lane;
     const float next_units = units_after(units);
     if (row < kRows) {
-      float next = shared.reference[row];
+      float& reference = shared.rows[row].reference;
+      float next = reference;
 #pragma unroll
       for (int warp = 0; warp < kScorerWarps; ++warp) {
         const float wanted = shared.warp_rows[warp][row] - kReferenceLead;
         if (wanted > next) next = wanted;
       }
-      const float moved = ex2_approx(shared.reference[row] - next);
-      shared.rescale[stage][row] = moved * (next_units / units);
-      shared.reference[row] = next;
+      shared.rescale[stage][row] = ex2_approx(reference - next) * (next_units / units);
+      reference = next;
     }
     if (row == 0) shared.units = next_units;
     barrier_sync(kScorerBarrier, kScorerThreads);
@@ -153,7 +159,7 @@ struct Softmax {
     barrier_sync(kScorerBarrier, kScorerThreads);
     const int row = fresh_thread() % kScorerThreads;
     if (row < kRows) {
-      shared.row_reference[slot][row] = shared.reference[row] - log2_of_power(units);
+      shared.row_reference[slot][row] = shared.rows[row].reference - log2_of_power(units);
     }
     __syncwarp();
     if (fresh_lane() == 0) arrive_at(shared.rows_full[slot]);

@@ -3,7 +3,6 @@
 
 // Keys are multiplied as they are stored, in e4m3, of which bf16 has twice the digits: an element
 // of the query is the sum of two, if it is not 2^17 times smaller than the largest of its row.
-// Where a tile has 64 elements of a row, their first parts come first.
 
 // What a row is divided by, a power of two, so that its largest element is less than 256; and what
 // it is multiplied by instead: of a row that is not all finite, NaN.
@@ -56,8 +55,9 @@ struct SplitChunk {
   }
 };
 
-// Splits this lane's chunks of a row from tile `first` on. Eight lanes have the row; the tiles are
-// split together, for each waits for what the other lanes have to read.
+// Splits this lane's chunks of a row from tile `first` on, an even one. Eight lanes have the row;
+// the tiles are split together, for each waits for what the other lanes have to read. Of two tiles
+// one becomes the first parts of both, the other the second.
 template <int kCount>
 __device__ inline void split_chunks(unsigned char* query, int row, int lane, int first,
                                     float factor) {
@@ -69,15 +69,24 @@ __device__ inline void split_chunks(unsigned char* query, int row, int lane, int
     split[tile].take(*reinterpret_cast<const Chunk*>(own), factor);
   }
   __syncwarp();  // all lanes have read
-  tiles += lane % 2 * sizeof(uint2);
-  const u32 first_part = swizzled_offset<128>(row, lane / 2);
-  const u32 second_part = swizzled_offset<128>(row, lane / 2 + 4);
 #pragma unroll
   for (int tile = 0; tile < kCount; ++tile) {
-    unsigned char* to = tiles + tile * kQueryTileBytes;
-    *reinterpret_cast<uint2*>(to + first_part) = split[tile].first;
-    *reinterpret_cast<uint2*>(to + second_part) = split[tile].second;
+    const u32 chunk = swizzled_offset<128>(row, tile % 2 * 4 + lane / 2) + lane % 2 * sizeof(uint2);
+    unsigned char* to = tiles + tile / 2 * 2 * kQueryTileBytes + chunk;
+    *reinterpret_cast<uint2*>(to) = split[tile].first;
+    *reinterpret_cast<uint2*>(to + kQueryTileBytes) = split[tile].second;
   }
+}
+
+// The same of the rope part, whose first parts come before the second in each row.
+__device__ inline void split_rope(unsigned char* query, int row, int lane, float factor) {
+  unsigned char* tile = query + kLatentTiles * kQueryTileBytes;
+  SplitChunk split;
+  split.take(*reinterpret_cast<const Chunk*>(tile + swizzled_offset<128>(row, lane)), factor);
+  __syncwarp();  // all lanes have read
+  tile += lane % 2 * sizeof(uint2);
+  *reinterpret_cast<uint2*>(tile + swizzled_offset<128>(row, lane / 2)) = split.first;
+  *reinterpret_cast<uint2*>(tile + swizzled_offset<128>(row, lane / 2 + 4)) = split.second;
 }
 
 __device__ inline void scale_chunk(Chunk& chunk, float factor) {
@@ -120,7 +129,7 @@ __device__ inline void finish_query(SharedMemory& shared, const Barrier& full, i
     if constexpr (kIsPacked) {
       scale_chunk(*reinterpret_cast<Chunk*>(place + kLatentTiles * kQueryTileBytes), of_row.factor);
     } else {
-      split_chunks<1>(shared.query, row, lane, kLatentTiles, of_row.factor);
+      split_rope(shared.query, row, lane, of_row.factor);
     }
   }
   fence_proxy_async();

@@ -53,6 +53,7 @@ struct Params {
   const unsigned char* query_rope;
   const unsigned char* cache;
   const unsigned char* rope_cache;
+  const float* query_scales;
   const float* kv_scales;
   const int* block_tables;
   const int* table_starts;
@@ -100,11 +101,12 @@ struct Params {
 };
 
 // The numbers of this kernel; the rest of the source only uses them. Needs blocks/prelude.cuh.
-using Element = Bf16;  // of queries, ropes of packed rows and the output
+using Element = Bf16;  // of ropes of packed rows and the output
 using StoredElements = Packed656;
 constexpr int kLatentDim = 512;
 constexpr int kRopeDim = 64;
 constexpr int kPageSize = 64;
+constexpr bool kSplitsQuery = true;
 constexpr bool kIsSparse = true;
 constexpr int kStoredBytes = 656;
 constexpr int kRows = 64;
@@ -115,19 +117,24 @@ constexpr int kSharedBytes = 232448;
 constexpr int kHeadDimQk = kLatentDim + kRopeDim;
 constexpr int kHeadDimVo = kLatentDim;
 
-// Packed rows have their rope part in bf16, behind the scales.
+// Packed rows have their rope part in bf16, at their end.
 constexpr bool kIsPacked = !kIsSame<StoredElements, E4m3>;
 constexpr int kRopeBytes = kIsPacked ? kRopeDim * 2 : kRopeDim;
 constexpr int kRopeOffset = kStoredBytes - kRopeBytes;
+constexpr int kRopeChunks = kRopeBytes / kChunkBytes;
 constexpr int kScaledDims = 128;  // that share a scale
 constexpr int kScaleGroups = kLatentDim / kScaledDims;
+
+// Scales of a token: before its rope part, or in a tensor of their own; or one for all of it.
+constexpr bool kHasInnerScales = kIsSame<StoredElements, Packed656>;
+constexpr bool kHasOneScale = kIsSame<StoredElements, Packed640>;
 
 // What is multiplied lies in tiles of 128 bytes a row, swizzled: 64 elements of 16 bits or 128 of
 // eight. A rope part of eight bits has rows of 64 bytes.
 constexpr int kTileRowBytes = 128;
-constexpr int kTileElements = kTileRowBytes / 2;
-constexpr int kTiles = kHeadDimQk / kTileElements;  // of a query
-constexpr int kLatentTiles = kLatentDim / kTileElements;
+constexpr int kQueryParts = kSplitsQuery ? 2 : 1;
+constexpr int kLatentTiles = kQueryParts * kLatentDim / kTileRowBytes;  // of a query
+constexpr int kTiles = kLatentTiles + 1;  // the last is the rope part
 constexpr int kQueryTileBytes = kRows * kTileRowBytes;
 
 // A block of tokens: its latent part, rope part and scales.
@@ -152,6 +159,10 @@ constexpr int kTokensOfWarp = kBlockTokens / kScorerWarps;  // that it scores
 constexpr int kItemReaders = kLoadingWarps + kConsumerWarps + kScorerWarps;
 constexpr int kQueryReaders = 1;
 
+// Whether consumers begin a block's products when the next one's scores are done, so that these
+// come while probabilities are computed.
+constexpr bool kTakesTurns = kSplitsQuery && kRows > 32;
+
 // How many accumulators a consumer thread has, as float4.
 constexpr int kAccumulators = kRows * kHeadDimVo / kConsumerThreads / 4;
 constexpr int kTasks = kAccumulators * kConsumerWarps;  // float4s of all threads of a warp
@@ -161,8 +172,8 @@ constexpr int kConsumerBarrier = 1;
 constexpr int kScorerBarrier = 2;
 constexpr int kCrewBarrier = 7;  // of those who leave or merge pieces; of the second half the next
 
-static_assert(kRopeDim == kTileElements, "the rope part is one tile");
-static_assert(kLatentTiles * kTileElements == kLatentDim, "the latent part is whole tiles");
+static_assert(kRopeDim * 2 == kTileRowBytes, "the rope part is one tile");
+static_assert(kLatentDim % kTileRowBytes == 0, "the latent part is whole tiles");
 static_assert(kScaledDims == kTileRowBytes, "a tile of tokens has one scale a token");
 static_assert(kScaleGroups * sizeof(float) == kChunkBytes, "a token's scales are a chunk");
 
@@ -350,6 +361,16 @@ __device__ inline void ldmatrix_x4_trans(u32 (&d)[4], u32 row_address) {
                : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
                : "r"(row_address)
                : "memory");
+}
+
+// PTX ISA, "Half Precision Floating Point Instructions: max". Needs sm_80.
+
+// max.f16x2
+// Of a number and NaN it is the number.
+__device__ inline u32 max_f16x2(u32 a, u32 b) {
+  u32 larger;
+  asm("max.f16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+  return larger;
 }
 
 // PTX ISA, "Parallel Synchronization and Communication Instructions: mbarrier". Needs sm_90.
@@ -1620,18 +1641,27 @@ static_assert(kLoadingWarps * 16 == kBlockTokens, "each warp that loads brings s
 // The shared memory of a block, whole. Needs Item, roles/mla_hopper_packed/constants,
 // unlisted_tokens.cuh.
 
-// Blocks of tokens, as many as fit.
-constexpr int kStages = kRows > 32 ? 3 : 4;
+// Blocks of tokens, as many as fit beside the query and what else there is.
+constexpr int kStageBytes = kBlockBytes + kQueryTileBytes + kRows * sizeof(float);
+constexpr int kOtherBytes = 2048 + kRows * 80;
+constexpr int kStagesBytes = kSharedBytes - kTiles * kQueryTileBytes - kOtherBytes;
+constexpr int kStages = kStagesBytes / kStageBytes;
+constexpr int kSpareBytes = kStagesBytes - kStages * kStageBytes;
+
+// What scores of a row are multiplied by to be log2 units, and what is subtracted then.
+struct alignas(8) ScoredRow {
+  float factor;
+  float reference;
+};
 
 struct SharedMemory {
   unsigned char query[kTiles * kQueryTileBytes];
   unsigned char tokens[kStages][kBlockBytes];
   unsigned char probabilities[kStages][kQueryTileBytes];
+  unsigned char spare[kSpareBytes];  // room for merging
   unsigned char staging[kConsumerWarps][kRows * sizeof(float)];  // what warps tell of their rows
   float query_scale[kRows];  // what the query in here has been divided by
-  float factor[kRows];  // of the item whose scores are computed: what makes them log2 units
-  float ones[kRows];  // the factors of scores that are log2 units
-  float reference[kRows];  // of that item; log2 units
+  alignas(kChunkBytes) ScoredRow rows[kRows];  // of the item whose scores are computed
   float warp_rows[kScorerWarps][kRows];  // the maximum that each warp found for a row
   float rescale[kStages][kRows];  // what a block multiplies the outputs before it by
   float warp_scales[kScorerWarps];  // the largest that each warp found
@@ -1645,6 +1675,7 @@ struct SharedMemory {
   SpanScratch scratch;
   Barrier tokens_full[kStages];
   Barrier tokens_empty[kStages];
+  Barrier scores_full[kStages];
   Barrier probabilities_full[kStages];
   Barrier rows_full[2];
   Barrier first_query_full;
@@ -1656,15 +1687,17 @@ struct SharedMemory {
 };
 // Where pieces are merged, when no item follows.
 constexpr int kRoomBytes = sizeof(SharedMemory::query) + sizeof(SharedMemory::tokens) +
-                           sizeof(SharedMemory::probabilities);
+                           sizeof(SharedMemory::probabilities) + sizeof(SharedMemory::spare);
 static_assert(sizeof(SharedMemory) <= kSharedBytes, "the spec knows what the struct takes");
 static_assert(kBlockBytes % 1024 == 0, "tiles are aligned");
+static_assert(kSpareBytes % kChunkBytes == 0, "what lies behind it is aligned");
 
 // By one thread. Of those who load, all threads' copies arrive, and what a warp has written.
 __device__ inline void make_token_barriers(SharedMemory& shared) {
   for (int stage = 0; stage < kStages; ++stage) {
     make_barrier(shared.tokens_full[stage], kProducerThreads + kLoadingWarps);
     make_barrier(shared.tokens_empty[stage], kConsumerWarps);
+    make_barrier(shared.scores_full[stage], kScorerWarps);
     make_barrier(shared.probabilities_full[stage], kScorerWarps);
   }
   for (int slot = 0; slot < 2; ++slot) {
@@ -1791,43 +1824,11 @@ __device__ inline void wait_for_query(const SharedMemory& shared, u32 count) {
   }
 }
 
-// What a row has come to. Needs Params, Item, SharedMemory, blocks/row_result.cuh,
-// blocks/scales.cuh.
-
-// A row's probabilities are relative to its reference. No maximum is asked for while none of them
-// is larger than this, so that references move seldom.
-constexpr float kMostProbability = 0x1p8f;
-
-struct RowState {
-  float reference;  // log2 units; what the accumulators are relative to
-  float sum;  // of probabilities, relative to it
-};
-
-__device__ inline i64 global_row(const Params& params, const Item& item, int row) {
-  return item.first_query * params.heads + item.first_row + row;
-}
-
-__device__ inline RowResult result_of(const Params& params, const Item& item, int row,
-                                      RowState state) {
-  const float sink = params.sinks == nullptr || row >= item.rows
-                         ? -kInfinity
-                         : params.sinks[(item.first_row + row) % params.heads];
-  return finish_row(state.reference, state.sum, sink);
-}
-
-__device__ inline float output_scale(const Params& params) {
-  return value_of(params.bmm2_scale_tensor, params.bmm2_scale);
-}
-
-// For fmaxf, which ignores a NaN.
-__device__ inline float nan_unless_finite(float value) { return fmaf(value, 0.0f, value); }
-
 // Makes a query what it is multiplied as. Needs SharedMemory,
 // roles/mla_hopper/load_query.cuh, blocks/e4m3.cuh.j2, blocks/swizzle.cuh.
 
 // Keys are multiplied as they are stored, in e4m3, of which bf16 has twice the digits: an element
 // of the query is the sum of two, if it is not 2^17 times smaller than the largest of its row.
-// Where a tile has 64 elements of a row, their first parts come first.
 
 // What a row is divided by, a power of two, so that its largest element is less than 256; and what
 // it is multiplied by instead: of a row that is not all finite, NaN.
@@ -1880,8 +1881,9 @@ struct SplitChunk {
   }
 };
 
-// Splits this lane's chunks of a row from tile `first` on. Eight lanes have the row; the tiles are
-// split together, for each waits for what the other lanes have to read.
+// Splits this lane's chunks of a row from tile `first` on, an even one. Eight lanes have the row;
+// the tiles are split together, for each waits for what the other lanes have to read. Of two tiles
+// one becomes the first parts of both, the other the second.
 template <int kCount>
 __device__ inline void split_chunks(unsigned char* query, int row, int lane, int first,
                                     float factor) {
@@ -1893,15 +1895,24 @@ __device__ inline void split_chunks(unsigned char* query, int row, int lane, int
     split[tile].take(*reinterpret_cast<const Chunk*>(own), factor);
   }
   __syncwarp();  // all lanes have read
-  tiles += lane % 2 * sizeof(uint2);
-  const u32 first_part = swizzled_offset<128>(row, lane / 2);
-  const u32 second_part = swizzled_offset<128>(row, lane / 2 + 4);
 #pragma unroll
   for (int tile = 0; tile < kCount; ++tile) {
-    unsigned char* to = tiles + tile * kQueryTileBytes;
-    *reinterpret_cast<uint2*>(to + first_part) = split[tile].first;
-    *reinterpret_cast<uint2*>(to + second_part) = split[tile].second;
+    const u32 chunk = swizzled_offset<128>(row, tile % 2 * 4 + lane / 2) + lane % 2 * sizeof(uint2);
+    unsigned char* to = tiles + tile / 2 * 2 * kQueryTileBytes + chunk;
+    *reinterpret_cast<uint2*>(to) = split[tile].first;
+    *reinterpret_cast<uint2*>(to + kQueryTileBytes) = split[tile].second;
   }
+}
+
+// The same of the rope part, whose first parts come before the second in each row.
+__device__ inline void split_rope(unsigned char* query, int row, int lane, float factor) {
+  unsigned char* tile = query + kLatentTiles * kQueryTileBytes;
+  SplitChunk split;
+  split.take(*reinterpret_cast<const Chunk*>(tile + swizzled_offset<128>(row, lane)), factor);
+  __syncwarp();  // all lanes have read
+  tile += lane % 2 * sizeof(uint2);
+  *reinterpret_cast<uint2*>(tile + swizzled_offset<128>(row, lane / 2)) = split.first;
+  *reinterpret_cast<uint2*>(tile + swizzled_offset<128>(row, lane / 2 + 4)) = split.second;
 }
 
 __device__ inline void scale_chunk(Chunk& chunk, float factor) {
@@ -1944,13 +1955,44 @@ __device__ inline void finish_query(SharedMemory& shared, const Barrier& full, i
     if constexpr (kIsPacked) {
       scale_chunk(*reinterpret_cast<Chunk*>(place + kLatentTiles * kQueryTileBytes), of_row.factor);
     } else {
-      split_chunks<1>(shared.query, row, lane, kLatentTiles, of_row.factor);
+      split_rope(shared.query, row, lane, of_row.factor);
     }
   }
   fence_proxy_async();
   __syncwarp();
   if (fresh_lane() == 0) arrive_at(full);
 }
+
+// What a row has come to. Needs Params, Item, SharedMemory, blocks/row_result.cuh,
+// blocks/scales.cuh.
+
+// A row's probabilities are relative to its reference. No maximum is asked for while none of them
+// is larger than this, so that references move seldom.
+constexpr float kMostProbability = 0x1p8f;
+
+struct RowState {
+  float reference;  // log2 units; what the accumulators are relative to
+  float sum;  // of probabilities, relative to it
+};
+
+__device__ inline i64 global_row(const Params& params, const Item& item, int row) {
+  return item.first_query * params.heads + item.first_row + row;
+}
+
+__device__ inline RowResult result_of(const Params& params, const Item& item, int row,
+                                      RowState state) {
+  const float sink = params.sinks == nullptr || row >= item.rows
+                         ? -kInfinity
+                         : params.sinks[(item.first_row + row) % params.heads];
+  return finish_row(state.reference, state.sum, sink);
+}
+
+__device__ inline float output_scale(const Params& params) {
+  return value_of(params.bmm2_scale_tensor, params.bmm2_scale);
+}
+
+// For fmaxf, which ignores a NaN.
+__device__ inline float nan_unless_finite(float value) { return fmaf(value, 0.0f, value); }
 
 // Asks for the first page ids, or listed tokens, of every request, which loaders read first where
 // an item begins with its request. Needs Params, ptx/prefetch.cuh.
@@ -1969,11 +2011,13 @@ __device__ inline void prefetch_ids(const Params& params) {
 // number for all.
 struct StoredToken {
   const unsigned char* row;
-  const float* scales;  // one for each 128 latent dims
+  const float* scales;  // one for each 128 latent dims, or for all
   float latent_scale;  // where there are none
 
   // Of the latent dims from 128 * `step` on.
-  __device__ float scale(int step) const { return scales == nullptr ? latent_scale : scales[step]; }
+  __device__ float scale(int step) const {
+    return scales == nullptr ? latent_scale : scales[kHasOneScale ? 0 : step];
+  }
 
   // One of its values.
   __device__ u16 element(int dim) const {
@@ -1987,7 +2031,7 @@ struct StoredToken {
 __device__ inline StoredToken stored_token(const Params& params, int page, int slot) {
   const PagedRows rows{params.cache, params.page_stride, params.token_stride};
   const unsigned char* row = rows.row_of(page, slot);
-  if constexpr (kIsSame<StoredElements, Packed656>) {
+  if constexpr (kHasInnerScales) {
     return {row, reinterpret_cast<const float*>(row + kLatentDim), 1.0f};
   }
   const i64 first = page * params.scale_page_stride + slot * params.scale_token_stride;
@@ -2112,7 +2156,6 @@ struct BlockStream {
     });
     const unsigned char* rope =
         kIsPacked ? own.row + kRopeOffset : stored_rope(params, place.page, place.slot);
-    constexpr int kRopeChunks = kRopeBytes / kChunkBytes;
     copy_chunks<kRopeChunks, kRopeChunks>(rope, place.missing, [&](int token, int chunk) {
       return target + kRopeTileOffset + swizzled_offset<kRopeBytes>(first + token, chunk);
     });
@@ -2128,7 +2171,7 @@ struct BlockStream {
     if (token >= kWarpTokens) return;
     target += token * kChunkBytes;
     const bool exists = (place.missing >> token & 1) == 0;
-    if constexpr (kIsPacked) {
+    if constexpr (kHasInnerScales) {
       cp_async_cg_16(shared_address(target), own.row + kLatentDim, exists ? kChunkBytes : 0);
     } else {
 #pragma unroll
@@ -2137,7 +2180,8 @@ struct BlockStream {
         if (own.scales == nullptr) {
           scale = exists ? own.latent_scale : 0.0f;
         } else {
-          cp_async_ca_4(shared_address(&scale), own.scales + group, exists ? sizeof(float) : 0);
+          const float* source = own.scales + (kHasOneScale ? 0 : group);
+          cp_async_ca_4(shared_address(&scale), source, exists ? sizeof(float) : 0);
         }
       }
     }
@@ -2529,7 +2573,33 @@ using Scores = float[kRows / 2];
 // Probabilities are fp16: a row's largest is 2^6 when its reference moves, and 2^14 before that is
 // so.
 constexpr float kReferenceLead = 6.0f;  // log2 units
-constexpr float kMostWeight = 0x1p14f;
+constexpr u32 kMostWeight = 0x7400;  // as fp16
+
+// Instead of 0, which would make NaN of the scores of hidden tokens.
+constexpr float kAlmostNothing = 0x1p-126f;
+
+// Two neighbouring rows.
+struct RowPair {
+  float4 both;  // factor and reference of each
+
+  __device__ float factor(int row) const { return row == 0 ? both.x : both.z; }
+
+  // How far a score of the first is from its reference, and of the second.
+  __device__ float low(float score) const { return fmaf(score, both.x, -both.y); }
+  __device__ float high(float score) const { return fmaf(score, both.z, -both.w); }
+};
+
+// Those of a thread: two in every eight.
+struct OwnRowPairs {
+  const ScoredRow* first;
+
+  __device__ OwnRowPairs(const SharedMemory& shared, const ScorerThread& own)
+      : first(shared.rows + own.lane % 4 * 2) {}
+
+  __device__ RowPair of_group(int group) const {
+    return {*reinterpret_cast<const float4*>(first + group * 8)};
+  }
+};
 
 struct Softmax {
   SharedMemory& shared;
@@ -2541,40 +2611,27 @@ struct Softmax {
     const int row = fresh_thread() % kScorerThreads;
     if (row == 0) shared.units = kFirstUnits;
     if (row < kRows) {
-      shared.factor[row] = scale * shared.query_scale[row];
-      shared.ones[row] = 1.0f;
-      shared.reference[row] = -kLargest;
+      const float factor = scale * shared.query_scale[row];
+      shared.rows[row] = {factor == 0.0f ? kAlmostNothing : factor, -kLargest};
     }
     barrier_sync(kScorerBarrier, kScorerThreads);
   }
-
-  // What a thread's rows have in one of the tables of rows: two neighbours in every eight.
-  struct OfRows {
-    const float* first;
-
-    __device__ OfRows(const float* table, const ScorerThread& own)
-        : first(table + own.lane % 4 * 2) {}
-
-    __device__ float2 of_group(int group) const {
-      return *reinterpret_cast<const float2*>(first + group * 8);
-    }
-  };
 
   // Turns scores into probabilities for the consumers, in shared memory: relative to references
   // that move if one is too large for them, as an item's first are. So does the unit by the scales
   // of their values, which have been left in units and are left again if these move.
   __device__ void take(const Scores& scores, const OwnScales& scales, const ScorerThread& own,
-                       bool are_scaled, int stage, bool is_first) {
+                       int stage, bool is_first) {
     bool moves = is_first;
     if (!is_first) {
       const bool is_exceeded = scales.exceed(shared.units);
-      moves = write(scores, own, are_scaled, stage) || is_exceeded;
+      moves = write(scores, own, stage) || is_exceeded;
       moves = barrier_red_or(kScorerBarrier, kScorerThreads, moves) != 0;
     }
     if (moves) {
-      move_references(scores, scales, own, are_scaled, stage);
+      move_references(scores, scales, own, stage);
       scales.leave(shared.tokens[stage], own, shared.units);
-      write(scores, own, are_scaled, stage);
+      write(scores, own, stage);
     }
     if (own.lane == 0 && own.warp == 0) {
       shared.rescales[stage] = moves && !is_first;
@@ -2587,26 +2644,20 @@ struct Softmax {
   // Writes probabilities relative to the references as they are; says whether any is so large that
   // references must move. All are computed before the first is written: reading what others need
   // would wait for that.
-  __device__ bool write(const Scores& scores, const ScorerThread& own, bool are_scaled,
-                        int stage) const {
-    const OfRows references(shared.reference, own);
-    const OfRows factors(are_scaled ? shared.ones : shared.factor, own);
-    float largest = 0.0f;
+  __device__ bool write(const Scores& scores, const ScorerThread& own, int stage) const {
+    const OwnRowPairs rows(shared, own);
+    u32 largest = 0;
     u32 pairs[kRowGroups][2];  // of two neighbouring rows, for tokens g and g + 8
 #pragma unroll
     for (int group = 0; group < kRowGroups; ++group) {
-      const float2 reference = references.of_group(group);
-      const float2 factor = factors.of_group(group);
-      float p[4];
+      const RowPair pair = rows.of_group(group);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        // Rounded, never fused: equal scores must have equal distances from a reference.
-        const float score = __fmul_rn(scores[group * 4 + i], i % 2 == 0 ? factor.x : factor.y);
-        p[i] = ex2_approx(score - (i % 2 == 0 ? reference.x : reference.y));
-        largest = fmaxf(largest, p[i]);
+      for (int half = 0; half < 2; ++half) {
+        const float* of = scores + group * 4 + half * 2;
+        pairs[group][half] =
+            cvt_rn_x2_f32(Fp16{}, ex2_approx(pair.high(of[1])), ex2_approx(pair.low(of[0])));
       }
-      pairs[group][0] = cvt_rn_x2_f32(Fp16{}, p[1], p[0]);
-      pairs[group][1] = cvt_rn_x2_f32(Fp16{}, p[3], p[2]);
+      largest = max_f16x2(largest, max_f16x2(pairs[group][0], pairs[group][1]));
     }
     // Matrices: tokens 0 to 7 and 8 to 15 of the warp, for 8 rows and for the next 8.
     const int chunk = own.warp * 2 + own.lane / 8 % 2;
@@ -2618,18 +2669,17 @@ struct Softmax {
                         pairs[group + 1][0], pairs[group + 1][1]);
     }
     fence_proxy_async();
-    return largest > kMostWeight;
+    return max(largest & 0xffff, largest >> 16) > kMostWeight;
   }
 
   // Moves the reference of every row to kReferenceLead below its maximum, if that is larger, and
   // the unit to what the largest scale wants.
   __device__ void move_references(const Scores& scores, const OwnScales& scales,
-                                  const ScorerThread& own, bool are_scaled, int stage) {
-    const OfRows factors(are_scaled ? shared.ones : shared.factor, own);
+                                  const ScorerThread& own, int stage) {
+    const OwnRowPairs rows(shared, own);
 #pragma unroll
     for (int r = 0; r < kOwnRows; ++r) {
-      const float2 both = factors.of_group(r / 2);
-      const float factor = r % 2 == 0 ? both.x : both.y;
+      const float factor = rows.of_group(r / 2).factor(r % 2);
       const float maximum =
           maximum_of_lanes(fmaxf(__fmul_rn(scores[r / 2 * 4 + r % 2], factor),
                                  __fmul_rn(scores[r / 2 * 4 + 2 + r % 2], factor)));
@@ -2642,15 +2692,15 @@ struct Softmax {
     const int row = own.warp * kWarpLanes + own.lane;
     const float next_units = units_after(units);
     if (row < kRows) {
-      float next = shared.reference[row];
+      float& reference = shared.rows[row].reference;
+      float next = reference;
 #pragma unroll
       for (int warp = 0; warp < kScorerWarps; ++warp) {
         const float wanted = shared.warp_rows[warp][row] - kReferenceLead;
         if (wanted > next) next = wanted;
       }
-      const float moved = ex2_approx(shared.reference[row] - next);
-      shared.rescale[stage][row] = moved * (next_units / units);
-      shared.reference[row] = next;
+      shared.rescale[stage][row] = ex2_approx(reference - next) * (next_units / units);
+      reference = next;
     }
     if (row == 0) shared.units = next_units;
     barrier_sync(kScorerBarrier, kScorerThreads);
@@ -2673,7 +2723,7 @@ struct Softmax {
     barrier_sync(kScorerBarrier, kScorerThreads);
     const int row = fresh_thread() % kScorerThreads;
     if (row < kRows) {
-      shared.row_reference[slot][row] = shared.reference[row] - log2_of_power(units);
+      shared.row_reference[slot][row] = shared.rows[row].reference - log2_of_power(units);
     }
     __syncwarp();
     if (fresh_lane() == 0) arrive_at(shared.rows_full[slot]);
@@ -2685,10 +2735,15 @@ struct Softmax {
 
 // Elements that one step of a product multiplies, in eight bits.
 constexpr int kStepElements = 32;
-constexpr int kHalfTileBytes = kTileRowBytes / 2;  // the first parts of a row of the query
+constexpr int kHalfTileBytes = kTileRowBytes / 2;
 
-// Where there are registers, the scores of all groups of dims come before the first are scaled.
-constexpr int kParts = kRows > 32 ? 1 : kScaleGroups;
+// With 16 and 32 rows, both parts of a query are multiplied at once, as so many rows more: keys are
+// read once.
+constexpr bool kStacksParts = kSplitsQuery && kRows <= 32;
+using GroupScores = float[kStacksParts ? kRows : kRows / 2];
+
+// So many groups of dims have their scores under way at once: as many as there are registers for.
+constexpr int kGroupsAtOnce = kRows > 32 ? 1 : sizeof(GroupScores) > 64 ? 2 : kScaleGroups;
 
 struct Scorer {
   const Params& params;
@@ -2702,58 +2757,68 @@ struct Scorer {
   __device__ Scorer(const Params& params, SharedMemory& shared, const Item& item, u32& taken)
       : params(params), shared(shared), item(item), taken(taken), softmax(shared) {}
 
-  // Begins the product of the keys in eight bits at `keys` and the tile of the query at `query`, of
-  // two parts, for the first of some dims or the next.
-  template <bool kIsRope>
-  __device__ static void multiply_tile(Scores& part, u32 keys, u32 query, bool is_first) {
-#pragma unroll
-    for (int k = 0; k < kTileElements / kStepElements; ++k) {
-      const u32 a = keys + descriptor_step(k * kStepElements);
-      const u32 b = query + descriptor_step(k * kStepElements);
-      const u64 key = kIsRope ? descriptor_64(a) : descriptor(a);
-      wgmma_mma(E4m3{}, part, key, descriptor(b), !is_first || k > 0);
-      wgmma_mma(E4m3{}, part, key, descriptor(b + descriptor_step(kHalfTileBytes)), 1);
-    }
-  }
-
   // Begins the scores of the dims of one scale.
-  __device__ static void begin_group(Scores& part, u32 keys, u32 query, int group) {
-    constexpr int kTilesOfGroup = kScaledDims / kTileElements;
+  __device__ static void begin_group(GroupScores& part, u32 keys, u32 query, int group) {
+    keys += descriptor_step(group * kTileBytes);
+    query += descriptor_step(group * kQueryParts * kQueryTileBytes);
     wgmma_keep(part);
     wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < kTilesOfGroup; ++i) {
-      multiply_tile<false>(part, keys + descriptor_step(group * kTileBytes + i * kTileElements),
-                           query + descriptor_step((group * kTilesOfGroup + i) * kQueryTileBytes),
-                           i == 0);
+    for (int k = 0; k < kScaledDims / kStepElements; ++k) {
+      const u32 along = descriptor_step(k * kStepElements);
+      wgmma_mma(E4m3{}, part, descriptor(keys + along), descriptor(query + along), k > 0);
+      if constexpr (kSplitsQuery && !kStacksParts) {
+        const u32 second = query + along + descriptor_step(kQueryTileBytes);
+        wgmma_mma(E4m3{}, part, descriptor(keys + along), descriptor(second), 1);
+      }
     }
     wgmma_commit_group();
   }
 
-  // Begins the scores of the rope part: of bf16 these need no scale.
-  __device__ void begin_rope(Scores& part, u32 keys, u32 query) {
+  // Begins the scores of the rope part.
+  __device__ void begin_rope(u32 keys, u32 query) {
     keys += descriptor_step(kRopeTileOffset);
     query += descriptor_step(kLatentTiles * kQueryTileBytes);
-    wgmma_keep(part);
+    wgmma_keep(scores);
     wgmma_fence();
     if constexpr (kIsPacked) {
 #pragma unroll
-      for (int k = 0; k < kTileElements / 16; ++k) {
+      for (int k = 0; k < kRopeDim / 16; ++k) {
         const u32 along = descriptor_step(k * 32);
-        wgmma_mma(Bf16{}, part, descriptor(keys + along), descriptor(query + along), k > 0);
+        wgmma_mma(Bf16{}, scores, descriptor(keys + along), descriptor(query + along), k > 0);
       }
     } else {
-      multiply_tile<true>(part, keys, query, true);
+#pragma unroll
+      for (int k = 0; k < kRopeDim / kStepElements; ++k) {
+        const u32 along = descriptor_step(k * kStepElements);
+        const u64 key = descriptor_64(keys + along);
+        wgmma_mma(E4m3{}, scores, key, descriptor(query + along), k > 0);
+        if constexpr (kSplitsQuery) {
+          const u32 second = query + along + descriptor_step(kHalfTileBytes);
+          wgmma_mma(E4m3{}, scores, key, descriptor(second), 1);
+        }
+      }
     }
     wgmma_commit_group();
   }
 
+  // Of a packed row with scales of its own, the rope part needs none.
+  __device__ void scale_rope(const KeyScales& scales) {
+    wgmma_keep(scores);
+    if constexpr (kHasInnerScales) return;
+#pragma unroll
+    for (int i = 0; i < kRows / 2; ++i) {
+      scores[i] *= kHasOneScale ? scales.of[i / 2 % 2][0] : params.rope_scale;
+    }
+  }
+
   // A group's scores come to the others by the scales of tokens g and g + 8.
-  __device__ void add_group(Scores& part, const KeyScales& scales, int group) {
+  __device__ void add_group(GroupScores& part, const KeyScales& scales, int group) {
     wgmma_keep(part);
 #pragma unroll
     for (int i = 0; i < kRows / 2; ++i) {
-      scores[i] = fmaf(part[i], scales.of[i / 2 % 2][group], scores[i]);
+      const float score = kStacksParts ? part[i] + part[i + kRows / 2] : part[i];
+      scores[i] = fmaf(score, scales.of[i / 2 % 2][group], scores[i]);
     }
   }
 
@@ -2761,64 +2826,58 @@ struct Scorer {
     u32 query = descriptor_low(shared_address(shared.query), 16);
     mov_b32(query);
     const u32 keys = descriptor_low(shared_address(stage), 16);
-    Scores parts[kParts];
-    begin_rope(scores, keys, query);
+    GroupScores parts[kGroupsAtOnce];
+    begin_rope(keys, query);
 #pragma unroll
-    for (int group = 0; group < kParts; ++group) begin_group(parts[group], keys, query, group);
+    for (int group = 0; group < kGroupsAtOnce; ++group) {
+      begin_group(parts[group], keys, query, group);
+    }
     const KeyScales scales(stage, own);
     own_scales.take(scales, own);
     own_scales.leave(stage, own, shared.units);
-    wgmma_wait_group<kParts>();
-    wgmma_keep(scores);
-    if constexpr (!kIsPacked) {
-#pragma unroll
-      for (int i = 0; i < kRows / 2; ++i) scores[i] *= params.rope_scale;
-    }
-    if constexpr (kParts > 1) {
-      add_groups<0>(parts, scales);
-    } else {
-#pragma unroll
-      for (int group = 0; group < kScaleGroups; ++group) {
-        wgmma_wait_group<0>();
-        add_group(parts[0], scales, group);
-        if (group + 1 < kScaleGroups) begin_group(parts[0], keys, query, group + 1);
-      }
-    }
+    wgmma_wait_group<kGroupsAtOnce>();
+    scale_rope(scales);
+    add_groups<0>(parts, scales, keys, query);
   }
 
-  // Of groups that are all under way.
+  // From group `kGroup` on, which is under way, and so are those that may be with it.
   template <int kGroup>
-  __device__ void add_groups(Scores (&parts)[kParts], const KeyScales& scales) {
-    wgmma_wait_group<kScaleGroups - 1 - kGroup>();
-    add_group(parts[kGroup], scales, kGroup);
-    if constexpr (kGroup + 1 < kScaleGroups) add_groups<kGroup + 1>(parts, scales);
+  __device__ void add_groups(GroupScores (&parts)[kGroupsAtOnce], const KeyScales& scales, u32 keys,
+                             u32 query) {
+    constexpr int kLater = kScaleGroups - 1 - kGroup;
+    constexpr int kNext = kGroup + kGroupsAtOnce;
+    wgmma_wait_group<(kLater < kGroupsAtOnce ? kLater : kGroupsAtOnce - 1)>();
+    GroupScores& part = parts[kGroup % kGroupsAtOnce];
+    add_group(part, scales, kGroup);
+    if constexpr (kNext < kScaleGroups) begin_group(part, keys, query, kNext);
+    if constexpr (kLater > 0) add_groups<kGroup + 1>(parts, scales, keys, query);
   }
 
-  // Makes scores log2 units, and hides what a row does not see: a select, for the hidden score may
-  // be NaN.
-  __device__ void hide(int first_token, const ScorerThread& own) {
-    const int token = first_token + own.token();
+  // Hides the scores of the tokens g and g + 8 where `is_hidden` says so of row `r`: a select, for
+  // they may be NaN, of what the row's factor makes minus infinity.
+  template <typename IsHidden>
+  __device__ void hide(const ScorerThread& own, IsHidden is_hidden) {
+    const OwnRowPairs rows(shared, own);
 #pragma unroll
     for (int r = 0; r < kOwnRows; ++r) {
-      const int visible = item.row_visible[own_row(r)];
-      const float factor = shared.factor[own_row(r)];
+      const float hidden = copysignf(kInfinity, -rows.of_group(r / 2).factor(r % 2));
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float& score = scores[r / 2 * 4 + half * 2 + r % 2];
-        score = token + half * 8 < visible ? __fmul_rn(score, factor) : -kInfinity;
+        if (is_hidden(r, half * 8)) scores[r / 2 * 4 + half * 2 + r % 2] = hidden;
       }
     }
   }
 
-  // Makes scores log2 units, and hides what a list does not name.
+  // Hides what a row does not see.
+  __device__ void hide_unseen(int first_token, const ScorerThread& own) {
+    const int token = first_token + own.token();
+    hide(own, [&](int r, int more) { return token + more >= item.row_visible[own_row(r)]; });
+  }
+
+  // Hides what a list does not name.
   __device__ void hide_unlisted(u64 unlisted, const ScorerThread& own) {
     const u64 bits = unlisted >> own.token();
-#pragma unroll
-    for (int i = 0; i < kRows / 2; ++i) {
-      const bool is_hidden = bits >> (i / 2 % 2 * 8) & 1;
-      const float factor = shared.factor[own_row(i / 4 * 2 + i % 2)];
-      scores[i] = is_hidden ? -kInfinity : __fmul_rn(scores[i], factor);
-    }
+    hide(own, [&](int, int more) { return (bits >> more & 1) != 0; });
   }
 
   __device__ void take_block(int block) {
@@ -2827,19 +2886,15 @@ struct Scorer {
     fence_proxy_async();  // what threads have copied, tensor cores read
     const ScorerThread own;
     take_scores(shared.tokens[stage], own);
-    bool are_scaled = false;
+    if (kTakesTurns && own.lane == 0) arrive_at(shared.scores_full[stage]);
     const int first_token = block * kBlockTokens;
     if constexpr (kIsSparse) {
       const u64 unlisted = shared.unlisted[stage].all();
-      if (unlisted != 0) {
-        hide_unlisted(unlisted, own);
-        are_scaled = true;
-      }
+      if (unlisted != 0) hide_unlisted(unlisted, own);
     } else if (first_token + kBlockTokens > item.visible_to_all) {
-      hide(first_token, own);
-      are_scaled = true;
+      hide_unseen(first_token, own);
     }
-    softmax.take(scores, own_scales, own, are_scaled, stage, block == item.first_block);
+    softmax.take(scores, own_scales, own, stage, block == item.first_block);
     ++taken;
   }
 
@@ -3643,9 +3698,12 @@ struct Adder {
     for (int tile = 0; tile < kDimTiles; ++tile) wgmma_keep(accumulators[tile]);
   }
 
-  __device__ void take_block(u32& taken) {
+  __device__ void take_block(u32& taken, u32 end) {
     const int stage = block_stage(taken);
     wait_for(shared.probabilities_full[stage], block_parity(taken));
+    if (kTakesTurns && taken + 1 != end) {
+      wait_for(shared.scores_full[block_stage(taken + 1)], block_parity(taken + 1));
+    }
     if (__any_sync(~0u, shared.rescales[stage] != 0)) rescale(stage);
     if constexpr (!kIsSparse) clear_hidden(stage, taken);  // of a list all rows see all
     add_block(stage);
@@ -3666,7 +3724,7 @@ struct Adder {
   __device__ void take_item(u32& taken) {
     const u32 end = taken + item.blocks;
 #pragma unroll 1
-    while (__any_sync(~0u, taken != end)) take_block(taken);
+    while (__any_sync(~0u, taken != end)) take_block(taken, end);
   }
 };
 
@@ -3692,11 +3750,13 @@ __device__ inline void add_items(const Params& params, SharedMemory& shared) {
   }
 }
 
-// How many registers a thread of each role has, of 128 at first.
+// How many registers a thread of each role has, of 128 at first: with 64 rows, the two consumers
+// most. A scorer with more than it needs for a whole query brings so much forward that its
+// products are serialised (C7512).
 
 constexpr int kConsumerRegisters = kRows > 32 ? 176 : 128;
-constexpr int kScorerRegisters = kRows > 32 ? 104 : 128;
-constexpr int kProducerRegisters = kRows > 32 ? 56 : 128;
+constexpr int kScorerRegisters = kRows > 32 ? (kSplitsQuery ? 104 : 96) : 128;
+constexpr int kProducerRegisters = 4 * 128 - 2 * kConsumerRegisters - kScorerRegisters;
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     mla_hopper_packed(const __grid_constant__ Params params) {

@@ -1,0 +1,9 @@
+// PTX ISA, "Half Precision Floating Point Instructions: max". Needs sm_80.
+
+// max.f16x2
+// Of a number and NaN it is the number.
+__device__ inline u32 max_f16x2(u32 a, u32 b) {
+  u32 larger;
+  asm("max.f16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+  return larger;
+}
