@@ -70,7 +70,7 @@ def session_cache_dir(
 # What a user may have set, and a test sets if it wants it.
 OTHER_SETTINGS = (
     *("MLAGEN_CACHE_RO", "MLAGEN_TRUST_SHARED", "MLAGEN_CACHE_MAX_SIZE", "MLAGEN_TOOLCHAIN"),
-    *("MLAGEN_JIT", "MLAGEN_RECORD"),
+    *("MLAGEN_JIT", "MLAGEN_RECORD", "MLAGEN_MLA_PROBABILITIES"),
 )
 
 

@@ -108,7 +108,7 @@ multiple of 16 tokens, for `mla_hopper_packed` of any number; of paged calls wit
 {", ".join(map(str, sorted(mla_hopper.TILE_ROWS)))} rows: a request takes the narrowest that holds
 its rows, or the widest, and one of fewer rows where there is too little to do for all SMs; of a
 sparse call every query token is a request. A cache whose strides are 2^40 bytes or more takes
-`mla_decode`, too, unless `mla_hopper_packed` serves it."""
+`mla_decode`, too, unless `mla_hopper_packed` is the kernel of such calls."""
 
 GQA_READING = f"""\
 With each row: head dims that are multiples of 16 up to {gqa.SLICE_DIMS}, and 512; any page size;
@@ -198,11 +198,11 @@ def _hopper_rows() -> Iterator[dict[str, str]]:
         *mla_hopper_e4m3.mla_hopper_e4m3_specs(arch),
         *mla_hopper_packed.mla_hopper_packed_specs(arch),
     ]
-    covered = {replace(spec.variant, page_size=64): spec for spec in specs}
-    for variant, spec in covered.items():
+    covered = dict.fromkeys((spec.family, replace(spec.variant, page_size=64)) for spec in specs)
+    for family, variant in covered:
         form = (variant.lookup, variant.values, variant.mask)
         yield {
-            "kernel": f"`{spec.family}`",
+            "kernel": f"`{family}`",
             "query": f"`{variant.query_dtype}`",
             "cache": f"`{variant.kv_dtype}`",
             "dims": f"({variant.kv_lora_rank}, {variant.qk_rope_head_dim})",

@@ -13,7 +13,7 @@ from mlagen.compiler.toolchain import find_nvrtc
 from mlagen.runtime import loader
 from mlagen.spec.kernel import KernelSpec
 
-_DELAYED_LAUNCHES = 10_000  # with delays, of one kernel family and dtype
+_DELAYED_LAUNCHES = 10_000  # of one test, with delays
 
 _DELAY = "  if ((static_cast<u32>(clock64()) * 2654435761u >> 13) % 16 == 0) __nanosleep({});\n"
 

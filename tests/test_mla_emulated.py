@@ -87,6 +87,11 @@ CASES = [
     given("packed640", "16 rows", heads=7, seq_lens=(300, 17, 129), page_size=24),
     given("packed640", "ragged", 2, seq_lens=(70, 5), q_lens=(3, 1), heads=10),
     given("packed640", "many pieces", 6, heads=24, seq_lens=(900, 70), query_magnitude=10.0),
+    given("packed640", "very large scores", heads=7, seq_lens=(300,), query_magnitude=100.0),
+    given(PACKED, "no scale", heads=16, seq_lens=(70, 5), q_len=2, score_scale=0.0),
+    given(PACKED, "negative scale, lists", heads=64, top_k=130, seq_lens=(100,), score_scale=-0.05),
+    given("packed640", "negative scale", heads=7, seq_lens=(70, 2), q_len=3, score_scale=-0.05),
+    given("e4m3", "no scale, lists", heads=24, top_k=130, seq_lens=(100,), score_scale=0.0),
     given("bf16 over e4m3", "lists", top_k=100, seq_lens=(150, 3), heads=64),
     given("bf16 over e4m3 with two scales", "ragged", seq_lens=(70, 5), q_lens=(3, 1)),
     given(

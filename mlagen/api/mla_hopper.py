@@ -28,10 +28,10 @@ from mlagen.spec.mla_support import MlaVariant
 
 _COVERED = (
     "covered: sm_90a, (kv_lora_rank, qk_rope_head_dim) (512, 64), and of (lookup, values, mask) "
-    "(paged, shared, causal) with query and cache bf16 or fp16 alike, page_size a multiple of 16, "
-    "strides of the cache below 2^40 bytes, or with query and cache packed640; or that and "
-    "(sparse, shared, causal) with query and cache e4m3, or a cache of e4m3 or packed656 under a "
-    "query of bf16"
+    "(paged, shared, causal) with query and cache bf16, fp16 or e4m3 alike, page_size a multiple "
+    "of 16, strides of the cache below 2^40 bytes; (paged, shared, causal) with query and cache "
+    "e4m3, another page_size, or packed640; (sparse, shared, causal) with query and cache e4m3; "
+    "either of both with a cache of e4m3 or packed656 under a query of bf16"
 )
 
 

@@ -1,4 +1,4 @@
-"""MLA decode calls of the Hopper kernel for rows of 8 bits under bf16."""
+"""MLA decode calls of the Hopper kernel for rows of 8 bits whose values are multiplied as fp16."""
 
 from __future__ import annotations
 

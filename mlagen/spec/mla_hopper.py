@@ -120,7 +120,7 @@ class MlaHopperSpec(KernelSpec):
 
     @property
     def converts_rows(self) -> bool:
-        """Whether tokens are stored in other elements than the tensor cores take."""
+        """Whether values are converted on their way to the tensor cores."""
         return self.variant.kv_dtype is not self.math_dtype
 
     @property

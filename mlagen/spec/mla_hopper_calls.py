@@ -23,7 +23,7 @@ def mla_hopper_kernels(arch: Arch, variant: MlaVariant, rows: int) -> Iterator[M
 
 
 def mla_hopper_kernel(
-    arch: Arch, variant: MlaVariant, rows: int, probabilities: str = "auto"
+    arch: Arch, variant: MlaVariant, rows: int, probabilities: str
 ) -> MlaHopperSpec | None:
     """Return the one that a call takes; None where there is none.
 

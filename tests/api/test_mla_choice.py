@@ -39,11 +39,12 @@ COVERED_BY_IT = {
     "e4m3, ragged": replace(RAGGED, dtype=E4M3),
     "e4m3, parts apart": replace(UNIFORM, dtype=E4M3, parts_apart=True, flat_tables=True),
     "e4m3, pages of 16": replace(UNIFORM, dtype=E4M3, page_size=16),
+}
+CONVERTED = {
     "e4m3, lists of tokens": replace(UNIFORM, dtype=E4M3, top_k=4096),
     "e4m3, pages of 8": replace(UNIFORM, dtype=E4M3, page_size=8),
     "640-byte rows": replace(UNIFORM, dtype=E4M3, kv_format="packed640"),
 }
-CONVERTED = {COVERED_BY_IT[name] for name in [*COVERED_BY_IT][-3:]}
 NOT_COVERED = {
     "rank 256": replace(UNIFORM, kv_lora_rank=256),
     "no rope": replace(UNIFORM, qk_rope_head_dim=0),
@@ -66,11 +67,22 @@ def test_what_both_kernels_cover_takes_the_one_that_is_asked_for(
 
     is_portable = kernel == "portable"
     hopper = "mla_hopper_e4m3" if case.dtype is E4M3 else "mla_hopper"
-    if case in CONVERTED:
-        hopper = "mla_hopper_packed"
-    hopper_call = PackedCall if case in CONVERTED else HopperCall
-    assert isinstance(call, PortableCall if is_portable else hopper_call)
+    assert isinstance(call, PortableCall if is_portable else HopperCall)
     assert launches[0].family == ("mla_decode" if is_portable else hopper)
+
+
+@pytest.mark.parametrize("case", CONVERTED.values(), ids=CONVERTED)
+@pytest.mark.parametrize("kernel", ["auto", "portable", "hopper"])
+def test_so_does_what_is_converted_on_the_way(
+    case: MlaCase, kernel: str, launches: list[Launch]
+) -> None:
+    """By the kernel whose values are fp16."""
+    inputs = case.build("cpu").inputs()._replace(max_seq_len=5000)
+    call, _, _ = launched(inputs, launches, kernel)
+
+    is_portable = kernel == "portable"
+    assert isinstance(call, PortableCall if is_portable else PackedCall)
+    assert launches[0].family == ("mla_decode" if is_portable else "mla_hopper_packed")
 
 
 @pytest.mark.parametrize("page_size", [16, 64])
@@ -130,10 +142,11 @@ def test_another_gpu_takes_the_portable_kernel(arch: Arch, monkeypatch: pytest.M
         "(kv_lora_rank, qk_rope_head_dim) (512, 64), (lookup, values, mask) "
         "(paged, shared, causal), page_size 64; covered: sm_90a, "
         "(kv_lora_rank, qk_rope_head_dim) (512, 64), and of (lookup, values, mask) "
-        "(paged, shared, causal) with query and cache bf16 or fp16 alike, page_size a multiple of "
-        "16, strides of the cache below 2^40 bytes, or with query and cache packed640; or that "
-        "and (sparse, shared, causal) with query and cache e4m3, or a cache of e4m3 or packed656 "
-        "under a query of bf16"
+        "(paged, shared, causal) with query and cache bf16, fp16 or e4m3 alike, page_size a "
+        "multiple of 16, strides of the cache below 2^40 bytes; (paged, shared, causal) with "
+        "query and cache e4m3, another page_size, or packed640; (sparse, shared, causal) with "
+        "query and cache e4m3; either of both with a cache of e4m3 or packed656 under a query of "
+        "bf16"
     )
 
 

@@ -130,7 +130,7 @@ def test_delays_change_no_bit(case: MlaCase, dtype: DType, monkeypatch: pytest.M
     problem = replace(case, dtype=E4M3 if dtype is DType.E4M3 else case.dtype).build("cuda")
     expected = decode(problem).clone()
     variant = MlaVariant(query_dtype=dtype, kv_dtype=dtype)
-    spec = mla_hopper_kernel(device.arch_of_device(0), variant, case.heads * case.q_len)
+    spec = mla_hopper_kernel(device.arch_of_device(0), variant, case.heads * case.q_len, "auto")
     assert spec is not None
     assert (spec, 0) in engine._loaded
     slow = with_delays(spec, DELAYS)

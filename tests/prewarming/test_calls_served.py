@@ -11,6 +11,7 @@ from mlagen.api import gqa_plan, mla_plan
 from mlagen.models.config import GqaModel, MlaModel, find_model, preset_names
 from mlagen.models.kernels import Use, model_specs
 from mlagen.runtime.device import DeviceFacts
+from mlagen.settings import PROBABILITIES
 from mlagen.spec.arch import ARCHS, Arch
 from mlagen.spec.dtype import DType
 from mlagen.spec.gqa import GqaVariant
@@ -52,15 +53,17 @@ def test_every_call_finds_its_kernel(name: str, arch: Arch) -> None:
 
 def _mla_calls(model: MlaModel) -> Iterator[object]:
     lookups = ("paged", "sparse") if model.is_sparse else ("paged",)
-    for tp, q_len, kv, lookup in product(TPS, Q_LENS, KV_DTYPES, lookups):
-        variant = MlaVariant(query_dtype=DType.BF16, kv_dtype=kv, lookup=lookup)
+    pairs = [(DType.BF16, kv) for kv in KV_DTYPES] + [(DType.E4M3, DType.E4M3)]
+    for tp, q_len, (query, kv), lookup in product(TPS, Q_LENS, pairs, lookups):
+        variant = MlaVariant(query_dtype=query, kv_dtype=kv, lookup=lookup)
         shape = {"batch": 4, "q_len": q_len, "tile_q_len": q_len, "tokens": 4 * q_len}
         heads = model.heads // tp
         call = {"device": 0, "variant": variant, "heads": heads, "longest_kv": 100_000, **shape}
         yield mla_plan.plan_call(**call)[0]
-        hopper = mla_plan.plan_hopper_call(**call, probabilities="auto")
-        if hopper is not None:
-            yield hopper[0]
+        for probabilities in PROBABILITIES:
+            hopper = mla_plan.plan_hopper_call(**call, probabilities=probabilities)
+            if hopper is not None:
+                yield hopper[0]
 
 
 def _gqa_calls(model: GqaModel) -> Iterator[object]:

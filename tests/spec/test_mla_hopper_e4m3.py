@@ -14,7 +14,7 @@ from mlagen.spec.mla_hopper import MlaHopperSpec
 from mlagen.spec.mla_hopper_calls import mla_hopper_kernel
 from mlagen.spec.mla_hopper_e4m3 import mla_hopper_e4m3_spec, mla_hopper_e4m3_specs
 from mlagen.spec.mla_support import MlaVariant
-from tests.kernels import SM_90A, mla_hopper, mla_hopper_e4m3
+from tests.kernels import SM_90A, mla_hopper, mla_hopper_e4m3, mla_hopper_packed
 
 E4M3 = MlaVariant(query_dtype=DType.E4M3, kv_dtype=DType.E4M3)
 
@@ -91,11 +91,24 @@ def test_it_is_launched_as_the_16_bit_kernel_is() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "expected"), [(DType.BF16, mla_hopper()), (DType.E4M3, mla_hopper_e4m3())], ids=str
+    ("dtype", "probabilities", "expected"),
+    [
+        (DType.BF16, "auto", mla_hopper()),
+        (DType.BF16, "fp16", mla_hopper()),
+        (DType.E4M3, "auto", mla_hopper_e4m3()),
+        (
+            DType.E4M3,
+            "fp16",
+            mla_hopper_packed(query_dtype=DType.E4M3, kv_dtype=DType.E4M3, lookup="paged", rows=16),
+        ),
+    ],
 )
-def test_a_variant_has_one_hopper_kernel_at_the_most(dtype: DType, expected: Any) -> None:
-    """By its dtypes."""
+def test_a_call_takes_one_hopper_kernel_at_the_most(
+    dtype: DType, probabilities: str, expected: Any
+) -> None:
+    """By its dtypes, and by what it asks of probabilities."""
     variant = MlaVariant(query_dtype=dtype, kv_dtype=dtype)
+    other = replace(variant, kv_lora_rank=256)
 
-    assert mla_hopper_kernel(SM_90A, variant, 16) == expected
-    assert mla_hopper_kernel(SM_90A, replace(variant, kv_lora_rank=256), 16) is None
+    assert mla_hopper_kernel(SM_90A, variant, 16, probabilities) == expected
+    assert mla_hopper_kernel(SM_90A, other, 16, probabilities) is None

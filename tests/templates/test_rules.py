@@ -180,6 +180,7 @@ def test_a_plain_file_is_formatted(name: str) -> None:
         mla_hopper_e4m3(rows=16, page_size=16),
         mla_hopper_packed(rows=64),
         mla_hopper_packed(rows=16, lookup="paged", kv_dtype=DType.E4M3),
+        mla_hopper_packed(query_dtype=DType.E4M3, kv_dtype=DType.E4M3),
         gqa_decode(),
         gqa_decode(arch=SM_80, kv_dtype=DType.E4M3, out_dtype=DType.E4M3),
         gqa_decode(kv_dtype=DType.NVFP4),

@@ -1,5 +1,6 @@
 // Those who load: one of them hands items on, all bring each item's query and tokens. Needs
-// load_tokens.cuh, load_query.cuh, roles/mla_hopper/hand_over.cuh, blocks/fresh_thread.cuh.
+// load_tokens.cuh, split_query.cuh or whole_query.cuh, roles/mla_hopper/hand_over.cuh,
+// blocks/fresh_thread.cuh.
 
 // By one thread.
 __device__ inline void make_item_barriers(const SharedMemory& shared) {

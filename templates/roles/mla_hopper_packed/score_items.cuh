@@ -3,7 +3,7 @@
 
 // Elements that one step of a product multiplies, in eight bits.
 constexpr int kStepElements = 32;
-constexpr int kHalfTileBytes = kTileRowBytes / 2;
+constexpr int kHalfTileBytes = kTileRowBytes / 2;  // to the second parts of a row's rope
 
 // With 16 and 32 rows, both parts of a query are multiplied at once, as so many rows more: keys are
 // read once.

@@ -1,7 +1,8 @@
 // The shared memory of a block, whole. Needs Item, roles/mla_hopper_packed/constants,
 // unlisted_tokens.cuh.
 
-// Blocks of tokens, as many as fit beside the query and what else there is.
+// Blocks of tokens, as many as fit beside the query and what else there is: no more than twenty
+// words a row and 2 KiB.
 constexpr int kStageBytes = kBlockBytes + kQueryTileBytes + kRows * sizeof(float);
 constexpr int kOtherBytes = 2048 + kRows * 80;
 constexpr int kStagesBytes = kSharedBytes - kTiles * kQueryTileBytes - kOtherBytes;

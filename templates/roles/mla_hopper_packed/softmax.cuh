@@ -11,7 +11,7 @@ using Scores = float[kRows / 2];
 constexpr float kReferenceLead = 6.0f;  // log2 units
 constexpr u32 kMostWeight = 0x7400;  // as fp16
 
-// Instead of 0, which would make NaN of the scores of hidden tokens.
+// Instead of 0, which would make NaN of the scores of hidden tokens, as a factor does that is NaN.
 constexpr float kAlmostNothing = 0x1p-126f;
 
 // Two neighbouring rows.

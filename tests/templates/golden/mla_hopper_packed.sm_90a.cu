@@ -114,7 +114,6 @@ constexpr int kConsumerWarps = 8;
 constexpr int kLoadingWarps = 4;
 constexpr int kSharedBytes = 232448;
 
-constexpr int kHeadDimQk = kLatentDim + kRopeDim;
 constexpr int kHeadDimVo = kLatentDim;
 
 // Packed rows have their rope part in bf16, at their end.
@@ -1641,7 +1640,8 @@ static_assert(kLoadingWarps * 16 == kBlockTokens, "each warp that loads brings s
 // The shared memory of a block, whole. Needs Item, roles/mla_hopper_packed/constants,
 // unlisted_tokens.cuh.
 
-// Blocks of tokens, as many as fit beside the query and what else there is.
+// Blocks of tokens, as many as fit beside the query and what else there is: no more than twenty
+// words a row and 2 KiB.
 constexpr int kStageBytes = kBlockBytes + kQueryTileBytes + kRows * sizeof(float);
 constexpr int kOtherBytes = 2048 + kRows * 80;
 constexpr int kStagesBytes = kSharedBytes - kTiles * kQueryTileBytes - kOtherBytes;
@@ -2190,7 +2190,8 @@ struct BlockStream {
 static_assert(kLatentDim / kChunkBytes % 16 == 0, "lanes copy the same number of chunks");
 
 // Those who load: one of them hands items on, all bring each item's query and tokens. Needs
-// load_tokens.cuh, load_query.cuh, roles/mla_hopper/hand_over.cuh, blocks/fresh_thread.cuh.
+// load_tokens.cuh, split_query.cuh or whole_query.cuh, roles/mla_hopper/hand_over.cuh,
+// blocks/fresh_thread.cuh.
 
 // By one thread.
 __device__ inline void make_item_barriers(const SharedMemory& shared) {
@@ -2575,7 +2576,7 @@ using Scores = float[kRows / 2];
 constexpr float kReferenceLead = 6.0f;  // log2 units
 constexpr u32 kMostWeight = 0x7400;  // as fp16
 
-// Instead of 0, which would make NaN of the scores of hidden tokens.
+// Instead of 0, which would make NaN of the scores of hidden tokens, as a factor does that is NaN.
 constexpr float kAlmostNothing = 0x1p-126f;
 
 // Two neighbouring rows.
@@ -2735,7 +2736,7 @@ struct Softmax {
 
 // Elements that one step of a product multiplies, in eight bits.
 constexpr int kStepElements = 32;
-constexpr int kHalfTileBytes = kTileRowBytes / 2;
+constexpr int kHalfTileBytes = kTileRowBytes / 2;  // to the second parts of a row's rope
 
 // With 16 and 32 rows, both parts of a query are multiplied at once, as so many rows more: keys are
 // read once.
