@@ -89,7 +89,7 @@ def isolated_settings(
     folder = request.getfixturevalue("session_cache_dir") if is_gpu_test else cache_dir
     # Small calls take the Hopper kernel too, and the tiles that large ones do.
     if os.environ.get("MLAGEN_TEST_HOPPER") == "1":
-        monkeypatch.setattr(plan_hopper, "SMALL_BLOCKS", -1)
+        monkeypatch.setattr(plan_hopper, "LEAVES_SMALL_CALLS", False)
         monkeypatch.setattr(plan_hopper, "TAKES_SMALLER_TILES", False)
     for name in OTHER_SETTINGS:
         monkeypatch.delenv(name, raising=False)

@@ -28,7 +28,7 @@ from tests.uneven_scales import STEPS, with_steps
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
-_MOST_BLOCKS = 8
+_MOST_BLOCKS = 34
 
 
 class Emulated(NamedTuple):
@@ -54,6 +54,8 @@ CASES = [
     given("bf16", "two pieces, 16 rows", 2, heads=16, seq_lens=(900,), with_sinks=True),
     given("bf16", "many pieces, 64 rows", 7, heads=64, seq_lens=(900, 70)),
     given("fp16", "many pieces, 16 rows", 8, heads=9, seq_lens=(1500, 300), with_sinks=True),
+    given("bf16", "pieces whose tasks two warps share", 34, heads=16, seq_lens=(4300,)),
+    given("e4m3", "pieces whose tasks four warps share", 33, heads=7, seq_lens=(4200,)),
     given("e4m3", "64 rows", heads=64, seq_lens=(300, 17, 0)),
     given("e4m3", "two pieces, 64 rows", 2, heads=64, seq_lens=(600,)),
     given("e4m3", "two pieces, 16 rows", 2, heads=16, seq_lens=(900,), with_sinks=True),
@@ -119,7 +121,7 @@ def emulator(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
 def decoded(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Iterator[Decode]:
     """Return what computes a problem by emulated launches, with the tile for all of its rows."""
     record_launches(monkeypatch, paths=HOPPER)
-    counters = (ctypes.c_uint32 * (2 * _MOST_BLOCKS))()
+    counters = (ctypes.c_uint32 * _MOST_BLOCKS)()
 
     def run(
         given: Emulated, problem: MlaProblem, seed: int, **changes: Any

@@ -14,7 +14,7 @@ import torch
 from mlagen.errors import CaptureError
 from mlagen.runtime.device import device_facts
 
-# Workspaces that a slab has counters for; all of it is about 1 MiB.
+# Workspaces that a slab has counters for; all of it is less than 1 MiB.
 _REGIONS = 1024
 _ALIGNMENT_BYTES = 128
 _COUNTER_BYTES = 4
@@ -26,7 +26,7 @@ _lock = threading.Lock()
 
 
 def counters_of(device: int, workspace: int) -> int:
-    """Return the address of the counters that belong to a workspace: two for each SM.
+    """Return the address of the counters that belong to a workspace: one for each SM.
 
     Raises
     ------
@@ -65,7 +65,7 @@ def _require_no_capture(device: int) -> None:
 
 def _new_regions(device: int) -> list[int]:
     """Return addresses of zeros that are there for every stream."""
-    size = 2 * device_facts(device).sm_count * _COUNTER_BYTES
+    size = device_facts(device).sm_count * _COUNTER_BYTES
     step = -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
     slab = _zeros(_REGIONS * step, device)
     _slabs.append(slab)

@@ -16,6 +16,7 @@ _BLOCK_TOKENS = 64
 _NARROW_UNIT_COST = 2
 _WIDE_UNIT_COST = 6
 _LEAST_SPAN = 2
+_SMALL_TILE_ROWS = 16
 
 # As PartialRow in roles/mla_hopper/merge.cuh, which ends with the row's scales.
 _ROW_BYTES = 8
@@ -24,12 +25,9 @@ _SCALE_BYTES = 4
 # Positions on the line of work are counted in 32 bits.
 _MOST_POSITIONS = 2**31 - 1
 
-# Where requests have so few rows, and so few blocks of tokens in all, the portable kernel is
-# faster: it begins sooner, and where a few blocks of the grid share the work, that is most of the
-# time. Where rows are converted on the way in, it is so for more rows, too, up to twice as many
-# blocks of all tiles of so few rows; that was measured under bf16. See docs/measurements.md.
-SMALL_ROWS = 16
-SMALL_BLOCKS = 64
+# Whether small calls are left to the portable kernel: it begins sooner, and where a few blocks of
+# the grid share the work, that is most of the time.
+LEAVES_SMALL_CALLS = True
 
 # Whether a call may take a tile of fewer rows than its requests have.
 TAKES_SMALLER_TILES = True
@@ -107,10 +105,9 @@ def _blocks_of(tokens: int) -> int:
 
 def _is_small(spec: MlaHopperSpec, rows: int, blocks_of_tokens: int) -> bool:
     """Whether the portable kernel is faster, for requests of ``rows`` rows."""
-    if rows <= SMALL_ROWS:
-        return blocks_of_tokens <= SMALL_BLOCKS
-    blocks = blocks_of_tokens * -(-rows // SMALL_ROWS)
-    return spec.converts_rows and blocks <= 2 * SMALL_BLOCKS
+    most_rows, most_blocks = spec.small_calls
+    blocks = blocks_of_tokens * -(-rows // _SMALL_TILE_ROWS)
+    return LEAVES_SMALL_CALLS and rows <= most_rows and blocks <= most_blocks
 
 
 def _unit_cost(spec: MlaHopperSpec) -> int:

@@ -89,6 +89,15 @@ class MlaHopperSpec(KernelSpec):
     tile_rows: int
 
     @property
+    def small_calls(self) -> tuple[int, int]:
+        """Rows of a request and blocks of tokens up to which the portable kernel is faster.
+
+        The blocks are those of all requests, counted for each tile of 16 rows. See
+        ``docs/measurements.md``.
+        """
+        return 32, 128
+
+    @property
     def is_narrow(self) -> bool:
         """Whether tokens take the place of rows in the products."""
         return self.tile_rows <= _WIDEST_NARROW
@@ -117,11 +126,6 @@ class MlaHopperSpec(KernelSpec):
     def is_sparse(self) -> bool:
         """Whether every query token has a list of tokens of its own."""
         return self.variant.lookup == "sparse"
-
-    @property
-    def converts_rows(self) -> bool:
-        """Whether values are converted on their way to the tensor cores."""
-        return self.variant.kv_dtype is not self.math_dtype
 
     @property
     def producer_warps(self) -> int:

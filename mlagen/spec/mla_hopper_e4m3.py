@@ -21,6 +21,11 @@ class MlaHopperE4m3Spec(MlaHopper8BitSpec):
     template: ClassVar[str] = "kernels/mla_hopper_e4m3.cu.j2"
 
     @property
+    def small_calls(self) -> tuple[int, int]:
+        """Rows of a request and blocks of tokens up to which the portable kernel is faster."""
+        return 16, 64
+
+    @property
     def copies_thirds(self) -> bool:
         """Whether a copy brings a third of a block's tiles."""
         return False

@@ -91,6 +91,11 @@ class MlaHopperPackedSpec(MlaHopper8BitSpec):
         return DType.FP16
 
     @property
+    def small_calls(self) -> tuple[int, int]:
+        """Rows of a request and blocks of tokens up to which the portable kernel is faster."""
+        return (128, 128) if self.splits_query else (16, 64)
+
+    @property
     def splits_query(self) -> bool:
         """Whether an element of the query is multiplied as the sum of two in 8 bits."""
         return self.variant.query_dtype.is_16bit

@@ -16,9 +16,9 @@ static unsigned __reduce_max_sync(unsigned mask, unsigned value) {
   }
   return value;
 }
+static int __clz(int value) { return value == 0 ? 32 : __builtin_clz(static_cast<u32>(value)); }
 static int __float2int_rn(float value) { return static_cast<int>(nearbyintf(value)); }
 static int __float2int_rz(float value) { return static_cast<int>(value); }
-static u32 atomicAdd(u32* address, u32 value) { return atom_add_acq_rel_gpu(address, value); }
 
 static u64 mov_b64(u32 low, u32 high) { return static_cast<u64>(high) << 32 | low; }
 static void mov_b32(u32&) {}
@@ -40,7 +40,10 @@ static u32 ld_acquire_gpu(const u32* address) {
   give_way();
   return *address;
 }
-static void red_add_release_gpu(u32* address, u32 value) { *address += value; }
+static void red_inc_release_gpu(u32* address, u32 most) {
+  *address = *address >= most ? 0 : *address + 1;
+}
+static void red_inc_relaxed_gpu(u32* address, u32 most) { red_inc_release_gpu(address, most); }
 
 static void cp_async_cg_16(u32 target, const void* source, u32 count) {
   if (target % 16 != 0) complain("misaligned copy", target);

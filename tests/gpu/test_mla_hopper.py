@@ -168,7 +168,7 @@ def test_a_small_call_takes_the_portable_kernel(
 ) -> None:
     """Unless it is told otherwise."""
     monkeypatch.setenv("MLAGEN_MLA_KERNEL", "auto")
-    monkeypatch.setattr(plan_hopper, "SMALL_BLOCKS", 64)
+    monkeypatch.setattr(plan_hopper, "LEAVES_SMALL_CALLS", True)
     current_settings.cache_clear()
     assert device.device_facts(0).major == 9
     mla_call._calls.clear()

@@ -23,7 +23,7 @@ import torch
 from mlagen.runtime import plan_hopper
 from tests.cases import MlaCase
 from tests.mla_semantics import compute
-plan_hopper.SMALL_BLOCKS = -1
+plan_hopper.LEAVES_SMALL_CALLS = False
 plan_hopper.TAKES_SMALLER_TILES = False
 fp16, e4m3 = torch.float16, torch.float8_e4m3fn
 for case in (
@@ -38,6 +38,9 @@ for case in (
     MlaCase(name="e4m3 under bf16", seq_lens=(170, 9), kv_format="e4m3", scales="for 128 elements"),
     MlaCase(name="packed", seq_lens=(70, 9), heads=32, kv_format="packed656", top_k=40),
     MlaCase(name="packed, 64 rows", seq_lens=(70, 9), heads=64, kv_format="packed656"),
+    MlaCase(name="lists under e4m3", seq_lens=(70, 9), heads=64, dtype=e4m3, top_k=40),
+    MlaCase(name="packed640", seq_lens=(70, 9), heads=20, kv_format="packed640"),
+    MlaCase(name="many pieces", seq_lens=(4300,), heads=9),
     MlaCase(name="biased", seq_lens=(70, 9), kv_format="packed640", bias="for each head"),
     MlaCase(name="values apart", seq_lens=(70, 9), heads=32, values="other pages"),
 ):

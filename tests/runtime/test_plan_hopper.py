@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from mlagen.runtime.plan import MlaDecodeProblem
 from mlagen.runtime.plan_hopper import HopperPlan, line_fits, plan_mla_hopper, rows_of_tile
+from mlagen.spec.dtype import DType
 from mlagen.spec.mla_hopper import MlaHopperSpec
 from tests.kernels import mla_hopper, mla_hopper_e4m3, mla_hopper_packed
 
@@ -127,13 +128,44 @@ def test_little_work_takes_tiles_of_few_rows(
 
 @pytest.mark.parametrize(
     ("batch", "heads", "longest_kv", "is_small"),
-    [(2, 16, 1024, True), (4, 16, 1024, True), (4, 16, 1025, False), (1, 17, 64, False)],
+    [
+        (2, 16, 1024, True),
+        (8, 16, 1024, True),
+        (8, 16, 1025, False),
+        (4, 32, 1024, True),
+        (4, 32, 1025, False),
+        (1, 33, 64, False),
+    ],
 )
 def test_few_rows_of_few_tokens_are_small(
     batch: int, heads: int, longest_kv: int, is_small: bool
 ) -> None:
-    """Sixteen rows at the most, and 64 blocks of 64 tokens in all requests together."""
+    """32 rows at the most, and 128 blocks of 64 tokens for each sixteen of all requests' rows."""
     assert plan(batch=batch, heads=heads, longest_kv=longest_kv).is_small is is_small
+
+
+@pytest.mark.parametrize(
+    ("spec", "heads", "blocks", "is_small"),
+    [
+        (mla_hopper_e4m3(rows=16), 16, 64, True),
+        (mla_hopper_e4m3(rows=16), 16, 65, False),
+        (mla_hopper_e4m3(rows=17), 17, 1, False),
+        (mla_hopper_packed(rows=16), 16, 128, True),
+        (mla_hopper_packed(rows=16), 16, 129, False),
+        (mla_hopper_packed(rows=128), 128, 16, True),
+        (mla_hopper_packed(rows=128), 128, 17, False),
+        (mla_hopper_packed(rows=16, query_dtype=DType.E4M3, kv_dtype=DType.E4M3), 16, 65, False),
+    ],
+)
+def test_what_is_small_depends_on_the_rows(
+    spec: MlaHopperSpec, heads: int, blocks: int, is_small: bool
+) -> None:
+    """With queries in e4m3 the portable kernel is seldom the faster one."""
+    problem = MlaDecodeProblem(
+        batch=1, q_len=1, heads=heads, total_rows=heads, longest_kv=64 * blocks
+    )
+
+    assert plan_mla_hopper(spec, problem, 1, SMS).is_small is is_small
 
 
 @pytest.mark.parametrize(

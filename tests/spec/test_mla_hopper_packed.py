@@ -71,5 +71,3 @@ def test_it_has_an_sm_for_itself(rows: int) -> None:
 
     assert spec.threads == 512
     assert spec.shared_bytes == mla_hopper(rows=rows).shared_bytes
-    assert spec.converts_rows
-    assert not mla_hopper(rows=rows).converts_rows

@@ -23,36 +23,60 @@ __device__ inline float largest_lse(const Params& params, i64 row) {
   return warp_maximum(largest);
 }
 
-// Sums this warp's share of the splits, each weighted by 2^(its LSE - largest).
-__device__ inline float4 weighted_sum(const Params& params, i64 row, int dim, float largest,
-                                      float& weights) {
-  float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-  weights = 0.0f;
-#pragma unroll 4
-  for (int split = warp_index(); split < params.splits; split += kWarps) {
-    const i64 partial_row = split * params.total_rows + row;
-    const float lse = params.partial_lse[partial_row];
-    if (lse == -kInfinity) continue;  // nothing seen
-    const float weight = ex2_approx(lse - largest);
-    const float4 value =
-        *reinterpret_cast<const float4*>(params.partial_out + partial_row * kHeadDimVo + dim);
-    weights += weight;
-    total.x += weight * value.x;
-    total.y += weight * value.y;
-    total.z += weight * value.z;
-    total.w += weight * value.w;
+// What a warp has of some of the splits that are its own, every fourth: loads that wait for each
+// other take longer than all else here.
+constexpr int kSplitsAtOnce = 8;
+
+struct PartialRows {
+  float lse[kSplitsAtOnce];
+  float4 values[kSplitsAtOnce];
+
+  // Those from `first` on. Where there is no split, or it has seen nothing, values may be anything.
+  __device__ PartialRows(const Params& params, i64 row, int dim, int first) {
+    const i64 partial_row = first * params.total_rows + row;
+    const float* lse_of_row = params.partial_lse + partial_row;
+    const float* values_of_row = params.partial_out + partial_row * kHeadDimVo + dim;
+#pragma unroll
+    for (int i = 0; i < kSplitsAtOnce; ++i) {
+      const bool exists = first + i * kWarps < params.splits;
+      lse[i] = exists ? *lse_of_row : -kInfinity;
+      if (exists) values[i] = *reinterpret_cast<const float4*>(values_of_row);
+      lse_of_row += kWarps * params.total_rows;
+      values_of_row += kWarps * params.total_rows * kHeadDimVo;
+    }
   }
-  return total;
-}
+
+  // Adds them, each weighted by 2^(its LSE - largest).
+  __device__ void add_to(float4& total, float& weights, float largest) const {
+#pragma unroll
+    for (int i = 0; i < kSplitsAtOnce; ++i) {
+      if (lse[i] == -kInfinity) continue;
+      const float weight = ex2_approx(lse[i] - largest);
+      weights += weight;
+      total.x += weight * values[i].x;
+      total.y += weight * values[i].y;
+      total.z += weight * values[i].z;
+      total.w += weight * values[i].w;
+    }
+  }
+};
 
 __device__ inline void combine(const Params& params, SharedMemory& shared) {
-  const i64 row = blockIdx.x / kSlices;
+  const int row = static_cast<int>(blockIdx.x) / kSlices;
   const int dim = static_cast<int>(blockIdx.x) % kSlices * kSliceDims + lane_index() * 4;
   const bool is_outside = dim >= kHeadDimVo;  // the last slice may be wider than what is left
-  const float largest = largest_lse(params, row);
-  float weights;
-  shared.values[warp_index()][lane_index()] =
-      weighted_sum(params, row, is_outside ? 0 : dim, largest, weights);
+  const float sink = params.sinks == nullptr ? -kInfinity : params.sinks[row % params.heads];
+  const float scale = value_of(params.bmm2_scale_tensor, params.bmm2_scale) * params.output_factor;
+  float largest = -kInfinity;
+  float weights = 0.0f;
+  float4 part = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll 1
+  for (int first = 0; first < params.splits; first += kSplitsAtOnce * kWarps) {
+    const PartialRows rows(params, row, is_outside ? 0 : dim, first + warp_index());
+    if (first == 0) largest = largest_lse(params, row);  // while these are on their way
+    rows.add_to(part, weights, largest);
+  }
+  shared.values[warp_index()][lane_index()] = part;
   if (lane_index() == 0) shared.sum[warp_index()] = weights;
   __syncthreads();
   if (warp_index() != 0) return;
@@ -68,13 +92,11 @@ __device__ inline void combine(const Params& params, SharedMemory& shared) {
     total.z += value.z;
     total.w += value.w;
   }
-  const float sink = params.sinks == nullptr ? -kInfinity : params.sinks[row % params.heads];
   const RowResult result = finish_row(largest, sum, sink);
-  const float factor =
-      result.factor * value_of(params.bmm2_scale_tensor, params.bmm2_scale) * params.output_factor;
+  const float factor = result.factor * scale;
   if (!is_outside) {
-    store_x4(OutElement{}, params.out, row * kHeadDimVo + dim, total.x * factor, total.y * factor,
-             total.z * factor, total.w * factor);
+    store_x4(OutElement{}, params.out, static_cast<i64>(row) * kHeadDimVo + dim, total.x * factor,
+             total.y * factor, total.z * factor, total.w * factor);
   }
   if (params.lse != nullptr && blockIdx.x % kSlices == 0 && lane_index() == 0) {
     params.lse[row] = result.lse * params.lse_factor;

@@ -19,7 +19,7 @@ __device__ inline void add_piece(const Crew&, const MergeRoom& room, Accumulator
 #pragma unroll
   for (int i = 0; i < kAccumulators; ++i) {
     const float4 own = weighted(accumulator(accumulators, i), own_weights, i);
-    const float4 other = weighted(from_halves(values[i * kWarpLanes]), weights, i);
+    const float4 other = weighted(from_halves(values[task_offset(i) * kWarpLanes]), weights, i);
     set_accumulator(
         accumulators, i,
         make_float4(own.x + other.x, own.y + other.y, own.z + other.z, own.w + other.w));

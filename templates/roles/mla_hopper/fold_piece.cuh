@@ -5,10 +5,9 @@
 // half that either keeps.
 __device__ inline void fold_piece(const Params& params, const Item& item, SharedMemory& shared,
                                   const Crew& crew, Accumulators& accumulators, OwnRows& rows) {
-  await(params, item, crew, item.mergers);
+  await(params, item, crew);
   const int tasks = crew.half < 0 ? kTasks : kTasks / 2;
   const MergeRoom room = {shared.query, 1, 0, kRows, max(crew.half, 0) * tasks, tasks};
   bring_pieces(params, item, crew, room, 1 - item.piece);
-  if (is_last_merger(params, item, crew)) reset_arrivals(params, item);
   add_piece(crew, room, accumulators, rows);
 }

@@ -1,5 +1,5 @@
 // What a block computes one after the other: pieces of units, for one member of the team. Needs
-// span.cuh.
+// span.cuh, slices.cuh.
 
 // The block of tokens that a position is in, counted from the unit's first; what comes before the
 // blocks belongs to the first.
@@ -51,6 +51,7 @@ struct Item : Part {
   int visible_to_all;  // tokens that every row of the tile sees
   int pieces;
   int mergers;  // of them, the first: the last is one if nothing follows it in its block
+  int slice_tasks;  // where there are more than two pieces
   int piece;
   int owner;  // the block of the grid that has piece 0
   int row_visible[kRows];  // how many tokens a row sees
@@ -109,6 +110,7 @@ struct ItemWalk : WalkState {
     item.visible_to_all = visible_tokens(part.first_row);
     item.pieces = pieces.count;
     item.mergers = pieces.count - (pieces.end_span ? 0 : 1);
+    item.slice_tasks = tasks_of_slice(item.mergers);
     item.piece = first_block() == 0 ? 0 : span.index - pieces.first_span;
     item.owner = block_of_span(pieces.first_span);
   }

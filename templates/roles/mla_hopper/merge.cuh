@@ -49,33 +49,37 @@ __device__ inline int place_of_piece(const Params& params, const Item& item, int
   return piece == 0 ? last_place(item.owner) : first_place(item.owner - piece * params.team_size);
 }
 
-__device__ inline u32* arrivals(const Params& params, const Item& item) {
-  return params.counters + item.owner * 2;
+// How many crews leave a piece, or one half of it, for others: of two pieces each merger's half
+// comes from the other block.
+__device__ inline int announcements(const Item& item) {
+  return item.pieces == 2 ? item.mergers : item.pieces;
+}
+
+// A unit's counter counts what is announced, and then the mergers that have seen all of that. The
+// last of these makes it zero again, for the next launch.
+__device__ inline u32* counter_of(const Params& params, const Item& item) {
+  return params.counters + item.owner;
+}
+
+__device__ inline u32 last_count(const Item& item) {
+  return static_cast<u32>(announcements(item) + item.mergers - 1);
 }
 
 // When all threads of the crew have written; tells those who wait.
 __device__ inline void announce(const Params& params, const Item& item, const Crew& crew) {
   crew.sync();
-  if (crew.is_leader()) red_add_release_gpu(arrivals(params, item), 1);
+  if (crew.is_leader()) red_inc_release_gpu(counter_of(params, item), last_count(item));
 }
 
-__device__ inline void await(const Params& params, const Item& item, const Crew& crew, int count) {
+// Waits for all pieces, by each merger once.
+__device__ inline void await(const Params& params, const Item& item, const Crew& crew) {
   if (crew.is_leader()) {
-    while (ld_acquire_gpu(arrivals(params, item)) != static_cast<u32>(count)) {
+    u32* counter = counter_of(params, item);
+    while (ld_acquire_gpu(counter) < static_cast<u32>(announcements(item))) {
     }
+    red_inc_relaxed_gpu(counter, last_count(item));
   }
   crew.sync();
-}
-
-// Says that a merger waits no more. The last of them sets the counters back; says whether this is
-// it.
-__device__ inline bool is_last_merger(const Params& params, const Item& item, const Crew& crew) {
-  if (!crew.is_leader()) return false;
-  return atomicAdd(arrivals(params, item) + 1, 1u) + 1 == static_cast<u32>(item.mergers);
-}
-
-__device__ inline void reset_arrivals(const Params& params, const Item& item) {
-  *reinterpret_cast<uint2*>(arrivals(params, item)) = make_uint2(0, 0);
 }
 
 // The power of two that brings what is finite of a row, `largest` at the most, below 2^14: the
@@ -101,7 +105,8 @@ __device__ inline void store_partial(const Params& params, SharedMemory& shared,
   uint2* values = partial_values(params, place) + own_values();
 #pragma unroll
   for (int i = 0; i < kAccumulators; ++i) {
-    values[i * kWarpLanes] = to_halves(weighted(accumulator(accumulators, i), scales, i));
+    values[task_offset(i) * kWarpLanes] =
+        to_halves(weighted(accumulator(accumulators, i), scales, i));
   }
   PartialRow* target = partial_rows(params, place);
   const bool tells_state = is_row_writer(crew.thread());
@@ -141,32 +146,29 @@ static_assert(kRows * sizeof(PartialRow) + kTasks * kTaskBytes <= kRoomBytes,
               "the only other piece comes whole");
 static_assert(kRowsOfGroup * sizeof(PartialRow) % kChunkBytes == 0, "rows are copied in chunks");
 
+// Begins to copy so many bytes, by threads of which each has `step` bytes between its chunks.
+__device__ inline void begin_copy(u32 target, const void* source, int bytes, int first, int step) {
+  const unsigned char* from = reinterpret_cast<const unsigned char*>(source);
+#pragma unroll 1
+  for (int i = first; i < bytes; i += step) cp_async_cg_16(target + i, from + i, kChunkBytes);
+}
+
 // Copies are waited for once: the latency of what other blocks have just written is long. Many
 // pieces are shared among warps, of few each is shared by all threads.
 __device__ inline void bring_pieces(const Params& params, const Item& item, const Crew& crew,
                                     const MergeRoom& room, int first_piece) {
   const bool are_many = room.pieces >= kConsumerWarps;
-  const int step = are_many ? kConsumerWarps : 1;
-  const int sharers = are_many ? kWarpLanes : crew.threads();
-  const int sharer = are_many ? fresh_lane() : crew.thread();
-  const int row_chunks = room.rows * static_cast<int>(sizeof(PartialRow)) / kChunkBytes;
-  const int chunks = row_chunks + room.tasks * kTaskBytes / kChunkBytes;
-#pragma unroll 2
-  for (int piece = are_many ? fresh_warp() : 0; piece < room.pieces; piece += step) {
+  const int step = (are_many ? kWarpLanes : crew.threads()) * kChunkBytes;
+  const int first = (are_many ? fresh_lane() : crew.thread()) * kChunkBytes;
+#pragma unroll 1
+  for (int piece = are_many ? fresh_warp() : 0; piece < room.pieces;
+       piece += are_many ? kConsumerWarps : 1) {
     const int place = place_of_piece(params, item, first_piece + piece);
-    const Chunk* rows =
-        reinterpret_cast<const Chunk*>(partial_rows(params, place) + room.first_row);
-    const Chunk* values = reinterpret_cast<const Chunk*>(partial_values(params, place) +
-                                                         room.first_task * kWarpLanes);
-    const u32 rows_target = shared_address(room.states(piece));
-    const u32 values_target = shared_address(room.values(piece));
-#pragma unroll 2
-    for (int i = sharer; i < chunks; i += sharers) {
-      const int value = i - row_chunks;
-      cp_async_cg_16(
-          value < 0 ? rows_target + i * kChunkBytes : values_target + value * kChunkBytes,
-          value < 0 ? rows + i : values + value, kChunkBytes);
-    }
+    begin_copy(shared_address(room.states(piece)), partial_rows(params, place) + room.first_row,
+               room.rows * static_cast<int>(sizeof(PartialRow)), first, step);
+    begin_copy(shared_address(room.values(piece)),
+               partial_values(params, place) + room.first_task * kWarpLanes,
+               room.tasks * kTaskBytes, first, step);
   }
   cp_async_commit_group();
   cp_async_wait_group<0>();

@@ -1,32 +1,27 @@
 // Merging three pieces and more of a unit: every block that is a merger takes a slice of the
-// result. Needs merge.cuh, row_state.cuh; from the consumers task_rows, add_task, store_tasks.
+// result. Needs merge.cuh, slices.cuh, row_state.cuh; from the consumers task_rows, add_task,
+// store_tasks.
 
 // Over the lanes that share a row, which are neighbours.
-constexpr int kThreadsOfRow = kConsumerThreads / kRows;
-
 template <typename Join>
-__device__ inline float join_lanes(float value, Join join) {
+__device__ inline float join_lanes(float value, int sharing, Join join) {
 #pragma unroll
-  for (int lanes = 1; lanes < kThreadsOfRow; lanes *= 2) {
-    value = join(value, __shfl_xor_sync(~0u, value, lanes));
+  for (int lanes = 1; lanes < kWarpLanes; lanes *= 2) {
+    const float joined = join(value, __shfl_xor_sync(~0u, value, lanes));
+    value = lanes < sharing ? joined : value;
   }
   return value;
 }
 
-// A slice is as many tasks as make all mergers equally busy. Of many, a warp adds up some together,
-// whose elements lie side by side in the output.
-constexpr int kTasksTogether = 4;
-constexpr int kManyTasks = kTasksTogether * kConsumerWarps;
-
-__device__ constexpr int tasks_of_slice(int mergers) {
-  const int tasks = ceil_div(kTasks, mergers);
-  return tasks < kManyTasks ? tasks : ceil_div(tasks, kTasksTogether) * kTasksTogether;
-}
+// Groups of tasks, one after the other, have the groups of rows, in some families all of them
+// twice.
+constexpr int kGroupsOfRows = kRows / kRowsOfGroup;
 
 // The rows that a slice of so many tasks touches at the most.
 __device__ constexpr int rows_of_slice(int tasks) {
   const int groups = (tasks + kTasksOfGroup - 2) / kTasksOfGroup + 1;
-  return groups * kRowsOfGroup < kRows ? groups * kRowsOfGroup : kRows;
+  return kTasks == kGroupsOfRows * kTasksOfGroup && groups < kGroupsOfRows ? groups * kRowsOfGroup
+                                                                           : kRows;
 }
 
 __device__ constexpr bool slices_fit() {
@@ -39,29 +34,36 @@ __device__ constexpr bool slices_fit() {
 }
 static_assert(slices_fit(), "a slice of every piece comes at once");
 
+constexpr int kLog2ConsumerThreads = kConsumerThreads == 256 ? 8 : 7;
+static_assert(kConsumerThreads == 1 << kLog2ConsumerThreads, "four or eight warps");
+
 // Makes the scale of every piece the factor of its halves in the finished row.
 __device__ inline void merge_rows(const Params& params, const Item& item, const MergeRoom& room) {
-  const int row = fresh_thread() / kThreadsOfRow;
-  const int first = fresh_thread() % kThreadsOfRow;
-  if (room.first_row <= row && row < room.first_row + room.rows) {
+  // As many threads as there are for each row, and no more than a warp has.
+  const int log2_rows = 32 - __clz(room.rows - 1);
+  const int log2_threads = min(kLog2ConsumerThreads - log2_rows, 5);
+  const int threads = 1 << log2_threads;
+  const int row = room.first_row + (fresh_thread() >> log2_threads);
+  if (row < room.first_row + room.rows) {
+    const int first = fresh_thread() & (threads - 1);
+    PartialRow* states = &room.state(first, row);
+    const int step = threads * room.rows;
+    const int count = (room.pieces - first + threads - 1) >> log2_threads;
     float reference = -kLargest;
-#pragma unroll 4
-    for (int piece = first; piece < room.pieces; piece += kThreadsOfRow) {
-      reference = fmaxf(reference, room.state(piece, row).reference);
-    }
-    reference = join_lanes(reference, [](float a, float b) { return fmaxf(a, b); });
+#pragma unroll 2
+    for (int i = 0; i < count; ++i) reference = fmaxf(reference, states[i * step].reference);
+    reference = join_lanes(reference, threads, [](float a, float b) { return fmaxf(a, b); });
     float sum = 0.0f;
-#pragma unroll 4
-    for (int piece = first; piece < room.pieces; piece += kThreadsOfRow) {
-      const PartialRow& state = room.state(piece, row);
-      sum += state.sum * ex2_approx(state.reference - reference);
+#pragma unroll 2
+    for (int i = 0; i < count; ++i) {
+      sum += states[i * step].sum * ex2_approx(states[i * step].reference - reference);
     }
-    sum = join_lanes(sum, [](float a, float b) { return a + b; });
+    sum = join_lanes(sum, threads, [](float a, float b) { return a + b; });
     const RowResult result = result_of(params, item, row, {reference, sum});
     const float factor = result.factor * output_scale(params);
-#pragma unroll 4
-    for (int piece = first; piece < room.pieces; piece += kThreadsOfRow) {
-      PartialRow& state = room.state(piece, row);
+#pragma unroll 2
+    for (int i = 0; i < count; ++i) {
+      PartialRow& state = states[i * step];
       const float weight = factor * ex2_approx(state.reference - reference);
 #pragma unroll
       for (int scale = 0; scale < kScales; ++scale) state.scales[scale] *= weight;
@@ -76,61 +78,108 @@ __device__ inline void merge_rows(const Params& params, const Item& item, const 
   barrier_sync(kConsumerBarrier, kConsumerThreads);
 }
 
-// Adds up `kCount` tasks of all pieces, from `first` on, and writes them; the first row of the
-// output that they belong to, and of each piece its factors, are the same for all. Of those behind
-// the last, the last is added up once more.
+// Adds up `kCount` tasks of the same rows, from `first` on, of some pieces: of the one that is
+// `sharer`, and every 2^`log2_sharers` from there.
 template <int kCount>
-__device__ inline void merge_tasks(const Params& params, const Item& item, SharedMemory& shared,
-                                   const MergeRoom& room, int first) {
-  int offsets[kCount];
-  TaskRows rows[kCount];
-  float4 totals[kCount];
+__device__ inline void add_tasks(const MergeRoom& room, int first, int sharer, int log2_sharers,
+                                 float4 (&totals)[kCount]) {
 #pragma unroll
-  for (int n = 0; n < kCount; ++n) {
-    offsets[n] = min(first - room.first_task + n, room.tasks - 1) * kWarpLanes;
-    rows[n] = task_rows(first + n);
-    totals[n] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-  }
+  for (int n = 0; n < kCount; ++n) totals[n] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  const uint2* values = room.values(sharer) + (first - room.first_task) * kWarpLanes + fresh_lane();
+  const int values_step = room.tasks * kWarpLanes << log2_sharers;
+  const TaskRows rows = task_rows(first);
   const int scale = scale_of_task(first);
-  const uint2* values = room.values(0) + fresh_lane();
-#pragma unroll 2
-  for (int piece = 0; piece < room.pieces; ++piece) {
+  const PartialRow* state_a = &room.state(sharer, rows.a);
+  const PartialRow* state_b = &room.state(sharer, rows.b);
+  const int states_step = room.rows << log2_sharers;
+  const int count = (room.pieces - sharer + (1 << log2_sharers) - 1) >> log2_sharers;
+#pragma unroll kCount == 1 ? 2 : 1
+  for (int i = 0; i < count; ++i) {
+    const float factor_a = state_a->scales[scale];
+    const float factor_b = state_b->scales[scale];
 #pragma unroll
     for (int n = 0; n < kCount; ++n) {
-      totals[n] = add_task(totals[n], from_halves(values[offsets[n]]),
-                           room.state(piece, rows[n].a).scales[scale],
-                           room.state(piece, rows[n].b).scales[scale]);
+      totals[n] = add_task(totals[n], from_halves(values[n * kWarpLanes]), factor_a, factor_b);
     }
-    values += room.tasks * kWarpLanes;
+    values += values_step;
+    state_a += states_step;
+    state_b += states_step;
   }
-  store_tasks<kCount>(params, item, shared, first, room.first_task + room.tasks - first, totals);
+}
+
+// Adds what neighbouring warps have of the same task, for the first of them; where the pieces were.
+__device__ inline void join_sharers(const MergeRoom& room, int sharer, int sharers, float4& total) {
+  float4* totals = reinterpret_cast<float4*>(room.bytes) + fresh_thread();
+  barrier_sync(kConsumerBarrier, kConsumerThreads);
+  *totals = total;
+  barrier_sync(kConsumerBarrier, kConsumerThreads);
+  if (sharer > 0) return;
+#pragma unroll 1
+  for (int other = 1; other < sharers; ++other) {
+    const float4 value = totals[other * kWarpLanes];
+    total = make_float4(total.x + value.x, total.y + value.y, total.z + value.z, total.w + value.w);
+  }
+}
+
+// What warps have to tell each other takes as long as so many pieces.
+constexpr int kManyPieces = 32;
+
+// Adds up the tasks of a slice of few, each by a warp or, of many pieces and where there are more
+// warps than tasks, by two or four, and writes them.
+__device__ inline void merge_few_tasks(const Params& params, const Item& item, SharedMemory& shared,
+                                       const MergeRoom& room) {
+  int log2_sharers =
+      room.tasks * 2 > kConsumerWarps ? 0 : (room.tasks * 4 > kConsumerWarps ? 1 : 2);
+  if (room.pieces < kManyPieces) log2_sharers = 0;
+  const int sharers = 1 << log2_sharers;
+  const int sharer = fresh_warp() & (sharers - 1);
+  const int step = kConsumerWarps >> log2_sharers;
+  const int end = sharers > 1 ? step : room.tasks;  // where they share, all warps meet
+#pragma unroll 1
+  for (int i = fresh_warp() >> log2_sharers; i < end; i += step) {
+    float4 total[1];
+    add_tasks<1>(room, room.first_task + min(i, room.tasks - 1), sharer, log2_sharers, total);
+    if (sharers > 1) join_sharers(room, sharer, sharers, total[0]);
+    if (sharer == 0 && i < room.tasks) {
+      store_tasks<1>(params, item, shared, room.first_task + i, total);
+    }
+  }
+}
+
+// And of many, some together by each warp.
+__device__ inline void merge_many_tasks(const Params& params, const Item& item,
+                                        SharedMemory& shared, const MergeRoom& room) {
+#pragma unroll 1
+  for (int i = fresh_warp() * kTasksTogether; i < room.tasks; i += kManyTasks) {
+    float4 totals[kTasksTogether];
+    add_tasks<kTasksTogether>(room, room.first_task + i, 0, 0, totals);
+    store_tasks<kTasksTogether>(params, item, shared, room.first_task + i, totals);
+  }
+}
+
+// What of all pieces belongs to the tasks of a slice.
+__device__ inline MergeRoom room_of_slice(SharedMemory& shared, int pieces, int first, int tasks) {
+  const u32 first_group = static_cast<u32>(first) / kTasksOfGroup;
+  const u32 last_group = static_cast<u32>(first + tasks - 1) / kTasksOfGroup;
+  // Where groups of rows begin anew, it is all rows.
+  const bool is_whole = first_group / kGroupsOfRows != last_group / kGroupsOfRows;
+  const u32 first_row = is_whole ? 0 : first_group % kGroupsOfRows * kRowsOfGroup;
+  const u32 rows = is_whole ? kRows : (last_group + 1 - first_group) * kRowsOfGroup;
+  return {shared.query, pieces, static_cast<int>(first_row), static_cast<int>(rows), first, tasks};
 }
 
 __device__ inline void merge_slices(const Params& params, const Item& item, SharedMemory& shared) {
   const Crew all = {-1};
-  const int each = tasks_of_slice(item.mergers);
-  const int first = item.piece * each;
-  const int end = min(first + each, kTasks);
-  const int first_group = first / kTasksOfGroup;
-  const int groups = (end - 1) / kTasksOfGroup + 1 - first_group;
-  const MergeRoom room = {shared.query,          item.pieces, first_group * kRowsOfGroup,
-                          groups * kRowsOfGroup, first,       end - first};
-  await(params, item, all, item.pieces);
-  const bool is_last = is_last_merger(params, item, all);
-  if (room.tasks > 0) {
-    bring_pieces(params, item, all, room, 0);
-    merge_rows(params, item, room);
-    if (each < kManyTasks) {
-#pragma unroll 1
-      for (int task = first + fresh_warp(); task < end; task += kConsumerWarps) {
-        merge_tasks<1>(params, item, shared, room, task);
-      }
-    } else {
-#pragma unroll 1
-      for (int task = first + fresh_warp() * kTasksTogether; task < end; task += kManyTasks) {
-        merge_tasks<kTasksTogether>(params, item, shared, room, task);
-      }
-    }
+  const int first = item.piece * item.slice_tasks;
+  const int tasks = min(item.slice_tasks, kTasks - first);
+  await(params, item, all);
+  if (tasks <= 0) return;
+  const MergeRoom room = room_of_slice(shared, item.pieces, first, tasks);
+  bring_pieces(params, item, all, room, 0);
+  merge_rows(params, item, room);
+  if (item.slice_tasks < kManyTasks) {
+    merge_few_tasks(params, item, shared, room);
+  } else {
+    merge_many_tasks(params, item, shared, room);
   }
-  if (is_last) reset_arrivals(params, item);
 }

@@ -11,7 +11,7 @@ __device__ inline void store_piece(const Params& params, const Item& item, Share
   if (!nonfinite_flag(shared, item)) return;
   uint2* values = partial_values(params, place) + own_values();
   restore_nonfinite<Fp16>(params, item, 1.0f, [&](int i, int c) {
-    return reinterpret_cast<u16*>(values + i * kWarpLanes) + c;
+    return reinterpret_cast<u16*>(values + task_offset(i) * kWarpLanes) + c;
   });
 }
 

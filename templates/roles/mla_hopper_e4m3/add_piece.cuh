@@ -31,7 +31,7 @@ __device__ inline void add_piece(const Crew& crew, const MergeRoom& room,
     }
 #pragma unroll
     for (int tile = 0; tile < kDimTiles; ++tile) {
-      const float4 other = from_halves(values[(tile * kRowGroups + group) * kWarpLanes]);
+      const float4 other = from_halves(values[task_offset(tile * kRowGroups + group) * kWarpLanes]);
       float* own = accumulators[tile] + group * 4;
       own[0] = own[0] * own_weights[0] + other.x * weights[0];
       own[1] = own[1] * own_weights[1] + other.y * weights[1];

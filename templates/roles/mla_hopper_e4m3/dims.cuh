@@ -17,10 +17,7 @@ __device__ inline int dim_of(int warp, int i) {
 // The dim of part `c` of float4 `i`.
 __device__ inline int part_dim(int warp, int i, int c) { return dim_of(warp, i) + c / 2; }
 
-// Where a warp's float4s are among those of all: half of the warps of either consumer have the
-// first half.
-__device__ inline int first_task_of(int warp) { return (warp % 4 * 2 + warp / 4) * kAccumulators; }
-__device__ inline int warp_of_task(int task) {
-  const int place = task / kAccumulators;
-  return place % 2 * 4 + place / 2;
-}
+// Where a warp is among those of its half, which are two of either consumer, and the warp that is
+// there.
+__device__ inline int place_in_half(int warp) { return warp / 4 * 2 + warp % 2; }
+__device__ inline int warp_at(int half, int place) { return place / 2 * 4 + half * 2 + place % 2; }

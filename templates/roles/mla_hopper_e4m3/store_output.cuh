@@ -48,16 +48,15 @@ __device__ inline void store_rows(const Params& params, const Item& item, Shared
   }
 }
 
-// Writes the first `count` of some tasks from `first` on, after merging.
+// Writes some tasks from `first` on, after merging.
 template <int kCount>
 __device__ inline void store_tasks(const Params& params, const Item& item, SharedMemory&, int first,
-                                   int count, const float4 (&values)[kCount]) {
+                                   const float4 (&values)[kCount]) {
 #pragma unroll
   for (int n = 0; n < kCount; ++n) {
-    if (n >= count) return;
     const int task = first + n;
     const TaskRows rows = task_rows(task);
-    const int dim = dim_of(warp_of_task(task), task % kAccumulators);
+    const int dim = dim_of(warp_of_task(task), accumulator_of_task(task));
     unsigned char* out = reinterpret_cast<unsigned char*>(params.out) +
                          (global_row(params, item, rows.a) * kHeadDimVo + dim) * 2;
     if (rows.a < item.rows) store_pair(out, values[n].x, values[n].z);

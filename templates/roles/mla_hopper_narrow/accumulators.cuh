@@ -33,24 +33,43 @@ __device__ inline float4 weighted(float4 value, const float (&weights)[kOwnRows]
   return make_float4(value.x * a, value.y * b, value.z * a, value.w * b);
 }
 
-// All warps' float4s in a row are the tasks; all of them have all rows.
-constexpr int kRowsOfGroup = kRows;
-constexpr int kTasksOfGroup = kAccumulators * kConsumerWarps;
+// Of all warps' float4s in a row, the tasks, those of half of the warps come first, of these those
+// of the same eight rows together, and of these those of a warp.
+constexpr int kRowsOfGroup = 8;
+constexpr int kTasksOfGroup = kConsumerWarps / 2 * kDimTiles;
+constexpr int kHalfTasks = kRowGroups * kTasksOfGroup;
+
+__device__ inline int first_task_of(int warp) {
+  return half_of_warp(warp) * kHalfTasks + place_in_half(warp) * kDimTiles;
+}
+
+// Where float4 `i` is behind the first of its warp.
+__device__ constexpr int task_offset(int i) {
+  return i % kRowGroups * kTasksOfGroup + i / kRowGroups;
+}
+
+// Which warp has a task, and as which of its float4s.
+__device__ inline int warp_of_task(u32 task) {
+  return warp_at(task / kHalfTasks, task % kTasksOfGroup / kDimTiles);
+}
+__device__ inline int accumulator_of_task(u32 task) {
+  return task % kDimTiles * kRowGroups + task / kTasksOfGroup % kRowGroups;
+}
 
 struct TaskRows {
   int a;
   int b;
 };
 
-__device__ inline TaskRows task_rows(int task) {
-  const int row = own_row(task % kRowGroups * 2);
+__device__ inline TaskRows task_rows(u32 task) {
+  const int row = own_row(task / kTasksOfGroup % kRowGroups * 2);
   return {row, row + 1};
 }
 
 // A row has one scale.
 constexpr int kScales = 1;
 __device__ inline int scale_of_warp(int) { return 0; }
-__device__ inline int scale_of_task(int) { return 0; }
+__device__ inline int scale_of_task(u32) { return 0; }
 
 __device__ inline float4 add_task(float4 total, float4 value, float weight_a, float weight_b) {
   return make_float4(total.x + value.x * weight_a, total.y + value.y * weight_b,

@@ -16,5 +16,6 @@ __device__ inline int dim_of(int warp, int i) {
 // The dim of part `c` of float4 `i`.
 __device__ inline int part_dim(int warp, int i, int c) { return dim_of(warp, i) + c / 2 * 8; }
 
-// Where a warp's float4s are among those of all.
-__device__ inline int first_task_of(int warp) { return warp * kAccumulators; }
+// Where a warp is among those of its half, and the warp that is there.
+__device__ inline int place_in_half(int warp) { return warp % 2; }
+__device__ inline int warp_at(int half, int place) { return half * 2 + place; }

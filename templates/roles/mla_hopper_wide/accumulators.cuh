@@ -51,6 +51,7 @@ __device__ inline float4 weighted(float4 value, const float (&weights)[kOwnRows]
 constexpr int kRowsOfGroup = 16;
 constexpr int kTasksOfGroup = kHeadDimVo / 8;
 __device__ inline int first_task_of(int warp) { return (warp % 4 * 2 + warp / 4) * kAccumulators; }
+__device__ constexpr int task_offset(int i) { return i; }
 
 // The rows that the parts of a float4 belong to.
 struct TaskRows {
@@ -58,15 +59,15 @@ struct TaskRows {
   int b;
 };
 
-__device__ inline TaskRows task_rows(int task) {
-  const int row = task / kTasksOfGroup * kRowsOfGroup + fresh_lane() / 4;
+__device__ inline TaskRows task_rows(u32 task) {
+  const int row = static_cast<int>(task / kTasksOfGroup) * kRowsOfGroup + fresh_lane() / 4;
   return {row, row + 8};
 }
 
 // Either half of a row has a scale of its own.
 constexpr int kScales = 2;
 __device__ inline int scale_of_warp(int warp) { return warp / 4; }
-__device__ inline int scale_of_task(int task) { return task / kAccumulators % 2; }
+__device__ inline int scale_of_task(u32 task) { return task / kAccumulators % 2; }
 
 __device__ inline float4 add_task(float4 total, float4 value, float weight_a, float weight_b) {
   return make_float4(total.x + value.x * weight_a, total.y + value.y * weight_a,

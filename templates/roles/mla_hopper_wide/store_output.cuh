@@ -75,10 +75,10 @@ __device__ inline void store_rows(const Params& params, const Item& item, Shared
   }
 }
 
-// Writes the first `count` of some tasks from `first` on, after merging.
+// Writes some tasks from `first` on, after merging.
 template <int kCount>
 __device__ inline void store_tasks(const Params& params, const Item& item,
-                                   const SharedMemory& shared, int first, int count,
+                                   const SharedMemory& shared, u32 first,
                                    const float4 (&values)[kCount]) {
   u32 pairs[kStagedTasks][kOwnRows] = {};
 #pragma unroll
@@ -87,5 +87,5 @@ __device__ inline void store_tasks(const Params& params, const Item& item,
     pairs[n][1] = cvt_rn_x2_f32(Element{}, values[n].w, values[n].z);
   }
   const RowWriter writer(params, item, shared, first / kTasksOfGroup * kRowsOfGroup);
-  writer.write(pairs, first % kTasksOfGroup * 8, min(count, kCount));
+  writer.write(pairs, first % kTasksOfGroup * 8, kCount);
 }

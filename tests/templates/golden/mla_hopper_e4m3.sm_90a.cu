@@ -469,10 +469,16 @@ __device__ inline void prefetch_l2(const void* address) {
 
 // PTX ISA, "Parallel Synchronization and Communication Instructions: red". Needs sm_80.
 
-// red.release.gpu.global.add.u32
-// Adds; what was written before is seen by those who acquire the sum.
-__device__ inline void red_add_release_gpu(u32* address, u32 value) {
-  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+// red.release.gpu.global.inc.u32
+// Adds one, or makes `most` zero; what was written before is seen by those who acquire the count.
+__device__ inline void red_inc_release_gpu(u32* address, u32 most) {
+  asm volatile("red.release.gpu.global.inc.u32 [%0], %1;" ::"l"(address), "r"(most) : "memory");
+}
+
+// red.relaxed.gpu.global.inc.u32
+// Adds one, or makes `most` zero.
+__device__ inline void red_inc_relaxed_gpu(u32* address, u32 most) {
+  asm volatile("red.relaxed.gpu.global.inc.u32 [%0], %1;" ::"l"(address), "r"(most) : "memory");
 }
 
 // PTX ISA, "Miscellaneous Instructions: setmaxnreg". Needs sm_90.
@@ -1060,8 +1066,9 @@ __device__ inline u64 policy_of_lines(bool are_read_again) {
   return are_read_again ? createpolicy_evict_normal() : createpolicy_evict_first();
 }
 
-// As blocks/fresh_thread.cuh; compilers are told that the index is not negative, so that division
-// is a shift. Needs ptx/mov.cuh.
+// Indices of this thread as compilers have not seen them: what is computed from them is computed
+// where it is used, and takes no register from the products in between. Compilers are told that the
+// index is not negative, so that division is a shift. Needs ptx/mov.cuh.
 
 __device__ inline int fresh_thread() {
   const int thread = static_cast<int>(mov_tid_x());
@@ -1438,8 +1445,22 @@ __device__ inline bool find_span(const Params& params, int team, int length, Spa
   return true;
 }
 
+// How many tasks of a result each block adds up that merges pieces. Needs
+// roles/mla_hopper/constants.
+
+// A slice is as many tasks as make all mergers equally busy. Of many, a warp adds up some together,
+// whose elements lie side by side in the output.
+constexpr int kTasksTogether = 4;
+constexpr int kManyTasks = kTasksTogether * kConsumerWarps;
+
+// By unsigned numbers, whose division is shorter.
+__device__ constexpr int tasks_of_slice(u32 mergers) {
+  const int tasks = static_cast<int>((kTasks + mergers - 1) / mergers);
+  return tasks < kManyTasks ? tasks : ceil_div(tasks, kTasksTogether) * kTasksTogether;
+}
+
 // What a block computes one after the other: pieces of units, for one member of the team. Needs
-// span.cuh.
+// span.cuh, slices.cuh.
 
 // The block of tokens that a position is in, counted from the unit's first; what comes before the
 // blocks belongs to the first.
@@ -1491,6 +1512,7 @@ struct Item : Part {
   int visible_to_all;  // tokens that every row of the tile sees
   int pieces;
   int mergers;  // of them, the first: the last is one if nothing follows it in its block
+  int slice_tasks;  // where there are more than two pieces
   int piece;
   int owner;  // the block of the grid that has piece 0
   int row_visible[kRows];  // how many tokens a row sees
@@ -1549,6 +1571,7 @@ struct ItemWalk : WalkState {
     item.visible_to_all = visible_tokens(part.first_row);
     item.pieces = pieces.count;
     item.mergers = pieces.count - (pieces.end_span ? 0 : 1);
+    item.slice_tasks = tasks_of_slice(item.mergers);
     item.piece = first_block() == 0 ? 0 : span.index - pieces.first_span;
     item.owner = block_of_span(pieces.first_span);
   }
@@ -2345,13 +2368,10 @@ __device__ inline int dim_of(int warp, int i) {
 // The dim of part `c` of float4 `i`.
 __device__ inline int part_dim(int warp, int i, int c) { return dim_of(warp, i) + c / 2; }
 
-// Where a warp's float4s are among those of all: half of the warps of either consumer have the
-// first half.
-__device__ inline int first_task_of(int warp) { return (warp % 4 * 2 + warp / 4) * kAccumulators; }
-__device__ inline int warp_of_task(int task) {
-  const int place = task / kAccumulators;
-  return place % 2 * 4 + place / 2;
-}
+// Where a warp is among those of its half, which are two of either consumer, and the warp that is
+// there.
+__device__ inline int place_in_half(int warp) { return warp / 4 * 2 + warp % 2; }
+__device__ inline int warp_at(int half, int place) { return place / 2 * 4 + half * 2 + place % 2; }
 
 // What a consumer has of the output in registers, where its dims take the place of rows in the
 // products, and rows that of columns. Needs ptx/wgmma.cuh, row_state.cuh; from the family
@@ -2388,24 +2408,43 @@ __device__ inline float4 weighted(float4 value, const float (&weights)[kOwnRows]
   return make_float4(value.x * a, value.y * b, value.z * a, value.w * b);
 }
 
-// All warps' float4s in a row are the tasks; all of them have all rows.
-constexpr int kRowsOfGroup = kRows;
-constexpr int kTasksOfGroup = kAccumulators * kConsumerWarps;
+// Of all warps' float4s in a row, the tasks, those of half of the warps come first, of these those
+// of the same eight rows together, and of these those of a warp.
+constexpr int kRowsOfGroup = 8;
+constexpr int kTasksOfGroup = kConsumerWarps / 2 * kDimTiles;
+constexpr int kHalfTasks = kRowGroups * kTasksOfGroup;
+
+__device__ inline int first_task_of(int warp) {
+  return half_of_warp(warp) * kHalfTasks + place_in_half(warp) * kDimTiles;
+}
+
+// Where float4 `i` is behind the first of its warp.
+__device__ constexpr int task_offset(int i) {
+  return i % kRowGroups * kTasksOfGroup + i / kRowGroups;
+}
+
+// Which warp has a task, and as which of its float4s.
+__device__ inline int warp_of_task(u32 task) {
+  return warp_at(task / kHalfTasks, task % kTasksOfGroup / kDimTiles);
+}
+__device__ inline int accumulator_of_task(u32 task) {
+  return task % kDimTiles * kRowGroups + task / kTasksOfGroup % kRowGroups;
+}
 
 struct TaskRows {
   int a;
   int b;
 };
 
-__device__ inline TaskRows task_rows(int task) {
-  const int row = own_row(task % kRowGroups * 2);
+__device__ inline TaskRows task_rows(u32 task) {
+  const int row = own_row(task / kTasksOfGroup % kRowGroups * 2);
   return {row, row + 1};
 }
 
 // A row has one scale.
 constexpr int kScales = 1;
 __device__ inline int scale_of_warp(int) { return 0; }
-__device__ inline int scale_of_task(int) { return 0; }
+__device__ inline int scale_of_task(u32) { return 0; }
 
 __device__ inline float4 add_task(float4 total, float4 value, float weight_a, float weight_b) {
   return make_float4(total.x + value.x * weight_a, total.y + value.y * weight_b,
@@ -2633,16 +2672,15 @@ __device__ inline void store_rows(const Params& params, const Item& item, Shared
   }
 }
 
-// Writes the first `count` of some tasks from `first` on, after merging.
+// Writes some tasks from `first` on, after merging.
 template <int kCount>
 __device__ inline void store_tasks(const Params& params, const Item& item, SharedMemory&, int first,
-                                   int count, const float4 (&values)[kCount]) {
+                                   const float4 (&values)[kCount]) {
 #pragma unroll
   for (int n = 0; n < kCount; ++n) {
-    if (n >= count) return;
     const int task = first + n;
     const TaskRows rows = task_rows(task);
-    const int dim = dim_of(warp_of_task(task), task % kAccumulators);
+    const int dim = dim_of(warp_of_task(task), accumulator_of_task(task));
     unsigned char* out = reinterpret_cast<unsigned char*>(params.out) +
                          (global_row(params, item, rows.a) * kHeadDimVo + dim) * 2;
     if (rows.a < item.rows) store_pair(out, values[n].x, values[n].z);
@@ -2756,33 +2794,37 @@ __device__ inline int place_of_piece(const Params& params, const Item& item, int
   return piece == 0 ? last_place(item.owner) : first_place(item.owner - piece * params.team_size);
 }
 
-__device__ inline u32* arrivals(const Params& params, const Item& item) {
-  return params.counters + item.owner * 2;
+// How many crews leave a piece, or one half of it, for others: of two pieces each merger's half
+// comes from the other block.
+__device__ inline int announcements(const Item& item) {
+  return item.pieces == 2 ? item.mergers : item.pieces;
+}
+
+// A unit's counter counts what is announced, and then the mergers that have seen all of that. The
+// last of these makes it zero again, for the next launch.
+__device__ inline u32* counter_of(const Params& params, const Item& item) {
+  return params.counters + item.owner;
+}
+
+__device__ inline u32 last_count(const Item& item) {
+  return static_cast<u32>(announcements(item) + item.mergers - 1);
 }
 
 // When all threads of the crew have written; tells those who wait.
 __device__ inline void announce(const Params& params, const Item& item, const Crew& crew) {
   crew.sync();
-  if (crew.is_leader()) red_add_release_gpu(arrivals(params, item), 1);
+  if (crew.is_leader()) red_inc_release_gpu(counter_of(params, item), last_count(item));
 }
 
-__device__ inline void await(const Params& params, const Item& item, const Crew& crew, int count) {
+// Waits for all pieces, by each merger once.
+__device__ inline void await(const Params& params, const Item& item, const Crew& crew) {
   if (crew.is_leader()) {
-    while (ld_acquire_gpu(arrivals(params, item)) != static_cast<u32>(count)) {
+    u32* counter = counter_of(params, item);
+    while (ld_acquire_gpu(counter) < static_cast<u32>(announcements(item))) {
     }
+    red_inc_relaxed_gpu(counter, last_count(item));
   }
   crew.sync();
-}
-
-// Says that a merger waits no more. The last of them sets the counters back; says whether this is
-// it.
-__device__ inline bool is_last_merger(const Params& params, const Item& item, const Crew& crew) {
-  if (!crew.is_leader()) return false;
-  return atomicAdd(arrivals(params, item) + 1, 1u) + 1 == static_cast<u32>(item.mergers);
-}
-
-__device__ inline void reset_arrivals(const Params& params, const Item& item) {
-  *reinterpret_cast<uint2*>(arrivals(params, item)) = make_uint2(0, 0);
 }
 
 // The power of two that brings what is finite of a row, `largest` at the most, below 2^14: the
@@ -2808,7 +2850,8 @@ __device__ inline void store_partial(const Params& params, SharedMemory& shared,
   uint2* values = partial_values(params, place) + own_values();
 #pragma unroll
   for (int i = 0; i < kAccumulators; ++i) {
-    values[i * kWarpLanes] = to_halves(weighted(accumulator(accumulators, i), scales, i));
+    values[task_offset(i) * kWarpLanes] =
+        to_halves(weighted(accumulator(accumulators, i), scales, i));
   }
   PartialRow* target = partial_rows(params, place);
   const bool tells_state = is_row_writer(crew.thread());
@@ -2848,32 +2891,29 @@ static_assert(kRows * sizeof(PartialRow) + kTasks * kTaskBytes <= kRoomBytes,
               "the only other piece comes whole");
 static_assert(kRowsOfGroup * sizeof(PartialRow) % kChunkBytes == 0, "rows are copied in chunks");
 
+// Begins to copy so many bytes, by threads of which each has `step` bytes between its chunks.
+__device__ inline void begin_copy(u32 target, const void* source, int bytes, int first, int step) {
+  const unsigned char* from = reinterpret_cast<const unsigned char*>(source);
+#pragma unroll 1
+  for (int i = first; i < bytes; i += step) cp_async_cg_16(target + i, from + i, kChunkBytes);
+}
+
 // Copies are waited for once: the latency of what other blocks have just written is long. Many
 // pieces are shared among warps, of few each is shared by all threads.
 __device__ inline void bring_pieces(const Params& params, const Item& item, const Crew& crew,
                                     const MergeRoom& room, int first_piece) {
   const bool are_many = room.pieces >= kConsumerWarps;
-  const int step = are_many ? kConsumerWarps : 1;
-  const int sharers = are_many ? kWarpLanes : crew.threads();
-  const int sharer = are_many ? fresh_lane() : crew.thread();
-  const int row_chunks = room.rows * static_cast<int>(sizeof(PartialRow)) / kChunkBytes;
-  const int chunks = row_chunks + room.tasks * kTaskBytes / kChunkBytes;
-#pragma unroll 2
-  for (int piece = are_many ? fresh_warp() : 0; piece < room.pieces; piece += step) {
+  const int step = (are_many ? kWarpLanes : crew.threads()) * kChunkBytes;
+  const int first = (are_many ? fresh_lane() : crew.thread()) * kChunkBytes;
+#pragma unroll 1
+  for (int piece = are_many ? fresh_warp() : 0; piece < room.pieces;
+       piece += are_many ? kConsumerWarps : 1) {
     const int place = place_of_piece(params, item, first_piece + piece);
-    const Chunk* rows =
-        reinterpret_cast<const Chunk*>(partial_rows(params, place) + room.first_row);
-    const Chunk* values = reinterpret_cast<const Chunk*>(partial_values(params, place) +
-                                                         room.first_task * kWarpLanes);
-    const u32 rows_target = shared_address(room.states(piece));
-    const u32 values_target = shared_address(room.values(piece));
-#pragma unroll 2
-    for (int i = sharer; i < chunks; i += sharers) {
-      const int value = i - row_chunks;
-      cp_async_cg_16(
-          value < 0 ? rows_target + i * kChunkBytes : values_target + value * kChunkBytes,
-          value < 0 ? rows + i : values + value, kChunkBytes);
-    }
+    begin_copy(shared_address(room.states(piece)), partial_rows(params, place) + room.first_row,
+               room.rows * static_cast<int>(sizeof(PartialRow)), first, step);
+    begin_copy(shared_address(room.values(piece)),
+               partial_values(params, place) + room.first_task * kWarpLanes,
+               room.tasks * kTaskBytes, first, step);
   }
   cp_async_commit_group();
   cp_async_wait_group<0>();
@@ -2913,7 +2953,7 @@ __device__ inline void add_piece(const Crew& crew, const MergeRoom& room,
     }
 #pragma unroll
     for (int tile = 0; tile < kDimTiles; ++tile) {
-      const float4 other = from_halves(values[(tile * kRowGroups + group) * kWarpLanes]);
+      const float4 other = from_halves(values[task_offset(tile * kRowGroups + group) * kWarpLanes]);
       float* own = accumulators[tile] + group * 4;
       own[0] = own[0] * own_weights[0] + other.x * weights[0];
       own[1] = own[1] * own_weights[1] + other.y * weights[1];
@@ -2935,43 +2975,37 @@ __device__ inline void add_piece(const Crew& crew, const MergeRoom& room,
 // half that either keeps.
 __device__ inline void fold_piece(const Params& params, const Item& item, SharedMemory& shared,
                                   const Crew& crew, Accumulators& accumulators, OwnRows& rows) {
-  await(params, item, crew, item.mergers);
+  await(params, item, crew);
   const int tasks = crew.half < 0 ? kTasks : kTasks / 2;
   const MergeRoom room = {shared.query, 1, 0, kRows, max(crew.half, 0) * tasks, tasks};
   bring_pieces(params, item, crew, room, 1 - item.piece);
-  if (is_last_merger(params, item, crew)) reset_arrivals(params, item);
   add_piece(crew, room, accumulators, rows);
 }
 
 // Merging three pieces and more of a unit: every block that is a merger takes a slice of the
-// result. Needs merge.cuh, row_state.cuh; from the consumers task_rows, add_task, store_tasks.
+// result. Needs merge.cuh, slices.cuh, row_state.cuh; from the consumers task_rows, add_task,
+// store_tasks.
 
 // Over the lanes that share a row, which are neighbours.
-constexpr int kThreadsOfRow = kConsumerThreads / kRows;
-
 template <typename Join>
-__device__ inline float join_lanes(float value, Join join) {
+__device__ inline float join_lanes(float value, int sharing, Join join) {
 #pragma unroll
-  for (int lanes = 1; lanes < kThreadsOfRow; lanes *= 2) {
-    value = join(value, __shfl_xor_sync(~0u, value, lanes));
+  for (int lanes = 1; lanes < kWarpLanes; lanes *= 2) {
+    const float joined = join(value, __shfl_xor_sync(~0u, value, lanes));
+    value = lanes < sharing ? joined : value;
   }
   return value;
 }
 
-// A slice is as many tasks as make all mergers equally busy. Of many, a warp adds up some together,
-// whose elements lie side by side in the output.
-constexpr int kTasksTogether = 4;
-constexpr int kManyTasks = kTasksTogether * kConsumerWarps;
-
-__device__ constexpr int tasks_of_slice(int mergers) {
-  const int tasks = ceil_div(kTasks, mergers);
-  return tasks < kManyTasks ? tasks : ceil_div(tasks, kTasksTogether) * kTasksTogether;
-}
+// Groups of tasks, one after the other, have the groups of rows, in some families all of them
+// twice.
+constexpr int kGroupsOfRows = kRows / kRowsOfGroup;
 
 // The rows that a slice of so many tasks touches at the most.
 __device__ constexpr int rows_of_slice(int tasks) {
   const int groups = (tasks + kTasksOfGroup - 2) / kTasksOfGroup + 1;
-  return groups * kRowsOfGroup < kRows ? groups * kRowsOfGroup : kRows;
+  return kTasks == kGroupsOfRows * kTasksOfGroup && groups < kGroupsOfRows ? groups * kRowsOfGroup
+                                                                           : kRows;
 }
 
 __device__ constexpr bool slices_fit() {
@@ -2984,29 +3018,36 @@ __device__ constexpr bool slices_fit() {
 }
 static_assert(slices_fit(), "a slice of every piece comes at once");
 
+constexpr int kLog2ConsumerThreads = kConsumerThreads == 256 ? 8 : 7;
+static_assert(kConsumerThreads == 1 << kLog2ConsumerThreads, "four or eight warps");
+
 // Makes the scale of every piece the factor of its halves in the finished row.
 __device__ inline void merge_rows(const Params& params, const Item& item, const MergeRoom& room) {
-  const int row = fresh_thread() / kThreadsOfRow;
-  const int first = fresh_thread() % kThreadsOfRow;
-  if (room.first_row <= row && row < room.first_row + room.rows) {
+  // As many threads as there are for each row, and no more than a warp has.
+  const int log2_rows = 32 - __clz(room.rows - 1);
+  const int log2_threads = min(kLog2ConsumerThreads - log2_rows, 5);
+  const int threads = 1 << log2_threads;
+  const int row = room.first_row + (fresh_thread() >> log2_threads);
+  if (row < room.first_row + room.rows) {
+    const int first = fresh_thread() & (threads - 1);
+    PartialRow* states = &room.state(first, row);
+    const int step = threads * room.rows;
+    const int count = (room.pieces - first + threads - 1) >> log2_threads;
     float reference = -kLargest;
-#pragma unroll 4
-    for (int piece = first; piece < room.pieces; piece += kThreadsOfRow) {
-      reference = fmaxf(reference, room.state(piece, row).reference);
-    }
-    reference = join_lanes(reference, [](float a, float b) { return fmaxf(a, b); });
+#pragma unroll 2
+    for (int i = 0; i < count; ++i) reference = fmaxf(reference, states[i * step].reference);
+    reference = join_lanes(reference, threads, [](float a, float b) { return fmaxf(a, b); });
     float sum = 0.0f;
-#pragma unroll 4
-    for (int piece = first; piece < room.pieces; piece += kThreadsOfRow) {
-      const PartialRow& state = room.state(piece, row);
-      sum += state.sum * ex2_approx(state.reference - reference);
+#pragma unroll 2
+    for (int i = 0; i < count; ++i) {
+      sum += states[i * step].sum * ex2_approx(states[i * step].reference - reference);
     }
-    sum = join_lanes(sum, [](float a, float b) { return a + b; });
+    sum = join_lanes(sum, threads, [](float a, float b) { return a + b; });
     const RowResult result = result_of(params, item, row, {reference, sum});
     const float factor = result.factor * output_scale(params);
-#pragma unroll 4
-    for (int piece = first; piece < room.pieces; piece += kThreadsOfRow) {
-      PartialRow& state = room.state(piece, row);
+#pragma unroll 2
+    for (int i = 0; i < count; ++i) {
+      PartialRow& state = states[i * step];
       const float weight = factor * ex2_approx(state.reference - reference);
 #pragma unroll
       for (int scale = 0; scale < kScales; ++scale) state.scales[scale] *= weight;
@@ -3021,63 +3062,110 @@ __device__ inline void merge_rows(const Params& params, const Item& item, const 
   barrier_sync(kConsumerBarrier, kConsumerThreads);
 }
 
-// Adds up `kCount` tasks of all pieces, from `first` on, and writes them; the first row of the
-// output that they belong to, and of each piece its factors, are the same for all. Of those behind
-// the last, the last is added up once more.
+// Adds up `kCount` tasks of the same rows, from `first` on, of some pieces: of the one that is
+// `sharer`, and every 2^`log2_sharers` from there.
 template <int kCount>
-__device__ inline void merge_tasks(const Params& params, const Item& item, SharedMemory& shared,
-                                   const MergeRoom& room, int first) {
-  int offsets[kCount];
-  TaskRows rows[kCount];
-  float4 totals[kCount];
+__device__ inline void add_tasks(const MergeRoom& room, int first, int sharer, int log2_sharers,
+                                 float4 (&totals)[kCount]) {
 #pragma unroll
-  for (int n = 0; n < kCount; ++n) {
-    offsets[n] = min(first - room.first_task + n, room.tasks - 1) * kWarpLanes;
-    rows[n] = task_rows(first + n);
-    totals[n] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-  }
+  for (int n = 0; n < kCount; ++n) totals[n] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  const uint2* values = room.values(sharer) + (first - room.first_task) * kWarpLanes + fresh_lane();
+  const int values_step = room.tasks * kWarpLanes << log2_sharers;
+  const TaskRows rows = task_rows(first);
   const int scale = scale_of_task(first);
-  const uint2* values = room.values(0) + fresh_lane();
-#pragma unroll 2
-  for (int piece = 0; piece < room.pieces; ++piece) {
+  const PartialRow* state_a = &room.state(sharer, rows.a);
+  const PartialRow* state_b = &room.state(sharer, rows.b);
+  const int states_step = room.rows << log2_sharers;
+  const int count = (room.pieces - sharer + (1 << log2_sharers) - 1) >> log2_sharers;
+#pragma unroll kCount == 1 ? 2 : 1
+  for (int i = 0; i < count; ++i) {
+    const float factor_a = state_a->scales[scale];
+    const float factor_b = state_b->scales[scale];
 #pragma unroll
     for (int n = 0; n < kCount; ++n) {
-      totals[n] = add_task(totals[n], from_halves(values[offsets[n]]),
-                           room.state(piece, rows[n].a).scales[scale],
-                           room.state(piece, rows[n].b).scales[scale]);
+      totals[n] = add_task(totals[n], from_halves(values[n * kWarpLanes]), factor_a, factor_b);
     }
-    values += room.tasks * kWarpLanes;
+    values += values_step;
+    state_a += states_step;
+    state_b += states_step;
   }
-  store_tasks<kCount>(params, item, shared, first, room.first_task + room.tasks - first, totals);
+}
+
+// Adds what neighbouring warps have of the same task, for the first of them; where the pieces were.
+__device__ inline void join_sharers(const MergeRoom& room, int sharer, int sharers, float4& total) {
+  float4* totals = reinterpret_cast<float4*>(room.bytes) + fresh_thread();
+  barrier_sync(kConsumerBarrier, kConsumerThreads);
+  *totals = total;
+  barrier_sync(kConsumerBarrier, kConsumerThreads);
+  if (sharer > 0) return;
+#pragma unroll 1
+  for (int other = 1; other < sharers; ++other) {
+    const float4 value = totals[other * kWarpLanes];
+    total = make_float4(total.x + value.x, total.y + value.y, total.z + value.z, total.w + value.w);
+  }
+}
+
+// What warps have to tell each other takes as long as so many pieces.
+constexpr int kManyPieces = 32;
+
+// Adds up the tasks of a slice of few, each by a warp or, of many pieces and where there are more
+// warps than tasks, by two or four, and writes them.
+__device__ inline void merge_few_tasks(const Params& params, const Item& item, SharedMemory& shared,
+                                       const MergeRoom& room) {
+  int log2_sharers =
+      room.tasks * 2 > kConsumerWarps ? 0 : (room.tasks * 4 > kConsumerWarps ? 1 : 2);
+  if (room.pieces < kManyPieces) log2_sharers = 0;
+  const int sharers = 1 << log2_sharers;
+  const int sharer = fresh_warp() & (sharers - 1);
+  const int step = kConsumerWarps >> log2_sharers;
+  const int end = sharers > 1 ? step : room.tasks;  // where they share, all warps meet
+#pragma unroll 1
+  for (int i = fresh_warp() >> log2_sharers; i < end; i += step) {
+    float4 total[1];
+    add_tasks<1>(room, room.first_task + min(i, room.tasks - 1), sharer, log2_sharers, total);
+    if (sharers > 1) join_sharers(room, sharer, sharers, total[0]);
+    if (sharer == 0 && i < room.tasks) {
+      store_tasks<1>(params, item, shared, room.first_task + i, total);
+    }
+  }
+}
+
+// And of many, some together by each warp.
+__device__ inline void merge_many_tasks(const Params& params, const Item& item,
+                                        SharedMemory& shared, const MergeRoom& room) {
+#pragma unroll 1
+  for (int i = fresh_warp() * kTasksTogether; i < room.tasks; i += kManyTasks) {
+    float4 totals[kTasksTogether];
+    add_tasks<kTasksTogether>(room, room.first_task + i, 0, 0, totals);
+    store_tasks<kTasksTogether>(params, item, shared, room.first_task + i, totals);
+  }
+}
+
+// What of all pieces belongs to the tasks of a slice.
+__device__ inline MergeRoom room_of_slice(SharedMemory& shared, int pieces, int first, int tasks) {
+  const u32 first_group = static_cast<u32>(first) / kTasksOfGroup;
+  const u32 last_group = static_cast<u32>(first + tasks - 1) / kTasksOfGroup;
+  // Where groups of rows begin anew, it is all rows.
+  const bool is_whole = first_group / kGroupsOfRows != last_group / kGroupsOfRows;
+  const u32 first_row = is_whole ? 0 : first_group % kGroupsOfRows * kRowsOfGroup;
+  const u32 rows = is_whole ? kRows : (last_group + 1 - first_group) * kRowsOfGroup;
+  return {shared.query, pieces, static_cast<int>(first_row), static_cast<int>(rows), first, tasks};
 }
 
 __device__ inline void merge_slices(const Params& params, const Item& item, SharedMemory& shared) {
   const Crew all = {-1};
-  const int each = tasks_of_slice(item.mergers);
-  const int first = item.piece * each;
-  const int end = min(first + each, kTasks);
-  const int first_group = first / kTasksOfGroup;
-  const int groups = (end - 1) / kTasksOfGroup + 1 - first_group;
-  const MergeRoom room = {shared.query,          item.pieces, first_group * kRowsOfGroup,
-                          groups * kRowsOfGroup, first,       end - first};
-  await(params, item, all, item.pieces);
-  const bool is_last = is_last_merger(params, item, all);
-  if (room.tasks > 0) {
-    bring_pieces(params, item, all, room, 0);
-    merge_rows(params, item, room);
-    if (each < kManyTasks) {
-#pragma unroll 1
-      for (int task = first + fresh_warp(); task < end; task += kConsumerWarps) {
-        merge_tasks<1>(params, item, shared, room, task);
-      }
-    } else {
-#pragma unroll 1
-      for (int task = first + fresh_warp() * kTasksTogether; task < end; task += kManyTasks) {
-        merge_tasks<kTasksTogether>(params, item, shared, room, task);
-      }
-    }
+  const int first = item.piece * item.slice_tasks;
+  const int tasks = min(item.slice_tasks, kTasks - first);
+  await(params, item, all);
+  if (tasks <= 0) return;
+  const MergeRoom room = room_of_slice(shared, item.pieces, first, tasks);
+  bring_pieces(params, item, all, room, 0);
+  merge_rows(params, item, room);
+  if (item.slice_tasks < kManyTasks) {
+    merge_few_tasks(params, item, shared, room);
+  } else {
+    merge_many_tasks(params, item, shared, room);
   }
-  if (is_last) reset_arrivals(params, item);
 }
 
 // Leaves what consumers have of an item where it belongs: in the output, or in the workspace to be
@@ -3093,7 +3181,7 @@ __device__ inline void store_piece(const Params& params, const Item& item, Share
   if (!nonfinite_flag(shared, item)) return;
   uint2* values = partial_values(params, place) + own_values();
   restore_nonfinite<Fp16>(params, item, 1.0f, [&](int i, int c) {
-    return reinterpret_cast<u16*>(values + i * kWarpLanes) + c;
+    return reinterpret_cast<u16*>(values + task_offset(i) * kWarpLanes) + c;
   });
 }
 
