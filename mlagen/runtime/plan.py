@@ -7,11 +7,16 @@ from dataclasses import dataclass
 from mlagen.spec.gqa import GqaDecodeSpec
 from mlagen.spec.mla import MlaDecodeSpec
 
-# What a block costs besides its tiles, what combining costs once and for each split, in tiles of
-# time. Fitted to sweeps of the splits on an H200; see docs/measurements.md.
-_BLOCK_OVERHEAD_TILES = 3
-_COMBINE_TILES = 4
-_COMBINE_TILES_PER_SPLIT = 1 / 20
+# In the time of a tile, where a block has its SM for itself: what a block costs besides its tiles;
+# what a tile costs where blocks share an SM, and such a block besides, for each output dim; what
+# combining costs, and how much for as many splits as it reads at once. Fitted to sweeps of the
+# splits on an H200; see docs/measurements.md.
+_BLOCK_TILES = 3
+_SHARED_TILE = 1.7
+_SHARED_BLOCK_TILES_PER_DIM = 1 / 256
+_COMBINE_TILES = 1
+_COMBINE_TILES_PER_PASS = 1 / 2
+_SPLITS_OF_PASS = 32
 
 # Blocks at the most, in multiples of what the device holds at once, when tokens are split.
 _MOST_WAVES_OF_SPLITS = 4
@@ -65,8 +70,10 @@ def plan_mla_decode(spec: MlaDecodeSpec, problem: MlaDecodeProblem, sm_count: in
         blocks = row_tiles = _ragged_tiles(problem.total_rows, rows, problem.batch)
     splits = _splits(
         blocks,
-        slots=sm_count * spec.tile.blocks_per_sm,
+        sm_count=sm_count,
+        blocks_per_sm=spec.tile.blocks_per_sm,
         tiles=-(-problem.longest_kv // spec.tile.tile_tokens),
+        head_dim=spec.head_dim_vo,
     )
     return _plan(row_tiles, splits, blocks, problem.total_rows, spec.head_dim_vo)
 
@@ -85,8 +92,10 @@ def plan_gqa_decode(spec: GqaDecodeSpec, problem: GqaDecodeProblem, sm_count: in
     blocks *= problem.kv_heads * spec.slices
     splits = _splits(
         blocks,
-        slots=sm_count * spec.tile.blocks_per_sm,
+        sm_count=sm_count,
+        blocks_per_sm=spec.tile.blocks_per_sm,
         tiles=-(-problem.longest_kv // spec.tile_tokens),
+        head_dim=spec.variant.head_dim,
     )
     return _plan(row_tiles, splits, blocks, problem.total_rows, spec.variant.head_dim)
 
@@ -100,15 +109,19 @@ def _ragged_tiles(total_rows: int, tile_rows: int, batch: int) -> int:
     return total_rows // tile_rows + batch
 
 
-def _splits(blocks: int, *, slots: int, tiles: int) -> int:
+def _splits(blocks: int, *, sm_count: int, blocks_per_sm: int, tiles: int, head_dim: int) -> int:
     tiles = max(1, tiles)
+    slots = sm_count * blocks_per_sm
     most = min(tiles, max(1, _MOST_WAVES_OF_SPLITS * slots // max(1, blocks)))
 
     def cost(splits: int) -> tuple[float, int]:
-        waves = -(-blocks * splits // slots)
-        tiles_per_split = -(-tiles // splits)
-        combining = _COMBINE_TILES + _COMBINE_TILES_PER_SPLIT * splits if splits > 1 else 0
-        return waves * (tiles_per_split + _BLOCK_OVERHEAD_TILES) + combining, splits
+        block = _BLOCK_TILES + float(-(-tiles // splits))
+        if blocks_per_sm > 1 and blocks * splits > sm_count:
+            block = _BLOCK_TILES + _SHARED_TILE * -(-tiles // splits)
+            block += _SHARED_BLOCK_TILES_PER_DIM * head_dim
+        passes = -(-splits // _SPLITS_OF_PASS)
+        combining = _COMBINE_TILES + _COMBINE_TILES_PER_PASS * passes if splits > 1 else 0
+        return -(-blocks * splits // slots) * block + combining, splits
 
     splits = min(range(1, most + 1), key=cost)
     return -(-tiles // -(-tiles // splits))  # no split without a tile

@@ -105,9 +105,8 @@ def _blocks_of(tokens: int) -> int:
 
 def _is_small(spec: MlaHopperSpec, rows: int, blocks_of_tokens: int) -> bool:
     """Whether the portable kernel is faster, for requests of ``rows`` rows."""
-    most_rows, most_blocks = spec.small_calls
-    blocks = blocks_of_tokens * -(-rows // _SMALL_TILE_ROWS)
-    return LEAVES_SMALL_CALLS and rows <= most_rows and blocks <= most_blocks
+    most = next((blocks for most_rows, blocks in spec.small_calls if rows <= most_rows), -1)
+    return LEAVES_SMALL_CALLS and blocks_of_tokens * -(-rows // _SMALL_TILE_ROWS) <= most
 
 
 def _unit_cost(spec: MlaHopperSpec) -> int:

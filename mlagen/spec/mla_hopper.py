@@ -89,13 +89,13 @@ class MlaHopperSpec(KernelSpec):
     tile_rows: int
 
     @property
-    def small_calls(self) -> tuple[int, int]:
-        """Rows of a request and blocks of tokens up to which the portable kernel is faster.
+    def small_calls(self) -> tuple[tuple[int, int], ...]:
+        """Up to so many rows of a request, the blocks of tokens that the portable kernel is for.
 
-        The blocks are those of all requests, counted for each tile of 16 rows. See
+        It is faster with no more of them in all requests, counted for each tile of 16 rows. See
         ``docs/measurements.md``.
         """
-        return 32, 128
+        return (16, 256), (32, 128)
 
     @property
     def is_narrow(self) -> bool:

@@ -21,9 +21,9 @@ class MlaHopperE4m3Spec(MlaHopper8BitSpec):
     template: ClassVar[str] = "kernels/mla_hopper_e4m3.cu.j2"
 
     @property
-    def small_calls(self) -> tuple[int, int]:
-        """Rows of a request and blocks of tokens up to which the portable kernel is faster."""
-        return 16, 64
+    def small_calls(self) -> tuple[tuple[int, int], ...]:
+        """Up to so many rows of a request, the blocks of tokens that the portable kernel is for."""
+        return ((16, 64),)
 
     @property
     def copies_thirds(self) -> bool:

@@ -91,9 +91,9 @@ class MlaHopperPackedSpec(MlaHopper8BitSpec):
         return DType.FP16
 
     @property
-    def small_calls(self) -> tuple[int, int]:
-        """Rows of a request and blocks of tokens up to which the portable kernel is faster."""
-        return (128, 128) if self.splits_query else (16, 64)
+    def small_calls(self) -> tuple[tuple[int, int], ...]:
+        """Up to so many rows of a request, the blocks of tokens that the portable kernel is for."""
+        return ((128, 128),) if self.splits_query else ((16, 64),)
 
     @property
     def splits_query(self) -> bool:

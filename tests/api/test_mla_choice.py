@@ -62,7 +62,7 @@ def test_what_both_kernels_cover_takes_the_one_that_is_asked_for(
     case: MlaCase, kernel: str, launches: list[Launch]
 ) -> None:
     """By itself it takes the Hopper kernel, unless the call is small."""
-    inputs = case.build("cpu").inputs()._replace(max_seq_len=5000)
+    inputs = case.build("cpu").inputs()._replace(max_seq_len=10000)
     call, _, _ = launched(inputs, launches, kernel)
 
     is_portable = kernel == "portable"

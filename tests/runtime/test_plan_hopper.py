@@ -130,8 +130,8 @@ def test_little_work_takes_tiles_of_few_rows(
     ("batch", "heads", "longest_kv", "is_small"),
     [
         (2, 16, 1024, True),
-        (8, 16, 1024, True),
-        (8, 16, 1025, False),
+        (16, 16, 1024, True),
+        (16, 16, 1025, False),
         (4, 32, 1024, True),
         (4, 32, 1025, False),
         (1, 33, 64, False),
@@ -140,7 +140,7 @@ def test_little_work_takes_tiles_of_few_rows(
 def test_few_rows_of_few_tokens_are_small(
     batch: int, heads: int, longest_kv: int, is_small: bool
 ) -> None:
-    """32 rows at the most, and 128 blocks of 64 tokens for each sixteen of all requests' rows."""
+    """256 blocks of 64 tokens for 16 rows, 64 for up to 32, and none for more."""
     assert plan(batch=batch, heads=heads, longest_kv=longest_kv).is_small is is_small
 
 
