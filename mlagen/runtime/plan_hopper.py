@@ -16,7 +16,6 @@ _BLOCK_TOKENS = 64
 _NARROW_UNIT_COST = 2
 _WIDE_UNIT_COST = 6
 _LEAST_SPAN = 2
-_SMALL_TILE_ROWS = 16
 
 # As PartialRow in roles/mla_hopper/merge.cuh, which ends with the row's scales.
 _ROW_BYTES = 8
@@ -28,6 +27,9 @@ _MOST_POSITIONS = 2**31 - 1
 # Whether small calls are left to the portable kernel: it begins sooner, and where a few blocks of
 # the grid share the work, that is most of the time.
 LEAVES_SMALL_CALLS = True
+
+# What the blocks of tokens of a small call are counted for.
+_SMALL_TILE_ROWS = 16
 
 # Whether a call may take a tile of fewer rows than its requests have.
 TAKES_SMALLER_TILES = True

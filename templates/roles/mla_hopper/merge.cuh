@@ -1,7 +1,7 @@
 // The pieces of a unit: how they are left in the workspace, brought from there, and two of them
 // added. Needs SharedMemory, Item, row_state.cuh, crew.cuh, blocks/fresh_thread.cuh,
 // ptx/barrier.cuh, ptx/cp_async.cuh, ptx/cvt.cuh, ptx/ld.cuh, ptx/red.cuh; and from the consumers
-// Accumulators, OwnRows, with the rows each belongs to, and largest_of_rows.
+// Accumulators, OwnRows, with the rows each belongs to, their tasks, and largest_of_rows.
 
 // A task is one float4 of every thread of a warp. A piece is left in the workspace task by task, as
 // four halves a thread, for what is written and read is what merging costs; and each row's state.

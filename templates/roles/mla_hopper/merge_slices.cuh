@@ -1,6 +1,6 @@
 // Merging three pieces and more of a unit: every block that is a merger takes a slice of the
-// result. Needs merge.cuh, slices.cuh, row_state.cuh; from the consumers task_rows, add_task,
-// store_tasks.
+// result. Needs merge.cuh, slices.cuh, row_state.cuh; from the consumers how tasks are ordered,
+// which rows and scale they have, add_task and store_tasks.
 
 // Over the lanes that share a row, which are neighbours.
 template <typename Join>

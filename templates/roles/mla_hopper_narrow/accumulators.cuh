@@ -1,6 +1,6 @@
 // What a consumer has of the output in registers, where its dims take the place of rows in the
-// products, and rows that of columns. Needs ptx/wgmma.cuh, row_state.cuh; from the family
-// kDimTiles, dim_of and part_dim.
+// products, and rows that of columns. Needs ptx/wgmma.cuh, row_state.cuh,
+// roles/mla_hopper/crew.cuh; from the family kDimTiles, place_in_half and warp_at.
 
 constexpr int kRowGroups = kRows / 8;
 constexpr int kOwnRows = kRowGroups * 2;

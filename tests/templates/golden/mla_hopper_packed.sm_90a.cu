@@ -2437,8 +2437,8 @@ __device__ inline int place_in_half(int warp) { return warp / 4 * 2 + warp % 2; 
 __device__ inline int warp_at(int half, int place) { return place / 2 * 4 + half * 2 + place % 2; }
 
 // What a consumer has of the output in registers, where its dims take the place of rows in the
-// products, and rows that of columns. Needs ptx/wgmma.cuh, row_state.cuh; from the family
-// kDimTiles, dim_of and part_dim.
+// products, and rows that of columns. Needs ptx/wgmma.cuh, row_state.cuh,
+// roles/mla_hopper/crew.cuh; from the family kDimTiles, place_in_half and warp_at.
 
 constexpr int kRowGroups = kRows / 8;
 constexpr int kOwnRows = kRowGroups * 2;
@@ -3240,7 +3240,7 @@ __device__ inline void restore_nonfinite(const Params& params, const Item& item,
 // The pieces of a unit: how they are left in the workspace, brought from there, and two of them
 // added. Needs SharedMemory, Item, row_state.cuh, crew.cuh, blocks/fresh_thread.cuh,
 // ptx/barrier.cuh, ptx/cp_async.cuh, ptx/cvt.cuh, ptx/ld.cuh, ptx/red.cuh; and from the consumers
-// Accumulators, OwnRows, with the rows each belongs to, and largest_of_rows.
+// Accumulators, OwnRows, with the rows each belongs to, their tasks, and largest_of_rows.
 
 // A task is one float4 of every thread of a warp. A piece is left in the workspace task by task, as
 // four halves a thread, for what is written and read is what merging costs; and each row's state.
@@ -3477,8 +3477,8 @@ __device__ inline void fold_piece(const Params& params, const Item& item, Shared
 }
 
 // Merging three pieces and more of a unit: every block that is a merger takes a slice of the
-// result. Needs merge.cuh, slices.cuh, row_state.cuh; from the consumers task_rows, add_task,
-// store_tasks.
+// result. Needs merge.cuh, slices.cuh, row_state.cuh; from the consumers how tasks are ordered,
+// which rows and scale they have, add_task and store_tasks.
 
 // Over the lanes that share a row, which are neighbours.
 template <typename Join>
