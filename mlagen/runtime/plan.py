@@ -16,7 +16,7 @@ _SHARED_TILE = 1.7
 _SHARED_BLOCK_TILES_PER_DIM = 1 / 256
 _COMBINE_TILES = 1
 _COMBINE_TILES_PER_PASS = 1 / 2
-_SPLITS_OF_PASS = 32
+_SPLITS_OF_PASS = 32  # kSplitsAtOnce of each warp in roles/combine_splits/combine.cuh
 
 # Blocks at the most, in multiples of what the device holds at once, when tokens are split.
 _MOST_WAVES_OF_SPLITS = 4
@@ -115,13 +115,15 @@ def _splits(blocks: int, *, sm_count: int, blocks_per_sm: int, tiles: int, head_
     most = min(tiles, max(1, _MOST_WAVES_OF_SPLITS * slots // max(1, blocks)))
 
     def cost(splits: int) -> tuple[float, int]:
-        block = _BLOCK_TILES + float(-(-tiles // splits))
+        waves = -(-blocks * splits // slots)
+        tiles_per_split = -(-tiles // splits)
+        block: float = _BLOCK_TILES + tiles_per_split
         if blocks_per_sm > 1 and blocks * splits > sm_count:
-            block = _BLOCK_TILES + _SHARED_TILE * -(-tiles // splits)
+            block = _BLOCK_TILES + _SHARED_TILE * tiles_per_split
             block += _SHARED_BLOCK_TILES_PER_DIM * head_dim
         passes = -(-splits // _SPLITS_OF_PASS)
         combining = _COMBINE_TILES + _COMBINE_TILES_PER_PASS * passes if splits > 1 else 0
-        return -(-blocks * splits // slots) * block + combining, splits
+        return waves * block + combining, splits
 
     splits = min(range(1, most + 1), key=cost)
     return -(-tiles // -(-tiles // splits))  # no split without a tile
