@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
 
-from mlagen.api import mla_call, mla_plan
+from mlagen.api import gqa_call, gqa_plan, mla_call, mla_plan
 from mlagen.runtime import plan_hopper
+from mlagen.runtime.plan import GqaDecodeProblem
 from mlagen.settings import current_settings
+from mlagen.spec.gqa_hopper import GqaHopperSpec
 
 
 @contextmanager
@@ -28,6 +31,24 @@ def taking_hopper_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     current_settings.cache_clear()
     with taking_smaller_tiles(monkeypatch, are_taken=False):
         yield
+
+
+@contextmanager
+def taking_heads_together(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Have blocks of grouped-query calls take as many kv heads as there are kernels for."""
+
+    def most_heads(spec: GqaHopperSpec, problem: GqaDecodeProblem, _: int) -> int:
+        return math.gcd(problem.kv_heads, spec.most_heads)
+
+    monkeypatch.setattr(gqa_plan, "heads_of_block", most_heads)
+    _forget_gqa()
+    yield
+    _forget_gqa()
+
+
+def _forget_gqa() -> None:
+    gqa_plan.plan_gqa_hopper_call.cache_clear()
+    gqa_call._calls.clear()
 
 
 def _forget() -> None:

@@ -63,12 +63,12 @@ def gqa_decode(*, arch: Arch = SM_90A, rows: int = 16, **changes: Any) -> GqaDec
     return gqa_decode_spec(arch, replace(variant, **changes), rows)
 
 
-def gqa_hopper(*, rows: int = 8, **changes: Any) -> GqaHopperSpec:
+def gqa_hopper(*, rows: int = 8, block_heads: int = 1, **changes: Any) -> GqaHopperSpec:
     """Return the bf16 Hopper kernel of Llama 3 for ``rows`` rows, some facts changed."""
     variant = GqaVariant(query_dtype=DType.BF16, kv_dtype=DType.BF16, out_dtype=DType.BF16)
     spec = gqa_hopper_spec(SM_90A, replace(variant, **changes), rows)
     assert spec is not None
-    return spec
+    return replace(spec, block_heads=block_heads)
 
 
 # The one that takes longest to compile, and the one that takes least.

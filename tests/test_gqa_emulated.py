@@ -19,6 +19,7 @@ from mlagen.runtime.loader import LoadedKernel
 from tests.api.launches import GQA, record_launches
 from tests.emulator.emulated import COMPILER, Emulator, encode
 from tests.gqa_problems import E4M3, GqaCase, GqaProblem
+from tests.hopper_tiles import taking_heads_together
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
@@ -86,6 +87,41 @@ CASES = [
     Emulated(GqaCase(name="large scores", seq_lens=(900,), query_magnitude=100.0, layout="HND"), 4),
 ]
 
+TOGETHER = [
+    Emulated(GqaCase(name="two heads", seq_lens=(300, 0, 700), kv="e4m3", page_size=64), 6),
+    Emulated(
+        GqaCase(
+            name="many pieces of two heads", seq_lens=(3072, 900), kv="e4m3", kv_heads=6, sink=3.0
+        ),
+        24,
+    ),
+    Emulated(
+        GqaCase(
+            name="four heads",
+            seq_lens=(300, 0, 700),
+            kv="e4m3",
+            kv_heads=8,
+            head_dim=64,
+            q_len=2,
+            mask="random",
+            layout="HND",
+        ),
+        5,
+    ),
+    Emulated(
+        GqaCase(
+            name="16 bits, ragged queries",
+            seq_lens=(300, 130, 0, 77),
+            q_lens=(2, 0, 1, 3),
+            head_dim=64,
+            group=2,
+            page_size=16,
+            window=100,
+        ),
+        7,
+    ),
+]
+
 Decode = Callable[..., torch.Tensor]
 
 
@@ -139,6 +175,18 @@ def test_a_kernel_is_right_in_whatever_order_warps_and_copies_come(
 
     for seed in range(3):
         problem.check(decoded(problem, given.sm_count, seed))
+
+
+@pytest.mark.parametrize("given", TOGETHER, ids=lambda given: given.case.name)
+def test_a_block_of_several_heads_is_right_too(
+    given: Emulated, decoded: Decode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many as there are kernels for, though there is too little work for them."""
+    problem = given.case.build("cpu")
+
+    with taking_heads_together(monkeypatch):
+        for seed in range(3):
+            problem.check(decoded(problem, given.sm_count, seed))
 
 
 def test_where_offsets_go_back_nothing_is_written(decoded: Decode) -> None:

@@ -12,7 +12,7 @@ from mlagen.api.gqa_inputs import GqaInputs
 from mlagen.api.gqa_maps import GqaCacheForm, GqaCacheMaps, maps_of
 from mlagen.api.gqa_plan import plan_gqa_hopper_call, planned_facts
 from mlagen.api.gqa_pointers import MASK_ALIGNMENT_BYTES, check_pointers
-from mlagen.api.gqa_request import GqaRequest
+from mlagen.api.gqa_request import MOST_TOKENS, GqaRequest
 from mlagen.engine import kernel_for
 from mlagen.errors import DriverError, UnsupportedError
 from mlagen.runtime.counters import counters_of
@@ -171,8 +171,10 @@ def _layout(spec: GqaHopperSpec, request: GqaRequest, plan: GqaHopperPlan) -> by
         "teams": plan.teams,
         "team_size": plan.team_size,
         "mask_words": request.mask_words,
-        "window": request.window,
+        # Any token is in the window that is as wide as numbers go.
+        "window": request.window or MOST_TOKENS,
         "max_pages": request.max_pages,
+        "most_tokens": min(request.max_pages * request.variant.page_size, MOST_TOKENS),
         "block_tables_stride": request.block_tables_stride,
         "num_pages": request.num_pages,
         "scores_take_bmm2": int(request.scores_take_bmm2),

@@ -59,7 +59,7 @@ class GqaCacheMaps(dict[tuple[int, int], bytes]):
                 head_stride if form.kv_heads > 1 else spec.row_bytes,
                 page_stride if form.num_pages > 1 else spec.row_bytes,
             ),
-            box=(elements, spec.box_tokens, columns, 1, 1),
+            box=(elements, spec.box_tokens, columns, spec.block_heads, 1),
         )
         return encode(tensor, address)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -10,7 +11,7 @@ from mlagen.api.gqa_inputs import GqaInputs
 from mlagen.api.gqa_request import GqaRequest
 from mlagen.runtime.device import arch_of_device, device_facts
 from mlagen.runtime.plan import DecodePlan, GqaDecodeProblem, plan_gqa_decode
-from mlagen.runtime.plan_gqa_hopper import GqaHopperPlan, plan_gqa_hopper
+from mlagen.runtime.plan_gqa_hopper import GqaHopperPlan, heads_of_block, plan_gqa_hopper
 from mlagen.spec.gqa import GqaDecodeSpec, GqaVariant, gqa_decode_spec
 from mlagen.spec.gqa_hopper import GqaHopperSpec, gqa_hopper_spec
 
@@ -73,7 +74,9 @@ def plan_gqa_hopper_call(
     if spec is None:
         return None
     problem = _problem(batch, q_len, is_ragged, tokens, heads, kv_heads, window, longest_kv)
-    return spec, plan_gqa_hopper(spec, problem, device_facts(device).sm_count)
+    sm_count = device_facts(device).sm_count
+    spec = replace(spec, block_heads=heads_of_block(spec, problem, sm_count))
+    return spec, plan_gqa_hopper(spec, problem, sm_count)
 
 
 def _problem(

@@ -36,7 +36,7 @@ from mlagen.spec.gqa import GqaVariant, require_supported
 MASK_DTYPES = (torch.uint16, torch.uint32, torch.int32)
 
 _OUT_E4M3 = torch.float8_e4m3fn
-_MOST_TOKENS = 0x7FFF0000  # of a request, as in templates/blocks/page_table.cuh
+MOST_TOKENS = 0x7FFF0000  # of a request, as in templates/blocks/page_table.cuh
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +113,7 @@ def check_request(inputs: GqaInputs) -> GqaRequest:
     require_supported(variant)
     # A window of all that the table can hold, or that the kernel counts, hides nothing; so the
     # kernel's sums stay in 32 bits.
-    sees_all = inputs.window >= min(tables.shape[1] * variant.page_size, _MOST_TOKENS)
+    sees_all = inputs.window >= min(tables.shape[1] * variant.page_size, MOST_TOKENS)
     is_quantised = not kv_dtype.is_16bit
     return GqaRequest(
         device=query.device,

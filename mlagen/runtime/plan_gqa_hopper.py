@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from mlagen.runtime.plan import GqaDecodeProblem
@@ -23,11 +24,12 @@ _MOST_TOGETHER_BYTES = 1024
 # and of use for the order alone. See docs/measurements.md.
 _BYTES_PER_US = 4_500_000  # that all SMs read
 _BYTES_PER_US_OF_SM = 160_000  # and one by itself
-_MERGE_US = 0.4  # of having pieces to merge
-_PIECE_US = 0.2  # of each of them
+_DECODED_PER_US_OF_SM = 85_000  # if it has to turn them into another type
+_MERGE_US = 1.3  # of having pieces to merge
+_PIECE_US = 0.1  # of each of them
 _UNEVEN_US = 2.0  # of items in a block that are no whole units, and of no equal pieces
 _IDLE_LOSS = 0.012  # of the rate, if any SM reads nothing
-_SHARE_LOSS = 0.2  # and if none did
+_SHARE_LOSS = 0.3  # and if none did
 
 # Of the SMs a team size may leave so many without work, for the sake of a larger team.
 _MOST_IDLE = Fraction(1, 25)
@@ -55,8 +57,8 @@ def plan_gqa_hopper(spec: GqaHopperSpec, problem: GqaDecodeProblem, sm_count: in
     """
     rows = spec.tile_rows
     row_tiles = -(-problem.q_len * (problem.heads // problem.kv_heads) // rows)
-    parts = problem.kv_heads * max(row_tiles, 1)
-    together = max(row_tiles, _MOST_TOGETHER_BYTES // spec.row_bytes)
+    parts = problem.kv_heads // spec.block_heads * max(row_tiles, 1)
+    together = max(row_tiles, _MOST_TOGETHER_BYTES // spec.token_bytes)
     team_size = _team_size(parts, together, sm_count)
     units = parts // team_size
     all_units = problem.batch * units
@@ -69,7 +71,8 @@ def plan_gqa_hopper(spec: GqaHopperSpec, problem: GqaDecodeProblem, sm_count: in
     teams = _teams(spec, all_units, tiles, team_size, most_teams) if is_even else most_teams
     blocks = teams * team_size
     # A block leaves two pieces at the most: values in fp32, and of each row its state.
-    partial_values = 2 * blocks * rows * spec.variant.head_dim * 4
+    partial_rows = 2 * blocks * spec.block_heads * rows
+    partial_values = partial_rows * spec.variant.head_dim * 4
     return GqaHopperPlan(
         team_size=team_size,
         teams=teams,
@@ -78,8 +81,21 @@ def plan_gqa_hopper(spec: GqaHopperSpec, problem: GqaDecodeProblem, sm_count: in
         units=units,
         all_units=all_units,
         partial_rows_offset=partial_values,
-        workspace_bytes=partial_values + 2 * blocks * rows * _ROW_STATE_BYTES,
+        workspace_bytes=partial_values + partial_rows * _ROW_STATE_BYTES,
     )
+
+
+def heads_of_block(spec: GqaHopperSpec, problem: GqaDecodeProblem, sm_count: int) -> int:
+    """Return how many kv heads a block should take.
+
+    As many as a kernel is for, where that leaves nearly all SMs a whole unit: memory is the faster
+    for it, and half or a quarter as many items come to an end. Else one, for units of several heads
+    would lie in more pieces.
+    """
+    heads = math.gcd(problem.kv_heads, spec.most_heads)
+    plan = plan_gqa_hopper(replace(spec, block_heads=heads), problem, sm_count)
+    wanted = sm_count // plan.team_size * (1 - _MOST_IDLE)
+    return heads if problem.batch * plan.units >= wanted else 1
 
 
 def line_fits(spec: GqaHopperSpec, plan: GqaHopperPlan, most_tokens: int) -> bool:
@@ -99,13 +115,14 @@ def _teams(spec: GqaHopperSpec, units: int, tiles: int, team_size: int, most_tea
     even = [units * pieces for pieces in range(1, most_teams // units + 1)]
     if not even:
         even = [max(teams for teams in range(1, most_teams + 1) if units % teams == 0)]
-    tile_bytes = 2 * spec.tile_tokens * spec.row_bytes
+    tile_bytes = 2 * spec.tile_tokens * spec.token_bytes
+    rate_of_sm = _DECODED_PER_US_OF_SM if spec.decodes_kv else _BYTES_PER_US_OF_SM
 
     def microseconds(teams: int) -> float:
         idle = 1 - teams / most_teams
         loss = _SHARE_LOSS * idle + (_IDLE_LOSS if idle else 0.0)
         blocks = teams * team_size
-        rate = min(_BYTES_PER_US * (1 - loss), _BYTES_PER_US_OF_SM * blocks)
+        rate = min(_BYTES_PER_US * (1 - loss), rate_of_sm * blocks)
         is_even = teams in even
         pieces = -(-teams // units) + (0 if is_even else 1)
         merging = _MERGE_US + _PIECE_US * pieces if pieces > 1 else 0.0

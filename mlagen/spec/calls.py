@@ -9,7 +9,7 @@ from mlagen.spec import gqa, gqa_hopper, mla, mla_hopper
 from mlagen.spec.arch import Arch
 from mlagen.spec.combine import CombineSplitsSpec
 from mlagen.spec.gqa import GqaDecodeSpec, GqaVariant, gqa_decode_spec
-from mlagen.spec.gqa_hopper import GqaHopperSpec, gqa_hopper_spec
+from mlagen.spec.gqa_hopper import GqaHopperSpec, gqa_hopper_spec, with_all_heads
 from mlagen.spec.kernel import KernelSpec
 from mlagen.spec.mla import MlaDecodeSpec, mla_decode_spec
 from mlagen.spec.mla_hopper import MlaHopperSpec
@@ -50,7 +50,8 @@ def mla_call_specs(arch: Arch, variant: MlaVariant, rows: int) -> list[KernelSpe
 def gqa_call_specs(arch: Arch, variant: GqaVariant, rows: int) -> list[KernelSpec]:
     """Return the kernels of GQA calls with ``rows`` rows for each kv head of a request.
 
-    The Hopper kernel where there is one, the portable one, and the one that combines its splits.
+    The Hopper kernel where there is one, for every number of kv heads that a block may take; the
+    portable one; and the one that combines its splits.
 
     Raises
     ------
@@ -60,7 +61,8 @@ def gqa_call_specs(arch: Arch, variant: GqaVariant, rows: int) -> list[KernelSpe
     combining = CombineSplitsSpec(arch=arch, dtype=variant.out_dtype, head_dim_vo=variant.head_dim)
     portable = gqa_decode_spec(arch, variant, rows)
     hopper = gqa_hopper_spec(arch, variant, rows)
-    return [portable, combining] if hopper is None else [hopper, portable, combining]
+    kernels = [] if hopper is None else with_all_heads(hopper)
+    return [*kernels, portable, combining]
 
 
 def specs_beside(spec: KernelSpec) -> list[KernelSpec]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import ClassVar
 
@@ -33,7 +33,7 @@ _STEP_TOKENS = 16  # of a warp
 _MOST_OF_TWO_STEPS = 8 * 128  # rows times dims
 _LEAST_BOX_TOKENS = 16
 _LINE_BYTES = 128  # that shared memory permutes
-_LEAST_TILE_BYTES = 16384  # what a copy brings is worth a barrier then
+_TOKEN_BYTES = 256  # that a block reads of several heads: more are no faster
 # Blocks that read heads side by side drift apart by as much as their rings hold, and the further
 # they do, the slower memory is. What is under way must last until more comes.
 _RING_TOKENS = 768
@@ -81,6 +81,7 @@ class GqaHopperSpec(GqaSpec):
         int32("mask_words"),
         int32("window"),
         int32("max_pages"),
+        int32("most_tokens"),
         int32("block_tables_stride"),
         int32("num_pages"),
         int32("scores_take_bmm2"),
@@ -91,6 +92,7 @@ class GqaHopperSpec(GqaSpec):
     )
 
     tile_rows: int
+    block_heads: int = 1  # kv heads that a block attends to at a time
 
     @property
     def element(self) -> DType:
@@ -103,6 +105,20 @@ class GqaHopperSpec(GqaSpec):
         return self.variant.kv_dtype.row_bytes(self.variant.head_dim)
 
     @property
+    def token_bytes(self) -> int:
+        """Bytes of a cached token that a block takes."""
+        return self.row_bytes * self.block_heads
+
+    @property
+    def most_heads(self) -> int:
+        """The kv heads that a block may take, where a call has a multiple of them.
+
+        More than one if their rows are as few as a block multiplies at a time.
+        """
+        is_least = self.tile_rows == min(TILE_ROWS)
+        return max(1, _TOKEN_BYTES // self.row_bytes) if is_least else 1
+
+    @property
     def line_bytes(self) -> int:
         """Bytes of a token that lie together in shared memory."""
         return min(self.row_bytes, _LINE_BYTES)
@@ -112,8 +128,7 @@ class GqaHopperSpec(GqaSpec):
         """Tokens that the warps of a block attend to at a time."""
         is_light = self.tile_rows * self.variant.head_dim <= _MOST_OF_TWO_STEPS
         steps = 2 if self.decodes_kv and is_light else 1
-        tokens = _CONSUMER_WARPS * steps * _STEP_TOKENS
-        return max(tokens, _LEAST_TILE_BYTES // self.row_bytes)
+        return _CONSUMER_WARPS // self.block_heads * steps * _STEP_TOKENS
 
     @property
     def box_tokens(self) -> int:
@@ -124,7 +139,7 @@ class GqaHopperSpec(GqaSpec):
     def stages(self) -> int:
         """Tiles of keys or values that shared memory has room for."""
         ring_bytes = max(_RING_TOKENS * self.row_bytes, _LEAST_RING_BYTES)
-        return min(ring_bytes, _MOST_RING_BYTES) // (self.tile_tokens * self.row_bytes)
+        return min(ring_bytes, _MOST_RING_BYTES) // (self.tile_tokens * self.token_bytes)
 
     @property
     def consumer_warps(self) -> int:
@@ -151,7 +166,8 @@ class GqaHopperSpec(GqaSpec):
         if call.kv_heads is None:
             return True
         rows = call.heads // call.kv_heads * call.q_len
-        return self.tile_rows == tile_rows_for(self.variant.head_dim, rows)
+        is_tile = self.tile_rows == tile_rows_for(self.variant.head_dim, rows)
+        return is_tile and self.block_heads in (1, math.gcd(call.kv_heads, self.most_heads))
 
 
 def tile_rows_for(head_dim: int, rows: int) -> int:
@@ -161,7 +177,10 @@ def tile_rows_for(head_dim: int, rows: int) -> int:
 
 
 def gqa_hopper_spec(arch: Arch, variant: GqaVariant, rows: int) -> GqaHopperSpec | None:
-    """Return the Hopper kernel for ``rows`` rows of each kv head; None where there is none."""
+    """Return the Hopper kernel for ``rows`` rows of each kv head; None where there is none.
+
+    A block of it takes one kv head.
+    """
     is_covered = (
         arch.has_wgmma
         and variant.kv_dtype in (variant.query_dtype, DType.E4M3)
@@ -172,6 +191,12 @@ def gqa_hopper_spec(arch: Arch, variant: GqaVariant, rows: int) -> GqaHopperSpec
         return None
     tile_rows = tile_rows_for(variant.head_dim, rows)
     return GqaHopperSpec(arch=arch, variant=variant, tile_rows=tile_rows)
+
+
+def with_all_heads(spec: GqaHopperSpec) -> list[GqaHopperSpec]:
+    """Return the kernels that differ from ``spec`` in the kv heads of a block, itself included."""
+    known = range(1, spec.most_heads + 1)
+    return [replace(spec, block_heads=heads) for heads in known if spec.most_heads % heads == 0]
 
 
 def gqa_hopper_specs(arch: Arch) -> Iterator[GqaHopperSpec]:
@@ -186,4 +211,5 @@ def gqa_hopper_specs(arch: Arch) -> Iterator[GqaHopperSpec]:
                 page_size=page_size,
             )
             found = [gqa_hopper_spec(arch, variant, rows) for rows in TILE_ROWS]
-            yield from dict.fromkeys(spec for spec in found if spec is not None)
+            for spec in dict.fromkeys(spec for spec in found if spec is not None):
+                yield from with_all_heads(spec)

@@ -169,6 +169,7 @@ def test_a_call_launches_one_kernel_with_every_value_in_its_place(
         "mask_words": 1,
         "window": 50,
         "max_pages": inputs.block_tables.shape[1],
+        "most_tokens": inputs.block_tables.shape[1] * 64,
         "block_tables_stride": inputs.block_tables.stride(0),
         "num_pages": pages,
         "scores_take_bmm2": 0,

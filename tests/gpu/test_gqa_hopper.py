@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from mlagen.spec.gqa_hopper import GqaHopperSpec
 from tests.gqa_problems import E4M3, GqaCase, GqaProblem
 from tests.gqa_semantics import decode
 from tests.graph_replay import captured
+from tests.hopper_tiles import taking_heads_together
 from tests.launch_repeats import delayed_launches, mismatches, with_delays
 
 pytestmark = pytest.mark.skipif(
@@ -34,6 +36,8 @@ WIDTHS: dict[str, dict[str, Any]] = {
     "two tiles": {"group": 16, "q_len": 3},
     "a team of one": {"group": 3, "kv_heads": 1},
     "a team of 8": {"group": 2, "kv_heads": 8},
+    "two heads a block": {"group": 3, "kv_heads": 6, "kv": "e4m3"},
+    "four heads a block": {"group": 2, "kv_heads": 8, "kv": "e4m3", "head_dim": 64},
 }
 LENGTHS = {
     "many pieces": (20000,),
@@ -60,10 +64,12 @@ FORMS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(autouse=True)
-def _hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have every call of this file take the Hopper kernel."""
+def _hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Have every call of this file take the Hopper kernel, with as many heads as a block may."""
     monkeypatch.setenv("MLAGEN_GQA_KERNEL", "hopper")
     current_settings.cache_clear()
+    with taking_heads_together(monkeypatch):
+        yield
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
@@ -117,6 +123,8 @@ _DELAYS = {
     "      barrier_sync(kConsumerBarrier, kConsumerThreads);": 5000,
     "    merge_parts(params, item, count, 0, 0,": 20_000,
     "  write_part(0, 0, warp, softmax, output, shared);\n": 5000,
+    "  barrier_arrive(kStartBarrier, kThreads);\n": 5000,
+    "    make_barriers(params, shared);\n": 5000,
 }
 
 

@@ -9,7 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlagen.runtime.plan import GqaDecodeProblem
-from mlagen.runtime.plan_gqa_hopper import GqaHopperPlan, line_fits, plan_gqa_hopper
+from mlagen.runtime.plan_gqa_hopper import (
+    GqaHopperPlan,
+    heads_of_block,
+    line_fits,
+    plan_gqa_hopper,
+)
+from mlagen.spec.dtype import DType
 from tests.kernels import gqa_hopper
 
 SMS = 132
@@ -55,12 +61,65 @@ WORKED = {
     "48 kv heads": Worked({"batch": 128, "longest_kv": 4096, "kv_heads": 48}, 4, 33, 12),
     # 64 rows are two tiles: two blocks read the same tokens.
     "two tiles": Worked({"batch": 9, "longest_kv": 4096, "group": 16, "q_len": 4}, 4, 33, 4),
-    # Two units of 16 tiles: 6.6 us to read by two teams, 1.6 us by eight, and 1.2 us to merge.
+    # Two units of 16 tiles: 6.6 us to read by two teams, 2.5 us by eight, and 1.7 us to merge.
     "a short request": Worked({"batch": 1, "longest_kv": 2048}, 4, 8, 2),
     # Eight units of eight tiles: 32 SMs read as fast as 132.
     "whole units": Worked({"batch": 4, "longest_kv": 1024}, 4, 8, 2),
     "nothing": Worked({"batch": 0, "longest_kv": 512}, 4, 0, 2),
 }
+
+
+def e4m3_problem(*, batch: int, kv_heads: int = 8, longest_kv: int = 4096) -> GqaDecodeProblem:
+    """Return a problem whose blocks may take two kv heads."""
+    return GqaDecodeProblem(
+        batch=batch,
+        q_len=1,
+        heads=kv_heads * 8,
+        kv_heads=kv_heads,
+        total_rows=batch * kv_heads * 8,
+        longest_kv=longest_kv,
+    )
+
+
+@pytest.mark.parametrize(
+    ("batch", "kv_heads", "heads"),
+    [
+        (32, 8, 2),  # units of four pairs of heads: 32 for 33 teams
+        (31, 8, 1),
+        (64, 4, 2),  # units of two pairs: 64 for 66 teams
+        (63, 4, 1),
+        (500, 3, 1),  # no pairs
+        (0, 8, 1),
+    ],
+)
+def test_blocks_take_two_heads_where_nearly_all_sms_have_a_whole_unit(
+    batch: int, kv_heads: int, heads: int
+) -> None:
+    """Else units would lie in more pieces, or leave SMs without work."""
+    spec = gqa_hopper(kv_dtype=DType.E4M3)
+
+    assert heads_of_block(spec, e4m3_problem(batch=batch, kv_heads=kv_heads), SMS) == heads
+    assert heads_of_block(gqa_hopper(), e4m3_problem(batch=batch, kv_heads=kv_heads), SMS) == 1
+
+
+def test_two_heads_of_a_block_are_one_part_of_a_request() -> None:
+    """There are half as many parts, and a block leaves pieces of both."""
+    spec = gqa_hopper(kv_dtype=DType.E4M3, block_heads=2)
+
+    found = plan_gqa_hopper(spec, e4m3_problem(batch=40), SMS)
+
+    assert (found.team_size, found.units, found.blocks) == (4, 1, 132)
+    assert found.partial_rows_offset == 2 * 132 * 2 * 8 * 128 * 4
+    assert found.workspace_bytes == found.partial_rows_offset + 2 * 132 * 2 * 8 * 8
+
+
+def test_sms_that_turn_what_they_read_into_another_type_are_more() -> None:
+    """A request of 64 tiles: 12.6 us by 32 SMs, 7.6 by 128, and 1.2 more to merge."""
+    found = plan_gqa_hopper(
+        gqa_hopper(kv_dtype=DType.E4M3), e4m3_problem(batch=1, longest_kv=16384), SMS
+    )
+
+    assert found.teams == 16
 
 
 @pytest.mark.parametrize("worked", WORKED.values(), ids=WORKED)

@@ -79,12 +79,13 @@ def test_an_mla_call_over_rows_of_8_bits_may_take_a_kernel_that_converts_them() 
 
 
 def test_a_gqa_call_takes_its_kernels_and_the_one_that_combines_its_output() -> None:
-    """In the dtype that is written: on Hopper its own, and the portable one for odd strides."""
+    """In the dtype that is written: on Hopper one for each number of heads, and the portable."""
     dtypes: dict[str, Any] = {"kv_dtype": DType.E4M3, "out_dtype": DType.E4M3}
     combining = combine(dtype=DType.E4M3, dim=128)
 
     assert gqa_call_specs(SM_90A, GQA, 4) == [
         gqa_hopper(**dtypes),
+        gqa_hopper(block_heads=2, **dtypes),
         gqa_decode(**dtypes),
         combining,
     ]

@@ -10,7 +10,12 @@ import pytest
 from mlagen.spec.arch import ARCHS
 from mlagen.spec.dtype import DType
 from mlagen.spec.gqa import HEAD_DIMS, GqaVariant
-from mlagen.spec.gqa_hopper import gqa_hopper_spec, gqa_hopper_specs, tile_rows_for
+from mlagen.spec.gqa_hopper import (
+    gqa_hopper_spec,
+    gqa_hopper_specs,
+    tile_rows_for,
+    with_all_heads,
+)
 from mlagen.spec.kernel import CallShape
 from tests.kernels import SM_90A, gqa_hopper
 
@@ -98,8 +103,9 @@ def test_only_hopper_has_them(arch: Any) -> None:
     """On it all that SUPPORTED names and the kernel covers, each once."""
     specs = list(gqa_hopper_specs(arch))
 
-    # Query and cache alike, or e4m3 with either output; four pages; tiles of three head dims.
-    expected = 2 * (1 + 2) * 4 * (3 + 3 + 2)
+    # Query and cache alike, or e4m3 with either output; four pages; tiles of three head dims, the
+    # least of them for one head, two or four.
+    expected = 2 * 4 * ((4 + 3 + 2) + 2 * (5 + 4 + 2))
     assert len(set(specs)) == len(specs) == (expected if arch == SM_90A else 0)
 
 
@@ -112,6 +118,45 @@ def test_a_kernel_serves_the_calls_of_its_tile(heads: int) -> None:
 
     assert serving == [gqa_hopper(rows=heads // 4 * 2).tile_rows]
     assert gqa_hopper().serves(CallShape(heads=heads))
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "serving"), [(8, [1, 4]), (6, [1, 2]), (3, [1]), (None, [1, 2, 4])]
+)
+def test_a_call_takes_one_head_in_a_block_or_all_that_divide_its_heads(
+    kv_heads: int | None, serving: list[int]
+) -> None:
+    """Which of the two, the number of requests decides."""
+    call = CallShape(heads=24, kv_heads=kv_heads, q_len=1)
+    kernels = with_all_heads(gqa_hopper(kv_dtype=DType.E4M3, head_dim=64))
+
+    assert [spec.block_heads for spec in kernels] == [1, 2, 4]
+    assert [spec.block_heads for spec in kernels if spec.serves(call)] == serving
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "head_dim", "rows", "heads"),
+    [
+        (DType.BF16, 64, 8, 2),
+        (DType.BF16, 128, 8, 1),
+        (DType.BF16, 256, 8, 1),
+        (DType.E4M3, 64, 8, 4),
+        (DType.E4M3, 128, 8, 2),
+        (DType.E4M3, 256, 8, 1),
+        (DType.E4M3, 64, 9, 1),
+    ],
+)
+def test_heads_of_a_block_are_256_bytes_of_a_token_together(
+    kv_dtype: DType, head_dim: int, rows: int, heads: int
+) -> None:
+    """Where their rows are eight at the most; tiles and rings have as many bytes as of one."""
+    one = gqa_hopper(kv_dtype=kv_dtype, head_dim=head_dim, rows=rows)
+    all_heads = replace(one, block_heads=heads)
+
+    assert one.most_heads == heads
+    assert all_heads.tile_tokens * heads == one.tile_tokens
+    assert all_heads.tile_tokens * all_heads.token_bytes == one.tile_tokens * one.row_bytes
+    assert all_heads.stages == one.stages
 
 
 def test_its_blocks_count_each_other_but_do_not_wait() -> None:

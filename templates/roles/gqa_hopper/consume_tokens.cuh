@@ -20,7 +20,7 @@ __device__ inline void skip_stage(SharedMemory& shared, RingPosition<kStages>& p
 __device__ inline bool consume_item(const Params& params, WarpWork& work, int warp, float factor,
                                     u32 count, Query& query, bool& are_merging,
                                     SharedMemory& shared, RingPosition<kStages>& position) {
-  const Item& item = work.item;
+  const Item& item = work.items[count % 2];
   const MatrixRows key_matrices = key_rows(warp);
   const MatrixRows value_matrices = value_rows(warp);
   query.finish(params, item, warp, shared);
@@ -29,9 +29,15 @@ __device__ inline bool consume_item(const Params& params, WarpWork& work, int wa
   Output output = {};
   const int all_begin = item.all_begin;
   const int all_end = item.all_end;
-  int first_token = item.first_tile * kTileTokens + warp * kWarpTokens;
+  const int head = head_of_warp(warp);
+  int first_token = item.first_tile * kTileTokens + first_of_warp(warp);
 #pragma unroll 1
-  for (int tile = item.tiles; tile > 0; --tile, first_token += kTileTokens) {
+  for (int tile = max(item.tiles, 1); tile > 0; --tile, first_token += kTileTokens) {
+    if (tile == 1) {
+      work.find_next(params, shared.start.span, head, count + 1);
+      if (work.has(count + 1)) query.begin(params, work.items[(count + 1) % 2], warp);
+      if (item.tiles == 0) break;
+    }
     const int end_token = first_token + kWarpTokens;
     const bool has_boundary = first_token < all_begin || end_token > all_end;
     if (has_boundary && (end_token <= item.any_begin || first_token >= item.any_end)) {
@@ -66,35 +72,25 @@ __device__ inline bool consume_item(const Params& params, WarpWork& work, int wa
     release(shared.stage_empty[position.stage]);
     position.advance();
   }
-  const bool has_next =
-      work.look_ahead(params, [&](const Item& next) { query.begin(params, next, warp); });
+  const bool has_next = work.has(count + 1);
   await_mergers(are_merging);
   if (is_merged_apart(item, has_next)) {
     leave_parts(warp, softmax, output, shared);
     are_merging = true;
   } else {
     merge_warps(params, item, warp, count, softmax, output, shared);
-    if (item.pieces > 1) merge_pieces(params, item, shared);
+    if (item.pieces > 1) merge_pieces(params, item, head_thread(warp), shared);
   }
-  if (has_next) work.keep_next(params);
   return has_next;
 }
 
-// `length` is what seq_lens has for the lane's own_request.
-__device__ inline void consume_tokens(const Params& params, int length, int warp,
-                                      SharedMemory& shared) {
-  Span span;
-  WalkState walk;
-  const bool has_work = find_span(params, length, span, walk);
+// All items of the block, whose work is told.
+__device__ inline void consume_tokens(const Params& params, int warp, SharedMemory& shared) {
   WarpWork& work = shared.work[warp];
   u32 count = 1;  // of items, this one included
   Query query(shared);
-  if (has_work) {
-    work.keep(params, span, walk);
-    query.begin(params, work.item, warp);
-  }
-  barrier_sync(kStartBarrier, kFirstMerger * kWarpLanes);  // barriers are there
-  if (!has_work) return;
+  work.begin(params, shared.start, head_of_warp(warp), count);
+  query.begin(params, work.items[count % 2], warp);
   const float factor = score_scale(params) * params.score_factor * kLog2E;
   RingPosition<kStages> position;
   bool are_merging = false;

@@ -17,7 +17,14 @@ __device__ inline int own_token(int step, int half) {
   return step * kStepTokens + half * 8 + lane_index() / 4;
 }
 
-// Where a token of a tile begins, in its first column.
+// A warp's kv head among the block's, and its place among the warps that have the same.
+__device__ inline int head_of_warp(int warp) { return warp % kHeads; }
+__device__ inline int place_of_warp(int warp) { return warp / kHeads; }
+
+// The first of a warp's tokens of a tile.
+__device__ inline int first_of_warp(int warp) { return place_of_warp(warp) * kWarpTokens; }
+
+// Where a token of a tile begins, in the first column of a box's first head.
 __device__ inline u32 token_offset(int token) {
   return static_cast<u32>(token / kBoxTokens * kBoxBytes + token % kBoxTokens * kLineBytes);
 }
@@ -34,8 +41,9 @@ struct MatrixRows {
 
   // Of lanes 0 to 7, 8 to 15 and so on: which half of the tokens, and which chunk.
   __device__ MatrixRows(int warp, int half, int chunk) {
-    const int token = warp * kWarpTokens + half * 8 + lane_index() % 8;
-    offset = token_offset(token) + (swizzle_of(token) ^ chunk * kChunkBytes);
+    const int token = first_of_warp(warp) + half * 8 + lane_index() % 8;
+    offset = head_of_warp(warp) * kHeadBytes + token_offset(token) +
+             (swizzle_of(token) ^ chunk * kChunkBytes);
   }
 
   // Of pair `pair` of chunks, counted through all columns.

@@ -1,11 +1,13 @@
 // Keeps values that rows do not see out of products: 0 * NaN is NaN. Needs fragments.cuh, Item,
 // SharedMemory, blocks/page_table.cuh, ptx/fence.cuh; from the products element_at, finite_part.
 
-// Chunk `chunk` of a token of a tile.
-__device__ inline Chunk* chunk_at(unsigned char* tile, int token, int chunk) {
+// Chunk `chunk` of a token of a tile that a warp has.
+__device__ inline Chunk* chunk_at(unsigned char* tile, int warp, int own_token, int chunk) {
   constexpr int kLineChunks = kLineBytes / kChunkBytes;
+  const int token = first_of_warp(warp) + own_token;
+  unsigned char* head = tile + head_of_warp(warp) * kHeadBytes;
   const u32 place = static_cast<u32>(chunk % kLineChunks * kChunkBytes) ^ swizzle_of(token);
-  return reinterpret_cast<Chunk*>(tile + token_offset(token) + chunk / kLineChunks * kColumnBytes +
+  return reinterpret_cast<Chunk*>(head + token_offset(token) + chunk / kLineChunks * kColumnBytes +
                                   place);
 }
 
@@ -21,7 +23,7 @@ __device__ inline bool clear_hidden(const Item& item, int first_token, int warp,
   for (int i = lane_index(); i < kWarpTokens * kChunks; i += kWarpLanes) {
     const int token = first_token + i / kChunks;
     if (token >= item.all_begin && token < item.all_end) continue;
-    Chunk* chunk = chunk_at(tile, warp * kWarpTokens + i / kChunks, i % kChunks);
+    Chunk* chunk = chunk_at(tile, warp, i / kChunks, i % kChunks);
     Chunk kept{};
     if (token >= item.any_begin && token < item.any_end) {
       const Chunk stored = *chunk;

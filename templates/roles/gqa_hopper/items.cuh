@@ -1,7 +1,7 @@
 // What a block computes one after the other: pieces of units. Needs span.cuh.
 
 struct Item {
-  i64 first_query;  // index of the request's first query token among all
+  int first_query;  // index of the request's first query token among all
   int request;
   int kv_head;
   int first_row;  // of the tile, among the request's rows of the kv head
@@ -37,14 +37,16 @@ struct Item {
     if (token < window_begin(params, kv_len, q_len, query)) return false;
     const int draft = token - (kv_len - q_len);
     if (params.draft_mask == nullptr || draft < 0) return draft <= query;
-    const u32* words = params.draft_mask + (first_query + query) * params.mask_words;
+    const u32* words =
+        params.draft_mask + static_cast<i64>(first_query + query) * params.mask_words;
     // Drafts beyond the mask are in no row's sight.
     return draft / 32 < params.mask_words && (words[draft / 32] >> draft % 32 & 1) != 0;
   }
 };
 
-// The item that a walk is at.
-__device__ inline Item item_at(const Params& params, const Span& span, const WalkState& walk) {
+// The item that a walk is at, of kv head `head` of the block's.
+__device__ inline Item item_at(const Params& params, const Span& span, const WalkState& walk,
+                               int head) {
   const RequestFacts& facts = walk.facts;
   Item item;
   item.first_query = facts.first_query;
@@ -52,8 +54,9 @@ __device__ inline Item item_at(const Params& params, const Span& span, const Wal
   item.q_len = facts.q_len;
   item.kv_len = facts.kv_len;
   const int part = walk.unit * params.team_size + static_cast<int>(span.member);
-  item.kv_head = facts.row_tiles == 1 ? part : part / facts.row_tiles;
-  item.first_row = (part - item.kv_head * facts.row_tiles) * kRows;
+  const int heads = facts.row_tiles == 1 ? part : part / facts.row_tiles;
+  item.kv_head = heads * kHeads + head;
+  item.first_row = (part - heads * facts.row_tiles) * kRows;
   item.rows = min(facts.q_len * params.group - item.first_row, kRows);
 
   const int first = item.query_of(params, 0);
@@ -97,39 +100,47 @@ __device__ inline bool go_on(const Params& params, const Span& span, WalkState& 
   return true;
 }
 
+// The work of a block, as the loader has found it.
+struct Start {
+  Span span;
+  WalkState walk;  // at the first item
+  bool has_work;
+};
+
 // What a consumer warp knows of its work; here, and not in the registers of every lane.
 struct WarpWork {
-  Span span;
-  WalkState walk;
-  Item item;
+  static constexpr int kNone = -1;  // the request of an item that there is not
 
-  // Leaves the item that a walk is at.
-  __device__ void keep(const Params& params, const Span& of_span, const WalkState& at) {
-    const Item found = item_at(params, of_span, at);
-    __syncwarp();  // all lanes have read the last one
+  WalkState walk;
+  Item items[2];  // an item and the next one, by the parity of their counts
+
+  __device__ bool has(u32 count) const { return items[count % 2].request != kNone; }
+
+  // Goes to the first item, `count`, of kv head `head` of the block's.
+  __device__ void begin(const Params& params, const Start& start, int head, u32 count) {
+    const WalkState at = start.walk;
+    keep(at, item_at(params, start.span, at, head), count);
+  }
+
+  // Goes on to item `count`, if there is one.
+  __device__ void find_next(const Params& params, const Span& span, int head, u32 count) {
+    WalkState at = walk;
+    if (go_on(params, span, at)) {
+      keep(at, item_at(params, span, at, head), count);
+    } else {
+      __syncwarp();  // all lanes have read what was here
+      if (lane_index() == 0) items[count % 2].request = kNone;
+      __syncwarp();
+    }
+  }
+
+  // Leaves what item `count` is, and the place of the walk that is there.
+  __device__ void keep(const WalkState& at, const Item& found, u32 count) {
+    __syncwarp();  // all lanes have read what was here
     if (lane_index() == 0) {
-      span = of_span;
       walk = at;
-      item = found;
+      items[count % 2] = found;
     }
     __syncwarp();
-  }
-
-  // Shows `look` the next item, if there is one; says whether there is.
-  template <typename Look>
-  __device__ bool look_ahead(const Params& params, Look look) const {
-    const Span of_span = span;
-    WalkState at = walk;
-    const bool has_next = go_on(params, of_span, at);
-    if (has_next) look(item_at(params, of_span, at));
-    return has_next;
-  }
-
-  // Goes to the next item, which there is.
-  __device__ void keep_next(const Params& params) {
-    const Span of_span = span;
-    WalkState at = walk;
-    go_on(params, of_span, at);
-    keep(params, of_span, at);
   }
 };

@@ -17,6 +17,7 @@ __device__ inline void load_row(const Params& params, const Item& item, int grou
 
 struct KeptQuery {
   QueryRow rows[kRowGroups];
+  QueryRow next_rows[kRowGroups];  // of the next item, under way
   float undone[kRowGroups];  // of the lane's row of each group
 
   __device__ explicit KeptQuery(const SharedMemory&) {}
@@ -24,12 +25,16 @@ struct KeptQuery {
   // By each warp for itself.
   __device__ void begin(const Params& params, const Item& item, int) {
 #pragma unroll
-    for (int n = 0; n < kRowGroups; ++n) load_row(params, item, n, rows[n]);
+    for (int n = 0; n < kRowGroups; ++n) load_row(params, item, n, next_rows[n]);
   }
 
   __device__ void finish(const Params&, const Item&, int, SharedMemory&) {
 #pragma unroll
-    for (int n = 0; n < kRowGroups; ++n) undone[n] = fit_row(rows[n]);
+    for (int n = 0; n < kRowGroups; ++n) {
+#pragma unroll
+      for (int k = 0; k < kDimTiles; ++k) rows[n][k] = next_rows[n][k];
+      undone[n] = fit_row(rows[n]);
+    }
   }
 
   __device__ uint2 at(int group, int k) const { return rows[group][k]; }

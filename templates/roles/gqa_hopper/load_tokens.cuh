@@ -72,23 +72,28 @@ __device__ inline void load_item(const Params& params, const Item& item, SharedM
   }
 }
 
-// `length` is what seq_lens has for the lane's own_request.
-__device__ inline void load_tokens(const Params& params, int length, SharedMemory& shared) {
+// The loader: finds the block's work, tells the other warps, and copies the tokens of all items.
+__device__ inline void load_tokens(const Params& params, SharedMemory& shared) {
   Span span;
   WalkState walk;
-  if (!find_span(params, length, span, walk)) return;
+  const bool has_work = find_span(params, span, walk);
+  if (lane_index() == 0) shared.start = {span, walk, has_work};
+  __syncwarp();
+  barrier_arrive(kStartBarrier, kThreads);
+  barrier_sync(kMadeBarrier, 2 * kWarpLanes);
+  if (!has_work) return;
   RingPosition<kStages> position;
   do {
-    load_item(params, item_at(params, span, walk), shared, position);
+    load_item(params, item_at(params, span, walk, 0), shared, position);
   } while (go_on(params, span, walk));
 }
 
-// Brings the page ids of all requests into L2, by the mergers, which have nothing to do yet: a line
-// for each thread, and for no more tables than that are lines.
+// Brings the page ids of all requests into L2, by the consumers: a line for each thread, and for no
+// more tables than that are lines.
 __device__ inline void prefetch_ids(const Params& params, int thread) {
   constexpr int kLineIds = 32;
   const u32 row_lines = static_cast<u32>(ceil_div(params.max_pages, kLineIds));
-  const u32 line = blockIdx.x * kMergerThreads + thread;
+  const u32 line = blockIdx.x * kConsumerThreads + thread;
   if (row_lines == 0) return;
   const u32 request = line / row_lines;
   if (request >= params.requests) return;

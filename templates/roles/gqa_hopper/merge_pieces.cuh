@@ -2,7 +2,7 @@
 // of the pieces. Nobody waits. Needs store_rows.cuh, ptx/atom.cuh, ptx/barrier.cuh, ptx/ex2.cuh,
 // ptx/ld.cuh.
 
-constexpr int kPiecesAtATime = 8;  // whose values are under way together
+constexpr int kPiecesAtATime = 8;  // that are under way together
 
 __device__ inline void merge_row(const Params& params, const Item& item, int row, int dim) {
   RowState state = {-kLargest, 0.0f};
@@ -18,26 +18,29 @@ __device__ inline void merge_row(const Params& params, const Item& item, int row
       states[i] = ld_global_cg_v2_f32(piece_states(params, place) + row);
       parts[i] = ld_global_cg_v4_f32(piece_values(params, place, row, dim));
     }
+    float next = state.reference;
+#pragma unroll
+    for (int i = 0; i < kPiecesAtATime; ++i) next = fmaxf(next, states[i].x);
+    const float before = ex2_approx(state.reference - next);
+    state = {next, state.sum * before};
+    values =
+        make_float4(values.x * before, values.y * before, values.z * before, values.w * before);
 #pragma unroll
     for (int i = 0; i < kPiecesAtATime; ++i) {
-      if (first + i >= item.pieces) break;
-      const float next = fmaxf(state.reference, states[i].x);
-      const float before = ex2_approx(state.reference - next);
+      if (first + i >= item.pieces) continue;
       const float weight = ex2_approx(states[i].x - next);
-      state = {next, state.sum * before + states[i].y * weight};
-      values =
-          make_float4(values.x * before, values.y * before, values.z * before, values.w * before);
+      state.sum += states[i].y * weight;
       values = add_weighted(values, parts[i], weight);
     }
   }
   store_finished(params, item, row, dim, state, values);
 }
 
-// By all consumers, after all have left their part of this piece.
-__device__ inline void merge_pieces(const Params& params, const Item& item, SharedMemory& shared) {
-  const int thread = static_cast<int>(threadIdx.x);
+// By all consumers, each of its head, after all have left their part of this piece.
+__device__ inline void merge_pieces(const Params& params, const Item& item, int head_thread,
+                                    SharedMemory& shared) {
   barrier_sync(kConsumerBarrier, kConsumerThreads);
-  if (thread == 0) {
+  if (threadIdx.x == 0) {
     u32* arrivals = params.counters + item.first_block;
     const u32 others = static_cast<u32>(item.pieces - 1);
     const bool is_last = atom_add_acq_rel_gpu(arrivals, 1) == others;
@@ -49,7 +52,7 @@ __device__ inline void merge_pieces(const Params& params, const Item& item, Shar
   if (!shared.is_last_piece) return;
   constexpr int kQuads = kHeadDim / 4;
 #pragma unroll 1
-  for (int task = thread; task < item.rows * kQuads; task += kConsumerThreads) {
+  for (int task = head_thread; task < item.rows * kQuads; task += kHeadThreads) {
     merge_row(params, item, task / kQuads, task % kQuads * 4);
   }
 }

@@ -2,22 +2,24 @@
 // or by the mergers, warps that do nothing else. Needs store_rows.cuh, hidden_values.cuh,
 // fragments.cuh, Softmax, ptx/barrier.cuh, ptx/ex2.cuh; from the products write_merged.
 
-// Four neighbouring values of one of the eight rows, from all warps.
-__device__ inline float4 merged_values(const SharedMemory& shared, int row, int dim,
+// Four neighbouring values of one of the eight rows, from all warps that have kv head `head` of the
+// block's.
+__device__ inline float4 merged_values(const SharedMemory& shared, int head, int row, int dim,
                                        RowState& state) {
-  RowState states[kConsumerWarps];
+  RowState states[kHeadWarps];
   state = {-kLargest, 0.0f};
 #pragma unroll
-  for (int warp = 0; warp < kConsumerWarps; ++warp) {
-    states[warp] = shared.states[warp][row];
-    state.reference = fmaxf(state.reference, states[warp].reference);
+  for (int place = 0; place < kHeadWarps; ++place) {
+    states[place] = shared.states[place * kHeads + head][row];
+    state.reference = fmaxf(state.reference, states[place].reference);
   }
   float4 values = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
-  for (int warp = 0; warp < kConsumerWarps; ++warp) {
-    const float weight = ex2_approx(states[warp].reference - state.reference);
-    state.sum += states[warp].sum * weight;
-    const float4 part = *reinterpret_cast<const float4*>(&shared.merged[warp][row][dim]);
+  for (int place = 0; place < kHeadWarps; ++place) {
+    const float weight = ex2_approx(states[place].reference - state.reference);
+    state.sum += states[place].sum * weight;
+    const float4 part =
+        *reinterpret_cast<const float4*>(&shared.merged[place * kHeads + head][row][dim]);
     values = add_weighted(values, part, weight);
   }
   return values;
@@ -46,7 +48,8 @@ __device__ inline void write_part(int group, int first_dim, int warp, const Soft
   }
 }
 
-// Of eight rows and kMergeDims dims, those values that are thread `thread`'s of `threads`.
+// Of eight rows and kMergeDims dims of a head, those values that are thread `thread`'s of
+// `threads`.
 __device__ inline void merge_parts(const Params& params, const Item& item, u32 count, int group,
                                    int first_dim, int thread, int threads,
                                    const SharedMemory& shared) {
@@ -59,12 +62,17 @@ __device__ inline void merge_parts(const Params& params, const Item& item, u32 c
     const int dim_in_part = task % kQuads * 4;
     const int dim = first_dim + dim_in_part;
     RowState state;
-    float4 values = merged_values(shared, row_in_group, dim_in_part, state);
+    float4 values = merged_values(shared, item.kv_head % kHeads, row_in_group, dim_in_part, state);
     if (shared.nonfinite_items[count % 2] == count) {
       values = restore_nonfinite(params, item, row, dim, values);
     }
     store_merged(params, item, row, dim, state, values);
   }
+}
+
+// A thread's place among those that merge what their own head's warps have left.
+__device__ inline int head_thread(int warp) {
+  return place_of_warp(warp) * kWarpLanes + lane_index();
 }
 
 __device__ inline void merge_warps(const Params& params, const Item& item, int warp, u32 count,
@@ -78,8 +86,7 @@ __device__ inline void merge_warps(const Params& params, const Item& item, int w
       barrier_sync(kConsumerBarrier, kConsumerThreads);  // nobody reads any more
       write_part(group, first_dim, warp, softmax, output, shared);
       barrier_sync(kConsumerBarrier, kConsumerThreads);
-      merge_parts(params, item, count, group, first_dim, static_cast<int>(threadIdx.x),
-                  kConsumerThreads, shared);
+      merge_parts(params, item, count, group, first_dim, head_thread(warp), kHeadThreads, shared);
       __syncwarp();
     }
   }
@@ -104,21 +111,22 @@ __device__ inline void leave_parts(int warp, const Softmax& softmax, const Outpu
   barrier_arrive(kPartsFullBarrier, kConsumerThreads + kMergerThreads);
 }
 
-// The mergers: every item that is merged apart. `length` is what seq_lens has for the lane's
-// own_request.
-__device__ inline void merge_items(const Params& params, int length, SharedMemory& shared) {
-  Span span;
-  WalkState walk;
-  if (!find_span(params, length, span, walk)) return;
+// The mergers: every item that is merged apart.
+__device__ inline void merge_items(const Params& params, SharedMemory& shared) {
+  const Span& span = shared.start.span;
+  WalkState walk = shared.start.walk;
   const int thread = static_cast<int>(threadIdx.x) - kFirstMerger * kWarpLanes;
   bool has_next = true;
 #pragma unroll 1
   for (u32 count = 1; has_next; ++count) {
-    const Item item = item_at(params, span, walk);
+    Item item = item_at(params, span, walk, 0);
     has_next = go_on(params, span, walk);
     if (!is_merged_apart(item, has_next)) continue;
     barrier_sync(kPartsFullBarrier, kConsumerThreads + kMergerThreads);
-    merge_parts(params, item, count, 0, 0, thread, kMergerThreads, shared);
+#pragma unroll 1
+    for (int head = 0; head < kHeads; ++head, ++item.kv_head) {
+      merge_parts(params, item, count, 0, 0, thread, kMergerThreads, shared);
+    }
     __syncwarp();
     barrier_arrive(kPartsEmptyBarrier, kConsumerThreads + kMergerThreads);
   }

@@ -3,7 +3,7 @@
 
 // A row is one (query token, query head of a kv head) pair of a request, query token first.
 struct RequestFacts {
-  i64 first_query;  // index of the request's first query token among all
+  int first_query;  // index of the request's first query token among all
   int q_len;
   int kv_len;  // tokens in the cache, the new ones included
   int row_tiles;  // of one kv head; none where the request's queries are not inside the tensor
@@ -14,17 +14,23 @@ struct RequestFacts {
 
 // The first token that the window of a query token reaches back to.
 __device__ inline int window_begin(const Params& params, int kv_len, int q_len, int query) {
-  return params.window > 0 ? max(0, kv_len - q_len + query + 1 - params.window) : 0;
+  return max(0, kv_len - q_len + query + 1 - params.window);
+}
+
+// Sets the tiles of tokens that some row sees.
+__device__ inline void set_tiles(const Params& params, RequestFacts& facts, int length) {
+  facts.kv_len = min(max(length, 0), params.most_tokens);
+  facts.first_tile = window_begin(params, facts.kv_len, facts.q_len, 0) / kTileTokens;
+  facts.tiles = ceil_div(facts.kv_len, kTileTokens) - facts.first_tile;
 }
 
 // `length` is what seq_lens has for the request.
 __device__ inline RequestFacts facts_of_request(const Params& params, int request, int length) {
   RequestFacts facts;
-  facts.kv_len = tokens_held(length, params.max_pages);
   facts.q_len = params.q_len;
   facts.row_tiles = params.row_tiles;
   facts.units = params.units;
-  facts.first_query = request * static_cast<i64>(params.q_len);
+  facts.first_query = request * params.q_len;
   if (params.cum_seq_lens_q != nullptr) {
     const int first = params.cum_seq_lens_q[request];
     const int end = params.cum_seq_lens_q[request + 1];
@@ -34,8 +40,7 @@ __device__ inline RequestFacts facts_of_request(const Params& params, int reques
     facts.row_tiles = ceil_div(facts.q_len * params.group, kRows);
     facts.units = facts.row_tiles * params.units;  // those of one tile for each kv head
   }
-  facts.first_tile = window_begin(params, facts.kv_len, facts.q_len, 0) / kTileTokens;
-  facts.tiles = ceil_div(facts.kv_len, kTileTokens) - facts.first_tile;
+  set_tiles(params, facts, length);
   return facts;
 }
 

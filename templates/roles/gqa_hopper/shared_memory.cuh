@@ -19,6 +19,7 @@ struct SharedMemory {
   uint2 query[kKeepsQuery ? 1 : kRowGroups][kKeepsQuery ? 1 : kDimTiles][kKeepsQuery ? 1 : 32];
   float query_factors[kKeepsQuery ? 1 : kRows];
   WarpWork work[kConsumerWarps];
+  Start start;
   Barrier stage_full[kStages];
   Barrier stage_empty[kStages];
   u32 nonfinite_items[2];  // the item, of each parity, that has values restored

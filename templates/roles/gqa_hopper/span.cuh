@@ -1,6 +1,5 @@
-// How the work of a call is divided among the blocks of the grid: each warp finds the part of its
-// block by itself. Needs Params, requests.cuh,
-// blocks/query_offsets.cuh.
+// How the work of a call is divided among the blocks of the grid: each finds its own part. Needs
+// Params, requests.cuh, blocks/query_offsets.cuh.
 
 // A team is some blocks of the grid that are neighbours. They read the same tokens at the same
 // time, each those of its kv head, which lie side by side in most caches; or the very same, for
@@ -31,30 +30,51 @@ __device__ inline u32 span_at(u32 position, const Span& span) {
   return ((position + 1) * span.spans - 1) / span.total;
 }
 
-// A lane adds up neighbouring requests: how many, and the first; a lane behind the last request
-// looks at that one.
-__device__ inline int requests_of_lane(const Params& params) {
-  return ceil_div(params.requests, kWarpLanes);
+// The positions on the line that requests from `first` to before `end` take, all of one q_len.
+__device__ inline u32 even_length(const Params& params, int first, int end) {
+  constexpr int kAtATime = 4;  // lengths that are asked for together
+  RequestFacts facts;
+  facts.q_len = params.q_len;
+  facts.units = params.units;
+  u32 sum = 0;
+#pragma unroll 1
+  for (; first < end; first += kAtATime) {
+    int each[kAtATime];
+#pragma unroll
+    for (int i = 0; i < kAtATime; ++i) each[i] = params.seq_lens[min(first + i, end - 1)];
+#pragma unroll
+    for (int i = 0; i < kAtATime; ++i) {
+      set_tiles(params, facts, each[i]);
+      sum += first + i < end ? line_length(facts) : 0;
+    }
+  }
+  return sum;
 }
 
-__device__ inline int own_request(const Params& params) {
-  return min(lane_index() * requests_of_lane(params), params.requests - 1);
+// The same where requests differ in their queries; finds out whether their offsets go back.
+__device__ inline u32 ragged_length(const Params& params, int first, int end, bool& goes_back_any) {
+  u32 sum = 0;
+#pragma unroll 1
+  for (; first < end; ++first) {
+    sum += line_length(facts_of_request(params, first, params.seq_lens[first]));
+    goes_back_any |= goes_back(params, first);
+  }
+  return sum;
 }
 
-// Finds the span of this block's team and the unit that it begins in, by whole warps; says whether
-// there is one. `length` is what seq_lens has for the lane's own_request.
-__device__ inline bool find_span(const Params& params, int length, Span& span, WalkState& walk) {
-  const int each = requests_of_lane(params);
-  const int first = lane_index() * each;
-  u32 own = line_length(facts_of_request(params, own_request(params), length));
-  bool is_unsound = goes_back(params, own_request(params));
-  if (first >= params.requests) own = 0;
-#pragma unroll 4
-  for (int i = first + 1; i < first + each; ++i) {
-    const int request = min(i, params.requests - 1);
-    const u32 more = line_length(facts_of_request(params, request));
-    own += i < params.requests ? more : 0;
-    is_unsound |= goes_back(params, request);
+// Finds the span of this block's team and the unit that it begins in, by a whole warp; says whether
+// there is one.
+__device__ inline bool find_span(const Params& params, Span& span, WalkState& walk) {
+  // A lane adds up neighbouring requests.
+  const int each = ceil_div(params.requests, kWarpLanes);
+  const int first = min(lane_index() * each, params.requests);
+  const int end = min(first + each, params.requests);
+  u32 own = 0;
+  bool is_unsound = false;
+  if (params.cum_seq_lens_q == nullptr) {
+    own = even_length(params, first, end);
+  } else {
+    own = ragged_length(params, first, end, is_unsound);
   }
   if (__any_sync(~0u, is_unsound)) return false;
   u32 through = own;  // with all lanes before
@@ -74,11 +94,13 @@ __device__ inline bool find_span(const Params& params, int length, Span& span, W
   const int lane = __ffs(static_cast<int>(__ballot_sync(~0u, through > span.begin))) - 1;
   u32 begin = __shfl_sync(~0u, through - own, lane);
   walk.request = lane * each;
-  walk.facts = facts_of_request(params, walk.request);
 #pragma unroll 1
-  while (span.begin - begin >= line_length(walk.facts)) {
-    begin += line_length(walk.facts);
-    walk.facts = facts_of_request(params, ++walk.request);
+  while (true) {
+    walk.facts = facts_of_request(params, walk.request);
+    const u32 length = line_length(walk.facts);
+    if (span.begin - begin < length) break;
+    begin += length;
+    ++walk.request;
   }
   const u32 each_unit = unit_length(walk.facts);
   const u32 unit = (span.begin - begin) / each_unit;

@@ -1,10 +1,11 @@
 // Where rows go: into the output, or into the workspace as those of a piece. Needs Item,
 // SharedMemory, blocks/row_result.cuh, blocks/scales.cuh, store_x4.
 
-// Each block of the grid has two places for pieces: for the one that its span begins with, and for
-// the one that it ends with.
+// Each block of the grid has two places for pieces of each of its heads: for the one that its span
+// begins with, and for the one that it ends with.
 __device__ inline int place_of_piece(const Params& params, const Item& item, int piece) {
-  return (item.first_block + piece * params.team_size) * 2 + (piece == 0 ? 1 : 0);
+  const int place = (item.first_block + piece * params.team_size) * 2 + (piece == 0 ? 1 : 0);
+  return place * kHeads + item.kv_head % kHeads;
 }
 
 __device__ inline RowState* piece_states(const Params& params, int place) {

@@ -86,6 +86,7 @@ struct Params {
   int mask_words;
   int window;
   int max_pages;
+  int most_tokens;
   int block_tables_stride;
   int num_pages;
   int scores_take_bmm2;
@@ -102,6 +103,7 @@ using OutElement = Bf16;
 constexpr int kHeadDim = 128;
 constexpr int kPageSize = 64;
 constexpr int kRowBytes = 256;  // of a cached token of one kv head
+constexpr int kHeads = 1;  // kv heads that a block attends to at a time
 constexpr int kLineBytes = 128;
 constexpr int kTileTokens = 128;
 constexpr int kBoxTokens = 64;
@@ -117,6 +119,7 @@ constexpr int kLoaderWarp = kConsumerWarps;
 constexpr int kThreads = 384;
 constexpr int kFirstMerger = kLoaderWarp + 1;
 constexpr int kMergerThreads = kThreads - kFirstMerger * kWarpLanes;
+constexpr int kMakerWarp = kThreads / kWarpLanes - 1;  // of barriers: the last of those that merge
 
 // Registers of a thread, where a lane has more of the query and the output than kernels begin with.
 constexpr bool kMovesRegisters = kRows * kHeadDim > 8 * 128;
@@ -124,15 +127,20 @@ constexpr int kFirstRegisters = 168;  // the most that so many threads may begin
 constexpr int kConsumerRegisters = 216;
 constexpr int kLoaderRegisters = 72;
 
-// A box of tokens arrives as columns of lines, kLineBytes of every token each, swizzled.
+// A box of tokens arrives as columns of lines, kLineBytes of every token each, swizzled: those of
+// one kv head, then those of the next.
 constexpr int kColumns = kRowBytes / kLineBytes;
 constexpr int kColumnBytes = kBoxTokens * kLineBytes;
-constexpr int kBoxBytes = kColumns * kColumnBytes;
+constexpr int kHeadBytes = kColumns * kColumnBytes;
+constexpr int kBoxBytes = kHeads * kHeadBytes;
 constexpr int kTileBoxes = kTileTokens / kBoxTokens;
 constexpr int kTileBytes = kTileBoxes * kBoxBytes;
 
-// A warp has as many tokens of each tile, and multiplies kStepTokens at a time.
-constexpr int kWarpTokens = kTileTokens / kConsumerWarps;
+// A warp has one of the heads, and of it as many tokens of each tile, and multiplies kStepTokens at
+// a time.
+constexpr int kHeadWarps = kConsumerWarps / kHeads;
+constexpr int kHeadThreads = kHeadWarps * kWarpLanes;
+constexpr int kWarpTokens = kTileTokens / kHeadWarps;
 constexpr int kStepTokens = 16;
 constexpr int kSteps = kWarpTokens / kStepTokens;
 constexpr int kRowGroups = kRows / 8;
@@ -154,6 +162,7 @@ constexpr int kStartBarrier = 1;
 constexpr int kConsumerBarrier = 2;
 constexpr int kPartsFullBarrier = 3;
 constexpr int kPartsEmptyBarrier = 4;
+constexpr int kMadeBarrier = 5;
 
 static_assert(kTileBoxes * kBoxTokens == kTileTokens, "boxes fill a tile");
 static_assert(!kMovesRegisters || kConsumerThreads * kConsumerRegisters + 128 * kLoaderRegisters <=
@@ -161,7 +170,9 @@ static_assert(!kMovesRegisters || kConsumerThreads * kConsumerRegisters + 128 * 
               "what consumers take, the others give");
 static_assert(kTileBoxes <= kWarpLanes, "a lane copies a box");
 static_assert(kBoxTokens % kStepTokens == 0, "what a warp multiplies lies in one box");
-static_assert(kSteps * kStepTokens * kConsumerWarps == kTileTokens, "warps share a tile");
+static_assert(kSteps * kStepTokens * kHeadWarps == kTileTokens, "warps share a tile");
+static_assert(kHeadWarps * kHeads == kConsumerWarps, "and its heads");
+static_assert(kHeads == 1 || kKeepsQuery, "shared memory has the query of one head");
 
 // PTX ISA, "Parallel Synchronization and Communication Instructions: atom". Needs sm_80.
 
@@ -595,7 +606,7 @@ __device__ inline RowResult finish_row(float reference, float sum, float sink) {
 
 // A row is one (query token, query head of a kv head) pair of a request, query token first.
 struct RequestFacts {
-  i64 first_query;  // index of the request's first query token among all
+  int first_query;  // index of the request's first query token among all
   int q_len;
   int kv_len;  // tokens in the cache, the new ones included
   int row_tiles;  // of one kv head; none where the request's queries are not inside the tensor
@@ -606,17 +617,23 @@ struct RequestFacts {
 
 // The first token that the window of a query token reaches back to.
 __device__ inline int window_begin(const Params& params, int kv_len, int q_len, int query) {
-  return params.window > 0 ? max(0, kv_len - q_len + query + 1 - params.window) : 0;
+  return max(0, kv_len - q_len + query + 1 - params.window);
+}
+
+// Sets the tiles of tokens that some row sees.
+__device__ inline void set_tiles(const Params& params, RequestFacts& facts, int length) {
+  facts.kv_len = min(max(length, 0), params.most_tokens);
+  facts.first_tile = window_begin(params, facts.kv_len, facts.q_len, 0) / kTileTokens;
+  facts.tiles = ceil_div(facts.kv_len, kTileTokens) - facts.first_tile;
 }
 
 // `length` is what seq_lens has for the request.
 __device__ inline RequestFacts facts_of_request(const Params& params, int request, int length) {
   RequestFacts facts;
-  facts.kv_len = tokens_held(length, params.max_pages);
   facts.q_len = params.q_len;
   facts.row_tiles = params.row_tiles;
   facts.units = params.units;
-  facts.first_query = request * static_cast<i64>(params.q_len);
+  facts.first_query = request * params.q_len;
   if (params.cum_seq_lens_q != nullptr) {
     const int first = params.cum_seq_lens_q[request];
     const int end = params.cum_seq_lens_q[request + 1];
@@ -626,8 +643,7 @@ __device__ inline RequestFacts facts_of_request(const Params& params, int reques
     facts.row_tiles = ceil_div(facts.q_len * params.group, kRows);
     facts.units = facts.row_tiles * params.units;  // those of one tile for each kv head
   }
-  facts.first_tile = window_begin(params, facts.kv_len, facts.q_len, 0) / kTileTokens;
-  facts.tiles = ceil_div(facts.kv_len, kTileTokens) - facts.first_tile;
+  set_tiles(params, facts, length);
   return facts;
 }
 
@@ -646,9 +662,8 @@ __device__ inline u32 line_length(const RequestFacts& facts) {
   return static_cast<u32>(facts.units) * unit_length(facts);
 }
 
-// How the work of a call is divided among the blocks of the grid: each warp finds the part of its
-// block by itself. Needs Params, requests.cuh,
-// blocks/query_offsets.cuh.
+// How the work of a call is divided among the blocks of the grid: each finds its own part. Needs
+// Params, requests.cuh, blocks/query_offsets.cuh.
 
 // A team is some blocks of the grid that are neighbours. They read the same tokens at the same
 // time, each those of its kv head, which lie side by side in most caches; or the very same, for
@@ -679,30 +694,51 @@ __device__ inline u32 span_at(u32 position, const Span& span) {
   return ((position + 1) * span.spans - 1) / span.total;
 }
 
-// A lane adds up neighbouring requests: how many, and the first; a lane behind the last request
-// looks at that one.
-__device__ inline int requests_of_lane(const Params& params) {
-  return ceil_div(params.requests, kWarpLanes);
+// The positions on the line that requests from `first` to before `end` take, all of one q_len.
+__device__ inline u32 even_length(const Params& params, int first, int end) {
+  constexpr int kAtATime = 4;  // lengths that are asked for together
+  RequestFacts facts;
+  facts.q_len = params.q_len;
+  facts.units = params.units;
+  u32 sum = 0;
+#pragma unroll 1
+  for (; first < end; first += kAtATime) {
+    int each[kAtATime];
+#pragma unroll
+    for (int i = 0; i < kAtATime; ++i) each[i] = params.seq_lens[min(first + i, end - 1)];
+#pragma unroll
+    for (int i = 0; i < kAtATime; ++i) {
+      set_tiles(params, facts, each[i]);
+      sum += first + i < end ? line_length(facts) : 0;
+    }
+  }
+  return sum;
 }
 
-__device__ inline int own_request(const Params& params) {
-  return min(lane_index() * requests_of_lane(params), params.requests - 1);
+// The same where requests differ in their queries; finds out whether their offsets go back.
+__device__ inline u32 ragged_length(const Params& params, int first, int end, bool& goes_back_any) {
+  u32 sum = 0;
+#pragma unroll 1
+  for (; first < end; ++first) {
+    sum += line_length(facts_of_request(params, first, params.seq_lens[first]));
+    goes_back_any |= goes_back(params, first);
+  }
+  return sum;
 }
 
-// Finds the span of this block's team and the unit that it begins in, by whole warps; says whether
-// there is one. `length` is what seq_lens has for the lane's own_request.
-__device__ inline bool find_span(const Params& params, int length, Span& span, WalkState& walk) {
-  const int each = requests_of_lane(params);
-  const int first = lane_index() * each;
-  u32 own = line_length(facts_of_request(params, own_request(params), length));
-  bool is_unsound = goes_back(params, own_request(params));
-  if (first >= params.requests) own = 0;
-#pragma unroll 4
-  for (int i = first + 1; i < first + each; ++i) {
-    const int request = min(i, params.requests - 1);
-    const u32 more = line_length(facts_of_request(params, request));
-    own += i < params.requests ? more : 0;
-    is_unsound |= goes_back(params, request);
+// Finds the span of this block's team and the unit that it begins in, by a whole warp; says whether
+// there is one.
+__device__ inline bool find_span(const Params& params, Span& span, WalkState& walk) {
+  // A lane adds up neighbouring requests.
+  const int each = ceil_div(params.requests, kWarpLanes);
+  const int first = min(lane_index() * each, params.requests);
+  const int end = min(first + each, params.requests);
+  u32 own = 0;
+  bool is_unsound = false;
+  if (params.cum_seq_lens_q == nullptr) {
+    own = even_length(params, first, end);
+  } else {
+    own = ragged_length(params, first, end, is_unsound);
   }
   if (__any_sync(~0u, is_unsound)) return false;
   u32 through = own;  // with all lanes before
@@ -722,11 +758,13 @@ __device__ inline bool find_span(const Params& params, int length, Span& span, W
   const int lane = __ffs(static_cast<int>(__ballot_sync(~0u, through > span.begin))) - 1;
   u32 begin = __shfl_sync(~0u, through - own, lane);
   walk.request = lane * each;
-  walk.facts = facts_of_request(params, walk.request);
 #pragma unroll 1
-  while (span.begin - begin >= line_length(walk.facts)) {
-    begin += line_length(walk.facts);
-    walk.facts = facts_of_request(params, ++walk.request);
+  while (true) {
+    walk.facts = facts_of_request(params, walk.request);
+    const u32 length = line_length(walk.facts);
+    if (span.begin - begin < length) break;
+    begin += length;
+    ++walk.request;
   }
   const u32 each_unit = unit_length(walk.facts);
   const u32 unit = (span.begin - begin) / each_unit;
@@ -738,7 +776,7 @@ __device__ inline bool find_span(const Params& params, int length, Span& span, W
 // What a block computes one after the other: pieces of units. Needs span.cuh.
 
 struct Item {
-  i64 first_query;  // index of the request's first query token among all
+  int first_query;  // index of the request's first query token among all
   int request;
   int kv_head;
   int first_row;  // of the tile, among the request's rows of the kv head
@@ -774,14 +812,16 @@ struct Item {
     if (token < window_begin(params, kv_len, q_len, query)) return false;
     const int draft = token - (kv_len - q_len);
     if (params.draft_mask == nullptr || draft < 0) return draft <= query;
-    const u32* words = params.draft_mask + (first_query + query) * params.mask_words;
+    const u32* words =
+        params.draft_mask + static_cast<i64>(first_query + query) * params.mask_words;
     // Drafts beyond the mask are in no row's sight.
     return draft / 32 < params.mask_words && (words[draft / 32] >> draft % 32 & 1) != 0;
   }
 };
 
-// The item that a walk is at.
-__device__ inline Item item_at(const Params& params, const Span& span, const WalkState& walk) {
+// The item that a walk is at, of kv head `head` of the block's.
+__device__ inline Item item_at(const Params& params, const Span& span, const WalkState& walk,
+                               int head) {
   const RequestFacts& facts = walk.facts;
   Item item;
   item.first_query = facts.first_query;
@@ -789,8 +829,9 @@ __device__ inline Item item_at(const Params& params, const Span& span, const Wal
   item.q_len = facts.q_len;
   item.kv_len = facts.kv_len;
   const int part = walk.unit * params.team_size + static_cast<int>(span.member);
-  item.kv_head = facts.row_tiles == 1 ? part : part / facts.row_tiles;
-  item.first_row = (part - item.kv_head * facts.row_tiles) * kRows;
+  const int heads = facts.row_tiles == 1 ? part : part / facts.row_tiles;
+  item.kv_head = heads * kHeads + head;
+  item.first_row = (part - heads * facts.row_tiles) * kRows;
   item.rows = min(facts.q_len * params.group - item.first_row, kRows);
 
   const int first = item.query_of(params, 0);
@@ -834,40 +875,48 @@ __device__ inline bool go_on(const Params& params, const Span& span, WalkState& 
   return true;
 }
 
+// The work of a block, as the loader has found it.
+struct Start {
+  Span span;
+  WalkState walk;  // at the first item
+  bool has_work;
+};
+
 // What a consumer warp knows of its work; here, and not in the registers of every lane.
 struct WarpWork {
-  Span span;
-  WalkState walk;
-  Item item;
+  static constexpr int kNone = -1;  // the request of an item that there is not
 
-  // Leaves the item that a walk is at.
-  __device__ void keep(const Params& params, const Span& of_span, const WalkState& at) {
-    const Item found = item_at(params, of_span, at);
-    __syncwarp();  // all lanes have read the last one
+  WalkState walk;
+  Item items[2];  // an item and the next one, by the parity of their counts
+
+  __device__ bool has(u32 count) const { return items[count % 2].request != kNone; }
+
+  // Goes to the first item, `count`, of kv head `head` of the block's.
+  __device__ void begin(const Params& params, const Start& start, int head, u32 count) {
+    const WalkState at = start.walk;
+    keep(at, item_at(params, start.span, at, head), count);
+  }
+
+  // Goes on to item `count`, if there is one.
+  __device__ void find_next(const Params& params, const Span& span, int head, u32 count) {
+    WalkState at = walk;
+    if (go_on(params, span, at)) {
+      keep(at, item_at(params, span, at, head), count);
+    } else {
+      __syncwarp();  // all lanes have read what was here
+      if (lane_index() == 0) items[count % 2].request = kNone;
+      __syncwarp();
+    }
+  }
+
+  // Leaves what item `count` is, and the place of the walk that is there.
+  __device__ void keep(const WalkState& at, const Item& found, u32 count) {
+    __syncwarp();  // all lanes have read what was here
     if (lane_index() == 0) {
-      span = of_span;
       walk = at;
-      item = found;
+      items[count % 2] = found;
     }
     __syncwarp();
-  }
-
-  // Shows `look` the next item, if there is one; says whether there is.
-  template <typename Look>
-  __device__ bool look_ahead(const Params& params, Look look) const {
-    const Span of_span = span;
-    WalkState at = walk;
-    const bool has_next = go_on(params, of_span, at);
-    if (has_next) look(item_at(params, of_span, at));
-    return has_next;
-  }
-
-  // Goes to the next item, which there is.
-  __device__ void keep_next(const Params& params) {
-    const Span of_span = span;
-    WalkState at = walk;
-    go_on(params, of_span, at);
-    keep(params, of_span, at);
   }
 };
 
@@ -892,6 +941,7 @@ struct SharedMemory {
   uint2 query[kKeepsQuery ? 1 : kRowGroups][kKeepsQuery ? 1 : kDimTiles][kKeepsQuery ? 1 : 32];
   float query_factors[kKeepsQuery ? 1 : kRows];
   WarpWork work[kConsumerWarps];
+  Start start;
   Barrier stage_full[kStages];
   Barrier stage_empty[kStages];
   u32 nonfinite_items[2];  // the item, of each parity, that has values restored
@@ -988,23 +1038,28 @@ __device__ inline void load_item(const Params& params, const Item& item, SharedM
   }
 }
 
-// `length` is what seq_lens has for the lane's own_request.
-__device__ inline void load_tokens(const Params& params, int length, SharedMemory& shared) {
+// The loader: finds the block's work, tells the other warps, and copies the tokens of all items.
+__device__ inline void load_tokens(const Params& params, SharedMemory& shared) {
   Span span;
   WalkState walk;
-  if (!find_span(params, length, span, walk)) return;
+  const bool has_work = find_span(params, span, walk);
+  if (lane_index() == 0) shared.start = {span, walk, has_work};
+  __syncwarp();
+  barrier_arrive(kStartBarrier, kThreads);
+  barrier_sync(kMadeBarrier, 2 * kWarpLanes);
+  if (!has_work) return;
   RingPosition<kStages> position;
   do {
-    load_item(params, item_at(params, span, walk), shared, position);
+    load_item(params, item_at(params, span, walk, 0), shared, position);
   } while (go_on(params, span, walk));
 }
 
-// Brings the page ids of all requests into L2, by the mergers, which have nothing to do yet: a line
-// for each thread, and for no more tables than that are lines.
+// Brings the page ids of all requests into L2, by the consumers: a line for each thread, and for no
+// more tables than that are lines.
 __device__ inline void prefetch_ids(const Params& params, int thread) {
   constexpr int kLineIds = 32;
   const u32 row_lines = static_cast<u32>(ceil_div(params.max_pages, kLineIds));
-  const u32 line = blockIdx.x * kMergerThreads + thread;
+  const u32 line = blockIdx.x * kConsumerThreads + thread;
   if (row_lines == 0) return;
   const u32 request = line / row_lines;
   if (request >= params.requests) return;
@@ -1031,7 +1086,14 @@ __device__ inline int own_token(int step, int half) {
   return step * kStepTokens + half * 8 + lane_index() / 4;
 }
 
-// Where a token of a tile begins, in its first column.
+// A warp's kv head among the block's, and its place among the warps that have the same.
+__device__ inline int head_of_warp(int warp) { return warp % kHeads; }
+__device__ inline int place_of_warp(int warp) { return warp / kHeads; }
+
+// The first of a warp's tokens of a tile.
+__device__ inline int first_of_warp(int warp) { return place_of_warp(warp) * kWarpTokens; }
+
+// Where a token of a tile begins, in the first column of a box's first head.
 __device__ inline u32 token_offset(int token) {
   return static_cast<u32>(token / kBoxTokens * kBoxBytes + token % kBoxTokens * kLineBytes);
 }
@@ -1048,8 +1110,9 @@ struct MatrixRows {
 
   // Of lanes 0 to 7, 8 to 15 and so on: which half of the tokens, and which chunk.
   __device__ MatrixRows(int warp, int half, int chunk) {
-    const int token = warp * kWarpTokens + half * 8 + lane_index() % 8;
-    offset = token_offset(token) + (swizzle_of(token) ^ chunk * kChunkBytes);
+    const int token = first_of_warp(warp) + half * 8 + lane_index() % 8;
+    offset = head_of_warp(warp) * kHeadBytes + token_offset(token) +
+             (swizzle_of(token) ^ chunk * kChunkBytes);
   }
 
   // Of pair `pair` of chunks, counted through all columns.
@@ -1176,6 +1239,7 @@ __device__ inline void load_row(const Params& params, const Item& item, int grou
 
 struct KeptQuery {
   QueryRow rows[kRowGroups];
+  QueryRow next_rows[kRowGroups];  // of the next item, under way
   float undone[kRowGroups];  // of the lane's row of each group
 
   __device__ explicit KeptQuery(const SharedMemory&) {}
@@ -1183,12 +1247,16 @@ struct KeptQuery {
   // By each warp for itself.
   __device__ void begin(const Params& params, const Item& item, int) {
 #pragma unroll
-    for (int n = 0; n < kRowGroups; ++n) load_row(params, item, n, rows[n]);
+    for (int n = 0; n < kRowGroups; ++n) load_row(params, item, n, next_rows[n]);
   }
 
   __device__ void finish(const Params&, const Item&, int, SharedMemory&) {
 #pragma unroll
-    for (int n = 0; n < kRowGroups; ++n) undone[n] = fit_row(rows[n]);
+    for (int n = 0; n < kRowGroups; ++n) {
+#pragma unroll
+      for (int k = 0; k < kDimTiles; ++k) rows[n][k] = next_rows[n][k];
+      undone[n] = fit_row(rows[n]);
+    }
   }
 
   __device__ uint2 at(int group, int k) const { return rows[group][k]; }
@@ -1397,11 +1465,13 @@ __device__ inline void turn_probabilities(const Scores& scores, Probabilities& p
 // Keeps values that rows do not see out of products: 0 * NaN is NaN. Needs fragments.cuh, Item,
 // SharedMemory, blocks/page_table.cuh, ptx/fence.cuh; from the products element_at, finite_part.
 
-// Chunk `chunk` of a token of a tile.
-__device__ inline Chunk* chunk_at(unsigned char* tile, int token, int chunk) {
+// Chunk `chunk` of a token of a tile that a warp has.
+__device__ inline Chunk* chunk_at(unsigned char* tile, int warp, int own_token, int chunk) {
   constexpr int kLineChunks = kLineBytes / kChunkBytes;
+  const int token = first_of_warp(warp) + own_token;
+  unsigned char* head = tile + head_of_warp(warp) * kHeadBytes;
   const u32 place = static_cast<u32>(chunk % kLineChunks * kChunkBytes) ^ swizzle_of(token);
-  return reinterpret_cast<Chunk*>(tile + token_offset(token) + chunk / kLineChunks * kColumnBytes +
+  return reinterpret_cast<Chunk*>(head + token_offset(token) + chunk / kLineChunks * kColumnBytes +
                                   place);
 }
 
@@ -1417,7 +1487,7 @@ __device__ inline bool clear_hidden(const Item& item, int first_token, int warp,
   for (int i = lane_index(); i < kWarpTokens * kChunks; i += kWarpLanes) {
     const int token = first_token + i / kChunks;
     if (token >= item.all_begin && token < item.all_end) continue;
-    Chunk* chunk = chunk_at(tile, warp * kWarpTokens + i / kChunks, i % kChunks);
+    Chunk* chunk = chunk_at(tile, warp, i / kChunks, i % kChunks);
     Chunk kept{};
     if (token >= item.any_begin && token < item.any_end) {
       const Chunk stored = *chunk;
@@ -1472,10 +1542,11 @@ __device__ inline float4 restore_nonfinite(const Params& params, const Item& ite
 // Where rows go: into the output, or into the workspace as those of a piece. Needs Item,
 // SharedMemory, blocks/row_result.cuh, blocks/scales.cuh, store_x4.
 
-// Each block of the grid has two places for pieces: for the one that its span begins with, and for
-// the one that it ends with.
+// Each block of the grid has two places for pieces of each of its heads: for the one that its span
+// begins with, and for the one that it ends with.
 __device__ inline int place_of_piece(const Params& params, const Item& item, int piece) {
-  return (item.first_block + piece * params.team_size) * 2 + (piece == 0 ? 1 : 0);
+  const int place = (item.first_block + piece * params.team_size) * 2 + (piece == 0 ? 1 : 0);
+  return place * kHeads + item.kv_head % kHeads;
 }
 
 __device__ inline RowState* piece_states(const Params& params, int place) {
@@ -1507,7 +1578,7 @@ __device__ inline void store_finished(const Params& params, const Item& item, in
 // of the pieces. Nobody waits. Needs store_rows.cuh, ptx/atom.cuh, ptx/barrier.cuh, ptx/ex2.cuh,
 // ptx/ld.cuh.
 
-constexpr int kPiecesAtATime = 8;  // whose values are under way together
+constexpr int kPiecesAtATime = 8;  // that are under way together
 
 __device__ inline void merge_row(const Params& params, const Item& item, int row, int dim) {
   RowState state = {-kLargest, 0.0f};
@@ -1523,26 +1594,29 @@ __device__ inline void merge_row(const Params& params, const Item& item, int row
       states[i] = ld_global_cg_v2_f32(piece_states(params, place) + row);
       parts[i] = ld_global_cg_v4_f32(piece_values(params, place, row, dim));
     }
+    float next = state.reference;
+#pragma unroll
+    for (int i = 0; i < kPiecesAtATime; ++i) next = fmaxf(next, states[i].x);
+    const float before = ex2_approx(state.reference - next);
+    state = {next, state.sum * before};
+    values =
+        make_float4(values.x * before, values.y * before, values.z * before, values.w * before);
 #pragma unroll
     for (int i = 0; i < kPiecesAtATime; ++i) {
-      if (first + i >= item.pieces) break;
-      const float next = fmaxf(state.reference, states[i].x);
-      const float before = ex2_approx(state.reference - next);
+      if (first + i >= item.pieces) continue;
       const float weight = ex2_approx(states[i].x - next);
-      state = {next, state.sum * before + states[i].y * weight};
-      values =
-          make_float4(values.x * before, values.y * before, values.z * before, values.w * before);
+      state.sum += states[i].y * weight;
       values = add_weighted(values, parts[i], weight);
     }
   }
   store_finished(params, item, row, dim, state, values);
 }
 
-// By all consumers, after all have left their part of this piece.
-__device__ inline void merge_pieces(const Params& params, const Item& item, SharedMemory& shared) {
-  const int thread = static_cast<int>(threadIdx.x);
+// By all consumers, each of its head, after all have left their part of this piece.
+__device__ inline void merge_pieces(const Params& params, const Item& item, int head_thread,
+                                    SharedMemory& shared) {
   barrier_sync(kConsumerBarrier, kConsumerThreads);
-  if (thread == 0) {
+  if (threadIdx.x == 0) {
     u32* arrivals = params.counters + item.first_block;
     const u32 others = static_cast<u32>(item.pieces - 1);
     const bool is_last = atom_add_acq_rel_gpu(arrivals, 1) == others;
@@ -1554,7 +1628,7 @@ __device__ inline void merge_pieces(const Params& params, const Item& item, Shar
   if (!shared.is_last_piece) return;
   constexpr int kQuads = kHeadDim / 4;
 #pragma unroll 1
-  for (int task = thread; task < item.rows * kQuads; task += kConsumerThreads) {
+  for (int task = head_thread; task < item.rows * kQuads; task += kHeadThreads) {
     merge_row(params, item, task / kQuads, task % kQuads * 4);
   }
 }
@@ -1563,22 +1637,24 @@ __device__ inline void merge_pieces(const Params& params, const Item& item, Shar
 // or by the mergers, warps that do nothing else. Needs store_rows.cuh, hidden_values.cuh,
 // fragments.cuh, Softmax, ptx/barrier.cuh, ptx/ex2.cuh; from the products write_merged.
 
-// Four neighbouring values of one of the eight rows, from all warps.
-__device__ inline float4 merged_values(const SharedMemory& shared, int row, int dim,
+// Four neighbouring values of one of the eight rows, from all warps that have kv head `head` of the
+// block's.
+__device__ inline float4 merged_values(const SharedMemory& shared, int head, int row, int dim,
                                        RowState& state) {
-  RowState states[kConsumerWarps];
+  RowState states[kHeadWarps];
   state = {-kLargest, 0.0f};
 #pragma unroll
-  for (int warp = 0; warp < kConsumerWarps; ++warp) {
-    states[warp] = shared.states[warp][row];
-    state.reference = fmaxf(state.reference, states[warp].reference);
+  for (int place = 0; place < kHeadWarps; ++place) {
+    states[place] = shared.states[place * kHeads + head][row];
+    state.reference = fmaxf(state.reference, states[place].reference);
   }
   float4 values = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
-  for (int warp = 0; warp < kConsumerWarps; ++warp) {
-    const float weight = ex2_approx(states[warp].reference - state.reference);
-    state.sum += states[warp].sum * weight;
-    const float4 part = *reinterpret_cast<const float4*>(&shared.merged[warp][row][dim]);
+  for (int place = 0; place < kHeadWarps; ++place) {
+    const float weight = ex2_approx(states[place].reference - state.reference);
+    state.sum += states[place].sum * weight;
+    const float4 part =
+        *reinterpret_cast<const float4*>(&shared.merged[place * kHeads + head][row][dim]);
     values = add_weighted(values, part, weight);
   }
   return values;
@@ -1607,7 +1683,8 @@ __device__ inline void write_part(int group, int first_dim, int warp, const Soft
   }
 }
 
-// Of eight rows and kMergeDims dims, those values that are thread `thread`'s of `threads`.
+// Of eight rows and kMergeDims dims of a head, those values that are thread `thread`'s of
+// `threads`.
 __device__ inline void merge_parts(const Params& params, const Item& item, u32 count, int group,
                                    int first_dim, int thread, int threads,
                                    const SharedMemory& shared) {
@@ -1620,12 +1697,17 @@ __device__ inline void merge_parts(const Params& params, const Item& item, u32 c
     const int dim_in_part = task % kQuads * 4;
     const int dim = first_dim + dim_in_part;
     RowState state;
-    float4 values = merged_values(shared, row_in_group, dim_in_part, state);
+    float4 values = merged_values(shared, item.kv_head % kHeads, row_in_group, dim_in_part, state);
     if (shared.nonfinite_items[count % 2] == count) {
       values = restore_nonfinite(params, item, row, dim, values);
     }
     store_merged(params, item, row, dim, state, values);
   }
+}
+
+// A thread's place among those that merge what their own head's warps have left.
+__device__ inline int head_thread(int warp) {
+  return place_of_warp(warp) * kWarpLanes + lane_index();
 }
 
 __device__ inline void merge_warps(const Params& params, const Item& item, int warp, u32 count,
@@ -1639,8 +1721,7 @@ __device__ inline void merge_warps(const Params& params, const Item& item, int w
       barrier_sync(kConsumerBarrier, kConsumerThreads);  // nobody reads any more
       write_part(group, first_dim, warp, softmax, output, shared);
       barrier_sync(kConsumerBarrier, kConsumerThreads);
-      merge_parts(params, item, count, group, first_dim, static_cast<int>(threadIdx.x),
-                  kConsumerThreads, shared);
+      merge_parts(params, item, count, group, first_dim, head_thread(warp), kHeadThreads, shared);
       __syncwarp();
     }
   }
@@ -1665,21 +1746,22 @@ __device__ inline void leave_parts(int warp, const Softmax& softmax, const Outpu
   barrier_arrive(kPartsFullBarrier, kConsumerThreads + kMergerThreads);
 }
 
-// The mergers: every item that is merged apart. `length` is what seq_lens has for the lane's
-// own_request.
-__device__ inline void merge_items(const Params& params, int length, SharedMemory& shared) {
-  Span span;
-  WalkState walk;
-  if (!find_span(params, length, span, walk)) return;
+// The mergers: every item that is merged apart.
+__device__ inline void merge_items(const Params& params, SharedMemory& shared) {
+  const Span& span = shared.start.span;
+  WalkState walk = shared.start.walk;
   const int thread = static_cast<int>(threadIdx.x) - kFirstMerger * kWarpLanes;
   bool has_next = true;
 #pragma unroll 1
   for (u32 count = 1; has_next; ++count) {
-    const Item item = item_at(params, span, walk);
+    Item item = item_at(params, span, walk, 0);
     has_next = go_on(params, span, walk);
     if (!is_merged_apart(item, has_next)) continue;
     barrier_sync(kPartsFullBarrier, kConsumerThreads + kMergerThreads);
-    merge_parts(params, item, count, 0, 0, thread, kMergerThreads, shared);
+#pragma unroll 1
+    for (int head = 0; head < kHeads; ++head, ++item.kv_head) {
+      merge_parts(params, item, count, 0, 0, thread, kMergerThreads, shared);
+    }
     __syncwarp();
     barrier_arrive(kPartsEmptyBarrier, kConsumerThreads + kMergerThreads);
   }
@@ -1707,7 +1789,7 @@ __device__ inline void skip_stage(SharedMemory& shared, RingPosition<kStages>& p
 __device__ inline bool consume_item(const Params& params, WarpWork& work, int warp, float factor,
                                     u32 count, Query& query, bool& are_merging,
                                     SharedMemory& shared, RingPosition<kStages>& position) {
-  const Item& item = work.item;
+  const Item& item = work.items[count % 2];
   const MatrixRows key_matrices = key_rows(warp);
   const MatrixRows value_matrices = value_rows(warp);
   query.finish(params, item, warp, shared);
@@ -1716,9 +1798,15 @@ __device__ inline bool consume_item(const Params& params, WarpWork& work, int wa
   Output output = {};
   const int all_begin = item.all_begin;
   const int all_end = item.all_end;
-  int first_token = item.first_tile * kTileTokens + warp * kWarpTokens;
+  const int head = head_of_warp(warp);
+  int first_token = item.first_tile * kTileTokens + first_of_warp(warp);
 #pragma unroll 1
-  for (int tile = item.tiles; tile > 0; --tile, first_token += kTileTokens) {
+  for (int tile = max(item.tiles, 1); tile > 0; --tile, first_token += kTileTokens) {
+    if (tile == 1) {
+      work.find_next(params, shared.start.span, head, count + 1);
+      if (work.has(count + 1)) query.begin(params, work.items[(count + 1) % 2], warp);
+      if (item.tiles == 0) break;
+    }
     const int end_token = first_token + kWarpTokens;
     const bool has_boundary = first_token < all_begin || end_token > all_end;
     if (has_boundary && (end_token <= item.any_begin || first_token >= item.any_end)) {
@@ -1753,35 +1841,25 @@ __device__ inline bool consume_item(const Params& params, WarpWork& work, int wa
     release(shared.stage_empty[position.stage]);
     position.advance();
   }
-  const bool has_next =
-      work.look_ahead(params, [&](const Item& next) { query.begin(params, next, warp); });
+  const bool has_next = work.has(count + 1);
   await_mergers(are_merging);
   if (is_merged_apart(item, has_next)) {
     leave_parts(warp, softmax, output, shared);
     are_merging = true;
   } else {
     merge_warps(params, item, warp, count, softmax, output, shared);
-    if (item.pieces > 1) merge_pieces(params, item, shared);
+    if (item.pieces > 1) merge_pieces(params, item, head_thread(warp), shared);
   }
-  if (has_next) work.keep_next(params);
   return has_next;
 }
 
-// `length` is what seq_lens has for the lane's own_request.
-__device__ inline void consume_tokens(const Params& params, int length, int warp,
-                                      SharedMemory& shared) {
-  Span span;
-  WalkState walk;
-  const bool has_work = find_span(params, length, span, walk);
+// All items of the block, whose work is told.
+__device__ inline void consume_tokens(const Params& params, int warp, SharedMemory& shared) {
   WarpWork& work = shared.work[warp];
   u32 count = 1;  // of items, this one included
   Query query(shared);
-  if (has_work) {
-    work.keep(params, span, walk);
-    query.begin(params, work.item, warp);
-  }
-  barrier_sync(kStartBarrier, kFirstMerger * kWarpLanes);  // barriers are there
-  if (!has_work) return;
+  work.begin(params, shared.start, head_of_warp(warp), count);
+  query.begin(params, work.items[count % 2], warp);
   const float factor = score_scale(params) * params.score_factor * kLog2E;
   RingPosition<kStages> position;
   bool are_merging = false;
@@ -1795,23 +1873,26 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   SharedMemory& shared = shared_memory<SharedMemory>();
   // The same in all lanes, as compilers can see.
   const int warp = __shfl_sync(~0u, warp_index(), 0);
+  if (warp == kLoaderWarp) {
+    if constexpr (kMovesRegisters) setmaxnreg_dec<kLoaderRegisters>();
+    wait_for_previous_kernel();
+    let_next_kernel_start();
+    return load_tokens(params, shared);
+  }
   if (warp < kConsumerWarps) {
     if constexpr (kMovesRegisters) setmaxnreg_inc<kConsumerRegisters>();
+    prefetch_ids(params, static_cast<int>(threadIdx.x));
     wait_for_previous_kernel();
-    consume_tokens(params, params.seq_lens[own_request(params)], warp, shared);
+    barrier_sync(kStartBarrier, kThreads);
+    if (shared.start.has_work) consume_tokens(params, warp, shared);
     return;
   }
   if constexpr (kMovesRegisters) setmaxnreg_dec<kLoaderRegisters>();
-  if (warp > kLoaderWarp) {
-    prefetch_ids(params, static_cast<int>(threadIdx.x) - kFirstMerger * kWarpLanes);
-    if constexpr (!kMergesApart) return;
-    wait_for_previous_kernel();
-    return merge_items(params, params.seq_lens[own_request(params)], shared);
+  if (warp == kMakerWarp) {
+    make_barriers(params, shared);
+    barrier_arrive(kMadeBarrier, 2 * kWarpLanes);
   }
   wait_for_previous_kernel();
-  let_next_kernel_start();
-  const int length = params.seq_lens[own_request(params)];
-  make_barriers(params, shared);
-  barrier_arrive(kStartBarrier, kFirstMerger * kWarpLanes);
-  load_tokens(params, length, shared);
+  barrier_sync(kStartBarrier, kThreads);
+  if (kMergesApart && shared.start.has_work) merge_items(params, shared);
 }
