@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import torch
 
-from mlagen.api.gqa_call import run_gqa
+from mlagen.api.calls import rounded_up
+from mlagen.api.gqa_call import GqaCall, run_again, run_gqa
 from mlagen.api.gqa_inputs import GqaInputs
-from mlagen.api.gqa_numbers import pair_of, positive_factor, whole_number
+from mlagen.api.gqa_numbers import pair_of, positive_factor, window_of
+from mlagen.api.remembered import Usual
 from mlagen.mla.trtllm import (
     trtllm_batch_decode_with_kv_cache_mla,
     xqa_batch_decode_with_kv_cache_mla,
@@ -128,6 +130,44 @@ def xqa_batch_decode_with_kv_cache(
     Signature of ``flashinfer.decode.xqa_batch_decode_with_kv_cache``. Unlike there, both scales
     mean the same for every dtype of the cache.
     """
+    usual: Usual[GqaCall] | None = None
+    if (
+        kv_cache.__class__ is tuple
+        and len(kv_cache) == 2
+        and mask is kv_cache_sf is q_cu_seq_lens is None
+        # The exact classes, for a float or a bool that equals an int is none.
+        and max_seq_len.__class__ is window_left.__class__ is q_len_per_req.__class__ is int
+        and bmm1_scale.__class__ is bmm2_scale.__class__ is o_scale.__class__ is float
+        and (enable_pdl is None or enable_pdl.__class__ is bool)
+    ):
+        tensors: tuple[torch.Tensor, ...] = (
+            query,
+            *kv_cache,
+            workspace_buffer,
+            block_tables,
+            seq_lens,
+        )
+        if out is not None:
+            tensors += (out,)
+        if sinks is not None:
+            tensors += (sinks,)
+        found = run_again(
+            (
+                rounded_up(max_seq_len),
+                window_left,
+                q_len_per_req,
+                kv_layout,
+                out is None,
+                sinks is None,
+            ),
+            tensors,
+            (bmm1_scale, bmm2_scale, o_scale),
+            out,
+            enable_pdl is not False,
+        )
+        if isinstance(found, torch.Tensor):
+            return found
+        usual = found
     key, value = pair_of(kv_cache, "kv_cache")
     key_scales, value_scales = None, None
     if kv_cache_sf is not None:
@@ -142,7 +182,7 @@ def xqa_batch_decode_with_kv_cache(
         max_seq_len,
         q_len_per_req,
         kv_layout,
-        max(0, whole_number(window_left, "window_left") + 1),
+        window_of(window_left, "window_left"),
         out,
         bmm1_scale,
         bmm2_scale,
@@ -154,4 +194,4 @@ def xqa_batch_decode_with_kv_cache(
         key_scales,
         value_scales,
     )
-    return run_gqa(inputs, enable_pdl is None or bool(enable_pdl))
+    return run_gqa(inputs, enable_pdl is None or bool(enable_pdl), usual)

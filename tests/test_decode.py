@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import pytest
 import torch
@@ -94,9 +95,9 @@ def test_pdl_is_used_unless_refused(
     """None leaves the choice to us, and what is true is True."""
     seen = []
 
-    def record(inputs: GqaInputs, enable_pdl: bool) -> torch.Tensor:
+    def record(inputs: GqaInputs, enable_pdl: bool, *usual: Any) -> torch.Tensor:
         seen.append(enable_pdl)
-        return run_gqa(inputs, enable_pdl)
+        return run_gqa(inputs, enable_pdl, *usual)
 
     monkeypatch.setattr("mlagen.decode.run_gqa", record)
 

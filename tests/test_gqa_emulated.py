@@ -143,7 +143,7 @@ def decoded(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Decode:
         def launch(kernel: LoadedKernel, blocks: int, _: bool, *values: float | bytes) -> None:
             emulator.launch(kernel.spec, kernel.packing.pack(*values), blocks, seed)
 
-        def run_gqa(inputs: GqaInputs, enable_pdl: bool) -> torch.Tensor:
+        def run_gqa(inputs: GqaInputs, enable_pdl: bool, *_: object) -> torch.Tensor:
             request = check_request(inputs)
             on_gpu = replace(request, device=torch.device("cuda", 0))
             call = gqa_hopper.prepare_hopper(inputs, on_gpu, 0, is_forced=True)

@@ -135,9 +135,9 @@ def test_both_positional_orders_mean_the_same(
     ]
     seen = []
 
-    def record(inputs: MlaInputs, enable_pdl: bool) -> object:
+    def record(inputs: MlaInputs, enable_pdl: bool, *usual: Any) -> object:
         seen.append(enable_pdl)
-        return run_mla(inputs, enable_pdl)
+        return run_mla(inputs, enable_pdl, *usual)
 
     monkeypatch.setattr("mlagen.mla.trtllm.run_mla", record)
     entry_point: Any = mlagen.mla.trtllm_batch_decode_with_kv_cache_mla
@@ -243,9 +243,9 @@ def test_what_is_true_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = MlaCase(name="", seq_lens=(70, 3)).build("cpu")
     seen: list[object] = []
 
-    def record(inputs: MlaInputs, enable_pdl: bool) -> object:
+    def record(inputs: MlaInputs, enable_pdl: bool, *usual: Any) -> object:
         seen.extend((inputs.return_lse, enable_pdl))
-        return run_mla(inputs, enable_pdl)
+        return run_mla(inputs, enable_pdl, *usual)
 
     monkeypatch.setattr("mlagen.mla.trtllm.run_mla", record)
     arguments = problem.arguments(return_lse=[1], enable_pdl=[1])

@@ -1,10 +1,10 @@
-"""What calls of every family share: how they are remembered, and how their splits are combined."""
+"""What calls of every family share: parts of their forms, and how their splits are combined."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import TypeVar
+from functools import lru_cache
 
 import torch
 
@@ -15,29 +15,6 @@ from mlagen.runtime.loader import LoadedKernel
 from mlagen.runtime.plan import DecodePlan
 from mlagen.spec.combine import CombineSplitsSpec
 from mlagen.spec.kernel import KernelSpec, packed_integers
-
-# Forms of arguments that are remembered; a server sees a few for each batch size.
-_MOST_CALLS = 8192
-
-CallT = TypeVar("CallT")
-
-
-class RememberedCalls(dict[Hashable, CallT]):
-    """Calls that are checked and planned, by the form of their arguments; None is no form."""
-
-    def find(self, form: Hashable) -> CallT | None:
-        """Return the call of a form, if it is remembered."""
-        try:
-            return self.get(form) if form is not None else None
-        except TypeError:  # something in it cannot be hashed, such as a list, and will be refused
-            return None
-
-    def keep(self, form: Hashable, call: CallT) -> CallT:
-        """Remember a call, and return it."""
-        if len(self) >= _MOST_CALLS:
-            self.clear()
-        self[form] = call
-        return call
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +89,7 @@ def scale_of(scale: float | torch.Tensor) -> tuple[int, float]:
     return 0, scale
 
 
+@lru_cache(maxsize=1 << 14)
 def rounded_up(length: int) -> int:
     """Return the next number of four leading bits.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +18,7 @@ from mlagen.engine import kernel_for
 from mlagen.errors import DriverError, UnsupportedError
 from mlagen.runtime.counters import counters_of
 from mlagen.runtime.device import arch_of_device
-from mlagen.runtime.launch import launch
+from mlagen.runtime.launch import Launch, launch
 from mlagen.runtime.loader import LoadedKernel
 from mlagen.runtime.plan_gqa_hopper import GqaHopperPlan, line_fits
 from mlagen.spec.dtype import DType
@@ -41,7 +42,7 @@ class HopperGqaCall:
     maps: GqaCacheMaps
     layout: bytes  # the integers of the parameters
 
-    def launch(self, inputs: GqaInputs, out: torch.Tensor, enable_pdl: bool) -> None:
+    def launch(self, inputs: GqaInputs, out: torch.Tensor, enable_pdl: bool) -> Sequence[Launch]:
         """Enqueue the kernel of one call of this form."""
         request, plan = self.request, self.plan
         query = inputs.query.data_ptr()
@@ -56,7 +57,7 @@ class HopperGqaCall:
         bmm1_tensor, bmm1_scale = scale_of(inputs.bmm1_scale)
         bmm2_tensor, bmm2_scale = scale_of(inputs.bmm2_scale) if request.takes_bmm2 else (0, 1.0)
         is_e4m3 = request.variant.out_dtype is DType.E4M3
-        launch(
+        made = launch(
             self.decode,
             plan.blocks,
             enable_pdl,
@@ -80,6 +81,7 @@ class HopperGqaCall:
             request.score_factor,
             inputs.out_e4m3_factor if is_e4m3 else inputs.out_16bit_factor,
         )
+        return (made,)
 
 
 def prepare_hopper(

@@ -39,9 +39,23 @@ def whole_number(number: SupportsIndex, argument: str) -> int:
     ArgumentError
         If it is a bool, a tensor, or no whole number.
     """
+    if number.__class__ is int:
+        return number
     if isinstance(number, (bool, torch.Tensor)) or not isinstance(number, SupportsIndex):
         refuse(argument, "an int", shown(number))
     return operator.index(number)
+
+
+def window_of(window_left: SupportsIndex, argument: str) -> int:
+    """Return how many tokens a row sees, its own included, of those before it; 0 is no limit.
+
+    Raises
+    ------
+    ArgumentError
+        As :func:`whole_number`.
+    """
+    before = whole_number(window_left, argument)
+    return before + 1 if before >= 0 else 0
 
 
 def positive_factor(number: float, argument: str) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +14,7 @@ from mlagen.api.gqa_plan import plan_gqa_call, planned_facts
 from mlagen.api.gqa_pointers import MASK_ALIGNMENT_BYTES, alignment_of, check_pointers
 from mlagen.api.gqa_request import GqaRequest
 from mlagen.engine import kernel_for
-from mlagen.runtime.launch import launch
+from mlagen.runtime.launch import Launch, launch
 from mlagen.runtime.loader import LoadedKernel
 from mlagen.runtime.plan import DecodePlan
 from mlagen.spec.combine import CombineSplitsSpec
@@ -33,7 +34,7 @@ class PortableGqaCall:
     layout: bytes  # the integers of the decode kernel's parameters
     cache_alignment: int  # bytes
 
-    def launch(self, inputs: GqaInputs, out: torch.Tensor, enable_pdl: bool) -> None:
+    def launch(self, inputs: GqaInputs, out: torch.Tensor, enable_pdl: bool) -> Sequence[Launch]:
         """Enqueue the kernels of one call of this form."""
         request = self.request
         query = inputs.query.data_ptr()
@@ -63,7 +64,7 @@ class PortableGqaCall:
         sinks = inputs.sinks.data_ptr() if inputs.sinks is not None else 0
         combine = self.combine
         partial_lse = workspace if combine is None else workspace + combine.lse_offset
-        launch(
+        made = launch(
             self.decode,
             self.plan.blocks,
             enable_pdl,
@@ -88,22 +89,24 @@ class PortableGqaCall:
             request.score_factor,
             factor,
         )
-        if combine is not None:
-            launch(
-                combine.kernel,
-                combine.blocks,
-                enable_pdl,
-                workspace,
-                partial_lse,
-                bmm2_tensor,
-                sinks,
-                out_pointer,
-                0,
-                combine.layout,
-                bmm2_scale,
-                factor,
-                1.0,
-            )
+        if combine is None:
+            return (made,)
+        combined = launch(
+            combine.kernel,
+            combine.blocks,
+            enable_pdl,
+            workspace,
+            partial_lse,
+            bmm2_tensor,
+            sinks,
+            out_pointer,
+            0,
+            combine.layout,
+            bmm2_scale,
+            factor,
+            1.0,
+        )
+        return made, combined
 
 
 def prepare_portable(inputs: GqaInputs, request: GqaRequest, index: int) -> PortableGqaCall:

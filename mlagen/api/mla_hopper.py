@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +18,7 @@ from mlagen.engine import kernel_for
 from mlagen.errors import DriverError, UnsupportedError
 from mlagen.runtime.counters import counters_of
 from mlagen.runtime.device import arch_of_device
-from mlagen.runtime.launch import launch
+from mlagen.runtime.launch import Launch, launch
 from mlagen.runtime.loader import LoadedKernel
 from mlagen.runtime.plan_hopper import HopperPlan, line_fits
 from mlagen.settings import Settings
@@ -49,7 +50,7 @@ class HopperCall:
 
     def launch(
         self, inputs: MlaInputs, out: torch.Tensor, lse: torch.Tensor | None, enable_pdl: bool
-    ) -> None:
+    ) -> Sequence[Launch]:
         """Enqueue the kernel of one call of this form."""
         request, plan = self.request, self.plan
         query = inputs.query.data_ptr()
@@ -72,7 +73,7 @@ class HopperCall:
         maps, rope_is_apart = self.maps[cache, rope_cache]
         bmm1_tensor, bmm1_scale = scale_of(inputs.bmm1_scale)
         bmm2_tensor, bmm2_scale = scale_of(inputs.bmm2_scale)
-        launch(
+        made = launch(
             self.decode,
             plan.blocks,
             enable_pdl,
@@ -97,6 +98,7 @@ class HopperCall:
             bmm2_scale,
             self.lse_factor,
         )
+        return (made,)
 
 
 def prepare_hopper(

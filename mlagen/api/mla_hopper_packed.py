@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +13,7 @@ from mlagen.api.mla_inputs import MlaInputs
 from mlagen.api.mla_request import LSE_FACTORS, MlaRequest, check_pointers
 from mlagen.engine import kernel_for
 from mlagen.runtime.counters import counters_of
-from mlagen.runtime.launch import launch
+from mlagen.runtime.launch import Launch, launch
 from mlagen.runtime.loader import LoadedKernel
 from mlagen.runtime.plan_hopper import HopperPlan
 from mlagen.spec.kernel import packed_integers
@@ -31,7 +32,7 @@ class PackedCall:
 
     def launch(
         self, inputs: MlaInputs, out: torch.Tensor, lse: torch.Tensor | None, enable_pdl: bool
-    ) -> None:
+    ) -> Sequence[Launch]:
         """Enqueue the kernel of one call of this form."""
         request, plan = self.request, self.plan
         query = inputs.query.data_ptr()
@@ -46,7 +47,7 @@ class PackedCall:
         ends = _pointer(inputs.cum_seq_lens_q)
         bmm1_tensor, bmm1_scale = scale_of(inputs.bmm1_scale)
         bmm2_tensor, bmm2_scale = scale_of(inputs.bmm2_scale)
-        launch(
+        made = launch(
             self.decode,
             plan.blocks,
             enable_pdl,
@@ -77,6 +78,7 @@ class PackedCall:
             inputs.rope_scale,
             self.lse_factor,
         )
+        return (made,)
 
 
 def packed_call(

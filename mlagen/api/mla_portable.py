@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ from mlagen.api.mla_inputs import MlaInputs
 from mlagen.api.mla_plan import plan_call
 from mlagen.api.mla_request import LSE_FACTORS, MlaRequest, check_pointers
 from mlagen.engine import kernel_for
-from mlagen.runtime.launch import launch
+from mlagen.runtime.launch import Launch, launch
 from mlagen.runtime.loader import LoadedKernel
 from mlagen.runtime.plan import DecodePlan
 from mlagen.spec.combine import CombineSplitsSpec
@@ -34,7 +35,7 @@ class PortableCall:
 
     def launch(
         self, inputs: MlaInputs, out: torch.Tensor, lse: torch.Tensor | None, enable_pdl: bool
-    ) -> None:
+    ) -> Sequence[Launch]:
         """Enqueue the kernels of one call of this form."""
         request = self.request
         query = inputs.query.data_ptr()
@@ -64,7 +65,7 @@ class PortableCall:
         lse_factor = LSE_FACTORS[inputs.return_lse_base]
         combine = self.combine
         partial_lse = workspace if combine is None else workspace + combine.lse_offset
-        launch(
+        made = launch(
             self.decode,
             self.plan.blocks,
             enable_pdl,
@@ -96,22 +97,24 @@ class PortableCall:
             inputs.rope_scale,
             lse_factor,
         )
-        if combine is not None:
-            launch(
-                combine.kernel,
-                combine.blocks,
-                enable_pdl,
-                workspace,
-                partial_lse,
-                bmm2_tensor,
-                sinks,
-                out_pointer,
-                lse_pointer,
-                combine.layout,
-                bmm2_scale,
-                1.0,
-                lse_factor,
-            )
+        if combine is None:
+            return (made,)
+        combined = launch(
+            combine.kernel,
+            combine.blocks,
+            enable_pdl,
+            workspace,
+            partial_lse,
+            bmm2_tensor,
+            sinks,
+            out_pointer,
+            lse_pointer,
+            combine.layout,
+            bmm2_scale,
+            1.0,
+            lse_factor,
+        )
+        return made, combined
 
 
 class _RarePointers(NamedTuple):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 
 from mlagen.api.arguments import require_dims, require_tensor
-from mlagen.api.mla_call import run_mla
+from mlagen.api.calls import rounded_up
+from mlagen.api.mla_call import MlaCall, run_again, run_mla
 from mlagen.api.mla_inputs import MlaInputs
+from mlagen.api.remembered import Usual
 from mlagen.errors import ArgumentError, UnsupportedError
 from mlagen.mla.trtllm_keywords import in_order, refuse_keyword
 
@@ -161,6 +163,44 @@ def trtllm_batch_decode_with_kv_cache_mla(
         or use_fp16_softmax
     ):
         refuse_keyword(dict(locals()))
+    usual: Usual[MlaCall] | None = None
+    if (
+        sinks is cum_seq_lens_q is sparse_mla_top_k_lens is lse is None
+        and max_q_len is None
+        and uses_shared_paged_kv_idx is True
+        and return_lse is False
+        # The exact classes, for a float or a bool that equals an int is none.
+        and max_seq_len.__class__ is sparse_mla_top_k.__class__ is int
+        and kv_lora_rank.__class__ is qk_rope_head_dim.__class__ is int
+        and bmm1_scale.__class__ is bmm2_scale.__class__ is float
+        and (enable_pdl is None or enable_pdl.__class__ is bool)
+    ):
+        tensors: tuple[torch.Tensor, ...] = (
+            query,
+            kv_cache,
+            workspace_buffer,
+            block_tables,
+            seq_lens,
+        )
+        if out is not None:
+            tensors += (out,)
+        found = run_again(
+            (
+                rounded_up(max_seq_len),
+                kv_lora_rank,
+                qk_rope_head_dim,
+                sparse_mla_top_k,
+                return_lse_base,
+                out is None,
+            ),
+            tensors,
+            (bmm1_scale, bmm2_scale),
+            out,
+            enable_pdl is not False,
+        )
+        if isinstance(found, torch.Tensor):
+            return found
+        usual = found
     inputs = MlaInputs(
         query,
         kv_cache,
@@ -191,7 +231,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
             )
         require_dims(require_tensor(block_tables, "block_tables"), "block_tables", (3,))
         inputs = inputs._replace(value_cache=kv_cache)
-    result, result_lse = run_mla(inputs, enable_pdl is None or bool(enable_pdl))
+    result, result_lse = run_mla(inputs, enable_pdl is None or bool(enable_pdl), usual)
     return result if result_lse is None else (result, result_lse)
 
 

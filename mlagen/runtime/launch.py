@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 import threading
 from functools import cache
 from typing import Any
@@ -13,24 +14,64 @@ from mlagen.errors import DriverError
 from mlagen.runtime.device import bind_context
 from mlagen.runtime.loader import LoadedKernel
 
-# CUDA passes at most this many bytes of parameters to a kernel.
-_PARAMETER_BYTES = 4096
+# Before the parameters of a launch lies where they begin: the array of pointers to each argument of
+# the kernel, which has one. Eight bytes more leave them as aligned as what ctypes allocates.
+_HEAD = struct.Struct("<Q8x")
 
 
-class _Launcher(threading.local):
-    """What one thread reuses at every launch: a parameter buffer and launch configurations."""
+class Launch:
+    """A kernel and what is passed to it, to be launched any number of times by any thread.
 
-    def __init__(self) -> None:
-        self.buffer = ctypes.create_string_buffer(_PARAMETER_BYTES)
-        self.pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.buffer))
-        self.address = ctypes.addressof(self.pointers)
-        self.configurations: dict[tuple[LoadedKernel, bool], Any] = {}
+    The driver copies the parameters while it is called.
+    """
+
+    __slots__ = ("_address", "_blocks", "_buffer", "_kernel")
+
+    def __init__(
+        self, kernel: LoadedKernel, blocks: int, values: tuple[float | bytes, ...]
+    ) -> None:
+        """Pack ``values``; they are as those of :func:`launch`."""
+        allocate, packing = _memory_for(kernel.packing)
+        self._buffer = allocate()
+        self._address = ctypes.addressof(self._buffer)
+        packing.pack_into(self._buffer, 0, self._address + _HEAD.size, *values)
+        self._kernel = kernel
+        self._blocks = blocks
+
+    def enqueue(self, enable_pdl: bool) -> None:
+        """Enqueue the blocks on torch's current stream of the kernel's device.
+
+        Raises
+        ------
+        DriverError
+            If the driver refuses the launch.
+        """
+        kernel, blocks = self._kernel, self._blocks
+        device = kernel.device
+        # The public current_device and current_stream cost more than the launch.
+        if torch._C._cuda_getDevice() != device:  # noqa: SLF001
+            with torch.cuda.device(device):
+                self.enqueue(enable_pdl)
+            return
+        configurations = _threads.configurations
+        configuration = configurations.get((kernel, enable_pdl))
+        if configuration is None:
+            configuration = configurations[kernel, enable_pdl] = _Configuration(kernel, enable_pdl)
+        stream = torch._C._cuda_getCurrentRawStream(device)  # noqa: SLF001
+        if configuration.stream != stream:
+            configuration.of_driver.hStream = configuration.stream = stream
+        if configuration.blocks != blocks:
+            configuration.of_driver.gridDimX = configuration.blocks = blocks
+        (status,) = configuration.launch_kernel(
+            configuration.of_driver, kernel.function, self._address, 0
+        )
+        if status:
+            symbol = kernel.spec.symbol
+            message = f"{symbol}: launch of {blocks} blocks failed: {status.name}"
+            raise DriverError(message, symbol=symbol)
 
 
-_launcher = _Launcher()
-
-
-def launch(kernel: LoadedKernel, blocks: int, enable_pdl: bool, *values: float | bytes) -> None:
+def launch(kernel: LoadedKernel, blocks: int, enable_pdl: bool, *values: float | bytes) -> Launch:
     """Enqueue ``blocks`` blocks on torch's current stream of the kernel's device.
 
     ``values`` are the fields of ``kernel.spec.parameters``, in order, with all tensor maps joined
@@ -41,24 +82,36 @@ def launch(kernel: LoadedKernel, blocks: int, enable_pdl: bool, *values: float |
     DriverError
         If the driver refuses the launch.
     """
-    # The public current_device and current_stream cost more than the launch.
-    if torch._C._cuda_getDevice() != kernel.device:  # noqa: SLF001
-        with torch.cuda.device(kernel.device):
-            launch(kernel, blocks, enable_pdl, *values)
-        return
-    local = _launcher
-    configuration = local.configurations.get((kernel, enable_pdl))
-    if configuration is None:
-        configuration = _configuration(kernel, enable_pdl)
-        local.configurations[kernel, enable_pdl] = configuration
-    kernel.packing.pack_into(local.buffer, 0, *values)
-    configuration.gridDimX = blocks
-    configuration.hStream = torch._C._cuda_getCurrentRawStream(kernel.device)  # noqa: SLF001
-    (status,) = _launch_kernel()(configuration, kernel.function, local.address, 0)
-    if status:
-        symbol = kernel.spec.symbol
-        message = f"{symbol}: launch of {blocks} blocks failed: {status.name}"
-        raise DriverError(message, symbol=symbol)
+    made = Launch(kernel, blocks, values)
+    made.enqueue(enable_pdl)
+    return made
+
+
+class _Configuration:
+    """A launch configuration of one thread, whose fields are written where they change."""
+
+    def __init__(self, kernel: LoadedKernel, enable_pdl: bool) -> None:
+        self.of_driver = _configuration(kernel, enable_pdl)
+        self.launch_kernel = _launch_kernel()
+        self.blocks = 0
+        self.stream = -1
+
+
+class _Threads(threading.local):
+    """What one thread reuses: its launch configurations."""
+
+    def __init__(self) -> None:
+        self.configurations: dict[tuple[LoadedKernel, bool], _Configuration] = {}
+
+
+_threads = _Threads()
+
+
+@cache
+def _memory_for(packing: struct.Struct) -> tuple[Any, struct.Struct]:
+    """Return what allocates the head and the parameters of a launch, and what packs both."""
+    whole = struct.Struct(_HEAD.format + packing.format.removeprefix("<"))
+    return ctypes.c_char * whole.size, whole
 
 
 @cache

@@ -21,7 +21,7 @@ from tests.xqa_semantics import xqa_arguments
 def inputs_of(case: GqaCase, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> GqaInputs:
     """Return what the entry point makes of a case, with some of its fields changed."""
     seen: list[GqaInputs] = []
-    monkeypatch.setattr("mlagen.decode.run_gqa", lambda inputs, _: seen.append(inputs))
+    monkeypatch.setattr("mlagen.decode.run_gqa", lambda inputs, *_: seen.append(inputs))
     mlagen.decode.xqa_batch_decode_with_kv_cache(**case.build("cpu").arguments())
     return seen[0]._replace(**changes)
 

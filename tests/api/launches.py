@@ -53,6 +53,16 @@ class Launch(NamedTuple):
     values: dict[str, Any]
 
 
+class _Again(NamedTuple):
+    """What makes a recorded launch again."""
+
+    recorded: list[Launch]
+    launch: Launch
+
+    def enqueue(self, enable_pdl: bool) -> None:
+        self.recorded.append(self.launch._replace(enable_pdl=enable_pdl))
+
+
 class Launched(NamedTuple):
     """A call and what it launched."""
 
@@ -80,7 +90,7 @@ def record_launches(
     facts = DeviceFacts(index=0, name="", major=9, minor=0, sm_count=132, memory_bytes=0)
     recorded: list[Launch] = []
 
-    def record(kernel: LoadedKernel, blocks: int, enable_pdl: bool, *values: float) -> None:
+    def record(kernel: LoadedKernel, blocks: int, enable_pdl: bool, *values: float) -> _Again:
         fields = kernel.spec.parameters
         packed = kernel.packing.pack(*values)  # what the driver would be given
         unpacked = struct.unpack("<" + "".join(field.code for field in fields), packed)
@@ -88,6 +98,7 @@ def record_launches(
         floats = [field.name for field in fields if field.code == "f"]
         named |= zip(floats, values[-len(floats) :], strict=True)  # before they lose digits
         recorded.append(Launch(kernel.spec.family, blocks, enable_pdl, named))
+        return _Again(recorded, recorded[-1])
 
     def loaded(spec: KernelSpec, _: int) -> LoadedKernel:
         return LoadedKernel(spec, 0, packing_of(spec), None, None)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import mlagen.decode
-from mlagen.api import gqa_call
+from mlagen.api import gqa_form
 from mlagen.api.gqa_inputs import GqaInputs
 from mlagen.errors import ArgumentError
 from tests.api.gqa_launches import inputs_of
@@ -24,7 +24,7 @@ Change = Callable[[GqaInputs], dict[str, Any]]
 
 def form_of(inputs: GqaInputs) -> Hashable:
     """Return what a call is remembered by, where the settings say nothing."""
-    return gqa_call._form_of(inputs, "auto")
+    return gqa_form.form_of(inputs, "auto")
 
 
 def changed(inputs: GqaInputs, **fields: Any) -> GqaInputs:
@@ -184,6 +184,6 @@ def test_the_kernel_that_is_asked_for_is_part_of_the_form(monkeypatch: pytest.Mo
     """A call that took one kernel is not remembered where another is asked for."""
     inputs = inputs_of(UNIFORM, monkeypatch)
 
-    forms = {gqa_call._form_of(inputs, kernel) for kernel in ("auto", "portable", "hopper")}
+    forms = {gqa_form.form_of(inputs, kernel) for kernel in ("auto", "portable", "hopper")}
 
     assert len(forms) == 3

@@ -12,9 +12,9 @@ import torch
 
 import mlagen
 from mlagen.api import mla_call
-from mlagen.api.calls import RememberedCalls
 from mlagen.api.mla_portable import PortableCall
 from mlagen.api.mla_request import check_request
+from mlagen.api.remembered import RememberedCalls
 from mlagen.errors import ArgumentError
 from mlagen.settings import Settings, current_settings
 from mlagen.spec.dtype import DType

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -22,10 +22,16 @@ PDL = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALI
 COOPERATIVE = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
 
 
+class Function(NamedTuple):
+    """What stands for a function of the driver."""
+
+    size: int  # bytes that it reads
+
+
 class Seen:
     """One launch."""
 
-    def __init__(self, configuration: Any, function: Any, parameters: int, size: int) -> None:
+    def __init__(self, configuration: Any, function: Function, parameters: int) -> None:
         self.grid = configuration.gridDimX
         self.block = configuration.blockDimX
         self.shared_bytes = configuration.sharedMemBytes
@@ -35,12 +41,13 @@ class Seen:
         self.function = function
         address = ctypes.c_void_p.from_address(parameters)
         assert address.value is not None
-        self.bytes = ctypes.string_at(address.value, size)
+        self.bytes = ctypes.string_at(address.value, function.size)
 
 
 def kernel_of(spec: KernelSpec) -> LoadedKernel:
     """Return a kernel that was not loaded."""
-    return LoadedKernel(spec, 0, packing_of(spec), "function", "library")
+    packing = packing_of(spec)
+    return LoadedKernel(spec, 0, packing, Function(packing.size), "library")
 
 
 def values_of(spec: KernelSpec) -> list[float | bytes]:
@@ -59,8 +66,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Seen]:
     """Let GPU 0 be current, with a stream of number 7, and note its launches."""
     seen: list[Seen] = []
 
-    def record(configuration: Any, function: Any, parameters: int, _: int) -> tuple[Any]:
-        seen.append(Seen(configuration, function, parameters, 1024))
+    def record(configuration: Any, function: Function, parameters: int, _: int) -> tuple[Any]:
+        seen.append(Seen(configuration, function, parameters))
         return (driver.CUresult.CUDA_SUCCESS,)
 
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
@@ -90,7 +97,7 @@ def test_how_blocks_start(
 
     (seen,) = launches
     assert (seen.grid, seen.block, seen.shared_bytes) == (33, spec.threads, spec.shared_bytes)
-    assert (seen.function, seen.stream) == ("function", 7)
+    assert (seen.function, seen.stream) == (Function(packing_of(spec).size), 7)
     assert set(seen.attributes) == attributes
     assert seen.count == len(attributes)
     if COOPERATIVE in attributes:
@@ -107,7 +114,7 @@ def test_a_kernel_reads_its_fields_one_after_the_other(
     launch(kernel_of(spec), 1, False, *values_of(spec))
 
     packing = struct.Struct("<" + "".join(field.code for field in spec.parameters))
-    found = packing.unpack(launches[0].bytes[: packing.size])
+    found = packing.unpack(launches[0].bytes)
     for i, (field, value) in enumerate(zip(spec.parameters, found, strict=True)):
         expected = {"128s": bytes([i % 256]) * 128, "Q": 1000 + i, "f": 0.5}.get(field.code, i)
         assert value == expected, field.name

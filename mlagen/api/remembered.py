@@ -1,0 +1,159 @@
+"""Calls that are checked and planned, and how they are found again.
+
+Every call is remembered by the form of its arguments: all that a check or a plan may depend on. A
+form is dear to read. So a usual call, one of the few forms that serving has, is found by a key of
+its numbers and words, and by whether its tensors are like those of the call before; and where they
+begin as they did then, too, by the very launches of that call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+
+from mlagen.api.tensor_guard import IsLike, guard_of
+from mlagen.runtime.launch import Launch
+
+# Forms of arguments that are remembered; a server sees a few for each batch size.
+_MOST_CALLS = 8192
+
+# A guard costs as much as reading two forms. A form gets another if its own denies tensors of that
+# form, such as inference tensors; not at every call where both kinds come in turn.
+_MOST_GUARDS = 4
+
+# Launches that are remembered; a model has one for each of its layers.
+_MOST_LAUNCHES = 4096
+
+CallT = TypeVar("CallT")
+KeyT = TypeVar("KeyT")
+ValueT = TypeVar("ValueT")
+
+
+_pointer_of = torch.Tensor.data_ptr
+
+
+@dataclass(frozen=True, eq=False)
+class Recent(Generic[CallT]):
+    """The call that was last made with a key, and what says whether tensors are like its own."""
+
+    call: CallT
+    is_like: IsLike
+
+
+def passed_with(
+    recent: Recent[CallT],
+    out: torch.Tensor,
+    numbers: tuple[float, ...],
+    tensors: tuple[torch.Tensor, ...],
+) -> Hashable:
+    """Return all that launches of a recent call depend on."""
+    return (recent, _pointer_of(out), *numbers, *map(_pointer_of, tensors))
+
+
+@dataclass(eq=False)
+class Usual(Generic[CallT]):
+    """A usual call that was not launched again: what to remember it by.
+
+    Usual calls of one key, whose tensors are alike, have the same form.
+    """
+
+    key: Hashable
+    tensors: tuple[torch.Tensor, ...]
+    recent: Recent[CallT] | None  # that was found
+    out: torch.Tensor | None = None  # that was made for it, or given
+    passed: Hashable = None  # what its launches are to be remembered by
+
+
+@dataclass(eq=False)
+class _Guarded(Generic[CallT]):
+    """What the call of a form has when it is the recent one of a key."""
+
+    recent: Recent[CallT] | None = None
+    guards: int = 0  # that were made, or tried to
+
+
+class RememberedCalls(dict[Hashable, CallT]):
+    """Calls that are checked and planned, by the form of their arguments; None is no form.
+
+    With them the recent ones of usual calls, and what these launched.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._guarded: dict[Hashable, _Guarded[CallT]] = {}
+        self._recent: dict[Hashable, Recent[CallT]] = {}
+        self._launches: dict[Hashable, Sequence[Launch]] = {}
+
+    def find(self, form: Hashable, usual: Usual[CallT] | None = None) -> CallT | None:
+        """Return the call of a form, if it is remembered.
+
+        A ``usual`` one is the recent one of its key from now on.
+        """
+        try:
+            call = self.get(form) if form is not None else None
+        except TypeError:  # something in it cannot be hashed, such as a list, and will be refused
+            return None
+        if call is not None and usual is not None:
+            self._note(form, call, usual)
+        return call
+
+    def keep(self, form: Hashable, call: CallT, usual: Usual[CallT] | None = None) -> CallT:
+        """Remember a call, and return it."""
+        _keep(self, form, call, _MOST_CALLS)
+        if usual is not None:
+            self._note(form, call, usual)
+        return call
+
+    def find_recent(self, key: Hashable, tensors: tuple[torch.Tensor, ...]) -> Recent[CallT] | None:
+        """Return the recent call of a key, if the tensors are like its own."""
+        try:
+            recent = self._recent.get(key)
+        except TypeError:
+            return None
+        return recent if recent is not None and recent.is_like(*tensors) else None
+
+    def launch_again(self, passed: Hashable, enable_pdl: bool) -> bool:
+        """Enqueue what was launched with the same values before; returns whether there was any."""
+        launches = self._launches.get(passed)
+        if launches is None:
+            return False
+        for launch in launches:
+            launch.enqueue(enable_pdl)
+        return True
+
+    def keep_launches(self, passed: Hashable, launches: Sequence[Launch]) -> None:
+        """Remember what was launched with some values."""
+        _keep(self._launches, passed, launches, _MOST_LAUNCHES)
+
+    def clear(self) -> None:
+        """Forget all calls."""
+        super().clear()
+        for kept in (self._guarded, self._recent, self._launches):
+            kept.clear()
+
+    def _note(self, form: Hashable, call: CallT, usual: Usual[CallT]) -> None:
+        """Have a call be the recent one of a key."""
+        try:
+            denied = self._recent.get(usual.key)
+        except TypeError:
+            return
+        guarded = self._guarded.get(form)
+        if guarded is None:
+            guarded = _Guarded()
+            _keep(self._guarded, form, guarded, _MOST_CALLS)
+        is_wanted = guarded.recent is None or guarded.recent is denied
+        if is_wanted and guarded.guards < _MOST_GUARDS:
+            guarded.guards += 1
+            is_like = guard_of(usual.tensors)
+            guarded.recent = None if is_like is None else Recent(call, is_like)
+        if guarded.recent is not None:
+            _keep(self._recent, usual.key, guarded.recent, _MOST_CALLS)
+
+
+def _keep(kept: dict[KeyT, ValueT], key: KeyT, value: ValueT, most: int) -> None:
+    if len(kept) >= most:
+        kept.clear()
+    kept[key] = value

@@ -1,0 +1,72 @@
+"""Whether tensors are like others that were seen before, asked of torch in one step.
+
+Reading shape, strides, dtype and device of each from Python costs four times as much. The means are
+torch's own for compiled code, and private: where they are missing or not what is expected of them,
+there are no guards, and calls are found by their forms alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+
+IsLike = Callable[..., bool]
+
+# Of these, shape and strides are what torch has of them; a subclass may say otherwise.
+_PLAIN_CLASSES = (torch.Tensor, torch.nn.Parameter)
+
+
+def guard_of(tensors: Sequence[torch.Tensor]) -> IsLike | None:
+    """Return a function of as many tensors that says whether each is like the one in its place.
+
+    It never says so of tensors that differ in class, shape, strides, dtype or device. It may deny
+    it of others that do not, such as inference tensors and others; one tensor in two places is
+    always denied. None if ``tensors`` themselves would be, or nothing can be asked.
+    """
+    if any(tensor.__class__ not in _PLAIN_CLASSES for tensor in tensors):
+        return None
+    guards = _sound_guards()
+    is_like = _built(guards, tensors) if guards is not None else None
+    return is_like if is_like is not None and is_like(*tensors) is True else None
+
+
+def _built(guards: Any, tensors: Sequence[torch.Tensor]) -> IsLike | None:
+    try:
+        is_like: IsLike = guards(
+            *tensors,
+            dynamic_dims_sizes=[list(tensor.shape) for tensor in tensors],
+            dynamic_dims_strides=[list(tensor.stride()) for tensor in tensors],
+        ).check
+    except (AttributeError, RuntimeError, TypeError, ValueError):  # another torch's
+        return None
+    return is_like
+
+
+@cache
+def _sound_guards() -> Any | None:
+    """Return torch's class of guards, if it tells apart what must be told apart."""
+    try:
+        from torch._C._dynamo.guards import TensorGuards
+    except ImportError:
+        return None
+    one, other = torch.zeros((2, 3), device="cpu"), torch.zeros((2, 3), device="cpu")
+    is_like = _built(TensorGuards, (one, other))
+    if is_like is None:
+        return None
+    unlike = (
+        None,
+        torch.zeros((2, 4), device="cpu"),
+        torch.zeros((2, 3, 1), device="cpu"),
+        torch.zeros((3, 2), device="cpu").t(),
+        torch.zeros((2, 3), device="cpu", dtype=torch.int32),
+        torch.zeros((2, 3), device="meta"),
+    )
+    try:
+        sees_the_same = is_like(one, other) is True and is_like(other, one) is True
+        sees_others = all(is_like(one, tensor) is False for tensor in unlike)
+    except (RuntimeError, TypeError):
+        return None
+    return TensorGuards if sees_the_same and sees_others else None
