@@ -151,20 +151,16 @@ def xqa_batch_decode_with_kv_cache(
             tensors += (out,)
         if sinks is not None:
             tensors += (sinks,)
-        found = run_again(
-            (
-                rounded_up(max_seq_len),
-                window_left,
-                q_len_per_req,
-                kv_layout,
-                out is None,
-                sinks is None,
-            ),
-            tensors,
-            (bmm1_scale, bmm2_scale, o_scale),
-            out,
-            enable_pdl is not False,
+        usual_key = (
+            rounded_up(max_seq_len),
+            window_left,
+            q_len_per_req,
+            kv_layout,
+            out is None,
+            sinks is None,
         )
+        numbers = (bmm1_scale, bmm2_scale, o_scale)
+        found = run_again(usual_key, tensors, numbers, out, enable_pdl is not False)
         if isinstance(found, torch.Tensor):
             return found
         usual = found

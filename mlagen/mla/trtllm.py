@@ -184,20 +184,10 @@ def trtllm_batch_decode_with_kv_cache_mla(
         )
         if out is not None:
             tensors += (out,)
-        found = run_again(
-            (
-                rounded_up(max_seq_len),
-                kv_lora_rank,
-                qk_rope_head_dim,
-                sparse_mla_top_k,
-                return_lse_base,
-                out is None,
-            ),
-            tensors,
-            (bmm1_scale, bmm2_scale),
-            out,
-            enable_pdl is not False,
-        )
+        dims = (kv_lora_rank, qk_rope_head_dim)
+        key = (rounded_up(max_seq_len), *dims, sparse_mla_top_k, return_lse_base, out is None)
+        numbers = (bmm1_scale, bmm2_scale)
+        found = run_again(key, tensors, numbers, out, enable_pdl is not False)
         if isinstance(found, torch.Tensor):
             return found
         usual = found

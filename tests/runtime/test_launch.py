@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import threading
 from typing import Any, NamedTuple
 
 import pytest
@@ -133,5 +134,65 @@ def test_a_refused_launch_is_an_error(
 
     assert str(caught.value) == (
         "mla_hopper: launch of 500 blocks failed: CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE"
+    )
+    assert launches == []
+
+
+def test_a_launch_is_made_again_where_work_goes_now(
+    launches: list[Seen], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its kernel, blocks and parameters are its own; the stream is the one of the moment."""
+    kernel = kernel_of(COMBINE)
+    values = values_of(COMBINE)
+    first = launch(kernel, 33, False, *values)
+    second = launch(kernel, 44, False, *values[:-1], 0.25)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 8)
+
+    for made in (first, second, first):
+        made.enqueue(False)
+
+    assert [(seen.grid, seen.stream) for seen in launches] == [
+        (33, 7),
+        (44, 7),
+        (33, 8),
+        (44, 8),
+        (33, 8),
+    ]
+    once, other = launches[0].bytes, launches[1].bytes
+    assert once != other
+    assert [seen.bytes for seen in launches[2:]] == [once, other, once]
+
+
+def test_a_launch_is_made_again_by_another_thread(
+    launches: list[Seen], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which has a configuration of its own, and a context before it."""
+    bound: list[int] = []
+    monkeypatch.setattr(launching, "bind_context", bound.append)
+    made = launch(kernel_of(mla_decode()), 33, True, *values_of(mla_decode()))
+    made.enqueue(True)
+
+    thread = threading.Thread(target=made.enqueue, args=(True,))
+    thread.start()
+    thread.join()
+
+    assert bound == [0, 0]
+    assert len({(seen.grid, seen.bytes) for seen in launches}) == 1
+    assert len(launches) == 3
+
+
+def test_a_launch_that_is_made_again_may_be_refused(
+    launches: list[Seen], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the first time, with the same words."""
+    results = [(driver.CUresult.CUDA_SUCCESS,), (driver.CUresult.CUDA_ERROR_LAUNCH_FAILED,)]
+    monkeypatch.setattr(launching, "_launch_kernel", lambda: lambda *_: results.pop(0))
+    made = launch(kernel_of(COMBINE), 5, False, *values_of(COMBINE))
+
+    with pytest.raises(DriverError) as caught:
+        made.enqueue(False)
+
+    assert (
+        str(caught.value) == "combine_splits: launch of 5 blocks failed: CUDA_ERROR_LAUNCH_FAILED"
     )
     assert launches == []
