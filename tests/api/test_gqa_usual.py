@@ -75,6 +75,28 @@ def with_tensor(arguments: dict[str, Any], name: str, change: Any) -> dict[str, 
     return arguments | {name: change(arguments[name])}
 
 
+def test_a_mask_of_drafts(door: Door) -> None:
+    """One query token has no drafts; two have."""
+    two = {"query": torch.zeros(2, 8, 128, dtype=torch.bfloat16), "q_len_per_req": 2}
+    one_request = {"block_tables": torch.zeros(1, 9, dtype=torch.int32)}
+    lengths = {"seq_lens": torch.full((1,), 70, dtype=torch.int32)}
+    usual = usual_arguments(out=None, **two, **one_request, **lengths)
+    masked = usual | {"mask": torch.zeros(1, 2, 2, dtype=torch.uint16)}
+
+    assert door.outcome(usual) != door.outcome(masked)
+    door.require_as_at_first(usual, masked)
+
+
+@pytest.mark.parametrize("name", ["bmm1_scale", "bmm2_scale"])
+def test_zeros_of_both_signs(name: str, door: Door) -> None:
+    """They are equal, and what is passed is not."""
+    usual = usual_arguments() | {name: 0.0}
+    other = usual | {name: -0.0}
+
+    assert door.outcome(usual) != door.outcome(other)
+    door.require_as_at_first(usual, other)
+
+
 def test_only_the_first_call_reads_the_form(door: Door) -> None:
     """The second finds the call by its key and tensors, the third what it launched."""
     arguments = usual_arguments()

@@ -64,6 +64,16 @@ def usual_arguments(**changes: Any) -> dict[str, Any]:
     return problem.arguments(**(given | changes))
 
 
+@pytest.mark.parametrize("name", ["bmm1_scale", "bmm2_scale"])
+def test_zeros_of_both_signs(name: str, door: Door) -> None:
+    """They are equal, and what is passed is not."""
+    usual = usual_arguments() | {name: 0.0}
+    other = usual | {name: -0.0}
+
+    assert door.outcome(usual) != door.outcome(other)
+    door.require_as_at_first(usual, other)
+
+
 def test_only_the_first_call_reads_the_form(door: Door) -> None:
     """The second finds the call by its key and tensors, the third what it launched."""
     arguments = usual_arguments()
@@ -141,6 +151,20 @@ def test_an_lse_that_is_asked_for(asked: object, door: Door) -> None:
     usual = usual_arguments()
 
     door.require_as_at_first(usual, usual | {"return_lse": asked, "lse": torch.zeros(2, 16)})
+
+
+def test_an_lse_that_is_made(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that returns one is not taken for one that does not."""
+    made = torch.zeros(2, 16)
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: made)
+    usual = usual_arguments()
+    for _ in range(3):
+        door.run(**usual)
+
+    for _ in range(3):
+        assert door.run(**usual, return_lse=True) == (usual["out"], made)
+        assert door.launches[-1].values["lse"] == made.data_ptr()
+        assert door.run(**usual) is usual["out"]
 
 
 def test_a_tensor_that_changes_in_place(door: Door) -> None:
