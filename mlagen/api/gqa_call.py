@@ -16,6 +16,7 @@ from mlagen.api.gqa_portable import PortableGqaCall, prepare_portable
 from mlagen.api.gqa_reference import decode_gqa
 from mlagen.api.gqa_request import GqaRequest, check_request
 from mlagen.api.remembered import RememberedCalls, Usual, passed_with
+from mlagen.api.tensor_guard import can_guard
 from mlagen.settings import current_settings
 
 GqaCall = PortableGqaCall | HopperGqaCall
@@ -29,8 +30,8 @@ def run_again(
     numbers: tuple[float, ...],
     out: torch.Tensor | None,
     enable_pdl: bool,
-) -> torch.Tensor | Usual[GqaCall]:
-    """Return the output of a usual call that was made before, or what to look for it by.
+) -> torch.Tensor | Usual[GqaCall] | None:
+    """Return the output of a usual call that was made before, or what to remember it by.
 
     ``key`` is all that the form of the arguments depends on but what the ``tensors`` are like, and
     ``numbers`` what is passed to the kernels beside them.
@@ -38,7 +39,9 @@ def run_again(
     settings = current_settings()
     key = (settings.gqa_kernel, *key)
     recent = _calls.find_recent(key, tensors)
-    if recent is None or settings.checks_contents:
+    if recent is None:
+        return Usual(key, tensors, None) if can_guard() else None
+    if settings.checks_contents:
         return Usual(key, tensors, recent)
     if out is None:
         out = _new_out(recent.call)

@@ -17,6 +17,7 @@ from mlagen.api.mla_portable import PortableCall, prepare_portable
 from mlagen.api.mla_request import MlaRequest, check_request
 from mlagen.api.reference import decode_mla
 from mlagen.api.remembered import RememberedCalls, Usual, passed_with
+from mlagen.api.tensor_guard import can_guard
 from mlagen.settings import Settings, current_settings
 
 MlaCall = PortableCall | HopperCall | PackedCall
@@ -30,8 +31,8 @@ def run_again(
     numbers: tuple[float, ...],
     out: torch.Tensor | None,
     enable_pdl: bool,
-) -> torch.Tensor | Usual[MlaCall]:
-    """Return the output of a usual call that was made before, or what to look for it by.
+) -> torch.Tensor | Usual[MlaCall] | None:
+    """Return the output of a usual call that was made before, or what to remember it by.
 
     ``key`` is all that the form of the arguments depends on but what the ``tensors`` are like, and
     ``numbers`` what is passed to the kernels beside them. No such call has an LSE.
@@ -39,7 +40,9 @@ def run_again(
     settings = current_settings()
     key = (settings.mla_kernel, settings.mla_probabilities, *key)
     recent = _calls.find_recent(key, tensors)
-    if recent is None or settings.checks_contents:
+    if recent is None:
+        return Usual(key, tensors, None) if can_guard() else None
+    if settings.checks_contents:
         return Usual(key, tensors, recent)
     if out is None:
         out = _new_out(recent.call)

@@ -33,6 +33,11 @@ def guard_of(tensors: Sequence[torch.Tensor]) -> IsLike | None:
     return is_like if is_like is not None and is_like(*tensors) is True else None
 
 
+def can_guard() -> bool:
+    """Whether there are guards at all."""
+    return _sound_guards() is not None
+
+
 def _built(guards: Any, tensors: Sequence[torch.Tensor]) -> IsLike | None:
     try:
         is_like: IsLike = guards(
