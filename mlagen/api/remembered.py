@@ -21,8 +21,11 @@ from mlagen.runtime.launch import Launch
 _MOST_CALLS = 8192
 
 # A guard costs as much as reading two forms. A form gets another if its own denies tensors of that
-# form, such as inference tensors; not at every call where both kinds come in turn.
+# form, such as inference tensors, but not at every call.
 _MOST_GUARDS = 4
+
+# Calls of one key that are tried, such as those of two batches, or on two GPUs, that come in turn.
+_MOST_RECENT = 4
 
 # Launches that are remembered; a model has one for each of its layers.
 _MOST_LAUNCHES = 4096
@@ -37,7 +40,7 @@ _pointer_of = torch.Tensor.data_ptr
 
 @dataclass(frozen=True, eq=False)
 class Recent(Generic[CallT]):
-    """The call that was last made with a key, and what says whether tensors are like its own."""
+    """A call lately made with a key, and what says whether tensors are like its own."""
 
     call: CallT
     is_like: IsLike
@@ -69,7 +72,7 @@ class Usual(Generic[CallT]):
 
 @dataclass(eq=False)
 class _Guarded(Generic[CallT]):
-    """What the call of a form has when it is the recent one of a key."""
+    """What the call of a form has when it is a recent one of a key."""
 
     recent: Recent[CallT] | None = None
     guards: int = 0  # that were made, or tried to
@@ -84,13 +87,13 @@ class RememberedCalls(dict[Hashable, CallT]):
     def __init__(self) -> None:
         super().__init__()
         self._guarded: dict[Hashable, _Guarded[CallT]] = {}
-        self._recent: dict[Hashable, Recent[CallT]] = {}
+        self._recent: dict[Hashable, tuple[Recent[CallT], ...]] = {}
         self._launches: dict[Hashable, Sequence[Launch]] = {}
 
     def find(self, form: Hashable, usual: Usual[CallT] | None = None) -> CallT | None:
         """Return the call of a form, if it is remembered.
 
-        A ``usual`` one is the recent one of its key from now on.
+        A ``usual`` one is a recent one of its key from now on.
         """
         try:
             call = self.get(form) if form is not None else None
@@ -108,12 +111,15 @@ class RememberedCalls(dict[Hashable, CallT]):
         return call
 
     def find_recent(self, key: Hashable, tensors: tuple[torch.Tensor, ...]) -> Recent[CallT] | None:
-        """Return the recent call of a key, if the tensors are like its own."""
+        """Return the recent call of a key whose tensors are like these, if there is one."""
         try:
-            recent = self._recent.get(key)
+            recents = self._recent.get(key, ())
         except TypeError:
             return None
-        return recent if recent is not None and recent.is_like(*tensors) else None
+        for recent in recents:
+            if recent.is_like(*tensors):
+                return recent
+        return None
 
     def launch_again(self, passed: Hashable, enable_pdl: bool) -> bool:
         """Enqueue what was launched with the same values before; returns whether there was any."""
@@ -135,22 +141,23 @@ class RememberedCalls(dict[Hashable, CallT]):
             kept.clear()
 
     def _note(self, form: Hashable, call: CallT, usual: Usual[CallT]) -> None:
-        """Have a call be the recent one of a key."""
+        """Have a call be a recent one of its key, where the others deny its tensors."""
         try:
-            denied = self._recent.get(usual.key)
+            denied = self._recent.get(usual.key, ())
         except TypeError:
             return
         guarded = self._guarded.get(form)
         if guarded is None:
             guarded = _Guarded()
             _keep(self._guarded, form, guarded, _MOST_CALLS)
-        is_wanted = guarded.recent is None or guarded.recent is denied
+        is_wanted = guarded.recent is None or guarded.recent in denied
         if is_wanted and guarded.guards < _MOST_GUARDS:
             guarded.guards += 1
             is_like = guard_of(usual.tensors)
             guarded.recent = None if is_like is None else Recent(call, is_like)
-        if guarded.recent is not None:
-            _keep(self._recent, usual.key, guarded.recent, _MOST_CALLS)
+        if guarded.recent is not None and guarded.recent not in denied:
+            recents = (guarded.recent, *denied[: _MOST_RECENT - 1])
+            _keep(self._recent, usual.key, recents, _MOST_CALLS)
 
 
 def _keep(kept: dict[KeyT, ValueT], key: KeyT, value: ValueT, most: int) -> None:

@@ -202,34 +202,58 @@ def test_one_tensor_in_two_places(door: Door) -> None:
     assert door.reads_form(arguments)
 
 
-def test_tensors_of_two_kinds_in_turn_get_few_guards(
+def test_tensors_of_two_kinds_in_turn_have_a_guard_each(
     door: Door, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Inference tensors are not like others; a guard for each call would cost more than a form."""
+    """Inference tensors are not like others, though of the same form."""
     made = count_guards(monkeypatch)
     usual = usual_arguments()
     with torch.inference_mode():
         inferred = usual | {"query": usual["query"].clone()}
     expected = [door.outcome_of_first(arguments) for arguments in (usual, inferred)]
     made.clear()
+    door.forms.clear()
 
     outcomes = [[door.outcome(arguments) for arguments in (usual, inferred)] for _ in range(9)]
 
     assert outcomes == [expected] * 9
-    assert len(made) == remembered._MOST_GUARDS
+    assert len(made) == len(door.forms) == 2
 
 
-def test_forms_in_turn_keep_their_guards(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tables of two widths share a key; each form gets one guard, however often they alternate."""
+@pytest.mark.parametrize(("widths", "forms"), [(4, 4), (5, 45)])
+def test_forms_in_turn_have_a_guard_each(
+    widths: int, forms: int, door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tables of some widths share a key; more than are tried read forms, and make no guards."""
     made = count_guards(monkeypatch)
     usual = usual_arguments()
-    narrow = usual | {"block_tables": usual["block_tables"][:, :-1]}
+    table = torch.zeros(2, 20, dtype=torch.int32)
+    calls = [usual | {"block_tables": table[:, :-width].clone()} for width in range(1, widths + 1)]
 
     for _ in range(9):
-        door.outcome(usual)
-        door.outcome(narrow)
+        for arguments in calls:
+            door.run(**arguments)
 
-    assert len(made) == 2
+    assert len(made) == widths
+    assert len(door.forms) == forms
+
+
+def test_a_form_gets_few_guards(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for each call would cost more than reading its form."""
+    made: list[object] = []
+
+    def deny(tensors: tuple[torch.Tensor, ...]) -> Any:
+        made.append(len(tensors))
+        return lambda *_: False
+
+    monkeypatch.setattr(remembered, "guard_of", deny)
+    arguments = usual_arguments()
+
+    for _ in range(9):
+        door.run(**arguments)
+
+    assert len(made) == remembered._MOST_GUARDS
+    assert len(door.forms) == 9
 
 
 def test_where_torch_has_no_guards_forms_are_read(
