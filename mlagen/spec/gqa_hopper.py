@@ -34,11 +34,9 @@ _MOST_OF_TWO_STEPS = 8 * 128  # rows times dims
 _LEAST_BOX_TOKENS = 16
 _LINE_BYTES = 128  # that shared memory permutes
 _TOKEN_BYTES = 256  # that a block reads of several heads: more are no faster
-# Blocks that read heads side by side drift apart by as much as their rings hold, and the further
-# they do, the slower memory is. What is under way must last until more comes.
-_RING_TOKENS = 768
-_LEAST_RING_BYTES = 64 * 1024
-_MOST_RING_BYTES = 192 * 1024
+# By the bytes of a row. Blocks that read heads side by side drift apart by as much as their rings
+# hold, and the further they do, the slower memory is; what is under way must last until more comes.
+_RING_BYTES = {64: 64 * 1024, 128: 96 * 1024, 256: 128 * 1024, 512: 192 * 1024}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,8 +136,7 @@ class GqaHopperSpec(GqaSpec):
     @property
     def stages(self) -> int:
         """Tiles of keys or values that shared memory has room for."""
-        ring_bytes = max(_RING_TOKENS * self.row_bytes, _LEAST_RING_BYTES)
-        return min(ring_bytes, _MOST_RING_BYTES) // (self.tile_tokens * self.token_bytes)
+        return _RING_BYTES[self.row_bytes] // (self.tile_tokens * self.token_bytes)
 
     @property
     def consumer_warps(self) -> int:

@@ -65,6 +65,7 @@ struct Fiber {
   char* stack;
   bool is_started;
   bool is_done;
+  bool has_waited;  // for the kernel before
 };
 
 static Fiber* fibers;  // of the block that runs

@@ -72,7 +72,7 @@ def test_boxes_lie_in_a_page_and_fill_a_tile(
     assert 16 <= spec.box_tokens <= 256  # what a tensor map allows
     assert spec.tile_tokens // spec.box_tokens <= 32
     assert spec.row_bytes % spec.line_bytes == 0
-    ring_bytes = {64: 64, 128: 96, 256: 192, 512: 192}[spec.row_bytes] * 1024
+    ring_bytes = {64: 64, 128: 96, 256: 128, 512: 192}[spec.row_bytes] * 1024
     assert spec.stages * spec.tile_tokens * spec.row_bytes == ring_bytes
     assert spec.stages >= 3
 

@@ -84,13 +84,19 @@ __device__ inline bool consume_item(const Params& params, WarpWork& work, int wa
   return has_next;
 }
 
-// All items of the block, whose work is told.
+// All items of the block.
 __device__ inline void consume_tokens(const Params& params, int warp, SharedMemory& shared) {
   WarpWork& work = shared.work[warp];
   u32 count = 1;  // of items, this one included
   Query query(shared);
-  work.begin(params, shared.start, head_of_warp(warp), count);
-  query.begin(params, work.items[count % 2], warp);
+  do {
+    barrier_sync(kStartBarrier, kThreads);
+    if (shared.start.has_work) work.begin(params, shared.start, head_of_warp(warp), count);
+    wait_for_previous_kernel();
+    if (shared.start.has_work) query.begin(params, work.items[count % 2], warp);
+    barrier_sync(kCheckedBarrier, kThreads);
+  } while (!shared.is_start_right);
+  if (!shared.start.has_work) return;
   const float factor = score_scale(params) * params.score_factor * kLog2E;
   RingPosition<kStages> position;
   bool are_merging = false;

@@ -40,9 +40,8 @@ struct Boxes {
   }
 };
 
-__device__ inline void load_item(const Params& params, const Item& item, SharedMemory& shared,
-                                 RingPosition<kStages>& position) {
-  Boxes boxes(params, item);
+__device__ inline void load_item(const Params& params, const Item& item, Boxes& boxes,
+                                 SharedMemory& shared, RingPosition<kStages>& position) {
   const int end = item.first_tile + item.tiles;
   const int own_tile = lane_index() / kTileBoxes;
   const u32 target = lane_index() % kTileBoxes * kBoxBytes;
@@ -72,20 +71,53 @@ __device__ inline void load_item(const Params& params, const Item& item, SharedM
   }
 }
 
-// The loader: finds the block's work, tells the other warps, and copies the tokens of all items.
-__device__ inline void load_tokens(const Params& params, SharedMemory& shared) {
-  Span span;
-  WalkState walk;
-  const bool has_work = find_span(params, span, walk);
-  if (lane_index() == 0) shared.start = {span, walk, has_work};
-  __syncwarp();
-  barrier_arrive(kStartBarrier, kThreads);
-  barrier_sync(kMadeBarrier, 2 * kWarpLanes);
-  if (!has_work) return;
+// All items from the one that the walk is at, with its boxes.
+__device__ inline void load_items(const Params& params, Start& start, Item& item, Boxes& boxes,
+                                  SharedMemory& shared) {
   RingPosition<kStages> position;
-  do {
-    load_item(params, item_at(params, span, walk, 0), shared, position);
-  } while (go_on(params, span, walk));
+  while (true) {
+    load_item(params, item, boxes, shared, position);
+    if (!go_on(params, start.span, start.walk)) return;
+    item = item_at(params, start.span, start.walk, 0);
+    boxes = Boxes(params, item);
+  }
+}
+
+// Whether the work may be found before the kernel before has ended: what is read for it then is
+// read once more.
+__device__ inline bool finds_ahead(const Params& params) {
+  return params.cum_seq_lens_q == nullptr && requests_of_lane(params) <= kLaneRequests;
+}
+
+// The loader: finds the block's work, tells the other warps, and copies the tokens of all items.
+// Lengths are looked at again with the first page ids; if the kernel before has changed them, the
+// work is found anew.
+__device__ inline void load_tokens(const Params& params, SharedMemory& shared) {
+  if (!finds_ahead(params)) wait_for_previous_kernel();
+  LaneLengths lengths = own_lengths(params);
+  Start start;
+  Item item = {};
+  while (true) {
+    start.has_work = find_span(params, lengths, start.span, start.walk);
+    if (lane_index() == 0) shared.start = start;
+    __syncwarp();
+    barrier_sync(kStartBarrier, kThreads);
+    if (start.has_work) item = item_at(params, start.span, start.walk, 0);
+    wait_for_previous_kernel();
+    const LaneLengths now = own_lengths(params);
+    Boxes boxes(params, item);
+    const bool is_right = !__any_sync(~0u, now.differ_from(lengths));
+    if (lane_index() == 0) shared.is_start_right = is_right;
+    __syncwarp();
+    if (is_right) {
+      barrier_arrive(kCheckedBarrier, kThreads);
+      let_next_kernel_start();
+      if (start.has_work) load_items(params, start, item, boxes, shared);
+      return;
+    }
+    barrier_sync(kCheckedBarrier, kThreads);  // nobody reads the start any more
+    lengths = now;
+  }
 }
 
 // Brings the page ids of all requests into L2, by the consumers: a line for each thread, and for no

@@ -113,6 +113,12 @@ __device__ inline void leave_parts(int warp, const Softmax& softmax, const Outpu
 
 // The mergers: every item that is merged apart.
 __device__ inline void merge_items(const Params& params, SharedMemory& shared) {
+  do {
+    barrier_sync(kStartBarrier, kThreads);
+    barrier_sync(kCheckedBarrier, kThreads);
+  } while (!shared.is_start_right);
+  if (!kMergesApart || !shared.start.has_work) return;
+  wait_for_previous_kernel();
   const Span& span = shared.start.span;
   WalkState walk = shared.start.walk;
   const int thread = static_cast<int>(threadIdx.x) - kFirstMerger * kWarpLanes;

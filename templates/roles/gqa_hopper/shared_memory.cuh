@@ -20,6 +20,7 @@ struct SharedMemory {
   float query_factors[kKeepsQuery ? 1 : kRows];
   WarpWork work[kConsumerWarps];
   Start start;
+  bool is_start_right;
   Barrier stage_full[kStages];
   Barrier stage_empty[kStages];
   u32 nonfinite_items[2];  // the item, of each parity, that has values restored

@@ -30,25 +30,62 @@ __device__ inline u32 span_at(u32 position, const Span& span) {
   return ((position + 1) * span.spans - 1) / span.total;
 }
 
+// Requests whose lengths a lane asks for together; neighbours, that it adds up.
+constexpr int kLaneRequests = 4;
+
+// The lengths of such requests, from `first` on; behind the last one that one's.
+struct LaneLengths {
+  int each[kLaneRequests];
+
+  __device__ LaneLengths(const Params& params, int first) {
+#pragma unroll
+    for (int i = 0; i < kLaneRequests; ++i) {
+      each[i] = ld_relaxed_gpu(params.seq_lens + min(first + i, params.requests - 1));
+    }
+  }
+
+  __device__ bool differ_from(const LaneLengths& other) const {
+    bool differ = false;
+#pragma unroll
+    for (int i = 0; i < kLaneRequests; ++i) differ |= each[i] != other.each[i];
+    return differ;
+  }
+
+  // The length of request `index` of these, of lane `lane`'s.
+  __device__ int of_lane(int index, int lane) const {
+    int length = each[0];
+#pragma unroll
+    for (int i = 1; i < kLaneRequests; ++i) length = i == index ? each[i] : length;
+    return __shfl_sync(~0u, length, lane);
+  }
+};
+
+__device__ inline int requests_of_lane(const Params& params) {
+  return ceil_div(params.requests, kWarpLanes);
+}
+
+// What the lane has of the first of its requests.
+__device__ inline LaneLengths own_lengths(const Params& params) {
+  return LaneLengths(params, lane_index() * requests_of_lane(params));
+}
+
 // The positions on the line that requests from `first` to before `end` take, all of one q_len.
-__device__ inline u32 even_length(const Params& params, int first, int end) {
-  constexpr int kAtATime = 4;  // lengths that are asked for together
+__device__ inline u32 even_length(const Params& params, LaneLengths lengths, int first, int end) {
   RequestFacts facts;
   facts.q_len = params.q_len;
   facts.units = params.units;
   u32 sum = 0;
 #pragma unroll 1
-  for (; first < end; first += kAtATime) {
-    int each[kAtATime];
+  while (true) {
 #pragma unroll
-    for (int i = 0; i < kAtATime; ++i) each[i] = params.seq_lens[min(first + i, end - 1)];
-#pragma unroll
-    for (int i = 0; i < kAtATime; ++i) {
-      set_tiles(params, facts, each[i]);
+    for (int i = 0; i < kLaneRequests; ++i) {
+      set_tiles(params, facts, lengths.each[i]);
       sum += first + i < end ? line_length(facts) : 0;
     }
+    first += kLaneRequests;
+    if (first >= end) return sum;
+    lengths = LaneLengths(params, first);
   }
-  return sum;
 }
 
 // The same where requests differ in their queries; finds out whether their offsets go back.
@@ -63,16 +100,16 @@ __device__ inline u32 ragged_length(const Params& params, int first, int end, bo
 }
 
 // Finds the span of this block's team and the unit that it begins in, by a whole warp; says whether
-// there is one.
-__device__ inline bool find_span(const Params& params, Span& span, WalkState& walk) {
-  // A lane adds up neighbouring requests.
-  const int each = ceil_div(params.requests, kWarpLanes);
+// there is one. `lengths` are the lane's own_lengths.
+__device__ inline bool find_span(const Params& params, const LaneLengths& lengths, Span& span,
+                                 WalkState& walk) {
+  const int each = requests_of_lane(params);
   const int first = min(lane_index() * each, params.requests);
   const int end = min(first + each, params.requests);
   u32 own = 0;
   bool is_unsound = false;
   if (params.cum_seq_lens_q == nullptr) {
-    own = even_length(params, first, end);
+    own = even_length(params, lengths, first, end);
   } else {
     own = ragged_length(params, first, end, is_unsound);
   }
@@ -96,7 +133,9 @@ __device__ inline bool find_span(const Params& params, Span& span, WalkState& wa
   walk.request = lane * each;
 #pragma unroll 1
   while (true) {
-    walk.facts = facts_of_request(params, walk.request);
+    const int kv_len = each <= kLaneRequests ? lengths.of_lane(walk.request - lane * each, lane)
+                                             : params.seq_lens[walk.request];
+    walk.facts = facts_of_request(params, walk.request, kv_len);
     const u32 length = line_length(walk.facts);
     if (span.begin - begin < length) break;
     begin += length;
