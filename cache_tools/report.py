@@ -145,6 +145,8 @@ def _form(ingredients: Mapping[str, str]) -> str:
     out = ingredients.get("out_dtype")
     if out != ingredients.get("query_dtype") and out:
         words.append(f"{out} out")
+    if (heads := ingredients.get("block_heads", "1")) != "1":
+        words.append(f"{heads} heads a block")
     return ", ".join(words)
 
 

@@ -38,16 +38,24 @@ def run_again(
     """
     settings = current_settings()
     key = (settings.gqa_kernel, *key)
+    if (
+        out is not None
+        and not settings.checks_contents
+        and _calls.launch_again(key, tensors, numbers, enable_pdl)
+    ):
+        return out
     recent = _calls.find_recent(key, tensors)
     if recent is None:
         return Usual(key, tensors, None) if can_guard() else None
     if settings.checks_contents:
         return Usual(key, tensors, recent)
+    made: tuple[torch.Tensor, ...] = ()
     if out is None:
         out = _new_out(recent.call)
-    passed = passed_with(recent, out, numbers, tensors)
-    if _calls.launch_again(passed, enable_pdl):
-        return out
+        made = (out,)
+        if _calls.launch_again(key, tensors, numbers, enable_pdl, made):
+            return out
+    passed = passed_with(recent, numbers, tensors + made)
     # Zeros of both signs are equal, and are not passed alike.
     return Usual(key, tensors, recent, out, passed if all(numbers) else None)
 

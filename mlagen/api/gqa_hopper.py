@@ -96,13 +96,16 @@ def prepare_hopper(
     UnsupportedError
         Instead of returning None, if the kernel is asked for by name.
     """
-    planned = plan_gqa_hopper_call(**planned_facts(inputs, request, index))
+    facts = planned_facts(inputs, request, index)
+    planned = plan_gqa_hopper_call(**facts)
     if planned is None:
         if is_forced:
             raise not_covered(index, request.variant)
         return None
-    spec, plan = planned
     most_tokens = request.max_pages * request.variant.page_size
+    if not line_fits(*planned, most_tokens):  # tiles of several heads have fewer tokens
+        planned = plan_gqa_hopper_call(**facts, has_one_head=True) or planned
+    spec, plan = planned
     if not line_fits(spec, plan, most_tokens):
         if is_forced:
             raise UnsupportedError(

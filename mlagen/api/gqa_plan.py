@@ -68,14 +68,19 @@ def plan_gqa_hopper_call(
     kv_heads: int,
     window: int,
     longest_kv: int,
+    has_one_head: bool = False,
 ) -> tuple[GqaHopperSpec, GqaHopperPlan] | None:
-    """Return the Hopper kernel and its plan of a call on GPU ``device``; None if there is none."""
+    """Return the Hopper kernel and its plan of a call on GPU ``device``; None if there is none.
+
+    Blocks take as many kv heads as is best, or one if ``has_one_head``.
+    """
     spec = gqa_hopper_spec(arch_of_device(device), variant, q_len * (heads // kv_heads))
     if spec is None:
         return None
     problem = _problem(batch, q_len, is_ragged, tokens, heads, kv_heads, window, longest_kv)
     sm_count = device_facts(device).sm_count
-    spec = replace(spec, block_heads=heads_of_block(spec, problem, sm_count))
+    if not has_one_head:
+        spec = replace(spec, block_heads=heads_of_block(spec, problem, sm_count))
     return spec, plan_gqa_hopper(spec, problem, sm_count)
 
 

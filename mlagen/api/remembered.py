@@ -2,14 +2,15 @@
 
 Every call is remembered by the form of its arguments: all that a check or a plan may depend on. A
 form is dear to read. So a usual call, one of the few forms that serving has, is found by a key of
-its numbers and words, and by whether its tensors are like those of the call before; and where they
-begin as they did then, too, by the very launches of that call.
+its numbers and words, and by whether its tensors are like those of one of the last calls with that
+key; and where they begin as they did then, too, by the very launches of that call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Generic, TypeVar
 
 import torch
@@ -36,6 +37,7 @@ ValueT = TypeVar("ValueT")
 
 
 _pointer_of = torch.Tensor.data_ptr
+_is_nested = attrgetter("is_nested")
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,13 +49,10 @@ class Recent(Generic[CallT]):
 
 
 def passed_with(
-    recent: Recent[CallT],
-    out: torch.Tensor,
-    numbers: tuple[float, ...],
-    tensors: tuple[torch.Tensor, ...],
+    recent: Recent[CallT], numbers: tuple[float, ...], tensors: tuple[torch.Tensor, ...]
 ) -> Hashable:
-    """Return all that launches of a recent call depend on."""
-    return (recent, _pointer_of(out), *numbers, *map(_pointer_of, tensors))
+    """Return all that launches of a recent call depend on; the output is one of ``tensors``."""
+    return (recent, *numbers, *map(_pointer_of, tensors))
 
 
 @dataclass(eq=False)
@@ -114,19 +113,41 @@ class RememberedCalls(dict[Hashable, CallT]):
         """Return the recent call of a key whose tensors are like these, if there is one."""
         try:
             recents = self._recent.get(key, ())
-        except TypeError:
+            if not recents or any(map(_is_nested, tensors)):
+                return None
+        except (AttributeError, TypeError):  # no tensor, or what cannot be hashed
             return None
         for recent in recents:
             if recent.is_like(*tensors):
                 return recent
         return None
 
-    def launch_again(self, passed: Hashable, enable_pdl: bool) -> bool:
-        """Enqueue what was launched with the same values before; returns whether there was any."""
-        launches = self._launches.get(passed)
-        if launches is None:
+    def launch_again(
+        self,
+        key: Hashable,
+        tensors: tuple[torch.Tensor, ...],
+        numbers: tuple[float, ...],
+        enable_pdl: bool,
+        made: tuple[torch.Tensor, ...] = (),
+    ) -> bool:
+        """Enqueue what a recent call of a key launched with the same values, if there was one.
+
+        Returns whether there was. ``made`` are outputs that are not given. Where tensors begin is
+        looked at first, for they are seldom nested there, which no guard may see.
+        """
+        found = None
+        passed = tensors + made
+        try:
+            for recent in self._recent.get(key, ()):
+                launches = self._launches.get(passed_with(recent, numbers, passed))
+                if launches is not None and recent.is_like(*tensors):
+                    found = launches
+                    break
+        except TypeError:
             return False
-        for launch in launches:
+        if found is None:
+            return False
+        for launch in found:
             launch.enqueue(enable_pdl)
         return True
 

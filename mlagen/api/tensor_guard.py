@@ -24,7 +24,8 @@ def guard_of(tensors: Sequence[torch.Tensor]) -> IsLike | None:
 
     It never says so of tensors that differ in class, shape, strides, dtype or device. It may deny
     it of others that do not, such as inference tensors and others; one tensor in two places is
-    always denied. None if ``tensors`` themselves would be, or nothing can be asked.
+    always denied. None if ``tensors`` themselves would be, or nothing can be asked. It must not be
+    asked of nested tensors, which torch's guards do not survive.
     """
     if any(tensor.__class__ not in _PLAIN_CLASSES for tensor in tensors):
         return None

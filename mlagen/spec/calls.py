@@ -66,7 +66,7 @@ def gqa_call_specs(arch: Arch, variant: GqaVariant, rows: int) -> list[KernelSpe
 
 
 def specs_beside(spec: KernelSpec) -> list[KernelSpec]:
-    """Return the kernels of the family that differ from ``spec`` in the tile only.
+    """Return the kernels of the family that differ from ``spec`` in the tile only, and in heads.
 
     Raises
     ------

@@ -159,7 +159,7 @@ class GqaHopperSpec(GqaSpec):
         return True
 
     def serves(self, call: CallShape) -> bool:
-        """Whether such a call takes this kernel, of those that differ in the tile only."""
+        """Whether such a call takes this kernel, of those that differ in tile and heads only."""
         if call.kv_heads is None:
             return True
         rows = call.heads // call.kv_heads * call.q_len

@@ -47,7 +47,7 @@ def float32(name: str) -> Parameter:
 
 @dataclass(frozen=True, kw_only=True)
 class CallShape:
-    """What of a call decides which tile it takes."""
+    """What of a call decides which tile it takes, and how many heads in a block."""
 
     heads: int
     kv_heads: int | None = None  # of grouped-query attention, if it is said
@@ -95,7 +95,7 @@ class KernelSpec:
         return self.is_cooperative
 
     def serves(self, call: CallShape) -> bool:  # noqa: ARG002 - for the families that depend on it
-        """Whether such a call takes this kernel, of those that differ in the tile only."""
+        """Whether such a call takes this kernel, of those that differ in tile and heads."""
         return True
 
     def ingredients(self) -> dict[str, str]:

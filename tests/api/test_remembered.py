@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mlagen.api import remembered
-from mlagen.api.remembered import RememberedCalls, Usual
+from mlagen.api.remembered import RememberedCalls, Usual, passed_with
 
 TENSORS = (torch.ones(2), torch.zeros(3))
 
@@ -24,15 +24,33 @@ class Counted:
         self.enqueued.append(enable_pdl)
 
 
+def remembered_launches(calls: RememberedCalls[str], launches: list[Any]) -> None:
+    """Keep ``launches`` as those of a usual call with one number."""
+    calls.keep("form", "call", Usual("key", TENSORS, None))
+    recent = calls.find_recent("key", TENSORS)
+    assert recent is not None
+    calls.keep_launches(passed_with(recent, (1.0,), TENSORS), launches)
+
+
 def test_launches_are_kept_by_all_that_was_passed() -> None:
     """Each is made again, in order, with the choice of the moment."""
     calls: RememberedCalls[str] = RememberedCalls()
     both: list[Any] = [Counted(), Counted()]
-    calls.keep_launches(("one", 1.0), both)
+    remembered_launches(calls, both)
+    others: list[tuple[Any, Any, tuple[float, ...], tuple[torch.Tensor, ...]]] = [
+        ("another", TENSORS, (1.0,), ()),
+        (["no", "key"], TENSORS, (1.0,), ()),
+        ("key", (TENSORS[0], TENSORS[1].clone()), (1.0,), ()),
+        ("key", (TENSORS[0], TENSORS[1][:2]), (1.0,), ()),
+        ("key", (TENSORS[0], "no tensor"), (1.0,), ()),
+        ("key", TENSORS, (2.0,), ()),
+        ("key", TENSORS, (1.0,), (TENSORS[1],)),
+    ]
 
-    assert calls.launch_again(("one", 1.0), True)
-    assert not calls.launch_again(("one", 2.0), True)
-    assert calls.launch_again(("one", 1.0), False)
+    assert calls.launch_again("key", TENSORS, (1.0,), True)
+    for key, tensors, numbers, made in others:
+        assert not calls.launch_again(key, tensors, numbers, True, made)
+    assert calls.launch_again("key", TENSORS, (1.0,), False)
     assert [launch.enqueued for launch in both] == [[True, False]] * 2
 
 
@@ -70,11 +88,11 @@ def test_what_cannot_be_hashed_is_no_key() -> None:
 def test_all_is_forgotten() -> None:
     """Launches too, which would otherwise be made of kernels that nobody asks for."""
     calls: RememberedCalls[str] = RememberedCalls()
-    calls.keep("form", "call", Usual("key", TENSORS, None))
-    calls.keep_launches("passed", ())
+    remembered_launches(calls, [])
+    assert calls.launch_again("key", TENSORS, (1.0,), True)
 
     calls.clear()
 
     assert calls.find("form") is None
     assert calls.find_recent("key", TENSORS) is None
-    assert not calls.launch_again("passed", True)
+    assert not calls.launch_again("key", TENSORS, (1.0,), True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from types import ModuleType
@@ -20,7 +21,15 @@ from tests.api.launches import GQA, HOPPER, PORTABLE, Launch, record_launches
 # Stands for what is made where no output is given.
 _OUT = torch.zeros(1 << 12, 16)
 
+
 # What may become of one tensor that was given.
+def nested(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor as the only part of a nested one."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of a prototype
+        return torch.nested.nested_tensor([tensor.to(torch.float32)])
+
+
 TENSOR_CHANGES: dict[str, Callable[[torch.Tensor], object]] = {
     "elsewhere": torch.clone,
     "none": lambda _: None,
@@ -38,6 +47,7 @@ TENSOR_CHANGES: dict[str, Callable[[torch.Tensor], object]] = {
     ].view(tensor.shape),
     "a parameter": lambda tensor: torch.nn.Parameter(tensor, requires_grad=False),
     "a subclass": lambda tensor: tensor.as_subclass(Named),
+    "nested": nested,
 }
 
 
@@ -59,7 +69,7 @@ class Door:
         self.launches.clear()
         try:
             self.run(**arguments)
-        except (MlagenError, TypeError, ValueError, OverflowError, struct.error) as error:
+        except (MlagenError, TypeError, ValueError, RuntimeError, struct.error) as error:
             return f"{type(error).__name__}: {error}"
         return "\n".join(map(repr, self.launches))
 

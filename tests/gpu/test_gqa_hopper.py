@@ -166,6 +166,40 @@ def test_a_thousand_replays_leave_the_counters_at_zero(case: GqaCase) -> None:
     assert all(not slab.any() for slab in counters._slabs)
 
 
+def test_lengths_that_the_kernel_before_still_writes_are_those_that_count() -> None:
+    """A call whose output is the lengths of the next one, which begins before they are there.
+
+    The one token of that call is seen alone, so its value is the output, bit for bit.
+    """
+    problem = GqaCase(name="", seq_lens=(1000,) * 32, page_size=64).build("cuda")
+    lengths = [
+        torch.tensor([128 + (i * step) % 873 for i in range(32)], dtype=torch.int32, device="cuda")
+        for step in (67, 331)
+    ]
+    expected = [decode(problem, seq_lens=wanted).clone() for wanted in lengths]
+    values = [wanted.view(torch.bfloat16).repeat(16, 1).view(1, 16, 1, 64) for wanted in lengths]
+    keys = torch.zeros_like(values[0])
+    written = torch.zeros(1, 8, 64, dtype=torch.bfloat16, device="cuda")
+    writer: dict[str, Any] = {
+        "query": torch.zeros_like(written),
+        "workspace_buffer": torch.empty(1 << 20, dtype=torch.uint8, device="cuda"),
+        "block_tables": torch.zeros(1, 1, dtype=torch.int32, device="cuda"),
+        "seq_lens": torch.ones(1, dtype=torch.int32, device="cuda"),
+        "max_seq_len": 1,
+        "out": written,
+    }
+    reader = problem.arguments(seq_lens=written.view(torch.int32)[0, 0])
+    found = []
+
+    for turn in range(200):
+        cache = (keys, values[turn % 2])
+        mlagen.decode.xqa_batch_decode_with_kv_cache(kv_cache=cache, **writer)
+        found.append(mlagen.decode.xqa_batch_decode_with_kv_cache(**reader))
+
+    assert torch.equal(written.view(torch.int32)[0, 0], lengths[1])
+    assert all(torch.equal(out, expected[turn % 2]) for turn, out in enumerate(found))
+
+
 def test_a_wild_page_does_not_fault() -> None:
     """What a request gives whose ids are no pages is not specified; others get what is theirs."""
     problem = GqaCase(name="", seq_lens=(700, 300), page_size=64, group=8).build("cuda")

@@ -90,10 +90,12 @@ __device__ inline void consume_tokens(const Params& params, int warp, SharedMemo
   u32 count = 1;  // of items, this one included
   Query query(shared);
   do {
+    __syncwarp();
     barrier_sync(kStartBarrier, kThreads);
     if (shared.start.has_work) work.begin(params, shared.start, head_of_warp(warp), count);
     wait_for_previous_kernel();
     if (shared.start.has_work) query.begin(params, work.items[count % 2], warp);
+    __syncwarp();
     barrier_sync(kCheckedBarrier, kThreads);
   } while (!shared.is_start_right);
   if (!shared.start.has_work) return;

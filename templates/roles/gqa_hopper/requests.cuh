@@ -1,5 +1,5 @@
 // What a request is to the kernel: its rows, and the tokens that they see. Needs Params,
-// blocks/page_table.cuh, roles/gqa_hopper/constants.
+// roles/gqa_hopper/constants.
 
 // A row is one (query token, query head of a kv head) pair of a request, query token first.
 struct RequestFacts {
@@ -14,7 +14,7 @@ struct RequestFacts {
 
 // The first token that the window of a query token reaches back to.
 __device__ inline int window_begin(const Params& params, int kv_len, int q_len, int query) {
-  return max(0, kv_len - q_len + query + 1 - params.window);
+  return max(0, max(0, kv_len - q_len + query + 1) - params.window);
 }
 
 // Sets the tiles of tokens that some row sees.
@@ -48,9 +48,10 @@ __device__ inline RequestFacts facts_of_request(const Params& params, int reques
   return facts_of_request(params, request, params.seq_lens[request]);
 }
 
-// A part is a tile of rows of a kv head of a request. As many parts as a team has members are a
-// unit; units of a request are alike. Positions that a unit takes on the line of work: one for each
-// tile of tokens, and one if there is none, so that somebody writes its zeros.
+// A part is a tile of rows of a kv head of a request, or of the heads that a block takes. As many
+// parts as a team has members are a unit; units of a request are alike. Positions that a unit takes
+// on the line of work: one for each tile of tokens, and one if there is none, so that somebody
+// writes its zeros.
 __device__ inline u32 unit_length(const RequestFacts& facts) {
   return static_cast<u32>(max(facts.tiles, 1));
 }

@@ -2,7 +2,7 @@
 // Params, requests.cuh, blocks/query_offsets.cuh.
 
 // A team is some blocks of the grid that are neighbours. They read the same tokens at the same
-// time, each those of its kv head, which lie side by side in most caches; or the very same, for
+// time, each those of its kv heads, which lie side by side in most caches; or the very same, for
 // another tile of rows. All units in a row make a line. Every team takes an equal stretch of it,
 // its span; a unit that lies on several spans is computed in as many pieces, which are merged. The
 // host sees to it that the length of the line times the number of spans fits into 32 bits.

@@ -107,7 +107,7 @@ constexpr int kHeads = 1;  // kv heads that a block attends to at a time
 constexpr int kLineBytes = 128;
 constexpr int kTileTokens = 128;
 constexpr int kBoxTokens = 64;
-constexpr int kStages = 6;
+constexpr int kStages = 4;
 constexpr int kRows = 8;
 constexpr int kConsumerWarps = 8;
 constexpr int kSharedBytes = 232448;
@@ -162,7 +162,7 @@ constexpr int kStartBarrier = 1;
 constexpr int kConsumerBarrier = 2;
 constexpr int kPartsFullBarrier = 3;
 constexpr int kPartsEmptyBarrier = 4;
-constexpr int kMadeBarrier = 5;
+constexpr int kCheckedBarrier = 5;
 
 static_assert(kTileBoxes * kBoxTokens == kTileTokens, "boxes fill a tile");
 static_assert(!kMovesRegisters || kConsumerThreads * kConsumerRegisters + 128 * kLoaderRegisters <=
@@ -336,6 +336,14 @@ __device__ inline void griddepcontrol_launch_dependents() {
 __device__ inline u32 ld_acquire_gpu(const u32* address) {
   u32 value;
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+
+// ld.relaxed.gpu.global.s32
+// What others may be writing: any value that was there, and never what L1 has kept of it.
+__device__ inline int ld_relaxed_gpu(const int* address) {
+  int value;
+  asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
   return value;
 }
 
@@ -602,7 +610,7 @@ __device__ inline RowResult finish_row(float reference, float sum, float sink) {
 }
 
 // What a request is to the kernel: its rows, and the tokens that they see. Needs Params,
-// blocks/page_table.cuh, roles/gqa_hopper/constants.
+// roles/gqa_hopper/constants.
 
 // A row is one (query token, query head of a kv head) pair of a request, query token first.
 struct RequestFacts {
@@ -617,7 +625,7 @@ struct RequestFacts {
 
 // The first token that the window of a query token reaches back to.
 __device__ inline int window_begin(const Params& params, int kv_len, int q_len, int query) {
-  return max(0, kv_len - q_len + query + 1 - params.window);
+  return max(0, max(0, kv_len - q_len + query + 1) - params.window);
 }
 
 // Sets the tiles of tokens that some row sees.
@@ -651,9 +659,10 @@ __device__ inline RequestFacts facts_of_request(const Params& params, int reques
   return facts_of_request(params, request, params.seq_lens[request]);
 }
 
-// A part is a tile of rows of a kv head of a request. As many parts as a team has members are a
-// unit; units of a request are alike. Positions that a unit takes on the line of work: one for each
-// tile of tokens, and one if there is none, so that somebody writes its zeros.
+// A part is a tile of rows of a kv head of a request, or of the heads that a block takes. As many
+// parts as a team has members are a unit; units of a request are alike. Positions that a unit takes
+// on the line of work: one for each tile of tokens, and one if there is none, so that somebody
+// writes its zeros.
 __device__ inline u32 unit_length(const RequestFacts& facts) {
   return static_cast<u32>(max(facts.tiles, 1));
 }
@@ -666,7 +675,7 @@ __device__ inline u32 line_length(const RequestFacts& facts) {
 // Params, requests.cuh, blocks/query_offsets.cuh.
 
 // A team is some blocks of the grid that are neighbours. They read the same tokens at the same
-// time, each those of its kv head, which lie side by side in most caches; or the very same, for
+// time, each those of its kv heads, which lie side by side in most caches; or the very same, for
 // another tile of rows. All units in a row make a line. Every team takes an equal stretch of it,
 // its span; a unit that lies on several spans is computed in as many pieces, which are merged. The
 // host sees to it that the length of the line times the number of spans fits into 32 bits.
@@ -694,25 +703,62 @@ __device__ inline u32 span_at(u32 position, const Span& span) {
   return ((position + 1) * span.spans - 1) / span.total;
 }
 
+// Requests whose lengths a lane asks for together; neighbours, that it adds up.
+constexpr int kLaneRequests = 4;
+
+// The lengths of such requests, from `first` on; behind the last one that one's.
+struct LaneLengths {
+  int each[kLaneRequests];
+
+  __device__ LaneLengths(const Params& params, int first) {
+#pragma unroll
+    for (int i = 0; i < kLaneRequests; ++i) {
+      each[i] = ld_relaxed_gpu(params.seq_lens + min(first + i, params.requests - 1));
+    }
+  }
+
+  __device__ bool differ_from(const LaneLengths& other) const {
+    bool differ = false;
+#pragma unroll
+    for (int i = 0; i < kLaneRequests; ++i) differ |= each[i] != other.each[i];
+    return differ;
+  }
+
+  // The length of request `index` of these, of lane `lane`'s.
+  __device__ int of_lane(int index, int lane) const {
+    int length = each[0];
+#pragma unroll
+    for (int i = 1; i < kLaneRequests; ++i) length = i == index ? each[i] : length;
+    return __shfl_sync(~0u, length, lane);
+  }
+};
+
+__device__ inline int requests_of_lane(const Params& params) {
+  return ceil_div(params.requests, kWarpLanes);
+}
+
+// What the lane has of the first of its requests.
+__device__ inline LaneLengths own_lengths(const Params& params) {
+  return LaneLengths(params, lane_index() * requests_of_lane(params));
+}
+
 // The positions on the line that requests from `first` to before `end` take, all of one q_len.
-__device__ inline u32 even_length(const Params& params, int first, int end) {
-  constexpr int kAtATime = 4;  // lengths that are asked for together
+__device__ inline u32 even_length(const Params& params, LaneLengths lengths, int first, int end) {
   RequestFacts facts;
   facts.q_len = params.q_len;
   facts.units = params.units;
   u32 sum = 0;
 #pragma unroll 1
-  for (; first < end; first += kAtATime) {
-    int each[kAtATime];
+  while (true) {
 #pragma unroll
-    for (int i = 0; i < kAtATime; ++i) each[i] = params.seq_lens[min(first + i, end - 1)];
-#pragma unroll
-    for (int i = 0; i < kAtATime; ++i) {
-      set_tiles(params, facts, each[i]);
+    for (int i = 0; i < kLaneRequests; ++i) {
+      set_tiles(params, facts, lengths.each[i]);
       sum += first + i < end ? line_length(facts) : 0;
     }
+    first += kLaneRequests;
+    if (first >= end) return sum;
+    lengths = LaneLengths(params, first);
   }
-  return sum;
 }
 
 // The same where requests differ in their queries; finds out whether their offsets go back.
@@ -727,16 +773,16 @@ __device__ inline u32 ragged_length(const Params& params, int first, int end, bo
 }
 
 // Finds the span of this block's team and the unit that it begins in, by a whole warp; says whether
-// there is one.
-__device__ inline bool find_span(const Params& params, Span& span, WalkState& walk) {
-  // A lane adds up neighbouring requests.
-  const int each = ceil_div(params.requests, kWarpLanes);
+// there is one. `lengths` are the lane's own_lengths.
+__device__ inline bool find_span(const Params& params, const LaneLengths& lengths, Span& span,
+                                 WalkState& walk) {
+  const int each = requests_of_lane(params);
   const int first = min(lane_index() * each, params.requests);
   const int end = min(first + each, params.requests);
   u32 own = 0;
   bool is_unsound = false;
   if (params.cum_seq_lens_q == nullptr) {
-    own = even_length(params, first, end);
+    own = even_length(params, lengths, first, end);
   } else {
     own = ragged_length(params, first, end, is_unsound);
   }
@@ -760,7 +806,9 @@ __device__ inline bool find_span(const Params& params, Span& span, WalkState& wa
   walk.request = lane * each;
 #pragma unroll 1
   while (true) {
-    walk.facts = facts_of_request(params, walk.request);
+    const int kv_len = each <= kLaneRequests ? lengths.of_lane(walk.request - lane * each, lane)
+                                             : params.seq_lens[walk.request];
+    walk.facts = facts_of_request(params, walk.request, kv_len);
     const u32 length = line_length(walk.facts);
     if (span.begin - begin < length) break;
     begin += length;
@@ -942,6 +990,7 @@ struct SharedMemory {
   float query_factors[kKeepsQuery ? 1 : kRows];
   WarpWork work[kConsumerWarps];
   Start start;
+  bool is_start_right;
   Barrier stage_full[kStages];
   Barrier stage_empty[kStages];
   u32 nonfinite_items[2];  // the item, of each parity, that has values restored
@@ -1006,9 +1055,8 @@ struct Boxes {
   }
 };
 
-__device__ inline void load_item(const Params& params, const Item& item, SharedMemory& shared,
-                                 RingPosition<kStages>& position) {
-  Boxes boxes(params, item);
+__device__ inline void load_item(const Params& params, const Item& item, Boxes& boxes,
+                                 SharedMemory& shared, RingPosition<kStages>& position) {
   const int end = item.first_tile + item.tiles;
   const int own_tile = lane_index() / kTileBoxes;
   const u32 target = lane_index() % kTileBoxes * kBoxBytes;
@@ -1038,20 +1086,53 @@ __device__ inline void load_item(const Params& params, const Item& item, SharedM
   }
 }
 
-// The loader: finds the block's work, tells the other warps, and copies the tokens of all items.
-__device__ inline void load_tokens(const Params& params, SharedMemory& shared) {
-  Span span;
-  WalkState walk;
-  const bool has_work = find_span(params, span, walk);
-  if (lane_index() == 0) shared.start = {span, walk, has_work};
-  __syncwarp();
-  barrier_arrive(kStartBarrier, kThreads);
-  barrier_sync(kMadeBarrier, 2 * kWarpLanes);
-  if (!has_work) return;
+// All items from the one that the walk is at, with its boxes.
+__device__ inline void load_items(const Params& params, Start& start, Item& item, Boxes& boxes,
+                                  SharedMemory& shared) {
   RingPosition<kStages> position;
-  do {
-    load_item(params, item_at(params, span, walk, 0), shared, position);
-  } while (go_on(params, span, walk));
+  while (true) {
+    load_item(params, item, boxes, shared, position);
+    if (!go_on(params, start.span, start.walk)) return;
+    item = item_at(params, start.span, start.walk, 0);
+    boxes = Boxes(params, item);
+  }
+}
+
+// Whether the work may be found before the kernel before has ended: what is read for it then is
+// read once more.
+__device__ inline bool finds_ahead(const Params& params) {
+  return params.cum_seq_lens_q == nullptr && requests_of_lane(params) <= kLaneRequests;
+}
+
+// The loader: finds the block's work, tells the other warps, and copies the tokens of all items.
+// Lengths are looked at again with the first page ids; if the kernel before has changed them, the
+// work is found anew.
+__device__ inline void load_tokens(const Params& params, SharedMemory& shared) {
+  if (!finds_ahead(params)) wait_for_previous_kernel();
+  LaneLengths lengths = own_lengths(params);
+  Start start;
+  Item item = {};
+  while (true) {
+    start.has_work = find_span(params, lengths, start.span, start.walk);
+    if (lane_index() == 0) shared.start = start;
+    __syncwarp();
+    barrier_sync(kStartBarrier, kThreads);
+    if (start.has_work) item = item_at(params, start.span, start.walk, 0);
+    wait_for_previous_kernel();
+    const LaneLengths now = own_lengths(params);
+    Boxes boxes(params, item);
+    const bool is_right = !__any_sync(~0u, now.differ_from(lengths));
+    if (lane_index() == 0) shared.is_start_right = is_right;
+    __syncwarp();
+    if (is_right) {
+      barrier_arrive(kCheckedBarrier, kThreads);
+      let_next_kernel_start();
+      if (start.has_work) load_items(params, start, item, boxes, shared);
+      return;
+    }
+    barrier_sync(kCheckedBarrier, kThreads);  // nobody reads the start any more
+    lengths = now;
+  }
 }
 
 // Brings the page ids of all requests into L2, by the consumers: a line for each thread, and for no
@@ -1748,6 +1829,12 @@ __device__ inline void leave_parts(int warp, const Softmax& softmax, const Outpu
 
 // The mergers: every item that is merged apart.
 __device__ inline void merge_items(const Params& params, SharedMemory& shared) {
+  do {
+    barrier_sync(kStartBarrier, kThreads);
+    barrier_sync(kCheckedBarrier, kThreads);
+  } while (!shared.is_start_right);
+  if (!kMergesApart || !shared.start.has_work) return;
+  wait_for_previous_kernel();
   const Span& span = shared.start.span;
   WalkState walk = shared.start.walk;
   const int thread = static_cast<int>(threadIdx.x) - kFirstMerger * kWarpLanes;
@@ -1853,13 +1940,21 @@ __device__ inline bool consume_item(const Params& params, WarpWork& work, int wa
   return has_next;
 }
 
-// All items of the block, whose work is told.
+// All items of the block.
 __device__ inline void consume_tokens(const Params& params, int warp, SharedMemory& shared) {
   WarpWork& work = shared.work[warp];
   u32 count = 1;  // of items, this one included
   Query query(shared);
-  work.begin(params, shared.start, head_of_warp(warp), count);
-  query.begin(params, work.items[count % 2], warp);
+  do {
+    __syncwarp();
+    barrier_sync(kStartBarrier, kThreads);
+    if (shared.start.has_work) work.begin(params, shared.start, head_of_warp(warp), count);
+    wait_for_previous_kernel();
+    if (shared.start.has_work) query.begin(params, work.items[count % 2], warp);
+    __syncwarp();
+    barrier_sync(kCheckedBarrier, kThreads);
+  } while (!shared.is_start_right);
+  if (!shared.start.has_work) return;
   const float factor = score_scale(params) * params.score_factor * kLog2E;
   RingPosition<kStages> position;
   bool are_merging = false;
@@ -1873,26 +1968,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   SharedMemory& shared = shared_memory<SharedMemory>();
   // The same in all lanes, as compilers can see.
   const int warp = __shfl_sync(~0u, warp_index(), 0);
-  if (warp == kLoaderWarp) {
-    if constexpr (kMovesRegisters) setmaxnreg_dec<kLoaderRegisters>();
-    wait_for_previous_kernel();
-    let_next_kernel_start();
-    return load_tokens(params, shared);
-  }
   if (warp < kConsumerWarps) {
     if constexpr (kMovesRegisters) setmaxnreg_inc<kConsumerRegisters>();
     prefetch_ids(params, static_cast<int>(threadIdx.x));
-    wait_for_previous_kernel();
-    barrier_sync(kStartBarrier, kThreads);
-    if (shared.start.has_work) consume_tokens(params, warp, shared);
-    return;
+    return consume_tokens(params, warp, shared);
   }
   if constexpr (kMovesRegisters) setmaxnreg_dec<kLoaderRegisters>();
-  if (warp == kMakerWarp) {
-    make_barriers(params, shared);
-    barrier_arrive(kMadeBarrier, 2 * kWarpLanes);
-  }
-  wait_for_previous_kernel();
-  barrier_sync(kStartBarrier, kThreads);
-  if (kMergesApart && shared.start.has_work) merge_items(params, shared);
+  if (warp == kLoaderWarp) return load_tokens(params, shared);
+  if (warp == kMakerWarp) make_barriers(params, shared);
+  merge_items(params, shared);
 }

@@ -321,6 +321,14 @@ __device__ inline u32 ld_acquire_gpu(const u32* address) {
   return value;
 }
 
+// ld.relaxed.gpu.global.s32
+// What others may be writing: any value that was there, and never what L1 has kept of it.
+__device__ inline int ld_relaxed_gpu(const int* address) {
+  int value;
+  asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+
 // ld.global.cg.v2.f32
 // Past L1: what others have just written.
 __device__ inline float2 ld_global_cg_v2_f32(const void* address) {
