@@ -35,13 +35,18 @@ def delayed_launches(cases: Sequence[object]) -> int:
 def with_delays(
     spec: KernelSpec, nanoseconds: Mapping[str, int], *, after: str = ""
 ) -> loader.LoadedKernel:
-    """Return the kernel with warps that fall asleep by chance before some places of its source.
+    """Return the kernel of :func:`delayed_source`, loaded on the first GPU."""
+    source = delayed_source(spec, nanoseconds, after=after)
+    return loader.load(compile_source(source, spec.arch, find_nvrtc()).code, spec, 0)
+
+
+def delayed_source(spec: KernelSpec, nanoseconds: Mapping[str, int], *, after: str = "") -> Source:
+    """Return a kernel's source whose warps fall asleep by chance before some places of it.
 
     ``after`` is what follows each delay.
     """
     text = render(spec).text
     for place, delay in nanoseconds.items():
-        assert place in text
+        assert place in text, place
         text = text.replace(place, _DELAY.format(delay) + after + place)
-    cubin = compile_source(Source(text=text, origins=()), spec.arch, find_nvrtc())
-    return loader.load(cubin.code, spec, 0)
+    return Source(text=text, origins=())

@@ -118,13 +118,13 @@ def test_ten_thousand_launches_give_the_same_bits(case: GqaCase) -> None:
 
 
 # Where warps wait for others, and how long they may sleep before it, in nanoseconds.
-_DELAYS = {
+DELAYS = {
     "  mbarrier_wait(shared_address(&barrier), parity);\n": 2000,
     "      barrier_sync(kConsumerBarrier, kConsumerThreads);": 5000,
     "    merge_parts(params, item, count, 0, 0,": 20_000,
     "  write_part(0, 0, warp, softmax, output, shared);\n": 5000,
-    "  barrier_arrive(kStartBarrier, kThreads);\n": 5000,
-    "    make_barriers(params, shared);\n": 5000,
+    "    barrier_sync(kStartBarrier, kThreads);\n": 5000,
+    "    barrier_sync(kCheckedBarrier, kThreads);\n": 5000,
 }
 
 
@@ -138,7 +138,7 @@ def test_delays_change_no_bit(case: GqaCase, monkeypatch: pytest.MonkeyPatch) ->
     spec = call.decode.spec
     assert isinstance(spec, GqaHopperSpec)
     assert (spec, 0) in engine._loaded
-    slow = with_delays(spec, _DELAYS, after="  __syncwarp();\n")
+    slow = with_delays(spec, DELAYS, after="  __syncwarp();\n")
     monkeypatch.setitem(engine._loaded, (spec, 0), slow)
     gqa_call._calls.clear()
 
