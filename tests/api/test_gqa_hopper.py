@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mlagen.api import gqa_hopper as gqa_hopper_calls
-from mlagen.api import gqa_maps
+from mlagen.api import gqa_maps, gqa_plan
 from mlagen.api.gqa_hopper import HopperGqaCall
 from mlagen.api.gqa_maps import GqaCacheForm, GqaCacheMaps
 from mlagen.api.gqa_portable import PortableGqaCall
@@ -106,6 +106,30 @@ def test_more_work_than_blocks_can_count_takes_the_portable_kernel(
         launches_of(inputs, monkeypatch, "hopper")
 
     assert isinstance(call, PortableGqaCall)
+
+
+def test_where_tiles_of_several_heads_are_too_many_a_block_takes_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Their tiles have fewer tokens, so that there are more of them to count."""
+    case = replace(UNIFORM, kv="e4m3", page_size=64)
+    monkeypatch.setattr(gqa_plan, "heads_of_block", lambda *_: 2)
+    gqa_plan.plan_gqa_hopper_call.cache_clear()
+    heads = []
+    for fits in (True, False):
+        inputs = inputs_of(case, monkeypatch, workspace_buffer=room())
+        can_count = {2: fits, 1: True}
+        monkeypatch.setattr(
+            gqa_hopper_calls, "line_fits", lambda spec, *_, of=can_count: of[spec.block_heads]
+        )
+        call, _, _ = launches_of(inputs, monkeypatch, "auto")
+        assert isinstance(call, HopperGqaCall)
+        spec = call.decode.spec
+        assert isinstance(spec, GqaHopperSpec)
+        heads.append(spec.block_heads)
+    gqa_plan.plan_gqa_hopper_call.cache_clear()
+
+    assert heads == [2, 1]
 
 
 def test_a_call_launches_one_kernel_with_every_value_in_its_place(
