@@ -11,6 +11,7 @@ import torch
 from mlagen.api.arguments import require, require_whole_number
 from mlagen.engine import kernel_for
 from mlagen.errors import UnsupportedError
+from mlagen.runtime.launch import Launch, launch
 from mlagen.runtime.loader import LoadedKernel
 from mlagen.runtime.plan import DecodePlan
 from mlagen.spec.combine import CombineSplitsSpec
@@ -30,6 +31,35 @@ class CombineCall:
     def spec(self) -> KernelSpec:
         """What the kernel is specialised for."""
         return self.kernel.spec
+
+    def launch(
+        self,
+        enable_pdl: bool,
+        workspace: int,
+        bmm2_tensor: int,
+        sinks: int,
+        out: int,
+        lse: int,
+        bmm2_scale: float,
+        output_factor: float,
+        lse_factor: float,
+    ) -> Launch:
+        """Enqueue the kernel; of pointers 0 is none."""
+        return launch(
+            self.kernel,
+            self.blocks,
+            enable_pdl,
+            workspace,
+            workspace + self.lse_offset,
+            bmm2_tensor,
+            sinks,
+            out,
+            lse,
+            self.layout,
+            bmm2_scale,
+            output_factor,
+            lse_factor,
+        )
 
 
 def combine_call(

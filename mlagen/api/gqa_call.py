@@ -15,8 +15,7 @@ from mlagen.api.gqa_inputs import GqaInputs
 from mlagen.api.gqa_portable import PortableGqaCall, prepare_portable
 from mlagen.api.gqa_reference import decode_gqa
 from mlagen.api.gqa_request import GqaRequest, check_request
-from mlagen.api.remembered import RememberedCalls, Usual, passed_with
-from mlagen.api.tensor_guard import can_guard
+from mlagen.api.remembered import RememberedCalls, Usual
 from mlagen.settings import current_settings
 
 GqaCall = PortableGqaCall | HopperGqaCall
@@ -38,26 +37,9 @@ def run_again(
     """
     settings = current_settings()
     key = (settings.gqa_kernel, *key)
-    if (
-        out is not None
-        and not settings.checks_contents
-        and _calls.launch_again(key, tensors, numbers, enable_pdl)
-    ):
-        return out
-    recent = _calls.find_recent(key, tensors)
-    if recent is None:
-        return Usual(key, tensors, None) if can_guard() else None
     if settings.checks_contents:
-        return Usual(key, tensors, recent)
-    made: tuple[torch.Tensor, ...] = ()
-    if out is None:
-        out = _new_out(recent.call)
-        made = (out,)
-        if _calls.launch_again(key, tensors, numbers, enable_pdl, made):
-            return out
-    passed = passed_with(recent, numbers, tensors + made)
-    # Zeros of both signs are equal, and are not passed alike.
-    return Usual(key, tensors, recent, out, passed if all(numbers) else None)
+        return _calls.find_unlaunched(key, tensors)
+    return _calls.run_again(key, tensors, numbers, out, enable_pdl, _new_out)
 
 
 def run_gqa(

@@ -91,20 +91,8 @@ class PortableGqaCall:
         )
         if combine is None:
             return (made,)
-        combined = launch(
-            combine.kernel,
-            combine.blocks,
-            enable_pdl,
-            workspace,
-            partial_lse,
-            bmm2_tensor,
-            sinks,
-            out_pointer,
-            0,
-            combine.layout,
-            bmm2_scale,
-            factor,
-            1.0,
+        combined = combine.launch(
+            enable_pdl, workspace, bmm2_tensor, sinks, out_pointer, 0, bmm2_scale, factor, 1.0
         )
         return made, combined
 

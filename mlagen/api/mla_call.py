@@ -16,8 +16,7 @@ from mlagen.api.mla_inputs import MlaInputs
 from mlagen.api.mla_portable import PortableCall, prepare_portable
 from mlagen.api.mla_request import MlaRequest, check_request
 from mlagen.api.reference import decode_mla
-from mlagen.api.remembered import RememberedCalls, Usual, passed_with
-from mlagen.api.tensor_guard import can_guard
+from mlagen.api.remembered import RememberedCalls, Usual
 from mlagen.settings import Settings, current_settings
 
 MlaCall = PortableCall | HopperCall | PackedCall
@@ -39,26 +38,9 @@ def run_again(
     """
     settings = current_settings()
     key = (settings.mla_kernel, settings.mla_probabilities, *key)
-    if (
-        out is not None
-        and not settings.checks_contents
-        and _calls.launch_again(key, tensors, numbers, enable_pdl)
-    ):
-        return out
-    recent = _calls.find_recent(key, tensors)
-    if recent is None:
-        return Usual(key, tensors, None) if can_guard() else None
     if settings.checks_contents:
-        return Usual(key, tensors, recent)
-    made: tuple[torch.Tensor, ...] = ()
-    if out is None:
-        out = _new_out(recent.call)
-        made = (out,)
-        if _calls.launch_again(key, tensors, numbers, enable_pdl, made):
-            return out
-    passed = passed_with(recent, numbers, tensors + made)
-    # Zeros of both signs are equal, and are not passed alike.
-    return Usual(key, tensors, recent, out, passed if all(numbers) else None)
+        return _calls.find_unlaunched(key, tensors)
+    return _calls.run_again(key, tensors, numbers, out, enable_pdl, _new_out)
 
 
 def run_mla(

@@ -99,17 +99,13 @@ class PortableCall:
         )
         if combine is None:
             return (made,)
-        combined = launch(
-            combine.kernel,
-            combine.blocks,
+        combined = combine.launch(
             enable_pdl,
             workspace,
-            partial_lse,
             bmm2_tensor,
             sinks,
             out_pointer,
             lse_pointer,
-            combine.layout,
             bmm2_scale,
             1.0,
             lse_factor,

@@ -8,14 +8,14 @@ key; and where they begin as they did then, too, by the very launches of that ca
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Generic, TypeVar
 
 import torch
 
-from mlagen.api.tensor_guard import IsLike, guard_of
+from mlagen.api.tensor_guard import IsLike, can_guard, guard_of
 from mlagen.runtime.launch import Launch
 
 # Forms of arguments that are remembered; a server sees a few for each batch size.
@@ -121,6 +121,42 @@ class RememberedCalls(dict[Hashable, CallT]):
             if recent.is_like(*tensors):
                 return recent
         return None
+
+    def find_unlaunched(
+        self, key: Hashable, tensors: tuple[torch.Tensor, ...]
+    ) -> Usual[CallT] | None:
+        """Return what to remember a usual call by; None where torch has no guards."""
+        recent = self.find_recent(key, tensors)
+        return Usual(key, tensors, recent) if recent is not None or can_guard() else None
+
+    def run_again(
+        self,
+        key: Hashable,
+        tensors: tuple[torch.Tensor, ...],
+        numbers: tuple[float, ...],
+        out: torch.Tensor | None,
+        enable_pdl: bool,
+        new_out: Callable[[CallT], torch.Tensor],
+    ) -> torch.Tensor | Usual[CallT] | None:
+        """Return the output of a usual call that was launched before, or what to remember it by.
+
+        ``new_out`` makes an output that is not given.
+        """
+        if out is not None and self.launch_again(key, tensors, numbers, enable_pdl):
+            return out
+        usual = self.find_unlaunched(key, tensors)
+        if usual is None or usual.recent is None:
+            return usual
+        made: tuple[torch.Tensor, ...] = ()
+        if out is None:
+            out = new_out(usual.recent.call)
+            made = (out,)
+            if self.launch_again(key, tensors, numbers, enable_pdl, made):
+                return out
+        usual.out = out
+        if all(numbers):  # zeros of both signs are equal, and are not passed alike
+            usual.passed = passed_with(usual.recent, numbers, tensors + made)
+        return usual
 
     def launch_again(
         self,

@@ -111,7 +111,8 @@ def record_launches(
         monkeypatch.setattr(calling, "launch", record)
     monkeypatch.setattr(calls, "kernel_for", loaded)
     monkeypatch.setattr(mla_hopper_packed, "kernel_for", loaded)
-    monkeypatch.setattr(mla_hopper_packed, "launch", record)
+    for module in (calls, mla_hopper_packed):
+        monkeypatch.setattr(module, "launch", record)
     for hopper in (mla_hopper, gqa_hopper):
         monkeypatch.setattr(hopper, "arch_of_device", lambda _: arch)
     for hopper in (mla_hopper, mla_hopper_packed, gqa_hopper):

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import mlagen.mla
-from mlagen.api import mla_call, remembered, tensor_guard
-from mlagen.settings import current_settings
-from tests.api.usual_calls import TENSOR_CHANGES, Door, count_guards, open_door
+from mlagen.api import mla_call
+from tests.api.usual_calls import TENSOR_CHANGES, Door, open_door
+from tests.api.usual_semantics import UsualSemantics
 from tests.cases import MlaCase
 
 USUAL = MlaCase(name="", seq_lens=(70, 3), heads=16)
@@ -62,16 +62,6 @@ def usual_arguments(**changes: Any) -> dict[str, Any]:
     out = torch.zeros(2, 1, 16, 512, dtype=torch.bfloat16)
     given = {"out": out, "workspace_buffer": torch.zeros(1 << 20)}
     return problem.arguments(**(given | changes))
-
-
-@pytest.mark.parametrize("name", ["bmm1_scale", "bmm2_scale"])
-def test_zeros_of_both_signs(name: str, door: Door) -> None:
-    """They are equal, and what is passed is not."""
-    usual = usual_arguments() | {name: 0.0}
-    other = usual | {name: -0.0}
-
-    assert door.outcome(usual) != door.outcome(other)
-    door.require_as_at_first(usual, other)
 
 
 def test_only_the_first_call_reads_the_form(door: Door) -> None:
@@ -167,17 +157,6 @@ def test_an_lse_that_is_made(door: Door, monkeypatch: pytest.MonkeyPatch) -> Non
         assert door.run(**usual) is usual["out"]
 
 
-def test_a_tensor_that_changes_in_place(door: Door) -> None:
-    """An object is no sign of what it was before."""
-    usual = usual_arguments(seq_lens=torch.tensor([70, 3], dtype=torch.int32))
-    for _ in range(3):
-        door.outcome(usual)
-    usual["seq_lens"].resize_(1)
-
-    assert door.outcome(usual) == door.outcome_of_first(usual)
-    assert "ArgumentError: seq_lens.shape" in door.outcome(usual)
-
-
 def test_one_tensor_in_two_places(door: Door) -> None:
     """A guard would deny them; such calls are found by their form."""
     arguments = usual_arguments()
@@ -189,107 +168,11 @@ def test_one_tensor_in_two_places(door: Door) -> None:
     assert door.reads_form(arguments)
 
 
-def test_tensors_of_two_kinds_in_turn_have_a_guard_each(
-    door: Door, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Inference tensors are not like others, though of the same form."""
-    made = count_guards(monkeypatch)
-    usual = usual_arguments()
-    with torch.inference_mode():
-        inferred = usual | {"query": usual["query"].clone()}
-    expected = [door.outcome_of_first(arguments) for arguments in (usual, inferred)]
-    made.clear()
-    door.forms.clear()
+class TestUsualCalls(UsualSemantics):
+    """What does not depend on the entry point."""
 
-    outcomes = [[door.outcome(arguments) for arguments in (usual, inferred)] for _ in range(9)]
-
-    assert outcomes == [expected] * 9
-    assert len(made) == len(door.forms) == 2
-
-
-@pytest.mark.parametrize(("widths", "forms"), [(4, 4), (5, 45)])
-def test_forms_in_turn_have_a_guard_each(
-    widths: int, forms: int, door: Door, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Tables of some widths share a key; more than are tried read forms, and make no guards."""
-    made = count_guards(monkeypatch)
-    usual = usual_arguments()
-    table = torch.zeros(2, 20, dtype=torch.int32)
-    calls = [usual | {"block_tables": table[:, :-width].clone()} for width in range(1, widths + 1)]
-
-    for _ in range(9):
-        for arguments in calls:
-            door.run(**arguments)
-
-    assert len(made) == widths
-    assert len(door.forms) == forms
-
-
-def test_a_form_gets_few_guards(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One for each call would cost more than reading its form."""
-    made: list[object] = []
-
-    def deny(tensors: tuple[torch.Tensor, ...]) -> Any:
-        made.append(len(tensors))
-        return lambda *_: False
-
-    monkeypatch.setattr(remembered, "guard_of", deny)
-    arguments = usual_arguments()
-
-    for _ in range(9):
-        door.run(**arguments)
-
-    assert len(made) == remembered._MOST_GUARDS
-    assert len(door.forms) == 9
-
-
-def test_where_torch_has_no_guards_forms_are_read(
-    door: Door, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The results are the same."""
-    monkeypatch.setattr(tensor_guard, "_sound_guards", lambda: None)
-    arguments = usual_arguments()
-    expected = door.outcome_of_first(arguments)
-
-    outcomes = [door.outcome(arguments) for _ in range(3)]
-
-    assert outcomes == [expected] * 3
-    assert door.reads_form(arguments)
-
-
-def test_the_kernel_that_is_asked_for_is_launched(
-    door: Door, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A usual call of one kernel is not that of another."""
-    arguments, families = usual_arguments(), []
-    for kernel in ("hopper", "portable") * 3:
-        monkeypatch.setenv("MLAGEN_MLA_KERNEL", kernel)
-        current_settings.cache_clear()
-        door.outcome(arguments)
-        families.append(door.launches[0].family)
-
-    assert families == ["mla_hopper", "mla_decode"] * 3
-
-
-def test_contents_are_checked_at_every_call(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A remembered launch would write before anything was looked at."""
-    arguments = usual_arguments()
-    for _ in range(3):
-        door.run(**arguments)
-    monkeypatch.setenv("MLAGEN_CHECK", "1")
-    current_settings.cache_clear()
-    for _ in range(2):
-        assert "mla_decode" in door.outcome(arguments)
-    arguments["seq_lens"][0] = 10_000
-
-    assert "ArgumentError: seq_lens[0]" in door.outcome(arguments)
-    assert door.launches == []
-
-
-def test_a_call_of_no_requests_launches_nothing(door: Door) -> None:
-    """However often it is made."""
-    arguments = usual_arguments()
-    for name in ("query", "out", "block_tables", "seq_lens"):
-        arguments[name] = arguments[name][:0]
-
-    assert [door.outcome(arguments) for _ in range(4)] == [""] * 4
+    usual_arguments = staticmethod(usual_arguments)
+    variable = "MLAGEN_MLA_KERNEL"
+    hopper = "mla_hopper"
+    portable = "mla_decode"
+    usual = "mla_decode"

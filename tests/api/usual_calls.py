@@ -22,7 +22,6 @@ from tests.api.launches import GQA, HOPPER, PORTABLE, Launch, record_launches
 _OUT = torch.zeros(1 << 12, 16)
 
 
-# What may become of one tensor that was given.
 def nested(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor as the only part of a nested one."""
     with warnings.catch_warnings():
@@ -30,6 +29,7 @@ def nested(tensor: torch.Tensor) -> torch.Tensor:
         return torch.nested.nested_tensor([tensor.to(torch.float32)])
 
 
+# What may become of one tensor that was given.
 TENSOR_CHANGES: dict[str, Callable[[torch.Tensor], object]] = {
     "elsewhere": torch.clone,
     "none": lambda _: None,

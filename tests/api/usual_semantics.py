@@ -1,0 +1,145 @@
+"""What is the same of the usual calls of every entry point."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from mlagen.api import remembered, tensor_guard
+from mlagen.settings import current_settings
+from tests.api.usual_calls import Door, count_guards
+
+
+class UsualSemantics:
+    """The tests; a subclass names arguments and kernels, its module has the fixture ``door``."""
+
+    usual_arguments: ClassVar[Callable[..., dict[str, Any]]]
+    variable: ClassVar[str]  # of the environment, that chooses between the kernels
+    hopper: ClassVar[str]
+    portable: ClassVar[str]
+    usual: ClassVar[str]  # which of them the usual call takes
+
+    @pytest.mark.parametrize("name", ["bmm1_scale", "bmm2_scale"])
+    def test_zeros_of_both_signs(self, name: str, door: Door) -> None:
+        """They are equal, and what is passed is not."""
+        usual = self.usual_arguments() | {name: 0.0}
+        other = usual | {name: -0.0}
+
+        assert door.outcome(usual) != door.outcome(other)
+        door.require_as_at_first(usual, other)
+
+    def test_a_tensor_that_changes_in_place(self, door: Door) -> None:
+        """An object is no sign of what it was before."""
+        usual = self.usual_arguments(seq_lens=torch.tensor([70, 3], dtype=torch.int32))
+        for _ in range(3):
+            door.outcome(usual)
+        usual["seq_lens"].resize_(1)
+
+        assert door.outcome(usual) == door.outcome_of_first(usual)
+        assert "ArgumentError: seq_lens.shape" in door.outcome(usual)
+
+    def test_tensors_of_two_kinds_in_turn_have_a_guard_each(
+        self, door: Door, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Inference tensors are not like others, though of the same form."""
+        made = count_guards(monkeypatch)
+        usual = self.usual_arguments()
+        with torch.inference_mode():
+            inferred = usual | {"query": usual["query"].clone()}
+        expected = [door.outcome_of_first(arguments) for arguments in (usual, inferred)]
+        made.clear()
+        door.forms.clear()
+
+        outcomes = [[door.outcome(arguments) for arguments in (usual, inferred)] for _ in range(9)]
+
+        assert outcomes == [expected] * 9
+        assert len(made) == len(door.forms) == 2
+
+    @pytest.mark.parametrize(("widths", "forms"), [(4, 4), (5, 45)])
+    def test_forms_in_turn_have_a_guard_each(
+        self, widths: int, forms: int, door: Door, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Tables of some widths share a key; more than are tried read forms, and make no guards."""
+        made = count_guards(monkeypatch)
+        usual = self.usual_arguments()
+        table = torch.zeros(2, 20, dtype=torch.int32)
+        calls = [
+            usual | {"block_tables": table[:, :-width].clone()} for width in range(1, widths + 1)
+        ]
+
+        for _ in range(9):
+            for arguments in calls:
+                door.run(**arguments)
+
+        assert len(made) == widths
+        assert len(door.forms) == forms
+
+    def test_a_form_gets_few_guards(self, door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+        """One for each call would cost more than reading its form."""
+        made: list[object] = []
+
+        def deny(tensors: tuple[torch.Tensor, ...]) -> Any:
+            made.append(len(tensors))
+            return lambda *_: False
+
+        monkeypatch.setattr(remembered, "guard_of", deny)
+        arguments = self.usual_arguments()
+
+        for _ in range(9):
+            door.run(**arguments)
+
+        assert len(made) == remembered._MOST_GUARDS
+        assert len(door.forms) == 9
+
+    def test_where_torch_has_no_guards_forms_are_read(
+        self, door: Door, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The results are the same."""
+        monkeypatch.setattr(tensor_guard, "_sound_guards", lambda: None)
+        arguments = self.usual_arguments()
+        expected = door.outcome_of_first(arguments)
+
+        outcomes = [door.outcome(arguments) for _ in range(3)]
+
+        assert outcomes == [expected] * 3
+        assert door.reads_form(arguments)
+
+    def test_the_kernel_that_is_asked_for_is_launched(
+        self, door: Door, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A usual call of one kernel is not that of another."""
+        arguments, families = self.usual_arguments(), []
+        for kernel in ("hopper", "portable") * 3:
+            monkeypatch.setenv(self.variable, kernel)
+            current_settings.cache_clear()
+            door.outcome(arguments)
+            families.append(door.launches[0].family)
+
+        assert families == [self.hopper, self.portable] * 3
+
+    def test_contents_are_checked_at_every_call(
+        self, door: Door, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A remembered launch would write before anything was looked at."""
+        arguments = self.usual_arguments()
+        for _ in range(3):
+            door.run(**arguments)
+        monkeypatch.setenv("MLAGEN_CHECK", "1")
+        current_settings.cache_clear()
+        for _ in range(2):
+            assert self.usual in door.outcome(arguments)
+        arguments["seq_lens"][0] = 10_000
+
+        assert "ArgumentError: seq_lens[0]" in door.outcome(arguments)
+        assert door.launches == []
+
+    def test_a_call_of_no_requests_launches_nothing(self, door: Door) -> None:
+        """However often it is made."""
+        arguments = self.usual_arguments()
+        for name in ("query", "out", "block_tables", "seq_lens"):
+            arguments[name] = arguments[name][:0]
+
+        assert [door.outcome(arguments) for _ in range(4)] == [""] * 4
