@@ -32,11 +32,17 @@ _STEP_TOKENS = 16  # of a warp
 # a warp has two steps under way.
 _MOST_OF_TWO_STEPS = 8 * 128  # rows times dims
 _LEAST_BOX_TOKENS = 16
+_MOST_OF_KEPT_QUERY = 16 * 128  # rows times dims, that registers have beside the output
 _LINE_BYTES = 128  # that shared memory permutes
 _TOKEN_BYTES = 256  # that a block reads of several heads: more are no faster
 # By the bytes of a row. Blocks that read heads side by side drift apart by as much as their rings
 # hold, and the further they do, the slower memory is; what is under way must last until more comes.
 _RING_BYTES = {64: 64 * 1024, 128: 96 * 1024, 256: 128 * 1024, 512: 192 * 1024}
+_WIDE_RING_BYTES = 80 * 1024  # of tiles with most rows: leaves room to merge them whole
+_QUERY_BYTES = 2  # of an element
+_VALUE_BYTES = 4  # of what warps leave to be merged
+_MERGED_ROW_BYTES = 24  # of each row of it, beside values: what kMergePitch adds, and a RowState
+_OTHER_SHARED_BYTES = 1280  # of what else there is in roles/gqa_hopper/shared_memory.cuh
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +142,41 @@ class GqaHopperSpec(GqaSpec):
     @property
     def stages(self) -> int:
         """Tiles of keys or values that shared memory has room for."""
-        return _RING_BYTES[self.row_bytes] // (self.tile_tokens * self.token_bytes)
+        return self._ring_bytes // (self.tile_tokens * self.token_bytes)
+
+    @property
+    def _ring_bytes(self) -> int:
+        is_wide = self.tile_rows * self.variant.head_dim == _MOST_ACCUMULATORS
+        most = _RING_BYTES[self.row_bytes]
+        return min(most, _WIDE_RING_BYTES) if is_wide and self.row_bytes == _LINE_BYTES else most
+
+    @property
+    def keeps_query(self) -> bool:
+        """Whether registers have the query, beside the output; else shared memory has it."""
+        return self.tile_rows * self.variant.head_dim <= _MOST_OF_KEPT_QUERY
+
+    @property
+    def merge_rows(self) -> int:
+        """Rows of what the warps have of an item that are merged at a time."""
+        return self._merged[0]
+
+    @property
+    def merge_dims(self) -> int:
+        """Dims of it that are merged at a time."""
+        return self._merged[1]
+
+    @property
+    def _merged(self) -> tuple[int, int]:
+        head_dim, least = self.variant.head_dim, min(TILE_ROWS)
+        query_bytes = 0 if self.keeps_query else self.tile_rows * head_dim * _QUERY_BYTES
+        room = self.shared_bytes - self._ring_bytes - query_bytes - _OTHER_SHARED_BYTES
+        whole_rows = [(rows, head_dim) for rows in TILE_ROWS if rows <= self.tile_rows]
+        parts = [(least, head_dim // count) for count in (2, 4)]
+        return next(
+            (rows, dims)
+            for rows, dims in (*whole_rows, *parts)
+            if _CONSUMER_WARPS * rows * (dims * _VALUE_BYTES + _MERGED_ROW_BYTES) <= room
+        )
 
     @property
     def consumer_warps(self) -> int:

@@ -1,9 +1,10 @@
 // Stored e4m3 elements to the element type of the tensor cores. Needs ptx/cvt.cuh, and
 // blocks/e4m3.cuh.j2.
 
-// Pair `pair` of 16 elements.
-__device__ inline u32 pair_of(const Chunk& stored, int pair) {
-  return stored.words[pair / 2] >> pair % 2 * 16 & 0xffff;
+// Pair `pair` of 16 elements, as fp16.
+__device__ inline u32 decode_pair(const Chunk& stored, int pair) {
+  const u32 word = stored.words[pair / 2];
+  return pair % 2 == 0 ? fp16x2_of_e4m3x2(word & 0xffff) : fp16x2_of_high_e4m3x2(word);
 }
 
 // Sixteen elements times `scale`, rounded once.
@@ -12,7 +13,7 @@ __device__ inline void decode_e4m3(Target target, const Chunk& stored, float sca
                                    Chunk (&decoded)[2]) {
 #pragma unroll
   for (int pair = 0; pair < 8; ++pair) {
-    const u32 halves = fp16x2_of_e4m3x2(pair_of(stored, pair));
+    const u32 halves = decode_pair(stored, pair);
     const float low = cvt_f32(Fp16{}, static_cast<u16>(halves));
     const float high = cvt_f32(Fp16{}, static_cast<u16>(halves >> 16));
     decoded[pair / 4].words[pair % 4] = cvt_rn_x2_f32(target, high * scale, low * scale);
@@ -25,7 +26,7 @@ __device__ inline void decode_e4m3(Target target, const Chunk& stored, Chunk (&d
   if constexpr (kIsSame<Target, Fp16>) {
 #pragma unroll
     for (int pair = 0; pair < 8; ++pair) {
-      decoded[pair / 4].words[pair % 4] = fp16x2_of_e4m3x2(pair_of(stored, pair));
+      decoded[pair / 4].words[pair % 4] = decode_pair(stored, pair);
     }
   } else {
     decode_e4m3(target, stored, 1.0f, decoded);

@@ -12,6 +12,9 @@ __device__ inline u32 fp16x2_of_e4m3x2(u32 pair) {
   return mul_f16x2(magnitude, kTwoTo8) | sign | nan;
 }
 
+// The pair in the upper half of a word.
+__device__ inline u32 fp16x2_of_high_e4m3x2(u32 word) { return fp16x2_of_e4m3x2(word >> 16); }
+
 // The nearest e4m3, ties to even, 448 at the most.
 __device__ inline u32 e4m3_of_f32(float value) {
   const u32 sign = __float_as_uint(value) >> 24 & 0x80;

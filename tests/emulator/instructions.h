@@ -36,6 +36,7 @@ static u16 e4m3_of(float value) {
 static u32 cvt_rn_f16x2_e4m3x2(u16 pair) {
   return cvt_rn_x2_f32(Fp16{}, float_of_e4m3(pair >> 8), float_of_e4m3(pair & 0xff));
 }
+static u32 cvt_rn_f16x2_e4m3x2_high(u32 word) { return cvt_rn_f16x2_e4m3x2(word >> 16); }
 static u16 cvt_rn_satfinite_e4m3x2_f32(float high, float low) {
   return e4m3_of(low) | e4m3_of(high) << 8;
 }

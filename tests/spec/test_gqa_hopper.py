@@ -78,6 +78,41 @@ def test_boxes_lie_in_a_page_and_fill_a_tile(
 
 
 @pytest.mark.parametrize(
+    ("kv_dtype", "head_dim", "rows", "merged"),
+    [
+        (DType.BF16, 64, 32, (32, 64)),
+        (DType.BF16, 128, 8, (8, 128)),
+        (DType.BF16, 128, 16, (16, 128)),
+        (DType.BF16, 128, 32, (16, 128)),
+        (DType.BF16, 256, 8, (8, 128)),
+        (DType.BF16, 256, 16, (8, 64)),
+        (DType.E4M3, 64, 32, (32, 64)),
+        (DType.E4M3, 128, 32, (32, 128)),
+        (DType.E4M3, 256, 8, (8, 256)),
+        (DType.E4M3, 256, 16, (8, 256)),
+    ],
+)
+def test_as_much_is_merged_at_a_time_as_there_is_room_for(
+    kv_dtype: DType, head_dim: int, rows: int, merged: tuple[int, int]
+) -> None:
+    """Whole tiles of rows where the ring leaves room for what eight warps have of them."""
+    spec = gqa_hopper(kv_dtype=kv_dtype, head_dim=head_dim, rows=rows)
+
+    assert (spec.merge_rows, spec.merge_dims) == merged
+    ring_bytes = spec.stages * spec.tile_tokens * spec.row_bytes
+    query_bytes = 0 if spec.keeps_query else rows * head_dim * 2
+    merged_bytes = 8 * merged[0] * (merged[1] + 6) * 4
+    assert ring_bytes + query_bytes + merged_bytes < spec.shared_bytes
+
+
+def test_the_widest_tiles_of_e4m3_have_a_smaller_ring() -> None:
+    """So that they are merged whole."""
+    spec = gqa_hopper(kv_dtype=DType.E4M3, rows=32)
+
+    assert spec.stages * spec.tile_tokens * spec.row_bytes == 80 * 1024
+
+
+@pytest.mark.parametrize(
     ("kv_dtype", "head_dim", "rows", "tokens"),
     [
         (DType.BF16, 64, 8, 128),
@@ -90,7 +125,7 @@ def test_boxes_lie_in_a_page_and_fill_a_tile(
 def test_of_what_becomes_another_type_a_warp_has_two_steps_where_registers_allow(
     kv_dtype: DType, head_dim: int, rows: int, tokens: int
 ) -> None:
-    """Beside eight warps of consumers there are a loader and three mergers."""
+    """Beside eight warps of consumers there are a loader, a finder and two mergers."""
     spec = gqa_hopper(kv_dtype=kv_dtype, head_dim=head_dim, rows=rows)
 
     assert spec.tile_tokens == tokens

@@ -1,5 +1,5 @@
 // The consumers: each warp attends to tokens of its own in every tile, with no word to the others
-// until an item ends. Needs SharedMemory, items.cuh, softmax.cuh, hidden_values.cuh,
+// until an item ends. Needs SharedMemory, item_ring.cuh, softmax.cuh, hidden_values.cuh,
 // merge_warps.cuh, merge_pieces.cuh, the products.
 
 __device__ inline void release(const Barrier& empty) {
@@ -17,10 +17,12 @@ __device__ inline void skip_stage(SharedMemory& shared, RingPosition<kStages>& p
 
 // Item `count` of the block, whose query has been asked for; asks for the next one's. Says whether
 // there is one.
-__device__ inline bool consume_item(const Params& params, WarpWork& work, int warp, float factor,
-                                    u32 count, Query& query, bool& are_merging,
-                                    SharedMemory& shared, RingPosition<kStages>& position) {
-  const Item& item = work.items[count % 2];
+__device__ inline bool consume_item(const Params& params, int warp, float factor, u32 count,
+                                    Query& query, bool& are_merging, SharedMemory& shared,
+                                    RingPosition<kStages>& position) {
+  const ItemRing& items = shared.items;
+  const int head = head_of_warp(warp);
+  const Item& item = items.at(count, head);
   const MatrixRows key_matrices = key_rows(warp);
   const MatrixRows value_matrices = value_rows(warp);
   query.finish(params, item, warp, shared);
@@ -29,13 +31,12 @@ __device__ inline bool consume_item(const Params& params, WarpWork& work, int wa
   Output output = {};
   const int all_begin = item.all_begin;
   const int all_end = item.all_end;
-  const int head = head_of_warp(warp);
   int first_token = item.first_tile * kTileTokens + first_of_warp(warp);
 #pragma unroll 1
   for (int tile = max(item.tiles, 1); tile > 0; --tile, first_token += kTileTokens) {
     if (tile == 1) {
-      work.find_next(params, shared.start.span, head, count + 1);
-      if (work.has(count + 1)) query.begin(params, work.items[(count + 1) % 2], warp);
+      items.await(count + 1);
+      if (items.has(count + 1)) query.begin(params, items.at(count + 1, head), warp);
       if (item.tiles == 0) break;
     }
     const int end_token = first_token + kWarpTokens;
@@ -72,7 +73,7 @@ __device__ inline bool consume_item(const Params& params, WarpWork& work, int wa
     release(shared.stage_empty[position.stage]);
     position.advance();
   }
-  const bool has_next = work.has(count + 1);
+  const bool has_next = items.has(count + 1);
   await_mergers(are_merging);
   if (is_merged_apart(item, has_next)) {
     leave_parts(warp, softmax, output, shared);
@@ -81,28 +82,26 @@ __device__ inline bool consume_item(const Params& params, WarpWork& work, int wa
     merge_warps(params, item, warp, count, softmax, output, shared);
     if (item.pieces > 1) merge_pieces(params, item, head_thread(warp), shared);
   }
+  items.release(count);
   return has_next;
 }
 
 // All items of the block.
 __device__ inline void consume_tokens(const Params& params, int warp, SharedMemory& shared) {
-  WarpWork& work = shared.work[warp];
-  u32 count = 1;  // of items, this one included
+  const ItemRing& items = shared.items;
   Query query(shared);
   do {
     __syncwarp();
     barrier_sync(kStartBarrier, kThreads);
-    if (shared.start.has_work) work.begin(params, shared.start, head_of_warp(warp), count);
     wait_for_previous_kernel();
-    if (shared.start.has_work) query.begin(params, work.items[count % 2], warp);
+    if (items.has(0)) query.begin(params, items.at(0, head_of_warp(warp)), warp);
     __syncwarp();
     barrier_sync(kCheckedBarrier, kThreads);
   } while (!shared.is_start_right);
-  if (!shared.start.has_work) return;
+  if (!items.has(0)) return;
   const float factor = score_scale(params) * params.score_factor * kLog2E;
   RingPosition<kStages> position;
   bool are_merging = false;
-  while (consume_item(params, work, warp, factor, count, query, are_merging, shared, position)) {
-    ++count;
-  }
+  u32 count = 0;
+  while (consume_item(params, warp, factor, count, query, are_merging, shared, position)) ++count;
 }

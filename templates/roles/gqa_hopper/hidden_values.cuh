@@ -17,15 +17,17 @@ __device__ inline Chunk* chunk_at(unsigned char* tile, int warp, int own_token, 
 __device__ inline bool clear_hidden(const Item& item, int first_token, int warp,
                                     unsigned char* tile) {
   constexpr int kChunks = kRowBytes / kChunkBytes;
+  const Sight all = {item.all_begin, item.all_end};
+  const Sight any = {item.any_begin, item.any_end};
   bool has_nonfinite = false;
   // Not unrolled: a rare path must not take registers from the loop over tokens.
 #pragma unroll 1
   for (int i = lane_index(); i < kWarpTokens * kChunks; i += kWarpLanes) {
     const int token = first_token + i / kChunks;
-    if (token >= item.all_begin && token < item.all_end) continue;
+    if (all.has(token)) continue;
     Chunk* chunk = chunk_at(tile, warp, i / kChunks, i % kChunks);
     Chunk kept{};
-    if (token >= item.any_begin && token < item.any_end) {
+    if (any.has(token)) {
       const Chunk stored = *chunk;
       kept = finite_part(stored);
 #pragma unroll

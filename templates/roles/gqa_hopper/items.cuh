@@ -1,6 +1,16 @@
-// What a block computes one after the other: pieces of units. Needs span.cuh.
+// What a block computes one after the other: items, which are pieces of units. Needs span.cuh.
+
+// Tokens that a row may see: from `begin` to before `end`.
+struct Sight {
+  int begin;
+  int end;
+
+  __device__ bool has(int token) const { return token >= begin && token < end; }
+};
 
 struct Item {
+  static constexpr int kNone = -1;  // as request: there is no such item
+
   int first_query;  // index of the request's first query token among all
   int request;
   int kv_head;
@@ -16,6 +26,8 @@ struct Item {
   int piece;  // which of them this is
   int first_block;  // of the grid, that has piece 0
 
+  __device__ bool is_none() const { return request == kNone; }
+
   __device__ int query_of(const Params& params, int row) const {
     return q_len == 1 ? 0 : (first_row + row) / params.group;
   }
@@ -30,23 +42,31 @@ struct Item {
     return query * params.group * params.kv_heads + head_of(params, row);
   }
 
-  // Whether a row sees a token.
-  __device__ bool sees(const Params& params, int row, int token) const {
-    if (row >= rows || token >= kv_len) return false;
+  __device__ Sight sight_of(const Params& params, int row) const {
+    if (row >= rows) return {0, 0};
     const int query = query_of(params, row);
-    if (token < window_begin(params, kv_len, q_len, query)) return false;
+    const int end = params.draft_mask == nullptr ? kv_len - q_len + query + 1 : kv_len;
+    return {window_begin(params, kv_len, q_len, query), end};
+  }
+
+  // Whether the draft mask, if there is one, shows a row a token that is in its sight.
+  __device__ bool is_shown(const Params& params, int row, int token) const {
     const int draft = token - (kv_len - q_len);
-    if (params.draft_mask == nullptr || draft < 0) return draft <= query;
-    const u32* words =
-        params.draft_mask + static_cast<i64>(first_query + query) * params.mask_words;
+    if (params.draft_mask == nullptr || draft < 0) return true;
+    const u32* words = params.draft_mask +
+                       static_cast<i64>(first_query + query_of(params, row)) * params.mask_words;
     // Drafts beyond the mask are in no row's sight.
     return draft / 32 < params.mask_words && (words[draft / 32] >> draft % 32 & 1) != 0;
   }
+
+  // Whether a row sees a token.
+  __device__ bool sees(const Params& params, int row, int token) const {
+    return sight_of(params, row).has(token) && is_shown(params, row, token);
+  }
 };
 
-// The item that a walk is at, of kv head `head` of the block's.
-__device__ inline Item item_at(const Params& params, const Span& span, const WalkState& walk,
-                               int head) {
+// The item that a walk is at, of the first of the block's kv heads.
+__device__ inline Item item_at(const Params& params, const Span& span, const WalkState& walk) {
   const RequestFacts& facts = walk.facts;
   Item item;
   item.first_query = facts.first_query;
@@ -55,7 +75,7 @@ __device__ inline Item item_at(const Params& params, const Span& span, const Wal
   item.kv_len = facts.kv_len;
   const int part = walk.unit * params.team_size + static_cast<int>(span.member);
   const int heads = facts.row_tiles == 1 ? part : part / facts.row_tiles;
-  item.kv_head = heads * kHeads + head;
+  item.kv_head = heads * kHeads;
   item.first_row = (part - heads * facts.row_tiles) * kRows;
   item.rows = min(facts.q_len * params.group - item.first_row, kRows);
 
@@ -99,48 +119,3 @@ __device__ inline bool go_on(const Params& params, const Span& span, WalkState& 
   } while (walk.facts.units == 0);
   return true;
 }
-
-// The work of a block, as the loader has found it.
-struct Start {
-  Span span;
-  WalkState walk;  // at the first item
-  bool has_work;
-};
-
-// What a consumer warp knows of its work; here, and not in the registers of every lane.
-struct WarpWork {
-  static constexpr int kNone = -1;  // the request of an item that there is not
-
-  WalkState walk;
-  Item items[2];  // an item and the next one, by the parity of their counts
-
-  __device__ bool has(u32 count) const { return items[count % 2].request != kNone; }
-
-  // Goes to the first item, `count`, of kv head `head` of the block's.
-  __device__ void begin(const Params& params, const Start& start, int head, u32 count) {
-    const WalkState at = start.walk;
-    keep(at, item_at(params, start.span, at, head), count);
-  }
-
-  // Goes on to item `count`, if there is one.
-  __device__ void find_next(const Params& params, const Span& span, int head, u32 count) {
-    WalkState at = walk;
-    if (go_on(params, span, at)) {
-      keep(at, item_at(params, span, at, head), count);
-    } else {
-      __syncwarp();  // all lanes have read what was here
-      if (lane_index() == 0) items[count % 2].request = kNone;
-      __syncwarp();
-    }
-  }
-
-  // Leaves what item `count` is, and the place of the walk that is there.
-  __device__ void keep(const WalkState& at, const Item& found, u32 count) {
-    __syncwarp();  // all lanes have read what was here
-    if (lane_index() == 0) {
-      walk = at;
-      items[count % 2] = found;
-    }
-    __syncwarp();
-  }
-};

@@ -52,8 +52,9 @@ struct SharedQuery {
 
   __device__ void begin(const Params&, const Item&, int) {}
 
-  // By all consumers, who have no use for the query before.
+  // By all consumers, of which some bring a group each.
   __device__ void finish(const Params& params, const Item& item, int warp, SharedMemory& target) {
+    barrier_sync(kConsumerBarrier, kConsumerThreads);  // nobody multiplies by the one before
     if (warp < kRowGroups) {
       QueryRow part;
       load_row(params, item, warp, part);

@@ -1,5 +1,5 @@
 // The loader, one warp: streams the tiles of keys and values of every item through the ring. Needs
-// SharedMemory, items.cuh, ptx/cp_async_bulk.cuh, ptx/prefetch.cuh.
+// SharedMemory, item_ring.cuh, ptx/cp_async_bulk.cuh, ptx/prefetch.cuh.
 
 // A lane copies one box of every kWindowTiles-th tile, of which it reads the page ids ahead.
 constexpr int kWindowTiles = kWarpLanes / kTileBoxes;
@@ -12,6 +12,7 @@ struct Boxes {
   int page;  // its page id
   int next_page;  // that of its next box
 
+  __device__ Boxes() = default;
   __device__ Boxes(const Params& params, const Item& item)
       : ids(params.block_tables + item.request * static_cast<i64>(params.block_tables_stride)),
         begin(item.any_begin / kBoxTokens),
@@ -71,52 +72,28 @@ __device__ inline void load_item(const Params& params, const Item& item, Boxes& 
   }
 }
 
-// All items from the one that the walk is at, with its boxes.
-__device__ inline void load_items(const Params& params, Start& start, Item& item, Boxes& boxes,
-                                  SharedMemory& shared) {
-  RingPosition<kStages> position;
-  while (true) {
-    load_item(params, item, boxes, shared, position);
-    if (!go_on(params, start.span, start.walk)) return;
-    item = item_at(params, start.span, start.walk, 0);
-    boxes = Boxes(params, item);
-  }
-}
-
-// Whether the work may be found before the kernel before has ended: what is read for it then is
-// read once more.
-__device__ inline bool finds_ahead(const Params& params) {
-  return params.cum_seq_lens_q == nullptr && requests_of_lane(params) <= kLaneRequests;
-}
-
-// The loader: finds the block's work, tells the other warps, and copies the tokens of all items.
-// Lengths are looked at again with the first page ids; if the kernel before has changed them, the
-// work is found anew.
+// The loader: copies the tokens of all items.
 __device__ inline void load_tokens(const Params& params, SharedMemory& shared) {
-  if (!finds_ahead(params)) wait_for_previous_kernel();
-  LaneLengths lengths = own_lengths(params);
-  Start start;
-  Item item = {};
-  while (true) {
-    start.has_work = find_span(params, lengths, start.span, start.walk);
-    if (lane_index() == 0) shared.start = start;
+  ItemRing& items = shared.items;
+  Item item;
+  Boxes boxes;
+  do {
     __syncwarp();
     barrier_sync(kStartBarrier, kThreads);
-    if (start.has_work) item = item_at(params, start.span, start.walk, 0);
+    item = items.at(0, 0);
     wait_for_previous_kernel();
-    const LaneLengths now = own_lengths(params);
-    Boxes boxes(params, item);
-    const bool is_right = !__any_sync(~0u, now.differ_from(lengths));
-    if (lane_index() == 0) shared.is_start_right = is_right;
-    __syncwarp();
-    if (is_right) {
-      barrier_arrive(kCheckedBarrier, kThreads);
-      let_next_kernel_start();
-      if (start.has_work) load_items(params, start, item, boxes, shared);
-      return;
-    }
-    barrier_sync(kCheckedBarrier, kThreads);  // nobody reads the start any more
-    lengths = now;
+    boxes = Boxes(params, item);
+    barrier_sync(kCheckedBarrier, kThreads);
+  } while (!shared.is_start_right);
+  let_next_kernel_start();
+  RingPosition<kStages> position;
+#pragma unroll 1
+  for (u32 count = 0; !item.is_none();) {
+    load_item(params, item, boxes, shared, position);
+    items.release(count);
+    items.await(++count);
+    item = items.at(count, 0);
+    boxes = Boxes(params, item);
   }
 }
 

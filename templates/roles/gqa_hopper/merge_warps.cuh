@@ -1,8 +1,9 @@
-// Adds up what the consumer warps of a block have of an item, eight rows at a time: by themselves,
-// or by the mergers, warps that do nothing else. Needs store_rows.cuh, hidden_values.cuh,
-// fragments.cuh, Softmax, ptx/barrier.cuh, ptx/ex2.cuh; from the products write_merged.
+// Adds up what the consumer warps of a block have of an item, kMergeRows and kMergeDims at a time:
+// by themselves, or by the mergers, warps that do nothing else. Needs store_rows.cuh,
+// hidden_values.cuh, fragments.cuh, Softmax, ptx/barrier.cuh, ptx/ex2.cuh; from the products
+// write_merged.
 
-// Four neighbouring values of one of the eight rows, from all warps that have kv head `head` of the
+// Four neighbouring values of row `row` of those, from all warps that have kv head `head` of the
 // block's.
 __device__ inline float4 merged_values(const SharedMemory& shared, int head, int row, int dim,
                                        RowState& state) {
@@ -10,7 +11,7 @@ __device__ inline float4 merged_values(const SharedMemory& shared, int head, int
   state = {-kLargest, 0.0f};
 #pragma unroll
   for (int place = 0; place < kHeadWarps; ++place) {
-    states[place] = shared.states[place * kHeads + head][row];
+    states[place] = shared.states[place * kHeads + head][row / 8][row % 8];
     state.reference = fmaxf(state.reference, states[place].reference);
   }
   float4 values = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
@@ -18,8 +19,8 @@ __device__ inline float4 merged_values(const SharedMemory& shared, int head, int
   for (int place = 0; place < kHeadWarps; ++place) {
     const float weight = ex2_approx(states[place].reference - state.reference);
     state.sum += states[place].sum * weight;
-    const float4 part =
-        *reinterpret_cast<const float4*>(&shared.merged[place * kHeads + head][row][dim]);
+    const float4 part = *reinterpret_cast<const float4*>(
+        &shared.merged[place * kHeads + head][row / 8][row % 8][dim]);
     values = add_weighted(values, part, weight);
   }
   return values;
@@ -34,35 +35,35 @@ __device__ inline void store_merged(const Params& params, const Item& item, int 
   if (dim == 0) piece_states(params, place)[row] = state;
 }
 
-// Leaves a warp's part of eight rows and kMergeDims dims in shared memory.
-__device__ inline void write_part(int group, int first_dim, int warp, const Softmax& softmax,
+// Leaves a warp's part of what is merged at a time in shared memory.
+__device__ inline void write_part(int first_row, int first_dim, int warp, const Softmax& softmax,
                                   const Output& output, SharedMemory& shared) {
 #pragma unroll
   for (int n = 0; n < kRowGroups; ++n) {
-    if (n != group) continue;
-    softmax.publish(n, shared.states[warp]);
+    const int place = n % kMergeGroups;
+    if ((n - place) * 8 != first_row) continue;
+    softmax.publish(n, shared.states[warp][place]);
 #pragma unroll
     for (int dim = 0; dim < kHeadDim; dim += kMergeDims) {
-      if (dim == first_dim) write_merged(output, n, dim / 16, shared.merged[warp]);
+      if (dim == first_dim) write_merged(output, n, dim / 16, shared.merged[warp][place]);
     }
   }
 }
 
-// Of eight rows and kMergeDims dims of a head, those values that are thread `thread`'s of
-// `threads`.
-__device__ inline void merge_parts(const Params& params, const Item& item, u32 count, int group,
+// Of what is merged at a time of a head, those values that are thread `thread`'s of `threads`.
+__device__ inline void merge_parts(const Params& params, const Item& item, u32 count, int first_row,
                                    int first_dim, int thread, int threads,
                                    const SharedMemory& shared) {
   constexpr int kQuads = kMergeDims / 4;
 #pragma unroll 1
-  for (int task = thread; task < 8 * kQuads; task += threads) {
-    const int row_in_group = task / kQuads;
-    const int row = group * 8 + row_in_group;
+  for (int task = thread; task < kMergeRows * kQuads; task += threads) {
+    const int row_in_part = task / kQuads;
+    const int row = first_row + row_in_part;
     if (row >= item.rows) break;
     const int dim_in_part = task % kQuads * 4;
     const int dim = first_dim + dim_in_part;
     RowState state;
-    float4 values = merged_values(shared, item.kv_head % kHeads, row_in_group, dim_in_part, state);
+    float4 values = merged_values(shared, item.kv_head % kHeads, row_in_part, dim_in_part, state);
     if (shared.nonfinite_items[count % 2] == count) {
       values = restore_nonfinite(params, item, row, dim, values);
     }
@@ -80,13 +81,14 @@ __device__ inline void merge_warps(const Params& params, const Item& item, int w
                                    SharedMemory& shared) {
   // Not unrolled, for the sake of the instructions' cache.
 #pragma unroll 1
-  for (int group = 0; group * 8 < item.rows; ++group) {
+  for (int first_row = 0; first_row < item.rows; first_row += kMergeRows) {
 #pragma unroll 1
     for (int first_dim = 0; first_dim < kHeadDim; first_dim += kMergeDims) {
       barrier_sync(kConsumerBarrier, kConsumerThreads);  // nobody reads any more
-      write_part(group, first_dim, warp, softmax, output, shared);
+      write_part(first_row, first_dim, warp, softmax, output, shared);
       barrier_sync(kConsumerBarrier, kConsumerThreads);
-      merge_parts(params, item, count, group, first_dim, head_thread(warp), kHeadThreads, shared);
+      merge_parts(params, item, count, first_row, first_dim, head_thread(warp), kHeadThreads,
+                  shared);
       __syncwarp();
     }
   }
@@ -113,27 +115,29 @@ __device__ inline void leave_parts(int warp, const Softmax& softmax, const Outpu
 
 // The mergers: every item that is merged apart.
 __device__ inline void merge_items(const Params& params, SharedMemory& shared) {
+  ItemRing& items = shared.items;
   do {
+    __syncwarp();
     barrier_sync(kStartBarrier, kThreads);
     barrier_sync(kCheckedBarrier, kThreads);
   } while (!shared.is_start_right);
-  if (!kMergesApart || !shared.start.has_work) return;
+  if (!kMergesApart || !items.has(0)) return;
   wait_for_previous_kernel();
-  const Span& span = shared.start.span;
-  WalkState walk = shared.start.walk;
   const int thread = static_cast<int>(threadIdx.x) - kFirstMerger * kWarpLanes;
-  bool has_next = true;
 #pragma unroll 1
-  for (u32 count = 1; has_next; ++count) {
-    Item item = item_at(params, span, walk, 0);
-    has_next = go_on(params, span, walk);
-    if (!is_merged_apart(item, has_next)) continue;
-    barrier_sync(kPartsFullBarrier, kConsumerThreads + kMergerThreads);
+  for (u32 count = 0;; ++count) {
+    items.await(count + 1);
+    const bool has_next = items.has(count + 1);
+    if (is_merged_apart(items.at(count, 0), has_next)) {
+      barrier_sync(kPartsFullBarrier, kConsumerThreads + kMergerThreads);
 #pragma unroll 1
-    for (int head = 0; head < kHeads; ++head, ++item.kv_head) {
-      merge_parts(params, item, count, 0, 0, thread, kMergerThreads, shared);
+      for (int head = 0; head < kHeads; ++head) {
+        merge_parts(params, items.at(count, head), count, 0, 0, thread, kMergerThreads, shared);
+      }
+      __syncwarp();
+      barrier_arrive(kPartsEmptyBarrier, kConsumerThreads + kMergerThreads);
     }
-    __syncwarp();
-    barrier_arrive(kPartsEmptyBarrier, kConsumerThreads + kMergerThreads);
+    if (!has_next) return;
+    items.release(count);
   }
 }

@@ -54,7 +54,7 @@ __device__ inline float fit_row(QueryRow& row) {
 }
 
 __device__ inline u32 low_pair(u32 word) { return fp16x2_of_e4m3x2(word & 0xffff); }
-__device__ inline u32 high_pair(u32 word) { return fp16x2_of_e4m3x2(word >> 16); }
+__device__ inline u32 high_pair(u32 word) { return fp16x2_of_high_e4m3x2(word); }
 
 // Scores of one step: S^T = K Q^T. Of a pair of chunks each is a step of mma.
 template <typename Query>

@@ -1,4 +1,4 @@
-// The shared memory of a block, whole. Needs WarpWork, blocks/barriers.cuh, ptx/fence.cuh,
+// The shared memory of a block, whole. Needs ItemRing, blocks/barriers.cuh, ptx/fence.cuh,
 // ptx/prefetch.cuh.
 
 // What a warp has of a row, besides values.
@@ -13,17 +13,16 @@ constexpr int kMergePitch = kMergeDims + 4;
 
 struct SharedMemory {
   unsigned char tokens[kStages][kTileBytes];  // keys, values, keys, ...
-  float merged[kConsumerWarps][8][kMergePitch];  // of each warp
-  RowState states[kConsumerWarps][8];
+  float merged[kConsumerWarps][kMergeGroups][8][kMergePitch];  // of each warp
+  RowState states[kConsumerWarps][kMergeGroups][8];
   // By lanes, as each multiplies it, and what undoes a row's scaling; if it is not in registers.
   uint2 query[kKeepsQuery ? 1 : kRowGroups][kKeepsQuery ? 1 : kDimTiles][kKeepsQuery ? 1 : 32];
   float query_factors[kKeepsQuery ? 1 : kRows];
-  WarpWork work[kConsumerWarps];
-  Start start;
+  ItemRing items;
   bool is_start_right;
   Barrier stage_full[kStages];
   Barrier stage_empty[kStages];
-  u32 nonfinite_items[2];  // the item, of each parity, that has values restored
+  u32 nonfinite_items[2];  // the count, of each parity, that has values restored
   int is_last_piece;
 };
 static_assert(sizeof(SharedMemory) <= kSharedBytes, "the spec knows what the struct takes");
@@ -35,8 +34,9 @@ __device__ inline void make_barriers(const Params& params, SharedMemory& shared)
       make_barrier(shared.stage_full[stage], 1);
       make_barrier(shared.stage_empty[stage], kConsumerWarps);
     }
+    shared.items.make_barriers();
     fence_mbarrier_init();
-    shared.nonfinite_items[0] = shared.nonfinite_items[1] = 0;
+    shared.nonfinite_items[0] = shared.nonfinite_items[1] = ~0u;
     prefetch_tensormap(&params.key_map);
     prefetch_tensormap(&params.value_map);
   }

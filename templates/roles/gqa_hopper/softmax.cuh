@@ -125,20 +125,43 @@ __device__ inline void scale_scores(const ScoreFactors& factors, Scores& scores)
   }
 }
 
+// Hides what a draft mask does.
+__device__ inline void hide_by_mask(const Params& params, const Item& item, int first_token,
+                                    Scores& scores) {
+#pragma unroll
+  for (int n = 0; n < kRowGroups; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const int row = own_row(n, e % 2);
+      if (row >= item.rows) continue;
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        const int token = first_token + own_token(step, e / 2);
+        if (!item.is_shown(params, row, token)) scores[step][n][e] = -kInfinity;
+      }
+    }
+  }
+}
+
 // Hides what rows do not see: a select, for the hidden score may be NaN.
 __device__ inline void hide_scores(const Params& params, const Item& item, int first_token,
                                    Scores& scores) {
 #pragma unroll
   for (int n = 0; n < kRowGroups; ++n) {
 #pragma unroll
-    for (int e = 0; e < 4; ++e) {
+    for (int r = 0; r < 2; ++r) {
+      const Sight sight = item.sight_of(params, own_row(n, r));
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
-        const int token = first_token + own_token(step, e / 2);
-        if (!item.sees(params, own_row(n, e % 2), token)) scores[step][n][e] = -kInfinity;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int token = first_token + own_token(step, half);
+          if (!sight.has(token)) scores[step][n][half * 2 + r] = -kInfinity;
+        }
       }
     }
   }
+  if (params.draft_mask != nullptr) hide_by_mask(params, item, first_token, scores);
 }
 
 // Probabilities as the next product takes them: tokens along its depth, rows as columns.

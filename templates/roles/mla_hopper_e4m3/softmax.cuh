@@ -88,7 +88,7 @@ struct Softmax {
 #pragma unroll
       for (int group = 0; group < kGroups; ++group) {
         const u32 word = probabilities[group * kScoreRows + r];
-        pairs[group] = add_f16x2(fp16x2_of_e4m3x2(word & 0xffff), fp16x2_of_e4m3x2(word >> 16));
+        pairs[group] = add_f16x2(fp16x2_of_e4m3x2(word & 0xffff), fp16x2_of_high_e4m3x2(word));
       }
       const u32 pair = add_f16x2(add_f16x2(pairs[0], pairs[1]), add_f16x2(pairs[2], pairs[3]));
       sum[r] +=

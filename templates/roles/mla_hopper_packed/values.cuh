@@ -59,6 +59,6 @@ __device__ inline void decode_values(Values& values, const StoredValues& stored,
     const u32 scale = i % 2 == 0 ? scales[i / 2].x : scales[i / 2].y;
     const u32 by_dims = __byte_perm(stored[i], 0, 0x3120);
     step[0] = mul_f16x2(fp16x2_of_e4m3x2(by_dims & 0xffff), scale);
-    step[1] = mul_f16x2(fp16x2_of_e4m3x2(by_dims >> 16), scale);
+    step[1] = mul_f16x2(fp16x2_of_high_e4m3x2(by_dims), scale);
   }
 }

@@ -290,6 +290,16 @@ __device__ inline u32 cvt_rn_f16x2_e4m3x2(u16 pair) {
   return value;
 }
 
+// cvt.rn.f16x2.e4m3x2
+// Of the upper half of a word, which need not be shifted for it.
+__device__ inline u32 cvt_rn_f16x2_e4m3x2_high(u32 word) {
+  u32 value;
+  asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; cvt.rn.f16x2.e4m3x2 %0, high;}"
+      : "=r"(value)
+      : "r"(word));
+  return value;
+}
+
 // cvt.rn.satfinite.e4m3x2.f32
 __device__ inline u16 cvt_rn_satfinite_e4m3x2_f32(float high, float low) {
   u16 pair;
@@ -303,6 +313,9 @@ __device__ inline u32 fp16x2_of_e4m3x2(u32 pair) {
   return cvt_rn_f16x2_e4m3x2(static_cast<u16>(pair));
 }
 
+// The pair in the upper half of a word.
+__device__ inline u32 fp16x2_of_high_e4m3x2(u32 word) { return cvt_rn_f16x2_e4m3x2_high(word); }
+
 __device__ inline u32 e4m3x2_of_f32(float high, float low) {
   return cvt_rn_satfinite_e4m3x2_f32(high, low);
 }
@@ -310,9 +323,10 @@ __device__ inline u32 e4m3x2_of_f32(float high, float low) {
 // Stored e4m3 elements to the element type of the tensor cores. Needs ptx/cvt.cuh, and
 // blocks/e4m3.cuh.j2.
 
-// Pair `pair` of 16 elements.
-__device__ inline u32 pair_of(const Chunk& stored, int pair) {
-  return stored.words[pair / 2] >> pair % 2 * 16 & 0xffff;
+// Pair `pair` of 16 elements, as fp16.
+__device__ inline u32 decode_pair(const Chunk& stored, int pair) {
+  const u32 word = stored.words[pair / 2];
+  return pair % 2 == 0 ? fp16x2_of_e4m3x2(word & 0xffff) : fp16x2_of_high_e4m3x2(word);
 }
 
 // Sixteen elements times `scale`, rounded once.
@@ -321,7 +335,7 @@ __device__ inline void decode_e4m3(Target target, const Chunk& stored, float sca
                                    Chunk (&decoded)[2]) {
 #pragma unroll
   for (int pair = 0; pair < 8; ++pair) {
-    const u32 halves = fp16x2_of_e4m3x2(pair_of(stored, pair));
+    const u32 halves = decode_pair(stored, pair);
     const float low = cvt_f32(Fp16{}, static_cast<u16>(halves));
     const float high = cvt_f32(Fp16{}, static_cast<u16>(halves >> 16));
     decoded[pair / 4].words[pair % 4] = cvt_rn_x2_f32(target, high * scale, low * scale);
@@ -334,7 +348,7 @@ __device__ inline void decode_e4m3(Target target, const Chunk& stored, Chunk (&d
   if constexpr (kIsSame<Target, Fp16>) {
 #pragma unroll
     for (int pair = 0; pair < 8; ++pair) {
-      decoded[pair / 4].words[pair % 4] = fp16x2_of_e4m3x2(pair_of(stored, pair));
+      decoded[pair / 4].words[pair % 4] = decode_pair(stored, pair);
     }
   } else {
     decode_e4m3(target, stored, 1.0f, decoded);

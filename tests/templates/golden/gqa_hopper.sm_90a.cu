@@ -112,14 +112,15 @@ constexpr int kRows = 8;
 constexpr int kConsumerWarps = 8;
 constexpr int kSharedBytes = 232448;
 
-// Warps of the consumers come first, then the loader, then three that merge, for registers are
-// handed out by four warps.
+// Warps of the consumers come first, then the loader, the finder and two that merge, for registers
+// are handed out by four warps.
 constexpr int kConsumerThreads = kConsumerWarps * kWarpLanes;
 constexpr int kLoaderWarp = kConsumerWarps;
 constexpr int kThreads = 384;
-constexpr int kFirstMerger = kLoaderWarp + 1;
-constexpr int kMergerThreads = kThreads - kFirstMerger * kWarpLanes;
-constexpr int kMakerWarp = kThreads / kWarpLanes - 1;  // of barriers: the last of those that merge
+constexpr int kFinderWarp = kLoaderWarp + 1;
+constexpr int kFirstMerger = kFinderWarp + 1;
+constexpr int kMergers = kThreads / kWarpLanes - kFirstMerger;
+constexpr int kMergerThreads = kMergers * kWarpLanes;
 
 // Registers of a thread, where a lane has more of the query and the output than kernels begin with.
 constexpr bool kMovesRegisters = kRows * kHeadDim > 8 * 128;
@@ -147,15 +148,15 @@ constexpr int kRowGroups = kRows / 8;
 constexpr int kDimTiles = kHeadDim / 16;
 
 // Whether the query fits into registers beside the output; else it is in shared memory.
-constexpr bool kKeepsQuery = kRows * kHeadDim <= 16 * 128;
+constexpr bool kKeepsQuery = true;
 
-// What is merged at a time of the warps of a block: eight rows, and as many dims as there is room
-// for beside the ring and the query.
-constexpr bool kMergesMuch = kKeepsQuery || kStages * kTileBytes <= 128 * 1024;
-constexpr int kMergeDims = kMergesMuch && kHeadDim >= 128 ? 128 : 64;
-
-// Whether that is all of a row tile, so that the mergers may do it while consumers go on.
-constexpr bool kMergesApart = kRows == 8 && kMergeDims == kHeadDim;
+// What is merged at a time of the warps of a block: as many rows and dims as there is room for
+// beside the ring and the query. If they are all of a row tile, the mergers may do it while
+// consumers go on.
+constexpr int kMergeRows = 8;
+constexpr int kMergeGroups = kMergeRows / 8;
+constexpr int kMergeDims = 128;
+constexpr bool kMergesApart = kMergeRows == kRows && kMergeDims == kHeadDim;
 
 // Numbers of the barriers that warps meet at.
 constexpr int kStartBarrier = 1;
@@ -821,9 +822,19 @@ __device__ inline bool find_span(const Params& params, const LaneLengths& length
   return true;
 }
 
-// What a block computes one after the other: pieces of units. Needs span.cuh.
+// What a block computes one after the other: items, which are pieces of units. Needs span.cuh.
+
+// Tokens that a row may see: from `begin` to before `end`.
+struct Sight {
+  int begin;
+  int end;
+
+  __device__ bool has(int token) const { return token >= begin && token < end; }
+};
 
 struct Item {
+  static constexpr int kNone = -1;  // as request: there is no such item
+
   int first_query;  // index of the request's first query token among all
   int request;
   int kv_head;
@@ -839,6 +850,8 @@ struct Item {
   int piece;  // which of them this is
   int first_block;  // of the grid, that has piece 0
 
+  __device__ bool is_none() const { return request == kNone; }
+
   __device__ int query_of(const Params& params, int row) const {
     return q_len == 1 ? 0 : (first_row + row) / params.group;
   }
@@ -853,23 +866,31 @@ struct Item {
     return query * params.group * params.kv_heads + head_of(params, row);
   }
 
-  // Whether a row sees a token.
-  __device__ bool sees(const Params& params, int row, int token) const {
-    if (row >= rows || token >= kv_len) return false;
+  __device__ Sight sight_of(const Params& params, int row) const {
+    if (row >= rows) return {0, 0};
     const int query = query_of(params, row);
-    if (token < window_begin(params, kv_len, q_len, query)) return false;
+    const int end = params.draft_mask == nullptr ? kv_len - q_len + query + 1 : kv_len;
+    return {window_begin(params, kv_len, q_len, query), end};
+  }
+
+  // Whether the draft mask, if there is one, shows a row a token that is in its sight.
+  __device__ bool is_shown(const Params& params, int row, int token) const {
     const int draft = token - (kv_len - q_len);
-    if (params.draft_mask == nullptr || draft < 0) return draft <= query;
-    const u32* words =
-        params.draft_mask + static_cast<i64>(first_query + query) * params.mask_words;
+    if (params.draft_mask == nullptr || draft < 0) return true;
+    const u32* words = params.draft_mask +
+                       static_cast<i64>(first_query + query_of(params, row)) * params.mask_words;
     // Drafts beyond the mask are in no row's sight.
     return draft / 32 < params.mask_words && (words[draft / 32] >> draft % 32 & 1) != 0;
   }
+
+  // Whether a row sees a token.
+  __device__ bool sees(const Params& params, int row, int token) const {
+    return sight_of(params, row).has(token) && is_shown(params, row, token);
+  }
 };
 
-// The item that a walk is at, of kv head `head` of the block's.
-__device__ inline Item item_at(const Params& params, const Span& span, const WalkState& walk,
-                               int head) {
+// The item that a walk is at, of the first of the block's kv heads.
+__device__ inline Item item_at(const Params& params, const Span& span, const WalkState& walk) {
   const RequestFacts& facts = walk.facts;
   Item item;
   item.first_query = facts.first_query;
@@ -878,7 +899,7 @@ __device__ inline Item item_at(const Params& params, const Span& span, const Wal
   item.kv_len = facts.kv_len;
   const int part = walk.unit * params.team_size + static_cast<int>(span.member);
   const int heads = facts.row_tiles == 1 ? part : part / facts.row_tiles;
-  item.kv_head = heads * kHeads + head;
+  item.kv_head = heads * kHeads;
   item.first_row = (part - heads * facts.row_tiles) * kRows;
   item.rows = min(facts.q_len * params.group - item.first_row, kRows);
 
@@ -923,52 +944,64 @@ __device__ inline bool go_on(const Params& params, const Span& span, WalkState& 
   return true;
 }
 
-// The work of a block, as the loader has found it.
-struct Start {
-  Span span;
-  WalkState walk;  // at the first item
-  bool has_work;
-};
+// The items of a block, on their way from the warp that finds them to those that work on them.
+// Needs items.cuh, blocks/barriers.cuh.
 
-// What a consumer warp knows of its work; here, and not in the registers of every lane.
-struct WarpWork {
-  static constexpr int kNone = -1;  // the request of an item that there is not
+// Item `count` of the block, from 0 on, is in place count % kPlaces, for each of the block's kv
+// heads. Behind the last one comes one that is none.
+struct ItemRing {
+  static constexpr u32 kPlaces = 4;
+  static constexpr int kReaders = kThreads / kWarpLanes - 1 - (kMergesApart ? 0 : kMergers);
 
-  WalkState walk;
-  Item items[2];  // an item and the next one, by the parity of their counts
+  Item items[kPlaces][kHeads];
+  Barrier full[kPlaces];
+  Barrier empty[kPlaces];
 
-  __device__ bool has(u32 count) const { return items[count % 2].request != kNone; }
-
-  // Goes to the first item, `count`, of kv head `head` of the block's.
-  __device__ void begin(const Params& params, const Start& start, int head, u32 count) {
-    const WalkState at = start.walk;
-    keep(at, item_at(params, start.span, at, head), count);
-  }
-
-  // Goes on to item `count`, if there is one.
-  __device__ void find_next(const Params& params, const Span& span, int head, u32 count) {
-    WalkState at = walk;
-    if (go_on(params, span, at)) {
-      keep(at, item_at(params, span, at, head), count);
-    } else {
-      __syncwarp();  // all lanes have read what was here
-      if (lane_index() == 0) items[count % 2].request = kNone;
-      __syncwarp();
+  // By one lane.
+  __device__ void make_barriers() {
+    for (u32 place = 0; place < kPlaces; ++place) {
+      make_barrier(full[place], 1);
+      make_barrier(empty[place], kReaders);
     }
   }
 
-  // Leaves what item `count` is, and the place of the walk that is there.
-  __device__ void keep(const WalkState& at, const Item& found, u32 count) {
-    __syncwarp();  // all lanes have read what was here
-    if (lane_index() == 0) {
-      walk = at;
-      items[count % 2] = found;
+  __device__ static u32 parity_of(u32 count) { return count / kPlaces % 2; }
+
+  __device__ const Item& at(u32 count, int head) const { return items[count % kPlaces][head]; }
+
+  // Whether there is such an item, which must be known.
+  __device__ bool has(u32 count) const { return !at(count, 0).is_none(); }
+
+  // Waits until it is known. All warps that read items wait for each of them but the first, of
+  // which they learn when they begin.
+  __device__ void await(u32 count) const { wait_for(full[count % kPlaces], parity_of(count)); }
+
+  // By a whole warp that has read the item for the last time.
+  __device__ void release(u32 count) const {
+    __syncwarp();
+    if (lane_index() == 0) arrive_at(empty[count % kPlaces]);
+  }
+
+  // By the warp that finds items: those of all heads.
+  __device__ void write(u32 count, const Item& first) {
+    if (lane_index() < kHeads) {
+      Item& target = items[count % kPlaces][lane_index()];
+      target = first;
+      target.kv_head += lane_index();
     }
     __syncwarp();
   }
+
+  __device__ void await_place(u32 count) const {
+    wait_for(empty[count % kPlaces], parity_of(count) ^ 1);
+  }
+
+  __device__ void publish(u32 count) const {
+    if (lane_index() == 0) arrive_at(full[count % kPlaces]);
+  }
 };
 
-// The shared memory of a block, whole. Needs WarpWork, blocks/barriers.cuh, ptx/fence.cuh,
+// The shared memory of a block, whole. Needs ItemRing, blocks/barriers.cuh, ptx/fence.cuh,
 // ptx/prefetch.cuh.
 
 // What a warp has of a row, besides values.
@@ -983,17 +1016,16 @@ constexpr int kMergePitch = kMergeDims + 4;
 
 struct SharedMemory {
   unsigned char tokens[kStages][kTileBytes];  // keys, values, keys, ...
-  float merged[kConsumerWarps][8][kMergePitch];  // of each warp
-  RowState states[kConsumerWarps][8];
+  float merged[kConsumerWarps][kMergeGroups][8][kMergePitch];  // of each warp
+  RowState states[kConsumerWarps][kMergeGroups][8];
   // By lanes, as each multiplies it, and what undoes a row's scaling; if it is not in registers.
   uint2 query[kKeepsQuery ? 1 : kRowGroups][kKeepsQuery ? 1 : kDimTiles][kKeepsQuery ? 1 : 32];
   float query_factors[kKeepsQuery ? 1 : kRows];
-  WarpWork work[kConsumerWarps];
-  Start start;
+  ItemRing items;
   bool is_start_right;
   Barrier stage_full[kStages];
   Barrier stage_empty[kStages];
-  u32 nonfinite_items[2];  // the item, of each parity, that has values restored
+  u32 nonfinite_items[2];  // the count, of each parity, that has values restored
   int is_last_piece;
 };
 static_assert(sizeof(SharedMemory) <= kSharedBytes, "the spec knows what the struct takes");
@@ -1005,16 +1037,61 @@ __device__ inline void make_barriers(const Params& params, SharedMemory& shared)
       make_barrier(shared.stage_full[stage], 1);
       make_barrier(shared.stage_empty[stage], kConsumerWarps);
     }
+    shared.items.make_barriers();
     fence_mbarrier_init();
-    shared.nonfinite_items[0] = shared.nonfinite_items[1] = 0;
+    shared.nonfinite_items[0] = shared.nonfinite_items[1] = ~0u;
     prefetch_tensormap(&params.key_map);
     prefetch_tensormap(&params.value_map);
   }
   __syncwarp();
 }
 
+// The finder, one warp: finds the work of the block, item by item, ahead of those that do it. Needs
+// SharedMemory, span.cuh, items.cuh, blocks/dependent_launch.
+
+// Whether the work may be found before the kernel before has ended: what is read for it then is
+// read once more.
+__device__ inline bool finds_ahead(const Params& params) {
+  return params.cum_seq_lens_q == nullptr && requests_of_lane(params) <= kLaneRequests;
+}
+
+// Begins before the kernel before has ended. Then lengths are looked at again, while others ask for
+// the first page ids and the first query; if that kernel has changed them, all begin anew.
+__device__ inline void find_items(const Params& params, SharedMemory& shared) {
+  if (!finds_ahead(params)) wait_for_previous_kernel();
+  Item none = {};
+  none.request = Item::kNone;
+  LaneLengths lengths = own_lengths(params);
+  Span span;
+  WalkState walk;
+  bool has_more;
+  while (true) {
+    has_more = find_span(params, lengths, span, walk);
+    shared.items.write(0, has_more ? item_at(params, span, walk) : none);
+    barrier_sync(kStartBarrier, kThreads);
+    wait_for_previous_kernel();
+    const LaneLengths now = own_lengths(params);
+    const bool is_right = !__any_sync(~0u, now.differ_from(lengths));
+    if (lane_index() == 0) shared.is_start_right = is_right;
+    __syncwarp();
+    if (is_right) break;
+    barrier_sync(kCheckedBarrier, kThreads);  // nobody reads the first item any more
+    lengths = now;
+  }
+  barrier_arrive(kCheckedBarrier, kThreads);
+  shared.items.publish(0);
+#pragma unroll 1
+  for (u32 count = 1; has_more; ++count) {
+    has_more = go_on(params, span, walk);
+    const Item next = has_more ? item_at(params, span, walk) : none;
+    shared.items.await_place(count);
+    shared.items.write(count, next);
+    shared.items.publish(count);
+  }
+}
+
 // The loader, one warp: streams the tiles of keys and values of every item through the ring. Needs
-// SharedMemory, items.cuh, ptx/cp_async_bulk.cuh, ptx/prefetch.cuh.
+// SharedMemory, item_ring.cuh, ptx/cp_async_bulk.cuh, ptx/prefetch.cuh.
 
 // A lane copies one box of every kWindowTiles-th tile, of which it reads the page ids ahead.
 constexpr int kWindowTiles = kWarpLanes / kTileBoxes;
@@ -1027,6 +1104,7 @@ struct Boxes {
   int page;  // its page id
   int next_page;  // that of its next box
 
+  __device__ Boxes() = default;
   __device__ Boxes(const Params& params, const Item& item)
       : ids(params.block_tables + item.request * static_cast<i64>(params.block_tables_stride)),
         begin(item.any_begin / kBoxTokens),
@@ -1086,52 +1164,28 @@ __device__ inline void load_item(const Params& params, const Item& item, Boxes& 
   }
 }
 
-// All items from the one that the walk is at, with its boxes.
-__device__ inline void load_items(const Params& params, Start& start, Item& item, Boxes& boxes,
-                                  SharedMemory& shared) {
-  RingPosition<kStages> position;
-  while (true) {
-    load_item(params, item, boxes, shared, position);
-    if (!go_on(params, start.span, start.walk)) return;
-    item = item_at(params, start.span, start.walk, 0);
-    boxes = Boxes(params, item);
-  }
-}
-
-// Whether the work may be found before the kernel before has ended: what is read for it then is
-// read once more.
-__device__ inline bool finds_ahead(const Params& params) {
-  return params.cum_seq_lens_q == nullptr && requests_of_lane(params) <= kLaneRequests;
-}
-
-// The loader: finds the block's work, tells the other warps, and copies the tokens of all items.
-// Lengths are looked at again with the first page ids; if the kernel before has changed them, the
-// work is found anew.
+// The loader: copies the tokens of all items.
 __device__ inline void load_tokens(const Params& params, SharedMemory& shared) {
-  if (!finds_ahead(params)) wait_for_previous_kernel();
-  LaneLengths lengths = own_lengths(params);
-  Start start;
-  Item item = {};
-  while (true) {
-    start.has_work = find_span(params, lengths, start.span, start.walk);
-    if (lane_index() == 0) shared.start = start;
+  ItemRing& items = shared.items;
+  Item item;
+  Boxes boxes;
+  do {
     __syncwarp();
     barrier_sync(kStartBarrier, kThreads);
-    if (start.has_work) item = item_at(params, start.span, start.walk, 0);
+    item = items.at(0, 0);
     wait_for_previous_kernel();
-    const LaneLengths now = own_lengths(params);
-    Boxes boxes(params, item);
-    const bool is_right = !__any_sync(~0u, now.differ_from(lengths));
-    if (lane_index() == 0) shared.is_start_right = is_right;
-    __syncwarp();
-    if (is_right) {
-      barrier_arrive(kCheckedBarrier, kThreads);
-      let_next_kernel_start();
-      if (start.has_work) load_items(params, start, item, boxes, shared);
-      return;
-    }
-    barrier_sync(kCheckedBarrier, kThreads);  // nobody reads the start any more
-    lengths = now;
+    boxes = Boxes(params, item);
+    barrier_sync(kCheckedBarrier, kThreads);
+  } while (!shared.is_start_right);
+  let_next_kernel_start();
+  RingPosition<kStages> position;
+#pragma unroll 1
+  for (u32 count = 0; !item.is_none();) {
+    load_item(params, item, boxes, shared, position);
+    items.release(count);
+    items.await(++count);
+    item = items.at(count, 0);
+    boxes = Boxes(params, item);
   }
 }
 
@@ -1355,8 +1409,9 @@ struct SharedQuery {
 
   __device__ void begin(const Params&, const Item&, int) {}
 
-  // By all consumers, who have no use for the query before.
+  // By all consumers, of which some bring a group each.
   __device__ void finish(const Params& params, const Item& item, int warp, SharedMemory& target) {
+    barrier_sync(kConsumerBarrier, kConsumerThreads);  // nobody multiplies by the one before
     if (warp < kRowGroups) {
       QueryRow part;
       load_row(params, item, warp, part);
@@ -1512,20 +1567,43 @@ __device__ inline void scale_scores(const ScoreFactors& factors, Scores& scores)
   }
 }
 
+// Hides what a draft mask does.
+__device__ inline void hide_by_mask(const Params& params, const Item& item, int first_token,
+                                    Scores& scores) {
+#pragma unroll
+  for (int n = 0; n < kRowGroups; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const int row = own_row(n, e % 2);
+      if (row >= item.rows) continue;
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        const int token = first_token + own_token(step, e / 2);
+        if (!item.is_shown(params, row, token)) scores[step][n][e] = -kInfinity;
+      }
+    }
+  }
+}
+
 // Hides what rows do not see: a select, for the hidden score may be NaN.
 __device__ inline void hide_scores(const Params& params, const Item& item, int first_token,
                                    Scores& scores) {
 #pragma unroll
   for (int n = 0; n < kRowGroups; ++n) {
 #pragma unroll
-    for (int e = 0; e < 4; ++e) {
+    for (int r = 0; r < 2; ++r) {
+      const Sight sight = item.sight_of(params, own_row(n, r));
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
-        const int token = first_token + own_token(step, e / 2);
-        if (!item.sees(params, own_row(n, e % 2), token)) scores[step][n][e] = -kInfinity;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int token = first_token + own_token(step, half);
+          if (!sight.has(token)) scores[step][n][half * 2 + r] = -kInfinity;
+        }
       }
     }
   }
+  if (params.draft_mask != nullptr) hide_by_mask(params, item, first_token, scores);
 }
 
 // Probabilities as the next product takes them: tokens along its depth, rows as columns.
@@ -1562,15 +1640,17 @@ __device__ inline Chunk* chunk_at(unsigned char* tile, int warp, int own_token, 
 __device__ inline bool clear_hidden(const Item& item, int first_token, int warp,
                                     unsigned char* tile) {
   constexpr int kChunks = kRowBytes / kChunkBytes;
+  const Sight all = {item.all_begin, item.all_end};
+  const Sight any = {item.any_begin, item.any_end};
   bool has_nonfinite = false;
   // Not unrolled: a rare path must not take registers from the loop over tokens.
 #pragma unroll 1
   for (int i = lane_index(); i < kWarpTokens * kChunks; i += kWarpLanes) {
     const int token = first_token + i / kChunks;
-    if (token >= item.all_begin && token < item.all_end) continue;
+    if (all.has(token)) continue;
     Chunk* chunk = chunk_at(tile, warp, i / kChunks, i % kChunks);
     Chunk kept{};
-    if (token >= item.any_begin && token < item.any_end) {
+    if (any.has(token)) {
       const Chunk stored = *chunk;
       kept = finite_part(stored);
 #pragma unroll
@@ -1714,11 +1794,12 @@ __device__ inline void merge_pieces(const Params& params, const Item& item, int 
   }
 }
 
-// Adds up what the consumer warps of a block have of an item, eight rows at a time: by themselves,
-// or by the mergers, warps that do nothing else. Needs store_rows.cuh, hidden_values.cuh,
-// fragments.cuh, Softmax, ptx/barrier.cuh, ptx/ex2.cuh; from the products write_merged.
+// Adds up what the consumer warps of a block have of an item, kMergeRows and kMergeDims at a time:
+// by themselves, or by the mergers, warps that do nothing else. Needs store_rows.cuh,
+// hidden_values.cuh, fragments.cuh, Softmax, ptx/barrier.cuh, ptx/ex2.cuh; from the products
+// write_merged.
 
-// Four neighbouring values of one of the eight rows, from all warps that have kv head `head` of the
+// Four neighbouring values of row `row` of those, from all warps that have kv head `head` of the
 // block's.
 __device__ inline float4 merged_values(const SharedMemory& shared, int head, int row, int dim,
                                        RowState& state) {
@@ -1726,7 +1807,7 @@ __device__ inline float4 merged_values(const SharedMemory& shared, int head, int
   state = {-kLargest, 0.0f};
 #pragma unroll
   for (int place = 0; place < kHeadWarps; ++place) {
-    states[place] = shared.states[place * kHeads + head][row];
+    states[place] = shared.states[place * kHeads + head][row / 8][row % 8];
     state.reference = fmaxf(state.reference, states[place].reference);
   }
   float4 values = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
@@ -1734,8 +1815,8 @@ __device__ inline float4 merged_values(const SharedMemory& shared, int head, int
   for (int place = 0; place < kHeadWarps; ++place) {
     const float weight = ex2_approx(states[place].reference - state.reference);
     state.sum += states[place].sum * weight;
-    const float4 part =
-        *reinterpret_cast<const float4*>(&shared.merged[place * kHeads + head][row][dim]);
+    const float4 part = *reinterpret_cast<const float4*>(
+        &shared.merged[place * kHeads + head][row / 8][row % 8][dim]);
     values = add_weighted(values, part, weight);
   }
   return values;
@@ -1750,35 +1831,35 @@ __device__ inline void store_merged(const Params& params, const Item& item, int 
   if (dim == 0) piece_states(params, place)[row] = state;
 }
 
-// Leaves a warp's part of eight rows and kMergeDims dims in shared memory.
-__device__ inline void write_part(int group, int first_dim, int warp, const Softmax& softmax,
+// Leaves a warp's part of what is merged at a time in shared memory.
+__device__ inline void write_part(int first_row, int first_dim, int warp, const Softmax& softmax,
                                   const Output& output, SharedMemory& shared) {
 #pragma unroll
   for (int n = 0; n < kRowGroups; ++n) {
-    if (n != group) continue;
-    softmax.publish(n, shared.states[warp]);
+    const int place = n % kMergeGroups;
+    if ((n - place) * 8 != first_row) continue;
+    softmax.publish(n, shared.states[warp][place]);
 #pragma unroll
     for (int dim = 0; dim < kHeadDim; dim += kMergeDims) {
-      if (dim == first_dim) write_merged(output, n, dim / 16, shared.merged[warp]);
+      if (dim == first_dim) write_merged(output, n, dim / 16, shared.merged[warp][place]);
     }
   }
 }
 
-// Of eight rows and kMergeDims dims of a head, those values that are thread `thread`'s of
-// `threads`.
-__device__ inline void merge_parts(const Params& params, const Item& item, u32 count, int group,
+// Of what is merged at a time of a head, those values that are thread `thread`'s of `threads`.
+__device__ inline void merge_parts(const Params& params, const Item& item, u32 count, int first_row,
                                    int first_dim, int thread, int threads,
                                    const SharedMemory& shared) {
   constexpr int kQuads = kMergeDims / 4;
 #pragma unroll 1
-  for (int task = thread; task < 8 * kQuads; task += threads) {
-    const int row_in_group = task / kQuads;
-    const int row = group * 8 + row_in_group;
+  for (int task = thread; task < kMergeRows * kQuads; task += threads) {
+    const int row_in_part = task / kQuads;
+    const int row = first_row + row_in_part;
     if (row >= item.rows) break;
     const int dim_in_part = task % kQuads * 4;
     const int dim = first_dim + dim_in_part;
     RowState state;
-    float4 values = merged_values(shared, item.kv_head % kHeads, row_in_group, dim_in_part, state);
+    float4 values = merged_values(shared, item.kv_head % kHeads, row_in_part, dim_in_part, state);
     if (shared.nonfinite_items[count % 2] == count) {
       values = restore_nonfinite(params, item, row, dim, values);
     }
@@ -1796,13 +1877,14 @@ __device__ inline void merge_warps(const Params& params, const Item& item, int w
                                    SharedMemory& shared) {
   // Not unrolled, for the sake of the instructions' cache.
 #pragma unroll 1
-  for (int group = 0; group * 8 < item.rows; ++group) {
+  for (int first_row = 0; first_row < item.rows; first_row += kMergeRows) {
 #pragma unroll 1
     for (int first_dim = 0; first_dim < kHeadDim; first_dim += kMergeDims) {
       barrier_sync(kConsumerBarrier, kConsumerThreads);  // nobody reads any more
-      write_part(group, first_dim, warp, softmax, output, shared);
+      write_part(first_row, first_dim, warp, softmax, output, shared);
       barrier_sync(kConsumerBarrier, kConsumerThreads);
-      merge_parts(params, item, count, group, first_dim, head_thread(warp), kHeadThreads, shared);
+      merge_parts(params, item, count, first_row, first_dim, head_thread(warp), kHeadThreads,
+                  shared);
       __syncwarp();
     }
   }
@@ -1829,33 +1911,35 @@ __device__ inline void leave_parts(int warp, const Softmax& softmax, const Outpu
 
 // The mergers: every item that is merged apart.
 __device__ inline void merge_items(const Params& params, SharedMemory& shared) {
+  ItemRing& items = shared.items;
   do {
+    __syncwarp();
     barrier_sync(kStartBarrier, kThreads);
     barrier_sync(kCheckedBarrier, kThreads);
   } while (!shared.is_start_right);
-  if (!kMergesApart || !shared.start.has_work) return;
+  if (!kMergesApart || !items.has(0)) return;
   wait_for_previous_kernel();
-  const Span& span = shared.start.span;
-  WalkState walk = shared.start.walk;
   const int thread = static_cast<int>(threadIdx.x) - kFirstMerger * kWarpLanes;
-  bool has_next = true;
 #pragma unroll 1
-  for (u32 count = 1; has_next; ++count) {
-    Item item = item_at(params, span, walk, 0);
-    has_next = go_on(params, span, walk);
-    if (!is_merged_apart(item, has_next)) continue;
-    barrier_sync(kPartsFullBarrier, kConsumerThreads + kMergerThreads);
+  for (u32 count = 0;; ++count) {
+    items.await(count + 1);
+    const bool has_next = items.has(count + 1);
+    if (is_merged_apart(items.at(count, 0), has_next)) {
+      barrier_sync(kPartsFullBarrier, kConsumerThreads + kMergerThreads);
 #pragma unroll 1
-    for (int head = 0; head < kHeads; ++head, ++item.kv_head) {
-      merge_parts(params, item, count, 0, 0, thread, kMergerThreads, shared);
+      for (int head = 0; head < kHeads; ++head) {
+        merge_parts(params, items.at(count, head), count, 0, 0, thread, kMergerThreads, shared);
+      }
+      __syncwarp();
+      barrier_arrive(kPartsEmptyBarrier, kConsumerThreads + kMergerThreads);
     }
-    __syncwarp();
-    barrier_arrive(kPartsEmptyBarrier, kConsumerThreads + kMergerThreads);
+    if (!has_next) return;
+    items.release(count);
   }
 }
 
 // The consumers: each warp attends to tokens of its own in every tile, with no word to the others
-// until an item ends. Needs SharedMemory, items.cuh, softmax.cuh, hidden_values.cuh,
+// until an item ends. Needs SharedMemory, item_ring.cuh, softmax.cuh, hidden_values.cuh,
 // merge_warps.cuh, merge_pieces.cuh, the products.
 
 __device__ inline void release(const Barrier& empty) {
@@ -1873,10 +1957,12 @@ __device__ inline void skip_stage(SharedMemory& shared, RingPosition<kStages>& p
 
 // Item `count` of the block, whose query has been asked for; asks for the next one's. Says whether
 // there is one.
-__device__ inline bool consume_item(const Params& params, WarpWork& work, int warp, float factor,
-                                    u32 count, Query& query, bool& are_merging,
-                                    SharedMemory& shared, RingPosition<kStages>& position) {
-  const Item& item = work.items[count % 2];
+__device__ inline bool consume_item(const Params& params, int warp, float factor, u32 count,
+                                    Query& query, bool& are_merging, SharedMemory& shared,
+                                    RingPosition<kStages>& position) {
+  const ItemRing& items = shared.items;
+  const int head = head_of_warp(warp);
+  const Item& item = items.at(count, head);
   const MatrixRows key_matrices = key_rows(warp);
   const MatrixRows value_matrices = value_rows(warp);
   query.finish(params, item, warp, shared);
@@ -1885,13 +1971,12 @@ __device__ inline bool consume_item(const Params& params, WarpWork& work, int wa
   Output output = {};
   const int all_begin = item.all_begin;
   const int all_end = item.all_end;
-  const int head = head_of_warp(warp);
   int first_token = item.first_tile * kTileTokens + first_of_warp(warp);
 #pragma unroll 1
   for (int tile = max(item.tiles, 1); tile > 0; --tile, first_token += kTileTokens) {
     if (tile == 1) {
-      work.find_next(params, shared.start.span, head, count + 1);
-      if (work.has(count + 1)) query.begin(params, work.items[(count + 1) % 2], warp);
+      items.await(count + 1);
+      if (items.has(count + 1)) query.begin(params, items.at(count + 1, head), warp);
       if (item.tiles == 0) break;
     }
     const int end_token = first_token + kWarpTokens;
@@ -1928,7 +2013,7 @@ __device__ inline bool consume_item(const Params& params, WarpWork& work, int wa
     release(shared.stage_empty[position.stage]);
     position.advance();
   }
-  const bool has_next = work.has(count + 1);
+  const bool has_next = items.has(count + 1);
   await_mergers(are_merging);
   if (is_merged_apart(item, has_next)) {
     leave_parts(warp, softmax, output, shared);
@@ -1937,30 +2022,28 @@ __device__ inline bool consume_item(const Params& params, WarpWork& work, int wa
     merge_warps(params, item, warp, count, softmax, output, shared);
     if (item.pieces > 1) merge_pieces(params, item, head_thread(warp), shared);
   }
+  items.release(count);
   return has_next;
 }
 
 // All items of the block.
 __device__ inline void consume_tokens(const Params& params, int warp, SharedMemory& shared) {
-  WarpWork& work = shared.work[warp];
-  u32 count = 1;  // of items, this one included
+  const ItemRing& items = shared.items;
   Query query(shared);
   do {
     __syncwarp();
     barrier_sync(kStartBarrier, kThreads);
-    if (shared.start.has_work) work.begin(params, shared.start, head_of_warp(warp), count);
     wait_for_previous_kernel();
-    if (shared.start.has_work) query.begin(params, work.items[count % 2], warp);
+    if (items.has(0)) query.begin(params, items.at(0, head_of_warp(warp)), warp);
     __syncwarp();
     barrier_sync(kCheckedBarrier, kThreads);
   } while (!shared.is_start_right);
-  if (!shared.start.has_work) return;
+  if (!items.has(0)) return;
   const float factor = score_scale(params) * params.score_factor * kLog2E;
   RingPosition<kStages> position;
   bool are_merging = false;
-  while (consume_item(params, work, warp, factor, count, query, are_merging, shared, position)) {
-    ++count;
-  }
+  u32 count = 0;
+  while (consume_item(params, warp, factor, count, query, are_merging, shared, position)) ++count;
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
@@ -1975,6 +2058,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   }
   if constexpr (kMovesRegisters) setmaxnreg_dec<kLoaderRegisters>();
   if (warp == kLoaderWarp) return load_tokens(params, shared);
-  if (warp == kMakerWarp) make_barriers(params, shared);
+  if (warp == kFinderWarp) return find_items(params, shared);
+  if (warp == kFirstMerger) make_barriers(params, shared);
   merge_items(params, shared);
 }

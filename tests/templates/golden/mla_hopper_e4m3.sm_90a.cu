@@ -996,6 +996,16 @@ __device__ inline u32 cvt_rn_f16x2_e4m3x2(u16 pair) {
   return value;
 }
 
+// cvt.rn.f16x2.e4m3x2
+// Of the upper half of a word, which need not be shifted for it.
+__device__ inline u32 cvt_rn_f16x2_e4m3x2_high(u32 word) {
+  u32 value;
+  asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; cvt.rn.f16x2.e4m3x2 %0, high;}"
+      : "=r"(value)
+      : "r"(word));
+  return value;
+}
+
 // cvt.rn.satfinite.e4m3x2.f32
 __device__ inline u16 cvt_rn_satfinite_e4m3x2_f32(float high, float low) {
   u16 pair;
@@ -1008,6 +1018,9 @@ __device__ inline u16 cvt_rn_satfinite_e4m3x2_f32(float high, float low) {
 __device__ inline u32 fp16x2_of_e4m3x2(u32 pair) {
   return cvt_rn_f16x2_e4m3x2(static_cast<u16>(pair));
 }
+
+// The pair in the upper half of a word.
+__device__ inline u32 fp16x2_of_high_e4m3x2(u32 word) { return cvt_rn_f16x2_e4m3x2_high(word); }
 
 __device__ inline u32 e4m3x2_of_f32(float high, float low) {
   return cvt_rn_satfinite_e4m3x2_f32(high, low);
@@ -2091,7 +2104,7 @@ struct Softmax {
 #pragma unroll
       for (int group = 0; group < kGroups; ++group) {
         const u32 word = probabilities[group * kScoreRows + r];
-        pairs[group] = add_f16x2(fp16x2_of_e4m3x2(word & 0xffff), fp16x2_of_e4m3x2(word >> 16));
+        pairs[group] = add_f16x2(fp16x2_of_e4m3x2(word & 0xffff), fp16x2_of_high_e4m3x2(word));
       }
       const u32 pair = add_f16x2(add_f16x2(pairs[0], pairs[1]), add_f16x2(pairs[2], pairs[3]));
       sum[r] +=

@@ -978,6 +978,16 @@ __device__ inline u32 cvt_rn_f16x2_e4m3x2(u16 pair) {
   return value;
 }
 
+// cvt.rn.f16x2.e4m3x2
+// Of the upper half of a word, which need not be shifted for it.
+__device__ inline u32 cvt_rn_f16x2_e4m3x2_high(u32 word) {
+  u32 value;
+  asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; cvt.rn.f16x2.e4m3x2 %0, high;}"
+      : "=r"(value)
+      : "r"(word));
+  return value;
+}
+
 // cvt.rn.satfinite.e4m3x2.f32
 __device__ inline u16 cvt_rn_satfinite_e4m3x2_f32(float high, float low) {
   u16 pair;
@@ -990,6 +1000,9 @@ __device__ inline u16 cvt_rn_satfinite_e4m3x2_f32(float high, float low) {
 __device__ inline u32 fp16x2_of_e4m3x2(u32 pair) {
   return cvt_rn_f16x2_e4m3x2(static_cast<u16>(pair));
 }
+
+// The pair in the upper half of a word.
+__device__ inline u32 fp16x2_of_high_e4m3x2(u32 word) { return cvt_rn_f16x2_e4m3x2_high(word); }
 
 __device__ inline u32 e4m3x2_of_f32(float high, float low) {
   return cvt_rn_satfinite_e4m3x2_f32(high, low);
@@ -3035,7 +3048,7 @@ __device__ inline void decode_values(Values& values, const StoredValues& stored,
     const u32 scale = i % 2 == 0 ? scales[i / 2].x : scales[i / 2].y;
     const u32 by_dims = __byte_perm(stored[i], 0, 0x3120);
     step[0] = mul_f16x2(fp16x2_of_e4m3x2(by_dims & 0xffff), scale);
-    step[1] = mul_f16x2(fp16x2_of_e4m3x2(by_dims >> 16), scale);
+    step[1] = mul_f16x2(fp16x2_of_high_e4m3x2(by_dims), scale);
   }
 }
 
