@@ -61,6 +61,29 @@ CASES = [
         5,
     ),
     Emulated(
+        GqaCase(
+            name="32 rows in e4m3",
+            seq_lens=(300, 0, 17, 129, 256, 1, 700, 90),
+            kv="e4m3",
+            group=8,
+            q_len=4,
+            page_size=64,
+        ),
+        2,
+    ),
+    Emulated(
+        GqaCase(
+            name="32 rows in e4m3, a mask and a window",
+            seq_lens=(300, 17, 129, 90),
+            kv="e4m3",
+            group=8,
+            q_len=4,
+            mask="random",
+            window=50,
+        ),
+        1,
+    ),
+    Emulated(
         GqaCase(name="a window", seq_lens=(900, 130, 3), group=7, q_len=4, head_dim=64, window=200),
         5,
     ),

@@ -38,7 +38,7 @@ _TOKEN_BYTES = 256  # that a block reads of several heads: more are no faster
 # By the bytes of a row. Blocks that read heads side by side drift apart by as much as their rings
 # hold, and the further they do, the slower memory is; what is under way must last until more comes.
 _RING_BYTES = {64: 64 * 1024, 128: 96 * 1024, 256: 128 * 1024, 512: 192 * 1024}
-_WIDE_RING_BYTES = 80 * 1024  # of tiles with most rows: leaves room to merge them whole
+_WIDEST_RING_BYTES = {128: 80 * 1024}  # of tiles with most rows: leaves room to merge them whole
 _QUERY_BYTES = 2  # of an element
 _VALUE_BYTES = 4  # of what warps leave to be merged
 _MERGED_ROW_BYTES = 24  # of each row of it, beside values: what kMergePitch adds, and a RowState
@@ -146,9 +146,9 @@ class GqaHopperSpec(GqaSpec):
 
     @property
     def _ring_bytes(self) -> int:
-        is_wide = self.tile_rows * self.variant.head_dim == _MOST_ACCUMULATORS
-        most = _RING_BYTES[self.row_bytes]
-        return min(most, _WIDE_RING_BYTES) if is_wide and self.row_bytes == _LINE_BYTES else most
+        is_widest = self.tile_rows * self.variant.head_dim == _MOST_ACCUMULATORS
+        known = _RING_BYTES | (_WIDEST_RING_BYTES if is_widest else {})
+        return known[self.row_bytes]
 
     @property
     def keeps_query(self) -> bool:

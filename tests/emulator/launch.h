@@ -31,6 +31,7 @@ struct Block {
   unsigned rounds;  // that a copy takes
   std::vector<Fiber> threads;
   std::vector<int> warps;
+  std::vector<unsigned> slowness;  // of each warp: it runs in one of so many turns
   std::vector<unsigned char> shared;
   std::vector<Shown> words;
   std::vector<Copy> under_way;
@@ -45,10 +46,12 @@ struct Block {
         rounds(1u << chance() % 8),
         threads(count),
         warps(count / kLanes),
+        slowness(count / kLanes),
         shared(sizeof bytes),
         words(kMostThreads) {
     for (size_t i = 0; i < shared.size(); ++i) shared[i] = i % 2 ? 0x7f : 0xff;  // NaN of any type
     for (size_t warp = 0; warp < warps.size(); ++warp) warps[warp] = static_cast<int>(warp);
+    for (unsigned& turns : slowness) turns = chance() % 6 == 0 ? 2u << chance() % 4 : 1;
     for (Fiber& fiber : threads) fiber.stack = static_cast<char*>(malloc(kStackBytes));
   }
   Block(Block&&) = default;
@@ -79,7 +82,7 @@ struct Block {
     for (unsigned round = chance() % 16; round-- > 0;) {
       std::shuffle(warps.begin(), warps.end(), chance);
       for (const int warp : warps) {
-        if (chance() % 3 != 0) run_warp(warp);
+        if (chance() % 3 != 0 && chance() % slowness[warp] == 0) run_warp(warp);
       }
       let_copies_arrive();
     }

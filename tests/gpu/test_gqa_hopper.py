@@ -33,6 +33,7 @@ WIDTHS: dict[str, dict[str, Any]] = {
     "8 rows": {"group": 8},
     "16 rows": {"group": 16},
     "32 rows": {"group": 8, "q_len": 4},
+    "32 rows, e4m3": {"group": 8, "q_len": 4, "kv": "e4m3"},
     "two tiles": {"group": 16, "q_len": 3},
     "a team of one": {"group": 3, "kv_heads": 1},
     "a team of 8": {"group": 2, "kv_heads": 8},

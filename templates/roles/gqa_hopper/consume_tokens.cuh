@@ -1,5 +1,5 @@
-// The consumers: each warp attends to tokens of its own in every tile, with no word to the others
-// until an item ends. Needs SharedMemory, item_ring.cuh, softmax.cuh, hidden_values.cuh,
+// The consumers: each warp attends to tokens of its own in every tile, with no word to the other
+// consumers until an item ends. Needs SharedMemory, item_ring.cuh, softmax.cuh, hidden_values.cuh,
 // merge_warps.cuh, merge_pieces.cuh, the products.
 
 __device__ inline void release(const Barrier& empty) {
@@ -35,8 +35,10 @@ __device__ inline bool consume_item(const Params& params, int warp, float factor
 #pragma unroll 1
   for (int tile = max(item.tiles, 1); tile > 0; --tile, first_token += kTileTokens) {
     if (tile == 1) {
-      items.await(count + 1);
-      if (items.has(count + 1)) query.begin(params, items.at(count + 1, head), warp);
+      if constexpr (Query::kAsksAhead) {
+        items.await(count + 1);
+        if (items.has(count + 1)) query.begin(params, items.at(count + 1, head), warp);
+      }
       if (item.tiles == 0) break;
     }
     const int end_token = first_token + kWarpTokens;
@@ -73,6 +75,7 @@ __device__ inline bool consume_item(const Params& params, int warp, float factor
     release(shared.stage_empty[position.stage]);
     position.advance();
   }
+  if constexpr (!Query::kAsksAhead) items.await(count + 1);
   const bool has_next = items.has(count + 1);
   await_mergers(are_merging);
   if (is_merged_apart(item, has_next)) {

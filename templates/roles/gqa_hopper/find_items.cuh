@@ -1,5 +1,5 @@
 // The finder, one warp: finds the work of the block, item by item, ahead of those that do it. Needs
-// SharedMemory, span.cuh, items.cuh, blocks/dependent_launch.
+// SharedMemory, span.cuh, item_ring.cuh, blocks/dependent_launch.cuh, ptx/barrier.cuh.
 
 // Whether the work may be found before the kernel before has ended: what is read for it then is
 // read once more.
@@ -11,15 +11,13 @@ __device__ inline bool finds_ahead(const Params& params) {
 // the first page ids and the first query; if that kernel has changed them, all begin anew.
 __device__ inline void find_items(const Params& params, SharedMemory& shared) {
   if (!finds_ahead(params)) wait_for_previous_kernel();
-  Item none = {};
-  none.request = Item::kNone;
   LaneLengths lengths = own_lengths(params);
   Span span;
   WalkState walk;
   bool has_more;
   while (true) {
     has_more = find_span(params, lengths, span, walk);
-    shared.items.write(0, has_more ? item_at(params, span, walk) : none);
+    shared.items.write(0, has_more ? item_at(params, span, walk) : Item::none());
     barrier_sync(kStartBarrier, kThreads);
     wait_for_previous_kernel();
     const LaneLengths now = own_lengths(params);
@@ -35,7 +33,7 @@ __device__ inline void find_items(const Params& params, SharedMemory& shared) {
 #pragma unroll 1
   for (u32 count = 1; has_more; ++count) {
     has_more = go_on(params, span, walk);
-    const Item next = has_more ? item_at(params, span, walk) : none;
+    const Item next = has_more ? item_at(params, span, walk) : Item::none();
     shared.items.await_place(count);
     shared.items.write(count, next);
     shared.items.publish(count);

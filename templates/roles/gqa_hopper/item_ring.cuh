@@ -28,9 +28,13 @@ struct ItemRing {
 
   // Waits until it is known. All warps that read items wait for each of them but the first, of
   // which they learn when they begin.
-  __device__ void await(u32 count) const { wait_for(full[count % kPlaces], parity_of(count)); }
+  __device__ void await(u32 count) const {
+    wait_for(full[count % kPlaces], parity_of(count));
+    __syncwarp();  // before barriers of whole warps
+  }
 
-  // By a whole warp that has read the item for the last time.
+  // By a whole warp that has read the item for the last time. The place of what comes last is not
+  // wanted again.
   __device__ void release(u32 count) const {
     __syncwarp();
     if (lane_index() == 0) arrive_at(empty[count % kPlaces]);
@@ -50,6 +54,7 @@ struct ItemRing {
     wait_for(empty[count % kPlaces], parity_of(count) ^ 1);
   }
 
+  // Item 0 as well, which nobody awaits: else the next one in its place would seem to be there.
   __device__ void publish(u32 count) const {
     if (lane_index() == 0) arrive_at(full[count % kPlaces]);
   }

@@ -26,6 +26,12 @@ struct Item {
   int piece;  // which of them this is
   int first_block;  // of the grid, that has piece 0
 
+  __device__ static Item none() {
+    Item item = {};
+    item.request = kNone;
+    return item;
+  }
+
   __device__ bool is_none() const { return request == kNone; }
 
   __device__ int query_of(const Params& params, int row) const {
@@ -49,13 +55,13 @@ struct Item {
     return {window_begin(params, kv_len, q_len, query), end};
   }
 
-  // Whether the draft mask, if there is one, shows a row a token that is in its sight.
+  // Whether the draft mask, if there is one, shows a row a token.
   __device__ bool is_shown(const Params& params, int row, int token) const {
     const int draft = token - (kv_len - q_len);
     if (params.draft_mask == nullptr || draft < 0) return true;
     const u32* words = params.draft_mask +
                        static_cast<i64>(first_query + query_of(params, row)) * params.mask_words;
-    // Drafts beyond the mask are in no row's sight.
+    // Drafts beyond the mask are shown to no row.
     return draft / 32 < params.mask_words && (words[draft / 32] >> draft % 32 & 1) != 0;
   }
 

@@ -16,6 +16,8 @@ __device__ inline void load_row(const Params& params, const Item& item, int grou
 }
 
 struct KeptQuery {
+  static constexpr bool kAsksAhead = true;  // before the item begins
+
   QueryRow rows[kRowGroups];
   QueryRow next_rows[kRowGroups];  // of the next item, under way
   float undone[kRowGroups];  // of the lane's row of each group
@@ -46,6 +48,8 @@ struct KeptQuery {
 };
 
 struct SharedQuery {
+  static constexpr bool kAsksAhead = false;
+
   const SharedMemory& shared;
 
   __device__ explicit SharedQuery(const SharedMemory& target) : shared(target) {}
@@ -54,7 +58,8 @@ struct SharedQuery {
 
   // By all consumers, of which some bring a group each.
   __device__ void finish(const Params& params, const Item& item, int warp, SharedMemory& target) {
-    barrier_sync(kConsumerBarrier, kConsumerThreads);  // nobody multiplies by the one before
+    // Nobody multiplies by the one before: warps that merge have met since.
+    if constexpr (kMergesApart) barrier_sync(kConsumerBarrier, kConsumerThreads);
     if (warp < kRowGroups) {
       QueryRow part;
       load_row(params, item, warp, part);

@@ -74,7 +74,7 @@ __device__ inline void load_item(const Params& params, const Item& item, Boxes& 
 
 // The loader: copies the tokens of all items.
 __device__ inline void load_tokens(const Params& params, SharedMemory& shared) {
-  ItemRing& items = shared.items;
+  const ItemRing& items = shared.items;
   Item item;
   Boxes boxes;
   do {
@@ -83,6 +83,7 @@ __device__ inline void load_tokens(const Params& params, SharedMemory& shared) {
     item = items.at(0, 0);
     wait_for_previous_kernel();
     boxes = Boxes(params, item);
+    __syncwarp();
     barrier_sync(kCheckedBarrier, kThreads);
   } while (!shared.is_start_right);
   let_next_kernel_start();

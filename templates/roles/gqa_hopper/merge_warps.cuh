@@ -95,7 +95,8 @@ __device__ inline void merge_warps(const Params& params, const Item& item, int w
 }
 
 // Whether the mergers merge an item: one that is a whole unit, and that another follows. What comes
-// last is done sooner by all consumers.
+// last is done sooner by all consumers; and after what they merge themselves they must have met
+// before they leave more, as they do where they merge pieces.
 __device__ inline bool is_merged_apart(const Item& item, bool has_next) {
   return kMergesApart && item.pieces == 1 && has_next;
 }
@@ -115,7 +116,7 @@ __device__ inline void leave_parts(int warp, const Softmax& softmax, const Outpu
 
 // The mergers: every item that is merged apart.
 __device__ inline void merge_items(const Params& params, SharedMemory& shared) {
-  ItemRing& items = shared.items;
+  const ItemRing& items = shared.items;
   do {
     __syncwarp();
     barrier_sync(kStartBarrier, kThreads);

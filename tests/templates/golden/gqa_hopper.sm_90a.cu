@@ -850,6 +850,12 @@ struct Item {
   int piece;  // which of them this is
   int first_block;  // of the grid, that has piece 0
 
+  __device__ static Item none() {
+    Item item = {};
+    item.request = kNone;
+    return item;
+  }
+
   __device__ bool is_none() const { return request == kNone; }
 
   __device__ int query_of(const Params& params, int row) const {
@@ -873,13 +879,13 @@ struct Item {
     return {window_begin(params, kv_len, q_len, query), end};
   }
 
-  // Whether the draft mask, if there is one, shows a row a token that is in its sight.
+  // Whether the draft mask, if there is one, shows a row a token.
   __device__ bool is_shown(const Params& params, int row, int token) const {
     const int draft = token - (kv_len - q_len);
     if (params.draft_mask == nullptr || draft < 0) return true;
     const u32* words = params.draft_mask +
                        static_cast<i64>(first_query + query_of(params, row)) * params.mask_words;
-    // Drafts beyond the mask are in no row's sight.
+    // Drafts beyond the mask are shown to no row.
     return draft / 32 < params.mask_words && (words[draft / 32] >> draft % 32 & 1) != 0;
   }
 
@@ -974,9 +980,13 @@ struct ItemRing {
 
   // Waits until it is known. All warps that read items wait for each of them but the first, of
   // which they learn when they begin.
-  __device__ void await(u32 count) const { wait_for(full[count % kPlaces], parity_of(count)); }
+  __device__ void await(u32 count) const {
+    wait_for(full[count % kPlaces], parity_of(count));
+    __syncwarp();  // before barriers of whole warps
+  }
 
-  // By a whole warp that has read the item for the last time.
+  // By a whole warp that has read the item for the last time. The place of what comes last is not
+  // wanted again.
   __device__ void release(u32 count) const {
     __syncwarp();
     if (lane_index() == 0) arrive_at(empty[count % kPlaces]);
@@ -996,6 +1006,7 @@ struct ItemRing {
     wait_for(empty[count % kPlaces], parity_of(count) ^ 1);
   }
 
+  // Item 0 as well, which nobody awaits: else the next one in its place would seem to be there.
   __device__ void publish(u32 count) const {
     if (lane_index() == 0) arrive_at(full[count % kPlaces]);
   }
@@ -1047,7 +1058,7 @@ __device__ inline void make_barriers(const Params& params, SharedMemory& shared)
 }
 
 // The finder, one warp: finds the work of the block, item by item, ahead of those that do it. Needs
-// SharedMemory, span.cuh, items.cuh, blocks/dependent_launch.
+// SharedMemory, span.cuh, item_ring.cuh, blocks/dependent_launch.cuh, ptx/barrier.cuh.
 
 // Whether the work may be found before the kernel before has ended: what is read for it then is
 // read once more.
@@ -1059,15 +1070,13 @@ __device__ inline bool finds_ahead(const Params& params) {
 // the first page ids and the first query; if that kernel has changed them, all begin anew.
 __device__ inline void find_items(const Params& params, SharedMemory& shared) {
   if (!finds_ahead(params)) wait_for_previous_kernel();
-  Item none = {};
-  none.request = Item::kNone;
   LaneLengths lengths = own_lengths(params);
   Span span;
   WalkState walk;
   bool has_more;
   while (true) {
     has_more = find_span(params, lengths, span, walk);
-    shared.items.write(0, has_more ? item_at(params, span, walk) : none);
+    shared.items.write(0, has_more ? item_at(params, span, walk) : Item::none());
     barrier_sync(kStartBarrier, kThreads);
     wait_for_previous_kernel();
     const LaneLengths now = own_lengths(params);
@@ -1083,7 +1092,7 @@ __device__ inline void find_items(const Params& params, SharedMemory& shared) {
 #pragma unroll 1
   for (u32 count = 1; has_more; ++count) {
     has_more = go_on(params, span, walk);
-    const Item next = has_more ? item_at(params, span, walk) : none;
+    const Item next = has_more ? item_at(params, span, walk) : Item::none();
     shared.items.await_place(count);
     shared.items.write(count, next);
     shared.items.publish(count);
@@ -1166,7 +1175,7 @@ __device__ inline void load_item(const Params& params, const Item& item, Boxes& 
 
 // The loader: copies the tokens of all items.
 __device__ inline void load_tokens(const Params& params, SharedMemory& shared) {
-  ItemRing& items = shared.items;
+  const ItemRing& items = shared.items;
   Item item;
   Boxes boxes;
   do {
@@ -1175,6 +1184,7 @@ __device__ inline void load_tokens(const Params& params, SharedMemory& shared) {
     item = items.at(0, 0);
     wait_for_previous_kernel();
     boxes = Boxes(params, item);
+    __syncwarp();
     barrier_sync(kCheckedBarrier, kThreads);
   } while (!shared.is_start_right);
   let_next_kernel_start();
@@ -1373,6 +1383,8 @@ __device__ inline void load_row(const Params& params, const Item& item, int grou
 }
 
 struct KeptQuery {
+  static constexpr bool kAsksAhead = true;  // before the item begins
+
   QueryRow rows[kRowGroups];
   QueryRow next_rows[kRowGroups];  // of the next item, under way
   float undone[kRowGroups];  // of the lane's row of each group
@@ -1403,6 +1415,8 @@ struct KeptQuery {
 };
 
 struct SharedQuery {
+  static constexpr bool kAsksAhead = false;
+
   const SharedMemory& shared;
 
   __device__ explicit SharedQuery(const SharedMemory& target) : shared(target) {}
@@ -1411,7 +1425,8 @@ struct SharedQuery {
 
   // By all consumers, of which some bring a group each.
   __device__ void finish(const Params& params, const Item& item, int warp, SharedMemory& target) {
-    barrier_sync(kConsumerBarrier, kConsumerThreads);  // nobody multiplies by the one before
+    // Nobody multiplies by the one before: warps that merge have met since.
+    if constexpr (kMergesApart) barrier_sync(kConsumerBarrier, kConsumerThreads);
     if (warp < kRowGroups) {
       QueryRow part;
       load_row(params, item, warp, part);
@@ -1891,7 +1906,8 @@ __device__ inline void merge_warps(const Params& params, const Item& item, int w
 }
 
 // Whether the mergers merge an item: one that is a whole unit, and that another follows. What comes
-// last is done sooner by all consumers.
+// last is done sooner by all consumers; and after what they merge themselves they must have met
+// before they leave more, as they do where they merge pieces.
 __device__ inline bool is_merged_apart(const Item& item, bool has_next) {
   return kMergesApart && item.pieces == 1 && has_next;
 }
@@ -1911,7 +1927,7 @@ __device__ inline void leave_parts(int warp, const Softmax& softmax, const Outpu
 
 // The mergers: every item that is merged apart.
 __device__ inline void merge_items(const Params& params, SharedMemory& shared) {
-  ItemRing& items = shared.items;
+  const ItemRing& items = shared.items;
   do {
     __syncwarp();
     barrier_sync(kStartBarrier, kThreads);
@@ -1938,8 +1954,8 @@ __device__ inline void merge_items(const Params& params, SharedMemory& shared) {
   }
 }
 
-// The consumers: each warp attends to tokens of its own in every tile, with no word to the others
-// until an item ends. Needs SharedMemory, item_ring.cuh, softmax.cuh, hidden_values.cuh,
+// The consumers: each warp attends to tokens of its own in every tile, with no word to the other
+// consumers until an item ends. Needs SharedMemory, item_ring.cuh, softmax.cuh, hidden_values.cuh,
 // merge_warps.cuh, merge_pieces.cuh, the products.
 
 __device__ inline void release(const Barrier& empty) {
@@ -1975,8 +1991,10 @@ __device__ inline bool consume_item(const Params& params, int warp, float factor
 #pragma unroll 1
   for (int tile = max(item.tiles, 1); tile > 0; --tile, first_token += kTileTokens) {
     if (tile == 1) {
-      items.await(count + 1);
-      if (items.has(count + 1)) query.begin(params, items.at(count + 1, head), warp);
+      if constexpr (Query::kAsksAhead) {
+        items.await(count + 1);
+        if (items.has(count + 1)) query.begin(params, items.at(count + 1, head), warp);
+      }
       if (item.tiles == 0) break;
     }
     const int end_token = first_token + kWarpTokens;
@@ -2013,6 +2031,7 @@ __device__ inline bool consume_item(const Params& params, int warp, float factor
     release(shared.stage_empty[position.stage]);
     position.advance();
   }
+  if constexpr (!Query::kAsksAhead) items.await(count + 1);
   const bool has_next = items.has(count + 1);
   await_mergers(are_merging);
   if (is_merged_apart(item, has_next)) {
