@@ -51,7 +51,6 @@ struct Scorer {
 #pragma unroll
     for (int step = kWords; step < kScoreSteps; ++step) steps.begin(next, step);
     wgmma_commit_group();
-    softmax.add_up(probabilities);
     finish(next);
   }
 
@@ -62,7 +61,6 @@ struct Scorer {
       softmax.take_word(scores, shared.score_scale, probabilities, word);
     }
     publish(scores, probabilities, stage, block);
-    softmax.add_up(probabilities);
   }
 
   // Of a narrow tile, the last warps have none. A vote, so that compilers know all lanes agree.
@@ -72,6 +70,7 @@ struct Scorer {
 
   // Leaves probabilities for the consumers, computed anew if they are not what they should be.
   __device__ void publish(Scores& scores, Probabilities& probabilities, int stage, int block) {
+    if (!has_rows()) return;
     const bool hides = block >= item.visible_to_all / kBlockTokens;
     bool rescales = false;
     if (!softmax.fits(probabilities, hides)) {
@@ -81,7 +80,6 @@ struct Scorer {
       softmax.take_moving(scores, probabilities, moved);
       rescales = leave_factors(moved, stage, block);
     }
-    if (!has_rows()) return;
     const int lane = fresh_lane();
     const int warp = fresh_warp() % 4;
     const u32 address = shared_address(shared.tokens[stage]) + kProbabilitiesOffset +
@@ -102,7 +100,7 @@ struct Scorer {
   // whether it is other than 1.
   __device__ bool leave_factors(const float (&moved)[kScoreRows], int stage, int block) const {
     const bool moves = moved[0] != 1.0f || moved[1] != 1.0f;
-    if (!__any_sync(~0u, moves) || block == item.first_block || !has_rows()) return false;
+    if (!__any_sync(~0u, moves) || block == item.first_block) return false;
     if (fresh_lane() % 4 == 0) {
 #pragma unroll
       for (int r = 0; r < kScoreRows; ++r) shared.rescale[stage][score_row(r)] = moved[r];
@@ -145,10 +143,9 @@ struct Scorer {
     if (!has_rows()) return;
 #pragma unroll
     for (int r = 0; r < kScoreRows; ++r) {
-      const float sum = row_total(softmax.sum[r]);
-      if (fresh_lane() % 4 != 0) continue;
-      shared.row_reference[slot][score_row(r)] = softmax.reference[r];
-      shared.row_sum[slot][score_row(r)] = sum;
+      if (fresh_lane() % 4 == 0) {
+        shared.row_reference[slot][score_row(r)] = softmax.reference[r];
+      }
     }
     __syncwarp();
     if (fresh_lane() == 0) arrive_at(shared.rows_full[slot]);
