@@ -1,6 +1,7 @@
-// The schedulers, some warps: hand items to all roles, and bring each item's query into shared
+// The schedulers, three warps: hand items to all roles, and bring each item's query into shared
 // memory. Needs hand_over.cuh, ptx/barrier.cuh.
 
+constexpr int kSchedulerWarps = 3;
 constexpr int kSchedulerThreads = kSchedulerWarps * kWarpLanes;
 
 // By one thread.

@@ -51,6 +51,7 @@ struct Scorer {
 #pragma unroll
     for (int step = kWords; step < kScoreSteps; ++step) steps.begin(next, step);
     wgmma_commit_group();
+    softmax.add_up(probabilities);
     finish(next);
   }
 
@@ -61,6 +62,7 @@ struct Scorer {
       softmax.take_word(scores, shared.score_scale, probabilities, word);
     }
     publish(scores, probabilities, stage, block);
+    softmax.add_up(probabilities);
   }
 
   // Of a narrow tile, the last warps have none. A vote, so that compilers know all lanes agree.
@@ -143,9 +145,10 @@ struct Scorer {
     if (!has_rows()) return;
 #pragma unroll
     for (int r = 0; r < kScoreRows; ++r) {
-      if (fresh_lane() % 4 == 0) {
-        shared.row_reference[slot][score_row(r)] = softmax.reference[r];
-      }
+      const float sum = row_total(softmax.sum[r]);
+      if (fresh_lane() % 4 != 0) continue;
+      shared.row_reference[slot][score_row(r)] = softmax.reference[r];
+      shared.row_sum[slot][score_row(r)] = sum;
     }
     __syncwarp();
     if (fresh_lane() == 0) arrive_at(shared.rows_full[slot]);

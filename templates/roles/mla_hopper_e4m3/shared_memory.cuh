@@ -33,12 +33,12 @@ static_assert(kQueryBytes % 1024 == 0 && kBlockBytes % 1024 == 0, "swizzled tile
 __device__ inline void make_token_barriers(SharedMemory& shared) {
   for (int stage = 0; stage < kStages; ++stage) {
     make_barrier(shared.tokens_full[stage], 1);
-    make_barrier(shared.tokens_empty[stage], kConsumerWarps + kSummerWarps);
+    make_barrier(shared.tokens_empty[stage], kConsumerWarps);
     make_barrier(shared.probabilities_full[stage], kWarpsWithRows);
     shared.rescales[stage] = 0;
   }
   for (int slot = 0; slot < 2; ++slot) {
-    make_barrier(shared.rows_full[slot], kWarpsWithRows + kSummerWarps);
+    make_barrier(shared.rows_full[slot], kWarpsWithRows);
     shared.has_nonfinite[slot] = 0;
   }
 }

@@ -1,4 +1,4 @@
-// Online softmax of the scorer. Needs multiply.cuh, ptx/cvt.cuh, ptx/ex2.cuh,
+// Online softmax of the scorer. Needs multiply.cuh, ptx/add.cuh, ptx/cvt.cuh, ptx/ex2.cuh,
 // blocks/e4m3.cuh.j2, blocks/row_reductions.cuh.
 
 // A thread has two rows of the scores, g and g + 8 of its warp's with g = lane / 4; four lanes
@@ -25,11 +25,15 @@ __device__ inline int score_row(int r) {
 __device__ inline u32 largest_bytes(u32 word) { return (word + 0x02020202) & 0x80808080; }
 
 struct Softmax {
+  float sum[kScoreRows];  // of this lane's probabilities, as they are multiplied
   float reference[kScoreRows];  // log2 units
 
   __device__ Softmax() {
 #pragma unroll
-    for (int r = 0; r < kScoreRows; ++r) reference[r] = -kLargest;
+    for (int r = 0; r < kScoreRows; ++r) {
+      sum[r] = 0.0f;
+      reference[r] = -kLargest;
+    }
   }
 
   // One word of probabilities, of scores to be multiplied by `scale`, as if all rows saw all tokens
@@ -65,11 +69,30 @@ struct Softmax {
       const float next = wanted > reference[r] ? wanted : reference[r];
       moved[r] = ex2_approx(reference[r] - next);
       reference[r] = next;
+      sum[r] *= moved[r];
 #pragma unroll
       for (int group = 0; group < kGroups; ++group) {
         probabilities[group * 2 + r] =
             exponentiate([&](int i) { return scores[i] - next; }, group * 8 + r * 2);
       }
+    }
+  }
+
+  // Adds up the probabilities as they have been rounded, so that rounding a large one changes
+  // nothing. Sixteen are added in fp16: of equal ones, and of one with zeros, the sum is exact, and
+  // of others each of four roundings changes it by 2^-12 at the most, this way or that.
+  __device__ void add_up(const Probabilities& probabilities) {
+#pragma unroll
+    for (int r = 0; r < kScoreRows; ++r) {
+      u32 pairs[kGroups];
+#pragma unroll
+      for (int group = 0; group < kGroups; ++group) {
+        const u32 word = probabilities[group * kScoreRows + r];
+        pairs[group] = add_f16x2(fp16x2_of_e4m3x2(word & 0xffff), fp16x2_of_high_e4m3x2(word));
+      }
+      const u32 pair = add_f16x2(add_f16x2(pairs[0], pairs[1]), add_f16x2(pairs[2], pairs[3]));
+      sum[r] +=
+          cvt_f32(Fp16{}, static_cast<u16>(pair)) + cvt_f32(Fp16{}, static_cast<u16>(pair >> 16));
     }
   }
 

@@ -124,7 +124,6 @@ constexpr int kBoxes = kBlockTokens / kBoxTokens;  // of a tile
 // Warps of the consumers come first, then those of the producer.
 constexpr int kConsumerThreads = kConsumerWarps * kWarpLanes;
 constexpr int kProducerThreads = 4 * kWarpLanes;
-constexpr int kSchedulerWarps = 4 - 1;  // the other is the loader
 constexpr int kThreads = kConsumerThreads + kProducerThreads;
 
 // Who is done with an item before the next is put there, those who load, too; and with its query,
@@ -1595,9 +1594,10 @@ __device__ inline void wait_for_query(const SharedMemory& shared, u32 count) {
   }
 }
 
-// The schedulers, some warps: hand items to all roles, and bring each item's query into shared
+// The schedulers, three warps: hand items to all roles, and bring each item's query into shared
 // memory. Needs hand_over.cuh, ptx/barrier.cuh.
 
+constexpr int kSchedulerWarps = 3;
 constexpr int kSchedulerThreads = kSchedulerWarps * kWarpLanes;
 
 // By one thread.

@@ -120,13 +120,11 @@ constexpr int kQueryTileBytes = kRows * kTileRowBytes;
 constexpr int kQueryBytes = kRows * kHeadDimQk;
 constexpr int kBoxes = kBlockTokens / kBoxTokens;  // of a tile
 
-// Warps of the consumers, who add values, come first, then four producers: the loader, schedulers
-// and summers; and the four of the scorer.
+// Warps of the consumers, who add values, come first, then the four of the producer, and the four
+// of the scorer.
 constexpr int kConsumerThreads = kConsumerWarps * kWarpLanes;
 constexpr int kProducerThreads = 128;
 constexpr int kProducerWarps = kProducerThreads / kWarpLanes;
-constexpr int kSummerWarps = ceil_div(kRows, kWarpLanes);
-constexpr int kSchedulerWarps = kProducerWarps - 1 - kSummerWarps;
 constexpr int kScorerThreads = 128;
 constexpr int kScorerWarps = kScorerThreads / kWarpLanes;
 constexpr int kThreads = kConsumerThreads + kProducerThreads + kScorerThreads;
@@ -135,9 +133,9 @@ constexpr int kThreads = kConsumerThreads + kProducerThreads + kScorerThreads;
 constexpr int kRowsOfWarp = 16;
 constexpr int kWarpsWithRows = kRows / kRowsOfWarp;
 
-// Who is done with an item before the next is put there: the loader, summers, consumers and scorer;
-// and with its query, the scorer.
-constexpr int kItemReaders = 1 + kSummerWarps + kConsumerWarps + kScorerWarps;
+// Who is done with an item before the next is put there: the loader, consumers and scorer; and with
+// its query, the scorer.
+constexpr int kItemReaders = 1 + kConsumerWarps + kScorerWarps;
 constexpr int kQueryReaders = 1;
 
 // How many accumulators a consumer thread has, as float4.
@@ -1662,12 +1660,12 @@ static_assert(kQueryBytes % 1024 == 0 && kBlockBytes % 1024 == 0, "swizzled tile
 __device__ inline void make_token_barriers(SharedMemory& shared) {
   for (int stage = 0; stage < kStages; ++stage) {
     make_barrier(shared.tokens_full[stage], 1);
-    make_barrier(shared.tokens_empty[stage], kConsumerWarps + kSummerWarps);
+    make_barrier(shared.tokens_empty[stage], kConsumerWarps);
     make_barrier(shared.probabilities_full[stage], kWarpsWithRows);
     shared.rescales[stage] = 0;
   }
   for (int slot = 0; slot < 2; ++slot) {
-    make_barrier(shared.rows_full[slot], kWarpsWithRows + kSummerWarps);
+    make_barrier(shared.rows_full[slot], kWarpsWithRows);
     shared.has_nonfinite[slot] = 0;
   }
 }
@@ -1794,9 +1792,10 @@ __device__ inline void wait_for_query(const SharedMemory& shared, u32 count) {
   }
 }
 
-// The schedulers, some warps: hand items to all roles, and bring each item's query into shared
+// The schedulers, three warps: hand items to all roles, and bring each item's query into shared
 // memory. Needs hand_over.cuh, ptx/barrier.cuh.
 
+constexpr int kSchedulerWarps = 3;
 constexpr int kSchedulerThreads = kSchedulerWarps * kWarpLanes;
 
 // By one thread.
@@ -2015,7 +2014,7 @@ __device__ inline void finish(Scores& scores) {
   wgmma_keep(scores);
 }
 
-// Online softmax of the scorer. Needs multiply.cuh, ptx/cvt.cuh, ptx/ex2.cuh,
+// Online softmax of the scorer. Needs multiply.cuh, ptx/add.cuh, ptx/cvt.cuh, ptx/ex2.cuh,
 // blocks/e4m3.cuh.j2, blocks/row_reductions.cuh.
 
 // A thread has two rows of the scores, g and g + 8 of its warp's with g = lane / 4; four lanes
@@ -2042,11 +2041,15 @@ __device__ inline int score_row(int r) {
 __device__ inline u32 largest_bytes(u32 word) { return (word + 0x02020202) & 0x80808080; }
 
 struct Softmax {
+  float sum[kScoreRows];  // of this lane's probabilities, as they are multiplied
   float reference[kScoreRows];  // log2 units
 
   __device__ Softmax() {
 #pragma unroll
-    for (int r = 0; r < kScoreRows; ++r) reference[r] = -kLargest;
+    for (int r = 0; r < kScoreRows; ++r) {
+      sum[r] = 0.0f;
+      reference[r] = -kLargest;
+    }
   }
 
   // One word of probabilities, of scores to be multiplied by `scale`, as if all rows saw all tokens
@@ -2082,11 +2085,30 @@ struct Softmax {
       const float next = wanted > reference[r] ? wanted : reference[r];
       moved[r] = ex2_approx(reference[r] - next);
       reference[r] = next;
+      sum[r] *= moved[r];
 #pragma unroll
       for (int group = 0; group < kGroups; ++group) {
         probabilities[group * 2 + r] =
             exponentiate([&](int i) { return scores[i] - next; }, group * 8 + r * 2);
       }
+    }
+  }
+
+  // Adds up the probabilities as they have been rounded, so that rounding a large one changes
+  // nothing. Sixteen are added in fp16: of equal ones, and of one with zeros, the sum is exact, and
+  // of others each of four roundings changes it by 2^-12 at the most, this way or that.
+  __device__ void add_up(const Probabilities& probabilities) {
+#pragma unroll
+    for (int r = 0; r < kScoreRows; ++r) {
+      u32 pairs[kGroups];
+#pragma unroll
+      for (int group = 0; group < kGroups; ++group) {
+        const u32 word = probabilities[group * kScoreRows + r];
+        pairs[group] = add_f16x2(fp16x2_of_e4m3x2(word & 0xffff), fp16x2_of_high_e4m3x2(word));
+      }
+      const u32 pair = add_f16x2(add_f16x2(pairs[0], pairs[1]), add_f16x2(pairs[2], pairs[3]));
+      sum[r] +=
+          cvt_f32(Fp16{}, static_cast<u16>(pair)) + cvt_f32(Fp16{}, static_cast<u16>(pair >> 16));
     }
   }
 
@@ -2172,6 +2194,7 @@ struct Scorer {
 #pragma unroll
     for (int step = kWords; step < kScoreSteps; ++step) steps.begin(next, step);
     wgmma_commit_group();
+    softmax.add_up(probabilities);
     finish(next);
   }
 
@@ -2182,6 +2205,7 @@ struct Scorer {
       softmax.take_word(scores, shared.score_scale, probabilities, word);
     }
     publish(scores, probabilities, stage, block);
+    softmax.add_up(probabilities);
   }
 
   // Of a narrow tile, the last warps have none. A vote, so that compilers know all lanes agree.
@@ -2264,9 +2288,10 @@ struct Scorer {
     if (!has_rows()) return;
 #pragma unroll
     for (int r = 0; r < kScoreRows; ++r) {
-      if (fresh_lane() % 4 == 0) {
-        shared.row_reference[slot][score_row(r)] = softmax.reference[r];
-      }
+      const float sum = row_total(softmax.sum[r]);
+      if (fresh_lane() % 4 != 0) continue;
+      shared.row_reference[slot][score_row(r)] = softmax.reference[r];
+      shared.row_sum[slot][score_row(r)] = sum;
     }
     __syncwarp();
     if (fresh_lane() == 0) arrive_at(shared.rows_full[slot]);
@@ -2290,67 +2315,6 @@ __device__ inline void score_items(const Params& params, SharedMemory& shared) {
     __syncwarp();
     if (fresh_lane() == 0) arrive_at(shared.item_empty[item_slot(count)]);
     ++count;
-  }
-}
-
-// The summers, one warp or two: add up the probabilities of all rows, of all blocks of all items,
-// as they have been rounded, so that rounding a large one changes nothing. Needs SharedMemory,
-// block_stages.cuh, roles/mla_hopper/hand_over.cuh, ptx/add.cuh, blocks/e4m3.cuh.j2,
-// blocks/swizzle.cuh.
-
-// The sum of 16 probabilities, added in fp16: of equal ones, and of one with zeros, it is exact,
-// and of others each of four roundings changes it by 2^-12 at the most, this way or that.
-__device__ inline float sum_of_chunk(const Chunk& chunk) {
-  u32 pairs[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const u32 word = chunk.words[i];
-    pairs[i] = add_f16x2(fp16x2_of_e4m3x2(word & 0xffff), fp16x2_of_high_e4m3x2(word));
-  }
-  const u32 pair = add_f16x2(add_f16x2(pairs[0], pairs[1]), add_f16x2(pairs[2], pairs[3]));
-  return cvt_f32(Fp16{}, static_cast<u16>(pair)) + cvt_f32(Fp16{}, static_cast<u16>(pair >> 16));
-}
-
-// A row's sum over a block, whose probabilities lie at `probabilities`.
-__device__ inline float sum_of_block(const unsigned char* probabilities, int row) {
-  float sum = 0.0f;
-#pragma unroll
-  for (int chunk = 0; chunk < kBlockTokens / kChunkBytes; ++chunk) {
-    const u32 place = swizzled_offset<kRopeRowBytes>(row, chunk);
-    sum += sum_of_chunk(*reinterpret_cast<const Chunk*>(probabilities + place));
-  }
-  return sum;
-}
-
-// `summer` is the warp's number among them. A lane has a row; with 16 rows half of them have none.
-__device__ inline void sum_items(SharedMemory& shared, int summer) {
-  const int row = summer * kWarpLanes + lane_index();
-  const bool has_row = row < kRows;
-  u32 taken = 0;  // blocks
-  for (u32 count = 0;; ++count) {
-    const int slot = item_slot(count);
-    wait_for(shared.item_full[slot], item_parity(count));
-    const Item& item = shared.items[slot];
-    if (item.request < 0) return;
-    float sum = 0.0f;
-#pragma unroll 1
-    for (int left = item.blocks; left > 0; --left, ++taken) {
-      const int stage = block_stage(taken);
-      wait_for(shared.probabilities_full[stage], block_parity(taken));
-      if (has_row) {
-        const bool moves = (shared.rescales[stage] >> row / kRowsOfWarp * 8 & 0xff) != 0;
-        if (moves) sum *= shared.rescale[stage][row];
-        sum += sum_of_block(shared.tokens[stage] + kProbabilitiesOffset, row);
-      }
-      __syncwarp();
-      if (lane_index() == 0) arrive_at(shared.tokens_empty[stage]);
-    }
-    if (has_row) shared.row_sum[slot][row] = sum;
-    __syncwarp();
-    if (lane_index() == 0) {
-      arrive_at(shared.rows_full[slot]);
-      arrive_at(shared.item_empty[slot]);
-    }
   }
 }
 
@@ -3454,10 +3418,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     set_registers<kProducerRegisters>();
     if (role == 0) {
       load_tokens(params, member, first, shared);
-    } else if (role <= kSchedulerWarps) {
-      schedule(params, walk, first, shared);
     } else {
-      sum_items(shared, role - 1 - kSchedulerWarps);
+      schedule(params, walk, first, shared);
     }
   } else {
     set_registers<kConsumerRegisters>();
