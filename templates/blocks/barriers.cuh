@@ -15,6 +15,12 @@ __device__ inline void arrive_at(const Barrier& barrier) {
   mbarrier_arrive(shared_address(&barrier));
 }
 
+// By lane 0, once `read` is there and all that it was computed from. Arrivals overtake what a warp
+// still reads of shared memory, and a copy that waits for them comes before the read.
+__device__ inline void arrive_after(const Barrier& barrier, u32 read) {
+  mbarrier_arrive_after(shared_address(&barrier), read);
+}
+
 // Steps through the stages of a ring; the parity changes whenever it begins anew.
 template <int kCount>
 struct RingPosition {

@@ -12,6 +12,16 @@ __device__ inline void mbarrier_arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
+// mbarrier.arrive.shared::cta.b64
+// By lane 0, and not before `read` is there: that times the lane's number makes up the address.
+__device__ inline void mbarrier_arrive_after(u32 barrier, u32 read) {
+  asm volatile(
+      "{.reg .b32 address; mov.b32 address, %%laneid; and.b32 address, address, %1; "
+      "add.u32 address, address, %0; mbarrier.arrive.shared::cta.b64 _, [address];}" ::"r"(barrier),
+      "r"(read)
+      : "memory");
+}
+
 // mbarrier.arrive.expect_tx.shared::cta.b64
 // Arrives, and says that the phase waits for `bytes` more.
 __device__ inline void mbarrier_arrive_expect_tx(u32 barrier, u32 bytes) {

@@ -55,6 +55,7 @@ static u32 max_f16x2(u32 a, u32 b) {
 static float ex2_approx(float value) { return exp2f(value); }
 
 // Order and hints: fibers see everything at once.
+static void fence_acq_rel_cta() {}
 static void fence_proxy_async() {}
 static void fence_mbarrier_init() {}
 static void griddepcontrol_wait() { fibers[current].has_waited = true; }
@@ -179,6 +180,7 @@ static void mbarrier_arrive_expect_tx(u32 address, u32 more) {
   complete(barrier);
 }
 static void mbarrier_arrive(u32 address) { mbarrier_arrive_expect_tx(address, 0); }
+static void mbarrier_arrive_after(u32 address, u32) { mbarrier_arrive(address); }
 static void mbarrier_wait(u32 address, u32 parity) {
   wait_until([=] { return mbarrier_at(address).phase % 2 != parity; });
 }

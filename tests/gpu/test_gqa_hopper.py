@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +27,8 @@ pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
     reason="needs a Hopper GPU",
 )
+
+Delay = Callable[[GqaProblem], torch.Tensor]
 
 # Of every width of tile: one request in many pieces, some in a few, and many beside each other.
 WIDTHS: dict[str, dict[str, Any]] = {
@@ -131,26 +133,50 @@ DELAYS = {
 }
 
 
+@pytest.fixture(name="delay")
+def fixture_delay(monkeypatch: pytest.MonkeyPatch) -> Iterator[Delay]:
+    """Have later calls of a problem fall asleep by chance; return what it gives before."""
+
+    def delay(problem: GqaProblem) -> torch.Tensor:
+        gqa_call._calls.clear()
+        expected = decode(problem).clone()
+        ((call),) = gqa_call._calls.values()
+        spec = call.decode.spec
+        assert isinstance(spec, GqaHopperSpec)
+        assert (spec, 0) in engine._loaded
+        slow = with_delays(spec, DELAYS, after="  __syncwarp();\n")
+        monkeypatch.setitem(engine._loaded, (spec, 0), slow)
+        gqa_call._calls.clear()
+        return expected
+
+    yield delay
+    gqa_call._calls.clear()
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_delays_change_no_bit(case: GqaCase, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_delays_change_no_bit(case: GqaCase, delay: Delay) -> None:
     """Whichever warp or block comes last, and whatever it finds done, the result is the same."""
     problem = case.build("cuda")
-    gqa_call._calls.clear()
-    expected = decode(problem).clone()
-    ((call),) = gqa_call._calls.values()
-    spec = call.decode.spec
-    assert isinstance(spec, GqaHopperSpec)
-    assert (spec, 0) in engine._loaded
-    slow = with_delays(spec, DELAYS, after="  __syncwarp();\n")
-    monkeypatch.setitem(engine._loaded, (spec, 0), slow)
-    gqa_call._calls.clear()
+    expected = delay(problem)
 
     differing = repeat(problem, delayed_launches(CASES))
-    result = decode(problem)
 
-    gqa_call._calls.clear()
     assert differing == 0
-    assert torch.equal(result, expected)
+    assert torch.equal(decode(problem), expected)
+
+
+def test_no_copy_overtakes_a_read(delay: Delay) -> None:
+    """What a warp still reads of a stage is not copied over: a race that shows seldom.
+
+    Once in 10,000 of these launches, where arrivals at barriers did not wait for ldmatrix.
+    """
+    problem = next(case for case in CASES if case.name == "16 rows, many requests").build("cuda")
+    expected = delay(problem)
+
+    differing = repeat(problem, 60_000)
+
+    assert differing == 0
+    assert torch.equal(decode(problem), expected)
 
 
 @pytest.mark.parametrize("case", CASES[1::3], ids=str)

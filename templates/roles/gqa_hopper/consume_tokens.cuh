@@ -2,16 +2,25 @@
 // consumers until an item ends. Needs SharedMemory, item_ring.cuh, softmax.cuh, hidden_values.cuh,
 // merge_warps.cuh, merge_pieces.cuh, the products.
 
-__device__ inline void release(const Barrier& empty) {
+// A word made of all keys that have been multiplied.
+__device__ inline u32 word_of(const Scores& scores) {
+  u32 word = 0;
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) word ^= __float_as_uint(scores[step][0][0]);
+  return word;
+}
+
+// `read` is made of all that the lane has read.
+__device__ inline void release(const Barrier& empty, u32 read) {
   __syncwarp();  // all lanes have read
-  if (lane_index() == 0) arrive_at(empty);
+  if (lane_index() == 0) arrive_after(empty, read);
 }
 
 // Goes by a stage of which this warp needs nothing. It waits all the same: who releases what has
 // not come yet could do so twice before the loader looks.
 __device__ inline void skip_stage(SharedMemory& shared, RingPosition<kStages>& position) {
   wait_for(shared.stage_full[position.stage], position.parity);
-  release(shared.stage_empty[position.stage]);
+  release(shared.stage_empty[position.stage], 0);
   position.advance();
 }
 
@@ -54,7 +63,7 @@ __device__ inline bool consume_item(const Params& params, int warp, float factor
     for (int step = 0; step < kSteps; ++step) {
       multiply_keys(key_matrices, shared.tokens[position.stage], step, query, scores[step]);
     }
-    release(shared.stage_empty[position.stage]);
+    release(shared.stage_empty[position.stage], word_of(scores));
     position.advance();
 
     scale_scores(factors, scores);
@@ -68,11 +77,12 @@ __device__ inline bool consume_item(const Params& params, int warp, float factor
     if (has_boundary && clear_hidden(item, first_token, warp, values)) {
       shared.nonfinite_items[count % 2] = count;
     }
+    u32 read = 0;
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-      add_values(value_matrices, values, step, probabilities[step], output);
+      read ^= add_values(value_matrices, values, step, probabilities[step], output);
     }
-    release(shared.stage_empty[position.stage]);
+    release(shared.stage_empty[position.stage], read);
     position.advance();
   }
   if constexpr (!Query::kAsksAhead) items.await(count + 1);

@@ -1,5 +1,5 @@
 // The items of a block, on their way from the warp that finds them to those that work on them.
-// Needs items.cuh, blocks/barriers.cuh.
+// Needs items.cuh, blocks/barriers.cuh, ptx/fence.cuh.
 
 // Item `count` of the block, from 0 on, is in place count % kPlaces, for each of the block's kv
 // heads. Behind the last one comes one that is none.
@@ -36,6 +36,7 @@ struct ItemRing {
   // By a whole warp that has read the item for the last time. The place of what comes last is not
   // wanted again.
   __device__ void release(u32 count) const {
+    fence_acq_rel_cta();  // else the arrival overtakes reads
     __syncwarp();
     if (lane_index() == 0) arrive_at(empty[count % kPlaces]);
   }

@@ -36,9 +36,9 @@ __device__ inline void multiply_keys(const MatrixRows& rows, const unsigned char
   }
 }
 
-// Adds one step to the output: O^T += V^T P^T.
-__device__ inline void add_values(const MatrixRows& rows, const unsigned char* values, int step,
-                                  const u32 (&probabilities)[kRowGroups][2], Output& output) {
+// Adds one step to the output: O^T += V^T P^T. Returns a word made of all that has been read.
+__device__ inline u32 add_values(const MatrixRows& rows, const unsigned char* values, int step,
+                                 const u32 (&probabilities)[kRowGroups][2], Output& output) {
 #pragma unroll
   for (int pair = 0; pair < kChunkPairs; ++pair) {
     u32 v[4];
@@ -48,6 +48,10 @@ __device__ inline void add_values(const MatrixRows& rows, const unsigned char* v
       mma_m16n8k16(Element{}, output[pair][n], v, probabilities[n][0], probabilities[n][1]);
     }
   }
+  u32 read = 0;  // of sums, for words of all matrices would take registers
+#pragma unroll
+  for (int pair = 0; pair < kChunkPairs; ++pair) read ^= __float_as_uint(output[pair][0][0]);
+  return read;
 }
 
 // The dim of accumulators `half * 2` and `half * 2 + 1` of a tile of dims.

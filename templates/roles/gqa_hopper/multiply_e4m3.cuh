@@ -90,9 +90,10 @@ __device__ inline void multiply_keys(const MatrixRows& rows, const unsigned char
 // From two dims of one token and then of the next to two tokens of one dim and then of the next.
 __device__ inline u32 by_dims(u32 word) { return __byte_perm(word, 0, 0x3120); }
 
-// Adds one step to the output: O^T += V^T P^T.
-__device__ inline void add_values(const MatrixRows& rows, const unsigned char* values, int step,
-                                  const u32 (&probabilities)[kRowGroups][2], Output& output) {
+// Adds one step to the output: O^T += V^T P^T. Returns a word made of all that has been read.
+__device__ inline u32 add_values(const MatrixRows& rows, const unsigned char* values, int step,
+                                 const u32 (&probabilities)[kRowGroups][2], Output& output) {
+  u32 read = 0;  // of what values become, for they become it in better order than of themselves
 #pragma unroll
   for (int pair = 0; pair < kChunkPairs; ++pair) {
     u32 v[4];
@@ -102,6 +103,7 @@ __device__ inline void add_values(const MatrixRows& rows, const unsigned char* v
       const u32 first = by_dims(v[chunk]);
       const u32 second = by_dims(v[chunk + 2]);  // eight tokens further
       const u32 a[4] = {low_pair(first), high_pair(first), low_pair(second), high_pair(second)};
+      if (chunk == 1) read ^= a[0];
 #pragma unroll
       for (int n = 0; n < kRowGroups; ++n) {
         mma_m16n8k16(Element{}, output[pair * 2 + chunk][n], a, probabilities[n][0],
@@ -109,6 +111,7 @@ __device__ inline void add_values(const MatrixRows& rows, const unsigned char* v
       }
     }
   }
+  return read;
 }
 
 // The dim of accumulators `half * 2` and `half * 2 + 1` of a tile of dims.

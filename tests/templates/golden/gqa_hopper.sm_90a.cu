@@ -305,6 +305,11 @@ __device__ inline float ex2_approx(float x) {
 
 // PTX ISA, "Parallel Synchronization and Communication Instructions: membar, fence". Needs sm_90.
 
+// fence.acq_rel.cta
+// What this thread has read is in its registers, and what it has written is there for the block,
+// before it tells others.
+__device__ inline void fence_acq_rel_cta() { asm volatile("fence.acq_rel.cta;" ::: "memory"); }
+
 // fence.proxy.async.shared::cta
 // Orders this thread's own writes of shared memory before what tensor cores and bulk copies do.
 __device__ inline void fence_proxy_async() {
@@ -401,6 +406,16 @@ __device__ inline void mbarrier_init(u32 barrier, u32 count) {
 // mbarrier.arrive.shared::cta.b64
 __device__ inline void mbarrier_arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// mbarrier.arrive.shared::cta.b64
+// By lane 0, and not before `read` is there: that times the lane's number makes up the address.
+__device__ inline void mbarrier_arrive_after(u32 barrier, u32 read) {
+  asm volatile(
+      "{.reg .b32 address; mov.b32 address, %%laneid; and.b32 address, address, %1; "
+      "add.u32 address, address, %0; mbarrier.arrive.shared::cta.b64 _, [address];}" ::"r"(barrier),
+      "r"(read)
+      : "memory");
 }
 
 // mbarrier.arrive.expect_tx.shared::cta.b64
@@ -519,6 +534,12 @@ __device__ inline void wait_for(const Barrier& barrier, u32 parity) {
 
 __device__ inline void arrive_at(const Barrier& barrier) {
   mbarrier_arrive(shared_address(&barrier));
+}
+
+// By lane 0, once `read` is there and all that it was computed from. Arrivals overtake what a warp
+// still reads of shared memory, and a copy that waits for them comes before the read.
+__device__ inline void arrive_after(const Barrier& barrier, u32 read) {
+  mbarrier_arrive_after(shared_address(&barrier), read);
 }
 
 // Steps through the stages of a ring; the parity changes whenever it begins anew.
@@ -951,7 +972,7 @@ __device__ inline bool go_on(const Params& params, const Span& span, WalkState& 
 }
 
 // The items of a block, on their way from the warp that finds them to those that work on them.
-// Needs items.cuh, blocks/barriers.cuh.
+// Needs items.cuh, blocks/barriers.cuh, ptx/fence.cuh.
 
 // Item `count` of the block, from 0 on, is in place count % kPlaces, for each of the block's kv
 // heads. Behind the last one comes one that is none.
@@ -988,6 +1009,7 @@ struct ItemRing {
   // By a whole warp that has read the item for the last time. The place of what comes last is not
   // wanted again.
   __device__ void release(u32 count) const {
+    fence_acq_rel_cta();  // else the arrival overtakes reads
     __syncwarp();
     if (lane_index() == 0) arrive_at(empty[count % kPlaces]);
   }
@@ -1317,9 +1339,9 @@ __device__ inline void multiply_keys(const MatrixRows& rows, const unsigned char
   }
 }
 
-// Adds one step to the output: O^T += V^T P^T.
-__device__ inline void add_values(const MatrixRows& rows, const unsigned char* values, int step,
-                                  const u32 (&probabilities)[kRowGroups][2], Output& output) {
+// Adds one step to the output: O^T += V^T P^T. Returns a word made of all that has been read.
+__device__ inline u32 add_values(const MatrixRows& rows, const unsigned char* values, int step,
+                                 const u32 (&probabilities)[kRowGroups][2], Output& output) {
 #pragma unroll
   for (int pair = 0; pair < kChunkPairs; ++pair) {
     u32 v[4];
@@ -1329,6 +1351,10 @@ __device__ inline void add_values(const MatrixRows& rows, const unsigned char* v
       mma_m16n8k16(Element{}, output[pair][n], v, probabilities[n][0], probabilities[n][1]);
     }
   }
+  u32 read = 0;  // of sums, for words of all matrices would take registers
+#pragma unroll
+  for (int pair = 0; pair < kChunkPairs; ++pair) read ^= __float_as_uint(output[pair][0][0]);
+  return read;
 }
 
 // The dim of accumulators `half * 2` and `half * 2 + 1` of a tile of dims.
@@ -1958,16 +1984,25 @@ __device__ inline void merge_items(const Params& params, SharedMemory& shared) {
 // consumers until an item ends. Needs SharedMemory, item_ring.cuh, softmax.cuh, hidden_values.cuh,
 // merge_warps.cuh, merge_pieces.cuh, the products.
 
-__device__ inline void release(const Barrier& empty) {
+// A word made of all keys that have been multiplied.
+__device__ inline u32 word_of(const Scores& scores) {
+  u32 word = 0;
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) word ^= __float_as_uint(scores[step][0][0]);
+  return word;
+}
+
+// `read` is made of all that the lane has read.
+__device__ inline void release(const Barrier& empty, u32 read) {
   __syncwarp();  // all lanes have read
-  if (lane_index() == 0) arrive_at(empty);
+  if (lane_index() == 0) arrive_after(empty, read);
 }
 
 // Goes by a stage of which this warp needs nothing. It waits all the same: who releases what has
 // not come yet could do so twice before the loader looks.
 __device__ inline void skip_stage(SharedMemory& shared, RingPosition<kStages>& position) {
   wait_for(shared.stage_full[position.stage], position.parity);
-  release(shared.stage_empty[position.stage]);
+  release(shared.stage_empty[position.stage], 0);
   position.advance();
 }
 
@@ -2010,7 +2045,7 @@ __device__ inline bool consume_item(const Params& params, int warp, float factor
     for (int step = 0; step < kSteps; ++step) {
       multiply_keys(key_matrices, shared.tokens[position.stage], step, query, scores[step]);
     }
-    release(shared.stage_empty[position.stage]);
+    release(shared.stage_empty[position.stage], word_of(scores));
     position.advance();
 
     scale_scores(factors, scores);
@@ -2024,11 +2059,12 @@ __device__ inline bool consume_item(const Params& params, int warp, float factor
     if (has_boundary && clear_hidden(item, first_token, warp, values)) {
       shared.nonfinite_items[count % 2] = count;
     }
+    u32 read = 0;
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-      add_values(value_matrices, values, step, probabilities[step], output);
+      read ^= add_values(value_matrices, values, step, probabilities[step], output);
     }
-    release(shared.stage_empty[position.stage]);
+    release(shared.stage_empty[position.stage], read);
     position.advance();
   }
   if constexpr (!Query::kAsksAhead) items.await(count + 1);

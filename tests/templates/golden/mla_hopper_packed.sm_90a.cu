@@ -286,6 +286,11 @@ __device__ inline float ex2_approx(float x) {
 
 // PTX ISA, "Parallel Synchronization and Communication Instructions: membar, fence". Needs sm_90.
 
+// fence.acq_rel.cta
+// What this thread has read is in its registers, and what it has written is there for the block,
+// before it tells others.
+__device__ inline void fence_acq_rel_cta() { asm volatile("fence.acq_rel.cta;" ::: "memory"); }
+
 // fence.proxy.async.shared::cta
 // Orders this thread's own writes of shared memory before what tensor cores and bulk copies do.
 __device__ inline void fence_proxy_async() {
@@ -392,6 +397,16 @@ __device__ inline void mbarrier_init(u32 barrier, u32 count) {
 // mbarrier.arrive.shared::cta.b64
 __device__ inline void mbarrier_arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// mbarrier.arrive.shared::cta.b64
+// By lane 0, and not before `read` is there: that times the lane's number makes up the address.
+__device__ inline void mbarrier_arrive_after(u32 barrier, u32 read) {
+  asm volatile(
+      "{.reg .b32 address; mov.b32 address, %%laneid; and.b32 address, address, %1; "
+      "add.u32 address, address, %0; mbarrier.arrive.shared::cta.b64 _, [address];}" ::"r"(barrier),
+      "r"(read)
+      : "memory");
 }
 
 // mbarrier.arrive.expect_tx.shared::cta.b64
@@ -1038,6 +1053,12 @@ __device__ inline void wait_for(const Barrier& barrier, u32 parity) {
 
 __device__ inline void arrive_at(const Barrier& barrier) {
   mbarrier_arrive(shared_address(&barrier));
+}
+
+// By lane 0, once `read` is there and all that it was computed from. Arrivals overtake what a warp
+// still reads of shared memory, and a copy that waits for them comes before the read.
+__device__ inline void arrive_after(const Barrier& barrier, u32 read) {
+  mbarrier_arrive_after(shared_address(&barrier), read);
 }
 
 // Steps through the stages of a ring; the parity changes whenever it begins anew.

@@ -1,0 +1,77 @@
+"""No arrival at a barrier overtakes what its warp still reads of shared memory.
+
+A warp that has read a stage of a ring arrives at its barrier, and the next copy may come. Arrivals
+do not wait for ldmatrix by themselves: only for a value that they are given.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cache_tools.disassembly import find_nvdisasm
+from mlagen.artifacts import Source
+from mlagen.codegen.render import render
+from mlagen.compiler.nvrtc import compile_source
+from mlagen.compiler.toolchain import find_nvrtc
+from mlagen.errors import ToolchainError
+from mlagen.spec.dtype import DType
+from mlagen.spec.kernel import KernelSpec
+from tests.kernels import gqa_hopper, mla_hopper, mla_hopper_e4m3, mla_hopper_packed
+from tests.machine_code import overtaken
+
+
+def nvdisasm_is_missing() -> bool:
+    """Return whether there is nothing to read machine code with."""
+    try:
+        find_nvdisasm()
+    except ToolchainError:
+        return True
+    return False
+
+
+pytestmark = pytest.mark.skipif(
+    nvdisasm_is_missing(), reason="needs nvdisasm: pip install 'mlagen[inspect]'"
+)
+
+KERNELS: list[KernelSpec] = [
+    gqa_hopper(rows=rows, head_dim=head_dim, kv_dtype=kv_dtype, page_size=64)
+    for rows in (8, 16, 32)
+    for head_dim in (64, 128, 256)
+    for kv_dtype in (DType.BF16, DType.E4M3)
+    if rows * head_dim <= 32 * 128
+]
+KERNELS += [
+    gqa_hopper(kv_dtype=DType.E4M3, block_heads=2),
+    mla_hopper(rows=16),
+    mla_hopper(rows=64),
+    mla_hopper_e4m3(rows=16),
+    mla_hopper_e4m3(rows=64),
+    mla_hopper_packed(rows=16),
+    mla_hopper_packed(rows=64),
+]
+
+
+@pytest.mark.parametrize("spec", KERNELS, ids=str)
+def test_no_arrival_overtakes_ldmatrix(spec: KernelSpec, tmp_path: Path) -> None:
+    """Every read that an arrival tells of is awaited before it, on whatever way leads there."""
+    compiled = compile_source(render(spec), spec.arch, find_nvrtc())
+
+    assert overtaken(compiled.code, tmp_path) == []
+
+
+def test_an_arrival_that_is_given_nothing_overtakes(tmp_path: Path) -> None:
+    """Without a value to wait for, compilers leave it to chance: the test above would see it."""
+    spec = gqa_hopper(rows=16, page_size=64)
+    text = render(spec).text
+    given = "  if (lane_index() == 0) arrive_after(empty, read);\n"
+    assert text.count(given) == 1
+    source = Source(
+        text=text.replace(given, given.replace("arrive_after(empty, read)", "arrive_at(empty)")),
+        origins=(),
+    )
+
+    found = overtaken(compile_source(source, spec.arch, find_nvrtc()).code, tmp_path)
+
+    assert {read.split(".")[0] for _, read in found} == {"LDSM"}
