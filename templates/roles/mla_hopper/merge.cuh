@@ -90,16 +90,12 @@ __device__ inline float half_scale(float largest) {
   return __uint_as_float(static_cast<u32>(127 + 13 - max(exponent, -100)) << 23);
 }
 
-__device__ inline float inverse_of_power(float power) {
-  return __uint_as_float((254u << 23) - __float_as_uint(power));
-}
-
 // By the threads of a crew.
 __device__ inline void store_partial(const Params& params, SharedMemory& shared, const Crew& crew,
                                      int place, const Accumulators& accumulators,
                                      const OwnRows& rows) {
   float scales[kOwnRows];
-  largest_of_rows(shared, crew, accumulators, scales);
+  largest_of_rows(shared, crew, accumulators, rows, scales);
 #pragma unroll
   for (int r = 0; r < kOwnRows; ++r) scales[r] = half_scale(scales[r]);
   uint2* values = partial_values(params, place) + own_values();

@@ -22,18 +22,20 @@ struct Adder {
   __device__ void rescale(int stage, u32 rescales) {
     const float* factors = &shared.rescale[stage][own_row(0)];
 #pragma unroll
-    for (int group = 0; group < kRowGroups; ++group) {
-      const bool has_left = (rescales >> group * 8 / kRowsOfWarp * 8 & 0xff) != 0;
-      float left[2] = {factors[group * 8], factors[group * 8 + 1]};
-      wgmma_keep(left);  // read one after another, and without a condition, for want of registers
-      const float2 factor = has_left ? make_float2(left[0], left[1]) : make_float2(1.0f, 1.0f);
+    for (int warp = 0; warp < kWarpsWithRows; ++warp) {
+      if (!__any_sync(~0u, (rescales >> warp * 8 & 0xff) != 0)) continue;
 #pragma unroll
-      for (int tile = 0; tile < kDimTiles; ++tile) {
-        float* of = accumulators[tile] + group * 4;
-        of[0] *= factor.x;
-        of[1] *= factor.y;
-        of[2] *= factor.x;
-        of[3] *= factor.y;
+      for (int half = 0; half < 2; ++half) {
+        const int group = warp * 2 + half;
+        const float2 factor = make_float2(factors[group * 8], factors[group * 8 + 1]);
+#pragma unroll
+        for (int tile = 0; tile < kDimTiles; ++tile) {
+          float* of = accumulators[tile] + group * 4;
+          of[0] *= factor.x;
+          of[1] *= factor.y;
+          of[2] *= factor.x;
+          of[3] *= factor.y;
+        }
       }
     }
   }

@@ -39,8 +39,3 @@ struct ScoreSteps {
     }
   }
 };
-
-__device__ inline void finish(Scores& scores) {
-  wgmma_wait_group<0>();
-  wgmma_keep(scores);
-}

@@ -18,51 +18,42 @@ struct Scorer {
     return stage;
   }
 
-  // The scores of an item's first block.
-  __device__ int take_first(Scores& scores) {
-    const int stage = next_stage();
+  // The scores of a block, and the sum of the probabilities of the one before, of which a word
+  // follows each step: tensor cores take a step only when they have done most of the one before,
+  // and a warp that waits for that does nothing else.
+  __device__ void multiply(Scores& scores, const Probabilities& before, int stage) {
     const ScoreSteps steps(shared, stage);
+    ProbabilitySums sums;
     wgmma_keep(scores);
     wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < kScoreSteps; ++step) steps.begin(scores, step);
+    for (int step = 0; step < kScoreSteps; ++step) {
+      steps.begin(scores, step);
+      if (step < kWords) sums.add_word(before, step);
+    }
     wgmma_commit_group();
-    finish(scores);
-    return stage;
+    softmax.add(sums);
+    wgmma_wait_group<0>();
+    wgmma_keep(scores);
   }
 
-  // Turns scores into probabilities while those of the next block come: tensor cores take a step
-  // only when they have done most of the one before, and a warp that waits for that does nothing
-  // else, so each word follows a step.
-  __device__ void take_scores(Scores& scores, Scores& next, int& stage, int block) {
-    Probabilities probabilities;
-    const int own_stage = stage;
-    stage = next_stage();
-    const ScoreSteps steps(shared, stage);
-    wgmma_keep(next);
-    wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < kWords; ++step) {
-      steps.begin(next, step);
-      softmax.take_word(scores, shared.score_scale, probabilities, step);
+  // All of it stands here once: until an SM has had instructions, fetching them takes it longer
+  // than what they say.
+  __device__ void take_blocks() {
+    Scores scores;
+    Probabilities probabilities = {};
+    const int end = item.first_block + item.blocks;
+#pragma unroll 1
+    for (int block = item.first_block; block < end; ++block) {
+      const int stage = next_stage();
+      multiply(scores, probabilities, stage);
+      const bool rescales = take_scores(scores, probabilities, stage, block);
+      publish(probabilities, stage, rescales);
     }
-    publish(scores, probabilities, own_stage, block);
-    wgmma_fence();
+    ProbabilitySums sums;
 #pragma unroll
-    for (int step = kWords; step < kScoreSteps; ++step) steps.begin(next, step);
-    wgmma_commit_group();
-    softmax.add_up(probabilities);
-    finish(next);
-  }
-
-  __device__ void take_last(Scores& scores, int stage, int block) {
-    Probabilities probabilities;
-#pragma unroll
-    for (int word = 0; word < kWords; ++word) {
-      softmax.take_word(scores, shared.score_scale, probabilities, word);
-    }
-    publish(scores, probabilities, stage, block);
-    softmax.add_up(probabilities);
+    for (int word = 0; word < kWords; ++word) sums.add_word(probabilities, word);
+    softmax.add(sums);
   }
 
   // Of a narrow tile, the last warps have none. A vote, so that compilers know all lanes agree.
@@ -70,18 +61,26 @@ struct Scorer {
     return kWarpsWithRows == kScorerWarps || __any_sync(~0u, fresh_warp() % 4 < kWarpsWithRows);
   }
 
-  // Leaves probabilities for the consumers, computed anew if they are not what they should be.
-  __device__ void publish(Scores& scores, Probabilities& probabilities, int stage, int block) {
-    if (!has_rows()) return;
-    const bool hides = block >= item.visible_to_all / kBlockTokens;
-    bool rescales = false;
-    if (!softmax.fits(probabilities, hides)) {
-      scale_scores(scores, shared.score_scale);
-      if (hides) hide(scores, item, block * kBlockTokens);
-      float moved[kScoreRows];
-      softmax.take_moving(scores, probabilities, moved);
-      rescales = leave_factors(moved, stage, block);
+  // Turns scores into probabilities, those computed anew that are not what they should be. Says
+  // whether a reference has moved, so that what was before is multiplied by factors.
+  __device__ bool take_scores(Scores& scores, Probabilities& probabilities, int stage, int block) {
+    const float scale = shared.score_scale;
+#pragma unroll
+    for (int word = 0; word < kWords; ++word) {
+      softmax.take_word(scores, scale, probabilities, word);
     }
+    const bool hides = block >= item.visible_to_all / kBlockTokens;
+    if (!has_rows() || softmax.fits(probabilities, hides)) return false;
+    scale_scores(scores, scale);
+    if (hides) hide(scores, item, block * kBlockTokens);
+    float moved[kScoreRows];
+    softmax.take_moving(scores, probabilities, moved);
+    return leave_factors(moved, stage, block);
+  }
+
+  // Leaves probabilities for the consumers.
+  __device__ void publish(const Probabilities& probabilities, int stage, bool rescales) const {
+    if (!has_rows()) return;
     const int lane = fresh_lane();
     const int warp = fresh_warp() % 4;
     const u32 address = shared_address(shared.tokens[stage]) + kProbabilitiesOffset +
@@ -117,23 +116,8 @@ struct Scorer {
       release_query();
       return;
     }
-    Scores scores;
-    Scores others;
-    int stage = take_first(scores);
-    int block = item.first_block;
-    const int last = block + item.blocks - 1;
-#pragma unroll 1
-    for (; block + 1 < last; block += 2) {
-      take_scores(scores, others, stage, block);
-      take_scores(others, scores, stage, block + 1);
-    }
-    if (block < last) {
-      take_scores(scores, others, stage, block);
-#pragma unroll
-      for (int i = 0; i < kBlockTokens / 2; ++i) scores[i] = others[i];
-    }
+    take_blocks();
     release_query();
-    take_last(scores, stage, last);
   }
 
   __device__ void release_query() const {

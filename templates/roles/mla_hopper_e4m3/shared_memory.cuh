@@ -4,7 +4,6 @@ constexpr int kStages = 5;  // blocks of tokens, as many as fit
 struct SharedMemory {
   unsigned char query[kQueryBytes];
   unsigned char tokens[kStages][kBlockBytes];  // the rope tile of a block becomes its P
-  unsigned char staging[kConsumerWarps][kRows * sizeof(float)];  // what warps tell of their rows
   float rescale[kStages][kRows];  // what a block multiplies the sums and outputs before it by
   float row_reference[2][kRows];  // of an item, when all its scores are done; log2 units
   float row_sum[2][kRows];

@@ -24,6 +24,26 @@ __device__ inline int score_row(int r) {
 // Whether one of four probabilities is the largest e4m3, so that it may have been larger, or a NaN.
 __device__ inline u32 largest_bytes(u32 word) { return (word + 0x02020202) & 0x80808080; }
 
+// Adds up the probabilities of a block as they have been rounded, so that rounding a large one
+// changes nothing. Sixteen are added in fp16: of equal ones, and of one with zeros, the sum is
+// exact, and of others each of four roundings changes it by 2^-12 at the most, this way or that.
+struct ProbabilitySums {
+  u32 pairs[kScoreRows];
+
+  __device__ void add_word(const Probabilities& probabilities, int word) {
+    const u32 four = probabilities[word];
+    const u32 pair = add_f16x2(fp16x2_of_e4m3x2(four & 0xffff), fp16x2_of_high_e4m3x2(four));
+    u32& own = pairs[word % kScoreRows];
+    own = word < kScoreRows ? pair : add_f16x2(own, pair);
+    mov_b32(own);  // added here, not when all words are
+  }
+
+  __device__ float total(int r) const {
+    return cvt_f32(Fp16{}, static_cast<u16>(pairs[r])) +
+           cvt_f32(Fp16{}, static_cast<u16>(pairs[r] >> 16));
+  }
+};
+
 struct Softmax {
   float sum[kScoreRows];  // of this lane's probabilities, as they are multiplied
   float reference[kScoreRows];  // log2 units
@@ -78,22 +98,9 @@ struct Softmax {
     }
   }
 
-  // Adds up the probabilities as they have been rounded, so that rounding a large one changes
-  // nothing. Sixteen are added in fp16: of equal ones, and of one with zeros, the sum is exact, and
-  // of others each of four roundings changes it by 2^-12 at the most, this way or that.
-  __device__ void add_up(const Probabilities& probabilities) {
+  __device__ void add(const ProbabilitySums& sums) {
 #pragma unroll
-    for (int r = 0; r < kScoreRows; ++r) {
-      u32 pairs[kGroups];
-#pragma unroll
-      for (int group = 0; group < kGroups; ++group) {
-        const u32 word = probabilities[group * kScoreRows + r];
-        pairs[group] = add_f16x2(fp16x2_of_e4m3x2(word & 0xffff), fp16x2_of_high_e4m3x2(word));
-      }
-      const u32 pair = add_f16x2(add_f16x2(pairs[0], pairs[1]), add_f16x2(pairs[2], pairs[3]));
-      sum[r] +=
-          cvt_f32(Fp16{}, static_cast<u16>(pair)) + cvt_f32(Fp16{}, static_cast<u16>(pair >> 16));
-    }
+    for (int r = 0; r < kScoreRows; ++r) sum[r] += sums.total(r);
   }
 
   // Four probabilities by the distances of their scores from the reference, of which the first is

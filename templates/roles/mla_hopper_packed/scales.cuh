@@ -5,6 +5,7 @@
 // chosen, and times 448 it is below 65504. What is below 2^-14 units loses bits: nothing of a token
 // whose scale is 2^11 times smaller. The unit becomes larger when a block has a larger scale.
 constexpr float kMostUnits = 128.0f;
+constexpr float kLargestValue = kMostUnits * 448.0f;
 
 // How many units are 1, before there is a scale: what any may exceed.
 constexpr float kFirstUnits = 0x1p90f;

@@ -20,7 +20,6 @@ struct SharedMemory {
   unsigned char tokens[kStages][kBlockBytes];
   unsigned char probabilities[kStages][kQueryTileBytes];
   unsigned char spare[kSpareBytes];  // room for merging
-  unsigned char staging[kConsumerWarps][kRows * sizeof(float)];  // what warps tell of their rows
   float query_scale[kRows];  // what the query in here has been divided by
   alignas(kChunkBytes) ScoredRow rows[kRows];  // of the item whose scores are computed
   float warp_rows[kScorerWarps][kRows];  // the maximum that each warp found for a row
@@ -30,6 +29,7 @@ struct SharedMemory {
   float block_units[kStages];  // and those of a block
   float row_reference[2][kRows];  // of an item, when all its scores are done
   float row_sum[2][kRows];
+  float row_units[2];  // of an item: what its outputs are in, and sums multiplied by
   UnlistedTokens unlisted[kStages];
   u32 rescales[kStages];  // whether a block multiplies those before it by others than 1
   Item items[2];

@@ -161,6 +161,7 @@ struct Softmax {
     if (row < kRows) {
       shared.row_reference[slot][row] = shared.rows[row].reference - log2_of_power(units);
     }
+    if (row == 0) shared.row_units[slot] = units;
     __syncwarp();
     if (fresh_lane() == 0) arrive_at(shared.rows_full[slot]);
   }
