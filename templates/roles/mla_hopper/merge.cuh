@@ -1,7 +1,8 @@
 // The pieces of a unit: how they are left in the workspace, brought from there, and two of them
-// added. Needs SharedMemory, Item, row_state.cuh, crew.cuh, blocks/fresh_thread.cuh,
-// ptx/barrier.cuh, ptx/cp_async.cuh, ptx/cvt.cuh, ptx/ld.cuh, ptx/red.cuh; and from the consumers
-// Accumulators, OwnRows, with the rows each belongs to, their tasks, and largest_of_rows.
+// added. Needs SharedMemory, Item, row_state.cuh, partial_row.cuh, crew.cuh,
+// blocks/fresh_thread.cuh, ptx/barrier.cuh, ptx/cp_async.cuh, ptx/cvt.cuh, ptx/ld.cuh, ptx/red.cuh;
+// and from the consumers Accumulators, OwnRows, with the rows each belongs to, their tasks,
+// scales_of_rows and store_states.
 
 // A task is one float4 of every thread of a warp. A piece is left in the workspace task by task, as
 // four halves a thread, for what is written and read is what merging costs; and each row's state.
@@ -11,12 +12,6 @@ constexpr int kTaskBytes = kWarpLanes * sizeof(uint2);
 
 __device__ inline int first_place(int block) { return block * 2; }
 __device__ inline int last_place(int block) { return block * 2 + 1; }
-
-struct PartialRow {
-  float reference;  // log2 units
-  float sum;
-  float scales[kScales];  // what halves are multiplied by; later also by the piece's weight
-};
 
 __device__ inline uint2* partial_values(const Params& params, int place) {
   return reinterpret_cast<uint2*>(params.partial_out) +
@@ -82,41 +77,19 @@ __device__ inline void await(const Params& params, const Item& item, const Crew&
   crew.sync();
 }
 
-// The power of two that brings what is finite of a row, `largest` at the most, below 2^14: the
-// eleven bits of a half then tell more of a value than the output will. Both it and its inverse are
-// normal numbers.
-__device__ inline float half_scale(float largest) {
-  const int exponent = static_cast<int>(__float_as_uint(largest) >> 23) - 127;
-  return __uint_as_float(static_cast<u32>(127 + 13 - max(exponent, -100)) << 23);
-}
-
 // By the threads of a crew.
 __device__ inline void store_partial(const Params& params, SharedMemory& shared, const Crew& crew,
                                      int place, const Accumulators& accumulators,
                                      const OwnRows& rows) {
   float scales[kOwnRows];
-  largest_of_rows(shared, crew, accumulators, rows, scales);
-#pragma unroll
-  for (int r = 0; r < kOwnRows; ++r) scales[r] = half_scale(scales[r]);
+  scales_of_rows(shared, crew, accumulators, rows, scales);
   uint2* values = partial_values(params, place) + own_values();
 #pragma unroll
   for (int i = 0; i < kAccumulators; ++i) {
     values[task_offset(i) * kWarpLanes] =
         to_halves(weighted(accumulator(accumulators, i), scales, i));
   }
-  PartialRow* target = partial_rows(params, place);
-  const bool tells_state = is_row_writer(crew.thread());
-  const bool tells_scale = is_scale_writer(crew.thread());
-  const int scale = scale_of_warp(fresh_warp());
-#pragma unroll
-  for (int r = 0; r < kOwnRows; ++r) {
-    PartialRow& row = target[own_row(r)];
-    if (tells_state) {
-      row.reference = rows[r].reference;
-      row.sum = rows[r].sum;
-    }
-    if (tells_scale) row.scales[scale] = inverse_of_power(scales[r]);
-  }
+  store_states(partial_rows(params, place), crew, rows, scales);
 }
 
 // What a crew brings of other pieces, where query and tokens were: no item follows. First some rows

@@ -1,5 +1,5 @@
 // The scorer, four warps: scores and probabilities of all blocks of all items. Needs multiply.cuh,
-// softmax.cuh, schedule.cuh, ptx/stmatrix.cuh.
+// softmax.cuh, schedule.cuh, roles/mla_hopper/half_scale.cuh, ptx/stmatrix.cuh.
 
 struct Scorer {
   SharedMemory& shared;
@@ -133,6 +133,8 @@ struct Scorer {
       if (fresh_lane() % 4 != 0) continue;
       shared.row_reference[slot][score_row(r)] = softmax.reference[r];
       shared.row_sum[slot][score_row(r)] = sum;
+      // A row adds up values by its probabilities.
+      shared.row_scale[slot][score_row(r)] = half_scale(sum * kLargestValue);
     }
     __syncwarp();
     if (fresh_lane() == 0) arrive_at(shared.rows_full[slot]);

@@ -3,7 +3,7 @@
 
 // The largest finite magnitude of every row, in all warps of the crew.
 __device__ inline void largest_of_rows(SharedMemory& shared, const Crew& crew,
-                                       const Accumulators& accumulators, const OwnRows&,
+                                       const Accumulators& accumulators,
                                        float (&largest)[kOwnRows]) {
   tell_largest(shared, accumulators);
   crew.sync();

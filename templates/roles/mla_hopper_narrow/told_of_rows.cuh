@@ -21,3 +21,8 @@ __device__ inline void tell_largest(SharedMemory& shared, const Accumulators& ac
     if (fresh_lane() < 4) told_of_rows(shared, fresh_warp())[own_row(r)] = own;
   }
 }
+
+// Whether the thread of that index in its crew writes what there is of its rows: all warps have the
+// same.
+__device__ inline bool is_row_writer(int thread) { return thread < 4; }
+__device__ inline bool is_scale_writer(int thread) { return thread < 4; }

@@ -1,5 +1,6 @@
 // Sums of the probabilities of rows, by the consumers, who have time for it: every thread has some
-// of a row's tokens. Needs SharedMemory, blocks/swizzle.cuh, ptx/cvt.cuh.
+// of a row's tokens. Needs SharedMemory, scales.cuh, roles/mla_hopper/half_scale.cuh,
+// blocks/swizzle.cuh, ptx/cvt.cuh.
 
 constexpr int kSummersOfRow = kConsumerThreads / kRows;
 constexpr int kSummedBytes = kTileRowBytes / kSummersOfRow;  // of a block's row
@@ -41,6 +42,10 @@ struct RowSum {
     for (int lanes = 1; lanes < kSummersOfRow; lanes *= 2) {
       sum += __shfl_xor_sync(~0u, sum, lanes);
     }
-    if (fresh_thread() % kSummersOfRow == 0) shared.row_sum[slot][row()] = sum;
+    if (fresh_thread() % kSummersOfRow != 0) return;
+    shared.row_sum[slot][row()] = sum;
+    // A row adds up values by its probabilities.
+    const float largest = sum * inverse_of_power(shared.row_units[slot]) * kLargestValue;
+    shared.row_scale[slot][row()] = half_scale(largest);
   }
 };

@@ -17,7 +17,7 @@ __device__ inline float largest_of_row(const Accumulators& accumulators, int r, 
 
 // The largest finite magnitude of this half of every row.
 __device__ inline void largest_of_rows(SharedMemory&, const Crew&, const Accumulators& accumulators,
-                                       const OwnRows&, float (&largest)[kOwnRows]) {
+                                       float (&largest)[kOwnRows]) {
   float all = 0.0f;
 #pragma unroll
   for (int r = 0; r < kOwnRows; ++r) {

@@ -138,6 +138,8 @@ constexpr int kWarpsWithRows = kRows / kRowsOfWarp;
 constexpr int kItemReaders = 1 + kConsumerWarps + kScorerWarps;
 constexpr int kQueryReaders = 1;
 
+constexpr float kLargestValue = 448.0f;  // in e4m3
+
 // How many accumulators a consumer thread has, as float4.
 constexpr int kAccumulators = kRows * kHeadDimVo / kConsumerThreads / 4;
 constexpr int kTasks = kAccumulators * kConsumerWarps;  // float4s of all threads of a warp
@@ -1221,6 +1223,20 @@ __device__ inline RowResult finish_row(float reference, float sum, float sink) {
   return {__fdividef(rescale, total), larger + __log2f(total)};
 }
 
+// What values of a row are multiplied by to be left as halves. Needs blocks/prelude.cuh.
+
+// The power of two that brings what is finite of a row, `largest` at the most, below 2^14: the
+// eleven bits of a half then tell more of a value than the output will. Both it and its inverse are
+// normal numbers.
+__device__ inline float half_scale(float largest) {
+  const int exponent = static_cast<int>(__float_as_uint(largest) >> 23) - 127;
+  return __uint_as_float(static_cast<u32>(127 + 13 - max(exponent, -100)) << 23);
+}
+
+__device__ inline float inverse_of_power(float power) {
+  return __uint_as_float((254u << 23) - __float_as_uint(power));
+}
+
 // Reductions over the four neighbouring lanes that have a row's parts, as products leave them.
 // Needs blocks/prelude.cuh.
 
@@ -1652,10 +1668,10 @@ constexpr int kStages = 5;  // blocks of tokens, as many as fit
 struct SharedMemory {
   unsigned char query[kQueryBytes];
   unsigned char tokens[kStages][kBlockBytes];  // the rope tile of a block becomes its P
-  unsigned char staging[kConsumerWarps][kRows * sizeof(float)];  // what warps tell of their rows
   float rescale[kStages][kRows];  // what a block multiplies the sums and outputs before it by
   float row_reference[2][kRows];  // of an item, when all its scores are done; log2 units
   float row_sum[2][kRows];
+  float row_scale[2][kRows];  // what its outputs are multiplied by to be left as halves
   u32 rescales[kStages];  // a byte for each warp of the scorer: whether it multiplies by others
                           // than 1
   Item items[2];
@@ -2030,11 +2046,6 @@ struct ScoreSteps {
   }
 };
 
-__device__ inline void finish(Scores& scores) {
-  wgmma_wait_group<0>();
-  wgmma_keep(scores);
-}
-
 // Online softmax of the scorer. Needs multiply.cuh, ptx/add.cuh, ptx/cvt.cuh, ptx/ex2.cuh,
 // blocks/e4m3.cuh.j2, blocks/row_reductions.cuh.
 
@@ -2060,6 +2071,26 @@ __device__ inline int score_row(int r) {
 
 // Whether one of four probabilities is the largest e4m3, so that it may have been larger, or a NaN.
 __device__ inline u32 largest_bytes(u32 word) { return (word + 0x02020202) & 0x80808080; }
+
+// Adds up the probabilities of a block as they have been rounded, so that rounding a large one
+// changes nothing. Sixteen are added in fp16: of equal ones, and of one with zeros, the sum is
+// exact, and of others each of four roundings changes it by 2^-12 at the most, this way or that.
+struct ProbabilitySums {
+  u32 pairs[kScoreRows];
+
+  __device__ void add_word(const Probabilities& probabilities, int word) {
+    const u32 four = probabilities[word];
+    const u32 pair = add_f16x2(fp16x2_of_e4m3x2(four & 0xffff), fp16x2_of_high_e4m3x2(four));
+    u32& own = pairs[word % kScoreRows];
+    own = word < kScoreRows ? pair : add_f16x2(own, pair);
+    mov_b32(own);  // added here, not when all words are
+  }
+
+  __device__ float total(int r) const {
+    return cvt_f32(Fp16{}, static_cast<u16>(pairs[r])) +
+           cvt_f32(Fp16{}, static_cast<u16>(pairs[r] >> 16));
+  }
+};
 
 struct Softmax {
   float sum[kScoreRows];  // of this lane's probabilities, as they are multiplied
@@ -2115,22 +2146,9 @@ struct Softmax {
     }
   }
 
-  // Adds up the probabilities as they have been rounded, so that rounding a large one changes
-  // nothing. Sixteen are added in fp16: of equal ones, and of one with zeros, the sum is exact, and
-  // of others each of four roundings changes it by 2^-12 at the most, this way or that.
-  __device__ void add_up(const Probabilities& probabilities) {
+  __device__ void add(const ProbabilitySums& sums) {
 #pragma unroll
-    for (int r = 0; r < kScoreRows; ++r) {
-      u32 pairs[kGroups];
-#pragma unroll
-      for (int group = 0; group < kGroups; ++group) {
-        const u32 word = probabilities[group * kScoreRows + r];
-        pairs[group] = add_f16x2(fp16x2_of_e4m3x2(word & 0xffff), fp16x2_of_high_e4m3x2(word));
-      }
-      const u32 pair = add_f16x2(add_f16x2(pairs[0], pairs[1]), add_f16x2(pairs[2], pairs[3]));
-      sum[r] +=
-          cvt_f32(Fp16{}, static_cast<u16>(pair)) + cvt_f32(Fp16{}, static_cast<u16>(pair >> 16));
-    }
+    for (int r = 0; r < kScoreRows; ++r) sum[r] += sums.total(r);
   }
 
   // Four probabilities by the distances of their scores from the reference, of which the first is
@@ -2163,7 +2181,7 @@ __device__ inline void hide(Scores& scores, const Item& item, int first_token) {
 }
 
 // The scorer, four warps: scores and probabilities of all blocks of all items. Needs multiply.cuh,
-// softmax.cuh, schedule.cuh, ptx/stmatrix.cuh.
+// softmax.cuh, schedule.cuh, roles/mla_hopper/half_scale.cuh, ptx/stmatrix.cuh.
 
 struct Scorer {
   SharedMemory& shared;
@@ -2182,51 +2200,42 @@ struct Scorer {
     return stage;
   }
 
-  // The scores of an item's first block.
-  __device__ int take_first(Scores& scores) {
-    const int stage = next_stage();
+  // The scores of a block, and the sum of the probabilities of the one before, of which a word
+  // follows each step: tensor cores take a step only when they have done most of the one before,
+  // and a warp that waits for that does nothing else.
+  __device__ void multiply(Scores& scores, const Probabilities& before, int stage) {
     const ScoreSteps steps(shared, stage);
+    ProbabilitySums sums;
     wgmma_keep(scores);
     wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < kScoreSteps; ++step) steps.begin(scores, step);
+    for (int step = 0; step < kScoreSteps; ++step) {
+      steps.begin(scores, step);
+      if (step < kWords) sums.add_word(before, step);
+    }
     wgmma_commit_group();
-    finish(scores);
-    return stage;
+    softmax.add(sums);
+    wgmma_wait_group<0>();
+    wgmma_keep(scores);
   }
 
-  // Turns scores into probabilities while those of the next block come: tensor cores take a step
-  // only when they have done most of the one before, and a warp that waits for that does nothing
-  // else, so each word follows a step.
-  __device__ void take_scores(Scores& scores, Scores& next, int& stage, int block) {
-    Probabilities probabilities;
-    const int own_stage = stage;
-    stage = next_stage();
-    const ScoreSteps steps(shared, stage);
-    wgmma_keep(next);
-    wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < kWords; ++step) {
-      steps.begin(next, step);
-      softmax.take_word(scores, shared.score_scale, probabilities, step);
+  // All of it stands here once: until an SM has had instructions, fetching them takes it longer
+  // than what they say.
+  __device__ void take_blocks() {
+    Scores scores;
+    Probabilities probabilities = {};
+    const int end = item.first_block + item.blocks;
+#pragma unroll 1
+    for (int block = item.first_block; block < end; ++block) {
+      const int stage = next_stage();
+      multiply(scores, probabilities, stage);
+      const bool rescales = take_scores(scores, probabilities, stage, block);
+      publish(probabilities, stage, rescales);
     }
-    publish(scores, probabilities, own_stage, block);
-    wgmma_fence();
+    ProbabilitySums sums;
 #pragma unroll
-    for (int step = kWords; step < kScoreSteps; ++step) steps.begin(next, step);
-    wgmma_commit_group();
-    softmax.add_up(probabilities);
-    finish(next);
-  }
-
-  __device__ void take_last(Scores& scores, int stage, int block) {
-    Probabilities probabilities;
-#pragma unroll
-    for (int word = 0; word < kWords; ++word) {
-      softmax.take_word(scores, shared.score_scale, probabilities, word);
-    }
-    publish(scores, probabilities, stage, block);
-    softmax.add_up(probabilities);
+    for (int word = 0; word < kWords; ++word) sums.add_word(probabilities, word);
+    softmax.add(sums);
   }
 
   // Of a narrow tile, the last warps have none. A vote, so that compilers know all lanes agree.
@@ -2234,18 +2243,26 @@ struct Scorer {
     return kWarpsWithRows == kScorerWarps || __any_sync(~0u, fresh_warp() % 4 < kWarpsWithRows);
   }
 
-  // Leaves probabilities for the consumers, computed anew if they are not what they should be.
-  __device__ void publish(Scores& scores, Probabilities& probabilities, int stage, int block) {
-    if (!has_rows()) return;
-    const bool hides = block >= item.visible_to_all / kBlockTokens;
-    bool rescales = false;
-    if (!softmax.fits(probabilities, hides)) {
-      scale_scores(scores, shared.score_scale);
-      if (hides) hide(scores, item, block * kBlockTokens);
-      float moved[kScoreRows];
-      softmax.take_moving(scores, probabilities, moved);
-      rescales = leave_factors(moved, stage, block);
+  // Turns scores into probabilities, those computed anew that are not what they should be. Says
+  // whether a reference has moved, so that what was before is multiplied by factors.
+  __device__ bool take_scores(Scores& scores, Probabilities& probabilities, int stage, int block) {
+    const float scale = shared.score_scale;
+#pragma unroll
+    for (int word = 0; word < kWords; ++word) {
+      softmax.take_word(scores, scale, probabilities, word);
     }
+    const bool hides = block >= item.visible_to_all / kBlockTokens;
+    if (!has_rows() || softmax.fits(probabilities, hides)) return false;
+    scale_scores(scores, scale);
+    if (hides) hide(scores, item, block * kBlockTokens);
+    float moved[kScoreRows];
+    softmax.take_moving(scores, probabilities, moved);
+    return leave_factors(moved, stage, block);
+  }
+
+  // Leaves probabilities for the consumers.
+  __device__ void publish(const Probabilities& probabilities, int stage, bool rescales) const {
+    if (!has_rows()) return;
     const int lane = fresh_lane();
     const int warp = fresh_warp() % 4;
     const u32 address = shared_address(shared.tokens[stage]) + kProbabilitiesOffset +
@@ -2281,23 +2298,8 @@ struct Scorer {
       release_query();
       return;
     }
-    Scores scores;
-    Scores others;
-    int stage = take_first(scores);
-    int block = item.first_block;
-    const int last = block + item.blocks - 1;
-#pragma unroll 1
-    for (; block + 1 < last; block += 2) {
-      take_scores(scores, others, stage, block);
-      take_scores(others, scores, stage, block + 1);
-    }
-    if (block < last) {
-      take_scores(scores, others, stage, block);
-#pragma unroll
-      for (int i = 0; i < kBlockTokens / 2; ++i) scores[i] = others[i];
-    }
+    take_blocks();
     release_query();
-    take_last(scores, stage, last);
   }
 
   __device__ void release_query() const {
@@ -2313,6 +2315,8 @@ struct Scorer {
       if (fresh_lane() % 4 != 0) continue;
       shared.row_reference[slot][score_row(r)] = softmax.reference[r];
       shared.row_sum[slot][score_row(r)] = sum;
+      // A row adds up values by its probabilities.
+      shared.row_scale[slot][score_row(r)] = half_scale(sum * kLargestValue);
     }
     __syncwarp();
     if (fresh_lane() == 0) arrive_at(shared.rows_full[slot]);
@@ -2522,64 +2526,32 @@ struct OwnRows {
   }
 };
 
-// What warps tell each other of their rows. Needs SharedMemory, accumulators.cuh,
-// roles/mla_hopper/row_state.cuh.
+// What is left of a row of a piece. Needs the consumers' kScales.
 
-// What a warp tells others of its rows, where it stages output at other times.
-__device__ inline float* told_of_rows(SharedMemory& shared, int warp) {
-  return reinterpret_cast<float*>(shared.staging[warp]);
+struct PartialRow {
+  float reference;  // log2 units
+  float sum;
+  float scales[kScales];  // what halves are multiplied by; later also by the piece's weight
+};
+
+// What is left of the rows of a piece, by one thread each: they are in shared memory. Needs
+// own_rows.cuh, roles/mla_hopper/half_scale.cuh, roles/mla_hopper/crew.cuh.
+
+__device__ inline void scales_of_rows(SharedMemory& shared, const Crew&, const Accumulators&,
+                                      const OwnRows& rows, float (&scales)[kOwnRows]) {
+#pragma unroll
+  for (int r = 0; r < kOwnRows; ++r) scales[r] = shared.row_scale[rows.slot][own_row(r)];
 }
 
-// Tells of the largest finite magnitude that this warp has of every row.
-__device__ inline void tell_largest(SharedMemory& shared, const Accumulators& accumulators) {
-#pragma unroll
-  for (int r = 0; r < kOwnRows; ++r) {
-    float own = 0.0f;
-#pragma unroll
-    for (int tile = 0; tile < kDimTiles; ++tile) {
-      const float* of = accumulators[tile] + r / 2 * 4 + r % 2;
-      own = fmaxf(own, fabsf(nan_unless_finite(of[0])));
-      own = fmaxf(own, fabsf(nan_unless_finite(of[2])));
-    }
-    own = maximum_of_lanes(own);
-    if (fresh_lane() < 4) told_of_rows(shared, fresh_warp())[own_row(r)] = own;
-  }
+__device__ inline void store_states(PartialRow* target, const Crew& crew, const OwnRows& rows,
+                                    const float (&)[kOwnRows]) {
+  const int row = crew.thread();
+  if (row >= kRows) return;
+  const RowState state = rows.state(row);
+  target[row] = {
+      state.reference, state.sum, {inverse_of_power(rows.shared.row_scale[rows.slot][row])}};
 }
-
-// Whether the thread of that index in its crew writes what there is of its rows: all warps have the
-// same.
-__device__ inline bool is_row_writer(int thread) { return thread < 4; }
-__device__ inline bool is_scale_writer(int thread) { return thread < 4; }
-
-// How large the values of a row are. Needs SharedMemory,
-// roles/mla_hopper_narrow/accumulators.cuh, roles/mla_hopper/crew.cuh,
-// roles/mla_hopper/row_state.cuh.
-
-// The largest finite magnitude of every row, in all warps of the crew. Every lane asks all warps
-// for some rows, and tells the others.
-__device__ inline void largest_of_rows(SharedMemory& shared, const Crew& crew,
-                                       const Accumulators& accumulators,
-                                       float (&largest)[kOwnRows]) {
-  tell_largest(shared, accumulators);
-  crew.sync();
-  constexpr int kRowsOfLane = ceil_div(kRows, kWarpLanes);
-  float found[kRowsOfLane];
-#pragma unroll
-  for (int i = 0; i < kRowsOfLane; ++i) {
-    const int row = (i * kWarpLanes + fresh_lane()) % kRows;
-    found[i] = 0.0f;
-#pragma unroll
-    for (int warp = 0; warp < kConsumerWarps; ++warp) {
-      const float told = told_of_rows(shared, warp)[row];
-      if (crew.has_warp(warp)) found[i] = fmaxf(found[i], told);
-    }
-  }
-  __syncwarp();
-#pragma unroll
-  for (int r = 0; r < kOwnRows; ++r) {
-    largest[r] = __shfl_sync(~0u, found[r / 2 * 8 / kWarpLanes], own_row(r) % kWarpLanes);
-  }
-}
+static_assert(kScales == 1 && kRows <= kConsumerThreads / 2, "a crew has a thread for each row");
 
 // Whether some row of an item sees a value that has been cleared. One consumer may be at the next
 // item before the other has set this one's back. Needs SharedMemory, Item.
@@ -2786,9 +2758,10 @@ __device__ inline void restore_nonfinite(const Params& params, const Item& item,
 }
 
 // The pieces of a unit: how they are left in the workspace, brought from there, and two of them
-// added. Needs SharedMemory, Item, row_state.cuh, crew.cuh, blocks/fresh_thread.cuh,
-// ptx/barrier.cuh, ptx/cp_async.cuh, ptx/cvt.cuh, ptx/ld.cuh, ptx/red.cuh; and from the consumers
-// Accumulators, OwnRows, with the rows each belongs to, their tasks, and largest_of_rows.
+// added. Needs SharedMemory, Item, row_state.cuh, partial_row.cuh, crew.cuh,
+// blocks/fresh_thread.cuh, ptx/barrier.cuh, ptx/cp_async.cuh, ptx/cvt.cuh, ptx/ld.cuh, ptx/red.cuh;
+// and from the consumers Accumulators, OwnRows, with the rows each belongs to, their tasks,
+// scales_of_rows and store_states.
 
 // A task is one float4 of every thread of a warp. A piece is left in the workspace task by task, as
 // four halves a thread, for what is written and read is what merging costs; and each row's state.
@@ -2798,12 +2771,6 @@ constexpr int kTaskBytes = kWarpLanes * sizeof(uint2);
 
 __device__ inline int first_place(int block) { return block * 2; }
 __device__ inline int last_place(int block) { return block * 2 + 1; }
-
-struct PartialRow {
-  float reference;  // log2 units
-  float sum;
-  float scales[kScales];  // what halves are multiplied by; later also by the piece's weight
-};
 
 __device__ inline uint2* partial_values(const Params& params, int place) {
   return reinterpret_cast<uint2*>(params.partial_out) +
@@ -2869,45 +2836,19 @@ __device__ inline void await(const Params& params, const Item& item, const Crew&
   crew.sync();
 }
 
-// The power of two that brings what is finite of a row, `largest` at the most, below 2^14: the
-// eleven bits of a half then tell more of a value than the output will. Both it and its inverse are
-// normal numbers.
-__device__ inline float half_scale(float largest) {
-  const int exponent = static_cast<int>(__float_as_uint(largest) >> 23) - 127;
-  return __uint_as_float(static_cast<u32>(127 + 13 - max(exponent, -100)) << 23);
-}
-
-__device__ inline float inverse_of_power(float power) {
-  return __uint_as_float((254u << 23) - __float_as_uint(power));
-}
-
 // By the threads of a crew.
 __device__ inline void store_partial(const Params& params, SharedMemory& shared, const Crew& crew,
                                      int place, const Accumulators& accumulators,
                                      const OwnRows& rows) {
   float scales[kOwnRows];
-  largest_of_rows(shared, crew, accumulators, scales);
-#pragma unroll
-  for (int r = 0; r < kOwnRows; ++r) scales[r] = half_scale(scales[r]);
+  scales_of_rows(shared, crew, accumulators, rows, scales);
   uint2* values = partial_values(params, place) + own_values();
 #pragma unroll
   for (int i = 0; i < kAccumulators; ++i) {
     values[task_offset(i) * kWarpLanes] =
         to_halves(weighted(accumulator(accumulators, i), scales, i));
   }
-  PartialRow* target = partial_rows(params, place);
-  const bool tells_state = is_row_writer(crew.thread());
-  const bool tells_scale = is_scale_writer(crew.thread());
-  const int scale = scale_of_warp(fresh_warp());
-#pragma unroll
-  for (int r = 0; r < kOwnRows; ++r) {
-    PartialRow& row = target[own_row(r)];
-    if (tells_state) {
-      row.reference = rows[r].reference;
-      row.sum = rows[r].sum;
-    }
-    if (tells_scale) row.scales[scale] = inverse_of_power(scales[r]);
-  }
+  store_states(partial_rows(params, place), crew, rows, scales);
 }
 
 // What a crew brings of other pieces, where query and tokens were: no item follows. First some rows
@@ -3283,18 +3224,20 @@ struct Adder {
   __device__ void rescale(int stage, u32 rescales) {
     const float* factors = &shared.rescale[stage][own_row(0)];
 #pragma unroll
-    for (int group = 0; group < kRowGroups; ++group) {
-      const bool has_left = (rescales >> group * 8 / kRowsOfWarp * 8 & 0xff) != 0;
-      float left[2] = {factors[group * 8], factors[group * 8 + 1]};
-      wgmma_keep(left);  // read one after another, and without a condition, for want of registers
-      const float2 factor = has_left ? make_float2(left[0], left[1]) : make_float2(1.0f, 1.0f);
+    for (int warp = 0; warp < kWarpsWithRows; ++warp) {
+      if (!__any_sync(~0u, (rescales >> warp * 8 & 0xff) != 0)) continue;
 #pragma unroll
-      for (int tile = 0; tile < kDimTiles; ++tile) {
-        float* of = accumulators[tile] + group * 4;
-        of[0] *= factor.x;
-        of[1] *= factor.y;
-        of[2] *= factor.x;
-        of[3] *= factor.y;
+      for (int half = 0; half < 2; ++half) {
+        const int group = warp * 2 + half;
+        const float2 factor = make_float2(factors[group * 8], factors[group * 8 + 1]);
+#pragma unroll
+        for (int tile = 0; tile < kDimTiles; ++tile) {
+          float* of = accumulators[tile] + group * 4;
+          of[0] *= factor.x;
+          of[1] *= factor.y;
+          of[2] *= factor.x;
+          of[3] *= factor.y;
+        }
       }
     }
   }

@@ -1188,6 +1188,20 @@ __device__ inline RowResult finish_row(float reference, float sum, float sink) {
   return {__fdividef(rescale, total), larger + __log2f(total)};
 }
 
+// What values of a row are multiplied by to be left as halves. Needs blocks/prelude.cuh.
+
+// The power of two that brings what is finite of a row, `largest` at the most, below 2^14: the
+// eleven bits of a half then tell more of a value than the output will. Both it and its inverse are
+// normal numbers.
+__device__ inline float half_scale(float largest) {
+  const int exponent = static_cast<int>(__float_as_uint(largest) >> 23) - 127;
+  return __uint_as_float(static_cast<u32>(127 + 13 - max(exponent, -100)) << 23);
+}
+
+__device__ inline float inverse_of_power(float power) {
+  return __uint_as_float((254u << 23) - __float_as_uint(power));
+}
+
 // What tells wgmma where an operand lies in shared memory: tiles of rows of 128 bytes, swizzled,
 // at multiples of 1024 bytes, or of 64 bytes at multiples of 512. PTX ISA, "Matrix Descriptor
 // Format". Needs ptx/mov.cuh.
@@ -1724,7 +1738,6 @@ struct SharedMemory {
   unsigned char tokens[kStages][kBlockBytes];
   unsigned char probabilities[kStages][kQueryTileBytes];
   unsigned char spare[kSpareBytes];  // room for merging
-  unsigned char staging[kConsumerWarps][kRows * sizeof(float)];  // what warps tell of their rows
   float query_scale[kRows];  // what the query in here has been divided by
   alignas(kChunkBytes) ScoredRow rows[kRows];  // of the item whose scores are computed
   float warp_rows[kScorerWarps][kRows];  // the maximum that each warp found for a row
@@ -1734,6 +1747,8 @@ struct SharedMemory {
   float block_units[kStages];  // and those of a block
   float row_reference[2][kRows];  // of an item, when all its scores are done
   float row_sum[2][kRows];
+  float row_scale[2][kRows];  // what its outputs are multiplied by to be left as halves
+  float row_units[2];  // of an item: what its outputs are in, and sums multiplied by
   UnlistedTokens unlisted[kStages];
   u32 rescales[kStages];  // whether a block multiplies those before it by others than 1
   Item items[2];
@@ -2337,6 +2352,7 @@ __device__ inline void load_items(const Params& params, ItemWalk& walk, const Pa
 // chosen, and times 448 it is below 65504. What is below 2^-14 units loses bits: nothing of a token
 // whose scale is 2^11 times smaller. The unit becomes larger when a block has a larger scale.
 constexpr float kMostUnits = 128.0f;
+constexpr float kLargestValue = kMostUnits * 448.0f;
 
 // How many units are 1, before there is a scale: what any may exceed.
 constexpr float kFirstUnits = 0x1p90f;
@@ -2585,64 +2601,32 @@ struct OwnRows {
   }
 };
 
-// What warps tell each other of their rows. Needs SharedMemory, accumulators.cuh,
-// roles/mla_hopper/row_state.cuh.
+// What is left of a row of a piece. Needs the consumers' kScales.
 
-// What a warp tells others of its rows, where it stages output at other times.
-__device__ inline float* told_of_rows(SharedMemory& shared, int warp) {
-  return reinterpret_cast<float*>(shared.staging[warp]);
+struct PartialRow {
+  float reference;  // log2 units
+  float sum;
+  float scales[kScales];  // what halves are multiplied by; later also by the piece's weight
+};
+
+// What is left of the rows of a piece, by one thread each: they are in shared memory. Needs
+// own_rows.cuh, roles/mla_hopper/half_scale.cuh, roles/mla_hopper/crew.cuh.
+
+__device__ inline void scales_of_rows(SharedMemory& shared, const Crew&, const Accumulators&,
+                                      const OwnRows& rows, float (&scales)[kOwnRows]) {
+#pragma unroll
+  for (int r = 0; r < kOwnRows; ++r) scales[r] = shared.row_scale[rows.slot][own_row(r)];
 }
 
-// Tells of the largest finite magnitude that this warp has of every row.
-__device__ inline void tell_largest(SharedMemory& shared, const Accumulators& accumulators) {
-#pragma unroll
-  for (int r = 0; r < kOwnRows; ++r) {
-    float own = 0.0f;
-#pragma unroll
-    for (int tile = 0; tile < kDimTiles; ++tile) {
-      const float* of = accumulators[tile] + r / 2 * 4 + r % 2;
-      own = fmaxf(own, fabsf(nan_unless_finite(of[0])));
-      own = fmaxf(own, fabsf(nan_unless_finite(of[2])));
-    }
-    own = maximum_of_lanes(own);
-    if (fresh_lane() < 4) told_of_rows(shared, fresh_warp())[own_row(r)] = own;
-  }
+__device__ inline void store_states(PartialRow* target, const Crew& crew, const OwnRows& rows,
+                                    const float (&)[kOwnRows]) {
+  const int row = crew.thread();
+  if (row >= kRows) return;
+  const RowState state = rows.state(row);
+  target[row] = {
+      state.reference, state.sum, {inverse_of_power(rows.shared.row_scale[rows.slot][row])}};
 }
-
-// Whether the thread of that index in its crew writes what there is of its rows: all warps have the
-// same.
-__device__ inline bool is_row_writer(int thread) { return thread < 4; }
-__device__ inline bool is_scale_writer(int thread) { return thread < 4; }
-
-// How large the values of a row are. Needs SharedMemory,
-// roles/mla_hopper_narrow/accumulators.cuh, roles/mla_hopper/crew.cuh,
-// roles/mla_hopper/row_state.cuh.
-
-// The largest finite magnitude of every row, in all warps of the crew. Every lane asks all warps
-// for some rows, and tells the others.
-__device__ inline void largest_of_rows(SharedMemory& shared, const Crew& crew,
-                                       const Accumulators& accumulators,
-                                       float (&largest)[kOwnRows]) {
-  tell_largest(shared, accumulators);
-  crew.sync();
-  constexpr int kRowsOfLane = ceil_div(kRows, kWarpLanes);
-  float found[kRowsOfLane];
-#pragma unroll
-  for (int i = 0; i < kRowsOfLane; ++i) {
-    const int row = (i * kWarpLanes + fresh_lane()) % kRows;
-    found[i] = 0.0f;
-#pragma unroll
-    for (int warp = 0; warp < kConsumerWarps; ++warp) {
-      const float told = told_of_rows(shared, warp)[row];
-      if (crew.has_warp(warp)) found[i] = fmaxf(found[i], told);
-    }
-  }
-  __syncwarp();
-#pragma unroll
-  for (int r = 0; r < kOwnRows; ++r) {
-    largest[r] = __shfl_sync(~0u, found[r / 2 * 8 / kWarpLanes], own_row(r) % kWarpLanes);
-  }
-}
+static_assert(kScales == 1 && kRows <= kConsumerThreads / 2, "a crew has a thread for each row");
 
 // Online softmax of the scorer, over the rows of S^T. Needs SharedMemory, scales.cuh,
 // roles/mla_hopper_narrow/accumulators.cuh, blocks/swizzle.cuh, ptx/barrier.cuh, ptx/cvt.cuh,
@@ -2807,6 +2791,7 @@ struct Softmax {
     if (row < kRows) {
       shared.row_reference[slot][row] = shared.rows[row].reference - log2_of_power(units);
     }
+    if (row == 0) shared.row_units[slot] = units;
     __syncwarp();
     if (fresh_lane() == 0) arrive_at(shared.rows_full[slot]);
   }
@@ -3074,7 +3059,8 @@ __device__ inline void decode_values(Values& values, const StoredValues& stored,
 }
 
 // Sums of the probabilities of rows, by the consumers, who have time for it: every thread has some
-// of a row's tokens. Needs SharedMemory, blocks/swizzle.cuh, ptx/cvt.cuh.
+// of a row's tokens. Needs SharedMemory, scales.cuh, roles/mla_hopper/half_scale.cuh,
+// blocks/swizzle.cuh, ptx/cvt.cuh.
 
 constexpr int kSummersOfRow = kConsumerThreads / kRows;
 constexpr int kSummedBytes = kTileRowBytes / kSummersOfRow;  // of a block's row
@@ -3116,7 +3102,11 @@ struct RowSum {
     for (int lanes = 1; lanes < kSummersOfRow; lanes *= 2) {
       sum += __shfl_xor_sync(~0u, sum, lanes);
     }
-    if (fresh_thread() % kSummersOfRow == 0) shared.row_sum[slot][row()] = sum;
+    if (fresh_thread() % kSummersOfRow != 0) return;
+    shared.row_sum[slot][row()] = sum;
+    // A row adds up values by its probabilities.
+    const float largest = sum * inverse_of_power(shared.row_units[slot]) * kLargestValue;
+    shared.row_scale[slot][row()] = half_scale(largest);
   }
 };
 
@@ -3280,9 +3270,10 @@ __device__ inline void restore_nonfinite(const Params& params, const Item& item,
 }
 
 // The pieces of a unit: how they are left in the workspace, brought from there, and two of them
-// added. Needs SharedMemory, Item, row_state.cuh, crew.cuh, blocks/fresh_thread.cuh,
-// ptx/barrier.cuh, ptx/cp_async.cuh, ptx/cvt.cuh, ptx/ld.cuh, ptx/red.cuh; and from the consumers
-// Accumulators, OwnRows, with the rows each belongs to, their tasks, and largest_of_rows.
+// added. Needs SharedMemory, Item, row_state.cuh, partial_row.cuh, crew.cuh,
+// blocks/fresh_thread.cuh, ptx/barrier.cuh, ptx/cp_async.cuh, ptx/cvt.cuh, ptx/ld.cuh, ptx/red.cuh;
+// and from the consumers Accumulators, OwnRows, with the rows each belongs to, their tasks,
+// scales_of_rows and store_states.
 
 // A task is one float4 of every thread of a warp. A piece is left in the workspace task by task, as
 // four halves a thread, for what is written and read is what merging costs; and each row's state.
@@ -3292,12 +3283,6 @@ constexpr int kTaskBytes = kWarpLanes * sizeof(uint2);
 
 __device__ inline int first_place(int block) { return block * 2; }
 __device__ inline int last_place(int block) { return block * 2 + 1; }
-
-struct PartialRow {
-  float reference;  // log2 units
-  float sum;
-  float scales[kScales];  // what halves are multiplied by; later also by the piece's weight
-};
 
 __device__ inline uint2* partial_values(const Params& params, int place) {
   return reinterpret_cast<uint2*>(params.partial_out) +
@@ -3363,45 +3348,19 @@ __device__ inline void await(const Params& params, const Item& item, const Crew&
   crew.sync();
 }
 
-// The power of two that brings what is finite of a row, `largest` at the most, below 2^14: the
-// eleven bits of a half then tell more of a value than the output will. Both it and its inverse are
-// normal numbers.
-__device__ inline float half_scale(float largest) {
-  const int exponent = static_cast<int>(__float_as_uint(largest) >> 23) - 127;
-  return __uint_as_float(static_cast<u32>(127 + 13 - max(exponent, -100)) << 23);
-}
-
-__device__ inline float inverse_of_power(float power) {
-  return __uint_as_float((254u << 23) - __float_as_uint(power));
-}
-
 // By the threads of a crew.
 __device__ inline void store_partial(const Params& params, SharedMemory& shared, const Crew& crew,
                                      int place, const Accumulators& accumulators,
                                      const OwnRows& rows) {
   float scales[kOwnRows];
-  largest_of_rows(shared, crew, accumulators, scales);
-#pragma unroll
-  for (int r = 0; r < kOwnRows; ++r) scales[r] = half_scale(scales[r]);
+  scales_of_rows(shared, crew, accumulators, rows, scales);
   uint2* values = partial_values(params, place) + own_values();
 #pragma unroll
   for (int i = 0; i < kAccumulators; ++i) {
     values[task_offset(i) * kWarpLanes] =
         to_halves(weighted(accumulator(accumulators, i), scales, i));
   }
-  PartialRow* target = partial_rows(params, place);
-  const bool tells_state = is_row_writer(crew.thread());
-  const bool tells_scale = is_scale_writer(crew.thread());
-  const int scale = scale_of_warp(fresh_warp());
-#pragma unroll
-  for (int r = 0; r < kOwnRows; ++r) {
-    PartialRow& row = target[own_row(r)];
-    if (tells_state) {
-      row.reference = rows[r].reference;
-      row.sum = rows[r].sum;
-    }
-    if (tells_scale) row.scales[scale] = inverse_of_power(scales[r]);
-  }
+  store_states(partial_rows(params, place), crew, rows, scales);
 }
 
 // What a crew brings of other pieces, where query and tokens were: no item follows. First some rows

@@ -1,0 +1,18 @@
+// What is left of the rows of a piece, by one thread each: they are in shared memory. Needs
+// own_rows.cuh, roles/mla_hopper/half_scale.cuh, roles/mla_hopper/crew.cuh.
+
+__device__ inline void scales_of_rows(SharedMemory& shared, const Crew&, const Accumulators&,
+                                      const OwnRows& rows, float (&scales)[kOwnRows]) {
+#pragma unroll
+  for (int r = 0; r < kOwnRows; ++r) scales[r] = shared.row_scale[rows.slot][own_row(r)];
+}
+
+__device__ inline void store_states(PartialRow* target, const Crew& crew, const OwnRows& rows,
+                                    const float (&)[kOwnRows]) {
+  const int row = crew.thread();
+  if (row >= kRows) return;
+  const RowState state = rows.state(row);
+  target[row] = {
+      state.reference, state.sum, {inverse_of_power(rows.shared.row_scale[rows.slot][row])}};
+}
+static_assert(kScales == 1 && kRows <= kConsumerThreads / 2, "a crew has a thread for each row");
