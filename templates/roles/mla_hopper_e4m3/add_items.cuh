@@ -27,15 +27,8 @@ struct Adder {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int group = warp * 2 + half;
-        const float2 factor = make_float2(factors[group * 8], factors[group * 8 + 1]);
-#pragma unroll
-        for (int tile = 0; tile < kDimTiles; ++tile) {
-          float* of = accumulators[tile] + group * 4;
-          of[0] *= factor.x;
-          of[1] *= factor.y;
-          of[2] *= factor.x;
-          of[3] *= factor.y;
-        }
+        multiply_group(accumulators, group,
+                       make_float2(factors[group * 8], factors[group * 8 + 1]));
       }
     }
   }

@@ -1,5 +1,5 @@
 // Online softmax of the scorer. Needs multiply.cuh, ptx/add.cuh, ptx/cvt.cuh, ptx/ex2.cuh,
-// blocks/e4m3.cuh.j2, blocks/row_reductions.cuh.
+// ptx/mov.cuh, blocks/e4m3.cuh.j2, blocks/row_reductions.cuh.
 
 // A thread has two rows of the scores, g and g + 8 of its warp's with g = lane / 4; four lanes
 // share a row. A word of probabilities holds four tokens of 16, in the order in which values come

@@ -27,14 +27,7 @@ struct Adder {
     for (int group = 0; group < kRowGroups; ++group) {
       const float2 factor =
           *reinterpret_cast<const float2*>(&shared.rescale[stage][own_row(group * 2)]);
-#pragma unroll
-      for (int tile = 0; tile < kDimTiles; ++tile) {
-        float* of = accumulators[tile] + group * 4;
-        of[0] *= factor.x;
-        of[1] *= factor.y;
-        of[2] *= factor.x;
-        of[3] *= factor.y;
-      }
+      multiply_group(accumulators, group, factor);
     }
   }
 

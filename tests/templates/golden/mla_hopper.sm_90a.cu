@@ -1955,6 +1955,18 @@ __device__ inline void set_accumulator(Accumulators& accumulators, int i, float4
   of[3] = value.w;
 }
 
+// Multiplies a group of eight rows, of which a thread has two.
+__device__ inline void multiply_group(Accumulators& accumulators, int group, float2 factor) {
+#pragma unroll
+  for (int tile = 0; tile < kDimTiles; ++tile) {
+    float* of = accumulators[tile] + group * 4;
+    of[0] *= factor.x;
+    of[1] *= factor.y;
+    of[2] *= factor.x;
+    of[3] *= factor.y;
+  }
+}
+
 // Float4 `i` holds two rows of each of its two dims.
 __device__ inline float4 weighted(float4 value, const float (&weights)[kOwnRows], int i) {
   const float a = weights[i % kRowGroups * 2];

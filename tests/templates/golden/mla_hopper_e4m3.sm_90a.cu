@@ -2047,7 +2047,7 @@ struct ScoreSteps {
 };
 
 // Online softmax of the scorer. Needs multiply.cuh, ptx/add.cuh, ptx/cvt.cuh, ptx/ex2.cuh,
-// blocks/e4m3.cuh.j2, blocks/row_reductions.cuh.
+// ptx/mov.cuh, blocks/e4m3.cuh.j2, blocks/row_reductions.cuh.
 
 // A thread has two rows of the scores, g and g + 8 of its warp's with g = lane / 4; four lanes
 // share a row. A word of probabilities holds four tokens of 16, in the order in which values come
@@ -2445,6 +2445,18 @@ __device__ inline void set_accumulator(Accumulators& accumulators, int i, float4
   of[1] = value.y;
   of[2] = value.z;
   of[3] = value.w;
+}
+
+// Multiplies a group of eight rows, of which a thread has two.
+__device__ inline void multiply_group(Accumulators& accumulators, int group, float2 factor) {
+#pragma unroll
+  for (int tile = 0; tile < kDimTiles; ++tile) {
+    float* of = accumulators[tile] + group * 4;
+    of[0] *= factor.x;
+    of[1] *= factor.y;
+    of[2] *= factor.x;
+    of[3] *= factor.y;
+  }
 }
 
 // Float4 `i` holds two rows of each of its two dims.
@@ -3229,15 +3241,8 @@ struct Adder {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int group = warp * 2 + half;
-        const float2 factor = make_float2(factors[group * 8], factors[group * 8 + 1]);
-#pragma unroll
-        for (int tile = 0; tile < kDimTiles; ++tile) {
-          float* of = accumulators[tile] + group * 4;
-          of[0] *= factor.x;
-          of[1] *= factor.y;
-          of[2] *= factor.x;
-          of[3] *= factor.y;
-        }
+        multiply_group(accumulators, group,
+                       make_float2(factors[group * 8], factors[group * 8 + 1]));
       }
     }
   }
