@@ -44,6 +44,9 @@ def given(kind: str, name: str, sm_count: int = 1, **facts: Any) -> Emulated:
 
 
 PACKED = "bf16 over packed656"
+# So many that a thread counts the work of several; most have none.
+MANY = tuple((i % 50 == 7) * (65 + i % 3 * 64) for i in range(1030))
+MANY_Q = tuple((i % 50 == 7) * (1 + i % 2 * 30) for i in range(1030))
 CASES = [
     given("bf16", "64 rows", heads=64, seq_lens=(300, 17, 0)),
     given("bf16", "16 rows", heads=7, seq_lens=(300, 0, 129), page_size=48),
@@ -66,6 +69,8 @@ CASES = [
     given(
         PACKED, "large scores, lists", heads=64, top_k=190, seq_lens=(300, 70), query_magnitude=10.0
     ),
+    given("e4m3", "more requests than threads", 5, heads=7, seq_lens=MANY),
+    given("e4m3", "more ragged requests than threads", 3, heads=3, seq_lens=MANY, q_lens=MANY_Q),
     given("bf16 over e4m3", "very large scores", heads=7, seq_lens=(300,), query_magnitude=100.0),
     given(PACKED, "many pieces, 64 rows", 5, heads=64, top_k=500, seq_lens=(600, 300)),
     given(PACKED, "many pieces, 16 rows", 6, heads=16, seq_lens=(900, 70), page_size=3),

@@ -87,6 +87,11 @@ static void give_way() {
   if (_setjmp(fibers[current].place) == 0) _longjmp(scheduler, 1);
 }
 
+static void end_thread() {
+  fibers[current].is_done = true;
+  _longjmp(scheduler, 1);
+}
+
 template <typename Condition>
 static void wait_until(Condition is_true) {
   while (!is_true()) give_way();

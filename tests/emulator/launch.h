@@ -4,8 +4,7 @@ static const Params* launched_params;
 
 static void run_thread() {
   EMULATED(*launched_params);
-  fibers[current].is_done = true;
-  _longjmp(scheduler, 1);
+  end_thread();
 }
 
 static void run_warp(int warp) {

@@ -24,6 +24,10 @@ static u64 mov_b64(u32 low, u32 high) { return static_cast<u64>(high) << 32 | lo
 static void mov_b32(u32&) {}
 static u32 mov_tid_x() { return threadIdx.x; }
 
+static void exit_if(u32 word) {
+  if (word != 0) end_thread();
+}
+
 static u32 any_of_barrier[16];
 static u32 barrier_red_or(int barrier, int threads, u32 value) {
   any_of_barrier[barrier] |= value != 0;

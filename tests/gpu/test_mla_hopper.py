@@ -84,6 +84,20 @@ def test_both_kernels_are_right(
     assert kernels == [FAMILIES[dtype], MlaDecodeSpec]
 
 
+@pytest.mark.parametrize("dtype", FAMILIES, ids=str)
+@pytest.mark.parametrize("heads", [16, 128])
+def test_a_thread_counts_the_work_of_several_requests(heads: int, dtype: torch.dtype) -> None:
+    """More requests than a block has threads, some empty, and some without a query."""
+    requests = range(1100)
+    lens = tuple(37 * i % 251 for i in requests)
+    case = MlaCase(name="", seq_lens=lens, heads=heads, dtype=dtype, with_sinks=True)
+    ragged = replace(case, q_lens=tuple((i % 7 > 0) + (i % 5 == 0) for i in requests))
+    for each in (case, ragged):
+        problem = each.build("cuda")
+
+        problem.check(*compute(problem))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, E4M3], ids=str)
 @pytest.mark.parametrize("heads", [16, 128])
 def test_without_a_page_there_is_nothing_to_see(heads: int, dtype: torch.dtype) -> None:

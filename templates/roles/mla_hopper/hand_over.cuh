@@ -17,7 +17,7 @@ __device__ inline void finish_query(const Barrier& full) {
   cp_async_wait_group<0>();
   fence_proxy_async();
   __syncwarp();
-  if (lane_index() == 0) arrive_at(full);
+  if (fresh_lane() == 0) arrive_at(full);
 }
 
 // Consumers bring the first query themselves: nothing can begin without it.
@@ -26,23 +26,23 @@ __device__ inline void begin_first_query(const Params& params, const Part& part,
   begin_query(params, part, shared, static_cast<int>(threadIdx.x), kConsumerThreads);
 }
 
-// Goes on from an item; where to is in shared memory meanwhile, for a scheduler has few registers.
-__device__ inline void leave_item(ItemWalk& walk, SharedMemory& shared) {
-  walk.advance();
+// Keeps in shared memory where the walk is, for a scheduler has few registers.
+__device__ inline void leave_item(const ItemWalk& walk, SharedMemory& shared) {
   __syncwarp();
-  if (lane_index() == 0) shared.scratch.next = walk;
+  if (fresh_lane() == 0) shared.scratch.now = walk;
   __syncwarp();
 }
 
-__device__ inline void take_next_item(const Params& params, int member, u32 count,
-                                      SharedMemory& shared) {
-  ItemWalk walk(params, shared.scratch.span, member, shared.scratch.next);
-  const Part part = walk.find();
+// Makes the item that `count` have preceded; the walk stays at the first, where it is left.
+__device__ inline void make_item(const Params& params, int member, u32 count,
+                                 SharedMemory& shared) {
+  ItemWalk walk(params, shared.scratch.span, member, shared.scratch.now);
+  const Part part = walk.next(count == 0);
   Item& item = shared.items[item_slot(count)];
   if (part.request >= 0) {
     walk.fill(item, part, count);
     leave_item(walk, shared);
-  } else if (lane_index() == 0) {
+  } else if (fresh_lane() == 0) {
     item.request = -1;
   }
   __syncwarp();
@@ -51,7 +51,7 @@ __device__ inline void take_next_item(const Params& params, int member, u32 coun
 // For those who load: done with the item that `count` have preceded; what the next is about.
 __device__ inline Part next_part(SharedMemory& shared, u32& count) {
   __syncwarp();  // all lanes have read it
-  if (lane_index() == 0) arrive_at(shared.item_empty[item_slot(count)]);
+  if (fresh_lane() == 0) arrive_at(shared.item_empty[item_slot(count)]);
   ++count;
   wait_for(shared.item_full[item_slot(count)], item_parity(count));
   return shared.items[item_slot(count)];

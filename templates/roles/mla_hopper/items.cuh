@@ -15,13 +15,18 @@ struct Pieces {
   bool end_span;
 };
 
-// The first span that begins at or after a position.
+// The first span that begins at or after a position: the least whose product with the line's length
+// is no less than the position's with the spans. A quotient in floats is one too many or too few at
+// the most, and ten times as short as a division of 64 bits.
 __device__ inline int span_from(int position, const Span& span) {
-  const u64 dividend = static_cast<u64>(position) * span.spans + span.total - 1;
-  const u32 divisor = static_cast<u32>(span.total);
-  // Division of 64 bits takes five times as long.
-  if (dividend >> 32 == 0) return static_cast<int>(static_cast<u32>(dividend) / divisor);
-  return static_cast<int>(dividend / divisor);
+  const i64 wanted = static_cast<i64>(position) * span.spans;
+  const float share = __fdividef(static_cast<float>(span.spans), static_cast<float>(span.total));
+  int index = __float2int_rz(static_cast<float>(position) * share) - 1;
+#pragma unroll
+  for (int step = 0; step < 3; ++step) {
+    if (static_cast<i64>(index) * span.total < wanted) ++index;
+  }
+  return index;
 }
 
 __device__ inline Pieces pieces_of(int unit_begin, int blocks, const Span& span) {
@@ -44,6 +49,7 @@ struct Part {
   int blocks;  // of tokens, that this piece computes
   int visible_to_any;  // tokens that some row of the tile sees
 };
+constexpr Part kNoPart = {0, -1, 0, 0, 0, 0, 0};
 
 // One piece of a unit, for one member of the team, as all its warps need it.
 struct Item : Part {
@@ -77,30 +83,47 @@ struct ItemWalk : WalkState {
     } while (facts.groups == 0);
   }
 
-  // Goes to the next item, if it is not at one; its request is minus one if there is none.
-  __device__ Part find() {
+  // The item that it is at; its request is minus one if it is at none.
+  __device__ Part here() const {
+    const int first = first_block();
+    const int last = last_block();
+    const bool is_here = facts.blocks == 0 ? span.begin <= unit_begin : first < last;
+    const int first_row = (group * params.team_size + member) * kRows;
+    if (!is_here || first_row >= facts.rows) return kNoPart;
+    const int rows = min(facts.rows - first_row, kRows);
+    const int visible_to_any = visible_tokens(first_row + rows - 1);
+    const int seen_blocks = static_cast<u32>(visible_to_any + kBlockTokens - 1) / kBlockTokens;
+    const int blocks = max(min(last, seen_blocks) - first, 0);
+    return {facts.first_query, request, first_row, rows, first, blocks, visible_to_any};
+  }
+
+  // Goes to the next item, or, if it `stays`, to none; its request is minus one if there is none.
+  __device__ Part next(bool stays) {
+    Part part;
 #pragma unroll 1
-    for (; request < params.requests && unit_begin < span.end; advance()) {
-      const int first = first_block();
-      const int last = last_block();
-      const bool is_here = facts.blocks == 0 ? span.begin <= unit_begin : first < last;
-      const int first_row = (group * params.team_size + member) * kRows;
-      if (!is_here || first_row >= facts.rows) continue;
-      const int rows = min(facts.rows - first_row, kRows);
-      const int visible_to_any = visible_tokens(first_row + rows - 1);
-      const int seen_blocks = ceil_div(visible_to_any, kBlockTokens);
-      const int blocks = max(min(last, seen_blocks) - first, 0);
-      return {facts.first_query, request, first_row, rows, first, blocks, visible_to_any};
-    }
-    return {0, -1, 0, 0, 0, 0, 0};
+    do {
+      if (!stays) advance();
+      stays = false;
+      if (request >= params.requests || unit_begin >= span.end) return kNoPart;
+      part = here();
+    } while (part.request < 0);
+    return part;
+  }
+
+  // The first item, from the unit on that the span begins in.
+  __device__ Part first() {
+    u32 stays = 1;
+    mov_b32(stays);  // else compilers write the first turn apart
+    return next(stays != 0);
   }
 
   // All of the item that it is at, and that `part` is of.
   __device__ void fill(Item& item, const Part& part, u32 count) const {
-    for (int row = lane_index(); row < kRows; row += kWarpLanes) {
+#pragma unroll 1
+    for (int row = fresh_lane(); row < kRows; row += kWarpLanes) {
       item.row_visible[row] = row < part.rows ? visible_tokens(part.first_row + row) : 0;
     }
-    if (lane_index() != 0) return;
+    if (fresh_lane() != 0) return;
     static_cast<Part&>(item) = part;
     Pieces pieces = {1, span.index, true};
     if (first_block() > 0 || last_block() < facts.blocks) {
@@ -127,7 +150,8 @@ struct ItemWalk : WalkState {
   // How many tokens a row of the request sees: all up to its own position, or all.
   __device__ int visible_tokens(int row) const {
     const bool is_prefix = params.is_causal && facts.q_len > 1;
-    const int later = is_prefix ? facts.q_len - 1 - row / params.heads : 0;
+    const u32 token = static_cast<u32>(row) / static_cast<u32>(params.heads);
+    const int later = is_prefix ? facts.q_len - 1 - static_cast<int>(token) : 0;
     return max(facts.kv_len - later, 0);
   }
 

@@ -50,18 +50,18 @@ __device__ inline void merge_rows(const Params& params, const Item& item, const 
     const int step = threads * room.rows;
     const int count = (room.pieces - first + threads - 1) >> log2_threads;
     float reference = -kLargest;
-#pragma unroll 2
+#pragma unroll 1
     for (int i = 0; i < count; ++i) reference = fmaxf(reference, states[i * step].reference);
     reference = join_lanes(reference, threads, [](float a, float b) { return fmaxf(a, b); });
     float sum = 0.0f;
-#pragma unroll 2
+#pragma unroll 1
     for (int i = 0; i < count; ++i) {
       sum += states[i * step].sum * ex2_approx(states[i * step].reference - reference);
     }
     sum = join_lanes(sum, threads, [](float a, float b) { return a + b; });
     const RowResult result = result_of(params, item, row, {reference, sum});
     const float factor = result.factor * output_scale(params);
-#pragma unroll 2
+#pragma unroll 1
     for (int i = 0; i < count; ++i) {
       PartialRow& state = states[i * step];
       const float weight = factor * ex2_approx(state.reference - reference);

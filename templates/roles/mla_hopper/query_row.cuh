@@ -8,9 +8,9 @@ struct QueryRow {
 };
 
 __device__ inline QueryRow query_row(const Params& params, const Part& part, int row, bool is_row) {
-  const int packed_row = is_row ? part.first_row + row : 0;
+  const u32 packed_row = is_row ? part.first_row + row : 0;
+  const u32 heads = params.heads;
   // Mostly there is one token, and division takes long.
-  const int token = packed_row < params.heads ? 0 : packed_row / params.heads;
-  const int head = packed_row - token * params.heads;
-  return {is_row ? part.first_query + token : 0, head};
+  const u32 token = packed_row < heads ? 0 : packed_row / heads;
+  return {is_row ? part.first_query + token : 0, static_cast<int>(packed_row - token * heads)};
 }

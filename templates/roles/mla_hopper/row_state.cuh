@@ -18,7 +18,7 @@ __device__ inline RowResult result_of(const Params& params, const Item& item, in
                                       RowState state) {
   const float sink = params.sinks == nullptr || row >= item.rows
                          ? -kInfinity
-                         : params.sinks[(item.first_row + row) % params.heads];
+                         : params.sinks[static_cast<u32>(item.first_row + row) % params.heads];
   return finish_row(state.reference, state.sum, sink);
 }
 

@@ -9,23 +9,21 @@ __device__ inline void make_item_barriers(const SharedMemory& shared) {
   make_item_barriers(shared, kSchedulerWarps, kItemReaders, kSchedulerWarps);
 }
 
-// `walk` is at the first item.
-__device__ inline void schedule(const Params& params, ItemWalk& walk, const Part& first,
-                                SharedMemory& shared) {
+// `walk` is at the first item, whose query consumers bring.
+__device__ inline void schedule(const Params& params, const ItemWalk& walk, SharedMemory& shared) {
   const bool walks = warp_index() == kConsumerWarps + 1;  // one of the warps
-  if (walks) walk.fill(shared.items[0], first, 0);
-  __syncwarp();
-  if (lane_index() == 0) arrive_at(shared.item_full[0]);
   const int member = walk.member;
   if (walks) leave_item(walk, shared);
   const int thread = static_cast<int>(threadIdx.x) % 128 - kWarpLanes;
-  for (u32 count = 1;; ++count) {
+#pragma unroll 1
+  for (u32 count = 0;; ++count) {
     const Item& item = shared.items[item_slot(count)];
     wait_for(shared.item_empty[item_slot(count)], item_parity(count) ^ 1);
-    if (walks) take_next_item(params, member, count, shared);
+    if (walks) make_item(params, member, count, shared);
     barrier_sync(kSchedulerBarrier, kSchedulerThreads);
     if (lane_index() == 0) arrive_at(shared.item_full[item_slot(count)]);
     if (item.request < 0) return;
+    if (count == 0) continue;
     wait_for(shared.query_empty, query_parity(count) ^ 1);
     begin_query(params, item, shared, thread, kSchedulerThreads);
     finish_query(shared.query_full);

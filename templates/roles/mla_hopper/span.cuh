@@ -1,6 +1,5 @@
 // How the work of a call is divided among the blocks of the grid: each finds its own part. Needs
-// Params, blocks/query_offsets.cuh, roles/mla_hopper/constants; of requests length_of and
-// tokens_of.
+// Params, roles/mla_hopper/constants; of requests length_of and tokens_of.
 
 // The tiles of rows of a request are taken in groups, one tile for each member of a team: blocks
 // that are neighbours and read the same tokens. A unit is a request and a group. All units in a row
@@ -18,7 +17,7 @@ constexpr int kMostSpans = 144;  // of so many pieces there is room for what is 
 
 struct RequestFacts {
   i64 first_query;  // index of the request's first query token among all
-  int q_len;
+  int q_len;  // minus one where they end before they begin
   int rows;  // none where the request's queries are not inside the tensor
   int kv_len;
   int blocks;  // of tokens
@@ -26,29 +25,28 @@ struct RequestFacts {
 };
 
 // A number of members as teams, of four members at the most: by constants, for a division takes
-// long.
-__device__ inline int in_teams(const Params& params, int members) {
-  if (params.team_size == 1) return members;
-  if (params.team_size == 2) return members / 2;
-  return params.team_size == 3 ? members / 3 : members / 4;
+// long, and without branches.
+__device__ inline int in_teams(const Params& params, u32 members) {
+  return static_cast<int>(params.team_size == 3 ? members / 3 : members >> params.team_size / 2);
 }
 
 // `length` is what length_of has for the request.
 __device__ inline RequestFacts facts_of_request(const Params& params, int request, int length) {
   RequestFacts facts;
-  i64 q_len = params.q_len;
-  facts.first_query = request * q_len;
+  facts.q_len = params.q_len;
+  facts.first_query = static_cast<i64>(request) * params.q_len;
+  bool is_inside = true;
   if (params.cum_seq_lens_q != nullptr) {
     facts.first_query = params.cum_seq_lens_q[request];
-    q_len = params.cum_seq_lens_q[request + 1] - facts.first_query;
+    const i64 end = params.cum_seq_lens_q[request + 1];
+    facts.q_len = static_cast<int>(max(end - facts.first_query, static_cast<i64>(-1)));
+    is_inside = 0 <= facts.first_query && facts.first_query <= end &&
+                end * params.heads <= params.total_rows;
   }
-  const bool is_inside = facts.first_query >= 0 && q_len >= 0 &&
-                         (facts.first_query + q_len) * params.heads <= params.total_rows;
-  facts.q_len = static_cast<int>(q_len);
   facts.rows = is_inside ? facts.q_len * params.heads : 0;
   facts.kv_len = tokens_of(params, request, length);
-  facts.blocks = ceil_div(facts.kv_len, kBlockTokens);
-  const int tiles = ceil_div(facts.rows, kRows);
+  facts.blocks = static_cast<u32>(facts.kv_len + kBlockTokens - 1) / kBlockTokens;
+  const u32 tiles = static_cast<u32>(facts.rows + kRows - 1) / kRows;
   facts.groups = in_teams(params, tiles + params.team_size - 1);
   return facts;
 }
@@ -89,8 +87,8 @@ struct WalkState {
 struct SpanScratch {
   WarpRequests warps[kThreads / kWarpLanes];
   Span span;
-  WalkState first;  // at the unit that the span begins in
-  WalkState next;  // at the one that comes next
+  WalkState first;  // at the unit that the span begins in, or before it
+  WalkState now;  // at the item that was handed on last
 };
 
 __device__ inline int line_length(const RequestFacts& facts, int unit_cost) {
@@ -140,19 +138,23 @@ __device__ inline bool find_span(const Params& params, int team, int length, Spa
   const int each = requests_of_thread(params);
   const int first = static_cast<int>(threadIdx.x) * each;
   const int last = min(first + each, params.requests);
-  RequestFacts facts = facts_of_request(params, own_request(params), length);
-  int blocks = facts.blocks;
-  int groups = facts.groups;
+  const int end = own_request(params);
+  RequestFacts facts;  // in the end of the first
+  int blocks = 0;
+  int groups = 0;
+  int own = 0;
   bool is_uniform = true;
-  bool is_unsound = goes_back(params, own_request(params));
-  int own = first < last ? line_length(facts, kUnitCost) : 0;
+  bool is_unsound = false;
 #pragma unroll 1
-  for (int request = first + 1; request < last; ++request) {
-    const RequestFacts more = facts_of_request(params, request);
-    is_uniform &= more.blocks == blocks && more.groups == groups;
-    is_unsound |= goes_back(params, request);
-    own += line_length(more, kUnitCost);
+  for (int request = last - 1; request >= end; --request) {
+    facts = facts_of_request(params, request, request == end ? length : length_of(params, request));
+    is_uniform &= request == last - 1 || (facts.blocks == blocks && facts.groups == groups);
+    is_unsound |= facts.q_len < 0;
+    blocks = facts.blocks;
+    groups = facts.groups;
+    own += line_length(facts, kUnitCost);
   }
+  if (first >= last) own = 0;
   // All lanes take part in both.
   const int lane_0_blocks = __shfl_sync(~0u, blocks, 0);
   const int lane_0_groups = __shfl_sync(~0u, groups, 0);
@@ -200,20 +202,15 @@ __device__ inline bool find_span(const Params& params, int team, int length, Spa
   const int rest = total - whole * spans;
   const int span_begin = beginning_of(index, whole, rest, spans);
   if (begin <= span_begin && span_begin < begin + own) {
-    int request = first;
-    // With one request a thread, its facts are at hand.
-#pragma unroll 1
-    while (each > 1) {
-      facts = facts_of_request(params, request);
-      if (span_begin < begin + line_length(facts, unit_cost)) break;
-      begin += line_length(facts, unit_cost);
-      ++request;
-    }
     const int unit = facts.blocks + unit_cost;
-    const int group = facts.groups == 1 ? 0 : (span_begin - begin) / unit;
+    // It may begin in a later one of the thread's requests, to which the walk comes.
+    int group = 0;
+    if (facts.groups != 1) {
+      group = min(static_cast<int>(static_cast<u32>(span_begin - begin) / unit), facts.groups - 1);
+    }
     const int span_end = beginning_of(index + 1, whole, rest, spans);
     scratch.span = {total, spans, index, unit_cost, span_begin, span_end};
-    scratch.first = {facts, request, group, begin + group * unit};
+    scratch.first = {facts, first, group, begin + group * unit};
   }
   __syncthreads();
   return true;

@@ -1,6 +1,6 @@
 // Leaves what consumers have of an item where it belongs: in the output, or in the workspace to be
 // merged. Needs fold_piece.cuh, merge_slices.cuh, restore_nonfinite.cuh, and from the consumers
-// store_rows, nonfinite_flag.
+// store_rows, nonfinite_flag; ptx/exit.cuh.
 
 __device__ inline void store_piece(const Params& params, const Item& item, SharedMemory& shared,
                                    const Crew& crew, const Accumulators& accumulators,
@@ -41,7 +41,10 @@ __device__ inline void store_item(const Params& params, const Item& item, Shared
   } else {
     store_piece(params, item, shared, crew, accumulators, rows);
     announce(params, item, crew);
-    if (item.pieces > 2 && item.piece < item.mergers) merge_slices(params, item, shared);
+    if (item.pieces > 2 && item.piece < item.mergers) {
+      merge_slices(params, item, shared);
+      exit_if(item.pieces);  // nothing follows in this block
+    }
   }
   barrier_sync(kConsumerBarrier, kConsumerThreads);
   if (fresh_thread() == 0) nonfinite_flag(shared, item) = 0;

@@ -55,9 +55,8 @@ struct Adder {
     wgmma_keep(accumulators[tile]);  // added here, not when all sums have come
   }
 
-  // `values` are those of tile 0; `left` blocks of the item are.
-  template <bool kHides>
-  __device__ void add_block(const ValueRows& rows, Values& values, u32 probabilities, int left) {
+  // `values` are those of tile 0.
+  __device__ void add_block(const ValueRows& rows, Values& values, u32 probabilities) {
     BlockSum sum;
 #pragma unroll
     for (int tile = 0; tile < kDimTiles; ++tile) {
@@ -65,32 +64,41 @@ struct Adder {
         add_sum(sum, tile - 1);
         rows.load(values, tile);
       }
-      if constexpr (kHides) clear_values(values, left);
       begin_tile(values, probabilities, sum);
     }
     add_sum(sum, kDimTiles - 1);
   }
 
-  __device__ void clear_values(Values& values, int left) {
+  // Of the block that is the first of the `left` that are left of the item.
+  __device__ void clear_values(const ValueRows& rows, int left) {
     const int first_token = (item.first_block + item.blocks - left) * kBlockTokens;
     const int first = item.visible_to_all - first_token;
-    if (clear_nan(values, first, item.visible_to_any - first_token))
+    if (rows.clear_nan(shared, first, item.visible_to_any - first_token)) {
       nonfinite_flag(shared, item) = 1;
+    }
+    fence_proxy_async();  // tokens are copied to the same place
+    __syncwarp();
   }
 
-  template <bool kHides>
-  __device__ void take_block(u32& taken, u32 end) {
+  // From block number `hiding` on, some row does not see all tokens.
+  __device__ void take_block(u32& taken, u32 hiding, u32 end) {
     const int stage = block_stage(taken);
-    // The first values are in registers when probabilities come.
-    wait_for(shared.tokens_full[stage], block_parity(taken));
+    const u32 parity = block_parity(taken);
+    wait_for(shared.tokens_full[stage], parity);
     const u32 address = shared_address(shared.tokens[0]) + stage * kBlockBytes;
     const ValueRows rows(address);
     Values values;
+    // The first values are in registers when probabilities come. Once they have, nobody needs the
+    // tokens as they are.
     rows.load(values, 0);
-    wait_for(shared.probabilities_full[stage], block_parity(taken));
+    wait_for(shared.probabilities_full[stage], parity);
+    if (__any_sync(~0u, taken >= hiding)) {
+      clear_values(rows, end - taken);
+      rows.load(values, 0);
+    }
     const u32 rescales = shared.rescales[stage];
     if (__any_sync(~0u, rescales != 0)) rescale(stage, rescales);
-    add_block<kHides>(rows, values, operand_at(address + kProbabilitiesOffset), end - taken);
+    add_block(rows, values, operand_at(address + kProbabilitiesOffset));
     __syncwarp();
     if (fresh_lane() == 0) arrive_at(shared.tokens_empty[block_stage(taken)]);
     ++taken;
@@ -101,16 +109,14 @@ struct Adder {
     return static_cast<u32>(__reduce_add_sync(~0u, fresh_lane() == 0 ? number : 0));
   }
 
-  // Blocks that all rows see whole come first. Loops end by votes, and blocks are counted by
+  // Blocks that all rows see whole come first. The loop ends by a vote, and blocks are counted by
   // `taken` alone: what depends on it is then in registers of the whole warp.
   __device__ void take_item(u32& taken) {
     const int whole = min(item.visible_to_all / kBlockTokens - item.first_block, item.blocks);
-    u32 end = taken + of_all(max(whole, 0));
+    const u32 hiding = taken + of_all(max(whole, 0));
+    const u32 end = taken + of_all(item.blocks);
 #pragma unroll 1
-    while (__any_sync(~0u, taken != end)) take_block<false>(taken, end);
-    end += of_all(item.blocks - max(whole, 0));
-#pragma unroll 1
-    while (__any_sync(~0u, taken != end)) take_block<true>(taken, end);
+    while (__any_sync(~0u, taken != end)) take_block(taken, hiding, end);
   }
 };
 

@@ -31,6 +31,7 @@ __device__ inline void load_tokens(const Params& params, int, Part part, SharedM
   for (u32 count = 0; part.request >= 0; part = next_part(shared, count)) {
     const int end = part.first_block + part.blocks;
     PageIds ids(params, part);
+#pragma unroll 1
     for (int block = part.first_block; block < end; ++block) {
       const BlockBoxes boxes(ids, block, part.visible_to_any);
       wait_for(shared.tokens_empty[position.stage], position.parity ^ 1);

@@ -19,8 +19,12 @@ struct ValueRows {
   }
 
   // Of tile `tile` of dims: half a row, four chunks, and so one bit of the swizzled address.
+  __device__ u32 row_of(int tile) const {
+    return (address ^ (tile % 2 * 64)) + tile / 2 * kTileBytes;
+  }
+
   __device__ void load(Values& values, int tile) const {
-    const u32 row = (address ^ (tile % 2 * 64)) + tile / 2 * kTileBytes;
+    const u32 row = row_of(tile);
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
       u32 found[4];
@@ -31,35 +35,29 @@ struct ValueRows {
       values[k][3] = __byte_perm(found[2], found[3], 0x7351);
     }
   }
-};
 
-// Puts zeros for NaN in the tokens of the block from `first` on; says whether one of those before
-// `visible` had any, so that a row sees it.
-__device__ inline bool clear_nan(Values& values, int first, int visible) {
-  bool sees = false;
-  const int lane_token = fresh_lane() % 4 * 2;
-  first -= lane_token;
-  visible -= lane_token;
-#pragma unroll
-  for (int k = 0; k < kSteps; ++k) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      u32 hidden = 0;  // bytes of tokens from `first` on
-      u32 seen = 0;  // of those before `visible`
-#pragma unroll
-      for (int byte = 0; byte < 4; ++byte) {
-        const int token = k * kStepElements + half * 16 + byte / 2 + byte % 2 * 8;
-        if (token >= first) hidden |= 0xffu << byte * 8;
-        if (token < visible) seen |= 0xffu << byte * 8;
-      }
-#pragma unroll
-      for (int dim = 0; dim < 2; ++dim) {
-        u32& word = values[k][half * 2 + dim];
-        const u32 cleared = nan_bytes(word) & hidden;
-        sees |= (cleared & seen) != 0;
-        word &= ~cleared;
-      }
+  // Puts zeros for NaN in the tokens of the block from `first` on, of the warp's dims, which nobody
+  // else reads: where this lane's rows are. Says whether one of those before `visible` had any, so
+  // that a row sees it.
+  __device__ bool clear_nan(SharedMemory& shared, int first, int visible) const {
+    bool sees = false;
+#pragma unroll 1
+    for (int i = 0; i < kSteps * kDimTiles; ++i) {
+      const int tile = i / kSteps;
+      const int token = i % kSteps * kStepElements + fresh_lane();
+      if (token < first) continue;
+      const u32 place = row_of(tile) + i % kSteps * kStepElements * kTileRowBytes;
+      uint4& dims =
+          *reinterpret_cast<uint4*>(shared.tokens[0] + (place - shared_address(shared.tokens[0])));
+      const uint4 found = dims;
+      const uint4 cleared = {found.x & ~nan_bytes(found.x), found.y & ~nan_bytes(found.y),
+                             found.z & ~nan_bytes(found.z), found.w & ~nan_bytes(found.w)};
+      const u32 differs = (found.x ^ cleared.x) | (found.y ^ cleared.y) | (found.z ^ cleared.z) |
+                          (found.w ^ cleared.w);
+      if (differs == 0) continue;
+      dims = cleared;
+      sees |= token < visible;
     }
+    return sees;
   }
-  return sees;
-}
+};

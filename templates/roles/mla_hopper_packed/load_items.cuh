@@ -10,13 +10,6 @@ __device__ inline void make_item_barriers(const SharedMemory& shared) {
 // Which warp goes through the items.
 __device__ inline bool walks_items() { return fresh_warp() == kConsumerWarps; }
 
-__device__ inline void hand_on_first(ItemWalk& walk, const Part& first, SharedMemory& shared) {
-  walk.fill(shared.items[0], first, 0);
-  __syncwarp();
-  if (lane_index() == 0) arrive_at(shared.item_full[0]);
-  leave_item(walk, shared);
-}
-
 // Which of its team this block is; worked out where it is used, not kept.
 __device__ inline int own_member(const Params& params) {
   u32 index = blockIdx.x;
@@ -28,8 +21,8 @@ __device__ inline int own_member(const Params& params) {
 // Hands on the item that `count` have preceded.
 __device__ inline void hand_on(const Params& params, int member, u32 count, SharedMemory& shared) {
   wait_for(shared.item_empty[item_slot(count)], item_parity(count) ^ 1);
-  take_next_item(params, member, count, shared);
-  if (lane_index() == 0) arrive_at(shared.item_full[item_slot(count)]);
+  make_item(params, member, count, shared);
+  if (fresh_lane() == 0) arrive_at(shared.item_full[item_slot(count)]);
 }
 
 // Brings the query of an item; consumers have brought the first.
@@ -47,29 +40,32 @@ constexpr int kBlocksBeforeQuery = kStages - 1;
 __device__ inline void load_blocks(const Params& params, const Item& item, SharedMemory& shared,
                                    RingPosition<kStages>& position) {
   BlockStream stream(params, item);
+  const int before = min(item.blocks, kBlocksBeforeQuery);
 #pragma unroll 1
-  for (int done = 0; done < item.blocks; ++done) {
-    if (done == kBlocksBeforeQuery) load_query(params, item, shared);
+  for (int done = 0;; ++done) {
+    if (done == before) load_query(params, item, shared);
+    if (done == item.blocks) return;
     stream.take_block(shared, position, item.first_block + done);
   }
-  if (item.blocks <= kBlocksBeforeQuery) load_query(params, item, shared);
 }
 
 // `walk` is at the first item.
-__device__ inline void load_items(const Params& params, ItemWalk& walk, const Part& first,
+__device__ inline void load_items(const Params& params, const ItemWalk& walk, const Part& first,
                                   SharedMemory& shared) {
   // What an item is about, and its count, is read from there, not kept; all write the same.
-  if (lane_index() == 0) {
+  if (fresh_lane() == 0) {
     static_cast<Part&>(shared.items[0]) = first;
     shared.items[0].count = 0;
   }
   __syncwarp();
-  if (walks_items()) hand_on_first(walk, first, shared);
+  if (walks_items()) leave_item(walk, shared);
   RingPosition<kStages> position;
-  for (u32 count = 0;;) {
+  u32 count = 0;
+#pragma unroll 1
+  for (u32 given = 0;; given = count + 1) {
+    if (walks_items()) hand_on(params, own_member(params), given, shared);
+    if (given > 0 && next_part(shared, count).request < 0) return;
     load_blocks(params, shared.items[item_slot(count)], shared, position);
     count = shared.items[item_slot(count)].count;
-    if (walks_items()) hand_on(params, own_member(params), count + 1, shared);
-    if (next_part(shared, count).request < 0) return;
   }
 }

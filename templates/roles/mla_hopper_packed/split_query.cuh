@@ -122,7 +122,7 @@ __device__ inline void finish_query(SharedMemory& shared, const Barrier& full, i
     const QueryScale of_row(largest);
     if (lane == 0) shared.query_scale[row] = of_row.scale;
     constexpr int kTogether = 4;
-#pragma unroll
+#pragma unroll 1
     for (int tile = 0; tile < kLatentTiles; tile += kTogether) {
       split_chunks<kTogether>(shared.query, row, lane, tile, of_row.factor);
     }

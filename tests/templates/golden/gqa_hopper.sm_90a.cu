@@ -577,10 +577,12 @@ struct PagedRows {
   }
 };
 
+constexpr int kMostTokens = 0x7fff0000;  // a tile more can still be counted
+
 // How many tokens a request of length `length` has in a table of `pages` pages: a length beyond the
 // table, or a negative one, is read as the nearest that the table can hold.
 __device__ inline int tokens_held(i64 length, i64 pages) {
-  constexpr i64 kMost = 0x7fff0000;  // a tile more can still be counted
+  constexpr i64 kMost = kMostTokens;
   return static_cast<int>(max(static_cast<i64>(0), min(min(length, pages * kPageSize), kMost)));
 }
 

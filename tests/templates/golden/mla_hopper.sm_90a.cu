@@ -305,6 +305,15 @@ __device__ inline float ex2_approx(float x) {
   return y;
 }
 
+// PTX ISA, "Control Flow Instructions: exit". Needs sm_80.
+
+// exit
+// Ends this thread, unless the word is zero. Compilers put what leads to an end without a condition
+// behind all other code.
+__device__ inline void exit_if(u32 word) {
+  asm volatile("{.reg .pred p; setp.ne.u32 p, %0, 0; @p exit;}" ::"r"(word));
+}
+
 // PTX ISA, "Parallel Synchronization and Communication Instructions: membar, fence". Needs sm_90.
 
 // fence.acq_rel.cta
@@ -966,23 +975,18 @@ struct PagedRows {
   }
 };
 
+constexpr int kMostTokens = 0x7fff0000;  // a tile more can still be counted
+
 // How many tokens a request of length `length` has in a table of `pages` pages: a length beyond the
 // table, or a negative one, is read as the nearest that the table can hold.
 __device__ inline int tokens_held(i64 length, i64 pages) {
-  constexpr i64 kMost = 0x7fff0000;  // a tile more can still be counted
+  constexpr i64 kMost = kMostTokens;
   return static_cast<int>(max(static_cast<i64>(0), min(min(length, pages * kPageSize), kMost)));
 }
 
 // An id outside the cache must not fault.
 __device__ inline bool is_page(int page, int num_pages) {
   return static_cast<u32>(page) < static_cast<u32>(num_pages);
-}
-
-// Whether the query tokens of a request end before they begin. Where none do, requests share no
-// tokens, and the host knows how much work there is at the most. Needs Params.
-__device__ inline bool goes_back(const Params& params, int request) {
-  const int* offsets = params.cum_seq_lens_q;
-  return offsets != nullptr && offsets[request + 1] < offsets[request];
 }
 
 // Where the page ids of a request begin in the tables. Needs Params, blocks/page_table.cuh,
@@ -1073,20 +1077,20 @@ __device__ inline u64 descriptor(u32 low) { return mov_b64(low, kDescriptorHigh)
 __device__ inline u64 descriptor_64(u32 low) { return mov_b64(low, kDescriptorHigh64); }
 
 // How many tokens a request has, where tables lead to its pages. Needs Params,
-// blocks/table_row.cuh.
+// blocks/page_table.cuh, blocks/table_row.cuh.
 
 __device__ inline int length_of(const Params& params, int request) {
   return params.seq_lens[request];
 }
 
-// `length` is what length_of has for it.
+// `length` is what length_of has for it. As tokens_held says, in fewer instructions.
 __device__ inline int tokens_of(const Params& params, int request, int length) {
-  return tokens_held(length, table_row(params, request).pages);
+  const int pages = min(table_row(params, request).pages, kMostTokens / kPageSize);
+  return max(0, min(length, pages * kPageSize));
 }
 
 // How the work of a call is divided among the blocks of the grid: each finds its own part. Needs
-// Params, blocks/query_offsets.cuh, roles/mla_hopper/constants; of requests length_of and
-// tokens_of.
+// Params, roles/mla_hopper/constants; of requests length_of and tokens_of.
 
 // The tiles of rows of a request are taken in groups, one tile for each member of a team: blocks
 // that are neighbours and read the same tokens. A unit is a request and a group. All units in a row
@@ -1104,7 +1108,7 @@ constexpr int kMostSpans = 144;  // of so many pieces there is room for what is 
 
 struct RequestFacts {
   i64 first_query;  // index of the request's first query token among all
-  int q_len;
+  int q_len;  // minus one where they end before they begin
   int rows;  // none where the request's queries are not inside the tensor
   int kv_len;
   int blocks;  // of tokens
@@ -1112,29 +1116,28 @@ struct RequestFacts {
 };
 
 // A number of members as teams, of four members at the most: by constants, for a division takes
-// long.
-__device__ inline int in_teams(const Params& params, int members) {
-  if (params.team_size == 1) return members;
-  if (params.team_size == 2) return members / 2;
-  return params.team_size == 3 ? members / 3 : members / 4;
+// long, and without branches.
+__device__ inline int in_teams(const Params& params, u32 members) {
+  return static_cast<int>(params.team_size == 3 ? members / 3 : members >> params.team_size / 2);
 }
 
 // `length` is what length_of has for the request.
 __device__ inline RequestFacts facts_of_request(const Params& params, int request, int length) {
   RequestFacts facts;
-  i64 q_len = params.q_len;
-  facts.first_query = request * q_len;
+  facts.q_len = params.q_len;
+  facts.first_query = static_cast<i64>(request) * params.q_len;
+  bool is_inside = true;
   if (params.cum_seq_lens_q != nullptr) {
     facts.first_query = params.cum_seq_lens_q[request];
-    q_len = params.cum_seq_lens_q[request + 1] - facts.first_query;
+    const i64 end = params.cum_seq_lens_q[request + 1];
+    facts.q_len = static_cast<int>(max(end - facts.first_query, static_cast<i64>(-1)));
+    is_inside = 0 <= facts.first_query && facts.first_query <= end &&
+                end * params.heads <= params.total_rows;
   }
-  const bool is_inside = facts.first_query >= 0 && q_len >= 0 &&
-                         (facts.first_query + q_len) * params.heads <= params.total_rows;
-  facts.q_len = static_cast<int>(q_len);
   facts.rows = is_inside ? facts.q_len * params.heads : 0;
   facts.kv_len = tokens_of(params, request, length);
-  facts.blocks = ceil_div(facts.kv_len, kBlockTokens);
-  const int tiles = ceil_div(facts.rows, kRows);
+  facts.blocks = static_cast<u32>(facts.kv_len + kBlockTokens - 1) / kBlockTokens;
+  const u32 tiles = static_cast<u32>(facts.rows + kRows - 1) / kRows;
   facts.groups = in_teams(params, tiles + params.team_size - 1);
   return facts;
 }
@@ -1175,8 +1178,8 @@ struct WalkState {
 struct SpanScratch {
   WarpRequests warps[kThreads / kWarpLanes];
   Span span;
-  WalkState first;  // at the unit that the span begins in
-  WalkState next;  // at the one that comes next
+  WalkState first;  // at the unit that the span begins in, or before it
+  WalkState now;  // at the item that was handed on last
 };
 
 __device__ inline int line_length(const RequestFacts& facts, int unit_cost) {
@@ -1226,19 +1229,23 @@ __device__ inline bool find_span(const Params& params, int team, int length, Spa
   const int each = requests_of_thread(params);
   const int first = static_cast<int>(threadIdx.x) * each;
   const int last = min(first + each, params.requests);
-  RequestFacts facts = facts_of_request(params, own_request(params), length);
-  int blocks = facts.blocks;
-  int groups = facts.groups;
+  const int end = own_request(params);
+  RequestFacts facts;  // in the end of the first
+  int blocks = 0;
+  int groups = 0;
+  int own = 0;
   bool is_uniform = true;
-  bool is_unsound = goes_back(params, own_request(params));
-  int own = first < last ? line_length(facts, kUnitCost) : 0;
+  bool is_unsound = false;
 #pragma unroll 1
-  for (int request = first + 1; request < last; ++request) {
-    const RequestFacts more = facts_of_request(params, request);
-    is_uniform &= more.blocks == blocks && more.groups == groups;
-    is_unsound |= goes_back(params, request);
-    own += line_length(more, kUnitCost);
+  for (int request = last - 1; request >= end; --request) {
+    facts = facts_of_request(params, request, request == end ? length : length_of(params, request));
+    is_uniform &= request == last - 1 || (facts.blocks == blocks && facts.groups == groups);
+    is_unsound |= facts.q_len < 0;
+    blocks = facts.blocks;
+    groups = facts.groups;
+    own += line_length(facts, kUnitCost);
   }
+  if (first >= last) own = 0;
   // All lanes take part in both.
   const int lane_0_blocks = __shfl_sync(~0u, blocks, 0);
   const int lane_0_groups = __shfl_sync(~0u, groups, 0);
@@ -1286,20 +1293,15 @@ __device__ inline bool find_span(const Params& params, int team, int length, Spa
   const int rest = total - whole * spans;
   const int span_begin = beginning_of(index, whole, rest, spans);
   if (begin <= span_begin && span_begin < begin + own) {
-    int request = first;
-    // With one request a thread, its facts are at hand.
-#pragma unroll 1
-    while (each > 1) {
-      facts = facts_of_request(params, request);
-      if (span_begin < begin + line_length(facts, unit_cost)) break;
-      begin += line_length(facts, unit_cost);
-      ++request;
-    }
     const int unit = facts.blocks + unit_cost;
-    const int group = facts.groups == 1 ? 0 : (span_begin - begin) / unit;
+    // It may begin in a later one of the thread's requests, to which the walk comes.
+    int group = 0;
+    if (facts.groups != 1) {
+      group = min(static_cast<int>(static_cast<u32>(span_begin - begin) / unit), facts.groups - 1);
+    }
     const int span_end = beginning_of(index + 1, whole, rest, spans);
     scratch.span = {total, spans, index, unit_cost, span_begin, span_end};
-    scratch.first = {facts, request, group, begin + group * unit};
+    scratch.first = {facts, first, group, begin + group * unit};
   }
   __syncthreads();
   return true;
@@ -1336,13 +1338,18 @@ struct Pieces {
   bool end_span;
 };
 
-// The first span that begins at or after a position.
+// The first span that begins at or after a position: the least whose product with the line's length
+// is no less than the position's with the spans. A quotient in floats is one too many or too few at
+// the most, and ten times as short as a division of 64 bits.
 __device__ inline int span_from(int position, const Span& span) {
-  const u64 dividend = static_cast<u64>(position) * span.spans + span.total - 1;
-  const u32 divisor = static_cast<u32>(span.total);
-  // Division of 64 bits takes five times as long.
-  if (dividend >> 32 == 0) return static_cast<int>(static_cast<u32>(dividend) / divisor);
-  return static_cast<int>(dividend / divisor);
+  const i64 wanted = static_cast<i64>(position) * span.spans;
+  const float share = __fdividef(static_cast<float>(span.spans), static_cast<float>(span.total));
+  int index = __float2int_rz(static_cast<float>(position) * share) - 1;
+#pragma unroll
+  for (int step = 0; step < 3; ++step) {
+    if (static_cast<i64>(index) * span.total < wanted) ++index;
+  }
+  return index;
 }
 
 __device__ inline Pieces pieces_of(int unit_begin, int blocks, const Span& span) {
@@ -1365,6 +1372,7 @@ struct Part {
   int blocks;  // of tokens, that this piece computes
   int visible_to_any;  // tokens that some row of the tile sees
 };
+constexpr Part kNoPart = {0, -1, 0, 0, 0, 0, 0};
 
 // One piece of a unit, for one member of the team, as all its warps need it.
 struct Item : Part {
@@ -1398,30 +1406,47 @@ struct ItemWalk : WalkState {
     } while (facts.groups == 0);
   }
 
-  // Goes to the next item, if it is not at one; its request is minus one if there is none.
-  __device__ Part find() {
+  // The item that it is at; its request is minus one if it is at none.
+  __device__ Part here() const {
+    const int first = first_block();
+    const int last = last_block();
+    const bool is_here = facts.blocks == 0 ? span.begin <= unit_begin : first < last;
+    const int first_row = (group * params.team_size + member) * kRows;
+    if (!is_here || first_row >= facts.rows) return kNoPart;
+    const int rows = min(facts.rows - first_row, kRows);
+    const int visible_to_any = visible_tokens(first_row + rows - 1);
+    const int seen_blocks = static_cast<u32>(visible_to_any + kBlockTokens - 1) / kBlockTokens;
+    const int blocks = max(min(last, seen_blocks) - first, 0);
+    return {facts.first_query, request, first_row, rows, first, blocks, visible_to_any};
+  }
+
+  // Goes to the next item, or, if it `stays`, to none; its request is minus one if there is none.
+  __device__ Part next(bool stays) {
+    Part part;
 #pragma unroll 1
-    for (; request < params.requests && unit_begin < span.end; advance()) {
-      const int first = first_block();
-      const int last = last_block();
-      const bool is_here = facts.blocks == 0 ? span.begin <= unit_begin : first < last;
-      const int first_row = (group * params.team_size + member) * kRows;
-      if (!is_here || first_row >= facts.rows) continue;
-      const int rows = min(facts.rows - first_row, kRows);
-      const int visible_to_any = visible_tokens(first_row + rows - 1);
-      const int seen_blocks = ceil_div(visible_to_any, kBlockTokens);
-      const int blocks = max(min(last, seen_blocks) - first, 0);
-      return {facts.first_query, request, first_row, rows, first, blocks, visible_to_any};
-    }
-    return {0, -1, 0, 0, 0, 0, 0};
+    do {
+      if (!stays) advance();
+      stays = false;
+      if (request >= params.requests || unit_begin >= span.end) return kNoPart;
+      part = here();
+    } while (part.request < 0);
+    return part;
+  }
+
+  // The first item, from the unit on that the span begins in.
+  __device__ Part first() {
+    u32 stays = 1;
+    mov_b32(stays);  // else compilers write the first turn apart
+    return next(stays != 0);
   }
 
   // All of the item that it is at, and that `part` is of.
   __device__ void fill(Item& item, const Part& part, u32 count) const {
-    for (int row = lane_index(); row < kRows; row += kWarpLanes) {
+#pragma unroll 1
+    for (int row = fresh_lane(); row < kRows; row += kWarpLanes) {
       item.row_visible[row] = row < part.rows ? visible_tokens(part.first_row + row) : 0;
     }
-    if (lane_index() != 0) return;
+    if (fresh_lane() != 0) return;
     static_cast<Part&>(item) = part;
     Pieces pieces = {1, span.index, true};
     if (first_block() > 0 || last_block() < facts.blocks) {
@@ -1448,7 +1473,8 @@ struct ItemWalk : WalkState {
   // How many tokens a row of the request sees: all up to its own position, or all.
   __device__ int visible_tokens(int row) const {
     const bool is_prefix = params.is_causal && facts.q_len > 1;
-    const int later = is_prefix ? facts.q_len - 1 - row / params.heads : 0;
+    const u32 token = static_cast<u32>(row) / static_cast<u32>(params.heads);
+    const int later = is_prefix ? facts.q_len - 1 - static_cast<int>(token) : 0;
     return max(facts.kv_len - later, 0);
   }
 
@@ -1513,11 +1539,11 @@ struct QueryRow {
 };
 
 __device__ inline QueryRow query_row(const Params& params, const Part& part, int row, bool is_row) {
-  const int packed_row = is_row ? part.first_row + row : 0;
+  const u32 packed_row = is_row ? part.first_row + row : 0;
+  const u32 heads = params.heads;
   // Mostly there is one token, and division takes long.
-  const int token = packed_row < params.heads ? 0 : packed_row / params.heads;
-  const int head = packed_row - token * params.heads;
-  return {is_row ? part.first_query + token : 0, head};
+  const u32 token = packed_row < heads ? 0 : packed_row / heads;
+  return {is_row ? part.first_query + token : 0, static_cast<int>(packed_row - token * heads)};
 }
 
 // Brings the query of an item into shared memory. Needs SharedMemory, query_row.cuh,
@@ -1566,7 +1592,7 @@ __device__ inline void finish_query(const Barrier& full) {
   cp_async_wait_group<0>();
   fence_proxy_async();
   __syncwarp();
-  if (lane_index() == 0) arrive_at(full);
+  if (fresh_lane() == 0) arrive_at(full);
 }
 
 // Consumers bring the first query themselves: nothing can begin without it.
@@ -1575,23 +1601,23 @@ __device__ inline void begin_first_query(const Params& params, const Part& part,
   begin_query(params, part, shared, static_cast<int>(threadIdx.x), kConsumerThreads);
 }
 
-// Goes on from an item; where to is in shared memory meanwhile, for a scheduler has few registers.
-__device__ inline void leave_item(ItemWalk& walk, SharedMemory& shared) {
-  walk.advance();
+// Keeps in shared memory where the walk is, for a scheduler has few registers.
+__device__ inline void leave_item(const ItemWalk& walk, SharedMemory& shared) {
   __syncwarp();
-  if (lane_index() == 0) shared.scratch.next = walk;
+  if (fresh_lane() == 0) shared.scratch.now = walk;
   __syncwarp();
 }
 
-__device__ inline void take_next_item(const Params& params, int member, u32 count,
-                                      SharedMemory& shared) {
-  ItemWalk walk(params, shared.scratch.span, member, shared.scratch.next);
-  const Part part = walk.find();
+// Makes the item that `count` have preceded; the walk stays at the first, where it is left.
+__device__ inline void make_item(const Params& params, int member, u32 count,
+                                 SharedMemory& shared) {
+  ItemWalk walk(params, shared.scratch.span, member, shared.scratch.now);
+  const Part part = walk.next(count == 0);
   Item& item = shared.items[item_slot(count)];
   if (part.request >= 0) {
     walk.fill(item, part, count);
     leave_item(walk, shared);
-  } else if (lane_index() == 0) {
+  } else if (fresh_lane() == 0) {
     item.request = -1;
   }
   __syncwarp();
@@ -1600,7 +1626,7 @@ __device__ inline void take_next_item(const Params& params, int member, u32 coun
 // For those who load: done with the item that `count` have preceded; what the next is about.
 __device__ inline Part next_part(SharedMemory& shared, u32& count) {
   __syncwarp();  // all lanes have read it
-  if (lane_index() == 0) arrive_at(shared.item_empty[item_slot(count)]);
+  if (fresh_lane() == 0) arrive_at(shared.item_empty[item_slot(count)]);
   ++count;
   wait_for(shared.item_full[item_slot(count)], item_parity(count));
   return shared.items[item_slot(count)];
@@ -1626,23 +1652,21 @@ __device__ inline void make_item_barriers(const SharedMemory& shared) {
   make_item_barriers(shared, kSchedulerWarps, kItemReaders, kSchedulerWarps);
 }
 
-// `walk` is at the first item.
-__device__ inline void schedule(const Params& params, ItemWalk& walk, const Part& first,
-                                SharedMemory& shared) {
+// `walk` is at the first item, whose query consumers bring.
+__device__ inline void schedule(const Params& params, const ItemWalk& walk, SharedMemory& shared) {
   const bool walks = warp_index() == kConsumerWarps + 1;  // one of the warps
-  if (walks) walk.fill(shared.items[0], first, 0);
-  __syncwarp();
-  if (lane_index() == 0) arrive_at(shared.item_full[0]);
   const int member = walk.member;
   if (walks) leave_item(walk, shared);
   const int thread = static_cast<int>(threadIdx.x) % 128 - kWarpLanes;
-  for (u32 count = 1;; ++count) {
+#pragma unroll 1
+  for (u32 count = 0;; ++count) {
     const Item& item = shared.items[item_slot(count)];
     wait_for(shared.item_empty[item_slot(count)], item_parity(count) ^ 1);
-    if (walks) take_next_item(params, member, count, shared);
+    if (walks) make_item(params, member, count, shared);
     barrier_sync(kSchedulerBarrier, kSchedulerThreads);
     if (lane_index() == 0) arrive_at(shared.item_full[item_slot(count)]);
     if (item.request < 0) return;
+    if (count == 0) continue;
     wait_for(shared.query_empty, query_parity(count) ^ 1);
     begin_query(params, item, shared, thread, kSchedulerThreads);
     finish_query(shared.query_full);
@@ -1828,7 +1852,7 @@ __device__ inline RowResult result_of(const Params& params, const Item& item, in
                                       RowState state) {
   const float sink = params.sinks == nullptr || row >= item.rows
                          ? -kInfinity
-                         : params.sinks[(item.first_row + row) % params.heads];
+                         : params.sinks[static_cast<u32>(item.first_row + row) % params.heads];
   return finish_row(state.reference, state.sum, sink);
 }
 
@@ -2687,18 +2711,18 @@ __device__ inline void merge_rows(const Params& params, const Item& item, const 
     const int step = threads * room.rows;
     const int count = (room.pieces - first + threads - 1) >> log2_threads;
     float reference = -kLargest;
-#pragma unroll 2
+#pragma unroll 1
     for (int i = 0; i < count; ++i) reference = fmaxf(reference, states[i * step].reference);
     reference = join_lanes(reference, threads, [](float a, float b) { return fmaxf(a, b); });
     float sum = 0.0f;
-#pragma unroll 2
+#pragma unroll 1
     for (int i = 0; i < count; ++i) {
       sum += states[i * step].sum * ex2_approx(states[i * step].reference - reference);
     }
     sum = join_lanes(sum, threads, [](float a, float b) { return a + b; });
     const RowResult result = result_of(params, item, row, {reference, sum});
     const float factor = result.factor * output_scale(params);
-#pragma unroll 2
+#pragma unroll 1
     for (int i = 0; i < count; ++i) {
       PartialRow& state = states[i * step];
       const float weight = factor * ex2_approx(state.reference - reference);
@@ -2823,7 +2847,7 @@ __device__ inline void merge_slices(const Params& params, const Item& item, Shar
 
 // Leaves what consumers have of an item where it belongs: in the output, or in the workspace to be
 // merged. Needs fold_piece.cuh, merge_slices.cuh, restore_nonfinite.cuh, and from the consumers
-// store_rows, nonfinite_flag.
+// store_rows, nonfinite_flag; ptx/exit.cuh.
 
 __device__ inline void store_piece(const Params& params, const Item& item, SharedMemory& shared,
                                    const Crew& crew, const Accumulators& accumulators,
@@ -2864,7 +2888,10 @@ __device__ inline void store_item(const Params& params, const Item& item, Shared
   } else {
     store_piece(params, item, shared, crew, accumulators, rows);
     announce(params, item, crew);
-    if (item.pieces > 2 && item.piece < item.mergers) merge_slices(params, item, shared);
+    if (item.pieces > 2 && item.piece < item.mergers) {
+      merge_slices(params, item, shared);
+      exit_if(item.pieces);  // nothing follows in this block
+    }
   }
   barrier_sync(kConsumerBarrier, kConsumerThreads);
   if (fresh_thread() == 0) nonfinite_flag(shared, item) = 0;
@@ -2965,22 +2992,22 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const int team = in_teams(params, block);
   const int member = block - team * params.team_size;
   SpanScratch& scratch = shared.scratch;
-  if (!find_span(params, team, length, scratch)) return;
+  if (!__any_sync(~0u, find_span(params, team, length, scratch))) return;
   ItemWalk walk(params, scratch.span, member, scratch.first);
-  const Part first = walk.find();
-  if (first.request < 0) return;
+  const Part first = walk.first();
+  if (__any_sync(~0u, first.request < 0)) return;
 
   const int role = __shfl_sync(~0u, warp_index(), 0) - kConsumerWarps;
-  if (role >= 0) {
+  if (role < 0) {
+    take_registers();
+    begin_first_query(params, first, shared);
+    consume_items(params, shared);
+  } else {
     give_registers_back();
     if (role == 0) {
       load_tokens(params, member, first, shared);
     } else {
-      schedule(params, walk, first, shared);
+      schedule(params, walk, shared);
     }
-  } else {
-    take_registers();
-    begin_first_query(params, first, shared);
-    consume_items(params, shared);
   }
 }

@@ -284,6 +284,15 @@ __device__ inline float ex2_approx(float x) {
   return y;
 }
 
+// PTX ISA, "Control Flow Instructions: exit". Needs sm_80.
+
+// exit
+// Ends this thread, unless the word is zero. Compilers put what leads to an end without a condition
+// behind all other code.
+__device__ inline void exit_if(u32 word) {
+  asm volatile("{.reg .pred p; setp.ne.u32 p, %0, 0; @p exit;}" ::"r"(word));
+}
+
 // PTX ISA, "Parallel Synchronization and Communication Instructions: membar, fence". Needs sm_90.
 
 // fence.acq_rel.cta
@@ -1115,23 +1124,18 @@ struct PagedRows {
   }
 };
 
+constexpr int kMostTokens = 0x7fff0000;  // a tile more can still be counted
+
 // How many tokens a request of length `length` has in a table of `pages` pages: a length beyond the
 // table, or a negative one, is read as the nearest that the table can hold.
 __device__ inline int tokens_held(i64 length, i64 pages) {
-  constexpr i64 kMost = 0x7fff0000;  // a tile more can still be counted
+  constexpr i64 kMost = kMostTokens;
   return static_cast<int>(max(static_cast<i64>(0), min(min(length, pages * kPageSize), kMost)));
 }
 
 // An id outside the cache must not fault.
 __device__ inline bool is_page(int page, int num_pages) {
   return static_cast<u32>(page) < static_cast<u32>(num_pages);
-}
-
-// Whether the query tokens of a request end before they begin. Where none do, requests share no
-// tokens, and the host knows how much work there is at the most. Needs Params.
-__device__ inline bool goes_back(const Params& params, int request) {
-  const int* offsets = params.cum_seq_lens_q;
-  return offsets != nullptr && offsets[request + 1] < offsets[request];
 }
 
 // Where the page ids of a request begin in the tables. Needs Params, blocks/page_table.cuh,
@@ -1328,8 +1332,7 @@ __device__ inline int length_of(const Params& params, int request) {
 __device__ inline int tokens_of(const Params&, int, int length) { return length; }
 
 // How the work of a call is divided among the blocks of the grid: each finds its own part. Needs
-// Params, blocks/query_offsets.cuh, roles/mla_hopper/constants; of requests length_of and
-// tokens_of.
+// Params, roles/mla_hopper/constants; of requests length_of and tokens_of.
 
 // The tiles of rows of a request are taken in groups, one tile for each member of a team: blocks
 // that are neighbours and read the same tokens. A unit is a request and a group. All units in a row
@@ -1347,7 +1350,7 @@ constexpr int kMostSpans = 144;  // of so many pieces there is room for what is 
 
 struct RequestFacts {
   i64 first_query;  // index of the request's first query token among all
-  int q_len;
+  int q_len;  // minus one where they end before they begin
   int rows;  // none where the request's queries are not inside the tensor
   int kv_len;
   int blocks;  // of tokens
@@ -1355,29 +1358,28 @@ struct RequestFacts {
 };
 
 // A number of members as teams, of four members at the most: by constants, for a division takes
-// long.
-__device__ inline int in_teams(const Params& params, int members) {
-  if (params.team_size == 1) return members;
-  if (params.team_size == 2) return members / 2;
-  return params.team_size == 3 ? members / 3 : members / 4;
+// long, and without branches.
+__device__ inline int in_teams(const Params& params, u32 members) {
+  return static_cast<int>(params.team_size == 3 ? members / 3 : members >> params.team_size / 2);
 }
 
 // `length` is what length_of has for the request.
 __device__ inline RequestFacts facts_of_request(const Params& params, int request, int length) {
   RequestFacts facts;
-  i64 q_len = params.q_len;
-  facts.first_query = request * q_len;
+  facts.q_len = params.q_len;
+  facts.first_query = static_cast<i64>(request) * params.q_len;
+  bool is_inside = true;
   if (params.cum_seq_lens_q != nullptr) {
     facts.first_query = params.cum_seq_lens_q[request];
-    q_len = params.cum_seq_lens_q[request + 1] - facts.first_query;
+    const i64 end = params.cum_seq_lens_q[request + 1];
+    facts.q_len = static_cast<int>(max(end - facts.first_query, static_cast<i64>(-1)));
+    is_inside = 0 <= facts.first_query && facts.first_query <= end &&
+                end * params.heads <= params.total_rows;
   }
-  const bool is_inside = facts.first_query >= 0 && q_len >= 0 &&
-                         (facts.first_query + q_len) * params.heads <= params.total_rows;
-  facts.q_len = static_cast<int>(q_len);
   facts.rows = is_inside ? facts.q_len * params.heads : 0;
   facts.kv_len = tokens_of(params, request, length);
-  facts.blocks = ceil_div(facts.kv_len, kBlockTokens);
-  const int tiles = ceil_div(facts.rows, kRows);
+  facts.blocks = static_cast<u32>(facts.kv_len + kBlockTokens - 1) / kBlockTokens;
+  const u32 tiles = static_cast<u32>(facts.rows + kRows - 1) / kRows;
   facts.groups = in_teams(params, tiles + params.team_size - 1);
   return facts;
 }
@@ -1418,8 +1420,8 @@ struct WalkState {
 struct SpanScratch {
   WarpRequests warps[kThreads / kWarpLanes];
   Span span;
-  WalkState first;  // at the unit that the span begins in
-  WalkState next;  // at the one that comes next
+  WalkState first;  // at the unit that the span begins in, or before it
+  WalkState now;  // at the item that was handed on last
 };
 
 __device__ inline int line_length(const RequestFacts& facts, int unit_cost) {
@@ -1469,19 +1471,23 @@ __device__ inline bool find_span(const Params& params, int team, int length, Spa
   const int each = requests_of_thread(params);
   const int first = static_cast<int>(threadIdx.x) * each;
   const int last = min(first + each, params.requests);
-  RequestFacts facts = facts_of_request(params, own_request(params), length);
-  int blocks = facts.blocks;
-  int groups = facts.groups;
+  const int end = own_request(params);
+  RequestFacts facts;  // in the end of the first
+  int blocks = 0;
+  int groups = 0;
+  int own = 0;
   bool is_uniform = true;
-  bool is_unsound = goes_back(params, own_request(params));
-  int own = first < last ? line_length(facts, kUnitCost) : 0;
+  bool is_unsound = false;
 #pragma unroll 1
-  for (int request = first + 1; request < last; ++request) {
-    const RequestFacts more = facts_of_request(params, request);
-    is_uniform &= more.blocks == blocks && more.groups == groups;
-    is_unsound |= goes_back(params, request);
-    own += line_length(more, kUnitCost);
+  for (int request = last - 1; request >= end; --request) {
+    facts = facts_of_request(params, request, request == end ? length : length_of(params, request));
+    is_uniform &= request == last - 1 || (facts.blocks == blocks && facts.groups == groups);
+    is_unsound |= facts.q_len < 0;
+    blocks = facts.blocks;
+    groups = facts.groups;
+    own += line_length(facts, kUnitCost);
   }
+  if (first >= last) own = 0;
   // All lanes take part in both.
   const int lane_0_blocks = __shfl_sync(~0u, blocks, 0);
   const int lane_0_groups = __shfl_sync(~0u, groups, 0);
@@ -1529,20 +1535,15 @@ __device__ inline bool find_span(const Params& params, int team, int length, Spa
   const int rest = total - whole * spans;
   const int span_begin = beginning_of(index, whole, rest, spans);
   if (begin <= span_begin && span_begin < begin + own) {
-    int request = first;
-    // With one request a thread, its facts are at hand.
-#pragma unroll 1
-    while (each > 1) {
-      facts = facts_of_request(params, request);
-      if (span_begin < begin + line_length(facts, unit_cost)) break;
-      begin += line_length(facts, unit_cost);
-      ++request;
-    }
     const int unit = facts.blocks + unit_cost;
-    const int group = facts.groups == 1 ? 0 : (span_begin - begin) / unit;
+    // It may begin in a later one of the thread's requests, to which the walk comes.
+    int group = 0;
+    if (facts.groups != 1) {
+      group = min(static_cast<int>(static_cast<u32>(span_begin - begin) / unit), facts.groups - 1);
+    }
     const int span_end = beginning_of(index + 1, whole, rest, spans);
     scratch.span = {total, spans, index, unit_cost, span_begin, span_end};
-    scratch.first = {facts, request, group, begin + group * unit};
+    scratch.first = {facts, first, group, begin + group * unit};
   }
   __syncthreads();
   return true;
@@ -1579,13 +1580,18 @@ struct Pieces {
   bool end_span;
 };
 
-// The first span that begins at or after a position.
+// The first span that begins at or after a position: the least whose product with the line's length
+// is no less than the position's with the spans. A quotient in floats is one too many or too few at
+// the most, and ten times as short as a division of 64 bits.
 __device__ inline int span_from(int position, const Span& span) {
-  const u64 dividend = static_cast<u64>(position) * span.spans + span.total - 1;
-  const u32 divisor = static_cast<u32>(span.total);
-  // Division of 64 bits takes five times as long.
-  if (dividend >> 32 == 0) return static_cast<int>(static_cast<u32>(dividend) / divisor);
-  return static_cast<int>(dividend / divisor);
+  const i64 wanted = static_cast<i64>(position) * span.spans;
+  const float share = __fdividef(static_cast<float>(span.spans), static_cast<float>(span.total));
+  int index = __float2int_rz(static_cast<float>(position) * share) - 1;
+#pragma unroll
+  for (int step = 0; step < 3; ++step) {
+    if (static_cast<i64>(index) * span.total < wanted) ++index;
+  }
+  return index;
 }
 
 __device__ inline Pieces pieces_of(int unit_begin, int blocks, const Span& span) {
@@ -1608,6 +1614,7 @@ struct Part {
   int blocks;  // of tokens, that this piece computes
   int visible_to_any;  // tokens that some row of the tile sees
 };
+constexpr Part kNoPart = {0, -1, 0, 0, 0, 0, 0};
 
 // One piece of a unit, for one member of the team, as all its warps need it.
 struct Item : Part {
@@ -1641,30 +1648,47 @@ struct ItemWalk : WalkState {
     } while (facts.groups == 0);
   }
 
-  // Goes to the next item, if it is not at one; its request is minus one if there is none.
-  __device__ Part find() {
+  // The item that it is at; its request is minus one if it is at none.
+  __device__ Part here() const {
+    const int first = first_block();
+    const int last = last_block();
+    const bool is_here = facts.blocks == 0 ? span.begin <= unit_begin : first < last;
+    const int first_row = (group * params.team_size + member) * kRows;
+    if (!is_here || first_row >= facts.rows) return kNoPart;
+    const int rows = min(facts.rows - first_row, kRows);
+    const int visible_to_any = visible_tokens(first_row + rows - 1);
+    const int seen_blocks = static_cast<u32>(visible_to_any + kBlockTokens - 1) / kBlockTokens;
+    const int blocks = max(min(last, seen_blocks) - first, 0);
+    return {facts.first_query, request, first_row, rows, first, blocks, visible_to_any};
+  }
+
+  // Goes to the next item, or, if it `stays`, to none; its request is minus one if there is none.
+  __device__ Part next(bool stays) {
+    Part part;
 #pragma unroll 1
-    for (; request < params.requests && unit_begin < span.end; advance()) {
-      const int first = first_block();
-      const int last = last_block();
-      const bool is_here = facts.blocks == 0 ? span.begin <= unit_begin : first < last;
-      const int first_row = (group * params.team_size + member) * kRows;
-      if (!is_here || first_row >= facts.rows) continue;
-      const int rows = min(facts.rows - first_row, kRows);
-      const int visible_to_any = visible_tokens(first_row + rows - 1);
-      const int seen_blocks = ceil_div(visible_to_any, kBlockTokens);
-      const int blocks = max(min(last, seen_blocks) - first, 0);
-      return {facts.first_query, request, first_row, rows, first, blocks, visible_to_any};
-    }
-    return {0, -1, 0, 0, 0, 0, 0};
+    do {
+      if (!stays) advance();
+      stays = false;
+      if (request >= params.requests || unit_begin >= span.end) return kNoPart;
+      part = here();
+    } while (part.request < 0);
+    return part;
+  }
+
+  // The first item, from the unit on that the span begins in.
+  __device__ Part first() {
+    u32 stays = 1;
+    mov_b32(stays);  // else compilers write the first turn apart
+    return next(stays != 0);
   }
 
   // All of the item that it is at, and that `part` is of.
   __device__ void fill(Item& item, const Part& part, u32 count) const {
-    for (int row = lane_index(); row < kRows; row += kWarpLanes) {
+#pragma unroll 1
+    for (int row = fresh_lane(); row < kRows; row += kWarpLanes) {
       item.row_visible[row] = row < part.rows ? visible_tokens(part.first_row + row) : 0;
     }
-    if (lane_index() != 0) return;
+    if (fresh_lane() != 0) return;
     static_cast<Part&>(item) = part;
     Pieces pieces = {1, span.index, true};
     if (first_block() > 0 || last_block() < facts.blocks) {
@@ -1691,7 +1715,8 @@ struct ItemWalk : WalkState {
   // How many tokens a row of the request sees: all up to its own position, or all.
   __device__ int visible_tokens(int row) const {
     const bool is_prefix = params.is_causal && facts.q_len > 1;
-    const int later = is_prefix ? facts.q_len - 1 - row / params.heads : 0;
+    const u32 token = static_cast<u32>(row) / static_cast<u32>(params.heads);
+    const int later = is_prefix ? facts.q_len - 1 - static_cast<int>(token) : 0;
     return max(facts.kv_len - later, 0);
   }
 
@@ -1802,11 +1827,11 @@ struct QueryRow {
 };
 
 __device__ inline QueryRow query_row(const Params& params, const Part& part, int row, bool is_row) {
-  const int packed_row = is_row ? part.first_row + row : 0;
+  const u32 packed_row = is_row ? part.first_row + row : 0;
+  const u32 heads = params.heads;
   // Mostly there is one token, and division takes long.
-  const int token = packed_row < params.heads ? 0 : packed_row / params.heads;
-  const int head = packed_row - token * params.heads;
-  return {is_row ? part.first_query + token : 0, head};
+  const u32 token = packed_row < heads ? 0 : packed_row / heads;
+  return {is_row ? part.first_query + token : 0, static_cast<int>(packed_row - token * heads)};
 }
 
 // Brings the query of an item into shared memory. Needs SharedMemory, query_row.cuh,
@@ -1855,7 +1880,7 @@ __device__ inline void finish_query(const Barrier& full) {
   cp_async_wait_group<0>();
   fence_proxy_async();
   __syncwarp();
-  if (lane_index() == 0) arrive_at(full);
+  if (fresh_lane() == 0) arrive_at(full);
 }
 
 // Consumers bring the first query themselves: nothing can begin without it.
@@ -1864,23 +1889,23 @@ __device__ inline void begin_first_query(const Params& params, const Part& part,
   begin_query(params, part, shared, static_cast<int>(threadIdx.x), kConsumerThreads);
 }
 
-// Goes on from an item; where to is in shared memory meanwhile, for a scheduler has few registers.
-__device__ inline void leave_item(ItemWalk& walk, SharedMemory& shared) {
-  walk.advance();
+// Keeps in shared memory where the walk is, for a scheduler has few registers.
+__device__ inline void leave_item(const ItemWalk& walk, SharedMemory& shared) {
   __syncwarp();
-  if (lane_index() == 0) shared.scratch.next = walk;
+  if (fresh_lane() == 0) shared.scratch.now = walk;
   __syncwarp();
 }
 
-__device__ inline void take_next_item(const Params& params, int member, u32 count,
-                                      SharedMemory& shared) {
-  ItemWalk walk(params, shared.scratch.span, member, shared.scratch.next);
-  const Part part = walk.find();
+// Makes the item that `count` have preceded; the walk stays at the first, where it is left.
+__device__ inline void make_item(const Params& params, int member, u32 count,
+                                 SharedMemory& shared) {
+  ItemWalk walk(params, shared.scratch.span, member, shared.scratch.now);
+  const Part part = walk.next(count == 0);
   Item& item = shared.items[item_slot(count)];
   if (part.request >= 0) {
     walk.fill(item, part, count);
     leave_item(walk, shared);
-  } else if (lane_index() == 0) {
+  } else if (fresh_lane() == 0) {
     item.request = -1;
   }
   __syncwarp();
@@ -1889,7 +1914,7 @@ __device__ inline void take_next_item(const Params& params, int member, u32 coun
 // For those who load: done with the item that `count` have preceded; what the next is about.
 __device__ inline Part next_part(SharedMemory& shared, u32& count) {
   __syncwarp();  // all lanes have read it
-  if (lane_index() == 0) arrive_at(shared.item_empty[item_slot(count)]);
+  if (fresh_lane() == 0) arrive_at(shared.item_empty[item_slot(count)]);
   ++count;
   wait_for(shared.item_full[item_slot(count)], item_parity(count));
   return shared.items[item_slot(count)];
@@ -2028,7 +2053,7 @@ __device__ inline void finish_query(SharedMemory& shared, const Barrier& full, i
     const QueryScale of_row(largest);
     if (lane == 0) shared.query_scale[row] = of_row.scale;
     constexpr int kTogether = 4;
-#pragma unroll
+#pragma unroll 1
     for (int tile = 0; tile < kLatentTiles; tile += kTogether) {
       split_chunks<kTogether>(shared.query, row, lane, tile, of_row.factor);
     }
@@ -2063,7 +2088,7 @@ __device__ inline RowResult result_of(const Params& params, const Item& item, in
                                       RowState state) {
   const float sink = params.sinks == nullptr || row >= item.rows
                          ? -kInfinity
-                         : params.sinks[(item.first_row + row) % params.heads];
+                         : params.sinks[static_cast<u32>(item.first_row + row) % params.heads];
   return finish_row(state.reference, state.sum, sink);
 }
 
@@ -2281,13 +2306,6 @@ __device__ inline void make_item_barriers(const SharedMemory& shared) {
 // Which warp goes through the items.
 __device__ inline bool walks_items() { return fresh_warp() == kConsumerWarps; }
 
-__device__ inline void hand_on_first(ItemWalk& walk, const Part& first, SharedMemory& shared) {
-  walk.fill(shared.items[0], first, 0);
-  __syncwarp();
-  if (lane_index() == 0) arrive_at(shared.item_full[0]);
-  leave_item(walk, shared);
-}
-
 // Which of its team this block is; worked out where it is used, not kept.
 __device__ inline int own_member(const Params& params) {
   u32 index = blockIdx.x;
@@ -2299,8 +2317,8 @@ __device__ inline int own_member(const Params& params) {
 // Hands on the item that `count` have preceded.
 __device__ inline void hand_on(const Params& params, int member, u32 count, SharedMemory& shared) {
   wait_for(shared.item_empty[item_slot(count)], item_parity(count) ^ 1);
-  take_next_item(params, member, count, shared);
-  if (lane_index() == 0) arrive_at(shared.item_full[item_slot(count)]);
+  make_item(params, member, count, shared);
+  if (fresh_lane() == 0) arrive_at(shared.item_full[item_slot(count)]);
 }
 
 // Brings the query of an item; consumers have brought the first.
@@ -2318,30 +2336,33 @@ constexpr int kBlocksBeforeQuery = kStages - 1;
 __device__ inline void load_blocks(const Params& params, const Item& item, SharedMemory& shared,
                                    RingPosition<kStages>& position) {
   BlockStream stream(params, item);
+  const int before = min(item.blocks, kBlocksBeforeQuery);
 #pragma unroll 1
-  for (int done = 0; done < item.blocks; ++done) {
-    if (done == kBlocksBeforeQuery) load_query(params, item, shared);
+  for (int done = 0;; ++done) {
+    if (done == before) load_query(params, item, shared);
+    if (done == item.blocks) return;
     stream.take_block(shared, position, item.first_block + done);
   }
-  if (item.blocks <= kBlocksBeforeQuery) load_query(params, item, shared);
 }
 
 // `walk` is at the first item.
-__device__ inline void load_items(const Params& params, ItemWalk& walk, const Part& first,
+__device__ inline void load_items(const Params& params, const ItemWalk& walk, const Part& first,
                                   SharedMemory& shared) {
   // What an item is about, and its count, is read from there, not kept; all write the same.
-  if (lane_index() == 0) {
+  if (fresh_lane() == 0) {
     static_cast<Part&>(shared.items[0]) = first;
     shared.items[0].count = 0;
   }
   __syncwarp();
-  if (walks_items()) hand_on_first(walk, first, shared);
+  if (walks_items()) leave_item(walk, shared);
   RingPosition<kStages> position;
-  for (u32 count = 0;;) {
+  u32 count = 0;
+#pragma unroll 1
+  for (u32 given = 0;; given = count + 1) {
+    if (walks_items()) hand_on(params, own_member(params), given, shared);
+    if (given > 0 && next_part(shared, count).request < 0) return;
     load_blocks(params, shared.items[item_slot(count)], shared, position);
     count = shared.items[item_slot(count)].count;
-    if (walks_items()) hand_on(params, own_member(params), count + 1, shared);
-    if (next_part(shared, count).request < 0) return;
   }
 }
 
@@ -3430,49 +3451,49 @@ __device__ inline void bring_pieces(const Params& params, const Item& item, cons
 // Adds a piece that has been brought to the accumulators, and its rows' states to theirs. Needs
 // merge.cuh, own_rows.cuh, ptx/ex2.cuh.
 
-// What a piece and the other are multiplied by, and what their row comes to.
+// What a piece and the other are multiplied by, in place of the other's state.
 struct JoinedRow {
   float own_weight;
   float weight;
-  RowState state;
-
-  __device__ JoinedRow(RowState own, const PartialRow& other) {
-    const float largest = fmaxf(own.reference, other.reference);
-    own_weight = ex2_approx(own.reference - largest);
-    weight = ex2_approx(other.reference - largest);
-    state = {largest, own.sum * own_weight + other.sum * weight};
-  }
 };
+static_assert(sizeof(JoinedRow) <= sizeof(PartialRow), "it takes a state's place");
+
+// By one thread for each row: all warps have all rows.
+__device__ inline void join_rows(const Crew& crew, const MergeRoom& room, OwnRows& rows) {
+  const int row = crew.thread();
+  if (row < kRows) {
+    PartialRow& state = room.state(0, row);
+    const PartialRow other = state;
+    const RowState own = rows.state(row);
+    const float largest = fmaxf(own.reference, other.reference);
+    const float own_weight = ex2_approx(own.reference - largest);
+    const float weight = ex2_approx(other.reference - largest);
+    rows.set_state(row, {largest, own.sum * own_weight + other.sum * weight});
+    reinterpret_cast<JoinedRow&>(state) = {own_weight, weight * other.scales[0]};
+  }
+  crew.sync();
+}
 
 __device__ inline void add_piece(const Crew& crew, const MergeRoom& room,
                                  Accumulators& accumulators, OwnRows& rows) {
+  join_rows(crew, room, rows);
   const uint2* values = room.values(0) + own_values() - room.first_task * kWarpLanes;
 #pragma unroll
   for (int group = 0; group < kRowGroups; ++group) {
-    float own_weights[2];
-    float weights[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const PartialRow& other = room.state(0, own_row(group * 2 + r));
-      const JoinedRow joined(rows[group * 2 + r], other);
-      own_weights[r] = joined.own_weight;
-      weights[r] = joined.weight * other.scales[0];
-    }
+    const int row = own_row(group * 2);
+    const JoinedRow a = reinterpret_cast<const JoinedRow&>(room.state(0, row));
+    const JoinedRow b = reinterpret_cast<const JoinedRow&>(room.state(0, row + 1));
 #pragma unroll
     for (int tile = 0; tile < kDimTiles; ++tile) {
       const float4 other = from_halves(values[task_offset(tile * kRowGroups + group) * kWarpLanes]);
       float* own = accumulators[tile] + group * 4;
-      own[0] = own[0] * own_weights[0] + other.x * weights[0];
-      own[1] = own[1] * own_weights[1] + other.y * weights[1];
-      own[2] = own[2] * own_weights[0] + other.z * weights[0];
-      own[3] = own[3] * own_weights[1] + other.w * weights[1];
+      own[0] = own[0] * a.own_weight + other.x * a.weight;
+      own[1] = own[1] * b.own_weight + other.y * b.weight;
+      own[2] = own[2] * a.own_weight + other.z * a.weight;
+      own[3] = own[3] * b.own_weight + other.w * b.weight;
     }
     __syncwarp();
   }
-  crew.sync();  // all have read the states as they were
-  const int row = crew.thread();
-  if (row < kRows) rows.set_state(row, JoinedRow(rows.state(row), room.state(0, row)).state);
-  crew.sync();
 }
 
 // Adding the only other piece of a unit to one that is in registers. Needs merge.cuh; from the
@@ -3541,18 +3562,18 @@ __device__ inline void merge_rows(const Params& params, const Item& item, const 
     const int step = threads * room.rows;
     const int count = (room.pieces - first + threads - 1) >> log2_threads;
     float reference = -kLargest;
-#pragma unroll 2
+#pragma unroll 1
     for (int i = 0; i < count; ++i) reference = fmaxf(reference, states[i * step].reference);
     reference = join_lanes(reference, threads, [](float a, float b) { return fmaxf(a, b); });
     float sum = 0.0f;
-#pragma unroll 2
+#pragma unroll 1
     for (int i = 0; i < count; ++i) {
       sum += states[i * step].sum * ex2_approx(states[i * step].reference - reference);
     }
     sum = join_lanes(sum, threads, [](float a, float b) { return a + b; });
     const RowResult result = result_of(params, item, row, {reference, sum});
     const float factor = result.factor * output_scale(params);
-#pragma unroll 2
+#pragma unroll 1
     for (int i = 0; i < count; ++i) {
       PartialRow& state = states[i * step];
       const float weight = factor * ex2_approx(state.reference - reference);
@@ -3677,7 +3698,7 @@ __device__ inline void merge_slices(const Params& params, const Item& item, Shar
 
 // Leaves what consumers have of an item where it belongs: in the output, or in the workspace to be
 // merged. Needs fold_piece.cuh, merge_slices.cuh, restore_nonfinite.cuh, and from the consumers
-// store_rows, nonfinite_flag.
+// store_rows, nonfinite_flag; ptx/exit.cuh.
 
 __device__ inline void store_piece(const Params& params, const Item& item, SharedMemory& shared,
                                    const Crew& crew, const Accumulators& accumulators,
@@ -3718,7 +3739,10 @@ __device__ inline void store_item(const Params& params, const Item& item, Shared
   } else {
     store_piece(params, item, shared, crew, accumulators, rows);
     announce(params, item, crew);
-    if (item.pieces > 2 && item.piece < item.mergers) merge_slices(params, item, shared);
+    if (item.pieces > 2 && item.piece < item.mergers) {
+      merge_slices(params, item, shared);
+      exit_if(item.pieces);  // nothing follows in this block
+    }
   }
   barrier_sync(kConsumerBarrier, kConsumerThreads);
   if (fresh_thread() == 0) nonfinite_flag(shared, item) = 0;
@@ -3868,21 +3892,21 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const int team = in_teams(params, block);
   const int member = block - team * params.team_size;
   SpanScratch& scratch = shared.scratch;
-  if (!find_span(params, team, length, scratch)) return;
+  if (!__any_sync(~0u, find_span(params, team, length, scratch))) return;
   ItemWalk walk(params, scratch.span, member, scratch.first);
-  const Part first = walk.find();
-  if (first.request < 0) return;
+  const Part first = walk.first();
+  if (__any_sync(~0u, first.request < 0)) return;
 
   const int role = __shfl_sync(~0u, warp_index(), 0) - kConsumerWarps;
-  if (role >= kLoadingWarps) {
-    set_registers<kScorerRegisters>();
-    score_items(params, shared);
-  } else if (role >= 0) {
-    set_registers<kProducerRegisters>();
-    load_items(params, walk, first, shared);
-  } else {
+  if (role < 0) {
     set_registers<kConsumerRegisters>();
     begin_first_query(params, first, shared);
     add_items(params, shared);
+  } else if (role < kLoadingWarps) {
+    set_registers<kProducerRegisters>();
+    load_items(params, walk, first, shared);
+  } else {
+    set_registers<kScorerRegisters>();
+    score_items(params, shared);
   }
 }

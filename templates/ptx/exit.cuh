@@ -1,0 +1,8 @@
+// PTX ISA, "Control Flow Instructions: exit". Needs sm_80.
+
+// exit
+// Ends this thread, unless the word is zero. Compilers put what leads to an end without a condition
+// behind all other code.
+__device__ inline void exit_if(u32 word) {
+  asm volatile("{.reg .pred p; setp.ne.u32 p, %0, 0; @p exit;}" ::"r"(word));
+}
