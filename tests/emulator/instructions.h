@@ -52,6 +52,9 @@ static u32 max_f16x2(u32 a, u32 b) {
   const float low = fmaxf(cvt_f32(Fp16{}, a & 0xffff), cvt_f32(Fp16{}, b & 0xffff));
   return cvt_rn_x2_f32(Fp16{}, fmaxf(cvt_f32(Fp16{}, a >> 16), cvt_f32(Fp16{}, b >> 16)), low);
 }
+static u32 max_u16x2(u32 a, u32 b) {
+  return max(a & 0xffff, b & 0xffff) | max(a >> 16, b >> 16) << 16;
+}
 static float ex2_approx(float value) { return exp2f(value); }
 
 // Order and hints: fibers see everything at once.

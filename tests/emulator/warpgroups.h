@@ -54,6 +54,9 @@ static void cp_async_cg_16(u32 target, const void* source, u32 count) {
   memset(bytes + target, 0, 16);
   if (count > 0) memcpy(bytes + target, source, count);
 }
+static void cp_async_cg_16(u32 target, const void* source, u32 count, u64) {
+  cp_async_cg_16(target, source, count);
+}
 static void cp_async_ca_4(u32 target, const void* source, u32 count) {
   memset(bytes + target, 0, 4);
   if (count > 0) memcpy(bytes + target, source, count);

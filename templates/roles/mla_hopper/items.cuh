@@ -119,9 +119,11 @@ struct ItemWalk : WalkState {
 
   // All of the item that it is at, and that `part` is of.
   __device__ void fill(Item& item, const Part& part, u32 count) const {
+    if constexpr (!kIsSparse) {  // of a list all rows see all
 #pragma unroll 1
-    for (int row = fresh_lane(); row < kRows; row += kWarpLanes) {
-      item.row_visible[row] = row < part.rows ? visible_tokens(part.first_row + row) : 0;
+      for (int row = fresh_lane(); row < kRows; row += kWarpLanes) {
+        item.row_visible[row] = row < part.rows ? visible_tokens(part.first_row + row) : 0;
+      }
     }
     if (fresh_lane() != 0) return;
     static_cast<Part&>(item) = part;
@@ -149,7 +151,7 @@ struct ItemWalk : WalkState {
 
   // How many tokens a row of the request sees: all up to its own position, or all.
   __device__ int visible_tokens(int row) const {
-    const bool is_prefix = params.is_causal && facts.q_len > 1;
+    const bool is_prefix = !kIsSparse && params.is_causal && facts.q_len > 1;
     const u32 token = static_cast<u32>(row) / static_cast<u32>(params.heads);
     const int later = is_prefix ? facts.q_len - 1 - static_cast<int>(token) : 0;
     return max(facts.kv_len - later, 0);

@@ -11,6 +11,6 @@ __device__ inline QueryRow query_row(const Params& params, const Part& part, int
   const u32 packed_row = is_row ? part.first_row + row : 0;
   const u32 heads = params.heads;
   // Mostly there is one token, and division takes long.
-  const u32 token = packed_row < heads ? 0 : packed_row / heads;
+  const u32 token = kIsSparse || packed_row < heads ? 0 : packed_row / heads;
   return {is_row ? part.first_query + token : 0, static_cast<int>(packed_row - token * heads)};
 }

@@ -22,6 +22,7 @@ __device__ inline void add_nonfinite(const Params& params, const Item& item, Add
 template <typename Stored, typename Place>
 __device__ inline void restore_nonfinite(const Params& params, const Item& item, float scale,
                                          Place place) {
+  if constexpr (kIsSparse) return;  // of a list all rows see all, and nothing is cleared
   add_nonfinite(params, item, [&](const StoredToken& token, int position) {
     const int warp = fresh_warp();
 #pragma unroll 1

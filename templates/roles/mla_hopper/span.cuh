@@ -33,10 +33,10 @@ __device__ inline int in_teams(const Params& params, u32 members) {
 // `length` is what length_of has for the request.
 __device__ inline RequestFacts facts_of_request(const Params& params, int request, int length) {
   RequestFacts facts;
-  facts.q_len = params.q_len;
-  facts.first_query = static_cast<i64>(request) * params.q_len;
+  facts.q_len = kIsSparse ? 1 : params.q_len;  // a list belongs to one query token
+  facts.first_query = static_cast<i64>(request) * facts.q_len;
   bool is_inside = true;
-  if (params.cum_seq_lens_q != nullptr) {
+  if (!kIsSparse && params.cum_seq_lens_q != nullptr) {
     facts.first_query = params.cum_seq_lens_q[request];
     const i64 end = params.cum_seq_lens_q[request + 1];
     facts.q_len = static_cast<int>(max(end - facts.first_query, static_cast<i64>(-1)));

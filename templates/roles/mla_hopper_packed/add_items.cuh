@@ -98,7 +98,7 @@ struct Adder {
 };
 
 __device__ inline void add_items(const Params& params, SharedMemory& shared) {
-  finish_query(shared, shared.first_query_full, fresh_thread(), kConsumerThreads);
+  finish_query<kLatentTiles / 2>(shared, shared.first_query_full, fresh_thread(), kConsumerThreads);
   u32 taken = 0;  // blocks
   u32 count = 0;
   while (true) {

@@ -31,7 +31,7 @@ __device__ inline void load_query(const Params& params, const Item& item, Shared
   wait_for(shared.query_empty, query_parity(item.count) ^ 1);
   const int thread = fresh_thread() % kProducerThreads;
   begin_query(params, item, shared, thread, kProducerThreads);
-  finish_query(shared, shared.query_full, thread, kProducerThreads);
+  finish_query<2>(shared, shared.query_full, thread, kProducerThreads);
 }
 
 // While a query is still in use, so many blocks of the next item are on their way already.

@@ -9,11 +9,11 @@ __device__ inline const unsigned char* row_of_lane(const unsigned char* own, int
 // Copies kCount chunks of every token of the warp from `own` on, kLanes of them at a time, to where
 // `place` says; what does not exist becomes zeros.
 template <int kLanes, int kCount, typename Place>
-__device__ inline void copy_chunks(const unsigned char* own, u32 missing, Place place) {
+__device__ inline void copy_chunks(const unsigned char* own, u32 missing, u64 policy, Place place) {
   constexpr int kTokens = kWarpLanes / kLanes;  // at a time
   const int lane = fresh_lane();
   const int chunk = lane % kLanes;
-#pragma unroll
+#pragma unroll 2  // all together are instructions that others wait behind
   for (int first = 0; first < kWarpTokens; first += kTokens) {
     const int token = first + lane / kLanes;
     const unsigned char* source = row_of_lane(own, token) + chunk * kChunkBytes;
@@ -23,7 +23,8 @@ __device__ inline void copy_chunks(const unsigned char* own, u32 missing, Place 
     for (int more = 0; more < kCount; more += kLanes) {
       // So many chunks on is so many tiles on.
       constexpr int kTileChunks = kTileRowBytes / kChunkBytes;
-      cp_async_cg_16(target + more / kTileChunks * kTileBytes, source + more * kChunkBytes, bytes);
+      cp_async_cg_16(target + more / kTileChunks * kTileBytes, source + more * kChunkBytes, bytes,
+                     policy);
     }
   }
 }
@@ -59,14 +60,17 @@ struct BlockStream {
     const int first = warp * kWarpTokens;
     const u32 target = shared_address(shared.tokens[stage]);
     const StoredToken own = stored_token(params, place.page, place.slot);
-    copy_chunks<16, kLatentDim / kChunkBytes>(own.row, place.missing, [&](int token, int chunk) {
+    const u64 policy = policy_of_lines(params.team_size > 1);
+    const auto latent_place = [&](int token, int chunk) {
       return target + chunk / 8 * kTileBytes + swizzled_offset<128>(first + token, chunk % 8);
-    });
+    };
+    copy_chunks<16, kLatentDim / kChunkBytes>(own.row, place.missing, policy, latent_place);
     const unsigned char* rope =
         kIsPacked ? own.row + kRopeOffset : stored_rope(params, place.page, place.slot);
-    copy_chunks<kRopeChunks, kRopeChunks>(rope, place.missing, [&](int token, int chunk) {
+    const auto rope_place = [&](int token, int chunk) {
       return target + kRopeTileOffset + swizzled_offset<kRopeBytes>(first + token, chunk);
-    });
+    };
+    copy_chunks<kRopeChunks, kRopeChunks>(rope, place.missing, policy, rope_place);
     copy_scales(own, shared.tokens[stage] + kScalesOffset + first * kChunkBytes);
     if (kIsSparse && fresh_lane() == 0) {
       shared.unlisted[stage].bits[warp] = static_cast<u16>(place.missing);

@@ -1,5 +1,5 @@
 // Makes a query what it is multiplied as. Needs SharedMemory,
-// roles/mla_hopper/load_query.cuh, blocks/e4m3.cuh.j2, blocks/swizzle.cuh.
+// roles/mla_hopper/load_query.cuh, blocks/e4m3.cuh.j2, blocks/swizzle.cuh, ptx/max_u16x2.cuh.
 
 // Keys are multiplied as they are stored, in e4m3, of which bf16 has twice the digits: an element
 // of the query is the sum of two, if it is not 2^17 times smaller than the largest of its row.
@@ -97,7 +97,8 @@ __device__ inline void scale_chunk(Chunk& chunk, float factor) {
   }
 }
 
-// By the threads that have copied it, each its own chunks; tells `full`.
+// By the threads that have copied it, each its own chunks, kTogether tiles at a time; tells `full`.
+template <int kTogether>
 __device__ inline void finish_query(SharedMemory& shared, const Barrier& full, int thread,
                                     int threads) {
   cp_async_wait_group<0>();
@@ -105,23 +106,21 @@ __device__ inline void finish_query(SharedMemory& shared, const Barrier& full, i
 #pragma unroll 1
   for (int row = thread / 8; row < kRows; row += threads / 8) {
     unsigned char* place = shared.query + swizzled_offset<128>(row, lane);
-    u32 largest = 0;
+    u32 largest = 0;  // of either half of the words
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
       const Chunk& chunk = *reinterpret_cast<const Chunk*>(place + tile * kQueryTileBytes);
 #pragma unroll
       for (int word = 0; word < 4; ++word) {
-        const u32 pair = chunk.words[word] & 0x7fff7fff;
-        largest = max(largest, max(pair & 0xffff, pair >> 16));
+        largest = max_u16x2(largest, chunk.words[word] & 0x7fff7fff);
       }
     }
 #pragma unroll
     for (int lanes = 1; lanes < 8; lanes *= 2) {
-      largest = max(largest, __shfl_xor_sync(~0u, largest, lanes));
+      largest = max_u16x2(largest, __shfl_xor_sync(~0u, largest, lanes));
     }
-    const QueryScale of_row(largest);
+    const QueryScale of_row(max(largest & 0xffff, largest >> 16));
     if (lane == 0) shared.query_scale[row] = of_row.scale;
-    constexpr int kTogether = 4;
 #pragma unroll 1
     for (int tile = 0; tile < kLatentTiles; tile += kTogether) {
       split_chunks<kTogether>(shared.query, row, lane, tile, of_row.factor);

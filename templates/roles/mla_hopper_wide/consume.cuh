@@ -188,15 +188,15 @@ struct Consumer {
       }
     } else {
 #pragma unroll 1
-      for (; block < plain_end; block += 2) {
-        begin_pair<1>();
-        take_pair_right<true>(block, true);
-      }
-#pragma unroll 1
       for (; block < end; block += 2) {
         begin_pair<1>();
-        if (block + 2 >= end) release_query();
-        take_pair_right<false>(block, block + 1 < end);
+        // What comes last here comes first in the program, and short items need no other.
+        if (block < plain_end) {
+          take_pair_right<true>(block, true);
+        } else {
+          if (block + 2 >= end) release_query();
+          take_pair_right<false>(block, block + 1 < end);
+        }
       }
     }
   }

@@ -189,6 +189,16 @@ __device__ inline void cp_async_cg_16(u32 shared_address, const void* global, u3
                : "memory");
 }
 
+// cp.async.cg.shared.global.L2::cache_hint.L2::128B
+// The same, with one of createpolicy for L2.
+__device__ inline void cp_async_cg_16(u32 shared_address, const void* global, u32 source_bytes,
+                                      u64 policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(
+                   shared_address),
+               "l"(global), "r"(source_bytes), "l"(policy)
+               : "memory");
+}
+
 // cp.async.ca.shared.global
 // Copies 4 bytes; if `source_bytes` is 0 they are not read and become zero.
 __device__ inline void cp_async_ca_4(u32 shared_address, const void* global, u32 source_bytes) {

@@ -219,6 +219,16 @@ __device__ inline void cp_async_cg_16(u32 shared_address, const void* global, u3
                : "memory");
 }
 
+// cp.async.cg.shared.global.L2::cache_hint.L2::128B
+// The same, with one of createpolicy for L2.
+__device__ inline void cp_async_cg_16(u32 shared_address, const void* global, u32 source_bytes,
+                                      u64 policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(
+                   shared_address),
+               "l"(global), "r"(source_bytes), "l"(policy)
+               : "memory");
+}
+
 // cp.async.ca.shared.global
 // Copies 4 bytes; if `source_bytes` is 0 they are not read and become zero.
 __device__ inline void cp_async_ca_4(u32 shared_address, const void* global, u32 source_bytes) {
@@ -454,13 +464,17 @@ __device__ inline int listed_tokens(const TokenLists& lists, int token) {
   i64 listed;
   if (lists.top_k_lens != nullptr) {
     listed = lists.top_k_lens[token];
-  } else if (lists.cum_seq_lens_q == nullptr) {
-    const int request = token / lists.q_len;
-    listed = static_cast<i64>(lists.seq_lens[request]) - lists.q_len + token % lists.q_len + 1;
   } else {
-    const int request = request_of_token(lists.cum_seq_lens_q, lists.requests, token);
-    listed =
-        static_cast<i64>(lists.seq_lens[request]) - lists.cum_seq_lens_q[request + 1] + token + 1;
+    int request;
+    i64 end;  // of its query tokens
+    if (lists.cum_seq_lens_q == nullptr) {
+      request = static_cast<int>(static_cast<u32>(token) / static_cast<u32>(lists.q_len));
+      end = static_cast<i64>(request + 1) * lists.q_len;
+    } else {
+      request = request_of_token(lists.cum_seq_lens_q, lists.requests, token);
+      end = lists.cum_seq_lens_q[request + 1];
+    }
+    listed = lists.seq_lens[request] - end + token + 1;
   }
   return static_cast<int>(max(static_cast<i64>(0), min(listed, static_cast<i64>(lists.top_k))));
 }

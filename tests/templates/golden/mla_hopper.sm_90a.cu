@@ -182,6 +182,16 @@ __device__ inline void cp_async_cg_16(u32 shared_address, const void* global, u3
                : "memory");
 }
 
+// cp.async.cg.shared.global.L2::cache_hint.L2::128B
+// The same, with one of createpolicy for L2.
+__device__ inline void cp_async_cg_16(u32 shared_address, const void* global, u32 source_bytes,
+                                      u64 policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(
+                   shared_address),
+               "l"(global), "r"(source_bytes), "l"(policy)
+               : "memory");
+}
+
 // cp.async.ca.shared.global
 // Copies 4 bytes; if `source_bytes` is 0 they are not read and become zero.
 __device__ inline void cp_async_ca_4(u32 shared_address, const void* global, u32 source_bytes) {
@@ -1124,10 +1134,10 @@ __device__ inline int in_teams(const Params& params, u32 members) {
 // `length` is what length_of has for the request.
 __device__ inline RequestFacts facts_of_request(const Params& params, int request, int length) {
   RequestFacts facts;
-  facts.q_len = params.q_len;
-  facts.first_query = static_cast<i64>(request) * params.q_len;
+  facts.q_len = kIsSparse ? 1 : params.q_len;  // a list belongs to one query token
+  facts.first_query = static_cast<i64>(request) * facts.q_len;
   bool is_inside = true;
-  if (params.cum_seq_lens_q != nullptr) {
+  if (!kIsSparse && params.cum_seq_lens_q != nullptr) {
     facts.first_query = params.cum_seq_lens_q[request];
     const i64 end = params.cum_seq_lens_q[request + 1];
     facts.q_len = static_cast<int>(max(end - facts.first_query, static_cast<i64>(-1)));
@@ -1442,9 +1452,11 @@ struct ItemWalk : WalkState {
 
   // All of the item that it is at, and that `part` is of.
   __device__ void fill(Item& item, const Part& part, u32 count) const {
+    if constexpr (!kIsSparse) {  // of a list all rows see all
 #pragma unroll 1
-    for (int row = fresh_lane(); row < kRows; row += kWarpLanes) {
-      item.row_visible[row] = row < part.rows ? visible_tokens(part.first_row + row) : 0;
+      for (int row = fresh_lane(); row < kRows; row += kWarpLanes) {
+        item.row_visible[row] = row < part.rows ? visible_tokens(part.first_row + row) : 0;
+      }
     }
     if (fresh_lane() != 0) return;
     static_cast<Part&>(item) = part;
@@ -1472,7 +1484,7 @@ struct ItemWalk : WalkState {
 
   // How many tokens a row of the request sees: all up to its own position, or all.
   __device__ int visible_tokens(int row) const {
-    const bool is_prefix = params.is_causal && facts.q_len > 1;
+    const bool is_prefix = !kIsSparse && params.is_causal && facts.q_len > 1;
     const u32 token = static_cast<u32>(row) / static_cast<u32>(params.heads);
     const int later = is_prefix ? facts.q_len - 1 - static_cast<int>(token) : 0;
     return max(facts.kv_len - later, 0);
@@ -1542,7 +1554,7 @@ __device__ inline QueryRow query_row(const Params& params, const Part& part, int
   const u32 packed_row = is_row ? part.first_row + row : 0;
   const u32 heads = params.heads;
   // Mostly there is one token, and division takes long.
-  const u32 token = packed_row < heads ? 0 : packed_row / heads;
+  const u32 token = kIsSparse || packed_row < heads ? 0 : packed_row / heads;
   return {is_row ? part.first_query + token : 0, static_cast<int>(packed_row - token * heads)};
 }
 
@@ -2405,6 +2417,7 @@ __device__ inline void add_nonfinite(const Params& params, const Item& item, Add
 template <typename Stored, typename Place>
 __device__ inline void restore_nonfinite(const Params& params, const Item& item, float scale,
                                          Place place) {
+  if constexpr (kIsSparse) return;  // of a list all rows see all, and nothing is cleared
   add_nonfinite(params, item, [&](const StoredToken& token, int position) {
     const int warp = fresh_warp();
 #pragma unroll 1

@@ -212,6 +212,16 @@ __device__ inline void cp_async_cg_16(u32 shared_address, const void* global, u3
                : "memory");
 }
 
+// cp.async.cg.shared.global.L2::cache_hint.L2::128B
+// The same, with one of createpolicy for L2.
+__device__ inline void cp_async_cg_16(u32 shared_address, const void* global, u32 source_bytes,
+                                      u64 policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(
+                   shared_address),
+               "l"(global), "r"(source_bytes), "l"(policy)
+               : "memory");
+}
+
 // cp.async.ca.shared.global
 // Copies 4 bytes; if `source_bytes` is 0 they are not read and become zero.
 __device__ inline void cp_async_ca_4(u32 shared_address, const void* global, u32 source_bytes) {
@@ -244,6 +254,23 @@ __device__ inline void cp_async_wait_group() {
 // Arrives at a barrier when all copies that this thread has begun are there.
 __device__ inline void cp_async_mbarrier_arrive_noinc(u32 barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+// PTX ISA, "Data Movement and Conversion Instructions: createpolicy". Needs sm_80.
+
+// createpolicy.fractional.L2::evict_first.b64
+// Lines that are evicted from L2 before others.
+__device__ inline u64 createpolicy_evict_first() {
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
+  return policy;
+}
+
+// createpolicy.fractional.L2::evict_normal.b64
+__device__ inline u64 createpolicy_evict_normal() {
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_normal.b64 %0;" : "=l"(policy));
+  return policy;
 }
 
 // PTX ISA, "Data Movement and Conversion Instructions: cvt". Needs sm_80.
@@ -391,6 +418,15 @@ __device__ inline void ldmatrix_x4_trans(u32 (&d)[4], u32 row_address) {
 __device__ inline u32 max_f16x2(u32 a, u32 b) {
   u32 larger;
   asm("max.f16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+  return larger;
+}
+
+// PTX ISA, "Integer Arithmetic Instructions: max". Needs sm_90.
+
+// max.u16x2
+__device__ inline u32 max_u16x2(u32 a, u32 b) {
+  u32 larger;
+  asm("max.u16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
   return larger;
 }
 
@@ -1157,6 +1193,13 @@ __device__ inline TableRow table_row(const Params& params, int request) {
   return {start, end - start};
 }
 
+// How long lines of a cache stay in L2. What nobody reads again leaves first, so that queries stay,
+// and outputs need not be written out between reads, which costs memory far more than their bytes.
+// Needs ptx/createpolicy.cuh.
+__device__ inline u64 policy_of_lines(bool are_read_again) {
+  return are_read_again ? createpolicy_evict_normal() : createpolicy_evict_first();
+}
+
 // A scale is a number, or a tensor of one element that only the device knows. Needs nothing.
 
 __device__ inline float value_of(const float* tensor, float number) {
@@ -1309,13 +1352,17 @@ __device__ inline int listed_tokens(const TokenLists& lists, int token) {
   i64 listed;
   if (lists.top_k_lens != nullptr) {
     listed = lists.top_k_lens[token];
-  } else if (lists.cum_seq_lens_q == nullptr) {
-    const int request = token / lists.q_len;
-    listed = static_cast<i64>(lists.seq_lens[request]) - lists.q_len + token % lists.q_len + 1;
   } else {
-    const int request = request_of_token(lists.cum_seq_lens_q, lists.requests, token);
-    listed =
-        static_cast<i64>(lists.seq_lens[request]) - lists.cum_seq_lens_q[request + 1] + token + 1;
+    int request;
+    i64 end;  // of its query tokens
+    if (lists.cum_seq_lens_q == nullptr) {
+      request = static_cast<int>(static_cast<u32>(token) / static_cast<u32>(lists.q_len));
+      end = static_cast<i64>(request + 1) * lists.q_len;
+    } else {
+      request = request_of_token(lists.cum_seq_lens_q, lists.requests, token);
+      end = lists.cum_seq_lens_q[request + 1];
+    }
+    listed = lists.seq_lens[request] - end + token + 1;
   }
   return static_cast<int>(max(static_cast<i64>(0), min(listed, static_cast<i64>(lists.top_k))));
 }
@@ -1366,10 +1413,10 @@ __device__ inline int in_teams(const Params& params, u32 members) {
 // `length` is what length_of has for the request.
 __device__ inline RequestFacts facts_of_request(const Params& params, int request, int length) {
   RequestFacts facts;
-  facts.q_len = params.q_len;
-  facts.first_query = static_cast<i64>(request) * params.q_len;
+  facts.q_len = kIsSparse ? 1 : params.q_len;  // a list belongs to one query token
+  facts.first_query = static_cast<i64>(request) * facts.q_len;
   bool is_inside = true;
-  if (params.cum_seq_lens_q != nullptr) {
+  if (!kIsSparse && params.cum_seq_lens_q != nullptr) {
     facts.first_query = params.cum_seq_lens_q[request];
     const i64 end = params.cum_seq_lens_q[request + 1];
     facts.q_len = static_cast<int>(max(end - facts.first_query, static_cast<i64>(-1)));
@@ -1684,9 +1731,11 @@ struct ItemWalk : WalkState {
 
   // All of the item that it is at, and that `part` is of.
   __device__ void fill(Item& item, const Part& part, u32 count) const {
+    if constexpr (!kIsSparse) {  // of a list all rows see all
 #pragma unroll 1
-    for (int row = fresh_lane(); row < kRows; row += kWarpLanes) {
-      item.row_visible[row] = row < part.rows ? visible_tokens(part.first_row + row) : 0;
+      for (int row = fresh_lane(); row < kRows; row += kWarpLanes) {
+        item.row_visible[row] = row < part.rows ? visible_tokens(part.first_row + row) : 0;
+      }
     }
     if (fresh_lane() != 0) return;
     static_cast<Part&>(item) = part;
@@ -1714,7 +1763,7 @@ struct ItemWalk : WalkState {
 
   // How many tokens a row of the request sees: all up to its own position, or all.
   __device__ int visible_tokens(int row) const {
-    const bool is_prefix = params.is_causal && facts.q_len > 1;
+    const bool is_prefix = !kIsSparse && params.is_causal && facts.q_len > 1;
     const u32 token = static_cast<u32>(row) / static_cast<u32>(params.heads);
     const int later = is_prefix ? facts.q_len - 1 - static_cast<int>(token) : 0;
     return max(facts.kv_len - later, 0);
@@ -1830,7 +1879,7 @@ __device__ inline QueryRow query_row(const Params& params, const Part& part, int
   const u32 packed_row = is_row ? part.first_row + row : 0;
   const u32 heads = params.heads;
   // Mostly there is one token, and division takes long.
-  const u32 token = packed_row < heads ? 0 : packed_row / heads;
+  const u32 token = kIsSparse || packed_row < heads ? 0 : packed_row / heads;
   return {is_row ? part.first_query + token : 0, static_cast<int>(packed_row - token * heads)};
 }
 
@@ -1930,7 +1979,7 @@ __device__ inline void wait_for_query(const SharedMemory& shared, u32 count) {
 }
 
 // Makes a query what it is multiplied as. Needs SharedMemory,
-// roles/mla_hopper/load_query.cuh, blocks/e4m3.cuh.j2, blocks/swizzle.cuh.
+// roles/mla_hopper/load_query.cuh, blocks/e4m3.cuh.j2, blocks/swizzle.cuh, ptx/max_u16x2.cuh.
 
 // Keys are multiplied as they are stored, in e4m3, of which bf16 has twice the digits: an element
 // of the query is the sum of two, if it is not 2^17 times smaller than the largest of its row.
@@ -2028,7 +2077,8 @@ __device__ inline void scale_chunk(Chunk& chunk, float factor) {
   }
 }
 
-// By the threads that have copied it, each its own chunks; tells `full`.
+// By the threads that have copied it, each its own chunks, kTogether tiles at a time; tells `full`.
+template <int kTogether>
 __device__ inline void finish_query(SharedMemory& shared, const Barrier& full, int thread,
                                     int threads) {
   cp_async_wait_group<0>();
@@ -2036,23 +2086,21 @@ __device__ inline void finish_query(SharedMemory& shared, const Barrier& full, i
 #pragma unroll 1
   for (int row = thread / 8; row < kRows; row += threads / 8) {
     unsigned char* place = shared.query + swizzled_offset<128>(row, lane);
-    u32 largest = 0;
+    u32 largest = 0;  // of either half of the words
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
       const Chunk& chunk = *reinterpret_cast<const Chunk*>(place + tile * kQueryTileBytes);
 #pragma unroll
       for (int word = 0; word < 4; ++word) {
-        const u32 pair = chunk.words[word] & 0x7fff7fff;
-        largest = max(largest, max(pair & 0xffff, pair >> 16));
+        largest = max_u16x2(largest, chunk.words[word] & 0x7fff7fff);
       }
     }
 #pragma unroll
     for (int lanes = 1; lanes < 8; lanes *= 2) {
-      largest = max(largest, __shfl_xor_sync(~0u, largest, lanes));
+      largest = max_u16x2(largest, __shfl_xor_sync(~0u, largest, lanes));
     }
-    const QueryScale of_row(largest);
+    const QueryScale of_row(max(largest & 0xffff, largest >> 16));
     if (lane == 0) shared.query_scale[row] = of_row.scale;
-    constexpr int kTogether = 4;
 #pragma unroll 1
     for (int tile = 0; tile < kLatentTiles; tile += kTogether) {
       split_chunks<kTogether>(shared.query, row, lane, tile, of_row.factor);
@@ -2206,11 +2254,11 @@ __device__ inline const unsigned char* row_of_lane(const unsigned char* own, int
 // Copies kCount chunks of every token of the warp from `own` on, kLanes of them at a time, to where
 // `place` says; what does not exist becomes zeros.
 template <int kLanes, int kCount, typename Place>
-__device__ inline void copy_chunks(const unsigned char* own, u32 missing, Place place) {
+__device__ inline void copy_chunks(const unsigned char* own, u32 missing, u64 policy, Place place) {
   constexpr int kTokens = kWarpLanes / kLanes;  // at a time
   const int lane = fresh_lane();
   const int chunk = lane % kLanes;
-#pragma unroll
+#pragma unroll 2  // all together are instructions that others wait behind
   for (int first = 0; first < kWarpTokens; first += kTokens) {
     const int token = first + lane / kLanes;
     const unsigned char* source = row_of_lane(own, token) + chunk * kChunkBytes;
@@ -2220,7 +2268,8 @@ __device__ inline void copy_chunks(const unsigned char* own, u32 missing, Place 
     for (int more = 0; more < kCount; more += kLanes) {
       // So many chunks on is so many tiles on.
       constexpr int kTileChunks = kTileRowBytes / kChunkBytes;
-      cp_async_cg_16(target + more / kTileChunks * kTileBytes, source + more * kChunkBytes, bytes);
+      cp_async_cg_16(target + more / kTileChunks * kTileBytes, source + more * kChunkBytes, bytes,
+                     policy);
     }
   }
 }
@@ -2256,14 +2305,17 @@ struct BlockStream {
     const int first = warp * kWarpTokens;
     const u32 target = shared_address(shared.tokens[stage]);
     const StoredToken own = stored_token(params, place.page, place.slot);
-    copy_chunks<16, kLatentDim / kChunkBytes>(own.row, place.missing, [&](int token, int chunk) {
+    const u64 policy = policy_of_lines(params.team_size > 1);
+    const auto latent_place = [&](int token, int chunk) {
       return target + chunk / 8 * kTileBytes + swizzled_offset<128>(first + token, chunk % 8);
-    });
+    };
+    copy_chunks<16, kLatentDim / kChunkBytes>(own.row, place.missing, policy, latent_place);
     const unsigned char* rope =
         kIsPacked ? own.row + kRopeOffset : stored_rope(params, place.page, place.slot);
-    copy_chunks<kRopeChunks, kRopeChunks>(rope, place.missing, [&](int token, int chunk) {
+    const auto rope_place = [&](int token, int chunk) {
       return target + kRopeTileOffset + swizzled_offset<kRopeBytes>(first + token, chunk);
-    });
+    };
+    copy_chunks<kRopeChunks, kRopeChunks>(rope, place.missing, policy, rope_place);
     copy_scales(own, shared.tokens[stage] + kScalesOffset + first * kChunkBytes);
     if (kIsSparse && fresh_lane() == 0) {
       shared.unlisted[stage].bits[warp] = static_cast<u16>(place.missing);
@@ -2327,7 +2379,7 @@ __device__ inline void load_query(const Params& params, const Item& item, Shared
   wait_for(shared.query_empty, query_parity(item.count) ^ 1);
   const int thread = fresh_thread() % kProducerThreads;
   begin_query(params, item, shared, thread, kProducerThreads);
-  finish_query(shared, shared.query_full, thread, kProducerThreads);
+  finish_query<2>(shared, shared.query_full, thread, kProducerThreads);
 }
 
 // While a query is still in use, so many blocks of the next item are on their way already.
@@ -3286,6 +3338,7 @@ __device__ inline void add_nonfinite(const Params& params, const Item& item, Add
 template <typename Stored, typename Place>
 __device__ inline void restore_nonfinite(const Params& params, const Item& item, float scale,
                                          Place place) {
+  if constexpr (kIsSparse) return;  // of a list all rows see all, and nothing is cleared
   add_nonfinite(params, item, [&](const StoredToken& token, int position) {
     const int warp = fresh_warp();
 #pragma unroll 1
@@ -3848,7 +3901,7 @@ struct Adder {
 };
 
 __device__ inline void add_items(const Params& params, SharedMemory& shared) {
-  finish_query(shared, shared.first_query_full, fresh_thread(), kConsumerThreads);
+  finish_query<kLatentTiles / 2>(shared, shared.first_query_full, fresh_thread(), kConsumerThreads);
   u32 taken = 0;  // blocks
   u32 count = 0;
   while (true) {
