@@ -37,7 +37,7 @@ check: ## format, lint, types and the CPU tests: what a change must pass
 # A CPU test takes 20 s at most on an idle machine of two cores; the limits only end what hangs.
 cpu: ## the tests that need no GPU
 	@$(call setup,test); "$$python" -m pytest -m "not gpu" \
-	  $(call with,pytest_timeout,--timeout=120) $(call with,xdist,-n auto)
+	  $(call with,pytest_timeout,--timeout=120) $(call with,xdist,-n auto --dist worksteal)
 
 gpu: ## the tests that need an NVIDIA GPU
 	@$(call setup,test); "$$python" -m pytest -m gpu $(call with,pytest_timeout,--timeout=300)

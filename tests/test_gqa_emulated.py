@@ -105,7 +105,13 @@ CASES = [
     ),
     Emulated(GqaCase(name="many pieces", seq_lens=(3072,), kv_heads=1, group=8, sink=3.0), 24),
     Emulated(
-        GqaCase(name="many requests", seq_lens=tuple(i * 37 % 300 for i in range(36)), group=2), 7
+        GqaCase(
+            name="many requests",
+            seq_lens=tuple(i * 37 % 300 for i in range(36)),
+            kv_heads=1,
+            group=2,
+        ),
+        7,
     ),
     Emulated(GqaCase(name="large scores", seq_lens=(900,), query_magnitude=100.0, layout="HND"), 4),
 ]
@@ -114,7 +120,7 @@ TOGETHER = [
     Emulated(GqaCase(name="two heads", seq_lens=(300, 0, 700), kv="e4m3", page_size=64), 6),
     Emulated(
         GqaCase(
-            name="many pieces of two heads", seq_lens=(3072, 900), kv="e4m3", kv_heads=6, sink=3.0
+            name="many pieces of two heads", seq_lens=(1536, 450), kv="e4m3", kv_heads=2, sink=3.0
         ),
         24,
     ),
