@@ -4,5 +4,5 @@
 // Ends this thread, unless the word is zero. Compilers put what leads to an end without a condition
 // behind all other code.
 __device__ inline void exit_if(u32 word) {
-  asm volatile("{.reg .pred p; setp.ne.u32 p, %0, 0; @p exit;}" ::"r"(word));
+  asm volatile("{.reg .pred p; setp.ne.u32 p, %0, 0; @p exit;}" ::"r"(word) : "memory");
 }

@@ -39,7 +39,8 @@ __device__ inline RequestFacts facts_of_request(const Params& params, int reques
   if (!kIsSparse && params.cum_seq_lens_q != nullptr) {
     facts.first_query = params.cum_seq_lens_q[request];
     const i64 end = params.cum_seq_lens_q[request + 1];
-    facts.q_len = static_cast<int>(max(end - facts.first_query, static_cast<i64>(-1)));
+    const i64 q_len = min(end - facts.first_query, static_cast<i64>(0x7fffffff));
+    facts.q_len = static_cast<int>(max(q_len, static_cast<i64>(-1)));
     is_inside = 0 <= facts.first_query && facts.first_query <= end &&
                 end * params.heads <= params.total_rows;
   }

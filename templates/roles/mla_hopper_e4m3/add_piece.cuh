@@ -6,9 +6,13 @@ struct JoinedRow {
   float own_weight;
   float weight;
 };
-static_assert(sizeof(JoinedRow) <= sizeof(PartialRow), "it takes a state's place");
 
-// By one thread for each row: all warps have all rows.
+__device__ inline JoinedRow joined_row(const PartialRow& state) {
+  return {state.reference, state.sum};
+}
+
+// By one thread for each row: all warps have all rows. Where two pieces are exchanged, this block's
+// other crew has read the states before: what is awaited counts what it has left, too.
 __device__ inline void join_rows(const Crew& crew, const MergeRoom& room, OwnRows& rows) {
   const int row = crew.thread();
   if (row < kRows) {
@@ -19,7 +23,8 @@ __device__ inline void join_rows(const Crew& crew, const MergeRoom& room, OwnRow
     const float own_weight = ex2_approx(own.reference - largest);
     const float weight = ex2_approx(other.reference - largest);
     rows.set_state(row, {largest, own.sum * own_weight + other.sum * weight});
-    reinterpret_cast<JoinedRow&>(state) = {own_weight, weight * other.scales[0]};
+    state.reference = own_weight;
+    state.sum = weight * other.scales[0];
   }
   crew.sync();
 }
@@ -31,8 +36,8 @@ __device__ inline void add_piece(const Crew& crew, const MergeRoom& room,
 #pragma unroll
   for (int group = 0; group < kRowGroups; ++group) {
     const int row = own_row(group * 2);
-    const JoinedRow a = reinterpret_cast<const JoinedRow&>(room.state(0, row));
-    const JoinedRow b = reinterpret_cast<const JoinedRow&>(room.state(0, row + 1));
+    const JoinedRow a = joined_row(room.state(0, row));
+    const JoinedRow b = joined_row(room.state(0, row + 1));
 #pragma unroll
     for (int tile = 0; tile < kDimTiles; ++tile) {
       const float4 other = from_halves(values[task_offset(tile * kRowGroups + group) * kWarpLanes]);

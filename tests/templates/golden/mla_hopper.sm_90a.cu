@@ -321,7 +321,7 @@ __device__ inline float ex2_approx(float x) {
 // Ends this thread, unless the word is zero. Compilers put what leads to an end without a condition
 // behind all other code.
 __device__ inline void exit_if(u32 word) {
-  asm volatile("{.reg .pred p; setp.ne.u32 p, %0, 0; @p exit;}" ::"r"(word));
+  asm volatile("{.reg .pred p; setp.ne.u32 p, %0, 0; @p exit;}" ::"r"(word) : "memory");
 }
 
 // PTX ISA, "Parallel Synchronization and Communication Instructions: membar, fence". Needs sm_90.
@@ -1140,7 +1140,8 @@ __device__ inline RequestFacts facts_of_request(const Params& params, int reques
   if (!kIsSparse && params.cum_seq_lens_q != nullptr) {
     facts.first_query = params.cum_seq_lens_q[request];
     const i64 end = params.cum_seq_lens_q[request + 1];
-    facts.q_len = static_cast<int>(max(end - facts.first_query, static_cast<i64>(-1)));
+    const i64 q_len = min(end - facts.first_query, static_cast<i64>(0x7fffffff));
+    facts.q_len = static_cast<int>(max(q_len, static_cast<i64>(-1)));
     is_inside = 0 <= facts.first_query && facts.first_query <= end &&
                 end * params.heads <= params.total_rows;
   }

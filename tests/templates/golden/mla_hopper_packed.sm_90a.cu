@@ -317,7 +317,7 @@ __device__ inline float ex2_approx(float x) {
 // Ends this thread, unless the word is zero. Compilers put what leads to an end without a condition
 // behind all other code.
 __device__ inline void exit_if(u32 word) {
-  asm volatile("{.reg .pred p; setp.ne.u32 p, %0, 0; @p exit;}" ::"r"(word));
+  asm volatile("{.reg .pred p; setp.ne.u32 p, %0, 0; @p exit;}" ::"r"(word) : "memory");
 }
 
 // PTX ISA, "Parallel Synchronization and Communication Instructions: membar, fence". Needs sm_90.
@@ -1419,7 +1419,8 @@ __device__ inline RequestFacts facts_of_request(const Params& params, int reques
   if (!kIsSparse && params.cum_seq_lens_q != nullptr) {
     facts.first_query = params.cum_seq_lens_q[request];
     const i64 end = params.cum_seq_lens_q[request + 1];
-    facts.q_len = static_cast<int>(max(end - facts.first_query, static_cast<i64>(-1)));
+    const i64 q_len = min(end - facts.first_query, static_cast<i64>(0x7fffffff));
+    facts.q_len = static_cast<int>(max(q_len, static_cast<i64>(-1)));
     is_inside = 0 <= facts.first_query && facts.first_query <= end &&
                 end * params.heads <= params.total_rows;
   }
@@ -3509,9 +3510,13 @@ struct JoinedRow {
   float own_weight;
   float weight;
 };
-static_assert(sizeof(JoinedRow) <= sizeof(PartialRow), "it takes a state's place");
 
-// By one thread for each row: all warps have all rows.
+__device__ inline JoinedRow joined_row(const PartialRow& state) {
+  return {state.reference, state.sum};
+}
+
+// By one thread for each row: all warps have all rows. Where two pieces are exchanged, this block's
+// other crew has read the states before: what is awaited counts what it has left, too.
 __device__ inline void join_rows(const Crew& crew, const MergeRoom& room, OwnRows& rows) {
   const int row = crew.thread();
   if (row < kRows) {
@@ -3522,7 +3527,8 @@ __device__ inline void join_rows(const Crew& crew, const MergeRoom& room, OwnRow
     const float own_weight = ex2_approx(own.reference - largest);
     const float weight = ex2_approx(other.reference - largest);
     rows.set_state(row, {largest, own.sum * own_weight + other.sum * weight});
-    reinterpret_cast<JoinedRow&>(state) = {own_weight, weight * other.scales[0]};
+    state.reference = own_weight;
+    state.sum = weight * other.scales[0];
   }
   crew.sync();
 }
@@ -3534,8 +3540,8 @@ __device__ inline void add_piece(const Crew& crew, const MergeRoom& room,
 #pragma unroll
   for (int group = 0; group < kRowGroups; ++group) {
     const int row = own_row(group * 2);
-    const JoinedRow a = reinterpret_cast<const JoinedRow&>(room.state(0, row));
-    const JoinedRow b = reinterpret_cast<const JoinedRow&>(room.state(0, row + 1));
+    const JoinedRow a = joined_row(room.state(0, row));
+    const JoinedRow b = joined_row(room.state(0, row + 1));
 #pragma unroll
     for (int tile = 0; tile < kDimTiles; ++tile) {
       const float4 other = from_halves(values[task_offset(tile * kRowGroups + group) * kWarpLanes]);
