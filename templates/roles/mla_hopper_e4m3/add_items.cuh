@@ -1,5 +1,5 @@
 // The consumers: add the values of all blocks of all items, by their probabilities. Needs
-// values.cuh, multiply.cuh, store_output.cuh, roles/mla_hopper/store_item.cuh.
+// values.cuh, multiply.cuh, store_output.cuh, roles/mla_hopper/store_item.cuh, blocks/of_all.cuh.
 
 // The tensor cores keep sums with 13 bits, too few for a long sequence: each block has a sum of its
 // own, which is added in fp32.
@@ -33,11 +33,16 @@ struct Adder {
     }
   }
 
+  // Values are made here, not where they are needed.
+  __device__ static void keep_values(Values& values) {
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) wgmma_keep(values[k]);
+  }
+
   // Begins the product of one tile of dims.
   __device__ static void begin_tile(Values& values, u32 probabilities, BlockSum& sum) {
     wgmma_keep(sum);
-#pragma unroll
-    for (int k = 0; k < kSteps; ++k) wgmma_keep(values[k]);
+    keep_values(values);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
@@ -55,15 +60,17 @@ struct Adder {
     wgmma_keep(accumulators[tile]);  // added here, not when all sums have come
   }
 
-  // `values` are those of tile 0.
-  __device__ void add_block(const ValueRows& rows, Values& values, u32 probabilities) {
+  // `values` are those of tile 0. What was before the block is multiplied by factors while its
+  // first product is under way, for that is a sum of its own.
+  __device__ void add_block(const ValueRows& rows, Values& values, u32 probabilities, int stage,
+                            u32 rescales) {
     BlockSum sum;
+    begin_tile(values, probabilities, sum);
+    if (__any_sync(~0u, rescales != 0)) rescale(stage, rescales);
 #pragma unroll
-    for (int tile = 0; tile < kDimTiles; ++tile) {
-      if (tile > 0) {
-        add_sum(sum, tile - 1);
-        rows.load(values, tile);
-      }
+    for (int tile = 1; tile < kDimTiles; ++tile) {
+      add_sum(sum, tile - 1);
+      rows.load(values, tile);
       begin_tile(values, probabilities, sum);
     }
     add_sum(sum, kDimTiles - 1);
@@ -88,25 +95,20 @@ struct Adder {
     const u32 address = shared_address(shared.tokens[0]) + stage * kBlockBytes;
     const ValueRows rows(address);
     Values values;
-    // The first values are in registers when probabilities come. Once they have, nobody needs the
-    // tokens as they are.
+    // The first values are in registers when probabilities come, in the order of an operand. Once
+    // they have, nobody needs the tokens as they are.
     rows.load(values, 0);
+    keep_values(values);
     wait_for(shared.probabilities_full[stage], parity);
+    const u32 rescales = shared.rescales[stage];
     if (__any_sync(~0u, taken >= hiding)) {
       clear_values(rows, end - taken);
       rows.load(values, 0);
     }
-    const u32 rescales = shared.rescales[stage];
-    if (__any_sync(~0u, rescales != 0)) rescale(stage, rescales);
-    add_block(rows, values, operand_at(address + kProbabilitiesOffset));
+    add_block(rows, values, operand_at(address + kProbabilitiesOffset), stage, rescales);
     __syncwarp();
     if (fresh_lane() == 0) arrive_at(shared.tokens_empty[block_stage(taken)]);
     ++taken;
-  }
-
-  // A number that all lanes have, and that compilers know to be the same in all.
-  __device__ static u32 of_all(int number) {
-    return static_cast<u32>(__reduce_add_sync(~0u, fresh_lane() == 0 ? number : 0));
   }
 
   // Blocks that all rows see whole come first. The loop ends by a vote, and blocks are counted by

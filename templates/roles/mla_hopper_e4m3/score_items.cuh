@@ -1,6 +1,14 @@
 // The scorer, four warps: scores and probabilities of all blocks of all items. Needs multiply.cuh,
 // softmax.cuh, schedule.cuh, roles/mla_hopper/half_scale.cuh, ptx/stmatrix.cuh.
 
+// A block whose scores are computed.
+struct ScoredBlock {
+  int number;  // of the request's
+  int stage;
+  u32 place;  // where this lane stores its part of the probabilities
+  bool hides;  // whether some row does not see all of it
+};
+
 struct Scorer {
   SharedMemory& shared;
   const Item& item;
@@ -18,10 +26,10 @@ struct Scorer {
     return stage;
   }
 
-  // The scores of a block, and the sum of the probabilities of the one before, of which a word
+  // Begins the scores of a block, and adds up the probabilities of the one before, of which a word
   // follows each step: tensor cores take a step only when they have done most of the one before,
   // and a warp that waits for that does nothing else.
-  __device__ void multiply(Scores& scores, const Probabilities& before, int stage) {
+  __device__ void begin_scores(Scores& scores, const Probabilities& before, int stage) {
     const ScoreSteps steps(shared, stage);
     ProbabilitySums sums;
     wgmma_keep(scores);
@@ -33,22 +41,34 @@ struct Scorer {
     }
     wgmma_commit_group();
     softmax.add(sums);
-    wgmma_wait_group<0>();
-    wgmma_keep(scores);
+  }
+
+  // Where this lane stores its part of the probabilities of the block in `stage`.
+  __device__ u32 place_of_probabilities(int stage) const {
+    const int lane = fresh_lane();
+    const int row = fresh_warp() % 4 * kRowsOfWarp + lane % 16;
+    return shared_address(shared.tokens[stage]) + kProbabilitiesOffset +
+           swizzled_offset<kRopeRowBytes>(row, lane / 16);
   }
 
   // All of it stands here once: until an SM has had instructions, fetching them takes it longer
-  // than what they say.
+  // than what they say. What probabilities take is at hand when the scores are: nobody waits as
+  // long for anything as for what follows them.
   __device__ void take_blocks() {
     Scores scores;
     Probabilities probabilities = {};
     const int end = item.first_block + item.blocks;
+    const int hiding = item.visible_to_all / kBlockTokens;
 #pragma unroll 1
     for (int block = item.first_block; block < end; ++block) {
       const int stage = next_stage();
-      multiply(scores, probabilities, stage);
-      const bool rescales = take_scores(scores, probabilities, stage, block);
-      publish(probabilities, stage, rescales);
+      begin_scores(scores, probabilities, stage);
+      const float scale = shared.score_scale;
+      const ScoredBlock scored = {block, stage, place_of_probabilities(stage), block >= hiding};
+      wgmma_wait_group<0>();
+      wgmma_keep(scores);
+      const bool rescales = take_scores(scores, scale, probabilities, scored);
+      publish(stage, rescales);
     }
     ProbabilitySums sums;
 #pragma unroll
@@ -61,50 +81,51 @@ struct Scorer {
     return kWarpsWithRows == kScorerWarps || __any_sync(~0u, fresh_warp() % 4 < kWarpsWithRows);
   }
 
-  // Turns scores into probabilities, those computed anew that are not what they should be. Says
-  // whether a reference has moved, so that what was before is multiplied by factors.
-  __device__ bool take_scores(Scores& scores, Probabilities& probabilities, int stage, int block) {
-    const float scale = shared.score_scale;
+  // Turns scores into probabilities and stores them, and once more those that are not what they
+  // should be. Says whether a reference has moved, so that what was before is multiplied by
+  // factors.
+  __device__ bool take_scores(Scores& scores, float scale, Probabilities& probabilities,
+                              const ScoredBlock& block) {
 #pragma unroll
     for (int word = 0; word < kWords; ++word) {
       softmax.take_word(scores, scale, probabilities, word);
     }
-    const bool hides = block >= item.visible_to_all / kBlockTokens;
-    if (!has_rows() || softmax.fits(probabilities, hides)) return false;
+    if (!has_rows()) return false;
+    store(probabilities, block.place);
+    if (softmax.fits(probabilities, block.hides)) return false;
     scale_scores(scores, scale);
-    if (hides) hide(scores, item, block * kBlockTokens);
+    if (block.hides) hide(scores, item, block.number * kBlockTokens);
     float moved[kScoreRows];
     softmax.take_moving(scores, probabilities, moved);
-    return leave_factors(moved, stage, block);
+    store(probabilities, block.place);
+    return leave_factors(moved, block);
   }
 
-  // Leaves probabilities for the consumers.
-  __device__ void publish(const Probabilities& probabilities, int stage, bool rescales) const {
+  __device__ static void store(const Probabilities& probabilities, u32 place) {
+    stmatrix_x4(place, probabilities[0], probabilities[1], probabilities[2], probabilities[3]);
+    stmatrix_x4(place ^ 32, probabilities[4], probabilities[5], probabilities[6], probabilities[7]);
+  }
+
+  // Tells consumers that the probabilities are there.
+  __device__ void publish(int stage, bool rescales) const {
     if (!has_rows()) return;
-    const int lane = fresh_lane();
-    const int warp = fresh_warp() % 4;
-    const u32 address = shared_address(shared.tokens[stage]) + kProbabilitiesOffset +
-                        swizzled_offset<kRopeRowBytes>(warp * kRowsOfWarp + lane % 16, lane / 16);
-    stmatrix_x4(address, probabilities[0], probabilities[1], probabilities[2], probabilities[3]);
-    stmatrix_x4(address ^ 32, probabilities[4], probabilities[5], probabilities[6],
-                probabilities[7]);
-    if (lane == 0) {
-      reinterpret_cast<unsigned char*>(&shared.rescales[stage])[warp] =
+    if (fresh_lane() == 0) {
+      reinterpret_cast<unsigned char*>(&shared.rescales[stage])[fresh_warp() % 4] =
           static_cast<unsigned char>(rescales);
     }
     fence_proxy_async();
     __syncwarp();
-    if (lane == 0) arrive_at(shared.probabilities_full[stage]);
+    if (fresh_lane() == 0) arrive_at(shared.probabilities_full[stage]);
   }
 
   // What the sums before a block are multiplied by: before a first block there are none. Says
   // whether it is other than 1.
-  __device__ bool leave_factors(const float (&moved)[kScoreRows], int stage, int block) const {
+  __device__ bool leave_factors(const float (&moved)[kScoreRows], const ScoredBlock& block) const {
     const bool moves = moved[0] != 1.0f || moved[1] != 1.0f;
-    if (!__any_sync(~0u, moves) || block == item.first_block) return false;
+    if (!__any_sync(~0u, moves) || block.number == item.first_block) return false;
     if (fresh_lane() % 4 == 0) {
 #pragma unroll
-      for (int r = 0; r < kScoreRows; ++r) shared.rescale[stage][score_row(r)] = moved[r];
+      for (int r = 0; r < kScoreRows; ++r) shared.rescale[block.stage][score_row(r)] = moved[r];
     }
     return true;
   }

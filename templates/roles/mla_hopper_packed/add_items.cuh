@@ -1,6 +1,6 @@
 // The consumers: add the values of all blocks of all items, by their probabilities. Needs
 // values.cuh, row_sums.cuh, roles/mla_hopper_e4m3/store_output.cuh,
-// roles/mla_hopper/store_item.cuh, blocks/wgmma_descriptor.cuh.
+// roles/mla_hopper/store_item.cuh, blocks/of_all.cuh, blocks/wgmma_descriptor.cuh.
 
 // So many products may be under way.
 constexpr int kValueBuffers = 2;
@@ -70,7 +70,7 @@ struct Adder {
   __device__ void take_block(u32& taken, u32 end) {
     const int stage = block_stage(taken);
     wait_for(shared.probabilities_full[stage], block_parity(taken));
-    if (kTakesTurns && taken + 1 != end) {
+    if (kTakesTurns && __any_sync(~0u, taken + 1 != end)) {
       wait_for(shared.scores_full[block_stage(taken + 1)], block_parity(taken + 1));
     }
     if (__any_sync(~0u, shared.rescales[stage] != 0)) rescale(stage);
@@ -88,10 +88,9 @@ struct Adder {
     if (from < end) clear_nonfinite(shared, item, shared.tokens[stage], from, end);
   }
 
-  // A vote tells compilers that all lanes go on, so that stages and descriptors are theirs in
-  // common.
+  // Votes tell compilers that all lanes go on, so that stages and descriptors are theirs in common.
   __device__ void take_item(u32& taken) {
-    const u32 end = taken + item.blocks;
+    const u32 end = taken + of_all(item.blocks);
 #pragma unroll 1
     while (__any_sync(~0u, taken != end)) take_block(taken, end);
   }

@@ -1,5 +1,5 @@
 // The scorer, four warps: scores and probabilities of all blocks of all items. Needs scales.cuh,
-// softmax.cuh, roles/mla_hopper/hand_over.cuh, blocks/wgmma_descriptor.cuh.
+// softmax.cuh, roles/mla_hopper/hand_over.cuh, blocks/of_all.cuh, blocks/wgmma_descriptor.cuh.
 
 // Elements that one step of a product multiplies, in eight bits.
 constexpr int kStepElements = 32;
@@ -90,19 +90,19 @@ struct Scorer {
     }
   }
 
-  __device__ void take_scores(unsigned char* stage, const ScorerThread& own) {
-    u32 query = descriptor_low(shared_address(shared.query), 16);
-    mov_b32(query);
-    const u32 keys = descriptor_low(shared_address(stage), 16);
+  // Of the block in `stage`; `keys` and `query` are descriptors.
+  __device__ void take_scores(int stage, const ScorerThread& own, u32 keys, u32 query) {
+    unsigned char* tokens = shared.tokens[stage];
     GroupScores parts[kGroupsAtOnce];
     begin_rope(keys, query);
 #pragma unroll
     for (int group = 0; group < kGroupsAtOnce; ++group) {
       begin_group(parts[group], keys, query, group);
     }
-    const KeyScales scales(stage, own);
+    const KeyScales scales(tokens, own);
     own_scales.take(scales, own);
-    own_scales.leave(stage, own, shared.units);
+    own_scales.leave(tokens, own, shared.units);
+    softmax.leave_units(own, stage, false);
     wgmma_wait_group<kGroupsAtOnce>();
     scale_rope(scales);
     add_groups<0>(parts, scales, keys, query);
@@ -150,16 +150,19 @@ struct Scorer {
 
   __device__ void take_block(int block) {
     const int stage = block_stage(taken);
+    // Worked out before tokens are waited for, not after that.
+    const u32 keys = of_all(descriptor_low(shared_address(shared.tokens[stage]), 16));
+    const u32 query = of_all(descriptor_low(shared_address(shared.query), 16));
+    const ScorerThread own;
     wait_for(shared.tokens_full[stage], block_parity(taken));
     fence_proxy_async();  // what threads have copied, tensor cores read
-    const ScorerThread own;
-    take_scores(shared.tokens[stage], own);
+    take_scores(stage, own, keys, query);
     if (kTakesTurns && own.lane == 0) arrive_at(shared.scores_full[stage]);
     const int first_token = block * kBlockTokens;
     if constexpr (kIsSparse) {
       const u64 unlisted = shared.unlisted[stage].all();
-      if (unlisted != 0) hide_unlisted(unlisted, own);
-    } else if (first_token + kBlockTokens > item.visible_to_all) {
+      if (__any_sync(~0u, unlisted != 0)) hide_unlisted(unlisted, own);
+    } else if (__any_sync(~0u, first_token + kBlockTokens > item.visible_to_all)) {
       hide_unseen(first_token, own);
     }
     softmax.take(scores, own_scales, own, stage, block == item.first_block);
@@ -168,10 +171,10 @@ struct Scorer {
 
   __device__ void take_item() {
     softmax.begin(score_scale(params) * kLog2E);
+    const u32 end = taken + of_all(item.blocks);
+    int block = item.first_block;
 #pragma unroll 1
-    for (int block = item.first_block; block < item.first_block + item.blocks; ++block) {
-      take_block(block);
-    }
+    while (__any_sync(~0u, taken != end)) take_block(block++);
     // All warps have met since they read the query last, or have not read it.
     if (fresh_thread() % kScorerThreads == 0) arrive_at(shared.query_empty);
     softmax.leave_references(item_slot(item.count));

@@ -64,17 +64,22 @@ struct Softmax {
       moves = write(scores, own, stage) || is_exceeded;
       moves = barrier_red_or(kScorerBarrier, kScorerThreads, moves) != 0;
     }
-    if (moves) {
+    if (__any_sync(~0u, moves)) {
       move_references(scores, scales, own, stage);
       scales.leave(shared.tokens[stage], own, shared.units);
       write(scores, own, stage);
-    }
-    if (own.lane == 0 && own.warp == 0) {
-      shared.rescales[stage] = moves && !is_first;
-      shared.block_units[stage] = shared.units;
+      leave_units(own, stage, !is_first);
     }
     __syncwarp();
     if (own.lane == 0) arrive_at(shared.probabilities_full[stage]);
+  }
+
+  // Leaves the units of a block, and whether it multiplies the outputs before it: before its scores
+  // are there, as if no reference moved.
+  __device__ void leave_units(const ScorerThread& own, int stage, bool rescales) const {
+    if (own.lane != 0 || own.warp != 0) return;
+    shared.rescales[stage] = rescales;
+    shared.block_units[stage] = shared.units;
   }
 
   // Writes probabilities relative to the references as they are; says whether any is so large that

@@ -1141,6 +1141,12 @@ __device__ inline int fresh_thread() {
 __device__ inline int fresh_lane() { return fresh_thread() % kWarpLanes; }
 __device__ inline int fresh_warp() { return fresh_thread() / kWarpLanes; }
 
+// A number that all lanes have, and that compilers know to be the same in all: what depends on it
+// is then in registers of the whole warp, where products want their descriptors. Needs
+// blocks/prelude.cuh.
+
+__device__ inline u32 of_all(u32 number) { return __reduce_max_sync(~0u, number); }
+
 // Rows of 16-byte chunks in shared memory, permuted so that the eight rows that one ldmatrix reads
 // at the same column lie in different banks. Needs blocks/prelude.cuh.
 
@@ -2221,6 +2227,14 @@ __device__ inline void hide(Scores& scores, const Item& item, int first_token) {
 // The scorer, four warps: scores and probabilities of all blocks of all items. Needs multiply.cuh,
 // softmax.cuh, schedule.cuh, roles/mla_hopper/half_scale.cuh, ptx/stmatrix.cuh.
 
+// A block whose scores are computed.
+struct ScoredBlock {
+  int number;  // of the request's
+  int stage;
+  u32 place;  // where this lane stores its part of the probabilities
+  bool hides;  // whether some row does not see all of it
+};
+
 struct Scorer {
   SharedMemory& shared;
   const Item& item;
@@ -2238,10 +2252,10 @@ struct Scorer {
     return stage;
   }
 
-  // The scores of a block, and the sum of the probabilities of the one before, of which a word
+  // Begins the scores of a block, and adds up the probabilities of the one before, of which a word
   // follows each step: tensor cores take a step only when they have done most of the one before,
   // and a warp that waits for that does nothing else.
-  __device__ void multiply(Scores& scores, const Probabilities& before, int stage) {
+  __device__ void begin_scores(Scores& scores, const Probabilities& before, int stage) {
     const ScoreSteps steps(shared, stage);
     ProbabilitySums sums;
     wgmma_keep(scores);
@@ -2253,22 +2267,34 @@ struct Scorer {
     }
     wgmma_commit_group();
     softmax.add(sums);
-    wgmma_wait_group<0>();
-    wgmma_keep(scores);
+  }
+
+  // Where this lane stores its part of the probabilities of the block in `stage`.
+  __device__ u32 place_of_probabilities(int stage) const {
+    const int lane = fresh_lane();
+    const int row = fresh_warp() % 4 * kRowsOfWarp + lane % 16;
+    return shared_address(shared.tokens[stage]) + kProbabilitiesOffset +
+           swizzled_offset<kRopeRowBytes>(row, lane / 16);
   }
 
   // All of it stands here once: until an SM has had instructions, fetching them takes it longer
-  // than what they say.
+  // than what they say. What probabilities take is at hand when the scores are: nobody waits as
+  // long for anything as for what follows them.
   __device__ void take_blocks() {
     Scores scores;
     Probabilities probabilities = {};
     const int end = item.first_block + item.blocks;
+    const int hiding = item.visible_to_all / kBlockTokens;
 #pragma unroll 1
     for (int block = item.first_block; block < end; ++block) {
       const int stage = next_stage();
-      multiply(scores, probabilities, stage);
-      const bool rescales = take_scores(scores, probabilities, stage, block);
-      publish(probabilities, stage, rescales);
+      begin_scores(scores, probabilities, stage);
+      const float scale = shared.score_scale;
+      const ScoredBlock scored = {block, stage, place_of_probabilities(stage), block >= hiding};
+      wgmma_wait_group<0>();
+      wgmma_keep(scores);
+      const bool rescales = take_scores(scores, scale, probabilities, scored);
+      publish(stage, rescales);
     }
     ProbabilitySums sums;
 #pragma unroll
@@ -2281,50 +2307,51 @@ struct Scorer {
     return kWarpsWithRows == kScorerWarps || __any_sync(~0u, fresh_warp() % 4 < kWarpsWithRows);
   }
 
-  // Turns scores into probabilities, those computed anew that are not what they should be. Says
-  // whether a reference has moved, so that what was before is multiplied by factors.
-  __device__ bool take_scores(Scores& scores, Probabilities& probabilities, int stage, int block) {
-    const float scale = shared.score_scale;
+  // Turns scores into probabilities and stores them, and once more those that are not what they
+  // should be. Says whether a reference has moved, so that what was before is multiplied by
+  // factors.
+  __device__ bool take_scores(Scores& scores, float scale, Probabilities& probabilities,
+                              const ScoredBlock& block) {
 #pragma unroll
     for (int word = 0; word < kWords; ++word) {
       softmax.take_word(scores, scale, probabilities, word);
     }
-    const bool hides = block >= item.visible_to_all / kBlockTokens;
-    if (!has_rows() || softmax.fits(probabilities, hides)) return false;
+    if (!has_rows()) return false;
+    store(probabilities, block.place);
+    if (softmax.fits(probabilities, block.hides)) return false;
     scale_scores(scores, scale);
-    if (hides) hide(scores, item, block * kBlockTokens);
+    if (block.hides) hide(scores, item, block.number * kBlockTokens);
     float moved[kScoreRows];
     softmax.take_moving(scores, probabilities, moved);
-    return leave_factors(moved, stage, block);
+    store(probabilities, block.place);
+    return leave_factors(moved, block);
   }
 
-  // Leaves probabilities for the consumers.
-  __device__ void publish(const Probabilities& probabilities, int stage, bool rescales) const {
+  __device__ static void store(const Probabilities& probabilities, u32 place) {
+    stmatrix_x4(place, probabilities[0], probabilities[1], probabilities[2], probabilities[3]);
+    stmatrix_x4(place ^ 32, probabilities[4], probabilities[5], probabilities[6], probabilities[7]);
+  }
+
+  // Tells consumers that the probabilities are there.
+  __device__ void publish(int stage, bool rescales) const {
     if (!has_rows()) return;
-    const int lane = fresh_lane();
-    const int warp = fresh_warp() % 4;
-    const u32 address = shared_address(shared.tokens[stage]) + kProbabilitiesOffset +
-                        swizzled_offset<kRopeRowBytes>(warp * kRowsOfWarp + lane % 16, lane / 16);
-    stmatrix_x4(address, probabilities[0], probabilities[1], probabilities[2], probabilities[3]);
-    stmatrix_x4(address ^ 32, probabilities[4], probabilities[5], probabilities[6],
-                probabilities[7]);
-    if (lane == 0) {
-      reinterpret_cast<unsigned char*>(&shared.rescales[stage])[warp] =
+    if (fresh_lane() == 0) {
+      reinterpret_cast<unsigned char*>(&shared.rescales[stage])[fresh_warp() % 4] =
           static_cast<unsigned char>(rescales);
     }
     fence_proxy_async();
     __syncwarp();
-    if (lane == 0) arrive_at(shared.probabilities_full[stage]);
+    if (fresh_lane() == 0) arrive_at(shared.probabilities_full[stage]);
   }
 
   // What the sums before a block are multiplied by: before a first block there are none. Says
   // whether it is other than 1.
-  __device__ bool leave_factors(const float (&moved)[kScoreRows], int stage, int block) const {
+  __device__ bool leave_factors(const float (&moved)[kScoreRows], const ScoredBlock& block) const {
     const bool moves = moved[0] != 1.0f || moved[1] != 1.0f;
-    if (!__any_sync(~0u, moves) || block == item.first_block) return false;
+    if (!__any_sync(~0u, moves) || block.number == item.first_block) return false;
     if (fresh_lane() % 4 == 0) {
 #pragma unroll
-      for (int r = 0; r < kScoreRows; ++r) shared.rescale[stage][score_row(r)] = moved[r];
+      for (int r = 0; r < kScoreRows; ++r) shared.rescale[block.stage][score_row(r)] = moved[r];
     }
     return true;
   }
@@ -3258,7 +3285,7 @@ __device__ inline void store_item(const Params& params, const Item& item, Shared
 }
 
 // The consumers: add the values of all blocks of all items, by their probabilities. Needs
-// values.cuh, multiply.cuh, store_output.cuh, roles/mla_hopper/store_item.cuh.
+// values.cuh, multiply.cuh, store_output.cuh, roles/mla_hopper/store_item.cuh, blocks/of_all.cuh.
 
 // The tensor cores keep sums with 13 bits, too few for a long sequence: each block has a sum of its
 // own, which is added in fp32.
@@ -3292,11 +3319,16 @@ struct Adder {
     }
   }
 
+  // Values are made here, not where they are needed.
+  __device__ static void keep_values(Values& values) {
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) wgmma_keep(values[k]);
+  }
+
   // Begins the product of one tile of dims.
   __device__ static void begin_tile(Values& values, u32 probabilities, BlockSum& sum) {
     wgmma_keep(sum);
-#pragma unroll
-    for (int k = 0; k < kSteps; ++k) wgmma_keep(values[k]);
+    keep_values(values);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
@@ -3314,15 +3346,17 @@ struct Adder {
     wgmma_keep(accumulators[tile]);  // added here, not when all sums have come
   }
 
-  // `values` are those of tile 0.
-  __device__ void add_block(const ValueRows& rows, Values& values, u32 probabilities) {
+  // `values` are those of tile 0. What was before the block is multiplied by factors while its
+  // first product is under way, for that is a sum of its own.
+  __device__ void add_block(const ValueRows& rows, Values& values, u32 probabilities, int stage,
+                            u32 rescales) {
     BlockSum sum;
+    begin_tile(values, probabilities, sum);
+    if (__any_sync(~0u, rescales != 0)) rescale(stage, rescales);
 #pragma unroll
-    for (int tile = 0; tile < kDimTiles; ++tile) {
-      if (tile > 0) {
-        add_sum(sum, tile - 1);
-        rows.load(values, tile);
-      }
+    for (int tile = 1; tile < kDimTiles; ++tile) {
+      add_sum(sum, tile - 1);
+      rows.load(values, tile);
       begin_tile(values, probabilities, sum);
     }
     add_sum(sum, kDimTiles - 1);
@@ -3347,25 +3381,20 @@ struct Adder {
     const u32 address = shared_address(shared.tokens[0]) + stage * kBlockBytes;
     const ValueRows rows(address);
     Values values;
-    // The first values are in registers when probabilities come. Once they have, nobody needs the
-    // tokens as they are.
+    // The first values are in registers when probabilities come, in the order of an operand. Once
+    // they have, nobody needs the tokens as they are.
     rows.load(values, 0);
+    keep_values(values);
     wait_for(shared.probabilities_full[stage], parity);
+    const u32 rescales = shared.rescales[stage];
     if (__any_sync(~0u, taken >= hiding)) {
       clear_values(rows, end - taken);
       rows.load(values, 0);
     }
-    const u32 rescales = shared.rescales[stage];
-    if (__any_sync(~0u, rescales != 0)) rescale(stage, rescales);
-    add_block(rows, values, operand_at(address + kProbabilitiesOffset));
+    add_block(rows, values, operand_at(address + kProbabilitiesOffset), stage, rescales);
     __syncwarp();
     if (fresh_lane() == 0) arrive_at(shared.tokens_empty[block_stage(taken)]);
     ++taken;
-  }
-
-  // A number that all lanes have, and that compilers know to be the same in all.
-  __device__ static u32 of_all(int number) {
-    return static_cast<u32>(__reduce_add_sync(~0u, fresh_lane() == 0 ? number : 0));
   }
 
   // Blocks that all rows see whole come first. The loop ends by a vote, and blocks are counted by

@@ -1132,6 +1132,12 @@ __device__ inline int fresh_thread() {
 __device__ inline int fresh_lane() { return fresh_thread() % kWarpLanes; }
 __device__ inline int fresh_warp() { return fresh_thread() / kWarpLanes; }
 
+// A number that all lanes have, and that compilers know to be the same in all: what depends on it
+// is then in registers of the whole warp, where products want their descriptors. Needs
+// blocks/prelude.cuh.
+
+__device__ inline u32 of_all(u32 number) { return __reduce_max_sync(~0u, number); }
+
 // Rows of 16-byte chunks in shared memory, permuted so that the eight rows that one ldmatrix reads
 // at the same column lie in different banks. Needs blocks/prelude.cuh.
 
@@ -2780,17 +2786,22 @@ struct Softmax {
       moves = write(scores, own, stage) || is_exceeded;
       moves = barrier_red_or(kScorerBarrier, kScorerThreads, moves) != 0;
     }
-    if (moves) {
+    if (__any_sync(~0u, moves)) {
       move_references(scores, scales, own, stage);
       scales.leave(shared.tokens[stage], own, shared.units);
       write(scores, own, stage);
-    }
-    if (own.lane == 0 && own.warp == 0) {
-      shared.rescales[stage] = moves && !is_first;
-      shared.block_units[stage] = shared.units;
+      leave_units(own, stage, !is_first);
     }
     __syncwarp();
     if (own.lane == 0) arrive_at(shared.probabilities_full[stage]);
+  }
+
+  // Leaves the units of a block, and whether it multiplies the outputs before it: before its scores
+  // are there, as if no reference moved.
+  __device__ void leave_units(const ScorerThread& own, int stage, bool rescales) const {
+    if (own.lane != 0 || own.warp != 0) return;
+    shared.rescales[stage] = rescales;
+    shared.block_units[stage] = shared.units;
   }
 
   // Writes probabilities relative to the references as they are; says whether any is so large that
@@ -2884,7 +2895,7 @@ struct Softmax {
 };
 
 // The scorer, four warps: scores and probabilities of all blocks of all items. Needs scales.cuh,
-// softmax.cuh, roles/mla_hopper/hand_over.cuh, blocks/wgmma_descriptor.cuh.
+// softmax.cuh, roles/mla_hopper/hand_over.cuh, blocks/of_all.cuh, blocks/wgmma_descriptor.cuh.
 
 // Elements that one step of a product multiplies, in eight bits.
 constexpr int kStepElements = 32;
@@ -2975,19 +2986,19 @@ struct Scorer {
     }
   }
 
-  __device__ void take_scores(unsigned char* stage, const ScorerThread& own) {
-    u32 query = descriptor_low(shared_address(shared.query), 16);
-    mov_b32(query);
-    const u32 keys = descriptor_low(shared_address(stage), 16);
+  // Of the block in `stage`; `keys` and `query` are descriptors.
+  __device__ void take_scores(int stage, const ScorerThread& own, u32 keys, u32 query) {
+    unsigned char* tokens = shared.tokens[stage];
     GroupScores parts[kGroupsAtOnce];
     begin_rope(keys, query);
 #pragma unroll
     for (int group = 0; group < kGroupsAtOnce; ++group) {
       begin_group(parts[group], keys, query, group);
     }
-    const KeyScales scales(stage, own);
+    const KeyScales scales(tokens, own);
     own_scales.take(scales, own);
-    own_scales.leave(stage, own, shared.units);
+    own_scales.leave(tokens, own, shared.units);
+    softmax.leave_units(own, stage, false);
     wgmma_wait_group<kGroupsAtOnce>();
     scale_rope(scales);
     add_groups<0>(parts, scales, keys, query);
@@ -3035,16 +3046,19 @@ struct Scorer {
 
   __device__ void take_block(int block) {
     const int stage = block_stage(taken);
+    // Worked out before tokens are waited for, not after that.
+    const u32 keys = of_all(descriptor_low(shared_address(shared.tokens[stage]), 16));
+    const u32 query = of_all(descriptor_low(shared_address(shared.query), 16));
+    const ScorerThread own;
     wait_for(shared.tokens_full[stage], block_parity(taken));
     fence_proxy_async();  // what threads have copied, tensor cores read
-    const ScorerThread own;
-    take_scores(shared.tokens[stage], own);
+    take_scores(stage, own, keys, query);
     if (kTakesTurns && own.lane == 0) arrive_at(shared.scores_full[stage]);
     const int first_token = block * kBlockTokens;
     if constexpr (kIsSparse) {
       const u64 unlisted = shared.unlisted[stage].all();
-      if (unlisted != 0) hide_unlisted(unlisted, own);
-    } else if (first_token + kBlockTokens > item.visible_to_all) {
+      if (__any_sync(~0u, unlisted != 0)) hide_unlisted(unlisted, own);
+    } else if (__any_sync(~0u, first_token + kBlockTokens > item.visible_to_all)) {
       hide_unseen(first_token, own);
     }
     softmax.take(scores, own_scales, own, stage, block == item.first_block);
@@ -3053,10 +3067,10 @@ struct Scorer {
 
   __device__ void take_item() {
     softmax.begin(score_scale(params) * kLog2E);
+    const u32 end = taken + of_all(item.blocks);
+    int block = item.first_block;
 #pragma unroll 1
-    for (int block = item.first_block; block < item.first_block + item.blocks; ++block) {
-      take_block(block);
-    }
+    while (__any_sync(~0u, taken != end)) take_block(block++);
     // All warps have met since they read the query last, or have not read it.
     if (fresh_thread() % kScorerThreads == 0) arrive_at(shared.query_empty);
     softmax.leave_references(item_slot(item.count));
@@ -3809,7 +3823,7 @@ __device__ inline void store_item(const Params& params, const Item& item, Shared
 
 // The consumers: add the values of all blocks of all items, by their probabilities. Needs
 // values.cuh, row_sums.cuh, roles/mla_hopper_e4m3/store_output.cuh,
-// roles/mla_hopper/store_item.cuh, blocks/wgmma_descriptor.cuh.
+// roles/mla_hopper/store_item.cuh, blocks/of_all.cuh, blocks/wgmma_descriptor.cuh.
 
 // So many products may be under way.
 constexpr int kValueBuffers = 2;
@@ -3879,7 +3893,7 @@ struct Adder {
   __device__ void take_block(u32& taken, u32 end) {
     const int stage = block_stage(taken);
     wait_for(shared.probabilities_full[stage], block_parity(taken));
-    if (kTakesTurns && taken + 1 != end) {
+    if (kTakesTurns && __any_sync(~0u, taken + 1 != end)) {
       wait_for(shared.scores_full[block_stage(taken + 1)], block_parity(taken + 1));
     }
     if (__any_sync(~0u, shared.rescales[stage] != 0)) rescale(stage);
@@ -3897,10 +3911,9 @@ struct Adder {
     if (from < end) clear_nonfinite(shared, item, shared.tokens[stage], from, end);
   }
 
-  // A vote tells compilers that all lanes go on, so that stages and descriptors are theirs in
-  // common.
+  // Votes tell compilers that all lanes go on, so that stages and descriptors are theirs in common.
   __device__ void take_item(u32& taken) {
-    const u32 end = taken + item.blocks;
+    const u32 end = taken + of_all(item.blocks);
 #pragma unroll 1
     while (__any_sync(~0u, taken != end)) take_block(taken, end);
   }

@@ -1,0 +1,5 @@
+// A number that all lanes have, and that compilers know to be the same in all: what depends on it
+// is then in registers of the whole warp, where products want their descriptors. Needs
+// blocks/prelude.cuh.
+
+__device__ inline u32 of_all(u32 number) { return __reduce_max_sync(~0u, number); }
