@@ -1,4 +1,4 @@
-"""What the machine code of Hopper kernels waits for, instruction by instruction.
+"""What the machine code of Hopper kernels waits for and does, instruction by instruction.
 
 An instruction that takes long counts up one of six scoreboards, and down when it is done; others
 wait until those that they name are at zero. Both stand in bits 41 to 61 of an instruction's second
@@ -16,6 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from cache_tools.disassembly import find_nvdisasm
+from mlagen.errors import ToolchainError
 
 _NONE = 7  # the scoreboard of an instruction that counts none
 _FIRST_WORD = re.compile(r"\s+/\*([0-9a-f]{4,})\*/\s+(.*?);\s+/\* 0x[0-9a-f]{16} \*/")
@@ -25,9 +26,20 @@ _TARGET = re.compile(r"`\((\.L_x_\d+)\)")
 _ALWAYS_GOES = re.compile(r"(BRA|BRA\.U) `")
 _READS_SHARED = re.compile(r"\bLDSM?\b")
 _ENDS = re.compile(r"(EXIT|RET\b.*)$")
+_PRODUCT = re.compile(r"[HQ]GMMA\.")
+_APART = 40  # instructions: what is further apart does not belong to one group of products
 
 
 _Reads = frozenset[tuple[int, int | None]]
+
+
+def nvdisasm_is_missing() -> bool:
+    """Return whether there is nothing to read machine code with."""
+    try:
+        find_nvdisasm()
+    except ToolchainError:
+        return True
+    return False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +77,19 @@ def overtaken(cubin: bytes, folder: Path) -> list[tuple[str, str]]:
                 under_way[place] = (known or frozenset()) | reads
                 left.append(place)
     return sorted(found)
+
+
+def moved_between_products(cubin: bytes, folder: Path) -> int:
+    """Return how many words are moved to registers of the whole warp between products."""
+    texts = [instruction.text for instruction in _instructions(cubin, folder)]
+    products = [index for index, text in enumerate(texts) if _PRODUCT.match(text)]
+    assert products, "expected a kernel with wgmma"
+    return sum(
+        "R2UR" in text
+        for first, last in pairwise(products)
+        if last - first <= _APART
+        for text in texts[first:last]
+    )
 
 
 def _instructions(cubin: bytes, folder: Path) -> list[Instruction]:

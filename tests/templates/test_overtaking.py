@@ -10,26 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from cache_tools.disassembly import find_nvdisasm
 from mlagen.artifacts import Source
 from mlagen.codegen.render import render
 from mlagen.compiler.nvrtc import compile_source
 from mlagen.compiler.toolchain import find_nvrtc
-from mlagen.errors import ToolchainError
 from mlagen.spec.dtype import DType
 from mlagen.spec.kernel import KernelSpec
 from tests.kernels import gqa_hopper, mla_hopper, mla_hopper_e4m3, mla_hopper_packed
-from tests.machine_code import overtaken
-
-
-def nvdisasm_is_missing() -> bool:
-    """Return whether there is nothing to read machine code with."""
-    try:
-        find_nvdisasm()
-    except ToolchainError:
-        return True
-    return False
-
+from tests.machine_code import nvdisasm_is_missing, overtaken
 
 pytestmark = pytest.mark.skipif(
     nvdisasm_is_missing(), reason="needs nvdisasm: pip install 'mlagen[inspect]'"

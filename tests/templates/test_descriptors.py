@@ -1,0 +1,51 @@
+"""Products find their descriptors where they want them: in registers of the whole warp.
+
+Where compilers do not know that all lanes have the same, four instructions beside each product move
+its two descriptors there, and the loop takes longer. Which of them know it differs from version to
+version.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mlagen.artifacts import Source
+from mlagen.codegen.render import render
+from mlagen.compiler.nvrtc import compile_source
+from mlagen.compiler.toolchain import find_nvrtc
+from mlagen.spec.kernel import KernelSpec
+from tests.kernels import mla_hopper, mla_hopper_e4m3, mla_hopper_packed
+from tests.machine_code import moved_between_products, nvdisasm_is_missing
+
+pytestmark = pytest.mark.skipif(
+    nvdisasm_is_missing(), reason="needs nvdisasm: pip install 'mlagen[inspect]'"
+)
+
+KERNELS: list[KernelSpec] = [
+    mla_hopper(rows=64),
+    *(mla_hopper_e4m3(rows=rows) for rows in (16, 64)),
+    *(mla_hopper_packed(rows=rows) for rows in (16, 64)),
+]
+
+
+@pytest.mark.parametrize("spec", KERNELS, ids=str)
+def test_no_descriptor_is_moved_between_products(spec: KernelSpec, tmp_path: Path) -> None:
+    """All that a group of products needs is there when it begins."""
+    compiled = compile_source(render(spec), spec.arch, find_nvrtc())
+
+    assert moved_between_products(compiled.code, tmp_path) == 0
+
+
+def test_descriptors_that_compilers_do_not_know_of_are_moved(tmp_path: Path) -> None:
+    """Without being told that all lanes agree, they move what they would not have to."""
+    spec = mla_hopper_packed(rows=64)
+    text = render(spec).text
+    told = "return __reduce_max_sync(~0u, number);"
+    assert text.count(told) == 1
+    source = Source(text=text.replace(told, "return number;"), origins=())
+
+    compiled = compile_source(source, spec.arch, find_nvrtc())
+
+    assert moved_between_products(compiled.code, tmp_path) > 0
