@@ -33,16 +33,11 @@ struct Adder {
     }
   }
 
-  // Values are made here, not where they are needed.
-  __device__ static void keep_values(Values& values) {
-#pragma unroll
-    for (int k = 0; k < kSteps; ++k) wgmma_keep(values[k]);
-  }
-
   // Begins the product of one tile of dims.
   __device__ static void begin_tile(Values& values, u32 probabilities, BlockSum& sum) {
     wgmma_keep(sum);
-    keep_values(values);
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) wgmma_keep(values[k]);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
@@ -95,10 +90,9 @@ struct Adder {
     const u32 address = shared_address(shared.tokens[0]) + stage * kBlockBytes;
     const ValueRows rows(address);
     Values values;
-    // The first values are in registers when probabilities come, in the order of an operand. Once
-    // they have, nobody needs the tokens as they are.
+    // The first values are in registers when probabilities come. Once they have, nobody needs the
+    // tokens as they are.
     rows.load(values, 0);
-    keep_values(values);
     wait_for(shared.probabilities_full[stage], parity);
     const u32 rescales = shared.rescales[stage];
     if (__any_sync(~0u, taken >= hiding)) {

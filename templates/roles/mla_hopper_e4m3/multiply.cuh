@@ -4,7 +4,8 @@
 constexpr int kStepElements = 32;
 
 // Where P of a block lies in its stage: on the rope tile, which nobody needs once the scores are
-// done. A row is 64 bytes, swizzled.
+// done; the four warps' parts of a product end together, or at least not as far apart as a warp
+// takes for its probabilities. A row is 64 bytes, swizzled.
 constexpr u32 kProbabilitiesOffset = kLatentTiles * kTileBytes;
 
 // Lower word of the descriptor of what lies at an address.

@@ -74,8 +74,8 @@ struct Softmax {
     if (own.lane == 0) arrive_at(shared.probabilities_full[stage]);
   }
 
-  // Leaves the units of a block, and whether it multiplies the outputs before it: before its scores
-  // are there, as if no reference moved.
+  // Leaves the units of a block, and whether it multiplies the outputs before it: at first, before
+  // its scores are there, as if no reference moved.
   __device__ void leave_units(const ScorerThread& own, int stage, bool rescales) const {
     if (own.lane != 0 || own.warp != 0) return;
     shared.rescales[stage] = rescales;

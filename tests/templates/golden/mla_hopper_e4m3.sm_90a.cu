@@ -2054,7 +2054,8 @@ __device__ inline void load_tokens(const Params& params, int, Part part, SharedM
 constexpr int kStepElements = 32;
 
 // Where P of a block lies in its stage: on the rope tile, which nobody needs once the scores are
-// done. A row is 64 bytes, swizzled.
+// done; the four warps' parts of a product end together, or at least not as far apart as a warp
+// takes for its probabilities. A row is 64 bytes, swizzled.
 constexpr u32 kProbabilitiesOffset = kLatentTiles * kTileBytes;
 
 // Lower word of the descriptor of what lies at an address.
@@ -3319,16 +3320,11 @@ struct Adder {
     }
   }
 
-  // Values are made here, not where they are needed.
-  __device__ static void keep_values(Values& values) {
-#pragma unroll
-    for (int k = 0; k < kSteps; ++k) wgmma_keep(values[k]);
-  }
-
   // Begins the product of one tile of dims.
   __device__ static void begin_tile(Values& values, u32 probabilities, BlockSum& sum) {
     wgmma_keep(sum);
-    keep_values(values);
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) wgmma_keep(values[k]);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
@@ -3381,10 +3377,9 @@ struct Adder {
     const u32 address = shared_address(shared.tokens[0]) + stage * kBlockBytes;
     const ValueRows rows(address);
     Values values;
-    // The first values are in registers when probabilities come, in the order of an operand. Once
-    // they have, nobody needs the tokens as they are.
+    // The first values are in registers when probabilities come. Once they have, nobody needs the
+    // tokens as they are.
     rows.load(values, 0);
-    keep_values(values);
     wait_for(shared.probabilities_full[stage], parity);
     const u32 rescales = shared.rescales[stage];
     if (__any_sync(~0u, taken >= hiding)) {
