@@ -17,9 +17,8 @@ _NARROW_UNIT_COST = 2
 _WIDE_UNIT_COST = 6
 _LEAST_SPAN = 2
 
-# As PartialRow in roles/mla_hopper/merge.cuh, which ends with the row's scales.
-_ROW_BYTES = 8
-_SCALE_BYTES = 4
+# As PartialRow in roles/mla_hopper/partial_row.cuh.
+_ROW_BYTES = 16
 
 # Positions on the line of work are counted in 32 bits.
 _MOST_POSITIONS = 2**31 - 1
@@ -84,14 +83,13 @@ def plan_mla_hopper(
     blocks = teams * team_size
     # A block leaves two pieces at the most: values as halves, and of each row its state.
     partial_values = 2 * blocks * rows * spec.head_dim_vo * 2
-    row_bytes = _ROW_BYTES + spec.row_scales * _SCALE_BYTES
     return HopperPlan(
         team_size=team_size,
         teams=teams,
         blocks=blocks,
         groups=groups,
         partial_rows_offset=partial_values,
-        workspace_bytes=partial_values + 2 * blocks * rows * row_bytes,
+        workspace_bytes=partial_values + 2 * blocks * rows * _ROW_BYTES,
         is_small=_is_small(spec, tile_q_len * problem.heads, problem.batch * blocks_of_tokens),
     )
 

@@ -158,11 +158,6 @@ class MlaHopperSpec(KernelSpec):
         return self.is_narrow
 
     @property
-    def row_scales(self) -> int:
-        """Scales that a row of a piece has in the workspace: of a wide tile one for each half."""
-        return 1 if self.is_narrow else 2
-
-    @property
     def threads(self) -> int:
         """Threads of one block."""
         return (self.consumer_warps + self.producer_warps) * 32
@@ -202,11 +197,6 @@ class MlaHopper8BitSpec(MlaHopperSpec):
     def producer_warps(self) -> int:
         """Warps that do everything else: four that load, and four that score."""
         return 8
-
-    @property
-    def row_scales(self) -> int:
-        """Scales that a row of a piece has in the workspace."""
-        return 1
 
 
 def tile_rows_for(rows: int) -> int:

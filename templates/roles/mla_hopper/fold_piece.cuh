@@ -8,6 +8,15 @@ __device__ inline void fold_piece(const Params& params, const Item& item, Shared
   await(params, item, crew);
   const int tasks = crew.half < 0 ? kTasks : kTasks / 2;
   const MergeRoom room = {shared.query, 1, 0, kRows, max(crew.half, 0) * tasks, tasks};
-  bring_pieces(params, item, crew, room, 1 - item.piece);
+  const PiecePlaces places(params, item);
+  const int row = crew.thread();
+  if (row < kRows) {
+    cp_async_cg_16(shared_address(&room.state(0, row)),
+                   partial_rows(params, places[1 - item.piece]) + row, kChunkBytes);
+  }
+  begin_values(params, places, crew, room, 1 - item.piece, item.piece);
+  cp_async_commit_group();
+  cp_async_wait_group<0>();
+  crew.sync();
   add_piece(crew, room, accumulators, rows);
 }

@@ -13,6 +13,12 @@ constexpr int kTaskBytes = kWarpLanes * sizeof(uint2);
 __device__ inline int first_place(int block) { return block * 2; }
 __device__ inline int last_place(int block) { return block * 2 + 1; }
 
+// Where this block leaves its piece.
+__device__ inline int place_of_own(const Item& item) {
+  const int block = static_cast<int>(blockIdx.x);
+  return item.piece > 0 ? first_place(block) : last_place(block);
+}
+
 __device__ inline uint2* partial_values(const Params& params, int place) {
   return reinterpret_cast<uint2*>(params.partial_out) +
          static_cast<u32>(place * kTasks * kWarpLanes);
@@ -39,10 +45,18 @@ __device__ inline float4 from_halves(uint2 halves) {
                      cvt_f32(Fp16{}, static_cast<u16>(halves.y >> 16)));
 }
 
-// Where another piece of the same unit lies. Spans are in the opposite order of blocks.
-__device__ inline int place_of_piece(const Params& params, const Item& item, int piece) {
-  return piece == 0 ? last_place(item.owner) : first_place(item.owner - piece * params.team_size);
-}
+// Where the pieces of a unit lie. Spans are in the opposite order of blocks.
+struct PiecePlaces {
+  int owner;
+  int team_size;
+
+  __device__ PiecePlaces(const Params& params, const Item& item)
+      : owner(item.owner), team_size(params.team_size) {}
+
+  __device__ int operator[](int piece) const {
+    return piece == 0 ? last_place(owner) : first_place(owner - piece * team_size);
+  }
+};
 
 // How many crews leave a piece, or one half of it, for others: of two pieces each merger's half
 // comes from the other block.
@@ -62,84 +76,123 @@ __device__ inline u32 last_count(const Item& item) {
 
 // When all threads of the crew have written; tells those who wait.
 __device__ inline void announce(const Params& params, const Item& item, const Crew& crew) {
+  u32* counter = counter_of(params, item);
+  const u32 last = last_count(item);
   crew.sync();
-  if (crew.is_leader()) red_inc_release_gpu(counter_of(params, item), last_count(item));
+  if (crew.is_leader()) red_inc_release_gpu(counter, last);
 }
 
 // Waits for all pieces, by each merger once.
 __device__ inline void await(const Params& params, const Item& item, const Crew& crew) {
   if (crew.is_leader()) {
     u32* counter = counter_of(params, item);
-    while (ld_acquire_gpu(counter) < static_cast<u32>(announcements(item))) {
+    const u32 last = last_count(item);
+    const u32 awaited = static_cast<u32>(announcements(item));
+    while (ld_acquire_gpu(counter) < awaited) {
     }
-    red_inc_relaxed_gpu(counter, last_count(item));
+    red_inc_relaxed_gpu(counter, last);
   }
   crew.sync();
 }
 
-// By the threads of a crew.
-__device__ inline void store_partial(const Params& params, SharedMemory& shared, const Crew& crew,
-                                     int place, const Accumulators& accumulators,
-                                     const OwnRows& rows) {
-  float scales[kOwnRows];
-  scales_of_rows(shared, crew, accumulators, rows, scales);
-  uint2* values = partial_values(params, place) + own_values();
-#pragma unroll
-  for (int i = 0; i < kAccumulators; ++i) {
-    values[task_offset(i) * kWarpLanes] =
-        to_halves(weighted(accumulator(accumulators, i), scales, i));
-  }
-  store_states(partial_rows(params, place), crew, rows, scales);
-}
-
-// What a crew brings of other pieces, where query and tokens were: no item follows. First some rows
-// of every piece, then some tasks.
+// What a crew has of pieces to merge, where query and tokens were: no item follows. First some
+// rows, each of every piece, then of every piece some tasks.
 struct MergeRoom {
   unsigned char* bytes;
   int pieces;
-  int first_row;
+  int first_row;  // behind the last row comes the first again
   int rows;
   int first_task;
   int tasks;
 
-  __device__ PartialRow* states(int piece) const {
-    return reinterpret_cast<PartialRow*>(bytes) + piece * rows;
+  // A row of those from the first on, and where a row is among them.
+  __device__ int row_at(u32 place) const { return static_cast<int>((first_row + place) % kRows); }
+  __device__ u32 place_of(int row) const { return static_cast<u32>(row - first_row) % kRows; }
+
+  __device__ PartialRow* states(u32 place) const {
+    return reinterpret_cast<PartialRow*>(bytes) + place * pieces;
   }
-  __device__ PartialRow& state(int piece, int row) const { return states(piece)[row - first_row]; }
+  __device__ PartialRow& state(int piece, int row) const { return states(place_of(row))[piece]; }
   __device__ uint2* values(int piece) const {
-    return reinterpret_cast<uint2*>(states(pieces)) + piece * tasks * kWarpLanes;
+    return reinterpret_cast<uint2*>(states(rows)) + piece * tasks * kWarpLanes;
   }
 };
 
 static_assert(kRows * sizeof(PartialRow) + kTasks * kTaskBytes <= kRoomBytes,
               "the only other piece comes whole");
-static_assert(kRowsOfGroup * sizeof(PartialRow) % kChunkBytes == 0, "rows are copied in chunks");
 
-// Begins to copy so many bytes, by threads of which each has `step` bytes between its chunks.
-__device__ inline void begin_copy(u32 target, const void* source, int bytes, int first, int step) {
-  const unsigned char* from = reinterpret_cast<const unsigned char*>(source);
-#pragma unroll 1
-  for (int i = first; i < bytes; i += step) cp_async_cg_16(target + i, from + i, kChunkBytes);
+// Where a thread leaves the values of a piece: in the workspace, but for the tasks that this block
+// will merge itself. These stay in its room.
+struct PieceTarget {
+  uint2* left;
+  uint2* kept;
+  int first_kept;
+  int kept_tasks;
+
+  // `room` is for a slice, which may be empty.
+  __device__ PieceTarget(const Params& params, const Item& item, const MergeRoom& room)
+      : left(partial_values(params, place_of_own(item)) + own_values()),
+        kept(room.values(item.piece) + own_values() - room.first_task * kWarpLanes),
+        first_kept(room.first_task - first_task_of(fresh_warp())),
+        kept_tasks(max(room.tasks, 0)) {}
+
+  // Of float4 `i`.
+  __device__ bool keeps(int i) const {
+    return static_cast<u32>(task_offset(i) - first_kept) < static_cast<u32>(kept_tasks);
+  }
+  __device__ uint2* place(int i) const {
+    return (keeps(i) ? kept : left) + task_offset(i) * kWarpLanes;
+  }
+  __device__ void store(int i, uint2 halves) const {
+    if (keeps(i)) {
+      kept[task_offset(i) * kWarpLanes] = halves;
+    } else {
+      left[task_offset(i) * kWarpLanes] = halves;
+    }
+  }
+};
+
+// By the threads of a crew.
+__device__ inline void store_partial(const Params& params, const Item& item, SharedMemory& shared,
+                                     const Crew& crew, const PieceTarget& target,
+                                     const Accumulators& accumulators, const OwnRows& rows) {
+  float scales[kOwnRows];
+  scales_of_rows(shared, crew, accumulators, rows, scales);
+#pragma unroll
+  for (int i = 0; i < kAccumulators; ++i) {
+    target.store(i, to_halves(weighted(accumulator(accumulators, i), scales, i)));
+  }
+  store_states(partial_rows(params, place_of_own(item)), crew, rows, scales);
 }
 
-// Copies are waited for once: the latency of what other blocks have just written is long. Many
-// pieces are shared among warps, of few each is shared by all threads.
-__device__ inline void bring_pieces(const Params& params, const Item& item, const Crew& crew,
-                                    const MergeRoom& room, int first_piece) {
+// Begins to copy the tasks of all pieces but `own`, from `first_piece` on: of many pieces each by
+// one warp, of few each by all. A warp copies some chunks of its lanes together.
+__device__ inline void begin_values(const Params& params, const PiecePlaces& places,
+                                    const Crew& crew, const MergeRoom& room, int first_piece,
+                                    int own) {
+  constexpr int kChunksTogether = 4;
+  constexpr int kCopyBytes = kWarpLanes * kChunkBytes;
+  const int warp = crew.thread() / kWarpLanes;
+  const int warps = crew.threads() / kWarpLanes;
   const bool are_many = room.pieces >= kConsumerWarps;
-  const int step = (are_many ? kWarpLanes : crew.threads()) * kChunkBytes;
-  const int first = (are_many ? fresh_lane() : crew.thread()) * kChunkBytes;
+  const int step = kChunksTogether * kCopyBytes * (are_many ? 1 : warps);
+  const int first =
+      kChunksTogether * kCopyBytes * (are_many ? 0 : warp) + fresh_lane() * kChunkBytes;
+  const int bytes = room.tasks * kTaskBytes;
 #pragma unroll 1
-  for (int piece = are_many ? fresh_warp() : 0; piece < room.pieces;
-       piece += are_many ? kConsumerWarps : 1) {
-    const int place = place_of_piece(params, item, first_piece + piece);
-    begin_copy(shared_address(room.states(piece)), partial_rows(params, place) + room.first_row,
-               room.rows * static_cast<int>(sizeof(PartialRow)), first, step);
-    begin_copy(shared_address(room.values(piece)),
-               partial_values(params, place) + room.first_task * kWarpLanes,
-               room.tasks * kTaskBytes, first, step);
+  for (int piece = are_many ? warp : 0; piece < room.pieces; piece += are_many ? warps : 1) {
+    if (first_piece + piece == own) continue;
+    const unsigned char* source = reinterpret_cast<const unsigned char*>(
+        partial_values(params, places[first_piece + piece]) + room.first_task * kWarpLanes);
+    const u32 target = shared_address(room.values(piece));
+#pragma unroll 1
+    for (int i = first; i < bytes; i += step) {
+#pragma unroll
+      for (int chunk = 0; chunk < kChunksTogether; ++chunk) {
+        if (i + chunk * kCopyBytes >= bytes) continue;
+        cp_async_cg_16(target + i + chunk * kCopyBytes, source + i + chunk * kCopyBytes,
+                       kChunkBytes);
+      }
+    }
   }
-  cp_async_commit_group();
-  cp_async_wait_group<0>();
-  crew.sync();
 }

@@ -1,7 +1,8 @@
-// What is left of a row of a piece. Needs the consumers' kScales.
+// What is left of a row of a piece, in one chunk. Needs the consumers' kScales.
 
-struct PartialRow {
+struct alignas(kChunkBytes) PartialRow {
   float reference;  // log2 units
   float sum;
   float scales[kScales];  // what halves are multiplied by; later also by the piece's weight
 };
+static_assert(sizeof(PartialRow) == kChunkBytes, "the plan counts on it, and a copy brings a row");

@@ -1,13 +1,12 @@
 // How many tasks of a result each block adds up that merges pieces. Needs
 // roles/mla_hopper/constants.
 
-// A slice is as many tasks as make all mergers equally busy. Of many, a warp adds up some together,
-// whose elements lie side by side in the output.
+// A slice is as many tasks as make all mergers equally busy: whole groups of four, which a warp
+// adds up together, for they are of the same rows; or, where there are many mergers, a part of one.
 constexpr int kTasksTogether = 4;
-constexpr int kManyTasks = kTasksTogether * kConsumerWarps;
 
 // By unsigned numbers, whose division is shorter.
 __device__ constexpr int tasks_of_slice(u32 mergers) {
   const int tasks = static_cast<int>((kTasks + mergers - 1) / mergers);
-  return tasks < kManyTasks ? tasks : ceil_div(tasks, kTasksTogether) * kTasksTogether;
+  return tasks < 3 ? tasks : ceil_div(tasks, kTasksTogether) * kTasksTogether;
 }

@@ -3,15 +3,13 @@
 // store_rows, nonfinite_flag; ptx/exit.cuh.
 
 __device__ inline void store_piece(const Params& params, const Item& item, SharedMemory& shared,
-                                   const Crew& crew, const Accumulators& accumulators,
-                                   const OwnRows& rows) {
-  const int block = static_cast<int>(blockIdx.x);
-  const int place = item.piece > 0 ? first_place(block) : last_place(block);
-  store_partial(params, shared, crew, place, accumulators, rows);
+                                   const Crew& crew, const MergeRoom& room,
+                                   const Accumulators& accumulators, const OwnRows& rows) {
+  const PieceTarget target(params, item, room);
+  store_partial(params, item, shared, crew, target, accumulators, rows);
   if (!nonfinite_flag(shared, item)) return;
-  uint2* values = partial_values(params, place) + own_values();
   restore_nonfinite<Fp16>(params, item, 1.0f, [&](int i, int c) {
-    return reinterpret_cast<u16*>(values + task_offset(i) * kWarpLanes) + c;
+    return reinterpret_cast<u16*>(target.place(i)) + c;
   });
 }
 
@@ -28,7 +26,7 @@ __device__ inline void store_whole(const Params& params, const Item& item, Share
 
 // Two pieces of which neither is followed by anything in its block are merged by both: either keeps
 // one half of the tasks and leaves the other. Of other two the owner keeps its own, and of more
-// everything is left.
+// everything is left, but for the slice that the block will merge.
 __device__ inline void store_item(const Params& params, const Item& item, SharedMemory& shared,
                                   Accumulators& accumulators, OwnRows& rows) {
   const bool are_exchanged = item.pieces == 2 && item.mergers == 2;
@@ -39,10 +37,11 @@ __device__ inline void store_item(const Params& params, const Item& item, Shared
     if (item.pieces > 1) fold_piece(params, item, shared, crew, accumulators, rows);
     store_whole(params, item, shared, accumulators, rows);
   } else {
-    store_piece(params, item, shared, crew, accumulators, rows);
+    const MergeRoom room = room_of_slice(shared, item);
+    store_piece(params, item, shared, crew, room, accumulators, rows);
     announce(params, item, crew);
     if (item.pieces > 2 && item.piece < item.mergers) {
-      merge_slices(params, item, shared);
+      merge_slices(params, item, shared, room);
       exit_if(item.pieces);  // nothing follows in this block
     }
   }

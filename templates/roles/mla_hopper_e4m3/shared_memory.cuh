@@ -7,7 +7,8 @@ struct SharedMemory {
   float rescale[kStages][kRows];  // what a block multiplies the sums and outputs before it by
   float row_reference[2][kRows];  // of an item, when all its scores are done; log2 units
   float row_sum[2][kRows];
-  float row_scale[2][kRows];  // what its outputs are multiplied by to be left as halves
+  // What its outputs are multiplied by to be left as halves; it is read by pairs.
+  alignas(sizeof(float2)) float row_scale[2][kRows];
   u32 rescales[kStages];  // a byte for each warp of the scorer: whether it multiplies by others
                           // than 1
   Item items[2];

@@ -48,18 +48,19 @@ __device__ inline void store_rows(const Params& params, const Item& item, Shared
   }
 }
 
-// Writes some tasks from `first` on, after merging.
+// Writes some tasks from `first` on, after merging: of the same rows, one tile of dims after the
+// other.
 template <int kCount>
 __device__ inline void store_tasks(const Params& params, const Item& item, SharedMemory&, int first,
                                    const float4 (&values)[kCount]) {
+  const TaskRows rows = task_rows(first);
+  const int dim = dim_of(warp_of_task(first), accumulator_of_task(first));
+  unsigned char* out = reinterpret_cast<unsigned char*>(params.out) +
+                       (global_row(params, item, rows.a) * kHeadDimVo + dim) * 2;
 #pragma unroll
   for (int n = 0; n < kCount; ++n) {
-    const int task = first + n;
-    const TaskRows rows = task_rows(task);
-    const int dim = dim_of(warp_of_task(task), accumulator_of_task(task));
-    unsigned char* out = reinterpret_cast<unsigned char*>(params.out) +
-                         (global_row(params, item, rows.a) * kHeadDimVo + dim) * 2;
-    if (rows.a < item.rows) store_pair(out, values[n].x, values[n].z);
-    if (rows.b < item.rows) store_pair(out + kHeadDimVo * 2, values[n].y, values[n].w);
+    unsigned char* target = out + n * kDimsOfTile * 2;
+    if (rows.a < item.rows) store_pair(target, values[n].x, values[n].z);
+    if (rows.b < item.rows) store_pair(target + kHeadDimVo * 2, values[n].y, values[n].w);
   }
 }

@@ -3,8 +3,13 @@
 
 __device__ inline void scales_of_rows(SharedMemory& shared, const Crew&, const Accumulators&,
                                       const OwnRows& rows, float (&scales)[kOwnRows]) {
+  const float* own = &shared.row_scale[rows.slot][own_row(0)];
 #pragma unroll
-  for (int r = 0; r < kOwnRows; ++r) scales[r] = shared.row_scale[rows.slot][own_row(r)];
+  for (int group = 0; group < kRowGroups; ++group) {
+    const float2 pair = *reinterpret_cast<const float2*>(own + group * 8);
+    scales[group * 2] = pair.x;
+    scales[group * 2 + 1] = pair.y;
+  }
 }
 
 __device__ inline void store_states(PartialRow* target, const Crew& crew, const OwnRows& rows,

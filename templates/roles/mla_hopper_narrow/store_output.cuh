@@ -52,24 +52,24 @@ __device__ inline void store_rows(const Params& params, const Item& item, Shared
   }
 }
 
-// Writes some tasks from `first` on, after merging.
+// Writes some tasks from `first` on, after merging: of the same rows, one tile of dims after the
+// other.
 template <int kCount>
 __device__ inline void store_tasks(const Params& params, const Item& item, SharedMemory&, int first,
                                    const float4 (&values)[kCount]) {
+  const TaskRows rows = task_rows(first);
+  const int dim = dim_of(warp_of_task(first), accumulator_of_task(first));
 #pragma unroll
-  for (int n = 0; n < kCount; ++n) {
-    const int task = first + n;
-    const TaskRows rows = task_rows(task);
-    const int dim = dim_of(warp_of_task(task), accumulator_of_task(task));
+  for (int r = 0; r < 2; ++r) {
+    const int row = r == 0 ? rows.a : rows.b;
+    if (row >= item.rows) continue;
+    u16* out = params.out + global_row(params, item, row) * kHeadDimVo + dim;
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int row = r == 0 ? rows.a : rows.b;
-      if (row >= item.rows) continue;
+    for (int n = 0; n < kCount; ++n) {
       const u32 pair = cvt_rn_x2_f32(Element{}, (r == 0 ? values[n].z : values[n].w),
                                      (r == 0 ? values[n].x : values[n].y));
-      u16* out = params.out + global_row(params, item, row) * kHeadDimVo + dim;
-      out[0] = static_cast<u16>(pair);
-      out[8] = static_cast<u16>(pair >> 16);
+      out[n * kTileElements] = static_cast<u16>(pair);
+      out[n * kTileElements + 8] = static_cast<u16>(pair >> 16);
     }
   }
 }

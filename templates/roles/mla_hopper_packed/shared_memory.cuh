@@ -29,7 +29,8 @@ struct SharedMemory {
   float block_units[kStages];  // and those of a block
   float row_reference[2][kRows];  // of an item, when all its scores are done
   float row_sum[2][kRows];
-  float row_scale[2][kRows];  // what its outputs are multiplied by to be left as halves
+  // What its outputs are multiplied by to be left as halves; it is read by pairs.
+  alignas(sizeof(float2)) float row_scale[2][kRows];
   float row_units[2];  // of an item: what its outputs are in, and sums multiplied by
   UnlistedTokens unlisted[kStages];
   u32 rescales[kStages];  // whether a block multiplies those before it by others than 1

@@ -1321,15 +1321,14 @@ __device__ inline bool find_span(const Params& params, int team, int length, Spa
 // How many tasks of a result each block adds up that merges pieces. Needs
 // roles/mla_hopper/constants.
 
-// A slice is as many tasks as make all mergers equally busy. Of many, a warp adds up some together,
-// whose elements lie side by side in the output.
+// A slice is as many tasks as make all mergers equally busy: whole groups of four, which a warp
+// adds up together, for they are of the same rows; or, where there are many mergers, a part of one.
 constexpr int kTasksTogether = 4;
-constexpr int kManyTasks = kTasksTogether * kConsumerWarps;
 
 // By unsigned numbers, whose division is shorter.
 __device__ constexpr int tasks_of_slice(u32 mergers) {
   const int tasks = static_cast<int>((kTasks + mergers - 1) / mergers);
-  return tasks < kManyTasks ? tasks : ceil_div(tasks, kTasksTogether) * kTasksTogether;
+  return tasks < 3 ? tasks : ceil_div(tasks, kTasksTogether) * kTasksTogether;
 }
 
 // What a block computes one after the other: pieces of units, for one member of the team. Needs
@@ -2372,24 +2371,24 @@ __device__ inline void store_rows(const Params& params, const Item& item, Shared
   }
 }
 
-// Writes some tasks from `first` on, after merging.
+// Writes some tasks from `first` on, after merging: of the same rows, one tile of dims after the
+// other.
 template <int kCount>
 __device__ inline void store_tasks(const Params& params, const Item& item, SharedMemory&, int first,
                                    const float4 (&values)[kCount]) {
+  const TaskRows rows = task_rows(first);
+  const int dim = dim_of(warp_of_task(first), accumulator_of_task(first));
 #pragma unroll
-  for (int n = 0; n < kCount; ++n) {
-    const int task = first + n;
-    const TaskRows rows = task_rows(task);
-    const int dim = dim_of(warp_of_task(task), accumulator_of_task(task));
+  for (int r = 0; r < 2; ++r) {
+    const int row = r == 0 ? rows.a : rows.b;
+    if (row >= item.rows) continue;
+    u16* out = params.out + global_row(params, item, row) * kHeadDimVo + dim;
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int row = r == 0 ? rows.a : rows.b;
-      if (row >= item.rows) continue;
+    for (int n = 0; n < kCount; ++n) {
       const u32 pair = cvt_rn_x2_f32(Element{}, (r == 0 ? values[n].z : values[n].w),
                                      (r == 0 ? values[n].x : values[n].y));
-      u16* out = params.out + global_row(params, item, row) * kHeadDimVo + dim;
-      out[0] = static_cast<u16>(pair);
-      out[8] = static_cast<u16>(pair >> 16);
+      out[n * kTileElements] = static_cast<u16>(pair);
+      out[n * kTileElements + 8] = static_cast<u16>(pair >> 16);
     }
   }
 }
@@ -2449,13 +2448,14 @@ __device__ inline float inverse_of_power(float power) {
   return __uint_as_float((254u << 23) - __float_as_uint(power));
 }
 
-// What is left of a row of a piece. Needs the consumers' kScales.
+// What is left of a row of a piece, in one chunk. Needs the consumers' kScales.
 
-struct PartialRow {
+struct alignas(kChunkBytes) PartialRow {
   float reference;  // log2 units
   float sum;
   float scales[kScales];  // what halves are multiplied by; later also by the piece's weight
 };
+static_assert(sizeof(PartialRow) == kChunkBytes, "the plan counts on it, and a copy brings a row");
 
 // What is left of the rows of a piece, where threads have states of rows in registers. Needs
 // half_scale.cuh, crew.cuh; from the consumers OwnRows, largest_of_rows, and which threads write.
@@ -2499,6 +2499,12 @@ constexpr int kTaskBytes = kWarpLanes * sizeof(uint2);
 __device__ inline int first_place(int block) { return block * 2; }
 __device__ inline int last_place(int block) { return block * 2 + 1; }
 
+// Where this block leaves its piece.
+__device__ inline int place_of_own(const Item& item) {
+  const int block = static_cast<int>(blockIdx.x);
+  return item.piece > 0 ? first_place(block) : last_place(block);
+}
+
 __device__ inline uint2* partial_values(const Params& params, int place) {
   return reinterpret_cast<uint2*>(params.partial_out) +
          static_cast<u32>(place * kTasks * kWarpLanes);
@@ -2525,10 +2531,18 @@ __device__ inline float4 from_halves(uint2 halves) {
                      cvt_f32(Fp16{}, static_cast<u16>(halves.y >> 16)));
 }
 
-// Where another piece of the same unit lies. Spans are in the opposite order of blocks.
-__device__ inline int place_of_piece(const Params& params, const Item& item, int piece) {
-  return piece == 0 ? last_place(item.owner) : first_place(item.owner - piece * params.team_size);
-}
+// Where the pieces of a unit lie. Spans are in the opposite order of blocks.
+struct PiecePlaces {
+  int owner;
+  int team_size;
+
+  __device__ PiecePlaces(const Params& params, const Item& item)
+      : owner(item.owner), team_size(params.team_size) {}
+
+  __device__ int operator[](int piece) const {
+    return piece == 0 ? last_place(owner) : first_place(owner - piece * team_size);
+  }
+};
 
 // How many crews leave a piece, or one half of it, for others: of two pieces each merger's half
 // comes from the other block.
@@ -2548,86 +2562,125 @@ __device__ inline u32 last_count(const Item& item) {
 
 // When all threads of the crew have written; tells those who wait.
 __device__ inline void announce(const Params& params, const Item& item, const Crew& crew) {
+  u32* counter = counter_of(params, item);
+  const u32 last = last_count(item);
   crew.sync();
-  if (crew.is_leader()) red_inc_release_gpu(counter_of(params, item), last_count(item));
+  if (crew.is_leader()) red_inc_release_gpu(counter, last);
 }
 
 // Waits for all pieces, by each merger once.
 __device__ inline void await(const Params& params, const Item& item, const Crew& crew) {
   if (crew.is_leader()) {
     u32* counter = counter_of(params, item);
-    while (ld_acquire_gpu(counter) < static_cast<u32>(announcements(item))) {
+    const u32 last = last_count(item);
+    const u32 awaited = static_cast<u32>(announcements(item));
+    while (ld_acquire_gpu(counter) < awaited) {
     }
-    red_inc_relaxed_gpu(counter, last_count(item));
+    red_inc_relaxed_gpu(counter, last);
   }
   crew.sync();
 }
 
-// By the threads of a crew.
-__device__ inline void store_partial(const Params& params, SharedMemory& shared, const Crew& crew,
-                                     int place, const Accumulators& accumulators,
-                                     const OwnRows& rows) {
-  float scales[kOwnRows];
-  scales_of_rows(shared, crew, accumulators, rows, scales);
-  uint2* values = partial_values(params, place) + own_values();
-#pragma unroll
-  for (int i = 0; i < kAccumulators; ++i) {
-    values[task_offset(i) * kWarpLanes] =
-        to_halves(weighted(accumulator(accumulators, i), scales, i));
-  }
-  store_states(partial_rows(params, place), crew, rows, scales);
-}
-
-// What a crew brings of other pieces, where query and tokens were: no item follows. First some rows
-// of every piece, then some tasks.
+// What a crew has of pieces to merge, where query and tokens were: no item follows. First some
+// rows, each of every piece, then of every piece some tasks.
 struct MergeRoom {
   unsigned char* bytes;
   int pieces;
-  int first_row;
+  int first_row;  // behind the last row comes the first again
   int rows;
   int first_task;
   int tasks;
 
-  __device__ PartialRow* states(int piece) const {
-    return reinterpret_cast<PartialRow*>(bytes) + piece * rows;
+  // A row of those from the first on, and where a row is among them.
+  __device__ int row_at(u32 place) const { return static_cast<int>((first_row + place) % kRows); }
+  __device__ u32 place_of(int row) const { return static_cast<u32>(row - first_row) % kRows; }
+
+  __device__ PartialRow* states(u32 place) const {
+    return reinterpret_cast<PartialRow*>(bytes) + place * pieces;
   }
-  __device__ PartialRow& state(int piece, int row) const { return states(piece)[row - first_row]; }
+  __device__ PartialRow& state(int piece, int row) const { return states(place_of(row))[piece]; }
   __device__ uint2* values(int piece) const {
-    return reinterpret_cast<uint2*>(states(pieces)) + piece * tasks * kWarpLanes;
+    return reinterpret_cast<uint2*>(states(rows)) + piece * tasks * kWarpLanes;
   }
 };
 
 static_assert(kRows * sizeof(PartialRow) + kTasks * kTaskBytes <= kRoomBytes,
               "the only other piece comes whole");
-static_assert(kRowsOfGroup * sizeof(PartialRow) % kChunkBytes == 0, "rows are copied in chunks");
 
-// Begins to copy so many bytes, by threads of which each has `step` bytes between its chunks.
-__device__ inline void begin_copy(u32 target, const void* source, int bytes, int first, int step) {
-  const unsigned char* from = reinterpret_cast<const unsigned char*>(source);
-#pragma unroll 1
-  for (int i = first; i < bytes; i += step) cp_async_cg_16(target + i, from + i, kChunkBytes);
+// Where a thread leaves the values of a piece: in the workspace, but for the tasks that this block
+// will merge itself. These stay in its room.
+struct PieceTarget {
+  uint2* left;
+  uint2* kept;
+  int first_kept;
+  int kept_tasks;
+
+  // `room` is for a slice, which may be empty.
+  __device__ PieceTarget(const Params& params, const Item& item, const MergeRoom& room)
+      : left(partial_values(params, place_of_own(item)) + own_values()),
+        kept(room.values(item.piece) + own_values() - room.first_task * kWarpLanes),
+        first_kept(room.first_task - first_task_of(fresh_warp())),
+        kept_tasks(max(room.tasks, 0)) {}
+
+  // Of float4 `i`.
+  __device__ bool keeps(int i) const {
+    return static_cast<u32>(task_offset(i) - first_kept) < static_cast<u32>(kept_tasks);
+  }
+  __device__ uint2* place(int i) const {
+    return (keeps(i) ? kept : left) + task_offset(i) * kWarpLanes;
+  }
+  __device__ void store(int i, uint2 halves) const {
+    if (keeps(i)) {
+      kept[task_offset(i) * kWarpLanes] = halves;
+    } else {
+      left[task_offset(i) * kWarpLanes] = halves;
+    }
+  }
+};
+
+// By the threads of a crew.
+__device__ inline void store_partial(const Params& params, const Item& item, SharedMemory& shared,
+                                     const Crew& crew, const PieceTarget& target,
+                                     const Accumulators& accumulators, const OwnRows& rows) {
+  float scales[kOwnRows];
+  scales_of_rows(shared, crew, accumulators, rows, scales);
+#pragma unroll
+  for (int i = 0; i < kAccumulators; ++i) {
+    target.store(i, to_halves(weighted(accumulator(accumulators, i), scales, i)));
+  }
+  store_states(partial_rows(params, place_of_own(item)), crew, rows, scales);
 }
 
-// Copies are waited for once: the latency of what other blocks have just written is long. Many
-// pieces are shared among warps, of few each is shared by all threads.
-__device__ inline void bring_pieces(const Params& params, const Item& item, const Crew& crew,
-                                    const MergeRoom& room, int first_piece) {
+// Begins to copy the tasks of all pieces but `own`, from `first_piece` on: of many pieces each by
+// one warp, of few each by all. A warp copies some chunks of its lanes together.
+__device__ inline void begin_values(const Params& params, const PiecePlaces& places,
+                                    const Crew& crew, const MergeRoom& room, int first_piece,
+                                    int own) {
+  constexpr int kChunksTogether = 4;
+  constexpr int kCopyBytes = kWarpLanes * kChunkBytes;
+  const int warp = crew.thread() / kWarpLanes;
+  const int warps = crew.threads() / kWarpLanes;
   const bool are_many = room.pieces >= kConsumerWarps;
-  const int step = (are_many ? kWarpLanes : crew.threads()) * kChunkBytes;
-  const int first = (are_many ? fresh_lane() : crew.thread()) * kChunkBytes;
+  const int step = kChunksTogether * kCopyBytes * (are_many ? 1 : warps);
+  const int first =
+      kChunksTogether * kCopyBytes * (are_many ? 0 : warp) + fresh_lane() * kChunkBytes;
+  const int bytes = room.tasks * kTaskBytes;
 #pragma unroll 1
-  for (int piece = are_many ? fresh_warp() : 0; piece < room.pieces;
-       piece += are_many ? kConsumerWarps : 1) {
-    const int place = place_of_piece(params, item, first_piece + piece);
-    begin_copy(shared_address(room.states(piece)), partial_rows(params, place) + room.first_row,
-               room.rows * static_cast<int>(sizeof(PartialRow)), first, step);
-    begin_copy(shared_address(room.values(piece)),
-               partial_values(params, place) + room.first_task * kWarpLanes,
-               room.tasks * kTaskBytes, first, step);
+  for (int piece = are_many ? warp : 0; piece < room.pieces; piece += are_many ? warps : 1) {
+    if (first_piece + piece == own) continue;
+    const unsigned char* source = reinterpret_cast<const unsigned char*>(
+        partial_values(params, places[first_piece + piece]) + room.first_task * kWarpLanes);
+    const u32 target = shared_address(room.values(piece));
+#pragma unroll 1
+    for (int i = first; i < bytes; i += step) {
+#pragma unroll
+      for (int chunk = 0; chunk < kChunksTogether; ++chunk) {
+        if (i + chunk * kCopyBytes >= bytes) continue;
+        cp_async_cg_16(target + i + chunk * kCopyBytes, source + i + chunk * kCopyBytes,
+                       kChunkBytes);
+      }
+    }
   }
-  cp_async_commit_group();
-  cp_async_wait_group<0>();
-  crew.sync();
 }
 
 // Adds a piece that has been brought to the accumulators, and its rows' states to theirs. Needs
@@ -2669,7 +2722,16 @@ __device__ inline void fold_piece(const Params& params, const Item& item, Shared
   await(params, item, crew);
   const int tasks = crew.half < 0 ? kTasks : kTasks / 2;
   const MergeRoom room = {shared.query, 1, 0, kRows, max(crew.half, 0) * tasks, tasks};
-  bring_pieces(params, item, crew, room, 1 - item.piece);
+  const PiecePlaces places(params, item);
+  const int row = crew.thread();
+  if (row < kRows) {
+    cp_async_cg_16(shared_address(&room.state(0, row)),
+                   partial_rows(params, places[1 - item.piece]) + row, kChunkBytes);
+  }
+  begin_values(params, places, crew, room, 1 - item.piece, item.piece);
+  cp_async_commit_group();
+  cp_async_wait_group<0>();
+  crew.sync();
   add_piece(crew, room, accumulators, rows);
 }
 
@@ -2680,182 +2742,232 @@ __device__ inline void fold_piece(const Params& params, const Item& item, Shared
 // Over the lanes that share a row, which are neighbours.
 template <typename Join>
 __device__ inline float join_lanes(float value, int sharing, Join join) {
-#pragma unroll
-  for (int lanes = 1; lanes < kWarpLanes; lanes *= 2) {
-    const float joined = join(value, __shfl_xor_sync(~0u, value, lanes));
-    value = lanes < sharing ? joined : value;
+#pragma unroll 1
+  for (int lanes = 1; lanes < sharing; lanes *= 2) {
+    value = join(value, __shfl_xor_sync(~0u, value, lanes));
   }
   return value;
 }
 
 // Groups of tasks, one after the other, have the groups of rows, in some families all of them
 // twice.
+static_assert((kRows & (kRows - 1)) == 0, "rows are counted modulo all of them");
 constexpr int kGroupsOfRows = kRows / kRowsOfGroup;
 
-// The rows that a slice of so many tasks touches at the most.
+// The rows that a slice of so many tasks touches at the most: small ones those of one group.
 __device__ constexpr int rows_of_slice(int tasks) {
+  if (kTasksOfGroup % tasks == 0) return kRowsOfGroup;
   const int groups = (tasks + kTasksOfGroup - 2) / kTasksOfGroup + 1;
-  return kTasks == kGroupsOfRows * kTasksOfGroup && groups < kGroupsOfRows ? groups * kRowsOfGroup
-                                                                           : kRows;
+  return groups < kGroupsOfRows ? groups * kRowsOfGroup : kRows;
+}
+
+// What sharers of tasks have of them, behind what has been brought, and behind what a warp reads
+// there that adds up four tasks of a slice of fewer.
+using SharedTotals = float4[kTasksTogether][kWarpLanes];
+constexpr int kSharedTotalsBytes = kConsumerWarps * static_cast<int>(sizeof(SharedTotals));
+__device__ constexpr int shared_totals_offset(int pieces, int rows, int tasks) {
+  return pieces * (rows * static_cast<int>(sizeof(PartialRow)) + tasks * kTaskBytes) +
+         kTasksTogether * kTaskBytes;
 }
 
 __device__ constexpr bool slices_fit() {
   for (int pieces = 3; pieces <= kMostSpans; ++pieces) {
     const int tasks = tasks_of_slice(pieces - 1);
-    const int rows_bytes = rows_of_slice(tasks) * static_cast<int>(sizeof(PartialRow));
-    if (pieces * (rows_bytes + tasks * kTaskBytes) > kRoomBytes) return false;
+    const int offset = shared_totals_offset(pieces, rows_of_slice(tasks), tasks);
+    if (offset + kSharedTotalsBytes > kRoomBytes) return false;
   }
   return true;
 }
 static_assert(slices_fit(), "a slice of every piece comes at once");
+static_assert(kTasksOfGroup % kTasksTogether == 0, "tasks that are added together have one row");
 
 constexpr int kLog2ConsumerThreads = kConsumerThreads == 256 ? 8 : 7;
 static_assert(kConsumerThreads == 1 << kLog2ConsumerThreads, "four or eight warps");
 
-// Makes the scale of every piece the factor of its halves in the finished row.
-__device__ inline void merge_rows(const Params& params, const Item& item, const MergeRoom& room) {
-  // As many threads as there are for each row, and no more than a warp has.
-  const int log2_rows = 32 - __clz(room.rows - 1);
-  const int log2_threads = min(kLog2ConsumerThreads - log2_rows, 5);
-  const int threads = 1 << log2_threads;
-  const int row = room.first_row + (fresh_thread() >> log2_threads);
-  if (row < room.first_row + room.rows) {
-    const int first = fresh_thread() & (threads - 1);
-    PartialRow* states = &room.state(first, row);
-    const int step = threads * room.rows;
-    const int count = (room.pieces - first + threads - 1) >> log2_threads;
-    float reference = -kLargest;
+// Begins to copy the rows of all pieces, of each piece whole lines: group by group of rows.
+__device__ inline void begin_states(const Params& params, const PiecePlaces& places,
+                                    const MergeRoom& room) {
+  const float share = __fdividef(1.0f, static_cast<float>(room.pieces));
+  const int end = room.pieces * (room.rows / kRowsOfGroup);
 #pragma unroll 1
-    for (int i = 0; i < count; ++i) reference = fmaxf(reference, states[i * step].reference);
-    reference = join_lanes(reference, threads, [](float a, float b) { return fmaxf(a, b); });
-    float sum = 0.0f;
-#pragma unroll 1
-    for (int i = 0; i < count; ++i) {
-      sum += states[i * step].sum * ex2_approx(states[i * step].reference - reference);
-    }
-    sum = join_lanes(sum, threads, [](float a, float b) { return a + b; });
-    const RowResult result = result_of(params, item, row, {reference, sum});
-    const float factor = result.factor * output_scale(params);
-#pragma unroll 1
-    for (int i = 0; i < count; ++i) {
-      PartialRow& state = states[i * step];
-      const float weight = factor * ex2_approx(state.reference - reference);
-#pragma unroll
-      for (int scale = 0; scale < kScales; ++scale) state.scales[scale] *= weight;
-    }
-    // The slice that a row begins in tells of it.
-    const int row_task = row / kRowsOfGroup * kTasksOfGroup;
-    const bool is_begun = room.first_task <= row_task && row_task < room.first_task + room.tasks;
-    if (params.lse != nullptr && is_begun && first == 0 && row < item.rows) {
-      params.lse[global_row(params, item, row)] = result.lse * params.lse_factor;
-    }
+  for (int i = fresh_thread() / kRowsOfGroup; i < end; i += kConsumerThreads / kRowsOfGroup) {
+    // In floats, in which such small numbers lose nothing, a division is short.
+    const int group = __float2int_rz((static_cast<float>(i) + 0.5f) * share);
+    const int piece = i - group * room.pieces;
+    const int row = room.row_at(group * kRowsOfGroup + fresh_thread() % kRowsOfGroup);
+    cp_async_cg_16(shared_address(&room.state(piece, row)),
+                   partial_rows(params, places[piece]) + row, kChunkBytes);
   }
-  barrier_sync(kConsumerBarrier, kConsumerThreads);
 }
 
-// Adds up `kCount` tasks of the same rows, from `first` on, of some pieces: of the one that is
-// `sharer`, and every 2^`log2_sharers` from there.
-template <int kCount>
-__device__ inline void add_tasks(const MergeRoom& room, int first, int sharer, int log2_sharers,
-                                 float4 (&totals)[kCount]) {
+// As many threads as there are see to each row, and no more than a warp has.
+__device__ constexpr int log2_threads_of_row(int log2_rows) {
+  return kLog2ConsumerThreads - log2_rows < 5 ? kLog2ConsumerThreads - log2_rows : 5;
+}
+
+// How many pieces of a row a thread sees to at the most.
+__device__ constexpr int most_pieces_of_thread() {
+  int most = 1;
+  for (int pieces = 3; pieces <= kMostSpans; ++pieces) {
+    const int rows = rows_of_slice(tasks_of_slice(pieces - 1));
+    int log2_rows = 0;
+    while (1 << log2_rows < rows) ++log2_rows;
+    const int own = ceil_div(pieces, 1 << log2_threads_of_row(log2_rows));
+    if (own > most) most = own;
+  }
+  return most;
+}
+constexpr int kMostOwnPieces = most_pieces_of_thread();
+
+// Makes the scale of every piece the factor of its halves in the finished row.
+__device__ inline void merge_rows(const Params& params, const Item& item, const MergeRoom& room) {
+  const int log2_threads = log2_threads_of_row(32 - __clz(room.rows - 1));
+  const int threads = 1 << log2_threads;
+  const int place = fresh_thread() >> log2_threads;
+  if (!__any_sync(~0u, place < room.rows)) return;  // rows are shared by whole warps
+  const int row = room.row_at(place);
+  const int first = fresh_thread() & (threads - 1);
+  // Those behind the last piece count for nothing.
+  PartialRow states[kMostOwnPieces];
+  float reference = -kLargest;
 #pragma unroll
-  for (int n = 0; n < kCount; ++n) totals[n] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-  const uint2* values = room.values(sharer) + (first - room.first_task) * kWarpLanes + fresh_lane();
+  for (int i = 0; i < kMostOwnPieces; ++i) {
+    const int piece = first + i * threads;
+    states[i] = room.states(place)[min(piece, room.pieces - 1)];
+    if (piece >= room.pieces) states[i].sum = 0.0f;
+    reference = fmaxf(reference, states[i].reference);
+  }
+  reference = join_lanes(reference, threads, [](float a, float b) { return fmaxf(a, b); });
+  float weights[kMostOwnPieces];
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kMostOwnPieces; ++i) {
+    weights[i] = ex2_approx(states[i].reference - reference);
+    sum += states[i].sum * weights[i];
+  }
+  sum = join_lanes(sum, threads, [](float a, float b) { return a + b; });
+  const RowResult result = result_of(params, item, row, {reference, sum});
+  const float factor = result.factor * output_scale(params);
+#pragma unroll
+  for (int i = 0; i < kMostOwnPieces; ++i) {
+    const int piece = first + i * threads;
+    if (piece >= room.pieces) continue;
+#pragma unroll
+    for (int scale = 0; scale < kScales; ++scale) {
+      room.states(place)[piece].scales[scale] = states[i].scales[scale] * (factor * weights[i]);
+    }
+  }
+  // The slice that a row begins in tells of it.
+  const int row_task = row / kRowsOfGroup * kTasksOfGroup;
+  const bool is_begun = room.first_task <= row_task && row_task < room.first_task + room.tasks;
+  if (params.lse != nullptr && is_begun && first == 0 && row < item.rows) {
+    params.lse[global_row(params, item, row)] = result.lse * params.lse_factor;
+  }
+}
+
+// Adds up the four tasks from `first` on, of some pieces: of the one that is `sharer`, and every
+// 2^`log2_sharers` from there. Those behind the slice are anything.
+__device__ inline void add_tasks(const MergeRoom& room, int first, int sharer, int log2_sharers,
+                                 float4 (&totals)[kTasksTogether]) {
+#pragma unroll
+  for (int n = 0; n < kTasksTogether; ++n) totals[n] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  const int lane = fresh_lane();
+  const uint2* values = room.values(sharer) + (first - room.first_task) * kWarpLanes + lane;
   const int values_step = room.tasks * kWarpLanes << log2_sharers;
   const TaskRows rows = task_rows(first);
   const int scale = scale_of_task(first);
   const PartialRow* state_a = &room.state(sharer, rows.a);
-  const PartialRow* state_b = &room.state(sharer, rows.b);
-  const int states_step = room.rows << log2_sharers;
-  const int count = (room.pieces - sharer + (1 << log2_sharers) - 1) >> log2_sharers;
-#pragma unroll kCount == 1 ? 2 : 1
-  for (int i = 0; i < count; ++i) {
-    const float factor_a = state_a->scales[scale];
-    const float factor_b = state_b->scales[scale];
+  const int to_b = (rows.b - rows.a) * room.pieces;  // of the same group
+#pragma unroll 1
+  for (int piece = sharer; piece < room.pieces; piece += 1 << log2_sharers) {
+    const float a = state_a->scales[scale];
+    const float b = state_a[to_b].scales[scale];
 #pragma unroll
-    for (int n = 0; n < kCount; ++n) {
-      totals[n] = add_task(totals[n], from_halves(values[n * kWarpLanes]), factor_a, factor_b);
+    for (int n = 0; n < kTasksTogether; ++n) {
+      totals[n] = add_task(totals[n], from_halves(values[n * kWarpLanes]), a, b);
     }
     values += values_step;
-    state_a += states_step;
-    state_b += states_step;
+    state_a += 1 << log2_sharers;
   }
 }
 
-// Adds what neighbouring warps have of the same task, for the first of them; where the pieces were.
-__device__ inline void join_sharers(const MergeRoom& room, int sharer, int sharers, float4& total) {
-  float4* totals = reinterpret_cast<float4*>(room.bytes) + fresh_thread();
-  barrier_sync(kConsumerBarrier, kConsumerThreads);
-  *totals = total;
-  barrier_sync(kConsumerBarrier, kConsumerThreads);
-  if (sharer > 0) return;
+// Adds up the tasks of a slice, four together by each warp, and writes them.
+__device__ inline void merge_tasks(const Params& params, const Item& item, SharedMemory& shared,
+                                   const MergeRoom& room) {
 #pragma unroll 1
-  for (int other = 1; other < sharers; ++other) {
-    const float4 value = totals[other * kWarpLanes];
-    total = make_float4(total.x + value.x, total.y + value.y, total.z + value.z, total.w + value.w);
-  }
-}
-
-// What warps have to tell each other takes as long as so many pieces.
-constexpr int kManyPieces = 32;
-
-// Adds up the tasks of a slice of few, each by a warp or, of many pieces and where there are more
-// warps than tasks, by two or four, and writes them.
-__device__ inline void merge_few_tasks(const Params& params, const Item& item, SharedMemory& shared,
-                                       const MergeRoom& room) {
-  int log2_sharers =
-      room.tasks * 2 > kConsumerWarps ? 0 : (room.tasks * 4 > kConsumerWarps ? 1 : 2);
-  if (room.pieces < kManyPieces) log2_sharers = 0;
-  const int sharers = 1 << log2_sharers;
-  const int sharer = fresh_warp() & (sharers - 1);
-  const int step = kConsumerWarps >> log2_sharers;
-  const int end = sharers > 1 ? step : room.tasks;  // where they share, all warps meet
-#pragma unroll 1
-  for (int i = fresh_warp() >> log2_sharers; i < end; i += step) {
-    float4 total[1];
-    add_tasks<1>(room, room.first_task + min(i, room.tasks - 1), sharer, log2_sharers, total);
-    if (sharers > 1) join_sharers(room, sharer, sharers, total[0]);
-    if (sharer == 0 && i < room.tasks) {
-      store_tasks<1>(params, item, shared, room.first_task + i, total);
-    }
-  }
-}
-
-// And of many, some together by each warp.
-__device__ inline void merge_many_tasks(const Params& params, const Item& item,
-                                        SharedMemory& shared, const MergeRoom& room) {
-#pragma unroll 1
-  for (int i = fresh_warp() * kTasksTogether; i < room.tasks; i += kManyTasks) {
+  for (int i = fresh_warp() * kTasksTogether; i < room.tasks;
+       i += kConsumerWarps * kTasksTogether) {
     float4 totals[kTasksTogether];
-    add_tasks<kTasksTogether>(room, room.first_task + i, 0, 0, totals);
+    add_tasks(room, room.first_task + i, 0, 0, totals);
     store_tasks<kTasksTogether>(params, item, shared, room.first_task + i, totals);
   }
 }
 
-// What of all pieces belongs to the tasks of a slice.
-__device__ inline MergeRoom room_of_slice(SharedMemory& shared, int pieces, int first, int tasks) {
-  const u32 first_group = static_cast<u32>(first) / kTasksOfGroup;
-  const u32 last_group = static_cast<u32>(first + tasks - 1) / kTasksOfGroup;
-  // Where groups of rows begin anew, it is all rows.
-  const bool is_whole = first_group / kGroupsOfRows != last_group / kGroupsOfRows;
-  const u32 first_row = is_whole ? 0 : first_group % kGroupsOfRows * kRowsOfGroup;
-  const u32 rows = is_whole ? kRows : (last_group + 1 - first_group) * kRowsOfGroup;
-  return {shared.query, pieces, static_cast<int>(first_row), static_cast<int>(rows), first, tasks};
+// The same where there are so few tasks that 2^`log2_sharers` warps share four of them.
+__device__ inline void merge_shared_tasks(const Params& params, const Item& item,
+                                          SharedMemory& shared, const MergeRoom& room,
+                                          int log2_sharers) {
+  SharedTotals* all_totals = reinterpret_cast<SharedTotals*>(
+      room.bytes + shared_totals_offset(room.pieces, room.rows, room.tasks));
+  const int lane = fresh_lane();
+  const int warp = fresh_warp();
+  const int sharers = 1 << log2_sharers;
+  const int own = (warp >> log2_sharers) * kTasksTogether;
+  if (own < room.tasks) {
+    float4 totals[kTasksTogether];
+    add_tasks(room, room.first_task + own, warp & (sharers - 1), log2_sharers, totals);
+#pragma unroll
+    for (int n = 0; n < kTasksTogether; ++n) all_totals[warp][n][lane] = totals[n];
+  }
+  barrier_sync(kConsumerBarrier, kConsumerThreads);
+#pragma unroll 1
+  for (int i = warp; i < room.tasks; i += kConsumerWarps) {
+    float4 total[1] = {make_float4(0.0f, 0.0f, 0.0f, 0.0f)};
+#pragma unroll 2
+    for (int sharer = 0; sharer < sharers; ++sharer) {
+      const int other = (i / kTasksTogether << log2_sharers) + sharer;
+      const float4 value = all_totals[other][i % kTasksTogether][lane];
+      total[0] = make_float4(total[0].x + value.x, total[0].y + value.y, total[0].z + value.z,
+                             total[0].w + value.w);
+    }
+    store_tasks<1>(params, item, shared, room.first_task + i, total);
+  }
 }
 
-__device__ inline void merge_slices(const Params& params, const Item& item, SharedMemory& shared) {
-  const Crew all = {-1};
-  const int first = item.piece * item.slice_tasks;
+// What of all pieces belongs to the tasks that the block of a piece merges: none if it is no
+// merger, or if there are no more than two pieces.
+__device__ inline MergeRoom room_of_slice(SharedMemory& shared, const Item& item) {
+  const bool merges = item.pieces > 2 && item.piece < item.mergers;
+  const int first = merges ? item.piece * item.slice_tasks : kTasks;
   const int tasks = min(item.slice_tasks, kTasks - first);
+  const u32 first_group = static_cast<u32>(first) / kTasksOfGroup;
+  const u32 last_group = static_cast<u32>(first + tasks - 1) / kTasksOfGroup;
+  const u32 first_row = first_group % kGroupsOfRows * kRowsOfGroup;
+  const u32 rows = min((last_group + 1 - first_group) * kRowsOfGroup, static_cast<u32>(kRows));
+  return {shared.query,           item.pieces, static_cast<int>(first_row),
+          static_cast<int>(rows), first,       tasks};
+}
+
+__device__ inline void merge_slices(const Params& params, const Item& item, SharedMemory& shared,
+                                    const MergeRoom& room) {
+  const Crew all = {-1};
+  const PiecePlaces places(params, item);
   await(params, item, all);
-  if (tasks <= 0) return;
-  const MergeRoom room = room_of_slice(shared, item.pieces, first, tasks);
-  bring_pieces(params, item, all, room, 0);
+  if (room.tasks <= 0) return;
+  begin_states(params, places, room);
+  cp_async_commit_group();
+  begin_values(params, places, all, room, 0, item.piece);
+  cp_async_commit_group();
+  cp_async_wait_group<1>();
+  barrier_sync(kConsumerBarrier, kConsumerThreads);
   merge_rows(params, item, room);
-  if (item.slice_tasks < kManyTasks) {
-    merge_few_tasks(params, item, shared, room);
+  cp_async_wait_group<0>();
+  barrier_sync(kConsumerBarrier, kConsumerThreads);
+  const int groups = ceil_div(room.tasks, kTasksTogether);
+  if (groups * 2 > kConsumerWarps) {
+    merge_tasks(params, item, shared, room);
   } else {
-    merge_many_tasks(params, item, shared, room);
+    merge_shared_tasks(params, item, shared, room, __clz(groups * 2 - 1) - __clz(kConsumerWarps));
   }
 }
 
@@ -2864,15 +2976,13 @@ __device__ inline void merge_slices(const Params& params, const Item& item, Shar
 // store_rows, nonfinite_flag; ptx/exit.cuh.
 
 __device__ inline void store_piece(const Params& params, const Item& item, SharedMemory& shared,
-                                   const Crew& crew, const Accumulators& accumulators,
-                                   const OwnRows& rows) {
-  const int block = static_cast<int>(blockIdx.x);
-  const int place = item.piece > 0 ? first_place(block) : last_place(block);
-  store_partial(params, shared, crew, place, accumulators, rows);
+                                   const Crew& crew, const MergeRoom& room,
+                                   const Accumulators& accumulators, const OwnRows& rows) {
+  const PieceTarget target(params, item, room);
+  store_partial(params, item, shared, crew, target, accumulators, rows);
   if (!nonfinite_flag(shared, item)) return;
-  uint2* values = partial_values(params, place) + own_values();
   restore_nonfinite<Fp16>(params, item, 1.0f, [&](int i, int c) {
-    return reinterpret_cast<u16*>(values + task_offset(i) * kWarpLanes) + c;
+    return reinterpret_cast<u16*>(target.place(i)) + c;
   });
 }
 
@@ -2889,7 +2999,7 @@ __device__ inline void store_whole(const Params& params, const Item& item, Share
 
 // Two pieces of which neither is followed by anything in its block are merged by both: either keeps
 // one half of the tasks and leaves the other. Of other two the owner keeps its own, and of more
-// everything is left.
+// everything is left, but for the slice that the block will merge.
 __device__ inline void store_item(const Params& params, const Item& item, SharedMemory& shared,
                                   Accumulators& accumulators, OwnRows& rows) {
   const bool are_exchanged = item.pieces == 2 && item.mergers == 2;
@@ -2900,10 +3010,11 @@ __device__ inline void store_item(const Params& params, const Item& item, Shared
     if (item.pieces > 1) fold_piece(params, item, shared, crew, accumulators, rows);
     store_whole(params, item, shared, accumulators, rows);
   } else {
-    store_piece(params, item, shared, crew, accumulators, rows);
+    const MergeRoom room = room_of_slice(shared, item);
+    store_piece(params, item, shared, crew, room, accumulators, rows);
     announce(params, item, crew);
     if (item.pieces > 2 && item.piece < item.mergers) {
-      merge_slices(params, item, shared);
+      merge_slices(params, item, shared, room);
       exit_if(item.pieces);  // nothing follows in this block
     }
   }
