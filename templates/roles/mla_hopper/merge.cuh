@@ -1,5 +1,5 @@
 // The pieces of a unit: how they are left in the workspace, brought from there, and two of them
-// added. Needs SharedMemory, Item, row_state.cuh, partial_row.cuh, crew.cuh,
+// added. Needs SharedMemory, Item, row_state.cuh, partial_row.cuh, crew.cuh, slices.cuh,
 // blocks/fresh_thread.cuh, ptx/barrier.cuh, ptx/cp_async.cuh, ptx/cvt.cuh, ptx/ld.cuh, ptx/red.cuh;
 // and from the consumers Accumulators, OwnRows, with the rows each belongs to, their tasks,
 // scales_of_rows and store_states.
@@ -105,12 +105,16 @@ struct MergeRoom {
   int first_task;
   int tasks;
 
+  // Whether the values of the block's own piece are where they will be merged.
+  __device__ bool keeps_own() const { return tasks >= kTasksTogether; }
+
   // A row of those from the first on, and where a row is among them.
   __device__ int row_at(u32 place) const { return static_cast<int>((first_row + place) % kRows); }
   __device__ u32 place_of(int row) const { return static_cast<u32>(row - first_row) % kRows; }
 
   __device__ PartialRow* states(u32 place) const {
-    return reinterpret_cast<PartialRow*>(bytes) + place * pieces;
+    // An odd number of chunks, so that rows begin in different banks.
+    return reinterpret_cast<PartialRow*>(bytes) + place * (pieces | 1);
   }
   __device__ PartialRow& state(int piece, int row) const { return states(place_of(row))[piece]; }
   __device__ uint2* values(int piece) const {
@@ -122,7 +126,7 @@ static_assert(kRows * sizeof(PartialRow) + kTasks * kTaskBytes <= kRoomBytes,
               "the only other piece comes whole");
 
 // Where a thread leaves the values of a piece: in the workspace, but for the tasks that this block
-// will merge itself. These stay in its room.
+// will merge itself. These stay in its room, if they are whole groups of four.
 struct PieceTarget {
   uint2* left;
   uint2* kept;
@@ -134,21 +138,13 @@ struct PieceTarget {
       : left(partial_values(params, place_of_own(item)) + own_values()),
         kept(room.values(item.piece) + own_values() - room.first_task * kWarpLanes),
         first_kept(room.first_task - first_task_of(fresh_warp())),
-        kept_tasks(max(room.tasks, 0)) {}
+        kept_tasks(room.keeps_own() ? room.tasks : 0) {}
 
   // Of float4 `i`.
-  __device__ bool keeps(int i) const {
-    return static_cast<u32>(task_offset(i) - first_kept) < static_cast<u32>(kept_tasks);
-  }
   __device__ uint2* place(int i) const {
-    return (keeps(i) ? kept : left) + task_offset(i) * kWarpLanes;
-  }
-  __device__ void store(int i, uint2 halves) const {
-    if (keeps(i)) {
-      kept[task_offset(i) * kWarpLanes] = halves;
-    } else {
-      left[task_offset(i) * kWarpLanes] = halves;
-    }
+    const int group = task_offset(i) / kTasksTogether * kTasksTogether;
+    const bool keeps = static_cast<u32>(group - first_kept) < static_cast<u32>(kept_tasks);
+    return (keeps ? kept : left) + task_offset(i) * kWarpLanes;
   }
 };
 
@@ -159,8 +155,9 @@ __device__ inline void store_partial(const Params& params, const Item& item, Sha
   float scales[kOwnRows];
   scales_of_rows(shared, crew, accumulators, rows, scales);
 #pragma unroll
-  for (int i = 0; i < kAccumulators; ++i) {
-    target.store(i, to_halves(weighted(accumulator(accumulators, i), scales, i)));
+  for (int task = 0; task < kAccumulators; ++task) {
+    const int i = accumulator_in_order(task);
+    *target.place(i) = to_halves(weighted(accumulator(accumulators, i), scales, i));
   }
   store_states(partial_rows(params, place_of_own(item)), crew, rows, scales);
 }

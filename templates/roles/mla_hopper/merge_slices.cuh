@@ -29,8 +29,8 @@ __device__ constexpr int rows_of_slice(int tasks) {
 using SharedTotals = float4[kTasksTogether][kWarpLanes];
 constexpr int kSharedTotalsBytes = kConsumerWarps * static_cast<int>(sizeof(SharedTotals));
 __device__ constexpr int shared_totals_offset(int pieces, int rows, int tasks) {
-  return pieces * (rows * static_cast<int>(sizeof(PartialRow)) + tasks * kTaskBytes) +
-         kTasksTogether * kTaskBytes;
+  return (pieces | 1) * rows * static_cast<int>(sizeof(PartialRow)) +
+         (pieces * tasks + kTasksTogether) * kTaskBytes;
 }
 
 __device__ constexpr bool slices_fit() {
@@ -140,7 +140,7 @@ __device__ inline void add_tasks(const MergeRoom& room, int first, int sharer, i
   const TaskRows rows = task_rows(first);
   const int scale = scale_of_task(first);
   const PartialRow* state_a = &room.state(sharer, rows.a);
-  const int to_b = (rows.b - rows.a) * room.pieces;  // of the same group
+  const int to_b = (rows.b - rows.a) * (room.pieces | 1);  // of the same group
 #pragma unroll 1
   for (int piece = sharer; piece < room.pieces; piece += 1 << log2_sharers) {
     const float a = state_a->scales[scale];
@@ -219,7 +219,7 @@ __device__ inline void merge_slices(const Params& params, const Item& item, Shar
   if (room.tasks <= 0) return;
   begin_states(params, places, room);
   cp_async_commit_group();
-  begin_values(params, places, all, room, 0, item.piece);
+  begin_values(params, places, all, room, 0, room.keeps_own() ? item.piece : -1);
   cp_async_commit_group();
   cp_async_wait_group<1>();
   barrier_sync(kConsumerBarrier, kConsumerThreads);

@@ -60,6 +60,11 @@ __device__ constexpr int task_offset(int i) {
   return i % kRowGroups * kTasksOfGroup + i / kRowGroups;
 }
 
+// Which float4 is number `task` in this order.
+__device__ constexpr int accumulator_in_order(int task) {
+  return task % kDimTiles * kRowGroups + task / kDimTiles;
+}
+
 // Which warp has a task, and as which of its float4s.
 __device__ inline int warp_of_task(u32 task) {
   return warp_at(task / kHalfTasks, task % kTasksOfGroup / kDimTiles);

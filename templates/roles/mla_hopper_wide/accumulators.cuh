@@ -52,6 +52,7 @@ constexpr int kRowsOfGroup = 16;
 constexpr int kTasksOfGroup = kHeadDimVo / 8;
 __device__ inline int first_task_of(int warp) { return (warp % 4 * 2 + warp / 4) * kAccumulators; }
 __device__ constexpr int task_offset(int i) { return i; }
+__device__ constexpr int accumulator_in_order(int task) { return task; }
 
 // The rows that the parts of a float4 belong to.
 struct TaskRows {

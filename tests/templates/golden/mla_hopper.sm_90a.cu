@@ -2025,6 +2025,11 @@ __device__ constexpr int task_offset(int i) {
   return i % kRowGroups * kTasksOfGroup + i / kRowGroups;
 }
 
+// Which float4 is number `task` in this order.
+__device__ constexpr int accumulator_in_order(int task) {
+  return task % kDimTiles * kRowGroups + task / kDimTiles;
+}
+
 // Which warp has a task, and as which of its float4s.
 __device__ inline int warp_of_task(u32 task) {
   return warp_at(task / kHalfTasks, task % kTasksOfGroup / kDimTiles);
@@ -2485,7 +2490,7 @@ __device__ inline void store_states(PartialRow* target, const Crew& crew, const 
 }
 
 // The pieces of a unit: how they are left in the workspace, brought from there, and two of them
-// added. Needs SharedMemory, Item, row_state.cuh, partial_row.cuh, crew.cuh,
+// added. Needs SharedMemory, Item, row_state.cuh, partial_row.cuh, crew.cuh, slices.cuh,
 // blocks/fresh_thread.cuh, ptx/barrier.cuh, ptx/cp_async.cuh, ptx/cvt.cuh, ptx/ld.cuh, ptx/red.cuh;
 // and from the consumers Accumulators, OwnRows, with the rows each belongs to, their tasks,
 // scales_of_rows and store_states.
@@ -2591,12 +2596,16 @@ struct MergeRoom {
   int first_task;
   int tasks;
 
+  // Whether the values of the block's own piece are where they will be merged.
+  __device__ bool keeps_own() const { return tasks >= kTasksTogether; }
+
   // A row of those from the first on, and where a row is among them.
   __device__ int row_at(u32 place) const { return static_cast<int>((first_row + place) % kRows); }
   __device__ u32 place_of(int row) const { return static_cast<u32>(row - first_row) % kRows; }
 
   __device__ PartialRow* states(u32 place) const {
-    return reinterpret_cast<PartialRow*>(bytes) + place * pieces;
+    // An odd number of chunks, so that rows begin in different banks.
+    return reinterpret_cast<PartialRow*>(bytes) + place * (pieces | 1);
   }
   __device__ PartialRow& state(int piece, int row) const { return states(place_of(row))[piece]; }
   __device__ uint2* values(int piece) const {
@@ -2608,7 +2617,7 @@ static_assert(kRows * sizeof(PartialRow) + kTasks * kTaskBytes <= kRoomBytes,
               "the only other piece comes whole");
 
 // Where a thread leaves the values of a piece: in the workspace, but for the tasks that this block
-// will merge itself. These stay in its room.
+// will merge itself. These stay in its room, if they are whole groups of four.
 struct PieceTarget {
   uint2* left;
   uint2* kept;
@@ -2620,21 +2629,13 @@ struct PieceTarget {
       : left(partial_values(params, place_of_own(item)) + own_values()),
         kept(room.values(item.piece) + own_values() - room.first_task * kWarpLanes),
         first_kept(room.first_task - first_task_of(fresh_warp())),
-        kept_tasks(max(room.tasks, 0)) {}
+        kept_tasks(room.keeps_own() ? room.tasks : 0) {}
 
   // Of float4 `i`.
-  __device__ bool keeps(int i) const {
-    return static_cast<u32>(task_offset(i) - first_kept) < static_cast<u32>(kept_tasks);
-  }
   __device__ uint2* place(int i) const {
-    return (keeps(i) ? kept : left) + task_offset(i) * kWarpLanes;
-  }
-  __device__ void store(int i, uint2 halves) const {
-    if (keeps(i)) {
-      kept[task_offset(i) * kWarpLanes] = halves;
-    } else {
-      left[task_offset(i) * kWarpLanes] = halves;
-    }
+    const int group = task_offset(i) / kTasksTogether * kTasksTogether;
+    const bool keeps = static_cast<u32>(group - first_kept) < static_cast<u32>(kept_tasks);
+    return (keeps ? kept : left) + task_offset(i) * kWarpLanes;
   }
 };
 
@@ -2645,8 +2646,9 @@ __device__ inline void store_partial(const Params& params, const Item& item, Sha
   float scales[kOwnRows];
   scales_of_rows(shared, crew, accumulators, rows, scales);
 #pragma unroll
-  for (int i = 0; i < kAccumulators; ++i) {
-    target.store(i, to_halves(weighted(accumulator(accumulators, i), scales, i)));
+  for (int task = 0; task < kAccumulators; ++task) {
+    const int i = accumulator_in_order(task);
+    *target.place(i) = to_halves(weighted(accumulator(accumulators, i), scales, i));
   }
   store_states(partial_rows(params, place_of_own(item)), crew, rows, scales);
 }
@@ -2766,8 +2768,8 @@ __device__ constexpr int rows_of_slice(int tasks) {
 using SharedTotals = float4[kTasksTogether][kWarpLanes];
 constexpr int kSharedTotalsBytes = kConsumerWarps * static_cast<int>(sizeof(SharedTotals));
 __device__ constexpr int shared_totals_offset(int pieces, int rows, int tasks) {
-  return pieces * (rows * static_cast<int>(sizeof(PartialRow)) + tasks * kTaskBytes) +
-         kTasksTogether * kTaskBytes;
+  return (pieces | 1) * rows * static_cast<int>(sizeof(PartialRow)) +
+         (pieces * tasks + kTasksTogether) * kTaskBytes;
 }
 
 __device__ constexpr bool slices_fit() {
@@ -2877,7 +2879,7 @@ __device__ inline void add_tasks(const MergeRoom& room, int first, int sharer, i
   const TaskRows rows = task_rows(first);
   const int scale = scale_of_task(first);
   const PartialRow* state_a = &room.state(sharer, rows.a);
-  const int to_b = (rows.b - rows.a) * room.pieces;  // of the same group
+  const int to_b = (rows.b - rows.a) * (room.pieces | 1);  // of the same group
 #pragma unroll 1
   for (int piece = sharer; piece < room.pieces; piece += 1 << log2_sharers) {
     const float a = state_a->scales[scale];
@@ -2956,7 +2958,7 @@ __device__ inline void merge_slices(const Params& params, const Item& item, Shar
   if (room.tasks <= 0) return;
   begin_states(params, places, room);
   cp_async_commit_group();
-  begin_values(params, places, all, room, 0, item.piece);
+  begin_values(params, places, all, room, 0, room.keeps_own() ? item.piece : -1);
   cp_async_commit_group();
   cp_async_wait_group<1>();
   barrier_sync(kConsumerBarrier, kConsumerThreads);
