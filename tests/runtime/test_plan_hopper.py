@@ -82,14 +82,13 @@ def test_teams_and_grid_are_those_worked_out_by_hand(worked: Worked) -> None:
 
     blocks = worked.teams * worked.team_size
     values = 2 * blocks * worked.tile_rows * 512 * 2
-    row_words = 4 if worked.tile_rows == 64 else 3
     assert planned == HopperPlan(
         team_size=worked.team_size,
         teams=worked.teams,
         blocks=blocks,
         groups=planned.groups,
         partial_rows_offset=values,
-        workspace_bytes=values + 2 * blocks * worked.tile_rows * row_words * 4,
+        workspace_bytes=values + 2 * blocks * worked.tile_rows * 16,
         is_small=planned.is_small,
     )
 
