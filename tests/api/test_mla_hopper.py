@@ -99,7 +99,7 @@ def test_a_call_launches_one_kernel_with_every_value_in_its_place(launches: list
         "lse_factor": 1.0,
     }
     assert values == expected
-    assert call.plan.workspace_bytes == 2 * 4 * 16 * (512 * 2 + 3 * 4)
+    assert call.plan.workspace_bytes == 2 * 4 * 16 * (512 * 2 + 16)
 
 
 # Cases with the values that differ from those of a plain call, as functions of the inputs.
