@@ -9,10 +9,16 @@ constexpr int kGroups = kBlockTokens / 16;
 constexpr int kWords = kGroups * kScoreRows;
 using Probabilities = u32[kWords];
 
-// A reference is so far below the row's maximum when it moves, in log2 units: what is smaller than
-// 2^-14 of the largest weight is lost, and a reference need not move before a score exceeds the
-// maximum by 3.8.
-constexpr float kReferenceLead = 5.0f;
+// A reference is so far below the row's maximum when it moves, in log2 units. It need not move
+// again before a score exceeds that maximum by 8.8 less so much; what is smaller than 2^-9 of the
+// largest weight, by a factor of 2 for each of these units, is lost.
+constexpr float kReferenceLead = 7.0f;
+
+// Moving takes time where memory is not the limit. There is room for larger scores to come then,
+// but where the maximum is an outlier: where one of the four lanes that have a row, each a quarter
+// of a block's tokens, has no score that is so near.
+constexpr float kLeadWithRoom = kRows > 32 ? 3.0f : kReferenceLead;
+constexpr float kOutlierSpread = 8.0f;
 
 // So far from zero, rounding moves a score by as much as a probability may be off.
 constexpr float kFarReference = 0x1p14f;  // log2 units
@@ -43,6 +49,13 @@ struct ProbabilitySums {
            cvt_f32(Fp16{}, static_cast<u16>(pairs[r] >> 16));
   }
 };
+
+// Where a row's reference is to be, by the maximum of this lane's scores.
+__device__ inline float wanted_reference(float maximum) {
+  const float largest = row_maximum(maximum);
+  const bool is_outlier = !(largest - row_minimum(maximum) < kOutlierSpread);
+  return largest - (is_outlier ? kReferenceLead : kLeadWithRoom);
+}
 
 struct Softmax {
   float sum[kScoreRows];  // of this lane's probabilities, as they are multiplied
@@ -85,7 +98,7 @@ struct Softmax {
       for (int i = 0; i < kBlockTokens / 8; ++i) {
         maximum = fmaxf(maximum, fmaxf(scores[i * 4 + r * 2], scores[i * 4 + r * 2 + 1]));
       }
-      const float wanted = row_maximum(maximum) - kReferenceLead;
+      const float wanted = wanted_reference(maximum);
       const float next = wanted > reference[r] ? wanted : reference[r];
       moved[r] = ex2_approx(reference[r] - next);
       reference[r] = next;

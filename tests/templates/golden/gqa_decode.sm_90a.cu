@@ -534,6 +534,11 @@ __device__ inline float row_maximum(float value) {
   return fmaxf(value, __shfl_xor_sync(~0u, value, 2));
 }
 
+__device__ inline float row_minimum(float value) {
+  value = fminf(value, __shfl_xor_sync(~0u, value, 1));
+  return fminf(value, __shfl_xor_sync(~0u, value, 2));
+}
+
 __device__ inline float row_total(float value) {
   value += __shfl_xor_sync(~0u, value, 1);
   return value + __shfl_xor_sync(~0u, value, 2);
