@@ -81,8 +81,9 @@ def test_sums_of_positive_values_are_not_too_small(heads: int, tokens: int, scal
 def test_tokens_beside_one_with_half_of_the_weight_keep_theirs(heads: int) -> None:
     """As those beside an attention sink: each has some 2^-12 of its weight.
 
-    In e4m3 below 2^7 they are rounded by 2^-5 at the most, some up and some down, so that of 4095
-    there is less than 2^-10 left with what sums lose; below 2^5 it would be twice that.
+    Beside one of 2^7 they are rounded in e4m3 by 2^-4 at the most, some up and some down, so that
+    of 4095 less is left than of rounding to bf16, 2^-8 at the most. Beside one of 2^3, most would
+    be 2^-9 or nothing, and sums 7 % off.
     """
     generator = torch.Generator(device="cuda").manual_seed(0)
     rows = torch.randn(4096, 576, device="cuda", generator=generator)
@@ -95,7 +96,7 @@ def test_tokens_beside_one_with_half_of_the_weight_keep_theirs(heads: int) -> No
 
     expected = _expected(query, cache, 1 / 24)
     error = (_uncut(query, cache, 1 / 24)[0].double() - expected) / expected
-    assert error.square().mean().sqrt().item() < 2.0**-10
+    assert error.square().mean().sqrt().item() < 2.0**-8
 
 
 @pytest.mark.parametrize(
