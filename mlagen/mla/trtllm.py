@@ -103,7 +103,8 @@ def trtllm_batch_decode_with_kv_cache_mla(
         such tensor is accepted.
     enable_pdl : bool
         Whether the kernel may start while the one before it drains; None means yes where the GPU
-        can. The Hopper kernel never does: its blocks wait for each other, so all begin together.
+        can. The blocks of a Hopper kernel wait for each other, so all begin together, when there
+        is room for all.
     backend : str
         One of ``auto``, ``xqa``, ``trtllm-gen``, ``cute-dsl``: names of the same semantics here.
     is_var_seq : bool

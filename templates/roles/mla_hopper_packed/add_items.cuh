@@ -56,7 +56,7 @@ struct Adder {
     for (int part = 0; part < kValueParts; ++part) {
       const int half = half_of_part(part);
       rows.load(stored, part);
-      if (part % kScaledTiles == 0) rows.load_scales(scales, part);
+      if (part % kDimTiles == 0) rows.load_scales(scales, half);
       if (part >= kValueBuffers) wgmma_wait_group<kValueBuffers - 1>();
       decode_values(values[part % kValueBuffers], stored, scales);
       multiply(values[part % kValueBuffers], probabilities, half, tile_of_part(part));

@@ -37,13 +37,18 @@ __device__ inline void load_query(const Params& params, const Item& item, Shared
 // While a query is still in use, so many blocks of the next item are on their way already.
 constexpr int kBlocksBeforeQuery = kStages - 1;
 
+// `given` items have been handed on by the warp that does so.
 __device__ inline void load_blocks(const Params& params, const Item& item, SharedMemory& shared,
-                                   RingPosition<kStages>& position) {
+                                   RingPosition<kStages>& position, u32& given) {
   BlockStream stream(params, item);
   const int before = min(item.blocks, kBlocksBeforeQuery);
 #pragma unroll 1
   for (int done = 0;; ++done) {
     if (done == before) load_query(params, item, shared);
+    // The first item is handed on when its first tokens are on their way, the next when all are.
+    const u32 due = item.count + (done == item.blocks ? 2 : min(done, 1));
+#pragma unroll 1
+    while (walks_items() && given < due) hand_on(params, own_member(params), given++, shared);
     if (done == item.blocks) return;
     stream.take_block(shared, position, item.first_block + done);
   }
@@ -61,11 +66,11 @@ __device__ inline void load_items(const Params& params, const ItemWalk& walk, co
   if (walks_items()) leave_item(walk, shared);
   RingPosition<kStages> position;
   u32 count = 0;
+  u32 given = 0;
 #pragma unroll 1
-  for (u32 given = 0;; given = count + 1) {
-    if (walks_items()) hand_on(params, own_member(params), given, shared);
-    if (given > 0 && next_part(shared, count).request < 0) return;
-    load_blocks(params, shared.items[item_slot(count)], shared, position);
+  while (true) {
+    load_blocks(params, shared.items[item_slot(count)], shared, position, given);
     count = shared.items[item_slot(count)].count;
+    if (next_part(shared, count).request < 0) return;
   }
 }

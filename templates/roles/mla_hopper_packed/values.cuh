@@ -1,6 +1,5 @@
 // Values as the left operand of O^T += V^T P^T: out of shared memory into registers, across, and
-// converted. Needs scales.cuh, roles/mla_hopper_e4m3/dims.cuh, blocks/e4m3.cuh.j2,
-// ptx/ldmatrix.cuh, ptx/mul.cuh.
+// converted. Needs scales.cuh, dims.cuh, blocks/e4m3.cuh.j2, ptx/ldmatrix.cuh, ptx/mul.cuh.
 
 // Of 32 tokens and a tile of dims: two steps of a product.
 constexpr int kValueTokens = 32;
@@ -10,43 +9,38 @@ using Values = u32[kValueSteps * 4];
 using StoredValues = u32[4];
 using ValueScales = uint2[kValueTokens / 16];  // of two tokens each, for two matrices
 
-// Values are multiplied in parts: of the tiles that share scales, first half of the tokens.
-constexpr int kScaledTiles = kScaledDims / kDimsOfTile;
+// Values are multiplied in parts: of half of the tokens one tile of dims after the other.
 constexpr int kValueParts = kDimTiles * kHalves;
-__device__ constexpr int half_of_part(int part) { return part / kScaledTiles % kHalves; }
-__device__ constexpr int tile_of_part(int part) {
-  return part / (kScaledTiles * kHalves) * kScaledTiles + part % kScaledTiles;
-}
+__device__ constexpr int half_of_part(int part) { return part / kDimTiles; }
+__device__ constexpr int tile_of_part(int part) { return part % kDimTiles; }
 
 // Four matrices of eight tokens each and 16 dims; a lane gets dims 2g and 2g + 1 of tokens 2c and
 // 2c + 1 of each, with g = lane / 4 and c = lane % 4.
 struct ValueRows {
-  const u16* scales;  // of this lane's first two tokens, for the first of its consumer's dims
+  const u16* scales;  // of this lane's first two tokens
   u32 address;  // of the row that this lane points to for ldmatrix, in tile 0
 
   // Of the block at `stage`.
   __device__ explicit ValueRows(unsigned char* stage) {
     const int lane = fresh_lane();
     const int warp = fresh_warp();
-    scales = &value_scale(stage, lane % 4 * 2, warp / 4 * (kHalfDims / kScaledDims));
-    address = shared_address(stage) + warp / 4 * (kHalfDims / kTileRowBytes) * kTileBytes +
-              swizzled_offset<128>(lane, warp % 4);
+    scales = &value_scale(stage, lane % 4 * 2, warp * kDimsOfWarp / kScaledDims);
+    address = shared_address(stage) + warp / 2 * kTileBytes +
+              swizzled_offset<kTileRowBytes>(lane, warp % 2 * kDimTiles);
   }
 
-  __device__ void load_scales(ValueScales& found, int part) const {
-    const int group = tile_of_part(part) / kScaledTiles;
+  __device__ void load_scales(ValueScales& found, int half) const {
 #pragma unroll
     for (int i = 0; i < kValueTokens / 16; ++i) {
-      const int token = half_of_part(part) * kValueTokens + i * 16;
-      found[i] = *reinterpret_cast<const uint2*>(scales + value_scale_place(token, group));
+      const int token = half * kValueTokens + i * 16;
+      found[i] = *reinterpret_cast<const uint2*>(scales + value_scale_place(token, 0));
     }
   }
 
-  // What is stored of part `part`. A tile of dims is half a row, four chunks, and so one bit of the
-  // swizzled address.
+  // What is stored of part `part`. A tile of dims is a chunk of a row of 128 bytes, of which two
+  // warps have four each, and so two bits of the swizzled address.
   __device__ void load(StoredValues& found, int part) const {
-    const int tile = tile_of_part(part);
-    const u32 row = (address ^ (tile % 2 * 64)) + tile / 2 * kTileBytes;
+    const u32 row = address ^ (tile_of_part(part) * kChunkBytes);
     ldmatrix_x4_trans(found, row + half_of_part(part) * kValueTokens * kTileRowBytes);
   }
 };

@@ -3108,6 +3108,7 @@ __device__ inline void consume_items(const Params& params, SharedMemory& shared)
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     mla_hopper(const __grid_constant__ Params params) {
   SharedMemory& shared = shared_memory<SharedMemory>();
+  wait_for_previous_kernel();
   const int length = length_of(params, own_request(params));
   prefetch_ids(params);
   if (threadIdx.x == 0) {

@@ -2495,6 +2495,9 @@ __device__ inline int dim_of(int warp, int i) {
          fresh_lane() / 4 * 2;
 }
 
+// What is alike for two consumers of four warps each, however dims are divided among warps. Needs
+// dims.cuh.
+
 // The dim of part `c` of float4 `i`.
 __device__ inline int part_dim(int warp, int i, int c) { return dim_of(warp, i) + c / 2; }
 
@@ -3572,6 +3575,7 @@ constexpr int kProducerRegisters = 48;
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     mla_hopper_e4m3(const __grid_constant__ Params params) {
   SharedMemory& shared = shared_memory<SharedMemory>();
+  wait_for_previous_kernel();
   const int length = length_of(params, own_request(params));
   prefetch_ids(params);
   if (threadIdx.x == 0) {

@@ -2392,13 +2392,18 @@ __device__ inline void load_query(const Params& params, const Item& item, Shared
 // While a query is still in use, so many blocks of the next item are on their way already.
 constexpr int kBlocksBeforeQuery = kStages - 1;
 
+// `given` items have been handed on by the warp that does so.
 __device__ inline void load_blocks(const Params& params, const Item& item, SharedMemory& shared,
-                                   RingPosition<kStages>& position) {
+                                   RingPosition<kStages>& position, u32& given) {
   BlockStream stream(params, item);
   const int before = min(item.blocks, kBlocksBeforeQuery);
 #pragma unroll 1
   for (int done = 0;; ++done) {
     if (done == before) load_query(params, item, shared);
+    // The first item is handed on when its first tokens are on their way, the next when all are.
+    const u32 due = item.count + (done == item.blocks ? 2 : min(done, 1));
+#pragma unroll 1
+    while (walks_items() && given < due) hand_on(params, own_member(params), given++, shared);
     if (done == item.blocks) return;
     stream.take_block(shared, position, item.first_block + done);
   }
@@ -2416,12 +2421,12 @@ __device__ inline void load_items(const Params& params, const ItemWalk& walk, co
   if (walks_items()) leave_item(walk, shared);
   RingPosition<kStages> position;
   u32 count = 0;
+  u32 given = 0;
 #pragma unroll 1
-  for (u32 given = 0;; given = count + 1) {
-    if (walks_items()) hand_on(params, own_member(params), given, shared);
-    if (given > 0 && next_part(shared, count).request < 0) return;
-    load_blocks(params, shared.items[item_slot(count)], shared, position);
+  while (true) {
+    load_blocks(params, shared.items[item_slot(count)], shared, position, given);
     count = shared.items[item_slot(count)].count;
+    if (next_part(shared, count).request < 0) return;
   }
 }
 
@@ -2551,20 +2556,24 @@ struct Crew {
 };
 
 // What of the output a thread of the consumers has. Needs blocks/fresh_thread.cuh,
-// roles/mla_hopper_e4m3/constants.
+// roles/mla_hopper_packed/constants.
 
-// Two consumers of four warps each. Both have all rows and one half of the output dims, in tiles of
-// 64; of a tile a warp has 16, and a thread two neighbours: in rows g and g + 8 of the product,
-// with g = lane / 4, are dims 2g and 2g + 1.
-constexpr int kDimsOfTile = 64;
-constexpr int kHalfDims = kHeadDimVo / 2;
-constexpr int kDimTiles = kHalfDims / kDimsOfTile;
+// Two consumers of four warps each. Both have all rows and one half of the output dims, of which a
+// warp has 64 neighbours, for these share a scale, in tiles of 16; a product is of a tile of each
+// of four warps. A thread has two neighbours of a tile: in rows g and g + 8 of the product, with
+// g = lane / 4, are dims 2g and 2g + 1.
+constexpr int kDimsOfTile = 16;
+constexpr int kDimsOfWarp = kHeadDimVo / kConsumerWarps;
+constexpr int kDimTiles = kDimsOfWarp / kDimsOfTile;
+static_assert(kScaledDims % kDimsOfWarp == 0, "a warp's dims have one scale a token");
 
 // The first dim of float4 `i` of a thread of warp `warp`; the other is the next.
 __device__ inline int dim_of(int warp, int i) {
-  return warp / 4 * kHalfDims + i / (kRows / 8) * kDimsOfTile + warp % 4 * 16 +
-         fresh_lane() / 4 * 2;
+  return warp * kDimsOfWarp + i / (kRows / 8) * kDimsOfTile + fresh_lane() / 4 * 2;
 }
+
+// What is alike for two consumers of four warps each, however dims are divided among warps. Needs
+// dims.cuh.
 
 // The dim of part `c` of float4 `i`.
 __device__ inline int part_dim(int warp, int i, int c) { return dim_of(warp, i) + c / 2; }
@@ -3105,8 +3114,7 @@ __device__ inline void score_items(const Params& params, SharedMemory& shared) {
 }
 
 // Values as the left operand of O^T += V^T P^T: out of shared memory into registers, across, and
-// converted. Needs scales.cuh, roles/mla_hopper_e4m3/dims.cuh, blocks/e4m3.cuh.j2,
-// ptx/ldmatrix.cuh, ptx/mul.cuh.
+// converted. Needs scales.cuh, dims.cuh, blocks/e4m3.cuh.j2, ptx/ldmatrix.cuh, ptx/mul.cuh.
 
 // Of 32 tokens and a tile of dims: two steps of a product.
 constexpr int kValueTokens = 32;
@@ -3116,43 +3124,38 @@ using Values = u32[kValueSteps * 4];
 using StoredValues = u32[4];
 using ValueScales = uint2[kValueTokens / 16];  // of two tokens each, for two matrices
 
-// Values are multiplied in parts: of the tiles that share scales, first half of the tokens.
-constexpr int kScaledTiles = kScaledDims / kDimsOfTile;
+// Values are multiplied in parts: of half of the tokens one tile of dims after the other.
 constexpr int kValueParts = kDimTiles * kHalves;
-__device__ constexpr int half_of_part(int part) { return part / kScaledTiles % kHalves; }
-__device__ constexpr int tile_of_part(int part) {
-  return part / (kScaledTiles * kHalves) * kScaledTiles + part % kScaledTiles;
-}
+__device__ constexpr int half_of_part(int part) { return part / kDimTiles; }
+__device__ constexpr int tile_of_part(int part) { return part % kDimTiles; }
 
 // Four matrices of eight tokens each and 16 dims; a lane gets dims 2g and 2g + 1 of tokens 2c and
 // 2c + 1 of each, with g = lane / 4 and c = lane % 4.
 struct ValueRows {
-  const u16* scales;  // of this lane's first two tokens, for the first of its consumer's dims
+  const u16* scales;  // of this lane's first two tokens
   u32 address;  // of the row that this lane points to for ldmatrix, in tile 0
 
   // Of the block at `stage`.
   __device__ explicit ValueRows(unsigned char* stage) {
     const int lane = fresh_lane();
     const int warp = fresh_warp();
-    scales = &value_scale(stage, lane % 4 * 2, warp / 4 * (kHalfDims / kScaledDims));
-    address = shared_address(stage) + warp / 4 * (kHalfDims / kTileRowBytes) * kTileBytes +
-              swizzled_offset<128>(lane, warp % 4);
+    scales = &value_scale(stage, lane % 4 * 2, warp * kDimsOfWarp / kScaledDims);
+    address = shared_address(stage) + warp / 2 * kTileBytes +
+              swizzled_offset<kTileRowBytes>(lane, warp % 2 * kDimTiles);
   }
 
-  __device__ void load_scales(ValueScales& found, int part) const {
-    const int group = tile_of_part(part) / kScaledTiles;
+  __device__ void load_scales(ValueScales& found, int half) const {
 #pragma unroll
     for (int i = 0; i < kValueTokens / 16; ++i) {
-      const int token = half_of_part(part) * kValueTokens + i * 16;
-      found[i] = *reinterpret_cast<const uint2*>(scales + value_scale_place(token, group));
+      const int token = half * kValueTokens + i * 16;
+      found[i] = *reinterpret_cast<const uint2*>(scales + value_scale_place(token, 0));
     }
   }
 
-  // What is stored of part `part`. A tile of dims is half a row, four chunks, and so one bit of the
-  // swizzled address.
+  // What is stored of part `part`. A tile of dims is a chunk of a row of 128 bytes, of which two
+  // warps have four each, and so two bits of the swizzled address.
   __device__ void load(StoredValues& found, int part) const {
-    const int tile = tile_of_part(part);
-    const u32 row = (address ^ (tile % 2 * 64)) + tile / 2 * kTileBytes;
+    const u32 row = address ^ (tile_of_part(part) * kChunkBytes);
     ldmatrix_x4_trans(found, row + half_of_part(part) * kValueTokens * kTileRowBytes);
   }
 };
@@ -3999,7 +4002,7 @@ struct Adder {
     for (int part = 0; part < kValueParts; ++part) {
       const int half = half_of_part(part);
       rows.load(stored, part);
-      if (part % kScaledTiles == 0) rows.load_scales(scales, part);
+      if (part % kDimTiles == 0) rows.load_scales(scales, half);
       if (part >= kValueBuffers) wgmma_wait_group<kValueBuffers - 1>();
       decode_values(values[part % kValueBuffers], stored, scales);
       multiply(values[part % kValueBuffers], probabilities, half, tile_of_part(part));
@@ -4072,6 +4075,7 @@ constexpr int kProducerRegisters = 4 * 128 - 2 * kConsumerRegisters - kScorerReg
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     mla_hopper_packed(const __grid_constant__ Params params) {
   SharedMemory& shared = shared_memory<SharedMemory>();
+  wait_for_previous_kernel();
   const int length = length_of(params, own_request(params));
   prefetch_ids(params);
   if (threadIdx.x == 0) {
