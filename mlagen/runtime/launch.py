@@ -19,6 +19,10 @@ from mlagen.runtime.loader import LoadedKernel
 _HEAD = struct.Struct("<Q8x")
 
 
+# How a driver may say that it does not take two attributes together.
+_REFUSALS = ("CUDA_ERROR_INVALID_VALUE", "CUDA_ERROR_NOT_SUPPORTED")
+
+
 class Launch:
     """A kernel and what is passed to it, to be launched any number of times by any thread.
 
@@ -65,6 +69,10 @@ class Launch:
         (status,) = configuration.launch_kernel(
             configuration.of_driver, kernel.function, self._address, 0
         )
+        if status and configuration.has_one_too_many(status):
+            configurations[kernel, enable_pdl] = _Configuration(kernel, enable_pdl=False)
+            self.enqueue(enable_pdl)
+            return
         if status:
             symbol = kernel.spec.symbol
             message = f"{symbol}: launch of {blocks} blocks failed: {status.name}"
@@ -95,6 +103,10 @@ class _Configuration:
         self.launch_kernel = _launch_kernel()
         self.blocks = 0
         self.stream = -1
+
+    def has_one_too_many(self, status: Any) -> bool:
+        """Whether a driver that refuses so may take a launch that is cooperative only."""
+        return self.of_driver.numAttrs > 1 and status.name in _REFUSALS
 
 
 class _Threads(threading.local):

@@ -54,6 +54,7 @@ extern "C" __global__ void __launch_bounds__(32) first(unsigned long long*) {
 
 extern "C" __global__ void __launch_bounds__(32) second(unsigned long long* begun) {
   if (threadIdx.x == 0) begun[blockIdx.x] = now();
+  asm volatile("griddepcontrol.wait;" ::: "memory");  // else an SM has one after the other
 }
 """
 

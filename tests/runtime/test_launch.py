@@ -138,6 +138,27 @@ def test_a_refused_launch_is_an_error(
     assert launches == []
 
 
+def test_a_driver_may_take_one_of_two_attributes(
+    launches: list[Seen], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then launches are cooperative, this one and those that follow, and not dependent."""
+    record = launching._launch_kernel()
+
+    def refuse_two(configuration: Any, *arguments: Any) -> tuple[Any]:
+        if configuration.numAttrs > 1:
+            return (driver.CUresult.CUDA_ERROR_NOT_SUPPORTED,)
+        accepted: tuple[Any] = record(configuration, *arguments)
+        return accepted
+
+    monkeypatch.setattr(launching, "_launch_kernel", lambda: refuse_two)
+    spec = mla_hopper()
+    made = launch(kernel_of(spec), 33, True, *values_of(spec))
+    made.enqueue(True)
+
+    assert [set(seen.attributes) for seen in launches] == [{COOPERATIVE}] * 2
+    assert [seen.grid for seen in launches] == [33, 33]
+
+
 def test_a_launch_is_made_again_where_work_goes_now(
     launches: list[Seen], monkeypatch: pytest.MonkeyPatch
 ) -> None:
