@@ -16,6 +16,13 @@ __device__ inline int ld_relaxed_gpu(const int* address) {
   return value;
 }
 
+// ld.relaxed.gpu.global.u32
+__device__ inline u32 ld_relaxed_gpu(const u32* address) {
+  u32 value;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+
 // ld.global.cg.v2.f32
 // Past L1: what others have just written.
 __device__ inline float2 ld_global_cg_v2_f32(const void* address) {

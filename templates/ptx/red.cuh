@@ -11,3 +11,8 @@ __device__ inline void red_inc_release_gpu(u32* address, u32 most) {
 __device__ inline void red_inc_relaxed_gpu(u32* address, u32 most) {
   asm volatile("red.relaxed.gpu.global.inc.u32 [%0], %1;" ::"l"(address), "r"(most) : "memory");
 }
+
+// red.relaxed.gpu.global.add.u32
+__device__ inline void red_add_relaxed_gpu(u32* address, u32 value) {
+  asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}

@@ -84,6 +84,11 @@ static int ld_relaxed_gpu(const int* address) {
   const bool is_early = !fibers[current].has_waited && blockIdx.x % 2 != 0;
   return is_early && chance() % 4 == 0 ? static_cast<int>(chance()) : value;
 }
+// What others are counting may be anything.
+static u32 ld_relaxed_gpu(const u32* address) {
+  const u32 value = load<u32>(address);
+  return chance() % 4 == 0 ? static_cast<u32>(chance()) : value;
+}
 static float2 ld_global_cg_v2_f32(const void* address) { return load<float2>(address); }
 static float4 ld_global_cg_v4_f32(const void* address) { return load<float4>(address); }
 static u32 atom_add_acq_rel_gpu(u32* address, u32 value) {

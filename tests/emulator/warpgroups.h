@@ -48,6 +48,7 @@ static void red_inc_release_gpu(u32* address, u32 most) {
   *address = *address >= most ? 0 : *address + 1;
 }
 static void red_inc_relaxed_gpu(u32* address, u32 most) { red_inc_release_gpu(address, most); }
+static void red_add_relaxed_gpu(u32* address, u32 value) { *address += value; }
 
 static void cp_async_cg_16(u32 target, const void* source, u32 count) {
   if (target % 16 != 0) complain("misaligned copy", target);

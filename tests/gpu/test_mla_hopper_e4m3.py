@@ -166,3 +166,48 @@ def test_scores_that_grow_are_right() -> None:
     expected = weights @ keys[:, :512]
     error = (out[0, 0].double() - expected).norm() / expected.norm()
     assert error.item() < 4e-2
+
+
+def _counted(lengths: list[int], heads: int, found: int) -> tuple[torch.Tensor, int]:
+    """Return the output of a call of such lengths, and what its blocks have counted.
+
+    The word that they count in is `found` before.
+    """
+    problem = MlaCase(name="", seq_lens=tuple(lengths), heads=heads, dtype=E4M3).build("cuda")
+    workspace = torch.zeros(64 << 20, dtype=torch.uint8, device="cuda")
+    place = heads * 512 * 2  # behind one piece
+    word = workspace[place : place + 4].view(torch.int32)
+    word.fill_(found)
+    out = decode(problem, workspace_buffer=workspace)
+    assert isinstance(out, torch.Tensor)
+    return out.clone(), (int(word) - found) % 2**32
+
+
+@pytest.mark.parametrize("heads", [16, 32, 64])
+def test_what_blocks_count_in_may_be_anything(heads: int) -> None:
+    """How far all have come is a difference; it ends with all blocks of tokens."""
+    requests = torch.cuda.get_device_properties(0).multi_processor_count
+    lengths = [1024] * requests
+    expected, grown = _counted(lengths, heads, 0)
+    assert grown == requests * 1024 // 64
+
+    for found in (-1, 2**31 - 1, -(2**31), 12_345):
+        result, grown = _counted(lengths, heads, found)
+        assert torch.equal(result, expected)
+        assert grown == requests * 1024 // 64
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [[100_000], [5000] * 7, [70, 9000, 640, 0, 3000] * 30],
+    ids=["one", "seven", "ragged"],
+)
+def test_no_piece_is_left_where_blocks_count(lengths: list[int]) -> None:
+    """The word is what no merge reads or writes; where work differs nobody counts."""
+    expected, grown = _counted(lengths, 16, 0)
+    result, again = _counted(lengths, 16, 99)
+
+    are_alike = len(set(lengths)) == 1
+    assert grown == again
+    assert grown <= (sum(-(-length // 64) for length in lengths) if are_alike else 0)
+    assert torch.equal(result, expected)

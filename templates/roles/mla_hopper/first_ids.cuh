@@ -1,9 +1,16 @@
-// Asks for the first page ids, or listed tokens, of every request, which loaders read first where
-// an item begins with its request. Needs Params, ptx/prefetch.cuh.
+// Has the first page ids, or listed tokens, of a span brought into L2: loaders wait for them. Needs
+// span.cuh, blocks/table_row.cuh, ptx/prefetch.cuh.
 
-__device__ inline void prefetch_ids(const Params& params) {
-  const int request = static_cast<int>(threadIdx.x);
-  if (request >= params.requests || params.max_pages == 0) return;
-  if (params.table_starts != nullptr) return;
-  prefetch_l2(params.block_tables + request * static_cast<i64>(params.block_tables_stride));
+constexpr int kIdsOfLine = 128 / sizeof(int);
+constexpr int kTokensOfId = kIsSparse ? 1 : kPageSize;
+constexpr int kFirstLines = 4;  // as many as two blocks have of listed tokens
+
+// By a warp, where a span has been found.
+__device__ inline void prefetch_ids(const Params& params, const SpanScratch& scratch) {
+  const int line = lane_index();
+  if (line >= kFirstLines) return;
+  const TableRow row = table_row(params, scratch.first.request);
+  const int block = scratch.span.begin - scratch.first.unit_begin - scratch.span.unit_cost;
+  const int index = max(block, 0) * kBlockTokens / kTokensOfId + line * kIdsOfLine;
+  if (index < row.pages) prefetch_l2(params.block_tables + row.start + index);
 }

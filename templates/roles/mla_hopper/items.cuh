@@ -151,10 +151,9 @@ struct ItemWalk : WalkState {
 
   // How many tokens a row of the request sees: all up to its own position, or all.
   __device__ int visible_tokens(int row) const {
-    const bool is_prefix = !kIsSparse && params.is_causal && facts.q_len > 1;
+    if (kIsSparse || !params.is_causal || facts.q_len <= 1) return facts.kv_len;
     const u32 token = static_cast<u32>(row) / static_cast<u32>(params.heads);
-    const int later = is_prefix ? facts.q_len - 1 - static_cast<int>(token) : 0;
-    return max(facts.kv_len - later, 0);
+    return max(facts.kv_len - (facts.q_len - 1 - static_cast<int>(token)), 0);
   }
 
   // The block of the grid that has this member's part of a span.

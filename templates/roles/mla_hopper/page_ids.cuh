@@ -21,6 +21,9 @@ struct PageIds {
     return page < end ? ids[page] : -1;
   }
 
+  // The id of the page that it has advanced to: nobody waits for later ones.
+  __device__ int of_this(int page) const { return __shfl_sync(~0u, now, page - base); }
+
   // The id of a page, of those from `base` on.
   __device__ int of(int page) const {
     const int distance = page - base;

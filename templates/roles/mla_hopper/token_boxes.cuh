@@ -15,7 +15,7 @@ struct BlockBoxes {
     for (int box = 0; box < kBoxes; ++box) {
       const int token = first_token + box * kBoxTokens;
       slot[box] = token % kPageSize;
-      page[box] = ids.of(token / kPageSize);
+      page[box] = box == 0 ? ids.of_this(token / kPageSize) : ids.of(token / kPageSize);
     }
   }
 

@@ -1,5 +1,5 @@
 // The loader, one warp: streams the blocks of tokens of every item through the ring. Needs
-// SharedMemory, token_boxes.cuh.
+// SharedMemory, pace.cuh, token_boxes.cuh.
 
 // Issuing a copy takes hundreds of clocks beside products: the latent part of a block in one page
 // is one copy. Else each lane copies a tile; those behind the last tile copy nothing.
@@ -27,6 +27,7 @@ __device__ inline void copy_block(const Params& params, const BlockBoxes& boxes,
 // `part` is of the first item.
 __device__ inline void load_tokens(const Params& params, int, Part part, SharedMemory& shared) {
   const u64 policy = policy_of_lines(params.team_size > 1);
+  Pace pace(params, shared.scratch.span);
   RingPosition<kStages> position;
   for (u32 count = 0; part.request >= 0; part = next_part(shared, count)) {
     const int end = part.first_block + part.blocks;
@@ -35,8 +36,10 @@ __device__ inline void load_tokens(const Params& params, int, Part part, SharedM
     for (int block = part.first_block; block < end; ++block) {
       const BlockBoxes boxes(ids, block, part.visible_to_any);
       wait_for(shared.tokens_empty[position.stage], position.parity ^ 1);
+      pace.wait();
       copy_block(params, boxes, shared_address(shared.tokens[position.stage]),
                  shared_address(&shared.tokens_full[position.stage]), policy);
+      pace.tell();
       position.advance();
     }
   }

@@ -36,10 +36,8 @@ __device__ inline void make_token_barriers(SharedMemory& shared) {
     make_barrier(shared.tokens_full[stage], 1);
     make_barrier(shared.tokens_empty[stage], kConsumerWarps);
     make_barrier(shared.probabilities_full[stage], kWarpsWithRows);
-    shared.rescales[stage] = 0;
   }
-  for (int slot = 0; slot < 2; ++slot) {
-    make_barrier(shared.rows_full[slot], kWarpsWithRows);
-    shared.has_nonfinite[slot] = 0;
-  }
+  for (int slot = 0; slot < 2; ++slot) make_barrier(shared.rows_full[slot], kWarpsWithRows);
+  for (int stage = 0; stage < kStages; ++stage) shared.rescales[stage] = 0;
+  for (int slot = 0; slot < 2; ++slot) shared.has_nonfinite[slot] = 0;
 }

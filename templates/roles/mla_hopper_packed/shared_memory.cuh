@@ -63,8 +63,6 @@ __device__ inline void make_token_barriers(SharedMemory& shared) {
     make_barrier(shared.scores_full[stage], kScorerWarps);
     make_barrier(shared.probabilities_full[stage], kScorerWarps);
   }
-  for (int slot = 0; slot < 2; ++slot) {
-    make_barrier(shared.rows_full[slot], kScorerWarps);
-    shared.has_nonfinite[slot] = 0;
-  }
+  for (int slot = 0; slot < 2; ++slot) make_barrier(shared.rows_full[slot], kScorerWarps);
+  for (int slot = 0; slot < 2; ++slot) shared.has_nonfinite[slot] = 0;
 }

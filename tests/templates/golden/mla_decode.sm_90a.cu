@@ -468,7 +468,8 @@ __device__ inline int listed_tokens(const TokenLists& lists, int token) {
     int request;
     i64 end;  // of its query tokens
     if (lists.cum_seq_lens_q == nullptr) {
-      request = static_cast<int>(static_cast<u32>(token) / static_cast<u32>(lists.q_len));
+      request = token;
+      if (lists.q_len > 1) request = static_cast<int>(static_cast<u32>(token) / lists.q_len);
       end = static_cast<i64>(request + 1) * lists.q_len;
     } else {
       request = request_of_token(lists.cum_seq_lens_q, lists.requests, token);

@@ -374,6 +374,13 @@ __device__ inline int ld_relaxed_gpu(const int* address) {
   return value;
 }
 
+// ld.relaxed.gpu.global.u32
+__device__ inline u32 ld_relaxed_gpu(const u32* address) {
+  u32 value;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+
 // ld.global.cg.v2.f32
 // Past L1: what others have just written.
 __device__ inline float2 ld_global_cg_v2_f32(const void* address) {
@@ -485,6 +492,11 @@ __device__ inline void red_inc_release_gpu(u32* address, u32 most) {
 // Adds one, or makes `most` zero.
 __device__ inline void red_inc_relaxed_gpu(u32* address, u32 most) {
   asm volatile("red.relaxed.gpu.global.inc.u32 [%0], %1;" ::"l"(address), "r"(most) : "memory");
+}
+
+// red.relaxed.gpu.global.add.u32
+__device__ inline void red_add_relaxed_gpu(u32* address, u32 value) {
+  asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
 // PTX ISA, "Miscellaneous Instructions: setmaxnreg". Needs sm_90.
@@ -1489,10 +1501,9 @@ struct ItemWalk : WalkState {
 
   // How many tokens a row of the request sees: all up to its own position, or all.
   __device__ int visible_tokens(int row) const {
-    const bool is_prefix = !kIsSparse && params.is_causal && facts.q_len > 1;
+    if (kIsSparse || !params.is_causal || facts.q_len <= 1) return facts.kv_len;
     const u32 token = static_cast<u32>(row) / static_cast<u32>(params.heads);
-    const int later = is_prefix ? facts.q_len - 1 - static_cast<int>(token) : 0;
-    return max(facts.kv_len - later, 0);
+    return max(facts.kv_len - (facts.q_len - 1 - static_cast<int>(token)), 0);
   }
 
   // The block of the grid that has this member's part of a span.
@@ -1690,14 +1701,21 @@ __device__ inline void schedule(const Params& params, const ItemWalk& walk, Shar
   }
 }
 
-// Asks for the first page ids, or listed tokens, of every request, which loaders read first where
-// an item begins with its request. Needs Params, ptx/prefetch.cuh.
+// Has the first page ids, or listed tokens, of a span brought into L2: loaders wait for them. Needs
+// span.cuh, blocks/table_row.cuh, ptx/prefetch.cuh.
 
-__device__ inline void prefetch_ids(const Params& params) {
-  const int request = static_cast<int>(threadIdx.x);
-  if (request >= params.requests || params.max_pages == 0) return;
-  if (params.table_starts != nullptr) return;
-  prefetch_l2(params.block_tables + request * static_cast<i64>(params.block_tables_stride));
+constexpr int kIdsOfLine = 128 / sizeof(int);
+constexpr int kTokensOfId = kIsSparse ? 1 : kPageSize;
+constexpr int kFirstLines = 4;  // as many as two blocks have of listed tokens
+
+// By a warp, where a span has been found.
+__device__ inline void prefetch_ids(const Params& params, const SpanScratch& scratch) {
+  const int line = lane_index();
+  if (line >= kFirstLines) return;
+  const TableRow row = table_row(params, scratch.first.request);
+  const int block = scratch.span.begin - scratch.first.unit_begin - scratch.span.unit_cost;
+  const int index = max(block, 0) * kBlockTokens / kTokensOfId + line * kIdsOfLine;
+  if (index < row.pages) prefetch_l2(params.block_tables + row.start + index);
 }
 
 // The page ids of an item's tokens, read ahead by one warp. Needs Part, blocks/table_row.cuh.
@@ -1722,6 +1740,9 @@ struct PageIds {
     const int page = first + lane_index();
     return page < end ? ids[page] : -1;
   }
+
+  // The id of the page that it has advanced to: nobody waits for later ones.
+  __device__ int of_this(int page) const { return __shfl_sync(~0u, now, page - base); }
 
   // The id of a page, of those from `base` on.
   __device__ int of(int page) const {
@@ -1755,7 +1776,7 @@ struct BlockBoxes {
     for (int box = 0; box < kBoxes; ++box) {
       const int token = first_token + box * kBoxTokens;
       slot[box] = token % kPageSize;
-      page[box] = ids.of(token / kPageSize);
+      page[box] = box == 0 ? ids.of_this(token / kPageSize) : ids.of(token / kPageSize);
     }
   }
 
@@ -3108,24 +3129,28 @@ __device__ inline void consume_items(const Params& params, SharedMemory& shared)
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     mla_hopper(const __grid_constant__ Params params) {
   SharedMemory& shared = shared_memory<SharedMemory>();
-  wait_for_previous_kernel();
-  const int length = length_of(params, own_request(params));
-  prefetch_ids(params);
+  // One warp each, before the kernel before has ended.
   if (threadIdx.x == 0) {
     make_token_barriers(shared);
-    make_item_barriers(shared);
     fence_mbarrier_init();
+  } else if (threadIdx.x == kWarpLanes) {
+    make_item_barriers(shared);
     shared.has_nonfinite = 0;
+    fence_mbarrier_init();
+  } else if (threadIdx.x == 2 * kWarpLanes) {
     prefetch_tensormap(&params.latent_map);
     prefetch_tensormap(&params.rope_map);
     prefetch_tensormap(&params.group_map);
   }
+  wait_for_previous_kernel();
+  const int length = length_of(params, own_request(params));
   let_next_kernel_start();
   const int block = static_cast<int>(blockIdx.x);
   const int team = in_teams(params, block);
   const int member = block - team * params.team_size;
   SpanScratch& scratch = shared.scratch;
   if (!__any_sync(~0u, find_span(params, team, length, scratch))) return;
+  if (warp_index() == kConsumerWarps - 1) prefetch_ids(params, scratch);
   ItemWalk walk(params, scratch.span, member, scratch.first);
   const Part first = walk.first();
   if (__any_sync(~0u, first.request < 0)) return;

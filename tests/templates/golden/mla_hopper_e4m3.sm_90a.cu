@@ -392,6 +392,13 @@ __device__ inline int ld_relaxed_gpu(const int* address) {
   return value;
 }
 
+// ld.relaxed.gpu.global.u32
+__device__ inline u32 ld_relaxed_gpu(const u32* address) {
+  u32 value;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+
 // ld.global.cg.v2.f32
 // Past L1: what others have just written.
 __device__ inline float2 ld_global_cg_v2_f32(const void* address) {
@@ -523,6 +530,11 @@ __device__ inline void red_inc_release_gpu(u32* address, u32 most) {
 // Adds one, or makes `most` zero.
 __device__ inline void red_inc_relaxed_gpu(u32* address, u32 most) {
   asm volatile("red.relaxed.gpu.global.inc.u32 [%0], %1;" ::"l"(address), "r"(most) : "memory");
+}
+
+// red.relaxed.gpu.global.add.u32
+__device__ inline void red_add_relaxed_gpu(u32* address, u32 value) {
+  asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
 // PTX ISA, "Miscellaneous Instructions: setmaxnreg". Needs sm_90.
@@ -1693,10 +1705,9 @@ struct ItemWalk : WalkState {
 
   // How many tokens a row of the request sees: all up to its own position, or all.
   __device__ int visible_tokens(int row) const {
-    const bool is_prefix = !kIsSparse && params.is_causal && facts.q_len > 1;
+    if (kIsSparse || !params.is_causal || facts.q_len <= 1) return facts.kv_len;
     const u32 token = static_cast<u32>(row) / static_cast<u32>(params.heads);
-    const int later = is_prefix ? facts.q_len - 1 - static_cast<int>(token) : 0;
-    return max(facts.kv_len - later, 0);
+    return max(facts.kv_len - (facts.q_len - 1 - static_cast<int>(token)), 0);
   }
 
   // The block of the grid that has this member's part of a span.
@@ -1749,12 +1760,10 @@ __device__ inline void make_token_barriers(SharedMemory& shared) {
     make_barrier(shared.tokens_full[stage], 1);
     make_barrier(shared.tokens_empty[stage], kConsumerWarps);
     make_barrier(shared.probabilities_full[stage], kWarpsWithRows);
-    shared.rescales[stage] = 0;
   }
-  for (int slot = 0; slot < 2; ++slot) {
-    make_barrier(shared.rows_full[slot], kWarpsWithRows);
-    shared.has_nonfinite[slot] = 0;
-  }
+  for (int slot = 0; slot < 2; ++slot) make_barrier(shared.rows_full[slot], kWarpsWithRows);
+  for (int stage = 0; stage < kStages; ++stage) shared.rescales[stage] = 0;
+  for (int slot = 0; slot < 2; ++slot) shared.has_nonfinite[slot] = 0;
 }
 
 // Blocks of tokens in the stages of a ring, counted from the first of all items. Needs kStages.
@@ -1911,14 +1920,21 @@ __device__ inline void schedule(const Params& params, const ItemWalk& walk, Shar
   }
 }
 
-// Asks for the first page ids, or listed tokens, of every request, which loaders read first where
-// an item begins with its request. Needs Params, ptx/prefetch.cuh.
+// Has the first page ids, or listed tokens, of a span brought into L2: loaders wait for them. Needs
+// span.cuh, blocks/table_row.cuh, ptx/prefetch.cuh.
 
-__device__ inline void prefetch_ids(const Params& params) {
-  const int request = static_cast<int>(threadIdx.x);
-  if (request >= params.requests || params.max_pages == 0) return;
-  if (params.table_starts != nullptr) return;
-  prefetch_l2(params.block_tables + request * static_cast<i64>(params.block_tables_stride));
+constexpr int kIdsOfLine = 128 / sizeof(int);
+constexpr int kTokensOfId = kIsSparse ? 1 : kPageSize;
+constexpr int kFirstLines = 4;  // as many as two blocks have of listed tokens
+
+// By a warp, where a span has been found.
+__device__ inline void prefetch_ids(const Params& params, const SpanScratch& scratch) {
+  const int line = lane_index();
+  if (line >= kFirstLines) return;
+  const TableRow row = table_row(params, scratch.first.request);
+  const int block = scratch.span.begin - scratch.first.unit_begin - scratch.span.unit_cost;
+  const int index = max(block, 0) * kBlockTokens / kTokensOfId + line * kIdsOfLine;
+  if (index < row.pages) prefetch_l2(params.block_tables + row.start + index);
 }
 
 // The page ids of an item's tokens, read ahead by one warp. Needs Part, blocks/table_row.cuh.
@@ -1943,6 +1959,9 @@ struct PageIds {
     const int page = first + lane_index();
     return page < end ? ids[page] : -1;
   }
+
+  // The id of the page that it has advanced to: nobody waits for later ones.
+  __device__ int of_this(int page) const { return __shfl_sync(~0u, now, page - base); }
 
   // The id of a page, of those from `base` on.
   __device__ int of(int page) const {
@@ -1976,7 +1995,7 @@ struct BlockBoxes {
     for (int box = 0; box < kBoxes; ++box) {
       const int token = first_token + box * kBoxTokens;
       slot[box] = token % kPageSize;
-      page[box] = ids.of(token / kPageSize);
+      page[box] = box == 0 ? ids.of_this(token / kPageSize) : ids.of(token / kPageSize);
     }
   }
 
@@ -2009,8 +2028,64 @@ __device__ inline void prefetch_block(const Params& params, const PageIds& ids, 
   }
 }
 
+// Keeps blocks of the grid about as far as each other. Where memory is the limit, some SMs get more
+// of it than others; those end early, and what they leave then the others cannot use. Needs
+// SharedMemory, roles/mla_hopper/span.cuh, ptx/ld.cuh, ptx/red.cuh.
+
+// How far ahead of the mean a block may ask for tokens, in halves of a block of tokens.
+constexpr u32 kMostAhead = 3;
+// How many blocks of tokens are told of at once.
+constexpr u32 kToldTogether = 2;
+
+// Where the first block of the grid would leave the piece that its span ends with, see
+// roles/mla_hopper/merge.cuh: it has the last span, behind which no piece goes on.
+constexpr int kCounterOffset = kRows * kHeadDimVo * sizeof(u16);
+
+// Counted is what all have asked for, in a word of the workspace that nobody else needs. It may be
+// anything before, and is read before any are told of. Whoever is late, and reads it later, is
+// slowed down by no more looks than it asks for blocks.
+struct Pace {
+  u32* counter;
+  u32 sharers;  // none where spans are of different work, or neighbours share tokens
+  u32 before = 0;
+  u32 all = 0;
+  u32 own = 0;
+  u32 told = 0;
+  u32 looks = 0;
+
+  __device__ Pace(const Params& params, const Span& span)
+      : counter(reinterpret_cast<u32*>(params.partial_out + kCounterOffset)),
+        sharers(span.unit_cost == 0 && params.team_size == 1 ? span.spans : 0) {}
+
+  // Before a block is asked for. The first ones fill the ring, whoever is ahead.
+  __device__ void wait() {
+    if (sharers == 0) return;
+#pragma unroll 1
+    while (told > 0 && looks < own && is_ahead()) {
+      all = ld_relaxed_gpu(counter);
+      ++looks;
+    }
+  }
+
+  // When a block has been asked for.
+  __device__ void tell() {
+    if (sharers == 0) return;
+    if (++own == 1) before = ld_relaxed_gpu(counter);
+    if (own <= kStages || own % kToldTogether != 0) return;
+    if (lane_index() == 0) red_add_relaxed_gpu(counter, own - told);
+    __syncwarp();
+    told = own;
+    all = ld_relaxed_gpu(counter);
+  }
+
+  __device__ bool is_ahead() const {
+    return static_cast<int>(own * sharers - (all - before)) * 2 >
+           static_cast<int>(kMostAhead * sharers);
+  }
+};
+
 // The loader, one warp: streams the blocks of tokens of every item through the ring. Needs
-// SharedMemory, token_boxes.cuh.
+// SharedMemory, pace.cuh, token_boxes.cuh.
 
 // Issuing a copy takes hundreds of clocks beside products: the latent part of a block in one page
 // is one copy. Else each lane copies a tile; those behind the last tile copy nothing.
@@ -2038,6 +2113,7 @@ __device__ inline void copy_block(const Params& params, const BlockBoxes& boxes,
 // `part` is of the first item.
 __device__ inline void load_tokens(const Params& params, int, Part part, SharedMemory& shared) {
   const u64 policy = policy_of_lines(params.team_size > 1);
+  Pace pace(params, shared.scratch.span);
   RingPosition<kStages> position;
   for (u32 count = 0; part.request >= 0; part = next_part(shared, count)) {
     const int end = part.first_block + part.blocks;
@@ -2046,8 +2122,10 @@ __device__ inline void load_tokens(const Params& params, int, Part part, SharedM
     for (int block = part.first_block; block < end; ++block) {
       const BlockBoxes boxes(ids, block, part.visible_to_any);
       wait_for(shared.tokens_empty[position.stage], position.parity ^ 1);
+      pace.wait();
       copy_block(params, boxes, shared_address(shared.tokens[position.stage]),
                  shared_address(&shared.tokens_full[position.stage]), policy);
+      pace.tell();
       position.advance();
     }
   }
@@ -3575,23 +3653,27 @@ constexpr int kProducerRegisters = 48;
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     mla_hopper_e4m3(const __grid_constant__ Params params) {
   SharedMemory& shared = shared_memory<SharedMemory>();
-  wait_for_previous_kernel();
-  const int length = length_of(params, own_request(params));
-  prefetch_ids(params);
+  // One warp each, before the kernel before has ended.
   if (threadIdx.x == 0) {
     make_token_barriers(shared);
+    fence_mbarrier_init();
+  } else if (threadIdx.x == kWarpLanes) {
     make_item_barriers(shared);
     fence_mbarrier_init();
+  } else if (threadIdx.x == 2 * kWarpLanes) {
     prefetch_tensormap(&params.latent_map);
     prefetch_tensormap(&params.rope_map);
     prefetch_tensormap(&params.group_map);
   }
+  wait_for_previous_kernel();
+  const int length = length_of(params, own_request(params));
   let_next_kernel_start();
   const int block = static_cast<int>(blockIdx.x);
   const int team = in_teams(params, block);
   const int member = block - team * params.team_size;
   SpanScratch& scratch = shared.scratch;
   if (!__any_sync(~0u, find_span(params, team, length, scratch))) return;
+  if (warp_index() == kConsumerWarps - 1) prefetch_ids(params, scratch);
   ItemWalk walk(params, scratch.span, member, scratch.first);
   const Part first = walk.first();
   if (__any_sync(~0u, first.request < 0)) return;

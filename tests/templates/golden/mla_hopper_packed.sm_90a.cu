@@ -370,6 +370,13 @@ __device__ inline int ld_relaxed_gpu(const int* address) {
   return value;
 }
 
+// ld.relaxed.gpu.global.u32
+__device__ inline u32 ld_relaxed_gpu(const u32* address) {
+  u32 value;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+
 // ld.global.cg.v2.f32
 // Past L1: what others have just written.
 __device__ inline float2 ld_global_cg_v2_f32(const void* address) {
@@ -529,6 +536,11 @@ __device__ inline void red_inc_release_gpu(u32* address, u32 most) {
 // Adds one, or makes `most` zero.
 __device__ inline void red_inc_relaxed_gpu(u32* address, u32 most) {
   asm volatile("red.relaxed.gpu.global.inc.u32 [%0], %1;" ::"l"(address), "r"(most) : "memory");
+}
+
+// red.relaxed.gpu.global.add.u32
+__device__ inline void red_add_relaxed_gpu(u32* address, u32 value) {
+  asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
 // PTX ISA, "Miscellaneous Instructions: setmaxnreg". Needs sm_90.
@@ -1362,7 +1374,8 @@ __device__ inline int listed_tokens(const TokenLists& lists, int token) {
     int request;
     i64 end;  // of its query tokens
     if (lists.cum_seq_lens_q == nullptr) {
-      request = static_cast<int>(static_cast<u32>(token) / static_cast<u32>(lists.q_len));
+      request = token;
+      if (lists.q_len > 1) request = static_cast<int>(static_cast<u32>(token) / lists.q_len);
       end = static_cast<i64>(request + 1) * lists.q_len;
     } else {
       request = request_of_token(lists.cum_seq_lens_q, lists.requests, token);
@@ -1769,10 +1782,9 @@ struct ItemWalk : WalkState {
 
   // How many tokens a row of the request sees: all up to its own position, or all.
   __device__ int visible_tokens(int row) const {
-    const bool is_prefix = !kIsSparse && params.is_causal && facts.q_len > 1;
+    if (kIsSparse || !params.is_causal || facts.q_len <= 1) return facts.kv_len;
     const u32 token = static_cast<u32>(row) / static_cast<u32>(params.heads);
-    const int later = is_prefix ? facts.q_len - 1 - static_cast<int>(token) : 0;
-    return max(facts.kv_len - later, 0);
+    return max(facts.kv_len - (facts.q_len - 1 - static_cast<int>(token)), 0);
   }
 
   // The block of the grid that has this member's part of a span.
@@ -1861,10 +1873,8 @@ __device__ inline void make_token_barriers(SharedMemory& shared) {
     make_barrier(shared.scores_full[stage], kScorerWarps);
     make_barrier(shared.probabilities_full[stage], kScorerWarps);
   }
-  for (int slot = 0; slot < 2; ++slot) {
-    make_barrier(shared.rows_full[slot], kScorerWarps);
-    shared.has_nonfinite[slot] = 0;
-  }
+  for (int slot = 0; slot < 2; ++slot) make_barrier(shared.rows_full[slot], kScorerWarps);
+  for (int slot = 0; slot < 2; ++slot) shared.has_nonfinite[slot] = 0;
 }
 
 // Blocks of tokens in the stages of a ring, counted from the first of all items. Needs kStages.
@@ -2154,14 +2164,21 @@ __device__ inline float output_scale(const Params& params) {
 // For fmaxf, which ignores a NaN.
 __device__ inline float nan_unless_finite(float value) { return fmaf(value, 0.0f, value); }
 
-// Asks for the first page ids, or listed tokens, of every request, which loaders read first where
-// an item begins with its request. Needs Params, ptx/prefetch.cuh.
+// Has the first page ids, or listed tokens, of a span brought into L2: loaders wait for them. Needs
+// span.cuh, blocks/table_row.cuh, ptx/prefetch.cuh.
 
-__device__ inline void prefetch_ids(const Params& params) {
-  const int request = static_cast<int>(threadIdx.x);
-  if (request >= params.requests || params.max_pages == 0) return;
-  if (params.table_starts != nullptr) return;
-  prefetch_l2(params.block_tables + request * static_cast<i64>(params.block_tables_stride));
+constexpr int kIdsOfLine = 128 / sizeof(int);
+constexpr int kTokensOfId = kIsSparse ? 1 : kPageSize;
+constexpr int kFirstLines = 4;  // as many as two blocks have of listed tokens
+
+// By a warp, where a span has been found.
+__device__ inline void prefetch_ids(const Params& params, const SpanScratch& scratch) {
+  const int line = lane_index();
+  if (line >= kFirstLines) return;
+  const TableRow row = table_row(params, scratch.first.request);
+  const int block = scratch.span.begin - scratch.first.unit_begin - scratch.span.unit_cost;
+  const int index = max(block, 0) * kBlockTokens / kTokensOfId + line * kIdsOfLine;
+  if (index < row.pages) prefetch_l2(params.block_tables + row.start + index);
 }
 
 // A token as it lies in the cache: converted to elements by scales. Needs Params,
@@ -4075,20 +4092,23 @@ constexpr int kProducerRegisters = 4 * 128 - 2 * kConsumerRegisters - kScorerReg
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     mla_hopper_packed(const __grid_constant__ Params params) {
   SharedMemory& shared = shared_memory<SharedMemory>();
-  wait_for_previous_kernel();
-  const int length = length_of(params, own_request(params));
-  prefetch_ids(params);
+  // One warp each, before the kernel before has ended.
   if (threadIdx.x == 0) {
     make_token_barriers(shared);
+    fence_mbarrier_init();
+  } else if (threadIdx.x == kWarpLanes) {
     make_item_barriers(shared);
     fence_mbarrier_init();
   }
+  wait_for_previous_kernel();
+  const int length = length_of(params, own_request(params));
   let_next_kernel_start();
   const int block = static_cast<int>(blockIdx.x);
   const int team = in_teams(params, block);
   const int member = block - team * params.team_size;
   SpanScratch& scratch = shared.scratch;
   if (!__any_sync(~0u, find_span(params, team, length, scratch))) return;
+  if (warp_index() == kConsumerWarps - 1) prefetch_ids(params, scratch);
   ItemWalk walk(params, scratch.span, member, scratch.first);
   const Part first = walk.first();
   if (__any_sync(~0u, first.request < 0)) return;
