@@ -11,6 +11,8 @@ __device__ inline void prefetch_ids(const Params& params, const SpanScratch& scr
   if (line >= kFirstLines) return;
   const TableRow row = table_row(params, scratch.first.request);
   const int block = scratch.span.begin - scratch.first.unit_begin - scratch.span.unit_cost;
-  const int index = max(block, 0) * kBlockTokens / kTokensOfId + line * kIdsOfLine;
-  if (index < row.pages) prefetch_l2(params.block_tables + row.start + index);
+  // A span may begin in a later request; what is behind the row's end is nobody's.
+  const u32 token = static_cast<u32>(max(block, 0)) * kBlockTokens;
+  const u32 index = token / kTokensOfId + line * kIdsOfLine;
+  if (index < static_cast<u32>(row.pages)) prefetch_l2(params.block_tables + row.start + index);
 }
