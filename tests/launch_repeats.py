@@ -10,8 +10,9 @@ from mlagen.artifacts import Source
 from mlagen.codegen.render import render
 from mlagen.compiler.nvrtc import compile_source
 from mlagen.compiler.toolchain import find_nvrtc
-from mlagen.runtime import loader
+from mlagen.runtime import counters, loader
 from mlagen.spec.kernel import KernelSpec
+from mlagen.spec.mla_hopper import COUNTERS_BYTES
 
 _DELAYED_LAUNCHES = 10_000  # of one test, with delays
 
@@ -25,6 +26,16 @@ def mismatches(compute: Callable[[], torch.Tensor], repeats: int) -> int:
     for _ in range(repeats):
         count += (compute().view(torch.int16) != first.view(torch.int16)).any()
     return int(count)
+
+
+def counters_left() -> int:
+    """Return how many bytes are not zero of what every launch leaves as zeros."""
+    count = 0
+    for slab in counters._slabs:
+        regions = slab.view(counters._REGIONS, -1)
+        looks = regions[:, COUNTERS_BYTES + 4 :][:, :4]  # as KeptSpans in kept_spans.cuh
+        count += int(regions[:, :COUNTERS_BYTES].count_nonzero() + looks.count_nonzero())
+    return count
 
 
 def delayed_launches(cases: Sequence[object]) -> int:

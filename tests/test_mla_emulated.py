@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -13,10 +12,12 @@ import torch
 from mlagen.api import mla_call, mla_hopper, mla_hopper_packed, mla_maps, mla_plan
 from mlagen.api.mla_inputs import MlaInputs
 from mlagen.api.mla_request import check_request
+from mlagen.runtime.counters import new_plan
 from mlagen.runtime.device import DeviceFacts
 from mlagen.runtime.loader import LoadedKernel
 from mlagen.settings import current_settings
 from mlagen.spec.kernel import KernelSpec
+from mlagen.spec.mla_hopper import BEGINNING_BYTES, COUNTERS_BYTES, bytes_beside_workspace
 from tests.api.launches import HOPPER, record_launches
 from tests.cases import MlaCase, MlaProblem
 from tests.emulator.emulated import COMPILER, Emulator, encode
@@ -124,10 +125,20 @@ def emulator(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
 
 
 @pytest.fixture
-def decoded(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Iterator[Decode]:
+def beside() -> torch.Tensor:
+    """Return the words that belong to the workspace, aligned as on a GPU."""
+    words = bytes_beside_workspace(_MOST_BLOCKS) // 4
+    memory = torch.zeros(words + 32, dtype=torch.int32)
+    return memory[-memory.data_ptr() % 128 // 4 :][:words]
+
+
+@pytest.fixture
+def decoded(
+    emulator: Emulator, beside: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Decode]:
     """Return what computes a problem by emulated launches, with the tile for all of its rows."""
     record_launches(monkeypatch, paths=HOPPER)
-    counters = (ctypes.c_uint32 * _MOST_BLOCKS)()
+    monkeypatch.setattr(mla_plan, "new_plan", new_plan)
 
     def run(
         given: Emulated, problem: MlaProblem, seed: int, **changes: Any
@@ -142,14 +153,14 @@ def decoded(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Iterator[Dec
         monkeypatch.setattr(mla_plan, "device_facts", lambda _: facts)
         monkeypatch.setattr(mla_maps, "encode", encode)
         for api in (mla_hopper, mla_hopper_packed):
-            monkeypatch.setattr(api, "counters_of", lambda *_: ctypes.addressof(counters))
+            monkeypatch.setattr(api, "counters_of", lambda *_: beside.data_ptr())
             monkeypatch.setattr(api, "launch", launch)
         # What is right is to the rounding of the kernel that computes it.
         monkeypatch.setattr(MlaProblem, "_hopper", SM_90A)
         workspace = torch.full((1 << 22,), 0xFF, dtype=torch.uint8)
         inputs = problem.inputs(return_lse=True, workspace_buffer=workspace, **changes)
         out, lse = _computed(inputs)
-        assert not any(counters)
+        assert not beside[: COUNTERS_BYTES // 4].any()
         return out, lse
 
     with taking_smaller_tiles(monkeypatch, are_taken=False):
@@ -211,6 +222,48 @@ def test_a_kernel_is_right_in_whatever_order_warps_come(given: Emulated, decoded
     out, lse = decoded(given, problem, 0)
 
     problem.check(out, lse)
+
+
+REPEATED = [
+    given("bf16", "many pieces, 64 rows", 7, heads=64, seq_lens=(900, 70, 0)),
+    given("fp16", "empty blocks, 16 rows", 8, heads=9, seq_lens=(64, 1, 64), with_sinks=True),
+    given("e4m3", "2 members", 4, heads=100, seq_lens=(400, 80), q_len=2),
+    given("e4m3", "whole requests, 16 rows", 2, heads=7, seq_lens=(128, 128)),
+    given(PACKED, "lists, 64 rows", 3, heads=64, top_k=200, seq_lens=(300, 17, 64)),
+    given(PACKED, "many pieces, 16 rows", 6, heads=16, seq_lens=(900, 70), page_size=3),
+]
+
+
+@pytest.mark.parametrize("given", REPEATED, ids=lambda given: given.case.name)
+def test_what_blocks_begin_with_is_kept_while_plan_and_lengths_are_the_same(
+    given: Emulated, decoded: Decode, beside: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each block finds its own, or none does; what is found has the bits of what is worked out."""
+    monkeypatch.setattr(mla_plan, "new_plan", lambda: 7)
+    problem = given.case.build("cpu")
+    lengths = given.case.seq_lens
+    other = replace(given.case, seq_lens=(*lengths[1:], lengths[0])).build("cpu")
+    first = decoded(given, problem, 0)
+    problem.check(*first)
+
+    again = decoded(given, problem, 1)
+    other.check(*decoded(given, other, 2))
+    back = decoded(given, problem, 3)
+
+    for repeated in (again, back):
+        assert torch.equal(repeated[0], first[0])
+        assert torch.equal(repeated[1], first[1])
+    kept = beside[(COUNTERS_BYTES + 2048) // 4 :].view(-1, BEGINNING_BYTES // 4)
+    kept[:, _REQUEST_WORD] = -1  # nothing to do
+    out = torch.full_like(first[0], 7.0)
+    decoded(given, problem, 4, out=out)
+    assert torch.equal(out, torch.full_like(out, 7.0))
+    monkeypatch.setattr(mla_plan, "new_plan", lambda: 8)
+    assert torch.equal(decoded(given, problem, 5)[0], first[0])
+
+
+# Where the request of a block's first item is, in words.
+_REQUEST_WORD = 20
 
 
 @pytest.mark.parametrize("heads", [7, 64])

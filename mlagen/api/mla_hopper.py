@@ -12,7 +12,7 @@ from mlagen.api.calls import require_room, scale_of
 from mlagen.api.mla_hopper_packed import PackedCall, packed_call
 from mlagen.api.mla_inputs import MlaInputs
 from mlagen.api.mla_maps import CacheForm, CacheMaps, maps_of
-from mlagen.api.mla_plan import plan_hopper_call
+from mlagen.api.mla_plan import number_of_plan, plan_hopper_call
 from mlagen.api.mla_request import LSE_FACTORS, MlaRequest, check_pointers
 from mlagen.engine import kernel_for
 from mlagen.errors import DriverError, UnsupportedError
@@ -153,14 +153,15 @@ def prepare_hopper(
         return None
     require_room(inputs.workspace_buffer, inputs.names.workspace_buffer, plan.workspace_bytes)
     apart = (inputs.query_rope, inputs.rope_cache, inputs.table_starts)
+    number = number_of_plan(inputs, request, spec)
     return HopperCall(
         request=request,
         plan=plan,
         decode=kernel_for(spec, index),
         maps=maps,
         layouts=(
-            _layout(inputs, request, spec, plan, rope_is_apart=0),
-            _layout(inputs, request, spec, plan, rope_is_apart=1),
+            _layout(inputs, request, spec, plan, number=number, rope_is_apart=0),
+            _layout(inputs, request, spec, plan, number=number, rope_is_apart=1),
         ),
         is_plain=all(part is None for part in apart),
         lse_factor=LSE_FACTORS[inputs.return_lse_base],
@@ -207,6 +208,7 @@ def _layout(
     spec: MlaHopperSpec,
     plan: HopperPlan,
     *,
+    number: int,
     rope_is_apart: int,
 ) -> bytes:
     values = {
@@ -222,5 +224,6 @@ def _layout(
         "rope_is_apart": rope_is_apart,
         "is_causal": int(inputs.is_causal),
         "scores_take_bmm2": int(inputs.scores_take_bmm2),
+        "plan": number,
     }
     return packed_integers(spec, values)

@@ -10,6 +10,7 @@ import torch
 from mlagen.api.arguments import ALIGNMENT_BYTES
 from mlagen.api.calls import require_room, scale_of
 from mlagen.api.mla_inputs import MlaInputs
+from mlagen.api.mla_plan import number_of_plan
 from mlagen.api.mla_request import LSE_FACTORS, MlaRequest, check_pointers
 from mlagen.engine import kernel_for
 from mlagen.runtime.counters import counters_of
@@ -114,6 +115,7 @@ def _layout(
         "team_size": plan.team_size,
         "is_causal": int(inputs.is_causal),
         "scores_take_bmm2": int(inputs.scores_take_bmm2),
+        "plan": number_of_plan(inputs, request, spec),
     }
     return packed_integers(spec, values)
 

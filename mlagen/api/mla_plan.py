@@ -6,6 +6,9 @@ from dataclasses import replace
 from functools import lru_cache
 
 from mlagen.api.calls import rounded_up
+from mlagen.api.mla_inputs import MlaInputs
+from mlagen.api.mla_request import MlaRequest
+from mlagen.runtime.counters import new_plan
 from mlagen.runtime.device import arch_of_device, device_facts
 from mlagen.runtime.plan import DecodePlan, MlaDecodeProblem, plan_mla_decode
 from mlagen.runtime.plan_hopper import HopperPlan, plan_mla_hopper, rows_of_tile
@@ -76,3 +79,15 @@ def plan_hopper_call(
     sm_count = device_facts(device).sm_count
     spec = replace(spec, tile_rows=rows_of_tile(spec, problem, tile_q_len, sm_count))
     return spec, plan_mla_hopper(spec, problem, tile_q_len, sm_count)
+
+
+def number_of_plan(inputs: MlaInputs, request: MlaRequest, spec: MlaHopperSpec) -> int:
+    """Return the number by which blocks of later launches know what they begin with.
+
+    Zero if lengths are not all that it depends on, or if they are too many to be kept.
+    """
+    depends_on_more = inputs.cum_seq_lens_q is not None or inputs.table_starts is not None
+    if depends_on_more and not request.top_k:
+        return 0
+    requests = request.tokens if request.top_k else request.batch
+    return new_plan() if requests <= min(spec.threads, spec.kept_lengths) else 0

@@ -1,4 +1,7 @@
-"""Where blocks of a launch count each other's arrivals: zeros before it, and zeros again after.
+"""Where blocks of a launch count each other's arrivals, and keep what they begin with.
+
+Counters are zeros before a launch, and zeros again after. Behind them, blocks of a Hopper MLA
+kernel find what they began with when the launch before had the same plan and the same lengths.
 
 The workspace of a call needs no initial value, so the counters are elsewhere. Each workspace has
 some of its own, as calls with different ones may run at once; they are kept while the process
@@ -7,21 +10,23 @@ lives, for CUDA graphs hold their addresses.
 
 from __future__ import annotations
 
+import itertools
 import threading
 
 import torch
 
 from mlagen.errors import CaptureError
 from mlagen.runtime.device import device_facts
+from mlagen.spec.mla_hopper import bytes_beside_workspace
 
-# Workspaces that a slab has counters for; all of it is less than 1 MiB.
-_REGIONS = 1024
+# Workspaces that a slab has counters for; all of it is less than 3 MiB.
+_REGIONS = 128
 _ALIGNMENT_BYTES = 128
-_COUNTER_BYTES = 4
 
 _regions: dict[tuple[int, int], int] = {}  # addresses by device and workspace
 _free: dict[int, list[int]] = {}  # addresses by device
 _slabs: list[torch.Tensor] = []
+_plans = itertools.count(1)
 _lock = threading.Lock()
 
 
@@ -34,6 +39,11 @@ def counters_of(device: int, workspace: int) -> int:
         If there are none left and a CUDA graph is being captured.
     """
     return _regions.get((device, workspace)) or _take_region(device, workspace)
+
+
+def new_plan() -> int:
+    """Return a number that no plan of this process has had; zero is none's."""
+    return next(_plans)
 
 
 def reserve_counters(device: int) -> None:
@@ -65,7 +75,7 @@ def _require_no_capture(device: int) -> None:
 
 def _new_regions(device: int) -> list[int]:
     """Return addresses of zeros that are there for every stream."""
-    size = device_facts(device).sm_count * _COUNTER_BYTES
+    size = bytes_beside_workspace(device_facts(device).sm_count)
     step = -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
     slab = _zeros(_REGIONS * step, device)
     _slabs.append(slab)

@@ -27,6 +27,13 @@ SpecT = TypeVar("SpecT")
 # of a request, or the widest.
 TILE_ROWS = (64, 32, 16)
 
+# What belongs to a workspace: counters, one for each SM; then, kept from launch to launch, whose it
+# is, lengths of requests, and what each block begins with.
+COUNTERS_BYTES = 1024
+KEPT_LENGTHS = 510
+BEGINNING_BYTES = 128
+_KEPT_BYTES = 2048  # but for the last
+
 _WIDEST_NARROW = 32
 _BLOCK_TOKENS = 64
 _LEAST_BOX_TOKENS = 16
@@ -76,6 +83,7 @@ class MlaHopperSpec(KernelSpec):
         int32("rope_is_apart"),
         int32("is_causal"),
         int32("scores_take_bmm2"),
+        int32("plan"),
         float32("bmm1_scale"),
         float32("bmm2_scale"),
         float32("lse_factor"),
@@ -168,6 +176,21 @@ class MlaHopperSpec(KernelSpec):
         return self.arch.shared_bytes
 
     @property
+    def counters_bytes(self) -> int:
+        """Bytes of the counters of a workspace, behind which lies what blocks begin with."""
+        return COUNTERS_BYTES
+
+    @property
+    def kept_lengths(self) -> int:
+        """Lengths of requests that there is room for."""
+        return KEPT_LENGTHS
+
+    @property
+    def beginning_bytes(self) -> int:
+        """Bytes of what one block begins with."""
+        return BEGINNING_BYTES
+
+    @property
     def is_cooperative(self) -> bool:
         """Whether blocks wait for each other: for the pieces of a request that they share."""
         return True
@@ -197,6 +220,11 @@ class MlaHopper8BitSpec(MlaHopperSpec):
     def producer_warps(self) -> int:
         """Warps that do everything else: four that load, and four that score."""
         return 8
+
+
+def bytes_beside_workspace(sm_count: int) -> int:
+    """Return the bytes that belong to a workspace besides it, on a GPU of so many SMs."""
+    return COUNTERS_BYTES + _KEPT_BYTES + sm_count * BEGINNING_BYTES
 
 
 def tile_rows_for(rows: int) -> int:

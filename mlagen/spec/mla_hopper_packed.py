@@ -73,6 +73,7 @@ class MlaHopperPackedSpec(MlaHopper8BitSpec):
         int32("team_size"),
         int32("is_causal"),
         int32("scores_take_bmm2"),
+        int32("plan"),
         float32("bmm1_scale"),
         float32("bmm2_scale"),
         float32("latent_scale"),

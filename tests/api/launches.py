@@ -117,6 +117,7 @@ def record_launches(
         monkeypatch.setattr(hopper, "arch_of_device", lambda _: arch)
     for hopper in (mla_hopper, mla_hopper_packed, gqa_hopper):
         monkeypatch.setattr(hopper, "counters_of", lambda _, workspace: workspace + COUNTERS)
+    monkeypatch.setattr(mla_plan, "new_plan", lambda: PLAN)
     monkeypatch.setattr(mla_maps, "encode", map_of)
     monkeypatch.setattr(gqa_maps, "encode", map_of)
     monkeypatch.setattr(mla_hopper, "maps_of", mla_maps.CacheMaps)
@@ -124,8 +125,9 @@ def record_launches(
     return recorded
 
 
-# What stands for the address of counters, counted from that of a workspace.
+# What stands for the address of counters, counted from that of a workspace, and for a plan.
 COUNTERS = 1 << 40
+PLAN = 5
 
 
 def map_of(tensor: TiledTensor, address: int) -> bytes:

@@ -17,7 +17,7 @@ from mlagen.errors import ArgumentError, UnsupportedError
 from mlagen.runtime.tensor_map import TiledTensor
 from mlagen.settings import current_settings
 from mlagen.spec.mla_hopper import MlaHopperSpec
-from tests.api.launches import COUNTERS, Launch, launched, record_launches
+from tests.api.launches import COUNTERS, PLAN, Launch, launched, record_launches
 from tests.cases import MlaCase
 
 UNIFORM = MlaCase(name="", seq_lens=(70, 3), heads=16, with_sinks=True)
@@ -94,6 +94,7 @@ def test_a_call_launches_one_kernel_with_every_value_in_its_place(launches: list
         "teams": 4,
         "team_size": 1,
         "is_causal": 1,
+        "plan": PLAN,
         "bmm1_scale": 0.25,
         "bmm2_scale": 0.0,
         "lse_factor": 1.0,
@@ -118,11 +119,17 @@ RARE: dict[str, tuple[MlaCase, dict[str, Any]]] = {
             "max_pages": 11,
             "is_causal": 0,
             "q_len": 2,
+            "plan": 0,
         },
     ),
     "ragged queries": (
         RAGGED,
-        {"cum_seq_lens_q": lambda i: i.cum_seq_lens_q.data_ptr(), "q_len": 0, "total_rows": 80},
+        {
+            "cum_seq_lens_q": lambda i: i.cum_seq_lens_q.data_ptr(),
+            "q_len": 0,
+            "total_rows": 80,
+            "plan": 0,
+        },
     ),
     "fp16, of a small page": (
         replace(UNIFORM, dtype=torch.float16, page_size=16),
@@ -146,6 +153,18 @@ def test_what_few_calls_use_has_its_place(
 
     wanted = {name: value(inputs) if callable(value) else value for name, value in expected.items()}
     assert {name: launches[0].values[name] for name in expected} == wanted
+
+
+@pytest.mark.parametrize(("requests", "plan"), [(256, PLAN), (257, 0)])
+def test_of_as_many_requests_as_threads_lengths_are_kept(
+    requests: int, plan: int, launches: list[Launch]
+) -> None:
+    """Each thread compares one; of more, every launch finds its work anew."""
+    inputs = MlaCase(name="", seq_lens=(3,) * requests, heads=16).build("cpu").inputs()
+
+    launched(inputs, launches, "hopper")
+
+    assert launches[0].values["plan"] == plan
 
 
 def test_parts_that_lie_in_one_row_are_copied_together(launches: list[Launch]) -> None:

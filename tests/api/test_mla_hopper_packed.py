@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mlagen.errors import UnsupportedError
-from tests.api.launches import COUNTERS, Launch, launched, record_launches
+from tests.api.launches import COUNTERS, PLAN, Launch, launched, record_launches
 from tests.cases import MlaCase
 from tests.mla_cases import KINDS, of_kind
 
@@ -83,6 +83,7 @@ def test_a_paged_call_is_given_its_requests(launches: list[Launch]) -> None:
     assert (values["top_k"], values["top_k_lens"]) == (0, 0)
     assert (values["page_stride"], values["token_stride"]) == (64 * 656, 656)
     assert values["counters"] == inputs.workspace_buffer.data_ptr() + COUNTERS
+    assert values["plan"] == 0
 
 
 def test_of_a_sparse_call_every_query_token_is_a_request(launches: list[Launch]) -> None:
@@ -95,6 +96,7 @@ def test_of_a_sparse_call_every_query_token_is_a_request(launches: list[Launch])
     assert (values["requests"], values["q_len"], values["cum_seq_lens_q"]) == (6, 1, 0)
     assert (values["list_requests"], values["list_q_len"], values["top_k"]) == (2, 3, 70)
     assert (values["block_tables_stride"], values["max_pages"]) == (70, 70)
+    assert values["plan"] == PLAN
 
 
 def test_scales_of_plain_rows_are_passed(launches: list[Launch]) -> None:

@@ -91,6 +91,11 @@ static u32 ld_relaxed_gpu(const u32* address) {
 }
 static float2 ld_global_cg_v2_f32(const void* address) { return load<float2>(address); }
 static float4 ld_global_cg_v4_f32(const void* address) { return load<float4>(address); }
+static u32 atom_inc_acq_rel_gpu(u32* address, u32 most) {
+  const u32 before = *address;
+  *address = before >= most ? 0 : before + 1;
+  return before;
+}
 static u32 atom_add_acq_rel_gpu(u32* address, u32 value) {
   const u32 before = *address;
   *address += value;

@@ -12,7 +12,6 @@ import torch
 import mlagen
 from mlagen import engine
 from mlagen.api import mla_call
-from mlagen.runtime import counters
 from mlagen.settings import current_settings
 from mlagen.spec.mla import MlaDecodeSpec
 from mlagen.spec.mla_hopper_packed import MlaHopperPackedSpec
@@ -20,7 +19,7 @@ from tests.cases import MlaCase
 from tests.gpu.test_mla_hopper import DELAYS
 from tests.graph_replay import captured
 from tests.hopper_tiles import taking_hopper_kernels
-from tests.launch_repeats import delayed_launches, mismatches, with_delays
+from tests.launch_repeats import counters_left, delayed_launches, mismatches, with_delays
 from tests.mla_cases import KINDS, of_kind
 from tests.mla_semantics import compute, decode
 from tests.uneven_scales import STEPS, with_steps
@@ -130,7 +129,7 @@ def test_a_thousand_replays_leave_the_counters_at_zero(case: MlaCase) -> None:
 
     torch.cuda.synchronize()
     assert torch.equal(arguments["out"], expected)
-    assert all(not slab.any() for slab in counters._slabs)
+    assert counters_left() == 0
 
 
 _DELAYED = CASES[2::5]  # of every kind, and all of its forms

@@ -10,8 +10,9 @@ import torch
 
 from mlagen.errors import CaptureError
 from mlagen.runtime import counters
-from mlagen.runtime.counters import counters_of, reserve_counters
+from mlagen.runtime.counters import counters_of, new_plan, reserve_counters
 from mlagen.runtime.device import DeviceFacts
+from mlagen.spec.mla_hopper import bytes_beside_workspace
 
 WORKSPACE = 1 << 44
 
@@ -57,16 +58,16 @@ def test_a_workspace_keeps_its_counters() -> None:
 @pytest.mark.parametrize(("device", "sm_count"), [(0, 132), (1, 78)])
 @pytest.mark.usefixtures("slabs")
 def test_workspaces_share_no_counter(device: int, sm_count: int) -> None:
-    """Each has zeros for a counter of each SM, in the memory that is kept."""
+    """Each has zeros, for a counter and what a block begins with of each SM."""
     beginnings = [counters_of(device, WORKSPACE + index) for index in range(counters._REGIONS)]
 
     (slab,) = counters._slabs
     ordered = sorted(beginnings)
     steps = {later - earlier for earlier, later in pairwise(ordered)}
-    assert min(steps) >= sm_count * 4
+    assert min(steps) >= bytes_beside_workspace(sm_count)
     assert ordered[0] == slab.data_ptr()
-    assert ordered[-1] + sm_count * 4 <= slab.data_ptr() + slab.numel()
-    assert all(begin % 4 == 0 for begin in beginnings)
+    assert ordered[-1] + bytes_beside_workspace(sm_count) <= slab.data_ptr() + slab.numel()
+    assert all((begin - ordered[0]) % 128 == 0 for begin in beginnings)
     assert not slab.any()
 
 
@@ -122,8 +123,15 @@ def test_running_out_in_a_capture_is_refused(
         counters_of(0, WORKSPACE - 1)
 
     assert str(caught.value) == (
-        "workspace_buffer: one of the 1024 that counters are kept ready for, got one more while a "
+        "workspace_buffer: one of the 128 that counters are kept ready for, got one more while a "
         "CUDA graph is captured; make a call with this workspace once before the capture"
     )
     assert slabs == [0]
     assert counters_of(0, WORKSPACE) == counters._slabs[0].data_ptr()
+
+
+def test_no_two_plans_have_the_same_number() -> None:
+    """And none has zero, which the memory of a new workspace is full of."""
+    numbers = [new_plan() for _ in range(3)]
+
+    assert len({0, *numbers}) == 4

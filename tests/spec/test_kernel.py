@@ -52,7 +52,7 @@ def test_parameters_fit_a_launch(spec: type[KernelSpec]) -> None:
 
 @pytest.mark.parametrize(
     ("spec", "packing"),
-    [(COMBINE, "<QQQQQQ16sfff"), (mla_hopper(), "<384sQQQQQQQQQQQQQQQ100sfff")],
+    [(COMBINE, "<QQQQQQ16sfff"), (mla_hopper(), "<384sQQQQQQQQQQQQQQQ104sfff")],
     ids=["combining", "with tensor maps"],
 )
 def test_what_does_not_change_is_packed_as_one(spec: KernelSpec, packing: str) -> None:

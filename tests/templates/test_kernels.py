@@ -52,9 +52,10 @@ def problems_of(spec: KernelSpec) -> list[str]:
     return problems + [problem for problem, is_so in facts.items() if is_so]
 
 
-# One architecture of each kind in full: without e4m3 instructions, with little shared memory, and
-# the two with most of it. Of the others what most calls take.
-THOROUGH = ("sm_80", "sm_90a", "sm_120f")
+# The portable kernels in full without e4m3 instructions, and with them and little shared memory; for
+# other architectures what most calls take. Kernels for Hopper in full.
+THOROUGH = ("sm_80", "sm_120f")
+HOPPER = ("mla_hopper", "mla_hopper_e4m3", "mla_hopper_packed", "gqa_hopper")
 SAMPLE = {"page_size": ("64",), "query_dtype": ("bf16", "e4m3", "packed640")}
 USUAL = {
     **SAMPLE,
@@ -74,6 +75,8 @@ def sample_of(arch: Arch) -> list[KernelSpec]:
         return specs_of(arch)
     sample = specs_of(arch, **(SAMPLE if str(arch) in THOROUGH else USUAL))
     if arch.has_wgmma:  # the narrow kernels copy pages of 16 tokens in another way
+        portable = [spec for spec in sample if spec.family not in HOPPER]
+        sample = portable + specs_of(arch, HOPPER, **SAMPLE)
         sample += specs_of(arch, ("mla_hopper",), page_size=("16",), query_dtype=("bf16",))
         sample += specs_of(arch, ("mla_hopper",), page_size=("64",), query_dtype=("fp16",))
         sample += specs_of(arch, ("mla_hopper_e4m3",), page_size=("16",))

@@ -39,18 +39,6 @@ __device__ inline Pieces pieces_of(int unit_begin, int blocks, const Span& span)
   return {1 + after - second, second - 1, end_span};
 }
 
-// Which queries and tokens an item is about: as much as loading them takes.
-struct Part {
-  i64 first_query;  // index of the request's first query token among all
-  int request;  // minus one after the last item
-  int first_row;  // of the tile, among the request's rows
-  int rows;  // of the tile; the rest of kRows is padding
-  int first_block;
-  int blocks;  // of tokens, that this piece computes
-  int visible_to_any;  // tokens that some row of the tile sees
-};
-constexpr Part kNoPart = {0, -1, 0, 0, 0, 0, 0};
-
 // One piece of a unit, for one member of the team, as all its warps need it.
 struct Item : Part {
   u32 count;  // of items before

@@ -85,10 +85,28 @@ struct WalkState {
   int unit_begin;
 };
 
-struct SpanScratch {
-  WarpRequests warps[kThreads / kWarpLanes];
+// Which queries and tokens an item is about: as much as loading them takes.
+struct Part {
+  i64 first_query;  // index of the request's first query token among all
+  int request;  // minus one after the last item
+  int first_row;  // of the tile, among the request's rows
+  int rows;  // of the tile; the rest of kRows is padding
+  int first_block;
+  int blocks;  // of tokens, that this piece computes
+  int visible_to_any;  // tokens that some row of the tile sees
+};
+constexpr Part kNoPart = {0, -1, 0, 0, 0, 0, 0};
+
+// What a block begins with.
+struct alignas(kChunkBytes) Beginning {
   Span span;
-  WalkState first;  // at the unit that the span begins in, or before it
+  WalkState first;  // at the first item; while that is looked for, at the unit that the span begins
+                    // in, or before it
+  Part part;  // of the first item
+};
+
+struct SpanScratch : Beginning {
+  WarpRequests warps[kThreads / kWarpLanes];
   WalkState now;  // at the item that was handed on last
 };
 

@@ -93,6 +93,7 @@ struct Params {
   int team_size;
   int is_causal;
   int scores_take_bmm2;
+  int plan;
   float bmm1_scale;
   float bmm2_scale;
   float latent_scale;
@@ -113,6 +114,9 @@ constexpr int kRows = 64;
 constexpr int kConsumerWarps = 8;
 constexpr int kLoadingWarps = 4;
 constexpr int kSharedBytes = 232448;
+constexpr int kCountersBytes = 1024;  // behind them, what blocks begin with is kept
+constexpr int kKeptLengths = 510;
+constexpr int kBeginningBytes = 128;
 
 constexpr int kHeadDimVo = kLatentDim;
 
@@ -175,6 +179,30 @@ static_assert(kRopeDim * 2 == kTileRowBytes, "the rope part is one tile");
 static_assert(kLatentDim % kTileRowBytes == 0, "the latent part is whole tiles");
 static_assert(kScaledDims == kTileRowBytes, "a tile of tokens has one scale a token");
 static_assert(kScaleGroups * sizeof(float) == kChunkBytes, "a token's scales are a chunk");
+
+// PTX ISA, "Parallel Synchronization and Communication Instructions: atom". Needs sm_80.
+
+// atom.acq_rel.gpu.global.add.u32
+// Adds, and returns what there was before.
+__device__ inline u32 atom_add_acq_rel_gpu(u32* address, u32 value) {
+  u32 before;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
+               : "=r"(before)
+               : "l"(address), "r"(value)
+               : "memory");
+  return before;
+}
+
+// atom.acq_rel.gpu.global.inc.u32
+// Adds one, or makes `most` zero, and returns what there was before.
+__device__ inline u32 atom_inc_acq_rel_gpu(u32* address, u32 most) {
+  u32 before;
+  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
+               : "=r"(before)
+               : "l"(address), "r"(most)
+               : "memory");
+  return before;
+}
 
 // PTX ISA, "Parallel Synchronization and Communication Instructions: barrier.cta". Needs sm_80.
 // Barriers have numbers from 0 to 15; `threads` counts those that wait and those that only arrive.
@@ -1484,10 +1512,28 @@ struct WalkState {
   int unit_begin;
 };
 
-struct SpanScratch {
-  WarpRequests warps[kThreads / kWarpLanes];
+// Which queries and tokens an item is about: as much as loading them takes.
+struct Part {
+  i64 first_query;  // index of the request's first query token among all
+  int request;  // minus one after the last item
+  int first_row;  // of the tile, among the request's rows
+  int rows;  // of the tile; the rest of kRows is padding
+  int first_block;
+  int blocks;  // of tokens, that this piece computes
+  int visible_to_any;  // tokens that some row of the tile sees
+};
+constexpr Part kNoPart = {0, -1, 0, 0, 0, 0, 0};
+
+// What a block begins with.
+struct alignas(kChunkBytes) Beginning {
   Span span;
-  WalkState first;  // at the unit that the span begins in, or before it
+  WalkState first;  // at the first item; while that is looked for, at the unit that the span begins
+                    // in, or before it
+  Part part;  // of the first item
+};
+
+struct SpanScratch : Beginning {
+  WarpRequests warps[kThreads / kWarpLanes];
   WalkState now;  // at the item that was handed on last
 };
 
@@ -1670,18 +1716,6 @@ __device__ inline Pieces pieces_of(int unit_begin, int blocks, const Span& span)
   return {1 + after - second, second - 1, end_span};
 }
 
-// Which queries and tokens an item is about: as much as loading them takes.
-struct Part {
-  i64 first_query;  // index of the request's first query token among all
-  int request;  // minus one after the last item
-  int first_row;  // of the tile, among the request's rows
-  int rows;  // of the tile; the rest of kRows is padding
-  int first_block;
-  int blocks;  // of tokens, that this piece computes
-  int visible_to_any;  // tokens that some row of the tile sees
-};
-constexpr Part kNoPart = {0, -1, 0, 0, 0, 0, 0};
-
 // One piece of a unit, for one member of the team, as all its warps need it.
 struct Item : Part {
   u32 count;  // of items before
@@ -1798,6 +1832,83 @@ struct ItemWalk : WalkState {
 __device__ inline u32 item_slot(u32 count) { return count % 2; }
 __device__ inline u32 item_parity(u32 count) { return count / 2 % 2; }
 __device__ inline u32 query_parity(u32 count) { return count % 2; }
+
+// Keeps what blocks begin with from launch to launch: the layers of a model have the same lengths.
+// Needs items.cuh, ptx/atom.cuh, ptx/barrier.cuh, ptx/ld.cuh; of the spec kCountersBytes,
+// kKeptLengths, kBeginningBytes.
+
+// In whole lines of L2.
+struct alignas(kBeginningBytes) KeptBeginning {
+  Beginning beginning;
+};
+
+// Behind the counters of a workspace. Its plan and lengths change when all blocks of a launch have
+// looked at them, so that all find what they begin with there, or none does.
+struct KeptSpans {
+  int plan;  // of the launch that has left it; none at first
+  u32 looks;  // of the blocks of a launch that has not found its own
+  int lengths[kKeptLengths];  // of requests
+  KeptBeginning blocks[1];  // as many as there are
+};
+
+static_assert(sizeof(KeptBeginning) == kBeginningBytes, "the host allocates it");
+static_assert(sizeof(KeptSpans) == (2 + kKeptLengths) * sizeof(int) + kBeginningBytes, "in turn");
+
+__device__ inline KeptSpans& kept_spans(const Params& params) {
+  unsigned char* counters = reinterpret_cast<unsigned char*>(params.counters);
+  return *reinterpret_cast<KeptSpans*>(counters + kCountersBytes);
+}
+
+// By all threads of the block: brings what it begins with, if the same plan has left it and all
+// lengths are what they were; says whether that is so. `length` is what length_of has for the
+// thread's own_request, of which it has no other.
+__device__ inline bool recall_beginning(const Params& params, int length, SpanScratch& scratch) {
+  if (params.plan == 0) return false;
+  const KeptSpans& kept = kept_spans(params);
+  bool is_other = ld_relaxed_gpu(&kept.lengths[own_request(params)]) != length;
+  if (threadIdx.x == 0) is_other |= ld_relaxed_gpu(&kept.plan) != params.plan;
+  const u32 chunk = threadIdx.x;
+  if (chunk < sizeof(Beginning) / kChunkBytes) {
+    reinterpret_cast<float4*>(&scratch)[chunk] =
+        ld_global_cg_v4_f32(reinterpret_cast<const float4*>(&kept.blocks[blockIdx.x]) + chunk);
+  }
+  return barrier_red_or(0, kThreads, is_other) == 0;
+}
+
+// By all threads: leaves what this block begins with. The block that is the last to do so leaves
+// whose all of it is. All lanes of a warp go the same way, by votes: else compilers keep what
+// products want in registers of the whole warp elsewhere.
+__device__ inline void keep_beginning(const Params& params, const Beginning& beginning) {
+  const bool keeps = params.plan != 0 && warp_index() == kThreads / kWarpLanes - 1;
+  if (!__any_sync(~0u, keeps)) return;
+  KeptSpans& kept = kept_spans(params);
+  const u32 last = gridDim.x - 1;
+  u32 before = 0;
+  if (lane_index() == 0) {
+    kept.blocks[blockIdx.x].beginning = beginning;
+    before = atom_inc_acq_rel_gpu(&kept.looks, last);
+  }
+  if (!__any_sync(~0u, lane_index() == 0 && before == last)) return;
+#pragma unroll 1
+  for (int first = 0; __any_sync(~0u, first < params.requests); first += kWarpLanes) {
+    const int request = first + lane_index();
+    if (request < params.requests) kept.lengths[request] = length_of(params, request);
+  }
+  if (lane_index() == 0) kept.plan = params.plan;
+}
+
+// By a warp, once it has nothing else to do: the next launch looks there first of all.
+__device__ inline void prefetch_kept(const Params& params) {
+  constexpr int kLineWords = 128 / sizeof(int);
+  if (params.plan == 0) return;
+  const KeptSpans& kept = kept_spans(params);
+  const int lane = lane_index();
+  const bool is_own = lane == kWarpLanes - 1;
+  if (!is_own && lane * kLineWords >= params.requests + 2) return;
+  prefetch_l2(is_own ? reinterpret_cast<const int*>(&kept.blocks[blockIdx.x])
+                     : &kept.plan + lane * kLineWords);
+}
+static_assert((2 + kKeptLengths) / (128 / sizeof(int)) < kWarpLanes, "a lane for each line");
 
 // Tokens of a block that no row sees, for its list names nothing there. Needs constants.
 
@@ -2181,6 +2292,25 @@ __device__ inline void prefetch_ids(const Params& params, const SpanScratch& scr
   const u32 token = static_cast<u32>(max(block, 0)) * kBlockTokens;
   const u32 index = token / kTokensOfId + line * kIdsOfLine;
   if (index < static_cast<u32>(row.pages)) prefetch_l2(params.block_tables + row.start + index);
+}
+
+// Where every block begins. Needs kept_spans.cuh, first_ids.cuh.
+
+// By all threads: brings the walk to the block's first item, and returns that.
+__device__ inline Part begin_walk(const Params& params, int team, int length, SpanScratch& scratch,
+                                  ItemWalk& walk) {
+  const bool is_kept = __any_sync(~0u, recall_beginning(params, length, scratch));
+  bool has_span = is_kept && scratch.part.request >= 0;
+  if (!is_kept) has_span = find_span(params, team, length, scratch);
+  has_span = __any_sync(~0u, has_span);
+  if (has_span && warp_index() == kConsumerWarps - 1) prefetch_ids(params, scratch);
+  static_cast<WalkState&>(walk) = scratch.first;
+  Part first = scratch.part;
+  if (!is_kept) {
+    first = has_span ? walk.first() : kNoPart;
+    keep_beginning(params, {scratch.span, walk, first});
+  }
+  return first;
 }
 
 // A token as it lies in the cache: converted to elements by scales. Needs Params,
@@ -4109,10 +4239,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const int team = in_teams(params, block);
   const int member = block - team * params.team_size;
   SpanScratch& scratch = shared.scratch;
-  if (!__any_sync(~0u, find_span(params, team, length, scratch))) return;
-  if (warp_index() == kConsumerWarps - 1) prefetch_ids(params, scratch);
-  ItemWalk walk(params, scratch.span, member, scratch.first);
-  const Part first = walk.first();
+  ItemWalk walk(params, scratch.span, member, {});
+  const Part first = begin_walk(params, team, length, scratch, walk);
   if (__any_sync(~0u, first.request < 0)) return;
 
   const int role = __shfl_sync(~0u, warp_index(), 0) - kConsumerWarps;
@@ -4120,11 +4248,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     set_registers<kConsumerRegisters>();
     begin_first_query(params, first, shared);
     add_items(params, shared);
-  } else if (role < kLoadingWarps) {
-    set_registers<kProducerRegisters>();
-    load_items(params, walk, first, shared);
-  } else {
+  } else if (role >= kLoadingWarps) {
     set_registers<kScorerRegisters>();
     score_items(params, shared);
+    prefetch_kept(params);
+  } else {
+    set_registers<kProducerRegisters>();
+    load_items(params, walk, first, shared);
   }
 }
