@@ -27,6 +27,7 @@ static void run_warp(int warp) {
 struct Block {
   unsigned index;
   bool is_done = false;
+  unsigned late;  // it begins when it has been passed over so often
   unsigned rounds;  // that a copy takes
   std::vector<Fiber> threads;
   std::vector<int> warps;
@@ -42,6 +43,7 @@ struct Block {
 
   Block(unsigned index, int count)
       : index(index),
+        late(chance() % 4 == 0 ? chance() % 400 : 0),
         rounds(1u << chance() % 8),
         threads(count),
         warps(count / kLanes),
@@ -116,6 +118,10 @@ static void run_blocks(int count, int threads) {
   for (int index = 0; index < count; ++index) blocks.emplace_back(index, threads);
   for (int idle_rounds = 0; !blocks.empty(); ++idle_rounds) {
     Block& block = blocks[chance() % blocks.size()];
+    if (block.late > 0) {
+      --block.late;
+      continue;
+    }
     if (block.run()) idle_rounds = 0;
     if (idle_rounds > kPatience * count) complain("deadlock in block", block.index);
     if (block.is_done) {
