@@ -52,8 +52,8 @@ def problems_of(spec: KernelSpec) -> list[str]:
     return problems + [problem for problem, is_so in facts.items() if is_so]
 
 
-# The portable kernels in full without e4m3 instructions, and with them and little shared memory; for
-# other architectures what most calls take. Kernels for Hopper in full.
+# The portable kernels in full without e4m3 instructions, and with them and little shared memory;
+# for other architectures what most calls take. Kernels for Hopper in full.
 THOROUGH = ("sm_80", "sm_120f")
 HOPPER = ("mla_hopper", "mla_hopper_e4m3", "mla_hopper_packed", "gqa_hopper")
 SAMPLE = {"page_size": ("64",), "query_dtype": ("bf16", "e4m3", "packed640")}
