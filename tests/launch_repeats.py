@@ -16,6 +16,9 @@ from mlagen.spec.mla_hopper import COUNTERS_BYTES
 
 _DELAYED_LAUNCHES = 10_000  # of one test, with delays
 
+# Where the request of a block's first item is in what it begins with, in words.
+REQUEST_WORD = 20
+
 _DELAY = "  if ((static_cast<u32>(clock64()) * 2654435761u >> 13) % 16 == 0) __nanosleep({});\n"
 
 
@@ -33,8 +36,8 @@ def counters_left() -> int:
     count = 0
     for slab in counters._slabs:
         regions = slab.view(counters._REGIONS, -1)
-        looks = regions[:, COUNTERS_BYTES + 4 :][:, :4]  # as KeptSpans in kept_spans.cuh
-        count += int(regions[:, :COUNTERS_BYTES].count_nonzero() + looks.count_nonzero())
+        misses = regions[:, COUNTERS_BYTES + 4 :][:, :4]  # as KeptSpans in kept_spans.cuh
+        count += int(regions[:, :COUNTERS_BYTES].count_nonzero() + misses.count_nonzero())
     return count
 
 

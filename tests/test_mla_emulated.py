@@ -17,12 +17,18 @@ from mlagen.runtime.device import DeviceFacts
 from mlagen.runtime.loader import LoadedKernel
 from mlagen.settings import current_settings
 from mlagen.spec.kernel import KernelSpec
-from mlagen.spec.mla_hopper import BEGINNING_BYTES, COUNTERS_BYTES, bytes_beside_workspace
+from mlagen.spec.mla_hopper import (
+    BEGINNING_BYTES,
+    BEGINNINGS_OFFSET,
+    COUNTERS_BYTES,
+    bytes_beside_workspace,
+)
 from tests.api.launches import HOPPER, record_launches
 from tests.cases import MlaCase, MlaProblem
 from tests.emulator.emulated import COMPILER, Emulator, encode
 from tests.hopper_tiles import taking_smaller_tiles
 from tests.kernels import SM_90A
+from tests.launch_repeats import REQUEST_WORD
 from tests.mla_cases import KINDS, of_kind
 from tests.mla_rows import POISON
 from tests.uneven_scales import STEPS, with_steps
@@ -161,6 +167,7 @@ def decoded(
         inputs = problem.inputs(return_lse=True, workspace_buffer=workspace, **changes)
         out, lse = _computed(inputs)
         assert not beside[: COUNTERS_BYTES // 4].any()
+        assert beside[COUNTERS_BYTES // 4 + 1] == 0  # blocks that missed what is kept
         return out, lse
 
     with taking_smaller_tiles(monkeypatch, are_taken=False):
@@ -228,7 +235,8 @@ REPEATED = [
     given("bf16", "many pieces, 64 rows", 7, heads=64, seq_lens=(900, 70, 0)),
     given("fp16", "empty blocks, 16 rows", 8, heads=9, seq_lens=(64, 1, 64), with_sinks=True),
     given("e4m3", "2 members", 4, heads=100, seq_lens=(400, 80), q_len=2),
-    given("e4m3", "whole requests, 16 rows", 2, heads=7, seq_lens=(128, 128)),
+    given("e4m3", "whole requests, 16 rows", 2, heads=7, seq_lens=(128, 100)),
+    given("e4m3", "more requests than lanes", 3, heads=7, seq_lens=(*range(1, 40), 130)),
     given(PACKED, "lists, 64 rows", 3, heads=64, top_k=200, seq_lens=(300, 17, 64)),
     given(PACKED, "many pieces, 16 rows", 6, heads=16, seq_lens=(900, 70), page_size=3),
 ]
@@ -253,17 +261,13 @@ def test_what_blocks_begin_with_is_kept_while_plan_and_lengths_are_the_same(
     for repeated in (again, back):
         assert torch.equal(repeated[0], first[0])
         assert torch.equal(repeated[1], first[1])
-    kept = beside[(COUNTERS_BYTES + 2048) // 4 :].view(-1, BEGINNING_BYTES // 4)
-    kept[:, _REQUEST_WORD] = -1  # nothing to do
+    kept = beside[BEGINNINGS_OFFSET // 4 :].view(-1, BEGINNING_BYTES // 4)
+    kept[:, REQUEST_WORD] = -1  # nothing to do
     out = torch.full_like(first[0], 7.0)
     decoded(given, problem, 4, out=out)
     assert torch.equal(out, torch.full_like(out, 7.0))
     monkeypatch.setattr(mla_plan, "new_plan", lambda: 8)
     assert torch.equal(decoded(given, problem, 5)[0], first[0])
-
-
-# Where the request of a block's first item is, in words.
-_REQUEST_WORD = 20
 
 
 @pytest.mark.parametrize("heads", [7, 64])

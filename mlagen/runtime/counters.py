@@ -31,7 +31,7 @@ _lock = threading.Lock()
 
 
 def counters_of(device: int, workspace: int) -> int:
-    """Return the address of the counters that belong to a workspace: one for each SM.
+    """Return the address of the counters that belong to a workspace: for each SM, and what is kept.
 
     Raises
     ------

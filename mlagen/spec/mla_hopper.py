@@ -32,7 +32,7 @@ TILE_ROWS = (64, 32, 16)
 COUNTERS_BYTES = 1024
 KEPT_LENGTHS = 510
 BEGINNING_BYTES = 128
-_KEPT_BYTES = 2048  # but for the last
+BEGINNINGS_OFFSET = COUNTERS_BYTES + (2 + KEPT_LENGTHS) * 4
 
 _WIDEST_NARROW = 32
 _BLOCK_TOKENS = 64
@@ -224,7 +224,8 @@ class MlaHopper8BitSpec(MlaHopperSpec):
 
 def bytes_beside_workspace(sm_count: int) -> int:
     """Return the bytes that belong to a workspace besides it, on a GPU of so many SMs."""
-    return COUNTERS_BYTES + _KEPT_BYTES + sm_count * BEGINNING_BYTES
+    assert sm_count * 4 <= COUNTERS_BYTES
+    return BEGINNINGS_OFFSET + sm_count * BEGINNING_BYTES
 
 
 def tile_rows_for(rows: int) -> int:

@@ -10,9 +10,12 @@ import pytest
 import torch
 
 import mlagen
+from mlagen.runtime import counters
+from mlagen.spec.mla_hopper import BEGINNING_BYTES, BEGINNINGS_OFFSET
 from tests.cases import MlaCase, MlaProblem
 from tests.graph_replay import captured
 from tests.hopper_tiles import taking_hopper_kernels
+from tests.launch_repeats import REQUEST_WORD
 from tests.mla_cases import KINDS, of_kind
 from tests.mla_semantics import decode
 
@@ -88,16 +91,16 @@ def exchange(problem: MlaProblem, other: MlaProblem) -> None:
     """Copy what a problem of the same shapes has to where a graph looks for it."""
     problem.query.copy_(other.query)
     problem.seq_lens.copy_(other.seq_lens)
-    pages = min(len(problem.kv_cache), len(other.kv_cache))
-    problem.kv_cache[:pages].copy_(other.kv_cache[:pages])
+    assert problem.kv_cache.shape == other.kv_cache.shape
+    problem.kv_cache.copy_(other.kv_cache)
     problem.block_tables.copy_(other.block_tables)
 
 
 def test_calls_of_every_kind_share_a_workspace(workspace: torch.Tensor) -> None:
     """In turns, twice each: what one of them leaves is not the next one's."""
     made: list[tuple[MlaProblem, Any]] = []
-    for case in CASES.values():
-        for lengths in ((900, 70, 1), (70, 900, 1)):
+    for lengths in ((900, 70, 1), (70, 900, 1)):  # of neighbours alike
+        for case in CASES.values():
             problem = replace(case, seq_lens=lengths).build("cuda")
             made.append((problem, problem.arguments(workspace_buffer=workspace)))
     outs = [[torch.empty_like(decode(problem)) for _ in range(4)] for problem, _ in made]
@@ -110,3 +113,27 @@ def test_calls_of_every_kind_share_a_workspace(workspace: torch.Tensor) -> None:
         problem.check(into[0])
         for out in into[1:]:
             assert torch.equal(out, into[0])
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_what_was_kept_is_taken(case: MlaCase, workspace: torch.Tensor) -> None:
+    """Told that there is nothing to do, blocks of the next launch write nothing."""
+    problem = replace(case, seq_lens=(900, 70, 1)).build("cuda")
+    out = torch.empty_like(decode(problem))
+    arguments = problem.arguments(workspace_buffer=workspace, out=out)
+    decode_again = mlagen.mla.trtllm_batch_decode_with_kv_cache_mla
+    decode_again(**arguments)
+    region = counters._regions[0, workspace.data_ptr()]
+    (slab,) = (slab for slab in counters._slabs if 0 <= region - slab.data_ptr() < slab.numel())
+    beside = slab[region - slab.data_ptr() :][: slab.numel() // counters._REGIONS]
+    blocks = (len(beside) - BEGINNINGS_OFFSET) // BEGINNING_BYTES
+    kept = beside[BEGINNINGS_OFFSET:][: blocks * BEGINNING_BYTES].view(torch.int32)
+    kept.view(blocks, -1)[:, REQUEST_WORD] = -1
+    out.fill_(7.0)
+
+    decode_again(**arguments)
+
+    assert torch.equal(out, torch.full_like(out, 7.0))
+    problem.seq_lens[1] -= 1  # and so they are found again
+    decode_again(**arguments)
+    assert not (out == 7.0).all(dim=-1).any()

@@ -1565,7 +1565,7 @@ struct alignas(kBeginningBytes) KeptBeginning {
 // looked at them, so that all find what they begin with there, or none does.
 struct KeptSpans {
   int plan;  // of the launch that has left it; none at first
-  u32 looks;  // of the blocks of a launch that has not found its own
+  u32 misses;  // blocks of a launch that have not found their own
   int lengths[kKeptLengths];  // of requests
   KeptBeginning blocks[1];  // as many as there are
 };
@@ -1605,7 +1605,7 @@ __device__ inline void keep_beginning(const Params& params, const Beginning& beg
   u32 before = 0;
   if (lane_index() == 0) {
     kept.blocks[blockIdx.x].beginning = beginning;
-    before = atom_inc_acq_rel_gpu(&kept.looks, last);
+    before = atom_inc_acq_rel_gpu(&kept.misses, last);
   }
   if (!__any_sync(~0u, lane_index() == 0 && before == last)) return;
 #pragma unroll 1
@@ -1616,7 +1616,7 @@ __device__ inline void keep_beginning(const Params& params, const Beginning& beg
   if (lane_index() == 0) kept.plan = params.plan;
 }
 
-// By a warp, once it has nothing else to do: the next launch looks there first of all.
+// By whole warps, once they have nothing else to do: the next launch looks there first of all.
 __device__ inline void prefetch_kept(const Params& params) {
   constexpr int kLineWords = 128 / sizeof(int);
   if (params.plan == 0) return;
