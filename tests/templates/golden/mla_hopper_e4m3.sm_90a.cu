@@ -2242,11 +2242,13 @@ __device__ inline void copy_block(const Params& params, const BlockBoxes& boxes,
   __syncwarp();
 }
 
-// `part` is of the first item.
+// `part` is of the first item. A block of a team has its first tokens before it asks for more: else
+// the last of them waits for all that others have asked for.
 __device__ inline void load_tokens(const Params& params, int, Part part, SharedMemory& shared) {
   const u64 policy = policy_of_lines(params.team_size > 1);
   Pace pace(params, shared.scratch.span);
   RingPosition<kStages> position;
+  bool waits = params.team_size > 1;
   for (u32 count = 0; part.request >= 0; part = next_part(shared, count)) {
     const int end = part.first_block + part.blocks;
     PageIds ids(params, part);
@@ -2257,6 +2259,8 @@ __device__ inline void load_tokens(const Params& params, int, Part part, SharedM
       pace.wait();
       copy_block(params, boxes, shared_address(shared.tokens[position.stage]),
                  shared_address(&shared.tokens_full[position.stage]), policy);
+      if (waits) wait_for(shared.tokens_full[0], 0);
+      waits = false;
       pace.tell();
       position.advance();
     }

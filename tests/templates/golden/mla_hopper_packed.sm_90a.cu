@@ -2554,6 +2554,9 @@ __device__ inline void load_blocks(const Params& params, const Item& item, Share
 #pragma unroll 1
     while (walks_items() && given < due) hand_on(params, own_member(params), given++, shared);
     if (done == item.blocks) return;
+    // The block's first tokens are there before it asks for more: else the last block's wait for
+    // all that others have asked for.
+    if (item.count == 0 && done == 1) wait_for(shared.tokens_full[0], 0);
     stream.take_block(shared, position, item.first_block + done);
   }
 }
