@@ -2407,6 +2407,10 @@ __device__ inline const unsigned char* row_of_lane(const unsigned char* own, int
   return reinterpret_cast<const unsigned char*>(__shfl_sync(~0u, reinterpret_cast<u64>(own), lane));
 }
 
+// So many turns of the loop that copies a block stand beside each other: all, or with lists, whose
+// kernels have more to be fetched, fewer.
+constexpr int kCopyTurns = kIsSparse ? 2 : 8;
+
 // Copies kCount chunks of every token of the warp from `own` on, kLanes of them at a time, to where
 // `place` says; what does not exist becomes zeros.
 template <int kLanes, int kCount, typename Place>
@@ -2414,7 +2418,7 @@ __device__ inline void copy_chunks(const unsigned char* own, u32 missing, u64 po
   constexpr int kTokens = kWarpLanes / kLanes;  // at a time
   const int lane = fresh_lane();
   const int chunk = lane % kLanes;
-#pragma unroll 2  // all together are instructions that others wait behind
+#pragma unroll kCopyTurns
   for (int first = 0; first < kWarpTokens; first += kTokens) {
     const int token = first + lane / kLanes;
     const unsigned char* source = row_of_lane(own, token) + chunk * kChunkBytes;
@@ -2487,15 +2491,16 @@ struct BlockStream {
     if constexpr (kHasInnerScales) {
       cp_async_cg_16(shared_address(target), own.row + kLatentDim, exists ? kChunkBytes : 0);
     } else {
+      if (own.scales == nullptr) {
+        const float scale = exists ? own.latent_scale : 0.0f;
+        *reinterpret_cast<float4*>(target) = {scale, scale, scale, scale};
+        return;
+      }
 #pragma unroll
       for (int group = 0; group < kScaleGroups; ++group) {
-        float& scale = reinterpret_cast<float*>(target)[group];
-        if (own.scales == nullptr) {
-          scale = exists ? own.latent_scale : 0.0f;
-        } else {
-          const float* source = own.scales + (kHasOneScale ? 0 : group);
-          cp_async_ca_4(shared_address(&scale), source, exists ? sizeof(float) : 0);
-        }
+        const float* source = own.scales + (kHasOneScale ? 0 : group);
+        cp_async_ca_4(shared_address(target + group * sizeof(float)), source,
+                      exists ? sizeof(float) : 0);
       }
     }
   }
