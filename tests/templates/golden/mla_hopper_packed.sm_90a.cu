@@ -2409,7 +2409,7 @@ __device__ inline const unsigned char* row_of_lane(const unsigned char* own, int
 
 // So many turns of the loop that copies a block stand beside each other: all, or with lists, whose
 // kernels have more to be fetched, fewer.
-constexpr int kCopyTurns = kIsSparse ? 2 : 8;
+constexpr int kCopyTurns = kIsSparse ? 2 : kWarpTokens;
 
 // Copies kCount chunks of every token of the warp from `own` on, kLanes of them at a time, to where
 // `place` says; what does not exist becomes zeros.
