@@ -27,7 +27,7 @@ from mlagen.spec.mla_support import MlaSupport, MlaVariant, output_dtype
 from tests.doc_text import paragraphs, table
 
 # Where the tests of tests/gpu have passed.
-HAS_RUN_ON = {Arch(90, "a"): "H200"}
+HAS_RUN_ON = {Arch(90, "a"): "H100, H200"}
 
 FORMS = {
     "paged": mla_support.PLAIN,
