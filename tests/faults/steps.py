@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 from collections.abc import Callable
@@ -56,7 +57,10 @@ def watch(
 
     What ``before`` raises is what the call raises. A write that fails has written one half.
     ``sync`` stands for waiting until a descriptor is on the disk, which takes its time.
+    Garbage that others have left is never collected from here on: its finalizers delete what they
+    are of, and that would be steps, too.
     """
+    gc.freeze()
 
     def around(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def step(*args: Any, **kwargs: Any) -> Any:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import shutil
 import signal
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -51,6 +53,30 @@ def left_later(folder: Path) -> list[str]:
         os.utime(staged, (0, 0))
     ask(folder, LATER)
     return tree(staging)
+
+
+class Cycle:
+    """Garbage that only a collection ends."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def test_garbage_of_others_makes_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finalizers that make or delete files do not run while the moments of a work are counted."""
+
+    def make(folder: Path) -> None:
+        folder.mkdir()
+
+    steps: list[str] = []
+    weakref.finalize(Cycle(), make, tmp_path / "left").atexit = False
+    watch(monkeypatch, before=steps.append)
+
+    gc.collect()
+
+    assert steps == []
+    make(tmp_path / "made")
+    assert steps == ["mkdir"]
 
 
 @pytest.mark.timeout(60)
