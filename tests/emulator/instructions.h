@@ -16,13 +16,18 @@ static u32 cvt_rn_x2_f32(T type, float high, float low) {
   return bits_of(type, low) | static_cast<u32>(bits_of(type, high)) << 16;
 }
 
-static float float_of_e4m3(int bits) {
-  const int exponent = bits >> 3 & 15;
-  const float fraction = (bits & 7) / 8.0f;
-  if ((bits & 0x7f) == 0x7f) return NAN;
-  const float size = exponent > 0 ? ldexpf(1 + fraction, exponent - 7) : ldexpf(fraction, -6);
-  return bits >> 7 ? -size : size;
-}
+// All numbers in e4m3, worked out once: nothing else is asked for as often.
+static const auto numbers_in_e4m3 = [] {
+  std::array<float, 256> numbers;
+  for (int bits = 0; bits < 256; ++bits) {
+    const int exponent = bits >> 3 & 15;
+    const float fraction = (bits & 7) / 8.0f;
+    const float size = exponent > 0 ? ldexpf(1 + fraction, exponent - 7) : ldexpf(fraction, -6);
+    numbers[bits] = (bits & 0x7f) == 0x7f ? NAN : bits >> 7 ? -size : size;
+  }
+  return numbers;
+}();
+static float float_of_e4m3(int bits) { return numbers_in_e4m3[bits]; }
 static u16 e4m3_of(float value) {
   if (value != value) return 0x7f;
   const float size = fminf(fabsf(value), 448.0f);

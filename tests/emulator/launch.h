@@ -23,6 +23,18 @@ static void run_warp(int warp) {
   }
 }
 
+// In pieces that fit the nearest cache: changing places was half of the time of a launch when bytes
+// were swapped one by one.
+static void swap_memory(void* a, void* b, size_t size) {
+  char piece[4096];
+  for (size_t at = 0; at < size; at += sizeof piece) {
+    const size_t count = min(size - at, sizeof piece);
+    memcpy(piece, static_cast<char*>(a) + at, count);
+    memcpy(static_cast<char*>(a) + at, static_cast<char*>(b) + at, count);
+    memcpy(static_cast<char*>(b) + at, piece, count);
+  }
+}
+
 // What a block has while others run; `bytes` and the rest are those of the one that does.
 struct Block {
   unsigned index;
@@ -65,8 +77,8 @@ struct Block {
   void change_places() {
     blockIdx = {index, 0, 0};
     fibers = threads.data();
-    std::swap_ranges(shared.begin(), shared.end(), bytes);
-    std::swap_ranges(words.begin(), words.end(), shown);
+    swap_memory(shared.data(), bytes, sizeof bytes);
+    swap_memory(words.data(), shown, sizeof shown);
     std::swap(under_way, copies);
     std::swap(by_address, mbarriers);
     std::swap(by_number, barriers);
