@@ -57,8 +57,8 @@ def watch(
 
     What ``before`` raises is what the call raises. A write that fails has written one half.
     ``sync`` stands for waiting until a descriptor is on the disk, which takes its time.
-    Garbage that others have left is never collected from here on: its finalizers delete what they
-    are of, and that would be steps, too.
+    Garbage that others have left is not collected until the test ends: its finalizers delete what
+    they are of, and that would be steps, too.
     """
     gc.freeze()
 

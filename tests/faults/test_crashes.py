@@ -78,6 +78,10 @@ def test_garbage_of_others_makes_no_step(tmp_path: Path, monkeypatch: pytest.Mon
     make(tmp_path / "made")
     assert steps == ["mkdir"]
 
+    gc.unfreeze()
+    gc.collect()
+    assert steps == ["mkdir", "mkdir"]
+
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("others", [[], [OTHER]], ids=["no cache yet", "beside another"])
