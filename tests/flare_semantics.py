@@ -198,6 +198,22 @@ class FlareSemantics:
         )
         assert (none[~is_inside.to(self.device)] == 0).all()
 
+    @pytest.mark.parametrize("largest", [3.4e38, -3.4e38])
+    def test_a_number_may_be_as_large_as_float32_allows(self, largest: float) -> None:
+        """One token then has all the weight of a row, or none."""
+        problem = RAGGED.build(self.device)
+        numbers = torch.zeros(6, 6, 5, 120, device=self.device)
+        numbers[..., 0] = largest
+        mask = MaterializedMask(numbers, start_pos=cached_lengths(problem))
+
+        out = decode(problem, replace(MASKS["all"], mask=lambda *_: mask))
+
+        host = numbers[0, :, 0].double().cpu()
+        bias = [host[:, :length] for length in placed(problem)[2]]
+        wanted = expected(problem, MASKS["all"], bias)
+        tolerance = output_tolerance(out.dtype, wanted, problem.math_dtype)
+        assert_close(out, wanted.out, tolerance, "out")
+
     def test_a_number_that_is_hidden_may_be_nan(self) -> None:
         """What one mask hides, another need say nothing about."""
         problem = RAGGED.build(self.device)

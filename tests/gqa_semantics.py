@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 import mlagen.decode
 from tests.gqa_problems import E4M3, GqaCase, GqaProblem
+from tests.sink_values import extreme_sinks
 
 SHORT_AND_LONG = pytest.mark.parametrize("length", [70, 5000], ids=["whole", "split"])
 
@@ -142,6 +144,16 @@ class GqaSemantics:
         assert problem.sinks is not None
 
         out = decode(problem, sinks=problem.sinks.view(2, 4))
+
+        problem.check(out)
+
+    @pytest.mark.parametrize("seq_lens", [(70, 1, 0), (5000, 0)], ids=["whole", "split"])
+    def test_sinks_may_be_any_number(self, seq_lens: tuple[int, ...]) -> None:
+        """Whatever the size of a sink, also of an infinite one or NaN, the result is float64's."""
+        problem = GqaCase(name="", seq_lens=seq_lens, group=8).build(self.device)
+        problem = replace(problem, sinks=extreme_sinks(self.device))
+
+        out = decode(problem)
 
         problem.check(out)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
@@ -13,6 +14,7 @@ from mlagen.api.mla_call import run_mla
 from tests.cases import MlaCase, MlaProblem
 from tests.mla_cases import KINDS, of_kind
 from tests.mla_rows import POISON
+from tests.sink_values import extreme_sinks
 
 
 def decode(problem: MlaProblem, **changes: Any) -> torch.Tensor:
@@ -178,6 +180,36 @@ class MlaSemantics:
         out = decode(problem, sinks=[problem.sinks])
 
         problem.check(out)
+
+    @pytest.mark.parametrize("base", ["base2", "basee"])
+    @pytest.mark.parametrize("seq_lens", [(70, 1, 0), (5000, 0)], ids=["whole", "split"])
+    def test_sinks_may_be_any_number(self, seq_lens: tuple[int, ...], base: str) -> None:
+        """Whatever the size of a sink, also of an infinite one or NaN, the result is float64's."""
+        problem = MlaCase(name="", seq_lens=seq_lens).build(self.device)
+        problem = replace(problem, sinks=extreme_sinks(self.device))
+
+        out, lse = decode_with_lse(problem, return_lse_base=base)
+
+        problem.check(out, lse, natural=base == "basee")
+
+    @pytest.mark.parametrize("with_sinks", [True, False], ids=["sinks", "no sinks"])
+    @pytest.mark.parametrize("base", ["base2", "basee"])
+    def test_a_row_that_sees_nothing_has_the_lse_of_its_sink(
+        self, base: str, with_sinks: bool
+    ) -> None:
+        """Zeros, and the sink in the base that is asked for; without a sink minus infinity."""
+        case = MlaCase(name="", seq_lens=(0, 2, 0), q_len=3, heads=8, with_sinks=with_sinks)
+        problem = case.build(self.device)
+
+        out, lse = decode_with_lse(problem, return_lse_base=base)
+
+        unit = math.log(2) if base == "base2" else 1.0
+        wanted = torch.full((8,), -math.inf, device=self.device)
+        if problem.sinks is not None:
+            wanted = problem.sinks / unit
+        for token in (0, 1, 2, 3, 6, 7, 8):  # the first new token of the second request, too
+            assert torch.allclose(lse[token], wanted, rtol=1e-6)
+            assert not out.view(9, 8, 512)[token].any()
 
     def test_an_lse_that_is_not_asked_for_is_left_alone(self) -> None:
         """`lse` without `return_lse` is neither written nor returned."""

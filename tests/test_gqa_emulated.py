@@ -20,6 +20,7 @@ from tests.api.launches import GQA, record_launches
 from tests.emulator.emulated import COMPILER, Emulator, encode
 from tests.gqa_problems import E4M3, GqaCase, GqaProblem
 from tests.hopper_tiles import taking_heads_together
+from tests.sink_values import extreme_sinks
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
@@ -216,6 +217,16 @@ def test_a_block_of_several_heads_is_right_too(
     with taking_heads_together(monkeypatch):
         for seed in range(3):
             problem.check(decoded(problem, given.sm_count, seed))
+
+
+@pytest.mark.parametrize("kv", ["16-bit", "e4m3"])
+@pytest.mark.parametrize("sm_count", [1, 6])
+def test_sinks_may_be_any_number(sm_count: int, kv: str, decoded: Decode) -> None:
+    """In whole units and in pieces: also infinite ones, and NaN."""
+    case = GqaCase(name="", seq_lens=(900, 0), group=8, page_size=64, kv=kv)
+    problem = replace(case.build("cpu"), sinks=extreme_sinks("cpu"))
+
+    problem.check(decoded(problem, sm_count, 0))
 
 
 def test_where_offsets_go_back_nothing_is_written(decoded: Decode) -> None:

@@ -31,6 +31,7 @@ from tests.kernels import SM_90A
 from tests.launch_repeats import REQUEST_WORD
 from tests.mla_cases import KINDS, of_kind
 from tests.mla_rows import POISON
+from tests.sink_values import extreme_sinks
 from tests.uneven_scales import STEPS, with_steps
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
@@ -229,6 +230,20 @@ def test_a_kernel_is_right_in_whatever_order_warps_come(given: Emulated, decoded
     out, lse = decoded(given, problem, 0)
 
     problem.check(out, lse)
+
+
+@pytest.mark.parametrize("sm_count", [1, 2, 7])
+@pytest.mark.parametrize("q_len", [1, 4], ids=["few rows", "many rows"])
+@pytest.mark.parametrize("kind", ["bf16", "e4m3", PACKED])
+def test_sinks_may_be_any_number(kind: str, q_len: int, sm_count: int, decoded: Decode) -> None:
+    """In a whole item, in two pieces and in many: also infinite ones, and NaN."""
+    made = given(kind, "", sm_count, seq_lens=(900, 0), q_len=q_len, heads=16)
+    problem = replace(made.case.build("cpu"), sinks=extreme_sinks("cpu"))
+
+    for base in ("base2", "basee"):
+        out, lse = decoded(made, problem, 0, return_lse_base=base)
+
+        problem.check(out, lse, natural=base == "basee")
 
 
 REPEATED = [

@@ -12,7 +12,7 @@ import torch
 from mlagen.api.gqa_cache import NVFP4_BLOCK, paged_caches, paged_scales
 from mlagen.api.gqa_inputs import GqaInputs
 from mlagen.api.gqa_request import GqaRequest
-from mlagen.api.rows import query_ends
+from mlagen.api.rows import query_ends, softmax_with_sinks
 from mlagen.spec.dtype import DType
 
 _E2M1 = torch.tensor((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
@@ -116,8 +116,8 @@ def _attend(
         score_scale *= bmm2_scale
     by_kv_head = query.view(request.kv_heads, request.group, -1)
     scores = by_kv_head @ keys.permute(1, 2, 0) * score_scale
-    if inputs.sinks is not None:
-        sinks = inputs.sinks.view(request.kv_heads, request.group, 1)
-        scores = torch.cat([scores, sinks], dim=-1)
-    weights = torch.softmax(scores, dim=-1)[..., : len(keys)]
+    sinks = inputs.sinks
+    if sinks is not None:
+        sinks = sinks.view(request.kv_heads, request.group)
+    weights, _ = softmax_with_sinks(scores, sinks)
     return (weights @ values.transpose(0, 1)).view(query.shape) * bmm2_scale

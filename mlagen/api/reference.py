@@ -14,7 +14,13 @@ import torch
 from mlagen.api.mla_cache import pages_of
 from mlagen.api.mla_inputs import MlaInputs
 from mlagen.api.mla_request import MlaRequest
-from mlagen.api.rows import decoded, query_ends, scaled_groups, stored_rows
+from mlagen.api.rows import (
+    decoded,
+    query_ends,
+    scaled_groups,
+    softmax_with_sinks,
+    stored_rows,
+)
 from mlagen.spec.dtype import DType
 
 
@@ -41,8 +47,8 @@ def decode_mla(inputs: MlaInputs, request: MlaRequest) -> tuple[torch.Tensor, to
             out[token], lse[token] = _attend(
                 inputs, query[token], keys[:visible], values[:visible], bias
             )
-    factor = math.log(2) if inputs.return_lse_base == "basee" else 1.0
-    return out.to(request.out_dtype), lse * factor
+    unit = 1.0 if inputs.return_lse_base == "basee" else math.log(2)
+    return out.to(request.out_dtype), lse / unit
 
 
 def _decoded_query(inputs: MlaInputs, request: MlaRequest) -> torch.Tensor:
@@ -124,7 +130,7 @@ def _attend(
     values: torch.Tensor,
     bias: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend with one query token ``[heads, head_dim_qk]`` to the tokens that it sees."""
+    """Attend with one query token ``[heads, head_dim_qk]``; the LSE is natural."""
     factor = float(inputs.bmm1_scale)
     if inputs.scores_take_bmm2:
         factor *= float(inputs.bmm2_scale)
@@ -134,15 +140,9 @@ def _attend(
         hidden = (bias == -math.inf).expand_as(scores)
         scores = torch.where(hidden, -math.inf, scores + bias)  # a hidden key may be NaN
     sees_nothing = (scores == -math.inf).all(dim=1)
-    if inputs.sinks is not None:
-        scores = torch.cat([scores, inputs.sinks[:, None]], dim=1)
-    if scores.shape[1] == 0:
-        return torch.zeros(len(query), values.shape[1]), torch.full((len(query),), -math.inf)
-    weights = torch.softmax(scores, dim=1)[:, : len(keys)]
+    weights, lse = softmax_with_sinks(scores, inputs.sinks)
     out = _weighted(weights, values, hidden) * float(inputs.bmm2_scale)
-    lse = torch.logsumexp(scores, dim=1) / math.log(2)
-    out = torch.where(sees_nothing[:, None], 0.0, out)
-    return out, torch.where(sees_nothing, -math.inf, lse)
+    return torch.where(sees_nothing[:, None], 0.0, out), lse
 
 
 def _weighted(

@@ -1,6 +1,8 @@
-"""What both CPU backends read: ends of queries, and rows decoded to float32 in plain torch."""
+"""What both CPU backends share: ends of queries, decoded rows, and softmax, in plain torch."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 
@@ -50,6 +52,23 @@ def decoded(rows: torch.Tensor, dtype: DType) -> torch.Tensor:
 def scaled_groups(latent: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Return ``latent[n, d]`` with every 128 elements times their one of ``scales[n, 4]``."""
     return latent.float() * scales.repeat_interleave(_SCALE_ELEMENTS, dim=-1)[:, : latent.shape[1]]
+
+
+def softmax_with_sinks(
+    scores: torch.Tensor, sinks: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the weights of ``scores[..., n]``, and the natural LSE with ``sinks[...]`` included.
+
+    The LSE of a row without a score is its sink, or minus infinity; its weights have no meaning.
+    """
+    if sinks is None:
+        sinks = scores.new_full(scores.shape[:-1], -math.inf)
+    sinks = sinks[..., None]
+    logits = torch.cat([scores, sinks], dim=-1)
+    weights = torch.softmax(logits, dim=-1)[..., :-1]
+    # An infinite sink takes all weight; softmax would subtract infinity from itself.
+    weights = torch.where(sinks == math.inf, (scores - sinks).exp(), weights)
+    return weights, torch.logsumexp(logits, dim=-1)
 
 
 def _part(rows: torch.Tensor, first: int, end: int, dtype: torch.dtype) -> torch.Tensor:

@@ -55,8 +55,8 @@ def trtllm_batch_decode_with_kv_cache_mla(
 
     The kernel is compiled at the first call of a machine and read from the cache after. Query token
     ``i`` of ``q_len`` sees the cached tokens ``0 .. seq_len - q_len + i``. A row that sees nothing
-    gives zeros, and an LSE of minus infinity. Tensors on the CPU are computed by a slow backend in
-    plain torch, with the same checks. Nothing waits for the device.
+    gives zeros, and the LSE of its sink, minus infinity without one. Tensors on the CPU are
+    computed by a slow backend in plain torch, with the same checks. Nothing waits for the device.
 
     Parameters
     ----------
@@ -99,8 +99,8 @@ def trtllm_batch_decode_with_kv_cache_mla(
     bmm2_scale : float or fp32 tensor of one element
         Multiplies the output.
     sinks : fp32 [heads]
-        Natural-domain logits that join the denominator, unscaled, and have no value. A list of one
-        such tensor is accepted.
+        Natural-domain logits that join the denominator, unscaled, and have no value, of any size:
+        minus infinity is as none, infinity gives zeros. A list of one such tensor is accepted.
     enable_pdl : bool
         Whether the kernel may start while the one before it drains; None means yes where the GPU
         can. The blocks of a Hopper kernel wait for each other, so all begin together, when there

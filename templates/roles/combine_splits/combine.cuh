@@ -92,13 +92,13 @@ __device__ inline void combine(const Params& params, SharedMemory& shared) {
     total.z += value.z;
     total.w += value.w;
   }
-  const RowResult result = finish_row(largest, sum, sink);
+  const RowResult result = finish_row(largest, sum, sink, params.lse_factor);
   const float factor = result.factor * scale;
   if (!is_outside) {
     store_x4(OutElement{}, params.out, static_cast<i64>(row) * kHeadDimVo + dim, total.x * factor,
              total.y * factor, total.z * factor, total.w * factor);
   }
   if (params.lse != nullptr && blockIdx.x % kSlices == 0 && lane_index() == 0) {
-    params.lse[row] = result.lse * params.lse_factor;
+    params.lse[row] = result.lse;
   }
 }

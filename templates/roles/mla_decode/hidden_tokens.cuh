@@ -22,9 +22,10 @@ __device__ inline bool see_token(const float* bias, int first_token, int token, 
       shared.is_hidden[token] = 1;  // all who write it write the same
       return false;
     }
-    // The least number is still no minus infinity, which is for what is hidden.
+    // A finite number stays finite: minus infinity is for what is hidden, and infinity makes NaN.
     const float in_log2 = added * kLog2E;
-    score += in_log2 == -kInfinity ? -kLargest : in_log2;
+    const bool overflows = fabsf(in_log2) == kInfinity && added != kInfinity;
+    score += overflows ? copysignf(kLargest, added) : in_log2;
   }
   return true;
 }

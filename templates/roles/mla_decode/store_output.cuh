@@ -49,7 +49,8 @@ __device__ inline void store_final(const Params& params, SharedMemory& shared,
       const float sink = params.sinks == nullptr || row >= work.rows
                              ? -kInfinity
                              : params.sinks[(work.first_row + row) % work.heads];
-      const RowResult result = finish_row(shared.row_reference[row], row_sum(shared, row), sink);
+      const RowResult result =
+          finish_row(shared.row_reference[row], row_sum(shared, row), sink, params.lse_factor);
       const float factor = result.factor * output_scale;
 #pragma unroll
       for (int n = 0; n < kWarpDims / 8; ++n) {
@@ -60,7 +61,7 @@ __device__ inline void store_final(const Params& params, SharedMemory& shared,
             OutElement{}, output[m][n][half * 2 + 1] * factor, output[m][n][half * 2] * factor);
       }
       if (params.lse != nullptr && warp_index() == 0 && lane_index() % 4 == 0 && row < work.rows) {
-        params.lse[work.global_row(row)] = result.lse * params.lse_factor;
+        params.lse[work.global_row(row)] = result.lse;
       }
     }
   }

@@ -124,7 +124,7 @@ __device__ inline void merge_rows(const Params& params, const Item& item, const 
   const int row_task = row / kRowsOfGroup * kTasksOfGroup;
   const bool is_begun = room.first_task <= row_task && row_task < room.first_task + room.tasks;
   if (params.lse != nullptr && is_begun && first == 0 && row < item.rows) {
-    params.lse[global_row(params, item, row)] = result.lse * params.lse_factor;
+    params.lse[global_row(params, item, row)] = result.lse;
   }
 }
 

@@ -14,12 +14,13 @@ __device__ inline i64 global_row(const Params& params, const Item& item, int row
   return item.first_query * params.heads + item.first_row + row;
 }
 
+// The LSE is in the base that the call asks for.
 __device__ inline RowResult result_of(const Params& params, const Item& item, int row,
                                       RowState state) {
   const float sink = params.sinks == nullptr || row >= item.rows
                          ? -kInfinity
                          : params.sinks[static_cast<u32>(item.first_row + row) % params.heads];
-  return finish_row(state.reference, state.sum, sink);
+  return finish_row(state.reference, state.sum, sink, params.lse_factor);
 }
 
 __device__ inline float output_scale(const Params& params) {

@@ -19,7 +19,7 @@ __device__ inline void find_factors(const Params& params, const Item& item, cons
     const RowResult result = result_of(params, item, row, rows.state(row));
     found[i] = result.factor * scale;
     if (params.lse != nullptr && fresh_thread() < min(kRows, kWarpLanes) && row < item.rows) {
-      params.lse[global_row(params, item, row)] = result.lse * params.lse_factor;
+      params.lse[global_row(params, item, row)] = result.lse;
     }
   }
   __syncwarp();

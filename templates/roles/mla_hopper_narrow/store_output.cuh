@@ -16,7 +16,7 @@ __device__ inline void store_rows(const Params& params, const Item& item, Shared
     const RowResult result = result_of(params, item, row, rows[r]);
     factor[r] = result.factor * scale;
     if (params.lse != nullptr && is_row_writer(fresh_thread()) && row < item.rows) {
-      params.lse[global_row(params, item, row)] = result.lse * params.lse_factor;
+      params.lse[global_row(params, item, row)] = result.lse;
     }
   }
   unsigned char* staging = shared.staging[warp];

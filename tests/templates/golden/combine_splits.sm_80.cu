@@ -125,20 +125,26 @@ __device__ inline float value_of(const float* tensor, float number) {
 
 struct RowResult {
   float factor;  // multiplies the accumulated values
-  float lse;  // log2 of the sum of 2^score, the sink included; minus infinity for an empty row
+  float lse;  // the sink included; of an empty row its sink, or minus infinity
 };
 
 // `reference` in log2 units, `sum` relative to it; `sink` is a natural-log logit without a value,
-// or minus infinity. A row that saw nothing is zero, sink or not.
-__device__ inline RowResult finish_row(float reference, float sum, float sink) {
-  if (sum == 0.0f) return {0.0f, -kInfinity};  // a NaN is not nothing
-  const float sink_log2 = sink * kLog2E;
-  // Relative to the larger of the two, because 2^(sink - reference) may overflow.
-  const float larger = fmaxf(reference, sink_log2);
-  const float rescale = ex2_approx(reference - larger);
-  const float total = sum * rescale + ex2_approx(sink_log2 - larger);
+// or minus infinity. `lse_factor` brings log2 units to the base of the LSE.
+__device__ inline RowResult finish_row(float reference, float sum, float sink,
+                                       float lse_factor = 1.0f) {
+  // Not by way of log2 units: a finite sink may overflow there, and not in base e.
+  const float sink_lse = sink * (kLog2E * lse_factor);
+  if (sum == 0.0f) return {0.0f, sink_lse};  // the row attends to nothing; a NaN is not nothing
+  // Fused, so that only the distance may overflow, to an infinity of the right sign.
+  const float distance = fmaf(sink, kLog2E, -reference);
+  // Relative to the larger of the two, because 2^distance may overflow. Selects, for a NaN is kept.
+  const bool is_sink_larger = distance > 0.0f;
+  const float rescale = is_sink_larger ? ex2_approx(-distance) : 1.0f;
+  const float total = sum * rescale + (is_sink_larger ? 1.0f : ex2_approx(distance));
   // Approximate: exact to some 22 bits, and a fraction of the instructions.
-  return {__fdividef(rescale, total), larger + __log2f(total)};
+  const float log2_total = __log2f(total);
+  return {__fdividef(rescale, total), is_sink_larger ? sink_lse + log2_total * lse_factor
+                                                     : (reference + log2_total) * lse_factor};
 }
 
 // Four neighbouring elements of an output, from float. Needs ptx/cvt.cuh.
@@ -247,14 +253,14 @@ __device__ inline void combine(const Params& params, SharedMemory& shared) {
     total.z += value.z;
     total.w += value.w;
   }
-  const RowResult result = finish_row(largest, sum, sink);
+  const RowResult result = finish_row(largest, sum, sink, params.lse_factor);
   const float factor = result.factor * scale;
   if (!is_outside) {
     store_x4(OutElement{}, params.out, static_cast<i64>(row) * kHeadDimVo + dim, total.x * factor,
              total.y * factor, total.z * factor, total.w * factor);
   }
   if (params.lse != nullptr && blockIdx.x % kSlices == 0 && lane_index() == 0) {
-    params.lse[row] = result.lse * params.lse_factor;
+    params.lse[row] = result.lse;
   }
 }
 

@@ -499,20 +499,26 @@ __device__ inline float score_scale(const Params& params) {
 
 struct RowResult {
   float factor;  // multiplies the accumulated values
-  float lse;  // log2 of the sum of 2^score, the sink included; minus infinity for an empty row
+  float lse;  // the sink included; of an empty row its sink, or minus infinity
 };
 
 // `reference` in log2 units, `sum` relative to it; `sink` is a natural-log logit without a value,
-// or minus infinity. A row that saw nothing is zero, sink or not.
-__device__ inline RowResult finish_row(float reference, float sum, float sink) {
-  if (sum == 0.0f) return {0.0f, -kInfinity};  // a NaN is not nothing
-  const float sink_log2 = sink * kLog2E;
-  // Relative to the larger of the two, because 2^(sink - reference) may overflow.
-  const float larger = fmaxf(reference, sink_log2);
-  const float rescale = ex2_approx(reference - larger);
-  const float total = sum * rescale + ex2_approx(sink_log2 - larger);
+// or minus infinity. `lse_factor` brings log2 units to the base of the LSE.
+__device__ inline RowResult finish_row(float reference, float sum, float sink,
+                                       float lse_factor = 1.0f) {
+  // Not by way of log2 units: a finite sink may overflow there, and not in base e.
+  const float sink_lse = sink * (kLog2E * lse_factor);
+  if (sum == 0.0f) return {0.0f, sink_lse};  // the row attends to nothing; a NaN is not nothing
+  // Fused, so that only the distance may overflow, to an infinity of the right sign.
+  const float distance = fmaf(sink, kLog2E, -reference);
+  // Relative to the larger of the two, because 2^distance may overflow. Selects, for a NaN is kept.
+  const bool is_sink_larger = distance > 0.0f;
+  const float rescale = is_sink_larger ? ex2_approx(-distance) : 1.0f;
+  const float total = sum * rescale + (is_sink_larger ? 1.0f : ex2_approx(distance));
   // Approximate: exact to some 22 bits, and a fraction of the instructions.
-  return {__fdividef(rescale, total), larger + __log2f(total)};
+  const float log2_total = __log2f(total);
+  return {__fdividef(rescale, total), is_sink_larger ? sink_lse + log2_total * lse_factor
+                                                     : (reference + log2_total) * lse_factor};
 }
 
 // When the reference of a row moves, in the online softmax of the portable families. Needs nothing.
@@ -828,9 +834,10 @@ __device__ inline bool see_token(const float* bias, int first_token, int token, 
       shared.is_hidden[token] = 1;  // all who write it write the same
       return false;
     }
-    // The least number is still no minus infinity, which is for what is hidden.
+    // A finite number stays finite: minus infinity is for what is hidden, and infinity makes NaN.
     const float in_log2 = added * kLog2E;
-    score += in_log2 == -kInfinity ? -kLargest : in_log2;
+    const bool overflows = fabsf(in_log2) == kInfinity && added != kInfinity;
+    score += overflows ? copysignf(kLargest, added) : in_log2;
   }
   return true;
 }
@@ -1308,7 +1315,8 @@ __device__ inline void store_final(const Params& params, SharedMemory& shared,
       const float sink = params.sinks == nullptr || row >= work.rows
                              ? -kInfinity
                              : params.sinks[(work.first_row + row) % work.heads];
-      const RowResult result = finish_row(shared.row_reference[row], row_sum(shared, row), sink);
+      const RowResult result =
+          finish_row(shared.row_reference[row], row_sum(shared, row), sink, params.lse_factor);
       const float factor = result.factor * output_scale;
 #pragma unroll
       for (int n = 0; n < kWarpDims / 8; ++n) {
@@ -1319,7 +1327,7 @@ __device__ inline void store_final(const Params& params, SharedMemory& shared,
             OutElement{}, output[m][n][half * 2 + 1] * factor, output[m][n][half * 2] * factor);
       }
       if (params.lse != nullptr && warp_index() == 0 && lane_index() % 4 == 0 && row < work.rows) {
-        params.lse[work.global_row(row)] = result.lse * params.lse_factor;
+        params.lse[work.global_row(row)] = result.lse;
       }
     }
   }

@@ -1077,20 +1077,26 @@ __device__ inline float score_scale(const Params& params) {
 
 struct RowResult {
   float factor;  // multiplies the accumulated values
-  float lse;  // log2 of the sum of 2^score, the sink included; minus infinity for an empty row
+  float lse;  // the sink included; of an empty row its sink, or minus infinity
 };
 
 // `reference` in log2 units, `sum` relative to it; `sink` is a natural-log logit without a value,
-// or minus infinity. A row that saw nothing is zero, sink or not.
-__device__ inline RowResult finish_row(float reference, float sum, float sink) {
-  if (sum == 0.0f) return {0.0f, -kInfinity};  // a NaN is not nothing
-  const float sink_log2 = sink * kLog2E;
-  // Relative to the larger of the two, because 2^(sink - reference) may overflow.
-  const float larger = fmaxf(reference, sink_log2);
-  const float rescale = ex2_approx(reference - larger);
-  const float total = sum * rescale + ex2_approx(sink_log2 - larger);
+// or minus infinity. `lse_factor` brings log2 units to the base of the LSE.
+__device__ inline RowResult finish_row(float reference, float sum, float sink,
+                                       float lse_factor = 1.0f) {
+  // Not by way of log2 units: a finite sink may overflow there, and not in base e.
+  const float sink_lse = sink * (kLog2E * lse_factor);
+  if (sum == 0.0f) return {0.0f, sink_lse};  // the row attends to nothing; a NaN is not nothing
+  // Fused, so that only the distance may overflow, to an infinity of the right sign.
+  const float distance = fmaf(sink, kLog2E, -reference);
+  // Relative to the larger of the two, because 2^distance may overflow. Selects, for a NaN is kept.
+  const bool is_sink_larger = distance > 0.0f;
+  const float rescale = is_sink_larger ? ex2_approx(-distance) : 1.0f;
+  const float total = sum * rescale + (is_sink_larger ? 1.0f : ex2_approx(distance));
   // Approximate: exact to some 22 bits, and a fraction of the instructions.
-  return {__fdividef(rescale, total), larger + __log2f(total)};
+  const float log2_total = __log2f(total);
+  return {__fdividef(rescale, total), is_sink_larger ? sink_lse + log2_total * lse_factor
+                                                     : (reference + log2_total) * lse_factor};
 }
 
 // Reductions over the four neighbouring lanes that have a row's parts, as products leave them.
@@ -2018,12 +2024,13 @@ __device__ inline i64 global_row(const Params& params, const Item& item, int row
   return item.first_query * params.heads + item.first_row + row;
 }
 
+// The LSE is in the base that the call asks for.
 __device__ inline RowResult result_of(const Params& params, const Item& item, int row,
                                       RowState state) {
   const float sink = params.sinks == nullptr || row >= item.rows
                          ? -kInfinity
                          : params.sinks[static_cast<u32>(item.first_row + row) % params.heads];
-  return finish_row(state.reference, state.sum, sink);
+  return finish_row(state.reference, state.sum, sink, params.lse_factor);
 }
 
 __device__ inline float output_scale(const Params& params) {
@@ -2498,7 +2505,7 @@ __device__ inline void store_rows(const Params& params, const Item& item, Shared
     const RowResult result = result_of(params, item, row, rows[r]);
     factor[r] = result.factor * scale;
     if (params.lse != nullptr && is_row_writer(fresh_thread()) && row < item.rows) {
-      params.lse[global_row(params, item, row)] = result.lse * params.lse_factor;
+      params.lse[global_row(params, item, row)] = result.lse;
     }
   }
   unsigned char* staging = shared.staging[warp];
@@ -3021,7 +3028,7 @@ __device__ inline void merge_rows(const Params& params, const Item& item, const 
   const int row_task = row / kRowsOfGroup * kTasksOfGroup;
   const bool is_begun = room.first_task <= row_task && row_task < room.first_task + room.tasks;
   if (params.lse != nullptr && is_begun && first == 0 && row < item.rows) {
-    params.lse[global_row(params, item, row)] = result.lse * params.lse_factor;
+    params.lse[global_row(params, item, row)] = result.lse;
   }
 }
 
