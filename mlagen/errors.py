@@ -34,7 +34,7 @@ class UnsupportedError(MlagenError, NotImplementedError):
 
 
 class CaptureError(MlagenError, RuntimeError):
-    """A kernel would have to be loaded while a CUDA graph is being captured."""
+    """A call cannot be captured in a CUDA graph: most often its kernel is not loaded yet."""
 
 
 class ToolchainError(MlagenError, RuntimeError):

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from mlagen.errors import ArgumentError, UnsupportedError
+from mlagen.errors import ArgumentError, CaptureError, UnsupportedError
+from mlagen.mla import batch_run
 from mlagen.mla.wrapper import BatchMLAPagedAttentionWrapper
 from tests.batch_mla_cases import plan_arguments, run, wrapper_of
 from tests.batch_mla_semantics import SOME, BatchMlaSemantics
@@ -200,6 +201,21 @@ def test_plans_are_copied_into_the_buffers_of_a_graph() -> None:
     problem.check(run(wrapper, problem))
     assert torch.equal(buffers["kv_len_arr"], problem.seq_lens)
     assert (buffers["kv_indices"][len(problem.block_tables) :] == -1).all()
+
+
+def test_a_run_is_captured_from_buffers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a CUDA graph is captured, metadata that the next plan frees is rejected."""
+    monkeypatch.setattr(batch_run, "is_capturing", lambda _: True)
+    problem = SOME.build("cpu")
+    out = torch.full_like(problem.query, 7.0)
+
+    with pytest.raises(CaptureError, match="use_cuda_graph: expected True with its four buffers"):
+        run(wrapper_of(problem), problem, out=out)
+
+    assert (out == 7.0).all()
+    wrapper, _ = with_buffers(page_ids=40)
+    wrapper.plan(**plan_arguments(problem))
+    problem.check(run(wrapper, problem, out=out))
 
 
 def test_buffers_of_a_graph_must_be_given() -> None:

@@ -10,6 +10,7 @@ import torch
 
 from mlagen.api.arguments import refuse
 from mlagen.errors import CaptureError
+from mlagen.runtime.capture import is_capturing
 
 
 def require_no_capture(tensor: torch.Tensor) -> None:
@@ -20,11 +21,7 @@ def require_no_capture(tensor: torch.Tensor) -> None:
     CaptureError
         If it is.
     """
-    if not tensor.is_cuda:
-        return
-    with torch.cuda.device(tensor.device):  # a stream is current on each
-        is_capturing = torch.cuda.is_current_stream_capturing()
-    if is_capturing:
+    if is_capturing(tensor.device):
         raise CaptureError(
             "MLAGEN_CHECK: expected 0 while a CUDA graph is captured, got 1; its checks would wait "
             "for the device"

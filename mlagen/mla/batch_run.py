@@ -7,8 +7,10 @@ import torch
 from mlagen.api.arguments import refuse, require, require_dims, require_shape, require_tensor
 from mlagen.api.mla_call import run_mla
 from mlagen.api.mla_inputs import MlaInputs, MlaNames
+from mlagen.errors import CaptureError
 from mlagen.mla.batch_plan import BatchPlan
 from mlagen.mla.kv_scales import check_kv_scales, require_like
+from mlagen.runtime.capture import is_capturing
 
 _NAMES = MlaNames(
     query="q_nope",
@@ -23,6 +25,21 @@ _NAMES = MlaNames(
     cum_seq_lens_q="qo_indptr",
     bmm1_scale="sm_scale",
 )
+
+
+def reject_capture(device: torch.device) -> None:
+    """Reject a run whose metadata lives until the next plan, while a CUDA graph is captured.
+
+    Raises
+    ------
+    CaptureError
+        If one is: replays after the next plan would read freed memory.
+    """
+    if is_capturing(device):
+        raise CaptureError(
+            "use_cuda_graph: expected True with its four buffers while a CUDA graph is captured, "
+            "since replays read metadata that the next plan frees, got False"
+        )
 
 
 def run_planned(

@@ -18,7 +18,7 @@ from mlagen.mla.batch_plan import (
     host_facts,
     mean_capacity,
 )
-from mlagen.mla.batch_run import run_planned
+from mlagen.mla.batch_run import reject_capture, run_planned
 from mlagen.mla.planless import run_planless
 
 _PLANNED_BACKENDS = ("auto", "fa2", "fa3")
@@ -41,6 +41,7 @@ class BatchMLAPagedAttentionWrapper:
     use_cuda_graph : bool
         Whether plans are copied into the four buffers that follow, so that a captured run reads
         the requests of the latest plan. The number of requests is the one of ``kv_len_arr`` then.
+        Without it a planned run cannot be captured.
     qo_indptr, kv_indptr, kv_indices, kv_len_arr : int32 or uint32, on the device of the workspace
         The buffers, shaped as in :meth:`plan`; ``kv_indices`` may be longer than any plan needs.
     backend : str
@@ -244,7 +245,8 @@ class BatchMLAPagedAttentionWrapper:
         UnsupportedError
             If no kernel covers dtype or dimensions, or ``profiler_buffer`` is given.
         CaptureError
-            If the kernel is not loaded yet and a CUDA graph is being captured.
+            If a CUDA graph is being captured and the kernel is not loaded yet, or there is a plan
+            and no ``use_cuda_graph``.
         """
         return_lse = bool(return_lse)
         plan = self._plan
@@ -277,6 +279,8 @@ class BatchMLAPagedAttentionWrapper:
             )
         if profiler_buffer is not None:
             raise UnsupportedError("profiler_buffer: not implemented, expected None, got a tensor")
+        if self._buffers is None:
+            reject_capture(self._workspace.device)
         result, result_lse = run_planned(
             self._workspace,
             plan,

@@ -16,6 +16,7 @@ import threading
 import torch
 
 from mlagen.errors import CaptureError
+from mlagen.runtime.capture import is_capturing
 from mlagen.runtime.device import device_facts
 from mlagen.spec.mla_hopper import bytes_beside_workspace
 
@@ -64,13 +65,12 @@ def _take_region(device: int, workspace: int) -> int:
 
 
 def _require_no_capture(device: int) -> None:
-    with torch.cuda.device(device):
-        if torch.cuda.is_current_stream_capturing():
-            raise CaptureError(
-                f"workspace_buffer: one of the {_REGIONS} that counters are kept ready for, got "
-                f"one more while a CUDA graph is captured; make a call with this workspace once "
-                f"before the capture"
-            )
+    if is_capturing(device):
+        raise CaptureError(
+            f"workspace_buffer: one of the {_REGIONS} that counters are kept ready for, got "
+            f"one more while a CUDA graph is captured; make a call with this workspace once "
+            f"before the capture"
+        )
 
 
 def _new_regions(device: int) -> list[int]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from mlagen.errors import CaptureError
+from mlagen.runtime.capture import is_capturing
 from mlagen.runtime.counters import reserve_counters
 from mlagen.runtime.device import bind_context, checked
 from mlagen.spec.kernel import KernelSpec, packing_of
@@ -30,13 +31,12 @@ class LoadedKernel:
 
 def require_no_capture(spec: KernelSpec, device: int) -> None:
     """Raise :class:`CaptureError` while the current stream of ``device`` is being captured."""
-    with torch.cuda.device(device):
-        if torch.cuda.is_current_stream_capturing():
-            raise CaptureError(
-                f"{spec}: not loaded, and nothing can be loaded while a CUDA graph is captured; "
-                f"make the same call once before the capture, or run "
-                f"mlagen.prewarm(archs='native', load=True)"
-            )
+    if is_capturing(device):
+        raise CaptureError(
+            f"{spec}: not loaded, and nothing can be loaded while a CUDA graph is captured; "
+            f"make the same call once before the capture, or run "
+            f"mlagen.prewarm(archs='native', load=True)"
+        )
 
 
 def load(code: bytes, spec: KernelSpec, device: int) -> LoadedKernel:

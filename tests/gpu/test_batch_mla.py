@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mlagen.errors import ArgumentError
+from mlagen.errors import ArgumentError, CaptureError
 from mlagen.mla.wrapper import BatchMLAPagedAttentionWrapper
 from mlagen.settings import current_settings
 from tests.batch_mla_cases import (
@@ -121,6 +121,25 @@ def test_a_captured_run_follows_later_plans() -> None:
         graph.replay()
 
         problem.check(outputs["out"], outputs["lse"])
+
+
+def test_a_captured_run_without_buffers_is_rejected() -> None:
+    """The next plan would free what replays read; the capture goes on, and the wrapper runs."""
+    problem = SOME.build("cuda")
+    wrapper = wrapper_of(problem)
+    outputs = {"out": torch.empty_like(problem.query)}
+    run(wrapper, problem, **outputs)
+    outputs["out"].fill_(7.0)
+    graph = torch.cuda.CUDAGraph()
+
+    with torch.cuda.graph(graph):
+        with pytest.raises(CaptureError, match="use_cuda_graph: expected True"):
+            run(wrapper, problem, **outputs)
+        outputs["out"].add_(1.0)
+
+    graph.replay()
+    assert (outputs["out"] == 8.0).all()
+    problem.check(run(wrapper, problem, **outputs))
 
 
 def test_contents_on_the_device_are_checked_where_asked(monkeypatch: pytest.MonkeyPatch) -> None:

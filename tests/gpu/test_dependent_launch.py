@@ -136,7 +136,9 @@ def test_a_call_reads_what_the_call_before_has_written(kv_dtype: torch.dtype) ->
     cache = torch.randn(requests * pages, 64, 576, device="cuda").mul(4).to(kv_dtype)
     latent, rope = cache[..., :512], cache[..., 512:]
     scales: dict[str, Any] = {"ckv_scale": 1.0, "kpe_scale": 1.0} if kv_dtype is E4M3 else {}
-    wrapper = mlagen.mla.BatchMLAPagedAttentionWrapper(workspace)
+    sizes = (requests + 1, requests + 1, requests * pages, requests)
+    ends, first, ids, lens = (torch.zeros(n, dtype=torch.int32, device="cuda") for n in sizes)
+    wrapper = mlagen.mla.BatchMLAPagedAttentionWrapper(workspace, True, ends, first, ids, lens)
     starts = torch.arange(requests + 1, dtype=torch.int32)
     wrapper.plan(
         starts,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from itertools import pairwise
 
 import pytest
@@ -34,8 +33,7 @@ def slabs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(counters, "device_facts", facts)
     monkeypatch.setattr(counters, "_zeros", zeros)
-    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(counters, "is_capturing", lambda _: False)
     for name, empty in (("_regions", {}), ("_free", {}), ("_slabs", [])):
         monkeypatch.setattr(counters, name, empty)
     return made
@@ -43,7 +41,7 @@ def slabs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def capture(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a CUDA graph be captured from here on."""
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(counters, "is_capturing", lambda _: True)
 
 
 @pytest.mark.usefixtures("slabs")

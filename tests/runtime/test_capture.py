@@ -1,0 +1,43 @@
+"""Whether a graph is captured is asked of the stream that is current on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from mlagen.runtime.capture import is_capturing
+
+
+@pytest.fixture
+def current(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Let GPU 0 be the current one, and the stream of GPU 1 be captured; note what is current."""
+    devices = [0]
+
+    @contextmanager
+    def device(chosen: int) -> Iterator[None]:
+        devices.append(chosen)
+        yield
+        devices.append(0)
+
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: devices[-1], raising=False)
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: devices[-1] == 1)
+    return devices
+
+
+@pytest.mark.parametrize("kind", [int, lambda index: torch.device("cuda", index)])
+def test_each_gpu_has_a_stream(kind: type[int], current: list[int]) -> None:
+    """The one that is asked about is current meanwhile, and the one before is so again."""
+    assert is_capturing(kind(1))
+    assert not is_capturing(kind(0))
+
+    assert current == [0, 1, 0]
+
+
+@pytest.mark.usefixtures("current")
+def test_a_cpu_captures_nothing() -> None:
+    """Nothing is asked of a GPU."""
+    assert not is_capturing(torch.device("cpu"))
