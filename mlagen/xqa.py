@@ -95,7 +95,8 @@ def xqa(
     output : as q, or e4m3 where the cache is e4m3
         Written; shaped like ``q``.
     workspace_buffer : any dtype
-        Scratch of at least :func:`mlagen.workspace_bytes` bytes. It needs no initial value.
+        Scratch of at least :func:`mlagen.workspace_bytes` bytes, of which a call uses the last. It
+        needs no initial value.
     semaphores : uint32 or int32
         Not used; may be of any size and content, and is left as it is.
     num_kv_heads, page_size : int
@@ -209,7 +210,8 @@ def xqa_mla(
     output : bf16 for an e4m3 query, else as q [batch, 1, heads, 512]
         Written.
     workspace_buffer : any dtype
-        Scratch of at least :func:`mlagen.workspace_bytes` bytes. It needs no initial value.
+        Scratch of at least :func:`mlagen.workspace_bytes` bytes, of which a call uses the last. It
+        needs no initial value.
     semaphores : uint32 or int32
         Not used; may be of any size and content, and is left as it is.
     page_size : int

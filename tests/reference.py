@@ -45,8 +45,8 @@ def attend(
     ``sinks[heads]`` are natural-domain logits in the denominator without a value, and
     ``bias[heads or 1, tokens]`` is added to the scaled scores. A row that sees no token gives zeros
     and the LSE of its sink, minus infinity without one. Query, keys and values may each be used
-    rounded to ``rows_round_to``. Tensor cores may add up scores in e4m3: ``score_sums`` are the dims of each
-    sum, and its steps; and take weights in it.
+    rounded to ``rows_round_to``. Tensor cores may add up scores in e4m3: ``score_sums`` are the
+    dims of each sum, and its steps; and take weights in it.
     """
     query, keys, values = query.double(), keys.double(), values.double()
 

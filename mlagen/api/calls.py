@@ -17,6 +17,8 @@ from mlagen.runtime.plan import DecodePlan
 from mlagen.spec.combine import CombineSplitsSpec
 from mlagen.spec.kernel import KernelSpec, packed_integers
 
+_LINE_BYTES = 128  # of L2
+
 
 @dataclass(frozen=True, kw_only=True)
 class CombineCall:
@@ -25,7 +27,7 @@ class CombineCall:
     kernel: LoadedKernel
     blocks: int
     layout: bytes  # the integers of the parameters
-    lse_offset: int  # bytes in the workspace: the partial rows come first, then their LSE
+    lse_offset: int  # bytes in the scratch: the partial rows come first, then their LSE
 
     @property
     def spec(self) -> KernelSpec:
@@ -35,7 +37,7 @@ class CombineCall:
     def launch(
         self,
         enable_pdl: bool,
-        workspace: int,
+        scratch: int,
         bmm2_tensor: int,
         sinks: int,
         out: int,
@@ -49,8 +51,8 @@ class CombineCall:
             self.kernel,
             self.blocks,
             enable_pdl,
-            workspace,
-            workspace + self.lse_offset,
+            scratch,
+            scratch + self.lse_offset,
             bmm2_tensor,
             sinks,
             out,
@@ -92,17 +94,22 @@ def require_gpu(device: torch.device, query: str) -> int:
     return index
 
 
-def require_room(workspace: torch.Tensor, argument: str, needed: int) -> None:
-    """Refuse a workspace that is too small.
+def scratch_offset(workspace: torch.Tensor, argument: str, needed: int) -> int:
+    """Return where the ``needed`` bytes that a call uses begin in its workspace.
+
+    They are its last ones, so that the front of a large workspace keeps its bytes: callers share
+    one buffer with FlashInfer, whose counters lie in front and stay zero.
 
     Raises
     ------
     ArgumentError
-        If it is; the message has both sizes.
+        If it has fewer; the message has both sizes.
     """
     given = workspace.numel() * workspace.element_size()
     rule = f"{needed} bytes or more for this call"
     require(given >= needed, argument, rule, f"{given} bytes")
+    # Whole lines from the beginning, whose alignment is checked; the end may be anywhere.
+    return (given - needed) // _LINE_BYTES * _LINE_BYTES
 
 
 def facts_of(value: object) -> Hashable:

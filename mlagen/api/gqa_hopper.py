@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from mlagen.api.arguments import ALIGNMENT_BYTES
-from mlagen.api.calls import require_room, scale_of
+from mlagen.api.calls import scale_of, scratch_offset
 from mlagen.api.gqa_inputs import GqaInputs
 from mlagen.api.gqa_maps import GqaCacheForm, GqaCacheMaps, maps_of
 from mlagen.api.gqa_plan import plan_gqa_hopper_call, planned_facts
@@ -38,6 +38,7 @@ class HopperGqaCall:
 
     request: GqaRequest
     plan: GqaHopperPlan
+    scratch_offset: int  # bytes in the workspace
     decode: LoadedKernel
     maps: GqaCacheMaps
     layout: bytes  # the integers of the parameters
@@ -48,6 +49,7 @@ class HopperGqaCall:
         query = inputs.query.data_ptr()
         beginnings = _beginnings(inputs, request)
         workspace = inputs.workspace_buffer.data_ptr()
+        scratch = workspace + self.scratch_offset
         out_pointer = out.data_ptr()
         mask = inputs.mask
         mask_pointer = mask.data_ptr() if mask is not None and request.mask_words else 0
@@ -72,8 +74,8 @@ class HopperGqaCall:
             bmm2_tensor,
             inputs.sinks.data_ptr() if inputs.sinks is not None else 0,
             out_pointer,
-            workspace,
-            workspace + plan.partial_rows_offset,
+            scratch,
+            scratch + plan.partial_rows_offset,
             counters_of(self.decode.device, workspace),
             self.layout,
             bmm1_scale,
@@ -130,11 +132,12 @@ def prepare_hopper(
         if is_forced:
             raise UnsupportedError(f"MLAGEN_GQA_KERNEL=hopper: {error}; {_COVERED}") from error
         return None
-    names = inputs.names
-    require_room(inputs.workspace_buffer, names.workspace_buffer, plan.workspace_bytes)
+    workspace, name = inputs.workspace_buffer, inputs.names.workspace_buffer
+    offset = scratch_offset(workspace, name, plan.workspace_bytes)
     return HopperGqaCall(
         request=request,
         plan=plan,
+        scratch_offset=offset,
         decode=kernel_for(spec, index),
         maps=maps,
         layout=_layout(spec, request, plan),

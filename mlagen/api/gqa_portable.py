@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from mlagen.api.arguments import ALIGNMENT_BYTES
-from mlagen.api.calls import CombineCall, combine_call, require_room, scale_of
+from mlagen.api.calls import CombineCall, combine_call, scale_of, scratch_offset
 from mlagen.api.gqa_inputs import GqaInputs
 from mlagen.api.gqa_plan import plan_gqa_call, planned_facts
 from mlagen.api.gqa_pointers import MASK_ALIGNMENT_BYTES, alignment_of, check_pointers
@@ -29,6 +29,7 @@ class PortableGqaCall:
 
     request: GqaRequest
     plan: DecodePlan
+    scratch_offset: int  # bytes in the workspace
     decode: LoadedKernel
     combine: CombineCall | None
     layout: bytes  # the integers of the decode kernel's parameters
@@ -42,6 +43,7 @@ class PortableGqaCall:
         value = inputs.value_cache
         value_pointer = key + request.value_offset if value is None else value.data_ptr()
         workspace = inputs.workspace_buffer.data_ptr()
+        scratch = workspace + self.scratch_offset
         out_pointer = out.data_ptr()
         mask = inputs.mask
         mask_pointer = mask.data_ptr() if mask is not None and request.mask_words else 0
@@ -63,7 +65,7 @@ class PortableGqaCall:
         factor = inputs.out_e4m3_factor if is_e4m3 else inputs.out_16bit_factor
         sinks = inputs.sinks.data_ptr() if inputs.sinks is not None else 0
         combine = self.combine
-        partial_lse = workspace if combine is None else workspace + combine.lse_offset
+        partial_lse = scratch if combine is None else scratch + combine.lse_offset
         made = launch(
             self.decode,
             self.plan.blocks,
@@ -81,7 +83,7 @@ class PortableGqaCall:
             bmm2_tensor,
             sinks,
             out_pointer,
-            workspace,
+            scratch,
             partial_lse,
             self.layout,
             bmm1_scale,
@@ -92,7 +94,7 @@ class PortableGqaCall:
         if combine is None:
             return (made,)
         combined = combine.launch(
-            enable_pdl, workspace, bmm2_tensor, sinks, out_pointer, 0, bmm2_scale, factor, 1.0
+            enable_pdl, scratch, bmm2_tensor, sinks, out_pointer, 0, bmm2_scale, factor, 1.0
         )
         return made, combined
 
@@ -100,13 +102,15 @@ class PortableGqaCall:
 def prepare_portable(inputs: GqaInputs, request: GqaRequest, index: int) -> PortableGqaCall:
     """Return how calls of the form of ``inputs`` are launched on GPU ``index``."""
     spec, plan = plan_gqa_call(**planned_facts(inputs, request, index))
-    require_room(inputs.workspace_buffer, inputs.names.workspace_buffer, plan.workspace_bytes)
+    workspace, name = inputs.workspace_buffer, inputs.names.workspace_buffer
+    offset = scratch_offset(workspace, name, plan.workspace_bytes)
     combine_spec = CombineSplitsSpec(
         arch=spec.arch, dtype=spec.variant.out_dtype, head_dim_vo=spec.variant.head_dim
     )
     return PortableGqaCall(
         request=request,
         plan=plan,
+        scratch_offset=offset,
         decode=kernel_for(spec, index),
         combine=combine_call(
             combine_spec, plan, tokens=request.tokens, heads=request.heads, device=index

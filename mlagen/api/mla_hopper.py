@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from mlagen.api.arguments import ALIGNMENT_BYTES
-from mlagen.api.calls import require_room, scale_of
+from mlagen.api.calls import scale_of, scratch_offset
 from mlagen.api.mla_hopper_packed import PackedCall, packed_call
 from mlagen.api.mla_inputs import MlaInputs
 from mlagen.api.mla_maps import CacheForm, CacheMaps, maps_of
@@ -42,6 +42,7 @@ class HopperCall:
 
     request: MlaRequest
     plan: HopperPlan
+    scratch_offset: int  # bytes in the workspace
     decode: LoadedKernel
     maps: CacheMaps
     layouts: tuple[bytes, bytes]  # the integers of the parameters, by whether rope is apart
@@ -56,6 +57,7 @@ class HopperCall:
         query = inputs.query.data_ptr()
         cache = inputs.kv_cache.data_ptr()
         workspace = inputs.workspace_buffer.data_ptr()
+        scratch = workspace + self.scratch_offset
         out_pointer = out.data_ptr()
         query_rope = query + request.query_rope_offset
         rope_cache = cache + request.rope_cache_offset
@@ -90,8 +92,8 @@ class HopperCall:
             inputs.sinks.data_ptr() if inputs.sinks is not None else 0,
             out_pointer,
             lse.data_ptr() if lse is not None else 0,
-            workspace,
-            workspace + plan.partial_rows_offset,
+            scratch,
+            scratch + plan.partial_rows_offset,
             counters_of(self.decode.device, workspace),
             self.layouts[rope_is_apart],
             bmm1_scale,
@@ -151,12 +153,14 @@ def prepare_hopper(
         if is_forced:
             raise UnsupportedError(f"MLAGEN_MLA_KERNEL=hopper: {error}; {_COVERED}") from error
         return None
-    require_room(inputs.workspace_buffer, inputs.names.workspace_buffer, plan.workspace_bytes)
+    workspace, name = inputs.workspace_buffer, inputs.names.workspace_buffer
+    offset = scratch_offset(workspace, name, plan.workspace_bytes)
     apart = (inputs.query_rope, inputs.rope_cache, inputs.table_starts)
     number = number_of_plan(inputs, request, spec)
     return HopperCall(
         request=request,
         plan=plan,
+        scratch_offset=offset,
         decode=kernel_for(spec, index),
         maps=maps,
         layouts=(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from mlagen.api.arguments import ALIGNMENT_BYTES
-from mlagen.api.calls import require_room, scale_of
+from mlagen.api.calls import scale_of, scratch_offset
 from mlagen.api.mla_inputs import MlaInputs
 from mlagen.api.mla_plan import number_of_plan
 from mlagen.api.mla_request import LSE_FACTORS, MlaRequest, check_pointers
@@ -27,6 +27,7 @@ class PackedCall:
 
     request: MlaRequest
     plan: HopperPlan
+    scratch_offset: int  # bytes in the workspace
     decode: LoadedKernel
     layout: bytes  # the integers of the kernel's parameters
     lse_factor: float
@@ -39,6 +40,7 @@ class PackedCall:
         query = inputs.query.data_ptr()
         cache = inputs.kv_cache.data_ptr()
         workspace = inputs.workspace_buffer.data_ptr()
+        scratch = workspace + self.scratch_offset
         out_pointer = out.data_ptr()
         query_rope = _pointer(inputs.query_rope) or query + request.query_rope_offset
         rope_cache = _pointer(inputs.rope_cache) or cache + request.rope_cache_offset
@@ -69,8 +71,8 @@ class PackedCall:
             _pointer(inputs.sinks),
             out_pointer,
             _pointer(lse),
-            workspace,
-            workspace + plan.partial_rows_offset,
+            scratch,
+            scratch + plan.partial_rows_offset,
             counters_of(self.decode.device, workspace),
             self.layout,
             bmm1_scale,
@@ -86,10 +88,12 @@ def packed_call(
     inputs: MlaInputs, request: MlaRequest, index: int, spec: MlaHopperPackedSpec, plan: HopperPlan
 ) -> PackedCall:
     """Return how calls of the form of ``inputs`` are launched on GPU ``index``, by ``plan``."""
-    require_room(inputs.workspace_buffer, inputs.names.workspace_buffer, plan.workspace_bytes)
+    workspace, name = inputs.workspace_buffer, inputs.names.workspace_buffer
+    offset = scratch_offset(workspace, name, plan.workspace_bytes)
     return PackedCall(
         request=request,
         plan=plan,
+        scratch_offset=offset,
         decode=kernel_for(spec, index),
         layout=_layout(inputs, request, spec, plan),
         lse_factor=LSE_FACTORS[inputs.return_lse_base],

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from mlagen.api.arguments import ALIGNMENT_BYTES
-from mlagen.api.calls import CombineCall, combine_call, require_room, scale_of
+from mlagen.api.calls import CombineCall, combine_call, scale_of, scratch_offset
 from mlagen.api.mla_inputs import MlaInputs
 from mlagen.api.mla_plan import plan_call
 from mlagen.api.mla_request import LSE_FACTORS, MlaRequest, check_pointers
@@ -28,6 +28,7 @@ class PortableCall:
 
     request: MlaRequest
     plan: DecodePlan
+    scratch_offset: int  # bytes in the workspace
     decode: LoadedKernel
     combine: CombineCall | None
     layout: bytes  # the integers of the decode kernel's parameters
@@ -42,6 +43,7 @@ class PortableCall:
         cache = inputs.kv_cache.data_ptr()
         tables = inputs.block_tables.data_ptr()
         workspace = inputs.workspace_buffer.data_ptr()
+        scratch = workspace + self.scratch_offset
         out_pointer = out.data_ptr()
         query_rope = query + request.query_rope_offset
         rope_cache = cache + request.rope_cache_offset
@@ -64,7 +66,7 @@ class PortableCall:
         lse_pointer = lse.data_ptr() if lse is not None else 0
         lse_factor = LSE_FACTORS[inputs.return_lse_base]
         combine = self.combine
-        partial_lse = workspace if combine is None else workspace + combine.lse_offset
+        partial_lse = scratch if combine is None else scratch + combine.lse_offset
         made = launch(
             self.decode,
             self.plan.blocks,
@@ -88,7 +90,7 @@ class PortableCall:
             sinks,
             out_pointer,
             lse_pointer,
-            workspace,
+            scratch,
             partial_lse,
             self.layout,
             bmm1_scale,
@@ -101,7 +103,7 @@ class PortableCall:
             return (made,)
         combined = combine.launch(
             enable_pdl,
-            workspace,
+            scratch,
             bmm2_tensor,
             sinks,
             out_pointer,
@@ -139,13 +141,15 @@ def prepare_portable(inputs: MlaInputs, request: MlaRequest, index: int) -> Port
         heads=request.heads,
         longest_kv=request.top_k or int(inputs.max_seq_len),
     )
-    require_room(inputs.workspace_buffer, inputs.names.workspace_buffer, plan.workspace_bytes)
+    workspace, name = inputs.workspace_buffer, inputs.names.workspace_buffer
+    offset = scratch_offset(workspace, name, plan.workspace_bytes)
     combine_spec = CombineSplitsSpec(
         arch=spec.arch, dtype=spec.out_dtype, head_dim_vo=spec.head_dim_vo
     )
     return PortableCall(
         request=request,
         plan=plan,
+        scratch_offset=offset,
         decode=kernel_for(spec, index),
         combine=combine_call(
             combine_spec, plan, tokens=request.tokens, heads=request.heads, device=index

@@ -47,7 +47,8 @@ def workspace_bytes(
 ) -> int:
     """Return the bytes of ``workspace_buffer`` that a decode call of this size needs.
 
-    A larger batch may need fewer. No MLA call needs more than 513 KiB for each SM of the GPU.
+    A call uses the last bytes of a larger buffer, in whole lines of 128 bytes from its beginning. A
+    larger batch may need fewer. No MLA call needs more than 513 KiB for each SM of the GPU.
 
     Parameters
     ----------

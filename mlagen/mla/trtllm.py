@@ -70,7 +70,8 @@ def trtllm_batch_decode_with_kv_cache_mla(
         and width 656, under a query of 16 bits: packed rows of 512 e4m3, 4 fp32 scales for 128
         of them each, and 64 bf16.
     workspace_buffer : any dtype
-        Scratch of at least :func:`mlagen.workspace_bytes` bytes. It needs no initial value.
+        Scratch of at least :func:`mlagen.workspace_bytes` bytes, of which a call uses the last. It
+        needs no initial value.
     qk_nope_head_dim : int
         Not used; the dimension before absorption.
     kv_lora_rank, qk_rope_head_dim : int

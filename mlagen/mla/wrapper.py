@@ -36,8 +36,8 @@ class BatchMLAPagedAttentionWrapper:
     Parameters
     ----------
     float_workspace_buffer : any dtype, contiguous
-        Scratch of the runs, on their device. No run needs more than 513 KiB for each SM of the
-        GPU; it needs no initial value.
+        Scratch of the runs, on their device, which use its end. No run needs more than 513 KiB for
+        each SM of the GPU; it needs no initial value.
     use_cuda_graph : bool
         Whether plans are copied into the four buffers that follow, so that a captured run reads
         the requests of the latest plan. The number of requests is the one of ``kv_len_arr`` then.

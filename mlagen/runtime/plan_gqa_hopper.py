@@ -45,7 +45,7 @@ class GqaHopperPlan:
     row_tiles: int  # of each kv head of a request; 0 where requests differ
     units: int  # of a request; where requests differ, for each tile of rows that a kv head has
     all_units: int  # of all requests; of ragged ones at the most, if their offsets never go back
-    partial_rows_offset: int  # bytes in the workspace: the values of pieces come first
+    partial_rows_offset: int  # bytes in the scratch: the values of pieces come first
     workspace_bytes: int
 
 

@@ -42,7 +42,7 @@ class HopperPlan:
     teams: int
     blocks: int
     groups: int  # of tiles, of all requests together; of ragged ones at the most
-    partial_rows_offset: int  # bytes in the workspace: the partial values come first
+    partial_rows_offset: int  # bytes in the scratch: the partial values come first
     workspace_bytes: int
     is_small: bool  # so that the portable kernel is faster
 

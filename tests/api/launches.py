@@ -130,6 +130,11 @@ COUNTERS = 1 << 40
 PLAN = 5
 
 
+def scratch_of(workspace: torch.Tensor, needed: int) -> int:
+    """Return the address of a call's scratch: the last bytes of its workspace, in whole lines."""
+    return workspace.data_ptr() + (workspace.nbytes - needed) // 128 * 128
+
+
 def map_of(tensor: TiledTensor, address: int) -> bytes:
     """Return bytes that stand for the map of a tensor, each tensor's its own."""
     return hashlib.sha512(repr((tensor, address)).encode()).digest() * 2

@@ -12,6 +12,7 @@ from mlagen.api.gqa_request import check_request
 from mlagen.errors import ArgumentError
 from mlagen.runtime.plan import DecodePlan
 from tests.api.gqa_launches import inputs_of, launches_of
+from tests.api.launches import scratch_of
 from tests.gqa_problems import E4M3, GqaCase
 
 UNIFORM = GqaCase(name="", seq_lens=(70, 3), q_len=2, mask="random", sink=3.0, window=50)
@@ -48,8 +49,8 @@ def test_a_whole_call_launches_one_kernel_with_every_value_in_its_place(
         "bmm2_scale_tensor": scale.data_ptr(),
         "sinks": inputs.sinks.data_ptr(),
         "out": out.data_ptr(),
-        "partial_out": inputs.workspace_buffer.data_ptr(),
-        "partial_lse": inputs.workspace_buffer.data_ptr(),
+        "partial_out": scratch_of(inputs.workspace_buffer, 0),
+        "partial_lse": scratch_of(inputs.workspace_buffer, 0),
         "query_stride": 8 * 128,
         "query_head_stride": 128,
         **{
@@ -103,7 +104,9 @@ def test_a_split_call_leaves_partial_rows_and_then_their_lse_for_the_second_kern
     assert isinstance(call.plan, DecodePlan)
     partial_rows = call.plan.splits * 5 * 8
     assert call.plan.splits > 1
-    assert decode["partial_lse"] == workspace.data_ptr() + partial_rows * 128 * 4
+    scratch = scratch_of(workspace, partial_rows * 129 * 4)
+    assert decode["partial_out"] == scratch
+    assert decode["partial_lse"] == scratch + partial_rows * 128 * 4
     assert call.plan.workspace_bytes == partial_rows * 129 * 4
     assert blocks == 5 * 8
     shared = ("partial_out", "partial_lse", "out", "splits", "total_rows", "bmm2_scale", "sinks")

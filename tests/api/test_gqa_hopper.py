@@ -18,7 +18,7 @@ from mlagen.runtime.tensor_map import TiledTensor
 from mlagen.spec.dtype import DType
 from mlagen.spec.gqa_hopper import GqaHopperSpec
 from tests.api.gqa_launches import inputs_of, launches_of, xqa_inputs_of
-from tests.api.launches import COUNTERS, map_of
+from tests.api.launches import COUNTERS, map_of, scratch_of
 from tests.gqa_problems import E4M3, GqaCase
 from tests.kernels import gqa_hopper
 
@@ -153,7 +153,7 @@ def test_a_call_launches_one_kernel_with_every_value_in_its_place(
     assert inputs.value_cache is not None
     # Two requests, each by a team of two kv heads.
     assert (family, blocks, enable_pdl) == ("gqa_hopper", 2 * 2, True)
-    workspace = inputs.workspace_buffer.data_ptr()
+    scratch = scratch_of(inputs.workspace_buffer, 2 * 4 * 8 * (128 * 4 + 8))
     strides = (64 * 2 * 128 * 2, 2 * 128 * 2, 128 * 2)
     pages = len(inputs.key_cache)
     form = GqaCacheForm(
@@ -173,9 +173,9 @@ def test_a_call_launches_one_kernel_with_every_value_in_its_place(
         "bmm2_scale_tensor": scale.data_ptr(),
         "sinks": inputs.sinks.data_ptr(),
         "out": out.data_ptr(),
-        "partial_out": workspace,
-        "partial_rows": workspace + 2 * 4 * 8 * 128 * 4,
-        "counters": workspace + COUNTERS,
+        "partial_out": scratch,
+        "partial_rows": scratch + 2 * 4 * 8 * 128 * 4,
+        "counters": inputs.workspace_buffer.data_ptr() + COUNTERS,
         "query_stride": 8 * 128,
         "query_head_stride": 128,
         "value_page_stride": strides[0],

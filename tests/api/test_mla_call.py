@@ -19,7 +19,7 @@ from mlagen.errors import ArgumentError
 from mlagen.settings import Settings, current_settings
 from mlagen.spec.dtype import DType
 from mlagen.spec.mla import MlaDecodeSpec
-from tests.api.launches import Launch, launched, record_launches
+from tests.api.launches import Launch, launched, record_launches, scratch_of
 from tests.cases import MlaCase
 
 UNIFORM = MlaCase(name="", seq_lens=(70, 3), heads=16, with_sinks=True)
@@ -66,8 +66,8 @@ def test_a_whole_call_launches_one_kernel_with_every_value_in_its_place(
         "bmm2_scale_tensor": inputs.bmm2_scale.data_ptr(),
         "sinks": inputs.sinks.data_ptr(),
         "out": out.data_ptr(),
-        "partial_out": inputs.workspace_buffer.data_ptr(),
-        "partial_lse": inputs.workspace_buffer.data_ptr(),
+        "partial_out": scratch_of(inputs.workspace_buffer, 0),
+        "partial_lse": scratch_of(inputs.workspace_buffer, 0),
         "query_stride": 16 * 576 * 2,
         "query_head_stride": 576 * 2,
         "query_rope_stride": 16 * 576 * 2,
@@ -110,11 +110,12 @@ def test_a_split_call_leaves_partial_rows_and_then_their_lse_for_the_second_kern
     assert isinstance(call, PortableCall)
     decode, combine = first.values, second.values
     assert (first.family, second.family) == ("mla_decode", "combine_splits")
-    workspace = inputs.workspace_buffer.data_ptr()
+    scratch = scratch_of(inputs.workspace_buffer, call.plan.workspace_bytes)
     partial_rows = call.plan.splits * 5 * 16
     assert call.plan.splits > 1
     assert decode["q_len"] == 0
-    assert decode["partial_lse"] == workspace + partial_rows * 512 * 4
+    assert decode["partial_out"] == scratch
+    assert decode["partial_lse"] == scratch + partial_rows * 512 * 4
     assert call.plan.workspace_bytes == partial_rows * 513 * 4
     assert second.blocks == 5 * 16 * 4
     shared = ("partial_out", "partial_lse", "out", "lse", "splits", "total_rows", "lse_factor")

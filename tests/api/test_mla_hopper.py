@@ -17,7 +17,7 @@ from mlagen.errors import ArgumentError, UnsupportedError
 from mlagen.runtime.tensor_map import TiledTensor
 from mlagen.settings import current_settings
 from mlagen.spec.mla_hopper import MlaHopperSpec
-from tests.api.launches import COUNTERS, PLAN, Launch, launched, record_launches
+from tests.api.launches import COUNTERS, PLAN, Launch, launched, record_launches, scratch_of
 from tests.cases import MlaCase
 
 UNIFORM = MlaCase(name="", seq_lens=(70, 3), heads=16, with_sinks=True)
@@ -60,7 +60,7 @@ def test_a_call_launches_one_kernel_with_every_value_in_its_place(launches: list
     assert inputs.sinks is not None
     assert isinstance(call.decode.spec, MlaHopperSpec)
     maps = maps_of(inputs, call.decode.spec).packed
-    workspace = inputs.workspace_buffer.data_ptr()
+    scratch = scratch_of(inputs.workspace_buffer, 2 * 4 * 16 * (512 * 2 + 16))
     unused = ("table_starts", "cum_seq_lens_q", "bmm1_scale_tensor", "lse")
     expected: dict[str, Any] = {
         **dict.fromkeys((*unused, "rope_is_apart", "scores_take_bmm2"), 0),
@@ -75,9 +75,9 @@ def test_a_call_launches_one_kernel_with_every_value_in_its_place(launches: list
         "bmm2_scale_tensor": inputs.bmm2_scale.data_ptr(),
         "sinks": inputs.sinks.data_ptr(),
         "out": out.data_ptr(),
-        "partial_out": workspace,
-        "partial_rows": workspace + 2 * 4 * 16 * 512 * 2,
-        "counters": workspace + COUNTERS,
+        "partial_out": scratch,
+        "partial_rows": scratch + 2 * 4 * 16 * 512 * 2,
+        "counters": inputs.workspace_buffer.data_ptr() + COUNTERS,
         "query_stride": 16 * 576 * 2,
         "query_head_stride": 576 * 2,
         "query_rope_stride": 16 * 576 * 2,
