@@ -68,8 +68,7 @@ def xqa_batch_decode_with_kv_cache(
         (NVFP4), the first in the lower half: the last dimension is ``head_dim / 2`` then.
     workspace_buffer : any dtype
         Scratch of at least :func:`mlagen.workspace_bytes` bytes, of which a call uses the last. It
-        needs no initial value, and
-        holds no semaphores.
+        needs no initial value, and holds no semaphores.
     block_tables : int32 or uint32 [batch, max_pages]
         Page ids, for keys and values; entries at ``ceil(seq_len / page_size)`` and after are never
         read. What a request gives whose id before that is no page of the cache is not specified.
