@@ -17,6 +17,14 @@ from mlagen.api.mla_portable import PortableCall, prepare_portable
 from mlagen.api.mla_request import MlaRequest, check_request
 from mlagen.api.reference import decode_mla
 from mlagen.api.remembered import RememberedCalls, Usual
+from mlagen.errors import ArgumentError, UnsupportedError
+from mlagen.runtime.partition import (
+    NO_COOPERATION,
+    WHOLE_GPU,
+    TooManyBlocksError,
+    note_rejection,
+    partition_of,
+)
 from mlagen.settings import Settings, current_settings
 
 MlaCall = PortableCall | HopperCall | PackedCall
@@ -38,25 +46,43 @@ def run_again(
     """
     settings = current_settings()
     key = (settings.mla_kernel, settings.mla_probabilities, *key)
+    if sms := partition_of(tensors[0]):
+        key = (sms, *key)
     if settings.checks_contents:
         return _calls.find_unlaunched(key, tensors)
-    return _calls.run_again(key, tensors, numbers, out, enable_pdl, _new_out)
+    try:
+        return _calls.run_again(key, tensors, numbers, out, enable_pdl, _new_out)
+    except TooManyBlocksError as error:
+        note_rejection(error)
+        return None
 
 
 def run_mla(
     inputs: MlaInputs, enable_pdl: bool, usual: Usual[MlaCall] | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute one call, which may be a usual one; returns the output and, if asked for, the LSE."""
+    try:
+        return _run(inputs, enable_pdl, usual, partition_of(inputs.query))
+    except TooManyBlocksError as error:
+        note_rejection(error)
+    return run_mla(inputs, enable_pdl)  # for the SMs that there are, or without cooperation
+
+
+def _run(
+    inputs: MlaInputs, enable_pdl: bool, usual: Usual[MlaCall] | None, sms: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     settings = current_settings()
     call, form = None, None
     if usual is not None and usual.recent is not None:
         call = usual.recent.call
     else:
         form = form_of(inputs, settings.mla_kernel, settings.mla_probabilities)
+        if sms and form is not None:
+            form = (sms, form)
         call = _calls.find(form, usual)
     request = check_request(inputs) if call is None else call.request
     if call is None and request.device.type != "cpu":
-        call = _calls.keep(form, _prepare(inputs, request, settings), usual)
+        call = _calls.keep(form, _prepare(inputs, request, settings, sms), usual)
     if settings.checks_contents:
         check_contents(inputs, request)
     if call is None:
@@ -64,11 +90,25 @@ def run_mla(
     return _run_on_gpu(call, inputs, enable_pdl, usual)
 
 
-def _prepare(inputs: MlaInputs, request: MlaRequest, settings: Settings) -> MlaCall:
-    """Choose the kernel."""
+def _prepare(
+    inputs: MlaInputs, request: MlaRequest, settings: Settings, sms: int = WHOLE_GPU
+) -> MlaCall:
+    """Choose the kernel, for a context of ``sms`` SMs."""
     index = require_gpu(request.device, inputs.names.query)
-    if settings.mla_kernel != "portable":
-        call = prepare_hopper(inputs, request, index, settings)
+    is_forced = settings.mla_kernel == "hopper"
+    if sms == NO_COOPERATION and is_forced:
+        raise UnsupportedError(
+            "MLAGEN_MLA_KERNEL=hopper: expected a context whose SMs hold all blocks at once, got "
+            "one in which the driver rejects them; unset it to take the portable kernel"
+        )
+    if settings.mla_kernel != "portable" and sms != NO_COOPERATION:
+        try:
+            call = prepare_hopper(inputs, request, index, settings, sms)
+        except ArgumentError:
+            # A workspace that is large enough for the plans of the whole GPU is enough.
+            if sms == WHOLE_GPU or is_forced:
+                raise
+            call = None
         if call is not None:
             return call
     return prepare_portable(inputs, request, index)

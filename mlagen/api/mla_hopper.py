@@ -20,6 +20,7 @@ from mlagen.runtime.counters import counters_of
 from mlagen.runtime.device import arch_of_device
 from mlagen.runtime.launch import Launch, launch
 from mlagen.runtime.loader import LoadedKernel
+from mlagen.runtime.partition import WHOLE_GPU
 from mlagen.runtime.plan_hopper import HopperPlan, line_fits
 from mlagen.settings import Settings
 from mlagen.spec.kernel import packed_integers
@@ -104,9 +105,13 @@ class HopperCall:
 
 
 def prepare_hopper(
-    inputs: MlaInputs, request: MlaRequest, index: int, settings: Settings
+    inputs: MlaInputs,
+    request: MlaRequest,
+    index: int,
+    settings: Settings,
+    sms: int = WHOLE_GPU,
 ) -> HopperCall | PackedCall | None:
-    """Return how calls of the form of ``inputs`` are launched on GPU ``index``.
+    """Return how calls of the form of ``inputs`` are launched on ``sms`` SMs of GPU ``index``.
 
     None if no kernel covers them, they are too small for it to be the faster one, or the driver
     makes no map of such a cache.
@@ -127,6 +132,7 @@ def prepare_hopper(
         heads=request.heads,
         longest_kv=request.top_k or int(inputs.max_seq_len),
         probabilities=settings.mla_probabilities,
+        sms=sms,
     )
     if planned is None:
         if is_forced:

@@ -10,6 +10,7 @@ from mlagen.api.mla_inputs import MlaInputs
 from mlagen.api.mla_request import MlaRequest
 from mlagen.runtime.counters import new_plan
 from mlagen.runtime.device import arch_of_device, device_facts
+from mlagen.runtime.partition import WHOLE_GPU
 from mlagen.runtime.plan import DecodePlan, MlaDecodeProblem, plan_mla_decode
 from mlagen.runtime.plan_hopper import HopperPlan, plan_mla_hopper, rows_of_tile
 from mlagen.spec.mla import MlaDecodeSpec, mla_decode_spec
@@ -59,10 +60,12 @@ def plan_hopper_call(
     heads: int,
     longest_kv: int,
     probabilities: str,
+    sms: int = WHOLE_GPU,
 ) -> tuple[MlaHopperSpec, HopperPlan] | None:
     """Return the Hopper kernel and its plan of a call on GPU ``device``; None if there is none.
 
-    ``longest_kv`` as for :func:`plan_call`; ``probabilities`` is what the settings ask for.
+    ``longest_kv`` as for :func:`plan_call`; ``probabilities`` is what the settings ask for, and
+    ``sms`` how many of the GPU's the context has.
     """
     if variant.lookup == "sparse":
         batch, q_len, tile_q_len = tokens, 1, 1
@@ -76,7 +79,7 @@ def plan_hopper_call(
         total_rows=tokens * heads,
         longest_kv=rounded_up(longest_kv),
     )
-    sm_count = device_facts(device).sm_count
+    sm_count = sms or device_facts(device).sm_count
     spec = replace(spec, tile_rows=rows_of_tile(spec, problem, tile_q_len, sm_count))
     return spec, plan_mla_hopper(spec, problem, tile_q_len, sm_count)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -112,9 +114,43 @@ def bind_context(index: int) -> None:
     from cuda.bindings import driver
 
     if int(checked(driver.cuCtxGetCurrent(), "cuCtxGetCurrent")) == 0:
-        device = checked(driver.cuDeviceGet(index), "cuDeviceGet")
-        context = checked(driver.cuDevicePrimaryCtxRetain(device), "cuDevicePrimaryCtxRetain")
-        checked(driver.cuCtxSetCurrent(context), "cuCtxSetCurrent")
+        checked(driver.cuCtxSetCurrent(_primary_context(index)), "cuCtxSetCurrent")
+
+
+@contextmanager
+def lasting_context(index: int) -> Iterator[None]:
+    """Have a context current that outlives what is loaded in it.
+
+    A green context may be destroyed; in one, the primary context of GPU ``index`` takes its place.
+    """
+    from cuda.bindings import driver
+
+    bind_context(index)
+    if not _is_in_green_context():
+        yield
+        return
+    checked(driver.cuCtxPushCurrent(_primary_context(index)), "cuCtxPushCurrent")
+    try:
+        yield
+    finally:
+        checked(driver.cuCtxPopCurrent(), "cuCtxPopCurrent")
+
+
+def _primary_context(index: int) -> Any:
+    from cuda.bindings import driver
+
+    device = checked(driver.cuDeviceGet(index), "cuDeviceGet")
+    return checked(driver.cuDevicePrimaryCtxRetain(device), "cuDevicePrimaryCtxRetain")
+
+
+def _is_in_green_context() -> bool:
+    from cuda.bindings import driver
+
+    try:
+        status, green = driver.cuStreamGetGreenCtx(0)  # of the current context
+    except (AttributeError, RuntimeError):  # bindings or a driver without green contexts
+        return False
+    return int(status) == 0 and int(green) != 0
 
 
 def _initialised_driver() -> Any | None:

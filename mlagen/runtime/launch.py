@@ -13,6 +13,7 @@ import torch
 from mlagen.errors import DriverError
 from mlagen.runtime.device import bind_context
 from mlagen.runtime.loader import LoadedKernel
+from mlagen.runtime.partition import TooManyBlocksError
 
 # Before the parameters of a launch lies where they begin: the array of pointers to each argument of
 # the kernel, which has one. Eight bytes more leave them as aligned as what ctypes allocates.
@@ -21,6 +22,8 @@ _HEAD = struct.Struct("<Q8x")
 
 # How a driver may say that it does not take two attributes together.
 _REFUSALS = ("CUDA_ERROR_INVALID_VALUE", "CUDA_ERROR_NOT_SUPPORTED")
+# And that the context has too few SMs for blocks that must all be there.
+_TOO_MANY_BLOCKS = "CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE"
 
 
 class Launch:
@@ -47,8 +50,10 @@ class Launch:
 
         Raises
         ------
+        TooManyBlocksError
+            If the SMs of the context are too few for a cooperative grid.
         DriverError
-            If the driver refuses the launch.
+            If the driver refuses the launch for another reason.
         """
         kernel, blocks = self._kernel, self._blocks
         device = kernel.device
@@ -74,9 +79,15 @@ class Launch:
             self.enqueue(enable_pdl)
             return
         if status:
-            symbol = kernel.spec.symbol
-            message = f"{symbol}: launch of {blocks} blocks failed: {status.name}"
-            raise DriverError(message, symbol=symbol)
+            raise _error_of(status, kernel, blocks)
+
+
+def _error_of(status: Any, kernel: LoadedKernel, blocks: int) -> DriverError:
+    symbol = kernel.spec.symbol
+    message = f"{symbol}: launch of {blocks} blocks failed: {status.name}"
+    if status.name == _TOO_MANY_BLOCKS:
+        return TooManyBlocksError(message, symbol=symbol, device=kernel.device, blocks=blocks)
+    return DriverError(message, symbol=symbol)
 
 
 def launch(kernel: LoadedKernel, blocks: int, enable_pdl: bool, *values: float | bytes) -> Launch:

@@ -11,7 +11,7 @@ import torch
 from mlagen.errors import CaptureError
 from mlagen.runtime.capture import is_capturing
 from mlagen.runtime.counters import reserve_counters
-from mlagen.runtime.device import bind_context, checked
+from mlagen.runtime.device import checked, lasting_context
 from mlagen.spec.kernel import KernelSpec, packing_of
 
 
@@ -50,8 +50,7 @@ def load(code: bytes, spec: KernelSpec, device: int) -> LoadedKernel:
     from cuda.bindings import driver
 
     attributes = driver.CUfunction_attribute
-    with torch.cuda.device(device):
-        bind_context(device)
+    with torch.cuda.device(device), lasting_context(device):
         library = checked(
             driver.cuLibraryLoadData(code, None, None, 0, None, None, 0), "cuLibraryLoadData"
         )

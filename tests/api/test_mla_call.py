@@ -202,7 +202,7 @@ def test_a_call_is_remembered_with_the_kernel_that_was_asked_for(
     on_gpu = replace(check_request(inputs), device=torch.device("cuda", 0))
     prepared, run = [], []
 
-    def prepare(_: object, __: object, settings: Settings) -> object:
+    def prepare(_: object, __: object, settings: Settings, ___: int) -> object:
         prepared.append(settings.mla_kernel)
         return SimpleNamespace(request=on_gpu, kernel=settings.mla_kernel)
 

@@ -18,6 +18,7 @@ from mlagen.runtime.device import (
     arch_of_device,
     checked,
     driver_version,
+    lasting_context,
     visible_devices,
 )
 from tests.cache.builds import ROOT
@@ -155,3 +156,40 @@ def test_what_a_successful_call_returns(result: tuple[Any, ...], values: object)
     returned = checked(result, "cuAnything")
 
     assert returned == values
+
+
+@pytest.mark.parametrize("green", [0, 5], ids=["in another context", "in a green context"])
+def test_what_is_loaded_outlives_a_green_context(
+    green: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The primary context takes its place meanwhile, also where loading fails."""
+    driver = pytest.importorskip("cuda.bindings.driver")
+    current = ["a context"]
+
+    def push(context: str) -> tuple[int]:
+        current.append(context)
+        return (0,)
+
+    answers: dict[str, Any] = {
+        "cuCtxGetCurrent": lambda: (0, 3),
+        "cuStreamGetGreenCtx": lambda _: (0, green),
+        "cuDeviceGet": lambda index: (0, index),
+        "cuDevicePrimaryCtxRetain": lambda index: (0, f"primary of {index}"),
+        "cuCtxPushCurrent": push,
+        "cuCtxPopCurrent": lambda: (0, current.pop()),
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(driver, name, answer)
+
+    inside = []
+
+    def load() -> None:
+        with lasting_context(2):
+            inside.append(current[-1])
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        load()
+
+    assert inside == ["primary of 2" if green else "a context"]
+    assert current == ["a context"]

@@ -39,7 +39,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
     for name in CALLS:
         monkeypatch.setattr(driver, name, answer(name))
-    monkeypatch.setattr(loader, "bind_context", lambda _: None)
+    monkeypatch.setattr(loader, "lasting_context", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(loader, "reserve_counters", lambda device: seen.append(("reserve", device)))
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
     return seen

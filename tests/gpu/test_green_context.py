@@ -1,0 +1,164 @@
+"""Calls in a green context of 16 SMs: as right as in the whole GPU, before and after."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from mlagen.api.mla_call import run_mla
+from mlagen.runtime.device import checked
+from tests.cases import MlaProblem
+from tests.gqa_problems import GqaCase
+from tests.gqa_semantics import decode as decode_gqa
+from tests.hopper_tiles import taking_hopper_kernels
+from tests.mla_cases import KINDS, of_kind
+from tests.mla_semantics import decode
+
+driver = pytest.importorskip("cuda.bindings.driver")
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="needs a Hopper GPU",
+)
+
+_SMS = 16
+CASES = {
+    "bf16, few rows": of_kind(KINDS["bf16"], name="", seq_lens=(9000, 70, 0), heads=16),
+    "bf16, many rows": of_kind(KINDS["bf16"], name="", seq_lens=(9000, 70, 0), heads=128),
+    "e4m3": of_kind(KINDS["e4m3"], name="", seq_lens=(9000, 70), heads=128, with_sinks=True),
+    "packed": of_kind(KINDS["bf16 over packed656"], name="", seq_lens=(9000, 70), heads=64),
+    "lists": of_kind(KINDS["bf16 over packed656"], name="", seq_lens=(9000,), top_k=2048, q_len=4),
+    "ragged": of_kind(KINDS["bf16"], name="", seq_lens=(9000, 70), q_lens=(3, 1), heads=40),
+}
+
+
+@pytest.fixture(params=["auto", "hopper"])
+def _kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Have calls take the kernel that is fastest, or one for Hopper."""
+    if request.param == "auto":
+        yield
+        return
+    with taking_hopper_kernels(monkeypatch):
+        yield
+
+
+@pytest.fixture(scope="module")
+def stream() -> torch.cuda.Stream:
+    """Return a stream of a green context of 16 SMs, which lives as long as the process."""
+    kind = driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
+    torch.zeros(1, device="cuda")
+    device = checked(driver.cuDeviceGet(torch.cuda.current_device()), "cuDeviceGet")
+    whole = checked(driver.cuDeviceGetDevResource(device, kind), "cuDeviceGetDevResource")
+    split = driver.cuDevSmResourceSplitByCount(1, whole, 0, _SMS)
+    parts, _, _ = checked(split, "cuDevSmResourceSplitByCount")
+    description = checked(driver.cuDevResourceGenerateDesc(parts[:1], 1), "Desc")
+    flags = driver.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM
+    green = checked(driver.cuGreenCtxCreate(description, device, flags), "cuGreenCtxCreate")
+    flags = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
+    made = checked(driver.cuGreenCtxStreamCreate(green, flags, 0), "cuGreenCtxStreamCreate")
+    return torch.cuda.ExternalStream(int(made))  # type: ignore[no-untyped-call]
+
+
+def inside(stream: torch.cuda.Stream, call: Callable[[], Any]) -> Any:
+    """Return what a call gives on a stream, after all before and before all after."""
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        result = call()
+    stream.synchronize()
+    return result
+
+
+def compute(problem: MlaProblem) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return output and LSE."""
+    out, lse = run_mla(problem.inputs(return_lse=True), enable_pdl=True)
+    assert lse is not None
+    return out, lse
+
+
+@pytest.mark.usefixtures("_kernel")
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_mla(case: Any, stream: torch.cuda.Stream) -> None:
+    """In the whole GPU, in the green context and in the whole GPU again."""
+    problem = case.build("cuda")
+    before = compute(problem)
+
+    for _ in range(3):
+        problem.check(*inside(stream, lambda: compute(problem)))
+
+    after = compute(problem)
+    problem.check(*before)
+    assert torch.equal(before[0], after[0])
+    assert torch.equal(before[1], after[1])
+
+
+@pytest.mark.usefixtures("_kernel")
+def test_remembered_launches(stream: torch.cuda.Stream) -> None:
+    """A loop over the same tensors goes on inside, and outside again."""
+    problem = CASES["bf16, many rows"].build("cuda")
+    arguments = problem.arguments()
+    workspace, out = arguments["workspace_buffer"], torch.empty_like(problem.query[..., :512])
+
+    def call() -> None:
+        out.fill_(float("nan"))
+        decode(problem, workspace_buffer=workspace, out=out)
+
+    for is_inside in (False, False, True, True, True, False, False, True):
+        if is_inside:
+            inside(stream, call)
+        else:
+            call()
+        problem.check(out)
+
+
+@pytest.mark.usefixtures("_kernel")
+def test_a_graph(stream: torch.cuda.Stream) -> None:
+    """Captured on the green context's stream after a call there, replayed there."""
+    problem = CASES["e4m3"].build("cuda")
+    out, lse = inside(stream, lambda: compute(problem))
+    inputs = problem.inputs(return_lse=True, out=out, lse=lse)
+    inside(stream, lambda: run_mla(inputs, enable_pdl=True))
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        for _ in range(3):
+            run_mla(inputs, enable_pdl=True)
+    for tensor in (out, lse):
+        tensor.fill_(float("nan"))
+
+    inside(stream, graph.replay)
+
+    problem.check(out, lse)
+
+
+@pytest.mark.parametrize("group", [4, 8])
+def test_grouped_query(group: int, stream: torch.cuda.Stream) -> None:
+    """Whose blocks do not wait for each other."""
+    problem = GqaCase(name="", seq_lens=(9000, 70, 0), group=group, page_size=64).build("cuda")
+
+    problem.check(inside(stream, lambda: decode_gqa(problem)))
+    problem.check(decode_gqa(problem))
+
+
+@pytest.mark.usefixtures("_kernel")
+def test_the_green_contexts_of_torch() -> None:
+    """The context is the current one then; kernels that are first loaded there outlive it."""
+    contexts = pytest.importorskip("torch.cuda.green_contexts")
+    if not getattr(contexts, "SUPPORTED", True):
+        pytest.skip("needs a torch that was built with green contexts")
+    case = of_kind(KINDS["fp16"], name="", seq_lens=(9000, 70), heads=128, page_size=32)
+    problem = case.build("cuda")
+    green = contexts.GreenContext.create(num_sms=_SMS, device_id=0)
+    torch.cuda.synchronize()
+    green.set_context()
+    try:
+        results = [compute(problem) for _ in range(3)]
+        torch.cuda.synchronize()
+    finally:
+        green.pop_context()
+    del green
+
+    for out, lse in (*results, compute(problem)):
+        problem.check(out, lse)
