@@ -45,9 +45,10 @@ LAYERS = {
 # Each third party with the layers that may import it.
 FENCES = {
     "click": {"cache_tools"},
-    "cuda": {"compiler", "runtime"},
+    "cuda": {"runtime"},
     "filelock": {"cache"},
     "jinja2": {"codegen"},
+    "packaging": {"cache", "compiler"},
     "rich": {"cache_tools"},
     "tomli": {"prewarming"},  # stands in for tomllib, which Python has from 3.11 on
     "tomllib": {"prewarming"},
@@ -59,6 +60,7 @@ CLOSED = {"mlagen/codegen/sources.py": {"jinja2"}}
 OPEN = {
     "cache_tools/commands/bench.py": {"torch"},
     "cache_tools/commands/demo.py": {"torch"},
+    "cache_tools/disassembly.py": {"cuda"},  # cuda.pathfinder, which finds programs too
     "cache_tools/remote.py": {"fsspec"},  # torch depends on it; only push and pull use it
     **{
         f"cache_tools/benchmark/{name}.py": {"torch"}

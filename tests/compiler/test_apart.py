@@ -17,7 +17,7 @@ from mlagen.artifacts import Cubin, Source
 from mlagen.compiler import apart
 from mlagen.compiler import nvrtc as nvrtc_module
 from mlagen.compiler.apart import compile_anywhere, compile_apart
-from mlagen.compiler.nvrtc import compile_source, is_hidden
+from mlagen.compiler.nvrtc import compile_source
 from mlagen.compiler.toolchain import find_nvrtc
 from mlagen.errors import CompileError, ToolchainError
 from mlagen.spec.arch import Arch, parse_arch
@@ -176,30 +176,3 @@ def test_a_process_that_ends_compiles_elsewhere(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(forks, "_is_ending", True)
 
     assert where() == "elsewhere"
-
-
-@pytest.mark.usefixtures("places")
-def test_behind_another_nvrtc_a_kernel_is_compiled_elsewhere(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Where calls would reach one of another major version, they are made in a fresh process."""
-    from cuda.bindings import nvrtc as api
-
-    nvrtc = find_nvrtc()
-    assert not is_hidden(nvrtc)
-    monkeypatch.setattr(api, "nvrtcVersion", lambda: (0, nvrtc.release[0] - 1, 8))
-
-    assert is_hidden(nvrtc)
-    assert where() == "elsewhere"
-
-
-def test_an_nvrtc_that_cannot_be_loaded_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiling says what is wrong with it."""
-    from cuda.bindings import nvrtc as api
-
-    def fail() -> None:
-        raise RuntimeError("Failed to dlopen libnvrtc")
-
-    monkeypatch.setattr(api, "nvrtcVersion", fail)
-
-    assert not is_hidden(find_nvrtc())
