@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # Each layer with what it may import besides itself. A layer is a module or folder of mlagen/;
 # "mlagen" is the package's own __init__.py.
-GROUND = {"counts", "errors", "forks", "settings"}
+GROUND = {"counts", "errors", "forks", "logs", "settings"}
 DATA = GROUND | {"artifacts", "spec"}
 STAGES = {"codegen", "compiler", "cache", "runtime"}
 ENGINE = DATA | STAGES | {"engine", "jit", "recording"}
@@ -26,7 +26,8 @@ LAYERS = {
     "counts": set[str](),
     "errors": set[str](),
     "forks": set[str](),
-    "settings": {"errors"},
+    "logs": set[str](),
+    "settings": {"errors", "logs"},
     "artifacts": {"errors"},
     "spec": {"errors"},
     **dict.fromkeys(STAGES, DATA),

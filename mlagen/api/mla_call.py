@@ -8,6 +8,7 @@ from collections.abc import Hashable
 import torch
 
 from mlagen.api.calls import require_gpu
+from mlagen.api.choice_log import log_choice, log_declined
 from mlagen.api.mla_contents import check_contents
 from mlagen.api.mla_form import form_of
 from mlagen.api.mla_hopper import HopperCall, prepare_hopper
@@ -67,11 +68,20 @@ def run_mla(
 def _prepare(inputs: MlaInputs, request: MlaRequest, settings: Settings) -> MlaCall:
     """Choose the kernel."""
     index = require_gpu(request.device, inputs.names.query)
-    if settings.mla_kernel != "portable":
+    call: MlaCall | None = None
+    if settings.mla_kernel == "portable":
+        log_declined("MLAGEN_MLA_KERNEL=portable")
+    else:
         call = prepare_hopper(inputs, request, index, settings)
-        if call is not None:
-            return call
-    return prepare_portable(inputs, request, index)
+    call = call or prepare_portable(inputs, request, index)
+    log_choice(
+        call.decode.spec,
+        call.plan,
+        requests=request.tokens if request.top_k else request.batch,
+        rows=(1 if request.top_k else request.tile_q_len) * request.heads,
+        longest_kv=request.top_k or int(inputs.max_seq_len),
+    )
+    return call
 
 
 def _run_on_gpu(
