@@ -158,6 +158,7 @@ import json, os, sys
 events = []
 recorders = [lambda event, arguments: events.append((event, arguments))]
 sys.addaudithook(lambda *event: [record(*event) for record in recorders])
+before = set(sys.modules)
 import mlagen
 recorders.clear()
 opened = [arguments for event, arguments in events if event == "open"]
@@ -165,7 +166,7 @@ print(json.dumps({
     "read": [os.path.abspath(str(path)) for path, _, flags in opened],
     "written": [str(path) for path, _, flags in opened if flags & (os.O_WRONLY | os.O_RDWR)],
     "events": sorted({event for event, _ in events}),
-    "modules": sorted(sys.modules),
+    "modules": sorted(set(sys.modules) - before),
 }))
 """
 

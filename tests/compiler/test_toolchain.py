@@ -189,7 +189,7 @@ def test_finding_nvrtc_loads_nothing() -> None:
     """Neither the bindings nor the library are in the process afterwards."""
     code = (
         "import sys; from mlagen.compiler.toolchain import find_nvrtc; find_nvrtc(); "
-        "print([name for name in sys.modules if name.split('.')[0] == 'cuda'], "
+        "print([name for name in sys.modules if name.startswith('cuda.')], "
         "'libnvrtc' in open('/proc/self/maps').read())"
     )
     done = subprocess.run(
