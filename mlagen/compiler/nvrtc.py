@@ -10,7 +10,7 @@ from functools import cache
 
 from mlagen.artifacts import Cubin, Source
 from mlagen.compiler.nvrtc_library import load_nvrtc
-from mlagen.compiler.nvrtc_search import version_inside
+from mlagen.compiler.nvrtc_search import BUILD, version_inside
 from mlagen.compiler.ptxas import parse_resources
 from mlagen.compiler.toolchain import Nvrtc, options_for
 from mlagen.errors import CompileError, ToolchainError
@@ -22,7 +22,6 @@ logger = logging.getLogger("mlagen")
 PROGRAM_NAME = "kernel.cu"
 
 _POSITION = re.compile(rf"^{re.escape(PROGRAM_NAME)}\((\d+)\)", re.MULTILINE)
-_BUILD = re.compile(rb"Cuda compilation tools, release [\d.]+, V(\d+\.\d+\.\d+)")
 
 
 def compile_source(source: Source, arch: Arch, nvrtc: Nvrtc) -> Cubin:
@@ -71,7 +70,7 @@ def rewrite_positions(log: str, origins: Sequence[str]) -> str:
 def _build_of(code: bytes, nvrtc: Nvrtc) -> str:
     # The library's own word outranks metadata and file names. NVRTC 12.8 writes it into the
     # cubins of some architectures only.
-    found = _BUILD.search(code)
+    found = BUILD.search(code)
     version = found[1].decode() if found else version_inside(nvrtc.path) or nvrtc.version
     if version != nvrtc.version:
         _warn(nvrtc, version)

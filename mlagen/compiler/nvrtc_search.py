@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -18,7 +19,7 @@ _ROOT = Path("/")  # tests search another one
 
 _FULL_NAME = re.compile(r"\.so\.(\d+\.\d+\.\d+)$")
 _BANNER = b"Cuda compilation tools, release "
-_BUILD = re.compile(re.escape(_BANNER) + rb"[\d.]+, V(\d+\.\d+\.\d+)")
+BUILD = re.compile(re.escape(_BANNER) + rb"[\d.]+, V(\d+\.\d+\.\d+)")
 # Class and byte order of an ELF header, and its machine.
 _ELF_KIND, _ELF_MACHINE = slice(0, 6), slice(18, 20)
 
@@ -47,8 +48,8 @@ def find_candidates(major: int, wheels: Iterable[str]) -> Iterator[Candidate]:
             continue
         for file in distribution.files or ():
             if file.name == library:
-                path = Path(str(distribution.locate_file(file))).resolve()
-                if path.is_file():
+                path = Path(os.path.realpath(str(distribution.locate_file(file))))
+                if os.path.isfile(path):  # noqa: PTH113 - this one raises nothing
                     yield Candidate(version, path, name)
     for folder in _system_folders(major):
         try:
@@ -69,7 +70,7 @@ def version_inside(path: Path) -> str | None:
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         start = content.find(_BANNER)
         while start >= 0:
-            if match := _BUILD.match(content, start):
+            if match := BUILD.match(content, start):
                 return match[1].decode()
             start = content.find(_BANNER, start + 1)
     return None
@@ -89,29 +90,37 @@ def _is_for_this_machine(path: Path) -> bool:
 
 def _system_folders(major: int) -> Iterator[Path]:
     prefixes = [os.environ.get("CONDA_PREFIX", "")]
-    if Path(sys.prefix, "conda-meta").is_dir():  # an environment that is not activated
+    if _matches(Path(sys.prefix), "conda-meta"):  # an environment that is not activated
         prefixes.append(sys.prefix)
     for prefix in prefixes:
         yield from _folders_of_toolkit(prefix)
     # Relative folders are left out: what lies in the current one must not be loaded.
     listed = re.split("[:;]", os.environ.get("LD_LIBRARY_PATH", ""))
-    for settings in sorted((_ROOT / "etc/ld.so.conf.d").glob("*.conf")):
-        listed += settings.read_text(errors="replace").splitlines()
+    for settings in _matches(_ROOT / "etc/ld.so.conf.d", "*.conf"):
+        with suppress(OSError):
+            listed += settings.read_text(errors="replace").splitlines()
     yield from (Path(folder) for folder in listed if Path(folder).is_absolute())
     for variable in ("CUDA_PATH", "CUDA_HOME"):
         yield from _folders_of_toolkit(os.environ.get(variable, ""))
     local = _ROOT / "usr/local"
-    versioned = sorted(local.glob(f"cuda-{major}*"), key=_numbers_of, reverse=True)
+    versioned = sorted(_matches(local, f"cuda-{major}*"), key=_numbers_of, reverse=True)
     for toolkit in (*versioned, local / "cuda"):
         yield from _folders_of_toolkit(str(toolkit))
-    yield from sorted((_ROOT / "usr/lib").glob("*-linux-gnu"))
+    yield from _matches(_ROOT / "usr/lib", "*-linux-gnu")
     yield from (_ROOT / "usr/lib64", _ROOT / "usr/lib")
 
 
 def _folders_of_toolkit(root: str) -> Iterator[Path]:
     if root and Path(root).is_absolute():
         yield from (Path(root, "lib64"), Path(root, "lib"))
-        yield from sorted(Path(root, "targets").glob("*/lib"))
+        yield from _matches(Path(root, "targets"), "*/lib")
+
+
+def _matches(folder: Path, pattern: str) -> list[Path]:
+    try:
+        return sorted(folder.glob(pattern))
+    except OSError:  # a folder that this process may not read is as good as none
+        return []
 
 
 def _numbers_of(path: Path) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -9,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -115,6 +117,28 @@ def test_what_cannot_be_loaded_is_passed_by(machine: Path, monkeypatch: pytest.M
     monkeypatch.setenv("LD_LIBRARY_PATH", ":".join(str(machine / name) for name in names))
 
     assert [found.path for found in find_candidates(13, ())] == [sound]
+
+
+@pytest.mark.parametrize("variable", ["CUDA_HOME", "CONDA_PREFIX", "LD_LIBRARY_PATH"])
+def test_a_place_that_cannot_be_searched_is_passed_by(
+    variable: str, machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the file system answers, the next place is searched."""
+    sound = make_library(machine / "usr/lib64")
+    (machine / "file").touch()
+    real = Path.open
+
+    def refuse(self: Path, *arguments: Any, **options: Any) -> Any:
+        if self.is_relative_to("/nowhere"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(self, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", refuse)
+
+    for place in (machine / "file", "/" + "x" * 300, "/nowhere"):
+        monkeypatch.setenv(variable, str(place))
+
+        assert [found.path for found in find_candidates(13, ())] == [sound]
 
 
 def test_the_version_inside_is_that_of_the_wheel() -> None:
