@@ -27,12 +27,27 @@ UNSTABLE = (
     (r"\s+", " "),
 )
 
+# What the CUDA major version of the installed cuda-bindings decides.
+OF_CUDA = (
+    (r"libnvrtc\.so\.\d+", "libnvrtc.so.MAJOR"),
+    (r"cuda-bindings \d+", "cuda-bindings MAJOR"),
+    (r"nvidia-cuda-nvrtc(?:-cu12)?", "nvidia-cuda-nvrtc"),
+    (r"mlagen\[cu\d+\]", "mlagen[cuMAJOR]"),
+)
+
+
+def of_any_cuda(line: str) -> str:
+    """Return a line of output as it is with any CUDA."""
+    for pattern, name in OF_CUDA:
+        line = re.sub(pattern, name, line)
+    return line
+
 
 def stable(line: str) -> str:
     """Return a line of output without what is nobody's promise."""
     for pattern, name in UNSTABLE:
         line = re.sub(pattern, name, line)
-    return line.strip()
+    return of_any_cuda(line).strip()
 
 
 class Shell:

@@ -82,6 +82,14 @@ def require_known(arch: Arch) -> None:
         pytest.skip(f"NVRTC {find_nvrtc().version} does not know {arch}")
 
 
+def complaints(stderr: str) -> list[str]:
+    """Return the lines of a process that compiled, but for what a busy machine adds.
+
+    There, a compilation may take so long that a warning says so.
+    """
+    return [line for line in stderr.splitlines() if " so far; compile ahead of time" not in line]
+
+
 def copy_templates(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Make mlagen read its templates from a copy in ``folder``; call ``forget`` after an edit."""
     copy = folder / "templates"

@@ -18,7 +18,7 @@ from mlagen.settings import current_settings
 
 from .conftest import ROOT, Run, Start
 
-HEAVY = ("torch", "jinja2", "cuda.bindings", "filelock")
+HEAVY = ("torch", "jinja2", "cuda.bindings.driver", "filelock")
 
 
 def test_the_version_is_the_packages(run: Run) -> None:

@@ -42,7 +42,7 @@ from tests.cache.builds import (
 )
 from tests.faults.crowds import crowd
 from tests.faults.steps import store_in, warnings_in, whole_entries
-from tests.kernels import COMBINE
+from tests.kernels import COMBINE, complaints
 
 NAMES = ("mla_decode", "another", "a third")
 
@@ -295,6 +295,6 @@ def test_an_nvrtc_of_another_major_version_in_the_process_is_not_used(tmp_path: 
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
     assert number.value == major
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, complaints(done.stderr)) == (0, [])
     (manifest,) = Path(os.environ["MLAGEN_CACHE_DIR"]).glob("v1/e/*/*/*/manifest.json")
     assert json.loads(manifest.read_text())["toolchain"] == str(find_nvrtc())
