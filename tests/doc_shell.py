@@ -10,6 +10,7 @@ from pathlib import Path
 from sysconfig import get_path
 from typing import NamedTuple
 
+from mlagen.compiler.toolchain import find_nvrtc
 from tests.doc_text import ROOT, Block
 
 # What differs from machine to machine, from run to run and from one edit of a template to another.
@@ -171,6 +172,8 @@ class Shells:
         own.mkdir()
         changes = {"MLAGEN_CACHE_DIR": str(own / "cache"), "MLAGEN_LOCK_DIR": str(own / "locks")}
         site = _site_without_nvrtc(own / "site") if machine == "serve" else None
+        if site is not None and find_nvrtc().release < (12, 9):  # as the page has it
+            changes["MLAGEN_TOOLCHAIN"] = str(find_nvrtc())
         return Shell(own, site=site, **changes)
 
 

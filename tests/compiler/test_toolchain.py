@@ -188,7 +188,8 @@ def test_a_later_nvrtc_that_is_recent_enough_is_taken(
 def test_finding_nvrtc_loads_nothing() -> None:
     """Neither the bindings nor the library are in the process afterwards."""
     code = (
-        "import sys; before = set(sys.modules); from mlagen.compiler.toolchain import find_nvrtc; find_nvrtc(); "
+        "import sys; before = set(sys.modules); "
+        "from mlagen.compiler.toolchain import find_nvrtc; find_nvrtc(); "
         "print([name for name in {*sys.modules} - before if name.startswith('cuda')], "
         "'libnvrtc' in open('/proc/self/maps').read())"
     )
