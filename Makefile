@@ -5,7 +5,7 @@
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test check cpu gpu clean
+.PHONY: help demo test check cpu gpu oldest newest clean
 
 export PYTHON ?= python3
 export HAS_GPU := $(firstword $(wildcard /proc/driver/nvidia /dev/nvidiactl))
@@ -15,6 +15,9 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 # the plugin is installed.
 setup = set -eu; python=$$(.ci/setup $(1))
 with = $$("$$python" -c "import $(1)" 2>/dev/null && echo "$(2)")
+
+cpu_tests = "$$python" -m pytest -m "not gpu" \
+	  $(call with,pytest_timeout,--timeout=120) $(call with,xdist,-n auto --dist worksteal)
 
 help: ## list the jobs
 	@sed -n 's/^\([a-z]*\):.*## /make \1\t/p' Makefile | expand -t 14
@@ -36,12 +39,17 @@ check: ## format, lint, types and the CPU tests: what a change must pass
 
 # A CPU test takes 20 s at most on an idle machine of two cores; the limits only end what hangs.
 cpu: ## the tests that need no GPU
-	@$(call setup,test); "$$python" -m pytest -m "not gpu" \
-	  $(call with,pytest_timeout,--timeout=120) $(call with,xdist,-n auto --dist worksteal)
+	@$(call setup,test); $(cpu_tests)
 
 gpu: ## the tests that need an NVIDIA GPU
 	@$(call setup,test); "$$python" -m pytest -m gpu $(call with,pytest_timeout,--timeout=300)
 
+oldest: ## the CPU tests with the oldest dependencies that pyproject.toml allows
+	@set -eu; python=$$(.ci/versions oldest); $(cpu_tests)
+
+newest: ## the CPU tests with the newest dependencies that pip finds
+	@set -eu; python=$$(.ci/versions newest); $(cpu_tests)
+
 clean: ## remove .venv and what tools left in the checkout; cached kernels stay
-	rm -rf .venv build dist *.egg-info .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-oldest .venv-newest build dist *.egg-info .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import TextIOWrapper
@@ -85,6 +86,8 @@ for command in (prewarm, cache, resources, doctor, demo, bench):
 def main() -> None:
     """Run the command of this process."""
     gc.set_threshold(100_000)  # a list of thousands of kernels is no garbage
+    # Of torch, in the middle of the output; no command uses NumPy.
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             # The path of a cache may hold what the locale cannot print.

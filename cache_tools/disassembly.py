@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
-from importlib import metadata
 from pathlib import Path
 
 from mlagen.errors import ToolchainError
-
-# The wheels that hold it; `mlagen[inspect]` asks for the first.
-_WHEELS = ("nvidia-cuda-nvdisasm", "nvidia-cuda-nvdisasm-cu12")
 
 
 def sass_of(cubin: Path) -> str:
@@ -34,27 +29,17 @@ def sass_of(cubin: Path) -> str:
 
 
 def find_nvdisasm() -> Path:
-    """Return nvdisasm from the PATH, a wheel of this environment, or an installed CUDA toolkit.
+    """Return nvdisasm from a wheel, a conda environment, a CUDA toolkit or the PATH.
 
     Raises
     ------
     ToolchainError
         If there is none; the message says what to install.
     """
-    if found := shutil.which("nvdisasm"):
-        return Path(found)
-    for name in _WHEELS:
-        try:
-            files = metadata.files(name) or []
-        except metadata.PackageNotFoundError:
-            continue
-        for file in files:
-            path = Path(str(file.locate()))
-            if file.name == "nvdisasm" and os.access(path, os.X_OK):
-                return path
-    homes = [os.environ.get(name) for name in ("CUDA_PATH", "CUDA_HOME")]
-    for home in (*homes, "/usr/local/cuda"):
-        path = Path(home or "relative") / "bin" / "nvdisasm"
-        if path.is_absolute() and os.access(path, os.X_OK):
-            return path
-    raise ToolchainError("nvdisasm: not found; run: pip install 'mlagen[inspect]'")
+    from cuda.pathfinder import find_nvidia_binary_utility
+
+    # Distributions install it outside of any toolkit, where the PATH leads.
+    found = find_nvidia_binary_utility("nvdisasm") or shutil.which("nvdisasm")
+    if found is None:
+        raise ToolchainError("nvdisasm: not found; run: pip install 'mlagen[inspect]'")
+    return Path(found)

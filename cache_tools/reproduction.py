@@ -51,7 +51,8 @@ code = bytes(checked(nvrtc.nvrtcGetCUBINSize(program)))
 checked(nvrtc.nvrtcGetCUBIN(program, code))
 
 release = re.search(rb"Cuda compilation tools, release [0-9.]+, V([0-9.]+)", code)
-compiler = f"nvrtc-{{release[1].decode()}}" if release else "nvrtc"
+version = release[1].decode() if release else "%d.%d" % nvrtc.nvrtcVersion()[1:]
+compiler = f"nvrtc-{{version}}"
 digest = hashlib.sha256(code).hexdigest()
 print(f"{{KERNEL}} by {{compiler}}: sha256 {{digest}}")
 if digest != SHA256:

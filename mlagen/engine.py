@@ -88,7 +88,8 @@ def find_or_build(spec: KernelSpec, *, created_by: str = "jit") -> Outcome:
         def build() -> Build:
             nonlocal built
             built = True
-            with told(str(spec), reason, str(nvrtc), store.root):
+            is_awaited = created_by == "jit"
+            with told(str(spec), reason, str(nvrtc), store.root, is_awaited=is_awaited):
                 return _build(spec, nvrtc)
 
         entry = store.build(key, build, created_by=created_by, because=reason)

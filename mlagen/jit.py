@@ -15,6 +15,8 @@ from mlagen.settings import JIT_MODES, current_settings
 
 _FREEZING = ("on", "warn", "error")
 _PROGRESS_S = 10.0
+# A call that waits longer looks like a hang.
+_SLOW_S = 2.0
 
 _logger = logging.getLogger("mlagen")
 
@@ -102,15 +104,20 @@ def who_forbids() -> str:
 
 
 @contextmanager
-def told(kernel: str, reason: str, compiler: str, folder: object) -> Iterator[None]:
-    """Tell the log, the callbacks and the counters of a compilation."""
+def told(
+    kernel: str, reason: str, compiler: str, folder: object, *, is_awaited: bool = True
+) -> Iterator[None]:
+    """Report a compilation to the log, the callbacks and the counters.
+
+    If a call waits for it, ``is_awaited``, and it takes long, a warning says how to avoid that.
+    """
     start = time.perf_counter()
     level = logging.WARNING if jit_mode() == "warn" else logging.INFO
     _logger.log(level, "compiling %s with %s: %s in %s", kernel, compiler, reason, folder)
     _call(CompileEvent(phase="started", kernel=kernel, reason=reason, ms=0.0))
     phase = "failed"
     ended = threading.Event()
-    watch = threading.Thread(target=_watch, args=(kernel, start, ended), daemon=True)
+    watch = threading.Thread(target=_watch, args=(kernel, start, ended, is_awaited), daemon=True)
     try:
         with suppress(RuntimeError):  # where no thread can be started, nothing is said in between
             watch.start()
@@ -128,7 +135,14 @@ def told(kernel: str, reason: str, compiler: str, folder: object) -> Iterator[No
         _call(CompileEvent(phase=phase, kernel=kernel, reason=reason, ms=ms))
 
 
-def _watch(kernel: str, start: float, ended: threading.Event) -> None:
+def _watch(kernel: str, start: float, ended: threading.Event, is_awaited: bool) -> None:
+    if is_awaited and not ended.wait(_SLOW_S):
+        _logger.warning(
+            "compiling %s: %.0f s so far; compile ahead of time with: mlagen prewarm --kernel '%s'",
+            kernel,
+            time.perf_counter() - start,
+            kernel,
+        )
     while not ended.wait(_PROGRESS_S):
         _logger.info("still compiling %s, %.0f s", kernel, time.perf_counter() - start)
 

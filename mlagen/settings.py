@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 
 from mlagen.errors import ArgumentError
+from mlagen.logs import LOG_LEVELS, set_up_logging
 
 DEFAULT_LOCK_TIMEOUT_S = 300.0
 DEFAULT_CACHE_MAX_BYTES = 1 << 30
@@ -40,6 +41,7 @@ class Settings:
     cache_max_bytes: int | None = DEFAULT_CACHE_MAX_BYTES  # None: no limit
     toolchain: str = "auto"  # out of TOOLCHAIN_POLICIES, or one, such as nvrtc-13.0.88
     jit: str = "on"  # out of JIT_MODES: whether a call may compile
+    log: str | None = None  # out of LOG_LEVELS; None: logging is left to the application
     record: Path | None = None  # the file that gets a line for each kernel a process asks for
 
 
@@ -65,6 +67,7 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
         cache_max_bytes=_cache_max_bytes(environ),
         toolchain=_toolchain(environ),
         jit=_word(environ, "MLAGEN_JIT", JIT_MODES),
+        log=_word(environ, "MLAGEN_LOG", tuple(LOG_LEVELS)) if environ.get("MLAGEN_LOG") else None,
         record=_file(environ, "MLAGEN_RECORD"),
     )
 
@@ -86,7 +89,9 @@ def read_size(name: str, text: str) -> int:
 @cache
 def current_settings() -> Settings:
     """Return the settings of this process; the environment is read on the first call."""
-    return read_settings(os.environ)
+    settings = read_settings(os.environ)
+    set_up_logging(settings.log)
+    return settings
 
 
 def _cache_dir(environ: Mapping[str, str]) -> Path:

@@ -10,6 +10,7 @@ from pathlib import Path
 from sysconfig import get_path
 from typing import NamedTuple
 
+from mlagen.compiler.toolchain import find_nvrtc
 from tests.doc_text import ROOT, Block
 
 # What differs from machine to machine, from run to run and from one edit of a template to another.
@@ -27,12 +28,27 @@ UNSTABLE = (
     (r"\s+", " "),
 )
 
+# What the CUDA major version of the installed cuda-bindings decides.
+OF_CUDA = (
+    (r"libnvrtc\.so\.\d+", "libnvrtc.so.MAJOR"),
+    (r"cuda-bindings \d+", "cuda-bindings MAJOR"),
+    (r"nvidia-cuda-nvrtc(?:-cu12)?", "nvidia-cuda-nvrtc"),
+    (r"mlagen\[cu\d+\]", "mlagen[cuMAJOR]"),
+)
+
+
+def of_any_cuda(line: str) -> str:
+    """Return a line of output as it is with any CUDA."""
+    for pattern, name in OF_CUDA:
+        line = re.sub(pattern, name, line)
+    return line
+
 
 def stable(line: str) -> str:
     """Return a line of output without what is nobody's promise."""
     for pattern, name in UNSTABLE:
         line = re.sub(pattern, name, line)
-    return line.strip()
+    return of_any_cuda(line).strip()
 
 
 class Shell:
@@ -156,6 +172,8 @@ class Shells:
         own.mkdir()
         changes = {"MLAGEN_CACHE_DIR": str(own / "cache"), "MLAGEN_LOCK_DIR": str(own / "locks")}
         site = _site_without_nvrtc(own / "site") if machine == "serve" else None
+        if site is not None and find_nvrtc().release < (12, 9):  # as the page has it
+            changes["MLAGEN_TOOLCHAIN"] = str(find_nvrtc())
         return Shell(own, site=site, **changes)
 
 

@@ -64,9 +64,9 @@ class FlareDenseSemantics:
         )
         problem, rule = case.build(self.device), MASKS["causal"]
         pages = problem.block_tables[:, 0].long()
-        k = problem.kv_cache[pages].unsqueeze(2)
+        k = problem.kv_cache.view(torch.uint8)[pages].unsqueeze(2)
         wide = torch.full((2, 40, 1, 640), POISON, dtype=torch.uint8, device=self.device)
-        wide[:, :33] = k.view(torch.uint8)
+        wide[:, :33] = k
 
         out = flare_mla_decoding(
             problem.query.view(2, 2, 6, 640),

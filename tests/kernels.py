@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cuda.bindings import nvrtc
 
 from mlagen.codegen import environment, sources
+from mlagen.compiler.nvrtc_library import load_nvrtc
 from mlagen.compiler.toolchain import find_nvrtc, wanted_toolchain
 from mlagen.spec.arch import Arch, parse_arch
 from mlagen.spec.combine import CombineSplitsSpec
@@ -78,9 +78,16 @@ COMBINE = CombineSplitsSpec(arch=SM_80, dtype=DType.BF16, head_dim_vo=512)
 
 def require_known(arch: Arch) -> None:
     """Skip the test where the installed NVRTC does not compile for ``arch``."""
-    _, numbers = nvrtc.nvrtcGetSupportedArchs()
-    if arch.number not in numbers:
+    if arch.number not in load_nvrtc(find_nvrtc().path).supported_archs():
         pytest.skip(f"NVRTC {find_nvrtc().version} does not know {arch}")
+
+
+def complaints(stderr: str) -> list[str]:
+    """Return the lines of a process that compiled, but for what a busy machine adds.
+
+    There, a compilation may take so long that a warning says so.
+    """
+    return [line for line in stderr.splitlines() if " so far; compile ahead of time" not in line]
 
 
 def copy_templates(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

@@ -85,7 +85,8 @@ def _packed656(latent: torch.Tensor, rope: torch.Tensor) -> Stored:
 
 
 def _packed640(latent: torch.Tensor, rope: torch.Tensor, scales: torch.Tensor) -> Stored:
-    stored = (latent / scales[:, None]).to(E4M3)
+    largest = torch.finfo(E4M3).max  # as in store()
+    stored = (latent / scales[:, None]).clamp(-largest, largest).to(E4M3)
     rope = (rope / scales[:, None]).to(torch.bfloat16)
     elements = torch.cat([stored.double(), rope.double()], dim=1) * scales.double()[:, None]
     rows = torch.cat([stored.view(torch.uint8), rope.view(torch.uint8)], dim=1)

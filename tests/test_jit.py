@@ -5,18 +5,22 @@ from __future__ import annotations
 import logging
 import re
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
 
 import mlagen
 from mlagen import engine, jit
+from mlagen.artifacts import Build
 from mlagen.cache.opening import kernel_store
+from mlagen.compiler.toolchain import Nvrtc
 from mlagen.counts import counters
 from mlagen.engine import find_or_build
 from mlagen.errors import ArgumentError, CompileError, MissError
 from mlagen.jit import CompileEvent, freeze, jit_mode, on_compile, told
 from mlagen.settings import current_settings
+from mlagen.spec.kernel import KernelSpec
 from tests.kernels import COMBINE
 
 
@@ -217,9 +221,10 @@ def test_a_process_with_too_many_threads_compiles(
 def test_a_long_compilation_is_logged_as_it_goes(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A line at the start, one at every interval, one at the end, and none after it."""
+    """Lines at the start, when it is slow, at every interval and at the end, and none after it."""
     caplog.set_level(logging.INFO, logger="mlagen")
     monkeypatch.setattr(jit, "_PROGRESS_S", 0.01)
+    monkeypatch.setattr(jit, "_SLOW_S", 0.01)
     second = threading.Event()
 
     class Listener(logging.Handler):
@@ -235,6 +240,48 @@ def test_a_long_compilation_is_logged_as_it_goes(
 
     said = [record.getMessage() for record in caplog.records]
     assert said[0] == "compiling a kernel with nvrtc-13.5.37: absent in /cache"
-    assert all(re.fullmatch(r"still compiling a kernel, \d+ s", line) for line in said[1:-1])
-    assert len(said) >= 4
+    assert said[1].startswith("compiling a kernel: 0 s so far; ")
+    assert all(re.fullmatch(r"still compiling a kernel, \d+ s", line) for line in said[2:-1])
+    assert len(said) >= 5
     assert re.fullmatch(r"compiled a kernel in \d\.\d s", said[-1])
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have every compilation take longer than a call should wait."""
+    monkeypatch.setattr(jit, "_SLOW_S", 0.05)
+    real = engine._build
+
+    def build(spec: KernelSpec, nvrtc: Nvrtc) -> Build:
+        time.sleep(0.5)
+        return real(spec, nvrtc)
+
+    monkeypatch.setattr(engine, "_build", build)
+
+
+@pytest.mark.usefixtures("slow")
+def test_a_call_that_waits_long_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    """The line has the command that compiles ahead of time; a second call logs nothing."""
+    for _ in range(2):
+        find_or_build(COMBINE)
+
+    (record,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert record.getMessage() == (
+        f"compiling {COMBINE}: 0 s so far; "
+        f"compile ahead of time with: mlagen prewarm --kernel '{COMBINE}'"
+    )
+
+
+@pytest.mark.usefixtures("slow")
+def test_prewarming_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    """It takes its time on purpose."""
+    find_or_build(COMBINE, created_by="prewarm")
+
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+def test_a_fast_compilation_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    """Without a level, nothing is logged."""
+    find_or_build(COMBINE)
+
+    assert caplog.records == []

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # Each layer with what it may import besides itself. A layer is a module or folder of mlagen/;
 # "mlagen" is the package's own __init__.py.
-GROUND = {"counts", "errors", "forks", "settings"}
+GROUND = {"counts", "errors", "forks", "logs", "settings"}
 DATA = GROUND | {"artifacts", "spec"}
 STAGES = {"codegen", "compiler", "cache", "runtime"}
 ENGINE = DATA | STAGES | {"engine", "jit", "recording"}
@@ -26,7 +26,8 @@ LAYERS = {
     "counts": set[str](),
     "errors": set[str](),
     "forks": set[str](),
-    "settings": {"errors"},
+    "logs": set[str](),
+    "settings": {"errors", "logs"},
     "artifacts": {"errors"},
     "spec": {"errors"},
     **dict.fromkeys(STAGES, DATA),
@@ -45,9 +46,10 @@ LAYERS = {
 # Each third party with the layers that may import it.
 FENCES = {
     "click": {"cache_tools"},
-    "cuda": {"compiler", "runtime"},
+    "cuda": {"runtime"},
     "filelock": {"cache"},
     "jinja2": {"codegen"},
+    "packaging": {"cache", "compiler"},
     "rich": {"cache_tools"},
     "tomli": {"prewarming"},  # stands in for tomllib, which Python has from 3.11 on
     "tomllib": {"prewarming"},
@@ -59,6 +61,7 @@ CLOSED = {"mlagen/codegen/sources.py": {"jinja2"}}
 OPEN = {
     "cache_tools/commands/bench.py": {"torch"},
     "cache_tools/commands/demo.py": {"torch"},
+    "cache_tools/disassembly.py": {"cuda"},  # cuda.pathfinder, which finds programs too
     "cache_tools/remote.py": {"fsspec"},  # torch depends on it; only push and pull use it
     **{
         f"cache_tools/benchmark/{name}.py": {"torch"}
@@ -155,6 +158,7 @@ import json, os, sys
 events = []
 recorders = [lambda event, arguments: events.append((event, arguments))]
 sys.addaudithook(lambda *event: [record(*event) for record in recorders])
+before = set(sys.modules)
 import mlagen
 recorders.clear()
 opened = [arguments for event, arguments in events if event == "open"]
@@ -162,7 +166,7 @@ print(json.dumps({
     "read": [os.path.abspath(str(path)) for path, _, flags in opened],
     "written": [str(path) for path, _, flags in opened if flags & (os.O_WRONLY | os.O_RDWR)],
     "events": sorted({event for event, _ in events}),
-    "modules": sorted(sys.modules),
+    "modules": sorted(set(sys.modules) - before),
 }))
 """
 

@@ -1,4 +1,4 @@
-"""What the wheel holds and under which names, and that it works from where it is unpacked."""
+"""What the wheel and the source distribution hold, and that they work where they are unpacked."""
 
 from __future__ import annotations
 
@@ -11,6 +11,10 @@ from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+import mlagen
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = {"mlagen": "mlagen", "cache_tools": "mlagen/cache_tools", "templates": "mlagen/templates"}
@@ -24,7 +28,7 @@ OLDEST_SETUPTOOLS = 77  # as [build-system] of pyproject.toml
 def setuptools_release() -> int:
     """Return the major version of the installed setuptools, 0 where there is none."""
     try:
-        return int(metadata.version("setuptools").split(".")[0])
+        return Version(metadata.version("setuptools")).major
     except metadata.PackageNotFoundError:
         return 0
 
@@ -152,8 +156,8 @@ def test_an_installation_knows_the_models(site: Path) -> None:
     assert run_installed(site, code) == "128"
 
 
-def test_the_version_is_that_of_pyproject(site: Path) -> None:
-    """`mlagen.__version__` says what was installed."""
+def test_the_version_is_that_of_the_package(site: Path) -> None:
+    """The wheel is named after `mlagen.__version__`, the one place that has it."""
     (line,) = [
         line
         for line in metadata_file(site, "METADATA").splitlines()
@@ -161,8 +165,45 @@ def test_the_version_is_that_of_pyproject(site: Path) -> None:
     ]
 
     assert run_installed(site, "import mlagen; print(mlagen.__version__)") == line.split()[1]
+    assert line.split()[1] == mlagen.__version__
 
 
 def test_the_licence_is_part_of_the_wheel(site: Path) -> None:
     """Who has the wheel has the text of its licence."""
     assert "Apache License" in metadata_file(site, "licenses/LICENSE")
+
+
+def test_metadata_name_what_is_supported(site: Path) -> None:
+    """Every Python from the lowest on, both major versions of CUDA, and authors."""
+    lines = metadata_file(site, "METADATA").splitlines()
+    pythons = [f"3.{minor}" for minor in range(10, 15)]
+
+    classifiers = {line.removeprefix("Classifier: ") for line in lines}
+    assert {f"Programming Language :: Python :: {version}" for version in pythons} <= classifiers
+    assert {f"Environment :: GPU :: NVIDIA CUDA :: {major}" for major in (12, 13)} <= classifiers
+    assert f"Requires-Python: >={pythons[0]}" in lines
+    assert "Author: The mlagen authors" in lines
+
+
+def test_each_dependency_has_a_lowest_version(site: Path) -> None:
+    """It is what `make oldest` installs."""
+    lines = metadata_file(site, "METADATA").splitlines()
+    named = [line.removeprefix("Requires-Dist: ") for line in lines if "Requires-Dist: " in line]
+
+    needed = [Requirement(text) for text in named if "extra ==" not in text]
+
+    assert "torch>=2.8" in named
+    for requirement in needed:
+        assert [bound.operator for bound in requirement.specifier] == [">="], requirement
+
+
+def test_the_public_names_can_be_listed() -> None:
+    """`dir(mlagen)` has those that load what they need when they are first used, and loads none."""
+    code = "import mlagen, sys; print(*dir(mlagen)); print('torch' in sys.modules)"
+
+    names, is_loaded = run_python("-c", code, cwd=ROOT, site=ROOT).splitlines()
+
+    assert set(mlagen.__all__) <= set(names.split())
+    assert is_loaded == "False"
+    for name in mlagen.__all__:
+        assert getattr(mlagen, name) is not None

@@ -196,6 +196,22 @@ def test_read_only_layers_are_folders_with_colons_between_them(
     assert read_settings({}).cache_layers == ()
 
 
+@pytest.mark.parametrize("text", ["off", "warn", "info", "debug"])
+def test_the_level_of_the_log(text: str) -> None:
+    """MLAGEN_LOG names one; unset or empty, logging is left to the application."""
+    assert read_settings({"MLAGEN_LOG": text}).log == text
+    assert read_settings({"MLAGEN_LOG": ""}).log is read_settings({}).log is None
+
+
+@pytest.mark.parametrize("text", ["INFO", "warning", "2", "on"])
+def test_a_level_that_is_none_is_refused(text: str) -> None:
+    """The message names the variable, the words that it may be and the value."""
+    with pytest.raises(ArgumentError) as caught:
+        read_settings({"MLAGEN_LOG": text})
+
+    assert str(caught.value) == (f"MLAGEN_LOG: expected off or warn or info or debug, got '{text}'")
+
+
 SIZES = {
     "unset": ("", 1 << 30),
     "no limit": ("0", None),

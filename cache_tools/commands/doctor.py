@@ -17,7 +17,10 @@ from ..exit_codes import FAILED
 from ..report import count_text, json_option, print_facts, print_json, size_text
 
 # What calls, compiling, caching and this command need. Their metadata is read; nothing is imported.
-_REQUIRED = ("torch", "cuda-bindings", "jinja2", "filelock", "click", "rich")
+_REQUIRED = (
+    *("torch", "cuda-bindings", "cuda-pathfinder", "jinja2", "filelock", "packaging"),
+    *("click", "rich"),
+)
 
 
 @click.command()

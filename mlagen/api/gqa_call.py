@@ -8,6 +8,7 @@ from collections.abc import Hashable
 import torch
 
 from mlagen.api.calls import require_gpu
+from mlagen.api.choice_log import log_choice, log_declined
 from mlagen.api.gqa_contents import check_contents
 from mlagen.api.gqa_form import form_of
 from mlagen.api.gqa_hopper import HopperGqaCall, prepare_hopper
@@ -66,11 +67,20 @@ def run_gqa(
 def _prepare(inputs: GqaInputs, request: GqaRequest, kernel: str) -> GqaCall:
     """Choose the kernel; ``kernel`` is what the settings ask for."""
     index = require_gpu(request.device, inputs.names.query)
-    if kernel != "portable":
+    call: GqaCall | None = None
+    if kernel == "portable":
+        log_declined("MLAGEN_GQA_KERNEL=portable")
+    else:
         call = prepare_hopper(inputs, request, index, is_forced=kernel == "hopper")
-        if call is not None:
-            return call
-    return prepare_portable(inputs, request, index)
+    call = call or prepare_portable(inputs, request, index)
+    log_choice(
+        call.decode.spec,
+        call.plan,
+        requests=request.batch,
+        rows=request.q_len * (request.heads // request.kv_heads),
+        longest_kv=int(inputs.max_seq_len),
+    )
+    return call
 
 
 def _run_on_gpu(

@@ -9,6 +9,7 @@ import torch
 
 from mlagen.api.arguments import ALIGNMENT_BYTES
 from mlagen.api.calls import scale_of, scratch_offset
+from mlagen.api.choice_log import decline
 from mlagen.api.gqa_inputs import GqaInputs
 from mlagen.api.gqa_maps import GqaCacheForm, GqaCacheMaps, maps_of
 from mlagen.api.gqa_plan import plan_gqa_hopper_call, planned_facts
@@ -101,21 +102,20 @@ def prepare_hopper(
     facts = planned_facts(inputs, request, index)
     planned = plan_gqa_hopper_call(**facts)
     if planned is None:
-        if is_forced:
-            raise not_covered(index, request.variant)
+        decline(lambda: not_covered(index, request.variant), is_forced=is_forced)
         return None
     most_tokens = request.max_pages * request.variant.page_size
     if not line_fits(*planned, most_tokens):  # tiles of several heads have fewer tokens
         planned = plan_gqa_hopper_call(**facts, has_one_head=True) or planned
     spec, plan = planned
     if not line_fits(spec, plan, most_tokens):
-        if is_forced:
-            raise UnsupportedError(
-                f"MLAGEN_GQA_KERNEL=hopper: expected fewer than 2^32 tiles of {spec.tile_tokens} "
-                f"tokens in all requests, kv heads and tiles of rows, times blocks, got "
-                f"{plan.all_units * plan.team_size} tiles of rows of up to {most_tokens} tokens "
-                f"and {plan.blocks} blocks"
-            )
+        too_long = UnsupportedError(
+            f"MLAGEN_GQA_KERNEL=hopper: expected fewer than 2^32 tiles of {spec.tile_tokens} "
+            f"tokens in all requests, kv heads and tiles of rows, times blocks, got "
+            f"{plan.all_units * plan.team_size} tiles of rows of up to {most_tokens} tokens "
+            f"and {plan.blocks} blocks"
+        )
+        decline(lambda: too_long, is_forced=is_forced)
         return None
     maps = maps_of(
         GqaCacheForm(
@@ -129,8 +129,8 @@ def prepare_hopper(
     try:
         _ = maps[_beginnings(inputs, request)]
     except DriverError as error:
-        if is_forced:
-            raise UnsupportedError(f"MLAGEN_GQA_KERNEL=hopper: {error}; {_COVERED}") from error
+        no_map = UnsupportedError(f"MLAGEN_GQA_KERNEL=hopper: {error}; {_COVERED}")
+        decline(lambda: no_map, is_forced=is_forced)
         return None
     workspace, name = inputs.workspace_buffer, inputs.names.workspace_buffer
     offset = scratch_offset(workspace, name, plan.workspace_bytes)

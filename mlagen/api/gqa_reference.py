@@ -85,10 +85,16 @@ def _gather(
     used = -(-seq_len // page_size)
     ids = inputs.block_tables[index, :used].view(torch.int32).long()
     exists = (ids >= 0) & (ids < pages)
-    found = _decoded(cache[ids[exists]], scales[ids[exists]] if scales is not None else None)
+    taken = _pages(cache, ids[exists])
+    found = _decoded(taken, _pages(scales, ids[exists]) if scales is not None else None)
     rows = torch.zeros(used, *found.shape[1:])
     rows[exists] = found
     return rows.flatten(0, 1)[:seq_len]
+
+
+def _pages(cache: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    # By bytes where there is one for each: torch before 2.9 does not index e4m3 on the CPU.
+    return cache.view(torch.uint8)[ids].view(cache.dtype) if cache.itemsize == 1 else cache[ids]
 
 
 def _decoded(stored: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:

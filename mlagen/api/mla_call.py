@@ -8,6 +8,7 @@ from collections.abc import Hashable
 import torch
 
 from mlagen.api.calls import require_gpu
+from mlagen.api.choice_log import log_choice, log_declined
 from mlagen.api.mla_contents import check_contents
 from mlagen.api.mla_form import form_of
 from mlagen.api.mla_hopper import HopperCall, prepare_hopper
@@ -101,17 +102,28 @@ def _prepare(
             "MLAGEN_MLA_KERNEL=hopper: expected a context whose SMs hold all blocks at once, got "
             "one in which the driver rejects them; unset it to take the portable kernel"
         )
-    if settings.mla_kernel != "portable" and sms != NO_COOPERATION:
+    call: MlaCall | None = None
+    if settings.mla_kernel == "portable":
+        log_declined("MLAGEN_MLA_KERNEL=portable")
+    elif sms == NO_COOPERATION:
+        log_declined("the driver rejects a cooperative grid in this context")
+    else:
         try:
             call = prepare_hopper(inputs, request, index, settings, sms)
-        except ArgumentError:
+        except ArgumentError as error:
             # A workspace that is large enough for the plans of the whole GPU is enough.
             if sms == WHOLE_GPU or is_forced:
                 raise
-            call = None
-        if call is not None:
-            return call
-    return prepare_portable(inputs, request, index)
+            log_declined(str(error))
+    call = call or prepare_portable(inputs, request, index)
+    log_choice(
+        call.decode.spec,
+        call.plan,
+        requests=request.tokens if request.top_k else request.batch,
+        rows=(1 if request.top_k else request.tile_q_len) * request.heads,
+        longest_kv=request.top_k or int(inputs.max_seq_len),
+    )
+    return call
 
 
 def _run_on_gpu(

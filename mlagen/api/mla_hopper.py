@@ -9,6 +9,7 @@ import torch
 
 from mlagen.api.arguments import ALIGNMENT_BYTES
 from mlagen.api.calls import scale_of, scratch_offset
+from mlagen.api.choice_log import decline, log_declined
 from mlagen.api.mla_hopper_packed import PackedCall, packed_call
 from mlagen.api.mla_inputs import MlaInputs
 from mlagen.api.mla_maps import CacheForm, CacheMaps, maps_of
@@ -135,20 +136,19 @@ def prepare_hopper(
         sms=sms,
     )
     if planned is None:
-        if is_forced:
-            raise not_covered(index, request.variant)
+        decline(lambda: not_covered(index, request.variant), is_forced=is_forced)
         return None
     spec, plan = planned
     most_tokens = request.top_k or request.max_pages * request.variant.page_size
     if not line_fits(spec, plan, most_tokens):
-        if is_forced:
-            raise UnsupportedError(
-                f"MLAGEN_MLA_KERNEL=hopper: expected fewer than 2^31 blocks of 64 tokens in all "
-                f"requests and groups of rows, got {plan.groups} groups of up to {most_tokens} "
-                f"tokens"
-            )
+        too_long = UnsupportedError(
+            f"MLAGEN_MLA_KERNEL=hopper: expected fewer than 2^31 blocks of 64 tokens in all "
+            f"requests and groups of rows, got {plan.groups} groups of up to {most_tokens} tokens"
+        )
+        decline(lambda: too_long, is_forced=is_forced)
         return None
     if plan.is_small and not is_forced:
+        log_declined("the call is so small that this kernel is faster")
         return None
     if isinstance(spec, MlaHopperPackedSpec):
         return packed_call(inputs, request, index, spec, plan)
@@ -156,8 +156,8 @@ def prepare_hopper(
     try:
         _ = maps[_beginnings(inputs, request)]
     except DriverError as error:
-        if is_forced:
-            raise UnsupportedError(f"MLAGEN_MLA_KERNEL=hopper: {error}; {_COVERED}") from error
+        no_map = UnsupportedError(f"MLAGEN_MLA_KERNEL=hopper: {error}; {_COVERED}")
+        decline(lambda: no_map, is_forced=is_forced)
         return None
     workspace, name = inputs.workspace_buffer, inputs.names.workspace_buffer
     offset = scratch_offset(workspace, name, plan.workspace_bytes)

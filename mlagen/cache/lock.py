@@ -99,7 +99,4 @@ def _new_lock(path: Path) -> BaseFileLock:
     # A new object each time: one object locked by two threads would let both in, or neither.
     from filelock import FileLock
 
-    try:
-        return FileLock(path, fallback_to_soft=False)
-    except TypeError:  # filelock before 3.30 does not know the option
-        return FileLock(path)
+    return FileLock(path, fallback_to_soft=False)

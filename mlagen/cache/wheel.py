@@ -9,11 +9,13 @@ from __future__ import annotations
 import base64
 import hashlib
 import keyword
-import re
 import sys
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
+
+from packaging.utils import InvalidName, canonicalize_name
+from packaging.version import InvalidVersion, Version
 
 from mlagen import __version__
 from mlagen.cache.bundle import Packed, total_bytes
@@ -22,11 +24,6 @@ from mlagen.cache.catalog import StoredEntry
 from mlagen.cache.layout import Layout
 from mlagen.cache.opening import PACKAGES
 from mlagen.errors import ArgumentError
-
-_NAME = re.compile(r"[A-Za-z](?:[A-Za-z0-9._-]*[A-Za-z0-9])?")
-_VERSION = re.compile(
-    r"\d+(?:\.\d+)*(?:(?:a|b|rc)\d+)?(?:\.post\d+)?(?:\.dev\d+)?(?:\+[a-z0-9]+(?:\.[a-z0-9]+)*)?"
-)
 
 
 def package_of(name: str) -> str:
@@ -37,9 +34,12 @@ def package_of(name: str) -> str:
     ArgumentError
         If it could not be installed beside Python and mlagen.
     """
-    package = re.sub(r"[-_.]+", "_", name).lower()
+    try:
+        package = canonicalize_name(name, validate=True).replace("-", "_")
+    except InvalidName:
+        package = ""
     taken = package in {"mlagen", *sys.stdlib_module_names} or keyword.iskeyword(package)
-    if not _NAME.fullmatch(name) or taken:
+    if taken or not name.isascii() or not package.isidentifier():
         raise ArgumentError(f"wheel: expected a name of its own such as acme-kernels, got {name!r}")
     return package
 
@@ -63,7 +63,7 @@ def export_wheel(
     name : str
         The distribution, such as ``acme-kernels``; the package is ``acme_kernels``.
     version : str
-        Its version.
+        Its version; the wheel has it in normal form.
     on_progress : OnProgress, optional
         Called with the bytes done and the bytes in all.
 
@@ -80,8 +80,12 @@ def export_wheel(
         If an entry is damaged, or the wheel cannot be written.
     """
     package = package_of(name)
-    if not _VERSION.fullmatch(version):
-        raise ArgumentError(f"version: expected one such as 1.0 or 1.0.post1, got {version!r}")
+    try:
+        version = str(Version(version))  # as file names and metadata have it: 1.0-1 is 1.0.post1
+    except InvalidVersion:
+        raise ArgumentError(
+            f"version: expected one such as 1.0 or 1.0.post1, got {version!r}"
+        ) from None
     announced = announce(stored)
     done, total = 0, total_bytes(announced.values())
     target = folder / f"{package}-{version}-py3-none-any.whl"

@@ -47,17 +47,13 @@ def compile_anywhere(source: Source, arch: Arch, nvrtc: Nvrtc) -> Cubin:
     if _is_cut or is_ending():
         return compile_apart(source, arch, nvrtc)
     with in_one_piece():
-        import cuda.bindings.nvrtc  # noqa: F401 - else the next line would, while others fork
-
-        from mlagen.compiler.nvrtc import compile_source, is_hidden
+        from mlagen.compiler.nvrtc import compile_source
     mine = object()
     _under_way.add(mine)
     try:
-        if not is_hidden(nvrtc):
-            return compile_source(source, arch, nvrtc)
+        return compile_source(source, arch, nvrtc)
     finally:
         _under_way.discard(mine)
-    return compile_apart(source, arch, nvrtc)
 
 
 def compile_apart(source: Source, arch: Arch, nvrtc: Nvrtc) -> Cubin:

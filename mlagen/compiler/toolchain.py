@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from pathlib import Path
 
+from mlagen.compiler.nvrtc_search import find_candidates
 from mlagen.errors import ToolchainError
 from mlagen.forks import in_one_piece
 from mlagen.settings import TOOLCHAIN_POLICIES
@@ -33,7 +31,7 @@ _OPTIONS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Nvrtc:
-    """The NVRTC that this process would load."""
+    """The NVRTC that this process loads, by this very path, when it compiles."""
 
     version: str  # with the patch level: "13.5.37"
     path: Path
@@ -51,7 +49,7 @@ class Nvrtc:
 
 @cache
 def find_nvrtc() -> Nvrtc:
-    """Return the NVRTC that matches the installed cuda-bindings.
+    """Return the NVRTC that compiles: the first of the major version of the cuda-bindings.
 
     Raises
     ------
@@ -60,8 +58,8 @@ def find_nvrtc() -> Nvrtc:
     """
     with in_one_piece():  # what reads metadata is imported when it does
         major = _bindings_major()
-        found = next(_candidates(major), None)
-    wheel, extra = _WHEELS.get(major, (f"an NVRTC {major} wheel", f"cu{major}"))
+        wheel, extra = _WHEELS.get(major, (f"an NVRTC {major} wheel", f"cu{major}"))
+        found = _first_recent(major)
     if found is None:
         raise ToolchainError(
             f"NVRTC: no libnvrtc.so.{major} found for cuda-bindings {major}; "
@@ -113,6 +111,18 @@ def options_for(arch: Arch, toolchain: str) -> tuple[str, ...]:
     return (f"--gpu-architecture=sm_{arch.number}{suffix}", *caching, *_OPTIONS)
 
 
+def _first_recent(major: int) -> Nvrtc | None:
+    """Return the first NVRTC that is recent enough, else the first of all."""
+    names = [wheel for known, (wheel, _) in _WHEELS.items() if known == major]
+    oldest = None
+    for candidate in find_candidates(major, dict.fromkeys((*names, "nvidia-cuda-nvrtc"))):
+        found = Nvrtc(**candidate._asdict())
+        if found.release >= OLDEST_NVRTC:
+            return found
+        oldest = oldest or found
+    return oldest
+
+
 def _bindings_major() -> int:
     try:
         return int(metadata.version("cuda-bindings").split(".")[0])
@@ -124,33 +134,3 @@ def _release_of(toolchain: str) -> tuple[int, int]:
     numbers = toolchain.removeprefix("nvrtc-").split(".")
     # Of any of a major version the newest is taken, which is none of the old ones.
     return int(numbers[0]), int(numbers[1]) if len(numbers) > 1 else 99
-
-
-def _candidates(major: int) -> Iterator[Nvrtc]:
-    library = f"libnvrtc.so.{major}"
-    names = [wheel for known, (wheel, _) in _WHEELS.items() if known == major]
-    for name in dict.fromkeys((*names, "nvidia-cuda-nvrtc")):
-        try:
-            distribution = metadata.distribution(name)
-        except metadata.PackageNotFoundError:
-            continue
-        for file in distribution.files or ():
-            if file.name == library:
-                path = Path(str(distribution.locate_file(file))).resolve()
-                if path.is_file():
-                    yield Nvrtc(version=distribution.version, path=path, source=name)
-    for folder in _system_folders(major):
-        path = (folder / library).resolve()
-        if (match := re.search(r"\.so\.(\d+\.\d+\.\d+)$", path.name)) and path.is_file():
-            yield Nvrtc(version=match[1], path=path, source="system")
-
-
-def _system_folders(major: int) -> Iterator[Path]:
-    # The places where cuda.pathfinder looks too, in its order.
-    if prefix := os.environ.get("CONDA_PREFIX"):
-        yield Path(prefix) / "lib"
-    for variable in ("CUDA_PATH", "CUDA_HOME"):
-        if home := os.environ.get(variable):
-            yield from (Path(home) / "lib64", Path(home) / "lib")
-    yield from (Path(f"/usr/local/cuda-{major}/lib64"), Path("/usr/local/cuda/lib64"))
-    yield from (Path("/usr/lib/x86_64-linux-gnu"), Path("/usr/lib64"), Path("/usr/lib"))

@@ -105,6 +105,7 @@ class Workers:
                 return None
             process = subprocess.Popen(
                 worker_command(spec),
+                env=_environment(),
                 stdin=self._lifeline,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -119,6 +120,11 @@ class Workers:
 def worker_command(spec: KernelSpec) -> list[str]:
     """Return the command that builds ``spec`` in a process of its own."""
     return [sys.executable, "-c", _BOOT, str(spec), *sys.path]
+
+
+def _environment() -> dict[str, str]:
+    # What a worker logs is logged here as a warning: it must log nothing else.
+    return {name: value for name, value in os.environ.items() if name != "MLAGEN_LOG"}
 
 
 def unit_text(unit: PrewarmUnit) -> str:

@@ -162,8 +162,8 @@ ATTACKS: dict[str, tuple[Attack, str]] = {
         "manifest.json: expected [0-9a-f]{64} by nvrtc-13.5.37, got [0-9a-f]{64} by",
     ),
     "a manifest of another compiler": (
-        edit_manifest(toolchain="nvrtc-12.8.93"),
-        "manifest.json: expected .* by nvrtc-13.5.37, got .* by nvrtc-12.8.93",
+        edit_manifest(toolchain="nvrtc-12.8.1"),
+        "manifest.json: expected .* by nvrtc-13.5.37, got .* by nvrtc-12.8.1",
     ),
     "ingredients of another key": (
         edit_manifest(ingredients=(("family", "mla_decode"), ("spec.arch", "sm_80"))),

@@ -72,7 +72,7 @@ def test_the_same_key_by_another_compiler_is_no_hindrance(
     bundle: bytes, store: KernelStore
 ) -> None:
     """One kernel can be there as several compilers made it."""
-    other = key_for("mla_decode", toolchain="nvrtc-12.8.93")
+    other = key_for("mla_decode", toolchain="nvrtc-12.8.1")
     store.find_or_build(other, lambda: make_build(toolchain=other.toolchain))
 
     outcomes = import_(bundle, store)

@@ -79,8 +79,8 @@ def test_the_least_recently_used_go_first(layout: Layout, tmp_path: Path) -> Non
 
 def test_folders_of_keys_go_with_their_last_entry(layout: Layout, tmp_path: Path) -> None:
     """Nothing empty is left of a key, and another compiler's entry keeps its folder."""
-    other = make_key("family 0", toolchain="nvrtc-12.8.93")
-    make_store(tmp_path).find_or_build(other, lambda: make_build(toolchain="nvrtc-12.8.93"))
+    other = make_key("family 0", toolchain="nvrtc-12.8.1")
+    make_store(tmp_path).find_or_build(other, lambda: make_build(toolchain="nvrtc-12.8.1"))
 
     evict(layout, 1)
 

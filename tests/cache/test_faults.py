@@ -96,7 +96,7 @@ FAULTS: dict[str, Callable[[Path], object]] = {
     "manifest truncated": lambda entry: os.truncate(entry / "manifest.json", 100),
     "manifest huge": lambda entry: os.truncate(entry / "manifest.json", 1 << 40),
     "manifest of another entry": _take_from_the_other("manifest.json"),
-    "manifest of another toolchain": _claim("toolchain", "nvrtc-12.8.93"),
+    "manifest of another toolchain": _claim("toolchain", "nvrtc-12.8.1"),
     "manifest with other facts": _claim("facts", {"kernel": {"symbol": "other"}}),
     "manifest of a later schema": _claim("schema", 2),
     "manifest missing": lambda entry: (entry / "manifest.json").unlink(),

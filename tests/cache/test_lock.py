@@ -141,21 +141,3 @@ def test_lock_file_stays(tmp_path: Path) -> None:
         pass
 
     assert path.stat().st_ino == inode
-
-
-def test_a_filelock_without_the_option_is_served(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Versions before ``fallback_to_soft`` lock just as well."""
-
-    class Older(filelock.UnixFileLock):
-        """A lock that knows no options."""
-
-        def __init__(self, lock_file: Path) -> None:
-            super().__init__(lock_file)
-
-    monkeypatch.setattr(filelock, "FileLock", Older)
-    path = tmp_path / "a.lock"
-
-    with compile_lock(path, timeout_s=1), pytest.raises(filelock.Timeout):
-        filelock.UnixFileLock(path).acquire(timeout=0)

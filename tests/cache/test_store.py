@@ -60,14 +60,14 @@ def test_who_asked_is_in_the_manifest(store: KernelStore) -> None:
 
 def test_toolchains_are_kept_side_by_side(store: KernelStore) -> None:
     """One kernel is built once for each compiler, and both entries are listed."""
-    other = make_key(toolchain="nvrtc-12.8.93")
+    other = make_key(toolchain="nvrtc-12.8.1")
 
     store.find_or_build(KEY, make_build)
     assert store.find(other) is None
-    store.find_or_build(other, lambda: make_build(toolchain="nvrtc-12.8.93"))
+    store.find_or_build(other, lambda: make_build(toolchain="nvrtc-12.8.1"))
 
     assert [stored.toolchain for stored in store.select(KEY.digest[:6])] == [
-        "nvrtc-12.8.93",
+        "nvrtc-12.8.1",
         builds.TOOLCHAIN,
     ]
 
@@ -231,9 +231,9 @@ def test_remove_deletes_one_entry(store: KernelStore, tmp_path: Path) -> None:
 
 def test_remove_keeps_the_other_toolchains(store: KernelStore) -> None:
     """One of two compilers' entries goes, the other is still found."""
-    other = make_key(toolchain="nvrtc-12.8.93")
+    other = make_key(toolchain="nvrtc-12.8.1")
     store.find_or_build(KEY, make_build)
-    store.find_or_build(other, lambda: make_build(toolchain="nvrtc-12.8.93"))
+    store.find_or_build(other, lambda: make_build(toolchain="nvrtc-12.8.1"))
 
     store.remove(store.select(KEY.digest)[0])
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
+from packaging.utils import parse_wheel_filename
 
 from mlagen.cache.bundle import BundleError
 from mlagen.cache.opening import packaged_layers
@@ -108,7 +109,11 @@ def test_an_installed_wheel_is_a_layer(
 
 
 @pytest.mark.parametrize(
-    "name", ["", "../x", "a b", "1st", "kernels-", "mlagen", "MLAgen", "json", "class", "a/b"]
+    "name",
+    [
+        *("", "../x", "a b", "1st", "kernels-", "mlagen", "MLAgen", "json", "class", "a/b"),
+        *("acme\n", "a\u017fme"),
+    ],
 )
 def test_a_name_that_would_be_in_the_way_is_refused(name: str) -> None:
     """Neither a path, nor mlagen itself, nor what Python brings."""
@@ -116,13 +121,37 @@ def test_a_name_that_would_be_in_the_way_is_refused(name: str) -> None:
         package_of(name)
 
 
-@pytest.mark.parametrize("version", ["", "one", "1.0-2", "1/0", "v1"])
+@pytest.mark.parametrize("version", ["", "one", "1.0-x", "1/0", "1.0\n2", "../1"])
 def test_a_version_that_none_can_have_is_refused(
     version: str, store: KernelStore, tmp_path: Path
 ) -> None:
     """It is part of the file's name."""
     with pytest.raises(ArgumentError, match=r"^version: expected one such as 1.0"):
         export_wheel(list(store.entries()), tmp_path, "acme-kernels", version=version)
+
+
+@pytest.mark.parametrize(
+    ("version", "normal"),
+    [
+        ("1!2.0", "1!2.0"),
+        ("1.0-1", "1.0.post1"),
+        ("v1.0", "1.0"),
+        ("1.0+Acme-2", "1.0+acme.2"),
+        ("1.0.RC1.dev3", "1.0rc1.dev3"),
+    ],
+    ids=["an epoch", "a post-release", "a v", "a local version", "capitals"],
+)
+def test_a_version_is_written_in_its_normal_form(
+    version: str, normal: str, store: KernelStore, tmp_path: Path
+) -> None:
+    """Installers compare the file's name, the folder in it and the metadata."""
+    path, _ = export_wheel(list(store.entries()), tmp_path, "acme-kernels", version=version)
+
+    name, parsed, _, _ = parse_wheel_filename(path.name)
+    assert (name, str(parsed)) == ("acme-kernels", normal)
+    with ZipFile(path) as archive:
+        text = archive.read(f"acme_kernels-{normal}.dist-info/METADATA").decode()
+    assert f"Version: {normal}\n" in text
 
 
 def test_a_damaged_entry_stops_the_export(store: KernelStore, tmp_path: Path) -> None:

@@ -44,19 +44,19 @@ def test_kernels_of_several_compilers_say_by_which(run: Run, cached: PrewarmRepo
     document = json.loads(run("cache", "ls", "--json").stdout)
     folder = Path(document["entries"][0]["path"])
     other = Manifest.from_json((folder / "manifest.json").read_bytes())
-    shutil.copytree(folder, folder.parent / "nvrtc-12.8.93")
-    manifest = replace(other, toolchain="nvrtc-12.8.93")
-    (folder.parent / "nvrtc-12.8.93" / "manifest.json").write_bytes(manifest.to_json())
+    shutil.copytree(folder, folder.parent / "nvrtc-12.8.1")
+    manifest = replace(other, toolchain="nvrtc-12.8.1")
+    (folder.parent / "nvrtc-12.8.1" / "manifest.json").write_bytes(manifest.to_json())
 
     lines = run("cache", "ls").stdout.splitlines()
 
     assert len(cached.units) == 2
     assert sorted(line.split()[-1] for line in lines[1:4]) == [
-        "nvrtc-12.8.93",
+        "nvrtc-12.8.1",
         str(find_nvrtc()),
         str(find_nvrtc()),
     ]
-    assert lines[4].startswith(f"3 kernels by nvrtc-12.8.93, {find_nvrtc()}, ")
+    assert lines[4].startswith(f"3 kernels by nvrtc-12.8.1, {find_nvrtc()}, ")
 
 
 def test_a_damaged_entry_is_listed_with_its_problem(
@@ -115,7 +115,7 @@ def test_an_order_can_be_chosen(
         (("--arch", "sm_80"), 2),
         (("--arch", "sm_90a"), 0),
         (("--family", "combine_splits,mla_decode"), 2),
-        (("--toolchain", "nvrtc-12.8.93"), 0),
+        (("--toolchain", "nvrtc-12.8.1"), 0),
         (("--older-than", "1h"), 1),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else str(value),

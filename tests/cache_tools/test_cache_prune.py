@@ -67,7 +67,7 @@ def test_a_size_is_a_limit_for_what_stays(
 def test_what_another_compiler_made_goes(run: Run, cached: PrewarmReport, cache_dir: Path) -> None:
     """--other-toolchains keeps what the installed NVRTC made."""
     sound = folder_of(cached.units[0], cache_dir)
-    recast(sound, toolchain="nvrtc-12.8.93", keeps=True)
+    recast(sound, toolchain="nvrtc-12.8.1", keeps=True)
 
     result = run("cache", "prune", "--other-toolchains")
 

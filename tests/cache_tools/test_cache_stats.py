@@ -50,14 +50,14 @@ def test_what_this_installation_would_not_take_is_counted_apart(
     """Another compiler, other kernel sources and damage each make a kernel unusable here."""
     first, second = cached.units
     sound = folder_of(first, cache_dir)
-    recast(sound, toolchain="nvrtc-12.8.93", keeps=True)
+    recast(sound, toolchain="nvrtc-12.8.1", keeps=True)
     recast(sound, ingredients={"templates": "0" * 64}, keeps=True)
     (folder_of(second, cache_dir) / "manifest.json").write_text("{")
 
     document = stats(run)
 
     assert (document["usable"], document["unusable"], document["damaged"]) == (1, 3, 1)
-    assert groups_by(document, "toolchain") == {"nvrtc-12.8.93": 1, first.toolchain: 3}
+    assert groups_by(document, "toolchain") == {"nvrtc-12.8.1": 1, first.toolchain: 3}
 
 
 @pytest.mark.parametrize(

@@ -80,12 +80,12 @@ def test_other_kernel_sources_are_told_in_words(
 def test_another_compiler_is_the_reason(run: Run, cached: PrewarmReport, cache_dir: Path) -> None:
     """A kernel that is there by another NVRTC only is a miss, and the compilers are shown."""
     unit = cached.units[0]
-    recast(folder_of(unit, cache_dir), toolchain="nvrtc-12.8.93")
+    recast(folder_of(unit, cache_dir), toolchain="nvrtc-12.8.1")
 
     result = run("cache", "why", str(unit.spec))
 
     assert result.stdout.startswith("not found: other toolchain\n")
-    assert table_in(result.stdout) == {"toolchain": [unit.toolchain, "nvrtc-12.8.93"]}
+    assert table_in(result.stdout) == {"toolchain": [unit.toolchain, "nvrtc-12.8.1"]}
 
 
 def test_a_damaged_kernel_is_the_reason_and_stays(

@@ -16,7 +16,7 @@ from tests.cache.builds import entry_folder, make_build
 
 ARCHS = ("sm_80", "sm_90a")
 FAMILIES = ("attend", "combine")
-TOOLCHAINS = ("nvrtc-12.8.93", "nvrtc-13.5.37")
+TOOLCHAINS = ("nvrtc-12.8.1", "nvrtc-13.5.37")
 
 
 def key_of(family: str, arch: str, toolchain: str = TOOLCHAINS[1]) -> CacheKey:
@@ -67,7 +67,7 @@ def test_all_are_taken_where_nothing_is_said(store: KernelStore) -> None:
         ({"families": ["attend"]}, 4),
         ({"toolchains": ["nvrtc-13.5.37"]}, 4),
         ({"toolchains": ["nvrtc-13"]}, 4),
-        ({"archs": ["sm_90a"], "families": ["combine"], "toolchains": ["nvrtc-12.8.93"]}, 1),
+        ({"archs": ["sm_90a"], "families": ["combine"], "toolchains": ["nvrtc-12.8.1"]}, 1),
     ],
     ids=str,
 )

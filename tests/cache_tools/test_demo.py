@@ -15,7 +15,7 @@ from mlagen import engine
 from mlagen.cache.opening import kernel_store
 from mlagen.errors import ToolchainError
 
-from .conftest import Run
+from .conftest import Run, Start
 
 ANSWER = {
     "gpu": "NVIDIA H200",
@@ -152,3 +152,11 @@ def test_a_kernel_that_fails_ends_the_demo(run: Run, monkeypatch: pytest.MonkeyP
 
     assert result.exit_code == 3
     assert result.stderr.endswith("mlagen: arch: NVRTC knows no such thing\n")
+
+
+def test_a_missing_numpy_is_not_warned_of(start: Start) -> None:
+    """Neither torch's warning nor a traceback stands between the lines: no command uses NumPy."""
+    _, errors = start("demo", without=("numpy",)).communicate(timeout=100)
+
+    assert "NumPy" not in errors
+    assert "Traceback" not in errors

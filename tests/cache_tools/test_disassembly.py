@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
-from importlib import metadata
 from pathlib import Path
 
+import cuda.pathfinder
 import pytest
 
 from cache_tools.disassembly import find_nvdisasm, sass_of
@@ -14,25 +13,23 @@ from mlagen.errors import ToolchainError
 
 def make_tool(path: Path, script: str) -> Path:
     """Make a program that stands for nvdisasm."""
-    path.parent.mkdir(parents=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(0o755)
     return path
 
 
+def find(monkeypatch: pytest.MonkeyPatch, found: Path | None) -> None:
+    """Have cuda.pathfinder find a program, or none."""
+    path = None if found is None else str(found)
+    monkeypatch.setattr(cuda.pathfinder, "find_nvidia_binary_utility", {"nvdisasm": path}.get)
+
+
 @pytest.fixture
 def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no place have nvdisasm."""
-    if Path("/usr/local/cuda/bin/nvdisasm").exists():
-        pytest.skip("this machine has a CUDA toolkit where every process finds it")
-
-    def missing(name: str) -> None:
-        raise metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(metadata, "files", missing)
+    find(monkeypatch, None)
     monkeypatch.setenv("PATH", str(tmp_path))
-    for name in ("CUDA_PATH", "CUDA_HOME"):
-        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.mark.usefixtures("nowhere")
@@ -45,20 +42,15 @@ def test_without_it_the_message_says_what_to_install() -> None:
 
 
 @pytest.mark.usefixtures("nowhere")
-@pytest.mark.parametrize("name", ["CUDA_PATH", "CUDA_HOME"])
-def test_a_toolkit_that_the_environment_names_has_it(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What cannot be executed is passed by."""
-    tool = make_tool(tmp_path / "cuda" / "bin" / "nvdisasm", "exit 0")
-    monkeypatch.setenv(name, str(tmp_path / "cuda"))
+def test_the_path_is_the_last_resort(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a distribution installs is found, and passed by where cuda.pathfinder finds another."""
+    on_path = make_tool(tmp_path / "nvdisasm", "exit 0")
 
-    found = find_nvdisasm()
-    tool.chmod(0o644)
+    assert find_nvdisasm() == on_path
 
-    assert found == tool
-    with pytest.raises(ToolchainError):
-        find_nvdisasm()
+    other = make_tool(tmp_path / "other" / "nvdisasm", "exit 0")
+    find(monkeypatch, other)
+    assert find_nvdisasm() == other
 
 
 @pytest.mark.parametrize(
@@ -74,7 +66,7 @@ def test_what_it_refuses_is_an_error(
 ) -> None:
     """The message has the first line of its own, and the file."""
     tool = make_tool(tmp_path / "bin" / "nvdisasm", script)
-    monkeypatch.setenv("PATH", f"{tool.parent}{os.pathsep}{os.environ['PATH']}")
+    find(monkeypatch, tool)
     cubin = tmp_path / "kernel.cubin"
 
     with pytest.raises(ToolchainError) as caught:
@@ -89,7 +81,7 @@ def test_a_program_that_does_not_run_is_an_error(
     """An executable for another machine ends without a traceback."""
     tool = make_tool(tmp_path / "bin" / "nvdisasm", "")
     tool.write_bytes(b"\x7fELF of another machine")
-    monkeypatch.setenv("PATH", f"{tool.parent}{os.pathsep}{os.environ['PATH']}")
+    find(monkeypatch, tool)
 
     with pytest.raises(ToolchainError, match=r"^nvdisasm: cannot be run, .*: ") as caught:
         sass_of(tmp_path / "kernel.cubin")

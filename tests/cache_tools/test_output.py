@@ -133,7 +133,15 @@ def test_nothing_is_coloured(
 def test_a_list_imports_nothing_heavy(cache_dir: Path) -> None:
     """With kernels to list, neither torch nor what compiles them is loaded."""
     fill(cache_dir, 2)
-    heavy = ("torch", "numpy", "jinja2", "cuda", "filelock", "rich", "mlagen.engine")
+    heavy = (
+        "torch",
+        "numpy",
+        "jinja2",
+        "cuda.bindings.driver",
+        "filelock",
+        "rich",
+        "mlagen.engine",
+    )
     script = (
         "import sys\nfrom cache_tools.cli import cli\n"
         "try:\n    cli(['cache', 'ls'])\n"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 from cache_tools.reproduction import program_of
 from mlagen.cache.entry import Manifest
-from mlagen.prewarming import PrewarmReport
+from mlagen.prewarming import PrewarmReport, PrewarmUnit
 
 from .altered import folder_of
 
@@ -20,6 +21,12 @@ def run_program(text: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, str(script)], cwd=folder, capture_output=True, text=True, check=False
     )
+
+
+def said_of(unit: PrewarmUnit) -> str:
+    """Return the compiler as the program knows it: NVRTC 12.8 leaves its patch level out."""
+    assert unit.toolchain is not None
+    return re.sub(r"^(nvrtc-12\.8)\.\d+$", r"\1", unit.toolchain)
 
 
 def test_it_makes_the_same_machine_code_without_mlagen(
@@ -34,7 +41,7 @@ def test_it_makes_the_same_machine_code_without_mlagen(
 
     digest = manifest.files["kernel.cubin"].sha256
     assert ran.returncode == 0, ran.stderr
-    assert ran.stdout == f"{unit.spec} by {unit.toolchain}: sha256 {digest}\n"
+    assert ran.stdout == f"{unit.spec} by {said_of(unit)}: sha256 {digest}\n"
 
 
 def test_other_machine_code_is_told(cached: PrewarmReport, cache_dir: Path, tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ ARGUMENTS = {
 def mixed(cached: PrewarmReport, cache_dir: Path) -> str:
     """Return the key of a sound kernel in a cache that has a damaged one and an old one too."""
     first, second = cached.units
-    old = recast(folder_of(second, cache_dir), toolchain="nvrtc-12.8.93", keeps=True)
+    old = recast(folder_of(second, cache_dir), toolchain="nvrtc-12.8.1", keeps=True)
     use(old, age_s=7200, now=time.time())
     (folder_of(second, cache_dir) / "manifest.json").write_text("{")
     return first.key

@@ -7,14 +7,15 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from cuda.bindings import nvrtc as api
 
 from mlagen.artifacts import Source
 from mlagen.compiler.nvrtc import compile_source, rewrite_positions
+from mlagen.compiler.nvrtc_library import Compiled, NvrtcLibrary, load_nvrtc
 from mlagen.compiler.toolchain import find_nvrtc, options_for
 from mlagen.errors import CompileError, ToolchainError
 from mlagen.spec.arch import ARCHS, Arch, parse_arch
@@ -111,7 +112,7 @@ def test_positions_become_those_of_the_template(log: str, expected: str) -> None
 def test_an_architecture_that_nvrtc_does_not_know_is_refused() -> None:
     """The message lists the architectures of this NVRTC."""
     nvrtc = find_nvrtc()
-    _, numbers = api.nvrtcGetSupportedArchs()
+    numbers = load_nvrtc(nvrtc.path).supported_archs()
 
     with pytest.raises(ToolchainError) as caught:
         compile_source(source(), Arch(42), nvrtc)
@@ -120,25 +121,37 @@ def test_an_architecture_that_nvrtc_does_not_know_is_refused() -> None:
     assert str(caught.value) == f"arch: NVRTC {nvrtc.version} compiles for {known}, got sm_42"
 
 
-def test_a_library_that_cannot_be_loaded_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("content", "said"), [(None, "cannot open shared object file"), (b"text", "file too short")]
+)
+def test_a_library_that_cannot_be_loaded_is_named(
+    content: bytes | None, said: str, tmp_path: Path
+) -> None:
     """The message says which file, and what the loader said."""
-    nvrtc = find_nvrtc()
-
-    def fail() -> None:
-        raise RuntimeError("Failed to dlopen libnvrtc")
-
-    monkeypatch.setattr(api, "nvrtcGetSupportedArchs", fail)
+    path = tmp_path / "libnvrtc.so.13"
+    if content is not None:
+        path.write_bytes(content)
 
     with pytest.raises(ToolchainError) as caught:
-        compile_source(source(), SM_100F, nvrtc)
+        compile_source(source(), SM_100F, replace(find_nvrtc(), path=path))
 
-    assert str(caught.value) == f"NVRTC: cannot load {nvrtc.path}: Failed to dlopen libnvrtc"
+    assert str(caught.value).startswith(f"NVRTC: cannot load {path}: ")
+    assert said in str(caught.value)
+
+
+def test_a_library_that_is_no_nvrtc_is_named() -> None:
+    """A function that it lacks is a reason like any other."""
+    library = Path(sys.modules["_ctypes"].__file__ or "")
+
+    with pytest.raises(ToolchainError, match=rf"^NVRTC: cannot load {library}: .*nvrtc"):
+        load_nvrtc(library)
 
 
 def test_another_compiler_than_expected_is_told(caplog: pytest.LogCaptureFixture) -> None:
     """The cubin carries the version that compiled it, and a warning names both."""
     real = find_nvrtc()
-    expected = replace(real, version="13.99.1", source="nvidia-cuda-nvrtc")
+    other = f"{real.version}99"  # of the same minor version, which has the same options
+    expected = replace(real, version=other, source="nvidia-cuda-nvrtc")
 
     cubin = compile_source(source(), SM_100F, expected)
 
@@ -146,7 +159,7 @@ def test_another_compiler_than_expected_is_told(caplog: pytest.LogCaptureFixture
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert record.getMessage() == (
-        f"NVRTC: expected 13.99.1 from nvidia-cuda-nvrtc, but {real.version} compiled"
+        f"NVRTC: expected {other} from nvidia-cuda-nvrtc, but {real.version} compiled"
     )
 
 
@@ -163,19 +176,18 @@ def test_sources_cannot_include_files_of_the_current_folder(
 
 def test_every_option_has_an_effect_on_the_key_only_once() -> None:
     """What the compiler is given is what the key lists: nothing is added on the way."""
-    given: list[bytes] = []
-    real = api.nvrtcCompileProgram
+    given: list[str] = []
+    real = NvrtcLibrary.compile
 
-    def record(program: object, count: int, options: list[bytes]) -> object:
-        assert count == len(options)
+    def record(self: NvrtcLibrary, text: str, name: str, options: Sequence[str]) -> Compiled:
         given.extend(options)
-        return real(program, count, options)
+        return real(self, text, name, options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(api, "nvrtcCompileProgram", record)
+        patch.setattr(NvrtcLibrary, "compile", record)
         compile_source(source(), SM_100F, find_nvrtc())
 
-    assert [option.decode() for option in given] == list(options_for(SM_100F, str(find_nvrtc())))
+    assert given == list(options_for(SM_100F, str(find_nvrtc())))
 
 
 STUB = """

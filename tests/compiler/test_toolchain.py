@@ -11,11 +11,12 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-from mlagen.compiler import toolchain
+from mlagen.compiler import nvrtc_search, toolchain
 from mlagen.compiler.toolchain import Nvrtc, find_nvrtc, options_for, wanted_toolchain
 from mlagen.errors import ToolchainError
 from mlagen.spec.arch import ARCHS, Arch, parse_arch
 from tests.cache.builds import ROOT
+from tests.compiler.elf_files import elf_file
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class FakeDistribution:
 @pytest.fixture
 def bare(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """Leave no NVRTC to be found on the system."""
-    monkeypatch.setattr(toolchain, "_system_folders", lambda _: iter(()))
+    monkeypatch.setattr(nvrtc_search, "_system_folders", lambda _: iter(()))
     find_nvrtc.cache_clear()
     wanted_toolchain.cache_clear()
     yield monkeypatch
@@ -74,19 +75,20 @@ def install(
 
 
 @pytest.mark.parametrize(
-    ("bindings", "name", "version"),
+    ("bindings", "name", "said", "version"),
     [
-        ("13.4.4", "nvidia-cuda-nvrtc", "13.5.37"),
-        ("12.9.1", "nvidia-cuda-nvrtc-cu12", "12.8.93"),
-        ("14.0.0", "nvidia-cuda-nvrtc", "14.0.1"),
+        ("13.4.4", "nvidia-cuda-nvrtc", "13.5.37", "13.5.37"),
+        ("12.9.1", "nvidia-cuda-nvrtc-cu12", "12.8.93", "12.8.93"),
+        ("14.0.0", "nvidia-cuda-nvrtc", "14.0.1", "14.0.1"),
+        ("13.4.4", "nvidia-cuda-nvrtc", "13.5.37.post1+acme.2", "13.5.37"),
     ],
-    ids=["CUDA 13", "CUDA 12", "a major version to come"],
+    ids=["CUDA 13", "CUDA 12", "a major version to come", "a wheel built anew"],
 )
 def test_the_wheel_of_the_bindings_major_version_is_found(
-    bindings: str, name: str, version: str, bare: pytest.MonkeyPatch, tmp_path: Path
+    bindings: str, name: str, said: str, version: str, bare: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Version, file and origin come from the wheel's own record; nothing is loaded."""
-    install(bare, tmp_path, bindings, {name: version})
+    install(bare, tmp_path, bindings, {name: said})
 
     found = find_nvrtc()
 
@@ -169,32 +171,26 @@ def test_an_nvrtc_that_is_too_old_is_refused(bare: pytest.MonkeyPatch, tmp_path:
     )
 
 
-@pytest.mark.parametrize("variable", ["CUDA_HOME", "CUDA_PATH"])
-def test_a_toolkit_on_the_system_is_found(
-    variable: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_a_later_nvrtc_that_is_recent_enough_is_taken(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Without a wheel, the library's full file name tells its version."""
-    install(monkeypatch, tmp_path, "13.4.4", {})
-    folder = tmp_path / "cuda/lib64"
-    folder.mkdir(parents=True)
-    (folder / "libnvrtc.so.13.1.80").touch()
-    (folder / "libnvrtc.so.13").symlink_to("libnvrtc.so.13.1.80")
-    for name in ("CUDA_HOME", "CUDA_PATH", "CONDA_PREFIX"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv(variable, str(tmp_path / "cuda"))
+    """Beside the old wheel that a torch pins, that of a newer toolkit compiles."""
+    install(monkeypatch, tmp_path, "12.9.1", {"nvidia-cuda-nvrtc-cu12": "12.4.127"})
+    library = elf_file(tmp_path / "cuda/lib64/libnvrtc.so.12.9.86")
+    library.with_name("libnvrtc.so.12").symlink_to(library.name)
+    monkeypatch.setattr(nvrtc_search, "_system_folders", lambda _: iter([library.parent]))
 
     found = find_nvrtc.__wrapped__()
 
-    assert found == Nvrtc(
-        version="13.1.80", path=(folder / "libnvrtc.so.13.1.80").resolve(), source="system"
-    )
+    assert (found.version, found.path) == ("12.9.86", library)
 
 
 def test_finding_nvrtc_loads_nothing() -> None:
     """Neither the bindings nor the library are in the process afterwards."""
     code = (
-        "import sys; from mlagen.compiler.toolchain import find_nvrtc; find_nvrtc(); "
-        "print([name for name in sys.modules if name.split('.')[0] == 'cuda'], "
+        "import sys; before = set(sys.modules); "
+        "from mlagen.compiler.toolchain import find_nvrtc; find_nvrtc(); "
+        "print([name for name in {*sys.modules} - before if name.startswith('cuda')], "
         "'libnvrtc' in open('/proc/self/maps').read())"
     )
     done = subprocess.run(

@@ -147,7 +147,7 @@ CLAIMS: dict[str, Damage] = {
     "code and manifest of another key": swap(CODE, MANIFEST, "kernel.cu", "build.log"),
     "another architecture": claim(seals=False, ingredients=ARCH),
     "another architecture, and its key": claim(seals=True, ingredients=ARCH, key=ELSEWHERE.digest),
-    "another compiler": claim(seals=True, toolchain="nvrtc-12.8.93"),
+    "another compiler": claim(seals=True, toolchain="nvrtc-12.8.1"),
     "another size": claim(seals=False, files={}),
     "no files": claim(seals=True, files={}),
     "code elsewhere": claim(seals=True, files={"../../kernel.cubin": {"size": 1, "sha256": ""}}),

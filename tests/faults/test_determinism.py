@@ -8,7 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -21,13 +21,23 @@ from mlagen.cache.key import CacheKey
 from mlagen.codegen.sources import template_root
 from mlagen.compiler import nvrtc as nvrtc_module
 from mlagen.compiler import toolchain as toolchain_module
+from mlagen.compiler.nvrtc_library import Compiled, NvrtcLibrary
 from mlagen.compiler.toolchain import find_nvrtc
 from mlagen.engine import find_or_build, key_of
 from mlagen.settings import current_settings
 from mlagen.spec.families import FAMILIES, specs_of
 from mlagen.spec.kernel import KernelSpec
 from tests.cache.builds import ROOT
-from tests.kernels import COMBINE, SM_80, SM_90A, forget, gqa_decode, mla_decode, mla_hopper
+from tests.kernels import (
+    COMBINE,
+    SM_80,
+    SM_90A,
+    complaints,
+    forget,
+    gqa_decode,
+    mla_decode,
+    mla_hopper,
+)
 
 # Of COMBINE for this compiler. A version of mlagen that makes another key of it compiles all anew,
 # so whoever changes this line means to.
@@ -72,7 +82,7 @@ def tell(tree: Path, folder: Path, **environ: str) -> dict[str, Any]:
         text=True,
         check=False,
     )
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, complaints(done.stderr)) == (0, [])
     return cast("dict[str, Any]", json.loads(done.stdout))
 
 
@@ -226,31 +236,23 @@ def test_what_does_not_change_the_code_is_no_part_of_the_key(
 
 def test_what_the_compiler_is_told_is_all_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     """Source, options and a constant name: nothing of this process reaches NVRTC besides."""
-    from cuda.bindings import nvrtc as api
+    given: list[tuple[str, str, Sequence[str]]] = []
+    real = NvrtcLibrary.compile
 
-    sources: list[tuple[bytes, bytes, object, object, object]] = []
-    options: list[list[bytes]] = []
-    create, compile_program = api.nvrtcCreateProgram, api.nvrtcCompileProgram
+    def note(self: NvrtcLibrary, text: str, name: str, options: Sequence[str]) -> Compiled:
+        given.append((text, name, options))
+        return real(self, text, name, options)
 
-    def note_source(*arguments: Any) -> object:
-        sources.append(arguments)
-        return create(*arguments)
-
-    def note_options(program: object, count: int, given: list[bytes]) -> object:
-        options.append(given[:count])
-        return compile_program(program, count, given)
-
-    monkeypatch.setattr(api, "nvrtcCreateProgram", note_source)
-    monkeypatch.setattr(api, "nvrtcCompileProgram", note_options)
+    monkeypatch.setattr(NvrtcLibrary, "compile", note)
 
     outcome = find_or_build(replace(COMBINE, head_dim_vo=256))
 
-    ((text, *others),) = sources
-    assert others == [nvrtc_module.PROGRAM_NAME.encode(), 0, None, None]
-    assert os.fspath(template_root()).encode() not in text
+    ((text, name, options),) = given
+    assert name == nvrtc_module.PROGRAM_NAME
+    assert os.fspath(template_root()) not in text
     in_key = dict(key_of(replace(COMBINE, head_dim_vo=256)).ingredients)
-    given = [option.decode().lstrip("-").partition("=") for option in options[0]]
-    assert {f"option.{option}": value for option, _, value in given} == {
+    parts = [option.lstrip("-").partition("=") for option in options]
+    assert {f"option.{option}": value for option, _, value in parts} == {
         label: value for label, value in in_key.items() if label.startswith("option.")
     }
     assert outcome.entry.manifest.toolchain == str(find_nvrtc())

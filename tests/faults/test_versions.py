@@ -42,7 +42,7 @@ from tests.cache.builds import (
 )
 from tests.faults.crowds import crowd
 from tests.faults.steps import store_in, warnings_in, whole_entries
-from tests.kernels import COMBINE
+from tests.kernels import COMBINE, complaints
 
 NAMES = ("mla_decode", "another", "a third")
 
@@ -233,12 +233,14 @@ def test_a_library_that_is_not_the_one_of_its_metadata_is_told_once(
     real = find_nvrtc()
     other = replace(COMBINE, head_dim_vo=128)
 
-    with nvrtc_of(f"{real.release[0]}.98.7"):
+    said = f"{real.version}99"  # of the same minor version, which has the same options
+
+    with nvrtc_of(said):
         outcomes = [find_or_build(spec) for spec in (COMBINE, other)]
 
     assert [outcome.entry.manifest.toolchain for outcome in outcomes] == [str(real)] * 2
     assert warnings_in(caplog) == [
-        f"NVRTC: expected {real.release[0]}.98.7 from {real.source}, but {real.version} compiled"
+        f"NVRTC: expected {said} from {real.source}, but {real.version} compiled"
     ]
     assert [find_or_build(spec).built for spec in (COMBINE, other)] == [False, False]
 
@@ -293,6 +295,6 @@ def test_an_nvrtc_of_another_major_version_in_the_process_is_not_used(tmp_path: 
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
     assert number.value == major
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, complaints(done.stderr)) == (0, [])
     (manifest,) = Path(os.environ["MLAGEN_CACHE_DIR"]).glob("v1/e/*/*/*/manifest.json")
     assert json.loads(manifest.read_text())["toolchain"] == str(find_nvrtc())

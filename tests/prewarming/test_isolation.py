@@ -40,6 +40,16 @@ def test_what_the_cache_has_needs_no_process(monkeypatch: pytest.MonkeyPatch) ->
     assert prewarm(COMBINE)[COMBINE].status == "hit"
 
 
+def test_a_worker_that_would_log_much_adds_no_warnings(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """MLAGEN_LOG is for this process: what a worker writes to stderr becomes a warning here."""
+    monkeypatch.setenv("MLAGEN_LOG", "debug")
+
+    assert prewarm(COMBINE)[COMBINE].status == "built"
+    assert [record for record in caplog.records if record.levelname == "WARNING"] == []
+
+
 @pytest.mark.parametrize(
     "error",
     [

@@ -1,0 +1,224 @@
+"""Where NVRTC is found outside wheels, and that this file is the one that compiles."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlagen.compiler import nvrtc_search
+from mlagen.compiler.nvrtc_search import Candidate, find_candidates, version_inside
+from mlagen.compiler.toolchain import find_nvrtc
+from tests.cache.builds import ROOT
+from tests.compiler.elf_files import elf_file
+
+VARIABLES = ("CONDA_PREFIX", "LD_LIBRARY_PATH", "CUDA_PATH", "CUDA_HOME")
+BANNER = b"Cuda compilation tools, release %s, V%s"
+
+
+def make_library(folder: Path, version: str = "13.1.80") -> Path:
+    """Make a libnvrtc.so.13 whose version is in its text alone."""
+    path = elf_file(folder / "libnvrtc.so.13")
+    release = version.rpartition(".")[0].encode()
+    header = path.read_bytes()
+    path.write_bytes(header + BANNER % (b"%d.%d", b"") + BANNER % (release, version.encode()))
+    return path
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the root of a machine without any NVRTC."""
+    monkeypatch.setattr(nvrtc_search, "_ROOT", tmp_path)
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "env"))
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+PLACES = {
+    "the dynamic loader's folders": ({"LD_LIBRARY_PATH": "relative::{0}/a:{0}/b"}, "b"),
+    "CUDA_HOME": ({"CUDA_HOME": "{0}/cuda"}, "cuda/lib64"),
+    "CUDA_PATH": ({"CUDA_PATH": "{0}/cuda"}, "cuda/lib"),
+    "a target of a toolkit": ({"CUDA_HOME": "{0}/cuda"}, "cuda/targets/x86_64-linux/lib"),
+    "a target of an Arm server": ({"CUDA_HOME": "{0}/cuda"}, "cuda/targets/sbsa-linux/lib"),
+    "an active conda environment": ({"CONDA_PREFIX": "{0}/conda"}, "conda/lib"),
+    "its target": ({"CONDA_PREFIX": "{0}/conda"}, "conda/targets/x86_64-linux/lib"),
+    "a versioned toolkit": ({}, "usr/local/cuda-13.2/lib64"),
+    "the toolkit": ({}, "usr/local/cuda/targets/sbsa-linux/lib"),
+    "a distribution's folder": ({}, "usr/lib/aarch64-linux-gnu"),
+    "another distribution's": ({}, "usr/lib64"),
+}
+
+
+@pytest.mark.parametrize(("environ", "folder"), PLACES.values(), ids=PLACES)
+def test_a_library_without_a_version_in_its_name_is_found(
+    environ: Mapping[str, str], folder: str, machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plain libnvrtc.so.13 will do: its version is in its text."""
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value.format(machine))
+    path = make_library(machine / folder)
+
+    (found,) = find_candidates(13, ())
+
+    assert found == Candidate("13.1.80", path, "system")
+
+
+def test_a_conda_environment_need_not_be_active(machine: Path) -> None:
+    """That of the running Python counts as one."""
+    (machine / "env/conda-meta").mkdir(parents=True)
+    path = make_library(machine / "env/lib")
+
+    assert [found.path for found in find_candidates(13, ())] == [path]
+
+
+def test_a_folder_of_the_loaders_settings_is_searched(machine: Path) -> None:
+    """As /etc/ld.so.conf.d names it."""
+    path = make_library(machine / "opt/cuda")
+    (machine / "etc/ld.so.conf.d").mkdir(parents=True)
+    (machine / "etc/ld.so.conf.d/cuda.conf").write_text(f"# CUDA\n{path.parent}\n")
+
+    assert [found.path for found in find_candidates(13, ())] == [path]
+
+
+def test_the_order_of_the_places(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Conda, the loader's folders, the toolkit that is named, then the newest that is installed."""
+    places = ("conda/lib", "ld", "cuda/lib64", "usr/local/cuda-13.10/lib64")
+    paths = [make_library(machine / place) for place in (*places, "usr/local/cuda-13.2/lib64")]
+    monkeypatch.setenv("CONDA_PREFIX", str(machine / "conda"))
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(machine / "ld"))
+    monkeypatch.setenv("CUDA_HOME", str(machine / "cuda"))
+
+    assert [found.path for found in find_candidates(13, ())] == paths
+
+
+def test_what_cannot_be_loaded_is_passed_by(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Libraries for another machine and of no version, a folder, a loop of links, an empty file."""
+    other = make_library(machine / "other")
+    content = bytearray(other.read_bytes())
+    content[18] ^= 0xFF  # the machine of an ELF header
+    other.write_bytes(content)
+    (machine / "folder/libnvrtc.so.13").mkdir(parents=True)
+    for name in ("loop", "empty"):
+        (machine / name).mkdir()
+    (machine / "loop/libnvrtc.so.13").symlink_to("libnvrtc.so.13")
+    (machine / "empty/libnvrtc.so.13").touch()
+    elf_file(machine / "unknown/libnvrtc.so.13")
+    sound = make_library(machine / "sound")
+    names = ("other", "folder", "loop", "empty", "unknown", "gone", "sound")
+    monkeypatch.setenv("LD_LIBRARY_PATH", ":".join(str(machine / name) for name in names))
+
+    assert [found.path for found in find_candidates(13, ())] == [sound]
+
+
+@pytest.mark.parametrize("variable", ["CUDA_HOME", "CONDA_PREFIX", "LD_LIBRARY_PATH"])
+def test_a_place_that_cannot_be_searched_is_passed_by(
+    variable: str, machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the file system answers, the next place is searched."""
+    sound = make_library(machine / "usr/lib64")
+    (machine / "file").touch()
+    real = Path.open
+
+    def refuse(self: Path, *arguments: Any, **options: Any) -> Any:
+        if self.is_relative_to("/nowhere"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(self, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", refuse)
+
+    for place in (machine / "file", "/" + "x" * 300, "/nowhere"):
+        monkeypatch.setenv(variable, str(place))
+
+        assert [found.path for found in find_candidates(13, ())] == [sound]
+
+
+def test_the_version_inside_is_that_of_the_wheel() -> None:
+    """The text of the installed library says what the metadata of its wheel say."""
+    found = find_nvrtc()
+
+    assert version_inside(found.path) == found.version
+
+
+# argv: what hides the wheels. Compiles here and in a fresh process; prints what was found and
+# which libraries are in the process.
+COMPILE = """
+import json, re, sys
+from importlib import metadata
+from pathlib import Path
+real = metadata.distribution
+def distribution(name):
+    if "nvrtc" in name:
+        raise metadata.PackageNotFoundError(name)
+    return real(name)
+metadata.distribution = distribution
+from mlagen.compiler.apart import compile_anywhere, compile_apart
+from mlagen.compiler.toolchain import find_nvrtc
+from tests.compiler.test_nvrtc import SM_100F, source
+nvrtc = find_nvrtc()
+made = [compiled(source(), SM_100F, nvrtc) for compiled in (compile_anywhere, compile_apart)]
+maps = Path("/proc/self/maps").read_text()
+print(json.dumps({
+    "found": [nvrtc.version, str(nvrtc.path)],
+    "toolchains": [cubin.toolchain for cubin in made],
+    "is_same": made[0].code == made[1].code,
+    "mapped": sorted(set(re.findall(r"\\S*libnvrtc\\S*", maps))),
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a copy of the installed NVRTC and its builtins, and nothing else."""
+    folder = tmp_path_factory.mktemp("toolkit") / "lib64"
+    folder.mkdir()
+    installed = find_nvrtc().path
+    major, minor = find_nvrtc().release
+    shutil.copy(installed, folder / f"libnvrtc.so.{major}")
+    shutil.copy(installed.with_name(f"libnvrtc-builtins.so.{major}.{minor}"), folder)
+    return folder
+
+
+@pytest.mark.parametrize("variable", ["LD_LIBRARY_PATH", "CUDA_HOME"])
+def test_the_file_that_is_found_is_the_one_that_is_loaded(variable: str, copied: Path) -> None:
+    """It, and its own builtins, and no other NVRTC; a fresh process compiles with it too."""
+    value = copied if variable == "LD_LIBRARY_PATH" else copied.parent
+    environ = {**os.environ, variable: str(value)}
+    if variable == "CUDA_HOME":
+        environ["LD_LIBRARY_PATH"] = ""
+
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE], env=environ, cwd=ROOT, check=True, capture_output=True
+    )
+
+    said = json.loads(done.stdout)
+    version = find_nvrtc().version
+    assert said["found"] == [version, str(copied / f"libnvrtc.so.{find_nvrtc().release[0]}")]
+    assert said["toolchains"] == [f"nvrtc-{version}"] * 2
+    assert said["is_same"]
+    assert said["mapped"] == sorted(str(path) for path in copied.iterdir())
+
+
+def test_the_wheel_is_loaded_whatever_the_loader_would_find(copied: Path) -> None:
+    """LD_LIBRARY_PATH has neither the NVRTC nor the builtins that a wheel's NVRTC compiles with."""
+    if find_nvrtc().source == "system":
+        pytest.skip("the installed NVRTC comes from no wheel")
+    code = COMPILE.replace('if "nvrtc" in name', "if False")
+    environ = {**os.environ, "LD_LIBRARY_PATH": str(copied)}
+
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environ, cwd=ROOT, check=True, capture_output=True
+    )
+
+    said = json.loads(done.stdout)
+    folder = find_nvrtc().path.parent
+    assert said["found"][1] == str(find_nvrtc().path)
+    assert {Path(path).parent for path in said["mapped"]} == {folder}
