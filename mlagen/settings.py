@@ -40,6 +40,7 @@ class Settings:
     cache_max_bytes: int | None = DEFAULT_CACHE_MAX_BYTES  # None: no limit
     toolchain: str = "auto"  # out of TOOLCHAIN_POLICIES, or one, such as nvrtc-13.0.88
     jit: str = "on"  # out of JIT_MODES: whether a call may compile
+    reads_hub_cache: bool = False  # for configurations of models, by Hub ids; downloads nothing
     record: Path | None = None  # the file that gets a line for each kernel a process asks for
 
 
@@ -65,6 +66,7 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
         cache_max_bytes=_cache_max_bytes(environ),
         toolchain=_toolchain(environ),
         jit=_word(environ, "MLAGEN_JIT", JIT_MODES),
+        reads_hub_cache=_switch(environ, "MLAGEN_HF"),
         record=_file(environ, "MLAGEN_RECORD"),
     )
 

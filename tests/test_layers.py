@@ -34,12 +34,12 @@ LAYERS = {
     "recording": set[str](),
     "engine": DATA | STAGES | {"jit", "recording"},
     "api": ENGINE,
-    "models": {"errors", "spec"},
+    "models": {"errors", "settings", "spec"},
     "prewarming": ENGINE | {"models"},
     **dict.fromkeys(DOORS, ENGINE | {"api"}),
     "decode": ENGINE | {"api", "mla"},  # FlashInfer has some names in both
     "mlagen": ENGINE | DOORS | {"api", "prewarming"},
-    "cache_tools": ENGINE | DOORS | {"api", "prewarming"},
+    "cache_tools": ENGINE | DOORS | {"api", "models", "prewarming"},
 }
 
 # Each third party with the layers that may import it.
@@ -47,6 +47,7 @@ FENCES = {
     "click": {"cache_tools"},
     "cuda": {"compiler", "runtime"},
     "filelock": {"cache"},
+    "huggingface_hub": {"models"},
     "jinja2": {"codegen"},
     "rich": {"cache_tools"},
     "tomli": {"prewarming"},  # stands in for tomllib, which Python has from 3.11 on
