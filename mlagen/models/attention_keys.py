@@ -23,12 +23,13 @@ _SPEAKS = re.compile(
 _HARMLESS = re.compile(
     r"dropout|pdrop|(?<!position)_bias$|^qkv_bias$|norm($|_)|(rope|rotary)(?!_head_dim)|sink"
     r"|_in_fp32$|reorder_and_upcast|scal(e|ar|ing)(_|$)|multiplier|temperature|(alpha|beta)_factor"
-    r"|_attn_implementation|^attn_implementation|flash_att|^output_attentions$|clip_qkv"
+    r"|fuse|_attn_implementation|^attn_implementation|flash_att|^output_attentions$|clip_qkv"
     r"|(^|_)lm_head(_|$)|ngram|num_query_tokens|kv_shared|parallel_attn|attention_(k_eq_v|out_bias)"
     r"|^(linear|mamba|conv|ssm|kda)_|mlp_layer|mtp_|query_dict|initializer|kv_cache|_gate$"
-    r"|^resampler_|^cross_attention_layers$|^(n|num)_mamba_heads$|latent_size|gating|logn"
+    r"|^resampler_|^cross_attention_layers$|^(n|num)_mamba_heads$|latent_size|gating|logn|^mla_use_nope$|^attention_method$|^full_attn_mod$|^share_q_dim$"
+    r"|^compression_ratio$"
 )
-_NEVER_HARMLESS = re.compile(r"alibi|relative|compress|(attn|attention)\w*softcap")
+_NEVER_HARMLESS = re.compile(r"alibi|relative|compress(ed|_)|(attn|attention)\w*softcap")
 _BOTH = {"num_attention_heads", "num_key_value_heads", "layer_types", "layers_block_type"}
 _BOTH |= {"head_dim", "v_head_dim", "use_mla", "kv_lora_rank", "linear_attn_config"}
 _BOTH |= {"position_embedding_type", "full_attention_interval", "use_bidirectional_attention"}

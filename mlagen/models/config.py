@@ -6,11 +6,12 @@ import json
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from mlagen.errors import ArgumentError, UnsupportedError
 from mlagen.models.attention_keys import refuse_unknown
 from mlagen.models.fields import Fields
-from mlagen.models.heads import GqaHeads, gqa_heads
+from mlagen.models.heads import GqaHeads, gqa_heads, refuse_other_values
 from mlagen.models.hub_cache import cached_config, is_hub_id
 from mlagen.models.layers import layers_left_out
 from mlagen.models.names import known_names, preset_names, preset_of
@@ -117,16 +118,27 @@ def read_model(name: str, content: bytes) -> MlaModel | GqaModel:
         raise ArgumentError(f"{name}: expected JSON, got {error}") from error
     if not isinstance(config, dict):
         raise ArgumentError(f"{name}: expected a JSON object, got {type(config).__name__}")
+    try:
+        return _model_of(name, config)
+    except RecursionError as error:
+        raise ArgumentError(f"{name}: expected a few levels of tables, got too many") from error
+
+
+def _model_of(name: str, config: dict[str, Any]) -> MlaModel | GqaModel:
     part = None
     for label in _NESTED:
         inner = config.get(label)
         if isinstance(inner, dict):
             # What stands around a part speaks of the other parts; the dtype may stand on either.
-            around = {key: config[key] for key in ("dtype", "torch_dtype") if key in config}
+            around: dict[str, Any] = {
+                key: config[key] for key in ("dtype", "torch_dtype") if key in config
+            }
             config, part = {**around, **inner}, label
     fields = Fields(name, config, part)
-    refuse_unserved(fields)
     is_mla = bool(fields.value("kv_lora_rank")) and fields.value("use_mla") is not False
+    if not is_mla:
+        refuse_other_values(fields)
+    refuse_unserved(fields)
     return _mla(fields) if is_mla else _gqa(fields)
 
 

@@ -56,6 +56,24 @@ def gqa_heads(fields: Fields) -> list[GqaHeads]:
     return list(found)
 
 
+def refuse_other_values(fields: Fields, head_dim: int | None = None) -> None:
+    """Refuse values of another size than keys; ``head_dim`` is that of the configuration if None.
+
+    Raises
+    ------
+    ArgumentError
+        With the key, the rule and the value.
+    """
+    head_dim = head_dim or fields.count_of(_HEAD_DIM)
+    if head_dim is None:
+        return
+    for label in ("v_head_dim", "swa_v_head_dim"):
+        wanted = fields.value("swa_head_dim") or head_dim if label.startswith("swa") else head_dim
+        value = fields.value(label)
+        if value and value != wanted:
+            raise fields.refusal(label, f"head_dim {wanted}", value)
+
+
 def _base_heads(fields: Fields) -> list[GqaHeads]:
     """Return the heads of layers that nothing else is said of; several where a list says them."""
     label = "num_attention_heads"
@@ -111,11 +129,7 @@ def _head_dim(fields: Fields, heads: int) -> int:
             rule = f"it, or a hidden_size that is a multiple of num_attention_heads {heads}"
             raise fields.refusal("head_dim", rule, hidden)
         head_dim = hidden // heads
-    for label in ("v_head_dim", "swa_v_head_dim"):
-        wanted = fields.value("swa_head_dim") or head_dim if label.startswith("swa") else head_dim
-        value = fields.value(label)
-        if value and value != wanted:
-            raise fields.refusal(label, f"head_dim {wanted}", value)
+    refuse_other_values(fields, head_dim)
     return head_dim
 
 

@@ -121,6 +121,10 @@ def test_heads_are_those_of_every_layer(config: object, heads: list[tuple[int, i
         ),
         (GQA | {"head_dim": 192, "v_head_dim": 128}, "v_head_dim: expected head_dim 192, got 128"),
         (
+            GQA | {"head_dim": 192, "v_head_dim": 128, "attention_chunk_size": 128},
+            "v_head_dim: expected head_dim 192, got 128",
+        ),
+        (
             GQA | {"swa_head_dim": 192, "swa_v_head_dim": 128},
             "swa_v_head_dim: expected head_dim 192, got 128",
         ),
