@@ -125,21 +125,25 @@ def read_model(name: str, content: bytes) -> MlaModel | GqaModel:
 
 
 def _model_of(name: str, config: dict[str, Any]) -> MlaModel | GqaModel:
-    part = None
-    for label in _NESTED:
-        inner = config.get(label)
-        if isinstance(inner, dict):
-            # What stands around a part speaks of the other parts; the dtype may stand on either.
-            around: dict[str, Any] = {
-                key: config[key] for key in ("dtype", "torch_dtype") if key in config
-            }
-            config, part = {**around, **inner}, label
-    fields = Fields(name, config, part)
+    fields = _text_part(Fields(name, config))
     is_mla = bool(fields.value("kv_lora_rank")) and fields.value("use_mla") is not False
     if not is_mla:
         refuse_other_values(fields)
     refuse_unserved(fields)
     return _mla(fields) if is_mla else _gqa(fields)
+
+
+def _text_part(fields: Fields) -> Fields:
+    """Return the innermost part that has heads and generates text, or else the innermost."""
+    for label in _NESTED:
+        inner = fields.value(label)
+        if isinstance(inner, dict):
+            # What stands around a part speaks of the other parts; the dtype may stand on either.
+            around = {key: fields.value(key) for key in ("dtype", "torch_dtype")}
+            found = _text_part(Fields(fields.name, around | inner, label))
+            if found.value("num_attention_heads") or not fields.value("num_attention_heads"):
+                return found
+    return fields
 
 
 def _mla(fields: Fields) -> MlaModel:

@@ -209,6 +209,7 @@ def test_parts_are_found_at_any_depth() -> None:
     config = {"num_attention_heads": 4, "thinker_config": {"alibi": 1, "text_config": GQA}}
 
     assert heads_of(config) == [(32, 8, 128)]
+    assert heads_of(GQA | {"text_config": {"vocab_size": 8}}) == [(32, 8, 128)]
 
 
 @pytest.mark.parametrize(
