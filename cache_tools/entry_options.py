@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from .completion import arch_names, completer, family_names
 from .options import names
 
 if TYPE_CHECKING:
@@ -63,7 +64,12 @@ def is_older(stored: StoredEntry, age_s: float) -> bool:
 def arch_option(command: Command) -> Command:
     """Add ``--arch``."""
     return click.option(
-        "--arch", "archs", callback=_archs, metavar="ARCH,...", help="Targets, such as sm_90a."
+        "--arch",
+        "archs",
+        callback=_archs,
+        metavar="ARCH,...",
+        shell_complete=completer(arch_names),
+        help="Targets, such as sm_90a.",
     )(command)
 
 
@@ -74,6 +80,7 @@ def family_option(command: Command) -> Command:
         "families",
         callback=_families,
         metavar="NAME,...",
+        shell_complete=completer(family_names),
         help="Kernel families, such as mla_decode.",
     )(command)
 

@@ -43,10 +43,12 @@ def print_report(
     if as_json:
         facts = bundle_facts(packed, str(bundle)) if packed else None
         units = [_document(unit) for unit in report.units]
-        document = {"cache_dir": str(cache_dir), "totals": totals, "bundle": facts, "units": units}
-        print_json(document)
+        document = {"cache_dir": str(cache_dir), "totals": totals, "left_out": report.left_out}
+        print_json({**document, "bundle": facts, "units": units})
     elif dry_run and report.units and not quiet:
         print_table([_row(unit) for unit in report.units])
+    for sentence in report.left_out:  # also of a quiet run: what is missing shows up in a server
+        console(stderr=True).print(f"left out {sentence}", soft_wrap=True)
     if quiet:
         return
     always = ("hit", "missing") if dry_run else ("built", "hit", "failed")

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from .completion import arch_names, completer, family_names, model_names
 from .options import names, numbers
 
 if TYPE_CHECKING:
@@ -17,14 +18,18 @@ _OPTIONS = (
         "archs",
         callback=names,
         metavar="ARCH,...",
-        help="Targets such as sm_90a; native (the default) is those of the visible GPUs.",
+        shell_complete=completer(lambda: ["native", *arch_names()]),
+        help="Targets such as sm_90a, or cards such as H100; native (the default) is those of the "
+        "visible GPUs.",
     ),
     click.option(
         "--model",
         "models",
         callback=names,
         metavar="NAME|PATH,...",
-        help="What calls of these models take: such as deepseek-v3, or the path of a config.json.",
+        shell_complete=completer(model_names),
+        help="What calls of these models take: names such as deepseek-v3, Hub ids of the same, or "
+        "paths of a config.json.",
     ),
     click.option(
         "--tp",
@@ -51,6 +56,7 @@ _OPTIONS = (
         "families",
         callback=names,
         metavar="NAME,...",
+        shell_complete=completer(family_names),
         help="Kernel families, such as mla_decode.",
     ),
     click.option(

@@ -28,6 +28,7 @@ PREWARM: Schema = {
     DOCUMENT: {
         "cache_dir": CACHE_DIR,
         "totals": Field("`totals`", "units of each status"),
+        "left_out": Field("list of text", "parts of models that no kernel serves"),
         "bundle": Field("`bundle` or null", "what `--bundle` wrote"),
         "units": Field("list of `unit`", "one for each kernel that was asked for"),
     },

@@ -42,6 +42,7 @@ class Settings:
     toolchain: str = "auto"  # out of TOOLCHAIN_POLICIES, or one, such as nvrtc-13.0.88
     jit: str = "on"  # out of JIT_MODES: whether a call may compile
     log: str | None = None  # out of LOG_LEVELS; None: logging is left to the application
+    reads_hub_cache: bool = False  # for configurations of models, by Hub ids; downloads nothing
     record: Path | None = None  # the file that gets a line for each kernel a process asks for
 
 
@@ -68,6 +69,7 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
         toolchain=_toolchain(environ),
         jit=_word(environ, "MLAGEN_JIT", JIT_MODES),
         log=_word(environ, "MLAGEN_LOG", tuple(LOG_LEVELS)) if environ.get("MLAGEN_LOG") else None,
+        reads_hub_cache=_switch(environ, "MLAGEN_HF"),
         record=_file(environ, "MLAGEN_RECORD"),
     )
 

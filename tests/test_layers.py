@@ -35,12 +35,12 @@ LAYERS = {
     "recording": set[str](),
     "engine": DATA | STAGES | {"jit", "recording"},
     "api": ENGINE,
-    "models": {"errors", "spec"},
+    "models": {"errors", "settings", "spec"},
     "prewarming": ENGINE | {"models"},
     **dict.fromkeys(DOORS, ENGINE | {"api"}),
     "decode": ENGINE | {"api", "mla"},  # FlashInfer has some names in both
     "mlagen": ENGINE | DOORS | {"api", "prewarming"},
-    "cache_tools": ENGINE | DOORS | {"api", "prewarming"},
+    "cache_tools": ENGINE | DOORS | {"api", "models", "prewarming"},
 }
 
 # Each third party with the layers that may import it.
@@ -48,6 +48,7 @@ FENCES = {
     "click": {"cache_tools"},
     "cuda": {"runtime"},
     "filelock": {"cache"},
+    "huggingface_hub": {"models"},
     "jinja2": {"codegen"},
     "packaging": {"cache", "compiler"},
     "rich": {"cache_tools"},

@@ -296,6 +296,12 @@ def test_whether_others_are_trusted(text: str, is_shared: bool) -> None:
     assert read_settings({"MLAGEN_TRUST_SHARED": text}).trusts_shared is is_shared
 
 
+@pytest.mark.parametrize(("text", "reads"), [("", False), ("0", False), ("1", True)])
+def test_the_hubs_cache_is_read_on_request(text: str, reads: bool) -> None:
+    """MLAGEN_HF is a switch."""
+    assert read_settings({"MLAGEN_HF": text}).reads_hub_cache is reads
+
+
 def test_the_environment_is_read_once(monkeypatch: pytest.MonkeyPatch, cache_dir: Path) -> None:
     """A process keeps its settings, whatever becomes of the environment."""
     first = current_settings()

@@ -6,8 +6,9 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -93,7 +94,8 @@ def prewarm(
     if kernels and archs and not (files or logs or options["models"]):
         raise click.UsageError("arch: expected none beside --kernel, whose text has it, got one")
     with _terminated_as_interrupted():
-        named = _named_kernels(files, kernels, logs, archs)
+        left_out: dict[str, None] = {}
+        named = _named_kernels(files, kernels, logs, archs, left_out.setdefault)
         with nullcontext() if dry_run else prewarm_progress(is_quiet=quiet) as on_event:
             report = prewarming.prewarm(
                 ["native"] if archs is None else archs,
@@ -102,6 +104,8 @@ def prewarm(
                 on_event=on_event,
                 **{label: value for label, value in options.items() if value is not None},
             )
+        left_out |= dict.fromkeys(report.left_out)
+        report = replace(report, left_out=tuple(left_out))
         status, packed = _exit_code(report), None
         if bundle is not None and status == DONE:
             packed = _bundled(report, bundle)
@@ -114,6 +118,7 @@ def _named_kernels(
     kernels: tuple[str, ...],
     logs: tuple[str, ...],
     archs: list[str] | None,
+    on_left_out: Callable[[str], None],
 ) -> list[KernelSpec] | None:
     """Return the kernels that texts, files and records name; None if none of them is given."""
     if not (files or kernels or logs):
@@ -128,9 +133,9 @@ def _named_kernels(
     for file in files:
         if file == "-":
             content = sys.stdin.buffer.read()
-            specs += specs_of_file("-", content, archs=default)
+            specs += specs_of_file("-", content, archs=default, on_left_out=on_left_out)
         elif file.endswith((".toml", ".json")):
-            specs += read_spec_file(Path(file), archs=default)
+            specs += read_spec_file(Path(file), archs=default, on_left_out=on_left_out)
         else:
             raise ArgumentError(f"file: expected one that ends with .toml or .json, got {file!r}")
     for log in logs:

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from mlagen.errors import ArgumentError, UnsupportedError
+from mlagen.models.attention_keys import refuse_unknown
+from mlagen.models.fields import Fields
+from mlagen.models.heads import GqaHeads, gqa_heads, refuse_other_values
+from mlagen.models.hub_cache import cached_config, is_hub_id
+from mlagen.models.layers import layers_left_out
+from mlagen.models.names import known_names, preset_names, preset_of
+from mlagen.models.unserved import refuse_unserved
+from mlagen.settings import current_settings
 from mlagen.spec.dtype import DType
 from mlagen.spec.gqa import GqaVariant, require_supported
 from mlagen.spec.mla_support import SUPPORTED
 
+__all__ = ["GqaModel", "MlaModel", "find_model", "preset_names", "read_model"]
+
 # Where models of several parts keep the part that generates text.
-_NESTED = ("text_config", "language_config", "llm_config")
-_DTYPES = {"bfloat16": DType.BF16, "float16": DType.FP16}
+_NESTED = ("thinker_config", "text_config", "language_config", "llm_config")
 _CONFIG = "config.json"
 
 
@@ -28,6 +35,7 @@ class Model:
     name: str  # as it was asked for
     dtype: DType  # of queries, and of the cache unless that is said to be another
     heads: int
+    left_out: tuple[str, ...] = ()  # a sentence for each kind of layer without a kernel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,33 +53,38 @@ class GqaModel(Model):
 
     kv_heads: int
     head_dim: int
+    others: tuple[GqaHeads, ...] = ()  # of layers that differ
 
-
-@cache
-def preset_names() -> tuple[str, ...]:
-    """Return the names of the models that come with mlagen."""
-    files = resources.files("mlagen.models").iterdir()
-    return tuple(sorted(file.name[:-5] for file in files if file.name.endswith(".json")))
+    def heads_of_layers(self) -> tuple[GqaHeads, ...]:
+        """Return the heads that layers have, each once."""
+        return (GqaHeads(self.heads, self.kv_heads, self.head_dim), *self.others)
 
 
 def find_model(name: str) -> MlaModel | GqaModel:
-    """Return the model of a preset name, or of the path of a ``config.json`` or its folder.
+    """Return the model of a name or Hub id, or of the path of a ``config.json`` or its folder.
+
+    With ``MLAGEN_HF=1`` a Hub id is looked up in the Hub's local cache first.
 
     Raises
     ------
     ArgumentError
         If there is no such model, or its configuration is none that mlagen serves.
     """
-    if name.lower() in preset_names():
-        file = resources.files("mlagen.models") / f"{name.lower()}.json"
-        return read_model(name, file.read_bytes())
     path = Path(name).expanduser()
+    preset = preset_of(name)
     try:
-        return read_model(name, (path / _CONFIG if path.is_dir() else path).read_bytes())
+        path = path / _CONFIG if path.is_dir() else path
+        is_path = "/" in name and path.is_file()
+        if not is_path and current_settings().reads_hub_cache and (found := cached_config(name)):
+            path, preset = found, None
+        if preset is not None and not is_path:
+            file = resources.files("mlagen.models") / f"{preset}.json"
+            return read_model(name, file.read_bytes())
+        return read_model(name, path.read_bytes())
     except FileNotFoundError as error:
         raise ArgumentError(
-            f"model: expected one of {', '.join(preset_names())}, or the path of a {_CONFIG} or "
-            f"of its folder, got {name!r}"
+            f"model: expected one of {', '.join(known_names())}, or the path of a {_CONFIG} or of "
+            f"its folder, got {name!r}{_remedy(name)}"
         ) from error
     except (OSError, ValueError) as error:  # the latter of a path with a null byte
         if isinstance(error, ArgumentError):
@@ -80,6 +93,15 @@ def find_model(name: str) -> MlaModel | GqaModel:
         raise ArgumentError(
             f"model: expected a readable {_CONFIG}, got {reason}: {name}"
         ) from error
+
+
+def _remedy(name: str) -> str:
+    """Return what to do about a Hub id that is not found."""
+    if not is_hub_id(name):
+        return ""
+    if not current_settings().reads_hub_cache:
+        return "; MLAGEN_HF=1 looks for a Hub id in the Hub's local cache"
+    return f"; run: hf download {name} {_CONFIG}"
 
 
 def read_model(name: str, content: bytes) -> MlaModel | GqaModel:
@@ -96,85 +118,81 @@ def read_model(name: str, content: bytes) -> MlaModel | GqaModel:
         raise ArgumentError(f"{name}: expected JSON, got {error}") from error
     if not isinstance(config, dict):
         raise ArgumentError(f"{name}: expected a JSON object, got {type(config).__name__}")
+    try:
+        return _model_of(name, config)
+    except RecursionError as error:
+        raise ArgumentError(f"{name}: expected a few levels of tables, got too many") from error
+
+
+def _model_of(name: str, config: dict[str, Any]) -> MlaModel | GqaModel:
+    fields = _text_part(Fields(name, config))
+    is_mla = bool(fields.value("kv_lora_rank")) and fields.value("use_mla") is not False
+    if not is_mla:
+        refuse_other_values(fields)
+    refuse_unserved(fields)
+    return _mla(fields) if is_mla else _gqa(fields)
+
+
+def _text_part(fields: Fields) -> Fields:
+    """Return the innermost part that has heads and generates text, or else the innermost."""
     for label in _NESTED:
-        if "num_attention_heads" not in config and isinstance(config.get(label), dict):
-            config = {**config, **config[label]}
-    fields = _Fields(name, config)
+        inner = fields.value(label)
+        if isinstance(inner, dict):
+            # What stands around a part speaks of the other parts; the dtype may stand on either.
+            around = {key: fields.value(key) for key in ("dtype", "torch_dtype")}
+            found = _text_part(Fields(fields.name, around | inner, label))
+            if found.value("num_attention_heads") or not fields.value("num_attention_heads"):
+                return found
+    return fields
+
+
+def _mla(fields: Fields) -> MlaModel:
     heads = fields.count("num_attention_heads")
-    return _mla(fields, heads) if config.get("kv_lora_rank") is not None else _gqa(fields, heads)
-
-
-def _mla(fields: _Fields, heads: int) -> MlaModel:
+    left_out = layers_left_out(fields, is_mla=True)
+    refuse_unknown(fields, is_mla=True)
     rank, rope = fields.count("kv_lora_rank"), fields.count("qk_rope_head_dim", least=0)
     known = dict.fromkeys(dims for row in SUPPORTED for dims in row.head_dims)
     if (rank, rope) not in known:
-        raise ArgumentError(
-            f"{fields.name}: kv_lora_rank, qk_rope_head_dim: expected "
-            f"{' or '.join(map(str, known))}, got {(rank, rope)}"
-        )
+        rule = " or ".join(map(str, known))
+        raise fields.refusal("kv_lora_rank, qk_rope_head_dim", rule, (rank, rope))
     return MlaModel(
         name=fields.name,
         dtype=fields.dtype(),
         heads=heads,
+        left_out=left_out,
         kv_lora_rank=rank,
         qk_rope_head_dim=rope,
         is_sparse=fields.count("index_topk", default=0) != 0,
     )
 
 
-def _gqa(fields: _Fields, heads: int) -> GqaModel:
-    kv_heads = fields.count("num_key_value_heads", default=heads)
-    if kv_heads > heads or heads % kv_heads:
-        raise ArgumentError(
-            f"{fields.name}: num_key_value_heads: expected a divisor of num_attention_heads "
-            f"{heads}, got {kv_heads}"
-        )
-    head_dim = fields.count("head_dim", default=0)
-    if not head_dim:
-        hidden = fields.count("hidden_size")
-        if hidden % heads:
-            raise ArgumentError(
-                f"{fields.name}: head_dim: expected it, or a hidden_size that is a multiple of "
-                f"num_attention_heads {heads}, got {hidden}"
-            )
-        head_dim = hidden // heads
+def _gqa(fields: Fields) -> GqaModel:
+    left_out = layers_left_out(fields, is_mla=False)
+    layers = gqa_heads(fields)
+    refuse_unknown(fields, is_mla=False)
+    refusals = {heads: _refusal_of(heads) for heads in layers}
+    left_out += tuple(f"{fields.name}: head_dim: {why}" for why in refusals.values() if why)
+    served = [heads for heads, why in refusals.items() if not why]
+    if not served:
+        raise ArgumentError(left_out[-1])
+    first, *others = served
+    return GqaModel(
+        name=fields.name,
+        dtype=fields.dtype(),
+        left_out=left_out,
+        **first._asdict(),
+        others=tuple(others),
+    )
+
+
+def _refusal_of(heads: GqaHeads) -> str | None:
+    """Return why no kernel has such heads, or None."""
+    dtype = DType.BF16
     variant = GqaVariant(
-        query_dtype=DType.BF16, kv_dtype=DType.BF16, out_dtype=DType.BF16, head_dim=head_dim
+        query_dtype=dtype, kv_dtype=dtype, out_dtype=dtype, head_dim=heads.head_dim
     )
     try:
         require_supported(variant)
     except UnsupportedError as error:
-        raise ArgumentError(f"{fields.name}: head_dim: {error}") from error
-    return GqaModel(
-        name=fields.name, dtype=fields.dtype(), heads=heads, kv_heads=kv_heads, head_dim=head_dim
-    )
-
-
-class _Fields:
-    """The fields of a configuration, each checked when it is asked for."""
-
-    def __init__(self, name: str, config: Mapping[str, Any]) -> None:
-        self.name = name
-        self._config = config
-
-    def count(self, label: str, *, default: int | None = None, least: int = 1) -> int:
-        """Return a number; where it is absent or null, the default if there is one."""
-        value = self._config.get(label)
-        if value is None and default is not None:
-            return default
-        if type(value) is not int or value < least:
-            got = "none" if value is None else repr(value)
-            raise ArgumentError(f"{self.name}: {label}: expected {least} or more, got {got}")
-        return value
-
-    def dtype(self) -> DType:
-        """Return the element type of the activations, bf16 where nothing is said."""
-        for label in ("dtype", "torch_dtype"):
-            value = self._config.get(label)
-            if value not in (None, "auto"):
-                known = _DTYPES.get(str(value).removeprefix("torch."))
-                if known is None:
-                    rule = " or ".join(_DTYPES)
-                    raise ArgumentError(f"{self.name}: {label}: expected {rule}, got {value!r}")
-                return known
-        return DType.BF16
+        return str(error)
+    return None

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
 from mlagen.errors import ArgumentError, UnsupportedError
 from mlagen.models.config import GqaModel, MlaModel
+from mlagen.models.heads import GqaHeads
 from mlagen.spec.arch import Arch
 from mlagen.spec.calls import gqa_call_specs, mla_call_specs
 from mlagen.spec.dtype import DType
@@ -34,22 +35,54 @@ class Use:
     lookups: Sequence[str] | None = None
 
 
-def model_specs(arch: Arch, model: MlaModel | GqaModel, use: Use) -> list[KernelSpec]:
+def model_specs(
+    arch: Arch,
+    model: MlaModel | GqaModel,
+    use: Use,
+    on_left_out: Callable[[str], None] = lambda _: None,
+) -> list[KernelSpec]:
     """Return the kernels that calls of ``model`` may take on ``arch``, each once.
+
+    ``on_left_out`` gets a sentence for each kind of layer and each pair of dtypes that no kernel
+    serves, where others are served.
 
     Raises
     ------
     ArgumentError
         If the heads cannot be shared so, or no kernel serves such a use.
     """
-    make = _mla_specs if isinstance(model, MlaModel) else _gqa_specs
+    left_out = list(model.left_out)
+    calls: Iterable[tuple[MlaVariant | GqaVariant, int]] = (
+        _mla_calls(model, use) if isinstance(model, MlaModel) else _gqa_calls(model, use)
+    )
+    specs: dict[KernelSpec, None] = {}
+    for variant, rows in calls:
+        made = _call_specs(arch, variant, rows)
+        if isinstance(made, UnsupportedError):
+            left_out.append(f"{model.name}: {made}")
+        else:
+            specs |= dict.fromkeys(made)
+    if not specs:
+        raise ArgumentError(left_out[len(model.left_out)])
+    for sentence in dict.fromkeys(left_out):
+        on_left_out(sentence)
+    return list(specs)
+
+
+def _call_specs(
+    arch: Arch, variant: MlaVariant | GqaVariant, rows: int
+) -> list[KernelSpec] | UnsupportedError:
+    """Return the kernels of such calls, or why there are none."""
     try:
-        return list(dict.fromkeys(make(arch, model, use)))  # type: ignore[arg-type]
+        if isinstance(variant, MlaVariant):
+            return mla_call_specs(arch, variant, rows)
+        return gqa_call_specs(arch, variant, rows)
     except UnsupportedError as error:
-        raise ArgumentError(f"{model.name}: {error}") from error
+        return error
 
 
-def _mla_specs(arch: Arch, model: MlaModel, use: Use) -> Iterator[KernelSpec]:
+def _mla_calls(model: MlaModel, use: Use) -> Iterator[tuple[MlaVariant, int]]:
+    """Yield what calls ask for, with the rows of each request."""
     heads = [_share(model, "num_attention_heads", model.heads, tp) for tp in use.tp]
     for query, kv in _mla_dtypes(model, use):
         for lookup, page_size in product(
@@ -66,22 +99,26 @@ def _mla_specs(arch: Arch, model: MlaModel, use: Use) -> Iterator[KernelSpec]:
             # Every query token has a list of its own, and so a request of its own.
             q_lens = [1] if lookup == "sparse" else use.q_lens
             for count, q_len in product(heads, q_lens):
-                yield from mla_call_specs(arch, variant, count * q_len)
+                yield variant, count * q_len
 
 
-def _gqa_specs(arch: Arch, model: GqaModel, use: Use) -> Iterator[KernelSpec]:
-    groups = [_group(model, tp) for tp in use.tp]
-    for query, kv in _gqa_dtypes(model, use):
+def _gqa_calls(model: GqaModel, use: Use) -> Iterator[tuple[GqaVariant, int]]:
+    """Yield what calls ask for, with the rows of each kv head of a request."""
+    layers = [
+        (heads.head_dim, [_group(model, heads, tp) for tp in use.tp])
+        for heads in model.heads_of_layers()
+    ]
+    for (query, kv), (head_dim, groups) in product(_gqa_dtypes(model, use), layers):
         for page_size in use.page_sizes or GQA_PAGE_SIZES:
             variant = GqaVariant(
                 query_dtype=query,
                 kv_dtype=kv,
                 out_dtype=query,
-                head_dim=model.head_dim,
+                head_dim=head_dim,
                 page_size=page_size,
             )
             for group, q_len in product(groups, use.q_lens):
-                yield from gqa_call_specs(arch, variant, group * q_len)
+                yield variant, group * q_len
 
 
 def _share(model: MlaModel | GqaModel, label: str, count: int, tp: int) -> int:
@@ -91,12 +128,12 @@ def _share(model: MlaModel | GqaModel, label: str, count: int, tp: int) -> int:
     return count // tp
 
 
-def _group(model: GqaModel, tp: int) -> int:
+def _group(model: GqaModel, layer: GqaHeads, tp: int) -> int:
     """Return how many query heads of one GPU share a kv head."""
-    heads = _share(model, "num_attention_heads", model.heads, tp)
+    heads = _share(model, "num_attention_heads", layer.heads, tp)
     # Where there are more GPUs than kv heads, several have the same one.
     kv_heads = (
-        1 if tp % model.kv_heads == 0 else _share(model, "num_key_value_heads", model.kv_heads, tp)
+        1 if tp % layer.kv_heads == 0 else _share(model, "num_key_value_heads", layer.kv_heads, tp)
     )
     return heads // kv_heads
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TypeAlias
 
 from mlagen.errors import ArgumentError
@@ -34,8 +34,11 @@ def specs_asked(
     kv_heads: Counts = None,
     q_len: Counts = None,
     wanted: Mapping[str, Wanted],
+    on_left_out: Callable[[str], None] = lambda _: None,
 ) -> list[KernelSpec]:
     """Return the kernels that the arguments of :func:`mlagen.prewarm` name, each once.
+
+    ``on_left_out`` gets a sentence for each part of a model that no kernel serves.
 
     Raises
     ------
@@ -57,7 +60,7 @@ def specs_asked(
         known = _families(families)
         found = [find_model(name.strip()) for name in names]
         for arch in archs_of(archs):
-            made = (spec for model in found for spec in model_specs(arch, model, use))
+            made = (spec for model in found for spec in model_specs(arch, model, use, on_left_out))
             specs |= {spec: None for spec in made if spec.family in known}
         return list(specs)
     _refuse({"tp": tp}, "without models")

@@ -55,6 +55,7 @@ class PrewarmReport:
     units: tuple[PrewarmUnit, ...]  # in the order of the specs
     loaded: int  # kernels, times GPUs
     ms: float
+    left_out: tuple[str, ...] = ()  # sentences: parts of models that no kernel serves
 
     def totals(self) -> dict[str, int | float]:
         """Return how many units there are of each status, and the time it took."""

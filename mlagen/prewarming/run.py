@@ -56,14 +56,16 @@ def prewarm(
     Parameters
     ----------
     archs : str or iterable of str
-        Targets such as ``sm_90a``, or ``sm_80,sm_90a``; ``native`` is those of the visible GPUs.
+        Targets such as ``sm_90a`` or ``sm_80,sm_90a``, or cards such as ``H100``; ``native`` is
+        those of the visible GPUs.
     models : str or iterable of str
-        Names of models that mlagen knows, such as ``deepseek-v3``, or paths of the ``config.json``
-        of others or of its folder: the kernels that their calls take. Beside them ``dtype``,
-        ``kv_dtype``, ``page_size``, ``lookup`` and ``q_len`` say how they are used. Unsaid, queries
-        and cache are of the model's dtype, with a cache in e4m3 MLA queries are of both, pages have
-        64 tokens, of grouped-query attention 16 and 64, and models that choose tokens do so and do
-        not.
+        Names or Hub ids of models that mlagen knows, such as ``deepseek-v3``, or paths of the
+        ``config.json`` of others or of its folder: the kernels that their calls take. Beside them
+        ``dtype``, ``kv_dtype``, ``page_size``, ``lookup`` and ``q_len`` say how they are used.
+        Defaults: the model's dtype for query and cache, and both query dtypes for an MLA cache in
+        e4m3; pages of 64 tokens, of grouped-query attention 16 and 64; sparse and dense kernels for
+        models with sparse attention. A pair of dtypes or a kind of layer without a kernel is left
+        out, and named in the report; a model of which nothing is left is refused.
     tp : int or iterable of int
         On how many GPUs the heads of the models are spread; 1 if None.
     kernels : str, KernelSpec or iterable of them
@@ -121,6 +123,7 @@ def prewarm(
     if timeout_s is not None and not 0 < timeout_s < float("inf"):
         raise ArgumentError(f"timeout_s: expected more than 0 seconds, got {timeout_s}")
     shape = {"heads": heads, "kv_heads": kv_heads, "q_len": q_len}
+    left_out: dict[str, None] = {}
     specs = specs_asked(
         archs,
         models=models,
@@ -128,6 +131,7 @@ def prewarm(
         kernels=kernels,
         families=families,
         wanted=wanted,
+        on_left_out=left_out.setdefault,
         **shape,
     )
     devices = devices_for(specs) if load else {}
@@ -151,7 +155,7 @@ def prewarm(
                 on_event(PrewarmEvent(kind=kind, spec=spec, unit=unit, done=done, total=total))
     units = tuple(finished[spec] for spec in specs)
     ms = (time.perf_counter() - start) * 1e3
-    return PrewarmReport(units=units, loaded=loaded, ms=round(ms, 1))
+    return PrewarmReport(units=units, loaded=loaded, ms=round(ms, 1), left_out=tuple(left_out))
 
 
 @dataclass(frozen=True, kw_only=True)

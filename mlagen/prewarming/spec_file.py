@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +30,15 @@ KEYS = _ARGUMENTS | _WANTED
 _PARAMETERS = {"model": "models", "kernel": "kernels", "family": "families"}
 
 
-def read_spec_file(path: Path, *, archs: str | Iterable[str] = "native") -> list[KernelSpec]:
+def read_spec_file(
+    path: Path,
+    *,
+    archs: str | Iterable[str] = "native",
+    on_left_out: Callable[[str], None] = lambda _: None,
+) -> list[KernelSpec]:
     """Return the kernels that a file in TOML or JSON asks for, each once.
 
-    ``archs`` is for the tables that name none.
+    ``archs`` is for the tables that name none; ``on_left_out`` is that of :func:`specs_asked`.
 
     Raises
     ------
@@ -44,11 +49,17 @@ def read_spec_file(path: Path, *, archs: str | Iterable[str] = "native") -> list
         If ``native`` finds no GPU to serve.
     """
     content = read_given(path)
-    return specs_of_file(str(path), content, is_json=path.suffix == ".json", archs=archs)
+    is_json = path.suffix == ".json"
+    return specs_of_file(str(path), content, is_json=is_json, archs=archs, on_left_out=on_left_out)
 
 
 def specs_of_file(
-    name: str, content: bytes, *, is_json: bool | None = None, archs: str | Iterable[str] = "native"
+    name: str,
+    content: bytes,
+    *,
+    is_json: bool | None = None,
+    archs: str | Iterable[str] = "native",
+    on_left_out: Callable[[str], None] = lambda _: None,
 ) -> list[KernelSpec]:
     """Return the kernels that the content of a file asks for; ``name`` is for messages.
 
@@ -78,7 +89,7 @@ def specs_of_file(
         where = f"{name}: {_TABLE} {number}"
         arguments = _arguments_of(where, table)
         try:
-            made = specs_asked(arguments.pop("arch", archs), **arguments)
+            made = specs_asked(arguments.pop("arch", archs), on_left_out=on_left_out, **arguments)
         except ArgumentError as error:
             raise ArgumentError(f"{where}: {error}") from error
         specs |= dict.fromkeys(made)

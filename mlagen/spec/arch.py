@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 from mlagen.errors import ArgumentError
+from mlagen.spec.cards import card_number
 
 _TEXT = re.compile(r"sm_(\d{2,3})([af]?)")
 
@@ -69,18 +70,20 @@ ARCHS = (
 
 
 def parse_arch(text: str) -> Arch:
-    """Return the target named ``text``; the suffix may be left out.
+    """Return the target named ``text``, or that of a card; the suffix may be left out.
 
     Raises
     ------
     ArgumentError
-        If it is not one of :data:`ARCHS`.
+        If it is not one of :data:`ARCHS`, nor a card of :data:`mlagen.spec.cards.CARDS`.
     """
-    if match := _TEXT.fullmatch(text):
-        for arch in ARCHS:
-            if arch.number == int(match[1]) and match[2] in ("", arch.suffix):
-                return arch
-    raise ArgumentError(f"arch: expected one of {', '.join(map(str, ARCHS))}, got {text!r}")
+    match = _TEXT.fullmatch(text)
+    number, suffix = (int(match[1]), match[2]) if match else (card_number(text), "")
+    for arch in ARCHS:
+        if arch.number == number and suffix in ("", arch.suffix):
+            return arch
+    known = ", ".join(map(str, ARCHS))
+    raise ArgumentError(f"arch: expected one of {known}, or a card such as H100, got {text!r}")
 
 
 def arch_of_capability(major: int, minor: int) -> Arch:

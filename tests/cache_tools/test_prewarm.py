@@ -51,6 +51,7 @@ def test_json_has_every_unit_and_the_totals(run: Run, cache_dir: Path) -> None:
             "missing": 0,
             "loaded": 0,
         },
+        "left_out": [],
         "bundle": None,
     }
     assert unit["spec"] == {"arch": "sm_80", "dtype": "bf16", "head_dim_vo": "512"}
@@ -77,6 +78,41 @@ def test_a_dry_run_lists_what_is_missing(run: Run, cached: PrewarmReport) -> Non
     assert [line.split()[0] for line in lines[1:5]] == ["hit", "hit", "missing", "missing"]
     assert lines[1].split()[1] == cached.units[0].key[:8]
     assert lines[5].startswith("4 kernels: 2 hit, 2 missing, in ")
+
+
+@pytest.mark.parametrize("is_file", [False, True], ids=["option", "file"])
+@pytest.mark.parametrize("quiet", [(), ("--quiet",)], ids=["", "quiet"])
+def test_what_no_kernel_serves_is_left_out_and_named(
+    is_file: bool, quiet: tuple[str, ...], run: Run, tmp_path: Path
+) -> None:
+    """On stderr, also of a quiet run, and in the document; the rest is prepared."""
+    options: tuple[str, ...] = ("--model", "glm-5.3-flash", "--kv-dtype", "bf16,e4m3")
+    if is_file:
+        file = tmp_path / "fleet.toml"
+        file.write_text('[[kernel]]\nmodel = "glm-5.3-flash"\nkv_dtype = ["bf16", "e4m3"]\n')
+        options = (str(file),)
+
+    result = run("prewarm", *options, "--arch", "H100", "--dry-run", "--json", *quiet)
+
+    document = json.loads(result.stdout)
+    said = [line for line in result.stderr.splitlines() if line.startswith("left out ")]
+    begin = "glm-5.3-flash: no MLA decode kernel for query e4m3, cache e4m3, "
+    assert result.exit_code == 1
+    assert all(sentence.startswith(begin) for sentence in document["left_out"])
+    assert said == [f"left out {sentence}" for sentence in document["left_out"]]
+    assert said
+    assert {unit["arch"] for unit in document["units"]} == {"sm_90a"}
+    assert "e4m3" in {unit["spec"].get("kv_dtype") for unit in document["units"]}
+
+
+def test_a_model_of_which_nothing_is_left_is_refused(run: Run) -> None:
+    """With what there is instead, and before anything else happens."""
+    result = run("prewarm", "--model", "deepseek-v3", "--kv-dtype", "int8", "--arch", "sm_90a")
+
+    assert result.exit_code == 2
+    assert result.stderr.startswith(
+        "mlagen: deepseek-v3: no MLA decode kernel for query bf16, cache int8; supported: "
+    )
 
 
 def test_a_dry_run_that_misses_nothing_exits_with_0(run: Run, cached: PrewarmReport) -> None:

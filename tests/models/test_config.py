@@ -10,13 +10,18 @@ import pytest
 
 from mlagen.errors import ArgumentError
 from mlagen.models.config import GqaModel, MlaModel, find_model, preset_names, read_model
+from mlagen.models.names import known_names
 from mlagen.spec.dtype import DType
 
 # What the published configurations say.
 MLA_PRESETS = {
+    "deepseek-v2": (128, False),
     "deepseek-v2-lite": (16, False),
     "deepseek-v3": (128, False),
     "deepseek-v3.2": (128, True),
+    "glm-4.7-flash": (20, False),
+    "glm-5": (64, True),
+    "glm-5.3-flash": (64, True),
     "kimi-k2": (64, False),
 }
 GQA_PRESETS = {
@@ -59,7 +64,7 @@ def test_a_preset_with_latent_attention_is_as_it_was_published(name: str) -> Non
         dtype=DType.BF16,
         heads=heads,
         kv_lora_rank=512,
-        qk_rope_head_dim=64,
+        qk_rope_head_dim=0 if name == "glm-5.3-flash" else 64,
         is_sparse=is_sparse,
     )
 
@@ -218,7 +223,7 @@ def test_an_unknown_name_says_the_known_ones() -> None:
         find_model("gpt-5")
 
     assert str(caught.value) == (
-        f"model: expected one of {', '.join(preset_names())}, or the path of a config.json or of "
+        f"model: expected one of {', '.join(known_names())}, or the path of a config.json or of "
         f"its folder, got 'gpt-5'"
     )
 

@@ -6,6 +6,7 @@ import pytest
 
 from mlagen.errors import ArgumentError
 from mlagen.models.config import GqaModel, MlaModel, find_model, preset_names
+from mlagen.models.heads import GqaHeads
 from mlagen.models.kernels import Use, model_specs
 from mlagen.spec.arch import ARCHS, parse_arch
 from mlagen.spec.combine import CombineSplitsSpec
@@ -187,10 +188,66 @@ def test_every_preset_has_kernels_everywhere(name: str) -> None:
     model = find_model(name)
 
     for arch in ARCHS:
-        specs = model_specs(arch, model, Use(tp=(1, 8), q_lens=(1, 2)))
+        specs = model_specs(arch, model, Use(tp=(1, 4), q_lens=(1, 2)))
 
         families = {spec.family for spec in specs}
         assert len(specs) == len(set(specs))
         assert "combine_splits" in families
         assert families & {"mla_decode", "gqa_decode"}
-        assert ("mla_hopper" in families) == (isinstance(model, MlaModel) and arch.has_wgmma)
+        is_latent = isinstance(model, MlaModel) and model.qk_rope_head_dim > 0
+        assert ("mla_hopper" in families) == (is_latent and arch.has_wgmma)
+
+
+@pytest.mark.parametrize(
+    ("model", "kv_dtypes", "missing"),
+    [
+        ("glm-5.3-flash", (E4M3,), "no MLA decode kernel for query e4m3, cache e4m3, "),
+        ("glm-5.3-flash", (DType.BF16, E4M3), "no MLA decode kernel for query e4m3, cache e4m3, "),
+        (
+            "deepseek-v3",
+            (DType.BF16, DType.INT8),
+            "no MLA decode kernel for query bf16, cache int8",
+        ),
+        ("llama-3-8b", (DType.BF16, PACKED656), "no GQA decode kernel for query bf16, cache pack"),
+    ],
+)
+def test_a_pair_of_dtypes_without_a_kernel_is_left_out(
+    model: str, kv_dtypes: tuple[DType, ...], missing: str
+) -> None:
+    """The other pairs are served as if it had not been asked for, and a sentence names it."""
+    left_out: list[str] = []
+
+    specs = model_specs(SM_90A, find_model(model), Use(kv_dtypes=kv_dtypes), left_out.append)
+
+    assert len(left_out) == 1 or model == "glm-5.3-flash"
+    assert all(sentence.startswith(f"{model}: {missing}") for sentence in left_out)
+    assert specs
+    assert values(specs, "query_dtype") == {"bf16"}
+
+
+def test_every_kind_of_head_has_its_kernels() -> None:
+    """Layers with other heads take kernels of their own."""
+    model = GqaModel(
+        name="m",
+        dtype=DType.BF16,
+        heads=8,
+        kv_heads=4,
+        head_dim=256,
+        others=(GqaHeads(8, 2, 512),),
+    )
+
+    specs = model_specs(SM_90A, model, Use())
+
+    assert values(specs, "head_dim") == {"256", "512"}
+
+
+def test_layers_without_a_kernel_are_named() -> None:
+    """What a model says of itself comes with its kernels."""
+    model = GqaModel(
+        name="m", dtype=DType.BF16, heads=8, kv_heads=4, head_dim=64, left_out=("m: mamba",)
+    )
+    left_out: list[str] = []
+
+    model_specs(SM_90A, model, Use(), left_out.append)
+
+    assert left_out == ["m: mamba"]

@@ -86,7 +86,7 @@ def test_without_models_and_kernels_the_table_is_asked() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"models": "gpt-5"}, "model: expected one of deepseek-v2-lite, "),
+        ({"models": "gpt-5"}, "model: expected one of deepseek-coder-v2, "),
         ({"models": "deepseek-v3", "tp": 0}, "tp: expected 1 or more, got 0"),
         ({"models": "deepseek-v3", "tp": True}, "tp: expected 1 or more, got True"),
         ({"models": "deepseek-v3", "q_len": [0]}, "q_len: expected 1 or more, got 0"),

@@ -15,7 +15,7 @@ from mlagen.settings import PROBABILITIES
 from mlagen.spec.arch import ARCHS, Arch
 from mlagen.spec.dtype import DType
 from mlagen.spec.gqa import GqaVariant
-from mlagen.spec.mla_support import MlaVariant
+from mlagen.spec.mla_support import SUPPORTED, MlaVariant
 
 TPS, Q_LENS, KV_DTYPES = (1, 2, 4, 8), (1, 2, 4), (DType.BF16, DType.E4M3)
 PLANS = (mla_plan.plan_call, mla_plan.plan_hopper_call, gqa_plan.plan_gqa_call)
@@ -43,7 +43,7 @@ def arch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 def test_every_call_finds_its_kernel(name: str, arch: Arch) -> None:
     """Whatever it turns out to be: the kernel of a call is among those of its model."""
     model = find_model(name)
-    use = Use(tp=TPS, q_lens=Q_LENS, kv_dtypes=KV_DTYPES)
+    use = Use(tp=tps(model), q_lens=Q_LENS, kv_dtypes=KV_DTYPES)
     prewarmed = set(model_specs(arch, model, use))
 
     taken = (_mla_calls if isinstance(model, MlaModel) else _gqa_calls)(model)  # type: ignore[arg-type]
@@ -51,11 +51,25 @@ def test_every_call_finds_its_kernel(name: str, arch: Arch) -> None:
     assert {spec for spec in taken if spec not in prewarmed} == set()
 
 
+def tps(model: MlaModel | GqaModel) -> list[int]:
+    """Return how many GPUs may share the heads."""
+    return [tp for tp in TPS if model.heads % tp == 0]
+
+
 def _mla_calls(model: MlaModel) -> Iterator[object]:
     lookups = ("paged", "sparse") if model.is_sparse else ("paged",)
     pairs = [(DType.BF16, kv) for kv in KV_DTYPES] + [(DType.E4M3, DType.E4M3)]
-    for tp, q_len, (query, kv), lookup in product(TPS, Q_LENS, pairs, lookups):
-        variant = MlaVariant(query_dtype=query, kv_dtype=kv, lookup=lookup)
+    for tp, q_len, (query, kv), lookup in product(tps(model), Q_LENS, pairs, lookups):
+        variant = MlaVariant(
+            query_dtype=query,
+            kv_dtype=kv,
+            kv_lora_rank=model.kv_lora_rank,
+            qk_rope_head_dim=model.qk_rope_head_dim,
+            lookup=lookup,
+        )
+        if not any(row.covers(variant) for row in SUPPORTED):
+            assert (model.qk_rope_head_dim, query) == (0, DType.E4M3)  # no kernel has that
+            continue
         shape = {"batch": 4, "q_len": q_len, "tile_q_len": q_len, "tokens": 4 * q_len}
         heads = model.heads // tp
         call = {"device": 0, "variant": variant, "heads": heads, "longest_kv": 100_000, **shape}
@@ -67,7 +81,7 @@ def _mla_calls(model: MlaModel) -> Iterator[object]:
 
 
 def _gqa_calls(model: GqaModel) -> Iterator[object]:
-    for tp, q_len, kv, page_size in product(TPS, Q_LENS, KV_DTYPES, (16, 64)):
+    for tp, q_len, kv, page_size in product(tps(model), Q_LENS, KV_DTYPES, (16, 64)):
         variant = GqaVariant(
             query_dtype=DType.BF16,
             kv_dtype=kv,

@@ -6,6 +6,7 @@ import pytest
 
 from mlagen.errors import ArgumentError
 from mlagen.spec.arch import ARCHS, Arch, arch_of_capability, parse_arch
+from mlagen.spec.cards import CARDS
 
 KNOWN = "sm_80, sm_86, sm_87, sm_89, sm_90a, sm_100f, sm_103f, sm_110f, sm_120f, sm_121f"
 
@@ -19,14 +20,59 @@ def test_the_text_of_a_target_names_it(arch: Arch) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["sm_75", "sm_90f", "sm_100a", "sm_80a", "90a", "SM_90a", "sm_90a ", "native", ""]
+    "text",
+    [
+        "sm_75",
+        "sm_90f",
+        "sm_100a",
+        "sm_80a",
+        "90a",
+        "SM_90a",
+        "sm_90a ",
+        "native",
+        "",
+        "V100",
+        "H10",
+    ],
 )
 def test_what_is_no_target_is_refused(text: str) -> None:
     """The message lists all targets, and what was asked for."""
     with pytest.raises(ArgumentError) as caught:
         parse_arch(text)
 
-    assert str(caught.value) == f"arch: expected one of {KNOWN}, got {text!r}"
+    assert str(caught.value) == (
+        f"arch: expected one of {KNOWN}, or a card such as H100, got {text!r}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("card", "arch"),
+    [
+        ("A100", "sm_80"),
+        ("a30", "sm_80"),
+        ("A10", "sm_86"),
+        ("RTX 3090", "sm_86"),
+        ("L4", "sm_89"),
+        ("rtx-4090", "sm_89"),
+        ("NVIDIA GeForce RTX 4090", "sm_89"),
+        ("H100", "sm_90a"),
+        ("h200", "sm_90a"),
+        ("GH200", "sm_90a"),
+        ("b200", "sm_100f"),
+        ("GB300", "sm_103f"),
+        ("RTX 5090", "sm_120f"),
+        ("DGX Spark", "sm_121f"),
+    ],
+)
+def test_a_card_stands_for_its_target(card: str, arch: str) -> None:
+    """Case, spaces, hyphens and the maker's name do not count."""
+    assert str(parse_arch(card)) == arch
+
+
+@pytest.mark.parametrize("card", CARDS)
+def test_every_card_has_a_target(card: str) -> None:
+    """A capability that no target has is not listed."""
+    assert parse_arch(card).number == CARDS[card]
 
 
 @pytest.mark.parametrize("arch", ARCHS, ids=str)

@@ -1,0 +1,191 @@
+"""The heads of a model with grouped-query attention, which may differ from layer to layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from mlagen.models.fields import Fields
+
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "num_attention_groups", "num_query_groups")
+# Other names of num_attention_heads; alone they may be those of a state.
+_HEADS = ("num_heads", "n_heads", "n_head")
+_HEAD_DIM = ("head_dim", "attention_head_dim", "kv_channels", "head_size")
+_OVERRIDES = {"num_attention_heads", "num_key_value_heads", "head_dim", "v_head_dim"}
+_OVERRIDES |= {"true_head_dim", "num_attention_groups", "sliding_window", "attention_type"}
+# Classes of nested parts, by their model_type, whose heads are a share of the hidden size unless
+# they say otherwise; and those whose query heads share no kv head (transformers 5.17).
+_SHARES = {"aria_text", "cohere", "cohere2", "cohere_compass_text", "deepseek_ocr2_text"}
+_SHARES |= {"emu3_text_model", "ernie4_5_vl_moe_text", "exaone4", "glm4v_moe_text", "glm4v_text"}
+_SHARES |= {"glm_image_text", "glm_ocr_text", "granite", "hunyuan_vl_text", "internlm2", "lfm2"}
+_SHARES |= {"llama", "ministral", "mistral", "mixtral", "mllama_text_model", "olmo2", "opt"}
+_SHARES |= {"persimmon", "phi", "phi3", "qwen", "qwen2", "qwen2_5_omni_text", "qwen2_5_vl_text"}
+_SHARES |= {"qwen2_moe", "qwen2_vl_text", "qwen3_moe", "qwen3_omni_moe_text", "qwen3_vl_moe_text"}
+_SHARES |= {"smollm3"}
+_UNSHARED = {"aria_text", "cohere", "cohere2", "cohere_compass_text", "deepseek_ocr2_text"}
+_UNSHARED |= {"granite", "hunyuan_vl_text", "internlm2", "llama", "olmo2", "opt", "persimmon"}
+_UNSHARED |= {"phi", "phi3", "qwen"}
+
+
+class GqaHeads(NamedTuple):
+    """The heads of some layers with grouped-query attention."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
+def gqa_heads(fields: Fields) -> list[GqaHeads]:
+    """Return the heads that layers have, each once, those of most layers first.
+
+    Raises
+    ------
+    ArgumentError
+        If a number is missing, or does not fit the others.
+    """
+    base = _base_heads(fields)
+    for label in _HEADS:
+        if fields.value(label) not in (None, fields.value("num_attention_heads")):
+            rule = f"num_attention_heads {fields.value('num_attention_heads')}"
+            raise fields.refusal(label, rule, fields.value(label))
+    found = dict.fromkeys([*base, *_other_heads(fields, base[0])])
+    for heads in found:
+        if heads.heads % heads.kv_heads:
+            rule = f"a divisor of num_attention_heads {heads.heads}"
+            raise fields.refusal("num_key_value_heads", rule, heads.kv_heads)
+    return list(found)
+
+
+def refuse_other_values(fields: Fields, head_dim: int | None = None) -> None:
+    """Refuse values of another size than keys; ``head_dim`` is that of the configuration if None.
+
+    Raises
+    ------
+    ArgumentError
+        With the key, the rule and the value.
+    """
+    head_dim = head_dim or fields.count_of(_HEAD_DIM)
+    if head_dim is None:
+        return
+    for label in ("v_head_dim", "swa_v_head_dim"):
+        wanted = fields.value("swa_head_dim") or head_dim if label.startswith("swa") else head_dim
+        value = fields.value(label)
+        if value and value != wanted:
+            raise fields.refusal(label, f"head_dim {wanted}", value)
+
+
+def _base_heads(fields: Fields) -> list[GqaHeads]:
+    """Return the heads of layers that nothing else is said of; several where a list says them."""
+    label = "num_attention_heads"
+    per_layer = fields.value(f"{label}_per_layer")
+    heads = _several(fields, label, fields.value(label) if per_layer is None else per_layer)
+    kv_label = "num_key_value_heads"
+    kv_per_layer = fields.value(f"{kv_label}_per_layer") or fields.value(kv_label)
+    if isinstance(kv_per_layer, list):
+        kv_heads = _several(fields, kv_label, kv_per_layer)
+        if len(heads) not in (1, len(kv_heads)):
+            raise fields.refusal(kv_label, f"one for each of {len(heads)} layers", kv_per_layer)
+        heads = heads * len(kv_heads) if len(heads) == 1 else heads
+    else:
+        kv_heads = [_kv_heads(fields, count) for count in heads]
+    # One hidden size makes one head dim, also of layers with fewer heads.
+    first = fields.value(label)
+    head_dim = _head_dim(fields, first if isinstance(first, int) else heads[0])
+    return [GqaHeads(*pair, head_dim) for pair in zip(heads, kv_heads, strict=True)]
+
+
+def _several(fields: Fields, label: str, value: object) -> list[int]:
+    values = value if isinstance(value, list) and value else [value]
+    return [fields.checked(label, one) for one in values]
+
+
+def _kv_heads(fields: Fields, heads: int) -> int:
+    shared = fields.value("multi_query") and not fields.value("new_decoder_architecture")
+    if shared:  # Falcon then has one, whatever num_kv_heads says
+        kv_heads = fields.count("num_key_value_heads", default=1)
+        if kv_heads != 1:
+            raise fields.refusal("num_key_value_heads", "1 beside multi_query", kv_heads)
+        return 1
+    if fields.value("multi_query_attention"):
+        return fields.count("multi_query_group_num")
+    found = fields.count_of(_KV_HEADS)
+    if found is None and fields.value("num_key_value_heads") is not None:
+        return fields.count("num_key_value_heads")  # which refuses it
+    if found is None and _is_omitted(fields, "num_key_value_heads", _UNSHARED):
+        raise fields.refusal("num_key_value_heads", f"it in {fields.part}", None)
+    if found is not None and found > heads:
+        rule = f"a divisor of num_attention_heads {heads}"
+        raise fields.refusal("num_key_value_heads", rule, found)
+    return heads if found is None else found
+
+
+def _head_dim(fields: Fields, heads: int) -> int:
+    head_dim = fields.count_of(_HEAD_DIM)
+    if head_dim is None:
+        if _is_omitted(fields, "head_dim", _SHARES):
+            raise fields.refusal("head_dim", f"it in {fields.part}", None)
+        hidden = fields.count("hidden_size")
+        if hidden % heads:
+            rule = f"it, or a hidden_size that is a multiple of num_attention_heads {heads}"
+            raise fields.refusal("head_dim", rule, hidden)
+        head_dim = hidden // heads
+    refuse_other_values(fields, head_dim)
+    return head_dim
+
+
+def _is_omitted(fields: Fields, label: str, classes: set[str]) -> bool:
+    """Whether a nested part leaves out the default of its class, which is not known here."""
+    is_absent = fields.part is not None and label not in fields.config
+    return is_absent and fields.value("model_type") not in (*classes, None)
+
+
+def _other_heads(fields: Fields, base: GqaHeads) -> Iterator[GqaHeads]:
+    """Yield the heads of layers that differ: by a window, by being global, or one by one."""
+    swa = {
+        "num_attention_heads": fields.value("swa_num_attention_heads")
+        or fields.value("num_sliding_attention_heads"),
+        "num_key_value_heads": fields.value("swa_num_key_value_heads"),
+        "head_dim": fields.value("swa_head_dim"),
+    }
+    yield _with(fields, "swa_", base, swa)
+    kv_heads = fields.value("num_global_key_value_heads")
+    if fields.value("attention_k_eq_v") is False:
+        kv_heads = None  # Gemma-4 has them only where keys are values
+    head_dim = fields.value("global_head_dim")
+    says_layers = "per_layer_config" in fields.config or head_dim is not None
+    if str(fields.value("model_type")).startswith("gemma4") and not says_layers:
+        raise fields.refusal("global_head_dim", "it, or a per_layer_config", None)
+    changes = {"num_key_value_heads": kv_heads, "head_dim": head_dim}
+    yield _with(fields, "global_", base, changes)
+    for label in ("attention_other_setting", "per_layer_config"):
+        value = fields.value(label)
+        if not value:
+            continue
+        if not isinstance(value, dict):
+            raise fields.refusal(label, "a table", value)
+        for one in [value] if label == "attention_other_setting" else value.values():
+            if not isinstance(one, dict):
+                raise fields.refusal(label, "a table for each layer", value)
+            yield _with(fields, label, base, one)
+
+
+def _with(fields: Fields, where: str, base: GqaHeads, changes: Mapping[str, Any]) -> GqaHeads:
+    for key, value in changes.items():
+        if key not in _OVERRIDES and value is not None:
+            raise fields.refusal(f"{where}.{key}", f"one of {', '.join(sorted(_OVERRIDES))}", value)
+    labels = ("num_attention_heads", "num_key_value_heads", "head_dim")
+    given = [changes.get(label) for label in labels]
+    if given[1] is None:
+        given[1] = changes.get("num_attention_groups")
+    made = GqaHeads(
+        *(
+            fields.checked(f"{where}{label}" if where.endswith("_") else f"{where}.{label}", value)
+            if value is not None
+            else known
+            for label, value, known in zip(labels, given, base, strict=True)
+        )
+    )
+    v_head_dim = changes.get("v_head_dim")
+    if v_head_dim and v_head_dim != made.head_dim:
+        raise fields.refusal(f"{where}.v_head_dim", f"head_dim {made.head_dim}", v_head_dim)
+    return made

@@ -1,0 +1,69 @@
+"""The layers of a model: which kinds of them attend over a KV cache."""
+
+from __future__ import annotations
+
+from mlagen.models.fields import Fields
+
+# Names that transformers gives to kinds of layers. The first keep keys and values; a window is an
+# argument of a call.
+_GQA_KINDS = ("full_attention", "sliding_attention", "attention")
+_MLA_KINDS = ("full_attention", "attention", "deepseek_sparse_attention")
+_STATE_KINDS = ("linear_attention", "mamba", "mamba2", "conv", "recurrent")
+_FEED_FORWARD = ("mlp", "moe")
+_KINDS = ("layer_types", "layers_block_type", "block_types")
+# The letters of Nemotron-H's layers.
+_LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
+# What says that some layers keep a state, where no list of kinds does.
+_STATE_SIGNS = (
+    "linear_attn_config",
+    "full_attention_interval",
+    "attn_layer_period",
+    "mamba_d_state",
+    "linear_num_value_heads",
+    "linear_num_heads",
+)
+
+
+def layers_left_out(fields: Fields, *, is_mla: bool) -> tuple[str, ...]:
+    """Return a sentence for each kind of layer that has no attention over a KV cache.
+
+    Raises
+    ------
+    ArgumentError
+        If there is a kind that mlagen does not know, or none that attends.
+    """
+    attending = _MLA_KINDS if is_mla else _GQA_KINDS
+    for label in (*_KINDS, "hybrid_override_pattern"):
+        kinds = _kinds(fields, label)
+        if not kinds:
+            continue
+        for kind in kinds:
+            if kind not in (*attending, *_STATE_KINDS, *_FEED_FORWARD):
+                rule = " or ".join((*attending, *_STATE_KINDS))
+                raise fields.refusal(label, rule, kind)
+        if not set(kinds) & set(attending):
+            raise fields.refusal(label, f"some layers of {' or '.join(attending)}", kinds)
+        return tuple(
+            f"{fields.name}: layers of {kind}: they keep a state, not a KV cache"
+            for kind in kinds
+            if kind in _STATE_KINDS
+        )
+    signs = [label for label in _STATE_SIGNS if fields.value(label)]
+    types = fields.value("attn_type_list")
+    if isinstance(types, list) and 0 in types:
+        signs.append("attn_type_list")
+    return tuple(
+        f"{fields.name}: layers that {label} speaks of: they keep a state, not a KV cache"
+        for label in signs[:1]
+    )
+
+
+def _kinds(fields: Fields, label: str) -> list[str]:
+    value = fields.value(label)
+    if not value:
+        return []
+    if label == "hybrid_override_pattern" and isinstance(value, str):
+        return list(dict.fromkeys(_LETTERS.get(letter, letter) for letter in value))
+    if not isinstance(value, list) or not all(isinstance(kind, str) for kind in value):
+        raise fields.refusal(label, "a list of kinds of layers", value)
+    return list(dict.fromkeys(value))

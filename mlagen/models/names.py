@@ -1,0 +1,69 @@
+"""Names of the models that come with mlagen: of their files, aliases, and ids of the Hub."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from importlib import resources
+
+# Models that attend as a preset does, by their names on the Hub without the endings below. What
+# stands first is whose they are there.
+_LIKE = {
+    "deepseek-v2": ("deepseek-ai", "deepseek-v2.5", "deepseek-coder-v2"),
+    "deepseek-v2-lite": ("deepseek-ai", "deepseek-coder-v2-lite"),
+    "deepseek-v3": (
+        "deepseek-ai",
+        "deepseek-r1",
+        "deepseek-r1-zero",
+        "deepseek-v3.1",
+        "deepseek-v3.1-terminus",
+    ),
+    "deepseek-v3.2": ("deepseek-ai", "deepseek-v3.2-exp", "deepseek-v3.2-speciale"),
+    "glm-4.7-flash": ("zai-org",),
+    "glm-5": ("zai-org", "glm-5.1"),
+    "glm-5.3-flash": ("zai-org",),
+    "gpt-oss-120b": ("openai", "gpt-oss-20b"),
+    "kimi-k2": ("moonshotai", "kimi-k2.5"),
+    "llama-3-8b": ("meta-llama", "llama-3.1-8b", "meta-llama-3-8b", "meta-llama-3.1-8b"),
+    "llama-3-70b": (
+        "meta-llama",
+        "llama-3.1-70b",
+        "llama-3.3-70b",
+        "meta-llama-3-70b",
+        "meta-llama-3.1-70b",
+    ),
+    "qwen3-32b": ("qwen",),
+}
+# Endings of further trainings and other number formats of weights, which attend alike.
+_ENDING = re.compile(r"-(instruct|base|chat|thinking|fp8|bf16|hf|\d{4})$")
+
+
+@cache
+def preset_names() -> tuple[str, ...]:
+    """Return the names of the models that come with mlagen."""
+    files = resources.files("mlagen.models").iterdir()
+    return tuple(sorted(file.name[:-5] for file in files if file.name.endswith(".json")))
+
+
+@cache
+def known_names() -> tuple[str, ...]:
+    """Return the names of presets, and their aliases."""
+    aliases = {alias for _, *others in _LIKE.values() for alias in others}
+    return tuple(sorted({*preset_names(), *aliases}))
+
+
+def preset_of(name: str) -> str | None:
+    """Return the preset of a name, of an alias or of an id of the Hub; None if it is none.
+
+    Case does not count, nor do endings such as ``-Instruct``, ``-FP8`` and ``-0528``.
+    """
+    owner, slash, model = name.lower().rpartition("/")
+    while True:
+        for preset in preset_names():
+            whose, *others = _LIKE[preset]
+            if model in (preset, *others) and (not slash or owner == whose):
+                return preset
+        shorter = _ENDING.sub("", model)
+        if shorter == model:
+            return None
+        model = shorter

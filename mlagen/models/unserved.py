@@ -1,0 +1,72 @@
+"""Refuses what no kernel computes: kinds of attention, and models that decode nothing."""
+
+from __future__ import annotations
+
+import re
+
+from mlagen.models.fields import Fields
+
+# Keys that no served model sets, with what is expected instead.
+_KEYS = (
+    (re.compile(r"^compress_"), "a KV cache of all tokens"),
+    (re.compile(r"alibi"), "attention without ALiBi"),
+    (re.compile(r"(attn|attention)\w*(softcap|logit_cap)"), "scores that are not capped"),
+    (re.compile(r"attention_chunk|chunk\w*_attention"), "attention that is not chunked"),
+    (re.compile(r"^is_encoder_decoder$"), "a decoder alone"),
+    (re.compile(r"^type_vocab_size$"), "a decoder, not an encoder"),
+)
+_POSITIONS = ("rope", "rotary", "nope", "absolute", "learned")
+# What the keys of these kinds do not say.
+_KINDS = {"diffllama": "attention without differences", "bloom": "attention without ALiBi"}
+_NOT_GENERATING = re.compile(
+    r"For(CTC|MaskedLM|\w*Classification|\w*Segmentation|\w*Detection|QuestionAnswering"
+    r"|MultipleChoice|PreTraining)$"
+)
+_PICTURES = ("image_size", "patch_size", "num_mel_bins", "feat_extract_norm")
+_BAICHUAN_7B = 4096  # its hidden_size
+
+
+def refuse_unserved(fields: Fields) -> None:
+    """Refuse what no kernel computes.
+
+    Raises
+    ------
+    ArgumentError
+        With the key, the rule and the value.
+    """
+    for label, value in fields.said():
+        for pattern, rule in _KEYS:
+            if pattern.search(label.rsplit(".", 1)[-1]):
+                raise fields.refusal(label, rule, value)
+    for label, (rule, is_broken) in _rules(fields).items():
+        if is_broken:
+            raise fields.refusal(label, rule, fields.value(label))
+
+
+def _rules(fields: Fields) -> dict[str, tuple[str, bool]]:
+    """Return what is expected of some keys, and whether it is not so."""
+    get = fields.value
+    kind = str(get("model_type"))
+    classes = get("architectures")
+    classes = classes if isinstance(classes, list) else []
+    generates = not classes or not all(_NOT_GENERATING.search(str(name)) for name in classes)
+    position = get("position_embedding_type")
+    # The larger model has ALiBi, and no key says so.
+    is_large_baichuan = kind == "baichuan" and get("hidden_size") != _BAICHUAN_7B
+    # Only what generates text has a vocabulary.
+    pictures = dict.fromkeys(_PICTURES, ("a model that generates text", False))
+    for label in pictures:
+        is_broken = get("vocab_size") is None and get(label) is not None
+        pictures[label] = ("a model that generates text", is_broken)
+    return {
+        "model_type": (_KINDS.get(kind, "another kind"), kind in _KINDS),
+        "architectures": ("a model that generates text", not generates),
+        "position_embedding_type": (" or ".join(_POSITIONS), position not in (None, *_POSITIONS)),
+        "use_bidirectional_attention": (
+            "causal attention",
+            get("use_bidirectional_attention") in (True, "all"),
+        ),
+        "is_causal": ("causal attention", get("is_causal") is False),
+        "hidden_size": ("4096, as larger ones of baichuan have ALiBi", is_large_baichuan),
+        **pictures,
+    }

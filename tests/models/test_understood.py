@@ -1,0 +1,269 @@
+"""What configurations say of attention: each key is understood, or refused by its name."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from mlagen.errors import ArgumentError
+from mlagen.models.config import GqaModel, MlaModel, read_model
+
+MLA: dict[str, Any] = {
+    "num_attention_heads": 64,
+    "hidden_size": 4096,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+}
+GQA: dict[str, Any] = {
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "hidden_size": 4096,
+    "head_dim": 128,
+}
+V4: dict[str, Any] = {
+    "model_type": "deepseek_v4",
+    "num_attention_heads": 64,
+    "num_key_value_heads": 1,
+    "head_dim": 512,
+}
+FALCON: dict[str, Any] = {"num_attention_heads": 64, "hidden_size": 4096, "num_kv_heads": 8}
+CHATGLM: dict[str, Any] = {
+    "num_attention_heads": 32,
+    "hidden_size": 4096,
+    "kv_channels": 128,
+    "multi_query_group_num": 2,
+    "apply_query_key_layer_scaling": True,
+    "attention_softmax_in_fp32": True,
+    "add_qkv_bias": True,
+}
+
+
+def read(config: object) -> MlaModel | GqaModel:
+    """Return the model of a configuration."""
+    return read_model("m", json.dumps(config).encode())
+
+
+def heads_of(config: object) -> list[tuple[int, int, int]]:
+    """Return the heads of the layers of a configuration with grouped queries."""
+    model = read(config)
+    assert isinstance(model, GqaModel)
+    return [(made.heads, made.kv_heads, made.head_dim) for made in model.heads_of_layers()]
+
+
+@pytest.mark.parametrize(
+    ("config", "heads"),
+    [
+        (GQA | {"global_head_dim": 512}, [(32, 8, 128), (32, 8, 512)]),
+        (
+            GQA | {"global_head_dim": 256, "num_global_key_value_heads": 2},
+            [(32, 8, 128), (32, 2, 256)],
+        ),
+        (
+            GQA
+            | {
+                "global_head_dim": 256,
+                "num_global_key_value_heads": 2,
+                "attention_k_eq_v": False,
+            },
+            [(32, 8, 128), (32, 8, 256)],
+        ),
+        (
+            GQA | {"per_layer_config": {"5": {"head_dim": 512}, "11": {"head_dim": 512}}},
+            [(32, 8, 128), (32, 8, 512)],
+        ),
+        (
+            GQA | {"per_layer_config": {"5": {"num_attention_heads": 64}}},
+            [(32, 8, 128), (64, 8, 128)],
+        ),
+        (GQA | {"num_attention_heads_per_layer": [32, 48]}, [(32, 8, 128), (48, 8, 128)]),
+        (GQA | {"num_key_value_heads": [8, 4, 8]}, [(32, 8, 128), (32, 4, 128)]),
+        (
+            GQA
+            | {"swa_num_attention_heads": 64, "swa_num_key_value_heads": 16, "swa_head_dim": 64},
+            [(32, 8, 128), (64, 16, 64)],
+        ),
+        (GQA | {"num_sliding_attention_heads": 96}, [(32, 8, 128), (96, 8, 128)]),
+        (
+            {"num_attention_heads": 64, "num_attention_groups": 8, "head_dim": 128}
+            | {"attention_other_setting": {"num_attention_heads": 96, "num_attention_groups": 8}},
+            [(64, 8, 128), (96, 8, 128)],
+        ),
+        (FALCON | {"multi_query": True}, [(64, 1, 64)]),
+        (FALCON | {"multi_query": False}, [(64, 8, 64)]),
+        (FALCON | {"multi_query": True, "new_decoder_architecture": True}, [(64, 8, 64)]),
+        (CHATGLM | {"multi_query_attention": True}, [(32, 2, 128)]),
+        (CHATGLM | {"multi_query_attention": False}, [(32, 32, 128)]),
+        (GQA | {"kv_lora_rank": 512, "use_mla": False, "qk_nope_head_dim": 64}, [(32, 8, 128)]),
+    ],
+)
+def test_heads_are_those_of_every_layer(config: object, heads: list[tuple[int, int, int]]) -> None:
+    """Layers that differ are read, and so is each name that a number has."""
+    assert heads_of(config) == heads
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            V4 | {"compress_rates": {"a": 4}},
+            "compress_rates: expected a KV cache of all tokens, got",
+        ),
+        (V4 | {"compress_ratios": [0, 4]}, "compress_ratios: expected a KV cache of all tokens"),
+        (V4 | {"o_lora_rank": 1024}, "o_lora_rank: expected no such key, for mlagen does not know"),
+        (
+            V4 | {"layer_types": ["compressed_sparse_attention"]},
+            "layer_types: expected full_attention or ",
+        ),
+        (GQA | {"head_dim": 192, "v_head_dim": 128}, "v_head_dim: expected head_dim 192, got 128"),
+        (
+            GQA | {"head_dim": 192, "v_head_dim": 128, "attention_chunk_size": 128},
+            "v_head_dim: expected head_dim 192, got 128",
+        ),
+        (
+            GQA | {"swa_head_dim": 192, "swa_v_head_dim": 128},
+            "swa_v_head_dim: expected head_dim 192, got 128",
+        ),
+        (
+            GQA | {"per_layer_config": {"1": {"v_head_dim": 64}}},
+            "per_layer_config.v_head_dim: expected head_dim 128, got 64",
+        ),
+        (
+            GQA | {"per_layer_config": {"1": {"latent_dim": 64}}},
+            "per_layer_config.latent_dim: expected one of ",
+        ),
+        (GQA | {"alibi": True}, "alibi: expected attention without ALiBi, got True"),
+        (GQA | {"attn_config": {"alibi": True}}, "attn_config.alibi: expected attention without"),
+        (GQA | {"position_embedding_type": "alibi"}, "position_embedding_type: expected rope or "),
+        (
+            GQA | {"attn_logit_softcapping": 50.0},
+            "attn_logit_softcapping: expected scores that are not capped, got 50.0",
+        ),
+        (
+            GQA | {"attention_chunk_size": 8192},
+            "attention_chunk_size: expected attention that is not chunked, got 8192",
+        ),
+        (GQA | {"layer_types": ["chunked_attention"]}, "layer_types: expected full_attention or "),
+        (MLA | {"layer_types": ["sliding_attention"]}, "layer_types: expected full_attention or "),
+        (MLA | {"sliding_window": 128}, "sliding_window: expected no such key, for mlagen does "),
+        (GQA | {"index_topk_blocks": 16}, "index_topk_blocks: expected no such key, for mlagen "),
+        (MLA | {"index_topk": 1, "index_block_size": 4}, "index_block_size: expected no such key"),
+        (GQA | {"sparse_attention_config": {"a": 1}}, "sparse_attention_config: expected no such"),
+        (
+            GQA | {"block_configs": [{"attention": {"n_heads_in_group": 8}}]},
+            "block_configs.attention: expected no such key, for mlagen does not know",
+        ),
+        (GQA | {"layer_types": ["mamba"]}, "layer_types: expected some layers of full_attention"),
+        (
+            GQA | {"layer_types": "full_attention"},
+            "layer_types: expected a list of kinds of layers",
+        ),
+        (GQA | {"is_encoder_decoder": True}, "is_encoder_decoder: expected a decoder alone, got"),
+        (
+            GQA | {"type_vocab_size": 2},
+            "type_vocab_size: expected a decoder, not an encoder, got 2",
+        ),
+        (GQA | {"architectures": ["BertForMaskedLM"]}, "architectures: expected a model that gen"),
+        (GQA | {"model_type": "diffllama"}, "model_type: expected attention without differences"),
+        (GQA | {"use_bidirectional_attention": True}, "use_bidirectional_attention: expected caus"),
+        (GQA | {"num_kv_heads": 4}, "num_kv_heads: expected num_key_value_heads 8, got 4"),
+        (GQA | {"kv_channels": 64}, "kv_channels: expected head_dim 128, got 64"),
+        (GQA | {"num_heads": 16}, "num_heads: expected num_attention_heads 32, got 16"),
+        (
+            GQA | {"multi_query": True},
+            "num_key_value_heads: expected 1 beside multi_query, got 8",
+        ),
+        (
+            GQA | {"model_type": "gemma4_text"},
+            "global_head_dim: expected it, or a per_layer_config",
+        ),
+    ],
+)
+def test_what_is_not_understood_is_refused_by_name(config: object, message: str) -> None:
+    """With the key, the rule and the value, in one line."""
+    with pytest.raises(ArgumentError) as caught:
+        read(config)
+
+    assert str(caught.value).startswith(f"m: {message}")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("label", ["head_dim", "num_key_value_heads"])
+def test_a_nested_part_leaves_out_what_its_class_says(label: str) -> None:
+    """An absent number is not guessed there, unless the class has no default of its own."""
+    part = {key: value for key, value in GQA.items() if key != label}
+
+    with pytest.raises(ArgumentError, match=f"^m: {label}: expected it in text_config, got none$"):
+        read({"text_config": part | {"model_type": "gemma3_text"}})
+
+    heads = (32, 32, 128) if label == "num_key_value_heads" else (32, 8, 128)
+    assert heads_of({"text_config": part | {"model_type": "llama"}}) == [heads]
+
+
+def test_parts_are_found_at_any_depth() -> None:
+    """What stands around the part that generates text says nothing of its attention."""
+    config = {"num_attention_heads": 4, "thinker_config": {"alibi": 1, "text_config": GQA}}
+
+    assert heads_of(config) == [(32, 8, 128)]
+    assert heads_of(GQA | {"text_config": {"vocab_size": 8}}) == [(32, 8, 128)]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"use_sliding_window": True, "sliding_window": 128, "max_window_layers": 4},
+        {"layer_types": ["full_attention", "sliding_attention"], "sliding_window_pattern": "LG"},
+        {"use_qk_norm": True, "attention_bias": True, "attention_dropout": 0.1, "qkv_bias": True},
+        {"attention_multiplier": 0.5, "query_pre_attn_scalar": 256, "attn_temperature_tuning": 4},
+        {"add_swa_attention_sink_bias": True, "final_logit_softcapping": 30.0},
+        {"attn_logit_softcapping": None, "alibi": False, "attention_chunk_size": None},
+        {"v_head_dim": 128, "num_heads": 32, "kv_channels": 128, "o_lora_rank": None},
+        {"quantization_config": {"kv_cache_scheme": {"a": 1}, "ignore": ["head"]}},
+        {"vision_config": {"num_heads": 16, "compress_ratio": 2}, "rope_scaling": {"full": 1}},
+        {"position_embedding_type": "rope", "architectures": ["LlamaForCausalLM"]},
+    ],
+)
+def test_what_changes_no_kernel_is_read_over(change: dict[str, Any]) -> None:
+    """Windows are arguments of calls; norms, biases and scales happen before the kernel."""
+    assert heads_of(GQA | change) == [(32, 8, 128)]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"index_topk": 2048, "index_n_heads": 32, "index_head_dim": 128, "index_kpool": 4},
+        {"indexer_types": ["full", "shared"], "layer_types": ["deepseek_sparse_attention"]},
+        {"head_dim": 64, "qk_head_dim": 192, "num_key_value_heads": 64, "attention_bias": False},
+    ],
+)
+def test_what_changes_no_kernel_of_latents_is_read_over(change: dict[str, Any]) -> None:
+    """The indexer's own heads are its own matter."""
+    model = read(MLA | change)
+
+    assert isinstance(model, MlaModel)
+    assert (model.heads, model.left_out) == (64, ())
+
+
+@pytest.mark.parametrize(
+    ("config", "kind"),
+    [
+        (MLA | {"layer_types": ["full_attention", "linear_attention"]}, "layers of linear_att"),
+        (MLA | {"linear_attn_config": {"num_heads": 32}}, "layers that linear_attn_config sp"),
+        (GQA | {"layer_types": ["mamba", "attention"], "mamba_n_heads": 8}, "layers of mamba:"),
+        (GQA | {"layers_block_type": ["mlp", "mamba", "attention"]}, "layers of mamba:"),
+        (GQA | {"hybrid_override_pattern": "M-M*-"}, "layers of mamba:"),
+        (GQA | {"full_attention_interval": 4}, "layers that full_attention_interval speaks"),
+        (GQA | {"attn_type_list": [0, 1]}, "layers that attn_type_list speaks of"),
+        (GQA | {"global_head_dim": 272}, "head_dim: no GQA decode kernel for head_dim 272"),
+        (GQA | {"head_dim": 272, "global_head_dim": 256}, "head_dim: no GQA decode kernel for"),
+    ],
+)
+def test_layers_without_a_kernel_are_left_out_and_named(config: object, kind: str) -> None:
+    """What keeps a state has no kernel here, and the other layers have theirs."""
+    (sentence,) = read(config).left_out
+
+    assert sentence.startswith(f"m: {kind}")
