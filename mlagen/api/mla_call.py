@@ -13,6 +13,7 @@ from mlagen.api.mla_form import form_of
 from mlagen.api.mla_hopper import HopperCall, prepare_hopper
 from mlagen.api.mla_hopper_packed import PackedCall
 from mlagen.api.mla_inputs import MlaInputs
+from mlagen.api.mla_numbers import with_plain_numbers
 from mlagen.api.mla_portable import PortableCall, prepare_portable
 from mlagen.api.mla_request import MlaRequest, check_request
 from mlagen.api.reference import decode_mla
@@ -52,6 +53,7 @@ def run_mla(
     if usual is not None and usual.recent is not None:
         call = usual.recent.call
     else:
+        inputs = with_plain_numbers(inputs)
         form = form_of(inputs, settings.mla_kernel, settings.mla_probabilities)
         call = _calls.find(form, usual)
     request = check_request(inputs) if call is None else call.request
