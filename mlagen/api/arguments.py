@@ -57,6 +57,8 @@ _SCALE = "a float or a torch.float32 tensor of one element"
 
 DTYPES = {torch.bfloat16: DType.BF16, torch.float16: DType.FP16}
 
+_MAX_SINKS = 1 << 16  # more than any call has heads; what is larger is not converted
+
 # Token counts and page ids are read as 32-bit words; an unsigned one is below 2^31 all the same.
 INDEX_DTYPES = (torch.int32, torch.uint32)
 
@@ -231,9 +233,10 @@ def plain_scale(scale: object, argument: str) -> float | torch.Tensor:
 
 def plain_sinks(sinks: torch.Tensor) -> torch.Tensor:
     """Return sinks of 16 bits as fp32, by one small kernel; others as they are."""
-    if isinstance(sinks, torch.Tensor) and sinks.dtype in DTYPES:
-        return sinks.float()
-    return sinks
+    if not isinstance(sinks, torch.Tensor) or sinks.dtype not in DTYPES:
+        return sinks
+    require(sinks.numel() <= _MAX_SINKS, "sinks.shape", "one for each head", list(sinks.shape))
+    return sinks.float()
 
 
 def plain_pdl(enable_pdl: object) -> bool:

@@ -9,6 +9,7 @@ import torch
 from mlagen.api.arguments import (
     refuse,
     require_choice,
+    require_contiguous,
     require_device,
     require_dims,
     require_flag,
@@ -47,7 +48,9 @@ def check_counter_buffer(buffer: object, query: object) -> None:
     """
     name = "multi_ctas_kv_counter_buffer"
     known = require_tensor(buffer, name)
-    if isinstance(query, torch.Tensor) and known.get_device() != query.get_device():
+    if not isinstance(query, torch.Tensor):
+        return
+    if known.get_device() != query.get_device() or not known.is_cuda:  # of two on a GPU enough
         require_device(known, name, query.device)
 
 
@@ -167,5 +170,7 @@ def half_of(query: object, out: torch.Tensor | None) -> torch.Tensor | None:
     """Return where the kernels write: fp16 in place of a bf16 output of an fp16 query."""
     if not isinstance(query, torch.Tensor) or not isinstance(out, torch.Tensor):
         return out
-    is_wider = query.dtype is torch.float16 and out.dtype is torch.bfloat16
-    return torch.empty_like(out, dtype=torch.float16) if is_wider else out
+    if query.dtype is not torch.float16 or out.dtype is not torch.bfloat16:
+        return out
+    require_contiguous(out, "out")  # or the copy may be larger than its memory
+    return torch.empty_like(out, dtype=torch.float16)
