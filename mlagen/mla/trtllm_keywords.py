@@ -46,12 +46,12 @@ def check_counter_buffer(buffer: object, query: object) -> None:
     ArgumentError
         If it is not.
     """
-    name = "multi_ctas_kv_counter_buffer"
-    known = require_tensor(buffer, name)
+    known = require_tensor(buffer, "multi_ctas_kv_counter_buffer")
     if not isinstance(query, torch.Tensor):
         return
-    if known.get_device() != query.get_device() or not known.is_cuda:  # of two on a GPU enough
-        require_device(known, name, query.device)
+    if known.is_cuda and known.get_device() == query.get_device():  # the fast path's
+        return
+    require_device(known, "multi_ctas_kv_counter_buffer", query.device)
 
 
 def rare_keywords(
