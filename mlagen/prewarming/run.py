@@ -169,9 +169,9 @@ def _timeout(timeout_s: float | None, *, isolate: bool) -> float | None:
     seconds = require_number(timeout_s, "timeout_s")
     if not isolate:
         refuse("timeout_s", "isolate beside it", f"{shown(timeout_s)} alone")
-    if not 0 < seconds <= threading.TIMEOUT_MAX:
-        refuse("timeout_s", "more than 0 seconds, and fewer than a clock has", shown(timeout_s))
-    return seconds
+    if not 0 < seconds < float("inf"):
+        refuse("timeout_s", "more than 0 seconds", shown(timeout_s))
+    return min(seconds, threading.TIMEOUT_MAX)  # more than that is an error of Python's
 
 
 @dataclass(frozen=True, kw_only=True)
