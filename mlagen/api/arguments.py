@@ -23,6 +23,7 @@ __all__ = [
     "DTYPES",
     "INDEX_DTYPES",
     "INT32_MAX",
+    "SCALES",
     "check_token_stride",
     "plain_pdl",
     "plain_scale",
@@ -56,6 +57,8 @@ __all__ = [
 _SCALE = "a float or a torch.float32 tensor of one element"
 
 DTYPES = {torch.bfloat16: DType.BF16, torch.float16: DType.FP16}
+
+SCALES = frozenset({float, torch.Tensor, torch.nn.Parameter})  # classes that are left as they are
 
 _MAX_SINKS = 1 << 16  # more than any call has heads; what is larger is not converted
 

@@ -8,6 +8,7 @@ import torch
 
 from mlagen.api.arguments import (
     INT32_MAX,
+    SCALES,
     plain_scale,
     plain_sinks,
     refuse,
@@ -30,24 +31,27 @@ def with_plain_numbers(inputs: GqaInputs) -> GqaInputs:
     ArgumentError
         If one is not of its kind, or a kernel's 32 bits cannot hold it.
     """
+    # By position, as in the form: names cost more, and this runs at every call but the usual.
+    max_seq_len, q_len, layout, _, _, bmm1, bmm2, _, _, sinks = inputs[6:16]
     if (
-        inputs.max_seq_len.__class__ is inputs.q_len.__class__ is int
-        and inputs.bmm1_scale.__class__ is inputs.bmm2_scale.__class__ is float
-        and inputs.kv_layout.__class__ is str
-        and inputs.kv_layout in LAYOUTS
-        and inputs.sinks is None
-        and 0 <= inputs.max_seq_len <= INT32_MAX
-        and 1 <= inputs.q_len <= INT32_MAX
+        max_seq_len.__class__ is q_len.__class__ is int
+        and bmm1.__class__ in SCALES
+        and bmm2.__class__ in SCALES
+        and layout.__class__ is str
+        and layout in LAYOUTS
+        and (sinks is None or (sinks.__class__ is torch.Tensor and sinks.dtype is torch.float32))
+        and 0 <= max_seq_len <= INT32_MAX
+        and 1 <= q_len <= INT32_MAX
     ):
         return inputs
     names = inputs.names
     return inputs._replace(
-        max_seq_len=require_whole_number(inputs.max_seq_len, names.max_seq_len),
-        q_len=require_whole_number(inputs.q_len, names.q_len, least=1),
-        kv_layout=require_choice(inputs.kv_layout, "kv_layout", LAYOUTS),
-        bmm1_scale=plain_scale(inputs.bmm1_scale, names.bmm1_scale),
-        bmm2_scale=plain_scale(inputs.bmm2_scale, names.bmm2_scale),
-        sinks=None if inputs.sinks is None else plain_sinks(inputs.sinks),
+        max_seq_len=require_whole_number(max_seq_len, names.max_seq_len),
+        q_len=require_whole_number(q_len, names.q_len, least=1),
+        kv_layout=require_choice(layout, "kv_layout", LAYOUTS),
+        bmm1_scale=plain_scale(bmm1, names.bmm1_scale),
+        bmm2_scale=plain_scale(bmm2, names.bmm2_scale),
+        sinks=None if sinks is None else plain_sinks(sinks),
     )
 
 

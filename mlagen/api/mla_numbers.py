@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import torch
+
 from mlagen.api.arguments import (
     INT32_MAX,
+    SCALES,
     plain_scale,
     plain_sinks,
     require_choice,
@@ -22,31 +25,35 @@ def with_plain_numbers(inputs: MlaInputs) -> MlaInputs:
     ArgumentError
         If one is not of its kind, or a kernel's 32 bits cannot hold it.
     """
+    # By position, as in the form: names cost more, and this runs at every call but the usual.
+    rank, rope_dim, max_seq_len = inputs[3], inputs[4], inputs[7]
+    bmm1, bmm2, sinks = inputs[9:12]
+    return_lse, base, _, max_q_len, top_k = inputs[13:18]
     if (
-        inputs.kv_lora_rank.__class__ is inputs.qk_rope_head_dim.__class__ is int
-        and inputs.max_seq_len.__class__ is inputs.top_k.__class__ is int
-        and inputs.bmm1_scale.__class__ is inputs.bmm2_scale.__class__ is float
-        and inputs.return_lse.__class__ is bool
-        and inputs.return_lse_base.__class__ is str
-        and inputs.return_lse_base in LSE_FACTORS
-        and inputs.sinks is None
-        and inputs.max_q_len is None
-        and 0 <= inputs.max_seq_len <= INT32_MAX
-        and 0 <= inputs.top_k <= INT32_MAX
-        and 0 <= inputs.kv_lora_rank <= INT32_MAX
-        and 0 <= inputs.qk_rope_head_dim <= INT32_MAX
+        rank.__class__ is rope_dim.__class__ is max_seq_len.__class__ is top_k.__class__ is int
+        and bmm1.__class__ in SCALES
+        and bmm2.__class__ in SCALES
+        and return_lse.__class__ is bool
+        and base.__class__ is str
+        and base in LSE_FACTORS
+        and (sinks is None or (sinks.__class__ is torch.Tensor and sinks.dtype is torch.float32))
+        and (max_q_len is None or (max_q_len.__class__ is int and 0 <= max_q_len <= INT32_MAX))
+        and 0 <= max_seq_len <= INT32_MAX
+        and 0 <= top_k <= INT32_MAX
+        and 0 <= rank <= INT32_MAX
+        and 0 <= rope_dim <= INT32_MAX
     ):
         return inputs
-    names, longest = inputs.names, inputs.max_q_len
+    names = inputs.names
     return inputs._replace(
-        kv_lora_rank=require_whole_number(inputs.kv_lora_rank, "kv_lora_rank"),
-        qk_rope_head_dim=require_whole_number(inputs.qk_rope_head_dim, "qk_rope_head_dim"),
-        max_seq_len=require_whole_number(inputs.max_seq_len, "max_seq_len"),
-        bmm1_scale=plain_scale(inputs.bmm1_scale, names.bmm1_scale),
-        bmm2_scale=plain_scale(inputs.bmm2_scale, names.bmm2_scale),
-        sinks=None if inputs.sinks is None else plain_sinks(inputs.sinks),
-        return_lse=require_flag(inputs.return_lse, "return_lse"),
-        return_lse_base=require_choice(inputs.return_lse_base, "return_lse_base", LSE_FACTORS),
-        max_q_len=None if longest is None else require_whole_number(longest, "max_q_len"),
-        top_k=require_whole_number(inputs.top_k, "sparse_mla_top_k"),
+        kv_lora_rank=require_whole_number(rank, "kv_lora_rank"),
+        qk_rope_head_dim=require_whole_number(rope_dim, "qk_rope_head_dim"),
+        max_seq_len=require_whole_number(max_seq_len, "max_seq_len"),
+        bmm1_scale=plain_scale(bmm1, names.bmm1_scale),
+        bmm2_scale=plain_scale(bmm2, names.bmm2_scale),
+        sinks=None if sinks is None else plain_sinks(sinks),
+        return_lse=require_flag(return_lse, "return_lse"),
+        return_lse_base=require_choice(base, "return_lse_base", LSE_FACTORS),
+        max_q_len=None if max_q_len is None else require_whole_number(max_q_len, "max_q_len"),
+        top_k=require_whole_number(top_k, "sparse_mla_top_k"),
     )

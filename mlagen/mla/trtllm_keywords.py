@@ -136,7 +136,7 @@ def _in_order(factor: Any, enable_pdl: Any, backend: Any) -> tuple[bool | None, 
 
 def _check_scale_format(given: object) -> None:
     name = "kv_scale_format"
-    known = given.lower().replace("-", "_") if isinstance(given, str) else given
+    known = str.lower(given).replace("-", "_") if isinstance(given, str) else given
     if isinstance(known, str) and known == "ue8m0_g32":
         refuse(name, "another: scales of packed rows are fp32 numbers", shown(given))
     require_choice(known, name, _SCALE_FORMATS)
