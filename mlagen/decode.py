@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import torch
 
+from mlagen.api.arguments import plain_pdl, plain_sinks
 from mlagen.api.calls import rounded_up
 from mlagen.api.gqa_call import GqaCall, run_again, run_gqa
 from mlagen.api.gqa_inputs import GqaInputs
 from mlagen.api.gqa_numbers import pair_of, positive_factor, window_of
 from mlagen.api.remembered import Usual
-from mlagen.mla.trtllm import (
-    trtllm_batch_decode_with_kv_cache_mla,
-    xqa_batch_decode_with_kv_cache_mla,
-)
+from mlagen.mla.trtllm import trtllm_batch_decode_with_kv_cache_mla
+from mlagen.mla.xqa_decode import xqa_batch_decode_with_kv_cache_mla
 
 __all__ = [
     "trtllm_batch_decode_with_kv_cache_mla",
@@ -38,7 +37,7 @@ def xqa_batch_decode_with_kv_cache(
     sinks: torch.Tensor | None = None,
     kv_layout: str = "NHD",
     enable_pdl: bool | None = None,
-    q_len_per_req: int = 1,
+    q_len_per_req: int | None = 1,
     o_scale: float = 1.0,
     mask: torch.Tensor | None = None,
     kv_cache_sf: torch.Tensor
@@ -86,16 +85,17 @@ def xqa_batch_decode_with_kv_cache(
     out : as query, or e4m3 where the cache is e4m3 [..., heads, head_dim]
         Written and returned; made if None. ``[tokens, heads, head_dim]`` or
         ``[batch, q_len_per_req, heads, head_dim]``.
-    sinks : fp32 [heads] or [kv_heads, heads / kv_heads]
-        Natural-domain logits that join the denominator, unscaled, and have no value.
+    sinks : fp32, bf16 or fp16 [heads] or [kv_heads, heads / kv_heads]
+        Natural-domain logits that join the denominator, unscaled, and have no value. Those of 16
+        bits are converted to fp32 at every call, by one small kernel.
     kv_layout : str
         ``NHD`` or ``HND``.
     enable_pdl : bool
         Whether the kernel may start while the one before it drains; None means yes where the GPU
         can.
     q_len_per_req : int
-        Query tokens of every request; with ``q_cu_seq_lens`` the most of any, 2 or more. A number
-        below the true one gives results that are not specified.
+        Query tokens of every request, 1 if None; with ``q_cu_seq_lens`` the most of any, 2 or
+        more. A number below the true one gives results that are not specified.
     o_scale : float
         What an element of an e4m3 output stands for. It multiplies an output of 16 bits, so that
         ``bmm2_scale`` may be the same for both.
@@ -130,6 +130,8 @@ def xqa_batch_decode_with_kv_cache(
     Signature of ``flashinfer.decode.xqa_batch_decode_with_kv_cache``. Unlike there, both scales
     mean the same for every dtype of the cache.
     """
+    if sinks is not None:
+        sinks = plain_sinks(sinks)
     usual: Usual[GqaCall] | None = None
     if (
         kv_cache.__class__ is tuple
@@ -137,6 +139,7 @@ def xqa_batch_decode_with_kv_cache(
         and mask is kv_cache_sf is q_cu_seq_lens is None
         # The exact classes, for a float or a bool that equals an int is none.
         and max_seq_len.__class__ is window_left.__class__ is q_len_per_req.__class__ is int
+        and kv_layout.__class__ is str
         and bmm1_scale.__class__ is bmm2_scale.__class__ is o_scale.__class__ is float
         and (enable_pdl is None or enable_pdl.__class__ is bool)
     ):
@@ -176,7 +179,7 @@ def xqa_batch_decode_with_kv_cache(
         block_tables,
         seq_lens,
         max_seq_len,
-        q_len_per_req,
+        1 if q_len_per_req is None else q_len_per_req,
         kv_layout,
         window_of(window_left, "window_left"),
         out,
@@ -190,4 +193,4 @@ def xqa_batch_decode_with_kv_cache(
         key_scales,
         value_scales,
     )
-    return run_gqa(inputs, enable_pdl is None or bool(enable_pdl), usual)
+    return run_gqa(inputs, plain_pdl(enable_pdl), usual)

@@ -20,9 +20,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
+# Names and texts that a caller passed stand in messages.
+_MAX_MESSAGE = 4000
+
 
 class MlagenError(Exception):
     """Base of every exception that mlagen raises on purpose."""
+
+    def __init__(self, message: str = "") -> None:
+        line = message[:_MAX_MESSAGE]
+        if not line.isprintable():
+            line = "".join(letter if letter.isprintable() else " " for letter in line)
+        super().__init__(line)
 
 
 class ArgumentError(MlagenError, ValueError):

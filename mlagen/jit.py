@@ -10,8 +10,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from mlagen.counts import count
-from mlagen.errors import ArgumentError
 from mlagen.settings import JIT_MODES, current_settings
+from mlagen.values import require_callable, require_choice
 
 _FREEZING = ("on", "warn", "error")
 _PROGRESS_S = 10.0
@@ -63,9 +63,7 @@ def freeze(mode: str = "error") -> None:
         If it is none of them.
     """
     global _frozen  # noqa: PLW0603 - it is a state of the process
-    if mode not in _FREEZING:
-        raise ArgumentError(f"mode: expected {' or '.join(_FREEZING)}, got {mode!r}")
-    _frozen = mode
+    _frozen = require_choice(mode, "mode", _FREEZING)
 
 
 def on_compile(callback: Callable[[CompileEvent], object]) -> Callable[[], None]:
@@ -82,7 +80,13 @@ def on_compile(callback: Callable[[CompileEvent], object]) -> Callable[[], None]
     -------
     callable
         Ends the subscription.
+
+    Raises
+    ------
+    ArgumentError
+        If it cannot be called.
     """
+    require_callable(callback, "callback")
     _callbacks.append(callback)
 
     def end() -> None:

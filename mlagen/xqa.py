@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from mlagen.api.arguments import plain_pdl, require_choice, require_whole_number
+from mlagen.api.gqa_cache import LAYOUTS
 from mlagen.api.gqa_call import run_gqa
 from mlagen.api.gqa_inputs import GqaInputs, GqaNames
-from mlagen.api.gqa_numbers import positive_factor, whole_number
+from mlagen.api.gqa_numbers import positive_factor
 from mlagen.api.mla_call import run_mla
 from mlagen.api.mla_inputs import MlaInputs, MlaNames
 from mlagen.api.xqa_arguments import (
@@ -101,8 +103,9 @@ def xqa(
         Not used; may be of any size and content, and is left as it is.
     num_kv_heads, page_size : int
         As in the caches.
-    sinks : fp32 [num_kv_heads, heads / num_kv_heads] or [heads]
-        Natural-domain logits that join the denominator, unscaled, and have no value.
+    sinks : fp32, bf16 or fp16 [num_kv_heads, heads / num_kv_heads] or [heads]
+        Natural-domain logits that join the denominator, unscaled, and have no value. Those of 16
+        bits are converted to fp32 at every call, by one small kernel.
     q_scale, kv_scale : float or fp32 tensor of one element
         As told above; natural domain.
     sliding_win_size : int
@@ -138,6 +141,8 @@ def xqa(
     -----
     Signature of ``flashinfer.xqa.xqa``.
     """
+    page_size = require_whole_number(page_size, "page_size", least=1)
+    kv_layout = require_choice(kv_layout, "kv_layout", LAYOUTS)
     check_unused(q, semaphores, sm_count)
     check_output(output)
     check_scale_caches(k_sf_cache, v_sf_cache)
@@ -154,7 +159,7 @@ def xqa(
         table_capacity(page_table, page_size),
         q_seq_len,
         kv_layout,
-        max(0, whole_number(sliding_win_size, "sliding_win_size")),
+        max(0, require_whole_number(sliding_win_size, "sliding_win_size", least=None, most=None)),
         output,
         q_scale,
         kv_scale,
@@ -169,7 +174,7 @@ def xqa(
         True,
         _XQA_NAMES,
     )
-    run_gqa(inputs, enable_pdl is None or bool(enable_pdl))
+    run_gqa(inputs, plain_pdl(enable_pdl))
 
 
 def xqa_mla(
@@ -237,6 +242,7 @@ def xqa_mla(
     -----
     Signature of ``flashinfer.xqa.xqa_mla``.
     """
+    page_size = require_whole_number(page_size, "page_size", least=1)
     check_unused(q, semaphores, sm_count)
     check_output(output)
     is_separate = check_mla_caches(q, k_cache, v_cache, page_size=page_size)
@@ -256,4 +262,4 @@ def xqa_mla(
         value_cache=v_cache if is_separate else None,
         names=_XQA_MLA_NAMES,
     )
-    run_mla(inputs, enable_pdl is None or bool(enable_pdl))
+    run_mla(inputs, plain_pdl(enable_pdl))

@@ -10,7 +10,7 @@ from typing import Any
 
 import mlagen
 from mlagen import decode, jit, prewarming, xqa
-from mlagen.mla import flare, masks, trtllm
+from mlagen.mla import flare, masks, trtllm, xqa_decode
 from mlagen.mla.wrapper import BatchMLAPagedAttentionWrapper
 from tests.doc_support import support_page
 from tests.doc_text import markdown, paragraphs, sentences, table
@@ -41,7 +41,7 @@ def api_page() -> str:
             "# Python API\n",
             *paragraphs(API_SOURCES),
             *_callable("mlagen.mla", trtllm.trtllm_batch_decode_with_kv_cache_mla),
-            *_callable("mlagen.mla", trtllm.xqa_batch_decode_with_kv_cache_mla),
+            *_callable("mlagen.mla", xqa_decode.xqa_batch_decode_with_kv_cache_mla),
             *_callable("mlagen.mla", BatchMLAPagedAttentionWrapper, ("plan", "run")),
             *_callable("mlagen.mla", flare.flare_mla_decoding),
             *_callable("mlagen", flare.PagedKVCache),

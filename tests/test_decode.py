@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -87,12 +88,13 @@ def test_the_signature_is_the_one_of_flashinfer() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "passed"), [(None, True), (True, True), (False, False), ([1], True)]
+    ("given", "passed"),
+    [(None, True), (True, True), (False, False), (1, True), (0, False), (np.bool_(0), False)],
 )
 def test_pdl_is_used_unless_refused(
     given: object, passed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """None leaves the choice to us, and what is true is True."""
+    """None means yes, and the ints 0 and 1 stand for bools."""
     seen = []
 
     def record(inputs: GqaInputs, enable_pdl: bool, *usual: Any) -> torch.Tensor:

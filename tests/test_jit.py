@@ -71,7 +71,7 @@ def test_freezing_to_nothing_known_is_refused() -> None:
     with pytest.raises(ArgumentError) as caught:
         freeze("off")
 
-    assert str(caught.value) == "mode: expected on or warn or error, got 'off'"
+    assert str(caught.value) == "mode: expected one of on, warn, error, got 'off'"
     assert jit_mode() == "on"
 
 

@@ -240,7 +240,7 @@ def test_without_nvrtc_what_the_cache_has_is_found(monkeypatch: pytest.MonkeyPat
 
 def test_no_jobs_are_refused() -> None:
     """Somebody has to do the work."""
-    with pytest.raises(mlagen.ArgumentError, match=r"^jobs: expected 1 or more, got 0$"):
+    with pytest.raises(mlagen.ArgumentError, match=r"^jobs: expected an int, 1 or more, got 0$"):
         mlagen.prewarm(**SMALL, jobs=0)
 
 

@@ -2,17 +2,65 @@
 
 from __future__ import annotations
 
-import operator
-import struct
 from collections.abc import Sequence
-from typing import NoReturn, SupportsIndex
 
 import torch
 
-from mlagen.errors import ArgumentError
 from mlagen.spec.dtype import DType
+from mlagen.values import (
+    INT32_MAX,
+    refuse,
+    require_choice,
+    require_flag,
+    require_float32,
+    require_number,
+    require_whole_number,
+    shown,
+)
+
+__all__ = [
+    "ALIGNMENT_BYTES",
+    "DTYPES",
+    "INDEX_DTYPES",
+    "INT32_MAX",
+    "SCALES",
+    "check_token_stride",
+    "plain_pdl",
+    "plain_scale",
+    "plain_sinks",
+    "refuse",
+    "require",
+    "require_aligned",
+    "require_aligned_pointer",
+    "require_choice",
+    "require_contiguous",
+    "require_dense_last_dim",
+    "require_device",
+    "require_dims",
+    "require_dtype",
+    "require_flag",
+    "require_float32",
+    "require_floats",
+    "require_index",
+    "require_ints",
+    "require_number",
+    "require_scale",
+    "require_shape",
+    "require_strides",
+    "require_tensor",
+    "require_whole_number",
+    "require_workspace",
+    "shown",
+    "token_stride",
+]
+
+_SCALE = "a float or a torch.float32 tensor of one element"
 
 DTYPES = {torch.bfloat16: DType.BF16, torch.float16: DType.FP16}
+
+SCALES = frozenset({float, torch.Tensor, torch.nn.Parameter})  # classes that are left as they are
+
+_MAX_SINKS = 1 << 16  # more than any call has heads; what is larger is not converted
 
 # Token counts and page ids are read as 32-bit words; an unsigned one is below 2^31 all the same.
 INDEX_DTYPES = (torch.int32, torch.uint32)
@@ -27,33 +75,11 @@ def require(condition: bool, argument: str, expected: object, got: object) -> No
         refuse(argument, expected, got)
 
 
-def refuse(argument: str, expected: object, got: object) -> NoReturn:
-    """Raise the error of :func:`require`, for checks whose words cost more than the check."""
-    raise ArgumentError(f"{argument}: expected {expected}, got {got}")
-
-
 def require_tensor(value: object, argument: str) -> torch.Tensor:
     """Return ``value`` if it is a tensor."""
     if not isinstance(value, torch.Tensor):
         refuse(argument, "a torch.Tensor", type(value).__name__)
     return value
-
-
-def require_whole_number(value: object, argument: str, *, least: int) -> int:
-    """Return ``value`` as an int if it is a whole number, of any integer type but bool.
-
-    A tensor is none: reading it would wait for its device.
-    """
-    if isinstance(value, SupportsIndex) and not isinstance(value, (bool, torch.Tensor)):
-        number = operator.index(value)
-        if number >= least:
-            return number
-    refuse(argument, f"an int, {least} or more", shown(value))
-
-
-def shown(value: object) -> str:
-    """Return how a message shows a value; a tensor is not read, which would wait for its device."""
-    return "a tensor" if isinstance(value, torch.Tensor) else repr(value)
 
 
 def require_device(tensor: torch.Tensor, argument: str, device: torch.device) -> None:
@@ -88,9 +114,8 @@ def require_dims(tensor: torch.Tensor, argument: str, allowed: Sequence[int]) ->
 def require_contiguous(tensor: torch.Tensor, argument: str) -> None:
     """Refuse a tensor with gaps or reordered dimensions."""
     if not tensor.is_contiguous():
-        refuse(
-            f"{argument}.stride()", f"contiguous for shape {list(tensor.shape)}", tensor.stride()
-        )
+        rule = f"no gaps in shape {list(tensor.shape)}"
+        refuse(f"{argument} must be contiguous", rule, f"strides {tensor.stride()}")
 
 
 def require_dense_last_dim(tensor: torch.Tensor, argument: str) -> None:
@@ -198,21 +223,25 @@ def require_scale(scale: object, argument: str, device: torch.device) -> None:
         require_device(scale, argument, device)
         require_dtype(scale, argument, (torch.float32,))
         require(scale.numel() == 1, f"{argument}.numel()", 1, scale.numel())
-    elif isinstance(scale, bool) or not isinstance(scale, (int, float)):
-        refuse(argument, "a float or a torch.float32 tensor of one element", repr(scale))
     else:
-        require_float32(scale, argument)
+        require_float32(scale, argument, _SCALE)
 
 
-def require_float32(number: object, argument: str) -> None:
-    """Refuse what is no number, or one too large for the 4 bytes that a kernel is given."""
-    if isinstance(number, bool) or not isinstance(number, (int, float)):
-        refuse(argument, "a float", shown(number))
-    try:
-        struct.pack("<f", number)
-    except (OverflowError, struct.error):
-        refuse(
-            argument,
-            "a number that float32 can hold",
-            f"{number:.3g}" if isinstance(number, float) else "a larger int",
-        )
+def plain_scale(scale: object, argument: str) -> float | torch.Tensor:
+    """Return a scale as the tensor that it is, or as a float."""
+    if type(scale) is float or isinstance(scale, torch.Tensor):
+        return scale
+    return require_float32(scale, argument, _SCALE)
+
+
+def plain_sinks(sinks: torch.Tensor) -> torch.Tensor:
+    """Return sinks of 16 bits as fp32, by one small kernel; others as they are."""
+    if not isinstance(sinks, torch.Tensor) or sinks.dtype not in DTYPES:
+        return sinks
+    require(sinks.numel() <= _MAX_SINKS, "sinks.shape", "one for each head", list(sinks.shape))
+    return sinks.float()
+
+
+def plain_pdl(enable_pdl: object) -> bool:
+    """Return whether a kernel may start early; None means yes."""
+    return enable_pdl is None or require_flag(enable_pdl, "enable_pdl")

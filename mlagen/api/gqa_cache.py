@@ -52,8 +52,6 @@ def paged_caches(inputs: GqaInputs) -> Pair:
         If they have no known form, or differ in anything but their strides.
     """
     names = inputs.names
-    if inputs.kv_layout not in LAYOUTS:
-        refuse("kv_layout", " or ".join(map(repr, LAYOUTS)), repr(inputs.kv_layout))
     key, value = _split(
         inputs.key_cache,
         inputs.value_cache,

@@ -13,6 +13,7 @@ from mlagen.api.gqa_contents import check_contents
 from mlagen.api.gqa_form import form_of
 from mlagen.api.gqa_hopper import HopperGqaCall, prepare_hopper
 from mlagen.api.gqa_inputs import GqaInputs
+from mlagen.api.gqa_numbers import with_plain_numbers
 from mlagen.api.gqa_portable import PortableGqaCall, prepare_portable
 from mlagen.api.gqa_reference import decode_gqa
 from mlagen.api.gqa_request import GqaRequest, check_request
@@ -52,6 +53,7 @@ def run_gqa(
     if usual is not None and usual.recent is not None:
         call = usual.recent.call
     else:
+        inputs = with_plain_numbers(inputs)
         form = form_of(inputs, settings.gqa_kernel)
         call = _calls.find(form, usual)
     request = check_request(inputs) if call is None else call.request

@@ -1,14 +1,58 @@
-"""What the entry points of grouped-query decode make of pairs and numbers, at every call."""
+"""The pairs and numbers of a grouped-query decode call, made plain before they are used."""
 
 from __future__ import annotations
 
 import math
-import operator
-from typing import SupportsIndex
 
 import torch
 
-from mlagen.api.arguments import refuse, require_float32, require_tensor, shown
+from mlagen.api.arguments import (
+    INT32_MAX,
+    SCALES,
+    plain_scale,
+    plain_sinks,
+    refuse,
+    require_choice,
+    require_float32,
+    require_tensor,
+    require_whole_number,
+)
+from mlagen.api.gqa_cache import LAYOUTS
+from mlagen.api.gqa_inputs import GqaInputs
+
+
+def with_plain_numbers(inputs: GqaInputs) -> GqaInputs:
+    """Return the inputs with Python's own numbers, and with sinks of fp32.
+
+    Window and output factors are plain already: their entry points compute them.
+
+    Raises
+    ------
+    ArgumentError
+        If one is not of its kind, or a kernel's 32 bits cannot hold it.
+    """
+    # By position, as in the form: names cost more, and this runs at every call but the usual.
+    max_seq_len, q_len, layout, _, _, bmm1, bmm2, _, _, sinks = inputs[6:16]
+    if (
+        max_seq_len.__class__ is q_len.__class__ is int
+        and bmm1.__class__ in SCALES
+        and bmm2.__class__ in SCALES
+        and layout.__class__ is str
+        and layout in LAYOUTS
+        and (sinks is None or (sinks.__class__ is torch.Tensor and sinks.dtype is torch.float32))
+        and 0 <= max_seq_len <= INT32_MAX
+        and 1 <= q_len <= INT32_MAX
+    ):
+        return inputs
+    names = inputs.names
+    return inputs._replace(
+        max_seq_len=require_whole_number(max_seq_len, names.max_seq_len),
+        q_len=require_whole_number(q_len, names.q_len, least=1),
+        kv_layout=require_choice(layout, "kv_layout", LAYOUTS),
+        bmm1_scale=plain_scale(bmm1, names.bmm1_scale),
+        bmm2_scale=plain_scale(bmm2, names.bmm2_scale),
+        sinks=None if sinks is None else plain_sinks(sinks),
+    )
 
 
 def pair_of(
@@ -31,34 +75,19 @@ def pair_of(
     return require_tensor(key, f"{argument}[0]"), require_tensor(value, f"{argument}[1]")
 
 
-def whole_number(number: SupportsIndex, argument: str) -> int:
-    """Return an int of any sign.
-
-    Raises
-    ------
-    ArgumentError
-        If it is a bool, a tensor, or no whole number.
-    """
-    if number.__class__ is int:
-        return number
-    if isinstance(number, (bool, torch.Tensor)) or not isinstance(number, SupportsIndex):
-        refuse(argument, "an int", shown(number))
-    return operator.index(number)
-
-
-def window_of(window_left: SupportsIndex, argument: str) -> int:
+def window_of(window_left: object, argument: str) -> int:
     """Return how many tokens a row sees, its own included, of those before it; 0 is no limit.
 
     Raises
     ------
     ArgumentError
-        As :func:`whole_number`.
+        If it is no whole number.
     """
-    before = whole_number(window_left, argument)
+    before = require_whole_number(window_left, argument, least=None, most=None)
     return before + 1 if before >= 0 else 0
 
 
-def positive_factor(number: float, argument: str) -> float:
+def positive_factor(number: object, argument: str) -> float:
     """Return a factor that float32 can hold.
 
     Raises
@@ -68,7 +97,7 @@ def positive_factor(number: float, argument: str) -> float:
     """
     if number.__class__ is float and 1e-30 < number < 1e30:
         return number
-    require_float32(number, argument)
-    if not 0 < number < math.inf:
-        refuse(argument, "a finite number above 0", number)
-    return float(number)
+    factor = require_float32(number, argument)
+    if not 0 < factor < math.inf:
+        refuse(argument, "a finite number above 0", factor)
+    return factor

@@ -17,7 +17,6 @@ from mlagen.api.arguments import (
     require_ints,
     require_shape,
     require_tensor,
-    require_whole_number,
 )
 from mlagen.api.gqa_inputs import GqaInputs
 from mlagen.api.gqa_pointers import require_steps
@@ -28,7 +27,6 @@ def check_query(inputs: GqaInputs) -> torch.Tensor:
     name = inputs.names.query
     query = require_tensor(inputs.query, name)
     is_ragged = inputs.cum_seq_lens_q is not None
-    require_whole_number(inputs.q_len, inputs.names.q_len, least=1)
     if is_ragged and inputs.q_len == 1:
         refuse(inputs.names.q_len, "2 or more with " + inputs.names.cum_seq_lens_q, 1)
     if is_ragged or not inputs.with_beam_axis:

@@ -23,7 +23,6 @@ from mlagen.api.arguments import (
     require_scale,
     require_shape,
     require_tensor,
-    require_whole_number,
     require_workspace,
 )
 from mlagen.api.gqa_cache import QUANTISED, Pair, cache_names, paged_caches, paged_scales
@@ -77,7 +76,7 @@ class GqaRequest:
 
 
 def check_request(inputs: GqaInputs) -> GqaRequest:
-    """Return the layout of ``inputs``.
+    """Return the layout of ``inputs``, whose numbers are plain.
 
     Raises
     ------
@@ -94,7 +93,6 @@ def check_request(inputs: GqaInputs) -> GqaRequest:
     scales = paged_scales(inputs, caches)
     batch, tokens, query_stride = check_query_tokens(inputs)
     tables = _check_tables(inputs, batch)
-    require_whole_number(inputs.max_seq_len, names.max_seq_len, least=0)
     require_workspace(inputs.workspace_buffer, names.workspace_buffer, query.device)
     require_scale(inputs.bmm1_scale, names.bmm1_scale, query.device)
     require_scale(inputs.bmm2_scale, names.bmm2_scale, query.device)
@@ -121,14 +119,14 @@ def check_request(inputs: GqaInputs) -> GqaRequest:
         out_dtype=out_dtype,
         out_shape=out_shape,
         batch=batch,
-        q_len=int(inputs.q_len),
+        q_len=inputs.q_len,
         is_ragged=inputs.cum_seq_lens_q is not None,
         tokens=tokens,
         heads=heads,
         kv_heads=kv_heads,
         num_pages=caches.key.shape[0],
         max_pages=tables.shape[1],
-        window=0 if sees_all else int(inputs.window),
+        window=0 if sees_all else inputs.window,
         mask_words=mask_words,
         query_stride=query_stride,
         query_head_stride=query.stride(-2),

@@ -14,6 +14,7 @@ from mlagen.api.mla_form import form_of
 from mlagen.api.mla_hopper import HopperCall, prepare_hopper
 from mlagen.api.mla_hopper_packed import PackedCall
 from mlagen.api.mla_inputs import MlaInputs
+from mlagen.api.mla_numbers import with_plain_numbers
 from mlagen.api.mla_portable import PortableCall, prepare_portable
 from mlagen.api.mla_request import MlaRequest, check_request
 from mlagen.api.reference import decode_mla
@@ -77,6 +78,7 @@ def _run(
     if usual is not None and usual.recent is not None:
         call = usual.recent.call
     else:
+        inputs = with_plain_numbers(inputs)
         form = form_of(inputs, settings.mla_kernel, settings.mla_probabilities)
         if sms and form is not None:
             form = (sms, form)

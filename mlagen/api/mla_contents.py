@@ -40,6 +40,8 @@ def check_contents(inputs: MlaInputs, request: MlaRequest) -> None:
             request.tokens,
             may_have_more=is_planned,
         )
+    if inputs.top_k_lens is not None:  # no length of a request is read then
+        return
     capacity: int | torch.Tensor | None = request.max_pages * page_size
     if request.top_k:  # the entries of a list that are no tokens are meant to be skipped
         capacity = None

@@ -19,7 +19,6 @@ from mlagen.api.arguments import (
     require_ints,
     require_shape,
     require_tensor,
-    require_whole_number,
     token_stride,
 )
 from mlagen.api.mla_inputs import MlaInputs
@@ -108,7 +107,7 @@ def check_query_ends(inputs: MlaInputs, batch: int, query: QueryLayout) -> int:
     require(batch > 0 or query.tokens == 0, f"{inputs.names.query}.shape[0]", rule, query.tokens)
     if longest is None:
         return -(-query.tokens // max(1, batch))
-    return require_whole_number(longest, "max_q_len", least=0)
+    return longest
 
 
 def _token_stride(query: torch.Tensor, argument: str) -> int:

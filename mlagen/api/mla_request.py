@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 
 from mlagen.api.arguments import (
-    refuse,
     require,
     require_aligned_pointer,
     require_contiguous,
@@ -24,7 +23,6 @@ from mlagen.api.arguments import (
     require_scale,
     require_shape,
     require_tensor,
-    require_whole_number,
     require_workspace,
 )
 from mlagen.api.mla_cache import check_cache
@@ -63,7 +61,7 @@ class MlaRequest:
 
 
 def check_request(inputs: MlaInputs) -> MlaRequest:
-    """Return the layout of ``inputs``.
+    """Return the layout of ``inputs``, whose numbers are plain.
 
     Raises
     ------
@@ -72,9 +70,6 @@ def check_request(inputs: MlaInputs) -> MlaRequest:
     UnsupportedError
         If no kernel covers dtypes, dimensions or form, on whatever device.
     """
-    rank = require_whole_number(inputs.kv_lora_rank, "kv_lora_rank", least=0)
-    rope_dim = require_whole_number(inputs.qk_rope_head_dim, "qk_rope_head_dim", least=0)
-    require_whole_number(inputs.max_seq_len, "max_seq_len", least=0)
     query = check_query(inputs)
     cache = check_cache(inputs, query.dtype)
     batch = check_lengths(inputs)
@@ -92,8 +87,8 @@ def check_request(inputs: MlaInputs) -> MlaRequest:
     variant = MlaVariant(
         query_dtype=query.dtype,
         kv_dtype=cache.dtype,
-        kv_lora_rank=rank,
-        qk_rope_head_dim=rope_dim,
+        kv_lora_rank=inputs.kv_lora_rank,
+        qk_rope_head_dim=inputs.qk_rope_head_dim,
         page_size=cache.page_size,
         lookup="sparse" if inputs.top_k else "paged",
         values="shared" if inputs.value_cache is None else "separate",
@@ -111,7 +106,7 @@ def check_request(inputs: MlaInputs) -> MlaRequest:
         heads=query.heads,
         num_pages=cache.num_pages,
         max_pages=tables.max_pages,
-        top_k=int(inputs.top_k),
+        top_k=inputs.top_k,
         strides={
             **query.strides,
             **cache.strides,
@@ -173,7 +168,7 @@ def _check_bias(inputs: MlaInputs, query: QueryLayout) -> dict[str, int]:
 
 def _check_out(inputs: MlaInputs, dtype: torch.dtype) -> tuple[int, ...]:
     query, name = inputs.query, inputs.names.out
-    shape = (*query.shape[:-1], int(inputs.kv_lora_rank))
+    shape = (*query.shape[:-1], inputs.kv_lora_rank)
     if inputs.out is None:
         return shape
     out = require_tensor(inputs.out, name)
@@ -188,8 +183,6 @@ def _check_out(inputs: MlaInputs, dtype: torch.dtype) -> tuple[int, ...]:
 
 
 def _check_lse(inputs: MlaInputs, query: QueryLayout) -> tuple[int, ...]:
-    if inputs.return_lse_base not in tuple(LSE_FACTORS):  # which may be a list
-        refuse("return_lse_base", " or ".join(map(repr, LSE_FACTORS)), repr(inputs.return_lse_base))
     flat, name = (query.tokens, query.heads), inputs.names.lse
     if inputs.lse is None or not inputs.return_lse:
         return flat

@@ -16,7 +16,6 @@ from mlagen.api.arguments import (
     require_ints,
     require_shape,
     require_tensor,
-    require_whole_number,
     token_stride,
 )
 from mlagen.api.mla_inputs import MlaInputs
@@ -60,7 +59,6 @@ def check_tables(inputs: MlaInputs, batch: int, query: QueryLayout) -> TablesLay
     name = inputs.names.block_tables
     tables = require_tensor(inputs.block_tables, name)
     require_index(tables, name, inputs.query.device)
-    require_whole_number(inputs.top_k, "sparse_mla_top_k", least=0)
     if inputs.top_k_lens is not None:
         _check_top_k_lens(inputs, query.tokens)
     if inputs.top_k:

@@ -10,7 +10,15 @@ from typing import Any
 import torch
 
 from mlagen.api import gqa_hopper
-from mlagen.api.arguments import DTYPES, refuse, require, require_whole_number
+from mlagen.api.arguments import (
+    DTYPES,
+    INT32_MAX,
+    refuse,
+    require,
+    require_whole_number,
+    shown,
+)
+from mlagen.api.gqa_numbers import window_of
 from mlagen.api.gqa_plan import plan_gqa_call, plan_gqa_hopper_call
 from mlagen.api.mla_hopper import not_covered
 from mlagen.api.mla_plan import plan_call, plan_hopper_call
@@ -83,11 +91,16 @@ def workspace_bytes(
     UnsupportedError
         If no kernel covers such a call.
     """
-    for name, value in (("batch", batch), ("max_seq_len", max_seq_len)):
-        require_whole_number(value, name, least=0)
-    for name, value in (("q_len", q_len), ("heads", heads), ("page_size", page_size)):
-        require_whole_number(value, name, least=1)
-    total = batch * q_len if tokens is None else require_whole_number(tokens, "tokens", least=0)
+    batch = require_whole_number(batch, "batch")
+    max_seq_len = require_whole_number(max_seq_len, "max_seq_len")
+    q_len = require_whole_number(q_len, "q_len", least=1)
+    heads = require_whole_number(heads, "heads", least=1)
+    page_size = require_whole_number(page_size, "page_size", least=1)
+    top_k = require_whole_number(sparse_mla_top_k, "sparse_mla_top_k")
+    window = window_of(window_left, "window_left")
+    total = batch * q_len if tokens is None else require_whole_number(tokens, "tokens")
+    # The kernels count rows in 32 bits.
+    require(total * heads <= INT32_MAX, "tokens * heads", f"{INT32_MAX} or less", total * heads)
     index = _gpu_index(device)
     # What a tile is chosen for: a ragged call may say how long its longest query is, or not.
     lengths = {q_len} if tokens is None else {q_len, max(1, -(-total // max(1, batch)))}
@@ -96,10 +109,10 @@ def workspace_bytes(
         shared = MlaVariant(
             query_dtype=_named(dtype, "dtype", QUERY_DTYPES),
             kv_dtype=_named(dtype if kv_dtype is None else kv_dtype, "kv_dtype", _MLA_KV_DTYPES),
-            kv_lora_rank=kv_lora_rank,
-            qk_rope_head_dim=qk_rope_head_dim,
+            kv_lora_rank=require_whole_number(kv_lora_rank, "kv_lora_rank"),
+            qk_rope_head_dim=require_whole_number(qk_rope_head_dim, "qk_rope_head_dim"),
             page_size=page_size,
-            lookup="sparse" if sparse_mla_top_k else "paged",
+            lookup="sparse" if top_k else "paged",
         )
         separate = replace(shared, values="separate")  # may take another tile
         is_known = any(row.covers(separate) for row in SUPPORTED)
@@ -112,7 +125,7 @@ def workspace_bytes(
                 tile_q_len=length,
                 tokens=total,
                 heads=heads,
-                longest_kv=sparse_mla_top_k or max_seq_len,
+                longest_kv=top_k or max_seq_len,
             )
         if not plans:  # the settings ask for a kernel that covers no such call
             raise not_covered(index, shared)
@@ -137,7 +150,7 @@ def workspace_bytes(
                 tokens=total,
                 heads=heads,
                 kv_heads=kv_heads,
-                window=window_left + 1 if window_left >= 0 else 0,
+                window=window,
                 longest_kv=max_seq_len,
             )
         if not plans:
@@ -167,17 +180,17 @@ def _gqa_plans(**call: Any) -> Iterator[DecodePlan | GqaHopperPlan]:
 
 def _named(dtype: torch.dtype, argument: str, known: dict[torch.dtype, DType]) -> DType:
     if not isinstance(dtype, torch.dtype) or dtype not in known:
-        refuse(argument, " or ".join(map(str, known)), dtype)
+        refuse(argument, " or ".join(map(str, known)), shown(dtype))
     return known[dtype]
 
 
 def _gpu_index(device: torch.device | int | str) -> int:
     if not isinstance(device, (torch.device, str)):
-        return require_whole_number(device, "device", least=0)
+        return require_whole_number(device, "device")
     try:
         known = torch.device(device)
-    except RuntimeError:
-        refuse("device", "the index of a GPU or a torch.device", repr(device))
+    except (RuntimeError, ValueError):
+        refuse("device", "the index of a GPU or a torch.device", shown(device))
     if known.type != "cuda":
         refuse("device", "a GPU: cuda", known)
     return known.index or 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from mlagen.api.arguments import (
+    INT32_MAX,
     refuse,
     require,
     require_device,
@@ -128,11 +129,9 @@ def table_capacity(page_table: object, page_size: int) -> int:
     """
     table = require_tensor(page_table, "page_table")
     require_dims(table, "page_table", (2,))
-    return int(table.shape[1] * page_size)
+    return min(table.shape[1] * page_size, INT32_MAX)
 
 
 def _require_size(told: object, argument: str, known: int) -> None:
-    if told.__class__ is not int:
-        told = require_whole_number(told, argument, least=1)
-    if told != known:
+    if require_whole_number(told, argument, least=1) != known:
         refuse(argument, f"{known} (of k_cache)", told)

@@ -13,11 +13,9 @@ from mlagen.mla.masks import (
     SlidingWindowCausalMask,
     SlidingWindowNonCausalMask,
 )
-from mlagen.mla.trtllm import (
-    trtllm_batch_decode_with_kv_cache_mla,
-    xqa_batch_decode_with_kv_cache_mla,
-)
+from mlagen.mla.trtllm import trtllm_batch_decode_with_kv_cache_mla
 from mlagen.mla.wrapper import BatchMLAPagedAttentionWrapper
+from mlagen.mla.xqa_decode import xqa_batch_decode_with_kv_cache_mla
 
 __all__ = [
     "AndMask",

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from mlagen.api.arguments import (
     DTYPES,
     INDEX_DTYPES,
+    INT32_MAX,
     refuse,
     require,
     require_contiguous,
     require_dims,
     require_dtype,
+    require_flag,
     require_float32,
     require_shape,
     require_tensor,
     require_whole_number,
+    shown,
 )
 from mlagen.api.device_checks import check_seq_lens, query_lengths, table_capacity
 from mlagen.api.mla_query import MOST_HEADS
@@ -47,11 +50,17 @@ class BatchSettings:
     def __post_init__(self) -> None:
         """Refuse what breaks a rule, in FlashInfer's order and with its words where it has any."""
         _check_dtypes(self)
-        require_whole_number(self.num_heads, "num_heads", least=1)
+        plain = {
+            "num_heads": require_whole_number(self.num_heads, "num_heads", least=1),
+            "head_dim_ckv": require_whole_number(self.head_dim_ckv, "head_dim_ckv", least=1),
+            "head_dim_kpe": require_whole_number(self.head_dim_kpe, "head_dim_kpe"),
+            "page_size": require_whole_number(self.page_size, "page_size", least=1),
+            "causal": require_flag(self.causal, "causal"),
+            "sm_scale": require_float32(self.sm_scale, "sm_scale"),
+        }
+        for name, value in plain.items():
+            object.__setattr__(self, name, value)  # what is used is what was checked
         require(self.num_heads <= MOST_HEADS, "num_heads", f"{MOST_HEADS} or less", self.num_heads)
-        require_whole_number(self.head_dim_ckv, "head_dim_ckv", least=1)
-        require_whole_number(self.page_size, "page_size", least=1)
-        require_float32(self.sm_scale, "sm_scale")
         variant = MlaVariant(
             query_dtype=DTYPES[self.q_data_type],
             kv_dtype=KV_DTYPES[self.kv_data_type],
@@ -101,8 +110,8 @@ class BatchPlan:
     facts: HostFacts
 
 
-def check_layout(given: BatchLayout, device: torch.device) -> None:
-    """Refuse metadata of another form; its contents are not looked at.
+def checked_layout(given: BatchLayout, device: torch.device) -> BatchLayout:
+    """Return metadata as long as its batch, which ``kv_len_arr`` says; contents are not looked at.
 
     Raises
     ------
@@ -115,23 +124,27 @@ def check_layout(given: BatchLayout, device: torch.device) -> None:
         require_dims(tensor, name, (1,))
         if tensor.device not in (torch.device("cpu"), device):
             refuse(f"{name}.device", f"cpu or {device} (of float_workspace_buffer)", tensor.device)
+    count = given.batch + 1
     for name in ("qo_indptr", "kv_indptr"):
-        expected = (given.kv_len_arr.shape[0] + 1,)
-        require_shape(getattr(given, name), name, (expected,), "batch of kv_len_arr + 1")
+        size = getattr(given, name).shape[0]
+        rule = f"[{count}] or longer (batch of kv_len_arr + 1)"
+        require(size >= count, f"{name}.shape", rule, [size])
+    return replace(given, qo_indptr=given.qo_indptr[:count], kv_indptr=given.kv_indptr[:count])
 
 
-def check_buffers(buffers: BatchLayout, device: torch.device) -> None:
-    """Refuse buffers that a captured graph cannot read its metadata from.
+def checked_buffers(buffers: BatchLayout, device: torch.device) -> BatchLayout:
+    """Return buffers that a captured graph can read its metadata from.
 
     Raises
     ------
     ArgumentError
         If a tensor breaks a rule.
     """
-    check_layout(buffers, device)
+    buffers = checked_layout(buffers, device)
     for name, tensor in vars(buffers).items():
         require(tensor.device == device, f"{name}.device", device, tensor.device)
         require_contiguous(tensor, name)
+    return buffers
 
 
 def host_facts(given: BatchLayout, page_size: int) -> HostFacts:
@@ -164,7 +177,7 @@ def host_facts(given: BatchLayout, page_size: int) -> HostFacts:
     if seq_lens is None:
         longest_kv = mean_capacity(given, page_size)
     else:
-        longest_kv = int(seq_lens.max()) if len(seq_lens) else 0
+        longest_kv = min(int(seq_lens.max()), INT32_MAX) if len(seq_lens) else 0
     if q_lens is None:
         return HostFacts(longest_kv=longest_kv)
     return HostFacts(
@@ -177,7 +190,8 @@ def host_facts(given: BatchLayout, page_size: int) -> HostFacts:
 
 def mean_capacity(layout: BatchLayout, page_size: int) -> int:
     """Return the tokens of a request if all have the same share of the page ids."""
-    return -(-layout.kv_indices.shape[0] * page_size // max(1, layout.batch))
+    mean = -(-layout.kv_indices.shape[0] * page_size // max(1, layout.batch))
+    return min(mean, INT32_MAX)
 
 
 def copied(given: BatchLayout, device: torch.device) -> BatchLayout:
@@ -206,17 +220,16 @@ def copy_into(buffers: BatchLayout, given: BatchLayout) -> None:
 def _check_dtypes(settings: BatchSettings) -> None:
     q_dtype, kv_dtype = settings.q_data_type, settings.kv_data_type
     if not isinstance(kv_dtype, torch.dtype) or kv_dtype not in KV_DTYPES:
-        refuse("MLA kv_data_type", " or ".join(map(str, KV_DTYPES)), kv_dtype)
-    rope_dim = settings.head_dim_kpe
-    if isinstance(rope_dim, int) and rope_dim < 0:
-        raise ArgumentError(f"head_dim_kpe must be >= 0, got {rope_dim}")
-    require_whole_number(rope_dim, "head_dim_kpe", least=0)
+        refuse("MLA kv_data_type", " or ".join(map(str, KV_DTYPES)), shown(kv_dtype))
+    rope_dim = require_whole_number(settings.head_dim_kpe, "head_dim_kpe", least=None)
+    if rope_dim < 0:
+        raise ArgumentError(f"head_dim_kpe must be >= 0, got {shown(rope_dim)}")
     if not settings.is_dequantised:
-        require(q_dtype is kv_dtype, "q_data_type", f"{kv_dtype} (kv_data_type)", q_dtype)
+        require(q_dtype is kv_dtype, "q_data_type", f"{kv_dtype} (kv_data_type)", shown(q_dtype))
         return
     if q_dtype is not torch.bfloat16:
-        refuse("q_data_type", "q_data_type=torch.bfloat16 for an e4m3 cache", q_dtype)
-    head_dims = (settings.head_dim_ckv, rope_dim)
+        refuse("q_data_type", "q_data_type=torch.bfloat16 for an e4m3 cache", shown(q_dtype))
+    head_dims = (require_whole_number(settings.head_dim_ckv, "head_dim_ckv", least=1), rope_dim)
     if head_dims not in _E4M3_HEAD_DIMS:
         rule = "head_dim_ckv=512 and head_dim_kpe in (0, 64) for an e4m3 cache"
         refuse("(head_dim_ckv, head_dim_kpe)", rule, head_dims)

@@ -5,26 +5,33 @@ from __future__ import annotations
 import torch
 
 from mlagen.api.arguments import (
+    INT32_MAX,
     refuse,
     require,
     require_contiguous,
     require_device,
     require_dims,
     require_dtype,
+    require_flag,
     require_shape,
     require_tensor,
     require_whole_number,
 )
 from mlagen.api.mla_call import run_mla
 from mlagen.api.mla_inputs import MlaInputs
-from mlagen.mla.flare_keys import PagedKVCache, dense_keys, paged_keys
+from mlagen.api.mla_numbers import with_plain_numbers
+from mlagen.api.mla_request import check_request
+from mlagen.mla.flare_keys import Keys, PagedKVCache, dense_keys, form_of_keys, paged_keys
 from mlagen.mla.flare_queries import padded_queries, ragged_queries
-from mlagen.mla.masks import CausalMask, Mask, NullMask
+from mlagen.mla.masks import CausalMask, Mask, NullMask, form_of_bias
 from mlagen.runtime.device import device_facts
 
 __all__ = ["PagedKVCache", "flare_mla_decoding"]
 
 _LATENT_DIM, _ROPE_DIM = 512, 64
+
+# Tables and masks of more positions than these cost more than to check a call without them first.
+_MAX_UNCHECKED = 1 << 16
 
 # No plan asks for more: partial rows and their LSE, of 64 rows for each SM in each of the four
 # waves that work is split into at the most.
@@ -104,43 +111,52 @@ def flare_mla_decoding(
     Signature after ``flare_mla_decoding`` of Modular's ``nn.mla``, whose context, buffer of scalars
     and unused offsets have no counterpart here.
     """
+    ragged = require_flag(ragged, "ragged")
+    is_packed = require_flag(per_token_scale_rope_aware, "per_token_scale_rope_aware")
     require_dims(require_tensor(q, "q"), "q", (3,) if ragged else (4,))
     require(isinstance(mask, Mask), "mask", "a mask of mlagen.mla", type(mask).__name__)
     if num_partitions is not None:
         require_whole_number(num_partitions, "num_partitions", least=1)
-    keys = paged_keys(k, kv_scales) if isinstance(k, PagedKVCache) else dense_keys(k, kv_scales)
-    require_device(keys.blocks, keys.names.kv_cache, q.device)
-    if per_token_scale_rope_aware and keys.scales is None:
-        refuse(keys.names.kv_scales, "a tensor with per_token_scale_rope_aware", None)
-    needs_rows = not isinstance(mask, (NullMask, CausalMask))
-    if ragged:
-        queries = ragged_queries(q, keys, valid_length, needs_rows=needs_rows)
-    else:
-        queries = padded_queries(q, keys, valid_length, needs_rows=needs_rows)
     if output is not None:
         require_shape(require_tensor(output, "output"), "output", ((*q.shape[:-1], _LATENT_DIM),))
         require_contiguous(output, "output")
-    inputs = MlaInputs(
-        query=queries.query,
-        kv_cache=keys.blocks,
-        workspace_buffer=_workspace(q.device),
-        kv_lora_rank=_LATENT_DIM,
-        qk_rope_head_dim=_ROPE_DIM,
-        block_tables=queries.block_table,
-        seq_lens=queries.seq_lens,
-        max_seq_len=keys.width,
-        out=None if output is None else output.view(*queries.query.shape[:-1], _LATENT_DIM),
-        bmm1_scale=scale,
-        cum_seq_lens_q=queries.ends,
-        max_q_len=queries.max_q_len,
-        is_causal=isinstance(mask, CausalMask),
-        query_scales=None if q_scale is None else _flat_scales(q_scale),
-        kv_scales=keys.scales,
-        bias=None if queries.rows is None else mask.bias(queries.rows),
-        is_packed640=per_token_scale_rope_aware,
-        names=keys.names,
-    )
-    result, _ = run_mla(inputs, enable_pdl=True)
+
+    def inputs_of(keys: Keys, *, is_form: bool) -> MlaInputs:
+        require_device(keys.blocks, keys.names.kv_cache, q.device)
+        if is_packed and keys.scales is None:
+            refuse(keys.names.kv_scales, "a tensor with per_token_scale_rope_aware", None)
+        needs_rows = not isinstance(mask, (NullMask, CausalMask))
+        find = ragged_queries if ragged else padded_queries
+        queries = find(q, keys, valid_length, needs_rows=needs_rows and not is_form)
+        bias = None if queries.rows is None else mask.bias(queries.rows)
+        if needs_rows and is_form:
+            bias = form_of_bias(mask, q, keys.block_table.shape[0])
+        return MlaInputs(
+            query=queries.query,
+            kv_cache=keys.blocks,
+            workspace_buffer=_workspace(q.device),
+            kv_lora_rank=_LATENT_DIM,
+            qk_rope_head_dim=_ROPE_DIM,
+            block_tables=queries.block_table,
+            seq_lens=queries.seq_lens,
+            max_seq_len=0 if is_form else min(keys.width, INT32_MAX),
+            out=None if output is None else output.view(*queries.query.shape[:-1], _LATENT_DIM),
+            bmm1_scale=scale,
+            cum_seq_lens_q=queries.ends,
+            max_q_len=queries.max_q_len,
+            is_causal=isinstance(mask, CausalMask),
+            query_scales=None if q_scale is None else _flat_scales(q_scale),
+            kv_scales=keys.scales,
+            bias=bias,
+            is_packed640=is_packed,
+            names=keys.names,
+        )
+
+    form = form_of_keys(k, kv_scales)
+    if form.width * form.block_table.shape[0] > _MAX_UNCHECKED:
+        check_request(with_plain_numbers(inputs_of(form, is_form=True)))
+    keys = paged_keys(k, kv_scales) if isinstance(k, PagedKVCache) else dense_keys(k, kv_scales)
+    result, _ = run_mla(inputs_of(keys, is_form=False), enable_pdl=True)
     return output if output is not None else result.view(*q.shape[:-1], _LATENT_DIM)
 
 

@@ -7,7 +7,14 @@ from typing import NamedTuple
 
 import torch
 
-from mlagen.api.arguments import require, require_dims, require_index, require_shape, require_tensor
+from mlagen.api.arguments import (
+    INT32_MAX,
+    require,
+    require_dims,
+    require_index,
+    require_shape,
+    require_tensor,
+)
 from mlagen.api.mla_cache import pages_of
 from mlagen.api.mla_inputs import MlaNames
 
@@ -82,8 +89,24 @@ def paged_keys(k: PagedKVCache, kv_scales: torch.Tensor | None) -> Keys:
     )
 
 
-def dense_keys(k: torch.Tensor, kv_scales: torch.Tensor | None) -> Keys:
+def form_of_keys(k: torch.Tensor | PagedKVCache, kv_scales: torch.Tensor | None) -> Keys:
+    """Return keys with a table of no columns: enough to check a call by, before any work.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument breaks a rule.
+    """
+    if isinstance(k, PagedKVCache):
+        keys = paged_keys(k, kv_scales)
+        return keys._replace(block_table=keys.block_table[:, :0])
+    return dense_keys(k, kv_scales, columns=0)
+
+
+def dense_keys(k: torch.Tensor, kv_scales: torch.Tensor | None, columns: int | None = None) -> Keys:
     """Return dense keys as pages of one token: another ``num_keys`` asks for no other kernel.
+
+    ``columns`` of the table are made; all if None.
 
     Raises
     ------
@@ -97,16 +120,31 @@ def dense_keys(k: torch.Tensor, kv_scales: torch.Tensor | None) -> Keys:
         kv_scales = _of_tokens(kv_scales, "kv_scales")
         require_shape(kv_scales, "kv_scales", ((batch, num_keys),), "batch, num_keys of k")
         kv_scales = kv_scales.reshape(-1, 1)
-    rows = torch.arange(batch * num_keys, dtype=torch.int32, device=k.device)
+    total = batch * num_keys
+    require(total <= INT32_MAX, "k.shape", f"{INT32_MAX} keys or fewer in all", list(k.shape))
+    columns = num_keys if columns is None else columns
+    rows = torch.arange(batch * columns, dtype=torch.int32, device=k.device)
+    blocks = _viewed(k, total)
+    if blocks is None:  # the rows are copied, and lie well then
+        blocks = k.reshape(total, 1, k.shape[3]) if columns else k.new_empty((0, 1, k.shape[3]))
+        kv_scales = kv_scales if columns or kv_scales is None else kv_scales[:0]
     return Keys(
-        blocks=k.reshape(batch * num_keys, 1, k.shape[3]),
-        block_table=rows.view(batch, num_keys),
+        blocks=blocks,
+        block_table=rows.view(batch, columns),
         cached=None,
         total=num_keys,
         scales=kv_scales,
         width=num_keys,
         names=_names(kv_cache="k"),
     )
+
+
+def _viewed(k: torch.Tensor, total: int) -> torch.Tensor | None:
+    """Return the rows of dense keys where they lie, if their strides allow it."""
+    try:
+        return k.view(total, 1, k.shape[3])
+    except RuntimeError:
+        return None
 
 
 def _names(**others: str) -> MlaNames:

@@ -6,7 +6,13 @@ import math
 
 import torch
 
-from mlagen.api.arguments import refuse, require, require_float32, require_tensor, shown
+from mlagen.api.arguments import (
+    refuse,
+    require,
+    require_contiguous,
+    require_float32,
+    require_tensor,
+)
 from mlagen.errors import ArgumentError
 
 
@@ -28,13 +34,11 @@ def require_like(
 
 def require_positive(scale: object, argument: str) -> float:
     """Return ``scale`` if it is a finite number above 0 that float32 can hold."""
-    rule = f"{argument} must be a finite positive value"
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
-        refuse(rule, "a float above 0", shown(scale))
-    require_float32(scale, argument)
-    if not 0 < scale < math.inf:
-        refuse(rule, "a float above 0", repr(scale))
-    return float(scale)
+    subject, rule = f"{argument} must be a finite positive value", "a float above 0"
+    number = require_float32(scale, subject, rule)
+    if not 0 < number < math.inf:
+        refuse(subject, rule, number)
+    return number
 
 
 def check_kv_scales(
@@ -78,8 +82,5 @@ def check_kv_scales(
         dtype=torch.float32,
         device=ckv_cache.device,
     )
-    if not scales.is_contiguous():
-        raise ArgumentError(
-            f"ckv_scale_arr must be contiguous: expected no gaps, got strides {scales.stride()}"
-        )
+    require_contiguous(scales, "ckv_scale_arr")
     return 1.0, rope_scale

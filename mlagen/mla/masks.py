@@ -59,10 +59,6 @@ class Mask:
         refuse("mask", rule, f"{type(self).__name__}, which has neither sees nor bias")
 
 
-# Positions are below it, and so is every distance between two.
-_MOST = 2**31 - 1
-
-
 @dataclass(frozen=True)
 class NullMask(Mask):
     """Every token of the request is seen."""
@@ -89,7 +85,7 @@ class SlidingWindowCausalMask(Mask):
 
     def __post_init__(self) -> None:
         """Refuse a window of nothing."""
-        _bounded(self.window, "window", least=1)
+        _set_size(self, "window")
 
     def sees(self, rows: QueryRows, keys: torch.Tensor) -> torch.Tensor:
         """Return true from ``Q - window + 1`` to ``Q``."""
@@ -105,7 +101,7 @@ class SlidingWindowNonCausalMask(Mask):
 
     def __post_init__(self) -> None:
         """Refuse a window of nothing."""
-        _bounded(self.window, "window", least=1)
+        _set_size(self, "window")
 
     def sees(self, rows: QueryRows, keys: torch.Tensor) -> torch.Tensor:
         """Return true from ``Q - window + 1`` on."""
@@ -120,7 +116,7 @@ class ChunkedMask(Mask):
 
     def __post_init__(self) -> None:
         """Refuse chunks of nothing."""
-        _bounded(self.size, "size", least=1)
+        _set_size(self, "size")
 
     def sees(self, rows: QueryRows, keys: torch.Tensor) -> torch.Tensor:
         """Return true in the chunk of the query."""
@@ -194,7 +190,7 @@ class MaterializedMask(Mask):
         if self.start_pos is None:
             return default
         if not isinstance(self.start_pos, torch.Tensor):
-            return _bounded(self.start_pos, "mask.start_pos", least=0)
+            return require_whole_number(self.start_pos, "mask.start_pos")
         require_index(self.start_pos, "mask.start_pos", rows.positions.device)
         require_shape(self.start_pos, "mask.start_pos", ((rows.batch,),), "batch")
         return self.start_pos.view(torch.int32)[rows.requests]
@@ -233,7 +229,22 @@ def _both(mask: OrMask | AndMask, rows: QueryRows) -> tuple[torch.Tensor, torch.
     return mask.a.bias(rows), mask.b.bias(rows)
 
 
-def _bounded(number: object, argument: str, *, least: int) -> int:
-    known = require_whole_number(number, argument, least=least)
-    require(known <= _MOST, argument, f"{_MOST} or less", known)
-    return known
+def _set_size(mask: Mask, name: str) -> None:
+    """Have a field of a frozen mask be a plain int, 1 or more."""
+    size = require_whole_number(getattr(mask, name), name, least=1)
+    object.__setattr__(mask, name, size)
+
+
+def form_of_bias(mask: Mask, q: torch.Tensor, batch: int) -> torch.Tensor:
+    """Return a bias of no positions, after the checks of a mask.
+
+    Raises
+    ------
+    ArgumentError
+        If a tensor of the mask breaks a rule.
+    """
+    none = torch.empty(0, dtype=torch.int64, device=q.device)
+    heads = q.shape[-2]
+    mask.bias(QueryRows(requests=none, positions=none, batch=batch, heads=heads, width=0))
+    tokens = q.shape[0] if q.dim() == 3 else q.shape[0] * q.shape[1]
+    return torch.empty((tokens, 1, 0), dtype=torch.float32, device=q.device)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from mlagen.api.arguments import require_dims, require_tensor, shown
+from mlagen.api.arguments import INT32_MAX, require_dims, require_tensor, shown
 from mlagen.api.mla_call import run_mla
 from mlagen.api.mla_inputs import MlaInputs, MlaNames
 from mlagen.errors import ArgumentError
@@ -57,7 +57,8 @@ def run_planless(
     tables = require_tensor(page_table, "page_table")
     require_dims(tables, "page_table", (2,))
     if o_scale is not None:
-        out = _checked_fp8_out(out, o_scale, q_nope)
+        o_scale = require_positive(o_scale, "o_scale")
+        out = _checked_fp8_out(out, q_nope)
     inputs = MlaInputs(
         query=q_nope.unsqueeze(1),
         kv_cache=ckv_cache,
@@ -66,7 +67,7 @@ def run_planless(
         qk_rope_head_dim=64,
         block_tables=tables,
         seq_lens=require_tensor(kv_len, "kv_len"),
-        max_seq_len=tables.shape[1] * ckv_cache.shape[1],
+        max_seq_len=min(tables.shape[1] * ckv_cache.shape[1], INT32_MAX),
         out=out if o_scale is None else None,
         bmm1_scale=_SOFTMAX_SCALE,
         bmm2_scale=1.0 if o_scale is None else 1.0 / o_scale,
@@ -81,9 +82,7 @@ def run_planless(
     return out.copy_(result.squeeze(1).clamp(-most, most))
 
 
-def _checked_fp8_out(
-    out: torch.Tensor | None, o_scale: float, q_nope: torch.Tensor
-) -> torch.Tensor:
+def _checked_fp8_out(out: torch.Tensor | None, q_nope: torch.Tensor) -> torch.Tensor:
     if out is None:
         raise ArgumentError("out tensor must be provided when o_scale is given, got None")
     if require_tensor(out, "out").dtype not in _FP8_DTYPES:
@@ -91,6 +90,5 @@ def _checked_fp8_out(
         raise ArgumentError(
             f"out must be an FP8 tensor when o_scale is given, expected {rule}, got {out.dtype}"
         )
-    require_positive(o_scale, "o_scale")
     shape = (*q_nope.shape[:2], 512)
     return require_like(out, "out", shape=shape, dtype=out.dtype, device=q_nope.device)

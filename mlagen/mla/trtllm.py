@@ -1,18 +1,25 @@
-"""Paged MLA decode by the signatures of TensorRT-LLM and XQA in ``flashinfer.mla``."""
+"""Paged MLA decode by the signature of TensorRT-LLM in ``flashinfer.mla``."""
 
 from __future__ import annotations
 
 import torch
 
-from mlagen.api.arguments import require_dims, require_tensor
+from mlagen.api.arguments import plain_pdl, require_flag
 from mlagen.api.calls import rounded_up
 from mlagen.api.mla_call import MlaCall, run_again, run_mla
 from mlagen.api.mla_inputs import MlaInputs
 from mlagen.api.remembered import Usual
-from mlagen.errors import ArgumentError, UnsupportedError
-from mlagen.mla.trtllm_keywords import in_order, refuse_keyword
-
-_BACKENDS = ("auto", "xqa", "trtllm-gen", "cute-dsl")
+from mlagen.mla.trtllm_keywords import (
+    AUTO,
+    CP_RANK,
+    CP_WORLD,
+    SYNONYMS,
+    check_counter_buffer,
+    half_of,
+    one_tensor,
+    rare_keywords,
+    separate_values,
+)
 
 
 def trtllm_batch_decode_with_kv_cache_mla(
@@ -23,7 +30,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
     kv_lora_rank: int,
     qk_rope_head_dim: int,
     block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
+    seq_lens: torch.Tensor | None,
     max_seq_len: int,
     sparse_mla_top_k: int = 0,
     out: torch.Tensor | None = None,
@@ -48,8 +55,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
     cp_rank: int = 0,
     causal_seqlens_kv_global: torch.Tensor | None = None,
     use_fp16_softmax: bool | None = None,
-    *,
-    return_lse_base: str = "base2",
+    return_lse_base: str | None = "base2",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Decode one step of multi-head latent attention over a paged cache.
 
@@ -83,7 +89,9 @@ def trtllm_batch_decode_with_kv_cache_mla(
         ``sparse_mla_top_k`` token indices ``page * page_size + slot``, exactly ``[batch, q_len,
         sparse_mla_top_k]`` or ``[tokens, sparse_mla_top_k]``.
     seq_lens : int32 or uint32 [batch]
-        Tokens in the cache, the ``q_len`` new ones included.
+        Tokens in the cache, the ``q_len`` new ones included. None with ``sparse_mla_top_k`` only:
+        query tokens look at all of their lists, and one small kernel writes lengths that say so.
+        See ``backend`` for what else they may be.
     max_seq_len : int
         The longest of ``seq_lens``. It decides how the work is split, not what is computed.
     sparse_mla_top_k : int
@@ -92,22 +100,29 @@ def trtllm_batch_decode_with_kv_cache_mla(
         token of the cache is skipped and a repeated one counts again.
     out : [..., heads, kv_lora_rank]
         Written and returned; made if None. Of the query's dtype, bf16 for e4m3. ``[batch, heads,
-        kv_lora_rank]`` too where q_len is 1.
+        kv_lora_rank]`` too where q_len is 1. Of bf16 under an fp16 query too: the result in fp16 is
+        copied to it.
     bmm1_scale : float or fp32 tensor of one element
         Multiplies the scores before softmax, whole: e.g. ``192 ** -0.5`` for DeepSeek-V3, times
         what e4m3 elements are to be multiplied by. Natural domain; no factor of log2(e). Infinity
         and NaN do to the result what arithmetic says; a float beyond float32 is refused.
     bmm2_scale : float or fp32 tensor of one element
         Multiplies the output.
-    sinks : fp32 [heads]
+    sinks : fp32, bf16 or fp16 [heads]
         Natural-domain logits that join the denominator, unscaled, and have no value, of any size:
         minus infinity is as none, infinity gives zeros. A list of one such tensor is accepted.
+        Those of 16 bits are converted to fp32 at every call, by one small kernel.
+    skip_softmax_threshold_scale_factor : float
+        Changes nothing: no block of tokens is left out, and the result is exact.
     enable_pdl : bool
         Whether the kernel may start while the one before it drains; None means yes where the GPU
         can. The blocks of a Hopper kernel wait for each other, so all begin together, when there
         is room for all.
     backend : str
-        One of ``auto``, ``xqa``, ``trtllm-gen``, ``cute-dsl``: names of the same semantics here.
+        ``auto``, ``xqa``, ``trtllm-gen`` and ``cute-dsl`` are names of the same semantics. With
+        ``sparse`` the cache has packed rows, and ``seq_lens`` says how many of its list each query
+        token looks at: ``[batch, q_len]`` or ``[batch * q_len]``. None, and ``[batch]`` where q_len
+        is above 1, mean all ``sparse_mla_top_k``.
     is_var_seq : bool
         Not used; a scheduling hint elsewhere.
     uses_shared_paged_kv_idx : bool
@@ -116,15 +131,26 @@ def trtllm_batch_decode_with_kv_cache_mla(
         Written and returned if ``return_lse``; made if None.
     return_lse : bool
         Whether to return ``(out, lse)``: the logarithm of the softmax denominator, sink included.
+    cute_dsl_impl : str
+        ``auto``, ``modular`` or ``monolithic``; changes nothing.
+    kv_scale_format : str
+        ``auto``, ``pow2_fp32`` or ``arbitrary_fp32``, in any case; changes nothing: scales of
+        packed rows may be any numbers.
     cum_seq_lens_q : int32 or uint32 [batch + 1]
         Where the query tokens of each request begin, for requests of different ``q_len``. What
         query tokens give that belong to no request is not specified.
     max_q_len : int
         The longest ``q_len``, as a hint; None will do.
+    multi_ctas_kv_counter_buffer : torch.Tensor
+        Not used; may be of any size and content on the device of the query, and is left as it is.
     sparse_mla_top_k_lens : int32 or uint32 [tokens]
         How many of its list each query token looks at, instead of what ``seq_lens`` says.
+    enable_dcp, cp_world, cp_rank, causal_seqlens_kv_global
+        Not implemented; their defaults are accepted.
+    use_fp16_softmax : bool
+        Changes nothing: the softmax is computed in fp32.
     return_lse_base : str
-        ``base2`` or ``basee``: log2 or natural logarithm.
+        ``base2`` or ``basee``: log2 or natural logarithm; None means ``base2``.
 
     Returns
     -------
@@ -136,10 +162,8 @@ def trtllm_batch_decode_with_kv_cache_mla(
     ArgumentError
         If an argument breaks a rule; nothing has been launched or written then.
     UnsupportedError
-        If no kernel covers dtype, dimensions or form, or a keyword asks for what is not
-        implemented: a non-zero ``skip_softmax_threshold_scale_factor``, another ``cute_dsl_impl``
-        or ``kv_scale_format``, ``multi_ctas_kv_counter_buffer``, ``enable_dcp`` and its companions,
-        ``use_fp16_softmax``.
+        If no kernel covers dtype, dimensions or form, or ``enable_dcp`` or a companion of it asks
+        for what is not implemented.
     CaptureError
         If the kernel is not loaded yet and a CUDA graph is being captured.
 
@@ -148,29 +172,30 @@ def trtllm_batch_decode_with_kv_cache_mla(
     Signature of ``flashinfer.mla.trtllm_batch_decode_with_kv_cache_mla``, in both positional orders
     of ``enable_pdl`` and ``backend`` that it has had. Pass everything after ``sinks`` by keyword.
     """
-    skip_softmax_threshold_scale_factor, enable_pdl, backend = in_order(
-        skip_softmax_threshold_scale_factor, enable_pdl, backend
-    )
-    if backend not in _BACKENDS:
-        raise ArgumentError(f"backend: expected one of {', '.join(_BACKENDS)}, got {backend!r}")
-    if (
-        skip_softmax_threshold_scale_factor
-        or cute_dsl_impl != "auto"
-        or kv_scale_format != "auto"
-        or multi_ctas_kv_counter_buffer is not None
-        or enable_dcp
-        or cp_world != 1
-        or cp_rank != 0
+    if multi_ctas_kv_counter_buffer is not None:
+        check_counter_buffer(multi_ctas_kv_counter_buffer, query)
+    if (  # is the very object asked for? What merely equals it may be an array.
+        skip_softmax_threshold_scale_factor is not None
+        or (enable_pdl is not None and enable_pdl.__class__ is not bool)
+        or backend.__class__ is not str
+        or backend not in SYNONYMS
+        or cute_dsl_impl is not AUTO
+        or kv_scale_format is not AUTO
+        or use_fp16_softmax is not None
+        or enable_dcp is not False
+        or cp_world is not CP_WORLD
+        or cp_rank is not CP_RANK
         or causal_seqlens_kv_global is not None
-        or use_fp16_softmax
+        or seq_lens is None
     ):
-        refuse_keyword(dict(locals()))
+        enable_pdl, seq_lens, sparse_mla_top_k_lens = rare_keywords(dict(locals()))
     usual: Usual[MlaCall] | None = None
     if (
         sinks is cum_seq_lens_q is sparse_mla_top_k_lens is lse is None
         and max_q_len is None
         and uses_shared_paged_kv_idx is True
         and return_lse is False
+        and return_lse_base.__class__ is str
         # The exact classes, for a float or a bool that equals an int is none.
         and max_seq_len.__class__ is sparse_mla_top_k.__class__ is int
         and kv_lora_rank.__class__ is qk_rope_head_dim.__class__ is int
@@ -193,6 +218,9 @@ def trtllm_batch_decode_with_kv_cache_mla(
         if isinstance(found, torch.Tensor):
             return found
         usual = found
+    target = half_of(query, out)
+    if target is not out:
+        usual = None  # which would write to out itself
     inputs = MlaInputs(
         query,
         kv_cache,
@@ -202,96 +230,22 @@ def trtllm_batch_decode_with_kv_cache_mla(
         block_tables,
         seq_lens,
         max_seq_len,
-        out,
+        target,
         bmm1_scale,
         bmm2_scale,
-        _one_tensor(sinks) if isinstance(sinks, list) else sinks,
+        one_tensor(sinks),
         lse,
-        bool(return_lse),
-        return_lse_base,
+        require_flag(return_lse, "return_lse"),
+        "base2" if return_lse_base is None else return_lse_base,
         cum_seq_lens_q,
         max_q_len,
         sparse_mla_top_k,
         sparse_mla_top_k_lens,
+        value_cache=separate_values(
+            kv_cache, block_tables, uses_shared_paged_kv_idx, sparse_mla_top_k
+        ),
     )
-    if not uses_shared_paged_kv_idx:
-        top_k: object = sparse_mla_top_k
-        if not isinstance(top_k, torch.Tensor) and top_k:  # a tensor is refused for being one
-            raise UnsupportedError(
-                "uses_shared_paged_kv_idx: not implemented with sparse_mla_top_k, expected True, "
-                f"got {uses_shared_paged_kv_idx!r}"
-            )
-        require_dims(require_tensor(block_tables, "block_tables"), "block_tables", (3,))
-        inputs = inputs._replace(value_cache=kv_cache)
-    result, result_lse = run_mla(inputs, enable_pdl is None or bool(enable_pdl), usual)
+    result, result_lse = run_mla(inputs, plain_pdl(enable_pdl), usual)
+    if target is not out and out is not None:
+        result = out.copy_(result)
     return result if result_lse is None else (result, result_lse)
-
-
-def xqa_batch_decode_with_kv_cache_mla(
-    query: torch.Tensor,
-    kv_cache: torch.Tensor,
-    workspace_buffer: torch.Tensor,
-    qk_nope_head_dim: int,  # noqa: ARG001 - part of the signature
-    kv_lora_rank: int,
-    qk_rope_head_dim: int,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    max_seq_len: int,
-    out: torch.Tensor | None = None,
-    bmm1_scale: float | torch.Tensor = 1.0,
-    bmm2_scale: float | torch.Tensor = 1.0,
-    sinks: torch.Tensor | list[torch.Tensor] | None = None,
-    enable_pdl: bool | None = None,
-) -> torch.Tensor:
-    """Decode one step of multi-head latent attention over a paged cache.
-
-    As :func:`trtllm_batch_decode_with_kv_cache_mla`, which says what each argument may be; the
-    scores are multiplied by ``bmm1_scale`` alone here too.
-
-    Parameters
-    ----------
-    query, kv_cache, workspace_buffer, qk_nope_head_dim, kv_lora_rank, qk_rope_head_dim
-        As there, the query in its form of four dimensions.
-    block_tables, seq_lens, max_seq_len, out, bmm1_scale, bmm2_scale, sinks, enable_pdl
-        As there.
-
-    Returns
-    -------
-    torch.Tensor
-        ``out``; made if None, as ``[batch, q_len, heads, kv_lora_rank]``.
-
-    Raises
-    ------
-    ArgumentError
-        If an argument breaks a rule; nothing has been launched or written then.
-    UnsupportedError
-        If no kernel covers dtype or dimensions.
-    CaptureError
-        If the kernel is not loaded yet and a CUDA graph is being captured.
-
-    Notes
-    -----
-    Signature of ``flashinfer.decode.xqa_batch_decode_with_kv_cache_mla``, which multiplies the
-    scores by ``bmm1_scale * bmm2_scale``.
-    """
-    inputs = MlaInputs(
-        query,
-        kv_cache,
-        workspace_buffer,
-        kv_lora_rank,
-        qk_rope_head_dim,
-        block_tables,
-        seq_lens,
-        max_seq_len,
-        out,
-        bmm1_scale,
-        bmm2_scale,
-        _one_tensor(sinks) if isinstance(sinks, list) else sinks,
-    )
-    return run_mla(inputs, enable_pdl is None or bool(enable_pdl))[0]
-
-
-def _one_tensor(sinks: list[torch.Tensor]) -> torch.Tensor:
-    if len(sinks) != 1:
-        raise ArgumentError(f"sinks: expected a list of one tensor, got {len(sinks)}")
-    return sinks[0]

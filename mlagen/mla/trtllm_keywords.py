@@ -1,4 +1,4 @@
-"""Keywords of TensorRT-LLM's signature that ask for nothing here, and the orders it has had."""
+"""Keywords of TensorRT-LLM's signature that change no result here, and the orders it has had."""
 
 from __future__ import annotations
 
@@ -6,57 +6,171 @@ from typing import Any
 
 import torch
 
-from mlagen.api.arguments import refuse, require_float32, shown
+from mlagen.api.arguments import (
+    refuse,
+    require_choice,
+    require_contiguous,
+    require_device,
+    require_dims,
+    require_flag,
+    require_number,
+    require_tensor,
+    require_whole_number,
+    shown,
+)
 from mlagen.errors import UnsupportedError
+from mlagen.mla.list_lengths import lengths_of_lists, plain_lengths
+
+AUTO = "auto"
+SYNONYMS = (AUTO, "xqa", "trtllm-gen", "cute-dsl")
+CP_WORLD, CP_RANK = 1, 0  # one GPU has the whole context
+
+# Of a context spread over GPUs, which is not implemented.
+_NEUTRAL = {
+    "enable_dcp": False,
+    "cp_world": CP_WORLD,
+    "cp_rank": CP_RANK,
+    "causal_seqlens_kv_global": None,
+}
+
+_SPARSE = "sparse"
+_IMPLEMENTATIONS = (AUTO, "modular", "monolithic")
+_SCALE_FORMATS = (AUTO, "pow2_fp32", "arbitrary_fp32")
 
 
-def in_order(factor: Any, enable_pdl: Any, backend: str) -> tuple[Any, Any, str]:
-    """Return the three as they were meant, in the older positional order or the newer.
+def check_counter_buffer(buffer: object, query: object) -> None:
+    """Refuse a buffer of counters that is no tensor on the device of the query.
 
     Raises
     ------
     ArgumentError
-        If the first is nothing that it can be in its order.
+        If it is not.
     """
-    # The older order has no skip_softmax_threshold_scale_factor: the others stand one place early.
-    if isinstance(enable_pdl, str):
-        if factor is not None and not isinstance(factor, bool):
-            refuse("enable_pdl", "a bool or None", shown(factor))
-        return None, factor, enable_pdl
-    if isinstance(factor, bool) and enable_pdl is None:
-        return None, factor, backend
-    if factor is not None:
-        require_float32(factor, "skip_softmax_threshold_scale_factor")
-    return factor, enable_pdl, backend
+    known = require_tensor(buffer, "multi_ctas_kv_counter_buffer")
+    if not isinstance(query, torch.Tensor):
+        return
+    if known.is_cuda and known.get_device() == query.get_device():  # the fast path's
+        return
+    require_device(known, "multi_ctas_kv_counter_buffer", query.device)
 
 
-# What a keyword is when nothing is asked of it.
-_NEUTRAL = {
-    "skip_softmax_threshold_scale_factor": None,
-    "cute_dsl_impl": "auto",
-    "kv_scale_format": "auto",
-    "multi_ctas_kv_counter_buffer": None,
-    "enable_dcp": False,
-    "cp_world": 1,
-    "cp_rank": 0,
-    "causal_seqlens_kv_global": None,
-    "use_fp16_softmax": None,
-}
+def rare_keywords(
+    call: dict[str, Any],
+) -> tuple[bool | None, torch.Tensor, torch.Tensor | None]:
+    """Return ``enable_pdl``, ``seq_lens`` and ``sparse_mla_top_k_lens`` of a call.
 
-
-def refuse_keyword(given: dict[str, object]) -> None:
-    """Refuse the first keyword that asks for what is not implemented.
+    ``call`` is all arguments by name, as the caller passed them.
 
     Raises
     ------
+    ArgumentError
+        If a keyword is not of its kind, or a name none of those that are known.
     UnsupportedError
-        If there is one.
+        If a context spread over GPUs is asked for.
     """
+    enable_pdl, backend = _in_order(
+        call["skip_softmax_threshold_scale_factor"], call["enable_pdl"], call["backend"]
+    )
+    backend = require_choice(backend, "backend", (*SYNONYMS, _SPARSE))
+    require_choice(call["cute_dsl_impl"], "cute_dsl_impl", _IMPLEMENTATIONS)
+    _check_scale_format(call["kv_scale_format"])
+    if call["use_fp16_softmax"] is not None:
+        require_flag(call["use_fp16_softmax"], "use_fp16_softmax")
     for keyword, neutral in _NEUTRAL.items():
-        value = given[keyword]
-        is_asked = isinstance(value, torch.Tensor) or (
-            bool(value) if neutral is None or neutral is False else value != neutral
-        )
-        if is_asked:
+        value = call[keyword]
+        if value is not neutral and not _equals(value, neutral):
             rule = f"not implemented, expected {neutral!r}"
             raise UnsupportedError(f"{keyword}: {rule}, got {shown(value)}")
+    names = ("query", "seq_lens", "sparse_mla_top_k", "cum_seq_lens_q")
+    query, seq_lens, top_k, ends = (call[name] for name in names)
+    top_k_lens = call["sparse_mla_top_k_lens"]
+    if backend == _SPARSE:
+        others = {"sparse_mla_top_k_lens": top_k_lens, "cum_seq_lens_q": ends}
+        lengths = lengths_of_lists(query, call["kv_cache"], seq_lens, top_k, **others)
+        return enable_pdl, *lengths
+    return enable_pdl, plain_lengths(query, seq_lens, top_k, ends), top_k_lens
+
+
+def separate_values(
+    kv_cache: torch.Tensor, block_tables: object, is_shared: object, sparse_mla_top_k: object
+) -> torch.Tensor | None:
+    """Return the cache once more where keys and values have page ids of their own.
+
+    Raises
+    ------
+    ArgumentError
+        If the tables have no place for both.
+    UnsupportedError
+        If tokens are listed.
+    """
+    name = "uses_shared_paged_kv_idx"
+    if require_flag(is_shared, name):
+        return None
+    if require_whole_number(sparse_mla_top_k, "sparse_mla_top_k"):
+        rule = "not implemented with sparse_mla_top_k, expected True"
+        raise UnsupportedError(f"{name}: {rule}, got False")
+    require_dims(require_tensor(block_tables, "block_tables"), "block_tables", (3,))
+    return kv_cache
+
+
+def _in_order(factor: Any, enable_pdl: Any, backend: Any) -> tuple[bool | None, Any]:
+    """Return ``enable_pdl`` and ``backend``, in the older positional order or the newer.
+
+    The factor, ``skip_softmax_threshold_scale_factor``, is checked and changes nothing: every block
+    of tokens is computed.
+
+    Raises
+    ------
+    ArgumentError
+        If the first two are nothing that they can be in their order.
+    """
+    # The older order has no factor: the others stand one place early.
+    if isinstance(enable_pdl, str):
+        factor, enable_pdl, backend = None, factor, enable_pdl
+    elif enable_pdl is None and type(factor).__name__ in {"bool", "bool_"}:  # Python's, or numpy's
+        factor, enable_pdl = None, factor
+    if factor is not None:
+        require_number(factor, "skip_softmax_threshold_scale_factor")
+    return None if enable_pdl is None else require_flag(enable_pdl, "enable_pdl"), backend
+
+
+def _check_scale_format(given: object) -> None:
+    name = "kv_scale_format"
+    known = str.lower(given).replace("-", "_") if isinstance(given, str) else given
+    if isinstance(known, str) and known == "ue8m0_g32":
+        refuse(name, "another: scales of packed rows are fp32 numbers", shown(given))
+    require_choice(known, name, _SCALE_FORMATS)
+
+
+def _equals(value: object, neutral: bool | int | None) -> bool:
+    """Whether a scalar is the neutral one, in another class."""
+    try:
+        is_scalar = isinstance(value, (bool, int)) or type(value).__module__ == "numpy"
+        return neutral is not None and is_scalar and bool(value == neutral)
+    except Exception:  # noqa: BLE001 - an array has no truth, a class may raise anything
+        return False
+
+
+def one_tensor(sinks: Any) -> Any:
+    """Return the tensor of a list of one; anything else as it is.
+
+    Raises
+    ------
+    ArgumentError
+        If a list has none, or several.
+    """
+    if not isinstance(sinks, list):
+        return sinks
+    if len(sinks) != 1:
+        refuse("sinks", "a list of one tensor", f"{len(sinks)}")
+    return sinks[0]
+
+
+def half_of(query: object, out: torch.Tensor | None) -> torch.Tensor | None:
+    """Return where the kernels write: fp16 in place of a bf16 output of an fp16 query."""
+    if not isinstance(query, torch.Tensor) or not isinstance(out, torch.Tensor):
+        return out
+    if query.dtype is not torch.float16 or out.dtype is not torch.bfloat16:
+        return out
+    require_contiguous(out, "out")  # or the copy may be larger than its memory
+    return torch.empty_like(out, dtype=torch.float16)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from mlagen.api.arguments import refuse, require_tensor
+from mlagen.api.arguments import refuse, require_choice, require_flag, require_tensor, shown
 from mlagen.errors import ArgumentError, UnsupportedError
 from mlagen.mla.batch_plan import (
     BatchLayout,
     BatchPlan,
     BatchSettings,
     HostFacts,
-    check_buffers,
-    check_layout,
+    checked_buffers,
+    checked_layout,
     copied,
     copy_into,
     host_facts,
@@ -67,21 +67,19 @@ class BatchMLAPagedAttentionWrapper:
         kv_len_arr: torch.Tensor | None = None,
         backend: str = "auto",
     ) -> None:
-        if backend not in _BACKENDS:
-            raise ArgumentError(f"backend: expected one of {', '.join(_BACKENDS)}, got {backend!r}")
+        backend = require_choice(backend, "backend", _BACKENDS)
         self._workspace = require_tensor(float_workspace_buffer, "float_workspace_buffer")
         self._backend = backend
         self._plan: BatchPlan | None = None
         self._buffers: BatchLayout | None = None
-        if use_cuda_graph and backend != "cutlass":
+        if require_flag(use_cuda_graph, "use_cuda_graph") and backend != "cutlass":
             buffers = BatchLayout(
                 qo_indptr=require_tensor(qo_indptr, "qo_indptr"),
                 kv_indptr=require_tensor(kv_indptr, "kv_indptr"),
                 kv_indices=require_tensor(kv_indices, "kv_indices"),
                 kv_len_arr=require_tensor(kv_len_arr, "kv_len_arr"),
             )
-            check_buffers(buffers, self._workspace.device)
-            self._buffers = buffers
+            self._buffers = checked_buffers(buffers, self._workspace.device)
 
     def plan(
         self,
@@ -110,14 +108,15 @@ class BatchMLAPagedAttentionWrapper:
 
         Parameters
         ----------
-        qo_indptr : int32 or uint32 [batch + 1]
-            Where the query tokens of each request begin.
-        kv_indptr : int32 or uint32 [batch + 1]
+        qo_indptr : int32 or uint32 [batch + 1], or longer
+            Where the query tokens of each request begin; what follows is not looked at, here and in
+            ``kv_indptr``.
+        kv_indptr : int32 or uint32 [batch + 1], or longer
             Where the page ids of each request begin in ``kv_indices``.
         kv_indices : int32 or uint32 [at least kv_indptr[-1]]
             Page ids. What a request gives of which an id is no page is not specified.
         kv_len_arr : int32 or uint32 [batch]
-            Tokens in the cache, the new ones included.
+            Tokens in the cache, the new ones included. Its length is the number of requests.
         num_heads : int
             1 to 256.
         head_dim_ckv, head_dim_kpe : int
@@ -150,12 +149,12 @@ class BatchMLAPagedAttentionWrapper:
             head_dim_ckv=head_dim_ckv,
             head_dim_kpe=head_dim_kpe,
             page_size=page_size,
-            causal=bool(causal),
+            causal=causal,
             sm_scale=sm_scale,
             q_data_type=q_data_type,
             kv_data_type=kv_data_type,
         )
-        if use_profiler:
+        if require_flag(use_profiler, "use_profiler"):
             raise UnsupportedError(
                 "use_profiler: Profiler is enabled, but not implemented, expected False, got True"
             )
@@ -163,7 +162,8 @@ class BatchMLAPagedAttentionWrapper:
             qo_indptr=qo_indptr, kv_indptr=kv_indptr, kv_indices=kv_indices, kv_len_arr=kv_len_arr
         )
         device = self._workspace.device
-        check_layout(given, device)
+        given = checked_layout(given, device)
+        page_size = settings.page_size
         facts = host_facts(given, page_size)
         if self._buffers is None:
             layout = copied(given, device)
@@ -248,7 +248,9 @@ class BatchMLAPagedAttentionWrapper:
             If a CUDA graph is being captured and the kernel is not loaded yet, or there is a plan
             and no ``use_cuda_graph``.
         """
-        return_lse = bool(return_lse)
+        return_lse = require_flag(return_lse, "return_lse")
+        is_natural = require_flag(return_lse_base_on_e, "return_lse_base_on_e")
+        lse_base = "basee" if is_natural else "base2"
         plan = self._plan
         is_planless = kv_len is not None and page_table is not None
         if self._backend == "cutlass" or (plan is None and is_planless):
@@ -271,12 +273,12 @@ class BatchMLAPagedAttentionWrapper:
                     "kpe_scale": kpe_scale,
                 },
             )
-        if plan is None:
-            raise ArgumentError("run: expected plan() to be called first, got no plan")
         if o_scale is not None:
             raise ArgumentError(
-                f"o_scale is only supported with the cutlass backend for now, got {o_scale!r}"
+                f"o_scale is only supported with the cutlass backend for now, got {shown(o_scale)}"
             )
+        if plan is None:
+            raise ArgumentError("run: expected plan() to be called first, got no plan")
         if profiler_buffer is not None:
             raise UnsupportedError("profiler_buffer: not implemented, expected None, got a tensor")
         if self._buffers is None:
@@ -291,7 +293,7 @@ class BatchMLAPagedAttentionWrapper:
             out=out,
             lse=lse,
             return_lse=return_lse,
-            lse_base="basee" if return_lse_base_on_e else "base2",
+            lse_base=lse_base,
             ckv_scale=ckv_scale,
             ckv_scale_arr=ckv_scale_arr,
             kpe_scale=kpe_scale,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import TypeAlias
 
-from mlagen.errors import ArgumentError
 from mlagen.models.config import find_model
 from mlagen.models.kernels import Use, model_specs
 from mlagen.prewarming.gpus import archs_of
@@ -14,6 +13,15 @@ from mlagen.spec.families import FAMILIES, require_families
 from mlagen.spec.kernel import KernelSpec
 from mlagen.spec.selection import select_specs
 from mlagen.spec.text import parse_spec
+from mlagen.values import (
+    refuse,
+    require_choice,
+    require_text,
+    require_whole_number,
+    several,
+    shown,
+    texts,
+)
 
 Counts: TypeAlias = int | Iterable[int] | None
 Wanted: TypeAlias = str | int | Iterable[str | int]
@@ -50,12 +58,14 @@ def specs_asked(
     specs: dict[KernelSpec, None] = {}
     shape = {"heads": heads, "kv_heads": kv_heads, "q_len": q_len}
     if kernels is not None:
-        several = [kernels] if isinstance(kernels, (str, KernelSpec)) else kernels
-        specs |= {k if isinstance(k, KernelSpec) else parse_spec(k): None for k in several}
+        specs |= {
+            k if isinstance(k, KernelSpec) else parse_spec(require_text(k, "kernel")): None
+            for k in several(kernels, "kernels")
+        }
     if models is not None:
         _refuse({"heads": heads, "kv_heads": kv_heads}, "beside models, which say it")
         _refuse({k: v for k, v in wanted.items() if k not in _BESIDE_MODELS}, "beside models")
-        names = models.split(",") if isinstance(models, str) else models
+        names = texts(models, "model")
         use = _use(1 if tp is None else tp, 1 if q_len is None else q_len, wanted)
         known = _families(families)
         found = [find_model(name.strip()) for name in names]
@@ -73,11 +83,11 @@ def specs_asked(
 def _refuse(said: Mapping[str, object], where: str) -> None:
     for name, value in said.items():
         if value is not None:
-            raise ArgumentError(f"{name}: expected none {where}, got {value}")
+            refuse(name, f"none {where}", shown(value))
 
 
 def _families(families: Iterable[str] | None) -> set[str]:
-    chosen = list(FAMILIES if families is None else families)
+    chosen = list(FAMILIES) if families is None else texts(families, "family")
     require_families(chosen)
     return set(chosen)
 
@@ -91,35 +101,22 @@ def _use(tp: Counts, q_len: Counts, wanted: Mapping[str, Wanted]) -> Use:
         page_sizes=None if page_sizes is None else _counts("page_size", page_sizes),
         dtypes=_dtypes("dtype", wanted),
         kv_dtypes=_dtypes("kv_dtype", wanted),
-        lookups=None if lookups is None else [_lookup(value) for value in _several(lookups)],
+        lookups=None if lookups is None else _lookups(lookups),
     )
 
 
 def _counts(name: str, values: object) -> list[int]:
-    counts = []
-    for value in _several(values):
-        if type(value) is not int or value < 1:
-            raise ArgumentError(f"{name}: expected 1 or more, got {value!r}")
-        counts.append(value)
-    return counts
+    return [require_whole_number(value, name, least=1) for value in several(values, name)]
 
 
 def _dtypes(name: str, wanted: Mapping[str, Wanted]) -> list[DType] | None:
     if name not in wanted:
         return None
-    known = {str(dtype): dtype for dtype in DType}
-    values = [str(value) for value in _several(wanted[name])]
-    for value in values:
-        if value not in known:
-            raise ArgumentError(f"{name}: expected one of {', '.join(known)}, got {value!r}")
-    return [known[value] for value in values]
+    known = [str(dtype) for dtype in DType]
+    values = several(wanted[name], name)
+    return [DType(require_choice(value, name, known)) for value in values]
 
 
-def _lookup(value: object) -> str:
-    if value not in ("paged", "sparse"):
-        raise ArgumentError(f"lookup: expected paged or sparse, got {value!r}")
-    return str(value)
-
-
-def _several(values: object) -> Iterable[object]:
-    return values if isinstance(values, Iterable) and not isinstance(values, str) else [values]
+def _lookups(values: object) -> list[str]:
+    known = ("paged", "sparse")
+    return [require_choice(value, "lookup", known) for value in several(values, "lookup")]

@@ -9,6 +9,7 @@ from mlagen.errors import ArgumentError, UnsupportedError
 from mlagen.runtime.device import visible_devices
 from mlagen.spec.arch import Arch, arch_of_capability, parse_arch
 from mlagen.spec.kernel import KernelSpec
+from mlagen.values import texts
 
 
 def visible_archs() -> dict[int, Arch]:
@@ -30,7 +31,7 @@ def archs_of(archs: str | Iterable[str]) -> list[Arch]:
     UnsupportedError
         If ``native`` finds no GPU to serve.
     """
-    names = archs.split(",") if isinstance(archs, str) else archs
+    names = texts(archs, "arch")
     found: dict[Arch, None] = {}
     for name in names:
         if name != "native":

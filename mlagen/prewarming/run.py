@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing
@@ -13,7 +14,7 @@ from mlagen.cache.publish import require_writable
 from mlagen.cache.refusals import refusals
 from mlagen.compiler.toolchain import find_nvrtc
 from mlagen.engine import kernel_for
-from mlagen.errors import ArgumentError, ToolchainError
+from mlagen.errors import ToolchainError
 from mlagen.prewarming.asked import specs_asked
 from mlagen.prewarming.building import build_all, build_here, look_up_all
 from mlagen.prewarming.gpus import devices_for
@@ -23,6 +24,14 @@ from mlagen.prewarming.report import Happening, PrewarmEvent, PrewarmReport, Pre
 from mlagen.settings import current_settings
 from mlagen.spec.arch import Arch
 from mlagen.spec.kernel import KernelSpec
+from mlagen.values import (
+    refuse,
+    require_callable,
+    require_flag,
+    require_number,
+    require_whole_number,
+    shown,
+)
 
 DEFAULT_TIMEOUT_S = 600.0
 
@@ -116,12 +125,16 @@ def prewarm(
         If the driver refuses to load a kernel.
     """
     start = time.perf_counter()
-    if jobs is not None and jobs < 1:
-        raise ArgumentError(f"jobs: expected 1 or more, got {jobs}")
-    if timeout_s is not None and not isolate:
-        raise ArgumentError(f"timeout_s: expected isolate beside it, got {timeout_s} alone")
-    if timeout_s is not None and not 0 < timeout_s < float("inf"):
-        raise ArgumentError(f"timeout_s: expected more than 0 seconds, got {timeout_s}")
+    if jobs is not None:
+        jobs = require_whole_number(jobs, "jobs", least=1)
+    how = _How(
+        jobs=jobs or usable_jobs(),
+        timeout_s=_timeout(timeout_s, isolate=require_flag(isolate, "isolate")),
+        fail_fast=require_flag(fail_fast, "fail_fast"),
+    )
+    dry_run, load = require_flag(dry_run, "dry_run"), require_flag(load, "load")
+    if on_event is not None:
+        require_callable(on_event, "on_event")
     shape = {"heads": heads, "kv_heads": kv_heads, "q_len": q_len}
     left_out: dict[str, None] = {}
     specs = specs_asked(
@@ -139,11 +152,6 @@ def prewarm(
     loaded = 0
     happenings: Generator[Happening, None, None] = look_up_all(specs, is_dry=True)
     if not dry_run:
-        how = _How(
-            jobs=jobs or usable_jobs(),
-            timeout_s=(timeout_s or DEFAULT_TIMEOUT_S) if isolate else None,
-            fail_fast=fail_fast,
-        )
         happenings = _prewarm_all(specs, how, devices, finished)
     with closing(happenings):  # or an exception in the callback would leave threads at work
         for kind, spec, unit in happenings:
@@ -156,6 +164,18 @@ def prewarm(
     units = tuple(finished[spec] for spec in specs)
     ms = (time.perf_counter() - start) * 1e3
     return PrewarmReport(units=units, loaded=loaded, ms=round(ms, 1), left_out=tuple(left_out))
+
+
+def _timeout(timeout_s: float | None, *, isolate: bool) -> float | None:
+    """Return what a process for each kernel may take; None if there are none."""
+    if timeout_s is None:
+        return DEFAULT_TIMEOUT_S if isolate else None
+    seconds = require_number(timeout_s, "timeout_s")
+    if not isolate:
+        refuse("timeout_s", "isolate beside it", f"{shown(timeout_s)} alone")
+    if not 0 < seconds < float("inf"):
+        refuse("timeout_s", "more than 0 seconds", shown(timeout_s))
+    return min(seconds, threading.TIMEOUT_MAX)  # more than that is an error of Python's
 
 
 @dataclass(frozen=True, kw_only=True)

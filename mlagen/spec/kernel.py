@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from typing import ClassVar
 
 from mlagen.spec.arch import Arch
+from mlagen.values import refuse
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,18 @@ def packing_of(spec: KernelSpec) -> struct.Struct:
 
 
 def packed_integers(spec: KernelSpec, values: Mapping[str, int]) -> bytes:
-    """Return the integers that a launch passes, of values by name; others are left out."""
+    """Return the integers that a launch passes, of values by name; others are left out.
+
+    Raises
+    ------
+    ArgumentError
+        If a value is too large for its field: a shape that no memory backs, such as of a view of
+        one element.
+    """
     named = [field for field in spec.parameters if field.code in {"q", "i"}]
+    for field in named:
+        bits, value = 8 * struct.calcsize(f"<{field.code}"), values[field.name]
+        if value.bit_length() >= bits:
+            refuse(field.name, f"an int of {bits} bits", value)
     packing = "<" + "".join(field.code for field in named)
     return struct.pack(packing, *(values[field.name] for field in named))

@@ -11,6 +11,7 @@ from mlagen.spec.dtype import DType
 from mlagen.spec.families import FAMILIES, kept_of, specs_of, values_of
 from mlagen.spec.kernel import CallShape, KernelSpec
 from mlagen.spec.mla_support import output_dtype
+from mlagen.values import refuse, require_whole_number, several, shown, texts
 
 # What a call names, and the ingredients that hold it in one family or another.
 FILTERS = {
@@ -41,7 +42,7 @@ def select_specs(
         If a family, an ingredient or a value does not exist, or a number is below 1.
     """
     calls = _calls(heads, kv_heads, q_len)
-    chosen = tuple(FAMILIES) if families is None else tuple(families)
+    chosen = tuple(FAMILIES) if families is None else tuple(texts(families, "family"))
     specs: dict[KernelSpec, None] = {}
     for arch in archs:
         listed = specs_of(arch, chosen)
@@ -52,7 +53,7 @@ def select_specs(
         kept |= {name: [] for label in wanted for name in _ingredients_of(label, known)}
         for label, values in wanted.items():
             for name in _ingredients_of(label, known):
-                kept[name] += [_text(name, value) for value in _several(values)]
+                kept[name] += [_text(name, value) for value in several(values, label)]
         if "head_dim_vo" in kept and "head_dim_vo" not in wanted:
             for label in {"kv_lora_rank", "head_dim"} - set(wanted):
                 kept["head_dim_vo"] += values_of(listed, label)  # dims that are not said: all
@@ -64,6 +65,8 @@ def select_specs(
 
 def _text(ingredient: str, value: str | int) -> str:
     """Return a value as the ingredient names it: a combining kernel knows what is written."""
+    if not isinstance(value, str):
+        value = str(require_whole_number(value, ingredient))
     packed = {str(dtype): str(output_dtype(dtype)) for dtype in (DType.E4M3, DType.PACKED640)}
     return packed.get(str(value), str(value)) if ingredient == "dtype" else str(value)
 
@@ -76,10 +79,6 @@ def _ingredients_of(label: str, known: set[str]) -> list[str]:
     return names
 
 
-def _several(values: str | int | Iterable[str | int]) -> tuple[str | int, ...]:
-    return (values,) if isinstance(values, (str, int)) else tuple(values)
-
-
 def _calls(
     heads: int | Iterable[int] | None,
     kv_heads: int | Iterable[int] | None,
@@ -89,7 +88,7 @@ def _calls(
     if heads is None:
         for name, value in (("q_len", q_len), ("kv_heads", kv_heads)):
             if value is not None:
-                raise ArgumentError(f"{name}: expected heads beside it, got {value} alone")
+                refuse(name, "heads beside it", f"{shown(value)} alone")
         return set()
     counts = _counts("heads", heads)
     lengths = _counts("q_len", 1 if q_len is None else q_len)
@@ -105,9 +104,5 @@ def _calls(
     }
 
 
-def _counts(argument: str, values: int | Iterable[int]) -> list[int]:
-    counts = [values] if isinstance(values, int) else list(values)
-    for count in counts:
-        if count < 1:
-            raise ArgumentError(f"{argument}: expected 1 or more, got {count}")
-    return counts
+def _counts(argument: str, values: object) -> list[int]:
+    return [require_whole_number(value, argument, least=1) for value in several(values, argument)]

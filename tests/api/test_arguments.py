@@ -50,7 +50,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "an int beyond float": (
         lambda: checks.require_scale(10**400, "x", CPU),
-        "x: expected a number that float32 can hold, got a larger int",
+        "x: expected a number that float32 can hold, got an int of 1329 bits",
     ),
     "a float for a whole number": (
         lambda: checks.require_whole_number(512.0, "x", least=0),
@@ -98,7 +98,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "gaps": (
         lambda: checks.require_contiguous(MATRIX.T, "x"),
-        "x.stride(): expected contiguous for shape [16, 2], got (1, 16)",
+        "x must be contiguous: expected no gaps in shape [16, 2], got strides (1, 16)",
     ),
     "rows with gaps": (
         lambda: checks.require_dense_last_dim(MATRIX.T, "x"),

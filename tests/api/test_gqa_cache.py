@@ -117,12 +117,12 @@ DTYPES_OF_A_CACHE = (
     Refusal(
         "an unknown layout",
         lambda _: {"kv_layout": "nhd"},
-        "kv_layout: expected 'NHD' or 'HND', got 'nhd'",
+        "kv_layout: expected one of NHD, HND, got 'nhd'",
     ),
     Refusal(
         "a layout that is no text",
         lambda _: {"kv_layout": ["NHD"]},
-        "kv_layout: expected 'NHD' or 'HND', got ['NHD']",
+        "kv_layout: expected one of NHD, HND, got ['NHD']",
     ),
 )
 def test_kv_cache(refusal: Refusal) -> None:

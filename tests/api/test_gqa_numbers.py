@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from mlagen.api.gqa_numbers import pair_of, positive_factor, whole_number
+from mlagen.api.gqa_numbers import pair_of, positive_factor, window_of
 from mlagen.errors import ArgumentError
 from tests.api.gqa_refusals import Refusal, check, check_xqa, refusals
 
@@ -27,7 +27,7 @@ from tests.api.gqa_refusals import Refusal, check, check_xqa, refusals
     Refusal(
         "a negative scale",
         lambda _: {"o_scale": -1},
-        "o_scale: expected a finite number above 0, got -1",
+        "o_scale: expected a finite number above 0, got -1.0",
     ),
     Refusal(
         "a NaN",
@@ -72,10 +72,10 @@ def test_of_xqa(refusal: Refusal) -> None:
     check_xqa(refusal)
 
 
-@pytest.mark.parametrize("number", [-(2**40), -1, 0, 5, 2**40])
-def test_whole_numbers_of_any_sign(number: int) -> None:
-    """An int is what it is."""
-    assert whole_number(number, "window_left") == number
+@pytest.mark.parametrize(("before", "window"), [(-(2**40), 0), (-1, 0), (0, 1), (2**40, 2**40 + 1)])
+def test_windows_of_any_size(before: int, window: int) -> None:
+    """A window counts the row's own token; there is none where it is negative."""
+    assert window_of(before, "window_left") == window
 
 
 @pytest.mark.parametrize(("number", "factor"), [(1, 1.0), (2.5, 2.5), (1e-35, 1e-35), (3e38, 3e38)])

@@ -92,7 +92,7 @@ def test_form(refusal: Refusal) -> None:
     Refusal(
         "lengths with gaps",
         lambda p: {"seq_lens": strided(p.seq_lens)},
-        "seq_lens.stride(): expected contiguous for shape [2], got (2,)",
+        "seq_lens must be contiguous: expected no gaps in shape [2], got strides (2,)",
     ),
     Refusal(
         "no lengths",
@@ -145,7 +145,7 @@ def test_requests(refusal: Refusal) -> None:
     Refusal(
         "ends with gaps",
         lambda p: {"q_cu_seq_lens": strided(p.cum_seq_lens_q)},
-        "q_cu_seq_lens.stride(): expected contiguous for shape [3], got (2,)",
+        "q_cu_seq_lens must be contiguous: expected no gaps in shape [3], got strides (2,)",
         RAGGED,
     ),
 )

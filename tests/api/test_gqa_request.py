@@ -75,7 +75,7 @@ def test_block_tables(refusal: Refusal) -> None:
     Refusal(
         "a workspace with gaps",
         lambda _: {"workspace_buffer": strided(torch.zeros(64))},
-        "workspace_buffer.stride(): expected contiguous for shape [64], got (2,)",
+        "workspace_buffer must be contiguous: expected no gaps in shape [64], got strides (2,)",
     ),
     Refusal(
         "a workspace elsewhere",
@@ -137,7 +137,7 @@ WORDS = "(a bit for each of 2 drafts, in 32-bit words)"
     Refusal(
         "gaps",
         lambda p: {"mask": strided(p.mask)},
-        "mask.stride(): expected contiguous for shape [2, 2, 2], got (8, 4, 2)",
+        "mask must be contiguous: expected no gaps in shape [2, 2, 2], got strides (8, 4, 2)",
         UNIFORM,
     ),
 )
@@ -159,8 +159,8 @@ def test_mask(refusal: Refusal) -> None:
     ),
     Refusal(
         "bf16",
-        lambda _: {"sinks": torch.zeros(8, dtype=torch.bfloat16)},
-        "sinks.dtype: expected torch.float32, got torch.bfloat16",
+        lambda _: {"sinks": torch.zeros(8, dtype=torch.float64)},
+        "sinks.dtype: expected torch.float32, got torch.float64",
     ),
     Refusal(
         "other heads",
@@ -175,7 +175,7 @@ def test_mask(refusal: Refusal) -> None:
     Refusal(
         "gaps",
         lambda _: {"sinks": strided(torch.zeros(8))},
-        "sinks.stride(): expected contiguous for shape [8], got (2,)",
+        "sinks must be contiguous: expected no gaps in shape [8], got strides (2,)",
     ),
 )
 def test_sinks(refusal: Refusal) -> None:
@@ -223,7 +223,7 @@ def bf16(*shape: int, device: str = "cpu") -> torch.Tensor:
     Refusal(
         "gaps",
         lambda _: {"out": strided(bf16(2, 8, 128))},
-        "out.stride(): expected contiguous for shape [2, 8, 128], got (2048, 256, 2)",
+        "out must be contiguous: expected no gaps in shape [2, 8, 128], got strides (2048, 256, 2)",
     ),
 )
 def test_out(refusal: Refusal) -> None:

@@ -42,6 +42,16 @@ def test_what_is_sound_is_computed(case: MlaCase) -> None:
     problem.check(out)
 
 
+def test_lengths_of_lists_stand_for_those_of_requests() -> None:
+    """Where lists have lengths of their own, those of requests are not read, and not checked."""
+    problem = replace(SPARSE, with_top_k_lens=True).build("cpu")
+    wild = torch.tensor([-5, 0, 2**31 - 1], dtype=torch.int32)
+
+    out, _ = run_mla(problem.inputs(seq_lens=wild), enable_pdl=True)
+
+    problem.check(out)
+
+
 def put(tensor: torch.Tensor | None, *at: int, value: int) -> torch.Tensor:
     """Return a copy with one element changed."""
     assert tensor is not None

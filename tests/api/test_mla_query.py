@@ -122,7 +122,7 @@ def test_query(refusal: Refusal) -> None:
     Refusal(
         "gaps",
         lambda _: {"cum_seq_lens_q": strided(torch.tensor([0, 1, 5], dtype=torch.int32))},
-        "cum_seq_lens_q.stride(): expected contiguous for shape [3], got (2,)",
+        "cum_seq_lens_q must be contiguous: expected no gaps in shape [3], got strides (2,)",
         RAGGED,
     ),
     Refusal(
@@ -219,7 +219,7 @@ def test_a_query_in_two_parts(refusal: Refusal) -> None:
     Refusal(
         "scales with gaps",
         lambda _: {"query_scales": strided(torch.ones(4))},
-        "q_scale.stride(): expected contiguous for shape [4], got (2,)",
+        "q_scale must be contiguous: expected no gaps in shape [4], got strides (2,)",
         PACKED640,
     ),
     Refusal(

@@ -45,8 +45,8 @@ def test_scales(argument: str, scale: object, message: str) -> None:
     ),
     Refusal(
         "bf16",
-        lambda _: {"sinks": torch.zeros(16, dtype=torch.bfloat16)},
-        "sinks.dtype: expected torch.float32, got torch.bfloat16",
+        lambda _: {"sinks": torch.zeros(16, dtype=torch.float64)},
+        "sinks.dtype: expected torch.float32, got torch.float64",
     ),
     Refusal(
         "other heads",
@@ -56,7 +56,7 @@ def test_scales(argument: str, scale: object, message: str) -> None:
     Refusal(
         "gaps",
         lambda _: {"sinks": strided(torch.zeros(16))},
-        "sinks.stride(): expected contiguous for shape [16], got (2,)",
+        "sinks must be contiguous: expected no gaps in shape [16], got strides (2,)",
     ),
 )
 def test_sinks(refusal: Refusal) -> None:
@@ -94,7 +94,8 @@ def test_sinks(refusal: Refusal) -> None:
     Refusal(
         "gaps",
         lambda _: {"out": strided(torch.empty(2, 2, 16, 512, dtype=torch.bfloat16))},
-        "out.stride(): expected contiguous for shape [2, 2, 16, 512], got (32768, 16384, 1024, 2)",
+        "out must be contiguous: expected no gaps in shape [2, 2, 16, 512], "
+        "got strides (32768, 16384, 1024, 2)",
     ),
 )
 def test_out(refusal: Refusal) -> None:
@@ -132,12 +133,12 @@ def test_out(refusal: Refusal) -> None:
     Refusal(
         "gaps",
         lambda _: {"lse": strided(torch.empty(4, 16))},
-        "lse.stride(): expected contiguous for shape [4, 16], got (32, 2)",
+        "lse must be contiguous: expected no gaps in shape [4, 16], got strides (32, 2)",
     ),
     Refusal(
         "another base",
         lambda _: {"return_lse_base": "base10"},
-        "return_lse_base: expected 'base2' or 'basee', got 'base10'",
+        "return_lse_base: expected one of base2, basee, got 'base10'",
     ),
 )
 def test_lse(refusal: Refusal) -> None:
@@ -159,7 +160,7 @@ def test_lse(refusal: Refusal) -> None:
     Refusal(
         "gaps",
         lambda _: {"workspace_buffer": strided(torch.empty(64))},
-        "workspace_buffer.stride(): expected contiguous for shape [64], got (2,)",
+        "workspace_buffer must be contiguous: expected no gaps in shape [64], got strides (2,)",
     ),
 )
 def test_workspace(refusal: Refusal) -> None:

@@ -45,7 +45,7 @@ from tests.api.refusals import (
     Refusal(
         "gaps",
         lambda p: {"seq_lens": strided(p.seq_lens)},
-        "seq_lens.stride(): expected contiguous for shape [2], got (2,)",
+        "seq_lens must be contiguous: expected no gaps in shape [2], got strides (2,)",
     ),
     Refusal(
         "another batch",
@@ -176,7 +176,7 @@ def test_tables_of_keys_and_values_apart(refusal: Refusal) -> None:
     Refusal(
         "lengths with gaps",
         lambda _: {"sparse_mla_top_k_lens": strided(torch.ones(4, dtype=torch.int32))},
-        "sparse_mla_top_k_lens.stride(): expected contiguous for shape [4], got (2,)",
+        "sparse_mla_top_k_lens must be contiguous: expected no gaps in shape [4], got strides (2,)",
         SPARSE,
     ),
 )
@@ -207,7 +207,7 @@ def test_lists_of_tokens(refusal: Refusal) -> None:
     Refusal(
         "page ids with gaps",
         lambda p: {"block_tables": strided(p.block_tables)},
-        "block_tables.stride(): expected contiguous for shape [11], got (2,)",
+        "block_tables must be contiguous: expected no gaps in shape [11], got strides (2,)",
         FLAT,
     ),
 )

@@ -92,7 +92,19 @@ def test_tensors_elsewhere_need_no_form_either(door: Door) -> None:
     assert outcomes == [expected] * 3
 
 
-@pytest.mark.parametrize("changes", [{}, {"out": None}, {"max_seq_len": 50_000}], ids=str)
+# What servers pass in every call, and what changes nothing.
+_CHANGES: tuple[dict[str, Any], ...] = (
+    {},
+    {"out": None},
+    {"max_seq_len": 50_000},
+    {"backend": "trtllm-gen"},
+    {"multi_ctas_kv_counter_buffer": torch.zeros(8, dtype=torch.uint8)},
+    {"skip_softmax_threshold_scale_factor": 0.5, "use_fp16_softmax": True},
+    {"cute_dsl_impl": "modular", "kv_scale_format": "pow2-fp32"},
+)
+
+
+@pytest.mark.parametrize("changes", _CHANGES, ids=", ".join)
 def test_usual_calls(changes: dict[str, Any], door: Door) -> None:
     """With an output or without, of one launch or two, a second call reads no form."""
     arguments = usual_arguments(**changes)

@@ -203,7 +203,7 @@ def test_the_default_is_native(run: Run, monkeypatch: pytest.MonkeyPatch) -> Non
     [
         (("--arch", "sm_70"), "mlagen: arch: expected one of sm_80, "),
         (("--arch", "sm_80", "--page-size", "48"), "mlagen: page_size: expected one of 1, 8, "),
-        (("--arch", "sm_80", "-j", "0"), "mlagen: jobs: expected 1 or more, got 0"),
+        (("--arch", "sm_80", "-j", "0"), "mlagen: jobs: expected an int, 1 or more, got 0"),
         (("--arch", "sm_80", "--q-len", "2"), "mlagen: q_len: expected heads beside it, got [2]"),
         (("--heads", "16,x"), "mlagen: heads: expected numbers from 1 on, with commas, got '16,x'"),
         (("--heads", "0"), "mlagen: heads: expected numbers from 1 on, with commas, got '0'"),

@@ -87,9 +87,9 @@ def test_without_models_and_kernels_the_table_is_asked() -> None:
     ("arguments", "message"),
     [
         ({"models": "gpt-5"}, "model: expected one of deepseek-coder-v2, "),
-        ({"models": "deepseek-v3", "tp": 0}, "tp: expected 1 or more, got 0"),
-        ({"models": "deepseek-v3", "tp": True}, "tp: expected 1 or more, got True"),
-        ({"models": "deepseek-v3", "q_len": [0]}, "q_len: expected 1 or more, got 0"),
+        ({"models": "deepseek-v3", "tp": 0}, "tp: expected an int, 1 or more, got 0"),
+        ({"models": "deepseek-v3", "tp": True}, "tp: expected an int, 1 or more, got True"),
+        ({"models": "deepseek-v3", "q_len": [0]}, "q_len: expected an int, 1 or more, got 0"),
         (
             {"models": "deepseek-v3", "heads": 16},
             "heads: expected none beside models, which say it, got 16",
@@ -100,11 +100,11 @@ def test_without_models_and_kernels_the_table_is_asked() -> None:
         ),
         (
             {"models": "deepseek-v3", "wanted": {"mask": "bias"}},
-            "mask: expected none beside models, got bias",
+            "mask: expected none beside models, got 'bias'",
         ),
         (
             {"models": "deepseek-v3", "wanted": {"page_size": "64"}},
-            "page_size: expected 1 or more, got '64'",
+            "page_size: expected an int, 1 or more, got '64'",
         ),
         (
             {"models": "deepseek-v3", "wanted": {"kv_dtype": "fp8"}},
@@ -115,7 +115,7 @@ def test_without_models_and_kernels_the_table_is_asked() -> None:
         ),
         (
             {"models": "deepseek-v3", "wanted": {"lookup": "dense"}},
-            "lookup: expected paged or sparse, got 'dense'",
+            "lookup: expected one of paged, sparse, got 'dense'",
         ),
         (
             {"models": "deepseek-v3", "families": ["mla"]},
@@ -132,7 +132,7 @@ def test_without_models_and_kernels_the_table_is_asked() -> None:
         ),
         (
             {"kernels": str(COMBINE), "wanted": {"dtype": "bf16"}},
-            "dtype: expected none beside kernels, without models, got bf16",
+            "dtype: expected none beside kernels, without models, got 'bf16'",
         ),
         ({"kernels": "combine"}, "kernel: expected family(name=value, ...), got 'combine'"),
     ],

@@ -107,7 +107,10 @@ def test_a_table_may_hold_kernels_by_their_text() -> None:
             "a: kernel 1: dtype: expected a text or a list of them, got [16]",
         ),
         ("[[kernel]]\nmodel = 'gpt-5'", "a: kernel 1: model: expected one of "),
-        ("[[kernel]]\nmodel = 'kimi-k2'\ntp = 0", "a: kernel 1: tp: expected 1 or more, got 0"),
+        (
+            "[[kernel]]\nmodel = 'kimi-k2'\ntp = 0",
+            "a: kernel 1: tp: expected an int, 1 or more, got 0",
+        ),
         ("[[kernel]]\narch = 'sm_70'", "a: kernel 1: arch: expected one of sm_80, "),
         ("[[kernel]]\nkernel = 'x'", "a: kernel 1: kernel: expected family(name=value, ...), got"),
     ],

@@ -7,6 +7,7 @@ from dataclasses import FrozenInstanceError, fields
 
 import pytest
 
+from mlagen.errors import ArgumentError
 from mlagen.spec.arch import Arch
 from mlagen.spec.combine import CombineSplitsSpec
 from mlagen.spec.dtype import DType
@@ -69,6 +70,24 @@ def test_integers_are_packed_by_name_in_their_order() -> None:
     assert packed_integers(COMBINE, values) == struct.pack("<qii", 1, 2, 3)
     with pytest.raises(KeyError):
         packed_integers(COMBINE, {"heads": 2, "splits": 3})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"heads": 2**31}, "heads: expected an int of 32 bits, got 2147483648"),
+        ({"total_rows": 2**63}, "total_rows: expected an int of 64 bits, got 9223372036854775808"),
+    ],
+    ids=["4 bytes", "8 bytes"],
+)
+def test_an_integer_that_does_not_fit_is_refused(change: dict[str, int], message: str) -> None:
+    """Views of one element may have shapes that no field of a kernel holds."""
+    values = {"splits": 3, "heads": 2, "total_rows": 1}
+
+    with pytest.raises(ArgumentError) as caught:
+        packed_integers(COMBINE, values | change)
+
+    assert str(caught.value) == message
 
 
 @pytest.mark.parametrize(

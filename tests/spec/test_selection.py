@@ -154,8 +154,8 @@ def test_a_kernel_without_rows_is_kept_for_any_heads() -> None:
 @pytest.mark.parametrize(
     ("arguments", "wanted", "message"),
     [
-        ({"heads": 0}, {}, "heads: expected 1 or more, got 0"),
-        ({"heads": 1, "q_len": [1, -1]}, {}, "q_len: expected 1 or more, got -1"),
+        ({"heads": 0}, {}, "heads: expected an int, 1 or more, got 0"),
+        ({"heads": 1, "q_len": [1, -1]}, {}, "q_len: expected an int, 1 or more, got -1"),
         ({"q_len": 2}, {}, "q_len: expected heads beside it, got 2 alone"),
         ({"kv_heads": 2}, {}, "kv_heads: expected heads beside it, got 2 alone"),
         ({"heads": 3, "kv_heads": 2}, {}, "heads: expected a multiple of kv_heads 2, got 3"),

@@ -1,0 +1,197 @@
+"""What calls written for FlashInfer rely on, on every device."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+import mlagen
+from mlagen.mla.wrapper import BatchMLAPagedAttentionWrapper
+from tests.batch_mla_cases import plan_arguments, run, wrapper_of
+from tests.batch_mla_semantics import SOME
+from tests.cases import MlaCase, MlaProblem
+from tests.gqa_problems import GqaCase
+from tests.gqa_semantics import decode as decode_gqa
+from tests.mla_semantics import decode, decode_with_lse
+from tests.xqa_semantics import run_xqa
+
+# Keywords that ask for what changes no result.
+NO_OPS: dict[str, tuple[Any, ...]] = {
+    "skip_softmax_threshold_scale_factor": (0.0, 0.5, 1e39, -1),
+    "use_fp16_softmax": (True, False, 1),
+    "cute_dsl_impl": ("modular", "monolithic"),
+    "kv_scale_format": ("pow2_fp32", "arbitrary_fp32", "POW2-FP32", "Auto"),
+    "is_var_seq": (False,),
+    "return_lse_base": (None,),
+}
+_SINGLE = MlaCase(name="", seq_lens=(70, 3))
+_SPARSE = MlaCase(name="", seq_lens=(300, 300), q_len=2, kv_format="packed656", top_k=70)
+_HALVES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+
+
+class DropInSemantics:
+    """The tests; a subclass names the device."""
+
+    device: ClassVar[str]
+
+    @pytest.mark.parametrize(
+        ("keyword", "value"), [(keyword, value) for keyword in NO_OPS for value in NO_OPS[keyword]]
+    )
+    @pytest.mark.parametrize("case", [_SINGLE, _SPARSE], ids=["dense", "sparse"])
+    def test_a_keyword_changes_no_bit(self, case: MlaCase, keyword: str, value: object) -> None:
+        """A keyword that asks for less exactness, or for an implementation, changes nothing."""
+        problem = case.build(self.device)
+
+        results = decode_with_lse(problem, **{keyword: value})
+
+        assert all(map(torch.equal, results, decode_with_lse(problem)))
+
+    @pytest.mark.parametrize("dtype", [torch.uint8, torch.int32])
+    def test_a_counter_buffer_is_left_alone(self, dtype: torch.dtype) -> None:
+        """Calls accept the buffer, on the fast path too, change no bit and write none of it."""
+        problem = _SINGLE.build(self.device)
+        buffer = torch.full((4096,), 7, dtype=dtype, device=self.device)
+        out = torch.empty(2, 1, 16, 512, dtype=torch.bfloat16, device=self.device)
+        workspace = problem.arguments()["workspace_buffer"]
+        given = {"out": out, "workspace_buffer": workspace, "multi_ctas_kv_counter_buffer": buffer}
+        expected = decode(problem)
+
+        for _ in range(3):
+            out.zero_()
+            assert torch.equal(decode(problem, **given), expected)
+
+        assert (buffer == 7).all()
+
+    @pytest.mark.parametrize("lens", [[[5, 70], [1000, -3]], [[0, 1], [69, 2]]], ids=["odd", "few"])
+    @pytest.mark.parametrize("is_flat", [True, False], ids=["flat", "by request"])
+    def test_backend_sparse_takes_lengths_of_lists(
+        self, lens: list[list[int]], *, is_flat: bool
+    ) -> None:
+        """`seq_lens` of that backend says how many entries each query token looks at."""
+        problem = _SPARSE.build(self.device)
+        lengths = torch.tensor(lens, dtype=torch.int32, device=self.device)
+
+        results = decode_with_lse(
+            problem, backend="sparse", seq_lens=lengths.flatten() if is_flat else lengths
+        )
+
+        expected = decode_with_lse(problem, sparse_mla_top_k_lens=lengths.flatten())
+        assert all(map(torch.equal, results, expected))
+
+    @pytest.mark.parametrize("backend", ["auto", "sparse"])
+    def test_without_lengths_whole_lists_count(self, backend: str) -> None:
+        """`seq_lens` of None has every query token look at all entries of its list."""
+        problem = _SPARSE.build(self.device)
+        whole = torch.full((4,), 70, dtype=torch.int32, device=self.device)
+        expected = decode_with_lse(problem, sparse_mla_top_k_lens=whole)
+
+        results = decode_with_lse(problem, backend=backend, seq_lens=None)
+
+        assert all(map(torch.equal, results, expected))
+        if backend == "sparse":  # which looks at no lengths of requests either
+            few = torch.ones(2, dtype=torch.int32, device=self.device)
+            results = decode_with_lse(problem, backend=backend, seq_lens=few)
+            assert all(map(torch.equal, results, expected))
+
+    def test_ragged_lists_without_lengths(self) -> None:
+        """So it is where requests have different numbers of query tokens."""
+        case = MlaCase(name="", seq_lens=(300, 300), q_lens=(1, 3), top_k=70)
+        problem = case.build(self.device)
+        whole = torch.full((4,), 70, dtype=torch.int32, device=self.device)
+
+        out = decode(problem, seq_lens=None)
+
+        assert torch.equal(out, decode(problem, sparse_mla_top_k_lens=whole))
+
+    def test_backend_sparse_with_one_query_token(self) -> None:
+        """There lengths of requests and of lists mean the same."""
+        case = MlaCase(name="", seq_lens=(300, 3), kv_format="packed656", top_k=70)
+        problem = case.build(self.device)
+
+        out = decode(problem, backend="sparse")
+
+        problem.check(out)
+
+    @_HALVES
+    def test_sinks_of_16_bits(self, dtype: torch.dtype) -> None:
+        """They are the numbers that they hold, in every entry point that has sinks."""
+        mla = MlaCase(name="", seq_lens=(70, 3), with_sinks=True).build(self.device)
+        gqa = GqaCase(name="", seq_lens=(70, 3), sink=3.0).build(self.device)
+        assert mla.sinks is not None
+        assert gqa.sinks is not None
+        half, wide = mla.sinks.to(dtype), mla.sinks.to(dtype).float()
+        of_gqa, wide_of_gqa = gqa.sinks.to(dtype), gqa.sinks.to(dtype).float()
+
+        for sinks in (half, [half]):
+            assert torch.equal(decode(mla, sinks=sinks), decode(mla, sinks=wide))
+        for run_one in (decode_gqa, run_xqa):
+            expected = run_one(gqa, sinks=wide_of_gqa)
+            for _ in range(3):  # the fast path sees new memory at each call
+                assert torch.equal(run_one(gqa, sinks=of_gqa), expected)
+
+    def test_a_bf16_output_of_an_fp16_query(self) -> None:
+        """`out` of bf16 holds what the call gives in fp16, rounded once more."""
+        problem = MlaCase(name="", seq_lens=(70, 3), dtype=torch.float16).build(self.device)
+        out = torch.empty(2, 16, 512, dtype=torch.bfloat16, device=self.device)
+
+        for _ in range(3):
+            out.zero_()
+            assert decode(problem, out=out) is out
+            assert torch.equal(out, decode(problem)[:, 0].bfloat16())
+
+    def test_a_base_by_its_position(self) -> None:
+        """`return_lse_base` is the last argument, by position too."""
+        problem = _SINGLE.build(self.device)
+        function: Any = mlagen.mla.trtllm_batch_decode_with_kv_cache_mla
+        parameters = inspect.signature(function).parameters
+        given = problem.arguments(return_lse=True, return_lse_base="basee")
+
+        positional = [given.get(name, p.default) for name, p in parameters.items()]
+
+        assert len(positional) == 33
+        expected = decode_with_lse(problem, return_lse_base="basee")
+        assert all(map(torch.equal, function(*positional), expected))
+
+    def test_query_tokens_left_open(self) -> None:
+        """`q_len_per_req` of None is one query token."""
+        problem = GqaCase(name="", seq_lens=(70, 3)).build(self.device)
+
+        out = decode_gqa(problem, q_len_per_req=None)
+
+        problem.check(out)
+
+    @pytest.mark.parametrize("metadata", ["cpu", None], ids=["on the host", "beside the query"])
+    def test_offsets_longer_than_the_batch(self, metadata: str | None) -> None:
+        """Of both `indptr` what follows the requests of `kv_len_arr` is not looked at."""
+        problem = SOME.build(self.device)
+
+        wrapper = wrapper_of(problem, metadata=metadata, **_longer(problem, metadata))
+
+        problem.check(run(wrapper, problem))
+
+    def test_longer_offsets_in_the_buffers_of_a_graph(self) -> None:
+        """So it is of the buffers that a graph reads."""
+        problem = SOME.build(self.device)
+        sizes = {"qo_indptr": 9, "kv_indptr": 6, "kv_indices": 99, "kv_len_arr": 4}
+        buffers: dict[str, Any] = {
+            name: torch.zeros(size, dtype=torch.int32, device=self.device)
+            for name, size in sizes.items()
+        }
+        workspace = torch.empty(128 << 20, dtype=torch.uint8, device=self.device)
+        wrapper = BatchMLAPagedAttentionWrapper(workspace, use_cuda_graph=True, **buffers)
+
+        wrapper.plan(**plan_arguments(problem, **_longer(problem, None)))
+
+        problem.check(run(wrapper, problem))
+        assert (buffers["qo_indptr"][5:] == 0).all()
+
+
+def _longer(problem: MlaProblem, metadata: str | None) -> dict[str, Any]:
+    """Return the offsets of a plan with entries behind them that no offsets could have."""
+    given = plan_arguments(problem, metadata=metadata)
+    names = ("qo_indptr", "kv_indptr")
+    wild = torch.tensor([-7, 2**31 - 1, 0], dtype=torch.int32, device=given["qo_indptr"].device)
+    return {name: torch.cat([given[name], wild]) for name in names}

@@ -1,0 +1,107 @@
+"""Public functions given odd values: a result, or one line that says what is wrong."""
+
+from __future__ import annotations
+
+import random
+import resource
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import mlagen
+from mlagen.api import gqa_plan, mla_plan
+from mlagen.errors import ArgumentError, UnsupportedError
+from mlagen.mla import flare_mla_decoding, masks
+from mlagen.runtime.device import DeviceFacts
+from mlagen.spec.arch import Arch
+from tests.odd_calls import CALLS, Call
+from tests.odd_values import ODD
+
+_COUNTS = torch.ones(2, dtype=torch.int32)
+
+
+@pytest.fixture(autouse=True)
+def h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Have sizes of workspaces be those of a GPU that need not be here."""
+    facts = DeviceFacts(index=0, name="", major=9, minor=0, sm_count=132, memory_bytes=0)
+    plans = (mla_plan.plan_call, mla_plan.plan_hopper_call, gqa_plan.plan_gqa_call)
+    for module in (mla_plan, gqa_plan):
+        monkeypatch.setattr(module, "arch_of_device", lambda _: Arch(90, "a"))
+        monkeypatch.setattr(module, "device_facts", lambda _: facts)
+    for plan in plans:
+        plan.cache_clear()
+    yield
+    for plan in plans:
+        plan.cache_clear()
+    mlagen.freeze("on")
+
+
+def fault_of(call: Call, change: dict[str, Any]) -> str | None:
+    """Return what is neither a result nor an error of one line, if a changed call ends so."""
+    function, arguments = call
+    try:
+        function(**{**arguments, **change})
+    except (ArgumentError, UnsupportedError) as error:
+        message = str(error)
+        if message.isprintable() and len(message) <= 4000:
+            return None
+        return f"{list(change)}: a message of many lines: {message[:200]!r}"
+    except Exception as error:  # noqa: BLE001 - which is the fault
+        kinds = [type(value) for value in change.values()]
+        return f"{list(change)} {kinds}: {type(error).__name__}: {str(error)[:200]}"
+    return None
+
+
+@pytest.mark.parametrize("build", CALLS, ids=lambda build: build.__name__.strip("_"))
+def test_an_odd_value_is_used_or_refused(build: Callable[[], Call]) -> None:
+    """Every argument meets every odd value, and several meet some at once."""
+    call = build()
+    names = list(call[1])
+    call[0](**call[1])  # nothing is wrong with the other values
+    changes = [{name: value} for name in names for value in ODD]
+    chosen = random.Random(build.__name__)  # noqa: S311 - the same at every run
+    for _ in range(200):
+        some = chosen.sample(names, k=min(len(names), chosen.randint(2, 4)))
+        changes.append({name: chosen.choice(ODD) for name in some})
+    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+
+    faults = [fault for change in changes if (fault := fault_of(call, change)) is not None]
+
+    assert faults == []
+    assert time.process_time() - start < 20
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert grown < 200 << 10  # KiB
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"scale": "1"},
+        {"output": torch.zeros(1, 1, 2, 512)},
+        {"q": torch.zeros(1, 1, 2, 576)},
+        {"mask": masks.OrMask(masks.NullMask(), masks.CausalPaddingMask(_COUNTS))},
+        {"mask": masks.ChunkedMask(7), "valid_length": _COUNTS},
+    ],
+    ids=", ".join,
+)
+@pytest.mark.parametrize("is_paged", [True, False], ids=["paged", "dense"])
+def test_what_is_refused_needs_no_memory(change: dict[str, Any], *, is_paged: bool) -> None:
+    """Tables and masks of many positions are made after the checks."""
+    many, row = 2**29, torch.zeros(1, 1, 1, 576, dtype=torch.bfloat16)
+    one = torch.ones(1, dtype=torch.int32)
+    k: Any = row.expand(1, many, 1, 576)
+    if is_paged:
+        table = torch.zeros(1, 1, dtype=torch.int32).expand(1, many)
+        k = mlagen.PagedKVCache(blocks=row[0], block_table=table, cache_lengths=one)
+    sound = {"q": row.expand(1, 1, 2, 576).contiguous(), "k": k, "mask": masks.ChunkedMask(7)}
+    arguments = {**sound, "valid_length": one, "scale": 1.0, **change}
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    with pytest.raises(ArgumentError):
+        flare_mla_decoding(**arguments)
+
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert grown < 200 << 10  # KiB

@@ -1,0 +1,108 @@
+"""Plain values of arguments, and how messages show what is none."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from itertools import count
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mlagen.errors import ArgumentError
+from mlagen.values import (
+    require_choice,
+    require_flag,
+    require_float32,
+    require_number,
+    require_whole_number,
+    several,
+    shown,
+    texts,
+)
+from tests.odd_values import ODD, Number, Text
+
+_choice = partial(require_choice, names=("auto", "fast"))
+
+
+@pytest.mark.parametrize(
+    ("convert", "given", "plain"),
+    [
+        (require_whole_number, 5, 5),
+        (require_whole_number, np.uint8(200), 200),
+        (require_whole_number, Number.FOUR, 4),
+        (require_number, 5, 5.0),
+        (require_number, np.float16(0.5), 0.5),
+        (require_number, np.int8(3), 3.0),
+        (require_number, 1e39, 1e39),
+        (require_float32, math.inf, math.inf),
+        (require_flag, True, True),
+        (require_flag, 0, False),
+        (require_flag, np.True_, True),
+        (require_flag, np.int64(1), True),
+        (_choice, "auto", "auto"),
+        (_choice, np.str_("fast"), "fast"),
+        (_choice, Text("auto"), "auto"),
+    ],
+    ids=repr,
+)
+def test_what_is_returned_is_plain(
+    convert: Callable[[object, str], object], given: object, plain: object
+) -> None:
+    """A converter returns Python's own value, whatever class it was of."""
+    result = convert(given, "x")
+
+    assert result == plain
+    assert type(result) is type(plain)
+
+
+@pytest.mark.parametrize(
+    ("convert", "given", "message"),
+    [
+        (require_whole_number, -1, "x: expected an int, 0 or more, got -1"),
+        (require_whole_number, True, "x: expected an int, 0 or more, got True"),
+        (require_whole_number, 2**31, "x: expected 2147483647 or less, got 2147483648"),
+        (
+            require_whole_number,
+            10**5000,
+            "x: expected 2147483647 or less, got an int of 16610 bits",
+        ),
+        (require_whole_number, np.array(64), "x: expected an int, 0 or more, got ndarray"),
+        (require_whole_number, torch.tensor(1), "x: expected an int, 0 or more, got a tensor"),
+        (require_number, True, "x: expected a float, got True"),
+        (require_number, "1", "x: expected a float, got '1'"),
+        (
+            require_number,
+            10**400,
+            "x: expected a number that float32 can hold, got an int of 1329 bits",
+        ),
+        (require_float32, 1e39, "x: expected a number that float32 can hold, got 1e+39"),
+        (require_flag, 2, "x: expected a bool, got 2"),
+        (require_flag, [1], "x: expected a bool, got [1]"),
+        (require_flag, torch.tensor(True), "x: expected a bool, got a tensor"),
+        (_choice, "AUTO", "x: expected one of auto, fast, got 'AUTO'"),
+        (_choice, [torch.ones(3)], "x: expected one of auto, fast, got [a tensor]"),
+        (texts, [1], "x: expected a str, got 1"),
+        (several, count(), "x: expected 4096 values or fewer, got more"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_none_is_refused(
+    convert: Callable[[Any, str], object], given: object, message: str
+) -> None:
+    """The message names argument, rule and value."""
+    with pytest.raises(ArgumentError) as caught:
+        convert(given, "x")
+
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("value", ODD, ids=lambda value: type(value).__name__)
+def test_a_value_is_shown_on_one_short_line(value: object) -> None:
+    """Whatever it is, and whatever it says of itself, alone and in a list."""
+    for line in (shown(value), shown([value, (value,)])):
+        assert line.isprintable()
+        assert len(line) < 130
