@@ -218,9 +218,8 @@ class BatchMLAPagedAttentionWrapper:
         profiler_buffer : torch.Tensor
             None; there is no profiler.
         kv_len, page_table : int32 or uint32 [batch], [batch, max_pages]
-            Lengths and pages where there is no plan, as with the backend ``cutlass``: one query
-            token a request, a softmax scale of ``192 ** -0.5`` and head dimensions 512 and 64. Not
-            looked at where there is one.
+            Lengths and pages without a plan, as with the backend ``cutlass``: one query token a
+            request, a softmax scale of ``192 ** -0.5``, head dimensions 512 and 64.
         return_lse_base_on_e : bool
             Whether the LSE is a natural logarithm; else one to base 2.
         o_scale : float

@@ -106,17 +106,25 @@ def _use(tp: Counts, q_len: Counts, wanted: Mapping[str, Wanted]) -> Use:
 
 
 def _counts(name: str, values: object) -> list[int]:
-    return [require_whole_number(value, name, least=1) for value in several(values, name)]
+    return [require_whole_number(value, name, least=1) for value in _some(values, name)]
 
 
 def _dtypes(name: str, wanted: Mapping[str, Wanted]) -> list[DType] | None:
     if name not in wanted:
         return None
     known = [str(dtype) for dtype in DType]
-    values = several(wanted[name], name)
+    values = _some(wanted[name], name)
     return [DType(require_choice(value, name, known)) for value in values]
 
 
 def _lookups(values: object) -> list[str]:
     known = ("paged", "sparse")
-    return [require_choice(value, "lookup", known) for value in several(values, "lookup")]
+    return [require_choice(value, "lookup", known) for value in _some(values, "lookup")]
+
+
+def _some(values: object, name: str) -> list[object]:
+    """Return the values of an argument that says how a model is served."""
+    said = list(several(values, name))
+    if not said:
+        refuse(name, "one or more beside models", "none")
+    return said

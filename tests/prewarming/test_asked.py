@@ -90,6 +90,7 @@ def test_without_models_and_kernels_the_table_is_asked() -> None:
         ({"models": "deepseek-v3", "tp": 0}, "tp: expected an int, 1 or more, got 0"),
         ({"models": "deepseek-v3", "tp": True}, "tp: expected an int, 1 or more, got True"),
         ({"models": "deepseek-v3", "q_len": [0]}, "q_len: expected an int, 1 or more, got 0"),
+        ({"models": "deepseek-v3", "tp": []}, "tp: expected one or more beside models, got none"),
         (
             {"models": "deepseek-v3", "heads": 16},
             "heads: expected none beside models, which say it, got 16",
