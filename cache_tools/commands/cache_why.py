@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
+
+from mlagen.errors import CacheError
 
 from ..differences import Difference, kernel_of, nearest_of, own_key, print_differences
 from ..entries import document_of, entry_of, require_sound
@@ -70,7 +73,9 @@ def _of_spec(store: KernelStore, text: str) -> _Answer:
         candidates = store.select(key.digest)
         stored = next((one for one in candidates if one.path == found.entry.path), None)
         return _Answer(key, stored, None if stored else "absent", None, None)
-    nearest = nearest_of(key, store.entries(layers=True))
+    nearest = None
+    with suppress(*[CacheError] if found.reason == "unreadable" else []):  # which is the answer
+        nearest = nearest_of(key, store.entries(layers=True))
     return _Answer(key, None, found.reason, found.problem, nearest)
 
 
