@@ -29,7 +29,7 @@ from mlagen.cache.catalog import StoredEntry, read_stored
 from mlagen.cache.entry import CUBIN, MANIFEST, Manifest, read_file, read_manifest, require_cubin
 from mlagen.cache.files import DamageError, sync_folder
 from mlagen.cache.folder import Folder
-from mlagen.errors import MlagenError
+from mlagen.errors import CacheError, MlagenError
 
 _SPOOLED_BYTES = 64 << 20  # in memory; what is more goes to a temporary file
 
@@ -195,7 +195,7 @@ def _member_bytes(size: int) -> int:
 def _damages_of(folder: Path) -> Iterator[None]:
     try:
         yield
-    except FileNotFoundError:
+    except (FileNotFoundError, CacheError):  # which is an OSError, too
         raise
     except (DamageError, OSError) as error:
         message = f"bundle: expected a sound entry, got a damaged one: {error}: {folder}"

@@ -131,7 +131,7 @@ def verify(stored: StoredEntry) -> str | None:
 
     try:
         read_stored(stored, read_all)
-    except FileNotFoundError:
+    except (FileNotFoundError, CacheError):  # which is an OSError, too
         raise
     except (DamageError, OSError) as error:
         return str(error)
@@ -155,6 +155,8 @@ def read_content(stored: StoredEntry, name: str) -> bytes:
 
     try:
         return read_stored(stored, read)
+    except CacheError:
+        raise
     except (DamageError, OSError) as error:
         raise CacheError(f"cache: {error}: {stored.path}", path=stored.path) from error
 

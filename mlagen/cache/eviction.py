@@ -60,7 +60,10 @@ def weights(layout: Layout) -> Iterator[Weight]:
     UntrustedError
         If others can change a folder of the store.
     """
-    with suppress(FileNotFoundError), open_below(layout, layout.entries.name) as entries:
+    with (
+        suppress(FileNotFoundError, NotADirectoryError),
+        open_below(layout, layout.entries.name) as entries,
+    ):
         for shard in _folders_in(entries):
             for key in _folders_in(shard):
                 for toolchain in _names_in(key):
