@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -64,6 +63,7 @@ def why(ctx: click.Context, /, *, kernel: str, as_json: bool) -> None:
 
 
 def _of_spec(store: KernelStore, text: str) -> _Answer:
+    from mlagen.cache.trust import UntrustedError
     from mlagen.engine import key_of
     from mlagen.spec.text import parse_spec
 
@@ -74,8 +74,11 @@ def _of_spec(store: KernelStore, text: str) -> _Answer:
         stored = next((one for one in candidates if one.path == found.entry.path), None)
         return _Answer(key, stored, None if stored else "absent", None, None)
     nearest = None
-    with suppress(*[CacheError] if found.reason == "unreadable" else []):  # which is the answer
+    try:
         nearest = nearest_of(key, store.entries(layers=True))
+    except CacheError as error:
+        if found.problem is None or not isinstance(error.__cause__, UntrustedError):
+            raise  # else that is the answer
     return _Answer(key, None, found.reason, found.problem, nearest)
 
 
