@@ -66,7 +66,11 @@ def require_sound(store: KernelStore, stored: StoredEntry) -> dict[str, Any]:
         If one is not, or the manifest does not tell what a kernel is.
     """
     document = document_of(stored)
-    if problem := document["problem"] or store.verify(stored):
+    try:
+        problem = document["problem"] or store.verify(stored)
+    except FileNotFoundError:
+        problem = "expected a kernel, got one that was just removed"
+    if problem:
         raise CacheError(f"cache: {problem}: {stored.path}", path=stored.path)
     return document
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -70,17 +72,21 @@ def _part(stored: StoredEntry, part: str | None) -> dict[str, Any]:
 
 def _content(stored: StoredEntry, part: str) -> bytes:
     """Return what is asked for, as it lies on the disk where it does."""
+    from mlagen.cache.catalog import read_content
     from mlagen.cache.entry import CUBIN
 
     from ..disassembly import sass_of
     from ..reproduction import program_of
 
-    if part == "sass":
-        return sass_of(stored.path / CUBIN).encode()
     if part == "reproduce":
         assert stored.manifest is not None
         return program_of(stored.manifest, stored.path).encode()
-    return (stored.path / _FILES[part]).read_bytes()
+    if part != "sass":
+        return read_content(stored, _FILES[part])
+    with NamedTemporaryFile(suffix=f".{CUBIN}") as file:  # what was verified, not a name of it
+        file.write(read_content(stored, CUBIN))
+        file.flush()
+        return sass_of(Path(file.name)).encode()
 
 
 def _facts(stored: StoredEntry, document: dict[str, Any]) -> dict[str, str]:

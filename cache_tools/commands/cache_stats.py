@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import stat
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -37,7 +35,8 @@ def stats(*, as_json: bool) -> None:
     from mlagen.codegen.sources import template_digest
     from mlagen.settings import current_settings
 
-    store, max_bytes = kernel_store(), current_settings().cache_max_bytes
+    store, settings = kernel_store(), current_settings()
+    max_bytes = settings.cache_max_bytes
     tally = Tally(template_digest(), wanted_or_none())
     for stored in store.entries(layers=True):
         tally.add(stored)
@@ -53,7 +52,7 @@ def stats(*, as_json: bool) -> None:
         "toolchain": tally.toolchain,
         "templates": tally.templates,
         **{name: _seen(tally.ends.get(name)) for name in ("oldest", "newest", "longest_unused")},
-        **_aside(Layout(store.root)),
+        **_aside(Layout(store.root, settings.trusts_shared)),
         "groups": [
             {"by": by, "name": name, "entries": count, "size_bytes": size}
             for by in GROUPS
@@ -72,40 +71,15 @@ def _seen(end: tuple[str, str] | None) -> dict[str, str] | None:
 
 def _aside(layout: Layout) -> dict[str, dict[str, int]]:
     """Return what lies in the cache folder besides entries."""
-    cells = _paths_in(layout.quarantine)
-    abandoned = [path for path in _paths_in(layout.staging) if _is_abandoned(path)]
+    from mlagen.cache.disposal import leftovers
+    from mlagen.cache.refusals import refusals
+
+    with refusals(layout.root):
+        found = leftovers(layout)
     return {
-        "quarantine": {"entries": len(cells), "size_bytes": sum(map(_size_of, cells))},
-        "abandoned": {"folders": len(abandoned), "size_bytes": sum(map(_size_of, abandoned))},
+        "quarantine": {"entries": len(found.quarantined), "size_bytes": sum(found.quarantined)},
+        "abandoned": {"folders": len(found.abandoned), "size_bytes": sum(found.abandoned)},
     }
-
-
-def _paths_in(folder: Path) -> list[Path]:
-    try:
-        return list(folder.iterdir())
-    except OSError:
-        return []
-
-
-def _is_abandoned(staged: Path) -> bool:
-    from mlagen.cache.layout import is_abandoned
-
-    try:
-        return is_abandoned(staged)
-    except OSError:
-        return False  # gone meanwhile
-
-
-def _size_of(folder: Path) -> int:
-    return sum(map(_weight_of, folder.rglob("*")))
-
-
-def _weight_of(path: Path) -> int:
-    try:
-        status = path.lstat()
-    except OSError:
-        return 0  # gone meanwhile
-    return status.st_size if stat.S_ISREG(status.st_mode) else 0
 
 
 def _print(document: dict[str, Any]) -> None:

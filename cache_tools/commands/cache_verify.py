@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
 import click
 
 from ..byte_progress import byte_progress
@@ -9,6 +12,9 @@ from ..entries import document_of
 from ..entry_options import layers_option
 from ..exit_codes import FAILED
 from ..report import SHORT_KEY, count_text, json_option, print_json
+
+if TYPE_CHECKING:
+    from mlagen.cache.catalog import StoredEntry
 
 
 @click.command()
@@ -26,25 +32,30 @@ def verify(ctx: click.Context, /, *, quarantine: bool, layers: bool, as_json: bo
     store = kernel_store()
     entries = list(store.entries(layers=layers))
     counted = count_text(len(entries), "entry", "entries")
-    bad = []
-    done, total = 0, sum(stored.size_bytes for stored in entries)
+    problems: list[tuple[StoredEntry, str]] = []
+    verified = done = 0
+    total = sum(stored.size_bytes for stored in entries)
     with byte_progress(f"verifying {counted}") as on_progress:
         for stored in entries:
-            problem = stored.problem or store.verify(stored)
+            with suppress(FileNotFoundError):  # removed since it was listed
+                problem = stored.problem or store.verify(stored)
+                verified += 1
+                problems += [(stored, problem)] if problem else []
             done += stored.size_bytes
             on_progress(done, total)
-            if problem is None:
-                continue
-            is_moved = quarantine and not stored.is_read_only
-            cell = store.quarantine(stored, problem) if is_moved else None
-            moved_to = str(cell) if cell else None
-            bad.append({**document_of(stored), "problem": problem, "moved_to": moved_to})
+    bad = []
+    for stored, problem in problems:  # once all are read: in a cache of others, nothing is moved
+        is_moved = quarantine and not stored.is_read_only
+        cell = store.quarantine(stored, problem) if is_moved else None
+        moved_to = str(cell) if cell else None
+        bad.append({**document_of(stored), "problem": problem, "moved_to": moved_to})
     for found in bad:
         click.echo(f"bad: {found['key'][:SHORT_KEY]}: {found['problem']}", err=as_json)
         if found["moved_to"]:
             click.echo(f"moved to {found['moved_to']}", err=as_json)
     if as_json:
-        print_json({"cache_dir": str(store.root), "verified": len(entries), "bad": bad})
-    click.echo(f"{counted}: {len(entries) - len(bad)} sound, {len(bad)} bad", err=as_json)
+        print_json({"cache_dir": str(store.root), "verified": verified, "bad": bad})
+    counted = count_text(verified, "entry", "entries")
+    click.echo(f"{counted}: {verified - len(bad)} sound, {len(bad)} bad", err=as_json)
     if bad:
         ctx.exit(FAILED)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from mlagen.errors import CacheError
+
 from ..differences import Difference, kernel_of, nearest_of, own_key, print_differences
 from ..entries import document_of, entry_of, require_sound
 from ..exit_codes import DONE, FAILED
@@ -61,6 +63,7 @@ def why(ctx: click.Context, /, *, kernel: str, as_json: bool) -> None:
 
 
 def _of_spec(store: KernelStore, text: str) -> _Answer:
+    from mlagen.cache.trust import UntrustedError
     from mlagen.engine import key_of
     from mlagen.spec.text import parse_spec
 
@@ -70,7 +73,12 @@ def _of_spec(store: KernelStore, text: str) -> _Answer:
         candidates = store.select(key.digest)
         stored = next((one for one in candidates if one.path == found.entry.path), None)
         return _Answer(key, stored, None if stored else "absent", None, None)
-    nearest = nearest_of(key, store.entries(layers=True))
+    nearest = None
+    try:
+        nearest = nearest_of(key, store.entries(layers=True))
+    except CacheError as error:
+        if found.problem is None or not isinstance(error.__cause__, UntrustedError):
+            raise  # else that is the answer
     return _Answer(key, None, found.reason, found.problem, nearest)
 
 

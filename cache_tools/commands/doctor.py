@@ -134,12 +134,12 @@ def _layers(problems: list[str]) -> list[dict[str, Any]]:
 
 def _kernels(path: Path, name: str, problems: list[str], *, is_shared: bool) -> dict[str, int]:
     from mlagen.cache.catalog import stored_entries
+    from mlagen.cache.folder import require_trusted_layout
     from mlagen.cache.layout import Layout
-    from mlagen.cache.trust import require_trusted
 
     layout, entries = Layout(path, is_shared), []
     try:
-        require_trusted(layout)
+        require_trusted_layout(layout)
         entries = list(stored_entries(layout))
     except PermissionError as error:
         problems.append(

@@ -6,7 +6,7 @@ import hashlib
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -195,8 +195,9 @@ def _standing(
     """Return what importing an entry comes to, and the damaged one in its place with why."""
     for stored in store.entries(prefix=entry.key):
         if stored.toolchain == entry.toolchain:
-            problem = stored.problem or store.verify(stored)
-            return ("replaced", (stored, problem)) if problem else ("kept", None)
+            with suppress(FileNotFoundError):  # removed since it was listed
+                problem = stored.problem or store.verify(stored)
+                return ("replaced", (stored, problem)) if problem else ("kept", None)
     return "added", None
 
 

@@ -9,8 +9,10 @@ import stat
 import tarfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from tempfile import SpooledTemporaryFile
+from typing import IO, BinaryIO
 
 from mlagen.cache.bundle import (
     INDEX,
@@ -23,10 +25,13 @@ from mlagen.cache.bundle import (
     total_bytes,
 )
 from mlagen.cache.bundle_members import digest_of
-from mlagen.cache.catalog import StoredEntry
+from mlagen.cache.catalog import StoredEntry, read_stored
 from mlagen.cache.entry import CUBIN, MANIFEST, Manifest, read_file, read_manifest, require_cubin
 from mlagen.cache.files import DamageError, sync_folder
-from mlagen.errors import MlagenError
+from mlagen.cache.folder import Folder
+from mlagen.errors import CacheError, MlagenError
+
+_SPOOLED_BYTES = 64 << 20  # in memory; what is more goes to a temporary file
 
 OnProgress = Callable[[int, int], None]  # bytes done, bytes in all
 
@@ -39,23 +44,31 @@ def write_bundle(
     Raises
     ------
     BundleError
-        If an entry is damaged.
+        If an entry is damaged, or all of them are gone.
+    CacheError
+        If others can change one.
     OSError
         If the file cannot be written.
     """
-    announced = announce(stored)
-    done, total = 0, total_bytes(announced.values())
-    with gzip.GzipFile(filename="", mode="wb", fileobj=file, compresslevel=6, mtime=0) as packed:
-        _write_member(packed, INDEX, _index(announced))
-        for path, entry in announced.items():
-            contents = read_files(path, entry)
+    # The table of contents comes first and an entry may be gone before its turn, so that all are
+    # read before the first byte is written.
+    with SpooledTemporaryFile(max_size=_SPOOLED_BYTES) as spool:
+        entries = []
+        for entry, contents in packed_entries(stored):
+            entries.append(entry)
             for member, name, _ in entry.members():
-                _write_member(packed, member, contents[name])
-            done += entry.size_bytes
-            if on_progress is not None:
-                on_progress(done, total)
-        packed.write(bytes(2 * tarfile.BLOCKSIZE))
-    return finished(file, announced)
+                _write_member(spool, member, contents[name])
+        spool.seek(0)
+        done, total = 0, total_bytes(entries)
+        with gzip.GzipFile(filename="", mode="wb", fileobj=file, compresslevel=6, mtime=0) as tar:
+            _write_member(tar, INDEX, _index(entries))
+            for entry in entries:
+                tar.write(spool.read(sum(_member_bytes(one.size) for one in entry.files.values())))
+                done += entry.size_bytes
+                if on_progress is not None:
+                    on_progress(done, total)
+            tar.write(bytes(2 * tarfile.BLOCKSIZE))
+    return finished(file, entries)
 
 
 def export_bundle(
@@ -72,46 +85,48 @@ def export_bundle(
         return write_bundle(stored, file, on_progress=on_progress)
 
 
-def announce(stored: Sequence[StoredEntry]) -> dict[Path, BundledEntry]:
-    """Return what to announce of each entry, by its folder, in the order of their keys.
+def packed_entries(
+    stored: Sequence[StoredEntry],
+) -> Iterator[tuple[BundledEntry, dict[str, bytes]]]:
+    """Yield what to announce of each entry with its files, verified, in the order of their keys.
+
+    An entry that was removed since it was listed is left out.
 
     Raises
     ------
     BundleError
-        If a manifest is damaged.
+        If an entry is damaged, or all of them are gone.
+    CacheError
+        If others can change one.
     """
-    announced = {}
+    is_empty = True
     for one in sorted(stored, key=lambda one: (one.key, one.toolchain)):
-        with _damages_of(one.path):
-            manifest = read_manifest(one.path, key=one.key, toolchain=one.toolchain)
-            entry = BundledEntry.of(manifest)
-            entry.require_sound()
-            bundled_manifest(manifest.to_json(), entry)
-        announced[one.path] = entry
-    return announced
+        with suppress(FileNotFoundError):
+            with _damages_of(one.path):
+                found = read_stored(one, partial(_read, one))
+            is_empty = False
+            yield found
+    if stored and is_empty:
+        path = stored[0].layer
+        raise BundleError(
+            f"bundle: expected kernels, got none, all were removed: {path}", path=path
+        )
 
 
-def read_files(folder: Path, entry: BundledEntry) -> dict[str, bytes]:
-    """Return every file of an announced entry, verified.
-
-    Raises
-    ------
-    BundleError
-        If one is not as it was announced.
-    """
-    with _damages_of(folder):
-        manifest = read_manifest(folder, key=entry.key, toolchain=entry.toolchain)
-        if BundledEntry.of(manifest) != entry:
-            raise DamageError(f"{MANIFEST}: expected it unchanged, got another")
-        contents = {name: _content(folder, name, manifest) for name in entry.files}
-        require_cubin(contents[CUBIN])
-    return contents
+def _read(stored: StoredEntry, folder: Folder) -> tuple[BundledEntry, dict[str, bytes]]:
+    manifest = read_manifest(folder, key=stored.key, toolchain=stored.toolchain)
+    entry = BundledEntry.of(manifest)
+    entry.require_sound()
+    contents = {name: _content(folder, name, manifest) for name in entry.files}
+    bundled_manifest(contents[MANIFEST], entry)
+    require_cubin(contents[CUBIN])
+    return entry, contents
 
 
-def finished(file: BinaryIO, announced: dict[Path, BundledEntry]) -> Packed:
+def finished(file: BinaryIO, entries: Sequence[BundledEntry]) -> Packed:
     """Return what was written into ``file``."""
     sha256, size_bytes = digest_of(file)
-    return Packed(entries=tuple(announced.values()), size_bytes=size_bytes, sha256=sha256)
+    return Packed(entries=tuple(entries), size_bytes=size_bytes, sha256=sha256)
 
 
 @contextmanager
@@ -149,8 +164,8 @@ def _require_replaceable(target: Path) -> None:
         raise BundleError(f"bundle: expected a file, got another kind: {target}", path=target)
 
 
-def _index(announced: dict[Path, BundledEntry]) -> bytes:
-    index = index_to_json(announced.values())
+def _index(entries: Sequence[BundledEntry]) -> bytes:
+    index = index_to_json(entries)
     if len(index) > INDEX_MOST_BYTES:
         rule = f"expected a table of contents of at most {INDEX_MOST_BYTES} bytes"
         raise BundleError(
@@ -159,22 +174,29 @@ def _index(announced: dict[Path, BundledEntry]) -> bytes:
     return index
 
 
-def _content(folder: Path, name: str, manifest: Manifest) -> bytes:
+def _content(folder: Folder, name: str, manifest: Manifest) -> bytes:
     return manifest.to_json() if name == MANIFEST else read_file(folder, name, manifest)
 
 
-def _write_member(packed: gzip.GzipFile, name: str, content: bytes) -> None:
+def _write_member(tar: IO[bytes] | gzip.GzipFile, name: str, content: bytes) -> None:
     info = tarfile.TarInfo(name)  # of nobody, from 1970
     info.size = len(content)
-    packed.write(info.tobuf(tarfile.USTAR_FORMAT, "ascii"))
-    packed.write(content)
-    packed.write(bytes(-len(content) % tarfile.BLOCKSIZE))
+    tar.write(info.tobuf(tarfile.USTAR_FORMAT, "ascii"))
+    tar.write(content)
+    tar.write(bytes(-len(content) % tarfile.BLOCKSIZE))
+
+
+def _member_bytes(size: int) -> int:
+    """Return what a file of that size takes in a tar, with its header and padding."""
+    return tarfile.BLOCKSIZE + size + -size % tarfile.BLOCKSIZE
 
 
 @contextmanager
 def _damages_of(folder: Path) -> Iterator[None]:
     try:
         yield
+    except (FileNotFoundError, CacheError):  # which is an OSError, too
+        raise
     except (DamageError, OSError) as error:
         message = f"bundle: expected a sound entry, got a damaged one: {error}: {folder}"
         raise BundleError(message, path=folder) from error

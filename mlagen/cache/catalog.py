@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
-import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from mlagen.cache.entry import (
     MANIFEST,
@@ -17,11 +19,20 @@ from mlagen.cache.entry import (
     parse_manifest,
     read_entry,
     read_file,
+    read_manifest,
     require_own_key,
 )
-from mlagen.cache.files import DamageError, read_with_status
+from mlagen.cache.files import DamageError, Identity, is_gone
+from mlagen.cache.folder import Folder, open_below
 from mlagen.cache.layout import Layout, is_digest
+from mlagen.cache.refusals import refused
+from mlagen.cache.trust import UntrustedError
 from mlagen.errors import CacheError
+
+# How often an entry may be replaced while it is read before it counts as gone.
+_LOOKS = 100
+
+Read = TypeVar("Read")
 
 
 @dataclass(frozen=True)
@@ -39,8 +50,14 @@ class StoredEntry:
     problem: str | None
     size_bytes: int  # of a damaged one what lies there, else what its manifest says
     used: float  # when it was last used, in seconds since 1970; 0 where nothing says so
-    layer: Path  # the root of the store that it lies in
+    layout: Layout  # the store that it lies in
     is_read_only: bool
+    identity: Identity | None  # which folder it was when it was listed
+
+    @property
+    def layer(self) -> Path:
+        """The root of the store that it lies in."""
+        return self.layout.root
 
 
 def stored_entries(
@@ -48,69 +65,166 @@ def stored_entries(
 ) -> Iterator[StoredEntry]:
     """Yield the entries whose key begins with ``prefix``, in the order of their keys.
 
-    Those of another version of mlagen, which knows another schema, are left to it.
-
-    Texts are put together here, not paths: of thousands of entries, those take half the time.
+    Those of another version of mlagen, which knows another schema, are left to it, and one that is
+    removed while it is read is left out.
 
     Raises
     ------
     CacheError
-        If a folder cannot be read.
+        If a folder cannot be read, or others can change it.
     """
-    for shard in _names_in(root := os.fspath(layout.entries)):
-        if shard.startswith(prefix[:2]):
-            for key in _names_in(f"{root}/{shard}"):
-                if key.startswith(prefix) and is_digest(key):
-                    for toolchain in _names_in(folder := f"{root}/{shard}/{key}"):
-                        place = f"{folder}/{toolchain}"
-                        stored = _stored_entry(place, key, toolchain, layout.root, is_read_only)
+    try:
+        with open_below(layout, layout.entries.name) as entries:
+            for shard in entries.folders(lambda name: name.startswith(prefix[:2])):
+                for key in shard.folders(lambda name: name.startswith(prefix) and is_digest(name)):
+                    for toolchain in sorted(key.names()):
+                        stored = _stored_entry(key, toolchain, is_read_only=is_read_only)
                         if stored is not None:
                             yield stored
+    except (FileNotFoundError, NotADirectoryError):
+        pass  # no cache yet
+    except OSError as error:
+        is_untrusted = isinstance(error, UntrustedError)  # which says itself where
+        path = layout.root if is_untrusted else Path(error.filename or layout.root)
+        raise refused(error, path, to="readable") from error
+
+
+def read_stored(stored: StoredEntry, read: Callable[[Folder], Read]) -> Read:
+    """Return what ``read`` makes of the folder of an entry.
+
+    What it finds wrong is raised only if that folder is still in its place: an entry that is
+    removed or replaced meanwhile is not damaged.
+
+    Raises
+    ------
+    FileNotFoundError
+        If the entry is gone.
+    DamageError
+        If it is damaged.
+    CacheError
+        If others can change it.
+    OSError
+        If it cannot be read.
+    """
+    try:
+        return _read_in_place(stored.layout, str(stored.path), read)
+    except UntrustedError as error:
+        raise refused(error, stored.path) from error
 
 
 def verify(stored: StoredEntry) -> str | None:
-    """Read every file of an entry and return what is wrong with it, or None."""
-    try:
-        entry = read_entry(stored.path, key=stored.key, toolchain=stored.toolchain)
+    """Read every file of an entry and return what is wrong with it, or None.
+
+    Raises
+    ------
+    FileNotFoundError
+        If it is gone.
+    CacheError
+        If others can change it.
+    """
+
+    def read_all(folder: Folder) -> None:
+        entry = read_entry(folder, key=stored.key, toolchain=stored.toolchain)
         for name in entry.manifest.files:
-            read_file(stored.path, name, entry.manifest)
+            read_file(folder, name, entry.manifest)
         require_own_key(entry.manifest)
+
+    try:
+        read_stored(stored, read_all)
+    except (FileNotFoundError, CacheError):  # which is an OSError, too
+        raise
     except (DamageError, OSError) as error:
         return str(error)
     return None
 
 
-def _stored_entry(
-    place: str, key: str, toolchain: str, layer: Path, is_read_only: bool
-) -> StoredEntry | None:
-    manifest, problem, used = None, None, 0.0
+def read_content(stored: StoredEntry, name: str) -> bytes:
+    """Return one file of an entry, verified.
+
+    Raises
+    ------
+    CacheError
+        If the entry is gone or damaged, or others can change it.
+    """
+
+    def read(folder: Folder) -> bytes:
+        manifest = read_manifest(folder, key=stored.key, toolchain=stored.toolchain)
+        if name == MANIFEST:
+            return manifest.to_json()
+        return read_file(folder, name, manifest)
+
     try:
-        text, status = read_with_status(f"{place}/{MANIFEST}", most_bytes=MANIFEST_MOST_BYTES)
-        used = min(status.st_mtime, time.time())
-        manifest = parse_manifest(text, key=key, toolchain=toolchain, checks_seal=False)
-        size_bytes = len(text) + sum([file.size for file in manifest.files.values()])
-    except OtherSchemaError:
-        return None
-    except (DamageError, OSError, TypeError) as error:
-        manifest, problem, size_bytes = None, str(error), _size_of(place)
-    return StoredEntry(
-        Path(place), key, toolchain, manifest, problem, size_bytes, used, layer, is_read_only
-    )
+        return read_stored(stored, read)
+    except CacheError:
+        raise
+    except (DamageError, OSError) as error:
+        raise CacheError(f"cache: {error}: {stored.path}", path=stored.path) from error
 
 
-def _size_of(folder: str) -> int:
+def _read_in_place(
+    layout: Layout, path: str, read: Callable[[Folder], Read], *, above: Folder | None = None
+) -> Read:
+    """Do what :func:`read_stored` says; the first look is into ``above``, if that is open."""
     try:
-        statuses = [entry.stat(follow_symlinks=False) for entry in os.scandir(folder)]
-    except OSError:
-        return 0  # gone meanwhile, or no folder: the problem says so
-    return sum(status.st_size for status in statuses if stat.S_ISREG(status.st_mode))
-
-
-def _names_in(folder: str) -> list[str]:
-    try:
-        return sorted(os.listdir(folder))  # noqa: PTH208 - of thousands, no object for each
-    except (FileNotFoundError, NotADirectoryError):
-        return []  # no cache yet, an entry removed meanwhile, or a stray file
+        if above is not None:
+            with suppress(_ReplacedError):  # the key may be in the trash, too
+                return _read_once(above, path.rpartition("/")[2], read)
+        *names, toolchain = Path(path).relative_to(layout.version).parts
+        for _ in range(_LOOKS):
+            with suppress(_ReplacedError), open_below(layout, *names) as key:
+                return _read_once(key, toolchain, read)
     except OSError as error:
-        message = f"cache: expected a readable folder, got {error.strerror}: {folder}"
-        raise CacheError(message, path=Path(folder)) from error
+        if not is_gone(error):
+            raise
+    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+
+
+class _ReplacedError(Exception):
+    """The folder that was read is no longer in its place."""
+
+
+def _read_once(key: Folder, toolchain: str, read: Callable[[Folder], Read]) -> Read:
+    with key.entry(toolchain) as folder:
+        try:
+            return read(folder)
+        except (DamageError, OSError) as error:
+            if folder.is_there():
+                raise
+            raise _ReplacedError from error
+
+
+def _stored_entry(key: Folder, toolchain: str, *, is_read_only: bool) -> StoredEntry | None:
+    path, used = f"{key.path}/{toolchain}", 0.0
+    manifest: Manifest | None = None
+    problem: str | None = None
+    seen: Identity | None = None
+
+    def read(folder: Folder) -> tuple[Manifest, int]:
+        nonlocal seen, used
+        seen = folder.identity
+        text, status = folder.read_with_status(MANIFEST, most_bytes=MANIFEST_MOST_BYTES)
+        used = min(status.st_mtime, time.time())
+        found = parse_manifest(text, key=key.name, toolchain=toolchain, checks_seal=False)
+        return found, len(text) + sum([file.size for file in found.files.values()])
+
+    try:
+        manifest, size_bytes = _read_in_place(key.layout, path, read, above=key)
+    except (OtherSchemaError, FileNotFoundError):
+        return None
+    except UntrustedError:
+        raise
+    except (DamageError, OSError, TypeError) as error:
+        problem, size_bytes = str(error), key.size_of(toolchain)
+        seen = seen or key.identity_of(toolchain)  # what is no folder was not opened
+    return StoredEntry(
+        path=Path(path),
+        key=key.name,
+        toolchain=toolchain,
+        manifest=manifest,
+        problem=problem,
+        size_bytes=size_bytes,
+        used=used,
+        layout=key.layout,
+        is_read_only=is_read_only,
+        identity=seen,
+    )

@@ -15,7 +15,8 @@ from typing import Any
 
 from mlagen import __version__
 from mlagen.artifacts import Build
-from mlagen.cache.files import DamageError, read_regular
+from mlagen.cache.files import DamageError
+from mlagen.cache.folder import Folder
 from mlagen.cache.key import SCHEMA, CacheKey
 
 MANIFEST = "manifest.json"
@@ -133,9 +134,9 @@ class CacheEntry:
     path: Path | None
 
 
-def read_manifest(folder: Path, *, key: str, toolchain: str) -> Manifest:
+def read_manifest(folder: Folder, *, key: str, toolchain: str) -> Manifest:
     """Return the manifest in a folder; it must speak of that key and toolchain."""
-    text = read_regular(folder / MANIFEST, most_bytes=MANIFEST_MOST_BYTES)
+    text = folder.read(MANIFEST, most_bytes=MANIFEST_MOST_BYTES)
     return parse_manifest(text, key=key, toolchain=toolchain)
 
 
@@ -151,30 +152,30 @@ def parse_manifest(text: bytes, *, key: str, toolchain: str, checks_seal: bool =
     return manifest
 
 
-def read_file(folder: Path, name: str, manifest: Manifest) -> bytes:
+def read_file(folder: Folder, name: str, manifest: Manifest) -> bytes:
     """Return one file of an entry if it is what the manifest says."""
     expected = manifest.files.get(name)
     if expected is None:
         raise DamageError(f"{MANIFEST}: expected a file {name}, got {', '.join(manifest.files)}")
-    content = read_regular(folder / name, most_bytes=expected.size)
+    content = folder.read(name, most_bytes=expected.size)
     expected.require(name, FileFacts.of(content))
     return content
 
 
-def read_entry(folder: Path, *, key: str, toolchain: str) -> CacheEntry:
+def read_entry(folder: Folder, *, key: str, toolchain: str) -> CacheEntry:
     """Return the entry in a folder, with manifest and cubin verified.
 
     Raises
     ------
     DamageError
-        If the folder, its manifest or its cubin is not as it was published.
+        If its manifest or its cubin is not as it was published.
     OSError
-        If this process cannot read it.
+        If this process cannot read it, or others can change a file.
     """
     manifest = read_manifest(folder, key=key, toolchain=toolchain)
     cubin = read_file(folder, CUBIN, manifest)
     require_cubin(cubin)
-    return CacheEntry(manifest, cubin, folder)
+    return CacheEntry(manifest, cubin, Path(folder.path))
 
 
 def require_cubin(start: bytes) -> None:

@@ -7,7 +7,6 @@ finds the entry, at most once an hour, since times of access are not kept on eve
 from __future__ import annotations
 
 import json
-import os
 import stat
 import time
 from collections.abc import Iterator
@@ -17,8 +16,10 @@ from pathlib import Path
 
 from mlagen.cache.disposal import remove_entry
 from mlagen.cache.entry import MANIFEST
-from mlagen.cache.files import DamageError, read_regular, write_new
+from mlagen.cache.files import DamageError
+from mlagen.cache.folder import Folder, open_below, open_layout
 from mlagen.cache.layout import Layout
+from mlagen.cache.trust import UntrustedError
 from mlagen.counts import count
 
 _RENEWED_AFTER_S = 3600.0
@@ -43,36 +44,73 @@ class Weight:
     used: float  # seconds since 1970; never in the future
 
 
-def renew(folder: Path) -> None:
+def renew(entry: Folder) -> None:
     """Note that an entry was used; where that cannot be noted, it is not."""
-    manifest = folder / MANIFEST
     with suppress(OSError):
         # The distance, not the age: a time in the future comes from a clock that was set back.
-        if abs(time.time() - manifest.lstat().st_mtime) > _RENEWED_AFTER_S:
-            os.utime(manifest, follow_symlinks=False)
+        if abs(time.time() - entry.status_of(MANIFEST).st_mtime) > _RENEWED_AFTER_S:
+            entry.touch(MANIFEST)
 
 
 def weights(layout: Layout) -> Iterator[Weight]:
-    """Yield every entry with its size and its last use; reads no file, and renews future ones."""
-    now = time.time()
-    for shard in _folders_in(layout.entries):
-        for key in _folders_in(shard):
-            for entry in _folders_in(key):
-                size, used = 0, 0.0
-                for file in _entries_of(entry):
-                    with suppress(OSError):
-                        status = file.stat(follow_symlinks=False)
-                        size += status.st_size if stat.S_ISREG(status.st_mode) else 0
-                        used = status.st_mtime if file.name == MANIFEST else used
-                if used > now:
-                    renew(Path(entry))  # or a clock that was set back keeps it young for ever
-                yield Weight(Path(entry), size, min(used, now))
+    """Yield every entry with its size and its last use; reads no file, and renews future ones.
+
+    Raises
+    ------
+    UntrustedError
+        If others can change a folder of the store.
+    """
+    with (
+        suppress(FileNotFoundError, NotADirectoryError),
+        open_below(layout, layout.entries.name) as entries,
+    ):
+        for shard in _folders_in(entries):
+            for key in _folders_in(shard):
+                for toolchain in _names_in(key):
+                    with suppress(DamageError, FileNotFoundError), key.entry(toolchain) as entry:
+                        yield _weight_of(entry)
+
+
+def _folders_in(folder: Folder) -> Iterator[Folder]:
+    """Yield the folders in one that can be opened."""
+    for name in _names_in(folder):
+        try:
+            inner = folder.inner(name)
+        except UntrustedError:
+            raise
+        except OSError:
+            continue
+        with inner:
+            yield inner
+
+
+def _names_in(folder: Folder) -> list[str]:
+    with suppress(OSError):
+        return folder.names()
+    return []
+
+
+def _weight_of(entry: Folder) -> Weight:
+    now, size, used = time.time(), 0, 0.0
+    for name in _names_in(entry):
+        with suppress(OSError):
+            status = entry.status_of(name)
+            size += status.st_size if stat.S_ISREG(status.st_mode) else 0
+            used = status.st_mtime if name == MANIFEST else used
+    if used > now:
+        renew(entry)  # or a clock that was set back keeps it young for ever
+    return Weight(Path(entry.path), size, min(used, now))
 
 
 def evict(layout: Layout, max_bytes: int) -> list[Weight]:
     """Remove the least recently used entries until the rest fits; return what went.
 
     Nothing goes if everything fits. What was used a moment ago stays, even if it does not fit.
+
+    Raises
+    ------
+    UntrustedError
+        If others can change a folder of the store; nothing has gone then.
     """
     found = sorted(weights(layout), key=lambda weight: weight.used)
     left = sum(weight.size_bytes for weight in found)
@@ -109,7 +147,8 @@ def limit(layout: Layout, added_bytes: int, max_bytes: int) -> list[Weight]:
 def _read_note(layout: Layout) -> tuple[int, float]:
     """Return the size that is noted, and when it was counted: long ago if there is no note."""
     with suppress(OSError, DamageError, ValueError, LookupError, TypeError, *_NO_NOTE):
-        note = json.loads(read_regular(layout.size_note, most_bytes=4096))
+        with open_layout(layout) as version:
+            note = json.loads(version.read(layout.size_note.name, most_bytes=4096))
         return max(0, int(note["bytes"])), float(note["counted"])
     return 0, 0.0
 
@@ -117,21 +156,13 @@ def _read_note(layout: Layout) -> tuple[int, float]:
 def _write_note(layout: Layout, size_bytes: int, counted: float) -> None:
     note = json.dumps({"bytes": size_bytes, "counted": counted}).encode()
     staged = layout.new_staging("size")
-    try:
-        write_new(staged, note, mode=layout.file_mode, waits=False)
-        staged.replace(layout.size_note)
-    except OSError:
-        with suppress(OSError):
-            staged.unlink()
-
-
-def _folders_in(folder: os.PathLike[str]) -> list[os.DirEntry[str]]:
-    return [entry for entry in _entries_of(folder) if entry.is_dir(follow_symlinks=False)]
-
-
-def _entries_of(folder: os.PathLike[str]) -> list[os.DirEntry[str]]:
-    try:
-        with os.scandir(folder) as entries:
-            return list(entries)
-    except OSError:
-        return []
+    with (
+        suppress(OSError),
+        open_layout(layout) as version,
+        version.below(staged.parent.name) as staging,
+    ):
+        try:
+            staging.write(staged.name, note, waits=False)
+            staging.move(staged.name, version, layout.size_note.name)
+        except OSError:
+            staging.remove_file(staged.name)

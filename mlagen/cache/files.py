@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
 
@@ -38,13 +39,32 @@ def read_regular(path: Path, *, most_bytes: int) -> bytes:
     return read_with_status(path, most_bytes=most_bytes)[0]
 
 
-def read_with_status(path: Path | str, *, most_bytes: int) -> tuple[bytes, os.stat_result]:
-    """Do the same, and return what the file system says of the file too."""
+def read_with_status(
+    path: Path | str,
+    *,
+    most_bytes: int,
+    folder: int | None = None,
+    check: Callable[[os.stat_result], None] | None = None,
+) -> tuple[bytes, os.stat_result]:
+    """Do the same, and return what the file system says of the file too.
+
+    Parameters
+    ----------
+    path : Path or str
+        What to read.
+    most_bytes : int
+        How large it may be.
+    folder : int, optional
+        The descriptor of an open folder that ``path`` starts from.
+    check : Callable[[os.stat_result], None], optional
+        Raises if the file that was opened must not be read.
+    """
     name = os.path.basename(path)  # noqa: PTH119 - of thousands of texts, no path for each
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        descriptor = os.open(path, flags, dir_fd=folder)
         try:
-            return _read(descriptor, name, most_bytes)
+            return _read(descriptor, name, most_bytes, check)
         finally:
             os.close(descriptor)
     except OSError as error:
@@ -53,10 +73,17 @@ def read_with_status(path: Path | str, *, most_bytes: int) -> tuple[bytes, os.st
         raise
 
 
-def _read(descriptor: int, name: str, most_bytes: int) -> tuple[bytes, os.stat_result]:
+def _read(
+    descriptor: int,
+    name: str,
+    most_bytes: int,
+    check: Callable[[os.stat_result], None] | None,
+) -> tuple[bytes, os.stat_result]:
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):
         raise DamageError(f"{name}: expected a regular file, got another kind")
+    if check is not None:
+        check(status)
     if status.st_size > most_bytes:
         raise DamageError(f"{name}: expected at most {most_bytes} bytes, got {status.st_size}")
     content = b""
@@ -69,10 +96,20 @@ def _read(descriptor: int, name: str, most_bytes: int) -> tuple[bytes, os.stat_r
     return content, status
 
 
-def write_new(path: Path, content: bytes, *, mode: int = 0o600, waits: bool = True) -> None:
-    """Write a file that must not exist yet, and wait for the disk unless that is too much."""
+def write_new(
+    path: Path | str,
+    content: bytes,
+    *,
+    mode: int = 0o600,
+    waits: bool = True,
+    folder: int | None = None,
+) -> None:
+    """Write a file that must not exist yet, and wait for the disk unless that is too much.
+
+    ``folder`` is the descriptor of an open folder that ``path`` starts from.
+    """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    with os.fdopen(os.open(path, flags, mode), "wb") as file:
+    with os.fdopen(os.open(path, flags, mode, dir_fd=folder), "wb") as file:
         file.write(content)
         file.flush()
         if waits:
@@ -98,14 +135,22 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def identity_of(path: Path) -> Identity | None:
-    """Return which file or folder stands at a path now, or None if none does."""
+def identity_of(path: Path | str, folder: int | None = None) -> Identity | None:
+    """Return which file or folder stands at a path now, or None if none does.
+
+    ``folder`` is the descriptor of an open folder that ``path`` starts from.
+    """
     try:
-        status = path.lstat()
+        status = os.stat(path, dir_fd=folder, follow_symlinks=False)
     except OSError as error:
         if is_gone(error):
             return None
         raise
+    return identity_of_status(status)
+
+
+def identity_of_status(status: os.stat_result) -> Identity:
+    """Return which file or folder has a status."""
     # With the time, because a new folder may get the number of one that was just deleted.
     return status.st_dev, status.st_ino, status.st_mtime_ns
 

@@ -10,10 +10,11 @@ from pathlib import Path
 
 from mlagen.cache import disposal, eviction
 from mlagen.cache.entry import CacheEntry, OtherSchemaError, read_entry
-from mlagen.cache.files import DamageError, Identity, identity_of, is_gone
+from mlagen.cache.files import DamageError, Identity, is_gone
+from mlagen.cache.folder import open_below
 from mlagen.cache.key import CacheKey
 from mlagen.cache.layout import Layout, is_toolchain
-from mlagen.cache.trust import require_trusted
+from mlagen.cache.trust import UntrustedError
 
 # Why there is no entry, from the usual reason to the one that tells most.
 REASONS = ("absent", "other toolchain", "unreadable", "damaged")
@@ -64,8 +65,17 @@ class Layers:
 
         If ``is_dry``, nothing is moved, noted or logged.
         """
-        misses = [LookUp(reason="absent")]
+        misses = []
         for layout in chain((self._own,), self.read_only()):
+            found = self._look_in(layout, key, is_dry=is_dry)
+            if found.entry is not None:
+                return found
+            misses.append(found)
+        return _most_telling(misses)
+
+    def _look_in(self, layout: Layout, key: CacheKey, *, is_dry: bool) -> LookUp:
+        misses = [LookUp(reason="absent")]
+        try:
             for toolchain in _toolchains_of(layout, key):
                 found = self._open(layout, layout.entry(key.digest, toolchain), is_dry=is_dry)
                 if found.entry is not None:
@@ -73,7 +83,9 @@ class Layers:
                 misses.append(found)
             if set(_kept_toolchains(layout, key)) - {key.toolchain}:
                 misses.append(LookUp(reason="other toolchain"))
-        return max(misses, key=lambda miss: REASONS.index(miss.reason or ""))
+        except UntrustedError as error:
+            misses.append(self._unreadable(layout, error, is_dry=is_dry))
+        return _most_telling(misses)
 
     def warn_once(self, layout: Layout, error: OSError) -> None:
         """Say that a layer cannot be used, once."""
@@ -87,29 +99,34 @@ class Layers:
 
     def _open(self, layout: Layout, folder: Path, *, is_dry: bool) -> LookUp:
         """Return what lies in the folder of an entry, or why it cannot be used."""
-        key, toolchain = folder.parts[-2:]
+        *above, toolchain = folder.relative_to(layout.version).parts
         seen = None
         try:
-            if seen := identity_of(folder):
-                require_trusted(layout, folder)
-                entry = read_entry(folder, key=key, toolchain=toolchain)
-                if layout is self._own and not is_dry:
-                    eviction.renew(folder)
-                return LookUp(entry=entry, layer=layout.root)
+            with open_below(layout, *above) as of_key:
+                if seen := of_key.identity_of(toolchain):
+                    with of_key.entry(toolchain) as opened:
+                        entry = read_entry(opened, key=of_key.name, toolchain=toolchain)
+                        if layout is self._own and not is_dry:
+                            eviction.renew(opened)
+                        return LookUp(entry=entry, layer=layout.root)
         except OtherSchemaError as other:
             # The schema is part of the digest, so that no other version has entries of this key.
             # What claims so all the same is not ours: it is neither read nor removed.
             return LookUp(reason="unreadable", problem=str(other))
         except DamageError as damage:
-            if is_dry or self._set_aside(layout, folder, damage, seen):
+            is_damage = _identity_now(layout, folder) == seen  # else it was only removed
+            if is_damage and (is_dry or self._set_aside(layout, folder, damage, seen)):
                 return LookUp(reason="damaged", problem=str(damage))
         except OSError as error:
             if not is_gone(error):
-                if not is_dry:
-                    self.warn_once(layout, error)
-                problem = f"{error.strerror or error}: {error.filename or folder}"
-                return LookUp(reason="unreadable", problem=problem)
+                return self._unreadable(layout, error, is_dry=is_dry)
         return LookUp(reason="absent")
+
+    def _unreadable(self, layout: Layout, error: OSError, *, is_dry: bool) -> LookUp:
+        if not is_dry:
+            self.warn_once(layout, error)
+        problem = f"{error.strerror or error}: {error.filename or layout.root}"
+        return LookUp(reason="unreadable", problem=problem)
 
     def _set_aside(
         self, layout: Layout, folder: Path, damage: DamageError, seen: Identity | None
@@ -122,7 +139,7 @@ class Layers:
         try:
             cell = disposal.quarantine(layout, folder, str(damage), seen=seen)
         except OSError as error:
-            if is_gone(error) and identity_of(folder) != seen:
+            if is_gone(error) and _identity_now(layout, folder) != seen:
                 return False  # somebody is clearing all of it
             if self._is_first(folder):
                 message = "cache: damaged entry stays at %s, %s: %s"
@@ -138,6 +155,10 @@ class Layers:
         return self._warned.setdefault(subject, mine) is mine
 
 
+def _most_telling(misses: Sequence[LookUp]) -> LookUp:
+    return max(misses, key=lambda miss: REASONS.index(miss.reason or ""))
+
+
 def _toolchains_of(layout: Layout, key: CacheKey) -> list[str]:
     """Return the compilers whose entry may serve ``key``, the newest first."""
     if key.is_exact:
@@ -149,10 +170,22 @@ def _toolchains_of(layout: Layout, key: CacheKey) -> list[str]:
 def _kept_toolchains(layout: Layout, key: CacheKey) -> list[str]:
     """Return the compilers that a layer has entries of for a key."""
     try:
-        names = [path.name for path in layout.of_key(key.digest).iterdir()]
+        with open_below(layout, *layout.of_key(key.digest).relative_to(layout.version).parts) as at:
+            return sorted(filter(is_toolchain, at.names()))
+    except UntrustedError:
+        raise
     except OSError:
         return []
-    return sorted(filter(is_toolchain, names))
+
+
+def _identity_now(layout: Layout, folder: Path) -> Identity | None:
+    """Return what stands in the place of an entry by now, or None if nothing does."""
+    *above, toolchain = folder.relative_to(layout.version).parts
+    try:
+        with open_below(layout, *above) as of_key:
+            return of_key.identity_of(toolchain)
+    except OSError:
+        return None
 
 
 def _version(toolchain: str) -> list[int]:

@@ -104,12 +104,12 @@ def is_toolchain(name: str) -> bool:
     return _TOOLCHAIN.fullmatch(name) is not None
 
 
-def is_abandoned(staged: Path) -> bool:
-    """Whether whoever wrote in a staging folder will not come back to it."""
+def is_abandoned(name: str, changed: float) -> bool:
+    """Whether the writer of a staging folder of that name and last change has left it for good."""
     # The distance, not the age: a time far in the future comes from a clock that was set back.
-    if abs(time.time() - staged.lstat().st_mtime) < _ABANDONED_AFTER_S:
+    if abs(time.time() - changed) < _ABANDONED_AFTER_S:
         return False
-    owner, _, _random = staged.name.rpartition(".")
+    owner, _, _random = name.rpartition(".")
     owner, _, pid = owner.rpartition(".")
     is_ours = owner.partition(".")[2] == os.uname().nodename
     return not (is_ours and pid.isdecimal() and _is_running(int(pid)))

@@ -13,7 +13,6 @@ from mlagen.artifacts import Build
 from mlagen.cache import catalog, disposal, eviction
 from mlagen.cache.catalog import StoredEntry
 from mlagen.cache.entry import CUBIN, ELF_MAGIC, CacheEntry, Manifest
-from mlagen.cache.files import identity_of
 from mlagen.cache.flight import SingleFlight
 from mlagen.cache.key import CacheKey
 from mlagen.cache.layers import Layers, LookUp
@@ -196,11 +195,11 @@ class KernelStore:
         return list(self.entries(layers=True, prefix=prefix))
 
     def verify(self, stored: StoredEntry) -> str | None:
-        """Read every file of an entry and return what is wrong with it, or None."""
+        """Do what :func:`mlagen.cache.catalog.verify` does."""
         return catalog.verify(stored)
 
     def quarantine(self, stored: StoredEntry, reason: str) -> Path | None:
-        """Move an entry to the quarantine and return its place there, None if it was gone.
+        """Move an entry as it was listed to the quarantine; return its place, None if it is gone.
 
         Raises
         ------
@@ -208,8 +207,7 @@ class KernelStore:
             If it cannot be moved.
         """
         with refusals(stored.path):
-            seen = identity_of(stored.path)
-            return disposal.quarantine(self._layout, stored.path, reason, seen=seen)
+            return disposal.quarantine(self._layout, stored.path, reason, seen=stored.identity)
 
     def remove(self, stored: StoredEntry) -> None:
         """Delete an entry; whoever has read it keeps it, and its absence is no error.
@@ -243,12 +241,14 @@ class KernelStore:
         Raises
         ------
         CacheError
-            If the staging folder cannot be read.
+            If the staging folder cannot be read, or others can change a folder.
         """
-        staging = self.sweep()
-        quarantined = disposal.limit_quarantine(self._layout)
-        evicted = eviction.evict(self._layout, self._max_bytes) if self._max_bytes else []
-        return Collected(staging, quarantined, tuple(evicted))
+        with refusals(self._layout.root):
+            for _ in eviction.weights(self._layout):  # before anything goes, all is looked at
+                pass
+            evicted = eviction.evict(self._layout, self._max_bytes) if self._max_bytes else []
+            quarantined = disposal.limit_quarantine(self._layout)
+        return Collected(self.sweep(), quarantined, tuple(evicted))
 
     def sweep(self) -> int:
         """Delete what dead processes left in the staging folder; return how many folders.

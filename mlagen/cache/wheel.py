@@ -18,8 +18,8 @@ from packaging.utils import InvalidName, canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 from mlagen import __version__
-from mlagen.cache.bundle import Packed, total_bytes
-from mlagen.cache.bundle_writing import OnProgress, announce, finished, read_files, replacing
+from mlagen.cache.bundle import Packed
+from mlagen.cache.bundle_writing import OnProgress, finished, packed_entries, replacing
 from mlagen.cache.catalog import StoredEntry
 from mlagen.cache.layout import Layout
 from mlagen.cache.opening import PACKAGES
@@ -86,23 +86,24 @@ def export_wheel(
         raise ArgumentError(
             f"version: expected one such as 1.0 or 1.0.post1, got {version!r}"
         ) from None
-    announced = announce(stored)
-    done, total = 0, total_bytes(announced.values())
+    entries = []
+    done, total = 0, sum(one.size_bytes for one in stored)
     target = folder / f"{package}-{version}-py3-none-any.whl"
     layout = Layout(Path(package))  # relative: the names in the wheel
     with replacing(target) as file:
         with zipfile.ZipFile(file, "w") as archive:
             wheel = _Wheel(archive)
             wheel.write(f"{package}/__init__.py", b'"""Kernels for mlagen; there is no code."""\n')
-            for path, entry in announced.items():
+            for entry, contents in packed_entries(stored):
+                entries.append(entry)
                 place = PurePosixPath(layout.entry(entry.key, entry.toolchain))
-                for file_name, content in read_files(path, entry).items():
+                for file_name, content in contents.items():
                     wheel.write(f"{place}/{file_name}", content)
                 done += entry.size_bytes
                 if on_progress is not None:
                     on_progress(done, total)
             wheel.finish(package, name, version)
-        return target, finished(file, announced)
+        return target, finished(file, entries)
 
 
 class _Wheel:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mlagen import errors
+from mlagen.cache.disposal import discard_staged
 from mlagen.cache.key import CacheKey
 from mlagen.cache.layout import Layout
 from mlagen.engine import key_of
@@ -175,6 +175,6 @@ def _death(status: int, err: str) -> CompileError:
 
 def _clear_staging(key: CacheKey, pid: int) -> None:
     """Remove what a dead worker was writing; nobody else would for an hour."""
-    staging = Layout(current_settings().cache_dir).staging
-    for staged in staging.glob(f"{key.digest}.{os.uname().nodename}.{pid}.*"):
-        shutil.rmtree(staged, ignore_errors=True)
+    settings = current_settings()
+    layout = Layout(settings.cache_dir, settings.trusts_shared)
+    discard_staged(layout, f"{key.digest}.{os.uname().nodename}.{pid}.")

@@ -15,7 +15,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from mlagen.artifacts import Build
+from mlagen.cache.entry import CacheEntry, read_entry
+from mlagen.cache.folder import Folder, open_below
 from mlagen.cache.key import CacheKey
+from mlagen.cache.layout import Layout
 from mlagen.cache.store import KernelStore
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,6 +49,24 @@ def make_store(folder: Path, *, lock_timeout_s: float = 60.0) -> KernelStore:
 def entry_folder(folder: Path, key: CacheKey) -> Path:
     """Return where ``make_store(folder)`` keeps the entry of ``key``."""
     return folder / "cache/v1/e" / key.digest[:2] / key.digest / key.toolchain
+
+
+def read_at(folder: Path, *, key: str, toolchain: str) -> CacheEntry:
+    """Return the entry in a folder, verified, as a store reads it."""
+    with opened(folder) as entry:
+        return read_entry(entry, key=key, toolchain=toolchain)
+
+
+def opened(folder: Path) -> Folder:
+    """Return the folder of an entry, open."""
+    layout = Layout(folder.parents[4])
+    return open_below(layout, *folder.relative_to(layout.version).parts)
+
+
+def full_path(name: object, folder: int | None = None) -> Path:
+    """Return the path of a name that a call was given, with the open folder it starts from."""
+    start = Path() if folder is None else Path(f"/proc/self/fd/{folder}").readlink()
+    return start / str(name)
 
 
 def tree(folder: Path) -> list[str]:

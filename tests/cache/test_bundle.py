@@ -15,7 +15,7 @@ from mlagen.cache.bundle import (
     index_to_json,
     total_bytes,
 )
-from mlagen.cache.bundle_writing import announce
+from mlagen.cache.bundle_writing import packed_entries
 from mlagen.cache.entry import FileFacts
 from mlagen.cache.files import DamageError
 from tests.cache.bundle_cases import filled_store, key_for
@@ -32,7 +32,7 @@ ENTRY = BundledEntry(
 
 def test_what_is_written_is_what_is_read(tmp_path: Path) -> None:
     """Entries come back as they were announced."""
-    entries = tuple(announce(list(filled_store(tmp_path).entries())).values())
+    entries = tuple(entry for entry, _ in packed_entries(list(filled_store(tmp_path).entries())))
 
     read = index_from_json(index_to_json(entries), most_bytes=total_bytes(entries))
 
@@ -41,7 +41,8 @@ def test_what_is_written_is_what_is_read(tmp_path: Path) -> None:
 
 def test_it_says_what_people_want_to_know(tmp_path: Path) -> None:
     """Version, total, and of each entry the key, the compiler, the kernel and its files."""
-    entries = announce(list(filled_store(tmp_path, "mla_decode").entries())).values()
+    stored = list(filled_store(tmp_path, "mla_decode").entries())
+    entries = [entry for entry, _ in packed_entries(stored)]
 
     index = json.loads(index_to_json(entries))
 

@@ -97,7 +97,7 @@ def test_quarantine_that_fails_leaves_no_cell(
     def refuse(*_: object, **__: object) -> None:
         raise OSError(30, "Read-only file system")
 
-    monkeypatch.setattr(Path, "rename", refuse)
+    monkeypatch.setattr(os, "rename", refuse)
 
     with pytest.raises(OSError, match="Read-only"):
         disposal.quarantine(layout, entry, "bad", seen=identity_of(entry))

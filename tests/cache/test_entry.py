@@ -18,7 +18,6 @@ from mlagen.cache.entry import (
     CacheEntry,
     Manifest,
     OtherSchemaError,
-    read_entry,
 )
 from mlagen.cache.files import DamageError
 from mlagen.cache.layout import Layout
@@ -37,7 +36,7 @@ def folder(tmp_path: Path) -> Path:
 
 def read(folder: Path) -> CacheEntry:
     """Read the entry of ``KEY``."""
-    return read_entry(folder, key=KEY.digest, toolchain=KEY.toolchain)
+    return builds.read_at(folder, key=KEY.digest, toolchain=KEY.toolchain)
 
 
 def test_manifest_says_what_when_where_and_by_whom() -> None:
@@ -142,7 +141,7 @@ def test_read_entry_refuses_the_entry_of_another_key(
 ) -> None:
     """A folder that was copied to another place is not served there."""
     with pytest.raises(DamageError, match=r"expected .* by .*, got .* by "):
-        read_entry(folder, key=key, toolchain=toolchain)
+        builds.read_at(folder, key=key, toolchain=toolchain)
 
 
 @pytest.mark.parametrize("kept", [0, 1, 63, len(builds.CUBIN) // 2, len(builds.CUBIN) - 1])

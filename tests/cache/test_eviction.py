@@ -15,9 +15,11 @@ from mlagen.counts import counters
 from tests.cache.builds import (
     CUBIN,
     entry_folder,
+    full_path,
     make_build,
     make_key,
     make_store,
+    opened,
     tree,
 )
 from tests.faults.steps import store_in
@@ -120,14 +122,14 @@ def test_an_entry_that_cannot_be_moved_is_no_end(
     layout: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next ones go instead."""
-    stuck, rename = entry_folder(tmp_path, KEYS[0]), Path.rename
+    stuck, rename = entry_folder(tmp_path, KEYS[0]), os.rename
 
-    def refuse(path: Path, target: Path) -> Path:
-        if path == stuck:
+    def refuse(name: str, new: str, **folders: int) -> None:
+        if full_path(name, folders.get("src_dir_fd")) == stuck:
             raise PermissionError(13, "Permission denied")
-        return rename(path, target)
+        rename(name, new, **folders)
 
-    monkeypatch.setattr(Path, "rename", refuse)
+    monkeypatch.setattr(os, "rename", refuse)
 
     evicted = evict(layout, size_of(layout) // 2)
 
@@ -163,9 +165,8 @@ def test_a_use_is_noted_once_an_hour(
     assert manifest.read_bytes() == content
 
 
-def test_a_use_that_cannot_be_noted_is_not(
-    layout: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("layout")
+def test_a_use_that_cannot_be_noted_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk that is read-only, or an entry that is gone, is no error."""
 
     def refuse(*_: object, **__: object) -> None:
@@ -173,8 +174,12 @@ def test_a_use_that_cannot_be_noted_is_not(
 
     monkeypatch.setattr(os, "utime", refuse)
 
-    renew(entry_folder(tmp_path, KEYS[0]))
-    renew(layout.entries / "gone")
+    folder = entry_folder(tmp_path, KEYS[0])
+    with opened(folder) as entry:
+        renew(entry)
+        folder.rename(tmp_path / "elsewhere")
+        renew(entry)
+    (tmp_path / "elsewhere").rename(folder)
 
     assert left(tmp_path) == list(range(10))
 
@@ -227,10 +232,10 @@ def test_a_note_that_cannot_be_written_leaves_nothing(
 ) -> None:
     """Staging is empty afterwards, and nobody is told."""
 
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "replace", refuse)
+    monkeypatch.setattr(os, "rename", refuse)
 
     evict(layout, 1 << 30)
 

@@ -179,7 +179,7 @@ def test_damage_that_cannot_be_moved_costs_a_build_only(
         raise OSError(30, "Read-only file system")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "mkdir", refuse)
+        patch.setattr(os, "mkdir", refuse)
         entry = store.find_or_build(KEY, make_build)
 
     assert entry.cubin == builds.CUBIN

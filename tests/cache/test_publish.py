@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from mlagen.cache import publish as publish_module
-from mlagen.cache.entry import Manifest, read_entry
+from mlagen.cache.entry import Manifest
+from mlagen.cache.folder import Folder
 from mlagen.cache.layout import Layout
 from mlagen.cache.publish import publish, require_writable
 from tests.cache import builds
@@ -56,7 +56,7 @@ def test_the_first_publication_stays(tmp_path: Path) -> None:
     folders = [publish_cubin(tmp_path, first), publish_cubin(tmp_path, second)]
 
     assert folders[0] == folders[1]
-    assert read_entry(folders[0], key=KEY.digest, toolchain=KEY.toolchain).cubin == first
+    assert builds.read_at(folders[0], key=KEY.digest, toolchain=KEY.toolchain).cubin == first
     assert list((tmp_path / "v1/staging").iterdir()) == []
 
 
@@ -66,10 +66,10 @@ def test_an_empty_folder_is_no_entry_to_lose_against(tmp_path: Path) -> None:
 
     folder = publish_cubin(tmp_path)
 
-    assert read_entry(folder, key=KEY.digest, toolchain=KEY.toolchain).cubin == builds.CUBIN
+    assert builds.read_at(folder, key=KEY.digest, toolchain=KEY.toolchain).cubin == builds.CUBIN
 
 
-@pytest.mark.parametrize("step", ["make_folder", "write_new", "sync_folder", "_rename"])
+@pytest.mark.parametrize("step", ["make", "write", "sync", "move"])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EMFILE])
 def test_a_step_that_the_disk_refuses_leaves_nothing(
     step: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -79,7 +79,7 @@ def test_a_step_that_the_disk_refuses_leaves_nothing(
     def refuse(*_: object, **__: object) -> None:
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(publish_module, step, refuse)
+    monkeypatch.setattr(Folder, step, refuse)
     (tmp_path / "v1/staging").mkdir(parents=True)
 
     with pytest.raises(OSError, match=os.strerror(code)):
@@ -110,7 +110,7 @@ def test_a_process_killed_at_any_step_leaves_no_half_entry(tmp_path: Path) -> No
         status = builds.in_child(lambda: publish_and_die(root, step))  # noqa: B023 - called at once
         whole = [path.parent for path in root.rglob("v1/e/*/*/*/manifest.json")]
         for folder in whole:
-            assert read_entry(folder, key=KEY.digest, toolchain=KEY.toolchain)
+            assert builds.read_at(folder, key=KEY.digest, toolchain=KEY.toolchain)
         publish_cubin(root)
         outcomes.append((status, len(whole)))
         if status == 0:
@@ -133,7 +133,7 @@ def test_require_writable_refuses_a_read_only_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A folder that exists and may not be written is an OSError, before anything is tried."""
-    monkeypatch.setattr(os, "access", lambda *_: False)
+    monkeypatch.setattr(os, "access", lambda *_, **__: False)
 
     with pytest.raises(PermissionError, match="staging"):
         require_writable(Layout(tmp_path))

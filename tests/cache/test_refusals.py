@@ -11,7 +11,7 @@ import pytest
 
 from mlagen.cache import disposal
 from mlagen.cache import layers as layers_module
-from mlagen.cache import publish as publish_module
+from mlagen.cache.folder import Folder
 from mlagen.cache.layout import Layout
 from mlagen.cache.store import KernelStore
 from mlagen.errors import CacheError
@@ -84,7 +84,7 @@ def test_a_full_disk_is_no_end(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(publish_module, "write_new", refuse)
+        patch.setattr(Folder, "write", refuse)
         kept = [store.find_or_build(make_key(name), make_build) for name in ("one", "two")]
     published = store.find_or_build(make_key("three"), make_build)
 
@@ -170,7 +170,7 @@ def test_what_cannot_be_moved_is_a_cache_error(
         raise OSError(30, "Read-only file system")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "rename", refuse)
+        patch.setattr(os, "rename", refuse)
         with pytest.raises(CacheError, match="got Read-only file system: ") as caught:
             verbs[verb]()
 

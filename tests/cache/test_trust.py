@@ -9,14 +9,10 @@ from pathlib import Path
 import pytest
 
 from mlagen.cache.files import DamageError
+from mlagen.cache.folder import open_below, require_trusted_layout
 from mlagen.cache.layout import Layout
-from mlagen.cache.trust import (
-    require_own_folder,
-    require_trusted,
-    require_trusted_above,
-    require_trusted_folder,
-)
-from tests.cache.builds import entry_folder, make_build, make_key, make_store
+from mlagen.cache.trust import require_own_folder
+from tests.cache.builds import entry_folder, make_build, make_key, make_store, opened
 
 KEY = make_key()
 
@@ -25,7 +21,17 @@ KEY = make_key()
 def layout(tmp_path: Path) -> Layout:
     """Return the layout of a cache with one entry."""
     make_store(tmp_path).find_or_build(KEY, make_build)
+    (tmp_path / "cache/v1/quarantine").mkdir(mode=0o700)
     return Layout(tmp_path / "cache")
+
+
+def require_trusted(layout: Layout, entry: Path | None = None) -> None:
+    """Pass the gate, and go down to an entry."""
+    require_trusted_layout(layout)
+    if entry is not None:
+        *above, toolchain = entry.relative_to(layout.version).parts
+        with open_below(layout, *above) as key, key.entry(toolchain):
+            pass
 
 
 def entry_of(layout: Layout) -> Path:
@@ -52,6 +58,7 @@ PLACES: dict[str, Callable[[Layout], Path]] = {
     "the layout": lambda layout: layout.version,
     "the entries": lambda layout: layout.entries,
     "the staging": lambda layout: layout.staging,
+    "the quarantine": lambda layout: layout.quarantine,
     "the shard": lambda layout: entry_of(layout).parents[1],
     "the key": lambda layout: entry_of(layout).parent,
     "the entry": entry_of,
@@ -93,11 +100,12 @@ def test_a_shared_layout_trusts_all(mode: int, layout: Layout) -> None:
     """Whoever says so has been asked."""
     for place in PLACES.values():
         place(layout).chmod(mode)
+    (entry_of(layout) / "manifest.json").chmod(0o666)
     shared = Layout(layout.root, is_shared=True)
 
     require_trusted(shared, entry_of(layout))
-    require_trusted_above(shared, entry_of(layout))
-    require_trusted_folder(shared, layout.quarantine)
+    with open_below(shared, *entry_of(layout).relative_to(layout.version).parts) as entry:
+        assert entry.read("manifest.json", most_bytes=1 << 20)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a folder away")
@@ -123,9 +131,13 @@ def test_a_folder_of_root_is_trusted(layout: Layout, monkeypatch: pytest.MonkeyP
             require_trusted(layout)
 
 
+@pytest.mark.parametrize("is_shared", [False, True], ids=["own", "shared"])
 @pytest.mark.parametrize("place", list(PLACES)[1:])
-def test_a_link_inside_is_not_trusted(place: str, layout: Layout, tmp_path: Path) -> None:
+def test_a_link_inside_is_not_trusted(
+    place: str, is_shared: bool, layout: Layout, tmp_path: Path
+) -> None:
     """Wherever it leads; an entry that is one is no folder, which is damage."""
+    layout = Layout(layout.root, is_shared)
     folder = PLACES[place](layout)
     folder.rename(tmp_path / "elsewhere")
     folder.symlink_to(tmp_path / "elsewhere")
@@ -154,11 +166,45 @@ def test_what_is_no_folder_is_told_apart(layout: Layout) -> None:
     layout.staging.rmdir()
     layout.staging.touch()
 
+    require_trusted(layout, entry_of(layout))
     with pytest.raises(NotADirectoryError):
-        require_trusted(layout)
-    layout.staging.unlink()
+        open_below(layout, "staging", makes=True)
     with pytest.raises(DamageError, match=r"^nvrtc-1\.2\.3: expected a folder, got another kind$"):
         require_trusted(layout, layout.of_key(KEY.digest) / "nvrtc-1.2.3")
+
+
+@pytest.mark.parametrize("mode", [0o620, 0o602, 0o666], ids="{:04o}".format)
+def test_a_file_that_others_may_write_is_not_read(mode: int, layout: Layout) -> None:
+    """The status is that of the file that was opened, and the error names it."""
+    file = entry_of(layout) / "kernel.cubin"
+    file.chmod(mode)
+
+    expected = f"mode {mode:04o}, which lets others write, at {file} "
+    with opened(file.parent) as entry, pytest.raises(PermissionError, match=expected):
+        entry.read(file.name, most_bytes=1 << 20)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a file away")
+def test_a_file_of_another_user_is_not_read(layout: Layout) -> None:
+    """Whatever its mode, and though the folder is one's own."""
+    file = entry_of(layout) / "kernel.cubin"
+    os.chown(file, 65534, -1)
+
+    expected = f"a file of user 65534 at {file} "
+    with opened(file.parent) as entry, pytest.raises(PermissionError, match=expected):
+        entry.read(file.name, most_bytes=1 << 20)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a link away")
+def test_a_link_to_the_root_is_its_makers(layout: Layout, tmp_path: Path) -> None:
+    """Another user does not say where one's cache is; in a shared cache, that user may."""
+    link = tmp_path / "link"
+    link.symlink_to(layout.root)
+    os.chown(link, 65534, -1, follow_symlinks=False)
+
+    with pytest.raises(PermissionError, match=f"a symbolic link of user 65534 at {link} "):
+        require_trusted(Layout(link))
+    require_trusted(Layout(link, is_shared=True))
 
 
 def test_advice_is_that_of_the_caller(tmp_path: Path) -> None:

@@ -81,9 +81,8 @@ def watch(
 
     real_open, real_fdopen = os.open, os.fdopen
     for owner, name in (
-        (Path, "mkdir"),
-        (Path, "rename"),
-        (Path, "replace"),
+        (os, "mkdir"),
+        (os, "rename"),
         (os, "utime"),
         (os, "unlink"),
         (os, "rmdir"),

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from mlagen.artifacts import Build
-from mlagen.cache.entry import read_entry
 from mlagen.cache.key import CacheKey
 from mlagen.cache.layout import Layout
 from tests.cache import builds
@@ -138,7 +137,7 @@ def leaves(folder: Path) -> bool:
     """Whether the entry of ``KEY`` is in its place; half of one is an error."""
     path = entry_folder(folder, KEY)
     if path.exists():
-        read_entry(path, key=KEY.digest, toolchain=KEY.toolchain)
+        builds.read_at(path, key=KEY.digest, toolchain=KEY.toolchain)
     return path.exists()
 
 

@@ -39,9 +39,9 @@ class Fault:
             raise OSError(self._code, os.strerror(self._code))
 
 
-def steps_of_a_build(tmp_path: Path) -> int:
+def steps_of_a_build(tmp_path: Path, code: int) -> int:
     """Return how many steps can be refused while a kernel is built and published."""
-    fault = Fault(errno.ENOSPC, -1, lasting=False)
+    fault = Fault(code, -1, lasting=False)
     with pytest.MonkeyPatch.context() as patch:
         watch(patch, before=fault)
         ask(tmp_path / "sound")
@@ -60,7 +60,7 @@ def test_a_refusal_at_any_step_costs_no_kernel(
     """At each step of a build: the kernel, one warning if it stays in memory, no half entry."""
     published = []
     wanted = (KEY, OTHER) if lasting else (KEY,)
-    for number in range(1, steps_of_a_build(tmp_path) + 1):
+    for number in range(1, steps_of_a_build(tmp_path, code) + 1):
         folder, fault = tmp_path / str(number), Fault(code, number, lasting=lasting)
         caplog.clear()
         with pytest.MonkeyPatch.context() as patch:

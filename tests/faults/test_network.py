@@ -7,6 +7,7 @@ import fcntl
 import itertools
 import os
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,20 +31,20 @@ OTHER_CUBIN = builds.CUBIN + b"of another build"
 @contextmanager
 def before_reading(act: Callable[[Path], object]) -> Iterator[None]:
     """Have ``act`` called with the path before each call that looks at a file or a folder."""
-    real_open, real_stat = os.open, Path.stat
+    real_open, real_stat = os.open, os.stat
 
     def open_(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
         if not flags & os.O_CREAT:
-            act(Path(path))
+            act(builds.full_path(path, kwargs.get("dir_fd")))
         return real_open(path, flags, *args, **kwargs)
 
-    def stat(path: Path, **kwargs: Any) -> os.stat_result:
-        act(path)
+    def stat(path: Any, **kwargs: Any) -> os.stat_result:
+        act(builds.full_path(path, kwargs.get("dir_fd")))
         return real_stat(path, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "open", open_)
-        patch.setattr(Path, "stat", stat)
+        patch.setattr(os, "stat", stat)
         yield
 
 
@@ -107,8 +108,12 @@ def test_a_handle_that_goes_stale_while_open_costs_no_kernel(
     ask(tmp_path)
     build = CountedBuild()
 
-    def fail(*_: object) -> None:
-        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+    real, status_of = getattr(os, call), os.fstat
+
+    def fail(descriptor: int, *args: object) -> object:
+        if stat.S_ISREG(status_of(descriptor).st_mode):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return real(descriptor, *args)
 
     with monkeypatch.context() as patch:
         patch.setattr(os, call, fail)
@@ -127,15 +132,15 @@ def test_who_is_second_keeps_its_bytes_and_leaves_no_trace(
 ) -> None:
     """Whatever a file system calls a place that is taken, the first entry stays."""
     target = entry_folder(tmp_path, KEY)
-    real, refused = Path.rename, []
+    real, refused = os.rename, []
 
-    def rename(path: Path, new: Path) -> Path:
-        if new == target and target.exists():
+    def rename(path: str, new: str, **folders: int) -> None:
+        if builds.full_path(new, folders.get("dst_dir_fd")) == target and target.exists():
             refused.append(path)
             raise OSError(code, os.strerror(code))
-        return real(path, new)
+        real(path, new, **folders)
 
-    monkeypatch.setattr(Path, "rename", rename)
+    monkeypatch.setattr(os, "rename", rename)
 
     def build() -> Build:
         rival = make_store(tmp_path / "rival")
@@ -156,14 +161,14 @@ def test_a_rename_whose_answer_was_lost_is_a_publication(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A server that is asked twice says that the first name is gone; the entry is there."""
-    real = Path.rename
+    real = os.rename
 
-    def rename_twice(path: Path, new: Path) -> Path:
-        real(path, new)
-        return real(path, new)
+    def rename_twice(path: str, new: str, **folders: int) -> None:
+        real(path, new, **folders)
+        real(path, new, **folders)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "rename", rename_twice)
+        patch.setattr(os, "rename", rename_twice)
         entry = ask(tmp_path)
 
     assert entry.path == entry_folder(tmp_path, KEY)
@@ -185,7 +190,6 @@ def test_files_that_others_have_open_delay_deletion_and_nothing_else(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "rmdir", busy)
-        patch.setattr(Path, "rmdir", busy)
         store.remove(stored)
         absent = store.find(KEY)
         entry = ask(tmp_path)

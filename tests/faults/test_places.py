@@ -216,15 +216,16 @@ def test_a_folder_that_vanishes_while_publishing_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Whoever evicts the last entry of a key takes its folder from under a builder; no matter."""
-    rename, vanished = Path.rename, list[Path]()
+    rename, vanished = os.rename, list[str]()
 
-    def vanish_first(path: Path, target: Path) -> Path:
+    def vanish_first(name: str, new: str, **folders: int) -> None:
+        target = builds.full_path(new, folders.get("dst_dir_fd"))
         if target == entry_folder(tmp_path, KEY) and len(vanished) < 3:
             shutil.rmtree(tmp_path / "cache/v1/e")
-            vanished.append(path)
-        return rename(path, target)
+            vanished.append(name)
+        rename(name, new, **folders)
 
-    monkeypatch.setattr(Path, "rename", vanish_first)
+    monkeypatch.setattr(os, "rename", vanish_first)
 
     entry = store_in(tmp_path).find_or_build(KEY, make_build)
 

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import os
 import re
 import secrets
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from mlagen.cache.layout import Layout
+from mlagen.errors import CacheError
 from tests.cache import builds
 from tests.cache.builds import ROOT, CountedBuild, entry_folder, make_key, tree
 from tests.faults.steps import KEY, ask, store_in, warnings_in, whole_entries
-from tests.faults.strangers import folder_of
+from tests.faults.strangers import STRANGER, folder_of
 
 OTHER = make_key("another kernel")
+INSIDE = ["cache/v1", "cache/v1/e", "cache/v1/staging", "shard", "key", "entry"]
+LED_HOME = ["cache/v1", "cache/v1/e", "cache/v1/staging", "cache/v1/quarantine"]
 
 
 def test_a_root_behind_a_link_is_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -50,9 +55,6 @@ def test_a_root_behind_a_link_is_held_to_the_same(
     assert len(warnings_in(caplog)) == 1
 
 
-INSIDE = ["cache/v1", "cache/v1/e", "cache/v1/staging", "shard", "key", "entry"]
-
-
 @pytest.mark.parametrize("folder", INSIDE)
 def test_a_link_inside_the_cache_is_not_followed(
     folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -78,6 +80,48 @@ def test_a_link_inside_the_cache_is_not_followed(
     else:
         assert "a symbolic link at " in warnings_in(caplog)[0]
         assert store.look_up(KEY).layer is None
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be two other users")
+@pytest.mark.parametrize(
+    ("place", "is_shared"),
+    # Who trusts others lets them say where the root is.
+    [("cache", False), *itertools.product(LED_HOME, [False, True])],
+)
+def test_a_cache_that_a_stranger_made_first_deletes_nothing_of_its_user(
+    place: str, is_shared: bool
+) -> None:
+    """A link that leads home from a folder with a name that all know is not followed."""
+    with tempfile.TemporaryDirectory() as name:
+        folder, user = Path(name), 1
+        folder.chmod(0o755)
+        home = folder / "home"
+        for inside in ("photos/one", "e/photos/one", "staging/photos/one", "v1/staging/one/two"):
+            (home / inside).mkdir(parents=True)
+        for path in (home, *home.rglob("*")):
+            os.chown(path, user, user)
+            os.utime(path, (0, 0))
+        link = folder / place
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(home)
+        for path in folder.rglob("*"):
+            if not path.is_relative_to(home):
+                os.chown(path, STRANGER, STRANGER, follow_symlinks=False)
+        before = tree(home)
+
+        def work() -> None:
+            os.setgroups([])
+            os.setgid(user)
+            os.setuid(user)
+            store = store_in(folder, is_shared=is_shared, max_bytes=1)
+            assert store.find_or_build(KEY, builds.make_build).cubin == builds.CUBIN
+            for verb in (store.collect, store.clear, store.sweep):
+                with pytest.raises(CacheError, match="expected a trusted folder, got a "):
+                    verb()
+
+        assert builds.in_child(work) == 0
+        assert tree(home) == before
 
 
 @pytest.mark.parametrize("what", ["a link to a file", "a link to a folder", "a folder", "a FIFO"])

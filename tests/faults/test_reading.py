@@ -24,7 +24,8 @@ def refuse(patch: pytest.MonkeyPatch, folder: Path, strike: Callable[[], None]) 
 
     def around(call: Callable[..., Any]) -> Callable[..., Any]:
         def look(subject: Any, *args: Any, **kwargs: Any) -> Any:
-            if isinstance(subject, int) or str(subject).startswith(str(folder)):
+            is_open = isinstance(subject, int) or kwargs.get("dir_fd") is not None
+            if is_open or str(subject).startswith(str(folder)):
                 strike()
             return call(subject, *args, **kwargs)
 

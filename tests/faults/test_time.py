@@ -11,7 +11,7 @@ import pytest
 from mlagen.cache import eviction
 from mlagen.cache.layout import Layout
 from tests.cache import builds
-from tests.cache.builds import CountedBuild, entry_folder, make_build, make_key, tree
+from tests.cache.builds import CountedBuild, entry_folder, full_path, make_build, make_key, tree
 from tests.faults.steps import KEY, ask, store_in, warnings_in, whole_entries
 
 YEAR_S = 365 * 86400.0
@@ -124,18 +124,19 @@ def test_who_is_swept_by_a_machine_with_a_wrong_clock_still_has_its_kernel(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """A builder of another machine loses its publication at most, whole, and says so once."""
-    rename, swept = Path.rename, list[int]()
+    rename, swept = os.rename, list[int]()
     monkeypatch.setattr(Layout, "new_staging", _of_another_host(Layout.new_staging))
 
-    def sweep_first(path: Path, target: Path) -> Path:
+    def sweep_first(name: str, new: str, **folders: int) -> None:
+        target = full_path(new, folders.get("dst_dir_fd"))
         if target == entry_folder(tmp_path, KEY) and not swept:
             with monkeypatch.context() as patch:
-                patch.setattr(Path, "rename", rename)
+                patch.setattr(os, "rename", rename)
                 patch.setattr(time, "time", lambda: REAL_TIME() + ahead_s)
                 swept.append(store_in(tmp_path).sweep())
-        return rename(path, target)
+        rename(name, new, **folders)
 
-    monkeypatch.setattr(Path, "rename", sweep_first)
+    monkeypatch.setattr(os, "rename", sweep_first)
 
     entry = store_in(tmp_path).find_or_build(KEY, make_build)
 

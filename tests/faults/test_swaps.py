@@ -1,0 +1,277 @@
+"""Folders that are swapped or removed between any two looks at them."""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import itertools
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlagen.cache.bundle import BundleError
+from mlagen.cache.bundle_writing import write_bundle
+from mlagen.cache.store import KernelStore
+from mlagen.errors import CacheError
+from tests.cache import builds
+from tests.cache.builds import entry_folder, make_build, make_key, tree
+from tests.faults.steps import KEY, ask, store_in, warnings_in
+from tests.faults.strangers import give_away
+
+CALLS = ("open", "fstat", "stat", "listdir", "mkdir", "rename", "unlink", "rmdir", "utime")
+PLANTED = b"\x7fELF planted"
+KEYS = [make_key(f"family {number}") for number in range(2)]
+
+
+@contextmanager
+def at_step(number: int, act: Callable[[], object]) -> Iterator[list[int]]:
+    """Have ``act`` called before one of the calls that use the disk; give whether it was."""
+    done: list[int] = []
+    steps = itertools.count(1)
+
+    def around(call: Callable[..., Any]) -> Callable[..., Any]:
+        def step(*args: Any, **kwargs: Any) -> Any:
+            if not done and next(steps) == number:
+                done.append(number)
+                act()
+            return call(*args, **kwargs)
+
+        return step
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in CALLS:
+            patch.setattr(os, name, around(getattr(os, name)))
+        yield done
+
+
+def exchange(one: Path, other: Path) -> None:
+    """Swap two names in one step."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    here, flag = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    if libc.renameat2(here, bytes(one), here, bytes(other), flag) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+
+
+def place_in(folder: Path, name: str) -> Path:
+    """Return a folder of the cache in ``folder`` by its name."""
+    entry = entry_folder(folder, KEY)
+    named = {"shard": entry.parents[1], "key": entry.parent, "entry": entry}
+    return named.get(name, folder / "cache" / name)
+
+
+def plant(folder: Path, patch: pytest.MonkeyPatch) -> Path:
+    """Make a cache whose kernel another user has put there, sealed and with its digests."""
+    ask(folder, build=lambda: make_build(PLANTED))
+    planted = folder / "cache"
+    if os.geteuid() == 0:
+        for path in (planted, *planted.rglob("*")):
+            give_away(path, patch)
+    else:
+        planted.chmod(0o777)
+    return planted
+
+
+def test_planted_bytes_are_not_served_whenever_the_cache_is_swapped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is read is what was checked: the kernel of the user, or none."""
+    ask(tmp_path)
+    planted = plant(tmp_path / "planted", monkeypatch)
+    cubins = []
+    for number in itertools.count(1):
+        store = store_in(tmp_path)
+        with at_step(number, lambda: exchange(tmp_path / "cache", planted)) as done:
+            found = store.look_up(KEY)
+        if not done:
+            break
+        exchange(tmp_path / "cache", planted)
+        cubins.append(found.entry.cubin if found.entry else None)
+
+    assert len(cubins) > 15
+    assert set(cubins) == {None, builds.CUBIN}
+
+
+@pytest.mark.parametrize("place", ["v1", "v1/e", "shard", "key", "entry"])
+def test_a_link_swapped_in_is_not_read_through(place: str, tmp_path: Path) -> None:
+    """Even where others are trusted, at whatever moment a folder becomes a link."""
+    served = []
+    for number in itertools.count(1):
+        folder, planted = tmp_path / str(number), tmp_path / str(number) / "planted"
+        ask(folder)
+        ask(planted, build=lambda: make_build(PLANTED))
+        target, link = place_in(folder, place), folder / "link"
+        link.symlink_to(place_in(planted, place))
+        with at_step(number, lambda: exchange(target, link)) as done:  # noqa: B023 - at once
+            found = store_in(folder, is_shared=True).look_up(KEY)
+        if not done:
+            break
+        served.append(found.entry.cubin if found.entry else None)
+
+    assert PLANTED not in served
+    assert builds.CUBIN in served
+
+
+CLEANING: dict[str, Callable[[KernelStore], object]] = {
+    "collect": KernelStore.collect,
+    "clear": KernelStore.clear,
+    "remove": lambda store: store.remove(next(iter(store.entries()))),
+    "quarantine": lambda store: [store.quarantine(one, "bad") for one in store.entries()],
+    "a call": lambda store: store.find_or_build(KEYS[1], make_build),
+}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("place", ["v1", "v1/staging", "v1/quarantine", "shard"])
+@pytest.mark.parametrize("clean", CLEANING.values(), ids=CLEANING)
+def test_nothing_behind_a_link_is_deleted_whenever_it_is_swapped_in(
+    clean: Callable[[KernelStore], object], place: str, tmp_path: Path
+) -> None:
+    """What a link leads to stays, though it appears between the check and the deletion."""
+    victim = tmp_path / "victim"
+    for name in ("e/ab/photos", "staging/photos", "quarantine/photos", "ab/photos", "photos"):
+        (victim / name).mkdir(parents=True)
+        (victim / name / "one").write_bytes(b"precious")
+    for path in victim.rglob("*"):
+        os.utime(path, (0, 0))
+    before = tree(victim)
+    for number in itertools.count(1):
+        folder = tmp_path / str(number)
+        ask(folder)
+        cache, entry = folder / "cache", entry_folder(folder, KEY)
+        os.utime(entry / "manifest.json", (1, 1))
+        for name in ("staging", "quarantine"):
+            (cache / "v1" / name / "trash.elsewhere.1.00/inside").mkdir(parents=True)
+            os.utime(cache / "v1" / name / "trash.elsewhere.1.00", (0, 0))
+        target = place_in(folder, place)
+
+        def swap() -> None:
+            with suppress(FileNotFoundError):
+                target.rename(folder / "aside")  # noqa: B023 - called in this round
+                target.symlink_to(victim)  # noqa: B023
+
+        with at_step(number, swap) as done, suppress(CacheError, StopIteration):
+            clean(store_in(folder, is_shared=True, max_bytes=1))
+        if not done:
+            break
+
+        assert tree(victim) == before
+
+    assert number > 5
+
+
+LOOKING: dict[str, Callable[[KernelStore], object]] = {
+    "list": lambda store: [one.problem for one in store.entries() if one.problem],
+    "verify": lambda store: [one for one in store.entries() if _problem_of(store, one)],
+    "export": lambda store: _export(store) and [],
+    "look up": lambda store: [one for one in map(store.look_up, KEYS) if one.problem],
+}
+
+
+def _problem_of(store: KernelStore, stored: Any) -> str | None:
+    with suppress(FileNotFoundError):
+        return stored.problem or store.verify(stored)
+    return None
+
+
+def _export(store: KernelStore) -> bool:
+    try:
+        write_bundle(list(store.entries()), io.BytesIO())
+    except BundleError as error:
+        assert "all were removed" in str(error)  # noqa: PT017 - it may as well succeed
+    return True
+
+
+def _clear_and_fill(store: KernelStore) -> None:
+    store.clear()
+    _fill(store)
+
+
+def _fill(store: KernelStore) -> None:
+    for key in KEYS:
+        store.find_or_build(key, make_build)
+
+
+REMOVALS: dict[str, Callable[[KernelStore], object]] = {
+    "cleared": KernelStore.clear,
+    "one removed": lambda store: store.remove(next(iter(store.entries()))),
+    "cleared and built again": _clear_and_fill,
+}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("remove", REMOVALS.values(), ids=REMOVALS)
+@pytest.mark.parametrize("look", LOOKING.values(), ids=LOOKING)
+def test_an_entry_removed_at_any_moment_is_not_damaged(
+    look: Callable[[KernelStore], object],
+    remove: Callable[[KernelStore], object],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Whoever reads it finds it gone, or what took its place."""
+    for number in itertools.count(1):
+        store, other = store_in(tmp_path), store_in(tmp_path)
+        _fill(store)
+        with at_step(number, lambda: remove(other)) as done:  # noqa: B023 - called in this round
+            bad = look(store)
+        if not done:
+            break
+
+        assert bad == []
+
+    assert number > 15
+    assert warnings_in(caplog) == []
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+@pytest.mark.parametrize("seconds", [1.5])
+def test_nothing_false_is_said_beside_a_process_that_removes(
+    seconds: float, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Many rounds of every look, while another process clears, removes and builds."""
+    store, rounds = store_in(tmp_path), 0
+    _fill(store)
+    rival = os.fork()
+    if rival == 0:
+        signal.alarm(30)
+        try:
+            for turn in itertools.cycle(REMOVALS.values()):
+                other = store_in(tmp_path)
+                _fill(other)
+                with suppress(StopIteration):
+                    turn(other)
+        finally:
+            os._exit(1)
+    try:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            assert [look(store) for look in LOOKING.values()] == [[]] * len(LOOKING)
+            rounds += 1
+    finally:
+        os.kill(rival, signal.SIGKILL)
+        os.waitpid(rival, 0)
+
+    assert rounds > 5
+    assert warnings_in(caplog) == []
+
+
+def test_damage_that_was_replaced_since_it_was_listed_is_not_moved(tmp_path: Path) -> None:
+    """What goes to the quarantine is the entry that was listed, and no other."""
+    ask(tmp_path)
+    store = store_in(tmp_path)
+    (stored,) = store.entries()
+    store.remove(stored)
+    ask(tmp_path)
+
+    cell = store.quarantine(replace(stored, problem="bad"), "bad")
+
+    assert cell is None
+    assert store.find(KEY) is not None
