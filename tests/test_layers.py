@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # Each layer with what it may import besides itself. A layer is a module or folder of mlagen/;
 # "mlagen" is the package's own __init__.py.
-GROUND = {"counts", "errors", "forks", "settings"}
+GROUND = {"counts", "errors", "forks", "paths", "settings"}
 DATA = GROUND | {"artifacts", "spec"}
 STAGES = {"codegen", "compiler", "cache", "runtime"}
 ENGINE = DATA | STAGES | {"engine", "jit", "recording"}
@@ -26,15 +26,16 @@ LAYERS = {
     "counts": set[str](),
     "errors": set[str](),
     "forks": set[str](),
-    "settings": {"errors"},
+    "paths": set[str](),
+    "settings": {"errors", "paths"},
     "artifacts": {"errors"},
     "spec": {"errors"},
     **dict.fromkeys(STAGES, DATA),
     "jit": GROUND,  # whether a process may compile, and who is told
-    "recording": set[str](),
+    "recording": {"paths"},
     "engine": DATA | STAGES | {"jit", "recording"},
     "api": ENGINE,
-    "models": {"errors", "spec"},
+    "models": {"errors", "paths", "spec"},
     "prewarming": ENGINE | {"models"},
     **dict.fromkeys(DOORS, ENGINE | {"api"}),
     "decode": ENGINE | {"api", "mla"},  # FlashInfer has some names in both

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -97,7 +98,8 @@ def _is_abandoned(staged: Path) -> bool:
 
 
 def _size_of(folder: Path) -> int:
-    return sum(map(_weight_of, folder.rglob("*")))
+    # Not by rglob, which raises where a folder below cannot be listed.
+    return sum(_weight_of(Path(at, name)) for at, _, names in os.walk(folder) for name in names)
 
 
 def _weight_of(path: Path) -> int:

@@ -119,6 +119,7 @@ def _named_kernels(
     if not (files or kernels or logs):
         return None
     from mlagen.errors import ArgumentError
+    from mlagen.paths import MAX_NAMED_BYTES
     from mlagen.prewarming.record_file import read_record
     from mlagen.prewarming.spec_file import read_spec_file, specs_of_file
     from mlagen.spec.text import parse_spec
@@ -127,7 +128,10 @@ def _named_kernels(
     default = ["native"] if archs is None else archs
     for file in files:
         if file == "-":
-            content = sys.stdin.buffer.read()
+            content = sys.stdin.buffer.read(MAX_NAMED_BYTES + 1)
+            if len(content) > MAX_NAMED_BYTES:
+                rule = f"at most {MAX_NAMED_BYTES >> 20} MiB"
+                raise ArgumentError(f"-: expected {rule}, got more")
             specs += specs_of_file("-", content, archs=default)
         elif file.endswith((".toml", ".json")):
             specs += read_spec_file(Path(file), archs=default)

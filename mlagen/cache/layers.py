@@ -13,6 +13,7 @@ from mlagen.cache.entry import CacheEntry, OtherSchemaError, read_entry
 from mlagen.cache.files import DamageError, Identity, identity_of, is_gone
 from mlagen.cache.key import CacheKey
 from mlagen.cache.layout import Layout, is_toolchain
+from mlagen.cache.refusals import advice_for
 from mlagen.cache.trust import require_trusted
 
 # Why there is no entry, from the usual reason to the one that tells most.
@@ -64,8 +65,17 @@ class Layers:
 
         If ``is_dry``, nothing is moved, noted or logged.
         """
-        misses = [LookUp(reason="absent")]
+        misses = []
         for layout in chain((self._own,), self.read_only()):
+            found = self._look_in(layout, key, is_dry=is_dry)
+            if found.entry is not None:
+                return found
+            misses.append(found)
+        return _most_telling(misses)
+
+    def _look_in(self, layout: Layout, key: CacheKey, *, is_dry: bool) -> LookUp:
+        misses = [LookUp(reason="absent")]
+        try:
             for toolchain in _toolchains_of(layout, key):
                 found = self._open(layout, layout.entry(key.digest, toolchain), is_dry=is_dry)
                 if found.entry is not None:
@@ -73,17 +83,21 @@ class Layers:
                 misses.append(found)
             if set(_kept_toolchains(layout, key)) - {key.toolchain}:
                 misses.append(LookUp(reason="other toolchain"))
-        return max(misses, key=lambda miss: REASONS.index(miss.reason or ""))
+        except OSError as error:  # the list of compilers cannot be read
+            misses.append(self._unreadable(layout, error, is_dry=is_dry))
+        return _most_telling(misses)
 
     def warn_once(self, layout: Layout, error: OSError) -> None:
         """Say that a layer cannot be used, once."""
         if not self._is_first(layout.root):
             return
+        got = error.strerror or error
         if layout is self._own:
             message = "cache: expected a usable folder, got %s, keeping kernels in memory: %s"
+            got = f"{got}{advice_for(error)}"
         else:
             message = "cache: expected a readable layer, got %s, passing it by: %s"
-        _logger.warning(message, error.strerror or error, layout.root)
+        _logger.warning(message, got, layout.root)
 
     def _open(self, layout: Layout, folder: Path, *, is_dry: bool) -> LookUp:
         """Return what lies in the folder of an entry, or why it cannot be used."""
@@ -105,11 +119,14 @@ class Layers:
                 return LookUp(reason="damaged", problem=str(damage))
         except OSError as error:
             if not is_gone(error):
-                if not is_dry:
-                    self.warn_once(layout, error)
-                problem = f"{error.strerror or error}: {error.filename or folder}"
-                return LookUp(reason="unreadable", problem=problem)
+                return self._unreadable(layout, error, is_dry=is_dry)
         return LookUp(reason="absent")
+
+    def _unreadable(self, layout: Layout, error: OSError, *, is_dry: bool) -> LookUp:
+        if not is_dry:
+            self.warn_once(layout, error)
+        problem = f"{error.strerror or error}: {error.filename or layout.root}"
+        return LookUp(reason="unreadable", problem=problem)
 
     def _set_aside(
         self, layout: Layout, folder: Path, damage: DamageError, seen: Identity | None
@@ -138,6 +155,10 @@ class Layers:
         return self._warned.setdefault(subject, mine) is mine
 
 
+def _most_telling(misses: Sequence[LookUp]) -> LookUp:
+    return max(misses, key=lambda miss: REASONS.index(miss.reason or ""))
+
+
 def _toolchains_of(layout: Layout, key: CacheKey) -> list[str]:
     """Return the compilers whose entry may serve ``key``, the newest first."""
     if key.is_exact:
@@ -150,8 +171,10 @@ def _kept_toolchains(layout: Layout, key: CacheKey) -> list[str]:
     """Return the compilers that a layer has entries of for a key."""
     try:
         names = [path.name for path in layout.of_key(key.digest).iterdir()]
-    except OSError:
-        return []
+    except OSError as error:
+        if is_gone(error):
+            return []
+        raise
     return sorted(filter(is_toolchain, names))
 
 

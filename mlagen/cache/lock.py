@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -44,8 +46,7 @@ def _acquire(path: Path, timeout_s: float) -> BaseFileLock | None:
     try:
         with in_one_piece():
             from filelock import Timeout  # here: it takes 40 ms that a warm process saves
-        make_folder(path.parent)
-        if not _is_ours(path.parent):
+        if not _is_usable(path.parent):
             return None
         lock = _new_lock(path)
         with suppress(Timeout):
@@ -61,18 +62,23 @@ def _acquire(path: Path, timeout_s: float) -> BaseFileLock | None:
         return None
 
 
-def _is_ours(folder: Path) -> bool:
+def _is_usable(folder: Path) -> bool:
     try:
+        make_folder(folder)
         require_own_folder(folder, advice="choose another MLAGEN_LOCK_DIR")
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
     except OSError as error:
-        _warn(folder, error.strerror)
+        _warn(folder, error.strerror or str(error))
         return False
     return True
 
 
 @cache
 def _warn(folder: Path, why: str) -> None:
-    message = "lock: expected a folder of this user, got %s, compiling without: %s"
+    message = (
+        "lock: expected a folder of this user that can be written, got %s, compiling without: %s"
+    )
     _logger.warning(message, why, folder)
 
 

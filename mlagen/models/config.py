@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mlagen.errors import ArgumentError, UnsupportedError
+from mlagen.paths import is_folder, read_named, reason_of
 from mlagen.spec.dtype import DType
 from mlagen.spec.gqa import GqaVariant, require_supported
 from mlagen.spec.mla_support import SUPPORTED
@@ -67,7 +68,7 @@ def find_model(name: str) -> MlaModel | GqaModel:
         return read_model(name, file.read_bytes())
     path = Path(name).expanduser()
     try:
-        return read_model(name, (path / _CONFIG if path.is_dir() else path).read_bytes())
+        return read_model(name, read_named(path / _CONFIG if is_folder(path) else path))
     except FileNotFoundError as error:
         raise ArgumentError(
             f"model: expected one of {', '.join(preset_names())}, or the path of a {_CONFIG} or "
@@ -76,9 +77,8 @@ def find_model(name: str) -> MlaModel | GqaModel:
     except (OSError, ValueError) as error:  # the latter of a path with a null byte
         if isinstance(error, ArgumentError):
             raise
-        reason = getattr(error, "strerror", None) or error
         raise ArgumentError(
-            f"model: expected a readable {_CONFIG}, got {reason}: {name}"
+            f"model: expected a readable {_CONFIG}, got {reason_of(error)}: {name}"
         ) from error
 
 

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -170,5 +170,6 @@ def _death(status: int, err: str) -> CompileError:
 def _clear_staging(key: CacheKey, pid: int) -> None:
     """Remove what a dead worker was writing; nobody else would for an hour."""
     staging = Layout(current_settings().cache_dir).staging
-    for staged in staging.glob(f"{key.digest}.{os.uname().nodename}.{pid}.*"):
-        shutil.rmtree(staged, ignore_errors=True)
+    with suppress(OSError):
+        for staged in staging.glob(f"{key.digest}.{os.uname().nodename}.{pid}.*"):
+            shutil.rmtree(staged, ignore_errors=True)
