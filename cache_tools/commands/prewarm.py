@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ..exit_codes import CACHE_UNUSABLE, DONE, FAILED, TIMEOUT, exit_code_of
+from ..interrupts import Interrupted, terminated_as_interrupted
 from ..prewarm_report import print_report
 from ..progress import prewarm_progress
-from ..report import json_option
+from ..report import count_text, json_option
 from ..selection_options import selection_options
 
 if TYPE_CHECKING:
     from mlagen.cache.bundle import Packed
-    from mlagen.prewarming import PrewarmReport
+    from mlagen.prewarming import PrewarmEvent, PrewarmReport
     from mlagen.spec.kernel import KernelSpec
 
 
@@ -92,19 +91,23 @@ def prewarm(
         raise click.UsageError("timeout: expected --isolate beside it, got it alone")
     if kernels and archs and not (files or logs or options["models"]):
         raise click.UsageError("arch: expected none beside --kernel, whose text has it, got one")
-    with _terminated_as_interrupted():
-        named = _named_kernels(files, kernels, logs, archs)
-        with nullcontext() if dry_run else prewarm_progress(is_quiet=quiet) as on_event:
-            report = prewarming.prewarm(
-                ["native"] if archs is None else archs,
-                kernels=named,
-                dry_run=dry_run,
-                on_event=on_event,
-                **{label: value for label, value in options.items() if value is not None},
-            )
-        status, packed = _exit_code(report), None
-        if bundle is not None and status == DONE:
-            packed = _bundled(report, bundle)
+    kept: set[KernelSpec] = set()
+    try:
+        with terminated_as_interrupted():
+            named = _named_kernels(files, kernels, logs, archs)
+            with nullcontext() if dry_run else prewarm_progress(is_quiet=quiet) as show:
+                report = prewarming.prewarm(
+                    ["native"] if archs is None else archs,
+                    kernels=named,
+                    dry_run=dry_run,
+                    on_event=_counting(kept, show),
+                    **{label: value for label, value in options.items() if value is not None},
+                )
+            status, packed = _exit_code(report), None
+            if bundle is not None and status == DONE:
+                packed = _bundled(report, bundle)
+    except KeyboardInterrupt:
+        raise Interrupted(f"{count_text(len(kept), 'kernel')} kept") from None
     print_report(report, bundle, packed, dry_run=dry_run, quiet=quiet, as_json=as_json)
     ctx.exit(status)
 
@@ -164,21 +167,18 @@ def _bundled(report: PrewarmReport, target: Path) -> Packed:
     return export_bundle([found[name] for name in wanted], target)
 
 
-@contextmanager
-def _terminated_as_interrupted() -> Iterator[None]:
-    """Let SIGTERM do what Ctrl-C does: end in order, and keep what is finished."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+def _counting(
+    kept: set[KernelSpec], show: Callable[[PrewarmEvent], None] | None
+) -> Callable[[PrewarmEvent], None]:
+    """Return a callback that notes which kernels are compiled, and shows each event."""
 
-    def interrupt(_number: int, _frame: object) -> None:
-        raise KeyboardInterrupt
+    def on_event(event: PrewarmEvent) -> None:
+        if event.unit is not None and event.unit.status == "built":
+            kept.add(event.spec)
+        if show is not None:
+            show(event)
 
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    return on_event
 
 
 def _exit_code(report: PrewarmReport) -> int:

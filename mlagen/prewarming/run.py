@@ -131,27 +131,51 @@ def prewarm(
         **shape,
     )
     devices = devices_for(specs) if load else {}
-    finished: dict[KernelSpec, PrewarmUnit] = {}
-    loaded = 0
+    events = _Events(on_event, len(specs))
     happenings: Generator[Happening, None, None] = look_up_all(specs, is_dry=True)
     if not dry_run:
         how = _How(
             jobs=jobs or usable_jobs(),
             timeout_s=(timeout_s or DEFAULT_TIMEOUT_S) if isolate else None,
             fail_fast=fail_fast,
+            late=events.late.append,
         )
-        happenings = _prewarm_all(specs, how, devices, finished)
-    with closing(happenings):  # or an exception in the callback would leave threads at work
-        for kind, spec, unit in happenings:
-            loaded += kind == "loaded"
-            if unit is not None:
-                finished[spec] = unit
-            if on_event is not None:
-                done, total = len(finished), len(specs)
-                on_event(PrewarmEvent(kind=kind, spec=spec, unit=unit, done=done, total=total))
-    units = tuple(finished[spec] for spec in specs)
+        happenings = _prewarm_all(specs, how, devices, events.finished)
+    events.follow(happenings)
+    units = tuple(events.finished[spec] for spec in specs)
     ms = (time.perf_counter() - start) * 1e3
-    return PrewarmReport(units=units, loaded=loaded, ms=round(ms, 1))
+    return PrewarmReport(units=units, loaded=events.loaded, ms=round(ms, 1))
+
+
+class _Events:
+    """What has happened so far, passed on to the callback as it happens."""
+
+    def __init__(self, on_event: Callable[[PrewarmEvent], None] | None, total: int) -> None:
+        self._on_event = on_event
+        self._total = total
+        self.finished: dict[KernelSpec, PrewarmUnit] = {}
+        self.late: list[PrewarmUnit] = []  # finished after an interrupt
+        self.loaded = 0
+
+    def follow(self, happenings: Generator[Happening, None, None]) -> None:
+        """Run to the end; an interrupt is raised once all that is kept has been passed on."""
+        try:
+            with closing(happenings):  # or an exception in the callback would leave threads at work
+                for happening in happenings:
+                    self._pass_on(*happening)
+        except KeyboardInterrupt:
+            for unit in self.late:
+                if unit.error is None and unit.spec not in self.finished:
+                    self._pass_on("finished", unit.spec, unit)
+            raise
+
+    def _pass_on(self, kind: str, spec: KernelSpec, unit: PrewarmUnit | None) -> None:
+        self.loaded += kind == "loaded"
+        if unit is not None:
+            self.finished[spec] = unit
+        if self._on_event is not None:
+            done, total = len(self.finished), self._total
+            self._on_event(PrewarmEvent(kind=kind, spec=spec, unit=unit, done=done, total=total))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,6 +185,7 @@ class _How:
     jobs: int
     timeout_s: float | None  # of a process for each kernel; None: in this process
     fail_fast: bool
+    late: Callable[[PrewarmUnit], object]  # called with what is finished after an interrupt
 
 
 def _prewarm_all(
@@ -196,11 +221,18 @@ def _build_missing(
         if not may_stay_in_memory:
             _require_writable_cache()
         build = partial(build_here, may_stay_in_memory=may_stay_in_memory)
-        yield from build_all(missing, how.jobs, build, fail_fast=how.fail_fast)
+        yield from build_all(missing, how.jobs, build, fail_fast=how.fail_fast, late=how.late)
         return
     _require_writable_cache()  # nothing but the disk leads from one process to another
     with workers(how.timeout_s) as them:
-        yield from build_all(missing, how.jobs, them.build, fail_fast=how.fail_fast, stop=them.stop)
+        yield from build_all(
+            missing,
+            how.jobs,
+            them.build,
+            fail_fast=how.fail_fast,
+            stop=them.stop,
+            late=how.late,
+        )
 
 
 def _require_writable_cache() -> None:
