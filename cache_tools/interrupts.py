@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from sys import UnraisableHookArgs
+    from types import FrameType
 
 _INTERRUPTED = 130
 _AGAIN_AFTER_S = 0.01
@@ -33,6 +34,7 @@ def take_over() -> None:
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _leave)
+        signal.signal(signal.SIGALRM, _raise_again)
         sys.unraisablehook = _repeat_swallowed
 
 
@@ -46,7 +48,8 @@ def interruptible() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for number in (signal.SIGINT, signal.SIGALRM):
+            signal.signal(number, signal.SIG_IGN)
 
 
 @contextmanager
@@ -77,11 +80,16 @@ def _raise_once(_number: int, _frame: object) -> None:
 
 def _repeat_swallowed(unraisable: UnraisableHookArgs) -> None:
     """Interrupt again where Python dropped the exception, in a finalizer or a callback."""
-    global _is_raised  # noqa: PLW0603 - it is a state of the process
-    if not issubclass(unraisable.exc_type, KeyboardInterrupt):
+    if issubclass(unraisable.exc_type, KeyboardInterrupt):
+        signal.setitimer(signal.ITIMER_REAL, _AGAIN_AFTER_S)
+    else:
         sys.__unraisablehook__(unraisable)
-        return
-    _is_raised = False
-    again = threading.Timer(_AGAIN_AFTER_S, signal.raise_signal, [signal.SIGINT])
-    again.daemon = True
-    again.start()
+
+
+def _raise_again(_number: int, frame: FrameType | None) -> None:
+    while frame is not None:
+        if frame.f_code is _repeat_swallowed.__code__:  # what it raises is dropped, too
+            signal.setitimer(signal.ITIMER_REAL, _AGAIN_AFTER_S)
+            return
+        frame = frame.f_back
+    raise KeyboardInterrupt

@@ -31,6 +31,7 @@ def doctor(ctx: click.Context, /, *, as_json: bool) -> None:
     kernels can be compiled without one.
     """
     problems: list[str] = []
+    _require_templates(problems)
     document = {
         "mlagen": __version__,
         "python": platform.python_version(),
@@ -58,6 +59,15 @@ def _packages(problems: list[str]) -> dict[str, str | None]:
         if version is None:
             problems.append(f"{name}: not installed; run: pip install {name}")
     return versions
+
+
+def _require_templates(problems: list[str]) -> None:
+    from mlagen.codegen.sources import template_root
+
+    try:
+        template_root()
+    except MlagenError as error:
+        problems.append(str(error))
 
 
 def _version_of(name: str) -> str | None:
