@@ -19,7 +19,6 @@ MAX_NAMED_BYTES = 64 << 20
 _FLAGS = os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 _KINDS = (
-    (stat.S_ISDIR, "a folder"),
     (stat.S_ISFIFO, "a FIFO"),
     (stat.S_ISSOCK, "a socket"),
     (stat.S_ISCHR, "a device"),
@@ -105,5 +104,7 @@ def append_named(path: Path, line: bytes) -> None:
 
 def _require_regular(path: Path, status: os.stat_result) -> None:
     if not stat.S_ISREG(status.st_mode):
+        if stat.S_ISDIR(status.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         kind = next((name for is_kind, name in _KINDS if is_kind(status.st_mode)), "another kind")
         raise OSError(errno.EINVAL, kind, str(path))

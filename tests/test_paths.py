@@ -33,7 +33,7 @@ def make_socket(path: Path) -> None:
 OTHERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "a FIFO": (os.mkfifo, "a FIFO"),
     "a socket": (make_socket, "a socket"),
-    "a folder": (Path.mkdir, "a folder"),
+    "a folder": (Path.mkdir, "Is a directory"),
     "an endless device": (lambda path: path.symlink_to("/dev/zero"), "a device"),
     "a device without content": (lambda path: path.symlink_to("/dev/null"), "a device"),
 }

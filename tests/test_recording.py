@@ -70,7 +70,11 @@ def test_a_record_that_cannot_be_written_is_said_once(
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize(
     ("make", "kind"),
-    [(os.mkfifo, "a FIFO"), (Path.mkdir, "a folder"), (lambda p: p.symlink_to("/dev/full"), "a d")],
+    [
+        (os.mkfifo, "a FIFO"),
+        (Path.mkdir, "Is a directory"),
+        (lambda path: path.symlink_to("/dev/full"), "a device"),
+    ],
     ids=["a FIFO", "a folder", "a device"],
 )
 def test_a_record_that_is_no_regular_file_is_said_once(

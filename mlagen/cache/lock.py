@@ -22,6 +22,12 @@ if TYPE_CHECKING:
 
 _PROGRESS_S = 10.0
 
+# What a disk or a process says that has no room left; the cache warns of it when it publishes.
+_REFUSALS = {
+    *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO),
+    *(errno.EMFILE, errno.ENFILE, errno.ENOMEM),
+}
+
 _logger = logging.getLogger("mlagen")
 
 
@@ -69,6 +75,8 @@ def _is_usable(folder: Path) -> bool:
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
     except OSError as error:
+        if error.errno in _REFUSALS:
+            raise
         _warn(folder, error.strerror or str(error))
         return False
     return True
@@ -76,9 +84,7 @@ def _is_usable(folder: Path) -> bool:
 
 @cache
 def _warn(folder: Path, why: str) -> None:
-    message = (
-        "lock: expected a folder of this user that can be written, got %s, compiling without: %s"
-    )
+    message = "lock: expected a folder of this user, got %s, compiling without: %s"
     _logger.warning(message, why, folder)
 
 

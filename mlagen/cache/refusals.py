@@ -15,12 +15,12 @@ _ELSEWHERE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG}
 
 
 @contextmanager
-def refusals(path: Path) -> Iterator[None]:
-    """Turn what the disk says into a :class:`CacheError`."""
+def refusals(path: Path, *, advises: bool = False) -> Iterator[None]:
+    """Turn what the disk says into a :class:`CacheError`; it may name another cache folder."""
     try:
         yield
     except OSError as error:
-        got = f"{error.strerror or error}{advice_for(error)}"
+        got = f"{error.strerror or error}{advice_for(error) if advises else ''}"
         message = f"cache: expected a writable folder, got {got}: {path}"
         raise CacheError(message, path=path) from error
 

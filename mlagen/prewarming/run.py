@@ -237,5 +237,5 @@ def _build_missing(
 
 def _require_writable_cache() -> None:
     settings = current_settings()
-    with refusals(settings.cache_dir):
+    with refusals(settings.cache_dir, advises=True):
         require_writable(Layout(settings.cache_dir, settings.trusts_shared))

@@ -125,7 +125,7 @@ def test_lock_folder_that_is_none_costs_one_warning(
 
     (record,) = messages.records
     assert record.levelno == logging.WARNING
-    assert record.message.startswith("lock: expected a folder of this user that can be written, ")
+    assert record.message.startswith("lock: expected a folder of this user, got ")
     assert record.message.endswith(f", compiling without: {tmp_path / 'locks'}")
 
 
