@@ -182,3 +182,19 @@ def test_a_command_ends_in_order_without_a_folder_that_can_be_reached(
     else:
         assert ran.returncode in {EVERY[arguments], 4}, ran.stderr
         assert ran.stderr.count("\n") <= 1
+
+
+def test_a_home_that_cannot_be_written_names_what_helps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container with an unknown user and HOME=/ has no folder for a cache until it names one."""
+    (tmp_path / "home").mkdir(mode=0o500)
+    for name in ("MLAGEN_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+
+    ran = run_without_privileges("prewarm", "--arch", "sm_80", "--family", "combine_splits")
+
+    assert ran.returncode == 4
+    assert "set MLAGEN_CACHE_DIR or XDG_CACHE_HOME to a folder that can be written" in ran.stderr
+    assert ran.stderr.count("\n") == 1
