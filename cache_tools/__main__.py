@@ -1,7 +1,17 @@
-"""`python3 -m cache_tools`, the same command as `mlagen`."""
+"""The process of the `mlagen` command, and of `python3 -m cache_tools`."""
 
 from __future__ import annotations
 
-from .cli import main
+from .interrupts import take_over
 
-main()
+
+def main() -> None:
+    """Run the command; Ctrl-C is taken over before the imports that take time."""
+    take_over()
+    from .cli import main as run
+
+    run()
+
+
+if __name__ == "__main__":
+    main()

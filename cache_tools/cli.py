@@ -22,7 +22,8 @@ from .commands.demo import demo
 from .commands.doctor import doctor
 from .commands.prewarm import prewarm
 from .commands.resources import resources
-from .exit_codes import INTERRUPTED, PIPE_CLOSED, exit_code_of
+from .exit_codes import FAILED, INTERRUPTED, PIPE_CLOSED, exit_code_of
+from .interrupts import interruptible, take_over
 
 # What a group raises that is called alone, and is answered with its help; not before click 8.2.
 _ALONE = getattr(click.exceptions, "NoArgsIsHelpError", ())
@@ -35,19 +36,26 @@ class _CatchingGroup(click.Group):
 
     def invoke(self, ctx: click.Context) -> None:
         try:
-            with _usage_in_one_line():
+            with interruptible(), _usage_in_one_line():
                 super().invoke(ctx)
         except MlagenError as error:
             click.echo(f"mlagen: {error}", err=True)
             ctx.exit(exit_code_of(error))
-        except (KeyboardInterrupt, click.Abort):
-            click.echo("mlagen: interrupted", err=True)
+        except (KeyboardInterrupt, click.Abort) as interrupt:
+            words = filter(None, ("mlagen: interrupted", str(interrupt)))
+            click.echo(", ".join(words), err=True)
             ctx.exit(INTERRUPTED)
         except BrokenPipeError:
             # Whoever reads has enough, as `head` has; what is left must not be flushed into it.
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, sys.stdout.fileno())
             ctx.exit(PIPE_CLOSED)
+        except OSError as error:
+            # Of a file that went or a disk that filled up meanwhile: what is expected to fail is
+            # a MlagenError.
+            where = f": {error.filename}" if error.filename else ""
+            click.echo(f"mlagen: {error.strerror or error}{where}", err=True)
+            ctx.exit(FAILED)
 
 
 class _OneLineError(click.UsageError):
@@ -85,6 +93,7 @@ for command in (prewarm, cache, resources, doctor, demo, bench):
 
 def main() -> None:
     """Run the command of this process."""
+    take_over()
     gc.set_threshold(100_000)  # a list of thousands of kernels is no garbage
     # Of torch, in the middle of the output; no command uses NumPy.
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")

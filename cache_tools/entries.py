@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
@@ -111,7 +112,7 @@ def facts_of(stored: StoredEntry) -> dict[str, Any]:
             "spec": {name: str(value) for name, value in kernel["spec"].items()},
             "resources": _resources(facts["resources"]),
             "dynamic_shared_bytes": int(kernel["dynamic_shared_bytes"]),
-            "compile_ms": float(facts["compile_ms"]),
+            "compile_ms": _finite(float(facts["compile_ms"])),
             "created": {
                 "because": None if because is None else str(because),
                 "time": str(created["time"]),
@@ -125,6 +126,12 @@ def facts_of(stored: StoredEntry) -> dict[str, Any]:
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         message = f"manifest.json: expected the facts of a kernel, got {error!r}"
         raise DamageError(message) from error
+
+
+def _finite(number: float) -> float:
+    if not math.isfinite(number):
+        raise ValueError(f"compile_ms {number}")
+    return number
 
 
 def _resources(kernels: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -144,10 +151,14 @@ def _resources(kernels: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def moment_of(seconds: float) -> str | None:
-    """Return a time as text, and None for the one that says there is none."""
+    """Return a time as text; None for 0, which says there is none, and for what no date is."""
     if not seconds:
         return None
-    return datetime.fromtimestamp(seconds, timezone.utc).isoformat(timespec="seconds")
+    try:
+        moment = datetime.fromtimestamp(seconds, timezone.utc)
+    except (OverflowError, OSError, ValueError):  # a file system keeps any number as a time
+        return None
+    return moment.isoformat(timespec="seconds")
 
 
 # What only a manifest tells.

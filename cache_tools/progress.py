@@ -70,13 +70,16 @@ def _bar(output: Console, *, is_quiet: bool = False) -> Iterator[Callable[[str, 
         # The only column that gives way where the terminal is narrow.
         TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, ratio=1)),
     )
-    with Progress(*columns, console=output, transient=True, expand=True) as progress:
-        task = progress.add_task("", total=None)
+    try:
+        with Progress(*columns, console=output, transient=True, expand=True) as progress:
+            task = progress.add_task("", total=None)
 
-        def show(waiting: str, done: int, total: int) -> None:
-            progress.update(task, total=total, completed=done, description=waiting)
+            def show(waiting: str, done: int, total: int) -> None:
+                progress.update(task, total=total, completed=done, description=waiting)
 
-        yield show
+            yield show
+    finally:
+        output.show_cursor()  # an interrupt may come while the bar hides it
 
 
 def _print_line(output: Console, event: PrewarmEvent) -> None:

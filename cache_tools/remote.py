@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from mlagen.errors import ArgumentError, MlagenError, UnsupportedError
+from mlagen.paths import require_regular
 
 if TYPE_CHECKING:
     from http.client import HTTPResponse
@@ -47,7 +48,7 @@ def upload(file: BinaryIO, size_bytes: int, url: str, on_progress: OnProgress) -
     with _failures(url):
         fs, path = _resolve(url)
         file.seek(0)
-        if "file" in ((fs.protocol,) if isinstance(fs.protocol, str) else fs.protocol):
+        if _is_local(fs):
             # fsspec would write to the temporary folder and copy from there.
             from mlagen.cache.bundle_writing import replacing
 
@@ -79,6 +80,8 @@ def download(url: str, file: BinaryIO, most_bytes: int, on_progress: OnProgress)
                     raise OSError(f"expected {length} bytes, got {got}")
         else:
             fs, path = _resolve(url)
+            if _is_local(fs):
+                require_regular(Path(path))
             with fs.open(path, "rb") as source:
                 length = int(getattr(source, "size", None) or 0)
                 _copy(source, file, length, most_bytes, on_progress)
@@ -86,6 +89,10 @@ def download(url: str, file: BinaryIO, most_bytes: int, on_progress: OnProgress)
 
 def _is_http(url: str) -> bool:
     return url.partition("://")[0].lower() in {"http", "https"}
+
+
+def _is_local(fs: Any) -> bool:
+    return "file" in ((fs.protocol,) if isinstance(fs.protocol, str) else fs.protocol)
 
 
 def _opened_http(url: str) -> HTTPResponse:

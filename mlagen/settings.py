@@ -13,6 +13,7 @@ from pathlib import Path
 
 from mlagen.errors import ArgumentError
 from mlagen.logs import LOG_LEVELS, set_up_logging
+from mlagen.paths import is_folder
 
 DEFAULT_LOCK_TIMEOUT_S = 300.0
 DEFAULT_CACHE_MAX_BYTES = 1 << 30
@@ -116,7 +117,7 @@ def _lock_dir(environ: Mapping[str, str]) -> Path:
     if runtime.is_absolute() and os.access(runtime, os.W_OK):
         return runtime / "mlagen"
     shared_memory = Path("/dev/shm")
-    base = shared_memory if shared_memory.is_dir() else _temporary()
+    base = shared_memory if is_folder(shared_memory) else _temporary()
     return base / f"mlagen-{_user()}"
 
 
@@ -135,6 +136,8 @@ def _file(environ: Mapping[str, str], name: str) -> Path | None:
 
 
 def _place(name: str, text: str) -> Path:
+    if "\0" in text:
+        raise ArgumentError(f"{name}: expected a path without a null character, got {text!r}")
     try:
         return Path(text).expanduser().absolute()
     except (RuntimeError, OSError) as error:  # no home for a tilde, or no current folder

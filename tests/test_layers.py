@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # Each layer with what it may import besides itself. A layer is a module or folder of mlagen/;
 # "mlagen" is the package's own __init__.py.
-GROUND = {"counts", "errors", "forks", "logs", "settings", "values"}
+GROUND = {"counts", "errors", "forks", "logs", "paths", "settings", "values"}
 DATA = GROUND | {"artifacts", "spec"}
 STAGES = {"codegen", "compiler", "cache", "runtime"}
 ENGINE = DATA | STAGES | {"engine", "jit", "recording"}
@@ -27,16 +27,17 @@ LAYERS = {
     "errors": set[str](),
     "forks": set[str](),
     "logs": set[str](),
-    "settings": {"errors", "logs"},
+    "paths": set[str](),
+    "settings": {"errors", "logs", "paths"},
     "values": {"errors"},
     "artifacts": {"errors"},
     "spec": {"errors", "values"},
     **dict.fromkeys(STAGES, DATA),
     "jit": GROUND,  # whether a process may compile, and who is told
-    "recording": set[str](),
+    "recording": {"paths"},
     "engine": DATA | STAGES | {"jit", "recording"},
     "api": ENGINE,
-    "models": {"errors", "settings", "spec", "values"},
+    "models": {"errors", "paths", "settings", "spec", "values"},
     "prewarming": ENGINE | {"models"},
     **dict.fromkeys(DOORS, ENGINE | {"api"}),
     "decode": ENGINE | {"api", "mla"},  # FlashInfer has some names in both

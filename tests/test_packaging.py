@@ -119,9 +119,11 @@ def test_the_mlagen_command_is_the_command_line_of_cache_tools(site: Path) -> No
     """The installed `mlagen` command calls a function that the wheel holds."""
     entry_points = metadata_file(site, "entry_points.txt")
 
-    found = run_installed(site, "from mlagen.cache_tools.cli import main; print(callable(main))")
+    found = run_installed(
+        site, "from mlagen.cache_tools.__main__ import main; print(callable(main))"
+    )
 
-    assert "mlagen = mlagen.cache_tools.cli:main" in entry_points.splitlines()
+    assert "mlagen = mlagen.cache_tools.__main__:main" in entry_points.splitlines()
     assert found == "True"
 
 

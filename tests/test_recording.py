@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -63,3 +65,35 @@ def test_a_record_that_cannot_be_written_is_said_once(
     (said,) = (record.getMessage() for record in caplog.records)
     rule = "MLAGEN_RECORD: expected a file that can be written, got No such file or directory: "
     assert said == f"{rule}{tmp_path / 'no folder' / 'run.jsonl'}"
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (os.mkfifo, "a FIFO"),
+        (Path.mkdir, "Is a directory"),
+        (lambda path: path.symlink_to("/dev/full"), "a device"),
+    ],
+    ids=["a FIFO", "a folder", "a device"],
+)
+def test_a_record_that_is_no_regular_file_is_said_once(
+    make: Callable[[Path], object],
+    kind: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """No call waits for a reader, and the reason may change without a second warning."""
+    path = tmp_path / "run.jsonl"
+    make(path)
+    start_record(monkeypatch, path)
+
+    found = [find_or_build(COMBINE).built, find_or_build(COMBINE).built]
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(path)
+    find_or_build(COMBINE)
+
+    assert found == [True, False]
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert said.startswith(f"MLAGEN_RECORD: expected a file that can be written, got {kind}")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlagen.errors import ArgumentError, UnsupportedError
+from mlagen.paths import is_regular
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,8 +32,8 @@ def require_plot(path: Path) -> None:
     """
     if path.suffix.lower() != ".png":
         raise ArgumentError(f"plot: expected a name that ends in .png, got {path}")
-    folder = path.absolute().parent
-    if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)) or path.is_dir():
+    is_taken = os.path.lexists(path) and not is_regular(path)
+    if is_taken or not os.access(path.parent, os.W_OK | os.X_OK):
         raise ArgumentError(f"plot: expected a file in a writable folder, got {path}")
     if find_spec("matplotlib") is None:
         raise UnsupportedError(

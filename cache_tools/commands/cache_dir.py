@@ -13,10 +13,11 @@ from ..report import json_option, print_json
 @json_option
 def dir_(*, as_json: bool) -> None:
     """Print the cache folder; it need not exist."""
+    from mlagen.paths import is_folder
     from mlagen.settings import current_settings
 
     path = current_settings().cache_dir
     if as_json:
-        print_json({"cache_dir": str(path), "exists": path.is_dir()})
+        print_json({"cache_dir": str(path), "exists": is_folder(path)})
     else:
         click.echo(os.fsencode(path))  # as it is, whatever the locale can print

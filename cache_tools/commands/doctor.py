@@ -12,6 +12,7 @@ import click
 
 from mlagen import __version__
 from mlagen.errors import MlagenError
+from mlagen.paths import folder_problem, is_folder, reason_of
 
 from ..exit_codes import FAILED
 from ..report import count_text, json_option, print_facts, print_json, size_text
@@ -33,6 +34,7 @@ def doctor(ctx: click.Context, /, *, as_json: bool) -> None:
     kernels can be compiled without one.
     """
     problems: list[str] = []
+    _require_templates(problems)
     document = {
         "mlagen": __version__,
         "python": platform.python_version(),
@@ -60,6 +62,15 @@ def _packages(problems: list[str]) -> dict[str, str | None]:
         if version is None:
             problems.append(f"{name}: not installed; run: pip install {name}")
     return versions
+
+
+def _require_templates(problems: list[str]) -> None:
+    from mlagen.codegen.sources import template_root
+
+    try:
+        template_root()
+    except MlagenError as error:
+        problems.append(str(error))
 
 
 def _version_of(name: str) -> str | None:
@@ -110,7 +121,7 @@ def _cache(problems: list[str]) -> dict[str, Any]:
 
 
 def _layers(problems: list[str]) -> list[dict[str, Any]]:
-    """Return the read-only layers; one that is not there is passed by in silence by calls."""
+    """Return the read-only layers; calls pass one by that is not there or cannot be read."""
     from mlagen.cache.opening import packaged_layers
     from mlagen.settings import current_settings
 
@@ -118,14 +129,14 @@ def _layers(problems: list[str]) -> list[dict[str, Any]]:
     layers = [(path, settings.trusts_shared) for path in settings.cache_layers]
     layers += [(path, True) for path in packaged_layers()]
     problems += [
-        f"layer: expected a cache folder, got none: {path}"
+        f"layer: expected a cache folder, got {problem}: {path}"
         for path, _ in layers
-        if not path.is_dir()
+        if (problem := folder_problem(path))
     ]
     return [
         {
             "path": str(path),
-            "exists": path.is_dir(),
+            "exists": is_folder(path),
             **_kernels(path, "layer", problems, is_shared=is_shared),
         }
         for path, is_shared in layers
@@ -141,14 +152,16 @@ def _kernels(path: Path, name: str, problems: list[str], *, is_shared: bool) -> 
     try:
         require_trusted_layout(layout)
         entries = list(stored_entries(layout))
-    except PermissionError as error:
-        problems.append(
-            f"{name}: expected a folder that no other user can change, got {error.strerror}"
-        )
-    except NotADirectoryError:
-        pass  # told already
     except MlagenError as error:
         problems.append(str(error))
+    except OSError as error:
+        got = reason_of(error)
+        if got != os.strerror(
+            error.errno or 0
+        ):  # the words are those of the check, not of the disk
+            problems.append(f"{name}: expected a folder that no other user can change, got {got}")
+        elif is_folder(path):  # else it is reported already
+            problems.append(f"{name}: expected a readable folder, got {got}: {path}")
     return {
         "entries": len(entries),
         "damaged": sum(stored.problem is not None for stored in entries),
@@ -166,13 +179,14 @@ def _locks(problems: list[str]) -> dict[str, Any]:
 
 def _folder(path: Path, name: str, problems: list[str]) -> dict[str, Any]:
     # Nothing is created: where the folder is missing, the first one above it is asked.
-    there = path
-    while not there.exists() and there != there.parent:
+    there, problem = path, folder_problem(path)
+    while problem == "none" and not os.path.lexists(there) and there != there.parent:
         there = there.parent
-    is_writable = there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+        problem = folder_problem(there)
+    is_writable = problem is None and os.access(there, os.W_OK | os.X_OK)
     if not is_writable:
-        problems.append(f"{name}: expected a writable folder, got none: {path}")
-    return {"path": str(path), "exists": path.is_dir(), "writable": is_writable}
+        problems.append(f"{name}: expected a writable folder, got {problem or 'none'}: {path}")
+    return {"path": str(path), "exists": is_folder(path), "writable": is_writable}
 
 
 def _facts(document: dict[str, Any]) -> dict[str, str]:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,14 +13,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..exit_codes import CACHE_UNUSABLE, DONE, FAILED, TIMEOUT, exit_code_of
+from ..interrupts import Interrupted, terminated_as_interrupted
 from ..prewarm_report import print_report
 from ..progress import prewarm_progress
-from ..report import json_option
+from ..report import count_text, json_option
 from ..selection_options import selection_options
 
 if TYPE_CHECKING:
     from mlagen.cache.bundle import Packed
-    from mlagen.prewarming import PrewarmReport
+    from mlagen.prewarming import PrewarmEvent, PrewarmReport
     from mlagen.spec.kernel import KernelSpec
 
 
@@ -93,22 +92,26 @@ def prewarm(
         raise click.UsageError("timeout: expected --isolate beside it, got it alone")
     if kernels and archs and not (files or logs or options["models"]):
         raise click.UsageError("arch: expected none beside --kernel, whose text has it, got one")
-    with _terminated_as_interrupted():
-        left_out: dict[str, None] = {}
-        named = _named_kernels(files, kernels, logs, archs, left_out.setdefault)
-        with nullcontext() if dry_run else prewarm_progress(is_quiet=quiet) as on_event:
-            report = prewarming.prewarm(
-                ["native"] if archs is None else archs,
-                kernels=named,
-                dry_run=dry_run,
-                on_event=on_event,
-                **{label: value for label, value in options.items() if value is not None},
-            )
-        left_out |= dict.fromkeys(report.left_out)
-        report = replace(report, left_out=tuple(left_out))
-        status, packed = _exit_code(report), None
-        if bundle is not None and status == DONE:
-            packed = _bundled(report, bundle)
+    kept: set[KernelSpec] = set()
+    try:
+        with terminated_as_interrupted():
+            left_out: dict[str, None] = {}
+            named = _named_kernels(files, kernels, logs, archs, left_out.setdefault)
+            with nullcontext() if dry_run else prewarm_progress(is_quiet=quiet) as show:
+                report = prewarming.prewarm(
+                    ["native"] if archs is None else archs,
+                    kernels=named,
+                    dry_run=dry_run,
+                    on_event=_counting(kept, show),
+                    **{label: value for label, value in options.items() if value is not None},
+                )
+            left_out |= dict.fromkeys(report.left_out)
+            report = replace(report, left_out=tuple(left_out))
+            status, packed = _exit_code(report), None
+            if bundle is not None and status == DONE:
+                packed = _bundled(report, bundle)
+    except KeyboardInterrupt:
+        raise Interrupted(f"{count_text(len(kept), 'kernel')} kept") from None
     print_report(report, bundle, packed, dry_run=dry_run, quiet=quiet, as_json=as_json)
     ctx.exit(status)
 
@@ -124,6 +127,7 @@ def _named_kernels(
     if not (files or kernels or logs):
         return None
     from mlagen.errors import ArgumentError
+    from mlagen.paths import MAX_NAMED_BYTES
     from mlagen.prewarming.record_file import read_record
     from mlagen.prewarming.spec_file import read_spec_file, specs_of_file
     from mlagen.spec.text import parse_spec
@@ -132,7 +136,10 @@ def _named_kernels(
     default = ["native"] if archs is None else archs
     for file in files:
         if file == "-":
-            content = sys.stdin.buffer.read()
+            content = sys.stdin.buffer.read(MAX_NAMED_BYTES + 1)
+            if len(content) > MAX_NAMED_BYTES:
+                rule = f"at most {MAX_NAMED_BYTES >> 20} MiB"
+                raise ArgumentError(f"-: expected {rule}, got more")
             specs += specs_of_file("-", content, archs=default, on_left_out=on_left_out)
         elif file.endswith((".toml", ".json")):
             specs += read_spec_file(Path(file), archs=default, on_left_out=on_left_out)
@@ -165,21 +172,18 @@ def _bundled(report: PrewarmReport, target: Path) -> Packed:
     return export_bundle([found[name] for name in wanted], target)
 
 
-@contextmanager
-def _terminated_as_interrupted() -> Iterator[None]:
-    """Let SIGTERM do what Ctrl-C does: end in order, and keep what is finished."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+def _counting(
+    kept: set[KernelSpec], show: Callable[[PrewarmEvent], None] | None
+) -> Callable[[PrewarmEvent], None]:
+    """Return a callback that notes which kernels are compiled, and shows each event."""
 
-    def interrupt(_number: int, _frame: object) -> None:
-        raise KeyboardInterrupt
+    def on_event(event: PrewarmEvent) -> None:
+        if event.unit is not None and event.unit.status == "built":
+            kept.add(event.spec)
+        if show is not None:
+            show(event)
 
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    return on_event
 
 
 def _exit_code(report: PrewarmReport) -> int:

@@ -14,7 +14,7 @@ from mlagen.cache.files import DamageError, Identity, is_gone
 from mlagen.cache.folder import open_below
 from mlagen.cache.key import CacheKey
 from mlagen.cache.layout import Layout, is_toolchain
-from mlagen.cache.trust import UntrustedError
+from mlagen.cache.refusals import advice_for
 
 # Why there is no entry, from the usual reason to the one that tells most.
 REASONS = ("absent", "other toolchain", "unreadable", "damaged")
@@ -83,7 +83,7 @@ class Layers:
                 misses.append(found)
             if set(_kept_toolchains(layout, key)) - {key.toolchain}:
                 misses.append(LookUp(reason="other toolchain"))
-        except UntrustedError as error:
+        except OSError as error:  # the list of compilers cannot be read
             misses.append(self._unreadable(layout, error, is_dry=is_dry))
         return _most_telling(misses)
 
@@ -91,11 +91,13 @@ class Layers:
         """Say that a layer cannot be used, once."""
         if not self._is_first(layout.root):
             return
+        got = error.strerror or error
         if layout is self._own:
             message = "cache: expected a usable folder, got %s, keeping kernels in memory: %s"
+            got = f"{got}{advice_for(error)}"
         else:
             message = "cache: expected a readable layer, got %s, passing it by: %s"
-        _logger.warning(message, error.strerror or error, layout.root)
+        _logger.warning(message, got, layout.root)
 
     def _open(self, layout: Layout, folder: Path, *, is_dry: bool) -> LookUp:
         """Return what lies in the folder of an entry, or why it cannot be used."""
@@ -172,10 +174,10 @@ def _kept_toolchains(layout: Layout, key: CacheKey) -> list[str]:
     try:
         with open_below(layout, *layout.of_key(key.digest).relative_to(layout.version).parts) as at:
             return sorted(filter(is_toolchain, at.names()))
-    except UntrustedError:
+    except OSError as error:
+        if is_gone(error):
+            return []
         raise
-    except OSError:
-        return []
 
 
 def _identity_now(layout: Layout, folder: Path) -> Identity | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -19,6 +21,12 @@ if TYPE_CHECKING:
     from filelock import BaseFileLock
 
 _PROGRESS_S = 10.0
+
+# What a disk or a process says that has no room left; the cache warns of it when it publishes.
+_REFUSALS = {
+    *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO),
+    *(errno.EMFILE, errno.ENFILE, errno.ENOMEM),
+}
 
 _logger = logging.getLogger("mlagen")
 
@@ -44,8 +52,7 @@ def _acquire(path: Path, timeout_s: float) -> BaseFileLock | None:
     try:
         with in_one_piece():
             from filelock import Timeout  # here: it takes 40 ms that a warm process saves
-        make_folder(path.parent)
-        if not _is_ours(path.parent):
+        if not _is_usable(path.parent):
             return None
         lock = _new_lock(path)
         with suppress(Timeout):
@@ -61,11 +68,16 @@ def _acquire(path: Path, timeout_s: float) -> BaseFileLock | None:
         return None
 
 
-def _is_ours(folder: Path) -> bool:
+def _is_usable(folder: Path) -> bool:
     try:
+        make_folder(folder)
         require_own_folder(folder, advice="choose another MLAGEN_LOCK_DIR")
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
     except OSError as error:
-        _warn(folder, error.strerror)
+        if error.errno in _REFUSALS:
+            raise
+        _warn(folder, error.strerror or str(error))
         return False
     return True
 

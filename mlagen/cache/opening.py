@@ -10,6 +10,7 @@ from pathlib import Path
 
 from mlagen.cache.store import KernelStore
 from mlagen.forks import in_one_piece
+from mlagen.paths import folder_problem
 from mlagen.settings import Settings, current_settings
 
 # The entry points of packages that ship kernels: each names the package that is a cache folder.
@@ -44,20 +45,30 @@ def packaged_layers() -> Sequence[Path]:
         # Any package may have broken them, kernels or not: they are read together.
         message = "%s: expected readable metadata of all packages, got %r, passing kernels by"
         _logger.warning(message, PACKAGES, error)
-    return tuple(layers)
+    return _readable(PACKAGES, layers)
+
+
+def _readable(name: str, layers: Sequence[Path]) -> tuple[Path, ...]:
+    """Return the layers that can be asked, with a warning for each that cannot.
+
+    A layer that is not there yet may come; one that fails is not asked again for each kernel, since
+    a server that is gone may take long to say so.
+    """
+    problems = {layer: folder_problem(layer) for layer in layers}
+    for layer, problem in problems.items():
+        if problem:
+            _logger.warning(
+                "%s: expected a folder, got %s, passing it by: %s", name, problem, layer
+            )
+    return tuple(layer for layer, problem in problems.items() if problem in (None, "none"))
 
 
 def _store_of(settings: Settings) -> KernelStore:
-    for layer in settings.cache_layers:
-        if not layer.is_dir():
-            _logger.warning(
-                "MLAGEN_CACHE_RO: expected a folder, got none, passing it by: %s", layer
-            )
     return KernelStore(
         settings.cache_dir,
         lock_dir=settings.lock_dir,
         lock_timeout_s=settings.lock_timeout_s,
-        layers=settings.cache_layers,
+        layers=_readable("MLAGEN_CACHE_RO", settings.cache_layers),
         packaged=packaged_layers,
         is_shared=settings.trusts_shared,
         max_bytes=settings.cache_max_bytes,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,18 +11,34 @@ from pathlib import Path
 from mlagen.cache.trust import UntrustedError
 from mlagen.errors import CacheError
 
+# What another folder helps against; whatever is wrong with trust has advice of its own.
+_ELSEWHERE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG}
+
 
 @contextmanager
-def refusals(path: Path, *, to: str = "writable") -> Iterator[None]:
-    """Turn what the disk says into a :class:`CacheError`; ``to`` says what a folder must be."""
+def refusals(path: Path, *, to: str = "writable", advises: bool = False) -> Iterator[None]:
+    """Turn what the disk says into a :class:`CacheError`.
+
+    ``to`` says what a folder must be; with ``advises`` the message may name another cache folder.
+    """
     try:
         yield
     except OSError as error:
-        raise refused(error, path, to=to) from error
+        raise refused(error, path, to=to, advises=advises) from error
 
 
-def refused(error: OSError, path: Path, *, to: str = "writable") -> CacheError:
+def refused(
+    error: OSError, path: Path, *, to: str = "writable", advises: bool = False
+) -> CacheError:
     """Return the error of a store that is not what it must be."""
     what = "trusted" if isinstance(error, UntrustedError) else to
-    message = f"cache: expected a {what} folder, got {error.strerror or error}: {path}"
-    return CacheError(message, path=path)
+    got = f"{error.strerror or error}{advice_for(error) if advises else ''}"
+    return CacheError(f"cache: expected a {what} folder, got {got}: {path}", path=path)
+
+
+def advice_for(error: OSError) -> str:
+    """Return what names another cache folder, in parentheses, if that is what helps."""
+    code = error.errno or 0
+    if code in _ELSEWHERE and error.strerror == os.strerror(code):
+        return " (set MLAGEN_CACHE_DIR or XDG_CACHE_HOME to a folder that can be written)"
+    return ""

@@ -10,14 +10,29 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+from mlagen.errors import ToolchainError
+from mlagen.paths import is_folder
+
 _PACKAGE = Path(__file__).resolve().parent.parent
 
 
 @cache
 def template_root() -> Path:
-    """Return the folder of the templates: inside the installed package, or beside it."""
+    """Return the folder of the templates: inside the installed package, or beside it.
+
+    Raises
+    ------
+    ToolchainError
+        If neither is a folder, as in an installation that is imported from a zip archive.
+    """
     inside = _PACKAGE / "templates"
-    return inside if inside.is_dir() else _PACKAGE.parent / "templates"
+    for folder in (inside, _PACKAGE.parent / "templates"):
+        if is_folder(folder):
+            return folder
+    raise ToolchainError(
+        f"templates: expected a folder, got none: {inside}; install mlagen unpacked, by pip: "
+        "it cannot be imported from an archive"
+    )
 
 
 @cache

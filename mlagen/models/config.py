@@ -16,6 +16,7 @@ from mlagen.models.hub_cache import cached_config, is_hub_id
 from mlagen.models.layers import layers_left_out
 from mlagen.models.names import known_names, preset_names, preset_of
 from mlagen.models.unserved import refuse_unserved
+from mlagen.paths import is_folder, is_regular, read_named, reason_of
 from mlagen.settings import current_settings
 from mlagen.spec.dtype import DType
 from mlagen.spec.gqa import GqaVariant, require_supported
@@ -73,14 +74,14 @@ def find_model(name: str) -> MlaModel | GqaModel:
     path = Path(name).expanduser()
     preset = preset_of(name)
     try:
-        path = path / _CONFIG if path.is_dir() else path
-        is_path = "/" in name and path.is_file()
+        path = path / _CONFIG if is_folder(path) else path
+        is_path = "/" in name and is_regular(path)
         if not is_path and current_settings().reads_hub_cache and (found := cached_config(name)):
             path, preset = found, None
         if preset is not None and not is_path:
             file = resources.files("mlagen.models") / f"{preset}.json"
             return read_model(name, file.read_bytes())
-        return read_model(name, path.read_bytes())
+        return read_model(name, read_named(path))
     except FileNotFoundError as error:
         raise ArgumentError(
             f"model: expected one of {', '.join(known_names())}, or the path of a {_CONFIG} or of "
@@ -89,9 +90,8 @@ def find_model(name: str) -> MlaModel | GqaModel:
     except (OSError, ValueError) as error:  # the latter of a path with a null byte
         if isinstance(error, ArgumentError):
             raise
-        reason = getattr(error, "strerror", None) or error
         raise ArgumentError(
-            f"model: expected a readable {_CONFIG}, got {reason}: {name}"
+            f"model: expected a readable {_CONFIG}, got {reason_of(error)}: {name}"
         ) from error
 
 

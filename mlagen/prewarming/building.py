@@ -35,10 +35,12 @@ def build_all(
     *,
     fail_fast: bool = False,
     stop: Callable[[], None] = lambda: None,
+    late: Callable[[PrewarmUnit], object] = lambda _: None,
 ) -> Generator[Happening, None, None]:
     """Yield each start and each end, in the order in which they happen.
 
-    ``stop`` is called when the caller goes away before the end, from Ctrl-C for instance.
+    ``stop`` is called when the caller goes away before the end, from Ctrl-C for instance, and then
+    ``late`` with each unit that is finished all the same and was not yielded.
     """
     happened: SimpleQueue[KernelSpec | Future[PrewarmUnit]] = SimpleQueue()
     has_failed = threading.Event()
@@ -53,16 +55,17 @@ def build_all(
         return unit
 
     pool = ThreadPoolExecutor(jobs, thread_name_prefix="mlagen-prewarm")
+    left: set[Future[PrewarmUnit]] = set()
     try:
         for spec in specs:
-            pool.submit(begin, spec).add_done_callback(happened.put)
-        left = len(specs)
+            left.add(future := pool.submit(begin, spec))
+            future.add_done_callback(happened.put)
         while left:
             it = happened.get()
             if isinstance(it, Future):
                 unit = it.result()
-                left -= 1
                 yield "finished", unit.spec, unit
+                left.discard(it)
             else:
                 yield "started", it, None
     except BaseException:
@@ -71,6 +74,9 @@ def build_all(
     finally:
         # Also after Ctrl-C: what is being compiled is finished, what waits is dropped.
         pool.shutdown(cancel_futures=True)
+        for future in left:
+            if future.done() and not future.cancelled() and future.exception() is None:
+                late(future.result())
 
 
 def build_here(spec: KernelSpec, *, may_stay_in_memory: bool = False) -> PrewarmUnit:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mlagen.errors import ArgumentError
+from mlagen.paths import read_named, reason_of
 
 
 def read_given(path: Path) -> bytes:
@@ -13,11 +14,9 @@ def read_given(path: Path) -> bytes:
     Raises
     ------
     ArgumentError
-        If it cannot be read; the message names it.
+        If it cannot be read, is no regular file, or is too large; the message names it.
     """
     try:
-        return path.read_bytes()
-    except OSError as error:
-        raise ArgumentError(
-            f"{path}: expected a readable file, got {error.strerror or error}"
-        ) from error
+        return read_named(path)
+    except (OSError, ValueError) as error:
+        raise ArgumentError(f"{path}: expected a readable file, got {reason_of(error)}") from error

@@ -19,6 +19,7 @@ from mlagen import errors
 from mlagen.cache.disposal import discard_staged
 from mlagen.cache.key import CacheKey
 from mlagen.cache.layout import Layout
+from mlagen.cache.opening import kernel_store
 from mlagen.engine import key_of
 from mlagen.errors import CompileError, MlagenError
 from mlagen.prewarming.report import PrewarmUnit, ms_since, unit_of
@@ -86,6 +87,9 @@ class Workers:
                 self._running.discard(process)
             if process.returncode:
                 _clear_staging(key, process.pid)
+        # A worker that is stopped between publishing and answering has kept its kernel.
+        if self._is_stopped and (entry := kernel_store().look_up(key, is_dry=True).entry):
+            return unit_of(spec, key, "built", start, entry=entry)
         if process.returncode or not out:
             return unit_of(spec, key, "failed", start, error=_death(process.returncode, err))
         for line in err.splitlines():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,6 +16,7 @@ from mlagen.engine import kernel_for
 from mlagen.errors import ToolchainError
 from mlagen.prewarming.asked import specs_asked
 from mlagen.prewarming.building import build_all, build_here, look_up_all
+from mlagen.prewarming.events import Events
 from mlagen.prewarming.gpus import devices_for
 from mlagen.prewarming.isolation import workers
 from mlagen.prewarming.jobs import usable_jobs
@@ -127,10 +127,12 @@ def prewarm(
     start = time.perf_counter()
     if jobs is not None:
         jobs = require_whole_number(jobs, "jobs", least=1)
+    late: list[PrewarmUnit] = []
     how = _How(
         jobs=jobs or usable_jobs(),
         timeout_s=_timeout(timeout_s, isolate=require_flag(isolate, "isolate")),
         fail_fast=require_flag(fail_fast, "fail_fast"),
+        late=late.append,
     )
     dry_run, load = require_flag(dry_run, "dry_run"), require_flag(load, "load")
     if on_event is not None:
@@ -148,22 +150,16 @@ def prewarm(
         **shape,
     )
     devices = devices_for(specs) if load else {}
-    finished: dict[KernelSpec, PrewarmUnit] = {}
-    loaded = 0
+    events = Events(on_event, len(specs), late)
     happenings: Generator[Happening, None, None] = look_up_all(specs, is_dry=True)
     if not dry_run:
-        happenings = _prewarm_all(specs, how, devices, finished)
-    with closing(happenings):  # or an exception in the callback would leave threads at work
-        for kind, spec, unit in happenings:
-            loaded += kind == "loaded"
-            if unit is not None:
-                finished[spec] = unit
-            if on_event is not None:
-                done, total = len(finished), len(specs)
-                on_event(PrewarmEvent(kind=kind, spec=spec, unit=unit, done=done, total=total))
-    units = tuple(finished[spec] for spec in specs)
+        happenings = _prewarm_all(specs, how, devices, events.finished)
+    events.follow(happenings)
+    units = tuple(events.finished[spec] for spec in specs)
     ms = (time.perf_counter() - start) * 1e3
-    return PrewarmReport(units=units, loaded=loaded, ms=round(ms, 1), left_out=tuple(left_out))
+    return PrewarmReport(
+        units=units, loaded=events.loaded, ms=round(ms, 1), left_out=tuple(left_out)
+    )
 
 
 def _timeout(timeout_s: float | None, *, isolate: bool) -> float | None:
@@ -185,6 +181,7 @@ class _How:
     jobs: int
     timeout_s: float | None  # of a process for each kernel; None: in this process
     fail_fast: bool
+    late: Callable[[PrewarmUnit], object]  # called with what is finished after an interrupt
 
 
 def _prewarm_all(
@@ -220,14 +217,21 @@ def _build_missing(
         if not may_stay_in_memory:
             _require_writable_cache()
         build = partial(build_here, may_stay_in_memory=may_stay_in_memory)
-        yield from build_all(missing, how.jobs, build, fail_fast=how.fail_fast)
+        yield from build_all(missing, how.jobs, build, fail_fast=how.fail_fast, late=how.late)
         return
     _require_writable_cache()  # nothing but the disk leads from one process to another
     with workers(how.timeout_s) as them:
-        yield from build_all(missing, how.jobs, them.build, fail_fast=how.fail_fast, stop=them.stop)
+        yield from build_all(
+            missing,
+            how.jobs,
+            them.build,
+            fail_fast=how.fail_fast,
+            stop=them.stop,
+            late=how.late,
+        )
 
 
 def _require_writable_cache() -> None:
     settings = current_settings()
-    with refusals(settings.cache_dir):
+    with refusals(settings.cache_dir, advises=True):
         require_writable(Layout(settings.cache_dir, settings.trusts_shared))

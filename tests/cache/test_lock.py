@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,6 +15,8 @@ import pytest
 
 from mlagen.cache import lock as lock_module
 from mlagen.cache.lock import compile_lock
+from tests.cache.builds import in_child
+from tests.faults.privileges import give_up_capabilities
 
 
 @pytest.fixture(autouse=True)
@@ -99,17 +102,51 @@ def test_locks_that_do_not_work_are_done_without(
     ]
 
 
-def test_lock_folder_that_cannot_be_made_is_done_without(
-    tmp_path: Path, messages: pytest.LogCaptureFixture
+NO_FOLDERS: dict[str, Callable[[Path], object]] = {
+    "a file": Path.touch,
+    "a FIFO": os.mkfifo,
+    "a dangling link": lambda path: path.symlink_to("nowhere"),
+    "a link to itself": lambda path: path.symlink_to(path),
+    "a link to a folder": lambda path: path.symlink_to("."),
+}
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize("make", NO_FOLDERS.values(), ids=NO_FOLDERS)
+def test_lock_folder_that_is_none_costs_one_warning(
+    make: Callable[[Path], object], tmp_path: Path, messages: pytest.LogCaptureFixture
 ) -> None:
-    """A file in the place of the lock folder costs the lock, not the work."""
-    (tmp_path / "locks").touch()
+    """Whatever stands in its place costs the locks, not the work, and is reported once."""
+    make(tmp_path / "locks")
 
-    with compile_lock(tmp_path / "locks/a.lock", timeout_s=1):
-        lines = [record.message for record in messages.records]
+    for name in ("a", "b"):
+        with compile_lock(tmp_path / f"locks/{name}.lock", timeout_s=1):
+            pass
 
-    assert len(lines) == 1
-    assert "compiling without" in lines[0]
+    (record,) = messages.records
+    assert record.levelno == logging.WARNING
+    assert record.message.startswith("lock: expected a folder of this user, got ")
+    assert record.message.endswith(f", compiling without: {tmp_path / 'locks'}")
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+@pytest.mark.parametrize("mode", [0o500, 0o600, 0o000], ids=oct)
+def test_lock_folder_that_cannot_be_used_costs_one_warning(
+    mode: int, tmp_path: Path, messages: pytest.LogCaptureFixture
+) -> None:
+    """A folder without permission, as one of another user is, is the same."""
+    (tmp_path / "locks").mkdir(mode=mode)
+
+    def work() -> None:
+        give_up_capabilities()
+        for name in ("a", "b"):
+            with compile_lock(tmp_path / f"locks/{name}.lock", timeout_s=1):
+                pass
+        (record,) = messages.records
+        assert record.levelno == logging.WARNING
+        assert "got Permission denied, compiling without" in record.message
+
+    assert in_child(work) == 0
 
 
 def test_a_planted_link_is_not_followed(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def start() -> Start:
         script = (
             "import signal; signal.signal(signal.SIGINT, signal.default_int_handler);"
             f"import sys; sys.modules.update(dict.fromkeys({without}));"
-            "from cache_tools.cli import main; main()"
+            "from cache_tools.__main__ import main; main()"
         )
         return subprocess.Popen(
             [sys.executable, "-c", script, *arguments],

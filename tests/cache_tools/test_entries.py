@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
+from pathlib import Path
+
 import pytest
 
-from cache_tools.entries import document_of, entries_of
+from cache_tools.entries import document_of, entries_of, moment_of
 from mlagen.cache.opening import kernel_store
 from mlagen.errors import ArgumentError
 from mlagen.prewarming import PrewarmReport
+
+from .conftest import Run
 
 
 @pytest.mark.parametrize("digits", [6, 8, 64])
@@ -65,3 +72,39 @@ def test_the_document_of_a_damaged_entry_says_the_problem(cached: PrewarmReport)
     assert [name for name, value in document.items() if value is not None] == [
         *("key", "toolchain", "path", "layer", "is_read_only", "size_bytes", "used", "problem")
     ]
+
+
+@pytest.mark.parametrize("seconds", [-(2.0**40), 2.0**40, -1e300, 1e300, float("inf"), 0.0])
+def test_a_time_that_is_no_date_is_none(seconds: float) -> None:
+    """A file system keeps any number as a time."""
+    assert moment_of(seconds) is None
+
+
+@pytest.mark.parametrize("seconds", [-(2**40), -(2**34), 2**34])
+def test_entries_of_any_time_are_listed(
+    seconds: int, run: Run, cached: PrewarmReport, cache_dir: Path
+) -> None:
+    """Whatever time a manifest has, each command that shows it goes on."""
+    key = cached.units[0].key
+    for manifest in cache_dir.rglob("manifest.json"):
+        os.utime(manifest, (seconds, seconds))
+
+    for command in (("ls",), ("ls", "--sort", "age"), ("show", key), ("stats",), ("verify",)):
+        for option in ((), ("--json",)):
+            assert run("cache", *command, *option).exit_code == 0
+    assert run("cache", "prune", "--older-than", "1d", "--dry-run").exit_code == 0
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity"])
+def test_a_compilation_of_no_finite_time_is_damage(
+    value: str, cached: PrewarmReport, cache_dir: Path, run: Run
+) -> None:
+    """JSON has no such numbers, so that none is printed."""
+    manifest = next(cache_dir.rglob("manifest.json"))
+    text = manifest.read_text()
+    manifest.write_text(re.sub(r'"compile_ms": [^,}]+', f'"compile_ms": {value}', text))
+
+    listed = json.loads(run("cache", "ls", "--json").stdout, parse_constant=pytest.fail)
+
+    assert cached.units
+    assert sum(entry["problem"] is not None for entry in listed["entries"]) == 1

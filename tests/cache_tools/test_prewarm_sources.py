@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from cache_tools.selection_options import selection_options
+from mlagen.paths import MAX_NAMED_BYTES
 from mlagen.prewarming.spec_file import KEYS
 from tests.kernels import COMBINE
 
@@ -122,3 +123,21 @@ def test_tables_have_the_names_of_the_options() -> None:
     options = [option.opts[0] for option in command.__click_params__]  # type: ignore[attr-defined]
     names = {option.removeprefix("--").replace("-", "_") for option in options}
     assert names == {*KEYS, "from_log"}
+
+
+@pytest.mark.timeout(15)
+@pytest.mark.parametrize("source", ["--from-log", "--model", "file", "standard input"])
+def test_a_source_without_an_end_is_refused(source: str, run: Run, tmp_path: Path) -> None:
+    """A device costs no memory and a FIFO no wait; the exit code is that of bad usage."""
+    endless = tmp_path / "endless.toml"
+    if source == "standard input":
+        result = run("prewarm", "-", "--arch", "sm_80", answer="#" * (MAX_NAMED_BYTES + 1))
+    else:
+        endless.symlink_to("/dev/zero")
+        option = [] if source == "file" else [source]
+        result = run("prewarm", *option, str(endless), "--arch", "sm_80")
+
+    assert result.exit_code == 2
+    assert result.stderr.count("\n") == 1
+    got = "64 MiB" if source == "standard input" else "a device"
+    assert f"got {got}" in result.stderr or f"at most {got}" in result.stderr

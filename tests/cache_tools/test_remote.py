@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import socket
 import sys
 import tempfile
@@ -143,6 +144,16 @@ def test_nothing_at_a_url_is_one_line(url: str) -> None:
         fetched(url)
 
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize("prefix", ["file://", ""])
+def test_a_local_fifo_is_not_waited_for(prefix: str, tmp_path: Path) -> None:
+    """A path of this machine is read if it is a regular file."""
+    os.mkfifo(tmp_path / "fifo")
+
+    with pytest.raises(RemoteError, match="a FIFO"):
+        fetched(f"{prefix}{tmp_path}/fifo")
 
 
 def test_http_is_read_without_a_package(tmp_path: Path) -> None:

@@ -1,0 +1,95 @@
+"""Ctrl-C in the process of a command: one exception, then an end that no other signal disturbs.
+
+A second ``KeyboardInterrupt`` would land in the cleanup of the first, and print a traceback.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sys import UnraisableHookArgs
+    from types import FrameType
+
+_INTERRUPTED = 130
+_AGAIN_AFTER_S = 0.01
+
+_is_raised = False
+
+
+class Interrupted(KeyboardInterrupt):
+    """An interrupt with what became of the work."""
+
+
+def take_over() -> None:
+    """Have Ctrl-C end this process with one line and exit code 130, until work begins.
+
+    Does nothing where Ctrl-C is ignored, as in the background of a shell, or belongs to a caller.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _leave)
+        signal.signal(signal.SIGALRM, _raise_again)
+        sys.unraisablehook = _repeat_swallowed
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Have Ctrl-C raise ``KeyboardInterrupt`` once, and be ignored from the end of the work on."""
+    if signal.getsignal(signal.SIGINT) is not _leave:
+        yield
+        return
+    signal.signal(signal.SIGINT, _raise_once)
+    try:
+        yield
+    finally:
+        for number in (signal.SIGINT, signal.SIGALRM):
+            signal.signal(number, signal.SIG_IGN)
+
+
+@contextmanager
+def terminated_as_interrupted() -> Iterator[None]:
+    """Let SIGTERM do what Ctrl-C does: end in order, and keep what is finished."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, _raise_once)
+    try:
+        yield
+    finally:
+        if not _is_raised:
+            signal.signal(signal.SIGTERM, before)
+
+
+def _leave(_number: int, _frame: object) -> None:
+    os.write(2, b"mlagen: interrupted\n")
+    os._exit(_INTERRUPTED)  # nothing has begun
+
+
+def _raise_once(_number: int, _frame: object) -> None:
+    global _is_raised  # noqa: PLW0603 - it is a state of the process
+    if not _is_raised:
+        _is_raised = True
+        raise KeyboardInterrupt
+
+
+def _repeat_swallowed(unraisable: UnraisableHookArgs) -> None:
+    """Interrupt again where Python dropped the exception, in a finalizer or a callback."""
+    if issubclass(unraisable.exc_type, KeyboardInterrupt):
+        signal.setitimer(signal.ITIMER_REAL, _AGAIN_AFTER_S)
+    else:
+        sys.__unraisablehook__(unraisable)
+
+
+def _raise_again(_number: int, frame: FrameType | None) -> None:
+    while frame is not None:
+        if frame.f_code is _repeat_swallowed.__code__:  # what it raises is dropped, too
+            signal.setitimer(signal.ITIMER_REAL, _AGAIN_AFTER_S)
+            return
+        frame = frame.f_back
+    raise KeyboardInterrupt

@@ -1,0 +1,200 @@
+"""Layers and caches that cannot be reached: one warning and a build, and no command breaks."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlagen.cache.opening import kernel_store
+from mlagen.settings import current_settings
+from tests.cache import builds
+from tests.cache.builds import CountedBuild, entry_folder, make_key
+from tests.cache_tools.test_any_cache import EVERY, run_without_privileges, shown, typed
+from tests.faults.privileges import give_up_capabilities
+from tests.faults.steps import KEY, ask, warnings_in
+
+CODES = [errno.EIO, errno.ESTALE, errno.EACCES, errno.ETIMEDOUT, errno.ENAMETOOLONG]
+LOOKS = ("open", "stat", "lstat", "scandir", "listdir", "mkdir", "access")
+KEYS = {"exact": make_key(), "any of a major version": make_key(toolchain="nvrtc-13")}
+
+
+def cut_off(patch: pytest.MonkeyPatch, folder: Path, code: int) -> None:
+    """Have every look at a folder, and at what is below it, fail."""
+
+    def around(call: Callable[..., Any]) -> Callable[..., Any]:
+        def look(subject: Any, *args: Any, **kwargs: Any) -> Any:
+            if not isinstance(subject, int) and Path(subject).is_relative_to(folder):
+                if call is access:
+                    return False
+                raise OSError(code, os.strerror(code), str(subject))
+            return call(subject, *args, **kwargs)
+
+        return look
+
+    access = os.access
+    for name in LOOKS:
+        patch.setattr(os, name, around(getattr(os, name)))
+
+
+@pytest.mark.parametrize("key", KEYS.values(), ids=KEYS)
+@pytest.mark.parametrize("code", CODES, ids=errno.errorcode.__getitem__)
+def test_a_layer_that_cannot_be_reached_costs_a_build_and_a_warning(
+    code: int,
+    key: Any,
+    tmp_path: Path,
+    cache_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The kernel is built and published, and the layer is named once."""
+    ask(tmp_path / "far")
+    layer, build = tmp_path / "far/cache", CountedBuild()
+    monkeypatch.setenv("MLAGEN_CACHE_RO", str(layer))
+    current_settings.cache_clear()
+    cut_off(monkeypatch, layer, code)
+
+    entries = [kernel_store().find_or_build(key, build) for _ in range(2)]
+
+    assert [entry.cubin for entry in entries] == [builds.CUBIN] * 2
+    assert build.calls == 1
+    assert entries[0].path is not None
+    assert entries[0].path.is_relative_to(cache_dir)
+    (warning,) = warnings_in(caplog)
+    rule = f"MLAGEN_CACHE_RO: expected a folder, got {os.strerror(code)}, passing it by"
+    assert warning == f"{rule}: {layer}"
+
+
+@pytest.mark.parametrize("key", KEYS.values(), ids=KEYS)
+@pytest.mark.parametrize("code", CODES, ids=errno.errorcode.__getitem__)
+def test_a_layer_that_goes_away_costs_a_build_and_a_warning(
+    code: int,
+    key: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A server that stops answering after the store was opened is as any other."""
+    ask(tmp_path / "far")
+    layer, build = tmp_path / "far/cache", CountedBuild()
+    monkeypatch.setenv("MLAGEN_CACHE_RO", str(layer))
+    current_settings.cache_clear()
+    store = kernel_store()
+    cut_off(monkeypatch, layer, code)
+
+    entry = store.find_or_build(key, build)
+
+    assert (entry.cubin, build.calls) == (builds.CUBIN, 1)
+    # A stale handle is what a removed entry leaves; nothing is said of that.
+    assert len(warnings_in(caplog)) == (code != errno.ESTALE)
+
+
+@pytest.mark.parametrize("key", KEYS.values(), ids=KEYS)
+@pytest.mark.parametrize("code", CODES, ids=errno.errorcode.__getitem__)
+def test_a_cache_that_cannot_be_reached_keeps_kernels_in_memory(
+    code: int,
+    key: Any,
+    cache_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """With one warning, and one build for the process."""
+    cut_off(monkeypatch, cache_dir, code)
+    build = CountedBuild()
+
+    entries = [kernel_store().find_or_build(key, build) for _ in range(2)]
+
+    assert [(entry.cubin, entry.path) for entry in entries] == [(builds.CUBIN, None)] * 2
+    assert build.calls == 1
+    (warning,) = warnings_in(caplog)
+    assert warning.startswith(f"cache: expected a usable folder, got {os.strerror(code)}")
+    assert ("MLAGEN_CACHE_DIR or XDG_CACHE_HOME" in warning) == (
+        code in {errno.EACCES, errno.ENAMETOOLONG}
+    )
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_layer_below_a_folder_without_search_permission_is_passed_by(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As the modes of a real disk have it."""
+    ask(tmp_path / "far")
+    (tmp_path / "far").chmod(0o600)
+    monkeypatch.setenv("MLAGEN_CACHE_RO", str(tmp_path / "far/cache"))
+    current_settings.cache_clear()
+
+    def work() -> None:
+        give_up_capabilities()
+        entry = kernel_store().find_or_build(KEY, CountedBuild())
+        assert entry.path is not None
+        assert len(warnings_in(caplog)) == 1
+
+    try:
+        assert builds.in_child(work) == 0
+    finally:
+        (tmp_path / "far").chmod(0o700)
+    assert entry_folder(tmp_path, KEY).exists()
+
+
+def lock_away(tmp_path: Path) -> Path:
+    """Return a path below a folder that cannot be searched."""
+    (tmp_path / "far/cache").mkdir(parents=True)
+    (tmp_path / "far").chmod(0o600)
+    return tmp_path / "far/cache"
+
+
+@pytest.mark.parametrize("arguments", [*EVERY, ("doctor",)], ids=shown)
+def test_a_command_passes_a_layer_by_that_cannot_be_reached(
+    arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends with a documented code and a line that names the layer, if it looks there."""
+    layer = lock_away(tmp_path)
+    monkeypatch.setenv("MLAGEN_CACHE_RO", str(layer))
+
+    ran = run_without_privileges(*typed(arguments, "abcdef"))
+
+    assert ran.returncode == EVERY.get(arguments, 1), ran.stderr
+    assert "Traceback" not in ran.stderr
+    if arguments == ("doctor",):
+        problem = f"layer: expected a cache folder, got Permission denied: {layer}"
+        assert problem in ran.stdout
+
+
+@pytest.mark.parametrize("arguments", [*EVERY, ("doctor",)], ids=shown)
+@pytest.mark.parametrize("name", ["MLAGEN_CACHE_DIR", "MLAGEN_LOCK_DIR"])
+def test_a_command_ends_in_order_without_a_folder_that_can_be_reached(
+    name: str, arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a documented code, and one line if it is an error."""
+    folder = lock_away(tmp_path)
+    monkeypatch.setenv(name, str(folder))
+
+    ran = run_without_privileges(*typed(arguments, "abcdef"))
+
+    assert "Traceback" not in ran.stderr
+    if arguments == ("doctor",):
+        assert ran.returncode == 1
+        assert f"expected a writable folder, got Permission denied: {folder}" in ran.stdout
+    else:
+        assert ran.returncode in {EVERY[arguments], 4}, ran.stderr
+        assert ran.stderr.count("\n") <= 1
+
+
+def test_a_home_that_cannot_be_written_names_what_helps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container with an unknown user and HOME=/ has no folder for a cache until it names one."""
+    (tmp_path / "home").mkdir(mode=0o500)
+    for name in ("MLAGEN_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+
+    ran = run_without_privileges("prewarm", "--arch", "sm_80", "--family", "combine_splits")
+
+    assert ran.returncode == 4
+    assert "set MLAGEN_CACHE_DIR or XDG_CACHE_HOME to a folder that can be written" in ran.stderr
+    assert ran.stderr.count("\n") == 1

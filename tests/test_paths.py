@@ -1,0 +1,117 @@
+"""Paths that users name: what is asked never raises, what is read or appended to never blocks."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mlagen.models.config import find_model
+from mlagen.paths import (
+    MAX_NAMED_BYTES,
+    append_named,
+    folder_problem,
+    is_folder,
+    is_regular,
+    read_named,
+)
+from mlagen.prewarming.given_file import read_given
+
+CODES = [errno.EIO, errno.ESTALE, errno.EACCES, errno.ETIMEDOUT, errno.ENAMETOOLONG, errno.ELOOP]
+
+
+def make_socket(path: Path) -> None:
+    """Leave a socket at a path."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(os.path.relpath(path))  # a socket's name is short
+
+
+OTHERS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a FIFO": (os.mkfifo, "a FIFO"),
+    "a socket": (make_socket, "a socket"),
+    "a folder": (Path.mkdir, "Is a directory"),
+    "an endless device": (lambda path: path.symlink_to("/dev/zero"), "a device"),
+    "a device without content": (lambda path: path.symlink_to("/dev/null"), "a device"),
+}
+
+
+@pytest.mark.parametrize("code", CODES, ids=errno.errorcode.__getitem__)
+def test_a_path_that_cannot_be_asked_is_no_folder(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the file system answers is a reason, not an exception."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", refuse)
+        found = folder_problem(tmp_path), is_folder(tmp_path), is_regular(tmp_path)
+
+    assert found == (os.strerror(code), False, False)
+
+
+def test_what_stands_at_a_path_is_told_apart(tmp_path: Path) -> None:
+    """A folder has no problem; nothing, a file and a null character have one."""
+    (tmp_path / "file").touch()
+
+    assert folder_problem(tmp_path) is None
+    assert folder_problem(tmp_path / "nowhere") == "none"
+    assert folder_problem(tmp_path / "file") == "none"
+    assert folder_problem(tmp_path / "file/below") == "none"
+    assert "null" in (folder_problem(Path("a\0b")) or "")
+    assert (is_regular(tmp_path / "file"), is_regular(tmp_path)) == (True, False)
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize(("make", "kind"), OTHERS.values(), ids=OTHERS)
+def test_no_other_kind_than_a_regular_file_is_opened(
+    make: Callable[[Path], object], kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither reading nor appending waits for a FIFO, eats what a device gives, or opens either."""
+    monkeypatch.chdir(tmp_path)
+    make(tmp_path / "it")
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("opened")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", refuse)
+        for use in (read_named, lambda path: append_named(path, b"line\n")):
+            with pytest.raises(OSError, match=kind):
+                use(tmp_path / "it")
+
+
+def test_a_file_that_is_too_large_is_not_read(tmp_path: Path) -> None:
+    """Its size costs no memory."""
+    (tmp_path / "large").touch()
+    os.truncate(tmp_path / "large", MAX_NAMED_BYTES + 1)
+
+    with pytest.raises(OSError, match="more than 64 MiB"):
+        read_named(tmp_path / "large")
+
+
+def test_a_file_is_read_and_appended_to(tmp_path: Path) -> None:
+    """Appending creates it, and follows a link as any program does."""
+    (tmp_path / "link").symlink_to("file")
+
+    for line in (b"one\n", b"two\n"):
+        append_named(tmp_path / "link", line)
+
+    assert read_named(tmp_path / "file") == b"one\ntwo\n"
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize("read", [lambda path: find_model(str(path)), read_given])
+def test_an_argument_that_names_a_fifo_is_refused(
+    read: Callable[[Path], object], tmp_path: Path
+) -> None:
+    """Models, records and tables are read in one way, and each refusal is one line."""
+    os.mkfifo(tmp_path / "fifo")
+
+    with pytest.raises(ValueError, match=r"expected a readable .*, got a FIFO"):
+        read(tmp_path / "fifo")
