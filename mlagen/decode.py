@@ -11,7 +11,9 @@ from mlagen.api.calls import rounded_up
 from mlagen.api.gqa_call import GqaCall, run_again, run_gqa
 from mlagen.api.gqa_inputs import GqaInputs
 from mlagen.api.gqa_numbers import pair_of, positive_factor, window_of
+from mlagen.api.op_outputs import gqa_outputs
 from mlagen.api.remembered import Usual
+from mlagen.api.traced import as_op, is_compiling, is_traced, traceable
 from mlagen.mla.trtllm import (
     trtllm_batch_decode_with_kv_cache_mla,
     xqa_batch_decode_with_kv_cache_mla,
@@ -24,6 +26,7 @@ __all__ = [
 ]
 
 
+@traceable(gqa_outputs)
 def xqa_batch_decode_with_kv_cache(
     query: torch.Tensor,
     kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | list[torch.Tensor],
@@ -130,6 +133,28 @@ def xqa_batch_decode_with_kv_cache(
     Signature of ``flashinfer.decode.xqa_batch_decode_with_kv_cache``. Unlike there, both scales
     mean the same for every dtype of the cache.
     """
+    if is_compiling() or is_traced():
+        return as_op(
+            "xqa_batch_decode_with_kv_cache",
+            query,
+            kv_cache,
+            workspace_buffer,
+            block_tables,
+            seq_lens,
+            max_seq_len,
+            bmm1_scale,
+            bmm2_scale,
+            window_left,
+            out,
+            sinks,
+            kv_layout,
+            enable_pdl,
+            q_len_per_req,
+            o_scale,
+            mask,
+            kv_cache_sf,
+            q_cu_seq_lens,
+        )
     usual: Usual[GqaCall] | None = None
     if (
         kv_cache.__class__ is tuple

@@ -9,6 +9,8 @@ from mlagen.api.gqa_inputs import GqaInputs, GqaNames
 from mlagen.api.gqa_numbers import positive_factor, whole_number
 from mlagen.api.mla_call import run_mla
 from mlagen.api.mla_inputs import MlaInputs, MlaNames
+from mlagen.api.op_outputs import unused_by_xqa, xqa_mla_outputs, xqa_outputs
+from mlagen.api.traced import as_op, is_compiling, is_traced, traceable
 from mlagen.api.xqa_arguments import (
     MLA_KV_LORA_RANK,
     check_caches,
@@ -47,6 +49,7 @@ _XQA_MLA_NAMES = MlaNames(
 _QK_ROPE_HEAD_DIM = 64
 
 
+@traceable(xqa_outputs, constants=unused_by_xqa)
 def xqa(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -137,6 +140,34 @@ def xqa(
     -----
     Signature of ``flashinfer.xqa.xqa``.
     """
+    if is_compiling() or is_traced():
+        as_op(
+            "xqa",
+            q,
+            k_cache,
+            v_cache,
+            page_table,
+            seq_lens,
+            output,
+            workspace_buffer,
+            semaphores,
+            num_kv_heads,
+            page_size,
+            sinks,
+            q_scale,
+            kv_scale,
+            sliding_win_size,
+            kv_layout,
+            sm_count,
+            enable_pdl,
+            rcp_out_scale,
+            q_seq_len,
+            mask,
+            q_cu_seq_lens,
+            k_sf_cache,
+            v_sf_cache,
+        )
+        return
     check_unused(q, semaphores, sm_count)
     check_output(output)
     check_scale_caches(k_sf_cache, v_sf_cache)
@@ -171,6 +202,7 @@ def xqa(
     run_gqa(inputs, enable_pdl is None or bool(enable_pdl))
 
 
+@traceable(xqa_mla_outputs, constants=unused_by_xqa)
 def xqa_mla(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -235,6 +267,24 @@ def xqa_mla(
     -----
     Signature of ``flashinfer.xqa.xqa_mla``.
     """
+    if is_compiling() or is_traced():
+        as_op(
+            "xqa_mla",
+            q,
+            k_cache,
+            v_cache,
+            page_table,
+            seq_lens,
+            output,
+            workspace_buffer,
+            semaphores,
+            page_size,
+            q_scale,
+            kv_scale,
+            sm_count,
+            enable_pdl,
+        )
+        return
     check_unused(q, semaphores, sm_count)
     check_output(output)
     is_separate = check_mla_caches(q, k_cache, v_cache, page_size=page_size)

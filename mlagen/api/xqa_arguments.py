@@ -14,6 +14,7 @@ from mlagen.api.arguments import (
     require_tensor,
     require_whole_number,
 )
+from mlagen.api.memory import require_memory
 
 MLA_KV_LORA_RANK = 512
 
@@ -87,8 +88,16 @@ def check_mla_caches(q: object, k_cache: object, v_cache: object, *, page_size: 
         require_dtype(keys, "k_cache", tuple(dict.fromkeys(allowed)), "that of q, or e4m3")
     # The axis of size 1, before or after the tokens, changes no product.
     _require_size(page_size, "page_size", keys.shape[1] * (keys.shape[2] if keys.dim() == 4 else 1))
-    if values.data_ptr() != keys.data_ptr() or values.device != keys.device:
+    try:
+        is_separate = values.data_ptr() != keys.data_ptr() or values.device != keys.device
+    except RuntimeError:  # of a tensor without an address
+        require_memory(keys, "k_cache")
+        require_memory(values, "v_cache")
+        raise
+    if is_separate:
         return True
+    if values is not keys:
+        require_memory(values, "v_cache")
     # The same memory; a view of the first elements of each token is as good as the whole.
     require_dtype(values, "v_cache", (keys.dtype,), "dtype of k_cache")
     if values.shape[:-1] != keys.shape[:-1]:

@@ -8,13 +8,16 @@ from mlagen.api.arguments import require_dims, require_tensor
 from mlagen.api.calls import rounded_up
 from mlagen.api.mla_call import MlaCall, run_again, run_mla
 from mlagen.api.mla_inputs import MlaInputs
+from mlagen.api.op_outputs import mla_outputs
 from mlagen.api.remembered import Usual
+from mlagen.api.traced import as_op, is_compiling, is_traced, traceable
 from mlagen.errors import ArgumentError, UnsupportedError
 from mlagen.mla.trtllm_keywords import in_order, refuse_keyword
 
 _BACKENDS = ("auto", "xqa", "trtllm-gen", "cute-dsl")
 
 
+@traceable(mla_outputs, has_lse=True)
 def trtllm_batch_decode_with_kv_cache_mla(
     query: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -147,6 +150,43 @@ def trtllm_batch_decode_with_kv_cache_mla(
     Signature of ``flashinfer.mla.trtllm_batch_decode_with_kv_cache_mla``, in both positional orders
     of ``enable_pdl`` and ``backend`` that it has had. Pass everything after ``sinks`` by keyword.
     """
+    if is_compiling() or is_traced():
+        return as_op(
+            "trtllm_batch_decode_with_kv_cache_mla",
+            query,
+            kv_cache,
+            workspace_buffer,
+            qk_nope_head_dim,
+            kv_lora_rank,
+            qk_rope_head_dim,
+            block_tables,
+            seq_lens,
+            max_seq_len,
+            sparse_mla_top_k,
+            out,
+            bmm1_scale,
+            bmm2_scale,
+            sinks,
+            skip_softmax_threshold_scale_factor,
+            enable_pdl,
+            backend,
+            is_var_seq,
+            uses_shared_paged_kv_idx,
+            lse,
+            return_lse,
+            cute_dsl_impl,
+            kv_scale_format,
+            cum_seq_lens_q,
+            max_q_len,
+            multi_ctas_kv_counter_buffer,
+            sparse_mla_top_k_lens,
+            enable_dcp,
+            cp_world,
+            cp_rank,
+            causal_seqlens_kv_global,
+            use_fp16_softmax,
+            return_lse_base,
+        )
     skip_softmax_threshold_scale_factor, enable_pdl, backend = in_order(
         skip_softmax_threshold_scale_factor, enable_pdl, backend
     )
@@ -226,11 +266,12 @@ def trtllm_batch_decode_with_kv_cache_mla(
     return result if result_lse is None else (result, result_lse)
 
 
+@traceable(lambda given: mla_outputs(given)[:1])
 def xqa_batch_decode_with_kv_cache_mla(
     query: torch.Tensor,
     kv_cache: torch.Tensor,
     workspace_buffer: torch.Tensor,
-    qk_nope_head_dim: int,  # noqa: ARG001 - part of the signature
+    qk_nope_head_dim: int,
     kv_lora_rank: int,
     qk_rope_head_dim: int,
     block_tables: torch.Tensor,
@@ -273,6 +314,24 @@ def xqa_batch_decode_with_kv_cache_mla(
     Signature of ``flashinfer.decode.xqa_batch_decode_with_kv_cache_mla``, which multiplies the
     scores by ``bmm1_scale * bmm2_scale``.
     """
+    if is_compiling() or is_traced():
+        return as_op(
+            "xqa_batch_decode_with_kv_cache_mla",
+            query,
+            kv_cache,
+            workspace_buffer,
+            qk_nope_head_dim,
+            kv_lora_rank,
+            qk_rope_head_dim,
+            block_tables,
+            seq_lens,
+            max_seq_len,
+            out,
+            bmm1_scale,
+            bmm2_scale,
+            sinks,
+            enable_pdl,
+        )
     inputs = MlaInputs(
         query,
         kv_cache,
