@@ -134,7 +134,7 @@ def xqa_batch_decode_with_kv_cache(
     mean the same for every dtype of the cache.
     """
     if is_compiling() or is_traced():
-        return as_op(
+        return as_op(  # type: ignore[no-any-return]
             "xqa_batch_decode_with_kv_cache",
             query,
             kv_cache,

@@ -28,7 +28,7 @@ _WORKSPACE_BYTES_PER_SM = 640 << 10
 # mlagen.runtime.counters.
 _SPARE_REGIONS = 64
 
-_library = torch.library.Library(NAMESPACE, "DEF")
+_library: Any = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True)

@@ -76,9 +76,9 @@ def as_op(name: str, *values: Any) -> Any:
     if out is None or _wants_grad(values):
         made = op.makes(*flat(op.arguments, given))
         made_out, made_lse = made if op.has_lse else (made, None)
-        out = made_out if out is None else _copied(made_out, out)
+        out = _given_or_made(out, made_out)
         if has_lse:
-            lse = made_lse if lse is None else _copied(made_lse, lse)
+            lse = _given_or_made(lse, made_lse)
     elif op.has_lse:
         if has_lse and lse is None:
             shape, dtype = op.outputs(given)[1]
@@ -89,8 +89,9 @@ def as_op(name: str, *values: Any) -> Any:
     return (out, lse) if has_lse else out
 
 
-def _copied(made: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
-    return given.copy_(made.view(given.shape))
+def _given_or_made(given: torch.Tensor | None, made: Any) -> torch.Tensor:
+    made_tensor: torch.Tensor = made
+    return made_tensor if given is None else given.copy_(made_tensor.view(given.shape))
 
 
 def _wants_grad(values: Sequence[Any]) -> bool:

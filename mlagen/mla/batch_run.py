@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from mlagen.api.arguments import refuse, require, require_dims, require_shape, require_tensor
+from mlagen.api.memory import require_memory, require_writable
 from mlagen.api.mla_call import run_mla
 from mlagen.api.mla_inputs import MlaInputs, MlaNames
 from mlagen.mla.batch_plan import BatchPlan
@@ -59,6 +60,8 @@ def run_planned(
     shape, device = tuple(q_nope.shape), q_nope.device
     if out is not None:
         require_like(out, "out", shape=shape, dtype=q_nope.dtype, device=device)
+        require_memory(out, "out")
+        require_writable(out, "out")
     if lse is not None:
         require_like(lse, "lse", shape=shape[:2], dtype=torch.float32, device=device)
     settings, layout, facts = plan.settings, plan.layout, plan.facts

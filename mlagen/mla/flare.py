@@ -15,9 +15,12 @@ from mlagen.api.arguments import (
     require_tensor,
     require_whole_number,
 )
+from mlagen.api.memory import require_memory
 from mlagen.api.mla_call import run_mla
 from mlagen.api.mla_inputs import MlaInputs
+from mlagen.api.traced import is_compiling, is_traced
 from mlagen.mla.flare_keys import PagedKVCache, dense_keys, paged_keys
+from mlagen.mla.flare_op import call_op, define_op
 from mlagen.mla.flare_queries import padded_queries, ragged_queries
 from mlagen.mla.masks import CausalMask, Mask, NullMask
 from mlagen.runtime.device import device_facts
@@ -104,6 +107,10 @@ def flare_mla_decoding(
     Signature after ``flare_mla_decoding`` of Modular's ``nn.mla``, whose context, buffer of scalars
     and unused offsets have no counterpart here.
     """
+    if is_compiling() or is_traced():
+        others = (num_partitions, q_scale, per_token_scale_rope_aware, kv_scales)
+        return call_op(q, k, mask, valid_length, scale, output, ragged, *others)
+    _check_memory(q, k, mask, valid_length=valid_length, q_scale=q_scale, kv_scales=kv_scales)
     require_dims(require_tensor(q, "q"), "q", (3,) if ragged else (4,))
     require(isinstance(mask, Mask), "mask", "a mask of mlagen.mla", type(mask).__name__)
     if num_partitions is not None:
@@ -142,6 +149,21 @@ def flare_mla_decoding(
     )
     result, _ = run_mla(inputs, enable_pdl=True)
     return output if output is not None else result.view(*q.shape[:-1], _LATENT_DIM)
+
+
+define_op(flare_mla_decoding)
+
+
+def _check_memory(q: object, k: object, mask: object, **others: object) -> None:
+    """Refuse tensors that are not in memory, before anything is computed of them."""
+    require_memory(q, "q")
+    require_memory(k, "k")
+    for name, whole in (("k", k), ("mask", mask)):
+        if isinstance(whole, (PagedKVCache, Mask)):
+            for part, tensor in vars(whole).items():
+                require_memory(tensor, f"{name}.{part}")
+    for name, tensor in others.items():
+        require_memory(tensor, name)
 
 
 def _flat_scales(q_scale: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from mlagen.api.arguments import require_dims, require_tensor, shown
+from mlagen.api.memory import require_memory, require_writable
 from mlagen.api.mla_call import run_mla
 from mlagen.api.mla_inputs import MlaInputs, MlaNames
 from mlagen.errors import ArgumentError
@@ -92,5 +93,7 @@ def _checked_fp8_out(
             f"out must be an FP8 tensor when o_scale is given, expected {rule}, got {out.dtype}"
         )
     require_positive(o_scale, "o_scale")
+    require_memory(out, "out")
+    require_writable(out, "out")
     shape = (*q_nope.shape[:2], 512)
     return require_like(out, "out", shape=shape, dtype=out.dtype, device=q_nope.device)

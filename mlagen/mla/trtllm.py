@@ -151,7 +151,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
     of ``enable_pdl`` and ``backend`` that it has had. Pass everything after ``sinks`` by keyword.
     """
     if is_compiling() or is_traced():
-        return as_op(
+        return as_op(  # type: ignore[no-any-return]
             "trtllm_batch_decode_with_kv_cache_mla",
             query,
             kv_cache,
@@ -315,7 +315,7 @@ def xqa_batch_decode_with_kv_cache_mla(
     scores by ``bmm1_scale * bmm2_scale``.
     """
     if is_compiling() or is_traced():
-        return as_op(
+        return as_op(  # type: ignore[no-any-return]
             "xqa_batch_decode_with_kv_cache_mla",
             query,
             kv_cache,

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 
 from mlagen.api.arguments import refuse, require_tensor
+from mlagen.api.traced import is_compiling, is_traced
 from mlagen.errors import ArgumentError, UnsupportedError
+from mlagen.mla.batch_op import call_planless, call_planned
 from mlagen.mla.batch_plan import (
     BatchLayout,
     BatchPlan,
@@ -250,6 +252,24 @@ class BatchMLAPagedAttentionWrapper:
         plan = self._plan
         is_planless = kv_len is not None and page_table is not None
         if self._backend == "cutlass" or (plan is None and is_planless):
+            refused = {
+                "return_lse": return_lse or None,
+                "lse": lse,
+                "profiler_buffer": profiler_buffer,
+                "ckv_scale": ckv_scale,
+                "ckv_scale_arr": ckv_scale_arr,
+                "kpe_scale": kpe_scale,
+            }
+            if is_compiling() or is_traced():
+                return call_planless(
+                    self._workspace,
+                    (q_nope, q_pe, ckv_cache, kpe_cache),
+                    kv_len,
+                    page_table,
+                    o_scale,
+                    out,
+                    refused,
+                )
             return run_planless(
                 self._workspace,
                 q_nope,
@@ -260,14 +280,7 @@ class BatchMLAPagedAttentionWrapper:
                 kv_len=kv_len,
                 page_table=page_table,
                 o_scale=o_scale,
-                refused={
-                    "return_lse": return_lse or None,
-                    "lse": lse,
-                    "profiler_buffer": profiler_buffer,
-                    "ckv_scale": ckv_scale,
-                    "ckv_scale_arr": ckv_scale_arr,
-                    "kpe_scale": kpe_scale,
-                },
+                refused=refused,
             )
         if plan is None:
             raise ArgumentError("run: expected plan() to be called first, got no plan")
@@ -277,6 +290,17 @@ class BatchMLAPagedAttentionWrapper:
             )
         if profiler_buffer is not None:
             raise UnsupportedError("profiler_buffer: not implemented, expected None, got a tensor")
+        if is_compiling() or is_traced():
+            return call_planned(
+                self._workspace,
+                plan,
+                (q_nope, q_pe, ckv_cache, kpe_cache),
+                out=out,
+                lse=lse,
+                return_lse=return_lse,
+                on_e=return_lse_base_on_e,
+                scales=(ckv_scale, ckv_scale_arr, kpe_scale),
+            )
         result, result_lse = run_planned(
             self._workspace,
             plan,
