@@ -50,8 +50,15 @@ def require_memory(tensor: object, argument: str) -> None:
     ArgumentError
         If it is one; the message says of what kind.
     """
+    if isinstance(tensor, torch.Tensor):
+        # A subclass may watch or forbid what is asked of it.
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+            _require_memory(tensor, argument)
+
+
+def _require_memory(tensor: torch.Tensor, argument: str) -> None:
     # Other devices are refused by the check that all tensors are on one, and that it is known.
-    if not isinstance(tensor, torch.Tensor) or tensor.device.type not in _DEVICES:
+    if tensor.device.type not in _DEVICES:
         return
     if torch.nn.parameter.is_lazy(tensor):
         refuse(argument, _RULE, f"an uninitialized {type(tensor).__name__}")

@@ -56,11 +56,11 @@ def run_mla(
     else:
         form = form_of(inputs, settings.mla_kernel, settings.mla_probabilities)
         call = _calls.find(form)
-        if call is None or not _calls.is_sound(call, inputs):
+        if call is None or not _calls.is_sound(form, call, inputs, usual):
             check_memory(inputs)
             if wants_grad(inputs):
                 return _run_recorded(inputs, enable_pdl)
-            if call is not None:
+            if call is not None and usual is None:
                 _calls.keep_sound(call, inputs)
         if call is not None and usual is not None:
             _calls.find(form, usual)

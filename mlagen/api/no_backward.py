@@ -25,9 +25,10 @@ def refuse_backward() -> NoReturn:
 
 def wants_grad(inputs: tuple[object, ...]) -> bool:
     """Whether torch records what is done with the tensors among these."""
-    return torch.is_grad_enabled() and any(
-        isinstance(value, torch.Tensor) and value.requires_grad for value in inputs
-    )
+    if not torch.is_grad_enabled():
+        return False
+    with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - as in mlagen.api.memory
+        return any(isinstance(value, torch.Tensor) and value.requires_grad for value in inputs)
 
 
 def tensors_of(inputs: tuple[object, ...]) -> tuple[torch.Tensor, ...]:

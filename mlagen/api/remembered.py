@@ -197,11 +197,21 @@ class RememberedCalls(dict[Hashable, CallT]):
             launch.enqueue(enable_pdl)
         return True
 
-    def is_sound(self, call: CallT, inputs: tuple[object, ...]) -> bool:
+    def is_sound(
+        self,
+        form: Hashable,
+        call: CallT,
+        inputs: tuple[object, ...],
+        usual: Usual[CallT] | None = None,
+    ) -> bool:
         """Whether all tensors of a call are known to be in memory, and none of them requires grad.
 
         A form does not say so: a fake tensor has the form of the tensor that it stands for.
         """
+        if usual is not None:  # whose guard, if it has one, sees the same tensors
+            guarded = self._guarded.get(form)
+            recent = None if guarded is None else guarded.recent
+            return recent is not None and recent.is_like(*usual.tensors)
         sound = self._sound.get(id(call))
         return sound is not None and sound.is_like(*sound.tensors_of(inputs)) is True
 

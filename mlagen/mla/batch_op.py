@@ -133,7 +133,7 @@ def call_planned(
     settings, layout, facts = plan.settings, plan.layout, plan.facts
     _check_heads(settings, tensors)
     has_lse = return_lse or lse is not None
-    result = as_op(
+    result: Any = as_op(
         "batch_mla_run",
         workspace,
         *tensors,
@@ -154,8 +154,7 @@ def call_planned(
         on_e,
         *scales,
     )
-    out_only = result[0] if has_lse and not return_lse else result
-    return out_only  # type: ignore[no-any-return]
+    return result[0] if has_lse and not return_lse else result  # type: ignore[no-any-return]
 
 
 def call_planless(
