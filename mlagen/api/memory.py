@@ -68,6 +68,18 @@ def _require_memory(tensor: torch.Tensor, argument: str) -> None:
         refuse(argument, _RULE, "a tensor without storage")
 
 
+def require_plain(tensor: torch.Tensor, argument: str) -> None:
+    """Refuse what has no shape that can be read, or no views, at little cost for plain tensors.
+
+    Raises
+    ------
+    ArgumentError
+        If it is such a tensor without memory.
+    """
+    if tensor.__class__ is not torch.Tensor or tensor.is_nested:
+        require_memory(tensor, argument)
+
+
 def require_writable(tensor: object, argument: str) -> None:
     """Refuse a tensor that torch would not write to in place.
 

@@ -50,7 +50,7 @@ class Recent(Generic[CallT]):
 
 def passed_with(
     recent: Recent[CallT], numbers: tuple[float, ...], tensors: tuple[torch.Tensor, ...]
-) -> Hashable:
+) -> tuple[Hashable, ...]:
     """Return all that launches of a recent call depend on; the output is one of ``tensors``."""
     return (recent, *numbers, *map(_pointer_of, tensors))
 
@@ -163,9 +163,13 @@ class RememberedCalls(dict[Hashable, CallT]):
             made = (out,)
             if self.launch_again(key, tensors, numbers, enable_pdl, made):
                 return out
+        passed = passed_with(usual.recent, numbers, tensors + made)
+        if 0 in passed[1 + len(numbers) :]:  # no guard sees that storage was freed
+            usual.recent = None
+            return usual
         usual.out = out
         if all(numbers):  # zeros of both signs are equal, and are not passed alike
-            usual.passed = passed_with(usual.recent, numbers, tensors + made)
+            usual.passed = passed
         return usual
 
     def launch_again(
@@ -189,7 +193,7 @@ class RememberedCalls(dict[Hashable, CallT]):
                 if launches is not None and recent.is_like(*tensors):
                     found = launches
                     break
-        except (RuntimeError, TypeError):  # no tensor, or one without an address
+        except (RuntimeError, TypeError, UserWarning):  # no tensor, or one without an address
             return False
         if found is None:
             return False
@@ -211,9 +215,9 @@ class RememberedCalls(dict[Hashable, CallT]):
         if usual is not None:  # whose guard, if it has one, sees the same tensors
             guarded = self._guarded.get(form)
             recent = None if guarded is None else guarded.recent
-            return recent is not None and recent.is_like(*usual.tensors)
+            return recent is not None and _is_sound(recent.is_like, usual.tensors)
         sound = self._sound.get(id(call))
-        return sound is not None and sound.is_like(*sound.tensors_of(inputs)) is True
+        return sound is not None and _is_sound(sound.is_like, sound.tensors_of(inputs))
 
     def keep_sound(self, call: CallT, inputs: tuple[object, ...]) -> None:
         """Remember what the tensors of a call are like, which are found to be in memory."""
@@ -256,6 +260,11 @@ class RememberedCalls(dict[Hashable, CallT]):
         if guarded.recent is not None and guarded.recent not in denied:
             recents = (guarded.recent, *denied[: _MOST_RECENT - 1])
             _keep(self._recent, usual.key, recents, _MOST_CALLS)
+
+
+def _is_sound(is_like: IsLike, tensors: tuple[torch.Tensor, ...]) -> bool:
+    # No guard sees that storage was freed.
+    return is_like(*tensors) is True and all(map(_pointer_of, tensors))
 
 
 def _keep(kept: dict[KeyT, ValueT], key: KeyT, value: ValueT, most: int) -> None:

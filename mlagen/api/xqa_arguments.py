@@ -14,7 +14,7 @@ from mlagen.api.arguments import (
     require_tensor,
     require_whole_number,
 )
-from mlagen.api.memory import require_memory
+from mlagen.api.memory import require_memory, require_plain
 
 MLA_KV_LORA_RANK = 512
 
@@ -79,9 +79,12 @@ def check_mla_caches(q: object, k_cache: object, v_cache: object, *, page_size: 
         If the query has more than one token, or caches are not what the caller names.
     """
     query = require_tensor(q, "q")
+    require_plain(query, "q")
     require_dims(query, "q", (4,))
     require(query.shape[1] == 1, "q.shape[1]", 1, query.shape[1])
     keys, values = require_tensor(k_cache, "k_cache"), require_tensor(v_cache, "v_cache")
+    require_plain(keys, "k_cache")
+    require_plain(values, "v_cache")
     require_dims(keys, "k_cache", (3, 4))
     allowed = (query.dtype, torch.float8_e4m3fn)
     if keys.dtype not in allowed:

@@ -108,9 +108,10 @@ def flare_mla_decoding(
     and unused offsets have no counterpart here.
     """
     if is_compiling() or is_traced():
-        others = (num_partitions, q_scale, per_token_scale_rope_aware, kv_scales)
-        return call_op(q, k, mask, valid_length, scale, output, ragged, *others)
-    _check_memory(q, k, mask, valid_length=valid_length, q_scale=q_scale, kv_scales=kv_scales)
+        rare = (num_partitions, q_scale, per_token_scale_rope_aware, kv_scales)
+        return call_op(q, k, mask, valid_length, scale, output, ragged, *rare)
+    others = {"valid_length": valid_length, "output": output}
+    _check_memory(q, k, mask, **others, q_scale=q_scale, kv_scales=kv_scales)
     require_dims(require_tensor(q, "q"), "q", (3,) if ragged else (4,))
     require(isinstance(mask, Mask), "mask", "a mask of mlagen.mla", type(mask).__name__)
     if num_partitions is not None:

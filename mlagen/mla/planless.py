@@ -54,7 +54,8 @@ def run_planless(
             )
     parts = {"q_nope": q_nope, "q_pe": q_pe, "ckv_cache": ckv_cache, "kpe_cache": kpe_cache}
     for name, tensor in parts.items():
-        require_dims(require_tensor(tensor, name), name, (3,))
+        require_memory(require_tensor(tensor, name), name)
+        require_dims(tensor, name, (3,))
     tables = require_tensor(page_table, "page_table")
     require_dims(tables, "page_table", (2,))
     if o_scale is not None:
