@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from typing import Any
 
@@ -194,6 +195,7 @@ class OpsSemantics:
         with pytest.raises(mlagen.ArgumentError, match=r"^block_tables.dtype: expected"):
             torch.compile(call, fullgraph=True, backend="eager")(of.query)
 
+    @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs g++")
     @pytest.mark.filterwarnings("ignore")  # of Inductor, about itself
     def test_inductor_compiles_what_surrounds_a_call(self, of: Tensors) -> None:
         """With Inductor and a dynamic batch the results are those without a compiler."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ class TestOnTheCpu(OpsSemantics):
     device = "cpu"
 
 
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs g++")
 @pytest.mark.filterwarnings("ignore")  # of Inductor, about itself
 def test_a_package_of_aotinductor_runs(tmp_path: Path) -> None:
     """A layer that is compiled ahead of time gives what it gives without a compiler."""

@@ -22,10 +22,11 @@ _PLAIN_CLASSES = (torch.Tensor, torch.nn.Parameter)
 def guard_of(tensors: Sequence[torch.Tensor]) -> IsLike | None:
     """Return a function of as many tensors that says whether each is like the one in its place.
 
-    It never says so of tensors that differ in class, shape, strides, dtype or device. It may deny
-    it of others that do not, such as inference tensors and others; one tensor in two places is
-    always denied, and so are tensors that require grad while torch records. None if ``tensors`` themselves would be, or nothing can be asked. It must not be
-    asked of nested tensors, which torch's guards do not survive.
+    It never says so of tensors that differ in class, shape, strides, dtype or device, nor of those
+    that require grad while torch records it. It may deny it of others that do not, such as
+    inference tensors and others; one tensor in two places is always denied. None if ``tensors``
+    themselves would be, or nothing can be asked. It must not be asked of nested tensors, which
+    torch's guards do not survive.
     """
     if any(tensor.__class__ not in _PLAIN_CLASSES for tensor in tensors):
         return None
