@@ -134,27 +134,10 @@ def xqa_batch_decode_with_kv_cache(
     mean the same for every dtype of the cache.
     """
     if is_compiling() or is_traced():
-        return as_op(  # type: ignore[no-any-return]
-            "xqa_batch_decode_with_kv_cache",
-            query,
-            kv_cache,
-            workspace_buffer,
-            block_tables,
-            seq_lens,
-            max_seq_len,
-            bmm1_scale,
-            bmm2_scale,
-            window_left,
-            out,
-            sinks,
-            kv_layout,
-            enable_pdl,
-            q_len_per_req,
-            o_scale,
-            mask,
-            kv_cache_sf,
-            q_cu_seq_lens,
-        )
+        first = (query, kv_cache, workspace_buffer, block_tables, seq_lens, max_seq_len)
+        second = (bmm1_scale, bmm2_scale, window_left, out, sinks, kv_layout, enable_pdl)
+        third = (q_len_per_req, o_scale, mask, kv_cache_sf, q_cu_seq_lens)
+        return as_op("xqa_batch_decode_with_kv_cache", *first, *second, *third)  # type: ignore[no-any-return]
     usual: Usual[GqaCall] | None = None
     if (
         kv_cache.__class__ is tuple

@@ -151,42 +151,16 @@ def trtllm_batch_decode_with_kv_cache_mla(
     of ``enable_pdl`` and ``backend`` that it has had. Pass everything after ``sinks`` by keyword.
     """
     if is_compiling() or is_traced():
-        return as_op(  # type: ignore[no-any-return]
-            "trtllm_batch_decode_with_kv_cache_mla",
-            query,
-            kv_cache,
-            workspace_buffer,
-            qk_nope_head_dim,
-            kv_lora_rank,
-            qk_rope_head_dim,
-            block_tables,
-            seq_lens,
-            max_seq_len,
-            sparse_mla_top_k,
-            out,
-            bmm1_scale,
-            bmm2_scale,
-            sinks,
-            skip_softmax_threshold_scale_factor,
-            enable_pdl,
-            backend,
-            is_var_seq,
-            uses_shared_paged_kv_idx,
-            lse,
-            return_lse,
-            cute_dsl_impl,
-            kv_scale_format,
-            cum_seq_lens_q,
-            max_q_len,
-            multi_ctas_kv_counter_buffer,
-            sparse_mla_top_k_lens,
-            enable_dcp,
-            cp_world,
-            cp_rank,
-            causal_seqlens_kv_global,
-            use_fp16_softmax,
-            return_lse_base,
-        )
+        first = (query, kv_cache, workspace_buffer, qk_nope_head_dim, kv_lora_rank)
+        second = (qk_rope_head_dim, block_tables, seq_lens, max_seq_len, sparse_mla_top_k, out)
+        third = (bmm1_scale, bmm2_scale, sinks, skip_softmax_threshold_scale_factor, enable_pdl)
+        fourth = (backend, is_var_seq, uses_shared_paged_kv_idx, lse, return_lse, cute_dsl_impl)
+        fifth = (kv_scale_format, cum_seq_lens_q, max_q_len, multi_ctas_kv_counter_buffer)
+        sixth = (sparse_mla_top_k_lens, enable_dcp, cp_world, cp_rank, causal_seqlens_kv_global)
+        seventh = (use_fp16_softmax, return_lse_base)
+        rest = (*third, *fourth, *fifth, *sixth, *seventh)
+        name = "trtllm_batch_decode_with_kv_cache_mla"
+        return as_op(name, *first, *second, *rest)  # type: ignore[no-any-return]
     skip_softmax_threshold_scale_factor, enable_pdl, backend = in_order(
         skip_softmax_threshold_scale_factor, enable_pdl, backend
     )
@@ -315,23 +289,10 @@ def xqa_batch_decode_with_kv_cache_mla(
     scores by ``bmm1_scale * bmm2_scale``.
     """
     if is_compiling() or is_traced():
-        return as_op(  # type: ignore[no-any-return]
-            "xqa_batch_decode_with_kv_cache_mla",
-            query,
-            kv_cache,
-            workspace_buffer,
-            qk_nope_head_dim,
-            kv_lora_rank,
-            qk_rope_head_dim,
-            block_tables,
-            seq_lens,
-            max_seq_len,
-            out,
-            bmm1_scale,
-            bmm2_scale,
-            sinks,
-            enable_pdl,
-        )
+        first = (query, kv_cache, workspace_buffer, qk_nope_head_dim, kv_lora_rank)
+        second = (qk_rope_head_dim, block_tables, seq_lens, max_seq_len, out, bmm1_scale)
+        third = (bmm2_scale, sinks, enable_pdl)
+        return as_op("xqa_batch_decode_with_kv_cache_mla", *first, *second, *third)  # type: ignore[no-any-return]
     inputs = MlaInputs(
         query,
         kv_cache,
