@@ -22,7 +22,7 @@ from mlagen.errors import (
 )
 
 if TYPE_CHECKING:
-    from mlagen import decode, mla, xqa
+    from mlagen import decode, mla, ops, xqa
     from mlagen.api.workspace import workspace_bytes
     from mlagen.counts import counters
     from mlagen.jit import freeze, on_compile
@@ -46,6 +46,7 @@ __all__ = [
     "freeze",
     "mla",
     "on_compile",
+    "ops",
     "prewarm",
     "workspace_bytes",
     "xqa",
@@ -53,7 +54,7 @@ __all__ = [
 
 __version__ = "0.1.0"
 
-_DOORS = ("decode", "mla", "xqa")
+_DOORS = ("decode", "mla", "ops", "xqa")
 _MODULES = {
     "PagedKVCache": "mlagen.mla.flare",
     "counters": "mlagen.counts",

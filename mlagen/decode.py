@@ -12,7 +12,9 @@ from mlagen.api.calls import rounded_up
 from mlagen.api.gqa_call import GqaCall, run_again, run_gqa
 from mlagen.api.gqa_inputs import GqaInputs
 from mlagen.api.gqa_numbers import pair_of, positive_factor, window_of
+from mlagen.api.op_outputs import gqa_outputs
 from mlagen.api.remembered import Usual
+from mlagen.api.traced import as_op, is_compiling, is_traced, traceable
 from mlagen.mla.trtllm import trtllm_batch_decode_with_kv_cache_mla
 from mlagen.mla.xqa_decode import xqa_batch_decode_with_kv_cache_mla
 
@@ -23,6 +25,7 @@ __all__ = [
 ]
 
 
+@traceable(gqa_outputs)
 def xqa_batch_decode_with_kv_cache(
     query: torch.Tensor,
     kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | list[torch.Tensor],
@@ -130,6 +133,11 @@ def xqa_batch_decode_with_kv_cache(
     Signature of ``flashinfer.decode.xqa_batch_decode_with_kv_cache``. Unlike there, both scales
     mean the same for every dtype of the cache.
     """
+    if is_compiling() or is_traced():
+        first = (query, kv_cache, workspace_buffer, block_tables, seq_lens, max_seq_len)
+        second = (bmm1_scale, bmm2_scale, window_left, out, sinks, kv_layout, enable_pdl)
+        third = (q_len_per_req, o_scale, mask, kv_cache_sf, q_cu_seq_lens)
+        return as_op("xqa_batch_decode_with_kv_cache", *first, *second, *third)  # type: ignore[no-any-return]
     if sinks is not None:
         sinks = plain_sinks(sinks)
     usual: Usual[GqaCall] | None = None

@@ -11,6 +11,8 @@ from mlagen.api.gqa_inputs import GqaInputs, GqaNames
 from mlagen.api.gqa_numbers import positive_factor
 from mlagen.api.mla_call import run_mla
 from mlagen.api.mla_inputs import MlaInputs, MlaNames
+from mlagen.api.op_outputs import unused_by_xqa, xqa_mla_outputs, xqa_outputs
+from mlagen.api.traced import as_op, is_compiling, is_traced, traceable
 from mlagen.api.xqa_arguments import (
     MLA_KV_LORA_RANK,
     check_caches,
@@ -49,6 +51,7 @@ _XQA_MLA_NAMES = MlaNames(
 _QK_ROPE_HEAD_DIM = 64
 
 
+@traceable(xqa_outputs, constants=unused_by_xqa)
 def xqa(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -141,6 +144,12 @@ def xqa(
     -----
     Signature of ``flashinfer.xqa.xqa``.
     """
+    if is_compiling() or is_traced():
+        first = (q, k_cache, v_cache, page_table, seq_lens, output, workspace_buffer, semaphores)
+        second = (num_kv_heads, page_size, sinks, q_scale, kv_scale, sliding_win_size, kv_layout)
+        third = (sm_count, enable_pdl, rcp_out_scale, q_seq_len, mask, q_cu_seq_lens)
+        as_op("xqa", *first, *second, *third, k_sf_cache, v_sf_cache)
+        return
     page_size = require_whole_number(page_size, "page_size", least=1)
     kv_layout = require_choice(kv_layout, "kv_layout", LAYOUTS)
     check_unused(q, semaphores, sm_count)
@@ -177,6 +186,7 @@ def xqa(
     run_gqa(inputs, plain_pdl(enable_pdl))
 
 
+@traceable(xqa_mla_outputs, constants=unused_by_xqa)
 def xqa_mla(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -242,6 +252,10 @@ def xqa_mla(
     -----
     Signature of ``flashinfer.xqa.xqa_mla``.
     """
+    if is_compiling() or is_traced():
+        first = (q, k_cache, v_cache, page_table, seq_lens, output, workspace_buffer, semaphores)
+        as_op("xqa_mla", *first, page_size, q_scale, kv_scale, sm_count, enable_pdl)
+        return
     page_size = require_whole_number(page_size, "page_size", least=1)
     check_unused(q, semaphores, sm_count)
     check_output(output)

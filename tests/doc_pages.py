@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import mlagen
-from mlagen import decode, jit, prewarming, xqa
+from mlagen import decode, jit, ops, prewarming, xqa
 from mlagen.mla import flare, masks, trtllm, xqa_decode
 from mlagen.mla.wrapper import BatchMLAPagedAttentionWrapper
 from tests.doc_support import support_page
@@ -51,6 +51,7 @@ def api_page() -> str:
             *_callable("mlagen.xqa", xqa.xqa_mla),
             *_callable("mlagen.xqa", xqa.xqa),
             *_callable("mlagen.decode", decode.xqa_batch_decode_with_kv_cache),
+            *_callable("mlagen.ops", ops.op),
             *_callable("mlagen", mlagen.workspace_bytes),
             *_callable("mlagen", jit.freeze),
             *_callable("mlagen", jit.on_compile),

@@ -41,7 +41,8 @@ LAYERS = {
     "prewarming": ENGINE | {"models"},
     **dict.fromkeys(DOORS, ENGINE | {"api"}),
     "decode": ENGINE | {"api", "mla"},  # FlashInfer has some names in both
-    "mlagen": ENGINE | DOORS | {"api", "prewarming"},
+    "ops": ENGINE | DOORS | {"api"},
+    "mlagen": ENGINE | DOORS | {"api", "ops", "prewarming"},
     "cache_tools": ENGINE | DOORS | {"api", "models", "prewarming"},
 }
 
@@ -56,7 +57,7 @@ FENCES = {
     "rich": {"cache_tools"},
     "tomli": {"prewarming"},  # stands in for tomllib, which Python has from 3.11 on
     "tomllib": {"prewarming"},
-    "torch": {"api", "runtime"} | DOORS,
+    "torch": {"api", "ops", "runtime"} | DOORS,
 }
 # A warm call digests the templates and must not pay for Jinja; the demo and the benchmark make
 # tensors, and the benchmark uses what need not be installed.

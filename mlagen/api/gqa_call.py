@@ -17,6 +17,8 @@ from mlagen.api.gqa_numbers import with_plain_numbers
 from mlagen.api.gqa_portable import PortableGqaCall, prepare_portable
 from mlagen.api.gqa_reference import decode_gqa
 from mlagen.api.gqa_request import GqaRequest, check_request
+from mlagen.api.memory import check_memory
+from mlagen.api.no_backward import record_write, recorded, tensors_of, wants_grad
 from mlagen.api.remembered import RememberedCalls, Usual
 from mlagen.settings import current_settings
 
@@ -55,7 +57,15 @@ def run_gqa(
     else:
         inputs = with_plain_numbers(inputs)
         form = form_of(inputs, settings.gqa_kernel)
-        call = _calls.find(form, usual)
+        call = _calls.find(form)
+        if call is None or not _calls.is_sound(form, call, inputs, usual):
+            check_memory(inputs)
+            if wants_grad(inputs):
+                return _run_recorded(inputs, enable_pdl)
+            if call is not None and usual is None:
+                _calls.keep_sound(call, inputs)
+        if call is not None and usual is not None:
+            _calls.find(form, usual)
     request = check_request(inputs) if call is None else call.request
     if call is None and request.device.type != "cpu":
         call = _calls.keep(form, _prepare(inputs, request, settings.gqa_kernel), usual)
@@ -64,6 +74,17 @@ def run_gqa(
     if call is None:
         return _run_on_cpu(inputs, request)
     return _run_on_gpu(call, inputs, enable_pdl, usual)
+
+
+def _run_recorded(inputs: GqaInputs, enable_pdl: bool) -> torch.Tensor:
+    """Compute a call of which a tensor requires grad: its output does so too."""
+    check_request(inputs)
+    tensors = tensors_of(inputs)
+    if inputs.out is not None:
+        record_write(inputs.out, inputs.names.out, tensors)
+    with torch.no_grad():
+        out = run_gqa(inputs, enable_pdl)
+    return out if inputs.out is not None else recorded(out, tensors)
 
 
 def _prepare(inputs: GqaInputs, request: GqaRequest, kernel: str) -> GqaCall:

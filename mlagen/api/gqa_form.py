@@ -41,5 +41,5 @@ def form_of(inputs: GqaInputs, kernel: str) -> Hashable:
             None if cumulative is None else facts_of(cumulative),
             None if key_scales is None else (facts_of(key_scales), facts_of(value_scales)),
         )
-    except (AttributeError, TypeError, ValueError):
+    except (AttributeError, RuntimeError, TypeError, ValueError):
         return None

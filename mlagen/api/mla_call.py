@@ -9,6 +9,7 @@ import torch
 
 from mlagen.api.calls import require_gpu
 from mlagen.api.choice_log import log_choice, log_declined
+from mlagen.api.memory import check_memory
 from mlagen.api.mla_contents import check_contents
 from mlagen.api.mla_form import form_of
 from mlagen.api.mla_hopper import HopperCall, prepare_hopper
@@ -17,6 +18,7 @@ from mlagen.api.mla_inputs import MlaInputs
 from mlagen.api.mla_numbers import with_plain_numbers
 from mlagen.api.mla_portable import PortableCall, prepare_portable
 from mlagen.api.mla_request import MlaRequest, check_request
+from mlagen.api.no_backward import record_write, recorded, tensors_of, wants_grad
 from mlagen.api.reference import decode_mla
 from mlagen.api.remembered import RememberedCalls, Usual
 from mlagen.errors import ArgumentError, UnsupportedError
@@ -82,7 +84,15 @@ def _run(
         form = form_of(inputs, settings.mla_kernel, settings.mla_probabilities)
         if sms and form is not None:
             form = (sms, form)
-        call = _calls.find(form, usual)
+        call = _calls.find(form)
+        if call is None or not _calls.is_sound(form, call, inputs, usual):
+            check_memory(inputs)
+            if wants_grad(inputs):
+                return _run_recorded(inputs, enable_pdl)
+            if call is not None and usual is None:
+                _calls.keep_sound(call, inputs)
+        if call is not None and usual is not None:
+            _calls.find(form, usual)
     request = check_request(inputs) if call is None else call.request
     if call is None and request.device.type != "cpu":
         call = _calls.keep(form, _prepare(inputs, request, settings, sms), usual)
@@ -91,6 +101,23 @@ def _run(
     if call is None:
         return _run_on_cpu(inputs, request)
     return _run_on_gpu(call, inputs, enable_pdl, usual)
+
+
+def _run_recorded(inputs: MlaInputs, enable_pdl: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Compute a call of which a tensor requires grad: its outputs do so too."""
+    check_request(inputs)
+    tensors, names = tensors_of(inputs), inputs.names
+    given_lse = inputs.lse if inputs.return_lse else None
+    for output, name in ((inputs.out, names.out), (given_lse, names.lse)):
+        if output is not None:
+            record_write(output, name, tensors)
+    with torch.no_grad():
+        out, lse = run_mla(inputs, enable_pdl)
+    if inputs.out is None:
+        out = recorded(out, tensors)
+    if lse is not None and given_lse is None:
+        lse = recorded(lse, tensors)
+    return out, lse
 
 
 def _prepare(

@@ -39,7 +39,7 @@ def form_of(inputs: MlaInputs, kernel: str, probabilities: str) -> Hashable:
             None if max_q_len is None else (max_q_len, max_q_len.__class__),
             None if _has_defaults(inputs[17:]) else _rare_form(inputs),
         )
-    except (AttributeError, TypeError, ValueError):
+    except (AttributeError, RuntimeError, TypeError, ValueError):
         return None
 
 

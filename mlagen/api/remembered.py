@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
-from typing import Generic, TypeVar
+from operator import attrgetter, itemgetter
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -50,7 +50,7 @@ class Recent(Generic[CallT]):
 
 def passed_with(
     recent: Recent[CallT], numbers: tuple[float, ...], tensors: tuple[torch.Tensor, ...]
-) -> Hashable:
+) -> tuple[Hashable, ...]:
     """Return all that launches of a recent call depend on; the output is one of ``tensors``."""
     return (recent, *numbers, *map(_pointer_of, tensors))
 
@@ -77,6 +77,15 @@ class _Guarded(Generic[CallT]):
     guards: int = 0  # that were made, or tried to
 
 
+@dataclass(frozen=True)
+class _Sound:
+    """What says whether tensors are like those of a call that were found to be in memory."""
+
+    tensors_of: Callable[[tuple[object, ...]], Any]  # the tensors among the inputs
+    is_like: IsLike
+    guards: int  # that were made
+
+
 class RememberedCalls(dict[Hashable, CallT]):
     """Calls that are checked and planned, by the form of their arguments; None is no form.
 
@@ -88,6 +97,7 @@ class RememberedCalls(dict[Hashable, CallT]):
         self._guarded: dict[Hashable, _Guarded[CallT]] = {}
         self._recent: dict[Hashable, tuple[Recent[CallT], ...]] = {}
         self._launches: dict[Hashable, Sequence[Launch]] = {}
+        self._sound: dict[int, _Sound] = {}
 
     def find(self, form: Hashable, usual: Usual[CallT] | None = None) -> CallT | None:
         """Return the call of a form, if it is remembered.
@@ -153,9 +163,13 @@ class RememberedCalls(dict[Hashable, CallT]):
             made = (out,)
             if self.launch_again(key, tensors, numbers, enable_pdl, made):
                 return out
+        passed = passed_with(usual.recent, numbers, tensors + made)
+        if 0 in passed[1 + len(numbers) :]:  # no guard sees that storage was freed
+            usual.recent = None
+            return usual
         usual.out = out
         if all(numbers):  # zeros of both signs are equal, and are not passed alike
-            usual.passed = passed_with(usual.recent, numbers, tensors + made)
+            usual.passed = passed
         return usual
 
     def launch_again(
@@ -179,13 +193,43 @@ class RememberedCalls(dict[Hashable, CallT]):
                 if launches is not None and recent.is_like(*tensors):
                     found = launches
                     break
-        except TypeError:
+        except (RuntimeError, TypeError, UserWarning):  # no tensor, or one without an address
             return False
         if found is None:
             return False
         for launch in found:
             launch.enqueue(enable_pdl)
         return True
+
+    def is_sound(
+        self,
+        form: Hashable,
+        call: CallT,
+        inputs: tuple[object, ...],
+        usual: Usual[CallT] | None = None,
+    ) -> bool:
+        """Whether all tensors of a call are known to be in memory, and none of them requires grad.
+
+        A form does not say so: a fake tensor has the form of the tensor that it stands for.
+        """
+        if usual is not None:  # whose guard, if it has one, sees the same tensors
+            guarded = self._guarded.get(form)
+            recent = None if guarded is None else guarded.recent
+            return recent is not None and _is_sound(recent.is_like, usual.tensors)
+        sound = self._sound.get(id(call))
+        return sound is not None and _is_sound(sound.is_like, sound.tensors_of(inputs))
+
+    def keep_sound(self, call: CallT, inputs: tuple[object, ...]) -> None:
+        """Remember what the tensors of a call are like, which are found to be in memory."""
+        sound = self._sound.get(id(call))
+        guards = 0 if sound is None else sound.guards
+        if guards >= _MOST_GUARDS:
+            return
+        places = (place for place, value in enumerate(inputs) if isinstance(value, torch.Tensor))
+        tensors_of: Callable[[tuple[object, ...]], Any] = itemgetter(*places)
+        is_like = guard_of(tensors_of(inputs))
+        if is_like is not None:
+            self._sound[id(call)] = _Sound(tensors_of, is_like, guards + 1)
 
     def keep_launches(self, passed: Hashable, launches: Sequence[Launch]) -> None:
         """Remember what was launched with some values."""
@@ -196,6 +240,7 @@ class RememberedCalls(dict[Hashable, CallT]):
         super().clear()
         for kept in (self._guarded, self._recent, self._launches):
             kept.clear()
+        self._sound.clear()
 
     def _note(self, form: Hashable, call: CallT, usual: Usual[CallT]) -> None:
         """Have a call be a recent one of its key, where the others deny its tensors."""
@@ -215,6 +260,11 @@ class RememberedCalls(dict[Hashable, CallT]):
         if guarded.recent is not None and guarded.recent not in denied:
             recents = (guarded.recent, *denied[: _MOST_RECENT - 1])
             _keep(self._recent, usual.key, recents, _MOST_CALLS)
+
+
+def _is_sound(is_like: IsLike, tensors: tuple[torch.Tensor, ...]) -> bool:
+    # No guard sees that storage was freed.
+    return is_like(*tensors) is True and all(map(_pointer_of, tensors))
 
 
 def _keep(kept: dict[KeyT, ValueT], key: KeyT, value: ValueT, most: int) -> None:

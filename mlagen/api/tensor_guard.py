@@ -22,21 +22,30 @@ _PLAIN_CLASSES = (torch.Tensor, torch.nn.Parameter)
 def guard_of(tensors: Sequence[torch.Tensor]) -> IsLike | None:
     """Return a function of as many tensors that says whether each is like the one in its place.
 
-    It never says so of tensors that differ in class, shape, strides, dtype or device. It may deny
-    it of others that do not, such as inference tensors and others; one tensor in two places is
-    always denied. None if ``tensors`` themselves would be, or nothing can be asked. It must not be
-    asked of nested tensors, which torch's guards do not survive.
+    It never says so of tensors that differ in class, shape, strides, dtype or device, nor of those
+    that require grad while torch records it. It may deny it of others that do not, such as
+    inference tensors and others; one tensor in two places is always denied. None if ``tensors``
+    themselves would be, or nothing can be asked. It must not be asked of nested tensors, which
+    torch's guards do not survive.
     """
     if any(tensor.__class__ not in _PLAIN_CLASSES for tensor in tensors):
         return None
     guards = _sound_guards()
     is_like = _built(guards, tensors) if guards is not None else None
+    if is_like is not None and any(tensor.requires_grad for tensor in tensors):
+        is_like = _without_grad(is_like)
     return is_like if is_like is not None and is_like(*tensors) is True else None
 
 
 def can_guard() -> bool:
     """Whether there are guards at all."""
     return _sound_guards() is not None
+
+
+def _without_grad(is_like: IsLike) -> IsLike:
+    """Return a guard that denies tensors that require grad, as torch's own do not by grad mode."""
+    is_grad_enabled = torch.is_grad_enabled
+    return lambda *tensors: not is_grad_enabled() and is_like(*tensors)
 
 
 def _built(guards: Any, tensors: Sequence[torch.Tensor]) -> IsLike | None:

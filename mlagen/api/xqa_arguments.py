@@ -15,6 +15,7 @@ from mlagen.api.arguments import (
     require_tensor,
     require_whole_number,
 )
+from mlagen.api.memory import require_memory, require_plain
 
 MLA_KV_LORA_RANK = 512
 
@@ -79,17 +80,28 @@ def check_mla_caches(q: object, k_cache: object, v_cache: object, *, page_size: 
         If the query has more than one token, or caches are not what the caller names.
     """
     query = require_tensor(q, "q")
+    require_plain(query, "q")
     require_dims(query, "q", (4,))
     require(query.shape[1] == 1, "q.shape[1]", 1, query.shape[1])
     keys, values = require_tensor(k_cache, "k_cache"), require_tensor(v_cache, "v_cache")
+    require_plain(keys, "k_cache")
+    require_plain(values, "v_cache")
     require_dims(keys, "k_cache", (3, 4))
     allowed = (query.dtype, torch.float8_e4m3fn)
     if keys.dtype not in allowed:
         require_dtype(keys, "k_cache", tuple(dict.fromkeys(allowed)), "that of q, or e4m3")
     # The axis of size 1, before or after the tokens, changes no product.
     _require_size(page_size, "page_size", keys.shape[1] * (keys.shape[2] if keys.dim() == 4 else 1))
-    if values.data_ptr() != keys.data_ptr() or values.device != keys.device:
+    try:
+        is_separate = values.data_ptr() != keys.data_ptr() or values.device != keys.device
+    except RuntimeError:  # of a tensor without an address
+        require_memory(keys, "k_cache")
+        require_memory(values, "v_cache")
+        raise
+    if is_separate:
         return True
+    if values is not keys:
+        require_memory(values, "v_cache")
     # The same memory; a view of the first elements of each token is as good as the whole.
     require_dtype(values, "v_cache", (keys.dtype,), "dtype of k_cache")
     if values.shape[:-1] != keys.shape[:-1]:

@@ -23,6 +23,7 @@ from mlagen.api.arguments import (
     shown,
 )
 from mlagen.api.device_checks import check_seq_lens, query_lengths, table_capacity
+from mlagen.api.memory import require_memory
 from mlagen.api.mla_query import MOST_HEADS
 from mlagen.errors import ArgumentError
 from mlagen.spec.dtype import DType
@@ -119,7 +120,7 @@ def checked_layout(given: BatchLayout, device: torch.device) -> BatchLayout:
         If a tensor breaks a rule.
     """
     for name, tensor in vars(given).items():
-        require_tensor(tensor, name)
+        require_memory(require_tensor(tensor, name), name)
         require_dtype(tensor, name, INDEX_DTYPES)
         require_dims(tensor, name, (1,))
         if tensor.device not in (torch.device("cpu"), device):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from mlagen.api.arguments import refuse, require, require_dims, require_shape, require_tensor
+from mlagen.api.memory import require_memory, require_plain, require_writable
 from mlagen.api.mla_call import run_mla
 from mlagen.api.mla_inputs import MlaInputs, MlaNames
 from mlagen.errors import CaptureError
@@ -76,6 +77,8 @@ def run_planned(
     shape, device = tuple(q_nope.shape), q_nope.device
     if out is not None:
         require_like(out, "out", shape=shape, dtype=q_nope.dtype, device=device)
+        require_memory(out, "out")
+        require_writable(out, "out")
     if lse is not None:
         require_like(lse, "lse", shape=shape[:2], dtype=torch.float32, device=device)
     settings, layout, facts = plan.settings, plan.layout, plan.facts
@@ -83,7 +86,12 @@ def run_planned(
     is_uniform = facts.q_len > 0 and facts.tokens == shape[0]
     if is_uniform:  # no block then has to find its request
         grouped = (layout.batch, facts.q_len, settings.num_heads)
-        query, rope = query.view(*grouped, query.shape[-1]), rope.view(*grouped, rope.shape[-1])
+        try:
+            query, rope = query.view(*grouped, query.shape[-1]), rope.view(*grouped, rope.shape[-1])
+        except RuntimeError:  # of storage that was freed
+            require_memory(q_nope, "q_nope")
+            require_memory(q_pe, "q_pe")
+            raise
     has_rope = settings.head_dim_kpe > 0
     # The kernels write rows without gaps.
     target = out.view(query.shape) if out is not None and out.is_contiguous() else None
@@ -138,6 +146,7 @@ def _check_as_planned(
     for name, tensor, planned, dtype in parts:
         if require_tensor(tensor, name).dtype is not dtype:
             refuse(f"{name}.dtype", f"{dtype} ({planned} of plan)", tensor.dtype)
+        require_plain(tensor, name)
         require_dims(tensor, name, (3,))
     tokens, heads = q_nope.shape[:2]
     if heads != settings.num_heads:

@@ -17,11 +17,14 @@ from mlagen.api.arguments import (
     require_tensor,
     require_whole_number,
 )
+from mlagen.api.memory import require_memory
 from mlagen.api.mla_call import run_mla
 from mlagen.api.mla_inputs import MlaInputs
 from mlagen.api.mla_numbers import with_plain_numbers
 from mlagen.api.mla_request import check_request
+from mlagen.api.traced import is_compiling, is_traced
 from mlagen.mla.flare_keys import Keys, PagedKVCache, dense_keys, form_of_keys, paged_keys
+from mlagen.mla.flare_op import call_op, define_op
 from mlagen.mla.flare_queries import padded_queries, ragged_queries
 from mlagen.mla.masks import CausalMask, Mask, NullMask, form_of_bias
 from mlagen.runtime.device import device_facts
@@ -111,8 +114,13 @@ def flare_mla_decoding(
     Signature after ``flare_mla_decoding`` of Modular's ``nn.mla``, whose context, buffer of scalars
     and unused offsets have no counterpart here.
     """
+    if is_compiling() or is_traced():
+        rare = (num_partitions, q_scale, per_token_scale_rope_aware, kv_scales)
+        return call_op(q, k, mask, valid_length, scale, output, ragged, *rare)
     ragged = require_flag(ragged, "ragged")
     is_packed = require_flag(per_token_scale_rope_aware, "per_token_scale_rope_aware")
+    others = {"valid_length": valid_length, "output": output}
+    _check_memory(q, k, mask, **others, q_scale=q_scale, kv_scales=kv_scales)
     require_dims(require_tensor(q, "q"), "q", (3,) if ragged else (4,))
     require(isinstance(mask, Mask), "mask", "a mask of mlagen.mla", type(mask).__name__)
     if num_partitions is not None:
@@ -158,6 +166,21 @@ def flare_mla_decoding(
     keys = paged_keys(k, kv_scales) if isinstance(k, PagedKVCache) else dense_keys(k, kv_scales)
     result, _ = run_mla(inputs_of(keys, is_form=False), enable_pdl=True)
     return output if output is not None else result.view(*q.shape[:-1], _LATENT_DIM)
+
+
+define_op(flare_mla_decoding)
+
+
+def _check_memory(q: object, k: object, mask: object, **others: object) -> None:
+    """Refuse tensors that are not in memory, before anything is computed of them."""
+    require_memory(q, "q")
+    require_memory(k, "k")
+    for name, whole in (("k", k), ("mask", mask)):
+        if isinstance(whole, (PagedKVCache, Mask)):
+            for part, tensor in vars(whole).items():
+                require_memory(tensor, f"{name}.{part}")
+    for name, tensor in others.items():
+        require_memory(tensor, name)
 
 
 def _flat_scales(q_scale: torch.Tensor) -> torch.Tensor:

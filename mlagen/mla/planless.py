@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from mlagen.api.arguments import INT32_MAX, require_dims, require_tensor, shown
+from mlagen.api.memory import require_memory, require_writable
 from mlagen.api.mla_call import run_mla
 from mlagen.api.mla_inputs import MlaInputs, MlaNames
 from mlagen.errors import ArgumentError
@@ -53,7 +54,8 @@ def run_planless(
             )
     parts = {"q_nope": q_nope, "q_pe": q_pe, "ckv_cache": ckv_cache, "kpe_cache": kpe_cache}
     for name, tensor in parts.items():
-        require_dims(require_tensor(tensor, name), name, (3,))
+        require_memory(require_tensor(tensor, name), name)
+        require_dims(tensor, name, (3,))
     tables = require_tensor(page_table, "page_table")
     require_dims(tables, "page_table", (2,))
     if o_scale is not None:
@@ -90,5 +92,7 @@ def _checked_fp8_out(out: torch.Tensor | None, q_nope: torch.Tensor) -> torch.Te
         raise ArgumentError(
             f"out must be an FP8 tensor when o_scale is given, expected {rule}, got {out.dtype}"
         )
+    require_memory(out, "out")
+    require_writable(out, "out")
     shape = (*q_nope.shape[:2], 512)
     return require_like(out, "out", shape=shape, dtype=out.dtype, device=q_nope.device)

@@ -8,7 +8,9 @@ from mlagen.api.arguments import plain_pdl, require_flag
 from mlagen.api.calls import rounded_up
 from mlagen.api.mla_call import MlaCall, run_again, run_mla
 from mlagen.api.mla_inputs import MlaInputs
+from mlagen.api.op_outputs import mla_outputs
 from mlagen.api.remembered import Usual
+from mlagen.api.traced import as_op, is_compiling, is_traced, traceable
 from mlagen.mla.trtllm_keywords import (
     AUTO,
     CP_RANK,
@@ -22,6 +24,7 @@ from mlagen.mla.trtllm_keywords import (
 )
 
 
+@traceable(mla_outputs, has_lse=True)
 def trtllm_batch_decode_with_kv_cache_mla(
     query: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -172,6 +175,17 @@ def trtllm_batch_decode_with_kv_cache_mla(
     Signature of ``flashinfer.mla.trtllm_batch_decode_with_kv_cache_mla``, in both positional orders
     of ``enable_pdl`` and ``backend`` that it has had. Pass everything after ``sinks`` by keyword.
     """
+    if is_compiling() or is_traced():
+        first = (query, kv_cache, workspace_buffer, qk_nope_head_dim, kv_lora_rank)
+        second = (qk_rope_head_dim, block_tables, seq_lens, max_seq_len, sparse_mla_top_k, out)
+        third = (bmm1_scale, bmm2_scale, sinks, skip_softmax_threshold_scale_factor, enable_pdl)
+        fourth = (backend, is_var_seq, uses_shared_paged_kv_idx, lse, return_lse, cute_dsl_impl)
+        fifth = (kv_scale_format, cum_seq_lens_q, max_q_len, multi_ctas_kv_counter_buffer)
+        sixth = (sparse_mla_top_k_lens, enable_dcp, cp_world, cp_rank, causal_seqlens_kv_global)
+        seventh = (use_fp16_softmax, return_lse_base)
+        rest = (*third, *fourth, *fifth, *sixth, *seventh)
+        name = "trtllm_batch_decode_with_kv_cache_mla"
+        return as_op(name, *first, *second, *rest)  # type: ignore[no-any-return]
     if multi_ctas_kv_counter_buffer is not None:
         check_counter_buffer(multi_ctas_kv_counter_buffer, query)
     if (  # is the very object asked for? What merely equals it may be an array.

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 
 from mlagen.api.arguments import refuse, require_choice, require_flag, require_tensor, shown
+from mlagen.api.traced import is_compiling, is_traced
 from mlagen.errors import ArgumentError, UnsupportedError
+from mlagen.mla.batch_op import call_planless, call_planned
 from mlagen.mla.batch_plan import (
     BatchLayout,
     BatchPlan,
@@ -250,27 +252,26 @@ class BatchMLAPagedAttentionWrapper:
         return_lse = require_flag(return_lse, "return_lse")
         is_natural = require_flag(return_lse_base_on_e, "return_lse_base_on_e")
         lse_base = "basee" if is_natural else "base2"
-        plan = self._plan
+        plan, tensors = self._plan, (q_nope, q_pe, ckv_cache, kpe_cache)
         is_planless = kv_len is not None and page_table is not None
+        is_op = is_compiling() or is_traced() > 0
         if self._backend == "cutlass" or (plan is None and is_planless):
-            return run_planless(
+            refused = {
+                "return_lse": return_lse or None,
+                "lse": lse,
+                "profiler_buffer": profiler_buffer,
+                "ckv_scale": ckv_scale,
+                "ckv_scale_arr": ckv_scale_arr,
+                "kpe_scale": kpe_scale,
+            }
+            return (call_planless if is_op else run_planless)(
                 self._workspace,
-                q_nope,
-                q_pe,
-                ckv_cache,
-                kpe_cache,
+                *tensors,
                 out=out,
                 kv_len=kv_len,
                 page_table=page_table,
                 o_scale=o_scale,
-                refused={
-                    "return_lse": return_lse or None,
-                    "lse": lse,
-                    "profiler_buffer": profiler_buffer,
-                    "ckv_scale": ckv_scale,
-                    "ckv_scale_arr": ckv_scale_arr,
-                    "kpe_scale": kpe_scale,
-                },
+                refused=refused,
             )
         if o_scale is not None:
             raise ArgumentError(
@@ -280,15 +281,12 @@ class BatchMLAPagedAttentionWrapper:
             raise ArgumentError("run: expected plan() to be called first, got no plan")
         if profiler_buffer is not None:
             raise UnsupportedError("profiler_buffer: not implemented, expected None, got a tensor")
-        if self._buffers is None:
+        if self._buffers is None and not is_op:
             reject_capture(self._workspace.device)
-        result, result_lse = run_planned(
+        result, result_lse = (call_planned if is_op else run_planned)(
             self._workspace,
             plan,
-            q_nope,
-            q_pe,
-            ckv_cache,
-            kpe_cache,
+            *tensors,
             out=out,
             lse=lse,
             return_lse=return_lse,

@@ -7,14 +7,17 @@ import torch
 from mlagen.api.arguments import plain_pdl
 from mlagen.api.mla_call import run_mla
 from mlagen.api.mla_inputs import MlaInputs
+from mlagen.api.op_outputs import mla_outputs
+from mlagen.api.traced import as_op, is_compiling, is_traced, traceable
 from mlagen.mla.trtllm_keywords import one_tensor
 
 
+@traceable(lambda given: mla_outputs(given)[:1])
 def xqa_batch_decode_with_kv_cache_mla(
     query: torch.Tensor,
     kv_cache: torch.Tensor,
     workspace_buffer: torch.Tensor,
-    qk_nope_head_dim: int,  # noqa: ARG001 - part of the signature
+    qk_nope_head_dim: int,
     kv_lora_rank: int,
     qk_rope_head_dim: int,
     block_tables: torch.Tensor,
@@ -57,6 +60,11 @@ def xqa_batch_decode_with_kv_cache_mla(
     Signature of ``flashinfer.decode.xqa_batch_decode_with_kv_cache_mla``, which multiplies the
     scores by ``bmm1_scale * bmm2_scale``.
     """
+    if is_compiling() or is_traced():
+        first = (query, kv_cache, workspace_buffer, qk_nope_head_dim, kv_lora_rank)
+        second = (qk_rope_head_dim, block_tables, seq_lens, max_seq_len, out, bmm1_scale)
+        third = (bmm2_scale, sinks, enable_pdl)
+        return as_op("xqa_batch_decode_with_kv_cache_mla", *first, *second, *third)  # type: ignore[no-any-return]
     inputs = MlaInputs(
         query,
         kv_cache,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -47,11 +48,12 @@ def new_plan() -> int:
     return next(_plans)
 
 
-def reserve_counters(device: int) -> None:
-    """Have counters ready on GPU ``device``, so that a call in a CUDA graph finds some."""
+def reserve_counters(device: int, least: int = 1) -> None:
+    """Have counters for ``least`` workspaces ready, so that a call in a CUDA graph finds some."""
     with _lock:
-        if not _free.get(device):
-            _free[device] = _new_regions(device)
+        known = _free.get(device, [])
+        if len(known) < least:
+            _free[device] = [*_new_regions(device), *known]
 
 
 def _take_region(device: int, workspace: int) -> int:
@@ -83,6 +85,12 @@ def _new_regions(device: int) -> list[int]:
 
 
 def _zeros(size: int, device: int) -> torch.Tensor:
+    # In a thread of its own: torch's pools for CUDA graphs take what the calling thread allocates.
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(_zeros_here, size, device).result()
+
+
+def _zeros_here(size: int, device: int) -> torch.Tensor:
     with torch.cuda.device(device):
         zeros = torch.zeros(size, dtype=torch.uint8, device="cuda")
         torch.cuda.current_stream().synchronize()

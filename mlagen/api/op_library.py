@@ -1,0 +1,165 @@
+"""The library of torch ops: what each computes, and what a compiler knows of it.
+
+An entry point has two ops. One makes its outputs; the other, ``..._out``, writes into given ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mlagen.api.no_backward import refuse_backward
+from mlagen.api.op_schema import Argument, bound, schema_of
+from mlagen.runtime.capture import is_capturing
+from mlagen.runtime.counters import reserve_counters
+from mlagen.runtime.device import device_facts
+
+Shape = tuple[tuple[int, ...], torch.dtype]
+
+NAMESPACE = "mlagen"
+
+# More than any plan asks for: four waves of partial rows in fp32, and their LSE. That is 64 rows of
+# 512 elements for each SM, or of grouped-query kernels 128 of 256.
+_WORKSPACE_BYTES_PER_SM = 640 << 10
+
+# A graph that is captured may find its scratch elsewhere than the calls before; see
+# mlagen.runtime.counters.
+_SPARE_REGIONS = 64
+
+_library: Any = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
+
+
+@dataclass(frozen=True)
+class EntryOp:
+    """The two ops of an entry point."""
+
+    name: str
+    arguments: tuple[Argument, ...]
+    outputs: Callable[[dict[str, Any]], Sequence[Shape]]  # for the arguments of the entry point
+    compute: Callable[..., Any]  # takes arguments, workspace and outputs
+
+    has_lse: bool = False
+
+    @property
+    def makes(self) -> Any:
+        """Return the op that makes its outputs."""
+        return getattr(torch.ops.mlagen, self.name).default
+
+    @property
+    def writes(self) -> Any:
+        """Return the op that writes into given outputs."""
+        return getattr(torch.ops.mlagen, f"{self.name}_out").default
+
+
+def define(op: EntryOp) -> EntryOp:
+    """Add both ops of an entry point to the library."""
+    has_lse = op.has_lse
+    schema = schema_of(op.arguments)
+    results = "(Tensor, Tensor)" if has_lse else "Tensor"
+    outputs = "Tensor(a!) out, Tensor(b!)? lse=None" if has_lse else "Tensor(a!) out"
+    _library.define(f"{op.name}({schema}) -> {results}")
+    _library.define(f"{op.name}_out({schema}, *, {outputs}) -> ()")
+
+    def made(values: Sequence[Any], named: dict[str, Any]) -> Any:
+        given = bound(op.arguments, values, named)
+        tensor = _first_tensor(given)
+        outs = [
+            torch.empty(shape, dtype=dtype, device=tensor.device)
+            for shape, dtype in op.outputs(given)
+        ]
+        return outs, given, tensor.device
+
+    def run(*values: Any, **named: Any) -> Any:
+        outs, given, device = made(values, named)
+        op.compute(given, workspace_for(device), *outs)
+        return tuple(outs) if has_lse else outs[0]
+
+    def run_out(*values: Any, out: torch.Tensor, **named: Any) -> None:
+        lse = (named.pop("lse", None),) if has_lse else ()
+        given = bound(op.arguments, values, named)
+        op.compute(given, workspace_for(out.device), out, *lse)
+
+    def fake(*values: Any, **named: Any) -> Any:
+        outs = made(values, named)[0]
+        return tuple(outs) if has_lse else outs[0]
+
+    def fake_out(*_values: Any, **_named: Any) -> None:
+        return
+
+    for device in ("CPU", "CUDA"):
+        _library.impl(op.name, run, device)
+        _library.impl(f"{op.name}_out", run_out, device)
+    torch.library.register_fake(f"{NAMESPACE}::{op.name}", fake, lib=_library)
+    torch.library.register_fake(f"{NAMESPACE}::{op.name}_out", fake_out, lib=_library)
+    torch.library.register_autograd(
+        f"{NAMESPACE}::{op.name}", _backward, setup_context=_save_inputs, lib=_library
+    )
+    return op
+
+
+def workspace_for(device: torch.device) -> torch.Tensor:
+    """Return scratch that is enough for any call, of the current stream or of the graph."""
+    if device.type != "cuda":
+        return torch.empty(0, dtype=torch.uint8, device=device)
+    if not is_capturing(device):
+        reserve_counters(device.index, _SPARE_REGIONS)
+    size = device_facts(device.index).sm_count * _WORKSPACE_BYTES_PER_SM
+    return torch.empty(size, dtype=torch.uint8, device=device)
+
+
+def _first_tensor(given: dict[str, Any]) -> torch.Tensor:
+    return next(value for value in given.values() if isinstance(value, torch.Tensor))
+
+
+def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:  # noqa: ARG001 - torch's
+    ctx.save_for_backward(*_tensors_of(inputs))
+    ctx.forms = tuple(
+        len(value) if isinstance(value, (tuple, list)) else isinstance(value, torch.Tensor)
+        for value in inputs
+    )
+
+
+def _tensors_of(inputs: tuple[Any, ...]) -> Iterator[torch.Tensor]:
+    for value in inputs:
+        if isinstance(value, (tuple, list)):
+            yield from value
+        elif isinstance(value, torch.Tensor):
+            yield value
+
+
+def _backward(ctx: Any, *given: Any) -> Any:
+    """Return what a compiler takes for gradients; it traces this before any backward is run."""
+    saved = iter(ctx.saved_tensors)
+    # What depends on a gradient is part of the backward; a compiler moves all else to the forward.
+    grad = next(grad for grad in given if grad is not None)
+    grads: list[Any] = []
+    for form in ctx.forms:
+        if form is True:
+            grads.append(_gradient(next(saved), grad))
+        elif form is False:
+            grads.append(None)
+        else:
+            grads.append([_gradient(next(saved), grad) for _ in range(form)])
+    return tuple(grads[: len(ctx.needs_input_grad)])  # without defaults that were left out
+
+
+def _gradient(tensor: torch.Tensor, grad: torch.Tensor) -> torch.Tensor | None:
+    if not tensor.dtype.is_floating_point:
+        return None
+    gradient: torch.Tensor = torch.ops.mlagen.no_backward(tensor, grad)
+    return gradient
+
+
+def _no_backward(_like: torch.Tensor, _grad: torch.Tensor) -> torch.Tensor:
+    refuse_backward()
+
+
+_library.define("no_backward(Tensor like, Tensor grad) -> Tensor")
+for _device in ("CPU", "CUDA"):
+    _library.impl("no_backward", _no_backward, _device)
+torch.library.register_fake(
+    f"{NAMESPACE}::no_backward", lambda like, _grad: torch.empty_like(like), lib=_library
+)

@@ -1,0 +1,104 @@
+"""Schemas of torch ops, made from the signatures of the entry points that they stand for."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+# What no op takes: its scratch is its own, and its outputs are arguments of another op.
+_LEFT_OUT = {"workspace_buffer", "semaphores", "out", "output", "lse"}
+
+_SINGLE = {"float": "float", "bool": "bool", "int": "SymInt", "SupportsIndex": "SymInt"}
+
+
+class Argument(NamedTuple):
+    """One parameter of an entry point, as an op takes it."""
+
+    name: str
+    type: str  # of the schema; "scale" stands for a float and an optional tensor
+    default: object  # inspect.Parameter.empty where there is none
+
+
+def arguments_of(function: Callable[..., Any]) -> tuple[Argument, ...]:
+    """Return what an op takes of the parameters of a function, in their order."""
+    return tuple(
+        Argument(name, _type_of(str(parameter.annotation)), parameter.default)
+        for name, parameter in inspect.signature(function).parameters.items()
+        if name not in _LEFT_OUT and name != "self"
+    )
+
+
+def schema_of(arguments: Sequence[Argument]) -> str:
+    """Return the list of arguments of a schema."""
+    return ", ".join(piece for argument in arguments for piece in _pieces(argument))
+
+
+def flat(arguments: Sequence[Argument], given: Mapping[str, Any]) -> list[Any]:
+    """Return the arguments of an op for those of its entry point; a compiler traces it."""
+    values: list[Any] = []
+    for name, kind, _ in arguments:
+        value = given[name]
+        if kind == "scale":
+            is_tensor = isinstance(value, torch.Tensor)
+            values.append(1.0 if is_tensor else value)
+            values.append(value if is_tensor else None)
+        elif kind.startswith("Tensor[]") and value is not None:
+            values.append(list(value) if isinstance(value, (tuple, list)) else [value])
+        else:
+            values.append(value)
+    return values
+
+
+def bound(
+    arguments: Sequence[Argument], values: Sequence[Any], named: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the arguments of an entry point for those of its op."""
+    names = [name for argument in arguments for name in _names(argument)]
+    flat_values = {**dict(zip(names, values, strict=False)), **named}
+    given: dict[str, Any] = {}
+    for name, kind, default in arguments:
+        value = flat_values.get(name, default)
+        if kind == "scale" and flat_values.get(f"{name}_tensor") is not None:
+            value = flat_values[f"{name}_tensor"]
+        if kind.startswith("Tensor[]") and value is not None:
+            value = value[0] if len(value) == 1 else tuple(value)
+        given[name] = value
+    return given
+
+
+def _names(argument: Argument) -> tuple[str, ...]:
+    name = argument.name
+    return (name, f"{name}_tensor") if argument.type == "scale" else (name,)
+
+
+def _pieces(argument: Argument) -> tuple[str, ...]:
+    name, kind, default = argument
+    text = ""
+    if default is not inspect.Parameter.empty:
+        text = f"={_literal(default)}"
+    if kind != "scale":
+        return (f"{kind} {name}{text}",)
+    # A tensor takes the place of the number.
+    return (f"float {name}{text}", f"Tensor? {name}_tensor{'=None' if text else ''}")
+
+
+def _literal(value: object) -> str:
+    return f'"{value}"' if isinstance(value, str) else repr(value)
+
+
+def _type_of(annotation: str) -> str:
+    parts = [part.strip() for part in annotation.split("|")]
+    optional = "?" if "None" in parts else ""
+    if "list[" in annotation:
+        return f"Tensor[]{optional}"
+    if "torch.Tensor" in parts:
+        return "scale" if "float" in parts else f"Tensor{optional}"
+    for part, kind in _SINGLE.items():
+        if part in parts:
+            return kind + optional
+    if "str" in parts:
+        return f"str{optional}"
+    raise TypeError(f"annotation: expected one that a schema has a type for, got {annotation}")

@@ -1,0 +1,105 @@
+"""Entry points as ops of torch, while a compiler traces them.
+
+A compiler or a tracing mode follows torch's ops alone: what an entry point does with addresses is
+none of them. So each begins by asking whether it is traced, and is one op then.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from mlagen.api.op_library import EntryOp, Shape, define
+from mlagen.api.op_schema import arguments_of, flat
+
+__all__ = ["as_op", "is_compiling", "is_traced", "traceable"]
+
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+
+is_compiling = torch.compiler.is_compiling
+
+# Whether fake tensors are made, or ops recorded: modes of torch.export, make_fx and AOTAutograd.
+# The public ways to ask cost more.
+is_traced = torch._C._len_torch_dispatch_stack  # noqa: SLF001
+
+_ops: dict[str, EntryOp] = {}
+_parameters: dict[str, tuple[str, ...]] = {}
+
+
+def traceable(
+    outputs: Callable[[dict[str, Any]], Sequence[Shape]],
+    *,
+    has_lse: bool = False,
+    constants: Callable[[torch.Tensor], dict[str, Any]] | None = None,
+) -> Callable[[FunctionT], FunctionT]:
+    """Return a decorator that defines the ops of an entry point, and leaves it as it is.
+
+    ``outputs`` says what is made for its arguments, and ``constants`` what else is passed to it,
+    given the workspace.
+    """
+
+    def decorate(function: FunctionT) -> FunctionT:
+        name = function.__name__
+        parameters = tuple(inspect.signature(function).parameters)
+        out_name = "output" if "output" in parameters else "out"
+
+        def compute(
+            given: dict[str, Any],
+            workspace: torch.Tensor,
+            out: torch.Tensor,
+            lse: torch.Tensor | None = None,
+        ) -> None:
+            others = {} if constants is None else constants(workspace)
+            if given.get("return_lse"):
+                others["lse"] = lse
+            if "workspace_buffer" in parameters:
+                others["workspace_buffer"] = workspace
+            function(**given, **others, **{out_name: out})
+
+        _ops[name] = define(EntryOp(name, arguments_of(function), outputs, compute, has_lse))
+        _parameters[name] = parameters
+        return function
+
+    return decorate
+
+
+def as_op(name: str, *values: Any) -> Any:
+    """Return what an entry point returns for its arguments, by its op; a compiler traces it."""
+    op, given = _ops[name], dict(zip(_parameters[name], values, strict=True))
+    out, lse = given.get("out"), given.get("lse")
+    if "output" in given:
+        out = given["output"]
+    has_lse = op.has_lse and given["return_lse"]
+    if out is None or _wants_grad(values):
+        made = op.makes(*flat(op.arguments, given))
+        made_out, made_lse = made if op.has_lse else (made, None)
+        out = _given_or_made(out, made_out)
+        if has_lse:
+            lse = _given_or_made(lse, made_lse)
+    elif op.has_lse:
+        if has_lse and lse is None:
+            shape, dtype = op.outputs(given)[1]
+            lse = torch.empty(shape, dtype=dtype, device=out.device)
+        op.writes(*flat(op.arguments, given), out=out, lse=lse if has_lse else None)
+    else:
+        op.writes(*flat(op.arguments, given), out=out)
+    return (out, lse) if has_lse else out
+
+
+def _given_or_made(given: torch.Tensor | None, made: Any) -> torch.Tensor:
+    made_tensor: torch.Tensor = made
+    return made_tensor if given is None else given.copy_(made_tensor.view(given.shape))
+
+
+def _wants_grad(values: Sequence[Any]) -> bool:
+    if not torch.is_grad_enabled():
+        return False
+    for value in values:
+        parts = value if isinstance(value, (tuple, list)) else (value,)
+        for part in parts:
+            if isinstance(part, torch.Tensor) and part.requires_grad:
+                return True
+    return False

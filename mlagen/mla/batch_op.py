@@ -1,0 +1,196 @@
+"""The torch ops of runs of :class:`mlagen.mla.BatchMLAPagedAttentionWrapper`."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from mlagen.api.traced import as_op, traceable
+from mlagen.errors import ArgumentError
+from mlagen.mla.batch_plan import BatchLayout, BatchPlan, BatchSettings, HostFacts
+from mlagen.mla.batch_run import run_planned
+from mlagen.mla.planless import run_planless
+
+_RANK = 512
+
+_settings = lru_cache(maxsize=256)(BatchSettings)
+
+
+def _planned_outputs(given: dict[str, Any]) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    query = given["q_nope"]
+    lse = tuple(query.shape[:2]) if given["return_lse"] else (0,)
+    return [(tuple(query.shape), query.dtype), (lse, torch.float32)]
+
+
+def _planless_outputs(given: dict[str, Any]) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    query = given["q_nope"]
+    return [((*query.shape[:-1], _RANK), query.dtype)]
+
+
+@traceable(_planned_outputs, has_lse=True)
+def batch_mla_run(
+    workspace_buffer: torch.Tensor,
+    q_nope: torch.Tensor,
+    q_pe: torch.Tensor,
+    ckv_cache: torch.Tensor,
+    kpe_cache: torch.Tensor,
+    qo_indptr: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    kv_indices: torch.Tensor,
+    kv_len_arr: torch.Tensor,
+    page_size: int,
+    causal: bool,
+    sm_scale: float,
+    longest_kv: int,
+    longest_query: int | None = None,
+    q_len: int = 0,
+    tokens: int | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    return_lse: bool = False,
+    return_lse_base_on_e: bool = False,
+    ckv_scale: float | None = None,
+    ckv_scale_arr: torch.Tensor | None = None,
+    kpe_scale: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Compute a planned run."""
+    plan = BatchPlan(
+        settings=_settings(
+            num_heads=q_nope.shape[1],
+            head_dim_ckv=q_nope.shape[2],
+            head_dim_kpe=q_pe.shape[2],
+            page_size=page_size,
+            causal=causal,
+            sm_scale=sm_scale,
+            q_data_type=q_nope.dtype,
+            kv_data_type=ckv_cache.dtype,
+        ),
+        layout=BatchLayout(
+            qo_indptr=qo_indptr, kv_indptr=kv_indptr, kv_indices=kv_indices, kv_len_arr=kv_len_arr
+        ),
+        facts=HostFacts(
+            longest_kv=longest_kv, longest_query=longest_query, q_len=q_len, tokens=tokens
+        ),
+    )
+    return run_planned(
+        workspace_buffer,
+        plan,
+        q_nope,
+        q_pe,
+        ckv_cache,
+        kpe_cache,
+        out=out,
+        lse=lse,
+        return_lse=return_lse,
+        lse_base="basee" if return_lse_base_on_e else "base2",
+        ckv_scale=ckv_scale,
+        ckv_scale_arr=ckv_scale_arr,
+        kpe_scale=kpe_scale,
+    )
+
+
+@traceable(_planless_outputs)
+def batch_mla_run_planless(
+    workspace_buffer: torch.Tensor,
+    q_nope: torch.Tensor,
+    q_pe: torch.Tensor,
+    ckv_cache: torch.Tensor,
+    kpe_cache: torch.Tensor,
+    kv_len: torch.Tensor,
+    page_table: torch.Tensor,
+    o_scale: float | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Compute a run without a plan."""
+    return run_planless(
+        workspace_buffer,
+        q_nope,
+        q_pe,
+        ckv_cache,
+        kpe_cache,
+        out=out,
+        kv_len=kv_len,
+        page_table=page_table,
+        o_scale=o_scale,
+        refused={},
+    )
+
+
+def call_planned(
+    workspace: torch.Tensor,
+    plan: BatchPlan,
+    *tensors: torch.Tensor,
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    return_lse: bool,
+    lse_base: str,
+    ckv_scale: float | None,
+    ckv_scale_arr: torch.Tensor | None,
+    kpe_scale: float | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Do what ``run_planned`` does, as an op; a compiler traces it."""
+    settings, layout, facts = plan.settings, plan.layout, plan.facts
+    _check_heads(settings, tensors)
+    has_lse = return_lse or lse is not None
+    result: Any = as_op(
+        "batch_mla_run",
+        workspace,
+        *tensors,
+        layout.qo_indptr,
+        layout.kv_indptr,
+        layout.kv_indices,
+        layout.kv_len_arr,
+        settings.page_size,
+        settings.causal,
+        settings.sm_scale,
+        facts.longest_kv,
+        facts.longest_query,
+        facts.q_len,
+        facts.tokens,
+        out,
+        lse,
+        has_lse,
+        lse_base == "basee",
+        ckv_scale,
+        ckv_scale_arr,
+        kpe_scale,
+    )
+    return result if has_lse else (result, None)
+
+
+def call_planless(
+    workspace: torch.Tensor,
+    *tensors: torch.Tensor,
+    out: torch.Tensor | None,
+    kv_len: torch.Tensor | None,
+    page_table: torch.Tensor | None,
+    o_scale: float | None,
+    refused: dict[str, Any],
+) -> torch.Tensor:
+    """Do what ``run_planless`` does, as an op; a compiler traces it."""
+    for name, value in refused.items():
+        if value is not None:
+            raise ArgumentError(f"{name} does not support cutlass backend, expected none")
+    if o_scale is not None and out is None:
+        raise ArgumentError("out tensor must be provided when o_scale is given, got None")
+    result: torch.Tensor = as_op(
+        "batch_mla_run_planless", workspace, *tensors, kv_len, page_table, o_scale, out
+    )
+    return result
+
+
+def _check_heads(settings: BatchSettings, tensors: tuple[torch.Tensor, ...]) -> None:
+    """Refuse what the op, which takes these from the tensors, does not see."""
+    query, rope, cache, _ = tensors
+    planned = (
+        ("q_nope.shape[1]", settings.num_heads, query.shape[1]),
+        ("q_nope.shape[2]", settings.head_dim_ckv, query.shape[2]),
+        ("q_pe.shape[2]", settings.head_dim_kpe, rope.shape[2]),
+        ("q_nope.dtype", settings.q_data_type, query.dtype),
+        ("ckv_cache.dtype", settings.kv_data_type, cache.dtype),
+    )
+    for name, expected, got in planned:
+        if got != expected:
+            raise ArgumentError(f"{name}: expected {expected} (of plan), got {got}")

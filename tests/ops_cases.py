@@ -1,0 +1,166 @@
+"""One call of each entry point, as a function of tensors that compiled code may surround."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+import mlagen
+from mlagen.decode import xqa_batch_decode_with_kv_cache
+from mlagen.mla import (
+    BatchMLAPagedAttentionWrapper,
+    CausalPaddingMask,
+    ChunkedMask,
+    MaterializedMask,
+    OrMask,
+    SlidingWindowCausalMask,
+    flare_mla_decoding,
+    trtllm_batch_decode_with_kv_cache_mla,
+    xqa_batch_decode_with_kv_cache_mla,
+)
+from mlagen.xqa import xqa, xqa_mla
+
+BATCH, PAGES, HEADS = 4, 16, 16
+MLA_SCALE, GQA_SCALE = 192**-0.5, 64**-0.5
+
+
+@dataclass
+class Tensors:
+    """What the calls read, on one device."""
+
+    device: str
+    made: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Make the tensors, the same at every time."""
+        generator = torch.Generator().manual_seed(0)
+
+        def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+            return torch.randn(shape, generator=generator).to(self.device, dtype)
+
+        def ints(*values: int) -> torch.Tensor:
+            return torch.tensor(values, dtype=torch.int32, device=self.device)
+
+        self.made = {
+            "query": normal(BATCH, 1, HEADS, 576),
+            "cache": normal(PAGES, 64, 576),
+            "keys": normal(PAGES, 16, 2, 64),
+            "values": normal(PAGES, 16, 2, 64),
+            "gqa_query": normal(BATCH, HEADS, 64),
+            "sinks": normal(HEADS, dtype=torch.float32),
+            "dense_keys": normal(BATCH, 30, 1, 576),
+            "bias": normal(BATCH, 1, 256, dtype=torch.float32),
+            "table": ints(*range(PAGES)).view(BATCH, 4),
+            "lengths": ints(1, 17, 40, 64),
+            "ones": ints(1, 1, 1, 1),
+            "scale": torch.full((1,), MLA_SCALE, device=self.device),
+            "workspace": torch.empty(64 << 20, dtype=torch.uint8, device=self.device),
+        }
+
+    def __getattr__(self, name: str) -> torch.Tensor:
+        """Return a tensor by its name."""
+        if name in self.__dict__.get("made", {}):
+            return self.made[name]
+        raise AttributeError(name)
+
+
+# Each takes its tensors and the query, so that both can be parts of a graph.
+Call = Callable[[Tensors, torch.Tensor], Any]
+
+
+def mla(of: Tensors, query: torch.Tensor, **others: Any) -> Any:
+    """Call the entry point of TensorRT-LLM's signature."""
+    call = {"bmm1_scale": MLA_SCALE, **others}
+    return trtllm_batch_decode_with_kv_cache_mla(
+        query, of.cache, of.workspace, 128, 512, 64, of.table, of.lengths, 64, **call
+    )
+
+
+def gqa(of: Tensors, query: torch.Tensor, **others: Any) -> Any:
+    """Call the grouped-query entry point."""
+    caches = (of.keys, of.values)
+    call = {"bmm1_scale": GQA_SCALE, **others}
+    return xqa_batch_decode_with_kv_cache(
+        query, caches, of.workspace, of.table, of.lengths, 64, **call
+    )
+
+
+def _mla_of_xqa(of: Tensors, query: torch.Tensor) -> Any:
+    return xqa_batch_decode_with_kv_cache_mla(
+        query, of.cache, of.workspace, 128, 512, 64, of.table, of.lengths, 64, bmm1_scale=MLA_SCALE
+    )
+
+
+def _into(entry: Callable[..., None], *others: Any, like: torch.Tensor, width: int) -> torch.Tensor:
+    out = like.new_empty((*like.shape[:-1], width))
+    entry(like, *others[:4], out, *others[4:])
+    return out
+
+
+def _xqa(of: Tensors, query: torch.Tensor) -> Any:
+    tensors = (of.keys, of.values, of.table, of.lengths)
+    query = query.unsqueeze(1)
+    return _into(xqa, *tensors, of.workspace, of.ones, 2, 16, like=query, width=64)
+
+
+def _xqa_mla(of: Tensors, query: torch.Tensor) -> Any:
+    tensors = (of.cache, of.cache, of.table, of.lengths)
+    return _into(xqa_mla, *tensors, of.workspace, of.ones, 64, MLA_SCALE, like=query, width=512)
+
+
+def _flare(of: Tensors, query: torch.Tensor, mask: Any) -> Any:
+    paged = mlagen.PagedKVCache(of.cache, of.table, of.lengths - 1)
+    return flare_mla_decoding(query, paged, mask, of.ones, scale=MLA_SCALE)
+
+
+def planned(of: Tensors) -> BatchMLAPagedAttentionWrapper:
+    """Return a wrapper whose plan is of the tensors."""
+    wrapper = BatchMLAPagedAttentionWrapper(of.workspace)
+    ends = torch.arange(BATCH + 1, dtype=torch.int32)
+    sizes = (HEADS, 512, 64, 64, True, MLA_SCALE, torch.bfloat16, torch.bfloat16)
+    wrapper.plan(ends, ends * 4, of.table.flatten(), of.lengths.cpu(), *sizes)
+    return wrapper
+
+
+def parts(whole: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the latent part and the rope part."""
+    return whole.split([512, 64], dim=-1)
+
+
+def _planless(of: Tensors, query: torch.Tensor) -> Any:
+    wrapper = BatchMLAPagedAttentionWrapper(of.workspace, backend="cutlass")
+    tensors = (*parts(query[:, 0]), *parts(of.cache))
+    return wrapper.run(*tensors, kv_len=of.lengths, page_table=of.table)
+
+
+CALLS: dict[str, Call] = {
+    "trtllm": mla,
+    "trtllm, lse": lambda of, q: mla(of, q, return_lse=True, return_lse_base="basee"),
+    "trtllm, scale in a tensor, sinks in a list": lambda of, q: mla(
+        of, q, bmm1_scale=of.scale, sinks=[of.sinks]
+    ),
+    "trtllm, out without q_len": lambda of, q: mla(of, q, out=q[:, 0, :, :512].contiguous()),
+    "trtllm, out and lse": lambda of, q: mla(of, q, out=q[..., :512].contiguous(), return_lse=True),
+    "xqa_batch_decode_with_kv_cache_mla": _mla_of_xqa,
+    "xqa_batch_decode_with_kv_cache": lambda of, q: gqa(of, q.flatten(-2)[:, 0].view(-1, 144, 64)),
+    "grouped queries, sinks, window": lambda of, q: gqa(
+        of, q.flatten(-2)[:, 0].view(-1, 144, 64)[:, :HEADS], sinks=of.sinks, window_left=9
+    ),
+    "grouped queries, two tokens": lambda of, q: gqa(
+        of, q.flatten().view(-1, 16, 64)[: 2 * BATCH], q_len_per_req=2
+    ),
+    "xqa": lambda of, q: _xqa(of, q[..., :64].reshape(BATCH, HEADS, 64)),
+    "xqa_mla": _xqa_mla,
+    "flare, window": lambda of, q: _flare(of, q, SlidingWindowCausalMask(9)),
+    "flare, combined": lambda of, q: _flare(
+        of, q, OrMask(ChunkedMask(16), CausalPaddingMask(of.lengths))
+    ),
+    "flare, materialized": lambda of, q: _flare(of, q, MaterializedMask(of.bias)),
+    "flare, dense": lambda of, q: flare_mla_decoding(
+        q, of.dense_keys, ChunkedMask(16), None, MLA_SCALE
+    ),
+    "wrapper without a plan": _planless,
+}

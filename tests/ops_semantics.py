@@ -1,0 +1,207 @@
+"""What compilers make of the entry points, on any device."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import mlagen.ops
+from mlagen import UnsupportedError
+from tests.ops_cases import CALLS, MLA_SCALE, Tensors, gqa, mla, parts, planned
+
+
+def surrounded(call: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a bit of model around a call; what it does is exact in any order."""
+
+    def forward(query: torch.Tensor) -> torch.Tensor:
+        result = call(query * 2)
+        outs = result if isinstance(result, tuple) else (result,)
+        return torch.cat([out.float().mul(0.5).flatten() for out in outs])
+
+    return forward
+
+
+class Layer(torch.nn.Module):
+    """A call and what surrounds it, whose batch may be dynamic."""
+
+    def __init__(self, of: Tensors) -> None:
+        super().__init__()
+        self.of = of
+
+    def forward(
+        self, q: torch.Tensor, c: torch.Tensor, t: torch.Tensor, n: torch.Tensor
+    ) -> torch.Tensor:
+        """Return sums of an MLA call's rows."""
+        out = mlagen.mla.trtllm_batch_decode_with_kv_cache_mla(
+            q * 2, c, self.of.workspace, 128, 512, 64, t, n, 64, bmm1_scale=MLA_SCALE
+        )
+        return out.float().mul(0.5).sum(-1)
+
+
+class OpsSemantics:
+    """Every promise about compiled code."""
+
+    device: str
+
+    @pytest.fixture(autouse=True)
+    def _fresh_compiler(self) -> None:
+        torch._dynamo.reset()
+
+    @pytest.fixture
+    def of(self) -> Tensors:
+        """Return the tensors of the calls."""
+        return Tensors(self.device)
+
+    def layer_inputs(self, of: Tensors, batch: int = 4) -> tuple[torch.Tensor, ...]:
+        """Return the inputs of a layer."""
+        return of.query[:batch], of.cache, of.table[:batch], of.lengths[:batch]
+
+    @pytest.mark.parametrize("name", CALLS)
+    def test_an_entry_point_is_part_of_one_graph(self, of: Tensors, name: str) -> None:
+        """Compiled without a break, a call gives what it gives without a compiler."""
+        forward = surrounded(lambda query: CALLS[name](of, query))
+
+        compiled = torch.compile(forward, fullgraph=True, backend="aot_eager")
+
+        assert torch.equal(compiled(of.query), forward(of.query))
+
+    def test_a_planned_run_is_part_of_one_graph(self, of: Tensors) -> None:
+        """A run of the wrapper compiles, with an LSE and into an output, and after another plan."""
+        wrapper, out = planned(of), torch.empty_like(of.query[:, 0, :, :512])
+
+        def run(query: torch.Tensor, out: torch.Tensor) -> Any:
+            tensors = (*parts(query[:, 0]), *parts(of.cache))
+            return wrapper.run(*tensors, out=out), *wrapper.run(*tensors, return_lse=True)
+
+        compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+        for _ in range(2):
+            expected = [part.clone() for part in run(of.query, torch.empty_like(out))]
+            got = compiled(of.query, out)
+
+            assert all(map(torch.equal, got, expected))
+            assert torch.equal(out, expected[0])
+            of.lengths[3] -= 5
+            fresh = planned(of)
+            wrapper._plan = fresh._plan
+        of.lengths[3] += 10
+
+    def test_a_growing_length_recompiles_once(self, of: Tensors) -> None:
+        """The longest length is a symbol, so that decoding does not compile at every step."""
+        compiles = 0
+
+        def backend(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
+            nonlocal compiles
+            compiles += 1
+            return graph.forward
+
+        def call(query: torch.Tensor, longest: int) -> Any:
+            return mlagen.mla.trtllm_batch_decode_with_kv_cache_mla(
+                *(query, of.cache, of.workspace, 128, 512, 64, of.table, of.lengths, longest)
+            )
+
+        compiled = torch.compile(call, fullgraph=True, backend=backend)
+        for longest in range(64, 70):
+            compiled(of.query, longest)
+
+        assert compiles <= 2
+
+    @pytest.mark.parametrize("strict", [True, False])
+    def test_export_with_a_dynamic_batch(self, of: Tensors, strict: bool) -> None:
+        """An exported program serves other batches than the one it was exported with."""
+        batch = torch.export.Dim("batch", min=2, max=256)
+        shapes = {"q": {0: batch}, "c": None, "t": {0: batch}, "n": {0: batch}}
+        layer = Layer(of)
+
+        program = torch.export.export(
+            layer, self.layer_inputs(of), dynamic_shapes=shapes, strict=strict
+        )
+
+        for size in (2, 4):
+            inputs = self.layer_inputs(of, size)
+            assert torch.equal(program.module()(*inputs), layer(*inputs))
+
+    @pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+    def test_make_fx_records_the_op(self, of: Tensors, mode: Any) -> None:
+        """A traced graph has the op in it, and computes what was traced."""
+        layer, inputs = Layer(of), self.layer_inputs(of)
+
+        graph = make_fx(layer, tracing_mode=mode, _allow_non_fake_inputs=True)(*inputs)
+
+        assert "mlagen.trtllm_batch_decode_with_kv_cache_mla" in graph.code
+        assert torch.equal(graph(*inputs), layer(*inputs))
+
+    def test_fake_tensors_give_fake_outputs(self, of: Tensors) -> None:
+        """Under FakeTensorMode a call gives the shape and dtype, and nothing is launched."""
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            out, lse = mla(of, mode.from_tensor(of.query), return_lse=True)
+
+        assert (out.shape, out.dtype) == ((4, 1, 16, 512), torch.bfloat16)
+        assert (lse.shape, lse.dtype) == ((4, 16), torch.float32)
+
+    @pytest.mark.parametrize("writes", [False, True])
+    def test_ops_are_sound(self, of: Tensors, writes: bool) -> None:
+        """The checks of torch.library.opcheck pass: schema, fake kernel, dynamic shapes."""
+        name = "trtllm_batch_decode_with_kv_cache_mla"
+        call = (of.query, of.cache, 128, 512, 64, of.table, of.lengths, 64)
+        named: dict[str, Any] = {"return_lse": True, "bmm1_scale_tensor": of.scale}
+        if writes:
+            named["out"], named["lse"] = mla(of, of.query, return_lse=True)
+        torch.library.opcheck(mlagen.ops.op(name, writes=writes), call, named)
+
+        name = "xqa_batch_decode_with_kv_cache"
+        call = (of.gqa_query, [of.keys, of.values], of.table, of.lengths, 64)
+        named = {"out": torch.empty_like(of.gqa_query)} if writes else {}
+        torch.library.opcheck(mlagen.ops.op(name, writes=writes), call, named)
+
+    @pytest.mark.parametrize("is_compiled", [False, True])
+    @pytest.mark.parametrize("into_out", [False, True])
+    def test_forward_works_and_backward_says_that_there_is_none(
+        self, of: Tensors, is_compiled: bool, into_out: bool
+    ) -> None:
+        """Inputs that require grad give the same output, whose backward is refused in one line."""
+
+        def call(query: torch.Tensor, gqa_query: torch.Tensor) -> Any:
+            outs = (None, None)
+            if into_out:
+                outs = (query.detach()[..., :512].contiguous(), gqa_query.detach().clone())
+            first = mla(of, query, out=outs[0])
+            return first, gqa(of, gqa_query, out=outs[1])
+
+        expected = call(of.query, of.gqa_query)
+        inputs = [t.clone().requires_grad_() for t in (of.query, of.gqa_query)]
+        run = torch.compile(call, fullgraph=True, backend="aot_eager") if is_compiled else call
+
+        for out, right in zip(run(*inputs), expected, strict=True):
+            assert out.requires_grad
+            assert torch.equal(out, right)
+            with pytest.raises(UnsupportedError, match="backward: not implemented"):
+                out.float().sum().backward(retain_graph=True)
+
+    def test_bad_arguments_are_named_in_compiled_code(self, of: Tensors) -> None:
+        """What an entry point refuses, its op refuses with the same words."""
+        wrong = of.table.float()
+
+        def call(query: torch.Tensor) -> Any:
+            return mlagen.mla.trtllm_batch_decode_with_kv_cache_mla(
+                query, of.cache, of.workspace, 128, 512, 64, wrong, of.lengths, 64
+            )
+
+        with pytest.raises(mlagen.ArgumentError, match=r"^block_tables.dtype: expected"):
+            torch.compile(call, fullgraph=True, backend="eager")(of.query)
+
+    @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs g++")
+    @pytest.mark.filterwarnings("ignore")  # of Inductor, about itself
+    def test_inductor_compiles_what_surrounds_a_call(self, of: Tensors) -> None:
+        """With Inductor and a dynamic batch the results are those without a compiler."""
+        layer = Layer(of)
+        compiled = torch.compile(layer, fullgraph=True, dynamic=True)
+
+        for size in (4, 2, 3):
+            inputs = self.layer_inputs(of, size)
+            torch.testing.assert_close(compiled(*inputs), layer(*inputs))

@@ -1,0 +1,74 @@
+"""What has no memory is refused, on the CPU; and no guard of torch takes it for a plain tensor."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mlagen.api.remembered import RememberedCalls, Usual
+from mlagen.api.tensor_guard import guard_of
+from tests.memory_semantics import KINDS, MemorySemantics
+
+
+class TestOnTheCpu(MemorySemantics):
+    """Every promise, without a GPU."""
+
+    device = "cpu"
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"without storage"}))
+def test_no_guard_takes_it_for_a_plain_tensor(kind: str) -> None:
+    """The short way of usual calls never sees a tensor without memory."""
+    tensors = (torch.ones(2, 3, dtype=torch.bfloat16), torch.ones(4))
+    is_like = guard_of(tensors)
+    assert is_like is not None
+    assert is_like(*tensors)
+
+    is_taken = is_like(KINDS[kind](tensors[0]), tensors[1])
+
+    assert not is_taken
+
+
+def test_no_guard_takes_a_tensor_that_requires_grad_for_another() -> None:
+    """Made without grad mode or with another tensor, a guard denies it where grad is recorded."""
+    plain, trained = torch.ones(2), torch.ones(2).requires_grad_()
+    of_plain = guard_of((plain,))
+    assert of_plain is not None
+    assert not of_plain(trained)
+    with torch.no_grad():
+        is_like = guard_of((trained,))
+    assert is_like is not None
+
+    assert not is_like(trained)
+    with torch.no_grad():
+        assert is_like(trained)
+
+
+def test_a_tensor_without_an_address_is_not_launched_again() -> None:
+    """Asked for where it begins, it leaves the short way instead of raising torch's own error."""
+    calls: RememberedCalls[str] = RememberedCalls()
+    tensors = (torch.ones(2),)
+    calls.keep("form", "call", Usual("key", tensors, None))
+
+    def launched(batched: torch.Tensor) -> torch.Tensor:
+        assert not calls.launch_again("key", (batched,), (1.0,), enable_pdl=True)
+        return batched
+
+    torch.func.vmap(launched)(torch.ones(3, 2))
+    assert not calls.launch_again("key", (torch.eye(2).to_sparse(),), (1.0,), enable_pdl=True)
+
+
+def test_the_tensors_of_a_form_are_known_by_a_guard() -> None:
+    """A call that is found by its form is sound for tensors like those that were checked."""
+    calls: RememberedCalls[str] = RememberedCalls()
+    inputs = (torch.ones(2, 3), None, torch.ones(4))
+    call = calls.keep("form", "call")
+    assert not calls.is_sound("form", call, inputs)
+
+    calls.keep_sound(call, inputs)
+
+    assert calls.is_sound("form", call, (torch.zeros(2, 3), None, torch.zeros(4)))
+    for made in KINDS.values():
+        assert not calls.is_sound("form", call, (made(inputs[0]), None, inputs[2]))
+    calls.clear()
+    assert not calls.is_sound("form", call, inputs)
