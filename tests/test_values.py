@@ -47,7 +47,7 @@ _choice = partial(require_choice, names=("auto", "fast"))
         (_choice, np.str_("fast"), "fast"),
         (_choice, Text("auto"), "auto"),
     ],
-    ids=repr,
+    ids=lambda value: getattr(value, "__name__", None) or type(value).__name__,
 )
 def test_what_is_returned_is_plain(
     convert: Callable[[object, str], object], given: object, plain: object
