@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -52,7 +53,9 @@ class OpsSemantics:
 
     @pytest.fixture(autouse=True)
     def _fresh_compiler(self) -> None:
-        torch._dynamo.reset()
+        with warnings.catch_warnings():  # of torch, about its own imports
+            warnings.simplefilter("ignore", DeprecationWarning)
+            torch._dynamo.reset()
 
     @pytest.fixture
     def of(self) -> Tensors:
