@@ -175,7 +175,9 @@ def _counted(lengths: list[int], heads: int, found: int) -> tuple[torch.Tensor, 
     """
     problem = MlaCase(name="", seq_lens=tuple(lengths), heads=heads, dtype=E4M3).build("cuda")
     workspace = torch.zeros(64 << 20, dtype=torch.uint8, device="cuda")
-    place = heads * 512 * 2  # behind one piece
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    scratch = 2 * sms * heads * (512 * 2 + 16)  # two pieces of each CTA, at the end
+    place = workspace.numel() - scratch + heads * 512 * 2  # behind one piece
     word = workspace[place : place + 4].view(torch.int32)
     word.fill_(found)
     out = decode(problem, workspace_buffer=workspace)
