@@ -13,7 +13,7 @@ import mlagen
 from mlagen import ArgumentError
 from mlagen.mla import BatchMLAPagedAttentionWrapper, CausalPaddingMask, flare_mla_decoding
 from mlagen.xqa import xqa, xqa_mla
-from tests.ops_cases import Tensors, gqa, mla, parts
+from tests.ops_cases import Tensors, gqa, mla, parts, planned
 
 
 class Holder(torch.Tensor):
@@ -27,8 +27,8 @@ class Holder(torch.Tensor):
         )
         return made
 
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, *_: Any, **__: Any) -> Any:
+    @classmethod  # the stub of torch takes `func` for self
+    def __torch_dispatch__(cls, func: Any, *_: Any, **__: Any) -> Any:  # type: ignore[override]
         """Refuse all ops."""
         raise NotImplementedError(str(func))
 
@@ -53,18 +53,14 @@ KINDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "without storage": without_storage,
 }
 
-# Each argument that is a tensor, of each entry point: how to call it with another in its place.
-Place = Callable[[Tensors, Callable[[torch.Tensor], torch.Tensor]], Any]
-
 
 def _flare(of: Tensors, **other: Any) -> Any:
     given = {"q": of.query, "blocks": of.cache, "table": of.table, "cached": of.lengths - 1}
     given |= {"new": of.ones, "valid": of.lengths, "output": None} | other
     paged = mlagen.PagedKVCache(given["blocks"], given["table"], given["cached"])
     mask = CausalPaddingMask(given["valid"])
-    return flare_mla_decoding(
-        given["q"], paged, mask, given["new"], scale=1.0, output=given["output"]
-    )
+    q, output = given["q"], given["output"]
+    return flare_mla_decoding(q, paged, mask, given["new"], scale=1.0, output=output)
 
 
 def _xqa(of: Tensors, **other: Any) -> None:
@@ -72,21 +68,21 @@ def _xqa(of: Tensors, **other: Any) -> None:
     given = {"q": query, "k_cache": of.keys, "v_cache": of.values, "page_table": of.table}
     given |= {"seq_lens": of.lengths, "output": torch.empty_like(query)}
     given |= {"workspace_buffer": of.workspace, "semaphores": of.ones}
-    xqa(**given | other, num_kv_heads=2, page_size=16)  # type: ignore[arg-type]
+    xqa(**given | other, num_kv_heads=2, page_size=16)
 
 
 def _xqa_mla(of: Tensors, **other: Any) -> None:
     given = {"q": of.query, "k_cache": of.cache, "v_cache": of.cache, "page_table": of.table}
     given |= {"seq_lens": of.lengths, "output": of.query[..., :512].contiguous()}
     given |= {"workspace_buffer": of.workspace, "semaphores": of.ones}
-    xqa_mla(**given | other, page_size=64)  # type: ignore[arg-type]
+    xqa_mla(**given | other, page_size=64)
 
 
 def _planless(of: Tensors, **other: Any) -> Any:
     names = ("q_nope", "q_pe", "ckv_cache", "kpe_cache")
     given = dict(zip(names, (*parts(of.query[:, 0]), *parts(of.cache)), strict=True))
     given |= {"kv_len": of.lengths, "page_table": of.table}
-    return BatchMLAPagedAttentionWrapper(of.workspace, backend="cutlass").run(**given | other)  # type: ignore[arg-type]
+    return BatchMLAPagedAttentionWrapper(of.workspace, backend="cutlass").run(**given | other)
 
 
 def _trtllm(of: Tensors, **other: Any) -> Any:
@@ -94,11 +90,7 @@ def _trtllm(of: Tensors, **other: Any) -> Any:
     tensors = (of.query, of.cache, of.workspace, of.table, of.lengths)
     given = dict(zip(names, tensors, strict=True)) | other
     return mlagen.mla.trtllm_batch_decode_with_kv_cache_mla(
-        **given,  # type: ignore[arg-type]
-        qk_nope_head_dim=128,
-        kv_lora_rank=512,
-        qk_rope_head_dim=64,
-        max_seq_len=64,
+        **given, qk_nope_head_dim=128, kv_lora_rank=512, qk_rope_head_dim=64, max_seq_len=64
     )
 
 
@@ -107,9 +99,11 @@ def _plan(of: Tensors, **other: Any) -> None:
     given = {"qo_indptr": ends, "kv_indptr": ends * 4, "kv_indices": of.table.flatten()}
     given |= {"kv_len_arr": of.lengths} | other
     sizes = (16, 512, 64, 64, True, 1.0, torch.bfloat16, torch.bfloat16)
-    BatchMLAPagedAttentionWrapper(of.workspace).plan(*given.values(), *sizes)
+    call: tuple[Any, ...] = (*given.values(), *sizes)
+    BatchMLAPagedAttentionWrapper(of.workspace).plan(*call)
 
 
+# Each entry point, and each of its arguments that is a tensor.
 ENTRIES: dict[str, tuple[Callable[..., Any], dict[str, Callable[[Tensors], torch.Tensor]]]] = {
     "trtllm": (
         _trtllm,
@@ -249,7 +243,7 @@ class MemorySemantics:
         for query in (
             torch.nn.Parameter(of.query, requires_grad=False),
             torch.nn.Buffer(of.query),
-            of.query.as_subclass(Harmless),  # type: ignore[arg-type]
+            of.query.as_subclass(Harmless),
         ):
             assert torch.equal(torch.Tensor(mla(of, query)), torch.Tensor(expected))
 
@@ -303,6 +297,4 @@ class MemorySemantics:
 
 
 def _run_into(of: Tensors, out: torch.Tensor) -> None:
-    from tests.ops_cases import planned
-
     planned(of).run(*parts(of.query[:, 0]), *parts(of.cache), out=out)

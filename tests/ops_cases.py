@@ -125,9 +125,10 @@ def planned(of: Tensors) -> BatchMLAPagedAttentionWrapper:
     return wrapper
 
 
-def parts(whole: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def parts(whole: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the latent part and the rope part."""
-    return whole.split([512, 64], dim=-1)
+    latent, rope = torch.split(whole, [512, 64], dim=-1)
+    return latent, rope
 
 
 def _planless(of: Tensors, query: torch.Tensor) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -38,10 +39,11 @@ class Layer(torch.nn.Module):
         self, q: torch.Tensor, c: torch.Tensor, t: torch.Tensor, n: torch.Tensor
     ) -> torch.Tensor:
         """Return sums of an MLA call's rows."""
-        out = mlagen.mla.trtllm_batch_decode_with_kv_cache_mla(
+        out: Any = mlagen.mla.trtllm_batch_decode_with_kv_cache_mla(
             q * 2, c, self.of.workspace, 128, 512, 64, t, n, 64, bmm1_scale=MLA_SCALE
         )
-        return out.float().mul(0.5).sum(-1)
+        rows: torch.Tensor = out.float().mul(0.5).sum(-1)
+        return rows
 
 
 class OpsSemantics:
@@ -51,7 +53,9 @@ class OpsSemantics:
 
     @pytest.fixture(autouse=True)
     def _fresh_compiler(self) -> None:
-        torch._dynamo.reset()
+        with warnings.catch_warnings():  # of torch, about its own imports
+            warnings.simplefilter("ignore", DeprecationWarning)
+            torch._dynamo.reset()
 
     @pytest.fixture
     def of(self) -> Tensors:
@@ -148,7 +152,7 @@ class OpsSemantics:
     def test_ops_are_sound(self, of: Tensors, writes: bool) -> None:
         """The checks of torch.library.opcheck pass: schema, fake kernel, dynamic shapes."""
         name = "trtllm_batch_decode_with_kv_cache_mla"
-        call = (of.query, of.cache, 128, 512, 64, of.table, of.lengths, 64)
+        call: tuple[Any, ...] = (of.query, of.cache, 128, 512, 64, of.table, of.lengths, 64)
         named: dict[str, Any] = {"return_lse": True, "bmm1_scale_tensor": of.scale}
         if writes:
             named["out"], named["lse"] = mla(of, of.query, return_lse=True)
@@ -167,7 +171,7 @@ class OpsSemantics:
         """Inputs that require grad give the same output, whose backward is refused in one line."""
 
         def call(query: torch.Tensor, gqa_query: torch.Tensor) -> Any:
-            outs = (None, None)
+            outs: tuple[torch.Tensor | None, ...] = (None, None)
             if into_out:
                 outs = (query.detach()[..., :512].contiguous(), gqa_query.detach().clone())
             first = mla(of, query, out=outs[0])

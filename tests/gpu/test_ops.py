@@ -27,7 +27,7 @@ class TestCompiled(OpsSemantics):
         counters.clear()
 
         for step in range(6):
-            torch.compiler.cudagraph_mark_step_begin()
+            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
             got = compiled(query + step, *others).clone()
             torch.testing.assert_close(got, layer(query + step, *others))
 
@@ -40,14 +40,15 @@ class TestCompiled(OpsSemantics):
         def layers(query: torch.Tensor, gqa_query: torch.Tensor) -> torch.Tensor:
             for _ in range(3):
                 gqa_query = gqa(of, gqa_query * 0.5, out=torch.empty_like(gqa_query))
-            return Layer(of)(query, of.cache, of.table, of.lengths) + gqa_query.float().sum()
+            rows: torch.Tensor = Layer(of)(query, of.cache, of.table, of.lengths)
+            return rows + gqa_query.float().sum()
 
         layers(of.query, of.gqa_query)
         compiled = torch.compile(layers, fullgraph=True, mode="reduce-overhead")
         counters.clear()
 
         for step in range(4):
-            torch.compiler.cudagraph_mark_step_begin()
+            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
             inputs = (of.query + step, of.gqa_query - step)
             torch.testing.assert_close(compiled(*inputs).clone(), layers(*inputs))
 
