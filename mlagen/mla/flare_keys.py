@@ -92,7 +92,7 @@ def paged_keys(k: PagedKVCache, kv_scales: torch.Tensor | None) -> Keys:
     return Keys(
         blocks=blocks,
         block_table=table,
-        cached=lengths.view(torch.int32),
+        cached=as_int32(lengths),
         total=0,
         scales=None if k.scales is None else _of_tokens(k.scales, "k.scales"),
         width=table.shape[1] * pages_of(blocks).shape[1],
@@ -157,6 +157,11 @@ def dense_keys(k: torch.Tensor, kv_scales: torch.Tensor | None, columns: int | N
         width=num_keys,
         names=_DENSE_NAMES,
     )
+
+
+def as_int32(tensor: torch.Tensor) -> torch.Tensor:
+    """Return 32-bit integers as signed ones."""
+    return tensor if tensor.dtype is torch.int32 else tensor.view(torch.int32)
 
 
 def _viewed(k: torch.Tensor, total: int) -> torch.Tensor | None:
