@@ -151,7 +151,8 @@ def xqa(
         as_op("xqa", *first, *second, *third, k_sf_cache, v_sf_cache)
         return
     page_size = require_whole_number(page_size, "page_size", least=1)
-    kv_layout = require_choice(kv_layout, "kv_layout", LAYOUTS)
+    if kv_layout.__class__ is not str or kv_layout not in LAYOUTS:
+        kv_layout = require_choice(kv_layout, "kv_layout", LAYOUTS)
     check_unused(q, semaphores, sm_count)
     check_output(output)
     check_scale_caches(k_sf_cache, v_sf_cache)

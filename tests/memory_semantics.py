@@ -247,7 +247,7 @@ class MemorySemantics:
         ):
             assert torch.equal(torch.Tensor(mla(of, query)), torch.Tensor(expected))
 
-    @pytest.mark.parametrize("entry", ["mla", "gqa", "lse", "wrapper", "wrapper, gaps"])
+    @pytest.mark.parametrize("entry", ["mla", "gqa", "lse", "wrapper", "plan", "plan, gaps"])
     def test_an_inference_output_is_refused_before_it_is_written(
         self, of: Tensors, entry: str
     ) -> None:
@@ -263,7 +263,8 @@ class MemorySemantics:
             "gqa": lambda: gqa(of, of.gqa_query, out=grouped),
             "lse": lambda: mla(of, of.query, out=plain, lse=lse, return_lse=True),
             "wrapper": lambda: _planless(of, out=wide[:, 0]),
-            "wrapper, gaps": lambda: _run_into(of, gaps),
+            "plan": lambda: _run_into(of, wide[:, 0]),
+            "plan, gaps": lambda: _run_into(of, gaps),
         }
 
         with pytest.raises(ArgumentError, match="expected a tensor that may be written outside"):

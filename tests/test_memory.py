@@ -61,14 +61,18 @@ def test_a_tensor_without_an_address_is_not_launched_again() -> None:
 def test_the_tensors_of_a_form_are_known_by_a_guard() -> None:
     """A call that is found by its form is sound for tensors like those that were checked."""
     calls: RememberedCalls[str] = RememberedCalls()
-    inputs = (torch.ones(2, 3), None, torch.ones(4))
-    call = calls.keep("form", "call")
-    assert not calls.is_sound("form", call, inputs)
+    tensors = (torch.ones(2, 3), torch.ones(4))
 
-    calls.keep_sound(call, inputs)
+    def is_sound(*tensors: torch.Tensor) -> bool:
+        return calls.is_sound("form", Usual("key", tensors, None))
 
-    assert calls.is_sound("form", call, (torch.zeros(2, 3), None, torch.zeros(4)))
+    assert not is_sound(*tensors)
+    calls.keep("form", "call", Usual("key", tensors, None))
+
+    assert is_sound(torch.zeros(2, 3), torch.zeros(4))
+    assert not calls.is_sound("form", None)
+    assert not calls.is_sound("form", Usual("another key", tensors, None))
     for made in KINDS.values():
-        assert not calls.is_sound("form", call, (made(inputs[0]), None, inputs[2]))
+        assert not is_sound(made(tensors[0]), tensors[1])
     calls.clear()
-    assert not calls.is_sound("form", call, inputs)
+    assert not is_sound(*tensors)

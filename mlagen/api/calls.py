@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import torch
 
-from mlagen.api.arguments import require, require_whole_number
+from mlagen.api.arguments import INT32_MAX, require, require_whole_number
 from mlagen.engine import kernel_for
 from mlagen.errors import UnsupportedError
 from mlagen.runtime.launch import Launch, launch
@@ -136,7 +136,8 @@ def rounded_up(length: int) -> int:
     if length < 16:
         return length
     step = 1 << (length.bit_length() - 4)
-    return -(-length // step) * step
+    up = -(-length // step) * step
+    return min(up, INT32_MAX) if length <= INT32_MAX else up  # what is longer is rejected
 
 
 def length_form(length: object) -> Hashable:

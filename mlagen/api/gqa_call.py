@@ -7,7 +7,7 @@ from collections.abc import Hashable
 
 import torch
 
-from mlagen.api.calls import require_gpu
+from mlagen.api.calls import require_gpu, rounded_up
 from mlagen.api.choice_log import log_choice, log_declined
 from mlagen.api.gqa_contents import check_contents
 from mlagen.api.gqa_form import form_of
@@ -17,14 +17,18 @@ from mlagen.api.gqa_numbers import with_plain_numbers
 from mlagen.api.gqa_portable import PortableGqaCall, prepare_portable
 from mlagen.api.gqa_reference import decode_gqa
 from mlagen.api.gqa_request import GqaRequest, check_request
+from mlagen.api.input_parts import PartsByClasses
 from mlagen.api.memory import check_memory
 from mlagen.api.no_backward import record_write, recorded, tensors_of, wants_grad
 from mlagen.api.remembered import RememberedCalls, Usual
-from mlagen.settings import current_settings
+from mlagen.settings import Settings, current_settings
 
 GqaCall = PortableGqaCall | HopperGqaCall
 
 _calls: RememberedCalls[GqaCall] = RememberedCalls()
+
+_LONGEST = GqaInputs._fields.index("max_seq_len")
+_parts = PartsByClasses(_LONGEST)
 
 
 def run_again(
@@ -51,21 +55,31 @@ def run_gqa(
 ) -> torch.Tensor:
     """Compute one call, which may be a usual one; returns the output."""
     settings = current_settings()
-    call, form = None, None
-    if usual is not None and usual.recent is not None:
-        call = usual.recent.call
-    else:
-        inputs = with_plain_numbers(inputs)
-        form = form_of(inputs, settings.gqa_kernel)
-        call = _calls.find(form)
-        if call is None or not _calls.is_sound(form, call, inputs, usual):
-            check_memory(inputs)
-            if wants_grad(inputs):
-                return _run_recorded(inputs, enable_pdl)
-            if call is not None and usual is None:
-                _calls.keep_sound(call, inputs)
-        if call is not None and usual is not None:
-            _calls.find(form, usual)
+    if usual is None:
+        usual = _find_alike(inputs, settings)
+    if usual is None or usual.recent is None:
+        plain = with_plain_numbers(inputs)
+        if plain is not inputs:
+            inputs, usual = plain, _find_alike(plain, settings)
+    if usual is None or usual.recent is None:
+        return _run_by_form(inputs, enable_pdl, usual)
+    call = usual.recent.call
+    if settings.checks_contents:
+        check_contents(inputs, call.request)
+    return _run_on_gpu(call, inputs, enable_pdl, usual)
+
+
+def _run_by_form(inputs: GqaInputs, enable_pdl: bool, usual: Usual[GqaCall] | None) -> torch.Tensor:
+    """Compute a call of plain numbers that is like no recent one."""
+    settings = current_settings()
+    form = form_of(inputs, settings.gqa_kernel)
+    call = _calls.find(form)
+    if call is None or not _calls.is_sound(form, usual):
+        check_memory(inputs)
+        if wants_grad(inputs):
+            return _run_recorded(inputs, enable_pdl)
+    if call is not None and usual is not None:
+        _calls.find(form, usual)
     request = check_request(inputs) if call is None else call.request
     if call is None and request.device.type != "cpu":
         call = _calls.keep(form, _prepare(inputs, request, settings.gqa_kernel), usual)
@@ -74,6 +88,17 @@ def run_gqa(
     if call is None:
         return _run_on_cpu(inputs, request)
     return _run_on_gpu(call, inputs, enable_pdl, usual)
+
+
+def _find_alike(inputs: GqaInputs, settings: Settings) -> Usual[GqaCall] | None:
+    """Return a call that no entry point has a key for, by all that its form depends on."""
+    parts = _parts.find(inputs)
+    if parts is None:
+        return None
+    longest = rounded_up(inputs[_LONGEST])
+    key = (parts, settings.gqa_kernel, longest, parts.words_of(inputs))
+    tensors, numbers = parts.tensors_of(inputs), parts.floats_of(inputs)
+    return _calls.find_alike(key, tensors, numbers, is_launched=not settings.checks_contents)
 
 
 def _run_recorded(inputs: GqaInputs, enable_pdl: bool) -> torch.Tensor:
@@ -110,17 +135,24 @@ def _run_on_gpu(
     call: GqaCall, inputs: GqaInputs, enable_pdl: bool, usual: Usual[GqaCall] | None = None
 ) -> torch.Tensor:
     out = inputs.out if usual is None or usual.out is None else usual.out
+    made: tuple[int, ...] = ()
     if out is None:
         out = _new_out(call)
+        made = (out.data_ptr(),)
     if call.plan.blocks == 0 or call.request.tokens == 0:
         return out
+    passed = None if usual is None else usual.passed
+    if passed is not None and usual is not None and usual.out is None:
+        passed += made
+        if _calls.relaunch(passed, enable_pdl):
+            return out
     try:
         launches = call.launch(inputs, out, enable_pdl)
     except (OverflowError, struct.error):  # a number beyond 4 bytes; nothing has been launched
         check_request(inputs)
         raise
-    if usual is not None and usual.passed is not None:
-        _calls.keep_launches(usual.passed, launches)
+    if passed is not None:
+        _calls.keep_launches(passed, launches)
     return out
 
 

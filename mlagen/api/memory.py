@@ -14,6 +14,8 @@ import torch
 
 from mlagen.api.arguments import refuse
 
+_dispatch_keys = torch._C._dispatch_keys  # noqa: SLF001
+
 _DEVICES = ("cpu", "cuda")
 _RULE = "a dense tensor in memory"
 
@@ -30,6 +32,8 @@ _KINDS = {
     "Negative": "a view with the negative bit; resolve_neg() gives its elements",
     "Conjugate": "a view with the conjugate bit; resolve_conj() gives its elements",
 }
+
+_passed: set[int] = set()  # dispatch keys of plain tensors that were looked at
 
 
 class Inputs(Protocol):
@@ -50,6 +54,10 @@ def require_memory(tensor: object, argument: str) -> None:
     ArgumentError
         If it is one; the message says of what kind.
     """
+    if tensor.__class__ is torch.Tensor:  # in one step, if it is like one that passed
+        plain: torch.Tensor = tensor
+        if _dispatch_keys(plain).raw_repr() in _passed and plain.data_ptr():
+            return
     if isinstance(tensor, torch.Tensor):
         # A subclass may watch or forbid what is asked of it.
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
@@ -62,8 +70,9 @@ def _require_memory(tensor: torch.Tensor, argument: str) -> None:
         return
     if torch.nn.parameter.is_lazy(tensor):
         refuse(argument, _RULE, f"an uninitialized {type(tensor).__name__}")
-    if torch._C._dispatch_keys(tensor).raw_repr() not in _plain_keys(tensor.device.type):  # noqa: SLF001
+    if _dispatch_keys(tensor).raw_repr() not in _plain_keys(tensor.device.type):
         refuse(argument, _RULE, _kind_of(tensor))
+    _passed.add(_dispatch_keys(tensor).raw_repr())
     if tensor.numel() and not tensor.data_ptr():
         refuse(argument, _RULE, "a tensor without storage")
 
@@ -136,12 +145,11 @@ def _plain_keys(device_type: str) -> frozenset[int]:
         plain = torch.empty(0, device=device_type)
     with torch.inference_mode():
         of_inference = torch.empty(0, device=device_type)
-    keys = torch._C._dispatch_keys  # noqa: SLF001
-    return frozenset((keys(plain).raw_repr(), keys(of_inference).raw_repr()))
+    return frozenset(_dispatch_keys(each).raw_repr() for each in (plain, of_inference))
 
 
 def _kind_of(tensor: torch.Tensor) -> str:
-    keys = str(torch._C._dispatch_keys(tensor))  # noqa: SLF001
+    keys = str(_dispatch_keys(tensor))
     if "Python" in keys:
         return f"a {type(tensor).__name__}, which is a subclass with __torch_dispatch__"
     for key, kind in _KINDS.items():

@@ -7,8 +7,9 @@ from collections.abc import Hashable
 
 import torch
 
-from mlagen.api.calls import require_gpu
+from mlagen.api.calls import require_gpu, rounded_up
 from mlagen.api.choice_log import log_choice, log_declined
+from mlagen.api.input_parts import PartsByClasses
 from mlagen.api.memory import check_memory
 from mlagen.api.mla_contents import check_contents
 from mlagen.api.mla_form import form_of
@@ -34,6 +35,9 @@ from mlagen.settings import Settings, current_settings
 MlaCall = PortableCall | HopperCall | PackedCall
 
 _calls: RememberedCalls[MlaCall] = RememberedCalls()
+
+_LONGEST = MlaInputs._fields.index("max_seq_len")
+_parts = PartsByClasses(_LONGEST)
 
 
 def run_again(
@@ -76,23 +80,35 @@ def _run(
     inputs: MlaInputs, enable_pdl: bool, usual: Usual[MlaCall] | None, sms: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     settings = current_settings()
-    call, form = None, None
-    if usual is not None and usual.recent is not None:
-        call = usual.recent.call
-    else:
-        inputs = with_plain_numbers(inputs)
-        form = form_of(inputs, settings.mla_kernel, settings.mla_probabilities)
-        if sms and form is not None:
-            form = (sms, form)
-        call = _calls.find(form)
-        if call is None or not _calls.is_sound(form, call, inputs, usual):
-            check_memory(inputs)
-            if wants_grad(inputs):
-                return _run_recorded(inputs, enable_pdl)
-            if call is not None and usual is None:
-                _calls.keep_sound(call, inputs)
-        if call is not None and usual is not None:
-            _calls.find(form, usual)
+    if usual is None:
+        usual = _find_alike(inputs, settings, sms)
+    if usual is None or usual.recent is None:
+        plain = with_plain_numbers(inputs)
+        if plain is not inputs:
+            inputs, usual = plain, _find_alike(plain, settings, sms)
+    if usual is None or usual.recent is None:
+        return _run_by_form(inputs, enable_pdl, usual, sms)
+    call = usual.recent.call
+    if settings.checks_contents:
+        check_contents(inputs, call.request)
+    return _run_on_gpu(call, inputs, enable_pdl, usual)
+
+
+def _run_by_form(
+    inputs: MlaInputs, enable_pdl: bool, usual: Usual[MlaCall] | None, sms: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Compute a call of plain numbers that is like no recent one."""
+    settings = current_settings()
+    form = form_of(inputs, settings.mla_kernel, settings.mla_probabilities)
+    if sms and form is not None:
+        form = (sms, form)
+    call = _calls.find(form)
+    if call is None or not _calls.is_sound(form, usual):
+        check_memory(inputs)
+        if wants_grad(inputs):
+            return _run_recorded(inputs, enable_pdl)
+    if call is not None and usual is not None:
+        _calls.find(form, usual)
     request = check_request(inputs) if call is None else call.request
     if call is None and request.device.type != "cpu":
         call = _calls.keep(form, _prepare(inputs, request, settings, sms), usual)
@@ -101,6 +117,26 @@ def _run(
     if call is None:
         return _run_on_cpu(inputs, request)
     return _run_on_gpu(call, inputs, enable_pdl, usual)
+
+
+def _find_alike(inputs: MlaInputs, settings: Settings, sms: int) -> Usual[MlaCall] | None:
+    """Return a call that no entry point has a key for, by all that its form depends on."""
+    parts = _parts.find(inputs)
+    if parts is None:
+        return None
+    longest = inputs[_LONGEST]
+    key = (
+        parts,
+        settings.mla_kernel,
+        settings.mla_probabilities,
+        sms,
+        rounded_up(longest) if inputs.bias is None else longest,  # which a bias must cover
+        parts.words_of(inputs),
+        inputs.latent_scale == 1.0,  # others are for few dtypes
+        inputs.rope_scale == 1.0,
+    )
+    tensors, numbers = parts.tensors_of(inputs), parts.floats_of(inputs)
+    return _calls.find_alike(key, tensors, numbers, is_launched=not settings.checks_contents)
 
 
 def _run_recorded(inputs: MlaInputs, enable_pdl: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -161,19 +197,27 @@ def _run_on_gpu(
     request = call.request
     out = inputs.out if usual is None or usual.out is None else usual.out
     lse = inputs.lse if inputs.return_lse else None
+    made: tuple[torch.Tensor, ...] = ()
     if out is None:
         out = _new_out(call)
+        made = (out,)
     if lse is None and inputs.return_lse:
         lse = torch.empty(request.lse_shape, dtype=torch.float32, device=request.device)
+        made += (lse,)
     if call.plan.blocks == 0 or request.tokens == 0:
         return out, lse
+    passed = None if usual is None else usual.passed
+    if passed is not None and usual is not None and usual.out is None:
+        passed += tuple(tensor.data_ptr() for tensor in made)
+        if _calls.relaunch(passed, enable_pdl):
+            return out, lse
     try:
         launches = call.launch(inputs, out, lse, enable_pdl)
     except (OverflowError, struct.error):  # a number beyond 4 bytes; nothing has been launched
         check_request(inputs)
         raise
-    if usual is not None and usual.passed is not None:
-        _calls.keep_launches(usual.passed, launches)
+    if passed is not None:
+        _calls.keep_launches(passed, launches)
     return out, lse
 
 

@@ -3,15 +3,16 @@
 Every call is remembered by the form of its arguments: all that a check or a plan may depend on. A
 form is dear to read. So a usual call, one of the few forms that serving has, is found by a key of
 its numbers and words, and by whether its tensors are like those of one of the last calls with that
-key; and where they begin as they did then, too, by the very launches of that call.
+key; and where they begin as they did then, too, by the very launches of that call. Tensors that are
+like those of a checked call are in memory; a form does not tell them from fake ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from operator import attrgetter, itemgetter
-from typing import Any, Generic, TypeVar
+from operator import attrgetter
+from typing import Generic, TypeVar
 
 import torch
 
@@ -66,7 +67,7 @@ class Usual(Generic[CallT]):
     tensors: tuple[torch.Tensor, ...]
     recent: Recent[CallT] | None  # that was found
     out: torch.Tensor | None = None  # that was made for it, or given
-    passed: Hashable = None  # what its launches are to be remembered by
+    passed: tuple[Hashable, ...] | None = None  # what its launches are to be remembered by
 
 
 @dataclass(eq=False)
@@ -75,15 +76,6 @@ class _Guarded(Generic[CallT]):
 
     recent: Recent[CallT] | None = None
     guards: int = 0  # that were made, or tried to
-
-
-@dataclass(frozen=True)
-class _Sound:
-    """What says whether tensors are like those of a call that were found to be in memory."""
-
-    tensors_of: Callable[[tuple[object, ...]], Any]  # the tensors among the inputs
-    is_like: IsLike
-    guards: int  # that were made
 
 
 class RememberedCalls(dict[Hashable, CallT]):
@@ -97,7 +89,6 @@ class RememberedCalls(dict[Hashable, CallT]):
         self._guarded: dict[Hashable, _Guarded[CallT]] = {}
         self._recent: dict[Hashable, tuple[Recent[CallT], ...]] = {}
         self._launches: dict[Hashable, Sequence[Launch]] = {}
-        self._sound: dict[int, _Sound] = {}
 
     def find(self, form: Hashable, usual: Usual[CallT] | None = None) -> CallT | None:
         """Return the call of a form, if it is remembered.
@@ -138,6 +129,29 @@ class RememberedCalls(dict[Hashable, CallT]):
         """Return what to remember a usual call by; None where torch has no guards."""
         recent = self.find_recent(key, tensors)
         return Usual(key, tensors, recent) if recent is not None or can_guard() else None
+
+    def find_alike(
+        self,
+        key: Hashable,
+        tensors: tuple[torch.Tensor, ...],
+        numbers: tuple[float, ...],
+        *,
+        is_launched: bool,
+    ) -> Usual[CallT] | None:
+        """Return a call by its key, with the recent one whose tensors are like its own, if any.
+
+        Its launches are remembered if it ``is_launched`` by them; outputs that are made for it are
+        to be added to what they are remembered by. None where torch has no guards.
+        """
+        recent = self.find_recent(key, tensors)
+        if recent is None:
+            return Usual(key, tensors, None) if can_guard() else None
+        pointers = tuple(map(_pointer_of, tensors))
+        if 0 in pointers and not _have_memory(tensors, pointers):
+            return Usual(key, tensors, None)
+        # As in run_again, zeros of both signs are equal.
+        passed = (recent, *numbers, *pointers) if is_launched and all(numbers) else None
+        return Usual(key, tensors, recent, None, passed)
 
     def run_again(
         self,
@@ -201,35 +215,25 @@ class RememberedCalls(dict[Hashable, CallT]):
             launch.enqueue(enable_pdl)
         return True
 
-    def is_sound(
-        self,
-        form: Hashable,
-        call: CallT,
-        inputs: tuple[object, ...],
-        usual: Usual[CallT] | None = None,
-    ) -> bool:
+    def is_sound(self, form: Hashable, usual: Usual[CallT] | None) -> bool:
         """Whether all tensors of a call are known to be in memory, and none of them requires grad.
 
-        A form does not say so: a fake tensor has the form of the tensor that it stands for.
+        The guard of its form may say so, where there are too many recent calls of its key.
         """
-        if usual is not None:  # whose guard, if it has one, sees the same tensors
-            guarded = self._guarded.get(form)
-            recent = None if guarded is None else guarded.recent
-            return recent is not None and _is_sound(recent.is_like, usual.tensors)
-        sound = self._sound.get(id(call))
-        return sound is not None and _is_sound(sound.is_like, sound.tensors_of(inputs))
+        guarded = None if usual is None else self._guarded.get((form, usual.key))
+        if usual is None or guarded is None or guarded.recent is None:
+            return False
+        is_like = guarded.recent.is_like(*usual.tensors) is True
+        return is_like and _have_memory(usual.tensors, map(_pointer_of, usual.tensors))
 
-    def keep_sound(self, call: CallT, inputs: tuple[object, ...]) -> None:
-        """Remember what the tensors of a call are like, which are found to be in memory."""
-        sound = self._sound.get(id(call))
-        guards = 0 if sound is None else sound.guards
-        if guards >= _MOST_GUARDS:
-            return
-        places = (place for place, value in enumerate(inputs) if isinstance(value, torch.Tensor))
-        tensors_of: Callable[[tuple[object, ...]], Any] = itemgetter(*places)
-        is_like = guard_of(tensors_of(inputs))
-        if is_like is not None:
-            self._sound[id(call)] = _Sound(tensors_of, is_like, guards + 1)
+    def relaunch(self, passed: Hashable, enable_pdl: bool) -> bool:
+        """Enqueue what was launched with some values, if anything was; returns whether it was."""
+        launches = self._launches.get(passed)
+        if launches is None:
+            return False
+        for launch in launches:
+            launch.enqueue(enable_pdl)
+        return True
 
     def keep_launches(self, passed: Hashable, launches: Sequence[Launch]) -> None:
         """Remember what was launched with some values."""
@@ -240,7 +244,6 @@ class RememberedCalls(dict[Hashable, CallT]):
         super().clear()
         for kept in (self._guarded, self._recent, self._launches):
             kept.clear()
-        self._sound.clear()
 
     def _note(self, form: Hashable, call: CallT, usual: Usual[CallT]) -> None:
         """Have a call be a recent one of its key, where the others deny its tensors."""
@@ -248,10 +251,10 @@ class RememberedCalls(dict[Hashable, CallT]):
             denied = self._recent.get(usual.key, ())
         except TypeError:
             return
-        guarded = self._guarded.get(form)
+        guarded = self._guarded.get((form, usual.key))
         if guarded is None:
             guarded = _Guarded()
-            _keep(self._guarded, form, guarded, _MOST_CALLS)
+            _keep(self._guarded, (form, usual.key), guarded, _MOST_CALLS)
         is_wanted = guarded.recent is None or guarded.recent in denied
         if is_wanted and guarded.guards < _MOST_GUARDS:
             guarded.guards += 1
@@ -262,9 +265,10 @@ class RememberedCalls(dict[Hashable, CallT]):
             _keep(self._recent, usual.key, recents, _MOST_CALLS)
 
 
-def _is_sound(is_like: IsLike, tensors: tuple[torch.Tensor, ...]) -> bool:
-    # No guard sees that storage was freed.
-    return is_like(*tensors) is True and all(map(_pointer_of, tensors))
+def _have_memory(tensors: tuple[torch.Tensor, ...], pointers: Iterable[int]) -> bool:
+    # No guard sees that storage was freed; what has no elements needs none.
+    each = zip(tensors, pointers, strict=True)
+    return all(pointer or not tensor.numel() for tensor, pointer in each)
 
 
 def _keep(kept: dict[KeyT, ValueT], key: KeyT, value: ValueT, most: int) -> None:

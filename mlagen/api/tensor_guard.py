@@ -24,14 +24,14 @@ def guard_of(tensors: Sequence[torch.Tensor]) -> IsLike | None:
 
     It never says so of tensors that differ in class, shape, strides, dtype or device, nor of those
     that require grad while torch records it. It may deny it of others that do not, such as
-    inference tensors and others; one tensor in two places is always denied. None if ``tensors``
-    themselves would be, or nothing can be asked. It must not be asked of nested tensors, which
-    torch's guards do not survive.
+    inference tensors and others; a tensor in two places is like one in the same two alone. None if
+    ``tensors`` themselves would be denied, or nothing can be asked. It must not be asked of nested
+    tensors, which torch's guards do not survive.
     """
     if any(tensor.__class__ not in _PLAIN_CLASSES for tensor in tensors):
         return None
     guards = _sound_guards()
-    is_like = _built(guards, tensors) if guards is not None else None
+    is_like = _with_repeats(guards, tensors) if guards is not None else None
     if is_like is not None and any(tensor.requires_grad for tensor in tensors):
         is_like = _without_grad(is_like)
     return is_like if is_like is not None and is_like(*tensors) is True else None
@@ -46,6 +46,22 @@ def _without_grad(is_like: IsLike) -> IsLike:
     """Return a guard that denies tensors that require grad, as torch's own do not by grad mode."""
     is_grad_enabled = torch.is_grad_enabled
     return lambda *tensors: not is_grad_enabled() and is_like(*tensors)
+
+
+def _with_repeats(guards: Any, tensors: Sequence[torch.Tensor]) -> IsLike | None:
+    """Return a guard of tensors of which some may be the same; torch's own deny those."""
+    places = {id(tensor): place for place, tensor in enumerate(tensors)}
+    own = sorted(places.values())
+    is_like = _built(guards, [tensors[place] for place in own])
+    if is_like is None or len(own) == len(tensors):
+        return is_like
+    pairs = [(place, places[id(tensor)]) for place, tensor in enumerate(tensors)]
+
+    def is_like_with_repeats(*given: torch.Tensor) -> bool:
+        same = all(given[place] is given[other] for place, other in pairs)
+        return same and is_like(*(given[place] for place in own))
+
+    return is_like_with_repeats
 
 
 def _built(guards: Any, tensors: Sequence[torch.Tensor]) -> IsLike | None:

@@ -52,7 +52,8 @@ def check_caches(
     """
     keys = require_tensor(k_cache, "k_cache")
     require_tensor(v_cache, "v_cache")
-    require_dims(keys, "k_cache", (4,))
+    if keys.dim() != 4:
+        require_dims(keys, "k_cache", (4,))
     tokens, heads = (2, 1) if kv_layout == "HND" else (1, 2)
     _require_size(num_kv_heads, "num_kv_heads", keys.shape[heads])
     _require_size(page_size, "page_size", keys.shape[tokens])
@@ -140,10 +141,13 @@ def table_capacity(page_table: object, page_size: int) -> int:
         If the table is no matrix.
     """
     table = require_tensor(page_table, "page_table")
-    require_dims(table, "page_table", (2,))
+    if table.dim() != 2:
+        require_dims(table, "page_table", (2,))
     return min(table.shape[1] * page_size, INT32_MAX)
 
 
 def _require_size(told: object, argument: str, known: int) -> None:
+    if told.__class__ is int and told == known and known >= 1:
+        return
     if require_whole_number(told, argument, least=1) != known:
         refuse(argument, f"{known} (of k_cache)", told)

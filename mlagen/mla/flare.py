@@ -23,7 +23,14 @@ from mlagen.api.mla_inputs import MlaInputs
 from mlagen.api.mla_numbers import with_plain_numbers
 from mlagen.api.mla_request import check_request
 from mlagen.api.traced import is_compiling, is_traced
-from mlagen.mla.flare_keys import Keys, PagedKVCache, dense_keys, form_of_keys, paged_keys
+from mlagen.mla.flare_keys import (
+    Keys,
+    PagedKVCache,
+    dense_keys,
+    form_of_keys,
+    paged_keys,
+    positions_of,
+)
 from mlagen.mla.flare_op import call_op, define_op
 from mlagen.mla.flare_queries import padded_queries, ragged_queries
 from mlagen.mla.masks import CausalMask, Mask, NullMask, form_of_bias
@@ -160,9 +167,9 @@ def flare_mla_decoding(
             names=keys.names,
         )
 
-    form = form_of_keys(k, kv_scales)
-    if form.width * form.block_table.shape[0] > _MAX_UNCHECKED:
-        check_request(with_plain_numbers(inputs_of(form, is_form=True)))
+    if positions_of(k) > _MAX_UNCHECKED:
+        form = inputs_of(form_of_keys(k, kv_scales), is_form=True)
+        check_request(with_plain_numbers(form))
     keys = paged_keys(k, kv_scales) if isinstance(k, PagedKVCache) else dense_keys(k, kv_scales)
     result, _ = run_mla(inputs_of(keys, is_form=False), enable_pdl=True)
     return output if output is not None else result.view(*q.shape[:-1], _LATENT_DIM)
@@ -174,13 +181,16 @@ define_op(flare_mla_decoding)
 def _check_memory(q: object, k: object, mask: object, **others: object) -> None:
     """Refuse tensors that are not in memory, before anything is computed of them."""
     require_memory(q, "q")
-    require_memory(k, "k")
     for name, whole in (("k", k), ("mask", mask)):
-        if isinstance(whole, (PagedKVCache, Mask)):
+        if isinstance(whole, torch.Tensor):
+            require_memory(whole, name)
+        elif isinstance(whole, (PagedKVCache, Mask)):
             for part, tensor in vars(whole).items():
-                require_memory(tensor, f"{name}.{part}")
-    for name, tensor in others.items():
-        require_memory(tensor, name)
+                if isinstance(tensor, torch.Tensor):
+                    require_memory(tensor, f"{name}.{part}")
+    for name, other in others.items():
+        if other is not None:
+            require_memory(other, name)
 
 
 def _flat_scales(q_scale: torch.Tensor) -> torch.Tensor:

@@ -42,6 +42,22 @@ class PagedKVCache:
     scales: torch.Tensor | None = None
 
 
+_DENSE_NAMES = MlaNames(
+    query="q",
+    query_rope="q",
+    kv_cache="k",
+    cum_seq_lens_q="valid_length",
+    out="output",
+    bmm1_scale="scale",
+)
+_PAGED_NAMES = _DENSE_NAMES._replace(
+    kv_cache="k.blocks",
+    block_tables="k.block_table",
+    seq_lens="k.cache_lengths",
+    kv_scales="k.scales",
+)
+
+
 class Keys(NamedTuple):
     """A cache in pages, and how many tokens it holds of each request."""
 
@@ -76,17 +92,21 @@ def paged_keys(k: PagedKVCache, kv_scales: torch.Tensor | None) -> Keys:
     return Keys(
         blocks=blocks,
         block_table=table,
-        cached=lengths.view(torch.int32),
+        cached=as_int32(lengths),
         total=0,
         scales=None if k.scales is None else _of_tokens(k.scales, "k.scales"),
         width=table.shape[1] * pages_of(blocks).shape[1],
-        names=_names(
-            kv_cache="k.blocks",
-            block_tables="k.block_table",
-            seq_lens="k.cache_lengths",
-            kv_scales="k.scales",
-        ),
+        names=_PAGED_NAMES,
     )
+
+
+def positions_of(k: object) -> int:
+    """Return how many tokens the tables of keys have room for; 0 of what is no cache."""
+    if isinstance(k, PagedKVCache):
+        blocks, table = k.blocks, k.block_table
+        if isinstance(blocks, torch.Tensor) and isinstance(table, torch.Tensor):
+            return table.numel() * blocks.shape[1:-1].numel()
+    return k.shape[:2].numel() if isinstance(k, torch.Tensor) else 0
 
 
 def form_of_keys(k: torch.Tensor | PagedKVCache, kv_scales: torch.Tensor | None) -> Keys:
@@ -135,8 +155,13 @@ def dense_keys(k: torch.Tensor, kv_scales: torch.Tensor | None, columns: int | N
         total=num_keys,
         scales=kv_scales,
         width=num_keys,
-        names=_names(kv_cache="k"),
+        names=_DENSE_NAMES,
     )
+
+
+def as_int32(tensor: torch.Tensor) -> torch.Tensor:
+    """Return 32-bit integers as signed ones."""
+    return tensor if tensor.dtype is torch.int32 else tensor.view(torch.int32)
 
 
 def _viewed(k: torch.Tensor, total: int) -> torch.Tensor | None:
@@ -145,13 +170,6 @@ def _viewed(k: torch.Tensor, total: int) -> torch.Tensor | None:
         return k.view(total, 1, k.shape[3])
     except RuntimeError:
         return None
-
-
-def _names(**others: str) -> MlaNames:
-    shared = MlaNames(
-        query="q", query_rope="q", cum_seq_lens_q="valid_length", out="output", bmm1_scale="scale"
-    )
-    return shared._replace(**others)
 
 
 def _of_tokens(scales: torch.Tensor, argument: str) -> torch.Tensor:

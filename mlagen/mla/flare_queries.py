@@ -12,7 +12,7 @@ import torch
 
 from mlagen.api.arguments import refuse, require, require_ints
 from mlagen.api.device_checks import check_seq_lens, query_lengths, require_no_capture
-from mlagen.mla.flare_keys import Keys
+from mlagen.mla.flare_keys import Keys, as_int32
 from mlagen.mla.masks import QueryRows
 from mlagen.settings import current_settings
 
@@ -113,7 +113,7 @@ def _twice(table: torch.Tensor) -> torch.Tensor:
 def _checked_lengths(
     valid_length: torch.Tensor | None, q: torch.Tensor, count: int, why: str
 ) -> torch.Tensor:
-    return require_ints(valid_length, "valid_length", q.device, ((count,),), why).view(torch.int32)
+    return as_int32(require_ints(valid_length, "valid_length", q.device, ((count,),), why))
 
 
 def _checked_new(given: torch.Tensor, q_len: int) -> torch.Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from mlagen.api.arguments import INT32_MAX, require_dims, require_tensor, shown
-from mlagen.api.memory import require_memory, require_writable
+from mlagen.api.memory import require_memory, require_plain, require_writable
 from mlagen.api.mla_call import run_mla
 from mlagen.api.mla_inputs import MlaInputs, MlaNames
 from mlagen.errors import ArgumentError
@@ -54,15 +54,21 @@ def run_planless(
             )
     parts = {"q_nope": q_nope, "q_pe": q_pe, "ckv_cache": ckv_cache, "kpe_cache": kpe_cache}
     for name, tensor in parts.items():
-        require_memory(require_tensor(tensor, name), name)
+        require_plain(require_tensor(tensor, name), name)
         require_dims(tensor, name, (3,))
     tables = require_tensor(page_table, "page_table")
     require_dims(tables, "page_table", (2,))
     if o_scale is not None:
         o_scale = require_positive(o_scale, "o_scale")
         out = _checked_fp8_out(out, q_nope)
+    try:
+        query, query_rope = q_nope.unsqueeze(1), q_pe.unsqueeze(1)
+    except RuntimeError:  # of storage that was freed
+        require_memory(q_nope, "q_nope")
+        require_memory(q_pe, "q_pe")
+        raise
     inputs = MlaInputs(
-        query=q_nope.unsqueeze(1),
+        query=query,
         kv_cache=ckv_cache,
         workspace_buffer=workspace,
         kv_lora_rank=512,
@@ -73,7 +79,7 @@ def run_planless(
         out=out if o_scale is None else None,
         bmm1_scale=_SOFTMAX_SCALE,
         bmm2_scale=1.0 if o_scale is None else 1.0 / o_scale,
-        query_rope=q_pe.unsqueeze(1),
+        query_rope=query_rope,
         rope_cache=kpe_cache,
         names=_NAMES,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 
 import mlagen.mla
 from mlagen.api import mla_call
+from mlagen.api.mla_inputs import MlaInputs
 from tests.api.usual_calls import TENSOR_CHANGES, Door, open_door
 from tests.api.usual_semantics import UsualSemantics
 from tests.cases import MlaCase
@@ -169,15 +171,57 @@ def test_an_lse_that_is_made(door: Door, monkeypatch: pytest.MonkeyPatch) -> Non
         assert door.run(**usual) is usual["out"]
 
 
+_APART = ("rope_cache", "query_rope", "latent_scale", "rope_scale", "is_causal", "bias")
+
+
+@pytest.mark.parametrize("name", _APART)
+def test_what_only_other_entry_points_pass(name: str, door: Door) -> None:
+    """Parts, scales of parts and a bias are looked at, and so is the length that a bias covers."""
+    inputs = USUAL.build("cpu").inputs(
+        out=torch.zeros(2, 1, 16, 512, dtype=torch.bfloat16), workspace_buffer=torch.zeros(1 << 20)
+    )
+    query, cache = inputs.query, inputs.kv_cache
+    values = {
+        "rope_cache": cache[..., 512:],
+        "query_rope": query[..., 512:],
+        "latent_scale": 0.5,
+        "rope_scale": 0.5,
+        "is_causal": False,
+        "bias": torch.zeros(2, 1, inputs.max_seq_len),
+    }
+    usual, changed = inputs._asdict(), inputs._asdict() | {name: values[name]}
+    of_inputs = replace(door, run=lambda **given: mla_call.run_mla(MlaInputs(**given), True))
+
+    of_inputs.require_as_at_first(usual, changed)
+    of_inputs.require_as_at_first(changed, changed | {"max_seq_len": inputs.max_seq_len + 1})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [(name, value) for name, values in NUMBERS.items() for value in values],
+    ids=repr,
+)
+def test_another_number_of_a_call_with_an_lse(name: str, value: Any, door: Door) -> None:
+    """The same of calls that the entry point has no key for."""
+    usual = usual_arguments(return_lse=True, lse=torch.zeros(2, 16))
+    door.run(**usual)
+    assert not door.reads_form(usual)
+
+    door.require_as_at_first(usual, usual | {name: value})
+
+
 def test_one_tensor_in_two_places(door: Door) -> None:
-    """A guard would deny them; such calls are found by their form."""
+    """They are found again as any others, and two tensors are not taken for them."""
     arguments = usual_arguments()
     arguments["workspace_buffer"] = arguments["kv_cache"]
 
     outcomes = [door.outcome(arguments) for _ in range(9)]
 
     assert outcomes == [door.outcome_of_first(arguments)] * 9
-    assert door.reads_form(arguments)
+    assert not door.reads_form(arguments)
+    door.require_as_at_first(
+        arguments, arguments | {"workspace_buffer": arguments["kv_cache"].clone()}
+    )
 
 
 class TestUsualCalls(UsualSemantics):

@@ -75,14 +75,23 @@ def test_a_tensor_that_is_resized() -> None:
     assert not is_like(one, other)
 
 
-@pytest.mark.parametrize(
-    "tensors",
-    [(torch.ones(1),) * 2, (torch.ones(1), torch.ones(1).as_subclass(Named))],
-    ids=["one twice", "a subclass"],
-)
-def test_what_is_not_guarded(tensors: tuple[torch.Tensor, ...]) -> None:
-    """A guard that denies its own tensors is of no use, and a subclass may hide its shape."""
-    assert guard_of(tensors) is None
+def test_a_tensor_in_two_places() -> None:
+    """Another is like it in the same places; two tensors are not, and no guard sees one as two."""
+    one, other, third = torch.ones(4), torch.zeros(4), torch.ones(3)
+    is_like, of_two = guard_of((one, third, one)), guard_of((one, third, other))
+    assert is_like is not None
+    assert of_two is not None
+
+    assert is_like(other, torch.zeros(3), other)
+    assert not is_like(one, third, other)
+    assert not is_like(third, third, third)
+    assert not is_like(one, one, one)
+    assert not of_two(one, third, one)
+
+
+def test_a_subclass_is_not_guarded() -> None:
+    """It may hide its shape."""
+    assert guard_of((torch.ones(1), torch.ones(1).as_subclass(Named))) is None
 
 
 def test_a_torch_without_guards(monkeypatch: pytest.MonkeyPatch) -> None:

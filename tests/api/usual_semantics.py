@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -10,7 +11,7 @@ import torch
 
 from mlagen.api import remembered, tensor_guard
 from mlagen.settings import current_settings
-from tests.api.usual_calls import Door, count_guards
+from tests.api.usual_calls import TENSOR_CHANGES, Door, count_guards
 
 
 class UsualSemantics:
@@ -21,6 +22,63 @@ class UsualSemantics:
     hopper: ClassVar[str]
     portable: ClassVar[str]
     usual: ClassVar[str]  # which of them the usual call takes
+
+    @pytest.mark.parametrize("change", TENSOR_CHANGES.values(), ids=TENSOR_CHANGES)
+    @pytest.mark.parametrize("name", ["query", "workspace_buffer", "seq_lens", "out", "bmm2_scale"])
+    def test_another_tensor_of_a_rare_call(self, name: str, change: Any, door: Door) -> None:
+        """A call that the entry point has no key for is found by its tensors all the same."""
+        rare = self.usual_arguments() | {"bmm2_scale": torch.full((1,), 2.0)}
+        door.run(**rare)
+        assert not door.reads_form(rare)
+
+        door.require_as_at_first(rare, rare | {name: change(rare[name])})
+
+    @pytest.mark.parametrize("number", [1, 69, 71, 40_000, -1, 2**31 - 1, 2**31, 70.0, True])
+    @pytest.mark.parametrize("is_rare", [False, True])
+    def test_another_length(self, number: Any, is_rare: bool, door: Door) -> None:
+        """Lengths that round alike share a plan; what is too long is rejected after any of them."""
+        usual = self.usual_arguments()
+        if is_rare:
+            usual["bmm2_scale"] = torch.full((1,), 2.0)
+
+        door.require_as_at_first(usual, usual | {"max_seq_len": number})
+        door.require_as_at_first(
+            usual | {"max_seq_len": 2**31 - 1}, usual | {"max_seq_len": number}
+        )
+
+    @pytest.mark.parametrize("name", ["bmm1_scale", "bmm2_scale"])
+    def test_another_number_of_a_rare_call(self, name: str, door: Door) -> None:
+        """Zeros of both signs, and what a float cannot be."""
+        other = "bmm2_scale" if name == "bmm1_scale" else "bmm1_scale"
+        rare = self.usual_arguments() | {other: torch.full((1,), 2.0), name: 0.0}
+
+        for value in (-0.0, 0.5, 1e39, math.nan, True, 0, "0"):
+            door.require_as_at_first(rare, rare | {name: value})
+
+    def test_storage_that_is_freed(self, door: Door) -> None:
+        """No guard sees it; a rare call is rejected as a first one is."""
+        rare = self.usual_arguments() | {"bmm2_scale": torch.full((1,), 2.0)}
+        for _ in range(3):
+            door.run(**rare)
+        rare["query"].untyped_storage().resize_(0)
+
+        assert "ArgumentError: query: expected a dense tensor" in door.outcome(rare)
+        assert door.launches == []
+
+    def test_a_rare_call_whose_contents_are_checked(
+        self, door: Door, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It is found again, and looked at."""
+        rare = self.usual_arguments() | {"bmm2_scale": torch.full((1,), 2.0)}
+        for _ in range(3):
+            door.run(**rare)
+        monkeypatch.setenv("MLAGEN_CHECK", "1")
+        current_settings.cache_clear()
+        assert self.usual in door.outcome(rare)
+        rare["seq_lens"][0] = 10_000
+
+        assert "ArgumentError: seq_lens[0]" in door.outcome(rare)
+        assert door.launches == []
 
     @pytest.mark.parametrize("name", ["bmm1_scale", "bmm2_scale"])
     def test_zeros_of_both_signs(self, name: str, door: Door) -> None:
