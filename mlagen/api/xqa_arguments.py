@@ -1,4 +1,4 @@
-"""Checks of what the entry points of ``flashinfer.xqa`` are told besides the tensors they read."""
+"""Checks of what the entry points of ``flashinfer.xqa`` are given besides the tensors they read."""
 
 from __future__ import annotations
 
@@ -146,8 +146,8 @@ def table_capacity(page_table: object, page_size: int) -> int:
     return min(table.shape[1] * page_size, INT32_MAX)
 
 
-def _require_size(told: object, argument: str, known: int) -> None:
-    if told.__class__ is int and told == known and known >= 1:
+def _require_size(given: object, argument: str, known: int) -> None:
+    if given.__class__ is int and given == known and known >= 1:
         return
-    if require_whole_number(told, argument, least=1) != known:
-        refuse(argument, f"{known} (of k_cache)", told)
+    if require_whole_number(given, argument, least=1) != known:
+        refuse(argument, f"{known} (of k_cache)", given)

@@ -207,7 +207,7 @@ class Folder:
     def require_trusted(self, name: str) -> None:
         """Raise :class:`UntrustedError` if a folder or link here has that name and is not trusted.
 
-        Nothing is said of a file: it is no way to anywhere, and whoever opens it finds it.
+        A regular file passes: it leads nowhere, and opening it as a folder fails.
         """
         with suppress(FileNotFoundError):
             status = self.status_of(name)

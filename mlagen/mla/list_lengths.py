@@ -1,4 +1,4 @@
-"""Lengths of the lists of tokens of a sparse call, where ``seq_lens`` does not say them."""
+"""Lengths of sparse top-k indices, where ``seq_lens`` does not give them."""
 
 from __future__ import annotations
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,8 @@ from torch._dynamo.utils import counters
 from tests.memory_semantics import MemorySemantics
 from tests.ops_cases import Tensors, gqa
 from tests.ops_semantics import Layer, OpsSemantics
+
+_ROOT = Path(__file__).resolve().parents[2]
 
 
 class TestCompiled(OpsSemantics):
@@ -71,18 +76,41 @@ class TestCompiled(OpsSemantics):
 
         torch.testing.assert_close(got, layer(*inputs))
 
-    @pytest.mark.filterwarnings("ignore")  # of Inductor, about itself
-    def test_a_package_of_aotinductor_runs(self, of: Tensors, tmp_path: Path) -> None:
+    def test_a_package_of_aotinductor_runs(self) -> None:
         """A layer that is compiled ahead of time gives what it gives without a compiler."""
-        layer, inputs = Layer(of), self.layer_inputs(of)
-        program = torch.export.export(layer, inputs)
+        if (status := _packaged("Doubled(), (torch.ones(8, device='cuda'),)")) != 0:
+            pytest.skip(f"torch loads no package here, not even without mlagen: exit {status}")
 
-        path = torch._inductor.aoti_compile_and_package(
-            program, package_path=str(tmp_path / "layer.pt2")
-        )
+        assert _packaged("Layer(of), (of.query[:4], of.cache, of.table[:4], of.lengths[:4])") == 0
 
-        run = torch._inductor.aoti_load_package(path)
-        torch.testing.assert_close(run(*inputs), layer(*inputs))
+
+# A package that torch cannot load ends its process.
+_PACKAGED = """
+import sys, tempfile, warnings
+warnings.simplefilter("ignore")
+import torch
+from tests.ops_cases import Tensors
+from tests.ops_semantics import Layer
+class Doubled(torch.nn.Module):
+    def forward(self, x):
+        return x * 2
+of = Tensors("cuda")
+module, inputs = {module_and_inputs}
+with tempfile.TemporaryDirectory() as folder:
+    program = torch.export.export(module, inputs)
+    path = torch._inductor.aoti_compile_and_package(program, package_path=folder + "/layer.pt2")
+    run = torch._inductor.aoti_load_package(path)
+    torch.testing.assert_close(run(*inputs), module(*inputs))
+"""
+
+
+def _packaged(module_and_inputs: str) -> int:
+    """Return the exit status of a process that packages a module, and runs the package."""
+    program = _PACKAGED.format(module_and_inputs=module_and_inputs)
+    environment = {**os.environ, "PYTHONPATH": str(_ROOT)}
+    return subprocess.run(
+        [sys.executable, "-c", program], cwd=_ROOT, env=environment, check=False
+    ).returncode
 
 
 class TestMemory(MemorySemantics):
