@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import shutil
 import warnings
 from collections.abc import Callable
@@ -15,6 +17,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import mlagen.ops
 from mlagen import UnsupportedError
 from tests.ops_cases import CALLS, MLA_SCALE, Tensors, gqa, mla, parts, planned
+
+# Inductor imports it, and it replaces distutils, which fails in a process where a test has come
+# between the two.
+with contextlib.suppress(ModuleNotFoundError):
+    importlib.import_module("setuptools")
 
 
 def surrounded(call: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], torch.Tensor]:
