@@ -18,9 +18,10 @@ import mlagen.ops
 from mlagen import UnsupportedError
 from tests.ops_cases import CALLS, MLA_SCALE, Tensors, gqa, mla, parts, planned
 
-# Inductor imports it, and it replaces distutils, which fails in a process where a test has come
-# between the two.
-with contextlib.suppress(ModuleNotFoundError):
+# Inductor imports setuptools, which replaces distutils and warns of that: as an error, the warning
+# leaves a process in which neither can be imported.
+with contextlib.suppress(ModuleNotFoundError), warnings.catch_warnings():
+    warnings.simplefilter("ignore")
     importlib.import_module("setuptools")
 
 
