@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import shutil
 import warnings
 from collections.abc import Callable
@@ -17,12 +15,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import mlagen.ops
 from mlagen import UnsupportedError
 from tests.ops_cases import CALLS, MLA_SCALE, Tensors, gqa, mla, parts, planned
-
-# Inductor imports setuptools, which replaces distutils and warns of that: as an error, the warning
-# leaves a process in which neither can be imported.
-with contextlib.suppress(ModuleNotFoundError), warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    importlib.import_module("setuptools")
 
 
 def surrounded(call: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], torch.Tensor]:
