@@ -129,7 +129,7 @@ def test_kernels_that_differ_have_keys_that_differ(other: KernelSpec, label: str
 def test_editing_a_template_changes_the_key(templates: Path) -> None:
     """A kernel of an edited template is another kernel, and the key says why."""
     before = key_of(COMBINE)
-    prelude = templates / "blocks/prelude.cuh"
+    prelude = templates / "common/types.cuh"
     prelude.write_text(prelude.read_text() + "// edited\n")
     forget()
 
@@ -239,7 +239,7 @@ def test_a_flipped_byte_is_found_and_the_kernel_built_again(
 
 def test_a_kernel_that_does_not_compile_leaves_nothing(templates: Path, cache_dir: Path) -> None:
     """The error names the template's line, no entry is visible, and a mended template builds."""
-    role = templates / "roles/combine_splits/combine.cuh"
+    role = templates / "kernels/combine/combine_splits.cuh"
     sound = role.read_text()
     line = 1 + sound[: sound.index("__device__")].count("\n")
     role.write_text(sound.replace("__device__", "undefined_type broken; __device__", 1))
@@ -252,7 +252,7 @@ def test_a_kernel_that_does_not_compile_leaves_nothing(templates: Path, cache_di
     forget()
     outcome = find_or_build(COMBINE)
 
-    assert f"roles/combine_splits/combine.cuh:{line} (kernel.cu:" in str(caught.value)
+    assert f"kernels/combine/combine_splits.cuh:{line} (kernel.cu:" in str(caught.value)
     assert left == []
     assert outcome.built
 

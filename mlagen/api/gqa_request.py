@@ -35,7 +35,7 @@ from mlagen.spec.gqa import GqaVariant, require_supported
 MASK_DTYPES = (torch.uint16, torch.uint32, torch.int32)
 
 _OUT_E4M3 = torch.float8_e4m3fn
-MOST_TOKENS = 0x7FFF0000  # of a request, as in templates/blocks/page_table.cuh
+MOST_TOKENS = 0x7FFF0000  # of a request, as in templates/common/paged_kv.cuh
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ _SHARED_TILE = 1.7
 _SHARED_BLOCK_TILES_PER_DIM = 1 / 256
 _COMBINE_TILES = 1
 _COMBINE_TILES_PER_PASS = 1 / 2
-_SPLITS_OF_PASS = 32  # kSplitsAtOnce of each warp in roles/combine_splits/combine.cuh
+_SPLITS_OF_PASS = 32  # kSplitsAtOnce of each warp in kernels/combine/combine_splits.cuh
 
 # Blocks at the most, in multiples of what the device holds at once, when tokens are split.
 _MOST_WAVES_OF_SPLITS = 4

@@ -9,7 +9,7 @@ from fractions import Fraction
 from mlagen.runtime.plan import GqaDecodeProblem
 from mlagen.spec.gqa_hopper import GqaHopperSpec
 
-# As RowState in roles/gqa_hopper/shared_memory.cuh.
+# As RowState in kernels/gqa_sm90/shared_memory.cuh.
 _ROW_STATE_BYTES = 8
 
 # Positions on the line of work, times teams, are counted in 32 bits.

@@ -10,14 +10,14 @@ from mlagen.spec.mla_hopper import MlaHopperSpec
 
 _MOST_MEMBERS = 4  # of a team
 
-# As in roles/mla_hopper/span.cuh: tokens of a block, what a unit costs besides its blocks, and the
-# shortest span, in blocks.
+# As in scheduler/schedule_range.cuh: tokens of a block, what a unit costs besides its blocks, and
+# the shortest span, in blocks.
 _BLOCK_TOKENS = 64
 _NARROW_UNIT_COST = 2
 _WIDE_UNIT_COST = 6
 _LEAST_SPAN = 2
 
-# As PartialRow in roles/mla_hopper/partial_row.cuh.
+# As PartialRow in combine/partial_state.cuh.
 _ROW_BYTES = 16
 
 # Positions on the line of work are counted in 32 bits.

@@ -21,7 +21,7 @@ class CombineSplitsSpec(KernelSpec):
 
     family: ClassVar[str] = "combine_splits"
     symbol: ClassVar[str] = "combine_splits"
-    template: ClassVar[str] = "kernels/combine_splits.cu.j2"
+    template: ClassVar[str] = "kernels/combine/kernel.cu.j2"
     parameters: ClassVar[tuple[Parameter, ...]] = (
         pointer("partial_out", "const float"),
         pointer("partial_lse", "const float"),

@@ -28,7 +28,7 @@ WARP_TOKENS = 16
 SLICE_DIMS = 256
 
 
-_WORK_BYTES = 80  # of the struct in roles/gqa_decode/work.cuh
+_WORK_BYTES = 80  # of the struct in kernels/gqa_sm80/work_tile.cuh
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +122,7 @@ class GqaDecodeSpec(GqaSpec):
 
     family: ClassVar[str] = "gqa_decode"
     symbol: ClassVar[str] = "gqa_decode"
-    template: ClassVar[str] = "kernels/gqa_decode.cu.j2"
+    template: ClassVar[str] = "kernels/gqa_sm80/kernel.cu.j2"
     parameters: ClassVar[tuple[Parameter, ...]] = (
         pointer("query", "const u16"),
         pointer("key_cache", "const unsigned char"),
@@ -213,7 +213,7 @@ class GqaDecodeSpec(GqaSpec):
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of one block, as roles/gqa_decode/shared_memory.cuh lays it out."""
+        """Dynamic shared memory of one block, as kernels/gqa_sm80/shared_memory.cuh lays it out."""
         rows, warps, items, _ = self.tile
         row = self.variant.head_dim * 2 + 16
         ring = warps * items * WARP_TOKENS * (self.stored_bytes if self.decodes_kv else row)

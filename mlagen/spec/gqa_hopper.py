@@ -42,7 +42,7 @@ _WIDEST_RING_BYTES = {128: 80 * 1024}  # of tiles with most rows: leaves room to
 _QUERY_BYTES = 2  # of an element
 _VALUE_BYTES = 4  # of what warps leave to be merged
 _MERGED_ROW_BYTES = 24  # of each row of it, beside values: what kMergePitch adds, and a RowState
-_OTHER_SHARED_BYTES = 1280  # of what else there is in roles/gqa_hopper/shared_memory.cuh
+_OTHER_SHARED_BYTES = 1280  # of what else there is in kernels/gqa_sm90/shared_memory.cuh
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class GqaHopperSpec(GqaSpec):
 
     family: ClassVar[str] = "gqa_hopper"
     symbol: ClassVar[str] = "gqa_hopper"
-    template: ClassVar[str] = "kernels/gqa_hopper.cu.j2"
+    template: ClassVar[str] = "kernels/gqa_sm90/kernel.cu.j2"
     parameters: ClassVar[tuple[Parameter, ...]] = (
         tensor_map("key_map"),
         tensor_map("value_map"),

@@ -46,7 +46,7 @@ TILES = (
 )
 
 
-_WORK_BYTES = 64  # of the struct in roles/mla_decode/work.cuh
+_WORK_BYTES = 64  # of the struct in kernels/mla_sm80/work_tile.cuh
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class MlaDecodeSpec(KernelSpec):
 
     family: ClassVar[str] = "mla_decode"
     symbol: ClassVar[str] = "mla_decode"
-    template: ClassVar[str] = "kernels/mla_decode.cu.j2"
+    template: ClassVar[str] = "kernels/mla_sm80/kernel.cu.j2"
     parameters: ClassVar[tuple[Parameter, ...]] = (
         pointer("query", "const unsigned char"),
         pointer("query_rope", "const unsigned char"),
@@ -189,7 +189,7 @@ class MlaDecodeSpec(KernelSpec):
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of one block, as roles/mla_decode/shared_memory.cuh lays it out."""
+        """Dynamic shared memory of one block, as kernels/mla_sm80/shared_memory.cuh lays it out."""
         rows, tokens, stages = self.tile[:3]
         taken = (rows * self.head_dim_qk + rows * tokens) * 2
         taken += stages * tokens * self.stage_row_bytes

@@ -45,7 +45,7 @@ class MlaHopperSpec(KernelSpec):
 
     family: ClassVar[str] = "mla_hopper"
     symbol: ClassVar[str] = "mla_hopper"
-    template: ClassVar[str] = "kernels/mla_hopper.cu.j2"
+    template: ClassVar[str] = "kernels/mla_sm90/kernel.cu.j2"
     parameters: ClassVar[tuple[Parameter, ...]] = (
         tensor_map("latent_map"),
         tensor_map("rope_map"),

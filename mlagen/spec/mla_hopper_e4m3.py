@@ -18,7 +18,7 @@ class MlaHopperE4m3Spec(MlaHopper8BitSpec):
 
     family: ClassVar[str] = "mla_hopper_e4m3"
     symbol: ClassVar[str] = "mla_hopper_e4m3"
-    template: ClassVar[str] = "kernels/mla_hopper_e4m3.cu.j2"
+    template: ClassVar[str] = "kernels/mla_sm90_fp8/kernel.cu.j2"
 
     @property
     def small_calls(self) -> tuple[tuple[int, int], ...]:

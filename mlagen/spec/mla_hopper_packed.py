@@ -27,7 +27,7 @@ class MlaHopperPackedSpec(MlaHopper8BitSpec):
 
     family: ClassVar[str] = "mla_hopper_packed"
     symbol: ClassVar[str] = "mla_hopper_packed"
-    template: ClassVar[str] = "kernels/mla_hopper_packed.cu.j2"
+    template: ClassVar[str] = "kernels/mla_sm90_fp8kv/kernel.cu.j2"
     parameters: ClassVar[tuple[Parameter, ...]] = (
         pointer("query", "const unsigned char"),
         pointer("query_rope", "const unsigned char"),

@@ -75,10 +75,10 @@ def test_rendering_is_repeatable() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "blocks/prelude.cuh",
-        "roles/combine_splits/constants.cuh.j2",
-        "roles/combine_splits/combine.cuh",
-        "kernels/combine_splits.cu.j2",
+        "common/types.cuh",
+        "kernels/combine/config.cuh.j2",
+        "kernels/combine/combine_splits.cuh",
+        "kernels/combine/kernel.cu.j2",
     ],
 )
 def test_an_error_is_reported_where_it_was_made(name: str, templates: Path) -> None:

@@ -35,9 +35,9 @@ def digest() -> str:
 @pytest.mark.parametrize(
     "file",
     [
-        "../templates/blocks/prelude.cuh",
-        "../templates/kernels/mla_decode.cu.j2",
-        "../templates/roles/mla_decode/constants.cuh.j2",
+        "../templates/common/types.cuh",
+        "../templates/kernels/mla_sm80/kernel.cu.j2",
+        "../templates/kernels/mla_sm80/config.cuh.j2",
         "codegen/environment.py",
         "codegen/linemap.py",
         "spec/mla.py",
@@ -58,7 +58,7 @@ def test_editing_what_a_kernel_is_made_of_changes_the_digest(package: Path, file
 def test_renaming_a_template_changes_the_digest(package: Path) -> None:
     """Names count: an include finds a file by its name."""
     before = digest()
-    block = package.parent / "templates/blocks/swizzle.cuh"
+    block = package.parent / "templates/common/swizzle.cuh"
     block.rename(block.with_name("swizzled.cuh"))
 
     after = digest()

@@ -70,7 +70,7 @@ def source_of(spec: KernelSpec) -> str:
     lines = ['#include "fibers.h"']
     is_before_instructions = True
     for line, origin in zip(source.text.splitlines(), source.origins, strict=True):
-        if is_before_instructions and lines[1:] and not origin.startswith("blocks/prelude"):
+        if is_before_instructions and lines[1:] and not origin.startswith("common/types"):
             lines += ['#include "instructions.h"', '#include "warpgroups.h"']
             is_before_instructions = False
         if not origin.startswith("ptx/"):

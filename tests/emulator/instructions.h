@@ -1,4 +1,4 @@
-// What the wrappers of templates/ptx do, for one block at a time. Follows blocks/prelude.cuh.
+// What the wrappers of templates/ptx do, for one block at a time. Follows common/types.cuh.
 
 static float float_of(Fp16, u16 bits) { return static_cast<float>(same_bits<_Float16>(bits)); }
 static float float_of(Bf16, u16 bits) { return __uint_as_float(static_cast<u32>(bits) << 16); }

@@ -164,10 +164,10 @@ def test_every_option_of_the_compiler_is_a_part_of_the_key(
 
 
 EDITS: dict[str, Callable[[Path], object]] = {
-    "a template edited": lambda root: (root / "blocks/prelude.cuh").write_text("// edited\n"),
-    "a template added": lambda root: (root / "blocks/another.cuh").touch(),
-    "a template removed": lambda root: (root / "blocks/prelude.cuh").unlink(),
-    "a template renamed": lambda root: (root / "blocks/prelude.cuh").rename(root / "prelude.cuh"),
+    "a template edited": lambda root: (root / "common/types.cuh").write_text("// edited\n"),
+    "a template added": lambda root: (root / "common/another.cuh").touch(),
+    "a template removed": lambda root: (root / "common/types.cuh").unlink(),
+    "a template renamed": lambda root: (root / "common/types.cuh").rename(root / "prelude.cuh"),
 }
 
 
@@ -191,7 +191,7 @@ def _touch(templates: Path, _: pytest.MonkeyPatch) -> None:
         path.chmod(0o400)
         os.utime(path, (1, 1))
     (templates / "README.md").write_text("Another text.\n")
-    (templates / "blocks/prelude.cuh~").write_text("What an editor leaves.\n")
+    (templates / "common/types.cuh~").write_text("What an editor leaves.\n")
 
 
 def _set(name: str, value: str) -> Callable[[Path, pytest.MonkeyPatch], None]:

@@ -45,7 +45,7 @@ def spec_of(asked: MlaDecodeProblem, arch: str) -> MlaDecodeSpec:
 
 
 def tiles_of_split(split: int, tiles: int, splits: int) -> range:
-    """Return the tiles of a split, as roles/mla_decode/work.cuh divides them."""
+    """Return the tiles of a split, as kernels/mla_sm80/work_tile.cuh divides them."""
     per_split = -(-tiles // splits)
     first = min(tiles, split * per_split)
     return range(first, min(tiles, first + per_split))
@@ -169,7 +169,7 @@ def test_a_plan_depends_on_shapes_alone() -> None:
     heads=st.integers(1, 256),
 )
 def test_ragged_requests_have_a_tile_for_each_of_their_rows(q_lens: list[int], heads: int) -> None:
-    """The tiles of a request, as blocks/ragged_tiles.cuh finds them, hold all its rows."""
+    """The tiles of a request, as common/ragged_tiles.cuh finds them, hold all its rows."""
     asked = problem(batch=len(q_lens), longest_kv=100, heads=heads, q_len=0, tokens=sum(q_lens))
     rows = mla_decode(rows=64).tile.tile_rows
     first = [sum(q_lens[:request]) * heads // rows + request for request in range(len(q_lens) + 1)]

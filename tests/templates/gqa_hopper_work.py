@@ -1,4 +1,4 @@
-"""templates/roles/gqa_hopper/span.cuh and items.cuh as Python that follows them line by line."""
+"""The schedule_range.cuh and tile_scheduler.cuh of gqa_sm90 as Python, line by line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""templates/roles/mla_hopper/span.cuh and items.cuh as Python that follows them line by line."""
+"""The files schedule_range.cuh and tile_scheduler.cuh of scheduler/ as Python, line by line."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from mlagen.codegen.sources import template_root
 
-SPAN = (template_root() / "roles/mla_hopper/span.cuh").read_text()
+SPAN = (template_root() / "scheduler/schedule_range.cuh").read_text()
 
 
 def constant(name: str) -> int:

@@ -1,4 +1,4 @@
-"""How the Hopper GQA kernel divides work: templates/roles/gqa_hopper/span.cuh and items.cuh."""
+"""How gqa_sm90 divides work: its schedule_range.cuh and tile_scheduler.cuh."""
 
 from __future__ import annotations
 

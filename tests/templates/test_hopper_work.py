@@ -1,4 +1,4 @@
-"""How the Hopper kernel divides work: templates/roles/mla_hopper/span.cuh and items.cuh."""
+"""How the Hopper kernel divides work: schedule_range.cuh and tile_scheduler.cuh."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ __device__ inline void use(T value) {
 
 def compile_family(path: Path, arch: Arch) -> bytes:
     """Compile a family alone, with a kernel that calls all of it; return the machine code."""
-    prelude = (template_root() / "blocks/prelude.cuh").read_text()
+    prelude = (template_root() / "common/types.cuh").read_text()
     calls = "\n".join(f"  {wrapper.call()}" for wrapper in wrappers(path))
     kernel = f'extern "C" __global__ void probe() {{\n{calls}\n}}\n'
     text = f"{prelude}\n{path.read_text()}\n{CALLS}\n{kernel}"

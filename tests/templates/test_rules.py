@@ -46,7 +46,7 @@ _KEYWORDS = {"include", "from", "import", "macro", "endmacro", "if", "elif", "el
 _KEYWORDS |= {"for", "endfor"}
 _OPENING, _CLOSING = {"if", "for", "macro"}, {"endif", "endfor", "endmacro"}
 
-# What a file other than constants.cuh.j2 may write of a spec: names and choices, no sizes.
+# What a file other than config.cuh.j2 may write of a spec: names and choices, no sizes.
 _OUTPUTS = {"spec.symbol", "parameter.cuda_type", "parameter.name"}
 
 
@@ -95,7 +95,7 @@ def test_white_space_is_left_alone(name: str) -> None:
     assert golfed in ([], lines[:1])
 
 
-@pytest.mark.parametrize("name", [name for name in JINJA if not name.endswith("constants.cuh.j2")])
+@pytest.mark.parametrize("name", [name for name in JINJA if not name.endswith("config.cuh.j2")])
 def test_sizes_enter_once(name: str) -> None:
     """Numbers of a spec become constants in one file of a family; the others use the constants."""
     written = set(_OUTPUT.findall(FILES[name].read_text()))
@@ -109,7 +109,7 @@ def test_the_first_line_says_what_a_file_is(name: str) -> None:
     first = FILES[name].read_text().splitlines()[0]
 
     assert re.match(r"// \S|\{#- \S", first)
-    assert name.startswith("kernels/") == first.startswith("{#-")
+    assert name.endswith(".cu.j2") == first.startswith("{#-")
 
 
 @cache
@@ -199,7 +199,7 @@ def test_a_rendered_kernel_is_formatted(spec: KernelSpec) -> None:
 
 def test_every_family_has_its_template() -> None:
     """The families that specs name are the kernels that there are."""
-    kernels = {name for name in FILES if name.startswith("kernels/")}
+    kernels = {name for name in FILES if name.endswith(".cu.j2")}
 
     named = {spec.template for family in FAMILIES for spec in specs_of(SM_90A, (family,))}
 
