@@ -37,7 +37,7 @@ def import_options(command: Command) -> Command:
     for decorate in (
         click.option(
             "--max-size",
-            "most_bytes",
+            "max_bytes",
             callback=_size,
             default="2GiB",
             show_default=True,
@@ -62,19 +62,19 @@ def take_in(
     *,
     expect_sha256: str | None,
     dry_run: bool,
-    most_bytes: int,
+    max_bytes: int,
     as_json: bool,
 ) -> None:
     """Verify a bundle, publish what is new, and report it."""
     from mlagen.cache.bundle_reading import import_bundle, verify_bundle
-    from mlagen.cache.opening import kernel_store
+    from mlagen.cache.default_store import kernel_store
 
     with byte_progress(f"verifying {name}") as on_progress:
         bundle = verify_bundle(
             file,
             name,
             expect_sha256=expect_sha256,
-            most_bytes=most_bytes,
+            max_bytes=max_bytes,
             on_progress=on_progress,
         )
     store = kernel_store()

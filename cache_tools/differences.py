@@ -1,4 +1,4 @@
-"""In what kernels differ: labelled ingredients side by side, and the entry with the fewest."""
+"""In what kernels differ: labelled key_fields side by side, and the entry with the fewest."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def key_of_entry(stored: StoredEntry) -> CacheKey | None:
     """Return the key that an entry was made for, or None if its manifest does not tell it."""
     if stored.manifest is None:
         return None
-    key = CacheKey(stored.manifest.ingredients, stored.toolchain)
+    key = CacheKey(stored.manifest.key_fields, stored.toolchain)
     return key if key.digest == stored.key else None
 
 
 def own_key(stored: StoredEntry) -> CacheKey:
-    """Return the key of an entry that was verified, which compares it with the ingredients."""
+    """Return the key of an entry that was verified, which compares it with the key_fields."""
     key = key_of_entry(stored)
     assert key is not None, stored
     return key
@@ -35,10 +35,10 @@ def own_key(stored: StoredEntry) -> CacheKey:
 
 def kernel_of(key: CacheKey) -> str:
     """Return a kernel as ``str`` of its spec writes it."""
-    named = dict(key.ingredients)
+    named = dict(key.key_fields)
     spec = [
         f"{label.removeprefix('spec.')}={value}"
-        for label, value in key.ingredients
+        for label, value in key.key_fields
         if label.startswith("spec.")
     ]
     return f"{named['family']}({', '.join(spec)})"
@@ -55,15 +55,15 @@ def differences(wanted: CacheKey, other: CacheKey) -> list[Difference]:
 def nearest_of(
     wanted: CacheKey, entries: Iterable[StoredEntry]
 ) -> tuple[StoredEntry, list[Difference]] | None:
-    """Return the entry of the same family that differs in the fewest ingredients, and in which.
+    """Return the entry of the same family that differs in the fewest key_fields, and in which.
 
     Of several, the one that was used last.
     """
-    family = ("family", dict(wanted.ingredients)["family"])
+    family = ("family", dict(wanted.key_fields)["family"])
     found = []
     for stored in entries:
         key = key_of_entry(stored)
-        if key is not None and family in key.ingredients:
+        if key is not None and family in key.key_fields:
             found.append((stored, differences(wanted, key)))
     return min(found, key=lambda item: (len(item[1]), -item[0].used), default=None)
 

@@ -58,7 +58,7 @@ def entry_of(store: KernelStore, name: str) -> StoredEntry:
     return found[0]
 
 
-def require_sound(store: KernelStore, stored: StoredEntry) -> dict[str, Any]:
+def require_valid(store: KernelStore, stored: StoredEntry) -> dict[str, Any]:
     """Return an entry as JSON data, once every file of it is found to be as it was published.
 
     Raises
@@ -80,7 +80,7 @@ def document_of(stored: StoredEntry) -> dict[str, Any]:
     """Return an entry as JSON data; what a damaged one cannot tell is None."""
     problem, facts = None, dict.fromkeys(_FACTS)
     try:
-        facts = facts_of(stored)
+        facts = tensor_signature(stored)
     except DamageError as damage:
         problem = str(damage)
     return {
@@ -96,7 +96,7 @@ def document_of(stored: StoredEntry) -> dict[str, Any]:
     }
 
 
-def facts_of(stored: StoredEntry) -> dict[str, Any]:
+def tensor_signature(stored: StoredEntry) -> dict[str, Any]:
     """Return what the manifest of an entry tells; one that does not is a ``DamageError``.
 
     Types are those of the schema whatever the manifest holds, which no seal has vouched for yet.
@@ -108,7 +108,7 @@ def facts_of(stored: StoredEntry) -> dict[str, Any]:
         facts, created = manifest.facts, manifest.created
         kernel, because = facts["kernel"], created.get("because")
         return {
-            "family": dict(manifest.ingredients)["family"],
+            "family": dict(manifest.key_fields)["family"],
             "spec": {name: str(value) for name, value in kernel["spec"].items()},
             "resources": _resources(facts["resources"]),
             "dynamic_shared_bytes": int(kernel["dynamic_shared_bytes"]),

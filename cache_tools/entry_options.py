@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _AGE = re.compile(r"(\d+(?:\.\d+)?)\s*(s|min|h|d|w)")
 _SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
-_INGREDIENTS = {"arch": "spec.arch", "family": "family"}
+_KEY_FIELDS = {"arch": "spec.arch", "family": "family"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +52,8 @@ def names_of(stored: StoredEntry, label: str) -> set[str]:
     """
     if label == "toolchain":
         return {stored.toolchain, stored.toolchain.partition(".")[0]}
-    ingredients = stored.manifest.ingredients if stored.manifest else ()
-    return {value for name, value in ingredients if name == _INGREDIENTS[label]}
+    key_fields = stored.manifest.key_fields if stored.manifest else ()
+    return {value for name, value in key_fields if name == _KEY_FIELDS[label]}
 
 
 def is_older(stored: StoredEntry, age_s: float) -> bool:
@@ -81,7 +81,7 @@ def family_option(command: Command) -> Command:
         callback=_families,
         metavar="NAME,...",
         shell_complete=completer(family_names),
-        help="Kernel families, such as mla_decode.",
+        help="Kernel families, such as mla_sm80.",
     )(command)
 
 

@@ -24,7 +24,7 @@ def wanted_or_none() -> str | None:
 
 def is_of_sources(stored: StoredEntry, digest: str) -> bool:
     """Whether an entry was rendered from the sources with that digest; a damaged one was not."""
-    return stored.manifest is not None and ("templates", digest) in stored.manifest.ingredients
+    return stored.manifest is not None and ("templates", digest) in stored.manifest.key_fields
 
 
 def is_of_toolchain(stored: StoredEntry, toolchain: str | None) -> bool:

@@ -66,7 +66,7 @@ def _document(unit: PrewarmUnit) -> dict[str, Any]:
     return {
         "key": unit.key,
         "family": unit.spec.family,
-        "spec": unit.spec.ingredients(),
+        "spec": unit.spec.key_fields(),
         "arch": str(unit.spec.arch),
         "toolchain": unit.toolchain,
         "status": unit.status,
@@ -79,5 +79,5 @@ def _document(unit: PrewarmUnit) -> dict[str, Any]:
 
 
 def _row(unit: PrewarmUnit) -> dict[str, Any]:
-    columns = kernel_columns(unit.spec.family, unit.spec.ingredients())
+    columns = kernel_columns(unit.spec.family, unit.spec.key_fields())
     return {"status": unit.status, "key": unit.key[:SHORT_KEY], **columns}

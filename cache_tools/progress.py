@@ -90,7 +90,7 @@ def _print_line(output: Console, event: PrewarmEvent) -> None:
 
 
 def _name(spec: KernelSpec) -> str:
-    return kernel_text(spec.family, spec.ingredients())
+    return kernel_text(spec.family, spec.key_fields())
 
 
 def _line(unit: PrewarmUnit) -> str:

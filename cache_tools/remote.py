@@ -59,7 +59,7 @@ def upload(file: BinaryIO, size_bytes: int, url: str, on_progress: OnProgress) -
                 _copy(file, target, size_bytes, size_bytes, on_progress)
 
 
-def download(url: str, file: BinaryIO, most_bytes: int, on_progress: OnProgress) -> None:
+def download(url: str, file: BinaryIO, max_bytes: int, on_progress: OnProgress) -> None:
     """Read a URL into a file.
 
     Raises
@@ -69,13 +69,13 @@ def download(url: str, file: BinaryIO, most_bytes: int, on_progress: OnProgress)
     UnsupportedError
         If a package for it is missing.
     RemoteError
-        If it fails, or there are more than ``most_bytes``.
+        If it fails, or there are more than ``max_bytes``.
     """
     with _failures(url):
         if _is_http(url):
             with _opened_http(url) as response:
                 length = int(response.headers.get("Content-Length") or 0)
-                got = _copy(response, file, length, most_bytes, on_progress)
+                got = _copy(response, file, length, max_bytes, on_progress)
                 if length and got != length:
                     raise OSError(f"expected {length} bytes, got {got}")
         else:
@@ -84,7 +84,7 @@ def download(url: str, file: BinaryIO, most_bytes: int, on_progress: OnProgress)
                 require_regular(Path(path))
             with fs.open(path, "rb") as source:
                 length = int(getattr(source, "size", None) or 0)
-                _copy(source, file, length, most_bytes, on_progress)
+                _copy(source, file, length, max_bytes, on_progress)
 
 
 def _is_http(url: str) -> bool:
@@ -128,12 +128,12 @@ def _resolve(url: str) -> tuple[Any, str]:
         ) from error
 
 
-def _copy(source: Any, target: Any, length: int, most_bytes: int, on_progress: OnProgress) -> int:
+def _copy(source: Any, target: Any, length: int, max_bytes: int, on_progress: OnProgress) -> int:
     done = 0
     while chunk := source.read(_CHUNK):
         done += len(chunk)
-        if max(done, length) > most_bytes:
-            raise OSError(f"expected at most {most_bytes} bytes, got more")
+        if max(done, length) > max_bytes:
+            raise OSError(f"expected at most {max_bytes} bytes, got more")
         target.write(chunk)
         on_progress(done, length)
     return done

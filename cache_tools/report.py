@@ -23,7 +23,7 @@ SHORT_KEY = 8
 _UNLIMITED = 10_000
 
 # Where the names of facts leave less room on a line, their values are not folded to a thread.
-_LEAST_ROOM = 20
+_MIN_ROOM = 20
 
 
 def json_option(command: Command) -> Command:
@@ -83,7 +83,7 @@ def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
 def print_facts(facts: Mapping[str, Any]) -> None:
     """Print named facts, one to a line."""
     indent = max(map(len, facts)) + 2
-    room = max(line_width() - indent, _LEAST_ROOM)
+    room = max(line_width() - indent, _MIN_ROOM)
     lines = []
     for name, value in facts.items():
         folded = [part for line in _cell(value).split("\n") for part in _fold(line, room)]
@@ -120,9 +120,9 @@ def count_text(count: int, noun: str, plural: str | None = None) -> str:
     return f"{count} {noun if count == 1 else plural or noun + 's'}"
 
 
-def kernel_columns(family: str, ingredients: Mapping[str, str]) -> dict[str, str]:
+def kernel_columns(family: str, key_fields: Mapping[str, str]) -> dict[str, str]:
     """Return what a list says of a kernel: what calls name it by, not how it is tuned."""
-    given = ingredients.get
+    given = key_fields.get
     dims = [given(name, "") for name in ("kv_lora_rank", "qk_rope_head_dim") if given(name)]
     return {
         "kernel": family,
@@ -130,34 +130,34 @@ def kernel_columns(family: str, ingredients: Mapping[str, str]) -> dict[str, str
         "dtype": given("query_dtype", given("dtype", "")),
         "kv_dtype": given("kv_dtype", ""),
         "dims": "+".join(dims) or given("head_dim", given("head_dim_vo", "")),
-        "form": _form(ingredients),
+        "form": _form(key_fields),
         "page_size": given("page_size", ""),
-        "tile_rows": given("tile_rows", ""),
+        "block_m": given("block_m", ""),
     }
 
 
-def _form(ingredients: Mapping[str, str]) -> str:
+def _form(key_fields: Mapping[str, str]) -> str:
     """Return in what a kernel differs from the usual one of its family."""
     from mlagen.spec.selection import USUAL
 
-    given = [(ingredients.get(name, ""), usual) for name, usual in USUAL.items()]
+    given = [(key_fields.get(name, ""), usual) for name, usual in USUAL.items()]
     words = [value for value, usual in given if value and value not in usual]
-    out = ingredients.get("out_dtype")
-    if out != ingredients.get("query_dtype") and out:
+    out = key_fields.get("out_dtype")
+    if out != key_fields.get("query_dtype") and out:
         words.append(f"{out} out")
-    if (heads := ingredients.get("block_heads", "1")) != "1":
+    if (heads := key_fields.get("heads_per_cta", "1")) != "1":
         words.append(f"{heads} heads a block")
     return ", ".join(words)
 
 
-def kernel_text(family: str, ingredients: Mapping[str, str]) -> str:
+def kernel_text(family: str, key_fields: Mapping[str, str]) -> str:
     """Return :func:`kernel_columns` on one line."""
-    columns = kernel_columns(family, ingredients)
+    columns = kernel_columns(family, key_fields)
     named = [f"{label} {value}" for label, value in columns.items() if value and label in _NAMED]
     return " ".join([columns["kernel"], columns["arch"], columns["dtype"], *named])
 
 
-_NAMED = ("kv_dtype", "dims", "form", "page_size", "tile_rows")
+_NAMED = ("kv_dtype", "dims", "form", "page_size", "block_m")
 
 
 def natural_order(texts: Iterable[str]) -> list[tuple[int, int, str]]:

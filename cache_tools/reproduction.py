@@ -66,12 +66,12 @@ def program_of(manifest: Manifest, folder: Path) -> str:
 
     options = [
         f"--{label.removeprefix('option.')}{'=' if value else ''}{value}"
-        for label, value in manifest.ingredients
+        for label, value in manifest.key_fields
         if label.startswith("option.")
     ]
     lines = "".join(f"    {option!r},\n" for option in options)
     return _PROGRAM.format(
-        kernel=kernel_of(CacheKey(manifest.ingredients, manifest.toolchain)),
+        kernel=kernel_of(CacheKey(manifest.key_fields, manifest.toolchain)),
         source=str(folder / PROGRAM_NAME),
         name=PROGRAM_NAME,
         options=f"[\n{lines}]",

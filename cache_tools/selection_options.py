@@ -57,7 +57,7 @@ _OPTIONS = (
         callback=names,
         metavar="NAME,...",
         shell_complete=completer(family_names),
-        help="Kernel families, such as mla_decode.",
+        help="Kernel families, such as mla_sm80.",
     ),
     click.option(
         "--dtype",

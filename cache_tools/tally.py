@@ -44,9 +44,9 @@ class Tally:
         named = {"layer": str(stored.layer), "toolchain": stored.toolchain}
         if stored.manifest is not None:
             created = stored.manifest.created
-            ingredients = dict(stored.manifest.ingredients)
-            named["family"] = ingredients.get("family", "")
-            named["arch"] = ingredients.get("spec.arch", "")
+            key_fields = dict(stored.manifest.key_fields)
+            named["family"] = key_fields.get("family", "")
+            named["arch"] = key_fields.get("spec.arch", "")
             named["mlagen"] = str(created.get("mlagen", ""))
             if not stored.is_read_only:
                 self._date(str(created.get("time", "")), stored)

@@ -24,9 +24,9 @@ from mlagen.errors import (
 if TYPE_CHECKING:
     from mlagen import decode, mla, ops, xqa
     from mlagen.api.workspace import workspace_bytes
-    from mlagen.counts import counters
     from mlagen.jit import freeze, on_compile
     from mlagen.mla.flare import PagedKVCache
+    from mlagen.monitoring import metrics
     from mlagen.prewarming import prewarm
 
 __all__ = [
@@ -41,9 +41,9 @@ __all__ = [
     "ToolchainError",
     "UnsupportedError",
     "__version__",
-    "counters",
     "decode",
     "freeze",
+    "metrics",
     "mla",
     "on_compile",
     "ops",
@@ -54,10 +54,10 @@ __all__ = [
 
 __version__ = "0.1.0"
 
-_DOORS = ("decode", "mla", "ops", "xqa")
+_API_MODULES = ("decode", "mla", "ops", "xqa")
 _MODULES = {
     "PagedKVCache": "mlagen.mla.flare",
-    "counters": "mlagen.counts",
+    "metrics": "mlagen.monitoring",
     "freeze": "mlagen.jit",
     "on_compile": "mlagen.jit",
     "prewarm": "mlagen.prewarming",
@@ -66,7 +66,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> object:
-    if name in _DOORS:
+    if name in _API_MODULES:
         return import_module(f"mlagen.{name}")
     if name in _MODULES:
         return getattr(import_module(_MODULES[name]), name)

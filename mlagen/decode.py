@@ -8,12 +8,12 @@ from __future__ import annotations
 import torch
 
 from mlagen.api.arguments import plain_pdl, plain_sinks
+from mlagen.api.call_cache import FastPathKey
 from mlagen.api.calls import rounded_up
-from mlagen.api.gqa_call import GqaCall, run_again, run_gqa
-from mlagen.api.gqa_inputs import GqaInputs
+from mlagen.api.gqa_args import GqaArgs
+from mlagen.api.gqa_call import GqaCall, run_gqa, try_replay
 from mlagen.api.gqa_numbers import pair_of, positive_factor, window_of
 from mlagen.api.op_outputs import gqa_outputs
-from mlagen.api.remembered import Usual
 from mlagen.api.traced import as_op, is_compiling, is_traced, traceable
 from mlagen.mla.trtllm import trtllm_batch_decode_with_kv_cache_mla
 from mlagen.mla.xqa_decode import xqa_batch_decode_with_kv_cache_mla
@@ -140,7 +140,7 @@ def xqa_batch_decode_with_kv_cache(
         return as_op("xqa_batch_decode_with_kv_cache", *first, *second, *third)  # type: ignore[no-any-return]
     if sinks is not None:
         sinks = plain_sinks(sinks)
-    usual: Usual[GqaCall] | None = None
+    fast_path: FastPathKey[GqaCall] | None = None
     if (
         kv_cache.__class__ is tuple
         and len(kv_cache) == 2
@@ -162,7 +162,7 @@ def xqa_batch_decode_with_kv_cache(
             tensors += (out,)
         if sinks is not None:
             tensors += (sinks,)
-        usual_key = (
+        fast_path_key = (
             rounded_up(max_seq_len),
             window_left,
             q_len_per_req,
@@ -171,15 +171,15 @@ def xqa_batch_decode_with_kv_cache(
             sinks is None,
         )
         numbers = (bmm1_scale, bmm2_scale, o_scale)
-        found = run_again(usual_key, tensors, numbers, out, enable_pdl is not False)
+        found = try_replay(fast_path_key, tensors, numbers, out, enable_pdl is not False)
         if isinstance(found, torch.Tensor):
             return found
-        usual = found
+        fast_path = found
     key, value = pair_of(kv_cache, "kv_cache")
     key_scales, value_scales = None, None
     if kv_cache_sf is not None:
         key_scales, value_scales = pair_of(kv_cache_sf, "kv_cache_sf")
-    inputs = GqaInputs(
+    args = GqaArgs(
         query,
         key,
         value,
@@ -201,4 +201,4 @@ def xqa_batch_decode_with_kv_cache(
         key_scales,
         value_scales,
     )
-    return run_gqa(inputs, plain_pdl(enable_pdl), usual)
+    return run_gqa(args, plain_pdl(enable_pdl), fast_path)

@@ -10,17 +10,17 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from mlagen.artifacts import Build, build_of
+from mlagen.cache.default_store import kernel_store
 from mlagen.cache.entry import CacheEntry
 from mlagen.cache.key import CacheKey
 from mlagen.cache.layers import LookUp
-from mlagen.cache.opening import kernel_store
 from mlagen.cache.store import KernelStore
 from mlagen.codegen.sources import template_digest
 from mlagen.compiler.toolchain import Nvrtc, find_nvrtc, options_for, wanted_toolchain
-from mlagen.counts import count
 from mlagen.errors import MissError, ToolchainError
-from mlagen.forks import in_one_piece
+from mlagen.fork_safety import in_one_piece
 from mlagen.jit import jit_mode, told, who_forbids
+from mlagen.monitoring import count
 from mlagen.recording import record
 from mlagen.settings import current_settings
 from mlagen.spec.kernel import KernelSpec
@@ -54,13 +54,13 @@ def key_of(spec: KernelSpec) -> CacheKey:
 
 @cache
 def _key_of(spec: KernelSpec, toolchain: str) -> CacheKey:
-    ingredients = [("family", spec.family)]
-    ingredients += [(f"spec.{name}", value) for name, value in spec.ingredients().items()]
+    key_fields = [("family", spec.family)]
+    key_fields += [(f"spec.{name}", value) for name, value in spec.key_fields().items()]
     for option in options_for(spec.arch, toolchain):
         name, _, value = option.partition("=")
-        ingredients.append((f"option.{name.lstrip('-')}", value))
-    ingredients.append(("templates", template_digest()))
-    return CacheKey(ingredients=tuple(ingredients), toolchain=toolchain)
+        key_fields.append((f"option.{name.lstrip('-')}", value))
+    key_fields.append(("templates", template_digest()))
+    return CacheKey(key_fields=tuple(key_fields), toolchain=toolchain)
 
 
 def find_or_build(spec: KernelSpec, *, created_by: str = "jit") -> Outcome:
@@ -73,7 +73,7 @@ def find_or_build(spec: KernelSpec, *, created_by: str = "jit") -> Outcome:
     ToolchainError
         If NVRTC does not know the architecture.
     CompileError
-        If NVRTC refuses the kernel.
+        If NVRTC rejects the kernel.
     """
     start = time.perf_counter()
     key, store = key_of(spec), kernel_store()
@@ -107,7 +107,7 @@ def kernel_for(spec: KernelSpec, device: int) -> LoadedKernel:
     CaptureError
         If it is not loaded yet and a CUDA graph is being captured.
     DriverError
-        If the driver refuses it.
+        If the driver rejects it.
     """
     if kernel := _loaded.get((spec, device)):
         return kernel
@@ -138,20 +138,20 @@ def _compiler_of(spec: KernelSpec, key: CacheKey, reason: str, created_by: str) 
     command = f"mlagen prewarm --kernel '{spec}'"
     advice = f"run: MLAGEN_JIT=on {command}" if mode == "off" else f"run: {command}"
     if mode == "off" or (mode == "error" and created_by == "jit"):
-        count("refusals")
+        count("rejections")
         raise MissError(
             f"{spec}: {reason} in the cache, and {who_forbids()} forbids to compile; {advice}"
         )
     try:
         nvrtc = find_nvrtc()
     except ToolchainError as error:
-        count("refusals")
+        count("rejections")
         where = "where NVRTC is installed, "
         raise MissError(
             f"{spec}: {reason} in the cache, and there is no compiler ({error}); {where}{advice}"
         ) from error
     if not key.accepts(str(nvrtc)):
-        count("refusals")
+        count("rejections")
         raise MissError(
             f"{spec}: {reason} in the cache, and MLAGEN_TOOLCHAIN wants {key.toolchain}, "
             f"but {nvrtc} is installed; where that one is, {advice}"
@@ -164,14 +164,14 @@ def _build(spec: KernelSpec, nvrtc: Nvrtc) -> Build:
     # in the middle would wait for ever for a module, or for a template, that nobody brings.
     with in_one_piece():
         from mlagen.codegen.render import render
-        from mlagen.compiler.apart import compile_anywhere
+        from mlagen.compiler.nvrtc_process import compile_anywhere
 
         source = render(spec)
     cubin = compile_anywhere(source, spec.arch, nvrtc)
     return build_of(
         source,
         cubin,
-        spec=spec.ingredients(),
+        spec=spec.key_fields(),
         symbol=spec.symbol,
         shared_bytes=spec.shared_bytes,
     )

@@ -8,7 +8,7 @@
     ├── CaptureError(RuntimeError)              a kernel is not loaded during a CUDA graph capture
     ├── ToolchainError(RuntimeError)            no NVRTC, or one that does not know the architecture
     ├── MissError(RuntimeError)                 a kernel is not cached and may not be compiled here
-    ├── CompileError(RuntimeError)              NVRTC refused a kernel; ``.log``, ``.source``
+    ├── CompileError(RuntimeError)              NVRTC rejected a kernel; ``.log``, ``.source``
     ├── CacheError(OSError)                     the cache cannot be read or written; ``.path``
     └── DriverError(RuntimeError)               loading or launching failed; ``.symbol``
 
@@ -55,7 +55,7 @@ class MissError(MlagenError, RuntimeError):
 
 
 class CompileError(MlagenError, RuntimeError):
-    """NVRTC refused a kernel.
+    """NVRTC rejected a kernel.
 
     Attributes
     ----------
@@ -86,7 +86,7 @@ class CacheError(MlagenError, OSError):
 
 
 class DriverError(MlagenError, RuntimeError):
-    """The CUDA driver refused to load or launch a kernel.
+    """The CUDA driver rejected to load or launch a kernel.
 
     Attributes
     ----------

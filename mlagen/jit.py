@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from mlagen.counts import count
+from mlagen.monitoring import count
 from mlagen.settings import JIT_MODES, current_settings
 from mlagen.values import require_callable, require_choice
 

@@ -27,7 +27,7 @@ _KINDS = (
 
 
 def reason_of(error: Exception) -> str:
-    """Return why the file system refused, in its own words."""
+    """Return why the file system rejected, in its own words."""
     return getattr(error, "strerror", None) or str(error)
 
 

@@ -17,8 +17,8 @@ from mlagen.paths import is_folder
 
 DEFAULT_LOCK_TIMEOUT_S = 300.0
 DEFAULT_CACHE_MAX_BYTES = 1 << 30
-KERNELS = ("auto", "portable", "hopper")
-PROBABILITIES = ("auto", "fp16")
+KERNELS = ("auto", "sm80", "sm90")
+P_DTYPES = ("auto", "fp16")
 JIT_MODES = ("on", "warn", "error", "off")  # the stricter, the later
 TOOLCHAIN_POLICIES = ("auto", "exact", "compatible")
 
@@ -35,7 +35,7 @@ class Settings:
     lock_timeout_s: float
     checks_contents: bool = False  # of tensors, at every call; waits for the device
     mla_kernel: str = "auto"  # out of KERNELS: what MLA calls take
-    mla_probabilities: str = "auto"  # out of PROBABILITIES: what MLA calls round theirs to
+    mla_p_dtype: str = "auto"  # out of P_DTYPES: what MLA calls round theirs to
     gqa_kernel: str = "auto"  # out of KERNELS: what grouped-query calls take
     cache_layers: tuple[Path, ...] = ()  # looked in after cache_dir, and never written
     trusts_shared: bool = False  # folders of the cache that others may write in
@@ -62,7 +62,7 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
         lock_timeout_s=_seconds(environ, "MLAGEN_LOCK_TIMEOUT", DEFAULT_LOCK_TIMEOUT_S),
         checks_contents=_switch(environ, "MLAGEN_CHECK"),
         mla_kernel=_word(environ, "MLAGEN_MLA_KERNEL", KERNELS),
-        mla_probabilities=_word(environ, "MLAGEN_MLA_PROBABILITIES", PROBABILITIES),
+        mla_p_dtype=_word(environ, "MLAGEN_MLA_P_DTYPE", P_DTYPES),
         gqa_kernel=_word(environ, "MLAGEN_GQA_KERNEL", KERNELS),
         cache_layers=_folders(environ, "MLAGEN_CACHE_RO"),
         trusts_shared=_switch(environ, "MLAGEN_TRUST_SHARED"),

@@ -28,7 +28,7 @@ _MAX_SEVERAL = 4096
 CallableT = TypeVar("CallableT", bound=Callable[..., object])
 
 
-def refuse(argument: str, expected: object, got: object) -> NoReturn:
+def reject(argument: str, expected: object, got: object) -> NoReturn:
     """Raise :class:`ArgumentError` that names argument, rule and value.
 
     A str is shown as it is, for it is text that says what a value is.
@@ -43,9 +43,9 @@ def require_whole_number(
     """Return an int from ``least`` to ``most``, of any integer type but bool; None is no bound."""
     number = value if type(value) is int else _index(value)
     if number is None or (least is not None and number < least):
-        refuse(argument, "an int" if least is None else f"an int, {least} or more", shown(value))
+        reject(argument, "an int" if least is None else f"an int, {least} or more", shown(value))
     if most is not None and number > most:
-        refuse(argument, f"{most} or less", shown(value))
+        reject(argument, f"{most} or less", shown(value))
     return number
 
 
@@ -54,9 +54,9 @@ def require_number(value: object, argument: str, rule: str = "a float") -> float
     try:
         number = value if type(value) is float else _real(value)
     except OverflowError:
-        refuse(argument, _FLOAT32, shown(value))
+        reject(argument, _FLOAT32, shown(value))
     if number is None:
-        refuse(argument, rule, shown(value))
+        reject(argument, rule, shown(value))
     return number
 
 
@@ -66,7 +66,7 @@ def require_float32(value: object, argument: str, rule: str = "a float") -> floa
     try:
         struct.pack("<f", number)
     except OverflowError:
-        refuse(argument, _FLOAT32, f"{number:.3g}")
+        reject(argument, _FLOAT32, f"{number:.3g}")
     return number
 
 
@@ -78,7 +78,7 @@ def require_flag(value: object, argument: str) -> bool:
     if number in {0, 1}:
         return number == 1
     if not isinstance(value, _of("numpy", "bool_")):
-        refuse(argument, "a bool", shown(value))
+        reject(argument, "a bool", shown(value))
     return bool(value)
 
 
@@ -86,21 +86,21 @@ def require_choice(value: object, argument: str, names: Collection[str]) -> str:
     """Return one of ``names``."""
     text = str.__str__(value) if isinstance(value, str) else None
     if text is None or text not in names:
-        refuse(argument, f"one of {', '.join(names)}", shown(value))
+        reject(argument, f"one of {', '.join(names)}", shown(value))
     return text
 
 
 def require_callable(value: CallableT, argument: str) -> CallableT:
     """Return what can be called."""
     if not callable(value):
-        refuse(argument, "a callable", shown(value))
+        reject(argument, "a callable", shown(value))
     return value
 
 
 def require_text(value: object, argument: str) -> str:
     """Return a str."""
     if not isinstance(value, str):
-        refuse(argument, "a str", shown(value))
+        reject(argument, "a str", shown(value))
     return str.__str__(value)
 
 
@@ -117,7 +117,7 @@ def several(values: object, argument: str) -> list[Any]:
         return [values]
     found = list(islice(values, _MAX_SEVERAL + 1))
     if len(found) > _MAX_SEVERAL:
-        refuse(argument, f"{_MAX_SEVERAL} values or fewer", "more")
+        reject(argument, f"{_MAX_SEVERAL} values or fewer", "more")
     return found
 
 
@@ -180,8 +180,8 @@ def _of(module: str, name: str) -> Any:
 def _is_array(value: object) -> bool:
     """Whether it may have several elements, or some on a device; scalars of numpy are none."""
     kind = type(value)
-    is_like = hasattr(kind, "__array__") or hasattr(kind, "__dlpack__")
-    return is_like and not isinstance(value, _of("numpy", "generic"))
+    guard = hasattr(kind, "__array__") or hasattr(kind, "__dlpack__")
+    return guard and not isinstance(value, _of("numpy", "generic"))
 
 
 def _index(value: Any) -> int | None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from mlagen.api.arguments import plain_pdl, require_choice, require_whole_number
+from mlagen.api.gqa_args import GqaArgNames, GqaArgs
 from mlagen.api.gqa_cache import LAYOUTS
 from mlagen.api.gqa_call import run_gqa
-from mlagen.api.gqa_inputs import GqaInputs, GqaNames
 from mlagen.api.gqa_numbers import positive_factor
+from mlagen.api.mla_args import MlaArgNames, MlaArgs
 from mlagen.api.mla_call import run_mla
-from mlagen.api.mla_inputs import MlaInputs, MlaNames
 from mlagen.api.op_outputs import unused_by_xqa, xqa_mla_outputs, xqa_outputs
 from mlagen.api.traced import as_op, is_compiling, is_traced, traceable
 from mlagen.api.xqa_arguments import (
@@ -24,7 +24,7 @@ from mlagen.api.xqa_arguments import (
     table_capacity,
 )
 
-_XQA_NAMES = GqaNames(
+_XQA_NAMES = GqaArgNames(
     query="q",
     kv_cache="k_cache",
     key_cache="k_cache",
@@ -38,7 +38,7 @@ _XQA_NAMES = GqaNames(
     bmm1_scale="q_scale",
     bmm2_scale="kv_scale",
 )
-_XQA_MLA_NAMES = MlaNames(
+_XQA_MLA_NAMES = MlaArgNames(
     query="q",
     query_rope="q",
     kv_cache="k_cache",
@@ -159,7 +159,7 @@ def xqa(
     check_caches(
         k_cache, v_cache, num_kv_heads=num_kv_heads, page_size=page_size, kv_layout=kv_layout
     )
-    inputs = GqaInputs(
+    args = GqaArgs(
         q,
         k_cache,
         v_cache,
@@ -184,7 +184,7 @@ def xqa(
         True,
         _XQA_NAMES,
     )
-    run_gqa(inputs, plain_pdl(enable_pdl))
+    run_gqa(args, plain_pdl(enable_pdl))
 
 
 @traceable(xqa_mla_outputs, constants=unused_by_xqa)
@@ -261,7 +261,7 @@ def xqa_mla(
     check_unused(q, semaphores, sm_count)
     check_output(output)
     is_separate = check_mla_caches(q, k_cache, v_cache, page_size=page_size)
-    inputs = MlaInputs(
+    args = MlaArgs(
         q,
         k_cache,
         workspace_buffer,
@@ -277,4 +277,4 @@ def xqa_mla(
         value_cache=v_cache if is_separate else None,
         names=_XQA_MLA_NAMES,
     )
-    run_mla(inputs, plain_pdl(enable_pdl))
+    run_mla(args, plain_pdl(enable_pdl))

@@ -25,7 +25,7 @@ from mlagen.compiler.toolchain import find_nvrtc
 from mlagen.spec.arch import parse_arch
 from mlagen.spec.families import specs_of
 from mlagen.spec.kernel import KernelSpec
-from mlagen.spec.mla import MlaDecodeSpec
+from mlagen.spec.mla import MlaSm80Spec
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -38,7 +38,7 @@ def main() -> None:
 
 def costs(folder: Path, *, repeats: int = 50) -> dict[str, float]:
     """Return the median costs, in milliseconds unless the name says otherwise."""
-    spec = specs_of(parse_arch("sm_90a"), ["mla_decode"], query_dtype=["bf16"])[0]
+    spec = specs_of(parse_arch("sm_90a"), ["mla_sm80"], query_dtype=["bf16"])[0]
     build = engine._build(spec, find_nvrtc())
     keys = [_other(engine.key_of(spec), number) for number in range(repeats)]
     store = KernelStore(folder / "cache", lock_dir=folder / "locks", lock_timeout_s=60.0)
@@ -60,11 +60,11 @@ def costs(folder: Path, *, repeats: int = 50) -> dict[str, float]:
 
 
 def _other(key: CacheKey, number: int) -> CacheKey:
-    return CacheKey((*key.ingredients, ("number", str(number))), key.toolchain)
+    return CacheKey((*key.key_fields, ("number", str(number))), key.toolchain)
 
 
 def _paged(spec: KernelSpec, number: int) -> KernelSpec:
-    assert isinstance(spec, MlaDecodeSpec)
+    assert isinstance(spec, MlaSm80Spec)
     return replace(spec, variant=replace(spec.variant, page_size=1000 + number))
 
 

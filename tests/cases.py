@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from mlagen.api.mla_inputs import MlaInputs
+from mlagen.api.mla_args import MlaArgs
 from mlagen.runtime.device import arch_of_device
 from mlagen.settings import current_settings
 from mlagen.spec.arch import Arch
 from mlagen.spec.dtype import DType
-from mlagen.spec.mla_hopper import MlaHopperSpec
-from mlagen.spec.mla_hopper_calls import mla_hopper_kernel
-from mlagen.spec.mla_hopper_packed import MlaHopperPackedSpec
+from mlagen.spec.mla_sm90 import MlaSm90Spec
+from mlagen.spec.mla_sm90_calls import mla_sm90_kernel
+from mlagen.spec.mla_sm90_fp8kv import MlaSm90Fp8KvSpec
 from mlagen.spec.mla_support import MlaVariant
 from tests.reference import (
     Attention,
@@ -32,9 +32,9 @@ E4M3 = torch.float8_e4m3fn
 # Query and cache where a kernel may multiply e4m3 as such, by the query's dtype and the format.
 _STORED = {
     (E4M3, ""): (DType.E4M3, DType.E4M3),
-    (E4M3, "packed640"): (DType.PACKED640, DType.PACKED640),
+    (E4M3, "fp8_per_token"): (DType.FP8_PER_TOKEN, DType.FP8_PER_TOKEN),
     (torch.bfloat16, "e4m3"): (DType.BF16, DType.E4M3),
-    (torch.bfloat16, "packed656"): (DType.BF16, DType.PACKED656),
+    (torch.bfloat16, "fp8_ds_mla"): (DType.BF16, DType.FP8_DS_MLA),
 }
 
 
@@ -49,7 +49,9 @@ class MlaCase:
     q_lens: tuple[int, ...] | None = None
     page_size: int = 64
     dtype: torch.dtype = torch.bfloat16  # of the query
-    kv_format: str = ""  # "e4m3" under another query, "packed656", "packed640"; else as the query
+    kv_format: str = (
+        ""  # "e4m3" under another query, "fp8_ds_mla", "fp8_per_token"; else as the query
+    )
     kv_lora_rank: int = 512
     qk_rope_head_dim: int = 64
     score_scale: float = 192**-0.5
@@ -77,7 +79,7 @@ class MlaCase:
     def has_door(self) -> bool:
         """Whether ``trtllm_batch_decode_with_kv_cache_mla`` has words for it."""
         unusual = (self.parts_apart, self.flat_tables, self.scales, self.bias)
-        other_form = self.kv_format == "packed640" or self.values == "other cache"
+        other_form = self.kv_format == "fp8_per_token" or self.values == "other cache"
         return not any(unusual) and not other_form and self.is_causal and not self.scores_take_bmm2
 
     def build(self, device: str) -> MlaProblem:
@@ -111,7 +113,7 @@ class MlaProblem:
     cum_seq_lens_q: torch.Tensor | None
     top_k_lens: torch.Tensor | None
     seen: list[Seen] = field(repr=False)
-    rare: dict[str, Any] = field(repr=False)  # fields of MlaInputs beyond the first signature
+    rare: dict[str, Any] = field(repr=False)  # fields of MlaArgs beyond the first signature
 
     @property
     def q_lens(self) -> tuple[int, ...]:
@@ -145,35 +147,35 @@ class MlaProblem:
             arguments["uses_shared_paged_kv_idx"] = False
         return arguments | changes
 
-    def inputs(self, **changes: Any) -> MlaInputs:
+    def inputs(self, **changes: Any) -> MlaArgs:
         """Return the same, and what that signature has no words for, as the inputs of a call."""
         arguments = self.arguments()
-        known = {name: arguments[name] for name in arguments if name in MlaInputs._fields}
+        known = {name: arguments[name] for name in arguments if name in MlaArgs._fields}
         if self.case.values == "other pages":
             known["value_cache"] = self.kv_cache
         known |= {"top_k": self.case.top_k, "top_k_lens": self.top_k_lens}
-        return MlaInputs(**known | self.rare | changes)
+        return MlaArgs(**known | self.rare | changes)
 
     @property
     def math_dtype(self) -> torch.dtype:
         """What a kernel multiplies with."""
-        if self.case.kv_format == "packed640":
+        if self.case.kv_format == "fp8_per_token":
             return torch.bfloat16
         if self.case.dtype is not E4M3:
             return self.case.dtype
-        rounds = self._e4m3_kernel is not None and self._e4m3_kernel.probability_dtype is DType.E4M3
+        rounds = self._e4m3_kernel is not None and self._e4m3_kernel.p_dtype is DType.E4M3
         return E4M3 if rounds else torch.float16
 
     @property
     def _hopper(self) -> Arch | None:
         """The architecture, if calls may take a kernel made for Hopper."""
         settings = current_settings()
-        if self.query.device.type != "cuda" or settings.mla_kernel == "portable":
+        if self.query.device.type != "cuda" or settings.mla_kernel == "sm80":
             return None
         return arch_of_device(self.query.device.index or 0)
 
     @property
-    def _e4m3_kernel(self) -> MlaHopperSpec | None:
+    def _e4m3_kernel(self) -> MlaSm90Spec | None:
         """The kernel that calls may take which multiplies e4m3 as such."""
         case = self.case
         stored = _STORED.get((case.dtype, case.kv_format))
@@ -190,7 +192,7 @@ class MlaProblem:
             values="shared" if case.values == "shared" else "separate",
             mask="bias" if case.bias else "causal",
         )
-        return mla_hopper_kernel(self._hopper, variant, 1, current_settings().mla_probabilities)
+        return mla_sm90_kernel(self._hopper, variant, 1, current_settings().mla_p_dtype)
 
     @property
     def _score_sums(self) -> tuple[tuple[int, int], ...]:
@@ -198,7 +200,7 @@ class MlaProblem:
         kernel = self._e4m3_kernel
         if kernel is None:
             return ()
-        if not isinstance(kernel, MlaHopperPackedSpec):
+        if not isinstance(kernel, MlaSm90Fp8KvSpec):
             return ((576, 18),)
         parts = 2 if kernel.splits_query else 1
         latent = ((128, 4 * parts),) * 4

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from mlagen import jit
-from mlagen.runtime import plan_hopper
+from mlagen.runtime import plan_mla_sm90
 from mlagen.settings import current_settings
 from tests.kernels import copy_templates, forget
 
@@ -72,7 +72,7 @@ def session_cache_dir(
 # What a user may have set, and a test sets if it wants it.
 OTHER_SETTINGS = (
     *("MLAGEN_CACHE_RO", "MLAGEN_TRUST_SHARED", "MLAGEN_CACHE_MAX_SIZE", "MLAGEN_TOOLCHAIN"),
-    *("MLAGEN_JIT", "MLAGEN_RECORD", "MLAGEN_MLA_PROBABILITIES", "MLAGEN_LOG"),
+    *("MLAGEN_JIT", "MLAGEN_RECORD", "MLAGEN_MLA_P_DTYPE", "MLAGEN_LOG"),
 )
 
 
@@ -89,10 +89,10 @@ def isolated_settings(
     """Point the cache and the locks into the test's own folder; GPU tests share one cache."""
     is_gpu_test = request.node.get_closest_marker("gpu") is not None
     folder = request.getfixturevalue("session_cache_dir") if is_gpu_test else cache_dir
-    # Small calls take the Hopper kernel too, and the tiles that large ones do.
+    # Small calls take the sm90 kernel too, and the tiles that large ones do.
     if os.environ.get("MLAGEN_TEST_HOPPER") == "1":
-        monkeypatch.setattr(plan_hopper, "LEAVES_SMALL_CALLS", False)
-        monkeypatch.setattr(plan_hopper, "TAKES_SMALLER_TILES", False)
+        monkeypatch.setattr(plan_mla_sm90, "LEAVES_SMALL_CALLS", False)
+        monkeypatch.setattr(plan_mla_sm90, "TAKES_SMALLER_TILES", False)
     # A busy machine must not add a warning to those that a test counts.
     monkeypatch.setattr(jit, "_SLOW_S", 120.0)
     for name in OTHER_SETTINGS:

@@ -56,7 +56,7 @@ def api_page() -> str:
             *_callable("mlagen", jit.freeze),
             *_callable("mlagen", jit.on_compile),
             *_fields(jit.CompileEvent),
-            *_callable("mlagen", mlagen.counters),
+            *_callable("mlagen", mlagen.metrics),
             *_callable("mlagen", mlagen.prewarm),
             *_fields(prewarming.PrewarmReport),
             *_fields(prewarming.PrewarmUnit),

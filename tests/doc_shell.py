@@ -22,7 +22,7 @@ UNSTABLE = (
     (r"\b\d+(?:\.\d+)? (?:B|KiB|MiB)(?!\w)", "SIZE"),
     (r"nvrtc-[\d.]+", "nvrtc-VERSION"),
     (r", on [\w.-]+, by", ", on HOST, by"),
-    (r"(?<=tile_rows 16: )\d+", "COUNT"),
+    (r"(?<=block_m 16: )\d+", "COUNT"),
     (r"\d+(?= registers)", "COUNT"),
     (r"(?<=[a-f0-9\s])\d+ +(?=0 +SIZE)", "COUNT "),
     (r"\s+", " "),

@@ -8,21 +8,21 @@ from functools import partial
 from itertools import groupby
 from typing import Any
 
-from mlagen.api.mla_query import MOST_HEADS
+from mlagen.api.mla_query import MAX_HEADS
 from mlagen.compiler.toolchain import OLDEST_NVRTC
 from mlagen.spec import (
     gqa,
-    gqa_hopper,
+    gqa_sm90,
     mla,
-    mla_hopper,
-    mla_hopper_e4m3,
-    mla_hopper_packed,
+    mla_sm90,
+    mla_sm90_fp8,
+    mla_sm90_fp8kv,
     mla_support,
 )
 from mlagen.spec.arch import ARCHS, Arch
 from mlagen.spec.families import FAMILIES, specs_of
-from mlagen.spec.gqa import GqaDecodeSpec, GqaVariant, gqa_decode_spec
-from mlagen.spec.mla import MlaDecodeSpec, mla_decode_spec
+from mlagen.spec.gqa import GqaSm80Spec, GqaVariant, gqa_sm80_spec
+from mlagen.spec.mla import MlaSm80Spec, mla_sm80_spec
 from mlagen.spec.mla_support import MlaSupport, MlaVariant, output_dtype
 from tests.doc_text import paragraphs, table
 
@@ -40,52 +40,52 @@ FORMS = {
 ENTRY_POINTS = [
     {
         "entry point": "`mlagen.mla.trtllm_batch_decode_with_kv_cache_mla`",
-        "kernels": "`mla_decode`, `mla_hopper`, `mla_hopper_e4m3`, `mla_hopper_packed`",
-        "asks for": "paged, sparse and separate; every pair but `packed640`",
+        "kernels": "`mla_sm80`, `mla_sm90`, `mla_sm90_fp8`, `mla_sm90_fp8kv`",
+        "asks for": "paged, sparse and separate; every pair but `fp8_per_token`",
     },
     {
         "entry point": "`mlagen.mla.xqa_batch_decode_with_kv_cache_mla`",
-        "kernels": "`mla_decode`, `mla_hopper`, `mla_hopper_e4m3`, `mla_hopper_packed`",
-        "asks for": "paged; every pair but `packed640`",
+        "kernels": "`mla_sm80`, `mla_sm90`, `mla_sm90_fp8`, `mla_sm90_fp8kv`",
+        "asks for": "paged; every pair but `fp8_per_token`",
     },
     {
         "entry point": "`mlagen.mla.BatchMLAPagedAttentionWrapper`",
-        "kernels": "`mla_decode`, `mla_hopper`, `mla_hopper_packed`",
+        "kernels": "`mla_sm80`, `mla_sm90`, `mla_sm90_fp8kv`",
         "asks for": "paged; `bf16` and `fp16` alike, and `e4m3` under `bf16` with a latent of 512",
     },
     {
         "entry point": "`mlagen.mla.flare_mla_decoding`",
-        "kernels": "`mla_decode`, `mla_hopper`, `mla_hopper_e4m3`, `mla_hopper_packed`",
+        "kernels": "`mla_sm80`, `mla_sm90`, `mla_sm90_fp8`, `mla_sm90_fp8kv`",
         "asks for": "paged and bias; dims (512, 64)",
     },
     {
         "entry point": "`mlagen.xqa.xqa_mla`",
-        "kernels": "`mla_decode`, `mla_hopper`, `mla_hopper_e4m3`, `mla_hopper_packed`",
+        "kernels": "`mla_sm80`, `mla_sm90`, `mla_sm90_fp8`, `mla_sm90_fp8kv`",
         "asks for": "paged and separate; dims (512, 64); every pair but the packed ones",
     },
     {
         "entry point": "`mlagen.decode.xqa_batch_decode_with_kv_cache`",
-        "kernels": "`gqa_decode`, `gqa_hopper`",
+        "kernels": "`gqa_sm80`, `gqa_sm90`",
         "asks for": "all",
     },
     {
         "entry point": "`mlagen.xqa.xqa`",
-        "kernels": "`gqa_decode`, `gqa_hopper`",
+        "kernels": "`gqa_sm80`, `gqa_sm90`",
         "asks for": "all",
     },
 ]
 
 SOURCES = """\
 This page is generated from the tables that the code itself reads: `SUPPORTED` and `TILES` in
-`mlagen/spec/mla_support.py`, `mlagen/spec/mla.py` and `mlagen/spec/gqa.py`, `TILE_ROWS` in
-`mlagen/spec/mla_hopper.py` and `mlagen/spec/gqa_hopper.py`, `ARCHS` in `mlagen/spec/arch.py`."""
+`mlagen/spec/mla_support.py`, `mlagen/spec/mla.py` and `mlagen/spec/gqa.py`, `BLOCK_MS` in
+`mlagen/spec/mla_sm90.py` and `mlagen/spec/gqa_sm90.py`, `ARCHS` in `mlagen/spec/arch.py`."""
 
 ENTRY_READING = """\
-Every entry point is served by the families of kernels that are named here, and by `combine_splits`
+Every entry point is served by the families of kernels that are named here, and by `combine`
 where a kernel that is not made for Hopper splits sequences."""
 
 MLA_READING = f"""\
-Dims are pairs of `kv_lora_rank` and `qk_rope_head_dim`. With each row: 1 to {MOST_HEADS} heads, 1
+Dims are pairs of `kv_lora_rank` and `qk_rope_head_dim`. With each row: 1 to {MAX_HEADS} heads, 1
 or more query tokens, any batch size, any sequence length, any page size; prewarming compiles for
 pages of {", ".join(map(str, mla_support.PAGE_SIZES))} tokens. On CPU tensors the same is supported.
 
@@ -94,21 +94,21 @@ a list of tokens for every query token. *Separate*: values from a block table or
 own. *Bias*: a number is added to every score, which is how masks are written out."""
 
 DTYPES_READING = """\
-`packed656` is 656 bytes a token: 512 elements of e4m3, 4 fp32 scales for 128 of them each, 64
-elements of bf16. `packed640` is 640 bytes: 512 elements of e4m3 and 64 of bf16, with one fp32 scale
-for each token in a tensor of its own. `nvfp4` is two elements of e2m1 in a byte, and an e4m3 scale
-for 16 elements in a tensor of its own."""
+`fp8_ds_mla` is 656 bytes a token: 512 elements of e4m3, 4 fp32 scales for 128 of them each, 64
+elements of bf16. `fp8_per_token` is 640 bytes: 512 elements of e4m3 and 64 of bf16, with one fp32
+scale for each token in a tensor of its own. `nvfp4` is two elements of e2m1 in a byte, and an e4m3
+scale for 16 elements in a tensor of its own."""
 
 HOPPER_READING = f"""\
-On `sm_90a` these calls take the kernel named, and all others `mla_decode`, unless
+On `sm_90a` these calls take the kernel named, and all others `mla_sm80`, unless
 [`MLAGEN_MLA_KERNEL`](environment.md#the-kernel-of-mla-calls) says otherwise. Pages are of a
-multiple of 16 tokens, for `mla_hopper_packed` of any number; of paged calls with query and cache in
+multiple of 16 tokens, for `mla_sm90_fp8kv` of any number; of paged calls with query and cache in
 `e4m3` it serves those of other pages, and those that ask for
-[probabilities in fp16](environment.md#what-probabilities-are-rounded-to). Tiles have
-{", ".join(map(str, sorted(mla_hopper.TILE_ROWS)))} rows: a request takes the narrowest that holds
+[p_dtype_choice in fp16](environment.md#what-p_dtype_choice-are-rounded-to). Tiles have
+{", ".join(map(str, sorted(mla_sm90.BLOCK_MS)))} rows: a request takes the narrowest that holds
 its rows, or the widest, and one of fewer rows where there is too little to do for all SMs; of a
 sparse call every query token is a request. A cache whose strides are 2^40 bytes or more takes
-`mla_decode`, too, unless `mla_hopper_packed` is the kernel of such calls."""
+`mla_sm80`, too, unless `mla_sm90_fp8kv` is the kernel of such calls."""
 
 GQA_READING = f"""\
 With each row: head dims that are multiples of 16 up to {gqa.SLICE_DIMS}, and 512; any page size;
@@ -118,11 +118,11 @@ mask, window and sinks; any batch size, any sequence length. Prewarming compiles
 others are compiled when a call asks for them. On CPU tensors the same is supported."""
 
 GQA_HOPPER_READING = f"""\
-On `sm_90a` calls take `gqa_hopper`, unless
+On `sm_90a` calls take `gqa_sm90`, unless
 [`MLAGEN_GQA_KERNEL`](environment.md#the-kernel-of-grouped-query-calls) says otherwise, where the
 cache is as the query or e4m3, the head dim {", ".join(map(str, gqa.HEAD_DIMS[:-1]))} or
 {gqa.HEAD_DIMS[-1]}, a page a multiple of 16 tokens, and no stride of the cache 2^40 bytes or more;
-all others take `gqa_decode`. Its tiles have {", ".join(map(str, sorted(gqa_hopper.TILE_ROWS)))}
+all others take `gqa_sm80`. Its tiles have {", ".join(map(str, sorted(gqa_sm90.BLOCK_MS)))}
 rows, of head dim 256 at most 16: a request takes the narrowest that holds its rows of a kv head, or
 the widest."""
 
@@ -158,7 +158,7 @@ def support_page() -> str:
             *table([_mla_row(row) for row in mla_support.SUPPORTED]),
             *paragraphs(MLA_READING),
             *paragraphs(DTYPES_READING),
-            "## The Hopper kernels\n",
+            "## The sm90 kernels\n",
             *paragraphs(HOPPER_READING),
             *table(list(_hopper_rows())),
             "## GQA decode\n",
@@ -191,12 +191,12 @@ def _mla_row(row: MlaSupport) -> dict[str, Any]:
 
 
 def _hopper_rows() -> Iterator[dict[str, str]]:
-    """Yield what the Hopper kernels cover of the table of MLA decode."""
+    """Yield what the sm90 kernels cover of the table of MLA decode."""
     arch = Arch(90, "a")
-    specs: list[mla_hopper.MlaHopperSpec] = [
-        *mla_hopper.mla_hopper_specs(arch),
-        *mla_hopper_e4m3.mla_hopper_e4m3_specs(arch),
-        *mla_hopper_packed.mla_hopper_packed_specs(arch),
+    specs: list[mla_sm90.MlaSm90Spec] = [
+        *mla_sm90.mla_sm90_specs(arch),
+        *mla_sm90_fp8.mla_sm90_fp8_specs(arch),
+        *mla_sm90_fp8kv.mla_sm90_fp8kv_specs(arch),
     ]
     covered = dict.fromkeys((spec.family, replace(spec.variant, page_size=64)) for spec in specs)
     for family, variant in covered:
@@ -282,11 +282,11 @@ def _mla_tiles(
         mask=mask,
     )
 
-    def text(spec: MlaDecodeSpec) -> str:
-        return f"{spec.tile.tile_rows} x {spec.tile.tile_tokens}{_per_sm(spec.tile.blocks_per_sm)}"
+    def text(spec: MlaSm80Spec) -> str:
+        return f"{spec.tile.block_m} x {spec.tile.block_n}{_per_sm(spec.tile.ctas_per_sm)}"
 
     def tiles(arch: Arch) -> str:
-        specs = [mla_decode_spec(arch, variant, tile.tile_rows) for tile in reversed(mla.TILES)]
+        specs = [mla_sm80_spec(arch, variant, tile.block_m) for tile in reversed(mla.TILES)]
         return ", ".join(map(text, dict.fromkeys(specs)))
 
     return _by_shared_memory(tiles)
@@ -300,12 +300,12 @@ def _gqa_tiles(row: gqa.GqaSupport, head_dim: int) -> dict[str, str]:
         head_dim=head_dim,
     )
 
-    def text(spec: GqaDecodeSpec) -> str:
-        rows, warps, items, blocks_per_sm = spec.tile
-        return f"{rows} x {warps} x {items}{_per_sm(blocks_per_sm)}"
+    def text(spec: GqaSm80Spec) -> str:
+        rows, warps, items, ctas_per_sm = spec.tile
+        return f"{rows} x {warps} x {items}{_per_sm(ctas_per_sm)}"
 
     def tiles(arch: Arch) -> str:
-        specs = [gqa_decode_spec(arch, variant, tile.tile_rows) for tile in reversed(gqa.TILES)]
+        specs = [gqa_sm80_spec(arch, variant, tile.block_m) for tile in reversed(gqa.TILES)]
         return ", ".join(map(text, dict.fromkeys(specs)))
 
     return _by_shared_memory(tiles)

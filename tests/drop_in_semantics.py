@@ -28,7 +28,7 @@ NO_OPS: dict[str, tuple[Any, ...]] = {
     "return_lse_base": (None,),
 }
 _SINGLE = MlaCase(name="", seq_lens=(70, 3))
-_SPARSE = MlaCase(name="", seq_lens=(300, 300), q_len=2, kv_format="packed656", top_k=70)
+_SPARSE = MlaCase(name="", seq_lens=(300, 300), q_len=2, kv_format="fp8_ds_mla", top_k=70)
 _HALVES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 
 
@@ -108,7 +108,7 @@ class DropInSemantics:
 
     def test_backend_sparse_with_one_query_token(self) -> None:
         """There lengths of requests and of lists mean the same."""
-        case = MlaCase(name="", seq_lens=(300, 3), kv_format="packed656", top_k=70)
+        case = MlaCase(name="", seq_lens=(300, 3), kv_format="fp8_ds_mla", top_k=70)
         problem = case.build(self.device)
 
         out = decode(problem, backend="sparse")

@@ -60,7 +60,7 @@ class FlareDenseSemantics:
     def test_dense_keys_of_packed_rows(self) -> None:
         """Dense keys may be packed rows with their scales, and lie apart in memory."""
         case = flare_case(
-            seq_lens=(33, 33), q_lens=(2, 2), page_size=33, kv_format="packed640", spare_pages=0
+            seq_lens=(33, 33), q_lens=(2, 2), page_size=33, kv_format="fp8_per_token", spare_pages=0
         )
         problem, rule = case.build(self.device), MASKS["causal"]
         pages = problem.block_tables[:, 0].long()

@@ -32,7 +32,7 @@ def flare_case(**facts: Any) -> MlaCase:
 RAGGED = flare_case()
 ONE_EACH = flare_case(seq_lens=(40, 1, 100, 65), q_lens=(1, 1, 1, 1))
 LONG = flare_case(seq_lens=(3000, 5), q_lens=(2, 1))
-PACKED = flare_case(kv_format="packed640", dtype=torch.bfloat16)
+PACKED = flare_case(kv_format="fp8_per_token", dtype=torch.bfloat16)
 FORMATS = {
     "bf16": RAGGED,
     "fp16": replace(RAGGED, dtype=torch.float16),
@@ -79,7 +79,7 @@ def decode(
         "scale": case.score_scale,
         "ragged": True,
         "q_scale": q_scale,
-        "per_token_scale_rope_aware": case.kv_format == "packed640",
+        "per_token_scale_rope_aware": case.kv_format == "fp8_per_token",
     }
     return flare_mla_decoding(**arguments | changes)
 

@@ -9,16 +9,16 @@ from contextlib import contextmanager
 import pytest
 
 from mlagen.api import gqa_call, gqa_plan, mla_call, mla_plan
-from mlagen.runtime import plan_hopper
-from mlagen.runtime.plan import GqaDecodeProblem
+from mlagen.runtime import plan_mla_sm90
+from mlagen.runtime.plan import GqaProblemShape
 from mlagen.settings import current_settings
-from mlagen.spec.gqa_hopper import GqaHopperSpec
+from mlagen.spec.gqa_sm90 import GqaSm90Spec
 
 
 @contextmanager
 def taking_smaller_tiles(monkeypatch: pytest.MonkeyPatch, *, are_taken: bool) -> Iterator[None]:
     """Have calls take tiles of fewer rows where there is little to do, or never."""
-    monkeypatch.setattr(plan_hopper, "TAKES_SMALLER_TILES", are_taken)
+    monkeypatch.setattr(plan_mla_sm90, "TAKES_SMALLER_TILES", are_taken)
     _forget()
     yield
     _forget()
@@ -27,7 +27,7 @@ def taking_smaller_tiles(monkeypatch: pytest.MonkeyPatch, *, are_taken: bool) ->
 @contextmanager
 def taking_hopper_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Have every call take a kernel for Hopper, and the tile for its rows."""
-    monkeypatch.setenv("MLAGEN_MLA_KERNEL", "hopper")
+    monkeypatch.setenv("MLAGEN_MLA_KERNEL", "sm90")
     current_settings.cache_clear()
     with taking_smaller_tiles(monkeypatch, are_taken=False):
         yield
@@ -37,20 +37,20 @@ def taking_hopper_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def taking_heads_together(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Have blocks of grouped-query calls take as many kv heads as there are kernels for."""
 
-    def most_heads(spec: GqaHopperSpec, problem: GqaDecodeProblem, _: int) -> int:
-        return math.gcd(problem.kv_heads, spec.most_heads)
+    def max_heads(spec: GqaSm90Spec, problem: GqaProblemShape, _: int) -> int:
+        return math.gcd(problem.kv_heads, spec.max_heads)
 
-    monkeypatch.setattr(gqa_plan, "heads_of_block", most_heads)
+    monkeypatch.setattr(gqa_plan, "heads_of_block", max_heads)
     _forget_gqa()
     yield
     _forget_gqa()
 
 
 def _forget_gqa() -> None:
-    gqa_plan.plan_gqa_hopper_call.cache_clear()
+    gqa_plan.plan_gqa_sm90_call.cache_clear()
     gqa_call._calls.clear()
 
 
 def _forget() -> None:
-    mla_plan.plan_hopper_call.cache_clear()
+    mla_plan.plan_mla_sm90_call.cache_clear()
     mla_call._calls.clear()

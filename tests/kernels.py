@@ -13,67 +13,67 @@ from mlagen.codegen import environment, sources
 from mlagen.compiler.nvrtc_library import load_nvrtc
 from mlagen.compiler.toolchain import find_nvrtc, wanted_toolchain
 from mlagen.spec.arch import Arch, parse_arch
-from mlagen.spec.combine import CombineSplitsSpec
+from mlagen.spec.combine import CombineSpec
 from mlagen.spec.dtype import DType
-from mlagen.spec.gqa import GqaDecodeSpec, GqaVariant, gqa_decode_spec
-from mlagen.spec.gqa_hopper import GqaHopperSpec, gqa_hopper_spec
-from mlagen.spec.mla import MlaDecodeSpec, mla_decode_spec
-from mlagen.spec.mla_hopper import MlaHopperSpec, mla_hopper_spec
-from mlagen.spec.mla_hopper_e4m3 import MlaHopperE4m3Spec, mla_hopper_e4m3_spec
-from mlagen.spec.mla_hopper_packed import MlaHopperPackedSpec, mla_hopper_packed_spec
+from mlagen.spec.gqa import GqaSm80Spec, GqaVariant, gqa_sm80_spec
+from mlagen.spec.gqa_sm90 import GqaSm90Spec, gqa_sm90_spec
+from mlagen.spec.mla import MlaSm80Spec, mla_sm80_spec
+from mlagen.spec.mla_sm90 import MlaSm90Spec, mla_sm90_spec
+from mlagen.spec.mla_sm90_fp8 import MlaSm90Fp8Spec, mla_sm90_fp8_spec
+from mlagen.spec.mla_sm90_fp8kv import MlaSm90Fp8KvSpec, mla_sm90_fp8kv_spec
 from mlagen.spec.mla_support import MlaVariant
 
 SM_80 = parse_arch("sm_80")
 SM_90A = parse_arch("sm_90a")
 
 
-def mla_decode(*, arch: Arch = SM_90A, rows: int = 16, **changes: Any) -> MlaDecodeSpec:
+def mla_sm80(*, arch: Arch = SM_90A, rows: int = 16, **changes: Any) -> MlaSm80Spec:
     """Return the bf16 decode kernel of DeepSeek-V3 for ``rows`` rows, some facts changed."""
     variant = MlaVariant(query_dtype=DType.BF16, kv_dtype=DType.BF16)
-    return mla_decode_spec(arch, replace(variant, **changes), rows)
+    return mla_sm80_spec(arch, replace(variant, **changes), rows)
 
 
-def mla_hopper(*, rows: int = 16, **changes: Any) -> MlaHopperSpec:
-    """Return the bf16 Hopper kernel of DeepSeek-V3 for ``rows`` rows, some facts changed."""
+def mla_sm90(*, rows: int = 16, **changes: Any) -> MlaSm90Spec:
+    """Return the bf16 sm90 kernel of DeepSeek-V3 for ``rows`` rows, some facts changed."""
     variant = MlaVariant(query_dtype=DType.BF16, kv_dtype=DType.BF16)
-    spec = mla_hopper_spec(SM_90A, replace(variant, **changes), rows)
+    spec = mla_sm90_spec(SM_90A, replace(variant, **changes), rows)
     assert spec is not None
     return spec
 
 
-def mla_hopper_e4m3(*, rows: int = 16, **changes: Any) -> MlaHopperE4m3Spec:
-    """Return the e4m3 Hopper kernel of DeepSeek-V3 for ``rows`` rows, some facts changed."""
+def mla_sm90_fp8(*, rows: int = 16, **changes: Any) -> MlaSm90Fp8Spec:
+    """Return the e4m3 sm90 kernel of DeepSeek-V3 for ``rows`` rows, some facts changed."""
     variant = MlaVariant(query_dtype=DType.E4M3, kv_dtype=DType.E4M3)
-    spec = mla_hopper_e4m3_spec(SM_90A, replace(variant, **changes), rows)
+    spec = mla_sm90_fp8_spec(SM_90A, replace(variant, **changes), rows)
     assert spec is not None
     return spec
 
 
-def mla_hopper_packed(*, rows: int = 64, **changes: Any) -> MlaHopperPackedSpec:
-    """Return the Hopper kernel over lists of 656-byte rows, some facts changed."""
-    variant = MlaVariant(query_dtype=DType.BF16, kv_dtype=DType.PACKED656, lookup="sparse")
-    spec = mla_hopper_packed_spec(SM_90A, replace(variant, **changes), rows)
+def mla_sm90_fp8kv(*, rows: int = 64, **changes: Any) -> MlaSm90Fp8KvSpec:
+    """Return the sm90 kernel over lists of 656-byte rows, some facts changed."""
+    variant = MlaVariant(query_dtype=DType.BF16, kv_dtype=DType.FP8_DS_MLA, lookup="sparse")
+    spec = mla_sm90_fp8kv_spec(SM_90A, replace(variant, **changes), rows)
     assert spec is not None
     return spec
 
 
-def gqa_decode(*, arch: Arch = SM_90A, rows: int = 16, **changes: Any) -> GqaDecodeSpec:
+def gqa_sm80(*, arch: Arch = SM_90A, rows: int = 16, **changes: Any) -> GqaSm80Spec:
     """Return the bf16 decode kernel of Llama 3 for ``rows`` rows, some facts changed."""
     variant = GqaVariant(query_dtype=DType.BF16, kv_dtype=DType.BF16, out_dtype=DType.BF16)
-    return gqa_decode_spec(arch, replace(variant, **changes), rows)
+    return gqa_sm80_spec(arch, replace(variant, **changes), rows)
 
 
-def gqa_hopper(*, rows: int = 8, block_heads: int = 1, **changes: Any) -> GqaHopperSpec:
-    """Return the bf16 Hopper kernel of Llama 3 for ``rows`` rows, some facts changed."""
+def gqa_sm90(*, rows: int = 8, heads_per_cta: int = 1, **changes: Any) -> GqaSm90Spec:
+    """Return the bf16 sm90 kernel of Llama 3 for ``rows`` rows, some facts changed."""
     variant = GqaVariant(query_dtype=DType.BF16, kv_dtype=DType.BF16, out_dtype=DType.BF16)
-    spec = gqa_hopper_spec(SM_90A, replace(variant, **changes), rows)
+    spec = gqa_sm90_spec(SM_90A, replace(variant, **changes), rows)
     assert spec is not None
-    return replace(spec, block_heads=block_heads)
+    return replace(spec, heads_per_cta=heads_per_cta)
 
 
 # The one that takes longest to compile, and the one that takes least.
-WIDE_DECODE = mla_decode(rows=128)
-COMBINE = CombineSplitsSpec(arch=SM_80, dtype=DType.BF16, head_dim_vo=512)
+WIDE_DECODE = mla_sm80(rows=128)
+COMBINE = CombineSpec(arch=SM_80, dtype=DType.BF16, head_dim_vo=512)
 
 
 def require_known(arch: Arch) -> None:

@@ -10,9 +10,9 @@ from mlagen.artifacts import Source
 from mlagen.codegen.render import render
 from mlagen.compiler.nvrtc import compile_source
 from mlagen.compiler.toolchain import find_nvrtc
-from mlagen.runtime import counters, loader
+from mlagen.runtime import loader, semaphores
 from mlagen.spec.kernel import KernelSpec
-from mlagen.spec.mla_hopper import COUNTERS_BYTES
+from mlagen.spec.mla_sm90 import SEMAPHORE_BYTES
 
 _DELAYED_LAUNCHES = 10_000  # of one test, with delays
 
@@ -34,10 +34,10 @@ def mismatches(compute: Callable[[], torch.Tensor], repeats: int) -> int:
 def counters_left() -> int:
     """Return how many bytes are not zero of what every launch leaves as zeros."""
     count = 0
-    for slab in counters._slabs:
-        regions = slab.view(counters._REGIONS, -1)
-        misses = regions[:, COUNTERS_BYTES + 4 :][:, :4]  # as KeptSpans in kept_spans.cuh
-        count += int(regions[:, :COUNTERS_BYTES].count_nonzero() + misses.count_nonzero())
+    for slab in semaphores._slabs:
+        regions = slab.view(semaphores._REGIONS, -1)
+        misses = regions[:, SEMAPHORE_BYTES + 4 :][:, :4]  # as KeptSpans in kept_spans.cuh
+        count += int(regions[:, :SEMAPHORE_BYTES].count_nonzero() + misses.count_nonzero())
     return count
 
 

@@ -1,4 +1,4 @@
-"""What the machine code of Hopper kernels waits for and does, instruction by instruction.
+"""What the machine code of sm90 kernels waits for and does, instruction by instruction.
 
 An instruction that takes long counts up one of six scoreboards, and down when it is done; others
 wait until those that they name are at zero. Both stand in bits 41 to 61 of an instruction's second

@@ -29,7 +29,7 @@ class Holder(torch.Tensor):
 
     @classmethod  # the stub of torch takes `func` for self
     def __torch_dispatch__(cls, func: Any, *_: Any, **__: Any) -> Any:  # type: ignore[override]
-        """Refuse all ops."""
+        """Reject all ops."""
         raise NotImplementedError(str(func))
 
 
@@ -203,10 +203,10 @@ class MemorySemantics:
         return Tensors(self.device)
 
     @pytest.mark.parametrize(("entry", "argument"), PLACES)
-    def test_a_tensor_without_memory_is_refused_by_name(
+    def test_a_tensor_without_memory_is_rejected_by_name(
         self, of: Tensors, entry: str, argument: str
     ) -> None:
-        """After a call that is right, too, each kind is refused in one line, for any argument."""
+        """After a call that is right, too, each kind is rejected in one line, for any argument."""
         call, arguments = ENTRIES[entry]
         tensor = arguments[argument](of)
         call(of, **{argument: tensor})
@@ -221,7 +221,7 @@ class MemorySemantics:
 
     @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
     @pytest.mark.parametrize("entry", ["trtllm", "xqa_mla", "flare", "wrapper"])
-    def test_other_layouts_are_refused_by_name(self, of: Tensors, entry: str) -> None:
+    def test_other_layouts_are_rejected_by_name(self, of: Tensors, entry: str) -> None:
         """So are sparse, nested and batched tensors, which have no strides or no address."""
         call, arguments = ENTRIES[entry]
         name = next(iter(arguments))
@@ -248,7 +248,7 @@ class MemorySemantics:
             assert torch.equal(torch.Tensor(mla(of, query)), torch.Tensor(expected))
 
     @pytest.mark.parametrize("entry", ["mla", "gqa", "lse", "wrapper", "plan", "plan, gaps"])
-    def test_an_inference_output_is_refused_before_it_is_written(
+    def test_an_inference_output_is_rejected_before_it_is_written(
         self, of: Tensors, entry: str
     ) -> None:
         """Made under inference_mode and passed outside, an output keeps its elements."""
@@ -274,7 +274,7 @@ class MemorySemantics:
         with torch.inference_mode():
             assert torch.equal(mla(of, of.query, out=wide), mla(of, of.query))
 
-    def test_an_output_that_torch_would_not_write_is_refused(self, of: Tensors) -> None:
+    def test_an_output_that_torch_would_not_write_is_rejected(self, of: Tensors) -> None:
         """A leaf that requires grad, a view of one, and views that autograd cannot follow."""
         leaf = torch.zeros_like(of.query[..., :512]).requires_grad_()
         with torch.no_grad():
@@ -286,7 +286,7 @@ class MemorySemantics:
 
             assert not out.any()
 
-    def test_an_output_that_overlaps_itself_is_refused(self, of: Tensors) -> None:
+    def test_an_output_that_overlaps_itself_is_rejected(self, of: Tensors) -> None:
         """Where gaps are allowed, expanded elements are not."""
         out = torch.zeros(1, 1, 512, dtype=torch.bfloat16, device=self.device).expand(4, 16, 512)
 

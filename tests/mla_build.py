@@ -99,8 +99,8 @@ def _uniform(case: MlaCase, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _scale_fields(case: MlaCase, cache: _Cache, query: _Query) -> dict[str, Any]:
-    if case.kv_format == "packed640":
-        return {"is_packed640": True, "query_scales": query.scales, "kv_scales": cache.scales}
+    if case.kv_format == "fp8_per_token":
+        return {"is_fp8_per_token": True, "query_scales": query.scales, "kv_scales": cache.scales}
     if case.scales == "two":
         return {"latent_scale": LATENT_SCALE, "rope_scale": ROPE_SCALE}
     return {"kv_scales": cache.scales, "rope_scale": ROPE_SCALE} if case.scales else {}
@@ -160,7 +160,7 @@ def _filled(
     shape = (pages * case.page_size, row_bytes(kv_format, width))
     rows = torch.full(shape, POISON, dtype=torch.uint8)
     scales = None
-    if kv_format == "packed640":
+    if kv_format == "fp8_per_token":
         scales = torch.full((shape[0],), math.nan)
     elif case.scales == "for 128 elements":
         scales = torch.full((shape[0], 4), math.nan)
@@ -199,8 +199,8 @@ def _query(case: MlaCase, tokens: int, generator: torch.Generator) -> _Query:
     content = torch.randn(tokens * case.heads, width, generator=generator) * case.query_magnitude
     row_format = format_of(case.dtype)
     scales = torch.rand(tokens, generator=generator) / 16 + 0.02
-    if case.kv_format == "packed640":
-        row_format = "packed640"
+    if case.kv_format == "fp8_per_token":
+        row_format = "fp8_per_token"
         each = scales.repeat_interleave(case.heads)
         stored = store(content, case.kv_lora_rank, row_format, scales=each)
     else:

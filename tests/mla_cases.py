@@ -29,14 +29,14 @@ KINDS = {
     "fp16 over e4m3 with two scales": (torch.float16, "e4m3", "two"),
     "bf16 over e4m3 with scales for 128 elements": (torch.bfloat16, "e4m3", "for 128 elements"),
     "fp16 over e4m3 with scales for 128 elements": (torch.float16, "e4m3", "for 128 elements"),
-    "bf16 over packed656": (torch.bfloat16, "packed656", ""),
-    "fp16 over packed656": (torch.float16, "packed656", ""),
-    "packed640": (E4M3, "packed640", ""),
+    "bf16 over fp8_ds_mla": (torch.bfloat16, "fp8_ds_mla", ""),
+    "fp16 over fp8_ds_mla": (torch.float16, "fp8_ds_mla", ""),
+    "fp8_per_token": (E4M3, "fp8_per_token", ""),
 }
 SPARSE_KINDS = {
-    name: kind for name, kind in KINDS.items() if kind[1] != "packed640" and not kind[2]
+    name: kind for name, kind in KINDS.items() if kind[1] != "fp8_per_token" and not kind[2]
 }
-APART_KINDS = {name: kind for name, kind in SPARSE_KINDS.items() if kind[1] != "packed656"}
+APART_KINDS = {name: kind for name, kind in SPARSE_KINDS.items() if kind[1] != "fp8_ds_mla"}
 
 
 def of_kind(kind: tuple[torch.dtype, str, str], **facts: Any) -> MlaCase:
@@ -257,7 +257,7 @@ CASES = (
         )
         for name, kind in KINDS.items()
         for bias, is_causal in (("one for all heads", True), ("for each head", False))
-        if name in {"bf16", "fp16", "e4m3", "packed640"}
+        if name in {"bf16", "fp16", "e4m3", "fp8_per_token"}
     ),
     MlaCase(name="bias, split", seq_lens=(5000, 70), bias="for each head"),
     MlaCase(name="bias, ragged", seq_lens=(5, 100, 64), q_lens=(3, 9, 0), bias="one for all heads"),

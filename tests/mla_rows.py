@@ -10,7 +10,7 @@ import torch
 POISON = 0xFF
 
 E4M3 = torch.float8_e4m3fn
-PACKED_BYTES = {"packed656": 656, "packed640": 640}
+PACKED_BYTES = {"fp8_ds_mla": 656, "fp8_per_token": 640}
 _TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": E4M3}
 
 
@@ -30,7 +30,7 @@ def row_bytes(row_format: str, elements: int) -> int:
 
 def viewed(rows: torch.Tensor, row_format: str) -> torch.Tensor:
     """Return bytes as the tensor that a caller has."""
-    if row_format == "packed656":
+    if row_format == "fp8_ds_mla":
         return rows
     return rows.view(_TORCH_DTYPES.get(row_format, E4M3))
 
@@ -54,11 +54,11 @@ def store(
     ``scales`` are one for a row, or one for every 128 latent elements of it.
     """
     latent, rope = content[:, :rank].float(), content[:, rank:].float()
-    if row_format == "packed656":
-        return _packed656(latent, rope)
-    if row_format == "packed640":
+    if row_format == "fp8_ds_mla":
+        return _fp8_ds_mla(latent, rope)
+    if row_format == "fp8_per_token":
         assert scales is not None
-        return _packed640(latent, rope, scales)
+        return _fp8_per_token(latent, rope, scales)
     dtype = _TORCH_DTYPES[row_format]
     factors = torch.tensor(latent_scale).expand_as(latent)
     if scales is not None:
@@ -71,7 +71,7 @@ def store(
     return Stored(rows=stored.view(torch.uint8), elements=elements, scales=scales)
 
 
-def _packed656(latent: torch.Tensor, rope: torch.Tensor) -> Stored:
+def _fp8_ds_mla(latent: torch.Tensor, rope: torch.Tensor) -> Stored:
     groups = latent.view(-1, 4, 128)
     scales = (groups.abs().amax(dim=2) / 448).clamp(min=1e-4)
     stored = (groups / scales[:, :, None]).to(E4M3)
@@ -84,7 +84,7 @@ def _packed656(latent: torch.Tensor, rope: torch.Tensor) -> Stored:
     )
 
 
-def _packed640(latent: torch.Tensor, rope: torch.Tensor, scales: torch.Tensor) -> Stored:
+def _fp8_per_token(latent: torch.Tensor, rope: torch.Tensor, scales: torch.Tensor) -> Stored:
     largest = torch.finfo(E4M3).max  # as in store()
     stored = (latent / scales[:, None]).clamp(-largest, largest).to(E4M3)
     rope = (rope / scales[:, None]).to(torch.bfloat16)

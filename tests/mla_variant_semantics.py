@@ -92,7 +92,7 @@ class MlaVariantSemantics:
 
     def test_a_packed_query_without_scales(self) -> None:
         """No scales of the query, or of the cache, means that each is 1."""
-        case = of_kind(KINDS["packed640"], name="", seq_lens=(70, 3), score_scale=1e-4)
+        case = of_kind(KINDS["fp8_per_token"], name="", seq_lens=(70, 3), score_scale=1e-4)
         problem = case.build(self.device)
         ones = torch.ones(2, device=self.device)
         all_ones = torch.ones_like(problem.rare["kv_scales"])
@@ -103,7 +103,7 @@ class MlaVariantSemantics:
         assert without.isfinite().all()
         assert torch.equal(without, expected[0])
 
-    @pytest.mark.parametrize("kind", ["e4m3", "packed640"])
+    @pytest.mark.parametrize("kind", ["e4m3", "fp8_per_token"])
     def test_an_output_of_16_bits(self, kind: str) -> None:
         """The output of a query that is not 16 bits wide is bf16, made or given."""
         problem = of_kind(KINDS[kind], name="", seq_lens=(70, 3)).build(self.device)

@@ -21,7 +21,7 @@ _GQA = GqaCase(name="", seq_lens=(7, 3))
 _XQA_MLA = MlaCase(name="", seq_lens=(7, 3), page_size=16, heads=2)
 _TABLE = torch.zeros(2, 1, dtype=torch.int32)
 _COUNTS = torch.ones(2, dtype=torch.int32)
-_KERNEL = "combine_splits(arch=sm_80, dtype=bf16, head_dim_vo=512)"
+_KERNEL = "combine(arch=sm_80, dtype=bf16, head_dim_vo=512)"
 
 
 def _trtllm() -> Call:
@@ -205,14 +205,14 @@ def _prewarm() -> Call:
 
 
 def _prewarm_families() -> Call:
-    arguments = {"archs": "sm_80", "families": ["mla_decode"], "heads": 16, "q_len": 1}
+    arguments = {"archs": "sm_80", "families": ["mla_sm80"], "heads": 16, "q_len": 1}
     words = {"kv_heads": None, "dtype": "bf16", "page_size": 64}
     return lambda **given: mlagen.prewarm(dry_run=True, **given), {**arguments, **words}
 
 
 def _prewarm_models() -> Call:
     arguments = {"models": "deepseek-v3", "tp": 8, "q_len": 1, "dtype": "bf16", "page_size": 64}
-    words = {"kv_dtype": "bf16", "lookup": "paged", "families": ["combine_splits"]}
+    words = {"kv_dtype": "bf16", "lookup": "paged", "families": ["combine"]}
     return lambda **given: mlagen.prewarm("sm_80", dry_run=True, **given), {**arguments, **words}
 
 

@@ -168,7 +168,7 @@ class OpsSemantics:
     def test_forward_works_and_backward_says_that_there_is_none(
         self, of: Tensors, is_compiled: bool, into_out: bool
     ) -> None:
-        """Inputs that require grad give the same output, whose backward is refused in one line."""
+        """Inputs that require grad give the same output, whose backward is rejected in one line."""
 
         def call(query: torch.Tensor, gqa_query: torch.Tensor) -> Any:
             outs: tuple[torch.Tensor | None, ...] = (None, None)
@@ -188,7 +188,7 @@ class OpsSemantics:
                 out.float().sum().backward(retain_graph=True)
 
     def test_bad_arguments_are_named_in_compiled_code(self, of: Tensors) -> None:
-        """What an entry point refuses, its op refuses with the same words."""
+        """What an entry point rejects, its op rejects with the same words."""
         wrong = of.table.float()
 
         def call(query: torch.Tensor) -> Any:

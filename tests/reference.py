@@ -199,7 +199,7 @@ def output_tolerance(
 def lse_tolerance(dtype: torch.dtype, expected: Attention | None = None) -> torch.Tensor:
     """Return the largest error of an LSE in log2 units; ``dtype`` is what weights are rounded to.
 
-    The sum is of probabilities rounded by at most u relatively, u log2(e) in log2 units; float32
+    The sum is of p_dtype_choice rounded by at most u relatively, u log2(e) in log2 units; float32
     scores of up to 2^8 err by 2^-24 * 2^8 * sqrt(576), below 2^-11; rounding query and keys moves
     it by what it moves it. A sink may be of any size, and float32 of its size, which is no score's.
     """

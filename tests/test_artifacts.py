@@ -12,7 +12,7 @@ from mlagen.artifacts import Cubin, Resources, Source, build_of
 def resources(*, spill_store_bytes: int = 0, spill_load_bytes: int = 0) -> Resources:
     """Return what ptxas might say of a kernel."""
     return Resources(
-        symbol="mla_decode",
+        symbol="mla_sm80",
         registers=186,
         stack_bytes=0,
         spill_store_bytes=spill_store_bytes,
@@ -49,7 +49,7 @@ def test_a_build_holds_all_that_an_entry_keeps() -> None:
     )
 
     build = build_of(
-        source, cubin, spec={"page_size": "64"}, symbol="mla_decode", shared_bytes=93_632
+        source, cubin, spec={"page_size": "64"}, symbol="mla_sm80", shared_bytes=93_632
     )
 
     assert build.toolchain == "nvrtc-13.5.37"
@@ -61,13 +61,13 @@ def test_a_build_holds_all_that_an_entry_keeps() -> None:
     }
     assert json.loads(json.dumps(build.facts)) == {
         "kernel": {
-            "symbol": "mla_decode",
+            "symbol": "mla_sm80",
             "spec": {"page_size": "64"},
             "dynamic_shared_bytes": 93_632,
         },
         "resources": [
             {
-                "symbol": "mla_decode",
+                "symbol": "mla_sm80",
                 "registers": 186,
                 "stack_bytes": 0,
                 "spill_store_bytes": 0,

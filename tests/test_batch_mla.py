@@ -1,4 +1,4 @@
-"""BatchMLA on the CPU: every promise of the wrapper, and what it refuses."""
+"""BatchMLA on the CPU: every promise of the wrapper, and what it rejects."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def ints(*numbers: int) -> torch.Tensor:
     ],
     ids=lambda value: ", ".join(value) if isinstance(value, dict) else "",
 )
-def test_a_plan_that_breaks_a_rule_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_a_plan_that_breaks_a_rule_is_rejected(changes: dict[str, Any], message: str) -> None:
     """The error says what is wrong, and the plan before is kept."""
     problem = SOME.build("cpu")
     wrapper = wrapper_of(problem)
@@ -124,7 +124,7 @@ def test_a_plan_that_breaks_a_rule_is_refused(changes: dict[str, Any], message: 
     ],
     ids=["head dimensions", "profiler"],
 )
-def test_a_plan_that_nothing_covers_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_a_plan_that_nothing_covers_is_rejected(changes: dict[str, Any], message: str) -> None:
     """What is sound but not implemented raises another error."""
     problem = SOME.build("cpu")
 
@@ -142,7 +142,7 @@ def test_a_run_without_a_plan_says_so() -> None:
 
 
 def test_a_plan_is_not_for_every_backend() -> None:
-    """The backend without plans refuses one, and an unknown backend is refused at once."""
+    """The backend without plans rejects one, and an unknown backend is rejected at once."""
     problem = SOME.build("cpu")
 
     with pytest.raises(ArgumentError, match="backend: expected one of auto, fa2, fa3 to plan for"):
@@ -176,7 +176,7 @@ def with_buffers(
     ],
     ids=["another batch", "too many pages"],
 )
-def test_a_plan_that_its_buffers_cannot_hold_is_refused(
+def test_a_plan_that_its_buffers_cannot_hold_is_rejected(
     changes: dict[str, Any], message: str
 ) -> None:
     """With buffers for graphs the batch is fixed, and the page ids must fit."""

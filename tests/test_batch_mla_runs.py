@@ -1,4 +1,4 @@
-"""What runs of BatchMLA refuse, with a plan and without one."""
+"""What runs of BatchMLA reject, with a plan and without one."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tests.mla_rows import E4M3
 FP8 = replace(SOME, kv_format="e4m3", scales="two")
 
 
-def refuses(problem: MlaProblem, message: str, **changes: object) -> None:
-    """See that a run is refused with words that match, and writes nothing."""
+def rejects(problem: MlaProblem, message: str, **changes: object) -> None:
+    """See that a run is rejected with words that match, and writes nothing."""
     wrapper = wrapper_of(problem)
     shape = tuple(problem.query.shape)
     out = torch.full(shape, 7.0, dtype=torch.bfloat16, device=problem.query.device)
@@ -73,9 +73,9 @@ SHAPE = (6, 6, 512)
     ],
     ids=lambda value: ", ".join(value) if isinstance(value, dict) else "",
 )
-def test_a_run_that_is_not_as_planned_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_a_run_that_is_not_as_planned_is_rejected(changes: dict[str, Any], message: str) -> None:
     """The error names what differs, and nothing is written."""
-    refuses(SOME.build("cpu"), message, **changes)
+    rejects(SOME.build("cpu"), message, **changes)
 
 
 @pytest.mark.parametrize(
@@ -112,19 +112,19 @@ def test_a_run_that_is_not_as_planned_is_refused(changes: dict[str, Any], messag
     ],
     ids=lambda value: str(value) if isinstance(value, dict) and len(value) == 1 else "",
 )
-def test_scales_that_an_e4m3_cache_cannot_have_are_refused(
+def test_scales_that_an_e4m3_cache_cannot_have_are_rejected(
     changes: dict[str, Any], message: str
 ) -> None:
     """The error says which scale is missing or wrong, and nothing is written."""
-    refuses(FP8.build("cpu"), message, **changes)
+    rejects(FP8.build("cpu"), message, **changes)
 
 
-def test_a_rope_cache_where_none_was_planned_is_refused() -> None:
+def test_a_rope_cache_where_none_was_planned_is_rejected() -> None:
     """Without rope its cache has no width, as the rope part of the query."""
     problem = replace(SOME, qk_rope_head_dim=0).build("cpu")
     wide = problem.kv_cache.new_zeros(*problem.kv_cache.shape[:2], 64)
 
-    refuses(problem, r"kpe_cache.shape\[2\]: expected 0 \(head_dim_kpe of plan\)", kpe_cache=wide)
+    rejects(problem, r"kpe_cache.shape\[2\]: expected 0 \(head_dim_kpe of plan\)", kpe_cache=wide)
 
 
 def test_the_int_1_asks_for_an_lse() -> None:
@@ -137,7 +137,7 @@ def test_the_int_1_asks_for_an_lse() -> None:
     problem.check(*result)
 
 
-def test_a_profiler_is_refused() -> None:
+def test_a_profiler_is_rejected() -> None:
     """There is no profiler, and a buffer for one is not left unwritten in silence."""
     problem = SOME.build("cpu")
 
@@ -178,7 +178,7 @@ def test_a_profiler_is_refused() -> None:
     ],
     ids=lambda value: ", ".join(value) if isinstance(value, dict) else "",
 )
-def test_what_runs_without_plans_refuse(changes: dict[str, Any], message: str) -> None:
+def test_what_runs_without_plans_reject(changes: dict[str, Any], message: str) -> None:
     """The error says what such a run does not take."""
     problem = SINGLE.build("cpu")
     wrapper = BatchMLAPagedAttentionWrapper(torch.empty(0), backend="cutlass")

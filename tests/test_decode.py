@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import mlagen.decode
+from mlagen.api.gqa_args import GqaArgs
 from mlagen.api.gqa_call import run_gqa
-from mlagen.api.gqa_inputs import GqaInputs
 from tests.gqa_cases import CASES
 from tests.gqa_problems import GqaCase
 from tests.gqa_semantics import GqaSemantics, decode
@@ -91,13 +91,13 @@ def test_the_signature_is_the_one_of_flashinfer() -> None:
     ("given", "passed"),
     [(None, True), (True, True), (False, False), (1, True), (0, False), (np.bool_(0), False)],
 )
-def test_pdl_is_used_unless_refused(
+def test_pdl_is_used_unless_rejected(
     given: object, passed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """None means yes, and the ints 0 and 1 stand for bools."""
     seen = []
 
-    def record(inputs: GqaInputs, enable_pdl: bool, *usual: Any) -> torch.Tensor:
+    def record(inputs: GqaArgs, enable_pdl: bool, *usual: Any) -> torch.Tensor:
         seen.append(enable_pdl)
         return run_gqa(inputs, enable_pdl, *usual)
 

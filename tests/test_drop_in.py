@@ -1,4 +1,4 @@
-"""What calls written for FlashInfer rely on, on the CPU, and what stays refused."""
+"""What calls written for FlashInfer rely on, on the CPU, and what stays rejected."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class TestOnTheCpu(DropInSemantics):
 
 
 _DENSE = MlaCase(name="", seq_lens=(70, 3), q_len=2)
-_SPARSE = MlaCase(name="", seq_lens=(300, 300), q_len=2, kv_format="packed656", top_k=70)
+_SPARSE = MlaCase(name="", seq_lens=(300, 300), q_len=2, kv_format="fp8_ds_mla", top_k=70)
 _BF16 = MlaCase(name="", seq_lens=(300, 300), q_len=2, top_k=70)
 _LENS = torch.ones(4, dtype=torch.int32)
 
@@ -101,7 +101,7 @@ _LENS = torch.ones(4, dtype=torch.int32)
     ],
     ids=lambda value: ", ".join(value) if isinstance(value, dict) else "",
 )
-def test_what_stays_refused(case: MlaCase, changes: dict[str, Any], message: str) -> None:
+def test_what_stays_rejected(case: MlaCase, changes: dict[str, Any], message: str) -> None:
     """The message names the argument and the rule."""
     problem = case.build("cpu")
 
@@ -111,7 +111,7 @@ def test_what_stays_refused(case: MlaCase, changes: dict[str, Any], message: str
     assert str(caught.value) == message
 
 
-def test_the_scale_of_an_output_is_refused_before_a_missing_plan() -> None:
+def test_the_scale_of_an_output_is_rejected_before_a_missing_plan() -> None:
     """FlashInfer looks at `o_scale` first."""
     problem = SOME.build("cpu")
     wrapper = BatchMLAPagedAttentionWrapper(torch.empty(0), backend="fa2")

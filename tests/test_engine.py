@@ -16,23 +16,23 @@ from typing import Any, cast
 import pytest
 
 from mlagen import engine
-from mlagen.cache.opening import kernel_store
+from mlagen.cache.default_store import kernel_store
 from mlagen.compiler.toolchain import find_nvrtc, options_for
 from mlagen.engine import find_or_build, kernel_for, key_of
 from mlagen.errors import CompileError
 from mlagen.runtime.loader import LoadedKernel
 from mlagen.spec.kernel import KernelSpec
 from tests.cache.builds import ROOT, together, tree, wait_for
-from tests.kernels import COMBINE, WIDE_DECODE, forget, mla_decode
+from tests.kernels import COMBINE, WIDE_DECODE, forget, mla_sm80
 
 # Run in a fresh interpreter on COMBINE; the modules named are those a warm process may not need.
 LOADED = """
 import json, sys
 import mlagen.engine
 from mlagen.spec.arch import Arch
-from mlagen.spec.combine import CombineSplitsSpec
+from mlagen.spec.combine import CombineSpec
 from mlagen.spec.dtype import DType
-spec = CombineSplitsSpec(arch=Arch(80), dtype=DType.BF16, head_dim_vo=512)
+spec = CombineSpec(arch=Arch(80), dtype=DType.BF16, head_dim_vo=512)
 outcome = getattr(mlagen.engine, sys.argv[1])(spec)
 heavy = ("jinja2", "cuda.bindings.driver", "cuda.bindings.nvrtc", "torch", "numpy")
 built = getattr(outcome, "built", None)
@@ -82,22 +82,22 @@ def test_a_warm_process_loads_neither_jinja_nor_nvrtc() -> None:
 
 def test_every_ingredient_has_a_label() -> None:
     """Family, each field of the spec, each option and the templates stand in the key by name."""
-    spec = mla_decode()
+    spec = mla_sm80()
     nvrtc = str(find_nvrtc())
 
     key = key_of(spec)
 
-    labels = [label for label, _ in key.ingredients]
+    labels = [label for label, _ in key.key_fields]
     options = [option.lstrip("-").split("=")[0] for option in options_for(spec.arch, nvrtc)]
     assert labels == [
         "family",
-        *(f"spec.{name}" for name in spec.ingredients()),
+        *(f"spec.{name}" for name in spec.key_fields()),
         *(f"option.{name}" for name in options),
         "templates",
     ]
     assert len(set(labels)) == len(labels)
-    assert dict(key.ingredients).items() >= {
-        ("family", "mla_decode"),
+    assert dict(key.key_fields).items() >= {
+        ("family", "mla_sm80"),
         ("spec.arch", "sm_90a"),
         ("spec.query_dtype", "bf16"),
         ("spec.page_size", "64"),
@@ -111,14 +111,14 @@ def test_every_ingredient_has_a_label() -> None:
 @pytest.mark.parametrize(
     ("other", "label"),
     [
-        (mla_decode(page_size=32), "spec.page_size"),
-        (mla_decode(rows=128), "spec.tile_rows"),
+        (mla_sm80(page_size=32), "spec.page_size"),
+        (mla_sm80(rows=128), "spec.block_m"),
     ],
     ids=["another page size", "another tile"],
 )
 def test_kernels_that_differ_have_keys_that_differ(other: KernelSpec, label: str) -> None:
     """What the specs differ in is what the keys differ in."""
-    mine, theirs = key_of(mla_decode()), key_of(other)
+    mine, theirs = key_of(mla_sm80()), key_of(other)
 
     differences = mine.differences(theirs)
 
@@ -152,12 +152,12 @@ def test_an_entry_says_what_was_built(cache_dir: Path) -> None:
     assert entry.manifest.created_by == "prewarm"
     facts = entry.manifest.facts
     assert facts["kernel"] == {
-        "symbol": "combine_splits",
-        "spec": COMBINE.ingredients(),
+        "symbol": "combine",
+        "spec": COMBINE.key_fields(),
         "dynamic_shared_bytes": 0,
     }
     (said,) = facts["resources"]
-    assert said["symbol"] == "combine_splits"
+    assert said["symbol"] == "combine"
     assert said["registers"] > 0
     assert said["static_shared_bytes"] == 4 * 4 + 4 * 32 * 16  # the struct of combine.cuh
 
@@ -239,7 +239,7 @@ def test_a_flipped_byte_is_found_and_the_kernel_built_again(
 
 def test_a_kernel_that_does_not_compile_leaves_nothing(templates: Path, cache_dir: Path) -> None:
     """The error names the template's line, no entry is visible, and a mended template builds."""
-    role = templates / "kernels/combine/combine_splits.cuh"
+    role = templates / "kernels/combine/combine.cuh"
     sound = role.read_text()
     line = 1 + sound[: sound.index("__device__")].count("\n")
     role.write_text(sound.replace("__device__", "undefined_type broken; __device__", 1))
@@ -252,7 +252,7 @@ def test_a_kernel_that_does_not_compile_leaves_nothing(templates: Path, cache_di
     forget()
     outcome = find_or_build(COMBINE)
 
-    assert f"kernels/combine/combine_splits.cuh:{line} (kernel.cu:" in str(caught.value)
+    assert f"kernels/combine/combine.cuh:{line} (kernel.cu:" in str(caught.value)
     assert left == []
     assert outcome.built
 

@@ -1,4 +1,4 @@
-"""flare_mla_decoding on the CPU: every promise of it, and what it refuses."""
+"""flare_mla_decoding on the CPU: every promise of it, and what it rejects."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from mlagen.mla.masks import (
     SlidingWindowCausalMask,
     SlidingWindowNonCausalMask,
 )
-from mlagen.runtime.plan import MlaDecodeProblem, plan_mla_decode
+from mlagen.runtime.plan import MlaProblemShape, plan_mla_sm80
 from mlagen.spec.arch import Arch
 from mlagen.spec.dtype import DType
 from tests.flare_dense_semantics import FlareDenseSemantics
 from tests.flare_problems import RAGGED, cached_lengths
 from tests.flare_semantics import FlareSemantics
-from tests.kernels import SM_80, SM_90A, mla_decode
+from tests.kernels import SM_80, SM_90A, mla_sm80
 from tests.mla_rows import E4M3
 
 
@@ -138,7 +138,7 @@ DENSE = {"k": bf16(6, 9, 1, 576), "q": bf16(6, 2, 6, 576), "ragged": False, "val
         ),
     ],
 )
-def test_what_breaks_a_rule_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_what_breaks_a_rule_is_rejected(changes: dict[str, Any], message: str) -> None:
     """The error names argument, rule and value, and nothing is written."""
     problem = RAGGED.build("cpu")
     output = torch.full((*problem.query.shape[:-1], 512), 7.0, dtype=torch.bfloat16)
@@ -157,7 +157,7 @@ def test_what_breaks_a_rule_is_refused(changes: dict[str, Any], message: str) ->
     assert (output == 7.0).all()
 
 
-def test_keys_of_the_wrong_kind_are_refused() -> None:
+def test_keys_of_the_wrong_kind_are_rejected() -> None:
     """What is neither a tensor nor a cache is said to be none."""
     with pytest.raises(ArgumentError, match="k: expected a "):
         flare_mla_decoding(bf16(1, 1, 6, 576), [], NullMask(), None, 1.0)  # type: ignore[arg-type]
@@ -168,7 +168,7 @@ def test_keys_of_the_wrong_kind_are_refused() -> None:
     [SlidingWindowCausalMask, SlidingWindowNonCausalMask, ChunkedMask, ChunkedCausalMask],
     ids=lambda mask: mask.__name__,
 )
-def test_a_mask_of_no_size_is_refused(mask: type[ChunkedMask]) -> None:
+def test_a_mask_of_no_size_is_rejected(mask: type[ChunkedMask]) -> None:
     """Windows and chunks are of one token or more, and equal if they are of the same size."""
     assert mask(3) == mask(3) != mask(4)
     for size in (0, -1, 2.0, True):
@@ -205,7 +205,7 @@ def test_the_masks_of_two_masks_are_made_by_name() -> None:
         (AndMask(None, NullMask()), "mask.a: expected a mask, got None"),  # type: ignore[arg-type]
     ],
 )
-def test_a_mask_that_does_not_fit_is_refused(mask: Mask, message: str) -> None:
+def test_a_mask_that_does_not_fit_is_rejected(mask: Mask, message: str) -> None:
     """The error names the part of the mask."""
     problem = RAGGED.build("cpu")
 
@@ -220,20 +220,20 @@ def test_no_plan_needs_more_workspace_than_is_given(arch: Arch) -> None:
     """What every call is given for each SM is enough for any form of it, and needed by some."""
     needed = set()
     shapes = product((1, 7, 64, 132, 700), (0, 1, 6), (1, 16, 128, 256), (0, 100, 5000, 200_000))
-    forms = product((16, 32, 64), (DType.BF16, DType.E4M3, DType.PACKED640), ("causal", "bias"))
+    forms = product((16, 32, 64), (DType.BF16, DType.E4M3, DType.FP8_PER_TOKEN), ("causal", "bias"))
     specs = [
-        mla_decode(arch=arch, rows=rows, query_dtype=dtype, kv_dtype=dtype, mask=mask)
+        mla_sm80(arch=arch, rows=rows, query_dtype=dtype, kv_dtype=dtype, mask=mask)
         for rows, dtype, mask in forms
     ]
-    for (batch, q_len, heads, longest_kv), spec in product(shapes, dict.fromkeys(specs)):
-        problem = MlaDecodeProblem(
+    for (batch, q_len, heads, max_kv_len), spec in product(shapes, dict.fromkeys(specs)):
+        problem = MlaProblemShape(
             batch=batch,
             q_len=q_len,
             heads=heads,
             total_rows=batch * max(1, q_len) * heads,
-            longest_kv=longest_kv,
+            max_kv_len=max_kv_len,
         )
-        needed.add(plan_mla_decode(spec, problem, 132).workspace_bytes)
+        needed.add(plan_mla_sm80(spec, problem, 132).workspace_bytes)
 
     assert 0 < max(needed) <= 132 * flare._WORKSPACE_BYTES_PER_SM
 

@@ -59,7 +59,7 @@ CONTENTS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("changes", "message"), CONTENTS.values(), ids=CONTENTS)
-def test_lengths_that_cannot_be_are_refused_where_contents_are_checked(
+def test_lengths_that_cannot_be_are_rejected_where_contents_are_checked(
     changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Under MLAGEN_CHECK=1 the message names the caller's own tensor and request; else not."""

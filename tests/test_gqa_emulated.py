@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import mlagen.decode
-from mlagen.api import gqa_call, gqa_hopper, gqa_maps, gqa_plan
-from mlagen.api.gqa_inputs import GqaInputs
-from mlagen.api.gqa_request import check_request
+from mlagen.api import gqa_call, gqa_maps, gqa_plan, gqa_sm90_launcher
+from mlagen.api.gqa_args import GqaArgs
+from mlagen.api.gqa_problem import check_problem
 from mlagen.runtime.device import DeviceFacts
 from mlagen.runtime.loader import LoadedKernel
 from tests.api.launches import GQA, record_launches
@@ -24,7 +24,7 @@ from tests.sink_values import extreme_sinks
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
-_MOST_BLOCKS = 64
+_MAX_BLOCKS = 64
 
 
 class Emulated(NamedTuple):
@@ -165,7 +165,7 @@ def emulator(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
 def decoded(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Decode:
     """Return what computes a problem by emulated launches, with as many SMs as are said."""
     record_launches(monkeypatch, paths=GQA)
-    counters = (ctypes.c_uint32 * (2 * _MOST_BLOCKS))()
+    counters = (ctypes.c_uint32 * (2 * _MAX_BLOCKS))()
 
     def run(problem: GqaProblem, sm_count: int, seed: int, **changes: Any) -> torch.Tensor:
         facts = DeviceFacts(index=0, name="", major=9, minor=0, sm_count=sm_count, memory_bytes=0)
@@ -173,17 +173,19 @@ def decoded(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Decode:
         def launch(kernel: LoadedKernel, blocks: int, _: bool, *values: float | bytes) -> None:
             emulator.launch(kernel.spec, kernel.packing.pack(*values), blocks, seed)
 
-        def run_gqa(inputs: GqaInputs, enable_pdl: bool, *_: object) -> torch.Tensor:
-            request = check_request(inputs)
+        def run_gqa(inputs: GqaArgs, enable_pdl: bool, *_: object) -> torch.Tensor:
+            request = check_problem(inputs)
             on_gpu = replace(request, device=torch.device("cuda", 0))
-            call = gqa_hopper.prepare_hopper(inputs, on_gpu, 0, is_forced=True)
+            call = gqa_sm90_launcher.make_sm90_launcher(inputs, on_gpu, 0, is_forced=True)
             assert call is not None
-            return gqa_call._run_on_gpu(replace(call, request=request), inputs, enable_pdl)
+            return gqa_call._run_on_gpu(replace(call, problem=request), inputs, enable_pdl)
 
         monkeypatch.setattr(gqa_plan, "device_facts", lambda _: facts)
         monkeypatch.setattr(gqa_maps, "encode", encode)
-        monkeypatch.setattr(gqa_hopper, "counters_of", lambda *_: ctypes.addressof(counters))
-        monkeypatch.setattr(gqa_hopper, "launch", launch)
+        monkeypatch.setattr(
+            gqa_sm90_launcher, "semaphores_of", lambda *_: ctypes.addressof(counters)
+        )
+        monkeypatch.setattr(gqa_sm90_launcher, "launch", launch)
         monkeypatch.setattr(mlagen.decode, "run_gqa", run_gqa)
         workspace = torch.full((1 << 22,), 0xFF, dtype=torch.uint8)
         out = mlagen.decode.xqa_batch_decode_with_kv_cache(

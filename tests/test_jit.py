@@ -13,12 +13,12 @@ import pytest
 import mlagen
 from mlagen import engine, jit
 from mlagen.artifacts import Build
-from mlagen.cache.opening import kernel_store
+from mlagen.cache.default_store import kernel_store
 from mlagen.compiler.toolchain import Nvrtc
-from mlagen.counts import counters
 from mlagen.engine import find_or_build
 from mlagen.errors import ArgumentError, CompileError, MissError
 from mlagen.jit import CompileEvent, freeze, jit_mode, on_compile, told
+from mlagen.monitoring import metrics
 from mlagen.settings import current_settings
 from mlagen.spec.kernel import KernelSpec
 from tests.kernels import COMBINE
@@ -39,7 +39,7 @@ def ask_for_mode(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
 
 def changes(before: dict[str, int]) -> dict[str, int]:
     """Return the counts that are not what they were, times left out."""
-    now = counters()
+    now = metrics()
     names = [name for name in now if not name.endswith("_ms")]
     return {name: now[name] - before[name] for name in names if now[name] != before[name]}
 
@@ -66,7 +66,7 @@ def test_the_stricter_mode_counts(
     assert jit_mode() == mode
 
 
-def test_freezing_to_nothing_known_is_refused() -> None:
+def test_freezing_to_nothing_known_is_rejected() -> None:
     """The message names the argument, the words that it may be and the value."""
     with pytest.raises(ArgumentError) as caught:
         freeze("off")
@@ -83,7 +83,7 @@ def test_a_call_may_not_compile_and_prewarming_may(
 ) -> None:
     """A miss names the kernel, why, who forbids, and the command that helps; a hit is a hit."""
     freeze() if mode == "frozen" else ask_for_mode(monkeypatch, mode)
-    before = counters()
+    before = metrics()
 
     with pytest.raises(MissError) as caught:
         find_or_build(COMBINE)
@@ -100,7 +100,7 @@ def test_a_call_may_not_compile_and_prewarming_may(
         "hits.cache": 1,
         "misses": 2,
         "misses.absent": 2,
-        "refusals": 1,
+        "rejections": 1,
         "compiles": 1,
     }
 
@@ -112,7 +112,7 @@ def test_off_forbids_prewarming_too(monkeypatch: pytest.MonkeyPatch) -> None:
     for created_by in ("jit", "prewarm"):
         with pytest.raises(MissError, match="MLAGEN_JIT=off forbids") as caught:
             find_or_build(COMBINE, created_by=created_by)
-        # Alone, the command would be refused where the message was read.
+        # Alone, the command would be rejected where the message was read.
         assert str(caught.value).endswith(f"run: MLAGEN_JIT=on mlagen prewarm --kernel '{COMBINE}'")
 
     assert list(kernel_store().entries()) == []
@@ -184,12 +184,12 @@ def test_a_compilation_that_fails_is_told_as_such(monkeypatch: pytest.MonkeyPatc
     """The hook hears of the failure, the counters have it, and the error reaches the caller."""
     heard: list[str] = []
     end = on_compile(lambda event: heard.append(event.phase))
-    before = counters()
+    before = metrics()
 
-    def refuse(*_: object) -> None:
+    def reject(*_: object) -> None:
         raise CompileError("NVRTC: no", log="", source="")
 
-    monkeypatch.setattr(engine, "_build", refuse)
+    monkeypatch.setattr(engine, "_build", reject)
     with pytest.raises(CompileError, match="NVRTC: no"):
         find_or_build(COMBINE)
     end()
@@ -204,10 +204,10 @@ def test_a_process_with_too_many_threads_compiles(
     """That nobody can watch the compilation does not end it; its end is told."""
     caplog.set_level(logging.INFO, logger="mlagen")
 
-    def refuse(_: threading.Thread) -> None:
+    def reject(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(threading.Thread, "start", refuse)
+    monkeypatch.setattr(threading.Thread, "start", reject)
 
     with told("a kernel", "absent", "nvrtc-13.5.37", "/cache"):
         pass

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import mlagen
+from mlagen.api.mla_args import MlaArgs
 from mlagen.api.mla_call import run_mla
-from mlagen.api.mla_inputs import MlaInputs
 from mlagen.errors import ArgumentError, UnsupportedError
 from tests.cases import MlaCase
 from tests.mla_cases import CASES
@@ -133,7 +133,7 @@ def test_both_positional_orders_mean_the_same(
     ]
     seen = []
 
-    def record(inputs: MlaInputs, enable_pdl: bool, *usual: Any) -> object:
+    def record(inputs: MlaArgs, enable_pdl: bool, *usual: Any) -> object:
         seen.append(enable_pdl)
         return run_mla(inputs, enable_pdl, *usual)
 
@@ -180,7 +180,7 @@ UNSUPPORTED: dict[str, tuple[object, str]] = {
 
 
 @pytest.mark.parametrize("keyword", UNSUPPORTED)
-def test_a_keyword_that_is_not_implemented_is_refused(keyword: str) -> None:
+def test_a_keyword_that_is_not_implemented_is_rejected(keyword: str) -> None:
     """The message names the keyword, what it may be and what it was; nothing is written."""
     problem = MlaCase(name="", seq_lens=(70, 3)).build("cpu")
     out = torch.full((2, 1, 16, 512), 7.0, dtype=torch.bfloat16)
@@ -221,7 +221,7 @@ def test_the_keyword_that_asks_is_the_one_named() -> None:
     ],
     ids=["a tensor", "a bool", "no bool in the older order"],
 )
-def test_a_keyword_of_another_type_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_a_keyword_of_another_type_is_rejected(changes: dict[str, Any], message: str) -> None:
     """Its type is looked at before its value, in either order."""
     problem = MlaCase(name="", seq_lens=(70, 3)).build("cpu")
 
@@ -253,7 +253,7 @@ def test_keywords_that_ask_for_nothing_are_accepted() -> None:
 
 
 @pytest.mark.parametrize("backend", ["fa2", "", None])
-def test_an_unknown_backend_is_refused(backend: str | None) -> None:
+def test_an_unknown_backend_is_rejected(backend: str | None) -> None:
     """The message lists the names that are known."""
     problem = MlaCase(name="", seq_lens=(70, 3)).build("cpu")
 

@@ -9,18 +9,24 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from mlagen.api import mla_call, mla_hopper, mla_hopper_packed, mla_maps, mla_plan
-from mlagen.api.mla_inputs import MlaInputs
-from mlagen.api.mla_request import check_request
-from mlagen.runtime.counters import new_plan
+from mlagen.api import (
+    mla_call,
+    mla_maps,
+    mla_plan,
+    mla_sm90_fp8kv_launcher,
+    mla_sm90_launcher,
+)
+from mlagen.api.mla_args import MlaArgs
+from mlagen.api.mla_problem import check_problem
 from mlagen.runtime.device import DeviceFacts
 from mlagen.runtime.loader import LoadedKernel
+from mlagen.runtime.semaphores import new_schedule_id
 from mlagen.settings import current_settings
 from mlagen.spec.kernel import KernelSpec
-from mlagen.spec.mla_hopper import (
-    BEGINNING_BYTES,
-    BEGINNINGS_OFFSET,
-    COUNTERS_BYTES,
+from mlagen.spec.mla_sm90 import (
+    SCHED_META_BYTES,
+    SCHED_META_OFFSET,
+    SEMAPHORE_BYTES,
     bytes_beside_workspace,
 )
 from tests.api.launches import HOPPER, record_launches
@@ -36,7 +42,7 @@ from tests.uneven_scales import STEPS, with_steps
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
-_MOST_BLOCKS = 34
+_MAX_BLOCKS = 34
 
 
 class Emulated(NamedTuple):
@@ -51,7 +57,7 @@ def given(kind: str, name: str, sm_count: int = 1, **facts: Any) -> Emulated:
     return Emulated(of_kind(KINDS[kind], name=f"{kind}, {name}", **facts), sm_count)
 
 
-PACKED = "bf16 over packed656"
+PACKED = "bf16 over fp8_ds_mla"
 # So many that a thread counts the work of several; most have none.
 MANY = tuple((i % 50 == 7) * (65 + i % 3 * 64) for i in range(530))
 MANY_Q = tuple((i % 50 == 7) * (1 + i % 2 * 30) for i in range(530))
@@ -99,14 +105,14 @@ CASES = [
     given("e4m3", "lists, 64 rows", heads=64, top_k=200, seq_lens=(300, 17, 0, 64)),
     given("e4m3", "lists, 16 rows", heads=7, top_k=130, seq_lens=(300, 129), page_size=24),
     given("e4m3", "pages of any size", heads=16, seq_lens=(130, 1), q_len=2, page_size=3),
-    given("packed640", "64 rows", 2, heads=40, seq_lens=(300, 0, 65), q_len=2, with_sinks=True),
-    given("packed640", "16 rows", heads=7, seq_lens=(300, 17, 129), page_size=24),
-    given("packed640", "ragged", 2, seq_lens=(70, 5), q_lens=(3, 1), heads=10),
-    given("packed640", "many pieces", 6, heads=24, seq_lens=(900, 70), query_magnitude=10.0),
-    given("packed640", "very large scores", heads=7, seq_lens=(300,), query_magnitude=100.0),
+    given("fp8_per_token", "64 rows", 2, heads=40, seq_lens=(300, 0, 65), q_len=2, with_sinks=True),
+    given("fp8_per_token", "16 rows", heads=7, seq_lens=(300, 17, 129), page_size=24),
+    given("fp8_per_token", "ragged", 2, seq_lens=(70, 5), q_lens=(3, 1), heads=10),
+    given("fp8_per_token", "many pieces", 6, heads=24, seq_lens=(900, 70), query_magnitude=10.0),
+    given("fp8_per_token", "very large scores", heads=7, seq_lens=(300,), query_magnitude=100.0),
     given(PACKED, "no scale", heads=16, seq_lens=(70, 5), q_len=2, score_scale=0.0),
     given(PACKED, "negative scale, lists", heads=64, top_k=130, seq_lens=(100,), score_scale=-0.05),
-    given("packed640", "negative scale", heads=7, seq_lens=(70, 2), q_len=3, score_scale=-0.05),
+    given("fp8_per_token", "negative scale", heads=7, seq_lens=(70, 2), q_len=3, score_scale=-0.05),
     given("e4m3", "no scale, lists", heads=24, top_k=130, seq_lens=(100,), score_scale=0.0),
     given("bf16 over e4m3", "lists", top_k=100, seq_lens=(150, 3), heads=64),
     given("bf16 over e4m3 with two scales", "ragged", seq_lens=(70, 5), q_lens=(3, 1)),
@@ -134,7 +140,7 @@ def emulator(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
 @pytest.fixture
 def beside() -> torch.Tensor:
     """Return the words that belong to the workspace, aligned as on a GPU."""
-    words = bytes_beside_workspace(_MOST_BLOCKS) // 4
+    words = bytes_beside_workspace(_MAX_BLOCKS) // 4
     memory = torch.zeros(words + 32, dtype=torch.int32)
     return memory[-memory.data_ptr() % 128 // 4 :][:words]
 
@@ -145,7 +151,7 @@ def decoded(
 ) -> Iterator[Decode]:
     """Return what computes a problem by emulated launches, with the tile for all of its rows."""
     record_launches(monkeypatch, paths=HOPPER)
-    monkeypatch.setattr(mla_plan, "new_plan", new_plan)
+    monkeypatch.setattr(mla_plan, "new_schedule_id", new_schedule_id)
 
     def run(
         given: Emulated, problem: MlaProblem, seed: int, **changes: Any
@@ -159,16 +165,16 @@ def decoded(
 
         monkeypatch.setattr(mla_plan, "device_facts", lambda _: facts)
         monkeypatch.setattr(mla_maps, "encode", encode)
-        for api in (mla_hopper, mla_hopper_packed):
-            monkeypatch.setattr(api, "counters_of", lambda *_: beside.data_ptr())
+        for api in (mla_sm90_launcher, mla_sm90_fp8kv_launcher):
+            monkeypatch.setattr(api, "semaphores_of", lambda *_: beside.data_ptr())
             monkeypatch.setattr(api, "launch", launch)
         # What is right is to the rounding of the kernel that computes it.
         monkeypatch.setattr(MlaProblem, "_hopper", SM_90A)
         workspace = torch.full((1 << 22,), 0xFF, dtype=torch.uint8)
         inputs = problem.inputs(return_lse=True, workspace_buffer=workspace, **changes)
         out, lse = _computed(inputs)
-        assert not beside[: COUNTERS_BYTES // 4].any()
-        assert beside[COUNTERS_BYTES // 4 + 1] == 0  # blocks that missed what is kept
+        assert not beside[: SEMAPHORE_BYTES // 4].any()
+        assert beside[SEMAPHORE_BYTES // 4 + 1] == 0  # blocks that missed what is kept
         return out, lse
 
     with taking_smaller_tiles(monkeypatch, are_taken=False):
@@ -176,7 +182,7 @@ def decoded(
 
 
 @pytest.mark.parametrize(
-    ("kind", "facts", "tile_rows"),
+    ("kind", "facts", "block_m"),
     [
         ("bf16", {"seq_lens": (60,), "q_len": 2, "heads": 33}, 16),
         ("fp16", {"seq_lens": (60, 9), "q_lens": (1, 3), "heads": 17, "with_sinks": True}, 16),
@@ -189,7 +195,7 @@ def decoded(
 def test_little_work_takes_tiles_of_few_rows(
     kind: str,
     facts: dict[str, Any],
-    tile_rows: int,
+    block_m: int,
     decoded: Decode,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -207,17 +213,17 @@ def test_little_work_takes_tiles_of_few_rows(
     with taking_smaller_tiles(monkeypatch, are_taken=True):
         problem.check(*decoded(made, problem, 0))
 
-    assert [spec.ingredients()["tile_rows"] for spec in taken] == [str(tile_rows)]
+    assert [spec.key_fields()["block_m"] for spec in taken] == [str(block_m)]
 
 
-def _computed(inputs: MlaInputs) -> tuple[torch.Tensor, torch.Tensor]:
-    request = check_request(inputs)
+def _computed(inputs: MlaArgs) -> tuple[torch.Tensor, torch.Tensor]:
+    request = check_problem(inputs)
     on_gpu = replace(request, device=torch.device("cuda", 0))
-    call = mla_hopper.prepare_hopper(
-        inputs, on_gpu, 0, replace(current_settings(), mla_kernel="hopper")
+    call = mla_sm90_launcher.make_sm90_launcher(
+        inputs, on_gpu, 0, replace(current_settings(), mla_kernel="sm90")
     )
     assert call is not None
-    out, lse = mla_call._run_on_gpu(replace(call, request=request), inputs, enable_pdl=False)
+    out, lse = mla_call._run_on_gpu(replace(call, problem=request), inputs, enable_pdl=False)
     assert lse is not None
     return out, lse
 
@@ -262,7 +268,7 @@ def test_what_blocks_begin_with_is_kept_while_plan_and_lengths_are_the_same(
     given: Emulated, decoded: Decode, beside: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each block finds its own, or none does; what is found has the bits of what is worked out."""
-    monkeypatch.setattr(mla_plan, "new_plan", lambda: 7)
+    monkeypatch.setattr(mla_plan, "new_schedule_id", lambda: 7)
     problem = given.case.build("cpu")
     lengths = given.case.seq_lens
     other = replace(given.case, seq_lens=(*lengths[1:], lengths[0])).build("cpu")
@@ -276,12 +282,12 @@ def test_what_blocks_begin_with_is_kept_while_plan_and_lengths_are_the_same(
     for repeated in (again, back):
         assert torch.equal(repeated[0], first[0])
         assert torch.equal(repeated[1], first[1])
-    kept = beside[BEGINNINGS_OFFSET // 4 :].view(-1, BEGINNING_BYTES // 4)
+    kept = beside[SCHED_META_OFFSET // 4 :].view(-1, SCHED_META_BYTES // 4)
     kept[:, REQUEST_WORD] = -1  # nothing to do
     out = torch.full_like(first[0], 7.0)
     decoded(given, problem, 4, out=out)
     assert torch.equal(out, torch.full_like(out, 7.0))
-    monkeypatch.setattr(mla_plan, "new_plan", lambda: 8)
+    monkeypatch.setattr(mla_plan, "new_schedule_id", lambda: 8)
     assert torch.equal(decoded(given, problem, 5)[0], first[0])
 
 
@@ -290,7 +296,7 @@ def test_probabilities_may_stay_in_16_bits(
     heads: int, decoded: Decode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where query and cache are in e4m3: the tolerance is that of fp16."""
-    monkeypatch.setenv("MLAGEN_MLA_PROBABILITIES", "fp16")
+    monkeypatch.setenv("MLAGEN_MLA_P_DTYPE", "fp16")
     current_settings.cache_clear()
     made = given("e4m3", "", 2, heads=heads, seq_lens=(300, 17, 0), q_len=2, with_sinks=True)
     problem = made.case.build("cpu")
@@ -300,7 +306,7 @@ def test_probabilities_may_stay_in_16_bits(
     assert problem.math_dtype is torch.float16
 
 
-@pytest.mark.parametrize("kind", ["bf16", "e4m3", PACKED, "packed640"])
+@pytest.mark.parametrize("kind", ["bf16", "e4m3", PACKED, "fp8_per_token"])
 @pytest.mark.parametrize("heads", [4, 16])
 def test_a_hidden_token_with_nan_reaches_no_row_that_may_not_see_it(
     heads: int, kind: str, decoded: Decode

@@ -27,7 +27,7 @@ _COUNTS = torch.ones(2, dtype=torch.int32)
 def h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Have sizes of workspaces be those of a GPU that need not be here."""
     facts = DeviceFacts(index=0, name="", major=9, minor=0, sm_count=132, memory_bytes=0)
-    plans = (mla_plan.plan_call, mla_plan.plan_hopper_call, gqa_plan.plan_gqa_call)
+    plans = (mla_plan.plan_call, mla_plan.plan_mla_sm90_call, gqa_plan.plan_gqa_call)
     for module in (mla_plan, gqa_plan):
         monkeypatch.setattr(module, "arch_of_device", lambda _: Arch(90, "a"))
         monkeypatch.setattr(module, "device_facts", lambda _: facts)
@@ -56,7 +56,7 @@ def fault_of(call: Call, change: dict[str, Any]) -> str | None:
 
 
 @pytest.mark.parametrize("build", CALLS, ids=lambda build: build.__name__.strip("_"))
-def test_an_odd_value_is_used_or_refused(build: Callable[[], Call]) -> None:
+def test_an_odd_value_is_used_or_rejected(build: Callable[[], Call]) -> None:
     """Every argument meets every odd value, and several meet some at once."""
     call = build()
     names = list(call[1])
@@ -88,7 +88,7 @@ def test_an_odd_value_is_used_or_refused(build: Callable[[], Call]) -> None:
     ids=", ".join,
 )
 @pytest.mark.parametrize("is_paged", [True, False], ids=["paged", "dense"])
-def test_what_is_refused_needs_no_memory(change: dict[str, Any], *, is_paged: bool) -> None:
+def test_what_is_rejected_needs_no_memory(change: dict[str, Any], *, is_paged: bool) -> None:
     """Tables and masks of many positions are made after the checks."""
     many, row = 2**29, torch.zeros(1, 1, 1, 576, dtype=torch.bfloat16)
     one = torch.ones(1, dtype=torch.int32)

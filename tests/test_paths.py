@@ -19,7 +19,7 @@ from mlagen.paths import (
     is_regular,
     read_named,
 )
-from mlagen.prewarming.given_file import read_given
+from mlagen.prewarming.files import read_given
 
 CODES = [errno.EIO, errno.ESTALE, errno.EACCES, errno.ETIMEDOUT, errno.ENAMETOOLONG, errno.ELOOP]
 
@@ -45,11 +45,11 @@ def test_a_path_that_cannot_be_asked_is_no_folder(
 ) -> None:
     """Whatever the file system answers is a reason, not an exception."""
 
-    def refuse(*_: object, **__: object) -> None:
+    def reject(*_: object, **__: object) -> None:
         raise OSError(code, os.strerror(code))
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "stat", refuse)
+        patch.setattr(os, "stat", reject)
         found = folder_problem(tmp_path), is_folder(tmp_path), is_regular(tmp_path)
 
     assert found == (os.strerror(code), False, False)
@@ -76,11 +76,11 @@ def test_no_other_kind_than_a_regular_file_is_opened(
     monkeypatch.chdir(tmp_path)
     make(tmp_path / "it")
 
-    def refuse(*_: object, **__: object) -> None:
+    def reject(*_: object, **__: object) -> None:
         raise AssertionError("opened")
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "open", refuse)
+        patch.setattr(os, "open", reject)
         for use in (read_named, lambda path: append_named(path, b"line\n")):
             with pytest.raises(OSError, match=kind):
                 use(tmp_path / "it")
@@ -107,10 +107,10 @@ def test_a_file_is_read_and_appended_to(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(10)
 @pytest.mark.parametrize("read", [lambda path: find_model(str(path)), read_given])
-def test_an_argument_that_names_a_fifo_is_refused(
+def test_an_argument_that_names_a_fifo_is_rejected(
     read: Callable[[Path], object], tmp_path: Path
 ) -> None:
-    """Models, records and tables are read in one way, and each refusal is one line."""
+    """Models, records and tables are read in one way, and each rejection is one line."""
     os.mkfifo(tmp_path / "fifo")
 
     with pytest.raises(ValueError, match=r"expected a readable .*, got a FIFO"):

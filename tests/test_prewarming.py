@@ -21,7 +21,7 @@ from mlagen.spec.kernel import KernelSpec
 ROOT = Path(__file__).resolve().parents[1]
 
 # Two kernels that compile in 0.1 s each.
-SMALL: dict[str, Any] = {"archs": "sm_80", "families": ["combine_splits"], "dtype": "bf16"}
+SMALL: dict[str, Any] = {"archs": "sm_80", "families": ["combine"], "dtype": "bf16"}
 SMALL |= {"kv_lora_rank": [512, 256]}
 
 
@@ -120,7 +120,7 @@ def test_a_kernel_that_fails_keeps_no_other_from_being_built(
     build = engine._build
 
     def fail_at_512(spec: KernelSpec, nvrtc: Any) -> Build:
-        if spec.ingredients()["head_dim_vo"] == "512":
+        if spec.key_fields()["head_dim_vo"] == "512":
             raise mlagen.CompileError("NVRTC: no such thing", log="", source="")
         return build(spec, nvrtc)
 
@@ -128,7 +128,7 @@ def test_a_kernel_that_fails_keeps_no_other_from_being_built(
 
     report = mlagen.prewarm(**SMALL)
 
-    statuses = {unit.spec.ingredients()["head_dim_vo"]: unit.status for unit in report.units}
+    statuses = {unit.spec.key_fields()["head_dim_vo"]: unit.status for unit in report.units}
     assert statuses == {"512": "failed", "256": "built"}
     assert [str(unit.error) for unit in report.units if unit.error] == ["NVRTC: no such thing"]
 
@@ -157,7 +157,7 @@ def test_an_exception_in_the_callback_stops_what_waits(monkeypatch: pytest.Monke
     monkeypatch.setattr(engine, "_build", counted)
 
     with pytest.raises(KeyboardInterrupt):
-        mlagen.prewarm("sm_80,sm_90a", families=["combine_splits"], jobs=1, on_event=interrupt)
+        mlagen.prewarm("sm_80,sm_90a", families=["combine"], jobs=1, on_event=interrupt)
 
     assert 1 <= sum(builds.values()) < 8
 
@@ -201,10 +201,10 @@ def test_an_entry_that_could_not_be_published_is_a_failure(
 ) -> None:
     """A disk that fills up while kernels are built is told kernel by kernel."""
 
-    def refuse(*_: object) -> Path:
+    def reject(*_: object) -> Path:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("mlagen.cache.store.publish", refuse)
+    monkeypatch.setattr("mlagen.cache.store.publish", reject)
 
     report = mlagen.prewarm(**{**SMALL, "kv_lora_rank": 512})
 
@@ -238,7 +238,7 @@ def test_without_nvrtc_what_the_cache_has_is_found(monkeypatch: pytest.MonkeyPat
     assert [unit.status for unit in report.units] == ["hit", "hit"]
 
 
-def test_no_jobs_are_refused() -> None:
+def test_no_jobs_are_rejected() -> None:
     """Somebody has to do the work."""
     with pytest.raises(mlagen.ArgumentError, match=r"^jobs: expected an int, 1 or more, got 0$"):
         mlagen.prewarm(**SMALL, jobs=0)
@@ -248,7 +248,7 @@ def test_prewarming_loads_no_torch() -> None:
     """A build machine without torch can prewarm, and an image build does not wait for it."""
     script = (
         "import sys; sys.modules['torch'] = None; import mlagen; "
-        "report = mlagen.prewarm('sm_80', families=['combine_splits'], kv_lora_rank=512); "
+        "report = mlagen.prewarm('sm_80', families=['combine'], kv_lora_rank=512); "
         "sys.exit(report.totals()['built'] != 2)"
     )
 

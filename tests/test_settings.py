@@ -1,4 +1,4 @@
-"""What each environment variable decides, and what is refused."""
+"""What each environment variable decides, and what is rejected."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_folders_of_ours_may_be_relative_or_start_at_home(
 
 
 @pytest.mark.parametrize("name", ["MLAGEN_CACHE_DIR", "MLAGEN_LOCK_DIR", "MLAGEN_CACHE_RO"])
-def test_a_tilde_that_leads_nowhere_is_refused(name: str) -> None:
+def test_a_tilde_that_leads_nowhere_is_rejected(name: str) -> None:
     """In a container whose user has no name and no home, say."""
     with pytest.raises(ArgumentError, match=f"^{name}: expected a path, got '~no-such-user/x': "):
         read_settings({name: "~no-such-user/x"})
@@ -63,10 +63,10 @@ def test_a_tilde_that_leads_nowhere_is_refused(name: str) -> None:
 def test_without_any_temporary_folder_there_are_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nothing can be written, kernels stay in memory; asking for the place is no error."""
 
-    def refuse() -> None:
+    def reject() -> None:
         raise FileNotFoundError(2, "No usable temporary directory found")
 
-    monkeypatch.setattr(tempfile, "gettempdir", refuse)
+    monkeypatch.setattr(tempfile, "gettempdir", reject)
 
     settings = read_settings({})
 
@@ -101,7 +101,7 @@ def test_the_lock_timeout(text: str, seconds: float) -> None:
 
 
 @pytest.mark.parametrize("text", ["soon", "-1", "inf", "nan"])
-def test_a_lock_timeout_that_is_no_number_of_seconds_is_refused(text: str) -> None:
+def test_a_lock_timeout_that_is_no_number_of_seconds_is_rejected(text: str) -> None:
     """The message names the variable, the rule and the value."""
     with pytest.raises(ArgumentError) as caught:
         read_settings({"MLAGEN_LOCK_TIMEOUT": text})
@@ -122,7 +122,7 @@ def test_the_checks_of_contents(text: str, checks: bool) -> None:
 
 
 @pytest.mark.parametrize("text", ["yes", "2", "true"])
-def test_a_switch_that_is_neither_on_nor_off_is_refused(text: str) -> None:
+def test_a_switch_that_is_neither_on_nor_off_is_rejected(text: str) -> None:
     """The message names the variable, the rule and the value."""
     with pytest.raises(ArgumentError) as caught:
         read_settings({"MLAGEN_CHECK": text})
@@ -132,8 +132,8 @@ def test_a_switch_that_is_neither_on_nor_off_is_refused(text: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "kernel"),
-    [("", "auto"), ("auto", "auto"), ("portable", "portable"), ("hopper", "hopper")],
-    ids=["unset", "auto", "portable", "hopper"],
+    [("", "auto"), ("auto", "auto"), ("sm80", "sm80"), ("sm90", "sm90")],
+    ids=["unset", "auto", "sm80", "sm90"],
 )
 def test_the_kernel_of_mla_calls(text: str, kernel: str) -> None:
     """MLAGEN_MLA_KERNEL names a path."""
@@ -144,8 +144,8 @@ def test_the_kernel_of_mla_calls(text: str, kernel: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "kernel"),
-    [("", "auto"), ("auto", "auto"), ("portable", "portable"), ("hopper", "hopper")],
-    ids=["unset", "auto", "portable", "hopper"],
+    [("", "auto"), ("auto", "auto"), ("sm80", "sm80"), ("sm90", "sm90")],
+    ids=["unset", "auto", "sm80", "sm90"],
 )
 def test_the_kernel_of_grouped_query_calls(text: str, kernel: str) -> None:
     """MLAGEN_GQA_KERNEL names theirs, and only theirs."""
@@ -156,26 +156,26 @@ def test_the_kernel_of_grouped_query_calls(text: str, kernel: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "probabilities"), [("", "auto"), ("auto", "auto"), ("fp16", "fp16")]
+    ("text", "p_dtype_choice"), [("", "auto"), ("auto", "auto"), ("fp16", "fp16")]
 )
-def test_what_probabilities_are_rounded_to(text: str, probabilities: str) -> None:
-    """MLAGEN_MLA_PROBABILITIES says what MLA calls may round them to."""
-    settings = read_settings({"MLAGEN_MLA_PROBABILITIES": text})
+def test_what_probabilities_are_rounded_to(text: str, p_dtype_choice: str) -> None:
+    """MLAGEN_MLA_P_DTYPE says what MLA calls may round them to."""
+    settings = read_settings({"MLAGEN_MLA_P_DTYPE": text})
 
-    assert settings.mla_probabilities == probabilities
+    assert settings.mla_p_dtype == p_dtype_choice
 
 
-def test_probabilities_that_are_none_are_refused() -> None:
+def test_probabilities_that_are_none_are_rejected() -> None:
     """With what there is."""
     with pytest.raises(ArgumentError) as caught:
-        read_settings({"MLAGEN_MLA_PROBABILITIES": "bf16"})
+        read_settings({"MLAGEN_MLA_P_DTYPE": "bf16"})
 
-    assert str(caught.value) == "MLAGEN_MLA_PROBABILITIES: expected auto or fp16, got 'bf16'"
+    assert str(caught.value) == "MLAGEN_MLA_P_DTYPE: expected auto or fp16, got 'bf16'"
 
 
 @pytest.mark.parametrize("name", ["MLAGEN_MLA_KERNEL", "MLAGEN_GQA_KERNEL"])
 @pytest.mark.parametrize("text", ["Hopper", "fast", "auto "])
-def test_a_kernel_that_is_none_is_refused(text: str, name: str) -> None:
+def test_a_kernel_that_is_none_is_rejected(text: str, name: str) -> None:
     """The message names the variable, the words that it may be and the value."""
     with pytest.raises(ArgumentError) as caught:
         read_settings({name: text})
@@ -204,7 +204,7 @@ def test_the_level_of_the_log(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["INFO", "warning", "2", "on"])
-def test_a_level_that_is_none_is_refused(text: str) -> None:
+def test_a_level_that_is_none_is_rejected(text: str) -> None:
     """The message names the variable, the words that it may be and the value."""
     with pytest.raises(ArgumentError) as caught:
         read_settings({"MLAGEN_LOG": text})
@@ -233,7 +233,7 @@ def test_the_largest_size_of_the_cache(text: str, size: int | None) -> None:
 @pytest.mark.parametrize(
     "text", ["-1", "much", "1X", "1 G 2", "inf", "9" * 400], ids="{:.5}".format
 )
-def test_a_size_that_is_none_is_refused(text: str) -> None:
+def test_a_size_that_is_none_is_rejected(text: str) -> None:
     """The message names the variable, the rule and the value."""
     with pytest.raises(ArgumentError) as caught:
         read_settings({"MLAGEN_CACHE_MAX_SIZE": text})
@@ -253,7 +253,7 @@ def test_the_toolchain(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["nvrtc", "nvrtc-13.0", "13.0.88", "newest"])
-def test_a_toolchain_that_is_none_is_refused(text: str) -> None:
+def test_a_toolchain_that_is_none_is_rejected(text: str) -> None:
     """The message names the variable, the rule and the value."""
     with pytest.raises(ArgumentError) as caught:
         read_settings({"MLAGEN_TOOLCHAIN": text})
@@ -273,7 +273,7 @@ def test_whether_calls_may_compile(mode: str) -> None:
     assert read_settings({}).jit == "on"
 
 
-def test_a_jit_mode_that_is_none_is_refused() -> None:
+def test_a_jit_mode_that_is_none_is_rejected() -> None:
     """The message names the variable, the words that it may be and the value."""
     with pytest.raises(ArgumentError) as caught:
         read_settings({"MLAGEN_JIT": "never"})

@@ -90,7 +90,7 @@ def test_what_is_returned_is_plain(
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_is_none_is_refused(
+def test_what_is_none_is_rejected(
     convert: Callable[[Any, str], object], given: object, message: str
 ) -> None:
     """The message names argument, rule and value."""

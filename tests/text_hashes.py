@@ -22,6 +22,7 @@ from typing import Any
 from mlagen.codegen.render import render
 from mlagen.compiler.nvrtc import compile_source
 from mlagen.compiler.toolchain import find_nvrtc
+from mlagen.errors import MlagenError
 from mlagen.spec.arch import ARCHS
 from mlagen.spec.families import specs_of
 from mlagen.spec.kernel import KernelSpec
@@ -45,9 +46,12 @@ def text_sections(cubin: bytes) -> dict[str, bytes]:
 
 
 def hash_of(spec: KernelSpec) -> str:
-    """Compile a kernel and return the SHA-256 of its instructions."""
-    sections = text_sections(compile_source(render(spec), spec.arch, find_nvrtc()).code)
-    (text,) = sections.values()
+    """Compile a kernel and return the SHA-256 of its instructions, or the first error."""
+    try:
+        cubin = compile_source(render(spec), spec.arch, find_nvrtc()).code
+    except MlagenError as error:  # the processes of a pool cannot hand it on
+        return str(error)
+    (text,) = text_sections(cubin).values()
     return hashlib.sha256(text).hexdigest()
 
 
@@ -64,7 +68,9 @@ def main(arguments: list[str] | None = None) -> int:
     nvrtc = str(find_nvrtc())
     before = json.loads(chosen.against.read_text()) if chosen.against else None
     if before and before["nvrtc"] != nvrtc:
-        print(f"--against: expected hashes of {nvrtc}, got those of {before['nvrtc']}")
+        sys.stderr.write(
+            f"--against: expected hashes of {nvrtc}, got those of {before['nvrtc']}" + "\n"
+        )
         return 2
     todo = {
         f"{arch} {index}": spec
@@ -81,13 +87,14 @@ def main(arguments: list[str] | None = None) -> int:
         for done, ((place, spec), text) in enumerate(zip(todo.items(), hashes, strict=True), 1):
             kernels[place] = {"spec": str(spec), "text": text}
             if before and before["kernels"][place]["text"] != text:
-                changed.append(f"{before['kernels'][place]['spec']}\n  now {spec}")
+                changed.append(f"{before['kernels'][place]['spec']}\n  now {spec}: {text}")
             if done % 100 == 0:
-                print(f"{done} of {len(todo)}, {len(changed)} changed", file=sys.stderr, flush=True)
+                sys.stderr.write(f"{done} of {len(todo)}, {len(changed)} changed" + "\n")
     if chosen.out:
         chosen.out.write_text(json.dumps({"nvrtc": nvrtc, "kernels": kernels}, indent=0) + "\n")
-    print("\n".join(changed))
-    print(f"{nvrtc}: {len(todo)} kernels, {len(changed)} changed")
+    sys.stdout.write(
+        "\n".join([*changed, f"{nvrtc}: {len(todo)} kernels, {len(changed)} changed", ""])
+    )
     return 1 if changed else 0
 
 

@@ -41,7 +41,7 @@ def with_steps(problem: MlaProblem, steps: str) -> MlaProblem:
     are multiplied, for tolerances are absolute where these are small.
     """
     case = problem.case
-    assert case.kv_format == "packed656"
+    assert case.kv_format == "fp8_ds_mla"
     assert case.q_len == 1
     rank = case.kv_lora_rank
     query, cache = problem.query.clone(), problem.kv_cache.clone()

@@ -19,7 +19,7 @@ FAMILIES = ("mla", "gqa")
 KV_LORA_RANK = 512
 QK_ROPE_HEAD_DIM = 64
 
-_MOST_INPUT_SETS = 1024
+_MAX_INPUT_SETS = 1024
 _SEED = 0
 
 
@@ -128,4 +128,4 @@ class Case:
 
         Together they are 8 times the cache; or 1024, in calls so small that this takes more.
         """
-        return min(max(1, -(-8 * l2_bytes // self.moved_bytes)), _MOST_INPUT_SETS)
+        return min(max(1, -(-8 * l2_bytes // self.moved_bytes)), _MAX_INPUT_SETS)

@@ -20,7 +20,7 @@ def flashinfer_version() -> str:
 
 
 def flashinfer_call(inputs: Inputs, backend: str) -> Call:
-    """Return FlashInfer's call for the case; what it refuses, it refuses here or when called.
+    """Return FlashInfer's call for the case; what it rejects, it rejects here or when called.
 
     ``backend`` is that of ``BatchMLAPagedAttentionWrapper``. Its plan is made here, and only its
     runs are calls.

@@ -21,7 +21,7 @@ _CEILINGS = (("bf16_tflop_s", "bf16", "-"), ("fp8_tflop_s", "e4m3", "--"))
 
 
 def require_plot(path: Path) -> None:
-    """Refuse a plot that could not be written, before anything is measured for it.
+    """Reject a plot that could not be written, before anything is measured for it.
 
     Raises
     ------

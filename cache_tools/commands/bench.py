@@ -158,7 +158,7 @@ def _machine(flashinfer_backend: str | None) -> Machine:
     gpus = visible_devices()
     if not gpus:
         raise UnsupportedError("device: expected a GPU to measure, got none")
-    arch_of_capability(gpus[0].major, gpus[0].minor)  # which refuses what no kernel is made for
+    arch_of_capability(gpus[0].major, gpus[0].minor)  # which rejects what no kernel is made for
     import torch
 
     if not torch.cuda.is_available():

@@ -16,7 +16,7 @@ from ..report import count_text, json_option, print_json, size_text
 @click.pass_context
 def clear(ctx: click.Context, /, *, yes: bool, as_json: bool) -> None:
     """Remove every cached kernel and everything in quarantine."""
-    from mlagen.cache.opening import kernel_store
+    from mlagen.cache.default_store import kernel_store
 
     store = kernel_store()
     entries = list(store.entries())

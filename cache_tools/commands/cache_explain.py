@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..differences import kernel_of, own_key, print_differences
-from ..entries import entry_of, require_sound
+from ..entries import entry_of, require_valid
 from ..report import (
     SHORT_KEY,
     json_option,
@@ -32,11 +32,11 @@ def explain(*, first: str, second: str, as_json: bool) -> None:
     Six hex digits or more of each KEY; where several compilers made it, KEY/TOOLCHAIN. Compared
     are what they were made of, and what ptxas and the clock said.
     """
-    from mlagen.cache.opening import kernel_store
+    from mlagen.cache.default_store import kernel_store
 
     store = kernel_store()
     pair = [entry_of(store, name) for name in (first, second)]
-    documents = [require_sound(store, stored) for stored in pair]
+    documents = [require_valid(store, stored) for stored in pair]
     keys = [own_key(stored) for stored in pair]
     found = keys[0].differences(keys[1])
     mine, theirs = map(_facts, documents)

@@ -44,7 +44,7 @@ def export(
     """
     from mlagen import __version__
     from mlagen.cache.bundle_writing import export_bundle
-    from mlagen.cache.opening import kernel_store
+    from mlagen.cache.default_store import kernel_store
     from mlagen.cache.wheel import export_wheel
 
     if version is not None and name is None:

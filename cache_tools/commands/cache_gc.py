@@ -17,7 +17,7 @@ def gc(*, as_json: bool) -> None:
     few, and the longest unused kernels where all together are larger than MLAGEN_CACHE_MAX_SIZE.
     Each process does the same now and then, after it compiled.
     """
-    from mlagen.cache.opening import kernel_store
+    from mlagen.cache.default_store import kernel_store
 
     store = kernel_store()
     collected = store.collect()

@@ -55,7 +55,7 @@ def ls(*, sort: str, layers: bool, as_json: bool, **chosen: Any) -> None:
 
     Manifests are read and not checked: mlagen cache verify finds what was altered.
     """
-    from mlagen.cache.opening import kernel_store
+    from mlagen.cache.default_store import kernel_store
 
     store, choice = kernel_store(), Choice(**chosen)
     # One at a time: what thousands of manifests hold besides is let go as soon as it is read.
@@ -78,8 +78,8 @@ class _Line(NamedTuple):
 
 def _line(stored: StoredEntry) -> _Line:
     entry = document_of(stored)
-    is_sound = entry["problem"] is None
-    return _Line(entry, kernel_columns(entry["family"], entry["spec"]) if is_sound else {})
+    is_valid = entry["problem"] is None
+    return _Line(entry, kernel_columns(entry["family"], entry["spec"]) if is_valid else {})
 
 
 def _name(line: _Line) -> list[tuple[int, int, str]]:

@@ -48,7 +48,7 @@ def prune(
     that they name may go; without any other option, these do. Nothing is asked, and read-only
     layers are never touched.
     """
-    from mlagen.cache.opening import kernel_store
+    from mlagen.cache.default_store import kernel_store
     from mlagen.settings import read_size
 
     max_bytes = None if max_size is None else read_size("max-size", max_size)

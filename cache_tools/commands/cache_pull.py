@@ -17,7 +17,7 @@ from ..report import json_option
 @click.argument("url")
 @import_options
 @json_option
-def pull(*, url: str, most_bytes: int, **options: Any) -> None:
+def pull(*, url: str, max_bytes: int, **options: Any) -> None:
     """Add the kernels of the bundle at URL to the cache.
 
     It is downloaded to the temporary folder, and then all that `mlagen cache import` says holds.
@@ -25,5 +25,5 @@ def pull(*, url: str, most_bytes: int, **options: Any) -> None:
     """
     with tempfile.TemporaryFile() as file:  # it has no name, and whatever happens is not left over
         with byte_progress(f"downloading {shown(url)}") as on_progress:
-            download(url, file, most_bytes, on_progress)
-        take_in(file, shown(url), most_bytes=most_bytes, **options)
+            download(url, file, max_bytes, on_progress)
+        take_in(file, shown(url), max_bytes=max_bytes, **options)

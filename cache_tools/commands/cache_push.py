@@ -27,7 +27,7 @@ def push(*, url: str, keys: tuple[str, ...], layers: bool, as_json: bool, **filt
     credentials as ever.
     """
     from mlagen.cache.bundle_writing import write_bundle
-    from mlagen.cache.opening import kernel_store
+    from mlagen.cache.default_store import kernel_store
 
     chosen = chosen_entries(kernel_store(), keys, Choice(**filters), layers=layers)
     with tempfile.TemporaryFile() as file:

@@ -24,7 +24,7 @@ def rm(*, keys: tuple[str, ...], as_json: bool) -> None:
     Six hex digits or more of each; KEY/TOOLCHAIN is what one of several compilers made. Nothing is
     removed unless every KEY stands for exactly one kernel, which no read-only layer holds.
     """
-    from mlagen.cache.opening import kernel_store
+    from mlagen.cache.default_store import kernel_store
 
     store = kernel_store()
     found = {stored.path: stored for key in keys for stored in entries_of(store, key)}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..entries import entries_of, require_sound
+from ..entries import entries_of, require_valid
 from ..report import (
     json_option,
     kernel_text,
@@ -45,14 +45,14 @@ def show(*, key: str, as_json: bool, **parts: bool) -> None:
     Six hex digits or more; where several compilers made it, all are shown, or that of
     KEY/TOOLCHAIN. Every file is checked against its digest first.
     """
-    from mlagen.cache.opening import kernel_store
+    from mlagen.cache.default_store import kernel_store
 
     chosen = [name for name in _PARTS if parts[name]]
     if len(chosen) > 1:
         raise click.UsageError(f"part: expected one, got --{' and --'.join(chosen)}")
     part = chosen[0] if chosen else None
     store = kernel_store()
-    found = [(stored, require_sound(store, stored)) for stored in entries_of(store, key)]
+    found = [(stored, require_valid(store, stored)) for stored in entries_of(store, key)]
     if as_json:
         print_json({"entries": [document | _part(stored, part) for stored, document in found]})
     elif part is not None:

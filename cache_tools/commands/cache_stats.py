@@ -30,8 +30,8 @@ def stats(*, as_json: bool) -> None:
     Counted are those of the read-only layers too. Ages and sizes beside the table are of the cache
     folder alone.
     """
+    from mlagen.cache.default_store import kernel_store
     from mlagen.cache.layout import Layout
-    from mlagen.cache.opening import kernel_store
     from mlagen.codegen.sources import template_digest
     from mlagen.settings import current_settings
 
@@ -71,10 +71,10 @@ def _seen(end: tuple[str, str] | None) -> dict[str, str] | None:
 
 def _aside(layout: Layout) -> dict[str, dict[str, int]]:
     """Return what lies in the cache folder besides entries."""
-    from mlagen.cache.disposal import leftovers
-    from mlagen.cache.refusals import refusals
+    from mlagen.cache.errors import rejections
+    from mlagen.cache.quarantine import leftovers
 
-    with refusals(layout.root):
+    with rejections(layout.root):
         found = leftovers(layout)
     return {
         "quarantine": {"entries": len(found.quarantined), "size_bytes": sum(found.quarantined)},

@@ -27,7 +27,7 @@ def verify(ctx: click.Context, /, *, quarantine: bool, layers: bool, as_json: bo
 
     Exits with 1 if something is bad, moved away or not. What is bad in a read-only layer stays.
     """
-    from mlagen.cache.opening import kernel_store
+    from mlagen.cache.default_store import kernel_store
 
     store = kernel_store()
     entries = list(store.entries(layers=layers))

@@ -11,7 +11,7 @@ import click
 from mlagen.errors import CacheError
 
 from ..differences import Difference, kernel_of, nearest_of, own_key, print_differences
-from ..entries import document_of, entry_of, require_sound
+from ..entries import document_of, entry_of, require_valid
 from ..exit_codes import DONE, FAILED
 from ..report import SHORT_KEY, json_option, print_json
 
@@ -41,14 +41,14 @@ class _Answer:
 def why(ctx: click.Context, /, *, kernel: str, as_json: bool) -> None:
     """Say why a kernel is not found, or why it was compiled.
 
-    SPEC is a kernel as messages and logs name it, such as 'combine_splits(arch=sm_90a, dtype=bf16,
-    head_dim_vo=512)'. Where it is not found, its ingredients are compared with those of the
+    SPEC is a kernel as messages and logs name it, such as 'combine(arch=sm_90a, dtype=bf16,
+    head_dim_vo=512)'. Where it is not found, its key_fields are compared with those of the
     nearest kernel that is cached. Exits with 1 then.
 
     KEY is six hex digits or more of a cached kernel, which is compared with the nearest one that
     was there before. Nothing is changed, a damaged kernel stays where it is.
     """
-    from mlagen.cache.opening import kernel_store
+    from mlagen.cache.default_store import kernel_store
 
     store = kernel_store()
     is_key = _KEY.fullmatch(kernel) is not None
@@ -84,7 +84,7 @@ def _of_spec(store: KernelStore, text: str) -> _Answer:
 
 def _of_key(store: KernelStore, name: str) -> _Answer:
     stored = entry_of(store, name)
-    created = require_sound(store, stored)["created"]
+    created = require_valid(store, stored)["created"]
     before = (
         other
         for other in store.entries(layers=True)
@@ -140,7 +140,7 @@ def _print_origin(answer: _Answer) -> None:
 
 
 def _print_nearest(answer: _Answer, one: str) -> None:
-    family = dict(answer.key.ingredients)["family"]
+    family = dict(answer.key.key_fields)["family"]
     if answer.nearest is None:
         click.echo(f"no other {family} is cached to compare with")
         return

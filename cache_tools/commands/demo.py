@@ -118,7 +118,7 @@ def _prewarm(archs: str) -> PrewarmReport:
 
 
 # The kernels that the call takes, on one GPU or another.
-_FAMILIES = ("mla_decode", "mla_hopper", "combine_splits")
+_FAMILIES = ("mla_sm80", "mla_sm90", "combine")
 _KERNELS: dict[str, Any] = {
     "dtype": "bf16",
     "kv_dtype": "bf16",
@@ -265,7 +265,7 @@ def _document(
     result: dict[str, Any],
     report: PrewarmReport,
 ) -> dict[str, Any]:
-    from mlagen.cache.opening import kernel_store
+    from mlagen.cache.default_store import kernel_store
     from mlagen.engine import key_of
 
     kernels = []
@@ -278,7 +278,7 @@ def _document(
             {
                 "key": unit.key,
                 "family": unit.spec.family,
-                "spec": unit.spec.ingredients(),
+                "spec": unit.spec.key_fields(),
                 "compile_ms": facts["compile_ms"],
                 **resource_columns(facts["resources"], facts["kernel"]["dynamic_shared_bytes"]),
                 "cubin_bytes": len(entry.cubin),

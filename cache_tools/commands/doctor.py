@@ -122,7 +122,7 @@ def _cache(problems: list[str]) -> dict[str, Any]:
 
 def _layers(problems: list[str]) -> list[dict[str, Any]]:
     """Return the read-only layers; calls pass one by that is not there or cannot be read."""
-    from mlagen.cache.opening import packaged_layers
+    from mlagen.cache.default_store import packaged_layers
     from mlagen.settings import current_settings
 
     settings = current_settings()

@@ -153,7 +153,7 @@ def _named_kernels(
 def _bundled(report: PrewarmReport, target: Path) -> Packed:
     """Write the kernels of a report, and no others, into a bundle."""
     from mlagen.cache.bundle_writing import export_bundle
-    from mlagen.cache.opening import kernel_store
+    from mlagen.cache.default_store import kernel_store
     from mlagen.errors import ArgumentError, CacheError
 
     if not report.units:

@@ -9,7 +9,7 @@ import click
 
 from mlagen.cache.files import DamageError
 
-from ..entries import facts_of
+from ..entries import tensor_signature
 from ..entry_options import (
     Choice,
     arch_option,
@@ -54,7 +54,7 @@ def resources(
     Registers, spills, stack and shared memory are what ptxas said when the kernel was compiled;
     sizes are in bytes.
     """
-    from mlagen.cache.opening import kernel_store
+    from mlagen.cache.default_store import kernel_store
 
     store, choice = kernel_store(), Choice(**chosen)
     kernels: list[dict[str, Any]] = []
@@ -86,7 +86,7 @@ def resources(
 
 
 def _kernels_of(stored: StoredEntry) -> Iterator[dict[str, Any]]:
-    facts = facts_of(stored)
+    facts = tensor_signature(stored)
     for kernel in facts["resources"]:
         spills = {name: kernel[name] for name in ("spill_store_bytes", "spill_load_bytes")}
         shared = {

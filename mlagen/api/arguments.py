@@ -9,7 +9,7 @@ import torch
 from mlagen.spec.dtype import DType
 from mlagen.values import (
     INT32_MAX,
-    refuse,
+    reject,
     require_choice,
     require_flag,
     require_float32,
@@ -28,7 +28,7 @@ __all__ = [
     "plain_pdl",
     "plain_scale",
     "plain_sinks",
-    "refuse",
+    "reject",
     "require",
     "require_aligned",
     "require_aligned_pointer",
@@ -72,78 +72,78 @@ ALIGNMENT_BYTES = 16
 def require(condition: bool, argument: str, expected: object, got: object) -> None:
     """Raise :class:`ArgumentError` naming the argument, the rule and the value."""
     if not condition:
-        refuse(argument, expected, got)
+        reject(argument, expected, got)
 
 
 def require_tensor(value: object, argument: str) -> torch.Tensor:
     """Return ``value`` if it is a tensor."""
     if not isinstance(value, torch.Tensor):
-        refuse(argument, "a torch.Tensor", type(value).__name__)
+        reject(argument, "a torch.Tensor", type(value).__name__)
     return value
 
 
 def require_device(tensor: torch.Tensor, argument: str, device: torch.device) -> None:
-    """Refuse a tensor that is not on the query's device."""
+    """Reject a tensor that is not on the query's device."""
     require(tensor.device == device, f"{argument}.device", f"{device} (of query)", tensor.device)
 
 
 def require_dtype(
     tensor: torch.Tensor, argument: str, allowed: Sequence[torch.dtype], why: str = ""
 ) -> None:
-    """Refuse a tensor whose dtype is not among ``allowed``."""
+    """Reject a tensor whose dtype is not among ``allowed``."""
     if tensor.dtype not in allowed:
         rule = " or ".join(map(str, allowed))
-        refuse(f"{argument}.dtype", f"{rule} ({why})" if why else rule, tensor.dtype)
+        reject(f"{argument}.dtype", f"{rule} ({why})" if why else rule, tensor.dtype)
 
 
 def require_shape(
     tensor: torch.Tensor, argument: str, allowed: Sequence[tuple[int, ...]], why: str = ""
 ) -> None:
-    """Refuse a tensor whose shape is not among ``allowed``."""
+    """Reject a tensor whose shape is not among ``allowed``."""
     if tuple(tensor.shape) not in allowed:
         rule = " or ".join(str(list(shape)) for shape in dict.fromkeys(allowed))
-        refuse(f"{argument}.shape", f"{rule} ({why})" if why else rule, list(tensor.shape))
+        reject(f"{argument}.shape", f"{rule} ({why})" if why else rule, list(tensor.shape))
 
 
 def require_dims(tensor: torch.Tensor, argument: str, allowed: Sequence[int]) -> None:
-    """Refuse a tensor with another number of dimensions."""
+    """Reject a tensor with another number of dimensions."""
     if tensor.dim() not in allowed:
-        refuse(f"{argument}.ndim", " or ".join(map(str, allowed)), tensor.dim())
+        reject(f"{argument}.ndim", " or ".join(map(str, allowed)), tensor.dim())
 
 
 def require_contiguous(tensor: torch.Tensor, argument: str) -> None:
-    """Refuse a tensor with gaps or reordered dimensions."""
+    """Reject a tensor with gaps or reordered dimensions."""
     if not tensor.is_contiguous():
         rule = f"no gaps in shape {list(tensor.shape)}"
-        refuse(f"{argument} must be contiguous", rule, f"strides {tensor.stride()}")
+        reject(f"{argument} must be contiguous", rule, f"strides {tensor.stride()}")
 
 
 def require_dense_last_dim(tensor: torch.Tensor, argument: str) -> None:
-    """Refuse a tensor whose last dimension has gaps."""
+    """Reject a tensor whose last dimension has gaps."""
     if tensor.stride(-1) != 1 and tensor.shape[-1] != 1:
-        refuse(f"{argument}.stride(-1)", 1, tensor.stride(-1))
+        reject(f"{argument}.stride(-1)", 1, tensor.stride(-1))
 
 
 def require_aligned(tensor: torch.Tensor, argument: str) -> None:
-    """Refuse a tensor whose rows do not begin at whole 16-byte addresses."""
+    """Reject a tensor whose rows do not begin at whole 16-byte addresses."""
     elements = ALIGNMENT_BYTES // tensor.element_size()
     for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         if dim != tensor.dim() - 1 and size > 1 and stride % elements:
-            refuse(f"{argument}.stride({dim})", f"a multiple of {elements}", stride)
+            reject(f"{argument}.stride({dim})", f"a multiple of {elements}", stride)
 
 
 def require_aligned_pointer(tensor: torch.Tensor, argument: str) -> None:
-    """Refuse a tensor that does not begin at a whole 16-byte address."""
+    """Reject a tensor that does not begin at a whole 16-byte address."""
     if tensor.data_ptr() % ALIGNMENT_BYTES:
         excess = f"{tensor.data_ptr() % ALIGNMENT_BYTES} more than one"
-        refuse(f"{argument}.data_ptr()", f"a multiple of {ALIGNMENT_BYTES}", excess)
+        reject(f"{argument}.data_ptr()", f"a multiple of {ALIGNMENT_BYTES}", excess)
 
 
 def require_strides(tensor: torch.Tensor, argument: str, like: torch.Tensor, of: str) -> None:
-    """Refuse a tensor of the shape of ``like`` that lies otherwise; axes of size 1 do not count."""
+    """Reject a tensor of the shape of ``like`` that lies otherwise; axes of size 1 do not count."""
     pairs = zip(tensor.shape, tensor.stride(), like.stride(), strict=True)
     if any(size > 1 and own != other for size, own, other in pairs):
-        refuse(f"{argument}.stride()", f"{like.stride()} (of {of})", tensor.stride())
+        reject(f"{argument}.stride()", f"{like.stride()} (of {of})", tensor.stride())
 
 
 def token_stride(tensor: torch.Tensor, q_len: int) -> int:
@@ -152,7 +152,7 @@ def token_stride(tensor: torch.Tensor, q_len: int) -> int:
 
 
 def check_token_stride(tensor: torch.Tensor, argument: str) -> None:
-    """Refuse ``[batch, q_len, ...]`` whose query tokens are not all equally far apart.
+    """Reject ``[batch, q_len, ...]`` whose query tokens are not all equally far apart.
 
     Raises
     ------
@@ -171,7 +171,7 @@ def check_token_stride(tensor: torch.Tensor, argument: str) -> None:
 
 
 def require_index(tensor: torch.Tensor, argument: str, device: torch.device) -> None:
-    """Refuse a tensor that is not 32-bit integers on ``device``."""
+    """Reject a tensor that is not 32-bit integers on ``device``."""
     require_device(tensor, argument, device)
     require_dtype(tensor, argument, INDEX_DTYPES)
 
@@ -208,14 +208,14 @@ def require_floats(
 
 
 def require_workspace(value: object, argument: str, device: torch.device) -> None:
-    """Refuse what is no dense tensor on ``device``; its size is for the plan to say."""
+    """Reject what is no dense tensor on ``device``; its size is for the plan to say."""
     workspace = require_tensor(value, argument)
     require_device(workspace, argument, device)
     require_contiguous(workspace, argument)
 
 
 def require_scale(scale: object, argument: str, device: torch.device) -> None:
-    """Refuse a scale that is neither a number of float32 nor one fp32 element on ``device``.
+    """Reject a scale that is neither a number of float32 nor one fp32 element on ``device``.
 
     An infinity or a NaN is such a number, and does to the result what arithmetic says.
     """

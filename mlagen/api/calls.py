@@ -13,9 +13,9 @@ from mlagen.engine import kernel_for
 from mlagen.errors import UnsupportedError
 from mlagen.runtime.launch import Launch, launch
 from mlagen.runtime.loader import LoadedKernel
-from mlagen.runtime.plan import DecodePlan
-from mlagen.spec.combine import CombineSplitsSpec
-from mlagen.spec.kernel import KernelSpec, packed_integers
+from mlagen.runtime.plan import Sm80Plan
+from mlagen.spec.combine import CombineSpec
+from mlagen.spec.kernel import KernelSpec, pack_scalars
 
 _LINE_BYTES = 128  # of L2
 
@@ -65,7 +65,7 @@ class CombineCall:
 
 
 def combine_call(
-    spec: CombineSplitsSpec, plan: DecodePlan, *, tokens: int, heads: int, device: int
+    spec: CombineSpec, plan: Sm80Plan, *, tokens: int, heads: int, device: int
 ) -> CombineCall | None:
     """Return how the splits of ``plan`` are combined on GPU ``device``; None if there is one."""
     if plan.splits == 1:
@@ -73,15 +73,15 @@ def combine_call(
     return CombineCall(
         kernel=kernel_for(spec, device),
         blocks=tokens * heads * spec.slices,
-        layout=packed_integers(
-            spec, {"total_rows": tokens * heads, "heads": heads, "splits": plan.splits}
+        layout=pack_scalars(
+            spec, {"total_rows": tokens * heads, "heads": heads, "num_splits": plan.splits}
         ),
         lse_offset=plan.partial_rows * spec.head_dim_vo * 4,
     )
 
 
 def require_gpu(device: torch.device, query: str) -> int:
-    """Return the index of the GPU; a device that is neither that nor the CPU is refused.
+    """Return the index of the GPU; a device that is neither that nor the CPU is rejected.
 
     Raises
     ------
@@ -112,7 +112,7 @@ def scratch_offset(workspace: torch.Tensor, argument: str, needed: int) -> int:
     return (given - needed) // _LINE_BYTES * _LINE_BYTES
 
 
-def facts_of(value: object) -> Hashable:
+def tensor_signature(value: object) -> Hashable:
     """Return what a check may depend on: the form of a tensor, else the type."""
     if isinstance(value, torch.Tensor):
         return value.shape, value.stride(), value.dtype, value.get_device()
@@ -140,7 +140,7 @@ def rounded_up(length: int) -> int:
     return min(up, INT32_MAX) if length <= INT32_MAX else up  # what is longer is rejected
 
 
-def length_form(length: object) -> Hashable:
+def length_signature(length: object) -> Hashable:
     """Return what a length that is no plain int is remembered by.
 
     Raises

@@ -15,20 +15,20 @@ _logger = logging.getLogger("mlagen")
 
 
 def decline(why: Callable[[], UnsupportedError], *, is_forced: bool) -> None:
-    """Log why a Hopper kernel leaves a call to the portable one, or raise if it may not."""
+    """Log why a sm90 kernel leaves a call to the portable one, or raise if it may not."""
     if is_forced:
         raise why()
     if _logger.isEnabledFor(logging.DEBUG):
-        _, _, reason = str(why()).partition("=hopper: ")
+        _, _, reason = str(why()).partition("=sm90: ")
         log_declined(reason)
 
 
 def log_declined(reason: str) -> None:
-    """Log why a call takes the portable kernel."""
-    _logger.debug("planning: portable kernel: %s", reason)
+    """Log why a call takes the sm80 kernel."""
+    _logger.debug("planning: sm80 kernel: %s", reason)
 
 
-def log_choice(spec: Any, plan: Any, *, requests: int, rows: int, longest_kv: int) -> None:
+def log_choice(spec: Any, plan: Any, *, requests: int, rows: int, max_kv_len: int) -> None:
     """Log what a call takes, and what that follows from.
 
     Parameters
@@ -39,25 +39,25 @@ def log_choice(spec: Any, plan: Any, *, requests: int, rows: int, longest_kv: in
         Sequences; of a sparse call query tokens.
     rows : int
         Query tokens of a request, times the heads that share a KV head.
-    longest_kv : int
+    max_kv_len : int
         Tokens that a row may attend to, at the most.
     """
     if not _logger.isEnabledFor(logging.DEBUG):
         return
-    tile_rows = spec.tile_rows if hasattr(spec, "tile_rows") else spec.tile.tile_rows
-    if rows <= tile_rows:
+    block_m = spec.block_m if hasattr(spec, "block_m") else spec.tile.block_m
+    if rows <= block_m:
         why = "one tile holds them"
-    elif tile_rows in dict(getattr(spec, "smaller_tiles", ())):
-        why = f"{-(-rows // tile_rows)} small tiles occupy more SMs, as there is little KV"
+    elif block_m in dict(getattr(spec, "smaller_tiles", ())):
+        why = f"{-(-rows // block_m)} small tiles occupy more SMs, as there is little KV"
     else:
-        why = f"{-(-rows // tile_rows)} of the largest tiles"
+        why = f"{-(-rows // block_m)} of the largest tiles"
     facts = ", ".join(f"{name} {value}" for name, value in vars(plan).items() if name != "blocks")
     _logger.debug("planning: kernel %s", spec)
-    _logger.debug("planning: tile of %d rows for requests of %d rows: %s", tile_rows, rows, why)
+    _logger.debug("planning: tile of %d rows for requests of %d rows: %s", block_m, rows, why)
     _logger.debug(
         "planning: grid of %d CTAs for %d requests of up to %d KV tokens: %s",
         plan.blocks,
         requests,
-        longest_kv,
+        max_kv_len,
         facts,
     )

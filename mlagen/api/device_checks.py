@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import torch
 
-from mlagen.api.arguments import refuse
+from mlagen.api.arguments import reject
 from mlagen.errors import CaptureError
 from mlagen.runtime.capture import is_capturing
 
 
 def require_no_capture(tensor: torch.Tensor) -> None:
-    """Refuse to wait for a device whose work is being captured.
+    """Reject to wait for a device whose work is being captured.
 
     Raises
     ------
@@ -43,10 +43,10 @@ def query_lengths(
     known = ends.cpu().long()
     first, last = int(known[0]), int(known[-1])
     if first != 0:
-        refuse(f"{argument}[0]", 0, first)
+        reject(f"{argument}[0]", 0, first)
     if last > tokens or (last < tokens and not may_have_more):
         rule = f"{tokens} (tokens of query)" + (" or less" if may_have_more else "")
-        refuse(f"{argument}[-1]", rule, last)
+        reject(f"{argument}[-1]", rule, last)
     return _lengths(known, argument)
 
 
@@ -69,15 +69,15 @@ def check_seq_lens(
     """
     known = seq_lens.cpu().long()
     if (position := _first(known < 0)) is not None:
-        refuse(f"{argument}[{position}]", "0 or more", int(known[position]))
+        reject(f"{argument}[{position}]", "0 or more", int(known[position]))
     if capacity is not None:
         most = torch.as_tensor(capacity).expand_as(known)
         if (position := _first(known > most)) is not None:
             rule = f"{int(most[position])} (what its block table holds) or less"
-            refuse(f"{argument}[{position}]", rule, int(known[position]))
+            reject(f"{argument}[{position}]", rule, int(known[position]))
     if q_lens is not None and (position := _first((known > 0) & (known < q_lens))) is not None:
         rule = f"0, or {int(q_lens[position])} (its query tokens) or more"
-        refuse(f"{argument}[{position}]", rule, int(known[position]))
+        reject(f"{argument}[{position}]", rule, int(known[position]))
     return known
 
 
@@ -89,7 +89,7 @@ def check_page_ids(
     page_size: int,
     num_pages: int,
 ) -> None:
-    """Refuse ids in ``block_tables[batch, max_pages]`` that are used and are no pages.
+    """Reject ids in ``block_tables[batch, max_pages]`` that are used and are no pages.
 
     Raises
     ------
@@ -102,7 +102,7 @@ def check_page_ids(
     is_wild = is_used & ((known < 0) | (known >= num_pages))
     if (at := _first(is_wild)) is not None:
         request, position = divmod(at, known.shape[1])
-        _refuse_page(f"{argument}[{request}, {position}]", num_pages, int(known[request, position]))
+        _reject_page(f"{argument}[{request}, {position}]", num_pages, int(known[request, position]))
 
 
 def check_flat_page_ids(
@@ -114,7 +114,7 @@ def check_flat_page_ids(
     page_size: int,
     num_pages: int,
 ) -> None:
-    """Refuse ids in ``page_ids`` that are used and are no pages.
+    """Reject ids in ``page_ids`` that are used and are no pages.
 
     Raises
     ------
@@ -128,7 +128,7 @@ def check_flat_page_ids(
         own = known[first : first - (-length // page_size)]
         if (position := _first((own < 0) | (own >= num_pages))) is not None:
             where = f"{argument}[{first + position}] (request {request}, page {position})"
-            _refuse_page(where, num_pages, int(own[position]))
+            _reject_page(where, num_pages, int(own[position]))
 
 
 def table_capacity(
@@ -143,9 +143,9 @@ def table_capacity(
     """
     known = starts.cpu().long()
     if int(known[0]) < 0:
-        refuse(f"{argument}[0]", "0 or more", int(known[0]))
+        reject(f"{argument}[0]", "0 or more", int(known[0]))
     if int(known[-1]) > page_ids:
-        refuse(f"{argument}[-1]", f"{page_ids} (page ids) or less", int(known[-1]))
+        reject(f"{argument}[-1]", f"{page_ids} (page ids) or less", int(known[-1]))
     return _lengths(known, argument) * page_size
 
 
@@ -154,12 +154,12 @@ def _lengths(ends: torch.Tensor, argument: str) -> torch.Tensor:
     lengths = ends.diff()
     if (position := _first(lengths < 0)) is not None:
         rule = f"{int(ends[position])} or more ({argument}[{position}])"
-        refuse(f"{argument}[{position + 1}]", rule, int(ends[position + 1]))
+        reject(f"{argument}[{position + 1}]", rule, int(ends[position + 1]))
     return lengths
 
 
-def _refuse_page(where: str, num_pages: int, got: int) -> None:
-    refuse(where, f"0 to {num_pages - 1} (pages of the cache)", got)
+def _reject_page(where: str, num_pages: int, got: int) -> None:
+    reject(where, f"0 to {num_pages - 1} (pages of the cache)", got)
 
 
 def _first(condition: torch.Tensor) -> int | None:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from mlagen.api.arguments import (
-    refuse,
+    reject,
     require,
     require_dense_last_dim,
     require_device,
@@ -19,7 +19,7 @@ from mlagen.api.arguments import (
     require_shape,
     require_tensor,
 )
-from mlagen.api.gqa_inputs import GqaInputs
+from mlagen.api.gqa_args import GqaArgs
 from mlagen.spec.dtype import DType
 
 LAYOUTS = ("NHD", "HND")
@@ -43,7 +43,7 @@ class Pair(NamedTuple):
     value: torch.Tensor
 
 
-def paged_caches(inputs: GqaInputs) -> Pair:
+def paged_caches(args: GqaArgs) -> Pair:
     """Return views of keys and values, without copying.
 
     Raises
@@ -51,22 +51,22 @@ def paged_caches(inputs: GqaInputs) -> Pair:
     ArgumentError
         If they have no known form, or differ in anything but their strides.
     """
-    names = inputs.names
+    names = args.names
     key, value = _split(
-        inputs.key_cache,
-        inputs.value_cache,
+        args.key_cache,
+        args.value_cache,
         (names.kv_cache, names.key_cache, names.value_cache),
-        inputs,
+        args,
     )
-    allowed = (inputs.query.dtype, *QUANTISED)
-    require_dtype(key, cache_names(inputs)[0], allowed, f"the first is that of {names.query}")
-    if inputs.value_cache is not None:
+    allowed = (args.query.dtype, *QUANTISED)
+    require_dtype(key, cache_names(args)[0], allowed, f"the first is that of {names.query}")
+    if args.value_cache is not None:
         require_dtype(value, names.value_cache, (key.dtype,), f"dtype of {names.key_cache}")
         require_shape(value, names.value_cache, (tuple(key.shape),), f"shape of {names.key_cache}")
-    return Pair(_swapped(key, inputs.kv_layout), _swapped(value, inputs.kv_layout))
+    return Pair(_swapped(key, args.kv_layout), _swapped(value, args.kv_layout))
 
 
-def paged_scales(inputs: GqaInputs, caches: Pair) -> Pair | None:
+def paged_scales(args: GqaArgs, caches: Pair) -> Pair | None:
     """Return views of the scales of keys and values; None where the cache has none.
 
     Raises
@@ -74,59 +74,59 @@ def paged_scales(inputs: GqaInputs, caches: Pair) -> Pair | None:
     ArgumentError
         If they are missing, superfluous, or do not fit the cache.
     """
-    names = inputs.names
+    names = args.names
     if caches.key.dtype is not torch.uint8:
-        name = names.key_scales if inputs.value_scales is not None else names.kv_scales
-        if inputs.key_scales is not None:
-            refuse(name, f"None for a cache of {caches.key.dtype}", "a tensor")
-        if inputs.value_scales is not None:
-            refuse(names.value_scales, f"None for a cache of {caches.key.dtype}", "a tensor")
+        name = names.key_scales if args.value_scales is not None else names.kv_scales
+        if args.key_scales is not None:
+            reject(name, f"None for a cache of {caches.key.dtype}", "a tensor")
+        if args.value_scales is not None:
+            reject(names.value_scales, f"None for a cache of {caches.key.dtype}", "a tensor")
         return None
     key, value = _split(
-        inputs.key_scales,
-        inputs.value_scales,
+        args.key_scales,
+        args.value_scales,
         (names.kv_scales, names.key_scales, names.value_scales),
-        inputs,
+        args,
     )
-    *leading, packed = _swapped(caches.key, inputs.kv_layout).shape
+    *leading, packed = _swapped(caches.key, args.kv_layout).shape
     shape = (*leading, packed * 2 // NVFP4_BLOCK)
-    for scale, name in zip((key, value), scale_names(inputs), strict=True):
+    for scale, name in zip((key, value), scale_names(args), strict=True):
         require_dtype(scale, name, SCALE_DTYPES)
         require_shape(scale, name, (shape,), f"one for {NVFP4_BLOCK} elements of the cache")
         require_dense_last_dim(scale, name)
-    return Pair(_swapped(key, inputs.kv_layout), _swapped(value, inputs.kv_layout))
+    return Pair(_swapped(key, args.kv_layout), _swapped(value, args.kv_layout))
 
 
-def cache_names(inputs: GqaInputs) -> tuple[str, str]:
+def cache_names(args: GqaArgs) -> tuple[str, str]:
     """Return what the caller knows the keys and the values by."""
-    names = inputs.names
-    if inputs.value_cache is None:
+    names = args.names
+    if args.value_cache is None:
         return names.kv_cache, names.kv_cache
     return names.key_cache, names.value_cache
 
 
-def scale_names(inputs: GqaInputs) -> tuple[str, str]:
+def scale_names(args: GqaArgs) -> tuple[str, str]:
     """Return what the caller knows the scales of keys and values by."""
-    names = inputs.names
-    if inputs.value_scales is None:
+    names = args.names
+    if args.value_scales is None:
         return names.kv_scales, names.kv_scales
     return names.key_scales, names.value_scales
 
 
 def _split(
-    first: object, second: object, names: tuple[str, str, str], inputs: GqaInputs
+    first: object, second: object, names: tuple[str, str, str], args: GqaArgs
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return keys and values in their own layout."""
     whole, of_keys, of_values = names
     if second is None:
         both = require_tensor(first, whole)
-        require_device(both, whole, inputs.query.device)
+        require_device(both, whole, args.query.device)
         require_dims(both, whole, (5,))
         require(both.shape[1] in {1, 2}, f"{whole}.shape[1]", "2, or 1 where K is V", both.shape[1])
         return both[:, 0], both[:, -1]
     key, value = require_tensor(first, of_keys), require_tensor(second, of_values)
     for tensor, name in ((key, of_keys), (value, of_values)):
-        require_device(tensor, name, inputs.query.device)
+        require_device(tensor, name, args.query.device)
         require_dims(tensor, name, (4,))
     return key, value
 

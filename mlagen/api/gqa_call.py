@@ -7,37 +7,37 @@ from collections.abc import Hashable
 
 import torch
 
+from mlagen.api.arg_parts import ArgPartsByType
+from mlagen.api.call_cache import CallCache, FastPathKey
 from mlagen.api.calls import require_gpu, rounded_up
 from mlagen.api.choice_log import log_choice, log_declined
+from mlagen.api.gqa_args import GqaArgs
 from mlagen.api.gqa_contents import check_contents
-from mlagen.api.gqa_form import form_of
-from mlagen.api.gqa_hopper import HopperGqaCall, prepare_hopper
-from mlagen.api.gqa_inputs import GqaInputs
 from mlagen.api.gqa_numbers import with_plain_numbers
-from mlagen.api.gqa_portable import PortableGqaCall, prepare_portable
+from mlagen.api.gqa_problem import GqaProblem, check_problem
 from mlagen.api.gqa_reference import decode_gqa
-from mlagen.api.gqa_request import GqaRequest, check_request
-from mlagen.api.input_parts import PartsByClasses
+from mlagen.api.gqa_signature import call_signature
+from mlagen.api.gqa_sm80_launcher import GqaSm80Launcher, make_sm80_launcher
+from mlagen.api.gqa_sm90_launcher import GqaSm90Launcher, make_sm90_launcher
 from mlagen.api.memory import check_memory
 from mlagen.api.no_backward import record_write, recorded, tensors_of, wants_grad
-from mlagen.api.remembered import RememberedCalls, Usual
 from mlagen.settings import Settings, current_settings
 
-GqaCall = PortableGqaCall | HopperGqaCall
+GqaCall = GqaSm80Launcher | GqaSm90Launcher
 
-_calls: RememberedCalls[GqaCall] = RememberedCalls()
+_calls: CallCache[GqaCall] = CallCache()
 
-_LONGEST = GqaInputs._fields.index("max_seq_len")
-_parts = PartsByClasses(_LONGEST)
+_MAX_SEQ_LEN = GqaArgs._fields.index("max_seq_len")
+_parts = ArgPartsByType(_MAX_SEQ_LEN)
 
 
-def run_again(
+def try_replay(
     key: tuple[Hashable, ...],
     tensors: tuple[torch.Tensor, ...],
     numbers: tuple[float, ...],
     out: torch.Tensor | None,
     enable_pdl: bool,
-) -> torch.Tensor | Usual[GqaCall] | None:
+) -> torch.Tensor | FastPathKey[GqaCall] | None:
     """Return the output of a usual call that was made before, or what to remember it by.
 
     ``key`` is all that the form of the arguments depends on but what the ``tensors`` are like, and
@@ -46,121 +46,123 @@ def run_again(
     settings = current_settings()
     key = (settings.gqa_kernel, *key)
     if settings.checks_contents:
-        return _calls.find_unlaunched(key, tensors)
-    return _calls.run_again(key, tensors, numbers, out, enable_pdl, _new_out)
+        return _calls.make_key(key, tensors)
+    return _calls.try_replay(key, tensors, numbers, out, enable_pdl, _new_out)
 
 
 def run_gqa(
-    inputs: GqaInputs, enable_pdl: bool, usual: Usual[GqaCall] | None = None
+    args: GqaArgs, enable_pdl: bool, fast_path: FastPathKey[GqaCall] | None = None
 ) -> torch.Tensor:
     """Compute one call, which may be a usual one; returns the output."""
     settings = current_settings()
-    if usual is None:
-        usual = _find_alike(inputs, settings)
-    if usual is None or usual.recent is None:
-        plain = with_plain_numbers(inputs)
-        if plain is not inputs:
-            inputs, usual = plain, _find_alike(plain, settings)
-    if usual is None or usual.recent is None:
-        return _run_by_form(inputs, enable_pdl, usual)
-    call = usual.recent.call
+    if fast_path is None:
+        fast_path = _lookup_by_parts(args, settings)
+    if fast_path is None or fast_path.entry is None:
+        plain = with_plain_numbers(args)
+        if plain is not args:
+            args, fast_path = plain, _lookup_by_parts(plain, settings)
+    if fast_path is None or fast_path.entry is None:
+        return _run_by_signature(args, enable_pdl, fast_path)
+    call = fast_path.entry.call
     if settings.checks_contents:
-        check_contents(inputs, call.request)
-    return _run_on_gpu(call, inputs, enable_pdl, usual)
+        check_contents(args, call.problem)
+    return _run_on_gpu(call, args, enable_pdl, fast_path)
 
 
-def _run_by_form(inputs: GqaInputs, enable_pdl: bool, usual: Usual[GqaCall] | None) -> torch.Tensor:
+def _run_by_signature(
+    args: GqaArgs, enable_pdl: bool, fast_path: FastPathKey[GqaCall] | None
+) -> torch.Tensor:
     """Compute a call of plain numbers that is like no recent one."""
     settings = current_settings()
-    form = form_of(inputs, settings.gqa_kernel)
-    call = _calls.find(form)
-    if call is None or not _calls.is_sound(form, usual):
-        check_memory(inputs)
-        if wants_grad(inputs):
-            return _run_recorded(inputs, enable_pdl)
-    if call is not None and usual is not None:
-        _calls.find(form, usual)
-    request = check_request(inputs) if call is None else call.request
-    if call is None and request.device.type != "cpu":
-        call = _calls.keep(form, _prepare(inputs, request, settings.gqa_kernel), usual)
+    signature = call_signature(args, settings.gqa_kernel)
+    call = _calls.find(signature)
+    if call is None or not _calls.is_valid(signature, fast_path):
+        check_memory(args)
+        if wants_grad(args):
+            return _run_recorded(args, enable_pdl)
+    if call is not None and fast_path is not None:
+        _calls.find(signature, fast_path)
+    problem = check_problem(args) if call is None else call.problem
+    if call is None and problem.device.type != "cpu":
+        call = _calls.keep(signature, _prepare(args, problem, settings.gqa_kernel), fast_path)
     if settings.checks_contents:
-        check_contents(inputs, request)
+        check_contents(args, problem)
     if call is None:
-        return _run_on_cpu(inputs, request)
-    return _run_on_gpu(call, inputs, enable_pdl, usual)
+        return _run_on_cpu(args, problem)
+    return _run_on_gpu(call, args, enable_pdl, fast_path)
 
 
-def _find_alike(inputs: GqaInputs, settings: Settings) -> Usual[GqaCall] | None:
+def _lookup_by_parts(args: GqaArgs, settings: Settings) -> FastPathKey[GqaCall] | None:
     """Return a call that no entry point has a key for, by all that its form depends on."""
-    parts = _parts.find(inputs)
+    parts = _parts.find(args)
     if parts is None:
         return None
-    longest = rounded_up(inputs[_LONGEST])
-    key = (parts, settings.gqa_kernel, longest, parts.words_of(inputs))
-    tensors, numbers = parts.tensors_of(inputs), parts.floats_of(inputs)
-    return _calls.find_alike(key, tensors, numbers, is_launched=not settings.checks_contents)
+    max_len = rounded_up(args[_MAX_SEQ_LEN])
+    key = (parts, settings.gqa_kernel, max_len, parts.words_of(args))
+    tensors, numbers = parts.tensors_of(args), parts.floats_of(args)
+    return _calls.lookup_by_parts(key, tensors, numbers, is_launched=not settings.checks_contents)
 
 
-def _run_recorded(inputs: GqaInputs, enable_pdl: bool) -> torch.Tensor:
+def _run_recorded(args: GqaArgs, enable_pdl: bool) -> torch.Tensor:
     """Compute a call of which a tensor requires grad: its output does so too."""
-    check_request(inputs)
-    tensors = tensors_of(inputs)
-    if inputs.out is not None:
-        record_write(inputs.out, inputs.names.out, tensors)
+    check_problem(args)
+    tensors = tensors_of(args)
+    if args.out is not None:
+        record_write(args.out, args.names.out, tensors)
     with torch.no_grad():
-        out = run_gqa(inputs, enable_pdl)
-    return out if inputs.out is not None else recorded(out, tensors)
+        out = run_gqa(args, enable_pdl)
+    return out if args.out is not None else recorded(out, tensors)
 
 
-def _prepare(inputs: GqaInputs, request: GqaRequest, kernel: str) -> GqaCall:
+def _prepare(args: GqaArgs, problem: GqaProblem, kernel: str) -> GqaCall:
     """Choose the kernel; ``kernel`` is what the settings ask for."""
-    index = require_gpu(request.device, inputs.names.query)
+    index = require_gpu(problem.device, args.names.query)
     call: GqaCall | None = None
-    if kernel == "portable":
-        log_declined("MLAGEN_GQA_KERNEL=portable")
+    if kernel == "sm80":
+        log_declined("MLAGEN_GQA_KERNEL=sm80")
     else:
-        call = prepare_hopper(inputs, request, index, is_forced=kernel == "hopper")
-    call = call or prepare_portable(inputs, request, index)
+        call = make_sm90_launcher(args, problem, index, is_forced=kernel == "sm90")
+    call = call or make_sm80_launcher(args, problem, index)
     log_choice(
         call.decode.spec,
         call.plan,
-        requests=request.batch,
-        rows=request.q_len * (request.heads // request.kv_heads),
-        longest_kv=int(inputs.max_seq_len),
+        requests=problem.batch,
+        rows=problem.q_len * (problem.heads // problem.kv_heads),
+        max_kv_len=int(args.max_seq_len),
     )
     return call
 
 
 def _run_on_gpu(
-    call: GqaCall, inputs: GqaInputs, enable_pdl: bool, usual: Usual[GqaCall] | None = None
+    call: GqaCall, args: GqaArgs, enable_pdl: bool, fast_path: FastPathKey[GqaCall] | None = None
 ) -> torch.Tensor:
-    out = inputs.out if usual is None or usual.out is None else usual.out
+    out = args.out if fast_path is None or fast_path.out is None else fast_path.out
     made: tuple[int, ...] = ()
     if out is None:
         out = _new_out(call)
         made = (out.data_ptr(),)
-    if call.plan.blocks == 0 or call.request.tokens == 0:
+    if call.plan.blocks == 0 or call.problem.tokens == 0:
         return out
-    passed = None if usual is None else usual.passed
-    if passed is not None and usual is not None and usual.out is None:
-        passed += made
-        if _calls.relaunch(passed, enable_pdl):
+    launch_key = None if fast_path is None else fast_path.launch_key
+    if launch_key is not None and fast_path is not None and fast_path.out is None:
+        launch_key += made
+        if _calls.replay_launches(launch_key, enable_pdl):
             return out
     try:
-        launches = call.launch(inputs, out, enable_pdl)
+        launches = call.launch(args, out, enable_pdl)
     except (OverflowError, struct.error):  # a number beyond 4 bytes; nothing has been launched
-        check_request(inputs)
+        check_problem(args)
         raise
-    if passed is not None:
-        _calls.keep_launches(passed, launches)
+    if launch_key is not None:
+        _calls.store_launches(launch_key, launches)
     return out
 
 
 def _new_out(call: GqaCall) -> torch.Tensor:
-    request = call.request
-    return torch.empty(request.out_shape, dtype=request.out_dtype, device=request.device)
+    problem = call.problem
+    return torch.empty(problem.out_shape, dtype=problem.out_dtype, device=problem.device)
 
 
-def _run_on_cpu(inputs: GqaInputs, request: GqaRequest) -> torch.Tensor:
-    out = decode_gqa(inputs, request).view(request.out_shape)
-    return out if inputs.out is None else inputs.out.copy_(out)
+def _run_on_cpu(args: GqaArgs, problem: GqaProblem) -> torch.Tensor:
+    out = decode_gqa(args, problem).view(problem.out_shape)
+    return out if args.out is None else args.out.copy_(out)

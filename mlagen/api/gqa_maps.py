@@ -6,20 +6,20 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from mlagen.runtime.tensor_map import TiledTensor, encode
-from mlagen.spec.gqa_hopper import GqaHopperSpec
+from mlagen.spec.gqa_sm90 import GqaSm90Spec
 
 # Caches whose maps are remembered for each layout; a model has one for each of its layers.
-_MOST_CACHES = 4096
+_MAX_CACHES = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
-class GqaCacheForm:
+class GqaTensorMapLayout:
     """All of a cache but where keys and values begin.
 
     Strides are bytes from page to page, token to token and head to head.
     """
 
-    spec: GqaHopperSpec
+    spec: GqaSm90Spec
     num_pages: int
     kv_heads: int
     key_strides: tuple[int, int, int]
@@ -29,42 +29,42 @@ class GqaCacheForm:
 class GqaCacheMaps(dict[tuple[int, int], bytes]):
     """The maps of the caches of one form, of keys and then of values, by where they begin."""
 
-    def __init__(self, form: GqaCacheForm) -> None:
+    def __init__(self, signature: GqaTensorMapLayout) -> None:
         super().__init__()
-        self._form = form
+        self._signature = signature
 
     def __missing__(self, beginnings: tuple[int, int]) -> bytes:
         key, value = beginnings
-        maps = self._encoded(key, self._form.key_strides)
-        maps += self._encoded(value, self._form.value_strides)
-        if len(self) >= _MOST_CACHES:
+        maps = self._encoded(key, self._signature.key_strides)
+        maps += self._encoded(value, self._signature.value_strides)
+        if len(self) >= _MAX_CACHES:
             self.clear()
         self[beginnings] = maps
         return maps
 
     def _encoded(self, address: int, strides: tuple[int, int, int]) -> bytes:
         """Return the map of keys or values as lines: element, token, column, head, page."""
-        form, spec = self._form, self._form.spec
+        signature, spec = self._signature, self._signature.spec
         columns = spec.row_bytes // spec.line_bytes
         elements = spec.variant.head_dim // columns
         page_size = spec.variant.page_size
         page_stride, token_stride, head_stride = strides
         tensor = TiledTensor(
             dtype=spec.variant.kv_dtype,
-            sizes=(elements, page_size, columns, form.kv_heads, form.num_pages),
+            sizes=(elements, page_size, columns, signature.kv_heads, signature.num_pages),
             strides=(
                 token_stride,
                 spec.line_bytes,
                 # Of a single one the stride may be anything, and does not count.
-                head_stride if form.kv_heads > 1 else spec.row_bytes,
-                page_stride if form.num_pages > 1 else spec.row_bytes,
+                head_stride if signature.kv_heads > 1 else spec.row_bytes,
+                page_stride if signature.num_pages > 1 else spec.row_bytes,
             ),
-            box=(elements, spec.box_tokens, columns, spec.block_heads, 1),
+            box=(elements, spec.box_tokens, columns, spec.heads_per_cta, 1),
         )
         return encode(tensor, address)
 
 
 @lru_cache(maxsize=256)
-def maps_of(form: GqaCacheForm) -> GqaCacheMaps:
+def maps_of(signature: GqaTensorMapLayout) -> GqaCacheMaps:
     """Return the maps of all caches of a form, which calls of any batch share."""
-    return GqaCacheMaps(form)
+    return GqaCacheMaps(signature)

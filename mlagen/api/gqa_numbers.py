@@ -11,17 +11,17 @@ from mlagen.api.arguments import (
     SCALES,
     plain_scale,
     plain_sinks,
-    refuse,
+    reject,
     require_choice,
     require_float32,
     require_tensor,
     require_whole_number,
 )
+from mlagen.api.gqa_args import GqaArgs
 from mlagen.api.gqa_cache import LAYOUTS
-from mlagen.api.gqa_inputs import GqaInputs
 
 
-def with_plain_numbers(inputs: GqaInputs) -> GqaInputs:
+def with_plain_numbers(args: GqaArgs) -> GqaArgs:
     """Return the inputs with Python's own numbers, and with sinks of fp32.
 
     Window and output factors are plain already: their entry points compute them.
@@ -32,7 +32,7 @@ def with_plain_numbers(inputs: GqaInputs) -> GqaInputs:
         If one is not of its kind, or a kernel's 32 bits cannot hold it.
     """
     # By position, as in the form: names cost more, and this runs at every call but the usual.
-    max_seq_len, q_len, layout, _, _, bmm1, bmm2, _, _, sinks = inputs[6:16]
+    max_seq_len, q_len, layout, _, _, bmm1, bmm2, _, _, sinks = args[6:16]
     if (
         max_seq_len.__class__ is q_len.__class__ is int
         and bmm1.__class__ in SCALES
@@ -43,9 +43,9 @@ def with_plain_numbers(inputs: GqaInputs) -> GqaInputs:
         and 0 <= max_seq_len <= INT32_MAX
         and 1 <= q_len <= INT32_MAX
     ):
-        return inputs
-    names = inputs.names
-    return inputs._replace(
+        return args
+    names = args.names
+    return args._replace(
         max_seq_len=require_whole_number(max_seq_len, names.max_seq_len),
         q_len=require_whole_number(q_len, names.q_len, least=1),
         kv_layout=require_choice(layout, "kv_layout", LAYOUTS),
@@ -68,7 +68,7 @@ def pair_of(
     if not isinstance(both, (tuple, list)):
         return both, None
     if len(both) != 2:
-        refuse(argument, "a tensor, or two in a tuple or list", f"{len(both)} of them")
+        reject(argument, "a tensor, or two in a tuple or list", f"{len(both)} of them")
     key, value = both
     if key.__class__ is torch.Tensor and value.__class__ is torch.Tensor:
         return key, value
@@ -99,5 +99,5 @@ def positive_factor(number: object, argument: str) -> float:
         return number
     factor = require_float32(number, argument)
     if not 0 < factor < math.inf:
-        refuse(argument, "a finite number above 0", factor)
+        reject(argument, "a finite number above 0", factor)
     return factor

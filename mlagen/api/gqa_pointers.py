@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from mlagen.api.arguments import ALIGNMENT_BYTES, refuse
+from mlagen.api.arguments import ALIGNMENT_BYTES, reject
+from mlagen.api.gqa_args import GqaArgs
 from mlagen.api.gqa_cache import cache_names, paged_caches
-from mlagen.api.gqa_inputs import GqaInputs
 
 # NVFP4 rows that are no multiple of 16 bytes are copied 8 at a time.
 NVFP4_ALIGNMENT_BYTES = 8
@@ -21,35 +21,35 @@ def alignment_of(tensor: torch.Tensor) -> int:
 
 
 def require_steps(tensor: torch.Tensor, argument: str) -> None:
-    """Refuse a tensor whose rows do not all begin at such an address if the first does."""
+    """Reject a tensor whose rows do not all begin at such an address if the first does."""
     elements = alignment_of(tensor) // tensor.element_size()
     for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         if dim != tensor.dim() - 1 and size > 1 and stride % elements:
-            refuse(f"{argument}.stride({dim})", f"a multiple of {elements}", stride)
+            reject(f"{argument}.stride({dim})", f"a multiple of {elements}", stride)
 
 
-def check_pointers(inputs: GqaInputs) -> None:
-    """Refuse tensors that do not begin where the kernels can read or write.
+def check_pointers(args: GqaArgs) -> None:
+    """Reject tensors that do not begin where the kernels can read or write.
 
     Raises
     ------
     ArgumentError
         If there is one; the message names it.
     """
-    names = inputs.names
-    key, value = paged_caches(inputs)
-    of_keys, of_values = cache_names(inputs)
-    _check(inputs.query, names.query, ALIGNMENT_BYTES)
+    names = args.names
+    key, value = paged_caches(args)
+    of_keys, of_values = cache_names(args)
+    _check(args.query, names.query, ALIGNMENT_BYTES)
     _check(key, of_keys, alignment_of(key))
     _check(value, of_values, alignment_of(key))
-    _check(inputs.workspace_buffer, names.workspace_buffer, ALIGNMENT_BYTES)
-    if inputs.out is not None:
-        _check(inputs.out, names.out, ALIGNMENT_BYTES)
-    if inputs.mask is not None and inputs.q_len > 1:
-        _check(inputs.mask, names.mask, MASK_ALIGNMENT_BYTES)
+    _check(args.workspace_buffer, names.workspace_buffer, ALIGNMENT_BYTES)
+    if args.out is not None:
+        _check(args.out, names.out, ALIGNMENT_BYTES)
+    if args.mask is not None and args.q_len > 1:
+        _check(args.mask, names.mask, MASK_ALIGNMENT_BYTES)
 
 
 def _check(tensor: torch.Tensor, argument: str, alignment: int) -> None:
     excess = tensor.data_ptr() % alignment
     if excess:
-        refuse(f"{argument}.data_ptr()", f"a multiple of {alignment}", f"{excess} more than one")
+        reject(f"{argument}.data_ptr()", f"a multiple of {alignment}", f"{excess} more than one")

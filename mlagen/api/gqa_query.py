@@ -7,7 +7,7 @@ import torch
 from mlagen.api.arguments import (
     DTYPES,
     check_token_stride,
-    refuse,
+    reject,
     require,
     require_contiguous,
     require_dense_last_dim,
@@ -18,26 +18,26 @@ from mlagen.api.arguments import (
     require_shape,
     require_tensor,
 )
-from mlagen.api.gqa_inputs import GqaInputs
+from mlagen.api.gqa_args import GqaArgs
 from mlagen.api.gqa_pointers import require_steps
 
 
-def check_query(inputs: GqaInputs) -> torch.Tensor:
+def check_query(args: GqaArgs) -> torch.Tensor:
     """Return the query, after a look at its form; ``q_len`` and ragged lengths must go with it."""
-    name = inputs.names.query
-    query = require_tensor(inputs.query, name)
-    is_ragged = inputs.cum_seq_lens_q is not None
-    if is_ragged and inputs.q_len == 1:
-        refuse(inputs.names.q_len, "2 or more with " + inputs.names.cum_seq_lens_q, 1)
-    if is_ragged or not inputs.with_beam_axis:
+    name = args.names.query
+    query = require_tensor(args.query, name)
+    is_ragged = args.cum_seq_lens_q is not None
+    if is_ragged and args.q_len == 1:
+        reject(args.names.q_len, "2 or more with " + args.names.cum_seq_lens_q, 1)
+    if is_ragged or not args.with_beam_axis:
         require_dims(query, name, (3,))
     else:
-        require_dims(query, name, (5,) if inputs.q_len > 1 else (4, 5))
+        require_dims(query, name, (5,) if args.q_len > 1 else (4, 5))
         require(query.shape[1] == 1, f"{name}.shape[1]", 1, query.shape[1])
         if query.dim() == 5:
             q_len = query.shape[2]
-            expected = f"{inputs.q_len} ({inputs.names.q_len})"
-            require(q_len == inputs.q_len, f"{name}.shape[2]", expected, q_len)
+            expected = f"{args.q_len} ({args.names.q_len})"
+            require(q_len == args.q_len, f"{name}.shape[2]", expected, q_len)
     require_dtype(query, name, tuple(DTYPES))
     require_dense_last_dim(query, name)
     require_steps(query, name)
@@ -45,21 +45,21 @@ def check_query(inputs: GqaInputs) -> torch.Tensor:
     return query
 
 
-def check_query_tokens(inputs: GqaInputs) -> tuple[int, int, int]:
+def check_query_tokens(args: GqaArgs) -> tuple[int, int, int]:
     """Return requests, query tokens, and the stride from one query token to the next."""
-    names, query, q_len = inputs.names, inputs.query, inputs.q_len
-    seq_lens = require_tensor(inputs.seq_lens, names.seq_lens)
+    names, query, q_len = args.names, args.query, args.q_len
+    seq_lens = require_tensor(args.seq_lens, names.seq_lens)
     require_index(seq_lens, names.seq_lens, query.device)
     require_dims(seq_lens, names.seq_lens, (1, 2))
     require_contiguous(seq_lens, names.seq_lens)
-    cumulative = inputs.cum_seq_lens_q
+    cumulative = args.cum_seq_lens_q
     if cumulative is not None:
         batch, tokens = seq_lens.shape[0], query.shape[0]
         ends = ((batch + 1,),)
         require_ints(cumulative, names.cum_seq_lens_q, query.device, ends, "batch + 1")
         most = f"{batch * q_len} or less (batch * {names.q_len})"
         require(tokens <= batch * q_len, f"{names.query}.shape[0]", most, tokens)
-    elif inputs.with_beam_axis:
+    elif args.with_beam_axis:
         batch = query.shape[0]
         tokens = batch * q_len
     else:

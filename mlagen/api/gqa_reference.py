@@ -9,9 +9,9 @@ from itertools import pairwise
 
 import torch
 
+from mlagen.api.gqa_args import GqaArgs
 from mlagen.api.gqa_cache import NVFP4_BLOCK, paged_caches, paged_scales
-from mlagen.api.gqa_inputs import GqaInputs
-from mlagen.api.gqa_request import GqaRequest
+from mlagen.api.gqa_problem import GqaProblem
 from mlagen.api.rows import query_ends, softmax_with_sinks
 from mlagen.spec.dtype import DType
 
@@ -19,41 +19,41 @@ _E2M1 = torch.tensor((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
 _E4M3_MAX = 448.0
 
 
-def decode_gqa(inputs: GqaInputs, request: GqaRequest) -> torch.Tensor:
+def decode_gqa(args: GqaArgs, problem: GqaProblem) -> torch.Tensor:
     """Return the output ``[tokens, heads, head_dim]``."""
-    query = inputs.query.reshape(request.tokens, *inputs.query.shape[-2:]).float()
-    caches = paged_caches(inputs)
-    scales = paged_scales(inputs, caches)
+    query = args.query.reshape(problem.tokens, *args.query.shape[-2:]).float()
+    caches = paged_caches(args)
+    scales = paged_scales(args, caches)
     key_scales, value_scales = scales or (None, None)
-    mask = _mask_bits(inputs, request)
+    mask = _mask_bits(args, problem)
     out = torch.zeros_like(query)
-    capacity = request.max_pages * request.variant.page_size
-    ends = query_ends(inputs.cum_seq_lens_q, request.batch, request.q_len)
+    capacity = problem.max_pages * problem.variant.page_size
+    ends = query_ends(args.cum_seq_lens_q, problem.batch, problem.q_len)
     for index, (start, end) in enumerate(pairwise(ends)):
-        if not 0 <= start <= end <= request.tokens:
+        if not 0 <= start <= end <= problem.tokens:
             continue  # query tokens outside the tensor are nobody's
-        seq_len = min(max(int(inputs.seq_lens.view(-1)[index]), 0), capacity)
+        seq_len = min(max(int(args.seq_lens.view(-1)[index]), 0), capacity)
         q_len = end - start
-        keys = _gather(inputs, caches.key, key_scales, index, seq_len)
-        values = _gather(inputs, caches.value, value_scales, index, seq_len)
+        keys = _gather(args, caches.key, key_scales, index, seq_len)
+        values = _gather(args, caches.value, value_scales, index, seq_len)
         for token in range(start, end):
             draft = token - start
-            seen = _visible(seq_len, q_len, draft, request.window, mask, token)
-            out[token] = _attend(inputs, request, query[token], keys[seen], values[seen])
-    if request.variant.out_dtype is DType.E4M3:
-        out = (out * inputs.out_e4m3_factor).clamp(-_E4M3_MAX, _E4M3_MAX)
+            seen = _visible(seq_len, q_len, draft, problem.window, mask, token)
+            out[token] = _attend(args, problem, query[token], keys[seen], values[seen])
+    if problem.variant.out_dtype is DType.E4M3:
+        out = (out * args.out_e4m3_factor).clamp(-_E4M3_MAX, _E4M3_MAX)
     else:
-        out = out * inputs.out_16bit_factor
-    return out.to(request.out_dtype)
+        out = out * args.out_16bit_factor
+    return out.to(problem.out_dtype)
 
 
-def _mask_bits(inputs: GqaInputs, request: GqaRequest) -> torch.Tensor | None:
+def _mask_bits(args: GqaArgs, problem: GqaProblem) -> torch.Tensor | None:
     """Return which drafts each query token may see, as bools ``[tokens, 32 * mask_words]``."""
-    if inputs.mask is None or not request.mask_words:
+    if args.mask is None or not problem.mask_words:
         return None
-    rows = inputs.mask.reshape(request.tokens, -1).view(torch.uint8)
+    rows = args.mask.reshape(problem.tokens, -1).view(torch.uint8)
     bits = rows[:, :, None] >> torch.arange(8, dtype=torch.uint8) & 1
-    return bits.bool().reshape(request.tokens, -1)
+    return bits.bool().reshape(problem.tokens, -1)
 
 
 def _visible(
@@ -74,7 +74,7 @@ def _visible(
 
 
 def _gather(
-    inputs: GqaInputs,
+    args: GqaArgs,
     cache: torch.Tensor,
     scales: torch.Tensor | None,
     index: int,
@@ -83,7 +83,7 @@ def _gather(
     """Return the first ``seq_len`` tokens of a request; a page that is none reads as zero."""
     pages, page_size = cache.shape[:2]
     used = -(-seq_len // page_size)
-    ids = inputs.block_tables[index, :used].view(torch.int32).long()
+    ids = args.block_tables[index, :used].view(torch.int32).long()
     exists = (ids >= 0) & (ids < pages)
     taken = _pages(cache, ids[exists])
     found = _decoded(taken, _pages(scales, ids[exists]) if scales is not None else None)
@@ -107,8 +107,8 @@ def _decoded(stored: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
 
 
 def _attend(
-    inputs: GqaInputs,
-    request: GqaRequest,
+    args: GqaArgs,
+    problem: GqaProblem,
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -116,14 +116,14 @@ def _attend(
     """Attend with one query token ``[heads, head_dim]`` to the tokens that it sees."""
     if len(keys) == 0:
         return torch.zeros_like(query)
-    bmm2_scale = float(inputs.bmm2_scale) if request.takes_bmm2 else 1.0
-    score_scale = float(inputs.bmm1_scale) * request.score_factor
-    if request.scores_take_bmm2:
+    bmm2_scale = float(args.bmm2_scale) if problem.takes_bmm2 else 1.0
+    score_scale = float(args.bmm1_scale) * problem.score_factor
+    if problem.scores_take_bmm2:
         score_scale *= bmm2_scale
-    by_kv_head = query.view(request.kv_heads, request.group, -1)
+    by_kv_head = query.view(problem.kv_heads, problem.group, -1)
     scores = by_kv_head @ keys.permute(1, 2, 0) * score_scale
-    sinks = inputs.sinks
+    sinks = args.sinks
     if sinks is not None:
-        sinks = sinks.view(request.kv_heads, request.group)
+        sinks = sinks.view(problem.kv_heads, problem.group)
     weights, _ = softmax_with_sinks(scores, sinks)
     return (weights @ values.transpose(0, 1)).view(query.shape) * bmm2_scale

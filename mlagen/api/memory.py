@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from mlagen.api.arguments import refuse
+from mlagen.api.arguments import reject
 
 _dispatch_keys = torch._C._dispatch_keys  # noqa: SLF001
 
@@ -47,7 +47,7 @@ class Inputs(Protocol):
 
 
 def require_memory(tensor: object, argument: str) -> None:
-    """Refuse a tensor whose elements are not in memory at its address; no other value is refused.
+    """Reject a tensor whose elements are not in memory at its address; no other value is rejected.
 
     Raises
     ------
@@ -65,20 +65,20 @@ def require_memory(tensor: object, argument: str) -> None:
 
 
 def _require_memory(tensor: torch.Tensor, argument: str) -> None:
-    # Other devices are refused by the check that all tensors are on one, and that it is known.
+    # Other devices are rejected by the check that all tensors are on one, and that it is known.
     if tensor.device.type not in _DEVICES:
         return
     if torch.nn.parameter.is_lazy(tensor):
-        refuse(argument, _RULE, f"an uninitialized {type(tensor).__name__}")
+        reject(argument, _RULE, f"an uninitialized {type(tensor).__name__}")
     if _dispatch_keys(tensor).raw_repr() not in _plain_keys(tensor.device.type):
-        refuse(argument, _RULE, _kind_of(tensor))
+        reject(argument, _RULE, _kind_of(tensor))
     _passed.add(_dispatch_keys(tensor).raw_repr())
     if tensor.numel() and not tensor.data_ptr():
-        refuse(argument, _RULE, "a tensor without storage")
+        reject(argument, _RULE, "a tensor without storage")
 
 
 def require_plain(tensor: torch.Tensor, argument: str) -> None:
-    """Refuse what has no shape that can be read, or no views, at little cost for plain tensors.
+    """Reject what has no shape that can be read, or no views, at little cost for plain tensors.
 
     Raises
     ------
@@ -90,7 +90,7 @@ def require_plain(tensor: torch.Tensor, argument: str) -> None:
 
 
 def require_writable(tensor: object, argument: str) -> None:
-    """Refuse a tensor that torch would not write to in place.
+    """Reject a tensor that torch would not write to in place.
 
     Raises
     ------
@@ -101,19 +101,19 @@ def require_writable(tensor: object, argument: str) -> None:
         return
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
         rule = "a tensor that may be written outside inference_mode"
-        refuse(argument, rule, "one made under inference_mode")
+        reject(argument, rule, "one made under inference_mode")
     if tensor.requires_grad and torch.is_grad_enabled():
         if tensor.is_leaf:
-            refuse(argument, "a tensor that may be written in place", "a leaf that requires grad")
+            reject(argument, "a tensor that may be written in place", "a leaf that requires grad")
         if tensor._base is not None and tensor._base.is_leaf:  # noqa: SLF001 - there is no other way
             rule = "a tensor that may be written in place"
-            refuse(argument, rule, "a view of a leaf that requires grad")
+            reject(argument, rule, "a view of a leaf that requires grad")
     if torch._debug_has_internal_overlap(tensor) == 1:  # noqa: SLF001 - what copy_ itself asks
-        refuse(argument, "elements that do not overlap", f"strides {tensor.stride()}")
+        reject(argument, "elements that do not overlap", f"strides {tensor.stride()}")
 
 
 def check_memory(inputs: Inputs) -> None:
-    """Refuse the first tensor of a call that no kernel can read, or write where it is an output.
+    """Reject the first tensor of a call that no kernel can read, or write where it is an output.
 
     Raises
     ------

@@ -8,7 +8,7 @@ import torch
 
 from mlagen.api.arguments import (
     DTYPES,
-    refuse,
+    reject,
     require,
     require_aligned,
     require_dense_last_dim,
@@ -20,8 +20,8 @@ from mlagen.api.arguments import (
     require_strides,
     require_tensor,
 )
-from mlagen.api.mla_inputs import MlaInputs
-from mlagen.api.mla_query import PACKED640_DTYPES
+from mlagen.api.mla_args import MlaArgs
+from mlagen.api.mla_query import FP8_PER_TOKEN_DTYPES
 from mlagen.spec.dtype import DType
 
 # Where a token has several scales, each is for 128 latent elements; a short latent part leaves
@@ -39,7 +39,7 @@ class CacheLayout(NamedTuple):
     rope_offset: int  # bytes from a latent part to its rope part in one tensor
 
 
-def check_cache(inputs: MlaInputs, query_dtype: DType) -> CacheLayout:
+def check_cache(args: MlaArgs, query_dtype: DType) -> CacheLayout:
     """Return the layout of the cache and of what belongs to it.
 
     Raises
@@ -47,23 +47,23 @@ def check_cache(inputs: MlaInputs, query_dtype: DType) -> CacheLayout:
     ArgumentError
         If a part of it breaks a rule.
     """
-    names, device = inputs.names, inputs.query.device
-    cache = _checked_pages(inputs.kv_cache, names.kv_cache, device)
-    dtype = _check_dtype(cache, inputs, query_dtype)
-    _check_width(cache, names.kv_cache, inputs, dtype)
+    names, device = args.names, args.query.device
+    cache = _checked_pages(args.kv_cache, names.kv_cache, device)
+    dtype = _check_dtype(cache, args, query_dtype)
+    _check_width(cache, names.kv_cache, args, dtype)
     _check_rows(cache, names.kv_cache)
     require(cache.shape[1] >= 1, f"{names.kv_cache}.shape", "pages of 1 token or more", 0)
     rope = cache
-    if inputs.rope_cache is not None:
-        rope = _checked_pages(inputs.rope_cache, names.rope_cache, device)
+    if args.rope_cache is not None:
+        rope = _checked_pages(args.rope_cache, names.rope_cache, device)
         require_dtype(rope, names.rope_cache, (cache.dtype,), f"dtype of {names.kv_cache}")
-        expected = (*cache.shape[:2], inputs.qk_rope_head_dim)
+        expected = (*cache.shape[:2], args.qk_rope_head_dim)
         require_shape(rope, names.rope_cache, (expected,), "pages, page_size, qk_rope_head_dim")
         _check_rows(rope, names.rope_cache)
-    if inputs.value_cache is not None:
-        _check_values(inputs, cache)
+    if args.value_cache is not None:
+        _check_values(args, cache)
     size = cache.element_size()
-    is_packed = dtype in (DType.PACKED640, DType.PACKED656)
+    is_packed = dtype in (DType.FP8_PER_TOKEN, DType.FP8_DS_MLA)
     return CacheLayout(
         dtype=dtype,
         num_pages=cache.shape[0],
@@ -73,9 +73,9 @@ def check_cache(inputs: MlaInputs, query_dtype: DType) -> CacheLayout:
             "token_stride": cache.stride(1) * size,
             "rope_page_stride": rope.stride(0) * size,
             "rope_token_stride": rope.stride(1) * size,
-            **_check_scales(inputs, cache, query_dtype, dtype),
+            **_check_scales(args, cache, query_dtype, dtype),
         },
-        rope_offset=0 if is_packed else inputs.kv_lora_rank * size,
+        rope_offset=0 if is_packed else args.kv_lora_rank * size,
     )
 
 
@@ -92,38 +92,36 @@ def _checked_pages(value: object, argument: str, device: torch.device) -> torch.
     require_dims(cache, argument, (3, 4))
     if cache.dim() == 4 and 1 not in cache.shape[1:3]:
         rule = "[pages, 1, page_size, head_dim] or [pages, page_size, 1, head_dim]"
-        refuse(f"{argument}.shape", rule, list(cache.shape))
+        reject(f"{argument}.shape", rule, list(cache.shape))
     return pages_of(cache)
 
 
-def _check_dtype(cache: torch.Tensor, inputs: MlaInputs, query_dtype: DType) -> DType:
-    name, query = inputs.names.kv_cache, inputs.query
-    if inputs.is_packed640:
-        require_dtype(cache, name, PACKED640_DTYPES, "640-byte rows")
-        return DType.PACKED640
+def _check_dtype(cache: torch.Tensor, args: MlaArgs, query_dtype: DType) -> DType:
+    name, query = args.names.kv_cache, args.query
+    if args.is_fp8_per_token:
+        require_dtype(cache, name, FP8_PER_TOKEN_DTYPES, "640-byte rows")
+        return DType.FP8_PER_TOKEN
     if not query_dtype.is_16bit:
-        require_dtype(cache, name, (query.dtype,), f"dtype of {inputs.names.query}")
+        require_dtype(cache, name, (query.dtype,), f"dtype of {args.names.query}")
         return DType.E4M3
     allowed = (query.dtype, torch.float8_e4m3fn, torch.uint8)
     require_dtype(cache, name, allowed, f"query {query.dtype}; uint8 for 656-byte rows")
     if cache.dtype is torch.uint8:
-        return DType.PACKED656
+        return DType.FP8_DS_MLA
     return DTYPES.get(cache.dtype, DType.E4M3)
 
 
-def _check_width(cache: torch.Tensor, argument: str, inputs: MlaInputs, dtype: DType) -> None:
-    if dtype in (DType.PACKED640, DType.PACKED656):
+def _check_width(cache: torch.Tensor, argument: str, args: MlaArgs, dtype: DType) -> None:
+    if dtype in (DType.FP8_PER_TOKEN, DType.FP8_DS_MLA):
         expected, why = dtype.row_bytes(0), "bytes of a packed row"
-        require(
-            inputs.rope_cache is None, inputs.names.rope_cache, "None for packed rows", "a tensor"
-        )
-    elif inputs.rope_cache is not None:
-        expected, why = inputs.kv_lora_rank, "kv_lora_rank"
+        require(args.rope_cache is None, args.names.rope_cache, "None for packed rows", "a tensor")
+    elif args.rope_cache is not None:
+        expected, why = args.kv_lora_rank, "kv_lora_rank"
     else:
-        expected = inputs.kv_lora_rank + inputs.qk_rope_head_dim
+        expected = args.kv_lora_rank + args.qk_rope_head_dim
         why = "kv_lora_rank + qk_rope_head_dim"
     if cache.shape[-1] != expected:
-        refuse(f"{argument}.shape[-1]", f"{expected} ({why})", cache.shape[-1])
+        reject(f"{argument}.shape[-1]", f"{expected} ({why})", cache.shape[-1])
 
 
 def _check_rows(cache: torch.Tensor, argument: str) -> None:
@@ -131,32 +129,32 @@ def _check_rows(cache: torch.Tensor, argument: str) -> None:
     require_aligned(cache, argument)
 
 
-def _check_values(inputs: MlaInputs, cache: torch.Tensor) -> None:
-    """Refuse values that do not lie as the keys do: the kernel has one set of strides."""
-    name, keys = inputs.names.value_cache, inputs.names.kv_cache
-    values = _checked_pages(inputs.value_cache, name, inputs.query.device)
+def _check_values(args: MlaArgs, cache: torch.Tensor) -> None:
+    """Reject values that do not lie as the keys do: the kernel has one set of strides."""
+    name, keys = args.names.value_cache, args.names.kv_cache
+    values = _checked_pages(args.value_cache, name, args.query.device)
     require_dtype(values, name, (cache.dtype,), f"dtype of {keys}")
     require_shape(values, name, (tuple(cache.shape),), f"shape of {keys}")
     require_strides(values, name, cache, keys)
 
 
 def _check_scales(
-    inputs: MlaInputs, cache: torch.Tensor, query_dtype: DType, dtype: DType
+    args: MlaArgs, cache: torch.Tensor, query_dtype: DType, dtype: DType
 ) -> dict[str, int]:
     """Return the strides of the scales, 0 where there are none."""
     is_dequantised = dtype is DType.E4M3 and query_dtype.is_16bit
     for name in ("latent_scale", "rope_scale"):
-        scale = getattr(inputs, name)
+        scale = getattr(args, name)
         require_float32(scale, name)
         if not is_dequantised and scale != 1.0:
-            refuse(name, "1.0 unless the cache is e4m3 and the query is not", scale)
-    name = inputs.names.kv_scales
-    if inputs.kv_scales is None:
+            reject(name, "1.0 unless the cache is e4m3 and the query is not", scale)
+    name = args.names.kv_scales
+    if args.kv_scales is None:
         return {"scale_page_stride": 0, "scale_token_stride": 0}
-    scales = require_tensor(inputs.kv_scales, name)
-    is_sound = dtype is DType.PACKED640 or (is_dequantised and inputs.value_cache is None)
-    require(is_sound, name, f"None for query {query_dtype}, cache {dtype}", "a tensor")
-    require_device(scales, name, inputs.query.device)
+    scales = require_tensor(args.kv_scales, name)
+    is_valid = dtype is DType.FP8_PER_TOKEN or (is_dequantised and args.value_cache is None)
+    require(is_valid, name, f"None for query {query_dtype}, cache {dtype}", "a tensor")
+    require_device(scales, name, args.query.device)
     require_dtype(scales, name, (torch.float32,))
     pages, page_size = cache.shape[:2]
     if is_dequantised:

@@ -13,11 +13,11 @@ from mlagen.api.arguments import (
     require_flag,
     require_whole_number,
 )
-from mlagen.api.mla_inputs import MlaInputs
-from mlagen.api.mla_request import LSE_FACTORS
+from mlagen.api.mla_args import MlaArgs
+from mlagen.api.mla_problem import LSE_FACTORS
 
 
-def with_plain_numbers(inputs: MlaInputs) -> MlaInputs:
+def with_plain_numbers(args: MlaArgs) -> MlaArgs:
     """Return the inputs with Python's own numbers, and with sinks of fp32.
 
     Raises
@@ -26,9 +26,9 @@ def with_plain_numbers(inputs: MlaInputs) -> MlaInputs:
         If one is not of its kind, or a kernel's 32 bits cannot hold it.
     """
     # By position, as in the form: names cost more, and this runs at every call but the usual.
-    rank, rope_dim, max_seq_len = inputs[3], inputs[4], inputs[7]
-    bmm1, bmm2, sinks = inputs[9:12]
-    return_lse, base, _, max_q_len, top_k = inputs[13:18]
+    rank, rope_dim, max_seq_len = args[3], args[4], args[7]
+    bmm1, bmm2, sinks = args[9:12]
+    return_lse, base, _, max_q_len, top_k = args[13:18]
     if (
         rank.__class__ is rope_dim.__class__ is max_seq_len.__class__ is top_k.__class__ is int
         and bmm1.__class__ in SCALES
@@ -43,9 +43,9 @@ def with_plain_numbers(inputs: MlaInputs) -> MlaInputs:
         and 0 <= rank <= INT32_MAX
         and 0 <= rope_dim <= INT32_MAX
     ):
-        return inputs
-    names = inputs.names
-    return inputs._replace(
+        return args
+    names = args.names
+    return args._replace(
         kv_lora_rank=require_whole_number(rank, "kv_lora_rank"),
         qk_rope_head_dim=require_whole_number(rope_dim, "qk_rope_head_dim"),
         max_seq_len=require_whole_number(max_seq_len, "max_seq_len"),

@@ -21,14 +21,14 @@ from mlagen.api.arguments import (
     require_tensor,
     token_stride,
 )
-from mlagen.api.mla_inputs import MlaInputs
+from mlagen.api.mla_args import MlaArgs
 from mlagen.spec.dtype import DType
 
-MOST_HEADS = 256
+MAX_HEADS = 256
 QUERY_DTYPES = {**DTYPES, torch.float8_e4m3fn: DType.E4M3}
 
 # Bytes of a packed row are passed as either; see :class:`DType` for what they hold.
-PACKED640_DTYPES = (torch.float8_e4m3fn, torch.uint8)
+FP8_PER_TOKEN_DTYPES = (torch.float8_e4m3fn, torch.uint8)
 PACKED_LATENT_BYTES = 512
 
 
@@ -43,7 +43,7 @@ class QueryLayout(NamedTuple):
     rope_offset: int  # bytes from a latent part to its rope part in one tensor
 
 
-def check_query(inputs: MlaInputs) -> QueryLayout:
+def check_query(args: MlaArgs) -> QueryLayout:
     """Return the layout of the query.
 
     Raises
@@ -51,29 +51,29 @@ def check_query(inputs: MlaInputs) -> QueryLayout:
     ArgumentError
         If a part of it breaks a rule.
     """
-    query, names = require_tensor(inputs.query, inputs.names.query), inputs.names
-    is_ragged = inputs.cum_seq_lens_q is not None
+    query, names = require_tensor(args.query, args.names.query), args.names
+    is_ragged = args.cum_seq_lens_q is not None
     require_dims(query, names.query, (3,) if is_ragged else (4,))
-    dtype = _check_dtype(query, inputs)
-    _check_row(query, names.query, _latent_width(inputs))
+    dtype = _check_dtype(query, args)
+    _check_row(query, names.query, _latent_width(args))
     heads = query.shape[-2]
-    require(1 <= heads <= MOST_HEADS, f"{names.query}.shape[-2]", f"1 to {MOST_HEADS} heads", heads)
+    require(1 <= heads <= MAX_HEADS, f"{names.query}.shape[-2]", f"1 to {MAX_HEADS} heads", heads)
     tokens, q_len = query.shape[0], 0
     if not is_ragged:
         q_len = query.shape[1]
         require(q_len >= 1, f"{names.query}.shape[1]", "1 or more", q_len)
         tokens *= q_len
     rope = query
-    if inputs.query_rope is not None:
-        rope = require_tensor(inputs.query_rope, names.query_rope)
+    if args.query_rope is not None:
+        rope = require_tensor(args.query_rope, names.query_rope)
         require_device(rope, names.query_rope, query.device)
         require_dtype(rope, names.query_rope, (query.dtype,), f"dtype of {names.query}")
-        expected = (*query.shape[:-1], inputs.qk_rope_head_dim)
+        expected = (*query.shape[:-1], args.qk_rope_head_dim)
         require_shape(rope, names.query_rope, (expected,))
         _check_row(rope, names.query_rope, None)
-    _check_scales(inputs, tokens)
+    _check_scales(args, tokens)
     size = query.element_size()
-    latent_elements = PACKED_LATENT_BYTES if inputs.is_packed640 else inputs.kv_lora_rank
+    latent_elements = PACKED_LATENT_BYTES if args.is_fp8_per_token else args.kv_lora_rank
     return QueryLayout(
         dtype=dtype,
         tokens=tokens,
@@ -89,7 +89,7 @@ def check_query(inputs: MlaInputs) -> QueryLayout:
     )
 
 
-def check_query_ends(inputs: MlaInputs, batch: int, query: QueryLayout) -> int:
+def check_query_ends(args: MlaArgs, batch: int, query: QueryLayout) -> int:
     """Return the query tokens of a request that a tile is chosen for.
 
     Raises
@@ -97,17 +97,17 @@ def check_query_ends(inputs: MlaInputs, batch: int, query: QueryLayout) -> int:
     ArgumentError
         If ``cum_seq_lens_q`` cannot say where the query tokens of each request begin.
     """
-    name, longest = inputs.names.cum_seq_lens_q, inputs.max_q_len
-    if inputs.cum_seq_lens_q is None:
-        require(longest is None, "max_q_len", f"None without {name}", longest)
+    name, max_len = args.names.cum_seq_lens_q, args.max_q_len
+    if args.cum_seq_lens_q is None:
+        require(max_len is None, "max_q_len", f"None without {name}", max_len)
         return query.q_len
-    require_ints(inputs.cum_seq_lens_q, name, inputs.query.device, ((batch + 1,),), "batch + 1")
+    require_ints(args.cum_seq_lens_q, name, args.query.device, ((batch + 1,),), "batch + 1")
     # A token without any request to search would have the kernel read what is not there.
     rule = "0 (no requests)"
-    require(batch > 0 or query.tokens == 0, f"{inputs.names.query}.shape[0]", rule, query.tokens)
-    if longest is None:
+    require(batch > 0 or query.tokens == 0, f"{args.names.query}.shape[0]", rule, query.tokens)
+    if max_len is None:
         return -(-query.tokens // max(1, batch))
-    return longest
+    return max_len
 
 
 def _token_stride(query: torch.Tensor, argument: str) -> int:
@@ -117,20 +117,20 @@ def _token_stride(query: torch.Tensor, argument: str) -> int:
     return token_stride(query, query.shape[1])
 
 
-def _check_dtype(query: torch.Tensor, inputs: MlaInputs) -> DType:
-    if inputs.is_packed640:
-        require_dtype(query, inputs.names.query, PACKED640_DTYPES, "640-byte rows")
-        return DType.PACKED640
-    require_dtype(query, inputs.names.query, tuple(QUERY_DTYPES))
+def _check_dtype(query: torch.Tensor, args: MlaArgs) -> DType:
+    if args.is_fp8_per_token:
+        require_dtype(query, args.names.query, FP8_PER_TOKEN_DTYPES, "640-byte rows")
+        return DType.FP8_PER_TOKEN
+    require_dtype(query, args.names.query, tuple(QUERY_DTYPES))
     return QUERY_DTYPES[query.dtype]
 
 
-def _latent_width(inputs: MlaInputs) -> tuple[int, str]:
-    if inputs.is_packed640:
-        return DType.PACKED640.row_bytes(0), "bytes of a packed row"
-    if inputs.query_rope is not None:
-        return inputs.kv_lora_rank, "kv_lora_rank"
-    return inputs.kv_lora_rank + inputs.qk_rope_head_dim, "kv_lora_rank + qk_rope_head_dim"
+def _latent_width(args: MlaArgs) -> tuple[int, str]:
+    if args.is_fp8_per_token:
+        return DType.FP8_PER_TOKEN.row_bytes(0), "bytes of a packed row"
+    if args.query_rope is not None:
+        return args.kv_lora_rank, "kv_lora_rank"
+    return args.kv_lora_rank + args.qk_rope_head_dim, "kv_lora_rank + qk_rope_head_dim"
 
 
 def _check_row(query: torch.Tensor, argument: str, width: tuple[int, str] | None) -> None:
@@ -140,10 +140,10 @@ def _check_row(query: torch.Tensor, argument: str, width: tuple[int, str] | None
     require_aligned(query, argument)
 
 
-def _check_scales(inputs: MlaInputs, tokens: int) -> None:
-    if inputs.query_scales is None:
+def _check_scales(args: MlaArgs, tokens: int) -> None:
+    if args.query_scales is None:
         return
-    name = inputs.names.query_scales
-    require_tensor(inputs.query_scales, name)
-    require(inputs.is_packed640, name, "None without 640-byte rows", "a tensor")
-    require_floats(inputs.query_scales, name, inputs.query.device, ((tokens,),), "query tokens")
+    name = args.names.query_scales
+    require_tensor(args.query_scales, name)
+    require(args.is_fp8_per_token, name, "None without 640-byte rows", "a tensor")
+    require_floats(args.query_scales, name, args.query.device, ((tokens,),), "query tokens")

@@ -18,7 +18,7 @@ from mlagen.api.arguments import (
     require_tensor,
     token_stride,
 )
-from mlagen.api.mla_inputs import MlaInputs
+from mlagen.api.mla_args import MlaArgs
 from mlagen.api.mla_query import QueryLayout
 
 
@@ -30,7 +30,7 @@ class TablesLayout(NamedTuple):
     values_offset: int  # bytes from a table of keys to the one of values
 
 
-def check_lengths(inputs: MlaInputs) -> int:
+def check_lengths(args: MlaArgs) -> int:
     """Return the number of requests, each with its length.
 
     Raises
@@ -38,17 +38,17 @@ def check_lengths(inputs: MlaInputs) -> int:
     ArgumentError
         If the lengths break a rule.
     """
-    name = inputs.names.seq_lens
-    seq_lens = require_tensor(inputs.seq_lens, name)
-    require_index(seq_lens, name, inputs.query.device)
+    name = args.names.seq_lens
+    seq_lens = require_tensor(args.seq_lens, name)
+    require_index(seq_lens, name, args.query.device)
     require_dims(seq_lens, name, (1,))
     require_contiguous(seq_lens, name)
-    if inputs.cum_seq_lens_q is None:
-        require_shape(seq_lens, name, ((inputs.query.shape[0],),), "batch of query")
+    if args.cum_seq_lens_q is None:
+        require_shape(seq_lens, name, ((args.query.shape[0],),), "batch of query")
     return seq_lens.shape[0]
 
 
-def check_tables(inputs: MlaInputs, batch: int, query: QueryLayout) -> TablesLayout:
+def check_tables(args: MlaArgs, batch: int, query: QueryLayout) -> TablesLayout:
     """Return the layout of the block tables, or of the lists of tokens with ``top_k``.
 
     Raises
@@ -56,21 +56,21 @@ def check_tables(inputs: MlaInputs, batch: int, query: QueryLayout) -> TablesLay
     ArgumentError
         If they break a rule.
     """
-    name = inputs.names.block_tables
-    tables = require_tensor(inputs.block_tables, name)
-    require_index(tables, name, inputs.query.device)
-    if inputs.top_k_lens is not None:
-        _check_top_k_lens(inputs, query.tokens)
-    if inputs.top_k:
-        return _check_token_lists(inputs, tables, batch, query)
-    if inputs.table_starts is not None:
-        starts, device = inputs.names.table_starts, inputs.query.device
-        require_ints(inputs.table_starts, starts, device, ((batch + 1,),), "batch + 1")
+    name = args.names.block_tables
+    tables = require_tensor(args.block_tables, name)
+    require_index(tables, name, args.query.device)
+    if args.top_k_lens is not None:
+        _check_top_k_lens(args, query.tokens)
+    if args.top_k:
+        return _check_topk_indices(args, tables, batch, query)
+    if args.table_starts is not None:
+        starts, device = args.names.table_starts, args.query.device
+        require_ints(args.table_starts, starts, device, ((batch + 1,),), "batch + 1")
         require_dims(tables, name, (1,))
         require_contiguous(tables, name)
         return TablesLayout(max_pages=tables.shape[0], stride=0, values_offset=0)
     # Tables of keys and values apart are for those who have said that values are apart.
-    require_dims(tables, name, (2,) if inputs.value_cache is None else (2, 3))
+    require_dims(tables, name, (2,) if args.value_cache is None else (2, 3))
     require_dense_last_dim(tables, name)
     require(tables.shape[0] == batch, f"{name}.shape[0]", f"{batch} (batch)", tables.shape[0])
     values_offset = 0
@@ -82,23 +82,21 @@ def check_tables(inputs: MlaInputs, batch: int, query: QueryLayout) -> TablesLay
     )
 
 
-def _check_token_lists(
-    inputs: MlaInputs, tables: torch.Tensor, batch: int, query: QueryLayout
+def _check_topk_indices(
+    args: MlaArgs, tables: torch.Tensor, batch: int, query: QueryLayout
 ) -> TablesLayout:
-    name = inputs.names.block_tables
+    name = args.names.block_tables
     require(
-        inputs.table_starts is None,
-        inputs.names.table_starts,
+        args.table_starts is None,
+        args.names.table_starts,
         "None with sparse_mla_top_k",
         "a tensor",
     )
     if query.q_len == 0:
-        require_shape(
-            tables, name, ((query.tokens, inputs.top_k),), "query tokens, sparse_mla_top_k"
-        )
+        require_shape(tables, name, ((query.tokens, args.top_k),), "query tokens, sparse_mla_top_k")
         stride = tables.stride(0)
     else:
-        expected = (batch, query.q_len, inputs.top_k)
+        expected = (batch, query.q_len, args.top_k)
         require_shape(tables, name, (expected,), "batch, q_len, sparse_mla_top_k")
         check_token_stride(tables, name)
         stride = token_stride(tables, query.q_len)
@@ -106,7 +104,7 @@ def _check_token_lists(
     return TablesLayout(max_pages=0, stride=stride, values_offset=0)
 
 
-def _check_top_k_lens(inputs: MlaInputs, tokens: int) -> None:
-    name = inputs.names.top_k_lens
-    require(inputs.top_k > 0, name, "None without sparse_mla_top_k", "a tensor")
-    require_ints(inputs.top_k_lens, name, inputs.query.device, ((tokens,),), "query tokens")
+def _check_top_k_lens(args: MlaArgs, tokens: int) -> None:
+    name = args.names.top_k_lens
+    require(args.top_k > 0, name, "None without sparse_mla_top_k", "a tensor")
+    require_ints(args.top_k_lens, name, args.query.device, ((tokens,),), "query tokens")

@@ -6,13 +6,13 @@ from typing import Any, NoReturn
 
 import torch
 
-from mlagen.api.arguments import refuse
+from mlagen.api.arguments import reject
 from mlagen.errors import UnsupportedError
 
 _MESSAGE = "backward: not implemented for decode kernels, expected no gradient to be asked for"
 
 
-def refuse_backward() -> NoReturn:
+def reject_backward() -> NoReturn:
     """Raise the error of a backward.
 
     Raises
@@ -59,7 +59,7 @@ def record_write(output: torch.Tensor, argument: str, tensors: tuple[torch.Tenso
         _Given.apply(output, *others)  # type: ignore[no-untyped-call]
     except RuntimeError as error:
         reason = str(error).partition("\n")[0]
-        refuse(argument, "a tensor that may be written in place", reason)
+        reject(argument, "a tensor that may be written in place", reason)
 
 
 class _Made(torch.autograd.Function):
@@ -71,7 +71,7 @@ class _Made(torch.autograd.Function):
 
     @staticmethod
     def backward(_ctx: Any, *_grads: torch.Tensor) -> NoReturn:
-        refuse_backward()
+        reject_backward()
 
 
 class _Given(torch.autograd.Function):
@@ -84,4 +84,4 @@ class _Given(torch.autograd.Function):
 
     @staticmethod
     def backward(_ctx: Any, *_grads: torch.Tensor) -> NoReturn:
-        refuse_backward()
+        reject_backward()

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from mlagen.api.no_backward import refuse_backward
+from mlagen.api.no_backward import reject_backward
 from mlagen.api.op_schema import Argument, bound, schema_of
 from mlagen.runtime.capture import is_capturing
-from mlagen.runtime.counters import reserve_counters
 from mlagen.runtime.device import device_facts
+from mlagen.runtime.semaphores import reserve_semaphores
 
 Shape = tuple[tuple[int, ...], torch.dtype]
 
@@ -26,7 +26,7 @@ NAMESPACE = "mlagen"
 _WORKSPACE_BYTES_PER_SM = 640 << 10
 
 # A graph that is captured may find its scratch elsewhere than the calls before; see
-# mlagen.runtime.counters.
+# mlagen.runtime.semaphores.
 _SPARE_REGIONS = 64
 
 _library: Any = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
@@ -105,7 +105,7 @@ def workspace_for(device: torch.device) -> torch.Tensor:
     if device.type != "cuda":
         return torch.empty(0, dtype=torch.uint8, device=device)
     if not is_capturing(device):
-        reserve_counters(device.index, _SPARE_REGIONS)
+        reserve_semaphores(device.index, _SPARE_REGIONS)
     size = device_facts(device.index).sm_count * _WORKSPACE_BYTES_PER_SM
     return torch.empty(size, dtype=torch.uint8, device=device)
 
@@ -154,7 +154,7 @@ def _gradient(tensor: torch.Tensor, grad: torch.Tensor) -> torch.Tensor | None:
 
 
 def _no_backward(_like: torch.Tensor, _grad: torch.Tensor) -> torch.Tensor:
-    refuse_backward()
+    reject_backward()
 
 
 _library.define("no_backward(Tensor like, Tensor grad) -> Tensor")

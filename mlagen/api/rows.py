@@ -37,12 +37,12 @@ def decoded(rows: torch.Tensor, dtype: DType) -> torch.Tensor:
 
     Of a packed 640-byte row, and of e4m3, without the scales that are kept elsewhere.
     """
-    if dtype is DType.PACKED656:
+    if dtype is DType.FP8_DS_MLA:
         scales = _part(rows, _LATENT_BYTES, _LATENT_BYTES + _SCALES_BYTES, torch.float32)
         latent = scaled_groups(_part(rows, 0, _LATENT_BYTES, torch.float8_e4m3fn), scales)
         rope = _part(rows, _LATENT_BYTES + _SCALES_BYTES, rows.shape[-1], torch.bfloat16)
         return torch.cat([latent, rope.float()], dim=-1)
-    if dtype is DType.PACKED640:
+    if dtype is DType.FP8_PER_TOKEN:
         latent = _part(rows, 0, _LATENT_BYTES, torch.float8_e4m3fn).float()
         rope = _part(rows, _LATENT_BYTES, rows.shape[-1], torch.bfloat16).float()
         return torch.cat([latent, rope], dim=-1)

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-IsLike = Callable[..., bool]
+Guard = Callable[..., bool]
 
 # Of these, shape and strides are what torch has of them; a subclass may say otherwise.
 _PLAIN_CLASSES = (torch.Tensor, torch.nn.Parameter)
 
 
-def guard_of(tensors: Sequence[torch.Tensor]) -> IsLike | None:
+def make_guard(tensors: Sequence[torch.Tensor]) -> Guard | None:
     """Return a function of as many tensors that says whether each is like the one in its place.
 
     It never says so of tensors that differ in class, shape, strides, dtype or device, nor of those
@@ -30,62 +30,62 @@ def guard_of(tensors: Sequence[torch.Tensor]) -> IsLike | None:
     """
     if any(tensor.__class__ not in _PLAIN_CLASSES for tensor in tensors):
         return None
-    guards = _sound_guards()
-    is_like = _with_repeats(guards, tensors) if guards is not None else None
-    if is_like is not None and any(tensor.requires_grad for tensor in tensors):
-        is_like = _without_grad(is_like)
-    return is_like if is_like is not None and is_like(*tensors) is True else None
+    guards = _valid_guards()
+    guard = _with_repeats(guards, tensors) if guards is not None else None
+    if guard is not None and any(tensor.requires_grad for tensor in tensors):
+        guard = _without_grad(guard)
+    return guard if guard is not None and guard(*tensors) is True else None
 
 
 def can_guard() -> bool:
     """Whether there are guards at all."""
-    return _sound_guards() is not None
+    return _valid_guards() is not None
 
 
-def _without_grad(is_like: IsLike) -> IsLike:
+def _without_grad(guard: Guard) -> Guard:
     """Return a guard that denies tensors that require grad, as torch's own do not by grad mode."""
     is_grad_enabled = torch.is_grad_enabled
-    return lambda *tensors: not is_grad_enabled() and is_like(*tensors)
+    return lambda *tensors: not is_grad_enabled() and guard(*tensors)
 
 
-def _with_repeats(guards: Any, tensors: Sequence[torch.Tensor]) -> IsLike | None:
+def _with_repeats(guards: Any, tensors: Sequence[torch.Tensor]) -> Guard | None:
     """Return a guard of tensors of which some may be the same; torch's own deny those."""
     places = {id(tensor): place for place, tensor in enumerate(tensors)}
     own = sorted(places.values())
-    is_like = _built(guards, [tensors[place] for place in own])
-    if is_like is None or len(own) == len(tensors):
-        return is_like
+    guard = _built(guards, [tensors[place] for place in own])
+    if guard is None or len(own) == len(tensors):
+        return guard
     pairs = [(place, places[id(tensor)]) for place, tensor in enumerate(tensors)]
 
-    def is_like_with_repeats(*given: torch.Tensor) -> bool:
+    def guard_with_repeats(*given: torch.Tensor) -> bool:
         same = all(given[place] is given[other] for place, other in pairs)
-        return same and is_like(*(given[place] for place in own))
+        return same and guard(*(given[place] for place in own))
 
-    return is_like_with_repeats
+    return guard_with_repeats
 
 
-def _built(guards: Any, tensors: Sequence[torch.Tensor]) -> IsLike | None:
+def _built(guards: Any, tensors: Sequence[torch.Tensor]) -> Guard | None:
     try:
-        is_like: IsLike = guards(
+        guard: Guard = guards(
             *tensors,
             dynamic_dims_sizes=[list(tensor.shape) for tensor in tensors],
             dynamic_dims_strides=[list(tensor.stride()) for tensor in tensors],
         ).check
     except (AttributeError, RuntimeError, TypeError, ValueError):  # another torch's
         return None
-    return is_like
+    return guard
 
 
 @cache
-def _sound_guards() -> Any | None:
+def _valid_guards() -> Any | None:
     """Return torch's class of guards, if it tells apart what must be told apart."""
     try:
         from torch._C._dynamo.guards import TensorGuards
     except ImportError:
         return None
     one, other = torch.zeros((2, 3), device="cpu"), torch.zeros((2, 3), device="cpu")
-    is_like = _built(TensorGuards, (one, other))
-    if is_like is None:
+    guard = _built(TensorGuards, (one, other))
+    if guard is None:
         return None
     unlike = (
         None,
@@ -96,8 +96,8 @@ def _sound_guards() -> Any | None:
         torch.zeros((2, 3), device="meta"),
     )
     try:
-        sees_the_same = is_like(one, other) is True and is_like(other, one) is True
-        sees_others = all(is_like(one, tensor) is False for tensor in unlike)
+        sees_the_same = guard(one, other) is True and guard(other, one) is True
+        sees_others = all(guard(one, tensor) is False for tensor in unlike)
     except (RuntimeError, TypeError):
         return None
     return TensorGuards if sees_the_same and sees_others else None

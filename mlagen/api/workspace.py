@@ -9,29 +9,29 @@ from typing import Any
 
 import torch
 
-from mlagen.api import gqa_hopper
+from mlagen.api import gqa_sm90_launcher
 from mlagen.api.arguments import (
     DTYPES,
     INT32_MAX,
-    refuse,
+    reject,
     require,
     require_whole_number,
     shown,
 )
 from mlagen.api.gqa_numbers import window_of
-from mlagen.api.gqa_plan import plan_gqa_call, plan_gqa_hopper_call
-from mlagen.api.mla_hopper import not_covered
-from mlagen.api.mla_plan import plan_call, plan_hopper_call
+from mlagen.api.gqa_plan import plan_gqa_call, plan_gqa_sm90_call
+from mlagen.api.mla_plan import plan_call, plan_mla_sm90_call
 from mlagen.api.mla_query import QUERY_DTYPES
-from mlagen.runtime.plan import DecodePlan
-from mlagen.runtime.plan_gqa_hopper import GqaHopperPlan
-from mlagen.runtime.plan_hopper import HopperPlan
+from mlagen.api.mla_sm90_launcher import not_covered
+from mlagen.runtime.plan import Sm80Plan
+from mlagen.runtime.plan_gqa_sm90 import GqaSm90Plan
+from mlagen.runtime.plan_mla_sm90 import MlaSm90Plan
 from mlagen.settings import current_settings
 from mlagen.spec.dtype import DType
 from mlagen.spec.gqa import GqaVariant
 from mlagen.spec.mla_support import SUPPORTED, MlaVariant
 
-_MLA_KV_DTYPES = {**QUERY_DTYPES, torch.uint8: DType.PACKED656}
+_MLA_KV_DTYPES = {**QUERY_DTYPES, torch.uint8: DType.FP8_DS_MLA}
 _GQA_KV_DTYPES = {**QUERY_DTYPES, torch.int8: DType.INT8, torch.uint8: DType.NVFP4}
 
 
@@ -104,7 +104,7 @@ def workspace_bytes(
     index = _gpu_index(device)
     # What a tile is chosen for: a ragged call may say how long its longest query is, or not.
     lengths = {q_len} if tokens is None else {q_len, max(1, -(-total // max(1, batch)))}
-    plans: list[DecodePlan | HopperPlan | GqaHopperPlan] = []
+    plans: list[Sm80Plan | MlaSm90Plan | GqaSm90Plan] = []
     if kv_heads is None and head_dim is None:
         shared = MlaVariant(
             query_dtype=_named(dtype, "dtype", QUERY_DTYPES),
@@ -125,7 +125,7 @@ def workspace_bytes(
                 tile_q_len=length,
                 tokens=total,
                 heads=heads,
-                longest_kv=top_k or max_seq_len,
+                max_kv_len=top_k or max_seq_len,
             )
         if not plans:  # the settings ask for a kernel that covers no such call
             raise not_covered(index, shared)
@@ -151,36 +151,36 @@ def workspace_bytes(
                 heads=heads,
                 kv_heads=kv_heads,
                 window=window,
-                longest_kv=max_seq_len,
+                max_kv_len=max_seq_len,
             )
         if not plans:
-            raise gqa_hopper.not_covered(index, gqa_variant)
+            raise gqa_sm90_launcher.not_covered(index, gqa_variant)
     return max(plan.workspace_bytes for plan in plans)
 
 
-def _mla_plans(**call: Any) -> Iterator[DecodePlan | HopperPlan]:
+def _mla_plans(**call: Any) -> Iterator[Sm80Plan | MlaSm90Plan]:
     """Yield the plans that a call may be launched by, of the kernels that the settings allow."""
     settings = current_settings()
-    if settings.mla_kernel != "portable":
-        planned = plan_hopper_call(**call, probabilities=settings.mla_probabilities)
+    if settings.mla_kernel != "sm80":
+        planned = plan_mla_sm90_call(**call, p_dtype_choice=settings.mla_p_dtype)
         if planned is not None:
             yield planned[1]
-    if settings.mla_kernel != "hopper":
+    if settings.mla_kernel != "sm90":
         yield plan_call(**call)[1]
 
 
-def _gqa_plans(**call: Any) -> Iterator[DecodePlan | GqaHopperPlan]:
+def _gqa_plans(**call: Any) -> Iterator[Sm80Plan | GqaSm90Plan]:
     """Yield the same for a call of grouped-query attention."""
     kernel = current_settings().gqa_kernel
-    if kernel != "portable" and (planned := plan_gqa_hopper_call(**call)) is not None:
+    if kernel != "sm80" and (planned := plan_gqa_sm90_call(**call)) is not None:
         yield planned[1]
-    if kernel != "hopper":
+    if kernel != "sm90":
         yield plan_gqa_call(**call)[1]
 
 
 def _named(dtype: torch.dtype, argument: str, known: dict[torch.dtype, DType]) -> DType:
     if not isinstance(dtype, torch.dtype) or dtype not in known:
-        refuse(argument, " or ".join(map(str, known)), shown(dtype))
+        reject(argument, " or ".join(map(str, known)), shown(dtype))
     return known[dtype]
 
 
@@ -190,7 +190,7 @@ def _gpu_index(device: torch.device | int | str) -> int:
     try:
         known = torch.device(device)
     except (RuntimeError, ValueError):
-        refuse("device", "the index of a GPU or a torch.device", shown(device))
+        reject("device", "the index of a GPU or a torch.device", shown(device))
     if known.type != "cuda":
-        refuse("device", "a GPU: cuda", known)
+        reject("device", "a GPU: cuda", known)
     return known.index or 0

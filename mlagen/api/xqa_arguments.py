@@ -6,7 +6,7 @@ import torch
 
 from mlagen.api.arguments import (
     INT32_MAX,
-    refuse,
+    reject,
     require,
     require_device,
     require_dims,
@@ -23,7 +23,7 @@ _SEMAPHORE_DTYPES = (torch.uint32, torch.int32)
 
 
 def check_unused(query: object, semaphores: object, sm_count: object) -> None:
-    """Refuse arguments that no kernel here reads, if they are not what they should be.
+    """Reject arguments that no kernel here reads, if they are not what they should be.
 
     Raises
     ------
@@ -43,7 +43,7 @@ def check_unused(query: object, semaphores: object, sm_count: object) -> None:
 def check_caches(
     k_cache: object, v_cache: object, *, num_kv_heads: object, page_size: object, kv_layout: object
 ) -> None:
-    """Refuse caches whose sizes are not those that the caller names.
+    """Reject caches whose sizes are not those that the caller names.
 
     Raises
     ------
@@ -60,7 +60,7 @@ def check_caches(
 
 
 def check_scale_caches(k_sf_cache: object, v_sf_cache: object) -> None:
-    """Refuse scales of keys without scales of values, and the other way round.
+    """Reject scales of keys without scales of values, and the other way round.
 
     Raises
     ------
@@ -106,16 +106,16 @@ def check_mla_caches(q: object, k_cache: object, v_cache: object, *, page_size: 
     # The same memory; a view of the first elements of each token is as good as the whole.
     require_dtype(values, "v_cache", (keys.dtype,), "dtype of k_cache")
     if values.shape[:-1] != keys.shape[:-1]:
-        refuse("v_cache.shape[:-1]", list(keys.shape[:-1]), list(values.shape[:-1]))
+        reject("v_cache.shape[:-1]", list(keys.shape[:-1]), list(values.shape[:-1]))
     require_strides(values, "v_cache", keys, "k_cache")
     if not MLA_KV_LORA_RANK <= values.shape[-1] <= keys.shape[-1]:
         rule = f"{MLA_KV_LORA_RANK} to {keys.shape[-1]} (width of k_cache)"
-        refuse("v_cache.shape[-1]", rule, values.shape[-1])
+        reject("v_cache.shape[-1]", rule, values.shape[-1])
     return False
 
 
 def check_output(output: object) -> None:
-    """Refuse a call that has no place for its result.
+    """Reject a call that has no place for its result.
 
     Raises
     ------
@@ -150,4 +150,4 @@ def _require_size(given: object, argument: str, known: int) -> None:
     if given.__class__ is int and given == known and known >= 1:
         return
     if require_whole_number(given, argument, least=1) != known:
-        refuse(argument, f"{known} (of k_cache)", given)
+        reject(argument, f"{known} (of k_cache)", given)

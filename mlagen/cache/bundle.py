@@ -21,7 +21,7 @@ from mlagen import __version__
 from mlagen.cache.entry import (
     CUBIN,
     MANIFEST,
-    MANIFEST_MOST_BYTES,
+    MANIFEST_MAX_BYTES,
     FileFacts,
     Manifest,
     parse_manifest,
@@ -35,12 +35,12 @@ from mlagen.errors import CacheError
 BUNDLE_SCHEMA = 1
 
 INDEX = "bundle.json"
-INDEX_MOST_BYTES = 32 << 20  # some 50,000 entries
+INDEX_MAX_BYTES = 32 << 20  # some 50,000 entries
 
 # An entry is in memory as a whole while it is published; kernels have a few hundred KiB.
-ENTRY_MOST_BYTES = 64 << 20
+ENTRY_MAX_BYTES = 64 << 20
 
-DEFAULT_MOST_BYTES = 2 << 30
+DEFAULT_MAX_BYTES = 2 << 30
 
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
@@ -63,12 +63,12 @@ class BundledEntry:
     def of(cls, manifest: Manifest) -> BundledEntry:
         """Return what to announce of an entry."""
         files = {**manifest.files, MANIFEST: FileFacts.of(manifest.to_json())}
-        ingredients = dict(manifest.ingredients)
+        key_fields = dict(manifest.key_fields)
         return cls(
             key=manifest.key,
             toolchain=manifest.toolchain,
-            family=ingredients.get("family", ""),
-            arch=ingredients.get("spec.arch", ""),
+            family=key_fields.get("family", ""),
+            arch=key_fields.get("spec.arch", ""),
             files=dict(sorted(files.items())),
         )
 
@@ -82,7 +82,7 @@ class BundledEntry:
         for name, facts in self.files.items():
             yield f"e/{self.key}/{self.toolchain}/{name}", name, facts
 
-    def require_sound(self) -> None:
+    def require_valid(self) -> None:
         """Raise :class:`DamageError` unless it could be an entry; no name leads out of a folder."""
         if not is_digest(self.key):
             raise DamageError(f"key: expected 64 lower-case hex digits, got {self.key!r}")
@@ -98,12 +98,12 @@ class BundledEntry:
             if name not in self.files:
                 raise DamageError(f"{self.key}: expected a {name}, got {', '.join(self.files)}")
         sizes = {
-            MANIFEST: (self.files[MANIFEST].size, MANIFEST_MOST_BYTES),
-            self.key: (self.size_bytes, ENTRY_MOST_BYTES),
+            MANIFEST: (self.files[MANIFEST].size, MANIFEST_MAX_BYTES),
+            self.key: (self.size_bytes, ENTRY_MAX_BYTES),
         }
-        for what, (size, most_bytes) in sizes.items():
-            if size > most_bytes:
-                raise DamageError(f"{what}: expected at most {most_bytes} bytes, got {size}")
+        for what, (size, max_bytes) in sizes.items():
+            if size > max_bytes:
+                raise DamageError(f"{what}: expected at most {max_bytes} bytes, got {size}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,13 +147,13 @@ def index_to_json(entries: Iterable[BundledEntry]) -> bytes:
     return json.dumps(body, indent=1).encode() + b"\n"
 
 
-def index_from_json(text: bytes, *, most_bytes: int) -> tuple[BundledEntry, ...]:
+def index_from_json(text: bytes, *, max_bytes: int) -> tuple[BundledEntry, ...]:
     """Return the entries that a table of contents announces.
 
     Raises
     ------
     DamageError
-        If it is none, announces what no entry can be, or more than ``most_bytes``.
+        If it is none, announces what no entry can be, or more than ``max_bytes``.
     """
     try:
         body = json.loads(text)
@@ -163,15 +163,15 @@ def index_from_json(text: bytes, *, most_bytes: int) -> tuple[BundledEntry, ...]
         entries = tuple(_entry(row) for row in body["entries"])
         announced = body["total_bytes"]
         for entry in entries:
-            entry.require_sound()
+            entry.require_valid()
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise DamageError(f"{INDEX}: expected a table of contents, got {error!r}") from error
     if len({(entry.key, entry.toolchain) for entry in entries}) < len(entries):
         raise DamageError(f"{INDEX}: expected each entry once, got one again")
     if announced != (total := total_bytes(entries)):
         raise DamageError(f"{INDEX}: expected {total} bytes in total, got {announced!r}")
-    if total > most_bytes:
-        raise DamageError(f"{INDEX}: expected at most {most_bytes} bytes in total, got {total}")
+    if total > max_bytes:
+        raise DamageError(f"{INDEX}: expected at most {max_bytes} bytes in total, got {total}")
     return entries
 
 

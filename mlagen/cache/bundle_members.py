@@ -46,7 +46,7 @@ class Members:
         file.seek(0)
         self._packed = gzip.GzipFile(fileobj=file, mode="rb")
 
-    def next_size(self, name: str, *, most_bytes: int) -> int:
+    def next_size(self, name: str, *, max_bytes: int) -> int:
         """Go to the member ``name``, which must come next, and return its size."""
         block = self._read(tarfile.BLOCKSIZE)
         if not any(block):
@@ -60,8 +60,8 @@ class Members:
         if info.type not in (tarfile.REGTYPE, tarfile.AREGTYPE):
             kind = _KINDS.get(info.type, f"type {info.type!r}")
             raise DamageError(f"{name}: expected a regular file, got {kind}")
-        if not 0 <= info.size <= most_bytes:
-            raise DamageError(f"{name}: expected at most {most_bytes} bytes, got {info.size}")
+        if not 0 <= info.size <= max_bytes:
+            raise DamageError(f"{name}: expected at most {max_bytes} bytes, got {info.size}")
         return info.size
 
     def chunks(self, size: int) -> Iterator[bytes]:

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 from mlagen.cache.bundle import (
-    DEFAULT_MOST_BYTES,
+    DEFAULT_MAX_BYTES,
     INDEX,
-    INDEX_MOST_BYTES,
+    INDEX_MAX_BYTES,
     BundledEntry,
     BundleError,
     Packed,
@@ -49,7 +49,7 @@ def opened_bundle(path: Path) -> Iterator[BinaryIO]:
         If it cannot be read, or is no regular file.
     """
     try:
-        # Without waiting: a FIFO is refused, not waited for.
+        # Without waiting: a FIFO is rejected, not waited for.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise BundleError(
@@ -67,7 +67,7 @@ def verify_bundle(
     name: str,
     *,
     expect_sha256: str | None = None,
-    most_bytes: int = DEFAULT_MOST_BYTES,
+    max_bytes: int = DEFAULT_MAX_BYTES,
     on_progress: OnProgress | None = None,
 ) -> VerifiedBundle:
     """Read all of a bundle and return what it holds; nothing is kept and nothing is published.
@@ -80,7 +80,7 @@ def verify_bundle(
         What messages call it.
     expect_sha256 : str, optional
         What the whole file must be; it is looked at before anything in it.
-    most_bytes : int
+    max_bytes : int
         How large the entries may be together, unpacked.
     on_progress : OnProgress, optional
         Called with the bytes done and the bytes in all.
@@ -90,12 +90,12 @@ def verify_bundle(
     BundleError
         If anything is not as it must be.
     """
-    with _refusals(name):
+    with _rejections(name):
         sha256, size_bytes = digest_of(file)
         if expect_sha256 is not None and sha256 != expect_sha256.lower():
             raise DamageError(f"expected sha256 {expect_sha256.lower()}, got {sha256}")
         members = Members(file)
-        entries = index_from_json(_index(members), most_bytes=most_bytes)
+        entries = index_from_json(_index(members), max_bytes=max_bytes)
         done, total = 0, total_bytes(entries)
         for entry in entries:
             _verify(members, entry)
@@ -141,7 +141,7 @@ def import_bundle(
         return [_standing(store, entry)[0] for entry in bundle.entries]
     outcomes: list[str] = []
     done, total = 0, bundle.content_bytes
-    with _refusals(bundle.name):
+    with _rejections(bundle.name):
         members = Members(bundle.file)
         _index(members)
         for entry in bundle.entries:
@@ -160,13 +160,13 @@ def import_bundle(
 
 
 def _index(members: Members) -> bytes:
-    size = members.next_size(INDEX, most_bytes=INDEX_MOST_BYTES)
+    size = members.next_size(INDEX, max_bytes=INDEX_MAX_BYTES)
     return b"".join(members.chunks(size))
 
 
 def _verify(members: Members, entry: BundledEntry) -> None:
     for member, name, facts in entry.members():
-        size = members.next_size(member, most_bytes=facts.size)
+        size = members.next_size(member, max_bytes=facts.size)
         digest, start, manifest = hashlib.sha256(), b"", b""
         for chunk in members.chunks(size):
             digest.update(chunk)
@@ -183,7 +183,7 @@ def _verify(members: Members, entry: BundledEntry) -> None:
 def _contents(members: Members, entry: BundledEntry) -> dict[str, bytes]:
     contents = {}
     for member, name, facts in entry.members():
-        size = members.next_size(member, most_bytes=facts.size)
+        size = members.next_size(member, max_bytes=facts.size)
         contents[name] = b"".join(members.chunks(size))
         facts.require(member, FileFacts.of(contents[name]))
     return contents
@@ -202,7 +202,7 @@ def _standing(
 
 
 @contextmanager
-def _refusals(name: str) -> Iterator[None]:
+def _rejections(name: str) -> Iterator[None]:
     try:
         yield
     except CacheError:

@@ -16,7 +16,7 @@ from typing import IO, BinaryIO
 
 from mlagen.cache.bundle import (
     INDEX,
-    INDEX_MOST_BYTES,
+    INDEX_MAX_BYTES,
     BundledEntry,
     BundleError,
     Packed,
@@ -116,7 +116,7 @@ def packed_entries(
 def _read(stored: StoredEntry, folder: Folder) -> tuple[BundledEntry, dict[str, bytes]]:
     manifest = read_manifest(folder, key=stored.key, toolchain=stored.toolchain)
     entry = BundledEntry.of(manifest)
-    entry.require_sound()
+    entry.require_valid()
     contents = {name: _content(folder, name, manifest) for name in entry.files}
     bundled_manifest(contents[MANIFEST], entry)
     require_cubin(contents[CUBIN])
@@ -136,7 +136,7 @@ def replacing(target: Path) -> Iterator[BinaryIO]:
     Raises
     ------
     BundleError
-        If the disk refuses, or something else than a file is in the place.
+        If the disk rejects, or something else than a file is in the place.
     """
     part = target.parent / f".{target.name[:200]}.{os.getpid()}.{secrets.token_hex(4)}.part"
     try:
@@ -166,8 +166,8 @@ def _require_replaceable(target: Path) -> None:
 
 def _index(entries: Sequence[BundledEntry]) -> bytes:
     index = index_to_json(entries)
-    if len(index) > INDEX_MOST_BYTES:
-        rule = f"expected a table of contents of at most {INDEX_MOST_BYTES} bytes"
+    if len(index) > INDEX_MAX_BYTES:
+        rule = f"expected a table of contents of at most {INDEX_MAX_BYTES} bytes"
         raise BundleError(
             f"bundle: {rule}, got {len(index)}; export fewer entries", path=Path(INDEX)
         )

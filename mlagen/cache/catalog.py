@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from mlagen.cache.entry import (
     MANIFEST,
-    MANIFEST_MOST_BYTES,
+    MANIFEST_MAX_BYTES,
     Manifest,
     OtherSchemaError,
     parse_manifest,
@@ -22,10 +22,10 @@ from mlagen.cache.entry import (
     read_manifest,
     require_own_key,
 )
+from mlagen.cache.errors import rejected
 from mlagen.cache.files import DamageError, Identity, is_gone
 from mlagen.cache.folder import Folder, open_below
 from mlagen.cache.layout import Layout, is_digest
-from mlagen.cache.refusals import refused
 from mlagen.cache.trust import UntrustedError
 from mlagen.errors import CacheError
 
@@ -86,7 +86,7 @@ def stored_entries(
     except OSError as error:
         is_untrusted = isinstance(error, UntrustedError)  # which says itself where
         path = layout.root if is_untrusted else Path(error.filename or layout.root)
-        raise refused(error, path, to="readable") from error
+        raise rejected(error, path, to="readable") from error
 
 
 def read_stored(stored: StoredEntry, read: Callable[[Folder], Read]) -> Read:
@@ -109,7 +109,7 @@ def read_stored(stored: StoredEntry, read: Callable[[Folder], Read]) -> Read:
     try:
         return _read_in_place(stored.layout, str(stored.path), read)
     except UntrustedError as error:
-        raise refused(error, stored.path) from error
+        raise rejected(error, stored.path) from error
 
 
 def verify(stored: StoredEntry) -> str | None:
@@ -202,7 +202,7 @@ def _stored_entry(key: Folder, toolchain: str, *, is_read_only: bool) -> StoredE
     def read(folder: Folder) -> tuple[Manifest, int]:
         nonlocal seen, used
         seen = folder.identity
-        text, status = folder.read_with_status(MANIFEST, most_bytes=MANIFEST_MOST_BYTES)
+        text, status = folder.read_with_status(MANIFEST, max_bytes=MANIFEST_MAX_BYTES)
         used = min(status.st_mtime, time.time())
         found = parse_manifest(text, key=key.name, toolchain=toolchain, checks_seal=False)
         return found, len(text) + sum([file.size for file in found.files.values()])

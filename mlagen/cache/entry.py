@@ -23,8 +23,8 @@ MANIFEST = "manifest.json"
 CUBIN = "kernel.cubin"
 ELF_MAGIC = b"\x7fELF"
 
-MANIFEST_MOST_BYTES = 1 << 20
-_MOST_BYTES = 1 << 40  # of a file: larger than any kernel, small enough to be added and divided
+MANIFEST_MAX_BYTES = 1 << 20
+_MAX_BYTES = 1 << 40  # of a file: larger than any kernel, small enough to be added and divided
 
 
 class OtherSchemaError(DamageError):
@@ -62,7 +62,7 @@ class Manifest:
     schema: int
     key: str
     toolchain: str
-    ingredients: tuple[tuple[str, str], ...]
+    key_fields: tuple[tuple[str, str], ...]
     files: Mapping[str, FileFacts]
     facts: Mapping[str, Any]
     created: Mapping[str, Any]
@@ -77,7 +77,7 @@ class Manifest:
             schema=SCHEMA,
             key=key.digest,
             toolchain=build.toolchain,
-            ingredients=key.ingredients,
+            key_fields=key.key_fields,
             files={name: FileFacts.of(content) for name, content in build.files.items()},
             # Through JSON, so that the builder sees exactly what a later reader sees.
             facts=json.loads(json.dumps(build.facts, allow_nan=False)),
@@ -114,10 +114,10 @@ class Manifest:
             if is_other:
                 expected = f"{MANIFEST}: expected schema {SCHEMA}"
                 raise OtherSchemaError(f"{expected}, got {body['schema']!r}")
-            pairs = [(label, value) for label, value in body.pop("ingredients")]
+            pairs = [(label, value) for label, value in body.pop("key_fields")]
             files = {name: FileFacts(**facts) for name, facts in body.pop("files").items()}
             _require_told(pairs, files, body)
-            return cls(ingredients=tuple(pairs), files=files, **body)
+            return cls(key_fields=tuple(pairs), files=files, **body)
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             raise DamageError(f"{MANIFEST}: expected a manifest, got {error!r}") from error
 
@@ -136,7 +136,7 @@ class CacheEntry:
 
 def read_manifest(folder: Folder, *, key: str, toolchain: str) -> Manifest:
     """Return the manifest in a folder; it must speak of that key and toolchain."""
-    text = folder.read(MANIFEST, most_bytes=MANIFEST_MOST_BYTES)
+    text = folder.read(MANIFEST, max_bytes=MANIFEST_MAX_BYTES)
     return parse_manifest(text, key=key, toolchain=toolchain)
 
 
@@ -157,7 +157,7 @@ def read_file(folder: Folder, name: str, manifest: Manifest) -> bytes:
     expected = manifest.files.get(name)
     if expected is None:
         raise DamageError(f"{MANIFEST}: expected a file {name}, got {', '.join(manifest.files)}")
-    content = folder.read(name, most_bytes=expected.size)
+    content = folder.read(name, max_bytes=expected.size)
     expected.require(name, FileFacts.of(content))
     return content
 
@@ -185,10 +185,10 @@ def require_cubin(start: bytes) -> None:
 
 
 def require_own_key(manifest: Manifest) -> None:
-    """Raise :class:`DamageError` unless the key of a manifest is that of its ingredients."""
-    made_of = CacheKey(manifest.ingredients, manifest.toolchain).digest
+    """Raise :class:`DamageError` unless the key of a manifest is that of its key_fields."""
+    made_of = CacheKey(manifest.key_fields, manifest.toolchain).digest
     if made_of != manifest.key:
-        raise DamageError(f"{MANIFEST}: expected ingredients of {manifest.key}, got of {made_of}")
+        raise DamageError(f"{MANIFEST}: expected key_fields of {manifest.key}, got of {made_of}")
 
 
 def _require_printable(text: bytes) -> None:
@@ -201,12 +201,12 @@ def _require_printable(text: bytes) -> None:
 def _require_told(
     pairs: Sequence[tuple[Any, Any]], files: Mapping[str, FileFacts], body: Mapping[str, Any]
 ) -> None:
-    """Raise unless ingredients are texts under labels of their own, and the rest has its types."""
+    """Raise unless key_fields are texts under labels of their own, and the rest has its types."""
     # By their types: of thousands of manifests, one set each takes half the time of a loop.
     if len(dict(pairs)) < len(pairs) or {type(text) for pair in pairs for text in pair} - {str}:
-        raise ValueError(f"ingredients {pairs}")
+        raise ValueError(f"key_fields {pairs}")
     for name, file in files.items():
-        if type(file.size) is not int or not 0 <= file.size < _MOST_BYTES:
+        if type(file.size) is not int or not 0 <= file.size < _MAX_BYTES:
             raise ValueError(f"size of {name} {file.size!r}")
     for name in ("facts", "created"):
         if type(body[name]) is not dict:

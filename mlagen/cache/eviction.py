@@ -14,13 +14,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlagen.cache.disposal import remove_entry
 from mlagen.cache.entry import MANIFEST
 from mlagen.cache.files import DamageError
 from mlagen.cache.folder import Folder, open_below, open_layout
 from mlagen.cache.layout import Layout
+from mlagen.cache.quarantine import remove_entry
 from mlagen.cache.trust import UntrustedError
-from mlagen.counts import count
+from mlagen.monitoring import count
 
 _RENEWED_AFTER_S = 3600.0
 _COUNTED_AFTER_S = 3600.0
@@ -148,7 +148,7 @@ def _read_note(layout: Layout) -> tuple[int, float]:
     """Return the size that is noted, and when it was counted: long ago if there is no note."""
     with suppress(OSError, DamageError, ValueError, LookupError, TypeError, *_NO_NOTE):
         with open_layout(layout) as version:
-            note = json.loads(version.read(layout.size_note.name, most_bytes=4096))
+            note = json.loads(version.read(layout.size_note.name, max_bytes=4096))
         return max(0, int(note["bytes"])), float(note["counted"])
     return 0, 0.0
 

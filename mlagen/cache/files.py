@@ -26,8 +26,8 @@ class DamageError(Exception):
     """Something in the store is not as it was published; the message says what."""
 
 
-def read_regular(path: Path, *, most_bytes: int) -> bytes:
-    """Return the content of a regular file of at most ``most_bytes``.
+def read_regular(path: Path, *, max_bytes: int) -> bytes:
+    """Return the content of a regular file of at most ``max_bytes``.
 
     Raises
     ------
@@ -36,13 +36,13 @@ def read_regular(path: Path, *, most_bytes: int) -> bytes:
     OSError
         If this process may not or can not read it, which proves nothing about the file.
     """
-    return read_with_status(path, most_bytes=most_bytes)[0]
+    return read_with_status(path, max_bytes=max_bytes)[0]
 
 
 def read_with_status(
     path: Path | str,
     *,
-    most_bytes: int,
+    max_bytes: int,
     folder: int | None = None,
     check: Callable[[os.stat_result], None] | None = None,
 ) -> tuple[bytes, os.stat_result]:
@@ -52,7 +52,7 @@ def read_with_status(
     ----------
     path : Path or str
         What to read.
-    most_bytes : int
+    max_bytes : int
         How large it may be.
     folder : int, optional
         The descriptor of an open folder that ``path`` starts from.
@@ -64,7 +64,7 @@ def read_with_status(
     try:
         descriptor = os.open(path, flags, dir_fd=folder)
         try:
-            return _read(descriptor, name, most_bytes, check)
+            return _read(descriptor, name, max_bytes, check)
         finally:
             os.close(descriptor)
     except OSError as error:
@@ -76,7 +76,7 @@ def read_with_status(
 def _read(
     descriptor: int,
     name: str,
-    most_bytes: int,
+    max_bytes: int,
     check: Callable[[os.stat_result], None] | None,
 ) -> tuple[bytes, os.stat_result]:
     status = os.fstat(descriptor)
@@ -84,8 +84,8 @@ def _read(
         raise DamageError(f"{name}: expected a regular file, got another kind")
     if check is not None:
         check(status)
-    if status.st_size > most_bytes:
-        raise DamageError(f"{name}: expected at most {most_bytes} bytes, got {status.st_size}")
+    if status.st_size > max_bytes:
+        raise DamageError(f"{name}: expected at most {max_bytes} bytes, got {status.st_size}")
     content = b""
     while missing := status.st_size - len(content):
         # Not more than that at once: Python would make room for all that it is asked for.

@@ -218,20 +218,18 @@ class Folder:
         """Whether this process may make something here."""
         return os.access(".", os.W_OK | os.X_OK, dir_fd=self._descriptor)
 
-    def read(self, name: str, *, most_bytes: int) -> bytes:
+    def read(self, name: str, *, max_bytes: int) -> bytes:
         """Return the content of a regular file that no other user can change."""
-        return self.read_with_status(name, most_bytes=most_bytes)[0]
+        return self.read_with_status(name, max_bytes=max_bytes)[0]
 
-    def read_with_status(self, name: str, *, most_bytes: int) -> tuple[bytes, os.stat_result]:
+    def read_with_status(self, name: str, *, max_bytes: int) -> tuple[bytes, os.stat_result]:
         """Do the same, and return the status of the file too."""
 
         def check(status: os.stat_result) -> None:
             require_trusted(status, f"{self.path}/{name}", self.layout)
 
         try:
-            return read_with_status(
-                name, most_bytes=most_bytes, folder=self._descriptor, check=check
-            )
+            return read_with_status(name, max_bytes=max_bytes, folder=self._descriptor, check=check)
         except OSError as error:
             error.filename = f"{self.path}/{name}"
             raise

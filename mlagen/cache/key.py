@@ -1,4 +1,4 @@
-"""The key of a kernel: labelled ingredients and their digest; it knows no template, no compiler."""
+"""The key of a kernel: labelled key_fields and their digest; it knows no template, no compiler."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class CacheKey:
 
     Attributes
     ----------
-    ingredients : tuple[tuple[str, str], ...]
+    key_fields : tuple[tuple[str, str], ...]
         Labels and values, in order; everything that can change the machine code, except the
         compiler itself.
     toolchain : str
@@ -24,19 +24,19 @@ class CacheKey:
         folder below the digest and is not part of it, so that one kernel can be kept as several
         compilers made it.
     digest : str
-        SHA-256 of the schema and the ingredients, as 64 hex digits.
+        SHA-256 of the schema and the key_fields, as 64 hex digits.
     """
 
-    ingredients: tuple[tuple[str, str], ...]
+    key_fields: tuple[tuple[str, str], ...]
     toolchain: str
     digest: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        labels = [label for label, _ in self.ingredients]
+        labels = [label for label, _ in self.key_fields]
         assert len(set(labels)) == len(labels), f"a label occurs twice in {labels}"
-        assert all(type(value) is str for _, value in self.ingredients), self.ingredients
+        assert all(type(value) is str for _, value in self.key_fields), self.key_fields
         # JSON separates label from value and one pair from the next, whatever characters they hold.
-        canonical = json.dumps([SCHEMA, self.ingredients], ensure_ascii=True, separators=(",", ":"))
+        canonical = json.dumps([SCHEMA, self.key_fields], ensure_ascii=True, separators=(",", ":"))
         digest = hashlib.sha256(canonical.encode("ascii")).hexdigest()
         # Now and not when asked: `cached_property` has a lock that a fork may find taken.
         object.__setattr__(self, "digest", digest)
@@ -57,10 +57,10 @@ class CacheKey:
 
         ``None`` stands for a label that one of them lacks; the toolchain comes last.
         """
-        mine = dict(self.ingredients, toolchain=self.toolchain)
-        theirs = dict(other.ingredients, toolchain=other.toolchain)
-        labels = [label for label, _ in self.ingredients]
-        labels += [label for label, _ in other.ingredients if label not in mine]
+        mine = dict(self.key_fields, toolchain=self.toolchain)
+        theirs = dict(other.key_fields, toolchain=other.toolchain)
+        labels = [label for label, _ in self.key_fields]
+        labels += [label for label, _ in other.key_fields if label not in mine]
         return [
             (label, mine.get(label), theirs.get(label))
             for label in [*labels, "toolchain"]

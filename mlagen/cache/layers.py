@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
-from mlagen.cache import disposal, eviction
+from mlagen.cache import eviction, quarantine
 from mlagen.cache.entry import CacheEntry, OtherSchemaError, read_entry
+from mlagen.cache.errors import advice_for
 from mlagen.cache.files import DamageError, Identity, is_gone
 from mlagen.cache.folder import open_below
 from mlagen.cache.key import CacheKey
 from mlagen.cache.layout import Layout, is_toolchain
-from mlagen.cache.refusals import advice_for
 
 # Why there is no entry, from the usual reason to the one that tells most.
 REASONS = ("absent", "other toolchain", "unreadable", "damaged")
@@ -139,7 +139,7 @@ class Layers:
                 _logger.warning("cache: damaged entry passed by in %s: %s", folder, damage)
             return True
         try:
-            cell = disposal.quarantine(layout, folder, str(damage), seen=seen)
+            cell = quarantine.quarantine_entry(layout, folder, str(damage), seen=seen)
         except OSError as error:
             if is_gone(error) and _identity_now(layout, folder) != seen:
                 return False  # somebody is clearing all of it

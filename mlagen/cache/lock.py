@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from mlagen.cache.files import make_folder
 from mlagen.cache.trust import require_own_folder
-from mlagen.counts import count
-from mlagen.forks import in_one_piece
+from mlagen.fork_safety import in_one_piece
+from mlagen.monitoring import count
 
 if TYPE_CHECKING:
     from filelock import BaseFileLock
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _PROGRESS_S = 10.0
 
 # What a disk or a process says that has no room left; the cache warns of it when it publishes.
-_REFUSALS = {
+_REJECTIONS = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO),
     *(errno.EMFILE, errno.ENFILE, errno.ENOMEM),
 }
@@ -75,7 +75,7 @@ def _is_usable(folder: Path) -> bool:
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
     except OSError as error:
-        if error.errno in _REFUSALS:
+        if error.errno in _REJECTIONS:
             raise
         _warn(folder, error.strerror or str(error))
         return False

@@ -37,7 +37,7 @@ def publish(layout: Layout, manifest: Manifest, files: Mapping[str, bytes]) -> P
     Raises
     ------
     OSError
-        If the disk refused; nothing is visible then.
+        If the disk rejected; nothing is visible then.
     """
     place = layout.entry(manifest.key, manifest.toolchain)
     staged = layout.new_staging(manifest.key)

@@ -10,19 +10,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mlagen.artifacts import Build
-from mlagen.cache import catalog, disposal, eviction
+from mlagen.cache import catalog, eviction, quarantine
 from mlagen.cache.catalog import StoredEntry
 from mlagen.cache.entry import CUBIN, ELF_MAGIC, CacheEntry, Manifest
-from mlagen.cache.flight import SingleFlight
+from mlagen.cache.errors import rejections
 from mlagen.cache.key import CacheKey
 from mlagen.cache.layers import Layers, LookUp
 from mlagen.cache.layout import Layout
 from mlagen.cache.lock import compile_lock
 from mlagen.cache.publish import publish, require_writable
-from mlagen.cache.refusals import refusals
-from mlagen.counts import count
+from mlagen.cache.single_flight import SingleFlight
 from mlagen.errors import ArgumentError
-from mlagen.forks import finished_before_exit
+from mlagen.fork_safety import finished_before_exit
+from mlagen.monitoring import count
 
 _PREFIX = re.compile(r"[0-9a-f]{6,64}")
 
@@ -156,7 +156,7 @@ class KernelStore:
         CacheError
             If it cannot be published.
         """
-        with refusals(self._layout.root):
+        with rejections(self._layout.root):
             path = publish(self._layout, manifest, files)
         self._tidy(sum(map(len, files.values())))
         return path
@@ -206,8 +206,10 @@ class KernelStore:
         CacheError
             If it cannot be moved.
         """
-        with refusals(stored.path):
-            return disposal.quarantine(self._layout, stored.path, reason, seen=stored.identity)
+        with rejections(stored.path):
+            return quarantine.quarantine_entry(
+                self._layout, stored.path, reason, seen=stored.identity
+            )
 
     def remove(self, stored: StoredEntry) -> None:
         """Delete an entry; whoever has read it keeps it, and its absence is no error.
@@ -217,8 +219,8 @@ class KernelStore:
         CacheError
             If it cannot be deleted.
         """
-        with refusals(stored.path):
-            disposal.remove_entry(self._layout, stored.path)
+        with rejections(stored.path):
+            quarantine.remove_entry(self._layout, stored.path)
 
     def clear(self) -> int:
         """Delete every entry, the quarantine and abandoned staging; return how many entries.
@@ -230,8 +232,8 @@ class KernelStore:
         """
         removed = sum(1 for _ in self.entries())
         for place in (self._layout.entries, self._layout.quarantine, self._layout.size_note):
-            with refusals(place):
-                disposal.remove(self._layout, place)
+            with rejections(place):
+                quarantine.remove(self._layout, place)
         self.sweep()
         return removed
 
@@ -243,11 +245,11 @@ class KernelStore:
         CacheError
             If the staging folder cannot be read, or others can change a folder.
         """
-        with refusals(self._layout.root):
+        with rejections(self._layout.root):
             for _ in eviction.weights(self._layout):  # before anything goes, all is looked at
                 pass
             evicted = eviction.evict(self._layout, self._max_bytes) if self._max_bytes else []
-            quarantined = disposal.limit_quarantine(self._layout)
+            quarantined = quarantine.limit_quarantine(self._layout)
         return Collected(self.sweep(), quarantined, tuple(evicted))
 
     def sweep(self) -> int:
@@ -258,8 +260,8 @@ class KernelStore:
         CacheError
             If the staging folder cannot be read.
         """
-        with refusals(self._layout.staging):
-            return disposal.sweep(self._layout)
+        with rejections(self._layout.staging):
+            return quarantine.sweep(self._layout)
 
     def _keep(self, key: CacheKey, build: Build, created_by: str, because: str) -> CacheEntry:
         cubin = build.files[CUBIN]
@@ -286,7 +288,7 @@ class KernelStore:
     def _tidy(self, added_bytes: int) -> None:
         """Do what has to be done now and then, after something was published."""
         with suppress(OSError):
-            disposal.sweep(self._layout)
+            quarantine.sweep(self._layout)
             if self._max_bytes:
                 eviction.limit(self._layout, added_bytes, self._max_bytes)
 

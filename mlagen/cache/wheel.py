@@ -21,8 +21,8 @@ from mlagen import __version__
 from mlagen.cache.bundle import Packed
 from mlagen.cache.bundle_writing import OnProgress, finished, packed_entries, replacing
 from mlagen.cache.catalog import StoredEntry
+from mlagen.cache.default_store import PACKAGES
 from mlagen.cache.layout import Layout
-from mlagen.cache.opening import PACKAGES
 from mlagen.errors import ArgumentError
 
 

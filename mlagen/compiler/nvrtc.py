@@ -32,7 +32,7 @@ def compile_source(source: Source, arch: Arch, nvrtc: Nvrtc) -> Cubin:
     ToolchainError
         If NVRTC cannot be loaded or does not know ``arch``.
     CompileError
-        If it refuses the source; positions in the message are in the templates.
+        If it rejects the source; positions in the message are in the templates.
     """
     library = load_nvrtc(nvrtc.path)
     known = library.supported_archs()

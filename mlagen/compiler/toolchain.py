@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mlagen.compiler.nvrtc_search import find_candidates
 from mlagen.errors import ToolchainError
-from mlagen.forks import in_one_piece
+from mlagen.fork_safety import in_one_piece
 from mlagen.settings import TOOLCHAIN_POLICIES
 from mlagen.spec.arch import Arch
 

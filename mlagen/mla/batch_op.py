@@ -43,8 +43,8 @@ def batch_mla_run(
     page_size: int,
     causal: bool,
     sm_scale: float,
-    longest_kv: int,
-    longest_query: int | None = None,
+    max_kv_len: int,
+    max_q_len: int | None = None,
     q_len: int = 0,
     tokens: int | None = None,
     out: torch.Tensor | None = None,
@@ -70,9 +70,7 @@ def batch_mla_run(
         layout=BatchLayout(
             qo_indptr=qo_indptr, kv_indptr=kv_indptr, kv_indices=kv_indices, kv_len_arr=kv_len_arr
         ),
-        facts=HostFacts(
-            longest_kv=longest_kv, longest_query=longest_query, q_len=q_len, tokens=tokens
-        ),
+        facts=HostFacts(max_kv_len=max_kv_len, max_q_len=max_q_len, q_len=q_len, tokens=tokens),
     )
     return run_planned(
         workspace_buffer,
@@ -114,7 +112,7 @@ def batch_mla_run_planless(
         kv_len=kv_len,
         page_table=page_table,
         o_scale=o_scale,
-        refused={},
+        rejected={},
     )
 
 
@@ -145,8 +143,8 @@ def call_planned(
         settings.page_size,
         settings.causal,
         settings.sm_scale,
-        facts.longest_kv,
-        facts.longest_query,
+        facts.max_kv_len,
+        facts.max_q_len,
         facts.q_len,
         facts.tokens,
         out,
@@ -167,10 +165,10 @@ def call_planless(
     kv_len: torch.Tensor | None,
     page_table: torch.Tensor | None,
     o_scale: float | None,
-    refused: dict[str, Any],
+    rejected: dict[str, Any],
 ) -> torch.Tensor:
     """Do what ``run_planless`` does, as an op; a compiler traces it."""
-    for name, value in refused.items():
+    for name, value in rejected.items():
         if value is not None:
             raise ArgumentError(f"{name} does not support cutlass backend, expected none")
     if o_scale is not None and out is None:
@@ -182,7 +180,7 @@ def call_planless(
 
 
 def _check_heads(settings: BatchSettings, tensors: tuple[torch.Tensor, ...]) -> None:
-    """Refuse what the op, which takes these from the tensors, does not see."""
+    """Reject what the op, which takes these from the tensors, does not see."""
     query, rope, cache, _ = tensors
     planned = (
         ("q_nope.shape[1]", settings.num_heads, query.shape[1]),

@@ -10,7 +10,7 @@ from mlagen.api.arguments import (
     DTYPES,
     INDEX_DTYPES,
     INT32_MAX,
-    refuse,
+    reject,
     require,
     require_contiguous,
     require_dims,
@@ -24,7 +24,7 @@ from mlagen.api.arguments import (
 )
 from mlagen.api.device_checks import check_seq_lens, query_lengths, table_capacity
 from mlagen.api.memory import require_memory
-from mlagen.api.mla_query import MOST_HEADS
+from mlagen.api.mla_query import MAX_HEADS
 from mlagen.errors import ArgumentError
 from mlagen.spec.dtype import DType
 from mlagen.spec.mla_support import MlaVariant, require_supported
@@ -49,7 +49,7 @@ class BatchSettings:
     kv_data_type: torch.dtype
 
     def __post_init__(self) -> None:
-        """Refuse what breaks a rule, in FlashInfer's order and with its words where it has any."""
+        """Reject what breaks a rule, in FlashInfer's order and with its words where it has any."""
         _check_dtypes(self)
         plain = {
             "num_heads": require_whole_number(self.num_heads, "num_heads", least=1),
@@ -61,7 +61,7 @@ class BatchSettings:
         }
         for name, value in plain.items():
             object.__setattr__(self, name, value)  # what is used is what was checked
-        require(self.num_heads <= MOST_HEADS, "num_heads", f"{MOST_HEADS} or less", self.num_heads)
+        require(self.num_heads <= MAX_HEADS, "num_heads", f"{MAX_HEADS} or less", self.num_heads)
         variant = MlaVariant(
             query_dtype=DTYPES[self.q_data_type],
             kv_dtype=KV_DTYPES[self.kv_data_type],
@@ -96,8 +96,8 @@ class BatchLayout:
 class HostFacts:
     """What the host knows of a layout without waiting for a device."""
 
-    longest_kv: int  # tokens; exact, or a guess, which only decides how work is split
-    longest_query: int | None = None
+    max_kv_len: int  # tokens; exact, or a guess, which only decides how work is split
+    max_q_len: int | None = None
     q_len: int = 0  # query tokens of every request; 0 where they differ or are not known
     tokens: int | None = None  # query tokens of all requests
 
@@ -124,7 +124,7 @@ def checked_layout(given: BatchLayout, device: torch.device) -> BatchLayout:
         require_dtype(tensor, name, INDEX_DTYPES)
         require_dims(tensor, name, (1,))
         if tensor.device not in (torch.device("cpu"), device):
-            refuse(f"{name}.device", f"cpu or {device} (of float_workspace_buffer)", tensor.device)
+            reject(f"{name}.device", f"cpu or {device} (of float_workspace_buffer)", tensor.device)
     count = given.batch + 1
     for name in ("qo_indptr", "kv_indptr"):
         size = getattr(given, name).shape[0]
@@ -176,14 +176,14 @@ def host_facts(given: BatchLayout, page_size: int) -> HostFacts:
             on_host["kv_len_arr"], "kv_len_arr", capacity=capacity, q_lens=None
         )
     if seq_lens is None:
-        longest_kv = mean_capacity(given, page_size)
+        max_kv_len = mean_capacity(given, page_size)
     else:
-        longest_kv = min(int(seq_lens.max()), INT32_MAX) if len(seq_lens) else 0
+        max_kv_len = min(int(seq_lens.max()), INT32_MAX) if len(seq_lens) else 0
     if q_lens is None:
-        return HostFacts(longest_kv=longest_kv)
+        return HostFacts(max_kv_len=max_kv_len)
     return HostFacts(
-        longest_kv=longest_kv,
-        longest_query=max(q_lens, default=0),
+        max_kv_len=max_kv_len,
+        max_q_len=max(q_lens, default=0),
         q_len=q_lens[0] if len(set(q_lens)) == 1 else 0,
         tokens=sum(q_lens),
     )
@@ -221,7 +221,7 @@ def copy_into(buffers: BatchLayout, given: BatchLayout) -> None:
 def _check_dtypes(settings: BatchSettings) -> None:
     q_dtype, kv_dtype = settings.q_data_type, settings.kv_data_type
     if not isinstance(kv_dtype, torch.dtype) or kv_dtype not in KV_DTYPES:
-        refuse("MLA kv_data_type", " or ".join(map(str, KV_DTYPES)), shown(kv_dtype))
+        reject("MLA kv_data_type", " or ".join(map(str, KV_DTYPES)), shown(kv_dtype))
     rope_dim = require_whole_number(settings.head_dim_kpe, "head_dim_kpe", least=None)
     if rope_dim < 0:
         raise ArgumentError(f"head_dim_kpe must be >= 0, got {shown(rope_dim)}")
@@ -229,11 +229,11 @@ def _check_dtypes(settings: BatchSettings) -> None:
         require(q_dtype is kv_dtype, "q_data_type", f"{kv_dtype} (kv_data_type)", shown(q_dtype))
         return
     if q_dtype is not torch.bfloat16:
-        refuse("q_data_type", "q_data_type=torch.bfloat16 for an e4m3 cache", shown(q_dtype))
+        reject("q_data_type", "q_data_type=torch.bfloat16 for an e4m3 cache", shown(q_dtype))
     head_dims = (require_whole_number(settings.head_dim_ckv, "head_dim_ckv", least=1), rope_dim)
     if head_dims not in _E4M3_HEAD_DIMS:
         rule = "head_dim_ckv=512 and head_dim_kpe in (0, 64) for an e4m3 cache"
-        refuse("(head_dim_ckv, head_dim_kpe)", rule, head_dims)
+        reject("(head_dim_ckv, head_dim_kpe)", rule, head_dims)
 
 
 def _copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

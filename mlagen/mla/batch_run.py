@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from mlagen.api.arguments import refuse, require, require_dims, require_shape, require_tensor
+from mlagen.api.arguments import reject, require, require_dims, require_shape, require_tensor
 from mlagen.api.memory import require_memory, require_plain, require_writable
+from mlagen.api.mla_args import MlaArgNames, MlaArgs
 from mlagen.api.mla_call import run_mla
-from mlagen.api.mla_inputs import MlaInputs, MlaNames
 from mlagen.errors import CaptureError
 from mlagen.mla.batch_plan import BatchPlan
 from mlagen.mla.kv_scales import check_kv_scales, require_like
 from mlagen.runtime.capture import is_capturing
 
-_NAMES = MlaNames(
+_NAMES = MlaArgNames(
     query="q_nope",
     query_rope="q_pe",
     kv_cache="ckv_cache",
@@ -97,7 +97,7 @@ def run_planned(
     has_rope = settings.head_dim_kpe > 0
     # The kernels write rows without gaps.
     target = out.view(query.shape) if out is not None and out.is_contiguous() else None
-    inputs = MlaInputs(
+    args = MlaArgs(
         query=query,
         kv_cache=ckv_cache,
         workspace_buffer=workspace,
@@ -105,14 +105,14 @@ def run_planned(
         qk_rope_head_dim=settings.head_dim_kpe,
         block_tables=layout.kv_indices,
         seq_lens=layout.kv_len_arr,
-        max_seq_len=facts.longest_kv,
+        max_seq_len=facts.max_kv_len,
         out=target,
         bmm1_scale=settings.sm_scale,
         lse=lse,
         return_lse=return_lse or lse is not None,
         return_lse_base=lse_base,
         cum_seq_lens_q=None if is_uniform else layout.qo_indptr,
-        max_q_len=None if is_uniform else facts.longest_query,
+        max_q_len=None if is_uniform else facts.max_q_len,
         is_causal=settings.causal,
         query_rope=rope if has_rope else None,
         rope_cache=kpe_cache if has_rope else None,
@@ -122,7 +122,7 @@ def run_planned(
         table_starts=layout.kv_indptr,
         names=_NAMES,
     )
-    result, result_lse = run_mla(inputs, enable_pdl=True)
+    result, result_lse = run_mla(args, enable_pdl=True)
     if out is None:
         return result.view(shape), result_lse
     if target is None:
@@ -137,7 +137,7 @@ def _check_as_planned(
     ckv_cache: torch.Tensor,
     kpe_cache: torch.Tensor,
 ) -> None:
-    """Refuse tensors that are not what the plan was made for."""
+    """Reject tensors that are not what the plan was made for."""
     settings, facts = plan.settings, plan.facts
     parts = (
         ("q_nope", q_nope, "q_data_type", settings.q_data_type),
@@ -150,22 +150,22 @@ def _check_as_planned(
         if is_plain and tensor.dtype is dtype and tensor.dim() == 3:  # words cost more
             continue
         if require_tensor(tensor, name).dtype is not dtype:
-            refuse(f"{name}.dtype", f"{dtype} ({planned} of plan)", tensor.dtype)
+            reject(f"{name}.dtype", f"{dtype} ({planned} of plan)", tensor.dtype)
         require_plain(tensor, name)
         require_dims(tensor, name, (3,))
     tokens, heads = q_nope.shape[:2]
     if heads != settings.num_heads:
-        refuse("q_nope.shape[1]", f"{settings.num_heads} (num_heads of plan)", heads)
+        reject("q_nope.shape[1]", f"{settings.num_heads} (num_heads of plan)", heads)
     if ckv_cache.shape[1] != settings.page_size:
         rule = f"{settings.page_size} (page_size of plan)"
-        refuse("ckv_cache.shape[1]", rule, ckv_cache.shape[1])
+        reject("ckv_cache.shape[1]", rule, ckv_cache.shape[1])
     if q_pe.shape[2] != settings.head_dim_kpe:
-        refuse("q_pe.shape[2]", f"{settings.head_dim_kpe} (head_dim_kpe of plan)", q_pe.shape[2])
+        reject("q_pe.shape[2]", f"{settings.head_dim_kpe} (head_dim_kpe of plan)", q_pe.shape[2])
     if settings.head_dim_kpe == 0:
         require_shape(q_pe, "q_pe", ((tokens, heads, 0),))
         rule = "0 (head_dim_kpe of plan)"
         require(kpe_cache.shape[2] == 0, "kpe_cache.shape[2]", rule, kpe_cache.shape[2])
     if facts.tokens is not None and tokens < facts.tokens:
-        refuse("q_nope.shape[0]", f"{facts.tokens} (qo_indptr[-1]) or more", tokens)
+        reject("q_nope.shape[0]", f"{facts.tokens} (qo_indptr[-1]) or more", tokens)
     if plan.layout.batch == 0:
         require(tokens == 0, "q_nope.shape[0]", "0 (no requests were planned)", tokens)

@@ -6,7 +6,7 @@ import torch
 
 from mlagen.api.arguments import (
     INT32_MAX,
-    refuse,
+    reject,
     require,
     require_contiguous,
     require_device,
@@ -18,12 +18,12 @@ from mlagen.api.arguments import (
     require_whole_number,
 )
 from mlagen.api.memory import require_memory
+from mlagen.api.mla_args import MlaArgs
 from mlagen.api.mla_call import run_mla
-from mlagen.api.mla_inputs import MlaInputs
 from mlagen.api.mla_numbers import with_plain_numbers
-from mlagen.api.mla_request import check_request
+from mlagen.api.mla_problem import check_problem
 from mlagen.api.traced import is_compiling, is_traced
-from mlagen.mla.flare_keys import (
+from mlagen.mla.flare_kv import (
     Keys,
     PagedKVCache,
     dense_keys,
@@ -32,7 +32,7 @@ from mlagen.mla.flare_keys import (
     positions_of,
 )
 from mlagen.mla.flare_op import call_op, define_op
-from mlagen.mla.flare_queries import padded_queries, ragged_queries
+from mlagen.mla.flare_q import padded_queries, ragged_queries
 from mlagen.mla.masks import CausalMask, Mask, NullMask, form_of_bias
 from mlagen.runtime.device import device_facts
 
@@ -68,7 +68,7 @@ def flare_mla_decoding(
     :class:`NullMask` and :class:`CausalMask` are written out, 4 bytes for every query token and
     every position that the block table has room for, heads sharing them. Nothing waits for the
     device. A length that cannot be, in ``k.cache_lengths`` or in ``valid_length`` of padded
-    requests, is read as the nearest that can, and refused with ``MLAGEN_CHECK=1``. Tensors on the
+    requests, is read as the nearest that can, and rejected with ``MLAGEN_CHECK=1``. Tensors on the
     CPU are computed by a slow backend in plain torch.
 
     Parameters
@@ -136,17 +136,17 @@ def flare_mla_decoding(
         require_shape(require_tensor(output, "output"), "output", ((*q.shape[:-1], _LATENT_DIM),))
         require_contiguous(output, "output")
 
-    def inputs_of(keys: Keys, *, is_form: bool) -> MlaInputs:
+    def args_of(keys: Keys, *, is_form: bool) -> MlaArgs:
         require_device(keys.blocks, keys.names.kv_cache, q.device)
         if is_packed and keys.scales is None:
-            refuse(keys.names.kv_scales, "a tensor with per_token_scale_rope_aware", None)
+            reject(keys.names.kv_scales, "a tensor with per_token_scale_rope_aware", None)
         needs_rows = not isinstance(mask, (NullMask, CausalMask))
         find = ragged_queries if ragged else padded_queries
         queries = find(q, keys, valid_length, needs_rows=needs_rows and not is_form)
         bias = None if queries.rows is None else mask.bias(queries.rows)
         if needs_rows and is_form:
             bias = form_of_bias(mask, q, keys.block_table.shape[0])
-        return MlaInputs(
+        return MlaArgs(
             query=queries.query,
             kv_cache=keys.blocks,
             workspace_buffer=_workspace(q.device),
@@ -163,15 +163,15 @@ def flare_mla_decoding(
             query_scales=None if q_scale is None else _flat_scales(q_scale),
             kv_scales=keys.scales,
             bias=bias,
-            is_packed640=is_packed,
+            is_fp8_per_token=is_packed,
             names=keys.names,
         )
 
     if positions_of(k) > _MAX_UNCHECKED:
-        form = inputs_of(form_of_keys(k, kv_scales), is_form=True)
-        check_request(with_plain_numbers(form))
+        form = args_of(form_of_keys(k, kv_scales), is_form=True)
+        check_problem(with_plain_numbers(form))
     keys = paged_keys(k, kv_scales) if isinstance(k, PagedKVCache) else dense_keys(k, kv_scales)
-    result, _ = run_mla(inputs_of(keys, is_form=False), enable_pdl=True)
+    result, _ = run_mla(args_of(keys, is_form=False), enable_pdl=True)
     return output if output is not None else result.view(*q.shape[:-1], _LATENT_DIM)
 
 
@@ -179,7 +179,7 @@ define_op(flare_mla_decoding)
 
 
 def _check_memory(q: object, k: object, mask: object, **others: object) -> None:
-    """Refuse tensors that are not in memory, before anything is computed of them."""
+    """Reject tensors that are not in memory, before anything is computed of them."""
     require_memory(q, "q")
     for name, whole in (("k", k), ("mask", mask)):
         if isinstance(whole, torch.Tensor):

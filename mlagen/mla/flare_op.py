@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from mlagen.api.arguments import refuse
+from mlagen.api.arguments import reject
 from mlagen.api.op_outputs import mla_dtype
 from mlagen.api.traced import as_op, traceable
-from mlagen.mla.flare_keys import PagedKVCache
+from mlagen.mla.flare_kv import PagedKVCache
 from mlagen.mla.mask_codes import code_of, mask_of
 from mlagen.mla.masks import Mask
 
@@ -64,7 +64,7 @@ def call_op(
     """Return what the entry point returns for its arguments; a compiler traces it."""
     tensors: list[torch.Tensor] = []
     if not isinstance(mask, Mask):
-        refuse("mask", "a mask of mlagen.mla", type(mask).__name__)
+        reject("mask", "a mask of mlagen.mla", type(mask).__name__)
     code = code_of(mask, tensors)
     parts: tuple[Any, ...] = (k, None, None, None)
     if isinstance(k, PagedKVCache):

@@ -7,7 +7,7 @@ import math
 import torch
 
 from mlagen.api.arguments import (
-    refuse,
+    reject,
     require,
     require_contiguous,
     require_float32,
@@ -37,7 +37,7 @@ def require_positive(scale: object, argument: str) -> float:
     subject, rule = f"{argument} must be a finite positive value", "a float above 0"
     number = require_float32(scale, subject, rule)
     if not 0 < number < math.inf:
-        refuse(subject, rule, number)
+        reject(subject, rule, number)
     return number
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from mlagen.api.arguments import (
-    refuse,
+    reject,
     require,
     require_device,
     require_dims,
@@ -56,7 +56,7 @@ class Mask:
     ) -> torch.Tensor:
         """Return which positions ``keys[width]`` a token sees, bool ``[tokens, width]``."""
         rule = "a mask that says what is seen"
-        refuse("mask", rule, f"{type(self).__name__}, which has neither sees nor bias")
+        reject("mask", rule, f"{type(self).__name__}, which has neither sees nor bias")
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class SlidingWindowCausalMask(Mask):
     window: int
 
     def __post_init__(self) -> None:
-        """Refuse a window of nothing."""
+        """Reject a window of nothing."""
         _set_size(self, "window")
 
     def sees(self, rows: QueryRows, keys: torch.Tensor) -> torch.Tensor:
@@ -100,7 +100,7 @@ class SlidingWindowNonCausalMask(Mask):
     window: int
 
     def __post_init__(self) -> None:
-        """Refuse a window of nothing."""
+        """Reject a window of nothing."""
         _set_size(self, "window")
 
     def sees(self, rows: QueryRows, keys: torch.Tensor) -> torch.Tensor:
@@ -115,7 +115,7 @@ class ChunkedMask(Mask):
     size: int
 
     def __post_init__(self) -> None:
-        """Refuse chunks of nothing."""
+        """Reject chunks of nothing."""
         _set_size(self, "size")
 
     def sees(self, rows: QueryRows, keys: torch.Tensor) -> torch.Tensor:

@@ -8,12 +8,12 @@ import torch
 
 from mlagen.api.arguments import INT32_MAX, require_dims, require_tensor, shown
 from mlagen.api.memory import require_memory, require_plain, require_writable
+from mlagen.api.mla_args import MlaArgNames, MlaArgs
 from mlagen.api.mla_call import run_mla
-from mlagen.api.mla_inputs import MlaInputs, MlaNames
 from mlagen.errors import ArgumentError
 from mlagen.mla.kv_scales import require_like, require_positive
 
-_NAMES = MlaNames(
+_NAMES = MlaArgNames(
     query="q_nope",
     query_rope="q_pe",
     kv_cache="ckv_cache",
@@ -38,16 +38,16 @@ def run_planless(
     kv_len: torch.Tensor | None,
     page_table: torch.Tensor | None,
     o_scale: float | None,
-    refused: dict[str, Any],
+    rejected: dict[str, Any],
 ) -> torch.Tensor:
-    """Return ``out[batch, heads, 512]``; ``refused`` is what only planned runs take, by name.
+    """Return ``out[batch, heads, 512]``; ``rejected`` is what only planned runs take, by name.
 
     Raises
     ------
     ArgumentError
         If an argument breaks a rule; nothing has been launched or written then.
     """
-    for name, value in refused.items():
+    for name, value in rejected.items():
         if value is not None:
             raise ArgumentError(
                 f"{name} does not support cutlass backend, expected none, got {shown(value)}"
@@ -67,7 +67,7 @@ def run_planless(
         require_memory(q_nope, "q_nope")
         require_memory(q_pe, "q_pe")
         raise
-    inputs = MlaInputs(
+    args = MlaArgs(
         query=query,
         kv_cache=ckv_cache,
         workspace_buffer=workspace,
@@ -83,7 +83,7 @@ def run_planless(
         rope_cache=kpe_cache,
         names=_NAMES,
     )
-    result, _ = run_mla(inputs, enable_pdl=True)
+    result, _ = run_mla(args, enable_pdl=True)
     if o_scale is None or out is None:
         return result if out is not None else result.squeeze(1)
     most = torch.finfo(out.dtype).max  # beyond it a conversion gives NaN or infinity

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from mlagen.api.arguments import plain_pdl, require_flag
+from mlagen.api.call_cache import FastPathKey
 from mlagen.api.calls import rounded_up
-from mlagen.api.mla_call import MlaCall, run_again, run_mla
-from mlagen.api.mla_inputs import MlaInputs
+from mlagen.api.mla_args import MlaArgs
+from mlagen.api.mla_call import MlaCall, run_mla, try_replay
 from mlagen.api.op_outputs import mla_outputs
-from mlagen.api.remembered import Usual
 from mlagen.api.traced import as_op, is_compiling, is_traced, traceable
 from mlagen.mla.trtllm_keywords import (
     AUTO,
@@ -108,7 +108,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
     bmm1_scale : float or fp32 tensor of one element
         Multiplies the scores before softmax, whole: e.g. ``192 ** -0.5`` for DeepSeek-V3, times
         what e4m3 elements are to be multiplied by. Natural domain; no factor of log2(e). Infinity
-        and NaN do to the result what arithmetic says; a float beyond float32 is refused.
+        and NaN do to the result what arithmetic says; a float beyond float32 is rejected.
     bmm2_scale : float or fp32 tensor of one element
         Multiplies the output.
     sinks : fp32, bf16 or fp16 [heads]
@@ -119,7 +119,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
         Changes nothing: no block of tokens is left out, and the result is exact.
     enable_pdl : bool
         Whether the kernel may start while the one before it drains; None means yes where the GPU
-        can. The blocks of a Hopper kernel wait for each other, so all begin together, when there
+        can. The blocks of a sm90 kernel wait for each other, so all begin together, when there
         is room for all.
     backend : str
         ``auto``, ``xqa``, ``trtllm-gen`` and ``cute-dsl`` are names of the same semantics. With
@@ -203,7 +203,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
         or seq_lens is None
     ):
         enable_pdl, seq_lens, sparse_mla_top_k_lens = rare_keywords(dict(locals()))
-    usual: Usual[MlaCall] | None = None
+    fast_path: FastPathKey[MlaCall] | None = None
     if (
         sinks is cum_seq_lens_q is sparse_mla_top_k_lens is lse is None
         and max_q_len is None
@@ -228,14 +228,14 @@ def trtllm_batch_decode_with_kv_cache_mla(
         dims = (kv_lora_rank, qk_rope_head_dim)
         key = (rounded_up(max_seq_len), *dims, sparse_mla_top_k, return_lse_base, out is None)
         numbers = (bmm1_scale, bmm2_scale)
-        found = run_again(key, tensors, numbers, out, enable_pdl is not False)
+        found = try_replay(key, tensors, numbers, out, enable_pdl is not False)
         if isinstance(found, torch.Tensor):
             return found
-        usual = found
+        fast_path = found
     target = half_of(query, out)
     if target is not out:
-        usual = None  # which would write to out itself
-    inputs = MlaInputs(
+        fast_path = None  # which would write to out itself
+    args = MlaArgs(
         query,
         kv_cache,
         workspace_buffer,
@@ -259,7 +259,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
             kv_cache, block_tables, uses_shared_paged_kv_idx, sparse_mla_top_k
         ),
     )
-    result, result_lse = run_mla(inputs, plain_pdl(enable_pdl), usual)
+    result, result_lse = run_mla(args, plain_pdl(enable_pdl), fast_path)
     if target is not out and out is not None:
         result = out.copy_(result)
     return result if result_lse is None else (result, result_lse)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from mlagen.api.arguments import (
-    refuse,
+    reject,
     require_choice,
     require_contiguous,
     require_device,
@@ -19,7 +19,7 @@ from mlagen.api.arguments import (
     shown,
 )
 from mlagen.errors import UnsupportedError
-from mlagen.mla.list_lengths import lengths_of_lists, plain_lengths
+from mlagen.mla.topk_lengths import plain_lengths, topk_lengths_of
 
 AUTO = "auto"
 SYNONYMS = (AUTO, "xqa", "trtllm-gen", "cute-dsl")
@@ -39,7 +39,7 @@ _SCALE_FORMATS = (AUTO, "pow2_fp32", "arbitrary_fp32")
 
 
 def check_counter_buffer(buffer: object, query: object) -> None:
-    """Refuse a buffer of counters that is no tensor on the device of the query.
+    """Reject a buffer of counters that is no tensor on the device of the query.
 
     Raises
     ------
@@ -86,7 +86,7 @@ def rare_keywords(
     top_k_lens = call["sparse_mla_top_k_lens"]
     if backend == _SPARSE:
         others = {"sparse_mla_top_k_lens": top_k_lens, "cum_seq_lens_q": ends}
-        lengths = lengths_of_lists(query, call["kv_cache"], seq_lens, top_k, **others)
+        lengths = topk_lengths_of(query, call["kv_cache"], seq_lens, top_k, **others)
         return enable_pdl, *lengths
     return enable_pdl, plain_lengths(query, seq_lens, top_k, ends), top_k_lens
 
@@ -138,7 +138,7 @@ def _check_scale_format(given: object) -> None:
     name = "kv_scale_format"
     known = str.lower(given).replace("-", "_") if isinstance(given, str) else given
     if isinstance(known, str) and known == "ue8m0_g32":
-        refuse(name, "another: scales of packed rows are fp32 numbers", shown(given))
+        reject(name, "another: scales of packed rows are fp32 numbers", shown(given))
     require_choice(known, name, _SCALE_FORMATS)
 
 
@@ -162,7 +162,7 @@ def one_tensor(sinks: Any) -> Any:
     if not isinstance(sinks, list):
         return sinks
     if len(sinks) != 1:
-        refuse("sinks", "a list of one tensor", f"{len(sinks)}")
+        reject("sinks", "a list of one tensor", f"{len(sinks)}")
     return sinks[0]
 
 

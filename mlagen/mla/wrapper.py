@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mlagen.api.arguments import refuse, require_choice, require_flag, require_tensor, shown
+from mlagen.api.arguments import reject, require_choice, require_flag, require_tensor, shown
 from mlagen.api.traced import is_compiling, is_traced
 from mlagen.errors import ArgumentError, UnsupportedError
 from mlagen.mla.batch_op import call_planless, call_planned
@@ -145,7 +145,7 @@ class BatchMLAPagedAttentionWrapper:
             If no kernel covers the head dimensions, or a profiler is asked for.
         """
         if self._backend == "cutlass":
-            refuse("backend", f"one of {', '.join(_PLANNED_BACKENDS)} to plan for", "'cutlass'")
+            reject("backend", f"one of {', '.join(_PLANNED_BACKENDS)} to plan for", "'cutlass'")
         settings = BatchSettings(
             num_heads=num_heads,
             head_dim_ckv=head_dim_ckv,
@@ -173,10 +173,8 @@ class BatchMLAPagedAttentionWrapper:
             layout = self._buffers
             copy_into(layout, given)
             # A graph that is captured now will be replayed with other requests.
-            longest_kv = max(facts.longest_kv, mean_capacity(layout, page_size))
-            facts = HostFacts(
-                longest_kv=longest_kv, longest_query=facts.longest_query, tokens=facts.tokens
-            )
+            max_kv_len = max(facts.max_kv_len, mean_capacity(layout, page_size))
+            facts = HostFacts(max_kv_len=max_kv_len, max_q_len=facts.max_q_len, tokens=facts.tokens)
         self._plan = BatchPlan(settings=settings, layout=layout, facts=facts)
 
     def run(
@@ -256,7 +254,7 @@ class BatchMLAPagedAttentionWrapper:
         is_planless = kv_len is not None and page_table is not None
         is_op = is_compiling() or is_traced() > 0
         if self._backend == "cutlass" or (plan is None and is_planless):
-            refused = {
+            rejected = {
                 "return_lse": return_lse or None,
                 "lse": lse,
                 "profiler_buffer": profiler_buffer,
@@ -271,7 +269,7 @@ class BatchMLAPagedAttentionWrapper:
                 kv_len=kv_len,
                 page_table=page_table,
                 o_scale=o_scale,
-                refused=refused,
+                rejected=rejected,
             )
         if o_scale is not None:
             raise ArgumentError(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from mlagen.api.arguments import plain_pdl
+from mlagen.api.mla_args import MlaArgs
 from mlagen.api.mla_call import run_mla
-from mlagen.api.mla_inputs import MlaInputs
 from mlagen.api.op_outputs import mla_outputs
 from mlagen.api.traced import as_op, is_compiling, is_traced, traceable
 from mlagen.mla.trtllm_keywords import one_tensor
@@ -65,7 +65,7 @@ def xqa_batch_decode_with_kv_cache_mla(
         second = (qk_rope_head_dim, block_tables, seq_lens, max_seq_len, out, bmm1_scale)
         third = (bmm2_scale, sinks, enable_pdl)
         return as_op("xqa_batch_decode_with_kv_cache_mla", *first, *second, *third)  # type: ignore[no-any-return]
-    inputs = MlaInputs(
+    args = MlaArgs(
         query,
         kv_cache,
         workspace_buffer,
@@ -79,4 +79,4 @@ def xqa_batch_decode_with_kv_cache_mla(
         bmm2_scale,
         one_tensor(sinks),
     )
-    return run_mla(inputs, plain_pdl(enable_pdl))[0]
+    return run_mla(args, plain_pdl(enable_pdl))[0]

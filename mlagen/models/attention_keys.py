@@ -1,8 +1,8 @@
-"""Refuses what a configuration says of attention and mlagen does not understand.
+"""Rejects what a configuration says of attention and mlagen does not understand.
 
 Each new kind of attention adds keys to its configuration, and a reader that skips them takes it
 for a kind that it knows. So every key that speaks of attention is either read, known to change no
-decode kernel, or refused by its name.
+decode kernel, or rejected by its name.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ _GQA |= {"max_window_layers", "attention_window_size", "attn_window_size"}
 _GQA |= {"global_attn_every_n_layers"}
 _GQA |= {"hybrid_layer_pattern", "attn_layer_period", "attn_layer_offset", "attn_layer_indices"}
 _GQA |= {"local_attention", "full_attn_idxs", "attention_layers", "attention_types"}
-_TOKEN_LISTS = re.compile(r"^index(er)?_(?!.*(block|compress))")
+_SPARSE_ATTENTION = re.compile(r"^index(er)?_(?!.*(block|compress))")
 
 
-def refuse_unknown(fields: Fields, *, is_mla: bool) -> None:
-    """Refuse what speaks of attention and is not understood.
+def reject_unknown(fields: Fields, *, is_mla: bool) -> None:
+    """Reject what speaks of attention and is not understood.
 
     Raises
     ------
@@ -75,7 +75,7 @@ def refuse_unknown(fields: Fields, *, is_mla: bool) -> None:
         table, last = label.split(".")[0], label.split(".")[-1]
         if not _SPEAKS.search(last) or table in known:
             continue
-        if is_mla and _TOKEN_LISTS.match(table):
+        if is_mla and _SPARSE_ATTENTION.match(table):
             continue
         if not _HARMLESS.search(last) or _NEVER_HARMLESS.search(last):
-            raise fields.refusal(label, rule, value)
+            raise fields.rejection(label, rule, value)

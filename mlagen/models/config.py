@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from mlagen.errors import ArgumentError, UnsupportedError
-from mlagen.models.attention_keys import refuse_unknown
+from mlagen.models.attention_keys import reject_unknown
 from mlagen.models.fields import Fields
-from mlagen.models.heads import GqaHeads, gqa_heads, refuse_other_values
+from mlagen.models.heads import GqaHeads, gqa_heads, reject_other_values
 from mlagen.models.hub_cache import cached_config, is_hub_id
 from mlagen.models.layers import layers_left_out
 from mlagen.models.names import known_names, preset_names, preset_of
-from mlagen.models.unserved import refuse_unserved
+from mlagen.models.unserved import reject_unserved
 from mlagen.paths import is_folder, is_regular, read_named, reason_of
 from mlagen.settings import current_settings
 from mlagen.spec.dtype import DType
@@ -128,8 +128,8 @@ def _model_of(name: str, config: dict[str, Any]) -> MlaModel | GqaModel:
     fields = _text_part(Fields(name, config))
     is_mla = bool(fields.value("kv_lora_rank")) and fields.value("use_mla") is not False
     if not is_mla:
-        refuse_other_values(fields)
-    refuse_unserved(fields)
+        reject_other_values(fields)
+    reject_unserved(fields)
     return _mla(fields) if is_mla else _gqa(fields)
 
 
@@ -149,12 +149,12 @@ def _text_part(fields: Fields) -> Fields:
 def _mla(fields: Fields) -> MlaModel:
     heads = fields.count("num_attention_heads")
     left_out = layers_left_out(fields, is_mla=True)
-    refuse_unknown(fields, is_mla=True)
+    reject_unknown(fields, is_mla=True)
     rank, rope = fields.count("kv_lora_rank"), fields.count("qk_rope_head_dim", least=0)
     known = dict.fromkeys(dims for row in SUPPORTED for dims in row.head_dims)
     if (rank, rope) not in known:
         rule = " or ".join(map(str, known))
-        raise fields.refusal("kv_lora_rank, qk_rope_head_dim", rule, (rank, rope))
+        raise fields.rejection("kv_lora_rank, qk_rope_head_dim", rule, (rank, rope))
     return MlaModel(
         name=fields.name,
         dtype=fields.dtype(),
@@ -169,10 +169,10 @@ def _mla(fields: Fields) -> MlaModel:
 def _gqa(fields: Fields) -> GqaModel:
     left_out = layers_left_out(fields, is_mla=False)
     layers = gqa_heads(fields)
-    refuse_unknown(fields, is_mla=False)
-    refusals = {heads: _refusal_of(heads) for heads in layers}
-    left_out += tuple(f"{fields.name}: head_dim: {why}" for why in refusals.values() if why)
-    served = [heads for heads, why in refusals.items() if not why]
+    reject_unknown(fields, is_mla=False)
+    rejections = {heads: _rejection_of(heads) for heads in layers}
+    left_out += tuple(f"{fields.name}: head_dim: {why}" for why in rejections.values() if why)
+    served = [heads for heads, why in rejections.items() if not why]
     if not served:
         raise ArgumentError(left_out[-1])
     first, *others = served
@@ -185,7 +185,7 @@ def _gqa(fields: Fields) -> GqaModel:
     )
 
 
-def _refusal_of(heads: GqaHeads) -> str | None:
+def _rejection_of(heads: GqaHeads) -> str | None:
     """Return why no kernel has such heads, or None."""
     dtype = DType.BF16
     variant = GqaVariant(

@@ -45,7 +45,7 @@ class Fields:
     def checked(self, label: str, value: object, *, least: int = 1) -> int:
         """Return a number that ``label`` stands for."""
         if type(value) is not int or value < least:
-            raise self.refusal(label, f"{least} or more", value)
+            raise self.rejection(label, f"{least} or more", value)
         return value
 
     def count_of(self, labels: Sequence[str]) -> int | None:
@@ -54,7 +54,7 @@ class Fields:
         for label, count in found.items():
             first = next(iter(found))
             if count != found[first]:
-                raise self.refusal(label, f"{first} {found[first]}", count)
+                raise self.rejection(label, f"{first} {found[first]}", count)
         return next(iter(found.values()), None)
 
     def dtype(self) -> DType:
@@ -64,11 +64,11 @@ class Fields:
             if value not in (None, "auto"):
                 known = _DTYPES.get(str(value).removeprefix("torch."))
                 if known is None:
-                    raise self.refusal(label, " or ".join(_DTYPES), value)
+                    raise self.rejection(label, " or ".join(_DTYPES), value)
                 return known
         return DType.BF16
 
-    def refusal(self, label: str, rule: str, value: object) -> ArgumentError:
+    def rejection(self, label: str, rule: str, value: object) -> ArgumentError:
         """Return the error for a field whose value breaks its rule."""
         shown = "none" if value is None else repr(value)
         if len(shown) > _MAX_SHOWN:

@@ -47,17 +47,17 @@ def gqa_heads(fields: Fields) -> list[GqaHeads]:
     for label in _HEADS:
         if fields.value(label) not in (None, fields.value("num_attention_heads")):
             rule = f"num_attention_heads {fields.value('num_attention_heads')}"
-            raise fields.refusal(label, rule, fields.value(label))
+            raise fields.rejection(label, rule, fields.value(label))
     found = dict.fromkeys([*base, *_other_heads(fields, base[0])])
     for heads in found:
         if heads.heads % heads.kv_heads:
             rule = f"a divisor of num_attention_heads {heads.heads}"
-            raise fields.refusal("num_key_value_heads", rule, heads.kv_heads)
+            raise fields.rejection("num_key_value_heads", rule, heads.kv_heads)
     return list(found)
 
 
-def refuse_other_values(fields: Fields, head_dim: int | None = None) -> None:
-    """Refuse values of another size than keys; ``head_dim`` is that of the configuration if None.
+def reject_other_values(fields: Fields, head_dim: int | None = None) -> None:
+    """Reject values of another size than keys; ``head_dim`` is that of the configuration if None.
 
     Raises
     ------
@@ -71,7 +71,7 @@ def refuse_other_values(fields: Fields, head_dim: int | None = None) -> None:
         wanted = fields.value("swa_head_dim") or head_dim if label.startswith("swa") else head_dim
         value = fields.value(label)
         if value and value != wanted:
-            raise fields.refusal(label, f"head_dim {wanted}", value)
+            raise fields.rejection(label, f"head_dim {wanted}", value)
 
 
 def _base_heads(fields: Fields) -> list[GqaHeads]:
@@ -84,7 +84,7 @@ def _base_heads(fields: Fields) -> list[GqaHeads]:
     if isinstance(kv_per_layer, list):
         kv_heads = _several(fields, kv_label, kv_per_layer)
         if len(heads) not in (1, len(kv_heads)):
-            raise fields.refusal(kv_label, f"one for each of {len(heads)} layers", kv_per_layer)
+            raise fields.rejection(kv_label, f"one for each of {len(heads)} layers", kv_per_layer)
         heads = heads * len(kv_heads) if len(heads) == 1 else heads
     else:
         kv_heads = [_kv_heads(fields, count) for count in heads]
@@ -104,18 +104,18 @@ def _kv_heads(fields: Fields, heads: int) -> int:
     if shared:  # Falcon then has one, whatever num_kv_heads says
         kv_heads = fields.count("num_key_value_heads", default=1)
         if kv_heads != 1:
-            raise fields.refusal("num_key_value_heads", "1 beside multi_query", kv_heads)
+            raise fields.rejection("num_key_value_heads", "1 beside multi_query", kv_heads)
         return 1
     if fields.value("multi_query_attention"):
         return fields.count("multi_query_group_num")
     found = fields.count_of(_KV_HEADS)
     if found is None and fields.value("num_key_value_heads") is not None:
-        return fields.count("num_key_value_heads")  # which refuses it
+        return fields.count("num_key_value_heads")  # which rejects it
     if found is None and _is_omitted(fields, "num_key_value_heads", _UNSHARED):
-        raise fields.refusal("num_key_value_heads", f"it in {fields.part}", None)
+        raise fields.rejection("num_key_value_heads", f"it in {fields.part}", None)
     if found is not None and found > heads:
         rule = f"a divisor of num_attention_heads {heads}"
-        raise fields.refusal("num_key_value_heads", rule, found)
+        raise fields.rejection("num_key_value_heads", rule, found)
     return heads if found is None else found
 
 
@@ -123,13 +123,13 @@ def _head_dim(fields: Fields, heads: int) -> int:
     head_dim = fields.count_of(_HEAD_DIM)
     if head_dim is None:
         if _is_omitted(fields, "head_dim", _SHARES):
-            raise fields.refusal("head_dim", f"it in {fields.part}", None)
+            raise fields.rejection("head_dim", f"it in {fields.part}", None)
         hidden = fields.count("hidden_size")
         if hidden % heads:
             rule = f"it, or a hidden_size that is a multiple of num_attention_heads {heads}"
-            raise fields.refusal("head_dim", rule, hidden)
+            raise fields.rejection("head_dim", rule, hidden)
         head_dim = hidden // heads
-    refuse_other_values(fields, head_dim)
+    reject_other_values(fields, head_dim)
     return head_dim
 
 
@@ -154,7 +154,7 @@ def _other_heads(fields: Fields, base: GqaHeads) -> Iterator[GqaHeads]:
     head_dim = fields.value("global_head_dim")
     says_layers = "per_layer_config" in fields.config or head_dim is not None
     if str(fields.value("model_type")).startswith("gemma4") and not says_layers:
-        raise fields.refusal("global_head_dim", "it, or a per_layer_config", None)
+        raise fields.rejection("global_head_dim", "it, or a per_layer_config", None)
     changes = {"num_key_value_heads": kv_heads, "head_dim": head_dim}
     yield _with(fields, "global_", base, changes)
     for label in ("attention_other_setting", "per_layer_config"):
@@ -162,17 +162,19 @@ def _other_heads(fields: Fields, base: GqaHeads) -> Iterator[GqaHeads]:
         if not value:
             continue
         if not isinstance(value, dict):
-            raise fields.refusal(label, "a table", value)
+            raise fields.rejection(label, "a table", value)
         for one in [value] if label == "attention_other_setting" else value.values():
             if not isinstance(one, dict):
-                raise fields.refusal(label, "a table for each layer", value)
+                raise fields.rejection(label, "a table for each layer", value)
             yield _with(fields, label, base, one)
 
 
 def _with(fields: Fields, where: str, base: GqaHeads, changes: Mapping[str, Any]) -> GqaHeads:
     for key, value in changes.items():
         if key not in _OVERRIDES and value is not None:
-            raise fields.refusal(f"{where}.{key}", f"one of {', '.join(sorted(_OVERRIDES))}", value)
+            raise fields.rejection(
+                f"{where}.{key}", f"one of {', '.join(sorted(_OVERRIDES))}", value
+            )
     labels = ("num_attention_heads", "num_key_value_heads", "head_dim")
     given = [changes.get(label) for label in labels]
     if given[1] is None:
@@ -187,5 +189,5 @@ def _with(fields: Fields, where: str, base: GqaHeads, changes: Mapping[str, Any]
     )
     v_head_dim = changes.get("v_head_dim")
     if v_head_dim and v_head_dim != made.head_dim:
-        raise fields.refusal(f"{where}.v_head_dim", f"head_dim {made.head_dim}", v_head_dim)
+        raise fields.rejection(f"{where}.v_head_dim", f"head_dim {made.head_dim}", v_head_dim)
     return made

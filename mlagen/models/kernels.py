@@ -143,7 +143,7 @@ def _mla_dtypes(model: MlaModel, use: Use) -> Iterator[tuple[DType, DType]]:
         yield from _said_dtypes(use.dtypes, use)
         return
     for kv in use.kv_dtypes or (model.dtype,):
-        if kv is DType.PACKED640:
+        if kv is DType.FP8_PER_TOKEN:
             yield kv, kv
             continue
         yield model.dtype, kv

@@ -40,9 +40,9 @@ def layers_left_out(fields: Fields, *, is_mla: bool) -> tuple[str, ...]:
         for kind in kinds:
             if kind not in (*attending, *_STATE_KINDS, *_FEED_FORWARD):
                 rule = " or ".join((*attending, *_STATE_KINDS))
-                raise fields.refusal(label, rule, kind)
+                raise fields.rejection(label, rule, kind)
         if not set(kinds) & set(attending):
-            raise fields.refusal(label, f"some layers of {' or '.join(attending)}", kinds)
+            raise fields.rejection(label, f"some layers of {' or '.join(attending)}", kinds)
         return tuple(
             f"{fields.name}: layers of {kind}: they keep a state, not a KV cache"
             for kind in kinds
@@ -65,5 +65,5 @@ def _kinds(fields: Fields, label: str) -> list[str]:
     if label == "hybrid_override_pattern" and isinstance(value, str):
         return list(dict.fromkeys(_LETTERS.get(letter, letter) for letter in value))
     if not isinstance(value, list) or not all(isinstance(kind, str) for kind in value):
-        raise fields.refusal(label, "a list of kinds of layers", value)
+        raise fields.rejection(label, "a list of kinds of layers", value)
     return list(dict.fromkeys(value))

@@ -1,4 +1,4 @@
-"""Refuses what no kernel computes: kinds of attention, and models that decode nothing."""
+"""Rejects what no kernel computes: kinds of attention, and models that decode nothing."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _PICTURES = ("image_size", "patch_size", "num_mel_bins", "feat_extract_norm")
 _BAICHUAN_7B = 4096  # its hidden_size
 
 
-def refuse_unserved(fields: Fields) -> None:
-    """Refuse what no kernel computes.
+def reject_unserved(fields: Fields) -> None:
+    """Reject what no kernel computes.
 
     Raises
     ------
@@ -37,10 +37,10 @@ def refuse_unserved(fields: Fields) -> None:
     for label, value in fields.said():
         for pattern, rule in _KEYS:
             if pattern.search(label.rsplit(".", 1)[-1]):
-                raise fields.refusal(label, rule, value)
+                raise fields.rejection(label, rule, value)
     for label, (rule, is_broken) in _rules(fields).items():
         if is_broken:
-            raise fields.refusal(label, rule, fields.value(label))
+            raise fields.rejection(label, rule, fields.value(label))
 
 
 def _rules(fields: Fields) -> dict[str, tuple[str, bool]]:

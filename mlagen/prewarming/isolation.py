@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from mlagen import errors
-from mlagen.cache.disposal import discard_staged
+from mlagen.cache.default_store import kernel_store
 from mlagen.cache.key import CacheKey
 from mlagen.cache.layout import Layout
-from mlagen.cache.opening import kernel_store
+from mlagen.cache.quarantine import discard_staged
 from mlagen.engine import key_of
 from mlagen.errors import CompileError, MlagenError
 from mlagen.prewarming.report import PrewarmUnit, ms_since, unit_of
@@ -70,8 +70,8 @@ class Workers:
         start, key = time.perf_counter(), key_of(spec)
         try:
             process = self._start(spec)
-        except OSError as refused:
-            return unit_of(spec, key, "failed", start, error=_refusal(refused))
+        except OSError as rejected:
+            return unit_of(spec, key, "failed", start, error=_rejection(rejected))
         if process is None:
             return unit_of(spec, key, "skipped", start)
         try:
@@ -161,7 +161,7 @@ def _error_from(*, kind: str, message: str, **facts: Any) -> MlagenError:
     return cls(message, **facts)
 
 
-def _refusal(error: OSError) -> CompileError:
+def _rejection(error: OSError) -> CompileError:
     """Return the error of a worker that the system did not start."""
     message = f"worker: expected a process, got {error.strerror or error}"
     return CompileError(message, log="", source="")

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from mlagen.errors import ArgumentError
-from mlagen.prewarming.given_file import read_given
+from mlagen.prewarming.files import read_given
 from mlagen.prewarming.gpus import archs_of
 from mlagen.spec.calls import specs_elsewhere
 from mlagen.spec.kernel import KernelSpec

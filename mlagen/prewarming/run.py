@@ -8,24 +8,24 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from mlagen.cache.errors import rejections
 from mlagen.cache.layout import Layout
 from mlagen.cache.publish import require_writable
-from mlagen.cache.refusals import refusals
 from mlagen.compiler.toolchain import find_nvrtc
 from mlagen.engine import kernel_for
 from mlagen.errors import ToolchainError
-from mlagen.prewarming.asked import specs_asked
-from mlagen.prewarming.building import build_all, build_here, look_up_all
+from mlagen.prewarming.build import build_all, build_here, look_up_all
 from mlagen.prewarming.events import Events
 from mlagen.prewarming.gpus import devices_for
 from mlagen.prewarming.isolation import workers
 from mlagen.prewarming.jobs import usable_jobs
 from mlagen.prewarming.report import Happening, PrewarmEvent, PrewarmReport, PrewarmUnit
+from mlagen.prewarming.selection import selected_specs
 from mlagen.settings import current_settings
 from mlagen.spec.arch import Arch
 from mlagen.spec.kernel import KernelSpec
 from mlagen.values import (
-    refuse,
+    reject,
     require_callable,
     require_flag,
     require_number,
@@ -74,7 +74,7 @@ def prewarm(
         Defaults: the model's dtype for query and cache, and both query dtypes for an MLA cache in
         e4m3; pages of 64 tokens, of grouped-query attention 16 and 64; sparse and dense kernels for
         models with sparse attention. A pair of dtypes or a kind of layer without a kernel is left
-        out, and named in the report; a model of which nothing is left is refused.
+        out, and named in the report; a model of which nothing is left is rejected.
     tp : int or iterable of int
         On how many GPUs the heads of the models are spread; 1 if None.
     kernels : str, KernelSpec or iterable of them
@@ -122,7 +122,7 @@ def prewarm(
     CacheError
         If something is to be compiled and the cache cannot be written, and without ``load``.
     DriverError
-        If the driver refuses to load a kernel.
+        If the driver rejects to load a kernel.
     """
     start = time.perf_counter()
     if jobs is not None:
@@ -139,7 +139,7 @@ def prewarm(
         require_callable(on_event, "on_event")
     shape = {"heads": heads, "kv_heads": kv_heads, "q_len": q_len}
     left_out: dict[str, None] = {}
-    specs = specs_asked(
+    specs = selected_specs(
         archs,
         models=models,
         tp=tp,
@@ -168,9 +168,9 @@ def _timeout(timeout_s: float | None, *, isolate: bool) -> float | None:
         return DEFAULT_TIMEOUT_S if isolate else None
     seconds = require_number(timeout_s, "timeout_s")
     if not isolate:
-        refuse("timeout_s", "isolate beside it", f"{shown(timeout_s)} alone")
+        reject("timeout_s", "isolate beside it", f"{shown(timeout_s)} alone")
     if not 0 < seconds < float("inf"):
-        refuse("timeout_s", "more than 0 seconds", shown(timeout_s))
+        reject("timeout_s", "more than 0 seconds", shown(timeout_s))
     return min(seconds, threading.TIMEOUT_MAX)  # more than that is an error of Python's
 
 
@@ -233,5 +233,5 @@ def _build_missing(
 
 def _require_writable_cache() -> None:
     settings = current_settings()
-    with refusals(settings.cache_dir, advises=True):
+    with rejections(settings.cache_dir, advises=True):
         require_writable(Layout(settings.cache_dir, settings.trusts_shared))

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from mlagen.errors import ArgumentError
-from mlagen.prewarming.asked import specs_asked
-from mlagen.prewarming.given_file import read_given
+from mlagen.prewarming.files import read_given
+from mlagen.prewarming.selection import selected_specs
 from mlagen.spec.kernel import KernelSpec
 
 if sys.version_info >= (3, 11):
@@ -38,7 +38,7 @@ def read_spec_file(
 ) -> list[KernelSpec]:
     """Return the kernels that a file in TOML or JSON asks for, each once.
 
-    ``archs`` is for the tables that name none; ``on_left_out`` is that of :func:`specs_asked`.
+    ``archs`` is for the tables that name none; ``on_left_out`` is that of :func:`selected_specs`.
 
     Raises
     ------
@@ -89,7 +89,9 @@ def specs_of_file(
         where = f"{name}: {_TABLE} {number}"
         arguments = _arguments_of(where, table)
         try:
-            made = specs_asked(arguments.pop("arch", archs), on_left_out=on_left_out, **arguments)
+            made = selected_specs(
+                arguments.pop("arch", archs), on_left_out=on_left_out, **arguments
+            )
         except ArgumentError as error:
             raise ArgumentError(f"{where}: {error}") from error
         specs |= dict.fromkeys(made)
@@ -97,7 +99,7 @@ def specs_of_file(
 
 
 def _arguments_of(where: str, table: object) -> dict[str, Any]:
-    """Return a table as arguments of :func:`specs_asked`."""
+    """Return a table as arguments of :func:`selected_specs`."""
     if not isinstance(table, dict):
         raise ArgumentError(f"{where}: expected a table, got {table!r}")
     for key in table:

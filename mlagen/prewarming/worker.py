@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 
-from mlagen.prewarming.building import build_here
+from mlagen.prewarming.build import build_here
 from mlagen.prewarming.isolation import unit_text
 from mlagen.spec.text import parse_spec
 

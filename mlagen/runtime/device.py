@@ -30,7 +30,7 @@ def checked(result: tuple[Any, ...], symbol: str) -> Any:
     Raises
     ------
     DriverError
-        If the driver refused; the message names ``symbol`` and the driver's own words.
+        If the driver rejected; the message names ``symbol`` and the driver's own words.
     """
     status, *values = result
     if int(status) != 0:

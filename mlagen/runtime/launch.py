@@ -21,7 +21,7 @@ _HEAD = struct.Struct("<Q8x")
 
 
 # How a driver may say that it does not take two attributes together.
-_REFUSALS = ("CUDA_ERROR_INVALID_VALUE", "CUDA_ERROR_NOT_SUPPORTED")
+_REJECTIONS = ("CUDA_ERROR_INVALID_VALUE", "CUDA_ERROR_NOT_SUPPORTED")
 # And that the context has too few SMs for blocks that must all be there.
 _TOO_MANY_BLOCKS = "CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE"
 
@@ -53,7 +53,7 @@ class Launch:
         TooManyBlocksError
             If the SMs of the context are too few for a cooperative grid.
         DriverError
-            If the driver refuses the launch for another reason.
+            If the driver rejects the launch for another reason.
         """
         kernel, blocks = self._kernel, self._blocks
         device = kernel.device
@@ -99,7 +99,7 @@ def launch(kernel: LoadedKernel, blocks: int, enable_pdl: bool, *values: float |
     Raises
     ------
     DriverError
-        If the driver refuses the launch.
+        If the driver rejects the launch.
     """
     made = Launch(kernel, blocks, values)
     made.enqueue(enable_pdl)
@@ -116,8 +116,8 @@ class _Configuration:
         self.stream = -1
 
     def has_one_too_many(self, status: Any) -> bool:
-        """Whether a driver that refuses so may take a launch that is cooperative only."""
-        return self.of_driver.numAttrs > 1 and status.name in _REFUSALS
+        """Whether a driver that rejects so may take a launch that is cooperative only."""
+        return self.of_driver.numAttrs > 1 and status.name in _REJECTIONS
 
 
 class _Threads(threading.local):

@@ -10,8 +10,8 @@ import torch
 
 from mlagen.errors import CaptureError
 from mlagen.runtime.capture import is_capturing
-from mlagen.runtime.counters import reserve_counters
 from mlagen.runtime.device import checked, lasting_context
+from mlagen.runtime.semaphores import reserve_semaphores
 from mlagen.spec.kernel import KernelSpec, packing_of
 
 
@@ -45,7 +45,7 @@ def load(code: bytes, spec: KernelSpec, device: int) -> LoadedKernel:
     Raises
     ------
     DriverError
-        If the driver refuses the code.
+        If the driver rejects the code.
     """
     from cuda.bindings import driver
 
@@ -66,6 +66,6 @@ def load(code: bytes, spec: KernelSpec, device: int) -> LoadedKernel:
                 spec.symbol,
             )
         checked(driver.cuFuncLoad(function), spec.symbol)
-    if spec.counts_arrivals:
-        reserve_counters(device)
+    if spec.uses_semaphores:
+        reserve_semaphores(device)
     return LoadedKernel(spec, device, packing_of(spec), function, library)

@@ -38,7 +38,7 @@ def encode(tensor: TiledTensor, address: int) -> bytes:
     from cuda.bindings import driver
 
     swizzles = driver.CUtensorMapSwizzle
-    is_narrow = tensor.dtype.row_bytes(tensor.box[0]) == _NARROW_ROW_BYTES
+    swap_ab = tensor.dtype.row_bytes(tensor.box[0]) == _NARROW_ROW_BYTES
     made = driver.cuTensorMapEncodeTiled(
         _element_types()[tensor.dtype],
         len(tensor.sizes),
@@ -48,7 +48,7 @@ def encode(tensor: TiledTensor, address: int) -> bytes:
         [driver.cuuint32_t(size) for size in tensor.box],
         [driver.cuuint32_t(1)] * len(tensor.sizes),
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        swizzles.CU_TENSOR_MAP_SWIZZLE_64B if is_narrow else swizzles.CU_TENSOR_MAP_SWIZZLE_128B,
+        swizzles.CU_TENSOR_MAP_SWIZZLE_64B if swap_ab else swizzles.CU_TENSOR_MAP_SWIZZLE_128B,
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )

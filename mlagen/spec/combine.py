@@ -16,11 +16,11 @@ _SLICE_DIMS = 128
 
 
 @dataclass(frozen=True, kw_only=True)
-class CombineSplitsSpec(KernelSpec):
+class CombineSpec(KernelSpec):
     """What changes the machine code of the kernel that combines splits, and nothing else."""
 
-    family: ClassVar[str] = "combine_splits"
-    symbol: ClassVar[str] = "combine_splits"
+    family: ClassVar[str] = "combine"
+    symbol: ClassVar[str] = "combine"
     template: ClassVar[str] = "kernels/combine/kernel.cu.j2"
     parameters: ClassVar[tuple[Parameter, ...]] = (
         pointer("partial_out", "const float"),
@@ -31,7 +31,7 @@ class CombineSplitsSpec(KernelSpec):
         pointer("lse", "float"),
         int64("total_rows"),
         int32("heads"),
-        int32("splits"),
+        int32("num_splits"),
         float32("bmm2_scale"),
         float32("output_factor"),
         float32("lse_factor"),
@@ -61,7 +61,7 @@ class CombineSplitsSpec(KernelSpec):
         return 0
 
 
-def combine_splits_specs(arch: Arch) -> Iterator[CombineSplitsSpec]:
+def combine_specs(arch: Arch) -> Iterator[CombineSpec]:
     """Yield every combining kernel that prewarming knows for ``arch``, each once."""
     wanted = {
         (output_dtype(row.query_dtype), rank): None
@@ -75,4 +75,4 @@ def combine_splits_specs(arch: Arch) -> Iterator[CombineSplitsSpec]:
         for head_dim in gqa.HEAD_DIMS
     }
     for dtype, head_dim in wanted:
-        yield CombineSplitsSpec(arch=arch, dtype=dtype, head_dim_vo=head_dim)
+        yield CombineSpec(arch=arch, dtype=dtype, head_dim_vo=head_dim)

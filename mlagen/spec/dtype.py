@@ -8,9 +8,9 @@ from enum import Enum
 class DType(Enum):
     """How the elements of a tensor are stored; ``str(dtype)`` is its stable name.
 
-    The packed rows hold 512 e4m3 latent elements and 64 bf16 rope elements: ``PACKED656`` with a
-    scale for every 128 latent elements between them (the V3.2 layout of FlashMLA), ``PACKED640``
-    with one scale for a row, kept elsewhere (Modular's rope-aware layout).
+    Two FP8 KV cache formats hold 512 e4m3 latent elements and 64 bf16 rope elements per token:
+    ``FP8_DS_MLA`` with a scale per 128 latent elements in between (DeepSeek-V3.2, FlashMLA),
+    ``FP8_PER_TOKEN`` with one scale per token in a tensor of its own (Modular).
     """
 
     BF16 = "bf16"
@@ -18,8 +18,8 @@ class DType(Enum):
     E4M3 = "e4m3"
     INT8 = "int8"
     NVFP4 = "nvfp4"  # two e2m1 a byte, an e4m3 scale for every 16, kept elsewhere
-    PACKED656 = "packed656"
-    PACKED640 = "packed640"
+    FP8_DS_MLA = "fp8_ds_mla"
+    FP8_PER_TOKEN = "fp8_per_token"  # noqa: S105 - no password
 
     def __str__(self) -> str:
         return self.value
@@ -31,9 +31,9 @@ class DType(Enum):
 
     def row_bytes(self, elements: int) -> int:
         """Size of a row of ``elements`` elements; a packed row has but one size."""
-        if self is DType.PACKED656:
+        if self is DType.FP8_DS_MLA:
             return 656
-        if self is DType.PACKED640:
+        if self is DType.FP8_PER_TOKEN:
             return 640
         if self is DType.NVFP4:
             return elements // 2
@@ -42,4 +42,4 @@ class DType(Enum):
     @property
     def cuda_name(self) -> str:
         """The tag type that stands for it in the templates."""
-        return self.value[0].upper() + self.value[1:]
+        return "".join(word[0].upper() + word[1:] for word in self.value.split("_"))

@@ -6,23 +6,23 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 from mlagen.errors import ArgumentError
 from mlagen.spec.arch import Arch
-from mlagen.spec.combine import combine_splits_specs
-from mlagen.spec.gqa import gqa_decode_specs
-from mlagen.spec.gqa_hopper import gqa_hopper_specs
+from mlagen.spec.combine import combine_specs
+from mlagen.spec.gqa import gqa_sm80_specs
+from mlagen.spec.gqa_sm90 import gqa_sm90_specs
 from mlagen.spec.kernel import KernelSpec
-from mlagen.spec.mla import mla_decode_specs
-from mlagen.spec.mla_hopper import mla_hopper_specs
-from mlagen.spec.mla_hopper_e4m3 import mla_hopper_e4m3_specs
-from mlagen.spec.mla_hopper_packed import mla_hopper_packed_specs
+from mlagen.spec.mla import mla_sm80_specs
+from mlagen.spec.mla_sm90 import mla_sm90_specs
+from mlagen.spec.mla_sm90_fp8 import mla_sm90_fp8_specs
+from mlagen.spec.mla_sm90_fp8kv import mla_sm90_fp8kv_specs
 
 FAMILIES: dict[str, Callable[[Arch], Iterator[KernelSpec]]] = {
-    "mla_decode": mla_decode_specs,
-    "mla_hopper": mla_hopper_specs,
-    "mla_hopper_e4m3": mla_hopper_e4m3_specs,
-    "mla_hopper_packed": mla_hopper_packed_specs,
-    "gqa_decode": gqa_decode_specs,
-    "gqa_hopper": gqa_hopper_specs,
-    "combine_splits": combine_splits_specs,
+    "mla_sm80": mla_sm80_specs,
+    "mla_sm90": mla_sm90_specs,
+    "mla_sm90_fp8": mla_sm90_fp8_specs,
+    "mla_sm90_fp8kv": mla_sm90_fp8kv_specs,
+    "gqa_sm80": gqa_sm80_specs,
+    "gqa_sm90": gqa_sm90_specs,
+    "combine": combine_specs,
 }
 
 
@@ -68,11 +68,11 @@ def kept_of(specs: list[KernelSpec], wanted: Mapping[str, Collection[str]]) -> l
         for value in values:
             if value not in known:
                 raise ArgumentError(f"{label}: expected one of {', '.join(known)}, got {value!r}")
-        specs = [spec for spec in specs if spec.ingredients().get(label) in {None, *values}]
+        specs = [spec for spec in specs if spec.key_fields().get(label) in {None, *values}]
     return specs
 
 
 def values_of(specs: Iterable[KernelSpec], label: str) -> list[str]:
     """Return the values of an ingredient that there are among ``specs``, each once."""
-    found = (spec.ingredients() for spec in specs)
+    found = (spec.key_fields() for spec in specs)
     return list(dict.fromkeys(named[label] for named in found if label in named))

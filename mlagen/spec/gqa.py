@@ -48,15 +48,15 @@ class GqaTile(NamedTuple):
     An item is the keys or the values of :data:`WARP_TOKENS` tokens.
     """
 
-    tile_rows: int
+    block_m: int
     warps: int
-    items: int
-    blocks_per_sm: int
+    stages: int
+    ctas_per_sm: int
 
 
 # The first of its rows that fits the architecture is taken.
 TILES = (
-    #    rows warps items blocks_per_sm
+    #    rows warps stages ctas_per_sm
     GqaTile(32, 4, 6, 2),
     GqaTile(32, 4, 4, 1),
     GqaTile(16, 4, 6, 2),
@@ -117,11 +117,11 @@ class GqaSpec(KernelSpec):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GqaDecodeSpec(GqaSpec):
+class GqaSm80Spec(GqaSpec):
     """What changes the machine code of a GQA decode kernel, and nothing else."""
 
-    family: ClassVar[str] = "gqa_decode"
-    symbol: ClassVar[str] = "gqa_decode"
+    family: ClassVar[str] = "gqa_sm80"
+    symbol: ClassVar[str] = "gqa_sm80"
     template: ClassVar[str] = "kernels/gqa_sm80/kernel.cu.j2"
     parameters: ClassVar[tuple[Parameter, ...]] = (
         pointer("query", "const u16"),
@@ -131,7 +131,7 @@ class GqaDecodeSpec(GqaSpec):
         pointer("value_scales", "const unsigned char"),
         pointer("block_tables", "const int"),
         pointer("seq_lens", "const int"),
-        pointer("cum_seq_lens_q", "const int"),
+        pointer("cu_seqlens_q", "const int"),
         pointer("draft_mask", "const u32"),
         pointer("bmm1_scale_tensor", "const float"),
         pointer("bmm2_scale_tensor", "const float"),
@@ -154,9 +154,9 @@ class GqaDecodeSpec(GqaSpec):
         int64("value_scale_token_stride"),
         int64("value_scale_head_stride"),
         int64("total_rows"),
-        int32("requests"),
+        int32("num_seqs"),
         int32("kv_heads"),
-        int32("group"),
+        int32("group_size"),
         int32("q_len"),
         int32("mask_words"),
         int32("window"),
@@ -164,7 +164,7 @@ class GqaDecodeSpec(GqaSpec):
         int32("block_tables_stride"),
         int32("num_pages"),
         int32("row_tiles"),
-        int32("splits"),
+        int32("num_splits"),
         int32("scores_take_bmm2"),
         float32("bmm1_scale"),
         float32("bmm2_scale"),
@@ -200,7 +200,7 @@ class GqaDecodeSpec(GqaSpec):
         return self.tile.warps * 32
 
     @property
-    def tile_tokens(self) -> int:
+    def block_n(self) -> int:
         """Tokens that the warps of a block attend to at a time."""
         return self.tile.warps * WARP_TOKENS
 
@@ -209,14 +209,14 @@ class GqaDecodeSpec(GqaSpec):
         if call.kv_heads is None:
             return True
         rows = call.heads // call.kv_heads * call.q_len
-        return self == gqa_decode_spec(self.arch, self.variant, rows)
+        return self == gqa_sm80_spec(self.arch, self.variant, rows)
 
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of one block, as kernels/gqa_sm80/shared_memory.cuh lays it out."""
-        rows, warps, items, _ = self.tile
+        rows, warps, stages, _ = self.tile
         row = self.variant.head_dim * 2 + 16
-        ring = warps * items * WARP_TOKENS * (self.stored_bytes if self.decodes_kv else row)
+        ring = warps * stages * WARP_TOKENS * (self.stored_bytes if self.decodes_kv else row)
         if self.decodes_kv:
             ring += warps * WARP_TOKENS * row
         merged = rows * (self.slice_dims + 4) * 4
@@ -224,7 +224,7 @@ class GqaDecodeSpec(GqaSpec):
         return _WORK_BYTES + rows * row + max(ring, merged) + words * 4
 
 
-def gqa_decode_spec(arch: Arch, variant: GqaVariant, rows: int) -> GqaDecodeSpec:
+def gqa_sm80_spec(arch: Arch, variant: GqaVariant, rows: int) -> GqaSm80Spec:
     """Return the kernel that serves ``rows`` rows (query heads of a kv head times query tokens).
 
     Raises
@@ -233,14 +233,14 @@ def gqa_decode_spec(arch: Arch, variant: GqaVariant, rows: int) -> GqaDecodeSpec
         If no row of :data:`SUPPORTED` covers the variant, or its head dim is none that is.
     """
     require_supported(variant)
-    specs = [GqaDecodeSpec(arch=arch, variant=variant, tile=tile) for tile in TILES]
+    specs = [GqaSm80Spec(arch=arch, variant=variant, tile=tile) for tile in TILES]
     fitting = [spec for spec in specs if _fits(spec)]
-    sizes = sorted({spec.tile.tile_rows for spec in fitting})
+    sizes = sorted({spec.tile.block_m for spec in fitting})
     chosen = next((size for size in sizes if size >= rows), sizes[-1])
-    return next(spec for spec in fitting if spec.tile.tile_rows == chosen)
+    return next(spec for spec in fitting if spec.tile.block_m == chosen)
 
 
-def gqa_decode_specs(arch: Arch) -> Iterator[GqaDecodeSpec]:
+def gqa_sm80_specs(arch: Arch) -> Iterator[GqaSm80Spec]:
     """Yield every GQA decode kernel that prewarming knows for ``arch``, each once."""
     for row, head_dim, page_size in product(SUPPORTED, HEAD_DIMS, PAGE_SIZES):
         for out_dtype in row.out_dtypes:
@@ -251,19 +251,19 @@ def gqa_decode_specs(arch: Arch) -> Iterator[GqaDecodeSpec]:
                 head_dim=head_dim,
                 page_size=page_size,
             )
-            specs = {gqa_decode_spec(arch, variant, rows): None for rows in (16, 32)}
+            specs = {gqa_sm80_spec(arch, variant, rows): None for rows in (16, 32)}
             yield from specs
 
 
-def _fits(spec: GqaDecodeSpec) -> bool:
+def _fits(spec: GqaSm80Spec) -> bool:
     # Two groups of 16 rows take the registers of 256 output elements twice.
-    if spec.tile.tile_rows == 32 and spec.slice_dims > 128:
+    if spec.tile.block_m == 32 and spec.slice_dims > 128:
         return False
-    return spec.arch.holds(spec.shared_bytes, spec.tile.blocks_per_sm)
+    return spec.arch.holds(spec.shared_bytes, spec.tile.ctas_per_sm)
 
 
 def require_supported(variant: GqaVariant) -> None:
-    """Refuse what no row of :data:`SUPPORTED` covers.
+    """Reject what no row of :data:`SUPPORTED` covers.
 
     Raises
     ------

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from typing import ClassVar
 
 from mlagen.spec.arch import Arch
-from mlagen.values import refuse
+from mlagen.values import reject
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class KernelSpec:
         return False
 
     @property
-    def counts_arrivals(self) -> bool:
+    def uses_semaphores(self) -> bool:
         """Whether blocks count each other's arrivals, in memory that stays with the workspace."""
         return self.is_cooperative
 
@@ -99,7 +99,7 @@ class KernelSpec:
         """Whether such a call takes this kernel, of those that differ in tile and heads."""
         return True
 
-    def ingredients(self) -> dict[str, str]:
+    def key_fields(self) -> dict[str, str]:
         """Return the fields, those of variant and tile each by itself, as stable text."""
         named: dict[str, object] = {}
         for field in fields(self):
@@ -112,7 +112,7 @@ class KernelSpec:
         return {name: str(value) for name, value in named.items()}
 
     def __str__(self) -> str:
-        named = self.ingredients().items()
+        named = self.key_fields().items()
         return f"{self.family}({', '.join(f'{name}={value}' for name, value in named)})"
 
 
@@ -127,7 +127,7 @@ def packing_of(spec: KernelSpec) -> struct.Struct:
     return struct.Struct("<" + joined)
 
 
-def packed_integers(spec: KernelSpec, values: Mapping[str, int]) -> bytes:
+def pack_scalars(spec: KernelSpec, values: Mapping[str, int]) -> bytes:
     """Return the integers that a launch passes, of values by name; others are left out.
 
     Raises
@@ -140,6 +140,6 @@ def packed_integers(spec: KernelSpec, values: Mapping[str, int]) -> bytes:
     for field in named:
         bits, value = 8 * struct.calcsize(f"<{field.code}"), values[field.name]
         if value.bit_length() >= bits:
-            refuse(field.name, f"an int of {bits} bits", value)
+            reject(field.name, f"an int of {bits} bits", value)
     packing = "<" + "".join(field.code for field in named)
     return struct.pack(packing, *(values[field.name] for field in named))

@@ -21,21 +21,21 @@ from mlagen.spec.mla_support import SUPPORTED, MlaVariant, output_dtype, require
 
 
 class MlaTile(NamedTuple):
-    """How a block cuts its work; see docs/explanation/mla-decode-kernel.md for the choice."""
+    """How a block cuts its work; see docs/explanation/mla-sm80-kernel.md for the choice."""
 
-    tile_rows: int
-    tile_tokens: int
+    block_m: int
+    block_n: int
     stages: int
     row_warps: int
     token_warps: int
     dim_warps: int
-    blocks_per_sm: int
+    ctas_per_sm: int
 
 
 # From the widest tile to the narrowest. A request takes the narrowest one that holds its rows, or
 # the widest that fits the architecture's shared memory.
 TILES = (
-    #    rows tokens stages row_warps token_warps dim_warps blocks_per_sm
+    #    rows tokens stages row_warps token_warps dim_warps ctas_per_sm
     MlaTile(64, 64, 2, 2, 4, 2, 1),
     MlaTile(32, 64, 2, 2, 4, 2, 1),
     MlaTile(32, 32, 3, 2, 2, 1, 1),
@@ -50,11 +50,11 @@ _WORK_BYTES = 64  # of the struct in kernels/mla_sm80/work_tile.cuh
 
 
 @dataclass(frozen=True, kw_only=True)
-class MlaDecodeSpec(KernelSpec):
+class MlaSm80Spec(KernelSpec):
     """What changes the machine code of an MLA decode kernel, and nothing else."""
 
-    family: ClassVar[str] = "mla_decode"
-    symbol: ClassVar[str] = "mla_decode"
+    family: ClassVar[str] = "mla_sm80"
+    symbol: ClassVar[str] = "mla_sm80"
     template: ClassVar[str] = "kernels/mla_sm80/kernel.cu.j2"
     parameters: ClassVar[tuple[Parameter, ...]] = (
         pointer("query", "const unsigned char"),
@@ -66,10 +66,10 @@ class MlaDecodeSpec(KernelSpec):
         pointer("kv_scales", "const float"),
         pointer("block_tables", "const int"),
         pointer("value_tables", "const int"),
-        pointer("table_starts", "const int"),
+        pointer("kv_indptr", "const int"),
         pointer("seq_lens", "const int"),
-        pointer("cum_seq_lens_q", "const int"),
-        pointer("top_k_lens", "const int"),
+        pointer("cu_seqlens_q", "const int"),
+        pointer("topk_length", "const int"),
         pointer("bias", "const float"),
         pointer("bmm1_scale_tensor", "const float"),
         pointer("bmm2_scale_tensor", "const float"),
@@ -91,15 +91,15 @@ class MlaDecodeSpec(KernelSpec):
         int64("bias_stride"),
         int64("bias_head_stride"),
         int64("total_rows"),
-        int32("requests"),
+        int32("num_seqs"),
         int32("heads"),
         int32("q_len"),
         int32("max_pages"),
         int32("block_tables_stride"),
         int32("num_pages"),
         int32("row_tiles"),
-        int32("splits"),
-        int32("top_k"),
+        int32("num_splits"),
+        int32("topk"),
         int32("is_causal"),
         int32("scores_take_bmm2"),
         float32("bmm1_scale"),
@@ -164,7 +164,9 @@ class MlaDecodeSpec(KernelSpec):
     def stage_row_bytes(self) -> int:
         """Bytes of a token in a stage: with 16 more where its scales come from another tensor."""
         kv, query = self.variant.kv_dtype, self.variant.query_dtype
-        has_outer_scales = kv is DType.PACKED640 or (kv is DType.E4M3 and query is not DType.E4M3)
+        has_outer_scales = kv is DType.FP8_PER_TOKEN or (
+            kv is DType.E4M3 and query is not DType.E4M3
+        )
         return self.stored_bytes + (16 if has_outer_scales else 0)
 
     @property
@@ -185,7 +187,7 @@ class MlaDecodeSpec(KernelSpec):
     def serves(self, call: CallShape) -> bool:
         """Whether such a call takes this kernel, of those that differ in the tile only."""
         rows = call.heads if self.is_sparse else call.heads * call.q_len
-        return self == mla_decode_spec(self.arch, self.variant, rows)
+        return self == mla_sm80_spec(self.arch, self.variant, rows)
 
     @property
     def shared_bytes(self) -> int:
@@ -199,7 +201,7 @@ class MlaDecodeSpec(KernelSpec):
         return taken + words * 4 + _WORK_BYTES
 
 
-def mla_decode_spec(arch: Arch, variant: MlaVariant, rows: int) -> MlaDecodeSpec:
+def mla_sm80_spec(arch: Arch, variant: MlaVariant, rows: int) -> MlaSm80Spec:
     """Return the kernel that serves requests of ``rows`` rows (heads times query tokens).
 
     Raises
@@ -210,39 +212,39 @@ def mla_decode_spec(arch: Arch, variant: MlaVariant, rows: int) -> MlaDecodeSpec
     require_supported(variant)
     chosen = None
     for tile in TILES:
-        spec = MlaDecodeSpec(arch=arch, variant=variant, tile=tile)
-        if not _is_sound(spec) or (chosen is not None and chosen.tile.tile_rows == tile.tile_rows):
+        spec = MlaSm80Spec(arch=arch, variant=variant, tile=tile)
+        if not _is_valid(spec) or (chosen is not None and chosen.tile.block_m == tile.block_m):
             continue
-        if chosen is None or rows <= tile.tile_rows:
+        if chosen is None or rows <= tile.block_m:
             chosen = spec
     assert chosen is not None, f"no tile fits {arch}"
     return chosen
 
 
-def mla_decode_specs(arch: Arch) -> Iterator[MlaDecodeSpec]:
+def mla_sm80_specs(arch: Arch) -> Iterator[MlaSm80Spec]:
     """Yield every MLA decode kernel that ``arch`` may be asked for, each once."""
     for row in SUPPORTED:
         for variant in row.variants():
-            specs = {mla_decode_spec(arch, variant, tile.tile_rows): None for tile in TILES}
+            specs = {mla_sm80_spec(arch, variant, tile.block_m): None for tile in TILES}
             yield from specs
 
 
-def _is_sound(spec: MlaDecodeSpec) -> bool:
+def _is_valid(spec: MlaSm80Spec) -> bool:
     tile = spec.tile
     has_more = spec.is_sparse or spec.has_bias or spec.has_separate_values
     # These have no registers left for anything but the plain loop.
     scales_kv = spec.decodes_kv and not spec.decodes_query
-    if (has_more or scales_kv) and tile.tile_rows > 32:
+    if (has_more or scales_kv) and tile.block_m > 32:
         return False
-    if (has_more or spec.decodes_kv) and (tile.tile_rows, spec.threads) == (32, 128):
+    if (has_more or spec.decodes_kv) and (tile.block_m, spec.threads) == (32, 128):
         return False
     # Values of their own would arrive where warps trade products.
     if spec.has_separate_values and tile.dim_warps > 1:
         return False
     # Products are traded through the part of a stage that one round of copies fills.
     round_bytes = spec.threads // 8 * spec.stage_row_bytes
-    if tile.dim_warps > 1 and tile.tile_rows * tile.tile_tokens * 4 > round_bytes:
+    if tile.dim_warps > 1 and tile.block_m * tile.block_n * 4 > round_bytes:
         return False
     if spec.head_dim_vo // (spec.threads // 32) % 16:
         return False
-    return spec.arch.holds(spec.shared_bytes, tile.blocks_per_sm)
+    return spec.arch.holds(spec.shared_bytes, tile.ctas_per_sm)

@@ -105,15 +105,15 @@ SUPPORTED = (
     *(
         MlaSupport(
             query_dtype=dtype,
-            kv_dtype=DType.PACKED656,
+            kv_dtype=DType.FP8_DS_MLA,
             head_dims=_PACKED_DIMS,
             forms=(PLAIN, SPARSE),
         )
         for dtype in _HALVES
     ),
     MlaSupport(
-        query_dtype=DType.PACKED640,
-        kv_dtype=DType.PACKED640,
+        query_dtype=DType.FP8_PER_TOKEN,
+        kv_dtype=DType.FP8_PER_TOKEN,
         head_dims=_PACKED_DIMS,
         forms=(PLAIN, BIAS),
     ),
@@ -126,7 +126,7 @@ def output_dtype(query_dtype: DType) -> DType:
 
 
 def require_supported(variant: MlaVariant) -> None:
-    """Refuse what no row of :data:`SUPPORTED` covers.
+    """Reject what no row of :data:`SUPPORTED` covers.
 
     Raises
     ------

@@ -11,9 +11,9 @@ from mlagen.spec.dtype import DType
 from mlagen.spec.families import FAMILIES, kept_of, specs_of, values_of
 from mlagen.spec.kernel import CallShape, KernelSpec
 from mlagen.spec.mla_support import output_dtype
-from mlagen.values import refuse, require_whole_number, several, shown, texts
+from mlagen.values import reject, require_whole_number, several, shown, texts
 
-# What a call names, and the ingredients that hold it in one family or another.
+# What a call names, and the key_fields that hold it in one family or another.
 FILTERS = {
     "dtype": ("query_dtype", "dtype"),
     "kv_lora_rank": ("kv_lora_rank", "head_dim_vo"),
@@ -48,11 +48,11 @@ def select_specs(
         listed = specs_of(arch, chosen)
         if not listed:  # families of other architectures alone
             continue
-        known = {name for spec in listed for name in spec.ingredients()} - {"arch"}
+        known = {name for spec in listed for name in spec.key_fields()} - {"arch"}
         kept = {name: list(values) for name, values in USUAL.items() if name in known}
-        kept |= {name: [] for label in wanted for name in _ingredients_of(label, known)}
+        kept |= {name: [] for label in wanted for name in _key_fields_of(label, known)}
         for label, values in wanted.items():
-            for name in _ingredients_of(label, known):
+            for name in _key_fields_of(label, known):
                 kept[name] += [_text(name, value) for value in several(values, label)]
         if "head_dim_vo" in kept and "head_dim_vo" not in wanted:
             for label in {"kv_lora_rank", "head_dim"} - set(wanted):
@@ -67,11 +67,11 @@ def _text(ingredient: str, value: str | int) -> str:
     """Return a value as the ingredient names it: a combining kernel knows what is written."""
     if not isinstance(value, str):
         value = str(require_whole_number(value, ingredient))
-    packed = {str(dtype): str(output_dtype(dtype)) for dtype in (DType.E4M3, DType.PACKED640)}
+    packed = {str(dtype): str(output_dtype(dtype)) for dtype in (DType.E4M3, DType.FP8_PER_TOKEN)}
     return packed.get(str(value), str(value)) if ingredient == "dtype" else str(value)
 
 
-def _ingredients_of(label: str, known: set[str]) -> list[str]:
+def _key_fields_of(label: str, known: set[str]) -> list[str]:
     names = [name for name in FILTERS.get(label, (label,)) if name in known]
     if not names:
         labels = dict.fromkeys((*FILTERS, *sorted(known)))
@@ -88,7 +88,7 @@ def _calls(
     if heads is None:
         for name, value in (("q_len", q_len), ("kv_heads", kv_heads)):
             if value is not None:
-                refuse(name, "heads beside it", f"{shown(value)} alone")
+                reject(name, "heads beside it", f"{shown(value)} alone")
         return set()
     counts = _counts("heads", heads)
     lengths = _counts("q_len", 1 if q_len is None else q_len)

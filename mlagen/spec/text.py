@@ -11,15 +11,15 @@ from mlagen.errors import ArgumentError, UnsupportedError
 from mlagen.spec import gqa
 from mlagen.spec.arch import Arch, parse_arch
 from mlagen.spec.calls import specs_beside
-from mlagen.spec.combine import CombineSplitsSpec, combine_splits_specs
+from mlagen.spec.combine import CombineSpec, combine_specs
 from mlagen.spec.dtype import DType
-from mlagen.spec.gqa import GqaDecodeSpec
-from mlagen.spec.gqa_hopper import GqaHopperSpec
+from mlagen.spec.gqa import GqaSm80Spec
+from mlagen.spec.gqa_sm90 import GqaSm90Spec
 from mlagen.spec.kernel import KernelSpec, Variant
-from mlagen.spec.mla import MlaDecodeSpec
-from mlagen.spec.mla_hopper import MlaHopperSpec
-from mlagen.spec.mla_hopper_e4m3 import MlaHopperE4m3Spec
-from mlagen.spec.mla_hopper_packed import MlaHopperPackedSpec
+from mlagen.spec.mla import MlaSm80Spec
+from mlagen.spec.mla_sm90 import MlaSm90Spec
+from mlagen.spec.mla_sm90_fp8 import MlaSm90Fp8Spec
+from mlagen.spec.mla_sm90_fp8kv import MlaSm90Fp8KvSpec
 from mlagen.spec.mla_support import SUPPORTED, output_dtype
 
 _TEXT = re.compile(r"\s*(\w+)\s*\(([^()]*)\)\s*")
@@ -118,24 +118,24 @@ def _read(kind: type, name: str, text: str) -> object:
 
 
 def _require_served(spec: KernelSpec) -> None:
-    """Refuse a kernel that no call takes: it would meet the compiler untested."""
-    if spec.ingredients().get("page_size") == "0":
+    """Reject a kernel that no call takes: it would meet the compiler untested."""
+    if spec.key_fields().get("page_size") == "0":
         raise ArgumentError(f"{spec.family}.page_size: expected 1 or more, got 0")
     try:
-        served = _combining(spec) if isinstance(spec, CombineSplitsSpec) else specs_beside(spec)
+        served = _combining(spec) if isinstance(spec, CombineSpec) else specs_beside(spec)
     except UnsupportedError as error:
         raise ArgumentError(f"{spec.family}: {error}") from error
     if spec in served:
         return
     rule = "what a call takes"
     if served:
-        ours = spec.ingredients().items()
-        nearest = max(served, key=lambda other: len(ours & other.ingredients().items()))
+        ours = spec.key_fields().items()
+        nearest = max(served, key=lambda other: len(ours & other.key_fields().items()))
         rule += f", the nearest {nearest}"
     raise ArgumentError(f"{spec.family}: expected {rule}, got {spec}")
 
 
-def _combining(spec: CombineSplitsSpec) -> Sequence[KernelSpec]:
+def _combining(spec: CombineSpec) -> Sequence[KernelSpec]:
     """Return combining kernels, the given one among them if some call takes it."""
     for row in SUPPORTED:
         ranks = [rank for rank, _ in row.head_dims]
@@ -152,18 +152,18 @@ def _combining(spec: CombineSplitsSpec) -> Sequence[KernelSpec]:
                 )
             )
             return [spec]
-    return list(combine_splits_specs(spec.arch))
+    return list(combine_specs(spec.arch))
 
 
 _FAMILIES: dict[str, type[KernelSpec]] = {
     cls.family: cls
     for cls in (
-        MlaDecodeSpec,
-        MlaHopperSpec,
-        MlaHopperE4m3Spec,
-        MlaHopperPackedSpec,
-        GqaDecodeSpec,
-        GqaHopperSpec,
-        CombineSplitsSpec,
+        MlaSm80Spec,
+        MlaSm90Spec,
+        MlaSm90Fp8Spec,
+        MlaSm90Fp8KvSpec,
+        GqaSm80Spec,
+        GqaSm90Spec,
+        CombineSpec,
     )
 }

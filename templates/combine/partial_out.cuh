@@ -51,7 +51,7 @@ struct PiecePlaces {
   int team_size;
 
   __device__ PiecePlaces(const Params& params, const Item& item)
-      : owner(item.owner), team_size(params.team_size) {}
+      : owner(item.owner), team_size(params.cta_group_size) {}
 
   __device__ int operator[](int piece) const {
     return piece == 0 ? last_place(owner) : first_place(owner - piece * team_size);
@@ -67,7 +67,7 @@ __device__ inline int announcements(const Item& item) {
 // A unit's counter counts what is announced, and then the mergers that have seen all of that. The
 // last of these makes it zero again, for the next launch.
 __device__ inline u32* counter_of(const Params& params, const Item& item) {
-  return params.counters + item.owner;
+  return params.semaphores + item.owner;
 }
 
 __device__ inline u32 last_count(const Item& item) {

@@ -9,10 +9,10 @@ struct TableRow {
 
 // Starts that lie outside the tables are read as the nearest inside.
 __device__ inline TableRow table_row(const Params& params, int request) {
-  if (kIsSparse || params.table_starts == nullptr) {
+  if (kIsSparse || params.kv_indptr == nullptr) {
     return {request * static_cast<i64>(params.block_tables_stride), params.max_pages};
   }
-  const int start = max(0, min(params.table_starts[request], params.max_pages));
-  const int end = max(start, min(params.table_starts[request + 1], params.max_pages));
+  const int start = max(0, min(params.kv_indptr[request], params.max_pages));
+  const int end = max(start, min(params.kv_indptr[request + 1], params.max_pages));
   return {start, end - start};
 }

@@ -43,7 +43,7 @@ __device__ inline void prefetch_block(const Params& params, const PageIds& ids, 
     const int token = block * kBlockTokens + box * kBoxTokens;
     const int page = ids.of(token / kPageSize);
     if (lane_index() != 0) continue;
-    cp_async_bulk_prefetch_tensor(&params.group_map, 0, token % kPageSize, 0, page);
+    cp_async_bulk_prefetch_tensor(&params.kv_map, 0, token % kPageSize, 0, page);
     cp_async_bulk_prefetch_tensor(&params.rope_map, 0, token % kPageSize, 0, page);
   }
 }

@@ -20,7 +20,7 @@ static_assert(sizeof(KeptBeginning) == kBeginningBytes, "the host allocates it")
 static_assert(sizeof(KeptSpans) == (2 + kKeptLengths) * sizeof(int) + kBeginningBytes, "in turn");
 
 __device__ inline KeptSpans& kept_spans(const Params& params) {
-  unsigned char* counters = reinterpret_cast<unsigned char*>(params.counters);
+  unsigned char* counters = reinterpret_cast<unsigned char*>(params.semaphores);
   return *reinterpret_cast<KeptSpans*>(counters + kCountersBytes);
 }
 
@@ -28,10 +28,10 @@ __device__ inline KeptSpans& kept_spans(const Params& params) {
 // lengths are what they were; says whether that is so. `length` is what length_of has for the
 // thread's own_request, of which it has no other.
 __device__ inline bool recall_beginning(const Params& params, int length, SpanScratch& scratch) {
-  if (params.plan == 0) return false;
+  if (params.schedule_id == 0) return false;
   const KeptSpans& kept = kept_spans(params);
   bool is_other = ld_relaxed_gpu(&kept.lengths[own_request(params)]) != length;
-  if (threadIdx.x == 0) is_other |= ld_relaxed_gpu(&kept.plan) != params.plan;
+  if (threadIdx.x == 0) is_other |= ld_relaxed_gpu(&kept.plan) != params.schedule_id;
   const u32 chunk = threadIdx.x;
   if (chunk < sizeof(Beginning) / kChunkBytes) {
     reinterpret_cast<float4*>(&scratch)[chunk] =
@@ -44,7 +44,7 @@ __device__ inline bool recall_beginning(const Params& params, int length, SpanSc
 // whose all of it is. All lanes of a warp go the same way, by votes: else compilers keep what
 // products want in registers of the whole warp elsewhere.
 __device__ inline void keep_beginning(const Params& params, const Beginning& beginning) {
-  const bool keeps = params.plan != 0 && warp_index() == kThreads / kWarpLanes - 1;
+  const bool keeps = params.schedule_id != 0 && warp_index() == kThreads / kWarpLanes - 1;
   if (!__any_sync(~0u, keeps)) return;
   KeptSpans& kept = kept_spans(params);
   const u32 last = gridDim.x - 1;
@@ -55,21 +55,21 @@ __device__ inline void keep_beginning(const Params& params, const Beginning& beg
   }
   if (!__any_sync(~0u, lane_index() == 0 && before == last)) return;
 #pragma unroll 1
-  for (int first = 0; __any_sync(~0u, first < params.requests); first += kWarpLanes) {
+  for (int first = 0; __any_sync(~0u, first < params.num_seqs); first += kWarpLanes) {
     const int request = first + lane_index();
-    if (request < params.requests) kept.lengths[request] = length_of(params, request);
+    if (request < params.num_seqs) kept.lengths[request] = length_of(params, request);
   }
-  if (lane_index() == 0) kept.plan = params.plan;
+  if (lane_index() == 0) kept.plan = params.schedule_id;
 }
 
 // By whole warps, once they have nothing else to do: the next launch looks there first of all.
 __device__ inline void prefetch_kept(const Params& params) {
   constexpr int kLineWords = 128 / sizeof(int);
-  if (params.plan == 0) return;
+  if (params.schedule_id == 0) return;
   const KeptSpans& kept = kept_spans(params);
   const int lane = lane_index();
   const bool is_own = lane == kWarpLanes - 1;
-  if (!is_own && lane * kLineWords >= params.requests + 2) return;
+  if (!is_own && lane * kLineWords >= params.num_seqs + 2) return;
   prefetch_l2(is_own ? reinterpret_cast<const int*>(&kept.blocks[blockIdx.x])
                      : &kept.plan + lane * kLineWords);
 }

@@ -27,7 +27,7 @@ struct RequestFacts {
 // A number of members as teams, of four members at the most: by constants, for a division takes
 // long, and without branches.
 __device__ inline int in_teams(const Params& params, u32 members) {
-  return static_cast<int>(params.team_size == 3 ? members / 3 : members >> params.team_size / 2);
+  return static_cast<int>(params.cta_group_size == 3 ? members / 3 : members >> params.cta_group_size / 2);
 }
 
 // `length` is what length_of has for the request.
@@ -36,9 +36,9 @@ __device__ inline RequestFacts facts_of_request(const Params& params, int reques
   facts.q_len = kIsSparse ? 1 : params.q_len;  // a list belongs to one query token
   facts.first_query = static_cast<i64>(request) * facts.q_len;
   bool is_inside = true;
-  if (!kIsSparse && params.cum_seq_lens_q != nullptr) {
-    facts.first_query = params.cum_seq_lens_q[request];
-    const i64 end = params.cum_seq_lens_q[request + 1];
+  if (!kIsSparse && params.cu_seqlens_q != nullptr) {
+    facts.first_query = params.cu_seqlens_q[request];
+    const i64 end = params.cu_seqlens_q[request + 1];
     const i64 q_len = min(end - facts.first_query, static_cast<i64>(0x7fffffff));
     facts.q_len = static_cast<int>(max(q_len, static_cast<i64>(-1)));
     is_inside = 0 <= facts.first_query && facts.first_query <= end &&
@@ -48,7 +48,7 @@ __device__ inline RequestFacts facts_of_request(const Params& params, int reques
   facts.kv_len = tokens_of(params, request, length);
   facts.blocks = static_cast<u32>(facts.kv_len + kBlockTokens - 1) / kBlockTokens;
   const u32 tiles = static_cast<u32>(facts.rows + kRows - 1) / kRows;
-  facts.groups = in_teams(params, tiles + params.team_size - 1);
+  facts.groups = in_teams(params, tiles + params.cta_group_size - 1);
   return facts;
 }
 
@@ -143,12 +143,12 @@ __device__ inline int beginning_of(int index, int whole, int rest, int spans) {
 // How many requests a thread counts the blocks of, and the first; a thread behind the last request
 // looks at that one.
 __device__ inline int requests_of_thread(const Params& params) {
-  return ceil_div(params.requests, kThreads);
+  return ceil_div(params.num_seqs, kThreads);
 }
 
 __device__ inline int own_request(const Params& params) {
   const int first = static_cast<int>(threadIdx.x) * requests_of_thread(params);
-  return min(first, params.requests - 1);
+  return min(first, params.num_seqs - 1);
 }
 
 // Finds the span of the team `team`, by all threads of the block, and leaves it in `scratch`; says
@@ -156,7 +156,7 @@ __device__ inline int own_request(const Params& params) {
 __device__ inline bool find_span(const Params& params, int team, int length, SpanScratch& scratch) {
   const int each = requests_of_thread(params);
   const int first = static_cast<int>(threadIdx.x) * each;
-  const int last = min(first + each, params.requests);
+  const int last = min(first + each, params.num_seqs);
   const int end = own_request(params);
   RequestFacts facts;  // in the end of the first
   int blocks = 0;
@@ -202,16 +202,16 @@ __device__ inline bool find_span(const Params& params, int team, int length, Spa
   if (__any_sync(~0u, found.kind == Requests::kUnsound)) return false;
   is_uniform = __all_sync(~0u, found.kind == Requests::kUniform && found.blocks == blocks &&
                                    found.groups == groups && blocks > 0 && groups > 0);
-  int spans = max(1, min(min(params.teams, kMostSpans), total / kLeastSpan));
+  int spans = max(1, min(min(params.num_cta_groups, kMostSpans), total / kLeastSpan));
   int unit_cost = kUnitCost;
   if (is_uniform) {
-    const int aligned = aligned_spans(spans, params.requests * groups, blocks);
+    const int aligned = aligned_spans(spans, params.num_seqs * groups, blocks);
     if (aligned > 0) {
       spans = aligned;
       unit_cost = 0;
       const int of_request = groups * blocks;
-      total = params.requests * of_request;
-      begin = min(first, params.requests) * of_request;
+      total = params.num_seqs * of_request;
+      begin = min(first, params.num_seqs) * of_request;
       own = max(last - first, 0) * of_request;
     }
   }

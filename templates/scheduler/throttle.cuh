@@ -25,7 +25,7 @@ struct Pace {
 
   __device__ Pace(const Params& params, const Span& span)
       : counter(reinterpret_cast<u32*>(params.partial_out + kCounterOffset)),
-        sharers(span.unit_cost == 0 && params.team_size == 1 ? span.spans : 0) {}
+        sharers(span.unit_cost == 0 && params.cta_group_size == 1 ? span.spans : 0) {}
 
   // Before a block is asked for. The first ones fill the ring, whoever is ahead.
   __device__ void wait() {

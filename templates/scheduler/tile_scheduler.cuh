@@ -66,7 +66,7 @@ struct ItemWalk : WalkState {
     group = 0;
 #pragma unroll 1
     do {
-      if (++request >= params.requests) return;
+      if (++request >= params.num_seqs) return;
       facts = facts_of_request(params, request);
     } while (facts.groups == 0);
   }
@@ -76,7 +76,7 @@ struct ItemWalk : WalkState {
     const int first = first_block();
     const int last = last_block();
     const bool is_here = facts.blocks == 0 ? span.begin <= unit_begin : first < last;
-    const int first_row = (group * params.team_size + member) * kRows;
+    const int first_row = (group * params.cta_group_size + member) * kRows;
     if (!is_here || first_row >= facts.rows) return kNoPart;
     const int rows = min(facts.rows - first_row, kRows);
     const int visible_to_any = visible_tokens(first_row + rows - 1);
@@ -92,7 +92,7 @@ struct ItemWalk : WalkState {
     do {
       if (!stays) advance();
       stays = false;
-      if (request >= params.requests || unit_begin >= span.end) return kNoPart;
+      if (request >= params.num_seqs || unit_begin >= span.end) return kNoPart;
       part = here();
     } while (part.request < 0);
     return part;
@@ -146,7 +146,7 @@ struct ItemWalk : WalkState {
 
   // The block of the grid that has this member's part of a span.
   __device__ int block_of_span(int index) const {
-    return (span.spans - 1 - index) * params.team_size + member;
+    return (span.spans - 1 - index) * params.cta_group_size + member;
   }
 };
 

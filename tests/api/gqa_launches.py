@@ -11,35 +11,35 @@ import torch
 import mlagen.decode
 import mlagen.xqa
 from mlagen.api import gqa_call
-from mlagen.api.gqa_inputs import GqaInputs
-from mlagen.api.gqa_request import check_request
+from mlagen.api.gqa_args import GqaArgs
+from mlagen.api.gqa_problem import check_problem
 from tests.api.launches import GQA, Launch, record_launches
 from tests.gqa_problems import GqaCase
 from tests.xqa_semantics import xqa_arguments
 
 
-def inputs_of(case: GqaCase, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> GqaInputs:
+def args_of(case: GqaCase, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> GqaArgs:
     """Return what the entry point makes of a case, with some of its fields changed."""
-    seen: list[GqaInputs] = []
+    seen: list[GqaArgs] = []
     monkeypatch.setattr("mlagen.decode.run_gqa", lambda inputs, *_: seen.append(inputs))
     mlagen.decode.xqa_batch_decode_with_kv_cache(**case.build("cpu").arguments())
     return seen[0]._replace(**changes)
 
 
-def xqa_inputs_of(case: GqaCase, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> GqaInputs:
+def xqa_inputs_of(case: GqaCase, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> GqaArgs:
     """Return what ``xqa`` makes of a case."""
-    seen: list[GqaInputs] = []
+    seen: list[GqaArgs] = []
     monkeypatch.setattr("mlagen.xqa.run_gqa", lambda inputs, _: seen.append(inputs))
     mlagen.xqa.xqa(**xqa_arguments(case.build("cpu")))
     return seen[0]._replace(**changes)
 
 
 def launches_of(
-    inputs: GqaInputs, monkeypatch: pytest.MonkeyPatch, kernel: str = "portable"
+    inputs: GqaArgs, monkeypatch: pytest.MonkeyPatch, kernel: str = "sm80"
 ) -> tuple[gqa_call.GqaCall, torch.Tensor, list[Launch]]:
     """Run a call whose launches are recorded, each with its values by name."""
     launches = record_launches(monkeypatch, paths=GQA)
-    request = check_request(inputs)
+    request = check_problem(inputs)
     on_a_gpu = replace(request, device=torch.device("cuda", 0))
-    call = replace(gqa_call._prepare(inputs, on_a_gpu, kernel), request=request)
+    call = replace(gqa_call._prepare(inputs, on_a_gpu, kernel), problem=request)
     return call, gqa_call._run_on_gpu(call, inputs, enable_pdl=True), launches

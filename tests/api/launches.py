@@ -14,19 +14,19 @@ import torch
 
 from mlagen.api import (
     calls,
-    gqa_hopper,
     gqa_maps,
     gqa_plan,
-    gqa_portable,
+    gqa_sm80_launcher,
+    gqa_sm90_launcher,
     mla_call,
-    mla_hopper,
-    mla_hopper_packed,
     mla_maps,
     mla_plan,
-    mla_portable,
+    mla_sm80_launcher,
+    mla_sm90_fp8kv_launcher,
+    mla_sm90_launcher,
 )
-from mlagen.api.mla_inputs import MlaInputs
-from mlagen.api.mla_request import check_request
+from mlagen.api.mla_args import MlaArgs
+from mlagen.api.mla_problem import check_problem
 from mlagen.runtime.device import DeviceFacts
 from mlagen.runtime.loader import LoadedKernel
 from mlagen.runtime.tensor_map import TiledTensor
@@ -72,11 +72,11 @@ class Launched(NamedTuple):
 
 
 # The modules of each path, and what plans its calls.
-PORTABLE = ((mla_portable, mla_plan, "plan_call"),)
-HOPPER = ((mla_hopper, mla_plan, "plan_hopper_call"),)
+PORTABLE = ((mla_sm80_launcher, mla_plan, "plan_call"),)
+HOPPER = ((mla_sm90_launcher, mla_plan, "plan_mla_sm90_call"),)
 GQA = (
-    (gqa_portable, gqa_plan, "plan_gqa_call"),
-    (gqa_hopper, gqa_plan, "plan_gqa_hopper_call"),
+    (gqa_sm80_launcher, gqa_plan, "plan_gqa_call"),
+    (gqa_sm90_launcher, gqa_plan, "plan_gqa_sm90_call"),
 )
 
 
@@ -110,18 +110,18 @@ def record_launches(
         monkeypatch.setattr(calling, "kernel_for", loaded)
         monkeypatch.setattr(calling, "launch", record)
     monkeypatch.setattr(calls, "kernel_for", loaded)
-    monkeypatch.setattr(mla_hopper_packed, "kernel_for", loaded)
-    for module in (calls, mla_hopper_packed):
+    monkeypatch.setattr(mla_sm90_fp8kv_launcher, "kernel_for", loaded)
+    for module in (calls, mla_sm90_fp8kv_launcher):
         monkeypatch.setattr(module, "launch", record)
-    for hopper in (mla_hopper, gqa_hopper):
+    for hopper in (mla_sm90_launcher, gqa_sm90_launcher):
         monkeypatch.setattr(hopper, "arch_of_device", lambda _: arch)
-    for hopper in (mla_hopper, mla_hopper_packed, gqa_hopper):
-        monkeypatch.setattr(hopper, "counters_of", lambda _, workspace: workspace + COUNTERS)
-    monkeypatch.setattr(mla_plan, "new_plan", lambda: PLAN)
+    for hopper in (mla_sm90_launcher, mla_sm90_fp8kv_launcher, gqa_sm90_launcher):
+        monkeypatch.setattr(hopper, "semaphores_of", lambda _, workspace: workspace + COUNTERS)
+    monkeypatch.setattr(mla_plan, "new_schedule_id", lambda: PLAN)
     monkeypatch.setattr(mla_maps, "encode", map_of)
     monkeypatch.setattr(gqa_maps, "encode", map_of)
-    monkeypatch.setattr(mla_hopper, "maps_of", mla_maps.CacheMaps)
-    monkeypatch.setattr(gqa_hopper, "maps_of", gqa_maps.GqaCacheMaps)
+    monkeypatch.setattr(mla_sm90_launcher, "maps_of", mla_maps.CacheMaps)
+    monkeypatch.setattr(gqa_sm90_launcher, "maps_of", gqa_maps.GqaCacheMaps)
     return recorded
 
 
@@ -140,11 +140,11 @@ def map_of(tensor: TiledTensor, address: int) -> bytes:
     return hashlib.sha512(repr((tensor, address)).encode()).digest() * 2
 
 
-def launched(inputs: MlaInputs, launches: list[Launch], kernel: str = "portable") -> Launched:
+def launched(inputs: MlaArgs, launches: list[Launch], kernel: str = "sm80") -> Launched:
     """Run a call of tensors on the CPU as if they were on the GPU."""
-    request = check_request(inputs)
+    request = check_problem(inputs)
     on_gpu = replace(request, device=torch.device("cuda", 0))
     settings = replace(current_settings(), mla_kernel=kernel)
-    call = replace(mla_call._prepare(inputs, on_gpu, settings), request=request)
+    call = replace(mla_call._prepare(inputs, on_gpu, settings), problem=request)
     out, _ = mla_call._run_on_gpu(call, inputs, enable_pdl=True)
     return Launched(call, out, launches)

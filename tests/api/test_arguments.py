@@ -143,7 +143,7 @@ def test_what_breaks_the_rule_is_told(check: Callable[[], object], message: str)
 def test_an_argument_error_is_a_value_error() -> None:
     """Callers of FlashInfer's functions catch that."""
     with pytest.raises(ValueError, match="x: expected 1, got 2"):
-        checks.refuse("x", 1, 2)
+        checks.reject("x", 1, 2)
 
 
 @pytest.mark.parametrize("number", [3, np.int32(3), np.uint64(3)], ids=["int", "int32", "uint64"])

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from mlagen.api import gqa_hopper, mla_hopper
+from mlagen.api import gqa_sm90_launcher, mla_sm90_launcher
 from mlagen.spec.arch import Arch
-from tests.api.gqa_launches import inputs_of, launches_of
+from tests.api.gqa_launches import args_of, launches_of
 from tests.api.launches import H200, launched, record_launches
 from tests.cases import MlaCase
 from tests.gqa_problems import GqaCase
@@ -23,52 +23,52 @@ CASE = MlaCase(name="", seq_lens=(70, 3), heads=128)
 def at_debug(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """Log everything, on a machine whose GPU is known."""
     caplog.set_level(logging.DEBUG, logger="mlagen")
-    for module in (mla_hopper, gqa_hopper):
+    for module in (mla_sm90_launcher, gqa_sm90_launcher):
         monkeypatch.setattr(module, "arch_of_device", lambda _: H200)
 
 
 @pytest.mark.parametrize(
-    ("changes", "kernel", "longest", "lines"),
+    ("changes", "kernel", "max_len", "lines"),
     [
-        ({}, "auto", 900, ["kernel mla_hopper(arch=sm_90a, ", "tile of 16 rows for "]),
-        ({}, "auto", 10000, ["kernel mla_hopper(arch=sm_90a, ", "tile of 64 rows for "]),
-        ({}, "portable", 10000, ["portable kernel: MLAGEN_MLA_KERNEL=portable"]),
-        ({"heads": 16}, "auto", 100, ["portable kernel: the call is so small that "]),
-        ({"kv_lora_rank": 256}, "auto", 10000, ["portable kernel: no such kernel for sm_90a, "]),
+        ({}, "auto", 900, ["kernel mla_sm90(arch=sm_90a, ", "tile of 16 rows for "]),
+        ({}, "auto", 10000, ["kernel mla_sm90(arch=sm_90a, ", "tile of 64 rows for "]),
+        ({}, "sm80", 10000, ["sm80 kernel: MLAGEN_MLA_KERNEL=sm80"]),
+        ({"heads": 16}, "auto", 100, ["sm80 kernel: the call is so small that "]),
+        ({"kv_lora_rank": 256}, "auto", 10000, ["sm80 kernel: no such kernel for sm_90a, "]),
     ],
     ids=["little KV", "much KV", "asked for", "small", "not covered"],
 )
 def test_an_mla_call_that_is_planned_says_why(
     changes: dict[str, Any],
     kernel: str,
-    longest: int,
+    max_len: int,
     lines: list[str],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The lines begin with the reason, if there is one, and end with the grid."""
-    inputs = replace(CASE, **changes).build("cpu").inputs()._replace(max_seq_len=longest)
+    inputs = replace(CASE, **changes).build("cpu").inputs()._replace(max_seq_len=max_len)
 
     call, _, _ = launched(inputs, record_launches(monkeypatch), kernel)
 
     said = [record.getMessage().removeprefix("planning: ") for record in caplog.records]
     for line, start in zip(said, lines, strict=False):
         assert line.startswith(start)
-    requests = f"grid of {call.plan.blocks} CTAs for 2 requests of up to {longest} KV tokens: "
+    requests = f"grid of {call.plan.blocks} CTAs for 2 requests of up to {max_len} KV tokens: "
     assert said[-1].startswith(requests)
     assert f"kernel {call.decode.spec}" in said
 
 
 @pytest.mark.parametrize(
     ("kernel", "start"),
-    [("auto", "kernel gqa_hopper("), ("portable", "portable kernel: MLAGEN_GQA_KERNEL=portable")],
+    [("auto", "kernel gqa_sm90("), ("sm80", "sm80 kernel: MLAGEN_GQA_KERNEL=sm80")],
 )
 def test_a_grouped_query_call_that_is_planned_says_why(
     kernel: str, start: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As an MLA call does."""
     room = torch.zeros(1 << 20, dtype=torch.uint8)
-    inputs = inputs_of(GqaCase(name="", seq_lens=(70, 3)), monkeypatch, workspace_buffer=room)
+    inputs = args_of(GqaCase(name="", seq_lens=(70, 3)), monkeypatch, workspace_buffer=room)
 
     call, _, _ = launches_of(inputs, monkeypatch, kernel)
 
@@ -82,7 +82,7 @@ def test_a_gpu_without_such_a_kernel_is_named(
 ) -> None:
     """It is the first thing that is not covered."""
     arch = Arch(80)
-    monkeypatch.setattr(mla_hopper, "arch_of_device", lambda _: arch)
+    monkeypatch.setattr(mla_sm90_launcher, "arch_of_device", lambda _: arch)
     launches = record_launches(monkeypatch, arch=arch)
 
     launched(CASE.build("cpu").inputs(), launches, "auto")
@@ -90,5 +90,5 @@ def test_a_gpu_without_such_a_kernel_is_named(
     assert (
         caplog.records[0]
         .getMessage()
-        .startswith("planning: portable kernel: no such kernel for sm_80, ")
+        .startswith("planning: sm80 kernel: no such kernel for sm_80, ")
     )

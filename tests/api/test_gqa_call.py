@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from mlagen.api import gqa_call
-from mlagen.api.gqa_request import check_request
+from mlagen.api.gqa_problem import check_problem
 from mlagen.errors import ArgumentError
-from mlagen.runtime.plan import DecodePlan
-from tests.api.gqa_launches import inputs_of, launches_of
+from mlagen.runtime.plan import Sm80Plan
+from tests.api.gqa_launches import args_of, launches_of
 from tests.api.launches import scratch_of
 from tests.gqa_problems import E4M3, GqaCase
 
@@ -26,12 +26,12 @@ def test_a_whole_call_launches_one_kernel_with_every_value_in_its_place(
 ) -> None:
     """Pointers, strides, counts and scales are those of the arguments."""
     scale = torch.tensor(2.0)
-    inputs = inputs_of(UNIFORM, monkeypatch, bmm1_scale=0.25, bmm2_scale=scale, max_seq_len=16)
+    inputs = args_of(UNIFORM, monkeypatch, bmm1_scale=0.25, bmm2_scale=scale, max_seq_len=16)
 
     call, out, launches = launches_of(inputs, monkeypatch)
 
     ((family, blocks, enable_pdl, values),) = launches
-    assert (family, blocks, enable_pdl) == ("gqa_decode", 4, True)
+    assert (family, blocks, enable_pdl) == ("gqa_sm80", 4, True)
     assert inputs.mask is not None
     assert inputs.sinks is not None
     assert inputs.value_cache is not None
@@ -43,7 +43,7 @@ def test_a_whole_call_launches_one_kernel_with_every_value_in_its_place(
         "value_scales": 0,
         "block_tables": inputs.block_tables.data_ptr(),
         "seq_lens": inputs.seq_lens.data_ptr(),
-        "cum_seq_lens_q": 0,
+        "cu_seqlens_q": 0,
         "draft_mask": inputs.mask.data_ptr(),
         "bmm1_scale_tensor": 0,
         "bmm2_scale_tensor": scale.data_ptr(),
@@ -68,9 +68,9 @@ def test_a_whole_call_launches_one_kernel_with_every_value_in_its_place(
             for step in ("page_stride", "token_stride", "head_stride")
         },
         "total_rows": 32,
-        "requests": 2,
+        "num_seqs": 2,
         "kv_heads": 2,
-        "group": 4,
+        "group_size": 4,
         "q_len": 2,
         "mask_words": 1,
         "window": 50,
@@ -78,7 +78,7 @@ def test_a_whole_call_launches_one_kernel_with_every_value_in_its_place(
         "block_tables_stride": inputs.block_tables.stride(0),
         "num_pages": len(inputs.key_cache),
         "row_tiles": 1,
-        "splits": 1,
+        "num_splits": 1,
         "scores_take_bmm2": 0,
         "bmm1_scale": 0.25,
         "bmm2_scale": 0.0,
@@ -93,15 +93,15 @@ def test_a_split_call_leaves_partial_rows_and_then_their_lse_for_the_second_kern
 ) -> None:
     """Both kernels agree on where the partial rows are and on what multiplies the result."""
     workspace = torch.zeros(1 << 22)
-    inputs = inputs_of(
+    inputs = args_of(
         RAGGED, monkeypatch, max_seq_len=50_000, workspace_buffer=workspace, bmm2_scale=0.5
     )
 
     call, out, launches = launches_of(inputs, monkeypatch)
 
     (first, _, _, decode), (second, blocks, _, combine) = launches
-    assert (first, second) == ("gqa_decode", "combine_splits")
-    assert isinstance(call.plan, DecodePlan)
+    assert (first, second) == ("gqa_sm80", "combine")
+    assert isinstance(call.plan, Sm80Plan)
     partial_rows = call.plan.splits * 5 * 8
     assert call.plan.splits > 1
     scratch = scratch_of(workspace, partial_rows * 129 * 4)
@@ -109,18 +109,26 @@ def test_a_split_call_leaves_partial_rows_and_then_their_lse_for_the_second_kern
     assert decode["partial_lse"] == scratch + partial_rows * 128 * 4
     assert call.plan.workspace_bytes == partial_rows * 129 * 4
     assert blocks == 5 * 8
-    shared = ("partial_out", "partial_lse", "out", "splits", "total_rows", "bmm2_scale", "sinks")
+    shared = (
+        "partial_out",
+        "partial_lse",
+        "out",
+        "num_splits",
+        "total_rows",
+        "bmm2_scale",
+        "sinks",
+    )
     assert {name: combine[name] for name in shared} == {name: decode[name] for name in shared}
     assert combine["output_factor"] == decode["output_factor"] == 1.0
     assert (combine["heads"], combine["lse"], combine["out"]) == (8, 0, out.data_ptr())
-    assert (decode["q_len"], decode["requests"], decode["draft_mask"]) == (0, 2, 0)
+    assert (decode["q_len"], decode["num_seqs"], decode["draft_mask"]) == (0, 2, 0)
     assert inputs.cum_seq_lens_q is not None
-    assert decode["cum_seq_lens_q"] == inputs.cum_seq_lens_q.data_ptr()
+    assert decode["cu_seqlens_q"] == inputs.cum_seq_lens_q.data_ptr()
 
 
 def test_values_in_the_tensor_of_the_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a stacked cache the values begin one axis further, and the strides are of its layout."""
-    inputs = inputs_of(STACKED, monkeypatch)
+    inputs = args_of(STACKED, monkeypatch)
 
     _, _, launches = launches_of(inputs, monkeypatch)
 
@@ -133,7 +141,7 @@ def test_values_in_the_tensor_of_the_keys(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_scales_in_one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scales of NVFP4 have pointers and strides of their own, in bytes."""
-    inputs = inputs_of(NVFP4, monkeypatch)
+    inputs = args_of(NVFP4, monkeypatch)
 
     _, _, launches = launches_of(inputs, monkeypatch)
 
@@ -149,7 +157,7 @@ def test_scales_in_one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_window_of_all_that_a_table_holds_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """So the kernel never adds a number near 2^31 to a position."""
-    inputs = inputs_of(UNIFORM, monkeypatch, window=2**31 - 1)
+    inputs = args_of(UNIFORM, monkeypatch, window=2**31 - 1)
 
     _, _, launches = launches_of(inputs, monkeypatch)
 
@@ -163,16 +171,16 @@ def test_a_window_of_all_that_is_counted_is_none(
     """A table may hold more tokens than a kernel counts."""
     tables = torch.zeros(2, 2**31 // 256, dtype=torch.int32)
     case = replace(UNIFORM, page_size=256)
-    inputs = inputs_of(case, monkeypatch, window=window, block_tables=tables)
+    inputs = args_of(case, monkeypatch, window=window, block_tables=tables)
 
-    assert check_request(inputs).window == kept
+    assert check_problem(inputs).window == kept
 
 
-def test_a_workspace_that_is_too_small_is_refused_with_both_sizes(
+def test_a_workspace_that_is_too_small_is_rejected_with_both_sizes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The message tells what would do."""
-    inputs = inputs_of(RAGGED, monkeypatch, max_seq_len=50_000)
+    inputs = args_of(RAGGED, monkeypatch, max_seq_len=50_000)
 
     with pytest.raises(ArgumentError, match=r"workspace_buffer: expected [0-9]+ bytes") as e:
         launches_of(inputs, monkeypatch)
@@ -182,7 +190,7 @@ def test_a_workspace_that_is_too_small_is_refused_with_both_sizes(
 
 def test_no_query_tokens_launch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests without query tokens leave an empty output."""
-    inputs = inputs_of(RAGGED, monkeypatch)
+    inputs = args_of(RAGGED, monkeypatch)
     ends = torch.zeros(3, dtype=torch.int32)
 
     _, out, launches = launches_of(
@@ -196,11 +204,11 @@ def test_no_query_tokens_launch_nothing(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize(
     ("scale", "shown"), [(1e300, "1e+300"), (10**400, "an int of 1329 bits")], ids=["float", "int"]
 )
-def test_a_number_too_large_for_float32_is_refused_at_any_call(
+def test_a_number_too_large_for_float32_is_rejected_at_any_call(
     scale: float, shown: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Floats are no part of the form: a sound call before it does not let it through."""
-    inputs = inputs_of(STACKED, monkeypatch)
+    inputs = args_of(STACKED, monkeypatch)
     call, _, _ = launches_of(inputs, monkeypatch)
 
     with pytest.raises(ArgumentError) as caught:

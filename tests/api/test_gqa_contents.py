@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mlagen.settings import current_settings
-from tests.api.gqa_refusals import RAGGED, SINGLE, UNIFORM, Refusal, check, refusals
+from tests.api.gqa_rejections import RAGGED, SINGLE, UNIFORM, Rejection, check, rejections
 from tests.gqa_cases import CASES
 from tests.gqa_problems import GqaCase
 from tests.gqa_semantics import decode
@@ -34,61 +34,61 @@ def ends(*numbers: int) -> torch.Tensor:
     return torch.tensor(numbers, dtype=torch.int32)
 
 
-@refusals(
-    Refusal(
+@rejections(
+    Rejection(
         "a negative length",
         lambda p: {"seq_lens": changed(p.seq_lens, (1,), -2)},
         "seq_lens[1]: expected 0 or more, got -2",
     ),
-    Refusal(
+    Rejection(
         "a length that the table cannot hold",
         lambda p: {"seq_lens": changed(p.seq_lens, (1,), 129)},
         "seq_lens[1]: expected 128 (what its block table holds) or less, got 129",
     ),
-    Refusal(
+    Rejection(
         "fewer tokens than drafts",
         lambda p: {"seq_lens": changed(p.seq_lens, (1,), 1)},
         "seq_lens[1]: expected 0, or 2 (its query tokens) or more, got 1",
         UNIFORM,
     ),
-    Refusal(
+    Rejection(
         "a page that is none",
         lambda p: {"block_tables": changed(p.block_tables, (0, 4), 10)},
         "block_tables[0, 4]: expected 0 to 9 (pages of the cache), got 10",
     ),
-    Refusal(
+    Rejection(
         "a negative page",
         lambda p: {"block_tables": changed(p.block_tables, (1, 0), -1)},
         "block_tables[1, 0]: expected 0 to 9 (pages of the cache), got -1",
     ),
-    Refusal(
+    Rejection(
         "ends that do not begin with 0",
         lambda _: {"q_cu_seq_lens": ends(1, 2, 5)},
         "q_cu_seq_lens[0]: expected 0, got 1",
         RAGGED,
     ),
-    Refusal(
+    Rejection(
         "ends that leave tokens over",
         lambda _: {"q_cu_seq_lens": ends(0, 2, 4)},
         "q_cu_seq_lens[-1]: expected 5 (tokens of query), got 4",
         RAGGED,
     ),
-    Refusal(
+    Rejection(
         "ends that go back",
         lambda _: {"q_cu_seq_lens": ends(0, 6, 5)},
         "q_cu_seq_lens[2]: expected 6 or more (q_cu_seq_lens[1]), got 5",
         RAGGED,
     ),
-    Refusal(
+    Rejection(
         "a query longer than the longest",
         lambda _: {"q_cu_seq_lens": ends(0, 0, 5)},
         "q_cu_seq_lens.diff()[1]: expected 4 (q_len_per_req) or less, got 5",
         RAGGED,
     ),
 )
-def test_contradictions(refusal: Refusal) -> None:
+def test_contradictions(rejection: Rejection) -> None:
     """Lengths, tables and ends that cannot be meant are named with request and position."""
-    check(refusal)
+    check(rejection)
 
 
 # A request shorter than its drafts is computed, but it is no sound one.

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from tests.api.gqa_launches import inputs_of, launches_of, xqa_inputs_of
+from tests.api.gqa_launches import args_of, launches_of, xqa_inputs_of
 from tests.gqa_problems import E4M3, GqaCase
 
 
@@ -26,7 +26,7 @@ def test_factors_of_the_batch_decode(
     case: GqaCase, factors: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The scale of the output counts where the output has 16 bits; nothing else is added."""
-    inputs = inputs_of(case, monkeypatch, bmm2_scale=2.0)
+    inputs = args_of(case, monkeypatch, bmm2_scale=2.0)
 
     _, _, launches = launches_of(inputs, monkeypatch)
 

@@ -9,67 +9,69 @@ import torch
 
 from mlagen.api.gqa_numbers import pair_of, positive_factor, window_of
 from mlagen.errors import ArgumentError
-from tests.api.gqa_refusals import Refusal, check, check_xqa, refusals
+from tests.api.gqa_rejections import Rejection, check, check_xqa, rejections
 
 
-@refusals(
-    Refusal("text", lambda _: {"window_left": "1"}, "window_left: expected an int, got '1'"),
-    Refusal("a fraction", lambda _: {"window_left": 0.5}, "window_left: expected an int, got 0.5"),
-    Refusal("a bool", lambda _: {"window_left": True}, "window_left: expected an int, got True"),
-    Refusal(
+@rejections(
+    Rejection("text", lambda _: {"window_left": "1"}, "window_left: expected an int, got '1'"),
+    Rejection(
+        "a fraction", lambda _: {"window_left": 0.5}, "window_left: expected an int, got 0.5"
+    ),
+    Rejection("a bool", lambda _: {"window_left": True}, "window_left: expected an int, got True"),
+    Rejection(
         "a tensor",
         lambda _: {"window_left": torch.tensor(1)},
         "window_left: expected an int, got a tensor",
     ),
-    Refusal(
+    Rejection(
         "nothing", lambda _: {"o_scale": 0.0}, "o_scale: expected a finite number above 0, got 0.0"
     ),
-    Refusal(
+    Rejection(
         "a negative scale",
         lambda _: {"o_scale": -1},
         "o_scale: expected a finite number above 0, got -1.0",
     ),
-    Refusal(
+    Rejection(
         "a NaN",
         lambda _: {"o_scale": math.nan},
         "o_scale: expected a finite number above 0, got nan",
     ),
-    Refusal(
+    Rejection(
         "an infinity",
         lambda _: {"o_scale": math.inf},
         "o_scale: expected a finite number above 0, got inf",
     ),
-    Refusal(
+    Rejection(
         "too large for float32",
         lambda _: {"o_scale": 1e39},
         "o_scale: expected a number that float32 can hold, got 1e+39",
     ),
-    Refusal(
+    Rejection(
         "a scale in a tensor",
         lambda _: {"o_scale": torch.tensor(1.0)},
         "o_scale: expected a float, got a tensor",
     ),
 )
-def test_of_the_batch_decode(refusal: Refusal) -> None:
+def test_of_the_batch_decode(rejection: Rejection) -> None:
     """The window is an int of any sign, the scale of the output a positive number."""
-    check(refusal)
+    check(rejection)
 
 
-@refusals(
-    Refusal(
+@rejections(
+    Rejection(
         "a fraction",
         lambda _: {"sliding_win_size": 0.5},
         "sliding_win_size: expected an int, got 0.5",
     ),
-    Refusal(
+    Rejection(
         "nothing",
         lambda _: {"rcp_out_scale": 0.0},
         "rcp_out_scale: expected a finite number above 0, got 0.0",
     ),
 )
-def test_of_xqa(refusal: Refusal) -> None:
+def test_of_xqa(rejection: Rejection) -> None:
     """The same under other names."""
-    check_xqa(refusal)
+    check_xqa(rejection)
 
 
 @pytest.mark.parametrize(("before", "window"), [(-(2**40), 0), (-1, 0), (0, 1), (2**40, 2**40 + 1)])

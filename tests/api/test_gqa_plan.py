@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import pytest
 
 from mlagen.api import gqa_plan
-from mlagen.runtime.plan import DecodePlan
+from mlagen.runtime.plan import Sm80Plan
 from mlagen.spec.arch import Arch
 from mlagen.spec.dtype import DType
-from mlagen.spec.gqa import GqaDecodeSpec, GqaVariant
+from mlagen.spec.gqa import GqaSm80Spec, GqaVariant
 
 VARIANT = GqaVariant(query_dtype=DType.BF16, kv_dtype=DType.BF16, out_dtype=DType.BF16)
 
@@ -29,8 +29,8 @@ def _an_h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def plan(
-    *, q_len: int = 1, group: int = 4, window: int = 0, longest_kv: int = 1000, **changes: int
-) -> tuple[GqaDecodeSpec, DecodePlan]:
+    *, q_len: int = 1, group: int = 4, window: int = 0, max_kv_len: int = 1000, **changes: int
+) -> tuple[GqaSm80Spec, Sm80Plan]:
     """Return the kernel and the plan of a call of four requests on two kv heads."""
     return gqa_plan.plan_gqa_call(
         device=0,
@@ -42,7 +42,7 @@ def plan(
         heads=2 * group,
         kv_heads=2,
         window=window,
-        longest_kv=longest_kv,
+        max_kv_len=max_kv_len,
     )
 
 
@@ -51,14 +51,14 @@ def test_the_tile_is_one_for_the_rows_of_a_kv_head() -> None:
     narrow, _ = plan(group=4, q_len=4)
     wide, _ = plan(group=4, q_len=5)
 
-    assert (narrow.tile.tile_rows, wide.tile.tile_rows) == (16, 32)
+    assert (narrow.tile.block_m, wide.tile.block_m) == (16, 32)
 
 
 def test_a_window_bounds_the_tokens_that_are_split() -> None:
     """A row of 100000 tokens that sees 64 is not worth more splits than one of 64."""
-    assert plan(window=64, longest_kv=100_000)[1] == plan(longest_kv=65)[1]
-    assert plan(window=64, longest_kv=10)[1] == plan(longest_kv=10)[1]
-    assert plan(longest_kv=100_000)[1].splits > plan(longest_kv=65)[1].splits
+    assert plan(window=64, max_kv_len=100_000)[1] == plan(max_kv_len=65)[1]
+    assert plan(window=64, max_kv_len=10)[1] == plan(max_kv_len=10)[1]
+    assert plan(max_kv_len=100_000)[1].splits > plan(max_kv_len=65)[1].splits
 
 
 def test_ragged_queries_take_tiles_by_their_tokens() -> None:

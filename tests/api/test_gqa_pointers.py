@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import torch
 
-from tests.api.gqa_refusals import NVFP4, STACKED, UNIFORM, Refusal, check, refusals
-from tests.api.refusals import displaced
+from tests.api.gqa_rejections import NVFP4, STACKED, UNIFORM, Rejection, check, rejections
+from tests.api.rejections import displaced
 from tests.gqa_problems import GqaProblem
 from tests.gqa_semantics import decode
 
@@ -32,60 +32,60 @@ def stacked_with_a_gap(problem: GqaProblem) -> torch.Tensor:
     return both
 
 
-@refusals(
-    Refusal(
+@rejections(
+    Rejection(
         "query",
         lambda p: {"query": displaced(p.query)},
         "query.data_ptr(): expected a multiple of 16, got 2 more than one",
     ),
-    Refusal(
+    Rejection(
         "keys",
         lambda p: {"kv_cache": (displaced(p.store.key), p.store.value)},
         "kv_cache[0].data_ptr(): expected a multiple of 16, got 2 more than one",
     ),
-    Refusal(
+    Rejection(
         "values",
         lambda p: {"kv_cache": (p.store.key, displaced(p.store.value))},
         "kv_cache[1].data_ptr(): expected a multiple of 16, got 2 more than one",
     ),
-    Refusal(
+    Rejection(
         "values in the tensor of the keys",
         lambda p: {"kv_cache": stacked_with_a_gap(p)},
         "kv_cache.data_ptr(): expected a multiple of 16, got 8 more than one",
         STACKED,
     ),
-    Refusal(
+    Rejection(
         "NVFP4 rows of 24 bytes, which may be 8 bytes apart",
         lambda p: {"kv_cache": (displaced(p.store.key), p.store.value)},
         "kv_cache[0].data_ptr(): expected a multiple of 8, got 1 more than one",
         NVFP4_OF_24_BYTES,
     ),
-    Refusal(
+    Rejection(
         "NVFP4 rows of 32 bytes",
         lambda p: {"kv_cache": (moved_by_8(p.store.key), p.store.value)},
         "kv_cache[0].data_ptr(): expected a multiple of 16, got 8 more than one",
         replace(NVFP4, head_dim=64),
     ),
-    Refusal(
+    Rejection(
         "workspace",
         lambda _: {"workspace_buffer": displaced(torch.zeros(64))},
         "workspace_buffer.data_ptr(): expected a multiple of 16, got 4 more than one",
     ),
-    Refusal(
+    Rejection(
         "out",
         lambda p: {"out": displaced(torch.zeros_like(p.query))},
         "out.data_ptr(): expected a multiple of 16, got 2 more than one",
     ),
-    Refusal(
+    Rejection(
         "mask",
         lambda p: {"mask": displaced(p.mask.view(torch.int16)).view(torch.uint16)},
         "mask.data_ptr(): expected a multiple of 4, got 2 more than one",
         UNIFORM,
     ),
 )
-def test_a_tensor_that_begins_between_addresses(refusal: Refusal) -> None:
+def test_a_tensor_that_begins_between_addresses(rejection: Rejection) -> None:
     """Rows are copied 16 bytes at a time, on the CPU as on the GPU."""
-    check(refusal)
+    check(rejection)
 
 
 def test_nvfp4_rows_of_no_whole_16_bytes_may_begin_at_any_8() -> None:

@@ -1,4 +1,4 @@
-"""Bad caches of MLA decode, message by message; a refused call has written nothing."""
+"""Bad caches of MLA decode, message by message; a rejected call has written nothing."""
 
 from __future__ import annotations
 
@@ -6,239 +6,239 @@ import math
 
 import torch
 
-from tests.api.refusals import (
+from tests.api.rejections import (
     APART,
     E4M3_QUERY,
+    FP8_DS_MLA,
+    FP8_PER_TOKEN,
     OTHER_CACHE,
-    PACKED640,
-    PACKED656,
     SCALED,
     UNIFORM,
-    Refusal,
+    Rejection,
     check,
     check_inputs,
     padded,
-    refusals,
+    rejections,
     strided,
 )
 
 
-@refusals(
-    Refusal(
+@rejections(
+    Rejection(
         "no tensor",
         lambda p: {"kv_cache": (p.kv_cache, p.kv_cache)},
         "kv_cache: expected a torch.Tensor, got tuple",
     ),
-    Refusal(
+    Rejection(
         "another device",
         lambda p: {"kv_cache": p.kv_cache.to("meta")},
         "kv_cache.device: expected cpu (of query), got meta",
     ),
-    Refusal(
+    Rejection(
         "two dimensions",
         lambda p: {"kv_cache": p.kv_cache[0]},
         "kv_cache.ndim: expected 3 or 4, got 2",
     ),
-    Refusal(
+    Rejection(
         "four dimensions without one of size 1",
         lambda p: {"kv_cache": p.kv_cache[:, None].expand(-1, 2, -1, -1)},
         "kv_cache.shape: expected [pages, 1, page_size, head_dim] or "
         "[pages, page_size, 1, head_dim], got [7, 2, 64, 576]",
     ),
-    Refusal(
+    Rejection(
         "another dtype than the query",
         lambda p: {"kv_cache": p.kv_cache.half()},
         "kv_cache.dtype: expected torch.bfloat16 or torch.float8_e4m3fn or torch.uint8 "
         "(query torch.bfloat16; uint8 for 656-byte rows), got torch.float16",
     ),
-    Refusal(
+    Rejection(
         "another width",
         lambda p: {"kv_cache": p.kv_cache[..., :320]},
         "kv_cache.shape[-1]: expected 576 (kv_lora_rank + qk_rope_head_dim), got 320",
     ),
-    Refusal(
+    Rejection(
         "gaps in a token",
         lambda p: {"kv_cache": strided(p.kv_cache)},
         "kv_cache.stride(-1): expected 1, got 2",
     ),
-    Refusal(
+    Rejection(
         "tokens that are no whole 16 bytes apart",
         lambda p: {"kv_cache": padded(p.kv_cache, 1)},
         "kv_cache.stride(1): expected a multiple of 8, got 577",
     ),
 )
-def test_kv_cache(refusal: Refusal) -> None:
+def test_kv_cache(rejection: Rejection) -> None:
     """Form, dtype, device and strides of the cache are checked."""
-    check(refusal)
+    check(rejection)
 
 
-@refusals(
-    Refusal(
+@rejections(
+    Rejection(
         "bf16 under a query of e4m3",
         lambda p: {"kv_cache": p.kv_cache.bfloat16()},
         "kv_cache.dtype: expected torch.float8_e4m3fn (dtype of query), got torch.bfloat16",
         E4M3_QUERY,
     ),
-    Refusal(
+    Rejection(
         "packed rows under a query of e4m3",
         lambda p: {"kv_cache": torch.zeros(*p.kv_cache.shape[:2], 656, dtype=torch.uint8)},
         "kv_cache.dtype: expected torch.float8_e4m3fn (dtype of query), got torch.uint8",
         E4M3_QUERY,
     ),
-    Refusal(
+    Rejection(
         "packed rows of another width",
         lambda p: {"kv_cache": p.kv_cache[..., :640]},
         "kv_cache.shape[-1]: expected 656 (bytes of a packed row), got 640",
-        PACKED656,
+        FP8_DS_MLA,
     ),
-    Refusal(
+    Rejection(
         "packed rows that are no whole 16 bytes apart",
         lambda p: {"kv_cache": padded(p.kv_cache, 4)},
         "kv_cache.stride(1): expected a multiple of 16, got 660",
-        PACKED656,
+        FP8_DS_MLA,
     ),
-    Refusal(
+    Rejection(
         "pages without tokens",
         lambda p: {"kv_cache": p.kv_cache[:, :0]},
         "kv_cache.shape: expected pages of 1 token or more, got 0",
     ),
 )
-def test_stored_formats(refusal: Refusal) -> None:
+def test_stored_formats(rejection: Rejection) -> None:
     """Which cache goes with which query, and how wide its rows are."""
-    check(refusal)
+    check(rejection)
 
 
-@refusals(
-    Refusal(
+@rejections(
+    Rejection(
         "no tensor",
         lambda _: {"rope_cache": []},
         "kv_cache: expected a torch.Tensor, got list",
         APART,
     ),
-    Refusal(
+    Rejection(
         "another dtype",
         lambda p: {"rope_cache": p.rare["rope_cache"].half()},
         "kv_cache.dtype: expected torch.bfloat16 (dtype of kv_cache), got torch.float16",
         APART,
     ),
-    Refusal(
+    Rejection(
         "other pages",
         lambda p: {"rope_cache": p.rare["rope_cache"][:3]},
         "kv_cache.shape: expected [7, 64, 64] (pages, page_size, qk_rope_head_dim), "
         "got [3, 64, 64]",
         APART,
     ),
-    Refusal(
+    Rejection(
         "a latent part as wide as the whole",
         lambda p: {"kv_cache": p.kv_cache.repeat(1, 1, 2)[..., :576]},
         "kv_cache.shape[-1]: expected 512 (kv_lora_rank), got 576",
         APART,
     ),
-    Refusal(
+    Rejection(
         "packed rows in two parts",
         lambda p: {"rope_cache": p.kv_cache},
         "kv_cache: expected None for packed rows, got a tensor",
-        PACKED656,
+        FP8_DS_MLA,
     ),
 )
-def test_a_cache_in_two_parts(refusal: Refusal) -> None:
+def test_a_cache_in_two_parts(rejection: Rejection) -> None:
     """The rope part has the pages of the latent part, in a tensor of its own."""
-    check_inputs(refusal)
+    check_inputs(rejection)
 
 
-@refusals(
-    Refusal(
+@rejections(
+    Rejection(
         "another dtype",
         lambda p: {"value_cache": p.kv_cache.half()},
         "v_cache.dtype: expected torch.bfloat16 (dtype of kv_cache), got torch.float16",
         OTHER_CACHE,
     ),
-    Refusal(
+    Rejection(
         "other pages",
         lambda p: {"value_cache": p.kv_cache[1:]},
         "v_cache.shape: expected [7, 64, 576] (shape of kv_cache), got [6, 64, 576]",
         OTHER_CACHE,
     ),
-    Refusal(
+    Rejection(
         "other strides",
         lambda p: {"value_cache": padded(p.kv_cache, 8)},
         "v_cache.stride(): expected (36864, 576, 1) (of kv_cache), got (37376, 584, 1)",
         OTHER_CACHE,
     ),
 )
-def test_values_in_a_cache_of_their_own(refusal: Refusal) -> None:
+def test_values_in_a_cache_of_their_own(rejection: Rejection) -> None:
     """The kernel has one set of strides for keys and values."""
-    check_inputs(refusal)
+    check_inputs(rejection)
 
 
-@refusals(
-    Refusal(
+@rejections(
+    Rejection(
         "no tensor",
         lambda _: {"kv_scales": 1.0},
         "kv_scales: expected a torch.Tensor, got float",
         SCALED,
     ),
-    Refusal(
+    Rejection(
         "one scale for a token",
         lambda p: {"kv_scales": p.rare["kv_scales"][..., 0]},
         "kv_scales.shape: expected [7, 64, 4] (pages, page_size, scales of a token), got [7, 64]",
         SCALED,
     ),
-    Refusal(
+    Rejection(
         "float64",
         lambda p: {"kv_scales": p.rare["kv_scales"].double()},
         "kv_scales.dtype: expected torch.float32, got torch.float64",
         SCALED,
     ),
-    Refusal(
+    Rejection(
         "gaps",
         lambda p: {"kv_scales": strided(p.rare["kv_scales"])},
         "kv_scales.stride(-1): expected 1, got 2",
         SCALED,
     ),
-    Refusal(
+    Rejection(
         "another device",
         lambda p: {"kv_scales": p.rare["kv_scales"].to("meta")},
         "kv_scales.device: expected cpu (of query), got meta",
         SCALED,
     ),
-    Refusal(
+    Rejection(
         "four scales for a packed row",
         lambda p: {"kv_scales": p.rare["kv_scales"][..., None].expand(-1, -1, 4)},
         "kv_scales.shape: expected [7, 64] (pages, page_size), got [7, 64, 4]",
-        PACKED640,
+        FP8_PER_TOKEN,
     ),
-    Refusal(
+    Rejection(
         "a cache that has none",
         lambda _: {"kv_scales": torch.ones(7, 64, 4)},
         "kv_scales: expected None for query bf16, cache bf16, got a tensor",
         UNIFORM,
     ),
-    Refusal(
+    Rejection(
         "one number for a cache that has none",
         lambda _: {"latent_scale": 2.0},
         "latent_scale: expected 1.0 unless the cache is e4m3 and the query is not, got 2.0",
         UNIFORM,
     ),
-    Refusal(
+    Rejection(
         "text for a number",
         lambda _: {"rope_scale": "1"},
         "rope_scale: expected a float, got '1'",
         SCALED,
     ),
-    Refusal(
+    Rejection(
         "a number beyond float32",
         lambda _: {"rope_scale": 1e39},
         "rope_scale: expected a number that float32 can hold, got 1e+39",
         SCALED,
     ),
-    Refusal(
+    Rejection(
         "NaN where there is no scale",
         lambda _: {"rope_scale": math.nan},
         "rope_scale: expected 1.0 unless the cache is e4m3 and the query is not, got nan",
         UNIFORM,
     ),
 )
-def test_scales_of_the_cache(refusal: Refusal) -> None:
+def test_scales_of_the_cache(rejection: Rejection) -> None:
     """Scales go with e4m3 under another query, or with packed 640-byte rows."""
-    check_inputs(refusal)
+    check_inputs(rejection)

@@ -12,13 +12,13 @@ import torch
 
 import mlagen
 from mlagen.api import mla_call
-from mlagen.api.mla_portable import PortableCall
-from mlagen.api.mla_request import check_request
-from mlagen.api.remembered import RememberedCalls
+from mlagen.api.call_cache import CallCache
+from mlagen.api.mla_problem import check_problem
+from mlagen.api.mla_sm80_launcher import MlaSm80Launcher
 from mlagen.errors import ArgumentError
 from mlagen.settings import Settings, current_settings
 from mlagen.spec.dtype import DType
-from mlagen.spec.mla import MlaDecodeSpec
+from mlagen.spec.mla import MlaSm80Spec
 from tests.api.launches import Launch, launched, record_launches, scratch_of
 from tests.cases import MlaCase
 
@@ -43,7 +43,7 @@ def test_a_whole_call_launches_one_kernel_with_every_value_in_its_place(
 
     call, out, ((family, blocks, enable_pdl, values),) = launched(inputs, launches)
 
-    assert (family, blocks, enable_pdl) == ("mla_decode", 2, True)
+    assert (family, blocks, enable_pdl) == ("mla_sm80", 2, True)
     assert isinstance(inputs.bmm2_scale, torch.Tensor)
     assert inputs.sinks is not None
     unused: tuple[str, ...] = (
@@ -51,12 +51,12 @@ def test_a_whole_call_launches_one_kernel_with_every_value_in_its_place(
         "value_cache",
         "kv_scales",
         "value_tables",
-        "table_starts",
+        "kv_indptr",
     )
-    unused += ("cum_seq_lens_q", "top_k_lens", "bias", "bmm1_scale_tensor", "lse")
+    unused += ("cu_seqlens_q", "topk_length", "bias", "bmm1_scale_tensor", "lse")
     strides = ("scale_page_stride", "scale_token_stride", "bias_stride", "bias_head_stride")
     expected: dict[str, float] = {
-        **dict.fromkeys((*unused, *strides, "top_k", "scores_take_bmm2"), 0),
+        **dict.fromkeys((*unused, *strides, "topk", "scores_take_bmm2"), 0),
         "query": inputs.query.data_ptr(),
         "query_rope": inputs.query.data_ptr() + 1024,
         "cache": inputs.kv_cache.data_ptr(),
@@ -77,14 +77,14 @@ def test_a_whole_call_launches_one_kernel_with_every_value_in_its_place(
         "rope_page_stride": 64 * 576 * 2,
         "rope_token_stride": 576 * 2,
         "total_rows": 32,
-        "requests": 2,
+        "num_seqs": 2,
         "heads": 16,
         "q_len": 1,
         "max_pages": inputs.block_tables.shape[1],
         "block_tables_stride": inputs.block_tables.stride(0),
         "num_pages": len(inputs.kv_cache),
         "row_tiles": 1,
-        "splits": 1,
+        "num_splits": 1,
         "is_causal": 1,
         "bmm1_scale": 0.25,
         "bmm2_scale": 0.0,
@@ -107,9 +107,9 @@ def test_a_split_call_leaves_partial_rows_and_then_their_lse_for_the_second_kern
 
     call, out, (first, second) = launched(inputs, launches)
 
-    assert isinstance(call, PortableCall)
+    assert isinstance(call, MlaSm80Launcher)
     decode, combine = first.values, second.values
-    assert (first.family, second.family) == ("mla_decode", "combine_splits")
+    assert (first.family, second.family) == ("mla_sm80", "combine")
     scratch = scratch_of(inputs.workspace_buffer, call.plan.workspace_bytes)
     partial_rows = call.plan.splits * 5 * 16
     assert call.plan.splits > 1
@@ -118,7 +118,7 @@ def test_a_split_call_leaves_partial_rows_and_then_their_lse_for_the_second_kern
     assert decode["partial_lse"] == scratch + partial_rows * 512 * 4
     assert call.plan.workspace_bytes == partial_rows * 513 * 4
     assert second.blocks == 5 * 16 * 4
-    shared = ("partial_out", "partial_lse", "out", "lse", "splits", "total_rows", "lse_factor")
+    shared = ("partial_out", "partial_lse", "out", "lse", "num_splits", "total_rows", "lse_factor")
     assert {name: combine[name] for name in shared} == {name: decode[name] for name in shared}
     assert combine["lse_factor"] == math.log(2)
     assert (combine["lse"], combine["out"]) == (lse.data_ptr(), out.data_ptr())
@@ -131,9 +131,9 @@ def test_every_query_token_of_a_sparse_call_has_its_blocks(launches: list[Launch
 
     call, _, _ = launched(inputs, launches)
 
-    assert isinstance(call, PortableCall)
-    assert isinstance(call.decode.spec, MlaDecodeSpec)
-    assert call.decode.spec.tile.tile_rows == 32
+    assert isinstance(call, MlaSm80Launcher)
+    assert isinstance(call.decode.spec, MlaSm80Spec)
+    assert call.decode.spec.tile.block_m == 32
     assert launches[0].blocks == 2 * 3 * call.plan.splits
 
 
@@ -144,13 +144,13 @@ def test_the_output_of_e4m3_is_combined_as_bf16(launches: list[Launch]) -> None:
     call, out, _ = launched(inputs, launches)
 
     assert out.dtype is torch.bfloat16
-    assert isinstance(call, PortableCall)
+    assert isinstance(call, MlaSm80Launcher)
     assert call.combine is not None
     assert getattr(call.combine.spec, "dtype", None) is DType.BF16
 
 
 @pytest.mark.parametrize("scale", [1e39, 10**400], ids=["float", "int"])
-def test_a_scale_beyond_float32_is_refused_at_a_remembered_call(
+def test_a_scale_beyond_float32_is_rejected_at_a_remembered_call(
     scale: float, launches: list[Launch]
 ) -> None:
     """The value of a float is no part of a form; still nothing is launched, and the name told."""
@@ -176,7 +176,7 @@ def test_a_query_of_no_tokens_launches_nothing(launches: list[Launch]) -> None:
     assert launches == []
 
 
-def test_a_workspace_too_small_is_refused_with_both_sizes(launches: list[Launch]) -> None:
+def test_a_workspace_too_small_is_rejected_with_both_sizes(launches: list[Launch]) -> None:
     """One byte less than the plan needs is one too few."""
     inputs = UNIFORM.build("cpu").inputs(max_seq_len=50_000)
     call, _, _ = launched(inputs, launches)
@@ -199,7 +199,7 @@ def test_a_call_is_remembered_with_the_kernel_that_was_asked_for(
 ) -> None:
     """A change of the settings prepares it anew, and a change back finds it again."""
     inputs = UNIFORM.build("cpu").inputs()
-    on_gpu = replace(check_request(inputs), device=torch.device("cuda", 0))
+    on_gpu = replace(check_problem(inputs), device=torch.device("cuda", 0))
     prepared, run = [], []
 
     def prepare(_: object, __: object, settings: Settings, ___: int) -> object:
@@ -209,24 +209,24 @@ def test_a_call_is_remembered_with_the_kernel_that_was_asked_for(
     def record(call: Any, *_: object, **__: object) -> None:
         run.append(call.kernel)
 
-    monkeypatch.setattr(mla_call, "_calls", RememberedCalls())
-    monkeypatch.setattr(mla_call, "check_request", lambda _: on_gpu)
+    monkeypatch.setattr(mla_call, "_calls", CallCache())
+    monkeypatch.setattr(mla_call, "check_problem", lambda _: on_gpu)
     monkeypatch.setattr(mla_call, "_prepare", prepare)
     monkeypatch.setattr(mla_call, "_run_on_gpu", record)
-    asked = ["auto", "portable", "hopper", "portable", "auto", "hopper"]
+    asked = ["auto", "sm80", "sm90", "sm80", "auto", "sm90"]
     for kernel in asked:
         monkeypatch.setenv("MLAGEN_MLA_KERNEL", kernel)
         current_settings.cache_clear()
         mla_call.run_mla(inputs, enable_pdl=False)
 
     assert run == asked
-    assert prepared == ["auto", "portable", "hopper"]
+    assert prepared == ["auto", "sm80", "sm90"]
 
 
 def test_tensors_of_the_cpu_need_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Asking for the one of a GPU changes nothing for them."""
     problem = UNIFORM.build("cpu")
-    monkeypatch.setenv("MLAGEN_MLA_KERNEL", "hopper")
+    monkeypatch.setenv("MLAGEN_MLA_KERNEL", "sm90")
     current_settings.cache_clear()
 
     out = mlagen.mla.trtllm_batch_decode_with_kv_cache_mla(**problem.arguments())
@@ -235,7 +235,7 @@ def test_tensors_of_the_cpu_need_no_kernel(monkeypatch: pytest.MonkeyPatch) -> N
     problem.check(out)
 
 
-def test_what_cannot_be_hashed_is_refused_with_its_name() -> None:
+def test_what_cannot_be_hashed_is_rejected_with_its_name() -> None:
     """A list for a number meets the check, not the dictionary."""
     arguments = UNIFORM.build("cpu").arguments(kv_lora_rank=[512])
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from mlagen.api import mla_maps
-from mlagen.api.mla_hopper import HopperCall
-from mlagen.api.mla_hopper_packed import PackedCall
-from mlagen.api.mla_portable import PortableCall
+from mlagen.api.mla_sm80_launcher import MlaSm80Launcher
+from mlagen.api.mla_sm90_fp8kv_launcher import MlaSm90Fp8KvLauncher
+from mlagen.api.mla_sm90_launcher import MlaSm90Launcher
 from mlagen.errors import DriverError, UnsupportedError
 from mlagen.runtime.tensor_map import TiledTensor
 from mlagen.settings import current_settings
@@ -43,7 +43,7 @@ COVERED_BY_IT = {
 CONVERTED = {
     "e4m3, lists of tokens": replace(UNIFORM, dtype=E4M3, top_k=4096),
     "e4m3, pages of 8": replace(UNIFORM, dtype=E4M3, page_size=8),
-    "640-byte rows": replace(UNIFORM, dtype=E4M3, kv_format="packed640"),
+    "640-byte rows": replace(UNIFORM, dtype=E4M3, kv_format="fp8_per_token"),
 }
 NOT_COVERED = {
     "rank 256": replace(UNIFORM, kv_lora_rank=256),
@@ -57,22 +57,22 @@ NOT_COVERED = {
 
 
 @pytest.mark.parametrize("case", COVERED_BY_IT.values(), ids=COVERED_BY_IT)
-@pytest.mark.parametrize("kernel", ["auto", "portable", "hopper"])
+@pytest.mark.parametrize("kernel", ["auto", "sm80", "sm90"])
 def test_what_both_kernels_cover_takes_the_one_that_is_asked_for(
     case: MlaCase, kernel: str, launches: list[Launch]
 ) -> None:
-    """By itself it takes the Hopper kernel, unless the call is small."""
+    """By itself it takes the sm90 kernel, unless the call is small."""
     inputs = case.build("cpu").inputs()._replace(max_seq_len=10000)
     call, _, _ = launched(inputs, launches, kernel)
 
-    is_portable = kernel == "portable"
-    hopper = "mla_hopper_e4m3" if case.dtype is E4M3 else "mla_hopper"
-    assert isinstance(call, PortableCall if is_portable else HopperCall)
-    assert launches[0].family == ("mla_decode" if is_portable else hopper)
+    is_portable = kernel == "sm80"
+    hopper = "mla_sm90_fp8" if case.dtype is E4M3 else "mla_sm90"
+    assert isinstance(call, MlaSm80Launcher if is_portable else MlaSm90Launcher)
+    assert launches[0].family == ("mla_sm80" if is_portable else hopper)
 
 
 @pytest.mark.parametrize("case", CONVERTED.values(), ids=CONVERTED)
-@pytest.mark.parametrize("kernel", ["auto", "portable", "hopper"])
+@pytest.mark.parametrize("kernel", ["auto", "sm80", "sm90"])
 def test_so_does_what_is_converted_on_the_way(
     case: MlaCase, kernel: str, launches: list[Launch]
 ) -> None:
@@ -80,9 +80,9 @@ def test_so_does_what_is_converted_on_the_way(
     inputs = case.build("cpu").inputs()._replace(max_seq_len=5000)
     call, _, _ = launched(inputs, launches, kernel)
 
-    is_portable = kernel == "portable"
-    assert isinstance(call, PortableCall if is_portable else PackedCall)
-    assert launches[0].family == ("mla_decode" if is_portable else "mla_hopper_packed")
+    is_portable = kernel == "sm80"
+    assert isinstance(call, MlaSm80Launcher if is_portable else MlaSm90Fp8KvLauncher)
+    assert launches[0].family == ("mla_sm80" if is_portable else "mla_sm90_fp8kv")
 
 
 @pytest.mark.parametrize("page_size", [16, 64])
@@ -90,39 +90,39 @@ def test_probabilities_in_16_bits_take_the_kernel_that_keeps_them(
     page_size: int, launches: list[Launch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where query and cache are in e4m3; of others nothing changes."""
-    monkeypatch.setenv("MLAGEN_MLA_PROBABILITIES", "fp16")
+    monkeypatch.setenv("MLAGEN_MLA_P_DTYPE", "fp16")
     current_settings.cache_clear()
     for dtype in (E4M3, torch.bfloat16):
         case = replace(UNIFORM, dtype=dtype, page_size=page_size)
-        launched(case.build("cpu").inputs(), launches, "hopper")
+        launched(case.build("cpu").inputs(), launches, "sm90")
 
-    assert [launch.family for launch in launches] == ["mla_hopper_packed", "mla_hopper"]
+    assert [launch.family for launch in launches] == ["mla_sm90_fp8kv", "mla_sm90"]
 
 
 def test_a_small_call_takes_the_portable_kernel(launches: list[Launch]) -> None:
-    """It is the faster one there; asked for by name, the Hopper kernel computes it."""
+    """It is the faster one there; asked for by name, the sm90 kernel computes it."""
     inputs = UNIFORM.build("cpu").inputs()
 
     by_itself, _, _ = launched(inputs, launches, "auto")
-    by_name, _, _ = launched(inputs, launches, "hopper")
+    by_name, _, _ = launched(inputs, launches, "sm90")
 
-    assert isinstance(by_itself, PortableCall)
-    assert isinstance(by_name, HopperCall)
+    assert isinstance(by_itself, MlaSm80Launcher)
+    assert isinstance(by_name, MlaSm90Launcher)
 
 
 @pytest.mark.parametrize("case", NOT_COVERED.values(), ids=NOT_COVERED)
 def test_what_the_kernel_does_not_cover_takes_the_other(
     case: MlaCase, launches: list[Launch]
 ) -> None:
-    """By itself; asked for by name it is refused, before anything is launched."""
+    """By itself; asked for by name it is rejected, before anything is launched."""
     inputs = case.build("cpu").inputs()
 
     call, _, _ = launched(inputs, launches, "auto")
 
-    assert isinstance(call, PortableCall)
+    assert isinstance(call, MlaSm80Launcher)
     launches.clear()
-    with pytest.raises(UnsupportedError, match=r"^MLAGEN_MLA_KERNEL=hopper: no such kernel for"):
-        launched(inputs, launches, "hopper")
+    with pytest.raises(UnsupportedError, match=r"^MLAGEN_MLA_KERNEL=sm90: no such kernel for"):
+        launched(inputs, launches, "sm90")
     assert launches == []
 
 
@@ -134,18 +134,18 @@ def test_another_gpu_takes_the_portable_kernel(arch: Arch, monkeypatch: pytest.M
 
     call, _, _ = launched(inputs, launches, "auto")
 
-    assert isinstance(call, PortableCall)
+    assert isinstance(call, MlaSm80Launcher)
     with pytest.raises(UnsupportedError) as caught:
-        launched(inputs, launches, "hopper")
+        launched(inputs, launches, "sm90")
     assert str(caught.value) == (
-        f"MLAGEN_MLA_KERNEL=hopper: no such kernel for {arch}, query bf16, cache bf16, "
+        f"MLAGEN_MLA_KERNEL=sm90: no such kernel for {arch}, query bf16, cache bf16, "
         "(kv_lora_rank, qk_rope_head_dim) (512, 64), (lookup, values, mask) "
         "(paged, shared, causal), page_size 64; covered: sm_90a, "
         "(kv_lora_rank, qk_rope_head_dim) (512, 64), and of (lookup, values, mask) "
         "(paged, shared, causal) with query and cache bf16, fp16 or e4m3 alike, page_size a "
         "multiple of 16, strides of the cache below 2^40 bytes; (paged, shared, causal) with "
-        "query and cache e4m3, another page_size, or packed640; (sparse, shared, causal) with "
-        "query and cache e4m3; either of both with a cache of e4m3 or packed656 under a query of "
+        "query and cache e4m3, another page_size, or fp8_per_token; (sparse, shared, causal) with "
+        "query and cache e4m3; either of both with a cache of e4m3 or fp8_ds_mla under a query of "
         "bf16"
     )
 
@@ -153,19 +153,19 @@ def test_another_gpu_takes_the_portable_kernel(arch: Arch, monkeypatch: pytest.M
 def test_a_cache_that_the_driver_makes_no_map_of_takes_the_portable_kernel(
     launches: list[Launch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Decided once for a form; asked for by name, the Hopper kernel is refused with the reason."""
+    """Decided once for a form; asked for by name, the sm90 kernel is rejected with the reason."""
 
-    def refuse(_: TiledTensor, __: int) -> bytes:
+    def reject(_: TiledTensor, __: int) -> bytes:
         raise DriverError("cuTensorMapEncodeTiled: invalid argument", symbol="")
 
-    monkeypatch.setattr(mla_maps, "encode", refuse)
+    monkeypatch.setattr(mla_maps, "encode", reject)
     inputs = UNIFORM.build("cpu").inputs()
 
     call, _, _ = launched(inputs, launches, "auto")
 
-    assert isinstance(call, PortableCall)
+    assert isinstance(call, MlaSm80Launcher)
     with pytest.raises(
         UnsupportedError,
-        match=r"^MLAGEN_MLA_KERNEL=hopper: cuTensorMapEncodeTiled: invalid argument; covered: ",
+        match=r"^MLAGEN_MLA_KERNEL=sm90: cuTensorMapEncodeTiled: invalid argument; covered: ",
     ):
-        launched(inputs, launches, "hopper")
+        launched(inputs, launches, "sm90")

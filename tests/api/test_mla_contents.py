@@ -1,4 +1,4 @@
-"""MLA decode under ``MLAGEN_CHECK=1``: what is found, and that nothing sound is refused."""
+"""MLA decode under ``MLAGEN_CHECK=1``: what is found, and that nothing sound is rejected."""
 
 from __future__ import annotations
 

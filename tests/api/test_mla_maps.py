@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from mlagen.api import mla_maps
-from mlagen.api.mla_maps import CacheForm, CacheMaps, maps_of
+from mlagen.api.mla_maps import CacheMaps, TensorMapLayout, maps_of
 from mlagen.runtime.tensor_map import TiledTensor
 from mlagen.spec.dtype import DType
-from mlagen.spec.mla_hopper import MlaHopperSpec
+from mlagen.spec.mla_sm90 import MlaSm90Spec
 from tests.api.launches import map_of
-from tests.kernels import mla_hopper
+from tests.kernels import mla_sm90
 
 CACHE = 0x70000000
 BEHIND = CACHE + 1024
@@ -21,9 +21,9 @@ BEHIND = CACHE + 1024
 Asked = list[tuple[TiledTensor, int]]
 
 
-def form(spec: MlaHopperSpec) -> CacheForm:
+def signature(spec: MlaSm90Spec) -> TensorMapLayout:
     """Return a cache of 100 pages in one tensor, of tokens 1152 bytes apart."""
-    return CacheForm(
+    return TensorMapLayout(
         spec=spec,
         num_pages=100,
         page_stride=80_000,
@@ -33,7 +33,7 @@ def form(spec: MlaHopperSpec) -> CacheForm:
     )
 
 
-def tiles(spec: MlaHopperSpec, count: int, *, of_a_box: int) -> TiledTensor:
+def tiles(spec: MlaSm90Spec, count: int, *, of_a_box: int) -> TiledTensor:
     """Return so many tiles of that cache, of 64 elements a token each."""
     return TiledTensor(
         dtype=DType.BF16,
@@ -64,9 +64,9 @@ def test_a_cache_in_one_tensor_has_three_maps(
     rows: int, group: tuple[int, int], page_size: int, asked: Asked
 ) -> None:
     """Tiles of the latent part, the rope tile, and what is copied or fetched together."""
-    spec = mla_hopper(rows=rows, page_size=page_size)
+    spec = mla_sm90(rows=rows, page_size=page_size)
 
-    maps = CacheMaps(form(spec))[CACHE, BEHIND]
+    maps = CacheMaps(signature(spec))[CACHE, BEHIND]
 
     expected = [
         (tiles(spec, 8, of_a_box=1), CACHE),
@@ -75,12 +75,12 @@ def test_a_cache_in_one_tensor_has_three_maps(
     ]
     assert asked == expected
     assert maps.packed == b"".join(map_of(*each) for each in expected)
-    assert not maps.rope_is_apart
+    assert not maps.separate_rope
 
 
 def test_a_page_of_48_tokens_is_copied_in_boxes_that_blocks_of_64_share(asked: Asked) -> None:
     """The box is the greatest that divides both."""
-    CacheMaps(form(mla_hopper(page_size=48)))[CACHE, BEHIND]
+    CacheMaps(signature(mla_sm90(page_size=48)))[CACHE, BEHIND]
 
     assert {tensor.box[1] for tensor, _ in asked} == {16}
     assert {tensor.sizes[1] for tensor, _ in asked} == {48}
@@ -98,13 +98,13 @@ def test_a_rope_part_that_is_not_behind_the_latent_part_is_apart(
     rope: int, strides: dict[str, Any], asked: Asked
 ) -> None:
     """Its map has its own strides, and the one of both together is not made."""
-    spec = mla_hopper(rows=16)
-    cache = replace(form(spec), **strides)
+    spec = mla_sm90(rows=16)
+    cache = replace(signature(spec), **strides)
 
     maps = CacheMaps(cache)[CACHE, rope]
 
     latent, rope_tile = asked
-    assert maps.rope_is_apart
+    assert maps.separate_rope
     assert latent == (tiles(spec, 8, of_a_box=1), CACHE)
     own = (cache.rope_token_stride, 128, cache.rope_page_stride)
     assert rope_tile == (replace(tiles(spec, 1, of_a_box=1), strides=own), rope)
@@ -113,17 +113,17 @@ def test_a_rope_part_that_is_not_behind_the_latent_part_is_apart(
 
 def test_the_wide_kernel_fetches_the_latent_part_ahead_wherever_rope_is(asked: Asked) -> None:
     """Its third map has nothing to do with the rope part."""
-    spec = mla_hopper(rows=64)
+    spec = mla_sm90(rows=64)
 
-    maps = CacheMaps(form(spec))[CACHE, BEHIND + 4096]
+    maps = CacheMaps(signature(spec))[CACHE, BEHIND + 4096]
 
-    assert maps.rope_is_apart
+    assert maps.separate_rope
     assert asked[2] == (tiles(spec, 8, of_a_box=8), CACHE)
 
 
 def test_a_cache_that_was_seen_is_not_encoded_again(asked: Asked) -> None:
     """A usual call makes no map."""
-    maps = CacheMaps(form(mla_hopper()))
+    maps = CacheMaps(signature(mla_sm90()))
     first = maps[CACHE, BEHIND]
 
     again = maps[CACHE, BEHIND]
@@ -135,7 +135,7 @@ def test_a_cache_that_was_seen_is_not_encoded_again(asked: Asked) -> None:
 @pytest.mark.parametrize("other", [(CACHE + 16, BEHIND + 16), (CACHE, BEHIND + 16)])
 def test_another_cache_has_other_maps(other: tuple[int, int], asked: Asked) -> None:
     """Both beginnings count."""
-    maps = CacheMaps(form(mla_hopper()))
+    maps = CacheMaps(signature(mla_sm90()))
     first = maps[CACHE, BEHIND]
 
     second = maps[other]
@@ -147,17 +147,17 @@ def test_another_cache_has_other_maps(other: tuple[int, int], asked: Asked) -> N
 @pytest.mark.usefixtures("asked")
 def test_only_so_many_are_remembered() -> None:
     """Where they are forgotten they are made again."""
-    maps = CacheMaps(form(mla_hopper()))
-    for index in range(mla_maps._MOST_CACHES + 1):
+    maps = CacheMaps(signature(mla_sm90()))
+    for index in range(mla_maps._MAX_CACHES + 1):
         _ = maps[CACHE + index * 16, BEHIND + index * 16]
 
-    assert len(maps) <= mla_maps._MOST_CACHES
-    assert maps[CACHE, BEHIND].packed == CacheMaps(form(mla_hopper()))[CACHE, BEHIND].packed
+    assert len(maps) <= mla_maps._MAX_CACHES
+    assert maps[CACHE, BEHIND].packed == CacheMaps(signature(mla_sm90()))[CACHE, BEHIND].packed
 
 
 def test_calls_of_one_form_share_their_maps() -> None:
     """Whatever the batch is; another number of pages is another form."""
-    one = maps_of(form(mla_hopper()))
+    one = maps_of(signature(mla_sm90()))
 
-    assert maps_of(form(mla_hopper())) is one
-    assert maps_of(replace(form(mla_hopper()), num_pages=101)) is not one
+    assert maps_of(signature(mla_sm90())) is one
+    assert maps_of(replace(signature(mla_sm90()), num_pages=101)) is not one

@@ -1,131 +1,133 @@
-"""Bad queries of MLA decode, message by message; a refused call has written nothing."""
+"""Bad queries of MLA decode, message by message; a rejected call has written nothing."""
 
 from __future__ import annotations
 
 import torch
 
-from tests.api.refusals import (
+from tests.api.rejections import (
     APART,
-    PACKED640,
+    FP8_PER_TOKEN,
     RAGGED,
-    Refusal,
+    Rejection,
     check,
     check_inputs,
     padded,
-    refusals,
+    rejections,
     strided,
 )
 
 
-@refusals(
-    Refusal("no tensor", lambda _: {"query": None}, "query: expected a torch.Tensor, got NoneType"),
-    Refusal(
+@rejections(
+    Rejection(
+        "no tensor", lambda _: {"query": None}, "query: expected a torch.Tensor, got NoneType"
+    ),
+    Rejection(
         "three dimensions without cum_seq_lens_q",
         lambda p: {"query": p.query[:, 0]},
         "query.ndim: expected 4, got 3",
     ),
-    Refusal(
+    Rejection(
         "four dimensions with cum_seq_lens_q",
         lambda p: {"query": p.query[:, None]},
         "query.ndim: expected 3, got 4",
         RAGGED,
     ),
-    Refusal(
+    Rejection(
         "float32",
         lambda p: {"query": p.query.float()},
         "query.dtype: expected torch.bfloat16 or torch.float16 or torch.float8_e4m3fn, "
         "got torch.float32",
     ),
-    Refusal(
+    Rejection(
         "another width",
         lambda p: {"query": p.query[..., :512]},
         "query.shape[-1]: expected 576 (kv_lora_rank + qk_rope_head_dim), got 512",
     ),
-    Refusal(
+    Rejection(
         "gaps in a row",
         lambda p: {"query": strided(p.query)},
         "query.stride(-1): expected 1, got 2",
     ),
-    Refusal(
+    Rejection(
         "rows that are no whole 16 bytes apart",
         lambda p: {"query": padded(p.query, 4)},
         "query.stride(2): expected a multiple of 8, got 580",
     ),
-    Refusal(
+    Rejection(
         "no heads",
         lambda p: {"query": p.query[:, :, :0]},
         "query.shape[-2]: expected 1 to 256 heads, got 0",
     ),
-    Refusal(
+    Rejection(
         "too many heads",
         lambda p: {"query": p.query.repeat(1, 1, 17, 1)},
         "query.shape[-2]: expected 1 to 256 heads, got 272",
     ),
-    Refusal(
+    Rejection(
         "no query tokens",
         lambda p: {"query": p.query[:, :0]},
         "query.shape[1]: expected 1 or more, got 0",
     ),
-    Refusal(
+    Rejection(
         "a gap between requests",
         lambda p: {"query": padded(p.query, 1, dim=1)},
         "query.stride(0): expected 18432 (q_len * stride of a query token), got 27648",
     ),
 )
-def test_query(refusal: Refusal) -> None:
+def test_query(rejection: Rejection) -> None:
     """Form, dtype, strides and sizes of the query are checked."""
-    check(refusal)
+    check(rejection)
 
 
-@refusals(
-    Refusal(
+@rejections(
+    Rejection(
         "max_q_len without cum_seq_lens_q",
         lambda _: {"max_q_len": 2},
         "max_q_len: expected None without cum_seq_lens_q, got 2",
     ),
-    Refusal(
+    Rejection(
         "a negative max_q_len",
         lambda _: {"max_q_len": -1},
         "max_q_len: expected an int, 0 or more, got -1",
         RAGGED,
     ),
-    Refusal(
+    Rejection(
         "a fraction for max_q_len",
         lambda _: {"max_q_len": 4.0},
         "max_q_len: expected an int, 0 or more, got 4.0",
         RAGGED,
     ),
-    Refusal(
+    Rejection(
         "a list",
         lambda _: {"cum_seq_lens_q": [0, 1, 5]},
         "cum_seq_lens_q: expected a torch.Tensor, got list",
         RAGGED,
     ),
-    Refusal(
+    Rejection(
         "another device",
         lambda _: {"cum_seq_lens_q": torch.zeros(3, dtype=torch.int32, device="meta")},
         "cum_seq_lens_q.device: expected cpu (of query), got meta",
         RAGGED,
     ),
-    Refusal(
+    Rejection(
         "int64",
         lambda _: {"cum_seq_lens_q": torch.tensor([0, 1, 5])},
         "cum_seq_lens_q.dtype: expected torch.int32 or torch.uint32, got torch.int64",
         RAGGED,
     ),
-    Refusal(
+    Rejection(
         "lengths instead of ends",
         lambda _: {"cum_seq_lens_q": torch.tensor([1, 4], dtype=torch.int32)},
         "cum_seq_lens_q.shape: expected [3] (batch + 1), got [2]",
         RAGGED,
     ),
-    Refusal(
+    Rejection(
         "gaps",
         lambda _: {"cum_seq_lens_q": strided(torch.tensor([0, 1, 5], dtype=torch.int32))},
         "cum_seq_lens_q must be contiguous: expected no gaps in shape [3], got strides (2,)",
         RAGGED,
     ),
-    Refusal(
+    Rejection(
         "query tokens without requests",
         lambda p: {
             "cum_seq_lens_q": torch.zeros(1, dtype=torch.int32),
@@ -136,105 +138,105 @@ def test_query(refusal: Refusal) -> None:
         RAGGED,
     ),
 )
-def test_ragged_queries(refusal: Refusal) -> None:
+def test_ragged_queries(rejection: Rejection) -> None:
     """The ends of the requests' queries come in one tensor alone or with the longest beside it."""
-    check(refusal)
+    check(rejection)
 
 
-@refusals(
-    Refusal(
+@rejections(
+    Rejection(
         "no tensor",
         lambda _: {"query_rope": 1.0},
         "query: expected a torch.Tensor, got float",
         APART,
     ),
-    Refusal(
+    Rejection(
         "another device",
         lambda p: {"query_rope": p.rare["query_rope"].to("meta")},
         "query.device: expected cpu (of query), got meta",
         APART,
     ),
-    Refusal(
+    Rejection(
         "another dtype",
         lambda p: {"query_rope": p.rare["query_rope"].half()},
         "query.dtype: expected torch.bfloat16 (dtype of query), got torch.float16",
         APART,
     ),
-    Refusal(
+    Rejection(
         "another width",
         lambda p: {"query_rope": p.rare["query_rope"][..., :32]},
         "query.shape: expected [2, 2, 16, 64], got [2, 2, 16, 32]",
         APART,
     ),
-    Refusal(
+    Rejection(
         "gaps in a row",
         lambda p: {"query_rope": strided(p.rare["query_rope"])},
         "query.stride(-1): expected 1, got 2",
         APART,
     ),
-    Refusal(
+    Rejection(
         "a gap between requests",
         lambda p: {"query_rope": padded(p.rare["query_rope"], 1, dim=1)},
         "query.stride(0): expected 2048 (q_len * stride of a query token), got 3072",
         APART,
     ),
-    Refusal(
+    Rejection(
         "a latent part as wide as the whole",
         lambda p: {"query": p.query.repeat(1, 1, 1, 2)[..., :576]},
         "query.shape[-1]: expected 512 (kv_lora_rank), got 576",
         APART,
     ),
 )
-def test_a_query_in_two_parts(refusal: Refusal) -> None:
+def test_a_query_in_two_parts(rejection: Rejection) -> None:
     """The rope part is like the latent part, in a tensor of its own."""
-    check_inputs(refusal)
+    check_inputs(rejection)
 
 
-@refusals(
-    Refusal(
+@rejections(
+    Rejection(
         "bf16",
         lambda p: {"query": p.query.view(torch.bfloat16)},
         "query.dtype: expected torch.float8_e4m3fn or torch.uint8 (640-byte rows), "
         "got torch.bfloat16",
-        PACKED640,
+        FP8_PER_TOKEN,
     ),
-    Refusal(
+    Rejection(
         "another width",
         lambda p: {"query": p.query[..., :576]},
         "query.shape[-1]: expected 640 (bytes of a packed row), got 576",
-        PACKED640,
+        FP8_PER_TOKEN,
     ),
-    Refusal(
+    Rejection(
         "scales of another number of tokens",
         lambda _: {"query_scales": torch.ones(3)},
         "q_scale.shape: expected [4] (query tokens), got [3]",
-        PACKED640,
+        FP8_PER_TOKEN,
     ),
-    Refusal(
+    Rejection(
         "scales in bf16",
         lambda _: {"query_scales": torch.ones(4).bfloat16()},
         "q_scale.dtype: expected torch.float32, got torch.bfloat16",
-        PACKED640,
+        FP8_PER_TOKEN,
     ),
-    Refusal(
+    Rejection(
         "scales with gaps",
         lambda _: {"query_scales": strided(torch.ones(4))},
         "q_scale must be contiguous: expected no gaps in shape [4], got strides (2,)",
-        PACKED640,
+        FP8_PER_TOKEN,
     ),
-    Refusal(
+    Rejection(
         "scales on another device",
         lambda _: {"query_scales": torch.ones(4, device="meta")},
         "q_scale.device: expected cpu (of query), got meta",
-        PACKED640,
+        FP8_PER_TOKEN,
     ),
-    Refusal(
+    Rejection(
         "scales of other rows",
         lambda _: {"query_scales": torch.ones(4)},
         "q_scale: expected None without 640-byte rows, got a tensor",
         APART,
     ),
 )
-def test_a_packed_query(refusal: Refusal) -> None:
+def test_a_packed_query(rejection: Rejection) -> None:
     """Rows of 640 bytes may have a scale for each query token."""
-    check_inputs(refusal)
+    check_inputs(rejection)

@@ -9,15 +9,15 @@ import pytest
 import torch
 
 import mlagen.mla
-from mlagen.api import mla_call, mla_hopper, mla_hopper_packed
+from mlagen.api import mla_call, mla_sm90_fp8kv_launcher, mla_sm90_launcher
 from mlagen.errors import ArgumentError
 from mlagen.runtime import partition
 from mlagen.runtime.device import DeviceFacts
 from mlagen.runtime.loader import LoadedKernel
 from mlagen.runtime.partition import TooManyBlocksError
 from mlagen.settings import current_settings
-from tests.api.test_mla_usual import usual_arguments
-from tests.api.usual_calls import Door, open_door
+from tests.api.fast_path_calls import Door, open_door
+from tests.api.test_mla_fast_path import usual_arguments
 
 GPU_SMS = 132
 # What stands for the GPU of tensors that are on the CPU.
@@ -29,17 +29,17 @@ class Context:
     """What launches find: how many SMs, how many blocks the driver takes, what it has rejected."""
 
     sms: int = GPU_SMS
-    most_blocks: int = GPU_SMS
+    max_blocks: int = GPU_SMS
     rejections: int = 0
 
-    def enter(self, sms: int, most_blocks: int | None = None) -> None:
+    def enter(self, sms: int, max_blocks: int | None = None) -> None:
         """Make a context of so many SMs current."""
         self.sms = sms
-        self.most_blocks = sms if most_blocks is None else most_blocks
+        self.max_blocks = sms if max_blocks is None else max_blocks
 
     def check(self, kernel: LoadedKernel, blocks: int) -> None:
         """Reject a cooperative grid that is too large."""
-        if kernel.spec.is_cooperative and blocks > self.most_blocks:
+        if kernel.spec.is_cooperative and blocks > self.max_blocks:
             self.rejections += 1
             raise TooManyBlocksError("too large", symbol="x", device=DEVICE, blocks=blocks)
 
@@ -74,7 +74,7 @@ def context(door: Door, monkeypatch: pytest.MonkeyPatch) -> Context:
     monkeypatch.setattr(partition, "_partitioned", set())
     monkeypatch.setattr(partition, "_rejected", set())
     monkeypatch.setattr(partition, "_current_sms", lambda _: context.sms % GPU_SMS)
-    for module in (mla_hopper, mla_hopper_packed):
+    for module in (mla_sm90_launcher, mla_sm90_fp8kv_launcher):
         record = module.launch
 
         def launch(
@@ -108,7 +108,7 @@ def test_a_grid_is_as_large_as_its_context(door: Door, context: Context) -> None
     inside = [grid(door, arguments) for _ in range(4)]
 
     family, blocks = inside[0]
-    assert family == "mla_hopper"
+    assert family == "mla_sm90"
     assert 0 < blocks <= 16
     assert inside == inside[:1] * 4
     assert context.rejections == 1
@@ -145,11 +145,11 @@ def test_where_the_driver_rejects_what_should_fit(door: Door, context: Context) 
     """Calls take the kernel whose blocks do not wait for each other, there and only there."""
     arguments = long_call()
     whole = door.outcome(arguments)
-    context.enter(16, most_blocks=0)
+    context.enter(16, max_blocks=0)
 
     inside = [grid(door, arguments) for _ in range(4)]
 
-    assert {family for family, _ in inside} == {"mla_decode"}
+    assert {family for family, _ in inside} == {"mla_sm80"}
     assert context.rejections == 2
     context.enter(GPU_SMS)
     assert door.outcome(arguments) == whole
@@ -159,27 +159,27 @@ def test_a_kernel_that_is_asked_for_by_name_is_not_replaced(
     door: Door, context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where none of its grids is taken, an error says so."""
-    monkeypatch.setenv("MLAGEN_MLA_KERNEL", "hopper")
+    monkeypatch.setenv("MLAGEN_MLA_KERNEL", "sm90")
     current_settings.cache_clear()
-    context.enter(16, most_blocks=0)
+    context.enter(16, max_blocks=0)
 
     outcomes = [door.outcome(long_call()) for _ in range(3)]
 
-    expected = "UnsupportedError: MLAGEN_MLA_KERNEL=hopper: expected a context whose SMs hold all"
+    expected = "UnsupportedError: MLAGEN_MLA_KERNEL=sm90: expected a context whose SMs hold all"
     assert all(outcome.startswith(expected) for outcome in outcomes)
 
 
 def test_a_workspace_for_the_plans_of_the_whole_gpu_is_enough(
     door: Door, context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where a context would need more, the portable kernel is launched."""
+    """Where a context would need more, the sm80 kernel is launched."""
     arguments = long_call()
     door.run(**arguments)
 
     def reject(*_: object) -> int:
         raise ArgumentError("workspace_buffer: too small")
 
-    monkeypatch.setattr(mla_hopper, "scratch_offset", reject)
+    monkeypatch.setattr(mla_sm90_launcher, "scratch_offset", reject)
     context.enter(16)
 
-    assert grid(door, arguments)[0] == "mla_decode"
+    assert grid(door, arguments)[0] == "mla_sm80"

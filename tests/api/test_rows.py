@@ -9,7 +9,7 @@ from mlagen.api.rows import decoded, scaled_groups, stored_rows
 from mlagen.spec.dtype import DType
 from tests.mla_rows import POISON, store
 
-FORMATS = [DType.BF16, DType.FP16, DType.E4M3, DType.PACKED656]
+FORMATS = [DType.BF16, DType.FP16, DType.E4M3, DType.FP8_DS_MLA]
 
 
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
@@ -27,9 +27,9 @@ def test_a_packed_row_without_its_scale() -> None:
     """The scale of a 640-byte row is kept elsewhere, and multiplies all of it."""
     content = torch.randn(7, 576, generator=torch.Generator().manual_seed(0))
     scales = torch.rand(7, generator=torch.Generator().manual_seed(1)) + 0.5
-    stored = store(content, 512, "packed640", scales=scales)
+    stored = store(content, 512, "fp8_per_token", scales=scales)
 
-    elements = decoded(stored.rows, DType.PACKED640)
+    elements = decoded(stored.rows, DType.FP8_PER_TOKEN)
 
     assert torch.equal(elements * scales[:, None], stored.elements.float())
 
@@ -43,7 +43,7 @@ def test_groups_of_128_elements_have_a_scale_each() -> None:
     assert elements.tolist() == [[2.0] * 128 + [3.0] * 128]
 
 
-@pytest.mark.parametrize("dtype", [*FORMATS, DType.PACKED640], ids=str)
+@pytest.mark.parametrize("dtype", [*FORMATS, DType.FP8_PER_TOKEN], ids=str)
 def test_poison_is_nan_in_every_format(dtype: DType) -> None:
     """What tests put where nothing may be read would be seen in any result."""
     rows = torch.full((3, dtype.row_bytes(576)), POISON, dtype=torch.uint8)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mlagen.api import tensor_guard
-from mlagen.api.tensor_guard import guard_of
+from mlagen.api.tensor_guard import make_guard
 from tests.api.launches import FACTS
 
 guards = pytest.importorskip("torch._C._dynamo.guards")
@@ -34,21 +34,21 @@ class Named(torch.Tensor):
 
 @pytest.fixture(autouse=True)
 def _forget() -> Iterator[None]:
-    tensor_guard._sound_guards.cache_clear()
+    tensor_guard._valid_guards.cache_clear()
     yield
-    tensor_guard._sound_guards.cache_clear()
+    tensor_guard._valid_guards.cache_clear()
 
 
 def test_tensors_that_are_alike() -> None:
     """Contents and addresses may differ, and which of two places a tensor has."""
     one, other = torch.ones(4, 4), torch.zeros(4, 4)
 
-    is_like = guard_of((one, other))
+    guard = make_guard((one, other))
 
-    assert is_like is not None
-    assert is_like(one, other)
-    assert is_like(other, one)
-    assert is_like(torch.empty(5, 4)[1:], other)
+    assert guard is not None
+    assert guard(one, other)
+    assert guard(other, one)
+    assert guard(torch.empty(5, 4)[1:], other)
 
 
 @pytest.mark.parametrize("change", UNLIKE.values(), ids=UNLIKE)
@@ -56,52 +56,52 @@ def test_tensors_that_are_alike() -> None:
 def test_tensors_that_are_not(place: int, change: Callable[[torch.Tensor], object]) -> None:
     """Whatever is not the same of one of them, in whichever place."""
     tensors = [torch.ones(4, 4), torch.ones(4, 4)]
-    is_like = guard_of(tensors)
-    assert is_like is not None
+    guard = make_guard(tensors)
+    assert guard is not None
     given: list[object] = [*tensors]
     given[place] = change(tensors[place])
 
-    assert not is_like(*given)
+    assert not guard(*given)
 
 
 def test_a_tensor_that_is_resized() -> None:
     """The object is the same, and it is not like itself before."""
     one, other = torch.ones(4, 4), torch.ones(4, 4)
-    is_like = guard_of((one, other))
-    assert is_like is not None
+    guard = make_guard((one, other))
+    assert guard is not None
 
     one.resize_(2, 4)
 
-    assert not is_like(one, other)
+    assert not guard(one, other)
 
 
 def test_a_tensor_in_two_places() -> None:
     """Another is like it in the same places; two tensors are not, and no guard sees one as two."""
     one, other, third = torch.ones(4), torch.zeros(4), torch.ones(3)
-    is_like, of_two = guard_of((one, third, one)), guard_of((one, third, other))
-    assert is_like is not None
+    guard, of_two = make_guard((one, third, one)), make_guard((one, third, other))
+    assert guard is not None
     assert of_two is not None
 
-    assert is_like(other, torch.zeros(3), other)
-    assert not is_like(one, third, other)
-    assert not is_like(third, third, third)
-    assert not is_like(one, one, one)
+    assert guard(other, torch.zeros(3), other)
+    assert not guard(one, third, other)
+    assert not guard(third, third, third)
+    assert not guard(one, one, one)
     assert not of_two(one, third, one)
 
 
 def test_a_subclass_is_not_guarded() -> None:
     """It may hide its shape."""
-    assert guard_of((torch.ones(1), torch.ones(1).as_subclass(Named))) is None
+    assert make_guard((torch.ones(1), torch.ones(1).as_subclass(Named))) is None
 
 
 def test_a_torch_without_guards(monkeypatch: pytest.MonkeyPatch) -> None:
     """There are none then."""
     monkeypatch.delattr(guards, "TensorGuards")
 
-    assert guard_of((torch.ones(1), torch.zeros(1))) is None
+    assert make_guard((torch.ones(1), torch.zeros(1))) is None
 
 
-class Refusing:
+class Rejecting:
     """Guards that are made in another way."""
 
     def __init__(self, *tensors: torch.Tensor) -> None:
@@ -127,9 +127,9 @@ class Blind(Yielding):
         return all(isinstance(tensor, torch.Tensor) for tensor in tensors)
 
 
-@pytest.mark.parametrize("other", [Refusing, Yielding, Blind, object])
+@pytest.mark.parametrize("other", [Rejecting, Yielding, Blind, object])
 def test_a_torch_whose_guards_are_others(other: type, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are private, and not used where they do not tell apart what they did."""
     monkeypatch.setattr(guards, "TensorGuards", other)
 
-    assert guard_of((torch.ones(1), torch.zeros(1))) is None
+    assert make_guard((torch.ones(1), torch.zeros(1))) is None

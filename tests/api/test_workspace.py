@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import mlagen
-from mlagen.api import gqa_plan, mla_hopper, mla_plan
+from mlagen.api import gqa_plan, mla_plan, mla_sm90_launcher
 from mlagen.errors import ArgumentError, UnsupportedError
 from mlagen.runtime.device import DeviceFacts
 from mlagen.settings import current_settings
@@ -26,7 +26,7 @@ E4M3 = torch.float8_e4m3fn
 def h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let GPU 0 be an H200."""
     facts = DeviceFacts(index=0, name="", major=9, minor=0, sm_count=132, memory_bytes=0)
-    plans = (mla_plan.plan_call, mla_plan.plan_hopper_call, gqa_plan.plan_gqa_call)
+    plans = (mla_plan.plan_call, mla_plan.plan_mla_sm90_call, gqa_plan.plan_gqa_call)
     for module in (mla_plan, gqa_plan):
         monkeypatch.setattr(module, "arch_of_device", lambda _: Arch(90, "a"))
         monkeypatch.setattr(module, "device_facts", lambda _: facts)
@@ -43,7 +43,7 @@ def choose(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     current_settings.cache_clear()
 
 
-KERNELS = ("auto", "portable", "hopper")
+KERNELS = ("auto", "sm80", "sm90")
 
 
 @pytest.mark.usefixtures("h200")
@@ -71,7 +71,7 @@ CALLS: dict[str, tuple[MlaCase, dict[str, Any]]] = {
     "rank 256": (replace(LONG, kv_lora_rank=256, page_size=1), {"kv_lora_rank": 256}),
     "e4m3": (replace(LONG, dtype=E4M3), {"dtype": E4M3}),
     "bf16 over e4m3": (replace(LONG, kv_format="e4m3"), {"kv_dtype": E4M3}),
-    "packed rows": (replace(LONG, kv_format="packed656"), {"kv_dtype": torch.uint8}),
+    "packed rows": (replace(LONG, kv_format="fp8_ds_mla"), {"kv_dtype": torch.uint8}),
     "lists of tokens": (replace(LONG, top_k=2048), {"sparse_mla_top_k": 2048}),
     "values apart": (replace(LONG, values="other pages"), {}),
     "ragged": (replace(LONG, q_lens=(1, 4)), {"q_len": 4, "tokens": 5}),
@@ -88,7 +88,7 @@ COVERED_BY_HOPPER = ("bf16", "ragged", "ragged, without the longest")
     [
         (name, kernel)
         for name, kernel in product(CALLS, KERNELS)
-        if kernel != "hopper" or name in COVERED_BY_HOPPER
+        if kernel != "sm90" or name in COVERED_BY_HOPPER
     ],
 )
 def test_what_is_told_is_enough(name: str, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,8 +104,8 @@ def test_what_is_told_is_enough(name: str, kernel: str, monkeypatch: pytest.Monk
     if name == "ragged, without the longest":
         inputs = inputs._replace(max_q_len=None)
 
-    for taken in ("portable", "hopper") if kernel == "auto" else (kernel,):
-        if taken == "portable" or name in COVERED_BY_HOPPER:
+    for taken in ("sm80", "sm90") if kernel == "auto" else (kernel,):
+        if taken == "sm80" or name in COVERED_BY_HOPPER:
             call, _, _ = launched(inputs, launches, taken)
             assert 0 < call.plan.workspace_bytes <= needed
 
@@ -124,26 +124,26 @@ def test_either_kernel_may_be_the_one_that_is_taken(
         choose(kernel, monkeypatch)
         told[kernel] = mlagen.workspace_bytes(**SIZES | {"max_seq_len": max_seq_len})
 
-    assert told["auto"] == max(told["portable"], told["hopper"])
-    assert told["portable"] != told["hopper"]
+    assert told["auto"] == max(told["sm80"], told["sm90"])
+    assert told["sm80"] != told["sm90"]
 
 
 @pytest.mark.usefixtures("h200")
-def test_a_kernel_that_is_asked_for_and_covers_no_such_call_is_refused(
+def test_a_kernel_that_is_asked_for_and_covers_no_such_call_is_rejected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As the call would be."""
-    monkeypatch.setattr(mla_hopper, "arch_of_device", lambda _: Arch(90, "a"))
-    choose("hopper", monkeypatch)
+    monkeypatch.setattr(mla_sm90_launcher, "arch_of_device", lambda _: Arch(90, "a"))
+    choose("sm90", monkeypatch)
 
-    with pytest.raises(UnsupportedError, match=r"^MLAGEN_MLA_KERNEL=hopper: no such kernel for"):
+    with pytest.raises(UnsupportedError, match=r"^MLAGEN_MLA_KERNEL=sm90: no such kernel for"):
         mlagen.workspace_bytes(**SIZES, kv_lora_rank=256)
 
 
 @pytest.mark.usefixtures("h200")
 @pytest.mark.parametrize(
     ("kv_dtype", "least"),
-    # The Hopper kernel: two pieces of four blocks, eight rows of 128 values and two numbers.
+    # The sm90 kernel: two pieces of four blocks, eight rows of 128 values and two numbers.
     [
         *((kv_dtype, 2 * 4 * 8 * (128 + 2) * 4) for kv_dtype in (None, E4M3)),
         *((kv_dtype, 0) for kv_dtype in (torch.int8, torch.uint8)),
@@ -195,7 +195,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.usefixtures("h200")
 @pytest.mark.parametrize(("changes", "message"), REFUSED.values(), ids=REFUSED)
-def test_a_size_that_no_call_has_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_a_size_that_no_call_has_is_rejected(changes: dict[str, Any], message: str) -> None:
     """The message names the number, the rule and the value."""
     sizes: dict[str, Any] = {"batch": 1, "q_len": 1, "heads": 16, "max_seq_len": 100}
 
@@ -206,7 +206,7 @@ def test_a_size_that_no_call_has_is_refused(changes: dict[str, Any], message: st
 
 
 @pytest.mark.usefixtures("h200")
-def test_what_no_kernel_covers_is_refused() -> None:
+def test_what_no_kernel_covers_is_rejected() -> None:
     """As the call would be."""
     with pytest.raises(UnsupportedError, match=r"^no MLA decode kernel for query bf16"):
         mlagen.workspace_bytes(batch=1, q_len=1, heads=16, max_seq_len=100, kv_lora_rank=384)
@@ -223,7 +223,7 @@ def test_a_gpu_has_several_names(device: torch.device | int | str) -> None:
     assert needed == mlagen.workspace_bytes(**sizes) > 0
 
 
-def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_is_not_there_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     """The message says how many there are."""
     monkeypatch.setattr("mlagen.runtime.device.visible_devices", list)
 

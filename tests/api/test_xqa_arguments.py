@@ -11,8 +11,8 @@ import torch
 import mlagen.xqa
 from mlagen.api.xqa_arguments import flat_lengths, table_capacity
 from mlagen.errors import ArgumentError, UnsupportedError
-from tests.api.gqa_refusals import E4M3_KV, Refusal, check_xqa, refusals
-from tests.api.refusals import displaced
+from tests.api.gqa_rejections import E4M3_KV, Rejection, check_xqa, rejections
+from tests.api.rejections import displaced
 from tests.cases import MlaCase, MlaProblem
 from tests.gqa_problems import E4M3, GqaCase
 from tests.xqa_semantics import run_xqa, xqa_mla_arguments
@@ -20,74 +20,74 @@ from tests.xqa_semantics import run_xqa, xqa_mla_arguments
 HND = GqaCase(name="", seq_lens=(70, 3), layout="HND")
 
 
-@refusals(
-    Refusal(
+@rejections(
+    Rejection(
         "no semaphores",
         lambda _: {"semaphores": None},
         "semaphores: expected a torch.Tensor, got NoneType",
     ),
-    Refusal(
+    Rejection(
         "semaphores of bytes",
         lambda _: {"semaphores": torch.zeros(8, dtype=torch.uint8)},
         "semaphores.dtype: expected torch.uint32 or torch.int32, got torch.uint8",
     ),
-    Refusal(
+    Rejection(
         "semaphores elsewhere",
         lambda _: {"semaphores": torch.zeros(8, dtype=torch.int32, device="meta")},
         "semaphores.device: expected cpu (of query), got meta",
     ),
-    Refusal(
+    Rejection(
         "no multiprocessors",
         lambda _: {"sm_count": 0},
         "sm_count: expected an int, 1 or more, got 0",
     ),
-    Refusal("no query", lambda _: {"q": None}, "q: expected a torch.Tensor, got NoneType"),
-    Refusal(
+    Rejection("no query", lambda _: {"q": None}, "q: expected a torch.Tensor, got NoneType"),
+    Rejection(
         "other kv heads than the cache",
         lambda _: {"num_kv_heads": 16},
         "num_kv_heads: expected 2 (of k_cache), got 16",
     ),
-    Refusal(
+    Rejection(
         "a fraction of kv heads",
         lambda _: {"num_kv_heads": 2.0},
         "num_kv_heads: expected an int, 1 or more, got 2.0",
     ),
-    Refusal(
+    Rejection(
         "another page size than the cache",
         lambda _: {"page_size": 32},
         "page_size: expected 16 (of k_cache), got 32",
     ),
-    Refusal(
+    Rejection(
         "the axes of the other layout",
         lambda _: {"num_kv_heads": 16, "page_size": 2},
         "num_kv_heads: expected 2 (of k_cache), got 16",
         HND,
     ),
-    Refusal(
+    Rejection(
         "no table",
         lambda _: {"page_table": None},
         "page_table: expected a torch.Tensor, got NoneType",
     ),
-    Refusal(
+    Rejection(
         "a table of three dimensions",
         lambda p: {"page_table": p.block_tables[:, None]},
         "page_table.ndim: expected 2, got 3",
     ),
-    Refusal(
+    Rejection(
         "an unknown layout",
         lambda _: {"kv_layout": "DHN"},
         "kv_layout: expected one of NHD, HND, got 'DHN'",
     ),
-    Refusal(
+    Rejection(
         "lengths of int64",
         lambda p: {"seq_lens": p.seq_lens[:, None].long()},
         "seq_lens.dtype: expected torch.int32 or torch.uint32, got torch.int64",
         E4M3_KV,
     ),
 )
-def test_xqa(refusal: Refusal) -> None:
+def test_xqa(rejection: Rejection) -> None:
     """Sizes are those of the caches, semaphores are what they are elsewhere."""
-    check_xqa(refusal)
+    check_xqa(rejection)
 
 
 def test_sizes_of_any_integer_type() -> None:
@@ -109,7 +109,7 @@ MLA_APART = MlaCase(
     name="", dtype=E4M3, seq_lens=(70, 3), cache_form="[P,ps,1,d]", values="other cache"
 )
 
-MLA_REFUSALS: dict[str, tuple[MlaCase, Callable[[MlaProblem], dict[str, Any]], str]] = {
+MLA_REJECTIONS: dict[str, tuple[MlaCase, Callable[[MlaProblem], dict[str, Any]], str]] = {
     "two query tokens": (
         MLA,
         lambda p: {"q": p.query.repeat(1, 2, 1, 1)},
@@ -244,10 +244,10 @@ MLA_REFUSALS: dict[str, tuple[MlaCase, Callable[[MlaProblem], dict[str, Any]], s
 }
 
 
-@pytest.mark.parametrize("name", MLA_REFUSALS)
+@pytest.mark.parametrize("name", MLA_REJECTIONS)
 def test_xqa_mla(name: str) -> None:
-    """Every message names the argument as ``xqa_mla`` does; a refused call has written nothing."""
-    case, change, message = MLA_REFUSALS[name]
+    """Every message names the argument as ``xqa_mla`` does; a rejected call has written nothing."""
+    case, change, message = MLA_REJECTIONS[name]
     problem = case.build("cpu")
     sound = xqa_mla_arguments(problem)
     sound["output"].fill_(7.0)

@@ -27,7 +27,7 @@ Result = TypeVar("Result")
 CUBIN = b"\x7fELF" + bytes(range(256)) * 4
 
 
-def make_key(family: str = "mla_decode", *, toolchain: str = TOOLCHAIN) -> CacheKey:
+def make_key(family: str = "mla_sm80", *, toolchain: str = TOOLCHAIN) -> CacheKey:
     """Return a small key; another family is another kernel."""
     return CacheKey((("family", family), ("spec.page_size", "64")), toolchain)
 
@@ -36,7 +36,7 @@ def make_build(cubin: bytes = CUBIN, *, toolchain: str = TOOLCHAIN) -> Build:
     """Return a finished build around some bytes."""
     return Build(
         files={"kernel.cubin": cubin, "kernel.cu": b"// source\n", "build.log": b""},
-        facts={"kernel": {"symbol": "mla_decode"}, "compile_ms": 1.5},
+        facts={"kernel": {"symbol": "mla_sm80"}, "compile_ms": 1.5},
         toolchain=toolchain,
     )
 

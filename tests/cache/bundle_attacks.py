@@ -1,4 +1,4 @@
-"""Bundles that must be refused: what is done to a sound one, and what its refusal says."""
+"""Bundles that must be rejected: what is done to a sound one, and what its rejection says."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import gzip
 import struct
 import tarfile
 
-from mlagen.cache.bundle import INDEX, INDEX_MOST_BYTES
-from mlagen.cache.entry import MANIFEST_MOST_BYTES
+from mlagen.cache.bundle import INDEX, INDEX_MAX_BYTES
+from mlagen.cache.entry import MANIFEST_MAX_BYTES
 from tests.cache import bundle_cases as cases
 from tests.cache.bundle_edits import (
     Attack,
@@ -94,8 +94,8 @@ ATTACKS: dict[str, tuple[Attack, str]] = {
     ),
     "no members": (lambda _: cases.bundle_of([]), "expected the member bundle.json, got the end"),
     "a table of contents too large": (
-        first_is(INDEX, bytes(INDEX_MOST_BYTES + 1)),
-        f"bundle.json: expected at most {INDEX_MOST_BYTES} bytes, got {INDEX_MOST_BYTES + 1}",
+        first_is(INDEX, bytes(INDEX_MAX_BYTES + 1)),
+        f"bundle.json: expected at most {INDEX_MAX_BYTES} bytes, got {INDEX_MAX_BYTES + 1}",
     ),
     "a table of contents of noise": (
         first_is(INDEX, b"\xff\xfe{"),
@@ -134,8 +134,8 @@ ATTACKS: dict[str, tuple[Attack, str]] = {
         "expected at most 67108864 bytes, got 1099",
     ),
     "a manifest that no store would read": (
-        edit_manifest(created={"host": "x" * MANIFEST_MOST_BYTES}),
-        f"manifest.json: expected at most {MANIFEST_MOST_BYTES} bytes, got 1049",
+        edit_manifest(created={"host": "x" * MANIFEST_MAX_BYTES}),
+        f"manifest.json: expected at most {MANIFEST_MAX_BYTES} bytes, got 1049",
     ),
     "a digest that is none": (edit_cubin(sha256=5), "expected a size and a sha256, got"),
     "an entry twice": (twice, "bundle.json: expected each entry once, got one again"),
@@ -165,12 +165,12 @@ ATTACKS: dict[str, tuple[Attack, str]] = {
         edit_manifest(toolchain="nvrtc-12.8.1"),
         "manifest.json: expected .* by nvrtc-13.5.37, got .* by nvrtc-12.8.1",
     ),
-    "ingredients of another key": (
-        edit_manifest(ingredients=(("family", "mla_decode"), ("spec.arch", "sm_80"))),
-        "manifest.json: expected ingredients of [0-9a-f]{64}, got of [0-9a-f]{64}",
+    "key_fields of another key": (
+        edit_manifest(key_fields=(("family", "mla_sm80"), ("spec.arch", "sm_80"))),
+        "manifest.json: expected key_fields of [0-9a-f]{64}, got of [0-9a-f]{64}",
     ),
-    "ingredients that are no text": (
-        edit_manifest(ingredients=(("family", 1),)),
+    "key_fields that are no text": (
+        edit_manifest(key_fields=(("family", 1),)),
         "manifest.json: expected a manifest, got ",
     ),
     "facts that are a list": (edit_manifest(facts=[]), "manifest.json: expected a manifest, got "),

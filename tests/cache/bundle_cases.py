@@ -20,7 +20,7 @@ from mlagen.cache.key import CacheKey
 from mlagen.cache.store import KernelStore
 from tests.cache.builds import CUBIN, TOOLCHAIN, make_build, make_store
 
-FAMILIES = ("mla_decode", "combine_splits")
+FAMILIES = ("mla_sm80", "combine")
 
 
 class Member(NamedTuple):

@@ -9,7 +9,7 @@ import pytest
 
 from mlagen import __version__
 from mlagen.cache.bundle import (
-    ENTRY_MOST_BYTES,
+    ENTRY_MAX_BYTES,
     BundledEntry,
     index_from_json,
     index_to_json,
@@ -24,7 +24,7 @@ FACTS = FileFacts(1, "0" * 64)
 ENTRY = BundledEntry(
     key="0" * 64,
     toolchain="nvrtc-13.5.37",
-    family="mla_decode",
+    family="mla_sm80",
     arch="sm_90a",
     files={"kernel.cubin": FACTS, "manifest.json": FACTS},
 )
@@ -34,14 +34,14 @@ def test_what_is_written_is_what_is_read(tmp_path: Path) -> None:
     """Entries come back as they were announced."""
     entries = tuple(entry for entry, _ in packed_entries(list(filled_store(tmp_path).entries())))
 
-    read = index_from_json(index_to_json(entries), most_bytes=total_bytes(entries))
+    read = index_from_json(index_to_json(entries), max_bytes=total_bytes(entries))
 
     assert read == entries
 
 
 def test_it_says_what_people_want_to_know(tmp_path: Path) -> None:
     """Version, total, and of each entry the key, the compiler, the kernel and its files."""
-    stored = list(filled_store(tmp_path, "mla_decode").entries())
+    stored = list(filled_store(tmp_path, "mla_sm80").entries())
     entries = [entry for entry, _ in packed_entries(stored)]
 
     index = json.loads(index_to_json(entries))
@@ -49,8 +49,8 @@ def test_it_says_what_people_want_to_know(tmp_path: Path) -> None:
     (entry,) = index["entries"]
     assert (index["schema"], index["mlagen"]) == (1, __version__)
     assert index["total_bytes"] == sum(file["size"] for file in entry["files"].values())
-    assert entry["key"] == key_for("mla_decode").digest
-    assert (entry["toolchain"], entry["family"]) == ("nvrtc-13.5.37", "mla_decode")
+    assert entry["key"] == key_for("mla_sm80").digest
+    assert (entry["toolchain"], entry["family"]) == ("nvrtc-13.5.37", "mla_sm80")
     assert entry["arch"] == "sm_90a"
     assert list(entry["files"]) == ["build.log", "kernel.cu", "kernel.cubin", "manifest.json"]
 
@@ -72,18 +72,18 @@ def test_an_entry_needs_its_kernel_and_its_manifest(missing: str) -> None:
     entry = BundledEntry(ENTRY.key, ENTRY.toolchain, ENTRY.family, ENTRY.arch, files)
 
     with pytest.raises(DamageError, match=f"expected a {missing}, got"):
-        entry.require_sound()
+        entry.require_valid()
 
 
 def test_an_entry_may_be_as_large_as_stated_and_no_larger() -> None:
     """The files of one entry fit in memory together."""
-    ENTRY.require_sound()
-    size = ENTRY_MOST_BYTES - 1
+    ENTRY.require_valid()
+    size = ENTRY_MAX_BYTES - 1
     files = {**ENTRY.files, "kernel.cubin": FileFacts(size, "0" * 64)}
-    BundledEntry(ENTRY.key, ENTRY.toolchain, ENTRY.family, ENTRY.arch, files).require_sound()
+    BundledEntry(ENTRY.key, ENTRY.toolchain, ENTRY.family, ENTRY.arch, files).require_valid()
 
     files["kernel.cu"] = FACTS
     entry = BundledEntry(ENTRY.key, ENTRY.toolchain, ENTRY.family, ENTRY.arch, files)
 
-    with pytest.raises(DamageError, match=f"expected at most {ENTRY_MOST_BYTES} bytes"):
-        entry.require_sound()
+    with pytest.raises(DamageError, match=f"expected at most {ENTRY_MAX_BYTES} bytes"):
+        entry.require_valid()

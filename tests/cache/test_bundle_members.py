@@ -27,7 +27,7 @@ def test_content_comes_in_pieces() -> None:
     """No piece is larger than a MiB, and together they are the content."""
     members = Members(io.BytesIO(tar_of(CONTENT)))
 
-    size = members.next_size("name", most_bytes=len(CONTENT))
+    size = members.next_size("name", max_bytes=len(CONTENT))
     chunks = list(members.chunks(size))
 
     assert len(chunks) == 3
@@ -40,7 +40,7 @@ def test_content_comes_in_pieces() -> None:
 def test_the_end_may_be_filled_up(blocks: int) -> None:
     """Programs end a tar with as many empty blocks as they like, up to a record."""
     members = Members(io.BytesIO(tar_of(b"content", blocks=blocks)))
-    list(members.chunks(members.next_size("name", most_bytes=7)))
+    list(members.chunks(members.next_size("name", max_bytes=7)))
 
     members.require_end()
 
@@ -48,7 +48,7 @@ def test_the_end_may_be_filled_up(blocks: int) -> None:
 def test_the_end_is_not_filled_up_without_end() -> None:
     """More than a record of nothing is more than nothing."""
     members = Members(io.BytesIO(tar_of(b"content", blocks=21)))
-    list(members.chunks(members.next_size("name", most_bytes=7)))
+    list(members.chunks(members.next_size("name", max_bytes=7)))
 
     with pytest.raises(DamageError, match="expected the end"):
         members.require_end()

@@ -57,11 +57,11 @@ def test_an_imported_store_exports_the_same_bundle(bundle: bytes, store: KernelS
 
 def test_what_is_there_stays(bundle: bytes, store: KernelStore) -> None:
     """An entry of the same key is as good, and is not written again."""
-    mine = store.find_or_build(key_for("mla_decode"), lambda: make_build(CUBIN + b"mine"))
+    mine = store.find_or_build(key_for("mla_sm80"), lambda: make_build(CUBIN + b"mine"))
 
     outcomes = import_(bundle, store)
 
-    found = store.find(key_for("mla_decode"))
+    found = store.find(key_for("mla_sm80"))
     assert sorted(outcomes) == ["added", "kept"]
     assert found is not None
     assert found.cubin == mine.cubin
@@ -72,7 +72,7 @@ def test_the_same_key_by_another_compiler_is_no_hindrance(
     bundle: bytes, store: KernelStore
 ) -> None:
     """One kernel can be there as several compilers made it."""
-    other = key_for("mla_decode", toolchain="nvrtc-12.8.1")
+    other = key_for("mla_sm80", toolchain="nvrtc-12.8.1")
     store.find_or_build(other, lambda: make_build(toolchain=other.toolchain))
 
     outcomes = import_(bundle, store)
@@ -87,7 +87,7 @@ def test_what_is_damaged_gives_way(
 ) -> None:
     """A damaged entry goes to the quarantine, and the one of the bundle takes its place."""
     import_(bundle, store)
-    (entry_folder(tmp_path / "here", key_for("mla_decode")) / name).write_bytes(b"")
+    (entry_folder(tmp_path / "here", key_for("mla_sm80")) / name).write_bytes(b"")
 
     outcomes = import_(bundle, store)
 
@@ -102,7 +102,7 @@ def test_a_dry_run_says_what_would_be(bundle: bytes, store: KernelStore, tmp_pat
     assert not (tmp_path / "here").exists()
 
     import_(bundle, store)
-    (entry_folder(tmp_path / "here", key_for("mla_decode")) / "kernel.cu").unlink()
+    (entry_folder(tmp_path / "here", key_for("mla_sm80")) / "kernel.cu").unlink()
     before = tree(tmp_path)
 
     assert sorted(import_(bundle, store, dry_run=True)) == ["kept", "replaced"]
@@ -151,7 +151,7 @@ def test_a_store_that_cannot_be_written_is_the_fault_of_the_store(
 
 @pytest.mark.parametrize("kind", ["folder", "fifo", "nothing"])
 def test_only_a_file_is_opened(kind: str, tmp_path: Path) -> None:
-    """Anything else is refused at once; a FIFO is not waited for."""
+    """Anything else is rejected at once; a FIFO is not waited for."""
     path = tmp_path / "kernels.tar.gz"
     if kind == "folder":
         path.mkdir()

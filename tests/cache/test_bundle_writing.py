@@ -159,16 +159,16 @@ def test_a_folder_is_not_replaced(store: KernelStore, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("target", [Path(), Path("/"), Path("..")], ids=str)
 def test_what_has_no_name_is_not_replaced(target: Path, store: KernelStore) -> None:
-    """It is refused as every other folder."""
+    """It is rejected as every other folder."""
     with pytest.raises(BundleError, match="expected a file, got another kind"):
         export_bundle(list(store.entries()), target)
 
 
-def test_more_entries_than_can_be_imported_are_refused(
+def test_more_entries_than_can_be_imported_are_rejected(
     store: KernelStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The table of contents would be too large; nothing is left."""
-    monkeypatch.setattr(bundle_writing, "INDEX_MOST_BYTES", 1000)
+    monkeypatch.setattr(bundle_writing, "INDEX_MAX_BYTES", 1000)
     folder = out(tmp_path)
 
     with pytest.raises(BundleError, match=r"contents of at most 1000 bytes, got 1[0-9]{3}; export"):
@@ -194,10 +194,10 @@ def test_a_full_disk_leaves_nothing(
     """Half a bundle never has the name of a bundle, and vanishes."""
     target = out(tmp_path) / "kernels.tar.gz"
 
-    def refuse(_: int) -> None:
+    def reject(_: int) -> None:
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(os, "fsync", refuse)
+    monkeypatch.setattr(os, "fsync", reject)
 
     with pytest.raises(BundleError, match=f"expected a writable file, got {os.strerror(code)}"):
         export_bundle(list(store.entries()), target)

@@ -43,7 +43,7 @@ def test_entries_come_in_the_order_of_their_keys(layout: Layout, tmp_path: Path)
         folder = entry_folder(tmp_path, key)
         assert (stored.path, stored.toolchain, stored.problem) == (folder, TOOLCHAIN, None)
         assert stored.manifest is not None
-        assert stored.manifest.ingredients == key.ingredients
+        assert stored.manifest.key_fields == key.key_fields
         assert stored.size_bytes == sum(file.stat().st_size for file in folder.iterdir())
 
 
@@ -98,12 +98,12 @@ def test_listing_no_cache_creates_none(kind: str, tmp_path: Path) -> None:
 def test_folder_that_cannot_be_read_is_a_cache_error(
     layout: Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A listing that would be wrong is refused, with the folder in the error."""
+    """A listing that would be wrong is rejected, with the folder in the error."""
 
-    def refuse(*_: object, **__: object) -> None:
+    def reject(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(os, "listdir", refuse)
+    monkeypatch.setattr(os, "listdir", reject)
 
     with pytest.raises(CacheError, match="readable folder, got Permission denied") as caught:
         list(stored_entries(layout))
@@ -136,11 +136,11 @@ def test_verify_compares_the_key_with_what_the_kernel_is_made_of(
     """A sealed manifest that tells of another kernel does not pass."""
     path = entry_folder(tmp_path, KEYS[0]) / "manifest.json"
     manifest = Manifest.from_json(path.read_bytes())
-    path.write_bytes(replace(manifest, ingredients=KEYS[1].ingredients).to_json())
+    path.write_bytes(replace(manifest, key_fields=KEYS[1].key_fields).to_json())
 
     (stored,) = stored_entries(layout, KEYS[0].digest)
 
-    expected = f"expected ingredients of {KEYS[0].digest}, got of {KEYS[1].digest}"
+    expected = f"expected key_fields of {KEYS[0].digest}, got of {KEYS[1].digest}"
     assert verify(stored) == f"manifest.json: {expected}"
 
 

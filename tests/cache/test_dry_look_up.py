@@ -66,7 +66,7 @@ STATES: dict[str, tuple[str, Callable[[Path], None], CacheKey, str | None]] = {
     "sound": (NEWEST, lambda _: None, make_key(), None),
     "sound, any of a major version": (OLD, lambda _: None, ANY, None),
     "another compiler": (OLD, lambda _: None, make_key(), None),
-    "another key": (NEWEST, lambda _: None, make_key("combine_splits"), None),
+    "another key": (NEWEST, lambda _: None, make_key("combine"), None),
     "cut off": (NEWEST, cut_off, make_key(), "kernel.cubin: expected 1028 bytes, got 100"),
     "others may write": (NEWEST, let_others_write, make_key(), "mode 0777, which lets others"),
     "a file": (NEWEST, replace_by_a_file, make_key(), "expected a folder, got another kind"),

@@ -40,11 +40,11 @@ def read(folder: Path) -> CacheEntry:
 
 
 def test_manifest_says_what_when_where_and_by_whom() -> None:
-    """A manifest names key, ingredients, files, facts and the process that made the entry."""
+    """A manifest names key, key_fields, files, facts and the process that made the entry."""
     manifest = Manifest.of(KEY, BUILD, created_by="prewarm")
 
     assert (manifest.key, manifest.toolchain) == (KEY.digest, builds.TOOLCHAIN)
-    assert manifest.ingredients == KEY.ingredients
+    assert manifest.key_fields == KEY.key_fields
     assert {name: facts.size for name, facts in manifest.files.items()} == {
         name: len(content) for name, content in BUILD.files.items()
     }
@@ -94,9 +94,9 @@ def test_garbage_is_no_manifest(text: bytes) -> None:
 
 
 WRONG_TYPES: dict[str, dict[str, Any]] = {
-    "a number for a value": {"ingredients": [["family", 1]]},
-    "a list for a label": {"ingredients": [[["family"], "attend"]]},
-    "a label twice": {"ingredients": [["family", "attend"], ["family", "combine"]]},
+    "a number for a value": {"key_fields": [["family", 1]]},
+    "a list for a label": {"key_fields": [[["family"], "attend"]]},
+    "a label twice": {"key_fields": [["family", "attend"], ["family", "combine"]]},
     "a list of facts": {"facts": []},
     "no origin": {"created": None},
     "a negative size": {"files": {"kernel.cubin": {"size": -1, "sha256": ""}}},
@@ -136,7 +136,7 @@ def test_read_entry_returns_what_was_published(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("key", "toolchain"), [("0" * 64, KEY.toolchain), (KEY.digest, "nvrtc-1")])
-def test_read_entry_refuses_the_entry_of_another_key(
+def test_read_entry_rejects_the_entry_of_another_key(
     key: str, toolchain: str, folder: Path
 ) -> None:
     """A folder that was copied to another place is not served there."""

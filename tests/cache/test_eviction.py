@@ -11,7 +11,7 @@ import pytest
 from mlagen.cache import eviction
 from mlagen.cache.eviction import evict, limit, renew, weights
 from mlagen.cache.layout import Layout
-from mlagen.counts import counters
+from mlagen.monitoring import metrics
 from tests.cache.builds import (
     CUBIN,
     entry_folder,
@@ -68,14 +68,14 @@ def test_weights_are_what_lies_there(layout: Layout, tmp_path: Path) -> None:
 def test_the_least_recently_used_go_first(layout: Layout, tmp_path: Path) -> None:
     """As many as it takes to come down to nine tenths of the limit."""
     size = size_of(layout) // 10
-    before = counters()["evicted"]
+    before = metrics()["evicted"]
 
     evicted = evict(layout, size * 6)
 
     assert [weight.path for weight in evicted] == [entry_folder(tmp_path, key) for key in KEYS[:5]]
     assert left(tmp_path) == [5, 6, 7, 8, 9]
     assert size_of(layout) <= size * 6 * 0.9
-    assert counters()["evicted"] == before + 5
+    assert metrics()["evicted"] == before + 5
     assert tree(layout.staging) == []
 
 
@@ -124,12 +124,12 @@ def test_an_entry_that_cannot_be_moved_is_no_end(
     """The next ones go instead."""
     stuck, rename = entry_folder(tmp_path, KEYS[0]), os.rename
 
-    def refuse(name: str, new: str, **folders: int) -> None:
+    def reject(name: str, new: str, **folders: int) -> None:
         if full_path(name, folders.get("src_dir_fd")) == stuck:
             raise PermissionError(13, "Permission denied")
         rename(name, new, **folders)
 
-    monkeypatch.setattr(os, "rename", refuse)
+    monkeypatch.setattr(os, "rename", reject)
 
     evicted = evict(layout, size_of(layout) // 2)
 
@@ -169,10 +169,10 @@ def test_a_use_is_noted_once_an_hour(
 def test_a_use_that_cannot_be_noted_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk that is read-only, or an entry that is gone, is no error."""
 
-    def refuse(*_: object, **__: object) -> None:
+    def reject(*_: object, **__: object) -> None:
         raise OSError(30, "Read-only file system")
 
-    monkeypatch.setattr(os, "utime", refuse)
+    monkeypatch.setattr(os, "utime", reject)
 
     folder = entry_folder(tmp_path, KEYS[0])
     with opened(folder) as entry:
@@ -232,10 +232,10 @@ def test_a_note_that_cannot_be_written_leaves_nothing(
 ) -> None:
     """Staging is empty afterwards, and nobody is told."""
 
-    def refuse(*_: object, **__: object) -> None:
+    def reject(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "rename", refuse)
+    monkeypatch.setattr(os, "rename", reject)
 
     evict(layout, 1 << 30)
 

@@ -175,11 +175,11 @@ def test_damage_that_cannot_be_moved_costs_a_build_only(
     """On a read-only folder a damaged entry is reported, left, and not served."""
     _flip_one_byte(entry_folder(tmp_path, KEY))
 
-    def refuse(*_: object, **__: object) -> None:
+    def reject(*_: object, **__: object) -> None:
         raise OSError(30, "Read-only file system")
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "mkdir", refuse)
+        patch.setattr(os, "mkdir", reject)
         entry = store.find_or_build(KEY, make_build)
 
     assert entry.cubin == builds.CUBIN

@@ -43,14 +43,14 @@ def _descriptors() -> set[str]:
 
 @pytest.mark.timeout(5)
 @pytest.mark.parametrize("make", NOT_FILES.values(), ids=NOT_FILES)
-def test_read_regular_refuses_anything_else(make: Callable[[Path], object], tmp_path: Path) -> None:
+def test_read_regular_rejects_anything_else(make: Callable[[Path], object], tmp_path: Path) -> None:
     """Only a regular file within the limit is read; the rest is damage, found without waiting."""
     path = tmp_path / "kernel.cubin"
     make(path)
     open_before = _descriptors()
 
     with pytest.raises(DamageError, match=r"^kernel\.cubin: expected "):
-        files.read_regular(path, most_bytes=4)
+        files.read_regular(path, max_bytes=4)
 
     assert _descriptors() == open_before
 
@@ -61,7 +61,7 @@ def test_read_regular_returns_what_is_there(content: bytes, tmp_path: Path) -> N
     path = tmp_path / "file"
     path.write_bytes(content)
 
-    assert files.read_regular(path, most_bytes=4) == content
+    assert files.read_regular(path, max_bytes=4) == content
 
 
 def test_failure_to_read_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +73,7 @@ def test_failure_to_read_is_no_damage(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(os, "open", exhausted)
 
     with pytest.raises(OSError, match="Too many open files"):
-        files.read_regular(tmp_path / "file", most_bytes=4)
+        files.read_regular(tmp_path / "file", max_bytes=4)
 
 
 @pytest.mark.parametrize("occupant", ["a file", "a link"])

@@ -13,13 +13,13 @@ from mlagen.cache import key as key_module
 from mlagen.cache.key import CacheKey
 from tests.cache.builds import ROOT, make_key
 
-GOLDEN = "246ae6f1a94b6c80bbfd6a2ca1fb9ee2d51f9aab54bb86f7ea29aac612387e4c"
+GOLDEN = "366b040f0683f11ef6ba7bf90a93cf8b9372e96827efd7e9a536745eb2cce23c"
 
 PRINT_DIGEST = "from tests.cache.builds import make_key; print(make_key().digest)"
 
 
 def test_digest_never_changes() -> None:
-    """The digest of these ingredients is this one, on every machine and in every version."""
+    """The digest of these key_fields is this one, on every machine and in every version."""
     assert make_key().digest == GOLDEN
 
 
@@ -35,26 +35,26 @@ def test_digest_is_the_same_in_every_process(seed: str) -> None:
 
 
 OTHER_INGREDIENTS = {
-    "another value": (("family", "mla_decode"), ("spec.page_size", "32")),
-    "another label": (("family", "mla_decode"), ("spec.head_dim", "64")),
-    "one more": (("family", "mla_decode"), ("spec.page_size", "64"), ("option.0", "")),
-    "one less": (("family", "mla_decode"),),
-    "another order": (("spec.page_size", "64"), ("family", "mla_decode")),
+    "another value": (("family", "mla_sm80"), ("spec.page_size", "32")),
+    "another label": (("family", "mla_sm80"), ("spec.head_dim", "64")),
+    "one more": (("family", "mla_sm80"), ("spec.page_size", "64"), ("option.0", "")),
+    "one less": (("family", "mla_sm80"),),
+    "another order": (("spec.page_size", "64"), ("family", "mla_sm80")),
     "a border moved": (("family", "mla_decodes"), ("pec.page_size", "64")),
-    "two pairs joined": (("family", 'mla_decode"],["spec.page_size","64'),),
+    "two pairs joined": (("family", 'mla_sm80"],["spec.page_size","64'),),
 }
 
 
-@pytest.mark.parametrize("ingredients", OTHER_INGREDIENTS.values(), ids=OTHER_INGREDIENTS)
-def test_every_ingredient_changes_the_digest(ingredients: tuple[tuple[str, str], ...]) -> None:
-    """Two keys with different ingredients never share a digest."""
-    other = replace(make_key(), ingredients=ingredients)
+@pytest.mark.parametrize("key_fields", OTHER_INGREDIENTS.values(), ids=OTHER_INGREDIENTS)
+def test_every_ingredient_changes_the_digest(key_fields: tuple[tuple[str, str], ...]) -> None:
+    """Two keys with different key_fields never share a digest."""
+    other = replace(make_key(), key_fields=key_fields)
 
     assert other.digest != make_key().digest
 
 
 def test_schema_changes_the_digest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A new meaning of the ingredients makes new keys of them all."""
+    """A new meaning of the key_fields makes new keys of them all."""
     before = make_key().digest
 
     monkeypatch.setattr(key_module, "SCHEMA", key_module.SCHEMA + 1)
@@ -87,7 +87,7 @@ def test_differences_name_each_label_with_both_values() -> None:
 
 
 def test_a_key_that_might_be_wrong_is_not_made() -> None:
-    """A label that occurs twice, or a value that is no text, is refused."""
+    """A label that occurs twice, or a value that is no text, is rejected."""
     with pytest.raises(AssertionError, match="occurs twice"):
         CacheKey((("family", "a"), ("family", "b")), "nvrtc-13.5.37")
     with pytest.raises(AssertionError):

@@ -130,8 +130,8 @@ def test_of_several_compilers_the_newest_serves_who_takes_any(
     layer = fill(tmp_path, "layer", *order, "nvrtc-14.0.1", "nvrtc-12.9.86")
     store = store_over(tmp_path, layer)
 
-    found = store.look_up(CacheKey(KEY.ingredients, "nvrtc-13"))
-    none = store.look_up(CacheKey(KEY.ingredients, "nvrtc-15"))
+    found = store.look_up(CacheKey(KEY.key_fields, "nvrtc-13"))
+    none = store.look_up(CacheKey(KEY.key_fields, "nvrtc-15"))
 
     assert found.entry is not None
     assert found.entry.manifest.toolchain == NEWER
@@ -143,7 +143,7 @@ def test_a_damaged_newest_leaves_the_next(tmp_path: Path) -> None:
     layer = fill(tmp_path, "layer", OLDER, NEWER)
     os.truncate(entry_folder(tmp_path / "layer", make_key(toolchain=NEWER)) / "kernel.cubin", 3)
 
-    found = store_over(tmp_path, layer).look_up(CacheKey(KEY.ingredients, "nvrtc-13"))
+    found = store_over(tmp_path, layer).look_up(CacheKey(KEY.key_fields, "nvrtc-13"))
 
     assert found.entry is not None
     assert found.entry.manifest.toolchain == OLDER

@@ -24,7 +24,7 @@ def test_an_entry_lies_under_its_key_and_toolchain() -> None:
 
 
 @pytest.mark.parametrize("toolchain", ["", "..", "a/b", "a b", ".hidden"])
-def test_a_toolchain_that_is_no_folder_name_is_refused(toolchain: str) -> None:
+def test_a_toolchain_that_is_no_folder_name_is_rejected(toolchain: str) -> None:
     """No toolchain leads out of the folder of its key."""
     with pytest.raises(AssertionError):
         Layout(Path("/cache")).entry("ab" * 32, toolchain)
@@ -76,9 +76,9 @@ def test_an_old_stray_name_is_abandoned(name: str) -> None:
 def test_a_process_of_another_user_counts_as_running(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not being allowed to signal a process proves that it is there."""
 
-    def refused(*_: object) -> None:
+    def rejected(*_: object) -> None:
         raise PermissionError
 
-    monkeypatch.setattr(os, "kill", refused)
+    monkeypatch.setattr(os, "kill", rejected)
 
     assert not is_abandoned(f"ab.{HOST}.1.00", 0)

@@ -89,10 +89,10 @@ def test_locks_that_do_not_work_are_done_without(
 ) -> None:
     """Whatever locking raises, the work is done and one line says without what."""
 
-    def refuse(*_: object, **__: object) -> None:
+    def reject(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr(filelock.FileLock, "acquire", refuse)
+    monkeypatch.setattr(filelock.FileLock, "acquire", reject)
 
     with compile_lock(tmp_path / "a.lock", timeout_s=1):
         lines = [record.message for record in messages.records]

@@ -71,15 +71,15 @@ def test_an_empty_folder_is_no_entry_to_lose_against(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("step", ["make", "write", "sync", "move"])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EMFILE])
-def test_a_step_that_the_disk_refuses_leaves_nothing(
+def test_a_step_that_the_disk_rejects_leaves_nothing(
     step: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The error reaches the caller; no entry is visible and staging is empty."""
 
-    def refuse(*_: object, **__: object) -> None:
+    def reject(*_: object, **__: object) -> None:
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(Folder, step, refuse)
+    monkeypatch.setattr(Folder, step, reject)
     (tmp_path / "v1/staging").mkdir(parents=True)
 
     with pytest.raises(OSError, match=os.strerror(code)):
@@ -129,7 +129,7 @@ def test_require_writable_makes_the_staging_folder(tmp_path: Path) -> None:
     assert (tmp_path / "cache/v1/staging").is_dir()
 
 
-def test_require_writable_refuses_a_read_only_folder(
+def test_require_writable_rejects_a_read_only_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A folder that exists and may not be written is an OSError, before anything is tried."""

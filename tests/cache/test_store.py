@@ -184,7 +184,7 @@ def test_publishing_sweeps_abandoned_staging(store: KernelStore, tmp_path: Path)
 
 
 @pytest.mark.parametrize("prefix", ["", "abcde", "ABCDEF", "abcdeg", "../../", "a" * 65])
-def test_select_refuses_what_is_no_prefix(prefix: str, store: KernelStore) -> None:
+def test_select_rejects_what_is_no_prefix(prefix: str, store: KernelStore) -> None:
     """Fewer than six digits, more than a key has, or other characters are the caller's error."""
     with pytest.raises(ArgumentError) as caught:
         store.select(prefix)
@@ -192,7 +192,7 @@ def test_select_refuses_what_is_no_prefix(prefix: str, store: KernelStore) -> No
     assert str(caught.value) == f"key: expected 6 to 64 lower-case hex digits, got {prefix!r}"
 
 
-def test_select_refuses_a_line_end(store: KernelStore) -> None:
+def test_select_rejects_a_line_end(store: KernelStore) -> None:
     """A prefix is the digits and nothing after them."""
     with pytest.raises(ArgumentError):
         store.select("abcdef\n")
@@ -203,10 +203,10 @@ def test_quarantine_moves_and_explains(store: KernelStore, tmp_path: Path) -> No
     store.find_or_build(KEY, make_build)
     (stored,) = store.entries()
 
-    cell = store.quarantine(stored, "the driver refused it")
+    cell = store.quarantine(stored, "the driver rejected it")
 
     assert cell is not None
-    assert json.loads((cell / "reason.json").read_text())["reason"] == "the driver refused it"
+    assert json.loads((cell / "reason.json").read_text())["reason"] == "the driver rejected it"
     assert (cell / "entry/kernel.cubin").read_bytes() == builds.CUBIN
     assert list(store.entries()) == []
     assert store.quarantine(stored, "again") is None

@@ -105,7 +105,7 @@ def test_a_shared_layout_trusts_all(mode: int, layout: Layout) -> None:
 
     require_trusted(shared, entry_of(layout))
     with open_below(shared, *entry_of(layout).relative_to(layout.version).parts) as entry:
-        assert entry.read("manifest.json", most_bytes=1 << 20)
+        assert entry.read("manifest.json", max_bytes=1 << 20)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a folder away")
@@ -121,7 +121,7 @@ def test_a_folder_of_another_user_is_not_trusted(
 
 
 def test_a_folder_of_root_is_trusted(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Root could do anything anyway; a user that is not its owner is refused."""
+    """Root could do anything anyway; a user that is not its owner is rejected."""
     monkeypatch.setattr(os, "geteuid", lambda: 4242)
 
     if os.getuid() == 0:
@@ -181,7 +181,7 @@ def test_a_file_that_others_may_write_is_not_read(mode: int, layout: Layout) -> 
 
     expected = f"mode {mode:04o}, which lets others write, at {file} "
     with opened(file.parent) as entry, pytest.raises(PermissionError, match=expected):
-        entry.read(file.name, most_bytes=1 << 20)
+        entry.read(file.name, max_bytes=1 << 20)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a file away")
@@ -192,7 +192,7 @@ def test_a_file_of_another_user_is_not_read(layout: Layout) -> None:
 
     expected = f"a file of user 65534 at {file} "
     with opened(file.parent) as entry, pytest.raises(PermissionError, match=expected):
-        entry.read(file.name, most_bytes=1 << 20)
+        entry.read(file.name, max_bytes=1 << 20)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a link away")

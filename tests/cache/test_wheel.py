@@ -15,7 +15,7 @@ import pytest
 from packaging.utils import parse_wheel_filename
 
 from mlagen.cache.bundle import BundleError
-from mlagen.cache.opening import packaged_layers
+from mlagen.cache.default_store import packaged_layers
 from mlagen.cache.store import KernelStore
 from mlagen.cache.wheel import export_wheel, package_of
 from mlagen.errors import ArgumentError
@@ -118,14 +118,14 @@ def test_an_installed_wheel_is_a_layer(
         *("acme\n", "a\u017fme"),
     ],
 )
-def test_a_name_that_would_be_in_the_way_is_refused(name: str) -> None:
+def test_a_name_that_would_be_in_the_way_is_rejected(name: str) -> None:
     """Neither a path, nor mlagen itself, nor what Python brings."""
     with pytest.raises(ArgumentError, match=r"^wheel: expected a name of its own"):
         package_of(name)
 
 
 @pytest.mark.parametrize("version", ["", "one", "1.0-x", "1/0", "1.0\n2", "../1"])
-def test_a_version_that_none_can_have_is_refused(
+def test_a_version_that_none_can_have_is_rejected(
     version: str, store: KernelStore, tmp_path: Path
 ) -> None:
     """It is part of the file's name."""
@@ -159,7 +159,7 @@ def test_a_version_is_written_in_its_normal_form(
 
 def test_a_damaged_entry_stops_the_export(store: KernelStore, tmp_path: Path) -> None:
     """No wheel is left, nor half of one."""
-    (entry_folder(tmp_path, key_for("mla_decode")) / "kernel.cubin").write_bytes(b"")
+    (entry_folder(tmp_path, key_for("mla_sm80")) / "kernel.cubin").write_bytes(b"")
     folder = tmp_path / "dist"
     folder.mkdir()
 

@@ -26,7 +26,7 @@ def recast(
     folder: Path,
     *,
     toolchain: str | None = None,
-    ingredients: Mapping[str, str] | None = None,
+    key_fields: Mapping[str, str] | None = None,
     created: Mapping[str, object] | None = None,
     facts: Mapping[str, object] | None = None,
     keeps: bool = False,
@@ -36,13 +36,13 @@ def recast(
     The first one is gone, unless ``keeps`` says that it stays.
     """
     manifest = Manifest.from_json((folder / "manifest.json").read_bytes())
-    changed = dict(manifest.ingredients) | dict(ingredients or {})
+    changed = dict(manifest.key_fields) | dict(key_fields or {})
     key = CacheKey(tuple(changed.items()), toolchain or manifest.toolchain)
     manifest = replace(
         manifest,
         key=key.digest,
         toolchain=key.toolchain,
-        ingredients=key.ingredients,
+        key_fields=key.key_fields,
         created={**manifest.created, **(created or {})},
         facts={**manifest.facts, **(facts or {})},
     )

@@ -76,9 +76,7 @@ def start() -> Start:
 @pytest.fixture
 def cached() -> PrewarmReport:
     """Put two kernels, which compile in 0.1 s each, into the cache."""
-    return mlagen.prewarm(
-        "sm_80", families=["combine_splits"], dtype="bf16", kv_lora_rank=[256, 512]
-    )
+    return mlagen.prewarm("sm_80", families=["combine"], dtype="bf16", kv_lora_rank=[256, 512])
 
 
 def damage(key: str, toolchain: str, cache_dir: Path) -> Path:

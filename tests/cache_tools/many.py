@@ -16,7 +16,7 @@ TOOLCHAIN = "nvrtc-13.5.37"
 
 _SPEC = {"arch": "sm_90a", "dtype": "bf16", "head_dim_vo": "NUMBER"}
 _RESOURCES = Resources(
-    symbol="combine_splits",
+    symbol="combine",
     registers=32,
     stack_bytes=0,
     spill_store_bytes=0,
@@ -69,10 +69,10 @@ def fill(root: Path, count: int) -> list[str]:
 def _key(number: str) -> CacheKey:
     spec = {**_SPEC, "head_dim_vo": number}
     options = {"gpu-architecture": "sm_90a", "no-cache": "", "std": "c++17", "fmad": "true"}
-    ingredients = {
-        "family": "combine_splits",
+    key_fields = {
+        "family": "combine",
         **{f"spec.{name}": value for name, value in spec.items()},
         **{f"option.{name}": value for name, value in options.items()},
         "templates": "0" * 64,
     }
-    return CacheKey(tuple(ingredients.items()), TOOLCHAIN)
+    return CacheKey(tuple(key_fields.items()), TOOLCHAIN)

@@ -17,7 +17,7 @@ from .altered import snapshot
 from .conftest import ROOT, Run
 from .many import fill
 
-SPEC = "combine_splits(arch=sm_90a, dtype=bf16, head_dim_vo=512)"
+SPEC = "combine(arch=sm_90a, dtype=bf16, head_dim_vo=512)"
 
 # What looks, and the code where there is nothing to be seen.
 LOOKING = {
@@ -173,11 +173,11 @@ def test_a_cache_that_cannot_be_written_can_be_looked_at(
 
     ran = run_without_privileges(*typed(arguments, key), "--json")
 
-    is_refused = arguments in REMOVING and arguments != ("cache", "gc")
-    code = CACHE_UNUSABLE if is_refused else FAILED if arguments == ASKING else DONE
+    is_rejected = arguments in REMOVING and arguments != ("cache", "gc")
+    code = CACHE_UNUSABLE if is_rejected else FAILED if arguments == ASKING else DONE
     assert ran.returncode == code, ran.stderr
-    assert (ran.stdout == "") == is_refused
-    assert ran.stderr.startswith("mlagen: cache: expected a writable folder, got ") == is_refused
+    assert (ran.stdout == "") == is_rejected
+    assert ran.stderr.startswith("mlagen: cache: expected a writable folder, got ") == is_rejected
     assert "Traceback" not in ran.stderr
     assert snapshot(cache_dir) == before
 

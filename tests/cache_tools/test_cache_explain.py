@@ -17,14 +17,14 @@ from .test_cache_why import table_in
 def test_what_differs_is_shown_and_no_more(
     run: Run, cached: PrewarmReport, cache_dir: Path
 ) -> None:
-    """The ingredients that are alike are left out, what was measured is shown for both."""
+    """The key_fields that are alike are left out, what was measured is shown for both."""
     first, second = cached.units
     before = snapshot(cache_dir)
 
     result = run("cache", "explain", first.key[:8], second.key[:8])
 
     lines = result.stdout.splitlines()
-    dims = [unit.spec.ingredients()["head_dim_vo"] for unit in (first, second)]
+    dims = [unit.spec.key_fields()["head_dim_vo"] for unit in (first, second)]
     assert result.exit_code == 0
     assert lines[:2] == [f"{first.key[:8]}: {first.spec}", f"{second.key[:8]}: {second.spec}"]
     assert table_in(result.stdout)["spec.head_dim_vo"] == dims
@@ -48,7 +48,7 @@ def test_one_kernel_by_two_compilers(run: Run, cached: PrewarmReport, cache_dir:
 
 
 def test_a_kernel_is_like_itself(run: Run, cached: PrewarmReport) -> None:
-    """Without a difference there is no table of ingredients."""
+    """Without a difference there is no table of key_fields."""
     key = cached.units[0].key
 
     result = run("cache", "explain", key, key)
@@ -89,7 +89,7 @@ def test_a_damaged_kernel_is_not_compared(
 def test_several_compilers_have_to_be_told_apart(
     run: Run, cached: PrewarmReport, cache_dir: Path
 ) -> None:
-    """A key of two entries is refused, with what to write instead."""
+    """A key of two entries is rejected, with what to write instead."""
     unit = cached.units[0]
     recast(folder_of(unit, cache_dir), toolchain="nvrtc-12.8.1", keeps=True)
 

@@ -68,7 +68,7 @@ def test_json_lists_what_is_in_it(run: Run, target: Path) -> None:
 
 @pytest.mark.parametrize(
     "choice",
-    [["--family", "mla_decode"], [key_for("mla_decode").digest[:8]]],
+    [["--family", "mla_sm80"], [key_for("mla_sm80").digest[:8]]],
     ids=["family", "key"],
 )
 def test_some_kernels_can_be_chosen(choice: list[str], run: Run, target: Path) -> None:
@@ -77,7 +77,7 @@ def test_some_kernels_can_be_chosen(choice: list[str], run: Run, target: Path) -
 
     names = [member.info.name for member in members_of(target.read_bytes())[1:]]
     assert result.exit_code == 0
-    assert {name.split("/")[1] for name in names} == {key_for("mla_decode").digest}
+    assert {name.split("/")[1] for name in names} == {key_for("mla_sm80").digest}
 
 
 def test_a_choice_of_nothing_writes_nothing(run: Run, target: Path) -> None:
@@ -91,7 +91,7 @@ def test_a_choice_of_nothing_writes_nothing(run: Run, target: Path) -> None:
 
 def test_a_damaged_kernel_stops_it(run: Run, target: Path, tmp_path: Path) -> None:
     """It fails with 1 and names the entry; nothing is written."""
-    damaged = entry_folder(tmp_path, key_for("mla_decode"))
+    damaged = entry_folder(tmp_path, key_for("mla_sm80"))
     (damaged / "kernel.cu").write_bytes(b"")
 
     result = run("cache", "export", str(target))
@@ -114,7 +114,7 @@ def test_a_wheel_goes_into_a_folder(run: Run, target: Path) -> None:
     assert f" to {wheel}, " in result.stdout
 
 
-def test_a_wheel_of_mlagen_itself_is_refused(run: Run, target: Path) -> None:
+def test_a_wheel_of_mlagen_itself_is_rejected(run: Run, target: Path) -> None:
     """Installed, it would overwrite the package."""
     result = run("cache", "export", str(target.parent), "--wheel", "mlagen")
 

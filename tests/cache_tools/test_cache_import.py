@@ -43,7 +43,7 @@ def test_kernels_are_added_and_counted(run: Run, bundle: Path, cache_dir: Path) 
 
 def test_json_says_what_came_of_each(run: Run, bundle: Path, cache_dir: Path) -> None:
     """The document has the digest, the counts and every kernel; people read stderr."""
-    filled_store(cache_dir.parent, "mla_decode")
+    filled_store(cache_dir.parent, "mla_sm80")
 
     result = run("cache", "import", str(bundle), "--json")
 
@@ -53,8 +53,8 @@ def test_json_says_what_came_of_each(run: Run, bundle: Path, cache_dir: Path) ->
     assert document["dry_run"] is False
     assert document["totals"] == {"added": 1, "kept": 1, "replaced": 0}
     assert {row["key"]: row["outcome"] for row in document["entries"]} == {
-        key_for("mla_decode").digest: "kept",
-        key_for("combine_splits").digest: "added",
+        key_for("mla_sm80").digest: "kept",
+        key_for("combine").digest: "added",
     }
     assert result.stderr.splitlines()[2].startswith("imported 2 kernels")
 
@@ -105,7 +105,7 @@ def test_a_value_that_is_none_is_bad_usage(
     assert told in result.stderr
 
 
-def test_more_than_the_largest_size_is_refused(run: Run, bundle: Path, cache_dir: Path) -> None:
+def test_more_than_the_largest_size_is_rejected(run: Run, bundle: Path, cache_dir: Path) -> None:
     """A small file can unpack to a large one."""
     result = run("cache", "import", str(bundle), "--max-size", "1K")
 

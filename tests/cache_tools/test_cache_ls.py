@@ -29,11 +29,11 @@ def test_kernels_are_listed_in_the_order_of_what_they_are(run: Run, cached: Prew
     """Rows are sorted by number, not by letter, and carry what ptxas said."""
     result = run("cache", "ls")
 
-    keys = {unit.spec.ingredients()["head_dim_vo"]: unit.key[:8] for unit in cached.units}
+    keys = {unit.spec.key_fields()["head_dim_vo"]: unit.key[:8] for unit in cached.units}
     header, *rows = [line.split() for line in result.stdout.splitlines()[:3]]
     assert header[:4] == ["key", "kernel", "arch", "dtype"]
     assert [row[:5] for row in rows] == [
-        [keys[rank], "combine_splits", "sm_80", "bf16", rank] for rank in ("256", "512")
+        [keys[rank], "combine", "sm_80", "bf16", rank] for rank in ("256", "512")
     ]
     assert {row[5] for row in rows} == {str(unit.registers) for unit in cached.units}
     assert result.stdout.splitlines()[-1].startswith(f"2 kernels by {find_nvrtc()}, ")
@@ -76,17 +76,17 @@ def test_a_damaged_entry_is_listed_with_its_problem(
 
 
 def test_json_has_all_there_is_to_know(run: Run, cached: PrewarmReport, cache_dir: Path) -> None:
-    """Each entry has its key, place, ingredients, resources and origin."""
+    """Each entry has its key, place, key_fields, resources and origin."""
     document = json.loads(run("cache", "ls", "--json").stdout)
 
     assert document["cache_dir"] == str(cache_dir)
-    by_size = sorted(cached.units, key=lambda u: int(u.spec.ingredients()["head_dim_vo"]))
+    by_size = sorted(cached.units, key=lambda u: int(u.spec.key_fields()["head_dim_vo"]))
     assert [entry["key"] for entry in document["entries"]] == [unit.key for unit in by_size]
     for entry in document["entries"]:
         assert entry["problem"] is None
         assert entry["created_by"] == "prewarm"
         assert entry["spec"]["dtype"] == "bf16"
-        assert entry["resources"][0]["symbol"] == "combine_splits"
+        assert entry["resources"][0]["symbol"] == "combine"
         assert Path(entry["path"]).is_dir()
 
 
@@ -95,7 +95,7 @@ def test_an_order_can_be_chosen(
     order: str, run: Run, cached: PrewarmReport, cache_dir: Path
 ) -> None:
     """The second of two by name comes first by size, by age and by spills."""
-    units = sorted(cached.units, key=lambda unit: int(unit.spec.ingredients()["head_dim_vo"]))
+    units = sorted(cached.units, key=lambda unit: int(unit.spec.key_fields()["head_dim_vo"]))
     first, second = (folder_of(unit, cache_dir) for unit in units)
     manifest = json.loads((second / "manifest.json").read_text())
     (resources,) = manifest["facts"]["resources"]
@@ -114,7 +114,7 @@ def test_an_order_can_be_chosen(
     [
         (("--arch", "sm_80"), 2),
         (("--arch", "sm_90a"), 0),
-        (("--family", "combine_splits,mla_decode"), 2),
+        (("--family", "combine,mla_sm80"), 2),
         (("--toolchain", "nvrtc-12.8.1"), 0),
         (("--older-than", "1h"), 1),
     ],

@@ -78,7 +78,7 @@ def test_what_another_compiler_made_goes(run: Run, cached: PrewarmReport, cache_
 def test_what_another_version_made_goes(run: Run, cached: PrewarmReport, cache_dir: Path) -> None:
     """--other-versions keeps what was rendered from the sources that are installed."""
     sound = folder_of(cached.units[0], cache_dir)
-    recast(sound, ingredients={"templates": "0" * 64}, keeps=True)
+    recast(sound, key_fields={"templates": "0" * 64}, keeps=True)
 
     result = run("cache", "prune", "--other-versions")
 
@@ -105,7 +105,7 @@ def test_nobody_knows_the_version_of_a_damaged_kernel(
 @pytest.mark.parametrize(
     ("options", "gone"),
     [
-        (("--family", "combine_splits"), 2),
+        (("--family", "combine"), 2),
         (("--arch", "sm_80"), 2),
         (("--arch", "sm_80", "--older-than", "1h"), 1),
         (("--arch", "sm_90a", "--max-size", "0"), 0),

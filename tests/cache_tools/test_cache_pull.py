@@ -88,7 +88,7 @@ def test_what_was_pushed_is_pulled(
     assert tree(tmp_path / "other/v1/e") == tree(tmp_path / "cache/v1/e")
 
 
-def test_another_bundle_than_the_pinned_one_is_refused(
+def test_another_bundle_than_the_pinned_one_is_rejected(
     run: Run, bundle: Path, cache_dir: Path
 ) -> None:
     """Whoever can write to the server cannot choose what runs here."""

@@ -48,13 +48,13 @@ def test_some_kernels_can_be_chosen(run: Run, tmp_path: Path) -> None:
     """By the same options as for export."""
     url = f"memory://{tmp_path}/kernels.tar.gz"
 
-    result = run("cache", "push", url, "--family", "mla_decode", "--json")
+    result = run("cache", "push", url, "--family", "mla_sm80", "--json")
 
     document = json.loads(result.stdout)
     names = [member.info.name for member in members_of(content_of(url))[1:]]
     assert document["bundle"] == url
-    assert [row["key"] for row in document["entries"]] == [key_for("mla_decode").digest]
-    assert {name.split("/")[1] for name in names} == {key_for("mla_decode").digest}
+    assert [row["key"] for row in document["entries"]] == [key_for("mla_sm80").digest]
+    assert {name.split("/")[1] for name in names} == {key_for("mla_sm80").digest}
 
 
 def test_a_url_that_cannot_be_written_is_bad_usage(run: Run) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from mlagen.cache.opening import kernel_store
+from mlagen.cache.default_store import kernel_store
 from mlagen.prewarming import PrewarmReport
 
 from .conftest import Run

@@ -27,11 +27,11 @@ def test_a_kernel_is_shown_with_its_facts(run: Run, cached: PrewarmReport) -> No
     facts = dict(line.strip().split("  ", 1) for line in result.stdout.splitlines())
     facts = {name: text.strip() for name, text in facts.items()}
     assert result.exit_code == 0
-    assert facts["kernel"] == "combine_splits sm_80 bf16 dims 512"
+    assert facts["kernel"] == "combine sm_80 bf16 dims 512"
     assert facts["key"] == unit.key
     assert Path(facts["folder"]).is_dir()
     assert facts["head_dim_vo"] == "512"
-    assert facts["ptxas combine_splits"].startswith(
+    assert facts["ptxas combine"].startswith(
         f"{unit.registers} registers, 0 bytes spilled, 0 bytes of stack, "
     )
     assert facts["compiled"].endswith(", by prewarm, because: absent")
@@ -76,7 +76,7 @@ def test_a_key_that_is_not_cached_exits_with_2(run: Run) -> None:
     assert result.stderr == f"mlagen: key: {rule}, got 123456\n"
 
 
-def test_two_parts_at_once_are_refused(run: Run) -> None:
+def test_two_parts_at_once_are_rejected(run: Run) -> None:
     """One of them would be left out in silence."""
     result = run("cache", "show", "123456", "--source", "--log")
 
@@ -111,7 +111,7 @@ def test_the_machine_code_is_printed(run: Run, cached: PrewarmReport) -> None:
     result = run("cache", "show", cached.units[0].key, "--sass")
 
     assert result.exit_code == 0, result.stderr
-    assert ".text.combine_splits" in result.stdout
+    assert ".text.combine" in result.stdout
     assert "EXIT" in result.stdout
 
 

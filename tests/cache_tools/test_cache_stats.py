@@ -39,7 +39,7 @@ def test_kernels_are_counted_and_weighed(run: Run, cached: PrewarmReport, cache_
     assert document["entries"] == len(cached.units)
     assert document["size_bytes"] == sum(path.stat().st_size for path in files)
     assert (document["usable"], document["unusable"], document["damaged"]) == (2, 0, 0)
-    assert groups_by(document, "family") == {"combine_splits": 2}
+    assert groups_by(document, "family") == {"combine": 2}
     assert groups_by(document, "arch") == {"sm_80": 2}
     assert groups_by(document, "layer") == {str(cache_dir): 2}
 
@@ -51,7 +51,7 @@ def test_what_this_installation_would_not_take_is_counted_apart(
     first, second = cached.units
     sound = folder_of(first, cache_dir)
     recast(sound, toolchain="nvrtc-12.8.1", keeps=True)
-    recast(sound, ingredients={"templates": "0" * 64}, keeps=True)
+    recast(sound, key_fields={"templates": "0" * 64}, keeps=True)
     (folder_of(second, cache_dir) / "manifest.json").write_text("{")
 
     document = stats(run)

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from mlagen.prewarming import PrewarmReport
-from mlagen.spec.combine import CombineSplitsSpec
+from mlagen.spec.combine import CombineSpec
 
 from .altered import folder_of, move_to_layer, recast, snapshot
 from .conftest import Run, damage
 
 
 def table_in(text: str) -> dict[str, list[str]]:
-    """Return the rows of the table of ingredients by their label."""
+    """Return the rows of the table of key_fields by their label."""
     lines = text.splitlines()
     start = next(number for number, line in enumerate(lines) if line.startswith("ingredient"))
     rows = [line.split() for line in lines[start + 1 :]]
@@ -46,9 +46,9 @@ def test_a_kernel_of_a_layer_is_found_there(
 
 
 def test_a_missing_kernel_is_compared_with_the_nearest(run: Run, cached: PrewarmReport) -> None:
-    """It exits with 1, and shows the ingredients that differ and no others."""
+    """It exits with 1, and shows the key_fields that differ and no others."""
     spec = cached.units[0].spec
-    assert isinstance(spec, CombineSplitsSpec)
+    assert isinstance(spec, CombineSpec)
 
     result = run("cache", "why", str(replace(spec, head_dim_vo=128)))
 
@@ -59,7 +59,7 @@ def test_a_missing_kernel_is_compared_with_the_nearest(run: Run, cached: Prewarm
         {"spec.head_dim_vo": ["128", "256"]},
         {"spec.head_dim_vo": ["128", "512"]},
     )
-    assert lines[-1].startswith("run: mlagen prewarm --kernel 'combine_splits(arch=sm_80, ")
+    assert lines[-1].startswith("run: mlagen prewarm --kernel 'combine(arch=sm_80, ")
 
 
 def test_other_kernel_sources_are_told_in_words(
@@ -67,7 +67,7 @@ def test_other_kernel_sources_are_told_in_words(
 ) -> None:
     """A digest says nothing to people: that the sources differ is said besides."""
     unit = cached.units[0]
-    recast(folder_of(unit, cache_dir), ingredients={"templates": "0" * 64})
+    recast(folder_of(unit, cache_dir), key_fields={"templates": "0" * 64})
 
     result = run("cache", "why", str(unit.spec))
 
@@ -105,7 +105,7 @@ def test_a_damaged_kernel_is_the_reason_and_stays(
 def test_a_folder_that_others_may_write_in_is_the_reason(
     run: Run, cached: PrewarmReport, cache_dir: Path
 ) -> None:
-    """The advice of the refusal is in the answer."""
+    """The advice of the rejection is in the answer."""
     cache_dir.chmod(0o777)
 
     result = run("cache", "why", str(cached.units[0].spec))
@@ -117,10 +117,10 @@ def test_a_folder_that_others_may_write_in_is_the_reason(
 
 def test_without_any_kernel_there_is_nothing_to_compare(run: Run, cache_dir: Path) -> None:
     """An empty cache is a plain miss, and stays away."""
-    result = run("cache", "why", "combine_splits(arch=sm_80, dtype=bf16, head_dim_vo=512)")
+    result = run("cache", "why", "combine(arch=sm_80, dtype=bf16, head_dim_vo=512)")
 
     assert result.exit_code == 1
-    assert "no other combine_splits is cached to compare with" in result.stdout
+    assert "no other combine is cached to compare with" in result.stdout
     assert not cache_dir.exists()
 
 
@@ -137,7 +137,7 @@ def test_a_cached_key_says_why_it_was_compiled(
     assert result.exit_code == 0
     assert result.stdout.splitlines()[0].startswith(f"{second.spec}, key {second.key[:8]}, by ")
     assert "compiled because: other toolchain, by prewarm of mlagen " in result.stdout
-    dims = [unit.spec.ingredients()["head_dim_vo"] for unit in (second, first)]
+    dims = [unit.spec.key_fields()["head_dim_vo"] for unit in (second, first)]
     assert table_in(result.stdout) == {"spec.head_dim_vo": dims}
 
 
@@ -150,7 +150,7 @@ def test_a_younger_kernel_explains_nothing(
 
     result = run("cache", "why", first.key)
 
-    assert "no other combine_splits is cached to compare with" in result.stdout
+    assert "no other combine is cached to compare with" in result.stdout
 
 
 def test_a_kernel_of_before_reasons_were_kept_has_none(

@@ -122,7 +122,7 @@ def _raising(error: BaseException) -> Callable[[], None]:
         (("cache", "ls", "--arch", "sm_90a", "--json"), 0),
         (("cache", "stats"), 0),
         (("cache", "verify"), 0),
-        (("cache", "why", "combine_splits(arch=sm_80, dtype=bf16, head_dim_vo=512)"), 1),
+        (("cache", "why", "combine(arch=sm_80, dtype=bf16, head_dim_vo=512)"), 1),
         (("cache", "prune", "--older-than", "1d"), 0),
         (("cache", "gc"), 0),
         (("resources",), 0),
@@ -176,9 +176,7 @@ def test_starting_imports_no_more_than_click() -> None:
 
 def test_ctrl_c_keeps_what_is_finished(start: Start, run: Run, cache_dir: Path) -> None:
     """An interrupted prewarm exits with 130 and leaves whole entries and nothing half-written."""
-    process = start(
-        "prewarm", "--arch", "sm_80", "--family", "combine_splits,mla_decode", "-j", "1"
-    )
+    process = start("prewarm", "--arch", "sm_80", "--family", "combine,mla_sm80", "-j", "1")
     assert process.stderr is not None
 
     first = process.stderr.readline()

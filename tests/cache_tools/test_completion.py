@@ -16,9 +16,9 @@ from cache_tools.cli import cli
         (["prewarm", "--arch"], "h1", ["H100"]),
         (["prewarm", "--arch"], "sm_80,sm_90", ["sm_80,sm_90a"]),
         (["prewarm", "--arch"], "na", ["native"]),
-        (["prewarm", "--family"], "comb", ["combine_splits"]),
+        (["prewarm", "--family"], "comb", ["combine"]),
         (["cache", "ls", "--arch"], "sm_9", ["sm_90a"]),
-        (["cache", "ls", "--family"], "comb", ["combine_splits"]),
+        (["cache", "ls", "--family"], "comb", ["combine"]),
     ],
 )
 def test_values_are_completed_one_after_the_other(

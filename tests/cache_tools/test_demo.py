@@ -12,7 +12,7 @@ import torch
 
 from cache_tools.commands import demo
 from mlagen import engine
-from mlagen.cache.opening import kernel_store
+from mlagen.cache.default_store import kernel_store
 from mlagen.errors import ToolchainError
 
 from .conftest import Run, Start
@@ -49,11 +49,11 @@ def test_without_a_gpu_kernels_are_compiled_found_and_the_cpu_is_right(run: Run)
         "slow, and the same checks and results",
     ]
     assert [(kernel["family"], kernel["spec"]["arch"]) for kernel in document["kernels"]] == [
-        ("mla_decode", "sm_90a"),
-        ("mla_hopper", "sm_90a"),
-        ("combine_splits", "sm_90a"),
-        ("mla_decode", "sm_80"),
-        ("combine_splits", "sm_80"),
+        ("mla_sm80", "sm_90a"),
+        ("mla_sm90", "sm_90a"),
+        ("combine", "sm_90a"),
+        ("mla_sm80", "sm_80"),
+        ("combine", "sm_80"),
     ]
     assert all(Path(kernel["path"]).is_dir() for kernel in document["kernels"])
     assert len(list(kernel_store().entries())) == 5
@@ -86,8 +86,8 @@ def test_the_kernels_are_those_of_the_call() -> None:
     report = demo._prewarm("sm_90a")
 
     families = [unit.spec.family for unit in report.units]
-    assert families == ["mla_decode", "mla_hopper", "combine_splits"]
-    assert [unit.spec.ingredients()["tile_rows"] for unit in report.units[:2]] == ["16", "16"]
+    assert families == ["mla_sm80", "mla_sm90", "combine"]
+    assert [unit.spec.key_fields()["block_m"] for unit in report.units[:2]] == ["16", "16"]
 
 
 @pytest.mark.parametrize(

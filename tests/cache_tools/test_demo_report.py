@@ -28,7 +28,7 @@ def demo_document(*, is_right: bool) -> dict[str, Any]:
         "kernels": [
             {
                 "key": KEY,
-                "family": "combine_splits",
+                "family": "combine",
                 "spec": {"arch": "sm_90a", "dtype": "bf16", "head_dim_vo": "512"},
                 "compile_ms": 84.0,
                 "registers": 36,
@@ -61,7 +61,7 @@ def test_the_page_says_what_where_and_how_right(
     header, row = ([cell.strip() for cell in line if cell] for line in table)
     assert dict(zip(header, row, strict=True)) == {
         "key": "01234567",
-        "kernel": "combine_splits",
+        "kernel": "combine",
         "arch": "sm_90a",
         "compiled in": "84 ms",
         "registers": "36",

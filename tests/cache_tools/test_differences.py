@@ -24,10 +24,10 @@ from .altered import use
 NEWEST = "nvrtc-13.5.37"
 
 
-def make_key(toolchain: str = NEWEST, **ingredients: str) -> CacheKey:
+def make_key(toolchain: str = NEWEST, **key_fields: str) -> CacheKey:
     """Return the key of a small kernel."""
     told = {"family": "attend", "spec.arch": "sm_80", "spec.page_size": "64"} | {
-        name.replace("__", "."): value for name, value in ingredients.items()
+        name.replace("__", "."): value for name, value in key_fields.items()
     }
     return CacheKey(tuple(told.items()), toolchain)
 

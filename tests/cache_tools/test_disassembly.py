@@ -61,7 +61,7 @@ def test_the_path_is_the_last_resort(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ],
     ids=["with a reason", "without one"],
 )
-def test_what_it_refuses_is_an_error(
+def test_what_it_rejects_is_an_error(
     script: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The message has the first line of its own, and the file."""

@@ -128,13 +128,13 @@ def test_a_missing_package_is_told_with_its_cure(run: Run, monkeypatch: pytest.M
 
 
 def test_a_driver_that_fails_is_told(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the driver refuses is a problem, and the rest is examined all the same."""
+    """What the driver rejects is a problem, and the rest is examined all the same."""
 
-    def refuse() -> None:
+    def reject() -> None:
         raise mlagen.DriverError("cuDeviceGetCount: unknown error", symbol="cuDeviceGetCount")
 
     monkeypatch.setattr(device, "driver_version", lambda: "13.0")
-    monkeypatch.setattr(device, "visible_devices", refuse)
+    monkeypatch.setattr(device, "visible_devices", reject)
 
     found = document(run)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cache_tools.entries import document_of, entries_of, moment_of
-from mlagen.cache.opening import kernel_store
+from mlagen.cache.default_store import kernel_store
 from mlagen.errors import ArgumentError
 from mlagen.prewarming import PrewarmReport
 
@@ -39,7 +39,7 @@ def test_the_beginning_of_a_key_is_enough(digits: int, cached: PrewarmReport) ->
     ],
     ids=["nothing begins so", "too short", "no digits"],
 )
-def test_what_names_no_entry_is_refused(prefix: str, message: str) -> None:
+def test_what_names_no_entry_is_rejected(prefix: str, message: str) -> None:
     """The message says what a key is."""
     with pytest.raises(ArgumentError) as raised:
         entries_of(kernel_store(), prefix)
@@ -48,7 +48,7 @@ def test_what_names_no_entry_is_refused(prefix: str, message: str) -> None:
 
 
 def test_several_keys_are_told(cached: PrewarmReport, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prefix of two keys is refused, with the digits that tell them apart."""
+    """A prefix of two keys is rejected, with the digits that tell them apart."""
     store = kernel_store()
     everything = list(store.entries())
     monkeypatch.setattr(store, "select", lambda _prefix: everything)

@@ -9,7 +9,7 @@ import click
 import pytest
 
 from cache_tools.entry_options import Choice, age, is_older, names_of
-from mlagen.cache.opening import kernel_store
+from mlagen.cache.default_store import kernel_store
 
 from .altered import use
 from .many import TOOLCHAIN, fill
@@ -33,7 +33,7 @@ def test_no_age_is_no_limit() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "30", "d", "-1d", "1e3s", "1 month", "1d 2h"])
-def test_what_is_no_age_is_refused(text: str) -> None:
+def test_what_is_no_age_is_rejected(text: str) -> None:
     """The message has an example and the value."""
     with pytest.raises(click.BadParameter, match="expected an age such as 90min") as caught:
         age(CONTEXT, OPTION, text)
@@ -47,8 +47,8 @@ def test_what_is_no_age_is_refused(text: str) -> None:
         (Choice(), True),
         (Choice(archs=["sm_80", "sm_90a"]), True),
         (Choice(archs=["sm_80"]), False),
-        (Choice(families=["combine_splits"]), True),
-        (Choice(families=["mla_decode"]), False),
+        (Choice(families=["combine"]), True),
+        (Choice(families=["mla_sm80"]), False),
         (Choice(toolchains=[TOOLCHAIN]), True),
         (Choice(toolchains=["nvrtc-13"]), True),
         (Choice(toolchains=["nvrtc-13.0.88", "nvrtc-12"]), False),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cache_tools.installation import is_of_sources, is_of_toolchain, wanted_or_none
-from mlagen.cache.opening import kernel_store
+from mlagen.cache.default_store import kernel_store
 from mlagen.codegen.sources import template_digest
 from mlagen.prewarming import PrewarmReport
 from mlagen.settings import current_settings

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from mlagen.cache.opening import kernel_store
+from mlagen.cache.default_store import kernel_store
 
 from .conftest import ROOT
 
@@ -23,7 +23,7 @@ SCRIPT = (
     "from cache_tools.__main__ import main; main()"
 )
 KERNELS = (
-    *("prewarm", "--arch", "sm_80", "--family", "combine_splits,gqa_decode"),
+    *("prewarm", "--arch", "sm_80", "--family", "combine,gqa_sm80"),
     *("--dtype", "bf16", "--page-size", "16", "-j", "2"),
 )
 

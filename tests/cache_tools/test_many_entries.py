@@ -84,7 +84,7 @@ def test_a_list_takes_less_than_a_second(form: tuple[str, ...], many: Path) -> N
         (("cache", "stats"), DONE, "kernels          10000, "),
         (("cache", "verify"), DONE, "10000 entries: 10000 sound, 0 bad"),
         (("cache", "prune", "--max-size", "0", "--dry-run"), DONE, "would remove 10000 kernels"),
-        (("cache", "why", "combine_splits(arch=sm_90a, dtype=bf16, head_dim_vo=512)"), FAILED, "t"),
+        (("cache", "why", "combine(arch=sm_90a, dtype=bf16, head_dim_vo=512)"), FAILED, "t"),
         (("resources",), DONE, "10000 kernels, 0 with spills"),
     ],
     ids=["ls", "stats", "verify", "prune", "why", "resources"],

@@ -24,7 +24,7 @@ def test_numbers_are_numbers() -> None:
 
 
 @pytest.mark.parametrize("value", ["0", "1,big", "-1", ""])
-def test_what_is_no_number_is_refused(value: str) -> None:
+def test_what_is_no_number_is_rejected(value: str) -> None:
     """The message has the rule and the value."""
     with pytest.raises(click.BadParameter) as caught:
         numbers(1)(CONTEXT, OPTION, value)

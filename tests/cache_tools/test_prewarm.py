@@ -17,7 +17,7 @@ from tests.kernels import COMBINE
 from .conftest import Run
 
 SMALL = (
-    *("prewarm", "--arch", "sm_80", "--family", "combine_splits", "--dtype", "bf16"),
+    *("prewarm", "--arch", "sm_80", "--family", "combine", "--dtype", "bf16"),
     *("--kv-lora-rank", "256,512"),
 )
 
@@ -55,7 +55,7 @@ def test_json_has_every_unit_and_the_totals(run: Run, cache_dir: Path) -> None:
         "bundle": None,
     }
     assert unit["spec"] == {"arch": "sm_80", "dtype": "bf16", "head_dim_vo": "512"}
-    assert (unit["family"], unit["arch"]) == ("combine_splits", "sm_80")
+    assert (unit["family"], unit["arch"]) == ("combine", "sm_80")
     assert (unit["status"], unit["error"], unit["spill_bytes"]) == ("built", None, 0)
     assert unit["toolchain"] == str(find_nvrtc())
     assert 0 < unit["ms"] <= ms
@@ -68,7 +68,7 @@ def test_json_has_every_unit_and_the_totals(run: Run, cache_dir: Path) -> None:
 def test_a_dry_run_lists_what_is_missing(run: Run, cached: PrewarmReport) -> None:
     """Each kernel has a row with its status and the beginning of its key, and the code is 1."""
     result = run(
-        *("prewarm", "--arch", "sm_80", "--family", "combine_splits", "--dry-run"),
+        *("prewarm", "--arch", "sm_80", "--family", "combine", "--dry-run"),
         *("--kv-lora-rank", "256,512", "--dtype", "bf16,fp16"),
     )
 
@@ -105,7 +105,7 @@ def test_what_no_kernel_serves_is_left_out_and_named(
     assert "e4m3" in {unit["spec"].get("kv_dtype") for unit in document["units"]}
 
 
-def test_a_model_of_which_nothing_is_left_is_refused(run: Run) -> None:
+def test_a_model_of_which_nothing_is_left_is_rejected(run: Run) -> None:
     """With what there is instead, and before anything else happens."""
     result = run("prewarm", "--model", "deepseek-v3", "--kv-dtype", "int8", "--arch", "sm_90a")
 
@@ -153,7 +153,7 @@ def test_options_reach_the_selection(run: Run, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(prewarming, "prewarm", record)
 
     result = run(
-        *("prewarm", "--arch", "sm_90a, native", "--family", "mla_decode", "--dtype", "bf16,fp16"),
+        *("prewarm", "--arch", "sm_90a, native", "--family", "mla_sm80", "--dtype", "bf16,fp16"),
         *("--page-size", "32,64", "--heads", "16,128", "--q-len", "2", "-j", "3", "--load"),
         *("--kv-dtype", "e4m3", "--head-dim", "128", "--kv-heads", "8", "--lookup", "sparse"),
         *("--model", "kimi-k2, ./config.json", "--tp", "1,8", "--isolate", "--timeout", "9.5"),
@@ -164,7 +164,7 @@ def test_options_reach_the_selection(run: Run, monkeypatch: pytest.MonkeyPatch) 
     assert callable(given.pop("on_event"))
     assert given == {
         "archs": ["sm_90a", "native"],
-        "families": ["mla_decode"],
+        "families": ["mla_sm80"],
         "dtype": ["bf16", "fp16"],
         "page_size": [32, 64],
         "heads": [16, 128],
@@ -241,7 +241,7 @@ def test_bad_usage_exits_with_2(arguments: tuple[str, ...], message: str, run: R
 
 
 def test_numbers_say_their_rule(run: Run) -> None:
-    """A list of numbers that is none is refused with the rule and the value."""
+    """A list of numbers that is none is rejected with the rule and the value."""
     result = run("prewarm", "--page-size", "64,big")
 
     assert "expected numbers from 1 on, with commas, got '64,big'" in result.stderr

@@ -124,7 +124,7 @@ def test_nothing_makes_no_bundle(
     assert not Path("x").exists()
 
 
-def test_a_bundle_without_a_folder_is_refused_before_anything_is_compiled(
+def test_a_bundle_without_a_folder_is_rejected_before_anything_is_compiled(
     run: Run, tmp_path: Path, cache_dir: Path
 ) -> None:
     """Compiling a model takes minutes, and its bundle would have no place."""

@@ -10,14 +10,14 @@ import pytest
 
 import mlagen
 from mlagen import engine
-from mlagen.cache.opening import kernel_store
+from mlagen.cache.default_store import kernel_store
 from mlagen.prewarming import isolation
 from mlagen.spec.kernel import KernelSpec
 
 from .conftest import Run, Start
 
 SMALL = (
-    *("prewarm", "--arch", "sm_80", "--family", "combine_splits", "--dtype", "bf16"),
+    *("prewarm", "--arch", "sm_80", "--family", "combine", "--dtype", "bf16"),
     *("--kv-lora-rank", "256,512"),
 )
 
@@ -115,7 +115,7 @@ def test_a_signal_keeps_what_is_finished_and_leaves_nothing_else(
     number: signal.Signals, isolate: tuple[str, ...], start: Start, cache_dir: Path
 ) -> None:
     """It exits with 130; each entry is sound, and the staging folder empty."""
-    arguments = ("prewarm", "--arch", "sm_80,sm_86,sm_90a", "--family", "combine_splits,gqa_decode")
+    arguments = ("prewarm", "--arch", "sm_80,sm_86,sm_90a", "--family", "combine,gqa_sm80")
     # One after the other: the first is small, and those after it are many.
     kernels = ("--dtype", "bf16", "--page-size", "16", "-j", "1")
     process = start(*arguments, *kernels, *isolate)

@@ -15,7 +15,7 @@ from tests.kernels import COMBINE
 from .conftest import Run
 
 LINE = json.dumps({"kernel": str(COMBINE)}) + "\n"
-TABLE = '[[kernel]]\nfamily = "combine_splits"\ndtype = "bf16"\nkv_lora_rank = 512\n'
+TABLE = '[[kernel]]\nfamily = "combine"\ndtype = "bf16"\nkv_lora_rank = 512\n'
 
 
 def kernels(run: Run, *arguments: str, answer: str | None = None) -> list[str]:
@@ -39,11 +39,11 @@ def test_a_model_is_prewarmed_by_its_name(run: Run) -> None:
 
     families = [name.partition("(")[0] for name in named]
     assert {name: families.count(name) for name in families} == {
-        "mla_decode": 12,
-        "mla_hopper": 2,
-        "mla_hopper_e4m3": 3,
-        "mla_hopper_packed": 6,
-        "combine_splits": 2,
+        "mla_sm80": 12,
+        "mla_sm90": 2,
+        "mla_sm90_fp8": 3,
+        "mla_sm90_fp8kv": 6,
+        "combine": 2,
     }
 
 
@@ -88,7 +88,7 @@ def test_all_of_them_together_are_prewarmed_once(run: Run, tmp_path: Path) -> No
         *("--model", "deepseek-v3", "--tp", "8", "--arch", "sm_80"),
     )
 
-    assert [name.partition("(")[0] for name in named] == ["combine_splits", "mla_decode"]
+    assert [name.partition("(")[0] for name in named] == ["combine", "mla_sm80"]
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_tables_have_the_names_of_the_options() -> None:
 
 @pytest.mark.timeout(15)
 @pytest.mark.parametrize("source", ["--from-log", "--model", "file", "standard input"])
-def test_a_source_without_an_end_is_refused(source: str, run: Run, tmp_path: Path) -> None:
+def test_a_source_without_an_end_is_rejected(source: str, run: Run, tmp_path: Path) -> None:
     """A device costs no memory and a FIFO no wait; the exit code is that of bad usage."""
     endless = tmp_path / "endless.toml"
     if source == "standard input":

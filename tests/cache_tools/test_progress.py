@@ -15,7 +15,7 @@ from mlagen.prewarming import PrewarmEvent, PrewarmUnit
 from mlagen.spec.arch import parse_arch
 from mlagen.spec.families import specs_of
 
-FIRST, SECOND = specs_of(parse_arch("sm_80"), ["combine_splits"], dtype=["bf16"])[:2]
+FIRST, SECOND = specs_of(parse_arch("sm_80"), ["combine"], dtype=["bf16"])[:2]
 
 
 def unit(**facts: object) -> PrewarmUnit:
@@ -43,20 +43,20 @@ def event(kind: str, of: PrewarmUnit | None = None, **facts: object) -> PrewarmE
     [
         (
             event("finished", unit()),
-            "built     88 ms  combine_splits sm_80 bf16 dims 512: 32 registers",
+            "built     88 ms  combine sm_80 bf16 dims 512: 32 registers",
         ),
         (
             event("finished", unit(status="hit", ms=0.25, spill_bytes=8)),
-            ("hit      250 us  combine_splits sm_80 bf16 dims 512: 32 registers, 8 bytes spilled"),
+            ("hit      250 us  combine sm_80 bf16 dims 512: 32 registers, 8 bytes spilled"),
         ),
         (
             event(
                 "finished",
                 unit(status="failed", registers=None, error=mlagen.ToolchainError("arch: no")),
             ),
-            "failed    88 ms  combine_splits sm_80 bf16 dims 512: arch: no",
+            "failed    88 ms  combine sm_80 bf16 dims 512: arch: no",
         ),
-        (event("loaded"), "loaded           combine_splits sm_80 bf16 dims 512"),
+        (event("loaded"), "loaded           combine sm_80 bf16 dims 512"),
     ],
     ids=["built", "found, with spills", "failed", "loaded"],
 )
@@ -87,7 +87,7 @@ def test_quiet_is_a_line_for_each_failure(
         on_event(event("loaded"))
 
     shown = screen.getvalue() if screen is not None else capsys.readouterr().err
-    assert shown == "timeout   2.0 s  combine_splits sm_80 bf16 dims 512: no\n"
+    assert shown == "timeout   2.0 s  combine sm_80 bf16 dims 512: no\n"
 
 
 def terminal_of(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
@@ -109,7 +109,7 @@ def test_a_terminal_shows_what_is_being_compiled(monkeypatch: pytest.MonkeyPatch
 
     shown = screen.getvalue()
     assert "1/2" in shown
-    assert "compiling combine_splits sm_80 bf16 dims 256" in shown
+    assert "compiling combine sm_80 bf16 dims 256" in shown
 
 
 STEPS = (

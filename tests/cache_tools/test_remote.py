@@ -47,10 +47,10 @@ def exists(url: str) -> bool:
     return bool(fs.exists(path))
 
 
-def fetched(url: str, most_bytes: int = 1 << 30) -> bytes:
+def fetched(url: str, max_bytes: int = 1 << 30) -> bytes:
     """Return what is at a URL."""
     file = io.BytesIO()
-    download(url, file, most_bytes, quiet)
+    download(url, file, max_bytes, quiet)
     return file.getvalue()
 
 
@@ -191,12 +191,14 @@ def test_http_that_ends_early_is_an_error(tmp_path: Path) -> None:
 
 
 def test_nobody_there_is_one_line() -> None:
-    """A port on which nobody listens refuses."""
+    """A port on which nobody listens rejects."""
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         port = bound.getsockname()[1]
 
-        with pytest.raises(RemoteError, match=r"Connection refused.*: http://127.0.0.1:") as caught:
+        with pytest.raises(
+            RemoteError, match=r"Connection rejected.*: http://127.0.0.1:"
+        ) as caught:
             fetched(f"http://127.0.0.1:{port}/kernels.tar.gz")
 
     assert "\n" not in str(caught.value)

@@ -117,12 +117,12 @@ def test_a_document_is_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capsys.readouterr().out) == document
 
 
-@pytest.mark.parametrize("family", ["mla_decode", "gqa_decode", "combine_splits"])
+@pytest.mark.parametrize("family", ["mla_sm80", "gqa_sm80", "combine"])
 def test_the_columns_of_a_kernel_tell_it_from_every_other(family: str) -> None:
     """No two supported kernels of an architecture look alike in a list."""
     specs = specs_of(parse_arch("sm_90a"), [family])
 
-    rows = {tuple(kernel_columns(family, spec.ingredients()).values()) for spec in specs}
+    rows = {tuple(kernel_columns(family, spec.key_fields()).values()) for spec in specs}
 
     assert len(rows) == len(specs)
 
@@ -131,19 +131,19 @@ def test_a_kernel_on_one_line() -> None:
     """The line has the kernel, its target and what calls name it by."""
     (spec,) = [
         spec
-        for spec in specs_of(parse_arch("sm_80"), ["combine_splits"], dtype=["fp16"])
-        if spec.ingredients()["head_dim_vo"] == "256"
+        for spec in specs_of(parse_arch("sm_80"), ["combine"], dtype=["fp16"])
+        if spec.key_fields()["head_dim_vo"] == "256"
     ]
 
-    text = kernel_text("combine_splits", spec.ingredients())
+    text = kernel_text("combine", spec.key_fields())
 
-    assert text == "combine_splits sm_80 fp16 dims 256"
+    assert text == "combine sm_80 fp16 dims 256"
 
 
 def test_resources_are_those_of_the_kernel() -> None:
     """Spills are stores and loads together, shared memory is static and dynamic."""
     kernel = {
-        "symbol": "mla_decode",
+        "symbol": "mla_sm80",
         "registers": 200,
         "stack_bytes": 0,
         "spill_store_bytes": 8,

@@ -49,7 +49,7 @@ def test_other_machine_code_is_told(cached: PrewarmReport, cache_dir: Path, tmp_
     folder = folder_of(cached.units[0], cache_dir)
     manifest = Manifest.from_json((folder / "manifest.json").read_bytes())
     source = (folder / "kernel.cu").read_text()
-    (folder / "kernel.cu").write_text(source.replace("combine_splits(", "combine_splits_2("))
+    (folder / "kernel.cu").write_text(source.replace("combine(", "combine_2("))
 
     ran = run_program(program_of(manifest, folder), tmp_path)
 
@@ -57,7 +57,7 @@ def test_other_machine_code_is_told(cached: PrewarmReport, cache_dir: Path, tmp_
     assert (ran.returncode, ran.stderr) == (1, f"{expected}{manifest.toolchain} made\n")
 
 
-def test_what_nvrtc_refuses_is_shown(
+def test_what_nvrtc_rejects_is_shown(
     cached: PrewarmReport, cache_dir: Path, tmp_path: Path
 ) -> None:
     """The log of the compiler comes out, without a traceback."""

@@ -26,7 +26,7 @@ def test_every_kernel_has_a_row(run: Run, cached: PrewarmReport, cache_dir: Path
     result = run("resources")
 
     header, *rows, summary = [line.split() for line in result.stdout.splitlines()]
-    units = sorted(cached.units, key=lambda unit: int(unit.spec.ingredients()["head_dim_vo"]))
+    units = sorted(cached.units, key=lambda unit: int(unit.spec.key_fields()["head_dim_vo"]))
     assert result.exit_code == 0
     assert header[-5:] == [
         *("registers", "spill_bytes", "stack_bytes", "static_shared_bytes", "shared_bytes")

@@ -1,4 +1,4 @@
-"""A cache that other users can change: every command refuses it, and nothing of it is touched."""
+"""A cache that other users can change: every command rejects it, and nothing of it is touched."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.faults.strangers import give_away
 from .altered import move_to_layer, snapshot
 from .conftest import Run, damage
 
-KEY = key_for("mla_decode").digest
+KEY = key_for("mla_sm80").digest
 
 COMMANDS: dict[str, tuple[str, ...]] = {
     "gc": ("gc",),
@@ -66,7 +66,7 @@ OPEN: dict[str, Callable[[Path, pytest.MonkeyPatch], object]] = {
 }
 
 
-def refuse_all(
+def reject_all(
     run: Run, command: tuple[str, ...], bundle: Path, cache_dir: Path, victim: Path
 ) -> None:
     """Require that a command ends with one line and code 4, and that nothing changes."""
@@ -86,7 +86,7 @@ def refuse_all(
 @pytest.mark.parametrize("spoil", OPEN.values(), ids=OPEN)
 @pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
 @pytest.mark.parametrize("place", ["", "v1/e", "v1/quarantine", "key"])
-def test_every_command_refuses_a_cache_that_others_can_change(
+def test_every_command_rejects_a_cache_that_others_can_change(
     place: str,
     command: tuple[str, ...],
     spoil: Callable[[Path, pytest.MonkeyPatch], object],
@@ -100,7 +100,7 @@ def test_every_command_refuses_a_cache_that_others_can_change(
     (cache_dir / "v1/quarantine").mkdir(mode=0o700)
     spoil(place_of(cache_dir, place), monkeypatch)
 
-    refuse_all(run, command, bundle, cache_dir, tmp_path / "out")
+    reject_all(run, command, bundle, cache_dir, tmp_path / "out")
 
 
 @pytest.mark.parametrize("trust", ["", "1"], ids=["own", "shared"])
@@ -129,7 +129,7 @@ def test_no_command_follows_a_link(
         os.utime(path, (0, 0))  # older than what is swept
     link.symlink_to(victim)
 
-    refuse_all(run, command, bundle, cache_dir, victim)
+    reject_all(run, command, bundle, cache_dir, victim)
 
 
 @pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
@@ -177,11 +177,11 @@ def test_a_file_that_others_can_change_is_not_read(
         give_away(other / file, monkeypatch)
     run("cache", "rm", KEY)
 
-    refuse_all(run, command, bundle, cache_dir, tmp_path / "out")
+    reject_all(run, command, bundle, cache_dir, tmp_path / "out")
 
 
 @pytest.mark.parametrize("name", ["ls", "verify", "stats", "export", "push"])
-def test_a_layer_that_others_can_change_is_refused(
+def test_a_layer_that_others_can_change_is_rejected(
     name: str, bundle: Path, run: Run, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever asks for the layers is told why one is not used."""
@@ -189,7 +189,7 @@ def test_a_layer_that_others_can_change_is_refused(
     (layer / "v1/e").chmod(0o777)
     options = () if name == "stats" else ("--layers",)
 
-    refuse_all(run, (*COMMANDS[name], *options), bundle, layer, layer)
+    reject_all(run, (*COMMANDS[name], *options), bundle, layer, layer)
 
 
 def test_a_cache_that_others_can_change_can_be_examined(

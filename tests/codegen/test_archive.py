@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CALL = (
     "import mlagen\n"
     "try:\n"
-    "    mlagen.prewarm('sm_80', families=['combine_splits'])\n"
+    "    mlagen.prewarm('sm_80', families=['combine'])\n"
     "except mlagen.ToolchainError as error:\n"
     "    print(error)\n"
 )

@@ -13,9 +13,9 @@ from mlagen.compiler.toolchain import find_nvrtc
 from mlagen.errors import CompileError
 from mlagen.spec.kernel import KernelSpec
 from tests.cache.builds import ROOT
-from tests.kernels import COMBINE, mla_decode
+from tests.kernels import COMBINE, mla_sm80
 
-SPECS = (mla_decode(), COMBINE)
+SPECS = (mla_sm80(), COMBINE)
 
 
 def template_lines(source: Source) -> list[tuple[str, str]]:
@@ -77,7 +77,7 @@ def test_rendering_is_repeatable() -> None:
     [
         "common/types.cuh",
         "kernels/combine/config.cuh.j2",
-        "kernels/combine/combine_splits.cuh",
+        "kernels/combine/combine.cuh",
         "kernels/combine/kernel.cu.j2",
     ],
 )

@@ -78,7 +78,7 @@ def test_an_error_is_reported_in_the_template() -> None:
 
 
 def test_an_error_of_ptxas_is_reported() -> None:
-    """What ptxas refuses is the message, though it has no place in the source."""
+    """What ptxas rejects is the message, though it has no place in the source."""
     text = KERNEL.replace("p[threadIdx.x] = 1;", 'asm volatile("not_an_instruction;");')
 
     with pytest.raises(CompileError) as caught:
@@ -109,7 +109,7 @@ def test_positions_become_those_of_the_template(log: str, expected: str) -> None
     assert rewritten == expected
 
 
-def test_an_architecture_that_nvrtc_does_not_know_is_refused() -> None:
+def test_an_architecture_that_nvrtc_does_not_know_is_rejected() -> None:
     """The message lists the architectures of this NVRTC."""
     nvrtc = find_nvrtc()
     numbers = load_nvrtc(nvrtc.path).supported_archs()

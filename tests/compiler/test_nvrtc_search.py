@@ -128,12 +128,12 @@ def test_a_place_that_cannot_be_searched_is_passed_by(
     (machine / "file").touch()
     real = Path.open
 
-    def refuse(self: Path, *arguments: Any, **options: Any) -> Any:
+    def reject(self: Path, *arguments: Any, **options: Any) -> Any:
         if self.is_relative_to("/nowhere"):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return real(self, *arguments, **options)
 
-    monkeypatch.setattr(Path, "open", refuse)
+    monkeypatch.setattr(Path, "open", reject)
 
     for place in (machine / "file", "/" + "x" * 300, "/nowhere"):
         monkeypatch.setenv(variable, str(place))
@@ -160,11 +160,11 @@ def distribution(name):
         raise metadata.PackageNotFoundError(name)
     return real(name)
 metadata.distribution = distribution
-from mlagen.compiler.apart import compile_anywhere, compile_apart
+from mlagen.compiler.nvrtc_process import compile_anywhere, compile_in_process
 from mlagen.compiler.toolchain import find_nvrtc
 from tests.compiler.test_nvrtc import SM_100F, source
 nvrtc = find_nvrtc()
-made = [compiled(source(), SM_100F, nvrtc) for compiled in (compile_anywhere, compile_apart)]
+made = [compiled(source(), SM_100F, nvrtc) for compiled in (compile_anywhere, compile_in_process)]
 maps = Path("/proc/self/maps").read_text()
 print(json.dumps({
     "found": [nvrtc.version, str(nvrtc.path)],

@@ -9,8 +9,8 @@ from mlagen.compiler.ptxas import parse_resources, parse_warnings
 
 LOG_12_8 = """\
 ptxas info    : 32 bytes gmem, 64 bytes cmem[4]
-ptxas info    : Compiling entry function 'combine_splits' for 'sm_80'
-ptxas info    : Function properties for combine_splits
+ptxas info    : Compiling entry function 'combine' for 'sm_80'
+ptxas info    : Function properties for combine
 ptxas         .     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
 ptxas info    : Used 32 registers, used 1 barriers, 2064 bytes smem, 424 bytes cmem[0]
 ptxas info    : Compile time = 24.113 ms
@@ -18,8 +18,8 @@ ptxas info    : Compile time = 24.113 ms
 
 LOG_13_0 = """\
 ptxas info    : 120 bytes gmem, 240 bytes cmem[4]
-ptxas info    : Compiling entry function 'mla_decode' for 'sm_80'
-ptxas info    : Function properties for mla_decode
+ptxas info    : Compiling entry function 'mla_sm80' for 'sm_80'
+ptxas info    : Function properties for mla_sm80
 ptxas         .     16 bytes stack frame, 12 bytes spill stores, 8 bytes spill loads
 ptxas info    : Used 249 registers, used 1 barriers, 528 bytes cmem[0], 32 bytes cmem[2]
 ptxas info    : Compile time = 326.021 ms
@@ -64,8 +64,8 @@ def resources(symbol: str, registers: int, *sizes: int) -> Resources:
 @pytest.mark.parametrize(
     ("log", "expected"),
     [
-        (LOG_12_8, (resources("combine_splits", 32, 0, 0, 0, 2064),)),
-        (LOG_13_0, (resources("mla_decode", 249, 16, 12, 8, 0),)),
+        (LOG_12_8, (resources("combine", 32, 0, 0, 0, 2064),)),
+        (LOG_13_0, (resources("mla_sm80", 249, 16, 12, 8, 0),)),
         (
             LOG_13_5,
             (resources("narrow", 8, 0, 0, 0, 0), resources("wide", 32, 256, 0, 0, 400)),

@@ -157,7 +157,7 @@ def test_without_nvrtc_the_message_says_what_to_install(
     assert str(caught.value) == message
 
 
-def test_an_nvrtc_that_is_too_old_is_refused(bare: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_nvrtc_that_is_too_old_is_rejected(bare: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The message names the version needed, the one found, and the upgrade."""
     install(bare, tmp_path, "12.9.1", {"nvidia-cuda-nvrtc-cu12": "12.6.85"})
 
@@ -227,7 +227,7 @@ def test_the_target_as_nvrtc_knows_it(arch: str, version: str, target: str) -> N
     ("version", "is_given"), [("12.8.93", False), ("12.9.86", True), ("13.5.37", True)]
 )
 def test_the_cache_of_nvrtc_is_off_where_it_has_one(version: str, is_given: bool) -> None:
-    """The option came with the cache, in 12.9; an older NVRTC refuses to hear of it."""
+    """The option came with the cache, in 12.9; an older NVRTC rejects to hear of it."""
     options = options_for(parse_arch("sm_90a"), str(nvrtc(version)))
 
     assert ("--no-cache" in options) is is_given

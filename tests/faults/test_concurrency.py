@@ -61,7 +61,7 @@ def test_processes_that_evict_each_others_kernels_get_the_right_ones(
 ) -> None:
     """32 processes want 16 kernels where few fit: no bytes are wrong, lost or taken for damage."""
     monkeypatch.setattr(eviction, "YOUNG_S", -1.0)
-    most_bytes = 3 * 6000
+    max_bytes = 3 * 6000
 
     def build(key: CacheKey) -> Build:
         say(tmp_path, key.digest)
@@ -69,7 +69,7 @@ def test_processes_that_evict_each_others_kernels_get_the_right_ones(
 
     def work(number: int) -> None:
         chance = random.Random(number)  # noqa: S311 - no secret
-        store = store_in(tmp_path, max_bytes=most_bytes)
+        store = store_in(tmp_path, max_bytes=max_bytes)
         for key in chance.choices(KEYS, k=24):
             entry = store.find_or_build(key, partial(build, key))
             assert entry.cubin == cubin_of(key)
@@ -78,7 +78,7 @@ def test_processes_that_evict_each_others_kernels_get_the_right_ones(
 
     # One after the other first, so that what all want does not fit and some of it has gone: sizes
     # that are noted at the same time can be lost, and as long as they are nothing has to go.
-    store = store_in(tmp_path, max_bytes=most_bytes)
+    store = store_in(tmp_path, max_bytes=max_bytes)
     for key in KEYS:
         store.find_or_build(key, partial(build, key))
     assert whole_entries(tmp_path) < len(KEYS)
@@ -91,7 +91,7 @@ def test_processes_that_evict_each_others_kernels_get_the_right_ones(
     # Of sizes that were noted at the same time some are lost, until all is counted again.
     store.collect()
     assert whole_entries(tmp_path) > 0
-    assert sum(weight.size_bytes for weight in eviction.weights(store._layout)) <= most_bytes
+    assert sum(weight.size_bytes for weight in eviction.weights(store._layout)) <= max_bytes
     assert tree(tmp_path / "cache/v1/quarantine") == []
     assert tree(tmp_path / "cache/v1/staging") == []
 

@@ -14,7 +14,7 @@ from tests.cache import builds
 from tests.cache.builds import CountedBuild, entry_folder, make_key, tree
 from tests.faults.steps import KEY, ask, store_in, warnings_in, whole_entries
 
-NEWER = CacheKey(KEY.ingredients, "nvrtc-13.6.1")
+NEWER = CacheKey(KEY.key_fields, "nvrtc-13.6.1")
 
 
 def contents(folder: Path) -> dict[str, bytes | None]:

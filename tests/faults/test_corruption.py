@@ -138,15 +138,15 @@ def claim(*, seals: bool, **changes: object) -> Damage:
     return act
 
 
-ARCH = (("family", "mla_decode"), ("spec.arch", "sm_100f"), ("spec.page_size", "64"))
+ARCH = (("family", "mla_sm80"), ("spec.arch", "sm_100f"), ("spec.page_size", "64"))
 ELSEWHERE = CacheKey(ARCH, KEY.toolchain)
 
 CLAIMS: dict[str, Damage] = {
     "the code of another key": swap(CODE),
     "the manifest of another key": swap(MANIFEST),
     "code and manifest of another key": swap(CODE, MANIFEST, "kernel.cu", "build.log"),
-    "another architecture": claim(seals=False, ingredients=ARCH),
-    "another architecture, and its key": claim(seals=True, ingredients=ARCH, key=ELSEWHERE.digest),
+    "another architecture": claim(seals=False, key_fields=ARCH),
+    "another architecture, and its key": claim(seals=True, key_fields=ARCH, key=ELSEWHERE.digest),
     "another compiler": claim(seals=True, toolchain="nvrtc-12.8.1"),
     "another size": claim(seals=False, files={}),
     "no files": claim(seals=True, files={}),
@@ -166,12 +166,12 @@ def test_an_entry_that_claims_something_else_is_found(
 
 def test_a_manifest_that_claims_another_architecture_and_seals_it_is_told(folder: Path) -> None:
     """The code is what was compiled, and `verify` says that the rest does not belong to its key."""
-    claim(seals=True, ingredients=ARCH)(entry_folder(folder, KEY))
+    claim(seals=True, key_fields=ARCH)(entry_folder(folder, KEY))
 
     (stored,) = store_in(folder).select(KEY.digest)
 
     assert ask(folder).cubin == builds.CUBIN
-    assert (store_in(folder).verify(stored) or "").startswith("manifest.json: expected ingredients")
+    assert (store_in(folder).verify(stored) or "").startswith("manifest.json: expected key_fields")
 
 
 def test_entries_in_each_others_place_are_both_found(

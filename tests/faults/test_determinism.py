@@ -34,9 +34,9 @@ from tests.kernels import (
     SM_90A,
     complaints,
     forget,
-    gqa_decode,
-    mla_decode,
-    mla_hopper,
+    gqa_sm80,
+    mla_sm80,
+    mla_sm90,
 )
 
 # Of COMBINE for this compiler. A version of mlagen that makes another key of it compiles all anew,
@@ -44,7 +44,7 @@ from tests.kernels import (
 GOLDEN = "7ae17206f13e87e41754d072ca4453e8b6f8003461ef71967e8187bb419fb957"
 FIXED = "nvrtc-13.5.37"
 
-KERNELS = [COMBINE, mla_decode(), mla_hopper(), gqa_decode()]
+KERNELS = [COMBINE, mla_sm80(), mla_sm90(), gqa_sm80()]
 
 # Run in a fresh interpreter: the keys of a few kernels, and the machine code of two, made by
 # threads at once.
@@ -56,11 +56,11 @@ from dataclasses import replace
 import mlagen
 from mlagen.engine import find_or_build, key_of
 from mlagen.spec.arch import Arch
-from mlagen.spec.combine import CombineSplitsSpec
+from mlagen.spec.combine import CombineSpec
 from mlagen.spec.dtype import DType
 from mlagen.spec.families import specs_of
 assert mlagen.__file__.startswith(sys.argv[1]), mlagen.__file__
-small = CombineSplitsSpec(arch=Arch(80), dtype=DType.BF16, head_dim_vo=512)
+small = CombineSpec(arch=Arch(80), dtype=DType.BF16, head_dim_vo=512)
 two = [small, replace(small, head_dim_vo=128)]
 keys = {str(spec): key_of(spec).digest for spec in [*two, *specs_of(Arch(90, "a"))[::97]]}
 with ThreadPoolExecutor(4) as pool:
@@ -123,12 +123,12 @@ def test_every_ingredient_of_a_kernel_is_a_part_of_its_key(spec: KernelSpec) -> 
     key = key_of(spec)
     digests = {key.digest}
 
-    for number, (label, value) in enumerate(key.ingredients):
+    for number, (label, value) in enumerate(key.key_fields):
         for instead in ([(label, f"{value}x")], [(f"{label}x", value)], []):
-            pairs = (*key.ingredients[:number], *instead, *key.ingredients[number + 1 :])
+            pairs = (*key.key_fields[:number], *instead, *key.key_fields[number + 1 :])
             digests.add(CacheKey(pairs, key.toolchain).digest)
 
-    assert len(digests) == 1 + 3 * len(key.ingredients)
+    assert len(digests) == 1 + 3 * len(key.key_fields)
 
 
 def test_no_two_kernels_share_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,7 +250,7 @@ def test_what_the_compiler_is_told_is_all_in_the_key(monkeypatch: pytest.MonkeyP
     ((text, name, options),) = given
     assert name == nvrtc_module.PROGRAM_NAME
     assert os.fspath(template_root()) not in text
-    in_key = dict(key_of(replace(COMBINE, head_dim_vo=256)).ingredients)
+    in_key = dict(key_of(replace(COMBINE, head_dim_vo=256)).key_fields)
     parts = [option.lstrip("-").partition("=") for option in options]
     assert {f"option.{option}": value for option, _, value in parts} == {
         label: value for label, value in in_key.items() if label.startswith("option.")

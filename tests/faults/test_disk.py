@@ -1,4 +1,4 @@
-"""Disks that refuse: the kernel is returned all the same, with one warning and no half entry."""
+"""Disks that reject: the kernel is returned all the same, with one warning and no half entry."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OTHER = make_key("another kernel")
 
 
 class Fault:
-    """Refuses a step by number: that one, or that one and all after it."""
+    """Rejects a step by number: that one, or that one and all after it."""
 
     def __init__(self, code: int, number: int, *, lasting: bool) -> None:
         self.strikes = 0
@@ -30,7 +30,7 @@ class Fault:
         self._spares = () if code == errno.EMFILE else ("look",)
 
     def __call__(self, step: str) -> None:
-        """Count a step, and refuse it."""
+        """Count a step, and reject it."""
         if step in self._spares:
             return
         self.steps += 1
@@ -40,7 +40,7 @@ class Fault:
 
 
 def steps_of_a_build(tmp_path: Path, code: int) -> int:
-    """Return how many steps can be refused while a kernel is built and published."""
+    """Return how many steps can be rejected while a kernel is built and published."""
     fault = Fault(code, -1, lasting=False)
     with pytest.MonkeyPatch.context() as patch:
         watch(patch, before=fault)
@@ -54,7 +54,7 @@ CODES = [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EMFILE]
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("lasting", [False, True], ids=["once", "from then on"])
 @pytest.mark.parametrize("code", CODES, ids=errno.errorcode.__getitem__)
-def test_a_refusal_at_any_step_costs_no_kernel(
+def test_a_rejection_at_any_step_costs_no_kernel(
     code: int, lasting: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """At each step of a build: the kernel, one warning if it stays in memory, no half entry."""
@@ -86,7 +86,9 @@ def test_a_refusal_at_any_step_costs_no_kernel(
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("code", CODES, ids=errno.errorcode.__getitem__)
-def test_a_refusal_at_any_step_of_setting_aside_costs_no_kernel(code: int, tmp_path: Path) -> None:
+def test_a_rejection_at_any_step_of_setting_aside_costs_no_kernel(
+    code: int, tmp_path: Path
+) -> None:
     """A damaged entry that the disk keeps in its place is not served, and the kernel is built."""
     for number in itertools.count(1):
         folder, fault = tmp_path / str(number), Fault(code, number, lasting=True)

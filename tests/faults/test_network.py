@@ -132,11 +132,11 @@ def test_who_is_second_keeps_its_bytes_and_leaves_no_trace(
 ) -> None:
     """Whatever a file system calls a place that is taken, the first entry stays."""
     target = entry_folder(tmp_path, KEY)
-    real, refused = os.rename, []
+    real, rejected = os.rename, []
 
     def rename(path: str, new: str, **folders: int) -> None:
         if builds.full_path(new, folders.get("dst_dir_fd")) == target and target.exists():
-            refused.append(path)
+            rejected.append(path)
             raise OSError(code, os.strerror(code))
         real(path, new, **folders)
 
@@ -150,7 +150,7 @@ def test_who_is_second_keeps_its_bytes_and_leaves_no_trace(
 
     entry = store_in(tmp_path).find_or_build(KEY, build)
 
-    assert len(refused) == 1
+    assert len(rejected) == 1
     assert (entry.cubin, entry.path) == (builds.CUBIN, target)
     assert ask(tmp_path).cubin == OTHER_CUBIN
     assert tree(tmp_path / "cache/v1/staging") == []
@@ -213,7 +213,7 @@ def test_files_that_others_have_open_delay_deletion_and_nothing_else(
 def test_a_lock_folder_without_locks_costs_builds_only(code: int, tmp_path: Path) -> None:
     """Four processes that cannot lock all get the kernel, and one entry comes of it."""
 
-    def refuse(*_: object) -> None:
+    def reject(*_: object) -> None:
         raise OSError(code, os.strerror(code))
 
     def build() -> Build:
@@ -221,7 +221,7 @@ def test_a_lock_folder_without_locks_costs_builds_only(code: int, tmp_path: Path
         return make_build()
 
     def work(_: int) -> None:
-        fcntl.flock = refuse
+        fcntl.flock = reject
         entry = ask(tmp_path, build=build)
         assert entry.cubin == builds.CUBIN
         assert entry.path is not None

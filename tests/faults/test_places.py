@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mlagen.cache.opening import kernel_store
+from mlagen.cache.default_store import kernel_store
 from mlagen.settings import current_settings
 from tests.cache import builds
 from tests.cache.builds import CountedBuild, entry_folder, make_build, make_key, tree

@@ -16,8 +16,8 @@ import pytest
 from mlagen import engine
 from mlagen.artifacts import Source
 from mlagen.codegen.render import render
-from mlagen.compiler import apart
-from mlagen.compiler.apart import compile_anywhere
+from mlagen.compiler import nvrtc_process
+from mlagen.compiler.nvrtc_process import compile_anywhere
 from mlagen.compiler.toolchain import find_nvrtc
 from mlagen.engine import find_or_build, kernel_for
 from mlagen.runtime.loader import LoadedKernel
@@ -42,7 +42,7 @@ def test_a_child_forked_after_a_compilation_hits_and_compiles() -> None:
         hit, made = find_or_build(COMBINE), find_or_build(other)
         assert (hit.built, made.built) == (False, True)
         assert hit.entry == built.entry
-        assert not apart._is_cut
+        assert not nvrtc_process._is_cut
 
     assert in_child(work) == 0
     assert not find_or_build(other).built
@@ -55,14 +55,14 @@ def test_children_forked_during_a_compilation_compile_and_do_not_hang(tmp_path: 
     right = compile_anywhere(PROBE, SM_80, nvrtc).code
 
     def work(_: int) -> None:
-        say(tmp_path, apart._is_cut)
+        say(tmp_path, nvrtc_process._is_cut)
         assert compile_anywhere(PROBE, SM_80, nvrtc).code == right
 
     statuses, codes = [], set()
     with ThreadPoolExecutor(1) as pool:
         for moment in range(5):
             parent = pool.submit(compile_anywhere, wide, WIDE_DECODE.arch, nvrtc)
-            wait_for(lambda: apart._under_way)
+            wait_for(lambda: nvrtc_process._under_way)
             time.sleep(0.15 * moment)
             statuses += crowd(10, work, seconds=20)
             codes.add(parent.result().code)
@@ -172,7 +172,7 @@ from mlagen.cache.entry import read_entry
 from mlagen.cache.store import KernelStore
 from tests.cache.builds import CUBIN, make_build, make_key
 store = KernelStore(Path({folder!r}) / "cache", lock_dir=Path({folder!r}) / "l", lock_timeout_s=9)
-for name in ("mla_decode", "another"):
+for name in ("mla_sm80", "another"):
     assert store.find_or_build(make_key(name), make_build).cubin == CUBIN
 '''.format(path=sys.path, folder=sys.argv[1])
 said = [interpreters.run_string(interpreters.create(), code) for _ in range(2)]

@@ -19,7 +19,7 @@ CALLS = ("open", "read", "fstat", "stat", "lstat", "scandir", "listdir")
 CODES = [errno.EIO, errno.EACCES, errno.EMFILE, errno.ENOMEM, errno.ESTALE, errno.EINTR]
 
 
-def refuse(patch: pytest.MonkeyPatch, folder: Path, strike: Callable[[], None]) -> None:
+def reject(patch: pytest.MonkeyPatch, folder: Path, strike: Callable[[], None]) -> None:
     """Have a function called before everything that looks at the disk below a folder."""
 
     def around(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -58,7 +58,7 @@ def test_an_error_at_any_look_costs_a_build_at_most(
         caplog.clear()
         build = CountedBuild()
         with pytest.MonkeyPatch.context() as patch:
-            refuse(patch, folder, strike)
+            reject(patch, folder, strike)
             entries = [store_in(folder).find_or_build(KEY, build)]
         if not struck:
             break

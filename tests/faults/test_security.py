@@ -1,4 +1,4 @@
-"""Folders that others may write in: refused with one clear warning, unless they are trusted."""
+"""Folders that others may write in: rejected with one clear warning, unless they are trusted."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ OPEN: dict[str, tuple[Callable[[Path, pytest.MonkeyPatch], object], str]] = {
 
 @pytest.mark.parametrize("folder", FOLDERS)
 @pytest.mark.parametrize(("spoil", "word"), OPEN.values(), ids=OPEN)
-def test_a_folder_that_others_may_write_in_is_refused(
+def test_a_folder_that_others_may_write_in_is_rejected(
     spoil: Callable[[Path, pytest.MonkeyPatch], object],
     word: str,
     folder: str,

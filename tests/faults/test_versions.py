@@ -19,15 +19,15 @@ import pytest
 from mlagen import engine
 from mlagen.cache import entry as entry_module
 from mlagen.cache import key as key_module
+from mlagen.cache.default_store import kernel_store
 from mlagen.cache.entry import Manifest
 from mlagen.cache.key import SCHEMA
 from mlagen.cache.layout import Layout
-from mlagen.cache.opening import kernel_store
 from mlagen.compiler import nvrtc as nvrtc_module
 from mlagen.compiler.toolchain import Nvrtc, find_nvrtc, wanted_toolchain
-from mlagen.counts import counters
 from mlagen.engine import find_or_build
 from mlagen.errors import ToolchainError
+from mlagen.monitoring import metrics
 from mlagen.spec.arch import Arch
 from mlagen.spec.kernel import KernelSpec
 from tests.cache import builds
@@ -44,7 +44,7 @@ from tests.faults.crowds import crowd
 from tests.faults.steps import store_in, warnings_in, whole_entries
 from tests.kernels import COMBINE, complaints
 
-NAMES = ("mla_decode", "another", "a third")
+NAMES = ("mla_sm80", "another", "a third")
 
 
 @contextmanager
@@ -208,7 +208,7 @@ def test_a_patch_of_nvrtc_makes_new_kernels_and_keeps_the_old(
         return make_build(builds.CUBIN + str(nvrtc).encode(), toolchain=str(nvrtc))
 
     monkeypatch.setattr(engine, "_build", build)
-    before = counters()["misses.other_toolchain"]
+    before = metrics()["misses.other_toolchain"]
     outcomes = []
 
     for version in ("13.4.59", "13.4.92", "13.4.59", "13.4.92"):
@@ -216,7 +216,7 @@ def test_a_patch_of_nvrtc_makes_new_kernels_and_keeps_the_old(
             outcomes.append(find_or_build(COMBINE))
 
     assert [outcome.built for outcome in outcomes] == [True, True, False, False]
-    assert counters()["misses.other_toolchain"] == before + 1
+    assert metrics()["misses.other_toolchain"] == before + 1
     assert outcomes[1].entry.manifest.created["because"] == "other toolchain"
     made_by = [outcome.entry.cubin[len(builds.CUBIN) :].decode() for outcome in outcomes]
     assert made_by == ["nvrtc-13.4.59", "nvrtc-13.4.92"] * 2

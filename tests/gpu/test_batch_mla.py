@@ -143,7 +143,7 @@ def test_a_captured_run_without_buffers_is_rejected() -> None:
 
 
 def test_contents_on_the_device_are_checked_where_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With MLAGEN_CHECK=1 a run refuses metadata that contradicts itself."""
+    """With MLAGEN_CHECK=1 a run rejects metadata that contradicts itself."""
     problem = SOME.build("cuda")
     lens = problem.seq_lens.clone()
     lens[1] = 1000
@@ -155,7 +155,7 @@ def test_contents_on_the_device_are_checked_where_asked(monkeypatch: pytest.Monk
         run(wrapper, problem)
 
 
-def test_a_workspace_that_is_too_small_is_refused() -> None:
+def test_a_workspace_that_is_too_small_is_rejected() -> None:
     """The error names both sizes."""
     problem = LONG[1].build("cuda")
     wrapper = BatchMLAPagedAttentionWrapper(torch.empty(1024, dtype=torch.uint8, device="cuda"))

@@ -31,7 +31,7 @@ E4M3 = torch.float8_e4m3fn
 
 @pytest.fixture(autouse=True)
 def _hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Have every call of this file take a Hopper kernel."""
+    """Have every call of this file take a sm90 kernel."""
     with taking_hopper_kernels(monkeypatch):
         yield
 

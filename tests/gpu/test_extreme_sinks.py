@@ -27,8 +27,8 @@ LENGTHS = {"whole": (70, 1, 0), "pieces": (9000, 0)}
 
 @pytest.fixture(autouse=True)
 def _hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Have every call of this file take a Hopper kernel."""
-    monkeypatch.setenv("MLAGEN_GQA_KERNEL", "hopper")
+    """Have every call of this file take a sm90 kernel."""
+    monkeypatch.setenv("MLAGEN_GQA_KERNEL", "sm90")
     current_settings.cache_clear()
     with taking_hopper_kernels(monkeypatch):
         yield
@@ -36,7 +36,7 @@ def _hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 @pytest.mark.parametrize("q_len", [1, 4], ids=["few rows", "many rows"])
-@pytest.mark.parametrize("kind", ["bf16", "fp16", "e4m3", "bf16 over packed656", "packed640"])
+@pytest.mark.parametrize("kind", ["bf16", "fp16", "e4m3", "bf16 over fp8_ds_mla", "fp8_per_token"])
 def test_mla(kind: str, q_len: int, lengths: tuple[int, ...]) -> None:
     """Output and LSE are float64's, in both bases."""
     case = of_kind(KINDS[kind], name="", seq_lens=lengths, heads=16, q_len=q_len)

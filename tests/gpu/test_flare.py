@@ -102,7 +102,7 @@ def test_a_graph_follows_lengths_and_tables(name: str, row_format: str) -> None:
 
 
 @pytest.mark.parametrize("heads", [1, 16, 128])
-@pytest.mark.parametrize("row_format", ["bf16", "packed640"])
+@pytest.mark.parametrize("row_format", ["bf16", "fp8_per_token"])
 def test_long_requests(row_format: str, heads: int) -> None:
     """Requests long enough to split are right, for any number of heads."""
     kv_format = "" if row_format == "bf16" else row_format

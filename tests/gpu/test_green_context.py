@@ -29,13 +29,13 @@ CASES = {
     "bf16, few rows": of_kind(KINDS["bf16"], name="", seq_lens=(9000, 70, 0), heads=16),
     "bf16, many rows": of_kind(KINDS["bf16"], name="", seq_lens=(9000, 70, 0), heads=128),
     "e4m3": of_kind(KINDS["e4m3"], name="", seq_lens=(9000, 70), heads=128, with_sinks=True),
-    "packed": of_kind(KINDS["bf16 over packed656"], name="", seq_lens=(9000, 70), heads=64),
-    "lists": of_kind(KINDS["bf16 over packed656"], name="", seq_lens=(9000,), top_k=2048, q_len=4),
+    "packed": of_kind(KINDS["bf16 over fp8_ds_mla"], name="", seq_lens=(9000, 70), heads=64),
+    "lists": of_kind(KINDS["bf16 over fp8_ds_mla"], name="", seq_lens=(9000,), top_k=2048, q_len=4),
     "ragged": of_kind(KINDS["bf16"], name="", seq_lens=(9000, 70), q_lens=(3, 1), heads=40),
 }
 
 
-@pytest.fixture(params=["auto", "hopper"])
+@pytest.fixture(params=["auto", "sm90"])
 def _kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Have calls take the kernel that is fastest, or one for Hopper."""
     if request.param == "auto":

@@ -21,7 +21,7 @@ from tests.mla_cases import KINDS, of_kind
 from tests.mla_semantics import decode
 
 DEVICE = "cuda"
-_BIAS_KINDS = {name: KINDS[name] for name in ("bf16", "fp16", "e4m3", "packed640")}
+_BIAS_KINDS = {name: KINDS[name] for name in ("bf16", "fp16", "e4m3", "fp8_per_token")}
 _FAR_BACK = -20_000_000
 
 
@@ -51,7 +51,7 @@ def test_a_bias_between_rows_of_nan(
     problem.check(out, lse)
 
 
-@pytest.mark.parametrize("name", ["bf16", "e4m3", "bf16 over e4m3", "bf16 over packed656"])
+@pytest.mark.parametrize("name", ["bf16", "e4m3", "bf16 over e4m3", "bf16 over fp8_ds_mla"])
 @pytest.mark.parametrize("heads", [5, 16, 128])
 @pytest.mark.parametrize("top_k", [0, 70], ids=["tables", "lists"])
 def test_ends_that_go_back_in_mla(top_k: int, heads: int, name: str) -> None:
@@ -68,7 +68,7 @@ def test_ends_that_go_back_in_mla(top_k: int, heads: int, name: str) -> None:
         decode(problem, cum_seq_lens_q=given, out=out)
 
         # Of lists every query token is a request, and offsets only lead to its length.
-        is_left = not top_k and "hopper" in newest_family(mla_call._calls)
+        is_left = not top_k and "sm90" in newest_family(mla_call._calls)
         assert (out == 7.0).all() if is_left else torch.equal(out[:2], right[:2]), ends
 
 
@@ -109,7 +109,7 @@ def test_ends_that_go_back_in_grouped_query_decode(
         out = torch.full_like(right, 7.0)
         decode_gqa(problem, q_cu_seq_lens=given, out=out)
 
-        is_left = "hopper" in newest_family(gqa_call._calls)
+        is_left = "sm90" in newest_family(gqa_call._calls)
         assert (out == 7.0).all() if is_left else torch.equal(out[:2], right[:2]), ends
 
 

@@ -66,7 +66,7 @@ def test_grouped_query_decode(drafts: str, window: int, dtypes: Dtypes) -> None:
 _FORMS: dict[str, MlaCase] = {
     **{
         name: of_kind(KINDS[name], name="", seq_lens=())
-        for name in ("bf16", "fp16", "e4m3", "bf16 over e4m3", "bf16 over packed656")
+        for name in ("bf16", "fp16", "e4m3", "bf16 over e4m3", "bf16 over fp8_ds_mla")
     },
     **{
         f"lists over {name}": of_kind(kind, name="", seq_lens=(), top_k=100, with_top_k_lens=True)
@@ -82,7 +82,7 @@ _FORMS: dict[str, MlaCase] = {
 
 @pytest.mark.parametrize("form", _FORMS.values(), ids=_FORMS)
 @pytest.mark.parametrize("is_ragged", [False, True], ids=["uniform", "ragged"])
-def test_mla_decode(is_ragged: bool, form: MlaCase) -> None:
+def test_mla_sm80(is_ragged: bool, form: MlaCase) -> None:
     """Lengths, tables or lists, their lengths, ends, caches, sinks and queries may change."""
     cases = [
         replace(

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import mlagen
-from mlagen.runtime import counters
-from mlagen.spec.mla_hopper import BEGINNING_BYTES, BEGINNINGS_OFFSET
+from mlagen.runtime import semaphores
+from mlagen.spec.mla_sm90 import SCHED_META_BYTES, SCHED_META_OFFSET
 from tests.cases import MlaCase, MlaProblem
 from tests.graph_replay import captured
 from tests.hopper_tiles import taking_hopper_kernels
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(
     reason="needs a Hopper GPU",
 )
 
-PACKED = KINDS["bf16 over packed656"]
+PACKED = KINDS["bf16 over fp8_ds_mla"]
 CASES = {
     "16 bits": MlaCase(name="", seq_lens=(), heads=128),
     "16 bits, few rows": MlaCase(name="", seq_lens=(), heads=16),
@@ -42,7 +42,7 @@ LENGTHS = {
 
 @pytest.fixture(autouse=True)
 def _hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Have every call of this file take a Hopper kernel."""
+    """Have every call of this file take a sm90 kernel."""
     with taking_hopper_kernels(monkeypatch):
         yield
 
@@ -123,11 +123,11 @@ def test_what_was_kept_is_taken(case: MlaCase, workspace: torch.Tensor) -> None:
     arguments = problem.arguments(workspace_buffer=workspace, out=out)
     decode_again = mlagen.mla.trtllm_batch_decode_with_kv_cache_mla
     decode_again(**arguments)
-    region = counters._regions[0, workspace.data_ptr()]
-    (slab,) = (slab for slab in counters._slabs if 0 <= region - slab.data_ptr() < slab.numel())
-    beside = slab[region - slab.data_ptr() :][: slab.numel() // counters._REGIONS]
-    blocks = (len(beside) - BEGINNINGS_OFFSET) // BEGINNING_BYTES
-    kept = beside[BEGINNINGS_OFFSET:][: blocks * BEGINNING_BYTES].view(torch.int32)
+    region = semaphores._regions[0, workspace.data_ptr()]
+    (slab,) = (slab for slab in semaphores._slabs if 0 <= region - slab.data_ptr() < slab.numel())
+    beside = slab[region - slab.data_ptr() :][: slab.numel() // semaphores._REGIONS]
+    blocks = (len(beside) - SCHED_META_OFFSET) // SCHED_META_BYTES
+    kept = beside[SCHED_META_OFFSET:][: blocks * SCHED_META_BYTES].view(torch.int32)
     kept.view(blocks, -1)[:, REQUEST_WORD] = -1
     out.fill_(7.0)
 

@@ -20,11 +20,11 @@ _SANITIZER = shutil.which("compute-sanitizer")
 # token and of many, ragged.
 _MLA_CASES = """
 import torch
-from mlagen.runtime import plan_hopper
+from mlagen.runtime import plan_mla_sm90
 from tests.cases import MlaCase
 from tests.mla_semantics import compute
-plan_hopper.LEAVES_SMALL_CALLS = False
-plan_hopper.TAKES_SMALLER_TILES = False
+plan_mla_sm90.LEAVES_SMALL_CALLS = False
+plan_mla_sm90.TAKES_SMALLER_TILES = False
 fp16, e4m3 = torch.float16, torch.float8_e4m3fn
 for case in (
     MlaCase(name="16 rows", seq_lens=(0, 5, 70), heads=16, page_size=16),
@@ -36,12 +36,12 @@ for case in (
     MlaCase(name="e4m3", seq_lens=(70, 9), heads=64, dtype=e4m3),
     MlaCase(name="e4m3 of 16 rows", seq_lens=(70, 900), heads=16, dtype=e4m3, page_size=16),
     MlaCase(name="e4m3 under bf16", seq_lens=(170, 9), kv_format="e4m3", scales="for 128 elements"),
-    MlaCase(name="packed", seq_lens=(70, 9), heads=32, kv_format="packed656", top_k=40),
-    MlaCase(name="packed, 64 rows", seq_lens=(70, 9), heads=64, kv_format="packed656"),
+    MlaCase(name="packed", seq_lens=(70, 9), heads=32, kv_format="fp8_ds_mla", top_k=40),
+    MlaCase(name="packed, 64 rows", seq_lens=(70, 9), heads=64, kv_format="fp8_ds_mla"),
     MlaCase(name="lists under e4m3", seq_lens=(70, 9), heads=64, dtype=e4m3, top_k=40),
-    MlaCase(name="packed640", seq_lens=(70, 9), heads=20, kv_format="packed640"),
+    MlaCase(name="fp8_per_token", seq_lens=(70, 9), heads=20, kv_format="fp8_per_token"),
     MlaCase(name="many pieces", seq_lens=(4300,), heads=9),
-    MlaCase(name="biased", seq_lens=(70, 9), kv_format="packed640", bias="for each head"),
+    MlaCase(name="biased", seq_lens=(70, 9), kv_format="fp8_per_token", bias="for each head"),
     MlaCase(name="values apart", seq_lens=(70, 9), heads=32, values="other pages"),
 ):
     problem = case.build("cuda")
@@ -71,9 +71,9 @@ for case in (
 
 @pytest.mark.parametrize("cases", [_MLA_CASES, _GQA_CASES], ids=["mla", "gqa"])
 # racecheck knows nothing of barriers in shared memory that count what bulk copies bring; races of
-# the Hopper kernels are looked for by delays, in test_mla_hopper.py and beside it.
+# the sm90 kernels are looked for by delays, in test_mla_sm90.py and beside it.
 @pytest.mark.parametrize(
-    ("tool", "kernel"), [("memcheck", "auto"), ("memcheck", "portable"), ("racecheck", "portable")]
+    ("tool", "kernel"), [("memcheck", "auto"), ("memcheck", "sm80"), ("racecheck", "sm80")]
 )
 @pytest.mark.skipif(_SANITIZER is None, reason="compute-sanitizer is not installed")
 def test_small_cases_are_clean(tool: str, kernel: str, cases: str) -> None:

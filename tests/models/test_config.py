@@ -1,4 +1,4 @@
-"""Configurations of models: what is read of them, and what is refused with field and rule."""
+"""Configurations of models: what is read of them, and what is rejected with field and rule."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def test_a_configuration_that_is_not_served_says_the_field(config: object, messa
     assert str(caught.value).startswith(message)
 
 
-def test_what_is_no_json_is_refused() -> None:
+def test_what_is_no_json_is_rejected() -> None:
     """With where it broke."""
     with pytest.raises(ArgumentError, match=r"^m: expected JSON, got Expecting value: line 1"):
         read_model("m", b"\x7b\x22a\x22: }")

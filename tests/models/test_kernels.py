@@ -9,32 +9,32 @@ from mlagen.models.config import GqaModel, MlaModel, find_model, preset_names
 from mlagen.models.heads import GqaHeads
 from mlagen.models.kernels import Use, model_specs
 from mlagen.spec.arch import ARCHS, parse_arch
-from mlagen.spec.combine import CombineSplitsSpec
+from mlagen.spec.combine import CombineSpec
 from mlagen.spec.dtype import DType
 from mlagen.spec.kernel import KernelSpec
 from tests.kernels import (
     SM_80,
     SM_90A,
-    gqa_decode,
-    gqa_hopper,
-    mla_decode,
-    mla_hopper,
-    mla_hopper_e4m3,
-    mla_hopper_packed,
+    gqa_sm80,
+    gqa_sm90,
+    mla_sm80,
+    mla_sm90,
+    mla_sm90_fp8,
+    mla_sm90_fp8kv,
 )
 
-E4M3, PACKED656, PACKED640 = DType.E4M3, DType.PACKED656, DType.PACKED640
+E4M3, FP8_DS_MLA, FP8_PER_TOKEN = DType.E4M3, DType.FP8_DS_MLA, DType.FP8_PER_TOKEN
 V3, V32, LLAMA = find_model("deepseek-v3"), find_model("deepseek-v3.2"), find_model("llama-3-8b")
 
 
-def combine(arch: str, dim: int, dtype: DType = DType.BF16) -> CombineSplitsSpec:
+def combine(arch: str, dim: int, dtype: DType = DType.BF16) -> CombineSpec:
     """Return a combining kernel."""
-    return CombineSplitsSpec(arch=parse_arch(arch), dtype=dtype, head_dim_vo=dim)
+    return CombineSpec(arch=parse_arch(arch), dtype=dtype, head_dim_vo=dim)
 
 
 def values(specs: list[KernelSpec], name: str) -> set[str]:
     """Return the values of an ingredient."""
-    return {spec.ingredients()[name] for spec in specs if name in spec.ingredients()}
+    return {spec.key_fields()[name] for spec in specs if name in spec.key_fields()}
 
 
 def test_latent_attention_on_hopper_takes_either_kernel() -> None:
@@ -42,11 +42,11 @@ def test_latent_attention_on_hopper_takes_either_kernel() -> None:
     specs = model_specs(SM_90A, V3, Use(tp=(1, 8)))
 
     assert specs == [
-        mla_hopper(rows=128),
-        mla_hopper(rows=16),
-        mla_decode(rows=128),
+        mla_sm90(rows=128),
+        mla_sm90(rows=16),
+        mla_sm80(rows=128),
         combine("sm_90a", 512),
-        mla_decode(rows=16),
+        mla_sm80(rows=16),
     ]
 
 
@@ -54,7 +54,7 @@ def test_latent_attention_elsewhere_takes_the_portable_kernel() -> None:
     """With the one that combines its splits."""
     specs = model_specs(SM_80, V3, Use(tp=(8,)))
 
-    assert specs == [mla_decode(arch=SM_80), combine("sm_80", 512)]
+    assert specs == [mla_sm80(arch=SM_80), combine("sm_80", 512)]
 
 
 def test_a_cache_in_e4m3_is_read_by_queries_of_both_kinds() -> None:
@@ -62,18 +62,18 @@ def test_a_cache_in_e4m3_is_read_by_queries_of_both_kinds() -> None:
     specs = model_specs(SM_90A, V3, Use(tp=(8,), kv_dtypes=(E4M3,)))
 
     assert specs == [
-        mla_hopper_packed(kv_dtype=E4M3, lookup="paged", rows=16),
-        mla_decode(kv_dtype=E4M3),
+        mla_sm90_fp8kv(kv_dtype=E4M3, lookup="paged", rows=16),
+        mla_sm80(kv_dtype=E4M3),
         combine("sm_90a", 512),
-        mla_hopper_e4m3(),
-        mla_hopper_packed(query_dtype=E4M3, kv_dtype=E4M3, lookup="paged", rows=16),
-        mla_decode(query_dtype=E4M3, kv_dtype=E4M3),
+        mla_sm90_fp8(),
+        mla_sm90_fp8kv(query_dtype=E4M3, kv_dtype=E4M3, lookup="paged", rows=16),
+        mla_sm80(query_dtype=E4M3, kv_dtype=E4M3),
     ]
 
 
 @pytest.mark.parametrize(
     ("kv_dtype", "query_dtype"),
-    [(PACKED656, "bf16"), (PACKED640, "packed640")],
+    [(FP8_DS_MLA, "bf16"), (FP8_PER_TOKEN, "fp8_per_token")],
     ids=["scales in the row", "scales apart"],
 )
 def test_packed_rows_have_queries_of_one_kind(kv_dtype: DType, query_dtype: str) -> None:
@@ -89,10 +89,10 @@ def test_a_model_that_chooses_tokens_also_reads_all() -> None:
     specs = model_specs(SM_90A, V32, Use(tp=(8,)))
 
     assert specs == [
-        mla_hopper(),
-        mla_decode(),
+        mla_sm90(),
+        mla_sm80(),
         combine("sm_90a", 512),
-        mla_decode(lookup="sparse"),
+        mla_sm80(lookup="sparse"),
     ]
 
 
@@ -100,12 +100,12 @@ def test_lists_of_tokens_are_a_request_for_each_query_token() -> None:
     """However many query tokens there are, the rows are the heads."""
     specs = model_specs(SM_80, V32, Use(tp=(8,), q_lens=(1, 4), lookups=("sparse",)))
 
-    assert specs == [mla_decode(arch=SM_80, lookup="sparse"), combine("sm_80", 512)]
+    assert specs == [mla_sm80(arch=SM_80, lookup="sparse"), combine("sm_80", 512)]
 
 
 def test_lists_of_tokens_are_left_out_where_no_kernel_takes_them() -> None:
-    """A layout of the cache that knows none is not refused for it."""
-    specs = model_specs(SM_80, V32, Use(kv_dtypes=(PACKED640,)))
+    """A layout of the cache that knows none is not rejected for it."""
+    specs = model_specs(SM_80, V32, Use(kv_dtypes=(FP8_PER_TOKEN,)))
 
     assert values(specs, "lookup") == {"paged"}
 
@@ -115,11 +115,11 @@ def test_grouped_queries_take_their_kernel_for_the_usual_pages() -> None:
     specs = model_specs(SM_90A, LLAMA, Use(tp=(1, 2)))
 
     assert specs == [
-        gqa_hopper(page_size=16),
-        gqa_decode(page_size=16),
+        gqa_sm90(page_size=16),
+        gqa_sm80(page_size=16),
         combine("sm_90a", 128),
-        gqa_hopper(page_size=64),
-        gqa_decode(page_size=64),
+        gqa_sm90(page_size=64),
+        gqa_sm80(page_size=64),
     ]
 
 
@@ -130,7 +130,7 @@ def test_what_is_said_takes_the_place_of_the_usual() -> None:
     specs = model_specs(SM_80, LLAMA, use)
 
     fp16 = DType.FP16
-    expected = gqa_decode(
+    expected = gqa_sm80(
         arch=SM_80, rows=32, query_dtype=fp16, kv_dtype=fp16, out_dtype=fp16, page_size=48
     )
     assert specs == [expected, combine("sm_80", 128, fp16)]
@@ -143,7 +143,7 @@ def test_kv_heads_are_repeated_where_there_are_fewer_than_gpus(tp: int, rows: in
 
     specs = model_specs(SM_90A, model, Use(tp=(tp,), q_lens=(3,), page_sizes=(64,)))
 
-    assert specs[:2] == [gqa_hopper(rows=rows * 3), gqa_decode(rows=rows * 3)]
+    assert specs[:2] == [gqa_sm90(rows=rows * 3), gqa_sm80(rows=rows * 3)]
 
 
 @pytest.mark.parametrize(
@@ -161,8 +161,8 @@ def test_kv_heads_are_repeated_where_there_are_fewer_than_gpus(tp: int, rows: in
         ),
         (
             LLAMA,
-            Use(kv_dtypes=(PACKED656,)),
-            "llama-3-8b: no GQA decode kernel for query bf16, cache packed656, output bf16; ",
+            Use(kv_dtypes=(FP8_DS_MLA,)),
+            "llama-3-8b: no GQA decode kernel for query bf16, cache fp8_ds_mla, output bf16; ",
         ),
         (
             V3,
@@ -192,10 +192,10 @@ def test_every_preset_has_kernels_everywhere(name: str) -> None:
 
         families = {spec.family for spec in specs}
         assert len(specs) == len(set(specs))
-        assert "combine_splits" in families
-        assert families & {"mla_decode", "gqa_decode"}
+        assert "combine" in families
+        assert families & {"mla_sm80", "gqa_sm80"}
         is_latent = isinstance(model, MlaModel) and model.qk_rope_head_dim > 0
-        assert ("mla_hopper" in families) == (is_latent and arch.has_wgmma)
+        assert ("mla_sm90" in families) == (is_latent and arch.has_wgmma)
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,11 @@ def test_every_preset_has_kernels_everywhere(name: str) -> None:
             (DType.BF16, DType.INT8),
             "no MLA decode kernel for query bf16, cache int8",
         ),
-        ("llama-3-8b", (DType.BF16, PACKED656), "no GQA decode kernel for query bf16, cache pack"),
+        (
+            "llama-3-8b",
+            (DType.BF16, FP8_DS_MLA),
+            "no GQA decode kernel for query bf16, cache fp8_ds_mla",
+        ),
     ],
 )
 def test_a_pair_of_dtypes_without_a_kernel_is_left_out(

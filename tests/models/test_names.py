@@ -71,7 +71,7 @@ def test_a_name_leads_to_the_preset_that_attends_alike(name: str, preset: str | 
 
 
 def test_every_known_name_leads_to_a_preset() -> None:
-    """Names of a refusal can be used as they stand there."""
+    """Names of a rejection can be used as they stand there."""
     assert {preset_of(name) for name in known_names()} == set(preset_names())
 
 
@@ -100,7 +100,7 @@ def test_the_hubs_cache_is_read_if_it_is_asked_for(
 
 @pytest.mark.usefixtures("hub")
 def test_the_hubs_cache_is_left_alone_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The refusal says how to have it read."""
+    """The rejection says how to have it read."""
     switch(monkeypatch, "0")
 
     with pytest.raises(ArgumentError) as caught:
@@ -112,7 +112,7 @@ def test_the_hubs_cache_is_left_alone_otherwise(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.usefixtures("hub")
 def test_what_the_hubs_cache_lacks_is_not_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The refusal has the command that does."""
+    """The rejection has the command that does."""
     switch(monkeypatch, "1")
 
     with pytest.raises(ArgumentError, match=r"; run: hf download our/other config\.json$"):

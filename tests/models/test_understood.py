@@ -1,4 +1,4 @@
-"""What configurations say of attention: each key is understood, or refused by its name."""
+"""What configurations say of attention: each key is understood, or rejected by its name."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_heads_are_those_of_every_layer(config: object, heads: list[tuple[int, i
         ),
     ],
 )
-def test_what_is_not_understood_is_refused_by_name(config: object, message: str) -> None:
+def test_what_is_not_understood_is_rejected_by_name(config: object, message: str) -> None:
     """With the key, the rule and the value, in one line."""
     with pytest.raises(ArgumentError) as caught:
         read(config)

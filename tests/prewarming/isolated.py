@@ -11,12 +11,12 @@ import mlagen
 from mlagen.prewarming import isolation
 from mlagen.prewarming.isolation import worker_command
 from mlagen.prewarming.report import PrewarmUnit
-from mlagen.spec.combine import CombineSplitsSpec
+from mlagen.spec.combine import CombineSpec
 from mlagen.spec.dtype import DType
 from mlagen.spec.kernel import KernelSpec
 from tests.kernels import COMBINE, SM_80
 
-OTHER = CombineSplitsSpec(arch=SM_80, dtype=DType.FP16, head_dim_vo=512)
+OTHER = CombineSpec(arch=SM_80, dtype=DType.FP16, head_dim_vo=512)
 FOREVER = "import time; time.sleep(600)"
 
 

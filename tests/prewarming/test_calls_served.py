@@ -11,14 +11,14 @@ from mlagen.api import gqa_plan, mla_plan
 from mlagen.models.config import GqaModel, MlaModel, find_model, preset_names
 from mlagen.models.kernels import Use, model_specs
 from mlagen.runtime.device import DeviceFacts
-from mlagen.settings import PROBABILITIES
+from mlagen.settings import P_DTYPES
 from mlagen.spec.arch import ARCHS, Arch
 from mlagen.spec.dtype import DType
 from mlagen.spec.gqa import GqaVariant
 from mlagen.spec.mla_support import SUPPORTED, MlaVariant
 
 TPS, Q_LENS, KV_DTYPES = (1, 2, 4, 8), (1, 2, 4), (DType.BF16, DType.E4M3)
-PLANS = (mla_plan.plan_call, mla_plan.plan_hopper_call, gqa_plan.plan_gqa_call)
+PLANS = (mla_plan.plan_call, mla_plan.plan_mla_sm90_call, gqa_plan.plan_gqa_call)
 
 
 @pytest.fixture(params=ARCHS, ids=str)
@@ -72,10 +72,10 @@ def _mla_calls(model: MlaModel) -> Iterator[object]:
             continue
         shape = {"batch": 4, "q_len": q_len, "tile_q_len": q_len, "tokens": 4 * q_len}
         heads = model.heads // tp
-        call = {"device": 0, "variant": variant, "heads": heads, "longest_kv": 100_000, **shape}
+        call = {"device": 0, "variant": variant, "heads": heads, "max_kv_len": 100_000, **shape}
         yield mla_plan.plan_call(**call)[0]
-        for probabilities in PROBABILITIES:
-            hopper = mla_plan.plan_hopper_call(**call, probabilities=probabilities)
+        for p_dtype_choice in P_DTYPES:
+            hopper = mla_plan.plan_mla_sm90_call(**call, p_dtype_choice=p_dtype_choice)
             if hopper is not None:
                 yield hopper[0]
 
@@ -99,5 +99,5 @@ def _gqa_calls(model: GqaModel) -> Iterator[object]:
             heads=model.heads // tp,
             kv_heads=max(1, model.kv_heads // tp),
             window=0,
-            longest_kv=100_000,
+            max_kv_len=100_000,
         )[0]

@@ -13,7 +13,7 @@ from mlagen.runtime.device import DeviceFacts
 from mlagen.spec.kernel import KernelSpec
 
 # Two kernels that compile in 0.1 s each.
-SMALL: dict[str, Any] = {"archs": "sm_80", "families": ["combine_splits"], "dtype": "bf16"}
+SMALL: dict[str, Any] = {"archs": "sm_80", "families": ["combine"], "dtype": "bf16"}
 SMALL |= {"kv_lora_rank": [512, 256]}
 
 
@@ -33,7 +33,7 @@ def test_native_is_the_targets_of_the_visible_gpus(monkeypatch: pytest.MonkeyPat
     """Each supported GPU's target is taken once; a GPU that none serves is left out."""
     show_gpus(monkeypatch, gpu(0, 9, 0), gpu(1, 9, 0), gpu(2, 7, 5), gpu(3, 8, 0))
 
-    report = mlagen.prewarm(families=["combine_splits"], dry_run=True)
+    report = mlagen.prewarm(families=["combine"], dry_run=True)
 
     archs = dict.fromkeys(str(unit.spec.arch) for unit in report.units)
     assert list(archs) == ["sm_90a", "sm_80"]
@@ -71,7 +71,7 @@ def test_load_loads_each_kernel_on_each_gpu_it_is_for(monkeypatch: pytest.Monkey
     assert report.loaded == 4
 
 
-def test_load_without_a_gpu_of_the_target_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_without_a_gpu_of_the_target_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is compiled when there is no GPU to load on."""
     show_gpus(monkeypatch, gpu(0, 9, 0))
 

@@ -11,7 +11,7 @@ import pytest
 
 import mlagen
 from mlagen import engine
-from mlagen.prewarming.building import build_here
+from mlagen.prewarming.build import build_here
 from mlagen.prewarming.isolation import unit_text
 from mlagen.prewarming.report import unit_of
 from tests.kernels import COMBINE, SM_80
@@ -125,10 +125,10 @@ def test_a_process_that_cannot_be_started_fails_its_kernel(
 ) -> None:
     """A machine may have no room for more of them."""
 
-    def refuse(*_: object, **__: object) -> None:
+    def reject(*_: object, **__: object) -> None:
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
-    monkeypatch.setattr(subprocess, "Popen", refuse)
+    monkeypatch.setattr(subprocess, "Popen", reject)
 
     unit = prewarm(COMBINE)[COMBINE]
 

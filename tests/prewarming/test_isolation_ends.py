@@ -15,7 +15,7 @@ import mlagen
 from mlagen import engine
 from mlagen.cache.layout import Layout
 from mlagen.prewarming import PrewarmEvent
-from mlagen.prewarming.building import build_here
+from mlagen.prewarming.build import build_here
 from mlagen.prewarming.isolation import workers
 from mlagen.settings import current_settings
 from tests.cache.builds import wait_for

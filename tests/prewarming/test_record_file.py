@@ -13,7 +13,7 @@ from mlagen.errors import ArgumentError
 from mlagen.prewarming.record_file import read_record
 from mlagen.settings import current_settings
 from mlagen.spec.kernel import KernelSpec
-from tests.kernels import COMBINE, SM_80, gqa_decode, mla_decode, mla_hopper
+from tests.kernels import COMBINE, SM_80, gqa_sm80, mla_sm80, mla_sm90
 
 
 def line_of(spec: KernelSpec) -> str:
@@ -30,19 +30,19 @@ def log(tmp_path: Path) -> Path:
 
 def test_each_kernel_of_a_record_is_taken_once(log: Path) -> None:
     """Several processes write the same file, and empty lines are none."""
-    log.write_text(f"{line_of(COMBINE)}{line_of(gqa_decode())}\n{line_of(COMBINE)}")
+    log.write_text(f"{line_of(COMBINE)}{line_of(gqa_sm80())}\n{line_of(COMBINE)}")
 
-    assert read_record(log) == [COMBINE, gqa_decode()]
+    assert read_record(log) == [COMBINE, gqa_sm80()]
 
 
 def test_on_another_architecture_the_same_calls_are_served(log: Path) -> None:
     """By the kernels that such calls take there."""
-    log.write_text(line_of(mla_hopper()) + line_of(gqa_decode()))
+    log.write_text(line_of(mla_sm90()) + line_of(gqa_sm80()))
 
     specs = read_record(log, archs="sm_80")
 
-    assert mla_decode(arch=SM_80) in specs
-    assert gqa_decode(arch=SM_80) in specs
+    assert mla_sm80(arch=SM_80) in specs
+    assert gqa_sm80(arch=SM_80) in specs
     assert COMBINE in specs
     assert {spec.arch for spec in specs} == {SM_80}
 
@@ -60,7 +60,7 @@ def test_a_line_that_was_being_written_is_skipped(
     kept: int, log: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The run ended in it; the warning says which line it is."""
-    torn = line_of(gqa_decode()).rstrip("\n")[:kept]
+    torn = line_of(gqa_sm80()).rstrip("\n")[:kept]
     log.write_text(line_of(COMBINE) + torn)
 
     with caplog.at_level(logging.WARNING, "mlagen"):

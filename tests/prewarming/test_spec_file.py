@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mlagen.errors import ArgumentError
-from mlagen.prewarming.asked import specs_asked
+from mlagen.prewarming.selection import selected_specs
 from mlagen.prewarming.spec_file import KEYS, read_spec_file, specs_of_file
 from tests.kernels import COMBINE
 
@@ -20,7 +20,7 @@ kv_dtype = ["bf16", "e4m3"]
 
 [[kernel]]
 arch = ["sm_80", "sm_86"]
-family = "combine_splits"
+family = "combine"
 dtype = "bf16"
 kv_lora_rank = [256, 512]
 """
@@ -29,7 +29,7 @@ TABLES = {
         {"model": "deepseek-v3", "tp": [1, 8], "kv_dtype": ["bf16", "e4m3"]},
         {
             "arch": ["sm_80", "sm_86"],
-            "family": "combine_splits",
+            "family": "combine",
             "dtype": "bf16",
             "kv_lora_rank": [256, 512],
         },
@@ -39,12 +39,12 @@ TABLES = {
 
 def expected() -> list[object]:
     """Return the kernels of both files, each once."""
-    model = specs_asked(
+    model = selected_specs(
         "sm_80", models="deepseek-v3", tp=[1, 8], wanted={"kv_dtype": ["bf16", "e4m3"]}
     )
-    table = specs_asked(
+    table = selected_specs(
         "sm_80,sm_86",
-        families=["combine_splits"],
+        families=["combine"],
         wanted={"dtype": "bf16", "kv_lora_rank": [256, 512]},
     )
     return list(dict.fromkeys([*model, *table]))
@@ -140,7 +140,7 @@ def test_a_mistake_is_told_with_file_and_table(text: str, message: str) -> None:
     assert str(caught.value).startswith(message)
 
 
-def test_text_in_another_encoding_is_refused() -> None:
+def test_text_in_another_encoding_is_rejected() -> None:
     """Both languages are UTF-8."""
     with pytest.raises(ArgumentError, match=r"^a: expected TOML, got 'utf-8' codec can't decode"):
         specs_of_file("a", b"\xff")

@@ -117,7 +117,7 @@ def test_what_the_driver_says_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_target_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its compute capability decides; a GPU without a target is refused."""
+    """Its compute capability decides; a GPU without a target is rejected."""
     h200 = DeviceFacts(index=0, name="H200", major=9, minor=0, sm_count=132, memory_bytes=1)
     t4 = DeviceFacts(index=1, name="T4", major=7, minor=5, sm_count=40, memory_bytes=1)
     monkeypatch.setattr(device, "device_facts", [h200, t4].__getitem__)
@@ -129,7 +129,7 @@ def test_the_target_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         arch_of_device.__wrapped__(1)
 
 
-def test_a_refused_call_names_itself_and_the_drivers_words(
+def test_a_rejected_call_names_itself_and_the_drivers_words(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The error carries the symbol, and the message the driver's text for its status."""

@@ -14,8 +14,8 @@ from mlagen.errors import DriverError
 from mlagen.runtime import launch as launching
 from mlagen.runtime.launch import launch
 from mlagen.runtime.loader import LoadedKernel
-from mlagen.spec.kernel import KernelSpec, packed_integers, packing_of
-from tests.kernels import COMBINE, SM_80, mla_decode, mla_hopper
+from mlagen.spec.kernel import KernelSpec, pack_scalars, packing_of
+from tests.kernels import COMBINE, SM_80, mla_sm80, mla_sm90
 
 driver = pytest.importorskip("cuda.bindings.driver")
 
@@ -58,7 +58,7 @@ def values_of(spec: KernelSpec) -> list[float | bytes]:
         values.append(bytes([0]) * 128 + bytes([1]) * 128 + bytes([2]) * 128)
     values += [1000 + i for i, field in enumerate(spec.parameters) if field.code == "Q"]
     named = {field.name: i for i, field in enumerate(spec.parameters) if field.code in "qi"}
-    values.append(packed_integers(spec, named))
+    values.append(pack_scalars(spec, named))
     return values + [0.5 for field in spec.parameters if field.code == "f"]
 
 
@@ -81,14 +81,14 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Seen]:
 @pytest.mark.parametrize(
     ("spec", "enable_pdl", "attributes"),
     [
-        (mla_hopper(), True, {COOPERATIVE, PDL}),
-        (mla_hopper(), False, {COOPERATIVE}),
-        (mla_decode(), True, {PDL}),
-        (mla_decode(), False, set()),
-        (mla_decode(arch=SM_80), True, set()),
+        (mla_sm90(), True, {COOPERATIVE, PDL}),
+        (mla_sm90(), False, {COOPERATIVE}),
+        (mla_sm80(), True, {PDL}),
+        (mla_sm80(), False, set()),
+        (mla_sm80(arch=SM_80), True, set()),
         (COMBINE, True, set()),
     ],
-    ids=["hopper, dependent", "hopper", "dependent", "plain", "sm_80", "combining on sm_80"],
+    ids=["hopper, dependent", "sm90", "dependent", "plain", "sm_80", "combining on sm_80"],
 )
 def test_how_blocks_start(
     spec: KernelSpec, enable_pdl: bool, attributes: set[Any], launches: list[Seen]
@@ -107,7 +107,7 @@ def test_how_blocks_start(
         assert seen.attributes[PDL].programmaticStreamSerializationAllowed == 1
 
 
-@pytest.mark.parametrize("spec", [mla_hopper(), mla_decode(), COMBINE], ids=lambda s: s.family)
+@pytest.mark.parametrize("spec", [mla_sm90(), mla_sm80(), COMBINE], ids=lambda s: s.family)
 def test_a_kernel_reads_its_fields_one_after_the_other(
     spec: KernelSpec, launches: list[Seen]
 ) -> None:
@@ -121,19 +121,19 @@ def test_a_kernel_reads_its_fields_one_after_the_other(
         assert value == expected, field.name
 
 
-def test_a_refused_launch_is_an_error(
+def test_a_rejected_launch_is_an_error(
     launches: list[Seen], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The message has the kernel, its blocks and the driver's name for the reason."""
-    refused = (driver.CUresult.CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE,)
-    monkeypatch.setattr(launching, "_launch_kernel", lambda: lambda *_: refused)
-    spec = mla_hopper()
+    rejected = (driver.CUresult.CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE,)
+    monkeypatch.setattr(launching, "_launch_kernel", lambda: lambda *_: rejected)
+    spec = mla_sm90()
 
     with pytest.raises(DriverError) as caught:
         launch(kernel_of(spec), 500, False, *values_of(spec))
 
     assert str(caught.value) == (
-        "mla_hopper: launch of 500 blocks failed: CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE"
+        "mla_sm90: launch of 500 blocks failed: CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE"
     )
     assert launches == []
 
@@ -144,14 +144,14 @@ def test_a_driver_may_take_one_of_two_attributes(
     """Then launches are cooperative, this one and those that follow, and not dependent."""
     record = launching._launch_kernel()
 
-    def refuse_two(configuration: Any, *arguments: Any) -> tuple[Any]:
+    def reject_two(configuration: Any, *arguments: Any) -> tuple[Any]:
         if configuration.numAttrs > 1:
             return (driver.CUresult.CUDA_ERROR_NOT_SUPPORTED,)
         accepted: tuple[Any] = record(configuration, *arguments)
         return accepted
 
-    monkeypatch.setattr(launching, "_launch_kernel", lambda: refuse_two)
-    spec = mla_hopper()
+    monkeypatch.setattr(launching, "_launch_kernel", lambda: reject_two)
+    spec = mla_sm90()
     made = launch(kernel_of(spec), 33, True, *values_of(spec))
     made.enqueue(True)
 
@@ -190,7 +190,7 @@ def test_a_launch_is_made_again_by_another_thread(
     """Which has a configuration of its own, and a context before it."""
     bound: list[int] = []
     monkeypatch.setattr(launching, "bind_context", bound.append)
-    made = launch(kernel_of(mla_decode()), 33, True, *values_of(mla_decode()))
+    made = launch(kernel_of(mla_sm80()), 33, True, *values_of(mla_sm80()))
     made.enqueue(True)
 
     thread = threading.Thread(target=made.enqueue, args=(True,))
@@ -202,7 +202,7 @@ def test_a_launch_is_made_again_by_another_thread(
     assert len(launches) == 3
 
 
-def test_a_launch_that_is_made_again_may_be_refused(
+def test_a_launch_that_is_made_again_may_be_rejected(
     launches: list[Seen], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As the first time, with the same words."""
@@ -213,7 +213,5 @@ def test_a_launch_that_is_made_again_may_be_refused(
     with pytest.raises(DriverError) as caught:
         made.enqueue(False)
 
-    assert (
-        str(caught.value) == "combine_splits: launch of 5 blocks failed: CUDA_ERROR_LAUNCH_FAILED"
-    )
+    assert str(caught.value) == "combine: launch of 5 blocks failed: CUDA_ERROR_LAUNCH_FAILED"
     assert launches == []

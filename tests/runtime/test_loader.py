@@ -11,7 +11,7 @@ import torch
 from mlagen.runtime import loader
 from mlagen.runtime.loader import load
 from mlagen.spec.kernel import KernelSpec, packing_of
-from tests.kernels import COMBINE, mla_decode, mla_hopper
+from tests.kernels import COMBINE, mla_sm80, mla_sm90
 
 driver = pytest.importorskip("cuda.bindings.driver")
 
@@ -40,12 +40,14 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     for name in CALLS:
         monkeypatch.setattr(driver, name, answer(name))
     monkeypatch.setattr(loader, "lasting_context", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(loader, "reserve_counters", lambda device: seen.append(("reserve", device)))
+    monkeypatch.setattr(
+        loader, "reserve_semaphores", lambda device: seen.append(("reserve", device))
+    )
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
     return seen
 
 
-@pytest.mark.parametrize("spec", [mla_hopper(), mla_decode(), COMBINE], ids=lambda s: s.family)
+@pytest.mark.parametrize("spec", [mla_sm90(), mla_sm80(), COMBINE], ids=lambda s: s.family)
 def test_a_kernel_is_loaded_whole(spec: KernelSpec, asked: list[tuple[Any, ...]]) -> None:
     """Its symbol is found, its shared memory allowed, its code brought to the device."""
     kernel = load(b"code", spec, 3)
@@ -62,9 +64,9 @@ def test_a_kernel_is_loaded_whole(spec: KernelSpec, asked: list[tuple[Any, ...]]
 
 def test_counters_are_ready_before_a_call_needs_them(asked: list[tuple[Any, ...]]) -> None:
     """Of kernels whose blocks wait for each other: their first call may be in a CUDA graph."""
-    load(b"code", mla_decode(), 3)
+    load(b"code", mla_sm80(), 3)
     assert ("reserve", 3) not in asked
 
-    load(b"code", mla_hopper(), 3)
+    load(b"code", mla_sm90(), 3)
 
     assert asked[-1] == ("reserve", 3)

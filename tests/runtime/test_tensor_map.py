@@ -1,4 +1,4 @@
-"""What the driver is told of a tensor, and what becomes of its refusal."""
+"""What the driver is told of a tensor, and what becomes of its rejection."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ def test_every_fact_reaches_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
-def test_a_layout_that_the_driver_refuses_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layout_that_the_driver_rejects_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """The message names the driver call."""
-    refused = (driver.CUresult.CUDA_ERROR_INVALID_VALUE, None)
+    rejected = (driver.CUresult.CUDA_ERROR_INVALID_VALUE, None)
     words = (driver.CUresult.CUDA_SUCCESS, b"invalid argument")
-    monkeypatch.setattr(driver, "cuTensorMapEncodeTiled", lambda *_: refused)
+    monkeypatch.setattr(driver, "cuTensorMapEncodeTiled", lambda *_: rejected)
     monkeypatch.setattr(driver, "cuGetErrorString", lambda _: words)
 
     with pytest.raises(DriverError, match=r"^cuTensorMapEncodeTiled: invalid argument"):

@@ -35,7 +35,7 @@ def test_the_text_of_a_target_names_it(arch: Arch) -> None:
         "H10",
     ],
 )
-def test_what_is_no_target_is_refused(text: str) -> None:
+def test_what_is_no_target_is_rejected(text: str) -> None:
     """The message lists all targets, and what was asked for."""
     with pytest.raises(ArgumentError) as caught:
         parse_arch(text)
@@ -83,7 +83,7 @@ def test_every_target_serves_the_device_of_its_number(arch: Arch) -> None:
     assert found == arch
 
 
-def test_a_device_without_a_target_is_refused() -> None:
+def test_a_device_without_a_target_is_rejected() -> None:
     """The message lists the capabilities that have one."""
     with pytest.raises(ArgumentError) as caught:
         arch_of_capability(7, 5)

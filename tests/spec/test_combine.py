@@ -5,18 +5,18 @@ from __future__ import annotations
 import pytest
 
 from mlagen.spec.arch import ARCHS, Arch
-from mlagen.spec.combine import combine_splits_specs
-from mlagen.spec.gqa import gqa_decode_specs
-from mlagen.spec.mla import mla_decode_specs
+from mlagen.spec.combine import combine_specs
+from mlagen.spec.gqa import gqa_sm80_specs
+from mlagen.spec.mla import mla_sm80_specs
 
 
 @pytest.mark.parametrize("arch", ARCHS, ids=str)
 def test_every_decode_kernel_has_one_that_combines_its_splits(arch: Arch) -> None:
     """There is one for each output dtype and width, listed once."""
-    needed = {(spec.out_dtype, spec.head_dim_vo) for spec in mla_decode_specs(arch)}
-    needed |= {(spec.variant.out_dtype, spec.variant.head_dim) for spec in gqa_decode_specs(arch)}
+    needed = {(spec.out_dtype, spec.head_dim_vo) for spec in mla_sm80_specs(arch)}
+    needed |= {(spec.variant.out_dtype, spec.variant.head_dim) for spec in gqa_sm80_specs(arch)}
 
-    listed = [(spec.dtype, spec.head_dim_vo) for spec in combine_splits_specs(arch)]
+    listed = [(spec.dtype, spec.head_dim_vo) for spec in combine_specs(arch)]
 
     assert len(listed) == len(set(listed))
     assert set(listed) == needed
@@ -25,6 +25,6 @@ def test_every_decode_kernel_has_one_that_combines_its_splits(arch: Arch) -> Non
 @pytest.mark.parametrize("arch", ARCHS, ids=str)
 def test_its_blocks_cover_a_row(arch: Arch) -> None:
     """A slice is 128 output elements at the most, without dynamic shared memory."""
-    for spec in combine_splits_specs(arch):
+    for spec in combine_specs(arch):
         assert (spec.slices - 1) * 128 < spec.head_dim_vo <= spec.slices * 128
         assert (spec.threads, spec.shared_bytes) == (128, 0)

@@ -13,7 +13,7 @@ from mlagen.spec.dtype import DType
         (DType.BF16, "bf16", "Bf16"),
         (DType.FP16, "fp16", "Fp16"),
         (DType.E4M3, "e4m3", "E4m3"),
-        (DType.PACKED656, "packed656", "Packed656"),
+        (DType.FP8_DS_MLA, "fp8_ds_mla", "Fp8DsMla"),
     ],
     ids=["bf16", "fp16", "e4m3", "packed rows"],
 )
@@ -34,8 +34,8 @@ def test_a_dtype_has_one_name_for_people_and_one_for_templates(
         (DType.E4M3, 576, 576),
         (DType.INT8, 128, 128),
         (DType.NVFP4, 128, 64),
-        (DType.PACKED656, 576, 656),
-        (DType.PACKED640, 576, 640),
+        (DType.FP8_DS_MLA, 576, 656),
+        (DType.FP8_PER_TOKEN, 576, 640),
     ],
     ids=str,
 )

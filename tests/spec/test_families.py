@@ -28,10 +28,10 @@ def test_a_family_can_be_asked_for_alone(family: str) -> None:
 
 
 def test_filters_keep_the_values_asked_for() -> None:
-    """A kernel stays if each of its ingredients is among the wanted values."""
-    specs = specs_of(SM_90A, ("mla_decode",), page_size=("64", "1"), query_dtype=("fp16",))
+    """A kernel stays if each of its key_fields is among the wanted values."""
+    specs = specs_of(SM_90A, ("mla_sm80",), page_size=("64", "1"), query_dtype=("fp16",))
 
-    seen = [(spec.ingredients()["page_size"], spec.ingredients()["query_dtype"]) for spec in specs]
+    seen = [(spec.key_fields()["page_size"], spec.key_fields()["query_dtype"]) for spec in specs]
     assert set(seen) == {("64", "fp16"), ("1", "fp16")}
 
 
@@ -39,35 +39,35 @@ def test_a_kernel_without_the_ingredient_is_kept() -> None:
     """Combining has no page size, so choosing one leaves it in."""
     specs = specs_of(SM_90A, page_size=("64",))
 
-    every_combine = specs_of(SM_90A, ("combine_splits",))
-    assert [spec for spec in specs if spec.family == "combine_splits"] == every_combine
+    every_combine = specs_of(SM_90A, ("combine",))
+    assert [spec for spec in specs if spec.family == "combine"] == every_combine
 
 
 @pytest.mark.parametrize(
     ("families", "wanted", "message"),
     [
         (
-            ("mla_decode", "mla"),
+            ("mla_sm80", "mla"),
             {},
             (
-                "family: expected one of mla_decode, mla_hopper, mla_hopper_e4m3, "
-                "mla_hopper_packed, gqa_decode, gqa_hopper, combine_splits, got 'mla'"
+                "family: expected one of mla_sm80, mla_sm90, mla_sm90_fp8, "
+                "mla_sm90_fp8kv, gqa_sm80, gqa_sm90, combine, got 'mla'"
             ),
         ),
         (
-            ("mla_decode",),
+            ("mla_sm80",),
             {"page_size": ("48",)},
             "page_size: expected one of 1, 8, 16, 32, 64, 128, got '48'",
         ),
         (
-            ("mla_decode", "combine_splits"),
+            ("mla_sm80", "combine"),
             {"query_dtype": ("bf16", "int8")},
-            "query_dtype: expected one of bf16, fp16, e4m3, packed640, got 'int8'",
+            "query_dtype: expected one of bf16, fp16, e4m3, fp8_per_token, got 'int8'",
         ),
     ],
     ids=["an unknown family", "an unknown page size", "an unknown dtype"],
 )
-def test_what_no_kernel_has_is_refused(
+def test_what_no_kernel_has_is_rejected(
     families: tuple[str, ...], wanted: dict[str, tuple[str, ...]], message: str
 ) -> None:
     """The message names the filter, the values that exist and the one that does not."""

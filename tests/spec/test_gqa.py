@@ -1,4 +1,4 @@
-"""GQA decode: which tile serves which request, and what is refused."""
+"""GQA decode: which tile serves which request, and what is rejected."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 from mlagen.errors import UnsupportedError
 from mlagen.spec.arch import ARCHS, Arch
 from mlagen.spec.dtype import DType
-from mlagen.spec.gqa import SUPPORTED, GqaSupport, gqa_decode_specs
+from mlagen.spec.gqa import SUPPORTED, GqaSupport, gqa_sm80_specs
 from mlagen.spec.kernel import CallShape
-from tests.kernels import gqa_decode
+from tests.kernels import gqa_sm80
 
 # Of one block the driver keeps 1 KiB, and an SM has 1 KiB more than a block may have.
 RESERVED_BYTES = 1024
@@ -30,7 +30,7 @@ def row_name(row: GqaSupport) -> str:
 def test_every_supported_request_has_a_tile_that_fits(arch: Arch, row: GqaSupport) -> None:
     """For any number of rows and any head dim, all blocks of an SM fit its shared memory."""
     for rows, head_dim, out_dtype in product(ROWS, HEAD_DIMS, row.out_dtypes):
-        spec = gqa_decode(
+        spec = gqa_sm80(
             arch=arch,
             rows=rows,
             query_dtype=row.query_dtype,
@@ -39,14 +39,14 @@ def test_every_supported_request_has_a_tile_that_fits(arch: Arch, row: GqaSuppor
             head_dim=head_dim,
         )
 
-        per_sm = (spec.shared_bytes + RESERVED_BYTES) * spec.tile.blocks_per_sm
+        per_sm = (spec.shared_bytes + RESERVED_BYTES) * spec.tile.ctas_per_sm
         assert per_sm <= arch.shared_bytes + RESERVED_BYTES
         assert spec.slice_dims * spec.slices == head_dim
 
 
 def test_few_rows_take_the_narrow_tile() -> None:
     """Sixteen rows are one step of mma; more share the tokens of 32."""
-    heights = [gqa_decode(rows=rows).tile.tile_rows for rows in ROWS]
+    heights = [gqa_sm80(rows=rows).tile.block_m for rows in ROWS]
 
     assert heights == [16, 16, 32, 32, 32, 32, 32]
 
@@ -54,7 +54,7 @@ def test_few_rows_take_the_narrow_tile() -> None:
 @pytest.mark.parametrize("arch", ARCHS, ids=str)
 def test_every_kernel_of_an_architecture_is_listed_once(arch: Arch) -> None:
     """Prewarming knows each kernel once, and one for each pair of element types."""
-    listed = list(gqa_decode_specs(arch))
+    listed = list(gqa_sm80_specs(arch))
 
     pairs = {(spec.variant.query_dtype, spec.variant.kv_dtype) for spec in listed}
     assert len(listed) == len(set(listed))
@@ -68,7 +68,7 @@ def test_a_call_takes_the_tile_of_its_group(kv_heads: int | None, served: set[in
     """Rows are the query heads of one kv head, times query tokens; unsaid, any tile may serve."""
     call = CallShape(heads=64, kv_heads=kv_heads, q_len=1)
 
-    found = {rows for rows in (16, 32) if gqa_decode(rows=rows).serves(call)}
+    found = {rows for rows in (16, 32) if gqa_sm80(rows=rows).serves(call)}
 
     assert found == served
 
@@ -77,7 +77,7 @@ def test_a_call_takes_the_tile_of_its_group(kv_heads: int | None, served: set[in
 def test_an_unsupported_head_dim_names_the_supported_ones(head_dim: int) -> None:
     """The message says what would do."""
     with pytest.raises(UnsupportedError) as caught:
-        gqa_decode(head_dim=head_dim)
+        gqa_sm80(head_dim=head_dim)
 
     assert str(caught.value) == (
         f"no GQA decode kernel for head_dim {head_dim}; supported: multiples of 16 up to 256, "
@@ -97,7 +97,7 @@ def test_an_unsupported_head_dim_names_the_supported_ones(head_dim: int) -> None
 def test_unsupported_types_name_the_supported_ones(changes: dict[str, Any]) -> None:
     """The message lists the table."""
     with pytest.raises(UnsupportedError) as caught:
-        gqa_decode(**changes)
+        gqa_sm80(**changes)
 
     message = str(caught.value)
     assert message.startswith("no GQA decode kernel for query ")

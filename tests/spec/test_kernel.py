@@ -9,15 +9,15 @@ import pytest
 
 from mlagen.errors import ArgumentError
 from mlagen.spec.arch import Arch
-from mlagen.spec.combine import CombineSplitsSpec
+from mlagen.spec.combine import CombineSpec
 from mlagen.spec.dtype import DType
-from mlagen.spec.gqa import GqaDecodeSpec
-from mlagen.spec.kernel import KernelSpec, packed_integers, packing_of
-from mlagen.spec.mla import MlaDecodeSpec
-from mlagen.spec.mla_hopper import MlaHopperSpec
-from tests.kernels import COMBINE, gqa_decode, mla_decode, mla_hopper
+from mlagen.spec.gqa import GqaSm80Spec
+from mlagen.spec.kernel import KernelSpec, pack_scalars, packing_of
+from mlagen.spec.mla import MlaSm80Spec
+from mlagen.spec.mla_sm90 import MlaSm90Spec
+from tests.kernels import COMBINE, gqa_sm80, mla_sm80, mla_sm90
 
-SPECS = (MlaDecodeSpec, MlaHopperSpec, GqaDecodeSpec, CombineSplitsSpec)
+SPECS = (MlaSm80Spec, MlaSm90Spec, GqaSm80Spec, CombineSpec)
 SIZES = {"128s": 128, "Q": 8, "q": 8, "i": 4, "f": 4}
 
 
@@ -53,7 +53,7 @@ def test_parameters_fit_a_launch(spec: type[KernelSpec]) -> None:
 
 @pytest.mark.parametrize(
     ("spec", "packing"),
-    [(COMBINE, "<QQQQQQ16sfff"), (mla_hopper(), "<384sQQQQQQQQQQQQQQQ104sfff")],
+    [(COMBINE, "<QQQQQQ16sfff"), (mla_sm90(), "<384sQQQQQQQQQQQQQQQ104sfff")],
     ids=["combining", "with tensor maps"],
 )
 def test_what_does_not_change_is_packed_as_one(spec: KernelSpec, packing: str) -> None:
@@ -65,11 +65,11 @@ def test_what_does_not_change_is_packed_as_one(spec: KernelSpec, packing: str) -
 
 def test_integers_are_packed_by_name_in_their_order() -> None:
     """Values of other fields are left out, and one that is missing is an error."""
-    values = {"splits": 3, "heads": 2, "total_rows": 1, "of another kernel": 4}
+    values = {"num_splits": 3, "heads": 2, "total_rows": 1, "of another kernel": 4}
 
-    assert packed_integers(COMBINE, values) == struct.pack("<qii", 1, 2, 3)
+    assert pack_scalars(COMBINE, values) == struct.pack("<qii", 1, 2, 3)
     with pytest.raises(KeyError):
-        packed_integers(COMBINE, {"heads": 2, "splits": 3})
+        pack_scalars(COMBINE, {"heads": 2, "num_splits": 3})
 
 
 @pytest.mark.parametrize(
@@ -80,22 +80,22 @@ def test_integers_are_packed_by_name_in_their_order() -> None:
     ],
     ids=["4 bytes", "8 bytes"],
 )
-def test_an_integer_that_does_not_fit_is_refused(change: dict[str, int], message: str) -> None:
+def test_an_integer_that_does_not_fit_is_rejected(change: dict[str, int], message: str) -> None:
     """Views of one element may have shapes that no field of a kernel holds."""
-    values = {"splits": 3, "heads": 2, "total_rows": 1}
+    values = {"num_splits": 3, "heads": 2, "total_rows": 1}
 
     with pytest.raises(ArgumentError) as caught:
-        packed_integers(COMBINE, values | change)
+        pack_scalars(COMBINE, values | change)
 
     assert str(caught.value) == message
 
 
 @pytest.mark.parametrize(
-    "spec", [mla_decode(), mla_hopper(), gqa_decode(), COMBINE], ids=lambda spec: spec.family
+    "spec", [mla_sm80(), mla_sm90(), gqa_sm80(), COMBINE], ids=lambda spec: spec.family
 )
 def test_ingredients_are_all_fields_as_text(spec: KernelSpec) -> None:
     """No field that changes the code is missing from the key, and none reads like a repr."""
-    ingredients = spec.ingredients()
+    key_fields = spec.key_fields()
 
     named: list[str] = []
     for field in fields(spec):
@@ -104,20 +104,20 @@ def test_ingredients_are_all_fields_as_text(spec: KernelSpec) -> None:
             named += [part.name for part in fields(value)]
         else:
             named += getattr(value, "_fields", (field.name,))
-    assert list(ingredients) == named
-    assert not any("<" in text or "(" in text for text in ingredients.values())
+    assert list(key_fields) == named
+    assert not any("<" in text or "(" in text for text in key_fields.values())
 
 
 def test_a_spec_reads_as_its_family_and_fields() -> None:
     """Logs name a kernel so that a person can tell it from another."""
-    spec = CombineSplitsSpec(arch=Arch(90, "a"), dtype=DType.FP16, head_dim_vo=256)
+    spec = CombineSpec(arch=Arch(90, "a"), dtype=DType.FP16, head_dim_vo=256)
 
-    assert str(spec) == "combine_splits(arch=sm_90a, dtype=fp16, head_dim_vo=256)"
+    assert str(spec) == "combine(arch=sm_90a, dtype=fp16, head_dim_vo=256)"
 
 
 def test_a_spec_cannot_be_changed() -> None:
     """A spec is the key of memos, so it stays what it was."""
-    spec = mla_decode()
+    spec = mla_sm80()
 
     with pytest.raises(FrozenInstanceError):
         spec.tile = spec.tile  # type: ignore[misc]

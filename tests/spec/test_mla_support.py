@@ -1,4 +1,4 @@
-"""What MLA decode is supported for, and how the rest is refused."""
+"""What MLA decode is supported for, and how the rest is rejected."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_no_variant_is_listed_twice() -> None:
 
 
 def test_what_is_listed_is_supported() -> None:
-    """No row lists what the check refuses."""
+    """No row lists what the check rejects."""
     for row in SUPPORTED:
         for variant in row.variants():
             require_supported(variant)
@@ -46,8 +46,8 @@ def test_an_unsupported_pair_names_the_supported_ones() -> None:
     assert str(caught.value) == (
         "no MLA decode kernel for query bf16, cache fp16; supported: query bf16, cache bf16; "
         "query fp16, cache fp16; query e4m3, cache e4m3; query bf16, cache e4m3; "
-        "query fp16, cache e4m3; query bf16, cache packed656; query fp16, cache packed656; "
-        "query packed640, cache packed640"
+        "query fp16, cache e4m3; query bf16, cache fp8_ds_mla; query fp16, cache fp8_ds_mla; "
+        "query fp8_per_token, cache fp8_per_token"
     )
 
 
@@ -57,7 +57,7 @@ def test_an_unsupported_pair_names_the_supported_ones() -> None:
         {"kv_lora_rank": 384},
         {"query_dtype": DType.E4M3, "kv_dtype": DType.E4M3, "qk_rope_head_dim": 0},
         {"lookup": "sparse", "mask": "bias"},
-        {"kv_dtype": DType.PACKED656, "values": "separate"},
+        {"kv_dtype": DType.FP8_DS_MLA, "values": "separate"},
     ],
     ids=["another rank", "e4m3 without rope", "a sparse bias", "packed values apart"],
 )

@@ -12,7 +12,7 @@ from mlagen.spec.dtype import DType
 from mlagen.spec.families import FAMILIES, specs_of
 from mlagen.spec.kernel import KernelSpec
 from mlagen.spec.selection import select_specs
-from tests.kernels import mla_decode, mla_hopper
+from tests.kernels import mla_sm80, mla_sm90
 
 SM_80, SM_90 = parse_arch("sm_80"), parse_arch("sm_90a")
 
@@ -21,7 +21,7 @@ def usual(arch: Arch, *families: str) -> list[KernelSpec]:
     """Return the kernels of the usual forms."""
     chosen = families or tuple(FAMILIES)
     forms = {"lookup": ("paged",), "values": ("shared",), "mask": ("causal",)}
-    known = forms if "mla_decode" in chosen else {}
+    known = forms if "mla_sm80" in chosen else {}
     return specs_of(arch, chosen, **known)
 
 
@@ -34,10 +34,10 @@ def test_without_filters_every_usual_kernel_is_left() -> None:
 
 def test_another_form_is_selected_by_name() -> None:
     """A word for a form takes the place of the usual one."""
-    selected = select_specs([SM_90], families=["mla_decode"], wanted={"lookup": "sparse"})
+    selected = select_specs([SM_90], families=["mla_sm80"], wanted={"lookup": "sparse"})
 
     assert selected == specs_of(
-        SM_90, ("mla_decode",), lookup=("sparse",), values=("shared",), mask=("causal",)
+        SM_90, ("mla_sm80",), lookup=("sparse",), values=("shared",), mask=("causal",)
     )
 
 
@@ -49,7 +49,7 @@ def test_an_architecture_named_twice_is_taken_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "ingredients"),
+    ("wanted", "key_fields"),
     [
         ({"dtype": "bf16"}, {"query_dtype": {"bf16"}, "dtype": {"bf16"}}),
         (
@@ -71,15 +71,15 @@ def test_an_architecture_named_twice_is_taken_once() -> None:
     ],
 )
 def test_a_filter_keeps_the_kernels_that_such_calls_take(
-    wanted: dict[str, Any], ingredients: dict[str, set[str]]
+    wanted: dict[str, Any], key_fields: dict[str, set[str]]
 ) -> None:
     """A word for a call reaches each family's own ingredient; an ingredient reaches itself."""
     selected = select_specs([SM_90], wanted=wanted)
 
-    for name, values in ingredients.items():
-        found = {spec.ingredients()[name] for spec in selected if name in spec.ingredients()}
+    for name, values in key_fields.items():
+        found = {spec.key_fields()[name] for spec in selected if name in spec.key_fields()}
         assert found == values
-    assert {"mla_decode", "combine_splits"} <= {spec.family for spec in selected}
+    assert {"mla_sm80", "combine"} <= {spec.family for spec in selected}
 
 
 @pytest.mark.parametrize(
@@ -93,24 +93,24 @@ def test_heads_and_q_len_leave_the_tiles_that_calls_take(
     """The kernels left are those that the entry point would choose for such calls."""
     selected = select_specs(
         [SM_90],
-        families=["mla_decode"],
+        families=["mla_sm80"],
         heads=heads,
         q_len=q_len,
         wanted={"dtype": "bf16", "kv_lora_rank": 512, "page_size": 64},
     )
 
     chosen = {
-        mla_decode(rows=count, kv_dtype=kv_dtype, qk_rope_head_dim=rope)
+        mla_sm80(rows=count, kv_dtype=kv_dtype, qk_rope_head_dim=rope)
         for count in rows
-        for kv_dtype in (DType.BF16, DType.E4M3, DType.PACKED656)
+        for kv_dtype in (DType.BF16, DType.E4M3, DType.FP8_DS_MLA)
         for rope in (64, 0)
-        if kv_dtype is not DType.PACKED656 or rope == 64
+        if kv_dtype is not DType.FP8_DS_MLA or rope == 64
     }
     assert set(selected) == chosen
 
 
 @pytest.mark.parametrize(
-    ("heads", "q_len", "tile_rows"),
+    ("heads", "q_len", "block_m"),
     [
         (16, None, {16}),
         (17, None, {16, 32}),
@@ -120,35 +120,35 @@ def test_heads_and_q_len_leave_the_tiles_that_calls_take(
     ids=["16 rows", "17 rows", "128 rows", "several"],
 )
 def test_heads_and_q_len_leave_the_hopper_kernels_that_calls_take(
-    heads: Any, q_len: Any, tile_rows: set[int]
+    heads: Any, q_len: Any, block_m: set[int]
 ) -> None:
     """The narrowest tile that holds a request's rows, or the widest, and what small calls take."""
     selected = select_specs(
         [SM_90],
-        families=["mla_hopper"],
+        families=["mla_sm90"],
         heads=heads,
         q_len=q_len,
         wanted={"dtype": "bf16", "page_size": 64},
     )
 
-    assert set(selected) == {mla_hopper(rows=rows) for rows in tile_rows}
+    assert set(selected) == {mla_sm90(rows=rows) for rows in block_m}
 
 
 def test_a_family_of_another_architecture_has_nothing_to_select() -> None:
-    """The Hopper kernel is none of an Ampere GPU; the filters are those of the family still."""
+    """The sm90 kernel is none of an Ampere GPU; the filters are those of the family still."""
     wanted: dict[str, Any] = {"dtype": "bf16"}
 
-    both = select_specs([SM_80, SM_90], families=["mla_hopper"], wanted=wanted)
+    both = select_specs([SM_80, SM_90], families=["mla_sm90"], wanted=wanted)
 
-    assert select_specs([SM_80], families=["mla_hopper"], wanted=wanted) == []
-    assert both == select_specs([SM_90], families=["mla_hopper"], wanted=wanted)
+    assert select_specs([SM_80], families=["mla_sm90"], wanted=wanted) == []
+    assert both == select_specs([SM_90], families=["mla_sm90"], wanted=wanted)
 
 
 def test_a_kernel_without_rows_is_kept_for_any_heads() -> None:
     """Combining does not depend on the heads."""
-    selected = select_specs([SM_80], families=["combine_splits"], heads=16, wanted={})
+    selected = select_specs([SM_80], families=["combine"], heads=16, wanted={})
 
-    assert selected == usual(SM_80, "combine_splits")
+    assert selected == usual(SM_80, "combine")
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_a_kernel_without_rows_is_kept_for_any_heads() -> None:
             "page_size: expected one of 1, 8, 16, 32, 64, 128, got '48'",
         ),
         (
-            {"families": ["combine_splits"]},
+            {"families": ["combine"]},
             {"batch": 1},
             (
                 "filter: expected one of dtype, kv_lora_rank, head_dim, page_size, head_dim_vo, "
@@ -183,7 +183,7 @@ def test_a_kernel_without_rows_is_kept_for_any_heads() -> None:
         "an unknown word",
     ],
 )
-def test_a_bad_argument_is_refused(
+def test_a_bad_argument_is_rejected(
     arguments: dict[str, Any], wanted: dict[str, Any], message: str
 ) -> None:
     """The message names the argument, the rule and the value."""

@@ -22,7 +22,7 @@ def constant(name: str) -> int:
 UNIT_COSTS = (constant("kNarrowUnitCost"), constant("kWideUnitCost"))
 MERGE_COST = constant("kMergeCost")
 LEAST_SPAN = constant("kLeastSpan")
-MOST_SPANS = constant("kMostSpans")
+MAX_SPANS = constant("kMostSpans")
 WARP_LANES = 32
 THREADS = 8  # of a block; fewer than there are, so that each has several requests
 
@@ -132,7 +132,7 @@ def find_span(params: Params, team: int) -> Span | None:
     total = sum(owns)
     blocks, groups = min(seen)
     is_uniform = blocks > 0 and groups > 0 and len(seen) == 1
-    spans = max(1, min(params.teams, MOST_SPANS, total // LEAST_SPAN))
+    spans = max(1, min(params.teams, MAX_SPANS, total // LEAST_SPAN))
     unit_cost = params.unit_cost
     if is_uniform:
         aligned = aligned_spans(spans, params.requests * groups, blocks)

@@ -10,22 +10,22 @@ from mlagen.compiler.nvrtc import compile_source
 from mlagen.compiler.toolchain import find_nvrtc
 from mlagen.spec.dtype import DType
 from mlagen.spec.kernel import KernelSpec
-from tests.gpu import test_gqa_hopper, test_mla_hopper
-from tests.kernels import gqa_hopper, mla_hopper, mla_hopper_e4m3, mla_hopper_packed
+from tests.gpu import test_gqa_sm90, test_mla_sm90
+from tests.kernels import gqa_sm90, mla_sm90, mla_sm90_fp8, mla_sm90_fp8kv
 from tests.launch_repeats import delayed_source
 
-GQA, MLA = test_gqa_hopper.DELAYS, test_mla_hopper.DELAYS
+GQA, MLA = test_gqa_sm90.DELAYS, test_mla_sm90.DELAYS
 KERNELS: dict[str, tuple[KernelSpec, Mapping[str, int], str]] = {
-    "gqa_hopper": (gqa_hopper(), GQA, "  __syncwarp();\n"),
-    "gqa_hopper, several heads": (
-        gqa_hopper(kv_dtype=DType.E4M3, block_heads=2),
+    "gqa_sm90": (gqa_sm90(), GQA, "  __syncwarp();\n"),
+    "gqa_sm90, several heads": (
+        gqa_sm90(kv_dtype=DType.E4M3, heads_per_cta=2),
         GQA,
         "  __syncwarp();\n",
     ),
-    "gqa_hopper, 32 rows": (gqa_hopper(rows=32), GQA, "  __syncwarp();\n"),
-    "mla_hopper": (mla_hopper(), MLA, ""),
-    "mla_hopper_e4m3": (mla_hopper_e4m3(), MLA, ""),
-    "mla_hopper_packed": (mla_hopper_packed(), MLA, ""),
+    "gqa_sm90, 32 rows": (gqa_sm90(rows=32), GQA, "  __syncwarp();\n"),
+    "mla_sm90": (mla_sm90(), MLA, ""),
+    "mla_sm90_fp8": (mla_sm90_fp8(), MLA, ""),
+    "mla_sm90_fp8kv": (mla_sm90_fp8kv(), MLA, ""),
 }
 
 

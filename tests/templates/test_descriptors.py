@@ -16,7 +16,7 @@ from mlagen.codegen.render import render
 from mlagen.compiler.nvrtc import compile_source
 from mlagen.compiler.toolchain import find_nvrtc
 from mlagen.spec.kernel import KernelSpec
-from tests.kernels import mla_hopper, mla_hopper_e4m3, mla_hopper_packed
+from tests.kernels import mla_sm90, mla_sm90_fp8, mla_sm90_fp8kv
 from tests.machine_code import moved_between_products, nvdisasm_is_missing
 
 pytestmark = pytest.mark.skipif(
@@ -24,9 +24,9 @@ pytestmark = pytest.mark.skipif(
 )
 
 KERNELS: list[KernelSpec] = [
-    mla_hopper(rows=64),
-    *(mla_hopper_e4m3(rows=rows) for rows in (16, 64)),
-    *(mla_hopper_packed(rows=rows) for rows in (16, 64)),
+    mla_sm90(rows=64),
+    *(mla_sm90_fp8(rows=rows) for rows in (16, 64)),
+    *(mla_sm90_fp8kv(rows=rows) for rows in (16, 64)),
 ]
 
 
@@ -40,7 +40,7 @@ def test_no_descriptor_is_moved_between_products(spec: KernelSpec, tmp_path: Pat
 
 def test_descriptors_that_compilers_do_not_know_of_are_moved(tmp_path: Path) -> None:
     """Without being told that all lanes agree, they move what they would not have to."""
-    spec = mla_hopper_packed(rows=64)
+    spec = mla_sm90_fp8kv(rows=64)
     text = render(spec).text
     told = "return __reduce_max_sync(~0u, number);"
     assert text.count(told) == 1

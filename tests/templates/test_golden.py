@@ -13,11 +13,11 @@ from mlagen.spec.kernel import KernelSpec
 from tests.kernels import (
     COMBINE,
     WIDE_DECODE,
-    gqa_decode,
-    gqa_hopper,
-    mla_hopper,
-    mla_hopper_e4m3,
-    mla_hopper_packed,
+    gqa_sm80,
+    gqa_sm90,
+    mla_sm90,
+    mla_sm90_fp8,
+    mla_sm90_fp8kv,
 )
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -27,11 +27,11 @@ GOLDEN = Path(__file__).parent / "golden"
     "spec",
     [
         WIDE_DECODE,
-        mla_hopper(),
-        mla_hopper_e4m3(rows=64),
-        mla_hopper_packed(),
-        gqa_decode(kv_dtype=DType.E4M3),
-        gqa_hopper(),
+        mla_sm90(),
+        mla_sm90_fp8(rows=64),
+        mla_sm90_fp8kv(),
+        gqa_sm80(kv_dtype=DType.E4M3),
+        gqa_sm90(),
         COMBINE,
     ],
     ids=lambda spec: spec.family,

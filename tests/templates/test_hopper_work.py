@@ -1,4 +1,4 @@
-"""How the Hopper kernel divides work: schedule_range.cuh and tile_scheduler.cuh."""
+"""How the sm90 kernel divides work: schedule_range.cuh and tile_scheduler.cuh."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mlagen.runtime import plan_hopper
+from mlagen.runtime import plan_mla_sm90
 from tests.templates.hopper_work import (
     LEAST_SPAN,
     UNIT_COSTS,
@@ -151,5 +151,5 @@ def test_alike_requests_are_cut_alike_or_by_their_length(
 
 def test_the_host_plans_with_the_numbers_of_the_kernel() -> None:
     """What a unit costs and how short a span may be is written in both."""
-    assert (plan_hopper._NARROW_UNIT_COST, plan_hopper._WIDE_UNIT_COST) == UNIT_COSTS
-    assert plan_hopper._LEAST_SPAN == LEAST_SPAN
+    assert (plan_mla_sm90._SWAP_AB_OVERHEAD_BLOCKS, plan_mla_sm90._OVERHEAD_BLOCKS) == UNIT_COSTS
+    assert plan_mla_sm90._MIN_BLOCKS_PER_RANGE == LEAST_SPAN

@@ -1,7 +1,7 @@
 """Supported kernels, for every architecture that the installed NVRTC knows.
 
 fp16 kernels are their bf16 twins with another instruction, and page sizes differ in a constant: one
-of each is compiled, and of the Hopper kernels two. ``MLAGEN_TEST_KERNELS=all`` compiles every
+of each is compiled, and of the sm90 kernels two. ``MLAGEN_TEST_KERNELS=all`` compiles every
 kernel of every architecture, in about an hour of one core.
 """
 
@@ -39,7 +39,7 @@ def problems_of(spec: KernelSpec) -> list[str]:
         return [*problems, f"expected one kernel, got {cubin.resources}"]
     (found,) = cubin.resources
     tile = getattr(spec, "tile", None)
-    blocks = tile.blocks_per_sm if isinstance(tile, (MlaTile, GqaTile)) else 1
+    blocks = tile.ctas_per_sm if isinstance(tile, (MlaTile, GqaTile)) else 1
     warp = -(-found.registers * 32 // REGISTERS_STEP) * REGISTERS_STEP
     registers = warp * (spec.threads // 32) * blocks
     shared = (spec.shared_bytes + found.static_shared_bytes + RESERVED_BYTES) * blocks
@@ -52,11 +52,11 @@ def problems_of(spec: KernelSpec) -> list[str]:
     return problems + [problem for problem, is_so in facts.items() if is_so]
 
 
-# The portable kernels in full without e4m3 instructions, and with them and little shared memory;
+# The sm80 kernels in full without e4m3 instructions, and with them and little shared memory;
 # for other architectures what most calls take. Kernels for Hopper in full.
 THOROUGH = ("sm_80", "sm_120f")
-HOPPER = ("mla_hopper", "mla_hopper_e4m3", "mla_hopper_packed", "gqa_hopper")
-SAMPLE = {"page_size": ("64",), "query_dtype": ("bf16", "e4m3", "packed640")}
+HOPPER = ("mla_sm90", "mla_sm90_fp8", "mla_sm90_fp8kv", "gqa_sm90")
+SAMPLE = {"page_size": ("64",), "query_dtype": ("bf16", "e4m3", "fp8_per_token")}
 USUAL = {
     **SAMPLE,
     "lookup": ("paged",),
@@ -77,9 +77,9 @@ def sample_of(arch: Arch) -> list[KernelSpec]:
     if arch.has_wgmma:  # the narrow kernels copy pages of 16 tokens in another way
         portable = [spec for spec in sample if spec.family not in HOPPER]
         sample = portable + specs_of(arch, HOPPER, **SAMPLE)
-        sample += specs_of(arch, ("mla_hopper",), page_size=("16",), query_dtype=("bf16",))
-        sample += specs_of(arch, ("mla_hopper",), page_size=("64",), query_dtype=("fp16",))
-        sample += specs_of(arch, ("mla_hopper_e4m3",), page_size=("16",))
+        sample += specs_of(arch, ("mla_sm90",), page_size=("16",), query_dtype=("bf16",))
+        sample += specs_of(arch, ("mla_sm90",), page_size=("64",), query_dtype=("fp16",))
+        sample += specs_of(arch, ("mla_sm90_fp8",), page_size=("16",))
     return sample
 
 

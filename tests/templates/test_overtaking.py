@@ -16,7 +16,7 @@ from mlagen.compiler.nvrtc import compile_source
 from mlagen.compiler.toolchain import find_nvrtc
 from mlagen.spec.dtype import DType
 from mlagen.spec.kernel import KernelSpec
-from tests.kernels import gqa_hopper, mla_hopper, mla_hopper_e4m3, mla_hopper_packed
+from tests.kernels import gqa_sm90, mla_sm90, mla_sm90_fp8, mla_sm90_fp8kv
 from tests.machine_code import nvdisasm_is_missing, overtaken
 
 pytestmark = pytest.mark.skipif(
@@ -24,20 +24,20 @@ pytestmark = pytest.mark.skipif(
 )
 
 KERNELS: list[KernelSpec] = [
-    gqa_hopper(rows=rows, head_dim=head_dim, kv_dtype=kv_dtype, page_size=64)
+    gqa_sm90(rows=rows, head_dim=head_dim, kv_dtype=kv_dtype, page_size=64)
     for rows in (8, 16, 32)
     for head_dim in (64, 128, 256)
     for kv_dtype in (DType.BF16, DType.E4M3)
     if rows * head_dim <= 32 * 128
 ]
 KERNELS += [
-    gqa_hopper(kv_dtype=DType.E4M3, block_heads=2),
-    mla_hopper(rows=16),
-    mla_hopper(rows=64),
-    mla_hopper_e4m3(rows=16),
-    mla_hopper_e4m3(rows=64),
-    mla_hopper_packed(rows=16),
-    mla_hopper_packed(rows=64),
+    gqa_sm90(kv_dtype=DType.E4M3, heads_per_cta=2),
+    mla_sm90(rows=16),
+    mla_sm90(rows=64),
+    mla_sm90_fp8(rows=16),
+    mla_sm90_fp8(rows=64),
+    mla_sm90_fp8kv(rows=16),
+    mla_sm90_fp8kv(rows=64),
 ]
 
 
@@ -51,7 +51,7 @@ def test_no_arrival_overtakes_ldmatrix(spec: KernelSpec, tmp_path: Path) -> None
 
 def test_an_arrival_that_is_given_nothing_overtakes(tmp_path: Path) -> None:
     """Without a value to wait for, compilers leave it to chance: the test above would see it."""
-    spec = gqa_hopper(rows=16, page_size=64)
+    spec = gqa_sm90(rows=16, page_size=64)
     text = render(spec).text
     given = "  if (lane_index() == 0) arrive_after(empty, read);\n"
     assert text.count(given) == 1

@@ -143,13 +143,13 @@ NOT_EVERYWHERE = [name for name, path in FAMILIES.items() if minimum(path) > ARC
 
 @pytest.mark.parametrize("family", NOT_EVERYWHERE)
 def test_the_stated_minimum_is_the_real_one(family: str) -> None:
-    """On the architecture before, ptxas refuses the family."""
+    """On the architecture before, ptxas rejects the family."""
     path = FAMILIES[family]
     before = [arch for arch in ARCHS if arch.number < minimum(path)][-1]
     require_known(before)
 
-    refusal = f"sm_{minimum(path)}|not supported on .target '{before}'"
-    with pytest.raises(CompileError, match=refusal):
+    rejection = f"sm_{minimum(path)}|not supported on .target '{before}'"
+    with pytest.raises(CompileError, match=rejection):
         compile_family(path, before)
 
 

@@ -55,7 +55,7 @@ __device__ inline void merge_warps(SharedMemory& shared, const Output& output) {
 // LSE of a split's rows in log2 units. A row of a split that saw nothing has LSE minus infinity,
 // and its values are never read.
 __device__ inline void finish_rows(const Params& params, const Work& work, SharedMemory& shared) {
-  const bool is_partial = params.splits > 1;
+  const bool is_partial = params.num_splits > 1;
   for (int row = static_cast<int>(threadIdx.x); row < work.rows; row += kThreads) {
     const float reference = row_reference(shared, row);
     float sum = 0.0f;
@@ -91,7 +91,7 @@ __device__ inline void store_output(const Params& params, const Work& work,
     value = make_float4(value.x * factor, value.y * factor, value.z * factor, value.w * factor);
     const i64 global_row = work.global_row(params, row);
     const int column = work.slice * kSliceDims + dim;
-    if (params.splits > 1) {
+    if (params.num_splits > 1) {
       const i64 partial_row = work.split * params.total_rows + global_row;
       *reinterpret_cast<float4*>(params.partial_out + partial_row * kHeadDim + column) = value;
     } else {

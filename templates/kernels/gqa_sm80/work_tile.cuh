@@ -18,7 +18,7 @@ struct alignas(16) Work {
   int first_group, last_group;  // of kWarpTokens tokens each, that are this split's
 
   __device__ int query_of(const Params& params, int row) const {
-    return (first_row + row) / params.group;
+    return (first_row + row) / params.group_size;
   }
 
   // The first token that a query token's window reaches back to.
@@ -27,13 +27,13 @@ struct alignas(16) Work {
   }
 
   __device__ int head_of(const Params& params, int row) const {
-    return kv_head * params.group + (first_row + row) % params.group;
+    return kv_head * params.group_size + (first_row + row) % params.group_size;
   }
 
   // Index of `row` in a [tokens * heads] array.
   __device__ i64 global_row(const Params& params, int row) const {
     const i64 query = first_query + query_of(params, row);
-    return query * params.group * params.kv_heads + head_of(params, row);
+    return query * params.group_size * params.kv_heads + head_of(params, row);
   }
 
   // Whether a row of this block sees a token that not all of them see.
@@ -58,10 +58,10 @@ __device__ inline Work find_work(const Params& params) {
   block /= kSlices;
   work.kv_head = block % params.kv_heads;
   block /= params.kv_heads;
-  work.split = block % params.splits;
-  const i64 tokens = params.total_rows / (static_cast<i64>(params.group) * params.kv_heads);
-  const TileRows found = rows_of_tile(params.cum_seq_lens_q, params.requests, params.q_len,
-                                      params.group, tokens, block / params.splits, tile);
+  work.split = block % params.num_splits;
+  const i64 tokens = params.total_rows / (static_cast<i64>(params.group_size) * params.kv_heads);
+  const TileRows found = rows_of_tile(params.cu_seqlens_q, params.num_seqs, params.q_len,
+                                      params.group_size, tokens, block / params.num_splits, tile);
   work.request = found.request;
   work.q_len = found.q_len;
   work.first_query = found.first_query;
@@ -80,7 +80,7 @@ __device__ inline Work find_work(const Params& params) {
 
   const int begin = work.any_begin / kWarpTokens;
   const int groups = max(ceil_div(work.any_end, kWarpTokens) - begin, 0);
-  const int per_split = ceil_div(ceil_div(groups, kWarps), params.splits) * kWarps;
+  const int per_split = ceil_div(ceil_div(groups, kWarps), params.num_splits) * kWarps;
   work.first_group = begin + min(groups, work.split * per_split);
   work.last_group = min(begin + groups, work.first_group + per_split);
   return work;

@@ -41,7 +41,7 @@ __device__ inline void merge_pieces(const Params& params, const Item& item, int 
                                     SharedMemory& shared) {
   barrier_sync(kConsumerBarrier, kConsumerThreads);
   if (threadIdx.x == 0) {
-    u32* arrivals = params.counters + item.first_block;
+    u32* arrivals = params.semaphores + item.first_block;
     const u32 others = static_cast<u32>(item.pieces - 1);
     const bool is_last = atom_add_acq_rel_gpu(arrivals, 1) == others;
     if (is_last) *arrivals = 0;  // for the next launch

@@ -106,7 +106,7 @@ __device__ inline void prefetch_ids(const Params& params, int thread) {
   const u32 line = blockIdx.x * kConsumerThreads + thread;
   if (row_lines == 0) return;
   const u32 request = line / row_lines;
-  if (request >= params.requests) return;
+  if (request >= params.num_seqs) return;
   prefetch_l2(params.block_tables + request * static_cast<i64>(params.block_tables_stride) +
               (line - request * row_lines) * kLineIds);
 }

@@ -40,7 +40,7 @@ struct LaneLengths {
   __device__ LaneLengths(const Params& params, int first) {
 #pragma unroll
     for (int i = 0; i < kLaneRequests; ++i) {
-      each[i] = ld_relaxed_gpu(params.seq_lens + min(first + i, params.requests - 1));
+      each[i] = ld_relaxed_gpu(params.seq_lens + min(first + i, params.num_seqs - 1));
     }
   }
 
@@ -61,7 +61,7 @@ struct LaneLengths {
 };
 
 __device__ inline int requests_of_lane(const Params& params) {
-  return ceil_div(params.requests, kWarpLanes);
+  return ceil_div(params.num_seqs, kWarpLanes);
 }
 
 // What the lane has of the first of its requests.
@@ -73,7 +73,7 @@ __device__ inline LaneLengths own_lengths(const Params& params) {
 __device__ inline u32 even_length(const Params& params, LaneLengths lengths, int first, int end) {
   RequestFacts facts;
   facts.q_len = params.q_len;
-  facts.units = params.units;
+  facts.units = params.num_tiles;
   u32 sum = 0;
 #pragma unroll 1
   while (true) {
@@ -104,11 +104,11 @@ __device__ inline u32 ragged_length(const Params& params, int first, int end, bo
 __device__ inline bool find_span(const Params& params, const LaneLengths& lengths, Span& span,
                                  WalkState& walk) {
   const int each = requests_of_lane(params);
-  const int first = min(lane_index() * each, params.requests);
-  const int end = min(first + each, params.requests);
+  const int first = min(lane_index() * each, params.num_seqs);
+  const int end = min(first + each, params.num_seqs);
   u32 own = 0;
   bool is_unsound = false;
-  if (params.cum_seq_lens_q == nullptr) {
+  if (params.cu_seqlens_q == nullptr) {
     own = even_length(params, lengths, first, end);
   } else {
     own = ragged_length(params, first, end, is_unsound);
@@ -121,9 +121,9 @@ __device__ inline bool find_span(const Params& params, const LaneLengths& length
     if (lane_index() >= lanes) through += before;
   }
   span.total = __shfl_sync(~0u, through, kWarpLanes - 1);
-  span.spans = min(static_cast<u32>(params.teams), span.total);
-  span.index = blockIdx.x / params.team_size;
-  span.member = blockIdx.x - span.index * params.team_size;
+  span.spans = min(static_cast<u32>(params.num_cta_groups), span.total);
+  span.index = blockIdx.x / params.cta_group_size;
+  span.member = blockIdx.x - span.index * params.cta_group_size;
   if (span.index >= span.spans) return false;
   span.begin = span_begin(span.index, span.total, span.spans);
   span.end = span_begin(span.index + 1, span.total, span.spans);

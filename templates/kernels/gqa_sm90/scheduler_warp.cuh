@@ -4,7 +4,7 @@
 // Whether the work may be found before the kernel before has ended: what is read for it then is
 // read once more.
 __device__ inline bool finds_ahead(const Params& params) {
-  return params.cum_seq_lens_q == nullptr && requests_of_lane(params) <= kLaneRequests;
+  return params.cu_seqlens_q == nullptr && requests_of_lane(params) <= kLaneRequests;
 }
 
 // Begins before the kernel before has ended. Then lengths are looked at again, while others ask for

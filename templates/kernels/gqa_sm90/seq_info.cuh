@@ -19,7 +19,7 @@ __device__ inline int window_begin(const Params& params, int kv_len, int q_len, 
 
 // Sets the tiles of tokens that some row sees.
 __device__ inline void set_tiles(const Params& params, RequestFacts& facts, int length) {
-  facts.kv_len = min(max(length, 0), params.most_tokens);
+  facts.kv_len = min(max(length, 0), params.max_tokens);
   facts.first_tile = window_begin(params, facts.kv_len, facts.q_len, 0) / kTileTokens;
   facts.tiles = ceil_div(facts.kv_len, kTileTokens) - facts.first_tile;
 }
@@ -29,16 +29,16 @@ __device__ inline RequestFacts facts_of_request(const Params& params, int reques
   RequestFacts facts;
   facts.q_len = params.q_len;
   facts.row_tiles = params.row_tiles;
-  facts.units = params.units;
+  facts.units = params.num_tiles;
   facts.first_query = request * params.q_len;
-  if (params.cum_seq_lens_q != nullptr) {
-    const int first = params.cum_seq_lens_q[request];
-    const int end = params.cum_seq_lens_q[request + 1];
+  if (params.cu_seqlens_q != nullptr) {
+    const int first = params.cu_seqlens_q[request];
+    const int end = params.cu_seqlens_q[request + 1];
     const bool is_inside = first >= 0 && first <= end && end <= params.tokens;
     facts.first_query = first;
     facts.q_len = is_inside ? end - first : 0;
-    facts.row_tiles = ceil_div(facts.q_len * params.group, kRows);
-    facts.units = facts.row_tiles * params.units;  // those of one tile for each kv head
+    facts.row_tiles = ceil_div(facts.q_len * params.group_size, kRows);
+    facts.units = facts.row_tiles * params.num_tiles;  // those of one tile for each kv head
   }
   set_tiles(params, facts, length);
   return facts;

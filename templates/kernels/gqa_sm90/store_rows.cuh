@@ -4,7 +4,7 @@
 // Each block of the grid has two places for pieces of each of its heads: for the one that its span
 // begins with, and for the one that it ends with.
 __device__ inline int place_of_piece(const Params& params, const Item& item, int piece) {
-  const int place = (item.first_block + piece * params.team_size) * 2 + (piece == 0 ? 1 : 0);
+  const int place = (item.first_block + piece * params.cta_group_size) * 2 + (piece == 0 ? 1 : 0);
   return place * kHeads + item.kv_head % kHeads;
 }
 

@@ -35,17 +35,17 @@ struct Item {
   __device__ bool is_none() const { return request == kNone; }
 
   __device__ int query_of(const Params& params, int row) const {
-    return q_len == 1 ? 0 : (first_row + row) / params.group;
+    return q_len == 1 ? 0 : (first_row + row) / params.group_size;
   }
 
   __device__ int head_of(const Params& params, int row) const {
-    return kv_head * params.group + first_row + row - query_of(params, row) * params.group;
+    return kv_head * params.group_size + first_row + row - query_of(params, row) * params.group_size;
   }
 
   // Index of a row in a [tokens * heads] array.
   __device__ i64 global_row(const Params& params, int row) const {
     const i64 query = first_query + query_of(params, row);
-    return query * params.group * params.kv_heads + head_of(params, row);
+    return query * params.group_size * params.kv_heads + head_of(params, row);
   }
 
   __device__ Sight sight_of(const Params& params, int row) const {
@@ -79,11 +79,11 @@ __device__ inline Item item_at(const Params& params, const Span& span, const Wal
   item.request = walk.request;
   item.q_len = facts.q_len;
   item.kv_len = facts.kv_len;
-  const int part = walk.unit * params.team_size + static_cast<int>(span.member);
+  const int part = walk.unit * params.cta_group_size + static_cast<int>(span.member);
   const int heads = facts.row_tiles == 1 ? part : part / facts.row_tiles;
   item.kv_head = heads * kHeads;
   item.first_row = (part - heads * facts.row_tiles) * kRows;
-  item.rows = min(facts.q_len * params.group - item.first_row, kRows);
+  item.rows = min(facts.q_len * params.group_size - item.first_row, kRows);
 
   const int first = item.query_of(params, 0);
   const int last = item.query_of(params, item.rows - 1);
@@ -109,7 +109,7 @@ __device__ inline Item item_at(const Params& params, const Span& span, const Wal
     item.pieces = static_cast<int>(span_at(unit_end - 1, span) - first_span) + 1;
     item.piece = static_cast<int>(span.index - first_span);
   }
-  item.first_block = static_cast<int>(first_span * params.team_size + span.member);
+  item.first_block = static_cast<int>(first_span * params.cta_group_size + span.member);
   return item;
 }
 

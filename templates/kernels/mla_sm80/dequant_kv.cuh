@@ -8,9 +8,9 @@ __device__ inline Chunk* decoded_chunk(unsigned char* tokens, int token, int chu
 // What 16 e4m3 elements of a token are multiplied by; `chunk` counts such groups.
 __device__ inline float chunk_scale(const Params& params, const unsigned char* row, int chunk) {
   const bool is_rope = chunk >= kLatentDim / 16;
-  if constexpr (kIsSame<StoredToken, Packed656>) {
+  if constexpr (kIsSame<StoredToken, Fp8DsMla>) {
     return reinterpret_cast<const float*>(row + kLatentDim)[chunk / 8];
-  } else if constexpr (kIsSame<StoredToken, Packed640>) {
+  } else if constexpr (kIsSame<StoredToken, Fp8PerToken>) {
     return params.kv_scales == nullptr ? 1.0f : *reinterpret_cast<const float*>(row + kStoredBytes);
   } else {
     if (is_rope) return params.rope_scale;
@@ -45,7 +45,7 @@ __device__ inline void decode_tokens(const Params& params, int item, SharedMemor
     if constexpr (kIsPacked) {
       constexpr int kRopeOffset = kStoredBytes - kRopeDim * 2;
       const Chunk stored = *reinterpret_cast<const Chunk*>(row + kRopeOffset + lane * kChunkBytes);
-      const float scale = kIsSame<StoredToken, Packed640> ? chunk_scale(params, row, 0) : 1.0f;
+      const float scale = kIsSame<StoredToken, Fp8PerToken> ? chunk_scale(params, row, 0) : 1.0f;
       *decoded_chunk(tokens, token, kLatentDim / kChunkElements + lane) =
           decode_bf16(Element{}, stored, scale);
     }

@@ -2,13 +2,13 @@
 // blocks/swizzle.cuh, ptx/cp_async.cuh.
 
 // Bytes of a stored token before its rope part, if that part may be a tensor of its own.
-constexpr bool kIsPacked = kIsSame<StoredToken, Packed656> || kIsSame<StoredToken, Packed640>;
+constexpr bool kIsPacked = kIsSame<StoredToken, Fp8DsMla> || kIsSame<StoredToken, Fp8PerToken>;
 constexpr int kStoredRopeBytes = kIsPacked ? 0 : kStoredBytes / kHeadDimQk * kRopeDim;
 constexpr int kStoredLatentBytes = kStoredBytes - kStoredRopeBytes;
 
 // Scales that a token has outside its row; they are put behind it in the stage.
 constexpr int kOuterScales = kStageRowBytes == kStoredBytes    ? 0
-                             : kIsSame<StoredToken, Packed640> ? 1
+                             : kIsSame<StoredToken, Fp8PerToken> ? 1
                                                                : 4;
 
 // The page ids of a tile, or its listed tokens, are read one item ahead, so that no copy waits.

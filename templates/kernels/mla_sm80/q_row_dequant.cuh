@@ -1,7 +1,7 @@
 // A row of a query that is decoded first. Needs query_rows.cuh, blocks/decode_e4m3.cuh.
 
 // Of packed rows the rope part is bf16; all is multiplied by the scale of the query token.
-constexpr bool kHasPackedQuery = kIsSame<StoredQuery, Packed640>;
+constexpr bool kHasPackedQuery = kIsSame<StoredQuery, Fp8PerToken>;
 
 __device__ inline void load_query_row(const Params& params, i64 query, int head, int row, int lane,
                                       SharedMemory& shared) {

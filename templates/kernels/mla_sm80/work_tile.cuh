@@ -33,12 +33,12 @@ __device__ inline Work find_work(const Params& params) {
   Work work;
   const int block = static_cast<int>(blockIdx.x);
   const int tile = block % params.row_tiles;
-  const int* ends = kIsSparse ? nullptr : params.cum_seq_lens_q;
-  const TileRows found = rows_of_tile(ends, params.requests, kIsSparse ? 1 : params.q_len,
+  const int* ends = kIsSparse ? nullptr : params.cu_seqlens_q;
+  const TileRows found = rows_of_tile(ends, params.num_seqs, kIsSparse ? 1 : params.q_len,
                                       params.heads, params.total_rows / params.heads,
-                                      block / params.row_tiles / params.splits, tile);
+                                      block / params.row_tiles / params.num_splits, tile);
   work.request = found.request;
-  work.split = block / params.row_tiles % params.splits;
+  work.split = block / params.row_tiles % params.num_splits;
   work.heads = params.heads;
   work.q_len = found.q_len;
   work.first_query = found.first_query;
@@ -46,8 +46,8 @@ __device__ inline Work find_work(const Params& params) {
   work.rows = found.rows;
   work.is_causal = params.is_causal;
 
-  const TokenLists lists{params.seq_lens, params.top_k_lens, params.cum_seq_lens_q,
-                         params.requests, params.q_len,      params.top_k};
+  const TokenLists lists{params.seq_lens, params.topk_length, params.cu_seqlens_q,
+                         params.num_seqs, params.q_len,      params.topk};
   work.kv_len =
       kIsSparse ? listed_tokens(lists, work.request)
                 : tokens_held(params.seq_lens[work.request], table_row(params, work.request).pages);
@@ -55,7 +55,7 @@ __device__ inline Work find_work(const Params& params) {
   work.visible_to_any = work.visible_tokens(work.rows - 1);
 
   const int tiles = ceil_div(work.visible_to_any, kTileTokens);
-  const int tiles_per_split = ceil_div(tiles, params.splits);
+  const int tiles_per_split = ceil_div(tiles, params.num_splits);
   work.first_tile = min(tiles, work.split * tiles_per_split);
   work.last_tile = min(tiles, work.first_tile + tiles_per_split);
   return work;

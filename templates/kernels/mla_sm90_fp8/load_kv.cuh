@@ -10,7 +10,7 @@ __device__ inline void copy_block(const Params& params, const BlockBoxes& boxes,
   __syncwarp();
   if constexpr (kBoxes == 1) {
     if (lane == 0) {
-      cp_async_bulk_tensor(target, &params.group_map, full, policy, 0, boxes.slot[0], 0,
+      cp_async_bulk_tensor(target, &params.kv_map, full, policy, 0, boxes.slot[0], 0,
                            boxes.page[0]);
       cp_async_bulk_tensor(target + kLatentTiles * kTileBytes, &params.rope_map, full, policy, 0,
                            boxes.slot[0], 0, boxes.page[0]);
@@ -27,10 +27,10 @@ __device__ inline void copy_block(const Params& params, const BlockBoxes& boxes,
 // `part` is of the first item. A block of a team has its first tokens before it asks for more: else
 // the last of them waits for all that others have asked for.
 __device__ inline void load_tokens(const Params& params, int, Part part, SharedMemory& shared) {
-  const u64 policy = policy_of_lines(params.team_size > 1);
+  const u64 policy = policy_of_lines(params.cta_group_size > 1);
   Pace pace(params, shared.scratch.span);
   RingPosition<kStages> position;
-  bool waits = params.team_size > 1;
+  bool waits = params.cta_group_size > 1;
   for (u32 count = 0; part.request >= 0; part = next_part(shared, count)) {
     const int end = part.first_block + part.blocks;
     PageIds ids(params, part);

@@ -64,7 +64,7 @@ struct BlockStream {
     const int first = warp * kWarpTokens;
     const u32 target = shared_address(shared.tokens[stage]);
     const StoredToken own = stored_token(params, place.page, place.slot);
-    const u64 policy = policy_of_lines(params.team_size > 1);
+    const u64 policy = policy_of_lines(params.cta_group_size > 1);
     const auto latent_place = [&](int token, int chunk) {
       return target + chunk / 8 * kTileBytes + swizzled_offset<128>(first + token, chunk % 8);
     };

@@ -15,7 +15,7 @@ __device__ inline int own_member(const Params& params) {
   u32 index = blockIdx.x;
   mov_b32(index);
   const int block = static_cast<int>(index);
-  return block - in_teams(params, block) * params.team_size;
+  return block - in_teams(params, block) * params.cta_group_size;
 }
 
 // Hands on the item that `count` have preceded.

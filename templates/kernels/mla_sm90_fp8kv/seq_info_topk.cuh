@@ -2,8 +2,8 @@
 // request. Needs Params, blocks/listed_tokens.cuh.
 
 __device__ inline int length_of(const Params& params, int request) {
-  const TokenLists lists{params.seq_lens,      params.top_k_lens, params.list_ends,
-                         params.list_requests, params.list_q_len, params.top_k};
+  const TokenLists lists{params.seq_lens,      params.topk_length, params.sparse_cu_seqlens_q,
+                         params.sparse_num_seqs, params.sparse_q_len, params.topk};
   return listed_tokens(lists, request);
 }
 

@@ -26,7 +26,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 parametrized = pytest.mark.parametrize(("family", "facts"), CASES.values(), ids=CASES)
 
 
-def inputs_of(family: str, facts: dict[str, Any]) -> Inputs:
+def args_of(family: str, facts: dict[str, Any]) -> Inputs:
     """Return two small sets of inputs."""
     facts = {"batch": 3, "seq_len": 70, "heads": 8, "page_size": 16, **facts}
     return make_inputs(case_of(family, is_ragged=True, **facts), 2, "cpu")
@@ -35,7 +35,7 @@ def inputs_of(family: str, facts: dict[str, Any]) -> Inputs:
 @parametrized
 def test_mlagen_is_called_as_the_case_says(family: str, facts: dict[str, Any]) -> None:
     """The first set gives what the reference gives for it, and the second something else."""
-    inputs = inputs_of(family, facts)
+    inputs = args_of(family, facts)
 
     call = mlagen_call(inputs)
 
@@ -46,7 +46,7 @@ def test_mlagen_is_called_as_the_case_says(family: str, facts: dict[str, Any]) -
 
 def test_an_e4m3_query_gives_bf16() -> None:
     """The buffer for the output is of the dtype that the call writes."""
-    inputs = inputs_of("mla", {"dtype": "e4m3"})
+    inputs = args_of("mla", {"dtype": "e4m3"})
 
     out = mlagen_call(inputs)(0)
 
@@ -56,7 +56,7 @@ def test_an_e4m3_query_gives_bf16() -> None:
 
 def test_a_token_too_few_is_found() -> None:
     """The error of a result that misses one token of 70 is far above the bound."""
-    inputs = inputs_of("mla", {})
+    inputs = args_of("mla", {})
     inputs.seq_lens.sub_(1)
 
     error = relative_error(mlagen_call(inputs)(0), attend(inputs))
@@ -77,7 +77,7 @@ def flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
 @parametrized
 def test_flashinfer_is_called_as_the_case_says(family: str, facts: dict[str, Any]) -> None:
     """Plan, offsets, pages, lengths and drafts are those of the case."""
-    inputs = inputs_of(family, facts)
+    inputs = args_of(family, facts)
 
     call = flashinfer_call(inputs, "auto")
 
@@ -88,9 +88,9 @@ def test_flashinfer_is_called_as_the_case_says(family: str, facts: dict[str, Any
 
 @pytest.mark.usefixtures("flashinfer")
 def test_the_backend_is_the_one_that_is_named() -> None:
-    """A name that the wrapper does not know is refused by it."""
+    """A name that the wrapper does not know is rejected by it."""
     with pytest.raises(mlagen.ArgumentError, match="backend: expected"):
-        flashinfer_call(inputs_of("mla", {}), "fa9")
+        flashinfer_call(args_of("mla", {}), "fa9")
 
 
 @pytest.mark.usefixtures("flashinfer")
@@ -101,7 +101,7 @@ def test_the_version_is_flashinfers_own() -> None:
 
 def test_a_draft_sees_those_before_it() -> None:
     """Bits of the mask are drafts, in words of 16, as many as fill 32 bits."""
-    inputs = inputs_of("gqa", {"q_len": 18})
+    inputs = args_of("gqa", {"q_len": 18})
 
     mask = _causal_mask(inputs)
 

@@ -55,7 +55,7 @@ def test_nan_is_a_problem(inputs: Inputs) -> None:
 def test_an_error_is_told_on_one_line(error: Exception, problem: str, inputs: Inputs) -> None:
     """Whatever a library raises is the problem of this case, and of no other."""
 
-    def refuse(_inputs: Inputs) -> Call:
+    def reject(_inputs: Inputs) -> Call:
         raise error
 
-    assert outcome_of(refuse, inputs, attend(inputs), timed) == Outcome(problem=problem)
+    assert outcome_of(reject, inputs, attend(inputs), timed) == Outcome(problem=problem)

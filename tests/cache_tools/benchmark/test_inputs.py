@@ -9,7 +9,7 @@ from cache_tools.benchmark.inputs import Inputs, make_inputs
 from cache_tools.benchmark.selection import case_of
 
 
-def inputs_of(family: str, sets: int = 2, **facts: object) -> Inputs:
+def args_of(family: str, sets: int = 2, **facts: object) -> Inputs:
     """Return small inputs, ragged, with pages of 16 tokens."""
     facts = {"batch": 3, "seq_len": 70, "heads": 8, "page_size": 16, **facts}
     return make_inputs(case_of(family, is_ragged=True, **facts), sets, "cpu")
@@ -17,7 +17,7 @@ def inputs_of(family: str, sets: int = 2, **facts: object) -> Inputs:
 
 def test_every_request_has_pages_of_its_own() -> None:
     """Pages are shared by no two requests, and lie in no order."""
-    inputs = inputs_of("mla")
+    inputs = args_of("mla")
 
     used = [
         int(page)
@@ -32,12 +32,12 @@ def test_every_request_has_pages_of_its_own() -> None:
 @pytest.mark.parametrize(("page_size", "width"), [(16, 8), (64, 2), (1, 128), (256, 1)])
 def test_tables_are_as_wide_as_whole_runs_of_tokens(page_size: int, width: int) -> None:
     """FlashInfer's XQA takes no other."""
-    assert inputs_of("gqa", page_size=page_size).block_tables.shape == (3, width)
+    assert args_of("gqa", page_size=page_size).block_tables.shape == (3, width)
 
 
 def test_the_value_of_mla_is_part_of_its_key() -> None:
     """Nothing is held twice."""
-    inputs = inputs_of("mla")
+    inputs = args_of("mla")
 
     assert inputs.values[0].shape == (17, 16, 1, 512)
     assert inputs.values[0].data_ptr() == inputs.keys[0].data_ptr()
@@ -45,7 +45,7 @@ def test_the_value_of_mla_is_part_of_its_key() -> None:
 
 def test_sets_differ_in_content_alone() -> None:
     """A call that takes them in turn reads other memory each time, of the same shapes."""
-    inputs = inputs_of("gqa", dtype="fp16", kv_dtype="e4m3", head_dim=64)
+    inputs = args_of("gqa", dtype="fp16", kv_dtype="e4m3", head_dim=64)
 
     for one, other in (inputs.queries, inputs.keys, inputs.values):
         assert (one.shape, one.dtype) == (other.shape, other.dtype)
@@ -56,4 +56,4 @@ def test_sets_differ_in_content_alone() -> None:
 
 def test_the_same_case_has_the_same_inputs() -> None:
     """An error can be looked at again."""
-    assert torch.equal(inputs_of("mla").keys[1], inputs_of("mla").keys[1])
+    assert torch.equal(args_of("mla").keys[1], args_of("mla").keys[1])

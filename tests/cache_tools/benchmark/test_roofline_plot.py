@@ -95,7 +95,9 @@ def test_without_matplotlib_the_cure_is_told(
     ],
     ids=["another format", "no such folder", "a folder"],
 )
-def test_a_file_that_cannot_be_written_is_refused(name: str, expected: str, tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written_is_rejected(
+    name: str, expected: str, tmp_path: Path
+) -> None:
     """Before anything is measured, not after."""
     (tmp_path / "folder.png").mkdir()
 

@@ -85,7 +85,7 @@ def test_a_cache_is_of_the_dtype_of_its_query() -> None:
     ],
     ids=["family", "kv heads", "head dim", "group", "drafts", "dtype", "dtype of the cache"],
 )
-def test_what_does_not_go_together_is_refused(
+def test_what_does_not_go_together_is_rejected(
     families: list[str] | None, axes: Mapping[str, Sequence[Any]], message: str
 ) -> None:
     """The message names the option, the rule and the value."""
@@ -104,7 +104,7 @@ def test_what_does_not_go_together_is_refused(
     ],
     ids=["pair", "query", "head dim"],
 )
-def test_what_no_kernel_covers_is_refused(
+def test_what_no_kernel_covers_is_rejected(
     family: str, axes: Mapping[str, Sequence[Any]], message: str
 ) -> None:
     """The message is that of a call, with what is covered."""

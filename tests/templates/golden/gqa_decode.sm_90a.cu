@@ -12,8 +12,8 @@ struct Fp16 {};
 struct E4m3 {};
 struct Int8 {};
 struct Nvfp4 {};
-struct Packed656 {};
-struct Packed640 {};
+struct Fp8DsMla {};
+struct Fp8PerToken {};
 
 template <typename A, typename B>
 constexpr bool kIsSame = false;

@@ -12,8 +12,8 @@ struct Fp16 {};
 struct E4m3 {};
 struct Int8 {};
 struct Nvfp4 {};
-struct Packed656 {};
-struct Packed640 {};
+struct Fp8DsMla {};
+struct Fp8PerToken {};
 
 template <typename A, typename B>
 constexpr bool kIsSame = false;
@@ -697,13 +697,13 @@ __device__ inline void load_query(const Params& params, const Work& work, Shared
 // blocks/swizzle.cuh, ptx/cp_async.cuh.
 
 // Bytes of a stored token before its rope part, if that part may be a tensor of its own.
-constexpr bool kIsPacked = kIsSame<StoredToken, Packed656> || kIsSame<StoredToken, Packed640>;
+constexpr bool kIsPacked = kIsSame<StoredToken, Fp8DsMla> || kIsSame<StoredToken, Fp8PerToken>;
 constexpr int kStoredRopeBytes = kIsPacked ? 0 : kStoredBytes / kHeadDimQk * kRopeDim;
 constexpr int kStoredLatentBytes = kStoredBytes - kStoredRopeBytes;
 
 // Scales that a token has outside its row; they are put behind it in the stage.
 constexpr int kOuterScales = kStageRowBytes == kStoredBytes    ? 0
-                             : kIsSame<StoredToken, Packed640> ? 1
+                             : kIsSame<StoredToken, Fp8PerToken> ? 1
                                                                : 4;
 
 // The page ids of a tile, or its listed tokens, are read one item ahead, so that no copy waits.

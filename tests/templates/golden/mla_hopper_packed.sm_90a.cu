@@ -12,8 +12,8 @@ struct Fp16 {};
 struct E4m3 {};
 struct Int8 {};
 struct Nvfp4 {};
-struct Packed656 {};
-struct Packed640 {};
+struct Fp8DsMla {};
+struct Fp8PerToken {};
 
 template <typename A, typename B>
 constexpr bool kIsSame = false;
@@ -103,7 +103,7 @@ struct Params {
 
 // The numbers of this kernel; the rest of the source only uses them. Needs blocks/prelude.cuh.
 using Element = Bf16;  // of ropes of packed rows and the output
-using StoredElements = Packed656;
+using StoredElements = Fp8DsMla;
 constexpr int kLatentDim = 512;
 constexpr int kRopeDim = 64;
 constexpr int kPageSize = 64;
@@ -129,8 +129,8 @@ constexpr int kScaledDims = 128;  // that share a scale
 constexpr int kScaleGroups = kLatentDim / kScaledDims;
 
 // Scales of a token: before its rope part, or in a tensor of their own; or one for all of it.
-constexpr bool kHasInnerScales = kIsSame<StoredElements, Packed656>;
-constexpr bool kHasOneScale = kIsSame<StoredElements, Packed640>;
+constexpr bool kHasInnerScales = kIsSame<StoredElements, Fp8DsMla>;
+constexpr bool kHasOneScale = kIsSame<StoredElements, Fp8PerToken>;
 
 // What is multiplied lies in tiles of 128 bytes a row, swizzled: 64 elements of 16 bits or 128 of
 // eight. A rope part of eight bits has rows of 64 bytes.

@@ -16,7 +16,7 @@ struct LaneTile {
     column = is_rope ? 0 : tile;
     target = shared_address(shared.tokens[0] + tile * kTileBytes);
     full = shared_address(&shared.tile_full[0][tile]);
-    policy = policy_of_lines(params.team_size > 1);
+    policy = policy_of_lines(params.cta_group_size > 1);
   }
 
   // A block that does not exist, for items are taken in pairs of blocks, arrives with nothing in
@@ -57,7 +57,7 @@ __device__ inline void load_tokens(const Params& params, int member, Part part,
 #pragma unroll
       for (int stage = 0; stage < kStages; ++stage) {
         const int ahead = block + stage + kPrefetchBlocks;
-        const bool is_mine = params.team_size > 1 && member == stage;
+        const bool is_mine = params.cta_group_size > 1 && member == stage;
         if (is_mine && ahead < end) prefetch_block(params, ids, ahead);
         load_block(tile, ids, part, stage, block + stage, parity, shared);
       }

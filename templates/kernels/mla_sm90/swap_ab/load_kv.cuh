@@ -6,8 +6,8 @@
 __device__ inline void copy_stage(const Params& params, const BlockBoxes& boxes, int first_tile,
                                   u32 target, u32 full, u64 policy) {
   mbarrier_arrive_expect_tx(full, kStageTiles * boxes.tile_bytes());
-  if (kBoxes == 1 && !params.rope_is_apart) {
-    cp_async_bulk_tensor(target, &params.group_map, full, policy, 0, boxes.slot[0], first_tile,
+  if (kBoxes == 1 && !params.separate_rope) {
+    cp_async_bulk_tensor(target, &params.kv_map, full, policy, 0, boxes.slot[0], first_tile,
                          boxes.page[0]);
     return;
   }
@@ -21,7 +21,7 @@ __device__ inline void copy_stage(const Params& params, const BlockBoxes& boxes,
 
 // `part` is of the first item.
 __device__ inline void load_tokens(const Params& params, int, Part part, SharedMemory& shared) {
-  const u64 policy = policy_of_lines(params.team_size > 1);
+  const u64 policy = policy_of_lines(params.cta_group_size > 1);
   RingPosition<kStages> position;
   for (u32 count = 0; part.request >= 0; part = next_part(shared, count)) {
     const int end = part.first_block + part.blocks;

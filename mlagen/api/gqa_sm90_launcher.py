@@ -1,0 +1,190 @@
+"""Grouped-query decode calls of the sm90 kernel: one launch, whatever the lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mlagen.api.arguments import ALIGNMENT_BYTES
+from mlagen.api.calls import scale_of, scratch_offset
+from mlagen.api.choice_log import decline
+from mlagen.api.gqa_args import GqaArgs
+from mlagen.api.gqa_maps import GqaCacheMaps, GqaTensorMapLayout, maps_of
+from mlagen.api.gqa_plan import plan_gqa_sm90_call, planned_facts
+from mlagen.api.gqa_pointers import MASK_ALIGNMENT_BYTES, check_pointers
+from mlagen.api.gqa_problem import MAX_TOKENS, GqaProblem
+from mlagen.engine import kernel_for
+from mlagen.errors import DriverError, UnsupportedError
+from mlagen.runtime.device import arch_of_device
+from mlagen.runtime.launch import Launch, launch
+from mlagen.runtime.loader import LoadedKernel
+from mlagen.runtime.plan_gqa_sm90 import GqaSm90Plan, fits_in_int32
+from mlagen.runtime.semaphores import semaphores_of
+from mlagen.spec.dtype import DType
+from mlagen.spec.gqa import HEAD_DIMS, GqaVariant
+from mlagen.spec.gqa_sm90 import GqaSm90Spec
+from mlagen.spec.kernel import pack_scalars
+
+_COVERED = (
+    f"covered: sm_90a, cache as the query or e4m3, head_dim {', '.join(map(str, HEAD_DIMS))}, "
+    f"page_size a multiple of 16, strides of the cache below 2^40 bytes"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GqaSm90Launcher:
+    """A form of arguments that is sound, with its kernel loaded and its launch planned."""
+
+    problem: GqaProblem
+    plan: GqaSm90Plan
+    scratch_offset: int  # bytes in the workspace
+    decode: LoadedKernel
+    maps: GqaCacheMaps
+    layout: bytes  # the integers of the parameters
+
+    def launch(self, args: GqaArgs, out: torch.Tensor, enable_pdl: bool) -> Sequence[Launch]:
+        """Enqueue the kernel of one call of this form."""
+        problem, plan = self.problem, self.plan
+        query = args.query.data_ptr()
+        beginnings = _beginnings(args, problem)
+        workspace = args.workspace_buffer.data_ptr()
+        scratch = workspace + self.scratch_offset
+        out_pointer = out.data_ptr()
+        mask = args.mask
+        mask_pointer = mask.data_ptr() if mask is not None and problem.mask_words else 0
+        together = query | beginnings[0] | beginnings[1] | workspace | out_pointer
+        if together % ALIGNMENT_BYTES or mask_pointer % MASK_ALIGNMENT_BYTES:
+            check_pointers(args)
+        bmm1_tensor, bmm1_scale = scale_of(args.bmm1_scale)
+        bmm2_tensor, bmm2_scale = scale_of(args.bmm2_scale) if problem.takes_bmm2 else (0, 1.0)
+        is_e4m3 = problem.variant.out_dtype is DType.E4M3
+        made = launch(
+            self.decode,
+            plan.blocks,
+            enable_pdl,
+            self.maps[beginnings],
+            query,
+            beginnings[1],
+            args.block_tables.data_ptr(),
+            args.seq_lens.data_ptr(),
+            args.cum_seq_lens_q.data_ptr() if args.cum_seq_lens_q is not None else 0,
+            mask_pointer,
+            bmm1_tensor,
+            bmm2_tensor,
+            args.sinks.data_ptr() if args.sinks is not None else 0,
+            out_pointer,
+            scratch,
+            scratch + plan.partial_rows_offset,
+            semaphores_of(self.decode.device, workspace),
+            self.layout,
+            bmm1_scale,
+            bmm2_scale,
+            problem.score_factor,
+            args.out_e4m3_factor if is_e4m3 else args.out_16bit_factor,
+        )
+        return (made,)
+
+
+def make_sm90_launcher(
+    args: GqaArgs, problem: GqaProblem, index: int, *, is_forced: bool
+) -> GqaSm90Launcher | None:
+    """Return how calls of the form of ``args`` are launched on GPU ``index``.
+
+    None if the kernel does not cover them, or the driver makes no map of such a cache.
+
+    Raises
+    ------
+    UnsupportedError
+        Instead of returning None, if the kernel is asked for by name.
+    """
+    facts = planned_facts(args, problem, index)
+    planned = plan_gqa_sm90_call(**facts)
+    if planned is None:
+        decline(lambda: not_covered(index, problem.variant), is_forced=is_forced)
+        return None
+    max_tokens = problem.max_pages * problem.variant.page_size
+    if not fits_in_int32(*planned, max_tokens):  # tiles of several heads have fewer tokens
+        planned = plan_gqa_sm90_call(**facts, has_one_head=True) or planned
+    spec, plan = planned
+    if not fits_in_int32(spec, plan, max_tokens):
+        too_long = UnsupportedError(
+            f"MLAGEN_GQA_KERNEL=sm90: expected fewer than 2^32 tiles of {spec.block_n} "
+            f"tokens in all requests, kv heads and tiles of rows, times blocks, got "
+            f"{plan.all_tiles * plan.cta_group_size} tiles of rows of up to {max_tokens} tokens "
+            f"and {plan.blocks} blocks"
+        )
+        decline(lambda: too_long, is_forced=is_forced)
+        return None
+    maps = maps_of(
+        GqaTensorMapLayout(
+            spec=spec,
+            num_pages=problem.num_pages,
+            kv_heads=problem.kv_heads,
+            key_strides=problem.key_strides,
+            value_strides=problem.value_strides,
+        )
+    )
+    try:
+        _ = maps[_beginnings(args, problem)]
+    except DriverError as error:
+        no_map = UnsupportedError(f"MLAGEN_GQA_KERNEL=sm90: {error}; {_COVERED}")
+        decline(lambda: no_map, is_forced=is_forced)
+        return None
+    workspace, name = args.workspace_buffer, args.names.workspace_buffer
+    offset = scratch_offset(workspace, name, plan.workspace_bytes)
+    return GqaSm90Launcher(
+        problem=problem,
+        plan=plan,
+        scratch_offset=offset,
+        decode=kernel_for(spec, index),
+        maps=maps,
+        layout=_layout(spec, problem, plan),
+    )
+
+
+def not_covered(index: int, variant: GqaVariant) -> UnsupportedError:
+    """Return what is raised where the kernel is asked for by name and covers no such call."""
+    return UnsupportedError(
+        f"MLAGEN_GQA_KERNEL=sm90: no such kernel for {arch_of_device(index)}, "
+        f"query {variant.query_dtype}, cache {variant.kv_dtype}, head_dim {variant.head_dim}, "
+        f"page_size {variant.page_size}; {_COVERED}"
+    )
+
+
+def _beginnings(args: GqaArgs, problem: GqaProblem) -> tuple[int, int]:
+    """Return where keys and values begin."""
+    key = args.key_cache.data_ptr()
+    if args.value_cache is None:
+        return key, key + problem.value_offset
+    return key, args.value_cache.data_ptr()
+
+
+def _layout(spec: GqaSm90Spec, problem: GqaProblem, plan: GqaSm90Plan) -> bytes:
+    page_stride, token_stride, head_stride = problem.value_strides
+    values = {
+        "query_stride": problem.query_stride,
+        "query_head_stride": problem.query_head_stride,
+        "value_page_stride": page_stride,
+        "value_token_stride": token_stride,
+        "value_head_stride": head_stride,
+        "tokens": problem.tokens,
+        "num_seqs": problem.batch,
+        "kv_heads": problem.kv_heads,
+        "group_size": problem.group,
+        "q_len": 0 if problem.is_ragged else problem.q_len,
+        "row_tiles": plan.row_tiles,
+        "num_tiles": plan.num_tiles,
+        "num_cta_groups": plan.num_cta_groups,
+        "cta_group_size": plan.cta_group_size,
+        "mask_words": problem.mask_words,
+        # Any token is in the window that is as wide as numbers go.
+        "window": problem.window or MAX_TOKENS,
+        "max_pages": problem.max_pages,
+        "max_tokens": min(problem.max_pages * problem.variant.page_size, MAX_TOKENS),
+        "block_tables_stride": problem.block_tables_stride,
+        "num_pages": problem.num_pages,
+        "scores_take_bmm2": int(problem.scores_take_bmm2),
+    }
+    return pack_scalars(spec, values)

@@ -1,0 +1,239 @@
+"""MLA decode calls of the sm90 kernel: one launch, whatever the lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mlagen.api.arguments import ALIGNMENT_BYTES
+from mlagen.api.calls import scale_of, scratch_offset
+from mlagen.api.choice_log import decline, log_declined
+from mlagen.api.mla_args import MlaArgs
+from mlagen.api.mla_maps import CacheMaps, TensorMapLayout, maps_of
+from mlagen.api.mla_plan import plan_mla_sm90_call, schedule_id_of
+from mlagen.api.mla_problem import LSE_FACTORS, MlaProblem, check_pointers
+from mlagen.api.mla_sm90_fp8kv_launcher import MlaSm90Fp8KvLauncher, make_fp8kv_launcher
+from mlagen.engine import kernel_for
+from mlagen.errors import DriverError, UnsupportedError
+from mlagen.runtime.device import arch_of_device
+from mlagen.runtime.launch import Launch, launch
+from mlagen.runtime.loader import LoadedKernel
+from mlagen.runtime.partition import WHOLE_GPU
+from mlagen.runtime.plan_mla_sm90 import MlaSm90Plan, fits_in_int32
+from mlagen.runtime.semaphores import semaphores_of
+from mlagen.settings import Settings
+from mlagen.spec.kernel import pack_scalars
+from mlagen.spec.mla_sm90 import MlaSm90Spec
+from mlagen.spec.mla_sm90_fp8kv import MlaSm90Fp8KvSpec
+from mlagen.spec.mla_support import MlaVariant
+
+_COVERED = (
+    "covered: sm_90a, (kv_lora_rank, qk_rope_head_dim) (512, 64), and of (lookup, values, mask) "
+    "(paged, shared, causal) with query and cache bf16, fp16 or e4m3 alike, page_size a multiple "
+    "of 16, strides of the cache below 2^40 bytes; (paged, shared, causal) with query and cache "
+    "e4m3, another page_size, or fp8_per_token; (sparse, shared, causal) with query and cache "
+    "e4m3; either of both with a cache of e4m3 or fp8_ds_mla under a query of bf16"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlaSm90Launcher:
+    """A form of arguments that is sound, with its kernel loaded and its launch planned."""
+
+    problem: MlaProblem
+    plan: MlaSm90Plan
+    scratch_offset: int  # bytes in the workspace
+    decode: LoadedKernel
+    maps: CacheMaps
+    packed_scalars: tuple[bytes, bytes]  # the integers of the parameters, by whether rope is apart
+    is_plain: bool  # query and cache are each one tensor, the tables another
+    lse_factor: float
+
+    def launch(
+        self, args: MlaArgs, out: torch.Tensor, lse: torch.Tensor | None, enable_pdl: bool
+    ) -> Sequence[Launch]:
+        """Enqueue the kernel of one call of this form."""
+        problem, plan = self.problem, self.plan
+        query = args.query.data_ptr()
+        cache = args.kv_cache.data_ptr()
+        workspace = args.workspace_buffer.data_ptr()
+        scratch = workspace + self.scratch_offset
+        out_pointer = out.data_ptr()
+        query_rope = query + problem.query_rope_offset
+        rope_cache = cache + problem.rope_cache_offset
+        table_starts = 0
+        if not self.is_plain:
+            if args.query_rope is not None:
+                query_rope = args.query_rope.data_ptr()
+            if args.rope_cache is not None:
+                rope_cache = args.rope_cache.data_ptr()
+            if args.table_starts is not None:
+                table_starts = args.table_starts.data_ptr()
+        beginnings = query | query_rope | cache | rope_cache | workspace | out_pointer
+        if beginnings % ALIGNMENT_BYTES:
+            check_pointers(args)
+        maps, separate_rope = self.maps[cache, rope_cache]
+        bmm1_tensor, bmm1_scale = scale_of(args.bmm1_scale)
+        bmm2_tensor, bmm2_scale = scale_of(args.bmm2_scale)
+        made = launch(
+            self.decode,
+            plan.blocks,
+            enable_pdl,
+            maps,
+            query,
+            query_rope,
+            cache,
+            args.block_tables.data_ptr(),
+            table_starts,
+            args.seq_lens.data_ptr(),
+            args.cum_seq_lens_q.data_ptr() if args.cum_seq_lens_q is not None else 0,
+            bmm1_tensor,
+            bmm2_tensor,
+            args.sinks.data_ptr() if args.sinks is not None else 0,
+            out_pointer,
+            lse.data_ptr() if lse is not None else 0,
+            scratch,
+            scratch + plan.partial_rows_offset,
+            semaphores_of(self.decode.device, workspace),
+            self.packed_scalars[separate_rope],
+            bmm1_scale,
+            bmm2_scale,
+            self.lse_factor,
+        )
+        return (made,)
+
+
+def make_sm90_launcher(
+    args: MlaArgs,
+    problem: MlaProblem,
+    index: int,
+    settings: Settings,
+    sms: int = WHOLE_GPU,
+) -> MlaSm90Launcher | MlaSm90Fp8KvLauncher | None:
+    """Return how calls of the form of ``args`` are launched on ``sms`` SMs of GPU ``index``.
+
+    None if no kernel covers them, they are too small for it to be the faster one, or the driver
+    makes no map of such a cache.
+
+    Raises
+    ------
+    UnsupportedError
+        Instead of returning None, if the kernel is asked for by name.
+    """
+    is_forced = settings.mla_kernel == "sm90"
+    planned = plan_mla_sm90_call(
+        device=index,
+        variant=problem.variant,
+        batch=problem.batch,
+        q_len=problem.q_len,
+        tile_q_len=problem.tile_q_len,
+        tokens=problem.tokens,
+        heads=problem.heads,
+        max_kv_len=problem.top_k or int(args.max_seq_len),
+        p_dtype_choice=settings.mla_p_dtype,
+        sms=sms,
+    )
+    if planned is None:
+        decline(lambda: not_covered(index, problem.variant), is_forced=is_forced)
+        return None
+    spec, plan = planned
+    max_tokens = problem.top_k or problem.max_pages * problem.variant.page_size
+    if not fits_in_int32(spec, plan, max_tokens):
+        too_long = UnsupportedError(
+            f"MLAGEN_MLA_KERNEL=sm90: expected fewer than 2^31 blocks of 64 tokens in all "
+            f"requests and groups of rows, got {plan.groups} groups of up to {max_tokens} tokens"
+        )
+        decline(lambda: too_long, is_forced=is_forced)
+        return None
+    if plan.is_small and not is_forced:
+        log_declined("the call is so small that this kernel is faster")
+        return None
+    if isinstance(spec, MlaSm90Fp8KvSpec):
+        return make_fp8kv_launcher(args, problem, index, spec, plan)
+    maps = _maps_of_cache(problem, spec)
+    try:
+        _ = maps[_beginnings(args, problem)]
+    except DriverError as error:
+        no_map = UnsupportedError(f"MLAGEN_MLA_KERNEL=sm90: {error}; {_COVERED}")
+        decline(lambda: no_map, is_forced=is_forced)
+        return None
+    workspace, name = args.workspace_buffer, args.names.workspace_buffer
+    offset = scratch_offset(workspace, name, plan.workspace_bytes)
+    apart = (args.query_rope, args.rope_cache, args.table_starts)
+    number = schedule_id_of(args, problem, spec)
+    return MlaSm90Launcher(
+        problem=problem,
+        plan=plan,
+        scratch_offset=offset,
+        decode=kernel_for(spec, index),
+        maps=maps,
+        packed_scalars=(
+            _layout(args, problem, spec, plan, number=number, separate_rope=0),
+            _layout(args, problem, spec, plan, number=number, separate_rope=1),
+        ),
+        is_plain=all(part is None for part in apart),
+        lse_factor=LSE_FACTORS[args.return_lse_base],
+    )
+
+
+def not_covered(index: int, variant: MlaVariant) -> UnsupportedError:
+    """Return what is raised where the kernel is asked for by name and covers no such call."""
+    dims = f"({variant.kv_lora_rank}, {variant.qk_rope_head_dim})"
+    form = f"({variant.lookup}, {variant.values}, {variant.mask})"
+    return UnsupportedError(
+        f"MLAGEN_MLA_KERNEL=sm90: no such kernel for {arch_of_device(index)}, "
+        f"query {variant.query_dtype}, cache {variant.kv_dtype}, "
+        f"(kv_lora_rank, qk_rope_head_dim) {dims}, (lookup, values, mask) {form}, "
+        f"page_size {variant.page_size}; {_COVERED}"
+    )
+
+
+def _maps_of_cache(problem: MlaProblem, spec: MlaSm90Spec) -> CacheMaps:
+    strides = problem.strides
+    return maps_of(
+        TensorMapLayout(
+            spec=spec,
+            num_pages=problem.num_pages,
+            page_stride=strides["page_stride"],
+            token_stride=strides["token_stride"],
+            rope_page_stride=strides["rope_page_stride"],
+            rope_token_stride=strides["rope_token_stride"],
+        )
+    )
+
+
+def _beginnings(args: MlaArgs, problem: MlaProblem) -> tuple[int, int]:
+    """Return where the latent and the rope part of the cache begin."""
+    cache = args.kv_cache.data_ptr()
+    if args.rope_cache is None:
+        return cache, cache + problem.rope_cache_offset
+    return cache, args.rope_cache.data_ptr()
+
+
+def _layout(
+    args: MlaArgs,
+    problem: MlaProblem,
+    spec: MlaSm90Spec,
+    plan: MlaSm90Plan,
+    *,
+    number: int,
+    separate_rope: int,
+) -> bytes:
+    values = {
+        **problem.strides,
+        "total_rows": problem.tokens * problem.heads,
+        "num_seqs": problem.batch,
+        "heads": problem.heads,
+        "q_len": problem.q_len,
+        "max_pages": problem.max_pages,
+        "num_pages": problem.num_pages,
+        "num_cta_groups": plan.num_cta_groups,
+        "cta_group_size": plan.cta_group_size,
+        "separate_rope": separate_rope,
+        "is_causal": int(args.is_causal),
+        "scores_take_bmm2": int(args.scores_take_bmm2),
+        "schedule_id": number,
+    }
+    return pack_scalars(spec, values)

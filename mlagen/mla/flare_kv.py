@@ -1,0 +1,181 @@
+"""The keys of :func:`mlagen.mla.flare.flare_mla_decoding`: a paged cache, or a dense tensor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from mlagen.api.arguments import (
+    INT32_MAX,
+    require,
+    require_dims,
+    require_index,
+    require_shape,
+    require_tensor,
+)
+from mlagen.api.mla_args import MlaArgNames
+from mlagen.api.mla_cache import pages_of
+
+
+@dataclass(frozen=True, eq=False)
+class PagedKVCache:
+    """A paged cache whose lengths do not count the new tokens, which it holds already.
+
+    Parameters
+    ----------
+    blocks : [pages, page_size, 576]
+        As the query; an axis of size 1 before or after ``page_size`` is accepted, and any strides
+        that are whole 16 bytes. Of width 640 with ``per_token_scale_rope_aware``.
+    block_table : int32 or uint32 [batch, max_pages]
+        Page ids of each request.
+    cache_lengths : int32 or uint32 [batch]
+        Tokens of each request before the new ones.
+    scales : fp32 [pages, page_size], or with axes of size 1 behind
+        One for each token, with ``per_token_scale_rope_aware``.
+    """
+
+    blocks: torch.Tensor
+    block_table: torch.Tensor
+    cache_lengths: torch.Tensor
+    scales: torch.Tensor | None = None
+
+
+_DENSE_NAMES = MlaArgNames(
+    query="q",
+    query_rope="q",
+    kv_cache="k",
+    cum_seq_lens_q="valid_length",
+    out="output",
+    bmm1_scale="scale",
+)
+_PAGED_NAMES = _DENSE_NAMES._replace(
+    kv_cache="k.blocks",
+    block_tables="k.block_table",
+    seq_lens="k.cache_lengths",
+    kv_scales="k.scales",
+)
+
+
+class Keys(NamedTuple):
+    """A cache in pages, and how many tokens it holds of each request."""
+
+    blocks: torch.Tensor
+    block_table: torch.Tensor
+    cached: torch.Tensor | None  # int32 [batch], without the new tokens
+    total: int  # with them, where the tensor is None
+    scales: torch.Tensor | None
+    width: int  # no request has more tokens
+    names: MlaArgNames
+
+
+def paged_keys(k: PagedKVCache, kv_scales: torch.Tensor | None) -> Keys:
+    """Return a cache as it is.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument breaks a rule.
+    """
+    blocks = require_tensor(k.blocks, "k.blocks")
+    require_dims(blocks, "k.blocks", (3, 4))
+    table = require_tensor(k.block_table, "k.block_table")
+    require_dims(table, "k.block_table", (2,))
+    require_index(table, "k.block_table", blocks.device)
+    lengths = require_tensor(k.cache_lengths, "k.cache_lengths")
+    require_index(lengths, "k.cache_lengths", blocks.device)
+    require_shape(lengths, "k.cache_lengths", ((table.shape[0],),), "batch of k.block_table")
+    require(
+        kv_scales is None, "kv_scales", "None with a PagedKVCache, which has scales", "a tensor"
+    )
+    return Keys(
+        blocks=blocks,
+        block_table=table,
+        cached=as_int32(lengths),
+        total=0,
+        scales=None if k.scales is None else _of_tokens(k.scales, "k.scales"),
+        width=table.shape[1] * pages_of(blocks).shape[1],
+        names=_PAGED_NAMES,
+    )
+
+
+def positions_of(k: object) -> int:
+    """Return how many tokens the tables of keys have room for; 0 of what is no cache."""
+    if isinstance(k, PagedKVCache):
+        blocks, table = k.blocks, k.block_table
+        if isinstance(blocks, torch.Tensor) and isinstance(table, torch.Tensor):
+            return table.numel() * blocks.shape[1:-1].numel()
+    return k.shape[:2].numel() if isinstance(k, torch.Tensor) else 0
+
+
+def form_of_keys(k: torch.Tensor | PagedKVCache, kv_scales: torch.Tensor | None) -> Keys:
+    """Return keys with a table of no columns: enough to check a call by, before any work.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument breaks a rule.
+    """
+    if isinstance(k, PagedKVCache):
+        keys = paged_keys(k, kv_scales)
+        return keys._replace(block_table=keys.block_table[:, :0])
+    return dense_keys(k, kv_scales, columns=0)
+
+
+def dense_keys(k: torch.Tensor, kv_scales: torch.Tensor | None, columns: int | None = None) -> Keys:
+    """Return dense keys as pages of one token: another ``num_keys`` asks for no other kernel.
+
+    ``columns`` of the table are made; all if None.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument breaks a rule.
+    """
+    require_dims(require_tensor(k, "k"), "k", (4,))
+    batch, num_keys, kv_heads, _ = k.shape
+    require(kv_heads == 1, "k.shape[2]", "1 (KV heads)", kv_heads)
+    if kv_scales is not None:
+        kv_scales = _of_tokens(kv_scales, "kv_scales")
+        require_shape(kv_scales, "kv_scales", ((batch, num_keys),), "batch, num_keys of k")
+        kv_scales = kv_scales.reshape(-1, 1)
+    total = batch * num_keys
+    require(total <= INT32_MAX, "k.shape", f"{INT32_MAX} keys or fewer in all", list(k.shape))
+    columns = num_keys if columns is None else columns
+    rows = torch.arange(batch * columns, dtype=torch.int32, device=k.device)
+    blocks = _viewed(k, total)
+    if blocks is None:  # the rows are copied, and lie well then
+        blocks = k.reshape(total, 1, k.shape[3]) if columns else k.new_empty((0, 1, k.shape[3]))
+        kv_scales = kv_scales if columns or kv_scales is None else kv_scales[:0]
+    return Keys(
+        blocks=blocks,
+        block_table=rows.view(batch, columns),
+        cached=None,
+        total=num_keys,
+        scales=kv_scales,
+        width=num_keys,
+        names=_DENSE_NAMES,
+    )
+
+
+def as_int32(tensor: torch.Tensor) -> torch.Tensor:
+    """Return 32-bit integers as signed ones."""
+    return tensor if tensor.dtype is torch.int32 else tensor.view(torch.int32)
+
+
+def _viewed(k: torch.Tensor, total: int) -> torch.Tensor | None:
+    """Return the rows of dense keys where they lie, if their strides allow it."""
+    try:
+        return k.view(total, 1, k.shape[3])
+    except RuntimeError:
+        return None
+
+
+def _of_tokens(scales: torch.Tensor, argument: str) -> torch.Tensor:
+    """Return scales ``[pages, page_size]`` without axes of size 1 behind."""
+    scales = require_tensor(scales, argument)
+    while scales.dim() > 2 and scales.shape[-1] == 1:
+        scales = scales.squeeze(-1)
+    require_dims(scales, argument, (2,))
+    return scales

@@ -1,0 +1,152 @@
+"""The query tokens of :func:`mlagen.mla.flare.flare_mla_decoding`, ragged or padded.
+
+What is computed here is computed on the device of the tensors: nothing waits for it, unless
+``MLAGEN_CHECK=1`` asks what they hold.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from mlagen.api.arguments import reject, require, require_ints
+from mlagen.api.device_checks import check_seq_lens, query_lengths, require_no_capture
+from mlagen.mla.flare_kv import Keys, as_int32
+from mlagen.mla.masks import QueryRows
+from mlagen.settings import current_settings
+
+
+class Queries(NamedTuple):
+    """The query tokens, as the kernels take them."""
+
+    query: torch.Tensor  # [batch, q_len, heads, d], or ragged
+    ends: torch.Tensor | None
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    max_q_len: int | None
+    rows: QueryRows | None  # for a mask that asks
+
+
+def ragged_queries(
+    q: torch.Tensor, keys: Keys, valid_length: torch.Tensor | None, *, needs_rows: bool
+) -> Queries:
+    """Return requests without padding; ``valid_length`` says where each begins.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument breaks a rule.
+    """
+    batch, tokens = keys.block_table.shape[0], q.shape[0]
+    offsets = _checked_lengths(valid_length, q, batch + 1, "batch of k + 1")
+    if current_settings().checks_contents:
+        require_no_capture(q)
+        _check_cached(keys, query_lengths(offsets, "valid_length", tokens))
+    require(batch > 0 or tokens == 0, "q.shape[0]", "0 (no requests)", tokens)
+    new = offsets.diff()
+    seq_lens = _total(keys, new)
+    rows = None
+    if needs_rows:
+        index = torch.arange(tokens, dtype=torch.int32, device=q.device)
+        # A token behind the last request belongs to none, and must not be looked up out of bounds.
+        requests = torch.searchsorted(offsets[1:].contiguous(), index, right=True)
+        requests = requests.clamp(max=max(0, batch - 1))
+        positions = (seq_lens - offsets[1:])[requests] + index
+        rows = _rows(requests, positions, q, keys)
+    return Queries(q, offsets, seq_lens, keys.block_table, None, rows)
+
+
+def padded_queries(
+    q: torch.Tensor, keys: Keys, valid_length: torch.Tensor | None, *, needs_rows: bool
+) -> Queries:
+    """Return requests of ``q_len`` tokens; ``valid_length`` says how many of them there are.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument breaks a rule.
+    """
+    batch, q_len = keys.block_table.shape[0], q.shape[1]
+    require(q.shape[0] == batch, "q.shape[0]", f"{batch} (batch of k)", q.shape[0])
+    has_padding = valid_length is not None or keys.cached is not None
+    if has_padding:
+        given = _checked_lengths(valid_length, q, batch, "batch of q")
+        if current_settings().checks_contents:
+            require_no_capture(q)
+            _check_cached(keys, _checked_new(given, q_len))
+        new = given.clamp(0, q_len)
+    else:
+        new = torch.full((batch,), q_len, dtype=torch.int32, device=q.device)
+    seq_lens = _total(keys, new)
+    rows = None
+    if needs_rows:
+        tokens = torch.arange(batch * q_len, device=q.device)
+        requests = tokens // q_len
+        rows = _rows(requests, (seq_lens - new)[requests] + tokens % q_len, q, keys)
+    if not has_padding:
+        return Queries(q, None, seq_lens, keys.block_table, None, rows)
+    if q_len == 1:  # a request without its token is one without any
+        seq_lens = torch.where(new > 0, seq_lens, 0)
+        return Queries(q, None, seq_lens, keys.block_table, None, rows)
+    # The padding of each request is made a request of its own, which has no tokens to see and so
+    # gives zeros.
+    starts = torch.arange(batch, dtype=torch.int32, device=q.device) * q_len
+    ends = torch.stack([starts, starts + new], dim=1).flatten()
+    ends = torch.nn.functional.pad(ends, (0, 1), value=batch * q_len)
+    return Queries(
+        query=q.flatten(0, 1),
+        ends=ends,
+        seq_lens=torch.stack([seq_lens, torch.zeros_like(seq_lens)], dim=1).flatten(),
+        block_table=_twice(keys.block_table.view(torch.int32)),
+        max_q_len=q_len,
+        rows=rows,
+    )
+
+
+def _twice(table: torch.Tensor) -> torch.Tensor:
+    """Return every row of ``table[batch, max_pages]`` two times in a row."""
+    batch, max_pages = table.shape
+    return table[:, None].expand(batch, 2, max_pages).reshape(2 * batch, max_pages)
+
+
+def _checked_lengths(
+    valid_length: torch.Tensor | None, q: torch.Tensor, count: int, why: str
+) -> torch.Tensor:
+    return as_int32(require_ints(valid_length, "valid_length", q.device, ((count,),), why))
+
+
+def _checked_new(given: torch.Tensor, q_len: int) -> torch.Tensor:
+    new = given.cpu().long()
+    for request, tokens in enumerate(new.tolist()):
+        if not 0 <= tokens <= q_len:
+            reject(f"valid_length[{request}]", f"0 to {q_len} (q.shape[1])", tokens)
+    return new
+
+
+def _check_cached(keys: Keys, new: torch.Tensor) -> None:
+    if keys.cached is None:
+        return
+    cached = check_seq_lens(keys.cached, keys.names.seq_lens, capacity=None, q_lens=None)
+    for request, tokens in enumerate((cached + new).tolist()):
+        if tokens > keys.width:
+            rule = f"{keys.width} (what its block table holds) or less with its new tokens"
+            reject(f"{keys.names.seq_lens}[{request}]", rule, tokens)
+
+
+def _total(keys: Keys, new: torch.Tensor) -> torch.Tensor:
+    if keys.cached is None:
+        return torch.full_like(new, keys.total)
+    return keys.cached + new
+
+
+def _rows(
+    requests: torch.Tensor, positions: torch.Tensor, q: torch.Tensor, keys: Keys
+) -> QueryRows:
+    return QueryRows(
+        requests=requests,
+        positions=positions.long(),
+        batch=keys.block_table.shape[0],
+        heads=q.shape[-2],
+        width=keys.width,
+    )

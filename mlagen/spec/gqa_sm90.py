@@ -1,0 +1,252 @@
+"""GQA decode on Hopper: what its kernels are specialised for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import ClassVar
+
+from mlagen.spec.arch import Arch
+from mlagen.spec.dtype import DType
+from mlagen.spec.gqa import HEAD_DIMS, PAGE_SIZES, SUPPORTED, GqaSpec, GqaVariant
+from mlagen.spec.kernel import (
+    CallShape,
+    Parameter,
+    float32,
+    int32,
+    int64,
+    pointer,
+    tensor_map,
+)
+
+# Rows of a tile, from the widest to the narrowest; a call takes the narrowest that holds the rows
+# of a request and kv head, or the widest that its head dim leaves registers for.
+BLOCK_MS = (32, 16, 8)
+_MAX_ACCUMULATORS = 32 * 128
+
+_CONSUMER_WARPS = 8  # that multiply
+_STEP_TOKENS = 16  # of a warp
+# What becomes another type first is twice as much work for its bytes, and where registers allow it
+# a warp has two steps under way.
+_MAX_OF_TWO_STEPS = 8 * 128  # rows times dims
+_MIN_BOX_TOKENS = 16
+_MAX_OF_KEPT_QUERY = 16 * 128  # rows times dims, that registers have beside the output
+_LINE_BYTES = 128  # that shared memory permutes
+_TOKEN_BYTES = 256  # that a block reads of several heads: more are no faster
+# By the bytes of a row. Blocks that read heads side by side drift apart by as much as their rings
+# hold, and the further they do, the slower memory is; what is under way must last until more comes.
+_RING_BYTES = {64: 64 * 1024, 128: 96 * 1024, 256: 128 * 1024, 512: 192 * 1024}
+_WIDEST_RING_BYTES = {128: 80 * 1024}  # of tiles with most rows: leaves room to merge them whole
+_QUERY_BYTES = 2  # of an element
+_VALUE_BYTES = 4  # of what warps leave to be merged
+_COMBINED_ROW_BYTES = 24  # of each row of it, beside values: what kMergePitch adds, and a RowState
+_OTHER_SHARED_BYTES = 1280  # of what else there is in kernels/gqa_sm90/shared_memory.cuh
+
+
+@dataclass(frozen=True, kw_only=True)
+class GqaSm90Spec(GqaSpec):
+    """What changes the machine code of a Hopper GQA decode kernel, and nothing else."""
+
+    family: ClassVar[str] = "gqa_sm90"
+    symbol: ClassVar[str] = "gqa_sm90"
+    template: ClassVar[str] = "kernels/gqa_sm90/kernel.cu.j2"
+    parameters: ClassVar[tuple[Parameter, ...]] = (
+        tensor_map("key_map"),
+        tensor_map("value_map"),
+        pointer("query", "const u16"),
+        pointer("value_cache", "const unsigned char"),
+        pointer("block_tables", "const int"),
+        pointer("seq_lens", "const int"),
+        pointer("cu_seqlens_q", "const int"),
+        pointer("draft_mask", "const u32"),
+        pointer("bmm1_scale_tensor", "const float"),
+        pointer("bmm2_scale_tensor", "const float"),
+        pointer("sinks", "const float"),
+        pointer("out", "unsigned char"),
+        pointer("partial_out", "float"),
+        pointer("partial_rows", "unsigned char"),
+        pointer("semaphores", "u32"),
+        int64("query_stride"),
+        int64("query_head_stride"),
+        int64("value_page_stride"),
+        int64("value_token_stride"),
+        int64("value_head_stride"),
+        int32("tokens"),
+        int32("num_seqs"),
+        int32("kv_heads"),
+        int32("group_size"),
+        int32("q_len"),
+        int32("row_tiles"),
+        int32("num_tiles"),
+        int32("num_cta_groups"),
+        int32("cta_group_size"),
+        int32("mask_words"),
+        int32("window"),
+        int32("max_pages"),
+        int32("max_tokens"),
+        int32("block_tables_stride"),
+        int32("num_pages"),
+        int32("scores_take_bmm2"),
+        float32("bmm1_scale"),
+        float32("bmm2_scale"),
+        float32("score_factor"),
+        float32("output_factor"),
+    )
+
+    block_m: int
+    heads_per_cta: int = 1  # kv heads that a block attends to at a time
+
+    @property
+    def element(self) -> DType:
+        """What is multiplied; fp16 holds every e4m3."""
+        return DType.FP16 if self.decodes_kv else self.variant.kv_dtype
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a cached token of one kv head."""
+        return self.variant.kv_dtype.row_bytes(self.variant.head_dim)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a cached token that a block takes."""
+        return self.row_bytes * self.heads_per_cta
+
+    @property
+    def max_heads(self) -> int:
+        """The kv heads that a block may take, where a call has a multiple of them.
+
+        More than one if their rows are as few as a block multiplies at a time.
+        """
+        is_least = self.block_m == min(BLOCK_MS)
+        return max(1, _TOKEN_BYTES // self.row_bytes) if is_least else 1
+
+    @property
+    def line_bytes(self) -> int:
+        """Bytes of a token that lie together in shared memory."""
+        return min(self.row_bytes, _LINE_BYTES)
+
+    @property
+    def block_n(self) -> int:
+        """Tokens that the warps of a block attend to at a time."""
+        is_light = self.block_m * self.variant.head_dim <= _MAX_OF_TWO_STEPS
+        steps = 2 if self.decodes_kv and is_light else 1
+        return _CONSUMER_WARPS // self.heads_per_cta * steps * _STEP_TOKENS
+
+    @property
+    def box_tokens(self) -> int:
+        """Tokens that one copy brings: of one page."""
+        return math.gcd(self.variant.page_size, self.block_n)
+
+    @property
+    def stages(self) -> int:
+        """Tiles of keys or values that shared memory has room for."""
+        return self._ring_bytes // (self.block_n * self.token_bytes)
+
+    @property
+    def _ring_bytes(self) -> int:
+        is_widest = self.block_m * self.variant.head_dim == _MAX_ACCUMULATORS
+        known = _RING_BYTES | (_WIDEST_RING_BYTES if is_widest else {})
+        return known[self.row_bytes]
+
+    @property
+    def keeps_query(self) -> bool:
+        """Whether registers have the query, beside the output; else shared memory has it."""
+        return self.block_m * self.variant.head_dim <= _MAX_OF_KEPT_QUERY
+
+    @property
+    def combine_rows(self) -> int:
+        """Rows of what the warps have of an item that are merged at a time."""
+        return self._merged[0]
+
+    @property
+    def combine_dims(self) -> int:
+        """Dims of it that are merged at a time."""
+        return self._merged[1]
+
+    @property
+    def _merged(self) -> tuple[int, int]:
+        head_dim, least = self.variant.head_dim, min(BLOCK_MS)
+        query_bytes = 0 if self.keeps_query else self.block_m * head_dim * _QUERY_BYTES
+        room = self.shared_bytes - self._ring_bytes - query_bytes - _OTHER_SHARED_BYTES
+        whole_rows = [(rows, head_dim) for rows in BLOCK_MS if rows <= self.block_m]
+        parts = [(least, head_dim // count) for count in (2, 4)]
+        return next(
+            (rows, dims)
+            for rows, dims in (*whole_rows, *parts)
+            if _CONSUMER_WARPS * rows * (dims * _VALUE_BYTES + _COMBINED_ROW_BYTES) <= room
+        )
+
+    @property
+    def consumer_warps(self) -> int:
+        """Warps that multiply."""
+        return _CONSUMER_WARPS
+
+    @property
+    def threads(self) -> int:
+        """Threads of one block."""
+        return (_CONSUMER_WARPS + 4) * 32
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of one block: all there is."""
+        return self.arch.shared_bytes
+
+    @property
+    def uses_semaphores(self) -> bool:
+        """Blocks do, where they share a unit; none waits for another."""
+        return True
+
+    def serves(self, call: CallShape) -> bool:
+        """Whether such a call takes this kernel, of those that differ in tile and heads only."""
+        if call.kv_heads is None:
+            return True
+        rows = call.heads // call.kv_heads * call.q_len
+        is_tile = self.block_m == block_m_for(self.variant.head_dim, rows)
+        return is_tile and self.heads_per_cta in (1, math.gcd(call.kv_heads, self.max_heads))
+
+
+def block_m_for(head_dim: int, rows: int) -> int:
+    """Return the rows of a tile for requests of ``rows`` rows for each kv head."""
+    known = [tile for tile in BLOCK_MS if tile * head_dim <= _MAX_ACCUMULATORS]
+    return min((tile for tile in known if rows <= tile), default=known[0])
+
+
+def gqa_sm90_spec(arch: Arch, variant: GqaVariant, rows: int) -> GqaSm90Spec | None:
+    """Return the sm90 kernel for ``rows`` rows of each kv head; None where there is none.
+
+    A block of it takes one kv head.
+    """
+    is_covered = (
+        arch.has_wgmma
+        and variant.kv_dtype in (variant.query_dtype, DType.E4M3)
+        and variant.head_dim in HEAD_DIMS
+        and variant.page_size % _MIN_BOX_TOKENS == 0
+    )
+    if not is_covered:
+        return None
+    block_m = block_m_for(variant.head_dim, rows)
+    return GqaSm90Spec(arch=arch, variant=variant, block_m=block_m)
+
+
+def with_all_heads(spec: GqaSm90Spec) -> list[GqaSm90Spec]:
+    """Return the kernels that differ from ``spec`` in the kv heads of a block, itself included."""
+    known = range(1, spec.max_heads + 1)
+    return [replace(spec, heads_per_cta=heads) for heads in known if spec.max_heads % heads == 0]
+
+
+def gqa_sm90_specs(arch: Arch) -> Iterator[GqaSm90Spec]:
+    """Yield every Hopper GQA kernel that prewarming knows for ``arch``, each once."""
+    for row, head_dim, page_size in product(SUPPORTED, HEAD_DIMS, PAGE_SIZES):
+        for out_dtype in row.out_dtypes:
+            variant = GqaVariant(
+                query_dtype=row.query_dtype,
+                kv_dtype=row.kv_dtype,
+                out_dtype=out_dtype,
+                head_dim=head_dim,
+                page_size=page_size,
+            )
+            found = [gqa_sm90_spec(arch, variant, rows) for rows in BLOCK_MS]
+            for spec in dict.fromkeys(spec for spec in found if spec is not None):
+                yield from with_all_heads(spec)

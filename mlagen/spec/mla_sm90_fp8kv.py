@@ -1,0 +1,138 @@
+"""MLA decode on Hopper over rows of 8 bits, with values as fp16: what its kernels are made for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from mlagen.spec.arch import Arch
+from mlagen.spec.dtype import DType
+from mlagen.spec.kernel import CallShape, Parameter, float32, int32, int64, pointer
+from mlagen.spec.mla_sm90 import MlaSm90Fp8Base, block_m_for, specs_found
+from mlagen.spec.mla_support import PLAIN, SPARSE, MlaVariant
+
+# Of query and cache.
+_DTYPES = (
+    (DType.BF16, DType.E4M3),
+    (DType.BF16, DType.FP8_DS_MLA),
+    (DType.E4M3, DType.E4M3),
+    (DType.FP8_PER_TOKEN, DType.FP8_PER_TOKEN),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlaSm90Fp8KvSpec(MlaSm90Fp8Base):
+    """What changes the machine code of such a kernel, and nothing else."""
+
+    family: ClassVar[str] = "mla_sm90_fp8kv"
+    symbol: ClassVar[str] = "mla_sm90_fp8kv"
+    template: ClassVar[str] = "kernels/mla_sm90_fp8kv/kernel.cu.j2"
+    parameters: ClassVar[tuple[Parameter, ...]] = (
+        pointer("query", "const unsigned char"),
+        pointer("query_rope", "const unsigned char"),
+        pointer("cache", "const unsigned char"),
+        pointer("rope_cache", "const unsigned char"),
+        pointer("query_scales", "const float"),
+        pointer("kv_scales", "const float"),
+        pointer("block_tables", "const int"),
+        pointer("kv_indptr", "const int"),
+        pointer("seq_lens", "const int"),
+        pointer("cu_seqlens_q", "const int"),
+        pointer("sparse_cu_seqlens_q", "const int"),
+        pointer("topk_length", "const int"),
+        pointer("bmm1_scale_tensor", "const float"),
+        pointer("bmm2_scale_tensor", "const float"),
+        pointer("sinks", "const float"),
+        pointer("out", "u16"),
+        pointer("lse", "float"),
+        pointer("partial_out", "unsigned char"),
+        pointer("partial_rows", "unsigned char"),
+        pointer("semaphores", "u32"),
+        int64("query_stride"),
+        int64("query_head_stride"),
+        int64("query_rope_stride"),
+        int64("query_rope_head_stride"),
+        int64("page_stride"),
+        int64("token_stride"),
+        int64("rope_page_stride"),
+        int64("rope_token_stride"),
+        int64("scale_page_stride"),
+        int64("scale_token_stride"),
+        int64("total_rows"),
+        int32("num_seqs"),
+        int32("heads"),
+        int32("q_len"),
+        int32("max_pages"),
+        int32("block_tables_stride"),
+        int32("num_pages"),
+        int32("sparse_num_seqs"),
+        int32("sparse_q_len"),
+        int32("topk"),
+        int32("num_cta_groups"),
+        int32("cta_group_size"),
+        int32("is_causal"),
+        int32("scores_take_bmm2"),
+        int32("schedule_id"),
+        float32("bmm1_scale"),
+        float32("bmm2_scale"),
+        float32("latent_scale"),
+        float32("rope_scale"),
+        float32("lse_factor"),
+    )
+
+    @property
+    def math_dtype(self) -> DType:
+        """Element type of what is not stored in 8 bits: ropes of packed rows, and the output."""
+        return DType.BF16
+
+    @property
+    def p_dtype(self) -> DType:
+        """Element type that p_dtype_choice are rounded to, and values converted."""
+        return DType.FP16
+
+    @property
+    def small_calls(self) -> tuple[tuple[int, int], ...]:
+        """Up to so many rows of a request, the blocks of tokens that the sm80 kernel is for."""
+        return ((128, 128),) if self.splits_query else ((16, 64),)
+
+    @property
+    def splits_query(self) -> bool:
+        """Whether an element of the query is multiplied as the sum of two in 8 bits."""
+        return self.variant.query_dtype.is_16bit
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of a cached token."""
+        return self.variant.kv_dtype.row_bytes(self.head_dim_qk)
+
+    @property
+    def loading_warps(self) -> int:
+        """Warps that bring tokens into shared memory."""
+        return 4
+
+    def serves(self, call: CallShape) -> bool:
+        """Whether such a call may take this kernel, of those that differ in the tile only."""
+        q_len = 1 if self.is_sparse else call.q_len
+        return self.block_m in self.tiles_of(call.heads * q_len)
+
+
+def mla_sm90_fp8kv_spec(arch: Arch, variant: MlaVariant, rows: int) -> MlaSm90Fp8KvSpec | None:
+    """Return the sm90 kernel for requests of ``rows`` rows; None where there is none.
+
+    Of a sparse call every query token is a request.
+    """
+    is_covered = (
+        arch.has_wgmma
+        and (variant.query_dtype, variant.kv_dtype) in _DTYPES
+        and (variant.kv_lora_rank, variant.qk_rope_head_dim) == (512, 64)
+        and (variant.lookup, variant.values, variant.mask) in (PLAIN, SPARSE)
+    )
+    if not is_covered:
+        return None
+    return MlaSm90Fp8KvSpec(arch=arch, variant=variant, block_m=block_m_for(rows))
+
+
+def mla_sm90_fp8kv_specs(arch: Arch) -> Iterator[MlaSm90Fp8KvSpec]:
+    """Yield every such kernel that ``arch`` may be asked for, each once."""
+    return specs_found(arch, mla_sm90_fp8kv_spec)

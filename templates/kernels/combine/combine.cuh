@@ -1,0 +1,104 @@
+// Folds the partial rows of all splits into one. Needs Params, roles/combine_splits/constants,
+// blocks/row_result.cuh.
+
+struct SharedMemory {
+  float sum[kWarps];
+  float4 values[kWarps][kWarpLanes];
+};
+
+__device__ inline float warp_maximum(float value) {
+#pragma unroll
+  for (int lanes = kWarpLanes / 2; lanes > 0; lanes /= 2) {
+    value = fmaxf(value, __shfl_xor_sync(~0u, value, lanes));
+  }
+  return value;
+}
+
+// The largest LSE of the row over its splits, found by every warp for itself.
+__device__ inline float largest_lse(const Params& params, i64 row) {
+  float largest = -kInfinity;
+  for (int split = lane_index(); split < params.num_splits; split += kWarpLanes) {
+    largest = fmaxf(largest, params.partial_lse[split * params.total_rows + row]);
+  }
+  return warp_maximum(largest);
+}
+
+// What a warp has of some of the splits that are its own, every fourth: loads that wait for each
+// other take longer than all else here.
+constexpr int kSplitsAtOnce = 8;
+
+struct PartialRows {
+  float lse[kSplitsAtOnce];
+  float4 values[kSplitsAtOnce];
+
+  // Those from `first` on. Where there is no split, or it has seen nothing, values may be anything.
+  __device__ PartialRows(const Params& params, i64 row, int dim, int first) {
+    const i64 partial_row = first * params.total_rows + row;
+    const float* lse_of_row = params.partial_lse + partial_row;
+    const float* values_of_row = params.partial_out + partial_row * kHeadDimVo + dim;
+#pragma unroll
+    for (int i = 0; i < kSplitsAtOnce; ++i) {
+      const bool exists = first + i * kWarps < params.num_splits;
+      lse[i] = exists ? *lse_of_row : -kInfinity;
+      if (exists) values[i] = *reinterpret_cast<const float4*>(values_of_row);
+      lse_of_row += kWarps * params.total_rows;
+      values_of_row += kWarps * params.total_rows * kHeadDimVo;
+    }
+  }
+
+  // Adds them, each weighted by 2^(its LSE - largest).
+  __device__ void add_to(float4& total, float& weights, float largest) const {
+#pragma unroll
+    for (int i = 0; i < kSplitsAtOnce; ++i) {
+      if (lse[i] == -kInfinity) continue;
+      const float weight = ex2_approx(lse[i] - largest);
+      weights += weight;
+      total.x += weight * values[i].x;
+      total.y += weight * values[i].y;
+      total.z += weight * values[i].z;
+      total.w += weight * values[i].w;
+    }
+  }
+};
+
+__device__ inline void combine(const Params& params, SharedMemory& shared) {
+  const int row = static_cast<int>(blockIdx.x) / kSlices;
+  const int dim = static_cast<int>(blockIdx.x) % kSlices * kSliceDims + lane_index() * 4;
+  const bool is_outside = dim >= kHeadDimVo;  // the last slice may be wider than what is left
+  const float sink = params.sinks == nullptr ? -kInfinity : params.sinks[row % params.heads];
+  const float scale = value_of(params.bmm2_scale_tensor, params.bmm2_scale) * params.output_factor;
+  float largest = -kInfinity;
+  float weights = 0.0f;
+  float4 part = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll 1
+  for (int first = 0; first < params.num_splits; first += kSplitsAtOnce * kWarps) {
+    const PartialRows rows(params, row, is_outside ? 0 : dim, first + warp_index());
+    if (first == 0) largest = largest_lse(params, row);  // while these are on their way
+    rows.add_to(part, weights, largest);
+  }
+  shared.values[warp_index()][lane_index()] = part;
+  if (lane_index() == 0) shared.sum[warp_index()] = weights;
+  __syncthreads();
+  if (warp_index() != 0) return;
+
+  float sum = 0.0f;
+  float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+  for (int warp = 0; warp < kWarps; ++warp) {
+    const float4 value = shared.values[warp][lane_index()];
+    sum += shared.sum[warp];
+    total.x += value.x;
+    total.y += value.y;
+    total.z += value.z;
+    total.w += value.w;
+  }
+  const RowResult result = finish_row(largest, sum, sink, params.lse_factor);
+  const float factor = result.factor * scale;
+  if (!is_outside) {
+    store_x4(OutElement{}, params.out, static_cast<i64>(row) * kHeadDimVo + dim, total.x * factor,
+             total.y * factor, total.z * factor, total.w * factor);
+  }
+  if (params.lse != nullptr && blockIdx.x % kSlices == 0 && lane_index() == 0) {
+    params.lse[row] = result.lse;
+  }
+}

@@ -1,0 +1,67 @@
+"""Sound arguments of grouped-query decode with one change that must be rejected."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import mlagen.decode
+import mlagen.xqa
+from mlagen.errors import ArgumentError
+from tests.gqa_problems import GqaCase
+from tests.xqa_semantics import xqa_arguments
+
+UNIFORM = GqaCase(name="", seq_lens=(70, 3), q_len=2, mask="random")
+SINGLE = GqaCase(name="", seq_lens=(70, 3))
+RAGGED = GqaCase(name="", seq_lens=(70, 3), q_lens=(1, 4), mask="random")
+STACKED = GqaCase(name="", seq_lens=(70, 3), form="stacked")
+E4M3_KV = GqaCase(name="", seq_lens=(70, 3), kv="e4m3")
+NVFP4 = GqaCase(name="", seq_lens=(70, 3), kv="nvfp4")
+NVFP4_STACKED = GqaCase(name="", seq_lens=(70, 3), kv="nvfp4", form="stacked")
+
+
+class Rejection(NamedTuple):
+    """A change of sound arguments, and the message it must meet."""
+
+    name: str
+    change: Callable[[Any], dict[str, Any]]  # of a GqaProblem
+    message: str
+    case: GqaCase = SINGLE
+
+
+def rejections(*cases: Rejection) -> pytest.MarkDecorator:
+    """Return the parametrisation of a test by rejections."""
+    return pytest.mark.parametrize("rejection", cases, ids=lambda rejection: rejection.name)
+
+
+def check(rejection: Rejection) -> None:
+    """Make the call, and see that it is rejected as told and leaves its outputs alone."""
+    problem = rejection.case.build("cpu")
+    sound = problem.arguments(
+        out=torch.full(problem.query.shape, 7.0, dtype=torch.bfloat16),
+        workspace_buffer=torch.full((64,), 7.0),
+    )
+    arguments = sound | rejection.change(problem)
+
+    with pytest.raises(ArgumentError) as caught:
+        mlagen.decode.xqa_batch_decode_with_kv_cache(**arguments)
+
+    assert str(caught.value) == rejection.message
+    assert [name for name in ("out", "workspace_buffer") if (sound[name] != 7.0).any()] == []
+
+
+def check_xqa(rejection: Rejection) -> None:
+    """Do the same through ``xqa``."""
+    problem = rejection.case.build("cpu")
+    sound = xqa_arguments(problem, workspace_buffer=torch.full((64,), 7.0))
+    sound["output"].fill_(7.0)
+    arguments = sound | rejection.change(problem)
+
+    with pytest.raises(ArgumentError) as caught:
+        mlagen.xqa.xqa(**arguments)
+
+    assert str(caught.value) == rejection.message
+    assert [name for name in ("output", "workspace_buffer") if (sound[name] != 7.0).any()] == []

@@ -1,0 +1,29 @@
+"""Tensors of MLA decode that do not begin where a 16-byte copy can begin."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.api.rejections import Rejection, check, displaced, rejections
+
+
+@rejections(
+    Rejection(
+        "query",
+        lambda p: {"query": displaced(p.query)},
+        "query.data_ptr(): expected a multiple of 16, got 2 more than one",
+    ),
+    Rejection(
+        "cache",
+        lambda p: {"kv_cache": displaced(p.kv_cache)},
+        "kv_cache.data_ptr(): expected a multiple of 16, got 2 more than one",
+    ),
+    Rejection(
+        "out",
+        lambda p: {"out": displaced(torch.zeros(*p.query.shape[:-1], 512).bfloat16())},
+        "out.data_ptr(): expected a multiple of 16, got 2 more than one",
+    ),
+)
+def test_a_tensor_that_begins_between_16_byte_addresses(rejection: Rejection) -> None:
+    """Rows are copied 16 bytes at a time, on the CPU as on the GPU."""
+    check(rejection)

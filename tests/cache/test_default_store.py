@@ -1,0 +1,129 @@
+"""The store that the settings name, and the layers that installed packages ship."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mlagen.cache.default_store import kernel_store, packaged_layers
+from mlagen.settings import current_settings
+from tests.cache import builds
+from tests.cache.builds import make_build, make_key, make_store
+
+KEY = make_key()
+
+
+@pytest.fixture(autouse=True)
+def nothing_remembered() -> Iterator[None]:
+    """Look for packages anew in each test, and after it."""
+    packaged_layers.cache_clear()
+    yield
+    packaged_layers.cache_clear()
+
+
+def install(site: Path, name: str) -> Path:
+    """Install a package that ships one kernel, as pip would; return its folder of kernels."""
+    make_store(site / "made").find_or_build(KEY, make_build)
+    (site / "made/cache").rename(site / name)
+    info = site / f"{name}-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(f"[mlagen.kernels]\n{name} = {name}\n")
+    files = [str(path.relative_to(site)) for path in (site / name).rglob("*") if path.is_file()]
+    (info / "RECORD").write_text("".join(f"{file},,\n" for file in [*files, f"{info.name}/RECORD"]))
+    return site / name
+
+
+def test_the_store_is_the_one_of_the_settings(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cache_dir: Path
+) -> None:
+    """Root, read-only layers, limit and trust come from the environment, and it is made once."""
+    make_store(tmp_path / "elsewhere").find_or_build(KEY, make_build)
+    layer = tmp_path / "elsewhere/cache"
+    monkeypatch.setenv("MLAGEN_CACHE_RO", str(layer))
+    current_settings.cache_clear()
+
+    store = kernel_store()
+    found = store.look_up(KEY)
+
+    assert (store.root, found.layer) == (cache_dir, layer)
+    assert found.entry is not None
+    assert kernel_store() is store
+    assert not cache_dir.exists()
+
+
+def test_a_layer_that_is_not_there_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A path with a slip of the pen would cost every kernel a compilation."""
+    monkeypatch.setenv("MLAGEN_CACHE_RO", str(tmp_path / "kernals"))
+    current_settings.cache_clear()
+
+    for _ in range(2):
+        assert kernel_store().find(KEY) is None
+
+    (message,) = caplog.messages
+    expected = "MLAGEN_CACHE_RO: expected a folder, got none, passing it by"
+    assert message == f"{expected}: {tmp_path / 'kernals'}"
+
+
+def test_installed_packages_are_the_last_layer(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A kernel of a package is found without the package being imported, and writable or not."""
+    folder = install(tmp_path / "site", "some_kernels")
+    (folder / "__init__.py").write_text("raise AssertionError('imported')\n")
+    folder.chmod(0o777)  # pip leaves what the umask says; code beside it is as open
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "site"), *sys.path])
+
+    found = kernel_store().look_up(KEY)
+
+    assert (found.layer, packaged_layers()) == (folder, (folder,))
+    assert found.entry is not None
+    assert found.entry.cubin == builds.CUBIN
+    assert "some_kernels" not in sys.modules
+
+
+def test_packages_are_asked_only_where_the_cache_has_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A hit in the cache looks through no installed distribution."""
+    install(tmp_path / "site", "some_kernels")
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "site"), *sys.path])
+    kernel_store().find_or_build(make_key("own"), make_build)
+    packaged_layers.cache_clear()
+
+    kernel_store().find(make_key("own"))
+
+    assert packaged_layers.cache_info().misses == 0
+
+
+@pytest.mark.parametrize("file", ["entry_points.txt", "RECORD"])
+def test_broken_metadata_are_no_end(
+    file: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What some package did wrong is said once, and keeps no kernel from being compiled."""
+    install(tmp_path / "site", "some_kernels")
+    (tmp_path / "site/some_kernels-1.dist-info" / file).write_bytes(
+        b"[mlagen.kernels]\nsome_kernels\n" if file == "entry_points.txt" else b"\xff,,\n"
+    )
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "site"), *sys.path])
+
+    found = [kernel_store().look_up(KEY).reason for _ in range(2)]
+
+    assert found == ["absent", "absent"]
+    assert caplog.text.count("mlagen.kernels: expected readable metadata of all packages") == 1
+
+
+def test_a_package_without_kernels_is_no_layer(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """An entry point whose distribution lists no such files is passed by."""
+    folder = install(tmp_path / "site", "some_kernels")
+    (folder.parent / "some_kernels-1.dist-info/RECORD").write_text("other/v1/e,,\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "site"), *sys.path])
+
+    assert packaged_layers() == ()

@@ -1,0 +1,161 @@
+"""How entries leave: quarantine, removal, sweep."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mlagen.cache import quarantine
+from mlagen.cache.files import identity_of
+from mlagen.cache.layout import Layout
+from tests.cache.builds import tree
+
+KEY = "ab" * 32
+
+
+@pytest.fixture
+def layout(tmp_path: Path) -> Layout:
+    """Return the layout of a cache that does not exist yet."""
+    return Layout(tmp_path / "cache")
+
+
+@pytest.fixture
+def entry(layout: Layout) -> Path:
+    """Return a folder in the place of an entry."""
+    folder = layout.entry(KEY, "nvrtc-13.5.37")
+    folder.mkdir(parents=True)
+    (folder / "kernel.cubin").write_bytes(b"bytes")
+    return folder
+
+
+def test_quarantine_keeps_the_entry_and_the_reason(layout: Layout, entry: Path) -> None:
+    """The entry is moved whole, beside a note that says what, why and who."""
+    cell = quarantine.quarantine_entry(layout, entry, "kernel.cubin: bad", seen=identity_of(entry))
+
+    assert cell is not None
+    assert cell.parent == layout.quarantine
+    assert cell.name.startswith(f"{KEY}.")
+    assert tree(cell) == ["entry", "entry/kernel.cubin", "reason.json"]
+    report = json.loads((cell / "reason.json").read_text())
+    assert (report["key"], report["toolchain"]) == (KEY, "nvrtc-13.5.37")
+    assert (report["reason"], report["pid"]) == ("kernel.cubin: bad", os.getpid())
+    assert not entry.exists()
+
+
+def _replaced(entry: Path) -> None:
+    entry.rename(entry.with_name("old"))
+    entry.mkdir()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [_replaced, lambda entry: entry.rename(entry.with_name("old"))],
+    ids=["replaced", "gone"],
+)
+def test_quarantine_leaves_what_another_process_put_there(
+    change: Callable[[Path], object], layout: Layout, entry: Path
+) -> None:
+    """Whoever was slow to find damage does not take the entry that was built meanwhile."""
+    seen = identity_of(entry)
+    change(entry)
+    before = tree(layout.entries)
+
+    cell = quarantine.quarantine_entry(layout, entry, "kernel.cubin: bad", seen=seen)
+
+    assert cell is None
+    assert tree(layout.entries) == before
+    assert tree(layout.quarantine) == []
+
+
+@pytest.mark.parametrize("kind", ["a file", "a link"])
+def test_quarantine_takes_what_is_no_folder(kind: str, layout: Layout) -> None:
+    """A stray file or link in the place of an entry is moved, not followed."""
+    place = layout.entry(KEY, "nvrtc-13.5.37")
+    place.parent.mkdir(parents=True)
+    if kind == "a file":
+        place.touch()
+    else:
+        place.symlink_to("nowhere")
+
+    cell = quarantine.quarantine_entry(layout, place, "bad", seen=identity_of(place))
+
+    assert cell is not None
+    assert identity_of(cell / "entry") is not None
+    assert identity_of(place) is None
+
+
+def test_quarantine_that_fails_leaves_no_cell(
+    layout: Layout, entry: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the entry cannot be moved, the error is raised and no empty cell stays."""
+
+    def reject(*_: object, **__: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(os, "rename", reject)
+
+    with pytest.raises(OSError, match="Read-only"):
+        quarantine.quarantine_entry(layout, entry, "bad", seen=identity_of(entry))
+
+    assert tree(layout.quarantine) == []
+
+
+def test_remove_deletes_a_folder_and_leaves_no_trash(layout: Layout, entry: Path) -> None:
+    """After removal the place is free and staging is empty."""
+    quarantine.remove(layout, entry)
+
+    assert not entry.exists()
+    assert tree(layout.staging) == []
+
+
+def test_remove_of_nothing_creates_nothing(layout: Layout) -> None:
+    """What is not there needs no trash."""
+    quarantine.remove(layout, layout.entries)
+
+    assert not layout.root.exists()
+
+
+def test_remove_does_not_follow_a_link(layout: Layout, tmp_path: Path) -> None:
+    """The link goes, what it points at stays."""
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious/file").touch()
+    layout.entries.mkdir(parents=True)
+    (layout.entries / "link").symlink_to(tmp_path / "precious")
+
+    quarantine.remove(layout, layout.entries / "link")
+
+    assert tree(tmp_path / "precious") == ["file"]
+    assert tree(layout.entries) == tree(layout.staging) == []
+
+
+def test_sweep_deletes_what_is_abandoned_and_nothing_else(layout: Layout) -> None:
+    """Old staging and trash of other hosts go; what is young, or of a live process, stays."""
+    layout.staging.mkdir(parents=True)
+    own = f"{os.uname().nodename}.{os.getpid()}"
+    ages = {
+        f"{KEY}.elsewhere.1.aa": 4000,
+        "trash.elsewhere.1.bb": 4000,
+        f"{KEY}.elsewhere.2.cc": 10,
+        f"{KEY}.{own}.dd": 4000,
+    }
+    for name, age_s in ages.items():
+        (layout.staging / name).mkdir()
+        (layout.staging / name / "kernel.cubin").touch()
+        os.utime(layout.staging / name, (time.time() - age_s,) * 2)
+
+    swept = quarantine.sweep(layout)
+
+    assert swept == 2
+    left = [path.name for path in layout.staging.iterdir()]
+    assert sorted(left) == sorted([f"{KEY}.elsewhere.2.cc", f"{KEY}.{own}.dd"])
+
+
+def test_sweep_of_no_cache_creates_none(layout: Layout) -> None:
+    """Where nothing is, nothing is swept and nothing made."""
+    assert quarantine.sweep(layout) == 0
+    assert not layout.root.exists()

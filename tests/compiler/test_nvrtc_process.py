@@ -1,0 +1,179 @@
+"""Compiling where NVRTC neither hangs nor crashes: the same kernel, and the same errors."""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mlagen import fork_safety
+from mlagen.artifacts import Cubin, Source
+from mlagen.compiler import nvrtc as nvrtc_module
+from mlagen.compiler import nvrtc_process
+from mlagen.compiler.nvrtc import compile_source
+from mlagen.compiler.nvrtc_process import compile_anywhere, compile_in_process
+from mlagen.compiler.toolchain import find_nvrtc
+from mlagen.errors import CompileError, ToolchainError
+from mlagen.spec.arch import Arch, parse_arch
+from tests.cache.builds import in_child
+
+KERNEL = 'extern "C" __global__ void probe(int* p) {\n  p[threadIdx.x] = 1;\n}\n'
+SOURCE = Source(text=KERNEL, origins=("probe.cuh:10", "probe.cuh:20", "probe.cuh:30"))
+SM_100F = parse_arch("sm_100f")
+
+
+def test_a_fresh_process_compiles_the_same() -> None:
+    """Machine code, log, resources and compiler are what this process would get."""
+    here, there = (
+        compiled(SOURCE, SM_100F, find_nvrtc()) for compiled in (compile_source, compile_in_process)
+    )
+
+    assert there.compile_ms > 0
+    assert replace(there, compile_ms=here.compile_ms, log=here.log) == here
+    times = re.compile(r"[\d.]+ ms")
+    assert times.sub("", there.log) == times.sub("", here.log)
+    assert isinstance(there.resources, tuple)
+
+
+def test_what_nvrtc_rejects_there_is_rejected_here() -> None:
+    """Message, log and source are those of the error in the fresh process."""
+    source = replace(SOURCE, text=KERNEL.replace("p[threadIdx.x] = 1;", "undefined_name();"))
+    errors = []
+
+    for compiled in (compile_source, compile_in_process):
+        with pytest.raises(CompileError) as caught:
+            compiled(source, SM_100F, find_nvrtc())
+        errors.append((str(caught.value), caught.value.log, caught.value.source))
+
+    assert errors[0] == errors[1]
+    assert "probe.cuh:20 (kernel.cu:2): error" in errors[1][0]
+
+
+def test_an_unknown_architecture_there_is_unknown_here() -> None:
+    """The message is the one of this process."""
+    with pytest.raises(ToolchainError, match=r"^arch: NVRTC .* got sm_42$"):
+        compile_in_process(SOURCE, Arch(42), find_nvrtc())
+
+
+def test_what_is_said_there_is_said_here(caplog: pytest.LogCaptureFixture) -> None:
+    """A warning of the fresh process is a warning of this one."""
+    real = find_nvrtc()
+    other = f"{real.version}99"  # of the same minor version, which has the same options
+
+    cubin = compile_in_process(SOURCE, SM_100F, replace(real, version=other, source="a wheel"))
+
+    assert cubin.toolchain == str(real)
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    expected = f"NVRTC: expected {other} from a wheel, but {real.version} compiled"
+    assert record.getMessage() == expected
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_python_that_prints_and_a_folder_full_of_traps_do_no_harm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What others print at a start is no answer; what lies in the current folder is no module."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site/sitecustomize.py").write_text("print('Welcome')\n")
+    for name in ("json.py", "subprocess.py", "mlagen.py", "cuda.py"):
+        (tmp_path / name).write_text("raise SystemExit('imported')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    monkeypatch.chdir(tmp_path)
+
+    cubin = compile_in_process(SOURCE, SM_100F, find_nvrtc())
+
+    assert cubin.code.startswith(b"\x7fELF")
+
+
+@pytest.mark.parametrize(
+    ("executable", "message"),
+    [
+        ("", r"^NVRTC: expected a Python to compile in, got none$"),
+        ("/nowhere/python", r"^NVRTC: cannot compile in a fresh process: .*No such file"),
+        ("/bin/false", r"^NVRTC: expected to compile in a fresh process, got status 1: nothing$"),
+        ("/bin/true", r"^NVRTC: expected to compile in a fresh process, got status 0: nothing$"),
+    ],
+    ids=["none", "one that is gone", "one that fails", "one that does nothing"],
+)
+def test_without_a_python_to_start_the_error_says_so(
+    executable: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is an error that callers know, on one line."""
+    monkeypatch.setattr(sys, "executable", executable)
+
+    with pytest.raises(ToolchainError, match=message):
+        compile_in_process(SOURCE, SM_100F, find_nvrtc())
+
+
+def _elsewhere(*_: object) -> Cubin:
+    return Cubin(code=b"elsewhere", log="", resources=(), toolchain="nvrtc-13.5.37", compile_ms=1.0)
+
+
+def where() -> str:
+    """Return where a kernel is compiled now."""
+    return compile_anywhere(SOURCE, SM_100F, find_nvrtc()).code.decode()
+
+
+@pytest.fixture
+def places(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have both ways of compiling say which it was."""
+    here = replace(_elsewhere(), code=b"here")
+    monkeypatch.setattr(nvrtc_module, "compile_source", lambda *_: here)
+    monkeypatch.setattr(nvrtc_process, "compile_in_process", _elsewhere)
+
+
+@pytest.mark.usefixtures("places")
+def test_the_usual_place_is_this_process() -> None:
+    """In a child that was forked between two compilations, too."""
+
+    def work() -> None:
+        assert where() == "here"
+
+    assert where() == "here"
+    assert in_child(work) == 0
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.usefixtures("places")
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_child_that_was_forked_in_the_middle_compiles_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So do its own children, whenever they come; the parent goes on as before."""
+    inside, release = threading.Event(), threading.Event()
+
+    def compile_slowly(*_: object) -> Cubin:
+        inside.set()
+        release.wait(20)
+        return replace(_elsewhere(), code=b"here")
+
+    def work() -> None:
+        monkeypatch.setattr(nvrtc_module, "compile_source", _elsewhere)
+        assert where() == "elsewhere"
+        assert in_child(lambda: None if where() == "elsewhere" else sys.exit(1)) == 0
+
+    monkeypatch.setattr(nvrtc_module, "compile_source", compile_slowly)
+    with ThreadPoolExecutor(1) as pool:
+        parent = pool.submit(where)
+        inside.wait(20)
+        status = in_child(work)
+        release.set()
+
+    assert status == 0
+    assert (parent.result(), where()) == ("here", "here")
+
+
+@pytest.mark.usefixtures("places")
+def test_a_process_that_ends_compiles_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A daemon thread would not come to an end of it in this one."""
+    monkeypatch.setattr(fork_safety, "_is_ending", True)
+
+    assert where() == "elsewhere"

@@ -1,0 +1,157 @@
+"""What the arguments of a prewarm name: models, kernels by their text, or a table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import mlagen
+from mlagen.errors import ArgumentError
+from mlagen.models.config import find_model
+from mlagen.models.kernels import Use, model_specs
+from mlagen.prewarming.selection import selected_specs
+from mlagen.spec.dtype import DType
+from mlagen.spec.selection import select_specs
+from tests.kernels import COMBINE, SM_80, SM_90A, gqa_sm80, mla_sm80
+
+V3, LLAMA = find_model("deepseek-v3"), find_model("llama-3-8b")
+
+KINDS = ("a spec", "a text", "several")
+
+
+def asked(archs: str = "sm_80", **arguments: Any) -> list[Any]:
+    """Return the kernels of these arguments."""
+    wanted = arguments.pop("wanted", {})
+    return selected_specs(archs, wanted=wanted, **arguments)
+
+
+def test_models_are_asked_for_on_every_architecture() -> None:
+    """Each model on each of them, and no kernel twice."""
+    specs = asked("sm_90a,sm_80", models="deepseek-v3,llama-3-8b", tp=[1, 8], q_len=2)
+
+    use = Use(tp=(1, 8), q_lens=(2,))
+    expected = [
+        spec
+        for arch in (SM_90A, SM_80)
+        for model in (V3, LLAMA)
+        for spec in model_specs(arch, model, use)
+    ]
+    assert specs == list(dict.fromkeys(expected))
+
+
+def test_beside_models_stands_how_they_are_used() -> None:
+    """In the words of the command, as one value or as several."""
+    wanted = {"dtype": "fp16", "kv_dtype": ["e4m3"], "page_size": 48, "lookup": "sparse"}
+
+    specs = asked(models=["deepseek-v3.2"], wanted=wanted)
+
+    use = Use(dtypes=(DType.FP16,), kv_dtypes=(DType.E4M3,), page_sizes=(48,), lookups=("sparse",))
+    assert specs == model_specs(SM_80, find_model("deepseek-v3.2"), use)
+
+
+def test_families_leave_some_of_the_kernels_of_a_model() -> None:
+    """Who wants the sm80 kernel alone gets it alone."""
+    specs = asked("sm_90a", models="deepseek-v3", tp=8, families=["mla_sm80"])
+
+    assert specs == [mla_sm80()]
+
+
+@pytest.mark.parametrize("kernels", [COMBINE, str(COMBINE), [COMBINE, str(COMBINE)]], ids=KINDS)
+def test_a_kernel_is_asked_for_by_itself_or_by_its_text(kernels: Any) -> None:
+    """And is all that is asked for, whatever the architectures are."""
+    assert asked("native", kernels=kernels) == [COMBINE]
+
+
+def test_no_kernels_are_none_and_not_all() -> None:
+    """An empty record asks for nothing."""
+    assert asked("native", kernels=[]) == []
+
+
+def test_kernels_and_models_are_both_asked_for() -> None:
+    """Together, each kernel once."""
+    specs = asked(models="llama-3-8b", kernels=[COMBINE, gqa_sm80(arch=SM_80)])
+
+    rest = [spec for spec in model_specs(SM_80, LLAMA, Use()) if spec != gqa_sm80(arch=SM_80)]
+    assert specs == [COMBINE, gqa_sm80(arch=SM_80), *rest]
+
+
+def test_without_models_and_kernels_the_table_is_asked() -> None:
+    """As ever."""
+    wanted: dict[str, Any] = {"kv_lora_rank": 512, "dtype": "bf16"}
+
+    assert asked(wanted=wanted, heads=16) == select_specs([SM_80], heads=16, wanted=wanted)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"models": "gpt-5"}, "model: expected one of deepseek-coder-v2, "),
+        ({"models": "deepseek-v3", "tp": 0}, "tp: expected an int, 1 or more, got 0"),
+        ({"models": "deepseek-v3", "tp": True}, "tp: expected an int, 1 or more, got True"),
+        ({"models": "deepseek-v3", "q_len": [0]}, "q_len: expected an int, 1 or more, got 0"),
+        ({"models": "deepseek-v3", "tp": []}, "tp: expected one or more beside models, got none"),
+        (
+            {"models": "deepseek-v3", "heads": 16},
+            "heads: expected none beside models, which say it, got 16",
+        ),
+        (
+            {"models": "deepseek-v3", "kv_heads": 16},
+            "kv_heads: expected none beside models, which say it, got 16",
+        ),
+        (
+            {"models": "deepseek-v3", "wanted": {"mask": "bias"}},
+            "mask: expected none beside models, got 'bias'",
+        ),
+        (
+            {"models": "deepseek-v3", "wanted": {"page_size": "64"}},
+            "page_size: expected an int, 1 or more, got '64'",
+        ),
+        (
+            {"models": "deepseek-v3", "wanted": {"kv_dtype": "fp8"}},
+            (
+                "kv_dtype: expected one of bf16, fp16, e4m3, int8, nvfp4, fp8_ds_mla, "
+                "fp8_per_token, got 'fp8'"
+            ),
+        ),
+        (
+            {"models": "deepseek-v3", "wanted": {"lookup": "dense"}},
+            "lookup: expected one of paged, sparse, got 'dense'",
+        ),
+        (
+            {"models": "deepseek-v3", "families": ["mla"]},
+            (
+                "family: expected one of mla_sm80, mla_sm90, mla_sm90_fp8, "
+                "mla_sm90_fp8kv, gqa_sm80, "
+                "gqa_sm90, combine, got 'mla'"
+            ),
+        ),
+        ({"tp": 8}, "tp: expected none without models, got 8"),
+        (
+            {"kernels": str(COMBINE), "families": ["mla_sm80"]},
+            "families: expected none beside kernels, without models, got ['mla_sm80']",
+        ),
+        (
+            {"kernels": str(COMBINE), "wanted": {"dtype": "bf16"}},
+            "dtype: expected none beside kernels, without models, got 'bf16'",
+        ),
+        ({"kernels": "combine"}, "kernel: expected family(name=value, ...), got 'combine'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
+)
+def test_what_cannot_be_asked_says_the_rule(arguments: dict[str, Any], message: str) -> None:
+    """Nothing that is said is left aside in silence."""
+    with pytest.raises(ArgumentError) as caught:
+        asked(**arguments)
+
+    assert str(caught.value).startswith(message)
+
+
+def test_prewarm_takes_the_same_arguments() -> None:
+    """The door hands them on."""
+    report = mlagen.prewarm(
+        "sm_90a", models="deepseek-v3", tp=8, kernels=str(COMBINE), dry_run=True, page_size=32
+    )
+
+    use = Use(tp=(8,), page_sizes=(32,))
+    assert [unit.spec for unit in report.units] == [COMBINE, *model_specs(SM_90A, V3, use)]

@@ -1,0 +1,135 @@
+"""The counters of a workspace: zeros of its own, kept ready, and kept for ever."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from mlagen.errors import CaptureError
+from mlagen.runtime import semaphores
+from mlagen.runtime.device import DeviceFacts
+from mlagen.runtime.semaphores import new_schedule_id, reserve_semaphores, semaphores_of
+from mlagen.spec.mla_sm90 import bytes_beside_workspace
+
+WORKSPACE = 1 << 44
+
+
+@pytest.fixture
+def slabs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Let two GPUs, of 132 and 78 SMs, have memory that is the CPU's; note each slab's device."""
+    made: list[int] = []
+
+    def facts(device: int) -> DeviceFacts:
+        sm_count = (132, 78)[device]
+        return DeviceFacts(
+            index=device, name="", major=9, minor=0, sm_count=sm_count, memory_bytes=0
+        )
+
+    def zeros(size: int, device: int) -> torch.Tensor:
+        made.append(device)
+        return torch.zeros(size, dtype=torch.uint8)
+
+    monkeypatch.setattr(semaphores, "device_facts", facts)
+    monkeypatch.setattr(semaphores, "_zeros", zeros)
+    monkeypatch.setattr(semaphores, "is_capturing", lambda _: False)
+    for name, empty in (("_regions", {}), ("_free", {}), ("_slabs", [])):
+        monkeypatch.setattr(semaphores, name, empty)
+    return made
+
+
+def capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a CUDA graph be captured from here on."""
+    monkeypatch.setattr(semaphores, "is_capturing", lambda _: True)
+
+
+@pytest.mark.usefixtures("slabs")
+def test_a_workspace_keeps_its_counters() -> None:
+    """CUDA graphs hold the address, so it is the same at every call."""
+    first = semaphores_of(0, WORKSPACE)
+    semaphores_of(0, WORKSPACE + 1)
+
+    assert semaphores_of(0, WORKSPACE) == first
+
+
+@pytest.mark.parametrize(("device", "sm_count"), [(0, 132), (1, 78)])
+@pytest.mark.usefixtures("slabs")
+def test_workspaces_share_no_counter(device: int, sm_count: int) -> None:
+    """Each has zeros, for a counter and what a block begins with of each SM."""
+    beginnings = [semaphores_of(device, WORKSPACE + index) for index in range(semaphores._REGIONS)]
+
+    (slab,) = semaphores._slabs
+    ordered = sorted(beginnings)
+    steps = {later - earlier for earlier, later in pairwise(ordered)}
+    assert min(steps) >= bytes_beside_workspace(sm_count)
+    assert ordered[0] == slab.data_ptr()
+    assert ordered[-1] + bytes_beside_workspace(sm_count) <= slab.data_ptr() + slab.numel()
+    assert all((begin - ordered[0]) % 128 == 0 for begin in beginnings)
+    assert not slab.any()
+
+
+def test_gpus_have_their_own(slabs: list[int]) -> None:
+    """The same address on another GPU is another workspace."""
+    first, second = semaphores_of(0, WORKSPACE), semaphores_of(1, WORKSPACE)
+
+    assert first != second
+    assert slabs == [0, 1]
+
+
+def test_a_call_in_a_capture_allocates_nothing(
+    slabs: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What loading a kernel has reserved is enough for many new workspaces."""
+    reserve_semaphores(0)
+    capture(monkeypatch)
+
+    found = {semaphores_of(0, WORKSPACE + index) for index in range(semaphores._REGIONS)}
+
+    assert len(found) == semaphores._REGIONS
+    assert slabs == [0]
+
+
+def test_counters_are_reserved_once(slabs: list[int]) -> None:
+    """Each kernel that is loaded asks for them."""
+    reserve_semaphores(0)
+    reserve_semaphores(0)
+
+    assert slabs == [0]
+
+
+def test_more_are_made_when_they_run_out(slabs: list[int]) -> None:
+    """The next slab follows, and the old one stays."""
+    for index in range(semaphores._REGIONS + 1):
+        semaphores_of(0, WORKSPACE + index)
+
+    assert slabs == [0, 0]
+    assert len(semaphores._slabs) == 2
+    assert len(set(semaphores._regions.values())) == semaphores._REGIONS + 1
+
+
+def test_running_out_in_a_capture_is_rejected(
+    slabs: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The message says what to do; a workspace that has counters still works."""
+    semaphores_of(0, WORKSPACE)
+    for index in range(1, semaphores._REGIONS):
+        semaphores_of(0, WORKSPACE + index)
+    capture(monkeypatch)
+
+    with pytest.raises(CaptureError) as caught:
+        semaphores_of(0, WORKSPACE - 1)
+
+    assert str(caught.value) == (
+        "workspace_buffer: one of the 128 that counters are kept ready for, got one more while a "
+        "CUDA graph is captured; make a call with this workspace once before the capture"
+    )
+    assert slabs == [0]
+    assert semaphores_of(0, WORKSPACE) == semaphores._slabs[0].data_ptr()
+
+
+def test_no_two_plans_have_the_same_number() -> None:
+    """And none has zero, which the memory of a new workspace is full of."""
+    numbers = [new_schedule_id() for _ in range(3)]
+
+    assert len({0, *numbers}) == 4

@@ -1,0 +1,94 @@
+"""Which calls the sm90 kernel covers, and by which tile."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from mlagen.spec.arch import ARCHS
+from mlagen.spec.dtype import DType
+from mlagen.spec.kernel import CallShape
+from mlagen.spec.mla_sm90 import (
+    MlaSm90Spec,
+    block_m_for,
+    mla_sm90_spec,
+    mla_sm90_specs,
+)
+from mlagen.spec.mla_support import SUPPORTED, MlaVariant
+from tests.kernels import SM_90A, mla_sm80, mla_sm90
+
+BF16 = MlaVariant(query_dtype=DType.BF16, kv_dtype=DType.BF16)
+
+
+@pytest.mark.parametrize(
+    ("rows", "block_m"), [(1, 16), (16, 16), (17, 32), (32, 32), (33, 64), (64, 64), (512, 64)]
+)
+def test_a_call_takes_the_narrowest_tile_that_holds_a_request(rows: int, block_m: int) -> None:
+    """Or the widest, where none does."""
+    assert block_m_for(rows) == mla_sm90(rows=rows).block_m == block_m
+
+
+NOT_COVERED: dict[str, dict[str, Any]] = {
+    "e4m3": {"query_dtype": DType.E4M3, "kv_dtype": DType.E4M3},
+    "another cache": {"kv_dtype": DType.E4M3},
+    "another rank": {"kv_lora_rank": 256},
+    "no rope": {"qk_rope_head_dim": 0},
+    "lists of tokens": {"lookup": "sparse"},
+    "values apart": {"values": "separate"},
+    "a bias": {"mask": "bias"},
+    "pages of 8": {"page_size": 8},
+    "pages of 24": {"page_size": 24},
+}
+
+
+@pytest.mark.parametrize("changes", NOT_COVERED.values(), ids=NOT_COVERED)
+def test_other_calls_have_no_such_kernel(changes: dict[str, Any]) -> None:
+    """There is none to be had for them."""
+    assert mla_sm90_spec(SM_90A, replace(BF16, **changes), 16) is None
+
+
+@pytest.mark.parametrize("page_size", [16, 32, 48, 64, 80, 128])
+@pytest.mark.parametrize("dtype", [DType.BF16, DType.FP16])
+def test_pages_are_whole_boxes(dtype: DType, page_size: int) -> None:
+    """A box lies in one page, and whole boxes make a block of 64 tokens."""
+    spec = mla_sm90(query_dtype=dtype, kv_dtype=dtype, page_size=page_size)
+
+    assert page_size % spec.box_tokens == 0
+    assert 64 % spec.box_tokens == 0
+    assert spec.box_tokens >= 16
+
+
+@pytest.mark.parametrize("arch", ARCHS, ids=str)
+def test_only_hopper_has_them(arch: Any) -> None:
+    """On it all that SUPPORTED names and the kernel covers, each once."""
+    specs = list(mla_sm90_specs(arch))
+
+    variants = {variant for row in SUPPORTED for variant in row.variants()}
+    expected = {
+        MlaSm90Spec(arch=arch, variant=variant, block_m=rows)
+        for variant in variants
+        for rows in (64, 32, 16)
+        if mla_sm90_spec(arch, variant, rows) is not None
+    }
+    assert set(specs) == expected
+    assert len(specs) == len(expected) == (24 if arch == SM_90A else 0)
+
+
+@pytest.mark.parametrize(
+    ("heads", "block_m"), [(8, [16]), (16, [16, 32]), (24, [16, 64]), (128, [16, 64])]
+)
+def test_a_kernel_serves_the_calls_of_its_tile(heads: int, block_m: list[int]) -> None:
+    """Prewarming for heads and query tokens keeps what the calls take, if they are small, too."""
+    call = CallShape(heads=heads, q_len=2)
+
+    serving = [rows for rows in (16, 32, 64) if mla_sm90(rows=rows).serves(call)]
+
+    assert serving == block_m
+
+
+def test_its_blocks_wait_for_each_other() -> None:
+    """So all of them must run at once; those of the sm80 kernel need not."""
+    assert mla_sm90().is_cooperative
+    assert not mla_sm80().is_cooperative

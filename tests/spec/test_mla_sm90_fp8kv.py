@@ -1,0 +1,73 @@
+"""Which calls the sm90 kernel for values as fp16 covers, and by which tile."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from mlagen.spec.arch import ARCHS
+from mlagen.spec.dtype import DType
+from mlagen.spec.kernel import CallShape
+from mlagen.spec.mla_sm90_fp8kv import mla_sm90_fp8kv_spec, mla_sm90_fp8kv_specs
+from mlagen.spec.mla_support import PAGE_SIZES, MlaVariant
+from tests.kernels import SM_90A, mla_sm90, mla_sm90_fp8kv
+
+PACKED = MlaVariant(query_dtype=DType.BF16, kv_dtype=DType.FP8_DS_MLA)
+
+COVERED: dict[str, dict[str, Any]] = {
+    "656-byte rows": {},
+    "lists": {"lookup": "sparse"},
+    "plain e4m3": {"kv_dtype": DType.E4M3},
+    "plain e4m3 in lists": {"kv_dtype": DType.E4M3, "lookup": "sparse"},
+    "pages of any size": {"page_size": 3},
+    "e4m3 under e4m3": {"query_dtype": DType.E4M3, "kv_dtype": DType.E4M3},
+    "640-byte rows": {"query_dtype": DType.FP8_PER_TOKEN, "kv_dtype": DType.FP8_PER_TOKEN},
+}
+NOT_COVERED: dict[str, dict[str, Any]] = {
+    "656-byte rows under e4m3": {"query_dtype": DType.E4M3},
+    "16 bits": {"kv_dtype": DType.BF16},
+    "fp16": {"query_dtype": DType.FP16},
+    "another rank": {"kv_dtype": DType.E4M3, "kv_lora_rank": 256},
+    "no rope": {"kv_dtype": DType.E4M3, "qk_rope_head_dim": 0},
+    "values apart": {"kv_dtype": DType.E4M3, "values": "separate"},
+}
+
+
+@pytest.mark.parametrize("changes", COVERED.values(), ids=COVERED)
+def test_rows_of_8_bits_have_such_a_kernel(changes: dict[str, Any]) -> None:
+    """In pages of any size, and in lists."""
+    assert mla_sm90_fp8kv_spec(SM_90A, replace(PACKED, **changes), 16) is not None
+
+
+@pytest.mark.parametrize("changes", NOT_COVERED.values(), ids=NOT_COVERED)
+def test_other_calls_have_none(changes: dict[str, Any]) -> None:
+    """There is none to be had for them."""
+    assert mla_sm90_fp8kv_spec(SM_90A, replace(PACKED, **changes), 16) is None
+
+
+@pytest.mark.parametrize("arch", ARCHS, ids=str)
+def test_only_hopper_has_them(arch: Any) -> None:
+    """Each once: of three pairs of dtypes two forms, of 640-byte rows one; three tiles."""
+    specs = list(mla_sm90_fp8kv_specs(arch))
+
+    assert len(specs) == len(set(specs))
+    assert len(specs) == ((3 * 2 + 1) * 3 * len(PAGE_SIZES) if arch == SM_90A else 0)
+
+
+def test_of_a_list_every_query_token_is_a_request() -> None:
+    """So rows are heads."""
+    call = CallShape(heads=16, q_len=4)
+
+    assert mla_sm90_fp8kv(rows=16).serves(call)
+    assert mla_sm90_fp8kv(rows=64, lookup="paged").serves(call)
+
+
+@pytest.mark.parametrize("rows", [16, 32, 64])
+def test_it_has_an_sm_for_itself(rows: int) -> None:
+    """Eight warps that multiply values, four that score and four that load."""
+    spec = mla_sm90_fp8kv(rows=rows)
+
+    assert spec.threads == 512
+    assert spec.shared_bytes == mla_sm90(rows=rows).shared_bytes
