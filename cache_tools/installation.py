@@ -1,7 +1,8 @@
-"""What this installation would look for: the digest of its kernel sources, and its compiler."""
+"""What this installation would look for: the digests of its kernel sources, and its compiler."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from mlagen.cache.key import CacheKey
@@ -22,9 +23,11 @@ def wanted_or_none() -> str | None:
         return None
 
 
-def is_of_sources(stored: StoredEntry, digest: str) -> bool:
-    """Whether an entry was rendered from the sources with that digest; a damaged one was not."""
-    return stored.manifest is not None and ("templates", digest) in stored.manifest.key_fields
+def is_of_sources(stored: StoredEntry, digests: Collection[str]) -> bool:
+    """Whether an entry was rendered from sources with one of ``digests``; a damaged one was not."""
+    return stored.manifest is not None and (
+        dict(stored.manifest.key_fields).get("templates") in digests
+    )
 
 
 def is_of_toolchain(stored: StoredEntry, toolchain: str | None) -> bool:

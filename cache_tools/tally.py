@@ -20,7 +20,7 @@ GROUPS = ("layer", "family", "arch", "toolchain", "mlagen")
 class Tally:
     """What is counted while the entries pass by."""
 
-    templates: str
+    templates: frozenset[str]  # digests of the kernel sources that are installed
     toolchain: str | None
     entries: int = 0  # of the cache folder, as are the sizes
     size_bytes: int = 0

@@ -59,7 +59,7 @@ def _key_of(spec: KernelSpec, toolchain: str) -> CacheKey:
     for option in options_for(spec.arch, toolchain):
         name, _, value = option.partition("=")
         key_fields.append((f"option.{name.lstrip('-')}", value))
-    key_fields.append(("templates", template_digest()))
+    key_fields.append(("templates", template_digest(spec.template)))
     return CacheKey(key_fields=tuple(key_fields), toolchain=toolchain)
 
 

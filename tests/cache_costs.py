@@ -20,7 +20,7 @@ from mlagen import engine
 from mlagen.artifacts import Build
 from mlagen.cache.key import CacheKey
 from mlagen.cache.store import KernelStore
-from mlagen.codegen.sources import template_digest
+from mlagen.codegen import sources
 from mlagen.compiler.toolchain import find_nvrtc
 from mlagen.spec.arch import parse_arch
 from mlagen.spec.families import specs_of
@@ -46,7 +46,8 @@ def costs(folder: Path, *, repeats: int = 50) -> dict[str, float]:
     find = [_ms(lambda key=key: store.find(key)) for key in keys]  # type: ignore[misc]
     miss = [_ms(lambda: store.look_up(_other(engine.key_of(spec), -1))) for _ in range(repeats)]
     others = [_paged(spec, number) for number in range(1, repeats)]
-    template_digest.cache_clear()
+    sources.template_digest.cache_clear()
+    sources._code_digest.cache_clear()
     first_key = _ms(lambda: engine.key_of(others[0]))
     return {
         "entry KiB": round(sum(map(len, build.files.values())) / 1024, 1),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mlagen.codegen import environment, sources
+from mlagen.codegen import environment, render, sources
 from mlagen.compiler.nvrtc_library import load_nvrtc
 from mlagen.compiler.toolchain import find_nvrtc, wanted_toolchain
 from mlagen.spec.arch import Arch, parse_arch
@@ -94,7 +94,7 @@ def copy_templates(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Make mlagen read its templates from a copy in ``folder``; call ``forget`` after an edit."""
     copy = folder / "templates"
     shutil.copytree(sources.template_root(), copy)
-    for module in (sources, environment):
+    for module in (sources, environment, render):
         monkeypatch.setattr(module, "template_root", lambda: copy)
     return copy
 
@@ -105,6 +105,7 @@ def forget() -> None:
 
     environment.environment.cache_clear()
     sources.template_digest.cache_clear()
+    sources._code_digest.cache_clear()
     find_nvrtc.cache_clear()
     wanted_toolchain.cache_clear()
     wanted_toolchain.cache_clear()

@@ -84,7 +84,7 @@ def prune(
 
 
 def _rules(age_s: float | None, *, other_toolchains: bool, other_versions: bool) -> list[_Rule]:
-    from mlagen.codegen.sources import template_digest
+    from mlagen.codegen.sources import template_digests
     from mlagen.compiler.toolchain import find_nvrtc
 
     rules: list[_Rule] = []
@@ -95,12 +95,12 @@ def _rules(age_s: float | None, *, other_toolchains: bool, other_versions: bool)
         installed = str(find_nvrtc())
         rules.append(("other toolchain", lambda stored: stored.toolchain != installed))
     if other_versions:
-        digest = template_digest()
+        digests = template_digests()
         # Of a damaged one nobody knows; it goes by age, size or `verify --quarantine`.
         rules.append(
             (
                 "other version",
-                lambda stored: stored.manifest is not None and not is_of_sources(stored, digest),
+                lambda stored: stored.manifest is not None and not is_of_sources(stored, digests),
             )
         )
     return rules

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -32,12 +33,12 @@ def stats(*, as_json: bool) -> None:
     """
     from mlagen.cache.default_store import kernel_store
     from mlagen.cache.layout import Layout
-    from mlagen.codegen.sources import template_digest
+    from mlagen.codegen.sources import template_digests
     from mlagen.settings import current_settings
 
     store, settings = kernel_store(), current_settings()
     max_bytes = settings.cache_max_bytes
-    tally = Tally(template_digest(), wanted_or_none())
+    tally = Tally(template_digests(), wanted_or_none())
     for stored in store.entries(layers=True):
         tally.add(stored)
     document = {
@@ -50,7 +51,7 @@ def stats(*, as_json: bool) -> None:
         "unusable": tally.unusable,
         "damaged": tally.damaged,
         "toolchain": tally.toolchain,
-        "templates": tally.templates,
+        "templates": hashlib.sha256("".join(sorted(tally.templates)).encode()).hexdigest(),
         **{name: _seen(tally.ends.get(name)) for name in ("oldest", "newest", "longest_unused")},
         **_aside(Layout(store.root, settings.trusts_shared)),
         "groups": [

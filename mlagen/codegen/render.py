@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from mlagen.artifacts import Source
 from mlagen.codegen.environment import environment
-from mlagen.codegen.linemap import split_marks
+from mlagen.codegen.includes import Text, flatten
+from mlagen.codegen.linemap import plain_text, split_marks
+from mlagen.codegen.sources import template_root
 from mlagen.spec.kernel import KernelSpec
 
 
@@ -13,9 +15,17 @@ def render(spec: KernelSpec) -> Source:
 
     Raises
     ------
+    CompileError
+        If an ``#include`` of a template cannot be resolved.
     jinja2.UndefinedError
         If a template asks for a fact that the spec does not have.
     """
-    rendered = environment().get_template(spec.template).render(spec=spec)
-    text, origins = split_marks(rendered.rstrip("\n") + "\n")
-    return Source(text=text, origins=origins[:-1])
+    text = flatten(template_root(), spec.template, lambda name: rendered_file(name, spec))
+    return Source(text="\n".join(text.lines) + "\n", origins=tuple(text.origins))
+
+
+def rendered_file(name: str, spec: KernelSpec) -> Text:
+    """Return one template as ``spec`` has it, with its ``#include`` lines."""
+    if name.endswith(".j2"):
+        return split_marks(environment().get_template(name).render(spec=spec))
+    return plain_text((template_root() / name).read_text(encoding="utf-8"), name)

@@ -1,15 +1,16 @@
-"""Where the templates are, and the digest that stands for everything rendering depends on.
+"""Where the templates are, and the digests that stand for everything rendering depends on.
 
-Imports no Jinja: a warm process needs the digest and never renders.
+Imports no Jinja: a warm process needs a digest and never renders.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
+from mlagen.codegen.includes import transitive_includes
 from mlagen.errors import ToolchainError
 from mlagen.paths import is_folder
 
@@ -36,22 +37,40 @@ def template_root() -> Path:
 
 
 @cache
-def template_digest() -> str:
-    """Return the SHA-256 of the templates, the code that renders them and the specs they read."""
-    digest = hashlib.sha256()
-    for name, path in sorted(_rendering_inputs()):
+def template_digest(kernel: str) -> str:
+    """Return the SHA-256 of all that the kernels of one template are rendered from.
+
+    These are the template ``kernel`` with every file that it may include, the code that renders,
+    and the specs. An edit of a file that only other kernels include does not change it.
+
+    Raises
+    ------
+    CompileError
+        If an ``#include`` cannot be resolved.
+    """
+    root = template_root()
+    files = {name: root / name for name in transitive_includes(root, kernel)}
+    return _digest_of(files, kernel, _code_digest())
+
+
+def template_digests() -> frozenset[str]:
+    """Return the digest of every kernel template that is installed."""
+    root = template_root()
+    kernels = root.glob("kernels/*/kernel.cu.j2")
+    return frozenset(template_digest(path.relative_to(root).as_posix()) for path in kernels)
+
+
+@cache
+def _code_digest() -> str:
+    folders = (_PACKAGE / "codegen", _PACKAGE / "spec")
+    paths = [path for folder in folders for path in folder.glob("*.py")]
+    return _digest_of({f"{path.parent.name}/{path.name}": path for path in paths})
+
+
+def _digest_of(files: Mapping[str, Path], *facts: str) -> str:
+    digest = hashlib.sha256("\0".join(facts).encode())
+    for name, path in sorted(files.items()):
         content = path.read_bytes()
         digest.update(f"{name}\0{len(content)}\0".encode())
         digest.update(content)
     return digest.hexdigest()
-
-
-def _rendering_inputs() -> Iterator[tuple[str, Path]]:
-    for folder, patterns in (
-        (template_root(), ("**/*.cuh", "**/*.j2")),
-        (_PACKAGE / "codegen", ("*.py",)),
-        (_PACKAGE / "spec", ("*.py",)),
-    ):
-        for pattern in patterns:
-            for path in folder.glob(pattern):
-                yield f"{folder.name}/{path.relative_to(folder).as_posix()}", path

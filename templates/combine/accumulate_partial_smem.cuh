@@ -1,5 +1,14 @@
-// Adds a piece that has been brought to the accumulators, and its rows' states to theirs. Needs
-// merge.cuh, own_rows.cuh, ptx/ex2.cuh.
+// Adds a piece that has been brought to the accumulators, and its rows' states to theirs.
+
+#include "accumulators.cuh"
+#include "combine/partial_out.cuh"
+#include "combine/partial_state.cuh"
+#include "combine/reduce_group.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
+#include "output_dims.cuh"
+#include "ptx/ex2.cuh"
+#include "softmax/row_state.cuh"
 
 // What a piece and the other are multiplied by, in place of the other's state.
 struct JoinedRow {

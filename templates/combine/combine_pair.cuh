@@ -1,5 +1,15 @@
-// Adding the only other piece of a unit to one that is in registers. Needs merge.cuh; from the
-// family add_piece.
+// Adding the only other piece of a unit to one that is in registers.
+
+#include "accumulate_partial.cuh"
+#include "accumulators.cuh"
+#include "combine/partial_out.cuh"
+#include "combine/reduce_group.cuh"
+#include "common/params.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
+#include "ptx/cp_async.cuh"
+#include "scheduler/tile_scheduler.cuh"
+#include "shared_memory.cuh"
 
 // Adds the only other piece to this one, which is in registers: by the owner, or by both to the
 // half that either keeps.

@@ -1,6 +1,24 @@
 // Merging three pieces and more of a unit: every block that is a merger takes a slice of the
-// result. Needs merge.cuh, slices.cuh, row_state.cuh; from the consumers how tasks are ordered,
-// which rows and scale they have, add_task and store_tasks.
+// result.
+
+#include "accumulators.cuh"
+#include "combine/partial_out.cuh"
+#include "combine/partial_state.cuh"
+#include "combine/reduce_group.cuh"
+#include "combine/subtile_size.cuh"
+#include "common/params.cuh"
+#include "common/reload_tid.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/cp_async.cuh"
+#include "ptx/ex2.cuh"
+#include "scheduler/schedule_range.cuh"
+#include "scheduler/tile_scheduler.cuh"
+#include "shared_memory.cuh"
+#include "softmax/row_result.cuh"
+#include "softmax/row_state.cuh"
+#include "store_rows.cuh"
 
 // Over the lanes that share a row, which are neighbours.
 template <typename Join>

@@ -1,6 +1,24 @@
-// Leaves what consumers have of an item where it belongs: in the output, or in the workspace to be
-// merged. Needs fold_piece.cuh, merge_slices.cuh, restore_nonfinite.cuh, and from the consumers
-// store_rows, nonfinite_flag; ptx/exit.cuh.
+// Leaves what consumers have of an item where it belongs: in the output, or in the workspace to
+// be merged.
+
+#include "accumulators.cuh"
+#include "combine/combine_pair.cuh"
+#include "combine/combine_subtiles.cuh"
+#include "combine/partial_out.cuh"
+#include "combine/reduce_group.cuh"
+#include "common/params.cuh"
+#include "common/reload_tid.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
+#include "nonfinite_flag.cuh"
+#include "output_dims.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/exit.cuh"
+#include "scheduler/tile_scheduler.cuh"
+#include "shared_memory.cuh"
+#include "softmax/restore_nonfinite.cuh"
+#include "softmax/row_state.cuh"
+#include "store_rows.cuh"
 
 __device__ inline void store_piece(const Params& params, const Item& item, SharedMemory& shared,
                                    const Crew& crew, const MergeRoom& room,

@@ -1,4 +1,6 @@
-// What values of a row are multiplied by to be left as halves. Needs blocks/prelude.cuh.
+// What values of a row are multiplied by to be left as halves.
+
+#include "common/types.cuh"
 
 // The power of two that brings what is finite of a row, `largest` at the most, below 2^14: the
 // eleven bits of a half then tell more of a value than the output will. Both it and its inverse are

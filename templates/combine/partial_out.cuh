@@ -1,8 +1,21 @@
 // The pieces of a unit: how they are left in the workspace, brought from there, and two of them
-// added. Needs SharedMemory, Item, row_state.cuh, partial_row.cuh, crew.cuh, slices.cuh,
-// blocks/fresh_thread.cuh, ptx/barrier.cuh, ptx/cp_async.cuh, ptx/cvt.cuh, ptx/ld.cuh, ptx/red.cuh;
-// and from the consumers Accumulators, OwnRows, with the rows each belongs to, their tasks,
-// scales_of_rows and store_states.
+// added.
+
+#include "accumulators.cuh"
+#include "combine/partial_state.cuh"
+#include "combine/reduce_group.cuh"
+#include "combine/subtile_size.cuh"
+#include "common/params.cuh"
+#include "common/reload_tid.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
+#include "ptx/cp_async.cuh"
+#include "ptx/cvt.cuh"
+#include "ptx/ld.cuh"
+#include "ptx/red.cuh"
+#include "scheduler/tile_scheduler.cuh"
+#include "shared_memory.cuh"
+#include "store_partial_state.cuh"
 
 // A task is one float4 of every thread of a warp. A piece is left in the workspace task by task, as
 // four halves a thread, for what is written and read is what merging costs; and each row's state.

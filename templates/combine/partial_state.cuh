@@ -1,4 +1,7 @@
-// What is left of a row of a piece, in one chunk. Needs the consumers' kScales.
+// What is left of a row of a piece, in one chunk.
+
+#include "accumulators.cuh"
+#include "common/types.cuh"
 
 struct alignas(kChunkBytes) PartialRow {
   float reference;  // log2 units

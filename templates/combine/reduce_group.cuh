@@ -1,5 +1,10 @@
 // Consumer warps that leave or merge pieces of a unit together: all, or those of one half of the
-// tasks. Needs roles/mla_hopper/constants, blocks/fresh_thread.cuh, ptx/barrier.cuh.
+// tasks.
+
+#include "common/reload_tid.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
+#include "ptx/barrier.cuh"
 
 // Which half the tasks of a warp belong to.
 __device__ inline int half_of_warp(int warp) { return warp % 4 / 2; }

@@ -1,5 +1,12 @@
-// What is left of the rows of a piece, by one thread each: they are in shared memory. Needs
-// own_rows.cuh, roles/mla_hopper/half_scale.cuh, roles/mla_hopper/crew.cuh.
+// What is left of the rows of a piece, by one thread each: they are in shared memory.
+
+#include "accumulators.cuh"
+#include "combine/fp16_scale.cuh"
+#include "combine/partial_state.cuh"
+#include "combine/reduce_group.cuh"
+#include "config.cuh"
+#include "shared_memory.cuh"
+#include "softmax/row_state.cuh"
 
 __device__ inline void scales_of_rows(SharedMemory& shared, const Crew&, const Accumulators&,
                                       const OwnRows& rows, float (&scales)[kOwnRows]) {

@@ -1,5 +1,7 @@
-// How many tasks of a result each block adds up that merges pieces. Needs
-// roles/mla_hopper/constants.
+// How many tasks of a result each block adds up that merges pieces.
+
+#include "common/types.cuh"
+#include "config.cuh"
 
 // A slice is as many tasks as make all mergers equally busy: whole groups of four, which a warp
 // adds up together, for they are of the same rows; or, where there are many mergers, a part of one.

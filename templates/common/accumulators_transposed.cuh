@@ -1,6 +1,11 @@
 // What a consumer has of the output in registers, where its dims take the place of rows in the
-// products, and rows that of columns. Needs ptx/wgmma.cuh, row_state.cuh,
-// roles/mla_hopper/crew.cuh; from the family kDimTiles, place_in_half and warp_at.
+// products, and rows that of columns.
+
+#include "combine/reduce_group.cuh"
+#include "common/reload_tid.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
+#include "output_dims.cuh"
 
 constexpr int kRowGroups = kRows / 8;
 constexpr int kOwnRows = kRowGroups * 2;

@@ -1,4 +1,7 @@
-// Barriers in shared memory, with phases that are counted by their parity. Needs ptx/mbarrier.cuh.
+// Barriers in shared memory, with phases that are counted by their parity.
+
+#include "common/types.cuh"
+#include "ptx/mbarrier.cuh"
 
 using Barrier = u64;
 

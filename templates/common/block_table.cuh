@@ -1,5 +1,8 @@
-// Where the page ids of a request begin in the tables. Needs Params, blocks/page_table.cuh,
-// kIsSparse.
+// Where the page ids of a request begin in the tables.
+
+#include "common/params.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
 
 // Where they begin, and how many there are.
 struct TableRow {

@@ -1,5 +1,8 @@
-// Stored e4m3 elements to the element type of the tensor cores. Needs ptx/cvt.cuh, and
-// blocks/e4m3.cuh.j2.
+// Stored e4m3 elements to the element type of the tensor cores.
+
+#include "common/fp8.cuh"
+#include "common/types.cuh"
+#include "ptx/cvt.cuh"
 
 // Pair `pair` of 16 elements, as fp16.
 __device__ inline u32 decode_pair(const Chunk& stored, int pair) {

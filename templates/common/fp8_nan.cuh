@@ -1,4 +1,6 @@
-// Which e4m3 of a word are no numbers. Needs blocks/prelude.cuh.
+// Which e4m3 of a word are no numbers.
+
+#include "common/types.cuh"
 
 // The bytes that hold a NaN, as 0xff each: of that all bits are set but the sign.
 __device__ inline u32 nan_bytes(u32 word) {

@@ -1,4 +1,7 @@
-// Pairs of e4m3 where there are no instructions for them. Needs ptx/mul.cuh.
+// Pairs of e4m3 where there are no instructions for them.
+
+#include "common/types.cuh"
+#include "ptx/mul.cuh"
 
 // The bits of an e4m3, seen as fp16, are its value times 2^-8, subnormals included; only its NaN is
 // a number there.

@@ -1,6 +1,10 @@
-// How long lines of a cache stay in L2. What nobody reads again leaves first, so that queries stay,
-// and outputs need not be written out between reads, which costs memory far more than their bytes.
-// Needs ptx/createpolicy.cuh.
+// How long lines of a cache stay in L2. What nobody reads again leaves first, so that queries
+// stay, and outputs need not be written out between reads, which costs memory far more than
+// their bytes.
+
+#include "common/types.cuh"
+#include "ptx/createpolicy.cuh"
+
 __device__ inline u64 policy_of_lines(bool are_read_again) {
   return are_read_again ? createpolicy_evict_normal() : createpolicy_evict_first();
 }

@@ -1,4 +1,7 @@
-// Where a token of a request lies in the paged cache. Needs blocks/prelude.cuh, kPageSize.
+// Where a token of a request lies in the paged cache.
+
+#include "common/types.cuh"
+#include "config.cuh"
 
 // One tensor of the cache; strides in bytes.
 struct PagedRows {

@@ -1,5 +1,6 @@
-// What is alike for two consumers of four warps each, however dims are divided among warps. Needs
-// dims.cuh.
+// What is alike for two consumers of four warps each, however dims are divided among warps.
+
+#include "dim_tiles.cuh"
 
 // The dim of part `c` of float4 `i`.
 __device__ inline int part_dim(int warp, int i, int c) { return dim_of(warp, i) + c / 2; }

@@ -1,5 +1,8 @@
-// Which rows of which request a tile holds, also where requests have queries of different lengths.
-// What ends of queries say is not trusted. Needs blocks/prelude.cuh, kRows.
+// Which rows of which request a tile holds, also where requests have queries of different
+// lengths. What ends of queries say is not trusted.
+
+#include "common/types.cuh"
+#include "config.cuh"
 
 // The last request that begins at or before `position`; `begin_of` says where a request begins.
 template <typename BeginOf>

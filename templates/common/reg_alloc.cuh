@@ -1,5 +1,7 @@
 // How many registers a thread has from here on, of 128 that it began with: some roles give what
-// others take. By whole warpgroups. Needs ptx/setmaxnreg.cuh.
+// others take. By whole warpgroups.
+
+#include "ptx/setmaxnreg.cuh"
 
 template <int kCount>
 __device__ inline void set_registers() {

@@ -1,6 +1,9 @@
 // Indices of this thread as compilers have not seen them: what is computed from them is computed
-// where it is used, and takes no register from the products in between. Compilers are told that the
-// index is not negative, so that division is a shift. Needs ptx/mov.cuh.
+// where it is used, and takes no register from the products in between. Compilers are told that
+// the index is not negative, so that division is a shift.
+
+#include "common/types.cuh"
+#include "ptx/mov.cuh"
 
 __device__ inline int fresh_thread() {
   const int thread = static_cast<int>(mov_tid_x());

@@ -1,4 +1,4 @@
-// A scale is a number, or a tensor of one element that only the device knows. Needs nothing.
+// A scale is a number, or a tensor of one element that only the device knows.
 
 __device__ inline float value_of(const float* tensor, float number) {
   return tensor == nullptr ? number : *tensor;

@@ -1,5 +1,16 @@
-// Writes finished rows. Needs roles/mla_hopper_narrow/accumulators.cuh, dims.cuh, row_state.cuh,
-// ptx/cvt.cuh.
+// Writes finished rows.
+
+#include "accumulators.cuh"
+#include "common/params.cuh"
+#include "common/reload_tid.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
+#include "output_dims.cuh"
+#include "ptx/cvt.cuh"
+#include "scheduler/tile_scheduler.cuh"
+#include "shared_memory.cuh"
+#include "softmax/row_result.cuh"
+#include "softmax/row_state.cuh"
 
 // Two neighbouring dims of a row; eight lanes write 32 bytes.
 __device__ inline void store_pair(unsigned char* out, float low, float high) {

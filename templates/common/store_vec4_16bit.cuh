@@ -1,4 +1,7 @@
-// Four neighbouring elements of an output, from float. Needs ptx/cvt.cuh.
+// Four neighbouring elements of an output, from float.
+
+#include "common/types.cuh"
+#include "ptx/cvt.cuh"
 
 // `index` counts elements, and is a multiple of 4.
 template <typename Target>

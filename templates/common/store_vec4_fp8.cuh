@@ -1,5 +1,7 @@
-// Four neighbouring elements of an e4m3 output, from float. Needs
-// blocks/e4m3.cuh.j2.
+// Four neighbouring elements of an e4m3 output, from float.
+
+#include "common/fp8.cuh"
+#include "common/types.cuh"
 
 // `index` counts elements, and is a multiple of 4.
 __device__ inline void store_x4(E4m3, unsigned char* out, i64 index, float a, float b, float c,

@@ -1,5 +1,7 @@
-// Rows of 16-byte chunks in shared memory, permuted so that the eight rows that one ldmatrix reads
-// at the same column lie in different banks. Needs blocks/prelude.cuh.
+// Rows of 16-byte chunks in shared memory, permuted so that the eight rows that one ldmatrix
+// reads at the same column lie in different banks.
+
+#include "common/types.cuh"
 
 constexpr int kChunkElements = 8;
 

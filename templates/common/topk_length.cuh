@@ -1,4 +1,7 @@
-// How many of its listed tokens a query token looks at. Needs blocks/ragged_tiles.cuh.
+// How many of its listed tokens a query token looks at.
+
+#include "common/ragged_tiles.cuh"
+#include "common/types.cuh"
 
 // Either the lists themselves have lengths, or the requests that query tokens belong to.
 struct TokenLists {

@@ -1,5 +1,4 @@
-// Names and types that every kernel uses. Needs nothing: no header exists where kernels are
-// compiled.
+// Names and types that every kernel uses.
 
 using u16 = unsigned short;
 using u32 = unsigned int;
@@ -24,6 +23,11 @@ constexpr bool kIsSame<A, A> = true;
 constexpr int kChunkBytes = 16;
 struct alignas(kChunkBytes) Chunk {
   u32 words[4];
+};
+
+// What describes a tensor to the copy engine: opaque, made on the host.
+struct alignas(64) TensorMap {
+  u64 words[16];
 };
 
 constexpr int kWarpLanes = 32;

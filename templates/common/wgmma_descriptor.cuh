@@ -1,6 +1,9 @@
 // What tells wgmma where an operand lies in shared memory: tiles of rows of 128 bytes, swizzled,
 // at multiples of 1024 bytes, or of 64 bytes at multiples of 512. PTX ISA, "Matrix Descriptor
-// Format". Needs ptx/mov.cuh.
+// Format".
+
+#include "common/types.cuh"
+#include "ptx/mov.cuh"
 
 // A descriptor is made of two words where it is used: the lower holds the address and the distance
 // of neighbouring tiles, the upper the distance of groups of eight rows and the kind of swizzle.

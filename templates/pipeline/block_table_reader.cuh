@@ -1,4 +1,10 @@
-// The page ids of an item's tokens, read ahead by one warp. Needs Part, blocks/table_row.cuh.
+// The page ids of an item's tokens, read ahead by one warp.
+
+#include "common/block_table.cuh"
+#include "common/params.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
+#include "scheduler/schedule_range.cuh"
 
 struct PageIds {
   const int* ids;

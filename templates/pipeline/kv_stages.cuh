@@ -1,4 +1,7 @@
-// Blocks of tokens in the stages of a ring, counted from the first of all items. Needs kStages.
+// Blocks of tokens in the stages of a ring, counted from the first of all items.
+
+#include "common/types.cuh"
+#include "shared_memory.cuh"
 
 // The block that `blocks` have preceded: where it is, and which phase of a barrier is its own.
 __device__ inline int block_stage(u32 blocks) { return static_cast<int>(blocks % kStages); }

@@ -1,5 +1,13 @@
-// Brings the query of an item into shared memory. Needs SharedMemory, query_row.cuh,
-// blocks/swizzle.cuh, ptx/cp_async.cuh.
+// Brings the query of an item into shared memory.
+
+#include "common/params.cuh"
+#include "common/swizzle.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
+#include "pipeline/query_row.cuh"
+#include "ptx/cp_async.cuh"
+#include "scheduler/schedule_range.cuh"
+#include "shared_memory.cuh"
 
 // Begins to copy the rows of a query, by `threads` threads of which this is number `thread`. A
 // row's tiles lie kQueryTileBytes apart; eight lanes copy 128 bytes.

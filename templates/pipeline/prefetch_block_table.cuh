@@ -1,5 +1,11 @@
-// Has the first page ids, or listed tokens, of a span brought into L2: loaders wait for them. Needs
-// span.cuh, blocks/table_row.cuh, ptx/prefetch.cuh.
+// Has the first page ids, or listed tokens, of a span brought into L2: loaders wait for them.
+
+#include "common/block_table.cuh"
+#include "common/params.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
+#include "ptx/prefetch.cuh"
+#include "scheduler/schedule_range.cuh"
 
 constexpr int kIdsOfLine = 128 / sizeof(int);
 constexpr int kTokensOfId = kIsSparse ? 1 : kPageSize;

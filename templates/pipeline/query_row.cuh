@@ -1,4 +1,9 @@
-// Where the rows of a query lie in the caller's tensors. Needs Params, Part.
+// Where the rows of a query lie in the caller's tensors.
+
+#include "common/params.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
+#include "scheduler/schedule_range.cuh"
 
 // Of row `row` of the tile, or where it is padding of some row: index of the query token among all,
 // and its head.

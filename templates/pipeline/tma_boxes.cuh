@@ -1,5 +1,10 @@
-// Copies tiles of tokens, in as many boxes as pages make necessary. Needs Params, PageIds,
-// SharedMemory, items.cuh, blocks/barriers.cuh, ptx/cp_async_bulk.cuh.
+// Copies tiles of tokens, in as many boxes as pages make necessary.
+
+#include "common/params.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
+#include "pipeline/block_table_reader.cuh"
+#include "ptx/cp_async_bulk.cuh"
 
 // Where the boxes of a block of tokens begin; boxes behind the last token are not copied.
 struct BlockBoxes {

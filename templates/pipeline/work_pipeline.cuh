@@ -1,5 +1,16 @@
-// What all roles need to hand items and queries on. Needs SharedMemory, items.cuh,
-// blocks/barriers.cuh, ptx/cp_async.cuh, ptx/fence.cuh; from the family begin_query.
+// What all roles need to hand items and queries on.
+
+#include "common/barriers.cuh"
+#include "common/params.cuh"
+#include "common/reload_tid.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
+#include "load_q.cuh"
+#include "ptx/cp_async.cuh"
+#include "ptx/fence.cuh"
+#include "scheduler/schedule_range.cuh"
+#include "scheduler/tile_scheduler.cuh"
+#include "shared_memory.cuh"
 
 // By one thread. How many warps say that an item is there, read it, and bring queries.
 __device__ inline void make_item_barriers(const SharedMemory& shared, int tellers, int readers,

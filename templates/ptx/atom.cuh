@@ -1,5 +1,7 @@
 // PTX ISA, "Parallel Synchronization and Communication Instructions: atom". Needs sm_80.
 
+#include "common/types.cuh"
+
 // atom.acq_rel.gpu.global.add.u32
 // Adds, and returns what there was before.
 __device__ inline u32 atom_add_acq_rel_gpu(u32* address, u32 value) {

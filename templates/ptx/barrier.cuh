@@ -1,6 +1,8 @@
 // PTX ISA, "Parallel Synchronization and Communication Instructions: barrier.cta". Needs sm_80.
 // Barriers have numbers from 0 to 15; `threads` counts those that wait and those that only arrive.
 
+#include "common/types.cuh"
+
 // barrier.cta.sync.aligned
 __device__ inline void barrier_sync(int barrier, int threads) {
   asm volatile("barrier.cta.sync.aligned %0, %1;" ::"r"(barrier), "r"(threads) : "memory");

@@ -1,5 +1,7 @@
 // PTX ISA, "Data Movement and Conversion Instructions: Asynchronous copy, cp.async". Needs sm_80.
 
+#include "common/types.cuh"
+
 // cp.async.cg.shared.global.L2::128B
 // Copies 16 bytes past L1; bytes from `source_bytes` on are not read and become zero.
 __device__ inline void cp_async_cg_16(u32 shared_address, const void* global, u32 source_bytes) {

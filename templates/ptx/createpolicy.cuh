@@ -1,5 +1,7 @@
 // PTX ISA, "Data Movement and Conversion Instructions: createpolicy". Needs sm_80.
 
+#include "common/types.cuh"
+
 // createpolicy.fractional.L2::evict_first.b64
 // Lines that are evicted from L2 before others.
 __device__ inline u64 createpolicy_evict_first() {

@@ -1,5 +1,7 @@
 // PTX ISA, "Data Movement and Conversion Instructions: cvt". Needs sm_80.
 
+#include "common/types.cuh"
+
 // cvt.rn.bf16x2.f32
 __device__ inline u32 cvt_rn_x2_f32(Bf16, float high, float low) {
   u32 packed;

@@ -1,5 +1,7 @@
 // PTX ISA, "Data Movement and Conversion Instructions: cvt". Needs sm_89.
 
+#include "common/types.cuh"
+
 // cvt.rn.f16x2.e4m3x2
 __device__ inline u32 cvt_rn_f16x2_e4m3x2(u16 pair) {
   u32 value;

@@ -1,5 +1,7 @@
 // PTX ISA, "Control Flow Instructions: exit". Needs sm_80.
 
+#include "common/types.cuh"
+
 // exit
 // Ends this thread, unless the word is zero. Compilers put what leads to an end without a condition
 // behind all other code.

@@ -1,5 +1,7 @@
 // PTX ISA, "Data Movement and Conversion Instructions: ld". Needs sm_80.
 
+#include "common/types.cuh"
+
 // ld.acquire.gpu.global.u32
 // What was written before the value by others is seen after.
 __device__ inline u32 ld_acquire_gpu(const u32* address) {

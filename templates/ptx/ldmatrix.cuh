@@ -2,6 +2,8 @@
 // Lanes 8i to 8i + 7 give the shared-memory addresses of the eight 16-byte rows of matrix i;
 // word i of the result is this lane's fragment of matrix i.
 
+#include "common/types.cuh"
+
 // ldmatrix.sync.aligned.m8n8.x4.shared.b16
 __device__ inline void ldmatrix_x4(u32 (&d)[4], u32 row_address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"

@@ -1,5 +1,7 @@
 // PTX ISA, "Half Precision Floating Point Instructions: max". Needs sm_80.
 
+#include "common/types.cuh"
+
 // max.f16x2
 // Of a number and NaN it is the number.
 __device__ inline u32 max_f16x2(u32 a, u32 b) {

@@ -1,6 +1,8 @@
 // PTX ISA, "Parallel Synchronization and Communication Instructions: mbarrier". Needs sm_90.
 // Barriers are 8 bytes of shared memory, by address.
 
+#include "common/types.cuh"
+
 // mbarrier.init.shared::cta.b64
 // A phase ends after `count` arrivals and all bytes that were expected.
 __device__ inline void mbarrier_init(u32 barrier, u32 count) {

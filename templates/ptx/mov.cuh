@@ -1,5 +1,7 @@
 // PTX ISA, "Data Movement and Conversion Instructions: mov". Needs sm_80.
 
+#include "common/types.cuh"
+
 // mov.b64
 // One word of 64 bits out of two, where it stands: compilers do not see through it.
 __device__ inline u64 mov_b64(u32 low, u32 high) {

@@ -1,5 +1,7 @@
 // PTX ISA, "Warp Level Matrix Instructions: movmatrix". Needs sm_75.
 
+#include "common/types.cuh"
+
 // movmatrix.sync.aligned.m8n8.trans.b16
 // The matrix of which `a` is this lane's fragment, its rows as columns.
 __device__ inline u32 movmatrix_trans(u32 a) {

@@ -1,5 +1,7 @@
 // PTX ISA, "Parallel Synchronization and Communication Instructions: red". Needs sm_80.
 
+#include "common/types.cuh"
+
 // red.release.gpu.global.inc.u32
 // Adds one, or makes `most` zero; what was written before is seen by those who acquire the count.
 __device__ inline void red_inc_release_gpu(u32* address, u32 most) {

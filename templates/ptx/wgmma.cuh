@@ -4,6 +4,8 @@
 // 8j + 2c, in words 4j and after; of a in registers two elements a word, as of mma.
 // Operands in shared memory lie as their descriptors say, along k unless they are transposed.
 
+#include "common/types.cuh"
+
 // wgmma.fence.sync.aligned
 // Orders accesses of registers before the wgmma that follow.
 __device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }

@@ -1,4 +1,12 @@
-// Where every block begins. Needs kept_spans.cuh, first_ids.cuh.
+// Where every block begins.
+
+#include "common/params.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
+#include "pipeline/prefetch_block_table.cuh"
+#include "scheduler/sched_meta_cache.cuh"
+#include "scheduler/schedule_range.cuh"
+#include "scheduler/tile_scheduler.cuh"
 
 // By all threads: brings the walk to the block's first item, and returns that.
 __device__ inline Part begin_walk(const Params& params, int team, int length, SpanScratch& scratch,

@@ -1,6 +1,15 @@
-// Keeps what blocks begin with from launch to launch: the layers of a model have the same lengths.
-// Needs items.cuh, ptx/atom.cuh, ptx/barrier.cuh, ptx/ld.cuh; of the spec kCountersBytes,
-// kKeptLengths, kBeginningBytes.
+// Keeps what blocks begin with from launch to launch: the layers of a model have the same
+// lengths.
+
+#include "common/params.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
+#include "ptx/atom.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/ld.cuh"
+#include "ptx/prefetch.cuh"
+#include "scheduler/schedule_range.cuh"
+#include "seq_info.cuh"
 
 // In whole lines of L2.
 struct alignas(kBeginningBytes) KeptBeginning {

@@ -1,5 +1,9 @@
-// How the work of a call is divided among the blocks of the grid: each finds its own part. Needs
-// Params, roles/mla_hopper/constants; of requests length_of and tokens_of.
+// How the work of a call is divided among the blocks of the grid: each finds its own part.
+
+#include "common/params.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
+#include "seq_info.cuh"
 
 // The tiles of rows of a request are taken in groups, one tile for each member of a team: blocks
 // that are neighbours and read the same tokens. A unit is a request and a group. All units in a row

@@ -1,5 +1,15 @@
 // The schedulers, three warps: hand items to all roles, and bring each item's query into shared
-// memory. Needs hand_over.cuh, ptx/barrier.cuh.
+// memory.
+
+#include "common/barriers.cuh"
+#include "common/params.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
+#include "load_q.cuh"
+#include "pipeline/work_pipeline.cuh"
+#include "ptx/barrier.cuh"
+#include "scheduler/tile_scheduler.cuh"
+#include "shared_memory.cuh"
 
 constexpr int kSchedulerWarps = 3;
 constexpr int kSchedulerThreads = kSchedulerWarps * kWarpLanes;

@@ -1,5 +1,9 @@
-// How many tokens a request has, where tables lead to its pages. Needs Params,
-// blocks/page_table.cuh, blocks/table_row.cuh.
+// How many tokens a request has, where tables lead to its pages.
+
+#include "common/block_table.cuh"
+#include "common/paged_kv.cuh"
+#include "common/params.cuh"
+#include "config.cuh"
 
 __device__ inline int length_of(const Params& params, int request) {
   return params.seq_lens[request];

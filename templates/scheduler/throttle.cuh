@@ -1,6 +1,13 @@
-// Keeps blocks of the grid about as far as each other. Where memory is the limit, some SMs get more
-// of it than others; those end early, and what they leave then the others cannot use. Needs
-// SharedMemory, roles/mla_hopper/span.cuh, ptx/ld.cuh, ptx/red.cuh.
+// Keeps blocks of the grid about as far as each other. Where memory is the limit, some SMs get
+// more of it than others; those end early, and what they leave then the others cannot use.
+
+#include "common/params.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
+#include "ptx/ld.cuh"
+#include "ptx/red.cuh"
+#include "scheduler/schedule_range.cuh"
+#include "shared_memory.cuh"
 
 // How far ahead of the mean a block may ask for tokens, in halves of a block of tokens.
 constexpr u32 kMostAhead = 3;
@@ -8,7 +15,7 @@ constexpr u32 kMostAhead = 3;
 constexpr u32 kToldTogether = 2;
 
 // Where the first block of the grid would leave the piece that its span ends with, see
-// roles/mla_hopper/merge.cuh: it has the last span, behind which no piece goes on.
+// combine/partial_out.cuh: it has the last span, behind which no piece goes on.
 constexpr int kCounterOffset = kRows * kHeadDimVo * sizeof(u16);
 
 // Counted is what all have asked for, in a word of the workspace that nobody else needs. It may be

@@ -1,5 +1,12 @@
-// What a block computes one after the other: pieces of units, for one member of the team. Needs
-// span.cuh, slices.cuh.
+// What a block computes one after the other: pieces of units, for one member of the team.
+
+#include "combine/subtile_size.cuh"
+#include "common/params.cuh"
+#include "common/reload_tid.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
+#include "ptx/mov.cuh"
+#include "scheduler/schedule_range.cuh"
 
 // The block of tokens that a position is in, counted from the unit's first; what comes before the
 // blocks belongs to the first.

@@ -1,4 +1,8 @@
-// Which elements of 16 bits are finite. Needs Element, ptx/cvt.cuh.
+// Which elements of 16 bits are finite.
+
+#include "common/types.cuh"
+#include "config.cuh"
+#include "ptx/cvt.cuh"
 
 constexpr u32 kExponentBits = kIsSame<Element, Bf16> ? 0x7f80 : 0x7c00;
 

@@ -1,5 +1,8 @@
-// Whether some row of an item sees a value that has been cleared. One consumer may be at the next
-// item before the other has set this one's back. Needs SharedMemory, Item.
+// Whether some row of an item sees a value that has been cleared. One consumer may be at the
+// next item before the other has set this one's back.
+
+#include "scheduler/tile_scheduler.cuh"
+#include "shared_memory.cuh"
 
 __device__ inline int& nonfinite_flag(SharedMemory& shared, const Item& item) {
   return shared.has_nonfinite[item_slot(item.count)];

@@ -1,7 +1,18 @@
 // Makes the rows that see what is not finite so, as they would be if it had been multiplied: in
-// what has been stored of them, so that nothing of it is in the way of the usual case. Needs
-// Item, blocks/table_row.cuh, blocks/page_table.cuh, blocks/fresh_thread.cuh, ptx/cvt.cuh; from the
-// consumers part_row, part_dim, value_of_element, is_finite; from those who load stored_token.
+// what has been stored of them, so that nothing of it is in the way of the usual case.
+
+#include "accumulators.cuh"
+#include "common/block_table.cuh"
+#include "common/paged_kv.cuh"
+#include "common/params.cuh"
+#include "common/reload_tid.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
+#include "finite.cuh"
+#include "kv_token.cuh"
+#include "output_dims.cuh"
+#include "ptx/cvt.cuh"
+#include "scheduler/tile_scheduler.cuh"
 
 // Adds what was cleared to the rows that see it; `add` takes what a token is in the cache and its
 // position. A weight of 0 is not told from others: what is not finite makes a row so.

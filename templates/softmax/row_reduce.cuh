@@ -1,5 +1,4 @@
 // Reductions over the four neighbouring lanes that have a row's parts, as products leave them.
-// Needs blocks/prelude.cuh.
 
 __device__ inline float row_maximum(float value) {
   value = fmaxf(value, __shfl_xor_sync(~0u, value, 1));

@@ -1,4 +1,7 @@
-// How the statistics of a softmax row become its scale and its LSE. Needs ptx/ex2.cuh.
+// How the statistics of a softmax row become its scale and its LSE.
+
+#include "common/types.cuh"
+#include "ptx/ex2.cuh"
 
 struct RowResult {
   float factor;  // multiplies the accumulated values

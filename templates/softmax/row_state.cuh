@@ -1,5 +1,10 @@
-// What a row has come to. Needs Params, Item, SharedMemory, blocks/row_result.cuh,
-// blocks/scales.cuh.
+// What a row has come to.
+
+#include "common/params.cuh"
+#include "common/scales.cuh"
+#include "common/types.cuh"
+#include "scheduler/tile_scheduler.cuh"
+#include "softmax/row_result.cuh"
 
 // A row's probabilities are relative to its reference. No maximum is asked for while none of them
 // is larger than this, so that references move seldom.

@@ -1,5 +1,7 @@
-// What products of query and key are multiplied by, in the natural domain. Needs Params,
-// blocks/scales.cuh.
+// What products of query and key are multiplied by, in the natural domain.
+
+#include "common/params.cuh"
+#include "common/scales.cuh"
 
 __device__ inline float score_scale(const Params& params) {
   const float scale = value_of(params.bmm1_scale_tensor, params.bmm1_scale);

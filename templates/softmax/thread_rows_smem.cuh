@@ -1,6 +1,9 @@
-// What the rows of an item have come to, in shared memory: a consumer's thread has a quarter of all
-// rows, and no registers for them. Needs SharedMemory, roles/mla_hopper_narrow/accumulators.cuh,
-// row_state.cuh.
+// What the rows of an item have come to, in shared memory: a consumer's thread has a quarter of
+// all rows, and no registers for them.
+
+#include "common/accumulators_transposed.cuh"
+#include "shared_memory.cuh"
+#include "softmax/row_state.cuh"
 
 struct OwnRows {
   SharedMemory& shared;

@@ -9,7 +9,7 @@ import pytest
 
 from cache_tools.installation import is_of_sources, is_of_toolchain, wanted_or_none
 from mlagen.cache.default_store import kernel_store
-from mlagen.codegen.sources import template_digest
+from mlagen.codegen.sources import template_digests
 from mlagen.prewarming import PrewarmReport
 from mlagen.settings import current_settings
 
@@ -21,7 +21,7 @@ def test_what_was_made_here_is_wanted_here(cached: PrewarmReport) -> None:
     stored = next(kernel_store().entries())
 
     assert len(cached.units) == 2
-    assert is_of_sources(stored, template_digest())
+    assert is_of_sources(stored, template_digests())
     assert is_of_toolchain(stored, wanted_or_none())
 
 
@@ -30,8 +30,8 @@ def test_other_sources_and_damage_are_not(cached: PrewarmReport, cache_dir: Path
     (folder_of(cached.units[0], cache_dir) / "manifest.json").write_text("{")
     damaged, sound = sorted(kernel_store().entries(), key=lambda entry: entry.manifest is not None)
 
-    assert not is_of_sources(damaged, template_digest())
-    assert not is_of_sources(sound, "0" * 64)
+    assert not is_of_sources(damaged, template_digests())
+    assert not is_of_sources(sound, {"0" * 64})
 
 
 @pytest.mark.parametrize(

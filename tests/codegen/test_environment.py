@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from jinja2 import TemplateNotFound, UndefinedError
+from jinja2 import TemplateRuntimeError, UndefinedError
 
 from mlagen.codegen.environment import environment
 from mlagen.codegen.linemap import split_marks
@@ -14,7 +14,8 @@ from mlagen.codegen.linemap import split_marks
 def render(text: str, templates: Path, **context: object) -> str:
     """Return a template's text rendered as a kernel's would be."""
     (templates / "probe.cuh.j2").write_text(text)
-    return split_marks(environment().get_template("probe.cuh.j2").render(**context))[0]
+    lines, _ = split_marks(environment().get_template("probe.cuh.j2").render(**context))
+    return "\n".join(lines)
 
 
 @pytest.mark.parametrize(
@@ -35,12 +36,21 @@ def test_there_are_no_globals() -> None:
     assert names == {}
 
 
-def test_only_templates_can_be_included(templates: Path) -> None:
-    """A path out of the folder is not found."""
-    (templates.parent / "secret.cuh").write_text("int a;\n")
+@pytest.mark.parametrize(
+    "tag",
+    [
+        '{% include "a.cuh" %}',
+        '{% from "a.cuh" import f %}',
+        '{% import "a.cuh" as a %}',
+        '{% extends "a.cuh" %}',
+    ],
+)
+def test_jinja_takes_nothing_from_other_files(tag: str, templates: Path) -> None:
+    """A key is of the files that `#include` names: what Jinja included would not change it."""
+    (templates / "a.cuh").write_text("{% macro f() %}{% endmacro %}\n")
 
-    with pytest.raises(TemplateNotFound):
-        render('{% include "../secret.cuh" %}', templates)
+    with pytest.raises(TemplateRuntimeError, match=r'probe\.cuh\.j2: expected #include "a\.cuh"'):
+        render(tag, templates)
 
 
 def test_cuda_is_not_escaped(templates: Path) -> None:
@@ -51,10 +61,8 @@ def test_cuda_is_not_escaped(templates: Path) -> None:
 
 
 def test_tags_leave_no_trace(templates: Path) -> None:
-    """A line with only a tag is gone, and a blank line after an include stays one."""
-    (templates / "a.cuh").write_text("int a;\n")
-    (templates / "b.cuh.j2").write_text("int {{ spec }};\n")
-    text = '{% include "a.cuh" %}\n\n{% if true %}\n{% include "b.cuh.j2" %}\n{% endif %}\nint c;\n'
+    """A line with only a tag is gone."""
+    text = "int a;\n\n{% if true %}\nint {{ spec }};\n{% endif %}\nint c;\n"
 
     rendered = render(text, templates, spec="b")
 

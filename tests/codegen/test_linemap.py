@@ -5,17 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 from mlagen.codegen.environment import environment
-from mlagen.codegen.linemap import split_marks
+from mlagen.codegen.linemap import plain_text, split_marks
 
 
 def origins_of(text: str, templates: Path) -> dict[str, str]:
     """Render a template and return where each of its lines that is not blank came from."""
     (templates / "probe.cuh.j2").write_text(text)
-    rendered, origins = split_marks(environment().get_template("probe.cuh.j2").render(spec=(1, 2)))
-    lines = rendered.split("\n")
-    assert len(lines) == len(origins)
-    assert "\x01" not in rendered
-    assert "\x02" not in rendered
+    lines, origins = split_marks(environment().get_template("probe.cuh.j2").render(spec=(1, 2)))
+    assert "\x01" not in "".join(lines)
+    assert "\x02" not in "".join(lines)
     return {line: origin for line, origin in zip(lines, origins, strict=True) if line.strip()}
 
 
@@ -43,49 +41,36 @@ def test_lines_of_a_loop(templates: Path) -> None:
     assert origins == {"  int a1;": "probe.cuh.j2:2", "  int a2;": "probe.cuh.j2:2"}
 
 
-def test_lines_of_an_included_file(templates: Path) -> None:
-    """A line of an include is the include's, and what follows is the template's again."""
-    (templates / "plain.cuh").write_text("// {%0, %1}\n\nint plain;\n")
-    (templates / "inner.cuh.j2").write_text('int before;\n{% include "plain.cuh" %}\nint after;\n')
-    text = 'int first;\n{% include "inner.cuh.j2" %}\n\nint last;\n'
-
-    origins = origins_of(text, templates)
-
-    assert origins == {
-        "int first;": "probe.cuh.j2:1",
-        "int before;": "inner.cuh.j2:1",
-        "// {%0, %1}": "plain.cuh:1",
-        "int plain;": "plain.cuh:3",
-        "int after;": "inner.cuh.j2:3",
-        "int last;": "probe.cuh.j2:4",
-    }
-
-
-def test_lines_of_an_imported_macro(templates: Path) -> None:
+def test_lines_of_a_macro(templates: Path) -> None:
     """A line that a macro wrote is the macro's."""
-    (templates / "macros.cuh.j2").write_text(
-        "{% macro f(n) %}\nint f{{ n }};\nint g{{ n }};\n{% endmacro %}\n"
-    )
-    text = '{% from "macros.cuh.j2" import f %}\nint a;\n{{ f(7) }}int z;\n'
+    text = "{% macro f(n) %}\nint f{{ n }};\nint g;\n{% endmacro %}\nint a;\n{{ f(7) }}int z;\n"
 
     origins = origins_of(text, templates)
 
-    assert origins["int f7;"] == "macros.cuh.j2:2"
-    assert origins["int g7;"] == "macros.cuh.j2:3"
-    assert origins["int a;"] == "probe.cuh.j2:2"
+    assert origins["int f7;"] == "probe.cuh.j2:2"
+    assert origins["int g;"] == "probe.cuh.j2:3"
+    assert origins["int a;"] == "probe.cuh.j2:5"
+
+
+def test_plain_lines_come_from_themselves() -> None:
+    """A file without Jinja is not parsed: the {%0, %1} of inline assembly is no tag."""
+    text = plain_text("// {%0, %1}\n\nint plain;\n", "plain.cuh")
+
+    assert text.lines == ["// {%0, %1}", "", "int plain;", ""]
+    assert text.origins == [f"plain.cuh:{number}" for number in (1, 2, 3, 4)]
 
 
 def test_a_blank_line_belongs_to_the_line_before() -> None:
     """Blank lines carry no mark, and none is needed to find an error."""
-    text, origins = split_marks("\x014:a.cuh\x02int a;\n\n\x016:a.cuh\x02int b;")
+    lines, origins = split_marks("\x014:a.cuh\x02int a;\n\n\x016:a.cuh\x02int b;")
 
-    assert text == "int a;\n\nint b;"
-    assert origins == ("a.cuh:4", "a.cuh:4", "a.cuh:6")
+    assert lines == ["int a;", "", "int b;"]
+    assert origins == ["a.cuh:4", "a.cuh:4", "a.cuh:6"]
 
 
 def test_the_last_mark_of_a_line_counts() -> None:
     """Where one line was put together from two, the inner place is the one to edit."""
-    text, origins = split_marks("\x011:outer.cuh.j2\x02  \x019:inner.cuh\x02int a;")
+    lines, origins = split_marks("\x011:outer.cuh.j2\x02  \x019:inner.cuh\x02int a;")
 
-    assert text == "  int a;"
-    assert origins == ("inner.cuh:9",)
+    assert lines == ["  int a;"]
+    assert origins == ["inner.cuh:9"]

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from mlagen.codegen import sources
-from mlagen.codegen.sources import template_digest, template_root
+from mlagen.codegen.sources import template_digest, template_digests, template_root
 from tests.cache.builds import ROOT
-from tests.kernels import forget
+from tests.kernels import COMBINE, forget
 
 
 @pytest.fixture
@@ -27,9 +27,10 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return copy
 
 
-def digest() -> str:
-    """Return the digest as a new process would compute it."""
-    return template_digest.__wrapped__()
+def digest(kernel: str = "mla_sm80") -> str:
+    """Return the digest of a kernel as a new process would compute it."""
+    sources._code_digest.cache_clear()
+    return template_digest.__wrapped__(f"kernels/{kernel}/kernel.cu.j2")
 
 
 @pytest.mark.parametrize(
@@ -38,6 +39,7 @@ def digest() -> str:
         "../templates/common/types.cuh",
         "../templates/kernels/mla_sm80/kernel.cu.j2",
         "../templates/kernels/mla_sm80/config.cuh.j2",
+        "../templates/kernels/mla_sm80/q_row_dequant.cuh",
         "codegen/environment.py",
         "codegen/linemap.py",
         "spec/mla.py",
@@ -56,10 +58,10 @@ def test_editing_what_a_kernel_is_made_of_changes_the_digest(package: Path, file
 
 
 def test_renaming_a_template_changes_the_digest(package: Path) -> None:
-    """Names count: an include finds a file by its name."""
+    """Names count: an include finds a file by its name, and its ending says what Jinja reads."""
     before = digest()
-    block = package.parent / "templates/common/swizzle.cuh"
-    block.rename(block.with_name("swizzled.cuh"))
+    file = package.parent / "templates/common/swizzle.cuh"
+    file.rename(file.with_name("swizzle.cuh.j2"))
 
     after = digest()
 
@@ -81,6 +83,36 @@ def test_what_no_kernel_depends_on_leaves_the_digest(package: Path, file: str) -
     assert after == before
 
 
+@pytest.mark.parametrize(
+    "file",
+    [
+        "kernels/gqa_sm90/softmax.cuh",
+        "kernels/mla_sm90/config.cuh.j2",
+        "scheduler/schedule_range.cuh",
+        "ptx/wgmma.cuh",
+        "README.md",
+    ],
+)
+def test_templates_of_other_families_leave_the_digest(package: Path, file: str) -> None:
+    """An edit compiles the kernels that include the file, and no other."""
+    before = digest()
+    edited = package.parent / "templates" / file
+    edited.write_bytes(edited.read_bytes() + b"\n")
+
+    assert digest() == before
+
+
+def test_every_kernel_has_a_digest_of_its_own(package: Path) -> None:
+    """The digests of an installation are those of its kernels, one each."""
+    forget()
+    kernels = [path.parent.name for path in package.parent.glob("templates/kernels/*/*.cu.j2")]
+
+    digests = template_digests()
+
+    assert len(digests) == len(kernels) > 5
+    assert digests == {digest(kernel) for kernel in kernels}
+
+
 def test_an_installed_package_has_the_digest_of_its_checkout(package: Path) -> None:
     """The place of the templates, beside the package or inside it, does not matter."""
     beside = digest()
@@ -94,17 +126,17 @@ def test_an_installed_package_has_the_digest_of_its_checkout(package: Path) -> N
 def test_the_digest_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process reads the templates for its first key only."""
     forget()
-    first = template_digest()
-    monkeypatch.setattr(sources, "_rendering_inputs", None)
+    first = template_digest(COMBINE.template)
+    monkeypatch.setattr(sources, "transitive_includes", None)
 
-    assert template_digest() == first
+    assert template_digest(COMBINE.template) == first
 
 
 def test_the_digest_needs_no_jinja() -> None:
     """A warm process computes it without the engine that renders."""
     code = (
-        "import sys; from mlagen.codegen.sources import template_digest; template_digest(); "
-        "print('jinja2' in sys.modules)"
+        "import sys; from mlagen.codegen.sources import template_digest; "
+        "template_digest('kernels/combine/kernel.cu.j2'); print('jinja2' in sys.modules)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True

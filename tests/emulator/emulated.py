@@ -64,15 +64,20 @@ class Emulator:
         return library
 
 
+def is_of_types(origin: str) -> bool:
+    """Whether a line came from the types that ``instructions.h`` is written in."""
+    return origin.startswith("common/types.cuh:")
+
+
 def source_of(spec: KernelSpec) -> str:
     """Return the kernel as C++, with the emulator's instructions in the place of those of PTX."""
     source = render(spec)
     lines = ['#include "fibers.h"']
-    is_before_instructions = True
+    origin_before = ""
     for line, origin in zip(source.text.splitlines(), source.origins, strict=True):
-        if is_before_instructions and lines[1:] and not origin.startswith("common/types"):
+        if is_of_types(origin_before) and not is_of_types(origin):
             lines += ['#include "instructions.h"', '#include "warpgroups.h"']
-            is_before_instructions = False
+        origin_before = origin
         if not origin.startswith("ptx/"):
             lines.append(line)
     return "\n".join([*lines, f"#define EMULATED {spec.symbol}", '#include "launch.h"', ""])

@@ -110,7 +110,7 @@ def test_keys_and_code_are_the_same_in_every_process_and_place(tmp_path: Path) -
 
 def test_a_key_never_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the same templates, a kernel of one version of mlagen is found by the next."""
-    monkeypatch.setattr(engine, "template_digest", lambda: "0" * 64)
+    monkeypatch.setattr(engine, "template_digest", lambda _: "0" * 64)
 
     key = engine._key_of.__wrapped__(COMBINE, FIXED)
 
@@ -134,7 +134,7 @@ def test_every_ingredient_of_a_kernel_is_a_part_of_its_key(spec: KernelSpec) -> 
 def test_no_two_kernels_share_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
     """All that are supported for an architecture, and those of another one."""
     specs = [spec for arch in (SM_80, SM_90A) for spec in specs_of(arch)]
-    monkeypatch.setattr(engine, "template_digest", lambda: "0" * 64)
+    monkeypatch.setattr(engine, "template_digest", lambda _: "0" * 64)
 
     digests = {engine._key_of.__wrapped__(spec, FIXED).digest for spec in specs}
 
@@ -163,11 +163,23 @@ def test_every_option_of_the_compiler_is_a_part_of_the_key(
     assert [[row[0] for row in key.differences(before)] for key in changed] == [[label]] * 2
 
 
+def _include(name: str) -> Callable[[Path], object]:
+    line = f'\n#include "{name}"\n'
+    return lambda root: (root / "softmax/row_result.cuh").open("a").write(line)
+
+
 EDITS: dict[str, Callable[[Path], object]] = {
     "a template edited": lambda root: (root / "common/types.cuh").write_text("// edited\n"),
-    "a template added": lambda root: (root / "common/another.cuh").touch(),
-    "a template removed": lambda root: (root / "common/types.cuh").unlink(),
-    "a template renamed": lambda root: (root / "common/types.cuh").rename(root / "prelude.cuh"),
+    "a choice edited that is not taken": lambda root: (root / "common/fp8_software.cuh").write_text(
+        "// edited\n"
+    ),
+    "a template included": _include("ptx/atom.cuh"),
+    "an include removed": lambda root: (root / "kernels/combine/store_vec4.cuh.j2").write_text(
+        '#include "common/store_vec4_16bit.cuh"\n'
+    ),
+    "a template given to Jinja": lambda root: (root / "common/types.cuh").rename(
+        root / "common/types.cuh.j2"
+    ),
 }
 
 

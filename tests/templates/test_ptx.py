@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from mlagen.artifacts import Source
 from mlagen.codegen.sources import template_root
 from mlagen.compiler.nvrtc import compile_source
 from mlagen.compiler.toolchain import find_nvrtc
 from mlagen.errors import CompileError
 from mlagen.spec.arch import ARCHS, Arch
-from tests.kernels import require_known
+from tests.kernels import COMBINE, require_known
+
+from .headers import flattened
 
 FAMILIES = {path.stem: path for path in sorted((template_root() / "ptx").glob("*.cuh"))}
 
@@ -119,16 +120,16 @@ __device__ inline void use(T value) {
 
 def compile_family(path: Path, arch: Arch) -> bytes:
     """Compile a family alone, with a kernel that calls all of it; return the machine code."""
-    prelude = (template_root() / "common/types.cuh").read_text()
     calls = "\n".join(f"  {wrapper.call()}" for wrapper in wrappers(path))
     kernel = f'extern "C" __global__ void probe() {{\n{calls}\n}}\n'
-    text = f"{prelude}\n{path.read_text()}\n{CALLS}\n{kernel}"
-    return compile_source(Source(text=text, origins=()), arch, find_nvrtc()).code
+    includes = ['#include "common/types.cuh"', f'#include "ptx/{path.name}"']
+    source = flattened([*includes, *CALLS.splitlines(), *kernel.splitlines()], COMBINE)
+    return compile_source(source, arch, find_nvrtc()).code
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_compiles_alone_for_its_first_architecture(family: str) -> None:
-    """It needs the prelude and nothing else, and ptxas takes every instruction."""
+    """It needs the types and nothing else, and ptxas takes every instruction."""
     path = FAMILIES[family]
     arch = next(arch for arch in ARCHS if arch.number >= minimum(path))
     require_known(arch)

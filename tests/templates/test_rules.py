@@ -6,14 +6,12 @@ import re
 import shutil
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
 
 import pytest
 
 from mlagen.codegen.render import render
 from mlagen.codegen.sources import template_root
-from mlagen.spec.arch import ARCHS
 from mlagen.spec.dtype import DType
 from mlagen.spec.families import FAMILIES, specs_of
 from mlagen.spec.kernel import KernelSpec
@@ -31,6 +29,8 @@ from tests.kernels import (
     mla_sm90_fp8kv,
 )
 
+from .headers import variants
+
 FILES = {
     str(path.relative_to(template_root())): path
     for path in sorted(template_root().rglob("*"))
@@ -42,8 +42,7 @@ JINJA = [name for name in FILES if name.endswith(".j2")]
 # A tag by its keyword, since {% and {{ are CUDA too: in the operands of PTX, in initialisers.
 _TAG = re.compile(r"\{%[-+]?\s*([a-z]+)")
 _OUTPUT = re.compile(r"\{\{[-+]?\s*([a-z_][\w.]*)[^{}]*\}\}")
-_KEYWORDS = {"include", "from", "import", "macro", "endmacro", "if", "elif", "else", "endif"}
-_KEYWORDS |= {"for", "endfor"}
+_KEYWORDS = {"macro", "endmacro", "if", "elif", "else", "endif", "for", "endfor"}
 _OPENING, _CLOSING = {"if", "for", "macro"}, {"endif", "endfor", "endmacro"}
 
 # What a file other than config.cuh.j2 may write of a spec: names and choices, no sizes.
@@ -55,7 +54,8 @@ def test_a_plain_file_has_no_jinja(name: str) -> None:
     """What is called .cuh is CUDA that any tool can read."""
     text = FILES[name].read_text()
 
-    tags = {keyword for keyword in _TAG.findall(text) if keyword in _KEYWORDS}
+    keywords = _KEYWORDS | {"include", "from", "import", "extends", "block", "set"}
+    tags = {keyword for keyword in _TAG.findall(text) if keyword in keywords}
     outputs = {output for output in _OUTPUT.findall(text) if output.startswith("spec")}
     assert tags | outputs == set()
     assert "{#" not in text
@@ -112,30 +112,28 @@ def test_the_first_line_says_what_a_file_is(name: str) -> None:
     assert name.endswith(".cu.j2") == first.startswith("{#-")
 
 
-@cache
-def rendered_specs() -> tuple[tuple[KernelSpec, str, tuple[str, ...]], ...]:
-    """Return the kernels of every architecture, of one page size, with text and origins."""
-    specs = [spec for arch in ARCHS for spec in specs_of(arch, page_size=("64",))]
-    sources = [(spec, render(spec)) for spec in specs]
-    return tuple((spec, source.text, source.origins) for spec, source in sources)
-
-
 def test_no_kernel_includes_a_file() -> None:
-    """Source, options and compiler are the whole input of a build."""
+    """Source, options and compiler are the whole input of a build: a rendered text is complete."""
     including = [
         str(spec)
-        for spec, text, _ in rendered_specs()
-        if re.search(r"^\s*#\s*include", text, re.MULTILINE)
+        for spec, _ in variants()
+        if re.search(r"^\s*#\s*include", render(spec).text, re.MULTILINE)
     ]
 
     assert including == []
 
 
 def test_every_file_is_part_of_some_kernel() -> None:
-    """A block that no supported kernel contains can be deleted."""
-    used = {origin.rpartition(":")[0] for _, _, origins in rendered_specs() for origin in origins}
+    """A template that no supported kernel includes can be deleted."""
+    used = {name for _, files in variants() for name in files}
 
     assert set(FILES) - used == set()
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if name.endswith("kernel.cu.j2")])
+def test_a_kernel_is_parameters_includes_and_a_main_function(name: str) -> None:
+    """It has 100 lines at most; what is longer is a step in a file of its own."""
+    assert len(FILES[name].read_text().splitlines()) <= 100
 
 
 def clang_format() -> str:

@@ -1,5 +1,12 @@
-// Folds the partial rows of all splits into one. Needs Params, roles/combine_splits/constants,
-// blocks/row_result.cuh.
+// Folds the partial rows of all splits into one.
+
+#include "common/params.cuh"
+#include "common/scales.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
+#include "ptx/ex2.cuh"
+#include "softmax/row_result.cuh"
+#include "store_vec4.cuh"
 
 struct SharedMemory {
   float sum[kWarps];

@@ -1,4 +1,7 @@
-// The output of one warp, in the fragments of mma. Needs roles/gqa_decode/constants.
+// The output of one warp, in the fragments of mma.
+
+#include "common/types.cuh"
+#include "config.cuh"
 
 // Element [m][n][e] belongs to row score_row(m, e / 2) and output dim output_dim(n, e % 2).
 using Output = float[kRowGroups][kSliceDims / 8][4];

@@ -1,4 +1,10 @@
-// Elements of tokens that are stored as e4m3. Needs blocks/decode_e4m3.cuh.
+// Elements of tokens that are stored as e4m3.
+
+#include "common/dequant_fp8.cuh"
+#include "common/params.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
+#include "work_tile.cuh"
 
 struct TokenScales {};
 

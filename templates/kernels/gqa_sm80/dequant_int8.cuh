@@ -1,4 +1,10 @@
-// Elements of tokens that are stored as int8. Needs ptx/cvt.cuh.
+// Elements of tokens that are stored as int8.
+
+#include "common/params.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
+#include "ptx/cvt.cuh"
+#include "work_tile.cuh"
 
 struct TokenScales {};
 

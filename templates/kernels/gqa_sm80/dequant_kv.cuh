@@ -1,5 +1,8 @@
-// From the tokens of an item as they are stored to tokens that can be multiplied. Needs
-// SharedMemory, decode_elements.
+// From the tokens of an item as they are stored to tokens that can be multiplied.
+
+#include "common/types.cuh"
+#include "config.cuh"
+#include "dequant.cuh"
 
 // Decodes the first `kDims` elements of every row, 16 at a time.
 template <int kDims>

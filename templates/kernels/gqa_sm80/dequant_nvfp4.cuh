@@ -1,5 +1,12 @@
-// Elements of tokens that are stored as NVFP4. Needs Work, ptx/cvt.cuh, blocks/page_table.cuh,
-// blocks/e4m3.cuh.j2.
+// Elements of tokens that are stored as NVFP4.
+
+#include "common/fp8.cuh"
+#include "common/paged_kv.cuh"
+#include "common/params.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
+#include "ptx/cvt.cuh"
+#include "work_tile.cuh"
 
 // Where the scales of a group's tokens are: one e4m3 for 16 elements.
 struct TokenScales {

@@ -1,5 +1,17 @@
-// Merges what the warps of a block found, and writes it: the finished rows, or the partial rows of
-// one split. Needs Softmax, Output, Work, blocks/row_result.cuh, blocks/scales.cuh, store_x4.
+// Merges what the warps of a block found, and writes it: the finished rows, or the partial rows
+// of one split.
+
+#include "accumulators.cuh"
+#include "common/params.cuh"
+#include "common/scales.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
+#include "ptx/ex2.cuh"
+#include "qk_gemm.cuh"
+#include "shared_memory.cuh"
+#include "softmax/row_result.cuh"
+#include "store_vec4.cuh"
+#include "work_tile.cuh"
 
 // The reference that all warps' parts of a row can be brought to.
 __device__ inline float row_reference(const SharedMemory& shared, int row) {

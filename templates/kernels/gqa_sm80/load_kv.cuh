@@ -1,5 +1,12 @@
-// Streams keys and values of one warp's tokens. Needs Work, SharedMemory, blocks/page_table.cuh,
-// ptx/cp_async.cuh.
+// Streams keys and values of one warp's tokens.
+
+#include "common/paged_kv.cuh"
+#include "common/params.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
+#include "ptx/cp_async.cuh"
+#include "shared_memory.cuh"
+#include "work_tile.cuh"
 
 // Items alternate: the keys of a group of tokens, its values, the keys of the warp's next group.
 // Page ids are read one group ahead, so that no copy waits for them.

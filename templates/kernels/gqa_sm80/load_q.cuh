@@ -1,4 +1,10 @@
-// Brings the block's rows of the query into shared memory. Needs Work, SharedMemory.
+// Brings the block's rows of the query into shared memory.
+
+#include "common/params.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
+#include "shared_memory.cuh"
+#include "work_tile.cuh"
 
 __device__ inline void load_query(const Params& params, const Work& work, SharedMemory& shared) {
   constexpr int kChunks = kHeadDim * 2 / kChunkBytes;

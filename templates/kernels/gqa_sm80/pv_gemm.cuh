@@ -1,5 +1,16 @@
-// Adds one group of tokens to the output: O += P V. Needs Softmax, Output, SharedMemory, Work,
-// ptx/mma.cuh, ptx/ldmatrix.cuh.
+// Adds one group of tokens to the output: O += P V.
+
+#include "accumulators.cuh"
+#include "common/params.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
+#include "ptx/cvt.cuh"
+#include "ptx/ldmatrix.cuh"
+#include "ptx/mma.cuh"
+#include "qk_gemm.cuh"
+#include "shared_memory.cuh"
+#include "softmax.cuh"
+#include "work_tile.cuh"
 
 // Adds the tokens of a group that some rows see and others do not to the rows that see them, and
 // clears them: 0 * NaN is NaN, so a hidden V must not meet the tensor core.

@@ -1,4 +1,10 @@
-// Scores of one group of tokens: S = Q K^T. Needs SharedMemory, ptx/mma.cuh, ptx/ldmatrix.cuh.
+// Scores of one group of tokens: S = Q K^T.
+
+#include "common/types.cuh"
+#include "config.cuh"
+#include "ptx/ldmatrix.cuh"
+#include "ptx/mma.cuh"
+#include "shared_memory.cuh"
 
 // S of one warp, in the fragments of mma: element [m][n][e] belongs to row score_row(m, e / 2) and
 // token score_token(n, e % 2) of the group.

@@ -1,4 +1,9 @@
-// The shared memory of a block, whole. Needs Work, roles/gqa_decode/constants.
+// The shared memory of a block, whole.
+
+#include "common/types.cuh"
+#include "config.cuh"
+#include "work_tile.cuh"
+
 struct alignas(16) SharedMemory {
   Work work;  // here, and not in the registers of every thread
   unsigned char query[kRows * kRowBytes];  // [kRows][kHeadDim]

@@ -1,5 +1,17 @@
-// Online softmax over the tokens of one warp. Needs Scores, Work, Output,
-// blocks/row_reference.cuh, blocks/row_reductions.cuh, ptx/ex2.cuh, ptx/cvt.cuh.
+// Online softmax over the tokens of one warp.
+
+#include "accumulators.cuh"
+#include "common/params.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
+#include "ptx/cvt.cuh"
+#include "ptx/ex2.cuh"
+#include "qk_gemm.cuh"
+#include "shared_memory.cuh"
+#include "softmax/rescale_threshold.cuh"
+#include "softmax/row_reduce.cuh"
+#include "softmax/softmax_scale.cuh"
+#include "work_tile.cuh"
 
 // The probabilities of a group of tokens, rounded, as mma takes them: rows and tokens as in Scores.
 using Probabilities = u32[kRowGroups][4];

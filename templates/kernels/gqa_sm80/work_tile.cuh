@@ -1,5 +1,10 @@
-// Which rows and which tokens this block attends to. Needs Params, blocks/ragged_tiles.cuh,
-// blocks/page_table.cuh, roles/gqa_decode/constants.
+// Which rows and which tokens this block attends to.
+
+#include "common/paged_kv.cuh"
+#include "common/params.cuh"
+#include "common/ragged_tiles.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
 
 // A row is one (query token, query head of a kv head) pair of a request, query token first. A block
 // takes kRows rows of one kv head, a slice of their output elements and one split of the tokens.

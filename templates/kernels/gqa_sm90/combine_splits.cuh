@@ -1,6 +1,16 @@
-// Merging the pieces of a unit: the block that comes last adds up what all have left, in the order
-// of the pieces. Nobody waits. Needs store_rows.cuh, ptx/atom.cuh, ptx/barrier.cuh, ptx/ex2.cuh,
-// ptx/ld.cuh.
+// Merging the pieces of a unit: the block that comes last adds up what all have left, in the
+// order of the pieces. Nobody waits.
+
+#include "common/params.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
+#include "ptx/atom.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/ex2.cuh"
+#include "ptx/ld.cuh"
+#include "shared_memory.cuh"
+#include "store_rows.cuh"
+#include "tile_scheduler.cuh"
 
 constexpr int kPiecesAtATime = 8;  // that are under way together
 

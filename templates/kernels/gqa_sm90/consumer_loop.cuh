@@ -1,6 +1,23 @@
 // The consumers: each warp attends to tokens of its own in every tile, with no word to the other
-// consumers until an item ends. Needs SharedMemory, item_ring.cuh, softmax.cuh, hidden_values.cuh,
-// merge_warps.cuh, merge_pieces.cuh, the products.
+// consumers until an item ends.
+
+#include "combine_splits.cuh"
+#include "common/barriers.cuh"
+#include "common/params.cuh"
+#include "common/pdl.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
+#include "epilogue.cuh"
+#include "fragments.cuh"
+#include "load_q.cuh"
+#include "mask_v.cuh"
+#include "mma.cuh"
+#include "ptx/barrier.cuh"
+#include "shared_memory.cuh"
+#include "softmax.cuh"
+#include "softmax/softmax_scale.cuh"
+#include "tile_scheduler.cuh"
+#include "work_pipeline.cuh"
 
 // A word made of all keys that have been multiplied.
 __device__ inline u32 word_of(const Scores& scores) {

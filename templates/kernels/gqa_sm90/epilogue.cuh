@@ -1,7 +1,20 @@
-// Adds up what the consumer warps of a block have of an item, kMergeRows and kMergeDims at a time:
-// by themselves, or by the mergers, warps that do nothing else. Needs store_rows.cuh,
-// hidden_values.cuh, fragments.cuh, Softmax, ptx/barrier.cuh, ptx/ex2.cuh; from the products
-// write_merged.
+// Adds up what the consumer warps of a block have of an item, kMergeRows and kMergeDims at a
+// time: by themselves, or by the mergers, warps that do nothing else.
+
+#include "common/params.cuh"
+#include "common/pdl.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
+#include "fragments.cuh"
+#include "mask_v.cuh"
+#include "mma.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/ex2.cuh"
+#include "shared_memory.cuh"
+#include "softmax.cuh"
+#include "store_rows.cuh"
+#include "tile_scheduler.cuh"
+#include "work_pipeline.cuh"
 
 // Four neighbouring values of row `row` of those, from all warps that have kv head `head` of the
 // block's.

@@ -1,5 +1,7 @@
-// What a lane has of rows, tokens and dims, and where tokens lie in a tile. Needs
-// roles/gqa_hopper/constants.
+// What a lane has of rows, tokens and dims, and where tokens lie in a tile.
+
+#include "common/types.cuh"
+#include "config.cuh"
 
 // Tokens, or output dims, are the rows of a product, and rows of the query its columns: eight of
 // those are enough to fill it.

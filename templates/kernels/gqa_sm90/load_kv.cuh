@@ -1,5 +1,18 @@
-// The loader, one warp: streams the tiles of keys and values of every item through the ring. Needs
-// SharedMemory, item_ring.cuh, ptx/cp_async_bulk.cuh, ptx/prefetch.cuh.
+// The loader, one warp: streams the tiles of keys and values of every item through the ring.
+
+#include "common/barriers.cuh"
+#include "common/kv_cache_hint.cuh"
+#include "common/params.cuh"
+#include "common/pdl.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/cp_async_bulk.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/prefetch.cuh"
+#include "shared_memory.cuh"
+#include "tile_scheduler.cuh"
+#include "work_pipeline.cuh"
 
 // A lane copies one box of every kWindowTiles-th tile, of which it reads the page ids ahead.
 constexpr int kWindowTiles = kWarpLanes / kTileBoxes;

@@ -1,7 +1,15 @@
-// The rows of an item's query, as a lane multiplies them: in its registers, or in shared memory for
-// all warps. Where there are registers for them, they are asked for before the item begins: memory
-// that is busy takes long to answer. Needs fragments.cuh, SharedMemory, Item; from the products
-// fragment_of, fit_row.
+// The rows of an item's query, as a lane multiplies them: in its registers, or in shared memory
+// for all warps. Where there are registers for them, they are asked for before the item begins:
+// memory that is busy takes long to answer.
+
+#include "common/params.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
+#include "fragments.cuh"
+#include "mma.cuh"
+#include "ptx/barrier.cuh"
+#include "shared_memory.cuh"
+#include "tile_scheduler.cuh"
 
 __device__ inline void load_row(const Params& params, const Item& item, int group, QueryRow& part) {
   const int row = query_row(group);

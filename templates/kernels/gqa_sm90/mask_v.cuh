@@ -1,5 +1,13 @@
-// Keeps values that rows do not see out of products: 0 * NaN is NaN. Needs fragments.cuh, Item,
-// SharedMemory, blocks/page_table.cuh, ptx/fence.cuh; from the products element_at, finite_part.
+// Keeps values that rows do not see out of products: 0 * NaN is NaN.
+
+#include "common/paged_kv.cuh"
+#include "common/params.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
+#include "fragments.cuh"
+#include "mma.cuh"
+#include "ptx/fence.cuh"
+#include "tile_scheduler.cuh"
 
 // Chunk `chunk` of a token of a tile that a warp has.
 __device__ inline Chunk* chunk_at(unsigned char* tile, int warp, int own_token, int chunk) {

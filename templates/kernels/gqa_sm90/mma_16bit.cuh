@@ -1,5 +1,12 @@
-// The products where keys and values are stored as they are multiplied. Needs fragments.cuh,
-// ptx/cvt.cuh, ptx/ldmatrix.cuh, ptx/mma.cuh.
+// The products where keys and values are stored as they are multiplied.
+
+#include "common/types.cuh"
+#include "config.cuh"
+#include "fragments.cuh"
+#include "ptx/cvt.cuh"
+#include "ptx/ldmatrix.cuh"
+#include "ptx/mma.cuh"
+#include "shared_memory.cuh"
 
 // A lane's part of 16 elements of the query: those that it has of a key.
 __device__ inline uint2 fragment_of(const u16* source) {

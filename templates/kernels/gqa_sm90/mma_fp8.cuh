@@ -1,6 +1,14 @@
-// The products where keys and values are e4m3: they become fp16 in registers, which is exact. Needs
-// fragments.cuh, blocks/e4m3.cuh.j2, blocks/e4m3_nan.cuh, ptx/cvt.cuh, ptx/ldmatrix.cuh,
-// ptx/mma.cuh.
+// The products where keys and values are e4m3: they become fp16 in registers, which is exact.
+
+#include "common/fp8.cuh"
+#include "common/fp8_nan.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
+#include "fragments.cuh"
+#include "ptx/cvt.cuh"
+#include "ptx/ldmatrix.cuh"
+#include "ptx/mma.cuh"
+#include "shared_memory.cuh"
 
 // A lane's part of 16 elements of the query: it has four neighbouring bytes of a key's 16.
 __device__ inline uint2 fragment_of(const u16* source) {

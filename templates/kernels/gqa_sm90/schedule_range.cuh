@@ -1,5 +1,10 @@
-// How the work of a call is divided among the blocks of the grid: each finds its own part. Needs
-// Params, requests.cuh, blocks/query_offsets.cuh.
+// How the work of a call is divided among the blocks of the grid: each finds its own part.
+
+#include "common/params.cuh"
+#include "common/types.cuh"
+#include "cu_seqlens.cuh"
+#include "ptx/ld.cuh"
+#include "seq_info.cuh"
 
 // A team is some blocks of the grid that are neighbours. They read the same tokens at the same
 // time, each those of its kv heads, which lie side by side in most caches; or the very same, for

@@ -1,5 +1,13 @@
-// The finder, one warp: finds the work of the block, item by item, ahead of those that do it. Needs
-// SharedMemory, span.cuh, item_ring.cuh, blocks/dependent_launch.cuh, ptx/barrier.cuh.
+// The finder, one warp: finds the work of the block, item by item, ahead of those that do it.
+
+#include "common/params.cuh"
+#include "common/pdl.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
+#include "ptx/barrier.cuh"
+#include "schedule_range.cuh"
+#include "shared_memory.cuh"
+#include "tile_scheduler.cuh"
 
 // Whether the work may be found before the kernel before has ended: what is read for it then is
 // read once more.

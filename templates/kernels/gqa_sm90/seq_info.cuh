@@ -1,5 +1,8 @@
-// What a request is to the kernel: its rows, and the tokens that they see. Needs Params,
-// roles/gqa_hopper/constants.
+// What a request is to the kernel: its rows, and the tokens that they see.
+
+#include "common/params.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
 
 // A row is one (query token, query head of a kv head) pair of a request, query token first.
 struct RequestFacts {

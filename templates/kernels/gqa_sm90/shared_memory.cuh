@@ -1,5 +1,12 @@
-// The shared memory of a block, whole. Needs ItemRing, blocks/barriers.cuh, ptx/fence.cuh,
-// ptx/prefetch.cuh.
+// The shared memory of a block, whole.
+
+#include "common/barriers.cuh"
+#include "common/params.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
+#include "ptx/fence.cuh"
+#include "ptx/prefetch.cuh"
+#include "work_pipeline.cuh"
 
 // What a warp has of a row, besides values.
 struct RowState {

@@ -1,5 +1,16 @@
-// Softmax over the tokens of one warp, whose references are its own. Needs fragments.cuh, Item,
-// Query, ptx/cvt.cuh, ptx/ex2.cuh, ptx/movmatrix.cuh.
+// Softmax over the tokens of one warp, whose references are its own.
+
+#include "common/params.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
+#include "fragments.cuh"
+#include "load_q.cuh"
+#include "mma.cuh"
+#include "ptx/cvt.cuh"
+#include "ptx/ex2.cuh"
+#include "ptx/movmatrix.cuh"
+#include "shared_memory.cuh"
+#include "tile_scheduler.cuh"
 
 // A row's probabilities are relative to its reference. No maximum is asked for while no score
 // exceeds it by more than this in log2 units, so that references move seldom.

@@ -1,5 +1,13 @@
-// Where rows go: into the output, or into the workspace as those of a piece. Needs Item,
-// SharedMemory, blocks/row_result.cuh, blocks/scales.cuh, store_x4.
+// Where rows go: into the output, or into the workspace as those of a piece.
+
+#include "common/params.cuh"
+#include "common/scales.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
+#include "shared_memory.cuh"
+#include "softmax/row_result.cuh"
+#include "store_vec4.cuh"
+#include "tile_scheduler.cuh"
 
 // Each block of the grid has two places for pieces of each of its heads: for the one that its span
 // begins with, and for the one that it ends with.

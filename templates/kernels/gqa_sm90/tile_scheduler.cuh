@@ -1,4 +1,10 @@
-// What a block computes one after the other: items, which are pieces of units. Needs span.cuh.
+// What a block computes one after the other: items, which are pieces of units.
+
+#include "common/params.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
+#include "schedule_range.cuh"
+#include "seq_info.cuh"
 
 // Tokens that a row may see: from `begin` to before `end`.
 struct Sight {

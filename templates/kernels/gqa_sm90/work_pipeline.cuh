@@ -1,5 +1,10 @@
 // The items of a block, on their way from the warp that finds them to those that work on them.
-// Needs items.cuh, blocks/barriers.cuh, ptx/fence.cuh.
+
+#include "common/barriers.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
+#include "ptx/fence.cuh"
+#include "tile_scheduler.cuh"
 
 // Item `count` of the block, from 0 on, is in place count % kPlaces, for each of the block's kv
 // heads. Behind the last one comes one that is none.

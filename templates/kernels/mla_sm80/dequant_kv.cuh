@@ -1,5 +1,12 @@
-// From tokens as they are stored to tokens that can be multiplied. Needs SharedMemory,
-// blocks/decode_e4m3.cuh.
+// From tokens as they are stored to tokens that can be multiplied.
+
+#include "common/dequant_fp8.cuh"
+#include "common/params.cuh"
+#include "common/swizzle.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
+#include "load_kv.cuh"
+#include "shared_memory.cuh"
 
 __device__ inline Chunk* decoded_chunk(unsigned char* tokens, int token, int chunk) {
   return reinterpret_cast<Chunk*>(tokens + swizzled_offset<kTokenBytes>(token, chunk));

@@ -1,5 +1,15 @@
 // Writes what a block found: the finished rows, or the partial rows of one split.
-// Needs Work, Softmax, Output, blocks/row_result.cuh.
+
+#include "common/params.cuh"
+#include "common/scales.cuh"
+#include "common/swizzle.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
+#include "ptx/cvt.cuh"
+#include "pv_gemm.cuh"
+#include "shared_memory.cuh"
+#include "softmax/row_result.cuh"
+#include "work_tile.cuh"
 
 // The sum of a row over all token warps, after Softmax::publish and a barrier.
 __device__ inline float row_sum(const SharedMemory& shared, int row) {

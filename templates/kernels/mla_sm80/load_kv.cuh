@@ -1,5 +1,14 @@
-// Streams tiles of the paged cache into the stages. Needs Work, blocks/page_table.cuh,
-// blocks/swizzle.cuh, ptx/cp_async.cuh.
+// Streams tiles of the paged cache into the stages.
+
+#include "common/block_table.cuh"
+#include "common/paged_kv.cuh"
+#include "common/params.cuh"
+#include "common/swizzle.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
+#include "ptx/cp_async.cuh"
+#include "shared_memory.cuh"
+#include "work_tile.cuh"
 
 // Bytes of a stored token before its rope part, if that part may be a tensor of its own.
 constexpr bool kIsPacked = kIsSame<StoredToken, Fp8DsMla> || kIsSame<StoredToken, Fp8PerToken>;

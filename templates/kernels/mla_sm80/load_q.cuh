@@ -1,4 +1,12 @@
-// Brings the block's rows of the query into shared memory. Needs Work, load_query_row.
+// Brings the block's rows of the query into shared memory.
+
+#include "common/params.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
+#include "q_row.cuh"
+#include "q_rows.cuh"
+#include "shared_memory.cuh"
+#include "work_tile.cuh"
 
 // Eight lanes take one row.
 __device__ inline void load_query(const Params& params, const Work& work, SharedMemory& shared) {

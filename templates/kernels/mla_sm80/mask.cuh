@@ -1,5 +1,12 @@
-// Tokens that are hidden from rows for another reason than their position: entries of a list that
-// name no token, and a bias of minus infinity. Needs SharedMemory, Work, blocks/page_table.cuh.
+// Tokens that are hidden from rows for another reason than their position: entries of a list
+// that name no token, and a bias of minus infinity.
+
+#include "common/paged_kv.cuh"
+#include "common/params.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
+#include "shared_memory.cuh"
+#include "work_tile.cuh"
 
 // The numbers that are added to the scores of `row`; null if there are none.
 __device__ inline const float* row_bias(const Params& params, const Work& work, int row) {

@@ -1,5 +1,14 @@
-// The output of one block: O += P V. Needs SharedMemory, Work, hidden_tokens.cuh, ptx/mma.cuh,
-// ptx/ldmatrix.cuh.
+// The output of one block: O += P V.
+
+#include "common/params.cuh"
+#include "common/swizzle.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
+#include "mask.cuh"
+#include "ptx/cvt.cuh"
+#include "ptx/ldmatrix.cuh"
+#include "ptx/mma.cuh"
+#include "shared_memory.cuh"
 
 // The part of O that one warp holds, in the fragments of mma: element [m][n][e] belongs to
 // row output_row(m, e / 2) and output dim output_dim(n, e % 2).

@@ -1,4 +1,12 @@
-// A row of a query that is multiplied as it is stored. Needs query_rows.cuh, ptx/cp_async.cuh.
+// A row of a query that is multiplied as it is stored.
+
+#include "common/params.cuh"
+#include "common/swizzle.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
+#include "ptx/cp_async.cuh"
+#include "q_rows.cuh"
+#include "shared_memory.cuh"
 
 __device__ inline void load_query_row(const Params& params, i64 query, int head, int row, int lane,
                                       SharedMemory& shared) {

@@ -1,4 +1,12 @@
-// A row of a query that is decoded first. Needs query_rows.cuh, blocks/decode_e4m3.cuh.
+// A row of a query that is decoded first.
+
+#include "common/dequant_fp8.cuh"
+#include "common/params.cuh"
+#include "common/swizzle.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
+#include "q_rows.cuh"
+#include "shared_memory.cuh"
 
 // Of packed rows the rope part is bf16; all is multiplied by the scale of the query token.
 constexpr bool kHasPackedQuery = kIsSame<StoredQuery, Fp8PerToken>;

@@ -1,4 +1,10 @@
-// Where a row of the query is, and where it goes. Needs SharedMemory, blocks/swizzle.cuh.
+// Where a row of the query is, and where it goes.
+
+#include "common/params.cuh"
+#include "common/swizzle.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
+#include "shared_memory.cuh"
 
 // Latent and rope part may be tensors of their own; strides in bytes.
 __device__ inline const unsigned char* latent_part(const Params& params, i64 query, int head) {

@@ -1,4 +1,11 @@
-// Scores of one tile: S = Q K^T. Needs ptx/mma.cuh, ptx/ldmatrix.cuh, blocks/swizzle.cuh.
+// Scores of one tile: S = Q K^T.
+
+#include "common/swizzle.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
+#include "ptx/ldmatrix.cuh"
+#include "ptx/mma.cuh"
+#include "shared_memory.cuh"
 
 // The part of S that one warp holds, in the fragments of mma: element [m][n][e] belongs to
 // row score_row(m, e / 2) and tile token score_token(n, e % 2).

@@ -1,4 +1,9 @@
-// The shared memory of a block, whole. Needs Work, roles/mla_decode/constants.
+// The shared memory of a block, whole.
+
+#include "common/types.cuh"
+#include "config.cuh"
+#include "work_tile.cuh"
+
 struct SharedMemory {
   unsigned char query[kRows * kTokenBytes];  // [kRows][kHeadDimQk], swizzled; then the output
   unsigned char kv[kStages * kStageBytes + kDecodedBytes];  // see stage_of and tokens_of

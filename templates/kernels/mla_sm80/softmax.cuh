@@ -1,5 +1,17 @@
-// Online softmax over the tiles of one block. Needs Scores, SharedMemory, hidden_tokens.cuh,
-// blocks/row_reference.cuh, blocks/row_reductions.cuh, ptx/ex2.cuh, ptx/cvt.cuh.
+// Online softmax over the tiles of one block.
+
+#include "common/params.cuh"
+#include "common/swizzle.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
+#include "mask.cuh"
+#include "ptx/cvt.cuh"
+#include "ptx/ex2.cuh"
+#include "qk_gemm.cuh"
+#include "shared_memory.cuh"
+#include "softmax/rescale_threshold.cuh"
+#include "softmax/row_reduce.cuh"
+#include "softmax/softmax_scale.cuh"
 
 // The sums are over this thread's tokens only, of probabilities as P V uses them: rounded. The
 // references, in log2 units, are in shared memory.

@@ -1,5 +1,12 @@
-// Which rows and which tokens this block attends to. Needs Params, blocks/ragged_tiles.cuh,
-// blocks/listed_tokens.cuh, blocks/table_row.cuh, roles/mla_decode/constants.
+// Which rows and which tokens this block attends to.
+
+#include "common/block_table.cuh"
+#include "common/paged_kv.cuh"
+#include "common/params.cuh"
+#include "common/ragged_tiles.cuh"
+#include "common/topk_length.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
 
 // A row is one (query token, head) pair of a request, query token first, so that rows are
 // contiguous in [tokens, heads, dim] tensors. A block takes kRows rows and one split of the tokens.

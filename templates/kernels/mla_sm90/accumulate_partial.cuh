@@ -1,5 +1,13 @@
-// Adds a piece that has been brought to the accumulators, and its rows' states to theirs. Needs
-// merge.cuh, ptx/ex2.cuh.
+// Adds a piece that has been brought to the accumulators, and its rows' states to theirs.
+
+#include "accumulators.cuh"
+#include "combine/partial_out.cuh"
+#include "combine/partial_state.cuh"
+#include "combine/reduce_group.cuh"
+#include "common/reload_tid.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
+#include "ptx/ex2.cuh"
 
 __device__ inline void add_piece(const Crew&, const MergeRoom& room, Accumulators& accumulators,
                                  OwnRows& rows) {

@@ -1,5 +1,13 @@
-// The consumers: all items of the block, one after the other. Needs hand_over.cuh; of the
-// consumers' roles ConsumerState and consume_item.
+// The consumers: all items of the block, one after the other.
+
+#include "common/barriers.cuh"
+#include "common/params.cuh"
+#include "common/reload_tid.cuh"
+#include "common/types.cuh"
+#include "finish_work.cuh"
+#include "pipeline/work_pipeline.cuh"
+#include "scheduler/tile_scheduler.cuh"
+#include "shared_memory.cuh"
 
 __device__ inline void consume_items(const Params& params, SharedMemory& shared) {
   ConsumerState state(params, shared);

@@ -1,4 +1,8 @@
-// A token as it lies in the cache. Needs Params, blocks/page_table.cuh.
+// A token as it lies in the cache.
+
+#include "common/paged_kv.cuh"
+#include "common/params.cuh"
+#include "common/types.cuh"
 
 struct StoredToken {
   const unsigned char* row;

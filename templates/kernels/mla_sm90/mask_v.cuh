@@ -1,10 +1,10 @@
-// Values that some row of a tile must not see: 0 * NaN is NaN, so what is not finite must not meet
-// the tensor cores, though its weight is 0. Needs SharedMemory, Item, finite_elements.cuh.
+// Values that some row of a tile must not see: 0 * NaN is NaN, so what is not finite must not
+// meet the tensor cores, though its weight is 0.
 
-// Whether some row of the item sees a value that has been cleared.
-__device__ inline int& nonfinite_flag(SharedMemory& shared, const Item&) {
-  return shared.has_nonfinite;
-}
+#include "common/types.cuh"
+#include "config.cuh"
+#include "finite.cuh"
+#include "shared_memory.cuh"
 
 // Puts zeros for what is not finite in the tokens from `first` on of a block, of whose tiles
 // `tile_of` tells the places; 128 threads. Remembers whether a row sees such a token.

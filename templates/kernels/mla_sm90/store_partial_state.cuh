@@ -1,5 +1,12 @@
-// What is left of the rows of a piece, where threads have states of rows in registers. Needs
-// half_scale.cuh, crew.cuh; from the consumers OwnRows, largest_of_rows, and which threads write.
+// What is left of the rows of a piece, where threads have states of rows in registers.
+
+#include "accumulators.cuh"
+#include "combine/fp16_scale.cuh"
+#include "combine/partial_state.cuh"
+#include "combine/reduce_group.cuh"
+#include "common/reload_tid.cuh"
+#include "row_amax.cuh"
+#include "shared_memory.cuh"
 
 __device__ inline void scales_of_rows(SharedMemory& shared, const Crew& crew,
                                       const Accumulators& accumulators, const OwnRows&,

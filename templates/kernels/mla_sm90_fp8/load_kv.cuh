@@ -1,5 +1,18 @@
-// The loader, one warp: streams the blocks of tokens of every item through the ring. Needs
-// SharedMemory, pace.cuh, token_boxes.cuh.
+// The loader, one warp: streams the blocks of tokens of every item through the ring.
+
+#include "common/barriers.cuh"
+#include "common/kv_cache_hint.cuh"
+#include "common/params.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
+#include "pipeline/block_table_reader.cuh"
+#include "pipeline/tma_boxes.cuh"
+#include "pipeline/work_pipeline.cuh"
+#include "ptx/cp_async_bulk.cuh"
+#include "ptx/mbarrier.cuh"
+#include "scheduler/schedule_range.cuh"
+#include "scheduler/throttle.cuh"
+#include "shared_memory.cuh"
 
 // Issuing a copy takes hundreds of clocks beside products: the latent part of a block in one page
 // is one copy. Else each lane copies a tile; those behind the last tile copy nothing.

@@ -1,4 +1,12 @@
-// Where the operands of products lie. Needs SharedMemory, blocks/wgmma_descriptor.cuh.
+// Where the operands of products lie.
+
+#include "common/types.cuh"
+#include "common/wgmma_descriptor.cuh"
+#include "config.cuh"
+#include "ptx/mov.cuh"
+#include "ptx/wgmma.cuh"
+#include "ptx/wgmma_e4m3.cuh"
+#include "shared_memory.cuh"
 
 // Elements that one step of a product multiplies, and so bytes.
 constexpr int kStepElements = 32;

@@ -1,5 +1,27 @@
-// The consumers: add the values of all blocks of all items, by their probabilities. Needs
-// values.cuh, multiply.cuh, store_output.cuh, roles/mla_hopper/store_item.cuh, blocks/of_all.cuh.
+// The consumers: add the values of all blocks of all items, by their probabilities.
+
+#include "accumulators.cuh"
+#include "combine/epilogue.cuh"
+#include "common/barriers.cuh"
+#include "common/params.cuh"
+#include "common/reload_tid.cuh"
+#include "common/types.cuh"
+#include "common/warp_uniform.cuh"
+#include "common/wgmma_descriptor.cuh"
+#include "config.cuh"
+#include "mma_operands.cuh"
+#include "nonfinite_flag.cuh"
+#include "output_dims.cuh"
+#include "pipeline/kv_stages.cuh"
+#include "pipeline/work_pipeline.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/fence.cuh"
+#include "ptx/mov.cuh"
+#include "ptx/wgmma.cuh"
+#include "ptx/wgmma_e4m3.cuh"
+#include "scheduler/tile_scheduler.cuh"
+#include "shared_memory.cuh"
+#include "v_fragments.cuh"
 
 // The tensor cores keep sums with 13 bits, too few for a long sequence: each block has a sum of its
 // own, which is added in fp32.

@@ -1,5 +1,23 @@
-// The scorer, four warps: scores and probabilities of all blocks of all items. Needs multiply.cuh,
-// softmax.cuh, schedule.cuh, roles/mla_hopper/half_scale.cuh, ptx/stmatrix.cuh.
+// The scorer, four warps: scores and probabilities of all blocks of all items.
+
+#include "combine/fp16_scale.cuh"
+#include "common/barriers.cuh"
+#include "common/params.cuh"
+#include "common/reload_tid.cuh"
+#include "common/swizzle.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
+#include "mma_operands.cuh"
+#include "pipeline/work_pipeline.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/fence.cuh"
+#include "ptx/stmatrix.cuh"
+#include "ptx/wgmma.cuh"
+#include "scheduler/tile_scheduler.cuh"
+#include "shared_memory.cuh"
+#include "softmax.cuh"
+#include "softmax/row_reduce.cuh"
+#include "softmax/softmax_scale.cuh"
 
 // A block whose scores are computed.
 struct ScoredBlock {

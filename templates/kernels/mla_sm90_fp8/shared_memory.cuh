@@ -1,4 +1,11 @@
-// The shared memory of a block, whole. Needs Item, roles/mla_hopper_e4m3/constants.
+// The shared memory of a block, whole.
+
+#include "common/barriers.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
+#include "scheduler/schedule_range.cuh"
+#include "scheduler/tile_scheduler.cuh"
+
 constexpr int kStages = 5;  // blocks of tokens, as many as fit
 
 struct SharedMemory {

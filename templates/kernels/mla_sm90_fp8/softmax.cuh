@@ -1,5 +1,16 @@
-// Online softmax of the scorer. Needs multiply.cuh, ptx/add.cuh, ptx/cvt.cuh, ptx/ex2.cuh,
-// ptx/mov.cuh, blocks/e4m3.cuh.j2, blocks/row_reductions.cuh.
+// Online softmax of the scorer.
+
+#include "common/fp8.cuh"
+#include "common/reload_tid.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
+#include "mma_operands.cuh"
+#include "ptx/add.cuh"
+#include "ptx/cvt.cuh"
+#include "ptx/ex2.cuh"
+#include "ptx/mov.cuh"
+#include "scheduler/tile_scheduler.cuh"
+#include "softmax/row_reduce.cuh"
 
 // A thread has two rows of the scores, g and g + 8 of its warp's with g = lane / 4; four lanes
 // share a row. A word of probabilities holds four tokens of 16, in the order in which values come

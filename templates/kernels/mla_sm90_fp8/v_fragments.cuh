@@ -1,5 +1,14 @@
-// Values as the left operand of O^T += V^T P^T: out of shared memory into registers, across. Needs
-// SharedMemory, Item, dims.cuh, finite_values.cuh, ptx/ldmatrix.cuh.
+// Values as the left operand of O^T += V^T P^T: out of shared memory into registers, across.
+
+#include "common/fp8_nan.cuh"
+#include "common/reload_tid.cuh"
+#include "common/swizzle.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
+#include "mma_operands.cuh"
+#include "output_dims.cuh"
+#include "ptx/ldmatrix.cuh"
+#include "shared_memory.cuh"
 
 constexpr int kSteps = kBlockTokens / kStepElements;  // of a block
 using Values = u32[kSteps][4];

@@ -1,4 +1,7 @@
-// Tokens of a block that no row sees, for its list names nothing there. Needs constants.
+// Tokens of a block that no row sees, for its list names nothing there.
+
+#include "common/types.cuh"
+#include "config.cuh"
 
 struct alignas(8) UnlistedTokens {
   u16 bits[kLoadingWarps];  // of sixteen tokens each

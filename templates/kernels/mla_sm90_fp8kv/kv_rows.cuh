@@ -1,5 +1,12 @@
-// Where the tokens of a block are that a warp brings. Needs stored_token.cuh, Part,
-// blocks/table_row.cuh.
+// Where the tokens of a block are that a warp brings.
+
+#include "common/block_table.cuh"
+#include "common/paged_kv.cuh"
+#include "common/params.cuh"
+#include "common/reload_tid.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
+#include "scheduler/schedule_range.cuh"
 
 // A warp brings as many of every block.
 constexpr int kWarpTokens = kBlockTokens / kLoadingWarps;

@@ -1,4 +1,9 @@
-// The scales of a block's tokens in shared memory. Needs SharedMemory, ptx/cvt.cuh.
+// The scales of a block's tokens in shared memory.
+
+#include "common/reload_tid.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
+#include "ptx/cvt.cuh"
 
 // Values are multiplied as fp16, by scales in fp16. So that none is too large for that, they are in
 // units of an item, a power of two: the largest scale is between 2^6 and 2^7 of them when one is

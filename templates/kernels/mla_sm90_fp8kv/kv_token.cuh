@@ -1,5 +1,11 @@
-// A token as it lies in the cache: converted to elements by scales. Needs Params,
-// blocks/page_table.cuh, blocks/decode_e4m3.cuh, constants.
+// A token as it lies in the cache: converted to elements by scales.
+
+#include "common/fp8.cuh"
+#include "common/paged_kv.cuh"
+#include "common/params.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
+#include "ptx/cvt.cuh"
 
 // Its row, or the latent part of it, and its scales: in the row, in a tensor of their own, or one
 // number for all.

@@ -1,5 +1,17 @@
-// Four warps bring the tokens of every item into the stages, as they are stored. Needs
-// SharedMemory, block_rows.cuh, ptx/cp_async.cuh.
+// Four warps bring the tokens of every item into the stages, as they are stored.
+
+#include "common/barriers.cuh"
+#include "common/kv_cache_hint.cuh"
+#include "common/params.cuh"
+#include "common/reload_tid.cuh"
+#include "common/swizzle.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
+#include "kv_rows.cuh"
+#include "kv_token.cuh"
+#include "ptx/cp_async.cuh"
+#include "scheduler/schedule_range.cuh"
+#include "shared_memory.cuh"
 
 // A pointer of another lane's token.
 __device__ inline const unsigned char* row_of_lane(const unsigned char* own, int lane) {

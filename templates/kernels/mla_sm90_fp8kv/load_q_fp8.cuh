@@ -1,6 +1,14 @@
 // Brings the query of an item, whose latent part has eight bits, into shared memory, where it is
-// multiplied as it is stored. Needs SharedMemory, roles/mla_hopper/query_row.cuh,
-// blocks/swizzle.cuh, ptx/cp_async.cuh.
+// multiplied as it is stored.
+
+#include "common/params.cuh"
+#include "common/swizzle.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
+#include "pipeline/query_row.cuh"
+#include "ptx/cp_async.cuh"
+#include "scheduler/schedule_range.cuh"
+#include "shared_memory.cuh"
 
 // Begins to copy the rows of a query, by `threads` threads of which this is number `thread`; eight
 // lanes copy a row, 128 bytes at a time.

@@ -1,6 +1,15 @@
-// Values that some row of a tile must not see: 0 * NaN is NaN, so what is not finite must not meet
-// the tensor cores, though its weight is 0. Needs SharedMemory, Item, scales.cuh,
-// roles/mla_hopper_e4m3/nonfinite_flag.cuh.
+// Values that some row of a tile must not see: 0 * NaN is NaN, so what is not finite must not
+// meet the tensor cores, though its weight is 0.
+
+#include "common/reload_tid.cuh"
+#include "common/swizzle.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
+#include "kv_scales.cuh"
+#include "nonfinite_flag.cuh"
+#include "ptx/barrier.cuh"
+#include "scheduler/tile_scheduler.cuh"
+#include "shared_memory.cuh"
 
 // A pair of stored elements with zeros for what is no number: of that all bits are set but the
 // sign.

@@ -1,6 +1,18 @@
-// Those who load: one of them hands items on, all bring each item's query and tokens. Needs
-// load_tokens.cuh, split_query.cuh or whole_query.cuh, roles/mla_hopper/hand_over.cuh,
-// blocks/fresh_thread.cuh.
+// Those who load: one of them hands items on, all bring each item's query and tokens.
+
+#include "common/barriers.cuh"
+#include "common/params.cuh"
+#include "common/reload_tid.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
+#include "load_kv.cuh"
+#include "load_q.cuh"
+#include "pipeline/work_pipeline.cuh"
+#include "prepare_q.cuh"
+#include "ptx/mov.cuh"
+#include "scheduler/schedule_range.cuh"
+#include "scheduler/tile_scheduler.cuh"
+#include "shared_memory.cuh"
 
 // By one thread.
 __device__ inline void make_item_barriers(const SharedMemory& shared) {

@@ -1,6 +1,26 @@
-// The consumers: add the values of all blocks of all items, by their probabilities. Needs
-// values.cuh, row_sums.cuh, roles/mla_hopper_e4m3/store_output.cuh,
-// roles/mla_hopper/store_item.cuh, blocks/of_all.cuh, blocks/wgmma_descriptor.cuh.
+// The consumers: add the values of all blocks of all items, by their probabilities.
+
+#include "accumulators.cuh"
+#include "combine/epilogue.cuh"
+#include "common/barriers.cuh"
+#include "common/params.cuh"
+#include "common/reload_tid.cuh"
+#include "common/types.cuh"
+#include "common/warp_uniform.cuh"
+#include "common/wgmma_descriptor.cuh"
+#include "config.cuh"
+#include "mask_v.cuh"
+#include "output_dims.cuh"
+#include "pipeline/kv_stages.cuh"
+#include "pipeline/work_pipeline.cuh"
+#include "prepare_q.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/wgmma.cuh"
+#include "ptx/wgmma_e4m3.cuh"
+#include "row_sum.cuh"
+#include "scheduler/tile_scheduler.cuh"
+#include "shared_memory.cuh"
+#include "v_fragments.cuh"
 
 // So many products may be under way.
 constexpr int kValueBuffers = 2;

@@ -1,5 +1,23 @@
-// The scorer, four warps: scores and probabilities of all blocks of all items. Needs scales.cuh,
-// softmax.cuh, roles/mla_hopper/hand_over.cuh, blocks/of_all.cuh, blocks/wgmma_descriptor.cuh.
+// The scorer, four warps: scores and probabilities of all blocks of all items.
+
+#include "accumulators.cuh"
+#include "common/barriers.cuh"
+#include "common/params.cuh"
+#include "common/reload_tid.cuh"
+#include "common/types.cuh"
+#include "common/warp_uniform.cuh"
+#include "common/wgmma_descriptor.cuh"
+#include "config.cuh"
+#include "kv_scales.cuh"
+#include "pipeline/kv_stages.cuh"
+#include "pipeline/work_pipeline.cuh"
+#include "ptx/fence.cuh"
+#include "ptx/wgmma.cuh"
+#include "ptx/wgmma_e4m3.cuh"
+#include "scheduler/tile_scheduler.cuh"
+#include "shared_memory.cuh"
+#include "softmax.cuh"
+#include "softmax/softmax_scale.cuh"
 
 // Elements that one step of a product multiplies, in eight bits.
 constexpr int kStepElements = 32;

@@ -2,6 +2,8 @@
 // most. A scorer with more than it needs for a whole query brings so much forward that its
 // products are serialised (C7512).
 
+#include "config.cuh"
+
 constexpr int kConsumerRegisters = kRows > 32 ? 176 : 128;
 constexpr int kScorerRegisters = kRows > 32 ? (kSplitsQuery ? 104 : 96) : 128;
 constexpr int kProducerRegisters = 4 * 128 - 2 * kConsumerRegisters - kScorerRegisters;

@@ -1,6 +1,14 @@
-// Sums of the probabilities of rows, by the consumers, who have time for it: every thread has some
-// of a row's tokens. Needs SharedMemory, scales.cuh, roles/mla_hopper/half_scale.cuh,
-// blocks/swizzle.cuh, ptx/cvt.cuh.
+// Sums of the probabilities of rows, by the consumers, who have time for it: every thread has
+// some of a row's tokens.
+
+#include "combine/fp16_scale.cuh"
+#include "common/reload_tid.cuh"
+#include "common/swizzle.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
+#include "kv_scales.cuh"
+#include "ptx/cvt.cuh"
+#include "shared_memory.cuh"
 
 constexpr int kSummersOfRow = kConsumerThreads / kRows;
 constexpr int kSummedBytes = kTileRowBytes / kSummersOfRow;  // of a block's row

@@ -1,5 +1,8 @@
 // How many tokens a request has, where every query token has a list of its own and counts as a
-// request. Needs Params, blocks/listed_tokens.cuh.
+// request.
+
+#include "common/params.cuh"
+#include "common/topk_length.cuh"
 
 __device__ inline int length_of(const Params& params, int request) {
   const TokenLists lists{params.seq_lens,      params.topk_length, params.sparse_cu_seqlens_q,

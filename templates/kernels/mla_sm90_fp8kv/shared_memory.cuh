@@ -1,5 +1,11 @@
-// The shared memory of a block, whole. Needs Item, roles/mla_hopper_packed/constants,
-// unlisted_tokens.cuh.
+// The shared memory of a block, whole.
+
+#include "common/barriers.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
+#include "invalid_mask.cuh"
+#include "scheduler/schedule_range.cuh"
+#include "scheduler/tile_scheduler.cuh"
 
 // Blocks of tokens, as many as fit beside the query and what else there is: no more than twenty
 // words a row and 2 KiB.

@@ -1,6 +1,19 @@
-// Online softmax of the scorer, over the rows of S^T. Needs SharedMemory, scales.cuh,
-// roles/mla_hopper_narrow/accumulators.cuh, blocks/swizzle.cuh, ptx/barrier.cuh, ptx/cvt.cuh,
-// ptx/ex2.cuh, ptx/fence.cuh, ptx/stmatrix.cuh.
+// Online softmax of the scorer, over the rows of S^T.
+
+#include "accumulators.cuh"
+#include "common/barriers.cuh"
+#include "common/reload_tid.cuh"
+#include "common/swizzle.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
+#include "kv_scales.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/cvt.cuh"
+#include "ptx/ex2.cuh"
+#include "ptx/fence.cuh"
+#include "ptx/max.cuh"
+#include "ptx/stmatrix.cuh"
+#include "shared_memory.cuh"
 
 // A thread has of eight neighbouring rows two, and of a warp's sixteen tokens g and g + 8 with
 // g = lane / 4.

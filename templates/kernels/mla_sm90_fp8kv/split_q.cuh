@@ -1,5 +1,16 @@
-// Makes a query what it is multiplied as. Needs SharedMemory,
-// roles/mla_hopper/load_query.cuh, blocks/e4m3.cuh.j2, blocks/swizzle.cuh, ptx/max_u16x2.cuh.
+// Makes a query what it is multiplied as.
+
+#include "common/barriers.cuh"
+#include "common/fp8.cuh"
+#include "common/reload_tid.cuh"
+#include "common/swizzle.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
+#include "ptx/cp_async.cuh"
+#include "ptx/cvt.cuh"
+#include "ptx/fence.cuh"
+#include "ptx/max_u16x2.cuh"
+#include "shared_memory.cuh"
 
 // Keys are multiplied as they are stored, in e4m3, of which bf16 has twice the digits: an element
 // of the query is the sum of two, if it is not 2^17 times smaller than the largest of its row.

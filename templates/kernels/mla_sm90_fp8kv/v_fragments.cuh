@@ -1,5 +1,15 @@
 // Values as the left operand of O^T += V^T P^T: out of shared memory into registers, across, and
-// converted. Needs scales.cuh, dims.cuh, blocks/e4m3.cuh.j2, ptx/ldmatrix.cuh, ptx/mul.cuh.
+// converted.
+
+#include "common/fp8.cuh"
+#include "common/reload_tid.cuh"
+#include "common/swizzle.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
+#include "kv_scales.cuh"
+#include "output_dims.cuh"
+#include "ptx/ldmatrix.cuh"
+#include "ptx/mul.cuh"
 
 // Of 32 tokens and a tile of dims: two steps of a product.
 constexpr int kValueTokens = 32;

@@ -1,5 +1,7 @@
-// A query in eight bits is multiplied as it has been copied. Needs SharedMemory,
-// roles/mla_hopper/hand_over.cuh.
+// A query in eight bits is multiplied as it has been copied.
+
+#include "common/barriers.cuh"
+#include "shared_memory.cuh"
 
 // By the threads that have copied it; tells `full`.
 template <int>

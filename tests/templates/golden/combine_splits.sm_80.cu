@@ -1,5 +1,4 @@
-// Names and types that every kernel uses. Needs nothing: no header exists where kernels are
-// compiled.
+// Names and types that every kernel uses.
 
 using u16 = unsigned short;
 using u32 = unsigned int;
@@ -26,6 +25,11 @@ struct alignas(kChunkBytes) Chunk {
   u32 words[4];
 };
 
+// What describes a tensor to the copy engine: opaque, made on the host.
+struct alignas(64) TensorMap {
+  u64 words[16];
+};
+
 constexpr int kWarpLanes = 32;
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLargest = __builtin_bit_cast(float, 0x7f7fffff);
@@ -47,7 +51,8 @@ __device__ inline int warp_index() { return static_cast<int>(threadIdx.x) / kWar
 
 __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-// What one launch passes to the kernel. Needs blocks/prelude.cuh.
+// What one launch passes to the kernel.
+
 struct Params {
   const float* partial_out;
   const float* partial_lse;
@@ -63,7 +68,14 @@ struct Params {
   float lse_factor;
 };
 
-// The numbers of this kernel; the rest of the source only uses them. Needs blocks/prelude.cuh.
+// A scale is a number, or a tensor of one element that only the device knows.
+
+__device__ inline float value_of(const float* tensor, float number) {
+  return tensor == nullptr ? number : *tensor;
+}
+
+// The numbers of this kernel; the rest of the source only uses them.
+
 using OutElement = Bf16;
 constexpr int kHeadDimVo = 512;
 constexpr int kSlices = 4;
@@ -71,6 +83,42 @@ constexpr int kWarps = 4;
 constexpr int kThreads = kWarps * kWarpLanes;
 constexpr int kSliceDims = kWarpLanes * 4;  // output dims of one block: a float4 for each lane
 static_assert(kHeadDimVo % 4 == 0 && kSlices * kSliceDims >= kHeadDimVo, "slices cover the row");
+
+// PTX ISA, "Floating Point Instructions: ex2". Needs sm_20.
+
+// ex2.approx.ftz.f32
+// 2 to the power of x, relative error below 2^-22; minus infinity gives zero.
+__device__ inline float ex2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// How the statistics of a softmax row become its scale and its LSE.
+
+struct RowResult {
+  float factor;  // multiplies the accumulated values
+  float lse;  // the sink included; of an empty row its sink, or minus infinity
+};
+
+// `reference` in log2 units, `sum` relative to it; `sink` is a natural-log logit without a value,
+// or minus infinity. `lse_factor` brings log2 units to the base of the LSE.
+__device__ inline RowResult finish_row(float reference, float sum, float sink,
+                                       float lse_factor = 1.0f) {
+  // Not by way of log2 units: a finite sink may overflow there, and not in base e.
+  const float sink_lse = sink * (kLog2E * lse_factor);
+  if (sum == 0.0f) return {0.0f, sink_lse};  // the row attends to nothing; a NaN is not nothing
+  // Fused, so that only the distance may overflow, to an infinity of the right sign.
+  const float distance = fmaf(sink, kLog2E, -reference);
+  // Relative to the larger of the two, because 2^distance may overflow. Selects, for a NaN is kept.
+  const bool is_sink_larger = distance > 0.0f;
+  const float rescale = is_sink_larger ? ex2_approx(-distance) : 1.0f;
+  const float total = sum * rescale + (is_sink_larger ? 1.0f : ex2_approx(distance));
+  // Approximate: exact to some 22 bits, and a fraction of the instructions.
+  const float log2_total = __log2f(total);
+  return {__fdividef(rescale, total), is_sink_larger ? sink_lse + log2_total * lse_factor
+                                                     : (reference + log2_total) * lse_factor};
+}
 
 // PTX ISA, "Data Movement and Conversion Instructions: cvt". Needs sm_80.
 
@@ -100,54 +148,7 @@ __device__ inline float cvt_f32(Bf16, u16 bits) {
   return __uint_as_float(static_cast<u32>(bits) << 16);
 }
 
-// PTX ISA, "Floating Point Instructions: ex2". Needs sm_20.
-
-// ex2.approx.ftz.f32
-// 2 to the power of x, relative error below 2^-22; minus infinity gives zero.
-__device__ inline float ex2_approx(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-// Stands in for blocks/dependent_launch.cuh where the architecture has no such thing.
-
-__device__ inline void wait_for_previous_kernel() {}
-__device__ inline void let_next_kernel_start() {}
-
-// A scale is a number, or a tensor of one element that only the device knows. Needs nothing.
-
-__device__ inline float value_of(const float* tensor, float number) {
-  return tensor == nullptr ? number : *tensor;
-}
-
-// How the statistics of a softmax row become its scale and its LSE. Needs ptx/ex2.cuh.
-
-struct RowResult {
-  float factor;  // multiplies the accumulated values
-  float lse;  // the sink included; of an empty row its sink, or minus infinity
-};
-
-// `reference` in log2 units, `sum` relative to it; `sink` is a natural-log logit without a value,
-// or minus infinity. `lse_factor` brings log2 units to the base of the LSE.
-__device__ inline RowResult finish_row(float reference, float sum, float sink,
-                                       float lse_factor = 1.0f) {
-  // Not by way of log2 units: a finite sink may overflow there, and not in base e.
-  const float sink_lse = sink * (kLog2E * lse_factor);
-  if (sum == 0.0f) return {0.0f, sink_lse};  // the row attends to nothing; a NaN is not nothing
-  // Fused, so that only the distance may overflow, to an infinity of the right sign.
-  const float distance = fmaf(sink, kLog2E, -reference);
-  // Relative to the larger of the two, because 2^distance may overflow. Selects, for a NaN is kept.
-  const bool is_sink_larger = distance > 0.0f;
-  const float rescale = is_sink_larger ? ex2_approx(-distance) : 1.0f;
-  const float total = sum * rescale + (is_sink_larger ? 1.0f : ex2_approx(distance));
-  // Approximate: exact to some 22 bits, and a fraction of the instructions.
-  const float log2_total = __log2f(total);
-  return {__fdividef(rescale, total), is_sink_larger ? sink_lse + log2_total * lse_factor
-                                                     : (reference + log2_total) * lse_factor};
-}
-
-// Four neighbouring elements of an output, from float. Needs ptx/cvt.cuh.
+// Four neighbouring elements of an output, from float.
 
 // `index` counts elements, and is a multiple of 4.
 template <typename Target>
@@ -159,8 +160,7 @@ __device__ inline void store_x4(Target target, unsigned char* out, i64 index, fl
   *reinterpret_cast<uint2*>(out + index * 2) = packed;
 }
 
-// Folds the partial rows of all splits into one. Needs Params, roles/combine_splits/constants,
-// blocks/row_result.cuh.
+// Folds the partial rows of all splits into one.
 
 struct SharedMemory {
   float sum[kWarps];
@@ -263,6 +263,11 @@ __device__ inline void combine(const Params& params, SharedMemory& shared) {
     params.lse[row] = result.lse;
   }
 }
+
+// Programmatic dependent launch (PDL): starts while the preceding kernel drains.
+
+__device__ inline void wait_for_previous_kernel() {}
+__device__ inline void let_next_kernel_start() {}
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     combine_splits(const __grid_constant__ Params params) {

@@ -1,5 +1,4 @@
-// Names and types that every kernel uses. Needs nothing: no header exists where kernels are
-// compiled.
+// Names and types that every kernel uses.
 
 using u16 = unsigned short;
 using u32 = unsigned int;
@@ -26,6 +25,11 @@ struct alignas(kChunkBytes) Chunk {
   u32 words[4];
 };
 
+// What describes a tensor to the copy engine: opaque, made on the host.
+struct alignas(64) TensorMap {
+  u64 words[16];
+};
+
 constexpr int kWarpLanes = 32;
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLargest = __builtin_bit_cast(float, 0x7f7fffff);
@@ -47,7 +51,76 @@ __device__ inline int warp_index() { return static_cast<int>(threadIdx.x) / kWar
 
 __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-// What one launch passes to the kernel. Needs blocks/prelude.cuh.
+// The numbers of this kernel; the rest of the source only uses them.
+
+using Element = Bf16;
+using StoredToken = E4m3;
+using OutElement = Bf16;
+constexpr int kHeadDim = 128;
+constexpr int kPageSize = 64;
+constexpr int kSlices = 1;
+constexpr int kRows = 16;
+constexpr int kWarps = 4;
+constexpr int kItems = 6;
+constexpr int kBlocksPerSm = 2;
+constexpr int kWarpTokens = 16;
+constexpr bool kDecodesTokens = true;
+constexpr int kStoredBytes = 128;
+constexpr int kSharedBytes = 75600;
+
+constexpr int kThreads = kWarps * kWarpLanes;
+constexpr int kRowGroups = kRows / 16;
+constexpr int kSliceDims = kHeadDim / kSlices;  // output elements of one block
+
+// Rows that are multiplied are 16 bytes longer than their elements: then the eight rows that one
+// ldmatrix reads at the same column lie in different banks, whatever the head dim.
+constexpr int kRowBytes = kHeadDim * 2 + kChunkBytes;
+constexpr int kItemRowBytes = kDecodesTokens ? kStoredBytes : kRowBytes;
+constexpr int kItemBytes = kWarpTokens * kItemRowBytes;
+constexpr int kWarpBytes = kItems * kItemBytes + (kDecodesTokens ? kWarpTokens * kRowBytes : 0);
+constexpr int kMergedFloats = kRows * (kSliceDims + 4);
+// How many items are under way while one is used. Decoded tokens have a place of their own, and
+// free that of their item.
+constexpr int kItemsAhead = kDecodesTokens ? kItems : kItems - 1;
+
+// What fits into the registers of a thread beside the output.
+constexpr bool kKeepsQuery = kRowGroups * kHeadDim <= 128;
+
+static_assert(kHeadDim % (16 * kSlices) == 0, "a slice is whole 16-wide tiles");
+static_assert(kWarpTokens == 16, "the tokens of a warp are one step of mma in P V");
+static_assert(kItemsAhead >= 1, "something is under way while an item is used");
+
+// The output of one warp, in the fragments of mma.
+
+// Element [m][n][e] belongs to row score_row(m, e / 2) and output dim output_dim(n, e % 2).
+using Output = float[kRowGroups][kSliceDims / 8][4];
+
+__device__ inline int output_dim(int group, int parity) {
+  return group * 8 + lane_index() % 4 * 2 + parity;
+}
+
+__device__ inline void clear_output(Output& output) {
+#pragma unroll
+  for (int m = 0; m < kRowGroups; ++m) {
+#pragma unroll
+    for (int n = 0; n < kSliceDims / 8; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) output[m][n][e] = 0.0f;
+    }
+  }
+}
+
+// Multiplies what this lane holds of one of its rows.
+__device__ inline void rescale_output(int group, int half, float factor, Output& output) {
+#pragma unroll
+  for (int n = 0; n < kSliceDims / 8; ++n) {
+    output[group][n][half * 2] *= factor;
+    output[group][n][half * 2 + 1] *= factor;
+  }
+}
+
+// What one launch passes to the kernel.
+
 struct Params {
   const u16* query;
   const unsigned char* key_cache;
@@ -97,43 +170,59 @@ struct Params {
   float output_factor;
 };
 
-// The numbers of this kernel; the rest of the source only uses them. Needs blocks/prelude.cuh.
-using Element = Bf16;
-using StoredToken = E4m3;
-using OutElement = Bf16;
-constexpr int kHeadDim = 128;
-constexpr int kPageSize = 64;
-constexpr int kSlices = 1;
-constexpr int kRows = 16;
-constexpr int kWarps = 4;
-constexpr int kItems = 6;
-constexpr int kBlocksPerSm = 2;
-constexpr int kWarpTokens = 16;
-constexpr bool kDecodesTokens = true;
-constexpr int kStoredBytes = 128;
-constexpr int kSharedBytes = 75600;
+// PTX ISA, "Parallel Synchronization and Communication Instructions: griddepcontrol". Needs sm_90.
+// Both do nothing in a launch without the programmatic-stream-serialization attribute.
 
-constexpr int kThreads = kWarps * kWarpLanes;
-constexpr int kRowGroups = kRows / 16;
-constexpr int kSliceDims = kHeadDim / kSlices;  // output elements of one block
+// griddepcontrol.wait
+// Waits until the kernel before this one has finished and its writes are visible.
+__device__ inline void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-// Rows that are multiplied are 16 bytes longer than their elements: then the eight rows that one
-// ldmatrix reads at the same column lie in different banks, whatever the head dim.
-constexpr int kRowBytes = kHeadDim * 2 + kChunkBytes;
-constexpr int kItemRowBytes = kDecodesTokens ? kStoredBytes : kRowBytes;
-constexpr int kItemBytes = kWarpTokens * kItemRowBytes;
-constexpr int kWarpBytes = kItems * kItemBytes + (kDecodesTokens ? kWarpTokens * kRowBytes : 0);
-constexpr int kMergedFloats = kRows * (kSliceDims + 4);
-// How many items are under way while one is used. Decoded tokens have a place of their own, and
-// free that of their item.
-constexpr int kItemsAhead = kDecodesTokens ? kItems : kItems - 1;
+// griddepcontrol.launch_dependents
+// Lets the next kernel start once every block has said so or ended.
+__device__ inline void griddepcontrol_launch_dependents() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
 
-// What fits into the registers of a thread beside the output.
-constexpr bool kKeepsQuery = kRowGroups * kHeadDim <= 128;
+// Programmatic dependent launch (PDL): starts while the preceding kernel drains.
 
-static_assert(kHeadDim % (16 * kSlices) == 0, "a slice is whole 16-wide tiles");
-static_assert(kWarpTokens == 16, "the tokens of a warp are one step of mma in P V");
-static_assert(kItemsAhead >= 1, "something is under way while an item is used");
+__device__ inline void wait_for_previous_kernel() { griddepcontrol_wait(); }
+__device__ inline void let_next_kernel_start() { griddepcontrol_launch_dependents(); }
+
+// A scale is a number, or a tensor of one element that only the device knows.
+
+__device__ inline float value_of(const float* tensor, float number) {
+  return tensor == nullptr ? number : *tensor;
+}
+
+// PTX ISA, "Floating Point Instructions: ex2". Needs sm_20.
+
+// ex2.approx.ftz.f32
+// 2 to the power of x, relative error below 2^-22; minus infinity gives zero.
+__device__ inline float ex2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// PTX ISA, "Warp Level Matrix Instructions: ldmatrix". Needs sm_75.
+// Lanes 8i to 8i + 7 give the shared-memory addresses of the eight 16-byte rows of matrix i;
+// word i of the result is this lane's fragment of matrix i.
+
+// ldmatrix.sync.aligned.m8n8.x4.shared.b16
+__device__ inline void ldmatrix_x4(u32 (&d)[4], u32 row_address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+               : "r"(row_address)
+               : "memory");
+}
+
+// ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16
+__device__ inline void ldmatrix_x4_trans(u32 (&d)[4], u32 row_address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+               : "r"(row_address)
+               : "memory");
+}
 
 // PTX ISA, "Warp Level Matrix Instructions: mma". Needs sm_80.
 // d[16, 8] += a[16, 16] * b[16, 8]. A lane holds, with g = lane / 4 and c = lane % 4:
@@ -159,238 +248,7 @@ __device__ inline void mma_m16n8k16(Fp16, float (&d)[4], const u32 (&a)[4], u32 
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// PTX ISA, "Warp Level Matrix Instructions: ldmatrix". Needs sm_75.
-// Lanes 8i to 8i + 7 give the shared-memory addresses of the eight 16-byte rows of matrix i;
-// word i of the result is this lane's fragment of matrix i.
-
-// ldmatrix.sync.aligned.m8n8.x4.shared.b16
-__device__ inline void ldmatrix_x4(u32 (&d)[4], u32 row_address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
-               : "r"(row_address)
-               : "memory");
-}
-
-// ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16
-__device__ inline void ldmatrix_x4_trans(u32 (&d)[4], u32 row_address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
-               : "r"(row_address)
-               : "memory");
-}
-
-// PTX ISA, "Data Movement and Conversion Instructions: Asynchronous copy, cp.async". Needs sm_80.
-
-// cp.async.cg.shared.global.L2::128B
-// Copies 16 bytes past L1; bytes from `source_bytes` on are not read and become zero.
-__device__ inline void cp_async_cg_16(u32 shared_address, const void* global, u32 source_bytes) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address),
-               "l"(global), "r"(source_bytes)
-               : "memory");
-}
-
-// cp.async.cg.shared.global.L2::cache_hint.L2::128B
-// The same, with one of createpolicy for L2.
-__device__ inline void cp_async_cg_16(u32 shared_address, const void* global, u32 source_bytes,
-                                      u64 policy) {
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(
-                   shared_address),
-               "l"(global), "r"(source_bytes), "l"(policy)
-               : "memory");
-}
-
-// cp.async.ca.shared.global
-// Copies 4 bytes; if `source_bytes` is 0 they are not read and become zero.
-__device__ inline void cp_async_ca_4(u32 shared_address, const void* global, u32 source_bytes) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address), "l"(global),
-               "r"(source_bytes)
-               : "memory");
-}
-
-// cp.async.ca.shared.global
-// Copies 8 bytes; if `source_bytes` is 0 they are not read and become zero.
-__device__ inline void cp_async_ca_8(u32 shared_address, const void* global, u32 source_bytes) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(shared_address), "l"(global),
-               "r"(source_bytes)
-               : "memory");
-}
-
-// cp.async.commit_group
-__device__ inline void cp_async_commit_group() {
-  asm volatile("cp.async.commit_group;" ::: "memory");
-}
-
-// cp.async.wait_group
-// Waits until at most `kPending` of this thread's newest groups are still under way.
-template <int kPending>
-__device__ inline void cp_async_wait_group() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-}
-
-// cp.async.mbarrier.arrive.noinc.shared::cta.b64
-// Arrives at a barrier when all copies that this thread has begun are there.
-__device__ inline void cp_async_mbarrier_arrive_noinc(u32 barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
-}
-
-// PTX ISA, "Data Movement and Conversion Instructions: cvt". Needs sm_80.
-
-// cvt.rn.bf16x2.f32
-__device__ inline u32 cvt_rn_x2_f32(Bf16, float high, float low) {
-  u32 packed;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-  return packed;
-}
-
-// cvt.rn.f16x2.f32
-__device__ inline u32 cvt_rn_x2_f32(Fp16, float high, float low) {
-  u32 packed;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-  return packed;
-}
-
-// cvt.f32.f16
-__device__ inline float cvt_f32(Fp16, u16 bits) {
-  float value;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
-  return value;
-}
-
-// A bf16 is the upper half of an fp32; sm_80 has no instruction for it and needs none.
-__device__ inline float cvt_f32(Bf16, u16 bits) {
-  return __uint_as_float(static_cast<u32>(bits) << 16);
-}
-
-// PTX ISA, "Floating Point Instructions: ex2". Needs sm_20.
-
-// ex2.approx.ftz.f32
-// 2 to the power of x, relative error below 2^-22; minus infinity gives zero.
-__device__ inline float ex2_approx(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-// PTX ISA, "Parallel Synchronization and Communication Instructions: griddepcontrol". Needs sm_90.
-// Both do nothing in a launch without the programmatic-stream-serialization attribute.
-
-// griddepcontrol.wait
-// Waits until the kernel before this one has finished and its writes are visible.
-__device__ inline void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
-// griddepcontrol.launch_dependents
-// Lets the next kernel start once every block has said so or ended.
-__device__ inline void griddepcontrol_launch_dependents() {
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
-
-// Programmatic dependent launch: start while the kernel before drains. Needs
-// ptx/griddepcontrol.cuh.
-
-__device__ inline void wait_for_previous_kernel() { griddepcontrol_wait(); }
-__device__ inline void let_next_kernel_start() { griddepcontrol_launch_dependents(); }
-
-// Pairs of e4m3, with the instructions of newer architectures or without. Needs ptx/cvt.cuh.
-// PTX ISA, "Data Movement and Conversion Instructions: cvt". Needs sm_89.
-
-// cvt.rn.f16x2.e4m3x2
-__device__ inline u32 cvt_rn_f16x2_e4m3x2(u16 pair) {
-  u32 value;
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(value) : "h"(pair));
-  return value;
-}
-
-// cvt.rn.f16x2.e4m3x2
-// Of the upper half of a word, which need not be shifted for it.
-__device__ inline u32 cvt_rn_f16x2_e4m3x2_high(u32 word) {
-  u32 value;
-  asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; cvt.rn.f16x2.e4m3x2 %0, high;}"
-      : "=r"(value)
-      : "r"(word));
-  return value;
-}
-
-// cvt.rn.satfinite.e4m3x2.f32
-__device__ inline u16 cvt_rn_satfinite_e4m3x2_f32(float high, float low) {
-  u16 pair;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
-  return pair;
-}
-
-// Pairs of e4m3 with the instructions for them. Needs ptx/cvt_e4m3.cuh.
-
-__device__ inline u32 fp16x2_of_e4m3x2(u32 pair) {
-  return cvt_rn_f16x2_e4m3x2(static_cast<u16>(pair));
-}
-
-// The pair in the upper half of a word.
-__device__ inline u32 fp16x2_of_high_e4m3x2(u32 word) { return cvt_rn_f16x2_e4m3x2_high(word); }
-
-__device__ inline u32 e4m3x2_of_f32(float high, float low) {
-  return cvt_rn_satfinite_e4m3x2_f32(high, low);
-}
-
-// Stored e4m3 elements to the element type of the tensor cores. Needs ptx/cvt.cuh, and
-// blocks/e4m3.cuh.j2.
-
-// Pair `pair` of 16 elements, as fp16.
-__device__ inline u32 decode_pair(const Chunk& stored, int pair) {
-  const u32 word = stored.words[pair / 2];
-  return pair % 2 == 0 ? fp16x2_of_e4m3x2(word & 0xffff) : fp16x2_of_high_e4m3x2(word);
-}
-
-// Sixteen elements times `scale`, rounded once.
-template <typename Target>
-__device__ inline void decode_e4m3(Target target, const Chunk& stored, float scale,
-                                   Chunk (&decoded)[2]) {
-#pragma unroll
-  for (int pair = 0; pair < 8; ++pair) {
-    const u32 halves = decode_pair(stored, pair);
-    const float low = cvt_f32(Fp16{}, static_cast<u16>(halves));
-    const float high = cvt_f32(Fp16{}, static_cast<u16>(halves >> 16));
-    decoded[pair / 4].words[pair % 4] = cvt_rn_x2_f32(target, high * scale, low * scale);
-  }
-}
-
-// Sixteen elements as they are: either type holds every e4m3.
-template <typename Target>
-__device__ inline void decode_e4m3(Target target, const Chunk& stored, Chunk (&decoded)[2]) {
-  if constexpr (kIsSame<Target, Fp16>) {
-#pragma unroll
-    for (int pair = 0; pair < 8; ++pair) {
-      decoded[pair / 4].words[pair % 4] = decode_pair(stored, pair);
-    }
-  } else {
-    decode_e4m3(target, stored, 1.0f, decoded);
-  }
-}
-
-// Eight bf16 elements times `scale`.
-template <typename Target>
-__device__ inline Chunk decode_bf16(Target target, const Chunk& stored, float scale) {
-  Chunk decoded;
-#pragma unroll
-  for (int word = 0; word < 4; ++word) {
-    const float low = cvt_f32(Bf16{}, static_cast<u16>(stored.words[word]));
-    const float high = cvt_f32(Bf16{}, static_cast<u16>(stored.words[word] >> 16));
-    decoded.words[word] = cvt_rn_x2_f32(target, high * scale, low * scale);
-  }
-  return decoded;
-}
-
-// Four neighbouring elements of an output, from float. Needs ptx/cvt.cuh.
-
-// `index` counts elements, and is a multiple of 4.
-template <typename Target>
-__device__ inline void store_x4(Target target, unsigned char* out, i64 index, float a, float b,
-                                float c, float d) {
-  uint2 packed;
-  packed.x = cvt_rn_x2_f32(target, b, a);
-  packed.y = cvt_rn_x2_f32(target, d, c);
-  *reinterpret_cast<uint2*>(out + index * 2) = packed;
-}
-
-// Where a token of a request lies in the paged cache. Needs blocks/prelude.cuh, kPageSize.
+// Where a token of a request lies in the paged cache.
 
 // One tensor of the cache; strides in bytes.
 struct PagedRows {
@@ -418,8 +276,8 @@ __device__ inline bool is_page(int page, int num_pages) {
   return static_cast<u32>(page) < static_cast<u32>(num_pages);
 }
 
-// Which rows of which request a tile holds, also where requests have queries of different lengths.
-// What ends of queries say is not trusted. Needs blocks/prelude.cuh, kRows.
+// Which rows of which request a tile holds, also where requests have queries of different
+// lengths. What ends of queries say is not trusted.
 
 // The last request that begins at or before `position`; `begin_of` says where a request begins.
 template <typename BeginOf>
@@ -484,74 +342,7 @@ __device__ inline TileRows rows_of_tile(const int* cum_seq_lens_q, int requests,
           is_inside && rows > 0 ? static_cast<int>(rows) : 0};
 }
 
-// A scale is a number, or a tensor of one element that only the device knows. Needs nothing.
-
-__device__ inline float value_of(const float* tensor, float number) {
-  return tensor == nullptr ? number : *tensor;
-}
-
-// What products of query and key are multiplied by, in the natural domain. Needs Params,
-// blocks/scales.cuh.
-
-__device__ inline float score_scale(const Params& params) {
-  const float scale = value_of(params.bmm1_scale_tensor, params.bmm1_scale);
-  return params.scores_take_bmm2 ? scale * value_of(params.bmm2_scale_tensor, params.bmm2_scale)
-                                 : scale;
-}
-
-// How the statistics of a softmax row become its scale and its LSE. Needs ptx/ex2.cuh.
-
-struct RowResult {
-  float factor;  // multiplies the accumulated values
-  float lse;  // the sink included; of an empty row its sink, or minus infinity
-};
-
-// `reference` in log2 units, `sum` relative to it; `sink` is a natural-log logit without a value,
-// or minus infinity. `lse_factor` brings log2 units to the base of the LSE.
-__device__ inline RowResult finish_row(float reference, float sum, float sink,
-                                       float lse_factor = 1.0f) {
-  // Not by way of log2 units: a finite sink may overflow there, and not in base e.
-  const float sink_lse = sink * (kLog2E * lse_factor);
-  if (sum == 0.0f) return {0.0f, sink_lse};  // the row attends to nothing; a NaN is not nothing
-  // Fused, so that only the distance may overflow, to an infinity of the right sign.
-  const float distance = fmaf(sink, kLog2E, -reference);
-  // Relative to the larger of the two, because 2^distance may overflow. Selects, for a NaN is kept.
-  const bool is_sink_larger = distance > 0.0f;
-  const float rescale = is_sink_larger ? ex2_approx(-distance) : 1.0f;
-  const float total = sum * rescale + (is_sink_larger ? 1.0f : ex2_approx(distance));
-  // Approximate: exact to some 22 bits, and a fraction of the instructions.
-  const float log2_total = __log2f(total);
-  return {__fdividef(rescale, total), is_sink_larger ? sink_lse + log2_total * lse_factor
-                                                     : (reference + log2_total) * lse_factor};
-}
-
-// When the reference of a row moves, in the online softmax of the portable families. Needs nothing.
-
-// A row's probabilities are relative to its reference, which is kept until a score exceeds it by
-// this much in log2 units. So warps need not agree on a maximum for every tile, the output is
-// rescaled seldom, and no probability exceeds 2^8, which fp16 holds.
-constexpr float kReferenceSlack = 8.0f;
-
-// Reductions over the four neighbouring lanes that have a row's parts, as products leave them.
-// Needs blocks/prelude.cuh.
-
-__device__ inline float row_maximum(float value) {
-  value = fmaxf(value, __shfl_xor_sync(~0u, value, 1));
-  return fmaxf(value, __shfl_xor_sync(~0u, value, 2));
-}
-
-__device__ inline float row_minimum(float value) {
-  value = fminf(value, __shfl_xor_sync(~0u, value, 1));
-  return fminf(value, __shfl_xor_sync(~0u, value, 2));
-}
-
-__device__ inline float row_total(float value) {
-  value += __shfl_xor_sync(~0u, value, 1);
-  return value + __shfl_xor_sync(~0u, value, 2);
-}
-
-// Which rows and which tokens this block attends to. Needs Params, blocks/ragged_tiles.cuh,
-// blocks/page_table.cuh, roles/gqa_decode/constants.
+// Which rows and which tokens this block attends to.
 
 // A row is one (query token, query head of a kv head) pair of a request, query token first. A block
 // takes kRows rows of one kv head, a slice of their output elements and one split of the tokens.
@@ -638,7 +429,8 @@ __device__ inline Work find_work(const Params& params) {
   return work;
 }
 
-// The shared memory of a block, whole. Needs Work, roles/gqa_decode/constants.
+// The shared memory of a block, whole.
+
 struct alignas(16) SharedMemory {
   Work work;  // here, and not in the registers of every thread
   unsigned char query[kRows * kRowBytes];  // [kRows][kHeadDim]
@@ -662,26 +454,294 @@ __device__ inline unsigned char* tokens_of(SharedMemory& shared, int item) {
   return kDecodesTokens ? shared.warps[warp_index()] + kItems * kItemBytes : item_of(shared, item);
 }
 
-// Brings the block's rows of the query into shared memory. Needs Work, SharedMemory.
+// Scores of one group of tokens: S = Q K^T.
 
-__device__ inline void load_query(const Params& params, const Work& work, SharedMemory& shared) {
-  constexpr int kChunks = kHeadDim * 2 / kChunkBytes;
-  for (int i = static_cast<int>(threadIdx.x); i < kRows * kChunks; i += kThreads) {
-    const int row = i / kChunks;
-    const int chunk = i % kChunks;
-    Chunk value{};
-    if (row < work.rows) {
-      const i64 query = work.first_query + work.query_of(params, row);
-      const u16* source = params.query + query * params.query_stride +
-                          work.head_of(params, row) * params.query_head_stride;
-      value = reinterpret_cast<const Chunk*>(source)[chunk];
-    }
-    *reinterpret_cast<Chunk*>(shared.query + row * kRowBytes + chunk * kChunkBytes) = value;
+// S of one warp, in the fragments of mma: element [m][n][e] belongs to row score_row(m, e / 2) and
+// token score_token(n, e % 2) of the group.
+using Scores = float[kRowGroups][2][4];
+
+// Sixteen dims of the query's rows.
+using QueryStep = u32[kRowGroups][4];
+
+__device__ inline int score_row(int group, int half) {
+  return group * 16 + half * 8 + lane_index() / 4;
+}
+
+__device__ inline int score_token(int group, int parity) {
+  return group * 8 + lane_index() % 4 * 2 + parity;
+}
+
+__device__ inline void load_query_step(const SharedMemory& shared, int step, QueryStep& query) {
+  const u32 rows =
+      shared_address(shared.query) + (step * 2 + lane_index() / 16) * static_cast<int>(kChunkBytes);
+#pragma unroll
+  for (int m = 0; m < kRowGroups; ++m) {
+    ldmatrix_x4(query[m], rows + (m * 16 + lane_index() % 16) * kRowBytes);
   }
 }
 
-// Streams keys and values of one warp's tokens. Needs Work, SharedMemory, blocks/page_table.cuh,
-// ptx/cp_async.cuh.
+// The query in registers, where it fits, or nothing.
+struct KeptQuery {
+  QueryStep steps[kKeepsQuery ? kHeadDim / 16 : 1];
+
+  __device__ explicit KeptQuery(const SharedMemory& shared) {
+    if (!kKeepsQuery) return;
+#pragma unroll
+    for (int step = 0; step < kHeadDim / 16; ++step) load_query_step(shared, step, steps[step]);
+  }
+};
+
+__device__ inline void multiply_qk(const SharedMemory& shared, KeptQuery& query,
+                                   const unsigned char* tokens, Scores& scores) {
+#pragma unroll
+  for (int m = 0; m < kRowGroups; ++m) {
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) scores[m][n][e] = 0.0f;
+    }
+  }
+  const int lane = lane_index();
+  const u32 keys =
+      shared_address(tokens) + (lane / 16 * 8 + lane % 8) * kRowBytes + lane / 8 % 2 * kChunkBytes;
+#pragma unroll kKeepsQuery ? kHeadDim / 16 : 2
+  for (int step = 0; step < kHeadDim / 16; ++step) {
+    QueryStep& q = query.steps[kKeepsQuery ? step : 0];
+    if (!kKeepsQuery) load_query_step(shared, step, q);
+    u32 k[4];
+    ldmatrix_x4(k, keys + step * 2 * kChunkBytes);
+#pragma unroll
+    for (int m = 0; m < kRowGroups; ++m) {
+      mma_m16n8k16(Element{}, scores[m][0], q[m], k[0], k[1]);
+      mma_m16n8k16(Element{}, scores[m][1], q[m], k[2], k[3]);
+    }
+  }
+}
+
+// How the statistics of a softmax row become its scale and its LSE.
+
+struct RowResult {
+  float factor;  // multiplies the accumulated values
+  float lse;  // the sink included; of an empty row its sink, or minus infinity
+};
+
+// `reference` in log2 units, `sum` relative to it; `sink` is a natural-log logit without a value,
+// or minus infinity. `lse_factor` brings log2 units to the base of the LSE.
+__device__ inline RowResult finish_row(float reference, float sum, float sink,
+                                       float lse_factor = 1.0f) {
+  // Not by way of log2 units: a finite sink may overflow there, and not in base e.
+  const float sink_lse = sink * (kLog2E * lse_factor);
+  if (sum == 0.0f) return {0.0f, sink_lse};  // the row attends to nothing; a NaN is not nothing
+  // Fused, so that only the distance may overflow, to an infinity of the right sign.
+  const float distance = fmaf(sink, kLog2E, -reference);
+  // Relative to the larger of the two, because 2^distance may overflow. Selects, for a NaN is kept.
+  const bool is_sink_larger = distance > 0.0f;
+  const float rescale = is_sink_larger ? ex2_approx(-distance) : 1.0f;
+  const float total = sum * rescale + (is_sink_larger ? 1.0f : ex2_approx(distance));
+  // Approximate: exact to some 22 bits, and a fraction of the instructions.
+  const float log2_total = __log2f(total);
+  return {__fdividef(rescale, total), is_sink_larger ? sink_lse + log2_total * lse_factor
+                                                     : (reference + log2_total) * lse_factor};
+}
+
+// PTX ISA, "Data Movement and Conversion Instructions: cvt". Needs sm_80.
+
+// cvt.rn.bf16x2.f32
+__device__ inline u32 cvt_rn_x2_f32(Bf16, float high, float low) {
+  u32 packed;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+// cvt.rn.f16x2.f32
+__device__ inline u32 cvt_rn_x2_f32(Fp16, float high, float low) {
+  u32 packed;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+// cvt.f32.f16
+__device__ inline float cvt_f32(Fp16, u16 bits) {
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+  return value;
+}
+
+// A bf16 is the upper half of an fp32; sm_80 has no instruction for it and needs none.
+__device__ inline float cvt_f32(Bf16, u16 bits) {
+  return __uint_as_float(static_cast<u32>(bits) << 16);
+}
+
+// Four neighbouring elements of an output, from float.
+
+// `index` counts elements, and is a multiple of 4.
+template <typename Target>
+__device__ inline void store_x4(Target target, unsigned char* out, i64 index, float a, float b,
+                                float c, float d) {
+  uint2 packed;
+  packed.x = cvt_rn_x2_f32(target, b, a);
+  packed.y = cvt_rn_x2_f32(target, d, c);
+  *reinterpret_cast<uint2*>(out + index * 2) = packed;
+}
+
+// Merges what the warps of a block found, and writes it: the finished rows, or the partial rows
+// of one split.
+
+// The reference that all warps' parts of a row can be brought to.
+__device__ inline float row_reference(const SharedMemory& shared, int row) {
+  float reference = -kInfinity;
+#pragma unroll
+  for (int warp = 0; warp < kWarps; ++warp) {
+    reference = fmaxf(reference, shared.reference[warp][row]);
+  }
+  return reference;
+}
+
+// What a warp's part of a row is multiplied by to be relative to `reference`.
+__device__ inline float part_factor(const SharedMemory& shared, int warp, int row,
+                                    float reference) {
+  const float own = shared.reference[warp][row];
+  return own == -kInfinity ? 0.0f : ex2_approx(own - reference);
+}
+
+// Where row `row` begins in `merged`, whose rows are 16 bytes longer than their elements.
+__device__ constexpr int merged_row(int row) { return row * (kSliceDims + 4); }
+
+// The sum of all warps' outputs, one warp after the other. Begins with a barrier after which nobody
+// uses tokens, and references and sums of all warps can be read; ends with a barrier too.
+__device__ inline void merge_warps(SharedMemory& shared, const Output& output) {
+  __syncthreads();
+#pragma unroll 1
+  for (int warp = 0; warp < kWarps; ++warp) {
+    if (warp_index() == warp) {
+#pragma unroll
+      for (int m = 0; m < kRowGroups; ++m) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int row = score_row(m, half);
+          const float factor = part_factor(shared, warp, row, row_reference(shared, row));
+          float* target = shared.merged + merged_row(row);
+#pragma unroll
+          for (int n = 0; n < kSliceDims / 8; ++n) {
+            float2* pair = reinterpret_cast<float2*>(target + output_dim(n, 0));
+            const float2 before = warp == 0 ? make_float2(0.0f, 0.0f) : *pair;
+            // A warp that saw nothing of the row adds nothing.
+            *pair = factor == 0.0f ? before
+                                   : make_float2(before.x + output[m][n][half * 2] * factor,
+                                                 before.y + output[m][n][half * 2 + 1] * factor);
+          }
+        }
+      }
+    }
+    __syncthreads();
+  }
+}
+
+// Leaves what each merged row is multiplied by in place of the first warp's sums, and writes the
+// LSE of a split's rows in log2 units. A row of a split that saw nothing has LSE minus infinity,
+// and its values are never read.
+__device__ inline void finish_rows(const Params& params, const Work& work, SharedMemory& shared) {
+  const bool is_partial = params.splits > 1;
+  for (int row = static_cast<int>(threadIdx.x); row < work.rows; row += kThreads) {
+    const float reference = row_reference(shared, row);
+    float sum = 0.0f;
+#pragma unroll
+    for (int warp = 0; warp < kWarps; ++warp) {
+      sum += shared.sum[warp][row] * part_factor(shared, warp, row, reference);
+    }
+    const float sink = is_partial || params.sinks == nullptr
+                           ? -kInfinity
+                           : params.sinks[work.head_of(params, row)];
+    const RowResult result = finish_row(reference, sum, sink);
+    const float output_scale =
+        is_partial ? 1.0f
+                   : value_of(params.bmm2_scale_tensor, params.bmm2_scale) * params.output_factor;
+    shared.sum[0][row] = result.factor * output_scale;
+    if (is_partial && work.slice == 0) {
+      params.partial_lse[work.split * params.total_rows + work.global_row(params, row)] =
+          result.lse;
+    }
+  }
+  __syncthreads();
+}
+
+// Normalised fp32 rows of one split, or the whole result.
+__device__ inline void store_output(const Params& params, const Work& work,
+                                    const SharedMemory& shared) {
+  constexpr int kQuads = kSliceDims / 4;
+  for (int i = static_cast<int>(threadIdx.x); i < work.rows * kQuads; i += kThreads) {
+    const int row = i / kQuads;
+    const int dim = i % kQuads * 4;
+    const float factor = shared.sum[0][row];
+    float4 value = *reinterpret_cast<const float4*>(shared.merged + merged_row(row) + dim);
+    value = make_float4(value.x * factor, value.y * factor, value.z * factor, value.w * factor);
+    const i64 global_row = work.global_row(params, row);
+    const int column = work.slice * kSliceDims + dim;
+    if (params.splits > 1) {
+      const i64 partial_row = work.split * params.total_rows + global_row;
+      *reinterpret_cast<float4*>(params.partial_out + partial_row * kHeadDim + column) = value;
+    } else {
+      store_x4(OutElement{}, params.out, global_row * kHeadDim + column, value.x, value.y, value.z,
+               value.w);
+    }
+  }
+}
+
+// PTX ISA, "Data Movement and Conversion Instructions: Asynchronous copy, cp.async". Needs sm_80.
+
+// cp.async.cg.shared.global.L2::128B
+// Copies 16 bytes past L1; bytes from `source_bytes` on are not read and become zero.
+__device__ inline void cp_async_cg_16(u32 shared_address, const void* global, u32 source_bytes) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address),
+               "l"(global), "r"(source_bytes)
+               : "memory");
+}
+
+// cp.async.cg.shared.global.L2::cache_hint.L2::128B
+// The same, with one of createpolicy for L2.
+__device__ inline void cp_async_cg_16(u32 shared_address, const void* global, u32 source_bytes,
+                                      u64 policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(
+                   shared_address),
+               "l"(global), "r"(source_bytes), "l"(policy)
+               : "memory");
+}
+
+// cp.async.ca.shared.global
+// Copies 4 bytes; if `source_bytes` is 0 they are not read and become zero.
+__device__ inline void cp_async_ca_4(u32 shared_address, const void* global, u32 source_bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address), "l"(global),
+               "r"(source_bytes)
+               : "memory");
+}
+
+// cp.async.ca.shared.global
+// Copies 8 bytes; if `source_bytes` is 0 they are not read and become zero.
+__device__ inline void cp_async_ca_8(u32 shared_address, const void* global, u32 source_bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(shared_address), "l"(global),
+               "r"(source_bytes)
+               : "memory");
+}
+
+// cp.async.commit_group
+__device__ inline void cp_async_commit_group() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// cp.async.wait_group
+// Waits until at most `kPending` of this thread's newest groups are still under way.
+template <int kPending>
+__device__ inline void cp_async_wait_group() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// cp.async.mbarrier.arrive.noinc.shared::cta.b64
+// Arrives at a barrier when all copies that this thread has begun are there.
+__device__ inline void cp_async_mbarrier_arrive_noinc(u32 barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+// Streams keys and values of one warp's tokens.
 
 // Items alternate: the keys of a group of tokens, its values, the keys of the warp's next group.
 // Page ids are read one group ahead, so that no copy waits for them.
@@ -757,136 +817,57 @@ struct TokenLoader {
   }
 };
 
-// Elements of tokens that are stored as e4m3. Needs blocks/decode_e4m3.cuh.
+// Brings the block's rows of the query into shared memory.
 
-struct TokenScales {};
-
-__device__ inline void decode_elements(const unsigned char* row, const TokenScales&, int, int part,
-                                       Chunk (&decoded)[2]) {
-  decode_e4m3(Element{}, reinterpret_cast<const Chunk*>(row)[part], decoded);
-}
-
-__device__ inline TokenScales scales_of(const Params&, const Work&, int, int, const int*) {
-  return {};
-}
-
-// From the tokens of an item as they are stored to tokens that can be multiplied. Needs
-// SharedMemory, decode_elements.
-
-// Decodes the first `kDims` elements of every row, 16 at a time.
-template <int kDims>
-__device__ inline void decode_tokens(const unsigned char* item, const TokenScales& scales,
-                                     unsigned char* tokens) {
-  constexpr int kParts = kDims / 16;
-#pragma unroll 2
-  for (int first = 0; first < kWarpTokens * kParts; first += kWarpLanes) {
-    const int task = first + lane_index();
-    const int token = task / kParts;
-    const int part = task % kParts;
-    if (token >= kWarpTokens) continue;
-    Chunk decoded[2];
-    decode_elements(item + token * kItemRowBytes, scales, token, part, decoded);
-    Chunk* target = reinterpret_cast<Chunk*>(tokens + token * kRowBytes + part * 2 * kChunkBytes);
-    target[0] = decoded[0];
-    target[1] = decoded[1];
-  }
-}
-
-// Scores of one group of tokens: S = Q K^T. Needs SharedMemory, ptx/mma.cuh, ptx/ldmatrix.cuh.
-
-// S of one warp, in the fragments of mma: element [m][n][e] belongs to row score_row(m, e / 2) and
-// token score_token(n, e % 2) of the group.
-using Scores = float[kRowGroups][2][4];
-
-// Sixteen dims of the query's rows.
-using QueryStep = u32[kRowGroups][4];
-
-__device__ inline int score_row(int group, int half) {
-  return group * 16 + half * 8 + lane_index() / 4;
-}
-
-__device__ inline int score_token(int group, int parity) {
-  return group * 8 + lane_index() % 4 * 2 + parity;
-}
-
-__device__ inline void load_query_step(const SharedMemory& shared, int step, QueryStep& query) {
-  const u32 rows =
-      shared_address(shared.query) + (step * 2 + lane_index() / 16) * static_cast<int>(kChunkBytes);
-#pragma unroll
-  for (int m = 0; m < kRowGroups; ++m) {
-    ldmatrix_x4(query[m], rows + (m * 16 + lane_index() % 16) * kRowBytes);
-  }
-}
-
-// The query in registers, where it fits, or nothing.
-struct KeptQuery {
-  QueryStep steps[kKeepsQuery ? kHeadDim / 16 : 1];
-
-  __device__ explicit KeptQuery(const SharedMemory& shared) {
-    if (!kKeepsQuery) return;
-#pragma unroll
-    for (int step = 0; step < kHeadDim / 16; ++step) load_query_step(shared, step, steps[step]);
-  }
-};
-
-__device__ inline void multiply_qk(const SharedMemory& shared, KeptQuery& query,
-                                   const unsigned char* tokens, Scores& scores) {
-#pragma unroll
-  for (int m = 0; m < kRowGroups; ++m) {
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) scores[m][n][e] = 0.0f;
+__device__ inline void load_query(const Params& params, const Work& work, SharedMemory& shared) {
+  constexpr int kChunks = kHeadDim * 2 / kChunkBytes;
+  for (int i = static_cast<int>(threadIdx.x); i < kRows * kChunks; i += kThreads) {
+    const int row = i / kChunks;
+    const int chunk = i % kChunks;
+    Chunk value{};
+    if (row < work.rows) {
+      const i64 query = work.first_query + work.query_of(params, row);
+      const u16* source = params.query + query * params.query_stride +
+                          work.head_of(params, row) * params.query_head_stride;
+      value = reinterpret_cast<const Chunk*>(source)[chunk];
     }
-  }
-  const int lane = lane_index();
-  const u32 keys =
-      shared_address(tokens) + (lane / 16 * 8 + lane % 8) * kRowBytes + lane / 8 % 2 * kChunkBytes;
-#pragma unroll kKeepsQuery ? kHeadDim / 16 : 2
-  for (int step = 0; step < kHeadDim / 16; ++step) {
-    QueryStep& q = query.steps[kKeepsQuery ? step : 0];
-    if (!kKeepsQuery) load_query_step(shared, step, q);
-    u32 k[4];
-    ldmatrix_x4(k, keys + step * 2 * kChunkBytes);
-#pragma unroll
-    for (int m = 0; m < kRowGroups; ++m) {
-      mma_m16n8k16(Element{}, scores[m][0], q[m], k[0], k[1]);
-      mma_m16n8k16(Element{}, scores[m][1], q[m], k[2], k[3]);
-    }
+    *reinterpret_cast<Chunk*>(shared.query + row * kRowBytes + chunk * kChunkBytes) = value;
   }
 }
 
-// The output of one warp, in the fragments of mma. Needs roles/gqa_decode/constants.
+// When the reference of a row moves, in the online softmax of the portable families.
 
-// Element [m][n][e] belongs to row score_row(m, e / 2) and output dim output_dim(n, e % 2).
-using Output = float[kRowGroups][kSliceDims / 8][4];
+// A row's probabilities are relative to its reference, which is kept until a score exceeds it by
+// this much in log2 units. So warps need not agree on a maximum for every tile, the output is
+// rescaled seldom, and no probability exceeds 2^8, which fp16 holds.
+constexpr float kReferenceSlack = 8.0f;
 
-__device__ inline int output_dim(int group, int parity) {
-  return group * 8 + lane_index() % 4 * 2 + parity;
+// Reductions over the four neighbouring lanes that have a row's parts, as products leave them.
+
+__device__ inline float row_maximum(float value) {
+  value = fmaxf(value, __shfl_xor_sync(~0u, value, 1));
+  return fmaxf(value, __shfl_xor_sync(~0u, value, 2));
 }
 
-__device__ inline void clear_output(Output& output) {
-#pragma unroll
-  for (int m = 0; m < kRowGroups; ++m) {
-#pragma unroll
-    for (int n = 0; n < kSliceDims / 8; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) output[m][n][e] = 0.0f;
-    }
-  }
+__device__ inline float row_minimum(float value) {
+  value = fminf(value, __shfl_xor_sync(~0u, value, 1));
+  return fminf(value, __shfl_xor_sync(~0u, value, 2));
 }
 
-// Multiplies what this lane holds of one of its rows.
-__device__ inline void rescale_output(int group, int half, float factor, Output& output) {
-#pragma unroll
-  for (int n = 0; n < kSliceDims / 8; ++n) {
-    output[group][n][half * 2] *= factor;
-    output[group][n][half * 2 + 1] *= factor;
-  }
+__device__ inline float row_total(float value) {
+  value += __shfl_xor_sync(~0u, value, 1);
+  return value + __shfl_xor_sync(~0u, value, 2);
 }
 
-// Online softmax over the tokens of one warp. Needs Scores, Work, Output,
-// blocks/row_reference.cuh, blocks/row_reductions.cuh, ptx/ex2.cuh, ptx/cvt.cuh.
+// What products of query and key are multiplied by, in the natural domain.
+
+__device__ inline float score_scale(const Params& params) {
+  const float scale = value_of(params.bmm1_scale_tensor, params.bmm1_scale);
+  return params.scores_take_bmm2 ? scale * value_of(params.bmm2_scale_tensor, params.bmm2_scale)
+                                 : scale;
+}
+
+// Online softmax over the tokens of one warp.
 
 // The probabilities of a group of tokens, rounded, as mma takes them: rows and tokens as in Scores.
 using Probabilities = u32[kRowGroups][4];
@@ -1002,8 +983,7 @@ struct Softmax {
   }
 };
 
-// Adds one group of tokens to the output: O += P V. Needs Softmax, Output, SharedMemory, Work,
-// ptx/mma.cuh, ptx/ldmatrix.cuh.
+// Adds one group of tokens to the output: O += P V.
 
 // Adds the tokens of a group that some rows see and others do not to the rows that see them, and
 // clears them: 0 * NaN is NaN, so a hidden V must not meet the tensor core.
@@ -1065,106 +1045,123 @@ __device__ inline void accumulate_pv(const Probabilities& probabilities,
   }
 }
 
-// Merges what the warps of a block found, and writes it: the finished rows, or the partial rows of
-// one split. Needs Softmax, Output, Work, blocks/row_result.cuh, blocks/scales.cuh, store_x4.
+// PTX ISA, "Data Movement and Conversion Instructions: cvt". Needs sm_89.
 
-// The reference that all warps' parts of a row can be brought to.
-__device__ inline float row_reference(const SharedMemory& shared, int row) {
-  float reference = -kInfinity;
+// cvt.rn.f16x2.e4m3x2
+__device__ inline u32 cvt_rn_f16x2_e4m3x2(u16 pair) {
+  u32 value;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(value) : "h"(pair));
+  return value;
+}
+
+// cvt.rn.f16x2.e4m3x2
+// Of the upper half of a word, which need not be shifted for it.
+__device__ inline u32 cvt_rn_f16x2_e4m3x2_high(u32 word) {
+  u32 value;
+  asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; cvt.rn.f16x2.e4m3x2 %0, high;}"
+      : "=r"(value)
+      : "r"(word));
+  return value;
+}
+
+// cvt.rn.satfinite.e4m3x2.f32
+__device__ inline u16 cvt_rn_satfinite_e4m3x2_f32(float high, float low) {
+  u16 pair;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+
+// Pairs of e4m3 with the instructions for them.
+
+__device__ inline u32 fp16x2_of_e4m3x2(u32 pair) {
+  return cvt_rn_f16x2_e4m3x2(static_cast<u16>(pair));
+}
+
+// The pair in the upper half of a word.
+__device__ inline u32 fp16x2_of_high_e4m3x2(u32 word) { return cvt_rn_f16x2_e4m3x2_high(word); }
+
+__device__ inline u32 e4m3x2_of_f32(float high, float low) {
+  return cvt_rn_satfinite_e4m3x2_f32(high, low);
+}
+
+// Stored e4m3 elements to the element type of the tensor cores.
+
+// Pair `pair` of 16 elements, as fp16.
+__device__ inline u32 decode_pair(const Chunk& stored, int pair) {
+  const u32 word = stored.words[pair / 2];
+  return pair % 2 == 0 ? fp16x2_of_e4m3x2(word & 0xffff) : fp16x2_of_high_e4m3x2(word);
+}
+
+// Sixteen elements times `scale`, rounded once.
+template <typename Target>
+__device__ inline void decode_e4m3(Target target, const Chunk& stored, float scale,
+                                   Chunk (&decoded)[2]) {
 #pragma unroll
-  for (int warp = 0; warp < kWarps; ++warp) {
-    reference = fmaxf(reference, shared.reference[warp][row]);
+  for (int pair = 0; pair < 8; ++pair) {
+    const u32 halves = decode_pair(stored, pair);
+    const float low = cvt_f32(Fp16{}, static_cast<u16>(halves));
+    const float high = cvt_f32(Fp16{}, static_cast<u16>(halves >> 16));
+    decoded[pair / 4].words[pair % 4] = cvt_rn_x2_f32(target, high * scale, low * scale);
   }
-  return reference;
 }
 
-// What a warp's part of a row is multiplied by to be relative to `reference`.
-__device__ inline float part_factor(const SharedMemory& shared, int warp, int row,
-                                    float reference) {
-  const float own = shared.reference[warp][row];
-  return own == -kInfinity ? 0.0f : ex2_approx(own - reference);
-}
-
-// Where row `row` begins in `merged`, whose rows are 16 bytes longer than their elements.
-__device__ constexpr int merged_row(int row) { return row * (kSliceDims + 4); }
-
-// The sum of all warps' outputs, one warp after the other. Begins with a barrier after which nobody
-// uses tokens, and references and sums of all warps can be read; ends with a barrier too.
-__device__ inline void merge_warps(SharedMemory& shared, const Output& output) {
-  __syncthreads();
-#pragma unroll 1
-  for (int warp = 0; warp < kWarps; ++warp) {
-    if (warp_index() == warp) {
+// Sixteen elements as they are: either type holds every e4m3.
+template <typename Target>
+__device__ inline void decode_e4m3(Target target, const Chunk& stored, Chunk (&decoded)[2]) {
+  if constexpr (kIsSame<Target, Fp16>) {
 #pragma unroll
-      for (int m = 0; m < kRowGroups; ++m) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int row = score_row(m, half);
-          const float factor = part_factor(shared, warp, row, row_reference(shared, row));
-          float* target = shared.merged + merged_row(row);
-#pragma unroll
-          for (int n = 0; n < kSliceDims / 8; ++n) {
-            float2* pair = reinterpret_cast<float2*>(target + output_dim(n, 0));
-            const float2 before = warp == 0 ? make_float2(0.0f, 0.0f) : *pair;
-            // A warp that saw nothing of the row adds nothing.
-            *pair = factor == 0.0f ? before
-                                   : make_float2(before.x + output[m][n][half * 2] * factor,
-                                                 before.y + output[m][n][half * 2 + 1] * factor);
-          }
-        }
-      }
+    for (int pair = 0; pair < 8; ++pair) {
+      decoded[pair / 4].words[pair % 4] = decode_pair(stored, pair);
     }
-    __syncthreads();
+  } else {
+    decode_e4m3(target, stored, 1.0f, decoded);
   }
 }
 
-// Leaves what each merged row is multiplied by in place of the first warp's sums, and writes the
-// LSE of a split's rows in log2 units. A row of a split that saw nothing has LSE minus infinity,
-// and its values are never read.
-__device__ inline void finish_rows(const Params& params, const Work& work, SharedMemory& shared) {
-  const bool is_partial = params.splits > 1;
-  for (int row = static_cast<int>(threadIdx.x); row < work.rows; row += kThreads) {
-    const float reference = row_reference(shared, row);
-    float sum = 0.0f;
+// Eight bf16 elements times `scale`.
+template <typename Target>
+__device__ inline Chunk decode_bf16(Target target, const Chunk& stored, float scale) {
+  Chunk decoded;
 #pragma unroll
-    for (int warp = 0; warp < kWarps; ++warp) {
-      sum += shared.sum[warp][row] * part_factor(shared, warp, row, reference);
-    }
-    const float sink = is_partial || params.sinks == nullptr
-                           ? -kInfinity
-                           : params.sinks[work.head_of(params, row)];
-    const RowResult result = finish_row(reference, sum, sink);
-    const float output_scale =
-        is_partial ? 1.0f
-                   : value_of(params.bmm2_scale_tensor, params.bmm2_scale) * params.output_factor;
-    shared.sum[0][row] = result.factor * output_scale;
-    if (is_partial && work.slice == 0) {
-      params.partial_lse[work.split * params.total_rows + work.global_row(params, row)] =
-          result.lse;
-    }
+  for (int word = 0; word < 4; ++word) {
+    const float low = cvt_f32(Bf16{}, static_cast<u16>(stored.words[word]));
+    const float high = cvt_f32(Bf16{}, static_cast<u16>(stored.words[word] >> 16));
+    decoded.words[word] = cvt_rn_x2_f32(target, high * scale, low * scale);
   }
-  __syncthreads();
+  return decoded;
 }
 
-// Normalised fp32 rows of one split, or the whole result.
-__device__ inline void store_output(const Params& params, const Work& work,
-                                    const SharedMemory& shared) {
-  constexpr int kQuads = kSliceDims / 4;
-  for (int i = static_cast<int>(threadIdx.x); i < work.rows * kQuads; i += kThreads) {
-    const int row = i / kQuads;
-    const int dim = i % kQuads * 4;
-    const float factor = shared.sum[0][row];
-    float4 value = *reinterpret_cast<const float4*>(shared.merged + merged_row(row) + dim);
-    value = make_float4(value.x * factor, value.y * factor, value.z * factor, value.w * factor);
-    const i64 global_row = work.global_row(params, row);
-    const int column = work.slice * kSliceDims + dim;
-    if (params.splits > 1) {
-      const i64 partial_row = work.split * params.total_rows + global_row;
-      *reinterpret_cast<float4*>(params.partial_out + partial_row * kHeadDim + column) = value;
-    } else {
-      store_x4(OutElement{}, params.out, global_row * kHeadDim + column, value.x, value.y, value.z,
-               value.w);
-    }
+// Elements of tokens that are stored as e4m3.
+
+struct TokenScales {};
+
+__device__ inline void decode_elements(const unsigned char* row, const TokenScales&, int, int part,
+                                       Chunk (&decoded)[2]) {
+  decode_e4m3(Element{}, reinterpret_cast<const Chunk*>(row)[part], decoded);
+}
+
+__device__ inline TokenScales scales_of(const Params&, const Work&, int, int, const int*) {
+  return {};
+}
+
+// From the tokens of an item as they are stored to tokens that can be multiplied.
+
+// Decodes the first `kDims` elements of every row, 16 at a time.
+template <int kDims>
+__device__ inline void decode_tokens(const unsigned char* item, const TokenScales& scales,
+                                     unsigned char* tokens) {
+  constexpr int kParts = kDims / 16;
+#pragma unroll 2
+  for (int first = 0; first < kWarpTokens * kParts; first += kWarpLanes) {
+    const int task = first + lane_index();
+    const int token = task / kParts;
+    const int part = task % kParts;
+    if (token >= kWarpTokens) continue;
+    Chunk decoded[2];
+    decode_elements(item + token * kItemRowBytes, scales, token, part, decoded);
+    Chunk* target = reinterpret_cast<Chunk*>(tokens + token * kRowBytes + part * 2 * kChunkBytes);
+    target[0] = decoded[0];
+    target[1] = decoded[1];
   }
 }
 

@@ -1,5 +1,4 @@
-// Names and types that every kernel uses. Needs nothing: no header exists where kernels are
-// compiled.
+// Names and types that every kernel uses.
 
 using u16 = unsigned short;
 using u32 = unsigned int;
@@ -26,6 +25,11 @@ struct alignas(kChunkBytes) Chunk {
   u32 words[4];
 };
 
+// What describes a tensor to the copy engine: opaque, made on the host.
+struct alignas(64) TensorMap {
+  u64 words[16];
+};
+
 constexpr int kWarpLanes = 32;
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLargest = __builtin_bit_cast(float, 0x7f7fffff);
@@ -47,12 +51,8 @@ __device__ inline int warp_index() { return static_cast<int>(threadIdx.x) / kWar
 
 __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-// What describes a tensor to the copy engine: opaque, made on the host. Needs blocks/prelude.cuh.
-struct alignas(64) TensorMap {
-  u64 words[16];
-};
+// What one launch passes to the kernel.
 
-// What one launch passes to the kernel. Needs blocks/prelude.cuh.
 struct Params {
   TensorMap key_map;
   TensorMap value_map;
@@ -96,7 +96,8 @@ struct Params {
   float output_factor;
 };
 
-// The numbers of this kernel; the rest of the source only uses them. Needs blocks/prelude.cuh.
+// The numbers of this kernel; the rest of the source only uses them.
+
 using QueryElement = Bf16;
 using Element = Bf16;  // of the products
 using OutElement = Bf16;
@@ -225,85 +226,6 @@ __device__ inline u32 barrier_red_or(int barrier, int threads, u32 value) {
   return any;
 }
 
-// PTX ISA, "Data Movement and Conversion Instructions: cp.async.bulk". Needs sm_90.
-// `map` is the generic address of a tensor map, `policy` one of createpolicy for L2; x, y, z, w, v
-// count elements, the innermost first.
-
-// cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint
-// Copies a box to shared memory, zeros for what lies outside the tensor, and then counts its bytes
-// as arrived at the barrier.
-__device__ inline void cp_async_bulk_tensor(u32 target, const void* map, u32 barrier, u64 policy,
-                                            int x, int y, int z, int w) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
-      ".L2::cache_hint [%0], [%1, {%4, %5, %6, %7}], [%2], %3;" ::"r"(target),
-      "l"(map), "r"(barrier), "l"(policy), "r"(x), "r"(y), "r"(z), "r"(w)
-      : "memory");
-}
-
-// cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint
-__device__ inline void cp_async_bulk_tensor(u32 target, const void* map, u32 barrier, u64 policy,
-                                            int x, int y, int z, int w, int v) {
-  asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
-      ".L2::cache_hint [%0], [%1, {%4, %5, %6, %7, %8}], [%2], %3;" ::"r"(target),
-      "l"(map), "r"(barrier), "l"(policy), "r"(x), "r"(y), "r"(z), "r"(w), "r"(v)
-      : "memory");
-}
-
-// cp.async.bulk.prefetch.tensor.4d.L2.global
-// Brings a box into L2.
-__device__ inline void cp_async_bulk_prefetch_tensor(const void* map, int x, int y, int z, int w) {
-  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"(map),
-               "r"(x), "r"(y), "r"(z), "r"(w)
-               : "memory");
-}
-
-// PTX ISA, "Data Movement and Conversion Instructions: createpolicy". Needs sm_80.
-
-// createpolicy.fractional.L2::evict_first.b64
-// Lines that are evicted from L2 before others.
-__device__ inline u64 createpolicy_evict_first() {
-  u64 policy;
-  asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
-  return policy;
-}
-
-// createpolicy.fractional.L2::evict_normal.b64
-__device__ inline u64 createpolicy_evict_normal() {
-  u64 policy;
-  asm("createpolicy.fractional.L2::evict_normal.b64 %0;" : "=l"(policy));
-  return policy;
-}
-
-// PTX ISA, "Data Movement and Conversion Instructions: cvt". Needs sm_80.
-
-// cvt.rn.bf16x2.f32
-__device__ inline u32 cvt_rn_x2_f32(Bf16, float high, float low) {
-  u32 packed;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-  return packed;
-}
-
-// cvt.rn.f16x2.f32
-__device__ inline u32 cvt_rn_x2_f32(Fp16, float high, float low) {
-  u32 packed;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-  return packed;
-}
-
-// cvt.f32.f16
-__device__ inline float cvt_f32(Fp16, u16 bits) {
-  float value;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
-  return value;
-}
-
-// A bf16 is the upper half of an fp32; sm_80 has no instruction for it and needs none.
-__device__ inline float cvt_f32(Bf16, u16 bits) {
-  return __uint_as_float(static_cast<u32>(bits) << 16);
-}
-
 // PTX ISA, "Floating Point Instructions: ex2". Needs sm_20.
 
 // ex2.approx.ftz.f32
@@ -312,38 +234,6 @@ __device__ inline float ex2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
-}
-
-// PTX ISA, "Parallel Synchronization and Communication Instructions: membar, fence". Needs sm_90.
-
-// fence.acq_rel.cta
-// What this thread has read is in its registers, and what it has written is there for the block,
-// before it tells others.
-__device__ inline void fence_acq_rel_cta() { asm volatile("fence.acq_rel.cta;" ::: "memory"); }
-
-// fence.proxy.async.shared::cta
-// Orders this thread's own writes of shared memory before what tensor cores and bulk copies do.
-__device__ inline void fence_proxy_async() {
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-
-// fence.mbarrier_init.release.cluster
-// Makes barriers that this thread has made known to bulk copies.
-__device__ inline void fence_mbarrier_init() {
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
-
-// PTX ISA, "Parallel Synchronization and Communication Instructions: griddepcontrol". Needs sm_90.
-// Both do nothing in a launch without the programmatic-stream-serialization attribute.
-
-// griddepcontrol.wait
-// Waits until the kernel before this one has finished and its writes are visible.
-__device__ inline void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
-// griddepcontrol.launch_dependents
-// Lets the next kernel start once every block has said so or ended.
-__device__ inline void griddepcontrol_launch_dependents() {
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
 // PTX ISA, "Data Movement and Conversion Instructions: ld". Needs sm_80.
@@ -392,26 +282,6 @@ __device__ inline float4 ld_global_cg_v4_f32(const void* address) {
   return value;
 }
 
-// PTX ISA, "Warp Level Matrix Instructions: ldmatrix". Needs sm_75.
-// Lanes 8i to 8i + 7 give the shared-memory addresses of the eight 16-byte rows of matrix i;
-// word i of the result is this lane's fragment of matrix i.
-
-// ldmatrix.sync.aligned.m8n8.x4.shared.b16
-__device__ inline void ldmatrix_x4(u32 (&d)[4], u32 row_address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
-               : "r"(row_address)
-               : "memory");
-}
-
-// ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16
-__device__ inline void ldmatrix_x4_trans(u32 (&d)[4], u32 row_address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
-               : "r"(row_address)
-               : "memory");
-}
-
 // PTX ISA, "Parallel Synchronization and Communication Instructions: mbarrier". Needs sm_90.
 // Barriers are 8 bytes of shared memory, by address.
 
@@ -454,90 +324,7 @@ __device__ inline void mbarrier_wait(u32 barrier, u32 parity) {
       : "memory");
 }
 
-// PTX ISA, "Warp Level Matrix Instructions: mma". Needs sm_80.
-// d[16, 8] += a[16, 16] * b[16, 8]. A lane holds, with g = lane / 4 and c = lane % 4:
-// d: rows g (0, 1) and g + 8 (2, 3), columns 2c and 2c + 1; a: two elements a word, rows g, g + 8,
-// g, g + 8, columns 2c.. of the first (0, 1) and second (2, 3) half; b: rows 2c.. of each half,
-// column g.
-
-// mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32
-__device__ inline void mma_m16n8k16(Bf16, float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
-      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-// mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32
-__device__ inline void mma_m16n8k16(Fp16, float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-// PTX ISA, "Warp Level Matrix Instructions: movmatrix". Needs sm_75.
-
-// movmatrix.sync.aligned.m8n8.trans.b16
-// The matrix of which `a` is this lane's fragment, its rows as columns.
-__device__ inline u32 movmatrix_trans(u32 a) {
-  u32 d;
-  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(a));
-  return d;
-}
-
-// PTX ISA, "Data Movement and Conversion Instructions: prefetch". Needs sm_90.
-
-// prefetch.tensormap
-// Brings a tensor map, by its generic address, to where copies look for it.
-__device__ inline void prefetch_tensormap(const void* map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
-
-// prefetch.global.L2
-// Brings the line of an address into L2.
-__device__ inline void prefetch_l2(const void* address) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(address) : "memory");
-}
-
-// PTX ISA, "Miscellaneous Instructions: setmaxnreg". Needs sm_90.
-// All warps of a warpgroup execute it; the number of registers is a multiple of 8.
-
-// setmaxnreg.dec.sync.aligned.u32
-// Gives registers back.
-template <int kRegisters>
-__device__ inline void setmaxnreg_dec() {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
-}
-
-// setmaxnreg.inc.sync.aligned.u32
-// Waits until there are so many registers to take.
-template <int kRegisters>
-__device__ inline void setmaxnreg_inc() {
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
-}
-
-// Four neighbouring elements of an output, from float. Needs ptx/cvt.cuh.
-
-// `index` counts elements, and is a multiple of 4.
-template <typename Target>
-__device__ inline void store_x4(Target target, unsigned char* out, i64 index, float a, float b,
-                                float c, float d) {
-  uint2 packed;
-  packed.x = cvt_rn_x2_f32(target, b, a);
-  packed.y = cvt_rn_x2_f32(target, d, c);
-  *reinterpret_cast<uint2*>(out + index * 2) = packed;
-}
-
-// Programmatic dependent launch: start while the kernel before drains. Needs
-// ptx/griddepcontrol.cuh.
-
-__device__ inline void wait_for_previous_kernel() { griddepcontrol_wait(); }
-__device__ inline void let_next_kernel_start() { griddepcontrol_launch_dependents(); }
-
-// Barriers in shared memory, with phases that are counted by their parity. Needs ptx/mbarrier.cuh.
+// Barriers in shared memory, with phases that are counted by their parity.
 
 using Barrier = u64;
 
@@ -574,91 +361,48 @@ struct RingPosition {
   }
 };
 
-// How long lines of a cache stay in L2. What nobody reads again leaves first, so that queries stay,
-// and outputs need not be written out between reads, which costs memory far more than their bytes.
-// Needs ptx/createpolicy.cuh.
-__device__ inline u64 policy_of_lines(bool are_read_again) {
-  return are_read_again ? createpolicy_evict_normal() : createpolicy_evict_first();
+// PTX ISA, "Parallel Synchronization and Communication Instructions: membar, fence". Needs sm_90.
+
+// fence.acq_rel.cta
+// What this thread has read is in its registers, and what it has written is there for the block,
+// before it tells others.
+__device__ inline void fence_acq_rel_cta() { asm volatile("fence.acq_rel.cta;" ::: "memory"); }
+
+// fence.proxy.async.shared::cta
+// Orders this thread's own writes of shared memory before what tensor cores and bulk copies do.
+__device__ inline void fence_proxy_async() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// Where a token of a request lies in the paged cache. Needs blocks/prelude.cuh, kPageSize.
-
-// One tensor of the cache; strides in bytes.
-struct PagedRows {
-  const unsigned char* rows;
-  i64 page_stride;
-  i64 token_stride;
-
-  // The row in `slot` of `page`, which exists.
-  __device__ const unsigned char* row_of(int page, int slot) const {
-    return rows + page * page_stride + slot * token_stride;
-  }
-};
-
-constexpr int kMostTokens = 0x7fff0000;  // a tile more can still be counted
-
-// How many tokens a request of length `length` has in a table of `pages` pages: a length beyond the
-// table, or a negative one, is read as the nearest that the table can hold.
-__device__ inline int tokens_held(i64 length, i64 pages) {
-  constexpr i64 kMost = kMostTokens;
-  return static_cast<int>(max(static_cast<i64>(0), min(min(length, pages * kPageSize), kMost)));
+// fence.mbarrier_init.release.cluster
+// Makes barriers that this thread has made known to bulk copies.
+__device__ inline void fence_mbarrier_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// An id outside the cache must not fault.
-__device__ inline bool is_page(int page, int num_pages) {
-  return static_cast<u32>(page) < static_cast<u32>(num_pages);
+// PTX ISA, "Data Movement and Conversion Instructions: prefetch". Needs sm_90.
+
+// prefetch.tensormap
+// Brings a tensor map, by its generic address, to where copies look for it.
+__device__ inline void prefetch_tensormap(const void* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// prefetch.global.L2
+// Brings the line of an address into L2.
+__device__ inline void prefetch_l2(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address) : "memory");
 }
 
 // Whether the query tokens of a request end before they begin. Where none do, requests share no
-// tokens, and the host knows how much work there is at the most. Needs Params.
+// tokens, and the host knows how much work there is at the most.
+
 __device__ inline bool goes_back(const Params& params, int request) {
   const int* offsets = params.cum_seq_lens_q;
   return offsets != nullptr && offsets[request + 1] < offsets[request];
 }
 
-// A scale is a number, or a tensor of one element that only the device knows. Needs nothing.
-
-__device__ inline float value_of(const float* tensor, float number) {
-  return tensor == nullptr ? number : *tensor;
-}
-
-// What products of query and key are multiplied by, in the natural domain. Needs Params,
-// blocks/scales.cuh.
-
-__device__ inline float score_scale(const Params& params) {
-  const float scale = value_of(params.bmm1_scale_tensor, params.bmm1_scale);
-  return params.scores_take_bmm2 ? scale * value_of(params.bmm2_scale_tensor, params.bmm2_scale)
-                                 : scale;
-}
-
-// How the statistics of a softmax row become its scale and its LSE. Needs ptx/ex2.cuh.
-
-struct RowResult {
-  float factor;  // multiplies the accumulated values
-  float lse;  // the sink included; of an empty row its sink, or minus infinity
-};
-
-// `reference` in log2 units, `sum` relative to it; `sink` is a natural-log logit without a value,
-// or minus infinity. `lse_factor` brings log2 units to the base of the LSE.
-__device__ inline RowResult finish_row(float reference, float sum, float sink,
-                                       float lse_factor = 1.0f) {
-  // Not by way of log2 units: a finite sink may overflow there, and not in base e.
-  const float sink_lse = sink * (kLog2E * lse_factor);
-  if (sum == 0.0f) return {0.0f, sink_lse};  // the row attends to nothing; a NaN is not nothing
-  // Fused, so that only the distance may overflow, to an infinity of the right sign.
-  const float distance = fmaf(sink, kLog2E, -reference);
-  // Relative to the larger of the two, because 2^distance may overflow. Selects, for a NaN is kept.
-  const bool is_sink_larger = distance > 0.0f;
-  const float rescale = is_sink_larger ? ex2_approx(-distance) : 1.0f;
-  const float total = sum * rescale + (is_sink_larger ? 1.0f : ex2_approx(distance));
-  // Approximate: exact to some 22 bits, and a fraction of the instructions.
-  const float log2_total = __log2f(total);
-  return {__fdividef(rescale, total), is_sink_larger ? sink_lse + log2_total * lse_factor
-                                                     : (reference + log2_total) * lse_factor};
-}
-
-// What a request is to the kernel: its rows, and the tokens that they see. Needs Params,
-// roles/gqa_hopper/constants.
+// What a request is to the kernel: its rows, and the tokens that they see.
 
 // A row is one (query token, query head of a kv head) pair of a request, query token first.
 struct RequestFacts {
@@ -719,8 +463,7 @@ __device__ inline u32 line_length(const RequestFacts& facts) {
   return static_cast<u32>(facts.units) * unit_length(facts);
 }
 
-// How the work of a call is divided among the blocks of the grid: each finds its own part. Needs
-// Params, requests.cuh, blocks/query_offsets.cuh.
+// How the work of a call is divided among the blocks of the grid: each finds its own part.
 
 // A team is some blocks of the grid that are neighbours. They read the same tokens at the same
 // time, each those of its kv heads, which lie side by side in most caches; or the very same, for
@@ -869,7 +612,7 @@ __device__ inline bool find_span(const Params& params, const LaneLengths& length
   return true;
 }
 
-// What a block computes one after the other: items, which are pieces of units. Needs span.cuh.
+// What a block computes one after the other: items, which are pieces of units.
 
 // Tokens that a row may see: from `begin` to before `end`.
 struct Sight {
@@ -998,7 +741,6 @@ __device__ inline bool go_on(const Params& params, const Span& span, WalkState& 
 }
 
 // The items of a block, on their way from the warp that finds them to those that work on them.
-// Needs items.cuh, blocks/barriers.cuh, ptx/fence.cuh.
 
 // Item `count` of the block, from 0 on, is in place count % kPlaces, for each of the block's kv
 // heads. Behind the last one comes one that is none.
@@ -1060,8 +802,7 @@ struct ItemRing {
   }
 };
 
-// The shared memory of a block, whole. Needs ItemRing, blocks/barriers.cuh, ptx/fence.cuh,
-// ptx/prefetch.cuh.
+// The shared memory of a block, whole.
 
 // What a warp has of a row, besides values.
 struct RowState {
@@ -1105,163 +846,189 @@ __device__ inline void make_barriers(const Params& params, SharedMemory& shared)
   __syncwarp();
 }
 
-// The finder, one warp: finds the work of the block, item by item, ahead of those that do it. Needs
-// SharedMemory, span.cuh, item_ring.cuh, blocks/dependent_launch.cuh, ptx/barrier.cuh.
+// A scale is a number, or a tensor of one element that only the device knows.
 
-// Whether the work may be found before the kernel before has ended: what is read for it then is
-// read once more.
-__device__ inline bool finds_ahead(const Params& params) {
-  return params.cum_seq_lens_q == nullptr && requests_of_lane(params) <= kLaneRequests;
+__device__ inline float value_of(const float* tensor, float number) {
+  return tensor == nullptr ? number : *tensor;
 }
 
-// Begins before the kernel before has ended. Then lengths are looked at again, while others ask for
-// the first page ids and the first query; if that kernel has changed them, all begin anew.
-__device__ inline void find_items(const Params& params, SharedMemory& shared) {
-  if (!finds_ahead(params)) wait_for_previous_kernel();
-  LaneLengths lengths = own_lengths(params);
-  Span span;
-  WalkState walk;
-  bool has_more;
-  while (true) {
-    has_more = find_span(params, lengths, span, walk);
-    shared.items.write(0, has_more ? item_at(params, span, walk) : Item::none());
-    barrier_sync(kStartBarrier, kThreads);
-    wait_for_previous_kernel();
-    const LaneLengths now = own_lengths(params);
-    const bool is_right = !__any_sync(~0u, now.differ_from(lengths));
-    if (lane_index() == 0) shared.is_start_right = is_right;
-    __syncwarp();
-    if (is_right) break;
-    barrier_sync(kCheckedBarrier, kThreads);  // nobody reads the first item any more
-    lengths = now;
-  }
-  barrier_arrive(kCheckedBarrier, kThreads);
-  shared.items.publish(0);
-#pragma unroll 1
-  for (u32 count = 1; has_more; ++count) {
-    has_more = go_on(params, span, walk);
-    const Item next = has_more ? item_at(params, span, walk) : Item::none();
-    shared.items.await_place(count);
-    shared.items.write(count, next);
-    shared.items.publish(count);
-  }
-}
+// How the statistics of a softmax row become its scale and its LSE.
 
-// The loader, one warp: streams the tiles of keys and values of every item through the ring. Needs
-// SharedMemory, item_ring.cuh, ptx/cp_async_bulk.cuh, ptx/prefetch.cuh.
-
-// A lane copies one box of every kWindowTiles-th tile, of which it reads the page ids ahead.
-constexpr int kWindowTiles = kWarpLanes / kTileBoxes;
-
-struct Boxes {
-  const int* ids;  // of the request's pages
-  int begin;  // boxes that hold a token that some row sees
-  int end;
-  int box;  // this lane's, counted from the request's first token
-  int page;  // its page id
-  int next_page;  // that of its next box
-
-  __device__ Boxes() = default;
-  __device__ Boxes(const Params& params, const Item& item)
-      : ids(params.block_tables + item.request * static_cast<i64>(params.block_tables_stride)),
-        begin(item.any_begin / kBoxTokens),
-        end(ceil_div(item.any_end, kBoxTokens)),
-        box(item.first_tile * kTileBoxes + lane_index()) {
-    page = read(box);
-    next_page = read(box + kWarpLanes);
-  }
-
-  __device__ bool is_inside(int index) const { return index >= begin && index < end; }
-
-  __device__ int read(int index) const {
-    return is_inside(index) ? ids[index * kBoxTokens / kPageSize] : 0;
-  }
-
-  __device__ void advance() {
-    box += kWarpLanes;
-    page = next_page;
-    next_page = read(box + kWarpLanes);
-  }
-
-  // Bytes that come of a tile: boxes that nobody sees are not copied.
-  __device__ u32 bytes_of(int tile) const {
-    const int first = max(tile * kTileBoxes, begin);
-    return static_cast<u32>(min((tile + 1) * kTileBoxes, end) - first) * kBoxBytes;
-  }
+struct RowResult {
+  float factor;  // multiplies the accumulated values
+  float lse;  // the sink included; of an empty row its sink, or minus infinity
 };
 
-__device__ inline void load_item(const Params& params, const Item& item, Boxes& boxes,
-                                 SharedMemory& shared, RingPosition<kStages>& position) {
-  const int end = item.first_tile + item.tiles;
-  const int own_tile = lane_index() / kTileBoxes;
-  const u32 target = lane_index() % kTileBoxes * kBoxBytes;
-  const u64 policy = policy_of_lines(params.row_tiles != 1);
+// `reference` in log2 units, `sum` relative to it; `sink` is a natural-log logit without a value,
+// or minus infinity. `lse_factor` brings log2 units to the base of the LSE.
+__device__ inline RowResult finish_row(float reference, float sum, float sink,
+                                       float lse_factor = 1.0f) {
+  // Not by way of log2 units: a finite sink may overflow there, and not in base e.
+  const float sink_lse = sink * (kLog2E * lse_factor);
+  if (sum == 0.0f) return {0.0f, sink_lse};  // the row attends to nothing; a NaN is not nothing
+  // Fused, so that only the distance may overflow, to an infinity of the right sign.
+  const float distance = fmaf(sink, kLog2E, -reference);
+  // Relative to the larger of the two, because 2^distance may overflow. Selects, for a NaN is kept.
+  const bool is_sink_larger = distance > 0.0f;
+  const float rescale = is_sink_larger ? ex2_approx(-distance) : 1.0f;
+  const float total = sum * rescale + (is_sink_larger ? 1.0f : ex2_approx(distance));
+  // Approximate: exact to some 22 bits, and a fraction of the instructions.
+  const float log2_total = __log2f(total);
+  return {__fdividef(rescale, total), is_sink_larger ? sink_lse + log2_total * lse_factor
+                                                     : (reference + log2_total) * lse_factor};
+}
+
+// PTX ISA, "Data Movement and Conversion Instructions: cvt". Needs sm_80.
+
+// cvt.rn.bf16x2.f32
+__device__ inline u32 cvt_rn_x2_f32(Bf16, float high, float low) {
+  u32 packed;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+// cvt.rn.f16x2.f32
+__device__ inline u32 cvt_rn_x2_f32(Fp16, float high, float low) {
+  u32 packed;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+// cvt.f32.f16
+__device__ inline float cvt_f32(Fp16, u16 bits) {
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+  return value;
+}
+
+// A bf16 is the upper half of an fp32; sm_80 has no instruction for it and needs none.
+__device__ inline float cvt_f32(Bf16, u16 bits) {
+  return __uint_as_float(static_cast<u32>(bits) << 16);
+}
+
+// Four neighbouring elements of an output, from float.
+
+// `index` counts elements, and is a multiple of 4.
+template <typename Target>
+__device__ inline void store_x4(Target target, unsigned char* out, i64 index, float a, float b,
+                                float c, float d) {
+  uint2 packed;
+  packed.x = cvt_rn_x2_f32(target, b, a);
+  packed.y = cvt_rn_x2_f32(target, d, c);
+  *reinterpret_cast<uint2*>(out + index * 2) = packed;
+}
+
+// Where rows go: into the output, or into the workspace as those of a piece.
+
+// Each block of the grid has two places for pieces of each of its heads: for the one that its span
+// begins with, and for the one that it ends with.
+__device__ inline int place_of_piece(const Params& params, const Item& item, int piece) {
+  const int place = (item.first_block + piece * params.team_size) * 2 + (piece == 0 ? 1 : 0);
+  return place * kHeads + item.kv_head % kHeads;
+}
+
+__device__ inline RowState* piece_states(const Params& params, int place) {
+  return reinterpret_cast<RowState*>(params.partial_rows) + place * kRows;
+}
+
+// Four neighbouring values of a row of a piece.
+__device__ inline float4* piece_values(const Params& params, int place, int row, int dim) {
+  return reinterpret_cast<float4*>(params.partial_out +
+                                   (place * kRows + row) * static_cast<i64>(kHeadDim) + dim);
+}
+
+__device__ inline float4 add_weighted(float4 total, float4 value, float weight) {
+  return make_float4(total.x + value.x * weight, total.y + value.y * weight,
+                     total.z + value.z * weight, total.w + value.w * weight);
+}
+
+// Four neighbouring elements of a finished row.
+__device__ inline void store_finished(const Params& params, const Item& item, int row, int dim,
+                                      RowState state, float4 values) {
+  const float sink = params.sinks == nullptr ? -kInfinity : params.sinks[item.head_of(params, row)];
+  const float scale = value_of(params.bmm2_scale_tensor, params.bmm2_scale) * params.output_factor;
+  const float factor = finish_row(state.reference, state.sum, sink).factor * scale;
+  store_x4(OutElement{}, params.out, item.global_row(params, row) * kHeadDim + dim,
+           values.x * factor, values.y * factor, values.z * factor, values.w * factor);
+}
+
+// Merging the pieces of a unit: the block that comes last adds up what all have left, in the
+// order of the pieces. Nobody waits.
+
+constexpr int kPiecesAtATime = 8;  // that are under way together
+
+__device__ inline void merge_row(const Params& params, const Item& item, int row, int dim) {
+  RowState state = {-kLargest, 0.0f};
+  float4 values = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll 1
-  for (int tile = item.first_tile, in_window = 0; tile < end; ++tile) {
-    const bool copies = own_tile == in_window && boxes.is_inside(boxes.box);
-    const int slot = boxes.box * kBoxTokens % kPageSize;
+  for (int first = 0; first < item.pieces; first += kPiecesAtATime) {
+    float2 states[kPiecesAtATime];
+    float4 parts[kPiecesAtATime];
 #pragma unroll
-    for (int part = 0; part < 2; ++part) {
-      const u32 full = shared_address(&shared.stage_full[position.stage]);
-      wait_for(shared.stage_empty[position.stage], position.parity ^ 1);
-      if (lane_index() == 0) mbarrier_arrive_expect_tx(full, boxes.bytes_of(tile));
-      __syncwarp();
-      if (copies) {
-        cp_async_bulk_tensor(shared_address(shared.tokens[position.stage]) + target,
-                             part == 0 ? &params.key_map : &params.value_map, full, policy, 0, slot,
-                             0, item.kv_head, boxes.page);
-      }
-      __syncwarp();
-      position.advance();
+    for (int i = 0; i < kPiecesAtATime; ++i) {
+      // Behind the last piece it comes once more, and counts for nothing.
+      const int place = place_of_piece(params, item, min(first + i, item.pieces - 1));
+      states[i] = ld_global_cg_v2_f32(piece_states(params, place) + row);
+      parts[i] = ld_global_cg_v4_f32(piece_values(params, place, row, dim));
     }
-    if (++in_window == kWindowTiles) {
-      in_window = 0;
-      boxes.advance();
+    float next = state.reference;
+#pragma unroll
+    for (int i = 0; i < kPiecesAtATime; ++i) next = fmaxf(next, states[i].x);
+    const float before = ex2_approx(state.reference - next);
+    state = {next, state.sum * before};
+    values =
+        make_float4(values.x * before, values.y * before, values.z * before, values.w * before);
+#pragma unroll
+    for (int i = 0; i < kPiecesAtATime; ++i) {
+      if (first + i >= item.pieces) continue;
+      const float weight = ex2_approx(states[i].x - next);
+      state.sum += states[i].y * weight;
+      values = add_weighted(values, parts[i], weight);
     }
   }
+  store_finished(params, item, row, dim, state, values);
 }
 
-// The loader: copies the tokens of all items.
-__device__ inline void load_tokens(const Params& params, SharedMemory& shared) {
-  const ItemRing& items = shared.items;
-  Item item;
-  Boxes boxes;
-  do {
-    __syncwarp();
-    barrier_sync(kStartBarrier, kThreads);
-    item = items.at(0, 0);
-    wait_for_previous_kernel();
-    boxes = Boxes(params, item);
-    __syncwarp();
-    barrier_sync(kCheckedBarrier, kThreads);
-  } while (!shared.is_start_right);
-  let_next_kernel_start();
-  RingPosition<kStages> position;
+// By all consumers, each of its head, after all have left their part of this piece.
+__device__ inline void merge_pieces(const Params& params, const Item& item, int head_thread,
+                                    SharedMemory& shared) {
+  barrier_sync(kConsumerBarrier, kConsumerThreads);
+  if (threadIdx.x == 0) {
+    u32* arrivals = params.counters + item.first_block;
+    const u32 others = static_cast<u32>(item.pieces - 1);
+    const bool is_last = atom_add_acq_rel_gpu(arrivals, 1) == others;
+    if (is_last) *arrivals = 0;  // for the next launch
+    shared.is_last_piece = is_last;
+  }
+  __syncwarp();
+  barrier_sync(kConsumerBarrier, kConsumerThreads);
+  if (!shared.is_last_piece) return;
+  constexpr int kQuads = kHeadDim / 4;
 #pragma unroll 1
-  for (u32 count = 0; !item.is_none();) {
-    load_item(params, item, boxes, shared, position);
-    items.release(count);
-    items.await(++count);
-    item = items.at(count, 0);
-    boxes = Boxes(params, item);
+  for (int task = head_thread; task < item.rows * kQuads; task += kHeadThreads) {
+    merge_row(params, item, task / kQuads, task % kQuads * 4);
   }
 }
 
-// Brings the page ids of all requests into L2, by the consumers: a line for each thread, and for no
-// more tables than that are lines.
-__device__ inline void prefetch_ids(const Params& params, int thread) {
-  constexpr int kLineIds = 32;
-  const u32 row_lines = static_cast<u32>(ceil_div(params.max_pages, kLineIds));
-  const u32 line = blockIdx.x * kConsumerThreads + thread;
-  if (row_lines == 0) return;
-  const u32 request = line / row_lines;
-  if (request >= params.requests) return;
-  prefetch_l2(params.block_tables + request * static_cast<i64>(params.block_tables_stride) +
-              (line - request * row_lines) * kLineIds);
+// PTX ISA, "Parallel Synchronization and Communication Instructions: griddepcontrol". Needs sm_90.
+// Both do nothing in a launch without the programmatic-stream-serialization attribute.
+
+// griddepcontrol.wait
+// Waits until the kernel before this one has finished and its writes are visible.
+__device__ inline void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// griddepcontrol.launch_dependents
+// Lets the next kernel start once every block has said so or ended.
+__device__ inline void griddepcontrol_launch_dependents() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
-// What a lane has of rows, tokens and dims, and where tokens lie in a tile. Needs
-// roles/gqa_hopper/constants.
+// Programmatic dependent launch (PDL): starts while the preceding kernel drains.
+
+__device__ inline void wait_for_previous_kernel() { griddepcontrol_wait(); }
+__device__ inline void let_next_kernel_start() { griddepcontrol_launch_dependents(); }
+
+// What a lane has of rows, tokens and dims, and where tokens lie in a tile.
 
 // Tokens, or output dims, are the rows of a product, and rows of the query its columns: eight of
 // those are enough to fill it.
@@ -1327,8 +1094,79 @@ __device__ inline MatrixRows value_rows(int warp) {
 
 constexpr int kChunkPairs = kRowBytes / (2 * kChunkBytes);
 
-// The products where keys and values are stored as they are multiplied. Needs fragments.cuh,
-// ptx/cvt.cuh, ptx/ldmatrix.cuh, ptx/mma.cuh.
+// Where a token of a request lies in the paged cache.
+
+// One tensor of the cache; strides in bytes.
+struct PagedRows {
+  const unsigned char* rows;
+  i64 page_stride;
+  i64 token_stride;
+
+  // The row in `slot` of `page`, which exists.
+  __device__ const unsigned char* row_of(int page, int slot) const {
+    return rows + page * page_stride + slot * token_stride;
+  }
+};
+
+constexpr int kMostTokens = 0x7fff0000;  // a tile more can still be counted
+
+// How many tokens a request of length `length` has in a table of `pages` pages: a length beyond the
+// table, or a negative one, is read as the nearest that the table can hold.
+__device__ inline int tokens_held(i64 length, i64 pages) {
+  constexpr i64 kMost = kMostTokens;
+  return static_cast<int>(max(static_cast<i64>(0), min(min(length, pages * kPageSize), kMost)));
+}
+
+// An id outside the cache must not fault.
+__device__ inline bool is_page(int page, int num_pages) {
+  return static_cast<u32>(page) < static_cast<u32>(num_pages);
+}
+
+// PTX ISA, "Warp Level Matrix Instructions: ldmatrix". Needs sm_75.
+// Lanes 8i to 8i + 7 give the shared-memory addresses of the eight 16-byte rows of matrix i;
+// word i of the result is this lane's fragment of matrix i.
+
+// ldmatrix.sync.aligned.m8n8.x4.shared.b16
+__device__ inline void ldmatrix_x4(u32 (&d)[4], u32 row_address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+               : "r"(row_address)
+               : "memory");
+}
+
+// ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16
+__device__ inline void ldmatrix_x4_trans(u32 (&d)[4], u32 row_address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+               : "r"(row_address)
+               : "memory");
+}
+
+// PTX ISA, "Warp Level Matrix Instructions: mma". Needs sm_80.
+// d[16, 8] += a[16, 16] * b[16, 8]. A lane holds, with g = lane / 4 and c = lane % 4:
+// d: rows g (0, 1) and g + 8 (2, 3), columns 2c and 2c + 1; a: two elements a word, rows g, g + 8,
+// g, g + 8, columns 2c.. of the first (0, 1) and second (2, 3) half; b: rows 2c.. of each half,
+// column g.
+
+// mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32
+__device__ inline void mma_m16n8k16(Bf16, float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32
+__device__ inline void mma_m16n8k16(Fp16, float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// The products where keys and values are stored as they are multiplied.
 
 // A lane's part of 16 elements of the query: those that it has of a key.
 __device__ inline uint2 fragment_of(const u16* source) {
@@ -1417,10 +1255,87 @@ __device__ inline void write_merged(const Output& output, int group, int first_t
   }
 }
 
-// The rows of an item's query, as a lane multiplies them: in its registers, or in shared memory for
-// all warps. Where there are registers for them, they are asked for before the item begins: memory
-// that is busy takes long to answer. Needs fragments.cuh, SharedMemory, Item; from the products
-// fragment_of, fit_row.
+// Keeps values that rows do not see out of products: 0 * NaN is NaN.
+
+// Chunk `chunk` of a token of a tile that a warp has.
+__device__ inline Chunk* chunk_at(unsigned char* tile, int warp, int own_token, int chunk) {
+  constexpr int kLineChunks = kLineBytes / kChunkBytes;
+  const int token = first_of_warp(warp) + own_token;
+  unsigned char* head = tile + head_of_warp(warp) * kHeadBytes;
+  const u32 place = static_cast<u32>(chunk % kLineChunks * kChunkBytes) ^ swizzle_of(token);
+  return reinterpret_cast<Chunk*>(head + token_offset(token) + chunk / kLineChunks * kColumnBytes +
+                                  place);
+}
+
+// Looks after the tokens that not all rows see, of those that this warp has of a tile. What nobody
+// sees is cleared, and so is of the others what is not finite; says whether there was such, which
+// rows that see it must still get.
+__device__ inline bool clear_hidden(const Item& item, int first_token, int warp,
+                                    unsigned char* tile) {
+  constexpr int kChunks = kRowBytes / kChunkBytes;
+  const Sight all = {item.all_begin, item.all_end};
+  const Sight any = {item.any_begin, item.any_end};
+  bool has_nonfinite = false;
+  // Not unrolled: a rare path must not take registers from the loop over tokens.
+#pragma unroll 1
+  for (int i = lane_index(); i < kWarpTokens * kChunks; i += kWarpLanes) {
+    const int token = first_token + i / kChunks;
+    if (all.has(token)) continue;
+    Chunk* chunk = chunk_at(tile, warp, i / kChunks, i % kChunks);
+    Chunk kept{};
+    if (any.has(token)) {
+      const Chunk stored = *chunk;
+      kept = finite_part(stored);
+#pragma unroll
+      for (int word = 0; word < 4; ++word) has_nonfinite |= kept.words[word] != stored.words[word];
+    }
+    *chunk = kept;
+  }
+  // What is copied here next comes after this.
+  fence_proxy_async();
+  __syncwarp();  // and all of it is there for all lanes
+  return __any_sync(~0u, has_nonfinite);
+}
+
+// Adds what is not finite of a token that not all rows see: times any probability it is the same.
+__device__ inline float4 add_nonfinite(const Params& params, const Item& item, int row, int dim,
+                                       int token, float4 values) {
+  if (!item.sees(params, row, token)) return values;
+  const int* ids =
+      params.block_tables + item.request * static_cast<i64>(params.block_tables_stride);
+  const int page = ids[token / kPageSize];
+  if (!is_page(page, params.num_pages)) return values;
+  const PagedRows cached{params.value_cache + item.kv_head * params.value_head_stride,
+                         params.value_page_stride, params.value_token_stride};
+  const unsigned char* from = cached.row_of(page, token % kPageSize);
+  float* sums[4] = {&values.x, &values.y, &values.z, &values.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float element = element_at(from, dim + i);
+    if (!(fabsf(element) < kInfinity)) *sums[i] += element;
+  }
+  return values;
+}
+
+// All of it that the tiles of an item have, for four neighbouring values of a row.
+__device__ inline float4 restore_nonfinite(const Params& params, const Item& item, int row, int dim,
+                                           float4 values) {
+  const int begin = max(item.any_begin, item.first_tile * kTileTokens);
+  const int end = min(item.any_end, (item.first_tile + item.tiles) * kTileTokens);
+#pragma unroll 1
+  for (int token = begin; token < min(item.all_begin, end); ++token) {
+    values = add_nonfinite(params, item, row, dim, token, values);
+  }
+#pragma unroll 1
+  for (int token = max(max(begin, item.all_begin), item.all_end); token < end; ++token) {
+    values = add_nonfinite(params, item, row, dim, token, values);
+  }
+  return values;
+}
+
+// The rows of an item's query, as a lane multiplies them: in its registers, or in shared memory
+// for all warps. Where there are registers for them, they are asked for before the item begins:
+// memory that is busy takes long to answer.
 
 __device__ inline void load_row(const Params& params, const Item& item, int group, QueryRow& part) {
   const int row = query_row(group);
@@ -1507,8 +1422,17 @@ struct QueryChoice<false> {
 };
 using Query = QueryChoice<kKeepsQuery>::Type;
 
-// Softmax over the tokens of one warp, whose references are its own. Needs fragments.cuh, Item,
-// Query, ptx/cvt.cuh, ptx/ex2.cuh, ptx/movmatrix.cuh.
+// PTX ISA, "Warp Level Matrix Instructions: movmatrix". Needs sm_75.
+
+// movmatrix.sync.aligned.m8n8.trans.b16
+// The matrix of which `a` is this lane's fragment, its rows as columns.
+__device__ inline u32 movmatrix_trans(u32 a) {
+  u32 d;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(a));
+  return d;
+}
+
+// Softmax over the tokens of one warp, whose references are its own.
 
 // A row's probabilities are relative to its reference. No maximum is asked for while no score
 // exceeds it by more than this in log2 units, so that references move seldom.
@@ -1688,183 +1612,8 @@ __device__ inline void turn_probabilities(const Scores& scores, Probabilities& p
   }
 }
 
-// Keeps values that rows do not see out of products: 0 * NaN is NaN. Needs fragments.cuh, Item,
-// SharedMemory, blocks/page_table.cuh, ptx/fence.cuh; from the products element_at, finite_part.
-
-// Chunk `chunk` of a token of a tile that a warp has.
-__device__ inline Chunk* chunk_at(unsigned char* tile, int warp, int own_token, int chunk) {
-  constexpr int kLineChunks = kLineBytes / kChunkBytes;
-  const int token = first_of_warp(warp) + own_token;
-  unsigned char* head = tile + head_of_warp(warp) * kHeadBytes;
-  const u32 place = static_cast<u32>(chunk % kLineChunks * kChunkBytes) ^ swizzle_of(token);
-  return reinterpret_cast<Chunk*>(head + token_offset(token) + chunk / kLineChunks * kColumnBytes +
-                                  place);
-}
-
-// Looks after the tokens that not all rows see, of those that this warp has of a tile. What nobody
-// sees is cleared, and so is of the others what is not finite; says whether there was such, which
-// rows that see it must still get.
-__device__ inline bool clear_hidden(const Item& item, int first_token, int warp,
-                                    unsigned char* tile) {
-  constexpr int kChunks = kRowBytes / kChunkBytes;
-  const Sight all = {item.all_begin, item.all_end};
-  const Sight any = {item.any_begin, item.any_end};
-  bool has_nonfinite = false;
-  // Not unrolled: a rare path must not take registers from the loop over tokens.
-#pragma unroll 1
-  for (int i = lane_index(); i < kWarpTokens * kChunks; i += kWarpLanes) {
-    const int token = first_token + i / kChunks;
-    if (all.has(token)) continue;
-    Chunk* chunk = chunk_at(tile, warp, i / kChunks, i % kChunks);
-    Chunk kept{};
-    if (any.has(token)) {
-      const Chunk stored = *chunk;
-      kept = finite_part(stored);
-#pragma unroll
-      for (int word = 0; word < 4; ++word) has_nonfinite |= kept.words[word] != stored.words[word];
-    }
-    *chunk = kept;
-  }
-  // What is copied here next comes after this.
-  fence_proxy_async();
-  __syncwarp();  // and all of it is there for all lanes
-  return __any_sync(~0u, has_nonfinite);
-}
-
-// Adds what is not finite of a token that not all rows see: times any probability it is the same.
-__device__ inline float4 add_nonfinite(const Params& params, const Item& item, int row, int dim,
-                                       int token, float4 values) {
-  if (!item.sees(params, row, token)) return values;
-  const int* ids =
-      params.block_tables + item.request * static_cast<i64>(params.block_tables_stride);
-  const int page = ids[token / kPageSize];
-  if (!is_page(page, params.num_pages)) return values;
-  const PagedRows cached{params.value_cache + item.kv_head * params.value_head_stride,
-                         params.value_page_stride, params.value_token_stride};
-  const unsigned char* from = cached.row_of(page, token % kPageSize);
-  float* sums[4] = {&values.x, &values.y, &values.z, &values.w};
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float element = element_at(from, dim + i);
-    if (!(fabsf(element) < kInfinity)) *sums[i] += element;
-  }
-  return values;
-}
-
-// All of it that the tiles of an item have, for four neighbouring values of a row.
-__device__ inline float4 restore_nonfinite(const Params& params, const Item& item, int row, int dim,
-                                           float4 values) {
-  const int begin = max(item.any_begin, item.first_tile * kTileTokens);
-  const int end = min(item.any_end, (item.first_tile + item.tiles) * kTileTokens);
-#pragma unroll 1
-  for (int token = begin; token < min(item.all_begin, end); ++token) {
-    values = add_nonfinite(params, item, row, dim, token, values);
-  }
-#pragma unroll 1
-  for (int token = max(max(begin, item.all_begin), item.all_end); token < end; ++token) {
-    values = add_nonfinite(params, item, row, dim, token, values);
-  }
-  return values;
-}
-
-// Where rows go: into the output, or into the workspace as those of a piece. Needs Item,
-// SharedMemory, blocks/row_result.cuh, blocks/scales.cuh, store_x4.
-
-// Each block of the grid has two places for pieces of each of its heads: for the one that its span
-// begins with, and for the one that it ends with.
-__device__ inline int place_of_piece(const Params& params, const Item& item, int piece) {
-  const int place = (item.first_block + piece * params.team_size) * 2 + (piece == 0 ? 1 : 0);
-  return place * kHeads + item.kv_head % kHeads;
-}
-
-__device__ inline RowState* piece_states(const Params& params, int place) {
-  return reinterpret_cast<RowState*>(params.partial_rows) + place * kRows;
-}
-
-// Four neighbouring values of a row of a piece.
-__device__ inline float4* piece_values(const Params& params, int place, int row, int dim) {
-  return reinterpret_cast<float4*>(params.partial_out +
-                                   (place * kRows + row) * static_cast<i64>(kHeadDim) + dim);
-}
-
-__device__ inline float4 add_weighted(float4 total, float4 value, float weight) {
-  return make_float4(total.x + value.x * weight, total.y + value.y * weight,
-                     total.z + value.z * weight, total.w + value.w * weight);
-}
-
-// Four neighbouring elements of a finished row.
-__device__ inline void store_finished(const Params& params, const Item& item, int row, int dim,
-                                      RowState state, float4 values) {
-  const float sink = params.sinks == nullptr ? -kInfinity : params.sinks[item.head_of(params, row)];
-  const float scale = value_of(params.bmm2_scale_tensor, params.bmm2_scale) * params.output_factor;
-  const float factor = finish_row(state.reference, state.sum, sink).factor * scale;
-  store_x4(OutElement{}, params.out, item.global_row(params, row) * kHeadDim + dim,
-           values.x * factor, values.y * factor, values.z * factor, values.w * factor);
-}
-
-// Merging the pieces of a unit: the block that comes last adds up what all have left, in the order
-// of the pieces. Nobody waits. Needs store_rows.cuh, ptx/atom.cuh, ptx/barrier.cuh, ptx/ex2.cuh,
-// ptx/ld.cuh.
-
-constexpr int kPiecesAtATime = 8;  // that are under way together
-
-__device__ inline void merge_row(const Params& params, const Item& item, int row, int dim) {
-  RowState state = {-kLargest, 0.0f};
-  float4 values = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll 1
-  for (int first = 0; first < item.pieces; first += kPiecesAtATime) {
-    float2 states[kPiecesAtATime];
-    float4 parts[kPiecesAtATime];
-#pragma unroll
-    for (int i = 0; i < kPiecesAtATime; ++i) {
-      // Behind the last piece it comes once more, and counts for nothing.
-      const int place = place_of_piece(params, item, min(first + i, item.pieces - 1));
-      states[i] = ld_global_cg_v2_f32(piece_states(params, place) + row);
-      parts[i] = ld_global_cg_v4_f32(piece_values(params, place, row, dim));
-    }
-    float next = state.reference;
-#pragma unroll
-    for (int i = 0; i < kPiecesAtATime; ++i) next = fmaxf(next, states[i].x);
-    const float before = ex2_approx(state.reference - next);
-    state = {next, state.sum * before};
-    values =
-        make_float4(values.x * before, values.y * before, values.z * before, values.w * before);
-#pragma unroll
-    for (int i = 0; i < kPiecesAtATime; ++i) {
-      if (first + i >= item.pieces) continue;
-      const float weight = ex2_approx(states[i].x - next);
-      state.sum += states[i].y * weight;
-      values = add_weighted(values, parts[i], weight);
-    }
-  }
-  store_finished(params, item, row, dim, state, values);
-}
-
-// By all consumers, each of its head, after all have left their part of this piece.
-__device__ inline void merge_pieces(const Params& params, const Item& item, int head_thread,
-                                    SharedMemory& shared) {
-  barrier_sync(kConsumerBarrier, kConsumerThreads);
-  if (threadIdx.x == 0) {
-    u32* arrivals = params.counters + item.first_block;
-    const u32 others = static_cast<u32>(item.pieces - 1);
-    const bool is_last = atom_add_acq_rel_gpu(arrivals, 1) == others;
-    if (is_last) *arrivals = 0;  // for the next launch
-    shared.is_last_piece = is_last;
-  }
-  __syncwarp();
-  barrier_sync(kConsumerBarrier, kConsumerThreads);
-  if (!shared.is_last_piece) return;
-  constexpr int kQuads = kHeadDim / 4;
-#pragma unroll 1
-  for (int task = head_thread; task < item.rows * kQuads; task += kHeadThreads) {
-    merge_row(params, item, task / kQuads, task % kQuads * 4);
-  }
-}
-
-// Adds up what the consumer warps of a block have of an item, kMergeRows and kMergeDims at a time:
-// by themselves, or by the mergers, warps that do nothing else. Needs store_rows.cuh,
-// hidden_values.cuh, fragments.cuh, Softmax, ptx/barrier.cuh, ptx/ex2.cuh; from the products
-// write_merged.
+// Adds up what the consumer warps of a block have of an item, kMergeRows and kMergeDims at a
+// time: by themselves, or by the mergers, warps that do nothing else.
 
 // Four neighbouring values of row `row` of those, from all warps that have kv head `head` of the
 // block's.
@@ -2006,9 +1755,16 @@ __device__ inline void merge_items(const Params& params, SharedMemory& shared) {
   }
 }
 
+// What products of query and key are multiplied by, in the natural domain.
+
+__device__ inline float score_scale(const Params& params) {
+  const float scale = value_of(params.bmm1_scale_tensor, params.bmm1_scale);
+  return params.scores_take_bmm2 ? scale * value_of(params.bmm2_scale_tensor, params.bmm2_scale)
+                                 : scale;
+}
+
 // The consumers: each warp attends to tokens of its own in every tile, with no word to the other
-// consumers until an item ends. Needs SharedMemory, item_ring.cuh, softmax.cuh, hidden_values.cuh,
-// merge_warps.cuh, merge_pieces.cuh, the products.
+// consumers until an item ends.
 
 // A word made of all keys that have been multiplied.
 __device__ inline u32 word_of(const Scores& scores) {
@@ -2125,6 +1881,235 @@ __device__ inline void consume_tokens(const Params& params, int warp, SharedMemo
   bool are_merging = false;
   u32 count = 0;
   while (consume_item(params, warp, factor, count, query, are_merging, shared, position)) ++count;
+}
+
+// PTX ISA, "Data Movement and Conversion Instructions: createpolicy". Needs sm_80.
+
+// createpolicy.fractional.L2::evict_first.b64
+// Lines that are evicted from L2 before others.
+__device__ inline u64 createpolicy_evict_first() {
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
+  return policy;
+}
+
+// createpolicy.fractional.L2::evict_normal.b64
+__device__ inline u64 createpolicy_evict_normal() {
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_normal.b64 %0;" : "=l"(policy));
+  return policy;
+}
+
+// How long lines of a cache stay in L2. What nobody reads again leaves first, so that queries
+// stay, and outputs need not be written out between reads, which costs memory far more than
+// their bytes.
+
+__device__ inline u64 policy_of_lines(bool are_read_again) {
+  return are_read_again ? createpolicy_evict_normal() : createpolicy_evict_first();
+}
+
+// PTX ISA, "Data Movement and Conversion Instructions: cp.async.bulk". Needs sm_90.
+// `map` is the generic address of a tensor map, `policy` one of createpolicy for L2; x, y, z, w, v
+// count elements, the innermost first.
+
+// cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint
+// Copies a box to shared memory, zeros for what lies outside the tensor, and then counts its bytes
+// as arrived at the barrier.
+__device__ inline void cp_async_bulk_tensor(u32 target, const void* map, u32 barrier, u64 policy,
+                                            int x, int y, int z, int w) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".L2::cache_hint [%0], [%1, {%4, %5, %6, %7}], [%2], %3;" ::"r"(target),
+      "l"(map), "r"(barrier), "l"(policy), "r"(x), "r"(y), "r"(z), "r"(w)
+      : "memory");
+}
+
+// cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint
+__device__ inline void cp_async_bulk_tensor(u32 target, const void* map, u32 barrier, u64 policy,
+                                            int x, int y, int z, int w, int v) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".L2::cache_hint [%0], [%1, {%4, %5, %6, %7, %8}], [%2], %3;" ::"r"(target),
+      "l"(map), "r"(barrier), "l"(policy), "r"(x), "r"(y), "r"(z), "r"(w), "r"(v)
+      : "memory");
+}
+
+// cp.async.bulk.prefetch.tensor.4d.L2.global
+// Brings a box into L2.
+__device__ inline void cp_async_bulk_prefetch_tensor(const void* map, int x, int y, int z, int w) {
+  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"(map),
+               "r"(x), "r"(y), "r"(z), "r"(w)
+               : "memory");
+}
+
+// The loader, one warp: streams the tiles of keys and values of every item through the ring.
+
+// A lane copies one box of every kWindowTiles-th tile, of which it reads the page ids ahead.
+constexpr int kWindowTiles = kWarpLanes / kTileBoxes;
+
+struct Boxes {
+  const int* ids;  // of the request's pages
+  int begin;  // boxes that hold a token that some row sees
+  int end;
+  int box;  // this lane's, counted from the request's first token
+  int page;  // its page id
+  int next_page;  // that of its next box
+
+  __device__ Boxes() = default;
+  __device__ Boxes(const Params& params, const Item& item)
+      : ids(params.block_tables + item.request * static_cast<i64>(params.block_tables_stride)),
+        begin(item.any_begin / kBoxTokens),
+        end(ceil_div(item.any_end, kBoxTokens)),
+        box(item.first_tile * kTileBoxes + lane_index()) {
+    page = read(box);
+    next_page = read(box + kWarpLanes);
+  }
+
+  __device__ bool is_inside(int index) const { return index >= begin && index < end; }
+
+  __device__ int read(int index) const {
+    return is_inside(index) ? ids[index * kBoxTokens / kPageSize] : 0;
+  }
+
+  __device__ void advance() {
+    box += kWarpLanes;
+    page = next_page;
+    next_page = read(box + kWarpLanes);
+  }
+
+  // Bytes that come of a tile: boxes that nobody sees are not copied.
+  __device__ u32 bytes_of(int tile) const {
+    const int first = max(tile * kTileBoxes, begin);
+    return static_cast<u32>(min((tile + 1) * kTileBoxes, end) - first) * kBoxBytes;
+  }
+};
+
+__device__ inline void load_item(const Params& params, const Item& item, Boxes& boxes,
+                                 SharedMemory& shared, RingPosition<kStages>& position) {
+  const int end = item.first_tile + item.tiles;
+  const int own_tile = lane_index() / kTileBoxes;
+  const u32 target = lane_index() % kTileBoxes * kBoxBytes;
+  const u64 policy = policy_of_lines(params.row_tiles != 1);
+#pragma unroll 1
+  for (int tile = item.first_tile, in_window = 0; tile < end; ++tile) {
+    const bool copies = own_tile == in_window && boxes.is_inside(boxes.box);
+    const int slot = boxes.box * kBoxTokens % kPageSize;
+#pragma unroll
+    for (int part = 0; part < 2; ++part) {
+      const u32 full = shared_address(&shared.stage_full[position.stage]);
+      wait_for(shared.stage_empty[position.stage], position.parity ^ 1);
+      if (lane_index() == 0) mbarrier_arrive_expect_tx(full, boxes.bytes_of(tile));
+      __syncwarp();
+      if (copies) {
+        cp_async_bulk_tensor(shared_address(shared.tokens[position.stage]) + target,
+                             part == 0 ? &params.key_map : &params.value_map, full, policy, 0, slot,
+                             0, item.kv_head, boxes.page);
+      }
+      __syncwarp();
+      position.advance();
+    }
+    if (++in_window == kWindowTiles) {
+      in_window = 0;
+      boxes.advance();
+    }
+  }
+}
+
+// The loader: copies the tokens of all items.
+__device__ inline void load_tokens(const Params& params, SharedMemory& shared) {
+  const ItemRing& items = shared.items;
+  Item item;
+  Boxes boxes;
+  do {
+    __syncwarp();
+    barrier_sync(kStartBarrier, kThreads);
+    item = items.at(0, 0);
+    wait_for_previous_kernel();
+    boxes = Boxes(params, item);
+    __syncwarp();
+    barrier_sync(kCheckedBarrier, kThreads);
+  } while (!shared.is_start_right);
+  let_next_kernel_start();
+  RingPosition<kStages> position;
+#pragma unroll 1
+  for (u32 count = 0; !item.is_none();) {
+    load_item(params, item, boxes, shared, position);
+    items.release(count);
+    items.await(++count);
+    item = items.at(count, 0);
+    boxes = Boxes(params, item);
+  }
+}
+
+// Brings the page ids of all requests into L2, by the consumers: a line for each thread, and for no
+// more tables than that are lines.
+__device__ inline void prefetch_ids(const Params& params, int thread) {
+  constexpr int kLineIds = 32;
+  const u32 row_lines = static_cast<u32>(ceil_div(params.max_pages, kLineIds));
+  const u32 line = blockIdx.x * kConsumerThreads + thread;
+  if (row_lines == 0) return;
+  const u32 request = line / row_lines;
+  if (request >= params.requests) return;
+  prefetch_l2(params.block_tables + request * static_cast<i64>(params.block_tables_stride) +
+              (line - request * row_lines) * kLineIds);
+}
+
+// PTX ISA, "Miscellaneous Instructions: setmaxnreg". Needs sm_90.
+// All warps of a warpgroup execute it; the number of registers is a multiple of 8.
+
+// setmaxnreg.dec.sync.aligned.u32
+// Gives registers back.
+template <int kRegisters>
+__device__ inline void setmaxnreg_dec() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// setmaxnreg.inc.sync.aligned.u32
+// Waits until there are so many registers to take.
+template <int kRegisters>
+__device__ inline void setmaxnreg_inc() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// The finder, one warp: finds the work of the block, item by item, ahead of those that do it.
+
+// Whether the work may be found before the kernel before has ended: what is read for it then is
+// read once more.
+__device__ inline bool finds_ahead(const Params& params) {
+  return params.cum_seq_lens_q == nullptr && requests_of_lane(params) <= kLaneRequests;
+}
+
+// Begins before the kernel before has ended. Then lengths are looked at again, while others ask for
+// the first page ids and the first query; if that kernel has changed them, all begin anew.
+__device__ inline void find_items(const Params& params, SharedMemory& shared) {
+  if (!finds_ahead(params)) wait_for_previous_kernel();
+  LaneLengths lengths = own_lengths(params);
+  Span span;
+  WalkState walk;
+  bool has_more;
+  while (true) {
+    has_more = find_span(params, lengths, span, walk);
+    shared.items.write(0, has_more ? item_at(params, span, walk) : Item::none());
+    barrier_sync(kStartBarrier, kThreads);
+    wait_for_previous_kernel();
+    const LaneLengths now = own_lengths(params);
+    const bool is_right = !__any_sync(~0u, now.differ_from(lengths));
+    if (lane_index() == 0) shared.is_start_right = is_right;
+    __syncwarp();
+    if (is_right) break;
+    barrier_sync(kCheckedBarrier, kThreads);  // nobody reads the first item any more
+    lengths = now;
+  }
+  barrier_arrive(kCheckedBarrier, kThreads);
+  shared.items.publish(0);
+#pragma unroll 1
+  for (u32 count = 1; has_more; ++count) {
+    has_more = go_on(params, span, walk);
+    const Item next = has_more ? item_at(params, span, walk) : Item::none();
+    shared.items.await_place(count);
+    shared.items.write(count, next);
+    shared.items.publish(count);
+  }
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)

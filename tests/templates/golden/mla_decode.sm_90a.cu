@@ -1,5 +1,4 @@
-// Names and types that every kernel uses. Needs nothing: no header exists where kernels are
-// compiled.
+// Names and types that every kernel uses.
 
 using u16 = unsigned short;
 using u32 = unsigned int;
@@ -26,6 +25,11 @@ struct alignas(kChunkBytes) Chunk {
   u32 words[4];
 };
 
+// What describes a tensor to the copy engine: opaque, made on the host.
+struct alignas(64) TensorMap {
+  u64 words[16];
+};
+
 constexpr int kWarpLanes = 32;
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLargest = __builtin_bit_cast(float, 0x7f7fffff);
@@ -47,7 +51,8 @@ __device__ inline int warp_index() { return static_cast<int>(threadIdx.x) / kWar
 
 __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-// What one launch passes to the kernel. Needs blocks/prelude.cuh.
+// What one launch passes to the kernel.
+
 struct Params {
   const unsigned char* query;
   const unsigned char* query_rope;
@@ -101,7 +106,26 @@ struct Params {
   float lse_factor;
 };
 
-// The numbers of this kernel; the rest of the source only uses them. Needs blocks/prelude.cuh.
+// PTX ISA, "Parallel Synchronization and Communication Instructions: griddepcontrol". Needs sm_90.
+// Both do nothing in a launch without the programmatic-stream-serialization attribute.
+
+// griddepcontrol.wait
+// Waits until the kernel before this one has finished and its writes are visible.
+__device__ inline void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// griddepcontrol.launch_dependents
+// Lets the next kernel start once every block has said so or ended.
+__device__ inline void griddepcontrol_launch_dependents() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+// Programmatic dependent launch (PDL): starts while the preceding kernel drains.
+
+__device__ inline void wait_for_previous_kernel() { griddepcontrol_wait(); }
+__device__ inline void let_next_kernel_start() { griddepcontrol_launch_dependents(); }
+
+// The numbers of this kernel; the rest of the source only uses them.
+
 using Element = Bf16;
 using OutElement = Bf16;
 using StoredQuery = Bf16;
@@ -165,102 +189,24 @@ static_assert(kDimWarps == 1 || kRows * kTileTokens * 4 <= kRoundTokens * kStage
               "what is traded fits into what is borrowed");
 static_assert(kDimWarps == 1 || !kHasSeparateValues, "values would arrive in what is borrowed");
 
-// PTX ISA, "Warp Level Matrix Instructions: mma". Needs sm_80.
-// d[16, 8] += a[16, 16] * b[16, 8]. A lane holds, with g = lane / 4 and c = lane % 4:
-// d: rows g (0, 1) and g + 8 (2, 3), columns 2c and 2c + 1; a: two elements a word, rows g, g + 8,
-// g, g + 8, columns 2c.. of the first (0, 1) and second (2, 3) half; b: rows 2c.. of each half,
-// column g.
+// A scale is a number, or a tensor of one element that only the device knows.
 
-// mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32
-__device__ inline void mma_m16n8k16(Bf16, float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
-      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+__device__ inline float value_of(const float* tensor, float number) {
+  return tensor == nullptr ? number : *tensor;
 }
 
-// mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32
-__device__ inline void mma_m16n8k16(Fp16, float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
+// Rows of 16-byte chunks in shared memory, permuted so that the eight rows that one ldmatrix
+// reads at the same column lie in different banks.
 
-// PTX ISA, "Warp Level Matrix Instructions: ldmatrix". Needs sm_75.
-// Lanes 8i to 8i + 7 give the shared-memory addresses of the eight 16-byte rows of matrix i;
-// word i of the result is this lane's fragment of matrix i.
+constexpr int kChunkElements = 8;
 
-// ldmatrix.sync.aligned.m8n8.x4.shared.b16
-__device__ inline void ldmatrix_x4(u32 (&d)[4], u32 row_address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
-               : "r"(row_address)
-               : "memory");
-}
-
-// ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16
-__device__ inline void ldmatrix_x4_trans(u32 (&d)[4], u32 row_address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
-               : "r"(row_address)
-               : "memory");
-}
-
-// PTX ISA, "Data Movement and Conversion Instructions: Asynchronous copy, cp.async". Needs sm_80.
-
-// cp.async.cg.shared.global.L2::128B
-// Copies 16 bytes past L1; bytes from `source_bytes` on are not read and become zero.
-__device__ inline void cp_async_cg_16(u32 shared_address, const void* global, u32 source_bytes) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address),
-               "l"(global), "r"(source_bytes)
-               : "memory");
-}
-
-// cp.async.cg.shared.global.L2::cache_hint.L2::128B
-// The same, with one of createpolicy for L2.
-__device__ inline void cp_async_cg_16(u32 shared_address, const void* global, u32 source_bytes,
-                                      u64 policy) {
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(
-                   shared_address),
-               "l"(global), "r"(source_bytes), "l"(policy)
-               : "memory");
-}
-
-// cp.async.ca.shared.global
-// Copies 4 bytes; if `source_bytes` is 0 they are not read and become zero.
-__device__ inline void cp_async_ca_4(u32 shared_address, const void* global, u32 source_bytes) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address), "l"(global),
-               "r"(source_bytes)
-               : "memory");
-}
-
-// cp.async.ca.shared.global
-// Copies 8 bytes; if `source_bytes` is 0 they are not read and become zero.
-__device__ inline void cp_async_ca_8(u32 shared_address, const void* global, u32 source_bytes) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(shared_address), "l"(global),
-               "r"(source_bytes)
-               : "memory");
-}
-
-// cp.async.commit_group
-__device__ inline void cp_async_commit_group() {
-  asm volatile("cp.async.commit_group;" ::: "memory");
-}
-
-// cp.async.wait_group
-// Waits until at most `kPending` of this thread's newest groups are still under way.
-template <int kPending>
-__device__ inline void cp_async_wait_group() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-}
-
-// cp.async.mbarrier.arrive.noinc.shared::cta.b64
-// Arrives at a barrier when all copies that this thread has begun are there.
-__device__ inline void cp_async_mbarrier_arrive_noinc(u32 barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+// Byte offset of chunk `chunk` of row `row`. Rows of 128 bytes and more permute the eight chunks of
+// every 128 bytes by the row; in 64-byte rows two rows share the 128 bytes.
+template <int kRowBytes>
+__device__ inline u32 swizzled_offset(int row, int chunk) {
+  static_assert(kRowBytes == 64 || kRowBytes % 128 == 0, "a row is 64 bytes or whole 128 bytes");
+  const int permuted = kRowBytes == 64 ? chunk ^ ((row >> 1) & 3) : chunk ^ (row & 7);
+  return static_cast<u32>(row * kRowBytes + permuted * kChunkBytes);
 }
 
 // PTX ISA, "Data Movement and Conversion Instructions: cvt". Needs sm_80.
@@ -291,50 +237,7 @@ __device__ inline float cvt_f32(Bf16, u16 bits) {
   return __uint_as_float(static_cast<u32>(bits) << 16);
 }
 
-// PTX ISA, "Floating Point Instructions: ex2". Needs sm_20.
-
-// ex2.approx.ftz.f32
-// 2 to the power of x, relative error below 2^-22; minus infinity gives zero.
-__device__ inline float ex2_approx(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-// PTX ISA, "Parallel Synchronization and Communication Instructions: griddepcontrol". Needs sm_90.
-// Both do nothing in a launch without the programmatic-stream-serialization attribute.
-
-// griddepcontrol.wait
-// Waits until the kernel before this one has finished and its writes are visible.
-__device__ inline void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
-// griddepcontrol.launch_dependents
-// Lets the next kernel start once every block has said so or ended.
-__device__ inline void griddepcontrol_launch_dependents() {
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
-
-// Programmatic dependent launch: start while the kernel before drains. Needs
-// ptx/griddepcontrol.cuh.
-
-__device__ inline void wait_for_previous_kernel() { griddepcontrol_wait(); }
-__device__ inline void let_next_kernel_start() { griddepcontrol_launch_dependents(); }
-
-// Rows of 16-byte chunks in shared memory, permuted so that the eight rows that one ldmatrix reads
-// at the same column lie in different banks. Needs blocks/prelude.cuh.
-
-constexpr int kChunkElements = 8;
-
-// Byte offset of chunk `chunk` of row `row`. Rows of 128 bytes and more permute the eight chunks of
-// every 128 bytes by the row; in 64-byte rows two rows share the 128 bytes.
-template <int kRowBytes>
-__device__ inline u32 swizzled_offset(int row, int chunk) {
-  static_assert(kRowBytes == 64 || kRowBytes % 128 == 0, "a row is 64 bytes or whole 128 bytes");
-  const int permuted = kRowBytes == 64 ? chunk ^ ((row >> 1) & 3) : chunk ^ (row & 7);
-  return static_cast<u32>(row * kRowBytes + permuted * kChunkBytes);
-}
-
-// Where a token of a request lies in the paged cache. Needs blocks/prelude.cuh, kPageSize.
+// Where a token of a request lies in the paged cache.
 
 // One tensor of the cache; strides in bytes.
 struct PagedRows {
@@ -362,8 +265,7 @@ __device__ inline bool is_page(int page, int num_pages) {
   return static_cast<u32>(page) < static_cast<u32>(num_pages);
 }
 
-// Where the page ids of a request begin in the tables. Needs Params, blocks/page_table.cuh,
-// kIsSparse.
+// Where the page ids of a request begin in the tables.
 
 // Where they begin, and how many there are.
 struct TableRow {
@@ -381,8 +283,8 @@ __device__ inline TableRow table_row(const Params& params, int request) {
   return {start, end - start};
 }
 
-// Which rows of which request a tile holds, also where requests have queries of different lengths.
-// What ends of queries say is not trusted. Needs blocks/prelude.cuh, kRows.
+// Which rows of which request a tile holds, also where requests have queries of different
+// lengths. What ends of queries say is not trusted.
 
 // The last request that begins at or before `position`; `begin_of` says where a request begins.
 template <typename BeginOf>
@@ -447,7 +349,7 @@ __device__ inline TileRows rows_of_tile(const int* cum_seq_lens_q, int requests,
           is_inside && rows > 0 ? static_cast<int>(rows) : 0};
 }
 
-// How many of its listed tokens a query token looks at. Needs blocks/ragged_tiles.cuh.
+// How many of its listed tokens a query token looks at.
 
 // Either the lists themselves have lengths, or the requests that query tokens belong to.
 struct TokenLists {
@@ -480,74 +382,7 @@ __device__ inline int listed_tokens(const TokenLists& lists, int token) {
   return static_cast<int>(max(static_cast<i64>(0), min(listed, static_cast<i64>(lists.top_k))));
 }
 
-// A scale is a number, or a tensor of one element that only the device knows. Needs nothing.
-
-__device__ inline float value_of(const float* tensor, float number) {
-  return tensor == nullptr ? number : *tensor;
-}
-
-// What products of query and key are multiplied by, in the natural domain. Needs Params,
-// blocks/scales.cuh.
-
-__device__ inline float score_scale(const Params& params) {
-  const float scale = value_of(params.bmm1_scale_tensor, params.bmm1_scale);
-  return params.scores_take_bmm2 ? scale * value_of(params.bmm2_scale_tensor, params.bmm2_scale)
-                                 : scale;
-}
-
-// How the statistics of a softmax row become its scale and its LSE. Needs ptx/ex2.cuh.
-
-struct RowResult {
-  float factor;  // multiplies the accumulated values
-  float lse;  // the sink included; of an empty row its sink, or minus infinity
-};
-
-// `reference` in log2 units, `sum` relative to it; `sink` is a natural-log logit without a value,
-// or minus infinity. `lse_factor` brings log2 units to the base of the LSE.
-__device__ inline RowResult finish_row(float reference, float sum, float sink,
-                                       float lse_factor = 1.0f) {
-  // Not by way of log2 units: a finite sink may overflow there, and not in base e.
-  const float sink_lse = sink * (kLog2E * lse_factor);
-  if (sum == 0.0f) return {0.0f, sink_lse};  // the row attends to nothing; a NaN is not nothing
-  // Fused, so that only the distance may overflow, to an infinity of the right sign.
-  const float distance = fmaf(sink, kLog2E, -reference);
-  // Relative to the larger of the two, because 2^distance may overflow. Selects, for a NaN is kept.
-  const bool is_sink_larger = distance > 0.0f;
-  const float rescale = is_sink_larger ? ex2_approx(-distance) : 1.0f;
-  const float total = sum * rescale + (is_sink_larger ? 1.0f : ex2_approx(distance));
-  // Approximate: exact to some 22 bits, and a fraction of the instructions.
-  const float log2_total = __log2f(total);
-  return {__fdividef(rescale, total), is_sink_larger ? sink_lse + log2_total * lse_factor
-                                                     : (reference + log2_total) * lse_factor};
-}
-
-// When the reference of a row moves, in the online softmax of the portable families. Needs nothing.
-
-// A row's probabilities are relative to its reference, which is kept until a score exceeds it by
-// this much in log2 units. So warps need not agree on a maximum for every tile, the output is
-// rescaled seldom, and no probability exceeds 2^8, which fp16 holds.
-constexpr float kReferenceSlack = 8.0f;
-
-// Reductions over the four neighbouring lanes that have a row's parts, as products leave them.
-// Needs blocks/prelude.cuh.
-
-__device__ inline float row_maximum(float value) {
-  value = fmaxf(value, __shfl_xor_sync(~0u, value, 1));
-  return fmaxf(value, __shfl_xor_sync(~0u, value, 2));
-}
-
-__device__ inline float row_minimum(float value) {
-  value = fminf(value, __shfl_xor_sync(~0u, value, 1));
-  return fminf(value, __shfl_xor_sync(~0u, value, 2));
-}
-
-__device__ inline float row_total(float value) {
-  value += __shfl_xor_sync(~0u, value, 1);
-  return value + __shfl_xor_sync(~0u, value, 2);
-}
-
-// Which rows and which tokens this block attends to. Needs Params, blocks/ragged_tiles.cuh,
-// blocks/listed_tokens.cuh, blocks/table_row.cuh, roles/mla_decode/constants.
+// Which rows and which tokens this block attends to.
 
 // A row is one (query token, head) pair of a request, query token first, so that rows are
 // contiguous in [tokens, heads, dim] tensors. A block takes kRows rows and one split of the tokens.
@@ -609,7 +444,8 @@ __device__ inline Work find_work(const Params& params) {
   return work;
 }
 
-// The shared memory of a block, whole. Needs Work, roles/mla_decode/constants.
+// The shared memory of a block, whole.
+
 struct SharedMemory {
   unsigned char query[kRows * kTokenBytes];  // [kRows][kHeadDimQk], swizzled; then the output
   unsigned char kv[kStages * kStageBytes + kDecodedBytes];  // see stage_of and tokens_of
@@ -643,58 +479,399 @@ __device__ inline unsigned char* tokens_of(SharedMemory& shared, int item) {
   return kDecodesTokens ? shared.kv + kStages * kStageBytes : stage_of(shared, item);
 }
 
-// Where a row of the query is, and where it goes. Needs SharedMemory, blocks/swizzle.cuh.
+// Tokens that are hidden from rows for another reason than their position: entries of a list
+// that name no token, and a bias of minus infinity.
 
-// Latent and rope part may be tensors of their own; strides in bytes.
-__device__ inline const unsigned char* latent_part(const Params& params, i64 query, int head) {
-  return params.query + query * params.query_stride + head * params.query_head_stride;
+// The numbers that are added to the scores of `row`; null if there are none.
+__device__ inline const float* row_bias(const Params& params, const Work& work, int row) {
+  if constexpr (!kHasBias) return nullptr;
+  const int packed_row = work.first_row + row;
+  const i64 query = work.first_query + packed_row / work.heads;
+  return params.bias + query * params.bias_stride +
+         packed_row % work.heads * params.bias_head_stride;
 }
 
-__device__ inline const unsigned char* rope_part(const Params& params, i64 query, int head) {
-  return params.query_rope + query * params.query_rope_stride +
-         head * params.query_rope_head_stride;
+// Returns whether a row sees a token that it is not too early for, and adds the token's bias to the
+// score. Leaves word of what is hidden by a bias.
+__device__ inline bool see_token(const float* bias, int first_token, int token, float& score,
+                                 SharedMemory& shared) {
+  if constexpr (kIsSparse) {
+    return shared.is_hidden[token] == 0;
+  } else if constexpr (kHasBias) {
+    const float added = bias[first_token + token];
+    if (added == -kInfinity) {
+      shared.is_hidden[token] = 1;  // all who write it write the same
+      return false;
+    }
+    // A finite number stays finite: minus infinity is for what is hidden, and infinity makes NaN.
+    const float in_log2 = added * kLog2E;
+    const bool overflows = fabsf(in_log2) == kInfinity && added != kInfinity;
+    score += overflows ? copysignf(kLargest, added) : in_log2;
+  }
+  return true;
 }
 
-__device__ inline Chunk* query_chunk(SharedMemory& shared, int row, int chunk) {
-  return reinterpret_cast<Chunk*>(shared.query + swizzled_offset<kTokenBytes>(row, chunk));
+// Before a tile: which entries of the list name no token, and that no row has hidden any yet.
+__device__ inline void begin_tile(const Params& params, const int* list, int listed, int tile,
+                                  SharedMemory& shared) {
+  const int token = static_cast<int>(threadIdx.x);
+  if (!(kIsSparse || kHasBias) || token >= kTileTokens) return;
+  bool is_hidden = false;
+  if constexpr (kIsSparse) {
+    const int position = tile * kTileTokens + token;
+    const int id = position < listed ? list[position] : -1;
+    is_hidden = id < 0 || !is_page(id / kPageSize, params.num_pages);
+  }
+  shared.is_hidden[token] = is_hidden;
 }
 
-// A row of a query that is multiplied as it is stored. Needs query_rows.cuh, ptx/cp_async.cuh.
+// PTX ISA, "Warp Level Matrix Instructions: ldmatrix". Needs sm_75.
+// Lanes 8i to 8i + 7 give the shared-memory addresses of the eight 16-byte rows of matrix i;
+// word i of the result is this lane's fragment of matrix i.
 
-__device__ inline void load_query_row(const Params& params, i64 query, int head, int row, int lane,
-                                      SharedMemory& shared) {
-  const unsigned char* latent = latent_part(params, query, head);
-  const unsigned char* rope = rope_part(params, query, head);
-  constexpr int kLatentChunks = kLatentDim / kChunkElements;
+// ldmatrix.sync.aligned.m8n8.x4.shared.b16
+__device__ inline void ldmatrix_x4(u32 (&d)[4], u32 row_address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+               : "r"(row_address)
+               : "memory");
+}
+
+// ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16
+__device__ inline void ldmatrix_x4_trans(u32 (&d)[4], u32 row_address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+               : "r"(row_address)
+               : "memory");
+}
+
+// PTX ISA, "Warp Level Matrix Instructions: mma". Needs sm_80.
+// d[16, 8] += a[16, 16] * b[16, 8]. A lane holds, with g = lane / 4 and c = lane % 4:
+// d: rows g (0, 1) and g + 8 (2, 3), columns 2c and 2c + 1; a: two elements a word, rows g, g + 8,
+// g, g + 8, columns 2c.. of the first (0, 1) and second (2, 3) half; b: rows 2c.. of each half,
+// column g.
+
+// mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32
+__device__ inline void mma_m16n8k16(Bf16, float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32
+__device__ inline void mma_m16n8k16(Fp16, float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// The output of one block: O += P V.
+
+// The part of O that one warp holds, in the fragments of mma: element [m][n][e] belongs to
+// row output_row(m, e / 2) and output dim output_dim(n, e % 2).
+using Output = float[kRowGroups][kWarpDims / 8][4];
+
+__device__ inline int output_row(int group, int half) {
+  return group * 16 + half * 8 + lane_index() / 4;
+}
+
+__device__ inline int output_dim(int group, int parity) {
+  return warp_index() * kWarpDims + group * 8 + lane_index() % 4 * 2 + parity;
+}
+
+__device__ inline void clear_output(Output& output) {
 #pragma unroll
-  for (int chunk = 0; chunk < kHeadDimQk / kChunkElements; chunk += 8) {
-    const unsigned char* source = chunk < kLatentChunks
-                                      ? latent + (chunk + lane) * kChunkBytes
-                                      : rope + (chunk - kLatentChunks + lane) * kChunkBytes;
-    cp_async_cg_16(shared_address(query_chunk(shared, row, chunk + lane)), source, kChunkBytes);
+  for (int m = 0; m < kRowGroups; ++m) {
+#pragma unroll
+    for (int n = 0; n < kWarpDims / 8; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) output[m][n][e] = 0.0f;
+    }
   }
 }
 
-// Brings the block's rows of the query into shared memory. Needs Work, load_query_row.
+__device__ inline void rescale_output(const SharedMemory& shared, Output& output) {
+#pragma unroll
+  for (int m = 0; m < kRowGroups; ++m) {
+    const float low = shared.row_rescale[output_row(m, 0)];
+    const float high = shared.row_rescale[output_row(m, 1)];
+#pragma unroll
+    for (int n = 0; n < kWarpDims / 8; ++n) {
+      output[m][n][0] *= low;
+      output[m][n][1] *= low;
+      output[m][n][2] *= high;
+      output[m][n][3] *= high;
+    }
+  }
+}
 
-// Eight lanes take one row.
-__device__ inline void load_query(const Params& params, const Work& work, SharedMemory& shared) {
-  const int lane = lane_index() % 8;
-  for (int row = static_cast<int>(threadIdx.x) / 8; row < kRows; row += kThreads / 8) {
-    const int packed_row = work.first_row + row;
-    if (row < work.rows) {
-      const i64 query = work.first_query + packed_row / work.heads;
-      load_query_row(params, query, packed_row % work.heads, row, lane, shared);
-    } else {
-      for (int chunk = lane; chunk < kTokenBytes / kChunkBytes; chunk += 8) {
-        *query_chunk(shared, row, chunk) = Chunk{};
+// Whether a row sees a token that not all rows see.
+__device__ inline bool sees(const Params& params, const SharedMemory& shared, int row,
+                            int first_token, int token) {
+  if (first_token + token >= shared.row_visible[row]) return false;
+  if constexpr (kHasBias) {
+    return row_bias(params, shared.work, row)[first_token + token] != -kInfinity;
+  }
+  return true;
+}
+
+// Whether a token of [first, last) is one of those that some rows do not see.
+__device__ inline bool is_at_boundary(const SharedMemory& shared, int first_token, int token) {
+  if constexpr (kHasBias) {
+    return shared.is_hidden[token] != 0 || first_token + token >= shared.work.visible_to_all;
+  }
+  return true;
+}
+
+// Adds the tokens [first, last) of the tile, which some rows see and others do not, to the rows
+// that see them, and clears them: 0 * NaN is NaN, so a hidden V must not meet the tensor core.
+__device__ inline void accumulate_boundary(const Params& params, SharedMemory& shared,
+                                           unsigned char* values, int first_token, int first,
+                                           int last, Output& output) {
+  // Not unrolled: a rare path must not take registers from the loop over tiles.
+#pragma unroll 1
+  for (int token = first; token < last; ++token) {
+    if (!is_at_boundary(shared, first_token, token)) continue;
+    float p[kRowGroups][2];
+    u32 seen = 0;  // a bit for each row of this thread
+#pragma unroll
+    for (int m = 0; m < kRowGroups; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = output_row(m, half);
+        const u32 offset = swizzled_offset<kProbabilityBytes>(row, token / kChunkElements) +
+                           token % kChunkElements * 2;
+        p[m][half] = cvt_f32(Element{}, *reinterpret_cast<u16*>(shared.probabilities + offset));
+        if (sees(params, shared, row, first_token, token)) seen |= 1u << (m * 2 + half);
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < kWarpDims / 8; ++n) {
+      const int dim = output_dim(n, 0);
+      const u32 offset =
+          swizzled_offset<kTokenBytes>(token, dim / kChunkElements) + dim % kChunkElements * 2;
+      const u32 pair = *reinterpret_cast<u32*>(values + offset);
+#pragma unroll
+      for (int m = 0; m < kRowGroups; ++m) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          if ((seen >> (m * 2 + half) & 1) == 0) continue;
+          output[m][n][half * 2] += p[m][half] * cvt_f32(Element{}, static_cast<u16>(pair));
+          output[m][n][half * 2 + 1] +=
+              p[m][half] * cvt_f32(Element{}, static_cast<u16>(pair >> 16));
+        }
+      }
+    }
+  }
+  __syncthreads();
+  for (int word = first * kTokenBytes / 4 + static_cast<int>(threadIdx.x);
+       word < last * kTokenBytes / 4; word += kThreads) {
+    if (!is_at_boundary(shared, first_token, word / (kTokenBytes / 4))) continue;
+    reinterpret_cast<u32*>(values)[word] = 0;
+  }
+  __syncthreads();
+}
+
+__device__ inline void accumulate_pv(const SharedMemory& shared, const unsigned char* tokens,
+                                     Output& output) {
+  const int lane = lane_index();
+  const u32 probabilities = shared_address(shared.probabilities);
+  const u32 values = shared_address(tokens);
+#pragma unroll
+  for (int token = 0; token < kTileTokens; token += 16) {
+    u32 p[kRowGroups][4];
+#pragma unroll
+    for (int m = 0; m < kRowGroups; ++m) {
+      const int chunk = token / kChunkElements + lane / 16;
+      ldmatrix_x4(p[m],
+                  probabilities + swizzled_offset<kProbabilityBytes>(m * 16 + lane % 16, chunk));
+    }
+#pragma unroll
+    for (int n = 0; n < kWarpDims / 8; n += 2) {
+      u32 v[4];
+      const int chunk = (warp_index() * kWarpDims + n * 8) / kChunkElements + lane / 16;
+      ldmatrix_x4_trans(v, values + swizzled_offset<kTokenBytes>(token + lane % 16, chunk));
+#pragma unroll
+      for (int m = 0; m < kRowGroups; ++m) {
+        mma_m16n8k16(Element{}, output[m][n], p[m], v[0], v[1]);
+        mma_m16n8k16(Element{}, output[m][n + 1], p[m], v[2], v[3]);
       }
     }
   }
 }
 
-// Streams tiles of the paged cache into the stages. Needs Work, blocks/page_table.cuh,
-// blocks/swizzle.cuh, ptx/cp_async.cuh.
+// PTX ISA, "Floating Point Instructions: ex2". Needs sm_20.
+
+// ex2.approx.ftz.f32
+// 2 to the power of x, relative error below 2^-22; minus infinity gives zero.
+__device__ inline float ex2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// How the statistics of a softmax row become its scale and its LSE.
+
+struct RowResult {
+  float factor;  // multiplies the accumulated values
+  float lse;  // the sink included; of an empty row its sink, or minus infinity
+};
+
+// `reference` in log2 units, `sum` relative to it; `sink` is a natural-log logit without a value,
+// or minus infinity. `lse_factor` brings log2 units to the base of the LSE.
+__device__ inline RowResult finish_row(float reference, float sum, float sink,
+                                       float lse_factor = 1.0f) {
+  // Not by way of log2 units: a finite sink may overflow there, and not in base e.
+  const float sink_lse = sink * (kLog2E * lse_factor);
+  if (sum == 0.0f) return {0.0f, sink_lse};  // the row attends to nothing; a NaN is not nothing
+  // Fused, so that only the distance may overflow, to an infinity of the right sign.
+  const float distance = fmaf(sink, kLog2E, -reference);
+  // Relative to the larger of the two, because 2^distance may overflow. Selects, for a NaN is kept.
+  const bool is_sink_larger = distance > 0.0f;
+  const float rescale = is_sink_larger ? ex2_approx(-distance) : 1.0f;
+  const float total = sum * rescale + (is_sink_larger ? 1.0f : ex2_approx(distance));
+  // Approximate: exact to some 22 bits, and a fraction of the instructions.
+  const float log2_total = __log2f(total);
+  return {__fdividef(rescale, total), is_sink_larger ? sink_lse + log2_total * lse_factor
+                                                     : (reference + log2_total) * lse_factor};
+}
+
+// Writes what a block found: the finished rows, or the partial rows of one split.
+
+// The sum of a row over all token warps, after Softmax::publish and a barrier.
+__device__ inline float row_sum(const SharedMemory& shared, int row) {
+  float sum = 0.0f;
+#pragma unroll
+  for (int warp = 0; warp < kTokenWarps; ++warp) sum += shared.row_partial[warp][row];
+  return sum;
+}
+
+// One split of several: normalised fp32 rows and their LSE in log2 units. A row that saw nothing
+// has LSE minus infinity, and its values are never read.
+__device__ inline void store_partial(const Params& params, const SharedMemory& shared,
+                                     const Output& output) {
+  const Work& work = shared.work;
+  const i64 split_row = work.split * params.total_rows;
+#pragma unroll
+  for (int m = 0; m < kRowGroups; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = output_row(m, half);
+      if (row >= work.rows) continue;
+      const i64 target = split_row + work.global_row(row);
+      const RowResult result =
+          finish_row(shared.row_reference[row], row_sum(shared, row), -kInfinity);
+      float* values = params.partial_out + target * kHeadDimVo;
+#pragma unroll
+      for (int n = 0; n < kWarpDims / 8; ++n) {
+        *reinterpret_cast<float2*>(values + output_dim(n, 0)) = make_float2(
+            output[m][n][half * 2] * result.factor, output[m][n][half * 2 + 1] * result.factor);
+      }
+      if (warp_index() == 0 && lane_index() % 4 == 0) params.partial_lse[target] = result.lse;
+    }
+  }
+}
+
+// The whole result. It passes through the query's shared memory, so that a row leaves in whole
+// 128-byte lines.
+__device__ inline void store_final(const Params& params, SharedMemory& shared,
+                                   const Output& output) {
+  const Work& work = shared.work;
+  const float output_scale = value_of(params.bmm2_scale_tensor, params.bmm2_scale);
+#pragma unroll
+  for (int m = 0; m < kRowGroups; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = output_row(m, half);
+      const float sink = params.sinks == nullptr || row >= work.rows
+                             ? -kInfinity
+                             : params.sinks[(work.first_row + row) % work.heads];
+      const RowResult result =
+          finish_row(shared.row_reference[row], row_sum(shared, row), sink, params.lse_factor);
+      const float factor = result.factor * output_scale;
+#pragma unroll
+      for (int n = 0; n < kWarpDims / 8; ++n) {
+        const int dim = output_dim(n, 0);
+        const u32 offset =
+            swizzled_offset<kTokenBytes>(row, dim / kChunkElements) + dim % kChunkElements * 2;
+        *reinterpret_cast<u32*>(shared.query + offset) = cvt_rn_x2_f32(
+            OutElement{}, output[m][n][half * 2 + 1] * factor, output[m][n][half * 2] * factor);
+      }
+      if (params.lse != nullptr && warp_index() == 0 && lane_index() % 4 == 0 && row < work.rows) {
+        params.lse[work.global_row(row)] = result.lse;
+      }
+    }
+  }
+  __syncthreads();
+  constexpr int kChunks = kHeadDimVo / kChunkElements;
+  for (int i = static_cast<int>(threadIdx.x); i < work.rows * kChunks; i += kThreads) {
+    const int row = i / kChunks;
+    const int chunk = i % kChunks;
+    const uint4 value =
+        *reinterpret_cast<const uint4*>(shared.query + swizzled_offset<kTokenBytes>(row, chunk));
+    reinterpret_cast<uint4*>(params.out + work.global_row(row) * kHeadDimVo)[chunk] = value;
+  }
+}
+
+// PTX ISA, "Data Movement and Conversion Instructions: Asynchronous copy, cp.async". Needs sm_80.
+
+// cp.async.cg.shared.global.L2::128B
+// Copies 16 bytes past L1; bytes from `source_bytes` on are not read and become zero.
+__device__ inline void cp_async_cg_16(u32 shared_address, const void* global, u32 source_bytes) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address),
+               "l"(global), "r"(source_bytes)
+               : "memory");
+}
+
+// cp.async.cg.shared.global.L2::cache_hint.L2::128B
+// The same, with one of createpolicy for L2.
+__device__ inline void cp_async_cg_16(u32 shared_address, const void* global, u32 source_bytes,
+                                      u64 policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(
+                   shared_address),
+               "l"(global), "r"(source_bytes), "l"(policy)
+               : "memory");
+}
+
+// cp.async.ca.shared.global
+// Copies 4 bytes; if `source_bytes` is 0 they are not read and become zero.
+__device__ inline void cp_async_ca_4(u32 shared_address, const void* global, u32 source_bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address), "l"(global),
+               "r"(source_bytes)
+               : "memory");
+}
+
+// cp.async.ca.shared.global
+// Copies 8 bytes; if `source_bytes` is 0 they are not read and become zero.
+__device__ inline void cp_async_ca_8(u32 shared_address, const void* global, u32 source_bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(shared_address), "l"(global),
+               "r"(source_bytes)
+               : "memory");
+}
+
+// cp.async.commit_group
+__device__ inline void cp_async_commit_group() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// cp.async.wait_group
+// Waits until at most `kPending` of this thread's newest groups are still under way.
+template <int kPending>
+__device__ inline void cp_async_wait_group() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// cp.async.mbarrier.arrive.noinc.shared::cta.b64
+// Arrives at a barrier when all copies that this thread has begun are there.
+__device__ inline void cp_async_mbarrier_arrive_noinc(u32 barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+// Streams tiles of the paged cache into the stages.
 
 // Bytes of a stored token before its rope part, if that part may be a tensor of its own.
 constexpr bool kIsPacked = kIsSame<StoredToken, Fp8DsMla> || kIsSame<StoredToken, Fp8PerToken>;
@@ -810,53 +987,57 @@ struct TileLoader {
   }
 };
 
-// Tokens that are hidden from rows for another reason than their position: entries of a list that
-// name no token, and a bias of minus infinity. Needs SharedMemory, Work, blocks/page_table.cuh.
+// Where a row of the query is, and where it goes.
 
-// The numbers that are added to the scores of `row`; null if there are none.
-__device__ inline const float* row_bias(const Params& params, const Work& work, int row) {
-  if constexpr (!kHasBias) return nullptr;
-  const int packed_row = work.first_row + row;
-  const i64 query = work.first_query + packed_row / work.heads;
-  return params.bias + query * params.bias_stride +
-         packed_row % work.heads * params.bias_head_stride;
+// Latent and rope part may be tensors of their own; strides in bytes.
+__device__ inline const unsigned char* latent_part(const Params& params, i64 query, int head) {
+  return params.query + query * params.query_stride + head * params.query_head_stride;
 }
 
-// Returns whether a row sees a token that it is not too early for, and adds the token's bias to the
-// score. Leaves word of what is hidden by a bias.
-__device__ inline bool see_token(const float* bias, int first_token, int token, float& score,
-                                 SharedMemory& shared) {
-  if constexpr (kIsSparse) {
-    return shared.is_hidden[token] == 0;
-  } else if constexpr (kHasBias) {
-    const float added = bias[first_token + token];
-    if (added == -kInfinity) {
-      shared.is_hidden[token] = 1;  // all who write it write the same
-      return false;
+__device__ inline const unsigned char* rope_part(const Params& params, i64 query, int head) {
+  return params.query_rope + query * params.query_rope_stride +
+         head * params.query_rope_head_stride;
+}
+
+__device__ inline Chunk* query_chunk(SharedMemory& shared, int row, int chunk) {
+  return reinterpret_cast<Chunk*>(shared.query + swizzled_offset<kTokenBytes>(row, chunk));
+}
+
+// A row of a query that is multiplied as it is stored.
+
+__device__ inline void load_query_row(const Params& params, i64 query, int head, int row, int lane,
+                                      SharedMemory& shared) {
+  const unsigned char* latent = latent_part(params, query, head);
+  const unsigned char* rope = rope_part(params, query, head);
+  constexpr int kLatentChunks = kLatentDim / kChunkElements;
+#pragma unroll
+  for (int chunk = 0; chunk < kHeadDimQk / kChunkElements; chunk += 8) {
+    const unsigned char* source = chunk < kLatentChunks
+                                      ? latent + (chunk + lane) * kChunkBytes
+                                      : rope + (chunk - kLatentChunks + lane) * kChunkBytes;
+    cp_async_cg_16(shared_address(query_chunk(shared, row, chunk + lane)), source, kChunkBytes);
+  }
+}
+
+// Brings the block's rows of the query into shared memory.
+
+// Eight lanes take one row.
+__device__ inline void load_query(const Params& params, const Work& work, SharedMemory& shared) {
+  const int lane = lane_index() % 8;
+  for (int row = static_cast<int>(threadIdx.x) / 8; row < kRows; row += kThreads / 8) {
+    const int packed_row = work.first_row + row;
+    if (row < work.rows) {
+      const i64 query = work.first_query + packed_row / work.heads;
+      load_query_row(params, query, packed_row % work.heads, row, lane, shared);
+    } else {
+      for (int chunk = lane; chunk < kTokenBytes / kChunkBytes; chunk += 8) {
+        *query_chunk(shared, row, chunk) = Chunk{};
+      }
     }
-    // A finite number stays finite: minus infinity is for what is hidden, and infinity makes NaN.
-    const float in_log2 = added * kLog2E;
-    const bool overflows = fabsf(in_log2) == kInfinity && added != kInfinity;
-    score += overflows ? copysignf(kLargest, added) : in_log2;
   }
-  return true;
 }
 
-// Before a tile: which entries of the list name no token, and that no row has hidden any yet.
-__device__ inline void begin_tile(const Params& params, const int* list, int listed, int tile,
-                                  SharedMemory& shared) {
-  const int token = static_cast<int>(threadIdx.x);
-  if (!(kIsSparse || kHasBias) || token >= kTileTokens) return;
-  bool is_hidden = false;
-  if constexpr (kIsSparse) {
-    const int position = tile * kTileTokens + token;
-    const int id = position < listed ? list[position] : -1;
-    is_hidden = id < 0 || !is_page(id / kPageSize, params.num_pages);
-  }
-  shared.is_hidden[token] = is_hidden;
-}
-
-// Scores of one tile: S = Q K^T. Needs ptx/mma.cuh, ptx/ldmatrix.cuh, blocks/swizzle.cuh.
+// Scores of one tile: S = Q K^T.
 
 // The part of S that one warp holds, in the fragments of mma: element [m][n][e] belongs to
 // row score_row(m, e / 2) and tile token score_token(n, e % 2).
@@ -977,8 +1158,39 @@ __device__ inline void multiply_qk(SharedMemory& shared, const unsigned char* to
   }
 }
 
-// Online softmax over the tiles of one block. Needs Scores, SharedMemory, hidden_tokens.cuh,
-// blocks/row_reference.cuh, blocks/row_reductions.cuh, ptx/ex2.cuh, ptx/cvt.cuh.
+// When the reference of a row moves, in the online softmax of the portable families.
+
+// A row's probabilities are relative to its reference, which is kept until a score exceeds it by
+// this much in log2 units. So warps need not agree on a maximum for every tile, the output is
+// rescaled seldom, and no probability exceeds 2^8, which fp16 holds.
+constexpr float kReferenceSlack = 8.0f;
+
+// Reductions over the four neighbouring lanes that have a row's parts, as products leave them.
+
+__device__ inline float row_maximum(float value) {
+  value = fmaxf(value, __shfl_xor_sync(~0u, value, 1));
+  return fmaxf(value, __shfl_xor_sync(~0u, value, 2));
+}
+
+__device__ inline float row_minimum(float value) {
+  value = fminf(value, __shfl_xor_sync(~0u, value, 1));
+  return fminf(value, __shfl_xor_sync(~0u, value, 2));
+}
+
+__device__ inline float row_total(float value) {
+  value += __shfl_xor_sync(~0u, value, 1);
+  return value + __shfl_xor_sync(~0u, value, 2);
+}
+
+// What products of query and key are multiplied by, in the natural domain.
+
+__device__ inline float score_scale(const Params& params) {
+  const float scale = value_of(params.bmm1_scale_tensor, params.bmm1_scale);
+  return params.scores_take_bmm2 ? scale * value_of(params.bmm2_scale_tensor, params.bmm2_scale)
+                                 : scale;
+}
+
+// Online softmax over the tiles of one block.
 
 // The sums are over this thread's tokens only, of probabilities as P V uses them: rounded. The
 // references, in log2 units, are in shared memory.
@@ -1127,220 +1339,6 @@ struct Softmax {
     }
   }
 };
-
-// The output of one block: O += P V. Needs SharedMemory, Work, hidden_tokens.cuh, ptx/mma.cuh,
-// ptx/ldmatrix.cuh.
-
-// The part of O that one warp holds, in the fragments of mma: element [m][n][e] belongs to
-// row output_row(m, e / 2) and output dim output_dim(n, e % 2).
-using Output = float[kRowGroups][kWarpDims / 8][4];
-
-__device__ inline int output_row(int group, int half) {
-  return group * 16 + half * 8 + lane_index() / 4;
-}
-
-__device__ inline int output_dim(int group, int parity) {
-  return warp_index() * kWarpDims + group * 8 + lane_index() % 4 * 2 + parity;
-}
-
-__device__ inline void clear_output(Output& output) {
-#pragma unroll
-  for (int m = 0; m < kRowGroups; ++m) {
-#pragma unroll
-    for (int n = 0; n < kWarpDims / 8; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) output[m][n][e] = 0.0f;
-    }
-  }
-}
-
-__device__ inline void rescale_output(const SharedMemory& shared, Output& output) {
-#pragma unroll
-  for (int m = 0; m < kRowGroups; ++m) {
-    const float low = shared.row_rescale[output_row(m, 0)];
-    const float high = shared.row_rescale[output_row(m, 1)];
-#pragma unroll
-    for (int n = 0; n < kWarpDims / 8; ++n) {
-      output[m][n][0] *= low;
-      output[m][n][1] *= low;
-      output[m][n][2] *= high;
-      output[m][n][3] *= high;
-    }
-  }
-}
-
-// Whether a row sees a token that not all rows see.
-__device__ inline bool sees(const Params& params, const SharedMemory& shared, int row,
-                            int first_token, int token) {
-  if (first_token + token >= shared.row_visible[row]) return false;
-  if constexpr (kHasBias) {
-    return row_bias(params, shared.work, row)[first_token + token] != -kInfinity;
-  }
-  return true;
-}
-
-// Whether a token of [first, last) is one of those that some rows do not see.
-__device__ inline bool is_at_boundary(const SharedMemory& shared, int first_token, int token) {
-  if constexpr (kHasBias) {
-    return shared.is_hidden[token] != 0 || first_token + token >= shared.work.visible_to_all;
-  }
-  return true;
-}
-
-// Adds the tokens [first, last) of the tile, which some rows see and others do not, to the rows
-// that see them, and clears them: 0 * NaN is NaN, so a hidden V must not meet the tensor core.
-__device__ inline void accumulate_boundary(const Params& params, SharedMemory& shared,
-                                           unsigned char* values, int first_token, int first,
-                                           int last, Output& output) {
-  // Not unrolled: a rare path must not take registers from the loop over tiles.
-#pragma unroll 1
-  for (int token = first; token < last; ++token) {
-    if (!is_at_boundary(shared, first_token, token)) continue;
-    float p[kRowGroups][2];
-    u32 seen = 0;  // a bit for each row of this thread
-#pragma unroll
-    for (int m = 0; m < kRowGroups; ++m) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int row = output_row(m, half);
-        const u32 offset = swizzled_offset<kProbabilityBytes>(row, token / kChunkElements) +
-                           token % kChunkElements * 2;
-        p[m][half] = cvt_f32(Element{}, *reinterpret_cast<u16*>(shared.probabilities + offset));
-        if (sees(params, shared, row, first_token, token)) seen |= 1u << (m * 2 + half);
-      }
-    }
-#pragma unroll
-    for (int n = 0; n < kWarpDims / 8; ++n) {
-      const int dim = output_dim(n, 0);
-      const u32 offset =
-          swizzled_offset<kTokenBytes>(token, dim / kChunkElements) + dim % kChunkElements * 2;
-      const u32 pair = *reinterpret_cast<u32*>(values + offset);
-#pragma unroll
-      for (int m = 0; m < kRowGroups; ++m) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          if ((seen >> (m * 2 + half) & 1) == 0) continue;
-          output[m][n][half * 2] += p[m][half] * cvt_f32(Element{}, static_cast<u16>(pair));
-          output[m][n][half * 2 + 1] +=
-              p[m][half] * cvt_f32(Element{}, static_cast<u16>(pair >> 16));
-        }
-      }
-    }
-  }
-  __syncthreads();
-  for (int word = first * kTokenBytes / 4 + static_cast<int>(threadIdx.x);
-       word < last * kTokenBytes / 4; word += kThreads) {
-    if (!is_at_boundary(shared, first_token, word / (kTokenBytes / 4))) continue;
-    reinterpret_cast<u32*>(values)[word] = 0;
-  }
-  __syncthreads();
-}
-
-__device__ inline void accumulate_pv(const SharedMemory& shared, const unsigned char* tokens,
-                                     Output& output) {
-  const int lane = lane_index();
-  const u32 probabilities = shared_address(shared.probabilities);
-  const u32 values = shared_address(tokens);
-#pragma unroll
-  for (int token = 0; token < kTileTokens; token += 16) {
-    u32 p[kRowGroups][4];
-#pragma unroll
-    for (int m = 0; m < kRowGroups; ++m) {
-      const int chunk = token / kChunkElements + lane / 16;
-      ldmatrix_x4(p[m],
-                  probabilities + swizzled_offset<kProbabilityBytes>(m * 16 + lane % 16, chunk));
-    }
-#pragma unroll
-    for (int n = 0; n < kWarpDims / 8; n += 2) {
-      u32 v[4];
-      const int chunk = (warp_index() * kWarpDims + n * 8) / kChunkElements + lane / 16;
-      ldmatrix_x4_trans(v, values + swizzled_offset<kTokenBytes>(token + lane % 16, chunk));
-#pragma unroll
-      for (int m = 0; m < kRowGroups; ++m) {
-        mma_m16n8k16(Element{}, output[m][n], p[m], v[0], v[1]);
-        mma_m16n8k16(Element{}, output[m][n + 1], p[m], v[2], v[3]);
-      }
-    }
-  }
-}
-
-// Writes what a block found: the finished rows, or the partial rows of one split.
-// Needs Work, Softmax, Output, blocks/row_result.cuh.
-
-// The sum of a row over all token warps, after Softmax::publish and a barrier.
-__device__ inline float row_sum(const SharedMemory& shared, int row) {
-  float sum = 0.0f;
-#pragma unroll
-  for (int warp = 0; warp < kTokenWarps; ++warp) sum += shared.row_partial[warp][row];
-  return sum;
-}
-
-// One split of several: normalised fp32 rows and their LSE in log2 units. A row that saw nothing
-// has LSE minus infinity, and its values are never read.
-__device__ inline void store_partial(const Params& params, const SharedMemory& shared,
-                                     const Output& output) {
-  const Work& work = shared.work;
-  const i64 split_row = work.split * params.total_rows;
-#pragma unroll
-  for (int m = 0; m < kRowGroups; ++m) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = output_row(m, half);
-      if (row >= work.rows) continue;
-      const i64 target = split_row + work.global_row(row);
-      const RowResult result =
-          finish_row(shared.row_reference[row], row_sum(shared, row), -kInfinity);
-      float* values = params.partial_out + target * kHeadDimVo;
-#pragma unroll
-      for (int n = 0; n < kWarpDims / 8; ++n) {
-        *reinterpret_cast<float2*>(values + output_dim(n, 0)) = make_float2(
-            output[m][n][half * 2] * result.factor, output[m][n][half * 2 + 1] * result.factor);
-      }
-      if (warp_index() == 0 && lane_index() % 4 == 0) params.partial_lse[target] = result.lse;
-    }
-  }
-}
-
-// The whole result. It passes through the query's shared memory, so that a row leaves in whole
-// 128-byte lines.
-__device__ inline void store_final(const Params& params, SharedMemory& shared,
-                                   const Output& output) {
-  const Work& work = shared.work;
-  const float output_scale = value_of(params.bmm2_scale_tensor, params.bmm2_scale);
-#pragma unroll
-  for (int m = 0; m < kRowGroups; ++m) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = output_row(m, half);
-      const float sink = params.sinks == nullptr || row >= work.rows
-                             ? -kInfinity
-                             : params.sinks[(work.first_row + row) % work.heads];
-      const RowResult result =
-          finish_row(shared.row_reference[row], row_sum(shared, row), sink, params.lse_factor);
-      const float factor = result.factor * output_scale;
-#pragma unroll
-      for (int n = 0; n < kWarpDims / 8; ++n) {
-        const int dim = output_dim(n, 0);
-        const u32 offset =
-            swizzled_offset<kTokenBytes>(row, dim / kChunkElements) + dim % kChunkElements * 2;
-        *reinterpret_cast<u32*>(shared.query + offset) = cvt_rn_x2_f32(
-            OutElement{}, output[m][n][half * 2 + 1] * factor, output[m][n][half * 2] * factor);
-      }
-      if (params.lse != nullptr && warp_index() == 0 && lane_index() % 4 == 0 && row < work.rows) {
-        params.lse[work.global_row(row)] = result.lse;
-      }
-    }
-  }
-  __syncthreads();
-  constexpr int kChunks = kHeadDimVo / kChunkElements;
-  for (int i = static_cast<int>(threadIdx.x); i < work.rows * kChunks; i += kThreads) {
-    const int row = i / kChunks;
-    const int chunk = i % kChunks;
-    const uint4 value =
-        *reinterpret_cast<const uint4*>(shared.query + swizzled_offset<kTokenBytes>(row, chunk));
-    reinterpret_cast<uint4*>(params.out + work.global_row(row) * kHeadDimVo)[chunk] = value;
-  }
-}
 
 // Waits for an item, and begins the copy of one more where it may be written.
 __device__ inline unsigned char* next_tokens(const Params& params, int item, TileLoader& loader,

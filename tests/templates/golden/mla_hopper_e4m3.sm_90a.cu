@@ -1,5 +1,4 @@
-// Names and types that every kernel uses. Needs nothing: no header exists where kernels are
-// compiled.
+// Names and types that every kernel uses.
 
 using u16 = unsigned short;
 using u32 = unsigned int;
@@ -26,6 +25,11 @@ struct alignas(kChunkBytes) Chunk {
   u32 words[4];
 };
 
+// What describes a tensor to the copy engine: opaque, made on the host.
+struct alignas(64) TensorMap {
+  u64 words[16];
+};
+
 constexpr int kWarpLanes = 32;
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLargest = __builtin_bit_cast(float, 0x7f7fffff);
@@ -47,12 +51,8 @@ __device__ inline int warp_index() { return static_cast<int>(threadIdx.x) / kWar
 
 __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-// What describes a tensor to the copy engine: opaque, made on the host. Needs blocks/prelude.cuh.
-struct alignas(64) TensorMap {
-  u64 words[16];
-};
+// What one launch passes to the kernel.
 
-// What one launch passes to the kernel. Needs blocks/prelude.cuh.
 struct Params {
   TensorMap latent_map;
   TensorMap rope_map;
@@ -96,7 +96,52 @@ struct Params {
   float lse_factor;
 };
 
-// The numbers of this kernel; the rest of the source only uses them. Needs blocks/prelude.cuh.
+// PTX ISA, "Parallel Synchronization and Communication Instructions: griddepcontrol". Needs sm_90.
+// Both do nothing in a launch without the programmatic-stream-serialization attribute.
+
+// griddepcontrol.wait
+// Waits until the kernel before this one has finished and its writes are visible.
+__device__ inline void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// griddepcontrol.launch_dependents
+// Lets the next kernel start once every block has said so or ended.
+__device__ inline void griddepcontrol_launch_dependents() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+// Programmatic dependent launch (PDL): starts while the preceding kernel drains.
+
+__device__ inline void wait_for_previous_kernel() { griddepcontrol_wait(); }
+__device__ inline void let_next_kernel_start() { griddepcontrol_launch_dependents(); }
+
+// PTX ISA, "Miscellaneous Instructions: setmaxnreg". Needs sm_90.
+// All warps of a warpgroup execute it; the number of registers is a multiple of 8.
+
+// setmaxnreg.dec.sync.aligned.u32
+// Gives registers back.
+template <int kRegisters>
+__device__ inline void setmaxnreg_dec() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// setmaxnreg.inc.sync.aligned.u32
+// Waits until there are so many registers to take.
+template <int kRegisters>
+__device__ inline void setmaxnreg_inc() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// How many registers a thread has from here on, of 128 that it began with: some roles give what
+// others take. By whole warpgroups.
+
+template <int kCount>
+__device__ inline void set_registers() {
+  if constexpr (kCount < 128) setmaxnreg_dec<kCount>();
+  if constexpr (kCount > 128) setmaxnreg_inc<kCount>();
+}
+
+// The numbers of this kernel; the rest of the source only uses them.
+
 using Element = Bf16;  // of the output; queries and tokens are e4m3
 constexpr int kLatentDim = 512;
 constexpr int kRopeDim = 64;
@@ -159,63 +204,591 @@ static_assert(kRopeRowBytes == 64, "the rope part is a tile of 64 bytes a row");
 static_assert(kRows * kBlockTokens <= kBlockTokens * kRopeRowBytes, "P fits on the rope tile");
 static_assert(kBoxes * kBoxTokens == kBlockTokens, "boxes fill a tile");
 
-// PTX ISA, "Half Precision Floating Point Instructions: add". Needs sm_53.
+// PTX ISA, "Parallel Synchronization and Communication Instructions: mbarrier". Needs sm_90.
+// Barriers are 8 bytes of shared memory, by address.
 
-// add.rn.f16x2
-__device__ inline u32 add_f16x2(u32 a, u32 b) {
-  u32 sum;
-  asm("add.rn.f16x2 %0, %1, %2;" : "=r"(sum) : "r"(a), "r"(b));
-  return sum;
+// mbarrier.init.shared::cta.b64
+// A phase ends after `count` arrivals and all bytes that were expected.
+__device__ inline void mbarrier_init(u32 barrier, u32 count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
 
-// PTX ISA, "Parallel Synchronization and Communication Instructions: atom". Needs sm_80.
-
-// atom.acq_rel.gpu.global.add.u32
-// Adds, and returns what there was before.
-__device__ inline u32 atom_add_acq_rel_gpu(u32* address, u32 value) {
-  u32 before;
-  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
-               : "=r"(before)
-               : "l"(address), "r"(value)
-               : "memory");
-  return before;
+// mbarrier.arrive.shared::cta.b64
+__device__ inline void mbarrier_arrive(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// atom.acq_rel.gpu.global.inc.u32
-// Adds one, or makes `most` zero, and returns what there was before.
-__device__ inline u32 atom_inc_acq_rel_gpu(u32* address, u32 most) {
-  u32 before;
-  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
-               : "=r"(before)
-               : "l"(address), "r"(most)
-               : "memory");
-  return before;
-}
-
-// PTX ISA, "Parallel Synchronization and Communication Instructions: barrier.cta". Needs sm_80.
-// Barriers have numbers from 0 to 15; `threads` counts those that wait and those that only arrive.
-
-// barrier.cta.sync.aligned
-__device__ inline void barrier_sync(int barrier, int threads) {
-  asm volatile("barrier.cta.sync.aligned %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
-
-// barrier.cta.arrive.aligned
-__device__ inline void barrier_arrive(int barrier, int threads) {
-  asm volatile("barrier.cta.arrive.aligned %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
-
-// barrier.cta.red.or.aligned.pred
-// Waits for all threads; returns whether any of them brought a number that is not zero.
-__device__ inline u32 barrier_red_or(int barrier, int threads, u32 value) {
-  u32 any;
+// mbarrier.arrive.shared::cta.b64
+// By lane 0, and not before `read` is there: that times the lane's number makes up the address.
+__device__ inline void mbarrier_arrive_after(u32 barrier, u32 read) {
   asm volatile(
-      "{.reg .pred p, q; setp.ne.u32 p, %3, 0; barrier.cta.red.or.aligned.pred q, %1, %2, p; "
-      "selp.u32 %0, 1, 0, q;}"
-      : "=r"(any)
-      : "r"(barrier), "r"(threads), "r"(value)
+      "{.reg .b32 address; mov.b32 address, %%laneid; and.b32 address, address, %1; "
+      "add.u32 address, address, %0; mbarrier.arrive.shared::cta.b64 _, [address];}" ::"r"(barrier),
+      "r"(read)
       : "memory");
-  return any;
+}
+
+// mbarrier.arrive.expect_tx.shared::cta.b64
+// Arrives, and says that the phase waits for `bytes` more.
+__device__ inline void mbarrier_arrive_expect_tx(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+}
+
+// mbarrier.try_wait.parity.shared::cta.b64
+// Waits until the phase of this parity has ended. The loop is in here, for compilers give products
+// that are under way across a loop of theirs other registers.
+__device__ inline void mbarrier_wait(u32 barrier, u32 parity) {
+  asm volatile(
+      "{.reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @!p bra "
+      "again;}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+// Barriers in shared memory, with phases that are counted by their parity.
+
+using Barrier = u64;
+
+// For `arrivals` in each phase.
+__device__ inline void make_barrier(const Barrier& barrier, int arrivals) {
+  mbarrier_init(shared_address(&barrier), arrivals);
+}
+
+__device__ inline void wait_for(const Barrier& barrier, u32 parity) {
+  mbarrier_wait(shared_address(&barrier), parity);
+}
+
+__device__ inline void arrive_at(const Barrier& barrier) {
+  mbarrier_arrive(shared_address(&barrier));
+}
+
+// By lane 0, once `read` is there and all that it was computed from. Arrivals overtake what a warp
+// still reads of shared memory, and a copy that waits for them comes before the read.
+__device__ inline void arrive_after(const Barrier& barrier, u32 read) {
+  mbarrier_arrive_after(shared_address(&barrier), read);
+}
+
+// Steps through the stages of a ring; the parity changes whenever it begins anew.
+template <int kCount>
+struct RingPosition {
+  int stage = 0;
+  u32 parity = 0;
+
+  __device__ void advance() {
+    if (++stage == kCount) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// PTX ISA, "Data Movement and Conversion Instructions: createpolicy". Needs sm_80.
+
+// createpolicy.fractional.L2::evict_first.b64
+// Lines that are evicted from L2 before others.
+__device__ inline u64 createpolicy_evict_first() {
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
+  return policy;
+}
+
+// createpolicy.fractional.L2::evict_normal.b64
+__device__ inline u64 createpolicy_evict_normal() {
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_normal.b64 %0;" : "=l"(policy));
+  return policy;
+}
+
+// How long lines of a cache stay in L2. What nobody reads again leaves first, so that queries
+// stay, and outputs need not be written out between reads, which costs memory far more than
+// their bytes.
+
+__device__ inline u64 policy_of_lines(bool are_read_again) {
+  return are_read_again ? createpolicy_evict_normal() : createpolicy_evict_first();
+}
+
+// Where the page ids of a request begin in the tables.
+
+// Where they begin, and how many there are.
+struct TableRow {
+  i64 start;
+  int pages;
+};
+
+// Starts that lie outside the tables are read as the nearest inside.
+__device__ inline TableRow table_row(const Params& params, int request) {
+  if (kIsSparse || params.table_starts == nullptr) {
+    return {request * static_cast<i64>(params.block_tables_stride), params.max_pages};
+  }
+  const int start = max(0, min(params.table_starts[request], params.max_pages));
+  const int end = max(start, min(params.table_starts[request + 1], params.max_pages));
+  return {start, end - start};
+}
+
+// Where a token of a request lies in the paged cache.
+
+// One tensor of the cache; strides in bytes.
+struct PagedRows {
+  const unsigned char* rows;
+  i64 page_stride;
+  i64 token_stride;
+
+  // The row in `slot` of `page`, which exists.
+  __device__ const unsigned char* row_of(int page, int slot) const {
+    return rows + page * page_stride + slot * token_stride;
+  }
+};
+
+constexpr int kMostTokens = 0x7fff0000;  // a tile more can still be counted
+
+// How many tokens a request of length `length` has in a table of `pages` pages: a length beyond the
+// table, or a negative one, is read as the nearest that the table can hold.
+__device__ inline int tokens_held(i64 length, i64 pages) {
+  constexpr i64 kMost = kMostTokens;
+  return static_cast<int>(max(static_cast<i64>(0), min(min(length, pages * kPageSize), kMost)));
+}
+
+// An id outside the cache must not fault.
+__device__ inline bool is_page(int page, int num_pages) {
+  return static_cast<u32>(page) < static_cast<u32>(num_pages);
+}
+
+// How many tokens a request has, where tables lead to its pages.
+
+__device__ inline int length_of(const Params& params, int request) {
+  return params.seq_lens[request];
+}
+
+// `length` is what length_of has for it. As tokens_held says, in fewer instructions.
+__device__ inline int tokens_of(const Params& params, int request, int length) {
+  const int pages = min(table_row(params, request).pages, kMostTokens / kPageSize);
+  return max(0, min(length, pages * kPageSize));
+}
+
+// How the work of a call is divided among the blocks of the grid: each finds its own part.
+
+// The tiles of rows of a request are taken in groups, one tile for each member of a team: blocks
+// that are neighbours and read the same tokens. A unit is a request and a group. All units in a row
+// make a line, on which a unit is as long as it has blocks of tokens, and somewhat longer for what
+// else it costs. Every team takes an equal stretch of the line, its span; a unit that lies on
+// several spans is computed in as many pieces, which are merged.
+// What a unit costs besides its blocks, in blocks: with a wide tile there is more to begin and to
+// end.
+constexpr int kNarrowUnitCost = 2;
+constexpr int kWideUnitCost = 6;
+constexpr int kUnitCost = kRows > 32 ? kWideUnitCost : kNarrowUnitCost;
+constexpr int kMergeCost = 5;  // of having any pieces to merge, in blocks
+constexpr int kLeastSpan = 2;  // positions
+constexpr int kMostSpans = 144;  // of so many pieces there is room for what is merged
+
+struct RequestFacts {
+  i64 first_query;  // index of the request's first query token among all
+  int q_len;  // minus one where they end before they begin
+  int rows;  // none where the request's queries are not inside the tensor
+  int kv_len;
+  int blocks;  // of tokens
+  int groups;
+};
+
+// A number of members as teams, of four members at the most: by constants, for a division takes
+// long, and without branches.
+__device__ inline int in_teams(const Params& params, u32 members) {
+  return static_cast<int>(params.team_size == 3 ? members / 3 : members >> params.team_size / 2);
+}
+
+// `length` is what length_of has for the request.
+__device__ inline RequestFacts facts_of_request(const Params& params, int request, int length) {
+  RequestFacts facts;
+  facts.q_len = kIsSparse ? 1 : params.q_len;  // a list belongs to one query token
+  facts.first_query = static_cast<i64>(request) * facts.q_len;
+  bool is_inside = true;
+  if (!kIsSparse && params.cum_seq_lens_q != nullptr) {
+    facts.first_query = params.cum_seq_lens_q[request];
+    const i64 end = params.cum_seq_lens_q[request + 1];
+    const i64 q_len = min(end - facts.first_query, static_cast<i64>(0x7fffffff));
+    facts.q_len = static_cast<int>(max(q_len, static_cast<i64>(-1)));
+    is_inside = 0 <= facts.first_query && facts.first_query <= end &&
+                end * params.heads <= params.total_rows;
+  }
+  facts.rows = is_inside ? facts.q_len * params.heads : 0;
+  facts.kv_len = tokens_of(params, request, length);
+  facts.blocks = static_cast<u32>(facts.kv_len + kBlockTokens - 1) / kBlockTokens;
+  const u32 tiles = static_cast<u32>(facts.rows + kRows - 1) / kRows;
+  facts.groups = in_teams(params, tiles + params.team_size - 1);
+  return facts;
+}
+
+__device__ inline RequestFacts facts_of_request(const Params& params, int request) {
+  return facts_of_request(params, request, length_of(params, request));
+}
+
+// The span of a team: the line's positions from `begin` to before `end`. The host sees to it that
+// they fit.
+struct Span {
+  int total;  // length of the line
+  int spans;  // in use
+  int index;  // of this one; the last span is the first team's, so that no block waits for a later
+  int unit_cost;
+  int begin;
+  int end;
+};
+
+// What a warp found of its requests.
+enum class Requests { kUnsound, kMixed, kUniform };
+
+struct alignas(kChunkBytes) WarpRequests {
+  int length;  // of the line
+  int blocks;  // of all requests, and their groups, if they are uniform
+  int groups;
+  Requests kind;
+};
+
+// Where a walk along the units is.
+struct WalkState {
+  RequestFacts facts;
+  int request;
+  int group;
+  int unit_begin;
+};
+
+// Which queries and tokens an item is about: as much as loading them takes.
+struct Part {
+  i64 first_query;  // index of the request's first query token among all
+  int request;  // minus one after the last item
+  int first_row;  // of the tile, among the request's rows
+  int rows;  // of the tile; the rest of kRows is padding
+  int first_block;
+  int blocks;  // of tokens, that this piece computes
+  int visible_to_any;  // tokens that some row of the tile sees
+};
+constexpr Part kNoPart = {0, -1, 0, 0, 0, 0, 0};
+
+// What a block begins with.
+struct alignas(kChunkBytes) Beginning {
+  Span span;
+  WalkState first;  // at the first item; while that is looked for, at the unit that the span begins
+                    // in, or before it
+  Part part;  // of the first item
+};
+
+struct SpanScratch : Beginning {
+  WarpRequests warps[kThreads / kWarpLanes];
+  WalkState now;  // at the item that was handed on last
+};
+
+__device__ inline int line_length(const RequestFacts& facts, int unit_cost) {
+  return facts.groups * (facts.blocks + unit_cost);
+}
+
+// Whether `a` is a multiple of `b`; of large numbers it may say no.
+__device__ inline bool is_multiple(int a, int b) {
+  return __float2int_rn(__fdividef(static_cast<float>(a), static_cast<float>(b))) * b == a;
+}
+
+// How many spans of the same number of whole units, or whole units of the same number of spans,
+// there are at the most; where all units have `blocks` blocks. None if merging pieces costs less
+// than the idle teams would. By whole warps.
+__device__ inline int aligned_spans(int teams, int units, int blocks) {
+  const int total = units * blocks;
+  teams = min(teams, total);  // no span without a block
+  const int spans = max(teams - lane_index(), 1);
+  const bool is_aligned = is_multiple(units, spans) || is_multiple(spans, units);
+  const bool is_cheap =
+      static_cast<i64>(total) * teams <= (total + static_cast<i64>(kMergeCost) * teams) * spans;
+  const u32 found = __ballot_sync(~0u, is_aligned && is_cheap);
+  return found == 0 ? 0 : max(teams - __ffs(static_cast<int>(found)) + 1, 1);
+}
+
+// Where span `index` begins: index * total / spans, with `whole` and `rest` of the quotient of the
+// last two. In floats, in which such small numbers lose nothing, a division is short.
+__device__ inline int beginning_of(int index, int whole, int rest, int spans) {
+  const float part = __fdividef(static_cast<float>(index * rest) + 0.5f, static_cast<float>(spans));
+  return index * whole + __float2int_rz(part);
+}
+
+// How many requests a thread counts the blocks of, and the first; a thread behind the last request
+// looks at that one.
+__device__ inline int requests_of_thread(const Params& params) {
+  return ceil_div(params.requests, kThreads);
+}
+
+__device__ inline int own_request(const Params& params) {
+  const int first = static_cast<int>(threadIdx.x) * requests_of_thread(params);
+  return min(first, params.requests - 1);
+}
+
+// Finds the span of the team `team`, by all threads of the block, and leaves it in `scratch`; says
+// whether there is one. `length` is what length_of has for the thread's own_request.
+__device__ inline bool find_span(const Params& params, int team, int length, SpanScratch& scratch) {
+  const int each = requests_of_thread(params);
+  const int first = static_cast<int>(threadIdx.x) * each;
+  const int last = min(first + each, params.requests);
+  const int end = own_request(params);
+  RequestFacts facts;  // in the end of the first
+  int blocks = 0;
+  int groups = 0;
+  int own = 0;
+  bool is_uniform = true;
+  bool is_unsound = false;
+#pragma unroll 1
+  for (int request = last - 1; request >= end; --request) {
+    facts = facts_of_request(params, request, request == end ? length : length_of(params, request));
+    is_uniform &= request == last - 1 || (facts.blocks == blocks && facts.groups == groups);
+    is_unsound |= facts.q_len < 0;
+    blocks = facts.blocks;
+    groups = facts.groups;
+    own += line_length(facts, kUnitCost);
+  }
+  if (first >= last) own = 0;
+  // All lanes take part in both.
+  const int lane_0_blocks = __shfl_sync(~0u, blocks, 0);
+  const int lane_0_groups = __shfl_sync(~0u, groups, 0);
+  is_uniform = __all_sync(~0u, is_uniform && blocks == lane_0_blocks && groups == lane_0_groups);
+  is_unsound = __any_sync(~0u, is_unsound);
+  int through = own;  // with all lanes before
+#pragma unroll
+  for (int lanes = 1; lanes < kWarpLanes; lanes *= 2) {
+    const int before = __shfl_up_sync(~0u, through, lanes);
+    if (lane_index() >= lanes) through += before;
+  }
+  if (lane_index() == kWarpLanes - 1) {
+    const Requests kind = is_uniform ? Requests::kUniform : Requests::kMixed;
+    scratch.warps[warp_index()] = {through, blocks, groups, is_unsound ? Requests::kUnsound : kind};
+  }
+  __syncthreads();
+  // A lane looks at what one warp found; there are fewer warps than lanes.
+  constexpr int kWarps = kThreads / kWarpLanes;
+  const WarpRequests found = scratch.warps[min(lane_index(), kWarps - 1)];
+  const int length_of_warp = lane_index() < kWarps ? found.length : 0;
+  int total = __reduce_add_sync(~0u, length_of_warp);
+  int begin = __reduce_add_sync(~0u, lane_index() < warp_index() ? length_of_warp : 0);
+  begin += through - own;
+  blocks = __shfl_sync(~0u, found.blocks, 0);
+  groups = __shfl_sync(~0u, found.groups, 0);
+  if (__any_sync(~0u, found.kind == Requests::kUnsound)) return false;
+  is_uniform = __all_sync(~0u, found.kind == Requests::kUniform && found.blocks == blocks &&
+                                   found.groups == groups && blocks > 0 && groups > 0);
+  int spans = max(1, min(min(params.teams, kMostSpans), total / kLeastSpan));
+  int unit_cost = kUnitCost;
+  if (is_uniform) {
+    const int aligned = aligned_spans(spans, params.requests * groups, blocks);
+    if (aligned > 0) {
+      spans = aligned;
+      unit_cost = 0;
+      const int of_request = groups * blocks;
+      total = params.requests * of_request;
+      begin = min(first, params.requests) * of_request;
+      own = max(last - first, 0) * of_request;
+    }
+  }
+  const int index = spans - 1 - team;
+  if (index < 0 || total == 0) return false;
+  const int whole = static_cast<u32>(total) / static_cast<u32>(spans);
+  const int rest = total - whole * spans;
+  const int span_begin = beginning_of(index, whole, rest, spans);
+  if (begin <= span_begin && span_begin < begin + own) {
+    const int unit = facts.blocks + unit_cost;
+    // It may begin in a later one of the thread's requests, to which the walk comes.
+    int group = 0;
+    if (facts.groups != 1) {
+      group = min(static_cast<int>(static_cast<u32>(span_begin - begin) / unit), facts.groups - 1);
+    }
+    const int span_end = beginning_of(index + 1, whole, rest, spans);
+    scratch.span = {total, spans, index, unit_cost, span_begin, span_end};
+    scratch.first = {facts, first, group, begin + group * unit};
+  }
+  __syncthreads();
+  return true;
+}
+
+// The page ids of an item's tokens, read ahead by one warp.
+
+struct PageIds {
+  const int* ids;
+  int end;  // pages from here on are not read
+  int base;
+  int now;  // of page base + lane
+  int later;  // of the page 32 after
+
+  __device__ PageIds(const Params& params, const Part& part)
+      : ids(params.block_tables + table_row(params, part.request).start),
+        end(ceil_div(min((part.first_block + part.blocks) * kBlockTokens, part.visible_to_any),
+                     kPageSize)),
+        base(part.first_block * kBlockTokens / kPageSize) {
+    now = read(base);
+    later = read(base + kWarpLanes);
+  }
+
+  __device__ int read(int first) const {
+    const int page = first + lane_index();
+    return page < end ? ids[page] : -1;
+  }
+
+  // The id of the page that it has advanced to: nobody waits for later ones.
+  __device__ int of_this(int page) const { return __shfl_sync(~0u, now, page - base); }
+
+  // The id of a page, of those from `base` on.
+  __device__ int of(int page) const {
+    const int distance = page - base;
+    return __shfl_sync(~0u, distance < kWarpLanes ? now : later, distance % kWarpLanes);
+  }
+
+  // No page before this one will be asked for.
+  __device__ void advance(int page) {
+    if (page - base < kWarpLanes) return;
+    base += kWarpLanes;
+    now = later;
+    later = read(base + kWarpLanes);
+  }
+};
+
+// PTX ISA, "Data Movement and Conversion Instructions: cp.async.bulk". Needs sm_90.
+// `map` is the generic address of a tensor map, `policy` one of createpolicy for L2; x, y, z, w, v
+// count elements, the innermost first.
+
+// cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint
+// Copies a box to shared memory, zeros for what lies outside the tensor, and then counts its bytes
+// as arrived at the barrier.
+__device__ inline void cp_async_bulk_tensor(u32 target, const void* map, u32 barrier, u64 policy,
+                                            int x, int y, int z, int w) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".L2::cache_hint [%0], [%1, {%4, %5, %6, %7}], [%2], %3;" ::"r"(target),
+      "l"(map), "r"(barrier), "l"(policy), "r"(x), "r"(y), "r"(z), "r"(w)
+      : "memory");
+}
+
+// cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint
+__device__ inline void cp_async_bulk_tensor(u32 target, const void* map, u32 barrier, u64 policy,
+                                            int x, int y, int z, int w, int v) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".L2::cache_hint [%0], [%1, {%4, %5, %6, %7, %8}], [%2], %3;" ::"r"(target),
+      "l"(map), "r"(barrier), "l"(policy), "r"(x), "r"(y), "r"(z), "r"(w), "r"(v)
+      : "memory");
+}
+
+// cp.async.bulk.prefetch.tensor.4d.L2.global
+// Brings a box into L2.
+__device__ inline void cp_async_bulk_prefetch_tensor(const void* map, int x, int y, int z, int w) {
+  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"(map),
+               "r"(x), "r"(y), "r"(z), "r"(w)
+               : "memory");
+}
+
+// Copies tiles of tokens, in as many boxes as pages make necessary.
+
+// Where the boxes of a block of tokens begin; boxes behind the last token are not copied.
+struct BlockBoxes {
+  int count;
+  int slot[kBoxes];
+  int page[kBoxes];
+
+  __device__ BlockBoxes(PageIds& ids, int block, int end_token) {
+    const int first_token = block * kBlockTokens;
+    count = min(ceil_div(end_token - first_token, kBoxTokens), kBoxes);
+    ids.advance(first_token / kPageSize);
+#pragma unroll
+    for (int box = 0; box < kBoxes; ++box) {
+      const int token = first_token + box * kBoxTokens;
+      slot[box] = token % kPageSize;
+      page[box] = box == 0 ? ids.of_this(token / kPageSize) : ids.of(token / kPageSize);
+    }
+  }
+
+  __device__ u32 tile_bytes() const { return count * kBoxTokens * kTileRowBytes; }
+
+  // Copies one tile of the block, to be counted at the barrier; by any lane.
+  __device__ void copy_tile(const TensorMap* map, int column, u32 target, u32 barrier, u64 policy,
+                            int row_bytes = kTileRowBytes) const {
+#pragma unroll
+    for (int box = 0; box < kBoxes; ++box) {
+      if (kBoxes > 1 && box >= count) continue;
+      cp_async_bulk_tensor(target + box * kBoxTokens * row_bytes, map, barrier, policy, 0,
+                           slot[box], column, page[box]);
+    }
+  }
+};
+
+// Blocks of the same team read the same tokens at about the same time. One of them has each block
+// brought into L2 before it is asked for.
+constexpr int kPrefetchBlocks = 2;
+
+__device__ inline void prefetch_block(const Params& params, const PageIds& ids, int block) {
+#pragma unroll
+  for (int box = 0; box < kBoxes; ++box) {
+    const int token = block * kBlockTokens + box * kBoxTokens;
+    const int page = ids.of(token / kPageSize);
+    if (lane_index() != 0) continue;
+    cp_async_bulk_prefetch_tensor(&params.group_map, 0, token % kPageSize, 0, page);
+    cp_async_bulk_prefetch_tensor(&params.rope_map, 0, token % kPageSize, 0, page);
+  }
+}
+
+// PTX ISA, "Data Movement and Conversion Instructions: mov". Needs sm_80.
+
+// mov.b64
+// One word of 64 bits out of two, where it stands: compilers do not see through it.
+__device__ inline u64 mov_b64(u32 low, u32 high) {
+  u64 word;
+  asm("mov.b64 %0, {%1, %2};" : "=l"(word) : "r"(low), "r"(high));
+  return word;
+}
+
+// mov.b32
+// A word into itself: compilers know no more what it holds.
+__device__ inline void mov_b32(u32& word) { asm volatile("mov.b32 %0, %0;" : "+r"(word)); }
+
+// mov.u32
+// This thread's index in the block, read anew.
+__device__ inline u32 mov_tid_x() {
+  u32 thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+
+// Indices of this thread as compilers have not seen them: what is computed from them is computed
+// where it is used, and takes no register from the products in between. Compilers are told that
+// the index is not negative, so that division is a shift.
+
+__device__ inline int fresh_thread() {
+  const int thread = static_cast<int>(mov_tid_x());
+  __builtin_assume(thread >= 0);
+  return thread;
+}
+__device__ inline int fresh_lane() { return fresh_thread() % kWarpLanes; }
+__device__ inline int fresh_warp() { return fresh_thread() / kWarpLanes; }
+
+// Rows of 16-byte chunks in shared memory, permuted so that the eight rows that one ldmatrix
+// reads at the same column lie in different banks.
+
+constexpr int kChunkElements = 8;
+
+// Byte offset of chunk `chunk` of row `row`. Rows of 128 bytes and more permute the eight chunks of
+// every 128 bytes by the row; in 64-byte rows two rows share the 128 bytes.
+template <int kRowBytes>
+__device__ inline u32 swizzled_offset(int row, int chunk) {
+  static_assert(kRowBytes == 64 || kRowBytes % 128 == 0, "a row is 64 bytes or whole 128 bytes");
+  const int permuted = kRowBytes == 64 ? chunk ^ ((row >> 1) & 3) : chunk ^ (row & 7);
+  return static_cast<u32>(row * kRowBytes + permuted * kChunkBytes);
+}
+
+// Where the rows of a query lie in the caller's tensors.
+
+// Of row `row` of the tile, or where it is padding of some row: index of the query token among all,
+// and its head.
+struct QueryRow {
+  i64 query;
+  int head;
+};
+
+__device__ inline QueryRow query_row(const Params& params, const Part& part, int row, bool is_row) {
+  const u32 packed_row = is_row ? part.first_row + row : 0;
+  const u32 heads = params.heads;
+  // Mostly there is one token, and division takes long.
+  const u32 token = kIsSparse || packed_row < heads ? 0 : packed_row / heads;
+  return {is_row ? part.first_query + token : 0, static_cast<int>(packed_row - token * heads)};
 }
 
 // PTX ISA, "Data Movement and Conversion Instructions: Asynchronous copy, cp.async". Needs sm_80.
@@ -272,102 +845,248 @@ __device__ inline void cp_async_mbarrier_arrive_noinc(u32 barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-// PTX ISA, "Data Movement and Conversion Instructions: cp.async.bulk". Needs sm_90.
-// `map` is the generic address of a tensor map, `policy` one of createpolicy for L2; x, y, z, w, v
-// count elements, the innermost first.
+// How many tasks of a result each block adds up that merges pieces.
 
-// cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint
-// Copies a box to shared memory, zeros for what lies outside the tensor, and then counts its bytes
-// as arrived at the barrier.
-__device__ inline void cp_async_bulk_tensor(u32 target, const void* map, u32 barrier, u64 policy,
-                                            int x, int y, int z, int w) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
-      ".L2::cache_hint [%0], [%1, {%4, %5, %6, %7}], [%2], %3;" ::"r"(target),
-      "l"(map), "r"(barrier), "l"(policy), "r"(x), "r"(y), "r"(z), "r"(w)
-      : "memory");
+// A slice is as many tasks as make all mergers equally busy: whole groups of four, which a warp
+// adds up together, for they are of the same rows; or, where there are many mergers, a part of one.
+constexpr int kTasksTogether = 4;
+
+// By unsigned numbers, whose division is shorter.
+__device__ constexpr int tasks_of_slice(u32 mergers) {
+  const int tasks = static_cast<int>((kTasks + mergers - 1) / mergers);
+  return tasks < 3 ? tasks : ceil_div(tasks, kTasksTogether) * kTasksTogether;
 }
 
-// cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint
-__device__ inline void cp_async_bulk_tensor(u32 target, const void* map, u32 barrier, u64 policy,
-                                            int x, int y, int z, int w, int v) {
-  asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
-      ".L2::cache_hint [%0], [%1, {%4, %5, %6, %7, %8}], [%2], %3;" ::"r"(target),
-      "l"(map), "r"(barrier), "l"(policy), "r"(x), "r"(y), "r"(z), "r"(w), "r"(v)
-      : "memory");
+// What a block computes one after the other: pieces of units, for one member of the team.
+
+// The block of tokens that a position is in, counted from the unit's first; what comes before the
+// blocks belongs to the first.
+__device__ inline int block_at(int position, int unit_begin, const Span& span) {
+  return max(position - unit_begin - span.unit_cost, 0);
 }
 
-// cp.async.bulk.prefetch.tensor.4d.L2.global
-// Brings a box into L2.
-__device__ inline void cp_async_bulk_prefetch_tensor(const void* map, int x, int y, int z, int w) {
-  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"(map),
-               "r"(x), "r"(y), "r"(z), "r"(w)
-               : "memory");
+// How a unit is cut: its pieces lie on the spans from `first_span` on, and the last of those may
+// end with it.
+struct Pieces {
+  int count;
+  int first_span;
+  bool end_span;
+};
+
+// The first span that begins at or after a position: the least whose product with the line's length
+// is no less than the position's with the spans. A quotient in floats is one too many or too few at
+// the most, and ten times as short as a division of 64 bits.
+__device__ inline int span_from(int position, const Span& span) {
+  const i64 wanted = static_cast<i64>(position) * span.spans;
+  const float share = __fdividef(static_cast<float>(span.spans), static_cast<float>(span.total));
+  int index = __float2int_rz(static_cast<float>(position) * share) - 1;
+#pragma unroll
+  for (int step = 0; step < 3; ++step) {
+    if (static_cast<i64>(index) * span.total < wanted) ++index;
+  }
+  return index;
 }
 
-// PTX ISA, "Data Movement and Conversion Instructions: createpolicy". Needs sm_80.
-
-// createpolicy.fractional.L2::evict_first.b64
-// Lines that are evicted from L2 before others.
-__device__ inline u64 createpolicy_evict_first() {
-  u64 policy;
-  asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
-  return policy;
+__device__ inline Pieces pieces_of(int unit_begin, int blocks, const Span& span) {
+  const int first_block = unit_begin + span.unit_cost;
+  const int second = span_from(first_block + 1, span);
+  const int end = first_block + blocks;
+  const int after = span_from(end, span);
+  const bool end_span =
+      static_cast<u64>(after) * span.total < static_cast<u64>(end + 1) * span.spans;
+  return {1 + after - second, second - 1, end_span};
 }
 
-// createpolicy.fractional.L2::evict_normal.b64
-__device__ inline u64 createpolicy_evict_normal() {
-  u64 policy;
-  asm("createpolicy.fractional.L2::evict_normal.b64 %0;" : "=l"(policy));
-  return policy;
+// One piece of a unit, for one member of the team, as all its warps need it.
+struct Item : Part {
+  u32 count;  // of items before
+  int visible_to_all;  // tokens that every row of the tile sees
+  int pieces;
+  int mergers;  // of them, the first: the last is one if nothing follows it in its block
+  int slice_tasks;  // where there are more than two pieces
+  int piece;
+  int owner;  // the block of the grid that has piece 0
+  int row_visible[kRows];  // how many tokens a row sees
+};
+
+// Goes through the items of a span, by whole warps.
+struct ItemWalk : WalkState {
+  const Params& params;
+  const Span& span;
+  int member;
+
+  __device__ ItemWalk(const Params& params, const Span& span, int member, const WalkState& state)
+      : WalkState(state), params(params), span(span), member(member) {}
+
+  __device__ void advance() {
+    unit_begin += facts.blocks + span.unit_cost;
+    if (++group < facts.groups) return;
+    group = 0;
+#pragma unroll 1
+    do {
+      if (++request >= params.requests) return;
+      facts = facts_of_request(params, request);
+    } while (facts.groups == 0);
+  }
+
+  // The item that it is at; its request is minus one if it is at none.
+  __device__ Part here() const {
+    const int first = first_block();
+    const int last = last_block();
+    const bool is_here = facts.blocks == 0 ? span.begin <= unit_begin : first < last;
+    const int first_row = (group * params.team_size + member) * kRows;
+    if (!is_here || first_row >= facts.rows) return kNoPart;
+    const int rows = min(facts.rows - first_row, kRows);
+    const int visible_to_any = visible_tokens(first_row + rows - 1);
+    const int seen_blocks = static_cast<u32>(visible_to_any + kBlockTokens - 1) / kBlockTokens;
+    const int blocks = max(min(last, seen_blocks) - first, 0);
+    return {facts.first_query, request, first_row, rows, first, blocks, visible_to_any};
+  }
+
+  // Goes to the next item, or, if it `stays`, to none; its request is minus one if there is none.
+  __device__ Part next(bool stays) {
+    Part part;
+#pragma unroll 1
+    do {
+      if (!stays) advance();
+      stays = false;
+      if (request >= params.requests || unit_begin >= span.end) return kNoPart;
+      part = here();
+    } while (part.request < 0);
+    return part;
+  }
+
+  // The first item, from the unit on that the span begins in.
+  __device__ Part first() {
+    u32 stays = 1;
+    mov_b32(stays);  // else compilers write the first turn apart
+    return next(stays != 0);
+  }
+
+  // All of the item that it is at, and that `part` is of.
+  __device__ void fill(Item& item, const Part& part, u32 count) const {
+    if constexpr (!kIsSparse) {  // of a list all rows see all
+#pragma unroll 1
+      for (int row = fresh_lane(); row < kRows; row += kWarpLanes) {
+        item.row_visible[row] = row < part.rows ? visible_tokens(part.first_row + row) : 0;
+      }
+    }
+    if (fresh_lane() != 0) return;
+    static_cast<Part&>(item) = part;
+    Pieces pieces = {1, span.index, true};
+    if (first_block() > 0 || last_block() < facts.blocks) {
+      pieces = pieces_of(unit_begin, facts.blocks, span);
+    }
+    item.count = count;
+    item.visible_to_all = visible_tokens(part.first_row);
+    item.pieces = pieces.count;
+    item.mergers = pieces.count - (pieces.end_span ? 0 : 1);
+    item.slice_tasks = tasks_of_slice(item.mergers);
+    item.piece = first_block() == 0 ? 0 : span.index - pieces.first_span;
+    item.owner = block_of_span(pieces.first_span);
+  }
+
+  // The blocks of the unit that lie on the span.
+  __device__ int first_block() const {
+    return span.begin > unit_begin ? block_at(span.begin, unit_begin, span) : 0;
+  }
+  __device__ int last_block() const {
+    const int unit_end = unit_begin + facts.blocks + span.unit_cost;
+    return span.end < unit_end ? block_at(span.end, unit_begin, span) : facts.blocks;
+  }
+
+  // How many tokens a row of the request sees: all up to its own position, or all.
+  __device__ int visible_tokens(int row) const {
+    if (kIsSparse || !params.is_causal || facts.q_len <= 1) return facts.kv_len;
+    const u32 token = static_cast<u32>(row) / static_cast<u32>(params.heads);
+    return max(facts.kv_len - (facts.q_len - 1 - static_cast<int>(token)), 0);
+  }
+
+  // The block of the grid that has this member's part of a span.
+  __device__ int block_of_span(int index) const {
+    return (span.spans - 1 - index) * params.team_size + member;
+  }
+};
+
+// Items are handed on in two places, queries in one; where the item that `count` have preceded is,
+// and which phase of a barrier is its own.
+__device__ inline u32 item_slot(u32 count) { return count % 2; }
+__device__ inline u32 item_parity(u32 count) { return count / 2 % 2; }
+__device__ inline u32 query_parity(u32 count) { return count % 2; }
+
+// The shared memory of a block, whole.
+
+constexpr int kStages = 5;  // blocks of tokens, as many as fit
+
+struct SharedMemory {
+  unsigned char query[kQueryBytes];
+  unsigned char tokens[kStages][kBlockBytes];  // the rope tile of a block becomes its P
+  float rescale[kStages][kRows];  // what a block multiplies the sums and outputs before it by
+  float row_reference[2][kRows];  // of an item, when all its scores are done; log2 units
+  float row_sum[2][kRows];
+  // What its outputs are multiplied by to be left as halves; it is read by pairs.
+  alignas(sizeof(float2)) float row_scale[2][kRows];
+  u32 rescales[kStages];  // a byte for each warp of the scorer: whether it multiplies by others
+                          // than 1
+  Item items[2];
+  SpanScratch scratch;
+  Barrier tokens_full[kStages];
+  Barrier tokens_empty[kStages];
+  Barrier probabilities_full[kStages];
+  Barrier rows_full[2];
+  Barrier first_query_full;
+  Barrier query_full;
+  Barrier query_empty;
+  Barrier item_full[2];
+  Barrier item_empty[2];
+  int has_nonfinite[2];  // of an item
+  float score_scale;  // to log2 units
+};
+// Where pieces are merged, when no item follows.
+constexpr int kRoomBytes = sizeof(SharedMemory::query) + sizeof(SharedMemory::tokens);
+static_assert(sizeof(SharedMemory) <= kSharedBytes, "the spec knows what the struct takes");
+static_assert(kQueryBytes % 1024 == 0 && kBlockBytes % 1024 == 0, "swizzled tiles are aligned");
+
+// By one thread.
+__device__ inline void make_token_barriers(SharedMemory& shared) {
+  for (int stage = 0; stage < kStages; ++stage) {
+    make_barrier(shared.tokens_full[stage], 1);
+    make_barrier(shared.tokens_empty[stage], kConsumerWarps);
+    make_barrier(shared.probabilities_full[stage], kWarpsWithRows);
+  }
+  for (int slot = 0; slot < 2; ++slot) make_barrier(shared.rows_full[slot], kWarpsWithRows);
+  for (int stage = 0; stage < kStages; ++stage) shared.rescales[stage] = 0;
+  for (int slot = 0; slot < 2; ++slot) shared.has_nonfinite[slot] = 0;
 }
 
-// PTX ISA, "Data Movement and Conversion Instructions: cvt". Needs sm_80.
+// Brings the query of an item into shared memory.
 
-// cvt.rn.bf16x2.f32
-__device__ inline u32 cvt_rn_x2_f32(Bf16, float high, float low) {
-  u32 packed;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-  return packed;
-}
-
-// cvt.rn.f16x2.f32
-__device__ inline u32 cvt_rn_x2_f32(Fp16, float high, float low) {
-  u32 packed;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-  return packed;
-}
-
-// cvt.f32.f16
-__device__ inline float cvt_f32(Fp16, u16 bits) {
-  float value;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
-  return value;
-}
-
-// A bf16 is the upper half of an fp32; sm_80 has no instruction for it and needs none.
-__device__ inline float cvt_f32(Bf16, u16 bits) {
-  return __uint_as_float(static_cast<u32>(bits) << 16);
-}
-
-// PTX ISA, "Floating Point Instructions: ex2". Needs sm_20.
-
-// ex2.approx.ftz.f32
-// 2 to the power of x, relative error below 2^-22; minus infinity gives zero.
-__device__ inline float ex2_approx(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-// PTX ISA, "Control Flow Instructions: exit". Needs sm_80.
-
-// exit
-// Ends this thread, unless the word is zero. Compilers put what leads to an end without a condition
-// behind all other code.
-__device__ inline void exit_if(u32 word) {
-  asm volatile("{.reg .pred p; setp.ne.u32 p, %0, 0; @p exit;}" ::"r"(word) : "memory");
+// Begins to copy the rows of a query, by `threads` threads of which this is number `thread`; eight
+// lanes copy a row, 128 bytes at a time.
+__device__ inline void begin_query(const Params& params, const Part& part, SharedMemory& shared,
+                                   int thread, int threads) {
+  const int lane = thread % 8;
+  const u32 target = shared_address(shared.query);
+#pragma unroll 1
+  for (int row = thread / 8; row < kRows; row += threads / 8) {
+    const bool is_row = row < part.rows;
+    const auto [query, head] = query_row(params, part, row, is_row);
+    const unsigned char* latent = params.query + query * params.query_stride +
+                                  head * params.query_head_stride + lane * kChunkBytes;
+    const u32 latent_target = target + swizzled_offset<kTileRowBytes>(row, lane);
+    const u32 bytes = is_row ? kChunkBytes : 0;  // padding is zeros
+#pragma unroll
+    for (int tile = 0; tile < kLatentTiles; ++tile) {
+      cp_async_cg_16(latent_target + tile * kQueryTileBytes, latent + tile * kTileRowBytes, bytes);
+    }
+    if (lane >= kRopeRowBytes / kChunkBytes) continue;
+    const unsigned char* rope = params.query_rope + query * params.query_rope_stride +
+                                head * params.query_rope_head_stride + lane * kChunkBytes;
+    cp_async_cg_16(
+        target + kLatentTiles * kQueryTileBytes + swizzled_offset<kRopeRowBytes>(row, lane), rope,
+        bytes);
+  }
+  cp_async_commit_group();
 }
 
 // PTX ISA, "Parallel Synchronization and Communication Instructions: membar, fence". Needs sm_90.
@@ -389,17 +1108,71 @@ __device__ inline void fence_mbarrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// PTX ISA, "Parallel Synchronization and Communication Instructions: griddepcontrol". Needs sm_90.
-// Both do nothing in a launch without the programmatic-stream-serialization attribute.
+// What all roles need to hand items and queries on.
 
-// griddepcontrol.wait
-// Waits until the kernel before this one has finished and its writes are visible.
-__device__ inline void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+// By one thread. How many warps say that an item is there, read it, and bring queries.
+__device__ inline void make_item_barriers(const SharedMemory& shared, int tellers, int readers,
+                                          int query_warps) {
+  make_barrier(shared.first_query_full, kConsumerWarps);
+  make_barrier(shared.query_full, query_warps);
+  make_barrier(shared.query_empty, kQueryReaders);
+  for (int slot = 0; slot < 2; ++slot) {
+    make_barrier(shared.item_full[slot], tellers);
+    make_barrier(shared.item_empty[slot], readers);
+  }
+}
 
-// griddepcontrol.launch_dependents
-// Lets the next kernel start once every block has said so or ended.
-__device__ inline void griddepcontrol_launch_dependents() {
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+__device__ inline void finish_query(const Barrier& full) {
+  cp_async_wait_group<0>();
+  fence_proxy_async();
+  __syncwarp();
+  if (fresh_lane() == 0) arrive_at(full);
+}
+
+// Consumers bring the first query themselves: nothing can begin without it.
+__device__ inline void begin_first_query(const Params& params, const Part& part,
+                                         SharedMemory& shared) {
+  begin_query(params, part, shared, static_cast<int>(threadIdx.x), kConsumerThreads);
+}
+
+// Keeps in shared memory where the walk is, for a scheduler has few registers.
+__device__ inline void leave_item(const ItemWalk& walk, SharedMemory& shared) {
+  __syncwarp();
+  if (fresh_lane() == 0) shared.scratch.now = walk;
+  __syncwarp();
+}
+
+// Makes the item that `count` have preceded; the walk stays at the first, where it is left.
+__device__ inline void make_item(const Params& params, int member, u32 count,
+                                 SharedMemory& shared) {
+  ItemWalk walk(params, shared.scratch.span, member, shared.scratch.now);
+  const Part part = walk.next(count == 0);
+  Item& item = shared.items[item_slot(count)];
+  if (part.request >= 0) {
+    walk.fill(item, part, count);
+    leave_item(walk, shared);
+  } else if (fresh_lane() == 0) {
+    item.request = -1;
+  }
+  __syncwarp();
+}
+
+// For those who load: done with the item that `count` have preceded; what the next is about.
+__device__ inline Part next_part(SharedMemory& shared, u32& count) {
+  __syncwarp();  // all lanes have read it
+  if (fresh_lane() == 0) arrive_at(shared.item_empty[item_slot(count)]);
+  ++count;
+  wait_for(shared.item_full[item_slot(count)], item_parity(count));
+  return shared.items[item_slot(count)];
+}
+
+// Waits for the query of the item that `count` have preceded.
+__device__ inline void wait_for_query(const SharedMemory& shared, u32 count) {
+  if (count == 0) {
+    wait_for(shared.first_query_full, 0);
+  } else {
+    wait_for(shared.query_full, query_parity(count) ^ 1);
+  }
 }
 
 // PTX ISA, "Data Movement and Conversion Instructions: ld". Needs sm_80.
@@ -448,104 +1221,6 @@ __device__ inline float4 ld_global_cg_v4_f32(const void* address) {
   return value;
 }
 
-// PTX ISA, "Warp Level Matrix Instructions: ldmatrix". Needs sm_75.
-// Lanes 8i to 8i + 7 give the shared-memory addresses of the eight 16-byte rows of matrix i;
-// word i of the result is this lane's fragment of matrix i.
-
-// ldmatrix.sync.aligned.m8n8.x4.shared.b16
-__device__ inline void ldmatrix_x4(u32 (&d)[4], u32 row_address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
-               : "r"(row_address)
-               : "memory");
-}
-
-// ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16
-__device__ inline void ldmatrix_x4_trans(u32 (&d)[4], u32 row_address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
-               : "r"(row_address)
-               : "memory");
-}
-
-// PTX ISA, "Parallel Synchronization and Communication Instructions: mbarrier". Needs sm_90.
-// Barriers are 8 bytes of shared memory, by address.
-
-// mbarrier.init.shared::cta.b64
-// A phase ends after `count` arrivals and all bytes that were expected.
-__device__ inline void mbarrier_init(u32 barrier, u32 count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
-}
-
-// mbarrier.arrive.shared::cta.b64
-__device__ inline void mbarrier_arrive(u32 barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-// mbarrier.arrive.shared::cta.b64
-// By lane 0, and not before `read` is there: that times the lane's number makes up the address.
-__device__ inline void mbarrier_arrive_after(u32 barrier, u32 read) {
-  asm volatile(
-      "{.reg .b32 address; mov.b32 address, %%laneid; and.b32 address, address, %1; "
-      "add.u32 address, address, %0; mbarrier.arrive.shared::cta.b64 _, [address];}" ::"r"(barrier),
-      "r"(read)
-      : "memory");
-}
-
-// mbarrier.arrive.expect_tx.shared::cta.b64
-// Arrives, and says that the phase waits for `bytes` more.
-__device__ inline void mbarrier_arrive_expect_tx(u32 barrier, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
-               : "memory");
-}
-
-// mbarrier.try_wait.parity.shared::cta.b64
-// Waits until the phase of this parity has ended. The loop is in here, for compilers give products
-// that are under way across a loop of theirs other registers.
-__device__ inline void mbarrier_wait(u32 barrier, u32 parity) {
-  asm volatile(
-      "{.reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @!p bra "
-      "again;}" ::"r"(barrier),
-      "r"(parity)
-      : "memory");
-}
-
-// PTX ISA, "Data Movement and Conversion Instructions: mov". Needs sm_80.
-
-// mov.b64
-// One word of 64 bits out of two, where it stands: compilers do not see through it.
-__device__ inline u64 mov_b64(u32 low, u32 high) {
-  u64 word;
-  asm("mov.b64 %0, {%1, %2};" : "=l"(word) : "r"(low), "r"(high));
-  return word;
-}
-
-// mov.b32
-// A word into itself: compilers know no more what it holds.
-__device__ inline void mov_b32(u32& word) { asm volatile("mov.b32 %0, %0;" : "+r"(word)); }
-
-// mov.u32
-// This thread's index in the block, read anew.
-__device__ inline u32 mov_tid_x() {
-  u32 thread;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  return thread;
-}
-
-// PTX ISA, "Data Movement and Conversion Instructions: prefetch". Needs sm_90.
-
-// prefetch.tensormap
-// Brings a tensor map, by its generic address, to where copies look for it.
-__device__ inline void prefetch_tensormap(const void* map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
-
-// prefetch.global.L2
-// Brings the line of an address into L2.
-__device__ inline void prefetch_l2(const void* address) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(address) : "memory");
-}
-
 // PTX ISA, "Parallel Synchronization and Communication Instructions: red". Needs sm_80.
 
 // red.release.gpu.global.inc.u32
@@ -565,42 +1240,1226 @@ __device__ inline void red_add_relaxed_gpu(u32* address, u32 value) {
   asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
-// PTX ISA, "Miscellaneous Instructions: setmaxnreg". Needs sm_90.
-// All warps of a warpgroup execute it; the number of registers is a multiple of 8.
+// Keeps blocks of the grid about as far as each other. Where memory is the limit, some SMs get
+// more of it than others; those end early, and what they leave then the others cannot use.
 
-// setmaxnreg.dec.sync.aligned.u32
-// Gives registers back.
-template <int kRegisters>
-__device__ inline void setmaxnreg_dec() {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+// How far ahead of the mean a block may ask for tokens, in halves of a block of tokens.
+constexpr u32 kMostAhead = 3;
+// How many blocks of tokens are told of at once.
+constexpr u32 kToldTogether = 2;
+
+// Where the first block of the grid would leave the piece that its span ends with, see
+// combine/partial_out.cuh: it has the last span, behind which no piece goes on.
+constexpr int kCounterOffset = kRows * kHeadDimVo * sizeof(u16);
+
+// Counted is what all have asked for, in a word of the workspace that nobody else needs. It may be
+// anything before, and is read before any are told of. Whoever is late, and reads it later, is
+// slowed down by no more looks than it asks for blocks.
+struct Pace {
+  u32* counter;
+  u32 sharers;  // none where spans are of different work, or neighbours share tokens
+  u32 before = 0;
+  u32 all = 0;
+  u32 own = 0;
+  u32 told = 0;
+  u32 looks = 0;
+
+  __device__ Pace(const Params& params, const Span& span)
+      : counter(reinterpret_cast<u32*>(params.partial_out + kCounterOffset)),
+        sharers(span.unit_cost == 0 && params.team_size == 1 ? span.spans : 0) {}
+
+  // Before a block is asked for. The first ones fill the ring, whoever is ahead.
+  __device__ void wait() {
+    if (sharers == 0) return;
+#pragma unroll 1
+    while (told > 0 && looks < own && is_ahead()) {
+      all = ld_relaxed_gpu(counter);
+      ++looks;
+    }
+  }
+
+  // When a block has been asked for.
+  __device__ void tell() {
+    if (sharers == 0) return;
+    if (++own == 1) before = ld_relaxed_gpu(counter);
+    if (own <= kStages || own % kToldTogether != 0) return;
+    if (lane_index() == 0) red_add_relaxed_gpu(counter, own - told);
+    __syncwarp();
+    told = own;
+    all = ld_relaxed_gpu(counter);
+  }
+
+  __device__ bool is_ahead() const {
+    return static_cast<int>(own * sharers - (all - before)) * 2 >
+           static_cast<int>(kMostAhead * sharers);
+  }
+};
+
+// The loader, one warp: streams the blocks of tokens of every item through the ring.
+
+// Issuing a copy takes hundreds of clocks beside products: the latent part of a block in one page
+// is one copy. Else each lane copies a tile; those behind the last tile copy nothing.
+__device__ inline void copy_block(const Params& params, const BlockBoxes& boxes, u32 target,
+                                  u32 full, u64 policy) {
+  const int lane = lane_index();
+  if (lane == 0) mbarrier_arrive_expect_tx(full, boxes.count * kBoxTokens * kHeadDimQk);
+  __syncwarp();
+  if constexpr (kBoxes == 1) {
+    if (lane == 0) {
+      cp_async_bulk_tensor(target, &params.group_map, full, policy, 0, boxes.slot[0], 0,
+                           boxes.page[0]);
+      cp_async_bulk_tensor(target + kLatentTiles * kTileBytes, &params.rope_map, full, policy, 0,
+                           boxes.slot[0], 0, boxes.page[0]);
+    }
+  } else if (lane <= kLatentTiles) {
+    const bool is_rope = lane == kLatentTiles;
+    boxes.copy_tile(is_rope ? &params.rope_map : &params.latent_map, is_rope ? 0 : lane,
+                    target + lane * kTileBytes, full, policy,
+                    is_rope ? kRopeRowBytes : kTileRowBytes);
+  }
+  __syncwarp();
 }
 
-// setmaxnreg.inc.sync.aligned.u32
-// Waits until there are so many registers to take.
-template <int kRegisters>
-__device__ inline void setmaxnreg_inc() {
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+// `part` is of the first item. A block of a team has its first tokens before it asks for more: else
+// the last of them waits for all that others have asked for.
+__device__ inline void load_tokens(const Params& params, int, Part part, SharedMemory& shared) {
+  const u64 policy = policy_of_lines(params.team_size > 1);
+  Pace pace(params, shared.scratch.span);
+  RingPosition<kStages> position;
+  bool waits = params.team_size > 1;
+  for (u32 count = 0; part.request >= 0; part = next_part(shared, count)) {
+    const int end = part.first_block + part.blocks;
+    PageIds ids(params, part);
+#pragma unroll 1
+    for (int block = part.first_block; block < end; ++block) {
+      const BlockBoxes boxes(ids, block, part.visible_to_any);
+      wait_for(shared.tokens_empty[position.stage], position.parity ^ 1);
+      pace.wait();
+      copy_block(params, boxes, shared_address(shared.tokens[position.stage]),
+                 shared_address(&shared.tokens_full[position.stage]), policy);
+      if (waits) wait_for(shared.tokens_full[0], 0);
+      waits = false;
+      pace.tell();
+      position.advance();
+    }
+  }
 }
 
-// PTX ISA, "Warp Level Matrix Instructions: stmatrix". Needs sm_90.
-// Lanes 8i to 8i + 7 give the shared-memory addresses of the eight 16-byte rows of matrix i, of
-// which word i is this lane's fragment.
+// PTX ISA, "Data Movement and Conversion Instructions: prefetch". Needs sm_90.
 
-// stmatrix.sync.aligned.m8n8.x4.shared.b16
-__device__ inline void stmatrix_x4(u32 row_address, u32 a, u32 b, u32 c, u32 d) {
+// prefetch.tensormap
+// Brings a tensor map, by its generic address, to where copies look for it.
+__device__ inline void prefetch_tensormap(const void* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// prefetch.global.L2
+// Brings the line of an address into L2.
+__device__ inline void prefetch_l2(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address) : "memory");
+}
+
+// PTX ISA, "Parallel Synchronization and Communication Instructions: barrier.cta". Needs sm_80.
+// Barriers have numbers from 0 to 15; `threads` counts those that wait and those that only arrive.
+
+// barrier.cta.sync.aligned
+__device__ inline void barrier_sync(int barrier, int threads) {
+  asm volatile("barrier.cta.sync.aligned %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+// barrier.cta.arrive.aligned
+__device__ inline void barrier_arrive(int barrier, int threads) {
+  asm volatile("barrier.cta.arrive.aligned %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+// barrier.cta.red.or.aligned.pred
+// Waits for all threads; returns whether any of them brought a number that is not zero.
+__device__ inline u32 barrier_red_or(int barrier, int threads, u32 value) {
+  u32 any;
   asm volatile(
-      "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row_address), "r"(a),
-      "r"(b), "r"(c), "r"(d)
+      "{.reg .pred p, q; setp.ne.u32 p, %3, 0; barrier.cta.red.or.aligned.pred q, %1, %2, p; "
+      "selp.u32 %0, 1, 0, q;}"
+      : "=r"(any)
+      : "r"(barrier), "r"(threads), "r"(value)
       : "memory");
+  return any;
 }
 
-// stmatrix.sync.aligned.m8n8.x4.trans.shared.b16
-__device__ inline void stmatrix_x4_trans(u32 row_address, u32 a, u32 b, u32 c, u32 d) {
-  asm volatile(
-      "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row_address),
-      "r"(a), "r"(b), "r"(c), "r"(d)
-      : "memory");
+// Consumer warps that leave or merge pieces of a unit together: all, or those of one half of the
+// tasks.
+
+// Which half the tasks of a warp belong to.
+__device__ inline int half_of_warp(int warp) { return warp % 4 / 2; }
+
+struct Crew {
+  int half;  // minus one for all
+
+  __device__ int threads() const { return half < 0 ? kConsumerThreads : kConsumerThreads / 2; }
+  __device__ void sync() const { barrier_sync(kCrewBarrier + max(half, 0), threads()); }
+
+  // Index of this thread in the crew.
+  __device__ int thread() const {
+    const int warp = fresh_warp();
+    return half < 0 ? fresh_thread() : (warp / 4 * 2 + warp % 2) * kWarpLanes + fresh_lane();
+  }
+  __device__ bool is_leader() const { return thread() == 0; }
+  __device__ bool has_warp(int warp) const { return half < 0 || half_of_warp(warp) == half; }
+};
+
+// What of the output a thread of the consumers has.
+
+// Two consumers of four warps each. Both have all rows and one half of the output dims, in tiles of
+// 64; of a tile a warp has 16, and a thread two neighbours: in rows g and g + 8 of the product,
+// with g = lane / 4, are dims 2g and 2g + 1.
+constexpr int kDimsOfTile = 64;
+constexpr int kHalfDims = kHeadDimVo / 2;
+constexpr int kDimTiles = kHalfDims / kDimsOfTile;
+
+// The first dim of float4 `i` of a thread of warp `warp`; the other is the next.
+__device__ inline int dim_of(int warp, int i) {
+  return warp / 4 * kHalfDims + i / (kRows / 8) * kDimsOfTile + warp % 4 * 16 +
+         fresh_lane() / 4 * 2;
 }
+
+// What is alike for two consumers of four warps each, however dims are divided among warps.
+
+// The dim of part `c` of float4 `i`.
+__device__ inline int part_dim(int warp, int i, int c) { return dim_of(warp, i) + c / 2; }
+
+// Where a warp is among those of its half, which are two of either consumer, and the warp that is
+// there.
+__device__ inline int place_in_half(int warp) { return warp / 4 * 2 + warp % 2; }
+__device__ inline int warp_at(int half, int place) { return place / 2 * 4 + half * 2 + place % 2; }
+
+// What a consumer has of the output in registers, where its dims take the place of rows in the
+// products, and rows that of columns.
+
+constexpr int kRowGroups = kRows / 8;
+constexpr int kOwnRows = kRowGroups * 2;
+using Accumulators = float[kDimTiles][kRows / 2];
+
+// A thread's row `r`, the same in all warps, and lanes that have the same rows: those that agree
+// modulo 4.
+__device__ inline int own_row(int r) { return r / 2 * 8 + fresh_lane() % 4 * 2 + r % 2; }
+
+// Row of part `c` of float4 `i`.
+__device__ inline int part_row(int, int i, int c) { return own_row(i % kRowGroups * 2 + c % 2); }
+
+__device__ inline float4 accumulator(const Accumulators& accumulators, int i) {
+  const float* of = accumulators[i / kRowGroups] + i % kRowGroups * 4;
+  return make_float4(of[0], of[1], of[2], of[3]);
+}
+
+__device__ inline void set_accumulator(Accumulators& accumulators, int i, float4 value) {
+  float* of = accumulators[i / kRowGroups] + i % kRowGroups * 4;
+  of[0] = value.x;
+  of[1] = value.y;
+  of[2] = value.z;
+  of[3] = value.w;
+}
+
+// Multiplies a group of eight rows, of which a thread has two.
+__device__ inline void multiply_group(Accumulators& accumulators, int group, float2 factor) {
+#pragma unroll
+  for (int tile = 0; tile < kDimTiles; ++tile) {
+    float* of = accumulators[tile] + group * 4;
+    of[0] *= factor.x;
+    of[1] *= factor.y;
+    of[2] *= factor.x;
+    of[3] *= factor.y;
+  }
+}
+
+// Float4 `i` holds two rows of each of its two dims.
+__device__ inline float4 weighted(float4 value, const float (&weights)[kOwnRows], int i) {
+  const float a = weights[i % kRowGroups * 2];
+  const float b = weights[i % kRowGroups * 2 + 1];
+  return make_float4(value.x * a, value.y * b, value.z * a, value.w * b);
+}
+
+// Of all warps' float4s in a row, the tasks, those of half of the warps come first, of these those
+// of the same eight rows together, and of these those of a warp.
+constexpr int kRowsOfGroup = 8;
+constexpr int kTasksOfGroup = kConsumerWarps / 2 * kDimTiles;
+constexpr int kHalfTasks = kRowGroups * kTasksOfGroup;
+
+__device__ inline int first_task_of(int warp) {
+  return half_of_warp(warp) * kHalfTasks + place_in_half(warp) * kDimTiles;
+}
+
+// Where float4 `i` is behind the first of its warp.
+__device__ constexpr int task_offset(int i) {
+  return i % kRowGroups * kTasksOfGroup + i / kRowGroups;
+}
+
+// Which float4 is number `task` in this order.
+__device__ constexpr int accumulator_in_order(int task) {
+  return task % kDimTiles * kRowGroups + task / kDimTiles;
+}
+
+// Which warp has a task, and as which of its float4s.
+__device__ inline int warp_of_task(u32 task) {
+  return warp_at(task / kHalfTasks, task % kTasksOfGroup / kDimTiles);
+}
+__device__ inline int accumulator_of_task(u32 task) {
+  return task % kDimTiles * kRowGroups + task / kTasksOfGroup % kRowGroups;
+}
+
+struct TaskRows {
+  int a;
+  int b;
+};
+
+__device__ inline TaskRows task_rows(u32 task) {
+  const int row = own_row(task / kTasksOfGroup % kRowGroups * 2);
+  return {row, row + 1};
+}
+
+// A row has one scale.
+constexpr int kScales = 1;
+__device__ inline int scale_of_warp(int) { return 0; }
+__device__ inline int scale_of_task(u32) { return 0; }
+
+__device__ inline float4 add_task(float4 total, float4 value, float weight_a, float weight_b) {
+  return make_float4(total.x + value.x * weight_a, total.y + value.y * weight_b,
+                     total.z + value.z * weight_a, total.w + value.w * weight_b);
+}
+
+// Over the lanes that have the same rows.
+__device__ inline float maximum_of_lanes(float value) {
+#pragma unroll
+  for (int lanes = 4; lanes < kWarpLanes; lanes *= 2) {
+    value = fmaxf(value, __shfl_xor_sync(~0u, value, lanes));
+  }
+  return value;
+}
+
+// A scale is a number, or a tensor of one element that only the device knows.
+
+__device__ inline float value_of(const float* tensor, float number) {
+  return tensor == nullptr ? number : *tensor;
+}
+
+// PTX ISA, "Floating Point Instructions: ex2". Needs sm_20.
+
+// ex2.approx.ftz.f32
+// 2 to the power of x, relative error below 2^-22; minus infinity gives zero.
+__device__ inline float ex2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// How the statistics of a softmax row become its scale and its LSE.
+
+struct RowResult {
+  float factor;  // multiplies the accumulated values
+  float lse;  // the sink included; of an empty row its sink, or minus infinity
+};
+
+// `reference` in log2 units, `sum` relative to it; `sink` is a natural-log logit without a value,
+// or minus infinity. `lse_factor` brings log2 units to the base of the LSE.
+__device__ inline RowResult finish_row(float reference, float sum, float sink,
+                                       float lse_factor = 1.0f) {
+  // Not by way of log2 units: a finite sink may overflow there, and not in base e.
+  const float sink_lse = sink * (kLog2E * lse_factor);
+  if (sum == 0.0f) return {0.0f, sink_lse};  // the row attends to nothing; a NaN is not nothing
+  // Fused, so that only the distance may overflow, to an infinity of the right sign.
+  const float distance = fmaf(sink, kLog2E, -reference);
+  // Relative to the larger of the two, because 2^distance may overflow. Selects, for a NaN is kept.
+  const bool is_sink_larger = distance > 0.0f;
+  const float rescale = is_sink_larger ? ex2_approx(-distance) : 1.0f;
+  const float total = sum * rescale + (is_sink_larger ? 1.0f : ex2_approx(distance));
+  // Approximate: exact to some 22 bits, and a fraction of the instructions.
+  const float log2_total = __log2f(total);
+  return {__fdividef(rescale, total), is_sink_larger ? sink_lse + log2_total * lse_factor
+                                                     : (reference + log2_total) * lse_factor};
+}
+
+// What a row has come to.
+
+// A row's probabilities are relative to its reference. No maximum is asked for while none of them
+// is larger than this, so that references move seldom.
+constexpr float kMostProbability = 0x1p8f;
+
+struct RowState {
+  float reference;  // log2 units; what the accumulators are relative to
+  float sum;  // of probabilities, relative to it
+};
+
+__device__ inline i64 global_row(const Params& params, const Item& item, int row) {
+  return item.first_query * params.heads + item.first_row + row;
+}
+
+// The LSE is in the base that the call asks for.
+__device__ inline RowResult result_of(const Params& params, const Item& item, int row,
+                                      RowState state) {
+  const float sink = params.sinks == nullptr || row >= item.rows
+                         ? -kInfinity
+                         : params.sinks[static_cast<u32>(item.first_row + row) % params.heads];
+  return finish_row(state.reference, state.sum, sink, params.lse_factor);
+}
+
+__device__ inline float output_scale(const Params& params) {
+  return value_of(params.bmm2_scale_tensor, params.bmm2_scale);
+}
+
+// For fmaxf, which ignores a NaN.
+__device__ inline float nan_unless_finite(float value) { return fmaf(value, 0.0f, value); }
+
+// What the rows of an item have come to, in shared memory: a consumer's thread has a quarter of
+// all rows, and no registers for them.
+
+struct OwnRows {
+  SharedMemory& shared;
+  int slot;  // of the item
+
+  // Of row `r` of this thread.
+  __device__ RowState operator[](int r) const { return state(own_row(r)); }
+
+  __device__ RowState state(int row) const {
+    return {shared.row_reference[slot][row], shared.row_sum[slot][row]};
+  }
+  __device__ void set_state(int row, RowState state) {
+    shared.row_reference[slot][row] = state.reference;
+    shared.row_sum[slot][row] = state.sum;
+  }
+};
+
+// What is left of a row of a piece, in one chunk.
+
+struct alignas(kChunkBytes) PartialRow {
+  float reference;  // log2 units
+  float sum;
+  float scales[kScales];  // what halves are multiplied by; later also by the piece's weight
+};
+static_assert(sizeof(PartialRow) == kChunkBytes, "the plan counts on it, and a copy brings a row");
+
+// PTX ISA, "Data Movement and Conversion Instructions: cvt". Needs sm_80.
+
+// cvt.rn.bf16x2.f32
+__device__ inline u32 cvt_rn_x2_f32(Bf16, float high, float low) {
+  u32 packed;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+// cvt.rn.f16x2.f32
+__device__ inline u32 cvt_rn_x2_f32(Fp16, float high, float low) {
+  u32 packed;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+// cvt.f32.f16
+__device__ inline float cvt_f32(Fp16, u16 bits) {
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+  return value;
+}
+
+// A bf16 is the upper half of an fp32; sm_80 has no instruction for it and needs none.
+__device__ inline float cvt_f32(Bf16, u16 bits) {
+  return __uint_as_float(static_cast<u32>(bits) << 16);
+}
+
+// What values of a row are multiplied by to be left as halves.
+
+// The power of two that brings what is finite of a row, `largest` at the most, below 2^14: the
+// eleven bits of a half then tell more of a value than the output will. Both it and its inverse are
+// normal numbers.
+__device__ inline float half_scale(float largest) {
+  const int exponent = static_cast<int>(__float_as_uint(largest) >> 23) - 127;
+  return __uint_as_float(static_cast<u32>(127 + 13 - max(exponent, -100)) << 23);
+}
+
+__device__ inline float inverse_of_power(float power) {
+  return __uint_as_float((254u << 23) - __float_as_uint(power));
+}
+
+// What is left of the rows of a piece, by one thread each: they are in shared memory.
+
+__device__ inline void scales_of_rows(SharedMemory& shared, const Crew&, const Accumulators&,
+                                      const OwnRows& rows, float (&scales)[kOwnRows]) {
+  const float* own = &shared.row_scale[rows.slot][own_row(0)];
+#pragma unroll
+  for (int group = 0; group < kRowGroups; ++group) {
+    const float2 pair = *reinterpret_cast<const float2*>(own + group * 8);
+    scales[group * 2] = pair.x;
+    scales[group * 2 + 1] = pair.y;
+  }
+}
+
+__device__ inline void store_states(PartialRow* target, const Crew& crew, const OwnRows& rows,
+                                    const float (&)[kOwnRows]) {
+  const int row = crew.thread();
+  if (row >= kRows) return;
+  const RowState state = rows.state(row);
+  target[row] = {
+      state.reference, state.sum, {inverse_of_power(rows.shared.row_scale[rows.slot][row])}};
+}
+static_assert(kScales == 1 && kRows <= kConsumerThreads / 2, "a crew has a thread for each row");
+
+// The pieces of a unit: how they are left in the workspace, brought from there, and two of them
+// added.
+
+// A task is one float4 of every thread of a warp. A piece is left in the workspace task by task, as
+// four halves a thread, for what is written and read is what merging costs; and each row's state.
+// Each block of the grid has two places: for the piece that its span begins with, and for the one
+// it ends with.
+constexpr int kTaskBytes = kWarpLanes * sizeof(uint2);
+
+__device__ inline int first_place(int block) { return block * 2; }
+__device__ inline int last_place(int block) { return block * 2 + 1; }
+
+// Where this block leaves its piece.
+__device__ inline int place_of_own(const Item& item) {
+  const int block = static_cast<int>(blockIdx.x);
+  return item.piece > 0 ? first_place(block) : last_place(block);
+}
+
+__device__ inline uint2* partial_values(const Params& params, int place) {
+  return reinterpret_cast<uint2*>(params.partial_out) +
+         static_cast<u32>(place * kTasks * kWarpLanes);
+}
+
+__device__ inline PartialRow* partial_rows(const Params& params, int place) {
+  return reinterpret_cast<PartialRow*>(params.partial_rows) + place * kRows;
+}
+
+// Where this thread's values are among those of all tasks.
+__device__ inline int own_values() {
+  return first_task_of(fresh_warp()) * kWarpLanes + fresh_lane();
+}
+
+__device__ inline uint2 to_halves(float4 value) {
+  return make_uint2(cvt_rn_x2_f32(Fp16{}, value.y, value.x),
+                    cvt_rn_x2_f32(Fp16{}, value.w, value.z));
+}
+
+__device__ inline float4 from_halves(uint2 halves) {
+  return make_float4(cvt_f32(Fp16{}, static_cast<u16>(halves.x)),
+                     cvt_f32(Fp16{}, static_cast<u16>(halves.x >> 16)),
+                     cvt_f32(Fp16{}, static_cast<u16>(halves.y)),
+                     cvt_f32(Fp16{}, static_cast<u16>(halves.y >> 16)));
+}
+
+// Where the pieces of a unit lie. Spans are in the opposite order of blocks.
+struct PiecePlaces {
+  int owner;
+  int team_size;
+
+  __device__ PiecePlaces(const Params& params, const Item& item)
+      : owner(item.owner), team_size(params.team_size) {}
+
+  __device__ int operator[](int piece) const {
+    return piece == 0 ? last_place(owner) : first_place(owner - piece * team_size);
+  }
+};
+
+// How many crews leave a piece, or one half of it, for others: of two pieces each merger's half
+// comes from the other block.
+__device__ inline int announcements(const Item& item) {
+  return item.pieces == 2 ? item.mergers : item.pieces;
+}
+
+// A unit's counter counts what is announced, and then the mergers that have seen all of that. The
+// last of these makes it zero again, for the next launch.
+__device__ inline u32* counter_of(const Params& params, const Item& item) {
+  return params.counters + item.owner;
+}
+
+__device__ inline u32 last_count(const Item& item) {
+  return static_cast<u32>(announcements(item) + item.mergers - 1);
+}
+
+// When all threads of the crew have written; tells those who wait.
+__device__ inline void announce(const Params& params, const Item& item, const Crew& crew) {
+  u32* counter = counter_of(params, item);
+  const u32 last = last_count(item);
+  crew.sync();
+  if (crew.is_leader()) red_inc_release_gpu(counter, last);
+}
+
+// Waits for all pieces, by each merger once.
+__device__ inline void await(const Params& params, const Item& item, const Crew& crew) {
+  if (crew.is_leader()) {
+    u32* counter = counter_of(params, item);
+    const u32 last = last_count(item);
+    const u32 awaited = static_cast<u32>(announcements(item));
+    while (ld_acquire_gpu(counter) < awaited) {
+    }
+    red_inc_relaxed_gpu(counter, last);
+  }
+  crew.sync();
+}
+
+// What a crew has of pieces to merge, where query and tokens were: no item follows. First some
+// rows, each of every piece, then of every piece some tasks.
+struct MergeRoom {
+  unsigned char* bytes;
+  int pieces;
+  int first_row;  // behind the last row comes the first again
+  int rows;
+  int first_task;
+  int tasks;
+
+  // Whether the values of the block's own piece are where they will be merged.
+  __device__ bool keeps_own() const { return tasks >= kTasksTogether; }
+
+  // A row of those from the first on, and where a row is among them.
+  __device__ int row_at(u32 place) const { return static_cast<int>((first_row + place) % kRows); }
+  __device__ u32 place_of(int row) const { return static_cast<u32>(row - first_row) % kRows; }
+
+  __device__ PartialRow* states(u32 place) const {
+    // An odd number of chunks, so that rows begin in different banks.
+    return reinterpret_cast<PartialRow*>(bytes) + place * (pieces | 1);
+  }
+  __device__ PartialRow& state(int piece, int row) const { return states(place_of(row))[piece]; }
+  __device__ uint2* values(int piece) const {
+    return reinterpret_cast<uint2*>(states(rows)) + piece * tasks * kWarpLanes;
+  }
+};
+
+static_assert(kRows * sizeof(PartialRow) + kTasks * kTaskBytes <= kRoomBytes,
+              "the only other piece comes whole");
+
+// Where a thread leaves the values of a piece: in the workspace, but for the tasks that this block
+// will merge itself. These stay in its room, if they are whole groups of four.
+struct PieceTarget {
+  uint2* left;
+  uint2* kept;
+  int first_kept;
+  int kept_tasks;
+
+  // `room` is for a slice, which may be empty.
+  __device__ PieceTarget(const Params& params, const Item& item, const MergeRoom& room)
+      : left(partial_values(params, place_of_own(item)) + own_values()),
+        kept(room.values(item.piece) + own_values() - room.first_task * kWarpLanes),
+        first_kept(room.first_task - first_task_of(fresh_warp())),
+        kept_tasks(room.keeps_own() ? room.tasks : 0) {}
+
+  // Of float4 `i`.
+  __device__ uint2* place(int i) const {
+    const int group = task_offset(i) / kTasksTogether * kTasksTogether;
+    const bool keeps = static_cast<u32>(group - first_kept) < static_cast<u32>(kept_tasks);
+    return (keeps ? kept : left) + task_offset(i) * kWarpLanes;
+  }
+};
+
+// By the threads of a crew.
+__device__ inline void store_partial(const Params& params, const Item& item, SharedMemory& shared,
+                                     const Crew& crew, const PieceTarget& target,
+                                     const Accumulators& accumulators, const OwnRows& rows) {
+  float scales[kOwnRows];
+  scales_of_rows(shared, crew, accumulators, rows, scales);
+#pragma unroll
+  for (int task = 0; task < kAccumulators; ++task) {
+    const int i = accumulator_in_order(task);
+    *target.place(i) = to_halves(weighted(accumulator(accumulators, i), scales, i));
+  }
+  store_states(partial_rows(params, place_of_own(item)), crew, rows, scales);
+}
+
+// Begins to copy the tasks of all pieces but `own`, from `first_piece` on: of many pieces each by
+// one warp, of few each by all. A warp copies some chunks of its lanes together.
+__device__ inline void begin_values(const Params& params, const PiecePlaces& places,
+                                    const Crew& crew, const MergeRoom& room, int first_piece,
+                                    int own) {
+  constexpr int kChunksTogether = 4;
+  constexpr int kCopyBytes = kWarpLanes * kChunkBytes;
+  const int warp = crew.thread() / kWarpLanes;
+  const int warps = crew.threads() / kWarpLanes;
+  const bool are_many = room.pieces >= kConsumerWarps;
+  const int step = kChunksTogether * kCopyBytes * (are_many ? 1 : warps);
+  const int first =
+      kChunksTogether * kCopyBytes * (are_many ? 0 : warp) + fresh_lane() * kChunkBytes;
+  const int bytes = room.tasks * kTaskBytes;
+#pragma unroll 1
+  for (int piece = are_many ? warp : 0; piece < room.pieces; piece += are_many ? warps : 1) {
+    if (first_piece + piece == own) continue;
+    const unsigned char* source = reinterpret_cast<const unsigned char*>(
+        partial_values(params, places[first_piece + piece]) + room.first_task * kWarpLanes);
+    const u32 target = shared_address(room.values(piece));
+#pragma unroll 1
+    for (int i = first; i < bytes; i += step) {
+#pragma unroll
+      for (int chunk = 0; chunk < kChunksTogether; ++chunk) {
+        if (i + chunk * kCopyBytes >= bytes) continue;
+        cp_async_cg_16(target + i + chunk * kCopyBytes, source + i + chunk * kCopyBytes,
+                       kChunkBytes);
+      }
+    }
+  }
+}
+
+// Adds a piece that has been brought to the accumulators, and its rows' states to theirs.
+
+// What a piece and the other are multiplied by, in place of the other's state.
+struct JoinedRow {
+  float own_weight;
+  float weight;
+};
+
+__device__ inline JoinedRow joined_row(const PartialRow& state) {
+  return {state.reference, state.sum};
+}
+
+// By one thread for each row: all warps have all rows. Where two pieces are exchanged, this block's
+// other crew has read the states before: what is awaited counts what it has left, too.
+__device__ inline void join_rows(const Crew& crew, const MergeRoom& room, OwnRows& rows) {
+  const int row = crew.thread();
+  if (row < kRows) {
+    PartialRow& state = room.state(0, row);
+    const PartialRow other = state;
+    const RowState own = rows.state(row);
+    const float largest = fmaxf(own.reference, other.reference);
+    const float own_weight = ex2_approx(own.reference - largest);
+    const float weight = ex2_approx(other.reference - largest);
+    rows.set_state(row, {largest, own.sum * own_weight + other.sum * weight});
+    state.reference = own_weight;
+    state.sum = weight * other.scales[0];
+  }
+  crew.sync();
+}
+
+__device__ inline void add_piece(const Crew& crew, const MergeRoom& room,
+                                 Accumulators& accumulators, OwnRows& rows) {
+  join_rows(crew, room, rows);
+  const uint2* values = room.values(0) + own_values() - room.first_task * kWarpLanes;
+#pragma unroll
+  for (int group = 0; group < kRowGroups; ++group) {
+    const int row = own_row(group * 2);
+    const JoinedRow a = joined_row(room.state(0, row));
+    const JoinedRow b = joined_row(room.state(0, row + 1));
+#pragma unroll
+    for (int tile = 0; tile < kDimTiles; ++tile) {
+      const float4 other = from_halves(values[task_offset(tile * kRowGroups + group) * kWarpLanes]);
+      float* own = accumulators[tile] + group * 4;
+      own[0] = own[0] * a.own_weight + other.x * a.weight;
+      own[1] = own[1] * b.own_weight + other.y * b.weight;
+      own[2] = own[2] * a.own_weight + other.z * a.weight;
+      own[3] = own[3] * b.own_weight + other.w * b.weight;
+    }
+    __syncwarp();
+  }
+}
+
+// Adding the only other piece of a unit to one that is in registers.
+
+// Adds the only other piece to this one, which is in registers: by the owner, or by both to the
+// half that either keeps.
+__device__ inline void fold_piece(const Params& params, const Item& item, SharedMemory& shared,
+                                  const Crew& crew, Accumulators& accumulators, OwnRows& rows) {
+  await(params, item, crew);
+  const int tasks = crew.half < 0 ? kTasks : kTasks / 2;
+  const MergeRoom room = {shared.query, 1, 0, kRows, max(crew.half, 0) * tasks, tasks};
+  const PiecePlaces places(params, item);
+  const int row = crew.thread();
+  if (row < kRows) {
+    cp_async_cg_16(shared_address(&room.state(0, row)),
+                   partial_rows(params, places[1 - item.piece]) + row, kChunkBytes);
+  }
+  begin_values(params, places, crew, room, 1 - item.piece, item.piece);
+  cp_async_commit_group();
+  cp_async_wait_group<0>();
+  crew.sync();
+  add_piece(crew, room, accumulators, rows);
+}
+
+// Writes finished rows.
+
+// Two neighbouring dims of a row; eight lanes write 32 bytes.
+__device__ inline void store_pair(unsigned char* out, float low, float high) {
+  *reinterpret_cast<u32*>(out) = cvt_rn_x2_f32(Element{}, high, low);
+}
+
+// What this thread's rows are multiplied by. All warps have all rows: every lane works out some of
+// them, and one warp tells of the LSE besides.
+__device__ inline void find_factors(const Params& params, const Item& item, const OwnRows& rows,
+                                    float (&factors)[kOwnRows]) {
+  constexpr int kRowsOfLane = ceil_div(kRows, kWarpLanes);
+  const float scale = output_scale(params);
+  float found[kRowsOfLane];
+#pragma unroll
+  for (int i = 0; i < kRowsOfLane; ++i) {
+    const int row = (i * kWarpLanes + fresh_lane()) % kRows;
+    const RowResult result = result_of(params, item, row, rows.state(row));
+    found[i] = result.factor * scale;
+    if (params.lse != nullptr && fresh_thread() < min(kRows, kWarpLanes) && row < item.rows) {
+      params.lse[global_row(params, item, row)] = result.lse;
+    }
+  }
+  __syncwarp();
+#pragma unroll
+  for (int r = 0; r < kOwnRows; ++r) {
+    factors[r] = __shfl_sync(~0u, found[r / 2 * 8 / kWarpLanes], own_row(r) % kWarpLanes);
+  }
+}
+
+__device__ inline void store_rows(const Params& params, const Item& item, SharedMemory&,
+                                  const Accumulators& accumulators, const OwnRows& rows) {
+  float factors[kOwnRows];
+  find_factors(params, item, rows, factors);
+  unsigned char* out =
+      reinterpret_cast<unsigned char*>(params.out) +
+      (global_row(params, item, own_row(0)) * kHeadDimVo + dim_of(fresh_warp(), 0)) * 2;
+#pragma unroll
+  for (int r = 0; r < kOwnRows; ++r) {
+    if (own_row(r) >= item.rows) continue;
+    unsigned char* target = out + (r / 2 * 8 + r % 2) * kHeadDimVo * 2;
+#pragma unroll
+    for (int tile = 0; tile < kDimTiles; ++tile) {
+      const float* of = accumulators[tile] + r / 2 * 4 + r % 2;
+      store_pair(target + tile * kDimsOfTile * 2, of[0] * factors[r], of[2] * factors[r]);
+    }
+  }
+}
+
+// Writes some tasks from `first` on, after merging: of the same rows, one tile of dims after the
+// other.
+template <int kCount>
+__device__ inline void store_tasks(const Params& params, const Item& item, SharedMemory&, int first,
+                                   const float4 (&values)[kCount]) {
+  const TaskRows rows = task_rows(first);
+  const int dim = dim_of(warp_of_task(first), accumulator_of_task(first));
+  unsigned char* out = reinterpret_cast<unsigned char*>(params.out) +
+                       (global_row(params, item, rows.a) * kHeadDimVo + dim) * 2;
+#pragma unroll
+  for (int n = 0; n < kCount; ++n) {
+    unsigned char* target = out + n * kDimsOfTile * 2;
+    if (rows.a < item.rows) store_pair(target, values[n].x, values[n].z);
+    if (rows.b < item.rows) store_pair(target + kHeadDimVo * 2, values[n].y, values[n].w);
+  }
+}
+
+// Merging three pieces and more of a unit: every block that is a merger takes a slice of the
+// result.
+
+// Over the lanes that share a row, which are neighbours.
+template <typename Join>
+__device__ inline float join_lanes(float value, int sharing, Join join) {
+#pragma unroll 1
+  for (int lanes = 1; lanes < sharing; lanes *= 2) {
+    value = join(value, __shfl_xor_sync(~0u, value, lanes));
+  }
+  return value;
+}
+
+// Groups of tasks, one after the other, have the groups of rows, in some families all of them
+// twice.
+static_assert((kRows & (kRows - 1)) == 0, "rows are counted modulo all of them");
+constexpr int kGroupsOfRows = kRows / kRowsOfGroup;
+
+// The rows that a slice of so many tasks touches at the most: small ones those of one group.
+__device__ constexpr int rows_of_slice(int tasks) {
+  if (kTasksOfGroup % tasks == 0) return kRowsOfGroup;
+  const int groups = (tasks + kTasksOfGroup - 2) / kTasksOfGroup + 1;
+  return groups < kGroupsOfRows ? groups * kRowsOfGroup : kRows;
+}
+
+// What sharers of tasks have of them, behind what has been brought, and behind what a warp reads
+// there that adds up four tasks of a slice of fewer.
+using SharedTotals = float4[kTasksTogether][kWarpLanes];
+constexpr int kSharedTotalsBytes = kConsumerWarps * static_cast<int>(sizeof(SharedTotals));
+__device__ constexpr int shared_totals_offset(int pieces, int rows, int tasks) {
+  return (pieces | 1) * rows * static_cast<int>(sizeof(PartialRow)) +
+         (pieces * tasks + kTasksTogether) * kTaskBytes;
+}
+
+__device__ constexpr bool slices_fit() {
+  for (int pieces = 3; pieces <= kMostSpans; ++pieces) {
+    const int tasks = tasks_of_slice(pieces - 1);
+    const int offset = shared_totals_offset(pieces, rows_of_slice(tasks), tasks);
+    if (offset + kSharedTotalsBytes > kRoomBytes) return false;
+  }
+  return true;
+}
+static_assert(slices_fit(), "a slice of every piece comes at once");
+static_assert(kTasksOfGroup % kTasksTogether == 0, "tasks that are added together have one row");
+
+constexpr int kLog2ConsumerThreads = kConsumerThreads == 256 ? 8 : 7;
+static_assert(kConsumerThreads == 1 << kLog2ConsumerThreads, "four or eight warps");
+
+// Begins to copy the rows of all pieces, of each piece whole lines: group by group of rows.
+__device__ inline void begin_states(const Params& params, const PiecePlaces& places,
+                                    const MergeRoom& room) {
+  const float share = __fdividef(1.0f, static_cast<float>(room.pieces));
+  const int end = room.pieces * (room.rows / kRowsOfGroup);
+#pragma unroll 1
+  for (int i = fresh_thread() / kRowsOfGroup; i < end; i += kConsumerThreads / kRowsOfGroup) {
+    // In floats, in which such small numbers lose nothing, a division is short.
+    const int group = __float2int_rz((static_cast<float>(i) + 0.5f) * share);
+    const int piece = i - group * room.pieces;
+    const int row = room.row_at(group * kRowsOfGroup + fresh_thread() % kRowsOfGroup);
+    cp_async_cg_16(shared_address(&room.state(piece, row)),
+                   partial_rows(params, places[piece]) + row, kChunkBytes);
+  }
+}
+
+// As many threads as there are see to each row, and no more than a warp has.
+__device__ constexpr int log2_threads_of_row(int log2_rows) {
+  return kLog2ConsumerThreads - log2_rows < 5 ? kLog2ConsumerThreads - log2_rows : 5;
+}
+
+// How many pieces of a row a thread sees to at the most.
+__device__ constexpr int most_pieces_of_thread() {
+  int most = 1;
+  for (int pieces = 3; pieces <= kMostSpans; ++pieces) {
+    const int rows = rows_of_slice(tasks_of_slice(pieces - 1));
+    int log2_rows = 0;
+    while (1 << log2_rows < rows) ++log2_rows;
+    const int own = ceil_div(pieces, 1 << log2_threads_of_row(log2_rows));
+    if (own > most) most = own;
+  }
+  return most;
+}
+constexpr int kMostOwnPieces = most_pieces_of_thread();
+
+// Makes the scale of every piece the factor of its halves in the finished row.
+__device__ inline void merge_rows(const Params& params, const Item& item, const MergeRoom& room) {
+  const int log2_threads = log2_threads_of_row(32 - __clz(room.rows - 1));
+  const int threads = 1 << log2_threads;
+  const int place = fresh_thread() >> log2_threads;
+  if (!__any_sync(~0u, place < room.rows)) return;  // rows are shared by whole warps
+  const int row = room.row_at(place);
+  const int first = fresh_thread() & (threads - 1);
+  // Those behind the last piece count for nothing.
+  PartialRow states[kMostOwnPieces];
+  float reference = -kLargest;
+#pragma unroll
+  for (int i = 0; i < kMostOwnPieces; ++i) {
+    const int piece = first + i * threads;
+    states[i] = room.states(place)[min(piece, room.pieces - 1)];
+    if (piece >= room.pieces) states[i].sum = 0.0f;
+    reference = fmaxf(reference, states[i].reference);
+  }
+  reference = join_lanes(reference, threads, [](float a, float b) { return fmaxf(a, b); });
+  float weights[kMostOwnPieces];
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kMostOwnPieces; ++i) {
+    weights[i] = ex2_approx(states[i].reference - reference);
+    sum += states[i].sum * weights[i];
+  }
+  sum = join_lanes(sum, threads, [](float a, float b) { return a + b; });
+  const RowResult result = result_of(params, item, row, {reference, sum});
+  const float factor = result.factor * output_scale(params);
+#pragma unroll
+  for (int i = 0; i < kMostOwnPieces; ++i) {
+    const int piece = first + i * threads;
+    if (piece >= room.pieces) continue;
+#pragma unroll
+    for (int scale = 0; scale < kScales; ++scale) {
+      room.states(place)[piece].scales[scale] = states[i].scales[scale] * (factor * weights[i]);
+    }
+  }
+  // The slice that a row begins in tells of it.
+  const int row_task = row / kRowsOfGroup * kTasksOfGroup;
+  const bool is_begun = room.first_task <= row_task && row_task < room.first_task + room.tasks;
+  if (params.lse != nullptr && is_begun && first == 0 && row < item.rows) {
+    params.lse[global_row(params, item, row)] = result.lse;
+  }
+}
+
+// Adds up the four tasks from `first` on, of some pieces: of the one that is `sharer`, and every
+// 2^`log2_sharers` from there. Those behind the slice are anything.
+__device__ inline void add_tasks(const MergeRoom& room, int first, int sharer, int log2_sharers,
+                                 float4 (&totals)[kTasksTogether]) {
+#pragma unroll
+  for (int n = 0; n < kTasksTogether; ++n) totals[n] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  const int lane = fresh_lane();
+  const uint2* values = room.values(sharer) + (first - room.first_task) * kWarpLanes + lane;
+  const int values_step = room.tasks * kWarpLanes << log2_sharers;
+  const TaskRows rows = task_rows(first);
+  const int scale = scale_of_task(first);
+  const PartialRow* state_a = &room.state(sharer, rows.a);
+  const int to_b = (rows.b - rows.a) * (room.pieces | 1);  // of the same group
+#pragma unroll 1
+  for (int piece = sharer; piece < room.pieces; piece += 1 << log2_sharers) {
+    const float a = state_a->scales[scale];
+    const float b = state_a[to_b].scales[scale];
+#pragma unroll
+    for (int n = 0; n < kTasksTogether; ++n) {
+      totals[n] = add_task(totals[n], from_halves(values[n * kWarpLanes]), a, b);
+    }
+    values += values_step;
+    state_a += 1 << log2_sharers;
+  }
+}
+
+// Adds up the tasks of a slice, four together by each warp, and writes them.
+__device__ inline void merge_tasks(const Params& params, const Item& item, SharedMemory& shared,
+                                   const MergeRoom& room) {
+#pragma unroll 1
+  for (int i = fresh_warp() * kTasksTogether; i < room.tasks;
+       i += kConsumerWarps * kTasksTogether) {
+    float4 totals[kTasksTogether];
+    add_tasks(room, room.first_task + i, 0, 0, totals);
+    store_tasks<kTasksTogether>(params, item, shared, room.first_task + i, totals);
+  }
+}
+
+// The same where there are so few tasks that 2^`log2_sharers` warps share four of them.
+__device__ inline void merge_shared_tasks(const Params& params, const Item& item,
+                                          SharedMemory& shared, const MergeRoom& room,
+                                          int log2_sharers) {
+  SharedTotals* all_totals = reinterpret_cast<SharedTotals*>(
+      room.bytes + shared_totals_offset(room.pieces, room.rows, room.tasks));
+  const int lane = fresh_lane();
+  const int warp = fresh_warp();
+  const int sharers = 1 << log2_sharers;
+  const int own = (warp >> log2_sharers) * kTasksTogether;
+  if (own < room.tasks) {
+    float4 totals[kTasksTogether];
+    add_tasks(room, room.first_task + own, warp & (sharers - 1), log2_sharers, totals);
+#pragma unroll
+    for (int n = 0; n < kTasksTogether; ++n) all_totals[warp][n][lane] = totals[n];
+  }
+  barrier_sync(kConsumerBarrier, kConsumerThreads);
+#pragma unroll 1
+  for (int i = warp; i < room.tasks; i += kConsumerWarps) {
+    float4 total[1] = {make_float4(0.0f, 0.0f, 0.0f, 0.0f)};
+#pragma unroll 2
+    for (int sharer = 0; sharer < sharers; ++sharer) {
+      const int other = (i / kTasksTogether << log2_sharers) + sharer;
+      const float4 value = all_totals[other][i % kTasksTogether][lane];
+      total[0] = make_float4(total[0].x + value.x, total[0].y + value.y, total[0].z + value.z,
+                             total[0].w + value.w);
+    }
+    store_tasks<1>(params, item, shared, room.first_task + i, total);
+  }
+}
+
+// What of all pieces belongs to the tasks that the block of a piece merges: none if it is no
+// merger, or if there are no more than two pieces.
+__device__ inline MergeRoom room_of_slice(SharedMemory& shared, const Item& item) {
+  const bool merges = item.pieces > 2 && item.piece < item.mergers;
+  const int first = merges ? item.piece * item.slice_tasks : kTasks;
+  const int tasks = min(item.slice_tasks, kTasks - first);
+  const u32 first_group = static_cast<u32>(first) / kTasksOfGroup;
+  const u32 last_group = static_cast<u32>(first + tasks - 1) / kTasksOfGroup;
+  const u32 first_row = first_group % kGroupsOfRows * kRowsOfGroup;
+  const u32 rows = min((last_group + 1 - first_group) * kRowsOfGroup, static_cast<u32>(kRows));
+  return {shared.query,           item.pieces, static_cast<int>(first_row),
+          static_cast<int>(rows), first,       tasks};
+}
+
+__device__ inline void merge_slices(const Params& params, const Item& item, SharedMemory& shared,
+                                    const MergeRoom& room) {
+  const Crew all = {-1};
+  const PiecePlaces places(params, item);
+  await(params, item, all);
+  if (room.tasks <= 0) return;
+  begin_states(params, places, room);
+  cp_async_commit_group();
+  begin_values(params, places, all, room, 0, room.keeps_own() ? item.piece : -1);
+  cp_async_commit_group();
+  cp_async_wait_group<1>();
+  barrier_sync(kConsumerBarrier, kConsumerThreads);
+  merge_rows(params, item, room);
+  cp_async_wait_group<0>();
+  barrier_sync(kConsumerBarrier, kConsumerThreads);
+  const int groups = ceil_div(room.tasks, kTasksTogether);
+  if (groups * 2 > kConsumerWarps) {
+    merge_tasks(params, item, shared, room);
+  } else {
+    merge_shared_tasks(params, item, shared, room, __clz(groups * 2 - 1) - __clz(kConsumerWarps));
+  }
+}
+
+// Whether some row of an item sees a value that has been cleared. One consumer may be at the
+// next item before the other has set this one's back.
+
+__device__ inline int& nonfinite_flag(SharedMemory& shared, const Item& item) {
+  return shared.has_nonfinite[item_slot(item.count)];
+}
+
+// PTX ISA, "Control Flow Instructions: exit". Needs sm_80.
+
+// exit
+// Ends this thread, unless the word is zero. Compilers put what leads to an end without a condition
+// behind all other code.
+__device__ inline void exit_if(u32 word) {
+  asm volatile("{.reg .pred p; setp.ne.u32 p, %0, 0; @p exit;}" ::"r"(word) : "memory");
+}
+
+// PTX ISA, "Data Movement and Conversion Instructions: cvt". Needs sm_89.
+
+// cvt.rn.f16x2.e4m3x2
+__device__ inline u32 cvt_rn_f16x2_e4m3x2(u16 pair) {
+  u32 value;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(value) : "h"(pair));
+  return value;
+}
+
+// cvt.rn.f16x2.e4m3x2
+// Of the upper half of a word, which need not be shifted for it.
+__device__ inline u32 cvt_rn_f16x2_e4m3x2_high(u32 word) {
+  u32 value;
+  asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; cvt.rn.f16x2.e4m3x2 %0, high;}"
+      : "=r"(value)
+      : "r"(word));
+  return value;
+}
+
+// cvt.rn.satfinite.e4m3x2.f32
+__device__ inline u16 cvt_rn_satfinite_e4m3x2_f32(float high, float low) {
+  u16 pair;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+
+// Pairs of e4m3 with the instructions for them.
+
+__device__ inline u32 fp16x2_of_e4m3x2(u32 pair) {
+  return cvt_rn_f16x2_e4m3x2(static_cast<u16>(pair));
+}
+
+// The pair in the upper half of a word.
+__device__ inline u32 fp16x2_of_high_e4m3x2(u32 word) { return cvt_rn_f16x2_e4m3x2_high(word); }
+
+__device__ inline u32 e4m3x2_of_f32(float high, float low) {
+  return cvt_rn_satfinite_e4m3x2_f32(high, low);
+}
+
+// Values that some row of a tile must not see: 0 * NaN is NaN, so a NaN must not meet the tensor
+// cores, though its weight is 0. Of a NaN all bits are set but the sign.
+
+__device__ inline bool is_finite(u32 element) { return (element & 0x7f) != 0x7f; }
+
+__device__ inline float value_of_element(u16 element) {
+  return cvt_f32(Fp16{}, static_cast<u16>(fp16x2_of_e4m3x2(element)));
+}
+
+// A token as it lies in the cache.
+
+struct StoredToken {
+  const unsigned char* row;
+
+  // One of its values.
+  __device__ u16 element(int dim) const { return row[dim]; }
+};
+
+// The token in `slot` of `page`, which exists.
+__device__ inline StoredToken stored_token(const Params& params, int page, int slot) {
+  const PagedRows rows{params.cache, params.page_stride, params.token_stride};
+  return {rows.row_of(page, slot)};
+}
+
+// Makes the rows that see what is not finite so, as they would be if it had been multiplied: in
+// what has been stored of them, so that nothing of it is in the way of the usual case.
+
+// Adds what was cleared to the rows that see it; `add` takes what a token is in the cache and its
+// position. A weight of 0 is not told from others: what is not finite makes a row so.
+template <typename Add>
+__device__ inline void add_nonfinite(const Params& params, const Item& item, Add add) {
+  const int end = min((item.first_block + item.blocks) * kBlockTokens, item.visible_to_any);
+  const int* ids = params.block_tables + table_row(params, item.request).start;
+  for (int token = max(item.visible_to_all, item.first_block * kBlockTokens); token < end;
+       ++token) {
+    const int page = ids[token / kPageSize];
+    if (!is_page(page, params.num_pages)) continue;
+    add(stored_token(params, page, token % kPageSize), token);
+  }
+}
+
+// `place` tells where this thread's element of part `c` of float4 `i` is: a Stored, which has been
+// multiplied by `scale`.
+template <typename Stored, typename Place>
+__device__ inline void restore_nonfinite(const Params& params, const Item& item, float scale,
+                                         Place place) {
+  if constexpr (kIsSparse) return;  // of a list all rows see all, and nothing is cleared
+  add_nonfinite(params, item, [&](const StoredToken& token, int position) {
+    const int warp = fresh_warp();
+#pragma unroll 1
+    for (int part = 0; part < kAccumulators * 4; ++part) {
+      const int i = part / 4;
+      const int c = part % 4;
+      if (position >= item.row_visible[part_row(warp, i, c)]) continue;
+      const u16 element = token.element(part_dim(warp, i, c));
+      if (is_finite(element)) continue;
+      u16* stored = place(i, c);
+      const float sum = cvt_f32(Stored{}, *stored) + value_of_element(element) * scale;
+      *stored = static_cast<u16>(cvt_rn_x2_f32(Stored{}, 0.0f, sum));
+    }
+  });
+}
+
+// Leaves what consumers have of an item where it belongs: in the output, or in the workspace to
+// be merged.
+
+__device__ inline void store_piece(const Params& params, const Item& item, SharedMemory& shared,
+                                   const Crew& crew, const MergeRoom& room,
+                                   const Accumulators& accumulators, const OwnRows& rows) {
+  const PieceTarget target(params, item, room);
+  store_partial(params, item, shared, crew, target, accumulators, rows);
+  if (!nonfinite_flag(shared, item)) return;
+  restore_nonfinite<Fp16>(params, item, 1.0f, [&](int i, int c) {
+    return reinterpret_cast<u16*>(target.place(i)) + c;
+  });
+}
+
+__device__ inline void store_whole(const Params& params, const Item& item, SharedMemory& shared,
+                                   const Accumulators& accumulators, const OwnRows& rows) {
+  store_rows(params, item, shared, accumulators, rows);
+  if (!nonfinite_flag(shared, item)) return;
+  restore_nonfinite<Element>(params, item, output_scale(params), [&](int i, int c) {
+    const int warp = fresh_warp();
+    return params.out + global_row(params, item, part_row(warp, i, c)) * kHeadDimVo +
+           part_dim(warp, i, c);
+  });
+}
+
+// Two pieces of which neither is followed by anything in its block are merged by both: either keeps
+// one half of the tasks and leaves the other. Of other two the owner keeps its own, and of more
+// everything is left, but for the slice that the block will merge.
+__device__ inline void store_item(const Params& params, const Item& item, SharedMemory& shared,
+                                  Accumulators& accumulators, OwnRows& rows) {
+  const bool are_exchanged = item.pieces == 2 && item.mergers == 2;
+  const int half = half_of_warp(fresh_warp());
+  const Crew crew = {are_exchanged ? half : -1};
+  const bool keeps = are_exchanged ? half == item.piece : item.piece == 0 && item.pieces <= 2;
+  if (keeps) {
+    if (item.pieces > 1) fold_piece(params, item, shared, crew, accumulators, rows);
+    store_whole(params, item, shared, accumulators, rows);
+  } else {
+    const MergeRoom room = room_of_slice(shared, item);
+    store_piece(params, item, shared, crew, room, accumulators, rows);
+    announce(params, item, crew);
+    if (item.pieces > 2 && item.piece < item.mergers) {
+      merge_slices(params, item, shared, room);
+      exit_if(item.pieces);  // nothing follows in this block
+    }
+  }
+  barrier_sync(kConsumerBarrier, kConsumerThreads);
+  if (fresh_thread() == 0) nonfinite_flag(shared, item) = 0;
+}
+
+// A number that all lanes have, and that compilers know to be the same in all: what depends on
+// it is then in registers of the whole warp, where products want their descriptors.
+
+__device__ inline u32 of_all(u32 number) { return __reduce_max_sync(~0u, number); }
+
+// What tells wgmma where an operand lies in shared memory: tiles of rows of 128 bytes, swizzled,
+// at multiples of 1024 bytes, or of 64 bytes at multiples of 512. PTX ISA, "Matrix Descriptor
+// Format".
+
+// A descriptor is made of two words where it is used: the lower holds the address and the distance
+// of neighbouring tiles, the upper the distance of groups of eight rows and the kind of swizzle.
+// Addresses count 16 bytes; adding to a lower word moves the operand.
+constexpr u32 kDescriptorHigh = 1024 / 16 | 1u << 30;
+constexpr u32 kDescriptorHigh64 = 512 / 16 | 2u << 30;
+
+__device__ inline u32 descriptor_low(u32 address, u32 tile_distance) {
+  return (address & 0x3ffff) >> 4 | tile_distance / 16 << 16;
+}
+
+// What moves the operand by so many bytes.
+__device__ constexpr u32 descriptor_step(u32 bytes) { return bytes / 16; }
+
+__device__ inline u64 descriptor(u32 low) { return mov_b64(low, kDescriptorHigh); }
+__device__ inline u64 descriptor_64(u32 low) { return mov_b64(low, kDescriptorHigh64); }
 
 // PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions: wgmma". Needs sm_90.
 // d[64, N] = a[64, 16] * b[16, N], plus d if `accumulates`, by four warps with 16 rows of d each.
@@ -1062,1218 +2921,7 @@ __device__ inline void wgmma_mma(E4m3, float (&d)[32], const u32* a, u64 b, int 
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulates));
 }
 
-// Pairs of e4m3, with the instructions of newer architectures or without. Needs ptx/cvt.cuh.
-// PTX ISA, "Data Movement and Conversion Instructions: cvt". Needs sm_89.
-
-// cvt.rn.f16x2.e4m3x2
-__device__ inline u32 cvt_rn_f16x2_e4m3x2(u16 pair) {
-  u32 value;
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(value) : "h"(pair));
-  return value;
-}
-
-// cvt.rn.f16x2.e4m3x2
-// Of the upper half of a word, which need not be shifted for it.
-__device__ inline u32 cvt_rn_f16x2_e4m3x2_high(u32 word) {
-  u32 value;
-  asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; cvt.rn.f16x2.e4m3x2 %0, high;}"
-      : "=r"(value)
-      : "r"(word));
-  return value;
-}
-
-// cvt.rn.satfinite.e4m3x2.f32
-__device__ inline u16 cvt_rn_satfinite_e4m3x2_f32(float high, float low) {
-  u16 pair;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
-  return pair;
-}
-
-// Pairs of e4m3 with the instructions for them. Needs ptx/cvt_e4m3.cuh.
-
-__device__ inline u32 fp16x2_of_e4m3x2(u32 pair) {
-  return cvt_rn_f16x2_e4m3x2(static_cast<u16>(pair));
-}
-
-// The pair in the upper half of a word.
-__device__ inline u32 fp16x2_of_high_e4m3x2(u32 word) { return cvt_rn_f16x2_e4m3x2_high(word); }
-
-__device__ inline u32 e4m3x2_of_f32(float high, float low) {
-  return cvt_rn_satfinite_e4m3x2_f32(high, low);
-}
-
-// Which e4m3 of a word are no numbers. Needs blocks/prelude.cuh.
-
-// The bytes that hold a NaN, as 0xff each: of that all bits are set but the sign.
-__device__ inline u32 nan_bytes(u32 word) {
-  const u32 is_nan = ((word & 0x7f7f7f7f) + 0x01010101) & 0x80808080;
-  return (is_nan >> 7) * 0xff;
-}
-
-// Programmatic dependent launch: start while the kernel before drains. Needs
-// ptx/griddepcontrol.cuh.
-
-__device__ inline void wait_for_previous_kernel() { griddepcontrol_wait(); }
-__device__ inline void let_next_kernel_start() { griddepcontrol_launch_dependents(); }
-
-// How many registers a thread has from here on, of 128 that it began with: some roles give what
-// others take. By whole warpgroups. Needs ptx/setmaxnreg.cuh.
-
-template <int kCount>
-__device__ inline void set_registers() {
-  if constexpr (kCount < 128) setmaxnreg_dec<kCount>();
-  if constexpr (kCount > 128) setmaxnreg_inc<kCount>();
-}
-
-// Barriers in shared memory, with phases that are counted by their parity. Needs ptx/mbarrier.cuh.
-
-using Barrier = u64;
-
-// For `arrivals` in each phase.
-__device__ inline void make_barrier(const Barrier& barrier, int arrivals) {
-  mbarrier_init(shared_address(&barrier), arrivals);
-}
-
-__device__ inline void wait_for(const Barrier& barrier, u32 parity) {
-  mbarrier_wait(shared_address(&barrier), parity);
-}
-
-__device__ inline void arrive_at(const Barrier& barrier) {
-  mbarrier_arrive(shared_address(&barrier));
-}
-
-// By lane 0, once `read` is there and all that it was computed from. Arrivals overtake what a warp
-// still reads of shared memory, and a copy that waits for them comes before the read.
-__device__ inline void arrive_after(const Barrier& barrier, u32 read) {
-  mbarrier_arrive_after(shared_address(&barrier), read);
-}
-
-// Steps through the stages of a ring; the parity changes whenever it begins anew.
-template <int kCount>
-struct RingPosition {
-  int stage = 0;
-  u32 parity = 0;
-
-  __device__ void advance() {
-    if (++stage == kCount) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-};
-
-// How long lines of a cache stay in L2. What nobody reads again leaves first, so that queries stay,
-// and outputs need not be written out between reads, which costs memory far more than their bytes.
-// Needs ptx/createpolicy.cuh.
-__device__ inline u64 policy_of_lines(bool are_read_again) {
-  return are_read_again ? createpolicy_evict_normal() : createpolicy_evict_first();
-}
-
-// Indices of this thread as compilers have not seen them: what is computed from them is computed
-// where it is used, and takes no register from the products in between. Compilers are told that the
-// index is not negative, so that division is a shift. Needs ptx/mov.cuh.
-
-__device__ inline int fresh_thread() {
-  const int thread = static_cast<int>(mov_tid_x());
-  __builtin_assume(thread >= 0);
-  return thread;
-}
-__device__ inline int fresh_lane() { return fresh_thread() % kWarpLanes; }
-__device__ inline int fresh_warp() { return fresh_thread() / kWarpLanes; }
-
-// A number that all lanes have, and that compilers know to be the same in all: what depends on it
-// is then in registers of the whole warp, where products want their descriptors. Needs
-// blocks/prelude.cuh.
-
-__device__ inline u32 of_all(u32 number) { return __reduce_max_sync(~0u, number); }
-
-// Rows of 16-byte chunks in shared memory, permuted so that the eight rows that one ldmatrix reads
-// at the same column lie in different banks. Needs blocks/prelude.cuh.
-
-constexpr int kChunkElements = 8;
-
-// Byte offset of chunk `chunk` of row `row`. Rows of 128 bytes and more permute the eight chunks of
-// every 128 bytes by the row; in 64-byte rows two rows share the 128 bytes.
-template <int kRowBytes>
-__device__ inline u32 swizzled_offset(int row, int chunk) {
-  static_assert(kRowBytes == 64 || kRowBytes % 128 == 0, "a row is 64 bytes or whole 128 bytes");
-  const int permuted = kRowBytes == 64 ? chunk ^ ((row >> 1) & 3) : chunk ^ (row & 7);
-  return static_cast<u32>(row * kRowBytes + permuted * kChunkBytes);
-}
-
-// Where a token of a request lies in the paged cache. Needs blocks/prelude.cuh, kPageSize.
-
-// One tensor of the cache; strides in bytes.
-struct PagedRows {
-  const unsigned char* rows;
-  i64 page_stride;
-  i64 token_stride;
-
-  // The row in `slot` of `page`, which exists.
-  __device__ const unsigned char* row_of(int page, int slot) const {
-    return rows + page * page_stride + slot * token_stride;
-  }
-};
-
-constexpr int kMostTokens = 0x7fff0000;  // a tile more can still be counted
-
-// How many tokens a request of length `length` has in a table of `pages` pages: a length beyond the
-// table, or a negative one, is read as the nearest that the table can hold.
-__device__ inline int tokens_held(i64 length, i64 pages) {
-  constexpr i64 kMost = kMostTokens;
-  return static_cast<int>(max(static_cast<i64>(0), min(min(length, pages * kPageSize), kMost)));
-}
-
-// An id outside the cache must not fault.
-__device__ inline bool is_page(int page, int num_pages) {
-  return static_cast<u32>(page) < static_cast<u32>(num_pages);
-}
-
-// Where the page ids of a request begin in the tables. Needs Params, blocks/page_table.cuh,
-// kIsSparse.
-
-// Where they begin, and how many there are.
-struct TableRow {
-  i64 start;
-  int pages;
-};
-
-// Starts that lie outside the tables are read as the nearest inside.
-__device__ inline TableRow table_row(const Params& params, int request) {
-  if (kIsSparse || params.table_starts == nullptr) {
-    return {request * static_cast<i64>(params.block_tables_stride), params.max_pages};
-  }
-  const int start = max(0, min(params.table_starts[request], params.max_pages));
-  const int end = max(start, min(params.table_starts[request + 1], params.max_pages));
-  return {start, end - start};
-}
-
-// A scale is a number, or a tensor of one element that only the device knows. Needs nothing.
-
-__device__ inline float value_of(const float* tensor, float number) {
-  return tensor == nullptr ? number : *tensor;
-}
-
-// What products of query and key are multiplied by, in the natural domain. Needs Params,
-// blocks/scales.cuh.
-
-__device__ inline float score_scale(const Params& params) {
-  const float scale = value_of(params.bmm1_scale_tensor, params.bmm1_scale);
-  return params.scores_take_bmm2 ? scale * value_of(params.bmm2_scale_tensor, params.bmm2_scale)
-                                 : scale;
-}
-
-// How the statistics of a softmax row become its scale and its LSE. Needs ptx/ex2.cuh.
-
-struct RowResult {
-  float factor;  // multiplies the accumulated values
-  float lse;  // the sink included; of an empty row its sink, or minus infinity
-};
-
-// `reference` in log2 units, `sum` relative to it; `sink` is a natural-log logit without a value,
-// or minus infinity. `lse_factor` brings log2 units to the base of the LSE.
-__device__ inline RowResult finish_row(float reference, float sum, float sink,
-                                       float lse_factor = 1.0f) {
-  // Not by way of log2 units: a finite sink may overflow there, and not in base e.
-  const float sink_lse = sink * (kLog2E * lse_factor);
-  if (sum == 0.0f) return {0.0f, sink_lse};  // the row attends to nothing; a NaN is not nothing
-  // Fused, so that only the distance may overflow, to an infinity of the right sign.
-  const float distance = fmaf(sink, kLog2E, -reference);
-  // Relative to the larger of the two, because 2^distance may overflow. Selects, for a NaN is kept.
-  const bool is_sink_larger = distance > 0.0f;
-  const float rescale = is_sink_larger ? ex2_approx(-distance) : 1.0f;
-  const float total = sum * rescale + (is_sink_larger ? 1.0f : ex2_approx(distance));
-  // Approximate: exact to some 22 bits, and a fraction of the instructions.
-  const float log2_total = __log2f(total);
-  return {__fdividef(rescale, total), is_sink_larger ? sink_lse + log2_total * lse_factor
-                                                     : (reference + log2_total) * lse_factor};
-}
-
-// What values of a row are multiplied by to be left as halves. Needs blocks/prelude.cuh.
-
-// The power of two that brings what is finite of a row, `largest` at the most, below 2^14: the
-// eleven bits of a half then tell more of a value than the output will. Both it and its inverse are
-// normal numbers.
-__device__ inline float half_scale(float largest) {
-  const int exponent = static_cast<int>(__float_as_uint(largest) >> 23) - 127;
-  return __uint_as_float(static_cast<u32>(127 + 13 - max(exponent, -100)) << 23);
-}
-
-__device__ inline float inverse_of_power(float power) {
-  return __uint_as_float((254u << 23) - __float_as_uint(power));
-}
-
-// Reductions over the four neighbouring lanes that have a row's parts, as products leave them.
-// Needs blocks/prelude.cuh.
-
-__device__ inline float row_maximum(float value) {
-  value = fmaxf(value, __shfl_xor_sync(~0u, value, 1));
-  return fmaxf(value, __shfl_xor_sync(~0u, value, 2));
-}
-
-__device__ inline float row_minimum(float value) {
-  value = fminf(value, __shfl_xor_sync(~0u, value, 1));
-  return fminf(value, __shfl_xor_sync(~0u, value, 2));
-}
-
-__device__ inline float row_total(float value) {
-  value += __shfl_xor_sync(~0u, value, 1);
-  return value + __shfl_xor_sync(~0u, value, 2);
-}
-
-// What tells wgmma where an operand lies in shared memory: tiles of rows of 128 bytes, swizzled,
-// at multiples of 1024 bytes, or of 64 bytes at multiples of 512. PTX ISA, "Matrix Descriptor
-// Format". Needs ptx/mov.cuh.
-
-// A descriptor is made of two words where it is used: the lower holds the address and the distance
-// of neighbouring tiles, the upper the distance of groups of eight rows and the kind of swizzle.
-// Addresses count 16 bytes; adding to a lower word moves the operand.
-constexpr u32 kDescriptorHigh = 1024 / 16 | 1u << 30;
-constexpr u32 kDescriptorHigh64 = 512 / 16 | 2u << 30;
-
-__device__ inline u32 descriptor_low(u32 address, u32 tile_distance) {
-  return (address & 0x3ffff) >> 4 | tile_distance / 16 << 16;
-}
-
-// What moves the operand by so many bytes.
-__device__ constexpr u32 descriptor_step(u32 bytes) { return bytes / 16; }
-
-__device__ inline u64 descriptor(u32 low) { return mov_b64(low, kDescriptorHigh); }
-__device__ inline u64 descriptor_64(u32 low) { return mov_b64(low, kDescriptorHigh64); }
-
-// How many tokens a request has, where tables lead to its pages. Needs Params,
-// blocks/page_table.cuh, blocks/table_row.cuh.
-
-__device__ inline int length_of(const Params& params, int request) {
-  return params.seq_lens[request];
-}
-
-// `length` is what length_of has for it. As tokens_held says, in fewer instructions.
-__device__ inline int tokens_of(const Params& params, int request, int length) {
-  const int pages = min(table_row(params, request).pages, kMostTokens / kPageSize);
-  return max(0, min(length, pages * kPageSize));
-}
-
-// How the work of a call is divided among the blocks of the grid: each finds its own part. Needs
-// Params, roles/mla_hopper/constants; of requests length_of and tokens_of.
-
-// The tiles of rows of a request are taken in groups, one tile for each member of a team: blocks
-// that are neighbours and read the same tokens. A unit is a request and a group. All units in a row
-// make a line, on which a unit is as long as it has blocks of tokens, and somewhat longer for what
-// else it costs. Every team takes an equal stretch of the line, its span; a unit that lies on
-// several spans is computed in as many pieces, which are merged.
-// What a unit costs besides its blocks, in blocks: with a wide tile there is more to begin and to
-// end.
-constexpr int kNarrowUnitCost = 2;
-constexpr int kWideUnitCost = 6;
-constexpr int kUnitCost = kRows > 32 ? kWideUnitCost : kNarrowUnitCost;
-constexpr int kMergeCost = 5;  // of having any pieces to merge, in blocks
-constexpr int kLeastSpan = 2;  // positions
-constexpr int kMostSpans = 144;  // of so many pieces there is room for what is merged
-
-struct RequestFacts {
-  i64 first_query;  // index of the request's first query token among all
-  int q_len;  // minus one where they end before they begin
-  int rows;  // none where the request's queries are not inside the tensor
-  int kv_len;
-  int blocks;  // of tokens
-  int groups;
-};
-
-// A number of members as teams, of four members at the most: by constants, for a division takes
-// long, and without branches.
-__device__ inline int in_teams(const Params& params, u32 members) {
-  return static_cast<int>(params.team_size == 3 ? members / 3 : members >> params.team_size / 2);
-}
-
-// `length` is what length_of has for the request.
-__device__ inline RequestFacts facts_of_request(const Params& params, int request, int length) {
-  RequestFacts facts;
-  facts.q_len = kIsSparse ? 1 : params.q_len;  // a list belongs to one query token
-  facts.first_query = static_cast<i64>(request) * facts.q_len;
-  bool is_inside = true;
-  if (!kIsSparse && params.cum_seq_lens_q != nullptr) {
-    facts.first_query = params.cum_seq_lens_q[request];
-    const i64 end = params.cum_seq_lens_q[request + 1];
-    const i64 q_len = min(end - facts.first_query, static_cast<i64>(0x7fffffff));
-    facts.q_len = static_cast<int>(max(q_len, static_cast<i64>(-1)));
-    is_inside = 0 <= facts.first_query && facts.first_query <= end &&
-                end * params.heads <= params.total_rows;
-  }
-  facts.rows = is_inside ? facts.q_len * params.heads : 0;
-  facts.kv_len = tokens_of(params, request, length);
-  facts.blocks = static_cast<u32>(facts.kv_len + kBlockTokens - 1) / kBlockTokens;
-  const u32 tiles = static_cast<u32>(facts.rows + kRows - 1) / kRows;
-  facts.groups = in_teams(params, tiles + params.team_size - 1);
-  return facts;
-}
-
-__device__ inline RequestFacts facts_of_request(const Params& params, int request) {
-  return facts_of_request(params, request, length_of(params, request));
-}
-
-// The span of a team: the line's positions from `begin` to before `end`. The host sees to it that
-// they fit.
-struct Span {
-  int total;  // length of the line
-  int spans;  // in use
-  int index;  // of this one; the last span is the first team's, so that no block waits for a later
-  int unit_cost;
-  int begin;
-  int end;
-};
-
-// What a warp found of its requests.
-enum class Requests { kUnsound, kMixed, kUniform };
-
-struct alignas(kChunkBytes) WarpRequests {
-  int length;  // of the line
-  int blocks;  // of all requests, and their groups, if they are uniform
-  int groups;
-  Requests kind;
-};
-
-// Where a walk along the units is.
-struct WalkState {
-  RequestFacts facts;
-  int request;
-  int group;
-  int unit_begin;
-};
-
-// Which queries and tokens an item is about: as much as loading them takes.
-struct Part {
-  i64 first_query;  // index of the request's first query token among all
-  int request;  // minus one after the last item
-  int first_row;  // of the tile, among the request's rows
-  int rows;  // of the tile; the rest of kRows is padding
-  int first_block;
-  int blocks;  // of tokens, that this piece computes
-  int visible_to_any;  // tokens that some row of the tile sees
-};
-constexpr Part kNoPart = {0, -1, 0, 0, 0, 0, 0};
-
-// What a block begins with.
-struct alignas(kChunkBytes) Beginning {
-  Span span;
-  WalkState first;  // at the first item; while that is looked for, at the unit that the span begins
-                    // in, or before it
-  Part part;  // of the first item
-};
-
-struct SpanScratch : Beginning {
-  WarpRequests warps[kThreads / kWarpLanes];
-  WalkState now;  // at the item that was handed on last
-};
-
-__device__ inline int line_length(const RequestFacts& facts, int unit_cost) {
-  return facts.groups * (facts.blocks + unit_cost);
-}
-
-// Whether `a` is a multiple of `b`; of large numbers it may say no.
-__device__ inline bool is_multiple(int a, int b) {
-  return __float2int_rn(__fdividef(static_cast<float>(a), static_cast<float>(b))) * b == a;
-}
-
-// How many spans of the same number of whole units, or whole units of the same number of spans,
-// there are at the most; where all units have `blocks` blocks. None if merging pieces costs less
-// than the idle teams would. By whole warps.
-__device__ inline int aligned_spans(int teams, int units, int blocks) {
-  const int total = units * blocks;
-  teams = min(teams, total);  // no span without a block
-  const int spans = max(teams - lane_index(), 1);
-  const bool is_aligned = is_multiple(units, spans) || is_multiple(spans, units);
-  const bool is_cheap =
-      static_cast<i64>(total) * teams <= (total + static_cast<i64>(kMergeCost) * teams) * spans;
-  const u32 found = __ballot_sync(~0u, is_aligned && is_cheap);
-  return found == 0 ? 0 : max(teams - __ffs(static_cast<int>(found)) + 1, 1);
-}
-
-// Where span `index` begins: index * total / spans, with `whole` and `rest` of the quotient of the
-// last two. In floats, in which such small numbers lose nothing, a division is short.
-__device__ inline int beginning_of(int index, int whole, int rest, int spans) {
-  const float part = __fdividef(static_cast<float>(index * rest) + 0.5f, static_cast<float>(spans));
-  return index * whole + __float2int_rz(part);
-}
-
-// How many requests a thread counts the blocks of, and the first; a thread behind the last request
-// looks at that one.
-__device__ inline int requests_of_thread(const Params& params) {
-  return ceil_div(params.requests, kThreads);
-}
-
-__device__ inline int own_request(const Params& params) {
-  const int first = static_cast<int>(threadIdx.x) * requests_of_thread(params);
-  return min(first, params.requests - 1);
-}
-
-// Finds the span of the team `team`, by all threads of the block, and leaves it in `scratch`; says
-// whether there is one. `length` is what length_of has for the thread's own_request.
-__device__ inline bool find_span(const Params& params, int team, int length, SpanScratch& scratch) {
-  const int each = requests_of_thread(params);
-  const int first = static_cast<int>(threadIdx.x) * each;
-  const int last = min(first + each, params.requests);
-  const int end = own_request(params);
-  RequestFacts facts;  // in the end of the first
-  int blocks = 0;
-  int groups = 0;
-  int own = 0;
-  bool is_uniform = true;
-  bool is_unsound = false;
-#pragma unroll 1
-  for (int request = last - 1; request >= end; --request) {
-    facts = facts_of_request(params, request, request == end ? length : length_of(params, request));
-    is_uniform &= request == last - 1 || (facts.blocks == blocks && facts.groups == groups);
-    is_unsound |= facts.q_len < 0;
-    blocks = facts.blocks;
-    groups = facts.groups;
-    own += line_length(facts, kUnitCost);
-  }
-  if (first >= last) own = 0;
-  // All lanes take part in both.
-  const int lane_0_blocks = __shfl_sync(~0u, blocks, 0);
-  const int lane_0_groups = __shfl_sync(~0u, groups, 0);
-  is_uniform = __all_sync(~0u, is_uniform && blocks == lane_0_blocks && groups == lane_0_groups);
-  is_unsound = __any_sync(~0u, is_unsound);
-  int through = own;  // with all lanes before
-#pragma unroll
-  for (int lanes = 1; lanes < kWarpLanes; lanes *= 2) {
-    const int before = __shfl_up_sync(~0u, through, lanes);
-    if (lane_index() >= lanes) through += before;
-  }
-  if (lane_index() == kWarpLanes - 1) {
-    const Requests kind = is_uniform ? Requests::kUniform : Requests::kMixed;
-    scratch.warps[warp_index()] = {through, blocks, groups, is_unsound ? Requests::kUnsound : kind};
-  }
-  __syncthreads();
-  // A lane looks at what one warp found; there are fewer warps than lanes.
-  constexpr int kWarps = kThreads / kWarpLanes;
-  const WarpRequests found = scratch.warps[min(lane_index(), kWarps - 1)];
-  const int length_of_warp = lane_index() < kWarps ? found.length : 0;
-  int total = __reduce_add_sync(~0u, length_of_warp);
-  int begin = __reduce_add_sync(~0u, lane_index() < warp_index() ? length_of_warp : 0);
-  begin += through - own;
-  blocks = __shfl_sync(~0u, found.blocks, 0);
-  groups = __shfl_sync(~0u, found.groups, 0);
-  if (__any_sync(~0u, found.kind == Requests::kUnsound)) return false;
-  is_uniform = __all_sync(~0u, found.kind == Requests::kUniform && found.blocks == blocks &&
-                                   found.groups == groups && blocks > 0 && groups > 0);
-  int spans = max(1, min(min(params.teams, kMostSpans), total / kLeastSpan));
-  int unit_cost = kUnitCost;
-  if (is_uniform) {
-    const int aligned = aligned_spans(spans, params.requests * groups, blocks);
-    if (aligned > 0) {
-      spans = aligned;
-      unit_cost = 0;
-      const int of_request = groups * blocks;
-      total = params.requests * of_request;
-      begin = min(first, params.requests) * of_request;
-      own = max(last - first, 0) * of_request;
-    }
-  }
-  const int index = spans - 1 - team;
-  if (index < 0 || total == 0) return false;
-  const int whole = static_cast<u32>(total) / static_cast<u32>(spans);
-  const int rest = total - whole * spans;
-  const int span_begin = beginning_of(index, whole, rest, spans);
-  if (begin <= span_begin && span_begin < begin + own) {
-    const int unit = facts.blocks + unit_cost;
-    // It may begin in a later one of the thread's requests, to which the walk comes.
-    int group = 0;
-    if (facts.groups != 1) {
-      group = min(static_cast<int>(static_cast<u32>(span_begin - begin) / unit), facts.groups - 1);
-    }
-    const int span_end = beginning_of(index + 1, whole, rest, spans);
-    scratch.span = {total, spans, index, unit_cost, span_begin, span_end};
-    scratch.first = {facts, first, group, begin + group * unit};
-  }
-  __syncthreads();
-  return true;
-}
-
-// How many tasks of a result each block adds up that merges pieces. Needs
-// roles/mla_hopper/constants.
-
-// A slice is as many tasks as make all mergers equally busy: whole groups of four, which a warp
-// adds up together, for they are of the same rows; or, where there are many mergers, a part of one.
-constexpr int kTasksTogether = 4;
-
-// By unsigned numbers, whose division is shorter.
-__device__ constexpr int tasks_of_slice(u32 mergers) {
-  const int tasks = static_cast<int>((kTasks + mergers - 1) / mergers);
-  return tasks < 3 ? tasks : ceil_div(tasks, kTasksTogether) * kTasksTogether;
-}
-
-// What a block computes one after the other: pieces of units, for one member of the team. Needs
-// span.cuh, slices.cuh.
-
-// The block of tokens that a position is in, counted from the unit's first; what comes before the
-// blocks belongs to the first.
-__device__ inline int block_at(int position, int unit_begin, const Span& span) {
-  return max(position - unit_begin - span.unit_cost, 0);
-}
-
-// How a unit is cut: its pieces lie on the spans from `first_span` on, and the last of those may
-// end with it.
-struct Pieces {
-  int count;
-  int first_span;
-  bool end_span;
-};
-
-// The first span that begins at or after a position: the least whose product with the line's length
-// is no less than the position's with the spans. A quotient in floats is one too many or too few at
-// the most, and ten times as short as a division of 64 bits.
-__device__ inline int span_from(int position, const Span& span) {
-  const i64 wanted = static_cast<i64>(position) * span.spans;
-  const float share = __fdividef(static_cast<float>(span.spans), static_cast<float>(span.total));
-  int index = __float2int_rz(static_cast<float>(position) * share) - 1;
-#pragma unroll
-  for (int step = 0; step < 3; ++step) {
-    if (static_cast<i64>(index) * span.total < wanted) ++index;
-  }
-  return index;
-}
-
-__device__ inline Pieces pieces_of(int unit_begin, int blocks, const Span& span) {
-  const int first_block = unit_begin + span.unit_cost;
-  const int second = span_from(first_block + 1, span);
-  const int end = first_block + blocks;
-  const int after = span_from(end, span);
-  const bool end_span =
-      static_cast<u64>(after) * span.total < static_cast<u64>(end + 1) * span.spans;
-  return {1 + after - second, second - 1, end_span};
-}
-
-// One piece of a unit, for one member of the team, as all its warps need it.
-struct Item : Part {
-  u32 count;  // of items before
-  int visible_to_all;  // tokens that every row of the tile sees
-  int pieces;
-  int mergers;  // of them, the first: the last is one if nothing follows it in its block
-  int slice_tasks;  // where there are more than two pieces
-  int piece;
-  int owner;  // the block of the grid that has piece 0
-  int row_visible[kRows];  // how many tokens a row sees
-};
-
-// Goes through the items of a span, by whole warps.
-struct ItemWalk : WalkState {
-  const Params& params;
-  const Span& span;
-  int member;
-
-  __device__ ItemWalk(const Params& params, const Span& span, int member, const WalkState& state)
-      : WalkState(state), params(params), span(span), member(member) {}
-
-  __device__ void advance() {
-    unit_begin += facts.blocks + span.unit_cost;
-    if (++group < facts.groups) return;
-    group = 0;
-#pragma unroll 1
-    do {
-      if (++request >= params.requests) return;
-      facts = facts_of_request(params, request);
-    } while (facts.groups == 0);
-  }
-
-  // The item that it is at; its request is minus one if it is at none.
-  __device__ Part here() const {
-    const int first = first_block();
-    const int last = last_block();
-    const bool is_here = facts.blocks == 0 ? span.begin <= unit_begin : first < last;
-    const int first_row = (group * params.team_size + member) * kRows;
-    if (!is_here || first_row >= facts.rows) return kNoPart;
-    const int rows = min(facts.rows - first_row, kRows);
-    const int visible_to_any = visible_tokens(first_row + rows - 1);
-    const int seen_blocks = static_cast<u32>(visible_to_any + kBlockTokens - 1) / kBlockTokens;
-    const int blocks = max(min(last, seen_blocks) - first, 0);
-    return {facts.first_query, request, first_row, rows, first, blocks, visible_to_any};
-  }
-
-  // Goes to the next item, or, if it `stays`, to none; its request is minus one if there is none.
-  __device__ Part next(bool stays) {
-    Part part;
-#pragma unroll 1
-    do {
-      if (!stays) advance();
-      stays = false;
-      if (request >= params.requests || unit_begin >= span.end) return kNoPart;
-      part = here();
-    } while (part.request < 0);
-    return part;
-  }
-
-  // The first item, from the unit on that the span begins in.
-  __device__ Part first() {
-    u32 stays = 1;
-    mov_b32(stays);  // else compilers write the first turn apart
-    return next(stays != 0);
-  }
-
-  // All of the item that it is at, and that `part` is of.
-  __device__ void fill(Item& item, const Part& part, u32 count) const {
-    if constexpr (!kIsSparse) {  // of a list all rows see all
-#pragma unroll 1
-      for (int row = fresh_lane(); row < kRows; row += kWarpLanes) {
-        item.row_visible[row] = row < part.rows ? visible_tokens(part.first_row + row) : 0;
-      }
-    }
-    if (fresh_lane() != 0) return;
-    static_cast<Part&>(item) = part;
-    Pieces pieces = {1, span.index, true};
-    if (first_block() > 0 || last_block() < facts.blocks) {
-      pieces = pieces_of(unit_begin, facts.blocks, span);
-    }
-    item.count = count;
-    item.visible_to_all = visible_tokens(part.first_row);
-    item.pieces = pieces.count;
-    item.mergers = pieces.count - (pieces.end_span ? 0 : 1);
-    item.slice_tasks = tasks_of_slice(item.mergers);
-    item.piece = first_block() == 0 ? 0 : span.index - pieces.first_span;
-    item.owner = block_of_span(pieces.first_span);
-  }
-
-  // The blocks of the unit that lie on the span.
-  __device__ int first_block() const {
-    return span.begin > unit_begin ? block_at(span.begin, unit_begin, span) : 0;
-  }
-  __device__ int last_block() const {
-    const int unit_end = unit_begin + facts.blocks + span.unit_cost;
-    return span.end < unit_end ? block_at(span.end, unit_begin, span) : facts.blocks;
-  }
-
-  // How many tokens a row of the request sees: all up to its own position, or all.
-  __device__ int visible_tokens(int row) const {
-    if (kIsSparse || !params.is_causal || facts.q_len <= 1) return facts.kv_len;
-    const u32 token = static_cast<u32>(row) / static_cast<u32>(params.heads);
-    return max(facts.kv_len - (facts.q_len - 1 - static_cast<int>(token)), 0);
-  }
-
-  // The block of the grid that has this member's part of a span.
-  __device__ int block_of_span(int index) const {
-    return (span.spans - 1 - index) * params.team_size + member;
-  }
-};
-
-// Items are handed on in two places, queries in one; where the item that `count` have preceded is,
-// and which phase of a barrier is its own.
-__device__ inline u32 item_slot(u32 count) { return count % 2; }
-__device__ inline u32 item_parity(u32 count) { return count / 2 % 2; }
-__device__ inline u32 query_parity(u32 count) { return count % 2; }
-
-// Keeps what blocks begin with from launch to launch: the layers of a model have the same lengths.
-// Needs items.cuh, ptx/atom.cuh, ptx/barrier.cuh, ptx/ld.cuh; of the spec kCountersBytes,
-// kKeptLengths, kBeginningBytes.
-
-// In whole lines of L2.
-struct alignas(kBeginningBytes) KeptBeginning {
-  Beginning beginning;
-};
-
-// Behind the counters of a workspace. Its plan and lengths change when all blocks of a launch have
-// looked at them, so that all find what they begin with there, or none does.
-struct KeptSpans {
-  int plan;  // of the launch that has left it; none at first
-  u32 misses;  // blocks of a launch that have not found their own
-  int lengths[kKeptLengths];  // of requests
-  KeptBeginning blocks[1];  // as many as there are
-};
-
-static_assert(sizeof(KeptBeginning) == kBeginningBytes, "the host allocates it");
-static_assert(sizeof(KeptSpans) == (2 + kKeptLengths) * sizeof(int) + kBeginningBytes, "in turn");
-
-__device__ inline KeptSpans& kept_spans(const Params& params) {
-  unsigned char* counters = reinterpret_cast<unsigned char*>(params.counters);
-  return *reinterpret_cast<KeptSpans*>(counters + kCountersBytes);
-}
-
-// By all threads of the block: brings what it begins with, if the same plan has left it and all
-// lengths are what they were; says whether that is so. `length` is what length_of has for the
-// thread's own_request, of which it has no other.
-__device__ inline bool recall_beginning(const Params& params, int length, SpanScratch& scratch) {
-  if (params.plan == 0) return false;
-  const KeptSpans& kept = kept_spans(params);
-  bool is_other = ld_relaxed_gpu(&kept.lengths[own_request(params)]) != length;
-  if (threadIdx.x == 0) is_other |= ld_relaxed_gpu(&kept.plan) != params.plan;
-  const u32 chunk = threadIdx.x;
-  if (chunk < sizeof(Beginning) / kChunkBytes) {
-    reinterpret_cast<float4*>(&scratch)[chunk] =
-        ld_global_cg_v4_f32(reinterpret_cast<const float4*>(&kept.blocks[blockIdx.x]) + chunk);
-  }
-  return barrier_red_or(0, kThreads, is_other) == 0;
-}
-
-// By all threads: leaves what this block begins with. The block that is the last to do so leaves
-// whose all of it is. All lanes of a warp go the same way, by votes: else compilers keep what
-// products want in registers of the whole warp elsewhere.
-__device__ inline void keep_beginning(const Params& params, const Beginning& beginning) {
-  const bool keeps = params.plan != 0 && warp_index() == kThreads / kWarpLanes - 1;
-  if (!__any_sync(~0u, keeps)) return;
-  KeptSpans& kept = kept_spans(params);
-  const u32 last = gridDim.x - 1;
-  u32 before = 0;
-  if (lane_index() == 0) {
-    kept.blocks[blockIdx.x].beginning = beginning;
-    before = atom_inc_acq_rel_gpu(&kept.misses, last);
-  }
-  if (!__any_sync(~0u, lane_index() == 0 && before == last)) return;
-#pragma unroll 1
-  for (int first = 0; __any_sync(~0u, first < params.requests); first += kWarpLanes) {
-    const int request = first + lane_index();
-    if (request < params.requests) kept.lengths[request] = length_of(params, request);
-  }
-  if (lane_index() == 0) kept.plan = params.plan;
-}
-
-// By whole warps, once they have nothing else to do: the next launch looks there first of all.
-__device__ inline void prefetch_kept(const Params& params) {
-  constexpr int kLineWords = 128 / sizeof(int);
-  if (params.plan == 0) return;
-  const KeptSpans& kept = kept_spans(params);
-  const int lane = lane_index();
-  const bool is_own = lane == kWarpLanes - 1;
-  if (!is_own && lane * kLineWords >= params.requests + 2) return;
-  prefetch_l2(is_own ? reinterpret_cast<const int*>(&kept.blocks[blockIdx.x])
-                     : &kept.plan + lane * kLineWords);
-}
-static_assert((2 + kKeptLengths) / (128 / sizeof(int)) < kWarpLanes, "a lane for each line");
-
-// The shared memory of a block, whole. Needs Item, roles/mla_hopper_e4m3/constants.
-constexpr int kStages = 5;  // blocks of tokens, as many as fit
-
-struct SharedMemory {
-  unsigned char query[kQueryBytes];
-  unsigned char tokens[kStages][kBlockBytes];  // the rope tile of a block becomes its P
-  float rescale[kStages][kRows];  // what a block multiplies the sums and outputs before it by
-  float row_reference[2][kRows];  // of an item, when all its scores are done; log2 units
-  float row_sum[2][kRows];
-  // What its outputs are multiplied by to be left as halves; it is read by pairs.
-  alignas(sizeof(float2)) float row_scale[2][kRows];
-  u32 rescales[kStages];  // a byte for each warp of the scorer: whether it multiplies by others
-                          // than 1
-  Item items[2];
-  SpanScratch scratch;
-  Barrier tokens_full[kStages];
-  Barrier tokens_empty[kStages];
-  Barrier probabilities_full[kStages];
-  Barrier rows_full[2];
-  Barrier first_query_full;
-  Barrier query_full;
-  Barrier query_empty;
-  Barrier item_full[2];
-  Barrier item_empty[2];
-  int has_nonfinite[2];  // of an item
-  float score_scale;  // to log2 units
-};
-// Where pieces are merged, when no item follows.
-constexpr int kRoomBytes = sizeof(SharedMemory::query) + sizeof(SharedMemory::tokens);
-static_assert(sizeof(SharedMemory) <= kSharedBytes, "the spec knows what the struct takes");
-static_assert(kQueryBytes % 1024 == 0 && kBlockBytes % 1024 == 0, "swizzled tiles are aligned");
-
-// By one thread.
-__device__ inline void make_token_barriers(SharedMemory& shared) {
-  for (int stage = 0; stage < kStages; ++stage) {
-    make_barrier(shared.tokens_full[stage], 1);
-    make_barrier(shared.tokens_empty[stage], kConsumerWarps);
-    make_barrier(shared.probabilities_full[stage], kWarpsWithRows);
-  }
-  for (int slot = 0; slot < 2; ++slot) make_barrier(shared.rows_full[slot], kWarpsWithRows);
-  for (int stage = 0; stage < kStages; ++stage) shared.rescales[stage] = 0;
-  for (int slot = 0; slot < 2; ++slot) shared.has_nonfinite[slot] = 0;
-}
-
-// Blocks of tokens in the stages of a ring, counted from the first of all items. Needs kStages.
-
-// The block that `blocks` have preceded: where it is, and which phase of a barrier is its own.
-__device__ inline int block_stage(u32 blocks) { return static_cast<int>(blocks % kStages); }
-__device__ inline u32 block_parity(u32 blocks) { return blocks / kStages % 2; }
-
-// Where the rows of a query lie in the caller's tensors. Needs Params, Part.
-
-// Of row `row` of the tile, or where it is padding of some row: index of the query token among all,
-// and its head.
-struct QueryRow {
-  i64 query;
-  int head;
-};
-
-__device__ inline QueryRow query_row(const Params& params, const Part& part, int row, bool is_row) {
-  const u32 packed_row = is_row ? part.first_row + row : 0;
-  const u32 heads = params.heads;
-  // Mostly there is one token, and division takes long.
-  const u32 token = kIsSparse || packed_row < heads ? 0 : packed_row / heads;
-  return {is_row ? part.first_query + token : 0, static_cast<int>(packed_row - token * heads)};
-}
-
-// Brings the query of an item into shared memory. Needs SharedMemory, query_row.cuh,
-// blocks/swizzle.cuh, ptx/cp_async.cuh.
-
-// Begins to copy the rows of a query, by `threads` threads of which this is number `thread`; eight
-// lanes copy a row, 128 bytes at a time.
-__device__ inline void begin_query(const Params& params, const Part& part, SharedMemory& shared,
-                                   int thread, int threads) {
-  const int lane = thread % 8;
-  const u32 target = shared_address(shared.query);
-#pragma unroll 1
-  for (int row = thread / 8; row < kRows; row += threads / 8) {
-    const bool is_row = row < part.rows;
-    const auto [query, head] = query_row(params, part, row, is_row);
-    const unsigned char* latent = params.query + query * params.query_stride +
-                                  head * params.query_head_stride + lane * kChunkBytes;
-    const u32 latent_target = target + swizzled_offset<kTileRowBytes>(row, lane);
-    const u32 bytes = is_row ? kChunkBytes : 0;  // padding is zeros
-#pragma unroll
-    for (int tile = 0; tile < kLatentTiles; ++tile) {
-      cp_async_cg_16(latent_target + tile * kQueryTileBytes, latent + tile * kTileRowBytes, bytes);
-    }
-    if (lane >= kRopeRowBytes / kChunkBytes) continue;
-    const unsigned char* rope = params.query_rope + query * params.query_rope_stride +
-                                head * params.query_rope_head_stride + lane * kChunkBytes;
-    cp_async_cg_16(
-        target + kLatentTiles * kQueryTileBytes + swizzled_offset<kRopeRowBytes>(row, lane), rope,
-        bytes);
-  }
-  cp_async_commit_group();
-}
-
-// What all roles need to hand items and queries on. Needs SharedMemory, items.cuh,
-// blocks/barriers.cuh, ptx/cp_async.cuh, ptx/fence.cuh; from the family begin_query.
-
-// By one thread. How many warps say that an item is there, read it, and bring queries.
-__device__ inline void make_item_barriers(const SharedMemory& shared, int tellers, int readers,
-                                          int query_warps) {
-  make_barrier(shared.first_query_full, kConsumerWarps);
-  make_barrier(shared.query_full, query_warps);
-  make_barrier(shared.query_empty, kQueryReaders);
-  for (int slot = 0; slot < 2; ++slot) {
-    make_barrier(shared.item_full[slot], tellers);
-    make_barrier(shared.item_empty[slot], readers);
-  }
-}
-
-__device__ inline void finish_query(const Barrier& full) {
-  cp_async_wait_group<0>();
-  fence_proxy_async();
-  __syncwarp();
-  if (fresh_lane() == 0) arrive_at(full);
-}
-
-// Consumers bring the first query themselves: nothing can begin without it.
-__device__ inline void begin_first_query(const Params& params, const Part& part,
-                                         SharedMemory& shared) {
-  begin_query(params, part, shared, static_cast<int>(threadIdx.x), kConsumerThreads);
-}
-
-// Keeps in shared memory where the walk is, for a scheduler has few registers.
-__device__ inline void leave_item(const ItemWalk& walk, SharedMemory& shared) {
-  __syncwarp();
-  if (fresh_lane() == 0) shared.scratch.now = walk;
-  __syncwarp();
-}
-
-// Makes the item that `count` have preceded; the walk stays at the first, where it is left.
-__device__ inline void make_item(const Params& params, int member, u32 count,
-                                 SharedMemory& shared) {
-  ItemWalk walk(params, shared.scratch.span, member, shared.scratch.now);
-  const Part part = walk.next(count == 0);
-  Item& item = shared.items[item_slot(count)];
-  if (part.request >= 0) {
-    walk.fill(item, part, count);
-    leave_item(walk, shared);
-  } else if (fresh_lane() == 0) {
-    item.request = -1;
-  }
-  __syncwarp();
-}
-
-// For those who load: done with the item that `count` have preceded; what the next is about.
-__device__ inline Part next_part(SharedMemory& shared, u32& count) {
-  __syncwarp();  // all lanes have read it
-  if (fresh_lane() == 0) arrive_at(shared.item_empty[item_slot(count)]);
-  ++count;
-  wait_for(shared.item_full[item_slot(count)], item_parity(count));
-  return shared.items[item_slot(count)];
-}
-
-// Waits for the query of the item that `count` have preceded.
-__device__ inline void wait_for_query(const SharedMemory& shared, u32 count) {
-  if (count == 0) {
-    wait_for(shared.first_query_full, 0);
-  } else {
-    wait_for(shared.query_full, query_parity(count) ^ 1);
-  }
-}
-
-// The schedulers, three warps: hand items to all roles, and bring each item's query into shared
-// memory. Needs hand_over.cuh, ptx/barrier.cuh.
-
-constexpr int kSchedulerWarps = 3;
-constexpr int kSchedulerThreads = kSchedulerWarps * kWarpLanes;
-
-// By one thread.
-__device__ inline void make_item_barriers(const SharedMemory& shared) {
-  make_item_barriers(shared, kSchedulerWarps, kItemReaders, kSchedulerWarps);
-}
-
-// `walk` is at the first item, whose query consumers bring.
-__device__ inline void schedule(const Params& params, const ItemWalk& walk, SharedMemory& shared) {
-  const bool walks = warp_index() == kConsumerWarps + 1;  // one of the warps
-  const int member = walk.member;
-  if (walks) leave_item(walk, shared);
-  const int thread = static_cast<int>(threadIdx.x) % 128 - kWarpLanes;
-#pragma unroll 1
-  for (u32 count = 0;; ++count) {
-    const Item& item = shared.items[item_slot(count)];
-    wait_for(shared.item_empty[item_slot(count)], item_parity(count) ^ 1);
-    if (walks) make_item(params, member, count, shared);
-    barrier_sync(kSchedulerBarrier, kSchedulerThreads);
-    if (lane_index() == 0) arrive_at(shared.item_full[item_slot(count)]);
-    if (item.request < 0) return;
-    if (count == 0) continue;
-    wait_for(shared.query_empty, query_parity(count) ^ 1);
-    begin_query(params, item, shared, thread, kSchedulerThreads);
-    finish_query(shared.query_full);
-  }
-}
-
-// Has the first page ids, or listed tokens, of a span brought into L2: loaders wait for them. Needs
-// span.cuh, blocks/table_row.cuh, ptx/prefetch.cuh.
-
-constexpr int kIdsOfLine = 128 / sizeof(int);
-constexpr int kTokensOfId = kIsSparse ? 1 : kPageSize;
-constexpr int kFirstLines = 4;  // as many as two blocks have of listed tokens
-
-// By a warp, where a span has been found.
-__device__ inline void prefetch_ids(const Params& params, const SpanScratch& scratch) {
-  const int line = lane_index();
-  if (line >= kFirstLines) return;
-  const TableRow row = table_row(params, scratch.first.request);
-  const int block = scratch.span.begin - scratch.first.unit_begin - scratch.span.unit_cost;
-  // A span may begin in a later request; what is behind the row's end is nobody's.
-  const u32 token = static_cast<u32>(max(block, 0)) * kBlockTokens;
-  const u32 index = token / kTokensOfId + line * kIdsOfLine;
-  if (index < static_cast<u32>(row.pages)) prefetch_l2(params.block_tables + row.start + index);
-}
-
-// Where every block begins. Needs kept_spans.cuh, first_ids.cuh.
-
-// By all threads: brings the walk to the block's first item, and returns that.
-__device__ inline Part begin_walk(const Params& params, int team, int length, SpanScratch& scratch,
-                                  ItemWalk& walk) {
-  const bool is_kept = __any_sync(~0u, recall_beginning(params, length, scratch));
-  bool has_span = is_kept && scratch.part.request >= 0;
-  if (!is_kept) has_span = find_span(params, team, length, scratch);
-  has_span = __any_sync(~0u, has_span);
-  if (has_span && warp_index() == kConsumerWarps - 1) prefetch_ids(params, scratch);
-  static_cast<WalkState&>(walk) = scratch.first;
-  Part first = scratch.part;
-  if (!is_kept) {
-    first = has_span ? walk.first() : kNoPart;
-    keep_beginning(params, {scratch.span, walk, first});
-  }
-  return first;
-}
-
-// The page ids of an item's tokens, read ahead by one warp. Needs Part, blocks/table_row.cuh.
-
-struct PageIds {
-  const int* ids;
-  int end;  // pages from here on are not read
-  int base;
-  int now;  // of page base + lane
-  int later;  // of the page 32 after
-
-  __device__ PageIds(const Params& params, const Part& part)
-      : ids(params.block_tables + table_row(params, part.request).start),
-        end(ceil_div(min((part.first_block + part.blocks) * kBlockTokens, part.visible_to_any),
-                     kPageSize)),
-        base(part.first_block * kBlockTokens / kPageSize) {
-    now = read(base);
-    later = read(base + kWarpLanes);
-  }
-
-  __device__ int read(int first) const {
-    const int page = first + lane_index();
-    return page < end ? ids[page] : -1;
-  }
-
-  // The id of the page that it has advanced to: nobody waits for later ones.
-  __device__ int of_this(int page) const { return __shfl_sync(~0u, now, page - base); }
-
-  // The id of a page, of those from `base` on.
-  __device__ int of(int page) const {
-    const int distance = page - base;
-    return __shfl_sync(~0u, distance < kWarpLanes ? now : later, distance % kWarpLanes);
-  }
-
-  // No page before this one will be asked for.
-  __device__ void advance(int page) {
-    if (page - base < kWarpLanes) return;
-    base += kWarpLanes;
-    now = later;
-    later = read(base + kWarpLanes);
-  }
-};
-
-// Copies tiles of tokens, in as many boxes as pages make necessary. Needs Params, PageIds,
-// SharedMemory, items.cuh, blocks/barriers.cuh, ptx/cp_async_bulk.cuh.
-
-// Where the boxes of a block of tokens begin; boxes behind the last token are not copied.
-struct BlockBoxes {
-  int count;
-  int slot[kBoxes];
-  int page[kBoxes];
-
-  __device__ BlockBoxes(PageIds& ids, int block, int end_token) {
-    const int first_token = block * kBlockTokens;
-    count = min(ceil_div(end_token - first_token, kBoxTokens), kBoxes);
-    ids.advance(first_token / kPageSize);
-#pragma unroll
-    for (int box = 0; box < kBoxes; ++box) {
-      const int token = first_token + box * kBoxTokens;
-      slot[box] = token % kPageSize;
-      page[box] = box == 0 ? ids.of_this(token / kPageSize) : ids.of(token / kPageSize);
-    }
-  }
-
-  __device__ u32 tile_bytes() const { return count * kBoxTokens * kTileRowBytes; }
-
-  // Copies one tile of the block, to be counted at the barrier; by any lane.
-  __device__ void copy_tile(const TensorMap* map, int column, u32 target, u32 barrier, u64 policy,
-                            int row_bytes = kTileRowBytes) const {
-#pragma unroll
-    for (int box = 0; box < kBoxes; ++box) {
-      if (kBoxes > 1 && box >= count) continue;
-      cp_async_bulk_tensor(target + box * kBoxTokens * row_bytes, map, barrier, policy, 0,
-                           slot[box], column, page[box]);
-    }
-  }
-};
-
-// Blocks of the same team read the same tokens at about the same time. One of them has each block
-// brought into L2 before it is asked for.
-constexpr int kPrefetchBlocks = 2;
-
-__device__ inline void prefetch_block(const Params& params, const PageIds& ids, int block) {
-#pragma unroll
-  for (int box = 0; box < kBoxes; ++box) {
-    const int token = block * kBlockTokens + box * kBoxTokens;
-    const int page = ids.of(token / kPageSize);
-    if (lane_index() != 0) continue;
-    cp_async_bulk_prefetch_tensor(&params.group_map, 0, token % kPageSize, 0, page);
-    cp_async_bulk_prefetch_tensor(&params.rope_map, 0, token % kPageSize, 0, page);
-  }
-}
-
-// Keeps blocks of the grid about as far as each other. Where memory is the limit, some SMs get more
-// of it than others; those end early, and what they leave then the others cannot use. Needs
-// SharedMemory, roles/mla_hopper/span.cuh, ptx/ld.cuh, ptx/red.cuh.
-
-// How far ahead of the mean a block may ask for tokens, in halves of a block of tokens.
-constexpr u32 kMostAhead = 3;
-// How many blocks of tokens are told of at once.
-constexpr u32 kToldTogether = 2;
-
-// Where the first block of the grid would leave the piece that its span ends with, see
-// roles/mla_hopper/merge.cuh: it has the last span, behind which no piece goes on.
-constexpr int kCounterOffset = kRows * kHeadDimVo * sizeof(u16);
-
-// Counted is what all have asked for, in a word of the workspace that nobody else needs. It may be
-// anything before, and is read before any are told of. Whoever is late, and reads it later, is
-// slowed down by no more looks than it asks for blocks.
-struct Pace {
-  u32* counter;
-  u32 sharers;  // none where spans are of different work, or neighbours share tokens
-  u32 before = 0;
-  u32 all = 0;
-  u32 own = 0;
-  u32 told = 0;
-  u32 looks = 0;
-
-  __device__ Pace(const Params& params, const Span& span)
-      : counter(reinterpret_cast<u32*>(params.partial_out + kCounterOffset)),
-        sharers(span.unit_cost == 0 && params.team_size == 1 ? span.spans : 0) {}
-
-  // Before a block is asked for. The first ones fill the ring, whoever is ahead.
-  __device__ void wait() {
-    if (sharers == 0) return;
-#pragma unroll 1
-    while (told > 0 && looks < own && is_ahead()) {
-      all = ld_relaxed_gpu(counter);
-      ++looks;
-    }
-  }
-
-  // When a block has been asked for.
-  __device__ void tell() {
-    if (sharers == 0) return;
-    if (++own == 1) before = ld_relaxed_gpu(counter);
-    if (own <= kStages || own % kToldTogether != 0) return;
-    if (lane_index() == 0) red_add_relaxed_gpu(counter, own - told);
-    __syncwarp();
-    told = own;
-    all = ld_relaxed_gpu(counter);
-  }
-
-  __device__ bool is_ahead() const {
-    return static_cast<int>(own * sharers - (all - before)) * 2 >
-           static_cast<int>(kMostAhead * sharers);
-  }
-};
-
-// The loader, one warp: streams the blocks of tokens of every item through the ring. Needs
-// SharedMemory, pace.cuh, token_boxes.cuh.
-
-// Issuing a copy takes hundreds of clocks beside products: the latent part of a block in one page
-// is one copy. Else each lane copies a tile; those behind the last tile copy nothing.
-__device__ inline void copy_block(const Params& params, const BlockBoxes& boxes, u32 target,
-                                  u32 full, u64 policy) {
-  const int lane = lane_index();
-  if (lane == 0) mbarrier_arrive_expect_tx(full, boxes.count * kBoxTokens * kHeadDimQk);
-  __syncwarp();
-  if constexpr (kBoxes == 1) {
-    if (lane == 0) {
-      cp_async_bulk_tensor(target, &params.group_map, full, policy, 0, boxes.slot[0], 0,
-                           boxes.page[0]);
-      cp_async_bulk_tensor(target + kLatentTiles * kTileBytes, &params.rope_map, full, policy, 0,
-                           boxes.slot[0], 0, boxes.page[0]);
-    }
-  } else if (lane <= kLatentTiles) {
-    const bool is_rope = lane == kLatentTiles;
-    boxes.copy_tile(is_rope ? &params.rope_map : &params.latent_map, is_rope ? 0 : lane,
-                    target + lane * kTileBytes, full, policy,
-                    is_rope ? kRopeRowBytes : kTileRowBytes);
-  }
-  __syncwarp();
-}
-
-// `part` is of the first item. A block of a team has its first tokens before it asks for more: else
-// the last of them waits for all that others have asked for.
-__device__ inline void load_tokens(const Params& params, int, Part part, SharedMemory& shared) {
-  const u64 policy = policy_of_lines(params.team_size > 1);
-  Pace pace(params, shared.scratch.span);
-  RingPosition<kStages> position;
-  bool waits = params.team_size > 1;
-  for (u32 count = 0; part.request >= 0; part = next_part(shared, count)) {
-    const int end = part.first_block + part.blocks;
-    PageIds ids(params, part);
-#pragma unroll 1
-    for (int block = part.first_block; block < end; ++block) {
-      const BlockBoxes boxes(ids, block, part.visible_to_any);
-      wait_for(shared.tokens_empty[position.stage], position.parity ^ 1);
-      pace.wait();
-      copy_block(params, boxes, shared_address(shared.tokens[position.stage]),
-                 shared_address(&shared.tokens_full[position.stage]), policy);
-      if (waits) wait_for(shared.tokens_full[0], 0);
-      waits = false;
-      pace.tell();
-      position.advance();
-    }
-  }
-}
-
-// Where the operands of products lie. Needs SharedMemory, blocks/wgmma_descriptor.cuh.
+// Where the operands of products lie.
 
 // Elements that one step of a product multiplies, and so bytes.
 constexpr int kStepElements = 32;
@@ -2316,8 +2964,289 @@ struct ScoreSteps {
   }
 };
 
-// Online softmax of the scorer. Needs multiply.cuh, ptx/add.cuh, ptx/cvt.cuh, ptx/ex2.cuh,
-// ptx/mov.cuh, blocks/e4m3.cuh.j2, blocks/row_reductions.cuh.
+// Blocks of tokens in the stages of a ring, counted from the first of all items.
+
+// The block that `blocks` have preceded: where it is, and which phase of a barrier is its own.
+__device__ inline int block_stage(u32 blocks) { return static_cast<int>(blocks % kStages); }
+__device__ inline u32 block_parity(u32 blocks) { return blocks / kStages % 2; }
+
+// Which e4m3 of a word are no numbers.
+
+// The bytes that hold a NaN, as 0xff each: of that all bits are set but the sign.
+__device__ inline u32 nan_bytes(u32 word) {
+  const u32 is_nan = ((word & 0x7f7f7f7f) + 0x01010101) & 0x80808080;
+  return (is_nan >> 7) * 0xff;
+}
+
+// PTX ISA, "Warp Level Matrix Instructions: ldmatrix". Needs sm_75.
+// Lanes 8i to 8i + 7 give the shared-memory addresses of the eight 16-byte rows of matrix i;
+// word i of the result is this lane's fragment of matrix i.
+
+// ldmatrix.sync.aligned.m8n8.x4.shared.b16
+__device__ inline void ldmatrix_x4(u32 (&d)[4], u32 row_address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+               : "r"(row_address)
+               : "memory");
+}
+
+// ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16
+__device__ inline void ldmatrix_x4_trans(u32 (&d)[4], u32 row_address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+               : "r"(row_address)
+               : "memory");
+}
+
+// Values as the left operand of O^T += V^T P^T: out of shared memory into registers, across.
+
+constexpr int kSteps = kBlockTokens / kStepElements;  // of a block
+using Values = u32[kSteps][4];
+
+// Four matrices of eight tokens each and 16 dims; a lane gets dims 2g and 2g + 1 of tokens 2c and
+// 2c + 1 of each. Permuted by bytes, a word holds four tokens of one dim, of 16 in the order 2c,
+// 2c + 8, 2c + 1, 2c + 9, as P does.
+struct ValueRows {
+  u32 address;  // of this lane's row, of the warp's dims of tile 0
+
+  // Of the block at `stage`.
+  __device__ explicit ValueRows(u32 stage) {
+    const int lane = fresh_lane();
+    const int warp = fresh_warp();
+    address = stage + warp / 4 * (kHalfDims / kTileRowBytes) * kTileBytes +
+              swizzled_offset<kTileRowBytes>(lane, warp % 4);
+  }
+
+  // Of tile `tile` of dims: half a row, four chunks, and so one bit of the swizzled address.
+  __device__ u32 row_of(int tile) const {
+    return (address ^ (tile % 2 * 64)) + tile / 2 * kTileBytes;
+  }
+
+  __device__ void load(Values& values, int tile) const {
+    const u32 row = row_of(tile);
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+      u32 found[4];
+      ldmatrix_x4_trans(found, row + k * kStepElements * kTileRowBytes);
+      values[k][0] = __byte_perm(found[0], found[1], 0x6240);
+      values[k][1] = __byte_perm(found[0], found[1], 0x7351);
+      values[k][2] = __byte_perm(found[2], found[3], 0x6240);
+      values[k][3] = __byte_perm(found[2], found[3], 0x7351);
+    }
+  }
+
+  // Puts zeros for NaN in the tokens of the block from `first` on, of the warp's dims, which nobody
+  // else reads: where this lane's rows are. Says whether one of those before `visible` had any, so
+  // that a row sees it.
+  __device__ bool clear_nan(SharedMemory& shared, int first, int visible) const {
+    bool sees = false;
+#pragma unroll 1
+    for (int i = 0; i < kSteps * kDimTiles; ++i) {
+      const int tile = i / kSteps;
+      const int token = i % kSteps * kStepElements + fresh_lane();
+      if (token < first) continue;
+      const u32 place = row_of(tile) + i % kSteps * kStepElements * kTileRowBytes;
+      uint4& dims =
+          *reinterpret_cast<uint4*>(shared.tokens[0] + (place - shared_address(shared.tokens[0])));
+      const uint4 found = dims;
+      const uint4 cleared = {found.x & ~nan_bytes(found.x), found.y & ~nan_bytes(found.y),
+                             found.z & ~nan_bytes(found.z), found.w & ~nan_bytes(found.w)};
+      const u32 differs = (found.x ^ cleared.x) | (found.y ^ cleared.y) | (found.z ^ cleared.z) |
+                          (found.w ^ cleared.w);
+      if (differs == 0) continue;
+      dims = cleared;
+      sees |= token < visible;
+    }
+    return sees;
+  }
+};
+
+// The consumers: add the values of all blocks of all items, by their probabilities.
+
+// The tensor cores keep sums with 13 bits, too few for a long sequence: each block has a sum of its
+// own, which is added in fp32.
+using BlockSum = float[kRows / 2];
+
+struct Adder {
+  SharedMemory& shared;
+  const Item& item;
+  Accumulators accumulators;
+
+  __device__ Adder(SharedMemory& shared, const Item& item) : shared(shared), item(item) {
+#pragma unroll
+    for (int tile = 0; tile < kDimTiles; ++tile) {
+#pragma unroll
+      for (int i = 0; i < kRows / 2; ++i) accumulators[tile][i] = 0.0f;
+    }
+  }
+
+  // By the factors that warps of the scorer have left; others have left none.
+  __device__ void rescale(int stage, u32 rescales) {
+    const float* factors = &shared.rescale[stage][own_row(0)];
+#pragma unroll
+    for (int warp = 0; warp < kWarpsWithRows; ++warp) {
+      if (!__any_sync(~0u, (rescales >> warp * 8 & 0xff) != 0)) continue;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int group = warp * 2 + half;
+        multiply_group(accumulators, group,
+                       make_float2(factors[group * 8], factors[group * 8 + 1]));
+      }
+    }
+  }
+
+  // Begins the product of one tile of dims.
+  __device__ static void begin_tile(Values& values, u32 probabilities, BlockSum& sum) {
+    wgmma_keep(sum);
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) wgmma_keep(values[k]);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+      wgmma_mma(E4m3{}, sum, values[k],
+                descriptor_64(probabilities + descriptor_step(k * kStepElements)), k > 0);
+    }
+    wgmma_commit_group();
+  }
+
+  __device__ void add_sum(BlockSum& sum, int tile) {
+    wgmma_wait_group<0>();
+    wgmma_keep(sum);
+#pragma unroll
+    for (int i = 0; i < kRows / 2; ++i) accumulators[tile][i] += sum[i];
+    wgmma_keep(accumulators[tile]);  // added here, not when all sums have come
+  }
+
+  // `values` are those of tile 0. What was before the block is multiplied by factors while its
+  // first product is under way, for that is a sum of its own.
+  __device__ void add_block(const ValueRows& rows, Values& values, u32 probabilities, int stage,
+                            u32 rescales) {
+    BlockSum sum;
+    begin_tile(values, probabilities, sum);
+    if (__any_sync(~0u, rescales != 0)) rescale(stage, rescales);
+#pragma unroll
+    for (int tile = 1; tile < kDimTiles; ++tile) {
+      add_sum(sum, tile - 1);
+      rows.load(values, tile);
+      begin_tile(values, probabilities, sum);
+    }
+    add_sum(sum, kDimTiles - 1);
+  }
+
+  // Of the block that is the first of the `left` that are left of the item.
+  __device__ void clear_values(const ValueRows& rows, int left) {
+    const int first_token = (item.first_block + item.blocks - left) * kBlockTokens;
+    const int first = item.visible_to_all - first_token;
+    if (rows.clear_nan(shared, first, item.visible_to_any - first_token)) {
+      nonfinite_flag(shared, item) = 1;
+    }
+    fence_proxy_async();  // tokens are copied to the same place
+    __syncwarp();
+  }
+
+  // From block number `hiding` on, some row does not see all tokens.
+  __device__ void take_block(u32& taken, u32 hiding, u32 end) {
+    const int stage = block_stage(taken);
+    const u32 parity = block_parity(taken);
+    wait_for(shared.tokens_full[stage], parity);
+    const u32 address = shared_address(shared.tokens[0]) + stage * kBlockBytes;
+    const ValueRows rows(address);
+    Values values;
+    // The first values are in registers when probabilities come. Once they have, nobody needs the
+    // tokens as they are.
+    rows.load(values, 0);
+    wait_for(shared.probabilities_full[stage], parity);
+    const u32 rescales = shared.rescales[stage];
+    if (__any_sync(~0u, taken >= hiding)) {
+      clear_values(rows, end - taken);
+      rows.load(values, 0);
+    }
+    add_block(rows, values, operand_at(address + kProbabilitiesOffset), stage, rescales);
+    __syncwarp();
+    if (fresh_lane() == 0) arrive_at(shared.tokens_empty[block_stage(taken)]);
+    ++taken;
+  }
+
+  // Blocks that all rows see whole come first. The loop ends by a vote, and blocks are counted by
+  // `taken` alone: what depends on it is then in registers of the whole warp.
+  __device__ void take_item(u32& taken) {
+    const int whole = min(item.visible_to_all / kBlockTokens - item.first_block, item.blocks);
+    const u32 hiding = taken + of_all(max(whole, 0));
+    const u32 end = taken + of_all(item.blocks);
+#pragma unroll 1
+    while (__any_sync(~0u, taken != end)) take_block(taken, hiding, end);
+  }
+};
+
+__device__ inline void add_items(const Params& params, SharedMemory& shared) {
+  finish_query(shared.first_query_full);
+  u32 taken = 0;  // blocks
+  u32 count = 0;
+  while (true) {
+    wait_for(shared.item_full[item_slot(count)], item_parity(count));
+    if (shared.items[item_slot(count)].request < 0) return;
+    mov_b32(count);  // else the address of the request is kept meanwhile
+    const Item& item = shared.items[item_slot(count)];
+    Adder adder(shared, item);
+    adder.take_item(taken);
+    wait_for(shared.rows_full[item_slot(item.count)], item_parity(item.count));
+    // What either consumer has found to be not finite counts for both.
+    barrier_sync(kConsumerBarrier, kConsumerThreads);
+    OwnRows rows{shared, item_slot(item.count)};
+    store_item(params, item, shared, adder.accumulators, rows);
+    count = item.count + 1;  // not kept in a register meanwhile
+    __syncwarp();
+    if (fresh_lane() == 0) arrive_at(shared.item_empty[item_slot(count - 1)]);
+  }
+}
+
+// PTX ISA, "Warp Level Matrix Instructions: stmatrix". Needs sm_90.
+// Lanes 8i to 8i + 7 give the shared-memory addresses of the eight 16-byte rows of matrix i, of
+// which word i is this lane's fragment.
+
+// stmatrix.sync.aligned.m8n8.x4.shared.b16
+__device__ inline void stmatrix_x4(u32 row_address, u32 a, u32 b, u32 c, u32 d) {
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row_address), "r"(a),
+      "r"(b), "r"(c), "r"(d)
+      : "memory");
+}
+
+// stmatrix.sync.aligned.m8n8.x4.trans.shared.b16
+__device__ inline void stmatrix_x4_trans(u32 row_address, u32 a, u32 b, u32 c, u32 d) {
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row_address),
+      "r"(a), "r"(b), "r"(c), "r"(d)
+      : "memory");
+}
+
+// PTX ISA, "Half Precision Floating Point Instructions: add". Needs sm_53.
+
+// add.rn.f16x2
+__device__ inline u32 add_f16x2(u32 a, u32 b) {
+  u32 sum;
+  asm("add.rn.f16x2 %0, %1, %2;" : "=r"(sum) : "r"(a), "r"(b));
+  return sum;
+}
+
+// Reductions over the four neighbouring lanes that have a row's parts, as products leave them.
+
+__device__ inline float row_maximum(float value) {
+  value = fmaxf(value, __shfl_xor_sync(~0u, value, 1));
+  return fmaxf(value, __shfl_xor_sync(~0u, value, 2));
+}
+
+__device__ inline float row_minimum(float value) {
+  value = fminf(value, __shfl_xor_sync(~0u, value, 1));
+  return fminf(value, __shfl_xor_sync(~0u, value, 2));
+}
+
+__device__ inline float row_total(float value) {
+  value += __shfl_xor_sync(~0u, value, 1);
+  return value + __shfl_xor_sync(~0u, value, 2);
+}
+
+// Online softmax of the scorer.
 
 // A thread has two rows of the scores, g and g + 8 of its warp's with g = lane / 4; four lanes
 // share a row. A word of probabilities holds four tokens of 16, in the order in which values come
@@ -2463,8 +3392,15 @@ __device__ inline void hide(Scores& scores, const Item& item, int first_token) {
   }
 }
 
-// The scorer, four warps: scores and probabilities of all blocks of all items. Needs multiply.cuh,
-// softmax.cuh, schedule.cuh, roles/mla_hopper/half_scale.cuh, ptx/stmatrix.cuh.
+// What products of query and key are multiplied by, in the natural domain.
+
+__device__ inline float score_scale(const Params& params) {
+  const float scale = value_of(params.bmm1_scale_tensor, params.bmm1_scale);
+  return params.scores_take_bmm2 ? scale * value_of(params.bmm2_scale_tensor, params.bmm2_scale)
+                                 : scale;
+}
+
+// The scorer, four warps: scores and probabilities of all blocks of all items.
 
 // A block whose scores are computed.
 struct ScoredBlock {
@@ -2647,1151 +3583,180 @@ __device__ inline void score_items(const Params& params, SharedMemory& shared) {
   }
 }
 
-// What a row has come to. Needs Params, Item, SharedMemory, blocks/row_result.cuh,
-// blocks/scales.cuh.
-
-// A row's probabilities are relative to its reference. No maximum is asked for while none of them
-// is larger than this, so that references move seldom.
-constexpr float kMostProbability = 0x1p8f;
-
-struct RowState {
-  float reference;  // log2 units; what the accumulators are relative to
-  float sum;  // of probabilities, relative to it
-};
-
-__device__ inline i64 global_row(const Params& params, const Item& item, int row) {
-  return item.first_query * params.heads + item.first_row + row;
-}
-
-// The LSE is in the base that the call asks for.
-__device__ inline RowResult result_of(const Params& params, const Item& item, int row,
-                                      RowState state) {
-  const float sink = params.sinks == nullptr || row >= item.rows
-                         ? -kInfinity
-                         : params.sinks[static_cast<u32>(item.first_row + row) % params.heads];
-  return finish_row(state.reference, state.sum, sink, params.lse_factor);
-}
-
-__device__ inline float output_scale(const Params& params) {
-  return value_of(params.bmm2_scale_tensor, params.bmm2_scale);
-}
-
-// For fmaxf, which ignores a NaN.
-__device__ inline float nan_unless_finite(float value) { return fmaf(value, 0.0f, value); }
-
-// Consumer warps that leave or merge pieces of a unit together: all, or those of one half of the
-// tasks. Needs roles/mla_hopper/constants, blocks/fresh_thread.cuh, ptx/barrier.cuh.
-
-// Which half the tasks of a warp belong to.
-__device__ inline int half_of_warp(int warp) { return warp % 4 / 2; }
-
-struct Crew {
-  int half;  // minus one for all
-
-  __device__ int threads() const { return half < 0 ? kConsumerThreads : kConsumerThreads / 2; }
-  __device__ void sync() const { barrier_sync(kCrewBarrier + max(half, 0), threads()); }
-
-  // Index of this thread in the crew.
-  __device__ int thread() const {
-    const int warp = fresh_warp();
-    return half < 0 ? fresh_thread() : (warp / 4 * 2 + warp % 2) * kWarpLanes + fresh_lane();
-  }
-  __device__ bool is_leader() const { return thread() == 0; }
-  __device__ bool has_warp(int warp) const { return half < 0 || half_of_warp(warp) == half; }
-};
-
-// What of the output a thread of the consumers has. Needs blocks/fresh_thread.cuh,
-// roles/mla_hopper_e4m3/constants.
-
-// Two consumers of four warps each. Both have all rows and one half of the output dims, in tiles of
-// 64; of a tile a warp has 16, and a thread two neighbours: in rows g and g + 8 of the product,
-// with g = lane / 4, are dims 2g and 2g + 1.
-constexpr int kDimsOfTile = 64;
-constexpr int kHalfDims = kHeadDimVo / 2;
-constexpr int kDimTiles = kHalfDims / kDimsOfTile;
-
-// The first dim of float4 `i` of a thread of warp `warp`; the other is the next.
-__device__ inline int dim_of(int warp, int i) {
-  return warp / 4 * kHalfDims + i / (kRows / 8) * kDimsOfTile + warp % 4 * 16 +
-         fresh_lane() / 4 * 2;
-}
-
-// What is alike for two consumers of four warps each, however dims are divided among warps. Needs
-// dims.cuh.
-
-// The dim of part `c` of float4 `i`.
-__device__ inline int part_dim(int warp, int i, int c) { return dim_of(warp, i) + c / 2; }
-
-// Where a warp is among those of its half, which are two of either consumer, and the warp that is
-// there.
-__device__ inline int place_in_half(int warp) { return warp / 4 * 2 + warp % 2; }
-__device__ inline int warp_at(int half, int place) { return place / 2 * 4 + half * 2 + place % 2; }
-
-// What a consumer has of the output in registers, where its dims take the place of rows in the
-// products, and rows that of columns. Needs ptx/wgmma.cuh, row_state.cuh,
-// roles/mla_hopper/crew.cuh; from the family kDimTiles, place_in_half and warp_at.
-
-constexpr int kRowGroups = kRows / 8;
-constexpr int kOwnRows = kRowGroups * 2;
-using Accumulators = float[kDimTiles][kRows / 2];
-
-// A thread's row `r`, the same in all warps, and lanes that have the same rows: those that agree
-// modulo 4.
-__device__ inline int own_row(int r) { return r / 2 * 8 + fresh_lane() % 4 * 2 + r % 2; }
-
-// Row of part `c` of float4 `i`.
-__device__ inline int part_row(int, int i, int c) { return own_row(i % kRowGroups * 2 + c % 2); }
-
-__device__ inline float4 accumulator(const Accumulators& accumulators, int i) {
-  const float* of = accumulators[i / kRowGroups] + i % kRowGroups * 4;
-  return make_float4(of[0], of[1], of[2], of[3]);
-}
-
-__device__ inline void set_accumulator(Accumulators& accumulators, int i, float4 value) {
-  float* of = accumulators[i / kRowGroups] + i % kRowGroups * 4;
-  of[0] = value.x;
-  of[1] = value.y;
-  of[2] = value.z;
-  of[3] = value.w;
-}
-
-// Multiplies a group of eight rows, of which a thread has two.
-__device__ inline void multiply_group(Accumulators& accumulators, int group, float2 factor) {
-#pragma unroll
-  for (int tile = 0; tile < kDimTiles; ++tile) {
-    float* of = accumulators[tile] + group * 4;
-    of[0] *= factor.x;
-    of[1] *= factor.y;
-    of[2] *= factor.x;
-    of[3] *= factor.y;
-  }
-}
-
-// Float4 `i` holds two rows of each of its two dims.
-__device__ inline float4 weighted(float4 value, const float (&weights)[kOwnRows], int i) {
-  const float a = weights[i % kRowGroups * 2];
-  const float b = weights[i % kRowGroups * 2 + 1];
-  return make_float4(value.x * a, value.y * b, value.z * a, value.w * b);
-}
-
-// Of all warps' float4s in a row, the tasks, those of half of the warps come first, of these those
-// of the same eight rows together, and of these those of a warp.
-constexpr int kRowsOfGroup = 8;
-constexpr int kTasksOfGroup = kConsumerWarps / 2 * kDimTiles;
-constexpr int kHalfTasks = kRowGroups * kTasksOfGroup;
-
-__device__ inline int first_task_of(int warp) {
-  return half_of_warp(warp) * kHalfTasks + place_in_half(warp) * kDimTiles;
-}
-
-// Where float4 `i` is behind the first of its warp.
-__device__ constexpr int task_offset(int i) {
-  return i % kRowGroups * kTasksOfGroup + i / kRowGroups;
-}
-
-// Which float4 is number `task` in this order.
-__device__ constexpr int accumulator_in_order(int task) {
-  return task % kDimTiles * kRowGroups + task / kDimTiles;
-}
-
-// Which warp has a task, and as which of its float4s.
-__device__ inline int warp_of_task(u32 task) {
-  return warp_at(task / kHalfTasks, task % kTasksOfGroup / kDimTiles);
-}
-__device__ inline int accumulator_of_task(u32 task) {
-  return task % kDimTiles * kRowGroups + task / kTasksOfGroup % kRowGroups;
-}
-
-struct TaskRows {
-  int a;
-  int b;
-};
-
-__device__ inline TaskRows task_rows(u32 task) {
-  const int row = own_row(task / kTasksOfGroup % kRowGroups * 2);
-  return {row, row + 1};
-}
-
-// A row has one scale.
-constexpr int kScales = 1;
-__device__ inline int scale_of_warp(int) { return 0; }
-__device__ inline int scale_of_task(u32) { return 0; }
-
-__device__ inline float4 add_task(float4 total, float4 value, float weight_a, float weight_b) {
-  return make_float4(total.x + value.x * weight_a, total.y + value.y * weight_b,
-                     total.z + value.z * weight_a, total.w + value.w * weight_b);
-}
-
-// Over the lanes that have the same rows.
-__device__ inline float maximum_of_lanes(float value) {
-#pragma unroll
-  for (int lanes = 4; lanes < kWarpLanes; lanes *= 2) {
-    value = fmaxf(value, __shfl_xor_sync(~0u, value, lanes));
-  }
-  return value;
-}
-
-// What the rows of an item have come to, in shared memory: a consumer's thread has a quarter of all
-// rows, and no registers for them. Needs SharedMemory, roles/mla_hopper_narrow/accumulators.cuh,
-// row_state.cuh.
-
-struct OwnRows {
-  SharedMemory& shared;
-  int slot;  // of the item
-
-  // Of row `r` of this thread.
-  __device__ RowState operator[](int r) const { return state(own_row(r)); }
-
-  __device__ RowState state(int row) const {
-    return {shared.row_reference[slot][row], shared.row_sum[slot][row]};
-  }
-  __device__ void set_state(int row, RowState state) {
-    shared.row_reference[slot][row] = state.reference;
-    shared.row_sum[slot][row] = state.sum;
-  }
-};
-
-// What is left of a row of a piece, in one chunk. Needs the consumers' kScales.
-
-struct alignas(kChunkBytes) PartialRow {
-  float reference;  // log2 units
-  float sum;
-  float scales[kScales];  // what halves are multiplied by; later also by the piece's weight
-};
-static_assert(sizeof(PartialRow) == kChunkBytes, "the plan counts on it, and a copy brings a row");
-
-// What is left of the rows of a piece, by one thread each: they are in shared memory. Needs
-// own_rows.cuh, roles/mla_hopper/half_scale.cuh, roles/mla_hopper/crew.cuh.
-
-__device__ inline void scales_of_rows(SharedMemory& shared, const Crew&, const Accumulators&,
-                                      const OwnRows& rows, float (&scales)[kOwnRows]) {
-  const float* own = &shared.row_scale[rows.slot][own_row(0)];
-#pragma unroll
-  for (int group = 0; group < kRowGroups; ++group) {
-    const float2 pair = *reinterpret_cast<const float2*>(own + group * 8);
-    scales[group * 2] = pair.x;
-    scales[group * 2 + 1] = pair.y;
-  }
-}
-
-__device__ inline void store_states(PartialRow* target, const Crew& crew, const OwnRows& rows,
-                                    const float (&)[kOwnRows]) {
-  const int row = crew.thread();
-  if (row >= kRows) return;
-  const RowState state = rows.state(row);
-  target[row] = {
-      state.reference, state.sum, {inverse_of_power(rows.shared.row_scale[rows.slot][row])}};
-}
-static_assert(kScales == 1 && kRows <= kConsumerThreads / 2, "a crew has a thread for each row");
-
-// Whether some row of an item sees a value that has been cleared. One consumer may be at the next
-// item before the other has set this one's back. Needs SharedMemory, Item.
-
-__device__ inline int& nonfinite_flag(SharedMemory& shared, const Item& item) {
-  return shared.has_nonfinite[item_slot(item.count)];
-}
-
-// Values that some row of a tile must not see: 0 * NaN is NaN, so a NaN must not meet the tensor
-// cores, though its weight is 0. Of a NaN all bits are set but the sign. Needs
-// SharedMemory, Item, blocks/e4m3.cuh.j2, ptx/cvt.cuh.
-
-__device__ inline bool is_finite(u32 element) { return (element & 0x7f) != 0x7f; }
-
-__device__ inline float value_of_element(u16 element) {
-  return cvt_f32(Fp16{}, static_cast<u16>(fp16x2_of_e4m3x2(element)));
-}
-
-// Values as the left operand of O^T += V^T P^T: out of shared memory into registers, across. Needs
-// SharedMemory, Item, dims.cuh, finite_values.cuh, ptx/ldmatrix.cuh.
-
-constexpr int kSteps = kBlockTokens / kStepElements;  // of a block
-using Values = u32[kSteps][4];
-
-// Four matrices of eight tokens each and 16 dims; a lane gets dims 2g and 2g + 1 of tokens 2c and
-// 2c + 1 of each. Permuted by bytes, a word holds four tokens of one dim, of 16 in the order 2c,
-// 2c + 8, 2c + 1, 2c + 9, as P does.
-struct ValueRows {
-  u32 address;  // of this lane's row, of the warp's dims of tile 0
-
-  // Of the block at `stage`.
-  __device__ explicit ValueRows(u32 stage) {
-    const int lane = fresh_lane();
-    const int warp = fresh_warp();
-    address = stage + warp / 4 * (kHalfDims / kTileRowBytes) * kTileBytes +
-              swizzled_offset<kTileRowBytes>(lane, warp % 4);
-  }
-
-  // Of tile `tile` of dims: half a row, four chunks, and so one bit of the swizzled address.
-  __device__ u32 row_of(int tile) const {
-    return (address ^ (tile % 2 * 64)) + tile / 2 * kTileBytes;
-  }
-
-  __device__ void load(Values& values, int tile) const {
-    const u32 row = row_of(tile);
-#pragma unroll
-    for (int k = 0; k < kSteps; ++k) {
-      u32 found[4];
-      ldmatrix_x4_trans(found, row + k * kStepElements * kTileRowBytes);
-      values[k][0] = __byte_perm(found[0], found[1], 0x6240);
-      values[k][1] = __byte_perm(found[0], found[1], 0x7351);
-      values[k][2] = __byte_perm(found[2], found[3], 0x6240);
-      values[k][3] = __byte_perm(found[2], found[3], 0x7351);
-    }
-  }
-
-  // Puts zeros for NaN in the tokens of the block from `first` on, of the warp's dims, which nobody
-  // else reads: where this lane's rows are. Says whether one of those before `visible` had any, so
-  // that a row sees it.
-  __device__ bool clear_nan(SharedMemory& shared, int first, int visible) const {
-    bool sees = false;
-#pragma unroll 1
-    for (int i = 0; i < kSteps * kDimTiles; ++i) {
-      const int tile = i / kSteps;
-      const int token = i % kSteps * kStepElements + fresh_lane();
-      if (token < first) continue;
-      const u32 place = row_of(tile) + i % kSteps * kStepElements * kTileRowBytes;
-      uint4& dims =
-          *reinterpret_cast<uint4*>(shared.tokens[0] + (place - shared_address(shared.tokens[0])));
-      const uint4 found = dims;
-      const uint4 cleared = {found.x & ~nan_bytes(found.x), found.y & ~nan_bytes(found.y),
-                             found.z & ~nan_bytes(found.z), found.w & ~nan_bytes(found.w)};
-      const u32 differs = (found.x ^ cleared.x) | (found.y ^ cleared.y) | (found.z ^ cleared.z) |
-                          (found.w ^ cleared.w);
-      if (differs == 0) continue;
-      dims = cleared;
-      sees |= token < visible;
-    }
-    return sees;
-  }
-};
-
-// Writes finished rows. Needs roles/mla_hopper_narrow/accumulators.cuh, dims.cuh, row_state.cuh,
-// ptx/cvt.cuh.
-
-// Two neighbouring dims of a row; eight lanes write 32 bytes.
-__device__ inline void store_pair(unsigned char* out, float low, float high) {
-  *reinterpret_cast<u32*>(out) = cvt_rn_x2_f32(Element{}, high, low);
-}
-
-// What this thread's rows are multiplied by. All warps have all rows: every lane works out some of
-// them, and one warp tells of the LSE besides.
-__device__ inline void find_factors(const Params& params, const Item& item, const OwnRows& rows,
-                                    float (&factors)[kOwnRows]) {
-  constexpr int kRowsOfLane = ceil_div(kRows, kWarpLanes);
-  const float scale = output_scale(params);
-  float found[kRowsOfLane];
-#pragma unroll
-  for (int i = 0; i < kRowsOfLane; ++i) {
-    const int row = (i * kWarpLanes + fresh_lane()) % kRows;
-    const RowResult result = result_of(params, item, row, rows.state(row));
-    found[i] = result.factor * scale;
-    if (params.lse != nullptr && fresh_thread() < min(kRows, kWarpLanes) && row < item.rows) {
-      params.lse[global_row(params, item, row)] = result.lse;
-    }
-  }
-  __syncwarp();
-#pragma unroll
-  for (int r = 0; r < kOwnRows; ++r) {
-    factors[r] = __shfl_sync(~0u, found[r / 2 * 8 / kWarpLanes], own_row(r) % kWarpLanes);
-  }
-}
-
-__device__ inline void store_rows(const Params& params, const Item& item, SharedMemory&,
-                                  const Accumulators& accumulators, const OwnRows& rows) {
-  float factors[kOwnRows];
-  find_factors(params, item, rows, factors);
-  unsigned char* out =
-      reinterpret_cast<unsigned char*>(params.out) +
-      (global_row(params, item, own_row(0)) * kHeadDimVo + dim_of(fresh_warp(), 0)) * 2;
-#pragma unroll
-  for (int r = 0; r < kOwnRows; ++r) {
-    if (own_row(r) >= item.rows) continue;
-    unsigned char* target = out + (r / 2 * 8 + r % 2) * kHeadDimVo * 2;
-#pragma unroll
-    for (int tile = 0; tile < kDimTiles; ++tile) {
-      const float* of = accumulators[tile] + r / 2 * 4 + r % 2;
-      store_pair(target + tile * kDimsOfTile * 2, of[0] * factors[r], of[2] * factors[r]);
-    }
-  }
-}
-
-// Writes some tasks from `first` on, after merging: of the same rows, one tile of dims after the
-// other.
-template <int kCount>
-__device__ inline void store_tasks(const Params& params, const Item& item, SharedMemory&, int first,
-                                   const float4 (&values)[kCount]) {
-  const TaskRows rows = task_rows(first);
-  const int dim = dim_of(warp_of_task(first), accumulator_of_task(first));
-  unsigned char* out = reinterpret_cast<unsigned char*>(params.out) +
-                       (global_row(params, item, rows.a) * kHeadDimVo + dim) * 2;
-#pragma unroll
-  for (int n = 0; n < kCount; ++n) {
-    unsigned char* target = out + n * kDimsOfTile * 2;
-    if (rows.a < item.rows) store_pair(target, values[n].x, values[n].z);
-    if (rows.b < item.rows) store_pair(target + kHeadDimVo * 2, values[n].y, values[n].w);
-  }
-}
-
-// A token as it lies in the cache. Needs Params, blocks/page_table.cuh.
-
-struct StoredToken {
-  const unsigned char* row;
-
-  // One of its values.
-  __device__ u16 element(int dim) const { return row[dim]; }
-};
-
-// The token in `slot` of `page`, which exists.
-__device__ inline StoredToken stored_token(const Params& params, int page, int slot) {
-  const PagedRows rows{params.cache, params.page_stride, params.token_stride};
-  return {rows.row_of(page, slot)};
-}
-
-// Makes the rows that see what is not finite so, as they would be if it had been multiplied: in
-// what has been stored of them, so that nothing of it is in the way of the usual case. Needs
-// Item, blocks/table_row.cuh, blocks/page_table.cuh, blocks/fresh_thread.cuh, ptx/cvt.cuh; from the
-// consumers part_row, part_dim, value_of_element, is_finite; from those who load stored_token.
-
-// Adds what was cleared to the rows that see it; `add` takes what a token is in the cache and its
-// position. A weight of 0 is not told from others: what is not finite makes a row so.
-template <typename Add>
-__device__ inline void add_nonfinite(const Params& params, const Item& item, Add add) {
-  const int end = min((item.first_block + item.blocks) * kBlockTokens, item.visible_to_any);
-  const int* ids = params.block_tables + table_row(params, item.request).start;
-  for (int token = max(item.visible_to_all, item.first_block * kBlockTokens); token < end;
-       ++token) {
-    const int page = ids[token / kPageSize];
-    if (!is_page(page, params.num_pages)) continue;
-    add(stored_token(params, page, token % kPageSize), token);
-  }
-}
-
-// `place` tells where this thread's element of part `c` of float4 `i` is: a Stored, which has been
-// multiplied by `scale`.
-template <typename Stored, typename Place>
-__device__ inline void restore_nonfinite(const Params& params, const Item& item, float scale,
-                                         Place place) {
-  if constexpr (kIsSparse) return;  // of a list all rows see all, and nothing is cleared
-  add_nonfinite(params, item, [&](const StoredToken& token, int position) {
-    const int warp = fresh_warp();
-#pragma unroll 1
-    for (int part = 0; part < kAccumulators * 4; ++part) {
-      const int i = part / 4;
-      const int c = part % 4;
-      if (position >= item.row_visible[part_row(warp, i, c)]) continue;
-      const u16 element = token.element(part_dim(warp, i, c));
-      if (is_finite(element)) continue;
-      u16* stored = place(i, c);
-      const float sum = cvt_f32(Stored{}, *stored) + value_of_element(element) * scale;
-      *stored = static_cast<u16>(cvt_rn_x2_f32(Stored{}, 0.0f, sum));
-    }
-  });
-}
-
-// The pieces of a unit: how they are left in the workspace, brought from there, and two of them
-// added. Needs SharedMemory, Item, row_state.cuh, partial_row.cuh, crew.cuh, slices.cuh,
-// blocks/fresh_thread.cuh, ptx/barrier.cuh, ptx/cp_async.cuh, ptx/cvt.cuh, ptx/ld.cuh, ptx/red.cuh;
-// and from the consumers Accumulators, OwnRows, with the rows each belongs to, their tasks,
-// scales_of_rows and store_states.
-
-// A task is one float4 of every thread of a warp. A piece is left in the workspace task by task, as
-// four halves a thread, for what is written and read is what merging costs; and each row's state.
-// Each block of the grid has two places: for the piece that its span begins with, and for the one
-// it ends with.
-constexpr int kTaskBytes = kWarpLanes * sizeof(uint2);
-
-__device__ inline int first_place(int block) { return block * 2; }
-__device__ inline int last_place(int block) { return block * 2 + 1; }
-
-// Where this block leaves its piece.
-__device__ inline int place_of_own(const Item& item) {
-  const int block = static_cast<int>(blockIdx.x);
-  return item.piece > 0 ? first_place(block) : last_place(block);
-}
-
-__device__ inline uint2* partial_values(const Params& params, int place) {
-  return reinterpret_cast<uint2*>(params.partial_out) +
-         static_cast<u32>(place * kTasks * kWarpLanes);
-}
-
-__device__ inline PartialRow* partial_rows(const Params& params, int place) {
-  return reinterpret_cast<PartialRow*>(params.partial_rows) + place * kRows;
-}
-
-// Where this thread's values are among those of all tasks.
-__device__ inline int own_values() {
-  return first_task_of(fresh_warp()) * kWarpLanes + fresh_lane();
-}
-
-__device__ inline uint2 to_halves(float4 value) {
-  return make_uint2(cvt_rn_x2_f32(Fp16{}, value.y, value.x),
-                    cvt_rn_x2_f32(Fp16{}, value.w, value.z));
-}
-
-__device__ inline float4 from_halves(uint2 halves) {
-  return make_float4(cvt_f32(Fp16{}, static_cast<u16>(halves.x)),
-                     cvt_f32(Fp16{}, static_cast<u16>(halves.x >> 16)),
-                     cvt_f32(Fp16{}, static_cast<u16>(halves.y)),
-                     cvt_f32(Fp16{}, static_cast<u16>(halves.y >> 16)));
-}
-
-// Where the pieces of a unit lie. Spans are in the opposite order of blocks.
-struct PiecePlaces {
-  int owner;
-  int team_size;
-
-  __device__ PiecePlaces(const Params& params, const Item& item)
-      : owner(item.owner), team_size(params.team_size) {}
-
-  __device__ int operator[](int piece) const {
-    return piece == 0 ? last_place(owner) : first_place(owner - piece * team_size);
-  }
-};
-
-// How many crews leave a piece, or one half of it, for others: of two pieces each merger's half
-// comes from the other block.
-__device__ inline int announcements(const Item& item) {
-  return item.pieces == 2 ? item.mergers : item.pieces;
-}
-
-// A unit's counter counts what is announced, and then the mergers that have seen all of that. The
-// last of these makes it zero again, for the next launch.
-__device__ inline u32* counter_of(const Params& params, const Item& item) {
-  return params.counters + item.owner;
-}
-
-__device__ inline u32 last_count(const Item& item) {
-  return static_cast<u32>(announcements(item) + item.mergers - 1);
-}
-
-// When all threads of the crew have written; tells those who wait.
-__device__ inline void announce(const Params& params, const Item& item, const Crew& crew) {
-  u32* counter = counter_of(params, item);
-  const u32 last = last_count(item);
-  crew.sync();
-  if (crew.is_leader()) red_inc_release_gpu(counter, last);
-}
-
-// Waits for all pieces, by each merger once.
-__device__ inline void await(const Params& params, const Item& item, const Crew& crew) {
-  if (crew.is_leader()) {
-    u32* counter = counter_of(params, item);
-    const u32 last = last_count(item);
-    const u32 awaited = static_cast<u32>(announcements(item));
-    while (ld_acquire_gpu(counter) < awaited) {
-    }
-    red_inc_relaxed_gpu(counter, last);
-  }
-  crew.sync();
-}
-
-// What a crew has of pieces to merge, where query and tokens were: no item follows. First some
-// rows, each of every piece, then of every piece some tasks.
-struct MergeRoom {
-  unsigned char* bytes;
-  int pieces;
-  int first_row;  // behind the last row comes the first again
-  int rows;
-  int first_task;
-  int tasks;
-
-  // Whether the values of the block's own piece are where they will be merged.
-  __device__ bool keeps_own() const { return tasks >= kTasksTogether; }
-
-  // A row of those from the first on, and where a row is among them.
-  __device__ int row_at(u32 place) const { return static_cast<int>((first_row + place) % kRows); }
-  __device__ u32 place_of(int row) const { return static_cast<u32>(row - first_row) % kRows; }
-
-  __device__ PartialRow* states(u32 place) const {
-    // An odd number of chunks, so that rows begin in different banks.
-    return reinterpret_cast<PartialRow*>(bytes) + place * (pieces | 1);
-  }
-  __device__ PartialRow& state(int piece, int row) const { return states(place_of(row))[piece]; }
-  __device__ uint2* values(int piece) const {
-    return reinterpret_cast<uint2*>(states(rows)) + piece * tasks * kWarpLanes;
-  }
-};
-
-static_assert(kRows * sizeof(PartialRow) + kTasks * kTaskBytes <= kRoomBytes,
-              "the only other piece comes whole");
-
-// Where a thread leaves the values of a piece: in the workspace, but for the tasks that this block
-// will merge itself. These stay in its room, if they are whole groups of four.
-struct PieceTarget {
-  uint2* left;
-  uint2* kept;
-  int first_kept;
-  int kept_tasks;
-
-  // `room` is for a slice, which may be empty.
-  __device__ PieceTarget(const Params& params, const Item& item, const MergeRoom& room)
-      : left(partial_values(params, place_of_own(item)) + own_values()),
-        kept(room.values(item.piece) + own_values() - room.first_task * kWarpLanes),
-        first_kept(room.first_task - first_task_of(fresh_warp())),
-        kept_tasks(room.keeps_own() ? room.tasks : 0) {}
-
-  // Of float4 `i`.
-  __device__ uint2* place(int i) const {
-    const int group = task_offset(i) / kTasksTogether * kTasksTogether;
-    const bool keeps = static_cast<u32>(group - first_kept) < static_cast<u32>(kept_tasks);
-    return (keeps ? kept : left) + task_offset(i) * kWarpLanes;
-  }
-};
-
-// By the threads of a crew.
-__device__ inline void store_partial(const Params& params, const Item& item, SharedMemory& shared,
-                                     const Crew& crew, const PieceTarget& target,
-                                     const Accumulators& accumulators, const OwnRows& rows) {
-  float scales[kOwnRows];
-  scales_of_rows(shared, crew, accumulators, rows, scales);
-#pragma unroll
-  for (int task = 0; task < kAccumulators; ++task) {
-    const int i = accumulator_in_order(task);
-    *target.place(i) = to_halves(weighted(accumulator(accumulators, i), scales, i));
-  }
-  store_states(partial_rows(params, place_of_own(item)), crew, rows, scales);
-}
-
-// Begins to copy the tasks of all pieces but `own`, from `first_piece` on: of many pieces each by
-// one warp, of few each by all. A warp copies some chunks of its lanes together.
-__device__ inline void begin_values(const Params& params, const PiecePlaces& places,
-                                    const Crew& crew, const MergeRoom& room, int first_piece,
-                                    int own) {
-  constexpr int kChunksTogether = 4;
-  constexpr int kCopyBytes = kWarpLanes * kChunkBytes;
-  const int warp = crew.thread() / kWarpLanes;
-  const int warps = crew.threads() / kWarpLanes;
-  const bool are_many = room.pieces >= kConsumerWarps;
-  const int step = kChunksTogether * kCopyBytes * (are_many ? 1 : warps);
-  const int first =
-      kChunksTogether * kCopyBytes * (are_many ? 0 : warp) + fresh_lane() * kChunkBytes;
-  const int bytes = room.tasks * kTaskBytes;
-#pragma unroll 1
-  for (int piece = are_many ? warp : 0; piece < room.pieces; piece += are_many ? warps : 1) {
-    if (first_piece + piece == own) continue;
-    const unsigned char* source = reinterpret_cast<const unsigned char*>(
-        partial_values(params, places[first_piece + piece]) + room.first_task * kWarpLanes);
-    const u32 target = shared_address(room.values(piece));
-#pragma unroll 1
-    for (int i = first; i < bytes; i += step) {
-#pragma unroll
-      for (int chunk = 0; chunk < kChunksTogether; ++chunk) {
-        if (i + chunk * kCopyBytes >= bytes) continue;
-        cp_async_cg_16(target + i + chunk * kCopyBytes, source + i + chunk * kCopyBytes,
-                       kChunkBytes);
-      }
-    }
-  }
-}
-
-// Adds a piece that has been brought to the accumulators, and its rows' states to theirs. Needs
-// merge.cuh, own_rows.cuh, ptx/ex2.cuh.
-
-// What a piece and the other are multiplied by, in place of the other's state.
-struct JoinedRow {
-  float own_weight;
-  float weight;
-};
-
-__device__ inline JoinedRow joined_row(const PartialRow& state) {
-  return {state.reference, state.sum};
-}
-
-// By one thread for each row: all warps have all rows. Where two pieces are exchanged, this block's
-// other crew has read the states before: what is awaited counts what it has left, too.
-__device__ inline void join_rows(const Crew& crew, const MergeRoom& room, OwnRows& rows) {
-  const int row = crew.thread();
-  if (row < kRows) {
-    PartialRow& state = room.state(0, row);
-    const PartialRow other = state;
-    const RowState own = rows.state(row);
-    const float largest = fmaxf(own.reference, other.reference);
-    const float own_weight = ex2_approx(own.reference - largest);
-    const float weight = ex2_approx(other.reference - largest);
-    rows.set_state(row, {largest, own.sum * own_weight + other.sum * weight});
-    state.reference = own_weight;
-    state.sum = weight * other.scales[0];
-  }
-  crew.sync();
-}
-
-__device__ inline void add_piece(const Crew& crew, const MergeRoom& room,
-                                 Accumulators& accumulators, OwnRows& rows) {
-  join_rows(crew, room, rows);
-  const uint2* values = room.values(0) + own_values() - room.first_task * kWarpLanes;
-#pragma unroll
-  for (int group = 0; group < kRowGroups; ++group) {
-    const int row = own_row(group * 2);
-    const JoinedRow a = joined_row(room.state(0, row));
-    const JoinedRow b = joined_row(room.state(0, row + 1));
-#pragma unroll
-    for (int tile = 0; tile < kDimTiles; ++tile) {
-      const float4 other = from_halves(values[task_offset(tile * kRowGroups + group) * kWarpLanes]);
-      float* own = accumulators[tile] + group * 4;
-      own[0] = own[0] * a.own_weight + other.x * a.weight;
-      own[1] = own[1] * b.own_weight + other.y * b.weight;
-      own[2] = own[2] * a.own_weight + other.z * a.weight;
-      own[3] = own[3] * b.own_weight + other.w * b.weight;
-    }
-    __syncwarp();
-  }
-}
-
-// Adding the only other piece of a unit to one that is in registers. Needs merge.cuh; from the
-// family add_piece.
-
-// Adds the only other piece to this one, which is in registers: by the owner, or by both to the
-// half that either keeps.
-__device__ inline void fold_piece(const Params& params, const Item& item, SharedMemory& shared,
-                                  const Crew& crew, Accumulators& accumulators, OwnRows& rows) {
-  await(params, item, crew);
-  const int tasks = crew.half < 0 ? kTasks : kTasks / 2;
-  const MergeRoom room = {shared.query, 1, 0, kRows, max(crew.half, 0) * tasks, tasks};
-  const PiecePlaces places(params, item);
-  const int row = crew.thread();
-  if (row < kRows) {
-    cp_async_cg_16(shared_address(&room.state(0, row)),
-                   partial_rows(params, places[1 - item.piece]) + row, kChunkBytes);
-  }
-  begin_values(params, places, crew, room, 1 - item.piece, item.piece);
-  cp_async_commit_group();
-  cp_async_wait_group<0>();
-  crew.sync();
-  add_piece(crew, room, accumulators, rows);
-}
-
-// Merging three pieces and more of a unit: every block that is a merger takes a slice of the
-// result. Needs merge.cuh, slices.cuh, row_state.cuh; from the consumers how tasks are ordered,
-// which rows and scale they have, add_task and store_tasks.
-
-// Over the lanes that share a row, which are neighbours.
-template <typename Join>
-__device__ inline float join_lanes(float value, int sharing, Join join) {
-#pragma unroll 1
-  for (int lanes = 1; lanes < sharing; lanes *= 2) {
-    value = join(value, __shfl_xor_sync(~0u, value, lanes));
-  }
-  return value;
-}
-
-// Groups of tasks, one after the other, have the groups of rows, in some families all of them
-// twice.
-static_assert((kRows & (kRows - 1)) == 0, "rows are counted modulo all of them");
-constexpr int kGroupsOfRows = kRows / kRowsOfGroup;
-
-// The rows that a slice of so many tasks touches at the most: small ones those of one group.
-__device__ constexpr int rows_of_slice(int tasks) {
-  if (kTasksOfGroup % tasks == 0) return kRowsOfGroup;
-  const int groups = (tasks + kTasksOfGroup - 2) / kTasksOfGroup + 1;
-  return groups < kGroupsOfRows ? groups * kRowsOfGroup : kRows;
-}
-
-// What sharers of tasks have of them, behind what has been brought, and behind what a warp reads
-// there that adds up four tasks of a slice of fewer.
-using SharedTotals = float4[kTasksTogether][kWarpLanes];
-constexpr int kSharedTotalsBytes = kConsumerWarps * static_cast<int>(sizeof(SharedTotals));
-__device__ constexpr int shared_totals_offset(int pieces, int rows, int tasks) {
-  return (pieces | 1) * rows * static_cast<int>(sizeof(PartialRow)) +
-         (pieces * tasks + kTasksTogether) * kTaskBytes;
-}
-
-__device__ constexpr bool slices_fit() {
-  for (int pieces = 3; pieces <= kMostSpans; ++pieces) {
-    const int tasks = tasks_of_slice(pieces - 1);
-    const int offset = shared_totals_offset(pieces, rows_of_slice(tasks), tasks);
-    if (offset + kSharedTotalsBytes > kRoomBytes) return false;
-  }
-  return true;
-}
-static_assert(slices_fit(), "a slice of every piece comes at once");
-static_assert(kTasksOfGroup % kTasksTogether == 0, "tasks that are added together have one row");
-
-constexpr int kLog2ConsumerThreads = kConsumerThreads == 256 ? 8 : 7;
-static_assert(kConsumerThreads == 1 << kLog2ConsumerThreads, "four or eight warps");
-
-// Begins to copy the rows of all pieces, of each piece whole lines: group by group of rows.
-__device__ inline void begin_states(const Params& params, const PiecePlaces& places,
-                                    const MergeRoom& room) {
-  const float share = __fdividef(1.0f, static_cast<float>(room.pieces));
-  const int end = room.pieces * (room.rows / kRowsOfGroup);
-#pragma unroll 1
-  for (int i = fresh_thread() / kRowsOfGroup; i < end; i += kConsumerThreads / kRowsOfGroup) {
-    // In floats, in which such small numbers lose nothing, a division is short.
-    const int group = __float2int_rz((static_cast<float>(i) + 0.5f) * share);
-    const int piece = i - group * room.pieces;
-    const int row = room.row_at(group * kRowsOfGroup + fresh_thread() % kRowsOfGroup);
-    cp_async_cg_16(shared_address(&room.state(piece, row)),
-                   partial_rows(params, places[piece]) + row, kChunkBytes);
-  }
-}
-
-// As many threads as there are see to each row, and no more than a warp has.
-__device__ constexpr int log2_threads_of_row(int log2_rows) {
-  return kLog2ConsumerThreads - log2_rows < 5 ? kLog2ConsumerThreads - log2_rows : 5;
-}
-
-// How many pieces of a row a thread sees to at the most.
-__device__ constexpr int most_pieces_of_thread() {
-  int most = 1;
-  for (int pieces = 3; pieces <= kMostSpans; ++pieces) {
-    const int rows = rows_of_slice(tasks_of_slice(pieces - 1));
-    int log2_rows = 0;
-    while (1 << log2_rows < rows) ++log2_rows;
-    const int own = ceil_div(pieces, 1 << log2_threads_of_row(log2_rows));
-    if (own > most) most = own;
-  }
-  return most;
-}
-constexpr int kMostOwnPieces = most_pieces_of_thread();
-
-// Makes the scale of every piece the factor of its halves in the finished row.
-__device__ inline void merge_rows(const Params& params, const Item& item, const MergeRoom& room) {
-  const int log2_threads = log2_threads_of_row(32 - __clz(room.rows - 1));
-  const int threads = 1 << log2_threads;
-  const int place = fresh_thread() >> log2_threads;
-  if (!__any_sync(~0u, place < room.rows)) return;  // rows are shared by whole warps
-  const int row = room.row_at(place);
-  const int first = fresh_thread() & (threads - 1);
-  // Those behind the last piece count for nothing.
-  PartialRow states[kMostOwnPieces];
-  float reference = -kLargest;
-#pragma unroll
-  for (int i = 0; i < kMostOwnPieces; ++i) {
-    const int piece = first + i * threads;
-    states[i] = room.states(place)[min(piece, room.pieces - 1)];
-    if (piece >= room.pieces) states[i].sum = 0.0f;
-    reference = fmaxf(reference, states[i].reference);
-  }
-  reference = join_lanes(reference, threads, [](float a, float b) { return fmaxf(a, b); });
-  float weights[kMostOwnPieces];
-  float sum = 0.0f;
-#pragma unroll
-  for (int i = 0; i < kMostOwnPieces; ++i) {
-    weights[i] = ex2_approx(states[i].reference - reference);
-    sum += states[i].sum * weights[i];
-  }
-  sum = join_lanes(sum, threads, [](float a, float b) { return a + b; });
-  const RowResult result = result_of(params, item, row, {reference, sum});
-  const float factor = result.factor * output_scale(params);
-#pragma unroll
-  for (int i = 0; i < kMostOwnPieces; ++i) {
-    const int piece = first + i * threads;
-    if (piece >= room.pieces) continue;
-#pragma unroll
-    for (int scale = 0; scale < kScales; ++scale) {
-      room.states(place)[piece].scales[scale] = states[i].scales[scale] * (factor * weights[i]);
-    }
-  }
-  // The slice that a row begins in tells of it.
-  const int row_task = row / kRowsOfGroup * kTasksOfGroup;
-  const bool is_begun = room.first_task <= row_task && row_task < room.first_task + room.tasks;
-  if (params.lse != nullptr && is_begun && first == 0 && row < item.rows) {
-    params.lse[global_row(params, item, row)] = result.lse;
-  }
-}
-
-// Adds up the four tasks from `first` on, of some pieces: of the one that is `sharer`, and every
-// 2^`log2_sharers` from there. Those behind the slice are anything.
-__device__ inline void add_tasks(const MergeRoom& room, int first, int sharer, int log2_sharers,
-                                 float4 (&totals)[kTasksTogether]) {
-#pragma unroll
-  for (int n = 0; n < kTasksTogether; ++n) totals[n] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-  const int lane = fresh_lane();
-  const uint2* values = room.values(sharer) + (first - room.first_task) * kWarpLanes + lane;
-  const int values_step = room.tasks * kWarpLanes << log2_sharers;
-  const TaskRows rows = task_rows(first);
-  const int scale = scale_of_task(first);
-  const PartialRow* state_a = &room.state(sharer, rows.a);
-  const int to_b = (rows.b - rows.a) * (room.pieces | 1);  // of the same group
-#pragma unroll 1
-  for (int piece = sharer; piece < room.pieces; piece += 1 << log2_sharers) {
-    const float a = state_a->scales[scale];
-    const float b = state_a[to_b].scales[scale];
-#pragma unroll
-    for (int n = 0; n < kTasksTogether; ++n) {
-      totals[n] = add_task(totals[n], from_halves(values[n * kWarpLanes]), a, b);
-    }
-    values += values_step;
-    state_a += 1 << log2_sharers;
-  }
-}
-
-// Adds up the tasks of a slice, four together by each warp, and writes them.
-__device__ inline void merge_tasks(const Params& params, const Item& item, SharedMemory& shared,
-                                   const MergeRoom& room) {
-#pragma unroll 1
-  for (int i = fresh_warp() * kTasksTogether; i < room.tasks;
-       i += kConsumerWarps * kTasksTogether) {
-    float4 totals[kTasksTogether];
-    add_tasks(room, room.first_task + i, 0, 0, totals);
-    store_tasks<kTasksTogether>(params, item, shared, room.first_task + i, totals);
-  }
-}
-
-// The same where there are so few tasks that 2^`log2_sharers` warps share four of them.
-__device__ inline void merge_shared_tasks(const Params& params, const Item& item,
-                                          SharedMemory& shared, const MergeRoom& room,
-                                          int log2_sharers) {
-  SharedTotals* all_totals = reinterpret_cast<SharedTotals*>(
-      room.bytes + shared_totals_offset(room.pieces, room.rows, room.tasks));
-  const int lane = fresh_lane();
-  const int warp = fresh_warp();
-  const int sharers = 1 << log2_sharers;
-  const int own = (warp >> log2_sharers) * kTasksTogether;
-  if (own < room.tasks) {
-    float4 totals[kTasksTogether];
-    add_tasks(room, room.first_task + own, warp & (sharers - 1), log2_sharers, totals);
-#pragma unroll
-    for (int n = 0; n < kTasksTogether; ++n) all_totals[warp][n][lane] = totals[n];
-  }
-  barrier_sync(kConsumerBarrier, kConsumerThreads);
-#pragma unroll 1
-  for (int i = warp; i < room.tasks; i += kConsumerWarps) {
-    float4 total[1] = {make_float4(0.0f, 0.0f, 0.0f, 0.0f)};
-#pragma unroll 2
-    for (int sharer = 0; sharer < sharers; ++sharer) {
-      const int other = (i / kTasksTogether << log2_sharers) + sharer;
-      const float4 value = all_totals[other][i % kTasksTogether][lane];
-      total[0] = make_float4(total[0].x + value.x, total[0].y + value.y, total[0].z + value.z,
-                             total[0].w + value.w);
-    }
-    store_tasks<1>(params, item, shared, room.first_task + i, total);
-  }
-}
-
-// What of all pieces belongs to the tasks that the block of a piece merges: none if it is no
-// merger, or if there are no more than two pieces.
-__device__ inline MergeRoom room_of_slice(SharedMemory& shared, const Item& item) {
-  const bool merges = item.pieces > 2 && item.piece < item.mergers;
-  const int first = merges ? item.piece * item.slice_tasks : kTasks;
-  const int tasks = min(item.slice_tasks, kTasks - first);
-  const u32 first_group = static_cast<u32>(first) / kTasksOfGroup;
-  const u32 last_group = static_cast<u32>(first + tasks - 1) / kTasksOfGroup;
-  const u32 first_row = first_group % kGroupsOfRows * kRowsOfGroup;
-  const u32 rows = min((last_group + 1 - first_group) * kRowsOfGroup, static_cast<u32>(kRows));
-  return {shared.query,           item.pieces, static_cast<int>(first_row),
-          static_cast<int>(rows), first,       tasks};
-}
-
-__device__ inline void merge_slices(const Params& params, const Item& item, SharedMemory& shared,
-                                    const MergeRoom& room) {
-  const Crew all = {-1};
-  const PiecePlaces places(params, item);
-  await(params, item, all);
-  if (room.tasks <= 0) return;
-  begin_states(params, places, room);
-  cp_async_commit_group();
-  begin_values(params, places, all, room, 0, room.keeps_own() ? item.piece : -1);
-  cp_async_commit_group();
-  cp_async_wait_group<1>();
-  barrier_sync(kConsumerBarrier, kConsumerThreads);
-  merge_rows(params, item, room);
-  cp_async_wait_group<0>();
-  barrier_sync(kConsumerBarrier, kConsumerThreads);
-  const int groups = ceil_div(room.tasks, kTasksTogether);
-  if (groups * 2 > kConsumerWarps) {
-    merge_tasks(params, item, shared, room);
-  } else {
-    merge_shared_tasks(params, item, shared, room, __clz(groups * 2 - 1) - __clz(kConsumerWarps));
-  }
-}
-
-// Leaves what consumers have of an item where it belongs: in the output, or in the workspace to be
-// merged. Needs fold_piece.cuh, merge_slices.cuh, restore_nonfinite.cuh, and from the consumers
-// store_rows, nonfinite_flag; ptx/exit.cuh.
-
-__device__ inline void store_piece(const Params& params, const Item& item, SharedMemory& shared,
-                                   const Crew& crew, const MergeRoom& room,
-                                   const Accumulators& accumulators, const OwnRows& rows) {
-  const PieceTarget target(params, item, room);
-  store_partial(params, item, shared, crew, target, accumulators, rows);
-  if (!nonfinite_flag(shared, item)) return;
-  restore_nonfinite<Fp16>(params, item, 1.0f, [&](int i, int c) {
-    return reinterpret_cast<u16*>(target.place(i)) + c;
-  });
-}
-
-__device__ inline void store_whole(const Params& params, const Item& item, SharedMemory& shared,
-                                   const Accumulators& accumulators, const OwnRows& rows) {
-  store_rows(params, item, shared, accumulators, rows);
-  if (!nonfinite_flag(shared, item)) return;
-  restore_nonfinite<Element>(params, item, output_scale(params), [&](int i, int c) {
-    const int warp = fresh_warp();
-    return params.out + global_row(params, item, part_row(warp, i, c)) * kHeadDimVo +
-           part_dim(warp, i, c);
-  });
-}
-
-// Two pieces of which neither is followed by anything in its block are merged by both: either keeps
-// one half of the tasks and leaves the other. Of other two the owner keeps its own, and of more
-// everything is left, but for the slice that the block will merge.
-__device__ inline void store_item(const Params& params, const Item& item, SharedMemory& shared,
-                                  Accumulators& accumulators, OwnRows& rows) {
-  const bool are_exchanged = item.pieces == 2 && item.mergers == 2;
-  const int half = half_of_warp(fresh_warp());
-  const Crew crew = {are_exchanged ? half : -1};
-  const bool keeps = are_exchanged ? half == item.piece : item.piece == 0 && item.pieces <= 2;
-  if (keeps) {
-    if (item.pieces > 1) fold_piece(params, item, shared, crew, accumulators, rows);
-    store_whole(params, item, shared, accumulators, rows);
-  } else {
-    const MergeRoom room = room_of_slice(shared, item);
-    store_piece(params, item, shared, crew, room, accumulators, rows);
-    announce(params, item, crew);
-    if (item.pieces > 2 && item.piece < item.mergers) {
-      merge_slices(params, item, shared, room);
-      exit_if(item.pieces);  // nothing follows in this block
-    }
-  }
-  barrier_sync(kConsumerBarrier, kConsumerThreads);
-  if (fresh_thread() == 0) nonfinite_flag(shared, item) = 0;
-}
-
-// The consumers: add the values of all blocks of all items, by their probabilities. Needs
-// values.cuh, multiply.cuh, store_output.cuh, roles/mla_hopper/store_item.cuh, blocks/of_all.cuh.
-
-// The tensor cores keep sums with 13 bits, too few for a long sequence: each block has a sum of its
-// own, which is added in fp32.
-using BlockSum = float[kRows / 2];
-
-struct Adder {
-  SharedMemory& shared;
-  const Item& item;
-  Accumulators accumulators;
-
-  __device__ Adder(SharedMemory& shared, const Item& item) : shared(shared), item(item) {
-#pragma unroll
-    for (int tile = 0; tile < kDimTiles; ++tile) {
-#pragma unroll
-      for (int i = 0; i < kRows / 2; ++i) accumulators[tile][i] = 0.0f;
-    }
-  }
-
-  // By the factors that warps of the scorer have left; others have left none.
-  __device__ void rescale(int stage, u32 rescales) {
-    const float* factors = &shared.rescale[stage][own_row(0)];
-#pragma unroll
-    for (int warp = 0; warp < kWarpsWithRows; ++warp) {
-      if (!__any_sync(~0u, (rescales >> warp * 8 & 0xff) != 0)) continue;
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int group = warp * 2 + half;
-        multiply_group(accumulators, group,
-                       make_float2(factors[group * 8], factors[group * 8 + 1]));
-      }
-    }
-  }
-
-  // Begins the product of one tile of dims.
-  __device__ static void begin_tile(Values& values, u32 probabilities, BlockSum& sum) {
-    wgmma_keep(sum);
-#pragma unroll
-    for (int k = 0; k < kSteps; ++k) wgmma_keep(values[k]);
-    wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < kSteps; ++k) {
-      wgmma_mma(E4m3{}, sum, values[k],
-                descriptor_64(probabilities + descriptor_step(k * kStepElements)), k > 0);
-    }
-    wgmma_commit_group();
-  }
-
-  __device__ void add_sum(BlockSum& sum, int tile) {
-    wgmma_wait_group<0>();
-    wgmma_keep(sum);
-#pragma unroll
-    for (int i = 0; i < kRows / 2; ++i) accumulators[tile][i] += sum[i];
-    wgmma_keep(accumulators[tile]);  // added here, not when all sums have come
-  }
-
-  // `values` are those of tile 0. What was before the block is multiplied by factors while its
-  // first product is under way, for that is a sum of its own.
-  __device__ void add_block(const ValueRows& rows, Values& values, u32 probabilities, int stage,
-                            u32 rescales) {
-    BlockSum sum;
-    begin_tile(values, probabilities, sum);
-    if (__any_sync(~0u, rescales != 0)) rescale(stage, rescales);
-#pragma unroll
-    for (int tile = 1; tile < kDimTiles; ++tile) {
-      add_sum(sum, tile - 1);
-      rows.load(values, tile);
-      begin_tile(values, probabilities, sum);
-    }
-    add_sum(sum, kDimTiles - 1);
-  }
-
-  // Of the block that is the first of the `left` that are left of the item.
-  __device__ void clear_values(const ValueRows& rows, int left) {
-    const int first_token = (item.first_block + item.blocks - left) * kBlockTokens;
-    const int first = item.visible_to_all - first_token;
-    if (rows.clear_nan(shared, first, item.visible_to_any - first_token)) {
-      nonfinite_flag(shared, item) = 1;
-    }
-    fence_proxy_async();  // tokens are copied to the same place
-    __syncwarp();
-  }
-
-  // From block number `hiding` on, some row does not see all tokens.
-  __device__ void take_block(u32& taken, u32 hiding, u32 end) {
-    const int stage = block_stage(taken);
-    const u32 parity = block_parity(taken);
-    wait_for(shared.tokens_full[stage], parity);
-    const u32 address = shared_address(shared.tokens[0]) + stage * kBlockBytes;
-    const ValueRows rows(address);
-    Values values;
-    // The first values are in registers when probabilities come. Once they have, nobody needs the
-    // tokens as they are.
-    rows.load(values, 0);
-    wait_for(shared.probabilities_full[stage], parity);
-    const u32 rescales = shared.rescales[stage];
-    if (__any_sync(~0u, taken >= hiding)) {
-      clear_values(rows, end - taken);
-      rows.load(values, 0);
-    }
-    add_block(rows, values, operand_at(address + kProbabilitiesOffset), stage, rescales);
-    __syncwarp();
-    if (fresh_lane() == 0) arrive_at(shared.tokens_empty[block_stage(taken)]);
-    ++taken;
-  }
-
-  // Blocks that all rows see whole come first. The loop ends by a vote, and blocks are counted by
-  // `taken` alone: what depends on it is then in registers of the whole warp.
-  __device__ void take_item(u32& taken) {
-    const int whole = min(item.visible_to_all / kBlockTokens - item.first_block, item.blocks);
-    const u32 hiding = taken + of_all(max(whole, 0));
-    const u32 end = taken + of_all(item.blocks);
-#pragma unroll 1
-    while (__any_sync(~0u, taken != end)) take_block(taken, hiding, end);
-  }
-};
-
-__device__ inline void add_items(const Params& params, SharedMemory& shared) {
-  finish_query(shared.first_query_full);
-  u32 taken = 0;  // blocks
-  u32 count = 0;
-  while (true) {
-    wait_for(shared.item_full[item_slot(count)], item_parity(count));
-    if (shared.items[item_slot(count)].request < 0) return;
-    mov_b32(count);  // else the address of the request is kept meanwhile
-    const Item& item = shared.items[item_slot(count)];
-    Adder adder(shared, item);
-    adder.take_item(taken);
-    wait_for(shared.rows_full[item_slot(item.count)], item_parity(item.count));
-    // What either consumer has found to be not finite counts for both.
-    barrier_sync(kConsumerBarrier, kConsumerThreads);
-    OwnRows rows{shared, item_slot(item.count)};
-    store_item(params, item, shared, adder.accumulators, rows);
-    count = item.count + 1;  // not kept in a register meanwhile
-    __syncwarp();
-    if (fresh_lane() == 0) arrive_at(shared.item_empty[item_slot(count - 1)]);
-  }
-}
-
 // How many registers a thread of each role has, of 128 at first.
 
 constexpr int kConsumerRegisters = kRows > 32 ? 184 : 152;
 constexpr int kScorerRegisters = kRows > 32 ? 96 : 152;
 constexpr int kProducerRegisters = 48;
+
+// Has the first page ids, or listed tokens, of a span brought into L2: loaders wait for them.
+
+constexpr int kIdsOfLine = 128 / sizeof(int);
+constexpr int kTokensOfId = kIsSparse ? 1 : kPageSize;
+constexpr int kFirstLines = 4;  // as many as two blocks have of listed tokens
+
+// By a warp, where a span has been found.
+__device__ inline void prefetch_ids(const Params& params, const SpanScratch& scratch) {
+  const int line = lane_index();
+  if (line >= kFirstLines) return;
+  const TableRow row = table_row(params, scratch.first.request);
+  const int block = scratch.span.begin - scratch.first.unit_begin - scratch.span.unit_cost;
+  // A span may begin in a later request; what is behind the row's end is nobody's.
+  const u32 token = static_cast<u32>(max(block, 0)) * kBlockTokens;
+  const u32 index = token / kTokensOfId + line * kIdsOfLine;
+  if (index < static_cast<u32>(row.pages)) prefetch_l2(params.block_tables + row.start + index);
+}
+
+// PTX ISA, "Parallel Synchronization and Communication Instructions: atom". Needs sm_80.
+
+// atom.acq_rel.gpu.global.add.u32
+// Adds, and returns what there was before.
+__device__ inline u32 atom_add_acq_rel_gpu(u32* address, u32 value) {
+  u32 before;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
+               : "=r"(before)
+               : "l"(address), "r"(value)
+               : "memory");
+  return before;
+}
+
+// atom.acq_rel.gpu.global.inc.u32
+// Adds one, or makes `most` zero, and returns what there was before.
+__device__ inline u32 atom_inc_acq_rel_gpu(u32* address, u32 most) {
+  u32 before;
+  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
+               : "=r"(before)
+               : "l"(address), "r"(most)
+               : "memory");
+  return before;
+}
+
+// Keeps what blocks begin with from launch to launch: the layers of a model have the same
+// lengths.
+
+// In whole lines of L2.
+struct alignas(kBeginningBytes) KeptBeginning {
+  Beginning beginning;
+};
+
+// Behind the counters of a workspace. Its plan and lengths change when all blocks of a launch have
+// looked at them, so that all find what they begin with there, or none does.
+struct KeptSpans {
+  int plan;  // of the launch that has left it; none at first
+  u32 misses;  // blocks of a launch that have not found their own
+  int lengths[kKeptLengths];  // of requests
+  KeptBeginning blocks[1];  // as many as there are
+};
+
+static_assert(sizeof(KeptBeginning) == kBeginningBytes, "the host allocates it");
+static_assert(sizeof(KeptSpans) == (2 + kKeptLengths) * sizeof(int) + kBeginningBytes, "in turn");
+
+__device__ inline KeptSpans& kept_spans(const Params& params) {
+  unsigned char* counters = reinterpret_cast<unsigned char*>(params.counters);
+  return *reinterpret_cast<KeptSpans*>(counters + kCountersBytes);
+}
+
+// By all threads of the block: brings what it begins with, if the same plan has left it and all
+// lengths are what they were; says whether that is so. `length` is what length_of has for the
+// thread's own_request, of which it has no other.
+__device__ inline bool recall_beginning(const Params& params, int length, SpanScratch& scratch) {
+  if (params.plan == 0) return false;
+  const KeptSpans& kept = kept_spans(params);
+  bool is_other = ld_relaxed_gpu(&kept.lengths[own_request(params)]) != length;
+  if (threadIdx.x == 0) is_other |= ld_relaxed_gpu(&kept.plan) != params.plan;
+  const u32 chunk = threadIdx.x;
+  if (chunk < sizeof(Beginning) / kChunkBytes) {
+    reinterpret_cast<float4*>(&scratch)[chunk] =
+        ld_global_cg_v4_f32(reinterpret_cast<const float4*>(&kept.blocks[blockIdx.x]) + chunk);
+  }
+  return barrier_red_or(0, kThreads, is_other) == 0;
+}
+
+// By all threads: leaves what this block begins with. The block that is the last to do so leaves
+// whose all of it is. All lanes of a warp go the same way, by votes: else compilers keep what
+// products want in registers of the whole warp elsewhere.
+__device__ inline void keep_beginning(const Params& params, const Beginning& beginning) {
+  const bool keeps = params.plan != 0 && warp_index() == kThreads / kWarpLanes - 1;
+  if (!__any_sync(~0u, keeps)) return;
+  KeptSpans& kept = kept_spans(params);
+  const u32 last = gridDim.x - 1;
+  u32 before = 0;
+  if (lane_index() == 0) {
+    kept.blocks[blockIdx.x].beginning = beginning;
+    before = atom_inc_acq_rel_gpu(&kept.misses, last);
+  }
+  if (!__any_sync(~0u, lane_index() == 0 && before == last)) return;
+#pragma unroll 1
+  for (int first = 0; __any_sync(~0u, first < params.requests); first += kWarpLanes) {
+    const int request = first + lane_index();
+    if (request < params.requests) kept.lengths[request] = length_of(params, request);
+  }
+  if (lane_index() == 0) kept.plan = params.plan;
+}
+
+// By whole warps, once they have nothing else to do: the next launch looks there first of all.
+__device__ inline void prefetch_kept(const Params& params) {
+  constexpr int kLineWords = 128 / sizeof(int);
+  if (params.plan == 0) return;
+  const KeptSpans& kept = kept_spans(params);
+  const int lane = lane_index();
+  const bool is_own = lane == kWarpLanes - 1;
+  if (!is_own && lane * kLineWords >= params.requests + 2) return;
+  prefetch_l2(is_own ? reinterpret_cast<const int*>(&kept.blocks[blockIdx.x])
+                     : &kept.plan + lane * kLineWords);
+}
+static_assert((2 + kKeptLengths) / (128 / sizeof(int)) < kWarpLanes, "a lane for each line");
+
+// Where every block begins.
+
+// By all threads: brings the walk to the block's first item, and returns that.
+__device__ inline Part begin_walk(const Params& params, int team, int length, SpanScratch& scratch,
+                                  ItemWalk& walk) {
+  const bool is_kept = __any_sync(~0u, recall_beginning(params, length, scratch));
+  bool has_span = is_kept && scratch.part.request >= 0;
+  if (!is_kept) has_span = find_span(params, team, length, scratch);
+  has_span = __any_sync(~0u, has_span);
+  if (has_span && warp_index() == kConsumerWarps - 1) prefetch_ids(params, scratch);
+  static_cast<WalkState&>(walk) = scratch.first;
+  Part first = scratch.part;
+  if (!is_kept) {
+    first = has_span ? walk.first() : kNoPart;
+    keep_beginning(params, {scratch.span, walk, first});
+  }
+  return first;
+}
+
+// The schedulers, three warps: hand items to all roles, and bring each item's query into shared
+// memory.
+
+constexpr int kSchedulerWarps = 3;
+constexpr int kSchedulerThreads = kSchedulerWarps * kWarpLanes;
+
+// By one thread.
+__device__ inline void make_item_barriers(const SharedMemory& shared) {
+  make_item_barriers(shared, kSchedulerWarps, kItemReaders, kSchedulerWarps);
+}
+
+// `walk` is at the first item, whose query consumers bring.
+__device__ inline void schedule(const Params& params, const ItemWalk& walk, SharedMemory& shared) {
+  const bool walks = warp_index() == kConsumerWarps + 1;  // one of the warps
+  const int member = walk.member;
+  if (walks) leave_item(walk, shared);
+  const int thread = static_cast<int>(threadIdx.x) % 128 - kWarpLanes;
+#pragma unroll 1
+  for (u32 count = 0;; ++count) {
+    const Item& item = shared.items[item_slot(count)];
+    wait_for(shared.item_empty[item_slot(count)], item_parity(count) ^ 1);
+    if (walks) make_item(params, member, count, shared);
+    barrier_sync(kSchedulerBarrier, kSchedulerThreads);
+    if (lane_index() == 0) arrive_at(shared.item_full[item_slot(count)]);
+    if (item.request < 0) return;
+    if (count == 0) continue;
+    wait_for(shared.query_empty, query_parity(count) ^ 1);
+    begin_query(params, item, shared, thread, kSchedulerThreads);
+    finish_query(shared.query_full);
+  }
+}
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     mla_hopper_e4m3(const __grid_constant__ Params params) {

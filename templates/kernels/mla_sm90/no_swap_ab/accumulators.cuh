@@ -1,5 +1,9 @@
-// What a consumer has in registers, and what of the output it is. Needs ptx/wgmma.cuh,
-// SharedMemory, row_state.cuh.
+// What a consumer has in registers, and what of the output it is.
+
+#include "common/reload_tid.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
+#include "softmax/row_state.cuh"
 
 // Two consumers of four warps each. Both have all rows; the left one has the first half of the
 // output dims and the scores of even blocks, the right one the other half and the odd blocks.

@@ -1,5 +1,20 @@
-// From what both consumers have of an item to finished or partial rows. Needs consume.cuh,
-// store_output.cuh, roles/mla_hopper/store_item.cuh.
+// From what both consumers have of an item to finished or partial rows.
+
+#include "accumulators.cuh"
+#include "combine/epilogue.cuh"
+#include "common/params.cuh"
+#include "common/reload_tid.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
+#include "no_swap_ab/mainloop.cuh"
+#include "no_swap_ab/mma_operands.cuh"
+#include "no_swap_ab/softmax.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/setmaxnreg.cuh"
+#include "scheduler/tile_scheduler.cuh"
+#include "shared_memory.cuh"
+#include "softmax/row_reduce.cuh"
+#include "softmax/softmax_scale.cuh"
 
 // The sums of both consumers, whose references are the same by now.
 __device__ inline void join_sums(SharedMemory& shared, const Softmax& softmax, OwnRows& rows) {

@@ -1,5 +1,17 @@
 // The loader, one warp: streams the blocks of tokens of every item into two stages, even blocks
-// into one and odd ones into the other. Needs SharedMemory, token_boxes.cuh.
+// into one and odd ones into the other.
+
+#include "common/barriers.cuh"
+#include "common/kv_cache_hint.cuh"
+#include "common/params.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
+#include "pipeline/block_table_reader.cuh"
+#include "pipeline/tma_boxes.cuh"
+#include "pipeline/work_pipeline.cuh"
+#include "ptx/mbarrier.cuh"
+#include "scheduler/schedule_range.cuh"
+#include "shared_memory.cuh"
 
 // What a lane copies of every block: a tile. The lanes behind the last tile copy nothing.
 struct LaneTile {

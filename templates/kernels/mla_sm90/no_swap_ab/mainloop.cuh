@@ -1,5 +1,20 @@
-// The two consumers: how they take turns over the pairs of blocks of an item. Needs multiply.cuh,
-// softmax.cuh, roles/mla_hopper/finite_values.cuh.
+// The two consumers: how they take turns over the pairs of blocks of an item.
+
+#include "accumulators.cuh"
+#include "common/barriers.cuh"
+#include "common/params.cuh"
+#include "common/reload_tid.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
+#include "mask_v.cuh"
+#include "no_swap_ab/mma_operands.cuh"
+#include "no_swap_ab/softmax.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/fence.cuh"
+#include "ptx/stmatrix.cuh"
+#include "ptx/wgmma.cuh"
+#include "scheduler/tile_scheduler.cuh"
+#include "shared_memory.cuh"
 
 // An item of so few blocks of tokens is not worth fetching the loop for pairs that are seen whole.
 constexpr int kShortItem = 4;

@@ -1,5 +1,13 @@
-// The products of the consumers: S = Q K^T over all dims, and O += P V over one half of them. Needs
-// accumulators.cuh, blocks/wgmma_descriptor.cuh.
+// The products of the consumers: S = Q K^T over all dims, and O += P V over one half of them.
+
+#include "accumulators.cuh"
+#include "common/barriers.cuh"
+#include "common/types.cuh"
+#include "common/wgmma_descriptor.cuh"
+#include "config.cuh"
+#include "ptx/mov.cuh"
+#include "ptx/wgmma.cuh"
+#include "shared_memory.cuh"
 
 // Lower words of descriptors: of what lies along the dims, and of values, which are multiplied
 // along the tokens. Both begin at the start of shared memory.

@@ -1,5 +1,13 @@
-// How large the values of a row are. Needs SharedMemory, accumulators.cuh,
-// blocks/row_reductions.cuh, roles/mla_hopper/crew.cuh, roles/mla_hopper/row_state.cuh.
+// How large the values of a row are.
+
+#include "accumulators.cuh"
+#include "combine/reduce_group.cuh"
+#include "common/reload_tid.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
+#include "shared_memory.cuh"
+#include "softmax/row_reduce.cuh"
+#include "softmax/row_state.cuh"
 
 // In several parts, for an instruction waits for the one before it.
 template <typename Filter>

@@ -1,5 +1,10 @@
-// The shared memory of a block, whole. Needs Item,
-// roles/mla_hopper/constants.
+// The shared memory of a block, whole.
+
+#include "common/barriers.cuh"
+#include "config.cuh"
+#include "scheduler/schedule_range.cuh"
+#include "scheduler/tile_scheduler.cuh"
+
 constexpr int kStages = 2;  // one for even blocks of tokens, one for odd ones
 
 struct SharedMemory {

@@ -1,5 +1,14 @@
-// Online softmax of one consumer over the blocks whose scores it has. Needs accumulators.cuh,
-// ptx/ex2.cuh, ptx/cvt.cuh, blocks/row_reductions.cuh.
+// Online softmax of one consumer over the blocks whose scores it has.
+
+#include "accumulators.cuh"
+#include "common/reload_tid.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
+#include "ptx/cvt.cuh"
+#include "ptx/ex2.cuh"
+#include "scheduler/tile_scheduler.cuh"
+#include "softmax/row_reduce.cuh"
+#include "softmax/row_state.cuh"
 
 // So far from zero, rounding moves a score by as much as a probability may be off.
 constexpr float kFarReference = 0x1p14f;  // log2 units

@@ -1,5 +1,18 @@
-// Writes finished rows. Needs accumulators.cuh, row_state.cuh, blocks/swizzle.cuh, ptx/cvt.cuh,
-// ptx/stmatrix.cuh.
+// Writes finished rows.
+
+#include "accumulators.cuh"
+#include "common/params.cuh"
+#include "common/reload_tid.cuh"
+#include "common/swizzle.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
+#include "ptx/cvt.cuh"
+#include "ptx/stmatrix.cuh"
+#include "row_amax.cuh"
+#include "scheduler/tile_scheduler.cuh"
+#include "shared_memory.cuh"
+#include "softmax/row_result.cuh"
+#include "softmax/row_state.cuh"
 
 // Through a piece of shared memory that each warp has of its own: 16 rows of 32 dims, so that rows
 // leave in 64 bytes.

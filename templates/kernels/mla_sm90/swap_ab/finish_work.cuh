@@ -1,5 +1,17 @@
-// From what the consumer has of an item to finished or partial rows. Needs consume.cuh,
-// store_output.cuh, roles/mla_hopper/store_item.cuh.
+// From what the consumer has of an item to finished or partial rows.
+
+#include "accumulators.cuh"
+#include "combine/epilogue.cuh"
+#include "common/barriers.cuh"
+#include "common/params.cuh"
+#include "common/reload_tid.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
+#include "ptx/barrier.cuh"
+#include "scheduler/tile_scheduler.cuh"
+#include "shared_memory.cuh"
+#include "softmax/softmax_scale.cuh"
+#include "swap_ab/mainloop.cuh"
 
 // Over the lanes that have the same rows.
 __device__ inline float total_of_lanes(float value) {

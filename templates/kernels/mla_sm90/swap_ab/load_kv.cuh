@@ -1,5 +1,17 @@
-// The loader, one warp: streams the blocks of tokens of every item through the ring. Needs
-// SharedMemory, token_boxes.cuh.
+// The loader, one warp: streams the blocks of tokens of every item through the ring.
+
+#include "common/barriers.cuh"
+#include "common/kv_cache_hint.cuh"
+#include "common/params.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
+#include "pipeline/block_table_reader.cuh"
+#include "pipeline/tma_boxes.cuh"
+#include "pipeline/work_pipeline.cuh"
+#include "ptx/cp_async_bulk.cuh"
+#include "ptx/mbarrier.cuh"
+#include "scheduler/schedule_range.cuh"
+#include "shared_memory.cuh"
 
 // Three tiles of whole blocks in one page are one copy, unless the rope part is a tensor of its
 // own.

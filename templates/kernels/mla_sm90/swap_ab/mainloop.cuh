@@ -1,5 +1,24 @@
-// The consumer: S^T = K Q^T, softmax over the tokens, O^T += V^T P^T. Needs accumulators.cuh,
-// blocks/wgmma_descriptor.cuh, roles/mla_hopper/finite_values.cuh.
+// The consumer: S^T = K Q^T, softmax over the tokens, O^T += V^T P^T.
+
+#include "accumulators.cuh"
+#include "common/barriers.cuh"
+#include "common/params.cuh"
+#include "common/reload_tid.cuh"
+#include "common/swizzle.cuh"
+#include "common/types.cuh"
+#include "common/wgmma_descriptor.cuh"
+#include "config.cuh"
+#include "mask_v.cuh"
+#include "output_dims.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/cvt.cuh"
+#include "ptx/ex2.cuh"
+#include "ptx/fence.cuh"
+#include "ptx/stmatrix.cuh"
+#include "ptx/wgmma.cuh"
+#include "scheduler/tile_scheduler.cuh"
+#include "shared_memory.cuh"
+#include "softmax/row_state.cuh"
 
 struct Consumer {
   const Params& params;

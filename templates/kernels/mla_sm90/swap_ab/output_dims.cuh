@@ -1,5 +1,8 @@
-// What of the output a thread of the consumer has, and how many scores. Needs
-// blocks/fresh_thread.cuh, roles/mla_hopper/constants, row_state.cuh.
+// What of the output a thread of the consumer has, and how many scores.
+
+#include "common/reload_tid.cuh"
+#include "config.cuh"
+#include "softmax/row_state.cuh"
 
 // One consumer of four warps, with tokens or output dims in the place of rows, and rows in the
 // place of columns: few rows fill a product then. Of the scores a warp has 16 tokens, and of each

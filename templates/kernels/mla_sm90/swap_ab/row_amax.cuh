@@ -1,5 +1,10 @@
-// How large the values of a row are. Needs SharedMemory, accumulators.cuh,
-// roles/mla_hopper/crew.cuh, roles/mla_hopper/row_state.cuh.
+// How large the values of a row are.
+
+#include "accumulators.cuh"
+#include "combine/reduce_group.cuh"
+#include "config.cuh"
+#include "shared_memory.cuh"
+#include "swap_ab/row_exchange.cuh"
 
 // The largest finite magnitude of every row, in all warps of the crew.
 __device__ inline void largest_of_rows(SharedMemory& shared, const Crew& crew,

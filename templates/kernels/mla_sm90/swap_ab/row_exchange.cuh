@@ -1,5 +1,10 @@
-// What warps tell each other of their rows. Needs SharedMemory, accumulators.cuh,
-// roles/mla_hopper/row_state.cuh.
+// What warps tell each other of their rows.
+
+#include "accumulators.cuh"
+#include "common/reload_tid.cuh"
+#include "output_dims.cuh"
+#include "shared_memory.cuh"
+#include "softmax/row_state.cuh"
 
 // What a warp tells others of its rows, where it stages output at other times.
 __device__ inline float* told_of_rows(SharedMemory& shared, int warp) {

@@ -1,5 +1,9 @@
-// The shared memory of a block, whole. Needs Item,
-// roles/mla_hopper/constants.
+// The shared memory of a block, whole.
+
+#include "common/barriers.cuh"
+#include "config.cuh"
+#include "scheduler/schedule_range.cuh"
+#include "scheduler/tile_scheduler.cuh"
 
 // Tokens are in a ring of thirds of blocks: three tiles each.
 // As many as fit.

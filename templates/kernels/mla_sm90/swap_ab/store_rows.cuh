@@ -1,4 +1,18 @@
-// Writes finished rows. Needs accumulators.cuh, row_state.cuh, ptx/cvt.cuh, ptx/stmatrix.cuh.
+// Writes finished rows.
+
+#include "accumulators.cuh"
+#include "common/params.cuh"
+#include "common/reload_tid.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
+#include "output_dims.cuh"
+#include "ptx/cvt.cuh"
+#include "ptx/stmatrix.cuh"
+#include "scheduler/tile_scheduler.cuh"
+#include "shared_memory.cuh"
+#include "softmax/row_result.cuh"
+#include "softmax/row_state.cuh"
+#include "swap_ab/row_exchange.cuh"
 
 // Through a piece of shared memory that each warp has of its own: 16 dims of every row, so that
 // rows leave in 32 bytes.

@@ -1,6 +1,9 @@
 // Values that some row of a tile must not see: 0 * NaN is NaN, so a NaN must not meet the tensor
-// cores, though its weight is 0. Of a NaN all bits are set but the sign. Needs
-// SharedMemory, Item, blocks/e4m3.cuh.j2, ptx/cvt.cuh.
+// cores, though its weight is 0. Of a NaN all bits are set but the sign.
+
+#include "common/fp8.cuh"
+#include "common/types.cuh"
+#include "ptx/cvt.cuh"
 
 __device__ inline bool is_finite(u32 element) { return (element & 0x7f) != 0x7f; }
 

@@ -1,0 +1,3 @@
+// Finite elements of V.
+
+#include "softmax/finite_16bit.cuh"

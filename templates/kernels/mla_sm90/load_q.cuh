@@ -1,0 +1,3 @@
+// Q loads.
+
+#include "pipeline/load_q_16bit.cuh"

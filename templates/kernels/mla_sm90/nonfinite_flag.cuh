@@ -1,0 +1,8 @@
+// Whether some row of the item sees a value that has been cleared.
+
+#include "scheduler/tile_scheduler.cuh"
+#include "shared_memory.cuh"
+
+__device__ inline int& nonfinite_flag(SharedMemory& shared, const Item&) {
+  return shared.has_nonfinite;
+}

@@ -1,0 +1,3 @@
+// Sequence lengths.
+
+#include "scheduler/seq_info_paged.cuh"

@@ -1,0 +1,3 @@
+// Stores of partial softmax states.
+
+#include "combine/store_partial_state_smem.cuh"

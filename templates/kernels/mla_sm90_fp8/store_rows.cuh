@@ -1,0 +1,3 @@
+// Epilogue stores.
+
+#include "common/store_rows_transposed.cuh"

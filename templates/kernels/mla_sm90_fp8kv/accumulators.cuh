@@ -1,0 +1,4 @@
+// Accumulator fragments of O^T, and the softmax rows of a thread.
+
+#include "common/accumulators_transposed.cuh"
+#include "softmax/thread_rows_smem.cuh"

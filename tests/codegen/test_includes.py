@@ -1,0 +1,145 @@
+"""The include graph of the templates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mlagen.codegen.includes import (
+    IncludeError,
+    Text,
+    flatten,
+    included_name,
+    transitive_includes,
+)
+from mlagen.codegen.linemap import plain_text
+
+KERNEL = "kernels/a/kernel.cu.j2"
+
+
+def write(root: Path, **texts: str) -> None:
+    """Write templates; ``a__b`` in a name stands for ``a/b``, and the ending is .cuh."""
+    for name, text in texts.items():
+        is_kernel = name == "kernel"
+        path = root / (KERNEL if is_kernel else name.replace("__", "/") + ".cuh")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def flat(root: Path) -> Text:
+    """Return the kernel of ``root`` as one text."""
+    return flatten(root, KERNEL, lambda name: plain_text((root / name).read_text(), name))
+
+
+def test_each_file_comes_once_after_those_it_includes(tmp_path: Path) -> None:
+    """The order is that of dependencies, whatever the order of the directives."""
+    write(
+        tmp_path,
+        kernel='// k\n\n#include "common/b.cuh"\n#include "common/c.cuh"\n\nint k;\n',
+        common__b='#include "common/c.cuh"\n#include "common/d.cuh"\n\nint b;\n',
+        common__c='#include "common/d.cuh"\nint c;\n',
+        common__d="int d;\n",
+    )
+
+    text = flat(tmp_path)
+
+    assert text.lines == ["int d;", "", "int c;", "", "int b;", "", "// k", "", "int k;"]
+    assert text.origins[0] == "common/d.cuh:1"
+    assert text.origins[2] == "common/c.cuh:2"
+    assert text.origins[-1] == f"{KERNEL}:6"
+
+
+def test_the_folder_of_the_kernel_comes_first(tmp_path: Path) -> None:
+    """A shared file gets the config of the family, from the file with Jinja if there is one."""
+    write(
+        tmp_path,
+        kernel='#include "common/b.cuh"\nint k;\n',
+        common__b='#include "config.cuh"\nint b;\n',
+    )
+    (tmp_path / "kernels/a/config.cuh.j2").write_text("int config;\n")
+
+    found = transitive_includes(tmp_path, KERNEL)
+
+    assert found == {KERNEL, "common/b.cuh", "kernels/a/config.cuh.j2"}
+    assert flat(tmp_path).lines[0] == "int config;"
+
+
+def test_a_file_that_only_chooses_leaves_no_trace(tmp_path: Path) -> None:
+    """Comments around nothing but directives are not rendered."""
+    write(
+        tmp_path,
+        kernel='#include "b.cuh"\nint k;\n',
+        kernels__a__b='// Chooses.\n\n#include "common/c.cuh"\n',
+        common__c="int c;\n",
+    )
+
+    assert flat(tmp_path).lines == ["int c;", "", "int k;"]
+
+
+def test_all_branches_count_for_the_key(tmp_path: Path) -> None:
+    """What Jinja would leave out is in the transitive set."""
+    write(
+        tmp_path,
+        kernel='{% if spec.x %}\n#include "b.cuh"\n{% else %}\n#include "c.cuh"\n{% endif %}\n',
+        kernels__a__b="int b;\n",
+        kernels__a__c="int c;\n",
+    )
+
+    found = transitive_includes(tmp_path, KERNEL)
+
+    assert found == {KERNEL, "kernels/a/b.cuh", "kernels/a/c.cuh"}
+
+
+def test_a_cycle_is_an_error(tmp_path: Path) -> None:
+    """The message has the file and line of the directive that closes it, and the whole cycle."""
+    write(
+        tmp_path,
+        kernel='#include "common/b.cuh"\n',
+        common__b='// b\n#include "common/c.cuh"\n',
+        common__c='// c\n\n#include "common/b.cuh"\n',
+    )
+
+    with pytest.raises(IncludeError) as caught:
+        flat(tmp_path)
+
+    cycle = "common/b.cuh -> common/c.cuh -> common/b.cuh"
+    assert str(caught.value) == f'common/c.cuh:3: #include "common/b.cuh": cycle: {cycle}'
+
+
+@pytest.mark.parametrize("name", ["none.cuh", "../secret.cuh", "/secret.cuh", "{{ spec.x }}.cuh"])
+def test_a_missing_file_is_an_error(name: str, tmp_path: Path) -> None:
+    """So is a path out of the folder and a name that is computed."""
+    root = tmp_path / "templates"
+    write(root, kernel=f'// k\n#include "{name}"\n')
+    (tmp_path / "secret.cuh").write_text("int a;\n")
+
+    for resolve in (flat, lambda root: transitive_includes(root, KERNEL)):
+        with pytest.raises(IncludeError) as caught:
+            resolve(root)
+        assert str(caught.value).startswith(f'{KERNEL}:2: #include "{name}": expected a file in ')
+
+
+def test_two_candidates_are_an_error(tmp_path: Path) -> None:
+    """A family's file cannot silently take the place of a shared one."""
+    write(
+        tmp_path,
+        kernel='#include "common/b.cuh"\n',
+        common__b="int b;\n",
+        kernels__a__common__b="int b;\n",
+    )
+
+    with pytest.raises(IncludeError) as caught:
+        flat(tmp_path)
+
+    expected = "ambiguous: kernels/a/common/b.cuh, common/b.cuh"
+    assert str(caught.value) == f'{KERNEL}:1: #include "common/b.cuh": {expected}'
+
+
+@pytest.mark.parametrize("operand", ["<cuda.h>", "", '"a.cuh" "b.cuh"', "FILE"])
+def test_only_a_name_in_quotes_is_included(operand: str) -> None:
+    """There are no headers where kernels are compiled."""
+    with pytest.raises(IncludeError) as caught:
+        included_name(f"#include {operand}", "a.cuh:7")
+
+    assert str(caught.value) == f'a.cuh:7: #include: expected "FILE", got {operand}'

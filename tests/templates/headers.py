@@ -1,0 +1,92 @@
+"""Templates outside of their kernel: rendered for a spec, flattened, on their own."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+from mlagen.artifacts import Source
+from mlagen.codegen.includes import Resolver, Text, flatten, included_name
+from mlagen.codegen.render import rendered_file
+from mlagen.codegen.sources import template_root
+from mlagen.spec.arch import ARCHS
+from mlagen.spec.families import specs_of
+from mlagen.spec.kernel import KernelSpec
+
+
+class Variant(NamedTuple):
+    """A kernel that stands for all that are made of the same files, the kernel's file first."""
+
+    spec: KernelSpec
+    files: tuple[str, ...]
+
+    @property
+    def headers(self) -> tuple[str, ...]:
+        """The files without the kernel's own."""
+        return self.files[1:]
+
+
+@cache
+def variants() -> tuple[Variant, ...]:
+    """Return a variant for each set of files that a kernel of any architecture is made of."""
+    found: dict[tuple[str, ...], KernelSpec] = {}
+    for arch in ARCHS:
+        for spec in specs_of(arch, page_size=("64",)):
+            found.setdefault(kernel_files(spec), spec)
+    return tuple(Variant(spec, files) for files, spec in found.items())
+
+
+def kernel_files(spec: KernelSpec) -> tuple[str, ...]:
+    """Return every template that the kernel of ``spec`` is made of."""
+    found = [spec.template]
+    for name in found:
+        found += [file for _, file in includes_of(name, spec) if file not in found]
+    return tuple(found)
+
+
+def includes_of(name: str, spec: KernelSpec) -> list[tuple[str, str]]:
+    """Return what a template includes itself, as ``spec`` has it: name and file."""
+    resolver = _resolver(spec.template)
+    return [
+        (included, resolver.resolve(included, name)) for included in _included_names(name, spec)
+    ]
+
+
+def compiled_alone(name: str, spec: KernelSpec) -> Source:
+    """Return a text that includes one template, flattened as the kernel of ``spec`` would be."""
+    folder = spec.template.rpartition("/")[0]
+    own_name = name.removeprefix(f"{folder}/").removesuffix(".j2")
+    return flattened([f'#include "{own_name}"'], spec)
+
+
+def flattened(lines: list[str], spec: KernelSpec) -> Source:
+    """Return ``lines``, which may include templates, as one text, as if a kernel of ``spec``."""
+    probe = f"{spec.template.rpartition('/')[0]}/probe.cu"
+
+    def read(name: str) -> Text:
+        return (
+            Text(lines, [f"{name}:1"] * len(lines)) if name == probe else rendered_file(name, spec)
+        )
+
+    text = flatten(template_root(), probe, read)
+    return Source(text="\n".join([*text.lines, ""]), origins=tuple(text.origins))
+
+
+@cache
+def _resolver(kernel: str) -> Resolver:
+    return Resolver(template_root(), kernel)
+
+
+@cache
+def _plain_includes(name: str) -> tuple[str, ...]:
+    text = (template_root() / name).read_text()
+    named = (included_name(line, name) for line in text.split("\n"))
+    return tuple(included for included in named if included is not None)
+
+
+def _included_names(name: str, spec: KernelSpec) -> tuple[str, ...]:
+    if not name.endswith(".j2"):
+        return _plain_includes(name)
+    lines, _ = rendered_file(name, spec)
+    named = (included_name(line, name) for line in lines)
+    return tuple(included for included in named if included is not None)

@@ -1,0 +1,142 @@
+"""Headers include what they use: each compiles alone, and no `#include` is unused or missing."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+
+import pytest
+
+from mlagen.codegen.render import rendered_file
+from mlagen.compiler.nvrtc import compile_source
+from mlagen.compiler.toolchain import find_nvrtc
+from mlagen.errors import CompileError
+from mlagen.spec.kernel import KernelSpec
+from tests.kernels import COMBINE, SM_80, SM_90A, require_known
+
+from .headers import Variant, compiled_alone, flattened, includes_of, variants
+from .symbols import defined_names, used_names
+
+VARIANTS = [variant for variant in variants() if variant.spec.arch in (SM_80, SM_90A)]
+TEMPLATES = sorted({variant.spec.template for variant in VARIANTS})
+
+
+def compile_error(name: str, spec: KernelSpec) -> str | None:
+    """Compile a header with nothing but what it includes; return what the compiler says."""
+    try:
+        compile_source(compiled_alone(name, spec), spec.arch, find_nvrtc())
+    except CompileError as error:
+        return error.log
+    return None
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_every_header_compiles_alone(template: str) -> None:
+    """A header declares all that it uses by its includes, in each family and choice of files."""
+    alone = {}
+    for spec, files in (variant for variant in VARIANTS if variant.spec.template == template):
+        require_known(spec.arch)
+        for name in files[1:]:
+            made_of = {origin.rpartition(":")[0] for origin in compiled_alone(name, spec).origins}
+            alone[name, frozenset(made_of)] = (name, spec)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # NVRTC lets go of the interpreter lock
+        errors = list(pool.map(lambda header: compile_error(*header), alone.values()))
+
+    assert len(errors) >= 10
+    assert [error for error in errors if error is not None] == []
+
+
+def test_a_header_without_its_includes_does_not_compile() -> None:
+    """What the compiler is given is the header alone."""
+    source = flattened(["__device__ inline u32 one() { return 1; }"], COMBINE)
+
+    with pytest.raises(CompileError, match="u32"):
+        compile_source(source, COMBINE.arch, find_nvrtc())
+
+
+@cache
+def scanned(lines: str) -> tuple[frozenset[str], frozenset[str], bool]:
+    """Return what a text defines, what it uses, and whether it has code besides directives."""
+    code = [line for line in lines.split("\n") if line and not line.startswith(("//", "#"))]
+    return frozenset(defined_names(lines)), frozenset(used_names(lines)), bool(code)
+
+
+class Names:
+    """The names of one kernel's files."""
+
+    def __init__(self, variant: Variant) -> None:
+        self.spec = variant.spec
+        self.files = {
+            name: scanned("\n".join(rendered_file(name, variant.spec).lines))
+            for name in variant.files
+        }
+
+    def used(self, name: str) -> frozenset[str]:
+        """Return the names that a file may use."""
+        return self.files[name][1]
+
+    def provided(self, name: str) -> frozenset[str]:
+        """Return the names that an include of a file gives: its own, or if it only chooses, all."""
+        defined, _, has_code = self.files[name]
+        if has_code:
+            return defined
+        return defined.union(*(self.provided(file) for _, file in includes_of(name, self.spec)))
+
+    def missing(self, name: str) -> frozenset[str]:
+        """Return the names that a file uses, of files that it does not include itself."""
+        defined, used, has_code = self.files[name]
+        if not has_code:
+            return frozenset()
+        known = frozenset[str].union(*(found for found, _, _ in self.files.values()))
+        included = (self.provided(file) for _, file in includes_of(name, self.spec))
+        return (used & known) - defined.union(*included)
+
+
+def unused_includes(found: list[Names]) -> set[tuple[str, str]]:
+    """Return the `#include` lines, as file and name, that no kernel needs."""
+    unused: set[tuple[str, str]] = set()
+    needed: set[tuple[str, str]] = set()
+    for names in found:
+        for file, (_, used, has_code) in names.files.items():
+            for included, target in includes_of(file, names.spec):
+                is_needed = not has_code or used & names.provided(target)
+                (needed if is_needed else unused).add((file, included))
+    return unused - needed
+
+
+def test_no_include_is_unused() -> None:
+    """Every `#include` names a file of which some kernel's code uses a name."""
+    assert unused_includes([Names(variant) for variant in variants()]) == set()
+
+
+def test_no_include_is_missing() -> None:
+    """A name is used only where a file that defines it is included, not by way of another file."""
+    missing = {
+        (name, symbol)
+        for names in map(Names, variants())
+        for name in names.files
+        for symbol in names.missing(name)
+    }
+
+    assert missing == set()
+
+
+SHARED = """// One.
+#include "common/types.cuh"
+#include "ptx/ex2.cuh"
+
+struct One {
+  u32 ceil_div;  // a member has a name of its own
+};
+template <typename T>
+__device__ constexpr One one(T value) { return {value.ex2_approx(7)}; }
+"""
+
+
+def test_the_scan_knows_definitions_and_uses() -> None:
+    """Members and comments are no uses; types, constants and calls are."""
+    assert defined_names(SHARED) == {"One", "one"}
+    assert {"u32", "One", "one"} <= used_names(SHARED)
+    assert not {"ceil_div", "ex2_approx", "types"} & used_names(SHARED)
