@@ -5,7 +5,7 @@
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test check cpu gpu oldest newest clean
+.PHONY: help demo test check cpu gpu oldest newest compile_commands.json clean
 
 export PYTHON ?= python3
 export HAS_GPU := $(firstword $(wildcard /proc/driver/nvidia /dev/nvidiactl))
@@ -20,7 +20,7 @@ cpu_tests = "$$python" -m pytest -m "not gpu" \
 	  $(call with,pytest_timeout,--timeout=120) $(call with,xdist,-n auto --dist worksteal)
 
 help: ## list the jobs
-	@sed -n 's/^\([a-z]*\):.*## /make \1\t/p' Makefile | expand -t 14
+	@sed -n 's/^\([a-z_.]*\):.*## /make \1\t/p' Makefile | expand -t 28
 
 demo: ## one decode from first call to cached kernel; with a GPU on it, else compiled only
 	@$(call setup); "$$python" -m cache_tools demo
@@ -50,6 +50,9 @@ oldest: ## the CPU tests with the oldest dependencies that pyproject.toml allows
 newest: ## the CPU tests with the newest dependencies that pip finds
 	@set -eu; python=$$(.ci/versions newest); $(cpu_tests)
 
+compile_commands.json: ## what clangd needs for templates/, rendered into build/clangd
+	@$(call setup,test); "$$python" -m tests.templates.compile_commands
+
 clean: ## remove .venv and what tools left in the checkout; cached kernels stay
-	rm -rf .venv .venv-oldest .venv-newest build dist *.egg-info .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-oldest .venv-newest build dist *.egg-info compile_commands.json .cache .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from mlagen.errors import CompileError
 
 _DIRECTIVE = re.compile(r"[ \t]*#[ \t]*include\b(.*)")
+_ONCE = "#pragma once"  # for editors; here each file comes once anyway
 _OPERAND = re.compile(r'[ \t]*"([^"]+)"[ \t]*')
 
 
@@ -130,6 +131,8 @@ def flatten(root: Path, kernel: str, read: Callable[[str], Text]) -> Text:
         text = read(file)
         body = Text([], [])
         for line, origin in zip(*text, strict=True):
+            if line == _ONCE:
+                continue
             name = included_name(line, origin)
             if name is None:
                 _append(body, line, origin)

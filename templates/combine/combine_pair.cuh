@@ -1,5 +1,7 @@
 // Adding the only other piece of a unit to one that is in registers.
 
+#pragma once
+
 #include "accumulate_partial.cuh"
 #include "accumulators.cuh"
 #include "combine/partial_out.cuh"

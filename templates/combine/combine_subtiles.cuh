@@ -1,6 +1,8 @@
 // Merging three pieces and more of a unit: every block that is a merger takes a slice of the
 // result.
 
+#pragma once
+
 #include "accumulators.cuh"
 #include "combine/partial_out.cuh"
 #include "combine/partial_state.cuh"

@@ -1,6 +1,8 @@
 // Leaves what consumers have of an item where it belongs: in the output, or in the workspace to
 // be merged.
 
+#pragma once
+
 #include "accumulators.cuh"
 #include "combine/combine_pair.cuh"
 #include "combine/combine_subtiles.cuh"

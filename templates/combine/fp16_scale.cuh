@@ -1,5 +1,7 @@
 // What values of a row are multiplied by to be left as halves.
 
+#pragma once
+
 #include "common/types.cuh"
 
 // The power of two that brings what is finite of a row, `largest` at the most, below 2^14: the

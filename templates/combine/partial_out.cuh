@@ -1,6 +1,8 @@
 // The pieces of a unit: how they are left in the workspace, brought from there, and two of them
 // added.
 
+#pragma once
+
 #include "accumulators.cuh"
 #include "combine/partial_state.cuh"
 #include "combine/reduce_group.cuh"

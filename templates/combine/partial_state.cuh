@@ -1,5 +1,7 @@
 // What is left of a row of a piece, in one chunk.
 
+#pragma once
+
 #include "accumulators.cuh"
 #include "common/types.cuh"
 

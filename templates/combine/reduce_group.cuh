@@ -1,6 +1,8 @@
 // Consumer warps that leave or merge pieces of a unit together: all, or those of one half of the
 // tasks.
 
+#pragma once
+
 #include "common/reload_tid.cuh"
 #include "common/types.cuh"
 #include "config.cuh"

@@ -1,5 +1,7 @@
 // How many tasks of a result each block adds up that merges pieces.
 
+#pragma once
+
 #include "common/types.cuh"
 #include "config.cuh"
 

@@ -1,6 +1,8 @@
 // What a consumer has of the output in registers, where its dims take the place of rows in the
 // products, and rows that of columns.
 
+#pragma once
+
 #include "combine/reduce_group.cuh"
 #include "common/reload_tid.cuh"
 #include "common/types.cuh"

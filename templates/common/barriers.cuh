@@ -1,5 +1,7 @@
 // Barriers in shared memory, with phases that are counted by their parity.
 
+#pragma once
+
 #include "common/types.cuh"
 #include "ptx/mbarrier.cuh"
 

@@ -1,5 +1,7 @@
 // Where the page ids of a request begin in the tables.
 
+#pragma once
+
 #include "common/params.cuh"
 #include "common/types.cuh"
 #include "config.cuh"

@@ -1,5 +1,7 @@
 // Stored e4m3 elements to the element type of the tensor cores.
 
+#pragma once
+
 #include "common/fp8.cuh"
 #include "common/types.cuh"
 #include "ptx/cvt.cuh"

@@ -1,5 +1,7 @@
 // Pairs of e4m3 with the instructions for them.
 
+#pragma once
+
 #include "common/types.cuh"
 #include "ptx/cvt_e4m3.cuh"
 

@@ -1,5 +1,7 @@
 // Which e4m3 of a word are no numbers.
 
+#pragma once
+
 #include "common/types.cuh"
 
 // The bytes that hold a NaN, as 0xff each: of that all bits are set but the sign.

@@ -1,5 +1,7 @@
 // Pairs of e4m3 where there are no instructions for them.
 
+#pragma once
+
 #include "common/types.cuh"
 #include "ptx/mul.cuh"
 

@@ -2,6 +2,8 @@
 // stay, and outputs need not be written out between reads, which costs memory far more than
 // their bytes.
 
+#pragma once
+
 #include "common/types.cuh"
 #include "ptx/createpolicy.cuh"
 

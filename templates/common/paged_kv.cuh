@@ -1,5 +1,7 @@
 // Where a token of a request lies in the paged cache.
 
+#pragma once
+
 #include "common/types.cuh"
 #include "config.cuh"
 

@@ -1,5 +1,7 @@
 // What is alike for two consumers of four warps each, however dims are divided among warps.
 
+#pragma once
+
 #include "dim_tiles.cuh"
 
 // The dim of part `c` of float4 `i`.

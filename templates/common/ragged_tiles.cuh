@@ -1,6 +1,8 @@
 // Which rows of which request a tile holds, also where requests have queries of different
 // lengths. What ends of queries say is not trusted.
 
+#pragma once
+
 #include "common/types.cuh"
 #include "config.cuh"
 

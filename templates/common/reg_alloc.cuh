@@ -1,6 +1,8 @@
 // How many registers a thread has from here on, of 128 that it began with: some roles give what
 // others take. By whole warpgroups.
 
+#pragma once
+
 #include "ptx/setmaxnreg.cuh"
 
 template <int kCount>

@@ -2,6 +2,8 @@
 // where it is used, and takes no register from the products in between. Compilers are told that
 // the index is not negative, so that division is a shift.
 
+#pragma once
+
 #include "common/types.cuh"
 #include "ptx/mov.cuh"
 

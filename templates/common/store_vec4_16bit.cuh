@@ -1,5 +1,7 @@
 // Four neighbouring elements of an output, from float.
 
+#pragma once
+
 #include "common/types.cuh"
 #include "ptx/cvt.cuh"
 

@@ -1,5 +1,7 @@
 // Four neighbouring elements of an e4m3 output, from float.
 
+#pragma once
+
 #include "common/fp8.cuh"
 #include "common/types.cuh"
 

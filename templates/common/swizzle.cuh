@@ -1,6 +1,8 @@
 // Rows of 16-byte chunks in shared memory, permuted so that the eight rows that one ldmatrix
 // reads at the same column lie in different banks.
 
+#pragma once
+
 #include "common/types.cuh"
 
 constexpr int kChunkElements = 8;

@@ -1,5 +1,7 @@
 // How many of its listed tokens a query token looks at.
 
+#pragma once
+
 #include "common/ragged_tiles.cuh"
 #include "common/types.cuh"
 

@@ -1,5 +1,7 @@
 // Names and types that every kernel uses.
 
+#pragma once
+
 using u16 = unsigned short;
 using u32 = unsigned int;
 using u64 = unsigned long long;

@@ -1,6 +1,8 @@
 // A number that all lanes have, and that compilers know to be the same in all: what depends on
 // it is then in registers of the whole warp, where products want their descriptors.
 
+#pragma once
+
 #include "common/types.cuh"
 
 __device__ inline u32 of_all(u32 number) { return __reduce_max_sync(~0u, number); }

@@ -2,6 +2,8 @@
 // at multiples of 1024 bytes, or of 64 bytes at multiples of 512. PTX ISA, "Matrix Descriptor
 // Format".
 
+#pragma once
+
 #include "common/types.cuh"
 #include "ptx/mov.cuh"
 

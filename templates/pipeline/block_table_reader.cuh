@@ -1,5 +1,7 @@
 // The page ids of an item's tokens, read ahead by one warp.
 
+#pragma once
+
 #include "common/block_table.cuh"
 #include "common/params.cuh"
 #include "common/types.cuh"

@@ -1,5 +1,7 @@
 // Blocks of tokens in the stages of a ring, counted from the first of all items.
 
+#pragma once
+
 #include "common/types.cuh"
 #include "shared_memory.cuh"
 

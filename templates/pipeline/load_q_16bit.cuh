@@ -1,5 +1,7 @@
 // Brings the query of an item into shared memory.
 
+#pragma once
+
 #include "common/params.cuh"
 #include "common/swizzle.cuh"
 #include "common/types.cuh"

@@ -1,5 +1,7 @@
 // Has the first page ids, or listed tokens, of a span brought into L2: loaders wait for them.
 
+#pragma once
+
 #include "common/block_table.cuh"
 #include "common/params.cuh"
 #include "common/types.cuh"

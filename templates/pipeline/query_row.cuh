@@ -1,5 +1,7 @@
 // Where the rows of a query lie in the caller's tensors.
 
+#pragma once
+
 #include "common/params.cuh"
 #include "common/types.cuh"
 #include "config.cuh"

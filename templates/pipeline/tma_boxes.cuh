@@ -1,5 +1,7 @@
 // Copies tiles of tokens, in as many boxes as pages make necessary.
 
+#pragma once
+
 #include "common/params.cuh"
 #include "common/types.cuh"
 #include "config.cuh"

@@ -1,5 +1,7 @@
 // What all roles need to hand items and queries on.
 
+#pragma once
+
 #include "common/barriers.cuh"
 #include "common/params.cuh"
 #include "common/reload_tid.cuh"

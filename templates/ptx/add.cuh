@@ -1,5 +1,7 @@
 // PTX ISA, "Half Precision Floating Point Instructions: add". Needs sm_53.
 
+#pragma once
+
 #include "common/types.cuh"
 
 // add.rn.f16x2

@@ -1,5 +1,7 @@
 // PTX ISA, "Parallel Synchronization and Communication Instructions: atom". Needs sm_80.
 
+#pragma once
+
 #include "common/types.cuh"
 
 // atom.acq_rel.gpu.global.add.u32

@@ -1,6 +1,8 @@
 // PTX ISA, "Parallel Synchronization and Communication Instructions: barrier.cta". Needs sm_80.
 // Barriers have numbers from 0 to 15; `threads` counts those that wait and those that only arrive.
 
+#pragma once
+
 #include "common/types.cuh"
 
 // barrier.cta.sync.aligned

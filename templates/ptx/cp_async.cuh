@@ -1,5 +1,7 @@
 // PTX ISA, "Data Movement and Conversion Instructions: Asynchronous copy, cp.async". Needs sm_80.
 
+#pragma once
+
 #include "common/types.cuh"
 
 // cp.async.cg.shared.global.L2::128B

@@ -2,6 +2,8 @@
 // `map` is the generic address of a tensor map, `policy` one of createpolicy for L2; x, y, z, w, v
 // count elements, the innermost first.
 
+#pragma once
+
 #include "common/types.cuh"
 
 // cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint

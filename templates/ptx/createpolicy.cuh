@@ -1,5 +1,7 @@
 // PTX ISA, "Data Movement and Conversion Instructions: createpolicy". Needs sm_80.
 
+#pragma once
+
 #include "common/types.cuh"
 
 // createpolicy.fractional.L2::evict_first.b64

@@ -1,5 +1,7 @@
 // PTX ISA, "Data Movement and Conversion Instructions: cvt". Needs sm_80.
 
+#pragma once
+
 #include "common/types.cuh"
 
 // cvt.rn.bf16x2.f32

@@ -1,5 +1,7 @@
 // PTX ISA, "Data Movement and Conversion Instructions: cvt". Needs sm_89.
 
+#pragma once
+
 #include "common/types.cuh"
 
 // cvt.rn.f16x2.e4m3x2

@@ -1,5 +1,7 @@
 // PTX ISA, "Floating Point Instructions: ex2". Needs sm_20.
 
+#pragma once
+
 // ex2.approx.ftz.f32
 // 2 to the power of x, relative error below 2^-22; minus infinity gives zero.
 __device__ inline float ex2_approx(float x) {

@@ -1,5 +1,7 @@
 // PTX ISA, "Control Flow Instructions: exit". Needs sm_80.
 
+#pragma once
+
 #include "common/types.cuh"
 
 // exit

@@ -1,5 +1,7 @@
 // PTX ISA, "Parallel Synchronization and Communication Instructions: membar, fence". Needs sm_90.
 
+#pragma once
+
 // fence.acq_rel.cta
 // What this thread has read is in its registers, and what it has written is there for the block,
 // before it tells others.

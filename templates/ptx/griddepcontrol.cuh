@@ -1,6 +1,8 @@
 // PTX ISA, "Parallel Synchronization and Communication Instructions: griddepcontrol". Needs sm_90.
 // Both do nothing in a launch without the programmatic-stream-serialization attribute.
 
+#pragma once
+
 // griddepcontrol.wait
 // Waits until the kernel before this one has finished and its writes are visible.
 __device__ inline void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }

@@ -1,5 +1,7 @@
 // PTX ISA, "Data Movement and Conversion Instructions: ld". Needs sm_80.
 
+#pragma once
+
 #include "common/types.cuh"
 
 // ld.acquire.gpu.global.u32

@@ -2,6 +2,8 @@
 // Lanes 8i to 8i + 7 give the shared-memory addresses of the eight 16-byte rows of matrix i;
 // word i of the result is this lane's fragment of matrix i.
 
+#pragma once
+
 #include "common/types.cuh"
 
 // ldmatrix.sync.aligned.m8n8.x4.shared.b16

@@ -1,5 +1,7 @@
 // PTX ISA, "Half Precision Floating Point Instructions: max". Needs sm_80.
 
+#pragma once
+
 #include "common/types.cuh"
 
 // max.f16x2

@@ -1,5 +1,7 @@
 // PTX ISA, "Integer Arithmetic Instructions: max". Needs sm_90.
 
+#pragma once
+
 #include "common/types.cuh"
 
 // max.u16x2

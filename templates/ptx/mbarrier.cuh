@@ -1,6 +1,8 @@
 // PTX ISA, "Parallel Synchronization and Communication Instructions: mbarrier". Needs sm_90.
 // Barriers are 8 bytes of shared memory, by address.
 
+#pragma once
+
 #include "common/types.cuh"
 
 // mbarrier.init.shared::cta.b64

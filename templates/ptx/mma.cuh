@@ -4,6 +4,8 @@
 // g, g + 8, columns 2c.. of the first (0, 1) and second (2, 3) half; b: rows 2c.. of each half,
 // column g.
 
+#pragma once
+
 #include "common/types.cuh"
 
 // mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32

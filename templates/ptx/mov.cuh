@@ -1,5 +1,7 @@
 // PTX ISA, "Data Movement and Conversion Instructions: mov". Needs sm_80.
 
+#pragma once
+
 #include "common/types.cuh"
 
 // mov.b64

@@ -1,5 +1,7 @@
 // PTX ISA, "Warp Level Matrix Instructions: movmatrix". Needs sm_75.
 
+#pragma once
+
 #include "common/types.cuh"
 
 // movmatrix.sync.aligned.m8n8.trans.b16

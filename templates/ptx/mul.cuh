@@ -1,5 +1,7 @@
 // PTX ISA, "Half Precision Floating Point Instructions: mul". Needs sm_53.
 
+#pragma once
+
 #include "common/types.cuh"
 
 // mul.rn.f16x2

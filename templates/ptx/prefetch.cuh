@@ -1,5 +1,7 @@
 // PTX ISA, "Data Movement and Conversion Instructions: prefetch". Needs sm_90.
 
+#pragma once
+
 // prefetch.tensormap
 // Brings a tensor map, by its generic address, to where copies look for it.
 __device__ inline void prefetch_tensormap(const void* map) {

@@ -1,5 +1,7 @@
 // PTX ISA, "Parallel Synchronization and Communication Instructions: red". Needs sm_80.
 
+#pragma once
+
 #include "common/types.cuh"
 
 // red.release.gpu.global.inc.u32

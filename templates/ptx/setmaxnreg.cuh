@@ -1,6 +1,8 @@
 // PTX ISA, "Miscellaneous Instructions: setmaxnreg". Needs sm_90.
 // All warps of a warpgroup execute it; the number of registers is a multiple of 8.
 
+#pragma once
+
 // setmaxnreg.dec.sync.aligned.u32
 // Gives registers back.
 template <int kRegisters>

@@ -2,6 +2,8 @@
 // Lanes 8i to 8i + 7 give the shared-memory addresses of the eight 16-byte rows of matrix i, of
 // which word i is this lane's fragment.
 
+#pragma once
+
 #include "common/types.cuh"
 
 // stmatrix.sync.aligned.m8n8.x4.shared.b16

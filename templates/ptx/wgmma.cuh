@@ -4,6 +4,8 @@
 // 8j + 2c, in words 4j and after; of a in registers two elements a word, as of mma.
 // Operands in shared memory lie as their descriptors say, along k unless they are transposed.
 
+#pragma once
+
 #include "common/types.cuh"
 
 // wgmma.fence.sync.aligned

@@ -2,6 +2,8 @@
 // Of e4m3; as in ptx/wgmma.cuh, with 32 elements along k: a[64, 32] * b[32, N], four elements a
 // word. Both operands lie along k. Sums keep few bits, and what is below them is cut off.
 
+#pragma once
+
 #include "common/types.cuh"
 
 // wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3

@@ -1,5 +1,7 @@
 // Where every block begins.
 
+#pragma once
+
 #include "common/params.cuh"
 #include "common/types.cuh"
 #include "config.cuh"

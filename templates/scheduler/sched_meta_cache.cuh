@@ -1,6 +1,8 @@
 // Keeps what blocks begin with from launch to launch: the layers of a model have the same
 // lengths.
 
+#pragma once
+
 #include "common/params.cuh"
 #include "common/types.cuh"
 #include "config.cuh"

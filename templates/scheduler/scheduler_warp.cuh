@@ -1,6 +1,8 @@
 // The schedulers, three warps: hand items to all roles, and bring each item's query into shared
 // memory.
 
+#pragma once
+
 #include "common/barriers.cuh"
 #include "common/params.cuh"
 #include "common/types.cuh"

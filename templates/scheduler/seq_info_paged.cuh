@@ -1,5 +1,7 @@
 // How many tokens a request has, where tables lead to its pages.
 
+#pragma once
+
 #include "common/block_table.cuh"
 #include "common/paged_kv.cuh"
 #include "common/params.cuh"

@@ -1,6 +1,8 @@
 // Keeps blocks of the grid about as far as each other. Where memory is the limit, some SMs get
 // more of it than others; those end early, and what they leave then the others cannot use.
 
+#pragma once
+
 #include "common/params.cuh"
 #include "common/types.cuh"
 #include "config.cuh"

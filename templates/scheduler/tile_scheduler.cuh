@@ -1,5 +1,7 @@
 // What a block computes one after the other: pieces of units, for one member of the team.
 
+#pragma once
+
 #include "combine/subtile_size.cuh"
 #include "common/params.cuh"
 #include "common/reload_tid.cuh"

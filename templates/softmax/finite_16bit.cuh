@@ -1,5 +1,7 @@
 // Which elements of 16 bits are finite.
 
+#pragma once
+
 #include "common/types.cuh"
 #include "config.cuh"
 #include "ptx/cvt.cuh"

@@ -1,6 +1,8 @@
 // Whether some row of an item sees a value that has been cleared. One consumer may be at the
 // next item before the other has set this one's back.
 
+#pragma once
+
 #include "scheduler/tile_scheduler.cuh"
 #include "shared_memory.cuh"
 

@@ -1,6 +1,8 @@
 // Makes the rows that see what is not finite so, as they would be if it had been multiplied: in
 // what has been stored of them, so that nothing of it is in the way of the usual case.
 
+#pragma once
+
 #include "accumulators.cuh"
 #include "common/block_table.cuh"
 #include "common/paged_kv.cuh"

@@ -1,5 +1,7 @@
 // Reductions over the four neighbouring lanes that have a row's parts, as products leave them.
 
+#pragma once
+
 __device__ inline float row_maximum(float value) {
   value = fmaxf(value, __shfl_xor_sync(~0u, value, 1));
   return fmaxf(value, __shfl_xor_sync(~0u, value, 2));

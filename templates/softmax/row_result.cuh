@@ -1,5 +1,7 @@
 // How the statistics of a softmax row become its scale and its LSE.
 
+#pragma once
+
 #include "common/types.cuh"
 #include "ptx/ex2.cuh"
 

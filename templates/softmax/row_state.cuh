@@ -1,5 +1,7 @@
 // What a row has come to.
 
+#pragma once
+
 #include "common/params.cuh"
 #include "common/scales.cuh"
 #include "common/types.cuh"

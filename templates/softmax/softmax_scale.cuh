@@ -1,5 +1,7 @@
 // What products of query and key are multiplied by, in the natural domain.
 
+#pragma once
+
 #include "common/params.cuh"
 #include "common/scales.cuh"
 

@@ -1,6 +1,8 @@
 // What the rows of an item have come to, in shared memory: a consumer's thread has a quarter of
 // all rows, and no registers for them.
 
+#pragma once
+
 #include "common/accumulators_transposed.cuh"
 #include "shared_memory.cuh"
 #include "softmax/row_state.cuh"

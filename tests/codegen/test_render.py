@@ -42,9 +42,9 @@ def test_every_line_is_where_the_map_says(spec: KernelSpec) -> None:
 
 
 def without_includes(name: str) -> str:
-    """Return a template without its `#include` lines and the blank line behind them."""
+    """Return a template without `#pragma once`, its `#include` lines and the blank lines there."""
     text = (ROOT / "templates" / name).read_text()
-    return re.sub(r'(^#include "[^"]+"\n)+\n', "", text, flags=re.MULTILINE)
+    return re.sub(r'(^#(pragma once|include "[^"]+")\n\n?)+', "", text, flags=re.MULTILINE)
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.family)

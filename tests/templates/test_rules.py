@@ -157,6 +157,12 @@ def formatted(text: str) -> str:
     return done.stdout
 
 
+@pytest.mark.parametrize("name", [name for name in FILES if not name.endswith(".cu.j2")])
+def test_a_header_is_included_once(name: str) -> None:
+    """Behind the comment that it begins with, `#pragma once` says so to other tools."""
+    assert re.match(r"(// .*\n)+\n#pragma once\n\n", FILES[name].read_text())
+
+
 @pytest.mark.parametrize("name", PLAIN)
 def test_a_plain_file_is_formatted(name: str) -> None:
     """Clang-format would leave it as it is."""

@@ -1,5 +1,7 @@
 // Folds the partial rows of all splits into one.
 
+#pragma once
+
 #include "common/params.cuh"
 #include "common/scales.cuh"
 #include "common/types.cuh"

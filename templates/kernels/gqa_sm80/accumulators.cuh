@@ -1,5 +1,7 @@
 // The output of one warp, in the fragments of mma.
 
+#pragma once
+
 #include "common/types.cuh"
 #include "config.cuh"
 

@@ -1,5 +1,7 @@
 // Elements of tokens that are stored as e4m3.
 
+#pragma once
+
 #include "common/dequant_fp8.cuh"
 #include "common/params.cuh"
 #include "common/types.cuh"

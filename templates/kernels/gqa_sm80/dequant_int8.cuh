@@ -1,5 +1,7 @@
 // Elements of tokens that are stored as int8.
 
+#pragma once
+
 #include "common/params.cuh"
 #include "common/types.cuh"
 #include "config.cuh"

@@ -1,5 +1,7 @@
 // From the tokens of an item as they are stored to tokens that can be multiplied.
 
+#pragma once
+
 #include "common/types.cuh"
 #include "config.cuh"
 #include "dequant.cuh"

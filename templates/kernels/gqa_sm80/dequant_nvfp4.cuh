@@ -1,5 +1,7 @@
 // Elements of tokens that are stored as NVFP4.
 
+#pragma once
+
 #include "common/fp8.cuh"
 #include "common/paged_kv.cuh"
 #include "common/params.cuh"

@@ -1,6 +1,8 @@
 // Merges what the warps of a block found, and writes it: the finished rows, or the partial rows
 // of one split.
 
+#pragma once
+
 #include "accumulators.cuh"
 #include "common/params.cuh"
 #include "common/scales.cuh"

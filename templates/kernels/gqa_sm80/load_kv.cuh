@@ -1,5 +1,7 @@
 // Streams keys and values of one warp's tokens.
 
+#pragma once
+
 #include "common/paged_kv.cuh"
 #include "common/params.cuh"
 #include "common/types.cuh"

@@ -1,5 +1,7 @@
 // Adds one group of tokens to the output: O += P V.
 
+#pragma once
+
 #include "accumulators.cuh"
 #include "common/params.cuh"
 #include "common/types.cuh"

@@ -1,5 +1,7 @@
 // Scores of one group of tokens: S = Q K^T.
 
+#pragma once
+
 #include "common/types.cuh"
 #include "config.cuh"
 #include "ptx/ldmatrix.cuh"

@@ -1,5 +1,7 @@
 // The shared memory of a block, whole.
 
+#pragma once
+
 #include "common/types.cuh"
 #include "config.cuh"
 #include "work_tile.cuh"

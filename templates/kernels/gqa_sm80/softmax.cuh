@@ -1,5 +1,7 @@
 // Online softmax over the tokens of one warp.
 
+#pragma once
+
 #include "accumulators.cuh"
 #include "common/params.cuh"
 #include "common/types.cuh"

@@ -1,6 +1,8 @@
 // Merging the pieces of a unit: the block that comes last adds up what all have left, in the
 // order of the pieces. Nobody waits.
 
+#pragma once
+
 #include "common/params.cuh"
 #include "common/types.cuh"
 #include "config.cuh"

@@ -1,6 +1,8 @@
 // The consumers: each warp attends to tokens of its own in every tile, with no word to the other
 // consumers until an item ends.
 
+#pragma once
+
 #include "combine_splits.cuh"
 #include "common/barriers.cuh"
 #include "common/params.cuh"

@@ -1,6 +1,8 @@
 // Adds up what the consumer warps of a block have of an item, kMergeRows and kMergeDims at a
 // time: by themselves, or by the mergers, warps that do nothing else.
 
+#pragma once
+
 #include "common/params.cuh"
 #include "common/pdl.cuh"
 #include "common/types.cuh"

@@ -1,5 +1,7 @@
 // What a lane has of rows, tokens and dims, and where tokens lie in a tile.
 
+#pragma once
+
 #include "common/types.cuh"
 #include "config.cuh"
 

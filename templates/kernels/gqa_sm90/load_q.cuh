@@ -2,6 +2,8 @@
 // for all warps. Where there are registers for them, they are asked for before the item begins:
 // memory that is busy takes long to answer.
 
+#pragma once
+
 #include "common/params.cuh"
 #include "common/types.cuh"
 #include "config.cuh"

@@ -1,5 +1,7 @@
 // Keeps values that rows do not see out of products: 0 * NaN is NaN.
 
+#pragma once
+
 #include "common/paged_kv.cuh"
 #include "common/params.cuh"
 #include "common/types.cuh"

@@ -1,5 +1,7 @@
 // The products where keys and values are stored as they are multiplied.
 
+#pragma once
+
 #include "common/types.cuh"
 #include "config.cuh"
 #include "fragments.cuh"

@@ -1,5 +1,7 @@
 // The products where keys and values are e4m3: they become fp16 in registers, which is exact.
 
+#pragma once
+
 #include "common/fp8.cuh"
 #include "common/fp8_nan.cuh"
 #include "common/types.cuh"

@@ -1,5 +1,7 @@
 // How the work of a call is divided among the blocks of the grid: each finds its own part.
 
+#pragma once
+
 #include "common/params.cuh"
 #include "common/types.cuh"
 #include "cu_seqlens.cuh"

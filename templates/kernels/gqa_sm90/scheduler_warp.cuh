@@ -1,5 +1,7 @@
 // The finder, one warp: finds the work of the block, item by item, ahead of those that do it.
 
+#pragma once
+
 #include "common/params.cuh"
 #include "common/pdl.cuh"
 #include "common/types.cuh"

@@ -1,5 +1,7 @@
 // What a request is to the kernel: its rows, and the tokens that they see.
 
+#pragma once
+
 #include "common/params.cuh"
 #include "common/types.cuh"
 #include "config.cuh"

@@ -1,5 +1,7 @@
 // The shared memory of a block, whole.
 
+#pragma once
+
 #include "common/barriers.cuh"
 #include "common/params.cuh"
 #include "common/types.cuh"

@@ -1,5 +1,7 @@
 // Softmax over the tokens of one warp, whose references are its own.
 
+#pragma once
+
 #include "common/params.cuh"
 #include "common/types.cuh"
 #include "config.cuh"

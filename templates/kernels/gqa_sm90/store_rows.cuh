@@ -1,5 +1,7 @@
 // Where rows go: into the output, or into the workspace as those of a piece.
 
+#pragma once
+
 #include "common/params.cuh"
 #include "common/scales.cuh"
 #include "common/types.cuh"

@@ -1,5 +1,7 @@
 // What a block computes one after the other: items, which are pieces of units.
 
+#pragma once
+
 #include "common/params.cuh"
 #include "common/types.cuh"
 #include "config.cuh"

@@ -1,5 +1,7 @@
 // The items of a block, on their way from the warp that finds them to those that work on them.
 
+#pragma once
+
 #include "common/barriers.cuh"
 #include "common/types.cuh"
 #include "config.cuh"

@@ -1,5 +1,7 @@
 // From tokens as they are stored to tokens that can be multiplied.
 
+#pragma once
+
 #include "common/dequant_fp8.cuh"
 #include "common/params.cuh"
 #include "common/swizzle.cuh"

@@ -1,5 +1,7 @@
 // Writes what a block found: the finished rows, or the partial rows of one split.
 
+#pragma once
+
 #include "common/params.cuh"
 #include "common/scales.cuh"
 #include "common/swizzle.cuh"

@@ -1,5 +1,7 @@
 // Streams tiles of the paged cache into the stages.
 
+#pragma once
+
 #include "common/block_table.cuh"
 #include "common/paged_kv.cuh"
 #include "common/params.cuh"

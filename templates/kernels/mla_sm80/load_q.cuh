@@ -1,5 +1,7 @@
 // Brings the block's rows of the query into shared memory.
 
+#pragma once
+
 #include "common/params.cuh"
 #include "common/types.cuh"
 #include "config.cuh"

@@ -1,6 +1,8 @@
 // Tokens that are hidden from rows for another reason than their position: entries of a list
 // that name no token, and a bias of minus infinity.
 
+#pragma once
+
 #include "common/paged_kv.cuh"
 #include "common/params.cuh"
 #include "common/types.cuh"

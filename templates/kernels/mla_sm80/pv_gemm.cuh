@@ -1,5 +1,7 @@
 // The output of one block: O += P V.
 
+#pragma once
+
 #include "common/params.cuh"
 #include "common/swizzle.cuh"
 #include "common/types.cuh"

@@ -1,5 +1,7 @@
 // A row of a query that is multiplied as it is stored.
 
+#pragma once
+
 #include "common/params.cuh"
 #include "common/swizzle.cuh"
 #include "common/types.cuh"

@@ -1,5 +1,7 @@
 // A row of a query that is decoded first.
 
+#pragma once
+
 #include "common/dequant_fp8.cuh"
 #include "common/params.cuh"
 #include "common/swizzle.cuh"

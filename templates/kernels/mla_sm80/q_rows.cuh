@@ -1,5 +1,7 @@
 // Where a row of the query is, and where it goes.
 
+#pragma once
+
 #include "common/params.cuh"
 #include "common/swizzle.cuh"
 #include "common/types.cuh"

@@ -1,5 +1,7 @@
 // Scores of one tile: S = Q K^T.
 
+#pragma once
+
 #include "common/swizzle.cuh"
 #include "common/types.cuh"
 #include "config.cuh"

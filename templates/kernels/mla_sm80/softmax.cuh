@@ -1,5 +1,7 @@
 // Online softmax over the tiles of one block.
 
+#pragma once
+
 #include "common/params.cuh"
 #include "common/swizzle.cuh"
 #include "common/types.cuh"

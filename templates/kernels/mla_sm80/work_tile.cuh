@@ -1,5 +1,7 @@
 // Which rows and which tokens this block attends to.
 
+#pragma once
+
 #include "common/block_table.cuh"
 #include "common/paged_kv.cuh"
 #include "common/params.cuh"

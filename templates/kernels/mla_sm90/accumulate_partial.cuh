@@ -1,5 +1,7 @@
 // Adds a piece that has been brought to the accumulators, and its rows' states to theirs.
 
+#pragma once
+
 #include "accumulators.cuh"
 #include "combine/partial_out.cuh"
 #include "combine/partial_state.cuh"

@@ -1,5 +1,7 @@
 // The consumers: all items of the block, one after the other.
 
+#pragma once
+
 #include "common/barriers.cuh"
 #include "common/params.cuh"
 #include "common/reload_tid.cuh"

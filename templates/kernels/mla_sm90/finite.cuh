@@ -1,3 +1,5 @@
 // Finite elements of V.
 
+#pragma once
+
 #include "softmax/finite_16bit.cuh"

@@ -1,3 +1,5 @@
 // Q loads.
 
+#pragma once
+
 #include "pipeline/load_q_16bit.cuh"

@@ -1,6 +1,8 @@
 // Values that some row of a tile must not see: 0 * NaN is NaN, so what is not finite must not
 // meet the tensor cores, though its weight is 0.
 
+#pragma once
+
 #include "common/types.cuh"
 #include "config.cuh"
 #include "finite.cuh"

@@ -1,5 +1,7 @@
 // Whether some row of the item sees a value that has been cleared.
 
+#pragma once
+
 #include "scheduler/tile_scheduler.cuh"
 #include "shared_memory.cuh"
 

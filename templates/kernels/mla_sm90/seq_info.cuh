@@ -1,3 +1,5 @@
 // Sequence lengths.
 
+#pragma once
+
 #include "scheduler/seq_info_paged.cuh"

@@ -1,5 +1,7 @@
 // What is left of the rows of a piece, where threads have states of rows in registers.
 
+#pragma once
+
 #include "accumulators.cuh"
 #include "combine/fp16_scale.cuh"
 #include "combine/partial_state.cuh"

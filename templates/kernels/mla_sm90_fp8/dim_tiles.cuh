@@ -1,5 +1,7 @@
 // What of the output a thread of the consumers has.
 
+#pragma once
+
 #include "common/reload_tid.cuh"
 #include "config.cuh"
 

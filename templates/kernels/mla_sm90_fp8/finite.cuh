@@ -1,6 +1,8 @@
 // Values that some row of a tile must not see: 0 * NaN is NaN, so a NaN must not meet the tensor
 // cores, though its weight is 0. Of a NaN all bits are set but the sign.
 
+#pragma once
+
 #include "common/fp8.cuh"
 #include "common/types.cuh"
 #include "ptx/cvt.cuh"

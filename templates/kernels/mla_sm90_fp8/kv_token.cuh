@@ -1,5 +1,7 @@
 // A token as it lies in the cache.
 
+#pragma once
+
 #include "common/paged_kv.cuh"
 #include "common/params.cuh"
 #include "common/types.cuh"

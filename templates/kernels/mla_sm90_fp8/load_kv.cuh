@@ -1,5 +1,7 @@
 // The loader, one warp: streams the blocks of tokens of every item through the ring.
 
+#pragma once
+
 #include "common/barriers.cuh"
 #include "common/kv_cache_hint.cuh"
 #include "common/params.cuh"

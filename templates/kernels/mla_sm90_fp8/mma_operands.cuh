@@ -1,5 +1,7 @@
 // Where the operands of products lie.
 
+#pragma once
+
 #include "common/types.cuh"
 #include "common/wgmma_descriptor.cuh"
 #include "config.cuh"

@@ -1,5 +1,7 @@
 // The consumers: add the values of all blocks of all items, by their probabilities.
 
+#pragma once
+
 #include "accumulators.cuh"
 #include "combine/epilogue.cuh"
 #include "common/barriers.cuh"

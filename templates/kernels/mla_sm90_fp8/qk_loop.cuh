@@ -1,5 +1,7 @@
 // The scorer, four warps: scores and probabilities of all blocks of all items.
 
+#pragma once
+
 #include "combine/fp16_scale.cuh"
 #include "common/barriers.cuh"
 #include "common/params.cuh"

@@ -1,5 +1,7 @@
 // How many registers a thread of each role has, of 128 at first.
 
+#pragma once
+
 #include "config.cuh"
 
 constexpr int kConsumerRegisters = kRows > 32 ? 184 : 152;

@@ -1,5 +1,7 @@
 // Online softmax of the scorer.
 
+#pragma once
+
 #include "common/fp8.cuh"
 #include "common/reload_tid.cuh"
 #include "common/types.cuh"

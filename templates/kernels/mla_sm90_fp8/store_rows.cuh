@@ -1,3 +1,5 @@
 // Epilogue stores.
 
+#pragma once
+
 #include "common/store_rows_transposed.cuh"

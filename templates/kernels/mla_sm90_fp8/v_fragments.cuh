@@ -1,5 +1,7 @@
 // Values as the left operand of O^T += V^T P^T: out of shared memory into registers, across.
 
+#pragma once
+
 #include "common/fp8_nan.cuh"
 #include "common/reload_tid.cuh"
 #include "common/swizzle.cuh"

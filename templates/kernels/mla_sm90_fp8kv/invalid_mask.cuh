@@ -1,5 +1,7 @@
 // Tokens of a block that no row sees, for its list names nothing there.
 
+#pragma once
+
 #include "common/types.cuh"
 #include "config.cuh"
 

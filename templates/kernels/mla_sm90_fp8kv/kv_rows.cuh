@@ -1,5 +1,7 @@
 // Where the tokens of a block are that a warp brings.
 
+#pragma once
+
 #include "common/block_table.cuh"
 #include "common/paged_kv.cuh"
 #include "common/params.cuh"

@@ -1,5 +1,7 @@
 // The scales of a block's tokens in shared memory.
 
+#pragma once
+
 #include "common/reload_tid.cuh"
 #include "common/types.cuh"
 #include "config.cuh"

@@ -1,5 +1,7 @@
 // A token as it lies in the cache: converted to elements by scales.
 
+#pragma once
+
 #include "common/fp8.cuh"
 #include "common/paged_kv.cuh"
 #include "common/params.cuh"

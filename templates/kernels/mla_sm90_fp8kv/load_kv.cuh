@@ -1,5 +1,7 @@
 // Four warps bring the tokens of every item into the stages, as they are stored.
 
+#pragma once
+
 #include "common/barriers.cuh"
 #include "common/kv_cache_hint.cuh"
 #include "common/params.cuh"

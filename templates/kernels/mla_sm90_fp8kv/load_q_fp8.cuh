@@ -1,6 +1,8 @@
 // Brings the query of an item, whose latent part has eight bits, into shared memory, where it is
 // multiplied as it is stored.
 
+#pragma once
+
 #include "common/params.cuh"
 #include "common/swizzle.cuh"
 #include "common/types.cuh"

@@ -1,5 +1,7 @@
 // Those who load: one of them hands items on, all bring each item's query and tokens.
 
+#pragma once
+
 #include "common/barriers.cuh"
 #include "common/params.cuh"
 #include "common/reload_tid.cuh"

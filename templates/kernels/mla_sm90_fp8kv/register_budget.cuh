@@ -2,6 +2,8 @@
 // most. A scorer with more than it needs for a whole query brings so much forward that its
 // products are serialised (C7512).
 
+#pragma once
+
 #include "config.cuh"
 
 constexpr int kConsumerRegisters = kRows > 32 ? 176 : 128;

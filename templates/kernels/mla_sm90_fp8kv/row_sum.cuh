@@ -1,6 +1,8 @@
 // Sums of the probabilities of rows, by the consumers, who have time for it: every thread has
 // some of a row's tokens.
 
+#pragma once
+
 #include "combine/fp16_scale.cuh"
 #include "common/reload_tid.cuh"
 #include "common/swizzle.cuh"

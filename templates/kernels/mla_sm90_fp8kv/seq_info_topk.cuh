@@ -1,6 +1,8 @@
 // How many tokens a request has, where every query token has a list of its own and counts as a
 // request.
 
+#pragma once
+
 #include "common/params.cuh"
 #include "common/topk_length.cuh"
 

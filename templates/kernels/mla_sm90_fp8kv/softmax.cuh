@@ -1,5 +1,7 @@
 // Online softmax of the scorer, over the rows of S^T.
 
+#pragma once
+
 #include "accumulators.cuh"
 #include "common/barriers.cuh"
 #include "common/reload_tid.cuh"

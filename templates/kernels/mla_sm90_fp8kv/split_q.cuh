@@ -1,5 +1,7 @@
 // Makes a query what it is multiplied as.
 
+#pragma once
+
 #include "common/barriers.cuh"
 #include "common/fp8.cuh"
 #include "common/reload_tid.cuh"

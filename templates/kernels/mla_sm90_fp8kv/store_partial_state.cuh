@@ -1,3 +1,5 @@
 // Stores of partial softmax states.
 
+#pragma once
+
 #include "combine/store_partial_state_smem.cuh"

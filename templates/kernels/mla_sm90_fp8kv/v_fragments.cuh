@@ -1,6 +1,8 @@
 // Values as the left operand of O^T += V^T P^T: out of shared memory into registers, across, and
 // converted.
 
+#pragma once
+
 #include "common/fp8.cuh"
 #include "common/reload_tid.cuh"
 #include "common/swizzle.cuh"

@@ -1,5 +1,7 @@
 // What a consumer has in registers, and what of the output it is.
 
+#pragma once
+
 #include "common/reload_tid.cuh"
 #include "common/types.cuh"
 #include "config.cuh"

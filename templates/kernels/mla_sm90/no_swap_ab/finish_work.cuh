@@ -1,5 +1,7 @@
 // From what both consumers have of an item to finished or partial rows.
 
+#pragma once
+
 #include "accumulators.cuh"
 #include "combine/epilogue.cuh"
 #include "common/params.cuh"

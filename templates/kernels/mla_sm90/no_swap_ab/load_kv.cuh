@@ -1,6 +1,8 @@
 // The loader, one warp: streams the blocks of tokens of every item into two stages, even blocks
 // into one and odd ones into the other.
 
+#pragma once
+
 #include "common/barriers.cuh"
 #include "common/kv_cache_hint.cuh"
 #include "common/params.cuh"

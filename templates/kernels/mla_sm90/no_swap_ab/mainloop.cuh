@@ -1,5 +1,7 @@
 // The two consumers: how they take turns over the pairs of blocks of an item.
 
+#pragma once
+
 #include "accumulators.cuh"
 #include "common/barriers.cuh"
 #include "common/params.cuh"

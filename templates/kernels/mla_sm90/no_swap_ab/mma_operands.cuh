@@ -1,5 +1,7 @@
 // The products of the consumers: S = Q K^T over all dims, and O += P V over one half of them.
 
+#pragma once
+
 #include "accumulators.cuh"
 #include "common/barriers.cuh"
 #include "common/types.cuh"

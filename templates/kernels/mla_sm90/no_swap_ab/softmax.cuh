@@ -1,5 +1,7 @@
 // Online softmax of one consumer over the blocks whose scores it has.
 
+#pragma once
+
 #include "accumulators.cuh"
 #include "common/reload_tid.cuh"
 #include "common/types.cuh"

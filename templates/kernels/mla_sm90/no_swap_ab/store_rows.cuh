@@ -1,5 +1,7 @@
 // Writes finished rows.
 
+#pragma once
+
 #include "accumulators.cuh"
 #include "common/params.cuh"
 #include "common/reload_tid.cuh"

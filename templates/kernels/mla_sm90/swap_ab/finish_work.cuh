@@ -1,5 +1,7 @@
 // From what the consumer has of an item to finished or partial rows.
 
+#pragma once
+
 #include "accumulators.cuh"
 #include "combine/epilogue.cuh"
 #include "common/barriers.cuh"

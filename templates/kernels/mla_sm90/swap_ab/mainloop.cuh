@@ -1,5 +1,7 @@
 // The consumer: S^T = K Q^T, softmax over the tokens, O^T += V^T P^T.
 
+#pragma once
+
 #include "accumulators.cuh"
 #include "common/barriers.cuh"
 #include "common/params.cuh"

@@ -1,5 +1,7 @@
 // What of the output a thread of the consumer has, and how many scores.
 
+#pragma once
+
 #include "common/reload_tid.cuh"
 #include "config.cuh"
 #include "softmax/row_state.cuh"

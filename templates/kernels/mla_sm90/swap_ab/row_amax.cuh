@@ -1,5 +1,7 @@
 // How large the values of a row are.
 
+#pragma once
+
 #include "accumulators.cuh"
 #include "combine/reduce_group.cuh"
 #include "config.cuh"

@@ -1,5 +1,7 @@
 // What warps tell each other of their rows.
 
+#pragma once
+
 #include "accumulators.cuh"
 #include "common/reload_tid.cuh"
 #include "output_dims.cuh"
