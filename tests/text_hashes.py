@@ -4,7 +4,7 @@
     python3 -m tests.text_hashes --against before.json [--arch sm_90a] [--every 20]
 
 Kernels are matched by their place in the list of all specs, so specs and symbols may be renamed
-in between. `MLAGEN_NVRTC` chooses the compiler, which must be the one of the list compared with.
+in between; the NVRTC must be the one of the list compared with.
 """
 
 from __future__ import annotations

@@ -33,7 +33,8 @@ struct RequestFacts {
 // A number of members as teams, of four members at the most: by constants, for a division takes
 // long, and without branches.
 __device__ inline int in_teams(const Params& params, u32 members) {
-  return static_cast<int>(params.cta_group_size == 3 ? members / 3 : members >> params.cta_group_size / 2);
+  return static_cast<int>(params.cta_group_size == 3 ? members / 3
+                                                     : members >> params.cta_group_size / 2);
 }
 
 // `length` is what length_of has for the request.

@@ -47,7 +47,8 @@ struct Item {
   }
 
   __device__ int head_of(const Params& params, int row) const {
-    return kv_head * params.group_size + first_row + row - query_of(params, row) * params.group_size;
+    return kv_head * params.group_size + first_row + row -
+           query_of(params, row) * params.group_size;
   }
 
   // Index of a row in a [tokens * heads] array.

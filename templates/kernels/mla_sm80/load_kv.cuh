@@ -18,9 +18,9 @@ constexpr int kStoredRopeBytes = kIsPacked ? 0 : kStoredBytes / kHeadDimQk * kRo
 constexpr int kStoredLatentBytes = kStoredBytes - kStoredRopeBytes;
 
 // Scales that a token has outside its row; they are put behind it in the stage.
-constexpr int kOuterScales = kStageRowBytes == kStoredBytes    ? 0
+constexpr int kOuterScales = kStageRowBytes == kStoredBytes      ? 0
                              : kIsSame<StoredToken, Fp8PerToken> ? 1
-                                                               : 4;
+                                                                 : 4;
 
 // The page ids of a tile, or its listed tokens, are read one item ahead, so that no copy waits.
 struct TileLoader {

@@ -56,7 +56,7 @@ __device__ inline Work find_work(const Params& params) {
   work.is_causal = params.is_causal;
 
   const TokenLists lists{params.seq_lens, params.topk_length, params.cu_seqlens_q,
-                         params.num_seqs, params.q_len,      params.topk};
+                         params.num_seqs, params.q_len,       params.topk};
   work.kv_len =
       kIsSparse ? listed_tokens(lists, work.request)
                 : tokens_held(params.seq_lens[work.request], table_row(params, work.request).pages);

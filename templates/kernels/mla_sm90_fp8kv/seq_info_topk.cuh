@@ -7,7 +7,7 @@
 #include "common/topk_length.cuh"
 
 __device__ inline int length_of(const Params& params, int request) {
-  const TokenLists lists{params.seq_lens,      params.topk_length, params.sparse_cu_seqlens_q,
+  const TokenLists lists{params.seq_lens,        params.topk_length,  params.sparse_cu_seqlens_q,
                          params.sparse_num_seqs, params.sparse_q_len, params.topk};
   return listed_tokens(lists, request);
 }
