@@ -66,7 +66,7 @@ class GqaSm90Spec(GqaSpec):
         pointer("sinks", "const float"),
         pointer("out", "unsigned char"),
         pointer("partial_out", "float"),
-        pointer("partial_rows", "unsigned char"),
+        pointer("partial_states", "unsigned char"),
         pointer("semaphores", "u32"),
         int64("query_stride"),
         int64("query_head_stride"),

@@ -47,7 +47,7 @@ class MlaSm90Fp8KvSpec(MlaSm90Fp8Base):
         pointer("out", "u16"),
         pointer("lse", "float"),
         pointer("partial_out", "unsigned char"),
-        pointer("partial_rows", "unsigned char"),
+        pointer("partial_states", "unsigned char"),
         pointer("semaphores", "u32"),
         int64("query_stride"),
         int64("query_head_stride"),

@@ -13,45 +13,49 @@
 #include "softmax/row_state.cuh"
 
 // What a piece and the other are multiplied by, in place of the other's state.
-struct JoinedRow {
+struct RowWeights {
   float own_weight;
   float weight;
 };
 
-__device__ inline JoinedRow joined_row(const PartialRow& state) {
-  return {state.reference, state.sum};
+__device__ inline RowWeights row_weights_of(const PartialState& state) {
+  return {state.row_max, state.row_sum};
 }
 
 // By one thread for each row: all warps have all rows. Where two pieces are exchanged, this block's
 // other crew has read the states before: what is awaited counts what it has left, too.
-__device__ inline void join_rows(const Crew& crew, const MergeRoom& room, OwnRows& rows) {
-  const int row = crew.thread();
-  if (row < kRows) {
-    PartialRow& state = room.state(0, row);
-    const PartialRow other = state;
+__device__ inline void combine_row_pair(const ReduceGroup& reduce_group,
+                                        const CombineSmem& combine_smem, ThreadRows& rows) {
+  const int row = reduce_group.thread_idx();
+  if (row < kBlockM) {
+    PartialState& state = combine_smem.state(0, row);
+    const PartialState other = state;
     const RowState own = rows.state(row);
-    const float largest = fmaxf(own.reference, other.reference);
-    const float own_weight = ex2_approx(own.reference - largest);
-    const float weight = ex2_approx(other.reference - largest);
-    rows.set_state(row, {largest, own.sum * own_weight + other.sum * weight});
-    state.reference = own_weight;
-    state.sum = weight * other.scales[0];
+    const float row_max = fmaxf(own.row_max, other.row_max);
+    const float own_weight = ex2_approx(own.row_max - row_max);
+    const float weight = ex2_approx(other.row_max - row_max);
+    rows.set_state(row, {row_max, own.row_sum * own_weight + other.row_sum * weight});
+    state.row_max = own_weight;
+    state.row_sum = weight * other.scales[0];
   }
-  crew.sync();
+  reduce_group.sync();
 }
 
-__device__ inline void add_piece(const Crew& crew, const MergeRoom& room,
-                                 Accumulators& accumulators, OwnRows& rows) {
-  join_rows(crew, room, rows);
-  const uint2* values = room.values(0) + own_values() - room.first_task * kWarpLanes;
+__device__ inline void accumulate_partial(const ReduceGroup& reduce_group,
+                                          const CombineSmem& combine_smem,
+                                          Accumulators& accumulators, ThreadRows& rows) {
+  combine_row_pair(reduce_group, combine_smem, rows);
+  const uint2* values =
+      combine_smem.values(0) + lane_frag_offset() - combine_smem.first_frag * kWarpLanes;
 #pragma unroll
   for (int group = 0; group < kRowGroups; ++group) {
-    const int row = own_row(group * 2);
-    const JoinedRow a = joined_row(room.state(0, row));
-    const JoinedRow b = joined_row(room.state(0, row + 1));
+    const int row = row_of(group * 2);
+    const RowWeights a = row_weights_of(combine_smem.state(0, row));
+    const RowWeights b = row_weights_of(combine_smem.state(0, row + 1));
 #pragma unroll
     for (int tile = 0; tile < kDimTiles; ++tile) {
-      const float4 other = from_halves(values[task_offset(tile * kRowGroups + group) * kWarpLanes]);
+      const float4 other =
+          unpack_half4(values[frag_offset(tile * kRowGroups + group) * kWarpLanes]);
       float* own = accumulators[tile] + group * 4;
       own[0] = own[0] * a.own_weight + other.x * a.weight;
       own[1] = own[1] * b.own_weight + other.y * b.weight;

@@ -15,20 +15,23 @@
 
 // Adds the only other piece to this one, which is in registers: by the owner, or by both to the
 // half that either keeps.
-__device__ inline void fold_piece(const Params& params, const Item& item, SharedMemory& shared,
-                                  const Crew& crew, Accumulators& accumulators, OwnRows& rows) {
-  await(params, item, crew);
-  const int tasks = crew.half < 0 ? kTasks : kTasks / 2;
-  const MergeRoom room = {shared.query, 1, 0, kRows, max(crew.half, 0) * tasks, tasks};
-  const PiecePlaces places(params, item);
-  const int row = crew.thread();
-  if (row < kRows) {
-    cp_async_cg_16(shared_address(&room.state(0, row)),
-                   partial_rows(params, places[1 - item.piece]) + row, kChunkBytes);
+__device__ inline void combine_pair(const Params& params, const WorkItem& work,
+                                    SharedMemoryPlan& smem, const ReduceGroup& reduce_group,
+                                    Accumulators& accumulators, ThreadRows& rows) {
+  semaphore_wait(params, work, reduce_group);
+  const int num_frags = reduce_group.half < 0 ? kNumFrags : kNumFrags / 2;
+  const CombineSmem combine_smem = {
+      smem.query, 1, 0, kBlockM, max(reduce_group.half, 0) * num_frags, num_frags};
+  const PartialSlots slots(params, work);
+  const int row = reduce_group.thread_idx();
+  if (row < kBlockM) {
+    cp_async_cg_16(shared_address(&combine_smem.state(0, row)),
+                   partial_states(params, slots[1 - work.split_idx]) + row, kChunkBytes);
   }
-  begin_values(params, places, crew, room, 1 - item.piece, item.piece);
+  load_partial_values(params, slots, reduce_group, combine_smem, 1 - work.split_idx,
+                      work.split_idx);
   cp_async_commit_group();
   cp_async_wait_group<0>();
-  crew.sync();
-  add_piece(crew, room, accumulators, rows);
+  reduce_group.sync();
+  accumulate_partial(reduce_group, combine_smem, accumulators, rows);
 }

@@ -23,63 +23,63 @@
 #include "store_rows.cuh"
 
 // Over the lanes that share a row, which are neighbours.
-template <typename Join>
-__device__ inline float join_lanes(float value, int sharing, Join join) {
+template <typename Op>
+__device__ inline float reduce_lanes(float value, int num_lanes, Op op) {
 #pragma unroll 1
-  for (int lanes = 1; lanes < sharing; lanes *= 2) {
-    value = join(value, __shfl_xor_sync(~0u, value, lanes));
+  for (int lanes = 1; lanes < num_lanes; lanes *= 2) {
+    value = op(value, __shfl_xor_sync(~0u, value, lanes));
   }
   return value;
 }
 
 // Groups of tasks, one after the other, have the groups of rows, in some families all of them
 // twice.
-static_assert((kRows & (kRows - 1)) == 0, "rows are counted modulo all of them");
-constexpr int kGroupsOfRows = kRows / kRowsOfGroup;
+static_assert((kBlockM & (kBlockM - 1)) == 0, "rows are counted modulo all of them");
+constexpr int kNumRowGroups = kBlockM / kRowsPerGroup;
 
 // The rows that a slice of so many tasks touches at the most: small ones those of one group.
-__device__ constexpr int rows_of_slice(int tasks) {
-  if (kTasksOfGroup % tasks == 0) return kRowsOfGroup;
-  const int groups = (tasks + kTasksOfGroup - 2) / kTasksOfGroup + 1;
-  return groups < kGroupsOfRows ? groups * kRowsOfGroup : kRows;
+__device__ constexpr int rows_per_subtile(int num_frags) {
+  if (kFragsPerRowGroup % num_frags == 0) return kRowsPerGroup;
+  const int num_groups = (num_frags + kFragsPerRowGroup - 2) / kFragsPerRowGroup + 1;
+  return num_groups < kNumRowGroups ? num_groups * kRowsPerGroup : kBlockM;
 }
 
 // What sharers of tasks have of them, behind what has been brought, and behind what a warp reads
 // there that adds up four tasks of a slice of fewer.
-using SharedTotals = float4[kTasksTogether][kWarpLanes];
-constexpr int kSharedTotalsBytes = kConsumerWarps * static_cast<int>(sizeof(SharedTotals));
-__device__ constexpr int shared_totals_offset(int pieces, int rows, int tasks) {
-  return (pieces | 1) * rows * static_cast<int>(sizeof(PartialRow)) +
-         (pieces * tasks + kTasksTogether) * kTaskBytes;
+using WarpPartials = float4[kFragsPerStep][kWarpLanes];
+constexpr int kWarpPartialsBytes = kConsumerWarps * static_cast<int>(sizeof(WarpPartials));
+__device__ constexpr int warp_partials_offset(int num_splits, int rows, int num_frags) {
+  return (num_splits | 1) * rows * static_cast<int>(sizeof(PartialState)) +
+         (num_splits * num_frags + kFragsPerStep) * kFragBytes;
 }
 
-__device__ constexpr bool slices_fit() {
-  for (int pieces = 3; pieces <= kMostSpans; ++pieces) {
-    const int tasks = tasks_of_slice(pieces - 1);
-    const int offset = shared_totals_offset(pieces, rows_of_slice(tasks), tasks);
-    if (offset + kSharedTotalsBytes > kRoomBytes) return false;
+__device__ constexpr bool subtiles_fit() {
+  for (int num_splits = 3; num_splits <= kMaxRanges; ++num_splits) {
+    const int num_frags = frags_per_subtile(num_splits - 1);
+    const int offset = warp_partials_offset(num_splits, rows_per_subtile(num_frags), num_frags);
+    if (offset + kWarpPartialsBytes > kCombineSmemBytes) return false;
   }
   return true;
 }
-static_assert(slices_fit(), "a slice of every piece comes at once");
-static_assert(kTasksOfGroup % kTasksTogether == 0, "tasks that are added together have one row");
+static_assert(subtiles_fit(), "a slice of every piece comes at once");
+static_assert(kFragsPerRowGroup % kFragsPerStep == 0, "tasks that are added together have one row");
 
 constexpr int kLog2ConsumerThreads = kConsumerThreads == 256 ? 8 : 7;
 static_assert(kConsumerThreads == 1 << kLog2ConsumerThreads, "four or eight warps");
 
 // Begins to copy the rows of all pieces, of each piece whole lines: group by group of rows.
-__device__ inline void begin_states(const Params& params, const PiecePlaces& places,
-                                    const MergeRoom& room) {
-  const float share = __fdividef(1.0f, static_cast<float>(room.pieces));
-  const int end = room.pieces * (room.rows / kRowsOfGroup);
+__device__ inline void load_partial_states(const Params& params, const PartialSlots& slots,
+                                           const CombineSmem& combine_smem) {
+  const float reciprocal = __fdividef(1.0f, static_cast<float>(combine_smem.num_splits));
+  const int end = combine_smem.num_splits * (combine_smem.rows / kRowsPerGroup);
 #pragma unroll 1
-  for (int i = fresh_thread() / kRowsOfGroup; i < end; i += kConsumerThreads / kRowsOfGroup) {
+  for (int i = reload_tid() / kRowsPerGroup; i < end; i += kConsumerThreads / kRowsPerGroup) {
     // In floats, in which such small numbers lose nothing, a division is short.
-    const int group = __float2int_rz((static_cast<float>(i) + 0.5f) * share);
-    const int piece = i - group * room.pieces;
-    const int row = room.row_at(group * kRowsOfGroup + fresh_thread() % kRowsOfGroup);
-    cp_async_cg_16(shared_address(&room.state(piece, row)),
-                   partial_rows(params, places[piece]) + row, kChunkBytes);
+    const int row_group = __float2int_rz((static_cast<float>(i) + 0.5f) * reciprocal);
+    const int split_idx = i - row_group * combine_smem.num_splits;
+    const int row = combine_smem.row_at(row_group * kRowsPerGroup + reload_tid() % kRowsPerGroup);
+    cp_async_cg_16(shared_address(&combine_smem.state(split_idx, row)),
+                   partial_states(params, slots[split_idx]) + row, kChunkBytes);
   }
 }
 
@@ -89,85 +89,90 @@ __device__ constexpr int log2_threads_of_row(int log2_rows) {
 }
 
 // How many pieces of a row a thread sees to at the most.
-__device__ constexpr int most_pieces_of_thread() {
-  int most = 1;
-  for (int pieces = 3; pieces <= kMostSpans; ++pieces) {
-    const int rows = rows_of_slice(tasks_of_slice(pieces - 1));
+__device__ constexpr int max_splits_per_thread() {
+  int max_splits = 1;
+  for (int num_splits = 3; num_splits <= kMaxRanges; ++num_splits) {
+    const int rows = rows_per_subtile(frags_per_subtile(num_splits - 1));
     int log2_rows = 0;
     while (1 << log2_rows < rows) ++log2_rows;
-    const int own = ceil_div(pieces, 1 << log2_threads_of_row(log2_rows));
-    if (own > most) most = own;
+    const int own = ceil_div(num_splits, 1 << log2_threads_of_row(log2_rows));
+    if (own > max_splits) max_splits = own;
   }
-  return most;
+  return max_splits;
 }
-constexpr int kMostOwnPieces = most_pieces_of_thread();
+constexpr int kMaxSplitsPerThread = max_splits_per_thread();
 
 // Makes the scale of every piece the factor of its halves in the finished row.
-__device__ inline void merge_rows(const Params& params, const Item& item, const MergeRoom& room) {
-  const int log2_threads = log2_threads_of_row(32 - __clz(room.rows - 1));
+__device__ inline void combine_rows(const Params& params, const WorkItem& work,
+                                    const CombineSmem& combine_smem) {
+  const int log2_threads = log2_threads_of_row(32 - __clz(combine_smem.rows - 1));
   const int threads = 1 << log2_threads;
-  const int place = fresh_thread() >> log2_threads;
-  if (!__any_sync(~0u, place < room.rows)) return;  // rows are shared by whole warps
-  const int row = room.row_at(place);
-  const int first = fresh_thread() & (threads - 1);
+  const int row_idx = reload_tid() >> log2_threads;
+  if (!__any_sync(~0u, row_idx < combine_smem.rows)) return;  // rows are shared by whole warps
+  const int row = combine_smem.row_at(row_idx);
+  const int first = reload_tid() & (threads - 1);
   // Those behind the last piece count for nothing.
-  PartialRow states[kMostOwnPieces];
-  float reference = -kLargest;
+  PartialState states[kMaxSplitsPerThread];
+  float row_max = -kFloatMax;
 #pragma unroll
-  for (int i = 0; i < kMostOwnPieces; ++i) {
-    const int piece = first + i * threads;
-    states[i] = room.states(place)[min(piece, room.pieces - 1)];
-    if (piece >= room.pieces) states[i].sum = 0.0f;
-    reference = fmaxf(reference, states[i].reference);
+  for (int i = 0; i < kMaxSplitsPerThread; ++i) {
+    const int split_idx = first + i * threads;
+    states[i] = combine_smem.states(row_idx)[min(split_idx, combine_smem.num_splits - 1)];
+    if (split_idx >= combine_smem.num_splits) states[i].row_sum = 0.0f;
+    row_max = fmaxf(row_max, states[i].row_max);
   }
-  reference = join_lanes(reference, threads, [](float a, float b) { return fmaxf(a, b); });
-  float weights[kMostOwnPieces];
-  float sum = 0.0f;
+  row_max = reduce_lanes(row_max, threads, [](float a, float b) { return fmaxf(a, b); });
+  float weights[kMaxSplitsPerThread];
+  float row_sum = 0.0f;
 #pragma unroll
-  for (int i = 0; i < kMostOwnPieces; ++i) {
-    weights[i] = ex2_approx(states[i].reference - reference);
-    sum += states[i].sum * weights[i];
+  for (int i = 0; i < kMaxSplitsPerThread; ++i) {
+    weights[i] = ex2_approx(states[i].row_max - row_max);
+    row_sum += states[i].row_sum * weights[i];
   }
-  sum = join_lanes(sum, threads, [](float a, float b) { return a + b; });
-  const RowResult result = result_of(params, item, row, {reference, sum});
+  row_sum = reduce_lanes(row_sum, threads, [](float a, float b) { return a + b; });
+  const RowResult result = result_of(params, work, row, {row_max, row_sum});
   const float factor = result.factor * output_scale(params);
 #pragma unroll
-  for (int i = 0; i < kMostOwnPieces; ++i) {
-    const int piece = first + i * threads;
-    if (piece >= room.pieces) continue;
+  for (int i = 0; i < kMaxSplitsPerThread; ++i) {
+    const int split_idx = first + i * threads;
+    if (split_idx >= combine_smem.num_splits) continue;
 #pragma unroll
-    for (int scale = 0; scale < kScales; ++scale) {
-      room.states(place)[piece].scales[scale] = states[i].scales[scale] * (factor * weights[i]);
+    for (int scale = 0; scale < kNumScales; ++scale) {
+      combine_smem.states(row_idx)[split_idx].scales[scale] =
+          states[i].scales[scale] * (factor * weights[i]);
     }
   }
   // The slice that a row begins in tells of it.
-  const int row_task = row / kRowsOfGroup * kTasksOfGroup;
-  const bool is_begun = room.first_task <= row_task && row_task < room.first_task + room.tasks;
-  if (params.lse != nullptr && is_begun && first == 0 && row < item.rows) {
-    params.lse[global_row(params, item, row)] = result.lse;
+  const int row_frag = row / kRowsPerGroup * kFragsPerRowGroup;
+  const bool owns_row = combine_smem.first_frag <= row_frag &&
+                        row_frag < combine_smem.first_frag + combine_smem.num_frags;
+  if (params.lse != nullptr && owns_row && first == 0 && row < work.rows) {
+    params.lse[global_row(params, work, row)] = result.lse;
   }
 }
 
 // Adds up the four tasks from `first` on, of some pieces: of the one that is `sharer`, and every
 // 2^`log2_sharers` from there. Those behind the slice are anything.
-__device__ inline void add_tasks(const MergeRoom& room, int first, int sharer, int log2_sharers,
-                                 float4 (&totals)[kTasksTogether]) {
+__device__ inline void sum_frags(const CombineSmem& combine_smem, int first, int sharer,
+                                 int log2_sharers, float4 (&totals)[kFragsPerStep]) {
 #pragma unroll
-  for (int n = 0; n < kTasksTogether; ++n) totals[n] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-  const int lane = fresh_lane();
-  const uint2* values = room.values(sharer) + (first - room.first_task) * kWarpLanes + lane;
-  const int values_step = room.tasks * kWarpLanes << log2_sharers;
-  const TaskRows rows = task_rows(first);
-  const int scale = scale_of_task(first);
-  const PartialRow* state_a = &room.state(sharer, rows.a);
-  const int to_b = (rows.b - rows.a) * (room.pieces | 1);  // of the same group
+  for (int n = 0; n < kFragsPerStep; ++n) totals[n] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  const int lane = reload_lane();
+  const uint2* values =
+      combine_smem.values(sharer) + (first - combine_smem.first_frag) * kWarpLanes + lane;
+  const int values_step = combine_smem.num_frags * kWarpLanes << log2_sharers;
+  const FragRows rows = frag_rows(first);
+  const int scale = scale_of_frag(first);
+  const PartialState* state_a = &combine_smem.state(sharer, rows.a);
+  const int to_b = (rows.b - rows.a) * (combine_smem.num_splits | 1);  // of the same group
 #pragma unroll 1
-  for (int piece = sharer; piece < room.pieces; piece += 1 << log2_sharers) {
+  for (int split_idx = sharer; split_idx < combine_smem.num_splits;
+       split_idx += 1 << log2_sharers) {
     const float a = state_a->scales[scale];
     const float b = state_a[to_b].scales[scale];
 #pragma unroll
-    for (int n = 0; n < kTasksTogether; ++n) {
-      totals[n] = add_task(totals[n], from_halves(values[n * kWarpLanes]), a, b);
+    for (int n = 0; n < kFragsPerStep; ++n) {
+      totals[n] = accumulate_frag(totals[n], unpack_half4(values[n * kWarpLanes]), a, b);
     }
     values += values_step;
     state_a += 1 << log2_sharers;
@@ -175,81 +180,86 @@ __device__ inline void add_tasks(const MergeRoom& room, int first, int sharer, i
 }
 
 // Adds up the tasks of a slice, four together by each warp, and writes them.
-__device__ inline void merge_tasks(const Params& params, const Item& item, SharedMemory& shared,
-                                   const MergeRoom& room) {
+__device__ inline void combine_frags(const Params& params, const WorkItem& work,
+                                     SharedMemoryPlan& smem, const CombineSmem& combine_smem) {
 #pragma unroll 1
-  for (int i = fresh_warp() * kTasksTogether; i < room.tasks;
-       i += kConsumerWarps * kTasksTogether) {
-    float4 totals[kTasksTogether];
-    add_tasks(room, room.first_task + i, 0, 0, totals);
-    store_tasks<kTasksTogether>(params, item, shared, room.first_task + i, totals);
+  for (int i = reload_warp() * kFragsPerStep; i < combine_smem.num_frags;
+       i += kConsumerWarps * kFragsPerStep) {
+    float4 totals[kFragsPerStep];
+    sum_frags(combine_smem, combine_smem.first_frag + i, 0, 0, totals);
+    store_frags<kFragsPerStep>(params, work, smem, combine_smem.first_frag + i, totals);
   }
 }
 
 // The same where there are so few tasks that 2^`log2_sharers` warps share four of them.
-__device__ inline void merge_shared_tasks(const Params& params, const Item& item,
-                                          SharedMemory& shared, const MergeRoom& room,
-                                          int log2_sharers) {
-  SharedTotals* all_totals = reinterpret_cast<SharedTotals*>(
-      room.bytes + shared_totals_offset(room.pieces, room.rows, room.tasks));
-  const int lane = fresh_lane();
-  const int warp = fresh_warp();
+__device__ inline void combine_shared_frags(const Params& params, const WorkItem& work,
+                                            SharedMemoryPlan& smem, const CombineSmem& combine_smem,
+                                            int log2_sharers) {
+  WarpPartials* warp_partials = reinterpret_cast<WarpPartials*>(
+      combine_smem.bytes +
+      warp_partials_offset(combine_smem.num_splits, combine_smem.rows, combine_smem.num_frags));
+  const int lane = reload_lane();
+  const int warp = reload_warp();
   const int sharers = 1 << log2_sharers;
-  const int own = (warp >> log2_sharers) * kTasksTogether;
-  if (own < room.tasks) {
-    float4 totals[kTasksTogether];
-    add_tasks(room, room.first_task + own, warp & (sharers - 1), log2_sharers, totals);
+  const int own = (warp >> log2_sharers) * kFragsPerStep;
+  if (own < combine_smem.num_frags) {
+    float4 totals[kFragsPerStep];
+    sum_frags(combine_smem, combine_smem.first_frag + own, warp & (sharers - 1), log2_sharers,
+              totals);
 #pragma unroll
-    for (int n = 0; n < kTasksTogether; ++n) all_totals[warp][n][lane] = totals[n];
+    for (int n = 0; n < kFragsPerStep; ++n) warp_partials[warp][n][lane] = totals[n];
   }
   barrier_sync(kConsumerBarrier, kConsumerThreads);
 #pragma unroll 1
-  for (int i = warp; i < room.tasks; i += kConsumerWarps) {
+  for (int i = warp; i < combine_smem.num_frags; i += kConsumerWarps) {
     float4 total[1] = {make_float4(0.0f, 0.0f, 0.0f, 0.0f)};
 #pragma unroll 2
     for (int sharer = 0; sharer < sharers; ++sharer) {
-      const int other = (i / kTasksTogether << log2_sharers) + sharer;
-      const float4 value = all_totals[other][i % kTasksTogether][lane];
+      const int other = (i / kFragsPerStep << log2_sharers) + sharer;
+      const float4 value = warp_partials[other][i % kFragsPerStep][lane];
       total[0] = make_float4(total[0].x + value.x, total[0].y + value.y, total[0].z + value.z,
                              total[0].w + value.w);
     }
-    store_tasks<1>(params, item, shared, room.first_task + i, total);
+    store_frags<1>(params, work, smem, combine_smem.first_frag + i, total);
   }
 }
 
 // What of all pieces belongs to the tasks that the block of a piece merges: none if it is no
 // merger, or if there are no more than two pieces.
-__device__ inline MergeRoom room_of_slice(SharedMemory& shared, const Item& item) {
-  const bool merges = item.pieces > 2 && item.piece < item.mergers;
-  const int first = merges ? item.piece * item.slice_tasks : kTasks;
-  const int tasks = min(item.slice_tasks, kTasks - first);
-  const u32 first_group = static_cast<u32>(first) / kTasksOfGroup;
-  const u32 last_group = static_cast<u32>(first + tasks - 1) / kTasksOfGroup;
-  const u32 first_row = first_group % kGroupsOfRows * kRowsOfGroup;
-  const u32 rows = min((last_group + 1 - first_group) * kRowsOfGroup, static_cast<u32>(kRows));
-  return {shared.query,           item.pieces, static_cast<int>(first_row),
-          static_cast<int>(rows), first,       tasks};
+__device__ inline CombineSmem combine_smem_of_subtile(SharedMemoryPlan& smem,
+                                                      const WorkItem& work) {
+  const bool is_reducer = work.num_splits > 2 && work.split_idx < work.num_reducers;
+  const int first = is_reducer ? work.split_idx * work.subtile_frags : kNumFrags;
+  const int num_frags = min(work.subtile_frags, kNumFrags - first);
+  const u32 first_group = static_cast<u32>(first) / kFragsPerRowGroup;
+  const u32 last_group = static_cast<u32>(first + num_frags - 1) / kFragsPerRowGroup;
+  const u32 first_row = first_group % kNumRowGroups * kRowsPerGroup;
+  const u32 rows = min((last_group + 1 - first_group) * kRowsPerGroup, static_cast<u32>(kBlockM));
+  return {smem.query, work.num_splits, static_cast<int>(first_row), static_cast<int>(rows),
+          first,      num_frags};
 }
 
-__device__ inline void merge_slices(const Params& params, const Item& item, SharedMemory& shared,
-                                    const MergeRoom& room) {
-  const Crew all = {-1};
-  const PiecePlaces places(params, item);
-  await(params, item, all);
-  if (room.tasks <= 0) return;
-  begin_states(params, places, room);
+__device__ inline void combine_subtiles(const Params& params, const WorkItem& work,
+                                        SharedMemoryPlan& smem, const CombineSmem& combine_smem) {
+  const ReduceGroup all = {-1};
+  const PartialSlots slots(params, work);
+  semaphore_wait(params, work, all);
+  if (combine_smem.num_frags <= 0) return;
+  load_partial_states(params, slots, combine_smem);
   cp_async_commit_group();
-  begin_values(params, places, all, room, 0, room.keeps_own() ? item.piece : -1);
+  load_partial_values(params, slots, all, combine_smem, 0,
+                      combine_smem.holds_own_split() ? work.split_idx : -1);
   cp_async_commit_group();
   cp_async_wait_group<1>();
   barrier_sync(kConsumerBarrier, kConsumerThreads);
-  merge_rows(params, item, room);
+  combine_rows(params, work, combine_smem);
   cp_async_wait_group<0>();
   barrier_sync(kConsumerBarrier, kConsumerThreads);
-  const int groups = ceil_div(room.tasks, kTasksTogether);
-  if (groups * 2 > kConsumerWarps) {
-    merge_tasks(params, item, shared, room);
+  const int num_groups = ceil_div(combine_smem.num_frags, kFragsPerStep);
+  if (num_groups * 2 > kConsumerWarps) {
+    combine_frags(params, work, smem, combine_smem);
   } else {
-    merge_shared_tasks(params, item, shared, room, __clz(groups * 2 - 1) - __clz(kConsumerWarps));
+    combine_shared_frags(params, work, smem, combine_smem,
+                         __clz(num_groups * 2 - 1) - __clz(kConsumerWarps));
   }
 }

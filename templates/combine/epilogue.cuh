@@ -22,49 +22,51 @@
 #include "softmax/row_state.cuh"
 #include "store_rows.cuh"
 
-__device__ inline void store_piece(const Params& params, const Item& item, SharedMemory& shared,
-                                   const Crew& crew, const MergeRoom& room,
-                                   const Accumulators& accumulators, const OwnRows& rows) {
-  const PieceTarget target(params, item, room);
-  store_partial(params, item, shared, crew, target, accumulators, rows);
-  if (!nonfinite_flag(shared, item)) return;
-  restore_nonfinite<Fp16>(params, item, 1.0f, [&](int i, int c) {
-    return reinterpret_cast<u16*>(target.place(i)) + c;
-  });
+__device__ inline void store_partial(const Params& params, const WorkItem& work,
+                                     SharedMemoryPlan& smem, const ReduceGroup& reduce_group,
+                                     const CombineSmem& combine_smem,
+                                     const Accumulators& accumulators, const ThreadRows& rows) {
+  const PartialOut target(params, work, combine_smem);
+  write_partial(params, work, smem, reduce_group, target, accumulators, rows);
+  if (!nonfinite_flag(smem, work)) return;
+  restore_nonfinite<Fp16>(params, work, 1.0f,
+                          [&](int i, int c) { return reinterpret_cast<u16*>(target.slot(i)) + c; });
 }
 
-__device__ inline void store_whole(const Params& params, const Item& item, SharedMemory& shared,
-                                   const Accumulators& accumulators, const OwnRows& rows) {
-  store_rows(params, item, shared, accumulators, rows);
-  if (!nonfinite_flag(shared, item)) return;
-  restore_nonfinite<Element>(params, item, output_scale(params), [&](int i, int c) {
-    const int warp = fresh_warp();
-    return params.out + global_row(params, item, part_row(warp, i, c)) * kHeadDimVo +
-           part_dim(warp, i, c);
+__device__ inline void store_final(const Params& params, const WorkItem& work,
+                                   SharedMemoryPlan& smem, const Accumulators& accumulators,
+                                   const ThreadRows& rows) {
+  store_rows(params, work, smem, accumulators, rows);
+  if (!nonfinite_flag(smem, work)) return;
+  restore_nonfinite<Element>(params, work, output_scale(params), [&](int i, int c) {
+    const int warp = reload_warp();
+    return params.out + global_row(params, work, element_row(warp, i, c)) * kHeadDimVo +
+           element_dim(warp, i, c);
   });
 }
 
 // Two pieces of which neither is followed by anything in its block are merged by both: either keeps
 // one half of the tasks and leaves the other. Of other two the owner keeps its own, and of more
 // everything is left, but for the slice that the block will merge.
-__device__ inline void store_item(const Params& params, const Item& item, SharedMemory& shared,
-                                  Accumulators& accumulators, OwnRows& rows) {
-  const bool are_exchanged = item.pieces == 2 && item.mergers == 2;
-  const int half = half_of_warp(fresh_warp());
-  const Crew crew = {are_exchanged ? half : -1};
-  const bool keeps = are_exchanged ? half == item.piece : item.piece == 0 && item.pieces <= 2;
-  if (keeps) {
-    if (item.pieces > 1) fold_piece(params, item, shared, crew, accumulators, rows);
-    store_whole(params, item, shared, accumulators, rows);
+__device__ inline void epilogue(const Params& params, const WorkItem& work, SharedMemoryPlan& smem,
+                                Accumulators& accumulators, ThreadRows& rows) {
+  const bool is_pairwise = work.num_splits == 2 && work.num_reducers == 2;
+  const int half = half_of_warp(reload_warp());
+  const ReduceGroup reduce_group = {is_pairwise ? half : -1};
+  const bool finishes =
+      is_pairwise ? half == work.split_idx : work.split_idx == 0 && work.num_splits <= 2;
+  if (finishes) {
+    if (work.num_splits > 1) combine_pair(params, work, smem, reduce_group, accumulators, rows);
+    store_final(params, work, smem, accumulators, rows);
   } else {
-    const MergeRoom room = room_of_slice(shared, item);
-    store_piece(params, item, shared, crew, room, accumulators, rows);
-    announce(params, item, crew);
-    if (item.pieces > 2 && item.piece < item.mergers) {
-      merge_slices(params, item, shared, room);
-      exit_if(item.pieces);  // nothing follows in this block
+    const CombineSmem combine_smem = combine_smem_of_subtile(smem, work);
+    store_partial(params, work, smem, reduce_group, combine_smem, accumulators, rows);
+    semaphore_arrive(params, work, reduce_group);
+    if (work.num_splits > 2 && work.split_idx < work.num_reducers) {
+      combine_subtiles(params, work, smem, combine_smem);
+      exit_if(work.num_splits);  // nothing follows in this block
     }
   }
   barrier_sync(kConsumerBarrier, kConsumerThreads);
-  if (fresh_thread() == 0) nonfinite_flag(shared, item) = 0;
+  if (reload_tid() == 0) nonfinite_flag(smem, work) = 0;
 }

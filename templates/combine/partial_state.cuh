@@ -5,9 +5,10 @@
 #include "accumulators.cuh"
 #include "common/types.cuh"
 
-struct alignas(kChunkBytes) PartialRow {
-  float reference;  // log2 units
-  float sum;
-  float scales[kScales];  // what halves are multiplied by; later also by the piece's weight
+struct alignas(kChunkBytes) PartialState {
+  float row_max;  // log2 units
+  float row_sum;
+  float scales[kNumScales];  // what halves are multiplied by; later also by the piece's weight
 };
-static_assert(sizeof(PartialRow) == kChunkBytes, "the plan counts on it, and a copy brings a row");
+static_assert(sizeof(PartialState) == kChunkBytes,
+              "the plan counts on it, and a copy brings a row");

@@ -10,9 +10,10 @@
 #include "shared_memory.cuh"
 #include "softmax/row_state.cuh"
 
-__device__ inline void scales_of_rows(SharedMemory& shared, const Crew&, const Accumulators&,
-                                      const OwnRows& rows, float (&scales)[kOwnRows]) {
-  const float* own = &shared.row_scale[rows.slot][own_row(0)];
+__device__ inline void compute_fp16_scales(SharedMemoryPlan& smem, const ReduceGroup&,
+                                           const Accumulators&, const ThreadRows& rows,
+                                           float (&scales)[kRowsPerThread]) {
+  const float* own = &smem.row_scale[rows.stage][row_of(0)];
 #pragma unroll
   for (int group = 0; group < kRowGroups; ++group) {
     const float2 pair = *reinterpret_cast<const float2*>(own + group * 8);
@@ -21,12 +22,14 @@ __device__ inline void scales_of_rows(SharedMemory& shared, const Crew&, const A
   }
 }
 
-__device__ inline void store_states(PartialRow* target, const Crew& crew, const OwnRows& rows,
-                                    const float (&)[kOwnRows]) {
-  const int row = crew.thread();
-  if (row >= kRows) return;
+__device__ inline void store_partial_states(PartialState* target, const ReduceGroup& reduce_group,
+                                            const ThreadRows& rows,
+                                            const float (&)[kRowsPerThread]) {
+  const int row = reduce_group.thread_idx();
+  if (row >= kBlockM) return;
   const RowState state = rows.state(row);
   target[row] = {
-      state.reference, state.sum, {inverse_of_power(rows.shared.row_scale[rows.slot][row])}};
+      state.row_max, state.row_sum, {inverse_of_pow2(rows.smem.row_scale[rows.stage][row])}};
 }
-static_assert(kScales == 1 && kRows <= kConsumerThreads / 2, "a crew has a thread for each row");
+static_assert(kNumScales == 1 && kBlockM <= kConsumerThreads / 2,
+              "a crew has a thread for each row");

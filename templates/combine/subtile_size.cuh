@@ -7,10 +7,10 @@
 
 // A slice is as many tasks as make all mergers equally busy: whole groups of four, which a warp
 // adds up together, for they are of the same rows; or, where there are many mergers, a part of one.
-constexpr int kTasksTogether = 4;
+constexpr int kFragsPerStep = 4;
 
 // By unsigned numbers, whose division is shorter.
-__device__ constexpr int tasks_of_slice(u32 mergers) {
-  const int tasks = static_cast<int>((kTasks + mergers - 1) / mergers);
-  return tasks < 3 ? tasks : ceil_div(tasks, kTasksTogether) * kTasksTogether;
+__device__ constexpr int frags_per_subtile(u32 num_reducers) {
+  const int frags = static_cast<int>((kNumFrags + num_reducers - 1) / num_reducers);
+  return frags < 3 ? frags : ceil_div(frags, kFragsPerStep) * kFragsPerStep;
 }

@@ -9,44 +9,44 @@
 #include "config.cuh"
 #include "output_dims.cuh"
 
-constexpr int kRowGroups = kRows / 8;
-constexpr int kOwnRows = kRowGroups * 2;
-using Accumulators = float[kDimTiles][kRows / 2];
+constexpr int kRowGroups = kBlockM / 8;
+constexpr int kRowsPerThread = kRowGroups * 2;
+using Accumulators = float[kDimTiles][kBlockM / 2];
 
 // A thread's row `r`, the same in all warps, and lanes that have the same rows: those that agree
 // modulo 4.
-__device__ inline int own_row(int r) { return r / 2 * 8 + fresh_lane() % 4 * 2 + r % 2; }
+__device__ inline int row_of(int r) { return r / 2 * 8 + reload_lane() % 4 * 2 + r % 2; }
 
 // Row of part `c` of float4 `i`.
-__device__ inline int part_row(int, int i, int c) { return own_row(i % kRowGroups * 2 + c % 2); }
+__device__ inline int element_row(int, int i, int c) { return row_of(i % kRowGroups * 2 + c % 2); }
 
 __device__ inline float4 accumulator(const Accumulators& accumulators, int i) {
-  const float* of = accumulators[i / kRowGroups] + i % kRowGroups * 4;
-  return make_float4(of[0], of[1], of[2], of[3]);
+  const float* acc = accumulators[i / kRowGroups] + i % kRowGroups * 4;
+  return make_float4(acc[0], acc[1], acc[2], acc[3]);
 }
 
 __device__ inline void set_accumulator(Accumulators& accumulators, int i, float4 value) {
-  float* of = accumulators[i / kRowGroups] + i % kRowGroups * 4;
-  of[0] = value.x;
-  of[1] = value.y;
-  of[2] = value.z;
-  of[3] = value.w;
+  float* acc = accumulators[i / kRowGroups] + i % kRowGroups * 4;
+  acc[0] = value.x;
+  acc[1] = value.y;
+  acc[2] = value.z;
+  acc[3] = value.w;
 }
 
 // Multiplies a group of eight rows, of which a thread has two.
-__device__ inline void multiply_group(Accumulators& accumulators, int group, float2 factor) {
+__device__ inline void rescale_group(Accumulators& accumulators, int group, float2 factor) {
 #pragma unroll
   for (int tile = 0; tile < kDimTiles; ++tile) {
-    float* of = accumulators[tile] + group * 4;
-    of[0] *= factor.x;
-    of[1] *= factor.y;
-    of[2] *= factor.x;
-    of[3] *= factor.y;
+    float* acc = accumulators[tile] + group * 4;
+    acc[0] *= factor.x;
+    acc[1] *= factor.y;
+    acc[2] *= factor.x;
+    acc[3] *= factor.y;
   }
 }
 
 // Float4 `i` holds two rows of each of its two dims.
-__device__ inline float4 weighted(float4 value, const float (&weights)[kOwnRows], int i) {
+__device__ inline float4 weighted(float4 value, const float (&weights)[kRowsPerThread], int i) {
   const float a = weights[i % kRowGroups * 2];
   const float b = weights[i % kRowGroups * 2 + 1];
   return make_float4(value.x * a, value.y * b, value.z * a, value.w * b);
@@ -54,54 +54,55 @@ __device__ inline float4 weighted(float4 value, const float (&weights)[kOwnRows]
 
 // Of all warps' float4s in a row, the tasks, those of half of the warps come first, of these those
 // of the same eight rows together, and of these those of a warp.
-constexpr int kRowsOfGroup = 8;
-constexpr int kTasksOfGroup = kConsumerWarps / 2 * kDimTiles;
-constexpr int kHalfTasks = kRowGroups * kTasksOfGroup;
+constexpr int kRowsPerGroup = 8;
+constexpr int kFragsPerRowGroup = kConsumerWarps / 2 * kDimTiles;
+constexpr int kHalfFrags = kRowGroups * kFragsPerRowGroup;
 
-__device__ inline int first_task_of(int warp) {
-  return half_of_warp(warp) * kHalfTasks + place_in_half(warp) * kDimTiles;
+__device__ inline int first_frag_of_warp(int warp) {
+  return half_of_warp(warp) * kHalfFrags + rank_in_half(warp) * kDimTiles;
 }
 
 // Where float4 `i` is behind the first of its warp.
-__device__ constexpr int task_offset(int i) {
-  return i % kRowGroups * kTasksOfGroup + i / kRowGroups;
+__device__ constexpr int frag_offset(int i) {
+  return i % kRowGroups * kFragsPerRowGroup + i / kRowGroups;
 }
 
-// Which float4 is number `task` in this order.
-__device__ constexpr int accumulator_in_order(int task) {
-  return task % kDimTiles * kRowGroups + task / kDimTiles;
+// Which float4 is number `frag` in this order.
+__device__ constexpr int accumulator_in_frag_order(int frag) {
+  return frag % kDimTiles * kRowGroups + frag / kDimTiles;
 }
 
 // Which warp has a task, and as which of its float4s.
-__device__ inline int warp_of_task(u32 task) {
-  return warp_at(task / kHalfTasks, task % kTasksOfGroup / kDimTiles);
+__device__ inline int warp_of_frag(u32 frag) {
+  return warp_at(frag / kHalfFrags, frag % kFragsPerRowGroup / kDimTiles);
 }
-__device__ inline int accumulator_of_task(u32 task) {
-  return task % kDimTiles * kRowGroups + task / kTasksOfGroup % kRowGroups;
+__device__ inline int accumulator_of_frag(u32 frag) {
+  return frag % kDimTiles * kRowGroups + frag / kFragsPerRowGroup % kRowGroups;
 }
 
-struct TaskRows {
+struct FragRows {
   int a;
   int b;
 };
 
-__device__ inline TaskRows task_rows(u32 task) {
-  const int row = own_row(task / kTasksOfGroup % kRowGroups * 2);
+__device__ inline FragRows frag_rows(u32 frag) {
+  const int row = row_of(frag / kFragsPerRowGroup % kRowGroups * 2);
   return {row, row + 1};
 }
 
 // A row has one scale.
-constexpr int kScales = 1;
+constexpr int kNumScales = 1;
 __device__ inline int scale_of_warp(int) { return 0; }
-__device__ inline int scale_of_task(u32) { return 0; }
+__device__ inline int scale_of_frag(u32) { return 0; }
 
-__device__ inline float4 add_task(float4 total, float4 value, float weight_a, float weight_b) {
+__device__ inline float4 accumulate_frag(float4 total, float4 value, float weight_a,
+                                         float weight_b) {
   return make_float4(total.x + value.x * weight_a, total.y + value.y * weight_b,
                      total.z + value.z * weight_a, total.w + value.w * weight_b);
 }
 
 // Over the lanes that have the same rows.
-__device__ inline float maximum_of_lanes(float value) {
+__device__ inline float max_over_lanes(float value) {
 #pragma unroll
   for (int lanes = 4; lanes < kWarpLanes; lanes *= 2) {
     value = fmaxf(value, __shfl_xor_sync(~0u, value, lanes));

@@ -18,9 +18,9 @@ __device__ inline void decode_e4m3(Target target, const Chunk& stored, float sca
                                    Chunk (&decoded)[2]) {
 #pragma unroll
   for (int pair = 0; pair < 8; ++pair) {
-    const u32 halves = decode_pair(stored, pair);
-    const float low = cvt_f32(Fp16{}, static_cast<u16>(halves));
-    const float high = cvt_f32(Fp16{}, static_cast<u16>(halves >> 16));
+    const u32 fp16x2 = decode_pair(stored, pair);
+    const float low = cvt_f32(Fp16{}, static_cast<u16>(fp16x2));
+    const float high = cvt_f32(Fp16{}, static_cast<u16>(fp16x2 >> 16));
     decoded[pair / 4].words[pair % 4] = cvt_rn_x2_f32(target, high * scale, low * scale);
   }
 }

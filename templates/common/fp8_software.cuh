@@ -8,11 +8,11 @@
 // The bits of an e4m3, seen as fp16, are its value times 2^-8, subnormals included; only its NaN is
 // a number there.
 __device__ inline u32 fp16x2_of_e4m3x2(u32 pair) {
-  const u32 apart = (pair & 0xff) | (pair & 0xff00) << 8;
-  const u32 magnitude = (apart & 0x007f007f) << 7;
+  const u32 spread = (pair & 0xff) | (pair & 0xff00) << 8;
+  const u32 magnitude = (spread & 0x007f007f) << 7;
   const u32 is_nan = (magnitude + 0x00800080) & 0x40004000;
   const u32 nan = (is_nan << 1) - (is_nan >> 14);
-  const u32 sign = (apart & 0x00800080) << 8;
+  const u32 sign = (spread & 0x00800080) << 8;
   constexpr u32 kTwoTo8 = 0x5c005c00;
   return mul_f16x2(magnitude, kTwoTo8) | sign | nan;
 }
@@ -25,8 +25,8 @@ __device__ inline u32 e4m3_of_f32(float value) {
   const u32 sign = __float_as_uint(value) >> 24 & 0x80;
   const float magnitude = fabsf(value);
   if (!(magnitude <= kInfinity)) return sign | 0x7f;
-  constexpr float kLeastNormal = 1.0f / 64;
-  if (magnitude < kLeastNormal) return sign | static_cast<u32>(__float2int_rn(magnitude * 512));
+  constexpr float kMinNormal = 1.0f / 64;
+  if (magnitude < kMinNormal) return sign | static_cast<u32>(__float2int_rn(magnitude * 512));
   const u32 bits = __float_as_uint(fminf(magnitude, 448.0f));
   // Rounds the 23 bits of the fraction to 3, and the exponent's bias from 127 to 7.
   const u32 rounded = bits + 0x7ffff + (bits >> 20 & 1);

@@ -7,6 +7,6 @@
 #include "common/types.cuh"
 #include "ptx/createpolicy.cuh"
 
-__device__ inline u64 policy_of_lines(bool are_read_again) {
-  return are_read_again ? createpolicy_evict_normal() : createpolicy_evict_first();
+__device__ inline u64 kv_cache_hint(bool is_shared) {
+  return is_shared ? createpolicy_evict_normal() : createpolicy_evict_first();
 }

@@ -6,14 +6,14 @@
 #include "common/types.cuh"
 #include "config.cuh"
 
-// The last request that begins at or before `position`; `begin_of` says where a request begins.
+// The last request that begins at or before `pos`; `begin_of` says where a request begins.
 template <typename BeginOf>
-__device__ inline int request_at(i64 position, int requests, BeginOf begin_of) {
+__device__ inline int find_seq(i64 pos, int num_seqs, BeginOf begin_of) {
   int low = 0;
-  int high = requests;
+  int high = num_seqs;
   while (high - low > 1) {
     const int middle = (low + high) / 2;
-    if (begin_of(middle) <= position) {
+    if (begin_of(middle) <= pos) {
       low = middle;
     } else {
       high = middle;
@@ -22,49 +22,49 @@ __device__ inline int request_at(i64 position, int requests, BeginOf begin_of) {
   return low;
 }
 
-// Request r takes the tiles from floor(its first row / kRows) + r on: as many as its rows fill, or
-// one more. So the number of tiles follows from the number of rows, and no length is needed on the
-// host.
-__device__ inline i64 first_tile_of(const int* cum_seq_lens_q, int request, int rows_per_token) {
-  return static_cast<i64>(cum_seq_lens_q[request]) * rows_per_token / kRows + request;
+// Request r takes the tiles from floor(its first row / kBlockM) + r on: as many as its rows fill,
+// or one more. So the number of tiles follows from the number of rows, and no length is needed on
+// the host.
+__device__ inline i64 first_tile_of(const int* cu_seqlens_q, int seq_idx, int rows_per_token) {
+  return static_cast<i64>(cu_seqlens_q[seq_idx]) * rows_per_token / kBlockM + seq_idx;
 }
 
-__device__ inline int request_of_tile(const int* cum_seq_lens_q, int requests, int rows_per_token,
-                                      int tile) {
-  return request_at(tile, requests, [&](int request) {
-    return first_tile_of(cum_seq_lens_q, request, rows_per_token);
+__device__ inline int seq_of_tile(const int* cu_seqlens_q, int num_seqs, int rows_per_token,
+                                  int tile) {
+  return find_seq(tile, num_seqs, [&](int seq_idx) {
+    return first_tile_of(cu_seqlens_q, seq_idx, rows_per_token);
   });
 }
 
-__device__ inline int request_of_token(const int* cum_seq_lens_q, int requests, int token) {
-  return request_at(token, requests, [&](int request) -> i64 { return cum_seq_lens_q[request]; });
+__device__ inline int seq_of_token(const int* cu_seqlens_q, int num_seqs, int token) {
+  return find_seq(token, num_seqs, [&](int seq_idx) -> i64 { return cu_seqlens_q[seq_idx]; });
 }
 
-// The rows of a tile: the rest of kRows is padding.
+// The rows of a tile: the rest of kBlockM is padding.
 struct TileRows {
-  int request;
+  int seq_idx;
   int q_len;  // query tokens of the request
   i64 first_query;  // index of its first query token among all
   int first_row;  // of the tile, among the request's rows
   int rows;
 };
 
-// The rows of tile `tile` of request `request`, each of whose requests has `q_len` query tokens,
+// The rows of tile `tile` of request `seq_idx`, each of whose requests has `q_len` query tokens,
 // or, where ends of queries are given, of the request that they say. Query tokens outside the
 // tensor are nobody's: nothing may be read or written there.
-__device__ inline TileRows rows_of_tile(const int* cum_seq_lens_q, int requests, i64 q_len,
-                                        int rows_per_token, i64 tokens, int request, i64 tile) {
-  i64 first_query = request * q_len;
-  if (cum_seq_lens_q != nullptr) {
-    request = request_of_tile(cum_seq_lens_q, requests, rows_per_token, static_cast<int>(tile));
-    tile -= first_tile_of(cum_seq_lens_q, request, rows_per_token);
-    first_query = cum_seq_lens_q[request];
-    q_len = cum_seq_lens_q[request + 1] - first_query;
+__device__ inline TileRows rows_of_tile(const int* cu_seqlens_q, int num_seqs, i64 q_len,
+                                        int rows_per_token, i64 num_tokens, int seq_idx, i64 tile) {
+  i64 first_query = seq_idx * q_len;
+  if (cu_seqlens_q != nullptr) {
+    seq_idx = seq_of_tile(cu_seqlens_q, num_seqs, rows_per_token, static_cast<int>(tile));
+    tile -= first_tile_of(cu_seqlens_q, seq_idx, rows_per_token);
+    first_query = cu_seqlens_q[seq_idx];
+    q_len = cu_seqlens_q[seq_idx + 1] - first_query;
   }
-  const i64 first_row = tile * kRows;
+  const i64 first_row = tile * kBlockM;
   const bool is_inside =
-      first_query >= 0 && q_len >= 0 && first_query + q_len <= tokens && first_row >= 0;
-  const i64 rows = min(q_len * rows_per_token - first_row, static_cast<i64>(kRows));
-  return {request, static_cast<int>(q_len), first_query, static_cast<int>(first_row),
+      first_query >= 0 && q_len >= 0 && first_query + q_len <= num_tokens && first_row >= 0;
+  const i64 rows = min(q_len * rows_per_token - first_row, static_cast<i64>(kBlockM));
+  return {seq_idx, static_cast<int>(q_len), first_query, static_cast<int>(first_row),
           is_inside && rows > 0 ? static_cast<int>(rows) : 0};
 }

@@ -5,8 +5,8 @@
 
 #include "ptx/setmaxnreg.cuh"
 
-template <int kCount>
-__device__ inline void set_registers() {
-  if constexpr (kCount < 128) setmaxnreg_dec<kCount>();
-  if constexpr (kCount > 128) setmaxnreg_inc<kCount>();
+template <int kRegs>
+__device__ inline void reg_alloc() {
+  if constexpr (kRegs < 128) setmaxnreg_dec<kRegs>();
+  if constexpr (kRegs > 128) setmaxnreg_inc<kRegs>();
 }

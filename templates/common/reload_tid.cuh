@@ -7,10 +7,10 @@
 #include "common/types.cuh"
 #include "ptx/mov.cuh"
 
-__device__ inline int fresh_thread() {
+__device__ inline int reload_tid() {
   const int thread = static_cast<int>(mov_tid_x());
   __builtin_assume(thread >= 0);
   return thread;
 }
-__device__ inline int fresh_lane() { return fresh_thread() % kWarpLanes; }
-__device__ inline int fresh_warp() { return fresh_thread() / kWarpLanes; }
+__device__ inline int reload_lane() { return reload_tid() % kWarpLanes; }
+__device__ inline int reload_warp() { return reload_tid() / kWarpLanes; }

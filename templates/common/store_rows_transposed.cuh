@@ -21,42 +21,43 @@ __device__ inline void store_pair(unsigned char* out, float low, float high) {
 
 // What this thread's rows are multiplied by. All warps have all rows: every lane works out some of
 // them, and one warp tells of the LSE besides.
-__device__ inline void find_factors(const Params& params, const Item& item, const OwnRows& rows,
-                                    float (&factors)[kOwnRows]) {
-  constexpr int kRowsOfLane = ceil_div(kRows, kWarpLanes);
+__device__ inline void compute_row_factors(const Params& params, const WorkItem& work,
+                                           const ThreadRows& rows,
+                                           float (&factors)[kRowsPerThread]) {
+  constexpr int kRowsPerLane = ceil_div(kBlockM, kWarpLanes);
   const float scale = output_scale(params);
-  float found[kRowsOfLane];
+  float found[kRowsPerLane];
 #pragma unroll
-  for (int i = 0; i < kRowsOfLane; ++i) {
-    const int row = (i * kWarpLanes + fresh_lane()) % kRows;
-    const RowResult result = result_of(params, item, row, rows.state(row));
+  for (int i = 0; i < kRowsPerLane; ++i) {
+    const int row = (i * kWarpLanes + reload_lane()) % kBlockM;
+    const RowResult result = result_of(params, work, row, rows.state(row));
     found[i] = result.factor * scale;
-    if (params.lse != nullptr && fresh_thread() < min(kRows, kWarpLanes) && row < item.rows) {
-      params.lse[global_row(params, item, row)] = result.lse;
+    if (params.lse != nullptr && reload_tid() < min(kBlockM, kWarpLanes) && row < work.rows) {
+      params.lse[global_row(params, work, row)] = result.lse;
     }
   }
   __syncwarp();
 #pragma unroll
-  for (int r = 0; r < kOwnRows; ++r) {
-    factors[r] = __shfl_sync(~0u, found[r / 2 * 8 / kWarpLanes], own_row(r) % kWarpLanes);
+  for (int r = 0; r < kRowsPerThread; ++r) {
+    factors[r] = __shfl_sync(~0u, found[r / 2 * 8 / kWarpLanes], row_of(r) % kWarpLanes);
   }
 }
 
-__device__ inline void store_rows(const Params& params, const Item& item, SharedMemory&,
-                                  const Accumulators& accumulators, const OwnRows& rows) {
-  float factors[kOwnRows];
-  find_factors(params, item, rows, factors);
+__device__ inline void store_rows(const Params& params, const WorkItem& work, SharedMemoryPlan&,
+                                  const Accumulators& accumulators, const ThreadRows& rows) {
+  float factors[kRowsPerThread];
+  compute_row_factors(params, work, rows, factors);
   unsigned char* out =
       reinterpret_cast<unsigned char*>(params.out) +
-      (global_row(params, item, own_row(0)) * kHeadDimVo + dim_of(fresh_warp(), 0)) * 2;
+      (global_row(params, work, row_of(0)) * kHeadDimVo + dim_of(reload_warp(), 0)) * 2;
 #pragma unroll
-  for (int r = 0; r < kOwnRows; ++r) {
-    if (own_row(r) >= item.rows) continue;
+  for (int r = 0; r < kRowsPerThread; ++r) {
+    if (row_of(r) >= work.rows) continue;
     unsigned char* target = out + (r / 2 * 8 + r % 2) * kHeadDimVo * 2;
 #pragma unroll
     for (int tile = 0; tile < kDimTiles; ++tile) {
-      const float* of = accumulators[tile] + r / 2 * 4 + r % 2;
-      store_pair(target + tile * kDimsOfTile * 2, of[0] * factors[r], of[2] * factors[r]);
+      const float* acc = accumulators[tile] + r / 2 * 4 + r % 2;
+      store_pair(target + tile * kDimsOfTile * 2, acc[0] * factors[r], acc[2] * factors[r]);
     }
   }
 }
@@ -64,16 +65,16 @@ __device__ inline void store_rows(const Params& params, const Item& item, Shared
 // Writes some tasks from `first` on, after merging: of the same rows, one tile of dims after the
 // other.
 template <int kCount>
-__device__ inline void store_tasks(const Params& params, const Item& item, SharedMemory&, int first,
-                                   const float4 (&values)[kCount]) {
-  const TaskRows rows = task_rows(first);
-  const int dim = dim_of(warp_of_task(first), accumulator_of_task(first));
+__device__ inline void store_frags(const Params& params, const WorkItem& work, SharedMemoryPlan&,
+                                   int first, const float4 (&values)[kCount]) {
+  const FragRows rows = frag_rows(first);
+  const int dim = dim_of(warp_of_frag(first), accumulator_of_frag(first));
   unsigned char* out = reinterpret_cast<unsigned char*>(params.out) +
-                       (global_row(params, item, rows.a) * kHeadDimVo + dim) * 2;
+                       (global_row(params, work, rows.a) * kHeadDimVo + dim) * 2;
 #pragma unroll
   for (int n = 0; n < kCount; ++n) {
     unsigned char* target = out + n * kDimsOfTile * 2;
-    if (rows.a < item.rows) store_pair(target, values[n].x, values[n].z);
-    if (rows.b < item.rows) store_pair(target + kHeadDimVo * 2, values[n].y, values[n].w);
+    if (rows.a < work.rows) store_pair(target, values[n].x, values[n].z);
+    if (rows.b < work.rows) store_pair(target + kHeadDimVo * 2, values[n].y, values[n].w);
   }
 }

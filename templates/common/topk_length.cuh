@@ -6,32 +6,34 @@
 #include "common/types.cuh"
 
 // Either the lists themselves have lengths, or the requests that query tokens belong to.
-struct TokenLists {
+struct TopkIndices {
   const int* seq_lens;
-  const int* top_k_lens;
-  const int* cum_seq_lens_q;
-  int requests;
+  const int* topk_length;
+  const int* cu_seqlens_q;
+  int num_seqs;
   int q_len;
-  int top_k;
+  int topk;
 };
 
 // Of query token `token`.
-__device__ inline int listed_tokens(const TokenLists& lists, int token) {
-  i64 listed;
-  if (lists.top_k_lens != nullptr) {
-    listed = lists.top_k_lens[token];
+__device__ inline int topk_length_of(const TopkIndices& topk_indices, int token) {
+  i64 length;
+  if (topk_indices.topk_length != nullptr) {
+    length = topk_indices.topk_length[token];
   } else {
-    int request;
+    int seq_idx;
     i64 end;  // of its query tokens
-    if (lists.cum_seq_lens_q == nullptr) {
-      request = token;
-      if (lists.q_len > 1) request = static_cast<int>(static_cast<u32>(token) / lists.q_len);
-      end = static_cast<i64>(request + 1) * lists.q_len;
+    if (topk_indices.cu_seqlens_q == nullptr) {
+      seq_idx = token;
+      if (topk_indices.q_len > 1)
+        seq_idx = static_cast<int>(static_cast<u32>(token) / topk_indices.q_len);
+      end = static_cast<i64>(seq_idx + 1) * topk_indices.q_len;
     } else {
-      request = request_of_token(lists.cum_seq_lens_q, lists.requests, token);
-      end = lists.cum_seq_lens_q[request + 1];
+      seq_idx = seq_of_token(topk_indices.cu_seqlens_q, topk_indices.num_seqs, token);
+      end = topk_indices.cu_seqlens_q[seq_idx + 1];
     }
-    listed = lists.seq_lens[request] - end + token + 1;
+    length = topk_indices.seq_lens[seq_idx] - end + token + 1;
   }
-  return static_cast<int>(max(static_cast<i64>(0), min(listed, static_cast<i64>(lists.top_k))));
+  return static_cast<int>(
+      max(static_cast<i64>(0), min(length, static_cast<i64>(topk_indices.topk))));
 }

@@ -34,7 +34,7 @@ struct alignas(64) TensorMap {
 
 constexpr int kWarpLanes = 32;
 constexpr float kLog2E = 1.4426950408889634f;
-constexpr float kLargest = __builtin_bit_cast(float, 0x7f7fffff);
+constexpr float kFloatMax = __builtin_bit_cast(float, 0x7f7fffff);
 constexpr float kInfinity = __builtin_bit_cast(float, 0x7f800000);
 
 // The dynamic shared memory of the block, seen as one struct.

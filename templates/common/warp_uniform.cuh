@@ -5,4 +5,4 @@
 
 #include "common/types.cuh"
 
-__device__ inline u32 of_all(u32 number) { return __reduce_max_sync(~0u, number); }
+__device__ inline u32 warp_uniform(u32 value) { return __reduce_max_sync(~0u, value); }

@@ -20,5 +20,5 @@ __device__ inline u32 descriptor_low(u32 address, u32 tile_distance) {
 // What moves the operand by so many bytes.
 __device__ constexpr u32 descriptor_step(u32 bytes) { return bytes / 16; }
 
-__device__ inline u64 descriptor(u32 low) { return mov_b64(low, kDescriptorHigh); }
+__device__ inline u64 smem_desc(u32 low) { return mov_b64(low, kDescriptorHigh); }
 __device__ inline u64 descriptor_64(u32 low) { return mov_b64(low, kDescriptorHigh64); }

@@ -5,6 +5,6 @@
 #include "common/types.cuh"
 #include "shared_memory.cuh"
 
-// The block that `blocks` have preceded: where it is, and which phase of a barrier is its own.
-__device__ inline int block_stage(u32 blocks) { return static_cast<int>(blocks % kStages); }
-__device__ inline u32 block_parity(u32 blocks) { return blocks / kStages % 2; }
+// The block that `i` have preceded: where it is, and which phase of a barrier is its own.
+__device__ inline int stage_of(u32 i) { return static_cast<int>(i % kStages); }
+__device__ inline u32 phase_of(u32 i) { return i / kStages % 2; }

@@ -13,18 +13,18 @@
 
 // Begins to copy the rows of a query, by `threads` threads of which this is number `thread`. A
 // row's tiles lie kQueryTileBytes apart; eight lanes copy 128 bytes.
-__device__ inline void begin_query(const Params& params, const Part& part, SharedMemory& shared,
-                                   int thread, int threads) {
+__device__ inline void load_q_async(const Params& params, const WorkCoord& coord,
+                                    SharedMemoryPlan& smem, int thread, int threads) {
   const int lane = thread % 8;
 #pragma unroll 1
-  for (int row = thread / 8; row < kRows; row += threads / 8) {
-    const bool is_row = row < part.rows;
-    const auto [query, head] = query_row(params, part, row, is_row);
+  for (int row = thread / 8; row < kBlockM; row += threads / 8) {
+    const bool is_row = row < coord.rows;
+    const auto [query, head] = query_row(params, coord, row, is_row);
     const unsigned char* latent = params.query + query * params.query_stride +
                                   head * params.query_head_stride + lane * kChunkBytes;
     const unsigned char* rope = params.query_rope + query * params.query_rope_stride +
                                 head * params.query_rope_head_stride + lane * kChunkBytes;
-    const u32 target = shared_address(shared.query) + swizzled_offset<kTileRowBytes>(row, lane);
+    const u32 target = shared_address(smem.query) + swizzled_offset<kTileRowBytes>(row, lane);
     const u32 bytes = is_row ? kChunkBytes : 0;  // padding is zeros
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {

@@ -14,10 +14,11 @@ struct QueryRow {
   int head;
 };
 
-__device__ inline QueryRow query_row(const Params& params, const Part& part, int row, bool is_row) {
-  const u32 packed_row = is_row ? part.first_row + row : 0;
+__device__ inline QueryRow query_row(const Params& params, const WorkCoord& coord, int row,
+                                     bool is_row) {
+  const u32 packed_row = is_row ? coord.first_row + row : 0;
   const u32 heads = params.heads;
   // Mostly there is one token, and division takes long.
   const u32 token = kIsSparse || packed_row < heads ? 0 : packed_row / heads;
-  return {is_row ? part.first_query + token : 0, static_cast<int>(packed_row - token * heads)};
+  return {is_row ? coord.first_query + token : 0, static_cast<int>(packed_row - token * heads)};
 }

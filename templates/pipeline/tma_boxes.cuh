@@ -9,32 +9,33 @@
 #include "ptx/cp_async_bulk.cuh"
 
 // Where the boxes of a block of tokens begin; boxes behind the last token are not copied.
-struct BlockBoxes {
-  int count;
+struct KvTileBoxes {
+  int num_boxes;
   int slot[kBoxes];
   int page[kBoxes];
 
-  __device__ BlockBoxes(PageIds& ids, int block, int end_token) {
-    const int first_token = block * kBlockTokens;
-    count = min(ceil_div(end_token - first_token, kBoxTokens), kBoxes);
-    ids.advance(first_token / kPageSize);
+  __device__ KvTileBoxes(BlockTableReader& block_table, int kv_block, int end_token) {
+    const int first_token = kv_block * kBlockN;
+    num_boxes = min(ceil_div(end_token - first_token, kBoxTokens), kBoxes);
+    block_table.advance(first_token / kPageSize);
 #pragma unroll
     for (int box = 0; box < kBoxes; ++box) {
       const int token = first_token + box * kBoxTokens;
       slot[box] = token % kPageSize;
-      page[box] = box == 0 ? ids.of_this(token / kPageSize) : ids.of(token / kPageSize);
+      page[box] = box == 0 ? block_table.id_of_current(token / kPageSize)
+                           : block_table.id_of(token / kPageSize);
     }
   }
 
-  __device__ u32 tile_bytes() const { return count * kBoxTokens * kTileRowBytes; }
+  __device__ u32 tile_bytes() const { return num_boxes * kBoxTokens * kTileRowBytes; }
 
   // Copies one tile of the block, to be counted at the barrier; by any lane.
-  __device__ void copy_tile(const TensorMap* map, int column, u32 target, u32 barrier, u64 policy,
-                            int row_bytes = kTileRowBytes) const {
+  __device__ void copy_tile(const TensorMap* map, int column, u32 target, u32 barrier,
+                            u64 cache_hint, int row_bytes = kTileRowBytes) const {
 #pragma unroll
     for (int box = 0; box < kBoxes; ++box) {
-      if (kBoxes > 1 && box >= count) continue;
-      cp_async_bulk_tensor(target + box * kBoxTokens * row_bytes, map, barrier, policy, 0,
+      if (kBoxes > 1 && box >= num_boxes) continue;
+      cp_async_bulk_tensor(target + box * kBoxTokens * row_bytes, map, barrier, cache_hint, 0,
                            slot[box], column, page[box]);
     }
   }
@@ -44,11 +45,12 @@ struct BlockBoxes {
 // brought into L2 before it is asked for.
 constexpr int kPrefetchBlocks = 2;
 
-__device__ inline void prefetch_block(const Params& params, const PageIds& ids, int block) {
+__device__ inline void prefetch_kv_block(const Params& params, const BlockTableReader& block_table,
+                                         int kv_block) {
 #pragma unroll
   for (int box = 0; box < kBoxes; ++box) {
-    const int token = block * kBlockTokens + box * kBoxTokens;
-    const int page = ids.of(token / kPageSize);
+    const int token = kv_block * kBlockN + box * kBoxTokens;
+    const int page = block_table.id_of(token / kPageSize);
     if (lane_index() != 0) continue;
     cp_async_bulk_prefetch_tensor(&params.kv_map, 0, token % kPageSize, 0, page);
     cp_async_bulk_prefetch_tensor(&params.rope_map, 0, token % kPageSize, 0, page);

@@ -15,66 +15,68 @@
 #include "shared_memory.cuh"
 
 // By one thread. How many warps say that an item is there, read it, and bring queries.
-__device__ inline void make_item_barriers(const SharedMemory& shared, int tellers, int readers,
-                                          int query_warps) {
-  make_barrier(shared.first_query_full, kConsumerWarps);
-  make_barrier(shared.query_full, query_warps);
-  make_barrier(shared.query_empty, kQueryReaders);
-  for (int slot = 0; slot < 2; ++slot) {
-    make_barrier(shared.item_full[slot], tellers);
-    make_barrier(shared.item_empty[slot], readers);
+__device__ inline void init_work_barriers(const SharedMemoryPlan& smem, int producers,
+                                          int consumers, int q_warps) {
+  init_barrier(smem.first_query_full, kConsumerWarps);
+  init_barrier(smem.query_full, q_warps);
+  init_barrier(smem.query_empty, kQueryReaders);
+  for (int stage = 0; stage < 2; ++stage) {
+    init_barrier(smem.work_full[stage], producers);
+    init_barrier(smem.work_empty[stage], consumers);
   }
 }
 
-__device__ inline void finish_query(const Barrier& full) {
+__device__ inline void finish_q_load(const Barrier& full) {
   cp_async_wait_group<0>();
   fence_proxy_async();
   __syncwarp();
-  if (fresh_lane() == 0) arrive_at(full);
+  if (reload_lane() == 0) arrive(full);
 }
 
 // Consumers bring the first query themselves: nothing can begin without it.
-__device__ inline void begin_first_query(const Params& params, const Part& part,
-                                         SharedMemory& shared) {
-  begin_query(params, part, shared, static_cast<int>(threadIdx.x), kConsumerThreads);
+__device__ inline void load_first_q_async(const Params& params, const WorkCoord& coord,
+                                          SharedMemoryPlan& smem) {
+  load_q_async(params, coord, smem, static_cast<int>(threadIdx.x), kConsumerThreads);
 }
 
 // Keeps in shared memory where the walk is, for a scheduler has few registers.
-__device__ inline void leave_item(const ItemWalk& walk, SharedMemory& shared) {
+__device__ inline void save_scheduler_state(const TileScheduler& scheduler,
+                                            SharedMemoryPlan& smem) {
   __syncwarp();
-  if (fresh_lane() == 0) shared.scratch.now = walk;
+  if (reload_lane() == 0) smem.scheduler_storage.current_state = scheduler;
   __syncwarp();
 }
 
-// Makes the item that `count` have preceded; the walk stays at the first, where it is left.
-__device__ inline void make_item(const Params& params, int member, u32 count,
-                                 SharedMemory& shared) {
-  ItemWalk walk(params, shared.scratch.span, member, shared.scratch.now);
-  const Part part = walk.next(count == 0);
-  Item& item = shared.items[item_slot(count)];
-  if (part.request >= 0) {
-    walk.fill(item, part, count);
-    leave_item(walk, shared);
-  } else if (fresh_lane() == 0) {
-    item.request = -1;
+// Makes the item that `work_idx` have preceded; the walk stays at the first, where it is left.
+__device__ inline void produce_work(const Params& params, int rank_in_group, u32 work_idx,
+                                    SharedMemoryPlan& smem) {
+  TileScheduler scheduler(params, smem.scheduler_storage.range, rank_in_group,
+                          smem.scheduler_storage.current_state);
+  const WorkCoord coord = scheduler.next_work(work_idx == 0);
+  WorkItem& work = smem.work_items[work_slot(work_idx)];
+  if (coord.seq_idx >= 0) {
+    scheduler.fill(work, coord, work_idx);
+    save_scheduler_state(scheduler, smem);
+  } else if (reload_lane() == 0) {
+    work.seq_idx = -1;
   }
   __syncwarp();
 }
 
-// For those who load: done with the item that `count` have preceded; what the next is about.
-__device__ inline Part next_part(SharedMemory& shared, u32& count) {
+// For those who load: done with the item that `work_idx` have preceded; what the next is about.
+__device__ inline WorkCoord next_work_coord(SharedMemoryPlan& smem, u32& work_idx) {
   __syncwarp();  // all lanes have read it
-  if (fresh_lane() == 0) arrive_at(shared.item_empty[item_slot(count)]);
-  ++count;
-  wait_for(shared.item_full[item_slot(count)], item_parity(count));
-  return shared.items[item_slot(count)];
+  if (reload_lane() == 0) arrive(smem.work_empty[work_slot(work_idx)]);
+  ++work_idx;
+  wait(smem.work_full[work_slot(work_idx)], work_phase(work_idx));
+  return smem.work_items[work_slot(work_idx)];
 }
 
-// Waits for the query of the item that `count` have preceded.
-__device__ inline void wait_for_query(const SharedMemory& shared, u32 count) {
-  if (count == 0) {
-    wait_for(shared.first_query_full, 0);
+// Waits for the query of the item that `work_idx` have preceded.
+__device__ inline void wait_query(const SharedMemoryPlan& smem, u32 work_idx) {
+  if (work_idx == 0) {
+    wait(smem.first_query_full, 0);
   } else {
-    wait_for(shared.query_full, query_parity(count) ^ 1);
+    wait(smem.query_full, query_phase(work_idx) ^ 1);
   }
 }

@@ -27,14 +27,14 @@ __device__ inline void wgmma_wait_group() {
 // Keeps what reads the accumulators behind the wait before, and what writes them before the next
 // wgmma; no instruction.
 template <int kCount>
-__device__ inline void wgmma_keep(float (&d)[kCount]) {
+__device__ inline void wgmma_fence_operand(float (&d)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
 // Has an operand in registers made before the fence that follows; no instruction.
 template <int kCount>
-__device__ inline void wgmma_keep(u32 (&a)[kCount]) {
+__device__ inline void wgmma_fence_operand(u32 (&a)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(a[i])::"memory");
 }

@@ -11,18 +11,20 @@
 #include "scheduler/tile_scheduler.cuh"
 
 // By all threads: brings the walk to the block's first item, and returns that.
-__device__ inline Part begin_walk(const Params& params, int team, int length, SpanScratch& scratch,
-                                  ItemWalk& walk) {
-  const bool is_kept = __any_sync(~0u, recall_beginning(params, length, scratch));
-  bool has_span = is_kept && scratch.part.request >= 0;
-  if (!is_kept) has_span = find_span(params, team, length, scratch);
-  has_span = __any_sync(~0u, has_span);
-  if (has_span && warp_index() == kConsumerWarps - 1) prefetch_ids(params, scratch);
-  static_cast<WalkState&>(walk) = scratch.first;
-  Part first = scratch.part;
-  if (!is_kept) {
-    first = has_span ? walk.first() : kNoPart;
-    keep_beginning(params, {scratch.span, walk, first});
+__device__ inline WorkCoord find_initial_work(const Params& params, int cta_group, int seq_len,
+                                              SchedulerStorage& scheduler_storage,
+                                              TileScheduler& scheduler) {
+  const bool is_cached = __any_sync(~0u, load_cached_schedule(params, seq_len, scheduler_storage));
+  bool has_range = is_cached && scheduler_storage.first_work.seq_idx >= 0;
+  if (!is_cached) has_range = find_range(params, cta_group, seq_len, scheduler_storage);
+  has_range = __any_sync(~0u, has_range);
+  if (has_range && warp_index() == kConsumerWarps - 1)
+    prefetch_block_table(params, scheduler_storage);
+  static_cast<SchedulerState&>(scheduler) = scheduler_storage.initial_state;
+  WorkCoord first_work = scheduler_storage.first_work;
+  if (!is_cached) {
+    first_work = has_range ? scheduler.initial_work() : kInvalidWork;
+    store_cached_schedule(params, {scheduler_storage.range, scheduler, first_work});
   }
-  return first;
+  return first_work;
 }

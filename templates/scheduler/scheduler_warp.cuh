@@ -17,27 +17,28 @@ constexpr int kSchedulerWarps = 3;
 constexpr int kSchedulerThreads = kSchedulerWarps * kWarpLanes;
 
 // By one thread.
-__device__ inline void make_item_barriers(const SharedMemory& shared) {
-  make_item_barriers(shared, kSchedulerWarps, kItemReaders, kSchedulerWarps);
+__device__ inline void init_work_barriers(const SharedMemoryPlan& smem) {
+  init_work_barriers(smem, kSchedulerWarps, kWorkReaders, kSchedulerWarps);
 }
 
-// `walk` is at the first item, whose query consumers bring.
-__device__ inline void schedule(const Params& params, const ItemWalk& walk, SharedMemory& shared) {
-  const bool walks = warp_index() == kConsumerWarps + 1;  // one of the warps
-  const int member = walk.member;
-  if (walks) leave_item(walk, shared);
+// `scheduler` is at the first item, whose query consumers bring.
+__device__ inline void scheduler_loop(const Params& params, const TileScheduler& scheduler,
+                                      SharedMemoryPlan& smem) {
+  const bool runs_scheduler = warp_index() == kConsumerWarps + 1;  // one of the warps
+  const int rank_in_group = scheduler.rank_in_group;
+  if (runs_scheduler) save_scheduler_state(scheduler, smem);
   const int thread = static_cast<int>(threadIdx.x) % 128 - kWarpLanes;
 #pragma unroll 1
-  for (u32 count = 0;; ++count) {
-    const Item& item = shared.items[item_slot(count)];
-    wait_for(shared.item_empty[item_slot(count)], item_parity(count) ^ 1);
-    if (walks) make_item(params, member, count, shared);
+  for (u32 work_idx = 0;; ++work_idx) {
+    const WorkItem& work = smem.work_items[work_slot(work_idx)];
+    wait(smem.work_empty[work_slot(work_idx)], work_phase(work_idx) ^ 1);
+    if (runs_scheduler) produce_work(params, rank_in_group, work_idx, smem);
     barrier_sync(kSchedulerBarrier, kSchedulerThreads);
-    if (lane_index() == 0) arrive_at(shared.item_full[item_slot(count)]);
-    if (item.request < 0) return;
-    if (count == 0) continue;
-    wait_for(shared.query_empty, query_parity(count) ^ 1);
-    begin_query(params, item, shared, thread, kSchedulerThreads);
-    finish_query(shared.query_full);
+    if (lane_index() == 0) arrive(smem.work_full[work_slot(work_idx)]);
+    if (work.seq_idx < 0) return;
+    if (work_idx == 0) continue;
+    wait(smem.query_empty, query_phase(work_idx) ^ 1);
+    load_q_async(params, work, smem, thread, kSchedulerThreads);
+    finish_q_load(smem.query_full);
   }
 }

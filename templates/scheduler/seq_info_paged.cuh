@@ -7,12 +7,12 @@
 #include "common/params.cuh"
 #include "config.cuh"
 
-__device__ inline int length_of(const Params& params, int request) {
-  return params.seq_lens[request];
+__device__ inline int seq_len_of(const Params& params, int seq_idx) {
+  return params.seq_lens[seq_idx];
 }
 
-// `length` is what length_of has for it. As tokens_held says, in fewer instructions.
-__device__ inline int tokens_of(const Params& params, int request, int length) {
-  const int pages = min(table_row(params, request).pages, kMostTokens / kPageSize);
-  return max(0, min(length, pages * kPageSize));
+// `seq_len` is what seq_len_of has for it. As clamp_kv_len says, in fewer instructions.
+__device__ inline int kv_len_of(const Params& params, int seq_idx, int seq_len) {
+  const int num_pages = min(block_table_row(params, seq_idx).num_pages, kMaxKvLen / kPageSize);
+  return max(0, min(seq_len, num_pages * kPageSize));
 }

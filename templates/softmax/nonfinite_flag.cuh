@@ -6,6 +6,6 @@
 #include "scheduler/tile_scheduler.cuh"
 #include "shared_memory.cuh"
 
-__device__ inline int& nonfinite_flag(SharedMemory& shared, const Item& item) {
-  return shared.has_nonfinite[item_slot(item.count)];
+__device__ inline int& nonfinite_flag(SharedMemoryPlan& smem, const WorkItem& work) {
+  return smem.has_nonfinite[work_slot(work.work_idx)];
 }

@@ -19,33 +19,32 @@
 // Adds what was cleared to the rows that see it; `add` takes what a token is in the cache and its
 // position. A weight of 0 is not told from others: what is not finite makes a row so.
 template <typename Add>
-__device__ inline void add_nonfinite(const Params& params, const Item& item, Add add) {
-  const int end = min((item.first_block + item.blocks) * kBlockTokens, item.visible_to_any);
-  const int* ids = params.block_tables + table_row(params, item.request).start;
-  for (int token = max(item.visible_to_all, item.first_block * kBlockTokens); token < end;
-       ++token) {
-    const int page = ids[token / kPageSize];
-    if (!is_page(page, params.num_pages)) continue;
+__device__ inline void add_nonfinite(const Params& params, const WorkItem& work, Add add) {
+  const int end = min((work.first_kv_block + work.num_kv_blocks) * kBlockN, work.kv_end);
+  const int* page_ids = params.block_tables + block_table_row(params, work.seq_idx).start;
+  for (int token = max(work.unmasked_kv_end, work.first_kv_block * kBlockN); token < end; ++token) {
+    const int page = page_ids[token / kPageSize];
+    if (!is_valid_page(page, params.num_pages)) continue;
     add(stored_token(params, page, token % kPageSize), token);
   }
 }
 
-// `place` tells where this thread's element of part `c` of float4 `i` is: a Stored, which has been
+// `ptr_of` tells where this thread's element of part `c` of float4 `i` is: a Stored, which has been
 // multiplied by `scale`.
-template <typename Stored, typename Place>
-__device__ inline void restore_nonfinite(const Params& params, const Item& item, float scale,
-                                         Place place) {
+template <typename Stored, typename PtrOf>
+__device__ inline void restore_nonfinite(const Params& params, const WorkItem& work, float scale,
+                                         PtrOf ptr_of) {
   if constexpr (kIsSparse) return;  // of a list all rows see all, and nothing is cleared
-  add_nonfinite(params, item, [&](const StoredToken& token, int position) {
-    const int warp = fresh_warp();
+  add_nonfinite(params, work, [&](const StoredToken& cached, int token) {
+    const int warp = reload_warp();
 #pragma unroll 1
-    for (int part = 0; part < kAccumulators * 4; ++part) {
-      const int i = part / 4;
-      const int c = part % 4;
-      if (position >= item.row_visible[part_row(warp, i, c)]) continue;
-      const u16 element = token.element(part_dim(warp, i, c));
+    for (int element_idx = 0; element_idx < kAccumulators * 4; ++element_idx) {
+      const int i = element_idx / 4;
+      const int c = element_idx % 4;
+      if (token >= work.row_kv_end[element_row(warp, i, c)]) continue;
+      const u16 element = cached.element(element_dim(warp, i, c));
       if (is_finite(element)) continue;
-      u16* stored = place(i, c);
+      u16* stored = ptr_of(i, c);
       const float sum = cvt_f32(Stored{}, *stored) + value_of_element(element) * scale;
       *stored = static_cast<u16>(cvt_rn_x2_f32(Stored{}, 0.0f, sum));
     }

@@ -10,24 +10,24 @@
 
 // A row's probabilities are relative to its reference. No maximum is asked for while none of them
 // is larger than this, so that references move seldom.
-constexpr float kMostProbability = 0x1p8f;
+constexpr float kMaxProbability = 0x1p8f;
 
 struct RowState {
-  float reference;  // log2 units; what the accumulators are relative to
-  float sum;  // of probabilities, relative to it
+  float row_max;  // log2 units; what the accumulators are relative to
+  float row_sum;  // of probabilities, relative to it
 };
 
-__device__ inline i64 global_row(const Params& params, const Item& item, int row) {
-  return item.first_query * params.heads + item.first_row + row;
+__device__ inline i64 global_row(const Params& params, const WorkItem& work, int row) {
+  return work.first_query * params.heads + work.first_row + row;
 }
 
 // The LSE is in the base that the call asks for.
-__device__ inline RowResult result_of(const Params& params, const Item& item, int row,
+__device__ inline RowResult result_of(const Params& params, const WorkItem& work, int row,
                                       RowState state) {
-  const float sink = params.sinks == nullptr || row >= item.rows
+  const float sink = params.sinks == nullptr || row >= work.rows
                          ? -kInfinity
-                         : params.sinks[static_cast<u32>(item.first_row + row) % params.heads];
-  return finish_row(state.reference, state.sum, sink, params.lse_factor);
+                         : params.sinks[static_cast<u32>(work.first_row + row) % params.heads];
+  return finish_row(state.row_max, state.row_sum, sink, params.lse_factor);
 }
 
 __device__ inline float output_scale(const Params& params) {

@@ -7,18 +7,18 @@
 #include "shared_memory.cuh"
 #include "softmax/row_state.cuh"
 
-struct OwnRows {
-  SharedMemory& shared;
-  int slot;  // of the item
+struct ThreadRows {
+  SharedMemoryPlan& smem;
+  int stage;  // of the item
 
   // Of row `r` of this thread.
-  __device__ RowState operator[](int r) const { return state(own_row(r)); }
+  __device__ RowState operator[](int r) const { return state(row_of(r)); }
 
   __device__ RowState state(int row) const {
-    return {shared.row_reference[slot][row], shared.row_sum[slot][row]};
+    return {smem.row_max[stage][row], smem.row_sum[stage][row]};
   }
   __device__ void set_state(int row, RowState state) {
-    shared.row_reference[slot][row] = state.reference;
-    shared.row_sum[slot][row] = state.sum;
+    smem.row_max[stage][row] = state.row_max;
+    smem.row_sum[stage][row] = state.row_sum;
   }
 };

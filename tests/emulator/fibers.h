@@ -56,7 +56,7 @@ static jmp_buf launcher;
   longjmp(launcher, 1);
 }
 
-constexpr int kMostThreads = 1024;
+constexpr int kMaxThreads = 1024;
 constexpr size_t kStackBytes = 256 * 1024;
 constexpr int kLanes = 32;
 
@@ -104,7 +104,7 @@ struct Meeting {
   int arrived;
   unsigned generation;
 };
-static Meeting meetings[kMostThreads / kLanes];
+static Meeting meetings[kMaxThreads / kLanes];
 
 static void meet() {
   Meeting& meeting = meetings[current / kLanes];
@@ -121,7 +121,7 @@ static void meet() {
 struct Shown {
   uint32_t words[8];
 };
-static Shown shown[kMostThreads];
+static Shown shown[kMaxThreads];
 
 static int lane() { return current % kLanes; }
 static const Shown& shown_by(int other) { return shown[current / kLanes * kLanes + other]; }

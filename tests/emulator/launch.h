@@ -49,8 +49,8 @@ struct Block {
   std::vector<Copy> under_way;
   std::map<u32, Mbarrier> by_address;
   Meeting by_number[16] = {};
-  Meeting of_warps[kMostThreads / kLanes] = {};
-  Meeting of_groups[kMostThreads / kGroupThreads] = {};
+  Meeting of_warps[kMaxThreads / kLanes] = {};
+  Meeting of_groups[kMaxThreads / kGroupThreads] = {};
   u32 votes[16] = {};
 
   Block(unsigned index, int count)
@@ -61,7 +61,7 @@ struct Block {
         warps(count / kLanes),
         slowness(count / kLanes),
         shared(sizeof bytes),
-        words(kMostThreads) {
+        words(kMaxThreads) {
     for (size_t i = 0; i < shared.size(); ++i) shared[i] = i % 2 ? 0x7f : 0xff;  // NaN of any type
     for (size_t warp = 0; warp < warps.size(); ++warp) warps[warp] = static_cast<int>(warp);
     for (unsigned& turns : slowness) turns = chance() % 6 == 0 ? 2u << chance() % 4 : 1;

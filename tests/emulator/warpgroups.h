@@ -91,7 +91,7 @@ static void stmatrix_x4_trans(u32 address, u32 a, u32 b, u32 c, u32 d) {
 
 // A warpgroup multiplies when all its threads have come, and goes on when all have multiplied.
 constexpr int kGroupThreads = 128;
-static Meeting group_meetings[kMostThreads / kGroupThreads];
+static Meeting group_meetings[kMaxThreads / kGroupThreads];
 
 static void meet_group() {
   Meeting& meeting = group_meetings[current / kGroupThreads];
@@ -109,9 +109,9 @@ static void wgmma_commit_group() {}
 template <int>
 static void wgmma_wait_group() {}
 template <int kCount>
-static void wgmma_keep(float (&)[kCount]) {}
+static void wgmma_fence_operand(float (&)[kCount]) {}
 template <int kCount>
-static void wgmma_keep(u32 (&)[kCount]) {}
+static void wgmma_fence_operand(u32 (&)[kCount]) {}
 
 // Elements of the tensor cores, and how many of them a step multiplies.
 static float float_of(E4m3, u16 bits) { return float_of_e4m3(bits & 0xff); }

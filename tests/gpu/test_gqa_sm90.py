@@ -123,10 +123,10 @@ def test_ten_thousand_launches_give_the_same_bits(case: GqaCase) -> None:
 DELAYS = {
     "  mbarrier_wait(shared_address(&barrier), parity);\n": 2000,
     "      barrier_sync(kConsumerBarrier, kConsumerThreads);": 5000,
-    "        merge_parts(params, items.at(count, head), count, 0, 0,": 20_000,
-    "    shared.items.await_place(count);\n": 5000,
-    "    items.await(count + 1);\n": 2000,
-    "  write_part(0, 0, warp, softmax, output, shared);\n": 5000,
+    "        combine_partials(params, work_items.at(count, head), count, 0, 0,": 20_000,
+    "    smem.work_items.await_place(count);\n": 5000,
+    "    work_items.semaphore_wait(count + 1);\n": 2000,
+    "  store_warp_partial(0, 0, warp, softmax, output, smem);\n": 5000,
     "    barrier_sync(kStartBarrier, kThreads);\n": 5000,
     "    barrier_sync(kCheckedBarrier, kThreads);\n": 5000,
 }

@@ -133,7 +133,7 @@ def test_ten_thousand_launches_give_the_same_bits(case: MlaCase, dtype: torch.dt
 DELAYS = {
     "  mbarrier_wait(shared_address(&barrier), parity);\n": 2000,
     "  barrier_sync(kConsumerBarrier, kConsumerThreads);\n": 5000,
-    "  crew.sync();\n": 5000,
+    "  reduce_group.sync();\n": 5000,
 }
 
 

@@ -19,10 +19,10 @@ def constant(name: str) -> int:
     return int(found[1])
 
 
-UNIT_COSTS = (constant("kNarrowUnitCost"), constant("kWideUnitCost"))
-MERGE_COST = constant("kMergeCost")
-LEAST_SPAN = constant("kLeastSpan")
-MAX_SPANS = constant("kMostSpans")
+UNIT_COSTS = (constant("kSmallTileOverheadBlocks"), constant("kLargeTileOverheadBlocks"))
+MERGE_COST = constant("kSplitOverheadBlocks")
+LEAST_SPAN = constant("kMinBlocksPerRange")
+MAX_SPANS = constant("kMaxRanges")
 WARP_LANES = 32
 THREADS = 8  # of a block; fewer than there are, so that each has several requests
 

@@ -43,7 +43,7 @@ KERNELS += [
 
 @pytest.mark.parametrize("spec", KERNELS, ids=str)
 def test_no_arrival_overtakes_ldmatrix(spec: KernelSpec, tmp_path: Path) -> None:
-    """Every read that an arrival tells of is awaited before it, on whatever way leads there."""
+    """Every read that an arrival tells of is expected before it, on whatever way leads there."""
     compiled = compile_source(render(spec), spec.arch, find_nvrtc())
 
     assert overtaken(compiled.code, tmp_path) == []
@@ -53,10 +53,10 @@ def test_an_arrival_that_is_given_nothing_overtakes(tmp_path: Path) -> None:
     """Without a value to wait for, compilers leave it to chance: the test above would see it."""
     spec = gqa_sm90(rows=16, page_size=64)
     text = render(spec).text
-    given = "  if (lane_index() == 0) arrive_after(empty, read);\n"
+    given = "  if (lane_index() == 0) arrive_after_reads(empty, read);\n"
     assert text.count(given) == 1
     source = Source(
-        text=text.replace(given, given.replace("arrive_after(empty, read)", "arrive_at(empty)")),
+        text=text.replace(given, given.replace("arrive_after_reads(empty, read)", "arrive(empty)")),
         origins=(),
     )
 

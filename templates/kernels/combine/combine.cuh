@@ -10,12 +10,12 @@
 #include "softmax/row_result.cuh"
 #include "store_vec4.cuh"
 
-struct SharedMemory {
+struct SharedMemoryPlan {
   float sum[kWarps];
   float4 values[kWarps][kWarpLanes];
 };
 
-__device__ inline float warp_maximum(float value) {
+__device__ inline float warp_reduce_max(float value) {
 #pragma unroll
   for (int lanes = kWarpLanes / 2; lanes > 0; lanes /= 2) {
     value = fmaxf(value, __shfl_xor_sync(~0u, value, lanes));
@@ -24,21 +24,21 @@ __device__ inline float warp_maximum(float value) {
 }
 
 // The largest LSE of the row over its splits, found by every warp for itself.
-__device__ inline float largest_lse(const Params& params, i64 row) {
+__device__ inline float row_max_lse(const Params& params, i64 row) {
   float largest = -kInfinity;
   for (int split = lane_index(); split < params.num_splits; split += kWarpLanes) {
     largest = fmaxf(largest, params.partial_lse[split * params.total_rows + row]);
   }
-  return warp_maximum(largest);
+  return warp_reduce_max(largest);
 }
 
 // What a warp has of some of the splits that are its own, every fourth: loads that wait for each
 // other take longer than all else here.
-constexpr int kSplitsAtOnce = 8;
+constexpr int kSplitsPerStep = 8;
 
 struct PartialRows {
-  float lse[kSplitsAtOnce];
-  float4 values[kSplitsAtOnce];
+  float lse[kSplitsPerStep];
+  float4 values[kSplitsPerStep];
 
   // Those from `first` on. Where there is no split, or it has seen nothing, values may be anything.
   __device__ PartialRows(const Params& params, i64 row, int dim, int first) {
@@ -46,7 +46,7 @@ struct PartialRows {
     const float* lse_of_row = params.partial_lse + partial_row;
     const float* values_of_row = params.partial_out + partial_row * kHeadDimVo + dim;
 #pragma unroll
-    for (int i = 0; i < kSplitsAtOnce; ++i) {
+    for (int i = 0; i < kSplitsPerStep; ++i) {
       const bool exists = first + i * kWarps < params.num_splits;
       lse[i] = exists ? *lse_of_row : -kInfinity;
       if (exists) values[i] = *reinterpret_cast<const float4*>(values_of_row);
@@ -58,7 +58,7 @@ struct PartialRows {
   // Adds them, each weighted by 2^(its LSE - largest).
   __device__ void add_to(float4& total, float& weights, float largest) const {
 #pragma unroll
-    for (int i = 0; i < kSplitsAtOnce; ++i) {
+    for (int i = 0; i < kSplitsPerStep; ++i) {
       if (lse[i] == -kInfinity) continue;
       const float weight = ex2_approx(lse[i] - largest);
       weights += weight;
@@ -70,7 +70,7 @@ struct PartialRows {
   }
 };
 
-__device__ inline void combine(const Params& params, SharedMemory& shared) {
+__device__ inline void combine(const Params& params, SharedMemoryPlan& smem) {
   const int row = static_cast<int>(blockIdx.x) / kSlices;
   const int dim = static_cast<int>(blockIdx.x) % kSlices * kSliceDims + lane_index() * 4;
   const bool is_outside = dim >= kHeadDimVo;  // the last slice may be wider than what is left
@@ -80,13 +80,13 @@ __device__ inline void combine(const Params& params, SharedMemory& shared) {
   float weights = 0.0f;
   float4 part = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll 1
-  for (int first = 0; first < params.num_splits; first += kSplitsAtOnce * kWarps) {
+  for (int first = 0; first < params.num_splits; first += kSplitsPerStep * kWarps) {
     const PartialRows rows(params, row, is_outside ? 0 : dim, first + warp_index());
-    if (first == 0) largest = largest_lse(params, row);  // while these are on their way
+    if (first == 0) largest = row_max_lse(params, row);  // while these are on their way
     rows.add_to(part, weights, largest);
   }
-  shared.values[warp_index()][lane_index()] = part;
-  if (lane_index() == 0) shared.sum[warp_index()] = weights;
+  smem.values[warp_index()][lane_index()] = part;
+  if (lane_index() == 0) smem.sum[warp_index()] = weights;
   __syncthreads();
   if (warp_index() != 0) return;
 
@@ -94,8 +94,8 @@ __device__ inline void combine(const Params& params, SharedMemory& shared) {
   float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
   for (int warp = 0; warp < kWarps; ++warp) {
-    const float4 value = shared.values[warp][lane_index()];
-    sum += shared.sum[warp];
+    const float4 value = smem.values[warp][lane_index()];
+    sum += smem.sum[warp];
     total.x += value.x;
     total.y += value.y;
     total.z += value.z;

@@ -10,9 +10,9 @@
 
 struct TokenScales {};
 
-__device__ inline void decode_elements(const unsigned char* row, const TokenScales&, int, int part,
-                                       Chunk (&decoded)[2]) {
-  decode_e4m3(Element{}, reinterpret_cast<const Chunk*>(row)[part], decoded);
+__device__ inline void decode_elements(const unsigned char* row, const TokenScales&, int,
+                                       int scale_group, Chunk (&decoded)[2]) {
+  decode_e4m3(Element{}, reinterpret_cast<const Chunk*>(row)[scale_group], decoded);
 }
 
 __device__ inline TokenScales scales_of(const Params&, const Work&, int, int, const int*) {

@@ -10,9 +10,9 @@
 
 struct TokenScales {};
 
-__device__ inline void decode_elements(const unsigned char* row, const TokenScales&, int, int part,
-                                       Chunk (&decoded)[2]) {
-  const Chunk stored = reinterpret_cast<const Chunk*>(row)[part];
+__device__ inline void decode_elements(const unsigned char* row, const TokenScales&, int,
+                                       int scale_group, Chunk (&decoded)[2]) {
+  const Chunk stored = reinterpret_cast<const Chunk*>(row)[scale_group];
 #pragma unroll
   for (int pair = 0; pair < 8; ++pair) {
     const int bytes = static_cast<int>(stored.words[pair / 2]) >> pair % 2 * 16;

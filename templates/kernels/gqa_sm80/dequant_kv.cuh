@@ -8,18 +8,19 @@
 
 // Decodes the first `kDims` elements of every row, 16 at a time.
 template <int kDims>
-__device__ inline void decode_tokens(const unsigned char* item, const TokenScales& scales,
-                                     unsigned char* tokens) {
-  constexpr int kParts = kDims / 16;
+__device__ inline void dequant_tokens(const unsigned char* stage_ptr, const TokenScales& scales,
+                                      unsigned char* tokens) {
+  constexpr int kScaleGroups = kDims / 16;
 #pragma unroll 2
-  for (int first = 0; first < kWarpTokens * kParts; first += kWarpLanes) {
-    const int task = first + lane_index();
-    const int token = task / kParts;
-    const int part = task % kParts;
+  for (int first = 0; first < kWarpTokens * kScaleGroups; first += kWarpLanes) {
+    const int group_idx = first + lane_index();
+    const int token = group_idx / kScaleGroups;
+    const int scale_group = group_idx % kScaleGroups;
     if (token >= kWarpTokens) continue;
     Chunk decoded[2];
-    decode_elements(item + token * kItemRowBytes, scales, token, part, decoded);
-    Chunk* target = reinterpret_cast<Chunk*>(tokens + token * kRowBytes + part * 2 * kChunkBytes);
+    decode_elements(stage_ptr + token * kStageRowBytes, scales, token, scale_group, decoded);
+    Chunk* target =
+        reinterpret_cast<Chunk*>(tokens + token * kRowBytes + scale_group * 2 * kChunkBytes);
     target[0] = decoded[0];
     target[1] = decoded[1];
   }

@@ -17,15 +17,15 @@ struct TokenScales {
   PagedRows rows;
   int num_pages;
   int first_token;
-  int first_part;
+  int first_scale_group;
 
   // Zero for a token that is not read: no byte of its scales may be.
-  __device__ float scale_of(int token, int part) const {
+  __device__ float scale_of(int token, int scale_group) const {
     const int at = first_token + token;
-    if (at < work.any_begin || at >= work.any_end) return 0.0f;
+    if (at < work.kv_begin || at >= work.kv_end) return 0.0f;
     const int page = table[at / kPageSize];
-    if (!is_page(page, num_pages)) return 0.0f;
-    const u32 stored = rows.row_of(page, at % kPageSize)[first_part + part];
+    if (!is_valid_page(page, num_pages)) return 0.0f;
+    const u32 stored = rows.row_of(page, at % kPageSize)[first_scale_group + scale_group];
     return cvt_f32(Fp16{}, static_cast<u16>(fp16x2_of_e4m3x2(stored)));
   }
 };
@@ -37,9 +37,9 @@ __device__ inline float float_of_e2m1(u32 nibble) {
 }
 
 __device__ inline void decode_elements(const unsigned char* row, const TokenScales& scales,
-                                       int token, int part, Chunk (&decoded)[2]) {
-  const uint2 stored = reinterpret_cast<const uint2*>(row)[part];
-  const float scale = scales.scale_of(token, part);
+                                       int token, int scale_group, Chunk (&decoded)[2]) {
+  const uint2 stored = reinterpret_cast<const uint2*>(row)[scale_group];
+  const float scale = scales.scale_of(token, scale_group);
 #pragma unroll
   for (int pair = 0; pair < 8; ++pair) {
     const u32 byte = (pair < 4 ? stored.x : stored.y) >> pair % 4 * 8;
@@ -48,18 +48,18 @@ __device__ inline void decode_elements(const unsigned char* row, const TokenScal
   }
 }
 
-// The scales of the tokens of item `item`: of their keys, or of their values.
-__device__ inline TokenScales scales_of(const Params& params, const Work& work, int item, int group,
-                                        const int* table) {
+// The scales of the tokens of item `stage_idx`: of their keys, or of their values.
+__device__ inline TokenScales scales_of(const Params& params, const Work& work, int stage_idx,
+                                        int kv_tile, const int* table) {
   const PagedRows keys{params.key_scales + work.kv_head * params.key_scale_head_stride,
                        params.key_scale_page_stride, params.key_scale_token_stride};
   const PagedRows values{params.value_scales + work.kv_head * params.value_scale_head_stride,
                          params.value_scale_page_stride, params.value_scale_token_stride};
-  const bool has_keys = item % 2 == 0;
+  const bool has_keys = stage_idx % 2 == 0;
   return {work,
           table,
           has_keys ? keys : values,
           params.num_pages,
-          group * kWarpTokens,
+          kv_tile * kWarpTokens,
           has_keys ? 0 : work.slice * kSliceDims / 16};
 }

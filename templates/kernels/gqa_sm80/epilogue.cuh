@@ -16,28 +16,28 @@
 #include "work_tile.cuh"
 
 // The reference that all warps' parts of a row can be brought to.
-__device__ inline float row_reference(const SharedMemory& shared, int row) {
-  float reference = -kInfinity;
+__device__ inline float combined_row_max(const SharedMemoryPlan& smem, int row) {
+  float row_max = -kInfinity;
 #pragma unroll
   for (int warp = 0; warp < kWarps; ++warp) {
-    reference = fmaxf(reference, shared.reference[warp][row]);
+    row_max = fmaxf(row_max, smem.row_max[warp][row]);
   }
-  return reference;
+  return row_max;
 }
 
-// What a warp's part of a row is multiplied by to be relative to `reference`.
-__device__ inline float part_factor(const SharedMemory& shared, int warp, int row,
-                                    float reference) {
-  const float own = shared.reference[warp][row];
-  return own == -kInfinity ? 0.0f : ex2_approx(own - reference);
+// What a warp's part of a row is multiplied by to be relative to `row_max`.
+__device__ inline float partial_factor(const SharedMemoryPlan& smem, int warp, int row,
+                                       float row_max) {
+  const float own = smem.row_max[warp][row];
+  return own == -kInfinity ? 0.0f : ex2_approx(own - row_max);
 }
 
-// Where row `row` begins in `merged`, whose rows are 16 bytes longer than their elements.
-__device__ constexpr int merged_row(int row) { return row * (kSliceDims + 4); }
+// Where row `row` begins in `combine_buffer`, whose rows are 16 bytes longer than their elements.
+__device__ constexpr int combine_buffer_row(int row) { return row * (kSliceDims + 4); }
 
 // The sum of all warps' outputs, one warp after the other. Begins with a barrier after which nobody
 // uses tokens, and references and sums of all warps can be read; ends with a barrier too.
-__device__ inline void merge_warps(SharedMemory& shared, const Output& output) {
+__device__ inline void combine_warps(SharedMemoryPlan& smem, const Output& output) {
   __syncthreads();
 #pragma unroll 1
   for (int warp = 0; warp < kWarps; ++warp) {
@@ -47,8 +47,8 @@ __device__ inline void merge_warps(SharedMemory& shared, const Output& output) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const int row = score_row(m, half);
-          const float factor = part_factor(shared, warp, row, row_reference(shared, row));
-          float* target = shared.merged + merged_row(row);
+          const float factor = partial_factor(smem, warp, row, combined_row_max(smem, row));
+          float* target = smem.combine_buffer + combine_buffer_row(row);
 #pragma unroll
           for (int n = 0; n < kSliceDims / 8; ++n) {
             float2* pair = reinterpret_cast<float2*>(target + output_dim(n, 0));
@@ -68,23 +68,23 @@ __device__ inline void merge_warps(SharedMemory& shared, const Output& output) {
 // Leaves what each merged row is multiplied by in place of the first warp's sums, and writes the
 // LSE of a split's rows in log2 units. A row of a split that saw nothing has LSE minus infinity,
 // and its values are never read.
-__device__ inline void finish_rows(const Params& params, const Work& work, SharedMemory& shared) {
+__device__ inline void finish_rows(const Params& params, const Work& work, SharedMemoryPlan& smem) {
   const bool is_partial = params.num_splits > 1;
   for (int row = static_cast<int>(threadIdx.x); row < work.rows; row += kThreads) {
-    const float reference = row_reference(shared, row);
-    float sum = 0.0f;
+    const float row_max = combined_row_max(smem, row);
+    float row_sum = 0.0f;
 #pragma unroll
     for (int warp = 0; warp < kWarps; ++warp) {
-      sum += shared.sum[warp][row] * part_factor(shared, warp, row, reference);
+      row_sum += smem.row_sum[warp][row] * partial_factor(smem, warp, row, row_max);
     }
     const float sink = is_partial || params.sinks == nullptr
                            ? -kInfinity
                            : params.sinks[work.head_of(params, row)];
-    const RowResult result = finish_row(reference, sum, sink);
+    const RowResult result = finish_row(row_max, row_sum, sink);
     const float output_scale =
         is_partial ? 1.0f
                    : value_of(params.bmm2_scale_tensor, params.bmm2_scale) * params.output_factor;
-    shared.sum[0][row] = result.factor * output_scale;
+    smem.row_sum[0][row] = result.factor * output_scale;
     if (is_partial && work.slice == 0) {
       params.partial_lse[work.split * params.total_rows + work.global_row(params, row)] =
           result.lse;
@@ -95,13 +95,14 @@ __device__ inline void finish_rows(const Params& params, const Work& work, Share
 
 // Normalised fp32 rows of one split, or the whole result.
 __device__ inline void store_output(const Params& params, const Work& work,
-                                    const SharedMemory& shared) {
+                                    const SharedMemoryPlan& smem) {
   constexpr int kQuads = kSliceDims / 4;
   for (int i = static_cast<int>(threadIdx.x); i < work.rows * kQuads; i += kThreads) {
     const int row = i / kQuads;
     const int dim = i % kQuads * 4;
-    const float factor = shared.sum[0][row];
-    float4 value = *reinterpret_cast<const float4*>(shared.merged + merged_row(row) + dim);
+    const float factor = smem.row_sum[0][row];
+    float4 value =
+        *reinterpret_cast<const float4*>(smem.combine_buffer + combine_buffer_row(row) + dim);
     value = make_float4(value.x * factor, value.y * factor, value.z * factor, value.w * factor);
     const i64 global_row = work.global_row(params, row);
     const int column = work.slice * kSliceDims + dim;

@@ -12,34 +12,35 @@
 
 // Items alternate: the keys of a group of tokens, its values, the keys of the warp's next group.
 // Page ids are read one group ahead, so that no copy waits for them.
-struct TokenLoader {
+struct KvLoader {
   const Params& params;
   const Work& work;
   const int* table;  // page ids of the request
-  int next_item;
-  int next_group;
+  int next_stage;
+  int next_kv_tile;
   int pages;  // of token lane_index() % kWarpTokens of the next group; -1 for what is not read
   int next_pages;  // of the group after it
 
-  __device__ TokenLoader(const Params& params, const Work& work)
+  __device__ KvLoader(const Params& params, const Work& work)
       : params(params),
         work(work),
-        table(params.block_tables + work.request * static_cast<i64>(params.block_tables_stride)),
-        next_item(0),
-        next_group(work.first_group + warp_index()) {
-    pages = read_pages(next_group);
-    next_pages = read_pages(next_group + kWarps);
+        table(params.block_tables + work.seq_idx * static_cast<i64>(params.block_tables_stride)),
+        next_stage(0),
+        next_kv_tile(work.first_kv_tile + warp_index()) {
+    pages = read_pages(next_kv_tile);
+    next_pages = read_pages(next_kv_tile + kWarps);
   }
 
-  __device__ int read_pages(int group) const {
-    const int token = group * kWarpTokens + lane_index() % kWarpTokens;
-    const bool is_read = group < work.last_group && token >= work.any_begin && token < work.any_end;
+  __device__ int read_pages(int kv_tile) const {
+    const int token = kv_tile * kWarpTokens + lane_index() % kWarpTokens;
+    const bool is_read =
+        kv_tile < work.end_kv_tile && token >= work.kv_begin && token < work.kv_end;
     return is_read ? table[token / kPageSize] : -1;
   }
 
   // Copies `kBytes` of every token's row, from byte `offset` on, to the rows of an item.
   template <int kBytes>
-  __device__ void copy_rows(const PagedRows& rows, int offset, unsigned char* item) const {
+  __device__ void copy_rows(const PagedRows& rows, int offset, unsigned char* stage_ptr) const {
     constexpr int kCopyBytes = kBytes % kChunkBytes == 0 ? kChunkBytes : 8;
     constexpr int kCopies = kBytes / kCopyBytes;
 #pragma unroll 4  // more addresses at once would take registers from the output
@@ -49,10 +50,10 @@ struct TokenLoader {
       const int at = copy % kCopies * kCopyBytes;
       const int page = __shfl_sync(~0u, pages, token % kWarpTokens);
       if (token >= kWarpTokens) continue;
-      const bool exists = is_page(page, params.num_pages);
-      const int slot = (next_group * kWarpTokens + token) % kPageSize;
+      const bool exists = is_valid_page(page, params.num_pages);
+      const int slot = (next_kv_tile * kWarpTokens + token) % kPageSize;
       const unsigned char* source = exists ? rows.row_of(page, slot) + offset + at : rows.rows;
-      const u32 target = shared_address(item) + token * kItemRowBytes + at;
+      const u32 target = shared_address(stage_ptr) + token * kStageRowBytes + at;
       if constexpr (kCopyBytes == kChunkBytes) {
         cp_async_cg_16(target, source, exists ? kChunkBytes : 0);
       } else {
@@ -62,23 +63,23 @@ struct TokenLoader {
   }
 
   // Starts the copy of the next item, if there is one, and closes its group in any case.
-  __device__ void begin_next(SharedMemory& shared) {
-    if (next_group < work.last_group) {
-      unsigned char* item = item_of(shared, next_item);
-      if (next_item % 2 == 0) {
+  __device__ void load_next(SharedMemoryPlan& smem) {
+    if (next_kv_tile < work.end_kv_tile) {
+      unsigned char* stage_ptr = stage_of(smem, next_stage);
+      if (next_stage % 2 == 0) {
         const PagedRows keys{params.key_cache + work.kv_head * params.key_head_stride,
                              params.key_page_stride, params.key_token_stride};
-        copy_rows<kStoredBytes>(keys, 0, item);
+        copy_rows<kStoredBytes>(keys, 0, stage_ptr);
       } else {
         const PagedRows values{params.value_cache + work.kv_head * params.value_head_stride,
                                params.value_page_stride, params.value_token_stride};
         constexpr int kSliceBytes = kStoredBytes / kSlices;
-        copy_rows<kSliceBytes>(values, work.slice * kSliceBytes, item);
-        next_group += kWarps;
+        copy_rows<kSliceBytes>(values, work.slice * kSliceBytes, stage_ptr);
+        next_kv_tile += kWarps;
         pages = next_pages;
-        next_pages = read_pages(next_group + kWarps);
+        next_pages = read_pages(next_kv_tile + kWarps);
       }
-      ++next_item;
+      ++next_stage;
     }
     cp_async_commit_group();
   }

@@ -8,9 +8,9 @@
 #include "shared_memory.cuh"
 #include "work_tile.cuh"
 
-__device__ inline void load_query(const Params& params, const Work& work, SharedMemory& shared) {
+__device__ inline void load_query(const Params& params, const Work& work, SharedMemoryPlan& smem) {
   constexpr int kChunks = kHeadDim * 2 / kChunkBytes;
-  for (int i = static_cast<int>(threadIdx.x); i < kRows * kChunks; i += kThreads) {
+  for (int i = static_cast<int>(threadIdx.x); i < kBlockM * kChunks; i += kThreads) {
     const int row = i / kChunks;
     const int chunk = i % kChunks;
     Chunk value{};
@@ -20,6 +20,6 @@ __device__ inline void load_query(const Params& params, const Work& work, Shared
                           work.head_of(params, row) * params.query_head_stride;
       value = reinterpret_cast<const Chunk*>(source)[chunk];
     }
-    *reinterpret_cast<Chunk*>(shared.query + row * kRowBytes + chunk * kChunkBytes) = value;
+    *reinterpret_cast<Chunk*>(smem.query + row * kRowBytes + chunk * kChunkBytes) = value;
   }
 }

@@ -18,9 +18,9 @@
 // clears them: 0 * NaN is NaN, so a hidden V must not meet the tensor core.
 __device__ inline void accumulate_boundary(const Params& params, const Work& work, int first_token,
                                            const Probabilities& probabilities,
-                                           unsigned char* tokens, SharedMemory& shared,
+                                           unsigned char* tokens, SharedMemoryPlan& smem,
                                            Output& output) {
-  auto& p = shared.probabilities[warp_index()];
+  auto& p = smem.probabilities[warp_index()];
 #pragma unroll
   for (int m = 0; m < kRowGroups; ++m) {
 #pragma unroll
@@ -35,14 +35,14 @@ __device__ inline void accumulate_boundary(const Params& params, const Work& wor
   // Not unrolled: a rare path must not take registers from the loop over tokens.
 #pragma unroll 1
   for (int token = 0; token < kWarpTokens; ++token) {
-    const int at = first_token + token;
-    if (at >= work.all_begin && at < work.all_end) continue;
+    const int token_idx = first_token + token;
+    if (token_idx >= work.unmasked_kv_begin && token_idx < work.unmasked_kv_end) continue;
     u32* row = reinterpret_cast<u32*>(tokens + token * kRowBytes);
 #pragma unroll
     for (int m = 0; m < kRowGroups; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        if (!work.sees(params, score_row(m, half), at)) continue;
+        if (!work.attends(params, score_row(m, half), token_idx)) continue;
         const float weight = p[score_row(m, half)][token];
 #pragma unroll
         for (int n = 0; n < kSliceDims / 8; ++n) {

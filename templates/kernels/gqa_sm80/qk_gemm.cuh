@@ -23,9 +23,9 @@ __device__ inline int score_token(int group, int parity) {
   return group * 8 + lane_index() % 4 * 2 + parity;
 }
 
-__device__ inline void load_query_step(const SharedMemory& shared, int step, QueryStep& query) {
+__device__ inline void load_query_step(const SharedMemoryPlan& smem, int step, QueryStep& query) {
   const u32 rows =
-      shared_address(shared.query) + (step * 2 + lane_index() / 16) * static_cast<int>(kChunkBytes);
+      shared_address(smem.query) + (step * 2 + lane_index() / 16) * static_cast<int>(kChunkBytes);
 #pragma unroll
   for (int m = 0; m < kRowGroups; ++m) {
     ldmatrix_x4(query[m], rows + (m * 16 + lane_index() % 16) * kRowBytes);
@@ -33,17 +33,17 @@ __device__ inline void load_query_step(const SharedMemory& shared, int step, Que
 }
 
 // The query in registers, where it fits, or nothing.
-struct KeptQuery {
-  QueryStep steps[kKeepsQuery ? kHeadDim / 16 : 1];
+struct RegisterQuery {
+  QueryStep steps[kQueryInRegs ? kHeadDim / 16 : 1];
 
-  __device__ explicit KeptQuery(const SharedMemory& shared) {
-    if (!kKeepsQuery) return;
+  __device__ explicit RegisterQuery(const SharedMemoryPlan& smem) {
+    if (!kQueryInRegs) return;
 #pragma unroll
-    for (int step = 0; step < kHeadDim / 16; ++step) load_query_step(shared, step, steps[step]);
+    for (int step = 0; step < kHeadDim / 16; ++step) load_query_step(smem, step, steps[step]);
   }
 };
 
-__device__ inline void multiply_qk(const SharedMemory& shared, KeptQuery& query,
+__device__ inline void multiply_qk(const SharedMemoryPlan& smem, RegisterQuery& query,
                                    const unsigned char* tokens, Scores& scores) {
 #pragma unroll
   for (int m = 0; m < kRowGroups; ++m) {
@@ -56,10 +56,10 @@ __device__ inline void multiply_qk(const SharedMemory& shared, KeptQuery& query,
   const int lane = lane_index();
   const u32 keys =
       shared_address(tokens) + (lane / 16 * 8 + lane % 8) * kRowBytes + lane / 8 % 2 * kChunkBytes;
-#pragma unroll kKeepsQuery ? kHeadDim / 16 : 2
+#pragma unroll kQueryInRegs ? kHeadDim / 16 : 2
   for (int step = 0; step < kHeadDim / 16; ++step) {
-    QueryStep& q = query.steps[kKeepsQuery ? step : 0];
-    if (!kKeepsQuery) load_query_step(shared, step, q);
+    QueryStep& q = query.steps[kQueryInRegs ? step : 0];
+    if (!kQueryInRegs) load_query_step(smem, step, q);
     u32 k[4];
     ldmatrix_x4(k, keys + step * 2 * kChunkBytes);
 #pragma unroll

@@ -22,8 +22,8 @@ using Probabilities = u32[kRowGroups][4];
 // P V uses them: rounded.
 struct Softmax {
   float scale;  // of the scores, times log2(e)
-  float reference[kRowGroups][2];  // log2 units
-  float sum[kRowGroups][2];
+  float row_max[kRowGroups][2];  // log2 units
+  float row_sum[kRowGroups][2];
 
   __device__ explicit Softmax(const Params& params)
       : scale(score_scale(params) * params.score_factor * kLog2E) {
@@ -31,15 +31,15 @@ struct Softmax {
     for (int m = 0; m < kRowGroups; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        reference[m][half] = -kInfinity;
-        sum[m][half] = 0.0f;
+        row_max[m][half] = -kInfinity;
+        row_sum[m][half] = 0.0f;
       }
     }
   }
 
   // Scores become log2 units, and minus infinity where a row does not see the token: a select, not
   // arithmetic, for the hidden score may be NaN.
-  __device__ void scale_and_hide(const Params& params, const Work& work, int first_token,
+  __device__ void scale_and_mask(const Params& params, const Work& work, int first_token,
                                  bool has_boundary, Scores& scores) const {
 #pragma unroll
     for (int m = 0; m < kRowGroups; ++m) {
@@ -48,9 +48,9 @@ struct Softmax {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const float score = __fmul_rn(scores[m][n][e], scale);
-          const bool is_seen = !has_boundary || work.sees(params, score_row(m, e / 2),
-                                                          first_token + score_token(n, e % 2));
-          scores[m][n][e] = is_seen ? score : -kInfinity;
+          const bool attends = !has_boundary || work.attends(params, score_row(m, e / 2),
+                                                             first_token + score_token(n, e % 2));
+          scores[m][n][e] = attends ? score : -kInfinity;
         }
       }
     }
@@ -66,7 +66,7 @@ struct Softmax {
       for (int n = 0; n < 2; ++n) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          found |= scores[m][n][e] - reference[m][e / 2] > kReferenceSlack;
+          found |= scores[m][n][e] - row_max[m][e / 2] > kRescaleThreshold;
         }
       }
     }
@@ -74,56 +74,56 @@ struct Softmax {
   }
 
   // Moves the reference of every row whose maximum exceeds it by too much.
-  __device__ void move_references(const Scores& scores, Output& output) {
+  __device__ void update_row_max(const Scores& scores, Output& output) {
 #pragma unroll
     for (int m = 0; m < kRowGroups; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         float maximum = fmaxf(fmaxf(scores[m][0][half * 2], scores[m][0][half * 2 + 1]),
                               fmaxf(scores[m][1][half * 2], scores[m][1][half * 2 + 1]));
-        maximum = row_maximum(maximum);
-        if (!(maximum - reference[m][half] > kReferenceSlack)) continue;
-        const float rescale = ex2_approx(reference[m][half] - maximum);
-        reference[m][half] = maximum;
-        sum[m][half] *= rescale;
+        maximum = quad_reduce_max(maximum);
+        if (!(maximum - row_max[m][half] > kRescaleThreshold)) continue;
+        const float rescale = ex2_approx(row_max[m][half] - maximum);
+        row_max[m][half] = maximum;
+        row_sum[m][half] *= rescale;
         rescale_output(m, half, rescale, output);
       }
     }
   }
 
   // The probabilities relative to the references as they are, and their sums.
-  __device__ void find_probabilities(const Scores& scores, Probabilities& probabilities) {
+  __device__ void compute_probabilities(const Scores& scores, Probabilities& probabilities) {
 #pragma unroll
     for (int m = 0; m < kRowGroups; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
-          const float low = probability(scores[m][n][half * 2], reference[m][half]);
-          const float high = probability(scores[m][n][half * 2 + 1], reference[m][half]);
+          const float low = probability(scores[m][n][half * 2], row_max[m][half]);
+          const float high = probability(scores[m][n][half * 2 + 1], row_max[m][half]);
           const u32 packed = cvt_rn_x2_f32(Element{}, high, low);
-          sum[m][half] += cvt_f32(Element{}, static_cast<u16>(packed)) +
-                          cvt_f32(Element{}, static_cast<u16>(packed >> 16));
+          row_sum[m][half] += cvt_f32(Element{}, static_cast<u16>(packed)) +
+                              cvt_f32(Element{}, static_cast<u16>(packed >> 16));
           probabilities[m][n * 2 + half] = packed;
         }
       }
     }
   }
 
-  __device__ static float probability(float score, float reference) {
-    return score == -kInfinity ? 0.0f : ex2_approx(score - reference);
+  __device__ static float probability(float score, float row_max) {
+    return score == -kInfinity ? 0.0f : ex2_approx(score - row_max);
   }
 
   // Leaves references and sums of this warp's rows in shared memory.
-  __device__ void publish(SharedMemory& shared) {
+  __device__ void publish(SharedMemoryPlan& smem) {
 #pragma unroll
     for (int m = 0; m < kRowGroups; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        sum[m][half] = row_total(sum[m][half]);
+        row_sum[m][half] = quad_reduce_sum(row_sum[m][half]);
         if (lane_index() % 4 != 0) continue;
-        shared.reference[warp_index()][score_row(m, half)] = reference[m][half];
-        shared.sum[warp_index()][score_row(m, half)] = sum[m][half];
+        smem.row_max[warp_index()][score_row(m, half)] = row_max[m][half];
+        smem.row_sum[warp_index()][score_row(m, half)] = row_sum[m][half];
       }
     }
   }

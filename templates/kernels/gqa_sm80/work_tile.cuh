@@ -9,9 +9,9 @@
 #include "config.cuh"
 
 // A row is one (query token, query head of a kv head) pair of a request, query token first. A block
-// takes kRows rows of one kv head, a slice of their output elements and one split of the tokens.
+// takes kBlockM rows of one kv head, a slice of their output elements and one split of the tokens.
 struct alignas(16) Work {
-  int request;
+  int seq_idx;
   int kv_head;
   int slice;
   int split;
@@ -19,17 +19,17 @@ struct alignas(16) Work {
   i64 first_query;  // index of the request's first query token among all
   int kv_len;  // tokens in the cache, the new ones included
   int first_row;  // of this block, among the request's rows
-  int rows;  // of this block; the rest of kRows is padding
-  int all_begin, all_end;  // tokens that every row of this block sees
-  int any_begin, any_end;  // tokens that some row may see
-  int first_group, last_group;  // of kWarpTokens tokens each, that are this split's
+  int rows;  // of this block; the rest of kBlockM is padding
+  int unmasked_kv_begin, unmasked_kv_end;  // tokens that every row of this block sees
+  int kv_begin, kv_end;  // tokens that some row may see
+  int first_kv_tile, end_kv_tile;  // of kWarpTokens tokens each, that are this split's
 
   __device__ int query_of(const Params& params, int row) const {
     return (first_row + row) / params.group_size;
   }
 
   // The first token that a query token's window reaches back to.
-  __device__ int window_begin(const Params& params, int query) const {
+  __device__ int window_kv_begin(const Params& params, int query) const {
     return params.window > 0 ? max(0, kv_len - q_len + query + 1 - params.window) : 0;
   }
 
@@ -44,10 +44,10 @@ struct alignas(16) Work {
   }
 
   // Whether a row of this block sees a token that not all of them see.
-  __device__ bool sees(const Params& params, int row, int token) const {
+  __device__ bool attends(const Params& params, int row, int token) const {
     if (row >= rows || token >= kv_len) return false;
     const int query = query_of(params, row);
-    if (token < window_begin(params, query)) return false;
+    if (token < window_kv_begin(params, query)) return false;
     const int draft = token - (kv_len - q_len);
     if (params.draft_mask == nullptr || draft < 0) return draft <= query;
     const u32* words = params.draft_mask + (first_query + query) * params.mask_words;
@@ -58,37 +58,37 @@ struct alignas(16) Work {
 
 __device__ inline Work find_work(const Params& params) {
   Work work;
-  int block = static_cast<int>(blockIdx.x);
-  const int tile = block % params.row_tiles;
-  block /= params.row_tiles;
-  work.slice = block % kSlices;
-  block /= kSlices;
-  work.kv_head = block % params.kv_heads;
-  block /= params.kv_heads;
-  work.split = block % params.num_splits;
+  int cta = static_cast<int>(blockIdx.x);
+  const int m_tile = cta % params.row_tiles;
+  cta /= params.row_tiles;
+  work.slice = cta % kSlices;
+  cta /= kSlices;
+  work.kv_head = cta % params.kv_heads;
+  cta /= params.kv_heads;
+  work.split = cta % params.num_splits;
   const i64 tokens = params.total_rows / (static_cast<i64>(params.group_size) * params.kv_heads);
   const TileRows found = rows_of_tile(params.cu_seqlens_q, params.num_seqs, params.q_len,
-                                      params.group_size, tokens, block / params.num_splits, tile);
-  work.request = found.request;
+                                      params.group_size, tokens, cta / params.num_splits, m_tile);
+  work.seq_idx = found.seq_idx;
   work.q_len = found.q_len;
   work.first_query = found.first_query;
   work.first_row = found.first_row;
   work.rows = found.rows;
-  work.kv_len = tokens_held(params.seq_lens[work.request], params.max_pages);
+  work.kv_len = clamp_kv_len(params.seq_lens[work.seq_idx], params.max_pages);
 
   const int first = work.query_of(params, 0);
   const int last = work.query_of(params, max(work.rows, 1) - 1);
-  const int before = work.kv_len - work.q_len;  // tokens before the new ones
+  const int first_new_token = work.kv_len - work.q_len;  // tokens before the new ones
   const bool has_mask = params.draft_mask != nullptr;
-  work.any_begin = work.window_begin(params, first);
-  work.all_begin = work.window_begin(params, last);
-  work.any_end = max(has_mask ? work.kv_len : before + last + 1, 0);
-  work.all_end = max(has_mask ? before : before + first + 1, 0);
+  work.kv_begin = work.window_kv_begin(params, first);
+  work.unmasked_kv_begin = work.window_kv_begin(params, last);
+  work.kv_end = max(has_mask ? work.kv_len : first_new_token + last + 1, 0);
+  work.unmasked_kv_end = max(has_mask ? first_new_token : first_new_token + first + 1, 0);
 
-  const int begin = work.any_begin / kWarpTokens;
-  const int groups = max(ceil_div(work.any_end, kWarpTokens) - begin, 0);
-  const int per_split = ceil_div(ceil_div(groups, kWarps), params.num_splits) * kWarps;
-  work.first_group = begin + min(groups, work.split * per_split);
-  work.last_group = min(begin + groups, work.first_group + per_split);
+  const int begin = work.kv_begin / kWarpTokens;
+  const int num_kv_tiles = max(ceil_div(work.kv_end, kWarpTokens) - begin, 0);
+  const int tiles_per_split = ceil_div(ceil_div(num_kv_tiles, kWarps), params.num_splits) * kWarps;
+  work.first_kv_tile = begin + min(num_kv_tiles, work.split * tiles_per_split);
+  work.end_kv_tile = min(begin + num_kv_tiles, work.first_kv_tile + tiles_per_split);
   return work;
 }

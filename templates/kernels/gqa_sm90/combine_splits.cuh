@@ -14,57 +14,57 @@
 #include "store_rows.cuh"
 #include "tile_scheduler.cuh"
 
-constexpr int kPiecesAtATime = 8;  // that are under way together
+constexpr int kSplitsPerStep = 8;  // that are under way together
 
-__device__ inline void merge_row(const Params& params, const Item& item, int row, int dim) {
-  RowState state = {-kLargest, 0.0f};
+__device__ inline void combine_row(const Params& params, const WorkItem& work, int row, int dim) {
+  RowState state = {-kFloatMax, 0.0f};
   float4 values = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll 1
-  for (int first = 0; first < item.pieces; first += kPiecesAtATime) {
-    float2 states[kPiecesAtATime];
-    float4 parts[kPiecesAtATime];
+  for (int first = 0; first < work.num_splits; first += kSplitsPerStep) {
+    float2 states[kSplitsPerStep];
+    float4 partials[kSplitsPerStep];
 #pragma unroll
-    for (int i = 0; i < kPiecesAtATime; ++i) {
+    for (int i = 0; i < kSplitsPerStep; ++i) {
       // Behind the last piece it comes once more, and counts for nothing.
-      const int place = place_of_piece(params, item, min(first + i, item.pieces - 1));
-      states[i] = ld_global_cg_v2_f32(piece_states(params, place) + row);
-      parts[i] = ld_global_cg_v4_f32(piece_values(params, place, row, dim));
+      const int slot = partial_slot(params, work, min(first + i, work.num_splits - 1));
+      states[i] = ld_global_cg_v2_f32(partial_states(params, slot) + row);
+      partials[i] = ld_global_cg_v4_f32(partial_values(params, slot, row, dim));
     }
-    float next = state.reference;
+    float next = state.row_max;
 #pragma unroll
-    for (int i = 0; i < kPiecesAtATime; ++i) next = fmaxf(next, states[i].x);
-    const float before = ex2_approx(state.reference - next);
-    state = {next, state.sum * before};
+    for (int i = 0; i < kSplitsPerStep; ++i) next = fmaxf(next, states[i].x);
+    const float before = ex2_approx(state.row_max - next);
+    state = {next, state.row_sum * before};
     values =
         make_float4(values.x * before, values.y * before, values.z * before, values.w * before);
 #pragma unroll
-    for (int i = 0; i < kPiecesAtATime; ++i) {
-      if (first + i >= item.pieces) continue;
+    for (int i = 0; i < kSplitsPerStep; ++i) {
+      if (first + i >= work.num_splits) continue;
       const float weight = ex2_approx(states[i].x - next);
-      state.sum += states[i].y * weight;
-      values = add_weighted(values, parts[i], weight);
+      state.row_sum += states[i].y * weight;
+      values = add_weighted(values, partials[i], weight);
     }
   }
-  store_finished(params, item, row, dim, state, values);
+  store_finished(params, work, row, dim, state, values);
 }
 
 // By all consumers, each of its head, after all have left their part of this piece.
-__device__ inline void merge_pieces(const Params& params, const Item& item, int head_thread,
-                                    SharedMemory& shared) {
+__device__ inline void combine_splits(const Params& params, const WorkItem& work, int head_thread,
+                                      SharedMemoryPlan& smem) {
   barrier_sync(kConsumerBarrier, kConsumerThreads);
   if (threadIdx.x == 0) {
-    u32* arrivals = params.semaphores + item.first_block;
-    const u32 others = static_cast<u32>(item.pieces - 1);
-    const bool is_last = atom_add_acq_rel_gpu(arrivals, 1) == others;
-    if (is_last) *arrivals = 0;  // for the next launch
-    shared.is_last_piece = is_last;
+    u32* semaphore = params.semaphores + work.first_split_cta;
+    const u32 others = static_cast<u32>(work.num_splits - 1);
+    const bool is_last = atom_add_acq_rel_gpu(semaphore, 1) == others;
+    if (is_last) *semaphore = 0;  // for the next launch
+    smem.is_last_split = is_last;
   }
   __syncwarp();
   barrier_sync(kConsumerBarrier, kConsumerThreads);
-  if (!shared.is_last_piece) return;
+  if (!smem.is_last_split) return;
   constexpr int kQuads = kHeadDim / 4;
 #pragma unroll 1
-  for (int task = head_thread; task < item.rows * kQuads; task += kHeadThreads) {
-    merge_row(params, item, task / kQuads, task % kQuads * 4);
+  for (int vec_idx = head_thread; vec_idx < work.rows * kQuads; vec_idx += kHeadThreads) {
+    combine_row(params, work, vec_idx / kQuads, vec_idx % kQuads * 4);
   }
 }

@@ -5,7 +5,7 @@
 
 #include "common/params.cuh"
 
-__device__ inline bool goes_back(const Params& params, int request) {
+__device__ inline bool has_negative_q_len(const Params& params, int seq_idx) {
   const int* offsets = params.cu_seqlens_q;
-  return offsets != nullptr && offsets[request + 1] < offsets[request];
+  return offsets != nullptr && offsets[seq_idx + 1] < offsets[seq_idx];
 }

@@ -1,4 +1,4 @@
-// Adds up what the consumer warps of a block have of an item, kMergeRows and kMergeDims at a
+// Adds up what the consumer warps of a block have of an item, kCombineRows and kCombineDims at a
 // time: by themselves, or by the mergers, warps that do nothing else.
 
 #pragma once
@@ -20,90 +20,93 @@
 
 // Four neighbouring values of row `row` of those, from all warps that have kv head `head` of the
 // block's.
-__device__ inline float4 merged_values(const SharedMemory& shared, int head, int row, int dim,
-                                       RowState& state) {
+__device__ inline float4 combined_values(const SharedMemoryPlan& smem, int head, int row, int dim,
+                                         RowState& state) {
   RowState states[kHeadWarps];
-  state = {-kLargest, 0.0f};
+  state = {-kFloatMax, 0.0f};
 #pragma unroll
-  for (int place = 0; place < kHeadWarps; ++place) {
-    states[place] = shared.states[place * kHeads + head][row / 8][row % 8];
-    state.reference = fmaxf(state.reference, states[place].reference);
+  for (int rank = 0; rank < kHeadWarps; ++rank) {
+    states[rank] = smem.states[rank * kHeads + head][row / 8][row % 8];
+    state.row_max = fmaxf(state.row_max, states[rank].row_max);
   }
   float4 values = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
-  for (int place = 0; place < kHeadWarps; ++place) {
-    const float weight = ex2_approx(states[place].reference - state.reference);
-    state.sum += states[place].sum * weight;
-    const float4 part = *reinterpret_cast<const float4*>(
-        &shared.merged[place * kHeads + head][row / 8][row % 8][dim]);
-    values = add_weighted(values, part, weight);
+  for (int rank = 0; rank < kHeadWarps; ++rank) {
+    const float weight = ex2_approx(states[rank].row_max - state.row_max);
+    state.row_sum += states[rank].row_sum * weight;
+    const float4 partial = *reinterpret_cast<const float4*>(
+        &smem.combine_buffer[rank * kHeads + head][row / 8][row % 8][dim]);
+    values = add_weighted(values, partial, weight);
   }
   return values;
 }
 
 // Four neighbouring values of a row, which is finished if the item is a whole unit.
-__device__ inline void store_merged(const Params& params, const Item& item, int row, int dim,
-                                    RowState state, float4 values) {
-  if (item.pieces == 1) return store_finished(params, item, row, dim, state, values);
-  const int place = place_of_piece(params, item, item.piece);
-  *piece_values(params, place, row, dim) = values;
-  if (dim == 0) piece_states(params, place)[row] = state;
+__device__ inline void store_combined(const Params& params, const WorkItem& work, int row, int dim,
+                                      RowState state, float4 values) {
+  if (work.num_splits == 1) return store_finished(params, work, row, dim, state, values);
+  const int slot = partial_slot(params, work, work.split_idx);
+  *partial_values(params, slot, row, dim) = values;
+  if (dim == 0) partial_states(params, slot)[row] = state;
 }
 
 // Leaves a warp's part of what is merged at a time in shared memory.
-__device__ inline void write_part(int first_row, int first_dim, int warp, const Softmax& softmax,
-                                  const Output& output, SharedMemory& shared) {
+__device__ inline void store_warp_partial(int first_row, int first_dim, int warp,
+                                          const Softmax& softmax, const Output& output,
+                                          SharedMemoryPlan& smem) {
 #pragma unroll
   for (int n = 0; n < kRowGroups; ++n) {
-    const int place = n % kMergeGroups;
-    if ((n - place) * 8 != first_row) continue;
-    softmax.publish(n, shared.states[warp][place]);
+    const int group = n % kCombineRowGroups;
+    if ((n - group) * 8 != first_row) continue;
+    softmax.publish(n, smem.states[warp][group]);
 #pragma unroll
-    for (int dim = 0; dim < kHeadDim; dim += kMergeDims) {
-      if (dim == first_dim) write_merged(output, n, dim / 16, shared.merged[warp][place]);
+    for (int dim = 0; dim < kHeadDim; dim += kCombineDims) {
+      if (dim == first_dim)
+        store_to_combine_buffer(output, n, dim / 16, smem.combine_buffer[warp][group]);
     }
   }
 }
 
 // Of what is merged at a time of a head, those values that are thread `thread`'s of `threads`.
-__device__ inline void merge_parts(const Params& params, const Item& item, u32 count, int first_row,
-                                   int first_dim, int thread, int threads,
-                                   const SharedMemory& shared) {
-  constexpr int kQuads = kMergeDims / 4;
+__device__ inline void combine_partials(const Params& params, const WorkItem& work, u32 work_idx,
+                                        int first_row, int first_dim, int thread, int threads,
+                                        const SharedMemoryPlan& smem) {
+  constexpr int kQuads = kCombineDims / 4;
 #pragma unroll 1
-  for (int task = thread; task < kMergeRows * kQuads; task += threads) {
-    const int row_in_part = task / kQuads;
-    const int row = first_row + row_in_part;
-    if (row >= item.rows) break;
-    const int dim_in_part = task % kQuads * 4;
-    const int dim = first_dim + dim_in_part;
+  for (int vec_idx = thread; vec_idx < kCombineRows * kQuads; vec_idx += threads) {
+    const int row_in_buffer = vec_idx / kQuads;
+    const int row = first_row + row_in_buffer;
+    if (row >= work.rows) break;
+    const int dim_in_buffer = vec_idx % kQuads * 4;
+    const int dim = first_dim + dim_in_buffer;
     RowState state;
-    float4 values = merged_values(shared, item.kv_head % kHeads, row_in_part, dim_in_part, state);
-    if (shared.nonfinite_items[count % 2] == count) {
-      values = restore_nonfinite(params, item, row, dim, values);
+    float4 values =
+        combined_values(smem, work.kv_head % kHeads, row_in_buffer, dim_in_buffer, state);
+    if (smem.nonfinite_work[work_idx % 2] == work_idx) {
+      values = restore_nonfinite(params, work, row, dim, values);
     }
-    store_merged(params, item, row, dim, state, values);
+    store_combined(params, work, row, dim, state, values);
   }
 }
 
 // A thread's place among those that merge what their own head's warps have left.
 __device__ inline int head_thread(int warp) {
-  return place_of_warp(warp) * kWarpLanes + lane_index();
+  return rank_of_warp(warp) * kWarpLanes + lane_index();
 }
 
-__device__ inline void merge_warps(const Params& params, const Item& item, int warp, u32 count,
-                                   const Softmax& softmax, const Output& output,
-                                   SharedMemory& shared) {
+__device__ inline void combine_warps(const Params& params, const WorkItem& work, int warp,
+                                     u32 work_idx, const Softmax& softmax, const Output& output,
+                                     SharedMemoryPlan& smem) {
   // Not unrolled, for the sake of the instructions' cache.
 #pragma unroll 1
-  for (int first_row = 0; first_row < item.rows; first_row += kMergeRows) {
+  for (int first_row = 0; first_row < work.rows; first_row += kCombineRows) {
 #pragma unroll 1
-    for (int first_dim = 0; first_dim < kHeadDim; first_dim += kMergeDims) {
+    for (int first_dim = 0; first_dim < kHeadDim; first_dim += kCombineDims) {
       barrier_sync(kConsumerBarrier, kConsumerThreads);  // nobody reads any more
-      write_part(first_row, first_dim, warp, softmax, output, shared);
+      store_warp_partial(first_row, first_dim, warp, softmax, output, smem);
       barrier_sync(kConsumerBarrier, kConsumerThreads);
-      merge_parts(params, item, count, first_row, first_dim, head_thread(warp), kHeadThreads,
-                  shared);
+      combine_partials(params, work, work_idx, first_row, first_dim, head_thread(warp),
+                       kHeadThreads, smem);
       __syncwarp();
     }
   }
@@ -112,48 +115,49 @@ __device__ inline void merge_warps(const Params& params, const Item& item, int w
 // Whether the mergers merge an item: one that is a whole unit, and that another follows. What comes
 // last is done sooner by all consumers; and after what they merge themselves they must have met
 // before they leave more, as they do where they merge pieces.
-__device__ inline bool is_merged_apart(const Item& item, bool has_next) {
-  return kMergesApart && item.pieces == 1 && has_next;
+__device__ inline bool uses_epilogue_warps(const WorkItem& work, bool has_next) {
+  return kHasEpilogueWarps && work.num_splits == 1 && has_next;
 }
 
 // For consumers: what they have left for the mergers has been merged.
-__device__ inline void await_mergers(bool& are_merging) {
-  if (are_merging) barrier_sync(kPartsEmptyBarrier, kConsumerThreads + kMergerThreads);
-  are_merging = false;
+__device__ inline void wait_for_epilogue(bool& is_epilogue_busy) {
+  if (is_epilogue_busy) barrier_sync(kPartialsEmptyBarrier, kConsumerThreads + kEpilogueThreads);
+  is_epilogue_busy = false;
 }
 
 // Leaves an item to the mergers.
-__device__ inline void leave_parts(int warp, const Softmax& softmax, const Output& output,
-                                   SharedMemory& shared) {
-  write_part(0, 0, warp, softmax, output, shared);
-  barrier_arrive(kPartsFullBarrier, kConsumerThreads + kMergerThreads);
+__device__ inline void publish_partials(int warp, const Softmax& softmax, const Output& output,
+                                        SharedMemoryPlan& smem) {
+  store_warp_partial(0, 0, warp, softmax, output, smem);
+  barrier_arrive(kPartialsFullBarrier, kConsumerThreads + kEpilogueThreads);
 }
 
 // The mergers: every item that is merged apart.
-__device__ inline void merge_items(const Params& params, SharedMemory& shared) {
-  const ItemRing& items = shared.items;
+__device__ inline void epilogue_loop(const Params& params, SharedMemoryPlan& smem) {
+  const WorkPipeline& pipeline = smem.work_pipeline;
   do {
     __syncwarp();
     barrier_sync(kStartBarrier, kThreads);
     barrier_sync(kCheckedBarrier, kThreads);
-  } while (!shared.is_start_right);
-  if (!kMergesApart || !items.has(0)) return;
-  wait_for_previous_kernel();
-  const int thread = static_cast<int>(threadIdx.x) - kFirstMerger * kWarpLanes;
+  } while (!smem.is_first_work_valid);
+  if (!kHasEpilogueWarps || !pipeline.has(0)) return;
+  pdl_wait();
+  const int thread = static_cast<int>(threadIdx.x) - kFirstEpilogueWarp * kWarpLanes;
 #pragma unroll 1
-  for (u32 count = 0;; ++count) {
-    items.await(count + 1);
-    const bool has_next = items.has(count + 1);
-    if (is_merged_apart(items.at(count, 0), has_next)) {
-      barrier_sync(kPartsFullBarrier, kConsumerThreads + kMergerThreads);
+  for (u32 work_idx = 0;; ++work_idx) {
+    pipeline.wait_full(work_idx + 1);
+    const bool has_next = pipeline.has(work_idx + 1);
+    if (uses_epilogue_warps(pipeline.at(work_idx, 0), has_next)) {
+      barrier_sync(kPartialsFullBarrier, kConsumerThreads + kEpilogueThreads);
 #pragma unroll 1
       for (int head = 0; head < kHeads; ++head) {
-        merge_parts(params, items.at(count, head), count, 0, 0, thread, kMergerThreads, shared);
+        combine_partials(params, pipeline.at(work_idx, head), work_idx, 0, 0, thread,
+                         kEpilogueThreads, smem);
       }
       __syncwarp();
-      barrier_arrive(kPartsEmptyBarrier, kConsumerThreads + kMergerThreads);
+      barrier_arrive(kPartialsEmptyBarrier, kConsumerThreads + kEpilogueThreads);
     }
     if (!has_next) return;
-    items.release(count);
+    pipeline.release(work_idx);
   }
 }

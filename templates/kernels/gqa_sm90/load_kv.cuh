@@ -16,23 +16,23 @@
 #include "tile_scheduler.cuh"
 #include "work_pipeline.cuh"
 
-// A lane copies one box of every kWindowTiles-th tile, of which it reads the page ids ahead.
-constexpr int kWindowTiles = kWarpLanes / kTileBoxes;
+// A lane copies one box of every kBlocksPerWindow-th tile, of which it reads the page ids ahead.
+constexpr int kBlocksPerWindow = kWarpLanes / kBoxesPerBlock;
 
-struct Boxes {
-  const int* ids;  // of the request's pages
+struct KvBoxes {
+  const int* page_ids;  // of the request's pages
   int begin;  // boxes that hold a token that some row sees
   int end;
   int box;  // this lane's, counted from the request's first token
   int page;  // its page id
   int next_page;  // that of its next box
 
-  __device__ Boxes() = default;
-  __device__ Boxes(const Params& params, const Item& item)
-      : ids(params.block_tables + item.request * static_cast<i64>(params.block_tables_stride)),
-        begin(item.any_begin / kBoxTokens),
-        end(ceil_div(item.any_end, kBoxTokens)),
-        box(item.first_tile * kTileBoxes + lane_index()) {
+  __device__ KvBoxes() = default;
+  __device__ KvBoxes(const Params& params, const WorkItem& work)
+      : page_ids(params.block_tables + work.seq_idx * static_cast<i64>(params.block_tables_stride)),
+        begin(work.kv_begin / kBoxTokens),
+        end(ceil_div(work.kv_end, kBoxTokens)),
+        box(work.first_kv_block * kBoxesPerBlock + lane_index()) {
     page = read(box);
     next_page = read(box + kWarpLanes);
   }
@@ -40,7 +40,7 @@ struct Boxes {
   __device__ bool is_inside(int index) const { return index >= begin && index < end; }
 
   __device__ int read(int index) const {
-    return is_inside(index) ? ids[index * kBoxTokens / kPageSize] : 0;
+    return is_inside(index) ? page_ids[index * kBoxTokens / kPageSize] : 0;
   }
 
   __device__ void advance() {
@@ -50,37 +50,37 @@ struct Boxes {
   }
 
   // Bytes that come of a tile: boxes that nobody sees are not copied.
-  __device__ u32 bytes_of(int tile) const {
-    const int first = max(tile * kTileBoxes, begin);
-    return static_cast<u32>(min((tile + 1) * kTileBoxes, end) - first) * kBoxBytes;
+  __device__ u32 bytes_of(int kv_block) const {
+    const int first = max(kv_block * kBoxesPerBlock, begin);
+    return static_cast<u32>(min((kv_block + 1) * kBoxesPerBlock, end) - first) * kBoxBytes;
   }
 };
 
-__device__ inline void load_item(const Params& params, const Item& item, Boxes& boxes,
-                                 SharedMemory& shared, RingPosition<kStages>& position) {
-  const int end = item.first_tile + item.tiles;
-  const int own_tile = lane_index() / kTileBoxes;
-  const u32 target = lane_index() % kTileBoxes * kBoxBytes;
-  const u64 policy = policy_of_lines(params.row_tiles != 1);
+__device__ inline void load_work(const Params& params, const WorkItem& work, KvBoxes& boxes,
+                                 SharedMemoryPlan& smem, PipelineState<kStages>& pipe) {
+  const int end = work.first_kv_block + work.num_kv_blocks;
+  const int own_block = lane_index() / kBoxesPerBlock;
+  const u32 target = lane_index() % kBoxesPerBlock * kBoxBytes;
+  const u64 cache_hint = kv_cache_hint(params.row_tiles != 1);
 #pragma unroll 1
-  for (int tile = item.first_tile, in_window = 0; tile < end; ++tile) {
-    const bool copies = own_tile == in_window && boxes.is_inside(boxes.box);
+  for (int kv_block = work.first_kv_block, in_window = 0; kv_block < end; ++kv_block) {
+    const bool copies = own_block == in_window && boxes.is_inside(boxes.box);
     const int slot = boxes.box * kBoxTokens % kPageSize;
 #pragma unroll
-    for (int part = 0; part < 2; ++part) {
-      const u32 full = shared_address(&shared.stage_full[position.stage]);
-      wait_for(shared.stage_empty[position.stage], position.parity ^ 1);
-      if (lane_index() == 0) mbarrier_arrive_expect_tx(full, boxes.bytes_of(tile));
+    for (int kv = 0; kv < 2; ++kv) {
+      const u32 full = shared_address(&smem.kv_full[pipe.index]);
+      wait(smem.kv_empty[pipe.index], pipe.phase ^ 1);
+      if (lane_index() == 0) mbarrier_arrive_expect_tx(full, boxes.bytes_of(kv_block));
       __syncwarp();
       if (copies) {
-        cp_async_bulk_tensor(shared_address(shared.tokens[position.stage]) + target,
-                             part == 0 ? &params.key_map : &params.value_map, full, policy, 0, slot,
-                             0, item.kv_head, boxes.page);
+        cp_async_bulk_tensor(shared_address(smem.kv[pipe.index]) + target,
+                             kv == 0 ? &params.key_map : &params.value_map, full, cache_hint, 0,
+                             slot, 0, work.kv_head, boxes.page);
       }
       __syncwarp();
-      position.advance();
+      pipe.advance();
     }
-    if (++in_window == kWindowTiles) {
+    if (++in_window == kBlocksPerWindow) {
       in_window = 0;
       boxes.advance();
     }
@@ -88,40 +88,40 @@ __device__ inline void load_item(const Params& params, const Item& item, Boxes& 
 }
 
 // The loader: copies the tokens of all items.
-__device__ inline void load_tokens(const Params& params, SharedMemory& shared) {
-  const ItemRing& items = shared.items;
-  Item item;
-  Boxes boxes;
+__device__ inline void load_kv(const Params& params, SharedMemoryPlan& smem) {
+  const WorkPipeline& pipeline = smem.work_pipeline;
+  WorkItem work;
+  KvBoxes boxes;
   do {
     __syncwarp();
     barrier_sync(kStartBarrier, kThreads);
-    item = items.at(0, 0);
-    wait_for_previous_kernel();
-    boxes = Boxes(params, item);
+    work = pipeline.at(0, 0);
+    pdl_wait();
+    boxes = KvBoxes(params, work);
     __syncwarp();
     barrier_sync(kCheckedBarrier, kThreads);
-  } while (!shared.is_start_right);
-  let_next_kernel_start();
-  RingPosition<kStages> position;
+  } while (!smem.is_first_work_valid);
+  pdl_launch_dependents();
+  PipelineState<kStages> pipe;
 #pragma unroll 1
-  for (u32 count = 0; !item.is_none();) {
-    load_item(params, item, boxes, shared, position);
-    items.release(count);
-    items.await(++count);
-    item = items.at(count, 0);
-    boxes = Boxes(params, item);
+  for (u32 work_idx = 0; !work.is_none();) {
+    load_work(params, work, boxes, smem, pipe);
+    pipeline.release(work_idx);
+    pipeline.wait_full(++work_idx);
+    work = pipeline.at(work_idx, 0);
+    boxes = KvBoxes(params, work);
   }
 }
 
 // Brings the page ids of all requests into L2, by the consumers: a line for each thread, and for no
 // more tables than that are lines.
-__device__ inline void prefetch_ids(const Params& params, int thread) {
-  constexpr int kLineIds = 32;
-  const u32 row_lines = static_cast<u32>(ceil_div(params.max_pages, kLineIds));
-  const u32 line = blockIdx.x * kConsumerThreads + thread;
-  if (row_lines == 0) return;
-  const u32 request = line / row_lines;
-  if (request >= params.num_seqs) return;
-  prefetch_l2(params.block_tables + request * static_cast<i64>(params.block_tables_stride) +
-              (line - request * row_lines) * kLineIds);
+__device__ inline void prefetch_block_table(const Params& params, int thread) {
+  constexpr int kIdsPerCacheLine = 32;
+  const u32 lines_per_seq = static_cast<u32>(ceil_div(params.max_pages, kIdsPerCacheLine));
+  const u32 cache_line = blockIdx.x * kConsumerThreads + thread;
+  if (lines_per_seq == 0) return;
+  const u32 seq_idx = cache_line / lines_per_seq;
+  if (seq_idx >= params.num_seqs) return;
+  prefetch_l2(params.block_tables + seq_idx * static_cast<i64>(params.block_tables_stride) +
+              (cache_line - seq_idx * lines_per_seq) * kIdsPerCacheLine);
 }

@@ -13,87 +13,89 @@
 #include "shared_memory.cuh"
 #include "tile_scheduler.cuh"
 
-__device__ inline void load_row(const Params& params, const Item& item, int group, QueryRow& part) {
+__device__ inline void load_row(const Params& params, const WorkItem& work, int group,
+                                QueryRow& fragment) {
   const int row = query_row(group);
-  const bool is_row = row < item.rows;
-  const i64 token = item.first_query + (is_row ? item.query_of(params, row) : 0);
-  const int head = is_row ? item.head_of(params, row) : 0;
+  const bool is_row = row < work.rows;
+  const i64 token = work.first_query + (is_row ? work.query_of(params, row) : 0);
+  const int head = is_row ? work.head_of(params, row) : 0;
   const u16* source = params.query + token * params.query_stride + head * params.query_head_stride;
 #pragma unroll
   for (int k = 0; k < kDimTiles; ++k) {
-    part[k] = is_row ? fragment_of(source + k * 16) : make_uint2(0, 0);
+    fragment[k] = is_row ? fragment_of(source + k * 16) : make_uint2(0, 0);
   }
 }
 
-struct KeptQuery {
-  static constexpr bool kAsksAhead = true;  // before the item begins
+struct RegisterQuery {
+  static constexpr bool kPrefetchesQ = true;  // before the item begins
 
   QueryRow rows[kRowGroups];
   QueryRow next_rows[kRowGroups];  // of the next item, under way
-  float undone[kRowGroups];  // of the lane's row of each group
+  float inverse_scale[kRowGroups];  // of the lane's row of each group
 
-  __device__ explicit KeptQuery(const SharedMemory&) {}
+  __device__ explicit RegisterQuery(const SharedMemoryPlan&) {}
 
   // By each warp for itself.
-  __device__ void begin(const Params& params, const Item& item, int) {
+  __device__ void begin(const Params& params, const WorkItem& work, int) {
 #pragma unroll
-    for (int n = 0; n < kRowGroups; ++n) load_row(params, item, n, next_rows[n]);
+    for (int n = 0; n < kRowGroups; ++n) load_row(params, work, n, next_rows[n]);
   }
 
-  __device__ void finish(const Params&, const Item&, int, SharedMemory&) {
+  __device__ void finish(const Params&, const WorkItem&, int, SharedMemoryPlan&) {
 #pragma unroll
     for (int n = 0; n < kRowGroups; ++n) {
 #pragma unroll
       for (int k = 0; k < kDimTiles; ++k) rows[n][k] = next_rows[n][k];
-      undone[n] = fit_row(rows[n]);
+      inverse_scale[n] = fit_row(rows[n]);
     }
   }
 
   __device__ uint2 at(int group, int k) const { return rows[group][k]; }
 
   // What undoes the scaling of the row in column `r` of a lane's accumulators.
-  __device__ float undone_of(int group, int r) const {
-    return kScalesQuery ? __shfl_sync(~0u, undone[group], own_row(0, r) * 4) : 1.0f;
+  __device__ float inverse_scale_of(int group, int r) const {
+    return kScalesQuery ? __shfl_sync(~0u, inverse_scale[group], row_of(0, r) * 4) : 1.0f;
   }
 };
 
 struct SharedQuery {
-  static constexpr bool kAsksAhead = false;
+  static constexpr bool kPrefetchesQ = false;
 
-  const SharedMemory& shared;
+  const SharedMemoryPlan& smem;
 
-  __device__ explicit SharedQuery(const SharedMemory& target) : shared(target) {}
+  __device__ explicit SharedQuery(const SharedMemoryPlan& target) : smem(target) {}
 
-  __device__ void begin(const Params&, const Item&, int) {}
+  __device__ void begin(const Params&, const WorkItem&, int) {}
 
   // By all consumers, of which some bring a group each.
-  __device__ void finish(const Params& params, const Item& item, int warp, SharedMemory& target) {
+  __device__ void finish(const Params& params, const WorkItem& work, int warp,
+                         SharedMemoryPlan& target) {
     // Nobody multiplies by the one before: warps that merge have met since.
-    if constexpr (kMergesApart) barrier_sync(kConsumerBarrier, kConsumerThreads);
+    if constexpr (kHasEpilogueWarps) barrier_sync(kConsumerBarrier, kConsumerThreads);
     if (warp < kRowGroups) {
-      QueryRow part;
-      load_row(params, item, warp, part);
-      const float undone = fit_row(part);
-      if (lane_index() % 4 == 0) target.query_factors[query_row(warp)] = undone;
+      QueryRow fragment;
+      load_row(params, work, warp, fragment);
+      const float inverse_scale = fit_row(fragment);
+      if (lane_index() % 4 == 0) target.query_inverse_scales[query_row(warp)] = inverse_scale;
 #pragma unroll
-      for (int k = 0; k < kDimTiles; ++k) target.query[warp][k][lane_index()] = part[k];
+      for (int k = 0; k < kDimTiles; ++k) target.query[warp][k][lane_index()] = fragment[k];
     }
     barrier_sync(kConsumerBarrier, kConsumerThreads);
   }
 
-  __device__ uint2 at(int group, int k) const { return shared.query[group][k][lane_index()]; }
+  __device__ uint2 at(int group, int k) const { return smem.query[group][k][lane_index()]; }
 
-  __device__ float undone_of(int group, int r) const {
-    return kScalesQuery ? shared.query_factors[own_row(group, r)] : 1.0f;
+  __device__ float inverse_scale_of(int group, int r) const {
+    return kScalesQuery ? smem.query_inverse_scales[row_of(group, r)] : 1.0f;
   }
 };
 
-template <bool kKeeps>
+template <bool kInRegs>
 struct QueryChoice {
-  using Type = KeptQuery;
+  using Type = RegisterQuery;
 };
 template <>
 struct QueryChoice<false> {
   using Type = SharedQuery;
 };
-using Query = QueryChoice<kKeepsQuery>::Type;
+using Query = QueryChoice<kQueryInRegs>::Type;

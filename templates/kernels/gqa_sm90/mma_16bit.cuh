@@ -22,8 +22,8 @@ __device__ inline float fit_row(QueryRow&) { return 1.0f; }
 
 // Scores of one step: S^T = K Q^T.
 template <typename Query>
-__device__ inline void multiply_keys(const MatrixRows& rows, const unsigned char* keys, int step,
-                                     const Query& query, float (&scores)[kRowGroups][4]) {
+__device__ inline void qk_gemm(const MatrixRows& rows, const unsigned char* keys, int step,
+                               const Query& query, float (&scores)[kRowGroups][4]) {
   constexpr int kChains = kRowGroups == 1 ? 2 : 1;  // products that do not wait for each other
   float sums[kChains][kRowGroups][4] = {};
 #pragma unroll
@@ -46,8 +46,8 @@ __device__ inline void multiply_keys(const MatrixRows& rows, const unsigned char
 }
 
 // Adds one step to the output: O^T += V^T P^T. Returns a word made of all that has been read.
-__device__ inline u32 add_values(const MatrixRows& rows, const unsigned char* values, int step,
-                                 const u32 (&probabilities)[kRowGroups][2], Output& output) {
+__device__ inline u32 pv_gemm(const MatrixRows& rows, const unsigned char* values, int step,
+                              const u32 (&probabilities)[kRowGroups][2], Output& output) {
 #pragma unroll
   for (int pair = 0; pair < kChunkPairs; ++pair) {
     u32 v[4];
@@ -64,7 +64,7 @@ __device__ inline u32 add_values(const MatrixRows& rows, const unsigned char* va
 }
 
 // The dim of accumulators `half * 2` and `half * 2 + 1` of a tile of dims.
-__device__ inline int own_dim(int tile, int half) {
+__device__ inline int dim_of_lane(int tile, int half) {
   return tile * 16 + half * 8 + lane_index() / 4;
 }
 
@@ -85,14 +85,15 @@ __device__ inline float element_at(const unsigned char* row, int dim) {
   return cvt_f32(Element{}, reinterpret_cast<const u16*>(row)[dim]);
 }
 
-// Leaves a warp's accumulators of eight rows and kMergeDims dims in `merged`.
-__device__ inline void write_merged(const Output& output, int group, int first_tile,
-                                    float (&merged)[8][kMergePitch]) {
+// Leaves a warp's accumulators of eight rows and kCombineDims dims in `combine_buffer`.
+__device__ inline void store_to_combine_buffer(const Output& output, int group, int first_tile,
+                                               float (&combine_buffer)[8][kCombinePitch]) {
 #pragma unroll
-  for (int tile = 0; tile < kMergeDims / 16; ++tile) {
+  for (int tile = 0; tile < kCombineDims / 16; ++tile) {
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      merged[own_row(0, e % 2)][own_dim(tile, e / 2)] = output[first_tile + tile][group][e];
+      combine_buffer[row_of(0, e % 2)][dim_of_lane(tile, e / 2)] =
+          output[first_tile + tile][group][e];
     }
   }
 }

@@ -21,13 +21,13 @@ __device__ inline uint2 fragment_of(const u16* source) {
 // element into range.
 constexpr bool kScalesQuery = kIsSame<QueryElement, Bf16>;
 
-// The exponent that brings `largest` to 2^14. It and its negative are those of normal numbers.
-__device__ inline int fitting_exponent(float largest) {
-  const int exponent = static_cast<int>(__float_as_uint(largest) >> 23) - 127;
+// The exponent that brings `amax` to 2^14. It and its negative are those of normal numbers.
+__device__ inline int fitting_exponent(float amax) {
+  const int exponent = static_cast<int>(__float_as_uint(amax) >> 23) - 127;
   return 14 - min(max(exponent, -100), 127);
 }
 
-__device__ inline float power_of_two(int exponent) {
+__device__ inline float pow2(int exponent) {
   return __uint_as_float(static_cast<u32>(exponent + 127) << 23);
 }
 
@@ -38,7 +38,7 @@ __device__ inline u32 fit_pair(u32 pair, float scale) {
 }
 
 // The larger magnitude of a pair of bf16; a NaN has none.
-__device__ inline float largest_of(u32 pair) {
+__device__ inline float pair_amax(u32 pair) {
   return fmaxf(fabsf(cvt_f32(Bf16{}, static_cast<u16>(pair))),
                fabsf(cvt_f32(Bf16{}, static_cast<u16>(pair >> 16))));
 }
@@ -46,21 +46,21 @@ __device__ inline float largest_of(u32 pair) {
 // Turns a lane's part of a row of the query into fp16, in place; returns what undoes its scaling.
 __device__ inline float fit_row(QueryRow& row) {
   if constexpr (!kScalesQuery) return 1.0f;
-  float largest = 0.0f;
+  float amax = 0.0f;
 #pragma unroll
   for (int k = 0; k < kDimTiles; ++k) {
-    largest = fmaxf(largest, fmaxf(largest_of(row[k].x), largest_of(row[k].y)));
+    amax = fmaxf(amax, fmaxf(pair_amax(row[k].x), pair_amax(row[k].y)));
   }
   // Four lanes hold a row together.
-  largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
-  largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-  const int exponent = fitting_exponent(largest);
-  const float scale = power_of_two(exponent);
+  amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, 1));
+  amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, 2));
+  const int exponent = fitting_exponent(amax);
+  const float scale = pow2(exponent);
 #pragma unroll
   for (int k = 0; k < kDimTiles; ++k) {
     row[k] = make_uint2(fit_pair(row[k].x, scale), fit_pair(row[k].y, scale));
   }
-  return power_of_two(-exponent);
+  return pow2(-exponent);
 }
 
 __device__ inline u32 low_pair(u32 word) { return fp16x2_of_e4m3x2(word & 0xffff); }
@@ -68,8 +68,8 @@ __device__ inline u32 high_pair(u32 word) { return fp16x2_of_high_e4m3x2(word); 
 
 // Scores of one step: S^T = K Q^T. Of a pair of chunks each is a step of mma.
 template <typename Query>
-__device__ inline void multiply_keys(const MatrixRows& rows, const unsigned char* keys, int step,
-                                     const Query& query, float (&scores)[kRowGroups][4]) {
+__device__ inline void qk_gemm(const MatrixRows& rows, const unsigned char* keys, int step,
+                               const Query& query, float (&scores)[kRowGroups][4]) {
   constexpr int kChains = kRowGroups == 1 ? 2 : 1;  // products that do not wait for each other
   float sums[kChains][kRowGroups][4] = {};
 #pragma unroll
@@ -101,8 +101,8 @@ __device__ inline void multiply_keys(const MatrixRows& rows, const unsigned char
 __device__ inline u32 by_dims(u32 word) { return __byte_perm(word, 0, 0x3120); }
 
 // Adds one step to the output: O^T += V^T P^T. Returns a word made of all that has been read.
-__device__ inline u32 add_values(const MatrixRows& rows, const unsigned char* values, int step,
-                                 const u32 (&probabilities)[kRowGroups][2], Output& output) {
+__device__ inline u32 pv_gemm(const MatrixRows& rows, const unsigned char* values, int step,
+                              const u32 (&probabilities)[kRowGroups][2], Output& output) {
   u32 read = 0;  // of what values become, for they become it in better order than of themselves
 #pragma unroll
   for (int pair = 0; pair < kChunkPairs; ++pair) {
@@ -125,7 +125,7 @@ __device__ inline u32 add_values(const MatrixRows& rows, const unsigned char* va
 }
 
 // The dim of accumulators `half * 2` and `half * 2 + 1` of a tile of dims.
-__device__ inline int own_dim(int tile, int half) {
+__device__ inline int dim_of_lane(int tile, int half) {
   return tile * 16 + lane_index() / 4 * 2 + half;
 }
 
@@ -141,16 +141,16 @@ __device__ inline float element_at(const unsigned char* row, int dim) {
   return cvt_f32(Fp16{}, static_cast<u16>(low_pair(row[dim])));
 }
 
-// Leaves a warp's accumulators of eight rows and kMergeDims dims in `merged`.
-__device__ inline void write_merged(const Output& output, int group, int first_tile,
-                                    float (&merged)[8][kMergePitch]) {
+// Leaves a warp's accumulators of eight rows and kCombineDims dims in `combine_buffer`.
+__device__ inline void store_to_combine_buffer(const Output& output, int group, int first_tile,
+                                               float (&combine_buffer)[8][kCombinePitch]) {
 #pragma unroll
-  for (int tile = 0; tile < kMergeDims / 16; ++tile) {
-    const float (&of)[4] = output[first_tile + tile][group];
+  for (int tile = 0; tile < kCombineDims / 16; ++tile) {
+    const float (&acc)[4] = output[first_tile + tile][group];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      *reinterpret_cast<float2*>(&merged[own_row(0, r)][own_dim(tile, 0)]) =
-          make_float2(of[r], of[2 + r]);
+      *reinterpret_cast<float2*>(&combine_buffer[row_of(0, r)][dim_of_lane(tile, 0)]) =
+          make_float2(acc[r], acc[2 + r]);
     }
   }
 }

@@ -13,39 +13,39 @@
 
 // Whether the work may be found before the kernel before has ended: what is read for it then is
 // read once more.
-__device__ inline bool finds_ahead(const Params& params) {
-  return params.cu_seqlens_q == nullptr && requests_of_lane(params) <= kLaneRequests;
+__device__ inline bool schedules_before_pdl_wait(const Params& params) {
+  return params.cu_seqlens_q == nullptr && seqs_per_lane(params) <= kSeqsPerLane;
 }
 
 // Begins before the kernel before has ended. Then lengths are looked at again, while others ask for
 // the first page ids and the first query; if that kernel has changed them, all begin anew.
-__device__ inline void find_items(const Params& params, SharedMemory& shared) {
-  if (!finds_ahead(params)) wait_for_previous_kernel();
-  LaneLengths lengths = own_lengths(params);
-  Span span;
-  WalkState walk;
+__device__ inline void scheduler_loop(const Params& params, SharedMemoryPlan& smem) {
+  if (!schedules_before_pdl_wait(params)) pdl_wait();
+  LaneSeqLens seq_lens = lane_seq_lens(params);
+  ScheduleRange range;
+  SchedulerState state;
   bool has_more;
   while (true) {
-    has_more = find_span(params, lengths, span, walk);
-    shared.items.write(0, has_more ? item_at(params, span, walk) : Item::none());
+    has_more = find_range(params, seq_lens, range, state);
+    smem.work_pipeline.write(0, has_more ? work_at(params, range, state) : WorkItem::none());
     barrier_sync(kStartBarrier, kThreads);
-    wait_for_previous_kernel();
-    const LaneLengths now = own_lengths(params);
-    const bool is_right = !__any_sync(~0u, now.differ_from(lengths));
-    if (lane_index() == 0) shared.is_start_right = is_right;
+    pdl_wait();
+    const LaneSeqLens current = lane_seq_lens(params);
+    const bool is_valid = !__any_sync(~0u, current.differs_from(seq_lens));
+    if (lane_index() == 0) smem.is_first_work_valid = is_valid;
     __syncwarp();
-    if (is_right) break;
+    if (is_valid) break;
     barrier_sync(kCheckedBarrier, kThreads);  // nobody reads the first item any more
-    lengths = now;
+    seq_lens = current;
   }
   barrier_arrive(kCheckedBarrier, kThreads);
-  shared.items.publish(0);
+  smem.work_pipeline.publish(0);
 #pragma unroll 1
-  for (u32 count = 1; has_more; ++count) {
-    has_more = go_on(params, span, walk);
-    const Item next = has_more ? item_at(params, span, walk) : Item::none();
-    shared.items.await_place(count);
-    shared.items.write(count, next);
-    shared.items.publish(count);
+  for (u32 work_idx = 1; has_more; ++work_idx) {
+    has_more = next_work(params, range, state);
+    const WorkItem next = has_more ? work_at(params, range, state) : WorkItem::none();
+    smem.work_pipeline.wait_empty(work_idx);
+    smem.work_pipeline.write(work_idx, next);
+    smem.work_pipeline.publish(work_idx);
   }
 }

@@ -16,27 +16,27 @@
 
 // A row's probabilities are relative to its reference. No maximum is asked for while no score
 // exceeds it by more than this in log2 units, so that references move seldom.
-constexpr float kReferenceSlack = 8.0f;
+constexpr float kRescaleThreshold = 8.0f;
 
 // Sums are over this lane's tokens only.
 struct Softmax {
-  float reference[kRowGroups][2];  // log2 units
-  float sum[kRowGroups][2];
+  float row_max[kRowGroups][2];  // log2 units
+  float row_sum[kRowGroups][2];
 
   __device__ Softmax() {
 #pragma unroll
     for (int n = 0; n < kRowGroups; ++n) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        reference[n][r] = -kLargest;
-        sum[n][r] = 0.0f;
+        row_max[n][r] = -kFloatMax;
+        row_sum[n][r] = 0.0f;
       }
     }
   }
 
   // Turns scores in log2 units into probabilities, and adds them up.
   __device__ void update(Scores& scores, Output& output) {
-    if (__any_sync(~0u, exceeds(scores))) move_references(scores, output);
+    if (__any_sync(~0u, exceeds(scores))) update_row_max(scores, output);
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
@@ -44,8 +44,8 @@ struct Softmax {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           float& score = scores[step][n][e];
-          score = ex2_approx(score - reference[n][e % 2]);
-          sum[n][e % 2] += score;
+          score = ex2_approx(score - row_max[n][e % 2]);
+          row_sum[n][e % 2] += score;
         }
       }
     }
@@ -53,22 +53,22 @@ struct Softmax {
 
   // Whether a score exceeds its reference by too much, as any does that is the first of its row.
   __device__ bool exceeds(const Scores& scores) const {
-    float largest = 0.0f;
+    float max_score = 0.0f;
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
       for (int n = 0; n < kRowGroups; ++n) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          largest = fmaxf(largest, scores[step][n][e] - reference[n][e % 2]);
+          max_score = fmaxf(max_score, scores[step][n][e] - row_max[n][e % 2]);
         }
       }
     }
-    return largest > kReferenceSlack;
+    return max_score > kRescaleThreshold;
   }
 
   // Moves the reference of every row to its maximum, if that is larger.
-  __device__ void move_references(const Scores& scores, Output& output) {
+  __device__ void update_row_max(const Scores& scores, Output& output) {
 #pragma unroll
     for (int n = 0; n < kRowGroups; ++n) {
 #pragma unroll
@@ -82,14 +82,14 @@ struct Softmax {
         for (int lanes = 4; lanes < kWarpLanes; lanes *= 2) {
           maximum = fmaxf(maximum, __shfl_xor_sync(~0u, maximum, lanes));
         }
-        const float next = fmaxf(maximum, reference[n][r]);
-        const float moved = ex2_approx(reference[n][r] - next);
-        reference[n][r] = next;
-        sum[n][r] *= moved;
+        const float next = fmaxf(maximum, row_max[n][r]);
+        const float alpha = ex2_approx(row_max[n][r] - next);
+        row_max[n][r] = next;
+        row_sum[n][r] *= alpha;
 #pragma unroll
         for (int tile = 0; tile < kDimTiles; ++tile) {
-          output[tile][n][r] *= moved;
-          output[tile][n][2 + r] *= moved;
+          output[tile][n][r] *= alpha;
+          output[tile][n][2 + r] *= alpha;
         }
       }
     }
@@ -99,12 +99,12 @@ struct Softmax {
   __device__ void publish(int group, RowState (&states)[8]) const {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float total = sum[group][r];
+      float total = row_sum[group][r];
 #pragma unroll
       for (int lanes = 4; lanes < kWarpLanes; lanes *= 2) {
         total += __shfl_xor_sync(~0u, total, lanes);
       }
-      if (lane_index() < 4) states[own_row(0, r)] = {reference[group][r], total};
+      if (lane_index() < 4) states[row_of(0, r)] = {row_max[group][r], total};
     }
   }
 };
@@ -117,7 +117,7 @@ struct ScoreFactors {
 #pragma unroll
     for (int n = 0; n < (kScalesQuery ? kRowGroups : 1); ++n) {
 #pragma unroll
-      for (int r = 0; r < 2; ++r) each[n][r] = factor * query.undone_of(n, r);
+      for (int r = 0; r < 2; ++r) each[n][r] = factor * query.inverse_scale_of(n, r);
     }
   }
 
@@ -139,54 +139,54 @@ __device__ inline void scale_scores(const ScoreFactors& factors, Scores& scores)
 }
 
 // Hides what a draft mask does.
-__device__ inline void hide_by_mask(const Params& params, const Item& item, int first_token,
-                                    Scores& scores) {
+__device__ inline void apply_draft_mask(const Params& params, const WorkItem& work, int first_token,
+                                        Scores& scores) {
 #pragma unroll
   for (int n = 0; n < kRowGroups; ++n) {
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      const int row = own_row(n, e % 2);
-      if (row >= item.rows) continue;
+      const int row = row_of(n, e % 2);
+      if (row >= work.rows) continue;
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
-        const int token = first_token + own_token(step, e / 2);
-        if (!item.is_shown(params, row, token)) scores[step][n][e] = -kInfinity;
+        const int token = first_token + token_of_lane(step, e / 2);
+        if (!work.draft_mask_allows(params, row, token)) scores[step][n][e] = -kInfinity;
       }
     }
   }
 }
 
 // Hides what rows do not see: a select, for the hidden score may be NaN.
-__device__ inline void hide_scores(const Params& params, const Item& item, int first_token,
+__device__ inline void mask_scores(const Params& params, const WorkItem& work, int first_token,
                                    Scores& scores) {
 #pragma unroll
   for (int n = 0; n < kRowGroups; ++n) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const Sight sight = item.sight_of(params, own_row(n, r));
+      const KvRange kv_range = work.kv_range_of(params, row_of(n, r));
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const int token = first_token + own_token(step, half);
-          if (!sight.has(token)) scores[step][n][half * 2 + r] = -kInfinity;
+          const int token = first_token + token_of_lane(step, half);
+          if (!kv_range.contains(token)) scores[step][n][half * 2 + r] = -kInfinity;
         }
       }
     }
   }
-  if (params.draft_mask != nullptr) hide_by_mask(params, item, first_token, scores);
+  if (params.draft_mask != nullptr) apply_draft_mask(params, work, first_token, scores);
 }
 
 // Probabilities as the next product takes them: tokens along its depth, rows as columns.
-__device__ inline void turn_probabilities(const Scores& scores, Probabilities& probabilities) {
+__device__ inline void transpose_probabilities(const Scores& scores, Probabilities& probabilities) {
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
     for (int n = 0; n < kRowGroups; ++n) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float* of = scores[step][n] + half * 2;
-        probabilities[step][n][half] = movmatrix_trans(cvt_rn_x2_f32(Element{}, of[1], of[0]));
+        const float* acc = scores[step][n] + half * 2;
+        probabilities[step][n][half] = movmatrix_trans(cvt_rn_x2_f32(Element{}, acc[1], acc[0]));
       }
     }
   }

@@ -13,19 +13,20 @@
 
 // Each block of the grid has two places for pieces of each of its heads: for the one that its span
 // begins with, and for the one that it ends with.
-__device__ inline int place_of_piece(const Params& params, const Item& item, int piece) {
-  const int place = (item.first_block + piece * params.cta_group_size) * 2 + (piece == 0 ? 1 : 0);
-  return place * kHeads + item.kv_head % kHeads;
+__device__ inline int partial_slot(const Params& params, const WorkItem& work, int split_idx) {
+  const int slot =
+      (work.first_split_cta + split_idx * params.cta_group_size) * 2 + (split_idx == 0 ? 1 : 0);
+  return slot * kHeads + work.kv_head % kHeads;
 }
 
-__device__ inline RowState* piece_states(const Params& params, int place) {
-  return reinterpret_cast<RowState*>(params.partial_rows) + place * kRows;
+__device__ inline RowState* partial_states(const Params& params, int slot) {
+  return reinterpret_cast<RowState*>(params.partial_states) + slot * kBlockM;
 }
 
 // Four neighbouring values of a row of a piece.
-__device__ inline float4* piece_values(const Params& params, int place, int row, int dim) {
+__device__ inline float4* partial_values(const Params& params, int slot, int row, int dim) {
   return reinterpret_cast<float4*>(params.partial_out +
-                                   (place * kRows + row) * static_cast<i64>(kHeadDim) + dim);
+                                   (slot * kBlockM + row) * static_cast<i64>(kHeadDim) + dim);
 }
 
 __device__ inline float4 add_weighted(float4 total, float4 value, float weight) {
@@ -34,11 +35,11 @@ __device__ inline float4 add_weighted(float4 total, float4 value, float weight) 
 }
 
 // Four neighbouring elements of a finished row.
-__device__ inline void store_finished(const Params& params, const Item& item, int row, int dim,
+__device__ inline void store_finished(const Params& params, const WorkItem& work, int row, int dim,
                                       RowState state, float4 values) {
-  const float sink = params.sinks == nullptr ? -kInfinity : params.sinks[item.head_of(params, row)];
+  const float sink = params.sinks == nullptr ? -kInfinity : params.sinks[work.head_of(params, row)];
   const float scale = value_of(params.bmm2_scale_tensor, params.bmm2_scale) * params.output_factor;
-  const float factor = finish_row(state.reference, state.sum, sink).factor * scale;
-  store_x4(OutElement{}, params.out, item.global_row(params, row) * kHeadDim + dim,
+  const float factor = finish_row(state.row_max, state.row_sum, sink).factor * scale;
+  store_x4(OutElement{}, params.out, work.global_row(params, row) * kHeadDim + dim,
            values.x * factor, values.y * factor, values.z * factor, values.w * factor);
 }

@@ -9,38 +9,38 @@
 #include "seq_info.cuh"
 
 // Tokens that a row may see: from `begin` to before `end`.
-struct Sight {
+struct KvRange {
   int begin;
   int end;
 
-  __device__ bool has(int token) const { return token >= begin && token < end; }
+  __device__ bool contains(int token) const { return token >= begin && token < end; }
 };
 
-struct Item {
+struct WorkItem {
   static constexpr int kNone = -1;  // as request: there is no such item
 
   int first_query;  // index of the request's first query token among all
-  int request;
+  int seq_idx;
   int kv_head;
   int first_row;  // of the tile, among the request's rows of the kv head
-  int rows;  // of the tile; the rest of kRows is padding
+  int rows;  // of the tile; the rest of kBlockM is padding
   int q_len;
   int kv_len;
-  int all_begin, all_end;  // tokens that every row sees
-  int any_begin, any_end;  // tokens that some row may see
-  int first_tile;  // of tokens
-  int tiles;
-  int pieces;
-  int piece;  // which of them this is
-  int first_block;  // of the grid, that has piece 0
+  int unmasked_kv_begin, unmasked_kv_end;  // tokens that every row sees
+  int kv_begin, kv_end;  // tokens that some row may see
+  int first_kv_block;  // of tokens
+  int num_kv_blocks;
+  int num_splits;
+  int split_idx;  // which of them this is
+  int first_split_cta;  // of the grid, that has piece 0
 
-  __device__ static Item none() {
-    Item item = {};
-    item.request = kNone;
-    return item;
+  __device__ static WorkItem none() {
+    WorkItem work = {};
+    work.seq_idx = kNone;
+    return work;
   }
 
-  __device__ bool is_none() const { return request == kNone; }
+  __device__ bool is_none() const { return seq_idx == kNone; }
 
   __device__ int query_of(const Params& params, int row) const {
     return q_len == 1 ? 0 : (first_row + row) / params.group_size;
@@ -57,15 +57,15 @@ struct Item {
     return query * params.group_size * params.kv_heads + head_of(params, row);
   }
 
-  __device__ Sight sight_of(const Params& params, int row) const {
+  __device__ KvRange kv_range_of(const Params& params, int row) const {
     if (row >= rows) return {0, 0};
     const int query = query_of(params, row);
     const int end = params.draft_mask == nullptr ? kv_len - q_len + query + 1 : kv_len;
-    return {window_begin(params, kv_len, q_len, query), end};
+    return {window_kv_begin(params, kv_len, q_len, query), end};
   }
 
   // Whether the draft mask, if there is one, shows a row a token.
-  __device__ bool is_shown(const Params& params, int row, int token) const {
+  __device__ bool draft_mask_allows(const Params& params, int row, int token) const {
     const int draft = token - (kv_len - q_len);
     if (params.draft_mask == nullptr || draft < 0) return true;
     const u32* words = params.draft_mask +
@@ -75,62 +75,65 @@ struct Item {
   }
 
   // Whether a row sees a token.
-  __device__ bool sees(const Params& params, int row, int token) const {
-    return sight_of(params, row).has(token) && is_shown(params, row, token);
+  __device__ bool attends(const Params& params, int row, int token) const {
+    return kv_range_of(params, row).contains(token) && draft_mask_allows(params, row, token);
   }
 };
 
 // The item that a walk is at, of the first of the block's kv heads.
-__device__ inline Item item_at(const Params& params, const Span& span, const WalkState& walk) {
-  const RequestFacts& facts = walk.facts;
-  Item item;
-  item.first_query = facts.first_query;
-  item.request = walk.request;
-  item.q_len = facts.q_len;
-  item.kv_len = facts.kv_len;
-  const int part = walk.unit * params.cta_group_size + static_cast<int>(span.member);
-  const int heads = facts.row_tiles == 1 ? part : part / facts.row_tiles;
-  item.kv_head = heads * kHeads;
-  item.first_row = (part - heads * facts.row_tiles) * kRows;
-  item.rows = min(facts.q_len * params.group_size - item.first_row, kRows);
+__device__ inline WorkItem work_at(const Params& params, const ScheduleRange& range,
+                                   const SchedulerState& state) {
+  const SeqInfo& seq_info = state.seq_info;
+  WorkItem work;
+  work.first_query = seq_info.first_query;
+  work.seq_idx = state.seq_idx;
+  work.q_len = seq_info.q_len;
+  work.kv_len = seq_info.kv_len;
+  const int head_tile = state.tile * params.cta_group_size + static_cast<int>(range.rank_in_group);
+  const int heads = seq_info.row_tiles == 1 ? head_tile : head_tile / seq_info.row_tiles;
+  work.kv_head = heads * kHeads;
+  work.first_row = (head_tile - heads * seq_info.row_tiles) * kBlockM;
+  work.rows = min(seq_info.q_len * params.group_size - work.first_row, kBlockM);
 
-  const int first = item.query_of(params, 0);
-  const int last = item.query_of(params, item.rows - 1);
-  const int before = facts.kv_len - facts.q_len;  // tokens before the new ones
+  const int first = work.query_of(params, 0);
+  const int last = work.query_of(params, work.rows - 1);
+  const int first_new_token = seq_info.kv_len - seq_info.q_len;  // tokens before the new ones
   const bool has_mask = params.draft_mask != nullptr;
-  item.any_begin = window_begin(params, facts.kv_len, facts.q_len, first);
-  item.all_begin = window_begin(params, facts.kv_len, facts.q_len, last);
-  item.any_end = max(has_mask ? facts.kv_len : before + last + 1, 0);
-  item.all_end = max(has_mask ? before : before + first + 1, 0);
+  work.kv_begin = window_kv_begin(params, seq_info.kv_len, seq_info.q_len, first);
+  work.unmasked_kv_begin = window_kv_begin(params, seq_info.kv_len, seq_info.q_len, last);
+  work.kv_end = max(has_mask ? seq_info.kv_len : first_new_token + last + 1, 0);
+  work.unmasked_kv_end = max(has_mask ? first_new_token : first_new_token + first + 1, 0);
 
-  const u32 length = unit_length(facts);
-  const u32 unit_end = walk.unit_begin + length;
-  const int begin = static_cast<int>(max(span.begin, walk.unit_begin) - walk.unit_begin);
-  const int end = static_cast<int>(min(span.end, unit_end) - walk.unit_begin);
-  item.first_tile = max(facts.first_tile + begin, item.any_begin / kTileTokens);
-  const int last_tile = min(facts.first_tile + end, ceil_div(item.any_end, kTileTokens));
-  item.tiles = max(last_tile - item.first_tile, 0);
-  item.pieces = 1;
-  item.piece = 0;
-  u32 first_span = span.index;
-  if (begin > 0 || walk.unit_begin + end < unit_end) {
-    first_span = span_at(walk.unit_begin, span);
-    item.pieces = static_cast<int>(span_at(unit_end - 1, span) - first_span) + 1;
-    item.piece = static_cast<int>(span.index - first_span);
+  const u32 blocks = tile_kv_blocks(seq_info);
+  const u32 tile_end = state.tile_begin + blocks;
+  const int begin = static_cast<int>(max(range.begin, state.tile_begin) - state.tile_begin);
+  const int end = static_cast<int>(min(range.end, tile_end) - state.tile_begin);
+  work.first_kv_block = max(seq_info.first_kv_block + begin, work.kv_begin / kBlockN);
+  const int end_kv_block = min(seq_info.first_kv_block + end, ceil_div(work.kv_end, kBlockN));
+  work.num_kv_blocks = max(end_kv_block - work.first_kv_block, 0);
+  work.num_splits = 1;
+  work.split_idx = 0;
+  u32 first_range = range.index;
+  if (begin > 0 || state.tile_begin + end < tile_end) {
+    first_range = range_of(state.tile_begin, range);
+    work.num_splits = static_cast<int>(range_of(tile_end - 1, range) - first_range) + 1;
+    work.split_idx = static_cast<int>(range.index - first_range);
   }
-  item.first_block = static_cast<int>(first_span * params.cta_group_size + span.member);
-  return item;
+  work.first_split_cta =
+      static_cast<int>(first_range * params.cta_group_size + range.rank_in_group);
+  return work;
 }
 
 // Goes to the next unit; says whether it begins on the span.
-__device__ inline bool go_on(const Params& params, const Span& span, WalkState& walk) {
-  walk.unit_begin += unit_length(walk.facts);
-  if (walk.unit_begin >= span.end) return false;
-  if (++walk.unit < walk.facts.units) return true;
-  walk.unit = 0;
+__device__ inline bool next_work(const Params& params, const ScheduleRange& range,
+                                 SchedulerState& state) {
+  state.tile_begin += tile_kv_blocks(state.seq_info);
+  if (state.tile_begin >= range.end) return false;
+  if (++state.tile < state.seq_info.num_tiles) return true;
+  state.tile = 0;
 #pragma unroll 1
   do {
-    walk.facts = facts_of_request(params, ++walk.request);
-  } while (walk.facts.units == 0);
+    state.seq_info = seq_info_of(params, ++state.seq_idx);
+  } while (state.seq_info.num_tiles == 0);
   return true;
 }

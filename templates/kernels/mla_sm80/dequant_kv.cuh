@@ -29,18 +29,18 @@ __device__ inline float chunk_scale(const Params& params, const unsigned char* r
 }
 
 // Decodes one item, eight lanes a token. Tokens that were not read are zero bytes, and stay zero.
-__device__ inline void decode_tokens(const Params& params, int item, SharedMemory& shared) {
-  constexpr int kNarrowChunks = (kIsPacked ? kLatentDim : kHeadDimQk) / 16;
+__device__ inline void dequant_tokens(const Params& params, int stage_idx, SharedMemoryPlan& smem) {
+  constexpr int kFp8Chunks = (kHasBf16Rope ? kLatentDim : kHeadDimQk) / 16;
   constexpr bool kIsScaled = !kIsSame<StoredQuery, E4m3>;
   const int lane = lane_index() % 8;
-  unsigned char* tokens = tokens_of(shared, item);
+  unsigned char* tokens = tokens_of(smem, stage_idx);
 #pragma unroll 1
-  for (int token = static_cast<int>(threadIdx.x) / 8; token < kTileTokens; token += kRoundTokens) {
-    const unsigned char* row = stage_of(shared, item) + token * kStageRowBytes;
+  for (int token = static_cast<int>(threadIdx.x) / 8; token < kBlockN; token += kRoundTokens) {
+    const unsigned char* row = stage_of(smem, stage_idx) + token * kStageRowBytes;
 #pragma unroll
-    for (int first = 0; first < kNarrowChunks; first += 8) {
+    for (int first = 0; first < kFp8Chunks; first += 8) {
       const int chunk = first + lane;
-      if (kNarrowChunks % 8 != 0 && chunk >= kNarrowChunks) continue;
+      if (kFp8Chunks % 8 != 0 && chunk >= kFp8Chunks) continue;
       const Chunk stored = *reinterpret_cast<const Chunk*>(row + chunk * kChunkBytes);
       Chunk decoded[2];
       if constexpr (kIsScaled) {
@@ -51,7 +51,7 @@ __device__ inline void decode_tokens(const Params& params, int item, SharedMemor
       *decoded_chunk(tokens, token, chunk * 2) = decoded[0];
       *decoded_chunk(tokens, token, chunk * 2 + 1) = decoded[1];
     }
-    if constexpr (kIsPacked) {
+    if constexpr (kHasBf16Rope) {
       constexpr int kRopeOffset = kStoredBytes - kRopeDim * 2;
       const Chunk stored = *reinterpret_cast<const Chunk*>(row + kRopeOffset + lane * kChunkBytes);
       const float scale = kIsSame<StoredToken, Fp8PerToken> ? chunk_scale(params, row, 0) : 1.0f;

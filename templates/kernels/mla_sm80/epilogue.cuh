@@ -14,18 +14,18 @@
 #include "work_tile.cuh"
 
 // The sum of a row over all token warps, after Softmax::publish and a barrier.
-__device__ inline float row_sum(const SharedMemory& shared, int row) {
+__device__ inline float total_row_sum(const SharedMemoryPlan& smem, int row) {
   float sum = 0.0f;
 #pragma unroll
-  for (int warp = 0; warp < kTokenWarps; ++warp) sum += shared.row_partial[warp][row];
+  for (int warp = 0; warp < kTokenWarps; ++warp) sum += smem.row_partial[warp][row];
   return sum;
 }
 
 // One split of several: normalised fp32 rows and their LSE in log2 units. A row that saw nothing
 // has LSE minus infinity, and its values are never read.
-__device__ inline void store_partial(const Params& params, const SharedMemory& shared,
+__device__ inline void store_partial(const Params& params, const SharedMemoryPlan& smem,
                                      const Output& output) {
-  const Work& work = shared.work;
+  const Work& work = smem.work;
   const i64 split_row = work.split * params.total_rows;
 #pragma unroll
   for (int m = 0; m < kRowGroups; ++m) {
@@ -34,8 +34,7 @@ __device__ inline void store_partial(const Params& params, const SharedMemory& s
       const int row = output_row(m, half);
       if (row >= work.rows) continue;
       const i64 target = split_row + work.global_row(row);
-      const RowResult result =
-          finish_row(shared.row_reference[row], row_sum(shared, row), -kInfinity);
+      const RowResult result = finish_row(smem.row_max[row], total_row_sum(smem, row), -kInfinity);
       float* values = params.partial_out + target * kHeadDimVo;
 #pragma unroll
       for (int n = 0; n < kWarpDims / 8; ++n) {
@@ -49,9 +48,9 @@ __device__ inline void store_partial(const Params& params, const SharedMemory& s
 
 // The whole result. It passes through the query's shared memory, so that a row leaves in whole
 // 128-byte lines.
-__device__ inline void store_final(const Params& params, SharedMemory& shared,
+__device__ inline void store_final(const Params& params, SharedMemoryPlan& smem,
                                    const Output& output) {
-  const Work& work = shared.work;
+  const Work& work = smem.work;
   const float output_scale = value_of(params.bmm2_scale_tensor, params.bmm2_scale);
 #pragma unroll
   for (int m = 0; m < kRowGroups; ++m) {
@@ -62,14 +61,14 @@ __device__ inline void store_final(const Params& params, SharedMemory& shared,
                              ? -kInfinity
                              : params.sinks[(work.first_row + row) % work.heads];
       const RowResult result =
-          finish_row(shared.row_reference[row], row_sum(shared, row), sink, params.lse_factor);
+          finish_row(smem.row_max[row], total_row_sum(smem, row), sink, params.lse_factor);
       const float factor = result.factor * output_scale;
 #pragma unroll
       for (int n = 0; n < kWarpDims / 8; ++n) {
         const int dim = output_dim(n, 0);
         const u32 offset =
             swizzled_offset<kTokenBytes>(row, dim / kChunkElements) + dim % kChunkElements * 2;
-        *reinterpret_cast<u32*>(shared.query + offset) = cvt_rn_x2_f32(
+        *reinterpret_cast<u32*>(smem.query + offset) = cvt_rn_x2_f32(
             OutElement{}, output[m][n][half * 2 + 1] * factor, output[m][n][half * 2] * factor);
       }
       if (params.lse != nullptr && warp_index() == 0 && lane_index() % 4 == 0 && row < work.rows) {
@@ -83,7 +82,7 @@ __device__ inline void store_final(const Params& params, SharedMemory& shared,
     const int row = i / kChunks;
     const int chunk = i % kChunks;
     const uint4 value =
-        *reinterpret_cast<const uint4*>(shared.query + swizzled_offset<kTokenBytes>(row, chunk));
+        *reinterpret_cast<const uint4*>(smem.query + swizzled_offset<kTokenBytes>(row, chunk));
     reinterpret_cast<uint4*>(params.out + work.global_row(row) * kHeadDimVo)[chunk] = value;
   }
 }

@@ -13,8 +13,8 @@
 #include "work_tile.cuh"
 
 // Bytes of a stored token before its rope part, if that part may be a tensor of its own.
-constexpr bool kIsPacked = kIsSame<StoredToken, Fp8DsMla> || kIsSame<StoredToken, Fp8PerToken>;
-constexpr int kStoredRopeBytes = kIsPacked ? 0 : kStoredBytes / kHeadDimQk * kRopeDim;
+constexpr bool kHasBf16Rope = kIsSame<StoredToken, Fp8DsMla> || kIsSame<StoredToken, Fp8PerToken>;
+constexpr int kStoredRopeBytes = kHasBf16Rope ? 0 : kStoredBytes / kHeadDimQk * kRopeDim;
 constexpr int kStoredLatentBytes = kStoredBytes - kStoredRopeBytes;
 
 // Scales that a token has outside its row; they are put behind it in the stage.
@@ -23,23 +23,23 @@ constexpr int kOuterScales = kStageRowBytes == kStoredBytes      ? 0
                                                                  : 4;
 
 // The page ids of a tile, or its listed tokens, are read one item ahead, so that no copy waits.
-struct TileLoader {
+struct KvLoader {
   const Params& params;
-  const int* keys;  // page ids, or tokens, of the request
-  const int* values;
+  const int* key_ids;  // page ids, or tokens, of the request
+  const int* value_ids;
   int end_token;  // tokens from here on are not read; their slots become zero
-  int end_item;
-  int next_item;
+  int end_stage;
+  int next_stage;
   int next_ids[kRounds];
 
-  __device__ TileLoader(const Params& params, const Work& work)
+  __device__ KvLoader(const Params& params, const Work& work)
       : params(params),
-        end_token(work.visible_to_any),
-        end_item(work.last_tile * kItemsPerTile),
-        next_item(work.first_tile * kItemsPerTile) {
-    const i64 start = table_row(params, work.request).start;
-    keys = params.block_tables + start;
-    values = kHasSeparateValues ? params.value_tables + start : nullptr;
+        end_token(work.kv_end),
+        end_stage(work.end_kv_block * kStagesPerBlock),
+        next_stage(work.first_kv_block * kStagesPerBlock) {
+    const i64 start = block_table_row(params, work.seq_idx).start;
+    key_ids = params.block_tables + start;
+    value_ids = kHasSeparateValues ? params.value_tables + start : nullptr;
     read_ids();
   }
 
@@ -48,14 +48,14 @@ struct TileLoader {
     return round * kRoundTokens + static_cast<int>(threadIdx.x) / 8;
   }
 
-  __device__ bool holds_values() const { return kHasSeparateValues && next_item % 2 == 1; }
-  __device__ int next_tile() const { return next_item / kItemsPerTile; }
+  __device__ bool holds_values() const { return kHasSeparateValues && next_stage % 2 == 1; }
+  __device__ int next_kv_block() const { return next_stage / kStagesPerBlock; }
 
   __device__ void read_ids() {
-    const int* ids = holds_values() ? values : keys;
+    const int* ids = holds_values() ? value_ids : key_ids;
 #pragma unroll
     for (int round = 0; round < kRounds; ++round) {
-      const int token = next_tile() * kTileTokens + tile_token(round);
+      const int token = next_kv_block() * kBlockN + tile_token(round);
       next_ids[round] = token < end_token ? ids[kIsSparse ? token : token / kPageSize] : -1;
     }
   }
@@ -76,16 +76,16 @@ struct TileLoader {
     }
   }
 
-  __device__ void copy_round(SharedMemory& shared, int round) const {
+  __device__ void copy_round(SharedMemoryPlan& smem, int round) const {
     const int token = tile_token(round);
     const int id = next_ids[round];
     const int page = kIsSparse && id >= 0 ? id / kPageSize : id;
-    const int slot = (kIsSparse ? id : next_tile() * kTileTokens + token) % kPageSize;
-    const bool exists = is_page(page, params.num_pages);
+    const int slot = (kIsSparse ? id : next_kv_block() * kBlockN + token) % kPageSize;
+    const bool exists = is_valid_page(page, params.num_pages);
     const unsigned char* base = holds_values() ? params.value_cache : params.cache;
     const PagedRows latent{base, params.page_stride, params.token_stride};
     const int lane = lane_index() % 8;
-    const u32 target = shared_address(stage_of(shared, next_item)) +
+    const u32 target = shared_address(stage_of(smem, next_stage)) +
                        (kDecodesTokens ? static_cast<u32>(token * kStageRowBytes)
                                        : swizzled_offset<kTokenBytes>(token, lane));
     copy_part<kStoredLatentBytes>(target, exists ? latent.row_of(page, slot) : nullptr, base);
@@ -106,20 +106,20 @@ struct TileLoader {
   }
 
   // Starts the copy of the next item, if there is one, except for the borrowed rounds.
-  __device__ void begin_next(SharedMemory& shared) const {
-    if (next_item >= end_item) return;
+  __device__ void load_next(SharedMemoryPlan& smem) const {
+    if (next_stage >= end_stage) return;
 #pragma unroll
-    for (int round = 0; round < kRounds - kBorrowedRounds; ++round) copy_round(shared, round);
+    for (int round = 0; round < kRounds - kScratchRounds; ++round) copy_round(smem, round);
   }
 
   // Starts the rest of it, and closes its group whether there was an item or not.
-  __device__ void finish_next(SharedMemory& shared) {
-    if (next_item < end_item) {
+  __device__ void finish_next(SharedMemoryPlan& smem) {
+    if (next_stage < end_stage) {
 #pragma unroll
-      for (int round = kRounds - kBorrowedRounds; round < kRounds; ++round) {
-        copy_round(shared, round);
+      for (int round = kRounds - kScratchRounds; round < kRounds; ++round) {
+        copy_round(smem, round);
       }
-      ++next_item;
+      ++next_stage;
       read_ids();
     }
     cp_async_commit_group();

@@ -11,16 +11,16 @@
 #include "work_tile.cuh"
 
 // Eight lanes take one row.
-__device__ inline void load_query(const Params& params, const Work& work, SharedMemory& shared) {
+__device__ inline void load_query(const Params& params, const Work& work, SharedMemoryPlan& smem) {
   const int lane = lane_index() % 8;
-  for (int row = static_cast<int>(threadIdx.x) / 8; row < kRows; row += kThreads / 8) {
+  for (int row = static_cast<int>(threadIdx.x) / 8; row < kBlockM; row += kThreads / 8) {
     const int packed_row = work.first_row + row;
     if (row < work.rows) {
       const i64 query = work.first_query + packed_row / work.heads;
-      load_query_row(params, query, packed_row % work.heads, row, lane, shared);
+      load_query_row(params, query, packed_row % work.heads, row, lane, smem);
     } else {
       for (int chunk = lane; chunk < kTokenBytes / kChunkBytes; chunk += 8) {
-        *query_chunk(shared, row, chunk) = Chunk{};
+        *query_chunk(smem, row, chunk) = Chunk{};
       }
     }
   }

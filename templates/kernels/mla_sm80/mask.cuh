@@ -21,34 +21,34 @@ __device__ inline const float* row_bias(const Params& params, const Work& work, 
 
 // Returns whether a row sees a token that it is not too early for, and adds the token's bias to the
 // score. Leaves word of what is hidden by a bias.
-__device__ inline bool see_token(const float* bias, int first_token, int token, float& score,
-                                 SharedMemory& shared) {
+__device__ inline bool attends_token(const float* bias, int first_token, int token, float& score,
+                                     SharedMemoryPlan& smem) {
   if constexpr (kIsSparse) {
-    return shared.is_hidden[token] == 0;
+    return smem.is_masked[token] == 0;
   } else if constexpr (kHasBias) {
     const float added = bias[first_token + token];
     if (added == -kInfinity) {
-      shared.is_hidden[token] = 1;  // all who write it write the same
+      smem.is_masked[token] = 1;  // all who write it write the same
       return false;
     }
     // A finite number stays finite: minus infinity is for what is hidden, and infinity makes NaN.
     const float in_log2 = added * kLog2E;
     const bool overflows = fabsf(in_log2) == kInfinity && added != kInfinity;
-    score += overflows ? copysignf(kLargest, added) : in_log2;
+    score += overflows ? copysignf(kFloatMax, added) : in_log2;
   }
   return true;
 }
 
 // Before a tile: which entries of the list name no token, and that no row has hidden any yet.
-__device__ inline void begin_tile(const Params& params, const int* list, int listed, int tile,
-                                  SharedMemory& shared) {
+__device__ inline void begin_kv_block(const Params& params, const int* topk_indices,
+                                      int topk_length, int kv_block, SharedMemoryPlan& smem) {
   const int token = static_cast<int>(threadIdx.x);
-  if (!(kIsSparse || kHasBias) || token >= kTileTokens) return;
-  bool is_hidden = false;
+  if (!(kIsSparse || kHasBias) || token >= kBlockN) return;
+  bool is_masked = false;
   if constexpr (kIsSparse) {
-    const int position = tile * kTileTokens + token;
-    const int id = position < listed ? list[position] : -1;
-    is_hidden = id < 0 || !is_page(id / kPageSize, params.num_pages);
+    const int token_idx = kv_block * kBlockN + token;
+    const int id = token_idx < topk_length ? topk_indices[token_idx] : -1;
+    is_masked = id < 0 || !is_valid_page(id / kPageSize, params.num_pages);
   }
-  shared.is_hidden[token] = is_hidden;
+  smem.is_masked[token] = is_masked;
 }

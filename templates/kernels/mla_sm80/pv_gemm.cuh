@@ -35,11 +35,11 @@ __device__ inline void clear_output(Output& output) {
   }
 }
 
-__device__ inline void rescale_output(const SharedMemory& shared, Output& output) {
+__device__ inline void rescale_output(const SharedMemoryPlan& smem, Output& output) {
 #pragma unroll
   for (int m = 0; m < kRowGroups; ++m) {
-    const float low = shared.row_rescale[output_row(m, 0)];
-    const float high = shared.row_rescale[output_row(m, 1)];
+    const float low = smem.row_alpha[output_row(m, 0)];
+    const float high = smem.row_alpha[output_row(m, 1)];
 #pragma unroll
     for (int n = 0; n < kWarpDims / 8; ++n) {
       output[m][n][0] *= low;
@@ -51,34 +51,34 @@ __device__ inline void rescale_output(const SharedMemory& shared, Output& output
 }
 
 // Whether a row sees a token that not all rows see.
-__device__ inline bool sees(const Params& params, const SharedMemory& shared, int row,
-                            int first_token, int token) {
-  if (first_token + token >= shared.row_visible[row]) return false;
+__device__ inline bool attends(const Params& params, const SharedMemoryPlan& smem, int row,
+                               int first_token, int token) {
+  if (first_token + token >= smem.row_kv_end[row]) return false;
   if constexpr (kHasBias) {
-    return row_bias(params, shared.work, row)[first_token + token] != -kInfinity;
+    return row_bias(params, smem.work, row)[first_token + token] != -kInfinity;
   }
   return true;
 }
 
 // Whether a token of [first, last) is one of those that some rows do not see.
-__device__ inline bool is_at_boundary(const SharedMemory& shared, int first_token, int token) {
+__device__ inline bool is_at_boundary(const SharedMemoryPlan& smem, int first_token, int token) {
   if constexpr (kHasBias) {
-    return shared.is_hidden[token] != 0 || first_token + token >= shared.work.visible_to_all;
+    return smem.is_masked[token] != 0 || first_token + token >= smem.work.unmasked_kv_end;
   }
   return true;
 }
 
 // Adds the tokens [first, last) of the tile, which some rows see and others do not, to the rows
 // that see them, and clears them: 0 * NaN is NaN, so a hidden V must not meet the tensor core.
-__device__ inline void accumulate_boundary(const Params& params, SharedMemory& shared,
+__device__ inline void accumulate_boundary(const Params& params, SharedMemoryPlan& smem,
                                            unsigned char* values, int first_token, int first,
                                            int last, Output& output) {
   // Not unrolled: a rare path must not take registers from the loop over tiles.
 #pragma unroll 1
   for (int token = first; token < last; ++token) {
-    if (!is_at_boundary(shared, first_token, token)) continue;
+    if (!is_at_boundary(smem, first_token, token)) continue;
     float p[kRowGroups][2];
-    u32 seen = 0;  // a bit for each row of this thread
+    u32 attending_rows = 0;  // a bit for each row of this thread
 #pragma unroll
     for (int m = 0; m < kRowGroups; ++m) {
 #pragma unroll
@@ -86,8 +86,8 @@ __device__ inline void accumulate_boundary(const Params& params, SharedMemory& s
         const int row = output_row(m, half);
         const u32 offset = swizzled_offset<kProbabilityBytes>(row, token / kChunkElements) +
                            token % kChunkElements * 2;
-        p[m][half] = cvt_f32(Element{}, *reinterpret_cast<u16*>(shared.probabilities + offset));
-        if (sees(params, shared, row, first_token, token)) seen |= 1u << (m * 2 + half);
+        p[m][half] = cvt_f32(Element{}, *reinterpret_cast<u16*>(smem.probabilities + offset));
+        if (attends(params, smem, row, first_token, token)) attending_rows |= 1u << (m * 2 + half);
       }
     }
 #pragma unroll
@@ -100,7 +100,7 @@ __device__ inline void accumulate_boundary(const Params& params, SharedMemory& s
       for (int m = 0; m < kRowGroups; ++m) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          if ((seen >> (m * 2 + half) & 1) == 0) continue;
+          if ((attending_rows >> (m * 2 + half) & 1) == 0) continue;
           output[m][n][half * 2] += p[m][half] * cvt_f32(Element{}, static_cast<u16>(pair));
           output[m][n][half * 2 + 1] +=
               p[m][half] * cvt_f32(Element{}, static_cast<u16>(pair >> 16));
@@ -111,19 +111,19 @@ __device__ inline void accumulate_boundary(const Params& params, SharedMemory& s
   __syncthreads();
   for (int word = first * kTokenBytes / 4 + static_cast<int>(threadIdx.x);
        word < last * kTokenBytes / 4; word += kThreads) {
-    if (!is_at_boundary(shared, first_token, word / (kTokenBytes / 4))) continue;
+    if (!is_at_boundary(smem, first_token, word / (kTokenBytes / 4))) continue;
     reinterpret_cast<u32*>(values)[word] = 0;
   }
   __syncthreads();
 }
 
-__device__ inline void accumulate_pv(const SharedMemory& shared, const unsigned char* tokens,
+__device__ inline void accumulate_pv(const SharedMemoryPlan& smem, const unsigned char* tokens,
                                      Output& output) {
   const int lane = lane_index();
-  const u32 probabilities = shared_address(shared.probabilities);
+  const u32 probabilities = shared_address(smem.probabilities);
   const u32 values = shared_address(tokens);
 #pragma unroll
-  for (int token = 0; token < kTileTokens; token += 16) {
+  for (int token = 0; token < kBlockN; token += 16) {
     u32 p[kRowGroups][4];
 #pragma unroll
     for (int m = 0; m < kRowGroups; ++m) {

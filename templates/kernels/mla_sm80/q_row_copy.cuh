@@ -11,15 +11,15 @@
 #include "shared_memory.cuh"
 
 __device__ inline void load_query_row(const Params& params, i64 query, int head, int row, int lane,
-                                      SharedMemory& shared) {
-  const unsigned char* latent = latent_part(params, query, head);
-  const unsigned char* rope = rope_part(params, query, head);
+                                      SharedMemoryPlan& smem) {
+  const unsigned char* latent = latent_q(params, query, head);
+  const unsigned char* rope = rope_q(params, query, head);
   constexpr int kLatentChunks = kLatentDim / kChunkElements;
 #pragma unroll
   for (int chunk = 0; chunk < kHeadDimQk / kChunkElements; chunk += 8) {
     const unsigned char* source = chunk < kLatentChunks
                                       ? latent + (chunk + lane) * kChunkBytes
                                       : rope + (chunk - kLatentChunks + lane) * kChunkBytes;
-    cp_async_cg_16(shared_address(query_chunk(shared, row, chunk + lane)), source, kChunkBytes);
+    cp_async_cg_16(shared_address(query_chunk(smem, row, chunk + lane)), source, kChunkBytes);
   }
 }

@@ -11,27 +11,27 @@
 #include "shared_memory.cuh"
 
 // Of packed rows the rope part is bf16; all is multiplied by the scale of the query token.
-constexpr bool kHasPackedQuery = kIsSame<StoredQuery, Fp8PerToken>;
+constexpr bool kHasBf16QRope = kIsSame<StoredQuery, Fp8PerToken>;
 
 __device__ inline void load_query_row(const Params& params, i64 query, int head, int row, int lane,
-                                      SharedMemory& shared) {
-  const Chunk* latent = reinterpret_cast<const Chunk*>(latent_part(params, query, head));
-  const Chunk* rope = reinterpret_cast<const Chunk*>(rope_part(params, query, head));
+                                      SharedMemoryPlan& smem) {
+  const Chunk* latent = reinterpret_cast<const Chunk*>(latent_q(params, query, head));
+  const Chunk* rope = reinterpret_cast<const Chunk*>(rope_q(params, query, head));
   const float scale = params.query_scales == nullptr ? 1.0f : params.query_scales[query];
   constexpr int kLatentChunks = kLatentDim / 16;
-  for (int chunk = lane; chunk < (kHasPackedQuery ? kLatentDim : kHeadDimQk) / 16; chunk += 8) {
+  for (int chunk = lane; chunk < (kHasBf16QRope ? kLatentDim : kHeadDimQk) / 16; chunk += 8) {
     Chunk decoded[2];
     const Chunk stored = chunk < kLatentChunks ? latent[chunk] : rope[chunk - kLatentChunks];
-    if constexpr (kHasPackedQuery) {
+    if constexpr (kHasBf16QRope) {
       decode_e4m3(Element{}, stored, scale, decoded);
     } else {
       decode_e4m3(Element{}, stored, decoded);
     }
-    *query_chunk(shared, row, chunk * 2) = decoded[0];
-    *query_chunk(shared, row, chunk * 2 + 1) = decoded[1];
+    *query_chunk(smem, row, chunk * 2) = decoded[0];
+    *query_chunk(smem, row, chunk * 2 + 1) = decoded[1];
   }
-  if constexpr (kHasPackedQuery) {
-    *query_chunk(shared, row, kLatentDim / kChunkElements + lane) =
+  if constexpr (kHasBf16QRope) {
+    *query_chunk(smem, row, kLatentDim / kChunkElements + lane) =
         decode_bf16(Element{}, rope[lane], scale);
   }
 }

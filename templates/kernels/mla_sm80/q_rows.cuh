@@ -9,15 +9,15 @@
 #include "shared_memory.cuh"
 
 // Latent and rope part may be tensors of their own; strides in bytes.
-__device__ inline const unsigned char* latent_part(const Params& params, i64 query, int head) {
+__device__ inline const unsigned char* latent_q(const Params& params, i64 query, int head) {
   return params.query + query * params.query_stride + head * params.query_head_stride;
 }
 
-__device__ inline const unsigned char* rope_part(const Params& params, i64 query, int head) {
+__device__ inline const unsigned char* rope_q(const Params& params, i64 query, int head) {
   return params.query_rope + query * params.query_rope_stride +
          head * params.query_rope_head_stride;
 }
 
-__device__ inline Chunk* query_chunk(SharedMemory& shared, int row, int chunk) {
-  return reinterpret_cast<Chunk*>(shared.query + swizzled_offset<kTokenBytes>(row, chunk));
+__device__ inline Chunk* query_chunk(SharedMemoryPlan& smem, int row, int chunk) {
+  return reinterpret_cast<Chunk*>(smem.query + swizzled_offset<kTokenBytes>(row, chunk));
 }

@@ -34,10 +34,10 @@ __device__ inline int score_token(int group, int parity) {
 }
 
 // Multiplies this warp's dims: of every 64, the 32 or 64 that belong to it.
-__device__ inline void multiply_dims(const SharedMemory& shared, const unsigned char* tokens,
+__device__ inline void multiply_dims(const SharedMemoryPlan& smem, const unsigned char* tokens,
                                      Products& products) {
   const int lane = lane_index();
-  const u32 query = shared_address(shared.query);
+  const u32 query = shared_address(smem.query);
   const u32 keys = shared_address(tokens);
   const int query_row = warp_index() / kTokenWarps * kScoreRowGroups * 16 + lane % 16;
   const int key_row = token_warp() / kDimWarps * kProductTokenGroups * 8 + lane % 8;
@@ -87,35 +87,35 @@ __device__ inline void multiply_dims(const SharedMemory& shared, const unsigned 
 }
 
 // Gives the partner its tokens' products over this warp's dims, and adds what the partner gives.
-// `borrowed` is shared memory that nobody else uses before the next barrier but one.
-__device__ inline void trade_products(const Products& products, float* borrowed, Scores& scores) {
+// `scratch` is shared memory that nobody else uses before the next barrier but one.
+__device__ inline void exchange_products(const Products& products, float* scratch, Scores& scores) {
   static_assert(kDimWarps <= 2, "a warp has one partner");
-  constexpr int kTraded = kScoreRowGroups * kScoreTokenGroups * 4;
+  constexpr int kExchanged = kScoreRowGroups * kScoreTokenGroups * 4;
   const bool is_second = dim_warp() == 1;
-  float* given = borrowed + (warp_index() ^ 1) * kTraded * kWarpLanes + lane_index();
-  float* taken = borrowed + warp_index() * kTraded * kWarpLanes + lane_index();
+  float* sent = scratch + (warp_index() ^ 1) * kExchanged * kWarpLanes + lane_index();
+  float* received = scratch + warp_index() * kExchanged * kWarpLanes + lane_index();
 #pragma unroll
-  for (int i = 0; i < kTraded; ++i) {
+  for (int i = 0; i < kExchanged; ++i) {
     const int m = i / (kScoreTokenGroups * 4), n = i / 4 % kScoreTokenGroups, e = i % 4;
-    given[i * kWarpLanes] = is_second ? products[m][n][e] : products[m][n + kScoreTokenGroups][e];
+    sent[i * kWarpLanes] = is_second ? products[m][n][e] : products[m][n + kScoreTokenGroups][e];
   }
   __syncthreads();
 #pragma unroll
-  for (int i = 0; i < kTraded; ++i) {
+  for (int i = 0; i < kExchanged; ++i) {
     const int m = i / (kScoreTokenGroups * 4), n = i / 4 % kScoreTokenGroups, e = i % 4;
     const float own = is_second ? products[m][n + kScoreTokenGroups][e] : products[m][n][e];
-    scores[m][n][e] = own + taken[i * kWarpLanes];
+    scores[m][n][e] = own + received[i * kWarpLanes];
   }
 }
 
-// `tokens` are those of item `item`, the last one that is ready.
-__device__ inline void multiply_qk(SharedMemory& shared, const unsigned char* tokens, int item,
-                                   Scores& scores) {
+// `tokens` are those of item `stage_idx`, the last one that is ready.
+__device__ inline void multiply_qk(SharedMemoryPlan& smem, const unsigned char* tokens,
+                                   int stage_idx, Scores& scores) {
   Products products;
-  multiply_dims(shared, tokens, products);
+  multiply_dims(smem, tokens, products);
   if constexpr (kDimWarps > 1) {
-    unsigned char* filling = stage_of(shared, item + kItemsAhead);
-    trade_products(products, reinterpret_cast<float*>(filling + kBorrowedOffset), scores);
+    unsigned char* loading_stage = stage_of(smem, stage_idx + kStagesAhead);
+    exchange_products(products, reinterpret_cast<float*>(loading_stage + kScratchOffset), scores);
   } else {
 #pragma unroll
     for (int m = 0; m < kScoreRowGroups; ++m) {

@@ -20,15 +20,15 @@
 struct Softmax {
   const Params& params;
   float scale;  // of the scores, times log2(e)
-  float sum[kScoreRowGroups][2];
-  float tile_sum[kScoreRowGroups][2];
+  float row_sum[kScoreRowGroups][2];
+  float block_row_sum[kScoreRowGroups][2];
 
   __device__ explicit Softmax(const Params& params)
       : params(params), scale(score_scale(params) * kLog2E) {
 #pragma unroll
     for (int m = 0; m < kScoreRowGroups; ++m) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) sum[m][half] = 0.0f;
+      for (int half = 0; half < 2; ++half) row_sum[m][half] = 0.0f;
     }
   }
 
@@ -36,28 +36,28 @@ struct Softmax {
   // it exceeds a reference, and the reference that is moved to it, must speak of the same number.
   __device__ float scaled(float score) const { return __fmul_rn(score, scale); }
 
-  // How many tokens of the tile a row sees; more than kTileTokens means all.
-  __device__ static int visible_tokens(int row, int first_token, const SharedMemory& shared) {
+  // How many tokens of the tile a row sees; more than kBlockN means all.
+  __device__ static int kv_end_of_row(int row, int first_token, const SharedMemoryPlan& smem) {
     // Padding has no bias to read.
-    const bool is_visible_to_all =
-        !kHasBias && first_token + kTileTokens <= shared.work.visible_to_all;
-    return is_visible_to_all ? kTileTokens : shared.row_visible[row] - first_token;
+    const bool is_unmasked = !kHasBias && first_token + kBlockN <= smem.work.unmasked_kv_end;
+    return is_unmasked ? kBlockN : smem.row_kv_end[row] - first_token;
   }
 
   // Writes the probabilities of a tile relative to the references as they are. Returns whether a
   // score exceeds its reference by too much, as any score does that is the first of its row; then
   // what was written has no meaning.
-  __device__ bool write_probabilities(const Scores& scores, int first_token, SharedMemory& shared) {
+  __device__ bool write_probabilities(const Scores& scores, int first_token,
+                                      SharedMemoryPlan& smem) {
     bool exceeds = false;
 #pragma unroll
     for (int m = 0; m < kScoreRowGroups; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int row = score_row(m, half);
-        const int visible = visible_tokens(row, first_token, shared);
-        const float reference = shared.row_reference[row];
-        const float* bias = row_bias(params, shared.work, row);
-        tile_sum[m][half] = 0.0f;
+        const int col_limit = kv_end_of_row(row, first_token, smem);
+        const float row_max = smem.row_max[row];
+        const float* bias = row_bias(params, smem.work, row);
+        block_row_sum[m][half] = 0.0f;
 #pragma unroll
         for (int n = 0; n < kScoreTokenGroups; ++n) {
           float p[2];
@@ -65,20 +65,20 @@ struct Softmax {
           for (int parity = 0; parity < 2; ++parity) {
             const int token = score_token(n, parity);
             float score = scaled(scores[m][n][half * 2 + parity]);
-            const bool is_seen =
-                token < visible && see_token(bias, first_token, token, score, shared);
+            const bool attends =
+                token < col_limit && attends_token(bias, first_token, token, score, smem);
             // A select, not arithmetic: the hidden score may be NaN.
-            const float seen = is_seen ? score - reference : -kInfinity;
-            exceeds |= seen > kReferenceSlack;
-            p[parity] = ex2_approx(seen);
+            const float relative = attends ? score - row_max : -kInfinity;
+            exceeds |= relative > kRescaleThreshold;
+            p[parity] = ex2_approx(relative);
           }
           const u32 packed = cvt_rn_x2_f32(Element{}, p[1], p[0]);
-          tile_sum[m][half] += cvt_f32(Element{}, static_cast<u16>(packed)) +
-                               cvt_f32(Element{}, static_cast<u16>(packed >> 16));
+          block_row_sum[m][half] += cvt_f32(Element{}, static_cast<u16>(packed)) +
+                                    cvt_f32(Element{}, static_cast<u16>(packed >> 16));
           const int first = score_token(n, 0);
           const u32 offset = swizzled_offset<kProbabilityBytes>(row, first / kChunkElements) +
                              first % kChunkElements * 2;
-          *reinterpret_cast<u32*>(shared.probabilities + offset) = packed;
+          *reinterpret_cast<u32*>(smem.probabilities + offset) = packed;
         }
       }
     }
@@ -87,41 +87,42 @@ struct Softmax {
 
   // Moves the reference of every row whose maximum over all token warps exceeds it by too much, and
   // says what the output so far must be multiplied by. Ends with the probabilities written anew.
-  __device__ void move_references(const Scores& scores, int first_token, SharedMemory& shared) {
-    write_maxima(scores, first_token, shared);
+  __device__ void update_row_max(const Scores& scores, int first_token, SharedMemoryPlan& smem) {
+    write_maxima(scores, first_token, smem);
     __syncthreads();
-    for (int row = static_cast<int>(threadIdx.x); row < kRows; row += kThreads) {
+    for (int row = static_cast<int>(threadIdx.x); row < kBlockM; row += kThreads) {
       float maximum = -kInfinity;
 #pragma unroll
       for (int warp = 0; warp < kTokenWarps; ++warp) {
-        maximum = fmaxf(maximum, shared.row_partial[warp][row]);
+        maximum = fmaxf(maximum, smem.row_partial[warp][row]);
       }
-      const float reference = shared.row_reference[row];
-      const bool exceeds = maximum - reference > kReferenceSlack;
-      shared.row_rescale[row] = exceeds ? ex2_approx(reference - maximum) : 1.0f;
-      if (exceeds) shared.row_reference[row] = maximum;
+      const float row_max = smem.row_max[row];
+      const bool exceeds = maximum - row_max > kRescaleThreshold;
+      smem.row_alpha[row] = exceeds ? ex2_approx(row_max - maximum) : 1.0f;
+      if (exceeds) smem.row_max[row] = maximum;
     }
     __syncthreads();
 #pragma unroll
     for (int m = 0; m < kScoreRowGroups; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        sum[m][half] *= shared.row_rescale[score_row(m, half)];
+        row_sum[m][half] *= smem.row_alpha[score_row(m, half)];
       }
     }
-    write_probabilities(scores, first_token, shared);
+    write_probabilities(scores, first_token, smem);
     __syncthreads();
   }
 
   // Leaves the maximum of every row of the tile over this warp's tokens.
-  __device__ void write_maxima(const Scores& scores, int first_token, SharedMemory& shared) const {
+  __device__ void write_maxima(const Scores& scores, int first_token,
+                               SharedMemoryPlan& smem) const {
 #pragma unroll
     for (int m = 0; m < kScoreRowGroups; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int row = score_row(m, half);
-        const int visible = visible_tokens(row, first_token, shared);
-        const float* bias = row_bias(params, shared.work, row);
+        const int col_limit = kv_end_of_row(row, first_token, smem);
+        const float* bias = row_bias(params, smem.work, row);
         float maximum = -kInfinity;
 #pragma unroll
         for (int n = 0; n < kScoreTokenGroups; ++n) {
@@ -129,34 +130,34 @@ struct Softmax {
           for (int parity = 0; parity < 2; ++parity) {
             const int token = score_token(n, parity);
             float score = scaled(scores[m][n][half * 2 + parity]);
-            if (token < visible && see_token(bias, first_token, token, score, shared)) {
+            if (token < col_limit && attends_token(bias, first_token, token, score, smem)) {
               maximum = fmaxf(maximum, score);
             }
           }
         }
-        maximum = row_maximum(maximum);
-        if (lane_index() % 4 == 0) shared.row_partial[token_warp()][row] = maximum;
+        maximum = quad_reduce_max(maximum);
+        if (lane_index() % 4 == 0) smem.row_partial[token_warp()][row] = maximum;
       }
     }
   }
 
-  __device__ void add_tile() {
+  __device__ void add_block_row_sum() {
 #pragma unroll
     for (int m = 0; m < kScoreRowGroups; ++m) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) sum[m][half] += tile_sum[m][half];
+      for (int half = 0; half < 2; ++half) row_sum[m][half] += block_row_sum[m][half];
     }
   }
 
   // Leaves the parts of each row's sum in shared memory, for every warp to read.
-  __device__ void publish(SharedMemory& shared) {
+  __device__ void publish(SharedMemoryPlan& smem) {
 #pragma unroll
     for (int m = 0; m < kScoreRowGroups; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        sum[m][half] = row_total(sum[m][half]);
+        row_sum[m][half] = quad_reduce_sum(row_sum[m][half]);
         if (lane_index() % 4 == 0) {
-          shared.row_partial[token_warp()][score_row(m, half)] = sum[m][half];
+          smem.row_partial[token_warp()][score_row(m, half)] = row_sum[m][half];
         }
       }
     }

@@ -11,25 +11,26 @@
 #include "config.cuh"
 #include "ptx/ex2.cuh"
 
-__device__ inline void add_piece(const Crew&, const MergeRoom& room, Accumulators& accumulators,
-                                 OwnRows& rows) {
-  float own_weights[kOwnRows];
-  float weights[kOwnRows];
-  const int scale = scale_of_warp(fresh_warp());
+__device__ inline void accumulate_partial(const ReduceGroup&, const CombineSmem& combine_smem,
+                                          Accumulators& accumulators, ThreadRows& rows) {
+  float own_weights[kRowsPerThread];
+  float weights[kRowsPerThread];
+  const int scale = scale_of_warp(reload_warp());
 #pragma unroll
-  for (int r = 0; r < kOwnRows; ++r) {
-    const PartialRow& other = room.state(0, own_row(r));
-    const float largest = fmaxf(rows[r].reference, other.reference);
-    own_weights[r] = ex2_approx(rows[r].reference - largest);
-    const float weight = ex2_approx(other.reference - largest);
-    rows[r] = {largest, rows[r].sum * own_weights[r] + other.sum * weight};
+  for (int r = 0; r < kRowsPerThread; ++r) {
+    const PartialState& other = combine_smem.state(0, row_of(r));
+    const float row_max = fmaxf(rows[r].row_max, other.row_max);
+    own_weights[r] = ex2_approx(rows[r].row_max - row_max);
+    const float weight = ex2_approx(other.row_max - row_max);
+    rows[r] = {row_max, rows[r].row_sum * own_weights[r] + other.row_sum * weight};
     weights[r] = weight * other.scales[scale];
   }
-  const uint2* values = room.values(0) + own_values() - room.first_task * kWarpLanes;
+  const uint2* values =
+      combine_smem.values(0) + lane_frag_offset() - combine_smem.first_frag * kWarpLanes;
 #pragma unroll
   for (int i = 0; i < kAccumulators; ++i) {
     const float4 own = weighted(accumulator(accumulators, i), own_weights, i);
-    const float4 other = weighted(from_halves(values[task_offset(i) * kWarpLanes]), weights, i);
+    const float4 other = weighted(unpack_half4(values[frag_offset(i) * kWarpLanes]), weights, i);
     set_accumulator(
         accumulators, i,
         make_float4(own.x + other.x, own.y + other.y, own.z + other.z, own.w + other.w));

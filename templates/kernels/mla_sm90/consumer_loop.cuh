@@ -11,18 +11,18 @@
 #include "scheduler/tile_scheduler.cuh"
 #include "shared_memory.cuh"
 
-__device__ inline void consume_items(const Params& params, SharedMemory& shared) {
-  ConsumerState state(params, shared);
-  finish_query(shared.first_query_full);
-  u32 count = 0;
+__device__ inline void consumer_loop(const Params& params, SharedMemoryPlan& smem) {
+  ConsumerState state(params, smem);
+  finish_q_load(smem.first_query_full);
+  u32 work_idx = 0;
   while (true) {
-    wait_for(shared.item_full[item_slot(count)], item_parity(count));
-    const Item& item = shared.items[item_slot(count)];
-    if (item.request < 0) return;
-    wait_for_query(shared, count);
-    consume_item(params, item, shared, state);
-    count = item.count + 1;  // not kept in a register meanwhile
+    wait(smem.work_full[work_slot(work_idx)], work_phase(work_idx));
+    const WorkItem& work = smem.work_items[work_slot(work_idx)];
+    if (work.seq_idx < 0) return;
+    wait_query(smem, work_idx);
+    process_work(params, work, smem, state);
+    work_idx = work.work_idx + 1;  // not kept in a register meanwhile
     __syncwarp();
-    if (fresh_lane() == 0) arrive_at(shared.item_empty[item_slot(count - 1)]);
+    if (reload_lane() == 0) arrive(smem.work_empty[work_slot(work_idx - 1)]);
   }
 }

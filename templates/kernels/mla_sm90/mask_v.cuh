@@ -11,25 +11,26 @@
 // Puts zeros for what is not finite in the tokens from `first` on of a block, of whose tiles
 // `tile_of` tells the places; 128 threads. Remembers whether a row sees such a token.
 template <typename TileOf>
-__device__ inline void clear_nonfinite(SharedMemory& shared, int first, int visible,
+__device__ inline void clear_nonfinite(SharedMemoryPlan& smem, int first, int num_visible,
                                        TileOf tile_of) {
   constexpr int kTokenChunks = kLatentDim * 2 / kChunkBytes;
 #pragma unroll 1
-  for (int i = static_cast<int>(threadIdx.x) % 128; i < (kBlockTokens - first) * kTokenChunks;
+  for (int i = static_cast<int>(threadIdx.x) % 128; i < (kBlockN - first) * kTokenChunks;
        i += 128) {
     const int token = first + i / kTokenChunks;
     const int chunk = i % kTokenChunks;
-    Chunk* place = reinterpret_cast<Chunk*>(tile_of(chunk / 8) + token * kTileRowBytes) + chunk % 8;
-    const Chunk found = *place;
+    Chunk* chunk_ptr =
+        reinterpret_cast<Chunk*>(tile_of(chunk / 8) + token * kTileRowBytes) + chunk % 8;
+    const Chunk stored = *chunk_ptr;
     Chunk cleared;
     bool is_changed = false;
 #pragma unroll
     for (int word = 0; word < 4; ++word) {
-      cleared.words[word] = finite_pair(found.words[word]);
-      is_changed |= cleared.words[word] != found.words[word];
+      cleared.words[word] = finite_pair(stored.words[word]);
+      is_changed |= cleared.words[word] != stored.words[word];
     }
     if (!is_changed) continue;
-    *place = cleared;
-    if (token < visible) shared.has_nonfinite = 1;
+    *chunk_ptr = cleared;
+    if (token < num_visible) smem.has_nonfinite = 1;
   }
 }

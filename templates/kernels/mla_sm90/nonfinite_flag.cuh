@@ -5,6 +5,6 @@
 #include "scheduler/tile_scheduler.cuh"
 #include "shared_memory.cuh"
 
-__device__ inline int& nonfinite_flag(SharedMemory& shared, const Item&) {
-  return shared.has_nonfinite;
+__device__ inline int& nonfinite_flag(SharedMemoryPlan& smem, const WorkItem&) {
+  return smem.has_nonfinite;
 }

@@ -10,26 +10,27 @@
 #include "row_amax.cuh"
 #include "shared_memory.cuh"
 
-__device__ inline void scales_of_rows(SharedMemory& shared, const Crew& crew,
-                                      const Accumulators& accumulators, const OwnRows&,
-                                      float (&scales)[kOwnRows]) {
-  largest_of_rows(shared, crew, accumulators, scales);
+__device__ inline void compute_fp16_scales(SharedMemoryPlan& smem, const ReduceGroup& reduce_group,
+                                           const Accumulators& accumulators, const ThreadRows&,
+                                           float (&scales)[kRowsPerThread]) {
+  row_amax(smem, reduce_group, accumulators, scales);
 #pragma unroll
-  for (int r = 0; r < kOwnRows; ++r) scales[r] = half_scale(scales[r]);
+  for (int r = 0; r < kRowsPerThread; ++r) scales[r] = fp16_scale(scales[r]);
 }
 
-__device__ inline void store_states(PartialRow* target, const Crew& crew, const OwnRows& rows,
-                                    const float (&scales)[kOwnRows]) {
-  const bool tells_state = is_row_writer(crew.thread());
-  const bool tells_scale = is_scale_writer(crew.thread());
-  const int scale = scale_of_warp(fresh_warp());
+__device__ inline void store_partial_states(PartialState* target, const ReduceGroup& reduce_group,
+                                            const ThreadRows& rows,
+                                            const float (&scales)[kRowsPerThread]) {
+  const bool writes_state = is_row_writer(reduce_group.thread_idx());
+  const bool writes_scale = is_scale_writer(reduce_group.thread_idx());
+  const int scale = scale_of_warp(reload_warp());
 #pragma unroll
-  for (int r = 0; r < kOwnRows; ++r) {
-    PartialRow& row = target[own_row(r)];
-    if (tells_state) {
-      row.reference = rows[r].reference;
-      row.sum = rows[r].sum;
+  for (int r = 0; r < kRowsPerThread; ++r) {
+    PartialState& row = target[row_of(r)];
+    if (writes_state) {
+      row.row_max = rows[r].row_max;
+      row.row_sum = rows[r].row_sum;
     }
-    if (tells_scale) row.scales[scale] = inverse_of_power(scales[r]);
+    if (writes_scale) row.scales[scale] = inverse_of_pow2(scales[r]);
   }
 }

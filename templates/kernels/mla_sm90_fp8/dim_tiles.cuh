@@ -14,6 +14,6 @@ constexpr int kDimTiles = kHalfDims / kDimsOfTile;
 
 // The first dim of float4 `i` of a thread of warp `warp`; the other is the next.
 __device__ inline int dim_of(int warp, int i) {
-  return warp / 4 * kHalfDims + i / (kRows / 8) * kDimsOfTile + warp % 4 * 16 +
-         fresh_lane() / 4 * 2;
+  return warp / 4 * kHalfDims + i / (kBlockM / 8) * kDimsOfTile + warp % 4 * 16 +
+         reload_lane() / 4 * 2;
 }

@@ -18,48 +18,48 @@
 
 // Issuing a copy takes hundreds of clocks beside products: the latent part of a block in one page
 // is one copy. Else each lane copies a tile; those behind the last tile copy nothing.
-__device__ inline void copy_block(const Params& params, const BlockBoxes& boxes, u32 target,
-                                  u32 full, u64 policy) {
+__device__ inline void copy_kv_block(const Params& params, const KvTileBoxes& boxes, u32 target,
+                                     u32 full, u64 cache_hint) {
   const int lane = lane_index();
-  if (lane == 0) mbarrier_arrive_expect_tx(full, boxes.count * kBoxTokens * kHeadDimQk);
+  if (lane == 0) mbarrier_arrive_expect_tx(full, boxes.num_boxes * kBoxTokens * kHeadDimQk);
   __syncwarp();
   if constexpr (kBoxes == 1) {
     if (lane == 0) {
-      cp_async_bulk_tensor(target, &params.kv_map, full, policy, 0, boxes.slot[0], 0,
+      cp_async_bulk_tensor(target, &params.kv_map, full, cache_hint, 0, boxes.slot[0], 0,
                            boxes.page[0]);
-      cp_async_bulk_tensor(target + kLatentTiles * kTileBytes, &params.rope_map, full, policy, 0,
-                           boxes.slot[0], 0, boxes.page[0]);
+      cp_async_bulk_tensor(target + kLatentTiles * kTileBytes, &params.rope_map, full, cache_hint,
+                           0, boxes.slot[0], 0, boxes.page[0]);
     }
   } else if (lane <= kLatentTiles) {
     const bool is_rope = lane == kLatentTiles;
     boxes.copy_tile(is_rope ? &params.rope_map : &params.latent_map, is_rope ? 0 : lane,
-                    target + lane * kTileBytes, full, policy,
+                    target + lane * kTileBytes, full, cache_hint,
                     is_rope ? kRopeRowBytes : kTileRowBytes);
   }
   __syncwarp();
 }
 
-// `part` is of the first item. A block of a team has its first tokens before it asks for more: else
-// the last of them waits for all that others have asked for.
-__device__ inline void load_tokens(const Params& params, int, Part part, SharedMemory& shared) {
-  const u64 policy = policy_of_lines(params.cta_group_size > 1);
-  Pace pace(params, shared.scratch.span);
-  RingPosition<kStages> position;
-  bool waits = params.cta_group_size > 1;
-  for (u32 count = 0; part.request >= 0; part = next_part(shared, count)) {
-    const int end = part.first_block + part.blocks;
-    PageIds ids(params, part);
+// `coord` is of the first item. A block of a team has its first tokens before it asks for more:
+// else the last of them waits for all that others have asked for.
+__device__ inline void load_kv(const Params& params, int, WorkCoord coord, SharedMemoryPlan& smem) {
+  const u64 cache_hint = kv_cache_hint(params.cta_group_size > 1);
+  CtaThrottle throttle(params, smem.scheduler_storage.range);
+  PipelineState<kStages> pipe;
+  bool waits_for_first = params.cta_group_size > 1;
+  for (u32 work_idx = 0; coord.seq_idx >= 0; coord = next_work_coord(smem, work_idx)) {
+    const int end = coord.first_kv_block + coord.num_kv_blocks;
+    BlockTableReader block_table(params, coord);
 #pragma unroll 1
-    for (int block = part.first_block; block < end; ++block) {
-      const BlockBoxes boxes(ids, block, part.visible_to_any);
-      wait_for(shared.tokens_empty[position.stage], position.parity ^ 1);
-      pace.wait();
-      copy_block(params, boxes, shared_address(shared.tokens[position.stage]),
-                 shared_address(&shared.tokens_full[position.stage]), policy);
-      if (waits) wait_for(shared.tokens_full[0], 0);
-      waits = false;
-      pace.tell();
-      position.advance();
+    for (int kv_block = coord.first_kv_block; kv_block < end; ++kv_block) {
+      const KvTileBoxes boxes(block_table, kv_block, coord.kv_end);
+      wait(smem.kv_empty[pipe.index], pipe.phase ^ 1);
+      throttle.wait();
+      copy_kv_block(params, boxes, shared_address(smem.kv[pipe.index]),
+                    shared_address(&smem.kv_full[pipe.index]), cache_hint);
+      if (waits_for_first) wait(smem.kv_full[0], 0);
+      waits_for_first = false;
+      throttle.report();
+      pipe.advance();
     }
   }
 }

@@ -13,14 +13,14 @@
 
 // Begins to copy the rows of a query, by `threads` threads of which this is number `thread`; eight
 // lanes copy a row, 128 bytes at a time.
-__device__ inline void begin_query(const Params& params, const Part& part, SharedMemory& shared,
-                                   int thread, int threads) {
+__device__ inline void load_q_async(const Params& params, const WorkCoord& coord,
+                                    SharedMemoryPlan& smem, int thread, int threads) {
   const int lane = thread % 8;
-  const u32 target = shared_address(shared.query);
+  const u32 target = shared_address(smem.query);
 #pragma unroll 1
-  for (int row = thread / 8; row < kRows; row += threads / 8) {
-    const bool is_row = row < part.rows;
-    const auto [query, head] = query_row(params, part, row, is_row);
+  for (int row = thread / 8; row < kBlockM; row += threads / 8) {
+    const bool is_row = row < coord.rows;
+    const auto [query, head] = query_row(params, coord, row, is_row);
     const unsigned char* latent = params.query + query * params.query_stride +
                                   head * params.query_head_stride + lane * kChunkBytes;
     const u32 latent_target = target + swizzled_offset<kTileRowBytes>(row, lane);

@@ -21,7 +21,7 @@ constexpr u32 kProbabilitiesOffset = kLatentTiles * kTileBytes;
 // Lower word of the descriptor of what lies at an address.
 __device__ inline u32 operand_at(u32 address) { return descriptor_low(address, 16); }
 
-using Scores = float[kBlockTokens / 2];
+using Scores = float[kBlockN / 2];
 
 constexpr int kTileSteps = kTileRowBytes / kStepElements;
 constexpr int kScoreSteps = kHeadDimQk / kStepElements;
@@ -31,20 +31,20 @@ struct ScoreSteps {
   u32 query;
   u32 keys;
 
-  __device__ ScoreSteps(const SharedMemory& shared, int stage)
-      : query(operand_at(shared_address(&shared))) {
+  __device__ ScoreSteps(const SharedMemoryPlan& smem, int stage)
+      : query(operand_at(shared_address(&smem))) {
     // Else compilers compute descriptors ahead of the loop, for which there are no registers.
     mov_b32(query);
-    keys = query + descriptor_step(kQueryBytes) + stage * descriptor_step(kBlockBytes);
+    keys = query + descriptor_step(kQueryBytes) + stage * descriptor_step(kKvBlockBytes);
   }
 
   __device__ void begin(Scores& scores, int step) const {
     const int tile = step / kTileSteps;
-    const u32 along = step % kTileSteps * kStepElements;
-    const u32 q = query + descriptor_step(tile * kQueryTileBytes + along);
-    const u32 k = keys + descriptor_step(tile * kTileBytes + along);
+    const u32 k_offset = step % kTileSteps * kStepElements;
+    const u32 q = query + descriptor_step(tile * kQueryTileBytes + k_offset);
+    const u32 k = keys + descriptor_step(tile * kTileBytes + k_offset);
     if (tile < kLatentTiles) {
-      wgmma_mma(E4m3{}, scores, descriptor(q), descriptor(k), step > 0);
+      wgmma_mma(E4m3{}, scores, smem_desc(q), smem_desc(k), step > 0);
     } else {
       wgmma_mma(E4m3{}, scores, descriptor_64(q), descriptor_64(k), 1);
     }

@@ -4,6 +4,6 @@
 
 #include "config.cuh"
 
-constexpr int kConsumerRegisters = kRows > 32 ? 184 : 152;
-constexpr int kScorerRegisters = kRows > 32 ? 96 : 152;
-constexpr int kProducerRegisters = 48;
+constexpr int kConsumerRegs = kBlockM > 32 ? 184 : 152;
+constexpr int kQkRegs = kBlockM > 32 ? 96 : 152;
+constexpr int kProducerRegs = 48;

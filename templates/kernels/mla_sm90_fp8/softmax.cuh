@@ -18,30 +18,30 @@
 // share a row. A word of probabilities holds four tokens of 16, in the order in which values come
 // to lie in registers: 2c, 2c + 8, 2c + 1, 2c + 9 with c = lane % 4.
 constexpr int kScoreRows = 2;
-constexpr int kGroups = kBlockTokens / 16;
-constexpr int kWords = kGroups * kScoreRows;
+constexpr int kTokenGroups = kBlockN / 16;
+constexpr int kWords = kTokenGroups * kScoreRows;
 using Probabilities = u32[kWords];
 
 // A reference is so far below the row's maximum when it moves, in log2 units. It need not move
 // again before a score exceeds that maximum by 8.8 less so much; what is smaller than 2^-9 of the
 // largest weight, by a factor of 2 for each of these units, is lost.
-constexpr float kReferenceLead = 7.0f;
+constexpr float kRowMaxLead = 7.0f;
 
 // Moving takes time where memory is not the limit. There is room for larger scores to come then,
 // but where the maximum is an outlier: where one of the four lanes that have a row, each a quarter
 // of a block's tokens, has no score that is so near.
-constexpr float kLeadWithRoom = kRows > 32 ? 3.0f : kReferenceLead;
+constexpr float kRowMaxLeadWithHeadroom = kBlockM > 32 ? 3.0f : kRowMaxLead;
 constexpr float kOutlierSpread = 8.0f;
 
 // So far from zero, rounding moves a score by as much as a probability may be off.
-constexpr float kFarReference = 0x1p14f;  // log2 units
+constexpr float kLargeRowMax = 0x1p14f;  // log2 units
 
 __device__ inline int score_row(int r) {
-  return fresh_warp() % 4 * kRowsOfWarp + fresh_lane() / 4 + 8 * r;
+  return reload_warp() % 4 * kRowsPerWarp + reload_lane() / 4 + 8 * r;
 }
 
 // Whether one of four probabilities is the largest e4m3, so that it may have been larger, or a NaN.
-__device__ inline u32 largest_bytes(u32 word) { return (word + 0x02020202) & 0x80808080; }
+__device__ inline u32 is_max_bytes(u32 word) { return (word + 0x02020202) & 0x80808080; }
 
 // Adds up the probabilities of a block as they have been rounded, so that rounding a large one
 // changes nothing. Sixteen are added in fp16: of equal ones, and of one with zeros, the sum is
@@ -64,60 +64,60 @@ struct ProbabilitySums {
 };
 
 // Where a row's reference is to be, by the maximum of this lane's scores.
-__device__ inline float wanted_reference(float maximum) {
-  const float largest = row_maximum(maximum);
-  const bool is_outlier = !(largest - row_minimum(maximum) < kOutlierSpread);
-  return largest - (is_outlier ? kReferenceLead : kLeadWithRoom);
+__device__ inline float target_row_max(float maximum) {
+  const float amax = quad_reduce_max(maximum);
+  const bool is_outlier = !(amax - quad_reduce_min(maximum) < kOutlierSpread);
+  return amax - (is_outlier ? kRowMaxLead : kRowMaxLeadWithHeadroom);
 }
 
 struct Softmax {
-  float sum[kScoreRows];  // of this lane's probabilities, as they are multiplied
-  float reference[kScoreRows];  // log2 units
+  float row_sum[kScoreRows];  // of this lane's probabilities, as they are multiplied
+  float row_max[kScoreRows];  // log2 units
 
   __device__ Softmax() {
 #pragma unroll
     for (int r = 0; r < kScoreRows; ++r) {
-      sum[r] = 0.0f;
-      reference[r] = -kLargest;
+      row_sum[r] = 0.0f;
+      row_max[r] = -kFloatMax;
     }
   }
 
   // One word of probabilities, of scores to be multiplied by `scale`, as if all rows saw all tokens
   // and no reference had to move.
-  __device__ void take_word(const Scores& scores, float scale, Probabilities& probabilities,
-                            int word) const {
+  __device__ void exp_word(const Scores& scores, float scale, Probabilities& probabilities,
+                           int word) const {
     const int r = word % kScoreRows;
-    probabilities[word] = exponentiate([&](int i) { return fmaf(scores[i], scale, -reference[r]); },
+    probabilities[word] = exponentiate([&](int i) { return fmaf(scores[i], scale, -row_max[r]); },
                                        word / kScoreRows * 8 + r * 2);
   }
 
-  // Says whether that was so for this warp, by `hides` the former.
-  __device__ bool fits(const Probabilities& probabilities, bool hides) const {
-    u32 largest = 0;
+  // Says whether that was so for this warp, by `needs_mask` the former.
+  __device__ bool fits(const Probabilities& probabilities, bool needs_mask) const {
+    u32 amax = 0;
 #pragma unroll
-    for (int word = 0; word < kWords; ++word) largest |= largest_bytes(probabilities[word]);
-    const bool is_far = fmaxf(fabsf(reference[0]), fabsf(reference[1])) > kFarReference;
-    return !__any_sync(~0u, largest != 0 || is_far || hides);
+    for (int word = 0; word < kWords; ++word) amax |= is_max_bytes(probabilities[word]);
+    const bool is_far = fmaxf(fabsf(row_max[0]), fabsf(row_max[1])) > kLargeRowMax;
+    return !__any_sync(~0u, amax != 0 || is_far || needs_mask);
   }
 
   // Moves references first, if maxima are too large for them; scores are in log2 units here. They
   // have been rounded as references were, so equal ones are equally far from a reference.
-  __device__ void take_moving(const Scores& scores, Probabilities& probabilities,
-                              float (&moved)[kScoreRows]) {
+  __device__ void update_row_max(const Scores& scores, Probabilities& probabilities,
+                                 float (&alpha)[kScoreRows]) {
 #pragma unroll
     for (int r = 0; r < kScoreRows; ++r) {
       float maximum = -kInfinity;
 #pragma unroll
-      for (int i = 0; i < kBlockTokens / 8; ++i) {
+      for (int i = 0; i < kBlockN / 8; ++i) {
         maximum = fmaxf(maximum, fmaxf(scores[i * 4 + r * 2], scores[i * 4 + r * 2 + 1]));
       }
-      const float wanted = wanted_reference(maximum);
-      const float next = wanted > reference[r] ? wanted : reference[r];
-      moved[r] = ex2_approx(reference[r] - next);
-      reference[r] = next;
-      sum[r] *= moved[r];
+      const float target = target_row_max(maximum);
+      const float next = target > row_max[r] ? target : row_max[r];
+      alpha[r] = ex2_approx(row_max[r] - next);
+      row_max[r] = next;
+      row_sum[r] *= alpha[r];
 #pragma unroll
-      for (int group = 0; group < kGroups; ++group) {
+      for (int group = 0; group < kTokenGroups; ++group) {
         probabilities[group * 2 + r] =
             exponentiate([&](int i) { return scores[i] - next; }, group * 8 + r * 2);
       }
@@ -126,7 +126,7 @@ struct Softmax {
 
   __device__ void add(const ProbabilitySums& sums) {
 #pragma unroll
-    for (int r = 0; r < kScoreRows; ++r) sum[r] += sums.total(r);
+    for (int r = 0; r < kScoreRows; ++r) row_sum[r] += sums.total(r);
   }
 
   // Four probabilities by the distances of their scores from the reference, of which the first is
@@ -142,18 +142,18 @@ struct Softmax {
 // To log2 units, rounded as references are.
 __device__ inline void scale_scores(Scores& scores, float scale) {
 #pragma unroll
-  for (int i = 0; i < kBlockTokens / 2; ++i) scores[i] = __fmul_rn(scores[i], scale);
+  for (int i = 0; i < kBlockN / 2; ++i) scores[i] = __fmul_rn(scores[i], scale);
 }
 
 // Hides what a row does not see: a select, for the hidden score may be NaN.
-__device__ inline void hide(Scores& scores, const Item& item, int first_token) {
+__device__ inline void mask_scores(Scores& scores, const WorkItem& work, int first_token) {
 #pragma unroll
   for (int r = 0; r < kScoreRows; ++r) {
-    const int visible = item.row_visible[score_row(r)] - first_token - lane_index() % 4 * 2;
+    const int col_limit = work.row_kv_end[score_row(r)] - first_token - lane_index() % 4 * 2;
 #pragma unroll
-    for (int i = 0; i < kBlockTokens / 8; ++i) {
-      if (i * 8 >= visible) scores[i * 4 + r * 2] = -kInfinity;
-      if (i * 8 + 1 >= visible) scores[i * 4 + r * 2 + 1] = -kInfinity;
+    for (int i = 0; i < kBlockN / 8; ++i) {
+      if (i * 8 >= col_limit) scores[i * 4 + r * 2] = -kInfinity;
+      if (i * 8 + 1 >= col_limit) scores[i * 4 + r * 2 + 1] = -kInfinity;
     }
   }
 }

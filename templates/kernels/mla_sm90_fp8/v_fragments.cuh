@@ -12,7 +12,7 @@
 #include "ptx/ldmatrix.cuh"
 #include "shared_memory.cuh"
 
-constexpr int kSteps = kBlockTokens / kStepElements;  // of a block
+constexpr int kSteps = kBlockN / kStepElements;  // of a block
 using Values = u32[kSteps][4];
 
 // Four matrices of eight tokens each and 16 dims; a lane gets dims 2g and 2g + 1 of tokens 2c and
@@ -23,8 +23,8 @@ struct ValueRows {
 
   // Of the block at `stage`.
   __device__ explicit ValueRows(u32 stage) {
-    const int lane = fresh_lane();
-    const int warp = fresh_warp();
+    const int lane = reload_lane();
+    const int warp = reload_warp();
     address = stage + warp / 4 * (kHalfDims / kTileRowBytes) * kTileBytes +
               swizzled_offset<kTileRowBytes>(lane, warp % 4);
   }
@@ -48,18 +48,18 @@ struct ValueRows {
   }
 
   // Puts zeros for NaN in the tokens of the block from `first` on, of the warp's dims, which nobody
-  // else reads: where this lane's rows are. Says whether one of those before `visible` had any, so
-  // that a row sees it.
-  __device__ bool clear_nan(SharedMemory& shared, int first, int visible) const {
-    bool sees = false;
+  // else reads: where this lane's rows are. Says whether one of those before `num_visible` had any,
+  // so that a row sees it.
+  __device__ bool clear_nan(SharedMemoryPlan& smem, int first, int num_visible) const {
+    bool has_visible_nan = false;
 #pragma unroll 1
     for (int i = 0; i < kSteps * kDimTiles; ++i) {
       const int tile = i / kSteps;
-      const int token = i % kSteps * kStepElements + fresh_lane();
+      const int token = i % kSteps * kStepElements + reload_lane();
       if (token < first) continue;
-      const u32 place = row_of(tile) + i % kSteps * kStepElements * kTileRowBytes;
+      const u32 chunk_address = row_of(tile) + i % kSteps * kStepElements * kTileRowBytes;
       uint4& dims =
-          *reinterpret_cast<uint4*>(shared.tokens[0] + (place - shared_address(shared.tokens[0])));
+          *reinterpret_cast<uint4*>(smem.kv[0] + (chunk_address - shared_address(smem.kv[0])));
       const uint4 found = dims;
       const uint4 cleared = {found.x & ~nan_bytes(found.x), found.y & ~nan_bytes(found.y),
                              found.z & ~nan_bytes(found.z), found.w & ~nan_bytes(found.w)};
@@ -67,8 +67,8 @@ struct ValueRows {
                           (found.w ^ cleared.w);
       if (differs == 0) continue;
       dims = cleared;
-      sees |= token < visible;
+      has_visible_nan |= token < num_visible;
     }
-    return sees;
+    return has_visible_nan;
   }
 };

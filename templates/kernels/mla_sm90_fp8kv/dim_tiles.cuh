@@ -16,5 +16,5 @@ static_assert(kScaledDims % kDimsOfWarp == 0, "a warp's dims have one scale a to
 
 // The first dim of float4 `i` of a thread of warp `warp`; the other is the next.
 __device__ inline int dim_of(int warp, int i) {
-  return warp * kDimsOfWarp + i / (kRows / 8) * kDimsOfTile + fresh_lane() / 4 * 2;
+  return warp * kDimsOfWarp + i / (kBlockM / 8) * kDimsOfTile + reload_lane() / 4 * 2;
 }

@@ -5,9 +5,9 @@
 #include "common/types.cuh"
 #include "config.cuh"
 
-struct alignas(8) UnlistedTokens {
-  u16 bits[kLoadingWarps];  // of sixteen tokens each
+struct alignas(8) InvalidMask {
+  u16 bits[kLoadWarps];  // of sixteen tokens each
 
   __device__ u64 all() const { return *reinterpret_cast<const u64*>(bits); }
 };
-static_assert(kLoadingWarps * 16 == kBlockTokens, "each warp that loads brings sixteen tokens");
+static_assert(kLoadWarps * 16 == kBlockN, "each warp that loads brings sixteen tokens");

@@ -23,8 +23,8 @@ struct StoredToken {
 
   // One of its values.
   __device__ u16 element(int dim) const {
-    const u32 halves = fp16x2_of_e4m3x2(row[dim]);
-    const float value = cvt_f32(Fp16{}, static_cast<u16>(halves));
+    const u32 fp16x2 = fp16x2_of_e4m3x2(row[dim]);
+    const float value = cvt_f32(Fp16{}, static_cast<u16>(fp16x2));
     return static_cast<u16>(cvt_rn_x2_f32(Element{}, 0.0f, value * scale(dim / kScaledDims)));
   }
 };

@@ -22,23 +22,23 @@ __device__ inline u32 number_bytes(u32 pair) {
 
 // Puts zeros for what is not finite in the tokens from `first` to `end` of the block at `stage`, by
 // the consumers; and for a scale that is not. Some row sees these tokens.
-__device__ inline void clear_nonfinite(SharedMemory& shared, const Item& item, unsigned char* stage,
-                                       int first, int end) {
+__device__ inline void clear_nonfinite(SharedMemoryPlan& smem, const WorkItem& work,
+                                       unsigned char* stage, int first, int end) {
   constexpr int kTokenPairs = kLatentDim / 2;
 #pragma unroll 1
-  for (int i = fresh_thread(); i < (end - first) * kTokenPairs; i += kConsumerThreads) {
+  for (int i = reload_tid(); i < (end - first) * kTokenPairs; i += kConsumerThreads) {
     const int token = first + i / kTokenPairs;
     const int dim = i % kTokenPairs * 2;
     u16& scale = value_scale(stage, token, dim / kScaledDims);
     const u32 row = dim / kTileRowBytes * kTileBytes +
                     swizzled_offset<128>(token, dim % kTileRowBytes / kChunkBytes);
     u16& stored = *reinterpret_cast<u16*>(stage + row + dim % kChunkBytes);
-    const bool is_scaled = (scale & 0x7c00) != 0x7c00;
+    const bool is_scale_finite = (scale & 0x7c00) != 0x7c00;
     const u32 finite = number_bytes(stored);
-    if (is_scaled && finite == stored) continue;
+    if (is_scale_finite && finite == stored) continue;
     stored = static_cast<u16>(finite);
-    if (!is_scaled) scale = 0;
-    nonfinite_flag(shared, item) = 1;
+    if (!is_scale_finite) scale = 0;
+    nonfinite_flag(smem, work) = 1;
   }
   barrier_sync(kConsumerBarrier, kConsumerThreads);
 }

@@ -17,77 +17,81 @@
 #include "shared_memory.cuh"
 
 // By one thread.
-__device__ inline void make_item_barriers(const SharedMemory& shared) {
-  make_item_barriers(shared, 1, kItemReaders, kLoadingWarps);
+__device__ inline void init_work_barriers(const SharedMemoryPlan& smem) {
+  init_work_barriers(smem, 1, kWorkReaders, kLoadWarps);
 }
 
 // Which warp goes through the items.
-__device__ inline bool walks_items() { return fresh_warp() == kConsumerWarps; }
+__device__ inline bool is_scheduler_warp() { return reload_warp() == kConsumerWarps; }
 
 // Which of its team this block is; worked out where it is used, not kept.
-__device__ inline int own_member(const Params& params) {
+__device__ inline int cta_rank_in_group(const Params& params) {
   u32 index = blockIdx.x;
   mov_b32(index);
-  const int block = static_cast<int>(index);
-  return block - in_teams(params, block) * params.cta_group_size;
+  const int cta = static_cast<int>(index);
+  return cta - div_by_group_size(params, cta) * params.cta_group_size;
 }
 
-// Hands on the item that `count` have preceded.
-__device__ inline void hand_on(const Params& params, int member, u32 count, SharedMemory& shared) {
-  wait_for(shared.item_empty[item_slot(count)], item_parity(count) ^ 1);
-  make_item(params, member, count, shared);
-  if (fresh_lane() == 0) arrive_at(shared.item_full[item_slot(count)]);
+// Hands on the item that `work_idx` have preceded.
+__device__ inline void publish_work(const Params& params, int rank_in_group, u32 work_idx,
+                                    SharedMemoryPlan& smem) {
+  wait(smem.work_empty[work_slot(work_idx)], work_phase(work_idx) ^ 1);
+  produce_work(params, rank_in_group, work_idx, smem);
+  if (reload_lane() == 0) arrive(smem.work_full[work_slot(work_idx)]);
 }
 
 // Brings the query of an item; consumers have brought the first.
-__device__ inline void load_query(const Params& params, const Item& item, SharedMemory& shared) {
-  if (item.count == 0) return;
-  wait_for(shared.query_empty, query_parity(item.count) ^ 1);
-  const int thread = fresh_thread() % kProducerThreads;
-  begin_query(params, item, shared, thread, kProducerThreads);
-  finish_query<2>(shared, shared.query_full, thread, kProducerThreads);
+__device__ inline void load_query(const Params& params, const WorkItem& work,
+                                  SharedMemoryPlan& smem) {
+  if (work.work_idx == 0) return;
+  wait(smem.query_empty, query_phase(work.work_idx) ^ 1);
+  const int thread = reload_tid() % kProducerThreads;
+  load_q_async(params, work, smem, thread, kProducerThreads);
+  finish_q_load<2>(smem, smem.query_full, thread, kProducerThreads);
 }
 
 // While a query is still in use, so many blocks of the next item are on their way already.
-constexpr int kBlocksBeforeQuery = kStages - 1;
+constexpr int kBlocksBeforeQ = kStages - 1;
 
-// `given` items have been handed on by the warp that does so.
-__device__ inline void load_blocks(const Params& params, const Item& item, SharedMemory& shared,
-                                   RingPosition<kStages>& position, u32& given) {
-  BlockStream stream(params, item);
-  const int before = min(item.blocks, kBlocksBeforeQuery);
+// `num_published` items have been handed on by the warp that does so.
+__device__ inline void load_kv_blocks(const Params& params, const WorkItem& work,
+                                      SharedMemoryPlan& smem, PipelineState<kStages>& pipe,
+                                      u32& num_published) {
+  KvBlockStream stream(params, work);
+  const int num_before_q = min(work.num_kv_blocks, kBlocksBeforeQ);
 #pragma unroll 1
-  for (int done = 0;; ++done) {
-    if (done == before) load_query(params, item, shared);
+  for (int num_loaded = 0;; ++num_loaded) {
+    if (num_loaded == num_before_q) load_query(params, work, smem);
     // The first item is handed on when its first tokens are on their way, the next when all are.
-    const u32 due = item.count + (done == item.blocks ? 2 : min(done, 1));
+    const u32 num_due = work.work_idx + (num_loaded == work.num_kv_blocks ? 2 : min(num_loaded, 1));
 #pragma unroll 1
-    while (walks_items() && given < due) hand_on(params, own_member(params), given++, shared);
-    if (done == item.blocks) return;
+    while (is_scheduler_warp() && num_published < num_due)
+      publish_work(params, cta_rank_in_group(params), num_published++, smem);
+    if (num_loaded == work.num_kv_blocks) return;
     // The block's first tokens are there before it asks for more: else the last block's wait for
     // all that others have asked for.
-    if (item.count == 0 && done == 1) wait_for(shared.tokens_full[0], 0);
-    stream.take_block(shared, position, item.first_block + done);
+    if (work.work_idx == 0 && num_loaded == 1) wait(smem.kv_full[0], 0);
+    stream.load_kv_block(smem, pipe, work.first_kv_block + num_loaded);
   }
 }
 
-// `walk` is at the first item.
-__device__ inline void load_items(const Params& params, const ItemWalk& walk, const Part& first,
-                                  SharedMemory& shared) {
+// `scheduler` is at the first item.
+__device__ inline void load_loop(const Params& params, const TileScheduler& scheduler,
+                                 const WorkCoord& first_work, SharedMemoryPlan& smem) {
   // What an item is about, and its count, is read from there, not kept; all write the same.
-  if (fresh_lane() == 0) {
-    static_cast<Part&>(shared.items[0]) = first;
-    shared.items[0].count = 0;
+  if (reload_lane() == 0) {
+    static_cast<WorkCoord&>(smem.work_items[0]) = first_work;
+    smem.work_items[0].work_idx = 0;
   }
   __syncwarp();
-  if (walks_items()) leave_item(walk, shared);
-  RingPosition<kStages> position;
-  u32 count = 0;
-  u32 given = 0;
+  if (is_scheduler_warp()) save_scheduler_state(scheduler, smem);
+  PipelineState<kStages> pipe;
+  u32 work_idx = 0;
+  u32 num_published = 0;
 #pragma unroll 1
   while (true) {
-    load_blocks(params, shared.items[item_slot(count)], shared, position, given);
-    count = shared.items[item_slot(count)].count;
-    if (next_part(shared, count).request < 0) return;
+    load_kv_blocks(params, smem.work_items[work_slot(work_idx)], smem, pipe, num_published);
+    work_idx = smem.work_items[work_slot(work_idx)].work_idx;
+    if (next_work_coord(smem, work_idx).seq_idx < 0) return;
   }
 }

@@ -27,63 +27,65 @@ constexpr int kHalfTileBytes = kTileRowBytes / 2;  // to the second parts of a r
 
 // With 16 and 32 rows, both parts of a query are multiplied at once, as so many rows more: keys are
 // read once.
-constexpr bool kStacksParts = kSplitsQuery && kRows <= 32;
-using GroupScores = float[kStacksParts ? kRows : kRows / 2];
+constexpr bool kStacksQTerms = kSplitsQ && kBlockM <= 32;
+using GroupScores = float[kStacksQTerms ? kBlockM : kBlockM / 2];
 
 // So many groups of dims have their scores under way at once: as many as there are registers for.
-constexpr int kGroupsAtOnce = kRows > 32 ? 1 : sizeof(GroupScores) > 64 ? 2 : kScaleGroups;
+constexpr int kGroupsInFlight = kBlockM > 32 ? 1 : sizeof(GroupScores) > 64 ? 2 : kScaleGroups;
 
-struct Scorer {
+struct QkWarpgroup {
   const Params& params;
-  SharedMemory& shared;
-  const Item& item;
-  u32& taken;  // blocks
+  SharedMemoryPlan& smem;
+  const WorkItem& work;
+  u32& blocks_done;  // blocks
   Scores scores;
-  OwnScales own_scales;
+  ThreadScales thread_scales;
   Softmax softmax;
 
-  __device__ Scorer(const Params& params, SharedMemory& shared, const Item& item, u32& taken)
-      : params(params), shared(shared), item(item), taken(taken), softmax(shared) {}
+  __device__ QkWarpgroup(const Params& params, SharedMemoryPlan& smem, const WorkItem& work,
+                         u32& blocks_done)
+      : params(params), smem(smem), work(work), blocks_done(blocks_done), softmax(smem) {}
 
   // Begins the scores of the dims of one scale.
-  __device__ static void begin_group(GroupScores& part, u32 keys, u32 query, int group) {
+  __device__ static void qk_gemm_group(GroupScores& group_scores, u32 keys, u32 query, int group) {
     keys += descriptor_step(group * kTileBytes);
-    query += descriptor_step(group * kQueryParts * kQueryTileBytes);
-    wgmma_keep(part);
+    query += descriptor_step(group * kNumQTerms * kQueryTileBytes);
+    wgmma_fence_operand(group_scores);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kScaledDims / kStepElements; ++k) {
-      const u32 along = descriptor_step(k * kStepElements);
-      wgmma_mma(E4m3{}, part, descriptor(keys + along), descriptor(query + along), k > 0);
-      if constexpr (kSplitsQuery && !kStacksParts) {
-        const u32 second = query + along + descriptor_step(kQueryTileBytes);
-        wgmma_mma(E4m3{}, part, descriptor(keys + along), descriptor(second), 1);
+      const u32 k_offset = descriptor_step(k * kStepElements);
+      wgmma_mma(E4m3{}, group_scores, smem_desc(keys + k_offset), smem_desc(query + k_offset),
+                k > 0);
+      if constexpr (kSplitsQ && !kStacksQTerms) {
+        const u32 q_lo = query + k_offset + descriptor_step(kQueryTileBytes);
+        wgmma_mma(E4m3{}, group_scores, smem_desc(keys + k_offset), smem_desc(q_lo), 1);
       }
     }
     wgmma_commit_group();
   }
 
   // Begins the scores of the rope part.
-  __device__ void begin_rope(u32 keys, u32 query) {
+  __device__ void qk_gemm_rope(u32 keys, u32 query) {
     keys += descriptor_step(kRopeTileOffset);
     query += descriptor_step(kLatentTiles * kQueryTileBytes);
-    wgmma_keep(scores);
+    wgmma_fence_operand(scores);
     wgmma_fence();
-    if constexpr (kIsPacked) {
+    if constexpr (kHasBf16Rope) {
 #pragma unroll
       for (int k = 0; k < kRopeDim / 16; ++k) {
-        const u32 along = descriptor_step(k * 32);
-        wgmma_mma(Bf16{}, scores, descriptor(keys + along), descriptor(query + along), k > 0);
+        const u32 k_offset = descriptor_step(k * 32);
+        wgmma_mma(Bf16{}, scores, smem_desc(keys + k_offset), smem_desc(query + k_offset), k > 0);
       }
     } else {
 #pragma unroll
       for (int k = 0; k < kRopeDim / kStepElements; ++k) {
-        const u32 along = descriptor_step(k * kStepElements);
-        const u64 key = descriptor_64(keys + along);
-        wgmma_mma(E4m3{}, scores, key, descriptor(query + along), k > 0);
-        if constexpr (kSplitsQuery) {
-          const u32 second = query + along + descriptor_step(kHalfTileBytes);
-          wgmma_mma(E4m3{}, scores, key, descriptor(second), 1);
+        const u32 k_offset = descriptor_step(k * kStepElements);
+        const u64 key = descriptor_64(keys + k_offset);
+        wgmma_mma(E4m3{}, scores, key, smem_desc(query + k_offset), k > 0);
+        if constexpr (kSplitsQ) {
+          const u32 q_lo = query + k_offset + descriptor_step(kHalfTileBytes);
+          wgmma_mma(E4m3{}, scores, key, smem_desc(q_lo), 1);
         }
       }
     }
@@ -92,127 +94,129 @@ struct Scorer {
 
   // Of a packed row with scales of its own, the rope part needs none.
   __device__ void scale_rope(const KeyScales& scales) {
-    wgmma_keep(scores);
+    wgmma_fence_operand(scores);
     if constexpr (kHasInnerScales) return;
 #pragma unroll
-    for (int i = 0; i < kRows / 2; ++i) {
+    for (int i = 0; i < kBlockM / 2; ++i) {
       scores[i] *= kHasOneScale ? scales.of[i / 2 % 2][0] : params.rope_scale;
     }
   }
 
   // A group's scores come to the others by the scales of tokens g and g + 8.
-  __device__ void add_group(GroupScores& part, const KeyScales& scales, int group) {
-    wgmma_keep(part);
+  __device__ void add_scaled_group(GroupScores& group_scores, const KeyScales& scales, int group) {
+    wgmma_fence_operand(group_scores);
 #pragma unroll
-    for (int i = 0; i < kRows / 2; ++i) {
-      const float score = kStacksParts ? part[i] + part[i + kRows / 2] : part[i];
+    for (int i = 0; i < kBlockM / 2; ++i) {
+      const float score =
+          kStacksQTerms ? group_scores[i] + group_scores[i + kBlockM / 2] : group_scores[i];
       scores[i] = fmaf(score, scales.of[i / 2 % 2][group], scores[i]);
     }
   }
 
   // Of the block in `stage`; `keys` and `query` are descriptors.
-  __device__ void take_scores(int stage, const ScorerThread& own, u32 keys, u32 query) {
-    unsigned char* tokens = shared.tokens[stage];
-    GroupScores parts[kGroupsAtOnce];
-    begin_rope(keys, query);
+  __device__ void qk_gemm(int stage, const QkThread& qk_thread, u32 keys, u32 query) {
+    unsigned char* kv = smem.kv[stage];
+    GroupScores pending_scores[kGroupsInFlight];
+    qk_gemm_rope(keys, query);
 #pragma unroll
-    for (int group = 0; group < kGroupsAtOnce; ++group) {
-      begin_group(parts[group], keys, query, group);
+    for (int group = 0; group < kGroupsInFlight; ++group) {
+      qk_gemm_group(pending_scores[group], keys, query, group);
     }
-    const KeyScales scales(tokens, own);
-    own_scales.take(scales, own);
-    own_scales.leave(tokens, own, shared.units);
-    softmax.leave_units(own, stage, false);
-    wgmma_wait_group<kGroupsAtOnce>();
+    const KeyScales scales(kv, qk_thread);
+    thread_scales.select(scales, qk_thread);
+    thread_scales.store(kv, qk_thread, smem.shared_scale);
+    softmax.publish_block_scale(qk_thread, stage, false);
+    wgmma_wait_group<kGroupsInFlight>();
     scale_rope(scales);
-    add_groups<0>(parts, scales, keys, query);
+    add_groups<0>(pending_scores, scales, keys, query);
   }
 
   // From group `kGroup` on, which is under way, and so are those that may be with it.
   template <int kGroup>
-  __device__ void add_groups(GroupScores (&parts)[kGroupsAtOnce], const KeyScales& scales, u32 keys,
-                             u32 query) {
+  __device__ void add_groups(GroupScores (&pending_scores)[kGroupsInFlight],
+                             const KeyScales& scales, u32 keys, u32 query) {
     constexpr int kLater = kScaleGroups - 1 - kGroup;
-    constexpr int kNext = kGroup + kGroupsAtOnce;
-    wgmma_wait_group<(kLater < kGroupsAtOnce ? kLater : kGroupsAtOnce - 1)>();
-    GroupScores& part = parts[kGroup % kGroupsAtOnce];
-    add_group(part, scales, kGroup);
-    if constexpr (kNext < kScaleGroups) begin_group(part, keys, query, kNext);
-    if constexpr (kLater > 0) add_groups<kGroup + 1>(parts, scales, keys, query);
+    constexpr int kNext = kGroup + kGroupsInFlight;
+    wgmma_wait_group<(kLater < kGroupsInFlight ? kLater : kGroupsInFlight - 1)>();
+    GroupScores& group_scores = pending_scores[kGroup % kGroupsInFlight];
+    add_scaled_group(group_scores, scales, kGroup);
+    if constexpr (kNext < kScaleGroups) qk_gemm_group(group_scores, keys, query, kNext);
+    if constexpr (kLater > 0) add_groups<kGroup + 1>(pending_scores, scales, keys, query);
   }
 
-  // Hides the scores of the tokens g and g + 8 where `is_hidden` says so of row `r`: a select, for
+  // Hides the scores of the tokens g and g + 8 where `is_masked` says so of row `r`: a select, for
   // they may be NaN, of what the row's factor makes minus infinity.
-  template <typename IsHidden>
-  __device__ void hide(const ScorerThread& own, IsHidden is_hidden) {
-    const OwnRowPairs rows(shared, own);
+  template <typename IsMasked>
+  __device__ void mask_scores(const QkThread& qk_thread, IsMasked is_masked) {
+    const ThreadRowPairs rows(smem, qk_thread);
 #pragma unroll
-    for (int r = 0; r < kOwnRows; ++r) {
-      const float hidden = copysignf(kInfinity, -rows.of_group(r / 2).factor(r % 2));
+    for (int r = 0; r < kRowsPerThread; ++r) {
+      const float masked = copysignf(kInfinity, -rows.of_group(r / 2).factor(r % 2));
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        if (is_hidden(r, half * 8)) scores[r / 2 * 4 + half * 2 + r % 2] = hidden;
+        if (is_masked(r, half * 8)) scores[r / 2 * 4 + half * 2 + r % 2] = masked;
       }
     }
   }
 
   // Hides what a row does not see.
-  __device__ void hide_unseen(int first_token, const ScorerThread& own) {
-    const int token = first_token + own.token();
-    hide(own, [&](int r, int more) { return token + more >= item.row_visible[own_row(r)]; });
+  __device__ void mask_by_kv_len(int first_token, const QkThread& qk_thread) {
+    const int token = first_token + qk_thread.token();
+    mask_scores(qk_thread,
+                [&](int r, int offset) { return token + offset >= work.row_kv_end[row_of(r)]; });
   }
 
   // Hides what a list does not name.
-  __device__ void hide_unlisted(u64 unlisted, const ScorerThread& own) {
-    const u64 bits = unlisted >> own.token();
-    hide(own, [&](int, int more) { return (bits >> more & 1) != 0; });
+  __device__ void mask_invalid(u64 invalid_mask, const QkThread& qk_thread) {
+    const u64 bits = invalid_mask >> qk_thread.token();
+    mask_scores(qk_thread, [&](int, int offset) { return (bits >> offset & 1) != 0; });
   }
 
-  __device__ void take_block(int block) {
-    const int stage = block_stage(taken);
+  __device__ void process_block(int kv_block) {
+    const int stage = stage_of(blocks_done);
     // Worked out before tokens are waited for, not after that.
-    const u32 keys = of_all(descriptor_low(shared_address(shared.tokens[stage]), 16));
-    const u32 query = of_all(descriptor_low(shared_address(shared.query), 16));
-    const ScorerThread own;
-    wait_for(shared.tokens_full[stage], block_parity(taken));
+    const u32 keys = warp_uniform(descriptor_low(shared_address(smem.kv[stage]), 16));
+    const u32 query = warp_uniform(descriptor_low(shared_address(smem.query), 16));
+    const QkThread qk_thread;
+    wait(smem.kv_full[stage], phase_of(blocks_done));
     fence_proxy_async();  // what threads have copied, tensor cores read
-    take_scores(stage, own, keys, query);
-    if (kTakesTurns && own.lane == 0) arrive_at(shared.scores_full[stage]);
-    const int first_token = block * kBlockTokens;
+    qk_gemm(stage, qk_thread, keys, query);
+    if (kPingPong && qk_thread.lane == 0) arrive(smem.scores_full[stage]);
+    const int first_token = kv_block * kBlockN;
     if constexpr (kIsSparse) {
-      const u64 unlisted = shared.unlisted[stage].all();
-      if (__any_sync(~0u, unlisted != 0)) hide_unlisted(unlisted, own);
-    } else if (__any_sync(~0u, first_token + kBlockTokens > item.visible_to_all)) {
-      hide_unseen(first_token, own);
+      const u64 invalid_mask = smem.invalid_mask[stage].all();
+      if (__any_sync(~0u, invalid_mask != 0)) mask_invalid(invalid_mask, qk_thread);
+    } else if (__any_sync(~0u, first_token + kBlockN > work.unmasked_kv_end)) {
+      mask_by_kv_len(first_token, qk_thread);
     }
-    softmax.take(scores, own_scales, own, stage, block == item.first_block);
-    ++taken;
+    softmax.update(scores, thread_scales, qk_thread, stage, kv_block == work.first_kv_block);
+    ++blocks_done;
   }
 
-  __device__ void take_item() {
+  __device__ void process_work() {
     softmax.begin(score_scale(params) * kLog2E);
-    const u32 end = taken + of_all(item.blocks);
-    int block = item.first_block;
+    const u32 end = blocks_done + warp_uniform(work.num_kv_blocks);
+    int kv_block = work.first_kv_block;
 #pragma unroll 1
-    while (__any_sync(~0u, taken != end)) take_block(block++);
+    while (__any_sync(~0u, blocks_done != end)) process_block(kv_block++);
     // All warps have met since they read the query last, or have not read it.
-    if (fresh_thread() % kScorerThreads == 0) arrive_at(shared.query_empty);
-    softmax.leave_references(item_slot(item.count));
+    if (reload_tid() % kQkThreads == 0) arrive(smem.query_empty);
+    softmax.publish_row_max(work_slot(work.work_idx));
   }
 };
 
-__device__ inline void score_items(const Params& params, SharedMemory& shared) {
-  u32 taken = 0;  // blocks
-  u32 count = 0;
+__device__ inline void qk_loop(const Params& params, SharedMemoryPlan& smem) {
+  u32 blocks_done = 0;  // blocks
+  u32 work_idx = 0;
   while (true) {
-    wait_for(shared.item_full[item_slot(count)], item_parity(count));
-    const Item& item = shared.items[item_slot(count)];
-    if (item.request < 0) return;
-    wait_for_query(shared, count);
-    Scorer scorer(params, shared, item, taken);
-    scorer.take_item();
-    count = item.count + 1;  // not kept in a register meanwhile
+    wait(smem.work_full[work_slot(work_idx)], work_phase(work_idx));
+    const WorkItem& work = smem.work_items[work_slot(work_idx)];
+    if (work.seq_idx < 0) return;
+    wait_query(smem, work_idx);
+    QkWarpgroup qk_warpgroup(params, smem, work, blocks_done);
+    qk_warpgroup.process_work();
+    work_idx = work.work_idx + 1;  // not kept in a register meanwhile
     __syncwarp();
-    if (fresh_lane() == 0) arrive_at(shared.item_empty[item_slot(count - 1)]);
+    if (reload_lane() == 0) arrive(smem.work_empty[work_slot(work_idx - 1)]);
   }
 }

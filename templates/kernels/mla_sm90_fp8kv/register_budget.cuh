@@ -6,6 +6,6 @@
 
 #include "config.cuh"
 
-constexpr int kConsumerRegisters = kRows > 32 ? 176 : 128;
-constexpr int kScorerRegisters = kRows > 32 ? (kSplitsQuery ? 104 : 96) : 128;
-constexpr int kProducerRegisters = 4 * 128 - 2 * kConsumerRegisters - kScorerRegisters;
+constexpr int kConsumerRegs = kBlockM > 32 ? 176 : 128;
+constexpr int kQkRegs = kBlockM > 32 ? (kSplitsQ ? 104 : 96) : 128;
+constexpr int kProducerRegs = 4 * 128 - 2 * kConsumerRegs - kQkRegs;

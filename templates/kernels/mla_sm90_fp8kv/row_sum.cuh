@@ -12,28 +12,28 @@
 #include "ptx/cvt.cuh"
 #include "shared_memory.cuh"
 
-constexpr int kSummersOfRow = kConsumerThreads / kRows;
-constexpr int kSummedBytes = kTileRowBytes / kSummersOfRow;  // of a block's row
-static_assert(kSummersOfRow * kRows == kConsumerThreads, "threads share the rows");
+constexpr int kThreadsPerRow = kConsumerThreads / kBlockM;
+constexpr int kBytesPerThread = kTileRowBytes / kThreadsPerRow;  // of a block's row
+static_assert(kThreadsPerRow * kBlockM == kConsumerThreads, "threads share the rows");
 
 struct RowSum {
-  float total = 0.0f;  // of this thread's tokens, in the units of the outputs
+  float row_sum = 0.0f;  // of this thread's tokens, in the units of the outputs
 
-  __device__ static int row() { return fresh_thread() / kSummersOfRow; }
+  __device__ static int row() { return reload_tid() / kThreadsPerRow; }
 
   // Adds those of the block in `stage`.
-  __device__ void add(const SharedMemory& shared, int stage) {
-    const int first = fresh_thread() % kSummersOfRow * kSummedBytes;
+  __device__ void add(const SharedMemoryPlan& smem, int stage) {
+    const int first = reload_tid() % kThreadsPerRow * kBytesPerThread;
     float sum = 0.0f;
 #pragma unroll
-    for (int more = 0; more < kSummedBytes; more += sizeof(uint2)) {
+    for (int more = 0; more < kBytesPerThread; more += sizeof(uint2)) {
       const int byte = first + more;
-      const u32 place = swizzled_offset<kTileRowBytes>(row(), byte / kChunkBytes);
+      const u32 offset = swizzled_offset<kTileRowBytes>(row(), byte / kChunkBytes);
       const uint2 found =
-          *reinterpret_cast<const uint2*>(shared.probabilities[stage] + place + byte % kChunkBytes);
+          *reinterpret_cast<const uint2*>(smem.probabilities[stage] + offset + byte % kChunkBytes);
       sum += sum_of_pair(found.x) + sum_of_pair(found.y);
     }
-    total = fmaf(sum, shared.block_units[stage], total);
+    row_sum = fmaf(sum, smem.block_scale[stage], row_sum);
   }
 
   __device__ static float sum_of_pair(u32 pair) {
@@ -41,21 +41,21 @@ struct RowSum {
   }
 
   // By what a block multiplies all before it by.
-  __device__ void rescale(const SharedMemory& shared, int stage) {
-    total *= shared.rescale[stage][row()];
+  __device__ void rescale(const SharedMemoryPlan& smem, int stage) {
+    row_sum *= smem.rescale[stage][row()];
   }
 
   // Leaves what the row has come to.
-  __device__ void leave(SharedMemory& shared, int slot) const {
-    float sum = total;
+  __device__ void publish(SharedMemoryPlan& smem, int stage) const {
+    float sum = row_sum;
 #pragma unroll
-    for (int lanes = 1; lanes < kSummersOfRow; lanes *= 2) {
+    for (int lanes = 1; lanes < kThreadsPerRow; lanes *= 2) {
       sum += __shfl_xor_sync(~0u, sum, lanes);
     }
-    if (fresh_thread() % kSummersOfRow != 0) return;
-    shared.row_sum[slot][row()] = sum;
+    if (reload_tid() % kThreadsPerRow != 0) return;
+    smem.row_sum[stage][row()] = sum;
     // A row adds up values by its probabilities.
-    const float largest = sum * inverse_of_power(shared.row_units[slot]) * kLargestValue;
-    shared.row_scale[slot][row()] = half_scale(largest);
+    const float amax = sum * inverse_of_pow2(smem.row_shared_scale[stage]) * kMaxValue;
+    smem.row_scale[stage][row()] = fp16_scale(amax);
   }
 };

@@ -6,10 +6,11 @@
 #include "common/params.cuh"
 #include "common/topk_length.cuh"
 
-__device__ inline int length_of(const Params& params, int request) {
-  const TokenLists lists{params.seq_lens,        params.topk_length,  params.sparse_cu_seqlens_q,
-                         params.sparse_num_seqs, params.sparse_q_len, params.topk};
-  return listed_tokens(lists, request);
+__device__ inline int seq_len_of(const Params& params, int seq_idx) {
+  const TopkIndices topk_indices{
+      params.seq_lens,        params.topk_length,  params.sparse_cu_seqlens_q,
+      params.sparse_num_seqs, params.sparse_q_len, params.topk};
+  return topk_length_of(topk_indices, seq_idx);
 }
 
-__device__ inline int tokens_of(const Params&, int, int length) { return length; }
+__device__ inline int kv_len_of(const Params&, int, int seq_len) { return seq_len; }

@@ -16,15 +16,15 @@
 // Of 32 tokens and a tile of dims: two steps of a product.
 constexpr int kValueTokens = 32;
 constexpr int kValueSteps = kValueTokens / 16;
-constexpr int kHalves = kBlockTokens / kValueTokens;
+constexpr int kHalves = kBlockN / kValueTokens;
 using Values = u32[kValueSteps * 4];
 using StoredValues = u32[4];
 using ValueScales = uint2[kValueTokens / 16];  // of two tokens each, for two matrices
 
 // Values are multiplied in parts: of half of the tokens one tile of dims after the other.
-constexpr int kValueParts = kDimTiles * kHalves;
-__device__ constexpr int half_of_part(int part) { return part / kDimTiles; }
-__device__ constexpr int tile_of_part(int part) { return part % kDimTiles; }
+constexpr int kPvSteps = kDimTiles * kHalves;
+__device__ constexpr int token_half_of(int pv_step) { return pv_step / kDimTiles; }
+__device__ constexpr int dim_tile_of(int pv_step) { return pv_step % kDimTiles; }
 
 // Four matrices of eight tokens each and 16 dims; a lane gets dims 2g and 2g + 1 of tokens 2c and
 // 2c + 1 of each, with g = lane / 4 and c = lane % 4.
@@ -34,8 +34,8 @@ struct ValueRows {
 
   // Of the block at `stage`.
   __device__ explicit ValueRows(unsigned char* stage) {
-    const int lane = fresh_lane();
-    const int warp = fresh_warp();
+    const int lane = reload_lane();
+    const int warp = reload_warp();
     scales = &value_scale(stage, lane % 4 * 2, warp * kDimsOfWarp / kScaledDims);
     address = shared_address(stage) + warp / 2 * kTileBytes +
               swizzled_offset<kTileRowBytes>(lane, warp % 2 * kDimTiles);
@@ -45,15 +45,15 @@ struct ValueRows {
 #pragma unroll
     for (int i = 0; i < kValueTokens / 16; ++i) {
       const int token = half * kValueTokens + i * 16;
-      found[i] = *reinterpret_cast<const uint2*>(scales + value_scale_place(token, 0));
+      found[i] = *reinterpret_cast<const uint2*>(scales + value_scale_index(token, 0));
     }
   }
 
-  // What is stored of part `part`. A tile of dims is a chunk of a row of 128 bytes, of which two
+  // What is stored of part `pv_step`. A tile of dims is a chunk of a row of 128 bytes, of which two
   // warps have four each, and so two bits of the swizzled address.
-  __device__ void load(StoredValues& found, int part) const {
-    const u32 row = address ^ (tile_of_part(part) * kChunkBytes);
-    ldmatrix_x4_trans(found, row + half_of_part(part) * kValueTokens * kTileRowBytes);
+  __device__ void load(StoredValues& found, int pv_step) const {
+    const u32 row = address ^ (dim_tile_of(pv_step) * kChunkBytes);
+    ldmatrix_x4_trans(found, row + token_half_of(pv_step) * kValueTokens * kTileRowBytes);
   }
 };
 

@@ -8,6 +8,6 @@
 
 // By the threads that have copied it; tells `full`.
 template <int>
-__device__ inline void finish_query(SharedMemory&, const Barrier& full, int, int) {
-  finish_query(full);
+__device__ inline void finish_q_load(SharedMemoryPlan&, const Barrier& full, int, int) {
+  finish_q_load(full);
 }

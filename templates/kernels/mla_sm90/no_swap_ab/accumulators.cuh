@@ -10,21 +10,21 @@
 // Two consumers of four warps each. Both have all rows; the left one has the first half of the
 // output dims and the scores of even blocks, the right one the other half and the odd blocks.
 constexpr int kHalfDims = kHeadDimVo / 2;
-constexpr int kOwnRows = 2;
-using OwnRows = RowState[kOwnRows];
+constexpr int kRowsPerThread = 2;
+using ThreadRows = RowState[kRowsPerThread];
 using Accumulators = float[kHalfDims / 2];
-using Scores = float[kBlockTokens / 2];
-using Probabilities = u32[kBlockTokens / 4];  // two elements a word
+using Scores = float[kBlockN / 2];
+using Probabilities = u32[kBlockN / 4];  // two elements a word
 
 __device__ inline int consumer_thread() { return static_cast<int>(threadIdx.x) % 128; }
-__device__ inline bool is_left() { return threadIdx.x < 128; }
+__device__ inline bool is_wg0() { return threadIdx.x < 128; }
 
 // A thread's row `r`, 0 or 1, and the row of a thread of another warp.
 __device__ inline int row_of(int warp, int r) { return warp % 4 * 16 + lane_index() / 4 + 8 * r; }
 __device__ inline int row_of_thread(int thread) {
   return thread % 128 / kWarpLanes * 16 + thread % kWarpLanes / 4;
 }
-__device__ inline int own_row(int r) { return row_of_thread(fresh_thread()) + 8 * r; }
+__device__ inline int row_of(int r) { return row_of_thread(reload_tid()) + 8 * r; }
 
 // Float4 `i` holds two dims of each of the two rows.
 __device__ inline int dim_of(int warp, int i) {
@@ -32,8 +32,8 @@ __device__ inline int dim_of(int warp, int i) {
 }
 
 // Row and dim of part `c` of float4 `i`.
-__device__ inline int part_row(int warp, int, int c) { return row_of(warp, c / 2); }
-__device__ inline int part_dim(int warp, int i, int c) { return dim_of(warp, i) + c % 2; }
+__device__ inline int element_row(int warp, int, int c) { return row_of(warp, c / 2); }
+__device__ inline int element_dim(int warp, int i, int c) { return dim_of(warp, i) + c % 2; }
 
 __device__ inline float4 accumulator(const Accumulators& accumulators, int i) {
   return make_float4(accumulators[i * 4], accumulators[i * 4 + 1], accumulators[i * 4 + 2],
@@ -47,36 +47,39 @@ __device__ inline void set_accumulator(Accumulators& accumulators, int i, float4
   accumulators[i * 4 + 3] = value.w;
 }
 
-__device__ inline float4 weighted(float4 value, const float (&weights)[kOwnRows], int) {
+__device__ inline float4 weighted(float4 value, const float (&weights)[kRowsPerThread], int) {
   return make_float4(value.x * weights[0], value.y * weights[0], value.z * weights[1],
                      value.w * weights[1]);
 }
 
 // Of all warps' float4s in a row, the tasks, those of the same sixteen rows come together, and in
 // the order of their dims.
-constexpr int kRowsOfGroup = 16;
-constexpr int kTasksOfGroup = kHeadDimVo / 8;
-__device__ inline int first_task_of(int warp) { return (warp % 4 * 2 + warp / 4) * kAccumulators; }
-__device__ constexpr int task_offset(int i) { return i; }
-__device__ constexpr int accumulator_in_order(int task) { return task; }
+constexpr int kRowsPerGroup = 16;
+constexpr int kFragsPerRowGroup = kHeadDimVo / 8;
+__device__ inline int first_frag_of_warp(int warp) {
+  return (warp % 4 * 2 + warp / 4) * kAccumulators;
+}
+__device__ constexpr int frag_offset(int i) { return i; }
+__device__ constexpr int accumulator_in_frag_order(int frag) { return frag; }
 
 // The rows that the parts of a float4 belong to.
-struct TaskRows {
+struct FragRows {
   int a;
   int b;
 };
 
-__device__ inline TaskRows task_rows(u32 task) {
-  const int row = static_cast<int>(task / kTasksOfGroup) * kRowsOfGroup + fresh_lane() / 4;
+__device__ inline FragRows frag_rows(u32 frag) {
+  const int row = static_cast<int>(frag / kFragsPerRowGroup) * kRowsPerGroup + reload_lane() / 4;
   return {row, row + 8};
 }
 
 // Either half of a row has a scale of its own.
-constexpr int kScales = 2;
+constexpr int kNumScales = 2;
 __device__ inline int scale_of_warp(int warp) { return warp / 4; }
-__device__ inline int scale_of_task(u32 task) { return task / kAccumulators % 2; }
+__device__ inline int scale_of_frag(u32 frag) { return frag / kAccumulators % 2; }
 
-__device__ inline float4 add_task(float4 total, float4 value, float weight_a, float weight_b) {
+__device__ inline float4 accumulate_frag(float4 total, float4 value, float weight_a,
+                                         float weight_b) {
   return make_float4(total.x + value.x * weight_a, total.y + value.y * weight_a,
                      total.z + value.z * weight_b, total.w + value.w * weight_b);
 }

@@ -19,19 +19,19 @@
 #include "softmax/softmax_scale.cuh"
 
 // The sums of both consumers, whose references are the same by now.
-__device__ inline void join_sums(SharedMemory& shared, const Softmax& softmax, OwnRows& rows) {
-  const int thread = fresh_thread();
+__device__ inline void reduce_row_sum(SharedMemoryPlan& smem, const Softmax& softmax,
+                                      ThreadRows& rows) {
+  const int thread = reload_tid();
   const int row = row_of_thread(thread);
 #pragma unroll
-  for (int r = 0; r < kOwnRows; ++r) {
-    const float sum = row_total(softmax.sum[r]);
-    if (thread % 4 == 0) shared.row_sum[thread / 128][row + 8 * r] = sum;
+  for (int r = 0; r < kRowsPerThread; ++r) {
+    const float row_sum = quad_reduce_sum(softmax.row_sum[r]);
+    if (thread % 4 == 0) smem.row_sum[thread / 128][row + 8 * r] = row_sum;
   }
   barrier_sync(kConsumerBarrier, kConsumerThreads);
 #pragma unroll
-  for (int r = 0; r < kOwnRows; ++r) {
-    rows[r] = {softmax.reference[r],
-               shared.row_sum[0][row + 8 * r] + shared.row_sum[1][row + 8 * r]};
+  for (int r = 0; r < kRowsPerThread; ++r) {
+    rows[r] = {softmax.row_max[r], smem.row_sum[0][row + 8 * r] + smem.row_sum[1][row + 8 * r]};
   }
 }
 
@@ -39,27 +39,27 @@ __device__ inline void join_sums(SharedMemory& shared, const Softmax& softmax, O
 struct ConsumerState {
   Descriptors descriptors;
   float scale;
-  u32 parity = 0;
+  u32 phase = 0;
 
-  __device__ ConsumerState(const Params& params, const SharedMemory& shared)
-      : descriptors(shared), scale(score_scale(params) * kLog2E) {}
+  __device__ ConsumerState(const Params& params, const SharedMemoryPlan& smem)
+      : descriptors(smem), scale(score_scale(params) * kLog2E) {}
 };
 
-__device__ inline void consume_item(const Params& params, const Item& item, SharedMemory& shared,
-                                    ConsumerState& state) {
-  Consumer consumer(params, shared, item, state.descriptors, state.scale, state.parity);
-  if (item.blocks > 0) {
-    consumer.take_item();
+__device__ inline void process_work(const Params& params, const WorkItem& work,
+                                    SharedMemoryPlan& smem, ConsumerState& state) {
+  Consumer consumer(params, smem, work, state.descriptors, state.scale, state.phase);
+  if (work.num_kv_blocks > 0) {
+    consumer.process_work();
   } else {
     // When all warps have seen the query come; products would see to that.
     barrier_sync(kConsumerBarrier, kConsumerThreads);
     consumer.release_query();
   }
-  OwnRows rows;
-  join_sums(shared, consumer.softmax, rows);
-  store_item(params, item, shared, consumer.accumulators, rows);
+  ThreadRows rows;
+  reduce_row_sum(smem, consumer.softmax, rows);
+  epilogue(params, work, smem, consumer.accumulators, rows);
 }
 
 // Of 168 that a thread has at first, those who load give most to those who multiply.
-__device__ inline void give_registers_back() { setmaxnreg_dec<kProducerRegisters>(); }
-__device__ inline void take_registers() { setmaxnreg_inc<kConsumerRegisters>(); }
+__device__ inline void producer_reg_dealloc() { setmaxnreg_dec<kProducerRegs>(); }
+__device__ inline void consumer_reg_alloc() { setmaxnreg_inc<kConsumerRegs>(); }

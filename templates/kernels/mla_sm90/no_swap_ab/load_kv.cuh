@@ -16,66 +16,67 @@
 #include "shared_memory.cuh"
 
 // What a lane copies of every block: a tile. The lanes behind the last tile copy nothing.
-struct LaneTile {
+struct KvTileCopy {
   const TensorMap* map;
   int column;
   u32 target;  // of the first stage
-  u32 full;
-  u64 policy;
+  u32 barrier;
+  u64 cache_hint;
 
-  __device__ LaneTile(const Params& params, const SharedMemory& shared) {
+  __device__ KvTileCopy(const Params& params, const SharedMemoryPlan& smem) {
     const int tile = min(lane_index(), kTiles - 1);
     const bool is_rope = tile == kLatentTiles;  // in a map of its own
     map = is_rope ? &params.rope_map : &params.latent_map;
     column = is_rope ? 0 : tile;
-    target = shared_address(shared.tokens[0] + tile * kTileBytes);
-    full = shared_address(&shared.tile_full[0][tile]);
-    policy = policy_of_lines(params.cta_group_size > 1);
+    target = shared_address(smem.kv[0] + tile * kTileBytes);
+    barrier = shared_address(&smem.tile_full[0][tile]);
+    cache_hint = kv_cache_hint(params.cta_group_size > 1);
   }
 
   // A block that does not exist, for items are taken in pairs of blocks, arrives with nothing in
   // it.
-  __device__ void load(const BlockBoxes& boxes, bool exists, int stage) const {
-    const u32 stage_full = full + stage * kTiles * sizeof(Barrier);
+  __device__ void load(const KvTileBoxes& boxes, bool exists, int stage) const {
+    const u32 stage_barrier = barrier + stage * kTiles * sizeof(Barrier);
     if (exists) {
-      mbarrier_arrive_expect_tx(stage_full, boxes.tile_bytes());
-      boxes.copy_tile(map, column, target + stage * kTiles * kTileBytes, stage_full, policy);
+      mbarrier_arrive_expect_tx(stage_barrier, boxes.tile_bytes());
+      boxes.copy_tile(map, column, target + stage * kTiles * kTileBytes, stage_barrier, cache_hint);
     } else {
-      mbarrier_arrive(stage_full);
+      mbarrier_arrive(stage_barrier);
     }
   }
 };
 
-__device__ inline void load_block(const LaneTile& tile, PageIds& ids, const Part& part, int stage,
-                                  int block, u32 parity, const SharedMemory& shared) {
-  const bool exists = block < part.first_block + part.blocks;
-  const BlockBoxes boxes(ids, exists ? block : block - 1, part.visible_to_any);
+__device__ inline void load_kv_block(const KvTileCopy& tile, BlockTableReader& block_table,
+                                     const WorkCoord& coord, int stage, int kv_block, u32 phase,
+                                     const SharedMemoryPlan& smem) {
+  const bool exists = kv_block < coord.first_kv_block + coord.num_kv_blocks;
+  const KvTileBoxes boxes(block_table, exists ? kv_block : kv_block - 1, coord.kv_end);
   const int lane = lane_index();
-  wait_for(shared.left_empty[stage], parity);
+  wait(smem.wg0_empty[stage], phase);
   if (lane < kLatentTiles / 2) tile.load(boxes, exists, stage);
-  wait_for(shared.right_empty[stage], parity);
+  wait(smem.wg1_empty[stage], phase);
   if (lane >= kLatentTiles / 2 && lane < kLatentTiles) tile.load(boxes, exists, stage);
-  wait_for(shared.rope_empty[stage], parity);
+  wait(smem.rope_empty[stage], phase);
   if (lane == kLatentTiles) tile.load(boxes, exists, stage);
 }
 
-// `part` is of the first item.
-__device__ inline void load_tokens(const Params& params, int member, Part part,
-                                   SharedMemory& shared) {
-  const LaneTile tile(params, shared);
-  u32 parity = 1;
-  for (u32 count = 0; part.request >= 0; part = next_part(shared, count)) {
-    const int end = part.first_block + part.blocks;
-    PageIds ids(params, part);
-    for (int block = part.first_block; block < end; block += kStages) {
+// `coord` is of the first item.
+__device__ inline void load_kv(const Params& params, int rank_in_group, WorkCoord coord,
+                               SharedMemoryPlan& smem) {
+  const KvTileCopy tile(params, smem);
+  u32 phase = 1;
+  for (u32 work_idx = 0; coord.seq_idx >= 0; coord = next_work_coord(smem, work_idx)) {
+    const int end = coord.first_kv_block + coord.num_kv_blocks;
+    BlockTableReader block_table(params, coord);
+    for (int kv_block = coord.first_kv_block; kv_block < end; kv_block += kStages) {
 #pragma unroll
       for (int stage = 0; stage < kStages; ++stage) {
-        const int ahead = block + stage + kPrefetchBlocks;
-        const bool is_mine = params.cta_group_size > 1 && member == stage;
-        if (is_mine && ahead < end) prefetch_block(params, ids, ahead);
-        load_block(tile, ids, part, stage, block + stage, parity, shared);
+        const int ahead = kv_block + stage + kPrefetchBlocks;
+        const bool prefetches = params.cta_group_size > 1 && rank_in_group == stage;
+        if (prefetches && ahead < end) prefetch_kv_block(params, block_table, ahead);
+        load_kv_block(tile, block_table, coord, stage, kv_block + stage, phase, smem);
       }
-      parity ^= 1;
+      phase ^= 1;
     }
   }
 }

@@ -13,34 +13,34 @@
 
 // In several parts, for an instruction waits for the one before it.
 template <typename Filter>
-__device__ inline float largest_of_row(const Accumulators& accumulators, int r, Filter filter) {
-  constexpr int kParts = 4;
-  float parts[kParts] = {};
+__device__ inline float row_amax_of(const Accumulators& accumulators, int r, Filter filter) {
+  constexpr int kChains = 4;
+  float chains[kChains] = {};
 #pragma unroll
   for (int i = 0; i < kAccumulators; ++i) {
-    const float* of = accumulators + i * 4 + r * 2;
-    float& part = parts[i % kParts];
-    part = fmaxf(part, fmaxf(fabsf(filter(of[0])), fabsf(filter(of[1]))));
+    const float* acc = accumulators + i * 4 + r * 2;
+    float& chain = chains[i % kChains];
+    chain = fmaxf(chain, fmaxf(fabsf(filter(acc[0])), fabsf(filter(acc[1]))));
   }
-  return row_maximum(fmaxf(fmaxf(parts[0], parts[1]), fmaxf(parts[2], parts[3])));
+  return quad_reduce_max(fmaxf(fmaxf(chains[0], chains[1]), fmaxf(chains[2], chains[3])));
 }
 
 // The largest finite magnitude of this half of every row.
-__device__ inline void largest_of_rows(SharedMemory&, const Crew&, const Accumulators& accumulators,
-                                       float (&largest)[kOwnRows]) {
-  float all = 0.0f;
+__device__ inline void row_amax(SharedMemoryPlan&, const ReduceGroup&,
+                                const Accumulators& accumulators, float (&amax)[kRowsPerThread]) {
+  float max_amax = 0.0f;
 #pragma unroll
-  for (int r = 0; r < kOwnRows; ++r) {
-    largest[r] = largest_of_row(accumulators, r, [](float value) { return value; });
-    all = fmaxf(all, largest[r]);
+  for (int r = 0; r < kRowsPerThread; ++r) {
+    amax[r] = row_amax_of(accumulators, r, [](float value) { return value; });
+    max_amax = fmaxf(max_amax, amax[r]);
   }
-  if (!__any_sync(~0u, all == kInfinity)) return;
+  if (!__any_sync(~0u, max_amax == kInfinity)) return;
 #pragma unroll
-  for (int r = 0; r < kOwnRows; ++r) {
-    largest[r] = largest_of_row(accumulators, r, nan_unless_finite);
+  for (int r = 0; r < kRowsPerThread; ++r) {
+    amax[r] = row_amax_of(accumulators, r, nan_unless_finite);
   }
 }
 
 // Whether this thread writes what there is of its rows, and what there is of this half of them.
-__device__ inline bool is_row_writer(int) { return fresh_thread() < 128 && fresh_lane() % 4 == 0; }
-__device__ inline bool is_scale_writer(int) { return fresh_lane() % 4 == 0; }
+__device__ inline bool is_row_writer(int) { return reload_tid() < 128 && reload_lane() % 4 == 0; }
+__device__ inline bool is_scale_writer(int) { return reload_lane() % 4 == 0; }

@@ -20,25 +20,25 @@
 // leave in 64 bytes.
 constexpr int kStagedDims = 32;
 constexpr int kStagedBytes = kStagedDims * 2;
-constexpr int kStagedTasks = kStagedDims / 8;
+constexpr int kStagedFrags = kStagedDims / 8;
 
 struct RowWriter {
   const unsigned char* staging;
   unsigned char* out;  // of the first of the rows
   int rows;  // how many of them there are
 
-  __device__ RowWriter(const Params& params, const Item& item, const SharedMemory& shared,
+  __device__ RowWriter(const Params& params, const WorkItem& work, const SharedMemoryPlan& smem,
                        int first_row)
-      : staging(shared.staging[fresh_warp()]),
+      : staging(smem.staging[reload_warp()]),
         out(reinterpret_cast<unsigned char*>(params.out) +
-            global_row(params, item, first_row) * (kHeadDimVo * 2)),
-        rows(item.rows - first_row) {}
+            global_row(params, work, first_row) * (kHeadDimVo * 2)),
+        rows(work.rows - first_row) {}
 
   // By a whole warp: of both rows of a lane, as products leave them, the dims from `first_dim` on,
   // in `chunks` chunks of eight.
-  __device__ void write(const u32 (&pairs)[kStagedTasks][kOwnRows], int first_dim,
+  __device__ void write(const u32 (&pairs)[kStagedFrags][kRowsPerThread], int first_dim,
                         int chunks) const {
-    const int lane = fresh_lane();
+    const int lane = reload_lane();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       stmatrix_x4(
@@ -61,46 +61,47 @@ struct RowWriter {
   }
 };
 
-__device__ inline void store_rows(const Params& params, const Item& item, SharedMemory& shared,
-                                  const Accumulators& accumulators, const OwnRows& rows) {
-  const int thread = fresh_thread();
+__device__ inline void store_rows(const Params& params, const WorkItem& work,
+                                  SharedMemoryPlan& smem, const Accumulators& accumulators,
+                                  const ThreadRows& rows) {
+  const int thread = reload_tid();
   const float scale = output_scale(params);
-  float factor[kOwnRows];
+  float factor[kRowsPerThread];
 #pragma unroll
-  for (int r = 0; r < kOwnRows; ++r) {
+  for (int r = 0; r < kRowsPerThread; ++r) {
     const int row = row_of_thread(thread) + 8 * r;
-    const RowResult result = result_of(params, item, row, rows[r]);
+    const RowResult result = result_of(params, work, row, rows[r]);
     factor[r] = result.factor * scale;
-    if (params.lse != nullptr && is_row_writer(thread) && row < item.rows) {
-      params.lse[global_row(params, item, row)] = result.lse;
+    if (params.lse != nullptr && is_row_writer(thread) && row < work.rows) {
+      params.lse[global_row(params, work, row)] = result.lse;
     }
   }
   const int warp = thread / kWarpLanes;
-  const RowWriter writer(params, item, shared, warp % 4 * kRowsOfGroup);
+  const RowWriter writer(params, work, smem, warp % 4 * kRowsPerGroup);
 #pragma unroll
-  for (int step = 0; step < kAccumulators / kStagedTasks; ++step) {
-    u32 pairs[kStagedTasks][kOwnRows];
+  for (int step = 0; step < kAccumulators / kStagedFrags; ++step) {
+    u32 pairs[kStagedFrags][kRowsPerThread];
 #pragma unroll
-    for (int n = 0; n < kStagedTasks; ++n) {
-      const float4 value = weighted(accumulator(accumulators, step * kStagedTasks + n), factor, n);
+    for (int n = 0; n < kStagedFrags; ++n) {
+      const float4 value = weighted(accumulator(accumulators, step * kStagedFrags + n), factor, n);
       pairs[n][0] = cvt_rn_x2_f32(Element{}, value.y, value.x);
       pairs[n][1] = cvt_rn_x2_f32(Element{}, value.w, value.z);
     }
-    writer.write(pairs, warp / 4 * kHalfDims + step * kStagedDims, kStagedTasks);
+    writer.write(pairs, warp / 4 * kHalfDims + step * kStagedDims, kStagedFrags);
   }
 }
 
 // Writes some tasks from `first` on, after merging.
 template <int kCount>
-__device__ inline void store_tasks(const Params& params, const Item& item,
-                                   const SharedMemory& shared, u32 first,
+__device__ inline void store_frags(const Params& params, const WorkItem& work,
+                                   const SharedMemoryPlan& smem, u32 first,
                                    const float4 (&values)[kCount]) {
-  u32 pairs[kStagedTasks][kOwnRows] = {};
+  u32 pairs[kStagedFrags][kRowsPerThread] = {};
 #pragma unroll
   for (int n = 0; n < kCount; ++n) {
     pairs[n][0] = cvt_rn_x2_f32(Element{}, values[n].y, values[n].x);
     pairs[n][1] = cvt_rn_x2_f32(Element{}, values[n].w, values[n].z);
   }
-  const RowWriter writer(params, item, shared, first / kTasksOfGroup * kRowsOfGroup);
-  writer.write(pairs, first % kTasksOfGroup * 8, kCount);
+  const RowWriter writer(params, work, smem, first / kFragsPerRowGroup * kRowsPerGroup);
+  writer.write(pairs, first % kFragsPerRowGroup * 8, kCount);
 }

@@ -16,7 +16,7 @@
 #include "swap_ab/mainloop.cuh"
 
 // Over the lanes that have the same rows.
-__device__ inline float total_of_lanes(float value) {
+__device__ inline float sum_over_lanes(float value) {
 #pragma unroll
   for (int lanes = 4; lanes < kWarpLanes; lanes *= 2) {
     value += __shfl_xor_sync(~0u, value, lanes);
@@ -25,46 +25,48 @@ __device__ inline float total_of_lanes(float value) {
 }
 
 // The sums of all warps.
-__device__ inline void join_sums(SharedMemory& shared, const Consumer& consumer, OwnRows& rows) {
+__device__ inline void reduce_row_sum(SharedMemoryPlan& smem, const Consumer& consumer,
+                                      ThreadRows& rows) {
 #pragma unroll
-  for (int r = 0; r < kOwnRows; ++r) {
-    const float sum = total_of_lanes(consumer.sum[r]);
-    if (fresh_lane() < 4) shared.warp_rows[fresh_warp()][own_row(r)] = sum;
+  for (int r = 0; r < kRowsPerThread; ++r) {
+    const float row_sum = sum_over_lanes(consumer.row_sum[r]);
+    if (reload_lane() < 4) smem.warp_rows[reload_warp()][row_of(r)] = row_sum;
   }
   barrier_sync(kConsumerBarrier, kConsumerThreads);
 #pragma unroll
-  for (int r = 0; r < kOwnRows; ++r) {
-    float sum = 0.0f;
+  for (int r = 0; r < kRowsPerThread; ++r) {
+    float row_sum = 0.0f;
 #pragma unroll
-    for (int warp = 0; warp < kConsumerWarps; ++warp) sum += shared.warp_rows[warp][own_row(r)];
-    rows[r] = {consumer.reference[r], sum};
+    for (int warp = 0; warp < kConsumerWarps; ++warp) row_sum += smem.warp_rows[warp][row_of(r)];
+    rows[r] = {consumer.row_max[r], row_sum};
   }
 }
 
 // What lasts from item to item.
 struct ConsumerState {
   float scale;
-  RingPosition<kStages> position;
-  u32 buffer = 0;
+  PipelineState<kStages> pipe;
+  u32 p_buffer = 0;
 
-  __device__ ConsumerState(const Params& params, const SharedMemory&)
+  __device__ ConsumerState(const Params& params, const SharedMemoryPlan&)
       : scale(score_scale(params) * kLog2E) {}
 };
 
-__device__ inline void consume_item(const Params& params, const Item& item, SharedMemory& shared,
-                                    ConsumerState& state) {
-  Consumer consumer(params, shared, item, state.scale, state.position, state.buffer);
-  const int end = item.first_block + item.blocks;
+__device__ inline void process_work(const Params& params, const WorkItem& work,
+                                    SharedMemoryPlan& smem, ConsumerState& state) {
+  Consumer consumer(params, smem, work, state.scale, state.pipe, state.p_buffer);
+  const int end = work.first_kv_block + work.num_kv_blocks;
 #pragma unroll 1
-  for (int block = item.first_block; block < end; ++block) consumer.take_block(block);
+  for (int kv_block = work.first_kv_block; kv_block < end; ++kv_block)
+    consumer.process_block(kv_block);
   // When all warps have seen the query come; products would see to that.
-  if (item.blocks == 0) barrier_sync(kConsumerBarrier, kConsumerThreads);
-  if (fresh_thread() == 0) arrive_at(shared.query_empty);
-  OwnRows rows;
-  join_sums(shared, consumer, rows);
-  store_item(params, item, shared, consumer.accumulators, rows);
+  if (work.num_kv_blocks == 0) barrier_sync(kConsumerBarrier, kConsumerThreads);
+  if (reload_tid() == 0) arrive(smem.query_empty);
+  ThreadRows rows;
+  reduce_row_sum(smem, consumer, rows);
+  epilogue(params, work, smem, consumer.accumulators, rows);
 }
 
 // All threads have as many as they need.
-__device__ inline void give_registers_back() {}
-__device__ inline void take_registers() {}
+__device__ inline void producer_reg_dealloc() {}
+__device__ inline void consumer_reg_alloc() {}

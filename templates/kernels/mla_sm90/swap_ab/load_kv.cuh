@@ -17,41 +17,40 @@
 
 // Three tiles of whole blocks in one page are one copy, unless the rope part is a tensor of its
 // own.
-__device__ inline void copy_stage(const Params& params, const BlockBoxes& boxes, int first_tile,
-                                  u32 target, u32 full, u64 policy) {
-  mbarrier_arrive_expect_tx(full, kStageTiles * boxes.tile_bytes());
+__device__ inline void copy_stage(const Params& params, const KvTileBoxes& boxes, int first_tile,
+                                  u32 target, u32 full, u64 cache_hint) {
+  mbarrier_arrive_expect_tx(full, kTilesPerStage * boxes.tile_bytes());
   if (kBoxes == 1 && !params.separate_rope) {
-    cp_async_bulk_tensor(target, &params.kv_map, full, policy, 0, boxes.slot[0], first_tile,
+    cp_async_bulk_tensor(target, &params.kv_map, full, cache_hint, 0, boxes.slot[0], first_tile,
                          boxes.page[0]);
     return;
   }
 #pragma unroll
-  for (int tile = 0; tile < kStageTiles; ++tile) {
+  for (int tile = 0; tile < kTilesPerStage; ++tile) {
     const bool is_rope = first_tile + tile == kLatentTiles;
     boxes.copy_tile(is_rope ? &params.rope_map : &params.latent_map,
-                    is_rope ? 0 : first_tile + tile, target + tile * kTileBytes, full, policy);
+                    is_rope ? 0 : first_tile + tile, target + tile * kTileBytes, full, cache_hint);
   }
 }
 
-// `part` is of the first item.
-__device__ inline void load_tokens(const Params& params, int, Part part, SharedMemory& shared) {
-  const u64 policy = policy_of_lines(params.cta_group_size > 1);
-  RingPosition<kStages> position;
-  for (u32 count = 0; part.request >= 0; part = next_part(shared, count)) {
-    const int end = part.first_block + part.blocks;
-    PageIds ids(params, part);
-    for (int block = part.first_block; block < end; ++block) {
-      const BlockBoxes boxes(ids, block, part.visible_to_any);
+// `coord` is of the first item.
+__device__ inline void load_kv(const Params& params, int, WorkCoord coord, SharedMemoryPlan& smem) {
+  const u64 cache_hint = kv_cache_hint(params.cta_group_size > 1);
+  PipelineState<kStages> pipe;
+  for (u32 work_idx = 0; coord.seq_idx >= 0; coord = next_work_coord(smem, work_idx)) {
+    const int end = coord.first_kv_block + coord.num_kv_blocks;
+    BlockTableReader block_table(params, coord);
+    for (int kv_block = coord.first_kv_block; kv_block < end; ++kv_block) {
+      const KvTileBoxes boxes(block_table, kv_block, coord.kv_end);
 #pragma unroll
-      for (int index = 0; index < kBlockStages; ++index) {
-        wait_for(shared.stage_empty[position.stage], position.parity ^ 1);
+      for (int index = 0; index < kStagesPerBlock; ++index) {
+        wait(smem.kv_empty[pipe.index], pipe.phase ^ 1);
         if (lane_index() == 0) {
-          copy_stage(params, boxes, index * kStageTiles,
-                     shared_address(shared.tokens[position.stage]),
-                     shared_address(&shared.stage_full[position.stage]), policy);
+          copy_stage(params, boxes, index * kTilesPerStage, shared_address(smem.kv[pipe.index]),
+                     shared_address(&smem.kv_full[pipe.index]), cache_hint);
         }
         __syncwarp();
-        position.advance();
+        pipe.advance();
       }
     }
   }

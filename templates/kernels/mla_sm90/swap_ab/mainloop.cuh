@@ -24,203 +24,197 @@
 
 struct Consumer {
   const Params& params;
-  SharedMemory& shared;
-  const Item& item;
+  SharedMemoryPlan& smem;
+  const WorkItem& work;
   float scale;  // of scores, to log2 units
-  RingPosition<kStages>& position;
-  u32& buffer;  // of the probabilities
+  PipelineState<kStages>& pipe;
+  u32& p_buffer;  // of the probabilities
   Accumulators accumulators;
   Scores scores;
-  float sum[kOwnRows];  // over this thread's tokens
-  float reference[kOwnRows];  // log2 units, the same in all warps
+  float row_sum[kRowsPerThread];  // over this thread's tokens
+  float row_max[kRowsPerThread];  // log2 units, the same in all warps
 
-  __device__ Consumer(const Params& params, SharedMemory& shared, const Item& item, float scale,
-                      RingPosition<kStages>& position, u32& buffer)
-      : params(params),
-        shared(shared),
-        item(item),
-        scale(scale),
-        position(position),
-        buffer(buffer) {
+  __device__ Consumer(const Params& params, SharedMemoryPlan& smem, const WorkItem& work,
+                      float scale, PipelineState<kStages>& pipe, u32& p_buffer)
+      : params(params), smem(smem), work(work), scale(scale), pipe(pipe), p_buffer(p_buffer) {
 #pragma unroll
     for (int i = 0; i < kAccumulators; ++i) {
       set_accumulator(accumulators, i, make_float4(0.0f, 0.0f, 0.0f, 0.0f));
     }
 #pragma unroll
-    for (int r = 0; r < kOwnRows; ++r) {
-      sum[r] = 0.0f;
-      reference[r] = -kLargest;
+    for (int r = 0; r < kRowsPerThread; ++r) {
+      row_sum[r] = 0.0f;
+      row_max[r] = -kFloatMax;
     }
   }
 
   __device__ void release(const Barrier& barrier) const {
-    if (fresh_thread() == 0) arrive_at(barrier);
+    if (reload_tid() == 0) arrive(barrier);
   }
 
   // Where the parts of the block are that has been waited for.
-  __device__ int stage(int part) const {
-    const int stage = position.stage - kBlockStages + part;
+  __device__ int stage(int third) const {
+    const int stage = pipe.index - kStagesPerBlock + third;
     return stage < 0 ? stage + kStages : stage;
   }
 
   __device__ unsigned char* tile(int index) const {
-    return shared.tokens[stage(index / kStageTiles)] + index % kStageTiles * kTileBytes;
+    return smem.kv[stage(index / kTilesPerStage)] + index % kTilesPerStage * kTileBytes;
   }
 
   // Waits for the block, multiplying what has arrived.
-  __device__ void take_block_scores() {
-    wgmma_keep(scores);
+  __device__ void qk_gemm() {
+    wgmma_fence_operand(scores);
 #pragma unroll
-    for (int part = 0; part < kBlockStages; ++part) {
-      wait_for(shared.stage_full[position.stage], position.parity);
-      const u32 stage_address = shared_address(shared.tokens[position.stage]);
-      position.advance();
+    for (int third = 0; third < kStagesPerBlock; ++third) {
+      wait(smem.kv_full[pipe.index], pipe.phase);
+      const u32 stage_address = shared_address(smem.kv[pipe.index]);
+      pipe.advance();
       wgmma_fence();
 #pragma unroll
-      for (int index = 0; index < kStageTiles; ++index) {
+      for (int index = 0; index < kTilesPerStage; ++index) {
         const u32 keys = descriptor_low(stage_address + index * kTileBytes, 16);
-        const int tile = part * kStageTiles + index;
-        const u32 query = descriptor_low(shared_address(shared.query) + tile * kQueryTileBytes, 16);
+        const int tile = third * kTilesPerStage + index;
+        const u32 query = descriptor_low(shared_address(smem.query) + tile * kQueryTileBytes, 16);
 #pragma unroll
         for (int k = 0; k < kTileElements / 16; ++k) {
-          wgmma_mma(Element{}, scores, descriptor(keys + k * 2), descriptor(query + k * 2),
+          wgmma_mma(Element{}, scores, smem_desc(keys + k * 2), smem_desc(query + k * 2),
                     tile + k > 0);
         }
       }
       wgmma_commit_group();
     }
     wgmma_wait_group<0>();
-    wgmma_keep(scores);
+    wgmma_fence_operand(scores);
   }
 
   // Hides, in log2 units, what a row does not see: a select, for the hidden score may be NaN.
-  __device__ void hide(int first_token) {
-    const int token = first_token + fresh_warp() * 16 + fresh_lane() / 4;
+  __device__ void mask_scores(int first_token) {
+    const int token = first_token + reload_warp() * 16 + reload_lane() / 4;
 #pragma unroll
-    for (int r = 0; r < kOwnRows; ++r) {
-      const int visible = item.row_visible[own_row(r)];
+    for (int r = 0; r < kRowsPerThread; ++r) {
+      const int kv_limit = work.row_kv_end[row_of(r)];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         float& score = scores[r / 2 * 4 + half * 2 + r % 2];
-        score = token + half * 8 < visible ? __fmul_rn(score, scale) : -kInfinity;
+        score = token + half * 8 < kv_limit ? __fmul_rn(score, scale) : -kInfinity;
       }
     }
   }
 
   // Writes probabilities relative to the references as they are; says whether any is so large that
   // references must move, and adds them up.
-  __device__ bool write_probabilities(float factor, float (&part)[kOwnRows]) const {
-    float largest = 0.0f;
-    float p[kRows / 2];
+  __device__ bool write_probabilities(float factor, float (&partial_sum)[kRowsPerThread]) const {
+    float max_p = 0.0f;
+    float p[kBlockM / 2];
 #pragma unroll
-    for (int i = 0; i < kRows / 2; ++i) {
+    for (int i = 0; i < kBlockM / 2; ++i) {
       // Rounded, never fused: equal scores must have equal distances from a reference.
-      p[i] = ex2_approx(__fmul_rn(scores[i], factor) - reference[i / 4 * 2 + i % 2]);
-      largest = fmaxf(largest, p[i]);
+      p[i] = ex2_approx(__fmul_rn(scores[i], factor) - row_max[i / 4 * 2 + i % 2]);
+      max_p = fmaxf(max_p, p[i]);
     }
 #pragma unroll
-    for (int r = 0; r < kOwnRows; ++r) {
-      part[r] = p[r / 2 * 4 + r % 2] + p[r / 2 * 4 + 2 + r % 2];
+    for (int r = 0; r < kRowsPerThread; ++r) {
+      partial_sum[r] = p[r / 2 * 4 + r % 2] + p[r / 2 * 4 + 2 + r % 2];
     }
     // Matrices: tokens 0 to 7 and 8 to 15 of the warp, for 8 rows and for the next 8.
-    const int lane = fresh_lane();
+    const int lane = reload_lane();
     const u32 address =
-        shared_address(shared.probabilities[buffer]) +
-        swizzled_offset<kTileRowBytes>(lane / 16 * 8 + lane % 8, fresh_warp() * 2 + lane / 8 % 2);
+        shared_address(smem.probabilities[p_buffer]) +
+        swizzled_offset<kTileRowBytes>(lane / 16 * 8 + lane % 8, reload_warp() * 2 + lane / 8 % 2);
 #pragma unroll
     for (int group = 0; group < kRowGroups; group += 2) {
-      const float* of = p + group * 4;
-      stmatrix_x4_trans(address + group * 8 * kTileRowBytes, cvt_rn_x2_f32(Element{}, of[1], of[0]),
-                        cvt_rn_x2_f32(Element{}, of[3], of[2]),
-                        cvt_rn_x2_f32(Element{}, of[5], of[4]),
-                        cvt_rn_x2_f32(Element{}, of[7], of[6]));
+      const float* acc = p + group * 4;
+      stmatrix_x4_trans(
+          address + group * 8 * kTileRowBytes, cvt_rn_x2_f32(Element{}, acc[1], acc[0]),
+          cvt_rn_x2_f32(Element{}, acc[3], acc[2]), cvt_rn_x2_f32(Element{}, acc[5], acc[4]),
+          cvt_rn_x2_f32(Element{}, acc[7], acc[6]));
     }
     fence_proxy_async();
-    return largest > kMostProbability;
+    return max_p > kMaxProbability;
   }
 
   // Moves the reference of every row to its maximum, if that is larger.
-  __device__ void move_references(float factor) {
+  __device__ void update_row_max(float factor) {
 #pragma unroll
-    for (int r = 0; r < kOwnRows; ++r) {
-      const float maximum =
-          maximum_of_lanes(fmaxf(__fmul_rn(scores[r / 2 * 4 + r % 2], factor),
-                                 __fmul_rn(scores[r / 2 * 4 + 2 + r % 2], factor)));
-      if (fresh_lane() < 4) shared.warp_rows[fresh_warp()][own_row(r)] = maximum;
+    for (int r = 0; r < kRowsPerThread; ++r) {
+      const float maximum = max_over_lanes(fmaxf(__fmul_rn(scores[r / 2 * 4 + r % 2], factor),
+                                                 __fmul_rn(scores[r / 2 * 4 + 2 + r % 2], factor)));
+      if (reload_lane() < 4) smem.warp_rows[reload_warp()][row_of(r)] = maximum;
     }
     barrier_sync(kConsumerBarrier, kConsumerThreads);
-    float moved[kOwnRows];
+    float alpha[kRowsPerThread];
 #pragma unroll
-    for (int r = 0; r < kOwnRows; ++r) {
+    for (int r = 0; r < kRowsPerThread; ++r) {
       float maximum = -kInfinity;
 #pragma unroll
       for (int warp = 0; warp < kConsumerWarps; ++warp) {
-        maximum = fmaxf(maximum, shared.warp_rows[warp][own_row(r)]);
+        maximum = fmaxf(maximum, smem.warp_rows[warp][row_of(r)]);
       }
-      const float next = maximum > reference[r] ? maximum : reference[r];
-      moved[r] = ex2_approx(reference[r] - next);
-      reference[r] = next;
-      sum[r] *= moved[r];
+      const float next = maximum > row_max[r] ? maximum : row_max[r];
+      alpha[r] = ex2_approx(row_max[r] - next);
+      row_max[r] = next;
+      row_sum[r] *= alpha[r];
     }
 #pragma unroll
     for (int i = 0; i < kAccumulators; ++i) {
-      set_accumulator(accumulators, i, weighted(accumulator(accumulators, i), moved, i));
+      set_accumulator(accumulators, i, weighted(accumulator(accumulators, i), alpha, i));
     }
   }
 
   __device__ void clear_values(int first_token) const {
     barrier_sync(kConsumerBarrier, kConsumerThreads);
-    clear_nonfinite(shared, max(item.visible_to_all - first_token, 0),
-                    item.visible_to_any - first_token, [&](int index) { return tile(index); });
+    clear_nonfinite(smem, max(work.unmasked_kv_end - first_token, 0), work.kv_end - first_token,
+                    [&](int index) { return tile(index); });
     fence_proxy_async();
   }
 
-  __device__ void take_block(int block) {
-    take_block_scores();
+  __device__ void process_block(int kv_block) {
+    qk_gemm();
     float factor = scale;
-    const int first_token = block * kBlockTokens;
-    if (first_token + kBlockTokens > item.visible_to_all) {
-      hide(first_token);
+    const int first_token = kv_block * kBlockN;
+    if (first_token + kBlockN > work.unmasked_kv_end) {
+      mask_scores(first_token);
       factor = 1.0f;
       clear_values(first_token);
     }
-    float part[kOwnRows];
-    const bool moves = write_probabilities(factor, part);
-    if (barrier_red_or(kProbabilitiesBarrier, kConsumerThreads, moves)) {
-      move_references(factor);
-      write_probabilities(factor, part);
+    float partial_sum[kRowsPerThread];
+    const bool needs_rescale = write_probabilities(factor, partial_sum);
+    if (barrier_red_or(kProbabilitiesBarrier, kConsumerThreads, needs_rescale)) {
+      update_row_max(factor);
+      write_probabilities(factor, partial_sum);
       barrier_sync(kConsumerBarrier, kConsumerThreads);
     }
 #pragma unroll
-    for (int r = 0; r < kOwnRows; ++r) sum[r] += part[r];
-    add_values();
-    buffer ^= 1;
+    for (int r = 0; r < kRowsPerThread; ++r) row_sum[r] += partial_sum[r];
+    pv_gemm();
+    p_buffer ^= 1;
   }
 
-  __device__ void add_values() {
+  __device__ void pv_gemm() {
     const u32 probabilities =
-        descriptor_low(shared_address(shared.probabilities) + buffer * kQueryTileBytes, 16);
+        descriptor_low(shared_address(smem.probabilities) + p_buffer * kQueryTileBytes, 16);
 #pragma unroll
-    for (int index = 0; index < kLatentTiles; ++index) wgmma_keep(accumulators[index]);
+    for (int index = 0; index < kLatentTiles; ++index) wgmma_fence_operand(accumulators[index]);
     wgmma_fence();
 #pragma unroll
     for (int index = 0; index < kLatentTiles; ++index) {
       const u32 values = descriptor_low(shared_address(tile(index)), kTileBytes);
 #pragma unroll
-      for (int k = 0; k < kBlockTokens / 16; ++k) {
-        wgmma_mma_trans_a(Element{}, accumulators[index], descriptor(values + k * 128),
-                          descriptor(probabilities + k * 2), 1);
+      for (int k = 0; k < kBlockN / 16; ++k) {
+        wgmma_mma_trans_a(Element{}, accumulators[index], smem_desc(values + k * 128),
+                          smem_desc(probabilities + k * 2), 1);
       }
-      if (index % kStageTiles == kStageTiles - 1) wgmma_commit_group();
+      if (index % kTilesPerStage == kTilesPerStage - 1) wgmma_commit_group();
     }
     wgmma_commit_group();
     wgmma_wait_group<2>();
-    release(shared.stage_empty[stage(0)]);
+    release(smem.kv_empty[stage(0)]);
     wgmma_wait_group<1>();
-    release(shared.stage_empty[stage(1)]);
+    release(smem.kv_empty[stage(1)]);
     wgmma_wait_group<0>();
-    release(shared.stage_empty[stage(2)]);
+    release(smem.kv_empty[stage(2)]);
 #pragma unroll
-    for (int index = 0; index < kLatentTiles; ++index) wgmma_keep(accumulators[index]);
+    for (int index = 0; index < kLatentTiles; ++index) wgmma_fence_operand(accumulators[index]);
   }
 };

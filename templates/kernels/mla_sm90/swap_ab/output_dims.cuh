@@ -10,17 +10,17 @@
 // place of columns: few rows fill a product then. Of the scores a warp has 16 tokens, and of each
 // tile of output dims 16.
 constexpr int kDimTiles = kLatentTiles;
-using Scores = float[kRows / 2];
-using OwnRows = RowState[kRows / 4];
+using Scores = float[kBlockM / 2];
+using ThreadRows = RowState[kBlockM / 4];
 
 // The first dim of float4 `i` of a thread of warp `warp`; the other is 8 further.
 __device__ inline int dim_of(int warp, int i) {
-  return i / (kRows / 8) * kTileElements + warp * 16 + fresh_lane() / 4;
+  return i / (kBlockM / 8) * kTileElements + warp * 16 + reload_lane() / 4;
 }
 
 // The dim of part `c` of float4 `i`.
-__device__ inline int part_dim(int warp, int i, int c) { return dim_of(warp, i) + c / 2 * 8; }
+__device__ inline int element_dim(int warp, int i, int c) { return dim_of(warp, i) + c / 2 * 8; }
 
 // Where a warp is among those of its half, and the warp that is there.
-__device__ inline int place_in_half(int warp) { return warp % 2; }
-__device__ inline int warp_at(int half, int place) { return half * 2 + place; }
+__device__ inline int rank_in_half(int warp) { return warp % 2; }
+__device__ inline int warp_at(int half, int rank) { return half * 2 + rank; }

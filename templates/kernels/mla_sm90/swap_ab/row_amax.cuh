@@ -9,18 +9,17 @@
 #include "swap_ab/row_exchange.cuh"
 
 // The largest finite magnitude of every row, in all warps of the crew.
-__device__ inline void largest_of_rows(SharedMemory& shared, const Crew& crew,
-                                       const Accumulators& accumulators,
-                                       float (&largest)[kOwnRows]) {
-  tell_largest(shared, accumulators);
-  crew.sync();
+__device__ inline void row_amax(SharedMemoryPlan& smem, const ReduceGroup& reduce_group,
+                                const Accumulators& accumulators, float (&amax)[kRowsPerThread]) {
+  store_amax(smem, accumulators);
+  reduce_group.sync();
 #pragma unroll
-  for (int r = 0; r < kOwnRows; ++r) {
-    largest[r] = 0.0f;
+  for (int r = 0; r < kRowsPerThread; ++r) {
+    amax[r] = 0.0f;
 #pragma unroll
     for (int warp = 0; warp < kConsumerWarps; ++warp) {
-      const float found = told_of_rows(shared, warp)[own_row(r)];
-      if (crew.has_warp(warp)) largest[r] = fmaxf(largest[r], found);
+      const float found = amax_smem(smem, warp)[row_of(r)];
+      if (reduce_group.has_warp(warp)) amax[r] = fmaxf(amax[r], found);
     }
   }
 }

@@ -9,23 +9,23 @@
 #include "softmax/row_state.cuh"
 
 // What a warp tells others of its rows, where it stages output at other times.
-__device__ inline float* told_of_rows(SharedMemory& shared, int warp) {
-  return reinterpret_cast<float*>(shared.staging[warp]);
+__device__ inline float* amax_smem(SharedMemoryPlan& smem, int warp) {
+  return reinterpret_cast<float*>(smem.staging[warp]);
 }
 
 // Tells of the largest finite magnitude that this warp has of every row.
-__device__ inline void tell_largest(SharedMemory& shared, const Accumulators& accumulators) {
+__device__ inline void store_amax(SharedMemoryPlan& smem, const Accumulators& accumulators) {
 #pragma unroll
-  for (int r = 0; r < kOwnRows; ++r) {
-    float own = 0.0f;
+  for (int r = 0; r < kRowsPerThread; ++r) {
+    float amax = 0.0f;
 #pragma unroll
     for (int tile = 0; tile < kDimTiles; ++tile) {
-      const float* of = accumulators[tile] + r / 2 * 4 + r % 2;
-      own = fmaxf(own, fabsf(nan_unless_finite(of[0])));
-      own = fmaxf(own, fabsf(nan_unless_finite(of[2])));
+      const float* acc = accumulators[tile] + r / 2 * 4 + r % 2;
+      amax = fmaxf(amax, fabsf(nan_unless_finite(acc[0])));
+      amax = fmaxf(amax, fabsf(nan_unless_finite(acc[2])));
     }
-    own = maximum_of_lanes(own);
-    if (fresh_lane() < 4) told_of_rows(shared, fresh_warp())[own_row(r)] = own;
+    amax = max_over_lanes(amax);
+    if (reload_lane() < 4) amax_smem(smem, reload_warp())[row_of(r)] = amax;
   }
 }
 

@@ -20,26 +20,27 @@
 // rows leave in 32 bytes.
 constexpr int kStagedBytes = 32;
 
-__device__ inline void store_rows(const Params& params, const Item& item, SharedMemory& shared,
-                                  const Accumulators& accumulators, const OwnRows& rows) {
-  const int lane = fresh_lane();
-  const int warp = fresh_warp();
+__device__ inline void store_rows(const Params& params, const WorkItem& work,
+                                  SharedMemoryPlan& smem, const Accumulators& accumulators,
+                                  const ThreadRows& rows) {
+  const int lane = reload_lane();
+  const int warp = reload_warp();
   const float scale = output_scale(params);
-  float factor[kOwnRows];
+  float factor[kRowsPerThread];
 #pragma unroll
-  for (int r = 0; r < kOwnRows; ++r) {
-    const int row = own_row(r);
-    const RowResult result = result_of(params, item, row, rows[r]);
+  for (int r = 0; r < kRowsPerThread; ++r) {
+    const int row = row_of(r);
+    const RowResult result = result_of(params, work, row, rows[r]);
     factor[r] = result.factor * scale;
-    if (params.lse != nullptr && is_row_writer(fresh_thread()) && row < item.rows) {
-      params.lse[global_row(params, item, row)] = result.lse;
+    if (params.lse != nullptr && is_row_writer(reload_tid()) && row < work.rows) {
+      params.lse[global_row(params, work, row)] = result.lse;
     }
   }
-  unsigned char* staging = shared.staging[warp];
+  unsigned char* staging = smem.staging[warp];
   const u32 address = shared_address(staging) + (lane / 16 * 8 + lane % 8) * kStagedBytes +
                       lane / 8 % 2 * kChunkBytes;
   unsigned char* out = reinterpret_cast<unsigned char*>(params.out) +
-                       global_row(params, item, 0) * (kHeadDimVo * 2) + warp * kStagedBytes;
+                       global_row(params, work, 0) * (kHeadDimVo * 2) + warp * kStagedBytes;
 #pragma unroll
   for (int tile = 0; tile < kLatentTiles; ++tile) {
 #pragma unroll
@@ -54,12 +55,12 @@ __device__ inline void store_rows(const Params& params, const Item& item, Shared
     }
     __syncwarp();
 #pragma unroll
-    for (int half = 0; half < kRows / 16; ++half) {
+    for (int half = 0; half < kBlockM / 16; ++half) {
       const int row = half * 16 + lane / 2;
       const int chunk = lane % 2;
       const uint4 value =
           *reinterpret_cast<const uint4*>(staging + row * kStagedBytes + chunk * kChunkBytes);
-      if (row < item.rows) {
+      if (row < work.rows) {
         *reinterpret_cast<uint4*>(out + row * (kHeadDimVo * 2) + tile * kTileRowBytes +
                                   chunk * kChunkBytes) = value;
       }
@@ -71,15 +72,15 @@ __device__ inline void store_rows(const Params& params, const Item& item, Shared
 // Writes some tasks from `first` on, after merging: of the same rows, one tile of dims after the
 // other.
 template <int kCount>
-__device__ inline void store_tasks(const Params& params, const Item& item, SharedMemory&, int first,
-                                   const float4 (&values)[kCount]) {
-  const TaskRows rows = task_rows(first);
-  const int dim = dim_of(warp_of_task(first), accumulator_of_task(first));
+__device__ inline void store_frags(const Params& params, const WorkItem& work, SharedMemoryPlan&,
+                                   int first, const float4 (&values)[kCount]) {
+  const FragRows rows = frag_rows(first);
+  const int dim = dim_of(warp_of_frag(first), accumulator_of_frag(first));
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int row = r == 0 ? rows.a : rows.b;
-    if (row >= item.rows) continue;
-    u16* out = params.out + global_row(params, item, row) * kHeadDimVo + dim;
+    if (row >= work.rows) continue;
+    u16* out = params.out + global_row(params, work, row) * kHeadDimVo + dim;
 #pragma unroll
     for (int n = 0; n < kCount; ++n) {
       const u32 pair = cvt_rn_x2_f32(Element{}, (r == 0 ? values[n].z : values[n].w),
