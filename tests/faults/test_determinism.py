@@ -163,9 +163,9 @@ def test_every_option_of_the_compiler_is_a_part_of_the_key(
     assert [[row[0] for row in key.differences(before)] for key in changed] == [[label]] * 2
 
 
-def _include(name: str) -> Callable[[Path], object]:
-    line = f'\n#include "{name}"\n'
-    return lambda root: (root / "softmax/row_result.cuh").open("a").write(line)
+def _include(root: Path) -> None:
+    file = root / "softmax/row_result.cuh"
+    file.write_text(file.read_text() + '\n#include "ptx/atom.cuh"\n')
 
 
 EDITS: dict[str, Callable[[Path], object]] = {
@@ -173,7 +173,7 @@ EDITS: dict[str, Callable[[Path], object]] = {
     "a choice edited that is not taken": lambda root: (root / "common/fp8_software.cuh").write_text(
         "// edited\n"
     ),
-    "a template included": _include("ptx/atom.cuh"),
+    "a template included": _include,
     "an include removed": lambda root: (root / "kernels/combine/store_vec4.cuh.j2").write_text(
         '#include "common/store_vec4_16bit.cuh"\n'
     ),
