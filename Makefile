@@ -1,7 +1,7 @@
-# The jobs of this checkout; `make` alone lists them.
+# Jobs of this checkout; plain `make` lists them.
 #
-# Each sets up what it needs: .ci/setup answers with the current Python where that has every
-# dependency (nothing is installed then), else with that of .venv, made once.
+# Each job sets up its environment: .ci/setup prints the current Python if that has every dependency
+# (it installs nothing then), otherwise the Python of .venv, which it creates once.
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
@@ -11,8 +11,8 @@ export PYTHON ?= python3
 export HAS_GPU := $(firstword $(wildcard /proc/driver/nvidia /dev/nvidiactl))
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-# $(call setup,EXTRA) opens a recipe, $(call with,MODULE,OPTIONS) gives a plugin's options where
-# the plugin is installed.
+# $(call setup,EXTRA) starts a recipe; $(call with,MODULE,OPTIONS) adds the options of an installed
+# plugin.
 setup = set -eu; python=$$(.ci/setup $(1))
 with = $$("$$python" -c "import $(1)" 2>/dev/null && echo "$(2)")
 
@@ -22,14 +22,14 @@ cpu_tests = "$$python" -m pytest -m "not gpu" \
 help: ## list the jobs
 	@sed -n 's/^\([a-z_.]*\):.*## /make \1\t/p' Makefile | expand -t 28
 
-demo: ## one decode from first call to cached kernel; with a GPU on it, else compiled only
+demo: ## one decode from first call to cached kernel, on the GPU if there is one
 	@$(call setup); "$$python" -m cache_tools demo
 
-test: ## every test that this machine can run
+test: ## all tests that run on this machine
 	@$(MAKE) --no-print-directory --keep-going cpu $(if $(HAS_GPU),gpu)
-	@$(if $(HAS_GPU),,echo "tests/gpu left out: no NVIDIA GPU on this machine")
+	@$(if $(HAS_GPU),,echo "tests/gpu skipped: no NVIDIA GPU on this machine")
 
-check: ## format, lint, types and the CPU tests: what a change must pass
+check: ## format, lint, types and the CPU tests, required of every change
 	@$(call setup,dev); PATH=$$(dirname "$$python"):$$PATH; set -x; \
 	ruff format --check . ; \
 	ruff check . ; \
@@ -37,7 +37,7 @@ check: ## format, lint, types and the CPU tests: what a change must pass
 	find templates -name '*.cuh' -exec clang-format --dry-run -Werror {} +
 	@$(MAKE) --no-print-directory cpu
 
-# A CPU test takes 20 s at most on an idle machine of two cores; the limits only end what hangs.
+# A CPU test takes at most 20 s on an idle machine with two cores; the timeouts only end hung tests.
 cpu: ## the tests that need no GPU
 	@$(call setup,test); $(cpu_tests)
 
@@ -50,9 +50,9 @@ oldest: ## the CPU tests with the oldest dependencies that pyproject.toml allows
 newest: ## the CPU tests with the newest dependencies that pip finds
 	@set -eu; python=$$(.ci/versions newest); $(cpu_tests)
 
-compile_commands.json: ## what clangd needs for templates/, rendered into build/clangd
+compile_commands.json: ## the input of clangd for templates/, rendered into build/clangd
 	@$(call setup,test); "$$python" -m tests.templates.compile_commands
 
-clean: ## remove .venv and what tools left in the checkout; cached kernels stay
+clean: ## remove .venv and the files of tools; cached kernels stay
 	rm -rf .venv .venv-oldest .venv-newest build dist *.egg-info compile_commands.json .cache .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +

@@ -1,1 +1,1 @@
-"""The `mlagen` command: prewarm kernels, look at the cache, examine the machine, demo, bench."""
+"""The `mlagen` command: prewarm kernels, inspect the cache, check the machine, demo, bench."""

@@ -1,13 +1,13 @@
-"""The process of the `mlagen` command, and of `python3 -m cache_tools`."""
+"""Entry point of the `mlagen` command and of `python3 -m cache_tools`."""
 
 from __future__ import annotations
 
-from .interrupts import take_over
+from .interrupts import install_handlers
 
 
 def main() -> None:
-    """Run the command; Ctrl-C is taken over before the imports that take time."""
-    take_over()
+    """Run the command; the Ctrl-C handler is installed before the slow imports."""
+    install_handlers()
     from .cli import main as run
 
     run()

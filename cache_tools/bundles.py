@@ -1,4 +1,4 @@
-"""What `cache export`, `import`, `push` and `pull` share: options, the import, and the reports."""
+"""Shared parts of `cache export`, `import`, `push` and `pull`: options, the import, reports."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .byte_progress import byte_progress
 from .report import console, count_text, print_json, size_text
 
 if TYPE_CHECKING:
-    from mlagen.cache.bundle import BundledEntry, Packed
+    from mlagen.cache.bundle import BundledEntry, BundleSummary
 
     from .report import Command
 
@@ -33,7 +33,7 @@ def _size(_ctx: click.Context, _param: click.Parameter, value: str) -> int:
 
 
 def import_options(command: Command) -> Command:
-    """Add what :func:`take_in` is told."""
+    """Add the options of :func:`import_and_report`."""
     for decorate in (
         click.option(
             "--max-size",
@@ -42,21 +42,23 @@ def import_options(command: Command) -> Command:
             default="2GiB",
             show_default=True,
             metavar="SIZE",
-            help="How large the kernels may be together, unpacked.",
+            help="Largest total size of the unpacked kernels.",
         ),
-        click.option("--dry-run", is_flag=True, help="Verify it and say what is new; do nothing."),
+        click.option(
+            "--dry-run", is_flag=True, help="Verify it and report what is new; add nothing."
+        ),
         click.option(
             "--expect-sha256",
             callback=_sha256,
             metavar="HEX",
-            help="What the file must be; looked at before anything in it.",
+            help="Required digest of the file; checked before its content.",
         ),
     ):
         command = decorate(command)
     return command
 
 
-def take_in(
+def import_and_report(
     file: BinaryIO,
     name: str,
     *,
@@ -89,14 +91,16 @@ def take_in(
         ]
         document = {"cache_dir": str(store.root), "dry_run": dry_run, **bundle_facts(bundle, name)}
         print_json({**document, "totals": totals, "entries": rows})
-    told = ", ".join(f"{count} {name}" for name, count in totals.items() if count) or "nothing new"
+    summary = (
+        ", ".join(f"{count} {name}" for name, count in totals.items() if count) or "nothing new"
+    )
     verb = "would import" if dry_run else "imported"
-    what = f"{_kernels(bundle)}: {told}" if bundle.entries else "an empty bundle"
+    what = f"{_kernels(bundle)}: {summary}" if bundle.entries else "an empty bundle"
     print_bundle(f"{verb} {what}, into {store.root}", bundle.sha256, as_json=as_json)
 
 
-def report_written(written: Packed, place: str, verb: str, *, as_json: bool) -> None:
-    """Report a bundle or wheel that was written to ``place``."""
+def report_written(written: BundleSummary, place: str, verb: str, *, as_json: bool) -> None:
+    """Report a bundle or wheel written to ``place``."""
     if as_json:
         print_json({**bundle_facts(written, place), "entries": _rows(written.entries)})
     size = size_text(written.size_bytes)
@@ -104,14 +108,14 @@ def report_written(written: Packed, place: str, verb: str, *, as_json: bool) -> 
 
 
 def print_bundle(line: str, sha256: str, *, as_json: bool) -> None:
-    """Print a line on a bundle, and its digest below it."""
+    """Print a line about a bundle, and its digest below it."""
     text = console(stderr=as_json)
     text.print(line, soft_wrap=True)
     text.print(f"sha256 {sha256}", soft_wrap=True)
 
 
-def bundle_facts(bundle: Packed, place: str) -> dict[str, Any]:
-    """Return what a document says of a bundle or wheel at ``place``."""
+def bundle_facts(bundle: BundleSummary, place: str) -> dict[str, Any]:
+    """Return the JSON fields of a bundle or wheel at ``place``."""
     return {
         "bundle": place,
         "sha256": bundle.sha256,
@@ -134,7 +138,7 @@ def _rows(entries: Iterable[BundledEntry]) -> list[dict[str, Any]]:
     ]
 
 
-def _kernels(bundle: Packed) -> str:
+def _kernels(bundle: BundleSummary) -> str:
     parts = [count_text(len(bundle.entries), "kernel")]
     parts += [f"for {', '.join(bundle.archs)}"] if bundle.archs else []
     parts += [f"by {', '.join(bundle.toolchains)}"] if bundle.toolchains else []

@@ -1,4 +1,4 @@
-"""Bytes as they go through: a line for each step, and on a terminal a bar while it lasts."""
+"""Byte progress: one line per step, and a bar while the step runs on a terminal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .report import console
 
 @contextmanager
 def byte_progress(doing: str) -> Iterator[Callable[[int, int], None]]:
-    """Give a callback for the bytes done and the bytes in all, 0 where that is unknown."""
+    """Yield a callback for the bytes done and the total bytes, 0 if the total is unknown."""
     output = console(stderr=True)
     if not output.is_terminal:
         output.print(doing, soft_wrap=True)
@@ -23,7 +23,7 @@ def byte_progress(doing: str) -> Iterator[Callable[[int, int], None]]:
         BarColumn(bar_width=16),
         DownloadColumn(binary_units=True),
         TransferSpeedColumn(),
-        # The only column that gives way where the terminal is narrow.
+        # The only column that shrinks on a narrow terminal.
         TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, ratio=1)),
     )
     with Progress(*columns, console=output, transient=True, expand=True) as progress:

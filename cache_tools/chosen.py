@@ -1,4 +1,4 @@
-"""Which entries a command takes, of all in the cache: by key, by target, by family, by compiler."""
+"""Entry selection of a command: by key, target, family and compiler."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def choice_options(command: Command) -> Command:
-    """Add what :func:`chosen_entries` takes: ``KEY...`` and the filters."""
+    """Add the arguments of :func:`chosen_entries`: ``KEY...`` and the filters."""
     argument = click.argument("keys", metavar="[KEY]...", nargs=-1)
     for decorate in (layers_option, toolchain_option, family_option, arch_option, argument):
         command = decorate(command)
@@ -37,31 +37,31 @@ def choice_options(command: Command) -> Command:
 def chosen_entries(
     store: KernelStore, keys: Sequence[str], choice: Choice | None = None, *, layers: bool = False
 ) -> list[StoredEntry]:
-    """Return the entries that are named and fit, each kernel once, in the order of their keys.
+    """Return the named entries that match the filters, each kernel once, sorted by key.
 
-    A damaged entry whose manifest cannot be read fits any target and family: it may be one of
-    those wanted, and whoever uses it finds it damaged.
+    A damaged entry without a readable manifest matches every target and family: it may be a
+    requested one, and its damage shows when it is read.
 
     Raises
     ------
     ArgumentError
-        If a key names no entry, a value of a filter fits none, or nothing is left.
+        If a key names no entry, a filter value matches none, or the selection is empty.
     """
     found = list(_named(store, keys, layers=layers))
-    for label, values in (choice or Choice()).wanted().items():
-        there = set().union(*(names_of(stored, label) for stored in found))
+    for label, values in (choice or Choice()).requested().items():
+        present = set().union(*(names_of(stored, label) for stored in found))
         for value in values:
-            if value not in there:
-                told = ", ".join(sorted(there)) or "nothing"
-                raise ArgumentError(f"{label}: expected one that is cached ({told}), got {value!r}")
-        found = [stored for stored in found if _may_be(names_of(stored, label), values)]
+            if value not in present:
+                cached = ", ".join(sorted(present)) or "nothing"
+                raise ArgumentError(f"{label}: expected a cached one ({cached}), got {value!r}")
+        found = [stored for stored in found if _may_match(names_of(stored, label), values)]
     if not found:
-        rule = "some that fit" if layers else "some that fit (--layers: read-only layers too)"
+        rule = "matching ones" if layers else "matching ones (--layers: read-only layers too)"
         raise ArgumentError(f"kernels: expected {rule}, got none in {store.root}")
-    once: dict[tuple[str, str], StoredEntry] = {}
-    for stored in found:  # what lies in the cache folder comes before what lies in a layer
-        once.setdefault((stored.key, stored.toolchain), stored)
-    return [stored for _, stored in sorted(once.items())]
+    unique: dict[tuple[str, str], StoredEntry] = {}
+    for stored in found:  # entries of the cache folder precede those of a layer
+        unique.setdefault((stored.key, stored.toolchain), stored)
+    return [stored for _, stored in sorted(unique.items())]
 
 
 def _named(store: KernelStore, keys: Sequence[str], *, layers: bool) -> Iterable[StoredEntry]:
@@ -71,5 +71,5 @@ def _named(store: KernelStore, keys: Sequence[str], *, layers: bool) -> Iterable
     return (stored for stored in named if layers or not stored.is_read_only)
 
 
-def _may_be(names: set[str], values: Collection[str]) -> bool:
+def _may_match(names: set[str], values: Collection[str]) -> bool:
     return not names or not names.isdisjoint(values)

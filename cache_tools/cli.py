@@ -1,4 +1,4 @@
-"""The `mlagen` command group, and the one place that turns exceptions into exit codes."""
+"""The `mlagen` command group, and the only place that maps exceptions to exit codes."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from .commands.doctor import doctor
 from .commands.prewarm import prewarm
 from .commands.resources import resources
 from .exit_codes import FAILED, INTERRUPTED, PIPE_CLOSED, exit_code_of
-from .interrupts import interruptible, take_over
+from .interrupts import install_handlers, interruptible
 
-# What a group raises that is called alone, and is answered with its help; not before click 8.2.
-_ALONE = getattr(click.exceptions, "NoArgsIsHelpError", ())
+# Raised by a group without a subcommand, and handled by printing its help; click 8.2 and later.
+_NO_SUBCOMMAND = getattr(click.exceptions, "NoArgsIsHelpError", ())
 
 
 class _CatchingGroup(click.Group):
@@ -46,13 +46,12 @@ class _CatchingGroup(click.Group):
             click.echo(", ".join(words), err=True)
             ctx.exit(INTERRUPTED)
         except BrokenPipeError:
-            # Whoever reads has enough, as `head` has; what is left must not be flushed into it.
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, sys.stdout.fileno())
+            # The reader, such as `head`, has closed the pipe: nothing more may be flushed into it.
+            devnull = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(devnull, sys.stdout.fileno())
             ctx.exit(PIPE_CLOSED)
         except OSError as error:
-            # Of a file that went or a disk that filled up meanwhile: what is expected to fail is
-            # a MlagenError.
+            # A file vanished or the disk filled up meanwhile; expected failures are MlagenErrors.
             where = f": {error.filename}" if error.filename else ""
             click.echo(f"mlagen: {error.strerror or error}{where}", err=True)
             ctx.exit(FAILED)
@@ -65,25 +64,25 @@ class _OneLineError(click.UsageError):
 
 @contextmanager
 def _usage_in_one_line() -> Iterator[None]:
-    """Say what is wrong with a command line as all else is said, and where to read what is not."""
+    """Report a usage error on one line, as any other error, with a pointer to --help."""
     try:
         yield
     except click.UsageError as error:
-        if isinstance(error, (_OneLineError, _ALONE)):
+        if isinstance(error, (_OneLineError, _NO_SUBCOMMAND)):
             raise
-        told = error.format_message().rstrip(".")
+        message = error.format_message().rstrip(".")
         if isinstance(error, click.BadParameter) and error.param and "expected" in error.message:
-            told = f"{max(error.param.opts, key=len).lstrip('-')}: {error.message}"
+            message = f"{max(error.param.opts, key=len).lstrip('-')}: {error.message}"
         command = error.ctx.command_path if error.ctx else "mlagen"
-        raise _OneLineError(f"{told}; see: {command} --help") from error
+        raise _OneLineError(f"{message}; see: {command} --help") from error
 
 
 @click.group(cls=_CatchingGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="mlagen", message="%(prog)s %(version)s")
 def cli() -> None:
-    """Compile attention kernels ahead of time, and look after their cache.
+    """Compile attention kernels ahead of time, and manage their cache.
 
-    Each command takes --json: one JSON document on stdout, and text for people on stderr.
+    Each command accepts --json: one JSON document on stdout, human-readable text on stderr.
     """
 
 
@@ -92,13 +91,13 @@ for command in (prewarm, cache, resources, doctor, demo, bench):
 
 
 def main() -> None:
-    """Run the command of this process."""
-    take_over()
-    gc.set_threshold(100_000)  # a list of thousands of kernels is no garbage
-    # Of torch, in the middle of the output; no command uses NumPy.
+    """Run the command line of this process."""
+    install_handlers()
+    gc.set_threshold(100_000)  # thousands of listed kernels are live objects
+    # torch warns of it in the middle of the output; no command uses NumPy.
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
-            # The path of a cache may hold what the locale cannot print.
+            # The path of a cache may hold characters that the locale cannot print.
             stream.reconfigure(errors="backslashreplace")
     cli(prog_name="mlagen")

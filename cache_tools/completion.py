@@ -1,4 +1,4 @@
-"""Shell completion of values with commas between them."""
+"""Shell completion of comma-separated values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Completer = Callable[[click.Context, click.Parameter, str], list[str]]
 
 
 def completer(values: Callable[[], Iterable[str]]) -> Completer:
-    """Return what completes the last of several values; ``values`` is called when one is needed."""
+    """Return a completer of the last value; ``values`` is called on demand."""
 
     def complete(_ctx: click.Context, _param: click.Parameter, typed: str) -> list[str]:
         before, comma, last = typed.rpartition(",")
@@ -21,7 +21,7 @@ def completer(values: Callable[[], Iterable[str]]) -> Completer:
 
 
 def arch_names() -> list[str]:
-    """Return the targets, and the cards that stand for them."""
+    """Return the targets, and the GPU names that map to them."""
     from mlagen.spec.arch import ARCHS
     from mlagen.spec.cards import CARDS
 
@@ -36,7 +36,7 @@ def family_names() -> list[str]:
 
 
 def model_names() -> list[str]:
-    """Return the models that are known by name."""
+    """Return the names of the known models."""
     from mlagen.models.names import known_names
 
     return list(known_names())

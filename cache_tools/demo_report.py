@@ -1,4 +1,4 @@
-"""The demo's result as people read it."""
+"""Human-readable report of the demo."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .report import (
 
 
 def print_demo(document: dict[str, Any]) -> None:
-    """Print what was computed, how long each step took, how right it is, and the kernels."""
+    """Print the problem, the time of each step, the error and the kernels."""
     result, kernels, text = document["result"], document["kernels"], console()
     problem = document["problem"]
     lengths = problem["seq_lens"]
@@ -31,7 +31,7 @@ def print_demo(document: dict[str, Any]) -> None:
     verdict = "right" if result["is_right"] else "WRONG"
     facts["largest error to float64"] = (
         f"{result['largest_error']:8.5f}  {verdict}: "
-        f"{result['share_of_bound']:.0%} of what {problem['dtype']} rounding explains"
+        f"{result['share_of_bound']:.0%} of the {problem['dtype']} rounding bound"
     )
     print_facts(facts)
     text.print()

@@ -1,4 +1,4 @@
-"""In what kernels differ: labelled key_fields side by side, and the entry with the fewest."""
+"""Differences between cache keys: key fields side by side, and the nearest entry."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .report import SHORT_KEY, print_table
 if TYPE_CHECKING:
     from mlagen.cache.catalog import StoredEntry
 
-# Label, the one's value and the other's; None where one of them lacks the label.
+# Label and the two values; None for a key without the label.
 Difference: TypeAlias = tuple[str, str | None, str | None]
 
 
 def key_of_entry(stored: StoredEntry) -> CacheKey | None:
-    """Return the key that an entry was made for, or None if its manifest does not tell it."""
+    """Return the key of an entry, or None if its manifest does not hold it."""
     if stored.manifest is None:
         return None
     key = CacheKey(stored.manifest.key_fields, stored.toolchain)
@@ -27,14 +27,14 @@ def key_of_entry(stored: StoredEntry) -> CacheKey | None:
 
 
 def own_key(stored: StoredEntry) -> CacheKey:
-    """Return the key of an entry that was verified, which compares it with the key_fields."""
+    """Return the key of a verified entry; verifying compares it with the key fields."""
     key = key_of_entry(stored)
     assert key is not None, stored
     return key
 
 
 def kernel_of(key: CacheKey) -> str:
-    """Return a kernel as ``str`` of its spec writes it."""
+    """Return the kernel as ``str`` of its spec formats it."""
     named = dict(key.key_fields)
     spec = [
         f"{label.removeprefix('spec.')}={value}"
@@ -45,19 +45,19 @@ def kernel_of(key: CacheKey) -> str:
 
 
 def differences(wanted: CacheKey, other: CacheKey) -> list[Difference]:
-    """Return in what two keys differ; a compiler that will do is no difference."""
+    """Return the differences of two keys; an accepted toolchain is no difference."""
     found = wanted.differences(other)
     if wanted.accepts(other.toolchain):
         found = [difference for difference in found if difference[0] != "toolchain"]
     return found
 
 
-def nearest_of(
+def nearest_entry(
     wanted: CacheKey, entries: Iterable[StoredEntry]
 ) -> tuple[StoredEntry, list[Difference]] | None:
-    """Return the entry of the same family that differs in the fewest key_fields, and in which.
+    """Return the entry of the same family with the fewest differing key fields, and those fields.
 
-    Of several, the one that was used last.
+    Ties go to the most recently used entry.
     """
     family = ("family", dict(wanted.key_fields)["family"])
     found = []
@@ -69,18 +69,18 @@ def nearest_of(
 
 
 def print_differences(found: list[Difference], one: str, other: str) -> None:
-    """Print them as a table, and say in words what a digest does not tell."""
+    """Print the differences as a table, with a sentence about differing template digests."""
     print_table(
         [
-            {"ingredient": label, one: _told(label, mine), other: _told(label, theirs)}
+            {"key_field": label, one: _text(label, mine), other: _text(label, theirs)}
             for label, mine, theirs in found
         ]
     )
     if any(label == "templates" for label, _, _ in found):
-        click.echo("templates: the kernel sources differ, as those of two versions of mlagen do")
+        click.echo("templates: the kernel sources differ, as between two versions of mlagen")
 
 
-def _told(label: str, value: str | None) -> str:
+def _text(label: str, value: str | None) -> str:
     if value is None:
         return "(none)"
     return value[:SHORT_KEY] if label == "templates" else value or "(empty)"

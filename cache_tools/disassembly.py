@@ -1,4 +1,4 @@
-"""Machine code as text, through nvdisasm where it is installed."""
+"""SASS of a cubin, by nvdisasm where it is installed."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def sass_of(cubin: Path) -> str:
     except OSError as error:
         raise ToolchainError(f"nvdisasm: cannot be run, {error.strerror}: {tool}") from error
     if ran.returncode != 0:
-        said = ran.stderr.decode(errors="replace").strip().partition("\n")[0]
-        raise ToolchainError(f"nvdisasm: {said or f'exit status {ran.returncode}'}: {cubin}")
+        message = ran.stderr.decode(errors="replace").strip().partition("\n")[0]
+        raise ToolchainError(f"nvdisasm: {message or f'exit status {ran.returncode}'}: {cubin}")
     return ran.stdout.decode(errors="replace")
 
 
@@ -34,11 +34,11 @@ def find_nvdisasm() -> Path:
     Raises
     ------
     ToolchainError
-        If there is none; the message says what to install.
+        If there is none; the message names the package to install.
     """
     from cuda.pathfinder import find_nvidia_binary_utility
 
-    # Distributions install it outside of any toolkit, where the PATH leads.
+    # Distributions install it outside of any toolkit, on the PATH.
     found = find_nvidia_binary_utility("nvdisasm") or shutil.which("nvdisasm")
     if found is None:
         raise ToolchainError("nvdisasm: not found; run: pip install 'mlagen[inspect]'")

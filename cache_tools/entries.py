@@ -1,4 +1,4 @@
-"""Entries of the cache as the commands name and describe them."""
+"""Cache entries as the commands name and describe them."""
 
 from __future__ import annotations
 
@@ -19,68 +19,69 @@ if TYPE_CHECKING:
 def entries_of(store: KernelStore, name: str) -> list[StoredEntry]:
     """Return the entries of the one key that begins with ``name``, one for each toolchain.
 
-    ``name`` may end with ``/`` and a toolchain, to mean that entry alone. Of what lies in several
-    layers, the entry that calls take is returned.
+    ``name`` may end with ``/`` and a toolchain, to mean that entry alone. An entry of
+    several layers is returned once, from the layer that calls load it from.
 
     Raises
     ------
     ArgumentError
-        If no key begins with it, or several do.
+        If no key or more than one key begins with it.
     """
     prefix, slash, toolchain = name.partition("/")
     found = store.select(prefix.lower())
     keys = list(dict.fromkeys(entry.key for entry in found))
     if len(keys) > 1:
-        told = ", ".join(key[: max(SHORT_KEY, len(prefix) + 4)] for key in keys)
-        raise ArgumentError(f"key: expected more digits than {prefix}, got several keys: {told}")
+        matches = ", ".join(key[: max(SHORT_KEY, len(prefix) + 4)] for key in keys)
+        raise ArgumentError(f"key: expected more digits than {prefix}, got several keys: {matches}")
     first: dict[str, StoredEntry] = {}
     for entry in found:
         first.setdefault(entry.toolchain, entry)
     named = [entry for entry in first.values() if not slash or entry.toolchain == toolchain]
     if not named:
-        rule = "the beginning of a cached key (mlagen cache ls)"
+        rule = "a prefix of a cached key (mlagen cache ls)"
         raise ArgumentError(f"key: expected {rule}, got {name}")
     return named
 
 
 def entry_of(store: KernelStore, name: str) -> StoredEntry:
-    """Return the one entry that ``name`` means.
+    """Return the single entry that ``name`` identifies.
 
     Raises
     ------
     ArgumentError
-        If there is none, or several compilers made it and ``name`` does not say which.
+        If there is none, or several compilers built it and ``name`` has no toolchain.
     """
     found = entries_of(store, name)
     if len(found) > 1:
-        told = ", ".join(entry.toolchain for entry in found)
-        raise ArgumentError(f"key: expected {name}/TOOLCHAIN, got no toolchain out of {told}")
+        toolchains = ", ".join(entry.toolchain for entry in found)
+        rule = f"{name}/TOOLCHAIN"
+        raise ArgumentError(f"key: expected {rule}, got no toolchain out of {toolchains}")
     return found[0]
 
 
 def require_valid(store: KernelStore, stored: StoredEntry) -> dict[str, Any]:
-    """Return an entry as JSON data, once every file of it is found to be as it was published.
+    """Return an entry as JSON data after every file matches its digest.
 
     Raises
     ------
     CacheError
-        If one is not, or the manifest does not tell what a kernel is.
+        If a file does not match, or the manifest does not describe a kernel.
     """
     document = document_of(stored)
     try:
         problem = document["problem"] or store.verify(stored)
     except FileNotFoundError:
-        problem = "expected a kernel, got one that was just removed"
+        problem = "expected a kernel, got one that was removed meanwhile"
     if problem:
         raise CacheError(f"cache: {problem}: {stored.path}", path=stored.path)
     return document
 
 
 def document_of(stored: StoredEntry) -> dict[str, Any]:
-    """Return an entry as JSON data; what a damaged one cannot tell is None."""
-    problem, facts = None, dict.fromkeys(_FACTS)
+    """Return an entry as JSON data; the manifest fields of a damaged one are None."""
+    problem, facts = None, dict.fromkeys(_MANIFEST_FIELDS)
     try:
-        facts = tensor_signature(stored)
+        facts = manifest_fields(stored)
     except DamageError as damage:
         problem = str(damage)
     return {
@@ -90,16 +91,16 @@ def document_of(stored: StoredEntry) -> dict[str, Any]:
         "layer": str(stored.layer),
         "is_read_only": stored.is_read_only,
         "size_bytes": stored.size_bytes,
-        "used": moment_of(stored.used),
+        "used": iso_time(stored.used),
         "problem": problem,
         **facts,
     }
 
 
-def tensor_signature(stored: StoredEntry) -> dict[str, Any]:
-    """Return what the manifest of an entry tells; one that does not is a ``DamageError``.
+def manifest_fields(stored: StoredEntry) -> dict[str, Any]:
+    """Return the fields of an entry's manifest; an incomplete one raises ``DamageError``.
 
-    Types are those of the schema whatever the manifest holds, which no seal has vouched for yet.
+    Every value is converted to its schema type: no digest has verified the manifest yet.
     """
     manifest = stored.manifest
     if manifest is None:
@@ -139,30 +140,30 @@ def _resources(kernels: list[dict[str, Any]]) -> list[dict[str, Any]]:
         raise ValueError("no kernel")
     return [
         {
-            "symbol": str(told["symbol"]),
-            "registers": int(told["registers"]),
-            "stack_bytes": int(told["stack_bytes"]),
-            "spill_store_bytes": int(told["spill_store_bytes"]),
-            "spill_load_bytes": int(told["spill_load_bytes"]),
-            "static_shared_bytes": int(told["static_shared_bytes"]),
+            "symbol": str(kernel["symbol"]),
+            "registers": int(kernel["registers"]),
+            "stack_bytes": int(kernel["stack_bytes"]),
+            "spill_store_bytes": int(kernel["spill_store_bytes"]),
+            "spill_load_bytes": int(kernel["spill_load_bytes"]),
+            "static_shared_bytes": int(kernel["static_shared_bytes"]),
         }
-        for told in kernels
+        for kernel in kernels
     ]
 
 
-def moment_of(seconds: float) -> str | None:
-    """Return a time as text; None for 0, which says there is none, and for what no date is."""
+def iso_time(seconds: float) -> str | None:
+    """Return a time as text; None for 0, which means no time, and for a value that is no date."""
     if not seconds:
         return None
     try:
         moment = datetime.fromtimestamp(seconds, timezone.utc)
-    except (OverflowError, OSError, ValueError):  # a file system keeps any number as a time
+    except (OverflowError, OSError, ValueError):  # a file system stores any number as a time
         return None
     return moment.isoformat(timespec="seconds")
 
 
-# What only a manifest tells.
-_FACTS = (
+# Fields that only a manifest holds.
+_MANIFEST_FIELDS = (
     "family",
     "spec",
     "resources",

@@ -1,4 +1,4 @@
-"""Options that several commands choose entries with."""
+"""Filter options shared by the commands that select entries."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ _KEY_FIELDS = {"arch": "spec.arch", "family": "family"}
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What the options leave; None is no limit."""
+    """Filters of the entry options; None matches every entry."""
 
     archs: Collection[str] | None = None
     families: Collection[str] | None = None
     toolchains: Collection[str] | None = None
     age_s: float | None = None
 
-    def wanted(self) -> dict[str, Collection[str]]:
-        """Return the names that are asked for, by what they are names of."""
+    def requested(self) -> dict[str, Collection[str]]:
+        """Return the requested names by label."""
         given = {"arch": self.archs, "family": self.families, "toolchain": self.toolchains}
         return {label: values for label, values in given.items() if values is not None}
 
-    def has(self, stored: StoredEntry) -> bool:
-        """Whether an entry is left; what a damaged one does not tell is not asked for."""
+    def matches(self, stored: StoredEntry) -> bool:
+        """Whether an entry matches; a damaged one lacks the names of its manifest."""
         return all(
             not names_of(stored, label).isdisjoint(values)
-            for label, values in self.wanted().items()
+            for label, values in self.requested().items()
         ) and (self.age_s is None or is_older(stored, self.age_s))
 
 
 def names_of(stored: StoredEntry, label: str) -> set[str]:
-    """Return by which names an entry is asked for; a damaged one may not tell.
+    """Return the names that match an entry; none if a damaged manifest lacks the label.
 
-    A compiler has two: its own, and its major version as any of that.
+    A toolchain has two: its own, and its major version, which matches every patch level.
     """
     if label == "toolchain":
         return {stored.toolchain, stored.toolchain.partition(".")[0]}
@@ -57,7 +57,7 @@ def names_of(stored: StoredEntry, label: str) -> set[str]:
 
 
 def is_older(stored: StoredEntry, age_s: float) -> bool:
-    """Whether an entry was last used longer ago than that."""
+    """Whether an entry was last used more than ``age_s`` seconds ago."""
     return time.time() - stored.used > age_s
 
 
@@ -92,7 +92,7 @@ def toolchain_option(command: Command) -> Command:
         "toolchains",
         callback=names,
         metavar="NAME,...",
-        help="Compilers, such as nvrtc-13.0.88; nvrtc-13 is any of that version.",
+        help="Compilers, such as nvrtc-13.0.88; nvrtc-13 matches any 13.x.",
     )(command)
 
 
@@ -103,7 +103,7 @@ def age_option(command: Command) -> Command:
         "age_s",
         callback=age,
         metavar="AGE",
-        help="Last used longer ago than that, such as 12h or 30d.",
+        help="Last used longer ago than this, such as 12h or 30d.",
     )(command)
 
 
@@ -113,7 +113,7 @@ def layers_option(command: Command) -> Command:
 
 
 def age(_ctx: click.Context, _param: click.Parameter, value: str | None) -> float | None:
-    """Read a length of time, in seconds."""
+    """Parse an age; return seconds."""
     if value is None:
         return None
     match = _AGE.fullmatch(value.strip())

@@ -1,4 +1,4 @@
-"""What the exit status of a command says; docs/reference/environment.md has the table."""
+"""Exit codes of the commands; docs/reference/environment.md has the table."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from mlagen.errors import (
 )
 
 DONE = 0
-FAILED = 1  # something was tried and failed, or was looked at and is bad
+FAILED = 1  # an operation failed, or a check found a problem
 USAGE = 2
 UNSUPPORTED = 3
 CACHE_UNUSABLE = 4
 TIMEOUT = 5
 INTERRUPTED = 130
-PIPE_CLOSED = 141  # as the shell says of a command that SIGPIPE ended
+PIPE_CLOSED = 141  # the shell's code of a command that SIGPIPE ended
 
 _CODES = (
     (ArgumentError, USAGE),
@@ -28,8 +28,8 @@ _CODES = (
 
 
 def exit_code_of(error: MlagenError) -> int:
-    """Return the status of a command that ``error`` ended."""
-    from mlagen.cache.bundle import BundleError  # here: only who failed waits for it
+    """Return the exit code of a command that ``error`` ended."""
+    from mlagen.cache.bundle import BundleError  # imported here: only a failed command pays for it
 
     if isinstance(error, BundleError):  # the bundle's fault, not the cache's
         return FAILED

@@ -1,4 +1,4 @@
-"""What this installation would look for: the digests of its kernel sources, and its compiler."""
+"""What this installation looks up: the digests of its kernel sources, and its compiler."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from mlagen.cache.catalog import StoredEntry
 
 
-def wanted_or_none() -> str | None:
-    """Return the toolchain that keys name here, or None if there is no way to tell."""
+def required_toolchain() -> str | None:
+    """Return the toolchain of the keys of this installation, or None if it is unknown."""
     from mlagen.compiler.toolchain import wanted_toolchain
     from mlagen.settings import current_settings
 
@@ -23,13 +23,13 @@ def wanted_or_none() -> str | None:
         return None
 
 
-def is_of_sources(stored: StoredEntry, digests: Collection[str]) -> bool:
-    """Whether an entry was rendered from sources with one of ``digests``; a damaged one was not."""
+def matches_sources(stored: StoredEntry, digests: Collection[str]) -> bool:
+    """Whether an entry was rendered from sources with one of ``digests``; False if damaged."""
     return stored.manifest is not None and (
         dict(stored.manifest.key_fields).get("templates") in digests
     )
 
 
-def is_of_toolchain(stored: StoredEntry, toolchain: str | None) -> bool:
-    """Whether what compiled an entry will do for whoever wants that toolchain."""
+def matches_toolchain(stored: StoredEntry, toolchain: str | None) -> bool:
+    """Whether a lookup for ``toolchain`` accepts the compiler of an entry."""
     return toolchain is not None and CacheKey((), toolchain).accepts(stored.toolchain)

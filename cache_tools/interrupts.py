@@ -1,6 +1,6 @@
-"""Ctrl-C in the process of a command: one exception, then an end that no other signal disturbs.
+"""Ctrl-C handling of a command: one exception, then a cleanup that no signal interrupts.
 
-A second ``KeyboardInterrupt`` would land in the cleanup of the first, and print a traceback.
+A second ``KeyboardInterrupt`` would hit the cleanup of the first, and print a traceback.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ _is_raised = False
 
 
 class Interrupted(KeyboardInterrupt):
-    """An interrupt with what became of the work."""
+    """An interrupt with a summary of the finished work."""
 
 
-def take_over() -> None:
-    """Have Ctrl-C end this process with one line and exit code 130, until work begins.
+def install_handlers() -> None:
+    """Make Ctrl-C end this process with one line and exit code 130, until work begins.
 
-    Does nothing where Ctrl-C is ignored, as in the background of a shell, or belongs to a caller.
+    Does nothing where Ctrl-C is ignored, as in the background of a shell, or a caller handles it.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _leave)
+        signal.signal(signal.SIGINT, _exit_at_once)
         signal.signal(signal.SIGALRM, _raise_again)
         sys.unraisablehook = _repeat_swallowed
 
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Have Ctrl-C raise ``KeyboardInterrupt`` once, and be ignored from the end of the work on."""
-    if signal.getsignal(signal.SIGINT) is not _leave:
+    """Make Ctrl-C raise ``KeyboardInterrupt`` once; after the work, ignore it."""
+    if signal.getsignal(signal.SIGINT) is not _exit_at_once:
         yield
         return
     signal.signal(signal.SIGINT, _raise_once)
@@ -54,7 +54,7 @@ def interruptible() -> Iterator[None]:
 
 @contextmanager
 def terminated_as_interrupted() -> Iterator[None]:
-    """Let SIGTERM do what Ctrl-C does: end in order, and keep what is finished."""
+    """Handle SIGTERM as Ctrl-C: shut down in order, and keep the finished work."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -66,20 +66,20 @@ def terminated_as_interrupted() -> Iterator[None]:
             signal.signal(signal.SIGTERM, before)
 
 
-def _leave(_number: int, _frame: object) -> None:
+def _exit_at_once(_number: int, _frame: object) -> None:
     os.write(2, b"mlagen: interrupted\n")
     os._exit(_INTERRUPTED)  # nothing has begun
 
 
 def _raise_once(_number: int, _frame: object) -> None:
-    global _is_raised  # noqa: PLW0603 - it is a state of the process
+    global _is_raised  # noqa: PLW0603 - one flag per process
     if not _is_raised:
         _is_raised = True
         raise KeyboardInterrupt
 
 
 def _repeat_swallowed(unraisable: UnraisableHookArgs) -> None:
-    """Interrupt again where Python dropped the exception, in a finalizer or a callback."""
+    """Raise the interrupt again where Python dropped it, in a finalizer or a callback."""
     if issubclass(unraisable.exc_type, KeyboardInterrupt):
         signal.setitimer(signal.ITIMER_REAL, _AGAIN_AFTER_S)
     else:
@@ -88,7 +88,9 @@ def _repeat_swallowed(unraisable: UnraisableHookArgs) -> None:
 
 def _raise_again(_number: int, frame: FrameType | None) -> None:
     while frame is not None:
-        if frame.f_code is _repeat_swallowed.__code__:  # what it raises is dropped, too
+        if (
+            frame.f_code is _repeat_swallowed.__code__
+        ):  # an exception raised inside the hook is dropped, too
             signal.setitimer(signal.ITIMER_REAL, _AGAIN_AFTER_S)
             return
         frame = frame.f_back

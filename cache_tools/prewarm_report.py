@@ -1,4 +1,4 @@
-"""What `mlagen prewarm` prints at its end: a table or a document, and the sum."""
+"""Final report of `mlagen prewarm`: a table or a document, and the totals."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from .report import (
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from mlagen.cache.bundle import Packed
+    from mlagen.cache.bundle import BundleSummary
     from mlagen.prewarming import PrewarmReport, PrewarmUnit
 
-# Counted only where there are any.
+# Totals that are printed only if they are not 0.
 _RARE = ("timeout", "skipped", "loaded")
 
 
 def print_report(
     report: PrewarmReport,
     bundle: Path | None,
-    packed: Packed | None,
+    packed: BundleSummary | None,
     *,
     dry_run: bool,
     quiet: bool,
     as_json: bool,
 ) -> None:
-    """Print what a prewarm came to; ``packed`` is what was written into ``bundle``, if it was."""
+    """Print the report; ``packed`` describes the bundle written to ``bundle``, if any."""
     from mlagen.settings import current_settings
 
     cache_dir = current_settings().cache_dir
@@ -47,7 +47,7 @@ def print_report(
         print_json({**document, "bundle": facts, "units": units})
     elif dry_run and report.units and not quiet:
         print_table([_row(unit) for unit in report.units])
-    for sentence in report.left_out:  # also of a quiet run: what is missing shows up in a server
+    for sentence in report.left_out:  # quiet runs too: a server would miss these kernels
         console(stderr=True).print(f"left out {sentence}", soft_wrap=True)
     if quiet:
         return

@@ -1,4 +1,4 @@
-"""Long work as it goes: a line for each finished part, and on a terminal a bar below them."""
+"""Progress of long work: a line per finished part, and on a terminal a bar below them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def prewarm_progress(*, is_quiet: bool = False) -> Iterator[Callable[[PrewarmEvent], None]]:
-    """Give a callback for :func:`mlagen.prewarm` that prints on stderr; quiet, failures alone."""
+    """Yield a callback for :func:`mlagen.prewarm` that prints on stderr; if quiet, failures."""
     output = console(stderr=True)
     compiling: dict[KernelSpec, str] = {}
     with _bar(output, is_quiet=is_quiet) as show:
@@ -41,7 +41,7 @@ def prewarm_progress(*, is_quiet: bool = False) -> Iterator[Callable[[PrewarmEve
 
 @contextmanager
 def bench_progress() -> Iterator[Callable[[Step], None]]:
-    """Give a callback for a benchmark that prints on stderr."""
+    """Yield a callback for a benchmark that prints on stderr."""
     output = console(stderr=True)
     with _bar(output) as show:
 
@@ -56,7 +56,7 @@ def bench_progress() -> Iterator[Callable[[Step], None]]:
 
 @contextmanager
 def _bar(output: Console, *, is_quiet: bool = False) -> Iterator[Callable[[str, int, int], None]]:
-    """Give a callback that shows what is waited for, and how many of how many are done."""
+    """Yield a callback that shows the current work and how many parts of the total are done."""
     if is_quiet or not output.is_terminal:
         yield lambda _waiting, _done, _total: None
         return
@@ -67,7 +67,7 @@ def _bar(output: Console, *, is_quiet: bool = False) -> Iterator[Callable[[str, 
         BarColumn(bar_width=16),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
-        # The only column that gives way where the terminal is narrow.
+        # The only column that shrinks on a narrow terminal.
         TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, ratio=1)),
     )
     try:

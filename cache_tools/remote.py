@@ -1,4 +1,4 @@
-"""Files at URLs, by fsspec; http and https are read by Python itself, which needs no package."""
+"""Remote files by fsspec; http and https by Python's own client, which needs no package."""
 
 from __future__ import annotations
 
@@ -23,36 +23,36 @@ OnProgress = Callable[[int, int], None]  # bytes done, bytes in all; 0 where tha
 
 
 class RemoteError(MlagenError, OSError):
-    """Something could not be transferred."""
+    """A transfer failed."""
 
 
-def shown(url: str) -> str:
-    """Return a URL without what may be secret in it: a user's password, a signed query."""
+def redacted(url: str) -> str:
+    """Return a URL without its secrets: a user's password, a signed query."""
     return re.sub(r"//[^/@]*@", "//", url).partition("?")[0]
 
 
 def upload(file: BinaryIO, size_bytes: int, url: str, on_progress: OnProgress) -> None:
-    """Write a file to a URL, so that nobody sees half of it where the file system can do that.
+    """Write a file to a URL, atomically where the file system supports it.
 
     Raises
     ------
     ArgumentError
-        If nothing can be written to such a URL.
+        If the URL is not writable.
     UnsupportedError
-        If a package for it is missing.
+        If the package for its protocol is missing.
     RemoteError
-        If it fails.
+        If the transfer fails.
     """
     if _is_http(url):
-        raise ArgumentError(f"url: expected one that can be written, got {shown(url)}")
+        raise ArgumentError(f"url: expected one that can be written, got {redacted(url)}")
     with _failures(url):
         fs, path = _resolve(url)
         file.seek(0)
         if _is_local(fs):
-            # fsspec would write to the temporary folder and copy from there.
-            from mlagen.cache.bundle_writing import replacing
+            # fsspec would write to the temporary folder and copy it.
+            from mlagen.cache.bundle_writing import atomic_file
 
-            with replacing(Path(path)) as target:
+            with atomic_file(Path(path)) as target:
                 _copy(file, target, size_bytes, size_bytes, on_progress)
         else:
             with fs.transaction, fs.open(path, "wb") as target:
@@ -65,11 +65,11 @@ def download(url: str, file: BinaryIO, max_bytes: int, on_progress: OnProgress) 
     Raises
     ------
     ArgumentError
-        If nothing can be read from such a URL.
+        If the URL is not readable.
     UnsupportedError
-        If a package for it is missing.
+        If the package for its protocol is missing.
     RemoteError
-        If it fails, or there are more than ``max_bytes``.
+        If the transfer fails, or exceeds ``max_bytes``.
     """
     with _failures(url):
         if _is_http(url):
@@ -99,7 +99,7 @@ def _opened_http(url: str) -> HTTPResponse:
     from urllib.error import HTTPError
     from urllib.request import Request, urlopen
 
-    request = Request(url, headers={"User-Agent": "mlagen"})  # noqa: S310 - _is_http was asked
+    request = Request(url, headers={"User-Agent": "mlagen"})  # noqa: S310 - _is_http checked it
     try:
         response: HTTPResponse = urlopen(request, timeout=_TIMEOUT_S)  # noqa: S310 - the same
     except HTTPError as error:
@@ -118,7 +118,7 @@ def _resolve(url: str) -> tuple[Any, str]:
     except ImportError as error:
         cause = error.__cause__ if isinstance(error.__cause__, ImportError) else error
         package = (cause.name or protocol).partition(".")[0]
-        rule = f"expected a package that serves {protocol}://, got none"
+        rule = f"expected a package for {protocol}://, got none"
         raise UnsupportedError(f"url: {rule}; run: pip install {package}") from error
     except ValueError as error:
         if "rotocol not known" not in str(error):
@@ -141,19 +141,19 @@ def _copy(source: Any, target: Any, length: int, max_bytes: int, on_progress: On
 
 @contextmanager
 def _failures(url: str) -> Iterator[None]:
-    """Tell what goes wrong in one line; each file system has exceptions of its own."""
+    """Raise any failure as one line; each file system has its own exceptions."""
     try:
         yield
     except MlagenError:
         raise
     except Exception as error:
-        told = " ".join(_words_of(error).split())
-        raise RemoteError(f"url: {told.replace(url, shown(url))}: {shown(url)}") from error
+        message = " ".join(_message_of(error).split())
+        raise RemoteError(f"url: {message.replace(url, redacted(url))}: {redacted(url)}") from error
 
 
-def _words_of(error: Exception) -> str:
-    cause = getattr(error, "reason", None)  # of an HTTP client, what the system said
-    said = cause if isinstance(cause, OSError) else error
-    if isinstance(said, FileNotFoundError):  # some file systems give the path alone
+def _message_of(error: Exception) -> str:
+    cause = getattr(error, "reason", None)  # of an HTTP client: the system's error
+    source = cause if isinstance(cause, OSError) else error
+    if isinstance(source, FileNotFoundError):  # some file systems give only the path
         return os.strerror(errno.ENOENT)
-    return getattr(said, "strerror", None) or str(said) or type(said).__name__
+    return getattr(source, "strerror", None) or str(source) or type(source).__name__

@@ -1,4 +1,4 @@
-"""What commands print: tables and text for people, one JSON document for programs."""
+"""Output of commands: tables and text, or one JSON document."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ if TYPE_CHECKING:
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-# As many digits of a key as a list shows; `cache show` and `cache rm` accept them.
+# Digits of a key in lists; `cache show` and `cache rm` accept them.
 SHORT_KEY = 8
 
-# Wide enough for any row, so that lines written to a file or a pipe are not broken.
+# Wider than any row, so that lines written to a file or a pipe are not wrapped.
 _UNLIMITED = 10_000
 
-# Where the names of facts leave less room on a line, their values are not folded to a thread.
-_MIN_ROOM = 20
+# Smallest width of the value column, however long the names are.
+_MIN_VALUE_WIDTH = 20
 
 
 def json_option(command: Command) -> Command:
-    """Add ``--json``, which every command has."""
+    """Add ``--json``, an option of every command."""
     return click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")(command)
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Return a console that prints text as it is given."""
+    """Return a console that prints text unchanged."""
     from rich.console import Console
 
     stream = sys.stderr if stderr else sys.stdout
@@ -43,22 +43,22 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def line_width() -> int:
-    """Return how many characters of stdout stand on a line."""
+    """Return the line width of stdout in characters."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else _UNLIMITED
 
 
 def print_json(document: Mapping[str, Any]) -> None:
-    """Print a document on stdout: a name on each line, and each object of a list on its own."""
-    # Not with `indent`, which json does in Python: it takes ten times as long. And in ASCII, which
-    # any stdout can print.
+    """Print a document on stdout: one name per line, and one line per object of a list."""
+    # Not with `indent`, which json implements in Python: ten times slower. In ASCII, which any
+    # stdout can print.
     lines = [f" {json.dumps(name)}: {_json_value(value)}" for name, value in document.items()]
     click.echo("{\n" + ",\n".join(lines) + "\n}")
 
 
 def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print rows under the names of their fields; what is None leaves its cell empty.
+    """Print rows under the names of their fields; None prints an empty cell.
 
-    A field that all rows leave empty has no column.
+    A field that is empty in all rows has no column.
     """
     names = [name for name in rows[0] if any(row[name] not in ("", None) for row in rows)]
     columns = [[_cell(row[name]) for row in rows] for name in names]
@@ -71,7 +71,7 @@ def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
     numbers = [all(isinstance(row[name], int | float | None) for row in rows) for name in names]
     tops = [[""] * (height - len(header)) + header for header in headers]
     columns = [[*top, *column] for top, column in zip(tops, columns, strict=True)]
-    # Column by column: for thousands of rows that is faster than a format for each.
+    # Column by column: for thousands of rows faster than formatting each row.
     padded = [
         [cell.rjust(width) if is_number else cell.ljust(width) for cell in column]
         for column, width, is_number in zip(columns, widths, numbers, strict=True)
@@ -81,19 +81,19 @@ def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def print_facts(facts: Mapping[str, Any]) -> None:
-    """Print named facts, one to a line."""
+    """Print named values, one per line."""
     indent = max(map(len, facts)) + 2
-    room = max(line_width() - indent, _MIN_ROOM)
+    width = max(line_width() - indent, _MIN_VALUE_WIDTH)
     lines = []
     for name, value in facts.items():
-        folded = [part for line in _cell(value).split("\n") for part in _fold(line, room)]
+        folded = [part for line in _cell(value).split("\n") for part in _fold(line, width)]
         heads = [name, *[""] * (len(folded) - 1)]
         lines += [f"{head:{indent}}{part}" for head, part in zip(heads, folded, strict=True)]
     click.echo("\n".join(line.rstrip() for line in lines))
 
 
 def size_text(size_bytes: int) -> str:
-    """Return a size as people read it."""
+    """Return a human-readable size."""
     for shift, unit in ((30, "GiB"), (20, "MiB")):
         if size_bytes >= 1 << shift:
             return f"{size_bytes / (1 << shift):.1f} {unit}"
@@ -101,7 +101,7 @@ def size_text(size_bytes: int) -> str:
 
 
 def age_text(seconds: float) -> str:
-    """Return how long something is ago as people read it."""
+    """Return a human-readable age."""
     for length, unit in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= length:
             return f"{seconds / length:.0f} {unit} ago"
@@ -109,7 +109,7 @@ def age_text(seconds: float) -> str:
 
 
 def time_text(ms: float) -> str:
-    """Return a duration as people read it."""
+    """Return a human-readable duration."""
     if ms >= 1000:
         return f"{ms / 1000:.1f} s"
     return f"{ms:.0f} ms" if ms >= 10 else f"{ms:.1f} ms" if ms >= 1 else f"{ms * 1000:.0f} us"
@@ -121,7 +121,7 @@ def count_text(count: int, noun: str, plural: str | None = None) -> str:
 
 
 def kernel_columns(family: str, key_fields: Mapping[str, str]) -> dict[str, str]:
-    """Return what a list says of a kernel: what calls name it by, not how it is tuned."""
+    """Return the columns of a kernel in lists: what calls select it by, not its tuning."""
     given = key_fields.get
     dims = [given(name, "") for name in ("kv_lora_rank", "qk_rope_head_dim") if given(name)]
     return {
@@ -130,23 +130,23 @@ def kernel_columns(family: str, key_fields: Mapping[str, str]) -> dict[str, str]
         "dtype": given("query_dtype", given("dtype", "")),
         "kv_dtype": given("kv_dtype", ""),
         "dims": "+".join(dims) or given("head_dim", given("head_dim_vo", "")),
-        "form": _form(key_fields),
+        "variant": _variant(key_fields),
         "page_size": given("page_size", ""),
         "block_m": given("block_m", ""),
     }
 
 
-def _form(key_fields: Mapping[str, str]) -> str:
-    """Return in what a kernel differs from the usual one of its family."""
-    from mlagen.spec.selection import USUAL
+def _variant(key_fields: Mapping[str, str]) -> str:
+    """Return the fields in which a kernel differs from its family's default."""
+    from mlagen.spec.selection import DEFAULT_FILTERS
 
-    given = [(key_fields.get(name, ""), usual) for name, usual in USUAL.items()]
-    words = [value for value, usual in given if value and value not in usual]
+    given = [(key_fields.get(name, ""), defaults) for name, defaults in DEFAULT_FILTERS.items()]
+    words = [value for value, defaults in given if value and value not in defaults]
     out = key_fields.get("out_dtype")
     if out != key_fields.get("query_dtype") and out:
         words.append(f"{out} out")
     if (heads := key_fields.get("heads_per_cta", "1")) != "1":
-        words.append(f"{heads} heads a block")
+        words.append(f"{heads} heads per CTA")
     return ", ".join(words)
 
 
@@ -157,18 +157,18 @@ def kernel_text(family: str, key_fields: Mapping[str, str]) -> str:
     return " ".join([columns["kernel"], columns["arch"], columns["dtype"], *named])
 
 
-_NAMED = ("kv_dtype", "dims", "form", "page_size", "block_m")
+_NAMED = ("kv_dtype", "dims", "variant", "page_size", "block_m")
 
 
 def natural_order(texts: Iterable[str]) -> list[tuple[int, int, str]]:
-    """Return what texts are sorted by where numbers among them count as numbers."""
+    """Return a sort key that orders decimal texts as numbers."""
     return [(1, int(text), "") if text.isdecimal() else (0, 0, text) for text in texts]
 
 
 def resource_columns(
     kernels: Sequence[Mapping[str, Any]], dynamic_shared_bytes: int
 ) -> dict[str, int]:
-    """Return what ptxas said of an entry's kernels, and a block's shared memory; sizes in bytes."""
+    """Return ptxas' resources of an entry's kernels, and the CTA's shared memory; in bytes."""
     static = max(kernel["static_shared_bytes"] for kernel in kernels)
     return {
         "registers": max(kernel["registers"] for kernel in kernels),
@@ -183,10 +183,10 @@ def _json_value(value: object) -> str:
     return json.dumps(value)
 
 
-def _fold(line: str, room: int) -> list[str]:
-    if len(line) <= room:
+def _fold(line: str, width: int) -> list[str]:
+    if len(line) <= width:
         return [line]
-    return textwrap.wrap(line, room, break_on_hyphens=False)
+    return textwrap.wrap(line, width, break_on_hyphens=False)
 
 
 def _cell(value: object) -> str:

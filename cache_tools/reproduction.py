@@ -1,4 +1,4 @@
-"""A program of its own that compiles a cached kernel again, and says whether it comes out alike."""
+"""Standalone program that recompiles a cached kernel and compares the cubin."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from mlagen.cache.entry import Manifest
 
 _PROGRAM = '''\
-"""Compile a kernel as mlagen did, and compare the machine code with what is cached."""
+"""Compile a kernel as mlagen did, and compare the cubin with the cached one."""
 
 import hashlib
 import re
@@ -56,12 +56,12 @@ compiler = f"nvrtc-{{version}}"
 digest = hashlib.sha256(code).hexdigest()
 print(f"{{KERNEL}} by {{compiler}}: sha256 {{digest}}")
 if digest != SHA256:
-    sys.exit(f"expected sha256 {{SHA256}}, which {{TOOLCHAIN}} made")
+    sys.exit(f"expected sha256 {{SHA256}}, built by {{TOOLCHAIN}}")
 '''
 
 
 def program_of(manifest: Manifest, folder: Path) -> str:
-    """Return the text of the program; it needs cuda-bindings and NVRTC, and nothing of mlagen."""
+    """Return the text of the program; it needs cuda-bindings and NVRTC, not mlagen."""
     from mlagen.compiler.nvrtc import PROGRAM_NAME
 
     options = [

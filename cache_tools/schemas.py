@@ -1,8 +1,8 @@
-"""What the commands that look after the cache print with ``--json``, name by name.
+"""JSON schemas of the cache commands' ``--json`` output.
 
 A type is ``text``, ``integer``, ``number``, ``boolean``, a part of the same table in backquotes, or
-a ``list of`` or ``map of`` them; with ``or null``, there may be none. Tests compare it with what
-the commands print, and docs/reference/cli.md shows it.
+a ``list of`` or ``map of`` them; ``or null`` marks an optional value. Tests compare the schemas
+with the output, and docs/reference/cli.md shows them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeAlias
 
 
 class Field(NamedTuple):
-    """One name of an object: the type of its value, and what it means."""
+    """One field of an object: the type and the meaning of its value."""
 
     type: str
     meaning: str
@@ -20,7 +20,7 @@ class Field(NamedTuple):
 Part: TypeAlias = dict[str, Field]
 Schema: TypeAlias = dict[str, Part]
 
-# The part that every schema begins with.
+# The first part of every schema.
 DOCUMENT = "the document"
 
 CACHE_DIR = Field("text", "the cache folder")
@@ -28,44 +28,46 @@ _SIZE = Field("integer", "size in bytes")
 
 _ENTRY: Part = {
     "key": Field("text", "64 hex digits"),
-    "toolchain": Field("text", "what compiled it, such as `nvrtc-13.5.37`"),
+    "toolchain": Field("text", "its compiler, such as `nvrtc-13.5.37`"),
     "path": Field("text", "its folder"),
-    "layer": Field("text", "the cache folder that it lies in"),
-    "is_read_only": Field("boolean", "whether that is one of `MLAGEN_CACHE_RO` or a package's"),
+    "layer": Field("text", "the cache folder that holds it"),
+    "is_read_only": Field(
+        "boolean", "whether that is a layer of `MLAGEN_CACHE_RO` or of a package"
+    ),
     "size_bytes": _SIZE,
     "used": Field("text or null", "when it was last used, to the hour; ISO 8601"),
-    "problem": Field("text or null", "what is wrong with it; the names below are null then"),
+    "problem": Field("text or null", "its damage; if set, the fields below are null"),
     "family": Field("text or null", "kernel family"),
-    "spec": Field("map of text or null", "what changes its machine code"),
+    "spec": Field("map of text or null", "the fields that select its code"),
     "resources": Field("list of `resources` or null", "one object for each kernel in it"),
-    "dynamic_shared_bytes": Field("integer or null", "dynamic shared memory of a block"),
-    "compile_ms": Field("number or null", "milliseconds that NVRTC took"),
+    "dynamic_shared_bytes": Field("integer or null", "dynamic shared memory of a CTA"),
+    "compile_ms": Field("number or null", "compile time of NVRTC in milliseconds"),
     "created": Field("`created` or null", "when and where it was compiled"),
     "created_by": Field("text or null", "`jit` or `prewarm`"),
 }
 _RESOURCES: Part = {
     "symbol": Field("text", "name of the kernel in the cubin"),
-    "registers": Field("integer", "registers of a thread"),
-    "stack_bytes": Field("integer", "stack of a thread"),
+    "registers": Field("integer", "registers per thread"),
+    "stack_bytes": Field("integer", "stack per thread"),
     "spill_store_bytes": Field("integer", "registers written to local memory"),
     "spill_load_bytes": Field("integer", "registers read from local memory"),
-    "static_shared_bytes": Field("integer", "static shared memory of a block"),
+    "static_shared_bytes": Field("integer", "static shared memory of a CTA"),
 }
 _CREATED: Part = {
-    "because": Field("text or null", "why it was not found: `absent`, `other toolchain`, ..."),
+    "because": Field("text or null", "why the lookup missed: `absent`, `other toolchain`, ..."),
     "time": Field("text", "ISO 8601"),
     "host": Field("text", "name of the machine"),
-    "pid": Field("integer", "the process"),
+    "pid": Field("integer", "process id"),
     "python": Field("text", "version of Python"),
     "mlagen": Field("text", "version of mlagen"),
 }
 _ENTRY_PARTS: Schema = {"`entry`": _ENTRY, "`resources`": _RESOURCES, "`created`": _CREATED}
-_DIFFERENCE = Field("text or null", "its value there, null if it has none")
+_DIFFERENCE = Field("text or null", "its value, null if it has none")
 
 LS: Schema = {
     DOCUMENT: {
         "cache_dir": CACHE_DIR,
-        "entries": Field("list of `entry`", "in the order of the list"),
+        "entries": Field("list of `entry`", "in the order of the table"),
     },
     **_ENTRY_PARTS,
 }
@@ -74,7 +76,7 @@ SHOW: Schema = {
         "entries": Field(
             "list of `entry`",
             "one for each toolchain; `--source`, `--log`, `--manifest`, `--sass` and `--reproduce` "
-            "add what they print under their own name",
+            "add their output under their own name",
         ),
     },
     **_ENTRY_PARTS,
@@ -86,42 +88,46 @@ STATS: Schema = {
         "size_bytes": _SIZE,
         "max_bytes": Field("integer or null", "`MLAGEN_CACHE_MAX_SIZE`, null if there is no limit"),
         "share_of_max": Field("number or null", "`size_bytes` over `max_bytes`"),
-        "usable": Field("integer", "kernels of all layers that this installation would take"),
-        "unusable": Field("integer", "those of another toolchain, other sources, or damaged"),
-        "damaged": Field("integer", "those whose manifest cannot be read"),
-        "toolchain": Field("text or null", "what keys name here, null without cuda-bindings"),
-        "templates": Field("text", "digest of the kernel sources that are installed"),
+        "usable": Field("integer", "kernels of all layers that this installation would load"),
+        "unusable": Field("integer", "kernels of another toolchain, of other sources, or damaged"),
+        "damaged": Field("integer", "kernels with an unreadable manifest"),
+        "toolchain": Field(
+            "text or null", "toolchain of the keys of this installation, null without cuda-bindings"
+        ),
+        "templates": Field("text", "digest of the installed kernel sources"),
         "oldest": Field("`seen` or null", "the kernel compiled first"),
         "newest": Field("`seen` or null", "the kernel compiled last"),
         "longest_unused": Field("`seen` or null", "the kernel that is evicted first"),
-        "quarantine": Field("`quarantine`", "damaged kernels that were moved away"),
-        "abandoned": Field("`abandoned`", "what dead processes left half-written"),
-        "groups": Field("list of `group`", "kernels of all layers, counted five times"),
+        "quarantine": Field("`quarantine`", "quarantined damaged kernels"),
+        "abandoned": Field("`abandoned`", "unfinished folders of dead processes"),
+        "groups": Field("list of `group`", "kernels of all layers, by each of five criteria"),
     },
     "`seen`": {"key": Field("text", "64 hex digits"), "time": Field("text", "ISO 8601")},
-    "`quarantine`": {"entries": Field("integer", "how many"), "size_bytes": _SIZE},
-    "`abandoned`": {"folders": Field("integer", "how many"), "size_bytes": _SIZE},
+    "`quarantine`": {"entries": Field("integer", "count"), "size_bytes": _SIZE},
+    "`abandoned`": {"folders": Field("integer", "count"), "size_bytes": _SIZE},
     "`group`": {
         "by": Field("text", "`layer`, `family`, `arch`, `toolchain` or `mlagen`"),
-        "name": Field("text", "which one"),
+        "name": Field("text", "its value"),
         "entries": Field("integer", "its kernels"),
         "size_bytes": _SIZE,
     },
 }
 WHY: Schema = {
     DOCUMENT: {
-        "kernel": Field("text", "the kernel, as messages name it"),
+        "kernel": Field("text", "the kernel, as in messages"),
         "key": Field("text", "its key, 64 hex digits"),
-        "toolchain": Field("text", "the one wanted; `nvrtc-13` is any of that major version"),
-        "is_found": Field("boolean", "whether a call would find it"),
-        "reason": Field("text or null", "why not; for a KEY, why it was compiled, if recorded"),
-        "problem": Field("text or null", "what is wrong with the one that is there"),
-        "entry": Field("`entry` or null", "where it is found"),
-        "nearest": Field("`entry` or null", "what it is compared with"),
-        "differences": Field("list of `difference`", "in what the two differ"),
+        "toolchain": Field("text", "the required one; `nvrtc-13` matches any 13.x"),
+        "is_found": Field("boolean", "whether a call finds it"),
+        "reason": Field(
+            "text or null", "why it is not found; for a KEY, why it was compiled, if recorded"
+        ),
+        "problem": Field("text or null", "the damage of the entry that is present"),
+        "entry": Field("`entry` or null", "the entry found"),
+        "nearest": Field("`entry` or null", "the entry it is compared with"),
+        "differences": Field("list of `difference`", "the differing key fields"),
     },
     "`difference`": {
-        "ingredient": Field("text", "its label; `templates` stands for the kernel sources"),
+        "key_field": Field("text", "its label; `templates` is the digest of the kernel sources"),
         "wanted": _DIFFERENCE,
         "nearest": _DIFFERENCE,
     },
@@ -131,11 +137,11 @@ EXPLAIN: Schema = {
     DOCUMENT: {
         "first": Field("`entry`", "the first KEY"),
         "second": Field("`entry`", "the second KEY"),
-        "differences": Field("list of `difference`", "in what they are made of"),
-        "facts": Field("list of `fact`", "what was measured of both, alike or not"),
+        "differences": Field("list of `difference`", "their differing key fields"),
+        "facts": Field("list of `fact`", "the measurements of both, equal or not"),
     },
     "`difference`": {
-        "ingredient": Field("text", "its label; `templates` stands for the kernel sources"),
+        "key_field": Field("text", "its label; `templates` is the digest of the kernel sources"),
         "first": _DIFFERENCE,
         "second": _DIFFERENCE,
     },
@@ -149,13 +155,13 @@ EXPLAIN: Schema = {
 VERIFY: Schema = {
     DOCUMENT: {
         "cache_dir": CACHE_DIR,
-        "verified": Field("integer", "entries that were read"),
-        "bad": Field("list of `bad`", "those that are not as they were published"),
+        "verified": Field("integer", "entries read"),
+        "bad": Field("list of `bad`", "entries that do not match their digests"),
     },
     "`bad`": {
         **_ENTRY,
-        "problem": Field("text", "what is wrong"),
-        "moved_to": Field("text or null", "its place in the quarantine"),
+        "problem": Field("text", "its damage"),
+        "moved_to": Field("text or null", "its folder in the quarantine"),
     },
     "`resources`": _RESOURCES,
     "`created`": _CREATED,
@@ -164,9 +170,9 @@ PRUNE: Schema = {
     DOCUMENT: {
         "cache_dir": CACHE_DIR,
         "dry_run": Field("boolean", "whether nothing was removed"),
-        "removed": Field("list of `removed`", "what goes"),
+        "removed": Field("list of `removed`", "the kernels removed"),
         "freed_bytes": Field("integer", "their size"),
-        "kept": Field("integer", "kernels that stay"),
+        "kept": Field("integer", "kernels that remain"),
         "kept_bytes": Field("integer", "their size"),
     },
     "`removed`": {
@@ -179,8 +185,8 @@ PRUNE: Schema = {
 GC: Schema = {
     DOCUMENT: {
         "cache_dir": CACHE_DIR,
-        "abandoned": Field("integer", "folders that dead processes had left"),
-        "quarantined": Field("integer", "damaged kernels that were deleted from the quarantine"),
+        "abandoned": Field("integer", "deleted folders of dead processes"),
+        "quarantined": Field("integer", "damaged kernels deleted from the quarantine"),
         "evicted": Field("list of `evicted`", "kernels above `MLAGEN_CACHE_MAX_SIZE`"),
         "freed_bytes": Field("integer", "their size"),
     },
@@ -191,36 +197,36 @@ GC: Schema = {
     },
 }
 RM: Schema = {
-    DOCUMENT: {"removed": Field("list of `entry`", "what was removed")},
+    DOCUMENT: {"removed": Field("list of `entry`", "the kernels removed")},
     **_ENTRY_PARTS,
 }
 CLEAR: Schema = {
-    DOCUMENT: {"cache_dir": CACHE_DIR, "removed": Field("integer", "how many kernels")},
+    DOCUMENT: {"cache_dir": CACHE_DIR, "removed": Field("integer", "number of kernels")},
 }
 DIR: Schema = {
-    DOCUMENT: {"cache_dir": CACHE_DIR, "exists": Field("boolean", "whether it is there yet")},
+    DOCUMENT: {"cache_dir": CACHE_DIR, "exists": Field("boolean", "whether it exists")},
 }
 RESOURCES: Schema = {
     DOCUMENT: {
         "cache_dir": CACHE_DIR,
-        "kernels": Field("list of `kernel`", "in the order of the list"),
-        "spilling": Field("integer", "how many spill registers"),
-        "damaged": Field("integer", "entries that tell nothing"),
+        "kernels": Field("list of `kernel`", "in the order of the table"),
+        "spilling": Field("integer", "number of kernels that spill registers"),
+        "damaged": Field("integer", "entries without a readable manifest"),
     },
     "`kernel`": {
         "key": Field("text", "64 hex digits"),
-        "toolchain": Field("text", "what compiled it"),
+        "toolchain": Field("text", "its compiler"),
         "symbol": Field("text", "name of the kernel in the cubin"),
         "family": Field("text", "kernel family"),
-        "spec": Field("map of text", "what changes its machine code"),
-        "registers": Field("integer", "registers of a thread"),
-        "spill_bytes": Field("integer", "the two below together"),
+        "spec": Field("map of text", "the fields that select its code"),
+        "registers": Field("integer", "registers per thread"),
+        "spill_bytes": Field("integer", "sum of the two below"),
         "spill_store_bytes": Field("integer", "registers written to local memory"),
         "spill_load_bytes": Field("integer", "registers read from local memory"),
-        "stack_bytes": Field("integer", "stack of a thread"),
-        "shared_bytes": Field("integer", "the two below together"),
-        "static_shared_bytes": Field("integer", "static shared memory of a block"),
-        "dynamic_shared_bytes": Field("integer", "dynamic shared memory of a block"),
+        "stack_bytes": Field("integer", "stack per thread"),
+        "shared_bytes": Field("integer", "sum of the two below"),
+        "static_shared_bytes": Field("integer", "static shared memory of a CTA"),
+        "dynamic_shared_bytes": Field("integer", "dynamic shared memory of a CTA"),
     },
 }
 

@@ -1,4 +1,4 @@
-"""The options of `mlagen prewarm` that say which kernels."""
+"""Kernel selection options of `mlagen prewarm`."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ _OPTIONS = (
         callback=names,
         metavar="ARCH,...",
         shell_complete=completer(lambda: ["native", *arch_names()]),
-        help="Targets such as sm_90a, or cards such as H100; native (the default) is those of the "
-        "visible GPUs.",
+        help="Targets such as sm_90a, or GPUs such as H100; native: the visible GPUs (default).",
     ),
     click.option(
         "--model",
@@ -28,28 +27,27 @@ _OPTIONS = (
         callback=names,
         metavar="NAME|PATH,...",
         shell_complete=completer(model_names),
-        help="What calls of these models take: names such as deepseek-v3, Hub ids of the same, or "
-        "paths of a config.json.",
+        help="Kernels of these models: names such as deepseek-v3, Hub ids or config.json paths.",
     ),
     click.option(
         "--tp",
         callback=numbers(1),
         metavar="N,...",
-        help="On how many GPUs the heads of a model are spread; default: 1.",
+        help="Tensor-parallel size of a model; default: 1.",
     ),
     click.option(
         "--kernel",
         "kernels",
         multiple=True,
         metavar="TEXT",
-        help="One kernel, as a miss or a record names it; may be repeated.",
+        help="One kernel, as in a miss or a record; may be repeated.",
     ),
     click.option(
         "--from-log",
         "logs",
         multiple=True,
         metavar="FILE",
-        help="What runs asked for, from a file of MLAGEN_RECORD; may be repeated.",
+        help="Kernels that runs requested, from a file of MLAGEN_RECORD; may be repeated.",
     ),
     click.option(
         "--family",
@@ -75,17 +73,15 @@ _OPTIONS = (
         "--page-size",
         callback=numbers(1),
         metavar="N,...",
-        help="Tokens of a page of the KV cache; default of a model: 64, for GQA 16 and 64.",
+        help="Tokens per page of the KV cache; default of a model: 64, for GQA 16 and 64.",
     ),
     click.option(
         "--kv-lora-rank",
         callback=numbers(1),
         metavar="N,...",
-        help="Latent part of a cached token.",
+        help="Latent dims (ckv) of a cached token.",
     ),
-    click.option(
-        "--head-dim", callback=numbers(1), metavar="N,...", help="Elements of a head, for GQA."
-    ),
+    click.option("--head-dim", callback=numbers(1), metavar="N,...", help="Head dim, for GQA."),
     click.option(
         "--lookup",
         callback=names,
@@ -105,31 +101,31 @@ _OPTIONS = (
         "--qk-rope-head-dim",
         callback=numbers(0),
         metavar="N,...",
-        help="Rope part of a cached token.",
+        help="Rope dims (kpe) of a cached token.",
     ),
     click.option(
         "--heads",
         callback=numbers(1),
         metavar="N,...",
-        help="Query heads of a GPU: only the tiles that such calls take.",
+        help="Query heads per GPU: only the tile sizes of such calls.",
     ),
     click.option(
         "--kv-heads",
         callback=numbers(1),
         metavar="N,...",
-        help="KV heads of a GPU, beside --heads, for GQA.",
+        help="KV heads per GPU, with --heads, for GQA.",
     ),
     click.option(
         "--q-len",
         callback=numbers(1),
         metavar="N,...",
-        help="Query tokens of a request, beside --model or --heads; default: 1.",
+        help="Query tokens per request, with --model or --heads; default: 1.",
     ),
 )
 
 
 def selection_options(command: Command) -> Command:
-    """Add the options that say which kernels, in the order of the help."""
+    """Add the kernel selection options, in the order of the help."""
     for option in reversed(_OPTIONS):
         command = option(command)
     return command

@@ -1,4 +1,4 @@
-"""What the cached kernels come to: how many, how large, of what kinds, which are of use here."""
+"""Statistics of the cached kernels: count, size, groups, and which are usable here."""
 
 from __future__ import annotations
 
@@ -6,35 +6,35 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from .entries import moment_of
-from .installation import is_of_sources, is_of_toolchain
+from .entries import iso_time
+from .installation import matches_sources, matches_toolchain
 
 if TYPE_CHECKING:
     from mlagen.cache.catalog import StoredEntry
 
-# By what entries are counted.
+# Criteria by which entries are grouped.
 GROUPS = ("layer", "family", "arch", "toolchain", "mlagen")
 
 
 @dataclass
 class Tally:
-    """What is counted while the entries pass by."""
+    """Running totals over the entries."""
 
     templates: frozenset[str]  # digests of the kernel sources that are installed
     toolchain: str | None
-    entries: int = 0  # of the cache folder, as are the sizes
+    entries: int = 0  # of the cache folder alone, as size_bytes
     size_bytes: int = 0
     usable: int = 0
     unusable: int = 0
     damaged: int = 0
-    ends: dict[str, tuple[str, str]] = field(default_factory=dict)  # moment and key
+    ends: dict[str, tuple[str, str]] = field(default_factory=dict)  # time and key
     groups: dict[str, dict[str, tuple[int, int]]] = field(
         default_factory=lambda: {by: defaultdict(lambda: (0, 0)) for by in GROUPS}
     )
 
     def add(self, stored: StoredEntry) -> None:
-        """Count an entry."""
-        fits = is_of_sources(stored, self.templates) and is_of_toolchain(stored, self.toolchain)
+        """Add an entry to the totals."""
+        fits = matches_sources(stored, self.templates) and matches_toolchain(stored, self.toolchain)
         self.usable += fits
         self.unusable += not fits
         self.damaged += stored.manifest is None
@@ -54,9 +54,9 @@ class Tally:
             count, size = self.groups[by][name]
             self.groups[by][name] = (count + 1, size + stored.size_bytes)
 
-    def _date(self, made: str, stored: StoredEntry) -> None:
-        made_then = (made, stored.key)
-        used_then = (moment_of(stored.used) or "", stored.key)
-        self.ends["oldest"] = min(self.ends.get("oldest", made_then), made_then)
-        self.ends["newest"] = max(self.ends.get("newest", made_then), made_then)
-        self.ends["longest_unused"] = min(self.ends.get("longest_unused", used_then), used_then)
+    def _date(self, time: str, stored: StoredEntry) -> None:
+        created = (time, stored.key)
+        used = (iso_time(stored.used) or "", stored.key)
+        self.ends["oldest"] = min(self.ends.get("oldest", created), created)
+        self.ends["newest"] = max(self.ends.get("newest", created), created)
+        self.ends["longest_unused"] = min(self.ends.get("longest_unused", used), used)

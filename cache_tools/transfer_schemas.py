@@ -1,24 +1,24 @@
-"""What `mlagen prewarm` and the commands around bundles print with ``--json``, name by name.
+"""JSON schemas of `mlagen prewarm` and of the bundle commands.
 
-In the words of :mod:`cache_tools.schemas`, and compared in the same way with what they print.
+In the notation of :mod:`cache_tools.schemas`, and compared with the output in the same way.
 """
 
 from __future__ import annotations
 
 from .schemas import CACHE_DIR, DOCUMENT, Field, Part, Schema
 
-_COUNT = Field("integer", "how many")
+_COUNT = Field("integer", "count")
 
 _BUNDLE: Part = {
     "bundle": Field("text", "the file or URL, without secrets"),
-    "sha256": Field("text", "of the whole file, for `--expect-sha256`"),
+    "sha256": Field("text", "digest of the whole file, for `--expect-sha256`"),
     "size_bytes": Field("integer", "size of the file"),
-    "content_bytes": Field("integer", "size of the kernels, unpacked"),
-    "archs": Field("list of text", "the targets of its kernels"),
+    "content_bytes": Field("integer", "size of the unpacked kernels"),
+    "archs": Field("list of text", "targets of its kernels"),
 }
 _ENTRY: Part = {
     "key": Field("text", "64 hex digits"),
-    "toolchain": Field("text", "what compiled it, such as `nvrtc-13.5.37`"),
+    "toolchain": Field("text", "its compiler, such as `nvrtc-13.5.37`"),
     "family": Field("text", "kernel family"),
     "arch": Field("text", "target, such as `sm_90a`"),
     "size_bytes": Field("integer", "size of its files"),
@@ -27,10 +27,10 @@ _ENTRY: Part = {
 PREWARM: Schema = {
     DOCUMENT: {
         "cache_dir": CACHE_DIR,
-        "totals": Field("`totals`", "units of each status"),
-        "left_out": Field("list of text", "parts of models that no kernel serves"),
-        "bundle": Field("`bundle` or null", "what `--bundle` wrote"),
-        "units": Field("list of `unit`", "one for each kernel that was asked for"),
+        "totals": Field("`totals`", "kernels of each status"),
+        "left_out": Field("list of text", "parts of models without a kernel"),
+        "bundle": Field("`bundle` or null", "the bundle that `--bundle` wrote"),
+        "units": Field("list of `unit`", "one per requested kernel"),
     },
     "`totals`": {
         "units": _COUNT,
@@ -41,23 +41,23 @@ PREWARM: Schema = {
         "skipped": _COUNT,
         "missing": _COUNT,
         "loaded": Field("integer", "kernels times GPUs, with `--load`"),
-        "ms": Field("number", "milliseconds that all of it took"),
+        "ms": Field("number", "total time in milliseconds"),
     },
     "`bundle`": _BUNDLE,
     "`unit`": {
         "key": _ENTRY["key"],
         "family": _ENTRY["family"],
-        "spec": Field("map of text", "what changes its machine code"),
+        "spec": Field("map of text", "the fields that select its code"),
         "arch": _ENTRY["arch"],
-        "toolchain": Field("text", "what compiled it, or is to"),
+        "toolchain": Field("text", "its compiler, or the one that would compile it"),
         "status": Field(
             "text",
             "`hit`, `built`, `failed`, `timeout`, or `skipped` by `--fail-fast`; with `--dry-run` "
             "`hit` or `missing`",
         ),
-        "ms": Field("number", "milliseconds that it took"),
-        "registers": Field("integer or null", "registers of a thread; null if there is no kernel"),
-        "spill_bytes": Field("integer or null", "registers in local memory, written and read"),
+        "ms": Field("number", "time in milliseconds"),
+        "registers": Field("integer or null", "registers per thread; null if there is no kernel"),
+        "spill_bytes": Field("integer or null", "spill stores and loads"),
         "cubin_bytes": Field("integer or null", "size of the cubin"),
         "error": Field("text or null", "why it failed"),
     },

@@ -1,7 +1,7 @@
-"""Attention decode kernels for NVIDIA GPUs, compiled at the first call and kept on disk.
+"""JIT-compiled attention decode kernels for NVIDIA GPUs, with an on-disk cache.
 
-Importing this package touches no disk, driver or compiler; each name below loads what it needs
-when it is first used.
+Importing this package accesses no disk, driver or compiler; each name below loads its
+dependencies at its first use.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the stages hand to each other: rendered source, machine code, and a finished build."""
+"""Data passed between the JIT stages: rendered source, cubin, and finished build."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 class Source:
     """A rendered kernel.
 
-    ``origins[i]`` is the ``template:line`` that line ``i + 1`` of ``text`` came from.
+    ``origins[i]`` is the ``template:line`` of line ``i + 1`` of ``text``.
     """
 
     text: str
@@ -20,7 +20,7 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class Resources:
-    """What ptxas said of one kernel; sizes in bytes."""
+    """The resource usage of one kernel, as ptxas reports it; sizes in bytes."""
 
     symbol: str
     registers: int
@@ -31,13 +31,13 @@ class Resources:
 
     @property
     def has_spills(self) -> bool:
-        """Whether registers were spilled to local memory."""
+        """Whether registers spill to local memory."""
         return self.spill_store_bytes > 0 or self.spill_load_bytes > 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cubin:
-    """Machine code, and what was said while it was made."""
+    """A compiled cubin, with the compiler log and resource usage."""
 
     code: bytes
     log: str
@@ -51,7 +51,7 @@ class Build:
     """A finished build: the files of a cache entry, and facts for its manifest.
 
     ``files`` maps names such as ``kernel.cubin`` to contents. ``facts`` is JSON data.
-    ``toolchain`` names the compiler that really ran.
+    ``toolchain`` names the compiler that ran.
     """
 
     files: Mapping[str, bytes]

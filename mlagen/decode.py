@@ -1,13 +1,13 @@
-"""Decoding over a paged cache: the entry points of ``flashinfer.decode``.
+"""Paged grouped-query decode: the entry points of ``flashinfer.decode``.
 
-Those of multi-head latent attention are of :mod:`mlagen.mla`; FlashInfer has them in both places.
+The MLA entry points are those of :mod:`mlagen.mla`; FlashInfer has them in both modules.
 """
 
 from __future__ import annotations
 
 import torch
 
-from mlagen.api.arguments import plain_pdl, plain_sinks
+from mlagen.api.arguments import canonical_sinks, is_pdl_enabled
 from mlagen.api.call_cache import FastPathKey
 from mlagen.api.calls import rounded_up
 from mlagen.api.gqa_args import GqaArgs
@@ -49,84 +49,84 @@ def xqa_batch_decode_with_kv_cache(
     | None = None,
     q_cu_seq_lens: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Decode some tokens of each request by grouped-query attention over a paged cache.
+    """Decode one or more tokens of each request by grouped-query attention over a paged KV cache.
 
-    The kernel is compiled at the first call of a machine and read from the cache after. The last
-    ``q_len`` of the ``seq_len`` tokens of a request are the query's own, its drafts: query token
-    ``i`` sees every token before the drafts, and the drafts that ``mask`` shows it. A row that sees
-    nothing gives zeros. Tensors on the CPU are computed by a slow backend in plain torch, with the
-    same checks.
+    The first call compiles the kernel, and later calls and processes load it from the on-disk
+    cache. The last ``q_len`` of the ``seq_len`` tokens of a request are the query's own, the drafts
+    (speculative tokens): query token ``i`` attends to every token before the drafts, and to the
+    drafts that ``mask`` allows. A fully masked row gives zeros. Tensors on the CPU use a slow
+    PyTorch backend with the same checks.
 
     Parameters
     ----------
     query : bf16 or fp16 [batch * q_len_per_req, heads, head_dim], or [tokens, heads, head_dim]
-        The second form goes with ``q_cu_seq_lens``. Any strides that are whole 16 bytes. See the
-        support table for ``head_dim``; ``heads`` is a multiple of ``kv_heads``.
+        The ragged layout requires ``q_cu_seq_lens``. Any strides that are multiples of 16 bytes.
+        See the support table for ``head_dim``; ``heads`` is a multiple of ``kv_heads``.
     kv_cache : as query, e4m3, int8, or uint8 with ``kv_cache_sf``
         A tuple or list of keys and values ``[pages, page_size, kv_heads, head_dim]``, one tensor
         ``[pages, 2, page_size, kv_heads, head_dim]`` of both, or ``[pages, 1, ...]`` where keys are
         values; ``kv_heads`` before ``page_size`` if ``kv_layout`` is ``HND``. Keys and values have
-        strides of their own, any that are whole 16 bytes. In a byte of a uint8 cache are two e2m1
-        (NVFP4), the first in the lower half: the last dimension is ``head_dim / 2`` then.
+        separate strides, any multiples of 16 bytes. A byte of a uint8 cache holds two e2m1 (NVFP4),
+        the first in the lower half: the last dimension is ``head_dim / 2`` then.
     workspace_buffer : any dtype
-        Scratch of at least :func:`mlagen.workspace_bytes` bytes, of which a call uses the last. It
-        needs no initial value, and holds no semaphores.
+        Scratch of at least :func:`mlagen.workspace_bytes` bytes; a call uses its end. It needs no
+        initial value, and holds no semaphores.
     block_tables : int32 or uint32 [batch, max_pages]
-        Page ids, for keys and values; entries at ``ceil(seq_len / page_size)`` and after are never
-        read. What a request gives whose id before that is no page of the cache is not specified.
+        Page ids, for keys and values; entries from ``ceil(seq_len / page_size)`` on are never read.
+        The result of a request with a used id out of range is unspecified.
     seq_lens : int32 or uint32 [batch]
-        Tokens in the cache, the new ones included.
+        Tokens in the cache, including the new ones.
     max_seq_len : int
-        The longest of ``seq_lens``. It decides how the work is split, not what is computed.
+        The maximum of ``seq_lens``. It affects the scheduling, not the result.
     bmm1_scale : float or fp32 tensor of one element
-        Multiplies the scores before softmax, whole: ``q_scale * k_scale * sm_scale``. Natural
-        domain; no factor of log2(e), and no other factor is added.
+        Multiplies the scores before softmax: ``q_scale * k_scale * sm_scale``. Natural domain; no
+        factor of log2(e), and no other factor applies.
     bmm2_scale : float or fp32 tensor of one element
         Multiplies the output: ``v_scale / o_scale``.
     window_left : int
-        How many tokens before its own a row sees; any if negative.
+        Number of tokens before its own that a row attends to; unlimited if negative.
     out : as query, or e4m3 where the cache is e4m3 [..., heads, head_dim]
-        Written and returned; made if None. ``[tokens, heads, head_dim]`` or
+        Written and returned; allocated if None. ``[tokens, heads, head_dim]`` or
         ``[batch, q_len_per_req, heads, head_dim]``.
     sinks : fp32, bf16 or fp16 [heads] or [kv_heads, heads / kv_heads]
-        Natural-domain logits that join the denominator, unscaled, and have no value. Those of 16
-        bits are converted to fp32 at every call, by one small kernel.
+        Natural-domain logits, unscaled, added to the softmax denominator without a value. 16-bit
+        sinks are converted to fp32 at every call, by one small kernel.
     kv_layout : str
         ``NHD`` or ``HND``.
     enable_pdl : bool
-        Whether the kernel may start while the one before it drains; None means yes where the GPU
-        can.
+        Whether to use programmatic dependent launch; None means yes where the GPU supports it.
     q_len_per_req : int
-        Query tokens of every request, 1 if None; with ``q_cu_seq_lens`` the most of any, 2 or
-        more. A number below the true one gives results that are not specified.
+        Query tokens of every request, 1 if None; with ``q_cu_seq_lens`` the maximum, 2 or more. A
+        number below the true one gives unspecified results.
     o_scale : float
-        What an element of an e4m3 output stands for. It multiplies an output of 16 bits, so that
-        ``bmm2_scale`` may be the same for both.
+        The scale of an e4m3 output. It multiplies a 16-bit output, so that ``bmm2_scale`` is the
+        same for both.
     mask : uint16 [batch, q_len_per_req, ceil(q_len_per_req / 32) * 2], or [tokens, ...]
-        Bit ``j`` of a row, counted from the lowest, says whether that query token sees draft ``j``
-        of its request; its own bit is like any other. Views of the same bytes as uint32 or int32
-        are accepted. None means causal: drafts ``0 .. i``. Not used where ``q_len_per_req`` is 1.
+        The packed tree mask: bit ``j`` of a row, from the lowest, is set if that query token
+        attends to draft ``j`` of its request, including its own. Views of the same bytes as uint32
+        or int32 are accepted. None means causal: drafts ``0 .. i``. Ignored if ``q_len_per_req`` is
+        1.
     kv_cache_sf : e4m3 or uint8 [..., head_dim / 16]
-        One scale for 16 elements of an NVFP4 cache, in one of the forms of ``kv_cache``.
+        One scale for 16 elements of an NVFP4 cache, in one of the layouts of ``kv_cache``.
     q_cu_seq_lens : int32 or uint32 [batch + 1]
-        Where the query tokens of each request begin, for requests of different ``q_len``, of none
-        too. What query tokens give that belong to no request is not specified.
+        Offsets of the requests' query tokens, for ragged queries; a request may have none. Results
+        of query tokens that belong to no request are unspecified.
 
     Returns
     -------
     torch.Tensor
-        ``out``; if made here of the dtype of the query, ``[batch, heads, head_dim]`` where
-        ``q_len_per_req`` is 1, ``[batch, q_len_per_req, heads, head_dim]`` where it is more, and
+        ``out``; if allocated here, of the query's dtype, ``[batch, heads, head_dim]`` if
+        ``q_len_per_req`` is 1, ``[batch, q_len_per_req, heads, head_dim]`` if it is more, and
         ``[tokens, heads, head_dim]`` with ``q_cu_seq_lens``.
 
     Raises
     ------
     ArgumentError
-        If an argument breaks a rule; nothing has been launched or written then.
+        If an argument breaks a rule; no kernel is launched, and the outputs are unchanged.
     UnsupportedError
-        If no kernel covers dtypes or head dimension.
+        If no kernel supports the dtypes or head dimension.
     CaptureError
-        If the kernel is not loaded yet and a CUDA graph is being captured.
+        If the kernel is not loaded yet during CUDA graph capture.
 
     Notes
     -----
@@ -139,13 +139,13 @@ def xqa_batch_decode_with_kv_cache(
         third = (q_len_per_req, o_scale, mask, kv_cache_sf, q_cu_seq_lens)
         return as_op("xqa_batch_decode_with_kv_cache", *first, *second, *third)  # type: ignore[no-any-return]
     if sinks is not None:
-        sinks = plain_sinks(sinks)
+        sinks = canonical_sinks(sinks)
     fast_path: FastPathKey[GqaCall] | None = None
     if (
         kv_cache.__class__ is tuple
         and len(kv_cache) == 2
         and mask is kv_cache_sf is q_cu_seq_lens is None
-        # The exact classes, for a float or a bool that equals an int is none.
+        # Exact types: a float or a bool may equal an int.
         and max_seq_len.__class__ is window_left.__class__ is q_len_per_req.__class__ is int
         and kv_layout.__class__ is str
         and bmm1_scale.__class__ is bmm2_scale.__class__ is o_scale.__class__ is float
@@ -171,10 +171,10 @@ def xqa_batch_decode_with_kv_cache(
             sinks is None,
         )
         numbers = (bmm1_scale, bmm2_scale, o_scale)
-        found = try_replay(fast_path_key, tensors, numbers, out, enable_pdl is not False)
-        if isinstance(found, torch.Tensor):
-            return found
-        fast_path = found
+        replayed = try_replay(fast_path_key, tensors, numbers, out, enable_pdl is not False)
+        if isinstance(replayed, torch.Tensor):
+            return replayed
+        fast_path = replayed
     key, value = pair_of(kv_cache, "kv_cache")
     key_scales, value_scales = None, None
     if kv_cache_sf is not None:
@@ -201,4 +201,4 @@ def xqa_batch_decode_with_kv_cache(
         key_scales,
         value_scales,
     )
-    return run_gqa(args, plain_pdl(enable_pdl), fast_path)
+    return run_gqa(args, is_pdl_enabled(enable_pdl), fast_path)

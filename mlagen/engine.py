@@ -1,4 +1,4 @@
-"""From a spec to a kernel: key, find, build, load. The one place that knows all stages."""
+"""JIT engine: key, look-up, build and load of a kernel; the only module that knows all stages."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from mlagen.cache.store import KernelStore
 from mlagen.codegen.sources import template_digest
 from mlagen.compiler.toolchain import Nvrtc, find_nvrtc, options_for, wanted_toolchain
 from mlagen.errors import MissError, ToolchainError
-from mlagen.fork_safety import in_one_piece
-from mlagen.jit import jit_mode, told, who_forbids
+from mlagen.fork_safety import defer_forks
+from mlagen.jit import compile_forbidden_by, jit_mode, report_compilation
 from mlagen.monitoring import count
 from mlagen.recording import record
 from mlagen.settings import current_settings
@@ -34,20 +34,20 @@ _loading = threading.Lock()
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What asking for a kernel came to."""
+    """The result of a kernel look-up."""
 
     entry: CacheEntry
-    built: bool  # compiled by this call, not found
+    built: bool  # compiled by this call
     ms: float
 
 
 def key_of(spec: KernelSpec) -> CacheKey:
-    """Return the key of ``spec`` for the toolchain that the settings want; renders nothing.
+    """Return the cache key of ``spec`` for the toolchain of the settings; renders nothing.
 
     Raises
     ------
     ToolchainError
-        If the toolchain that is wanted is not installed.
+        If that toolchain is not installed.
     """
     return _key_of(spec, wanted_toolchain(current_settings().toolchain))
 
@@ -64,12 +64,12 @@ def _key_of(spec: KernelSpec, toolchain: str) -> CacheKey:
 
 
 def find_or_build(spec: KernelSpec, *, created_by: str = "jit") -> Outcome:
-    """Return the cache entry of ``spec``, compiling it if it is not there; needs no GPU.
+    """Return the cache entry of ``spec``, compiling it if it is missing; needs no GPU.
 
     Raises
     ------
     MissError
-        If it is not there and this process may not compile, or has no NVRTC.
+        If it is missing and this process may not compile, or has no NVRTC.
     ToolchainError
         If NVRTC does not know the architecture.
     CompileError
@@ -89,29 +89,30 @@ def find_or_build(spec: KernelSpec, *, created_by: str = "jit") -> Outcome:
             nonlocal built
             built = True
             is_awaited = created_by == "jit"
-            with told(str(spec), reason, str(nvrtc), store.root, is_awaited=is_awaited):
+            compiler = str(nvrtc)
+            with report_compilation(str(spec), reason, compiler, store.root, is_awaited=is_awaited):
                 return _build(spec, nvrtc)
 
         entry = store.build(key, build, created_by=created_by, because=reason)
     if path := current_settings().record:
-        toolchain, said = entry.manifest.toolchain, "built" if built else "hit"
-        record(path, kernel=str(spec), key=key.digest, toolchain=toolchain, found=said)
+        toolchain, result = entry.manifest.toolchain, "built" if built else "hit"
+        record(path, kernel=str(spec), key=key.digest, toolchain=toolchain, found=result)
     return Outcome(entry=entry, built=built, ms=(time.perf_counter() - start) * 1e3)
 
 
 def kernel_for(spec: KernelSpec, device: int) -> LoadedKernel:
-    """Return the kernel of ``spec``, loaded on GPU ``device``; the usual call ends in the memo.
+    """Return the kernel of ``spec``, loaded on GPU ``device``; loaded kernels need one dict lookup.
 
     Raises
     ------
     CaptureError
-        If it is not loaded yet and a CUDA graph is being captured.
+        If it is not loaded yet during CUDA graph capture.
     DriverError
         If the driver rejects it.
     """
     if kernel := _loaded.get((spec, device)):
         return kernel
-    with in_one_piece():
+    with defer_forks():
         from mlagen.runtime.loader import load, require_no_capture
 
     require_no_capture(spec, device)
@@ -127,20 +128,21 @@ def _count(found: LookUp, store: KernelStore) -> None:
         count("misses")
         count(f"misses.{found.reason}".replace(" ", "_"))
     else:
-        place = {None: "memory", store.root: "cache"}.get(found.layer, "layer")
+        source = {None: "memory", store.root: "cache"}.get(found.layer, "layer")
         count("hits")
-        count(f"hits.{place}")
+        count(f"hits.{source}")
 
 
 def _compiler_of(spec: KernelSpec, key: CacheKey, reason: str, created_by: str) -> Nvrtc:
-    """Return what compiles a kernel that is missing, if it may be compiled here."""
+    """Return the compiler for a missing kernel, if this process may compile it."""
     mode = jit_mode()
     command = f"mlagen prewarm --kernel '{spec}'"
     advice = f"run: MLAGEN_JIT=on {command}" if mode == "off" else f"run: {command}"
     if mode == "off" or (mode == "error" and created_by == "jit"):
         count("rejections")
         raise MissError(
-            f"{spec}: {reason} in the cache, and {who_forbids()} forbids to compile; {advice}"
+            f"{spec}: {reason} in the cache, and {compile_forbidden_by()} forbids to compile; "
+            f"{advice}"
         )
     try:
         nvrtc = find_nvrtc()
@@ -160,9 +162,9 @@ def _compiler_of(spec: KernelSpec, key: CacheKey, reason: str, created_by: str) 
 
 
 def _build(spec: KernelSpec, nvrtc: Nvrtc) -> Build:
-    # Imported here: a warm process loads no Jinja and no NVRTC. And in one piece: what is forked
-    # in the middle would wait for ever for a module, or for a template, that nobody brings.
-    with in_one_piece():
+    # Imported here: a warm process loads no Jinja and no NVRTC. Forks are deferred: a child forked
+    # during an import or a template load would wait for its lock for ever.
+    with defer_forks():
         from mlagen.codegen.render import render
         from mlagen.compiler.nvrtc_process import compile_anywhere
 

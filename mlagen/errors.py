@@ -1,10 +1,10 @@
-"""The exceptions mlagen raises.
+"""The exceptions that mlagen raises.
 
 ::
 
     MlagenError
     ├── ArgumentError(ValueError)               the caller's tensors or scalars are wrong
-    ├── UnsupportedError(NotImplementedError)   a sound request that no kernel covers
+    ├── UnsupportedError(NotImplementedError)   a valid request that no kernel supports
     ├── CaptureError(RuntimeError)              a kernel is not loaded during a CUDA graph capture
     ├── ToolchainError(RuntimeError)            no NVRTC, or one that does not know the architecture
     ├── MissError(RuntimeError)                 a kernel is not cached and may not be compiled here
@@ -13,14 +13,14 @@
     └── DriverError(RuntimeError)               loading or launching failed; ``.symbol``
 
 A message is one line: the argument or object, the rule, the value. After any of them the outputs
-are untouched, no partial cache entry is visible and no lock is held.
+are unchanged, no partial cache entry is visible and no lock is held.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-# Names and texts that a caller passed stand in messages.
+# Messages contain names and texts of any length from the caller.
 _MAX_MESSAGE = 4000
 
 
@@ -39,7 +39,7 @@ class ArgumentError(MlagenError, ValueError):
 
 
 class UnsupportedError(MlagenError, NotImplementedError):
-    """The request is sound, but no kernel covers it; the message lists what is covered."""
+    """The request is valid, but no kernel supports it; the message lists the supported ones."""
 
 
 class CaptureError(MlagenError, RuntimeError):
@@ -60,7 +60,7 @@ class CompileError(MlagenError, RuntimeError):
     Attributes
     ----------
     log : str
-        What NVRTC said, with positions in the templates.
+        The log of NVRTC, with positions in the templates.
     source : str
         The rendered CUDA source.
     """
@@ -77,7 +77,7 @@ class CacheError(MlagenError, OSError):
     Attributes
     ----------
     path : Path
-        The file or folder that could not be used.
+        The file or folder that is not usable.
     """
 
     def __init__(self, message: str, *, path: Path) -> None:
@@ -86,7 +86,7 @@ class CacheError(MlagenError, OSError):
 
 
 class DriverError(MlagenError, RuntimeError):
-    """The CUDA driver rejected to load or launch a kernel.
+    """The CUDA driver failed to load or launch a kernel.
 
     Attributes
     ----------

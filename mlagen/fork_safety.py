@@ -1,8 +1,8 @@
-"""What neither a fork nor the end of the process must cut in two.
+"""Critical sections that neither a fork nor process exit may interrupt.
 
-A forked child has one thread. A lock that another thread of its parent held stays locked in the
-child for ever, and there are locks that nobody sees: a module that is being imported has one. A
-process that ends stops its daemon threads wherever they are.
+A forked child has one thread. A lock that another thread of its parent holds stays locked in the
+child for ever, including hidden locks, such as that of a module during import. Process exit stops
+daemon threads at any point.
 """
 
 from __future__ import annotations
@@ -14,65 +14,65 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# A fork goes on then: better a child that may hang than a parent that does.
-_FORK_WAITS_S = 10.0
+# A fork proceeds after this: a child that may hang is better than a parent that hangs.
+_MAX_FORK_WAIT_S = 10.0
 
-# A process ends then; what it waits for takes a few seconds.
-_EXIT_WAITS_S = 30.0
+# The process exits after this; the work that it waits for takes a few seconds.
+_MAX_EXIT_WAIT_S = 30.0
 
-_whole = threading.RLock()
+_fork_lock = threading.RLock()
 _forking = threading.local()
 _unfinished: set[object] = set()
-_is_ending = False
+_is_exiting = False
 
 
 @contextmanager
-def in_one_piece() -> Iterator[None]:
-    """Let forks by other threads wait until this is done; for imports and other short work."""
-    with _whole:
+def defer_forks() -> Iterator[None]:
+    """Delay forks by other threads until the block ends; for imports and other short work."""
+    with _fork_lock:
         yield
 
 
 @contextmanager
-def finished_before_exit() -> Iterator[None]:
-    """Let the process end only when this is done, in a daemon thread too, if it has begun."""
-    mine = object()
-    if not _is_ending:
-        _unfinished.add(mine)
+def defer_exit() -> Iterator[None]:
+    """Delay process exit until the block ends, in a daemon thread too."""
+    token = object()
+    if not _is_exiting:
+        _unfinished.add(token)
     try:
         yield
     finally:
-        _unfinished.discard(mine)
+        _unfinished.discard(token)
 
 
-def is_ending() -> bool:
-    """Whether this process ends as soon as what has begun is done."""
-    return _is_ending
+def is_exiting() -> bool:
+    """Whether the process exits as soon as the deferred work is done."""
+    return _is_exiting
 
 
 def _before_exit() -> None:
-    global _is_ending  # noqa: PLW0603 - it is a state of the process
-    _is_ending = True
-    deadline = time.monotonic() + _EXIT_WAITS_S
+    global _is_exiting  # noqa: PLW0603 - process state
+    _is_exiting = True
+    deadline = time.monotonic() + _MAX_EXIT_WAIT_S
     while _unfinished and time.monotonic() < deadline:
         time.sleep(0.01)
 
 
 def _before_fork() -> None:
-    _forking.held = _whole.acquire(timeout=_FORK_WAITS_S)
+    _forking.held = _fork_lock.acquire(timeout=_MAX_FORK_WAIT_S)
 
 
 def _after_fork_in_parent() -> None:
     if _forking.held:
-        _whole.release()
+        _fork_lock.release()
 
 
 def _after_fork_in_child() -> None:
-    global _whole  # noqa: PLW0603 - whoever holds the old one is not in this process
+    global _fork_lock  # noqa: PLW0603 - the holder of the old lock is not in this process
     if _forking.held:
-        _whole.release()
+        _fork_lock.release()
     else:
-        _whole = threading.RLock()
+        _fork_lock = threading.RLock()
     _unfinished.clear()
 
 

@@ -1,4 +1,4 @@
-"""Whether this process may compile, and who is told when it does."""
+"""JIT policy of this process, and the reports of its compilations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mlagen.values import require_callable, require_choice
 
 _FREEZING = ("on", "warn", "error")
 _PROGRESS_S = 10.0
-# A call that waits longer looks like a hang.
+# A call that blocks longer looks like a hang.
 _SLOW_S = 2.0
 
 _logger = logging.getLogger("mlagen")
@@ -26,7 +26,7 @@ _callbacks: list[Callable[[CompileEvent], object]] = []
 
 @dataclass(frozen=True, kw_only=True)
 class CompileEvent:
-    """A kernel is being compiled, or was.
+    """The start or the end of a compilation.
 
     Attributes
     ----------
@@ -35,9 +35,9 @@ class CompileEvent:
     kernel : str
         The kernel as text, which ``mlagen prewarm --kernel`` takes.
     reason : str
-        Why it was not found: ``absent``, ``other toolchain``, ``damaged`` or ``unreadable``.
+        Why the cache has no entry: ``absent``, ``other toolchain``, ``damaged`` or ``unreadable``.
     ms : float
-        Milliseconds since it started.
+        Milliseconds since the start.
     """
 
     phase: str
@@ -47,34 +47,34 @@ class CompileEvent:
 
 
 def freeze(mode: str = "error") -> None:
-    """Forbid calls to compile from now on, or have each compilation warned of.
+    """Forbid calls to compile from now on, or log a warning for each compilation.
 
-    For the end of a server's warm-up: what the cache has is still loaded, what it lacks is a
-    :class:`mlagen.MissError` that names the kernel. Prewarming may compile all the same.
+    For the end of a server's warm-up: calls still load cached kernels, and a missing kernel raises
+    :class:`mlagen.MissError` with its name. Prewarming may still compile.
 
     Parameters
     ----------
     mode : str
-        ``error``, ``warn``, or ``on`` to lift it. ``MLAGEN_JIT`` may be stricter, and then counts.
+        ``error``, ``warn``, or ``on`` to lift it. A stricter ``MLAGEN_JIT`` takes precedence.
 
     Raises
     ------
     ArgumentError
-        If it is none of them.
+        If ``mode`` is none of them.
     """
-    global _frozen  # noqa: PLW0603 - it is a state of the process
+    global _frozen  # noqa: PLW0603 - process state
     _frozen = require_choice(mode, "mode", _FREEZING)
 
 
 def on_compile(callback: Callable[[CompileEvent], object]) -> Callable[[], None]:
-    """Have a function called when a kernel is compiled, in the thread that compiles it.
+    """Call a function at each compilation, in the thread that compiles.
 
-    Whatever it raises is logged and keeps no kernel from being compiled.
+    Exceptions of the function are logged, and do not stop the compilation.
 
     Parameters
     ----------
     callback : callable
-        Gets a :class:`mlagen.jit.CompileEvent` when a compilation starts, and another at its end.
+        Receives a :class:`mlagen.jit.CompileEvent` at the start and at the end of a compilation.
 
     Returns
     -------
@@ -84,7 +84,7 @@ def on_compile(callback: Callable[[CompileEvent], object]) -> Callable[[], None]
     Raises
     ------
     ArgumentError
-        If it cannot be called.
+        If ``callback`` is not callable.
     """
     require_callable(callback, "callback")
     _callbacks.append(callback)
@@ -97,23 +97,23 @@ def on_compile(callback: Callable[[CompileEvent], object]) -> Callable[[], None]
 
 
 def jit_mode() -> str:
-    """Return the stricter one of ``MLAGEN_JIT`` and what was frozen."""
+    """Return the stricter of ``MLAGEN_JIT`` and the mode of :func:`freeze`."""
     return max(current_settings().jit, _frozen, key=JIT_MODES.index)
 
 
-def who_forbids() -> str:
-    """Return what forbids to compile, for a message."""
-    asked = current_settings().jit
-    return f"MLAGEN_JIT={asked}" if asked in {"error", "off"} else "mlagen.freeze()"
+def compile_forbidden_by() -> str:
+    """Return the setting that forbids compilation, for a message."""
+    mode = current_settings().jit
+    return f"MLAGEN_JIT={mode}" if mode in {"error", "off"} else "mlagen.freeze()"
 
 
 @contextmanager
-def told(
+def report_compilation(
     kernel: str, reason: str, compiler: str, folder: object, *, is_awaited: bool = True
 ) -> Iterator[None]:
-    """Report a compilation to the log, the callbacks and the counters.
+    """Report a compilation to the log, the callbacks and the metrics.
 
-    If a call waits for it, ``is_awaited``, and it takes long, a warning says how to avoid that.
+    If a call waits for it (``is_awaited``) and it is slow, a warning recommends prewarming.
     """
     start = time.perf_counter()
     level = logging.WARNING if jit_mode() == "warn" else logging.INFO
@@ -123,14 +123,14 @@ def told(
     ended = threading.Event()
     watch = threading.Thread(target=_watch, args=(kernel, start, ended, is_awaited), daemon=True)
     try:
-        with suppress(RuntimeError):  # where no thread can be started, nothing is said in between
+        with suppress(RuntimeError):  # if no thread starts, there is no progress log
             watch.start()
         yield
         phase = "finished"
     finally:
         ended.set()
         if watch.ident is not None:
-            watch.join()  # or its last line might come after the one that says that it is over
+            watch.join()  # its last line must precede the final one
         ms = (time.perf_counter() - start) * 1e3
         count("compiles" if phase == "finished" else "compiles.failed")
         count("compile_ms", ms)

@@ -1,4 +1,4 @@
-"""The handler of the ``mlagen`` logger that ``MLAGEN_LOG`` asks for."""
+"""The handler and level of the ``mlagen`` logger for ``MLAGEN_LOG``."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ _FORMAT = "%(asctime)s %(levelname)s mlagen[%(process)d]: %(message)s"
 
 
 class StderrHandler(logging.Handler):
-    """Writes to stderr what no handler of the application gets.
+    """Writes records to stderr unless the application has a handler for them.
 
-    An application may configure logging before or after mlagen's first call. Where it has, a
-    second line for each record would be one too many.
+    An application may configure logging before or after mlagen's first call, and must not get each
+    record twice.
     """
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write one record, to the stderr of this moment."""
+        """Write one record to the current stderr."""
         if self._has_others() or sys.stderr is None:
             return
         try:
             sys.stderr.write(f"{self.format(record)}\n")
             sys.stderr.flush()
-        except Exception:  # noqa: BLE001 - as every handler of logging
+        except Exception:  # noqa: BLE001 - as logging's own handlers
             self.handleError(record)
 
     def _has_others(self) -> bool:
@@ -38,7 +38,7 @@ class StderrHandler(logging.Handler):
 
 
 def set_up_logging(level: str | None) -> None:
-    """Have the ``mlagen`` logger log from a level of ``LOG_LEVELS`` on; None leaves it alone."""
+    """Set the ``mlagen`` logger to a level of ``LOG_LEVELS``, with a handler; None does nothing."""
     if level is None:
         return
     logger = logging.getLogger("mlagen")

@@ -1,13 +1,13 @@
-"""How often what happened to kernels in this process; what :func:`metrics` tells a monitor."""
+"""Metrics of kernel look-ups and compilations in this process."""
 
 from __future__ import annotations
 
 import os
 import threading
 
-# One for each thing that can happen, so that a monitor sees zeros and not missing names.
+# Every metric exists from the start, so that a monitor reads zeros instead of missing names.
 _NAMES = (
-    "hits",  # found in the cache folder, a read-only layer, or the memory of this process
+    "hits",  # in the cache folder, a read-only layer, or this process's memory
     "hits.cache",
     "hits.layer",
     "hits.memory",
@@ -19,10 +19,10 @@ _NAMES = (
     "compiles",
     "compiles.failed",
     "compile_ms",
-    "waits",  # for another process that was compiling the same kernel
+    "waits",  # for another process that compiles the same kernel
     "wait_ms",
     "lock_timeouts",
-    "rejections",  # a kernel was not cached and compiling was not allowed
+    "rejections",  # a kernel is not cached and this process may not compile
     "publish_failures",
     "quarantined",
     "evicted",
@@ -33,16 +33,16 @@ _counting = threading.Lock()
 
 
 def count(name: str, amount: float = 1.0) -> None:
-    """Add to a count."""
+    """Add ``amount`` to a metric."""
     with _counting:
         _counts[name] += amount
 
 
 def metrics() -> dict[str, int]:
-    """Return how often what happened to kernels since this process began.
+    """Return the metrics of kernel look-ups and compilations since the process started.
 
-    A kernel that is loaded is asked for no more, so that a server that is warm changes none of
-    them. Times are whole milliseconds.
+    Calls with a loaded kernel do no look-up, so a warm server changes none of them. Times are whole
+    milliseconds.
 
     Returns
     -------

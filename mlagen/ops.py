@@ -1,13 +1,14 @@
-"""The torch ops of the entry points, ``torch.ops.mlagen``, for programs that name them themselves.
+"""The torch ops of the entry points, ``torch.ops.mlagen``, for direct use.
 
-Importing this module defines them all. Compiled code takes them by itself: every entry point is its
-op while ``torch.compile``, ``torch.export`` or a tracing mode looks at it. A package of AOTInductor
-or an exported program that is loaded in another process needs this import there.
+Importing this module defines them all. Compiled code uses them implicitly: under ``torch.compile``,
+``torch.export`` or a tracing mode every entry point calls its op. A process that loads an
+AOTInductor package or an exported program must import this module.
 
 An op has the parameters of its entry point, without the workspace and the outputs. A scale is a
-float, and ``..._tensor`` in its place where it is a tensor; a pair of caches is a list. Of two ops,
-one makes its outputs, and ``..._out`` writes into ``out``, and ``lse`` where there is one. Ops that
-can return an LSE always return two tensors, the second of them empty without ``return_lse``.
+float, or a tensor in ``..._tensor``, which overrides it; a pair of caches is a list. Each entry
+point has a functional op and an out variant, ``..._out``, that writes into ``out``, and into
+``lse`` where there is one. Ops that can return an LSE always return two tensors; the second is
+empty without ``return_lse``.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def op(name: str, *, writes: bool = False) -> torch._ops.OpOverload:
     name : str
         One of ``mlagen.ops.NAMES``.
     writes : bool
-        Whether it writes into a given ``out``, instead of making one.
+        Whether to return the out variant, which writes into a given ``out``.
 
     Returns
     -------

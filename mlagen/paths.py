@@ -1,7 +1,7 @@
-"""Paths that users name: asked without an exception, read and appended to without a wait.
+"""User-named paths: queries that do not raise, and reads and appends that do not block.
 
-A path may lead to a network folder that is gone, into a folder without search permission, or to a
-FIFO or a device. ``Path.is_dir`` and its like raise for the former, opening the latter may block.
+A path may lead to an unreachable network folder, a folder without search permission, a FIFO or a
+device. ``Path.is_dir`` and similar methods raise for the first two; opening the others may block.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
-# Larger than any configuration, table of kernels or record of a run.
+# Above the size of any configuration, table of kernels or record file.
 MAX_NAMED_BYTES = 64 << 20
 
-# No kind but a regular file is opened for long: a FIFO does not block, a terminal stays one.
+# A regular-file check follows the open: until then a FIFO must not block, and a terminal must not
+# become the controlling one.
 _FLAGS = os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 _KINDS = (
@@ -27,12 +28,12 @@ _KINDS = (
 
 
 def reason_of(error: Exception) -> str:
-    """Return why the file system rejected, in its own words."""
+    """Return the reason of a file-system error, as the system reports it."""
     return getattr(error, "strerror", None) or str(error)
 
 
 def folder_problem(path: Path) -> str | None:
-    """Return what stands where a folder is expected: ``none`` or a reason; None if one does."""
+    """Return why a path is no folder, ``none`` or a system error; None if it is one."""
     try:
         mode = path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError):
@@ -43,12 +44,12 @@ def folder_problem(path: Path) -> str | None:
 
 
 def is_folder(path: Path) -> bool:
-    """Whether a folder stands at a path and this process can see it."""
+    """Whether a path is a folder that this process can stat."""
     return folder_problem(path) is None
 
 
 def is_regular(path: Path) -> bool:
-    """Whether a regular file stands at a path and this process can see it."""
+    """Whether a path is a regular file that this process can stat."""
     try:
         return stat.S_ISREG(path.stat().st_mode)
     except (OSError, ValueError):
@@ -56,22 +57,22 @@ def is_regular(path: Path) -> bool:
 
 
 def require_regular(path: Path) -> None:
-    """Raise :class:`OSError` unless a regular file stands at a path.
+    """Raise :class:`OSError` unless a path is a regular file.
 
-    Asked before a file is opened: opening a device may have effects of its own.
+    Callers check before they open: opening a device may have side effects.
     """
     _require_regular(path, path.stat())
 
 
 def read_named(path: Path, *, max_bytes: int = MAX_NAMED_BYTES) -> bytes:
-    """Return the content of a regular file that a user names.
+    """Return the content of a user-named regular file.
 
     Raises
     ------
     OSError
-        If it is no regular file, holds more than ``max_bytes``, or cannot be read.
+        If it is no regular file, exceeds ``max_bytes``, or is unreadable.
     ValueError
-        If the path holds a null character.
+        If the path contains a null character.
     """
     require_regular(path)
     with os.fdopen(os.open(path, os.O_RDONLY | _FLAGS), "rb") as file:
@@ -83,16 +84,16 @@ def read_named(path: Path, *, max_bytes: int = MAX_NAMED_BYTES) -> bytes:
 
 
 def append_named(path: Path, line: bytes) -> None:
-    """Append to a regular file that a user names, in one write; create it if it is not there.
+    """Append to a user-named regular file in one write; create it if it does not exist.
 
     Raises
     ------
     OSError
-        If it is no regular file, or cannot be written.
+        If it is no regular file, or is not writable.
     ValueError
-        If the path holds a null character.
+        If the path contains a null character.
     """
-    with suppress(FileNotFoundError):  # opening creates it, or says what is missing
+    with suppress(FileNotFoundError):  # open creates the file, or raises for a missing folder
         require_regular(path)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | _FLAGS, 0o644)
     try:

@@ -1,4 +1,4 @@
-"""What a run asked for, line by line, for ``mlagen prewarm --from-log``."""
+"""Record file of kernel look-ups, one JSON line each, for ``mlagen prewarm --from-log``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _warned: set[Path] = set()
 
 
 def record(path: Path, *, kernel: str, key: str, toolchain: str, found: str) -> None:
-    """Append a kernel to the record; a record that cannot be written is said once."""
+    """Append a kernel to the record file; warn once if it is not writable."""
     line = {"kernel": kernel, "key": key, "toolchain": toolchain, "found": found}
     try:
         append_named(path, json.dumps(line).encode() + b"\n")

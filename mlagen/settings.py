@@ -1,4 +1,4 @@
-"""Every environment variable that mlagen reads, read once into one frozen object."""
+"""Settings from the environment, read once into a frozen object."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DEFAULT_LOCK_TIMEOUT_S = 300.0
 DEFAULT_CACHE_MAX_BYTES = 1 << 30
 KERNELS = ("auto", "sm80", "sm90")
 P_DTYPES = ("auto", "fp16")
-JIT_MODES = ("on", "warn", "error", "off")  # the stricter, the later
+JIT_MODES = ("on", "warn", "error", "off")  # in order of strictness
 TOOLCHAIN_POLICIES = ("auto", "exact", "compatible")
 
 _SIZE = re.compile(r"(\d{1,15}(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
@@ -28,32 +28,32 @@ _TOOLCHAIN = re.compile(r"nvrtc-\d+\.\d+\.\d+")
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What the environment decided; see ``docs/reference/environment.md``."""
+    """The settings of a process; see ``docs/reference/environment.md``."""
 
     cache_dir: Path
     lock_dir: Path
     lock_timeout_s: float
-    checks_contents: bool = False  # of tensors, at every call; waits for the device
-    mla_kernel: str = "auto"  # out of KERNELS: what MLA calls take
-    mla_p_dtype: str = "auto"  # out of P_DTYPES: what MLA calls round theirs to
-    gqa_kernel: str = "auto"  # out of KERNELS: what grouped-query calls take
-    cache_layers: tuple[Path, ...] = ()  # looked in after cache_dir, and never written
-    trusts_shared: bool = False  # folders of the cache that others may write in
+    checks_contents: bool = False  # of tensors, at every call; synchronizes with the device
+    mla_kernel: str = "auto"  # one of KERNELS, for MLA calls
+    mla_p_dtype: str = "auto"  # one of P_DTYPES, the dtype of P in MLA calls
+    gqa_kernel: str = "auto"  # one of KERNELS, for grouped-query calls
+    cache_layers: tuple[Path, ...] = ()  # read-only, searched after cache_dir
+    trusts_shared: bool = False  # trusts cache folders that other users may write
     cache_max_bytes: int | None = DEFAULT_CACHE_MAX_BYTES  # None: no limit
-    toolchain: str = "auto"  # out of TOOLCHAIN_POLICIES, or one, such as nvrtc-13.0.88
-    jit: str = "on"  # out of JIT_MODES: whether a call may compile
-    log: str | None = None  # out of LOG_LEVELS; None: logging is left to the application
-    reads_hub_cache: bool = False  # for configurations of models, by Hub ids; downloads nothing
-    record: Path | None = None  # the file that gets a line for each kernel a process asks for
+    toolchain: str = "auto"  # one of TOOLCHAIN_POLICIES, or a toolchain such as nvrtc-13.0.88
+    jit: str = "on"  # one of JIT_MODES: whether a call may compile
+    log: str | None = None  # one of LOG_LEVELS; None: the application configures logging
+    reads_hub_cache: bool = False  # for model configurations by Hub id; downloads nothing
+    record: Path | None = None  # the file that gets a line for each kernel look-up
 
 
 def read_settings(environ: Mapping[str, str]) -> Settings:
-    """Return the settings that ``environ`` asks for.
+    """Return the settings of ``environ``.
 
     Raises
     ------
     ArgumentError
-        If a variable is set to something that breaks its rule.
+        If the value of a variable breaks its rule.
     """
     cache_dir = _cache_dir(environ)
     return Settings(
@@ -81,7 +81,7 @@ def read_size(name: str, text: str) -> int:
     Raises
     ------
     ArgumentError
-        If it is none; ``name`` says of what.
+        If it is no size; the message begins with ``name``.
     """
     match = _SIZE.fullmatch(text.strip())
     if match is None:
@@ -91,7 +91,7 @@ def read_size(name: str, text: str) -> int:
 
 @cache
 def current_settings() -> Settings:
-    """Return the settings of this process; the environment is read on the first call."""
+    """Return the settings of this process; the first call reads the environment."""
     settings = read_settings(os.environ)
     set_up_logging(settings.log)
     return settings
@@ -101,7 +101,7 @@ def _cache_dir(environ: Mapping[str, str]) -> Path:
     if chosen := environ.get("MLAGEN_CACHE_DIR"):
         return _place("MLAGEN_CACHE_DIR", chosen)
     xdg = Path(environ.get("XDG_CACHE_HOME") or "relative")
-    if xdg.is_absolute():  # the XDG specification says to ignore a relative path
+    if xdg.is_absolute():  # the XDG specification requires ignoring a relative path
         return xdg / "mlagen"
     home = Path(environ.get("HOME") or "relative")
     if home.is_absolute():
@@ -110,7 +110,7 @@ def _cache_dir(environ: Mapping[str, str]) -> Path:
 
 
 def _lock_dir(environ: Mapping[str, str]) -> Path:
-    # Locks live on this machine: flock on a network folder may bind one node only, or hang.
+    # Locks are on a local file system: flock on a network folder may bind one node only, or hang.
     if chosen := environ.get("MLAGEN_LOCK_DIR"):
         return _place("MLAGEN_LOCK_DIR", chosen)
     runtime = Path(environ.get("XDG_RUNTIME_DIR") or "relative")
@@ -140,14 +140,14 @@ def _place(name: str, text: str) -> Path:
         raise ArgumentError(f"{name}: expected a path without a null character, got {text!r}")
     try:
         return Path(text).expanduser().absolute()
-    except (RuntimeError, OSError) as error:  # no home for a tilde, or no current folder
+    except (RuntimeError, OSError) as error:  # no home directory for a tilde, or no current folder
         raise ArgumentError(f"{name}: expected a path, got {text!r}: {error}") from error
 
 
 def _temporary() -> Path:
     try:
         return Path(tempfile.gettempdir())
-    except FileNotFoundError:  # none can be written: kernels then stay in memory, and that is said
+    except FileNotFoundError:  # no folder is writable: kernels stay in memory, with a warning
         return Path("/tmp")
 
 
@@ -191,7 +191,7 @@ def _switch(environ: Mapping[str, str], name: str) -> bool:
 
 
 def _word(environ: Mapping[str, str], name: str, allowed: tuple[str, ...]) -> str:
-    """Return one of the words, the first if none is said."""
+    """Return the value of a variable out of ``allowed``, the first if it is not set."""
     text = environ.get(name) or allowed[0]
     if text not in allowed:
         raise ArgumentError(f"{name}: expected {' or '.join(allowed)}, got {text!r}")

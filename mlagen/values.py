@@ -1,8 +1,8 @@
-"""Plain values of arguments: every public function uses what a converter returned, and no other.
+"""Converters of arguments to built-in types; public functions use the converted values only.
 
-A converter takes what a caller passed and returns Python's own int, float, bool or str, or rejects
-it with one line. Scalars of numpy are accepted as the values that they are; arrays and tensors are
-not, for reading a tensor may wait for a device.
+A converter returns a built-in int, float, bool or str, or rejects the value with a one-line
+message. It accepts numpy scalars, but no arrays or tensors: reading a tensor may synchronize with
+the device.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, NoReturn, TypeVar
 
 from mlagen.errors import ArgumentError
 
-INT32_MAX = 2**31 - 1  # the integers of a kernel's parameters, and of token counts and page ids
+INT32_MAX = 2**31 - 1  # of integer kernel parameters, token counts and page ids
 
 _FLOAT32 = "a number that float32 can hold"
 _MAX_SHOWN = 120
@@ -31,26 +31,31 @@ CallableT = TypeVar("CallableT", bound=Callable[..., object])
 def reject(argument: str, expected: object, got: object) -> NoReturn:
     """Raise :class:`ArgumentError` that names argument, rule and value.
 
-    A str is shown as it is, for it is text that says what a value is.
+    A str is inserted unquoted, as a description of the value.
     """
     value = got if isinstance(got, str) else shown(got)
     raise ArgumentError(f"{argument}: expected {expected}, got {value}")
 
 
 def require_whole_number(
-    value: object, argument: str, *, least: int | None = 0, most: int | None = INT32_MAX
+    value: object,
+    argument: str,
+    *,
+    min_value: int | None = 0,
+    max_value: int | None = INT32_MAX,
 ) -> int:
-    """Return an int from ``least`` to ``most``, of any integer type but bool; None is no bound."""
+    """Return an int within both bounds, from any integer type except bool; None is no bound."""
     number = value if type(value) is int else _index(value)
-    if number is None or (least is not None and number < least):
-        reject(argument, "an int" if least is None else f"an int, {least} or more", shown(value))
-    if most is not None and number > most:
-        reject(argument, f"{most} or less", shown(value))
+    if number is None or (min_value is not None and number < min_value):
+        rule = "an int" if min_value is None else f"an int, {min_value} or more"
+        reject(argument, rule, shown(value))
+    if max_value is not None and number > max_value:
+        reject(argument, f"{max_value} or less", shown(value))
     return number
 
 
 def require_number(value: object, argument: str, rule: str = "a float") -> float:
-    """Return a float, which may be infinite or NaN; ints are numbers, bools are not."""
+    """Return a float, possibly infinite or NaN; accepts ints, but no bools."""
     try:
         number = value if type(value) is float else _real(value)
     except OverflowError:
@@ -61,7 +66,7 @@ def require_number(value: object, argument: str, rule: str = "a float") -> float
 
 
 def require_float32(value: object, argument: str, rule: str = "a float") -> float:
-    """Return a float that the 4 bytes that a kernel is given can hold."""
+    """Return a float in the range of float32, the type of kernel parameters."""
     number = require_number(value, argument, rule)
     try:
         struct.pack("<f", number)
@@ -71,7 +76,7 @@ def require_float32(value: object, argument: str, rule: str = "a float") -> floa
 
 
 def require_flag(value: object, argument: str) -> bool:
-    """Return a bool; the ints 0 and 1 stand for one."""
+    """Return a bool; accepts the ints 0 and 1."""
     if value is True or value is False:
         return value
     number = _index(value)
@@ -91,7 +96,7 @@ def require_choice(value: object, argument: str, names: Collection[str]) -> str:
 
 
 def require_callable(value: CallableT, argument: str) -> CallableT:
-    """Return what can be called."""
+    """Return a callable."""
     if not callable(value):
         reject(argument, "a callable", shown(value))
     return value
@@ -104,15 +109,15 @@ def require_text(value: object, argument: str) -> str:
     return str.__str__(value)
 
 
-def texts(values: object, argument: str) -> list[str]:
-    """Return several strs; one str names them with commas."""
+def as_str_list(values: object, argument: str) -> list[str]:
+    """Return a list of strs; one str is split at commas."""
     if isinstance(values, str):
         return str.__str__(values).split(",")
-    return [require_text(value, argument) for value in several(values, argument)]
+    return [require_text(value, argument) for value in as_list(values, argument)]
 
 
-def several(values: object, argument: str) -> list[Any]:
-    """Return the values of an iterable that is no str, or the one value."""
+def as_list(values: object, argument: str) -> list[Any]:
+    """Return the values of an iterable other than a str, or a list of the one value."""
     if isinstance(values, str) or not isinstance(values, Iterable) or _is_array(values):
         return [values]
     found = list(islice(values, _MAX_SEVERAL + 1))
@@ -122,20 +127,20 @@ def several(values: object, argument: str) -> list[Any]:
 
 
 def shown(value: object) -> str:
-    """Return how a message shows a value: on one short line, whatever it is.
+    """Return the representation of any value for a message, on one short line.
 
-    A tensor is not read, which would wait for its device.
+    It does not read a tensor, which would synchronize with the device.
     """
     try:
         line = _line.repr(value)
         line = "".join(letter if letter.isprintable() else " " for letter in line)
-    except Exception:  # noqa: BLE001 - a class may raise anything where it says what it is
+    except Exception:  # noqa: BLE001 - a __repr__ may raise anything
         line = "a value that cannot be shown"
     return line if len(line) <= _MAX_SHOWN else f"{line[:_MAX_SHOWN]} ..."
 
 
 class _Line(reprlib.Repr):
-    """Representations that read no tensor and no more of a value than they show."""
+    """Representations that read no tensor, and of other values only what they show."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,18 +148,18 @@ class _Line(reprlib.Repr):
         self.maxstring = self.maxother = _MAX_SHOWN
 
     def repr1(self, value: Any, level: int) -> str:
-        """Return a list or a tuple by its items, and everything else as a whole."""
+        """Return the items of a list or a tuple, and any other value as a whole."""
         if type(value) in {list, tuple, str, int}:
             return super().repr1(value, level)
         return self.repr_instance(value, level)
 
     def repr_int(self, value: int, _level: int) -> str:
-        """Return the digits of an int, unless they are many."""
+        """Return the digits of an int, or its size if it is large."""
         bits = value.bit_length()
         return repr(value) if bits <= _MAX_SHOWN_BITS else f"an int of {bits} bits"
 
     def repr_instance(self, value: Any, level: int) -> str:
-        """Return a scalar by its value, and what may hold anything by its class."""
+        """Return the value of a scalar, and the type name of any other object."""
         kind = type(value)
         if isinstance(value, _of("torch", "Tensor")):
             return "a tensor"
@@ -173,19 +178,19 @@ _line = _Line()
 
 
 def _of(module: str, name: str) -> Any:
-    """Return a class of a module, or no class if the module is not imported."""
+    """Return a class of a module, or () if the module is not imported."""
     return getattr(sys.modules.get(module), name, ())
 
 
 def _is_array(value: object) -> bool:
-    """Whether it may have several elements, or some on a device; scalars of numpy are none."""
+    """Whether a value may have several elements, or data on a device; numpy scalars do not."""
     kind = type(value)
-    guard = hasattr(kind, "__array__") or hasattr(kind, "__dlpack__")
-    return guard and not isinstance(value, _of("numpy", "generic"))
+    has_array_interface = hasattr(kind, "__array__") or hasattr(kind, "__dlpack__")
+    return has_array_interface and not isinstance(value, _of("numpy", "generic"))
 
 
 def _index(value: Any) -> int | None:
-    """Return the int that a value is, if it is one."""
+    """Return an integer as an int; None for another value."""
     if isinstance(value, (bool, _of("numpy", "bool_"))) or _is_array(value):
         return None
     try:
@@ -195,12 +200,12 @@ def _index(value: Any) -> int | None:
 
 
 def _real(value: Any) -> float | None:
-    """Return the float that a value is, if it is one.
+    """Return a real number as a float; None for another value.
 
     Raises
     ------
     OverflowError
-        If it is a number beyond any float.
+        If it exceeds the range of float.
     """
     if isinstance(value, float):
         return float.__float__(value)

@@ -1,10 +1,10 @@
-"""Decode with scales and shapes of their own: the entry points of ``flashinfer.xqa``."""
+"""Decode with the signatures of XQA: the entry points of ``flashinfer.xqa``."""
 
 from __future__ import annotations
 
 import torch
 
-from mlagen.api.arguments import plain_pdl, require_choice, require_whole_number
+from mlagen.api.arguments import is_pdl_enabled, require_choice, require_whole_number
 from mlagen.api.gqa_args import GqaArgNames, GqaArgs
 from mlagen.api.gqa_cache import LAYOUTS
 from mlagen.api.gqa_call import run_gqa
@@ -78,67 +78,65 @@ def xqa(
     k_sf_cache: torch.Tensor | None = None,
     v_sf_cache: torch.Tensor | None = None,
 ) -> None:
-    """Decode some tokens of each request by grouped-query attention, into ``output``.
+    """Decode one or more tokens of each request by grouped-query attention, into ``output``.
 
-    The scores are ``q_scale * kv_scale / sqrt(head_dim)`` times the products of query and key, and
-    the result is ``kv_scale`` times the weighted values. ``kv_scale`` counts as 1 where the cache
-    has 16 bits. Which tokens a row sees, and everything that is not told here, is as in
-    :func:`mlagen.decode.xqa_batch_decode_with_kv_cache`.
+    The scores are ``q_scale * kv_scale / sqrt(head_dim) * (Q K^T)``, and the output is
+    ``kv_scale * (P V)``. ``kv_scale`` counts as 1 with a 16-bit cache. Masking, and everything that
+    is not documented here, is as in :func:`mlagen.decode.xqa_batch_decode_with_kv_cache`.
 
     Parameters
     ----------
     q : bf16 or fp16 [batch, 1, heads, head_dim], [batch, 1, q_seq_len, heads, head_dim], or ragged
-        The second form goes with ``q_seq_len`` above 1, and ``[tokens, heads, head_dim]`` with
+        The second layout requires ``q_seq_len`` above 1, and ``[tokens, heads, head_dim]`` requires
         ``q_cu_seq_lens``.
     k_cache, v_cache : as q, e4m3, int8, or uint8 with scales
-        ``[pages, page_size, num_kv_heads, head_dim]``, or with tokens and heads the other way round
-        if ``kv_layout`` is ``HND``. Each has strides of its own; both may be views of one tensor.
+        ``[pages, page_size, num_kv_heads, head_dim]``, or with tokens and heads swapped if
+        ``kv_layout`` is ``HND``. They have separate strides, and may be views of one tensor.
     page_table : int32 or uint32 [batch, max_pages]
-        Page ids. The width decides how the work is split, not what is computed.
+        Page ids. The width affects the scheduling, not the result.
     seq_lens : int32 or uint32 [batch, 1] or [batch]
-        Tokens in the cache, the new ones included.
+        Tokens in the cache, including the new ones.
     output : as q, or e4m3 where the cache is e4m3
-        Written; shaped like ``q``.
+        Written; of the shape of ``q``.
     workspace_buffer : any dtype
-        Scratch of at least :func:`mlagen.workspace_bytes` bytes, of which a call uses the last. It
-        needs no initial value.
+        Scratch of at least :func:`mlagen.workspace_bytes` bytes; a call uses its end. It needs no
+        initial value.
     semaphores : uint32 or int32
-        Not used; may be of any size and content, and is left as it is.
+        Accepted for compatibility; ignored and unchanged, of any size and content.
     num_kv_heads, page_size : int
         As in the caches.
     sinks : fp32, bf16 or fp16 [num_kv_heads, heads / num_kv_heads] or [heads]
-        Natural-domain logits that join the denominator, unscaled, and have no value. Those of 16
-        bits are converted to fp32 at every call, by one small kernel.
+        Natural-domain logits, unscaled, added to the softmax denominator without a value. 16-bit
+        sinks are converted to fp32 at every call, by one small kernel.
     q_scale, kv_scale : float or fp32 tensor of one element
-        As told above; natural domain.
+        As above; natural domain.
     sliding_win_size : int
-        How many tokens a row sees, its own included; any if 0 or less.
+        Number of tokens that a row attends to, including its own; unlimited if 0 or less.
     kv_layout : str
         ``NHD`` or ``HND``.
     sm_count : int
-        Not used; the work is spread over all multiprocessors.
+        Ignored; the kernels use all SMs.
     enable_pdl : bool
-        Whether the kernel may start while the one before it drains; None means yes where the GPU
-        can.
+        Whether to use programmatic dependent launch; None means yes where the GPU supports it.
     rcp_out_scale : float
-        Multiplies an output of e4m3, and no other.
+        Multiplies an e4m3 output, and no other.
     q_seq_len : int
-        Query tokens of every request; with ``q_cu_seq_lens`` the most of any, 2 or more.
+        Query tokens of every request; with ``q_cu_seq_lens`` the maximum, 2 or more.
     mask : uint16 [batch, q_seq_len, ceil(q_seq_len / 32) * 2], or [tokens, ...]
-        Which drafts each query token sees; None means causal.
+        The drafts that each query token attends to; None means causal.
     q_cu_seq_lens : int32 or uint32 [batch + 1]
-        Where the query tokens of each request begin, for requests of different lengths.
+        Offsets of the requests' query tokens, for ragged queries.
     k_sf_cache, v_sf_cache : e4m3 or uint8 [..., head_dim / 16]
-        One scale for 16 elements of an NVFP4 cache, laid out like the caches.
+        One scale for 16 elements of an NVFP4 cache, in the layout of the caches.
 
     Raises
     ------
     ArgumentError
-        If an argument breaks a rule; nothing has been launched or written then.
+        If an argument breaks a rule; no kernel is launched, and the outputs are unchanged.
     UnsupportedError
-        If no kernel covers dtypes or head dimension.
+        If no kernel supports the dtypes or head dimension.
     CaptureError
-        If the kernel is not loaded yet and a CUDA graph is being captured.
+        If the kernel is not loaded yet during CUDA graph capture.
 
     Notes
     -----
@@ -150,7 +148,7 @@ def xqa(
         third = (sm_count, enable_pdl, rcp_out_scale, q_seq_len, mask, q_cu_seq_lens)
         as_op("xqa", *first, *second, *third, k_sf_cache, v_sf_cache)
         return
-    page_size = require_whole_number(page_size, "page_size", least=1)
+    page_size = require_whole_number(page_size, "page_size", min_value=1)
     if kv_layout.__class__ is not str or kv_layout not in LAYOUTS:
         kv_layout = require_choice(kv_layout, "kv_layout", LAYOUTS)
     check_unused(q, semaphores, sm_count)
@@ -169,7 +167,12 @@ def xqa(
         table_capacity(page_table, page_size),
         q_seq_len,
         kv_layout,
-        max(0, require_whole_number(sliding_win_size, "sliding_win_size", least=None, most=None)),
+        max(
+            0,
+            require_whole_number(
+                sliding_win_size, "sliding_win_size", min_value=None, max_value=None
+            ),
+        ),
         output,
         q_scale,
         kv_scale,
@@ -184,7 +187,7 @@ def xqa(
         True,
         _XQA_NAMES,
     )
-    run_gqa(args, plain_pdl(enable_pdl))
+    run_gqa(args, is_pdl_enabled(enable_pdl))
 
 
 @traceable(xqa_mla_outputs, constants=unused_by_xqa)
@@ -205,49 +208,47 @@ def xqa_mla(
 ) -> None:
     """Decode one token of each request by multi-head latent attention, into ``output``.
 
-    The scores are ``q_scale * kv_scale`` times the products of query and key, without a factor of
-    the head dimension, and the result is ``kv_scale`` times the weighted values. A request without
-    tokens gives zeros.
+    The scores are ``q_scale * kv_scale * (Q K^T)``, without a factor of the head dimension, and the
+    output is ``kv_scale * (P V)``. A request without tokens gives zeros.
 
     Parameters
     ----------
     q : e4m3, bf16 or fp16 [batch, 1, heads, 576]
         Absorbed queries, the 512 latent elements first. 1 to 256 heads.
     k_cache : as q, or e4m3 [pages, page_size, 1, 576], [pages, 1, page_size, 576], or without the 1
-        The paged latent cache, of any strides that are whole 16 bytes.
+        The paged latent cache, with any strides that are multiples of 16 bytes.
     v_cache : as k_cache
-        The same memory, or another of the same shape and strides; the first 512 elements of a token
-        are its value.
+        The same memory, or separate memory of the same shape and strides; the first 512 elements of
+        a token are its value.
     page_table : int32 or uint32 [batch, max_pages]
-        Page ids, for keys and values; entries at ``ceil(seq_len / page_size)`` and after are never
-        read. The width decides how the work is split, not what is computed.
+        Page ids, for keys and values; entries from ``ceil(seq_len / page_size)`` on are never read.
+        The width affects the scheduling, not the result.
     seq_lens : int32 or uint32 [batch, 1] or [batch]
-        Tokens in the cache, the new one included.
+        Tokens in the cache, including the new one.
     output : bf16 for an e4m3 query, else as q [batch, 1, heads, 512]
         Written.
     workspace_buffer : any dtype
-        Scratch of at least :func:`mlagen.workspace_bytes` bytes, of which a call uses the last. It
-        needs no initial value.
+        Scratch of at least :func:`mlagen.workspace_bytes` bytes; a call uses its end. It needs no
+        initial value.
     semaphores : uint32 or int32
-        Not used; may be of any size and content, and is left as it is.
+        Accepted for compatibility; ignored and unchanged, of any size and content.
     page_size : int
         As in the caches.
     q_scale, kv_scale : float or fp32 tensor of one element
-        As told above; natural domain.
+        As above; natural domain.
     sm_count : int
-        Not used; the work is spread over all multiprocessors.
+        Ignored; the kernels use all SMs.
     enable_pdl : bool
-        Whether the kernel may start while the one before it drains; None means yes where the GPU
-        can.
+        Whether to use programmatic dependent launch; None means yes where the GPU supports it.
 
     Raises
     ------
     ArgumentError
-        If an argument breaks a rule; nothing has been launched or written then.
+        If an argument breaks a rule; no kernel is launched, and the outputs are unchanged.
     UnsupportedError
-        If no kernel covers dtypes or dimensions.
+        If no kernel supports the dtypes or dimensions.
     CaptureError
-        If the kernel is not loaded yet and a CUDA graph is being captured.
+        If the kernel is not loaded yet during CUDA graph capture.
 
     Notes
     -----
@@ -257,7 +258,7 @@ def xqa_mla(
         first = (q, k_cache, v_cache, page_table, seq_lens, output, workspace_buffer, semaphores)
         as_op("xqa_mla", *first, page_size, q_scale, kv_scale, sm_count, enable_pdl)
         return
-    page_size = require_whole_number(page_size, "page_size", least=1)
+    page_size = require_whole_number(page_size, "page_size", min_value=1)
     check_unused(q, semaphores, sm_count)
     check_output(output)
     is_separate = check_mla_caches(q, k_cache, v_cache, page_size=page_size)
@@ -277,4 +278,4 @@ def xqa_mla(
         value_cache=v_cache if is_separate else None,
         names=_XQA_MLA_NAMES,
     )
-    run_mla(args, plain_pdl(enable_pdl))
+    run_mla(args, is_pdl_enabled(enable_pdl))

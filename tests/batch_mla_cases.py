@@ -1,4 +1,4 @@
-"""The BatchMLA problems that every backend is tested on, and how a wrapper is given one."""
+"""BatchMLA problems for every backend, and the arguments of plan and run."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from tests.mla_rows import E4M3
 
 
 def batch_case(
-    name: str, requests: tuple[tuple[int, int], ...], *, page_size: int = 1, **facts: Any
+    name: str, seqs: tuple[tuple[int, int], ...], *, page_size: int = 1, **facts: Any
 ) -> MlaCase:
-    """Return a case of requests with some new tokens and some tokens each."""
-    q_lens, seq_lens = zip(*requests, strict=True)
+    """Return a case of sequences with the given query lengths and KV lengths."""
+    q_lens, seq_lens = zip(*seqs, strict=True)
     return MlaCase(
         name=name,
         q_lens=q_lens,
         seq_lens=seq_lens,
         page_size=page_size,
-        parts_apart=True,
+        separate_rope=True,
         flat_tables=True,
         **facts,
     )
 
 
-# New tokens and tokens of a request: none, fewer than new, page edges, one long among short.
+# Query and KV lengths of a sequence: zero, fewer KV than query, page edges, one long among short.
 EDGES = ((1, 0), (3, 1), (7, 3), (5, 11), (0, 9), (17, 17), (1, 33), (11, 16), (2, 97), (1, 64))
 _KINDS: dict[str, dict[str, Any]] = {
     "bf16": {},
@@ -60,7 +60,7 @@ CASES = (
     ),
     *(
         batch_case(
-            f"{batch} requests of {q_len} and {kv_len}, {heads} heads",
+            f"{batch} sequences of {q_len} and {kv_len}, {heads} heads",
             ((q_len, kv_len),) * batch,
             heads=heads,
             dtype=torch.float16,
@@ -90,7 +90,7 @@ WORKSPACE_BYTES = 80 << 20
 def wrapper_of(
     problem: MlaProblem, *, metadata: str | None = None, backend: str = "auto", **changes: Any
 ) -> BatchMLAPagedAttentionWrapper:
-    """Return a wrapper that has planned a problem, from metadata on that device."""
+    """Return a wrapper that has planned the problem, from metadata on ``metadata``."""
     device = problem.query.device
     size = WORKSPACE_BYTES if device.type == "cuda" else 0
     workspace = torch.full((size,), 0xFF, dtype=torch.uint8, device=device)
@@ -102,11 +102,11 @@ def wrapper_of(
 def plan_arguments(
     problem: MlaProblem, *, metadata: str | None = None, **changes: Any
 ) -> dict[str, Any]:
-    """Return the keyword arguments of a plan, its tensors on the device ``metadata``."""
+    """Return the keyword arguments of a plan, with tensors on the device ``metadata``."""
     case = problem.case
     tensors = {
         "qo_indptr": problem.cum_seq_lens_q,
-        "kv_indptr": problem.rare["table_starts"],
+        "kv_indptr": problem.extra_args["kv_indptr"],
         "kv_indices": problem.block_tables,
         "kv_len_arr": problem.seq_lens,
     }
@@ -129,23 +129,23 @@ def run_arguments(problem: MlaProblem, **changes: Any) -> dict[str, Any]:
     """Return the keyword arguments of a run."""
     arguments = {
         "q_nope": problem.query,
-        "q_pe": problem.rare["query_rope"],
+        "q_pe": problem.extra_args["query_rope"],
         "ckv_cache": problem.kv_cache,
-        "kpe_cache": problem.rare["rope_cache"],
+        "kpe_cache": problem.extra_args["rope_cache"],
     }
     if problem.case.scales:
         arguments["kpe_scale"] = ROPE_SCALE
     if problem.case.scales == "two":
         arguments["ckv_scale"] = LATENT_SCALE
     elif problem.case.scales:
-        arguments["ckv_scale_arr"] = problem.rare["kv_scales"]
+        arguments["ckv_scale_arr"] = problem.extra_args["kv_scales"]
     return arguments | changes
 
 
 def run(
     wrapper: BatchMLAPagedAttentionWrapper, problem: MlaProblem, **changes: Any
 ) -> torch.Tensor:
-    """Return the output of a run, with some arguments changed."""
+    """Return the output of a run, with some arguments replaced."""
     out = wrapper.run(**run_arguments(problem, **changes))
     assert isinstance(out, torch.Tensor)
     return out
@@ -154,7 +154,7 @@ def run(
 def run_with_lse(
     wrapper: BatchMLAPagedAttentionWrapper, problem: MlaProblem, **changes: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return output and LSE of a run, with some arguments changed."""
+    """Return output and LSE of a run, with some arguments replaced."""
     result = wrapper.run(**run_arguments(problem, return_lse=True, **changes))
     assert isinstance(result, tuple)
     return result

@@ -1,4 +1,4 @@
-"""What BatchMLA promises on every device; tests/test_batch_mla.py and tests/gpu say on which."""
+"""Tests of BatchMLA for every device, parametrized by tests/test_batch_mla.py and tests/gpu."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ SINGLE = replace(SOME, q_lens=(1, 1, 1, 1))
 
 
 class BatchMlaSemantics:
-    """The tests; a subclass names the device."""
+    """Device-independent tests; a subclass sets the device."""
 
     device: ClassVar[str]
 
     @pytest.mark.parametrize("case", CASES, ids=str)
-    def test_every_element_is_attention_as_float64_computes_it(self, case: MlaCase) -> None:
-        """Output and LSE are right, whatever NaN and wild ids stand in what must not be read."""
+    def test_output_and_lse_match_float64(self, case: MlaCase) -> None:
+        """Output and LSE match float64 with NaN and invalid page ids in all unused memory."""
         problem = case.build(self.device)
 
         out, lse = run_with_lse(wrapper_of(problem), problem)
@@ -39,8 +39,8 @@ class BatchMlaSemantics:
 
     @pytest.mark.parametrize("metadata", ["cpu", None], ids=["on the host", "on the device"])
     @pytest.mark.parametrize("case", [SOME, SINGLE], ids=["ragged", "one token each"])
-    def test_metadata_may_be_on_either_side(self, case: MlaCase, metadata: str | None) -> None:
-        """Where a plan finds the metadata does not matter to what is computed."""
+    def test_metadata_may_be_on_cpu_or_gpu(self, case: MlaCase, metadata: str | None) -> None:
+        """The device of the metadata does not change the result."""
         problem = case.build(self.device)
 
         out, lse = run_with_lse(wrapper_of(problem, metadata=metadata), problem)
@@ -48,23 +48,25 @@ class BatchMlaSemantics:
         problem.check(out, lse)
 
     @pytest.mark.parametrize("backend", ["auto", "fa2", "fa3"])
-    def test_backends_are_names_of_the_same(self, backend: str) -> None:
-        """Each name that plans may have computes the same."""
+    def test_backends_give_equal_results(self, backend: str) -> None:
+        """Every backend name gives the same result."""
         problem = SOME.build(self.device)
 
         out, lse = run_with_lse(wrapper_of(problem, backend=backend), problem)
 
         problem.check(out, lse)
 
-    def test_parts_may_be_slices_of_one_tensor(self) -> None:
-        """Latent and rope parts of one query and one cache are read where they are."""
-        case = replace(SOME, parts_apart=False)
+    def test_latent_and_rope_may_be_slices_of_one_tensor(self) -> None:
+        """Slices of one query and one cache are read in place."""
+        case = replace(SOME, separate_rope=False)
         problem = case.build(self.device)
         query, cache = problem.query, problem.kv_cache
 
         out, lse = run_with_lse(
             wrapper_of(problem),
-            replace(problem, rare=problem.rare | {"query_rope": None, "rope_cache": None}),
+            replace(
+                problem, extra_args=problem.extra_args | {"query_rope": None, "rope_cache": None}
+            ),
             q_nope=query[..., :512],
             q_pe=query[..., 512:],
             ckv_cache=cache[..., :512],
@@ -74,7 +76,7 @@ class BatchMlaSemantics:
         problem.check(out, lse)
 
     @pytest.mark.parametrize("case", [SOME, SINGLE], ids=["ragged", "one token each"])
-    def test_outputs_of_the_caller(self, case: MlaCase) -> None:
+    def test_caller_provided_outputs(self, case: MlaCase) -> None:
         """`out` and `lse` are written in place and returned."""
         problem = case.build(self.device)
         out = torch.full_like(problem.query, math.nan)
@@ -88,8 +90,8 @@ class BatchMlaSemantics:
         assert result[1] is lse
         problem.check(out, lse, natural=True)
 
-    def test_an_output_may_have_gaps(self) -> None:
-        """Of a strided `out` the elements are written, and nothing between them."""
+    def test_a_strided_output(self) -> None:
+        """A strided `out` gets its elements, and the gaps stay unchanged."""
         problem = SOME.build(self.device)
         tokens, heads, _ = problem.query.shape
         wide = torch.full((tokens, heads + 1, 640), 7.0, dtype=torch.bfloat16, device=self.device)
@@ -102,8 +104,8 @@ class BatchMlaSemantics:
         assert (wide[:, heads:] == 7.0).all()
         assert (wide[..., 512:] == 7.0).all()
 
-    def test_an_lse_is_written_without_being_returned(self) -> None:
-        """`lse` without `return_lse` is written, as FlashInfer does."""
+    def test_an_lse_tensor_is_written_without_return_lse(self) -> None:
+        """`lse` without `return_lse` is written, as in FlashInfer."""
         problem = SOME.build(self.device)
         lse = torch.full(problem.query.shape[:2], math.nan, device=self.device)
 
@@ -111,8 +113,8 @@ class BatchMlaSemantics:
 
         problem.check(out, lse)
 
-    def test_made_outputs_are_shaped_like_the_query(self) -> None:
-        """Made by the run, output and LSE have the shapes of the query, however it was planned."""
+    def test_allocated_outputs_are_shaped_like_the_query(self) -> None:
+        """Allocated output and LSE have the shapes of the query, however it was planned."""
         shapes = []
         for case in (SOME, SINGLE):
             problem = case.build(self.device)
@@ -122,8 +124,8 @@ class BatchMlaSemantics:
         assert shapes == [((6, 6, 512), (6, 6)), ((4, 6, 512), (4, 6))]
 
     @pytest.mark.parametrize("metadata", ["cpu", None], ids=["on the host", "on the device"])
-    def test_a_plan_keeps_nothing_of_the_caller(self, metadata: str | None) -> None:
-        """What is done to the metadata after a plan does not reach its runs."""
+    def test_a_plan_copies_the_metadata(self, metadata: str | None) -> None:
+        """Changes of the metadata after a plan do not affect its runs."""
         problem = SOME.build(self.device)
         arguments = plan_arguments(problem, metadata=metadata)
         wrapper = wrapper_of(problem)
@@ -135,8 +137,8 @@ class BatchMlaSemantics:
 
         problem.check(out, lse)
 
-    def test_a_wrapper_plans_again(self) -> None:
-        """A run is of the latest plan, whatever was planned before."""
+    def test_a_wrapper_can_replan(self) -> None:
+        """A run uses the latest plan."""
         first, second = SOME.build(self.device), CASES[0].build(self.device)
         wrapper = wrapper_of(first)
         run(wrapper, first)
@@ -146,12 +148,12 @@ class BatchMlaSemantics:
 
         second.check(out, lse)
 
-    def test_rows_behind_the_last_request_are_allowed(self) -> None:
-        """A query longer than the plan, as captured graphs have, gives the planned rows."""
+    def test_extra_query_rows_are_allowed(self) -> None:
+        """A query longer than the plan, as in CUDA graphs, gives the planned rows."""
         problem = SINGLE.build(self.device)
         spare = [
             torch.cat([part, part.new_full((3, *part.shape[1:]), math.nan)])
-            for part in (problem.query, problem.rare["query_rope"])
+            for part in (problem.query, problem.extra_args["query_rope"])
         ]
 
         out, lse = run_with_lse(wrapper_of(problem), problem, q_nope=spare[0], q_pe=spare[1])
@@ -160,7 +162,7 @@ class BatchMlaSemantics:
         problem.check(out[:4], lse[:4])
 
     def test_unsigned_metadata(self) -> None:
-        """Metadata may be uint32, read as the numbers it is."""
+        """Metadata may be uint32."""
         problem = SOME.build(self.device)
         arguments = plan_arguments(problem)
         names = ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr")
@@ -170,23 +172,23 @@ class BatchMlaSemantics:
 
         problem.check(out, lse)
 
-    def test_no_requests(self) -> None:
-        """A plan of no requests gives empty results of the right shapes."""
+    def test_an_empty_batch(self) -> None:
+        """A plan of no sequences gives empty results of the right shapes."""
         problem = SOME.build(self.device)
         none = torch.zeros(1, dtype=torch.int32, device=self.device)
         wrapper = wrapper_of(problem, qo_indptr=none, kv_indptr=none, kv_len_arr=none[:0])
-        empty = {"q_nope": problem.query[:0], "q_pe": problem.rare["query_rope"][:0]}
+        empty = {"q_nope": problem.query[:0], "q_pe": problem.extra_args["query_rope"][:0]}
 
         out, lse = run_with_lse(wrapper, problem, **empty)
 
         assert tuple(out.shape) == (0, 6, 512)
         assert tuple(lse.shape) == (0, 6)
 
-    def test_no_new_tokens(self) -> None:
-        """Requests without query tokens, all of them, give empty results."""
+    def test_no_query_tokens(self) -> None:
+        """Sequences without query tokens give empty results."""
         problem = SOME.build(self.device)
         starts = torch.zeros(5, dtype=torch.int32, device=self.device)
-        empty = {"q_nope": problem.query[:0], "q_pe": problem.rare["query_rope"][:0]}
+        empty = {"q_nope": problem.query[:0], "q_pe": problem.extra_args["query_rope"][:0]}
 
         out, lse = run_with_lse(wrapper_of(problem, qo_indptr=starts), problem, **empty)
 
@@ -195,33 +197,33 @@ class BatchMlaSemantics:
 
     @pytest.mark.parametrize("kv_format", ["", "e4m3"], ids=["bf16", "e4m3"])
     def test_a_query_of_zeros_gives_the_mean(self, kv_format: str) -> None:
-        """With nothing to tell tokens apart, the output is the mean of what is seen."""
+        """With equal scores the output is the mean of the attended values."""
         case = replace(SOME, kv_format=kv_format, scales="two" if kv_format else "")
         problem = case.build(self.device)
         problem.query.zero_()
-        problem.rare["query_rope"].zero_()
+        problem.extra_args["query_rope"].zero_()
 
         out = run(wrapper_of(problem), problem)
 
         _with_query(problem, latent=0.0, rope=0.0).check(out)
 
     @pytest.mark.parametrize("scales", ["two", "for 128 elements"])
-    def test_scores_of_the_rope_part_alone(self, scales: str) -> None:
-        """Each part of an e4m3 cache has its own scale, also where one decides everything."""
+    def test_scores_of_the_rope_part_only(self, scales: str) -> None:
+        """Latent and rope scales of an e4m3 cache apply separately."""
         case = replace(SOME, kv_format="e4m3", scales=scales)
         problem = case.build(self.device)
         problem.query.zero_()
-        problem.rare["query_rope"].mul_(8.0)
+        problem.extra_args["query_rope"].mul_(8.0)
 
         out, lse = run_with_lse(wrapper_of(problem), problem)
 
         _with_query(problem, latent=0.0, rope=8.0).check(out, lse)
 
-    def test_scales_of_poison_are_not_read(self) -> None:
-        """NaN among the scales of tokens that nobody has reaches no result."""
+    def test_unused_scales_are_not_read(self) -> None:
+        """NaN in the scales of unused tokens reaches no result."""
         case = replace(SOME, kv_format="e4m3", scales="for 128 elements")
         problem = case.build(self.device)
-        scales = problem.rare["kv_scales"]
+        scales = problem.extra_args["kv_scales"]
 
         out, lse = run_with_lse(wrapper_of(problem), problem)
 
@@ -230,8 +232,8 @@ class BatchMlaSemantics:
 
 
 def _with_query(problem: MlaProblem, *, latent: float, rope: float) -> MlaProblem:
-    """Return the problem with the parts of its query multiplied."""
+    """Return the problem with the latent and rope parts of its query scaled."""
     rank = problem.case.kv_lora_rank
     factors = torch.full((rank + problem.case.qk_rope_head_dim,), latent, dtype=torch.float64)
     factors[rank:] = rope
-    return replace(problem, seen=[replace(s, query=s.query * factors) for s in problem.seen])
+    return replace(problem, visible=[replace(s, query=s.query * factors) for s in problem.visible])

@@ -1,6 +1,6 @@
-"""Measure what the cache costs: ``python -m tests.cache_costs`` prints medians in milliseconds.
+"""Measure the costs of the kernel cache: ``python -m tests.cache_costs`` prints medians in ms.
 
-A real kernel is compiled once; its bytes are then published, found and looked up many times on the
+A real kernel is compiled once; its cubin is then published, found and looked up many times on the
 disk of the temporary folder (``TMPDIR``).
 """
 
@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def costs(folder: Path, *, repeats: int = 50) -> dict[str, float]:
-    """Return the median costs, in milliseconds unless the name says otherwise."""
+    """Return the median costs, in milliseconds unless the key has another unit."""
     spec = specs_of(parse_arch("sm_90a"), ["mla_sm80"], query_dtype=["bf16"])[0]
     build = engine._build(spec, find_nvrtc())
     keys = [_other(engine.key_of(spec), number) for number in range(repeats)]

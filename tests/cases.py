@@ -1,4 +1,4 @@
-"""Named MLA decode problems, with poison in everything that must not be read."""
+"""MLA decode problems by name, with poison in all memory that must not be read."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.reference import (
 E4M3 = torch.float8_e4m3fn
 
 
-# Query and cache where a kernel may multiply e4m3 as such, by the query's dtype and the format.
+# Query and cache dtypes of the kernels with FP8 MMAs, by the query's dtype and the cache format.
 _STORED = {
     (E4M3, ""): (DType.E4M3, DType.E4M3),
     (E4M3, "fp8_per_token"): (DType.FP8_PER_TOKEN, DType.FP8_PER_TOKEN),
@@ -40,7 +40,7 @@ _STORED = {
 
 @dataclass(frozen=True, kw_only=True)
 class MlaCase:
-    """One problem; ``q_lens`` makes it ragged, else every request has ``q_len`` query tokens."""
+    """One problem; ``q_lens`` makes it ragged, else every sequence has ``q_len`` query tokens."""
 
     name: str
     seq_lens: tuple[int, ...]
@@ -50,7 +50,7 @@ class MlaCase:
     page_size: int = 64
     dtype: torch.dtype = torch.bfloat16  # of the query
     kv_format: str = (
-        ""  # "e4m3" under another query, "fp8_ds_mla", "fp8_per_token"; else as the query
+        ""  # "e4m3" under a 16-bit query, "fp8_ds_mla", "fp8_per_token"; default: the query's dtype
     )
     kv_lora_rank: int = 512
     qk_rope_head_dim: int = 64
@@ -58,16 +58,16 @@ class MlaCase:
     output_scale: float = 1.0
     with_sinks: bool = False
     query_magnitude: float = 1.0
-    spare_pages: int = 3  # columns of the block table past the longest request
-    cache_form: str = "3-D"  # "[P,1,ps,d]", "[P,ps,1,d]" or "strided" too
+    spare_pages: int = 3  # columns of the block table past the longest sequence
+    cache_layout: str = "3-D"  # or "[P,1,ps,d]", "[P,ps,1,d]", "strided"
     top_k: int = 0
     with_top_k_lens: bool = False
-    values: str = "shared"  # "other pages" of the cache, or pages of an "other cache"
+    values: str = "shared"  # or "other pages" of the cache, or pages of an "other cache"
     seed: int = 0
-    # What FlashInfer's first signature cannot say:
-    parts_apart: bool = False  # latent and rope in tensors of their own, in query and cache
-    flat_tables: bool = False  # page ids in a row, with the place where each request's begin
-    scales: str = ""  # of an e4m3 cache under another query: "two", or "for 128 elements"
+    # Beyond ``trtllm_batch_decode_with_kv_cache_mla``:
+    separate_rope: bool = False  # latent and rope in tensors of their own, in query and cache
+    flat_tables: bool = False  # page ids in one dimension with kv_indptr
+    scales: str = ""  # of an e4m3 cache under a 16-bit query: "two", or "for 128 elements"
     bias: str = ""  # "one for all heads", or "for each head"
     is_causal: bool = True
     scores_take_bmm2: bool = False
@@ -76,22 +76,22 @@ class MlaCase:
         return self.name
 
     @property
-    def has_door(self) -> bool:
-        """Whether ``trtllm_batch_decode_with_kv_cache_mla`` has words for it."""
-        unusual = (self.parts_apart, self.flat_tables, self.scales, self.bias)
+    def has_trtllm_entry_point(self) -> bool:
+        """Whether ``trtllm_batch_decode_with_kv_cache_mla`` has arguments for it."""
+        unusual = (self.separate_rope, self.flat_tables, self.scales, self.bias)
         other_form = self.kv_format == "fp8_per_token" or self.values == "other cache"
         return not any(unusual) and not other_form and self.is_causal and not self.scores_take_bmm2
 
     def build(self, device: str) -> MlaProblem:
-        """Return tensors on ``device`` and what is needed to check a result."""
+        """Return the tensors on ``device`` and the data for checking a result."""
         from tests.mla_build import build
 
         return build(self, device)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seen:
-    """What one query token sees, float64 on the CPU; a token seen twice counts twice."""
+class VisibleTokens:
+    """Tokens that one query token attends to, float64 on the CPU; a repeated token counts twice."""
 
     query: torch.Tensor  # [heads, d]
     keys: torch.Tensor  # [n, d]
@@ -102,7 +102,7 @@ class Seen:
 
 @dataclass(frozen=True, kw_only=True)
 class MlaProblem:
-    """The tensors of a case, and what each query token sees."""
+    """The tensors of a case, and the tokens that each query token attends to."""
 
     case: MlaCase
     query: torch.Tensor
@@ -112,12 +112,14 @@ class MlaProblem:
     sinks: torch.Tensor | None
     cum_seq_lens_q: torch.Tensor | None
     top_k_lens: torch.Tensor | None
-    seen: list[Seen] = field(repr=False)
-    rare: dict[str, Any] = field(repr=False)  # fields of MlaArgs beyond the first signature
+    visible: list[VisibleTokens] = field(repr=False)
+    extra_args: dict[str, Any] = field(
+        repr=False
+    )  # fields of MlaArgs beyond the TensorRT-LLM signature
 
     @property
     def q_lens(self) -> tuple[int, ...]:
-        """Query tokens of each request."""
+        """Query tokens of each sequence."""
         return self.case.q_lens or (self.case.q_len,) * len(self.case.seq_lens)
 
     def arguments(self, **changes: Any) -> dict[str, Any]:
@@ -148,38 +150,38 @@ class MlaProblem:
         return arguments | changes
 
     def inputs(self, **changes: Any) -> MlaArgs:
-        """Return the same, and what that signature has no words for, as the inputs of a call."""
+        """Return the same as the arguments of a call, with those beyond that signature."""
         arguments = self.arguments()
         known = {name: arguments[name] for name in arguments if name in MlaArgs._fields}
         if self.case.values == "other pages":
             known["value_cache"] = self.kv_cache
         known |= {"top_k": self.case.top_k, "top_k_lens": self.top_k_lens}
-        return MlaArgs(**known | self.rare | changes)
+        return MlaArgs(**known | self.extra_args | changes)
 
     @property
     def math_dtype(self) -> torch.dtype:
-        """What a kernel multiplies with."""
+        """Element type of the MMA."""
         if self.case.kv_format == "fp8_per_token":
             return torch.bfloat16
         if self.case.dtype is not E4M3:
             return self.case.dtype
-        rounds = self._e4m3_kernel is not None and self._e4m3_kernel.p_dtype is DType.E4M3
+        rounds = self._fp8_mma_spec is not None and self._fp8_mma_spec.p_dtype is DType.E4M3
         return E4M3 if rounds else torch.float16
 
     @property
-    def _hopper(self) -> Arch | None:
-        """The architecture, if calls may take a kernel made for Hopper."""
+    def _sm90_arch(self) -> Arch | None:
+        """The architecture, if calls may use an sm90 kernel."""
         settings = current_settings()
         if self.query.device.type != "cuda" or settings.mla_kernel == "sm80":
             return None
         return arch_of_device(self.query.device.index or 0)
 
     @property
-    def _e4m3_kernel(self) -> MlaSm90Spec | None:
-        """The kernel that calls may take which multiplies e4m3 as such."""
+    def _fp8_mma_spec(self) -> MlaSm90Spec | None:
+        """The kernel with FP8 MMAs that calls may use."""
         case = self.case
         stored = _STORED.get((case.dtype, case.kv_format))
-        if stored is None or self._hopper is None:
+        if stored is None or self._sm90_arch is None:
             return None
         query_dtype, kv_dtype = stored
         variant = MlaVariant(
@@ -192,12 +194,12 @@ class MlaProblem:
             values="shared" if case.values == "shared" else "separate",
             mask="bias" if case.bias else "causal",
         )
-        return mla_sm90_kernel(self._hopper, variant, 1, current_settings().mla_p_dtype)
+        return mla_sm90_kernel(self._sm90_arch, variant, 1, current_settings().mla_p_dtype)
 
     @property
     def _score_sums(self) -> tuple[tuple[int, int], ...]:
-        """Dims of each sum of scores in e4m3, and its steps of 32 products."""
-        kernel = self._e4m3_kernel
+        """Dims of each FP8 score accumulation, and its MMA steps of 32 elements."""
+        kernel = self._fp8_mma_spec
         if kernel is None:
             return ()
         if not isinstance(kernel, MlaSm90Fp8KvSpec):
@@ -207,23 +209,23 @@ class MlaProblem:
         return (*latent, (64, 2 * parts)) if kernel.variant.kv_dtype is DType.E4M3 else latent
 
     def expected(self) -> Attention:
-        """Return what float64 gives: out ``[tokens, heads, dim]`` and LSE ``[tokens, heads]``."""
+        """Return the float64 result: out ``[tokens, heads, dim]`` and LSE ``[tokens, heads]``."""
         case = self.case
-        has_scales = bool(case.scales) or case.kv_format.startswith("packed")
+        has_scales = bool(case.scales) or case.kv_format.startswith("fp8_")
         parts = []
-        for seen in self.seen:
-            # A token seen n times is one with n times the weight.
-            bias = seen.counts.log()[None]
+        for tokens in self.visible:
+            # A token repeated n times has n times the weight.
+            bias = tokens.counts.log()[None]
             parts.append(
                 attend(
-                    seen.query,
-                    seen.keys,
-                    seen.values,
+                    tokens.query,
+                    tokens.keys,
+                    tokens.values,
                     score_scale=case.score_scale
                     * (case.output_scale if case.scores_take_bmm2 else 1.0),
                     output_scale=case.output_scale,
                     sinks=self.sinks.cpu() if self.sinks is not None else None,
-                    bias=bias if seen.bias is None else bias + seen.bias,
+                    bias=bias if tokens.bias is None else bias + tokens.bias,
                     rows_round_to=self.math_dtype if has_scales else None,
                     score_sums=self._score_sums,
                     rounds_weights_to_e4m3=self.math_dtype is E4M3,
@@ -240,6 +242,6 @@ class MlaProblem:
         assert_close(out.reshape(expected.out.shape), expected.out, tolerance, "out")
         if lse is not None:
             wanted = expected.lse * (math.log(2) if natural else 1.0)
-            wanted = wanted.float()  # which may be infinity
+            wanted = wanted.float()  # may be infinity
             tolerance = lse_tolerance(self.math_dtype, expected)
             assert_close(lse.reshape(wanted.shape), wanted, tolerance, "lse")

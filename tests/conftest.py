@@ -1,4 +1,4 @@
-"""Isolation: no test sees the user's cache, and GPU tests run only where there is a GPU."""
+"""Isolation: no test touches the user's cache, and GPU tests run only on a GPU."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import torch
 from mlagen import jit
 from mlagen.runtime import plan_mla_sm90
 from mlagen.settings import current_settings
-from tests.kernels import copy_templates, forget
+from tests.kernels import clear_caches, copy_templates
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# Modules that tests share assert for them.
+# Pytest rewrites the asserts of modules that tests share.
 pytest.register_assert_rewrite(
     *(f"tests.{path.stem}" for path in sorted(Path(__file__).parent.glob("*_semantics.py"))),
     *("tests.batch_mla_cases", "tests.cases", "tests.flare_problems", "tests.gqa_cases"),
@@ -27,7 +27,7 @@ pytest.register_assert_rewrite(
     *("tests.graph_replay", "tests.mla_build", "tests.reference"),
 )
 
-# Small tensors: threads that wait for each other cost more than they bring.
+# Tensors are small, so threads cost more in synchronization than they save.
 torch.set_num_threads(1)
 
 
@@ -36,9 +36,9 @@ def _wants_gpu(config: pytest.Config) -> bool:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark what lies in tests/gpu, and skip it where there is no GPU.
+    """Mark the tests in tests/gpu, and skip them without a GPU.
 
-    Where `make gpu` says that the machine has one, a torch that does not see it is an error.
+    Where `make gpu` expects a GPU, a torch that does not see it is an error.
     """
     if os.environ.get("HAS_GPU") and not torch.cuda.is_available() and _wants_gpu(config):
         raise pytest.UsageError("torch: expected to see the GPU of this machine, got none")
@@ -49,7 +49,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
 
 
-# From so many GPU tests on, compiling all kernels at once is faster than each when it is needed.
+# From this number of GPU tests on, compiling all kernels up front is faster than on demand.
 _MANY = 300
 
 
@@ -57,19 +57,26 @@ _MANY = 300
 def session_cache_dir(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """Return a cache folder that the tests of one run share, or of several at the same time."""
+    """Return a cache folder shared by the tests of a run, or of several concurrent runs."""
     if shared := os.environ.get("MLAGEN_TEST_CACHE"):
         return Path(shared)
     folder = tmp_path_factory.mktemp("kernels")
     if sum("gpu" in item.keywords for item in request.session.items) >= _MANY:
-        forms = ("--lookup", "paged,sparse", "--values", "shared,separate", "--mask", "causal,bias")
-        command = [sys.executable, "-m", "cache_tools", "prewarm", *forms]
+        filters = (
+            "--lookup",
+            "paged,sparse",
+            "--values",
+            "shared,separate",
+            "--mask",
+            "causal,bias",
+        )
+        command = [sys.executable, "-m", "cache_tools", "prewarm", *filters]
         environment = os.environ | {"MLAGEN_CACHE_DIR": str(folder)}
         subprocess.run(command, check=True, capture_output=True, cwd=ROOT, env=environment)
     return folder
 
 
-# What a user may have set, and a test sets if it wants it.
+# Settings of the user that tests must not inherit.
 OTHER_SETTINGS = (
     *("MLAGEN_CACHE_RO", "MLAGEN_TRUST_SHARED", "MLAGEN_CACHE_MAX_SIZE", "MLAGEN_TOOLCHAIN"),
     *("MLAGEN_JIT", "MLAGEN_RECORD", "MLAGEN_MLA_P_DTYPE", "MLAGEN_LOG"),
@@ -86,13 +93,13 @@ def cache_dir(tmp_path: Path) -> Path:
 def isolated_settings(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cache_dir: Path
 ) -> Iterator[None]:
-    """Point the cache and the locks into the test's own folder; GPU tests share one cache."""
+    """Point the cache and the locks to the test's own folder; GPU tests share one cache."""
     is_gpu_test = request.node.get_closest_marker("gpu") is not None
     folder = request.getfixturevalue("session_cache_dir") if is_gpu_test else cache_dir
-    # Small calls take the sm90 kernel too, and the tiles that large ones do.
+    # Small calls use the sm90 kernel too, with the tiles of large ones.
     if os.environ.get("MLAGEN_TEST_HOPPER") == "1":
-        monkeypatch.setattr(plan_mla_sm90, "LEAVES_SMALL_CALLS", False)
-        monkeypatch.setattr(plan_mla_sm90, "TAKES_SMALLER_TILES", False)
+        monkeypatch.setattr(plan_mla_sm90, "USES_SM80_FOR_SMALL_CALLS", False)
+        monkeypatch.setattr(plan_mla_sm90, "USES_SMALLER_TILES", False)
     # A busy machine must not add a warning to those that a test counts.
     monkeypatch.setattr(jit, "_SLOW_S", 120.0)
     for name in OTHER_SETTINGS:
@@ -110,9 +117,9 @@ def isolated_settings(
 
 @pytest.fixture
 def templates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Return a copy of the templates, which mlagen reads while the test runs."""
+    """Return a copy of the templates that mlagen reads during the test."""
     copy = copy_templates(tmp_path, monkeypatch)
-    forget()
+    clear_caches()
     yield copy
     monkeypatch.undo()
-    forget()
+    clear_caches()

@@ -1,4 +1,4 @@
-"""The generated pages of the documentation, from the tables and docstrings that they repeat."""
+"""Generators of the documentation pages that repeat tables and docstrings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.doc_text import markdown, paragraphs, sentences, table
 
 API_SOURCES = """\
 This page is generated from signatures and docstrings. The exceptions are on
-[a page of their own](errors.md), and the dtypes, dimensions and page sizes that a call may have in
+[their own page](errors.md), and the supported dtypes, dimensions and page sizes in
 [the support table](support.md)."""
 
 MASKS = (
@@ -74,7 +74,7 @@ GENERATED: dict[str, Callable[[], str]] = {
 def _callable(
     module: str, documented: Callable[..., Any], methods: tuple[str, ...] = ()
 ) -> Iterator[str]:
-    """Yield a function, or a class that is made by a call, and those of its methods."""
+    """Yield the section of a function, or of a class and some of its methods."""
     name = documented.__name__
     yield f"## `{module}.{name}`\n"
     yield from _signature(name, documented)
@@ -109,12 +109,12 @@ def _signature(name: str, documented: Callable[..., Any]) -> Iterator[str]:
 def _mask_row(kind: type) -> dict[str, str]:
     assert dataclasses.is_dataclass(kind)
     names = ", ".join(field.name for field in dataclasses.fields(kind))
-    told = " ".join(sentences(markdown((inspect.getdoc(kind) or "").replace("\n\n", "\n"))))
-    return {"mask": f"`{kind.__name__}({names})`", "what it says": told}
+    meaning = " ".join(sentences(markdown((inspect.getdoc(kind) or "").replace("\n\n", "\n"))))
+    return {"mask": f"`{kind.__name__}({names})`", "rule": meaning}
 
 
 def _fields(kind: type) -> Iterator[str]:
-    """Yield a dataclass that calls return: its fields as they are written, its methods."""
+    """Yield the section of a returned dataclass: its fields as in the source, its methods."""
     assert dataclasses.is_dataclass(kind)
     source = inspect.getsource(kind).partition("\n    def ")[0]
     fields = re.search(r'"""\n\n(?P<fields>.*)', source, re.DOTALL)
@@ -131,7 +131,7 @@ def _fields(kind: type) -> Iterator[str]:
 
 
 def _docstring(documented: object) -> Iterator[str]:
-    """Yield a docstring in NumPy's form as Markdown, one sentence to a line."""
+    """Yield a NumPy docstring as Markdown, one sentence per line."""
     docstring = inspect.getdoc(documented) or ""
     text, *sections = re.split(r"^(\w+)\n-{3,}\n", docstring, flags=re.MULTILINE)
     yield from paragraphs(text)

@@ -1,4 +1,4 @@
-"""Shell sessions as pages show them: run again, and compared with what is shown."""
+"""Shell sessions of the pages: run again, and compared with the shown output."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import NamedTuple
 from mlagen.compiler.toolchain import find_nvrtc
 from tests.doc_text import ROOT, Block
 
-# What differs from machine to machine, from run to run and from one edit of a template to another.
+# Parts of the output that differ between machines, runs and edits of templates.
 UNSTABLE = (
     (r"\b(?:[0-9a-f]{64}|(?=[a-f]*\d)[0-9a-f]{8})\b", "KEY"),
     (r"(?:~|(?<![\w./])/[\w.-]+)(?:/[\w.+-]+)+", "FOLDER"),
@@ -28,7 +28,7 @@ UNSTABLE = (
     (r"\s+", " "),
 )
 
-# What the CUDA major version of the installed cuda-bindings decides.
+# Parts that depend on the CUDA major version of the installed cuda-bindings.
 OF_CUDA = (
     (r"libnvrtc\.so\.\d+", "libnvrtc.so.MAJOR"),
     (r"cuda-bindings \d+", "cuda-bindings MAJOR"),
@@ -38,14 +38,14 @@ OF_CUDA = (
 
 
 def of_any_cuda(line: str) -> str:
-    """Return a line of output as it is with any CUDA."""
+    """Return a line of output independent of the CUDA version."""
     for pattern, name in OF_CUDA:
         line = re.sub(pattern, name, line)
     return line
 
 
 def stable(line: str) -> str:
-    """Return a line of output without what is nobody's promise."""
+    """Return a line of output without its unstable parts."""
     for pattern, name in UNSTABLE:
         line = re.sub(pattern, name, line)
     return of_any_cuda(line).strip()
@@ -57,11 +57,11 @@ class Shell:
     Parameters
     ----------
     folder : Path
-        Where the command is put.
+        Folder of the command's script.
     site : Path or None
         A folder to import from in place of this Python's own installation.
     changes : str
-        Variables of the environment.
+        Environment variables.
     """
 
     def __init__(self, folder: Path, *, site: Path | None = None, **changes: str) -> None:
@@ -79,7 +79,7 @@ class Shell:
         }
 
     def run(self, command: str, shown: list[str], *, folder: Path | None = None) -> list[str]:
-        """Run a command of a page; return what it printed, and learn the keys that it shows.
+        """Run a command of a page; return its output, and record the keys that it shows.
 
         A command that fails prints its exit code in a last line.
         """
@@ -96,9 +96,9 @@ class Shell:
         printed = run.stdout.splitlines()
         for line in shown:
             keys = re.findall(UNSTABLE[0][0], line)
-            like = [other for other in printed if stable(other) == stable(line)]
-            if keys and len(like) == 1:
-                self.keys |= zip(keys, re.findall(UNSTABLE[0][0], like[0]), strict=True)
+            matching = [other for other in printed if stable(other) == stable(line)]
+            if keys and len(matching) == 1:
+                self.keys |= zip(keys, re.findall(UNSTABLE[0][0], matching[0]), strict=True)
         return printed
 
 
@@ -106,7 +106,7 @@ _PROMPT = re.compile(r"(\w*)\$ (.+)")
 
 
 class Session(NamedTuple):
-    """A command of a console block: the prompt's first word, and the lines that are shown."""
+    """A command of a console block: the machine of its prompt, and the shown output."""
 
     machine: str
     command: str
@@ -114,7 +114,7 @@ class Session(NamedTuple):
 
 
 def sessions_of(block: Block) -> list[Session]:
-    """Return the commands of a console block; a prompt is ``$``, or ``name$`` of a machine."""
+    """Return the commands of a console block; a prompt is ``$``, or ``name$`` for a machine."""
     sessions: list[Session] = []
     for line in block.text.splitlines():
         if prompt := _PROMPT.match(line):
@@ -125,9 +125,9 @@ def sessions_of(block: Block) -> list[Session]:
 
 
 class Shells:
-    """The shells of a page, one for each machine that its prompts name.
+    """The shells of a page, one per machine that its prompts name.
 
-    Machines have a cache of their own each, work in one folder, and ``serve`` has no NVRTC.
+    Each machine has its own cache, all work in one folder, and ``serve`` has no NVRTC.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -135,7 +135,7 @@ class Shells:
         self._shells: dict[str, Shell] = {}
 
     def run(self, session: Session) -> list[str]:
-        """Run a command on its machine; return what it printed, in terms of the page."""
+        """Run a command on its machine; return its output with the paths of the page."""
         if session.machine not in self._shells:
             self._shells[session.machine] = self._shell(session.machine)
         shell = self._shells[session.machine]
@@ -152,7 +152,7 @@ class Shells:
         return output
 
     def rewritten(self, page: str, outputs: list[list[str]]) -> str:
-        """Return a page with what the commands of its console blocks printed."""
+        """Return a page with the actual output of its console blocks."""
         lines, left, is_console, is_output = [], list(outputs), False, False
         for line in page.splitlines():
             if line.startswith("```"):
@@ -178,7 +178,7 @@ class Shells:
 
 
 def _site_without_nvrtc(folder: Path) -> Path:
-    """Return a folder with everything that is installed here but NVIDIA's libraries."""
+    """Return a folder with all installed packages except NVIDIA's libraries."""
     folder.mkdir()
     for installed in dict.fromkeys((get_path("purelib"), get_path("platlib"))):
         for path in Path(installed).iterdir():

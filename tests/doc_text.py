@@ -1,4 +1,4 @@
-"""The project's pages as tests read them: prose by line, fenced blocks, links."""
+"""Parser of the project's pages: prose by line, fenced blocks, links."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SENTENCE_END = re.compile(r"(?<!e\.g\.)(?<!i\.e\.)(?<=[.?!])[*_)]*\s+(?=[A-Z0-9
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: its language, its text, and the line of the page that it begins on."""
+    """A fenced block: its language, its text, and its first line on the page."""
 
     language: str
     text: str
@@ -47,29 +47,29 @@ def blocks_of(text: str) -> list[Block]:
 
 
 def without_blocks(text: str) -> str:
-    """Return a page with its fenced blocks emptied; every line stays where it is."""
+    """Return a page with its fenced blocks emptied; line numbers do not change."""
     return _FENCE.sub(lambda match: "\n" * match[0].count("\n"), text)
 
 
 def links_of(text: str) -> list[str]:
-    """Return the targets of the links of a page that stay within the project."""
+    """Return the link targets of a page within the project."""
     targets = [match["target"] for match in _LINK.finditer(without_blocks(text))]
     return [target for target in targets if not target.startswith(("https://", "#unreleased"))]
 
 
 def anchors_of(text: str) -> set[str]:
-    """Return what the headings of a page can be linked as."""
+    """Return the anchors of the headings of a page."""
     headings = [match["text"].lower() for match in _HEADING.finditer(without_blocks(text))]
     return {re.sub(r"[^\w\s-]", "", heading).strip().replace(" ", "-") for heading in headings}
 
 
 def sentences(prose: str) -> list[str]:
-    """Return the sentences of a text, whatever lines it is written on."""
+    """Return the sentences of a text, across line breaks."""
     return _SENTENCE_END.sub("\n", " ".join(prose.split())).split("\n")
 
 
 def badly_broken_lines(text: str) -> list[str]:
-    """Return the lines of prose that hold two sentences, or end within one."""
+    """Return the lines of prose with two sentences or an incomplete one."""
     bad = []
     lines = [*without_blocks(text).splitlines(), ""]
     for number, (line, following) in enumerate(pairwise(lines), start=1):
@@ -83,7 +83,7 @@ def badly_broken_lines(text: str) -> list[str]:
 
 
 def paragraphs(text: str) -> Iterator[str]:
-    """Yield paragraphs of prose as lines of Markdown, one sentence to a line."""
+    """Yield paragraphs of prose as lines of Markdown, one sentence per line."""
     for paragraph in text.strip().split("\n\n"):
         yield from sentences(markdown(paragraph))
         yield ""
@@ -95,7 +95,7 @@ def markdown(text: str) -> str:
 
 
 def table(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """Yield a table of Markdown whose head is the keys of the rows."""
+    """Yield a Markdown table; its header is the keys of the rows."""
     yield f"| {' | '.join(rows[0])} |"
     yield f"|{'---|' * len(rows[0])}"
     for row in rows:

@@ -1,4 +1,4 @@
-"""What calls written for FlashInfer rely on, on every device."""
+"""Tests of FlashInfer compatibility for every device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.gqa_semantics import decode as decode_gqa
 from tests.mla_semantics import decode, decode_with_lse
 from tests.xqa_semantics import run_xqa
 
-# Keywords that ask for what changes no result.
+# Keywords that change no result.
 NO_OPS: dict[str, tuple[Any, ...]] = {
     "skip_softmax_threshold_scale_factor": (0.0, 0.5, 1e39, -1),
     "use_fp16_softmax": (True, False, 1),
@@ -33,7 +33,7 @@ _HALVES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=
 
 
 class DropInSemantics:
-    """The tests; a subclass names the device."""
+    """Device-independent tests; a subclass sets the device."""
 
     device: ClassVar[str]
 
@@ -41,8 +41,10 @@ class DropInSemantics:
         ("keyword", "value"), [(keyword, value) for keyword in NO_OPS for value in NO_OPS[keyword]]
     )
     @pytest.mark.parametrize("case", [_SINGLE, _SPARSE], ids=["dense", "sparse"])
-    def test_a_keyword_changes_no_bit(self, case: MlaCase, keyword: str, value: object) -> None:
-        """A keyword that asks for less exactness, or for an implementation, changes nothing."""
+    def test_a_tuning_keyword_changes_no_bit(
+        self, case: MlaCase, keyword: str, value: object
+    ) -> None:
+        """Keywords for lower precision or for an implementation change nothing."""
         problem = case.build(self.device)
 
         results = decode_with_lse(problem, **{keyword: value})
@@ -50,8 +52,8 @@ class DropInSemantics:
         assert all(map(torch.equal, results, decode_with_lse(problem)))
 
     @pytest.mark.parametrize("dtype", [torch.uint8, torch.int32])
-    def test_a_counter_buffer_is_left_alone(self, dtype: torch.dtype) -> None:
-        """Calls accept the buffer, on the fast path too, change no bit and write none of it."""
+    def test_a_semaphore_buffer_is_not_written(self, dtype: torch.dtype) -> None:
+        """Calls accept the buffer, also on the fast path; buffer and result keep every bit."""
         problem = _SINGLE.build(self.device)
         buffer = torch.full((4096,), 7, dtype=dtype, device=self.device)
         out = torch.empty(2, 1, 16, 512, dtype=torch.bfloat16, device=self.device)
@@ -66,11 +68,11 @@ class DropInSemantics:
         assert (buffer == 7).all()
 
     @pytest.mark.parametrize("lens", [[[5, 70], [1000, -3]], [[0, 1], [69, 2]]], ids=["odd", "few"])
-    @pytest.mark.parametrize("is_flat", [True, False], ids=["flat", "by request"])
-    def test_backend_sparse_takes_lengths_of_lists(
+    @pytest.mark.parametrize("is_flat", [True, False], ids=["flat", "by sequence"])
+    def test_backend_sparse_takes_topk_lengths(
         self, lens: list[list[int]], *, is_flat: bool
     ) -> None:
-        """`seq_lens` of that backend says how many entries each query token looks at."""
+        """With that backend `seq_lens` is the number of valid top-k indices per query token."""
         problem = _SPARSE.build(self.device)
         lengths = torch.tensor(lens, dtype=torch.int32, device=self.device)
 
@@ -82,8 +84,8 @@ class DropInSemantics:
         assert all(map(torch.equal, results, expected))
 
     @pytest.mark.parametrize("backend", ["auto", "sparse"])
-    def test_without_lengths_whole_lists_count(self, backend: str) -> None:
-        """`seq_lens` of None has every query token look at all entries of its list."""
+    def test_without_lengths_all_topk_indices_count(self, backend: str) -> None:
+        """`seq_lens` of None attends to all top-k indices."""
         problem = _SPARSE.build(self.device)
         whole = torch.full((4,), 70, dtype=torch.int32, device=self.device)
         expected = decode_with_lse(problem, sparse_mla_top_k_lens=whole)
@@ -91,13 +93,13 @@ class DropInSemantics:
         results = decode_with_lse(problem, backend=backend, seq_lens=None)
 
         assert all(map(torch.equal, results, expected))
-        if backend == "sparse":  # which looks at no lengths of requests either
+        if backend == "sparse":  # which reads no sequence lengths either
             few = torch.ones(2, dtype=torch.int32, device=self.device)
             results = decode_with_lse(problem, backend=backend, seq_lens=few)
             assert all(map(torch.equal, results, expected))
 
-    def test_ragged_lists_without_lengths(self) -> None:
-        """So it is where requests have different numbers of query tokens."""
+    def test_ragged_topk_indices_without_lengths(self) -> None:
+        """`seq_lens` of None works for ragged query lengths, too."""
         case = MlaCase(name="", seq_lens=(300, 300), q_lens=(1, 3), top_k=70)
         problem = case.build(self.device)
         whole = torch.full((4,), 70, dtype=torch.int32, device=self.device)
@@ -107,7 +109,7 @@ class DropInSemantics:
         assert torch.equal(out, decode(problem, sparse_mla_top_k_lens=whole))
 
     def test_backend_sparse_with_one_query_token(self) -> None:
-        """There lengths of requests and of lists mean the same."""
+        """Sequence lengths and top-k lengths are then the same."""
         case = MlaCase(name="", seq_lens=(300, 3), kv_format="fp8_ds_mla", top_k=70)
         problem = case.build(self.device)
 
@@ -117,7 +119,7 @@ class DropInSemantics:
 
     @_HALVES
     def test_sinks_of_16_bits(self, dtype: torch.dtype) -> None:
-        """They are the numbers that they hold, in every entry point that has sinks."""
+        """16-bit sinks count as their values, in every entry point with sinks."""
         mla = MlaCase(name="", seq_lens=(70, 3), with_sinks=True).build(self.device)
         gqa = GqaCase(name="", seq_lens=(70, 3), sink=3.0).build(self.device)
         assert mla.sinks is not None
@@ -129,11 +131,11 @@ class DropInSemantics:
             assert torch.equal(decode(mla, sinks=sinks), decode(mla, sinks=wide))
         for run_one in (decode_gqa, run_xqa):
             expected = run_one(gqa, sinks=wide_of_gqa)
-            for _ in range(3):  # the fast path sees new memory at each call
+            for _ in range(3):  # the fast path gets new memory at each call
                 assert torch.equal(run_one(gqa, sinks=of_gqa), expected)
 
     def test_a_bf16_output_of_an_fp16_query(self) -> None:
-        """`out` of bf16 holds what the call gives in fp16, rounded once more."""
+        """A bf16 `out` holds the fp16 result, rounded once more."""
         problem = MlaCase(name="", seq_lens=(70, 3), dtype=torch.float16).build(self.device)
         out = torch.empty(2, 16, 512, dtype=torch.bfloat16, device=self.device)
 
@@ -142,8 +144,8 @@ class DropInSemantics:
             assert decode(problem, out=out) is out
             assert torch.equal(out, decode(problem)[:, 0].bfloat16())
 
-    def test_a_base_by_its_position(self) -> None:
-        """`return_lse_base` is the last argument, by position too."""
+    def test_return_lse_base_is_positional(self) -> None:
+        """`return_lse_base` is the last positional argument."""
         problem = _SINGLE.build(self.device)
         function: Any = mlagen.mla.trtllm_batch_decode_with_kv_cache_mla
         parameters = inspect.signature(function).parameters
@@ -155,7 +157,7 @@ class DropInSemantics:
         expected = decode_with_lse(problem, return_lse_base="basee")
         assert all(map(torch.equal, function(*positional), expected))
 
-    def test_query_tokens_left_open(self) -> None:
+    def test_q_len_per_req_of_none(self) -> None:
         """`q_len_per_req` of None is one query token."""
         problem = GqaCase(name="", seq_lens=(70, 3)).build(self.device)
 
@@ -165,15 +167,15 @@ class DropInSemantics:
 
     @pytest.mark.parametrize("metadata", ["cpu", None], ids=["on the host", "beside the query"])
     def test_offsets_longer_than_the_batch(self, metadata: str | None) -> None:
-        """Of both `indptr` what follows the requests of `kv_len_arr` is not looked at."""
+        """Entries of both `indptr` past the sequences of `kv_len_arr` are ignored."""
         problem = SOME.build(self.device)
 
         wrapper = wrapper_of(problem, metadata=metadata, **_longer(problem, metadata))
 
         problem.check(run(wrapper, problem))
 
-    def test_longer_offsets_in_the_buffers_of_a_graph(self) -> None:
-        """So it is of the buffers that a graph reads."""
+    def test_longer_offsets_in_cuda_graph_buffers(self) -> None:
+        """The buffers of a CUDA graph wrapper may be longer, too."""
         problem = SOME.build(self.device)
         sizes = {"qo_indptr": 9, "kv_indptr": 6, "kv_indices": 99, "kv_len_arr": 4}
         buffers: dict[str, Any] = {
@@ -190,8 +192,8 @@ class DropInSemantics:
 
 
 def _longer(problem: MlaProblem, metadata: str | None) -> dict[str, Any]:
-    """Return the offsets of a plan with entries behind them that no offsets could have."""
+    """Return the offsets of a plan followed by invalid entries."""
     given = plan_arguments(problem, metadata=metadata)
     names = ("qo_indptr", "kv_indptr")
-    wild = torch.tensor([-7, 2**31 - 1, 0], dtype=torch.int32, device=given["qo_indptr"].device)
-    return {name: torch.cat([given[name], wild]) for name in names}
+    invalid = torch.tensor([-7, 2**31 - 1, 0], dtype=torch.int32, device=given["qo_indptr"].device)
+    return {name: torch.cat([given[name], invalid]) for name in names}

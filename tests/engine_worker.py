@@ -1,7 +1,7 @@
-"""A process that asks the engine for one real kernel, together with others.
+"""A process that requests one real kernel from the engine, concurrently with others.
 
-It says it is ready, waits for the file ``go``, and prints the digest of the bytes it got. What it
-logs on the way, every process appends to ``FOLDER/log``: ``PID compiling ...``.
+It reports ready, waits for the file ``go``, and prints the digest of the cubin. Every process
+appends its log to ``FOLDER/log``: ``PID compiling ...``.
 Usage: python -m tests.engine_worker FOLDER
 """
 
@@ -19,7 +19,7 @@ from tests.kernels import WIDE_DECODE
 
 
 def main(folder: Path) -> None:
-    """Ask for the kernel and print the SHA-256 of its machine code."""
+    """Request the kernel and print the SHA-256 of its cubin."""
     logging.basicConfig(
         filename=folder / "log", filemode="a", level=logging.INFO, format="%(process)d %(message)s"
     )

@@ -1,4 +1,4 @@
-"""A machine that knows the answers of a benchmark, where there is no GPU to measure."""
+"""Fake machine of the benchmark: fixed results without a GPU."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ FAILED = Outcome(problem="RuntimeError: no memory")
 
 @dataclass
 class FakeMachine:
-    """Answers with ``mlagen`` and ``flashinfer`` for every case, and notes what it was asked."""
+    """Returns ``mlagen`` and ``flashinfer`` for every case, and records the calls."""
 
     mlagen: Callable[[Case], Outcome] = lambda _: RIGHT
     flashinfer: Callable[[Case], Outcome] | None = None
-    asked: list[str] = field(default_factory=list)
+    calls: list[str] = field(default_factory=list)
 
     def facts(self) -> dict[str, str | None]:
-        """Return what a GPU says of itself."""
+        """Return the facts of a GPU."""
         version = None if self.flashinfer is None else "0.7.2"
         return {"gpu": "NVIDIA H200", "torch": "2.11.0", "flashinfer": version}
 
     def ceilings(self, *, with_fp8: bool) -> Ceilings:
         """Return round numbers."""
-        self.asked.append("ceilings with fp8" if with_fp8 else "ceilings")
+        self.calls.append("ceilings with fp8" if with_fp8 else "ceilings")
         fp8 = 1600.0 if with_fp8 else None
         return Ceilings(read_gb_s=4000.0, bf16_tflop_s=800.0, fp8_tflop_s=fp8)
 
     def measure(self, case: Case) -> Measured:
-        """Return the answers."""
-        self.asked.append(case.label)
+        """Return the fixed results."""
+        self.calls.append(case.label)
         theirs = None if self.flashinfer is None else self.flashinfer(case)
         return Measured(case=case, input_sets=1, mlagen=self.mlagen(case), flashinfer=theirs)

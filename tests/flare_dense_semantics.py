@@ -1,4 +1,4 @@
-"""What flare_mla_decoding promises over keys in one dense tensor, on every device."""
+"""Tests of flare_mla_decoding over dense keys, for every device."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from tests.reference import assert_close, attend, output_tolerance, stack
 
 
 class FlareDenseSemantics:
-    """The tests; a subclass names the device."""
+    """Device-independent tests; a subclass sets the device."""
 
     device: ClassVar[str]
 
     @pytest.mark.parametrize("name", MASKS)
     @pytest.mark.parametrize("q_len", [1, 3])
     def test_every_mask_over_dense_keys(self, q_len: int, name: str) -> None:
-        """Dense keys are those of every request, the new tokens the last of them."""
+        """Dense keys belong to all sequences, the new tokens are the last of them."""
         rule, batch, num_keys, heads = MASKS[name], 6, 37, 4
         generator = torch.Generator().manual_seed(q_len)
         k = torch.randn(batch, num_keys, 1, 576, generator=generator).bfloat16()
@@ -57,8 +57,8 @@ class FlareDenseSemantics:
         tolerance = output_tolerance(torch.bfloat16, wanted)
         assert_close(out.flatten(0, 1), wanted.out, tolerance, "out")
 
-    def test_dense_keys_of_packed_rows(self) -> None:
-        """Dense keys may be packed rows with their scales, and lie apart in memory."""
+    def test_dense_keys_in_fp8_per_token(self) -> None:
+        """Dense keys may be fp8_per_token with their scales, and strided."""
         case = flare_case(
             seq_lens=(33, 33), q_lens=(2, 2), page_size=33, kv_format="fp8_per_token", spare_pages=0
         )
@@ -74,15 +74,15 @@ class FlareDenseSemantics:
             CausalMask(),
             None,
             SCALE,
-            q_scale=problem.rare["query_scales"].view(2, 2),
+            q_scale=problem.extra_args["query_scales"].view(2, 2),
             per_token_scale_rope_aware=True,
-            kv_scales=problem.rare["kv_scales"][pages],
+            kv_scales=problem.extra_args["kv_scales"][pages],
         )
 
         check(problem, rule, out.flatten(0, 1))
 
     def test_dense_keys_with_padding(self) -> None:
-        """With lengths, the tokens before the padding are the last of the keys."""
+        """With lengths, the tokens before the padding are the last keys."""
         case = flare_case(seq_lens=(33, 33, 33), q_lens=(2, 0, 3), page_size=33, spare_pages=0)
         problem, rule = case.build(self.device), MASKS["window of 3"]
         k = problem.kv_cache[problem.block_tables[:, 0].long()].unsqueeze(2)
@@ -98,8 +98,8 @@ class FlareDenseSemantics:
         check(problem, rule, out[padded.is_token])
         assert (out[~padded.is_token] == 0).all()
 
-    def test_dense_keys_of_nothing(self) -> None:
-        """Requests without keys give zeros."""
+    def test_empty_dense_keys(self) -> None:
+        """Sequences without keys give zeros."""
         q = torch.randn(2, 3, 4, 576, device=self.device).bfloat16()
         k = torch.zeros(2, 0, 1, 576, device=self.device).bfloat16()
 

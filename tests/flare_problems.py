@@ -1,4 +1,4 @@
-"""Problems of flare_mla_decoding, ragged and padded, and what float64 gives for them."""
+"""Problems of flare_mla_decoding, ragged and padded, and their float64 results."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tests.reference import Attention, assert_close, attend, output_tolerance, s
 
 
 def flare_case(**facts: Any) -> MlaCase:
-    """Return a case of requests with different new tokens, all of which are seen by default."""
-    sound: dict[str, Any] = {
+    """Return a ragged case, unmasked by default."""
+    defaults: dict[str, Any] = {
         "name": "",
         "seq_lens": (40, 5, 100, 7, 0, 65),
         "q_lens": (2, 1, 5, 0, 0, 3),
@@ -26,7 +26,7 @@ def flare_case(**facts: Any) -> MlaCase:
         "score_scale": SCALE,
         "is_causal": False,
     }
-    return MlaCase(**sound | facts)
+    return MlaCase(**defaults | facts)
 
 
 RAGGED = flare_case()
@@ -43,7 +43,7 @@ FORMATS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Padded:
-    """A ragged problem in rows of the same number of tokens, the padding of NaN."""
+    """A ragged problem padded to one query length, with NaN as padding."""
 
     query: torch.Tensor
     valid: torch.Tensor
@@ -52,7 +52,7 @@ class Padded:
 
 
 def cached_lengths(problem: MlaProblem) -> torch.Tensor:
-    """Return the tokens of each request before its new ones."""
+    """Return the KV length of each sequence before its new tokens."""
     assert problem.cum_seq_lens_q is not None
     return problem.seq_lens - problem.cum_seq_lens_q.diff()
 
@@ -60,17 +60,17 @@ def cached_lengths(problem: MlaProblem) -> torch.Tensor:
 def decode(
     problem: MlaProblem, rule: Rule, *, padded: Padded | None = None, **changes: Any
 ) -> torch.Tensor:
-    """Return the output for a problem under a mask, ragged unless changed."""
-    case, rare = problem.case, problem.rare
+    """Return the output for a problem under a mask, ragged by default."""
+    case, extra_args = problem.case, problem.extra_args
     batch = len(case.seq_lens)
     cache: dict[str, Any] = {
         "blocks": problem.kv_cache,
         "block_table": problem.block_tables,
         "cache_lengths": cached_lengths(problem),
-        "scales": rare.get("kv_scales"),
+        "scales": extra_args.get("kv_scales"),
     }
     cache = {name: changes.pop(name, value) for name, value in cache.items()}
-    q_scale = padded.scales if padded is not None else rare.get("query_scales")
+    q_scale = padded.scales if padded is not None else extra_args.get("query_scales")
     arguments: dict[str, Any] = {
         "q": problem.query,
         "k": PagedKVCache(**cache),
@@ -85,25 +85,25 @@ def decode(
 
 
 def placed(problem: MlaProblem) -> tuple[list[int], list[int], list[int]]:
-    """Return the request of each token, which of it the token is, and the length of the request."""
-    requests = [r for r, count in enumerate(problem.q_lens) for _ in range(count)]
+    """Return the sequence of each token, its index in the sequence, and the sequence's length."""
+    seqs = [r for r, count in enumerate(problem.q_lens) for _ in range(count)]
     indices = [i for count in problem.q_lens for i in range(count)]
-    return requests, indices, [problem.case.seq_lens[r] for r in requests]
+    return seqs, indices, [problem.case.seq_lens[r] for r in seqs]
 
 
 def expected(problem: MlaProblem, rule: Rule, bias: list[torch.Tensor] | None = None) -> Attention:
-    """Return what float64 gives under a mask, or with some numbers added."""
+    """Return the float64 result under a mask, or with an added bias."""
     case = problem.case
     parts = []
-    rows = zip(*placed(problem), problem.seen, strict=True)
-    for token, (request, index, length, seen) in enumerate(rows):
-        position = length - problem.q_lens[request] + index
-        own = rule.bias(request, case.heads, position, length) if bias is None else bias[token]
+    rows = zip(*placed(problem), problem.visible, strict=True)
+    for token, (seq, index, length, visible) in enumerate(rows):
+        position = length - problem.q_lens[seq] + index
+        own = rule.bias(seq, case.heads, position, length) if bias is None else bias[token]
         parts.append(
             attend(
-                seen.query,
-                seen.keys,
-                seen.values,
+                visible.query,
+                visible.keys,
+                visible.values,
                 score_scale=case.score_scale,
                 bias=own,
                 rows_round_to=problem.math_dtype if case.kv_format else None,
@@ -113,7 +113,7 @@ def expected(problem: MlaProblem, rule: Rule, bias: list[torch.Tensor] | None = 
 
 
 def check(problem: MlaProblem, rule: Rule, out: torch.Tensor) -> None:
-    """Fail unless every element is right under a mask."""
+    """Fail unless every element is right under the mask."""
     wanted = expected(problem, rule)
     tolerance = output_tolerance(out.dtype, wanted, problem.math_dtype)
     assert_close(out, wanted.out, tolerance, "out")
@@ -127,9 +127,9 @@ def pad(problem: MlaProblem, q_len: int) -> Padded:
     query = stored.new_full((*is_token.shape, *stored.shape[1:]), POISON)
     query[is_token] = stored
     scales = None
-    if "query_scales" in problem.rare:
-        scales = problem.rare["query_scales"].new_full(is_token.shape, math.nan)
-        scales[is_token] = problem.rare["query_scales"]
+    if "query_scales" in problem.extra_args:
+        scales = problem.extra_args["query_scales"].new_full(is_token.shape, math.nan)
+        scales[is_token] = problem.extra_args["query_scales"]
     return Padded(
         query=query.view(problem.query.dtype),
         valid=lens.to(torch.int32).to(problem.query.device),

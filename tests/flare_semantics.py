@@ -1,4 +1,4 @@
-"""What flare_mla_decoding promises on every device; tests/test_flare.py and tests/gpu say where."""
+"""Tests of flare_mla_decoding for every device; see tests/test_flare.py and tests/gpu."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from tests.reference import assert_close, output_tolerance
 
 
 class FlareSemantics:
-    """The tests; a subclass names the device."""
+    """Device-independent tests; a subclass sets the device."""
 
     device: ClassVar[str]
 
     @pytest.mark.parametrize("name", MASKS)
     @pytest.mark.parametrize("case", [RAGGED, LONG], ids=["short", "split"])
-    def test_every_mask_over_ragged_requests(self, case: MlaCase, name: str) -> None:
-        """Each token sees what its mask shows it, and the output is float64's."""
+    def test_every_mask_over_ragged_sequences(self, case: MlaCase, name: str) -> None:
+        """Each token attends to what its mask allows, and the output matches float64."""
         problem, rule = case.build(self.device), MASKS[name]
 
         out = decode(problem, rule)
@@ -46,8 +46,8 @@ class FlareSemantics:
         check(problem, rule, out)
 
     @pytest.mark.parametrize("name", MASKS)
-    def test_every_mask_over_padded_requests(self, name: str) -> None:
-        """Padding changes nothing for the tokens before it, and is zeros."""
+    def test_every_mask_over_padded_sequences(self, name: str) -> None:
+        """Padding changes nothing for the tokens before it, and its output is zeros."""
         problem, rule = RAGGED.build(self.device), MASKS[name]
         padded = pad(problem, q_len=6)
 
@@ -60,8 +60,8 @@ class FlareSemantics:
         assert (out[~padded.is_token] == 0).all()
 
     @pytest.mark.parametrize("name", MASKS)
-    def test_every_mask_over_one_token_each(self, name: str) -> None:
-        """Requests of one token need no padding, and one without its token gives zeros."""
+    def test_every_mask_over_one_token_per_sequence(self, name: str) -> None:
+        """Sequences of one token need no padding, and one without its token gives zeros."""
         problem, rule = ONE_EACH.build(self.device), MASKS[name]
         valid = torch.tensor([1, 1, 0, 1], dtype=torch.int32, device=self.device)
         cached = (problem.seq_lens - 1).clamp(min=0)
@@ -84,7 +84,7 @@ class FlareSemantics:
     @pytest.mark.parametrize("name", ["causal", "window of 3", "either of two"])
     @pytest.mark.parametrize("row_format", FORMATS)
     def test_every_format(self, row_format: str, name: str) -> None:
-        """Rows of any format that flare has are decoded, whatever poison lies between them."""
+        """Every KV format of flare decodes, with poison between the rows."""
         problem, rule = FORMATS[row_format].build(self.device), MASKS[name]
         padded = pad(problem, q_len=5)
 
@@ -97,18 +97,18 @@ class FlareSemantics:
         check(problem, rule, out[padded.is_token])
         assert (out[~padded.is_token] == 0).all()
 
-    def test_scales_of_queries_may_be_left_out(self) -> None:
-        """Without scales of the query tokens each counts as 1."""
+    def test_query_scales_are_optional(self) -> None:
+        """Without query scales each counts as 1."""
         problem, rule = PACKED.build(self.device), MASKS["all"]
-        ones = torch.ones_like(problem.rare["query_scales"])
+        ones = torch.ones_like(problem.extra_args["query_scales"])
 
         out = decode(problem, rule, q_scale=None)
 
         assert torch.equal(out, decode(problem, rule, q_scale=ones))
 
     @pytest.mark.parametrize("form", ["padded", "ragged"])
-    def test_an_output_of_the_caller(self, form: str) -> None:
-        """`output` is written in place and returned, padding too."""
+    def test_a_caller_provided_output(self, form: str) -> None:
+        """`output` is written in place and returned, including its padding."""
         problem, rule = RAGGED.build(self.device), MASKS["causal"]
         padded = pad(problem, q_len=5)
         query = padded.query if form == "padded" else problem.query
@@ -127,21 +127,21 @@ class FlareSemantics:
         check(problem, rule, out[padded.is_token] if form == "padded" else out)
 
     @pytest.mark.parametrize("axis", [1, 2])
-    def test_a_cache_with_an_axis_of_heads(self, axis: int) -> None:
-        """The one KV head may be an axis of the blocks, and scales may have one for each of it."""
+    def test_a_cache_with_a_head_axis(self, axis: int) -> None:
+        """The cache may have an axis for its one KV head, and the scales an axis per head."""
         problem, rule = PACKED.build(self.device), MASKS["window of 3"]
 
         out = decode(
             problem,
             rule,
             blocks=problem.kv_cache.unsqueeze(axis),
-            scales=problem.rare["kv_scales"][..., None, None],
+            scales=problem.extra_args["kv_scales"][..., None, None],
         )
 
         check(problem, rule, out)
 
-    def test_unsigned_lengths_and_a_hint(self) -> None:
-        """Lengths and tables may be uint32, and a number of partitions changes nothing."""
+    def test_unsigned_lengths_and_num_partitions(self) -> None:
+        """Lengths and tables may be uint32, and num_partitions changes nothing."""
         problem, rule = RAGGED.build(self.device), MASKS["window of 3"]
         assert problem.cum_seq_lens_q is not None
 
@@ -157,22 +157,22 @@ class FlareSemantics:
         check(problem, rule, out)
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, E4M3], ids=["bf16", "e4m3"])
-    def test_nan_in_a_hidden_token_reaches_nothing(self, dtype: torch.dtype) -> None:
-        """A token that a window has passed by may hold NaN, in key and value."""
+    def test_nan_in_a_masked_token_reaches_nothing(self, dtype: torch.dtype) -> None:
+        """A token before the window may hold NaN, in key and value."""
         case = replace(RAGGED, seq_lens=(100, 100), q_lens=(1, 4), dtype=dtype)
         problem, rule = case.build(self.device), MASKS["window of 3"]
         stored = problem.kv_cache.view(torch.uint8)
-        for request, newest in ((0, 97), (1, 94)):
+        for seq, newest in ((0, 97), (1, 94)):
             for position in range(newest):
-                page = int(problem.block_tables[request, position // 16])
+                page = int(problem.block_tables[seq, position // 16])
                 stored[page, position % 16] = POISON
 
         out = decode(problem, rule)
 
         check(problem, rule, out)
 
-    def test_numbers_of_a_tensor_may_begin_anywhere(self) -> None:
-        """A materialized mask with a place to begin speaks of the rows from there on."""
+    def test_a_materialized_mask_may_have_an_offset(self) -> None:
+        """With a start position a materialized mask applies to the rows from there on."""
         problem = RAGGED.build(self.device)
         numbers = torch.randn(6, 6, 4, 120, device=self.device)
         cached = cached_lengths(problem)
@@ -185,10 +185,10 @@ class FlareSemantics:
         host = numbers.double().cpu()
         rows = zip(*placed(problem), strict=True)
         bias = [
-            host[request, :, index, :length]
+            host[seq, :, index, :length]
             if index < 4
             else torch.full((6, length), -math.inf, dtype=torch.float64)
-            for request, index, length in rows
+            for seq, index, length in rows
         ]
         wanted = expected(problem, MASKS["all"], bias)
         tolerance = output_tolerance(out.dtype, wanted, problem.math_dtype)
@@ -199,7 +199,7 @@ class FlareSemantics:
         assert (none[~is_inside.to(self.device)] == 0).all()
 
     @pytest.mark.parametrize("largest", [3.4e38, -3.4e38])
-    def test_a_number_may_be_as_large_as_float32_allows(self, largest: float) -> None:
+    def test_a_bias_may_be_as_large_as_float32_allows(self, largest: float) -> None:
         """One token then has all the weight of a row, or none."""
         problem = RAGGED.build(self.device)
         numbers = torch.zeros(6, 6, 5, 120, device=self.device)
@@ -214,8 +214,8 @@ class FlareSemantics:
         tolerance = output_tolerance(out.dtype, wanted, problem.math_dtype)
         assert_close(out, wanted.out, tolerance, "out")
 
-    def test_a_number_that_is_hidden_may_be_nan(self) -> None:
-        """What one mask hides, another need say nothing about."""
+    def test_a_masked_bias_may_be_nan(self) -> None:
+        """A bias that another mask hides may be NaN."""
         problem = RAGGED.build(self.device)
         positions = torch.arange(100, device=self.device)
         numbers = torch.where(positions <= positions[:, None], 0.0, math.nan).expand(6, -1, -1)
@@ -225,8 +225,8 @@ class FlareSemantics:
 
         check(problem, MASKS["causal"], out)
 
-    def test_no_requests(self) -> None:
-        """A batch of nothing gives an empty output, whatever the mask."""
+    def test_an_empty_batch(self) -> None:
+        """An empty batch gives an empty output, whatever the mask."""
         problem = RAGGED.build(self.device)
         zero = torch.zeros(1, dtype=torch.int32, device=self.device)
         cache = PagedKVCache(problem.kv_cache, problem.block_tables[:0], zero[:0])

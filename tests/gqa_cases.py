@@ -1,4 +1,4 @@
-"""The grouped-query decode problems that every backend is tested on."""
+"""GQA decode problems for every backend."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _BF16, _FP16 = torch.bfloat16, torch.float16
 
 
 class Dtypes(NamedTuple):
-    """Of query, cache and output."""
+    """Dtypes of query, cache and output."""
 
     dtype: torch.dtype
     kv: str
@@ -41,7 +41,7 @@ DTYPES = (
 )
 KINDS = (BF16, E4M3_KV, Dtypes(_FP16, "int8"), Dtypes(_BF16, "nvfp4"))
 
-# Batch, q_len, page size, kv heads, group, head dim: what FlashInfer tests.
+# Batch, q_len, page size, KV heads, group, head dim, as FlashInfer tests them.
 SHAPES = (
     (4, 4, 64, 4, 2, 128),
     (4, 2, 16, 2, 4, 128),
@@ -61,11 +61,11 @@ _dtypes = cycle(DTYPES[:6])
 _masks = cycle(("causal", "full", None, "random"))
 _layouts = cycle(("NHD", "HND"))
 _sinks = cycle((None, 3.0, 3.0))
-_forms = cycle(("tuple", "stacked", "list", "strided", "shared"))
+_cache_layouts = cycle(("tuple", "stacked", "list", "strided", "shared"))
 
 FLASHINFER_CASES = tuple(
     GqaCase(
-        name=f"{batch} requests of {q_len}, page {page}, {heads} x {group} heads of {head_dim}, "
+        name=f"{batch} sequences of {q_len}, page {page}, {heads} x {group} heads of {head_dim}, "
         f"window {window}, {dtypes}",
         seq_lens=tuple(110 - index % 7 for index in range(batch)),
         q_len=q_len,
@@ -81,7 +81,7 @@ FLASHINFER_CASES = tuple(
         sink=next(_sinks),
         mask=next(_masks) if q_len > 1 else None,
         layout=next(_layouts),
-        form=next(_forms),
+        cache_layout=next(_cache_layouts),
     )
     for (batch, q_len, page, heads, group, head_dim), window in product(SHAPES, (0, 128))
     for dtypes in (next(_dtypes), next(_dtypes))
@@ -215,16 +215,16 @@ EDGE_CASES = (
     ),
     *(
         GqaCase(
-            name=f"cache as {form}, {layout}, {dtypes}",
+            name=f"cache as {cache_layout}, {layout}, {dtypes}",
             seq_lens=(1, 16, 70, 0),
             q_len=2,
             head_dim=64,
-            form=form,
+            cache_layout=cache_layout,
             layout=layout,
             dtype=dtypes.dtype,
             kv=dtypes.kv,
         )
-        for form, layout, dtypes in product(
+        for cache_layout, layout, dtypes in product(
             ("tuple", "list", "stacked", "strided", "shared"), ("NHD", "HND"), KINDS
         )
     ),
@@ -248,7 +248,7 @@ NUMBER_CASES = (
     GqaCase(name="growing scores", seq_lens=(700,), query_magnitude=30.0),
     GqaCase(name="sinks of 30", seq_lens=(70, 3, 0), sink=30.0, q_len=2),
     GqaCase(name="sinks of 30, split", seq_lens=(5000, 3), sink=30.0),
-    GqaCase(name="all requests empty", seq_lens=(0, 0, 0), sink=3.0),
+    GqaCase(name="all sequences empty", seq_lens=(0, 0, 0), sink=3.0),
     *(
         GqaCase(
             name=f"long enough to split, {dtypes}",

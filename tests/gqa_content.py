@@ -1,4 +1,4 @@
-"""Caches of every dtype: stored elements, poison where nothing may be read, and what they mean."""
+"""KV caches of every dtype: stored elements, poison in unused memory, and float64 content."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ if TYPE_CHECKING:
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E2M1_VALUES = torch.tensor([*_E2M1, *(-value for value in _E2M1)], dtype=torch.float64)
-_BLOCK = 16  # elements of a scale
-_NAN_BYTE = 0x7F  # of e4m3
+_BLOCK = 16  # elements per scale
+_NAN_BYTE = 0x7F  # in e4m3
 
 
 @dataclass(frozen=True)
 class Content:
-    """Keys and values of one request as float64 knows them, ``[seq_len, kv_heads, head_dim]``."""
+    """Keys and values of one sequence in float64, ``[seq_len, kv_heads, head_dim]``."""
 
     keys: torch.Tensor
     values: torch.Tensor
 
-    # What elements of each kind spread about 0 by.
+    # Standard deviation of the elements of each kind.
     DEVIATION: ClassVar[dict[str, float]] = {
         "16-bit": 1.0,
         "e4m3": 1.0,
@@ -45,9 +45,9 @@ class Store:
     value_scale: torch.Tensor | None = None
 
     def fill(self, ids: torch.Tensor, length: int, generator: torch.Generator) -> Content:
-        """Put ``length`` tokens into the pages ``ids`` and return what they mean."""
+        """Store ``length`` tokens in the pages ``ids`` and return their float64 content."""
         keys = self._fill(self.key, self.key_scale, ids, length, generator)
-        if self.case.form == "shared":
+        if self.case.cache_layout == "shared":
             return Content(keys, keys)
         return Content(keys, self._fill(self.value, self.value_scale, ids, length, generator))
 
@@ -79,22 +79,22 @@ class Store:
         return _E2M1_VALUES[nibbles] * factors.double().repeat_interleave(_BLOCK, dim=-1)
 
     def to(self, device: str) -> Store:
-        """Return the same on ``device``."""
+        """Return the store on ``device``."""
         key, value = self.key.to(device), self.value.to(device)
         if self.key_scale is None or self.value_scale is None:
             return Store(self.case, key, value)
         return Store(self.case, key, value, self.key_scale.to(device), self.value_scale.to(device))
 
-    def caches(self, form: str, layout: str) -> object:
-        """Return keys and values in one of the forms that an entry point takes."""
-        return _in_form(self.key, self.value, form, layout)
+    def caches(self, cache_layout: str, layout: str) -> object:
+        """Return keys and values in a cache layout of the entry points."""
+        return _in_layout(self.key, self.value, cache_layout, layout)
 
-    def scales(self, form: str, layout: str) -> object:
-        """Return the scales of keys and values in the form of the caches; None without any."""
+    def scales(self, cache_layout: str, layout: str) -> object:
+        """Return the scales in the layout of the caches; None without scales."""
         if self.key_scale is None or self.value_scale is None:
             return None
-        scales = _in_form(self.key_scale, self.value_scale, form, layout)
-        if isinstance(scales, torch.Tensor):  # the two dtypes of bytes that are accepted
+        scales = _in_layout(self.key_scale, self.value_scale, cache_layout, layout)
+        if isinstance(scales, torch.Tensor):  # the two accepted byte dtypes
             return scales.view(torch.float8_e4m3fn)
         return scales
 
@@ -107,20 +107,20 @@ _SAME_SIZE = {
 }
 
 
-def _in_form(key: torch.Tensor, value: torch.Tensor, form: str, layout: str) -> object:
+def _in_layout(key: torch.Tensor, value: torch.Tensor, cache_layout: str, layout: str) -> object:
     if layout == "HND":
         key, value = (part.transpose(1, 2).contiguous() for part in (key, value))
-    if form == "stacked":
+    if cache_layout == "stacked":
         return torch.stack([key, value], dim=1)
-    if form == "shared":
+    if cache_layout == "shared":
         return key[:, None]
-    if form == "strided":
+    if cache_layout == "strided":
         return [_padded(key, 1), _padded(value, 2)]
-    return [key, value] if form == "list" else (key, value)
+    return [key, value] if cache_layout == "list" else (key, value)
 
 
 def _padded(cache: torch.Tensor, extra: int) -> torch.Tensor:
-    """Return a cache in one of more elements, heads, tokens and pages: all of it poison."""
+    """Return a view in a cache with more elements, heads, tokens and pages, all of it poison."""
     pages, first, second, width = cache.shape
     shape = (pages + extra, first + extra, second + extra, width + 32 * extra)
     wide = torch.empty(shape, dtype=cache.dtype, device=cache.device)
@@ -158,7 +158,7 @@ def _nvfp4(case: GqaCase, pages: int) -> Store:
     return Store(case, key, value, key_scale, value_scale)
 
 
-# An int8 cache has no NaN: what must not be read is large.
+# An int8 cache has no NaN: unused memory holds large numbers.
 POISONED: dict[str, Callable[[GqaCase, int], Store]] = {
     "16-bit": _halves,
     "e4m3": _bytes(torch.float8_e4m3fn),

@@ -1,4 +1,4 @@
-"""Named grouped-query decode problems, with poison in everything that must not be read."""
+"""GQA decode problems by name, with poison in all memory that must not be read."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tests.reference import Attention, assert_close, attend, output_tolerance, s
 
 E4M3 = torch.float8_e4m3fn
 
-# What stands in the block table past the last page of a request.
+# Entries of the block table past the last page of a sequence.
 WILD_PAGES = (-1, 2**31 - 1, -(2**31), 1_000_000)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GqaCase:
-    """One problem; ``q_lens`` makes it ragged, else every request has ``q_len`` query tokens."""
+    """One problem; ``q_lens`` makes it ragged, else every sequence has ``q_len`` query tokens."""
 
     name: str
     seq_lens: tuple[int, ...]
@@ -31,18 +31,20 @@ class GqaCase:
     q_lens: tuple[int, ...] | None = None
     page_size: int = 16
     dtype: torch.dtype = torch.bfloat16
-    kv: str = "16-bit"  # "e4m3", "int8" or "nvfp4" too
-    out_dtype: torch.dtype | None = None  # of the query if None
-    score_scale: float | None = None  # one that makes scores of about 1 if None
+    kv: str = "16-bit"  # or "e4m3", "int8", "nvfp4"
+    out_dtype: torch.dtype | None = None  # None: the query's
+    score_scale: float | None = None  # None: scores of about 1
     output_scale: float = 1.0
     o_scale: float = 1.0
-    window: int = 0  # tokens that a row sees, 0 for no limit
+    window: int = 0  # tokens that a row attends to, 0 for no limit
     sink: float | None = None  # magnitude
-    mask: str | None = None  # "causal", "full", "random" or "blind"; None leaves it out
+    mask: str | None = None  # "causal", "full", "random" or "blind"; None: no mask
     layout: str = "NHD"
-    form: str = "tuple"  # "list", "stacked", "strided", or "shared" where keys are values
+    cache_layout: str = (
+        "tuple"  # or "list", "stacked", "strided", or "shared" for one tensor of keys and values
+    )
     query_magnitude: float = 1.0
-    spare_pages: int = 3  # columns of the block table past the longest request
+    spare_pages: int = 3  # columns of the block table past the longest sequence
     seed: int = 0
 
     def __str__(self) -> str:
@@ -55,17 +57,17 @@ class GqaCase:
 
     @property
     def lens(self) -> tuple[int, ...]:
-        """Query tokens of each request."""
+        """Query tokens of each sequence."""
         return self.q_lens or (self.q_len,) * len(self.seq_lens)
 
     @property
     def longest_q(self) -> int:
-        """What the entry points are told of the query tokens of a request."""
+        """The ``q_len`` argument: the longest query of a sequence."""
         return max(2, *self.q_lens) if self.q_lens else self.q_len
 
     @property
     def scale(self) -> float:
-        """What multiplies the products of query and key."""
+        """Scale of the QK scores."""
         if self.score_scale is not None:
             return self.score_scale
         return 1 / (math.sqrt(self.head_dim) * Content.DEVIATION[self.kv])
@@ -77,17 +79,17 @@ class GqaCase:
 
     @property
     def result_scale(self) -> float:
-        """What multiplies the weighted values."""
+        """Scale of the output."""
         return self.output_scale * (1.0 if self.result_dtype is E4M3 else self.o_scale)
 
     def build(self, device: str) -> GqaProblem:
-        """Return tensors on ``device`` and what is needed to check a result."""
+        """Return the tensors on ``device`` and the data for checking a result."""
         return _build(self, device)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GqaProblem:
-    """The tensors of a case, and the tokens of each request in order."""
+    """The tensors of a case, and the tokens of each sequence in order."""
 
     case: GqaCase
     query: torch.Tensor  # [tokens, heads, head_dim]
@@ -97,11 +99,11 @@ class GqaProblem:
     sinks: torch.Tensor | None
     bits: torch.Tensor | None  # bool [tokens, 32 * words]
     cum_seq_lens_q: torch.Tensor | None
-    contents: list[Content] = field(repr=False)  # of each request, CPU
+    contents: list[Content] = field(repr=False)  # of each sequence, CPU
 
     @property
     def mask(self) -> torch.Tensor | None:
-        """The bits as the entry points take them."""
+        """The mask in the format of the entry points."""
         if self.bits is None:
             return None
         case = self.case
@@ -115,7 +117,7 @@ class GqaProblem:
         size = 64 << 20 if device.type == "cuda" else 1024  # the CPU backend needs none
         arguments: dict[str, Any] = {
             "query": self.query,
-            "kv_cache": self.store.caches(case.form, case.layout),
+            "kv_cache": self.store.caches(case.cache_layout, case.layout),
             "workspace_buffer": torch.full((size,), 0xFF, dtype=torch.uint8, device=device),
             "block_tables": self.block_tables,
             "seq_lens": self.seq_lens,
@@ -128,18 +130,18 @@ class GqaProblem:
             "q_len_per_req": case.longest_q,
             "o_scale": case.o_scale,
             "mask": self.mask,
-            "kv_cache_sf": self.store.scales(case.form, case.layout),
+            "kv_cache_sf": self.store.scales(case.cache_layout, case.layout),
             "q_cu_seq_lens": self.cum_seq_lens_q,
         }
         if case.out_dtype is not None:
             arguments["out"] = torch.empty(self.query.shape, dtype=case.out_dtype, device=device)
         return arguments | changes
 
-    def visible(self, request: int, draft: int, token: int) -> torch.Tensor:
-        """Return the positions that draft ``draft`` of a request, query token ``token``, sees."""
+    def visible(self, seq: int, draft: int, token: int) -> torch.Tensor:
+        """Return the positions that draft ``draft``, query token ``token``, attends to."""
         case = self.case
-        position = torch.arange(case.seq_lens[request])
-        j = position - (len(position) - case.lens[request])
+        position = torch.arange(case.seq_lens[seq])
+        j = position - (len(position) - case.lens[seq])
         is_seen = j <= draft
         if self.bits is not None:
             is_seen = (j < 0) | self.bits[token][j.clamp(min=0)]
@@ -148,20 +150,20 @@ class GqaProblem:
         return position[is_seen]
 
     def expected(self) -> Attention:
-        """Return what float64 gives: out ``[tokens, heads, head_dim]``."""
+        """Return the float64 result: out ``[tokens, heads, head_dim]``."""
         case = self.case
         rows = self.query.cpu().view(-1, case.kv_heads, case.group, case.head_dim)
         sinks = self.sinks.cpu().view(case.kv_heads, case.group) if self.sinks is not None else None
         parts = []
-        for request, (start, end) in enumerate(pairwise(accumulate(case.lens, initial=0))):
-            content = self.contents[request]
+        for seq, (start, end) in enumerate(pairwise(accumulate(case.lens, initial=0))):
+            content = self.contents[seq]
             for token in range(start, end):
-                seen = self.visible(request, token - start, token)
+                visible = self.visible(seq, token - start, token)
                 heads = [
                     attend(
                         rows[token, head],
-                        content.keys[seen, head],
-                        content.values[seen, head],
+                        content.keys[visible, head],
+                        content.values[visible, head],
                         score_scale=case.scale,
                         output_scale=case.result_scale,
                         sinks=sinks[head] if sinks is not None else None,
@@ -180,7 +182,7 @@ class GqaProblem:
 
 
 def joined(parts: list[Attention]) -> Attention:
-    """Return the results of groups of heads as one."""
+    """Return the concatenated results of head groups."""
     names = [field.name for field in fields(Attention)]
     return Attention(**{name: torch.cat([getattr(p, name) for p in parts]) for name in names})
 
@@ -190,8 +192,8 @@ def result_tolerance(
 ) -> torch.Tensor:
     """Return the largest error that rounding explains, for every element of ``expected.out``.
 
-    Keys and values are exact in 16 bits as they are decoded. Rounding to e4m3 errs by 2^-4 of the
-    number, or by half of the smallest step, 2^-10.
+    Keys and values are exact in 16 bits. Rounding to e4m3 errs by 2^-4 of the number, or by half of
+    the smallest step, 2^-10.
     """
     if out_dtype is not E4M3:
         return output_tolerance(out_dtype, expected, weights_dtype)
@@ -202,18 +204,18 @@ def result_tolerance(
 def _build(case: GqaCase, device: str) -> GqaProblem:
     generator = torch.Generator().manual_seed(case.seed)
     used = [-(-length // case.page_size) for length in case.seq_lens]
-    pages = sum(used) + 4  # some belong to nobody
+    pages = sum(used) + 4  # some are unused
     order = torch.randperm(pages, generator=generator)
     store = POISONED[case.kv](case, pages)
     width = max(used, default=0) + case.spare_pages
     tables = torch.tensor(WILD_PAGES).repeat(len(used), width)[:, :width].to(torch.int32)
     contents = []
     first = 0
-    for request, (length, count) in enumerate(zip(case.seq_lens, used, strict=True)):
+    for seq, (length, count) in enumerate(zip(case.seq_lens, used, strict=True)):
         ids = order[first : first + count]
         first += count
         contents.append(store.fill(ids, length, generator))
-        tables[request, :count] = ids.to(torch.int32)
+        tables[seq, :count] = ids.to(torch.int32)
     tokens = sum(case.lens)
     query = torch.randn(tokens, case.heads, case.head_dim, generator=generator)
     cumulative = None
@@ -241,7 +243,7 @@ def _bits(case: GqaCase, generator: torch.Generator) -> torch.Tensor | None:
         return None
     columns = 32 * math.ceil(case.longest_q / 32)
     drafts = torch.cat([torch.arange(length) for length in case.lens])[:, None]
-    # Bits past the drafts of a request mean nothing; chance decides about them.
+    # Bits past the drafts of a sequence are random, since they mean nothing.
     bits = torch.rand(len(drafts), columns, generator=generator) < 0.5
     lens = torch.cat([torch.full((length,), length) for length in case.lens])[:, None]
     is_draft = torch.arange(columns) < lens

@@ -1,4 +1,4 @@
-"""Many problems from one: the same cache and queries under other windows, sinks and masks."""
+"""Variants of a problem: the same cache and queries under other windows, sinks and masks."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def variants(
     sinks: Sequence[bool] = (True,),
     masks: Sequence[str | None] = (None,),
 ) -> Iterator[tuple[str, GqaProblem]]:
-    """Return every combination beside what it is called; the problem has to have sinks."""
+    """Return every combination by name; the problem must have sinks."""
     case = problem.case
     for window, has_sinks, mask in product(windows, sinks, masks):
-        # What the bits are does not depend on the cache.
+        # The mask bits do not depend on the cache.
         bare = replace(case, seq_lens=(0,) * len(case.seq_lens), sink=None, mask=mask)
         name = f"window {window}, {'sinks' if has_sinks else 'no sinks'}, {mask or 'no'} mask"
         changed = replace(
@@ -43,7 +43,7 @@ def check_all(
     *,
     layouts: Sequence[str] = LAYOUTS,
 ) -> None:
-    """Fail unless every run of a problem, in every layout of its cache, gives what it should."""
+    """Fail unless every run of a problem, in every layout of its cache, is right."""
     expected = problem.expected()
     for layout, (name, run) in product(layouts, runs.items()):
         out = run(replace(problem, case=replace(problem.case, layout=layout)))

@@ -1,4 +1,4 @@
-"""What grouped-query decode promises of masks and windows; the tests of each device inherit it."""
+"""Tests of masks and windows of GQA decode for every device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.gqa_semantics import SHORT_AND_LONG, decode
 
 
 class GqaVisibility:
-    """The tests; a subclass names the device."""
+    """Device-independent tests; a subclass sets the device."""
 
     device: ClassVar[str]
 
@@ -29,10 +29,10 @@ class GqaVisibility:
         ],
         ids=["1 x 3 of bf16", "3 x 4, fp16 over e4m3", "2 x 16, bf16 over e4m3", "2 x 4 of fp16"],
     )
-    def test_the_mask_decides_and_nothing_else(
+    def test_only_the_mask_decides_attention(
         self, kv_heads: int, group: int, dtype: torch.dtype, kv: str, window: int, q_len: int
     ) -> None:
-        """With equal scores, a row is the average of one-hot values: it shows what the row saw."""
+        """With equal scores and one-hot values, the output shows the attended tokens of a row."""
         prefix = 100
         case = GqaCase(
             name="",
@@ -60,58 +60,56 @@ class GqaVisibility:
         out = decode(problem).view(q_len, case.heads, 192).cpu()
 
         for token in range(q_len):
-            seen = problem.visible(0, token, token)
+            visible = problem.visible(0, token, token)
             expected = torch.zeros(192)
-            expected[seen] = 1 / len(seen)
+            expected[visible] = 1 / len(visible)
             assert torch.allclose(
                 out[token].float(), expected.expand(case.heads, -1), rtol=2**-7, atol=0
             )
 
     @pytest.mark.parametrize("kv", ["16-bit", "e4m3", "nvfp4"])
     @pytest.mark.parametrize("mask", ["random", "causal", None])
-    def test_a_hidden_draft_with_nan_reaches_no_row_that_may_not_see_it(
-        self, kv: str, mask: str | None
-    ) -> None:
-        """NaN in a draft is seen by the rows whose bits say so, and by no other."""
+    def test_nan_in_a_masked_draft_reaches_no_other_row(self, kv: str, mask: str | None) -> None:
+        """NaN in a draft token reaches the rows whose mask bits include it, and no other."""
         case = GqaCase(name="", seq_lens=(100, 40, 33), q_len=33, mask=mask, kv=kv, head_dim=64)
         problem = case.build(self.device)
         clean = decode(problem)
         draft = 7
-        for request, length in enumerate(case.seq_lens):
-            _poison(problem, request, length - 33 + draft)
+        for seq, length in enumerate(case.seq_lens):
+            _poison(problem, seq, length - 33 + draft)
 
         out = decode(problem)
 
-        for request in range(3):
+        for seq in range(3):
             for token in range(33):
-                position = case.seq_lens[request] - 33 + draft
-                seen = problem.visible(request, token, request * 33 + token)
-                if position in seen:
-                    assert out[request, token].isnan().all()
+                position = case.seq_lens[seq] - 33 + draft
+                visible = problem.visible(seq, token, seq * 33 + token)
+                if position in visible:
+                    assert out[seq, token].isnan().all()
                 else:
-                    assert torch.equal(out[request, token], clean[request, token])
+                    assert torch.equal(out[seq, token], clean[seq, token])
 
     @SHORT_AND_LONG
     @pytest.mark.parametrize("kv", ["16-bit", "e4m3", "nvfp4"])
     def test_nan_before_the_window_reaches_no_row(self, kv: str, length: int) -> None:
-        """Tokens that left the window count as memory that must not be read."""
+        """Tokens before the window count as memory that must not be read."""
         case = GqaCase(name="", seq_lens=(length, 64), q_len=4, window=20, kv=kv)
         problem = case.build(self.device)
-        for request, tokens in enumerate(case.seq_lens):
+        for seq, tokens in enumerate(case.seq_lens):
             for position in range(max(0, tokens - 3 - 20 - 30), tokens - 3 - 20):
-                _poison(problem, request, position)
+                _poison(problem, seq, position)
 
         out = decode(problem)
 
         problem.check(out)
 
-    def test_a_token_that_leaves_the_window_of_the_later_rows_only(self) -> None:
-        """NaN in the oldest token that row 0 sees is seen by row 0 alone."""
+    def test_a_token_before_the_window_of_later_rows(self) -> None:
+        """NaN in the oldest token of row 0's window reaches row 0 only."""
         case = GqaCase(name="", seq_lens=(90, 64), q_len=4, window=20)
         problem = case.build(self.device)
         clean = decode(problem)
-        for request, tokens in enumerate(case.seq_lens):
-            _poison(problem, request, tokens - 4 + 1 - 20)
+        for seq, tokens in enumerate(case.seq_lens):
+            _poison(problem, seq, tokens - 4 + 1 - 20)
 
         out = decode(problem)
 
@@ -119,8 +117,8 @@ class GqaVisibility:
         assert torch.equal(out[:, 1:], clean[:, 1:])
 
     @pytest.mark.parametrize("dtype", [torch.uint32, torch.int32])
-    def test_masks_of_whole_words(self, dtype: torch.dtype) -> None:
-        """The bytes of a mask may be viewed as 32-bit words, and lie flat over query tokens."""
+    def test_masks_as_32_bit_words(self, dtype: torch.dtype) -> None:
+        """The mask may be viewed as 32-bit words, and be flat over query tokens."""
         case = GqaCase(name="", seq_lens=(70, 50), q_len=33, mask="random")
         problem = case.build(self.device)
         assert problem.mask is not None
@@ -129,8 +127,8 @@ class GqaVisibility:
 
         problem.check(out)
 
-    def test_a_mask_without_drafts_is_not_looked_at(self) -> None:
-        """A single query token sees itself, whatever is given for a mask."""
+    def test_a_mask_without_drafts_is_not_read(self) -> None:
+        """A single query token attends to itself, whatever the mask."""
         problem = GqaCase(name="", seq_lens=(70, 3)).build(self.device)
         mask = torch.zeros(1, dtype=torch.uint16, device=self.device)
 
@@ -139,10 +137,10 @@ class GqaVisibility:
         problem.check(out)
 
 
-def _poison(problem: GqaProblem, request: int, position: int) -> None:
-    """Make one token of a request NaN, in keys and values."""
+def _poison(problem: GqaProblem, seq: int, position: int) -> None:
+    """Set one token of a sequence to NaN, in keys and values."""
     store, page_size = problem.store, problem.case.page_size
-    page = int(problem.block_tables[request, position // page_size])
+    page = int(problem.block_tables[seq, position // page_size])
     slot = page, position % page_size
     if store.key_scale is not None and store.value_scale is not None:
         store.key_scale[slot] = store.value_scale[slot] = 0x7F

@@ -1,4 +1,4 @@
-"""Calls captured into CUDA graphs, and tensors whose content is exchanged between replays."""
+"""CUDA graph capture of calls, and replay with exchanged tensors."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def captured(call: Callable[..., object], arguments: dict[str, Any]) -> torch.cu
 
 
 def cloned(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return arguments whose tensors, also those in lists, have memory of their own."""
+    """Return the arguments with cloned tensors, also those in lists."""
     return {name: _clone(value) for name, value in arguments.items()}
 
 
 def exchange(static: dict[str, Any], given: dict[str, Any], *names: str) -> None:
-    """Copy the content of the tensors of ``names``, of the same shapes, and spoil the workspace."""
+    """Copy the content of the tensors ``names``, of equal shapes, and overwrite the workspace."""
     for name in names:
         _copy(static[name], given[name])
     static["workspace_buffer"].fill_(0xFF)

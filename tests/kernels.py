@@ -1,4 +1,4 @@
-"""Kernels that tests compile for real, and the template folder as a copy that tests may break."""
+"""Kernels that tests compile, and a copy of the templates that tests may edit."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ SM_90A = parse_arch("sm_90a")
 
 
 def mla_sm80(*, arch: Arch = SM_90A, rows: int = 16, **changes: Any) -> MlaSm80Spec:
-    """Return the bf16 decode kernel of DeepSeek-V3 for ``rows`` rows, some facts changed."""
+    """Return the sm80 bf16 kernel of DeepSeek-V3 for ``rows`` rows, with some fields replaced."""
     variant = MlaVariant(query_dtype=DType.BF16, kv_dtype=DType.BF16)
     return mla_sm80_spec(arch, replace(variant, **changes), rows)
 
 
 def mla_sm90(*, rows: int = 16, **changes: Any) -> MlaSm90Spec:
-    """Return the bf16 sm90 kernel of DeepSeek-V3 for ``rows`` rows, some facts changed."""
+    """Return the sm90 bf16 kernel of DeepSeek-V3 for ``rows`` rows, with some fields replaced."""
     variant = MlaVariant(query_dtype=DType.BF16, kv_dtype=DType.BF16)
     spec = mla_sm90_spec(SM_90A, replace(variant, **changes), rows)
     assert spec is not None
@@ -42,7 +42,7 @@ def mla_sm90(*, rows: int = 16, **changes: Any) -> MlaSm90Spec:
 
 
 def mla_sm90_fp8(*, rows: int = 16, **changes: Any) -> MlaSm90Fp8Spec:
-    """Return the e4m3 sm90 kernel of DeepSeek-V3 for ``rows`` rows, some facts changed."""
+    """Return the sm90 e4m3 kernel of DeepSeek-V3 for ``rows`` rows, with some fields replaced."""
     variant = MlaVariant(query_dtype=DType.E4M3, kv_dtype=DType.E4M3)
     spec = mla_sm90_fp8_spec(SM_90A, replace(variant, **changes), rows)
     assert spec is not None
@@ -50,7 +50,7 @@ def mla_sm90_fp8(*, rows: int = 16, **changes: Any) -> MlaSm90Fp8Spec:
 
 
 def mla_sm90_fp8kv(*, rows: int = 64, **changes: Any) -> MlaSm90Fp8KvSpec:
-    """Return the sm90 kernel over lists of 656-byte rows, some facts changed."""
+    """Return the sm90 sparse fp8_ds_mla kernel for ``rows`` rows, with some fields replaced."""
     variant = MlaVariant(query_dtype=DType.BF16, kv_dtype=DType.FP8_DS_MLA, lookup="sparse")
     spec = mla_sm90_fp8kv_spec(SM_90A, replace(variant, **changes), rows)
     assert spec is not None
@@ -58,40 +58,40 @@ def mla_sm90_fp8kv(*, rows: int = 64, **changes: Any) -> MlaSm90Fp8KvSpec:
 
 
 def gqa_sm80(*, arch: Arch = SM_90A, rows: int = 16, **changes: Any) -> GqaSm80Spec:
-    """Return the bf16 decode kernel of Llama 3 for ``rows`` rows, some facts changed."""
+    """Return the sm80 bf16 kernel of Llama 3 for ``rows`` rows, with some fields replaced."""
     variant = GqaVariant(query_dtype=DType.BF16, kv_dtype=DType.BF16, out_dtype=DType.BF16)
     return gqa_sm80_spec(arch, replace(variant, **changes), rows)
 
 
 def gqa_sm90(*, rows: int = 8, heads_per_cta: int = 1, **changes: Any) -> GqaSm90Spec:
-    """Return the bf16 sm90 kernel of Llama 3 for ``rows`` rows, some facts changed."""
+    """Return the sm90 bf16 kernel of Llama 3 for ``rows`` rows, with some fields replaced."""
     variant = GqaVariant(query_dtype=DType.BF16, kv_dtype=DType.BF16, out_dtype=DType.BF16)
     spec = gqa_sm90_spec(SM_90A, replace(variant, **changes), rows)
     assert spec is not None
     return replace(spec, heads_per_cta=heads_per_cta)
 
 
-# The one that takes longest to compile, and the one that takes least.
+# The kernels with the longest and the shortest compile time.
 WIDE_DECODE = mla_sm80(rows=128)
 COMBINE = CombineSpec(arch=SM_80, dtype=DType.BF16, head_dim_vo=512)
 
 
 def require_known(arch: Arch) -> None:
-    """Skip the test where the installed NVRTC does not compile for ``arch``."""
+    """Skip the test if the installed NVRTC does not support ``arch``."""
     if arch.number not in load_nvrtc(find_nvrtc().path).supported_archs():
         pytest.skip(f"NVRTC {find_nvrtc().version} does not know {arch}")
 
 
 def complaints(stderr: str) -> list[str]:
-    """Return the lines of a process that compiled, but for what a busy machine adds.
+    """Return the stderr lines of a compiling process, without the warning of slow compilations.
 
-    There, a compilation may take so long that a warning says so.
+    A busy machine may cause that warning.
     """
     return [line for line in stderr.splitlines() if " so far; compile ahead of time" not in line]
 
 
 def copy_templates(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Make mlagen read its templates from a copy in ``folder``; call ``forget`` after an edit."""
+    """Make mlagen read its templates from a copy in ``folder``; ``clear_caches`` after an edit."""
     copy = folder / "templates"
     shutil.copytree(sources.template_root(), copy)
     for module in (sources, environment, render):
@@ -99,8 +99,8 @@ def copy_templates(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return copy
 
 
-def forget() -> None:
-    """Clear what a process remembers of templates and toolchain."""
+def clear_caches() -> None:
+    """Clear the caches of templates and toolchain."""
     from mlagen import engine
 
     environment.environment.cache_clear()

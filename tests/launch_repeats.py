@@ -1,4 +1,4 @@
-"""Launches repeated on a GPU, and kernels with delays: races show as bits that differ."""
+"""Repeated launches and kernels with random delays, which expose races as bit differences."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from mlagen.runtime import loader, semaphores
 from mlagen.spec.kernel import KernelSpec
 from mlagen.spec.mla_sm90 import SEMAPHORE_BYTES
 
-_DELAYED_LAUNCHES = 10_000  # of one test, with delays
+_DELAYED_LAUNCHES = 10_000  # per test, with delays
 
-# Where the request of a block's first item is in what it begins with, in words.
-REQUEST_WORD = 20
+# Word index of the first work item's sequence in the scheduler metadata.
+SEQ_WORD = 20
 
 _DELAY = "  if ((static_cast<u32>(clock64()) * 2654435761u >> 13) % 16 == 0) __nanosleep({});\n"
 
 
 def mismatches(compute: Callable[[], torch.Tensor], repeats: int) -> int:
-    """Return in how many repetitions any bit differs from the first; elements have 16 bits."""
+    """Return the repetitions that differ from the first in any bit, for 16-bit outputs."""
     first = compute().clone()
     count = torch.zeros((), dtype=torch.int64, device=first.device)
     for _ in range(repeats):
@@ -31,18 +31,18 @@ def mismatches(compute: Callable[[], torch.Tensor], repeats: int) -> int:
     return int(count)
 
 
-def counters_left() -> int:
-    """Return how many bytes are not zero of what every launch leaves as zeros."""
+def nonzero_semaphore_bytes() -> int:
+    """Return the number of nonzero bytes in the memory that every launch must zero."""
     count = 0
     for slab in semaphores._slabs:
         regions = slab.view(semaphores._REGIONS, -1)
-        misses = regions[:, SEMAPHORE_BYTES + 4 :][:, :4]  # as KeptSpans in kept_spans.cuh
+        misses = regions[:, SEMAPHORE_BYTES + 4 :][:, :4]  # SchedMetaCache::arrivals
         count += int(regions[:, :SEMAPHORE_BYTES].count_nonzero() + misses.count_nonzero())
     return count
 
 
 def delayed_launches(cases: Sequence[object]) -> int:
-    """Return how often to launch each of ``cases`` with delays: all of them 10,000 times."""
+    """Return the launches per case that make 10,000 delayed launches in total."""
     return -(-_DELAYED_LAUNCHES // len(cases))
 
 
@@ -55,9 +55,9 @@ def with_delays(
 
 
 def delayed_source(spec: KernelSpec, nanoseconds: Mapping[str, int], *, after: str = "") -> Source:
-    """Return a kernel's source whose warps fall asleep by chance before some places of it.
+    """Return a kernel's source whose warps sleep at random before the given lines.
 
-    ``after`` is what follows each delay.
+    ``after`` follows each delay.
     """
     text = render(spec).text
     for place, delay in nanoseconds.items():

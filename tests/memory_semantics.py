@@ -1,4 +1,4 @@
-"""Tensors that no kernel can read, and outputs that none may write, on any device."""
+"""Tests of tensors without readable memory and of read-only outputs, on any device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.ops_cases import Tensors, gqa, mla, parts, planned
 
 
 class Holder(torch.Tensor):
-    """A subclass that holds its elements elsewhere."""
+    """A tensor subclass without memory of its own elements."""
 
     @staticmethod
     def __new__(cls: type[Holder], tensor: torch.Tensor) -> Holder:  # noqa: PYI034
@@ -34,7 +34,7 @@ class Holder(torch.Tensor):
 
 
 class Harmless(torch.Tensor):
-    """A subclass whose elements are where a tensor's are."""
+    """A tensor subclass with ordinary memory."""
 
 
 def without_storage(tensor: torch.Tensor) -> torch.Tensor:
@@ -103,7 +103,7 @@ def _plan(of: Tensors, **other: Any) -> None:
     BatchMLAPagedAttentionWrapper(of.workspace).plan(*call)
 
 
-# Each entry point, and each of its arguments that is a tensor.
+# Each entry point, and its tensor arguments.
 ENTRIES: dict[str, tuple[Callable[..., Any], dict[str, Callable[[Tensors], torch.Tensor]]]] = {
     "trtllm": (
         _trtllm,
@@ -181,7 +181,7 @@ ENTRIES: dict[str, tuple[Callable[..., Any], dict[str, Callable[[Tensors], torch
         },
     ),
 }
-# What flare_mla_decoding calls them.
+# Argument names of flare_mla_decoding.
 NAMES = {
     "blocks": "k.blocks",
     "table": "k.block_table",
@@ -193,7 +193,7 @@ PLACES = [(entry, argument) for entry, (_, arguments) in ENTRIES.items() for arg
 
 
 class MemorySemantics:
-    """Every promise about what has no memory, or may not be written."""
+    """Device-independent tests; a subclass sets the device."""
 
     device: str
 
@@ -206,7 +206,7 @@ class MemorySemantics:
     def test_a_tensor_without_memory_is_rejected_by_name(
         self, of: Tensors, entry: str, argument: str
     ) -> None:
-        """After a call that is right, too, each kind is rejected in one line, for any argument."""
+        """Each kind is rejected in one line for any argument, also after a valid call."""
         call, arguments = ENTRIES[entry]
         tensor = arguments[argument](of)
         call(of, **{argument: tensor})
@@ -221,8 +221,8 @@ class MemorySemantics:
 
     @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
     @pytest.mark.parametrize("entry", ["trtllm", "xqa_mla", "flare", "wrapper"])
-    def test_other_layouts_are_rejected_by_name(self, of: Tensors, entry: str) -> None:
-        """So are sparse, nested and batched tensors, which have no strides or no address."""
+    def test_unsupported_layouts_are_rejected_by_name(self, of: Tensors, entry: str) -> None:
+        """Sparse, nested and batched tensors, without strides or an address, are rejected."""
         call, arguments = ENTRIES[entry]
         name = next(iter(arguments))
         query = arguments[name](of)
@@ -237,8 +237,8 @@ class MemorySemantics:
         with pytest.raises(ArgumentError, match=f"^{name}: expected .* of vmap"):
             torch.func.vmap(lambda one: call(of, **{name: one}))(query[None])
 
-    def test_harmless_classes_are_like_tensors(self, of: Tensors) -> None:
-        """Parameters, buffers and subclasses that hold their elements give the same results."""
+    def test_ordinary_subclasses_are_accepted(self, of: Tensors) -> None:
+        """Parameters, buffers and subclasses with memory give the same results."""
         expected = mla(of, of.query)
         for query in (
             torch.nn.Parameter(of.query, requires_grad=False),
@@ -251,7 +251,7 @@ class MemorySemantics:
     def test_an_inference_output_is_rejected_before_it_is_written(
         self, of: Tensors, entry: str
     ) -> None:
-        """Made under inference_mode and passed outside, an output keeps its elements."""
+        """An output made under inference_mode keeps its elements when passed outside."""
         with torch.inference_mode():
             wide = torch.zeros_like(of.query[..., :512])
             grouped = torch.zeros_like(of.gqa_query)
@@ -274,8 +274,8 @@ class MemorySemantics:
         with torch.inference_mode():
             assert torch.equal(mla(of, of.query, out=wide), mla(of, of.query))
 
-    def test_an_output_that_torch_would_not_write_is_rejected(self, of: Tensors) -> None:
-        """A leaf that requires grad, a view of one, and views that autograd cannot follow."""
+    def test_an_output_that_autograd_tracks_is_rejected(self, of: Tensors) -> None:
+        """Leaves that require grad, their views, and untrackable views are rejected."""
         leaf = torch.zeros_like(of.query[..., :512]).requires_grad_()
         with torch.no_grad():
             view = torch.zeros(2, *leaf.shape, dtype=leaf.dtype, device=self.device)[0]
@@ -286,8 +286,8 @@ class MemorySemantics:
 
             assert not out.any()
 
-    def test_an_output_that_overlaps_itself_is_rejected(self, of: Tensors) -> None:
-        """Where gaps are allowed, expanded elements are not."""
+    def test_a_self_overlapping_output_is_rejected(self, of: Tensors) -> None:
+        """Gaps are allowed, expanded elements are not."""
         out = torch.zeros(1, 1, 512, dtype=torch.bfloat16, device=self.device).expand(4, 16, 512)
 
         with pytest.raises(ArgumentError, match=r"^out: expected elements that do not overlap"):

@@ -1,4 +1,4 @@
-"""The tensors of MLA decode problems; see tests/cases.py for what a case says."""
+"""Tensors of MLA decode problems; tests/cases.py defines the cases."""
 
 from __future__ import annotations
 
@@ -8,36 +8,36 @@ from typing import Any
 
 import torch
 
-from tests.cases import MlaCase, MlaProblem, Seen
+from tests.cases import MlaCase, MlaProblem, VisibleTokens
 from tests.mla_rows import POISON, Stored, format_of, row_bytes, store, viewed
 
-# What stands in a block table past the last page of a request, and in lists where nothing looks
-# or what looks must skip it.
-WILD = (-1, 2**31 - 1, -(2**31), 1_000_000_000)
+# Block-table entries past the last page of a sequence, and top-k indices that are never read
+# or must be skipped.
+INVALID_IDS = (-1, 2**31 - 1, -(2**31), 1_000_000_000)
 
-# Of an e4m3 cache under another query; neither a power of two nor a number of bf16.
+# Scales of an e4m3 cache under a 16-bit query; neither powers of two nor bf16 numbers.
 LATENT_SCALE, ROPE_SCALE = 0.0371, 0.0543
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Cache:
-    """A cache with its content in random pages, all else poison."""
+    """A cache with content in random pages, and poison elsewhere."""
 
     rows: torch.Tensor  # [pages, page_size, row bytes]
     scales: torch.Tensor | None
-    pages: list[torch.Tensor]  # of each request, in order
-    stored: list[Stored]  # the tokens of each request, in order
+    pages: list[torch.Tensor]  # of each sequence, in order
+    stored: list[Stored]  # the tokens of each sequence, in order
 
-    def slots_of(self, request: int, page_size: int) -> torch.Tensor:
-        """Return the physical index of every token of a request."""
-        positions = torch.arange(len(self.stored[request].rows))
-        pages = self.pages[request][positions // page_size]
+    def slots_of(self, seq: int, page_size: int) -> torch.Tensor:
+        """Return the physical index of every token of a sequence."""
+        positions = torch.arange(len(self.stored[seq].rows))
+        pages = self.pages[seq][positions // page_size]
         return pages * page_size + positions % page_size
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Query:
-    """Query tokens as a caller has them, ``[tokens, heads, width]``, and what they stand for."""
+    """Query tokens ``[tokens, heads, width]`` as stored, and their float64 values."""
 
     given: torch.Tensor
     elements: torch.Tensor
@@ -53,40 +53,44 @@ def build(case: MlaCase, device: str) -> MlaProblem:
     query = _query(case, sum(lens), generator)
     sinks = torch.randn(case.heads, generator=generator) * 3 if case.with_sinks else None
     bias = _bias(case, lens, generator)
-    lists, top_k_lens, chosen = _lists(case, lens, caches[0], generator)
-    tables, table_starts = _tables(case, caches)
-    rare: dict[str, Any] = {
+    indices, top_k_lens, chosen = _topk_indices(case, lens, caches[0], generator)
+    tables, kv_indptr = _tables(case, caches)
+    extra_args: dict[str, Any] = {
         "is_causal": case.is_causal,
         "scores_take_bmm2": case.scores_take_bmm2,
         "bias": bias,
-        "table_starts": table_starts,
+        "kv_indptr": kv_indptr,
         **_scale_fields(case, caches[0], query),
     }
     rows = caches[0].rows
     if case.values == "other cache":
-        rare["value_cache"] = _in_form(caches[1].rows.to(device), case.cache_form, kv_format)
+        extra_args["value_cache"] = _in_layout(
+            caches[1].rows.to(device), case.cache_layout, kv_format
+        )
     given_query = query.given
-    if case.parts_apart:
+    if case.separate_rope:
         width = case.kv_lora_rank + case.qk_rope_head_dim
         split = rows.shape[2] * case.kv_lora_rank // width
-        rare["rope_cache"] = _in_form(rows[..., split:].to(device), "strided", kv_format)
+        extra_args["rope_cache"] = _in_layout(rows[..., split:].to(device), "strided", kv_format)
         rows = rows[..., :split].contiguous()
-        rare["query_rope"] = _uniform(case, query.given[..., case.kv_lora_rank :].contiguous())
+        extra_args["query_rope"] = _uniform(
+            case, query.given[..., case.kv_lora_rank :].contiguous()
+        )
         given_query = query.given[..., : case.kv_lora_rank].contiguous()
     ends = torch.tensor((0, *lens)).cumsum(0).to(torch.int32).to(device)
     return MlaProblem(
         case=case,
         query=_uniform(case, given_query).to(device),
-        kv_cache=_in_form(rows.to(device), case.cache_form, kv_format),
-        block_tables=(_uniform(case, lists) if case.top_k else tables).to(device),
+        kv_cache=_in_layout(rows.to(device), case.cache_layout, kv_format),
+        block_tables=(_uniform(case, indices) if case.top_k else tables).to(device),
         seq_lens=torch.tensor(case.seq_lens, dtype=torch.int32).to(device),
         sinks=sinks.to(device) if sinks is not None else None,
         cum_seq_lens_q=ends if case.q_lens is not None else None,
         top_k_lens=top_k_lens.to(device) if case.with_top_k_lens else None,
-        seen=_seen(case, lens, caches, query, bias, chosen),
-        rare={
+        visible=_visible_tokens(case, lens, caches, query, bias, chosen),
+        extra_args={
             name: value.to(device) if isinstance(value, torch.Tensor) else value
-            for name, value in rare.items()
+            for name, value in extra_args.items()
         },
     )
 
@@ -106,36 +110,36 @@ def _scale_fields(case: MlaCase, cache: _Cache, query: _Query) -> dict[str, Any]
     return {"kv_scales": cache.scales, "rope_scale": ROPE_SCALE} if case.scales else {}
 
 
-def _seen(
+def _visible_tokens(
     case: MlaCase,
     lens: tuple[int, ...],
     caches: list[_Cache],
     query: _Query,
     bias: torch.Tensor | None,
     chosen: list[torch.Tensor],
-) -> list[Seen]:
-    seen = []
-    for token, (request, visible) in enumerate(_visible(case, lens)):
+) -> list[VisibleTokens]:
+    tokens = []
+    for token, (seq, visible) in enumerate(_visible_lengths(case, lens)):
         order, counts = torch.arange(visible), torch.ones(visible)
         if case.top_k:
             order, counts = torch.unique(chosen[token], return_counts=True)
-        seen.append(
-            Seen(
+        tokens.append(
+            VisibleTokens(
                 query=query.elements[token],
-                keys=caches[0].stored[request].elements[order],
-                values=caches[-1].stored[request].elements[order, : case.kv_lora_rank],
+                keys=caches[0].stored[seq].elements[order],
+                values=caches[-1].stored[seq].elements[order, : case.kv_lora_rank],
                 counts=counts.double(),
                 bias=bias[token, :, :visible].double() if bias is not None else None,
             )
         )
-    return seen
+    return tokens
 
 
 def _caches(case: MlaCase, kv_format: str, generator: torch.Generator) -> list[_Cache]:
-    """Return the cache of keys and, where values are apart, the one of values."""
+    """Return the cache of keys, and that of values if separate."""
     used = [-(-length // case.page_size) for length in case.seq_lens]
     both = case.values == "other pages"
-    pages = sum(used) * (2 if both else 1) + 4  # some belong to nobody
+    pages = sum(used) * (2 if both else 1) + 4  # some are unused
     order = torch.randperm(pages, generator=generator)
     keys = _filled(case, kv_format, order, pages, generator)
     if case.values == "shared":
@@ -144,7 +148,7 @@ def _caches(case: MlaCase, kv_format: str, generator: torch.Generator) -> list[_
         values = _filled(case, kv_format, order[sum(used) :], pages, generator)
     else:
         values = _filled(case, kv_format, order, pages, generator)
-    # What would be the rope part of a value is nothing that may be read.
+    # The rope part of a value must not be read.
     split = values.rows.shape[2] * case.kv_lora_rank // (case.kv_lora_rank + case.qk_rope_head_dim)
     values.rows[..., split:] = POISON
     if both:
@@ -219,72 +223,72 @@ def _bias(case: MlaCase, lens: tuple[int, ...], generator: torch.Generator) -> t
     positions = max(case.seq_lens, default=0) + 5
     bias = torch.randn(sum(lens), heads, positions, generator=generator) * 2
     bias[torch.rand(bias.shape, generator=generator) < 0.3] = -math.inf
-    bias[::5] = -math.inf  # rows that see nothing
-    for token, (_, visible) in enumerate(_visible(case, lens)):
+    bias[::5] = -math.inf  # rows that attend to nothing
+    for token, (_, visible) in enumerate(_visible_lengths(case, lens)):
         bias[token, :, visible:] = math.nan
     return bias
 
 
-def _visible(case: MlaCase, lens: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Return the request of every query token, and how many tokens of it the token may see."""
-    seen = []
-    for request, (length, q_len) in enumerate(zip(case.seq_lens, lens, strict=True)):
+def _visible_lengths(case: MlaCase, lens: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Return the sequence of every query token, and the number of its tokens to attend to."""
+    lengths = []
+    for seq, (length, q_len) in enumerate(zip(case.seq_lens, lens, strict=True)):
         later = range(q_len - 1, -1, -1) if case.is_causal else [0] * q_len
-        seen += [(request, max(0, length - hidden)) for hidden in later]
-    return seen
+        lengths += [(seq, max(0, length - masked)) for masked in later]
+    return lengths
 
 
 def _tables(case: MlaCase, caches: list[_Cache]) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the block tables, and where page ids are flat the place where each request begins."""
+    """Return the block tables, and kv_indptr if they are flat."""
     if case.flat_tables:
         pages = caches[0].pages
         starts = torch.tensor([0, *(len(own) for own in pages)]).cumsum(0)
-        padding = torch.tensor(WILD * 2)
+        padding = torch.tensor(INVALID_IDS * 2)
         return torch.cat([*pages, padding]).to(torch.int32), starts.to(torch.int32)
     columns = max((len(own) for own in caches[0].pages), default=0) + case.spare_pages
     both = case.values == "other pages"
-    tables = torch.tensor(WILD).repeat(len(case.seq_lens) * 2 * (columns // 4 + 1))
+    tables = torch.tensor(INVALID_IDS).repeat(len(case.seq_lens) * 2 * (columns // 4 + 1))
     tables = tables.view(len(case.seq_lens), 2, -1)[..., :columns].to(torch.int32).contiguous()
     for which, cache in enumerate(caches if both else caches[:1]):
-        for request, own in enumerate(cache.pages):
-            tables[request, which, : len(own)] = own.to(torch.int32)
+        for seq, own in enumerate(cache.pages):
+            tables[seq, which, : len(own)] = own.to(torch.int32)
     return (tables if both else tables[:, 0].contiguous()), None
 
 
-def _lists(
+def _topk_indices(
     case: MlaCase, lens: tuple[int, ...], cache: _Cache, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    """Return the lists of tokens, how many entries are looked at, and which tokens these are.
+    """Return the top-k indices, their valid lengths, and the tokens that they name.
 
-    Lists are scattered and repeat themselves; every fifth entry is no token of the cache; past
-    what is looked at there are tokens of the request and pages of poison.
+    Indices are scattered and repeated; every fifth is invalid; past the valid length they name
+    tokens of the sequence and pages of poison.
     """
     tokens, slots_in_cache = sum(lens), cache.rows.shape[0] * case.page_size
-    lists = torch.randint(0, slots_in_cache, (tokens, case.top_k), generator=generator)
+    indices = torch.randint(0, slots_in_cache, (tokens, case.top_k), generator=generator)
     lens_given = torch.randint(0, case.top_k + 1, (tokens,), generator=generator)
     chosen = []
-    for token, (request, visible) in enumerate(_visible(case, lens) if case.top_k else ()):
-        looked_at = int(lens_given[token]) if case.with_top_k_lens else min(visible, case.top_k)
-        slots = cache.slots_of(request, case.page_size)
+    for token, (seq, visible) in enumerate(_visible_lengths(case, lens) if case.top_k else ()):
+        valid = int(lens_given[token]) if case.with_top_k_lens else min(visible, case.top_k)
+        slots = cache.slots_of(seq, case.page_size)
         if len(slots) == 0:
-            lists[token, :looked_at] = -1
+            indices[token, :valid] = -1
             chosen.append(torch.tensor([], dtype=torch.long))
             continue
-        picked = torch.randint(0, len(slots), (looked_at,), generator=generator)
+        picked = torch.randint(0, len(slots), (valid,), generator=generator)
         entries = slots[picked]
-        is_wild = torch.rand(looked_at, generator=generator) < 0.2
-        wild = torch.tensor((*WILD, slots_in_cache))
-        entries[is_wild] = wild[torch.arange(int(is_wild.sum())) % len(wild)]
-        lists[token, :looked_at] = entries
-        chosen.append(picked[~is_wild])
-    return lists.to(torch.int32), lens_given.to(torch.int32), chosen
+        is_invalid = torch.rand(valid, generator=generator) < 0.2
+        invalid_ids = torch.tensor((*INVALID_IDS, slots_in_cache))
+        entries[is_invalid] = invalid_ids[torch.arange(int(is_invalid.sum())) % len(invalid_ids)]
+        indices[token, :valid] = entries
+        chosen.append(picked[~is_invalid])
+    return indices.to(torch.int32), lens_given.to(torch.int32), chosen
 
 
-def _in_form(rows: torch.Tensor, form: str, row_format: str) -> torch.Tensor:
-    """Return bytes ``[pages, page_size, row bytes]`` as the tensor that a caller has."""
+def _in_layout(rows: torch.Tensor, cache_layout: str, row_format: str) -> torch.Tensor:
+    """Return bytes ``[pages, page_size, row bytes]`` in a cache layout of the entry points."""
     pages, page_size, width = rows.shape
-    if form == "strided":
-        # Rows of 128 bytes more and pages with a spare row, all of it NaN.
+    if cache_layout == "strided":
+        # Rows have 128 more bytes and pages a spare row, all of it NaN.
         wide = torch.full(
             (pages, page_size + 1, width + 128), POISON, dtype=torch.uint8, device=rows.device
         )
@@ -292,6 +296,6 @@ def _in_form(rows: torch.Tensor, form: str, row_format: str) -> torch.Tensor:
         element = viewed(wide, row_format)
         return element[:, :page_size, : width // element.element_size()]
     cache = viewed(rows, row_format)
-    if form == "[P,1,ps,d]":
+    if cache_layout == "[P,1,ps,d]":
         return cache.unsqueeze(1)
-    return cache.unsqueeze(2) if form == "[P,ps,1,d]" else cache
+    return cache.unsqueeze(2) if cache_layout == "[P,ps,1,d]" else cache

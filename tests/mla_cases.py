@@ -1,4 +1,4 @@
-"""The MLA decode problems that every backend is tested on."""
+"""MLA decode problems for every backend."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def edges(page_size: int, q_len: int = 1) -> tuple[int, ...]:
     return (0, 1, page_size - 1, page_size, page_size + 1, q_len, 300)
 
 
-# Every kind of query and cache: dtype of the query, format of the cache, where scales are.
+# Every kind of query and cache: query dtype, cache format, location of the scales.
 KINDS = {
     "bf16": (torch.bfloat16, "", ""),
     "fp16": (torch.float16, "", ""),
@@ -36,10 +36,10 @@ KINDS = {
 SPARSE_KINDS = {
     name: kind for name, kind in KINDS.items() if kind[1] != "fp8_per_token" and not kind[2]
 }
-APART_KINDS = {name: kind for name, kind in SPARSE_KINDS.items() if kind[1] != "fp8_ds_mla"}
+SEPARATE_KINDS = {name: kind for name, kind in SPARSE_KINDS.items() if kind[1] != "fp8_ds_mla"}
 
 
-def of_kind(kind: tuple[torch.dtype, str, str], **facts: Any) -> MlaCase:
+def case_of_kind(kind: tuple[torch.dtype, str, str], **facts: Any) -> MlaCase:
     """Return a case of one of :data:`KINDS`."""
     dtype, kv_format, scales = kind
     return MlaCase(dtype=dtype, kv_format=kv_format, scales=scales, **facts)
@@ -47,7 +47,7 @@ def of_kind(kind: tuple[torch.dtype, str, str], **facts: Any) -> MlaCase:
 
 SPARSE_CASES = (
     *(
-        of_kind(
+        case_of_kind(
             kind,
             name=f"{name}, top {top_k}, page {page}, {heads} heads, {q_len} query tokens",
             top_k=top_k,
@@ -67,7 +67,7 @@ SPARSE_CASES = (
         )
     ),
     *(
-        of_kind(
+        case_of_kind(
             kind,
             name=f"{name}, top 128, lengths given",
             top_k=128,
@@ -78,13 +78,15 @@ SPARSE_CASES = (
         for name, kind in SPARSE_KINDS.items()
     ),
     *(
-        of_kind(
+        case_of_kind(
             kind, name=f"{name}, top 70, ragged", top_k=70, seq_lens=(5, 100, 9), q_lens=(3, 0, 9)
         )
         for name, kind in SPARSE_KINDS.items()
     ),
     *(
-        of_kind(kind, name=f"{name}, top 2048, split", top_k=2048, seq_lens=(3000, 17), heads=heads)
+        case_of_kind(
+            kind, name=f"{name}, top 2048, split", top_k=2048, seq_lens=(3000, 17), heads=heads
+        )
         for (name, kind), heads in product(SPARSE_KINDS.items(), (16, 128))
     ),
     MlaCase(
@@ -95,7 +97,7 @@ SPARSE_CASES = (
         seq_lens=(100, 3),
     ),
     MlaCase(
-        name="top 64, strided", top_k=64, cache_form="strided", seq_lens=(100, 3), page_size=16
+        name="top 64, strided", top_k=64, cache_layout="strided", seq_lens=(100, 3), page_size=16
     ),
 )
 
@@ -143,13 +145,18 @@ CASES = (
     ),
     MlaCase(name="split, fp16, rank 256", seq_lens=(7001,), dtype=torch.float16, kv_lora_rank=256),
     MlaCase(name="131072 tokens", seq_lens=(131072,), heads=8, page_size=128),
-    MlaCase(name="all requests empty", seq_lens=(0, 0, 0), with_sinks=True),
+    MlaCase(name="all sequences empty", seq_lens=(0, 0, 0), with_sinks=True),
     MlaCase(name="growing scores", seq_lens=(700,), query_magnitude=30.0, heads=128),
     MlaCase(name="no scale", seq_lens=(200,), score_scale=0.0),
     MlaCase(name="negative scale", seq_lens=(200,), score_scale=-0.05),
     *(
-        MlaCase(name=f"cache as {form}", seq_lens=(1, 64, 200), cache_form=form, page_size=page)
-        for form, page in product(("[P,1,ps,d]", "[P,ps,1,d]", "strided"), (1, 16, 64))
+        MlaCase(
+            name=f"cache as {cache_layout}",
+            seq_lens=(1, 64, 200),
+            cache_layout=cache_layout,
+            page_size=page,
+        )
+        for cache_layout, page in product(("[P,1,ps,d]", "[P,ps,1,d]", "strided"), (1, 16, 64))
     ),
     MlaCase(
         name="ragged queries", seq_lens=(5, 100, 64, 300, 0), q_lens=(1, 4, 0, 17, 2), heads=16
@@ -158,7 +165,7 @@ CASES = (
         name="ragged queries, split", seq_lens=(4000, 33), q_lens=(3, 1), heads=128, with_sinks=True
     ),
     *(
-        of_kind(
+        case_of_kind(
             kind,
             name=f"{name}, page {page}, {heads} heads, {q_len} query tokens",
             page_size=page,
@@ -173,27 +180,29 @@ CASES = (
         for page, heads, q_len in ((1, 8, 1), (24, 16, 3), (32, 24, 2), (64, 128, 1), (128, 5, 4))
     ),
     *(
-        of_kind(
+        case_of_kind(
             kind, name=f"{name}, ragged", seq_lens=(5, 100, 64, 300, 0), q_lens=(1, 4, 0, 17, 2)
         )
         for name, kind in KINDS.items()
     ),
     *(
-        of_kind(kind, name=f"{name}, split", seq_lens=(5000, 1), heads=16, page_size=32)
+        case_of_kind(kind, name=f"{name}, split", seq_lens=(5000, 1), heads=16, page_size=32)
         for name, kind in KINDS.items()
     ),
     *(
-        of_kind(
+        case_of_kind(
             kind,
-            name=f"{name}, cache as {form}",
+            name=f"{name}, cache as {cache_layout}",
             seq_lens=(1, 64, 200),
-            cache_form=form,
+            cache_layout=cache_layout,
             page_size=16,
         )
-        for (name, kind), form in product(KINDS.items(), ("[P,1,ps,d]", "[P,ps,1,d]", "strided"))
+        for (name, kind), cache_layout in product(
+            KINDS.items(), ("[P,1,ps,d]", "[P,ps,1,d]", "strided")
+        )
     ),
     *(
-        of_kind(
+        case_of_kind(
             kind,
             name=f"{name}, kv_lora_rank {rank}, qk_rope_head_dim {rope}",
             kv_lora_rank=rank,
@@ -202,26 +211,30 @@ CASES = (
             page_size=32,
         )
         for (name, kind), (rank, rope) in product(KINDS.items(), ((256, 64), (512, 0)))
-        if not kind[1].startswith("packed") and not (kind[0] is E4M3 and rope == 0)
+        if not kind[1].startswith("fp8_") and not (kind[0] is E4M3 and rope == 0)
     ),
     *(
-        of_kind(
+        case_of_kind(
             kind,
-            name=f"{name}, latent and rope apart, {'causal' if is_causal else 'all'}, page {page}",
+            name=f"{name}, separate rope, {'causal' if is_causal else 'all'}, page {page}",
             seq_lens=(0, 1, 40, 130, 3),
             q_lens=(2, 1, 17, 5, 7),
             page_size=page,
-            parts_apart=True,
+            separate_rope=True,
             flat_tables=True,
             is_causal=is_causal,
-            cache_form=form,
+            cache_layout=cache_layout,
         )
         for name, kind in KINDS.items()
-        for is_causal, page, form in ((True, 1, "3-D"), (False, 16, "strided"), (False, 1, "3-D"))
-        if not kind[1].startswith("packed")
+        for is_causal, page, cache_layout in (
+            (True, 1, "3-D"),
+            (False, 16, "strided"),
+            (False, 1, "3-D"),
+        )
+        if not kind[1].startswith("fp8_")
     ),
     *(
-        of_kind(
+        case_of_kind(
             kind,
             name=f"{name}, values in {where}, page {page}",
             seq_lens=edges(page, q_len),
@@ -230,7 +243,7 @@ CASES = (
             values=where,
             with_sinks=True,
         )
-        for (name, kind), where in product(APART_KINDS.items(), ("other pages", "other cache"))
+        for (name, kind), where in product(SEPARATE_KINDS.items(), ("other pages", "other cache"))
         for page, q_len in ((16, 1), (64, 2), (24, 1))
     ),
     MlaCase(
@@ -246,7 +259,7 @@ CASES = (
         heads=128,
     ),
     *(
-        of_kind(
+        case_of_kind(
             kind,
             name=f"{name}, {bias} bias, {'causal' if is_causal else 'all'}",
             seq_lens=(0, 1, 33, 64, 200),

@@ -1,4 +1,4 @@
-"""Rows of MLA queries and caches as they are stored, with what they stand for in float64."""
+"""Stored rows of MLA queries and caches, with their float64 values."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-# NaN in every format that rows are stored in, scales included.
+# NaN in every storage format, scales included.
 POISON = 0xFF
 
 E4M3 = torch.float8_e4m3fn
@@ -16,7 +16,7 @@ _TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": E4M3}
 
 @dataclass(frozen=True, kw_only=True)
 class Stored:
-    """Some rows ``[n, row bytes]``, their ``elements[n, d]``, and scales kept elsewhere."""
+    """Rows ``[n, row bytes]``, their ``elements[n, d]``, and their separate scales."""
 
     rows: torch.Tensor
     elements: torch.Tensor
@@ -29,14 +29,14 @@ def row_bytes(row_format: str, elements: int) -> int:
 
 
 def viewed(rows: torch.Tensor, row_format: str) -> torch.Tensor:
-    """Return bytes as the tensor that a caller has."""
+    """Return bytes as the tensor of a caller."""
     if row_format == "fp8_ds_mla":
         return rows
     return rows.view(_TORCH_DTYPES.get(row_format, E4M3))
 
 
 def format_of(dtype: torch.dtype) -> str:
-    """Return the format of rows that are plain elements of ``dtype``."""
+    """Return the format of rows of plain ``dtype`` elements."""
     return next(name for name, known in _TORCH_DTYPES.items() if known is dtype)
 
 
@@ -49,9 +49,9 @@ def store(
     latent_scale: float = 1.0,
     rope_scale: float = 1.0,
 ) -> Stored:
-    """Return ``content[n, d]``, as nearly as the format holds it.
+    """Return ``content[n, d]``, rounded to the format.
 
-    ``scales`` are one for a row, or one for every 128 latent elements of it.
+    ``scales`` are one per row, or one per 128 latent elements of it.
     """
     latent, rope = content[:, :rank].float(), content[:, rank:].float()
     if row_format == "fp8_ds_mla":
@@ -64,7 +64,7 @@ def store(
     if scales is not None:
         factors = scales.repeat_interleave(128, dim=1)[:, :rank]
     content = torch.cat([latent / factors, rope / rope_scale], dim=1)
-    largest = torch.finfo(dtype).max  # not every torch saturates: some make NaN of what is larger
+    largest = torch.finfo(dtype).max  # not every torch saturates: some versions overflow to NaN
     stored = content.clamp(-largest, largest).to(dtype)
     factors = torch.cat([factors, torch.tensor(rope_scale).expand_as(rope)], dim=1)
     elements = stored.double() * factors.float().double()

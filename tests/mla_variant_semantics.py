@@ -1,4 +1,4 @@
-"""What the rarer forms of MLA decode promise on every device; see tests/mla_semantics.py."""
+"""Tests of the rarer MLA decode variants for every device; see tests/mla_semantics.py."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ import torch
 import mlagen
 from mlagen.api.mla_call import run_mla
 from tests.cases import MlaCase
-from tests.mla_cases import KINDS, of_kind
+from tests.mla_cases import KINDS, case_of_kind
 from tests.mla_rows import POISON
 from tests.mla_semantics import decode_with_lse
 
 
 class MlaVariantSemantics:
-    """The tests; a subclass names the device."""
+    """Device-independent tests; a subclass sets the device."""
 
     device: ClassVar[str]
 
     @pytest.mark.parametrize("length", [70, 5000], ids=["whole", "split"])
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=["bf16", "e4m3"])
-    def test_a_token_with_nan_that_a_bias_hides_reaches_nothing(
+    def test_nan_in_a_token_masked_by_bias_reaches_nothing(
         self, dtype: torch.dtype, length: int
     ) -> None:
-        """A bias of minus infinity hides a token whole, from all rows or from some heads."""
+        """A bias of minus infinity masks a token for all heads or for some."""
         case = MlaCase(name="", seq_lens=(length,), heads=16, q_len=2, dtype=dtype)
         problem = replace(case, bias="for each head").build(self.device)
         bias = torch.zeros(2, 16, length, device=self.device)
@@ -43,10 +43,10 @@ class MlaVariantSemantics:
 
         assert out[0, :, :3].isnan().all()
         assert torch.equal(out[0, 0, 3:], expected[0, 0, 3:])
-        assert out[0, 1, 3:].isnan().all()  # the second query token sees position 41
+        assert out[0, 1, 3:].isnan().all()  # the second query token attends to position 41
 
-    def test_lists_are_looked_at_as_far_as_they_go(self) -> None:
-        """More entries than there are mean all, and fewer than none mean none."""
+    def test_topk_lengths_are_clamped(self) -> None:
+        """Lengths beyond topk mean all indices, and negative lengths mean none."""
         case = MlaCase(name="", seq_lens=(300, 300), top_k=70, with_top_k_lens=True)
         problem = case.build(self.device)
         full = replace(case, with_top_k_lens=False).build(self.device)
@@ -62,8 +62,8 @@ class MlaVariantSemantics:
         assert (out[1] == 0).all()
         assert (lse[1] == -math.inf).all()
 
-    def test_a_list_of_the_same_token_counts_it_every_time(self) -> None:
-        """With a sink in the denominator, a token listed twice weighs twice."""
+    def test_repeated_topk_indices_count_repeatedly(self) -> None:
+        """With a sink in the denominator, a repeated token has twice the weight."""
         case = MlaCase(name="", seq_lens=(4,), top_k=4, heads=8, with_sinks=True)
         problem = case.build(self.device)
         sinks = torch.zeros(8, device=self.device)
@@ -75,8 +75,8 @@ class MlaVariantSemantics:
         assert torch.allclose(lse, torch.full_like(lse, 2.0), atol=2**-10)
 
     @pytest.mark.parametrize("scale", [0.5, 2.0])
-    def test_the_signature_of_xqa(self, scale: float) -> None:
-        """Scores are multiplied by the first scale alone, and the output has four dimensions."""
+    def test_the_xqa_signature(self, scale: float) -> None:
+        """Only the first scale multiplies the scores, and the output has four dimensions."""
         case = MlaCase(name="", seq_lens=(70, 3, 0), heads=20, output_scale=scale, with_sinks=True)
         problem = case.build(self.device)
         arguments = problem.arguments()
@@ -90,12 +90,12 @@ class MlaVariantSemantics:
         problem.check(made)
         problem.check(given)
 
-    def test_a_packed_query_without_scales(self) -> None:
-        """No scales of the query, or of the cache, means that each is 1."""
-        case = of_kind(KINDS["fp8_per_token"], name="", seq_lens=(70, 3), score_scale=1e-4)
+    def test_fp8_per_token_scales_are_optional(self) -> None:
+        """Omitted scales of the query or of the cache count as 1."""
+        case = case_of_kind(KINDS["fp8_per_token"], name="", seq_lens=(70, 3), score_scale=1e-4)
         problem = case.build(self.device)
         ones = torch.ones(2, device=self.device)
-        all_ones = torch.ones_like(problem.rare["kv_scales"])
+        all_ones = torch.ones_like(problem.extra_args["kv_scales"])
 
         without = run_mla(problem.inputs(query_scales=None, kv_scales=None), enable_pdl=True)[0]
 
@@ -104,9 +104,9 @@ class MlaVariantSemantics:
         assert torch.equal(without, expected[0])
 
     @pytest.mark.parametrize("kind", ["e4m3", "fp8_per_token"])
-    def test_an_output_of_16_bits(self, kind: str) -> None:
-        """The output of a query that is not 16 bits wide is bf16, made or given."""
-        problem = of_kind(KINDS[kind], name="", seq_lens=(70, 3)).build(self.device)
+    def test_an_fp8_query_has_bf16_output(self, kind: str) -> None:
+        """The output of an FP8 query is bf16, allocated or provided."""
+        problem = case_of_kind(KINDS[kind], name="", seq_lens=(70, 3)).build(self.device)
         given = torch.full((2, 16, 512), math.nan, dtype=torch.bfloat16, device=self.device)
 
         made, _ = run_mla(problem.inputs(), enable_pdl=True)
@@ -116,8 +116,8 @@ class MlaVariantSemantics:
         problem.check(given)
         assert torch.equal(made[:, 0], given)
 
-    def test_lengths_beyond_flat_tables_are_cut(self) -> None:
-        """A length that its part of the page ids cannot hold is read as the most that it can."""
+    def test_lengths_beyond_flat_tables_are_clamped(self) -> None:
+        """A length beyond the sequence's page ids is clamped to their capacity."""
         case = MlaCase(name="", seq_lens=(128, 64), flat_tables=True)
         problem = case.build(self.device)
         too_long = torch.tensor([1000, 640], dtype=torch.int32, device=self.device)

@@ -1,4 +1,4 @@
-"""Sound calls of every public function, by name of their arguments, for odd values to be put in."""
+"""Valid calls of every public function by argument name, for tests that replace one argument."""
 
 from __future__ import annotations
 

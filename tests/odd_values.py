@@ -1,4 +1,4 @@
-"""Values that callers pass where a number, a bool, a word or a tensor belongs."""
+"""Invalid values for numbers, bools, strings and tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 
 class Unshowable:
-    """An object whose every word is an exception."""
+    """An object whose special methods all raise."""
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -34,15 +34,15 @@ class Unshowable:
         raise ValueError("no length")
 
 
-class Manifold:
-    """An object that says what it is on many lines."""
+class MultilineRepr:
+    """An object with a repr of many lines."""
 
     def __repr__(self) -> str:
         return "a\nb" * 100_000
 
 
-class Text(str):
-    """A str that equals no other."""
+class UnequalStr(str):
+    """A str that equals no other str."""
 
     __slots__ = ()
 
@@ -53,8 +53,8 @@ class Text(str):
         return 0
 
 
-class Number(IntEnum):
-    """Ints with names."""
+class NamedInt(IntEnum):
+    """An int enum."""
 
     FOUR = 4
 
@@ -86,7 +86,7 @@ ODD: tuple[Any, ...] = (
     "3",
     "a\nb\u2028c",
     "x" * 100_000,
-    Text("auto"),
+    UnequalStr("auto"),
     b"\n" * 1000,
     [],
     [1],
@@ -98,8 +98,8 @@ ODD: tuple[Any, ...] = (
     object(),
     type("a\nb", (), {})(),
     Unshowable(),
-    Manifold(),
-    Number.FOUR,
+    MultilineRepr(),
+    NamedInt.FOUR,
     Decimal(1),
     Fraction(1, 2),
     Path("a"),

@@ -1,4 +1,4 @@
-"""One call of each entry point, as a function of tensors that compiled code may surround."""
+"""One call per entry point, as a function of tensors for use inside compiled code."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ MLA_SCALE, GQA_SCALE = 192**-0.5, 64**-0.5
 
 @dataclass
 class Tensors:
-    """What the calls read, on one device."""
+    """Tensors of the calls, on one device."""
 
     device: str
     made: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Make the tensors, the same at every time."""
+        """Allocate the tensors, from a fixed seed."""
         generator = torch.Generator().manual_seed(0)
 
         def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -61,18 +61,18 @@ class Tensors:
         }
 
     def __getattr__(self, name: str) -> torch.Tensor:
-        """Return a tensor by its name."""
+        """Return a tensor by name."""
         if name in self.__dict__.get("made", {}):
             return self.made[name]
         raise AttributeError(name)
 
 
-# Each takes its tensors and the query, so that both can be parts of a graph.
+# Each takes its tensors and the query, so that both can be graph inputs.
 Call = Callable[[Tensors, torch.Tensor], Any]
 
 
 def mla(of: Tensors, query: torch.Tensor, **others: Any) -> Any:
-    """Call the entry point of TensorRT-LLM's signature."""
+    """Call the entry point with TensorRT-LLM's signature."""
     call = {"bmm1_scale": MLA_SCALE, **others}
     return trtllm_batch_decode_with_kv_cache_mla(
         query, of.cache, of.workspace, 128, 512, 64, of.table, of.lengths, 64, **call
@@ -80,7 +80,7 @@ def mla(of: Tensors, query: torch.Tensor, **others: Any) -> Any:
 
 
 def gqa(of: Tensors, query: torch.Tensor, **others: Any) -> Any:
-    """Call the grouped-query entry point."""
+    """Call the GQA entry point."""
     caches = (of.keys, of.values)
     call = {"bmm1_scale": GQA_SCALE, **others}
     return xqa_batch_decode_with_kv_cache(
@@ -117,7 +117,7 @@ def _flare(of: Tensors, query: torch.Tensor, mask: Any) -> Any:
 
 
 def planned(of: Tensors) -> BatchMLAPagedAttentionWrapper:
-    """Return a wrapper whose plan is of the tensors."""
+    """Return a wrapper with a plan of the tensors."""
     wrapper = BatchMLAPagedAttentionWrapper(of.workspace)
     ends = torch.arange(BATCH + 1, dtype=torch.int32)
     sizes = (HEADS, 512, 64, 64, True, MLA_SCALE, torch.bfloat16, torch.bfloat16)

@@ -1,4 +1,4 @@
-"""What compilers make of the entry points, on any device."""
+"""Tests of the entry points in compiled code, on any device."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from mlagen import UnsupportedError
 from tests.ops_cases import CALLS, MLA_SCALE, Tensors, gqa, mla, parts, planned
 
 
-def surrounded(call: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a bit of model around a call; what it does is exact in any order."""
+def wrapped(call: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a function with model code around a call, exact in any evaluation order."""
 
     def forward(query: torch.Tensor) -> torch.Tensor:
         result = call(query * 2)
@@ -29,7 +29,7 @@ def surrounded(call: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], 
 
 
 class Layer(torch.nn.Module):
-    """A call and what surrounds it, whose batch may be dynamic."""
+    """A call with model code around it, whose batch may be dynamic."""
 
     def __init__(self, of: Tensors) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Layer(torch.nn.Module):
     def forward(
         self, q: torch.Tensor, c: torch.Tensor, t: torch.Tensor, n: torch.Tensor
     ) -> torch.Tensor:
-        """Return sums of an MLA call's rows."""
+        """Return sums of the output rows of an MLA call."""
         out: Any = mlagen.mla.trtllm_batch_decode_with_kv_cache_mla(
             q * 2, c, self.of.workspace, 128, 512, 64, t, n, 64, bmm1_scale=MLA_SCALE
         )
@@ -47,13 +47,13 @@ class Layer(torch.nn.Module):
 
 
 class OpsSemantics:
-    """Every promise about compiled code."""
+    """Device-independent tests; a subclass sets the device."""
 
     device: str
 
     @pytest.fixture(autouse=True)
     def _fresh_compiler(self) -> None:
-        with warnings.catch_warnings():  # of torch, about its own imports
+        with warnings.catch_warnings():  # torch warns about its own imports
             warnings.simplefilter("ignore", DeprecationWarning)
             torch._dynamo.reset()
 
@@ -68,15 +68,15 @@ class OpsSemantics:
 
     @pytest.mark.parametrize("name", CALLS)
     def test_an_entry_point_is_part_of_one_graph(self, of: Tensors, name: str) -> None:
-        """Compiled without a break, a call gives what it gives without a compiler."""
-        forward = surrounded(lambda query: CALLS[name](of, query))
+        """A call compiles without a graph break and gives the eager result."""
+        forward = wrapped(lambda query: CALLS[name](of, query))
 
         compiled = torch.compile(forward, fullgraph=True, backend="aot_eager")
 
         assert torch.equal(compiled(of.query), forward(of.query))
 
     def test_a_planned_run_is_part_of_one_graph(self, of: Tensors) -> None:
-        """A run of the wrapper compiles, with an LSE and into an output, and after another plan."""
+        """A run compiles with an LSE, into an output, and after another plan."""
         wrapper, out = planned(of), torch.empty_like(of.query[:, 0, :, :512])
 
         def run(query: torch.Tensor, out: torch.Tensor) -> Any:
@@ -96,7 +96,7 @@ class OpsSemantics:
         of.lengths[3] += 10
 
     def test_a_growing_length_recompiles_once(self, of: Tensors) -> None:
-        """The longest length is a symbol, so that decoding does not compile at every step."""
+        """max_seq_len is symbolic, so that decoding does not recompile at every step."""
         compiles = 0
 
         def backend(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
@@ -117,7 +117,7 @@ class OpsSemantics:
 
     @pytest.mark.parametrize("strict", [True, False])
     def test_export_with_a_dynamic_batch(self, of: Tensors, strict: bool) -> None:
-        """An exported program serves other batches than the one it was exported with."""
+        """An exported program accepts other batch sizes."""
         batch = torch.export.Dim("batch", min=2, max=256)
         shapes = {"q": {0: batch}, "c": None, "t": {0: batch}, "n": {0: batch}}
         layer = Layer(of)
@@ -132,7 +132,7 @@ class OpsSemantics:
 
     @pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
     def test_make_fx_records_the_op(self, of: Tensors, mode: Any) -> None:
-        """A traced graph has the op in it, and computes what was traced."""
+        """A traced graph contains the op and gives the eager result."""
         layer, inputs = Layer(of), self.layer_inputs(of)
 
         graph = make_fx(layer, tracing_mode=mode, _allow_non_fake_inputs=True)(*inputs)
@@ -141,7 +141,7 @@ class OpsSemantics:
         assert torch.equal(graph(*inputs), layer(*inputs))
 
     def test_fake_tensors_give_fake_outputs(self, of: Tensors) -> None:
-        """Under FakeTensorMode a call gives the shape and dtype, and nothing is launched."""
+        """Under FakeTensorMode a call gives shape and dtype without a launch."""
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             out, lse = mla(of, mode.from_tensor(of.query), return_lse=True)
 
@@ -149,8 +149,8 @@ class OpsSemantics:
         assert (lse.shape, lse.dtype) == ((4, 16), torch.float32)
 
     @pytest.mark.parametrize("writes", [False, True])
-    def test_ops_are_sound(self, of: Tensors, writes: bool) -> None:
-        """The checks of torch.library.opcheck pass: schema, fake kernel, dynamic shapes."""
+    def test_ops_pass_opcheck(self, of: Tensors, writes: bool) -> None:
+        """torch.library.opcheck passes: schema, fake kernel, dynamic shapes."""
         name = "trtllm_batch_decode_with_kv_cache_mla"
         call: tuple[Any, ...] = (of.query, of.cache, 128, 512, 64, of.table, of.lengths, 64)
         named: dict[str, Any] = {"return_lse": True, "bmm1_scale_tensor": of.scale}
@@ -165,10 +165,10 @@ class OpsSemantics:
 
     @pytest.mark.parametrize("is_compiled", [False, True])
     @pytest.mark.parametrize("into_out", [False, True])
-    def test_forward_works_and_backward_says_that_there_is_none(
+    def test_forward_works_and_backward_is_rejected(
         self, of: Tensors, is_compiled: bool, into_out: bool
     ) -> None:
-        """Inputs that require grad give the same output, whose backward is rejected in one line."""
+        """Inputs that require grad give the same output; backward raises a one-line error."""
 
         def call(query: torch.Tensor, gqa_query: torch.Tensor) -> Any:
             outs: tuple[torch.Tensor | None, ...] = (None, None)
@@ -187,8 +187,8 @@ class OpsSemantics:
             with pytest.raises(UnsupportedError, match="backward: not implemented"):
                 out.float().sum().backward(retain_graph=True)
 
-    def test_bad_arguments_are_named_in_compiled_code(self, of: Tensors) -> None:
-        """What an entry point rejects, its op rejects with the same words."""
+    def test_invalid_arguments_in_compiled_code_are_rejected(self, of: Tensors) -> None:
+        """The op raises the error of the entry point."""
         wrong = of.table.float()
 
         def call(query: torch.Tensor) -> Any:
@@ -200,9 +200,9 @@ class OpsSemantics:
             torch.compile(call, fullgraph=True, backend="eager")(of.query)
 
     @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs g++")
-    @pytest.mark.filterwarnings("ignore")  # of Inductor, about itself
-    def test_inductor_compiles_what_surrounds_a_call(self, of: Tensors) -> None:
-        """With Inductor and a dynamic batch the results are those without a compiler."""
+    @pytest.mark.filterwarnings("ignore")  # Inductor warns about itself
+    def test_inductor_compiles_the_code_around_a_call(self, of: Tensors) -> None:
+        """With Inductor and a dynamic batch the results equal the eager ones."""
         layer = Layer(of)
         compiled = torch.compile(layer, fullgraph=True, dynamic=True)
 

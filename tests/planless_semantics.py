@@ -1,4 +1,4 @@
-"""What BatchMLA without plans promises on every device."""
+"""Tests of BatchMLA without plans for every device."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tests.reference import assert_close, output_tolerance
 
 
 class PlanlessSemantics:
-    """BatchMLA without plans; a subclass names the device."""
+    """Device-independent tests; a subclass sets the device."""
 
     device: ClassVar[str]
 
     def wrapper(self, backend: str = "cutlass") -> BatchMLAPagedAttentionWrapper:
-        """Return a wrapper that has planned nothing."""
+        """Return a wrapper without a plan."""
         size = WORKSPACE_BYTES if self.device == "cuda" else 0
         workspace = torch.empty(size, dtype=torch.uint8, device=self.device)
         return BatchMLAPagedAttentionWrapper(workspace, backend=backend)
@@ -30,7 +30,7 @@ class PlanlessSemantics:
     @pytest.mark.parametrize("backend", ["cutlass", "auto"])
     @pytest.mark.parametrize("heads", [5, 128])
     def test_block_tables_need_no_plan(self, heads: int, backend: str) -> None:
-        """Lengths and a table give attention with the scale of DeepSeek's heads."""
+        """Lengths and a block table give attention with the scale of DeepSeek's heads."""
         problem = self._problem(heads=heads)
 
         out = run(self.wrapper(backend), problem, **_tables(problem))
@@ -38,7 +38,7 @@ class PlanlessSemantics:
         assert tuple(out.shape) == (4, heads, 512)
         problem.check(out)
 
-    def test_an_output_of_the_caller(self) -> None:
+    def test_a_caller_provided_output(self) -> None:
         """`out` is written in place and returned."""
         problem = self._problem()
         out = torch.full((4, 16, 512), math.nan, dtype=torch.bfloat16, device=self.device)
@@ -49,8 +49,8 @@ class PlanlessSemantics:
         problem.check(out)
 
     @pytest.mark.parametrize("dtype", [E4M3, torch.float8_e5m2], ids=["e4m3", "e5m2"])
-    def test_an_output_of_8_bits(self, dtype: torch.dtype) -> None:
-        """`out` of 8 bits holds results divided by `o_scale`, and its largest number beyond it."""
+    def test_an_fp8_output(self, dtype: torch.dtype) -> None:
+        """An FP8 `out` holds results divided by `o_scale`, saturated."""
         problem = self._problem()
         out = torch.zeros(4, 16, 512, device=self.device).to(dtype)
         scale = 0.001
@@ -66,11 +66,11 @@ class PlanlessSemantics:
         assert_close(out.double() * scale, wanted, tolerance, "out")
 
     def _problem(self, heads: int = 16) -> MlaProblem:
-        case = MlaCase(name="", seq_lens=(70, 0, 1, 300), heads=heads, parts_apart=True)
+        case = MlaCase(name="", seq_lens=(70, 0, 1, 300), heads=heads, separate_rope=True)
         problem = case.build(self.device)
-        rope = problem.rare["query_rope"]
-        rare = problem.rare | {"query_rope": rope[:, 0]}
-        return replace(problem, query=problem.query[:, 0], rare=rare)
+        rope = problem.extra_args["query_rope"]
+        extra_args = problem.extra_args | {"query_rope": rope[:, 0]}
+        return replace(problem, query=problem.query[:, 0], extra_args=extra_args)
 
 
 def _tables(problem: MlaProblem) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Attention in float64, plain torch: the only oracle of the tests."""
+"""Attention in float64, in plain torch: the oracle of the tests."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 
 @dataclass(frozen=True, kw_only=True)
 class Attention:
-    """What attention gives, and how far roundings can move it.
+    """Attention result and its rounding-error bounds.
 
     ``out[heads, head_dim_vo]``, ``lse[heads]`` in log2 units; ``spread`` is the root of the sum of
     ``(weight * value)^2`` and ``magnitude`` the sum of ``weight * |value|``, shaped like ``out``;
-    ``rounding`` and ``lse_rounding`` are what rounding the rows, and multiplying in e4m3, moves
-    ``out`` and ``lse`` by.
+    ``rounding`` and ``lse_rounding`` are the changes of ``out`` and ``lse`` by rounding the inputs
+    and by FP8 MMAs.
     """
 
     out: torch.Tensor
@@ -43,10 +43,10 @@ def attend(
     """Return attention of ``query[heads, d]`` over ``keys[tokens, d]`` and ``values[tokens, v]``.
 
     ``sinks[heads]`` are natural-domain logits in the denominator without a value, and
-    ``bias[heads or 1, tokens]`` is added to the scaled scores. A row that sees no token gives zeros
-    and the LSE of its sink, minus infinity without one. Query, keys and values may each be used
-    rounded to ``rows_round_to``. Tensor cores may add up scores in e4m3: ``score_sums`` are the
-    dims of each sum, and its steps; and take weights in it.
+    ``bias[heads or 1, tokens]`` is added to the scaled scores. A fully masked row gives zeros and
+    the LSE of its sink, minus infinity without one. Query, keys and values may each be used rounded
+    to ``rows_round_to``. FP8 MMAs are modeled by ``score_sums``, the dims and the steps of each
+    score accumulation, and by FP8 weights.
     """
     query, keys, values = query.double(), keys.double(), values.double()
 
@@ -66,7 +66,7 @@ def attend(
         exactly(query, keys, values.to(rows_round_to).double())[0],
     )
     by_rows = sum((other.out - result.out).abs() for other in rounded)
-    # Minus infinity moves by nothing, though a difference of two is NaN.
+    # The error of minus infinity is 0, though a difference of two is NaN.
     by_lse = sum(
         torch.where(result.lse == other.lse, 0.0, (other.lse - result.lse).abs())
         for other in rounded
@@ -76,7 +76,7 @@ def attend(
     )
 
 
-# And the weights of the values, ``[heads, tokens]``.
+# FP8 rounding of the weights, ``[heads, tokens]``.
 _Exact: TypeAlias = tuple[Attention, torch.Tensor]
 
 
@@ -97,7 +97,7 @@ def _attend(
     if sinks is not None:
         sink = sinks.double()[:, None]
     lse = torch.logsumexp(torch.cat([logits, sink], dim=1), dim=1)
-    # All that is finite vanishes beside an infinite sink.
+    # All finite values vanish beside an infinite sink.
     weights = torch.where(sees_nothing[:, None], 0.0, (logits - lse[:, None]).exp())
     zeros = torch.zeros(len(query), values.shape[1], dtype=torch.float64)
     result = Attention(
@@ -114,14 +114,14 @@ def _attend(
 def _score_errors(
     query: torch.Tensor, keys: torch.Tensor, sums: tuple[tuple[int, int], ...]
 ) -> torch.Tensor:
-    """Return how far a score that tensor cores add up in e4m3 may be off, ``[heads, tokens]``.
+    """Return the error of a score that FP8 MMAs accumulate, ``[heads, tokens]``.
 
-    They add 32 products and the sum so far, S', after each has been cut off below 2^-13 of the
-    largest power of two among them, which is at most |S'|. A cut is uniform in [0, 2^-13 |S'|]
-    towards zero, of products of either sign: 33 have a standard deviation of at most
+    An MMA adds 32 products and the accumulator, S', each truncated below 2^-13 of the largest power
+    of two among them, which is at most |S'|. A truncation is uniform in [0, 2^-13 |S'|] towards
+    zero, of products of either sign: 33 have a standard deviation of at most
     sqrt(33 / 3) 2^-13 |S'|. On its way through n steps to S, S' is a random walk whose products
     have the root square sum R, so the sum of S'^2 is about n (S^2 / 3 + R^2 / 6). Products have
-    eight bits, and most are not cut at all, so in a simulation a third of that is the standard
+    eight bits, and most are not truncated, so in a simulation a third of that is the standard
     deviation, and 2.2 times that the largest of 48000 errors: three times that is returned.
     """
     walked = torch.zeros(len(query), len(keys), dtype=torch.float64)
@@ -139,10 +139,10 @@ def _moved_by(
     values: torch.Tensor,
     rounds_weights_to_e4m3: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what the weighted sum and the LSE move by, if the weights' logarithms may be off.
+    """Return the changes of the weighted sum and the LSE by errors of the weights' logarithms.
 
-    By ``errors``, independently of each other. Besides, a weight below 2^-11 of the largest is
-    rounded to e4m3 absolutely, by 2^-15 of that or by itself.
+    The errors are ``errors``, independent of each other. In addition, a weight below 2^-11 of the
+    largest is rounded to e4m3 absolutely, by 2^-15 of that or by itself.
     """
     out = weights @ values
     moved = (weights * torch.expm1(errors)).square()
@@ -158,7 +158,7 @@ def _moved_by(
 
 
 def stack(parts: list[Attention]) -> Attention:
-    """Return the results of many query tokens as one, along a new first dimension."""
+    """Return the results of many query tokens stacked along a new first dimension."""
     names = [field.name for field in fields(Attention)]
     return Attention(**{name: torch.stack([getattr(p, name) for p in parts]) for name in names})
 
@@ -171,23 +171,23 @@ def output_tolerance(
 ) -> torch.Tensor:
     """Return the largest error that rounding explains, for every element of ``expected.out``.
 
-    The result is of ``dtype``, the weights are multiplied as ``math_dtype``, the same unless it is
-    given. With u their unit roundoffs and w the weights, out = sum(p v) / sum(p), where
+    The result has ``dtype``, the weights are multiplied as ``math_dtype``, by default the same.
+    With u their unit roundoffs and w the weights, out = sum(p v) / sum(p), where
 
     - rounding the result errs by at most u |out|;
     - every p is rounded to the math dtype, relatively by e_i with |e_i| <= u, the same in numerator
       and denominator, so the result moves by sum(w_i e_i (v_i - out)). The e_i are independent with
       a standard deviation of at most u / sqrt(3): six of them are below 3.5 u times the root of
       sum((w_i (v_i - out))^2), which is at most ``spread + |out|``, and for one token 0;
-    - float32 in scores, sums and split weights, and the 2^-22 of ex2.approx, move a weight
+    - float32 in scores, sums and split weights, and the 2^-22 of ex2.approx, change a weight
       relatively by less than 2^-13 for scores up to 2^8 in log2 units;
     - fp16 loses p below 2^-24 of the largest, and rounds those below 2^-14 absolutely by 2^-25;
-    - where tensor cores multiply e4m3, scores err by what :func:`_score_errors` says, and small
-      weights are lost: the oracle computes into ``rounding`` what that moves the result by;
-    - rows that are stored with scales are decoded to the math dtype. That rounding is not left to
-      chance: the oracle computes it. ``rounding`` is what a rounded query, rounded keys and rounded
-      values, each alone, move the result by, summed, for a backend may round any of them; what they
-      do together differs from the sum by products of two roundings.
+    - with FP8 MMAs, scores err by :func:`_score_errors`, and small weights are lost: the oracle
+      computes the effect into ``rounding``;
+    - rows with scales are converted to the math dtype. The oracle computes the effect of that:
+      ``rounding`` is the sum of the changes by a rounded query, rounded keys and rounded values,
+      each alone, since a backend may round any of them; their joint effect differs from the sum by
+      products of two roundings.
     """
     u_out, u = UNIT_ROUNDOFF[dtype], UNIT_ROUNDOFF[math_dtype or dtype]
     subnormal = 2.0**-14 if (math_dtype or dtype) is torch.float16 else 0.0
@@ -197,11 +197,11 @@ def output_tolerance(
 
 
 def lse_tolerance(dtype: torch.dtype, expected: Attention | None = None) -> torch.Tensor:
-    """Return the largest error of an LSE in log2 units; ``dtype`` is what weights are rounded to.
+    """Return the largest error of an LSE in log2 units; ``dtype`` is the dtype of the weights.
 
-    The sum is of p_dtype_choice rounded by at most u relatively, u log2(e) in log2 units; float32
-    scores of up to 2^8 err by 2^-24 * 2^8 * sqrt(576), below 2^-11; rounding query and keys moves
-    it by what it moves it. A sink may be of any size, and float32 of its size, which is no score's.
+    The sum is of P rounded by at most u relatively, u log2(e) in log2 units; float32 scores of up
+    to 2^8 err by 2^-24 * 2^8 * sqrt(576), below 2^-11; the oracle computes the effect of rounding
+    query and keys. A sink may be of any size, with a float32 error of its own size.
     """
     tolerance = torch.tensor(UNIT_ROUNDOFF[dtype] * math.log2(math.e) + 2.0**-10)
     if expected is None:
@@ -213,14 +213,14 @@ def lse_tolerance(dtype: torch.dtype, expected: Attention | None = None) -> torc
 def assert_close(
     actual: torch.Tensor, expected: torch.Tensor, tolerance: torch.Tensor | float, what: str
 ) -> None:
-    """Fail unless every element is within its tolerance; infinities and NaN must be the same."""
+    """Fail unless every element is within its tolerance; infinities and NaN must be equal."""
     actual = actual.double().cpu()
     expected = expected.double().cpu()
     assert actual.shape == expected.shape, f"{what}: shape {actual.shape}, not {expected.shape}"
-    # Of two infinities, or of what is no number, the difference is NaN.
+    # The difference of two infinities or of NaN is NaN.
     same = (actual == expected) | (actual.isnan() & expected.isnan())
     error = torch.where(same, torch.zeros_like(actual), (actual - expected).abs())
-    bad = ~(same | (error <= tolerance))  # a NaN is bad
+    bad = ~(same | (error <= tolerance))  # NaN is bad
     if bad.any():
         at = tuple(int(i) for i in bad.nonzero()[0])
         raise AssertionError(

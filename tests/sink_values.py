@@ -1,4 +1,4 @@
-"""Sinks at and around the limits of float32, one for each of 16 heads."""
+"""Sinks at and around the limits of float32, one per head of 16."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 import torch
 
-# Times log2(e), the first six are no longer numbers of float32.
+# Times log2(e), the first six overflow float32.
 _VALUES = (
     *(3.4028235e38, -3.4028235e38, 3e38, -3e38, 2.4e38, -2.4e38),
     *(2.3e38, -2.3e38, 1e30, -1e30, 200.0, -200.0, 0.0, math.inf, -math.inf, math.nan),

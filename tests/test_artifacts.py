@@ -1,4 +1,4 @@
-"""What the stages hand to each other."""
+"""Artifacts that the stages pass to each other."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mlagen.artifacts import Cubin, Resources, Source, build_of
 
 
 def resources(*, spill_store_bytes: int = 0, spill_load_bytes: int = 0) -> Resources:
-    """Return what ptxas might say of a kernel."""
+    """Return ptxas' resources of a kernel."""
     return Resources(
         symbol="mla_sm80",
         registers=186,
@@ -22,7 +22,7 @@ def resources(*, spill_store_bytes: int = 0, spill_load_bytes: int = 0) -> Resou
 
 
 @pytest.mark.parametrize(
-    ("said", "has_spills"),
+    ("kernel", "has_spills"),
     [
         (resources(), False),
         (resources(spill_store_bytes=4), True),
@@ -30,14 +30,14 @@ def resources(*, spill_store_bytes: int = 0, spill_load_bytes: int = 0) -> Resou
     ],
     ids=["neither", "a store", "a load"],
 )
-def test_a_spill_is_a_store_or_a_load(said: Resources, has_spills: bool) -> None:
-    """A kernel spills as soon as ptxas counts a byte either way."""
-    actual = said.has_spills
+def test_a_spill_is_a_store_or_a_load(kernel: Resources, has_spills: bool) -> None:
+    """A kernel spills if ptxas counts a byte of either."""
+    actual = kernel.has_spills
 
     assert actual is has_spills
 
 
-def test_a_build_holds_all_that_an_entry_keeps() -> None:
+def test_a_build_holds_all_parts_of_an_entry() -> None:
     """The files are cubin, source, line map and log; the facts are JSON with the resources."""
     source = Source(text="int a;\nint b;\n", origins=("a.cuh:1", "b.cuh:7"))
     cubin = Cubin(

@@ -1,4 +1,4 @@
-"""BatchMLA on the CPU: every promise of the wrapper, and what it rejects."""
+"""BatchMLA on the CPU: semantics of the wrapper, and what it rejects."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from tests.planless_semantics import PlanlessSemantics
 
 
 class TestOnTheCpu(BatchMlaSemantics):
-    """Every promise of planned runs, without a GPU."""
+    """Semantics of planned runs, without a GPU."""
 
     device = "cpu"
 
 
 class TestPlanlessOnTheCpu(PlanlessSemantics):
-    """Every promise of runs without a plan, without a GPU."""
+    """Semantics of runs without a plan, without a GPU."""
 
     device = "cpu"
 
 
 def test_the_signatures_are_those_of_flashinfer() -> None:
-    """Names, order and defaults of the parameters are those that callers rely on."""
+    """Names, order and defaults of the parameters equal FlashInfer's."""
     wrapper = BatchMLAPagedAttentionWrapper
     functions = (wrapper.__init__, wrapper.plan, wrapper.run)
 
@@ -101,12 +101,15 @@ def ints(*numbers: int) -> torch.Tensor:
         ({"kv_indptr": ints(0, 3, 2, 11, 12)}, r"kv_indptr\[2\]: expected 3 or more"),
         ({"kv_indptr": ints(0, 3, 4, 11, 99)}, r"kv_indptr\[-1\]: expected 20 \(page ids\)"),
         ({"kv_len_arr": ints(40, -7, 100, 5)}, r"kv_len_arr\[1\]: expected 0 or more, got -7"),
-        ({"kv_len_arr": ints(49, 7, 100, 5)}, r"kv_len_arr\[0\]: expected 48 \(what its block"),
+        (
+            {"kv_len_arr": ints(49, 7, 100, 5)},
+            r"kv_len_arr\[0\]: expected 48 \(capacity of its block",
+        ),
     ],
     ids=lambda value: ", ".join(value) if isinstance(value, dict) else "",
 )
 def test_a_plan_that_breaks_a_rule_is_rejected(changes: dict[str, Any], message: str) -> None:
-    """The error says what is wrong, and the plan before is kept."""
+    """The error names the broken rule, and the previous plan remains."""
     problem = SOME.build("cpu")
     wrapper = wrapper_of(problem)
 
@@ -124,16 +127,16 @@ def test_a_plan_that_breaks_a_rule_is_rejected(changes: dict[str, Any], message:
     ],
     ids=["head dimensions", "profiler"],
 )
-def test_a_plan_that_nothing_covers_is_rejected(changes: dict[str, Any], message: str) -> None:
-    """What is sound but not implemented raises another error."""
+def test_an_unsupported_plan_is_rejected(changes: dict[str, Any], message: str) -> None:
+    """A valid but unsupported plan raises another error."""
     problem = SOME.build("cpu")
 
     with pytest.raises(UnsupportedError, match=message):
         wrapper_of(problem, **changes)
 
 
-def test_a_run_without_a_plan_says_so() -> None:
-    """Without a plan, and without lengths and a table, the error says what to call."""
+def test_a_run_without_a_plan_is_rejected() -> None:
+    """Without a plan, and without lengths and a table, the error names the call to make."""
     problem = SOME.build("cpu")
     wrapper = BatchMLAPagedAttentionWrapper(torch.empty(0))
 
@@ -142,7 +145,7 @@ def test_a_run_without_a_plan_says_so() -> None:
 
 
 def test_a_plan_is_not_for_every_backend() -> None:
-    """The backend without plans rejects one, and an unknown backend is rejected at once."""
+    """The planless backend rejects a plan, and an unknown backend is rejected at once."""
     problem = SOME.build("cpu")
 
     with pytest.raises(ArgumentError, match="backend: expected one of auto, fa2, fa3 to plan for"):
@@ -179,7 +182,7 @@ def with_buffers(
 def test_a_plan_that_its_buffers_cannot_hold_is_rejected(
     changes: dict[str, Any], message: str
 ) -> None:
-    """With buffers for graphs the batch is fixed, and the page ids must fit."""
+    """Graph buffers fix the batch size, and the page ids must fit."""
     problem = SOME.build("cpu")
     wrapper, buffers = with_buffers(page_ids=25)
     if "kv_len_arr" in changes:
@@ -192,7 +195,7 @@ def test_a_plan_that_its_buffers_cannot_hold_is_rejected(
 
 
 def test_plans_are_copied_into_the_buffers_of_a_graph() -> None:
-    """With buffers a run reads the plan from them, the page ids from their beginning."""
+    """With buffers a run reads the plan from them, the page ids from their start."""
     problem = SOME.build("cpu")
     wrapper, buffers = with_buffers(page_ids=40)
 
@@ -204,7 +207,7 @@ def test_plans_are_copied_into_the_buffers_of_a_graph() -> None:
 
 
 def test_a_run_is_captured_from_buffers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While a CUDA graph is captured, metadata that the next plan frees is rejected."""
+    """A capture rejects metadata that the next plan frees."""
     monkeypatch.setattr(batch_run, "is_capturing", lambda _: True)
     problem = SOME.build("cpu")
     out = torch.full_like(problem.query, 7.0)
@@ -219,6 +222,6 @@ def test_a_run_is_captured_from_buffers_alone(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_buffers_of_a_graph_must_be_given() -> None:
-    """Without its buffers there is no mode for graphs."""
+    """Graph mode requires its buffers."""
     with pytest.raises(ArgumentError, match="qo_indptr: expected a "):
         BatchMLAPagedAttentionWrapper(torch.empty(0), use_cuda_graph=True)

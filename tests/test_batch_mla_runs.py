@@ -1,4 +1,4 @@
-"""What runs of BatchMLA reject, with a plan and without one."""
+"""Runs that BatchMLA rejects, with a plan and without one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FP8 = replace(SOME, kv_format="e4m3", scales="two")
 
 
 def rejects(problem: MlaProblem, message: str, **changes: object) -> None:
-    """See that a run is rejected with words that match, and writes nothing."""
+    """Assert that a run is rejected with a matching message, and writes nothing."""
     wrapper = wrapper_of(problem)
     shape = tuple(problem.query.shape)
     out = torch.full(shape, 7.0, dtype=torch.bfloat16, device=problem.query.device)
@@ -74,7 +74,7 @@ SHAPE = (6, 6, 512)
     ids=lambda value: ", ".join(value) if isinstance(value, dict) else "",
 )
 def test_a_run_that_is_not_as_planned_is_rejected(changes: dict[str, Any], message: str) -> None:
-    """The error names what differs, and nothing is written."""
+    """The error names the difference from the plan, and nothing is written."""
     rejects(SOME.build("cpu"), message, **changes)
 
 
@@ -115,20 +115,20 @@ def test_a_run_that_is_not_as_planned_is_rejected(changes: dict[str, Any], messa
 def test_scales_that_an_e4m3_cache_cannot_have_are_rejected(
     changes: dict[str, Any], message: str
 ) -> None:
-    """The error says which scale is missing or wrong, and nothing is written."""
+    """The error names the missing or invalid scale, and nothing is written."""
     rejects(FP8.build("cpu"), message, **changes)
 
 
-def test_a_rope_cache_where_none_was_planned_is_rejected() -> None:
-    """Without rope its cache has no width, as the rope part of the query."""
+def test_an_unplanned_rope_cache_is_rejected() -> None:
+    """Without rope dims, the rope cache and the rope query have width 0."""
     problem = replace(SOME, qk_rope_head_dim=0).build("cpu")
     wide = problem.kv_cache.new_zeros(*problem.kv_cache.shape[:2], 64)
 
     rejects(problem, r"kpe_cache.shape\[2\]: expected 0 \(head_dim_kpe of plan\)", kpe_cache=wide)
 
 
-def test_the_int_1_asks_for_an_lse() -> None:
-    """The ints 0 and 1 stand for bools."""
+def test_the_int_1_requests_an_lse() -> None:
+    """The ints 0 and 1 are accepted as bools."""
     problem = SOME.build("cpu")
 
     result = wrapper_of(problem).run(**run_arguments(problem, return_lse=1))
@@ -138,7 +138,7 @@ def test_the_int_1_asks_for_an_lse() -> None:
 
 
 def test_a_profiler_is_rejected() -> None:
-    """There is no profiler, and a buffer for one is not left unwritten in silence."""
+    """A profiler buffer is an error: nothing would write it."""
     problem = SOME.build("cpu")
 
     with pytest.raises(UnsupportedError, match="profiler_buffer: not implemented"):
@@ -178,8 +178,8 @@ def test_a_profiler_is_rejected() -> None:
     ],
     ids=lambda value: ", ".join(value) if isinstance(value, dict) else "",
 )
-def test_what_runs_without_plans_reject(changes: dict[str, Any], message: str) -> None:
-    """The error says what such a run does not take."""
+def test_arguments_that_planless_runs_reject(changes: dict[str, Any], message: str) -> None:
+    """The error names the unsupported argument."""
     problem = SINGLE.build("cpu")
     wrapper = BatchMLAPagedAttentionWrapper(torch.empty(0), backend="cutlass")
     tables = {"kv_len": problem.seq_lens, "page_table": torch.zeros(4, 7, dtype=torch.int32)}

@@ -1,4 +1,4 @@
-"""Grouped-query decode on the CPU: the backend in plain torch, against float64."""
+"""GQA decode on the CPU: the torch backend against float64."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tests.gqa_problems import GqaCase
 from tests.gqa_semantics import GqaSemantics, decode
 from tests.gqa_visibility import GqaVisibility
 
-# What takes long in float64 is left to the GPU tests.
+# Cases that take long in float64 run on the GPU only.
 SHORT = [case for case in CASES if max(case.seq_lens) <= 10_000]
 
 
 @pytest.mark.parametrize("case", SHORT, ids=str)
 def test_every_element_is_attention_as_float64_computes_it(case: GqaCase) -> None:
-    """The output is right, whatever NaN and wild ids stand in what must not be read."""
+    """NaN slots and invalid page ids outside of the KV range do not affect the output."""
     problem = case.build("cpu")
 
     out = decode(problem)
@@ -32,13 +32,13 @@ def test_every_element_is_attention_as_float64_computes_it(case: GqaCase) -> Non
 
 
 class TestOnTheCpu(GqaSemantics, GqaVisibility):
-    """Every promise of the entry point, without a GPU."""
+    """Semantics of the entry point, without a GPU."""
 
     device = "cpu"
 
 
 def test_the_oracle_sees_a_wrong_element() -> None:
-    """One wrong element among thousands fails the check, which says where it is."""
+    """The check detects one wrong element among thousands, and reports its index."""
     problem = GqaCase(name="", seq_lens=(70, 3)).build("cpu")
     out = decode(problem)
     out[1, 7, 100] += 0.1
@@ -55,11 +55,11 @@ def test_the_oracle_sees_a_wrong_element() -> None:
     ids=["a window wider by one", "a token too many", "another mask"],
 )
 def test_the_oracle_sees_a_token_too_many(change: dict[str, object]) -> None:
-    """A row that sees one token more fails the check."""
+    """The check detects a row that attends to one token too many."""
     case = GqaCase(name="", seq_lens=(50, 33), q_len=2, window=30, mask="random", seed=3)
     problem = case.build("cpu")
     assert problem.bits is not None
-    problem.bits[:] = torch.eye(2).repeat(2, 16).bool()  # each draft sees itself
+    problem.bits[:] = torch.eye(2).repeat(2, 16).bool()  # each draft attends to itself
     if "q_len" in change:  # the other token of the first request
         problem.bits[0, 1] = True
         out = decode(problem)
@@ -72,7 +72,7 @@ def test_the_oracle_sees_a_token_too_many(change: dict[str, object]) -> None:
 
 
 def test_the_signature_is_the_one_of_flashinfer() -> None:
-    """Names, order and defaults of the parameters are those that callers rely on."""
+    """Names, order and defaults of the parameters equal FlashInfer's."""
     parameters = inspect.signature(mlagen.decode.xqa_batch_decode_with_kv_cache).parameters
 
     shown = [
@@ -91,15 +91,15 @@ def test_the_signature_is_the_one_of_flashinfer() -> None:
     ("given", "passed"),
     [(None, True), (True, True), (False, False), (1, True), (0, False), (np.bool_(0), False)],
 )
-def test_pdl_is_used_unless_rejected(
+def test_pdl_is_used_unless_disabled(
     given: object, passed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """None means yes, and the ints 0 and 1 stand for bools."""
+    """None means True, and the ints 0 and 1 are accepted as bools."""
     seen = []
 
-    def record(inputs: GqaArgs, enable_pdl: bool, *usual: Any) -> torch.Tensor:
+    def record(inputs: GqaArgs, enable_pdl: bool, *rest: Any) -> torch.Tensor:
         seen.append(enable_pdl)
-        return run_gqa(inputs, enable_pdl, *usual)
+        return run_gqa(inputs, enable_pdl, *rest)
 
     monkeypatch.setattr("mlagen.decode.run_gqa", record)
 

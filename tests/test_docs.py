@@ -1,4 +1,4 @@
-"""The documentation holds together: links, generated pages, the form of its lines."""
+"""Documentation: links, generated pages, and line format."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SOURCES = [
     if path.suffix in {".py", ".cuh", ".j2"}
 ]
 
-# Homes and working folders of one machine; examples use names that no machine is expected to have.
+# Home and work folders of a real machine; examples use fictitious names.
 A_MACHINE = re.compile(r"(?<![\w~.])/(?:home|root|Users|work|tmp)/\S+")
 
 
@@ -36,8 +36,8 @@ def text_of(page: str) -> str:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_link_leads_somewhere(page: str) -> None:
-    """A link within the project names a file that exists, and a heading that is in it."""
+def test_every_link_resolves(page: str) -> None:
+    """A link within the project names an existing file and heading."""
     broken = []
     for target in links_of(text_of(page)):
         name, _, anchor = target.partition("#")
@@ -49,7 +49,7 @@ def test_every_link_leads_somewhere(page: str) -> None:
 
 
 def test_every_page_can_be_reached_from_the_readme() -> None:
-    """A reader who follows links finds every page."""
+    """Links lead from the README to every page."""
     seen, left = set(), ["README.md"]
     while left:
         page = left.pop()
@@ -64,7 +64,7 @@ def test_every_page_can_be_reached_from_the_readme() -> None:
 
 
 def test_every_page_that_code_names_exists() -> None:
-    """A comment or message that points to a page points to one that is there."""
+    """A page that a comment or message names exists."""
     named = {
         (str(path.relative_to(ROOT)), page)
         for path in SOURCES
@@ -76,7 +76,7 @@ def test_every_page_that_code_names_exists() -> None:
 
 @pytest.mark.parametrize("page", GENERATED)
 def test_generated_pages_are_up_to_date(page: str) -> None:
-    """A generated page is what its generator gives; MLAGEN_ACCEPT=1 writes it anew."""
+    """A generated page equals its generator's output; MLAGEN_ACCEPT=1 renews it."""
     expected = GENERATED[page]()
     if os.environ.get("MLAGEN_ACCEPT"):
         (ROOT / page).write_text(expected, encoding="utf-8")
@@ -87,7 +87,7 @@ def test_generated_pages_are_up_to_date(page: str) -> None:
 
 
 def test_documented_names_can_be_imported() -> None:
-    """What the page on the API calls a function or class is what it is imported as."""
+    """Functions and classes of the API page can be imported by their names."""
     names = re.findall(r"^## `(mlagen[\w.]+)`$", text_of("docs/reference/api.md"), re.MULTILINE)
 
     found = {name: pkgutil.resolve_name(name) for name in names}
@@ -98,11 +98,11 @@ def test_documented_names_can_be_imported() -> None:
 
 @pytest.mark.parametrize("exception", EXCEPTIONS)
 def test_every_exception_has_a_section(exception: str) -> None:
-    """docs/reference/errors.md says of each exception what it means and what helps."""
+    """docs/reference/errors.md explains each exception and its fix."""
     assert f"\n## `{exception}`\n" in text_of("docs/reference/errors.md")
 
 
-def test_the_tree_of_exceptions_is_drawn_once() -> None:
+def test_the_tree_of_exceptions_has_one_source() -> None:
     """The page on errors shows the tree of the docstring of mlagen/errors.py."""
     tree = re.search(r"::\n\n(.*?)\n\n\S", inspect.getdoc(errors) or "", re.DOTALL)
 
@@ -112,13 +112,13 @@ def test_the_tree_of_exceptions_is_drawn_once() -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_a_line_of_prose_is_one_sentence(page: str) -> None:
-    """Changes of the text show as changes of sentences."""
+    """Diffs of pages are diffs of sentences."""
     assert badly_broken_lines(text_of(page)) == []
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_no_page_names_a_folder_of_a_machine(page: str) -> None:
-    """Output that is shown has been made independent of where it was printed."""
+    """Shown output has no path of a real machine."""
     assert A_MACHINE.findall(text_of(page)) == []
 
 
@@ -133,12 +133,12 @@ def test_no_page_names_a_folder_of_a_machine(page: str) -> None:
     ids=["two on a line", "one on two lines", "lists and tables", "abbreviations and code"],
 )
 def test_badly_broken_lines_are_found(text: str, expected: list[str]) -> None:
-    """The check of lines knows what it is to find, and what to leave alone."""
+    """The line check finds bad lines, and accepts good ones."""
     assert badly_broken_lines(text) == expected
 
 
 def test_sentences_are_found_across_lines() -> None:
-    """Docstrings are wrapped at a width; pages are not."""
+    """Docstrings are wrapped, pages are not."""
     assert sentences("One of\nthem, e.g. `a`. Two\n(more).") == [
         "One of them, e.g. `a`.",
         "Two (more).",

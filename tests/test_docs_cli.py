@@ -1,4 +1,4 @@
-"""The pages on the command and the environment say what the code does."""
+"""The pages on the command and the environment match the code."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ REFERENCE = ROOT / "docs" / "reference"
 HEADER = """\
 # The `mlagen` command
 
-This page is what `--help` prints, and for most commands what the document of `--json` holds.
-`python3 -m cache_tools` is the same command in a checkout that is not installed.
-Exit codes and environment variables are on [a page of their own](environment.md).
+This page is the output of `--help`, and for most commands the fields of the `--json` document.
+`python3 -m cache_tools` runs the same command in a checkout without an installation.
+Exit codes and environment variables are on [their own page](environment.md).
 """
 
 
 def commands(
     command: click.Command = cli, name: str = "mlagen", parent: click.Context | None = None
 ) -> Iterator[tuple[str, click.Command, click.Context]]:
-    """Yield every command under its full name, groups before their verbs."""
+    """Yield every command by its full name, groups before their subcommands."""
     settings = command.context_settings if parent is None else {}
     context = click.Context(
         command, info_name=name.rpartition(" ")[2], parent=parent, terminal_width=80, **settings
     )
     yield name, command, context
     if isinstance(command, click.Group):
-        for verb, child in command.commands.items():
-            yield from commands(child, f"{name} {verb}", context)
+        for subcommand, child in command.commands.items():
+            yield from commands(child, f"{name} {subcommand}", context)
 
 
 def render_page() -> str:
@@ -53,21 +53,21 @@ def render_page() -> str:
 
 
 def document_section(fields: dict[str, dict[str, str]]) -> Iterator[str]:
-    """Yield what is said of a JSON document, an object of it after the other."""
-    yield "With `--json`, the names of one document, in this order:\n"
+    """Yield the table of each object of a JSON document."""
+    yield "With `--json`, the fields of one document, in order:\n"
     for part, names in fields.items():
         rows = [{f"in {part}": f"`{name}`", "meaning": meaning} for name, meaning in names.items()]
         yield "\n".join(table(rows))
 
 
 def schema_sections(schemas: Mapping[str, Schema]) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield each command with what is said of its document; what another has too is said once."""
-    told: dict[str, tuple[str, object]] = {}
+    """Yield each command with the tables of its document; equal parts are shown once."""
+    shown: dict[str, tuple[str, object]] = {}
     for command, schema in schemas.items():
-        sections = ["With `--json`, the names of one document, in this order:\n"]
+        sections = ["With `--json`, the fields of one document, in order:\n"]
         again: dict[str, list[str]] = {}
         for part, fields in schema.items():
-            first, known = told.setdefault(part, (command, fields))
+            first, known = shown.setdefault(part, (command, fields))
             if part != DOCUMENT and first != command and known == fields:
                 again.setdefault(first, []).append(part)
                 continue
@@ -78,11 +78,11 @@ def schema_sections(schemas: Mapping[str, Schema]) -> Iterator[tuple[str, tuple[
             sections.append("\n".join(table(rows)))
         for first, parts in again.items():
             link = f"[`mlagen {first}`](#mlagen-{first.replace(' ', '-')})"
-            sections.append(f"{', '.join(parts)}: as of {link}.\n")
+            sections.append(f"{', '.join(parts)}: see {link}.\n")
         yield f"mlagen {command}", tuple(sections)
 
 
-# The commands whose document is told name by name.
+# Commands with the tables of their documents.
 DOCUMENTS = {
     "mlagen bench": tuple(document_section(FIELDS)),
     **dict(schema_sections(SCHEMAS)),
@@ -90,8 +90,8 @@ DOCUMENTS = {
 }
 
 
-def test_the_page_on_the_command_is_what_help_prints() -> None:
-    """docs/reference/cli.md is generated; MLAGEN_ACCEPT=1 writes it anew."""
+def test_the_page_on_the_command_is_up_to_date() -> None:
+    """docs/reference/cli.md is generated; MLAGEN_ACCEPT=1 renews it."""
     page = REFERENCE / "cli.md"
     if os.environ.get("MLAGEN_ACCEPT"):
         page.write_text(render_page(), encoding="utf-8")
@@ -105,8 +105,8 @@ def test_the_page_on_the_command_is_what_help_prints() -> None:
 @pytest.mark.parametrize(
     ("name", "command"), [(name, command) for name, command, _ in commands()], ids=str
 )
-def test_every_command_and_option_says_what_it_does(name: str, command: click.Command) -> None:
-    """Nothing in `--help` is left without a word, and every command but a group has --json."""
+def test_every_command_and_option_has_help(name: str, command: click.Command) -> None:
+    """Every option has a help text, and every command but a group has --json."""
     options = [option for option in command.params if isinstance(option, click.Option)]
 
     silent = [option.name for option in options if not (option.help or option.hidden)]
@@ -117,7 +117,7 @@ def test_every_command_and_option_says_what_it_does(name: str, command: click.Co
 
 
 def test_every_variable_is_on_the_page() -> None:
-    """docs/reference/environment.md has a row for each variable that the settings read."""
+    """docs/reference/environment.md has a row for each variable of the settings."""
     settings = (ROOT / "mlagen" / "settings.py").read_text(encoding="utf-8")
     page = (REFERENCE / "environment.md").read_text(encoding="utf-8")
 

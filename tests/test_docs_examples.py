@@ -1,4 +1,4 @@
-"""The examples of the documentation run, and print what the pages show."""
+"""Examples of the documentation run, and print the shown output."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ BLOCKS = {page: blocks_of(path.read_text(encoding="utf-8")) for page, path in PA
 
 
 def pages_with(language: str) -> list[str]:
-    """Return the pages that have a block of ``language``."""
+    """Return the pages with a block of ``language``."""
     return [page for page, blocks in BLOCKS.items() if language in {b.language for b in blocks}]
 
 
 def python_of(page: str, *, with_gpu: bool) -> str:
-    """Return the Python blocks of a page as one program, without those that need a GPU or not."""
+    """Return the Python blocks of a page as one program, with or without those for a GPU."""
     texts = [block.text for block in BLOCKS[page] if block.language == "python"]
     return "\n".join(text for text in texts if with_gpu or not text.startswith(NEEDS_A_GPU))
 
 
 def run_program(program: str, *, hide_gpus: bool) -> list[str]:
-    """Run ``program`` in a fresh interpreter, on the cache of this test; return what it printed."""
+    """Run ``program`` in a fresh interpreter, on the cache of this test; return its output."""
     changes = {"CUDA_VISIBLE_DEVICES": ""} if hide_gpus else {}
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), **changes}
     command = [sys.executable, "-c", program]
@@ -47,17 +47,17 @@ def run_program(program: str, *, hide_gpus: bool) -> list[str]:
 
 
 def promised_by(program: str) -> list[str]:
-    """Return what a program says that it prints, in comments behind its ``print`` lines."""
+    """Return the expected output of a program, from the comments on its ``print`` lines."""
     return re.findall(r"^ *print\(.*\)  # (.+)$", program, re.MULTILINE)
 
 
-# The reference shows signatures and fields in Python, which are no programs.
+# The Python blocks of the reference are signatures and fields, not programs.
 EXAMPLES = [page for page in pages_with("python") if page != "docs/reference/api.md"]
 
 
 @pytest.mark.parametrize("page", [page for page in EXAMPLES if python_of(page, with_gpu=False)])
 def test_python_examples_run_on_the_cpu(page: str) -> None:
-    """The Python blocks of a page, one after the other, run and print what their comments say."""
+    """The Python blocks of a page run as one program, and print the lines of their comments."""
     program = python_of(page, with_gpu=False)
 
     printed = run_program(program, hide_gpus=True)
@@ -69,7 +69,7 @@ def test_python_examples_run_on_the_cpu(page: str) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("page", EXAMPLES)
 def test_python_examples_run_on_a_gpu(page: str) -> None:
-    """With a GPU all blocks of a page run, those too that say that they need one."""
+    """On a GPU all blocks of a page run, those that need one too."""
     program = python_of(page, with_gpu=True)
 
     printed = run_program(program, hide_gpus=False)
@@ -79,7 +79,7 @@ def test_python_examples_run_on_a_gpu(page: str) -> None:
 
 @pytest.mark.parametrize("page", EXAMPLES)
 def test_examples_for_a_gpu_are_python(page: str) -> None:
-    """What cannot run without a GPU is at least Python without a mistake of syntax."""
+    """Blocks for a GPU compile as Python."""
     program = python_of(page, with_gpu=True)
 
     assert compile(program, page, "exec") is not None
@@ -120,7 +120,7 @@ def commands_of(page: str) -> list[list[str]]:
 
 
 def problem_with(words: list[str]) -> str | None:
-    """Return what is wrong with a command that a page tells a reader to run, or None."""
+    """Return the problem of a command of a page, or None."""
     name, *arguments = words
     if name == "make":
         makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
@@ -139,7 +139,7 @@ def problem_with(words: list[str]) -> str | None:
 
 def _problem_with_options(arguments: list[str]) -> str | None:
     command: click.Command = cli
-    # Commands remember the name of --help from the first context that they meet: a proper one.
+    # Commands cache the name of --help from their first context, so it must be a proper one.
     above = click.Context(cli, info_name="mlagen", **cli.context_settings)
     while isinstance(command, click.Group) and arguments and arguments[0] in command.commands:
         command, arguments = command.commands[arguments[0]], arguments[1:]
@@ -154,21 +154,21 @@ def _problem_with_options(arguments: list[str]) -> str | None:
 
 @pytest.mark.parametrize("page", pages_with("sh"))
 def test_commands_that_pages_name_exist(page: str) -> None:
-    """Targets of make, options of the command, extras of pip and test folders are real."""
+    """Make targets, command options, pip extras and test folders of the pages exist."""
     problems = {" ".join(words): problem_with(words) for words in commands_of(page)}
 
     assert {words: problem for words, problem in problems.items() if problem} == {}
 
 
 def test_wrong_commands_are_found() -> None:
-    """The check of commands knows what it is to find."""
+    """The command check detects invalid commands."""
     wrong = ("make cofee", "mlagen prewarm --archs x", "pip install .[cu11]", "mlagen cache lst")
 
     assert [line for line in wrong if problem_with(line.split()) is None] == []
 
 
-def test_the_checkout_is_what_examples_run() -> None:
-    """Examples import this checkout, whatever is installed."""
+def test_examples_run_the_checkout() -> None:
+    """Examples import this checkout, not an installed package."""
     found = find_spec("mlagen")
 
     assert found is not None

@@ -1,4 +1,4 @@
-"""What calls written for FlashInfer rely on, on the CPU, and what stays rejected."""
+"""FlashInfer compatibility on the CPU, and what stays rejected."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.mla_semantics import decode
 
 
 class TestOnTheCpu(DropInSemantics):
-    """Every promise, without a GPU."""
+    """Semantics of the compatible calls, without a GPU."""
 
     device = "cpu"
 
@@ -56,7 +56,7 @@ _LENS = torch.ones(4, dtype=torch.int32)
             _DENSE,
             {"kv_scale_format": "UE8M0-G32"},
             (
-                "kv_scale_format: expected another: scales of packed rows are fp32 numbers, "
+                "kv_scale_format: expected another: scales of fp8_ds_mla are fp32 numbers, "
                 "got 'UE8M0-G32'"
             ),
         ),
@@ -74,7 +74,7 @@ _LENS = torch.ones(4, dtype=torch.int32)
             _BF16,
             {"backend": "sparse"},
             (
-                "kv_cache.dtype: expected torch.uint8 (packed rows, with backend 'sparse'), "
+                "kv_cache.dtype: expected torch.uint8 (fp8_ds_mla, with backend 'sparse'), "
                 "got torch.bfloat16"
             ),
         ),
@@ -102,7 +102,7 @@ _LENS = torch.ones(4, dtype=torch.int32)
     ids=lambda value: ", ".join(value) if isinstance(value, dict) else "",
 )
 def test_what_stays_rejected(case: MlaCase, changes: dict[str, Any], message: str) -> None:
-    """The message names the argument and the rule."""
+    """The message has the argument and the rule."""
     problem = case.build("cpu")
 
     with pytest.raises(ArgumentError) as caught:
@@ -112,7 +112,7 @@ def test_what_stays_rejected(case: MlaCase, changes: dict[str, Any], message: st
 
 
 def test_the_scale_of_an_output_is_rejected_before_a_missing_plan() -> None:
-    """FlashInfer looks at `o_scale` first."""
+    """`o_scale` is checked first, as in FlashInfer."""
     problem = SOME.build("cpu")
     wrapper = BatchMLAPagedAttentionWrapper(torch.empty(0), backend="fa2")
 

@@ -23,9 +23,9 @@ from mlagen.errors import CompileError
 from mlagen.runtime.loader import LoadedKernel
 from mlagen.spec.kernel import KernelSpec
 from tests.cache.builds import ROOT, together, tree, wait_for
-from tests.kernels import COMBINE, WIDE_DECODE, forget, mla_sm80
+from tests.kernels import COMBINE, WIDE_DECODE, clear_caches, mla_sm80
 
-# Run in a fresh interpreter on COMBINE; the modules named are those a warm process may not need.
+# Runs in a fresh interpreter on COMBINE; a warm process must not load the named modules.
 LOADED = """
 import json, sys
 import mlagen.engine
@@ -41,22 +41,22 @@ print(json.dumps({"built": built, "loaded": [name for name in heavy if name in s
 
 
 def in_fresh_process(function: str) -> dict[str, Any]:
-    """Call a function of the engine on COMBINE in a new interpreter; return what it loaded."""
+    """Call a function of the engine on COMBINE in a new interpreter; return the loaded modules."""
     command = [sys.executable, "-c", LOADED, function]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     return cast("dict[str, Any]", json.loads(done.stdout))
 
 
 def start_worker(folder: Path) -> subprocess.Popen[str]:
-    """Start a process that asks for WIDE_DECODE; see ``engine_worker.py``."""
+    """Start a process that requests WIDE_DECODE; see ``engine_worker.py``."""
     command = [sys.executable, "-m", "tests.engine_worker", str(folder)]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
 
 
 def logged(folder: Path, word: str) -> list[int]:
-    """Return the process of each log line that begins with ``word``.
+    """Return the process id of each log line that begins with ``word``.
 
-    A warning that a compilation takes long is left out: a busy machine may add one.
+    The warning of a slow compilation is omitted: a busy machine may add one.
     """
     log = folder / "log"
     text = log.read_text() if log.exists() else ""
@@ -64,24 +64,24 @@ def logged(folder: Path, word: str) -> list[int]:
 
 
 def test_a_key_is_made_without_rendering_and_compiling(cache_dir: Path) -> None:
-    """It needs no Jinja, no bindings, no torch, and touches no cache folder."""
-    said = in_fresh_process("key_of")
+    """A key needs no Jinja, no bindings and no torch, and touches no cache folder."""
+    process = in_fresh_process("key_of")
 
-    assert said["loaded"] == []
+    assert process["loaded"] == []
     assert not cache_dir.exists()
 
 
 def test_a_warm_process_loads_neither_jinja_nor_nvrtc() -> None:
-    """A kernel that is in the cache is found without Jinja, NVRTC, its bindings or torch."""
+    """A cached kernel loads without Jinja, NVRTC, its bindings or torch."""
     find_or_build(COMBINE)
 
-    said = in_fresh_process("find_or_build")
+    process = in_fresh_process("find_or_build")
 
-    assert said == {"built": False, "loaded": []}
+    assert process == {"built": False, "loaded": []}
 
 
-def test_every_ingredient_has_a_label() -> None:
-    """Family, each field of the spec, each option and the templates stand in the key by name."""
+def test_every_key_field_has_a_label() -> None:
+    """The key has labels for the family, each spec field, each option and the templates."""
     spec = mla_sm80()
     nvrtc = str(find_nvrtc())
 
@@ -117,7 +117,7 @@ def test_every_ingredient_has_a_label() -> None:
     ids=["another page size", "another tile"],
 )
 def test_kernels_that_differ_have_keys_that_differ(other: KernelSpec, label: str) -> None:
-    """What the specs differ in is what the keys differ in."""
+    """A differing spec field is a differing key field."""
     mine, theirs = key_of(mla_sm80()), key_of(other)
 
     differences = mine.differences(theirs)
@@ -127,11 +127,11 @@ def test_kernels_that_differ_have_keys_that_differ(other: KernelSpec, label: str
 
 
 def test_editing_a_template_changes_the_key(templates: Path) -> None:
-    """A kernel of an edited template is another kernel, and the key says why."""
+    """An edited template changes the key's template digest."""
     before = key_of(COMBINE)
     prelude = templates / "common/types.cuh"
     prelude.write_text(prelude.read_text() + "// edited\n")
-    forget()
+    clear_caches()
 
     after = key_of(COMBINE)
 
@@ -139,8 +139,8 @@ def test_editing_a_template_changes_the_key(templates: Path) -> None:
     assert [label for label, _, _ in after.differences(before)] == ["templates"]
 
 
-def test_an_entry_says_what_was_built(cache_dir: Path) -> None:
-    """The manifest holds symbol, spec and what ptxas said; the cubin is machine code."""
+def test_an_entry_describes_its_kernel(cache_dir: Path) -> None:
+    """The manifest has symbol, spec and ptxas' resources; the cubin is an ELF file."""
     outcome = find_or_build(COMBINE, created_by="prewarm")
 
     entry = outcome.entry
@@ -156,14 +156,14 @@ def test_an_entry_says_what_was_built(cache_dir: Path) -> None:
         "spec": COMBINE.key_fields(),
         "dynamic_shared_bytes": 0,
     }
-    (said,) = facts["resources"]
-    assert said["symbol"] == "combine"
-    assert said["registers"] > 0
-    assert said["static_shared_bytes"] == 4 * 4 + 4 * 32 * 16  # the struct of combine.cuh
+    (resources,) = facts["resources"]
+    assert resources["symbol"] == "combine"
+    assert resources["registers"] > 0
+    assert resources["static_shared_bytes"] == 4 * 4 + 4 * 32 * 16  # the struct of combine.cuh
 
 
 def test_building_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    """A build says what it compiles and how long it took; a hit says nothing at that level."""
+    """A build logs its kernel and its duration at INFO; a hit logs nothing."""
     caplog.set_level(logging.INFO, logger="mlagen")
 
     find_or_build(COMBINE)
@@ -176,22 +176,22 @@ def test_building_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.mark.timeout(60)
 def test_sixteen_processes_run_one_compile(tmp_path: Path) -> None:
-    """Started together on an empty cache, one of them runs NVRTC and all get the same bytes."""
+    """Of processes that start on an empty cache, one runs NVRTC and all get the same bytes."""
     workers = [start_worker(tmp_path) for _ in range(16)]
     wait_for(lambda: len(list(tmp_path.glob("ready.*"))) == 16, seconds=40)
 
     (tmp_path / "go").touch()
-    said = [worker.communicate(timeout=30)[0].strip() for worker in workers]
+    digests = [worker.communicate(timeout=30)[0].strip() for worker in workers]
 
     assert [worker.returncode for worker in workers] == [0] * 16
     assert len(logged(tmp_path, "compiling")) == 1
     assert len(logged(tmp_path, "compiled")) == 1
-    assert set(said) == {hashlib.sha256(find_or_build(WIDE_DECODE).entry.cubin).hexdigest()}
+    assert set(digests) == {hashlib.sha256(find_or_build(WIDE_DECODE).entry.cubin).hexdigest()}
 
 
 @pytest.mark.timeout(60)
 def test_killing_the_compiling_process_lets_the_others_finish(tmp_path: Path) -> None:
-    """After kill -9 in the middle of NVRTC, one of those who wait compiles, and nothing is left."""
+    """After kill -9 during NVRTC, one waiting process compiles, and nothing is left over."""
     workers = [start_worker(tmp_path) for _ in range(4)]
     wait_for(lambda: len(list(tmp_path.glob("ready.*"))) == 4, seconds=30)
     (tmp_path / "go").touch()
@@ -199,27 +199,27 @@ def test_killing_the_compiling_process_lets_the_others_finish(tmp_path: Path) ->
 
     (victim,) = logged(tmp_path, "compiling")
     os.kill(victim, signal.SIGKILL)
-    said = {worker.pid: worker.communicate(timeout=30)[0].strip() for worker in workers}
+    digests = {worker.pid: worker.communicate(timeout=30)[0].strip() for worker in workers}
 
     statuses = {worker.pid: worker.returncode for worker in workers}
     assert statuses.pop(victim) == -signal.SIGKILL
-    assert said.pop(victim) == ""
+    assert digests.pop(victim) == ""
     assert set(statuses.values()) == {0}
     assert len(logged(tmp_path, "compiling")) == 2
     assert len(logged(tmp_path, "compiled")) == 1
-    assert set(said.values()) == {
+    assert set(digests.values()) == {
         hashlib.sha256(find_or_build(WIDE_DECODE).entry.cubin).hexdigest()
     }
 
 
-def test_a_flipped_byte_is_found_and_the_kernel_built_again(
+def test_a_flipped_byte_is_found_and_the_kernel_is_rebuilt(
     cache_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One damaged byte in a cubin costs a warning and a compile; the bytes are sound again."""
-    sound = find_or_build(COMBINE).entry
-    assert sound.path is not None
-    stored = sound.path / "kernel.cubin"
-    damaged = bytearray(sound.cubin)
+    """A damaged cubin costs a warning and a compile, and is replaced."""
+    intact = find_or_build(COMBINE).entry
+    assert intact.path is not None
+    stored = intact.path / "kernel.cubin"
+    damaged = bytearray(intact.cubin)
     damaged[len(damaged) // 2] ^= 0x10
     stored.chmod(0o600)
     stored.write_bytes(damaged)
@@ -227,29 +227,29 @@ def test_a_flipped_byte_is_found_and_the_kernel_built_again(
     outcome = find_or_build(COMBINE)
 
     assert outcome.built
-    assert outcome.entry.cubin == sound.cubin
-    assert stored.read_bytes() == sound.cubin
+    assert outcome.entry.cubin == intact.cubin
+    assert stored.read_bytes() == intact.cubin
     warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert len(warnings) == 1
     assert "kernel.cubin" in warnings[0].getMessage()
-    (aside,) = (cache_dir / "v1/quarantine").iterdir()
-    assert [path.read_bytes() for path in aside.rglob("kernel.cubin")] == [bytes(damaged)]
-    assert "kernel.cubin" in (aside / "reason.json").read_text()
+    (quarantined,) = (cache_dir / "v1/quarantine").iterdir()
+    assert [path.read_bytes() for path in quarantined.rglob("kernel.cubin")] == [bytes(damaged)]
+    assert "kernel.cubin" in (quarantined / "reason.json").read_text()
 
 
-def test_a_kernel_that_does_not_compile_leaves_nothing(templates: Path, cache_dir: Path) -> None:
-    """The error names the template's line, no entry is visible, and a mended template builds."""
+def test_a_kernel_that_does_not_compile_stores_nothing(templates: Path, cache_dir: Path) -> None:
+    """The error has the template's line, no entry appears, and the fixed template builds."""
     role = templates / "kernels/combine/combine.cuh"
-    sound = role.read_text()
-    line = 1 + sound[: sound.index("__device__")].count("\n")
-    role.write_text(sound.replace("__device__", "undefined_type broken; __device__", 1))
-    forget()
+    intact = role.read_text()
+    line = 1 + intact[: intact.index("__device__")].count("\n")
+    role.write_text(intact.replace("__device__", "undefined_type broken; __device__", 1))
+    clear_caches()
 
     with pytest.raises(CompileError) as caught:
         find_or_build(COMBINE)
     left = [path for path in tree(cache_dir) if path.endswith((".cubin", ".json"))]
-    role.write_text(sound)
-    forget()
+    role.write_text(intact)
+    clear_caches()
     outcome = find_or_build(COMBINE)
 
     assert f"kernels/combine/combine.cuh:{line} (kernel.cu:" in str(caught.value)
@@ -258,7 +258,7 @@ def test_a_kernel_that_does_not_compile_leaves_nothing(templates: Path, cache_di
 
 
 def test_a_loaded_kernel_is_returned_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The usual call ends in the memo: no key, no store."""
+    """The fast path ends in the table of loaded kernels, without a key or a store lookup."""
     loaded = LoadedKernel.__new__(LoadedKernel)
     monkeypatch.setitem(engine._loaded, (COMBINE, 0), loaded)
     monkeypatch.setattr(engine, "find_or_build", None)
@@ -267,7 +267,7 @@ def test_a_loaded_kernel_is_returned_at_once(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_threads_load_a_kernel_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many threads ask, one loads and all get the same object."""
+    """Of many concurrent threads, one loads and all get the same object."""
     loads = []
 
     def load(code: bytes, spec: KernelSpec, device: int) -> object:
@@ -284,8 +284,8 @@ def test_threads_load_a_kernel_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(set(map(id, kernels))) == 1
 
 
-def test_the_store_is_where_the_settings_say(cache_dir: Path) -> None:
-    """What is built lies below MLAGEN_CACHE_DIR and is listed by the store."""
+def test_the_store_is_the_folder_of_the_settings(cache_dir: Path) -> None:
+    """Built kernels are below MLAGEN_CACHE_DIR, and listed by the store."""
     find_or_build(COMBINE)
 
     (stored,) = kernel_store().entries()

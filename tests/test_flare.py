@@ -1,4 +1,4 @@
-"""flare_mla_decoding on the CPU: every promise of it, and what it rejects."""
+"""flare_mla_decoding on the CPU: its semantics, and what it rejects."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ from tests.mla_rows import E4M3
 
 
 class TestOnTheCpu(FlareSemantics, FlareDenseSemantics):
-    """Every promise of the entry point, without a GPU."""
+    """Semantics of the entry point, without a GPU."""
 
     device = "cpu"
 
 
-def test_the_signature_is_the_one_we_have_settled_on() -> None:
-    """Names and order of the parameters, and which of them go by name only."""
+def test_the_signature_is_fixed() -> None:
+    """Names, order and kinds of the parameters do not change."""
     signature = inspect.signature(flare_mla_decoding)
 
     assert str(signature).replace("'", "").partition(" -> ")[0] == (
@@ -65,7 +65,7 @@ def bf16(*shape: int) -> torch.Tensor:
 
 
 def cache(**changes: Any) -> dict[str, Any]:
-    """Return the change to a cache of six requests with some parts changed."""
+    """Return the arguments of a cache of six requests with some fields replaced."""
     problem = RAGGED.build("cpu")
     parts = {
         "blocks": problem.kv_cache,
@@ -138,11 +138,11 @@ DENSE = {"k": bf16(6, 9, 1, 576), "q": bf16(6, 2, 6, 576), "ragged": False, "val
         ),
     ],
 )
-def test_what_breaks_a_rule_is_rejected(changes: dict[str, Any], message: str) -> None:
-    """The error names argument, rule and value, and nothing is written."""
+def test_invalid_arguments_are_rejected(changes: dict[str, Any], message: str) -> None:
+    """The error has argument, rule and value, and nothing is written."""
     problem = RAGGED.build("cpu")
     output = torch.full((*problem.query.shape[:-1], 512), 7.0, dtype=torch.bfloat16)
-    sound = {
+    valid = {
         "q": problem.query,
         "mask": NullMask(),
         "valid_length": problem.cum_seq_lens_q,
@@ -152,13 +152,13 @@ def test_what_breaks_a_rule_is_rejected(changes: dict[str, Any], message: str) -
     }
 
     with pytest.raises(ArgumentError, match=message):
-        flare_mla_decoding(**cache() | sound | changes)
+        flare_mla_decoding(**cache() | valid | changes)
 
     assert (output == 7.0).all()
 
 
 def test_keys_of_the_wrong_kind_are_rejected() -> None:
-    """What is neither a tensor nor a cache is said to be none."""
+    """Keys are a tensor or a cache."""
     with pytest.raises(ArgumentError, match="k: expected a "):
         flare_mla_decoding(bf16(1, 1, 6, 576), [], NullMask(), None, 1.0)  # type: ignore[arg-type]
 
@@ -168,8 +168,8 @@ def test_keys_of_the_wrong_kind_are_rejected() -> None:
     [SlidingWindowCausalMask, SlidingWindowNonCausalMask, ChunkedMask, ChunkedCausalMask],
     ids=lambda mask: mask.__name__,
 )
-def test_a_mask_of_no_size_is_rejected(mask: type[ChunkedMask]) -> None:
-    """Windows and chunks are of one token or more, and equal if they are of the same size."""
+def test_a_mask_of_an_invalid_size_is_rejected(mask: type[ChunkedMask]) -> None:
+    """Windows and chunks have one token or more, and compare by size."""
     assert mask(3) == mask(3) != mask(4)
     for size in (0, -1, 2.0, True):
         with pytest.raises(ArgumentError, match=": expected an int, 1 or more, got"):
@@ -179,7 +179,7 @@ def test_a_mask_of_no_size_is_rejected(mask: type[ChunkedMask]) -> None:
 
 
 def test_the_masks_of_two_masks_are_made_by_name() -> None:
-    """Their fields are those of Modular's."""
+    """Their fields have Modular's names."""
     first, second = NullMask(), SlidingWindowCausalMask(3)
 
     made = [kind(a=first, b=second) for kind in (OrMask, AndMask)]
@@ -199,14 +199,14 @@ def test_the_masks_of_two_masks_are_made_by_name() -> None:
         (MaterializedMask(torch.ones(6, 5, 5).bool()), "mask.tensor.dtype: expected a dtype of"),
         (MaterializedMask(bf16(6, 5, 5), start_pos=-1), "mask.start_pos: expected an int, 0 or"),
         (MaterializedMask(bf16(6, 5, 5), start_pos=2**70), "mask.start_pos: expected 2147483647"),
-        (Mask(), "mask: expected a mask that says what is seen, got Mask, which has neither"),
+        (Mask(), "mask: expected a mask that defines attends or bias, got Mask, which has neither"),
         (MaterializedMask(bf16(6, 5, 5), start_pos=ints(1)), r"mask.start_pos.shape: expected \[6"),
         (OrMask(NullMask(), "x"), "mask.b: expected a mask, got str"),  # type: ignore[arg-type]
         (AndMask(None, NullMask()), "mask.a: expected a mask, got None"),  # type: ignore[arg-type]
     ],
 )
 def test_a_mask_that_does_not_fit_is_rejected(mask: Mask, message: str) -> None:
-    """The error names the part of the mask."""
+    """The error has the field of the mask."""
     problem = RAGGED.build("cpu")
 
     with pytest.raises(ArgumentError, match=message):
@@ -216,14 +216,16 @@ def test_a_mask_that_does_not_fit_is_rejected(mask: Mask, message: str) -> None:
 
 
 @pytest.mark.parametrize("arch", [SM_80, SM_90A], ids=str)
-def test_no_plan_needs_more_workspace_than_is_given(arch: Arch) -> None:
-    """What every call is given for each SM is enough for any form of it, and needed by some."""
+def test_the_workspace_per_sm_is_sufficient(arch: Arch) -> None:
+    """The fixed workspace per SM covers every variant and shape."""
     needed = set()
     shapes = product((1, 7, 64, 132, 700), (0, 1, 6), (1, 16, 128, 256), (0, 100, 5000, 200_000))
-    forms = product((16, 32, 64), (DType.BF16, DType.E4M3, DType.FP8_PER_TOKEN), ("causal", "bias"))
+    variants = product(
+        (16, 32, 64), (DType.BF16, DType.E4M3, DType.FP8_PER_TOKEN), ("causal", "bias")
+    )
     specs = [
         mla_sm80(arch=arch, rows=rows, query_dtype=dtype, kv_dtype=dtype, mask=mask)
-        for rows, dtype, mask in forms
+        for rows, dtype, mask in variants
     ]
     for (batch, q_len, heads, max_kv_len), spec in product(shapes, dict.fromkeys(specs)):
         problem = MlaProblemShape(
@@ -239,7 +241,7 @@ def test_no_plan_needs_more_workspace_than_is_given(arch: Arch) -> None:
 
 
 def test_rows_that_belong_to_no_request_do_not_fault() -> None:
-    """Tokens behind the last request are looked up nowhere, whatever the mask."""
+    """Rows past the last request read no block table, with any mask."""
     problem = RAGGED.build("cpu")
     query = torch.cat([problem.query, torch.full_like(problem.query, math.nan)])
 

@@ -1,4 +1,4 @@
-"""What MLAGEN_CHECK=1 finds in the lengths of flare_mla_decoding, message by message."""
+"""Length checks of flare_mla_decoding with MLAGEN_CHECK=1."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def ints(*numbers: int) -> torch.Tensor:
 
 
 def cache(**changes: Any) -> dict[str, Any]:
-    """Return a cache of six requests, with some parts changed."""
+    """Return a cache of six requests, with some fields replaced."""
     problem = RAGGED.build("cpu")
     parts = {
         "blocks": problem.kv_cache,
@@ -30,7 +30,7 @@ def cache(**changes: Any) -> dict[str, Any]:
     return {"k": PagedKVCache(**parts | changes)}
 
 
-CARRIED = "(what its block table holds) or less with its new tokens"
+CARRIED = "(capacity of its block table) or less with its new tokens"
 PADDED = {"q": torch.zeros(6, 2, 6, 576, dtype=torch.bfloat16), "ragged": False}
 CONTENTS: dict[str, tuple[dict[str, Any], str]] = {
     "a negative length": (
@@ -59,10 +59,10 @@ CONTENTS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("changes", "message"), CONTENTS.values(), ids=CONTENTS)
-def test_lengths_that_cannot_be_are_rejected_where_contents_are_checked(
+def test_invalid_lengths_are_rejected_with_content_checks(
     changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Under MLAGEN_CHECK=1 the message names the caller's own tensor and request; else not."""
+    """With MLAGEN_CHECK=1 the message has the caller's tensor and the request."""
     problem = RAGGED.build("cpu")
     arguments: dict[str, Any] = cache() | {
         "q": problem.query,

@@ -1,4 +1,4 @@
-"""The Hopper GQA kernel computed on the CPU: its own source, with fibers for threads."""
+"""The sm90 grouped-query kernel on the CPU: its own source, with fibers for threads."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from mlagen.api.gqa_args import GqaArgs
 from mlagen.api.gqa_problem import check_problem
 from mlagen.runtime.device import DeviceFacts
 from mlagen.runtime.loader import LoadedKernel
-from tests.api.launches import GQA, record_launches
+from tests.api.launches import GQA_PATHS, record_launches
 from tests.emulator.emulated import COMPILER, Emulator, encode
 from tests.gqa_problems import E4M3, GqaCase, GqaProblem
-from tests.hopper_tiles import taking_heads_together
 from tests.sink_values import extreme_sinks
+from tests.sm90_tiles import max_heads_per_cta
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
@@ -164,7 +164,7 @@ def emulator(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
 @pytest.fixture
 def decoded(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Decode:
     """Return what computes a problem by emulated launches, with as many SMs as are said."""
-    record_launches(monkeypatch, paths=GQA)
+    record_launches(monkeypatch, paths=GQA_PATHS)
     counters = (ctypes.c_uint32 * (2 * _MAX_BLOCKS))()
 
     def run(problem: GqaProblem, sm_count: int, seed: int, **changes: Any) -> torch.Tensor:
@@ -216,7 +216,7 @@ def test_a_block_of_several_heads_is_right_too(
     """As many as there are kernels for, though there is too little work for them."""
     problem = given.case.build("cpu")
 
-    with taking_heads_together(monkeypatch):
+    with max_heads_per_cta(monkeypatch):
         for seed in range(3):
             problem.check(decoded(problem, given.sm_count, seed))
 

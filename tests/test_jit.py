@@ -1,4 +1,4 @@
-"""Whether a process may compile: the modes, the hook, the counters, the lines of the log."""
+"""Compile control: JIT modes, the hook, the metrics and the log lines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mlagen.cache.default_store import kernel_store
 from mlagen.compiler.toolchain import Nvrtc
 from mlagen.engine import find_or_build
 from mlagen.errors import ArgumentError, CompileError, MissError
-from mlagen.jit import CompileEvent, freeze, jit_mode, on_compile, told
+from mlagen.jit import CompileEvent, freeze, jit_mode, on_compile, report_compilation
 from mlagen.monitoring import metrics
 from mlagen.settings import current_settings
 from mlagen.spec.kernel import KernelSpec
@@ -25,20 +25,20 @@ from tests.kernels import COMBINE
 
 
 @pytest.fixture(autouse=True)
-def thawed() -> Iterator[None]:
-    """Leave no process frozen."""
+def unfrozen() -> Iterator[None]:
+    """Restore the JIT mode after each test."""
     yield
     freeze("on")
 
 
-def ask_for_mode(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+def set_mode(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     """Set MLAGEN_JIT for this test."""
     monkeypatch.setenv("MLAGEN_JIT", mode)
     current_settings.cache_clear()
 
 
 def changes(before: dict[str, int]) -> dict[str, int]:
-    """Return the counts that are not what they were, times left out."""
+    """Return the metrics that changed, without times."""
     now = metrics()
     names = [name for name in now if not name.endswith("_ms")]
     return {name: now[name] - before[name] for name in names if now[name] != before[name]}
@@ -58,16 +58,16 @@ def changes(before: dict[str, int]) -> dict[str, int]:
 def test_the_stricter_mode_counts(
     environment: str, frozen: str, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither the environment nor freezing loosens what the other has tightened."""
-    ask_for_mode(monkeypatch, environment)
+    """Neither the environment nor freezing loosens the mode of the other."""
+    set_mode(monkeypatch, environment)
 
     mlagen.freeze(frozen)
 
     assert jit_mode() == mode
 
 
-def test_freezing_to_nothing_known_is_rejected() -> None:
-    """The message names the argument, the words that it may be and the value."""
+def test_an_unknown_freeze_mode_is_rejected() -> None:
+    """The message has the argument, the valid modes and the value."""
     with pytest.raises(ArgumentError) as caught:
         freeze("off")
 
@@ -76,13 +76,13 @@ def test_freezing_to_nothing_known_is_rejected() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "who"), [("frozen", "mlagen.freeze()"), ("error", "MLAGEN_JIT=error")]
+    ("mode", "setting"), [("frozen", "mlagen.freeze()"), ("error", "MLAGEN_JIT=error")]
 )
 def test_a_call_may_not_compile_and_prewarming_may(
-    mode: str, who: str, monkeypatch: pytest.MonkeyPatch
+    mode: str, setting: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A miss names the kernel, why, who forbids, and the command that helps; a hit is a hit."""
-    freeze() if mode == "frozen" else ask_for_mode(monkeypatch, mode)
+    """A miss names the kernel, the reason, the setting and the command; a hit still works."""
+    freeze() if mode == "frozen" else set_mode(monkeypatch, mode)
     before = metrics()
 
     with pytest.raises(MissError) as caught:
@@ -91,7 +91,7 @@ def test_a_call_may_not_compile_and_prewarming_may(
     hit = find_or_build(COMBINE)
 
     assert str(caught.value) == (
-        f"{COMBINE}: absent in the cache, and {who} forbids to compile; "
+        f"{COMBINE}: absent in the cache, and {setting} forbids to compile; "
         f"run: mlagen prewarm --kernel '{COMBINE}'"
     )
     assert (built.built, hit.built) == (True, False)
@@ -106,68 +106,68 @@ def test_a_call_may_not_compile_and_prewarming_may(
 
 
 def test_off_forbids_prewarming_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With MLAGEN_JIT=off nothing of this process compiles, and nothing is published."""
-    ask_for_mode(monkeypatch, "off")
+    """With MLAGEN_JIT=off this process compiles and publishes nothing."""
+    set_mode(monkeypatch, "off")
 
     for created_by in ("jit", "prewarm"):
         with pytest.raises(MissError, match="MLAGEN_JIT=off forbids") as caught:
             find_or_build(COMBINE, created_by=created_by)
-        # Alone, the command would be rejected where the message was read.
+        # Without the variable the command would be rejected in the same environment.
         assert str(caught.value).endswith(f"run: MLAGEN_JIT=on mlagen prewarm --kernel '{COMBINE}'")
 
     assert list(kernel_store().entries()) == []
 
 
-def test_warn_compiles_and_says_so(
+def test_warn_compiles_with_warnings(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A compilation that was not expected is two warnings, which reach any log."""
-    ask_for_mode(monkeypatch, "warn")
+    """An unexpected compilation logs two warnings."""
+    set_mode(monkeypatch, "warn")
 
     assert find_or_build(COMBINE).built
 
-    said = [(record.levelname, record.getMessage()) for record in caplog.records]
-    assert [level for level, _ in said] == ["WARNING", "WARNING"]
-    assert said[0][1].startswith(f"compiling {COMBINE} with nvrtc-")
-    assert said[0][1].endswith(f": absent in {kernel_store().root}")
+    warnings = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert [level for level, _ in warnings] == ["WARNING", "WARNING"]
+    assert warnings[0][1].startswith(f"compiling {COMBINE} with nvrtc-")
+    assert warnings[0][1].endswith(f": absent in {kernel_store().root}")
 
 
 def test_the_hook_is_called_at_start_and_end() -> None:
-    """A subscriber hears of kernel, reason and duration, in the thread that compiles."""
-    heard: list[tuple[CompileEvent, int]] = []
-    end = mlagen.on_compile(lambda event: heard.append((event, threading.get_ident())))
+    """The hook receives kernel, reason and duration, in the compiling thread."""
+    received: list[tuple[CompileEvent, int]] = []
+    end = mlagen.on_compile(lambda event: received.append((event, threading.get_ident())))
 
     find_or_build(COMBINE)
     find_or_build(COMBINE)
     end()
-    end()  # a second time is no mistake
+    end()  # a second call is a no-op
 
-    events = [event for event, _ in heard]
+    events = [event for event, _ in received]
     assert [(event.phase, event.kernel, event.reason) for event in events] == [
         ("started", str(COMBINE), "absent"),
         ("finished", str(COMBINE), "absent"),
     ]
     assert events[0].ms == 0 < events[1].ms
-    assert {thread for _, thread in heard} == {threading.get_ident()}
+    assert {thread for _, thread in received} == {threading.get_ident()}
 
 
-def test_a_hook_that_has_ended_hears_nothing() -> None:
-    """Ending one subscription leaves the others."""
-    heard: list[str] = []
-    ends = [on_compile(lambda _, name=name: heard.append(name)) for name in ("a", "b")]  # type: ignore[misc]
+def test_an_ended_hook_is_not_called() -> None:
+    """Ending one subscription keeps the others."""
+    received: list[str] = []
+    ends = [on_compile(lambda _, name=name: received.append(name)) for name in ("a", "b")]  # type: ignore[misc]
 
     ends[0]()
-    with told("kernel", "absent", "nvrtc-1", "folder"):
+    with report_compilation("kernel", "absent", "nvrtc-1", "folder"):
         pass
     ends[1]()
 
-    assert heard == ["b", "b"]
+    assert received == ["b", "b"]
 
 
-def test_a_hook_that_fails_keeps_no_kernel_from_being_compiled(
+def test_a_failing_hook_does_not_stop_a_compilation(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Its exception is logged with its traceback, and the call goes on."""
+    """Its exception is logged with its traceback, and the call proceeds."""
 
     def fail(_: CompileEvent) -> None:
         raise LookupError("no monitor")
@@ -180,10 +180,10 @@ def test_a_hook_that_fails_keeps_no_kernel_from_being_compiled(
     assert caplog.text.count("LookupError: no monitor") == 2
 
 
-def test_a_compilation_that_fails_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The hook hears of the failure, the counters have it, and the error reaches the caller."""
-    heard: list[str] = []
-    end = on_compile(lambda event: heard.append(event.phase))
+def test_a_failed_compilation_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hook and the metrics have the failure, and the caller gets the error."""
+    received: list[str] = []
+    end = on_compile(lambda event: received.append(event.phase))
     before = metrics()
 
     def reject(*_: object) -> None:
@@ -194,14 +194,14 @@ def test_a_compilation_that_fails_is_told_as_such(monkeypatch: pytest.MonkeyPatc
         find_or_build(COMBINE)
     end()
 
-    assert heard == ["started", "failed"]
+    assert received == ["started", "failed"]
     assert changes(before) == {"misses": 1, "misses.absent": 1, "compiles.failed": 1}
 
 
 def test_a_process_with_too_many_threads_compiles(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """That nobody can watch the compilation does not end it; its end is told."""
+    """A compilation without a watchdog thread still finishes and logs its end."""
     caplog.set_level(logging.INFO, logger="mlagen")
 
     def reject(_: threading.Thread) -> None:
@@ -209,7 +209,7 @@ def test_a_process_with_too_many_threads_compiles(
 
     monkeypatch.setattr(threading.Thread, "start", reject)
 
-    with told("a kernel", "absent", "nvrtc-13.5.37", "/cache"):
+    with report_compilation("a kernel", "absent", "nvrtc-13.5.37", "/cache"):
         pass
 
     assert [record.getMessage().split()[0] for record in caplog.records] == [
@@ -218,10 +218,10 @@ def test_a_process_with_too_many_threads_compiles(
     ]
 
 
-def test_a_long_compilation_is_logged_as_it_goes(
+def test_a_long_compilation_logs_its_progress(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Lines at the start, when it is slow, at every interval and at the end, and none after it."""
+    """It logs its start, a slowness warning, every interval and its end, and nothing after."""
     caplog.set_level(logging.INFO, logger="mlagen")
     monkeypatch.setattr(jit, "_PROGRESS_S", 0.01)
     monkeypatch.setattr(jit, "_SLOW_S", 0.01)
@@ -234,21 +234,21 @@ def test_a_long_compilation_is_logged_as_it_goes(
 
     listener = Listener()
     logging.getLogger("mlagen").addHandler(listener)
-    with told("a kernel", "absent", "nvrtc-13.5.37", "/cache"):
+    with report_compilation("a kernel", "absent", "nvrtc-13.5.37", "/cache"):
         assert second.wait(10)
     logging.getLogger("mlagen").removeHandler(listener)
 
-    said = [record.getMessage() for record in caplog.records]
-    assert said[0] == "compiling a kernel with nvrtc-13.5.37: absent in /cache"
-    assert said[1].startswith("compiling a kernel: 0 s so far; ")
-    assert all(re.fullmatch(r"still compiling a kernel, \d+ s", line) for line in said[2:-1])
-    assert len(said) >= 5
-    assert re.fullmatch(r"compiled a kernel in \d\.\d s", said[-1])
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages[0] == "compiling a kernel with nvrtc-13.5.37: absent in /cache"
+    assert messages[1].startswith("compiling a kernel: 0 s so far; ")
+    assert all(re.fullmatch(r"still compiling a kernel, \d+ s", line) for line in messages[2:-1])
+    assert len(messages) >= 5
+    assert re.fullmatch(r"compiled a kernel in \d\.\d s", messages[-1])
 
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have every compilation take longer than a call should wait."""
+    """Make every compilation slower than the warning threshold."""
     monkeypatch.setattr(jit, "_SLOW_S", 0.05)
     real = engine._build
 
@@ -261,7 +261,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("slow")
 def test_a_call_that_waits_long_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
-    """The line has the command that compiles ahead of time; a second call logs nothing."""
+    """The warning has the prewarm command; a second call logs nothing."""
     for _ in range(2):
         find_or_build(COMBINE)
 
@@ -274,14 +274,14 @@ def test_a_call_that_waits_long_is_warned_of_once(caplog: pytest.LogCaptureFixtu
 
 @pytest.mark.usefixtures("slow")
 def test_prewarming_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    """It takes its time on purpose."""
+    """Prewarming may take long."""
     find_or_build(COMBINE, created_by="prewarm")
 
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 def test_a_fast_compilation_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    """Without a level, nothing is logged."""
+    """At the default level, nothing is logged."""
     find_or_build(COMBINE)
 
     assert caplog.records == []

@@ -1,4 +1,4 @@
-"""Who may import whom, of our own modules and of third parties, and what `import mlagen` costs."""
+"""The import table of our own modules and of third parties, and the cost of `import mlagen`."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # Each layer with what it may import besides itself. A layer is a module or folder of mlagen/;
 # "mlagen" is the package's own __init__.py.
-GROUND = {"counts", "errors", "forks", "logs", "paths", "settings", "values"}
+GROUND = {"errors", "fork_safety", "logs", "monitoring", "paths", "settings", "values"}
 DATA = GROUND | {"artifacts", "spec"}
 STAGES = {"codegen", "compiler", "cache", "runtime"}
 ENGINE = DATA | STAGES | {"engine", "jit", "recording"}
-DOORS = {"decode", "mla", "xqa"}
+API_MODULES = {"decode", "mla", "xqa"}
 LAYERS = {
-    "counts": set[str](),
     "errors": set[str](),
-    "forks": set[str](),
+    "fork_safety": set[str](),
     "logs": set[str](),
+    "monitoring": set[str](),
     "paths": set[str](),
     "settings": {"errors", "logs", "paths"},
     "values": {"errors"},
     "artifacts": {"errors"},
     "spec": {"errors", "values"},
     **dict.fromkeys(STAGES, DATA),
-    "jit": GROUND,  # whether a process may compile, and who is told
+    "jit": GROUND,  # whether a process may compile, and reports of compilations
     "recording": {"paths"},
     "engine": DATA | STAGES | {"jit", "recording"},
     "api": ENGINE,
     "models": {"errors", "paths", "settings", "spec", "values"},
     "prewarming": ENGINE | {"models"},
-    **dict.fromkeys(DOORS, ENGINE | {"api"}),
+    **dict.fromkeys(API_MODULES, ENGINE | {"api"}),
     "decode": ENGINE | {"api", "mla"},  # FlashInfer has some names in both
-    "ops": ENGINE | DOORS | {"api"},
-    "mlagen": ENGINE | DOORS | {"api", "ops", "prewarming"},
-    "cache_tools": ENGINE | DOORS | {"api", "models", "prewarming"},
+    "ops": ENGINE | API_MODULES | {"api"},
+    "mlagen": ENGINE | API_MODULES | {"api", "ops", "prewarming"},
+    "cache_tools": ENGINE | API_MODULES | {"api", "models", "prewarming"},
 }
 
 # Each third party with the layers that may import it.
@@ -57,10 +57,10 @@ FENCES = {
     "rich": {"cache_tools"},
     "tomli": {"prewarming"},  # stands in for tomllib, which Python has from 3.11 on
     "tomllib": {"prewarming"},
-    "torch": {"api", "ops", "runtime"} | DOORS,
+    "torch": {"api", "ops", "runtime"} | API_MODULES,
 }
-# A warm call digests the templates and must not pay for Jinja; the demo and the benchmark make
-# tensors, and the benchmark uses what need not be installed.
+# A cache hit digests the templates without importing Jinja. The demo and the benchmark create
+# tensors, and the benchmark uses optional packages.
 CLOSED = {"mlagen/codegen/sources.py": {"jinja2"}}
 OPEN = {
     "cache_tools/commands/bench.py": {"torch"},
@@ -118,27 +118,27 @@ def own_layer(file: str) -> str:
 
 @pytest.mark.parametrize("file", FILES)
 def test_every_file_belongs_to_a_layer(file: str) -> None:
-    """A new module is given its place in the table before it imports anything."""
+    """A new module has a row in the import table."""
     layer = own_layer(file)
 
     assert layer in LAYERS
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_a_layer_imports_only_what_lies_below_it(file: str) -> None:
-    """A file imports its own layer and the ones its row names, by any form of import."""
+def test_a_layer_imports_only_the_layers_of_its_row(file: str) -> None:
+    """A file imports its own layer and the ones its row names, by any import statement."""
     layer = own_layer(file)
     ours = [name for name, _ in imports_of(file) if name[0] in {"mlagen", "cache_tools"}]
 
     above = {".".join(name) for name in ours if layer_of(name) not in LAYERS[layer] | {layer}}
 
-    # The version is a fact of the installation, not a layer.
+    # The version belongs to the installation, not to a layer.
     assert above - {"mlagen.__version__"} == set()
 
 
 @pytest.mark.parametrize("file", FILES)
 def test_third_parties_stay_behind_their_fences(file: str) -> None:
-    """Each third party is imported by the layers that own it, and no undeclared one is at all."""
+    """Only the layers that own a third party import it, and no file imports an undeclared one."""
     third = {name[0] for name, _ in imports_of(file)}
     third -= sys.stdlib_module_names | {"mlagen", "cache_tools"}
 
@@ -156,7 +156,7 @@ def test_cache_tools_imports_itself_relatively(file: str) -> None:
     assert {name for name in absolute if "cache_tools" in name[:2]} == set()
 
 
-# Run in a fresh interpreter: what `import mlagen` did, as Python's audit events tell it.
+# Runs in a fresh interpreter and reports the effects of `import mlagen` from audit events.
 IMPORT_MLAGEN = """
 import json, os, sys
 events = []
@@ -177,7 +177,7 @@ print(json.dumps({
 
 @pytest.fixture(scope="module")
 def bare_import() -> dict[str, list[str]]:
-    """Import mlagen in a fresh interpreter and report what that did."""
+    """Import mlagen in a fresh interpreter and report its effects."""
     command = [sys.executable, "-B", "-c", IMPORT_MLAGEN]
     run = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
     report: dict[str, list[str]] = json.loads(run.stdout)
@@ -188,7 +188,7 @@ def bare_import() -> dict[str, list[str]]:
 def test_importing_mlagen_loads_no_third_party(
     package: str, bare_import: dict[str, list[str]]
 ) -> None:
-    """`import mlagen` leaves torch, Jinja, the CUDA bindings and every tool unloaded."""
+    """`import mlagen` loads neither torch nor Jinja nor the CUDA bindings nor any tool."""
     loaded = {name.partition(".")[0] for name in bare_import["modules"]}
 
     assert package not in loaded

@@ -1,4 +1,4 @@
-"""What `MLAGEN_LOG` has the process write, beside whatever logging an application sets up."""
+"""MLAGEN_LOG: the output of the process, with and without the application's logging."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from tests.cache.builds import ROOT
 
-# argv: when the application configures logging itself
+# argv: when the application configures its logging
 PROGRAM = """
 import logging, sys
 if sys.argv[1] == "before":
@@ -28,7 +28,7 @@ for level in ("debug", "info", "warning"):
 
 
 def written(level: str | None, configured: str = "never") -> list[str]:
-    """Return the lines of a process, times and process ids left out."""
+    """Return the log lines of a process, without times and process ids."""
     environ = {name: value for name, value in os.environ.items() if name != "MLAGEN_LOG"}
     environ |= {} if level is None else {"MLAGEN_LOG": level}
     command = [sys.executable, "-c", PROGRAM, configured]
@@ -53,8 +53,8 @@ def written(level: str | None, configured: str = "never") -> list[str]:
         ("debug", ["WARNING first", "DEBUG debug", "INFO info", "WARNING warning"]),
     ],
 )
-def test_a_level_is_what_is_written(level: str | None, lines: list[str]) -> None:
-    """Unset, Python alone decides, and writes warnings; else time, level and process come first."""
+def test_a_level_sets_the_output(level: str | None, lines: list[str]) -> None:
+    """Unset, Python prints warnings; otherwise lines start with time, level and process id."""
     assert written(level) == lines
 
 
@@ -68,5 +68,5 @@ def test_a_level_is_what_is_written(level: str | None, lines: list[str]) -> None
 def test_an_application_that_configures_logging_gets_each_line_once(
     configured: str, lines: list[str]
 ) -> None:
-    """Whether it does so before mlagen's first call or after it; the level counts there too."""
+    """The order of configuration and first call does not matter; the level applies."""
     assert written("info", configured) == lines

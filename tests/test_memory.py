@@ -1,4 +1,4 @@
-"""What has no memory is rejected, on the CPU; and no guard of torch takes it for a plain tensor."""
+"""Tensors without memory are rejected on the CPU, and no tensor guard accepts them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from tests.memory_semantics import KINDS, MemorySemantics
 
 
 class TestOnTheCpu(MemorySemantics):
-    """Every promise, without a GPU."""
+    """Rejection of tensors without memory, without a GPU."""
 
     device = "cpu"
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"without storage"}))
-def test_no_guard_takes_it_for_a_plain_tensor(kind: str) -> None:
-    """The short way of usual calls never sees a tensor without memory."""
+def test_no_guard_accepts_it(kind: str) -> None:
+    """The fast path never receives a tensor without memory."""
     tensors = (torch.ones(2, 3, dtype=torch.bfloat16), torch.ones(4))
     guard = make_guard(tensors)
     assert guard is not None
@@ -29,8 +29,8 @@ def test_no_guard_takes_it_for_a_plain_tensor(kind: str) -> None:
     assert not is_taken
 
 
-def test_no_guard_takes_a_tensor_that_requires_grad_for_another() -> None:
-    """Made without grad mode or with another tensor, a guard denies it where grad is recorded."""
+def test_a_guard_checks_requires_grad() -> None:
+    """A guard rejects a tensor that requires grad while grad is recorded."""
     plain, trained = torch.ones(2), torch.ones(2).requires_grad_()
     of_plain = make_guard((plain,))
     assert of_plain is not None
@@ -44,11 +44,11 @@ def test_no_guard_takes_a_tensor_that_requires_grad_for_another() -> None:
         assert guard(trained)
 
 
-def test_a_tensor_without_an_address_is_not_launched_again() -> None:
-    """Asked for where it begins, it leaves the short way instead of raising torch's own error."""
+def test_a_tensor_without_an_address_is_not_replayed() -> None:
+    """The replay falls back instead of raising torch's error for data_ptr."""
     calls: CallCache[str] = CallCache()
     tensors = (torch.ones(2),)
-    calls.keep("form", "call", FastPathKey("key", tensors, None))
+    calls.store("signature", "call", FastPathKey("key", tensors, None))
 
     def launched(batched: torch.Tensor) -> torch.Tensor:
         assert not calls.replay("key", (batched,), (1.0,), enable_pdl=True)
@@ -58,20 +58,20 @@ def test_a_tensor_without_an_address_is_not_launched_again() -> None:
     assert not calls.replay("key", (torch.eye(2).to_sparse(),), (1.0,), enable_pdl=True)
 
 
-def test_the_tensors_of_a_form_are_known_by_a_guard() -> None:
-    """A call that is found by its form is sound for tensors like those that were checked."""
+def test_a_cached_call_keeps_a_tensor_guard() -> None:
+    """A cached signature is valid for tensors that its guard accepts."""
     calls: CallCache[str] = CallCache()
     tensors = (torch.ones(2, 3), torch.ones(4))
 
     def is_valid(*tensors: torch.Tensor) -> bool:
-        return calls.is_valid("form", FastPathKey("key", tensors, None))
+        return calls.is_valid("signature", FastPathKey("key", tensors, None))
 
     assert not is_valid(*tensors)
-    calls.keep("form", "call", FastPathKey("key", tensors, None))
+    calls.store("signature", "call", FastPathKey("key", tensors, None))
 
     assert is_valid(torch.zeros(2, 3), torch.zeros(4))
-    assert not calls.is_valid("form", None)
-    assert not calls.is_valid("form", FastPathKey("another key", tensors, None))
+    assert not calls.is_valid("signature", None)
+    assert not calls.is_valid("signature", FastPathKey("another key", tensors, None))
     for made in KINDS.values():
         assert not is_valid(made(tensors[0]), tensors[1])
     calls.clear()

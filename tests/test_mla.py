@@ -1,4 +1,4 @@
-"""MLA decode on the CPU: the backend in plain torch, against float64."""
+"""MLA decode on the CPU: the torch backend against float64."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tests.mla_cases import CASES
 from tests.mla_semantics import MlaSemantics, compute, decode, decode_with_lse
 from tests.mla_variant_semantics import MlaVariantSemantics
 
-# What takes gigabytes in float64 is left to the GPU tests.
+# Cases that take gigabytes in float64 run on the GPU only.
 SHORT = [case for case in CASES if max(case.seq_lens) <= 10_000]
 
 
 @pytest.mark.parametrize("case", SHORT, ids=str)
 def test_every_element_is_attention_as_float64_computes_it(case: MlaCase) -> None:
-    """Output and LSE are right, whatever NaN and wild ids stand in what must not be read."""
+    """NaN slots and invalid page ids outside of the KV range do not affect output and LSE."""
     problem = case.build("cpu")
 
     out, lse = compute(problem)
@@ -33,19 +33,19 @@ def test_every_element_is_attention_as_float64_computes_it(case: MlaCase) -> Non
 
 
 class TestOnTheCpu(MlaSemantics):
-    """Every promise of the entry point, without a GPU."""
+    """Semantics of the entry point, without a GPU."""
 
     device = "cpu"
 
 
 class TestVariantsOnTheCpu(MlaVariantSemantics):
-    """Every promise of sparse, biased, packed and other calls."""
+    """Semantics of sparse, biased, FP8-KV and other calls."""
 
     device = "cpu"
 
 
 def test_the_oracle_sees_a_wrong_element() -> None:
-    """One wrong element among thousands fails the check, which says where it is."""
+    """The check detects one wrong element among thousands, and reports its index."""
     problem = MlaCase(name="", seq_lens=(70, 3)).build("cpu")
     out = decode(problem)
     out[1, 0, 7, 300] += 0.1
@@ -57,7 +57,7 @@ def test_the_oracle_sees_a_wrong_element() -> None:
 
 
 def test_the_oracle_sees_a_token_too_many() -> None:
-    """A mask that is one token too generous fails the check."""
+    """The check detects a mask that is one token too wide."""
     problem = MlaCase(name="", seq_lens=(5, 3), q_len=2).build("cpu")
     shifted = problem.seq_lens + 1
 
@@ -68,7 +68,7 @@ def test_the_oracle_sees_a_token_too_many() -> None:
 
 
 def test_the_signature_is_the_one_of_flashinfer() -> None:
-    """Names, order and defaults of the parameters are those that callers rely on."""
+    """Names, order and defaults of the parameters equal FlashInfer's."""
     parameters = inspect.signature(mlagen.mla.trtllm_batch_decode_with_kv_cache_mla).parameters
 
     assert _shown(mlagen.mla.trtllm_batch_decode_with_kv_cache_mla) == (
@@ -84,7 +84,7 @@ def test_the_signature_is_the_one_of_flashinfer() -> None:
 
 
 def test_the_signature_of_xqa_is_the_one_of_flashinfer() -> None:
-    """Names, order and defaults of the parameters are those that callers rely on."""
+    """Names, order and defaults of the parameters equal FlashInfer's."""
     shown = _shown(mlagen.mla.xqa_batch_decode_with_kv_cache_mla)
 
     assert shown == (
@@ -114,7 +114,7 @@ ORDERS = {
 def test_both_positional_orders_mean_the_same(
     tail: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After `sinks`, either order of FlashInfer reaches the kernel with its enable_pdl."""
+    """After `sinks`, either positional order of FlashInfer passes enable_pdl to the kernel."""
     problem = MlaCase(name="", seq_lens=(70, 3), with_sinks=True).build("cpu")
     given = problem.arguments()
     leading = [
@@ -133,9 +133,9 @@ def test_both_positional_orders_mean_the_same(
     ]
     seen = []
 
-    def record(inputs: MlaArgs, enable_pdl: bool, *usual: Any) -> object:
+    def record(inputs: MlaArgs, enable_pdl: bool, *rest: Any) -> object:
         seen.append(enable_pdl)
-        return run_mla(inputs, enable_pdl, *usual)
+        return run_mla(inputs, enable_pdl, *rest)
 
     monkeypatch.setattr("mlagen.mla.trtllm.run_mla", record)
     entry_point: Any = mlagen.mla.trtllm_batch_decode_with_kv_cache_mla
@@ -150,7 +150,7 @@ def test_both_positional_orders_mean_the_same(
 
 @pytest.mark.parametrize("backend", ["auto", "xqa", "trtllm-gen", "cute-dsl"])
 def test_every_backend_name_has_the_same_semantics(backend: str) -> None:
-    """Scales, LSE and output do not depend on the name, unlike elsewhere."""
+    """Scales, LSE and output do not depend on the backend name."""
     case = MlaCase(name="", seq_lens=(70, 3), score_scale=0.05, output_scale=2.0)
     problem = case.build("cpu")
 
@@ -160,7 +160,7 @@ def test_every_backend_name_has_the_same_semantics(backend: str) -> None:
 
 
 def test_int_scales_are_numbers() -> None:
-    """A scale of 1 is a scale of 1.0."""
+    """A scale of 1 equals a scale of 1.0."""
     case = MlaCase(name="", seq_lens=(70, 3), score_scale=1.0, output_scale=1.0)
     problem = case.build("cpu")
 
@@ -170,7 +170,7 @@ def test_int_scales_are_numbers() -> None:
     assert out.dtype is torch.bfloat16
 
 
-# Each keyword that is not implemented, with a value that asks for it, and how the message shows it.
+# Each unsupported keyword, with a value that requests it, and its text in the message.
 UNSUPPORTED: dict[str, tuple[object, str]] = {
     "enable_dcp": (True, "expected False, got True"),
     "cp_world": (2, "expected 1, got 2"),
@@ -181,7 +181,7 @@ UNSUPPORTED: dict[str, tuple[object, str]] = {
 
 @pytest.mark.parametrize("keyword", UNSUPPORTED)
 def test_a_keyword_that_is_not_implemented_is_rejected(keyword: str) -> None:
-    """The message names the keyword, what it may be and what it was; nothing is written."""
+    """The message has the keyword, the accepted value and the given one; nothing is written."""
     problem = MlaCase(name="", seq_lens=(70, 3)).build("cpu")
     out = torch.full((2, 1, 16, 512), 7.0, dtype=torch.bfloat16)
     value, shown = UNSUPPORTED[keyword]
@@ -193,8 +193,8 @@ def test_a_keyword_that_is_not_implemented_is_rejected(keyword: str) -> None:
     assert (out == 7.0).all()
 
 
-def test_the_keyword_that_asks_is_the_one_named() -> None:
-    """One that is as good as neutral stands before it in the list."""
+def test_the_unsupported_keyword_is_named() -> None:
+    """An earlier keyword with a neutral value is not reported."""
     problem = MlaCase(name="", seq_lens=(70, 3)).build("cpu")
 
     with pytest.raises(UnsupportedError) as caught:
@@ -222,7 +222,7 @@ def test_the_keyword_that_asks_is_the_one_named() -> None:
     ids=["a tensor", "a bool", "no bool in the older order"],
 )
 def test_a_keyword_of_another_type_is_rejected(changes: dict[str, Any], message: str) -> None:
-    """Its type is looked at before its value, in either order."""
+    """The type is checked before the value, in either order."""
     problem = MlaCase(name="", seq_lens=(70, 3)).build("cpu")
 
     with pytest.raises(ArgumentError) as caught:
@@ -231,8 +231,8 @@ def test_a_keyword_of_another_type_is_rejected(changes: dict[str, Any], message:
     assert str(caught.value) == message
 
 
-def test_keywords_that_ask_for_nothing_are_accepted() -> None:
-    """The neutral values, spelled out, and hints that change no result."""
+def test_neutral_keywords_are_accepted() -> None:
+    """Explicit neutral values and hints do not change the result."""
     problem = MlaCase(name="", seq_lens=(70, 3)).build("cpu")
 
     out = decode(
@@ -254,7 +254,7 @@ def test_keywords_that_ask_for_nothing_are_accepted() -> None:
 
 @pytest.mark.parametrize("backend", ["fa2", "", None])
 def test_an_unknown_backend_is_rejected(backend: str | None) -> None:
-    """The message lists the names that are known."""
+    """The message lists the known names."""
     problem = MlaCase(name="", seq_lens=(70, 3)).build("cpu")
 
     with pytest.raises(ArgumentError) as caught:

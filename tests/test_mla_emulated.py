@@ -27,18 +27,18 @@ from mlagen.spec.mla_sm90 import (
     SCHED_META_BYTES,
     SCHED_META_OFFSET,
     SEMAPHORE_BYTES,
-    bytes_beside_workspace,
+    semaphore_region_bytes,
 )
-from tests.api.launches import HOPPER, record_launches
+from tests.api.launches import SM90_PATH, record_launches
 from tests.cases import MlaCase, MlaProblem
 from tests.emulator.emulated import COMPILER, Emulator, encode
-from tests.hopper_tiles import taking_smaller_tiles
 from tests.kernels import SM_90A
-from tests.launch_repeats import REQUEST_WORD
-from tests.mla_cases import KINDS, of_kind
+from tests.launch_repeats import SEQ_WORD
+from tests.mla_cases import KINDS, case_of_kind
 from tests.mla_rows import POISON
 from tests.sink_values import extreme_sinks
-from tests.uneven_scales import STEPS, with_steps
+from tests.sm90_tiles import smaller_tiles
+from tests.uneven_scales import SCALE_STEPS, with_scale_steps
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
@@ -54,7 +54,7 @@ class Emulated(NamedTuple):
 
 def given(kind: str, name: str, sm_count: int = 1, **facts: Any) -> Emulated:
     """Return a case of one of the kinds of rows."""
-    return Emulated(of_kind(KINDS[kind], name=f"{kind}, {name}", **facts), sm_count)
+    return Emulated(case_of_kind(KINDS[kind], name=f"{kind}, {name}", **facts), sm_count)
 
 
 PACKED = "bf16 over fp8_ds_mla"
@@ -66,7 +66,7 @@ CASES = [
     given("bf16", "16 rows", heads=7, seq_lens=(300, 0, 129), page_size=48),
     given("fp16", "32 rows", heads=16, seq_lens=(130, 1), q_len=2, with_sinks=True, page_size=16),
     given("fp16", "2 members", 2, heads=100, seq_lens=(80,)),
-    given("bf16", "ragged, parts apart", seq_lens=(70, 5), q_lens=(3, 1), parts_apart=True),
+    given("bf16", "ragged, parts apart", seq_lens=(70, 5), q_lens=(3, 1), separate_rope=True),
     given("bf16", "two pieces, 64 rows", 2, heads=64, seq_lens=(600,)),
     given("bf16", "two pieces, 16 rows", 2, heads=16, seq_lens=(900,), with_sinks=True),
     given("bf16", "many pieces, 64 rows", 7, heads=64, seq_lens=(900, 70)),
@@ -92,7 +92,7 @@ CASES = [
     given("e4m3", "16 rows", heads=7, seq_lens=(700, 0, 129), page_size=48),
     given("e4m3", "32 rows", heads=16, seq_lens=(330, 5), q_len=2, with_sinks=True, page_size=16),
     given("e4m3", "2 members", 2, heads=100, seq_lens=(80,)),
-    given("e4m3", "ragged, parts apart", seq_lens=(70, 5), q_lens=(3, 1), parts_apart=True),
+    given("e4m3", "ragged, parts apart", seq_lens=(70, 5), q_lens=(3, 1), separate_rope=True),
     given(PACKED, "lists, 64 rows", heads=64, top_k=200, seq_lens=(300, 17, 0, 64)),
     given(PACKED, "lists, 16 rows", heads=7, top_k=130, seq_lens=(300, 17, 0, 129), page_size=24),
     given(PACKED, "lists, 2 members", 2, heads=100, top_k=70, seq_lens=(80,), q_len=2),
@@ -101,7 +101,7 @@ CASES = [
     given(PACKED, "pages, 64 rows", heads=40, seq_lens=(300, 0, 65), q_len=2, with_sinks=True),
     given(PACKED, "pages, 32 rows", heads=16, seq_lens=(130, 1), q_len=2, page_size=3),
     given(PACKED, "lists of some", heads=40, top_k=100, seq_lens=(150, 3)),
-    given(PACKED, "pages, strided", seq_lens=(70, 200), cache_form="strided", page_size=16),
+    given(PACKED, "pages, strided", seq_lens=(70, 200), cache_layout="strided", page_size=16),
     given("e4m3", "lists, 64 rows", heads=64, top_k=200, seq_lens=(300, 17, 0, 64)),
     given("e4m3", "lists, 16 rows", heads=7, top_k=130, seq_lens=(300, 129), page_size=24),
     given("e4m3", "pages of any size", heads=16, seq_lens=(130, 1), q_len=2, page_size=3),
@@ -122,7 +122,7 @@ CASES = [
         seq_lens=(40, 130),
         q_lens=(1, 5),
         page_size=1,
-        parts_apart=True,
+        separate_rope=True,
         flat_tables=True,
         is_causal=False,
     ),
@@ -140,7 +140,7 @@ def emulator(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
 @pytest.fixture
 def beside() -> torch.Tensor:
     """Return the words that belong to the workspace, aligned as on a GPU."""
-    words = bytes_beside_workspace(_MAX_BLOCKS) // 4
+    words = semaphore_region_bytes(_MAX_BLOCKS) // 4
     memory = torch.zeros(words + 32, dtype=torch.int32)
     return memory[-memory.data_ptr() % 128 // 4 :][:words]
 
@@ -150,7 +150,7 @@ def decoded(
     emulator: Emulator, beside: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Decode]:
     """Return what computes a problem by emulated launches, with the tile for all of its rows."""
-    record_launches(monkeypatch, paths=HOPPER)
+    record_launches(monkeypatch, paths=SM90_PATH)
     monkeypatch.setattr(mla_plan, "new_schedule_id", new_schedule_id)
 
     def run(
@@ -169,7 +169,7 @@ def decoded(
             monkeypatch.setattr(api, "semaphores_of", lambda *_: beside.data_ptr())
             monkeypatch.setattr(api, "launch", launch)
         # What is right is to the rounding of the kernel that computes it.
-        monkeypatch.setattr(MlaProblem, "_hopper", SM_90A)
+        monkeypatch.setattr(MlaProblem, "_sm90_arch", SM_90A)
         workspace = torch.full((1 << 22,), 0xFF, dtype=torch.uint8)
         inputs = problem.inputs(return_lse=True, workspace_buffer=workspace, **changes)
         out, lse = _computed(inputs)
@@ -177,7 +177,7 @@ def decoded(
         assert beside[SEMAPHORE_BYTES // 4 + 1] == 0  # blocks that missed what is kept
         return out, lse
 
-    with taking_smaller_tiles(monkeypatch, are_taken=False):
+    with smaller_tiles(monkeypatch, enabled=False):
         yield run
 
 
@@ -210,7 +210,7 @@ def test_little_work_takes_tiles_of_few_rows(
         launch(emulator, spec, *others)
 
     monkeypatch.setattr(Emulator, "launch", noticed)
-    with taking_smaller_tiles(monkeypatch, are_taken=True):
+    with smaller_tiles(monkeypatch, enabled=True):
         problem.check(*decoded(made, problem, 0))
 
     assert [spec.key_fields()["block_m"] for spec in taken] == [str(block_m)]
@@ -283,7 +283,7 @@ def test_what_blocks_begin_with_is_kept_while_plan_and_lengths_are_the_same(
         assert torch.equal(repeated[0], first[0])
         assert torch.equal(repeated[1], first[1])
     kept = beside[SCHED_META_OFFSET // 4 :].view(-1, SCHED_META_BYTES // 4)
-    kept[:, REQUEST_WORD] = -1  # nothing to do
+    kept[:, SEQ_WORD] = -1  # nothing to do
     out = torch.full_like(first[0], 7.0)
     decoded(given, problem, 4, out=out)
     assert torch.equal(out, torch.full_like(out, 7.0))
@@ -355,12 +355,12 @@ def test_entries_that_name_no_token_are_as_if_they_were_not_there(
         assert not out.any()
 
 
-@pytest.mark.parametrize("steps", STEPS)
+@pytest.mark.parametrize("steps", SCALE_STEPS)
 @pytest.mark.parametrize(("heads", "sm_count"), [(16, 1), (64, 1), (64, 5)])
 def test_scales_may_be_of_any_size(heads: int, sm_count: int, steps: str, decoded: Decode) -> None:
     """Units of values become larger with them, and those before do not lose what they had."""
     made = given(PACKED, "", sm_count, heads=heads, seq_lens=(300, 60))
-    problem = with_steps(made.case.build("cpu"), steps)
+    problem = with_scale_steps(made.case.build("cpu"), steps)
 
     problem.check(*decoded(made, problem, 0))
 

@@ -1,4 +1,4 @@
-"""The counters of a process: complete names, sums that are right, also among threads and forks."""
+"""Process metrics: fixed names, and exact sums across threads and forks."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from mlagen.monitoring import count, metrics
 from tests.cache.builds import in_child
 
 
-def test_counters_are_whole_numbers_under_fixed_names() -> None:
-    """A monitor finds every name from the first moment on, and integers only."""
+def test_metrics_are_integers_with_fixed_names() -> None:
+    """Every name is present from the start, and every value is an integer."""
     before = metrics()
 
     count("compile_ms", 12.4)
 
     assert {type(value) for value in metrics().values()} == {int}
     assert metrics().keys() == before.keys()
-    # Of 12.4 more, with what there was of another millisecond before.
+    # 12.4 more, on top of an earlier fraction of a millisecond.
     assert metrics()["compile_ms"] - before["compile_ms"] in (12, 13)
     assert mlagen.metrics() == metrics()
 
 
-def test_a_count_without_a_name_is_a_mistake() -> None:
-    """Nobody counts what nobody would find."""
+def test_an_unknown_metric_is_an_error() -> None:
+    """Only declared metrics can be counted."""
     with pytest.raises(KeyError):
         count("coffee")
 
 
-def test_no_addition_of_threads_is_lost() -> None:
-    """Eight threads that add a thousand each have added eight thousand."""
+def test_threads_lose_no_increment() -> None:
+    """Eight threads that add a thousand each add eight thousand."""
     before = metrics()["waits"]
 
     def count_a_thousand(_: int) -> None:
@@ -45,8 +45,8 @@ def test_no_addition_of_threads_is_lost() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-def test_a_child_of_a_fork_counts_on() -> None:
-    """It begins with the parent's counts, and waits for no lock that the parent held."""
+def test_a_forked_child_counts_on() -> None:
+    """A child starts with the parent's values, and waits for no lock of the parent."""
     from mlagen import monitoring
 
     before = metrics()["waits"]

@@ -1,4 +1,4 @@
-"""Public functions given odd values: a result, or one line that says what is wrong."""
+"""Public functions with odd values: a result, or a one-line error."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _COUNTS = torch.ones(2, dtype=torch.int32)
 
 @pytest.fixture(autouse=True)
 def h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Have sizes of workspaces be those of a GPU that need not be here."""
+    """Use the workspace sizes of an H200 without a GPU."""
     facts = DeviceFacts(index=0, name="", major=9, minor=0, sm_count=132, memory_bytes=0)
     plans = (mla_plan.plan_call, mla_plan.plan_mla_sm90_call, gqa_plan.plan_gqa_call)
     for module in (mla_plan, gqa_plan):
@@ -40,7 +40,7 @@ def h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def fault_of(call: Call, change: dict[str, Any]) -> str | None:
-    """Return what is neither a result nor an error of one line, if a changed call ends so."""
+    """Return the fault of a changed call that ends in neither a result nor a one-line error."""
     function, arguments = call
     try:
         function(**{**arguments, **change})
@@ -57,10 +57,10 @@ def fault_of(call: Call, change: dict[str, Any]) -> str | None:
 
 @pytest.mark.parametrize("build", CALLS, ids=lambda build: build.__name__.strip("_"))
 def test_an_odd_value_is_used_or_rejected(build: Callable[[], Call]) -> None:
-    """Every argument meets every odd value, and several meet some at once."""
+    """Every argument takes every odd value, alone and with others."""
     call = build()
     names = list(call[1])
-    call[0](**call[1])  # nothing is wrong with the other values
+    call[0](**call[1])  # the other values are valid
     changes = [{name: value} for name in names for value in ODD]
     chosen = random.Random(build.__name__)  # noqa: S311 - the same at every run
     for _ in range(200):
@@ -88,16 +88,16 @@ def test_an_odd_value_is_used_or_rejected(build: Callable[[], Call]) -> None:
     ids=", ".join,
 )
 @pytest.mark.parametrize("is_paged", [True, False], ids=["paged", "dense"])
-def test_what_is_rejected_needs_no_memory(change: dict[str, Any], *, is_paged: bool) -> None:
-    """Tables and masks of many positions are made after the checks."""
+def test_a_rejected_call_allocates_little(change: dict[str, Any], *, is_paged: bool) -> None:
+    """Tables and masks of many positions are allocated after the checks."""
     many, row = 2**29, torch.zeros(1, 1, 1, 576, dtype=torch.bfloat16)
     one = torch.ones(1, dtype=torch.int32)
     k: Any = row.expand(1, many, 1, 576)
     if is_paged:
         table = torch.zeros(1, 1, dtype=torch.int32).expand(1, many)
         k = mlagen.PagedKVCache(blocks=row[0], block_table=table, cache_lengths=one)
-    sound = {"q": row.expand(1, 1, 2, 576).contiguous(), "k": k, "mask": masks.ChunkedMask(7)}
-    arguments = {**sound, "valid_length": one, "scale": 1.0, **change}
+    valid = {"q": row.expand(1, 1, 2, 576).contiguous(), "k": k, "mask": masks.ChunkedMask(7)}
+    arguments = {**valid, "valid_length": one, "scale": 1.0, **change}
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
     with pytest.raises(ArgumentError):

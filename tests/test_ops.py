@@ -1,4 +1,4 @@
-"""Compiled code around the entry points, on the CPU."""
+"""torch.compile and AOTInductor around the entry points, on the CPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.ops_semantics import Layer, OpsSemantics
 
 
 class TestOnTheCpu(OpsSemantics):
-    """Every promise about compiled code, without a GPU."""
+    """Semantics of compiled code, without a GPU."""
 
     device = "cpu"
 
@@ -21,7 +21,7 @@ class TestOnTheCpu(OpsSemantics):
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs g++")
 @pytest.mark.filterwarnings("ignore")  # of Inductor, about itself
 def test_a_package_of_aotinductor_runs(tmp_path: Path) -> None:
-    """A layer that is compiled ahead of time gives what it gives without a compiler."""
+    """A layer compiled ahead of time equals the eager one."""
     case = TestOnTheCpu()
     layer = Layer(of := Tensors("cpu"))
     program = torch.export.export(layer, inputs := case.layer_inputs(of))

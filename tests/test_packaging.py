@@ -1,4 +1,4 @@
-"""What the wheel and the source distribution hold, and that they work where they are unpacked."""
+"""Wheel and source distribution: their contents, and that they work where they are unpacked."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a copy of what a build reads, so that a build leaves nothing in the real checkout."""
+    """Return a copy of the build's inputs, so that a build does not touch the checkout."""
     copy = tmp_path_factory.mktemp("packaging") / "checkout"
     copy.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE"):
@@ -53,12 +53,12 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def site(checkout: Path) -> Path:
-    """Return a folder that holds the unpacked wheel, as an installation would."""
+    """Return a folder with the unpacked wheel, as an installation has."""
     return unpack("build_wheel", checkout)
 
 
 def unpack(build: str, checkout: Path) -> Path:
-    """Build with setuptools, without a network; return the folder with the wheel's content."""
+    """Build with setuptools without a network; return the folder with the wheel's content."""
     site = checkout.parent / build
     site.mkdir()
     run_python("-c", BUILD, build, str(site), cwd=checkout)
@@ -70,7 +70,7 @@ def unpack(build: str, checkout: Path) -> Path:
 
 
 def run_python(*arguments: str, cwd: Path, site: Path | None = None) -> str:
-    """Run a fresh interpreter, with ``site`` first on its path; return what it printed."""
+    """Run a fresh interpreter with ``site`` first on its path; return its output."""
     path = ([str(site)] if site else []) + [entry for entry in sys.path if entry != str(ROOT)]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
     command = [sys.executable, "-B", *arguments]
@@ -79,7 +79,7 @@ def run_python(*arguments: str, cwd: Path, site: Path | None = None) -> str:
 
 
 def run_installed(site: Path, code: str) -> str:
-    """Run ``code`` with the unpacked wheel on the path, far from the checkout."""
+    """Run ``code`` with the unpacked wheel on the path, outside of the checkout."""
     return run_python("-c", code, cwd=site.parent, site=site)
 
 
@@ -90,8 +90,8 @@ def metadata_file(site: Path, name: str) -> str:
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
-def test_every_file_of_a_folder_lands_under_mlagen(folder: str, site: Path) -> None:
-    """No module, template or marker file of the checkout is forgotten by the wheel."""
+def test_every_source_file_is_in_the_wheel(folder: str, site: Path) -> None:
+    """The wheel has every module, template and marker file of the checkout."""
     files = [path for path in (ROOT / folder).rglob("*") if path.suffix in SHIPPED]
     expected = {FOLDERS[folder] / path.relative_to(ROOT / folder) for path in files}
 
@@ -102,21 +102,21 @@ def test_every_file_of_a_folder_lands_under_mlagen(folder: str, site: Path) -> N
 
 
 def test_mlagen_is_the_only_name_installed(site: Path) -> None:
-    """`templates` and `cache_tools` are names of the checkout, never of an installation."""
+    """`templates` and `cache_tools` are top-level names in the checkout only."""
     installed = {path.name for path in site.iterdir() if path.suffix != ".dist-info"}
 
     assert installed == {"mlagen"}
 
 
 def test_nothing_but_code_data_templates_and_markers_is_installed(site: Path) -> None:
-    """Tests, documents and what an editor left behind stay out of the wheel."""
+    """Tests, documents and editor files are not in the wheel."""
     files = [path for path in (site / "mlagen").rglob("*") if path.is_file()]
 
     assert {path.suffix for path in files} == SHIPPED
 
 
 def test_the_mlagen_command_is_the_command_line_of_cache_tools(site: Path) -> None:
-    """The installed `mlagen` command calls a function that the wheel holds."""
+    """The entry point of the `mlagen` command is in the wheel."""
     entry_points = metadata_file(site, "entry_points.txt")
 
     found = run_installed(
@@ -128,7 +128,7 @@ def test_the_mlagen_command_is_the_command_line_of_cache_tools(site: Path) -> No
 
 
 def test_an_editable_installation_has_the_command_line_too(checkout: Path) -> None:
-    """`pip install -e .` gives a working `mlagen` command, and templates that can be edited."""
+    """`pip install -e .` gives a working `mlagen` command with the checkout's templates."""
     site = unpack("build_editable", checkout)
     code = """
 import site, sys
@@ -138,28 +138,28 @@ from mlagen.codegen.sources import template_root
 print(template_root())
 """
 
-    # -S: an editable mlagen of this very environment must not answer in its place.
+    # -S: hides an editable mlagen of this environment.
     templates = run_python("-S", "-c", code, str(site), cwd=site, site=site)
 
     assert templates == str(checkout / "templates")
 
 
 def test_an_installation_finds_its_own_templates(site: Path) -> None:
-    """Templates are read from inside the installed package, not from a checkout near by."""
+    """Templates load from the installed package, not from a checkout."""
     code = "from mlagen.codegen.sources import template_root; print(template_root())"
 
     assert run_installed(site, code) == str(site / "mlagen" / "templates")
 
 
 def test_an_installation_knows_the_models(site: Path) -> None:
-    """Their configurations are part of the wheel."""
+    """The wheel has the configurations of the models."""
     code = "from mlagen.models.config import find_model; print(find_model('deepseek-v3').heads)"
 
     assert run_installed(site, code) == "128"
 
 
 def test_the_version_is_that_of_the_package(site: Path) -> None:
-    """The wheel is named after `mlagen.__version__`, the one place that has it."""
+    """The version of the wheel is `mlagen.__version__`."""
     (line,) = [
         line
         for line in metadata_file(site, "METADATA").splitlines()
@@ -171,12 +171,12 @@ def test_the_version_is_that_of_the_package(site: Path) -> None:
 
 
 def test_the_licence_is_part_of_the_wheel(site: Path) -> None:
-    """Who has the wheel has the text of its licence."""
+    """The wheel has the text of the licence."""
     assert "Apache License" in metadata_file(site, "licenses/LICENSE")
 
 
-def test_metadata_name_what_is_supported(site: Path) -> None:
-    """Every Python from the lowest on, both major versions of CUDA, and authors."""
+def test_metadata_name_the_supported_versions(site: Path) -> None:
+    """The metadata have every supported Python, both major versions of CUDA, and the authors."""
     lines = metadata_file(site, "METADATA").splitlines()
     pythons = [f"3.{minor}" for minor in range(10, 15)]
 
@@ -188,7 +188,7 @@ def test_metadata_name_what_is_supported(site: Path) -> None:
 
 
 def test_each_dependency_has_a_lowest_version(site: Path) -> None:
-    """It is what `make oldest` installs."""
+    """`make oldest` installs the lowest versions."""
     lines = metadata_file(site, "METADATA").splitlines()
     named = [line.removeprefix("Requires-Dist: ") for line in lines if "Requires-Dist: " in line]
 
@@ -200,7 +200,7 @@ def test_each_dependency_has_a_lowest_version(site: Path) -> None:
 
 
 def test_the_public_names_can_be_listed() -> None:
-    """`dir(mlagen)` has those that load what they need when they are first used, and loads none."""
+    """`dir(mlagen)` lists the lazy names, and loads none."""
     code = "import mlagen, sys; print(*dir(mlagen)); print('torch' in sys.modules)"
 
     names, is_loaded = run_python("-c", code, cwd=ROOT, site=ROOT).splitlines()

@@ -1,4 +1,4 @@
-"""Paths that users name: what is asked never raises, what is read or appended to never blocks."""
+"""User paths: queries never raise, reads and appends never block."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from mlagen.paths import (
     is_regular,
     read_named,
 )
-from mlagen.prewarming.files import read_given
+from mlagen.prewarming.files import read_input_file
 
 CODES = [errno.EIO, errno.ESTALE, errno.EACCES, errno.ETIMEDOUT, errno.ENAMETOOLONG, errno.ELOOP]
 
 
 def make_socket(path: Path) -> None:
-    """Leave a socket at a path."""
+    """Create a socket at a path."""
     with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(os.path.relpath(path))  # a socket's name is short
+        listener.bind(os.path.relpath(path))  # a socket's path has a short limit
 
 
 OTHERS: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -40,10 +40,10 @@ OTHERS: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("code", CODES, ids=errno.errorcode.__getitem__)
-def test_a_path_that_cannot_be_asked_is_no_folder(
+def test_a_failing_query_is_no_folder(
     code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever the file system answers is a reason, not an exception."""
+    """An error of the file system is a reason, not an exception."""
 
     def reject(*_: object, **__: object) -> None:
         raise OSError(code, os.strerror(code))
@@ -55,8 +55,8 @@ def test_a_path_that_cannot_be_asked_is_no_folder(
     assert found == (os.strerror(code), False, False)
 
 
-def test_what_stands_at_a_path_is_told_apart(tmp_path: Path) -> None:
-    """A folder has no problem; nothing, a file and a null character have one."""
+def test_path_problems_are_distinguished(tmp_path: Path) -> None:
+    """A folder has no problem; a missing path, a file and a null character have one each."""
     (tmp_path / "file").touch()
 
     assert folder_problem(tmp_path) is None
@@ -69,10 +69,10 @@ def test_what_stands_at_a_path_is_told_apart(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(10)
 @pytest.mark.parametrize(("make", "kind"), OTHERS.values(), ids=OTHERS)
-def test_no_other_kind_than_a_regular_file_is_opened(
+def test_only_a_regular_file_is_opened(
     make: Callable[[Path], object], kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither reading nor appending waits for a FIFO, eats what a device gives, or opens either."""
+    """Reads and appends open neither a FIFO nor a device nor a socket."""
     monkeypatch.chdir(tmp_path)
     make(tmp_path / "it")
 
@@ -87,7 +87,7 @@ def test_no_other_kind_than_a_regular_file_is_opened(
 
 
 def test_a_file_that_is_too_large_is_not_read(tmp_path: Path) -> None:
-    """Its size costs no memory."""
+    """A file above the limit is not loaded into memory."""
     (tmp_path / "large").touch()
     os.truncate(tmp_path / "large", MAX_NAMED_BYTES + 1)
 
@@ -96,7 +96,7 @@ def test_a_file_that_is_too_large_is_not_read(tmp_path: Path) -> None:
 
 
 def test_a_file_is_read_and_appended_to(tmp_path: Path) -> None:
-    """Appending creates it, and follows a link as any program does."""
+    """An append creates the file, and follows a link."""
     (tmp_path / "link").symlink_to("file")
 
     for line in (b"one\n", b"two\n"):
@@ -106,11 +106,11 @@ def test_a_file_is_read_and_appended_to(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(10)
-@pytest.mark.parametrize("read", [lambda path: find_model(str(path)), read_given])
+@pytest.mark.parametrize("read", [lambda path: find_model(str(path)), read_input_file])
 def test_an_argument_that_names_a_fifo_is_rejected(
     read: Callable[[Path], object], tmp_path: Path
 ) -> None:
-    """Models, records and tables are read in one way, and each rejection is one line."""
+    """Models, records and tables share one reader, and each rejection is one line."""
     os.mkfifo(tmp_path / "fifo")
 
     with pytest.raises(ValueError, match=r"expected a readable .*, got a FIFO"):

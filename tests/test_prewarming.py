@@ -1,4 +1,4 @@
-"""Prewarming: which kernels, compiled once, told as they come, with what becomes of failures."""
+"""Prewarming: selection, one compile per kernel, events and failures."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SMALL |= {"kv_lora_rank": [512, 256]}
 
 
 def test_each_kernel_is_built_once_and_found_after() -> None:
-    """A first prewarm compiles and a second one finds, with the same facts."""
+    """A first prewarm compiles, a second one hits, with the same facts."""
     first = mlagen.prewarm(**SMALL)
     second = mlagen.prewarm(**SMALL)
 
@@ -40,8 +40,8 @@ def test_each_kernel_is_built_once_and_found_after() -> None:
     assert all(registers and spills == 0 for _, registers, spills, _ in facts[0])
 
 
-def test_what_is_prewarmed_is_found_by_the_engine() -> None:
-    """The entry is the one that a call looks for, and its manifest says who made it."""
+def test_a_prewarmed_kernel_is_found_by_the_engine() -> None:
+    """A call finds the entry, and its manifest has its author."""
     report = mlagen.prewarm(**SMALL)
 
     for unit in report.units:
@@ -52,7 +52,7 @@ def test_what_is_prewarmed_is_found_by_the_engine() -> None:
 
 
 def test_totals_count_each_status() -> None:
-    """The totals add up to the number of units."""
+    """The totals sum to the number of units."""
     mlagen.prewarm(**{**SMALL, "kv_lora_rank": 512})
 
     totals = mlagen.prewarm(**SMALL).totals()
@@ -71,7 +71,7 @@ def test_totals_count_each_status() -> None:
 
 
 def test_a_dry_run_compiles_and_creates_nothing(cache_dir: Path) -> None:
-    """A dry run says what is missing and leaves the disk as it is."""
+    """A dry run reports the missing kernels and writes nothing."""
     report = mlagen.prewarm(**SMALL, dry_run=True)
 
     assert [unit.status for unit in report.units] == ["missing", "missing"]
@@ -79,8 +79,8 @@ def test_a_dry_run_compiles_and_creates_nothing(cache_dir: Path) -> None:
     assert not current_settings().lock_dir.exists()
 
 
-def test_a_dry_run_leaves_damage_where_it_is() -> None:
-    """It tells that the kernel is missing; moving the entry is for whoever builds it anew."""
+def test_a_dry_run_does_not_move_damage() -> None:
+    """The kernel is reported as missing; only a build quarantines the entry."""
     (built, *_) = mlagen.prewarm(**SMALL).units
     found = engine.find_or_build(built.spec).entry
     assert found.path is not None
@@ -95,7 +95,7 @@ def test_a_dry_run_leaves_damage_where_it_is() -> None:
 
 
 def test_events_come_in_the_calling_thread_and_in_order() -> None:
-    """Each kernel starts before it is finished, and the count rises to the total."""
+    """Each kernel starts before it finishes, and the count rises to the total."""
     events: list[PrewarmEvent] = []
     threads = set()
 
@@ -113,10 +113,10 @@ def test_events_come_in_the_calling_thread_and_in_order() -> None:
     assert {event.total for event in events} == {2}
 
 
-def test_a_kernel_that_fails_keeps_no_other_from_being_built(
+def test_a_failing_kernel_does_not_stop_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The report names the failed kernel and its error, and the others are built."""
+    """The report has the failed kernel and its error, and the others are built."""
     build = engine._build
 
     def fail_at_512(spec: KernelSpec, nvrtc: Any) -> Build:
@@ -133,7 +133,7 @@ def test_a_kernel_that_fails_keeps_no_other_from_being_built(
     assert [str(unit.error) for unit in report.units if unit.error] == ["NVRTC: no such thing"]
 
 
-def test_a_bug_is_not_taken_for_a_kernel_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_is_not_a_failed_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """An exception that is no MlagenError reaches the caller."""
     monkeypatch.setattr(engine, "_build", None)
 
@@ -141,8 +141,8 @@ def test_a_bug_is_not_taken_for_a_kernel_that_fails(monkeypatch: pytest.MonkeyPa
         mlagen.prewarm(**SMALL)
 
 
-def test_an_exception_in_the_callback_stops_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels that have not begun when the caller is interrupted are never compiled."""
+def test_an_exception_in_the_callback_cancels_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that have not started at the interrupt are never compiled."""
     builds: Counter[str] = Counter()
     build = engine._build
 
@@ -163,7 +163,7 @@ def test_an_exception_in_the_callback_stops_what_waits(monkeypatch: pytest.Monke
 
 
 def test_one_job_compiles_one_kernel_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With one job, no compilation begins before the last one has ended."""
+    """With one job, compilations do not overlap."""
     compiling = threading.Lock()
     build = engine._build
 
@@ -181,10 +181,10 @@ def test_one_job_compiles_one_kernel_at_a_time(monkeypatch: pytest.MonkeyPatch) 
     assert [unit.status for unit in report.units] == ["built"] * 2
 
 
-def test_a_cache_that_cannot_be_written_is_told_before_compiling(
+def test_a_read_only_cache_is_rejected_before_compiling(
     cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A prewarm whose work would be lost raises at once, with the path."""
+    """A prewarm that could not store its kernels raises at once, with the path."""
     cache_dir.write_text("a file where the folder should be")
     monkeypatch.setattr(engine, "_build", None)  # calling it would fail
 
@@ -199,7 +199,7 @@ def test_a_cache_that_cannot_be_written_is_told_before_compiling(
 def test_an_entry_that_could_not_be_published_is_a_failure(
     cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A disk that fills up while kernels are built is told kernel by kernel."""
+    """A disk that fills up fails the kernels one by one."""
 
     def reject(*_: object) -> Path:
         raise OSError(28, "No space left on device")
@@ -212,8 +212,8 @@ def test_an_entry_that_could_not_be_published_is_a_failure(
     assert [(unit.status, str(unit.error)) for unit in report.units] == [("failed", message)]
 
 
-def test_a_missing_nvrtc_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without NVRTC nothing can be compiled, and the error says what to install."""
+def test_a_missing_nvrtc_is_reported_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error has the package to install."""
 
     def missing() -> None:
         raise mlagen.ToolchainError("NVRTC: not here")
@@ -224,8 +224,8 @@ def test_a_missing_nvrtc_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
         mlagen.prewarm(**SMALL)
 
 
-def test_without_nvrtc_what_the_cache_has_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is compiled, so nothing is missed."""
+def test_without_nvrtc_cached_kernels_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With every kernel cached, a prewarm needs no compiler."""
 
     def missing() -> None:
         raise mlagen.ToolchainError("NVRTC: not here")
@@ -239,13 +239,13 @@ def test_without_nvrtc_what_the_cache_has_is_found(monkeypatch: pytest.MonkeyPat
 
 
 def test_no_jobs_are_rejected() -> None:
-    """Somebody has to do the work."""
+    """At least one job is required."""
     with pytest.raises(mlagen.ArgumentError, match=r"^jobs: expected an int, 1 or more, got 0$"):
         mlagen.prewarm(**SMALL, jobs=0)
 
 
 def test_prewarming_loads_no_torch() -> None:
-    """A build machine without torch can prewarm, and an image build does not wait for it."""
+    """Prewarming works without torch, and does not wait for its import."""
     script = (
         "import sys; sys.modules['torch'] = None; import mlagen; "
         "report = mlagen.prewarm('sm_80', families=['combine'], kv_lora_rank=512); "

@@ -1,4 +1,4 @@
-"""The record of a run: a line for each kernel, whole whatever else is written, never in the way."""
+"""MLAGEN_RECORD: one complete line per kernel, and never a blocked call."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def test_a_run_is_recorded_kernel_by_kernel(
     assert parse_spec(lines[0]["kernel"]) == COMBINE
 
 
-def test_lines_that_are_written_together_stay_whole(tmp_path: Path) -> None:
-    """Eight that append at once, each over a descriptor of its own, leave only whole lines."""
+def test_concurrent_lines_stay_complete(tmp_path: Path) -> None:
+    """Eight threads that append over their own descriptors write only complete lines."""
     path = tmp_path / "run.jsonl"
     line = {"kernel": "k" * 300, "key": "0" * 64, "toolchain": "nvrtc-1", "found": "hit"}
 
@@ -53,18 +53,18 @@ def test_lines_that_are_written_together_stay_whole(tmp_path: Path) -> None:
     assert [json.loads(text) for text in path.read_text().splitlines()] == [line] * 400
 
 
-def test_a_record_that_cannot_be_written_is_said_once(
+def test_an_unwritable_record_warns_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The kernels are compiled and found all the same."""
+    """The kernels are still compiled and found."""
     start_record(monkeypatch, tmp_path / "no folder" / "run.jsonl")
 
     built = [find_or_build(COMBINE).built, find_or_build(COMBINE).built]
 
     assert built == [True, False]
-    (said,) = (record.getMessage() for record in caplog.records)
+    (warning,) = (record.getMessage() for record in caplog.records)
     rule = "MLAGEN_RECORD: expected a file that can be written, got No such file or directory: "
-    assert said == f"{rule}{tmp_path / 'no folder' / 'run.jsonl'}"
+    assert warning == f"{rule}{tmp_path / 'no folder' / 'run.jsonl'}"
 
 
 @pytest.mark.timeout(30)
@@ -77,14 +77,14 @@ def test_a_record_that_cannot_be_written_is_said_once(
     ],
     ids=["a FIFO", "a folder", "a device"],
 )
-def test_a_record_that_is_no_regular_file_is_said_once(
+def test_a_record_that_is_no_regular_file_warns_once(
     make: Callable[[Path], object],
     kind: str,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """No call waits for a reader, and the reason may change without a second warning."""
+    """No call waits for a reader, and another reason causes no second warning."""
     path = tmp_path / "run.jsonl"
     make(path)
     start_record(monkeypatch, path)
@@ -95,5 +95,5 @@ def test_a_record_that_is_no_regular_file_is_said_once(
     find_or_build(COMBINE)
 
     assert found == [True, False]
-    (said,) = (record.getMessage() for record in caplog.records)
-    assert said.startswith(f"MLAGEN_RECORD: expected a file that can be written, got {kind}")
+    (warning,) = (record.getMessage() for record in caplog.records)
+    assert warning.startswith(f"MLAGEN_RECORD: expected a file that can be written, got {kind}")

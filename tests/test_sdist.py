@@ -1,4 +1,4 @@
-"""The source distribution: the whole checkout, whose tests pass where it is unpacked."""
+"""Source distribution: the whole checkout, whose tests pass where it is unpacked."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from tests.test_packaging import ROOT, pytestmark, run_python
 __all__ = ["pytestmark"]  # it needs setuptools too
 
 BUILD = "import sys; from setuptools import build_meta as b; b.build_sdist(sys.argv[1])"
-# What tools leave in a checkout.
-LEFT = (
+# Files that tools write into a checkout.
+TOOL_FILES = (
     *(".git", ".venv*", "*.egg-info", "build", "dist", "__pycache__", "*.pyc", ".coverage"),
     *(".*_cache", ".hypothesis"),
 )
-# Tests that read documents, templates and what lies beside the tests.
+# Tests that read documents, templates and other files of the checkout.
 SAMPLE = ("tests/test_docs.py", "tests/templates/test_golden.py", "tests/spec/test_families.py")
 
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a copy of the checkout, without what tools have left in it."""
+    """Return a copy of the checkout without the files of tools."""
     copy = tmp_path_factory.mktemp("sdist") / "checkout"
-    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*LEFT))
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*TOOL_FILES))
     return copy
 
 
 @pytest.fixture(scope="module")
 def files(checkout: Path) -> set[Path]:
-    """Return the files of the checkout: those that are tracked, where that is known."""
+    """Return the files of the checkout: those tracked by git, if it is a repository."""
     if git := shutil.which("git"):
         listed = subprocess.run([git, "ls-files"], cwd=ROOT, capture_output=True, check=False)
         tracked = {Path(os.fsdecode(line)) for line in listed.stdout.splitlines()}
@@ -57,7 +57,7 @@ def unpacked(checkout: Path, files: set[Path]) -> Path:
 
 
 def test_every_file_of_the_checkout_is_in_it(unpacked: Path, files: set[Path]) -> None:
-    """Tests, documents, change log, Makefile and what runs them, executable where they were."""
+    """Tests, documents, change log, Makefile and scripts are included, with their modes."""
     missing = {path for path in files if not (unpacked / path).is_file()}
     programs = {path for path in files if os.access(ROOT / path, os.X_OK)}
 
@@ -67,7 +67,7 @@ def test_every_file_of_the_checkout_is_in_it(unpacked: Path, files: set[Path]) -
 
 @pytest.mark.parametrize("arguments", [("--collect-only",), SAMPLE], ids=["all", "a sample"])
 def test_its_own_tests_are_found_and_pass(arguments: tuple[str, ...], unpacked: Path) -> None:
-    """All of them are collected, and those run that read more than Python files."""
+    """All tests are collected, and those that read other files than Python pass."""
     options = ("-q", "-p", "no:cacheprovider", "-m", "not gpu")
     command = [sys.executable, "-m", "pytest", *options, *arguments]
     environ = {**os.environ, "PYTHONPATH": str(unpacked)}

@@ -1,4 +1,4 @@
-"""Plain values of arguments, and how messages show what is none."""
+"""Converters of argument values, and how messages show invalid ones."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ import torch
 
 from mlagen.errors import ArgumentError
 from mlagen.values import (
+    as_list,
+    as_str_list,
     require_choice,
     require_flag,
     require_float32,
     require_number,
     require_whole_number,
-    several,
     shown,
-    texts,
 )
-from tests.odd_values import ODD, Number, Text
+from tests.odd_values import ODD, NamedInt, UnequalStr
 
 _choice = partial(require_choice, names=("auto", "fast"))
 
@@ -33,7 +33,7 @@ _choice = partial(require_choice, names=("auto", "fast"))
     [
         (require_whole_number, 5, 5),
         (require_whole_number, np.uint8(200), 200),
-        (require_whole_number, Number.FOUR, 4),
+        (require_whole_number, NamedInt.FOUR, 4),
         (require_number, 5, 5.0),
         (require_number, np.float16(0.5), 0.5),
         (require_number, np.int8(3), 3.0),
@@ -45,14 +45,14 @@ _choice = partial(require_choice, names=("auto", "fast"))
         (require_flag, np.int64(1), True),
         (_choice, "auto", "auto"),
         (_choice, np.str_("fast"), "fast"),
-        (_choice, Text("auto"), "auto"),
+        (_choice, UnequalStr("auto"), "auto"),
     ],
     ids=lambda value: getattr(value, "__name__", None) or type(value).__name__,
 )
-def test_what_is_returned_is_plain(
+def test_converters_return_plain_values(
     convert: Callable[[object, str], object], given: object, plain: object
 ) -> None:
-    """A converter returns Python's own value, whatever class it was of."""
+    """A converter returns a plain Python value for any subclass."""
     result = convert(given, "x")
 
     assert result == plain
@@ -85,15 +85,15 @@ def test_what_is_returned_is_plain(
         (require_flag, torch.tensor(True), "x: expected a bool, got a tensor"),
         (_choice, "AUTO", "x: expected one of auto, fast, got 'AUTO'"),
         (_choice, [torch.ones(3)], "x: expected one of auto, fast, got [a tensor]"),
-        (texts, [1], "x: expected a str, got 1"),
-        (several, count(), "x: expected 4096 values or fewer, got more"),
+        (as_str_list, [1], "x: expected a str, got 1"),
+        (as_list, count(), "x: expected 4096 values or fewer, got more"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_is_none_is_rejected(
+def test_invalid_values_are_rejected(
     convert: Callable[[Any, str], object], given: object, message: str
 ) -> None:
-    """The message names argument, rule and value."""
+    """The message has argument, rule and value."""
     with pytest.raises(ArgumentError) as caught:
         convert(given, "x")
 
@@ -102,7 +102,7 @@ def test_what_is_none_is_rejected(
 
 @pytest.mark.parametrize("value", ODD, ids=lambda value: type(value).__name__)
 def test_a_value_is_shown_on_one_short_line(value: object) -> None:
-    """Whatever it is, and whatever it says of itself, alone and in a list."""
+    """Any value has a short one-line text, alone and in a list, whatever its repr."""
     for line in (shown(value), shown([value, (value,)])):
         assert line.isprintable()
         assert len(line) < 130

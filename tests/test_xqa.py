@@ -1,4 +1,4 @@
-"""The doors of flashinfer.xqa on the CPU: the backend in plain torch, against float64."""
+"""Entry points of flashinfer.xqa on the CPU: the torch backend against float64."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.xqa_semantics import XqaSemantics, run_xqa, run_xqa_mla, xqa_mla_argu
 
 @pytest.mark.parametrize("case", XQA_CASES, ids=str)
 def test_every_element_is_attention_as_float64_computes_it(case: GqaCase) -> None:
-    """The output is right, whatever NaN and wild ids stand in what must not be read."""
+    """NaN slots and invalid page ids outside of the KV range do not affect the output."""
     problem = case.build("cpu")
 
     out = run_xqa(problem)
@@ -27,7 +27,7 @@ def test_every_element_is_attention_as_float64_computes_it(case: GqaCase) -> Non
 
 @pytest.mark.parametrize("case", MLA_CASES, ids=str)
 def test_every_element_of_mla_is_attention_as_float64_computes_it(case: MlaCase) -> None:
-    """The output is right, values in the cache of the keys or in one of their own."""
+    """The output is right with values in the key cache or in a separate one."""
     problem = case.build("cpu")
 
     out = run_xqa_mla(problem)
@@ -36,7 +36,7 @@ def test_every_element_of_mla_is_attention_as_float64_computes_it(case: MlaCase)
 
 
 class TestOnTheCpu(XqaSemantics):
-    """Every promise of the doors, without a GPU."""
+    """Semantics of the entry points, without a GPU."""
 
     device = "cpu"
 
@@ -57,10 +57,10 @@ SIGNATURES = {
 }
 
 
-@pytest.mark.parametrize("door", SIGNATURES, ids=lambda door: door.__name__)
-def test_the_signature_is_the_one_of_flashinfer(door: Callable[..., None]) -> None:
-    """Names, order and defaults of the parameters are those that callers rely on."""
-    parameters = inspect.signature(door).parameters.values()
+@pytest.mark.parametrize("entry_point", SIGNATURES, ids=lambda function: function.__name__)
+def test_the_signature_is_the_one_of_flashinfer(entry_point: Callable[..., None]) -> None:
+    """Names, order and defaults of the parameters equal FlashInfer's."""
+    parameters = inspect.signature(entry_point).parameters.values()
 
     def shown(*kinds: object) -> str:
         of_kind = [p for p in parameters if p.kind in kinds]
@@ -69,18 +69,18 @@ def test_the_signature_is_the_one_of_flashinfer(door: Callable[..., None]) -> No
         )
 
     kinds = inspect.Parameter
-    positional, keyword = SIGNATURES[door]
+    positional, keyword = SIGNATURES[entry_point]
     assert shown(kinds.POSITIONAL_OR_KEYWORD) == positional
     assert shown(kinds.KEYWORD_ONLY) == keyword
 
 
-SHARED = MlaCase(name="", dtype=E4M3, seq_lens=(70, 3), cache_form="[P,ps,1,d]")
+SHARED = MlaCase(name="", dtype=E4M3, seq_lens=(70, 3), cache_layout="[P,ps,1,d]")
 APART = replace(SHARED, values="other cache")
 
 
 @pytest.mark.parametrize("case", [SHARED, APART], ids=["shared", "apart"])
 def test_strides_of_axes_of_size_1_do_not_count(case: MlaCase) -> None:
-    """Nothing is ever found along them."""
+    """Strides of axes of size 1 are ignored."""
     problem = case.build("cpu")
     arguments = xqa_mla_arguments(problem)
     values = arguments["v_cache"]

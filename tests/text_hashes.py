@@ -1,4 +1,4 @@
-"""SHA-256 of the `.text` section of every kernel: the proof that a change of names is only that.
+"""SHA-256 of the `.text` section of every kernel, which proves that a rename changes no SASS.
 
     python3 -m tests.text_hashes --out before.json
     python3 -m tests.text_hashes --against before.json [--arch sm_90a] [--every 20]
@@ -29,7 +29,7 @@ from mlagen.spec.kernel import KernelSpec
 
 
 def text_sections(cubin: bytes) -> dict[str, bytes]:
-    """Return the `.text.*` sections of a cubin, by name; a cubin is a 64-bit ELF file."""
+    """Return the `.text.*` sections of a cubin by name; a cubin is a 64-bit ELF file."""
     (offset,) = struct.unpack_from("<Q", cubin, 40)
     entry_bytes, count, names_index = struct.unpack_from("<HHH", cubin, 58)
     headers = [
@@ -46,17 +46,17 @@ def text_sections(cubin: bytes) -> dict[str, bytes]:
 
 
 def hash_of(spec: KernelSpec) -> str:
-    """Compile a kernel and return the SHA-256 of its instructions, or the first error."""
+    """Compile a kernel and return the SHA-256 of its `.text`, or the first error."""
     try:
         cubin = compile_source(render(spec), spec.arch, find_nvrtc()).code
-    except MlagenError as error:  # the processes of a pool cannot hand it on
+    except MlagenError as error:  # the error cannot be pickled
         return str(error)
     (text,) = text_sections(cubin).values()
     return hashlib.sha256(text).hexdigest()
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Compile, write, compare; the exit code is 1 if a hash differs from the list."""
+    """Compile, write, compare; the exit code is 1 if a hash differs."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--arch", action="append", help="compile for this one; may be repeated")
     parser.add_argument("--family", action="append", help="compile this one; may be repeated")

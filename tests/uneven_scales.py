@@ -1,4 +1,4 @@
-"""Packed rows whose scales differ by many powers of two, from token to token and group to group."""
+"""An FP8 KV cache whose scales differ by many powers of two between tokens and scale groups."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 
 from tests.cases import MlaProblem
 
-# What the scales of the four groups of 128 dims are multiplied by, of the token at position t. A
-# scale may be 2^20 times smaller than another of its request before it loses bits itself.
-STEPS: dict[str, Callable[[int], tuple[float, float, float, float]]] = {
+# Factors of the scales of the four groups of 128 dims, for the token at position t. A scale may
+# be 2^20 times smaller than another of its sequence before it loses bits itself.
+SCALE_STEPS: dict[str, Callable[[int], tuple[float, float, float, float]]] = {
     "as they are": lambda _: (1, 1, 1, 1),
     "large": lambda _: (2.0**100, 2.0**100, 2.0**100, 2.0**100),
     "tiny": lambda _: (2.0**-80, 2.0**-80, 2.0**-80, 2.0**-80),
@@ -34,11 +34,11 @@ STEPS: dict[str, Callable[[int], tuple[float, float, float, float]]] = {
 }
 
 
-def with_steps(problem: MlaProblem, steps: str) -> MlaProblem:
-    """Return the problem with the scales of one of :data:`STEPS`, one query token a request.
+def with_scale_steps(problem: MlaProblem, steps: str) -> MlaProblem:
+    """Return the problem with scales of :data:`SCALE_STEPS`, one query token per sequence.
 
-    The query looks at the rope part only, so that scores stay as they are. Outputs of tiny values
-    are multiplied, for tolerances are absolute where these are small.
+    The query is zero in the latent part, so that the scores do not change. Tiny outputs are scaled
+    up, since tolerances are absolute for small values.
     """
     case = problem.case
     assert case.kv_format == "fp8_ds_mla"
@@ -46,17 +46,21 @@ def with_steps(problem: MlaProblem, steps: str) -> MlaProblem:
     rank = case.kv_lora_rank
     query, cache = problem.query.clone(), problem.kv_cache.clone()
     query[..., :rank] = 0
-    seen = []
-    for request, length in enumerate(case.seq_lens):
-        factors = torch.tensor([STEPS[steps](t) for t in range(length)]).double().view(length, -1)
+    visible = []
+    for seq, length in enumerate(case.seq_lens):
+        factors = (
+            torch.tensor([SCALE_STEPS[steps](t) for t in range(length)]).double().view(length, -1)
+        )
         for t in range(length):
-            page = int(problem.block_tables[request, t // case.page_size])
+            page = int(problem.block_tables[seq, t // case.page_size])
             scales = cache[page, t % case.page_size, rank : rank + 16].view(torch.float32)
             scales *= factors[t].to(scales)
-        known = problem.seen[request]
+        known = problem.visible[seq]
         values = known.values * factors.repeat_interleave(rank // 4, dim=1)
-        looks = torch.cat([torch.zeros_like(known.query[:, :rank]), known.query[:, rank:]], dim=1)
-        seen.append(replace(known, query=looks, values=values))
+        query_rope = torch.cat(
+            [torch.zeros_like(known.query[:, :rank]), known.query[:, rank:]], dim=1
+        )
+        visible.append(replace(known, query=query_rope, values=values))
     if steps == "tiny":
         case = replace(case, output_scale=2.0**80)
-    return replace(problem, case=case, query=query, kv_cache=cache, seen=seen)
+    return replace(problem, case=case, query=query, kv_cache=cache, visible=visible)

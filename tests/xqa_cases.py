@@ -1,4 +1,4 @@
-"""The problems that the doors of flashinfer.xqa are tested on."""
+"""Problems for the entry points of flashinfer.xqa."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ XQA_CASES = (
             window=window,
             sink=None if group == 8 else 3.0,
             layout="NHD" if window else "HND",
-            form="strided" if page == 16 else "tuple",
+            cache_layout="strided" if page == 16 else "tuple",
             dtype=dtypes.dtype,
             kv=dtypes.kv,
             out_dtype=dtypes.out_dtype,
@@ -43,9 +43,9 @@ XQA_CASES = (
 MLA_CASES = (
     *(
         MlaCase(
-            name=f"page {page}, cache as {form}, {values} values, scale {scale}",
+            name=f"page {page}, cache as {cache_layout}, {values} values, scale {scale}",
             page_size=page,
-            cache_form=form,
+            cache_layout=cache_layout,
             values=values,
             dtype=E4M3,
             heads=128,
@@ -54,7 +54,7 @@ MLA_CASES = (
             output_scale=scale,
             scores_take_bmm2=True,
         )
-        for page, form, values, scale in (
+        for page, cache_layout, values, scale in (
             (16, "[P,ps,1,d]", "other cache", 1.0),
             (32, "[P,ps,1,d]", "shared", 0.5),
             (32, "[P,1,ps,d]", "other cache", 0.5),

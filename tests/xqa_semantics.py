@@ -1,4 +1,4 @@
-"""What the doors of flashinfer.xqa promise on every device; the tests of each device inherit it."""
+"""Tests of the entry points of flashinfer.xqa for every device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ E4M3_FACTOR = 4.0  # rcp_out_scale
 
 
 def xqa_arguments(problem: GqaProblem, **changes: Any) -> dict[str, Any]:
-    """Return the keyword arguments of ``xqa``: what is said to its sister, in its own words."""
+    """Return the keyword arguments of ``xqa``, from those of ``xqa_batch_decode_with_kv_cache``."""
     case = problem.case
     given = problem.arguments()
     device, batch = problem.query.device, len(case.seq_lens)
@@ -62,7 +62,7 @@ def xqa_arguments(problem: GqaProblem, **changes: Any) -> dict[str, Any]:
 
 
 def run_xqa(problem: GqaProblem, **changes: Any) -> torch.Tensor:
-    """Return the output for a problem, with some arguments changed."""
+    """Return the output for a problem, with some arguments replaced."""
     arguments = xqa_arguments(problem, **changes)
     mlagen.xqa.xqa(**arguments)
     output: torch.Tensor = arguments["output"]
@@ -78,7 +78,7 @@ def xqa_mla_arguments(problem: MlaProblem, **changes: Any) -> dict[str, Any]:
     arguments = {
         "q": problem.query,
         "k_cache": problem.kv_cache,
-        "v_cache": problem.rare.get("value_cache", problem.kv_cache),
+        "v_cache": problem.extra_args.get("value_cache", problem.kv_cache),
         "page_table": problem.block_tables,
         "seq_lens": problem.seq_lens[:, None],
         "output": torch.full(shape, math.nan, dtype=out_dtype, device=device),
@@ -92,7 +92,7 @@ def xqa_mla_arguments(problem: MlaProblem, **changes: Any) -> dict[str, Any]:
 
 
 def run_xqa_mla(problem: MlaProblem, **changes: Any) -> torch.Tensor:
-    """Return the output for a problem, with some arguments changed."""
+    """Return the output for a problem, with some arguments replaced."""
     arguments = xqa_mla_arguments(problem, **changes)
     mlagen.xqa.xqa_mla(**arguments)
     output: torch.Tensor = arguments["output"]
@@ -105,14 +105,14 @@ MLA_CASE = MlaCase(
 
 
 class XqaSemantics:
-    """The tests; a subclass names the device."""
+    """Device-independent tests; a subclass sets the device."""
 
     device: ClassVar[str]
 
     @pytest.mark.parametrize("kv", ["16-bit", "e4m3", "int8", "nvfp4"])
     @pytest.mark.parametrize("length", [70, 5000], ids=["whole", "split"])
     def test_scales_may_be_tensors(self, kv: str, length: int) -> None:
-        """A scale in an fp32 tensor, of no dimension or one, counts like the same float."""
+        """A scale in an fp32 tensor of zero or one dimension equals the float."""
         scale = 1.0 if kv == "16-bit" else 0.5
         case = GqaCase(name="", seq_lens=(length, 3), kv=kv, output_scale=scale)
         problem = case.build(self.device)
@@ -126,26 +126,26 @@ class XqaSemantics:
 
         problem.check(out)
 
-    def test_a_scale_of_keys_and_values_does_nothing_to_16_bits(self) -> None:
-        """As in FlashInfer kv_scale is ignored there, be it NaN."""
+    def test_kv_scale_is_ignored_for_a_16_bit_cache(self) -> None:
+        """As in FlashInfer, a 16-bit cache ignores kv_scale, even NaN."""
         problem = GqaCase(name="", seq_lens=(70, 3)).build(self.device)
 
         out = run_xqa(problem, kv_scale=math.nan)
 
         problem.check(out)
 
-    def test_the_result_is_in_the_output_and_nothing_is_returned(self) -> None:
-        """`xqa` writes in place."""
+    def test_the_output_is_written_in_place(self) -> None:
+        """`xqa` returns None."""
         problem = GqaCase(name="", seq_lens=(70, 3)).build(self.device)
         arguments = xqa_arguments(problem)
 
-        door: Callable[..., object] = mlagen.xqa.xqa
-        assert door(**arguments) is None
+        entry_point: Callable[..., object] = mlagen.xqa.xqa
+        assert entry_point(**arguments) is None
 
         problem.check(arguments["output"])
 
-    def test_semaphores_are_left_alone(self) -> None:
-        """They are neither read nor written, whatever they hold."""
+    def test_semaphores_are_not_accessed(self) -> None:
+        """The semaphores are neither read nor written."""
         problem = GqaCase(name="", seq_lens=(5000, 3)).build(self.device)
         arguments = xqa_arguments(problem)
 
@@ -154,7 +154,7 @@ class XqaSemantics:
         assert (arguments["semaphores"].view(torch.int32) == 7).all()
 
     def test_flat_lengths_and_sinks(self) -> None:
-        """Lengths `[batch]` and sinks `[heads]` mean the same as those of two dimensions."""
+        """Lengths `[batch]` and sinks `[heads]` equal those of two dimensions."""
         problem = GqaCase(name="", seq_lens=(70, 3), sink=3.0).build(self.device)
 
         out = run_xqa(problem, seq_lens=problem.seq_lens, sinks=problem.sinks)
@@ -162,16 +162,16 @@ class XqaSemantics:
         problem.check(out)
 
     @pytest.mark.parametrize("sm_count", [1, 7, 132])
-    def test_the_count_of_multiprocessors_changes_nothing(self, sm_count: int) -> None:
-        """It is a hint elsewhere; here the result is the same bit by bit."""
+    def test_sm_count_changes_nothing(self, sm_count: int) -> None:
+        """The result is bitwise equal for any sm_count."""
         problem = GqaCase(name="", seq_lens=(5000, 3)).build(self.device)
 
         out = run_xqa(problem, sm_count=sm_count)
 
         assert torch.equal(out, run_xqa(problem))
 
-    def test_a_window_below_one_is_none(self) -> None:
-        """Zero and less turn the window off."""
+    def test_a_window_below_one_is_off(self) -> None:
+        """Zero and negative windows disable the window."""
         problem = GqaCase(name="", seq_lens=(70, 3)).build(self.device)
 
         out = run_xqa(problem, sliding_win_size=-1)
@@ -179,7 +179,7 @@ class XqaSemantics:
         problem.check(out)
 
     def test_mla_scales_may_be_tensors(self) -> None:
-        """A scale in an fp32 tensor, of no dimension or one, counts like the same float."""
+        """A scale in an fp32 tensor of zero or one dimension equals the float."""
         problem = MLA_CASE.build(self.device)
 
         out = run_xqa_mla(
@@ -191,7 +191,7 @@ class XqaSemantics:
         problem.check(out)
 
     def test_mla_scales_may_be_ints(self) -> None:
-        """A scale of 1 is 1.0."""
+        """A scale of 1 equals 1.0."""
         case = MlaCase(name="", dtype=E4M3, seq_lens=(70, 3), score_scale=1.0)
         problem = case.build(self.device)
 
@@ -200,7 +200,7 @@ class XqaSemantics:
         problem.check(out)
 
     def test_mla_values_may_be_a_view_of_the_keys(self) -> None:
-        """The first 512 elements of each token, in the same memory."""
+        """V may be the first 512 elements of each token, in the same memory."""
         problem = MLA_CASE.build(self.device)
 
         out = run_xqa_mla(problem, v_cache=problem.kv_cache[..., :512])
@@ -208,7 +208,7 @@ class XqaSemantics:
         problem.check(out)
 
     def test_mla_lengths_may_be_flat(self) -> None:
-        """`[batch]` means the same as `[batch, 1]`."""
+        """`[batch]` equals `[batch, 1]`."""
         problem = MLA_CASE.build(self.device)
 
         out = run_xqa_mla(problem, seq_lens=problem.seq_lens)

@@ -1,1 +1,1 @@
-"""`mlagen bench` below its options: cases, measuring them on a GPU, and what is said of them."""
+"""Implementation of `mlagen bench`: cases, measurements on a GPU, and reports."""

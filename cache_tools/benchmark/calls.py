@@ -1,4 +1,4 @@
-"""A case as a call of mlagen."""
+"""mlagen call of a case."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from mlagen.spec.mla_support import output_dtype
 from .cases import KV_LORA_RANK, QK_ROPE_HEAD_DIM
 from .inputs import TORCH_DTYPES, Inputs
 
-# Computes the set of that number and returns what came out.
+# Runs the input set of that index and returns the output.
 Call: TypeAlias = Callable[[int], torch.Tensor]
 
 
 def mlagen_call(inputs: Inputs) -> Call:
-    """Return the call of mlagen's entry point for the family of the case."""
+    """Return the call of mlagen's entry point for the case."""
     make = _mla_call if inputs.case.family == "mla" else _gqa_call
     return make(inputs, _workspace(inputs))
 
@@ -39,7 +39,7 @@ def _mla_call(inputs: Inputs, workspace: torch.Tensor) -> Call:
             qk_rope_head_dim=QK_ROPE_HEAD_DIM,
             **shared,
         )
-        assert not isinstance(out, tuple), "nobody asked for an LSE"
+        assert not isinstance(out, tuple), "no LSE was requested"
         return out
 
     return call
@@ -82,7 +82,7 @@ def _shared(inputs: Inputs) -> dict[str, Any]:
 
 def _workspace(inputs: Inputs) -> torch.Tensor:
     case, device = inputs.case, inputs.seq_lens.device
-    if device.type == "cpu":  # whose backend needs none
+    if device.type == "cpu":  # the CPU backend needs none
         return torch.empty(0, dtype=torch.uint8)
     is_gqa = case.family == "gqa"
     size = workspace_bytes(

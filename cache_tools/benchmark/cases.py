@@ -1,6 +1,6 @@
-"""What is measured: decode calls by their shapes, and how much each computes and moves.
+"""Benchmark cases: decode calls by shape, with the FLOP and bytes of each.
 
-Plain arithmetic; neither torch nor a GPU is needed for it.
+Plain arithmetic, without torch and without a GPU.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mlagen.spec.mla_support import output_dtype
 
 FAMILIES = ("mla", "gqa")
 
-# Of DeepSeek-V3: the latent part of a cached token, which is its value too, and the rope part.
+# DeepSeek-V3: the latent part of a cached token, which is also its value, and the rope part.
 KV_LORA_RANK = 512
 QK_ROPE_HEAD_DIM = 64
 
@@ -25,10 +25,10 @@ _SEED = 0
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One decode call over a paged cache, of multi-head latent or grouped-query attention.
+    """One MLA or GQA decode call over a paged KV cache.
 
-    Of MLA ``kv_heads`` is 1, and the first ``head_dim_vo`` elements of a key are its value.
-    ``seq_len`` is the length of every request, or their mean if ``is_ragged``.
+    In MLA ``kv_heads`` is 1, and the first ``head_dim_vo`` elements of a key are its value.
+    ``seq_len`` is the length of every request, or the mean length if ``is_ragged``.
     """
 
     family: str
@@ -46,7 +46,7 @@ class Case:
 
     @property
     def label(self) -> str:
-        """The case in words, without what is usual."""
+        """The case in words, without default values."""
         heads = f"{self.heads}" if self.family == "mla" else f"{self.heads}/{self.kv_heads}"
         dtypes = f"{self.dtype}" if self.dtype is self.kv_dtype else f"{self.dtype}/{self.kv_dtype}"
         words = [
@@ -66,12 +66,12 @@ class Case:
     def seq_lens(self) -> tuple[int, ...]:
         """The length of each request.
 
-        Ragged ones are drawn from a normal distribution around ``seq_len``, half of it wide, by a
-        fixed seed, and kept between ``q_len`` and twice the mean.
+        Ragged lengths come from a normal distribution with mean ``seq_len`` and standard deviation
+        ``seq_len / 2``, from a fixed seed, clamped to ``q_len`` and twice the mean.
         """
         if not self.is_ragged:
             return (self.seq_len,) * self.batch
-        # A normal distribution by its inverse: Python promises the sequence of random() alone.
+        # By the inverse CDF: Python guarantees only the sequence of random().
         drawn, lengths = Random(_SEED), NormalDist(self.seq_len, self.seq_len / 2)  # noqa: S311
         return tuple(
             min(max(round(lengths.inv_cdf(drawn.random())), self.q_len), 2 * self.seq_len)
@@ -80,19 +80,19 @@ class Case:
 
     @property
     def tokens(self) -> int:
-        """The cached tokens of all requests."""
+        """Total number of cached tokens."""
         return sum(self.seq_lens)
 
     @property
     def flop(self) -> int:
-        """Multiplications and additions of both products, of what the causal rule shows."""
-        hidden = self.q_len * (self.q_len - 1) // 2  # of each request, tokens newer than the row's
-        pairs = self.q_len * self.tokens - self.batch * hidden
+        """Multiplications and additions of the QK and PV GEMMs, within the causal mask."""
+        masked = self.q_len * (self.q_len - 1) // 2  # query-key pairs of a request
+        pairs = self.q_len * self.tokens - self.batch * masked
         return 2 * self.heads * pairs * (self.head_dim_qk + self.head_dim_vo)
 
     @property
     def moved_bytes(self) -> int:
-        """Every cached token read once, the query read, the output written."""
+        """Bytes to read each cached token once, read the query and write the output."""
         width = self.head_dim_qk + (self.head_dim_vo if self.family == "gqa" else 0)
         rows = self.batch * self.q_len * self.heads
         return (
@@ -103,29 +103,28 @@ class Case:
 
     @property
     def flop_per_byte(self) -> float:
-        """Arithmetic intensity, where the case stands on a roofline."""
+        """Arithmetic intensity, the roofline's x coordinate."""
         return self.flop / self.moved_bytes
 
     @property
     def is_fp8_math(self) -> bool:
-        """Whether query and cache are both e4m3, so that tensor cores may multiply them as such."""
+        """Whether query and cache are both e4m3, so that FP8 tensor-core MMAs apply."""
         return self.dtype is self.kv_dtype is DType.E4M3
 
     @property
     def error_bound(self) -> float:
-        """The largest relative error, in the Frobenius norm, that rounding explains.
+        """Bound of the relative rounding error in the Frobenius norm.
 
-        Rounding to bf16 moves an element by 2^-8 of itself at the most, and in the root mean
-        square by about 0.4 of that, 1.6e-3. Weights and output are rounded independently, which
-        makes 2.3e-3, and 4e-3, about 2^-8, is beyond what sums in another order add to it. Over
-        e4m3 a kernel may round its weights to e4m3: 2^-4 at the most, 2.6e-2 in the mean, of which
-        5e-2 is twice as much, for one that rounds its query as well.
+        Rounding to bf16 changes an element by at most 2^-8 of it, and by about 0.4 of that, 1.6e-3,
+        in the root mean square. P and O are rounded independently, which gives 2.3e-3; 4e-3, about
+        2^-8, also covers another summation order. With an FP8 KV cache a kernel may round P to
+        e4m3: at most 2^-4, 2.6e-2 in the mean; 5e-2, about twice that, also covers a rounded query.
         """
         return 4e-3 if self.kv_dtype.is_16bit else 5e-2
 
     def input_sets(self, l2_bytes: int) -> int:
-        """Return how many inputs to rotate so that none is in the L2 cache when it is read again.
+        """Return the number of input sets to rotate so that L2 holds none when it is read again.
 
-        Together they are 8 times the cache; or 1024, in calls so small that this takes more.
+        Together they are 8 times the size of L2, but at most 1024 sets.
         """
         return min(max(1, -(-8 * l2_bytes // self.moved_bytes)), _MAX_INPUT_SETS)

@@ -1,4 +1,4 @@
-"""Measuring on the current GPU."""
+"""Benchmark measurements on the current GPU."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from .reference import attend, relative_error
 from .roofline import Ceilings
 from .timing import median_us
 
-# Far larger than any L2 cache.
+# Much larger than any L2 cache.
 _READ_BYTES = 4 << 30
 
 _GEMM_SIZE = 8192
 _HAS_FP8 = (8, 9)
 
-# Where torch does not say: no GPU so far has more.
+# If torch does not report it: the largest L2 of current GPUs.
 _LARGE_L2_BYTES = 128 << 20
 
 _DETAIL_LENGTH = 160
 
 
 class Gpu:
-    """The current GPU, which measures mlagen, and FlashInfer too if a backend of it is named."""
+    """The current GPU; measures mlagen, and FlashInfer if a backend of it is named."""
 
     def __init__(self, flashinfer_backend: str | None = None) -> None:
         self._backend = flashinfer_backend
 
     def facts(self) -> dict[str, str | None]:
-        """Return what is measured, and by which versions."""
+        """Return the name of the GPU and the versions of the libraries."""
         return {
             "gpu": torch.cuda.get_device_name(),
             "torch": torch.__version__,
@@ -46,7 +46,7 @@ class Gpu:
         }
 
     def ceilings(self, *, with_fp8: bool) -> Ceilings:
-        """Measure bandwidth of reads and rates of matrix products."""
+        """Measure read bandwidth and GEMM throughput."""
         with_fp8 = with_fp8 and torch.cuda.get_device_capability() >= _HAS_FP8
         ceilings = Ceilings(
             read_gb_s=_read_gb_s(),
@@ -57,13 +57,13 @@ class Gpu:
         return ceilings
 
     def measure(self, case: Case) -> Measured:
-        """Measure a case; what goes wrong in it is in the result."""
+        """Measure a case; a failure is part of the result."""
         sets = case.input_sets(_l2_bytes())
         try:
             inputs = make_inputs(case, sets, "cuda")
             expected = attend(inputs)
-        except RuntimeError as error:  # no memory for it, above all
-            failed = Outcome(problem=_told(error))
+        except RuntimeError as error:  # mostly out of memory
+            failed = Outcome(problem=_problem_of(error))
             theirs = failed if self._backend is not None else None
             return Measured(case=case, input_sets=sets, mlagen=failed, flashinfer=theirs)
         ours, theirs = outcome_of(mlagen_call, inputs, expected), None
@@ -81,18 +81,18 @@ def outcome_of(
     expected: torch.Tensor,
     timed: Callable[[Call, int], float] = median_us,
 ) -> Outcome:
-    """Compare the first call with what is expected, and time the calls after it."""
+    """Compare the output of the first call with ``expected``, and time the next calls."""
     try:
         call = make(inputs)
         error = relative_error(call(0), expected)
         if not math.isfinite(error):
             return Outcome(problem="result: expected finite numbers, got NaN or infinity")
         return Outcome(us=timed(call, inputs.sets), error=error)
-    except Exception as error:  # noqa: BLE001 - of whatever kind: it is told, and the next case runs
-        return Outcome(problem=_told(error))
+    except Exception as error:  # noqa: BLE001 - any failure is reported, and the next case runs
+        return Outcome(problem=_problem_of(error))
 
 
-def _told(error: Exception) -> str:
+def _problem_of(error: Exception) -> str:
     first_line = str(error).partition("\n")[0][:_DETAIL_LENGTH]
     return first_line if isinstance(error, MlagenError) else f"{type(error).__name__}: {first_line}"
 
@@ -107,7 +107,7 @@ def _read_gb_s() -> float:
     numbers = torch.randn(min(_READ_BYTES, free // 8) // 4, device="cuda")
     sum_us = median_us(lambda _: torch.sum(numbers))
     largest_us = median_us(lambda _: torch.amax(numbers))
-    # torch has no read without a result; which of these two reads faster depends on its version.
+    # torch has no pure read; which of these two reductions is faster depends on its version.
     return numbers.nbytes / min(sum_us, largest_us) / 1e3
 
 
@@ -120,7 +120,7 @@ def _fp8_tflop_s() -> float:
     a, b = (_square().to(torch.float8_e4m3fn) for _ in range(2))
     one = torch.ones((), device="cuda")
     return _gemm_tflop_s(
-        # The product of two e4m3 matrices has no public name in torch; the second lies in columns.
+        # The e4m3 GEMM has no public name in torch; its second operand is column-major.
         lambda _: torch._scaled_mm(  # noqa: SLF001
             a, b.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16
         )

@@ -1,4 +1,4 @@
-"""Tensors of a case: several sets of the same shapes, for one call after the other."""
+"""Input tensors of a case: several sets of equal shapes that the calls rotate through."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ TORCH_DTYPES = {
     DType.E4M3: torch.float8_e4m3fn,
 }
 
-# The softmax scale of DeepSeek-V3: of 128 + 64 elements, the head before absorption.
+# Softmax scale of DeepSeek-V3: head dim 128 + 64 before weight absorption.
 _MLA_SCALE = 192**-0.5
 
-# FlashInfer's XQA wants tables as wide as whole runs of so many tokens; wider ones harm nobody.
+# FlashInfer's XQA requires block tables that cover a multiple of this many tokens; the other
+# kernels accept wider tables.
 _TABLE_TOKENS = 128
 
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """The arguments of a case; only ``queries``, ``keys`` and ``values`` differ between sets.
+    """Arguments of a case; only ``queries``, ``keys`` and ``values`` differ between sets.
 
     ``queries[i]`` is ``[batch, q_len, heads, head_dim_qk]``, ``keys[i]`` is ``[pages, page_size,
-    kv_heads, head_dim_qk]``, and ``values[i]`` the same with ``head_dim_vo``, of MLA a view of
+    kv_heads, head_dim_qk]``, and ``values[i]`` the same with ``head_dim_vo``, in MLA a view of
     the keys.
     """
 
@@ -42,22 +43,22 @@ class Inputs:
 
     @property
     def sets(self) -> int:
-        """How many sets there are."""
+        """Number of sets."""
         return len(self.queries)
 
     @property
     def max_seq_len(self) -> int:
-        """The longest request."""
+        """Length of the longest request."""
         return max(self.case.seq_lens)
 
     @property
     def pages(self) -> list[int]:
-        """How many pages each request has."""
+        """Number of pages of each request."""
         return [-(-length // self.case.page_size) for length in self.case.seq_lens]
 
 
 def make_inputs(case: Case, sets: int, device: str) -> Inputs:
-    """Return ``sets`` inputs of normally distributed numbers, pages in a random order."""
+    """Return ``sets`` normally distributed inputs with pages in random order."""
     generator = torch.Generator(device).manual_seed(0)
     counts = [-(-length // case.page_size) for length in case.seq_lens]
     order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(0)).int()

@@ -1,4 +1,4 @@
-"""What was measured of a case, and the benchmark as JSON data."""
+"""Measurements of cases, and the JSON document of a benchmark."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from .roofline import Ceilings
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How one library did in a case: time and error, or the problem that it had."""
+    """Result of one library in a case: time and error, or a problem."""
 
     us: float | None = None
     error: float | None = None
     problem: str | None = None
 
     def is_right(self, case: Case) -> bool:
-        """Whether there is a result, and it is within the bound of the case."""
+        """Whether there is a result within the error bound of the case."""
         return self.error is not None and self.error <= case.error_bound
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """A case with what was measured of it; ``flashinfer`` is None where nobody asked."""
+    """A case with its measurements; ``flashinfer`` is None without a comparison."""
 
     case: Case
     input_sets: int
@@ -35,54 +35,54 @@ class Measured:
     flashinfer: Outcome | None = None
 
 
-# The document of `mlagen bench --json`, name by name; docs/reference/cli.md shows it.
+# Schema of `mlagen bench --json`; docs/reference/cli.md shows it.
 FIELDS: dict[str, dict[str, str]] = {
     "the document": {
         "mlagen": "version of mlagen",
         "gpu": "name of the GPU",
         "torch": "version of torch",
         "flashinfer": "version of FlashInfer, null without `--compare`",
-        "ceilings": "what the GPU can do at the most, measured in the same run",
-        "cases": "one object for each case, in the order of the table",
+        "ceilings": "peak rates of the GPU, measured in the same run",
+        "cases": "one object per case, in the order of the table",
     },
     "`ceilings`": {
         "read_gb_s": "read-only bandwidth of a tensor larger than L2, 10^9 bytes a second",
-        "bf16_tflop_s": "bf16 matrix product of 8192 x 8192 x 8192, 10^12 operations a second",
-        "fp8_tflop_s": "the same of e4m3; null where no case has query and cache of e4m3, or the "
-        "GPU cannot multiply them",
+        "bf16_tflop_s": "bf16 GEMM of 8192 x 8192 x 8192, 10^12 operations a second",
+        "fp8_tflop_s": "the same in e4m3; null if no case has query and cache in e4m3, or the GPU "
+        "has no FP8 MMA",
     },
     "each of `cases`": {
         "case": "the case in words",
         "family": "`mla` or `gqa`",
         "batch": "requests",
-        "seq_len": "tokens of a request, the mean if `is_ragged`",
+        "seq_len": "tokens per request, the mean if `is_ragged`",
         "is_ragged": "whether requests differ in length",
         "tokens": "cached tokens of all requests",
-        "q_len": "query tokens of a request",
+        "q_len": "query tokens per request",
         "heads": "query heads",
-        "kv_heads": "kv heads, 1 of MLA",
-        "head_dim_qk": "elements of a query head",
-        "head_dim_vo": "elements of an output head",
-        "page_size": "tokens of a page",
+        "kv_heads": "KV heads, 1 for MLA",
+        "head_dim_qk": "head dim of query and key",
+        "head_dim_vo": "head dim of value and output",
+        "page_size": "tokens per page",
         "dtype": "element type of the query",
         "kv_dtype": "element type of the cache",
-        "flop": "multiplications and additions of both products",
-        "bytes": "every cached token read once, the query read, the output written",
+        "flop": "multiplications and additions of the QK and PV GEMMs",
+        "bytes": "bytes to read each cached token once, read the query and write the output",
         "flop_per_byte": "`flop` over `bytes`",
-        "floor_us": "the larger of bytes over `read_gb_s` and operations over the matrix rate",
-        "bound_by": "which is larger, `memory` or `math`",
+        "floor_us": "roofline bound: the larger of bytes over `read_gb_s` and FLOP over GEMM rate",
+        "bound_by": "the larger of the two, `memory` or `math`",
         "error_bound": "largest `error` that counts as right",
-        "input_sets": "inputs that the timed calls took in turn",
-        "mlagen": "how mlagen did",
-        "flashinfer": "how FlashInfer did, null without `--compare`",
-        "ratio": "time of FlashInfer over that of mlagen, above 1 where mlagen is faster; null "
-        "unless both are right",
+        "input_sets": "number of input sets that the timed calls rotate through",
+        "mlagen": "result of mlagen",
+        "flashinfer": "result of FlashInfer, null without `--compare`",
+        "ratio": "FlashInfer's time over mlagen's, above 1 if mlagen is faster; null unless both "
+        "are right",
     },
     "`mlagen` and `flashinfer` of a case": {
         "us": "median time of a whole call in microseconds, null if there is none",
         "tflop_s": "`flop` over that time",
         "gb_s": "`bytes` over that time",
-        "share_of_floor": "`floor_us` over that time: 1 is as good as the GPU",
+        "share_of_floor": "`floor_us` over that time: 1 is the roofline bound",
         "error": "relative error of the first call, in the Frobenius norm, against fp32",
         "is_right": "whether `error` is within `error_bound`",
         "problem": "why there is no result, null if there is one",
@@ -93,7 +93,7 @@ FIELDS: dict[str, dict[str, str]] = {
 def document_of(
     facts: dict[str, str | None], ceilings: Ceilings, measured: Sequence[Measured]
 ) -> dict[str, Any]:
-    """Return the whole benchmark as JSON data; :data:`FIELDS` says what its names mean."""
+    """Return the benchmark as JSON data; :data:`FIELDS` documents its names."""
     return {
         "mlagen": __version__,
         **facts,
@@ -148,6 +148,6 @@ def _outcome_document(outcome: Outcome, case: Case, ceilings: Ceilings) -> dict[
 def _ratio(case: Case, ours: Outcome, theirs: Outcome | None) -> float | None:
     if theirs is None or not (ours.is_right(case) and theirs.is_right(case)):
         return None
-    assert ours.us is not None, "what is right has been timed"
-    assert theirs.us is not None, "what is right has been timed"
+    assert ours.us is not None, "a right result has a time"
+    assert theirs.us is not None, "a right result has a time"
     return theirs.us / ours.us

@@ -1,4 +1,4 @@
-"""A case as a call of FlashInfer, where that is installed."""
+"""FlashInfer baseline: its call of a case, where it is installed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .calls import Call
 from .cases import KV_LORA_RANK, QK_ROPE_HEAD_DIM
 from .inputs import TORCH_DTYPES, Inputs
 
-# FlashInfer has no question for the size that it needs; XQA's first 8 MiB are semaphores, zero.
+# FlashInfer does not report the size it needs; XQA's first 8 MiB are zeroed semaphores.
 _WORKSPACE_BYTES = 256 << 20
 
 
@@ -20,10 +20,10 @@ def flashinfer_version() -> str:
 
 
 def flashinfer_call(inputs: Inputs, backend: str) -> Call:
-    """Return FlashInfer's call for the case; what it rejects, it rejects here or when called.
+    """Return FlashInfer's call for the case; FlashInfer may reject it here or when called.
 
-    ``backend`` is that of ``BatchMLAPagedAttentionWrapper``. Its plan is made here, and only its
-    runs are calls.
+    ``backend`` is that of ``BatchMLAPagedAttentionWrapper``. It is planned here; a call is only
+    its run.
     """
     device = inputs.seq_lens.device
     workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
@@ -36,12 +36,12 @@ def _mla_call(inputs: Inputs, workspace: torch.Tensor, backend: str) -> Call:
     from flashinfer.mla import BatchMLAPagedAttentionWrapper
 
     case, device = inputs.case, inputs.seq_lens.device
-    ends = torch.tensor([0, *inputs.pages], device=device).cumsum(0).int()
+    kv_indptr = torch.tensor([0, *inputs.pages], device=device).cumsum(0).int()
     tables = [inputs.block_tables[request, :n] for request, n in enumerate(inputs.pages)]
     wrapper = BatchMLAPagedAttentionWrapper(workspace, backend=backend)
     wrapper.plan(
         torch.arange(case.batch + 1, dtype=torch.int32, device=device) * case.q_len,
-        ends,
+        kv_indptr,
         torch.cat(tables),
         inputs.seq_lens,
         case.heads,
@@ -53,10 +53,10 @@ def _mla_call(inputs: Inputs, workspace: torch.Tensor, backend: str) -> Call:
         TORCH_DTYPES[case.dtype],
         TORCH_DTYPES[case.kv_dtype],
     )
-    queries = [_parts(query.flatten(0, 1)) for query in inputs.queries]
-    caches = [_parts(keys.squeeze(2)) for keys in inputs.keys]
-    is_decoded = case.dtype is not case.kv_dtype  # which takes scales, and without it none
-    scales = {"ckv_scale": 1.0, "kpe_scale": 1.0} if is_decoded else {}
+    queries = [_split_rope(query.flatten(0, 1)) for query in inputs.queries]
+    caches = [_split_rope(keys.squeeze(2)) for keys in inputs.keys]
+    has_scales = case.dtype is not case.kv_dtype  # scales only for a quantized cache
+    scales = {"ckv_scale": 1.0, "kpe_scale": 1.0} if has_scales else {}
 
     def call(index: int) -> torch.Tensor:
         out: torch.Tensor = wrapper.run(*queries[index], *caches[index], **scales)
@@ -65,7 +65,7 @@ def _mla_call(inputs: Inputs, workspace: torch.Tensor, backend: str) -> Call:
     return call
 
 
-def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _split_rope(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return tensor[..., :KV_LORA_RANK], tensor[..., KV_LORA_RANK:]
 
 
@@ -96,7 +96,7 @@ def _gqa_call(inputs: Inputs, workspace: torch.Tensor) -> Call:
 
 
 def _causal_mask(inputs: Inputs) -> torch.Tensor:
-    """Return uint16 words ``[batch, q_len, words]``: bit ``j`` of row ``i`` says ``j <= i``."""
+    """Return uint16 words ``[batch, q_len, words]``: bit ``j`` of row ``i`` is ``j <= i``."""
     case = inputs.case
     words = -(-case.q_len // 32) * 2
     rows = [(2 << row) - 1 for row in range(case.q_len)]

@@ -1,4 +1,4 @@
-"""Attention in fp32, in plain torch on any device: what first calls are compared with."""
+"""Reference attention in fp32, in plain torch on any device."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from .inputs import Inputs
 
 
 def attend(inputs: Inputs) -> torch.Tensor:
-    """Return what the first set gives, fp32 ``[batch, q_len, heads, head_dim_vo]``.
+    """Return the output of the first set, fp32 ``[batch, q_len, heads, head_dim_vo]``.
 
-    Request by request and kv head by kv head, so that no more than the scores of one are held.
+    One request and KV head at a time, to hold the scores of one in memory.
     """
     case = inputs.case
     shape = (case.batch, case.q_len, case.heads, case.head_dim_vo)
@@ -34,13 +34,13 @@ def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def _rows(cache: torch.Tensor, ids: torch.Tensor, kv_head: int) -> torch.Tensor:
-    # By bytes: not every version of torch can look up e4m3.
+    # As bytes: not every version of torch can index e4m3.
     pages = cache[:, :, kv_head].view(torch.uint8)[ids].view(cache.dtype)
     return pages.flatten(0, 1).float()
 
 
 def _attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Attend with the query tokens ``[q_len, heads, d]`` of a request, the last of its tokens."""
+    """Return the attention of a request; its last ``q_len`` tokens are the query tokens."""
     scores = query @ keys.T
     q_len, seq_len = len(query), len(keys)
     if q_len > 1:

@@ -1,4 +1,4 @@
-"""A benchmark as a roofline: what was reached over arithmetic intensity, below what could be."""
+"""Roofline plot of a benchmark: measured TFLOP/s over arithmetic intensity."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Of each library: marker, whether it is filled, and on which side its number stands.
+# By library: marker, whether it is filled, and the side of its number.
 _STYLES = {"mlagen": ("o", True, "left"), "flashinfer": ("s", False, "right")}
 
 _CEILINGS = (("bf16_tflop_s", "bf16", "-"), ("fp8_tflop_s", "e4m3", "--"))
 
 
 def require_plot(path: Path) -> None:
-    """Reject a plot that could not be written, before anything is measured for it.
+    """Reject a plot that cannot be written, before the measurements.
 
     Raises
     ------
     ArgumentError
-        If ``path`` is no PNG file in a folder that can be written.
+        If ``path`` is no PNG file in a writable folder.
     UnsupportedError
         If matplotlib is not installed.
     """
@@ -49,8 +49,8 @@ def write_plot(document: dict[str, Any], path: Path) -> None:
 def draw(document: dict[str, Any]) -> Figure:
     """Return the roofline of a benchmark.
 
-    Every result that is right is a point with the number that the legend has for its case; what
-    is wrong or missing is not drawn.
+    Every right result is a point with the number of its case in the legend; wrong or missing
+    results are not drawn.
     """
     from matplotlib.figure import Figure
 
@@ -92,7 +92,7 @@ def _draw_ceilings(axes: Axes, document: dict[str, Any]) -> None:
                 [rate, rate],
                 color="black",
                 linestyle=style,
-                label=f"products of {dtype}, {rate:.0f} TFLOP/s",
+                label=f"{dtype} GEMM, {rate:.0f} TFLOP/s",
             )
 
 

@@ -1,4 +1,4 @@
-"""A benchmark from its first step to its document, on whatever measures."""
+"""Benchmark loop: runs the cases on a machine, and returns the document."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from .roofline import Ceilings
 
 
 class Machine(Protocol):
-    """What can measure: a GPU, or in tests something that knows the answers."""
+    """A device that measures: a GPU, or a fake in tests."""
 
     def facts(self) -> dict[str, str | None]:
-        """Return ``gpu``, ``torch`` and ``flashinfer``: what is measured, and by which versions."""
+        """Return ``gpu``, ``torch`` and ``flashinfer``: the GPU's name and the versions."""
 
     def ceilings(self, *, with_fp8: bool) -> Ceilings:
-        """Measure what the GPU can do at the most; the fp8 rate only if somebody needs it."""
+        """Measure the peak rates of the GPU; the FP8 rate only on request."""
 
     def measure(self, case: Case) -> Measured:
-        """Measure a case; what goes wrong in it is in the result."""
+        """Measure a case; a failure is part of the result."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """Something that begins, or with a ``line`` about it has come to its end."""
+    """A part that starts, or, with a ``line``, has finished."""
 
     name: str
     done: int
@@ -37,7 +37,7 @@ class Step:
 def run_cases(
     cases: Sequence[Case], machine: Machine, on_step: Callable[[Step], None]
 ) -> dict[str, Any]:
-    """Measure ceilings and cases one after the other, and return the document of all of it."""
+    """Measure the ceilings, then each case, and return the document."""
     total = 1 + len(cases)
     on_step(Step(name="ceilings", done=0, total=total))
     ceilings = machine.ceilings(with_fp8=any(case.is_fp8_math for case in cases))
@@ -55,8 +55,8 @@ def ceilings_text(ceilings: Ceilings) -> str:
     """Return the ceilings on one line."""
     fp8 = ceilings.fp8_tflop_s
     return (
-        f"read {ceilings.read_gb_s:.0f} GB/s, products of bf16 {ceilings.bf16_tflop_s:.0f}"
-        f"{'' if fp8 is None else f' and of e4m3 {fp8:.0f}'} TFLOP/s"
+        f"read {ceilings.read_gb_s:.0f} GB/s, GEMM bf16 {ceilings.bf16_tflop_s:.0f}"
+        f"{'' if fp8 is None else f' and e4m3 {fp8:.0f}'} TFLOP/s"
     )
 
 

@@ -1,4 +1,4 @@
-"""Which cases are measured: the usual ones, or every combination of what options name."""
+"""Case selection: the default cases, or every combination of the given values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .cases import FAMILIES, KV_LORA_RANK, QK_ROPE_HEAD_DIM, Case
 
 DTYPES = {str(dtype): dtype for dtype in (DType.BF16, DType.FP16, DType.E4M3)}
 
-# What a case has of which nothing is said; a cache is of the dtype of its query then.
+# Default values of a case; the default dtype of the cache is that of the query.
 _SHARED: dict[str, Any] = {
     "batch": 128,
     "seq_len": 4096,
@@ -23,15 +23,15 @@ _SHARED: dict[str, Any] = {
     "dtype": "bf16",
     "kv_dtype": None,
 }
-USUAL: dict[str, dict[str, Any]] = {
+DEFAULTS: dict[str, dict[str, Any]] = {
     "mla": {**_SHARED, "heads": 128},
     "gqa": {**_SHARED, "heads": 64, "kv_heads": 8, "head_dim": 128},
 }
 
-# All heads of DeepSeek-V3, half of them and an eighth, as tensor parallelism leaves them; one long
-# request, which has to be split; requests too short to fill the GPU. Then the same two ends of
-# grouped-query attention, over either cache.
-_DEFAULTS: tuple[tuple[str, dict[str, Any]], ...] = (
+# DeepSeek-V3 with tensor parallelism 1, 2 and 8; one long request, which needs split-KV; requests
+# too short to fill the GPU. Then a large batch and one long request of GQA, with a BF16 and an FP8
+# KV cache.
+_DEFAULT_CASES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("mla", {}),
     ("mla", {"heads": 64}),
     ("mla", {"heads": 16}),
@@ -55,17 +55,17 @@ def select_cases(
     Parameters
     ----------
     families : iterable of str
-        ``mla``, ``gqa`` or both; if None both of the usual cases, and ``mla`` with ``axes``.
+        ``mla``, ``gqa`` or both; if None both for the default cases, and ``mla`` with ``axes``.
     axes : mapping of str to sequence
-        Values by the name of what they are of, such as ``heads``: every combination is a case.
-        Without axes and ``is_ragged``, the usual cases are returned.
+        Values by parameter, such as ``heads``: every combination is a case.
+        Without axes and ``is_ragged``, the default cases are returned.
     is_ragged : bool
-        Whether the lengths of requests differ.
+        Whether the requests differ in length.
 
     Raises
     ------
     ArgumentError
-        If there is no such family or dtype, or values do not go together.
+        If a family or dtype is unknown, or values are inconsistent.
     UnsupportedError
         If no kernel covers a case.
     """
@@ -74,17 +74,19 @@ def select_cases(
         if name not in FAMILIES:
             raise ArgumentError(f"family: expected {' or '.join(FAMILIES)}, got {name}")
     if not axes and not is_ragged:
-        return [case_of(name, **facts) for name, facts in _DEFAULTS if name in (names or FAMILIES)]
+        return [
+            case_of(name, **facts) for name, facts in _DEFAULT_CASES if name in (names or FAMILIES)
+        ]
     names, axes = names or ["mla"], axes or {}
-    known = {axis for name in names for axis in USUAL[name]}
+    known = {axis for name in names for axis in DEFAULTS[name]}
     for axis in axes:
         if axis not in known:
             raise ArgumentError(
-                f"{axis}: expected family gqa beside it, got family {', '.join(names)}"
+                f"{axis}: expected family gqa with it, got family {', '.join(names)}"
             )
     cases = []
     for name in names:
-        own = {axis: values for axis, values in axes.items() if axis in USUAL[name]}
+        own = {axis: values for axis, values in axes.items() if axis in DEFAULTS[name]}
         for values in product(*own.values()):
             facts = dict(zip(own, values, strict=True))
             cases.append(case_of(name, is_ragged=is_ragged, **facts))
@@ -92,16 +94,16 @@ def select_cases(
 
 
 def case_of(family: str, *, is_ragged: bool = False, **given: Any) -> Case:
-    """Return a case of what is ``given`` and of what is usual, after a look at whether it can be.
+    """Return a checked case of the ``given`` values, with defaults for the rest.
 
     Raises
     ------
     ArgumentError
-        If there is no such dtype, or values do not go together.
+        If a dtype is unknown, or values are inconsistent.
     UnsupportedError
         If no kernel covers the case.
     """
-    facts = {**USUAL[family], **given}
+    facts = {**DEFAULTS[family], **given}
     kv_heads = facts.pop("kv_heads", 1)
     head_dim = facts.pop("head_dim", None)
     dtype = _dtype("dtype", facts.pop("dtype"))

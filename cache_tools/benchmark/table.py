@@ -1,4 +1,4 @@
-"""A benchmark as people read it."""
+"""Table and messages of a benchmark."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from .run import ceilings_text
 
 
 def print_results(document: dict[str, Any]) -> None:
-    """Print the GPU and its ceilings, and a row for each case."""
+    """Print the GPU, its ceilings, and a row per case."""
     ceilings = ceilings_text(Ceilings(**document["ceilings"]))
-    peer = "" if document["flashinfer"] is None else f", FlashInfer {document['flashinfer']}"
-    text = f"{document['gpu']}, torch {document['torch']}{peer}: {ceilings}\n"
+    baseline = "" if document["flashinfer"] is None else f", FlashInfer {document['flashinfer']}"
+    text = f"{document['gpu']}, torch {document['torch']}{baseline}: {ceilings}\n"
     console().print(text, soft_wrap=True)
     print_table([_row(case) for case in document["cases"]])
 
 
 def problems_of(document: dict[str, Any]) -> Iterator[str]:
-    """Yield a line for each result that is missing or wrong, of either library."""
+    """Yield a line for each missing or wrong result, of either library."""
     for case in document["cases"]:
         for library in ("mlagen", "flashinfer"):
             outcome = case[library]
@@ -34,7 +34,7 @@ def problems_of(document: dict[str, Any]) -> Iterator[str]:
 
 
 def all_right(document: dict[str, Any]) -> bool:
-    """Whether mlagen has a result within its bound in every case; FlashInfer does not count."""
+    """Whether every result of mlagen is within its bound; FlashInfer's do not count."""
     return all(case["mlagen"]["is_right"] for case in document["cases"])
 
 

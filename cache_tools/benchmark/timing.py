@@ -1,4 +1,4 @@
-"""How long a call takes on the GPU, without what the host does for it."""
+"""GPU time of a call, without host overhead."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from statistics import median
 
 import torch
 
-# Calls of a graph at the least, so that its own launch does not count.
-_CALLS = 8
+# Minimum calls per graph, to amortize the launch of the graph.
+_MIN_CALLS = 8
 
 _WARM_UPS = 3
 _REPLAYS = 20
@@ -17,13 +17,13 @@ _REPLAYS = 20
 def median_us(call: Callable[[int], object], sets: int = 1) -> float:
     """Return the median microseconds of a whole call, over replays of a CUDA graph.
 
-    The graph holds calls with the numbers ``0 .. sets - 1`` in turn. The first of them are made
-    before the capture, which lets a call compile and load what it needs.
+    The graph holds calls with the indices ``0 .. sets - 1`` in rotation. One eager call per set
+    before the capture compiles and loads the kernels.
     """
     for index in range(sets):
         call(index)
     torch.cuda.synchronize()
-    calls = sets * -(-_CALLS // sets)
+    calls = sets * -(-_MIN_CALLS // sets)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for index in range(calls):

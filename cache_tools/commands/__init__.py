@@ -1,1 +1,1 @@
-"""The verbs of the command, one file each."""
+"""The subcommands, one file each."""

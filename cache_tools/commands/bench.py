@@ -1,4 +1,4 @@
-"""`mlagen bench`: how fast the kernels are on this GPU, beside what it can do at the most."""
+"""`mlagen bench`: kernel time on this GPU against its roofline bound."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ _BACKENDS = ("auto", "fa3", "fa2")
     "families",
     callback=names,
     metavar="NAME,...",
-    help="mla or gqa; default: both, of given cases mla.",
+    help="mla or gqa; default: both, or mla with any case option.",
 )
 @click.option("--batch", callback=numbers(1), metavar="N,...", help="Requests; default: 128.")
 @click.option(
     "--seq-len",
     callback=numbers(1),
     metavar="N,...",
-    help="Cached tokens of a request; default: 4096.",
+    help="Cached tokens per request; default: 4096.",
 )
 @click.option(
-    "--heads", callback=numbers(1), metavar="N,...", help="Query heads; default: 128, of GQA 64."
+    "--heads", callback=numbers(1), metavar="N,...", help="Query heads; default: 128, for GQA 64."
 )
 @click.option(
     "--kv-heads", callback=numbers(1), metavar="N,...", help="KV heads, for GQA; default: 8."
@@ -47,34 +47,34 @@ _BACKENDS = ("auto", "fa3", "fa2")
     "--head-dim",
     callback=numbers(1),
     metavar="N,...",
-    help="Elements of a head, for GQA; default: 128.",
+    help="Head dim, for GQA; default: 128.",
 )
 @click.option(
-    "--q-len", callback=numbers(1), metavar="N,...", help="Query tokens of a request; default: 1."
+    "--q-len", callback=numbers(1), metavar="N,...", help="Query tokens per request; default: 1."
 )
 @click.option(
-    "--page-size", callback=numbers(1), metavar="N,...", help="Tokens of a page; default: 64."
+    "--page-size", callback=numbers(1), metavar="N,...", help="Tokens per page; default: 64."
 )
 @click.option(
     "--dtype",
     callback=names,
     metavar="DTYPE,...",
-    help="bf16, fp16 or e4m3 queries; default: bf16.",
+    help="Dtype of the query, bf16, fp16 or e4m3; default: bf16.",
 )
 @click.option(
     "--kv-dtype",
     callback=names,
     metavar="DTYPE,...",
-    help="The same of the cache; default: as the query.",
+    help="Dtype of the KV cache; default: that of the query.",
 )
 @click.option(
-    "--ragged", is_flag=True, help="Draw lengths around --seq-len, the same in every run."
+    "--ragged", is_flag=True, help="Random lengths with mean --seq-len, equal in every run."
 )
-@click.option("--compare", is_flag=True, help="Measure an installed FlashInfer too.")
+@click.option("--compare", is_flag=True, help="Also measure the installed FlashInfer.")
 @click.option(
     "--backend",
     type=click.Choice(_BACKENDS),
-    help="Of FlashInfer's MLA wrapper, beside --compare; default: auto.",
+    help="Backend of FlashInfer's MLA wrapper, with --compare; default: auto.",
 )
 @click.option(
     "--plot",
@@ -96,13 +96,13 @@ def bench(
     as_json: bool,
     **axes: Sequence[object] | None,
 ) -> None:
-    """Measure decode calls beside what this GPU can do.
+    """Benchmark decode calls against the GPU's roofline bound.
 
-    Without options of a case, from --batch to --ragged, some usual cases of MLA and GQA; with
-    them, every combination of what they name.
+    Without the case options, --batch to --ragged, the default cases of MLA and GQA run; with
+    them, every combination of their values.
 
-    A time is the median of whole calls in replays of a CUDA graph that take inputs from beyond the
-    L2 cache. The first result of a case is compared with fp32. Exits with 1 if one is wrong or
+    A time is the median over replays of a CUDA graph of whole calls, with inputs that are not in
+    L2. The first result of a case is compared with fp32. Exits with 1 if a result is wrong or
     missing.
     """
     from ..benchmark.roofline_plot import require_plot, write_plot
@@ -113,7 +113,7 @@ def bench(
     given = {axis: values for axis, values in axes.items() if values is not None}
     cases = select_cases(families, given, is_ragged=ragged)
     if backend is not None and not compare:
-        raise ArgumentError(f"backend: expected compare beside it, got {backend}")
+        raise ArgumentError(f"backend: expected --compare with it, got {backend}")
     if plot is not None:
         require_plot(plot)
     if compare:
@@ -138,19 +138,19 @@ def _require_flashinfer() -> None:
     if find_spec("flashinfer") is None:
         raise UnsupportedError(
             "compare: expected FlashInfer to be installed, got none; "
-            "run: pip install flashinfer-python, or leave --compare out"
+            "run: pip install flashinfer-python, or omit --compare"
         )
 
 
 def _machine(flashinfer_backend: str | None) -> Machine:
-    """Return what measures: the current GPU.
+    """Return the current GPU as the measuring machine.
 
     Raises
     ------
     UnsupportedError
-        If there is none, or torch does not see it.
+        If there is none, or torch does not detect it.
     ArgumentError
-        If no kernel is compiled for it.
+        If no kernel supports it.
     """
     from mlagen.runtime.device import visible_devices
     from mlagen.spec.arch import arch_of_capability
@@ -158,12 +158,12 @@ def _machine(flashinfer_backend: str | None) -> Machine:
     gpus = visible_devices()
     if not gpus:
         raise UnsupportedError("device: expected a GPU to measure, got none")
-    arch_of_capability(gpus[0].major, gpus[0].minor)  # which rejects what no kernel is made for
+    arch_of_capability(gpus[0].major, gpus[0].minor)  # rejects an unsupported GPU
     import torch
 
     if not torch.cuda.is_available():
         raise UnsupportedError(
-            f"torch: expected a build for CUDA that sees the GPU, got {torch.__version__}"
+            f"torch: expected a CUDA build that detects the GPU, got {torch.__version__}"
         )
     from ..benchmark.gpu import Gpu
 

@@ -1,4 +1,4 @@
-"""`mlagen cache`: the verbs that look after the kernels on the disk."""
+"""`mlagen cache`: subcommands that manage the on-disk kernel cache."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from .cache_why import why
 
 @click.group()
 def cache() -> None:
-    """Look at the cached kernels, check them, remove them.
+    """List, check and remove cached kernels.
 
-    All of it is safe beside running jobs: a job that misses a kernel compiles it again.
+    Safe with running jobs: a job that misses a kernel recompiles it.
     """
 
 

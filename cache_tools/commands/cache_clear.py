@@ -11,7 +11,7 @@ from ..report import count_text, json_option, print_json, size_text
 
 
 @click.command()
-@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.option("--yes", is_flag=True, help="Do not prompt.")
 @json_option
 @click.pass_context
 def clear(ctx: click.Context, /, *, yes: bool, as_json: bool) -> None:
@@ -23,7 +23,7 @@ def clear(ctx: click.Context, /, *, yes: bool, as_json: bool) -> None:
     if entries and not yes:
         kernels = count_text(len(entries), "kernel")
         size = size_text(sum(stored.size_bytes for stored in entries))
-        if not _ask(f"Remove {kernels}, {size}, from {store.root}?", stderr=as_json):
+        if not _confirm(f"Remove {kernels}, {size}, from {store.root}?", stderr=as_json):
             click.echo("nothing removed", err=as_json)
             ctx.exit(FAILED)
     removed = store.clear()
@@ -32,11 +32,11 @@ def clear(ctx: click.Context, /, *, yes: bool, as_json: bool) -> None:
     click.echo(f"removed {count_text(removed, 'kernel')} from {store.root}", err=as_json)
 
 
-def _ask(question: str, *, stderr: bool) -> bool:
-    # Not click.confirm: before click 8.2 it writes to stdout whatever it is told.
+def _confirm(question: str, *, stderr: bool) -> bool:
+    # Not click.confirm: before click 8.2 it ignores `err` and writes to stdout.
     click.echo(f"{question} [y/N] ", nl=False, err=stderr)
     answer = sys.stdin.readline()
     if not answer:
-        click.echo("nobody answered, nothing removed; --yes does not ask", err=stderr)
+        click.echo("no answer, nothing removed; --yes skips the question", err=stderr)
         raise click.Abort
     return answer.strip().lower() in {"y", "yes"}

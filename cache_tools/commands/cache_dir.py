@@ -1,4 +1,4 @@
-"""`mlagen cache dir`: where the cache is."""
+"""`mlagen cache dir`: path of the cache folder."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..report import json_option, print_json
 @click.command("dir")
 @json_option
 def dir_(*, as_json: bool) -> None:
-    """Print the cache folder; it need not exist."""
+    """Print the cache folder, whether it exists or not."""
     from mlagen.paths import is_folder
     from mlagen.settings import current_settings
 
@@ -20,4 +20,4 @@ def dir_(*, as_json: bool) -> None:
     if as_json:
         print_json({"cache_dir": str(path), "exists": is_folder(path)})
     else:
-        click.echo(os.fsencode(path))  # as it is, whatever the locale can print
+        click.echo(os.fsencode(path))  # raw bytes, for any locale

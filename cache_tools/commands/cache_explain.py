@@ -1,4 +1,4 @@
-"""`mlagen cache explain`: in what two cached kernels differ."""
+"""`mlagen cache explain`: differences of two cached kernels."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 def explain(*, first: str, second: str, as_json: bool) -> None:
     """Compare two cached kernels.
 
-    Six hex digits or more of each KEY; where several compilers made it, KEY/TOOLCHAIN. Compared
-    are what they were made of, and what ptxas and the clock said.
+    Six hex digits or more of each KEY; if several compilers built it, KEY/TOOLCHAIN. Compares
+    their key fields, ptxas' resources and compile times.
     """
     from mlagen.cache.default_store import kernel_store
 
@@ -46,7 +46,7 @@ def explain(*, first: str, second: str, as_json: bool) -> None:
                 "first": documents[0],
                 "second": documents[1],
                 "differences": [
-                    {"ingredient": label, "first": left, "second": right}
+                    {"key_field": label, "first": left, "second": right}
                     for label, left, right in found
                 ],
                 "facts": [

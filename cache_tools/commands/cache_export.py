@@ -1,4 +1,4 @@
-"""`mlagen cache export`: kernels as one file, to be carried elsewhere."""
+"""`mlagen cache export`: kernels as one portable file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ from ..report import count_text, json_option
 @click.option(
     "--wheel", "name", metavar="NAME", help="Write a wheel of that name; FILE is its folder."
 )
-@click.option("--wheel-version", "version", metavar="VERSION", help="Default: that of mlagen.")
+@click.option(
+    "--wheel-version", "version", metavar="VERSION", help="Default: the version of mlagen."
+)
 @json_option
 def export(
     *,
@@ -36,11 +38,11 @@ def export(
 ) -> None:
     """Write cached kernels into a bundle.
 
-    FILE is what `mlagen cache import` reads. All of them, or those whose keys begin with KEY, six
-    hex digits or more, that fit the options. Every file is checked against its digest first; a
-    damaged kernel stops the export. The same entries make the same bytes.
+    `mlagen cache import` reads FILE. Exports all kernels, or those whose keys begin with KEY, six
+    hex digits or more, and that match the options. Every file is checked against its digest
+    first; a damaged kernel aborts the export. Equal entries give equal bytes.
 
-    With --wheel, the result is a wheel: where it is installed, mlagen finds its kernels.
+    With --wheel, the result is a wheel: mlagen finds the kernels of an installed one.
     """
     from mlagen import __version__
     from mlagen.cache.bundle_writing import export_bundle
@@ -48,7 +50,7 @@ def export(
     from mlagen.cache.wheel import export_wheel
 
     if version is not None and name is None:
-        raise ArgumentError("wheel-version: expected beside --wheel, got it alone")
+        raise ArgumentError("wheel-version: expected --wheel with it, got it alone")
     chosen = chosen_entries(kernel_store(), keys, Choice(**filters), layers=layers)
     with byte_progress(f"packing {count_text(len(chosen), 'kernel')}") as on_progress:
         if name is None:

@@ -1,21 +1,21 @@
-"""`mlagen cache gc`: delete what nobody needs."""
+"""`mlagen cache gc`: garbage collection of the cache folder."""
 
 from __future__ import annotations
 
 import click
 
-from ..entries import moment_of
+from ..entries import iso_time
 from ..report import count_text, json_option, print_json, size_text
 
 
 @click.command()
 @json_option
 def gc(*, as_json: bool) -> None:
-    """Delete what nobody needs.
+    """Delete abandoned files and evict kernels.
 
-    That is what dead processes left half-written, damaged kernels in quarantine beyond the newest
-    few, and the longest unused kernels where all together are larger than MLAGEN_CACHE_MAX_SIZE.
-    Each process does the same now and then, after it compiled.
+    Deletes unfinished folders of dead processes, quarantined kernels beyond the newest few, and
+    the least recently used kernels above MLAGEN_CACHE_MAX_SIZE. Each process does the same
+    periodically, after a compilation.
     """
     from mlagen.cache.default_store import kernel_store
 
@@ -27,7 +27,7 @@ def gc(*, as_json: bool) -> None:
             {
                 "path": str(weight.path),
                 "size_bytes": weight.size_bytes,
-                "used": moment_of(weight.used),
+                "used": iso_time(weight.used),
             }
             for weight in collected.evicted
         ]

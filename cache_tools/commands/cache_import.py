@@ -1,4 +1,4 @@
-"""`mlagen cache import`: kernels out of a bundle."""
+"""`mlagen cache import`: kernels from a bundle."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from ..bundles import import_options, take_in
+from ..bundles import import_and_report, import_options
 from ..report import json_option
 
 
@@ -18,12 +18,12 @@ from ..report import json_option
 def import_(*, file: Path, **options: Any) -> None:
     """Add the kernels of a bundle to the cache.
 
-    FILE is what `mlagen cache export` or `mlagen prewarm --bundle` wrote. All of it is checked
-    before the first kernel is added. Kernels that are there stay; a damaged one goes to the
-    quarantine. Kernels run on the GPU with the rights of the process: import what you would run,
-    and name what you mean with --expect-sha256.
+    `mlagen cache export` or `mlagen prewarm --bundle` wrote FILE. The whole file is checked
+    before the first kernel is added. Present kernels stay; a damaged one moves to the
+    quarantine. Kernels run on the GPU with the rights of the process: import only trusted files,
+    and pin them with --expect-sha256.
     """
-    from mlagen.cache.bundle_reading import opened_bundle
+    from mlagen.cache.bundle_reading import open_bundle
 
-    with opened_bundle(file) as opened:
-        take_in(opened, str(file), **options)
+    with open_bundle(file) as opened:
+        import_and_report(opened, str(file), **options)

@@ -1,4 +1,4 @@
-"""`mlagen cache ls`: the cached kernels."""
+"""`mlagen cache ls`: list of the cached kernels."""
 
 from __future__ import annotations
 
@@ -46,20 +46,20 @@ if TYPE_CHECKING:
     type=click.Choice(["name", "size", "age", "spills"]),
     default="name",
     show_default=True,
-    help="By name, or first the largest, the longest unused, or those that spill the most.",
+    help="By name; or the largest, least recently used or most spilling first.",
 )
 @layers_option
 @json_option
 def ls(*, sort: str, layers: bool, as_json: bool, **chosen: Any) -> None:
-    """List the cached kernels, in the order of what they are.
+    """List the cached kernels, sorted by their columns.
 
-    Manifests are read and not checked: mlagen cache verify finds what was altered.
+    Manifests are read but not verified: mlagen cache verify detects changes.
     """
     from mlagen.cache.default_store import kernel_store
 
     store, choice = kernel_store(), Choice(**chosen)
-    # One at a time: what thousands of manifests hold besides is let go as soon as it is read.
-    lines = [_line(stored) for stored in store.entries(layers=layers) if choice.has(stored)]
+    # One at a time, so that the rest of each manifest is freed at once.
+    lines = [_line(stored) for stored in store.entries(layers=layers) if choice.matches(stored)]
     lines.sort(key=_name)
     if sort != "name":
         lines.sort(key=_ORDERS[sort])
@@ -70,7 +70,7 @@ def ls(*, sort: str, layers: bool, as_json: bool, **chosen: Any) -> None:
 
 
 class _Line(NamedTuple):
-    """An entry as JSON data, and the columns that name it: none if there is a problem."""
+    """An entry as JSON data, and its kernel columns: none if it has a problem."""
 
     entry: dict[str, Any]
     columns: dict[str, str]
@@ -104,7 +104,7 @@ def _print(lines: Sequence[_Line], cache_dir: Path) -> None:
     for name in ("toolchain", "layer"):
         if len({row[name] for row in rows}) == 1:
             for row in rows:
-                del row[name]  # it stands below
+                del row[name]  # the last line has it
     if rows:
         print_table(rows)
     for entry in entries:

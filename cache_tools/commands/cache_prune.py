@@ -11,24 +11,30 @@ from mlagen.errors import ArgumentError
 
 from ..entries import document_of
 from ..entry_options import Choice, age_option, arch_option, family_option, is_older
-from ..installation import is_of_sources
+from ..installation import matches_sources
 from ..report import SHORT_KEY, count_text, json_option, print_json, size_text
 
 if TYPE_CHECKING:
     from mlagen.cache.catalog import StoredEntry
 
-# Why something goes, and what it goes for.
+# Reason of a removal, and its condition.
 _Rule: TypeAlias = "tuple[str, Callable[[StoredEntry], bool]]"
 
 
 @click.command()
 @age_option
-@click.option("--max-size", metavar="SIZE", help="The longest unused, until 500M or so are left.")
-@click.option("--other-toolchains", is_flag=True, help="Not compiled by the installed NVRTC.")
-@click.option("--other-versions", is_flag=True, help="Not of the kernel sources installed here.")
+@click.option(
+    "--max-size",
+    metavar="SIZE",
+    help="Remove the least recently used down to this size, e.g. 500M.",
+)
+@click.option(
+    "--other-toolchains", is_flag=True, help="Remove those not compiled by the installed NVRTC."
+)
+@click.option("--other-versions", is_flag=True, help="Remove those of other kernel sources.")
 @arch_option
 @family_option
-@click.option("--dry-run", is_flag=True, help="Say what would go; remove nothing.")
+@click.option("--dry-run", is_flag=True, help="Report what would be removed; remove nothing.")
 @json_option
 def prune(
     *,
@@ -43,10 +49,10 @@ def prune(
 ) -> None:
     """Remove kernels by age, size, compiler or version.
 
-    A kernel goes if any of --older-than, --other-toolchains and --other-versions says so, and for
-    --max-size the longest unused go of what is left. With --arch and --family only the kernels
-    that they name may go; without any other option, these do. Nothing is asked, and read-only
-    layers are never touched.
+    Removes a kernel that matches any of --older-than, --other-toolchains and --other-versions;
+    then --max-size evicts the least recently used of the rest. --arch and --family restrict the
+    removal to the kernels they name; alone, they remove all of these. Never prompts, and never
+    changes read-only layers.
     """
     from mlagen.cache.default_store import kernel_store
     from mlagen.settings import read_size
@@ -55,31 +61,31 @@ def prune(
     rules = _rules(age_s, other_toolchains=other_toolchains, other_versions=other_versions)
     if not rules and max_bytes is None:
         if archs is None and families is None:
-            raise ArgumentError("prune: expected an option that says what goes, got none")
+            raise ArgumentError("prune: expected an option that selects kernels, got none")
         rules = [("named", lambda _stored: True)]
     store, choice = kernel_store(), Choice(archs=archs, families=families)
     entries = list(store.entries())
-    going = list(_going(entries, choice, rules))
+    removals = list(_removals(entries, choice, rules))
     if max_bytes is not None:
-        going += _above(max_bytes, entries, choice, going)
-    for stored, why in going:
+        removals += _above(max_bytes, entries, choice, removals)
+    for stored, why in removals:
         if not dry_run:
             store.remove(stored)
         size = size_text(stored.size_bytes)
         click.echo(f"{stored.key[:SHORT_KEY]} by {stored.toolchain}, {size}: {why}", err=as_json)
-    freed = sum(stored.size_bytes for stored, _ in going)
+    freed = sum(stored.size_bytes for stored, _ in removals)
     if as_json:
         print_json(
             {
                 "cache_dir": str(store.root),
                 "dry_run": dry_run,
-                "removed": [{**document_of(stored), "why": why} for stored, why in going],
+                "removed": [{**document_of(stored), "why": why} for stored, why in removals],
                 "freed_bytes": freed,
-                "kept": len(entries) - len(going),
+                "kept": len(entries) - len(removals),
                 "kept_bytes": sum(stored.size_bytes for stored in entries) - freed,
             }
         )
-    kernels, done = count_text(len(going), "kernel"), "would remove" if dry_run else "removed"
+    kernels, done = count_text(len(removals), "kernel"), "would remove" if dry_run else "removed"
     click.echo(f"{done} {kernels}, {size_text(freed)}, from {store.root}", err=as_json)
 
 
@@ -89,29 +95,29 @@ def _rules(age_s: float | None, *, other_toolchains: bool, other_versions: bool)
 
     rules: list[_Rule] = []
     if age_s is not None:
-        limit = age_s  # mypy forgets what it is inside a function
+        limit = age_s  # mypy does not narrow it inside the lambda
         rules.append(("unused", lambda stored: is_older(stored, limit)))
     if other_toolchains:
         installed = str(find_nvrtc())
         rules.append(("other toolchain", lambda stored: stored.toolchain != installed))
     if other_versions:
         digests = template_digests()
-        # Of a damaged one nobody knows; it goes by age, size or `verify --quarantine`.
+        # The version of a damaged one is unknown; age, size or `verify --quarantine` remove it.
         rules.append(
             (
                 "other version",
-                lambda stored: stored.manifest is not None and not is_of_sources(stored, digests),
+                lambda stored: stored.manifest is not None and not matches_sources(stored, digests),
             )
         )
     return rules
 
 
-def _going(
+def _removals(
     entries: Sequence[StoredEntry], choice: Choice, rules: Sequence[_Rule]
 ) -> Iterator[tuple[StoredEntry, str]]:
     for stored in entries:
-        why = next((why for why, goes in rules if goes(stored)), None)
-        if why is not None and choice.has(stored):
+        why = next((why for why, applies in rules if applies(stored)), None)
+        if why is not None and choice.matches(stored):
             yield stored, why
 
 
@@ -119,15 +125,15 @@ def _above(
     max_bytes: int,
     entries: Sequence[StoredEntry],
     choice: Choice,
-    going: Sequence[tuple[StoredEntry, str]],
+    removals: Sequence[tuple[StoredEntry, str]],
 ) -> Iterator[tuple[StoredEntry, str]]:
-    """Yield the longest unused of what does not go anyway, until the rest fits."""
-    gone = {stored.path for stored, _ in going}
-    kept = [stored for stored in entries if stored.path not in gone]
-    left = sum(stored.size_bytes for stored in kept)
+    """Yield the least recently used of the remaining entries, until the rest fits."""
+    removed = {stored.path for stored, _ in removals}
+    kept = [stored for stored in entries if stored.path not in removed]
+    remaining = sum(stored.size_bytes for stored in kept)
     for stored in sorted(kept, key=lambda stored: stored.used):
-        if left <= max_bytes:
+        if remaining <= max_bytes:
             break
-        if choice.has(stored):
-            left -= stored.size_bytes
+        if choice.matches(stored):
+            remaining -= stored.size_bytes
             yield stored, "size"

@@ -1,4 +1,4 @@
-"""`mlagen cache pull`: kernels out of a bundle at a URL."""
+"""`mlagen cache pull`: kernels from a bundle at a URL."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 import click
 
-from ..bundles import import_options, take_in
+from ..bundles import import_and_report, import_options
 from ..byte_progress import byte_progress
-from ..remote import download, shown
+from ..remote import download, redacted
 from ..report import json_option
 
 
@@ -20,10 +20,10 @@ from ..report import json_option
 def pull(*, url: str, max_bytes: int, **options: Any) -> None:
     """Add the kernels of the bundle at URL to the cache.
 
-    It is downloaded to the temporary folder, and then all that `mlagen cache import` says holds.
-    URL is http, https or any that fsspec can read, such as s3://bucket/kernels.tar.gz.
+    Downloads it to the temporary folder, then does the same as `mlagen cache import`. URL is http,
+    https or any other that fsspec reads, such as s3://bucket/kernels.tar.gz.
     """
-    with tempfile.TemporaryFile() as file:  # it has no name, and whatever happens is not left over
-        with byte_progress(f"downloading {shown(url)}") as on_progress:
+    with tempfile.TemporaryFile() as file:  # it has no name, so nothing remains after a crash
+        with byte_progress(f"downloading {redacted(url)}") as on_progress:
             download(url, file, max_bytes, on_progress)
-        take_in(file, shown(url), max_bytes=max_bytes, **options)
+        import_and_report(file, redacted(url), max_bytes=max_bytes, **options)

@@ -1,4 +1,4 @@
-"""`mlagen cache push`: kernels as one file at a URL."""
+"""`mlagen cache push`: bundle of kernels at a URL."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..bundles import report_written
 from ..byte_progress import byte_progress
 from ..chosen import choice_options, chosen_entries
 from ..entry_options import Choice
-from ..remote import shown, upload
+from ..remote import redacted, upload
 from ..report import count_text, json_option
 
 
@@ -22,9 +22,9 @@ from ..report import count_text, json_option
 def push(*, url: str, keys: tuple[str, ...], layers: bool, as_json: bool, **filters: Any) -> None:
     """Write cached kernels into a bundle at URL.
 
-    It is the one that `mlagen cache export` writes, for `mlagen cache pull`. URL is any that fsspec
-    can write, such as s3://bucket/kernels.tar.gz; its package must be installed, and finds its
-    credentials as ever.
+    Writes the same bundle as `mlagen cache export`, for `mlagen cache pull`. URL is any that fsspec
+    writes, such as s3://bucket/kernels.tar.gz; its package must be installed, and finds its own
+    credentials.
     """
     from mlagen.cache.bundle_writing import write_bundle
     from mlagen.cache.default_store import kernel_store
@@ -33,6 +33,6 @@ def push(*, url: str, keys: tuple[str, ...], layers: bool, as_json: bool, **filt
     with tempfile.TemporaryFile() as file:
         with byte_progress(f"packing {count_text(len(chosen), 'kernel')}") as on_progress:
             written = write_bundle(chosen, file, on_progress=on_progress)
-        with byte_progress(f"uploading to {shown(url)}") as on_progress:
+        with byte_progress(f"uploading to {redacted(url)}") as on_progress:
             upload(file, written.size_bytes, url, on_progress)
-    report_written(written, shown(url), "pushed", as_json=as_json)
+    report_written(written, redacted(url), "pushed", as_json=as_json)

@@ -1,4 +1,4 @@
-"""`mlagen cache rm`: remove some kernels."""
+"""`mlagen cache rm`: remove kernels by key."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 def rm(*, keys: tuple[str, ...], as_json: bool) -> None:
     """Remove the kernels whose keys begin with KEY.
 
-    Six hex digits or more of each; KEY/TOOLCHAIN is what one of several compilers made. Nothing is
-    removed unless every KEY stands for exactly one kernel, which no read-only layer holds.
+    Six hex digits or more of each; KEY/TOOLCHAIN selects the entry of one compiler. Nothing is
+    removed unless every KEY matches exactly one kernel outside of read-only layers.
     """
     from mlagen.cache.default_store import kernel_store
 

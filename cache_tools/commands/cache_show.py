@@ -1,4 +1,4 @@
-"""`mlagen cache show`: one kernel, with its source and what the compiler said."""
+"""`mlagen cache show`: one kernel, with its source and compiler log."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ _PARTS = (*_FILES, "sass", "reproduce")
 @click.command()
 @click.argument("key")
 @click.option("--source", is_flag=True, help="Print the CUDA source.")
-@click.option("--log", is_flag=True, help="Print what NVRTC and ptxas said.")
+@click.option("--log", is_flag=True, help="Print the log of NVRTC and ptxas.")
 @click.option("--manifest", is_flag=True, help="Print the manifest, JSON.")
-@click.option("--sass", is_flag=True, help="Print the machine code, by nvdisasm.")
+@click.option("--sass", is_flag=True, help="Print the SASS, by nvdisasm.")
 @click.option(
     "--reproduce",
     is_flag=True,
-    help="Print a Python program that compiles it again and compares.",
+    help="Print a Python program that recompiles it and compares the cubin.",
 )
 @json_option
 def show(*, key: str, as_json: bool, **parts: bool) -> None:
     """Show the kernel whose key begins with KEY.
 
-    Six hex digits or more; where several compilers made it, all are shown, or that of
+    Six hex digits or more; if several compilers built it, all are shown, or only
     KEY/TOOLCHAIN. Every file is checked against its digest first.
     """
     from mlagen.cache.default_store import kernel_store
@@ -71,7 +71,7 @@ def _part(stored: StoredEntry, part: str | None) -> dict[str, Any]:
 
 
 def _content(stored: StoredEntry, part: str) -> bytes:
-    """Return what is asked for, as it lies on the disk where it does."""
+    """Return the requested part; files are returned byte for byte."""
     from mlagen.cache.catalog import read_content
     from mlagen.cache.entry import CUBIN
 
@@ -83,7 +83,7 @@ def _content(stored: StoredEntry, part: str) -> bytes:
         return program_of(stored.manifest, stored.path).encode()
     if part != "sass":
         return read_content(stored, _FILES[part])
-    with NamedTemporaryFile(suffix=f".{CUBIN}") as file:  # what was verified, not a name of it
+    with NamedTemporaryFile(suffix=f".{CUBIN}") as file:  # the verified bytes, not the path
         file.write(read_content(stored, CUBIN))
         file.flush()
         return sass_of(Path(file.name)).encode()

@@ -1,4 +1,4 @@
-"""`mlagen cache stats`: what the cache holds, in numbers."""
+"""`mlagen cache stats`: statistics of the cache."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..installation import wanted_or_none
+from ..installation import required_toolchain
 from ..report import (
     SHORT_KEY,
     count_text,
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 @click.command()
 @json_option
 def stats(*, as_json: bool) -> None:
-    """Count the cached kernels, and what else lies in the cache folder.
+    """Print statistics of the cache.
 
-    Counted are those of the read-only layers too. Ages and sizes beside the table are of the cache
+    The counts include read-only layers. Ages and sizes outside of the table are of the cache
     folder alone.
     """
     from mlagen.cache.default_store import kernel_store
@@ -38,7 +38,7 @@ def stats(*, as_json: bool) -> None:
 
     store, settings = kernel_store(), current_settings()
     max_bytes = settings.cache_max_bytes
-    tally = Tally(template_digests(), wanted_or_none())
+    tally = Tally(template_digests(), required_toolchain())
     for stored in store.entries(layers=True):
         tally.add(stored)
     document = {
@@ -53,7 +53,7 @@ def stats(*, as_json: bool) -> None:
         "toolchain": tally.toolchain,
         "templates": hashlib.sha256("".join(sorted(tally.templates)).encode()).hexdigest(),
         **{name: _seen(tally.ends.get(name)) for name in ("oldest", "newest", "longest_unused")},
-        **_aside(Layout(store.root, settings.trusts_shared)),
+        **_non_entries(Layout(store.root, settings.trusts_shared)),
         "groups": [
             {"by": by, "name": name, "entries": count, "size_bytes": size}
             for by in GROUPS
@@ -70,12 +70,12 @@ def _seen(end: tuple[str, str] | None) -> dict[str, str] | None:
     return {"key": end[1], "time": end[0]} if end else None
 
 
-def _aside(layout: Layout) -> dict[str, dict[str, int]]:
-    """Return what lies in the cache folder besides entries."""
-    from mlagen.cache.errors import rejections
+def _non_entries(layout: Layout) -> dict[str, dict[str, int]]:
+    """Return the quarantined and abandoned contents of the cache folder."""
+    from mlagen.cache.errors import raising_cache_errors
     from mlagen.cache.quarantine import leftovers
 
-    with rejections(layout.root):
+    with raising_cache_errors(layout.root):
         found = leftovers(layout)
     return {
         "quarantine": {"entries": len(found.quarantined), "size_bytes": sum(found.quarantined)},

@@ -1,4 +1,4 @@
-"""`mlagen cache verify`: whether every entry is as it was published."""
+"""`mlagen cache verify`: check every entry against its digests."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.option("--quarantine", is_flag=True, help="Move what is bad out of the way.")
+@click.option("--quarantine", is_flag=True, help="Move bad entries to the quarantine.")
 @layers_option
 @json_option
 @click.pass_context
 def verify(ctx: click.Context, /, *, quarantine: bool, layers: bool, as_json: bool) -> None:
-    """Read every file of every entry and compare it with its digest.
+    """Compare every file of every entry with its digest.
 
-    Exits with 1 if something is bad, moved away or not. What is bad in a read-only layer stays.
+    Exits with 1 if an entry is bad, quarantined or not. Bad entries of a read-only layer stay.
     """
     from mlagen.cache.default_store import kernel_store
 
@@ -37,14 +37,17 @@ def verify(ctx: click.Context, /, *, quarantine: bool, layers: bool, as_json: bo
     total = sum(stored.size_bytes for stored in entries)
     with byte_progress(f"verifying {counted}") as on_progress:
         for stored in entries:
-            with suppress(FileNotFoundError):  # removed since it was listed
+            with suppress(FileNotFoundError):  # removed after it was listed
                 problem = stored.problem or store.verify(stored)
                 verified += 1
                 problems += [(stored, problem)] if problem else []
             done += stored.size_bytes
             on_progress(done, total)
     bad = []
-    for stored, problem in problems:  # once all are read: in a cache of others, nothing is moved
+    for (
+        stored,
+        problem,
+    ) in problems:  # after all reads: an untrusted cache raises first, and nothing moves
         is_moved = quarantine and not stored.is_read_only
         cell = store.quarantine(stored, problem) if is_moved else None
         moved_to = str(cell) if cell else None
@@ -56,6 +59,6 @@ def verify(ctx: click.Context, /, *, quarantine: bool, layers: bool, as_json: bo
     if as_json:
         print_json({"cache_dir": str(store.root), "verified": verified, "bad": bad})
     counted = count_text(verified, "entry", "entries")
-    click.echo(f"{counted}: {verified - len(bad)} sound, {len(bad)} bad", err=as_json)
+    click.echo(f"{counted}: {verified - len(bad)} valid, {len(bad)} bad", err=as_json)
     if bad:
         ctx.exit(FAILED)

@@ -10,7 +10,7 @@ import click
 
 from mlagen.errors import CacheError
 
-from ..differences import Difference, kernel_of, nearest_of, own_key, print_differences
+from ..differences import Difference, kernel_of, nearest_entry, own_key, print_differences
 from ..entries import document_of, entry_of, require_valid
 from ..exit_codes import DONE, FAILED
 from ..report import SHORT_KEY, json_option, print_json
@@ -25,12 +25,12 @@ _KEY = re.compile(r"[0-9a-fA-F]{6,64}(/.*)?")
 
 @dataclass(frozen=True)
 class _Answer:
-    """Whether a kernel is there, or why it was made, and what comes nearest to it."""
+    """Lookup result of a kernel or origin of an entry, with the nearest other entry."""
 
     key: CacheKey
     entry: StoredEntry | None
-    reason: str | None  # why it is not there; of one that is, why it was compiled
-    problem: str | None  # what is wrong with the one that is there
+    reason: str | None  # of a miss, or why a present entry was compiled
+    problem: str | None  # damage of the present entry
     nearest: tuple[StoredEntry, list[Difference]] | None
 
 
@@ -39,14 +39,14 @@ class _Answer:
 @json_option
 @click.pass_context
 def why(ctx: click.Context, /, *, kernel: str, as_json: bool) -> None:
-    """Say why a kernel is not found, or why it was compiled.
+    """Explain why a kernel is not found, or why it was compiled.
 
-    SPEC is a kernel as messages and logs name it, such as 'combine(arch=sm_90a, dtype=bf16,
-    head_dim_vo=512)'. Where it is not found, its key_fields are compared with those of the
-    nearest kernel that is cached. Exits with 1 then.
+    SPEC is a kernel as in messages and logs, such as 'combine(arch=sm_90a, dtype=bf16,
+    head_dim_vo=512)'. If it is not found, its key fields are compared with those of the nearest
+    cached kernel, and the exit code is 1.
 
     KEY is six hex digits or more of a cached kernel, which is compared with the nearest one that
-    was there before. Nothing is changed, a damaged kernel stays where it is.
+    was cached before it. Changes nothing; a damaged kernel stays in place.
     """
     from mlagen.cache.default_store import kernel_store
 
@@ -75,10 +75,10 @@ def _of_spec(store: KernelStore, text: str) -> _Answer:
         return _Answer(key, stored, None if stored else "absent", None, None)
     nearest = None
     try:
-        nearest = nearest_of(key, store.entries(layers=True))
+        nearest = nearest_entry(key, store.entries(layers=True))
     except CacheError as error:
         if found.problem is None or not isinstance(error.__cause__, UntrustedError):
-            raise  # else that is the answer
+            raise  # otherwise the untrusted cache is the answer
     return _Answer(key, None, found.reason, found.problem, nearest)
 
 
@@ -93,7 +93,7 @@ def _of_key(store: KernelStore, name: str) -> _Answer:
         and str(other.manifest.created.get("time", "")) <= created["time"]
     )
     key = own_key(stored)
-    return _Answer(key, stored, created["because"], None, nearest_of(key, before))
+    return _Answer(key, stored, created["because"], None, nearest_entry(key, before))
 
 
 def _document(answer: _Answer) -> dict[str, Any]:
@@ -108,7 +108,7 @@ def _document(answer: _Answer) -> dict[str, Any]:
         "entry": document_of(answer.entry) if answer.entry else None,
         "nearest": document_of(near[0]) if near else None,
         "differences": [
-            {"ingredient": label, "wanted": wanted, "nearest": got}
+            {"key_field": label, "wanted": wanted, "nearest": got}
             for label, wanted, got in (near[1] if near else ())
         ],
     }
@@ -149,4 +149,4 @@ def _print_nearest(answer: _Answer, one: str) -> None:
     if found:
         print_differences(found, one, other)
     else:
-        click.echo(f"{other} differs in nothing: {nearest.path}")
+        click.echo(f"{other} has no differences: {nearest.path}")

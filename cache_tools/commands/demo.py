@@ -1,6 +1,6 @@
 """`mlagen demo`: one decode from its first call to its cached kernels, with times and the error.
 
-Times that a fresh process would see are taken in one: this module calls itself with ``--stage``.
+Times of a fresh process are measured in one: this module runs itself with ``--stage``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from mlagen.prewarming import PrewarmReport
 
-# DeepSeek-V3 on one of eight GPUs, with requests of very different lengths.
+# DeepSeek-V3 with tensor parallelism 8, and requests of very different lengths.
 SEQ_LENS = (17, 64, 1000, 2500, 4099, 9001)
 HEADS = 16
 PAGE_SIZE = 64
@@ -37,31 +37,31 @@ KV_LORA_RANK = 512
 QK_ROPE_HEAD_DIM = 64
 SCALE = 192**-0.5
 
-# Without a GPU: what H100 and H200 run, and the oldest target.
+# Without a GPU: the target of H100 and H200, and the oldest one.
 CROSS_ARCHS = ("sm_90a", "sm_80")
 
 
 @click.command()
-@click.option("--keep-cache", is_flag=True, help="Time with the cache as it is, not an empty one.")
+@click.option("--keep-cache", is_flag=True, help="Time with the present cache, not an empty one.")
 @click.option("--stage", type=click.Choice(["call", "look-up"]), hidden=True)
 @json_option
 @click.pass_context
 def demo(ctx: click.Context, /, *, keep_cache: bool, stage: str | None, as_json: bool) -> None:
     """Run one MLA decode from first call to cached kernels.
 
-    With a GPU: times of a first call, a second one, and the first of a new process. Without: its
-    kernels are compiled all the same, and the CPU backend computes. The result is compared with
-    float64, and the kernels stay in the cache. Exits with 1 if it is wrong.
+    With a GPU: times of a first call, a second one, and the first of a new process. Without a GPU:
+    the kernels are compiled, and the CPU backend computes. The result is compared with float64,
+    and the kernels stay in the cache. Exits with 1 if it is wrong.
     """
     if stage is not None:
         print_json({"call": _stage_call, "look-up": _stage_look_up}[stage]())
         return
     import torch
 
-    def tell(step: str) -> None:
+    def announce(step: str) -> None:
         console(stderr=True).print(f"{step} ...", soft_wrap=True)
 
-    document = (_with_gpu if torch.cuda.is_available() else _without_gpu)(tell, keep_cache)
+    document = (_with_gpu if torch.cuda.is_available() else _without_gpu)(announce, keep_cache)
     if as_json:
         print_json(document)
     else:
@@ -69,30 +69,30 @@ def demo(ctx: click.Context, /, *, keep_cache: bool, stage: str | None, as_json:
     ctx.exit(DONE if document["result"]["is_right"] else FAILED)
 
 
-def _with_gpu(tell: Callable[[str], None], keep_cache: bool) -> dict[str, Any]:
+def _with_gpu(announce: Callable[[str], None], keep_cache: bool) -> dict[str, Any]:
     with TemporaryDirectory(prefix="mlagen-demo-") as empty:
         changes = {} if keep_cache else {"MLAGEN_CACHE_DIR": empty}
-        tell("first process")
+        announce("first process")
         first = _in_new_process("call", changes)
-        tell("second process, same cache")
+        announce("second process, same cache")
         second = _in_new_process("call", changes)
     report = _prewarm("native")
-    before = "the cache as it was" if keep_cache else "empty cache"
+    before = "present cache" if keep_cache else "empty cache"
     times = {
-        f"first call, {before}": (first["first_ms"], "after imports and CUDA's own start"),
-        "second call": (first["second_ms"], "until the GPU is done"),
+        f"first call, {before}": (first["first_ms"], "after imports and CUDA initialization"),
+        "second call": (first["second_ms"], "until the GPU finishes"),
         "one of many calls": (first["steady_ms"], "on the GPU, by CUDA events"),
-        "first call of a new process": (second["first_ms"], "kernels from the cache"),
+        "first call of a new process": (second["first_ms"], "kernels loaded from the cache"),
     }
     return _document(first["gpu"], times, first["result"], report)
 
 
-def _without_gpu(tell: Callable[[str], None], _keep_cache: bool) -> dict[str, Any]:
-    tell(f"no GPU: compiling for {' and '.join(CROSS_ARCHS)}")
+def _without_gpu(announce: Callable[[str], None], _keep_cache: bool) -> dict[str, Any]:
+    announce(f"no GPU: compiling for {' and '.join(CROSS_ARCHS)}")
     report = _prewarm(",".join(CROSS_ARCHS))
-    tell("looking them up in a new process")
+    announce("looking them up in a new process")
     found = _in_new_process("look-up", {})
-    tell("computing on the CPU")
+    announce("computing on the CPU")
     problem = _problem("cpu")
     start = time.perf_counter()
     out = _decode(problem)
@@ -102,7 +102,7 @@ def _without_gpu(tell: Callable[[str], None], _keep_cache: bool) -> dict[str, An
     times = {
         "compiling": (report.ms, f"{built}; {totals['hit']} in the cache before"),
         "looking up in a new process": (found["ms"], f"{found['found']} kernels, digests checked"),
-        "the call on the CPU backend": (cpu_ms, "slow, and the same checks and results"),
+        "the call on the CPU backend": (cpu_ms, "slow, with the same checks and results"),
     }
     return _document(None, times, _result(problem, out), report)
 
@@ -117,7 +117,7 @@ def _prewarm(archs: str) -> PrewarmReport:
     return report
 
 
-# The kernels that the call takes, on one GPU or another.
+# The kernels of the call, on any GPU.
 _FAMILIES = ("mla_sm80", "mla_sm90", "combine")
 _KERNELS: dict[str, Any] = {
     "dtype": "bf16",
@@ -133,10 +133,9 @@ def _in_new_process(stage: str, changes: dict[str, str]) -> dict[str, Any]:
     command = [sys.executable, "-m", package, "demo", "--stage", stage]
     environment = {**os.environ, **changes, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     ran = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=False)
-    if ran.returncode != DONE:  # it said why on stderr, which is ours too
+    if ran.returncode != DONE:  # it shares stderr, and has printed the reason
         click.get_current_context().exit(ran.returncode)
-    answer: dict[str, Any] = json.loads(ran.stdout)
-    return answer
+    return dict(json.loads(ran.stdout))
 
 
 def _stage_look_up() -> dict[str, Any]:
@@ -145,8 +144,9 @@ def _stage_look_up() -> dict[str, Any]:
     from mlagen.spec.selection import select_specs
 
     start = time.perf_counter()
-    archs = map(parse_arch, CROSS_ARCHS)
-    specs = select_specs(archs, families=_FAMILIES, heads=HEADS, wanted=dict(_KERNELS))
+    specs = select_specs(
+        map(parse_arch, CROSS_ARCHS), families=_FAMILIES, heads=HEADS, wanted=dict(_KERNELS)
+    )
     found = [find_or_build(spec) for spec in specs]
     ms = (time.perf_counter() - start) * 1e3
     return {"ms": ms, "found": sum(not outcome.built for outcome in found)}
@@ -155,7 +155,7 @@ def _stage_look_up() -> dict[str, Any]:
 def _stage_call() -> dict[str, Any]:
     import torch
 
-    import_module("mlagen.mla")  # or the first call would be charged for it
+    import_module("mlagen.mla")  # keeps the import out of the first call
     problem = _problem("cuda")
 
     def timed() -> tuple[float, torch.Tensor]:
@@ -189,20 +189,19 @@ def _gpu_ms(call: Callable[[], object], *, calls: int) -> float:
 
 
 def _problem(device: str) -> dict[str, Any]:
-    """Return the arguments of the call, and the tokens of each request for the comparison."""
+    """Return the arguments of the call, and the tokens of each request for the reference."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
     width = KV_LORA_RANK + QK_ROPE_HEAD_DIM
     counts = [-(-length // PAGE_SIZE) for length in SEQ_LENS]
     order = torch.randperm(sum(counts), generator=generator)
-    # What no request holds is NaN: a kernel that read it would show it.
+    # Slots outside of all requests are NaN: a kernel that reads one fails the comparison.
     cache = torch.full((sum(counts), PAGE_SIZE, width), torch.nan, dtype=torch.bfloat16)
     tables = torch.full((len(SEQ_LENS), max(counts)), -1, dtype=torch.int32)
     tokens = []
-    for request, (length, pages) in enumerate(
-        zip(SEQ_LENS, torch.split(order, counts), strict=True)
-    ):
+    page_ids = torch.split(order, counts)
+    for request, (length, pages) in enumerate(zip(SEQ_LENS, page_ids, strict=True)):
         slots = torch.full((len(pages) * PAGE_SIZE, width), torch.nan, dtype=torch.bfloat16)
         slots[:length] = torch.randn(length, width, generator=generator)
         cache[pages] = slots.view(len(pages), PAGE_SIZE, width)
@@ -236,11 +235,11 @@ def _decode(problem: dict[str, Any]) -> torch.Tensor:
 
 
 def _result(problem: dict[str, Any], out: torch.Tensor) -> dict[str, Any]:
-    """Compare with the same computation in float64, every element with what rounding explains.
+    """Compare every element with float64, within its rounding bound.
 
-    With u = 2^-8 of bf16: twice u of the result, for rounding it and for a lone weight; 3.5 u of
-    the root of sum((weight * value)^2), six deviations of independently rounded weights; and 2^-13
-    of sum(weight * |value|) for float32 in between.
+    With u = 2^-8 of bf16: 2 u of the result, for rounding it and for a single weight; 3.5 u of the
+    root of sum((P * V)^2), six standard deviations of independently rounded P; and 2^-13 of
+    sum(P * |V|) for the float32 intermediates.
     """
     import torch
 
@@ -271,7 +270,7 @@ def _document(
     kernels = []
     for unit in report.units:
         entry = kernel_store().find(key_of(unit.spec))
-        assert entry is not None, "published a moment ago"
+        assert entry is not None, "just published"
         assert entry.path is not None
         facts = entry.manifest.facts
         kernels.append(

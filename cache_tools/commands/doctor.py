@@ -1,4 +1,4 @@
-"""`mlagen doctor`: what mlagen finds on this machine, and what it lacks."""
+"""`mlagen doctor`: diagnosis of this machine and its cache."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mlagen.paths import folder_problem, is_folder, reason_of
 from ..exit_codes import FAILED
 from ..report import count_text, json_option, print_facts, print_json, size_text
 
-# What calls, compiling, caching and this command need. Their metadata is read; nothing is imported.
+# Packages that calls, compiling, caching and this command need. Only their metadata is read.
 _REQUIRED = (
     *("torch", "cuda-bindings", "cuda-pathfinder", "jinja2", "filelock", "packaging"),
     *("click", "rich"),
@@ -28,10 +28,10 @@ _REQUIRED = (
 @json_option
 @click.pass_context
 def doctor(ctx: click.Context, /, *, as_json: bool) -> None:
-    """Examine this machine; change nothing.
+    """Check this machine; change nothing.
 
-    Exits with 1 if something is missing that mlagen needs. That there is no GPU is no fault:
-    kernels can be compiled without one.
+    Exits with 1 if a requirement of mlagen is missing. A missing GPU is no problem: kernels
+    compile without one.
     """
     problems: list[str] = []
     _require_templates(problems)
@@ -121,7 +121,7 @@ def _cache(problems: list[str]) -> dict[str, Any]:
 
 
 def _layers(problems: list[str]) -> list[dict[str, Any]]:
-    """Return the read-only layers; calls pass one by that is not there or cannot be read."""
+    """Return the read-only layers; calls skip a missing or unreadable one."""
     from mlagen.cache.default_store import packaged_layers
     from mlagen.settings import current_settings
 
@@ -156,11 +156,9 @@ def _kernels(path: Path, name: str, problems: list[str], *, is_shared: bool) -> 
         problems.append(str(error))
     except OSError as error:
         got = reason_of(error)
-        if got != os.strerror(
-            error.errno or 0
-        ):  # the words are those of the check, not of the disk
+        if got != os.strerror(error.errno or 0):  # raised by the trust check, not by the disk
             problems.append(f"{name}: expected a folder that no other user can change, got {got}")
-        elif is_folder(path):  # else it is reported already
+        elif is_folder(path):  # otherwise already reported
             problems.append(f"{name}: expected a readable folder, got {got}: {path}")
     return {
         "entries": len(entries),
@@ -178,12 +176,12 @@ def _locks(problems: list[str]) -> dict[str, Any]:
 
 
 def _folder(path: Path, name: str, problems: list[str]) -> dict[str, Any]:
-    # Nothing is created: where the folder is missing, the first one above it is asked.
-    there, problem = path, folder_problem(path)
-    while problem == "none" and not os.path.lexists(there) and there != there.parent:
-        there = there.parent
-        problem = folder_problem(there)
-    is_writable = problem is None and os.access(there, os.W_OK | os.X_OK)
+    # Creates nothing: if the folder is missing, the check applies to its nearest ancestor.
+    existing, problem = path, folder_problem(path)
+    while problem == "none" and not os.path.lexists(existing) and existing != existing.parent:
+        existing = existing.parent
+        problem = folder_problem(existing)
+    is_writable = problem is None and os.access(existing, os.W_OK | os.X_OK)
     if not is_writable:
         problems.append(f"{name}: expected a writable folder, got {problem or 'none'}: {path}")
     return {"path": str(path), "exists": is_folder(path), "writable": is_writable}
@@ -197,16 +195,16 @@ def _facts(document: dict[str, Any]) -> dict[str, str]:
     if nvrtc["version"]:
         facts["NVRTC"] = f"{nvrtc['version']} from {nvrtc['source']}: {nvrtc['path']}"
     driver = document["driver"]
-    facts["driver"] = f"serves CUDA {driver}" if driver else "none"
-    facts["GPUs"] = "none: kernels can be compiled, and tensors on the CPU computed"
+    facts["driver"] = f"supports CUDA {driver}" if driver else "none"
+    facts["GPUs"] = "none: kernels compile, and the CPU backend computes"
     for gpu in document["gpus"]:
         label = "GPUs" if gpu["index"] == 0 else f"GPU {gpu['index']}"
         facts[label] = (
             f"{gpu['name']}, {gpu['arch'] or 'not supported'}, {gpu['sm_count']} SMs, "
             f"{size_text(gpu['memory_bytes'])}"
         )
-    facts["cache"] = f"{cache['path']}: {_state(cache)}, {_held(cache)}"
-    layers = [f"{layer['path']}: {_held(layer)}" for layer in document["layers"]]
+    facts["cache"] = f"{cache['path']}: {_state(cache)}, {_content_text(cache)}"
+    layers = [f"{layer['path']}: {_content_text(layer)}" for layer in document["layers"]]
     facts["layers"] = "\n".join(layers) or "none"
     facts["locks"] = f"{locks['path']}: {_state(locks)}, wait at most {locks['timeout_s']:g} s"
     problems = document["problems"]
@@ -214,7 +212,7 @@ def _facts(document: dict[str, Any]) -> dict[str, str]:
     return facts
 
 
-def _held(folder: dict[str, Any]) -> str:
+def _content_text(folder: dict[str, Any]) -> str:
     damaged = f", {folder['damaged']} damaged" if folder["damaged"] else ""
     return f"{count_text(folder['entries'], 'kernel')}{damaged}, {size_text(folder['size_bytes'])}"
 

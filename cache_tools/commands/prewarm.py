@@ -20,7 +20,7 @@ from ..report import count_text, json_option
 from ..selection_options import selection_options
 
 if TYPE_CHECKING:
-    from mlagen.cache.bundle import Packed
+    from mlagen.cache.bundle import BundleSummary
     from mlagen.prewarming import PrewarmEvent, PrewarmReport
     from mlagen.spec.kernel import KernelSpec
 
@@ -33,31 +33,31 @@ if TYPE_CHECKING:
     "--jobs",
     type=int,
     metavar="N",
-    help="Kernels at once; default: one per CPU, as far as memory goes.",
+    help="Parallel compilations; default: one per CPU, limited by memory.",
 )
-@click.option("--isolate", is_flag=True, help="Compile each kernel in a process of its own.")
+@click.option("--isolate", is_flag=True, help="Compile each kernel in its own process.")
 @click.option(
     "--timeout",
     "timeout_s",
     type=float,
     metavar="SECONDS",
-    help="What such a process may take; default: 600.",
+    help="Time limit of such a process; default: 600.",
 )
 @click.option(
     "--fail-fast/--keep-going",
-    help="Whether a kernel that fails ends the work; default: it does not.",
+    help="Whether to stop at the first failure; default: keep going.",
 )
 @click.option(
     "--bundle",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Write them, and no others, into a bundle for mlagen cache import.",
+    help="Write exactly these kernels into a bundle for mlagen cache import.",
 )
 @click.option(
-    "--dry-run", is_flag=True, help="Say what is cached, and exit with 1 if anything is not."
+    "--dry-run", is_flag=True, help="Report what is cached, and exit with 1 if a kernel is not."
 )
-@click.option("--load", is_flag=True, help="Load them on the visible GPUs too, as a check.")
-@click.option("-q", "--quiet", is_flag=True, help="Print failures alone.")
+@click.option("--load", is_flag=True, help="Also load them on the visible GPUs, as a check.")
+@click.option("-q", "--quiet", is_flag=True, help="Print only failures.")
 @json_option
 @click.pass_context
 def prewarm(
@@ -76,22 +76,22 @@ def prewarm(
 ) -> None:
     """Compile kernels before the first call needs them.
 
-    The kernels of --model, of --kernel, of --from-log and of the files, which hold [[kernel]]
-    tables with the names of these options. Without any of them, every supported kernel that the
-    options leave. What the cache has is not compiled again. No GPU is needed, except for --arch
-    native and --load. Ctrl-C keeps what is finished.
+    Compiles the kernels of --model, --kernel, --from-log and the files, which hold [[kernel]]
+    tables with the names of these options. Without any of them, every supported kernel that
+    matches the options. Cached kernels are not recompiled. Only --arch native and --load need a
+    GPU. Ctrl-C keeps finished kernels.
     """
     from mlagen import prewarming
 
     if bundle is not None and dry_run:
-        raise click.UsageError("bundle: expected none beside --dry-run, got one")
+        raise click.UsageError("bundle: expected none with --dry-run, got one")
     if bundle is not None and not os.access(bundle.parent, os.W_OK):
-        # Before what takes long, not after it.
-        raise click.UsageError(f"bundle: expected a folder to write it to, got {bundle.parent}")
+        # Before the long work, not after it.
+        raise click.UsageError(f"bundle: expected a writable folder, got {bundle.parent}")
     if options["timeout_s"] is not None and not options["isolate"]:
-        raise click.UsageError("timeout: expected --isolate beside it, got it alone")
+        raise click.UsageError("timeout: expected --isolate with it, got it alone")
     if kernels and archs and not (files or logs or options["models"]):
-        raise click.UsageError("arch: expected none beside --kernel, whose text has it, got one")
+        raise click.UsageError("arch: expected none with --kernel, whose text names it, got one")
     kept: set[KernelSpec] = set()
     try:
         with terminated_as_interrupted():
@@ -123,7 +123,7 @@ def _named_kernels(
     archs: list[str] | None,
     on_left_out: Callable[[str], None],
 ) -> list[KernelSpec] | None:
-    """Return the kernels that texts, files and records name; None if none of them is given."""
+    """Return the kernels of the given texts, files and records; None if none is given."""
     if not (files or kernels or logs):
         return None
     from mlagen.errors import ArgumentError
@@ -150,8 +150,8 @@ def _named_kernels(
     return specs
 
 
-def _bundled(report: PrewarmReport, target: Path) -> Packed:
-    """Write the kernels of a report, and no others, into a bundle."""
+def _bundled(report: PrewarmReport, target: Path) -> BundleSummary:
+    """Write exactly the kernels of a report into a bundle."""
     from mlagen.cache.bundle_writing import export_bundle
     from mlagen.cache.default_store import kernel_store
     from mlagen.errors import ArgumentError, CacheError
@@ -159,7 +159,7 @@ def _bundled(report: PrewarmReport, target: Path) -> Packed:
     if not report.units:
         raise ArgumentError(f"bundle: expected kernels, got none for {target}")
     store = kernel_store()
-    # What lies in the cache folder comes before what lies in a layer.
+    # Entries of the cache folder take precedence over those of a layer.
     found = {
         (stored.key, stored.toolchain): stored
         for unit in report.units
@@ -175,7 +175,7 @@ def _bundled(report: PrewarmReport, target: Path) -> Packed:
 def _counting(
     kept: set[KernelSpec], show: Callable[[PrewarmEvent], None] | None
 ) -> Callable[[PrewarmEvent], None]:
-    """Return a callback that notes which kernels are compiled, and shows each event."""
+    """Return a callback that records the compiled kernels, and shows each event."""
 
     def on_event(event: PrewarmEvent) -> None:
         if event.unit is not None and event.unit.status == "built":
@@ -196,5 +196,5 @@ def _exit_code(report: PrewarmReport) -> int:
         codes.add(FAILED)
     if not codes:
         return DONE
-    # Any one kernel may fail for reasons of its own; a cache or a compiler fails them all.
+    # A single kernel may fail on its own; a broken cache or compiler fails all of them.
     return codes.pop() if len(codes) == 1 else CACHE_UNUSABLE if CACHE_UNUSABLE in codes else FAILED

@@ -1,4 +1,4 @@
-"""`mlagen resources`: what each cached kernel takes of an SM."""
+"""`mlagen resources`: registers, spills and shared memory of the cached kernels."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import click
 
 from mlagen.cache.files import DamageError
 
-from ..entries import tensor_signature
+from ..entries import manifest_fields
 from ..entry_options import (
     Choice,
     arch_option,
@@ -51,8 +51,7 @@ def resources(
 ) -> None:
     """List registers, spills and memory of cached kernels.
 
-    Registers, spills, stack and shared memory are what ptxas said when the kernel was compiled;
-    sizes are in bytes.
+    As ptxas reported them when it compiled the kernel; sizes are in bytes.
     """
     from mlagen.cache.default_store import kernel_store
 
@@ -60,7 +59,7 @@ def resources(
     kernels: list[dict[str, Any]] = []
     damaged = 0
     for stored in store.entries(layers=layers):
-        if choice.has(stored):
+        if choice.matches(stored):
             try:
                 kernels += _kernels_of(stored)
             except DamageError:
@@ -78,27 +77,27 @@ def resources(
         )
     elif kernels:
         print_table([_row(kernel) for kernel in kernels])
-    told = f", {damaged} damaged" if damaged else ""
-    text = f"{count_text(len(kernels), 'kernel')}, {spilling} with spills{told}, in {store.root}"
+    suffix = f", {damaged} damaged" if damaged else ""
+    text = f"{count_text(len(kernels), 'kernel')}, {spilling} with spills{suffix}, in {store.root}"
     click.echo(text, err=as_json)
     if spilling and fail_on_spill:
         ctx.exit(FAILED)
 
 
 def _kernels_of(stored: StoredEntry) -> Iterator[dict[str, Any]]:
-    facts = tensor_signature(stored)
-    for kernel in facts["resources"]:
+    fields = manifest_fields(stored)
+    for kernel in fields["resources"]:
         spills = {name: kernel[name] for name in ("spill_store_bytes", "spill_load_bytes")}
         shared = {
             "static_shared_bytes": kernel["static_shared_bytes"],
-            "dynamic_shared_bytes": facts["dynamic_shared_bytes"],
+            "dynamic_shared_bytes": fields["dynamic_shared_bytes"],
         }
         yield {
             "key": stored.key,
             "toolchain": stored.toolchain,
             "symbol": kernel["symbol"],
-            "family": facts["family"],
-            "spec": facts["spec"],
+            "family": fields["family"],
+            "spec": fields["spec"],
             "registers": kernel["registers"],
             "spill_bytes": sum(spills.values()),
             **spills,

@@ -1,1 +1,1 @@
-"""What the entry points share: argument checks, tensors to specs, and the CPU backend."""
+"""Shared parts of the entry points: argument checks, call caches, launchers, the CPU backend."""

@@ -1,6 +1,6 @@
-"""The tensors, floats and other values of a call's inputs, each taken in one step.
+"""Splits call arguments into tensors, floats and values of the fast-path key, one getter for each.
 
-Which input is of which kind depends on the classes of all alone, of which serving has few.
+The split depends on the types of all arguments alone, and serving uses few combinations of types.
 """
 
 from __future__ import annotations
@@ -13,48 +13,48 @@ from typing import Any
 import torch
 
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
-_WORDS = (int, bool, str, type(None))
+_KEY_TYPES = (int, bool, str, type(None))
 
 
 @dataclass(frozen=True, eq=False)
 class ArgParts:
-    """What takes the parts of inputs; one object for each tuple of their classes."""
+    """Getters of the argument parts; one object for each tuple of argument types."""
 
     tensors_of: Callable[[Any], tuple[torch.Tensor, ...]]
     floats_of: Callable[[Any], tuple[float, ...]]
-    words_of: Callable[[Any], tuple[Any, ...]]
+    key_values_of: Callable[[Any], tuple[Any, ...]]
 
 
 class ArgPartsByType(dict[tuple[type, ...], ArgParts]):
-    """Parts of inputs by their classes; the last, the names of the others, is in none."""
+    """Argument parts by argument types; the last argument, the names, is in no part."""
 
     def __init__(self, excluded: int) -> None:
-        """Leave the int in the place ``excluded`` out of the words."""
+        """Omit the int at index ``excluded`` from the key values."""
         super().__init__()
         self._excluded = excluded
 
     def find(self, args: tuple[Any, ...]) -> ArgParts | None:
-        """Return the parts of inputs; None if there is a value of an unusual class.
+        """Return the parts of ``args``; None if one has another type.
 
-        Such a value may have an ``__eq__`` or ``__hash__`` of its own.
+        Such a value may define ``__eq__`` or ``__hash__`` itself.
         """
-        classes = tuple(map(type, args))
-        parts = self.get(classes)
-        return parts if parts is not None else self._add(classes)
+        types = tuple(map(type, args))
+        parts = self.get(types)
+        return parts if parts is not None else self._add(types)
 
-    def _add(self, classes: tuple[type, ...]) -> ArgParts | None:
-        places: dict[str, list[int]] = {"tensors": [], "floats": [], "words": []}
-        for place, kind in enumerate(classes[:-1]):
-            if kind in _TENSORS:
-                places["tensors"].append(place)
-            elif kind is float:
-                places["floats"].append(place)
-            elif kind not in _WORDS:
+    def _add(self, types: tuple[type, ...]) -> ArgParts | None:
+        indices: dict[str, list[int]] = {"tensors": [], "floats": [], "key_values": []}
+        for index, type_ in enumerate(types[:-1]):
+            if type_ in _TENSORS:
+                indices["tensors"].append(index)
+            elif type_ is float:
+                indices["floats"].append(index)
+            elif type_ not in _KEY_TYPES:
                 return None
-            elif place != self._excluded:
-                places["words"].append(place)
-        if min(map(len, places.values())) < 2 or classes[self._excluded] is not int:
-            return None  # an itemgetter of one place gives no tuple
-        getters = (itemgetter(*places[part]) for part in ("tensors", "floats", "words"))
-        parts = self[classes] = ArgParts(*getters)
+            elif index != self._excluded:
+                indices["key_values"].append(index)
+        if min(map(len, indices.values())) < 2 or types[self._excluded] is not int:
+            return None  # an itemgetter of one index returns no tuple
+        getters = (itemgetter(*indices[part]) for part in ("tensors", "floats", "key_values"))
+        parts = self[types] = ArgParts(*getters)
         return parts

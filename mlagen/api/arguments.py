@@ -1,4 +1,4 @@
-"""Checks of what a caller passed, each with a message that names argument, rule and value."""
+"""Argument checks; each message names argument, rule and value."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ __all__ = [
     "INDEX_DTYPES",
     "INT32_MAX",
     "SCALES",
+    "canonical_scale",
+    "canonical_sinks",
     "check_token_stride",
-    "plain_pdl",
-    "plain_scale",
-    "plain_sinks",
+    "is_pdl_enabled",
     "reject",
     "require",
     "require_aligned",
@@ -58,14 +58,14 @@ _SCALE = "a float or a torch.float32 tensor of one element"
 
 DTYPES = {torch.bfloat16: DType.BF16, torch.float16: DType.FP16}
 
-SCALES = frozenset({float, torch.Tensor, torch.nn.Parameter})  # classes that are left as they are
+SCALES = frozenset({float, torch.Tensor, torch.nn.Parameter})  # types that need no conversion
 
-_MAX_SINKS = 1 << 16  # more than any call has heads; what is larger is not converted
+_MAX_SINKS = 1 << 16  # above the heads of any call; larger tensors are rejected, not converted
 
-# Token counts and page ids are read as 32-bit words; an unsigned one is below 2^31 all the same.
+# The kernels read token counts and page ids as int32; unsigned values stay below 2^31 too.
 INDEX_DTYPES = (torch.int32, torch.uint32)
 
-# One cp.async, or one vector store, moves this many bytes to or from an aligned address.
+# Bytes of one cp.async or vector store, which need an address aligned to them.
 ALIGNMENT_BYTES = 16
 
 
@@ -125,7 +125,7 @@ def require_dense_last_dim(tensor: torch.Tensor, argument: str) -> None:
 
 
 def require_aligned(tensor: torch.Tensor, argument: str) -> None:
-    """Reject a tensor whose rows do not begin at whole 16-byte addresses."""
+    """Reject a tensor with a stride that breaks the 16-byte alignment of its rows."""
     elements = ALIGNMENT_BYTES // tensor.element_size()
     for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         if dim != tensor.dim() - 1 and size > 1 and stride % elements:
@@ -133,31 +133,34 @@ def require_aligned(tensor: torch.Tensor, argument: str) -> None:
 
 
 def require_aligned_pointer(tensor: torch.Tensor, argument: str) -> None:
-    """Reject a tensor that does not begin at a whole 16-byte address."""
+    """Reject a tensor whose base address is not 16-byte aligned."""
     if tensor.data_ptr() % ALIGNMENT_BYTES:
         excess = f"{tensor.data_ptr() % ALIGNMENT_BYTES} more than one"
         reject(f"{argument}.data_ptr()", f"a multiple of {ALIGNMENT_BYTES}", excess)
 
 
-def require_strides(tensor: torch.Tensor, argument: str, like: torch.Tensor, of: str) -> None:
-    """Reject a tensor of the shape of ``like`` that lies otherwise; axes of size 1 do not count."""
-    pairs = zip(tensor.shape, tensor.stride(), like.stride(), strict=True)
-    if any(size > 1 and own != other for size, own, other in pairs):
-        reject(f"{argument}.stride()", f"{like.stride()} (of {of})", tensor.stride())
+def require_strides(tensor: torch.Tensor, argument: str, other: torch.Tensor, of: str) -> None:
+    """Reject strides that differ from those of ``other``, which has the same shape.
+
+    Strides of axes of size 1 do not count.
+    """
+    pairs = zip(tensor.shape, tensor.stride(), other.stride(), strict=True)
+    if any(size > 1 and stride != expected for size, stride, expected in pairs):
+        reject(f"{argument}.stride()", f"{other.stride()} (of {of})", tensor.stride())
 
 
 def token_stride(tensor: torch.Tensor, q_len: int) -> int:
-    """Return the elements from a query token to the next in ``[batch, q_len, ...]``."""
+    """Return the stride between query tokens of ``[batch, q_len, ...]``, in elements."""
     return tensor.stride(0 if q_len == 1 else 1)
 
 
 def check_token_stride(tensor: torch.Tensor, argument: str) -> None:
-    """Reject ``[batch, q_len, ...]`` whose query tokens are not all equally far apart.
+    """Reject ``[batch, q_len, ...]`` whose query tokens have no uniform stride.
 
     Raises
     ------
     ArgumentError
-        If they are not.
+        If the stride differs between batch entries.
     """
     batch, q_len = tensor.shape[:2]
     if batch > 1 and q_len > 1:
@@ -171,7 +174,7 @@ def check_token_stride(tensor: torch.Tensor, argument: str) -> None:
 
 
 def require_index(tensor: torch.Tensor, argument: str, device: torch.device) -> None:
-    """Reject a tensor that is not 32-bit integers on ``device``."""
+    """Reject a tensor that does not hold 32-bit integers on ``device``."""
     require_device(tensor, argument, device)
     require_dtype(tensor, argument, INDEX_DTYPES)
 
@@ -183,7 +186,7 @@ def require_ints(
     allowed: Sequence[tuple[int, ...]],
     why: str = "",
 ) -> torch.Tensor:
-    """Return ``value`` if it is 32-bit integers on ``device``, of a shape of ``allowed``, dense."""
+    """Return ``value`` if it is a contiguous int32 tensor on ``device`` with an allowed shape."""
     tensor = require_tensor(value, argument)
     require_index(tensor, argument, device)
     require_shape(tensor, argument, allowed, why)
@@ -198,7 +201,7 @@ def require_floats(
     allowed: Sequence[tuple[int, ...]],
     why: str = "",
 ) -> torch.Tensor:
-    """Return ``value`` if it is fp32 on ``device``, of a shape of ``allowed``, dense."""
+    """Return ``value`` if it is a contiguous fp32 tensor on ``device`` with an allowed shape."""
     tensor = require_tensor(value, argument)
     require_device(tensor, argument, device)
     require_dtype(tensor, argument, (torch.float32,))
@@ -208,16 +211,16 @@ def require_floats(
 
 
 def require_workspace(value: object, argument: str, device: torch.device) -> None:
-    """Reject what is no dense tensor on ``device``; its size is for the plan to say."""
+    """Reject anything but a contiguous tensor on ``device``; the plan checks its size."""
     workspace = require_tensor(value, argument)
     require_device(workspace, argument, device)
     require_contiguous(workspace, argument)
 
 
 def require_scale(scale: object, argument: str, device: torch.device) -> None:
-    """Reject a scale that is neither a number of float32 nor one fp32 element on ``device``.
+    """Reject a scale that is neither a float32 number nor one fp32 element on ``device``.
 
-    An infinity or a NaN is such a number, and does to the result what arithmetic says.
+    Infinities and NaNs are valid and propagate by IEEE arithmetic.
     """
     if isinstance(scale, torch.Tensor):
         require_device(scale, argument, device)
@@ -227,21 +230,21 @@ def require_scale(scale: object, argument: str, device: torch.device) -> None:
         require_float32(scale, argument, _SCALE)
 
 
-def plain_scale(scale: object, argument: str) -> float | torch.Tensor:
-    """Return a scale as the tensor that it is, or as a float."""
+def canonical_scale(scale: object, argument: str) -> float | torch.Tensor:
+    """Return a scale as a float, or unchanged if it is a tensor."""
     if type(scale) is float or isinstance(scale, torch.Tensor):
         return scale
     return require_float32(scale, argument, _SCALE)
 
 
-def plain_sinks(sinks: torch.Tensor) -> torch.Tensor:
-    """Return sinks of 16 bits as fp32, by one small kernel; others as they are."""
+def canonical_sinks(sinks: torch.Tensor) -> torch.Tensor:
+    """Return 16-bit sinks as fp32, which launches one small kernel; others unchanged."""
     if not isinstance(sinks, torch.Tensor) or sinks.dtype not in DTYPES:
         return sinks
     require(sinks.numel() <= _MAX_SINKS, "sinks.shape", "one for each head", list(sinks.shape))
     return sinks.float()
 
 
-def plain_pdl(enable_pdl: object) -> bool:
-    """Return whether a kernel may start early; None means yes."""
+def is_pdl_enabled(enable_pdl: object) -> bool:
+    """Return whether a launch uses programmatic dependent launch (PDL); None means yes."""
     return enable_pdl is None or require_flag(enable_pdl, "enable_pdl")

@@ -1,10 +1,10 @@
-"""Calls that are checked and planned, and how they are found again.
+"""Two-level call cache of validated and planned calls.
 
-Every call is remembered by the form of its arguments: all that a check or a plan may depend on. A
-form is dear to read. So a usual call, one of the few forms that serving has, is found by a key of
-its numbers and words, and by whether its tensors are like those of one of the last calls with that
-key; and where they begin as they did then, too, by the very launches of that call. Tensors that are
-like those of a checked call are in memory; a form does not tell them from fake ones.
+Level 1, the fast path, keys on scalars and a tensor guard; with equal base addresses it replays the
+packed launches. Level 2 keys on the full argument signature, which is everything that a check or a
+plan may depend on, and reuses the validated plan. Reading a signature costs more than the launch,
+hence level 1. A guard accepts real tensors only; a signature does not distinguish them from fake
+ones.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ import torch
 from mlagen.api.tensor_guard import Guard, can_guard, make_guard
 from mlagen.runtime.launch import Launch
 
-# Forms of arguments that are remembered; a server sees a few for each batch size.
+# Cached signatures; a server sees a few for each batch size.
 _MAX_CALLS = 8192
 
-# A guard costs as much as reading two forms. A form gets another if its own denies tensors of that
-# form, such as inference tensors, but not at every call.
+# A guard costs as much as reading two signatures. A signature gets another guard if the current one
+# rejects tensors with that signature, such as inference tensors, but not at every call.
 _MAX_GUARDS = 4
 
-# Calls of one key that are tried, such as those of two batches, or on two GPUs, that come in turn.
+# Guarded entries tried for one key, such as two batches or two GPUs that alternate.
 _MAX_ENTRIES_PER_KEY = 4
 
-# Launches that are remembered; a model has one for each of its layers.
+# Cached launches; a model has one for each layer.
 _MAX_LAUNCHES = 4096
 
 CallT = TypeVar("CallT")
@@ -43,7 +43,7 @@ _is_nested = attrgetter("is_nested")
 
 @dataclass(frozen=True, eq=False)
 class GuardedEntry(Generic[CallT]):
-    """A call lately made with a key, and what says whether tensors are like its own."""
+    """A cached call and the guard that accepts its tensors."""
 
     call: CallT
     guard: Guard
@@ -52,64 +52,64 @@ class GuardedEntry(Generic[CallT]):
 def launch_key_of(
     entry: GuardedEntry[CallT], numbers: tuple[float, ...], tensors: tuple[torch.Tensor, ...]
 ) -> tuple[Hashable, ...]:
-    """Return all that launches of a recent call depend on; the output is one of ``tensors``."""
+    """Return everything that the launches of an entry depend on; ``tensors`` include the output."""
     return (entry, *numbers, *map(_pointer_of, tensors))
 
 
 @dataclass(eq=False)
 class FastPathKey(Generic[CallT]):
-    """A usual call that was not launched again: what to remember it by.
+    """The fast-path key of a call that was not replayed.
 
-    Usual calls of one key, whose tensors are alike, have the same form.
+    Calls with one key whose tensors pass one guard have the same signature.
     """
 
     key: Hashable
     tensors: tuple[torch.Tensor, ...]
-    entry: GuardedEntry[CallT] | None  # that was found
-    out: torch.Tensor | None = None  # that was made for it, or given
-    launch_key: tuple[Hashable, ...] | None = None  # what its launches are to be remembered by
+    entry: GuardedEntry[CallT] | None  # that accepted the tensors
+    out: torch.Tensor | None = None  # given or already allocated
+    launch_key: tuple[Hashable, ...] | None = None  # to cache the launches by
 
 
 @dataclass(eq=False)
-class _Guards(Generic[CallT]):
-    """What the call of a form has when it is a recent one of a key."""
+class _GuardState(Generic[CallT]):
+    """The guarded entry of one signature under one key."""
 
     entry: GuardedEntry[CallT] | None = None
-    guards: int = 0  # that were made, or tried to
+    num_attempts: int = 0  # to make a guard
 
 
 class CallCache(dict[Hashable, CallT]):
-    """Calls that are checked and planned, by the form of their arguments; None is no form.
+    """Validated and planned calls by signature; None is no signature.
 
-    With them the recent ones of usual calls, and what these launched.
+    Holds the guarded entries of the fast path and their launches too.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._guards: dict[Hashable, _Guards[CallT]] = {}
+        self._guards: dict[Hashable, _GuardState[CallT]] = {}
         self._entries: dict[Hashable, tuple[GuardedEntry[CallT], ...]] = {}
         self._launches: dict[Hashable, Sequence[Launch]] = {}
 
     def find(
         self, signature: Hashable, fast_path: FastPathKey[CallT] | None = None
     ) -> CallT | None:
-        """Return the call of a form, if it is remembered.
+        """Return the call with ``signature``, if it is cached.
 
-        A ``fast_path`` one is a recent one of its key from now on.
+        With ``fast_path`` it becomes a guarded entry of that key.
         """
         try:
             call = self.get(signature) if signature is not None else None
-        except TypeError:  # something in it cannot be hashed, such as a list, and will be rejected
+        except TypeError:  # an unhashable value, such as a list; a check rejects it later
             return None
         if call is not None and fast_path is not None:
             self._add(signature, call, fast_path)
         return call
 
-    def keep(
+    def store(
         self, signature: Hashable, call: CallT, fast_path: FastPathKey[CallT] | None = None
     ) -> CallT:
-        """Remember a call, and return it."""
-        _keep(self, signature, call, _MAX_CALLS)
+        """Cache a call, and return it."""
+        _store(self, signature, call, _MAX_CALLS)
         if fast_path is not None:
             self._add(signature, call, fast_path)
         return call
@@ -117,12 +117,12 @@ class CallCache(dict[Hashable, CallT]):
     def lookup_guarded(
         self, key: Hashable, tensors: tuple[torch.Tensor, ...]
     ) -> GuardedEntry[CallT] | None:
-        """Return the recent call of a key whose tensors are like these, if there is one."""
+        """Return the entry of a key whose guard accepts these tensors, if there is one."""
         try:
             entries = self._entries.get(key, ())
             if not entries or any(map(_is_nested, tensors)):
                 return None
-        except (AttributeError, TypeError):  # no tensor, or what cannot be hashed
+        except (AttributeError, TypeError):  # no tensor, or an unhashable value
             return None
         for entry in entries:
             if entry.guard(*tensors):
@@ -132,7 +132,7 @@ class CallCache(dict[Hashable, CallT]):
     def make_key(
         self, key: Hashable, tensors: tuple[torch.Tensor, ...]
     ) -> FastPathKey[CallT] | None:
-        """Return what to remember a usual call by; None where torch has no guards."""
+        """Return the fast-path key of a call; None where torch has no guards."""
         entry = self.lookup_guarded(key, tensors)
         return FastPathKey(key, tensors, entry) if entry is not None or can_guard() else None
 
@@ -142,12 +142,12 @@ class CallCache(dict[Hashable, CallT]):
         tensors: tuple[torch.Tensor, ...],
         numbers: tuple[float, ...],
         *,
-        is_launched: bool,
+        caches_launches: bool,
     ) -> FastPathKey[CallT] | None:
-        """Return a call by its key, with the recent one whose tensors are like its own, if any.
+        """Return the fast-path key of a call, with the entry that accepts its tensors, if any.
 
-        Its launches are remembered if it ``is_launched`` by them; outputs that are made for it are
-        to be added to what they are remembered by. None where torch has no guards.
+        With ``caches_launches`` it has a launch key; the caller appends the addresses of outputs
+        that it allocates. None where torch has no guards.
         """
         entry = self.lookup_guarded(key, tensors)
         if entry is None:
@@ -155,8 +155,8 @@ class CallCache(dict[Hashable, CallT]):
         pointers = tuple(map(_pointer_of, tensors))
         if 0 in pointers and not _have_memory(tensors, pointers):
             return FastPathKey(key, tensors, None)
-        # As in try_replay, zeros of both signs are equal.
-        launch_key = (entry, *numbers, *pointers) if is_launched and all(numbers) else None
+        # As in try_replay, zeros of either sign compare equal.
+        launch_key = (entry, *numbers, *pointers) if caches_launches and all(numbers) else None
         return FastPathKey(key, tensors, entry, None, launch_key)
 
     def try_replay(
@@ -168,27 +168,27 @@ class CallCache(dict[Hashable, CallT]):
         enable_pdl: bool,
         new_out: Callable[[CallT], torch.Tensor],
     ) -> torch.Tensor | FastPathKey[CallT] | None:
-        """Return the output of a usual call that was launched before, or what to remember it by.
+        """Replay a call that was launched before and return its output, or its fast-path key.
 
-        ``new_out`` makes an output that is not given.
+        ``new_out`` allocates an output that is not given.
         """
         if out is not None and self.replay(key, tensors, numbers, enable_pdl):
             return out
         fast_path = self.make_key(key, tensors)
         if fast_path is None or fast_path.entry is None:
             return fast_path
-        made: tuple[torch.Tensor, ...] = ()
+        allocated: tuple[torch.Tensor, ...] = ()
         if out is None:
             out = new_out(fast_path.entry.call)
-            made = (out,)
-            if self.replay(key, tensors, numbers, enable_pdl, made):
+            allocated = (out,)
+            if self.replay(key, tensors, numbers, enable_pdl, allocated):
                 return out
-        launch_key = launch_key_of(fast_path.entry, numbers, tensors + made)
-        if 0 in launch_key[1 + len(numbers) :]:  # no guard sees that storage was freed
+        launch_key = launch_key_of(fast_path.entry, numbers, tensors + allocated)
+        if 0 in launch_key[1 + len(numbers) :]:  # a guard does not detect freed storage
             fast_path.entry = None
             return fast_path
         fast_path.out = out
-        if all(numbers):  # zeros of both signs are equal, and are not passed alike
+        if all(numbers):  # zeros of either sign compare equal, but kernels distinguish them
             fast_path.launch_key = launch_key
         return fast_path
 
@@ -198,18 +198,19 @@ class CallCache(dict[Hashable, CallT]):
         tensors: tuple[torch.Tensor, ...],
         numbers: tuple[float, ...],
         enable_pdl: bool,
-        made: tuple[torch.Tensor, ...] = (),
+        allocated: tuple[torch.Tensor, ...] = (),
     ) -> bool:
-        """Enqueue what a recent call of a key launched with the same values, if there was one.
+        """Enqueue the cached launches of an entry of a key with the same values, if there are any.
 
-        Returns whether there was. ``made`` are outputs that are not given. Where tensors begin is
-        looked at first, for they are seldom nested there, which no guard may see.
+        Returns whether there are. ``allocated`` are outputs that the caller did not give. The
+        lookup by addresses comes first: a nested tensor, which a guard does not survive, seldom
+        passes it.
         """
         found = None
-        launch_key = tensors + made
+        all_tensors = tensors + allocated
         try:
             for entry in self._entries.get(key, ()):
-                launches = self._launches.get(launch_key_of(entry, numbers, launch_key))
+                launches = self._launches.get(launch_key_of(entry, numbers, all_tensors))
                 if launches is not None and entry.guard(*tensors):
                     found = launches
                     break
@@ -224,16 +225,16 @@ class CallCache(dict[Hashable, CallT]):
     def is_valid(self, signature: Hashable, fast_path: FastPathKey[CallT] | None) -> bool:
         """Whether all tensors of a call are known to be in memory, and none of them requires grad.
 
-        The guard of its form may say so, where there are too many recent calls of its key.
+        The guard of its signature still proves it where the entry was evicted from its key.
         """
-        guarded = None if fast_path is None else self._guards.get((signature, fast_path.key))
-        if fast_path is None or guarded is None or guarded.entry is None:
+        state = None if fast_path is None else self._guards.get((signature, fast_path.key))
+        if fast_path is None or state is None or state.entry is None:
             return False
-        guard = guarded.entry.guard(*fast_path.tensors) is True
-        return guard and _have_memory(fast_path.tensors, map(_pointer_of, fast_path.tensors))
+        is_accepted = state.entry.guard(*fast_path.tensors) is True
+        return is_accepted and _have_memory(fast_path.tensors, map(_pointer_of, fast_path.tensors))
 
     def replay_launches(self, launch_key: Hashable, enable_pdl: bool) -> bool:
-        """Enqueue what was launched with some values, if anything was; returns whether it was."""
+        """Enqueue the launches cached under a key; returns whether there are any."""
         launches = self._launches.get(launch_key)
         if launches is None:
             return False
@@ -242,42 +243,42 @@ class CallCache(dict[Hashable, CallT]):
         return True
 
     def store_launches(self, launch_key: Hashable, launches: Sequence[Launch]) -> None:
-        """Remember what was launched with some values."""
-        _keep(self._launches, launch_key, launches, _MAX_LAUNCHES)
+        """Cache launches for :meth:`replay_launches`."""
+        _store(self._launches, launch_key, launches, _MAX_LAUNCHES)
 
     def clear(self) -> None:
-        """Forget all calls."""
+        """Drop all entries of both levels."""
         super().clear()
-        for kept in (self._guards, self._entries, self._launches):
-            kept.clear()
+        for table in (self._guards, self._entries, self._launches):
+            table.clear()
 
     def _add(self, signature: Hashable, call: CallT, fast_path: FastPathKey[CallT]) -> None:
-        """Have a call be a recent one of its key, where the others deny its tensors."""
+        """Make a call the first entry of its key; the present entries reject its tensors."""
         try:
-            denied = self._entries.get(fast_path.key, ())
+            entries = self._entries.get(fast_path.key, ())
         except TypeError:
             return
-        guarded = self._guards.get((signature, fast_path.key))
-        if guarded is None:
-            guarded = _Guards()
-            _keep(self._guards, (signature, fast_path.key), guarded, _MAX_CALLS)
-        is_wanted = guarded.entry is None or guarded.entry in denied
-        if is_wanted and guarded.guards < _MAX_GUARDS:
-            guarded.guards += 1
+        state = self._guards.get((signature, fast_path.key))
+        if state is None:
+            state = _GuardState()
+            _store(self._guards, (signature, fast_path.key), state, _MAX_CALLS)
+        needs_guard = state.entry is None or state.entry in entries
+        if needs_guard and state.num_attempts < _MAX_GUARDS:
+            state.num_attempts += 1
             guard = make_guard(fast_path.tensors)
-            guarded.entry = None if guard is None else GuardedEntry(call, guard)
-        if guarded.entry is not None and guarded.entry not in denied:
-            entries = (guarded.entry, *denied[: _MAX_ENTRIES_PER_KEY - 1])
-            _keep(self._entries, fast_path.key, entries, _MAX_CALLS)
+            state.entry = None if guard is None else GuardedEntry(call, guard)
+        if state.entry is not None and state.entry not in entries:
+            updated = (state.entry, *entries[: _MAX_ENTRIES_PER_KEY - 1])
+            _store(self._entries, fast_path.key, updated, _MAX_CALLS)
 
 
 def _have_memory(tensors: tuple[torch.Tensor, ...], pointers: Iterable[int]) -> bool:
-    # No guard sees that storage was freed; what has no elements needs none.
-    each = zip(tensors, pointers, strict=True)
-    return all(pointer or not tensor.numel() for tensor, pointer in each)
+    # A guard does not detect freed storage; empty tensors need no storage.
+    pairs = zip(tensors, pointers, strict=True)
+    return all(pointer or not tensor.numel() for tensor, pointer in pairs)
 
 
-def _keep(kept: dict[KeyT, ValueT], key: KeyT, value: ValueT, most: int) -> None:
-    if len(kept) >= most:
-        kept.clear()
-    kept[key] = value
+def _store(table: dict[KeyT, ValueT], key: KeyT, value: ValueT, max_entries: int) -> None:
+    if len(table) >= max_entries:
+        table.clear()
+    table[key] = value

@@ -1,4 +1,4 @@
-"""What calls of every family share: parts of their forms, and how their splits are combined."""
+"""Shared parts of the launchers: signatures, scratch, scales, and the combine kernel's launcher."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from mlagen.runtime.plan import Sm80Plan
 from mlagen.spec.combine import CombineSpec
 from mlagen.spec.kernel import KernelSpec, pack_scalars
 
-_LINE_BYTES = 128  # of L2
+_LINE_BYTES = 128  # L2 cache line
 
 
 @dataclass(frozen=True, kw_only=True)
-class CombineCall:
-    """How the splits of a call are combined."""
+class CombineLauncher:
+    """Launcher of the combine kernel for one signature."""
 
     kernel: LoadedKernel
     blocks: int
-    layout: bytes  # the integers of the parameters
-    lse_offset: int  # bytes in the scratch: the partial rows come first, then their LSE
+    packed_scalars: bytes  # the integer kernel parameters
+    lse_offset: int  # bytes in the scratch: partial O first, then the partial LSE
 
     @property
     def spec(self) -> KernelSpec:
@@ -46,7 +46,7 @@ class CombineCall:
         output_factor: float,
         lse_factor: float,
     ) -> Launch:
-        """Enqueue the kernel; of pointers 0 is none."""
+        """Enqueue the kernel; a pointer of 0 is absent."""
         return launch(
             self.kernel,
             self.blocks,
@@ -57,23 +57,23 @@ class CombineCall:
             sinks,
             out,
             lse,
-            self.layout,
+            self.packed_scalars,
             bmm2_scale,
             output_factor,
             lse_factor,
         )
 
 
-def combine_call(
+def make_combine_launcher(
     spec: CombineSpec, plan: Sm80Plan, *, tokens: int, heads: int, device: int
-) -> CombineCall | None:
-    """Return how the splits of ``plan`` are combined on GPU ``device``; None if there is one."""
+) -> CombineLauncher | None:
+    """Return the combine launcher of ``plan`` on GPU ``device``; None without split KV."""
     if plan.splits == 1:
         return None
-    return CombineCall(
+    return CombineLauncher(
         kernel=kernel_for(spec, device),
         blocks=tokens * heads * spec.slices,
-        layout=pack_scalars(
+        packed_scalars=pack_scalars(
             spec, {"total_rows": tokens * heads, "heads": heads, "num_splits": plan.splits}
         ),
         lse_offset=plan.partial_rows * spec.head_dim_vo * 4,
@@ -81,12 +81,12 @@ def combine_call(
 
 
 def require_gpu(device: torch.device, query: str) -> int:
-    """Return the index of the GPU; a device that is neither that nor the CPU is rejected.
+    """Return the index of the GPU.
 
     Raises
     ------
     UnsupportedError
-        If it is.
+        If ``device`` is no CUDA device.
     """
     if device.type != "cuda":
         raise UnsupportedError(f"{query}.device: expected cuda or cpu, got {device}")
@@ -95,32 +95,32 @@ def require_gpu(device: torch.device, query: str) -> int:
 
 
 def scratch_offset(workspace: torch.Tensor, argument: str, needed: int) -> int:
-    """Return where the ``needed`` bytes that a call uses begin in its workspace.
+    """Return the offset of a call's ``needed`` scratch bytes in its workspace.
 
-    They are its last ones, so that the front of a large workspace keeps its bytes: callers share
-    one buffer with FlashInfer, whose counters lie in front and stay zero.
+    The scratch is at the end: callers share one buffer with FlashInfer, whose semaphores are in
+    front and must stay zero.
 
     Raises
     ------
     ArgumentError
-        If it has fewer; the message has both sizes.
+        If the workspace is smaller; the message names both sizes.
     """
     given = workspace.numel() * workspace.element_size()
     rule = f"{needed} bytes or more for this call"
     require(given >= needed, argument, rule, f"{given} bytes")
-    # Whole lines from the beginning, whose alignment is checked; the end may be anywhere.
+    # Whole cache lines from the base address, whose alignment is checked; the end has none.
     return (given - needed) // _LINE_BYTES * _LINE_BYTES
 
 
 def tensor_signature(value: object) -> Hashable:
-    """Return what a check may depend on: the form of a tensor, else the type."""
+    """Return the metadata of a tensor that a check may depend on; of another value its type."""
     if isinstance(value, torch.Tensor):
         return value.shape, value.stride(), value.dtype, value.get_device()
     return type(value).__name__
 
 
 def scale_of(scale: float | torch.Tensor) -> tuple[int, float]:
-    """Return a pointer and a value, of which the kernel takes the pointer if there is one."""
+    """Return a scale's pointer and value; the kernel reads the pointer unless it is 0."""
     if scale.__class__ is not float and isinstance(scale, torch.Tensor):
         return scale.data_ptr(), 0.0
     return 0, scale
@@ -128,24 +128,23 @@ def scale_of(scale: float | torch.Tensor) -> tuple[int, float]:
 
 @lru_cache(maxsize=1 << 14)
 def rounded_up(length: int) -> int:
-    """Return the next number of four leading bits.
+    """Return ``length`` rounded up to four significant bits.
 
-    Plans are made for such lengths, so that the plan of a growing batch changes now and then and
-    not at every step.
+    Plans are made for rounded lengths, so a growing batch does not get a new plan at every step.
     """
     if length < 16:
         return length
     step = 1 << (length.bit_length() - 4)
     up = -(-length // step) * step
-    return min(up, INT32_MAX) if length <= INT32_MAX else up  # what is longer is rejected
+    return min(up, INT32_MAX) if length <= INT32_MAX else up  # longer ones are rejected
 
 
 def length_signature(length: object) -> Hashable:
-    """Return what a length that is no plain int is remembered by.
+    """Return the signature of a length whose type is not int.
 
     Raises
     ------
     ArgumentError
         If it is no whole number; a tensor is not read.
     """
-    return rounded_up(require_whole_number(length, "max_seq_len", least=0)), type(length)
+    return rounded_up(require_whole_number(length, "max_seq_len", min_value=0)), type(length)

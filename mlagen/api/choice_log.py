@@ -1,6 +1,6 @@
-"""Lines of the log at DEBUG: why a call takes its kernel, its tile and its grid.
+"""DEBUG log of the plan: why a call takes its kernel, its tile and its grid.
 
-A call is planned once for each form of its arguments; nothing is logged when it is made again.
+A call is planned, and logged, once for each signature.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _logger = logging.getLogger("mlagen")
 
 
 def decline(why: Callable[[], UnsupportedError], *, is_forced: bool) -> None:
-    """Log why a sm90 kernel leaves a call to the portable one, or raise if it may not."""
+    """Log why an sm90 kernel falls back to the sm80 kernel, or raise if it is forced."""
     if is_forced:
         raise why()
     if _logger.isEnabledFor(logging.DEBUG):
@@ -29,35 +29,36 @@ def log_declined(reason: str) -> None:
 
 
 def log_choice(spec: Any, plan: Any, *, requests: int, rows: int, max_kv_len: int) -> None:
-    """Log what a call takes, and what that follows from.
+    """Log the kernel, tile and grid of a call with their reasons.
 
     Parameters
     ----------
     spec, plan
-        The kernel, and how it is launched.
+        The kernel and its launch plan.
     requests : int
-        Sequences; of a sparse call query tokens.
+        Sequences; for sparse calls query tokens.
     rows : int
         Query tokens of a request, times the heads that share a KV head.
     max_kv_len : int
-        Tokens that a row may attend to, at the most.
+        Maximum number of tokens that a row attends to.
     """
     if not _logger.isEnabledFor(logging.DEBUG):
         return
     block_m = spec.block_m if hasattr(spec, "block_m") else spec.tile.block_m
     if rows <= block_m:
-        why = "one tile holds them"
+        why = "they fit in one tile"
     elif block_m in dict(getattr(spec, "smaller_tiles", ())):
-        why = f"{-(-rows // block_m)} small tiles occupy more SMs, as there is little KV"
+        why = f"{-(-rows // block_m)} small tiles occupy more SMs, as the KV is short"
     else:
         why = f"{-(-rows // block_m)} of the largest tiles"
-    facts = ", ".join(f"{name} {value}" for name, value in vars(plan).items() if name != "blocks")
+    fields = {name: value for name, value in vars(plan).items() if name != "num_ctas"}
+    details = ", ".join(f"{name} {value}" for name, value in fields.items())
     _logger.debug("planning: kernel %s", spec)
     _logger.debug("planning: tile of %d rows for requests of %d rows: %s", block_m, rows, why)
     _logger.debug(
         "planning: grid of %d CTAs for %d requests of up to %d KV tokens: %s",
-        plan.blocks,
+        plan.num_ctas,
         requests,
         max_kv_len,
-        facts,
+        details,
     )

@@ -1,6 +1,6 @@
-"""The forms that a cache of keys and values, and its block scales, may have.
+"""Layouts of a paged KV cache and its block scales.
 
-Pages lie in two tensors or in one, with the heads after the tokens of a page (NHD) or before (HND).
+K and V pages are two tensors or one, with heads after the tokens of a page (NHD) or before (HND).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mlagen.spec.dtype import DType
 
 LAYOUTS = ("NHD", "HND")
 
-# What a cache may hold besides the dtype of the query.
+# Cache dtypes besides the dtype of the query.
 QUANTISED = {
     torch.float8_e4m3fn: DType.E4M3,
     torch.int8: DType.INT8,
@@ -32,7 +32,7 @@ QUANTISED = {
 }
 SCALE_DTYPES = (torch.uint8, torch.float8_e4m3fn)
 
-# An e4m3 scale stands for this many NVFP4 elements, of which a byte holds two.
+# NVFP4 elements per e4m3 scale; a byte holds two elements.
 NVFP4_BLOCK = 16
 
 
@@ -49,7 +49,7 @@ def paged_caches(args: GqaArgs) -> Pair:
     Raises
     ------
     ArgumentError
-        If they have no known form, or differ in anything but their strides.
+        If they have no known layout, or differ in anything but their strides.
     """
     names = args.names
     key, value = _split(
@@ -72,7 +72,7 @@ def paged_scales(args: GqaArgs, caches: Pair) -> Pair | None:
     Raises
     ------
     ArgumentError
-        If they are missing, superfluous, or do not fit the cache.
+        If they are missing, unexpected, or do not match the cache.
     """
     names = args.names
     if caches.key.dtype is not torch.uint8:
@@ -98,7 +98,7 @@ def paged_scales(args: GqaArgs, caches: Pair) -> Pair | None:
 
 
 def cache_names(args: GqaArgs) -> tuple[str, str]:
-    """Return what the caller knows the keys and the values by."""
+    """Return the parameter names of keys and values."""
     names = args.names
     if args.value_cache is None:
         return names.kv_cache, names.kv_cache
@@ -106,7 +106,7 @@ def cache_names(args: GqaArgs) -> tuple[str, str]:
 
 
 def scale_names(args: GqaArgs) -> tuple[str, str]:
-    """Return what the caller knows the scales of keys and values by."""
+    """Return the parameter names of the scales of keys and values."""
     names = args.names
     if args.value_scales is None:
         return names.kv_scales, names.kv_scales
@@ -116,21 +116,21 @@ def scale_names(args: GqaArgs) -> tuple[str, str]:
 def _split(
     first: object, second: object, names: tuple[str, str, str], args: GqaArgs
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return keys and values in their own layout."""
-    whole, of_keys, of_values = names
+    """Return keys and values in the caller's layout."""
+    kv_name, key_name, value_name = names
     if second is None:
-        both = require_tensor(first, whole)
-        require_device(both, whole, args.query.device)
-        require_dims(both, whole, (5,))
-        require(both.shape[1] in {1, 2}, f"{whole}.shape[1]", "2, or 1 where K is V", both.shape[1])
-        return both[:, 0], both[:, -1]
-    key, value = require_tensor(first, of_keys), require_tensor(second, of_values)
-    for tensor, name in ((key, of_keys), (value, of_values)):
+        kv = require_tensor(first, kv_name)
+        require_device(kv, kv_name, args.query.device)
+        require_dims(kv, kv_name, (5,))
+        require(kv.shape[1] in {1, 2}, f"{kv_name}.shape[1]", "2, or 1 where K is V", kv.shape[1])
+        return kv[:, 0], kv[:, -1]
+    key, value = require_tensor(first, key_name), require_tensor(second, value_name)
+    for tensor, name in ((key, key_name), (value, value_name)):
         require_device(tensor, name, args.query.device)
         require_dims(tensor, name, (4,))
     return key, value
 
 
 def _swapped(tensor: torch.Tensor, layout: str) -> torch.Tensor:
-    """Return heads and tokens in the other order, where the layout is not NHD."""
+    """Return a view with heads and tokens swapped, if the layout is HND."""
     return tensor if layout == "NHD" else tensor.transpose(1, 2)

@@ -1,4 +1,4 @@
-"""Grouped-query decode calls: checked and planned once for each form of the arguments."""
+"""Grouped-query decode calls: checked and planned once for each call signature."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from mlagen.api.calls import require_gpu, rounded_up
 from mlagen.api.choice_log import log_choice, log_declined
 from mlagen.api.gqa_args import GqaArgs
 from mlagen.api.gqa_contents import check_contents
-from mlagen.api.gqa_numbers import with_plain_numbers
+from mlagen.api.gqa_numbers import canonical_numbers
 from mlagen.api.gqa_problem import GqaProblem, check_problem
 from mlagen.api.gqa_reference import decode_gqa
 from mlagen.api.gqa_signature import call_signature
 from mlagen.api.gqa_sm80_launcher import GqaSm80Launcher, make_sm80_launcher
 from mlagen.api.gqa_sm90_launcher import GqaSm90Launcher, make_sm90_launcher
 from mlagen.api.memory import check_memory
-from mlagen.api.no_backward import record_write, recorded, tensors_of, wants_grad
+from mlagen.api.no_backward import record_output, record_write, tensors_of, wants_grad
 from mlagen.settings import Settings, current_settings
 
 GqaCall = GqaSm80Launcher | GqaSm90Launcher
@@ -38,10 +38,10 @@ def try_replay(
     out: torch.Tensor | None,
     enable_pdl: bool,
 ) -> torch.Tensor | FastPathKey[GqaCall] | None:
-    """Return the output of a usual call that was made before, or what to remember it by.
+    """Replay a cached call and return its output, or return its fast-path key.
 
-    ``key`` is all that the form of the arguments depends on but what the ``tensors`` are like, and
-    ``numbers`` what is passed to the kernels beside them.
+    ``key`` is all that the call signature depends on except the ``tensors``, and ``numbers`` are
+    the scalars passed to the kernels.
     """
     settings = current_settings()
     key = (settings.gqa_kernel, *key)
@@ -53,14 +53,14 @@ def try_replay(
 def run_gqa(
     args: GqaArgs, enable_pdl: bool, fast_path: FastPathKey[GqaCall] | None = None
 ) -> torch.Tensor:
-    """Compute one call, which may be a usual one; returns the output."""
+    """Compute one call, by the fast path if it has an entry; returns the output."""
     settings = current_settings()
     if fast_path is None:
         fast_path = _lookup_by_parts(args, settings)
     if fast_path is None or fast_path.entry is None:
-        plain = with_plain_numbers(args)
-        if plain is not args:
-            args, fast_path = plain, _lookup_by_parts(plain, settings)
+        canonical = canonical_numbers(args)
+        if canonical is not args:
+            args, fast_path = canonical, _lookup_by_parts(canonical, settings)
     if fast_path is None or fast_path.entry is None:
         return _run_by_signature(args, enable_pdl, fast_path)
     call = fast_path.entry.call
@@ -72,19 +72,19 @@ def run_gqa(
 def _run_by_signature(
     args: GqaArgs, enable_pdl: bool, fast_path: FastPathKey[GqaCall] | None
 ) -> torch.Tensor:
-    """Compute a call of plain numbers that is like no recent one."""
+    """Compute a call with canonical numbers that no guarded entry accepts."""
     settings = current_settings()
     signature = call_signature(args, settings.gqa_kernel)
     call = _calls.find(signature)
     if call is None or not _calls.is_valid(signature, fast_path):
         check_memory(args)
         if wants_grad(args):
-            return _run_recorded(args, enable_pdl)
+            return _run_with_grad(args, enable_pdl)
     if call is not None and fast_path is not None:
         _calls.find(signature, fast_path)
     problem = check_problem(args) if call is None else call.problem
     if call is None and problem.device.type != "cpu":
-        call = _calls.keep(signature, _prepare(args, problem, settings.gqa_kernel), fast_path)
+        call = _calls.store(signature, _prepare(args, problem, settings.gqa_kernel), fast_path)
     if settings.checks_contents:
         check_contents(args, problem)
     if call is None:
@@ -93,29 +93,31 @@ def _run_by_signature(
 
 
 def _lookup_by_parts(args: GqaArgs, settings: Settings) -> FastPathKey[GqaCall] | None:
-    """Return a call that no entry point has a key for, by all that its form depends on."""
+    """Return the fast-path key of a call without an entry point's key, from all its arguments."""
     parts = _parts.find(args)
     if parts is None:
         return None
     max_len = rounded_up(args[_MAX_SEQ_LEN])
-    key = (parts, settings.gqa_kernel, max_len, parts.words_of(args))
+    key = (parts, settings.gqa_kernel, max_len, parts.key_values_of(args))
     tensors, numbers = parts.tensors_of(args), parts.floats_of(args)
-    return _calls.lookup_by_parts(key, tensors, numbers, is_launched=not settings.checks_contents)
+    return _calls.lookup_by_parts(
+        key, tensors, numbers, caches_launches=not settings.checks_contents
+    )
 
 
-def _run_recorded(args: GqaArgs, enable_pdl: bool) -> torch.Tensor:
-    """Compute a call of which a tensor requires grad: its output does so too."""
+def _run_with_grad(args: GqaArgs, enable_pdl: bool) -> torch.Tensor:
+    """Compute a call with a tensor that requires grad: its output requires grad too."""
     check_problem(args)
     tensors = tensors_of(args)
     if args.out is not None:
         record_write(args.out, args.names.out, tensors)
     with torch.no_grad():
         out = run_gqa(args, enable_pdl)
-    return out if args.out is not None else recorded(out, tensors)
+    return out if args.out is not None else record_output(out, tensors)
 
 
 def _prepare(args: GqaArgs, problem: GqaProblem, kernel: str) -> GqaCall:
-    """Choose the kernel; ``kernel`` is what the settings ask for."""
+    """Choose the kernel; ``kernel`` is the one that the settings request."""
     index = require_gpu(problem.device, args.names.query)
     call: GqaCall | None = None
     if kernel == "sm80":
@@ -137,20 +139,20 @@ def _run_on_gpu(
     call: GqaCall, args: GqaArgs, enable_pdl: bool, fast_path: FastPathKey[GqaCall] | None = None
 ) -> torch.Tensor:
     out = args.out if fast_path is None or fast_path.out is None else fast_path.out
-    made: tuple[int, ...] = ()
+    allocated: tuple[int, ...] = ()
     if out is None:
         out = _new_out(call)
-        made = (out.data_ptr(),)
-    if call.plan.blocks == 0 or call.problem.tokens == 0:
+        allocated = (out.data_ptr(),)
+    if call.plan.num_ctas == 0 or call.problem.tokens == 0:
         return out
     launch_key = None if fast_path is None else fast_path.launch_key
     if launch_key is not None and fast_path is not None and fast_path.out is None:
-        launch_key += made
+        launch_key += allocated
         if _calls.replay_launches(launch_key, enable_pdl):
             return out
     try:
         launches = call.launch(args, out, enable_pdl)
-    except (OverflowError, struct.error):  # a number beyond 4 bytes; nothing has been launched
+    except (OverflowError, struct.error):  # a number exceeds 4 bytes; nothing was launched
         check_problem(args)
         raise
     if launch_key is not None:

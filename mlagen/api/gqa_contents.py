@@ -1,4 +1,4 @@
-"""What the tensors of one grouped-query decode call hold, checked where ``MLAGEN_CHECK=1`` asks."""
+"""Checks of the tensor contents of one grouped-query decode call, with ``MLAGEN_CHECK=1``."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from mlagen.api.gqa_problem import GqaProblem
 
 
 def check_contents(args: GqaArgs, problem: GqaProblem) -> None:
-    """Reject lengths, tables and ends that contradict each other; waits for the device.
+    """Reject inconsistent lengths, tables and offsets; synchronizes with the device.
 
     Raises
     ------
     ArgumentError
-        If they do; the message names problem and position.
+        If a value is inconsistent; the message names request and index.
     CaptureError
         If a CUDA graph is being captured.
     """
@@ -30,10 +30,10 @@ def check_contents(args: GqaArgs, problem: GqaProblem) -> None:
     q_lens = torch.full((problem.batch,), problem.q_len)
     if args.cum_seq_lens_q is not None:
         q_lens = query_lengths(args.cum_seq_lens_q, names.cum_seq_lens_q, problem.tokens)
-        for position, q_len in enumerate(q_lens.tolist()):
+        for request, q_len in enumerate(q_lens.tolist()):
             if q_len > problem.q_len:
                 rule = f"{problem.q_len} ({names.q_len}) or less"
-                reject(f"{names.cum_seq_lens_q}.diff()[{position}]", rule, q_len)
+                reject(f"{names.cum_seq_lens_q}.diff()[{request}]", rule, q_len)
     seq_lens = check_seq_lens(
         args.seq_lens.flatten(),
         names.seq_lens,

@@ -1,4 +1,4 @@
-"""The tensor maps of a paged cache of keys and values: what copies are told of it."""
+"""TMA tensor maps of a paged KV cache."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from functools import lru_cache
 from mlagen.runtime.tensor_map import TiledTensor, encode
 from mlagen.spec.gqa_sm90 import GqaSm90Spec
 
-# Caches whose maps are remembered for each layout; a model has one for each of its layers.
+# Cached maps for each layout; a model has one cache for each layer.
 _MAX_CACHES = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
 class GqaTensorMapLayout:
-    """All of a cache but where keys and values begin.
+    """Everything that the maps depend on except the base addresses.
 
-    Strides are bytes from page to page, token to token and head to head.
+    Strides are in bytes, between pages, tokens and heads.
     """
 
     spec: GqaSm90Spec
@@ -27,37 +27,37 @@ class GqaTensorMapLayout:
 
 
 class GqaCacheMaps(dict[tuple[int, int], bytes]):
-    """The maps of the caches of one form, of keys and then of values, by where they begin."""
+    """The maps of keys and of values for caches of one layout, by base addresses."""
 
-    def __init__(self, signature: GqaTensorMapLayout) -> None:
+    def __init__(self, layout: GqaTensorMapLayout) -> None:
         super().__init__()
-        self._signature = signature
+        self._layout = layout
 
-    def __missing__(self, beginnings: tuple[int, int]) -> bytes:
-        key, value = beginnings
-        maps = self._encoded(key, self._signature.key_strides)
-        maps += self._encoded(value, self._signature.value_strides)
+    def __missing__(self, base_addresses: tuple[int, int]) -> bytes:
+        key, value = base_addresses
+        maps = self._encode(key, self._layout.key_strides)
+        maps += self._encode(value, self._layout.value_strides)
         if len(self) >= _MAX_CACHES:
             self.clear()
-        self[beginnings] = maps
+        self[base_addresses] = maps
         return maps
 
-    def _encoded(self, address: int, strides: tuple[int, int, int]) -> bytes:
-        """Return the map of keys or values as lines: element, token, column, head, page."""
-        signature, spec = self._signature, self._signature.spec
+    def _encode(self, address: int, strides: tuple[int, int, int]) -> bytes:
+        """Return the map of keys or values with dimensions element, token, column, head, page."""
+        layout, spec = self._layout, self._layout.spec
         columns = spec.row_bytes // spec.line_bytes
         elements = spec.variant.head_dim // columns
         page_size = spec.variant.page_size
         page_stride, token_stride, head_stride = strides
         tensor = TiledTensor(
             dtype=spec.variant.kv_dtype,
-            sizes=(elements, page_size, columns, signature.kv_heads, signature.num_pages),
+            sizes=(elements, page_size, columns, layout.kv_heads, layout.num_pages),
             strides=(
                 token_stride,
                 spec.line_bytes,
-                # Of a single one the stride may be anything, and does not count.
-                head_stride if signature.kv_heads > 1 else spec.row_bytes,
-                page_stride if signature.num_pages > 1 else spec.row_bytes,
+                # The stride of an axis of size 1 is arbitrary and unused.
+                head_stride if layout.kv_heads > 1 else spec.row_bytes,
+                page_stride if layout.num_pages > 1 else spec.row_bytes,
             ),
             box=(elements, spec.box_tokens, columns, spec.heads_per_cta, 1),
         )
@@ -65,6 +65,6 @@ class GqaCacheMaps(dict[tuple[int, int], bytes]):
 
 
 @lru_cache(maxsize=256)
-def maps_of(signature: GqaTensorMapLayout) -> GqaCacheMaps:
-    """Return the maps of all caches of a form, which calls of any batch share."""
-    return GqaCacheMaps(signature)
+def maps_of(layout: GqaTensorMapLayout) -> GqaCacheMaps:
+    """Return the maps of all caches of a layout, shared by calls of any batch."""
+    return GqaCacheMaps(layout)

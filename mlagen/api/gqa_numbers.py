@@ -1,4 +1,4 @@
-"""The pairs and numbers of a grouped-query decode call, made plain before they are used."""
+"""Conversion of a grouped-query decode call's numbers and tensor pairs to canonical types."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from mlagen.api.arguments import (
     INT32_MAX,
     SCALES,
-    plain_scale,
-    plain_sinks,
+    canonical_scale,
+    canonical_sinks,
     reject,
     require_choice,
     require_float32,
@@ -21,17 +21,17 @@ from mlagen.api.gqa_args import GqaArgs
 from mlagen.api.gqa_cache import LAYOUTS
 
 
-def with_plain_numbers(args: GqaArgs) -> GqaArgs:
-    """Return the inputs with Python's own numbers, and with sinks of fp32.
+def canonical_numbers(args: GqaArgs) -> GqaArgs:
+    """Return the arguments with built-in Python numbers and fp32 sinks.
 
-    Window and output factors are plain already: their entry points compute them.
+    Window and output factors are canonical already: the entry points compute them.
 
     Raises
     ------
     ArgumentError
-        If one is not of its kind, or a kernel's 32 bits cannot hold it.
+        If one has the wrong type, or exceeds 32 bits.
     """
-    # By position, as in the form: names cost more, and this runs at every call but the usual.
+    # By index, as in the signature: names cost more, and every call off the fast path runs this.
     max_seq_len, q_len, layout, _, _, bmm1, bmm2, _, _, sinks = args[6:16]
     if (
         max_seq_len.__class__ is q_len.__class__ is int
@@ -47,16 +47,16 @@ def with_plain_numbers(args: GqaArgs) -> GqaArgs:
     names = args.names
     return args._replace(
         max_seq_len=require_whole_number(max_seq_len, names.max_seq_len),
-        q_len=require_whole_number(q_len, names.q_len, least=1),
+        q_len=require_whole_number(q_len, names.q_len, min_value=1),
         kv_layout=require_choice(layout, "kv_layout", LAYOUTS),
-        bmm1_scale=plain_scale(bmm1, names.bmm1_scale),
-        bmm2_scale=plain_scale(bmm2, names.bmm2_scale),
-        sinks=None if sinks is None else plain_sinks(sinks),
+        bmm1_scale=canonical_scale(bmm1, names.bmm1_scale),
+        bmm2_scale=canonical_scale(bmm2, names.bmm2_scale),
+        sinks=None if sinks is None else canonical_sinks(sinks),
     )
 
 
 def pair_of(
-    both: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | list[torch.Tensor], argument: str
+    kv: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | list[torch.Tensor], argument: str
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return keys and values; the values are None where one tensor holds both.
 
@@ -65,30 +65,30 @@ def pair_of(
     ArgumentError
         If a tuple or list holds anything but two tensors.
     """
-    if not isinstance(both, (tuple, list)):
-        return both, None
-    if len(both) != 2:
-        reject(argument, "a tensor, or two in a tuple or list", f"{len(both)} of them")
-    key, value = both
+    if not isinstance(kv, (tuple, list)):
+        return kv, None
+    if len(kv) != 2:
+        reject(argument, "a tensor, or two in a tuple or list", f"{len(kv)} of them")
+    key, value = kv
     if key.__class__ is torch.Tensor and value.__class__ is torch.Tensor:
         return key, value
     return require_tensor(key, f"{argument}[0]"), require_tensor(value, f"{argument}[1]")
 
 
 def window_of(window_left: object, argument: str) -> int:
-    """Return how many tokens a row sees, its own included, of those before it; 0 is no limit.
+    """Return the window: tokens that a row attends to, including itself; 0 is no limit.
 
     Raises
     ------
     ArgumentError
         If it is no whole number.
     """
-    before = require_whole_number(window_left, argument, least=None, most=None)
-    return before + 1 if before >= 0 else 0
+    left = require_whole_number(window_left, argument, min_value=None, max_value=None)
+    return left + 1 if left >= 0 else 0
 
 
 def positive_factor(number: object, argument: str) -> float:
-    """Return a factor that float32 can hold.
+    """Return a positive factor in the range of float32.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Which kernel serves a grouped-query decode call, and how it is spread over its GPU."""
+"""Kernel choice and launch plan of a grouped-query decode call."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from mlagen.api.gqa_args import GqaArgs
 from mlagen.api.gqa_problem import GqaProblem
 from mlagen.runtime.device import arch_of_device, device_facts
 from mlagen.runtime.plan import GqaProblemShape, Sm80Plan, plan_gqa_sm80
-from mlagen.runtime.plan_gqa_sm90 import GqaSm90Plan, heads_of_block, plan_gqa_sm90
+from mlagen.runtime.plan_gqa_sm90 import GqaSm90Plan, choose_heads_per_cta, plan_gqa_sm90
 from mlagen.spec.gqa import GqaSm80Spec, GqaVariant, gqa_sm80_spec
 from mlagen.spec.gqa_sm90 import GqaSm90Spec, gqa_sm90_spec
 
 
-def planned_facts(args: GqaArgs, problem: GqaProblem, device: int) -> dict[str, Any]:
-    """Return what either plan of a call depends on."""
+def plan_arguments(args: GqaArgs, problem: GqaProblem, device: int) -> dict[str, Any]:
+    """Return the arguments of both planning functions for a call."""
     return {
         "device": device,
         "variant": problem.variant,
@@ -46,9 +46,9 @@ def plan_gqa_call(
     window: int,
     max_kv_len: int,
 ) -> tuple[GqaSm80Spec, Sm80Plan]:
-    """Return the sm80 kernel and its plan of a call on GPU ``device``.
+    """Return the sm80 kernel and its plan for a call on GPU ``device``.
 
-    ``q_len`` is the longest where requests differ, and ``window`` 0 where there is none.
+    ``q_len`` is the maximum where requests differ; ``window`` is 0 for no limit.
     """
     spec = gqa_sm80_spec(arch_of_device(device), variant, q_len * (heads // kv_heads))
     problem = _problem(batch, q_len, is_ragged, tokens, heads, kv_heads, window, max_kv_len)
@@ -70,9 +70,9 @@ def plan_gqa_sm90_call(
     max_kv_len: int,
     has_one_head: bool = False,
 ) -> tuple[GqaSm90Spec, GqaSm90Plan] | None:
-    """Return the sm90 kernel and its plan of a call on GPU ``device``; None if there is none.
+    """Return the sm90 kernel and its plan for a call on GPU ``device``; None if unsupported.
 
-    Blocks take as many kv heads as is best, or one if ``has_one_head``.
+    The plan chooses the KV heads of a CTA, or takes one if ``has_one_head``.
     """
     spec = gqa_sm90_spec(arch_of_device(device), variant, q_len * (heads // kv_heads))
     if spec is None:
@@ -80,7 +80,7 @@ def plan_gqa_sm90_call(
     problem = _problem(batch, q_len, is_ragged, tokens, heads, kv_heads, window, max_kv_len)
     sm_count = device_facts(device).sm_count
     if not has_one_head:
-        spec = replace(spec, heads_per_cta=heads_of_block(spec, problem, sm_count))
+        spec = replace(spec, heads_per_cta=choose_heads_per_cta(spec, problem, sm_count))
     return spec, plan_gqa_sm90(spec, problem, sm_count)
 
 

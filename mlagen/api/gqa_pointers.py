@@ -1,4 +1,4 @@
-"""Where rows of a grouped-query decode call may begin."""
+"""Alignment rules for the rows of a grouped-query decode call."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from mlagen.api.arguments import ALIGNMENT_BYTES, reject
 from mlagen.api.gqa_args import GqaArgs
 from mlagen.api.gqa_cache import cache_names, paged_caches
 
-# NVFP4 rows that are no multiple of 16 bytes are copied 8 at a time.
+# cp.async copies NVFP4 rows that are no multiple of 16 bytes 8 bytes at a time.
 NVFP4_ALIGNMENT_BYTES = 8
 MASK_ALIGNMENT_BYTES = 4
 
 
 def alignment_of(tensor: torch.Tensor) -> int:
-    """Return the bytes of which the address of every row must be a multiple."""
+    """Return the required alignment of every row of a cache, in bytes."""
     if tensor.dtype is torch.uint8 and tensor.shape[-1] % ALIGNMENT_BYTES:
         return NVFP4_ALIGNMENT_BYTES
     return ALIGNMENT_BYTES
 
 
-def require_steps(tensor: torch.Tensor, argument: str) -> None:
-    """Reject a tensor whose rows do not all begin at such an address if the first does."""
+def require_aligned_strides(tensor: torch.Tensor, argument: str) -> None:
+    """Reject a tensor with a stride that breaks the alignment of its rows."""
     elements = alignment_of(tensor) // tensor.element_size()
     for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         if dim != tensor.dim() - 1 and size > 1 and stride % elements:
@@ -29,7 +29,7 @@ def require_steps(tensor: torch.Tensor, argument: str) -> None:
 
 
 def check_pointers(args: GqaArgs) -> None:
-    """Reject tensors that do not begin where the kernels can read or write.
+    """Reject tensors with a misaligned base address.
 
     Raises
     ------
@@ -38,10 +38,10 @@ def check_pointers(args: GqaArgs) -> None:
     """
     names = args.names
     key, value = paged_caches(args)
-    of_keys, of_values = cache_names(args)
+    key_name, value_name = cache_names(args)
     _check(args.query, names.query, ALIGNMENT_BYTES)
-    _check(key, of_keys, alignment_of(key))
-    _check(value, of_values, alignment_of(key))
+    _check(key, key_name, alignment_of(key))
+    _check(value, value_name, alignment_of(key))
     _check(args.workspace_buffer, names.workspace_buffer, ALIGNMENT_BYTES)
     if args.out is not None:
         _check(args.out, names.out, ALIGNMENT_BYTES)

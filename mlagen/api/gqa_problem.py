@@ -1,7 +1,7 @@
-"""The arguments of one grouped-query decode call, checked and put into one form.
+"""Validation of one grouped-query decode call, and the problem that it describes.
 
-Nothing here looks at the contents of a tensor, so that what holds for one call holds for every
-call whose arguments have the same shapes, strides, dtypes and devices.
+No check reads the contents of a tensor, so a result holds for every call with the same shapes,
+strides, dtypes and devices.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mlagen.api.arguments import (
 )
 from mlagen.api.gqa_args import GqaArgs
 from mlagen.api.gqa_cache import QUANTISED, Pair, cache_names, paged_caches, paged_scales
-from mlagen.api.gqa_pointers import check_pointers, require_steps
+from mlagen.api.gqa_pointers import check_pointers, require_aligned_strides
 from mlagen.api.gqa_query import check_query, check_query_tokens
 from mlagen.spec.dtype import DType
 from mlagen.spec.gqa import GqaVariant, require_supported
@@ -40,14 +40,14 @@ MAX_TOKENS = 0x7FFF0000  # of a request, as in templates/common/paged_kv.cuh
 
 @dataclass(frozen=True, kw_only=True)
 class GqaProblem:
-    """The layout of a sound call."""
+    """The problem of a valid call: sizes, strides and kernel variant."""
 
     device: torch.device
     variant: GqaVariant
     out_dtype: torch.dtype
     out_shape: tuple[int, ...]
     batch: int
-    q_len: int  # the longest
+    q_len: int  # the maximum
     is_ragged: bool
     tokens: int  # query tokens of all requests
     heads: int
@@ -55,35 +55,35 @@ class GqaProblem:
     num_pages: int
     max_pages: int
     window: int  # 0: no limit
-    mask_words: int  # 32-bit words of a row of the mask; 0: causal
-    query_stride: int  # elements, from one query token to the next
+    mask_words: int  # 32-bit words per row of the mask; 0: causal
+    query_stride: int  # elements between query tokens
     query_head_stride: int
     block_tables_stride: int
-    key_strides: tuple[int, int, int]  # bytes from page to page, token to token, head to head
+    key_strides: tuple[int, int, int]  # bytes between pages, tokens, heads
     value_strides: tuple[int, int, int]
     key_scale_strides: tuple[int, int, int]
     value_scale_strides: tuple[int, int, int]
-    value_offset: int  # bytes from the first key to the first value, where one tensor holds both
+    value_offset: int  # bytes from the first key to the first value in one tensor
     value_scale_offset: int
     score_factor: float
     scores_take_bmm2: bool
     takes_bmm2: bool
 
     @property
-    def group(self) -> int:
-        """Query heads of one kv head."""
+    def group_size(self) -> int:
+        """Query heads per KV head."""
         return self.heads // self.kv_heads
 
 
 def check_problem(args: GqaArgs) -> GqaProblem:
-    """Return the layout of ``args``, whose numbers are plain.
+    """Return the problem of ``args``, whose numbers are canonical.
 
     Raises
     ------
     ArgumentError
         If an argument breaks a rule.
     UnsupportedError
-        If no kernel covers dtypes or head dimension, on whatever device.
+        If no kernel supports the dtypes or head dimension on any device.
     """
     names = args.names
     query = check_query(args)
@@ -109,9 +109,9 @@ def check_problem(args: GqaArgs) -> GqaProblem:
         page_size=caches.key.shape[1],
     )
     require_supported(variant)
-    # A window of all that the table can hold, or that the kernel counts, hides nothing; so the
-    # kernel's sums stay in 32 bits.
-    sees_all = args.window >= min(tables.shape[1] * variant.page_size, MAX_TOKENS)
+    # A window of the whole table, or of the kernel's maximum, masks nothing. Dropping it keeps the
+    # kernel's index arithmetic in 32 bits.
+    covers_all = args.window >= min(tables.shape[1] * variant.page_size, MAX_TOKENS)
     is_quantised = not kv_dtype.is_16bit
     return GqaProblem(
         device=query.device,
@@ -126,7 +126,7 @@ def check_problem(args: GqaArgs) -> GqaProblem:
         kv_heads=kv_heads,
         num_pages=caches.key.shape[0],
         max_pages=tables.shape[1],
-        window=0 if sees_all else args.window,
+        window=0 if covers_all else args.window,
         mask_words=mask_words,
         query_stride=query_stride,
         query_head_stride=query.stride(-2),
@@ -144,22 +144,22 @@ def check_problem(args: GqaArgs) -> GqaProblem:
 
 
 def _check_caches(args: GqaArgs, caches: Pair) -> int:
-    """Return the kv heads, after a look at sizes and strides."""
+    """Check sizes and strides of the caches, and return the number of KV heads."""
     heads, head_dim = args.query.shape[-2:]
-    is_packed = caches.key.dtype is torch.uint8
+    is_nvfp4 = caches.key.dtype is torch.uint8
     name = cache_names(args)[0]
     _, page_size, kv_heads, width = caches.key.shape
-    expected = head_dim // 2 if is_packed else head_dim
-    told = f"head_dim of {args.names.query}"
-    told += " / 2" if is_packed else ""
-    require(width == expected, f"{name}.shape[-1]", f"{expected} ({told})", width)
+    expected = head_dim // 2 if is_nvfp4 else head_dim
+    why = f"head_dim of {args.names.query}"
+    why += " / 2" if is_nvfp4 else ""
+    require(width == expected, f"{name}.shape[-1]", f"{expected} ({why})", width)
     require(page_size >= 1, name, "1 token or more in a page", page_size)
     require(kv_heads >= 1, name, "1 head or more", kv_heads)
     multiple = f"a multiple of {kv_heads} (heads of {name})"
     require(heads % kv_heads == 0, f"{args.names.query}.shape[-2]", multiple, heads)
     for cache, argument in zip(caches, cache_names(args), strict=True):
         require_dense_last_dim(cache, argument)
-        require_steps(cache, argument)
+        require_aligned_strides(cache, argument)
     return kv_heads
 
 
@@ -183,8 +183,8 @@ def _check_sinks(args: GqaArgs, kv_heads: int) -> None:
 
 
 def _check_mask(args: GqaArgs, batch: int, tokens: int) -> int:
-    """Return the 32-bit words of a row of the mask; 0 where there is none."""
-    # A single query token has no drafts; FlashInfer looks at no mask then.
+    """Return the 32-bit words per row of the mask; 0 where there is none."""
+    # A single query token has no drafts; FlashInfer ignores the mask then.
     if args.mask is None or args.q_len == 1:
         return 0
     name = args.names.mask
@@ -226,7 +226,7 @@ def _byte_strides(tensor: torch.Tensor) -> tuple[int, int, int]:
     return page, token, head
 
 
-def _offset(both: torch.Tensor | None) -> int:
-    if both is None or both.shape[1] == 1:
+def _offset(kv: torch.Tensor | None) -> int:
+    if kv is None or kv.shape[1] == 1:
         return 0
-    return both.stride(1) * both.element_size()
+    return kv.stride(1) * kv.element_size()

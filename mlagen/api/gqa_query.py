@@ -1,4 +1,4 @@
-"""The query of a grouped-query decode call: its forms, and which tokens belong to which request."""
+"""Layout checks of a grouped-query decode call's query, and its tokens per request."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from mlagen.api.arguments import (
     require_tensor,
 )
 from mlagen.api.gqa_args import GqaArgs
-from mlagen.api.gqa_pointers import require_steps
+from mlagen.api.gqa_pointers import require_aligned_strides
 
 
 def check_query(args: GqaArgs) -> torch.Tensor:
-    """Return the query, after a look at its form; ``q_len`` and ragged lengths must go with it."""
+    """Return the query, if its layout matches ``q_len`` and ragged lengths."""
     name = args.names.query
     query = require_tensor(args.query, name)
     is_ragged = args.cum_seq_lens_q is not None
@@ -40,25 +40,25 @@ def check_query(args: GqaArgs) -> torch.Tensor:
             require(q_len == args.q_len, f"{name}.shape[2]", expected, q_len)
     require_dtype(query, name, tuple(DTYPES))
     require_dense_last_dim(query, name)
-    require_steps(query, name)
+    require_aligned_strides(query, name)
     require(query.shape[-2] >= 1, f"{name}.shape[-2]", "1 head or more", query.shape[-2])
     return query
 
 
 def check_query_tokens(args: GqaArgs) -> tuple[int, int, int]:
-    """Return requests, query tokens, and the stride from one query token to the next."""
+    """Return the batch size, the query tokens, and the stride between query tokens."""
     names, query, q_len = args.names, args.query, args.q_len
     seq_lens = require_tensor(args.seq_lens, names.seq_lens)
     require_index(seq_lens, names.seq_lens, query.device)
     require_dims(seq_lens, names.seq_lens, (1, 2))
     require_contiguous(seq_lens, names.seq_lens)
-    cumulative = args.cum_seq_lens_q
-    if cumulative is not None:
+    cu_seqlens_q = args.cum_seq_lens_q
+    if cu_seqlens_q is not None:
         batch, tokens = seq_lens.shape[0], query.shape[0]
-        ends = ((batch + 1,),)
-        require_ints(cumulative, names.cum_seq_lens_q, query.device, ends, "batch + 1")
-        most = f"{batch * q_len} or less (batch * {names.q_len})"
-        require(tokens <= batch * q_len, f"{names.query}.shape[0]", most, tokens)
+        shape = (batch + 1,)
+        require_ints(cu_seqlens_q, names.cum_seq_lens_q, query.device, (shape,), "batch + 1")
+        rule = f"{batch * q_len} or less (batch * {names.q_len})"
+        require(tokens <= batch * q_len, f"{names.query}.shape[0]", rule, tokens)
     elif args.with_beam_axis:
         batch = query.shape[0]
         tokens = batch * q_len

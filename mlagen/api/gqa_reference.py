@@ -1,6 +1,6 @@
-"""The CPU backend of grouped-query decode: plain torch, to develop and test without a GPU.
+"""CPU backend of grouped-query decode in PyTorch, to develop and test without a GPU.
 
-It follows the kernels' rules for empty rows, masks and sinks, in float32. It is slow.
+It follows the kernels' rules for empty rows, masks and sinks, in float32, and is slow.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from mlagen.api.gqa_args import GqaArgs
 from mlagen.api.gqa_cache import NVFP4_BLOCK, paged_caches, paged_scales
 from mlagen.api.gqa_problem import GqaProblem
-from mlagen.api.rows import query_ends, softmax_with_sinks
+from mlagen.api.rows import query_offsets, softmax_with_sinks
 from mlagen.spec.dtype import DType
 
 _E2M1 = torch.tensor((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
@@ -28,18 +28,18 @@ def decode_gqa(args: GqaArgs, problem: GqaProblem) -> torch.Tensor:
     mask = _mask_bits(args, problem)
     out = torch.zeros_like(query)
     capacity = problem.max_pages * problem.variant.page_size
-    ends = query_ends(args.cum_seq_lens_q, problem.batch, problem.q_len)
-    for index, (start, end) in enumerate(pairwise(ends)):
+    offsets = query_offsets(args.cum_seq_lens_q, problem.batch, problem.q_len)
+    for index, (start, end) in enumerate(pairwise(offsets)):
         if not 0 <= start <= end <= problem.tokens:
-            continue  # query tokens outside the tensor are nobody's
+            continue  # as in the kernels, an invalid range has no query tokens
         seq_len = min(max(int(args.seq_lens.view(-1)[index]), 0), capacity)
         q_len = end - start
         keys = _gather(args, caches.key, key_scales, index, seq_len)
         values = _gather(args, caches.value, value_scales, index, seq_len)
         for token in range(start, end):
             draft = token - start
-            seen = _visible(seq_len, q_len, draft, problem.window, mask, token)
-            out[token] = _attend(args, problem, query[token], keys[seen], values[seen])
+            positions = _unmasked(seq_len, q_len, draft, problem.window, mask, token)
+            out[token] = _attend(args, problem, query[token], keys[positions], values[positions])
     if problem.variant.out_dtype is DType.E4M3:
         out = (out * args.out_e4m3_factor).clamp(-_E4M3_MAX, _E4M3_MAX)
     else:
@@ -48,7 +48,7 @@ def decode_gqa(args: GqaArgs, problem: GqaProblem) -> torch.Tensor:
 
 
 def _mask_bits(args: GqaArgs, problem: GqaProblem) -> torch.Tensor | None:
-    """Return which drafts each query token may see, as bools ``[tokens, 32 * mask_words]``."""
+    """Return the drafts visible to each query token, as bools ``[tokens, 32 * mask_words]``."""
     if args.mask is None or not problem.mask_words:
         return None
     rows = args.mask.reshape(problem.tokens, -1).view(torch.uint8)
@@ -56,21 +56,21 @@ def _mask_bits(args: GqaArgs, problem: GqaProblem) -> torch.Tensor | None:
     return bits.bool().reshape(problem.tokens, -1)
 
 
-def _visible(
+def _unmasked(
     seq_len: int, q_len: int, draft: int, window: int, mask: torch.Tensor | None, token: int
 ) -> torch.Tensor:
-    """Return the positions that draft ``draft`` of a request sees; it is query token ``token``."""
+    """Return the KV positions that draft ``draft``, query token ``token``, attends to."""
     first_draft = seq_len - q_len
     position = torch.arange(seq_len)
     if mask is None:
-        is_seen = position <= first_draft + draft
+        is_unmasked = position <= first_draft + draft
     else:
-        draft_seen = position - first_draft
-        bits = mask[token][draft_seen.clamp(0, mask.shape[1] - 1)] & (draft_seen < mask.shape[1])
-        is_seen = (draft_seen < 0) | bits
+        other = position - first_draft
+        bits = mask[token][other.clamp(0, mask.shape[1] - 1)] & (other < mask.shape[1])
+        is_unmasked = (other < 0) | bits
     if window:
-        is_seen &= position >= first_draft + draft + 1 - window
-    return is_seen.nonzero()[:, 0]
+        is_unmasked &= position >= first_draft + draft + 1 - window
+    return is_unmasked.nonzero()[:, 0]
 
 
 def _gather(
@@ -80,20 +80,20 @@ def _gather(
     index: int,
     seq_len: int,
 ) -> torch.Tensor:
-    """Return the first ``seq_len`` tokens of a request; a page that is none reads as zero."""
-    pages, page_size = cache.shape[:2]
-    used = -(-seq_len // page_size)
-    ids = args.block_tables[index, :used].view(torch.int32).long()
-    exists = (ids >= 0) & (ids < pages)
-    taken = _pages(cache, ids[exists])
-    found = _decoded(taken, _pages(scales, ids[exists]) if scales is not None else None)
-    rows = torch.zeros(used, *found.shape[1:])
-    rows[exists] = found
+    """Return the first ``seq_len`` tokens of a request; an invalid page reads as zeros."""
+    num_pages, page_size = cache.shape[:2]
+    used_pages = -(-seq_len // page_size)
+    ids = args.block_tables[index, :used_pages].view(torch.int32).long()
+    is_valid = (ids >= 0) & (ids < num_pages)
+    stored = _pages(cache, ids[is_valid])
+    pages = _decoded(stored, _pages(scales, ids[is_valid]) if scales is not None else None)
+    rows = torch.zeros(used_pages, *pages.shape[1:])
+    rows[is_valid] = pages
     return rows.flatten(0, 1)[:seq_len]
 
 
 def _pages(cache: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    # By bytes where there is one for each: torch before 2.9 does not index e4m3 on the CPU.
+    # One-byte elements as uint8: torch before 2.9 does not index e4m3 on the CPU.
     return cache.view(torch.uint8)[ids].view(cache.dtype) if cache.itemsize == 1 else cache[ids]
 
 
@@ -113,17 +113,17 @@ def _attend(
     keys: torch.Tensor,
     values: torch.Tensor,
 ) -> torch.Tensor:
-    """Attend with one query token ``[heads, head_dim]`` to the tokens that it sees."""
+    """Return the attention of one query token ``[heads, head_dim]`` over its unmasked tokens."""
     if len(keys) == 0:
         return torch.zeros_like(query)
     bmm2_scale = float(args.bmm2_scale) if problem.takes_bmm2 else 1.0
     score_scale = float(args.bmm1_scale) * problem.score_factor
     if problem.scores_take_bmm2:
         score_scale *= bmm2_scale
-    by_kv_head = query.view(problem.kv_heads, problem.group, -1)
+    by_kv_head = query.view(problem.kv_heads, problem.group_size, -1)
     scores = by_kv_head @ keys.permute(1, 2, 0) * score_scale
     sinks = args.sinks
     if sinks is not None:
-        sinks = sinks.view(problem.kv_heads, problem.group)
+        sinks = sinks.view(problem.kv_heads, problem.group_size)
     weights, _ = softmax_with_sinks(scores, sinks)
     return (weights @ values.transpose(0, 1)).view(query.shape) * bmm2_scale

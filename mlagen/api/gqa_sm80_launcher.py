@@ -1,4 +1,4 @@
-"""Grouped-query decode calls of the sm80 kernel, which serves every form on every GPU."""
+"""Launcher of the sm80 grouped-query kernel, which supports every signature on every GPU."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from mlagen.api.arguments import ALIGNMENT_BYTES
-from mlagen.api.calls import CombineCall, combine_call, scale_of, scratch_offset
+from mlagen.api.calls import CombineLauncher, make_combine_launcher, scale_of, scratch_offset
 from mlagen.api.gqa_args import GqaArgs
-from mlagen.api.gqa_plan import plan_gqa_call, planned_facts
+from mlagen.api.gqa_plan import plan_arguments, plan_gqa_call
 from mlagen.api.gqa_pointers import MASK_ALIGNMENT_BYTES, alignment_of, check_pointers
 from mlagen.api.gqa_problem import GqaProblem
 from mlagen.engine import kernel_for
@@ -25,18 +25,18 @@ from mlagen.spec.kernel import pack_scalars
 
 @dataclass(frozen=True, kw_only=True)
 class GqaSm80Launcher:
-    """A form of arguments that is sound, with its kernels loaded and its launch planned."""
+    """A validated call signature with loaded kernels and a launch plan."""
 
     problem: GqaProblem
     plan: Sm80Plan
     scratch_offset: int  # bytes in the workspace
     decode: LoadedKernel
-    combine: CombineCall | None
-    layout: bytes  # the integers of the decode kernel's parameters
+    combine: CombineLauncher | None
+    packed_scalars: bytes  # the integer kernel parameters
     cache_alignment: int  # bytes
 
     def launch(self, args: GqaArgs, out: torch.Tensor, enable_pdl: bool) -> Sequence[Launch]:
-        """Enqueue the kernels of one call of this form."""
+        """Enqueue the kernels of one call with this signature."""
         problem = self.problem
         query = args.query.data_ptr()
         key = args.key_cache.data_ptr()
@@ -66,9 +66,9 @@ class GqaSm80Launcher:
         sinks = args.sinks.data_ptr() if args.sinks is not None else 0
         combine = self.combine
         partial_lse = scratch if combine is None else scratch + combine.lse_offset
-        made = launch(
+        decode_launch = launch(
             self.decode,
-            self.plan.blocks,
+            self.plan.num_ctas,
             enable_pdl,
             query,
             key,
@@ -85,23 +85,23 @@ class GqaSm80Launcher:
             out_pointer,
             scratch,
             partial_lse,
-            self.layout,
+            self.packed_scalars,
             bmm1_scale,
             bmm2_scale,
             problem.score_factor,
             factor,
         )
         if combine is None:
-            return (made,)
-        combined = combine.launch(
+            return (decode_launch,)
+        combine_launch = combine.launch(
             enable_pdl, scratch, bmm2_tensor, sinks, out_pointer, 0, bmm2_scale, factor, 1.0
         )
-        return made, combined
+        return decode_launch, combine_launch
 
 
 def make_sm80_launcher(args: GqaArgs, problem: GqaProblem, index: int) -> GqaSm80Launcher:
-    """Return how calls of the form of ``args`` are launched on GPU ``index``."""
-    spec, plan = plan_gqa_call(**planned_facts(args, problem, index))
+    """Return the launcher for the signature of ``args`` on GPU ``index``."""
+    spec, plan = plan_gqa_call(**plan_arguments(args, problem, index))
     workspace, name = args.workspace_buffer, args.names.workspace_buffer
     offset = scratch_offset(workspace, name, plan.workspace_bytes)
     combine_spec = CombineSpec(
@@ -112,23 +112,23 @@ def make_sm80_launcher(args: GqaArgs, problem: GqaProblem, index: int) -> GqaSm8
         plan=plan,
         scratch_offset=offset,
         decode=kernel_for(spec, index),
-        combine=combine_call(
+        combine=make_combine_launcher(
             combine_spec, plan, tokens=problem.tokens, heads=problem.heads, device=index
         ),
-        layout=_layout(spec, problem, plan),
+        packed_scalars=_packed_scalars(spec, problem, plan),
         cache_alignment=alignment_of(args.key_cache),
     )
 
 
-def _layout(spec: GqaSm80Spec, problem: GqaProblem, plan: Sm80Plan) -> bytes:
-    steps = ("page_stride", "token_stride", "head_stride")
+def _packed_scalars(spec: GqaSm80Spec, problem: GqaProblem, plan: Sm80Plan) -> bytes:
+    names = ("page_stride", "token_stride", "head_stride")
     values = {
         "query_stride": problem.query_stride,
         "query_head_stride": problem.query_head_stride,
         "total_rows": problem.tokens * problem.heads,
         "num_seqs": problem.batch,
         "kv_heads": problem.kv_heads,
-        "group_size": problem.group,
+        "group_size": problem.group_size,
         "q_len": 0 if problem.is_ragged else problem.q_len,
         "mask_words": problem.mask_words,
         "window": problem.window,
@@ -141,5 +141,5 @@ def _layout(spec: GqaSm80Spec, problem: GqaProblem, plan: Sm80Plan) -> bytes:
     }
     for part in ("key", "value", "key_scale", "value_scale"):
         strides = getattr(problem, f"{part}_strides")
-        values |= {f"{part}_{step}": stride for step, stride in zip(steps, strides, strict=True)}
+        values |= {f"{part}_{name}": stride for name, stride in zip(names, strides, strict=True)}
     return pack_scalars(spec, values)

@@ -1,4 +1,4 @@
-"""Grouped-query decode calls of the sm90 kernel: one launch, whatever the lengths."""
+"""Launcher of the sm90 grouped-query kernel: one persistent kernel for any lengths."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mlagen.api.calls import scale_of, scratch_offset
 from mlagen.api.choice_log import decline
 from mlagen.api.gqa_args import GqaArgs
 from mlagen.api.gqa_maps import GqaCacheMaps, GqaTensorMapLayout, maps_of
-from mlagen.api.gqa_plan import plan_gqa_sm90_call, planned_facts
+from mlagen.api.gqa_plan import plan_arguments, plan_gqa_sm90_call
 from mlagen.api.gqa_pointers import MASK_ALIGNMENT_BYTES, check_pointers
 from mlagen.api.gqa_problem import MAX_TOKENS, GqaProblem
 from mlagen.engine import kernel_for
@@ -35,38 +35,38 @@ _COVERED = (
 
 @dataclass(frozen=True, kw_only=True)
 class GqaSm90Launcher:
-    """A form of arguments that is sound, with its kernel loaded and its launch planned."""
+    """A validated call signature with a loaded kernel and a launch plan."""
 
     problem: GqaProblem
     plan: GqaSm90Plan
     scratch_offset: int  # bytes in the workspace
     decode: LoadedKernel
     maps: GqaCacheMaps
-    layout: bytes  # the integers of the parameters
+    packed_scalars: bytes  # the integer kernel parameters
 
     def launch(self, args: GqaArgs, out: torch.Tensor, enable_pdl: bool) -> Sequence[Launch]:
-        """Enqueue the kernel of one call of this form."""
+        """Enqueue the kernel of one call with this signature."""
         problem, plan = self.problem, self.plan
         query = args.query.data_ptr()
-        beginnings = _beginnings(args, problem)
+        base_addresses = _base_addresses(args, problem)
         workspace = args.workspace_buffer.data_ptr()
         scratch = workspace + self.scratch_offset
         out_pointer = out.data_ptr()
         mask = args.mask
         mask_pointer = mask.data_ptr() if mask is not None and problem.mask_words else 0
-        together = query | beginnings[0] | beginnings[1] | workspace | out_pointer
-        if together % ALIGNMENT_BYTES or mask_pointer % MASK_ALIGNMENT_BYTES:
+        all_pointers = query | base_addresses[0] | base_addresses[1] | workspace | out_pointer
+        if all_pointers % ALIGNMENT_BYTES or mask_pointer % MASK_ALIGNMENT_BYTES:
             check_pointers(args)
         bmm1_tensor, bmm1_scale = scale_of(args.bmm1_scale)
         bmm2_tensor, bmm2_scale = scale_of(args.bmm2_scale) if problem.takes_bmm2 else (0, 1.0)
         is_e4m3 = problem.variant.out_dtype is DType.E4M3
-        made = launch(
+        decode_launch = launch(
             self.decode,
-            plan.blocks,
+            plan.num_ctas,
             enable_pdl,
-            self.maps[beginnings],
+            self.maps[base_addresses],
             query,
-            beginnings[1],
+            base_addresses[1],
             args.block_tables.data_ptr(),
             args.seq_lens.data_ptr(),
             args.cum_seq_lens_q.data_ptr() if args.cum_seq_lens_q is not None else 0,
@@ -78,42 +78,42 @@ class GqaSm90Launcher:
             scratch,
             scratch + plan.partial_rows_offset,
             semaphores_of(self.decode.device, workspace),
-            self.layout,
+            self.packed_scalars,
             bmm1_scale,
             bmm2_scale,
             problem.score_factor,
             args.out_e4m3_factor if is_e4m3 else args.out_16bit_factor,
         )
-        return (made,)
+        return (decode_launch,)
 
 
 def make_sm90_launcher(
     args: GqaArgs, problem: GqaProblem, index: int, *, is_forced: bool
 ) -> GqaSm90Launcher | None:
-    """Return how calls of the form of ``args`` are launched on GPU ``index``.
+    """Return the launcher for the signature of ``args`` on GPU ``index``.
 
-    None if the kernel does not cover them, or the driver makes no map of such a cache.
+    None if the kernel does not support it, or the driver rejects the tensor map of the cache.
 
     Raises
     ------
     UnsupportedError
-        Instead of returning None, if the kernel is asked for by name.
+        Instead of returning None, if the settings force the kernel.
     """
-    facts = planned_facts(args, problem, index)
-    planned = plan_gqa_sm90_call(**facts)
+    arguments = plan_arguments(args, problem, index)
+    planned = plan_gqa_sm90_call(**arguments)
     if planned is None:
         decline(lambda: not_covered(index, problem.variant), is_forced=is_forced)
         return None
     max_tokens = problem.max_pages * problem.variant.page_size
-    if not fits_in_int32(*planned, max_tokens):  # tiles of several heads have fewer tokens
-        planned = plan_gqa_sm90_call(**facts, has_one_head=True) or planned
+    if not fits_in_int32(*planned, max_tokens):  # KV tiles of one head have more tokens
+        planned = plan_gqa_sm90_call(**arguments, has_one_head=True) or planned
     spec, plan = planned
     if not fits_in_int32(spec, plan, max_tokens):
         too_long = UnsupportedError(
-            f"MLAGEN_GQA_KERNEL=sm90: expected fewer than 2^32 tiles of {spec.block_n} "
-            f"tokens in all requests, kv heads and tiles of rows, times blocks, got "
-            f"{plan.all_tiles * plan.cta_group_size} tiles of rows of up to {max_tokens} tokens "
-            f"and {plan.blocks} blocks"
+            f"MLAGEN_GQA_KERNEL=sm90: expected fewer than 2^32 KV blocks of {spec.block_n} "
+            f"tokens in all requests, kv heads and row tiles, times CTAs, got "
+            f"{plan.total_tiles * plan.cta_group_size} row tiles of up to {max_tokens} tokens "
+            f"and {plan.num_ctas} CTAs"
         )
         decline(lambda: too_long, is_forced=is_forced)
         return None
@@ -127,7 +127,7 @@ def make_sm90_launcher(
         )
     )
     try:
-        _ = maps[_beginnings(args, problem)]
+        _ = maps[_base_addresses(args, problem)]
     except DriverError as error:
         no_map = UnsupportedError(f"MLAGEN_GQA_KERNEL=sm90: {error}; {_COVERED}")
         decline(lambda: no_map, is_forced=is_forced)
@@ -140,12 +140,12 @@ def make_sm90_launcher(
         scratch_offset=offset,
         decode=kernel_for(spec, index),
         maps=maps,
-        layout=_layout(spec, problem, plan),
+        packed_scalars=_packed_scalars(spec, problem, plan),
     )
 
 
 def not_covered(index: int, variant: GqaVariant) -> UnsupportedError:
-    """Return what is raised where the kernel is asked for by name and covers no such call."""
+    """Return the error where the settings force the kernel and it does not support the call."""
     return UnsupportedError(
         f"MLAGEN_GQA_KERNEL=sm90: no such kernel for {arch_of_device(index)}, "
         f"query {variant.query_dtype}, cache {variant.kv_dtype}, head_dim {variant.head_dim}, "
@@ -153,15 +153,15 @@ def not_covered(index: int, variant: GqaVariant) -> UnsupportedError:
     )
 
 
-def _beginnings(args: GqaArgs, problem: GqaProblem) -> tuple[int, int]:
-    """Return where keys and values begin."""
+def _base_addresses(args: GqaArgs, problem: GqaProblem) -> tuple[int, int]:
+    """Return the base addresses of keys and values."""
     key = args.key_cache.data_ptr()
     if args.value_cache is None:
         return key, key + problem.value_offset
     return key, args.value_cache.data_ptr()
 
 
-def _layout(spec: GqaSm90Spec, problem: GqaProblem, plan: GqaSm90Plan) -> bytes:
+def _packed_scalars(spec: GqaSm90Spec, problem: GqaProblem, plan: GqaSm90Plan) -> bytes:
     page_stride, token_stride, head_stride = problem.value_strides
     values = {
         "query_stride": problem.query_stride,
@@ -172,14 +172,14 @@ def _layout(spec: GqaSm90Spec, problem: GqaProblem, plan: GqaSm90Plan) -> bytes:
         "tokens": problem.tokens,
         "num_seqs": problem.batch,
         "kv_heads": problem.kv_heads,
-        "group_size": problem.group,
+        "group_size": problem.group_size,
         "q_len": 0 if problem.is_ragged else problem.q_len,
         "row_tiles": plan.row_tiles,
         "num_tiles": plan.num_tiles,
         "num_cta_groups": plan.num_cta_groups,
         "cta_group_size": plan.cta_group_size,
         "mask_words": problem.mask_words,
-        # Any token is in the window that is as wide as numbers go.
+        # No limit is the widest window.
         "window": problem.window or MAX_TOKENS,
         "max_pages": problem.max_pages,
         "max_tokens": min(problem.max_pages * problem.variant.page_size, MAX_TOKENS),

@@ -1,4 +1,4 @@
-"""The paged cache of one MLA decode call: its parts, their strides and their scales."""
+"""Layout checks of the paged KV cache of one MLA decode call: parts, strides and scales."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ from mlagen.api.mla_args import MlaArgs
 from mlagen.api.mla_query import FP8_PER_TOKEN_DTYPES
 from mlagen.spec.dtype import DType
 
-# Where a token has several scales, each is for 128 latent elements; a short latent part leaves
-# the last of them unused.
+# Scales of a token in a cache with one scale per 128 latent elements; a shorter latent part does
+# not use the last ones.
 SCALES_PER_TOKEN = 4
 
 
 class CacheLayout(NamedTuple):
-    """A sound cache."""
+    """The layout of a valid cache."""
 
     dtype: DType
     num_pages: int
     page_size: int
-    strides: dict[str, int]  # by parameter of the kernel: bytes, of scales elements
-    rope_offset: int  # bytes from a latent part to its rope part in one tensor
+    strides: dict[str, int]  # by kernel parameter: bytes, for scales elements
+    rope_offset: int  # bytes from the latent to the rope part in one tensor
 
 
 def check_cache(args: MlaArgs, query_dtype: DType) -> CacheLayout:
-    """Return the layout of the cache and of what belongs to it.
+    """Return the layout of the cache, its rope part, values and scales.
 
     Raises
     ------
     ArgumentError
-        If a part of it breaks a rule.
+        If one of them breaks a rule.
     """
     names, device = args.names, args.query.device
     cache = _checked_pages(args.kv_cache, names.kv_cache, device)
@@ -63,7 +63,7 @@ def check_cache(args: MlaArgs, query_dtype: DType) -> CacheLayout:
     if args.value_cache is not None:
         _check_values(args, cache)
     size = cache.element_size()
-    is_packed = dtype in (DType.FP8_PER_TOKEN, DType.FP8_DS_MLA)
+    has_packed_rope = dtype in (DType.FP8_PER_TOKEN, DType.FP8_DS_MLA)
     return CacheLayout(
         dtype=dtype,
         num_pages=cache.shape[0],
@@ -75,12 +75,12 @@ def check_cache(args: MlaArgs, query_dtype: DType) -> CacheLayout:
             "rope_token_stride": rope.stride(1) * size,
             **_check_scales(args, cache, query_dtype, dtype),
         },
-        rope_offset=0 if is_packed else args.kv_lora_rank * size,
+        rope_offset=0 if has_packed_rope else args.kv_lora_rank * size,
     )
 
 
 def pages_of(cache: torch.Tensor) -> torch.Tensor:
-    """Return a sound cache as ``[pages, page_size, width]``, without copying."""
+    """Return a view of a valid cache as ``[pages, page_size, width]``."""
     if cache.dim() == 3:
         return cache
     return cache.squeeze(1 if cache.shape[1] == 1 else 2)
@@ -113,8 +113,8 @@ def _check_dtype(cache: torch.Tensor, args: MlaArgs, query_dtype: DType) -> DTyp
 
 def _check_width(cache: torch.Tensor, argument: str, args: MlaArgs, dtype: DType) -> None:
     if dtype in (DType.FP8_PER_TOKEN, DType.FP8_DS_MLA):
-        expected, why = dtype.row_bytes(0), "bytes of a packed row"
-        require(args.rope_cache is None, args.names.rope_cache, "None for packed rows", "a tensor")
+        expected, why = dtype.row_bytes(0), f"bytes of a row of {dtype}"
+        require(args.rope_cache is None, args.names.rope_cache, f"None for {dtype}", "a tensor")
     elif args.rope_cache is not None:
         expected, why = args.kv_lora_rank, "kv_lora_rank"
     else:
@@ -130,7 +130,7 @@ def _check_rows(cache: torch.Tensor, argument: str) -> None:
 
 
 def _check_values(args: MlaArgs, cache: torch.Tensor) -> None:
-    """Reject values that do not lie as the keys do: the kernel has one set of strides."""
+    """Reject values with other strides than the keys: the kernel has one set of strides."""
     name, keys = args.names.value_cache, args.names.kv_cache
     values = _checked_pages(args.value_cache, name, args.query.device)
     require_dtype(values, name, (cache.dtype,), f"dtype of {keys}")

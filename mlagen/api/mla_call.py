@@ -1,4 +1,4 @@
-"""MLA decode calls: checked and planned once for each form of the arguments, then only launched."""
+"""MLA decode calls: checked and planned once for each call signature, then only launched."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from mlagen.api.choice_log import log_choice, log_declined
 from mlagen.api.memory import check_memory
 from mlagen.api.mla_args import MlaArgs
 from mlagen.api.mla_contents import check_contents
-from mlagen.api.mla_numbers import with_plain_numbers
+from mlagen.api.mla_numbers import canonical_numbers
 from mlagen.api.mla_problem import MlaProblem, check_problem
 from mlagen.api.mla_signature import call_signature
 from mlagen.api.mla_sm80_launcher import MlaSm80Launcher, make_sm80_launcher
 from mlagen.api.mla_sm90_fp8kv_launcher import MlaSm90Fp8KvLauncher
 from mlagen.api.mla_sm90_launcher import MlaSm90Launcher, make_sm90_launcher
-from mlagen.api.no_backward import record_write, recorded, tensors_of, wants_grad
+from mlagen.api.no_backward import record_output, record_write, tensors_of, wants_grad
 from mlagen.api.reference import decode_mla
 from mlagen.errors import ArgumentError, UnsupportedError
 from mlagen.runtime.partition import (
     NO_COOPERATION,
     WHOLE_GPU,
-    TooManyBlocksError,
-    note_rejection,
+    TooManyCtasError,
     partition_of,
+    record_rejection,
 )
 from mlagen.settings import Settings, current_settings
 
@@ -47,10 +47,10 @@ def try_replay(
     out: torch.Tensor | None,
     enable_pdl: bool,
 ) -> torch.Tensor | FastPathKey[MlaCall] | None:
-    """Return the output of a usual call that was made before, or what to remember it by.
+    """Replay a cached call and return its output, or return its fast-path key.
 
-    ``key`` is all that the form of the arguments depends on but what the ``tensors`` are like, and
-    ``numbers`` what is passed to the kernels beside them. No such call has an LSE.
+    ``key`` is all that the call signature depends on except the ``tensors``, and ``numbers`` are
+    the scalars passed to the kernels. Calls with an LSE do not use this path.
     """
     settings = current_settings()
     key = (settings.mla_kernel, settings.mla_p_dtype, *key)
@@ -60,20 +60,20 @@ def try_replay(
         return _calls.make_key(key, tensors)
     try:
         return _calls.try_replay(key, tensors, numbers, out, enable_pdl, _new_out)
-    except TooManyBlocksError as error:
-        note_rejection(error)
+    except TooManyCtasError as error:
+        record_rejection(error)
         return None
 
 
 def run_mla(
     args: MlaArgs, enable_pdl: bool, fast_path: FastPathKey[MlaCall] | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute one call, which may be a usual one; returns the output and, if asked for, the LSE."""
+    """Compute one call, by the fast path if it has an entry; returns output and requested LSE."""
     try:
         return _run(args, enable_pdl, fast_path, partition_of(args.query))
-    except TooManyBlocksError as error:
-        note_rejection(error)
-    return run_mla(args, enable_pdl)  # for the SMs that there are, or without cooperation
+    except TooManyCtasError as error:
+        record_rejection(error)
+    return run_mla(args, enable_pdl)  # planned for the available SMs, or for the sm80 kernel
 
 
 def _run(
@@ -83,9 +83,9 @@ def _run(
     if fast_path is None:
         fast_path = _lookup_by_parts(args, settings, sms)
     if fast_path is None or fast_path.entry is None:
-        plain = with_plain_numbers(args)
-        if plain is not args:
-            args, fast_path = plain, _lookup_by_parts(plain, settings, sms)
+        canonical = canonical_numbers(args)
+        if canonical is not args:
+            args, fast_path = canonical, _lookup_by_parts(canonical, settings, sms)
     if fast_path is None or fast_path.entry is None:
         return _run_by_signature(args, enable_pdl, fast_path, sms)
     call = fast_path.entry.call
@@ -97,7 +97,7 @@ def _run(
 def _run_by_signature(
     args: MlaArgs, enable_pdl: bool, fast_path: FastPathKey[MlaCall] | None, sms: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute a call of plain numbers that is like no recent one."""
+    """Compute a call with canonical numbers that no guarded entry accepts."""
     settings = current_settings()
     signature = call_signature(args, settings.mla_kernel, settings.mla_p_dtype)
     if sms and signature is not None:
@@ -106,12 +106,12 @@ def _run_by_signature(
     if call is None or not _calls.is_valid(signature, fast_path):
         check_memory(args)
         if wants_grad(args):
-            return _run_recorded(args, enable_pdl)
+            return _run_with_grad(args, enable_pdl)
     if call is not None and fast_path is not None:
         _calls.find(signature, fast_path)
     problem = check_problem(args) if call is None else call.problem
     if call is None and problem.device.type != "cpu":
-        call = _calls.keep(signature, _prepare(args, problem, settings, sms), fast_path)
+        call = _calls.store(signature, _prepare(args, problem, settings, sms), fast_path)
     if settings.checks_contents:
         check_contents(args, problem)
     if call is None:
@@ -120,7 +120,7 @@ def _run_by_signature(
 
 
 def _lookup_by_parts(args: MlaArgs, settings: Settings, sms: int) -> FastPathKey[MlaCall] | None:
-    """Return a call that no entry point has a key for, by all that its form depends on."""
+    """Return the fast-path key of a call without an entry point's key, from all its arguments."""
     parts = _parts.find(args)
     if parts is None:
         return None
@@ -130,17 +130,19 @@ def _lookup_by_parts(args: MlaArgs, settings: Settings, sms: int) -> FastPathKey
         settings.mla_kernel,
         settings.mla_p_dtype,
         sms,
-        rounded_up(max_len) if args.bias is None else max_len,  # which a bias must cover
-        parts.words_of(args),
-        args.latent_scale == 1.0,  # others are for few dtypes
+        rounded_up(max_len) if args.bias is None else max_len,  # a bias must cover max_len
+        parts.key_values_of(args),
+        args.latent_scale == 1.0,  # few dtypes support other scales
         args.rope_scale == 1.0,
     )
     tensors, numbers = parts.tensors_of(args), parts.floats_of(args)
-    return _calls.lookup_by_parts(key, tensors, numbers, is_launched=not settings.checks_contents)
+    return _calls.lookup_by_parts(
+        key, tensors, numbers, caches_launches=not settings.checks_contents
+    )
 
 
-def _run_recorded(args: MlaArgs, enable_pdl: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute a call of which a tensor requires grad: its outputs do so too."""
+def _run_with_grad(args: MlaArgs, enable_pdl: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Compute a call with a tensor that requires grad: its outputs require grad too."""
     check_problem(args)
     tensors, names = tensors_of(args), args.names
     given_lse = args.lse if args.return_lse else None
@@ -150,9 +152,9 @@ def _run_recorded(args: MlaArgs, enable_pdl: bool) -> tuple[torch.Tensor, torch.
     with torch.no_grad():
         out, lse = run_mla(args, enable_pdl)
     if args.out is None:
-        out = recorded(out, tensors)
+        out = record_output(out, tensors)
     if lse is not None and given_lse is None:
-        lse = recorded(lse, tensors)
+        lse = record_output(lse, tensors)
     return out, lse
 
 
@@ -164,7 +166,7 @@ def _prepare(
     is_forced = settings.mla_kernel == "sm90"
     if sms == NO_COOPERATION and is_forced:
         raise UnsupportedError(
-            "MLAGEN_MLA_KERNEL=sm90: expected a context whose SMs hold all blocks at once, got "
+            "MLAGEN_MLA_KERNEL=sm90: expected a context whose SMs hold all CTAs at once, got "
             "one in which the driver rejects them; unset it to take the sm80 kernel"
         )
     call: MlaCall | None = None
@@ -176,7 +178,7 @@ def _prepare(
         try:
             call = make_sm90_launcher(args, problem, index, settings, sms)
         except ArgumentError as error:
-            # A workspace that is large enough for the plans of the whole GPU is enough.
+            # A workspace sized for the whole GPU must suffice.
             if sms == WHOLE_GPU or is_forced:
                 raise
             log_declined(str(error))
@@ -197,23 +199,23 @@ def _run_on_gpu(
     problem = call.problem
     out = args.out if fast_path is None or fast_path.out is None else fast_path.out
     lse = args.lse if args.return_lse else None
-    made: tuple[torch.Tensor, ...] = ()
+    allocated: tuple[torch.Tensor, ...] = ()
     if out is None:
         out = _new_out(call)
-        made = (out,)
+        allocated = (out,)
     if lse is None and args.return_lse:
         lse = torch.empty(problem.lse_shape, dtype=torch.float32, device=problem.device)
-        made += (lse,)
-    if call.plan.blocks == 0 or problem.tokens == 0:
+        allocated += (lse,)
+    if call.plan.num_ctas == 0 or problem.tokens == 0:
         return out, lse
     launch_key = None if fast_path is None else fast_path.launch_key
     if launch_key is not None and fast_path is not None and fast_path.out is None:
-        launch_key += tuple(tensor.data_ptr() for tensor in made)
+        launch_key += tuple(tensor.data_ptr() for tensor in allocated)
         if _calls.replay_launches(launch_key, enable_pdl):
             return out, lse
     try:
         launches = call.launch(args, out, lse, enable_pdl)
-    except (OverflowError, struct.error):  # a number beyond 4 bytes; nothing has been launched
+    except (OverflowError, struct.error):  # a number exceeds 4 bytes; nothing was launched
         check_problem(args)
         raise
     if launch_key is not None:

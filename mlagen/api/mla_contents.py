@@ -1,4 +1,4 @@
-"""What the tensors of one MLA decode call hold, checked where ``MLAGEN_CHECK=1`` asks for it."""
+"""Checks of the tensor contents of one MLA decode call, with ``MLAGEN_CHECK=1``."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from mlagen.api.mla_problem import MlaProblem
 
 
 def check_contents(args: MlaArgs, problem: MlaProblem) -> None:
-    """Reject lengths, tables and ends that contradict each other; waits for the device.
+    """Reject inconsistent lengths, tables and offsets; synchronizes with the device.
 
     Raises
     ------
     ArgumentError
-        If they do; the message names request and position.
+        If a value is inconsistent; the message names request and index.
     CaptureError
         If a CUDA graph is being captured.
     """
     require_no_capture(args.query)
     names, page_size = args.names, problem.variant.page_size
-    # With page ids in a row comes FlashInfer's wrapper: it has query tokens without a key, and in
+    # Only FlashInfer's wrapper passes flat page ids. It has query tokens without keys, and in CUDA
     # graphs tokens without a request.
-    is_planned = args.table_starts is not None
+    is_planned = args.kv_indptr is not None
     q_lens = torch.full((problem.batch,), problem.q_len)
     if args.cum_seq_lens_q is not None:
         q_lens = query_lengths(
@@ -40,15 +40,15 @@ def check_contents(args: MlaArgs, problem: MlaProblem) -> None:
             problem.tokens,
             may_have_more=is_planned,
         )
-    if args.top_k_lens is not None:  # no length of a request is read then
+    if args.top_k_lens is not None:  # the kernels do not read seq_lens then
         return
     capacity: int | torch.Tensor | None = problem.max_pages * page_size
-    if problem.top_k:  # the entries of a list that are no tokens are meant to be skipped
+    if problem.top_k:  # the kernels skip invalid indices by contract
         capacity = None
-    elif args.table_starts is not None:
+    elif args.kv_indptr is not None:
         capacity = table_capacity(
-            args.table_starts,
-            names.table_starts,
+            args.kv_indptr,
+            names.kv_indptr,
             page_ids=problem.max_pages,
             page_size=page_size,
         )
@@ -64,11 +64,11 @@ def check_contents(args: MlaArgs, problem: MlaProblem) -> None:
         reject(
             f"max({names.seq_lens})", f"{args.bias.shape[2]} (bias) or less", int(seq_lens.max())
         )
-    if args.table_starts is not None:
+    if args.kv_indptr is not None:
         check_flat_page_ids(
             args.block_tables,
             names.block_tables,
-            starts=args.table_starts,
+            kv_indptr=args.kv_indptr,
             seq_lens=seq_lens,
             page_size=page_size,
             num_pages=problem.num_pages,

@@ -1,4 +1,4 @@
-"""The numbers and words of an MLA decode call, made plain before anything depends on them."""
+"""Conversion of an MLA decode call's numbers and options to canonical types."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import torch
 from mlagen.api.arguments import (
     INT32_MAX,
     SCALES,
-    plain_scale,
-    plain_sinks,
+    canonical_scale,
+    canonical_sinks,
     require_choice,
     require_flag,
     require_whole_number,
@@ -17,15 +17,15 @@ from mlagen.api.mla_args import MlaArgs
 from mlagen.api.mla_problem import LSE_FACTORS
 
 
-def with_plain_numbers(args: MlaArgs) -> MlaArgs:
-    """Return the inputs with Python's own numbers, and with sinks of fp32.
+def canonical_numbers(args: MlaArgs) -> MlaArgs:
+    """Return the arguments with built-in Python numbers and fp32 sinks.
 
     Raises
     ------
     ArgumentError
-        If one is not of its kind, or a kernel's 32 bits cannot hold it.
+        If one has the wrong type, or exceeds 32 bits.
     """
-    # By position, as in the form: names cost more, and this runs at every call but the usual.
+    # By index, as in the signature: names cost more, and every call off the fast path runs this.
     rank, rope_dim, max_seq_len = args[3], args[4], args[7]
     bmm1, bmm2, sinks = args[9:12]
     return_lse, base, _, max_q_len, top_k = args[13:18]
@@ -49,9 +49,9 @@ def with_plain_numbers(args: MlaArgs) -> MlaArgs:
         kv_lora_rank=require_whole_number(rank, "kv_lora_rank"),
         qk_rope_head_dim=require_whole_number(rope_dim, "qk_rope_head_dim"),
         max_seq_len=require_whole_number(max_seq_len, "max_seq_len"),
-        bmm1_scale=plain_scale(bmm1, names.bmm1_scale),
-        bmm2_scale=plain_scale(bmm2, names.bmm2_scale),
-        sinks=None if sinks is None else plain_sinks(sinks),
+        bmm1_scale=canonical_scale(bmm1, names.bmm1_scale),
+        bmm2_scale=canonical_scale(bmm2, names.bmm2_scale),
+        sinks=None if sinks is None else canonical_sinks(sinks),
         return_lse=require_flag(return_lse, "return_lse"),
         return_lse_base=require_choice(base, "return_lse_base", LSE_FACTORS),
         max_q_len=None if max_q_len is None else require_whole_number(max_q_len, "max_q_len"),

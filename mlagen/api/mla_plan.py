@@ -1,4 +1,4 @@
-"""Which kernel serves an MLA decode call, and how the call is spread over its GPU."""
+"""Kernel choice and launch plan of an MLA decode call."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def plan_call(
     heads: int,
     max_kv_len: int,
 ) -> tuple[MlaSm80Spec, Sm80Plan]:
-    """Return the sm80 kernel and its plan of a call on GPU ``device``.
+    """Return the sm80 kernel and its plan for a call on GPU ``device``.
 
-    ``max_kv_len`` is the most that a query token may look at: ``max_seq_len``, or ``top_k``.
+    ``max_kv_len`` bounds the tokens that a query token attends to: ``max_seq_len``, or ``top_k``.
     """
-    if variant.lookup == "sparse":  # every query token has tokens of its own
+    if variant.lookup == "sparse":  # every query token has its own top-k indices
         batch, q_len, tile_q_len = tokens, 1, 1
     spec = mla_sm80_spec(arch_of_device(device), variant, tile_q_len * heads)
     problem = MlaProblemShape(
@@ -62,10 +62,10 @@ def plan_mla_sm90_call(
     p_dtype_choice: str,
     sms: int = WHOLE_GPU,
 ) -> tuple[MlaSm90Spec, MlaSm90Plan] | None:
-    """Return the sm90 kernel and its plan of a call on GPU ``device``; None if there is none.
+    """Return the sm90 kernel and its plan for a call on GPU ``device``; None if unsupported.
 
-    ``max_kv_len`` as for :func:`plan_call`; ``p_dtype_choice`` is what the settings ask for, and
-    ``sms`` how many of the GPU's the context has.
+    ``max_kv_len`` is as for :func:`plan_call`, ``p_dtype_choice`` the dtype of P that the settings
+    request, and ``sms`` the number of SMs of the context.
     """
     if variant.lookup == "sparse":
         batch, q_len, tile_q_len = tokens, 1, 1
@@ -85,12 +85,13 @@ def plan_mla_sm90_call(
 
 
 def schedule_id_of(args: MlaArgs, problem: MlaProblem, spec: MlaSm90Spec) -> int:
-    """Return the number by which blocks of later launches know what they begin with.
+    """Return the schedule id under which CTAs cache their scheduler metadata across launches.
 
-    Zero if lengths are not all that it depends on, or if they are too many to be kept.
+    Zero disables the cache: the schedule depends on more than the lengths, or there are too many
+    lengths to cache.
     """
-    depends_on_more = args.cum_seq_lens_q is not None or args.table_starts is not None
-    if depends_on_more and not problem.top_k:
+    has_offsets = args.cum_seq_lens_q is not None or args.kv_indptr is not None
+    if has_offsets and not problem.top_k:
         return 0
     requests = problem.tokens if problem.top_k else problem.batch
     return new_schedule_id() if requests <= min(spec.threads, spec.cached_seq_lens) else 0

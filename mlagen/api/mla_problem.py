@@ -1,7 +1,7 @@
-"""The arguments of one MLA decode call, checked and put into one form.
+"""Validation of one MLA decode call, and the problem that it describes.
 
-Nothing here looks at the contents of a tensor, so that what holds for one call holds for every
-call whose arguments have the same shapes, strides, dtypes and devices.
+No check reads the contents of a tensor, so a result holds for every call with the same shapes,
+strides, dtypes and devices.
 """
 
 from __future__ import annotations
@@ -27,54 +27,54 @@ from mlagen.api.arguments import (
 )
 from mlagen.api.mla_args import MlaArgs
 from mlagen.api.mla_cache import check_cache
-from mlagen.api.mla_query import MAX_HEADS, QueryLayout, check_query, check_query_ends
+from mlagen.api.mla_query import MAX_HEADS, QueryLayout, check_query, check_query_offsets
 from mlagen.api.mla_tables import check_lengths, check_tables
 from mlagen.spec.mla_support import MlaVariant, require_supported
 
 __all__ = ["LSE_FACTORS", "MAX_HEADS", "MlaProblem", "check_pointers", "check_problem"]
 
-# What an LSE in log2 units is multiplied by, to be of the base asked for.
+# Factors that convert a base-2 LSE to the requested base.
 LSE_FACTORS = {"base2": 1.0, "basee": math.log(2)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class MlaProblem:
-    """The layout of a sound call."""
+    """The problem of a valid call: sizes, strides and kernel variant."""
 
     device: torch.device
     variant: MlaVariant
     out_dtype: torch.dtype
     batch: int
     q_len: int  # of every request; 0 where requests differ
-    tile_q_len: int  # what a tile is chosen for: q_len, or where requests differ the usual one
+    tile_q_len: int  # that the tile is chosen for: q_len, or an estimate where requests differ
     tokens: int  # query tokens of all requests
     heads: int
     num_pages: int
     max_pages: int
     top_k: int
-    strides: dict[str, int]  # by parameter of the kernel
-    query_rope_offset: int  # bytes from a latent part to its rope part in one tensor
+    strides: dict[str, int]  # by kernel parameter
+    query_rope_offset: int  # bytes from the latent to the rope part in one tensor
     rope_cache_offset: int
-    value_tables_offset: int  # bytes from a table of keys to the one of values
+    value_tables_offset: int  # bytes from a request's block table of keys to that of values
     out_shape: tuple[int, ...]
     lse_shape: tuple[int, ...]
 
 
 def check_problem(args: MlaArgs) -> MlaProblem:
-    """Return the layout of ``args``, whose numbers are plain.
+    """Return the problem of ``args``, whose numbers are canonical.
 
     Raises
     ------
     ArgumentError
         If an argument breaks a rule.
     UnsupportedError
-        If no kernel covers dtypes, dimensions or form, on whatever device.
+        If no kernel supports the dtypes, dimensions or lookup on any device.
     """
     query = check_query(args)
     cache = check_cache(args, query.dtype)
     batch = check_lengths(args)
     tables = check_tables(args, batch, query)
-    tile_q_len = check_query_ends(args, batch, query)
+    tile_q_len = check_query_offsets(args, batch, query)
     require_workspace(args.workspace_buffer, args.names.workspace_buffer, args.query.device)
     require_scale(args.bmm1_scale, args.names.bmm1_scale, args.query.device)
     require_scale(args.bmm2_scale, args.names.bmm2_scale, args.query.device)
@@ -122,7 +122,7 @@ def check_problem(args: MlaArgs) -> MlaProblem:
 
 
 def check_pointers(args: MlaArgs) -> None:
-    """Reject tensors that do not begin at whole 16-byte addresses.
+    """Reject tensors whose base address is not 16-byte aligned.
 
     Raises
     ------
@@ -132,7 +132,7 @@ def check_pointers(args: MlaArgs) -> None:
     names = ("query", "query_rope", "kv_cache", "rope_cache", "value_cache")
     for name in (*names, "workspace_buffer", "out"):
         tensor = getattr(args, name)
-        if tensor is not None and tensor.numel():  # nothing is read of an empty part
+        if tensor is not None and tensor.numel():  # the kernels do not read an empty part
             require_aligned_pointer(tensor, getattr(args.names, name))
 
 

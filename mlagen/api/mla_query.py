@@ -1,4 +1,4 @@
-"""The query of one MLA decode call: how its rows lie, and which request each belongs to."""
+"""Layout checks of the query of one MLA decode call, and its tokens per request."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from mlagen.spec.dtype import DType
 MAX_HEADS = 256
 QUERY_DTYPES = {**DTYPES, torch.float8_e4m3fn: DType.E4M3}
 
-# Bytes of a packed row are passed as either; see :class:`DType` for what they hold.
+# Torch dtypes of fp8_per_token rows; :class:`DType` describes their bytes.
 FP8_PER_TOKEN_DTYPES = (torch.float8_e4m3fn, torch.uint8)
-PACKED_LATENT_BYTES = 512
+FP8_PER_TOKEN_LATENT_BYTES = 512
 
 
 class QueryLayout(NamedTuple):
-    """A sound query."""
+    """The layout of a valid query."""
 
     dtype: DType
     tokens: int  # of all requests
     heads: int
     q_len: int  # of every request; 0 where requests differ
-    strides: dict[str, int]  # by parameter of the kernel, bytes
-    rope_offset: int  # bytes from a latent part to its rope part in one tensor
+    strides: dict[str, int]  # by kernel parameter, in bytes
+    rope_offset: int  # bytes from the latent to the rope part in one tensor
 
 
 def check_query(args: MlaArgs) -> QueryLayout:
@@ -73,7 +73,7 @@ def check_query(args: MlaArgs) -> QueryLayout:
         _check_row(rope, names.query_rope, None)
     _check_scales(args, tokens)
     size = query.element_size()
-    latent_elements = PACKED_LATENT_BYTES if args.is_fp8_per_token else args.kv_lora_rank
+    latent_elements = FP8_PER_TOKEN_LATENT_BYTES if args.is_fp8_per_token else args.kv_lora_rank
     return QueryLayout(
         dtype=dtype,
         tokens=tokens,
@@ -89,20 +89,20 @@ def check_query(args: MlaArgs) -> QueryLayout:
     )
 
 
-def check_query_ends(args: MlaArgs, batch: int, query: QueryLayout) -> int:
-    """Return the query tokens of a request that a tile is chosen for.
+def check_query_offsets(args: MlaArgs, batch: int, query: QueryLayout) -> int:
+    """Return the query tokens of a request that the tile is chosen for.
 
     Raises
     ------
     ArgumentError
-        If ``cum_seq_lens_q`` cannot say where the query tokens of each request begin.
+        If ``cum_seq_lens_q`` or ``max_q_len`` breaks a rule.
     """
     name, max_len = args.names.cum_seq_lens_q, args.max_q_len
     if args.cum_seq_lens_q is None:
         require(max_len is None, "max_q_len", f"None without {name}", max_len)
         return query.q_len
     require_ints(args.cum_seq_lens_q, name, args.query.device, ((batch + 1,),), "batch + 1")
-    # A token without any request to search would have the kernel read what is not there.
+    # With no requests, the kernel's search for a token's request would read out of bounds.
     rule = "0 (no requests)"
     require(batch > 0 or query.tokens == 0, f"{args.names.query}.shape[0]", rule, query.tokens)
     if max_len is None:
@@ -127,7 +127,7 @@ def _check_dtype(query: torch.Tensor, args: MlaArgs) -> DType:
 
 def _latent_width(args: MlaArgs) -> tuple[int, str]:
     if args.is_fp8_per_token:
-        return DType.FP8_PER_TOKEN.row_bytes(0), "bytes of a packed row"
+        return DType.FP8_PER_TOKEN.row_bytes(0), f"bytes of a row of {DType.FP8_PER_TOKEN}"
     if args.query_rope is not None:
         return args.kv_lora_rank, "kv_lora_rank"
     return args.kv_lora_rank + args.qk_rope_head_dim, "kv_lora_rank + qk_rope_head_dim"

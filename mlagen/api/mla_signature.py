@@ -1,4 +1,4 @@
-"""What an MLA decode call is remembered by: all that a check or a plan may depend on."""
+"""The call signature of MLA decode: everything that a check or a plan may depend on."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from mlagen.api.mla_args import MlaArgs
 def call_signature(args: MlaArgs, kernel: str, p_dtype_choice: str) -> Hashable:
     """Return everything about the arguments that a check or a plan may depend on.
 
-    ``kernel`` and ``p_dtype_choice`` are what the settings ask for. Written out, for it runs at
-    every call. None if something is not of the kind it should be, which
-    :func:`mlagen.api.mla_problem.check_problem` then says.
+    ``kernel`` and ``p_dtype_choice`` are those that the settings request. The tuple is written out
+    because every call off the fast path builds it. None if an argument has the wrong type, which
+    :func:`mlagen.api.mla_problem.check_problem` then rejects.
     """
     query, cache, workspace, rank, rope_dim, tables, seq_lens, max_len = args[:8]
-    out, bmm1, bmm2, sinks, lse, return_lse, lse_base, ends, max_q_len = args[8:17]
+    out, bmm1, bmm2, sinks, lse, return_lse, lse_base, cu_seqlens_q, max_q_len = args[8:17]
     try:
         return (
             kernel,
@@ -25,7 +25,7 @@ def call_signature(args: MlaArgs, kernel: str, p_dtype_choice: str) -> Hashable:
             (query.shape, query.stride(), query.dtype, query.get_device()),
             (cache.shape, cache.stride(), cache.dtype, cache.get_device()),
             (workspace.shape, workspace.stride(), workspace.dtype, workspace.get_device()),
-            # The classes, for a float or a bool that equals an int is none.
+            # The types too: a float or a bool may equal an int.
             (rank, rank.__class__, rope_dim, rope_dim.__class__),
             (tables.shape, tables.stride(), tables.dtype, tables.get_device()),
             (seq_lens.shape, seq_lens.stride(), seq_lens.dtype, seq_lens.get_device()),
@@ -35,7 +35,7 @@ def call_signature(args: MlaArgs, kernel: str, p_dtype_choice: str) -> Hashable:
             float if bmm2.__class__ is float else tensor_signature(bmm2),
             None if sinks is None else tensor_signature(sinks),
             (return_lse, lse_base, None if lse is None else tensor_signature(lse)),
-            None if ends is None else tensor_signature(ends),
+            None if cu_seqlens_q is None else tensor_signature(cu_seqlens_q),
             None if max_q_len is None else (max_q_len, max_q_len.__class__),
             None if _has_defaults(args[17:]) else _rare_signature(args),
         )
@@ -47,15 +47,15 @@ _DEFAULTS = tuple(MlaArgs._field_defaults.values())[-len(MlaArgs._fields[17:]) :
 
 
 def _has_defaults(rare: tuple[object, ...]) -> bool:
-    """Whether everything that few calls use is left out: the very objects that stand for that.
+    """Whether all rare arguments are the default objects themselves.
 
-    A comparison would ask a tensor whether it equals a number, and wait for the answer.
+    A comparison by value would compare a tensor with a number and synchronize with the device.
     """
     return all(map(is_, rare, _DEFAULTS))
 
 
 def _rare_signature(args: MlaArgs) -> Hashable:
-    """Return the part of the form that few calls have."""
+    """Return the part of the signature that few calls use."""
     top_k, bias = args.top_k, args.bias
     tensors = (
         args.top_k_lens,
@@ -64,15 +64,15 @@ def _rare_signature(args: MlaArgs) -> Hashable:
         args.rope_cache,
         args.value_cache,
         args.kv_scales,
-        args.table_starts,
+        args.kv_indptr,
         bias,
     )
     return (
         (top_k, top_k.__class__, bool(args.is_causal), bool(args.scores_take_bmm2)),
         bool(args.is_fp8_per_token),
         tuple(None if tensor is None else tensor_signature(tensor) for tensor in tensors),
-        (_is_one(args.latent_scale), _is_one(args.rope_scale)),  # others are for few dtypes
-        None if bias is None else args.max_seq_len,  # which a bias must cover
+        (_is_one(args.latent_scale), _is_one(args.rope_scale)),  # few dtypes support others
+        None if bias is None else args.max_seq_len,  # a bias must cover it
     )
 
 

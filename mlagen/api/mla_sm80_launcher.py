@@ -1,4 +1,4 @@
-"""MLA decode calls of the sm80 kernel, which serves every form on every GPU."""
+"""Launcher of the sm80 MLA kernel, which supports every signature on every GPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from mlagen.api.arguments import ALIGNMENT_BYTES
-from mlagen.api.calls import CombineCall, combine_call, scale_of, scratch_offset
+from mlagen.api.calls import CombineLauncher, make_combine_launcher, scale_of, scratch_offset
 from mlagen.api.mla_args import MlaArgs
 from mlagen.api.mla_plan import plan_call
 from mlagen.api.mla_problem import LSE_FACTORS, MlaProblem, check_pointers
@@ -24,20 +24,20 @@ from mlagen.spec.mla import MlaSm80Spec
 
 @dataclass(frozen=True, kw_only=True)
 class MlaSm80Launcher:
-    """A form of arguments that is sound, with its kernels loaded and its launch planned."""
+    """A validated call signature with loaded kernels and a launch plan."""
 
     problem: MlaProblem
     plan: Sm80Plan
     scratch_offset: int  # bytes in the workspace
     decode: LoadedKernel
-    combine: CombineCall | None
-    layout: bytes  # the integers of the decode kernel's parameters
-    is_plain: bool  # none of what :class:`_RarePointers` names is used
+    combine: CombineLauncher | None
+    packed_scalars: bytes  # the integer kernel parameters
+    is_plain: bool  # no argument of :class:`_RarePointers` is used
 
     def launch(
         self, args: MlaArgs, out: torch.Tensor, lse: torch.Tensor | None, enable_pdl: bool
     ) -> Sequence[Launch]:
-        """Enqueue the kernels of one call of this form."""
+        """Enqueue the kernels of one call with this signature."""
         problem = self.problem
         query = args.query.data_ptr()
         cache = args.kv_cache.data_ptr()
@@ -57,8 +57,10 @@ class MlaSm80Launcher:
                 value_tables=tables + problem.value_tables_offset,
             )
         query_rope, rope_cache, query_scales, value_cache, kv_scales = rare[:5]
-        beginnings = query | query_rope | cache | rope_cache | value_cache | workspace | out_pointer
-        if beginnings % ALIGNMENT_BYTES:
+        all_pointers = (
+            query | query_rope | cache | rope_cache | value_cache | workspace | out_pointer
+        )
+        if all_pointers % ALIGNMENT_BYTES:
             check_pointers(args)
         bmm1_tensor, bmm1_scale = scale_of(args.bmm1_scale)
         bmm2_tensor, bmm2_scale = scale_of(args.bmm2_scale)
@@ -67,9 +69,9 @@ class MlaSm80Launcher:
         lse_factor = LSE_FACTORS[args.return_lse_base]
         combine = self.combine
         partial_lse = scratch if combine is None else scratch + combine.lse_offset
-        made = launch(
+        decode_launch = launch(
             self.decode,
-            self.plan.blocks,
+            self.plan.num_ctas,
             enable_pdl,
             query,
             query_rope,
@@ -80,7 +82,7 @@ class MlaSm80Launcher:
             kv_scales,
             tables,
             rare.value_tables,
-            rare.table_starts,
+            rare.kv_indptr,
             args.seq_lens.data_ptr(),
             args.cum_seq_lens_q.data_ptr() if args.cum_seq_lens_q is not None else 0,
             rare.top_k_lens,
@@ -92,7 +94,7 @@ class MlaSm80Launcher:
             lse_pointer,
             scratch,
             partial_lse,
-            self.layout,
+            self.packed_scalars,
             bmm1_scale,
             bmm2_scale,
             args.latent_scale,
@@ -100,8 +102,8 @@ class MlaSm80Launcher:
             lse_factor,
         )
         if combine is None:
-            return (made,)
-        combined = combine.launch(
+            return (decode_launch,)
+        combine_launch = combine.launch(
             enable_pdl,
             scratch,
             bmm2_tensor,
@@ -112,11 +114,11 @@ class MlaSm80Launcher:
             1.0,
             lse_factor,
         )
-        return made, combined
+        return decode_launch, combine_launch
 
 
 class _RarePointers(NamedTuple):
-    """Addresses of what few calls use, 0 where it is not used."""
+    """Base addresses of rarely used arguments, 0 where unused."""
 
     query_rope: int
     rope_cache: int
@@ -124,13 +126,13 @@ class _RarePointers(NamedTuple):
     value_cache: int = 0
     kv_scales: int = 0
     value_tables: int = 0
-    table_starts: int = 0
+    kv_indptr: int = 0
     top_k_lens: int = 0
     bias: int = 0
 
 
 def make_sm80_launcher(args: MlaArgs, problem: MlaProblem, index: int) -> MlaSm80Launcher:
-    """Return how calls of the form of ``args`` are launched on GPU ``index``."""
+    """Return the launcher for the signature of ``args`` on GPU ``index``."""
     spec, plan = plan_call(
         device=index,
         variant=problem.variant,
@@ -149,10 +151,10 @@ def make_sm80_launcher(args: MlaArgs, problem: MlaProblem, index: int) -> MlaSm8
         plan=plan,
         scratch_offset=offset,
         decode=kernel_for(spec, index),
-        combine=combine_call(
+        combine=make_combine_launcher(
             combine_spec, plan, tokens=problem.tokens, heads=problem.heads, device=index
         ),
-        layout=_layout(args, problem, spec, plan),
+        packed_scalars=_packed_scalars(args, problem, spec, plan),
         is_plain=_is_plain(args),
     )
 
@@ -162,7 +164,7 @@ def _is_plain(args: MlaArgs) -> bool:
     return not any(rare)
 
 
-def _layout(args: MlaArgs, problem: MlaProblem, spec: MlaSm80Spec, plan: Sm80Plan) -> bytes:
+def _packed_scalars(args: MlaArgs, problem: MlaProblem, spec: MlaSm80Spec, plan: Sm80Plan) -> bytes:
     values = {
         **problem.strides,
         "total_rows": problem.tokens * problem.heads,
@@ -183,7 +185,7 @@ def _layout(args: MlaArgs, problem: MlaProblem, spec: MlaSm80Spec, plan: Sm80Pla
 def _rare_pointers(
     args: MlaArgs, *, query_rope: int, rope_cache: int, value_tables: int
 ) -> _RarePointers:
-    """Return the addresses; the three given are those in tensors of other parts."""
+    """Return the addresses; the three parameters are defaults for parts without a tensor."""
     value_cache = _pointer(args.value_cache)
     return _RarePointers(
         query_rope=_pointer(args.query_rope) or query_rope,
@@ -192,7 +194,7 @@ def _rare_pointers(
         value_cache=value_cache,
         kv_scales=_pointer(args.kv_scales),
         value_tables=value_tables if value_cache else 0,
-        table_starts=_pointer(args.table_starts),
+        kv_indptr=_pointer(args.kv_indptr),
         top_k_lens=_pointer(args.top_k_lens),
         bias=_pointer(args.bias),
     )

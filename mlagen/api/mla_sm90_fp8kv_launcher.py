@@ -1,4 +1,4 @@
-"""MLA decode calls of the sm90 kernel for rows of 8 bits whose values are multiplied as fp16."""
+"""Launcher of the sm90 MLA kernel for an FP8 KV cache, whose PV GEMM is in fp16."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from mlagen.spec.mla_sm90_fp8kv import MlaSm90Fp8KvSpec
 
 @dataclass(frozen=True, kw_only=True)
 class MlaSm90Fp8KvLauncher:
-    """A form of arguments that is sound, with its kernel loaded and its launch planned."""
+    """A validated call signature with a loaded kernel and a launch plan."""
 
     problem: MlaProblem
     plan: MlaSm90Plan
     scratch_offset: int  # bytes in the workspace
     decode: LoadedKernel
-    layout: bytes  # the integers of the kernel's parameters
+    packed_scalars: bytes  # the integer kernel parameters
     lse_factor: float
 
     def launch(
         self, args: MlaArgs, out: torch.Tensor, lse: torch.Tensor | None, enable_pdl: bool
     ) -> Sequence[Launch]:
-        """Enqueue the kernel of one call of this form."""
+        """Enqueue the kernel of one call with this signature."""
         problem, plan = self.problem, self.plan
         query = args.query.data_ptr()
         cache = args.kv_cache.data_ptr()
@@ -44,15 +44,15 @@ class MlaSm90Fp8KvLauncher:
         out_pointer = out.data_ptr()
         query_rope = _pointer(args.query_rope) or query + problem.query_rope_offset
         rope_cache = _pointer(args.rope_cache) or cache + problem.rope_cache_offset
-        beginnings = query | query_rope | cache | rope_cache | workspace | out_pointer
-        if beginnings % ALIGNMENT_BYTES:
+        all_pointers = query | query_rope | cache | rope_cache | workspace | out_pointer
+        if all_pointers % ALIGNMENT_BYTES:
             check_pointers(args)
-        ends = _pointer(args.cum_seq_lens_q)
+        cu_seqlens_q = _pointer(args.cum_seq_lens_q)
         bmm1_tensor, bmm1_scale = scale_of(args.bmm1_scale)
         bmm2_tensor, bmm2_scale = scale_of(args.bmm2_scale)
-        made = launch(
+        decode_launch = launch(
             self.decode,
-            plan.blocks,
+            plan.num_ctas,
             enable_pdl,
             query,
             query_rope,
@@ -61,10 +61,10 @@ class MlaSm90Fp8KvLauncher:
             _pointer(args.query_scales),
             _pointer(args.kv_scales),
             args.block_tables.data_ptr(),
-            _pointer(args.table_starts),
+            _pointer(args.kv_indptr),
             args.seq_lens.data_ptr(),
-            0 if problem.top_k else ends,
-            ends,
+            0 if problem.top_k else cu_seqlens_q,
+            cu_seqlens_q,
             _pointer(args.top_k_lens),
             bmm1_tensor,
             bmm2_tensor,
@@ -74,20 +74,20 @@ class MlaSm90Fp8KvLauncher:
             scratch,
             scratch + plan.partial_rows_offset,
             semaphores_of(self.decode.device, workspace),
-            self.layout,
+            self.packed_scalars,
             bmm1_scale,
             bmm2_scale,
             args.latent_scale,
             args.rope_scale,
             self.lse_factor,
         )
-        return (made,)
+        return (decode_launch,)
 
 
 def make_fp8kv_launcher(
     args: MlaArgs, problem: MlaProblem, index: int, spec: MlaSm90Fp8KvSpec, plan: MlaSm90Plan
 ) -> MlaSm90Fp8KvLauncher:
-    """Return how calls of the form of ``args`` are launched on GPU ``index``, by ``plan``."""
+    """Return the launcher of ``plan`` for the signature of ``args`` on GPU ``index``."""
     workspace, name = args.workspace_buffer, args.names.workspace_buffer
     offset = scratch_offset(workspace, name, plan.workspace_bytes)
     return MlaSm90Fp8KvLauncher(
@@ -95,13 +95,15 @@ def make_fp8kv_launcher(
         plan=plan,
         scratch_offset=offset,
         decode=kernel_for(spec, index),
-        layout=_layout(args, problem, spec, plan),
+        packed_scalars=_packed_scalars(args, problem, spec, plan),
         lse_factor=LSE_FACTORS[args.return_lse_base],
     )
 
 
-def _layout(args: MlaArgs, problem: MlaProblem, spec: MlaSm90Fp8KvSpec, plan: MlaSm90Plan) -> bytes:
-    # Of a sparse call every query token is a request, whose table is its list.
+def _packed_scalars(
+    args: MlaArgs, problem: MlaProblem, spec: MlaSm90Fp8KvSpec, plan: MlaSm90Plan
+) -> bytes:
+    # In a sparse call every query token is a sequence, and its table is its top-k indices.
     values = {
         **problem.strides,
         "total_rows": problem.tokens * problem.heads,

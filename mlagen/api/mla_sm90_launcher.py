@@ -1,4 +1,4 @@
-"""MLA decode calls of the sm90 kernel: one launch, whatever the lengths."""
+"""Launchers of the sm90 MLA kernels: one persistent kernel for any lengths."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from mlagen.spec.mla_support import MlaVariant
 
 _COVERED = (
     "covered: sm_90a, (kv_lora_rank, qk_rope_head_dim) (512, 64), and of (lookup, values, mask) "
-    "(paged, shared, causal) with query and cache bf16, fp16 or e4m3 alike, page_size a multiple "
+    "(paged, shared, causal) with query and cache both bf16, fp16 or e4m3, page_size a multiple "
     "of 16, strides of the cache below 2^40 bytes; (paged, shared, causal) with query and cache "
     "e4m3, another page_size, or fp8_per_token; (sparse, shared, causal) with query and cache "
     "e4m3; either of both with a cache of e4m3 or fp8_ds_mla under a query of bf16"
@@ -40,21 +40,21 @@ _COVERED = (
 
 @dataclass(frozen=True, kw_only=True)
 class MlaSm90Launcher:
-    """A form of arguments that is sound, with its kernel loaded and its launch planned."""
+    """A validated call signature with a loaded kernel and a launch plan."""
 
     problem: MlaProblem
     plan: MlaSm90Plan
     scratch_offset: int  # bytes in the workspace
     decode: LoadedKernel
     maps: CacheMaps
-    packed_scalars: tuple[bytes, bytes]  # the integers of the parameters, by whether rope is apart
-    is_plain: bool  # query and cache are each one tensor, the tables another
+    packed_scalars: tuple[bytes, bytes]  # the integer kernel parameters, by separate_rope
+    is_plain: bool  # no separate rope tensors, and no flat page ids
     lse_factor: float
 
     def launch(
         self, args: MlaArgs, out: torch.Tensor, lse: torch.Tensor | None, enable_pdl: bool
     ) -> Sequence[Launch]:
-        """Enqueue the kernel of one call of this form."""
+        """Enqueue the kernel of one call with this signature."""
         problem, plan = self.problem, self.plan
         query = args.query.data_ptr()
         cache = args.kv_cache.data_ptr()
@@ -63,30 +63,30 @@ class MlaSm90Launcher:
         out_pointer = out.data_ptr()
         query_rope = query + problem.query_rope_offset
         rope_cache = cache + problem.rope_cache_offset
-        table_starts = 0
+        kv_indptr = 0
         if not self.is_plain:
             if args.query_rope is not None:
                 query_rope = args.query_rope.data_ptr()
             if args.rope_cache is not None:
                 rope_cache = args.rope_cache.data_ptr()
-            if args.table_starts is not None:
-                table_starts = args.table_starts.data_ptr()
-        beginnings = query | query_rope | cache | rope_cache | workspace | out_pointer
-        if beginnings % ALIGNMENT_BYTES:
+            if args.kv_indptr is not None:
+                kv_indptr = args.kv_indptr.data_ptr()
+        all_pointers = query | query_rope | cache | rope_cache | workspace | out_pointer
+        if all_pointers % ALIGNMENT_BYTES:
             check_pointers(args)
         maps, separate_rope = self.maps[cache, rope_cache]
         bmm1_tensor, bmm1_scale = scale_of(args.bmm1_scale)
         bmm2_tensor, bmm2_scale = scale_of(args.bmm2_scale)
-        made = launch(
+        decode_launch = launch(
             self.decode,
-            plan.blocks,
+            plan.num_ctas,
             enable_pdl,
             maps,
             query,
             query_rope,
             cache,
             args.block_tables.data_ptr(),
-            table_starts,
+            kv_indptr,
             args.seq_lens.data_ptr(),
             args.cum_seq_lens_q.data_ptr() if args.cum_seq_lens_q is not None else 0,
             bmm1_tensor,
@@ -102,7 +102,7 @@ class MlaSm90Launcher:
             bmm2_scale,
             self.lse_factor,
         )
-        return (made,)
+        return (decode_launch,)
 
 
 def make_sm90_launcher(
@@ -112,15 +112,15 @@ def make_sm90_launcher(
     settings: Settings,
     sms: int = WHOLE_GPU,
 ) -> MlaSm90Launcher | MlaSm90Fp8KvLauncher | None:
-    """Return how calls of the form of ``args`` are launched on ``sms`` SMs of GPU ``index``.
+    """Return the launcher for the signature of ``args`` on ``sms`` SMs of GPU ``index``.
 
-    None if no kernel covers them, they are too small for it to be the faster one, or the driver
-    makes no map of such a cache.
+    None if no sm90 kernel supports it, the call is so small that the sm80 kernel is faster, or the
+    driver rejects the tensor map of the cache.
 
     Raises
     ------
     UnsupportedError
-        Instead of returning None, if the kernel is asked for by name.
+        Instead of returning None, if the settings force the kernel.
     """
     is_forced = settings.mla_kernel == "sm90"
     planned = plan_mla_sm90_call(
@@ -142,8 +142,8 @@ def make_sm90_launcher(
     max_tokens = problem.top_k or problem.max_pages * problem.variant.page_size
     if not fits_in_int32(spec, plan, max_tokens):
         too_long = UnsupportedError(
-            f"MLAGEN_MLA_KERNEL=sm90: expected fewer than 2^31 blocks of 64 tokens in all "
-            f"requests and groups of rows, got {plan.groups} groups of up to {max_tokens} tokens"
+            f"MLAGEN_MLA_KERNEL=sm90: expected fewer than 2^31 KV blocks of 64 tokens in all "
+            f"work tiles, got {plan.num_m_groups} work tiles of up to {max_tokens} tokens"
         )
         decline(lambda: too_long, is_forced=is_forced)
         return None
@@ -154,15 +154,15 @@ def make_sm90_launcher(
         return make_fp8kv_launcher(args, problem, index, spec, plan)
     maps = _maps_of_cache(problem, spec)
     try:
-        _ = maps[_beginnings(args, problem)]
+        _ = maps[_base_addresses(args, problem)]
     except DriverError as error:
         no_map = UnsupportedError(f"MLAGEN_MLA_KERNEL=sm90: {error}; {_COVERED}")
         decline(lambda: no_map, is_forced=is_forced)
         return None
     workspace, name = args.workspace_buffer, args.names.workspace_buffer
     offset = scratch_offset(workspace, name, plan.workspace_bytes)
-    apart = (args.query_rope, args.rope_cache, args.table_starts)
-    number = schedule_id_of(args, problem, spec)
+    separate_parts = (args.query_rope, args.rope_cache, args.kv_indptr)
+    schedule_id = schedule_id_of(args, problem, spec)
     return MlaSm90Launcher(
         problem=problem,
         plan=plan,
@@ -170,22 +170,22 @@ def make_sm90_launcher(
         decode=kernel_for(spec, index),
         maps=maps,
         packed_scalars=(
-            _layout(args, problem, spec, plan, number=number, separate_rope=0),
-            _layout(args, problem, spec, plan, number=number, separate_rope=1),
+            _packed_scalars(args, problem, spec, plan, schedule_id=schedule_id, separate_rope=0),
+            _packed_scalars(args, problem, spec, plan, schedule_id=schedule_id, separate_rope=1),
         ),
-        is_plain=all(part is None for part in apart),
+        is_plain=all(part is None for part in separate_parts),
         lse_factor=LSE_FACTORS[args.return_lse_base],
     )
 
 
 def not_covered(index: int, variant: MlaVariant) -> UnsupportedError:
-    """Return what is raised where the kernel is asked for by name and covers no such call."""
+    """Return the error where the settings force the kernel and it does not support the call."""
     dims = f"({variant.kv_lora_rank}, {variant.qk_rope_head_dim})"
-    form = f"({variant.lookup}, {variant.values}, {variant.mask})"
+    mode = f"({variant.lookup}, {variant.values}, {variant.mask})"
     return UnsupportedError(
         f"MLAGEN_MLA_KERNEL=sm90: no such kernel for {arch_of_device(index)}, "
         f"query {variant.query_dtype}, cache {variant.kv_dtype}, "
-        f"(kv_lora_rank, qk_rope_head_dim) {dims}, (lookup, values, mask) {form}, "
+        f"(kv_lora_rank, qk_rope_head_dim) {dims}, (lookup, values, mask) {mode}, "
         f"page_size {variant.page_size}; {_COVERED}"
     )
 
@@ -204,21 +204,21 @@ def _maps_of_cache(problem: MlaProblem, spec: MlaSm90Spec) -> CacheMaps:
     )
 
 
-def _beginnings(args: MlaArgs, problem: MlaProblem) -> tuple[int, int]:
-    """Return where the latent and the rope part of the cache begin."""
+def _base_addresses(args: MlaArgs, problem: MlaProblem) -> tuple[int, int]:
+    """Return the base addresses of the latent and rope parts of the cache."""
     cache = args.kv_cache.data_ptr()
     if args.rope_cache is None:
         return cache, cache + problem.rope_cache_offset
     return cache, args.rope_cache.data_ptr()
 
 
-def _layout(
+def _packed_scalars(
     args: MlaArgs,
     problem: MlaProblem,
     spec: MlaSm90Spec,
     plan: MlaSm90Plan,
     *,
-    number: int,
+    schedule_id: int,
     separate_rope: int,
 ) -> bytes:
     values = {
@@ -234,6 +234,6 @@ def _layout(
         "separate_rope": separate_rope,
         "is_causal": int(args.is_causal),
         "scores_take_bmm2": int(args.scores_take_bmm2),
-        "schedule_id": number,
+        "schedule_id": schedule_id,
     }
     return pack_scalars(spec, values)

@@ -1,4 +1,4 @@
-"""Lengths and page tables, or lists of tokens, of one MLA decode call."""
+"""Layout checks of lengths and block tables, or sparse top-k indices, of one MLA decode call."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from mlagen.api.mla_query import QueryLayout
 
 
 class TablesLayout(NamedTuple):
-    """Sound tables."""
+    """The layout of valid block tables or top-k indices."""
 
-    max_pages: int  # of a request; where page ids are flat, of all requests
-    stride: int  # elements from one table, or list of tokens, to the next
-    values_offset: int  # bytes from a table of keys to the one of values
+    max_pages: int  # of a request; with flat page ids, of all requests
+    stride: int  # elements between block tables, or between rows of top-k indices
+    values_offset: int  # bytes from a request's block table of keys to that of values
 
 
 def check_lengths(args: MlaArgs) -> int:
-    """Return the number of requests, each with its length.
+    """Return the number of requests.
 
     Raises
     ------
@@ -49,7 +49,7 @@ def check_lengths(args: MlaArgs) -> int:
 
 
 def check_tables(args: MlaArgs, batch: int, query: QueryLayout) -> TablesLayout:
-    """Return the layout of the block tables, or of the lists of tokens with ``top_k``.
+    """Return the layout of the block tables, or of the top-k indices with ``top_k``.
 
     Raises
     ------
@@ -63,13 +63,13 @@ def check_tables(args: MlaArgs, batch: int, query: QueryLayout) -> TablesLayout:
         _check_top_k_lens(args, query.tokens)
     if args.top_k:
         return _check_topk_indices(args, tables, batch, query)
-    if args.table_starts is not None:
-        starts, device = args.names.table_starts, args.query.device
-        require_ints(args.table_starts, starts, device, ((batch + 1,),), "batch + 1")
+    if args.kv_indptr is not None:
+        indptr_name, device = args.names.kv_indptr, args.query.device
+        require_ints(args.kv_indptr, indptr_name, device, ((batch + 1,),), "batch + 1")
         require_dims(tables, name, (1,))
         require_contiguous(tables, name)
         return TablesLayout(max_pages=tables.shape[0], stride=0, values_offset=0)
-    # Tables of keys and values apart are for those who have said that values are apart.
+    # Separate tables of keys and values need separate value storage.
     require_dims(tables, name, (2,) if args.value_cache is None else (2, 3))
     require_dense_last_dim(tables, name)
     require(tables.shape[0] == batch, f"{name}.shape[0]", f"{batch} (batch)", tables.shape[0])
@@ -87,8 +87,8 @@ def _check_topk_indices(
 ) -> TablesLayout:
     name = args.names.block_tables
     require(
-        args.table_starts is None,
-        args.names.table_starts,
+        args.kv_indptr is None,
+        args.names.kv_indptr,
         "None with sparse_mla_top_k",
         "a tensor",
     )

@@ -1,4 +1,4 @@
-"""Gradients, of which there are none: forward works, and a backward says so."""
+"""Autograd support: the forward runs, and a backward raises, as there are no gradients."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 from mlagen.api.arguments import reject
 from mlagen.errors import UnsupportedError
 
-_MESSAGE = "backward: not implemented for decode kernels, expected no gradient to be asked for"
+_MESSAGE = "backward: not implemented for decode kernels, expected no gradient to be requested"
 
 
 def reject_backward() -> NoReturn:
-    """Raise the error of a backward.
+    """Raise the error for a backward.
 
     Raises
     ------
@@ -24,7 +24,7 @@ def reject_backward() -> NoReturn:
 
 
 def wants_grad(inputs: tuple[object, ...]) -> bool:
-    """Whether torch records what is done with the tensors among these."""
+    """Whether autograd records ops on the tensors among ``inputs``."""
     if not torch.is_grad_enabled():
         return False
     with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - as in mlagen.api.memory
@@ -32,7 +32,7 @@ def wants_grad(inputs: tuple[object, ...]) -> bool:
 
 
 def tensors_of(inputs: tuple[object, ...]) -> tuple[torch.Tensor, ...]:
-    """Return the tensors that may have gradients."""
+    """Return the floating-point tensors, which may have gradients."""
     return tuple(
         value
         for value in inputs
@@ -40,30 +40,30 @@ def tensors_of(inputs: tuple[object, ...]) -> tuple[torch.Tensor, ...]:
     )
 
 
-def recorded(output: torch.Tensor, tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """Return an output that was made for ``tensors``, of which one requires grad."""
-    result: torch.Tensor = _Made.apply(output, *tensors)  # type: ignore[no-untyped-call]
+def record_output(output: torch.Tensor, tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """Return a new output as a function of ``tensors``, of which one requires grad."""
+    result: torch.Tensor = _NewOutput.apply(output, *tensors)  # type: ignore[no-untyped-call]
     return result
 
 
 def record_write(output: torch.Tensor, argument: str, tensors: tuple[torch.Tensor, ...]) -> None:
-    """Have a given output depend on ``tensors``, before it is written.
+    """Record an in-place write of ``output`` that depends on ``tensors``, before the write.
 
     Raises
     ------
     ArgumentError
-        If torch does not let it be written in place.
+        If torch rejects an in-place write of it.
     """
     try:
         others = (tensor for tensor in tensors if tensor is not output)
-        _Given.apply(output, *others)  # type: ignore[no-untyped-call]
+        _InPlaceOutput.apply(output, *others)  # type: ignore[no-untyped-call]
     except RuntimeError as error:
         reason = str(error).partition("\n")[0]
         reject(argument, "a tensor that may be written in place", reason)
 
 
-class _Made(torch.autograd.Function):
-    """An output that was made."""
+class _NewOutput(torch.autograd.Function):
+    """A newly allocated output."""
 
     @staticmethod
     def forward(_ctx: Any, output: torch.Tensor, *_tensors: torch.Tensor) -> torch.Tensor:
@@ -74,8 +74,8 @@ class _Made(torch.autograd.Function):
         reject_backward()
 
 
-class _Given(torch.autograd.Function):
-    """An output that was given."""
+class _InPlaceOutput(torch.autograd.Function):
+    """An output that the caller gave."""
 
     @staticmethod
     def forward(ctx: Any, output: torch.Tensor, *_tensors: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,6 @@
-"""The library of torch ops: what each computes, and what a compiler knows of it.
+"""The library of torch ops, with their kernels, fake implementations and autograd.
 
-An entry point has two ops. One makes its outputs; the other, ``..._out``, writes into given ones.
+An entry point has two ops: a functional one, and an out variant, ``..._out``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from mlagen.api.no_backward import reject_backward
-from mlagen.api.op_schema import Argument, bound, schema_of
+from mlagen.api.op_schema import Argument, bind_args, schema_of
 from mlagen.runtime.capture import is_capturing
 from mlagen.runtime.device import device_facts
 from mlagen.runtime.semaphores import reserve_semaphores
@@ -21,11 +21,11 @@ Shape = tuple[tuple[int, ...], torch.dtype]
 
 NAMESPACE = "mlagen"
 
-# More than any plan asks for: four waves of partial rows in fp32, and their LSE. That is 64 rows of
-# 512 elements for each SM, or of grouped-query kernels 128 of 256.
+# Above the maximum of any plan: four waves of fp32 partial rows, and their LSE. That is 64 rows of
+# 512 elements for each SM, or 128 of 256 for grouped-query kernels.
 _WORKSPACE_BYTES_PER_SM = 640 << 10
 
-# A graph that is captured may find its scratch elsewhere than the calls before; see
+# The scratch of a captured graph may have another address than that of earlier calls; see
 # mlagen.runtime.semaphores.
 _SPARE_REGIONS = 64
 
@@ -38,18 +38,18 @@ class EntryOp:
 
     name: str
     arguments: tuple[Argument, ...]
-    outputs: Callable[[dict[str, Any]], Sequence[Shape]]  # for the arguments of the entry point
-    compute: Callable[..., Any]  # takes arguments, workspace and outputs
+    outputs: Callable[[dict[str, Any]], Sequence[Shape]]  # of the entry point's arguments
+    compute: Callable[..., Any]  # of arguments, workspace and outputs
 
     has_lse: bool = False
 
     @property
-    def makes(self) -> Any:
-        """Return the op that makes its outputs."""
+    def functional(self) -> Any:
+        """Return the op that allocates its outputs."""
         return getattr(torch.ops.mlagen, self.name).default
 
     @property
-    def writes(self) -> Any:
+    def out_variant(self) -> Any:
         """Return the op that writes into given outputs."""
         return getattr(torch.ops.mlagen, f"{self.name}_out").default
 
@@ -63,8 +63,8 @@ def define(op: EntryOp) -> EntryOp:
     _library.define(f"{op.name}({schema}) -> {results}")
     _library.define(f"{op.name}_out({schema}, *, {outputs}) -> ()")
 
-    def made(values: Sequence[Any], named: dict[str, Any]) -> Any:
-        given = bound(op.arguments, values, named)
+    def allocate(values: Sequence[Any], named: dict[str, Any]) -> Any:
+        given = bind_args(op.arguments, values, named)
         tensor = _first_tensor(given)
         outs = [
             torch.empty(shape, dtype=dtype, device=tensor.device)
@@ -73,17 +73,17 @@ def define(op: EntryOp) -> EntryOp:
         return outs, given, tensor.device
 
     def run(*values: Any, **named: Any) -> Any:
-        outs, given, device = made(values, named)
+        outs, given, device = allocate(values, named)
         op.compute(given, workspace_for(device), *outs)
         return tuple(outs) if has_lse else outs[0]
 
     def run_out(*values: Any, out: torch.Tensor, **named: Any) -> None:
         lse = (named.pop("lse", None),) if has_lse else ()
-        given = bound(op.arguments, values, named)
+        given = bind_args(op.arguments, values, named)
         op.compute(given, workspace_for(out.device), out, *lse)
 
     def fake(*values: Any, **named: Any) -> Any:
-        outs = made(values, named)[0]
+        outs = allocate(values, named)[0]
         return tuple(outs) if has_lse else outs[0]
 
     def fake_out(*_values: Any, **_named: Any) -> None:
@@ -101,7 +101,7 @@ def define(op: EntryOp) -> EntryOp:
 
 
 def workspace_for(device: torch.device) -> torch.Tensor:
-    """Return scratch that is enough for any call, of the current stream or of the graph."""
+    """Return scratch for any call, allocated on the current stream or in the graph's pool."""
     if device.type != "cuda":
         return torch.empty(0, dtype=torch.uint8, device=device)
     if not is_capturing(device):
@@ -116,7 +116,7 @@ def _first_tensor(given: dict[str, Any]) -> torch.Tensor:
 
 def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:  # noqa: ARG001 - torch's
     ctx.save_for_backward(*_tensors_of(inputs))
-    ctx.forms = tuple(
+    ctx.structure = tuple(
         len(value) if isinstance(value, (tuple, list)) else isinstance(value, torch.Tensor)
         for value in inputs
     )
@@ -131,19 +131,19 @@ def _tensors_of(inputs: tuple[Any, ...]) -> Iterator[torch.Tensor]:
 
 
 def _backward(ctx: Any, *given: Any) -> Any:
-    """Return what a compiler takes for gradients; it traces this before any backward is run."""
+    """Return placeholder gradients; a compiler traces this before any backward runs."""
     saved = iter(ctx.saved_tensors)
-    # What depends on a gradient is part of the backward; a compiler moves all else to the forward.
+    # A compiler moves nodes that do not depend on a gradient to the forward.
     grad = next(grad for grad in given if grad is not None)
     grads: list[Any] = []
-    for form in ctx.forms:
-        if form is True:
+    for entry in ctx.structure:
+        if entry is True:
             grads.append(_gradient(next(saved), grad))
-        elif form is False:
+        elif entry is False:
             grads.append(None)
         else:
-            grads.append([_gradient(next(saved), grad) for _ in range(form)])
-    return tuple(grads[: len(ctx.needs_input_grad)])  # without defaults that were left out
+            grads.append([_gradient(next(saved), grad) for _ in range(entry)])
+    return tuple(grads[: len(ctx.needs_input_grad)])  # without omitted defaults
 
 
 def _gradient(tensor: torch.Tensor, grad: torch.Tensor) -> torch.Tensor | None:

@@ -1,4 +1,4 @@
-"""Shapes and dtypes that the ops of the entry points make; a size may be symbolic."""
+"""Output shapes and dtypes of the ops; a size may be symbolic."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def mla_dtype(query: torch.Tensor) -> torch.dtype:
 
 
 def mla_outputs(given: dict[str, Any]) -> list[Shape]:
-    """Return the output of an MLA call, and its LSE, which is empty where none is asked for."""
+    """Return the output of an MLA call, and its LSE, which is empty unless requested."""
     query = given["query"]
     rows = query.shape[:-1]
     shape = (*rows, given["kv_lora_rank"])

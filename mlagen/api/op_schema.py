@@ -1,4 +1,4 @@
-"""Schemas of torch ops, made from the signatures of the entry points that they stand for."""
+"""Schemas of torch ops, derived from the signatures of their entry points."""
 
 from __future__ import annotations
 
@@ -8,35 +8,35 @@ from typing import Any, NamedTuple
 
 import torch
 
-# What no op takes: its scratch is its own, and its outputs are arguments of another op.
-_LEFT_OUT = {"workspace_buffer", "semaphores", "out", "output", "lse"}
+# Parameters that no op has: it allocates its scratch, and its out variant takes the outputs.
+_OMITTED = {"workspace_buffer", "semaphores", "out", "output", "lse"}
 
 _SINGLE = {"float": "float", "bool": "bool", "int": "SymInt", "SupportsIndex": "SymInt"}
 
 
 class Argument(NamedTuple):
-    """One parameter of an entry point, as an op takes it."""
+    """One parameter of an entry point and its type in the op's schema."""
 
     name: str
-    type: str  # of the schema; "scale" stands for a float and an optional tensor
+    type: str  # "scale" is a float and an optional tensor
     default: object  # inspect.Parameter.empty where there is none
 
 
 def arguments_of(function: Callable[..., Any]) -> tuple[Argument, ...]:
-    """Return what an op takes of the parameters of a function, in their order."""
+    """Return the op's arguments for the parameters of a function, in order."""
     return tuple(
         Argument(name, _type_of(str(parameter.annotation)), parameter.default)
         for name, parameter in inspect.signature(function).parameters.items()
-        if name not in _LEFT_OUT and name != "self"
+        if name not in _OMITTED and name != "self"
     )
 
 
 def schema_of(arguments: Sequence[Argument]) -> str:
     """Return the list of arguments of a schema."""
-    return ", ".join(piece for argument in arguments for piece in _pieces(argument))
+    return ", ".join(entry for argument in arguments for entry in _schema_entries(argument))
 
 
-def flat(arguments: Sequence[Argument], given: Mapping[str, Any]) -> list[Any]:
+def flatten_args(arguments: Sequence[Argument], given: Mapping[str, Any]) -> list[Any]:
     """Return the arguments of an op for those of its entry point; a compiler traces it."""
     values: list[Any] = []
     for name, kind, _ in arguments:
@@ -52,7 +52,7 @@ def flat(arguments: Sequence[Argument], given: Mapping[str, Any]) -> list[Any]:
     return values
 
 
-def bound(
+def bind_args(
     arguments: Sequence[Argument], values: Sequence[Any], named: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the arguments of an entry point for those of its op."""
@@ -74,14 +74,14 @@ def _names(argument: Argument) -> tuple[str, ...]:
     return (name, f"{name}_tensor") if argument.type == "scale" else (name,)
 
 
-def _pieces(argument: Argument) -> tuple[str, ...]:
+def _schema_entries(argument: Argument) -> tuple[str, ...]:
     name, kind, default = argument
     text = ""
     if default is not inspect.Parameter.empty:
         text = f"={_literal(default)}"
     if kind != "scale":
         return (f"{kind} {name}{text}",)
-    # A tensor takes the place of the number.
+    # A given tensor overrides the number.
     return (f"float {name}{text}", f"Tensor? {name}_tensor{'=None' if text else ''}")
 
 

@@ -1,6 +1,6 @@
-"""The CPU backend: the same functions in plain torch, to develop and test without a GPU.
+"""CPU backend of MLA decode in PyTorch, to develop and test without a GPU.
 
-It follows the kernels' rules for empty rows, masks, sinks and LSE, in float32 on decoded rows. It
+It follows the kernels' rules for empty rows, masks, sinks and LSE, in float32 on decoded rows, and
 is slow.
 """
 
@@ -16,7 +16,7 @@ from mlagen.api.mla_cache import pages_of
 from mlagen.api.mla_problem import MlaProblem
 from mlagen.api.rows import (
     decoded,
-    query_ends,
+    query_offsets,
     scaled_groups,
     softmax_with_sinks,
     stored_rows,
@@ -30,25 +30,25 @@ def decode_mla(args: MlaArgs, problem: MlaProblem) -> tuple[torch.Tensor, torch.
     out = torch.zeros(problem.tokens, problem.heads, problem.variant.kv_lora_rank)
     lse = torch.full((problem.tokens, problem.heads), -math.inf)
     is_causal = args.is_causal or problem.top_k > 0
-    ends = query_ends(args.cum_seq_lens_q, problem.batch, problem.q_len)
-    for index, (start, end) in enumerate(pairwise(ends)):
-        if not 0 <= start <= end <= problem.tokens:  # nobody's tokens
-            continue
+    offsets = query_offsets(args.cum_seq_lens_q, problem.batch, problem.q_len)
+    for index, (start, end) in enumerate(pairwise(offsets)):
+        if not 0 <= start <= end <= problem.tokens:
+            continue  # as in the kernels, an invalid range has no query tokens
         seq_len = max(int(args.seq_lens[index]), 0)
         if problem.top_k == 0:
             keys, values = _request_rows(args, problem, index, seq_len)
             seq_len = len(keys)
         for token in range(start, end):
-            visible = max(0, seq_len - (end - token) + 1) if is_causal else seq_len
+            kv_end = max(0, seq_len - (end - token) + 1) if is_causal else seq_len
             if problem.top_k:
-                keys, values = _listed_rows(args, problem, token, visible)
-                visible = len(keys)
-            bias = args.bias[token, :, :visible] if args.bias is not None else None
+                keys, values = _topk_rows(args, problem, token, kv_end)
+                kv_end = len(keys)
+            bias = args.bias[token, :, :kv_end] if args.bias is not None else None
             out[token], lse[token] = _attend(
-                args, query[token], keys[:visible], values[:visible], bias
+                args, query[token], keys[:kv_end], values[:kv_end], bias
             )
-    unit = 1.0 if args.return_lse_base == "basee" else math.log(2)
-    return out.to(problem.out_dtype), lse / unit
+    log_base = 1.0 if args.return_lse_base == "basee" else math.log(2)
+    return out.to(problem.out_dtype), lse / log_base
 
 
 def _decoded_query(args: MlaArgs, problem: MlaProblem) -> torch.Tensor:
@@ -65,10 +65,10 @@ def _decoded_query(args: MlaArgs, problem: MlaProblem) -> torch.Tensor:
 def _request_rows(
     args: MlaArgs, problem: MlaProblem, index: int, seq_len: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return keys and values of the tokens of a request, as many as its table can hold."""
+    """Return keys and values of the tokens of a request, up to the capacity of its table."""
     tables = args.block_tables
-    if args.table_starts is not None:
-        start, end = (int(args.table_starts[index + i]) for i in range(2))
+    if args.kv_indptr is not None:
+        start, end = (int(args.kv_indptr[index + i]) for i in range(2))
         pages = tables[max(0, start) : max(0, end)].long()
     else:
         pages = (tables if tables.dim() == 2 else tables[:, 0])[index].long()
@@ -84,27 +84,27 @@ def _request_rows(
     return keys, values[:, : problem.variant.kv_lora_rank]
 
 
-def _listed_rows(
-    args: MlaArgs, problem: MlaProblem, token: int, visible: int
+def _topk_rows(
+    args: MlaArgs, problem: MlaProblem, token: int, topk_length: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return keys and values of the tokens that a query token lists, each as often as listed."""
+    """Return keys and values at a query token's valid top-k indices; duplicates count."""
     if args.top_k_lens is not None:
-        visible = max(0, int(args.top_k_lens[token]))
-    listed = args.block_tables.reshape(problem.tokens, problem.top_k)[token, :visible].long()
+        topk_length = max(0, int(args.top_k_lens[token]))
+    indices = args.block_tables.reshape(problem.tokens, problem.top_k)[token, :topk_length].long()
     page_size = problem.variant.page_size
-    listed = listed[(listed >= 0) & (listed < problem.num_pages * page_size)]
-    keys = _rows(args, problem, listed // page_size, listed % page_size)
+    indices = indices[(indices >= 0) & (indices < problem.num_pages * page_size)]
+    keys = _rows(args, problem, indices // page_size, indices % page_size)
     return keys, keys[:, : problem.variant.kv_lora_rank]
 
 
 def _rows(
     args: MlaArgs, problem: MlaProblem, pages: torch.Tensor, slots: torch.Tensor
 ) -> torch.Tensor:
-    """Return tokens ``[n, head_dim_qk]`` of the cache; of a page that is none, zeros."""
+    """Return tokens ``[n, head_dim_qk]`` of the cache; zeros for an invalid page."""
     variant = problem.variant
     rows = torch.zeros(len(pages), variant.kv_lora_rank + variant.qk_rope_head_dim)
-    exists = (pages >= 0) & (pages < problem.num_pages)
-    pages, slots = pages[exists], slots[exists]
+    is_valid = (pages >= 0) & (pages < problem.num_pages)
+    pages, slots = pages[is_valid], slots[is_valid]
     latent = decoded(stored_rows(pages_of(args.kv_cache), pages, slots), variant.kv_dtype)
     rope = latent[:, variant.kv_lora_rank :]
     latent = latent[:, : variant.kv_lora_rank]
@@ -119,7 +119,7 @@ def _rows(
         rope = rope * args.rope_scale
     else:
         latent, rope = latent * args.latent_scale, rope * args.rope_scale
-    rows[exists] = torch.cat([latent, rope], dim=1)
+    rows[is_valid] = torch.cat([latent, rope], dim=1)
     return rows
 
 
@@ -130,28 +130,28 @@ def _attend(
     values: torch.Tensor,
     bias: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend with one query token ``[heads, head_dim_qk]``; the LSE is natural."""
+    """Return the attention of one query token ``[heads, head_dim_qk]``, and its natural LSE."""
     factor = float(args.bmm1_scale)
     if args.scores_take_bmm2:
         factor *= float(args.bmm2_scale)
     scores = query @ keys.T * factor
-    hidden = None
+    is_masked = None
     if bias is not None:
-        hidden = (bias == -math.inf).expand_as(scores)
-        scores = torch.where(hidden, -math.inf, scores + bias)  # a hidden key may be NaN
-    sees_nothing = (scores == -math.inf).all(dim=1)
+        is_masked = (bias == -math.inf).expand_as(scores)
+        scores = torch.where(is_masked, -math.inf, scores + bias)  # a masked key may be NaN
+    is_fully_masked = (scores == -math.inf).all(dim=1)
     weights, lse = softmax_with_sinks(scores, args.sinks)
-    out = _weighted(weights, values, hidden) * float(args.bmm2_scale)
-    return torch.where(sees_nothing[:, None], 0.0, out), lse
+    out = _weighted(weights, values, is_masked) * float(args.bmm2_scale)
+    return torch.where(is_fully_masked[:, None], 0.0, out), lse
 
 
 def _weighted(
-    weights: torch.Tensor, values: torch.Tensor, hidden: torch.Tensor | None
+    weights: torch.Tensor, values: torch.Tensor, is_masked: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return ``weights @ values``, to which a hidden value adds nothing, not even NaN."""
-    is_bad = ~values.isfinite().all(dim=1)
-    if hidden is None or not bool(is_bad.any()):
+    """Return ``weights @ values``, without NaN or Inf from masked values."""
+    is_nonfinite = ~values.isfinite().all(dim=1)
+    if is_masked is None or not bool(is_nonfinite.any()):
         return weights @ values
-    finite = torch.where(is_bad[:, None], 0.0, values)
-    bad = weights[:, is_bad, None] * values[is_bad]
-    return weights @ finite + torch.where(hidden[:, is_bad, None], 0.0, bad).sum(dim=1)
+    finite = torch.where(is_nonfinite[:, None], 0.0, values)
+    rest = weights[:, is_nonfinite, None] * values[is_nonfinite]
+    return weights @ finite + torch.where(is_masked[:, is_nonfinite, None], 0.0, rest).sum(dim=1)

@@ -1,4 +1,4 @@
-"""What both CPU backends share: ends of queries, decoded rows, and softmax, in plain torch."""
+"""Shared parts of the CPU backends: query offsets, decoded KV rows, and softmax with sinks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from mlagen.spec.dtype import DType
 
-# Where the parts of a packed row begin; see :class:`DType` for what they hold.
+# The layout of fp8_ds_mla and fp8_per_token rows; see :class:`DType`.
 _LATENT_BYTES = 512
 _SCALES_BYTES = 16
 _SCALE_ELEMENTS = 128
@@ -20,22 +20,22 @@ _TORCH_DTYPES = {
 }
 
 
-def query_ends(ends: torch.Tensor | None, batch: int, q_len: int) -> list[int]:
-    """Return where the query tokens of each request begin, and where the last ones end."""
-    if ends is not None:
-        return [int(end) for end in ends]
+def query_offsets(cu_seqlens_q: torch.Tensor | None, batch: int, q_len: int) -> list[int]:
+    """Return the ``batch + 1`` offsets of the requests' query tokens."""
+    if cu_seqlens_q is not None:
+        return [int(offset) for offset in cu_seqlens_q]
     return [index * q_len for index in range(batch + 1)]
 
 
 def stored_rows(cache: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of some tokens ``[n, row bytes]`` of ``cache[pages, page_size, width]``."""
+    """Return the bytes ``[n, row bytes]`` of tokens of ``cache[pages, page_size, width]``."""
     return cache.view(torch.uint8)[pages, slots].contiguous()
 
 
 def decoded(rows: torch.Tensor, dtype: DType) -> torch.Tensor:
-    """Return the elements ``[n, d]`` that the bytes ``rows[n, row bytes]`` stand for.
+    """Return the elements ``[n, d]`` of the stored bytes ``rows[n, row bytes]``.
 
-    Of a packed 640-byte row, and of e4m3, without the scales that are kept elsewhere.
+    Scales in other tensors, of fp8_per_token and e4m3, are not applied.
     """
     if dtype is DType.FP8_DS_MLA:
         scales = _part(rows, _LATENT_BYTES, _LATENT_BYTES + _SCALES_BYTES, torch.float32)
@@ -50,23 +50,23 @@ def decoded(rows: torch.Tensor, dtype: DType) -> torch.Tensor:
 
 
 def scaled_groups(latent: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Return ``latent[n, d]`` with every 128 elements times their one of ``scales[n, 4]``."""
+    """Return ``latent[n, d]`` times ``scales[n, 4]``, one for each group of 128 elements."""
     return latent.float() * scales.repeat_interleave(_SCALE_ELEMENTS, dim=-1)[:, : latent.shape[1]]
 
 
 def softmax_with_sinks(
     scores: torch.Tensor, sinks: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the weights of ``scores[..., n]``, and the natural LSE with ``sinks[...]`` included.
+    """Return the softmax of ``scores[..., n]``, and the natural LSE including ``sinks[...]``.
 
-    The LSE of a row without a score is its sink, or minus infinity; its weights have no meaning.
+    The LSE of a fully masked row is its sink, or minus infinity; its weights are undefined.
     """
     if sinks is None:
         sinks = scores.new_full(scores.shape[:-1], -math.inf)
     sinks = sinks[..., None]
     logits = torch.cat([scores, sinks], dim=-1)
     weights = torch.softmax(logits, dim=-1)[..., :-1]
-    # An infinite sink takes all weight; softmax would subtract infinity from itself.
+    # An infinite sink has all the weight; torch.softmax would compute inf - inf.
     weights = torch.where(sinks == math.inf, (scores - sinks).exp(), weights)
     return weights, torch.logsumexp(logits, dim=-1)
 

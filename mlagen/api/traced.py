@@ -1,7 +1,7 @@
-"""Entry points as ops of torch, while a compiler traces them.
+"""Entry points as torch ops, under a compiler or a tracing mode.
 
-A compiler or a tracing mode follows torch's ops alone: what an entry point does with addresses is
-none of them. So each begins by asking whether it is traced, and is one op then.
+Tracing records torch ops only, and cannot follow an entry point's use of addresses. So an entry
+point checks first whether it is traced, and calls its op then.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from mlagen.api.op_library import EntryOp, Shape, define
-from mlagen.api.op_schema import arguments_of, flat
+from mlagen.api.op_schema import arguments_of, flatten_args
 
 __all__ = ["as_op", "is_compiling", "is_traced", "traceable"]
 
@@ -21,8 +21,8 @@ FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 is_compiling = torch.compiler.is_compiling
 
-# Whether fake tensors are made, or ops recorded: modes of torch.export, make_fx and AOTAutograd.
-# The public ways to ask cost more.
+# Non-zero under a dispatch mode: fake tensors, torch.export, make_fx or AOTAutograd. The public
+# checks cost more.
 is_traced = torch._C._len_torch_dispatch_stack  # noqa: SLF001
 
 _ops: dict[str, EntryOp] = {}
@@ -35,10 +35,10 @@ def traceable(
     has_lse: bool = False,
     constants: Callable[[torch.Tensor], dict[str, Any]] | None = None,
 ) -> Callable[[FunctionT], FunctionT]:
-    """Return a decorator that defines the ops of an entry point, and leaves it as it is.
+    """Return a decorator that defines the ops of an entry point, and returns it unchanged.
 
-    ``outputs`` says what is made for its arguments, and ``constants`` what else is passed to it,
-    given the workspace.
+    ``outputs`` maps its arguments to its outputs, and ``constants`` maps the workspace to further
+    arguments.
     """
 
     def decorate(function: FunctionT) -> FunctionT:
@@ -67,31 +67,31 @@ def traceable(
 
 
 def as_op(name: str, *values: Any) -> Any:
-    """Return what an entry point returns for its arguments, by its op; a compiler traces it."""
+    """Return the result of an entry point, computed by its op; a compiler traces this."""
     op, given = _ops[name], dict(zip(_parameters[name], values, strict=True))
     out, lse = given.get("out"), given.get("lse")
     if "output" in given:
         out = given["output"]
     has_lse = op.has_lse and given["return_lse"]
     if out is None or _wants_grad(values):
-        made = op.makes(*flat(op.arguments, given))
-        made_out, made_lse = made if op.has_lse else (made, None)
-        out = _given_or_made(out, made_out)
+        results = op.functional(*flatten_args(op.arguments, given))
+        new_out, new_lse = results if op.has_lse else (results, None)
+        out = _copied_if_given(out, new_out)
         if has_lse:
-            lse = _given_or_made(lse, made_lse)
+            lse = _copied_if_given(lse, new_lse)
     elif op.has_lse:
         if has_lse and lse is None:
             shape, dtype = op.outputs(given)[1]
             lse = torch.empty(shape, dtype=dtype, device=out.device)
-        op.writes(*flat(op.arguments, given), out=out, lse=lse if has_lse else None)
+        op.out_variant(*flatten_args(op.arguments, given), out=out, lse=lse if has_lse else None)
     else:
-        op.writes(*flat(op.arguments, given), out=out)
+        op.out_variant(*flatten_args(op.arguments, given), out=out)
     return (out, lse) if has_lse else out
 
 
-def _given_or_made(given: torch.Tensor | None, made: Any) -> torch.Tensor:
-    made_tensor: torch.Tensor = made
-    return made_tensor if given is None else given.copy_(made_tensor.view(given.shape))
+def _copied_if_given(given: torch.Tensor | None, result: Any) -> torch.Tensor:
+    tensor: torch.Tensor = result
+    return tensor if given is None else given.copy_(tensor.view(given.shape))
 
 
 def _wants_grad(values: Sequence[Any]) -> bool:

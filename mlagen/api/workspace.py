@@ -1,4 +1,4 @@
-"""The bytes of ``workspace_buffer`` that a call needs, for every family of kernels."""
+"""The ``workspace_buffer`` size of a call, for every kernel family."""
 
 from __future__ import annotations
 
@@ -55,54 +55,54 @@ def workspace_bytes(
 ) -> int:
     """Return the bytes of ``workspace_buffer`` that a decode call of this size needs.
 
-    A call uses the last bytes of a larger buffer, in whole lines of 128 bytes from its beginning. A
-    larger batch may need fewer. No MLA call needs more than 513 KiB for each SM of the GPU.
+    A call uses the end of a larger buffer, at a multiple of 128 bytes from its base address. A
+    larger batch may need fewer bytes. No MLA call needs more than 513 KiB for each SM of the GPU.
 
     Parameters
     ----------
     batch, q_len, heads, max_seq_len : int
-        As in the call; for ragged queries ``q_len`` is the longest. Of calls without a
-        ``max_seq_len``, ``xqa``, ``xqa_mla`` and runs without a plan, it is the width of the table
-        times ``page_size``.
+        As in the call; for ragged queries ``q_len`` is the maximum. For calls without a
+        ``max_seq_len`` (``xqa``, ``xqa_mla``, and runs without a plan) it is the width of the block
+        table times ``page_size``.
     dtype : torch.dtype
         Of the query.
     kv_dtype : torch.dtype
-        Of the cache, as ``dtype`` if None; uint8 stands for packed rows of 656 bytes, and in
-        grouped-query attention for NVFP4.
+        Of the cache, as ``dtype`` if None; uint8 is fp8_ds_mla, and in grouped-query attention
+        NVFP4.
     kv_lora_rank, qk_rope_head_dim : int
-        As in the call, of multi-head latent attention.
+        As in the call, for multi-head latent attention.
     page_size : int
         Of the cache.
     sparse_mla_top_k : int
         As in the call.
     kv_heads, head_dim : int
-        Given both, the call is one of grouped-query attention.
+        With both, the call is grouped-query attention.
     window_left : int
-        As in the call, of grouped-query attention.
+        As in the call, for grouped-query attention.
     tokens : int
-        The query tokens of all requests where these differ in theirs.
+        The query tokens of all requests, for ragged queries.
     device : torch.device, int or str
-        The GPU that will run it.
+        The GPU that runs the call.
 
     Raises
     ------
     ArgumentError
-        If a number is none that a call can have, or there is no such GPU.
+        If a number is out of range, or there is no such GPU.
     UnsupportedError
-        If no kernel covers such a call.
+        If no kernel supports such a call.
     """
     batch = require_whole_number(batch, "batch")
     max_seq_len = require_whole_number(max_seq_len, "max_seq_len")
-    q_len = require_whole_number(q_len, "q_len", least=1)
-    heads = require_whole_number(heads, "heads", least=1)
-    page_size = require_whole_number(page_size, "page_size", least=1)
+    q_len = require_whole_number(q_len, "q_len", min_value=1)
+    heads = require_whole_number(heads, "heads", min_value=1)
+    page_size = require_whole_number(page_size, "page_size", min_value=1)
     top_k = require_whole_number(sparse_mla_top_k, "sparse_mla_top_k")
     window = window_of(window_left, "window_left")
     total = batch * q_len if tokens is None else require_whole_number(tokens, "tokens")
     # The kernels count rows in 32 bits.
     require(total * heads <= INT32_MAX, "tokens * heads", f"{INT32_MAX} or less", total * heads)
     index = _gpu_index(device)
-    # What a tile is chosen for: a ragged call may say how long its longest query is, or not.
+    # Both tile choices of a ragged call: with its maximum query length, and without one.
     lengths = {q_len} if tokens is None else {q_len, max(1, -(-total // max(1, batch)))}
     plans: list[Sm80Plan | MlaSm90Plan | GqaSm90Plan] = []
     if kv_heads is None and head_dim is None:
@@ -114,7 +114,7 @@ def workspace_bytes(
             page_size=page_size,
             lookup="sparse" if top_k else "paged",
         )
-        separate = replace(shared, values="separate")  # may take another tile
+        separate = replace(shared, values="separate")  # may have another tile
         is_known = any(row.covers(separate) for row in SUPPORTED)
         for variant, length in product((shared, separate) if is_known else (shared,), lengths):
             plans += _mla_plans(
@@ -127,17 +127,17 @@ def workspace_bytes(
                 heads=heads,
                 max_kv_len=top_k or max_seq_len,
             )
-        if not plans:  # the settings ask for a kernel that covers no such call
+        if not plans:  # the settings force a kernel that does not support the call
             raise not_covered(index, shared)
     else:
-        kv_heads = require_whole_number(kv_heads, "kv_heads", least=1)
+        kv_heads = require_whole_number(kv_heads, "kv_heads", min_value=1)
         require(heads % kv_heads == 0, "heads", f"a multiple of {kv_heads} (kv_heads)", heads)
         query_dtype = _named(dtype, "dtype", DTYPES)
         gqa_variant = GqaVariant(
             query_dtype=query_dtype,
             kv_dtype=_named(dtype if kv_dtype is None else kv_dtype, "kv_dtype", _GQA_KV_DTYPES),
             out_dtype=query_dtype,
-            head_dim=require_whole_number(head_dim, "head_dim", least=1),
+            head_dim=require_whole_number(head_dim, "head_dim", min_value=1),
             page_size=page_size,
         )
         for length in lengths:
@@ -159,7 +159,7 @@ def workspace_bytes(
 
 
 def _mla_plans(**call: Any) -> Iterator[Sm80Plan | MlaSm90Plan]:
-    """Yield the plans that a call may be launched by, of the kernels that the settings allow."""
+    """Yield the possible plans of a call, for the kernels that the settings allow."""
     settings = current_settings()
     if settings.mla_kernel != "sm80":
         planned = plan_mla_sm90_call(**call, p_dtype_choice=settings.mla_p_dtype)

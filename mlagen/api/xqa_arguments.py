@@ -1,4 +1,4 @@
-"""Checks of what the entry points of ``flashinfer.xqa`` are given besides the tensors they read."""
+"""Checks of the ``flashinfer.xqa`` arguments that no kernel reads, and of K and V storage."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ _SEMAPHORE_DTYPES = (torch.uint32, torch.int32)
 
 
 def check_unused(query: object, semaphores: object, sm_count: object) -> None:
-    """Reject arguments that no kernel here reads, if they are not what they should be.
+    """Reject invalid values of arguments that are accepted for compatibility and ignored.
 
     Raises
     ------
     ArgumentError
-        If one is not.
+        If one is invalid.
     """
     device = require_tensor(query, "q").device
-    counters = require_tensor(semaphores, "semaphores")
-    if counters.device != device:  # here and below the words cost more than the check
-        require_device(counters, "semaphores", device)
-    if counters.dtype not in _SEMAPHORE_DTYPES:
-        require_dtype(counters, "semaphores", _SEMAPHORE_DTYPES)
+    tensor = require_tensor(semaphores, "semaphores")
+    if tensor.device != device:  # here and below, formatting the message costs more than the test
+        require_device(tensor, "semaphores", device)
+    if tensor.dtype not in _SEMAPHORE_DTYPES:
+        require_dtype(tensor, "semaphores", _SEMAPHORE_DTYPES)
     if sm_count is not None:
-        require_whole_number(sm_count, "sm_count", least=1)
+        require_whole_number(sm_count, "sm_count", min_value=1)
 
 
 def check_caches(
     k_cache: object, v_cache: object, *, num_kv_heads: object, page_size: object, kv_layout: object
 ) -> None:
-    """Reject caches whose sizes are not those that the caller names.
+    """Reject caches whose sizes differ from ``num_kv_heads`` and ``page_size``.
 
     Raises
     ------
     ArgumentError
-        If they are not.
+        If they differ.
     """
     keys = require_tensor(k_cache, "k_cache")
     require_tensor(v_cache, "v_cache")
@@ -60,7 +60,7 @@ def check_caches(
 
 
 def check_scale_caches(k_sf_cache: object, v_sf_cache: object) -> None:
-    """Reject scales of keys without scales of values, and the other way round.
+    """Reject scales of keys without scales of values, and vice versa.
 
     Raises
     ------
@@ -73,12 +73,12 @@ def check_scale_caches(k_sf_cache: object, v_sf_cache: object) -> None:
 
 
 def check_mla_caches(q: object, k_cache: object, v_cache: object, *, page_size: object) -> bool:
-    """Return whether keys and values lie in different memory.
+    """Return whether keys and values are separate in memory.
 
     Raises
     ------
     ArgumentError
-        If the query has more than one token, or caches are not what the caller names.
+        If the query has more than one token, or the caches break a rule.
     """
     query = require_tensor(q, "q")
     require_plain(query, "q")
@@ -91,11 +91,11 @@ def check_mla_caches(q: object, k_cache: object, v_cache: object, *, page_size: 
     allowed = (query.dtype, torch.float8_e4m3fn)
     if keys.dtype not in allowed:
         require_dtype(keys, "k_cache", tuple(dict.fromkeys(allowed)), "that of q, or e4m3")
-    # The axis of size 1, before or after the tokens, changes no product.
+    # The product covers the axis of size 1 both before and after the tokens.
     _require_size(page_size, "page_size", keys.shape[1] * (keys.shape[2] if keys.dim() == 4 else 1))
     try:
         is_separate = values.data_ptr() != keys.data_ptr() or values.device != keys.device
-    except RuntimeError:  # of a tensor without an address
+    except RuntimeError:  # a tensor without an address
         require_memory(keys, "k_cache")
         require_memory(values, "v_cache")
         raise
@@ -103,7 +103,7 @@ def check_mla_caches(q: object, k_cache: object, v_cache: object, *, page_size: 
         return True
     if values is not keys:
         require_memory(values, "v_cache")
-    # The same memory; a view of the first elements of each token is as good as the whole.
+    # The same memory; values may be a view of the first elements of each token.
     require_dtype(values, "v_cache", (keys.dtype,), "dtype of k_cache")
     if values.shape[:-1] != keys.shape[:-1]:
         reject("v_cache.shape[:-1]", list(keys.shape[:-1]), list(values.shape[:-1]))
@@ -115,30 +115,30 @@ def check_mla_caches(q: object, k_cache: object, v_cache: object, *, page_size: 
 
 
 def check_output(output: object) -> None:
-    """Reject a call that has no place for its result.
+    """Reject a call without an output tensor.
 
     Raises
     ------
     ArgumentError
-        If there is none.
+        If it has none.
     """
     require_tensor(output, "output")
 
 
 def flat_lengths(seq_lens: torch.Tensor) -> torch.Tensor:
-    """Return ``[batch]`` of ``[batch, 1]``; anything else as it is."""
+    """Return ``[batch]`` for ``[batch, 1]``; anything else unchanged."""
     if isinstance(seq_lens, torch.Tensor) and seq_lens.dim() == 2 and seq_lens.shape[1] == 1:
         return seq_lens[:, 0]
     return seq_lens
 
 
 def table_capacity(page_table: object, page_size: int) -> int:
-    """Return the tokens that a row of the table has room for.
+    """Return the capacity of a row of the block table, in tokens.
 
     Raises
     ------
     ArgumentError
-        If the table is no matrix.
+        If the table is not two-dimensional.
     """
     table = require_tensor(page_table, "page_table")
     if table.dim() != 2:
@@ -149,5 +149,5 @@ def table_capacity(page_table: object, page_size: int) -> int:
 def _require_size(given: object, argument: str, known: int) -> None:
     if given.__class__ is int and given == known and known >= 1:
         return
-    if require_whole_number(given, argument, least=1) != known:
+    if require_whole_number(given, argument, min_value=1) != known:
         reject(argument, f"{known} (of k_cache)", given)

@@ -1,1 +1,1 @@
-"""Where kernels are kept: keys, entries, and the store that finds and publishes them."""
+"""The on-disk kernel cache: keys, entries, and the store that looks up and publishes them."""

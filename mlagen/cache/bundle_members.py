@@ -1,7 +1,7 @@
-"""The members of a bundle as a stream: each must be the one that is expected, and nothing else.
+"""Streaming reader of bundle members: each member must match the expected name.
 
-Not :class:`tarfile.TarFile`, which reads the long names and attributes of other dialects into
-memory at whatever size they claim, and follows sizes in headers rather than those announced.
+It replaces :class:`tarfile.TarFile`, which reads GNU and PAX extensions into memory at any declared
+size, and trusts the sizes in headers instead of the table of contents.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _KINDS = {
 
 
 def digest_of(file: BinaryIO) -> tuple[str, int]:
-    """Return the SHA-256 and the size of a file, from its start."""
+    """Return the SHA-256 and the size of a whole file."""
     digest, size = hashlib.sha256(), 0
     file.seek(0)
     while chunk := file.read(_CHUNK):
@@ -37,9 +37,9 @@ def digest_of(file: BinaryIO) -> tuple[str, int]:
 
 
 class Members:
-    """The members of a gzipped tar, one after the other, from the start of ``file``.
+    """Sequential access to the members of a gzipped tar.
 
-    Every method raises :class:`DamageError` if what comes next is not what is expected.
+    Every method raises :class:`DamageError` if the next data is not the expected one.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -47,7 +47,7 @@ class Members:
         self._packed = gzip.GzipFile(fileobj=file, mode="rb")
 
     def next_size(self, name: str, *, max_bytes: int) -> int:
-        """Go to the member ``name``, which must come next, and return its size."""
+        """Advance to the member ``name``, which must be next, and return its size."""
         block = self._read(tarfile.BLOCKSIZE)
         if not any(block):
             raise DamageError(f"expected the member {name}, got the end")
@@ -65,19 +65,19 @@ class Members:
         return info.size
 
     def chunks(self, size: int) -> Iterator[bytes]:
-        """Yield the content of a member of that size, in pieces, and pass its padding."""
-        left = size
-        while left:
-            chunk = self._read(min(left, _CHUNK))
+        """Yield the content of a member of that size in chunks, then skip its padding."""
+        remaining = size
+        while remaining:
+            chunk = self._read(min(remaining, _CHUNK))
             if not chunk:
-                raise DamageError(f"expected {left} bytes more, got the end")
-            left -= len(chunk)
+                raise DamageError(f"expected {remaining} bytes more, got the end")
+            remaining -= len(chunk)
             yield chunk
         self._read(-size % tarfile.BLOCKSIZE)
 
     def require_end(self) -> None:
-        """Read to the end of the file, which must come now."""
-        # A tar ends with two empty blocks, and some programs fill up to a whole record.
+        """Raise unless only the end of the file remains."""
+        # A tar ends with two zero blocks; some programs pad to a whole record.
         rest = self._read(tarfile.RECORDSIZE + 1)
         if any(rest) or len(rest) > tarfile.RECORDSIZE:
             raise DamageError("expected the end after the last member, got more")

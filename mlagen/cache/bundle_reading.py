@@ -1,4 +1,4 @@
-"""Importing a bundle: all of it is verified before the first entry is published."""
+"""Bundle import: the whole bundle is verified before the first entry is published."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mlagen.cache.bundle import (
     INDEX_MAX_BYTES,
     BundledEntry,
     BundleError,
-    Packed,
+    BundleSummary,
     bundled_manifest,
     index_from_json,
     total_bytes,
@@ -25,31 +25,31 @@ from mlagen.cache.bundle import (
 from mlagen.cache.bundle_members import Members, digest_of
 from mlagen.cache.bundle_writing import OnProgress
 from mlagen.cache.catalog import StoredEntry
-from mlagen.cache.entry import CUBIN, MANIFEST, FileFacts, require_cubin
+from mlagen.cache.entry import CUBIN, MANIFEST, FileDigest, require_cubin
 from mlagen.cache.files import DamageError
 from mlagen.cache.store import KernelStore
 from mlagen.errors import CacheError
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifiedBundle(Packed):
-    """A bundle of which every byte was verified; ``name`` is what messages call it."""
+class VerifiedBundle(BundleSummary):
+    """A fully verified bundle; messages refer to it by ``name``."""
 
     file: BinaryIO
     name: str
 
 
 @contextmanager
-def opened_bundle(path: Path) -> Iterator[BinaryIO]:
-    """Give the file at ``path``.
+def open_bundle(path: Path) -> Iterator[BinaryIO]:
+    """Open the bundle at ``path``.
 
     Raises
     ------
     BundleError
-        If it cannot be read, or is no regular file.
+        If it cannot be read, or is not a regular file.
     """
     try:
-        # Without waiting: a FIFO is rejected, not waited for.
+        # O_NONBLOCK: opening a FIFO must not block; it is rejected below.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise BundleError(
@@ -70,27 +70,27 @@ def verify_bundle(
     max_bytes: int = DEFAULT_MAX_BYTES,
     on_progress: OnProgress | None = None,
 ) -> VerifiedBundle:
-    """Read all of a bundle and return what it holds; nothing is kept and nothing is published.
+    """Verify a whole bundle and return its entries; nothing is stored or published.
 
     Parameters
     ----------
     file : BinaryIO
-        The bundle; it can be read from its start as often as needed.
+        The bundle; must be seekable.
     name : str
-        What messages call it.
+        Name of the bundle in messages.
     expect_sha256 : str, optional
-        What the whole file must be; it is looked at before anything in it.
+        Expected digest of the whole file; compared before anything is parsed.
     max_bytes : int
-        How large the entries may be together, unpacked.
+        Limit for the total uncompressed size of the entries.
     on_progress : OnProgress, optional
-        Called with the bytes done and the bytes in all.
+        Called with the bytes done and the total bytes.
 
     Raises
     ------
     BundleError
-        If anything is not as it must be.
+        If any check fails.
     """
-    with _rejections(name):
+    with _bundle_errors(name):
         sha256, size_bytes = digest_of(file)
         if expect_sha256 is not None and sha256 != expect_sha256.lower():
             raise DamageError(f"expected sha256 {expect_sha256.lower()}, got {sha256}")
@@ -121,14 +121,14 @@ def import_bundle(
 ) -> list[str]:
     """Publish the entries of a bundle that are not in the store.
 
-    An entry that is there stays, unless it is damaged: it goes to the quarantine then. Each is
-    verified again on its way in, so that a file that changed meanwhile publishes nothing new.
+    An existing entry stays, unless it is damaged and moves to the quarantine. Each entry is
+    verified again while it is read, so that a file that changed since publishes nothing unverified.
 
     Returns
     -------
     list[str]
-        For each entry of the bundle: ``added``, ``kept`` or ``replaced``; with ``dry_run``, what
-        would come of it.
+        For each entry of the bundle: ``added``, ``kept`` or ``replaced``; with ``dry_run``, the
+        outcome that an import would have.
 
     Raises
     ------
@@ -138,15 +138,15 @@ def import_bundle(
         If the store cannot be read or written.
     """
     if dry_run:
-        return [_standing(store, entry)[0] for entry in bundle.entries]
+        return [_import_outcome(store, entry)[0] for entry in bundle.entries]
     outcomes: list[str] = []
     done, total = 0, bundle.content_bytes
-    with _rejections(bundle.name):
+    with _bundle_errors(bundle.name):
         members = Members(bundle.file)
         _index(members)
         for entry in bundle.entries:
             contents = _contents(members, entry)
-            outcome, damaged = _standing(store, entry)
+            outcome, damaged = _import_outcome(store, entry)
             if damaged is not None:
                 store.quarantine(*damaged)
             if outcome != "kept":
@@ -165,15 +165,15 @@ def _index(members: Members) -> bytes:
 
 
 def _verify(members: Members, entry: BundledEntry) -> None:
-    for member, name, facts in entry.members():
-        size = members.next_size(member, max_bytes=facts.size)
+    for member, name, expected in entry.members():
+        size = members.next_size(member, max_bytes=expected.size)
         digest, start, manifest = hashlib.sha256(), b"", b""
         for chunk in members.chunks(size):
             digest.update(chunk)
             start = start or chunk[:4]
             if name == MANIFEST:
                 manifest += chunk
-        facts.require(member, FileFacts(size, digest.hexdigest()))
+        expected.require(member, FileDigest(size, digest.hexdigest()))
         if name == CUBIN:
             require_cubin(start)
         elif name == MANIFEST:
@@ -182,31 +182,31 @@ def _verify(members: Members, entry: BundledEntry) -> None:
 
 def _contents(members: Members, entry: BundledEntry) -> dict[str, bytes]:
     contents = {}
-    for member, name, facts in entry.members():
-        size = members.next_size(member, max_bytes=facts.size)
+    for member, name, expected in entry.members():
+        size = members.next_size(member, max_bytes=expected.size)
         contents[name] = b"".join(members.chunks(size))
-        facts.require(member, FileFacts.of(contents[name]))
+        expected.require(member, FileDigest.of(contents[name]))
     return contents
 
 
-def _standing(
+def _import_outcome(
     store: KernelStore, entry: BundledEntry
 ) -> tuple[str, tuple[StoredEntry, str] | None]:
-    """Return what importing an entry comes to, and the damaged one in its place with why."""
+    """Return the outcome of an import, and the damaged entry to replace with its problem."""
     for stored in store.entries(prefix=entry.key):
         if stored.toolchain == entry.toolchain:
-            with suppress(FileNotFoundError):  # removed since it was listed
+            with suppress(FileNotFoundError):  # removed since listing
                 problem = stored.problem or store.verify(stored)
                 return ("replaced", (stored, problem)) if problem else ("kept", None)
     return "added", None
 
 
 @contextmanager
-def _rejections(name: str) -> Iterator[None]:
+def _bundle_errors(name: str) -> Iterator[None]:
     try:
         yield
     except CacheError:
-        raise  # the store's, not the bundle's
+        raise  # an error of the store, not of the bundle
     except DamageError as error:
         raise BundleError(f"bundle: {error}: {name}", path=Path(name)) from error
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Writing a bundle: every file is verified on its way in, and the result appears as a whole."""
+"""Bundle export: every file is verified when it is read, and the result is written atomically."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mlagen.cache.bundle import (
     INDEX_MAX_BYTES,
     BundledEntry,
     BundleError,
-    Packed,
+    BundleSummary,
     bundled_manifest,
     index_to_json,
     total_bytes,
@@ -31,30 +31,30 @@ from mlagen.cache.files import DamageError, sync_folder
 from mlagen.cache.folder import Folder
 from mlagen.errors import CacheError, MlagenError
 
-_SPOOLED_BYTES = 64 << 20  # in memory; what is more goes to a temporary file
+_SPOOLED_BYTES = 64 << 20  # in memory; larger bundles spool to a temporary file
 
-OnProgress = Callable[[int, int], None]  # bytes done, bytes in all
+OnProgress = Callable[[int, int], None]  # bytes done, total bytes
 
 
 def write_bundle(
     stored: Sequence[StoredEntry], file: BinaryIO, *, on_progress: OnProgress | None = None
-) -> Packed:
-    """Write a bundle of entries into an empty file that can be read again.
+) -> BundleSummary:
+    """Write a bundle of entries into an empty, readable file.
 
     Raises
     ------
     BundleError
         If an entry is damaged, or all of them are gone.
     CacheError
-        If others can change one.
+        If other users can change one.
     OSError
         If the file cannot be written.
     """
-    # The table of contents comes first and an entry may be gone before its turn, so that all are
-    # read before the first byte is written.
+    # The table of contents comes first, and an entry may be removed during the export: all entries
+    # are read before the first byte is written.
     with SpooledTemporaryFile(max_size=_SPOOLED_BYTES) as spool:
         entries = []
-        for entry, contents in packed_entries(stored):
+        for entry, contents in verified_entries(stored):
             entries.append(entry)
             for member, name, _ in entry.members():
                 _write_member(spool, member, contents[name])
@@ -68,41 +68,41 @@ def write_bundle(
                 if on_progress is not None:
                     on_progress(done, total)
             tar.write(bytes(2 * tarfile.BLOCKSIZE))
-    return finished(file, entries)
+    return bundle_summary(file, entries)
 
 
 def export_bundle(
     stored: Sequence[StoredEntry], target: Path, *, on_progress: OnProgress | None = None
-) -> Packed:
-    """Write a bundle to ``target``; until it is whole, what was there stays.
+) -> BundleSummary:
+    """Write a bundle to ``target`` atomically; an existing file stays until then.
 
     Raises
     ------
     BundleError
         If an entry is damaged, or the file cannot be written.
     """
-    with replacing(target) as file:
+    with atomic_file(target) as file:
         return write_bundle(stored, file, on_progress=on_progress)
 
 
-def packed_entries(
+def verified_entries(
     stored: Sequence[StoredEntry],
 ) -> Iterator[tuple[BundledEntry, dict[str, bytes]]]:
-    """Yield what to announce of each entry with its files, verified, in the order of their keys.
+    """Yield each entry with its verified files, in the order of their keys.
 
-    An entry that was removed since it was listed is left out.
+    An entry that was removed since listing is skipped.
 
     Raises
     ------
     BundleError
         If an entry is damaged, or all of them are gone.
     CacheError
-        If others can change one.
+        If other users can change one.
     """
     is_empty = True
     for one in sorted(stored, key=lambda one: (one.key, one.toolchain)):
         with suppress(FileNotFoundError):
-            with _damages_of(one.path):
+            with _damage_as_bundle_error(one.path):
                 found = read_stored(one, partial(_read, one))
             is_empty = False
             yield found
@@ -123,31 +123,33 @@ def _read(stored: StoredEntry, folder: Folder) -> tuple[BundledEntry, dict[str, 
     return entry, contents
 
 
-def finished(file: BinaryIO, entries: Sequence[BundledEntry]) -> Packed:
-    """Return what was written into ``file``."""
+def bundle_summary(file: BinaryIO, entries: Sequence[BundledEntry]) -> BundleSummary:
+    """Return entries, size and SHA-256 of the bundle written into ``file``."""
     sha256, size_bytes = digest_of(file)
-    return Packed(entries=tuple(entries), size_bytes=size_bytes, sha256=sha256)
+    return BundleSummary(entries=tuple(entries), size_bytes=size_bytes, sha256=sha256)
 
 
 @contextmanager
-def replacing(target: Path) -> Iterator[BinaryIO]:
-    """Give an empty file that takes the place of ``target`` at the end, or vanishes on an error.
+def atomic_file(target: Path) -> Iterator[BinaryIO]:
+    """Open a temporary file that replaces ``target`` at the end; an error deletes it.
 
     Raises
     ------
     BundleError
-        If the disk rejects, or something else than a file is in the place.
+        If writing fails, or ``target`` is not a regular file.
     """
     part = target.parent / f".{target.name[:200]}.{os.getpid()}.{secrets.token_hex(4)}.part"
     try:
         _require_replaceable(target)
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        with os.fdopen(os.open(part, flags, 0o666), "w+b") as file:  # made to be handed on
+        with os.fdopen(
+            os.open(part, flags, 0o666), "w+b"
+        ) as file:  # not 0o600: a bundle is meant for sharing
             yield file
             file.flush()
             os.fsync(file.fileno())
         part.rename(target)
-        with suppress(OSError):  # it is there; only a power failure could take it back
+        with suppress(OSError):  # visible already; the sync guards against power failure only
             sync_folder(target.parent)
     except MlagenError:
         raise
@@ -155,7 +157,7 @@ def replacing(target: Path) -> Iterator[BinaryIO]:
         message = f"bundle: expected a writable file, got {error.strerror or error}: {target}"
         raise BundleError(message, path=target) from error
     finally:
-        with suppress(OSError):  # gone, where all went well
+        with suppress(OSError):  # already renamed on success
             part.unlink()
 
 
@@ -179,7 +181,7 @@ def _content(folder: Folder, name: str, manifest: Manifest) -> bytes:
 
 
 def _write_member(tar: IO[bytes] | gzip.GzipFile, name: str, content: bytes) -> None:
-    info = tarfile.TarInfo(name)  # of nobody, from 1970
+    info = tarfile.TarInfo(name)  # no owner, time 0
     info.size = len(content)
     tar.write(info.tobuf(tarfile.USTAR_FORMAT, "ascii"))
     tar.write(content)
@@ -187,16 +189,16 @@ def _write_member(tar: IO[bytes] | gzip.GzipFile, name: str, content: bytes) -> 
 
 
 def _member_bytes(size: int) -> int:
-    """Return what a file of that size takes in a tar, with its header and padding."""
+    """Return the bytes of a file of that size in a tar, with header and padding."""
     return tarfile.BLOCKSIZE + size + -size % tarfile.BLOCKSIZE
 
 
 @contextmanager
-def _damages_of(folder: Path) -> Iterator[None]:
+def _damage_as_bundle_error(folder: Path) -> Iterator[None]:
     try:
         yield
-    except (FileNotFoundError, CacheError):  # which is an OSError, too
+    except (FileNotFoundError, CacheError):  # CacheError is an OSError too
         raise
     except (DamageError, OSError) as error:
-        message = f"bundle: expected a sound entry, got a damaged one: {error}: {folder}"
+        message = f"bundle: expected a valid entry, got a damaged one: {error}: {folder}"
         raise BundleError(message, path=folder) from error

@@ -1,4 +1,4 @@
-"""The list of what a store holds; looking creates nothing, locks nothing, and follows no link."""
+"""Listing of a store: read-only, lock-free, and without following links."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from mlagen.cache.entry import (
     read_entry,
     read_file,
     read_manifest,
-    require_own_key,
+    require_matching_key,
 )
-from mlagen.cache.errors import rejected
+from mlagen.cache.errors import cache_error
 from mlagen.cache.files import DamageError, Identity, is_gone
 from mlagen.cache.folder import Folder, open_below
 from mlagen.cache.layout import Layout, is_digest
 from mlagen.cache.trust import UntrustedError
 from mlagen.errors import CacheError
 
-# How often an entry may be replaced while it is read before it counts as gone.
-_LOOKS = 100
+# Attempts to read an entry that is being replaced before it counts as gone.
+_READ_ATTEMPTS = 100
 
 Read = TypeVar("Read")
 
 
 @dataclass(frozen=True)
 class StoredEntry:
-    """One entry as it lies on the disk, good or damaged.
+    """One entry on the disk, valid or damaged.
 
-    ``problem`` says why there is no ``manifest``. That there is one says that it reads as one:
-    only :func:`verify` compares it with its seal, and the other files with their digests.
+    ``problem`` is the reason why there is no ``manifest``. A manifest that is set was parsed, not
+    verified: only :func:`verify` checks its seal, and the digests of the other files.
     """
 
     path: Path
@@ -48,15 +48,15 @@ class StoredEntry:
     toolchain: str
     manifest: Manifest | None
     problem: str | None
-    size_bytes: int  # of a damaged one what lies there, else what its manifest says
-    used: float  # when it was last used, in seconds since 1970; 0 where nothing says so
-    layout: Layout  # the store that it lies in
+    size_bytes: int  # from the manifest; measured for a damaged entry
+    used: float  # last use, in seconds since 1970; 0 if unknown
+    layout: Layout  # the store that contains it
     is_read_only: bool
-    identity: Identity | None  # which folder it was when it was listed
+    identity: Identity | None  # of its folder at the time of listing
 
     @property
     def layer(self) -> Path:
-        """The root of the store that it lies in."""
+        """The root of the store that contains it."""
         return self.layout.root
 
 
@@ -65,13 +65,13 @@ def stored_entries(
 ) -> Iterator[StoredEntry]:
     """Yield the entries whose key begins with ``prefix``, in the order of their keys.
 
-    Those of another version of mlagen, which knows another schema, are left to it, and one that is
-    removed while it is read is left out.
+    Entries with another schema, from another version of mlagen, are skipped, and so is an entry
+    that is removed while it is read.
 
     Raises
     ------
     CacheError
-        If a folder cannot be read, or others can change it.
+        If a folder cannot be read, or other users can change it.
     """
     try:
         with open_below(layout, layout.entries.name) as entries:
@@ -84,16 +84,16 @@ def stored_entries(
     except (FileNotFoundError, NotADirectoryError):
         pass  # no cache yet
     except OSError as error:
-        is_untrusted = isinstance(error, UntrustedError)  # which says itself where
+        is_untrusted = isinstance(error, UntrustedError)  # it names its own path
         path = layout.root if is_untrusted else Path(error.filename or layout.root)
-        raise rejected(error, path, to="readable") from error
+        raise cache_error(error, path, expected="readable") from error
 
 
 def read_stored(stored: StoredEntry, read: Callable[[Folder], Read]) -> Read:
-    """Return what ``read`` makes of the folder of an entry.
+    """Return the result of ``read`` for the folder of an entry.
 
-    What it finds wrong is raised only if that folder is still in its place: an entry that is
-    removed or replaced meanwhile is not damaged.
+    Its errors are raised only if that folder is still in place: an entry that is removed or
+    replaced meanwhile is not damaged.
 
     Raises
     ------
@@ -102,36 +102,36 @@ def read_stored(stored: StoredEntry, read: Callable[[Folder], Read]) -> Read:
     DamageError
         If it is damaged.
     CacheError
-        If others can change it.
+        If other users can change it.
     OSError
         If it cannot be read.
     """
     try:
         return _read_in_place(stored.layout, str(stored.path), read)
     except UntrustedError as error:
-        raise rejected(error, stored.path) from error
+        raise cache_error(error, stored.path) from error
 
 
 def verify(stored: StoredEntry) -> str | None:
-    """Read every file of an entry and return what is wrong with it, or None.
+    """Check every file of an entry and return the problem, or None.
 
     Raises
     ------
     FileNotFoundError
         If it is gone.
     CacheError
-        If others can change it.
+        If other users can change it.
     """
 
     def read_all(folder: Folder) -> None:
         entry = read_entry(folder, key=stored.key, toolchain=stored.toolchain)
         for name in entry.manifest.files:
             read_file(folder, name, entry.manifest)
-        require_own_key(entry.manifest)
+        require_matching_key(entry.manifest)
 
     try:
         read_stored(stored, read_all)
-    except (FileNotFoundError, CacheError):  # which is an OSError, too
+    except (FileNotFoundError, CacheError):  # CacheError is an OSError too
         raise
     except (DamageError, OSError) as error:
         return str(error)
@@ -144,7 +144,7 @@ def read_content(stored: StoredEntry, name: str) -> bytes:
     Raises
     ------
     CacheError
-        If the entry is gone or damaged, or others can change it.
+        If the entry is gone or damaged, or other users can change it.
     """
 
     def read(folder: Folder) -> bytes:
@@ -164,13 +164,13 @@ def read_content(stored: StoredEntry, name: str) -> bytes:
 def _read_in_place(
     layout: Layout, path: str, read: Callable[[Folder], Read], *, above: Folder | None = None
 ) -> Read:
-    """Do what :func:`read_stored` says; the first look is into ``above``, if that is open."""
+    """Implement :func:`read_stored`; the first attempt uses ``above`` if it is open."""
     try:
         if above is not None:
-            with suppress(_ReplacedError):  # the key may be in the trash, too
+            with suppress(_ReplacedError):  # the folder of the key may have moved to the trash too
                 return _read_once(above, path.rpartition("/")[2], read)
         *names, toolchain = Path(path).relative_to(layout.version).parts
-        for _ in range(_LOOKS):
+        for _ in range(_READ_ATTEMPTS):
             with suppress(_ReplacedError), open_below(layout, *names) as key:
                 return _read_once(key, toolchain, read)
     except OSError as error:
@@ -180,7 +180,7 @@ def _read_in_place(
 
 
 class _ReplacedError(Exception):
-    """The folder that was read is no longer in its place."""
+    """The folder that was read is no longer in place."""
 
 
 def _read_once(key: Folder, toolchain: str, read: Callable[[Folder], Read]) -> Read:
@@ -188,7 +188,7 @@ def _read_once(key: Folder, toolchain: str, read: Callable[[Folder], Read]) -> R
         try:
             return read(folder)
         except (DamageError, OSError) as error:
-            if folder.is_there():
+            if folder.still_exists():
                 raise
             raise _ReplacedError from error
 
@@ -215,7 +215,7 @@ def _stored_entry(key: Folder, toolchain: str, *, is_read_only: bool) -> StoredE
         raise
     except (DamageError, OSError, TypeError) as error:
         problem, size_bytes = str(error), key.size_of(toolchain)
-        seen = seen or key.identity_of(toolchain)  # what is no folder was not opened
+        seen = seen or key.identity_of(toolchain)  # not set if it is not a folder
     return StoredEntry(
         path=Path(path),
         key=key.name,

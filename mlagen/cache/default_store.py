@@ -1,4 +1,4 @@
-"""The store that the settings name; light enough for commands that only look."""
+"""The default store, made from the settings; importing it is cheap enough for `mlagen cache`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from importlib import metadata
 from pathlib import Path
 
 from mlagen.cache.store import KernelStore
-from mlagen.fork_safety import in_one_piece
+from mlagen.fork_safety import defer_forks
 from mlagen.paths import folder_problem
 from mlagen.settings import Settings, current_settings
 
-# The entry points of packages that ship kernels: each names the package that is a cache folder.
-PACKAGES = "mlagen.kernels"
+# Entry-point group of packages that ship kernels; each entry point names such a package.
+ENTRY_POINT_GROUP = "mlagen.kernels"
 
 _logger = logging.getLogger("mlagen")
 
@@ -22,19 +22,19 @@ _stores: dict[Settings, KernelStore] = {}
 
 
 def kernel_store() -> KernelStore:
-    """Return the store that the settings name; nothing is created."""
+    """Return the store of the current settings; creates nothing on disk."""
     settings = current_settings()
-    # Of threads that ask first and together, all get one and the same, and share its flights.
+    # `setdefault`: concurrent first callers get the same store, and share its single flight.
     return _stores.get(settings) or _stores.setdefault(settings, _store_of(settings))
 
 
 @cache
 def packaged_layers() -> Sequence[Path]:
-    """Return the cache folders that installed packages ship; no package is imported."""
+    """Return the cache folders of installed packages without importing them."""
     layers = []
     try:
-        with in_one_piece():  # what reads metadata is imported when it does
-            points = sorted(metadata.entry_points(group=PACKAGES))
+        with defer_forks():  # importlib.metadata imports lazily
+            points = sorted(metadata.entry_points(group=ENTRY_POINT_GROUP))
         for point in points:
             files = point.dist.files if point.dist else ()
             place = (point.value, "v1")
@@ -42,24 +42,22 @@ def packaged_layers() -> Sequence[Path]:
             if first is not None:
                 layers.append(Path(str(first.locate())).parents[len(first.parts) - 2])
     except (LookupError, OSError, TypeError, ValueError) as error:
-        # Any package may have broken them, kernels or not: they are read together.
-        message = "%s: expected readable metadata of all packages, got %r, passing kernels by"
-        _logger.warning(message, PACKAGES, error)
-    return _readable(PACKAGES, layers)
+        # All packages are read together, so any of them may have broken metadata.
+        message = "%s: expected readable metadata of all packages, got %r, ignoring their kernels"
+        _logger.warning(message, ENTRY_POINT_GROUP, error)
+    return _usable_layers(ENTRY_POINT_GROUP, layers)
 
 
-def _readable(name: str, layers: Sequence[Path]) -> tuple[Path, ...]:
-    """Return the layers that can be asked, with a warning for each that cannot.
+def _usable_layers(name: str, layers: Sequence[Path]) -> tuple[Path, ...]:
+    """Return the usable layers, and warn of each other one.
 
-    A layer that is not there yet may come; one that fails is not asked again for each kernel, since
-    a server that is gone may take long to say so.
+    A missing layer may appear later. One that fails is dropped instead of retried for each kernel,
+    since an unreachable server may take long to fail.
     """
     problems = {layer: folder_problem(layer) for layer in layers}
     for layer, problem in problems.items():
         if problem:
-            _logger.warning(
-                "%s: expected a folder, got %s, passing it by: %s", name, problem, layer
-            )
+            _logger.warning("%s: expected a folder, got %s, ignoring it: %s", name, problem, layer)
     return tuple(layer for layer, problem in problems.items() if problem in (None, "none"))
 
 
@@ -68,7 +66,7 @@ def _store_of(settings: Settings) -> KernelStore:
         settings.cache_dir,
         lock_dir=settings.lock_dir,
         lock_timeout_s=settings.lock_timeout_s,
-        layers=_readable("MLAGEN_CACHE_RO", settings.cache_layers),
+        layers=_usable_layers("MLAGEN_CACHE_RO", settings.cache_layers),
         packaged=packaged_layers,
         is_shared=settings.trusts_shared,
         max_bytes=settings.cache_max_bytes,

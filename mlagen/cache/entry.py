@@ -1,4 +1,4 @@
-"""One published kernel: its manifest, and the verified way to read it from the disk."""
+"""Cache entry: the manifest of a published kernel, and verified reads from the disk."""
 
 from __future__ import annotations
 
@@ -24,46 +24,48 @@ CUBIN = "kernel.cubin"
 ELF_MAGIC = b"\x7fELF"
 
 MANIFEST_MAX_BYTES = 1 << 20
-_MAX_BYTES = 1 << 40  # of a file: larger than any kernel, small enough to be added and divided
+_MAX_BYTES = (
+    1 << 40
+)  # of a file: larger than any kernel, small enough for integer and float arithmetic
 
 
 class OtherSchemaError(DamageError):
-    """A manifest of another version of mlagen, sound as far as its seal says."""
+    """A manifest of another version of mlagen whose seal is valid."""
 
 
 @dataclass(frozen=True)
-class FileFacts:
-    """What a file must be: its size in bytes and its SHA-256."""
+class FileDigest:
+    """Expected size in bytes and SHA-256 of a file."""
 
     size: int
     sha256: str
 
     @classmethod
-    def of(cls, content: bytes) -> FileFacts:
-        """Return the facts of ``content``."""
+    def of(cls, content: bytes) -> FileDigest:
+        """Return the digest of ``content``."""
         return cls(len(content), hashlib.sha256(content).hexdigest())
 
-    def require(self, name: str, got: FileFacts) -> None:
-        """Raise :class:`DamageError` unless what was read under ``name`` is this."""
+    def require(self, name: str, got: FileDigest) -> None:
+        """Raise :class:`DamageError` unless ``got``, of the file ``name``, is equal."""
         if got.size != self.size:
             raise DamageError(f"{name}: expected {self.size} bytes, got {got.size}")
         if got != self:
             raise DamageError(f"{name}: expected sha256 {self.sha256}, got {got.sha256}")
 
 
-# JSON for characters that no manifest has, and that commands would print as they are.
-_CONTROLS = re.compile(rb"\\u00(?:[01]|7f|[89])|\x7f", re.IGNORECASE)
+# JSON escapes of control characters: no manifest has them, and commands would print them.
+_CONTROL_CHARACTERS = re.compile(rb"\\u00(?:[01]|7f|[89])|\x7f", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What an entry is, what it was made of, by whom, and what its files must be."""
+    """Key, toolchain, key fields, provenance and file digests of an entry."""
 
     schema: int
     key: str
     toolchain: str
     key_fields: tuple[tuple[str, str], ...]
-    files: Mapping[str, FileFacts]
+    files: Mapping[str, FileDigest]
     facts: Mapping[str, Any]
     created: Mapping[str, Any]
     created_by: str
@@ -78,8 +80,8 @@ class Manifest:
             key=key.digest,
             toolchain=build.toolchain,
             key_fields=key.key_fields,
-            files={name: FileFacts.of(content) for name, content in build.files.items()},
-            # Through JSON, so that the builder sees exactly what a later reader sees.
+            files={name: FileDigest.of(content) for name, content in build.files.items()},
+            # Through JSON, so that the builder and later readers see equal values.
             facts=json.loads(json.dumps(build.facts, allow_nan=False)),
             created={
                 "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -87,13 +89,13 @@ class Manifest:
                 "pid": os.getpid(),
                 "python": sys.version.partition(" ")[0],
                 "mlagen": __version__,
-                "because": because,  # why it was not found
+                "because": because,  # reason of the miss
             },
             created_by=created_by,
         )
 
     def to_json(self) -> bytes:
-        """Return the manifest as it lies on the disk, sealed with a digest of itself."""
+        """Return the manifest as JSON, sealed with a digest of itself."""
         body = asdict(self)
         return json.dumps({**body, "seal": _seal(body)}, indent=1, sort_keys=True).encode() + b"\n"
 
@@ -101,8 +103,8 @@ class Manifest:
     def from_json(cls, text: bytes, *, checks_seal: bool = True) -> Manifest:
         """Return the manifest in ``text``; anything else is a :class:`DamageError`.
 
-        One with another schema and a seal that holds is an :class:`OtherSchemaError`: that no bit
-        flipped, another version of mlagen wrote it.
+        Another schema with a valid seal is an :class:`OtherSchemaError`: another version of mlagen
+        wrote it, no bit flipped.
         """
         try:
             _require_printable(text)
@@ -110,13 +112,15 @@ class Manifest:
             seal = body.pop("seal")
             is_other = body["schema"] != SCHEMA
             if (checks_seal or is_other) and seal != _seal(body):
-                raise DamageError(f"{MANIFEST}: expected what its seal says, got other content")
+                raise DamageError(
+                    f"{MANIFEST}: expected the content of its seal, got other content"
+                )
             if is_other:
                 expected = f"{MANIFEST}: expected schema {SCHEMA}"
                 raise OtherSchemaError(f"{expected}, got {body['schema']!r}")
             pairs = [(label, value) for label, value in body.pop("key_fields")]
-            files = {name: FileFacts(**facts) for name, facts in body.pop("files").items()}
-            _require_told(pairs, files, body)
+            files = {name: FileDigest(**facts) for name, facts in body.pop("files").items()}
+            _require_valid_fields(pairs, files, body)
             return cls(key_fields=tuple(pairs), files=files, **body)
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             raise DamageError(f"{MANIFEST}: expected a manifest, got {error!r}") from error
@@ -126,7 +130,7 @@ class Manifest:
 class CacheEntry:
     """A kernel ready to be loaded.
 
-    ``path`` is its folder, or None when it could not be published and lives in memory only.
+    ``path`` is its folder, or None if it could not be published and is in memory only.
     """
 
     manifest: Manifest
@@ -135,15 +139,15 @@ class CacheEntry:
 
 
 def read_manifest(folder: Folder, *, key: str, toolchain: str) -> Manifest:
-    """Return the manifest in a folder; it must speak of that key and toolchain."""
+    """Return the manifest in a folder, which must have that key and toolchain."""
     text = folder.read(MANIFEST, max_bytes=MANIFEST_MAX_BYTES)
     return parse_manifest(text, key=key, toolchain=toolchain)
 
 
 def parse_manifest(text: bytes, *, key: str, toolchain: str, checks_seal: bool = True) -> Manifest:
-    """Return a manifest; it must speak of that key and toolchain.
+    """Return a manifest, which must have that key and toolchain.
 
-    Checking the seal takes longer than all the rest; a list of thousands does without.
+    Checking the seal costs more than parsing; listing thousands of entries skips it.
     """
     manifest = Manifest.from_json(text, checks_seal=checks_seal)
     if (manifest.key, manifest.toolchain) != (key, toolchain):
@@ -153,12 +157,12 @@ def parse_manifest(text: bytes, *, key: str, toolchain: str, checks_seal: bool =
 
 
 def read_file(folder: Folder, name: str, manifest: Manifest) -> bytes:
-    """Return one file of an entry if it is what the manifest says."""
+    """Return one file of an entry, verified against the manifest."""
     expected = manifest.files.get(name)
     if expected is None:
         raise DamageError(f"{MANIFEST}: expected a file {name}, got {', '.join(manifest.files)}")
     content = folder.read(name, max_bytes=expected.size)
-    expected.require(name, FileFacts.of(content))
+    expected.require(name, FileDigest.of(content))
     return content
 
 
@@ -168,9 +172,9 @@ def read_entry(folder: Folder, *, key: str, toolchain: str) -> CacheEntry:
     Raises
     ------
     DamageError
-        If its manifest or its cubin is not as it was published.
+        If its manifest or its cubin differs from what was published.
     OSError
-        If this process cannot read it, or others can change a file.
+        If this process cannot read it, or other users can change a file.
     """
     manifest = read_manifest(folder, key=key, toolchain=toolchain)
     cubin = read_file(folder, CUBIN, manifest)
@@ -179,30 +183,30 @@ def read_entry(folder: Folder, *, key: str, toolchain: str) -> CacheEntry:
 
 
 def require_cubin(start: bytes) -> None:
-    """Raise :class:`DamageError` unless a kernel's file begins as one."""
+    """Raise :class:`DamageError` unless ``start`` begins an ELF file."""
     if not start.startswith(ELF_MAGIC):
         raise DamageError(f"{CUBIN}: expected an ELF file, got {start[:4]!r}")
 
 
-def require_own_key(manifest: Manifest) -> None:
-    """Raise :class:`DamageError` unless the key of a manifest is that of its key_fields."""
-    made_of = CacheKey(manifest.key_fields, manifest.toolchain).digest
-    if made_of != manifest.key:
-        raise DamageError(f"{MANIFEST}: expected key_fields of {manifest.key}, got of {made_of}")
+def require_matching_key(manifest: Manifest) -> None:
+    """Raise :class:`DamageError` unless the key of a manifest is the digest of its key fields."""
+    digest = CacheKey(manifest.key_fields, manifest.toolchain).digest
+    if digest != manifest.key:
+        raise DamageError(f"{MANIFEST}: expected key_fields of {manifest.key}, got of {digest}")
 
 
 def _require_printable(text: bytes) -> None:
-    # Most have no backslash at all, so no pattern need be looked for.
+    # Most manifests have no backslash, which saves the regex search.
     may_control = b"\\" in text or b"\x7f" in text
-    if not text.isascii() or (may_control and _CONTROLS.search(text)):
+    if not text.isascii() or (may_control and _CONTROL_CHARACTERS.search(text)):
         raise ValueError("characters that control a terminal")
 
 
-def _require_told(
-    pairs: Sequence[tuple[Any, Any]], files: Mapping[str, FileFacts], body: Mapping[str, Any]
+def _require_valid_fields(
+    pairs: Sequence[tuple[Any, Any]], files: Mapping[str, FileDigest], body: Mapping[str, Any]
 ) -> None:
-    """Raise unless key_fields are texts under labels of their own, and the rest has its types."""
-    # By their types: of thousands of manifests, one set each takes half the time of a loop.
+    """Raise unless labels are unique, key fields are strings, and the rest has its types."""
+    # A set of types takes half the time of a loop, for listings of thousands of manifests.
     if len(dict(pairs)) < len(pairs) or {type(text) for pair in pairs for text in pair} - {str}:
         raise ValueError(f"key_fields {pairs}")
     for name, file in files.items():

@@ -1,4 +1,4 @@
-"""What the disk rejects, as the error that callers of the store see."""
+"""Conversion of operating-system errors into :class:`mlagen.CacheError`."""
 
 from __future__ import annotations
 
@@ -11,34 +11,39 @@ from pathlib import Path
 from mlagen.cache.trust import UntrustedError
 from mlagen.errors import CacheError
 
-# What another folder helps against; whatever is wrong with trust has advice of its own.
-_ELSEWHERE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG}
+# Errors that another cache folder avoids; trust errors have their own advice.
+_AVOIDABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG}
 
 
 @contextmanager
-def rejections(path: Path, *, to: str = "writable", advises: bool = False) -> Iterator[None]:
-    """Turn what the disk says into a :class:`CacheError`.
+def raising_cache_errors(
+    path: Path, *, expected: str = "writable", suggests_folder: bool = False
+) -> Iterator[None]:
+    """Convert an :class:`OSError` into a :class:`CacheError`.
 
-    ``to`` says what a folder must be; with ``advises`` the message may name another cache folder.
+    ``expected`` is the required property of the folder; with ``suggests_folder`` the message may
+    suggest another cache folder.
     """
     try:
         yield
     except OSError as error:
-        raise rejected(error, path, to=to, advises=advises) from error
+        raise cache_error(
+            error, path, expected=expected, suggests_folder=suggests_folder
+        ) from error
 
 
-def rejected(
-    error: OSError, path: Path, *, to: str = "writable", advises: bool = False
+def cache_error(
+    error: OSError, path: Path, *, expected: str = "writable", suggests_folder: bool = False
 ) -> CacheError:
-    """Return the error of a store that is not what it must be."""
-    what = "trusted" if isinstance(error, UntrustedError) else to
-    got = f"{error.strerror or error}{advice_for(error) if advises else ''}"
-    return CacheError(f"cache: expected a {what} folder, got {got}: {path}", path=path)
+    """Return the :class:`CacheError` of an operating-system error."""
+    rule = "trusted" if isinstance(error, UntrustedError) else expected
+    got = f"{error.strerror or error}{advice_for(error) if suggests_folder else ''}"
+    return CacheError(f"cache: expected a {rule} folder, got {got}: {path}", path=path)
 
 
 def advice_for(error: OSError) -> str:
-    """Return what names another cache folder, in parentheses, if that is what helps."""
+    """Return the advice to set another cache folder, in parentheses, if that avoids the error."""
     code = error.errno or 0
-    if code in _ELSEWHERE and error.strerror == os.strerror(code):
+    if code in _AVOIDABLE and error.strerror == os.strerror(code):
         return " (set MLAGEN_CACHE_DIR or XDG_CACHE_HOME to a folder that can be written)"
     return ""

@@ -1,7 +1,7 @@
-"""What keeps a cache from growing without end: the least recently used entries give way.
+"""LRU eviction: the least recently used entries are removed above the size limit.
 
-An entry was last used when its manifest says so: the file's time of change is renewed by whoever
-finds the entry, at most once an hour, since times of access are not kept on every disk.
+The modification time of its manifest is the last use of an entry. A look-up that hits updates it
+at most once an hour; access times are not available on every file system.
 """
 
 from __future__ import annotations
@@ -22,43 +22,43 @@ from mlagen.cache.quarantine import remove_entry
 from mlagen.cache.trust import UntrustedError
 from mlagen.monitoring import count
 
-_RENEWED_AFTER_S = 3600.0
-_COUNTED_AFTER_S = 3600.0
+_MARK_INTERVAL_S = 3600.0
+_RECOUNT_INTERVAL_S = 3600.0
 
-# Whoever was noted to use an entry may still be reading its files until then.
-YOUNG_S = 600.0
+# A process that used an entry this recently may still be reading its files.
+RECENT_USE_S = 600.0
 
-# What a damaged note can raise besides: an endless number, brackets without end.
-_NO_NOTE = (OverflowError, RecursionError)
+# Further errors of parsing a damaged size file: an infinite number, deep nesting.
+_PARSE_ERRORS = (OverflowError, RecursionError)
 
-# Down to this share of the limit, so that not every publication removes something.
-_KEPT_SHARE = 0.9
+# Evicting down to this fraction of the limit keeps the next publications from evicting again.
+_TARGET_FRACTION = 0.9
 
 
 @dataclass(frozen=True)
-class Weight:
-    """What eviction knows of an entry."""
+class EntryUsage:
+    """Size and last use of an entry."""
 
     path: Path
     size_bytes: int
     used: float  # seconds since 1970; never in the future
 
 
-def renew(entry: Folder) -> None:
-    """Note that an entry was used; where that cannot be noted, it is not."""
+def mark_used(entry: Folder) -> None:
+    """Update the time of last use of an entry, where possible."""
     with suppress(OSError):
-        # The distance, not the age: a time in the future comes from a clock that was set back.
-        if abs(time.time() - entry.status_of(MANIFEST).st_mtime) > _RENEWED_AFTER_S:
+        # The absolute difference: a time in the future comes from a clock that was set back.
+        if abs(time.time() - entry.status_of(MANIFEST).st_mtime) > _MARK_INTERVAL_S:
             entry.touch(MANIFEST)
 
 
-def weights(layout: Layout) -> Iterator[Weight]:
-    """Yield every entry with its size and its last use; reads no file, and renews future ones.
+def entry_usages(layout: Layout) -> Iterator[EntryUsage]:
+    """Yield size and last use of every entry; reads no file, and resets times in the future.
 
     Raises
     ------
     UntrustedError
-        If others can change a folder of the store.
+        If other users can change a folder of the store.
     """
     with (
         suppress(FileNotFoundError, NotADirectoryError),
@@ -68,20 +68,20 @@ def weights(layout: Layout) -> Iterator[Weight]:
             for key in _folders_in(shard):
                 for toolchain in _names_in(key):
                     with suppress(DamageError, FileNotFoundError), key.entry(toolchain) as entry:
-                        yield _weight_of(entry)
+                        yield _usage_of(entry)
 
 
 def _folders_in(folder: Folder) -> Iterator[Folder]:
-    """Yield the folders in one that can be opened."""
+    """Yield the subfolders that can be opened."""
     for name in _names_in(folder):
         try:
-            inner = folder.inner(name)
+            child = folder.child(name)
         except UntrustedError:
             raise
         except OSError:
             continue
-        with inner:
-            yield inner
+        with child:
+            yield child
 
 
 def _names_in(folder: Folder) -> list[str]:
@@ -90,7 +90,7 @@ def _names_in(folder: Folder) -> list[str]:
     return []
 
 
-def _weight_of(entry: Folder) -> Weight:
+def _usage_of(entry: Folder) -> EntryUsage:
     now, size, used = time.time(), 0, 0.0
     for name in _names_in(entry):
         with suppress(OSError):
@@ -98,63 +98,63 @@ def _weight_of(entry: Folder) -> Weight:
             size += status.st_size if stat.S_ISREG(status.st_mode) else 0
             used = status.st_mtime if name == MANIFEST else used
     if used > now:
-        renew(entry)  # or a clock that was set back keeps it young for ever
-    return Weight(Path(entry.path), size, min(used, now))
+        mark_used(entry)  # otherwise a clock that was set back protects it for ever
+    return EntryUsage(Path(entry.path), size, min(used, now))
 
 
-def evict(layout: Layout, max_bytes: int) -> list[Weight]:
-    """Remove the least recently used entries until the rest fits; return what went.
+def evict(layout: Layout, max_bytes: int) -> list[EntryUsage]:
+    """Remove the least recently used entries until the rest fits; return the removed ones.
 
-    Nothing goes if everything fits. What was used a moment ago stays, even if it does not fit.
+    Nothing is removed if everything fits. Recently used entries stay, even above the limit.
 
     Raises
     ------
     UntrustedError
-        If others can change a folder of the store; nothing has gone then.
+        If other users can change a folder of the store; nothing is removed then.
     """
-    found = sorted(weights(layout), key=lambda weight: weight.used)
-    left = sum(weight.size_bytes for weight in found)
-    evicted: list[Weight] = []
-    if left > max_bytes:
-        young = time.time() - YOUNG_S
-        for weight in found:
-            if left <= max_bytes * _KEPT_SHARE or weight.used > young:
+    usages = sorted(entry_usages(layout), key=lambda usage: usage.used)
+    remaining_bytes = sum(usage.size_bytes for usage in usages)
+    evicted: list[EntryUsage] = []
+    if remaining_bytes > max_bytes:
+        recent = time.time() - RECENT_USE_S
+        for usage in usages:
+            if remaining_bytes <= max_bytes * _TARGET_FRACTION or usage.used > recent:
                 break
             with suppress(OSError):
-                remove_entry(layout, weight.path)
-                left -= weight.size_bytes
-                evicted.append(weight)
+                remove_entry(layout, usage.path)
+                remaining_bytes -= usage.size_bytes
+                evicted.append(usage)
         count("evicted", len(evicted))
-    _write_note(layout, left, time.time())
+    _write_size_file(layout, remaining_bytes, time.time())
     return evicted
 
 
-def limit(layout: Layout, added_bytes: int, max_bytes: int) -> list[Weight]:
-    """Count an entry that was added, and evict if all of them may be too large; return what went.
+def enforce_limit(layout: Layout, added_bytes: int, max_bytes: int) -> list[EntryUsage]:
+    """Add an entry to the recorded size, and evict above the limit; return the removed entries.
 
-    The count is a note that processes may overwrite for each other, so it is made anew from what
-    lies there once an hour, and before anything is evicted.
+    Processes may overwrite the size file of each other, so the size is measured anew once an hour
+    and before any eviction.
     """
-    size_bytes, counted = _read_note(layout)
+    size_bytes, counted = _read_size_file(layout)
     size_bytes += added_bytes
-    is_counted = abs(time.time() - counted) <= _COUNTED_AFTER_S  # of no number it is not
+    is_counted = abs(time.time() - counted) <= _RECOUNT_INTERVAL_S  # False for NaN
     if not is_counted or size_bytes > max_bytes:
         return evict(layout, max_bytes)
-    _write_note(layout, size_bytes, counted)
+    _write_size_file(layout, size_bytes, counted)
     return []
 
 
-def _read_note(layout: Layout) -> tuple[int, float]:
-    """Return the size that is noted, and when it was counted: long ago if there is no note."""
-    with suppress(OSError, DamageError, ValueError, LookupError, TypeError, *_NO_NOTE):
+def _read_size_file(layout: Layout) -> tuple[int, float]:
+    """Return the recorded size and the time of its measurement; (0, 0) without a size file."""
+    with suppress(OSError, DamageError, ValueError, LookupError, TypeError, *_PARSE_ERRORS):
         with open_layout(layout) as version:
-            note = json.loads(version.read(layout.size_note.name, max_bytes=4096))
-        return max(0, int(note["bytes"])), float(note["counted"])
+            record = json.loads(version.read(layout.size_file.name, max_bytes=4096))
+        return max(0, int(record["bytes"])), float(record["counted"])
     return 0, 0.0
 
 
-def _write_note(layout: Layout, size_bytes: int, counted: float) -> None:
-    note = json.dumps({"bytes": size_bytes, "counted": counted}).encode()
+def _write_size_file(layout: Layout, size_bytes: int, counted: float) -> None:
+    record = json.dumps({"bytes": size_bytes, "counted": counted}).encode()
     staged = layout.new_staging("size")
     with (
         suppress(OSError),
@@ -162,7 +162,7 @@ def _write_note(layout: Layout, size_bytes: int, counted: float) -> None:
         version.below(staged.parent.name) as staging,
     ):
         try:
-            staging.write(staged.name, note, waits=False)
-            staging.move(staged.name, version, layout.size_note.name)
+            staging.write(staged.name, record, waits=False)
+            staging.move(staged.name, version, layout.size_file.name)
         except OSError:
             staging.remove_file(staged.name)

@@ -1,4 +1,4 @@
-"""Reading and writing single files of the store, trusting nothing that is found there."""
+"""Reads and writes of single files; nothing on the disk is trusted."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
 
-# What opening a path without following or waiting may say of it, besides a plain failure to read.
-_INSTEAD_OF_A_FILE = {
+# Errors of a non-following, non-blocking open that mean damage rather than a read failure.
+_DAMAGE_ERRNOS = {
     errno.ENOENT: "nothing",
     errno.ENOTDIR: "nothing",
     errno.ELOOP: "a symbolic link",
@@ -18,12 +18,12 @@ _INSTEAD_OF_A_FILE = {
     errno.EIO: "an input/output error",
 }
 
-# Tells a folder from its successors in the same place.
+# Distinguishes a folder from its successors at the same path.
 Identity: TypeAlias = tuple[int, int, int]
 
 
 class DamageError(Exception):
-    """Something in the store is not as it was published; the message says what."""
+    """Something in the store differs from what was published; the message names it."""
 
 
 def read_regular(path: Path, *, max_bytes: int) -> bytes:
@@ -32,9 +32,9 @@ def read_regular(path: Path, *, max_bytes: int) -> bytes:
     Raises
     ------
     DamageError
-        If the path is anything else; a FIFO or a device is neither read nor waited for.
+        If the path is anything else; FIFOs and devices are not read and do not block.
     OSError
-        If this process may not or can not read it, which proves nothing about the file.
+        If this process cannot read it, which is no proof of damage.
     """
     return read_with_status(path, max_bytes=max_bytes)[0]
 
@@ -46,20 +46,20 @@ def read_with_status(
     folder: int | None = None,
     check: Callable[[os.stat_result], None] | None = None,
 ) -> tuple[bytes, os.stat_result]:
-    """Do the same, and return what the file system says of the file too.
+    """Do the same, and return the file status too.
 
     Parameters
     ----------
     path : Path or str
-        What to read.
+        The file to read.
     max_bytes : int
-        How large it may be.
+        Maximum size of the file.
     folder : int, optional
-        The descriptor of an open folder that ``path`` starts from.
+        Descriptor of the open folder that ``path`` is relative to.
     check : Callable[[os.stat_result], None], optional
-        Raises if the file that was opened must not be read.
+        Raises if the opened file must not be read.
     """
-    name = os.path.basename(path)  # noqa: PTH119 - of thousands of texts, no path for each
+    name = os.path.basename(path)  # noqa: PTH119 - a Path for each of thousands is slow
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         descriptor = os.open(path, flags, dir_fd=folder)
@@ -68,7 +68,7 @@ def read_with_status(
         finally:
             os.close(descriptor)
     except OSError as error:
-        if found := _INSTEAD_OF_A_FILE.get(error.errno or 0):
+        if found := _DAMAGE_ERRNOS.get(error.errno or 0):
             raise DamageError(f"{name}: expected a regular file, got {found}") from error
         raise
 
@@ -88,10 +88,10 @@ def _read(
         raise DamageError(f"{name}: expected at most {max_bytes} bytes, got {status.st_size}")
     content = b""
     while missing := status.st_size - len(content):
-        # Not more than that at once: Python would make room for all that it is asked for.
+        # Bounded by the file size: os.read allocates the requested size up front.
         part = os.read(descriptor, missing)
         if not part:
-            break  # cut off meanwhile: its digest will not be the right one
+            break  # truncated meanwhile: the digest check fails
         content = content + part if content else part
     return content, status
 
@@ -104,9 +104,9 @@ def write_new(
     waits: bool = True,
     folder: int | None = None,
 ) -> None:
-    """Write a file that must not exist yet, and wait for the disk unless that is too much.
+    """Write a file that must not exist yet, and sync it if ``waits``.
 
-    ``folder`` is the descriptor of an open folder that ``path`` starts from.
+    ``folder`` is the descriptor of the open folder that ``path`` is relative to.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     with os.fdopen(os.open(path, flags, mode, dir_fd=folder), "wb") as file:
@@ -117,17 +117,17 @@ def write_new(
 
 
 def make_folder(path: Path, *, mode: int = 0o700) -> None:
-    """Create a folder, and what is missing above it, if it is not there."""
+    """Create a folder and its missing parents."""
     missing = [path]
     while not (above := missing[-1].parent).exists() and above != missing[-1]:
         missing.append(above)
     for folder in reversed(missing):
-        # The loop, because `mkdir(parents=True)` gives its mode to the last folder only.
+        # A loop, because `mkdir(parents=True)` applies the mode to the last folder only.
         folder.mkdir(mode=mode, exist_ok=True)
 
 
 def sync_folder(path: Path) -> None:
-    """Wait until the names in a folder are on the disk."""
+    """Sync the directory entries of a folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -136,9 +136,9 @@ def sync_folder(path: Path) -> None:
 
 
 def identity_of(path: Path | str, folder: int | None = None) -> Identity | None:
-    """Return which file or folder stands at a path now, or None if none does.
+    """Return the identity of the file or folder at a path, or None if there is none.
 
-    ``folder`` is the descriptor of an open folder that ``path`` starts from.
+    ``folder`` is the descriptor of the open folder that ``path`` is relative to.
     """
     try:
         status = os.stat(path, dir_fd=folder, follow_symlinks=False)
@@ -150,14 +150,14 @@ def identity_of(path: Path | str, folder: int | None = None) -> Identity | None:
 
 
 def identity_of_status(status: os.stat_result) -> Identity:
-    """Return which file or folder has a status."""
-    # With the time, because a new folder may get the number of one that was just deleted.
+    """Return the identity of the file or folder with a status."""
+    # With the time, because a new folder may reuse the inode of one that was just deleted.
     return status.st_dev, status.st_ino, status.st_mtime_ns
 
 
 def is_gone(error: OSError) -> bool:
-    """Whether an error says that nothing is there, not that it cannot be read.
+    """Whether an error means that a path does not exist, rather than that it is unreadable.
 
-    A stale handle is what a network folder says of a file that another machine removed.
+    ESTALE is the error of a network file system for a file that another machine removed.
     """
     return error.errno in {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}

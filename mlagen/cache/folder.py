@@ -1,8 +1,8 @@
-"""Open folders of a store: what is checked is what is used, whatever its name leads to later.
+"""Open folder handles: the checked folder is the used one, even if its path changes meanwhile.
 
-A path is looked up again by every call, so that a folder swapped for a link between a check and its
-use leads elsewhere. A handle stays with the folder that was checked, and all below is reached from
-handle to handle without following a link.
+Every system call resolves a path again, so a folder swapped for a link between check and use
+redirects it (TOCTOU). A handle stays with the checked folder, and everything below is opened
+relative to a handle without following links.
 """
 
 from __future__ import annotations
@@ -28,41 +28,41 @@ from mlagen.cache.layout import Layout
 from mlagen.cache.trees import delete_tree, tree_size
 from mlagen.cache.trust import require_trusted, require_trusted_link, untrusted_link
 
-# O_PATH, because passing through a folder needs no permission to list it.
-_PASSING = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_LISTING = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+# O_PATH, because traversing a folder needs no permission to list it.
+_PATH_FLAGS = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_LIST_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
-# What the gate checks besides the root and the folder of the layout, as far as it is there.
-_CHECKED = ("e", "staging", "quarantine")
+# Subfolders that `open_layout` checks, if they exist, besides the root and the version folder.
+_TRUSTED_NAMES = ("e", "staging", "quarantine")
 
 
-def open_layout(layout: Layout, *, makes: bool = False) -> Folder:
-    """Open the folder of a layout once everything at its top is found to be trusted.
+def open_layout(layout: Layout, *, create: bool = False) -> Folder:
+    """Open the version folder of a layout after its top-level folders pass the trust check.
 
-    Every access to a store begins here: reading, listing, writing and deleting. The root, the
-    folder of the layout and those of its entries, staging and quarantine must be folders that no
-    other user can change. The root alone may be reached over a symbolic link.
+    Every access to a store starts here: reading, listing, writing and deleting. The root, the
+    version folder and the folders of entries, staging and quarantine must be folders that no other
+    user can change. Only the root may be a symbolic link.
 
     Parameters
     ----------
     layout : Layout
-        What to open.
+        The layout to open.
     makes : bool
-        Whether to make what is missing.
+        Whether to create missing folders.
 
     Raises
     ------
     UntrustedError
-        If others can change one of the folders, or one of them is a link.
+        If other users can change one of the folders, or one of them is a link.
     OSError
-        If it is not there, or cannot be opened.
+        If it does not exist, or cannot be opened.
     """
-    if makes:
+    if create:
         make_folder(layout.root, mode=layout.folder_mode)
     with Folder(_open_root(layout), str(layout.root).rstrip("/"), layout) as root:
-        version = root.inner(layout.version.name, makes=makes)
+        version = root.child(layout.version.name, create=create)
     try:
-        for name in _CHECKED:
+        for name in _TRUSTED_NAMES:
             version.require_trusted(name)
     except BaseException:
         version.close()
@@ -70,34 +70,35 @@ def open_layout(layout: Layout, *, makes: bool = False) -> Folder:
     return version
 
 
-def open_below(layout: Layout, *names: str, makes: bool = False) -> Folder:
-    """Open a folder below that of a layout; the same checks hold for all that lead to it."""
-    with open_layout(layout, makes=makes) as version:
-        return version.below(*names, makes=makes)
+def open_below(layout: Layout, *names: str, create: bool = False) -> Folder:
+    """Open a folder below the version folder; every folder on the way passes the same checks."""
+    with open_layout(layout, create=create) as version:
+        return version.below(*names, create=create)
 
 
 def require_trusted_layout(layout: Layout) -> None:
-    """Raise what :func:`open_layout` raises, unless it is that nothing is there."""
+    """Raise the errors of :func:`open_layout`, except for a layout that does not exist."""
     with suppress(FileNotFoundError):
         open_layout(layout).close()
 
 
 def _open_root(layout: Layout) -> int:
     try:
-        return os.open(layout.root, _PASSING)
+        return os.open(layout.root, _PATH_FLAGS)
     except NotADirectoryError:
         status = os.lstat(layout.root)
         if not stat.S_ISLNK(status.st_mode):
             raise
     require_trusted_link(status, str(layout.root), layout)
-    return os.open(layout.root, _PASSING & ~os.O_NOFOLLOW)
+    return os.open(layout.root, _PATH_FLAGS & ~os.O_NOFOLLOW)
 
 
 @final
 class Folder:
-    """A folder that is open and trusted; names are those of what lies in it.
+    """An open and trusted folder; names are relative to it.
 
-    Making one takes over the descriptor, and raises :class:`UntrustedError` unless it is trusted.
+    The constructor takes ownership of the descriptor, and raises :class:`UntrustedError` unless the
+    folder is trusted.
     """
 
     __slots__ = ("_descriptor", "_status", "layout", "path")
@@ -118,34 +119,34 @@ class Folder:
         self.close()
 
     def close(self) -> None:
-        """Let go of the folder."""
+        """Close the descriptor."""
         os.close(self._descriptor)
 
     @property
     def name(self) -> str:
-        """Its own name."""
+        """Its name."""
         return self.path.rpartition("/")[2]
 
     @property
     def identity(self) -> Identity:
-        """Which folder it is."""
+        """Its identity."""
         return identity_of_status(self._status)
 
-    def is_there(self) -> bool:
-        """Whether its path still leads to it, and not to nothing or to another."""
+    def still_exists(self) -> bool:
+        """Whether its path still resolves to this folder."""
         names = Path(self.path).relative_to(self.layout.version).parts
         try:
             with open_below(self.layout, *names) as now:
-                return os.path.samestat(now._status, self._status)  # noqa: SLF001 - one of its own
+                return os.path.samestat(now._status, self._status)  # noqa: SLF001 - same class
         except OSError as error:
             if is_gone(error):
                 return False
             raise
 
-    def inner(self, name: str, *, makes: bool = False) -> Folder:
-        """Open a folder in this one; a link in its place is not trusted."""
+    def child(self, name: str, *, create: bool = False) -> Folder:
+        """Open a subfolder; a link is not trusted."""
         try:
-            descriptor = self._open(name, makes=makes)
+            descriptor = self._open(name, create=create)
         except NotADirectoryError:
             if stat.S_ISLNK(self.status_of(name).st_mode):
                 raise untrusted_link(f"{self.path}/{name}") from None
@@ -153,37 +154,37 @@ class Folder:
         return Folder(descriptor, f"{self.path}/{name}", self.layout)
 
     def entry(self, name: str) -> Folder:
-        """Open a folder in this one; anything else in its place is damage."""
+        """Open a subfolder; anything else than a folder is damage."""
         try:
             descriptor = self._open(name)
         except NotADirectoryError as error:
             raise DamageError(f"{name}: expected a folder, got another kind") from error
         return Folder(descriptor, f"{self.path}/{name}", self.layout)
 
-    def below(self, *names: str, makes: bool = False) -> Folder:
-        """Open a folder that lies deeper, through all that lead to it."""
+    def below(self, *names: str, create: bool = False) -> Folder:
+        """Open a nested folder through all folders on the way."""
         first, *rest = names
-        folder = self.inner(first, makes=makes)
+        folder = self.child(first, create=create)
         for name in rest:
             with folder:
-                folder = folder.inner(name, makes=makes)
+                folder = folder.child(name, create=create)
         return folder
 
     def folders(self, is_wanted: Callable[[str], bool]) -> Iterator[Folder]:
-        """Yield the folders in this one, in the order of their names; what is none is left out."""
+        """Yield the wanted subfolders, sorted by name; anything else is skipped."""
         for name in sorted(filter(is_wanted, self.names())):
             with suppress(FileNotFoundError, NotADirectoryError):
-                inner = self.inner(name)
-                with inner:
-                    yield inner
+                child = self.child(name)
+                with child:
+                    yield child
 
     def make(self, name: str) -> Folder:
-        """Make a folder that must not exist yet, and open it."""
+        """Create a subfolder that must not exist yet, and open it."""
         os.mkdir(name, self.layout.folder_mode, dir_fd=self._descriptor)
-        return self.inner(name)
+        return self.child(name)
 
     def names(self) -> list[str]:
-        """Return the names of all that lies here; a folder that is gone has none."""
+        """Return the names in this folder; a deleted folder has none."""
         try:
             descriptor = self._open_to_list()
         except FileNotFoundError:
@@ -197,17 +198,17 @@ class Folder:
             os.close(descriptor)
 
     def status_of(self, name: str) -> os.stat_result:
-        """Return the status of what has a name here; a link is not followed."""
+        """Return the status of a name in this folder; a link is not followed."""
         return os.stat(name, dir_fd=self._descriptor, follow_symlinks=False)
 
     def identity_of(self, name: str) -> Identity | None:
-        """Return which file or folder has a name here, or None if none does."""
+        """Return the identity of a name in this folder, or None if it does not exist."""
         return identity_of(name, self._descriptor)
 
     def require_trusted(self, name: str) -> None:
-        """Raise :class:`UntrustedError` if a folder or link here has that name and is not trusted.
+        """Raise :class:`UntrustedError` if that name is an untrusted folder or link.
 
-        A regular file passes: it leads nowhere, and opening it as a folder fails.
+        A regular file passes: opening it as a folder fails later.
         """
         with suppress(FileNotFoundError):
             status = self.status_of(name)
@@ -215,15 +216,15 @@ class Folder:
                 require_trusted(status, f"{self.path}/{name}", self.layout)
 
     def may_write(self) -> bool:
-        """Whether this process may make something here."""
+        """Whether this process may create names in this folder."""
         return os.access(".", os.W_OK | os.X_OK, dir_fd=self._descriptor)
 
     def read(self, name: str, *, max_bytes: int) -> bytes:
-        """Return the content of a regular file that no other user can change."""
+        """Return the content of a trusted regular file."""
         return self.read_with_status(name, max_bytes=max_bytes)[0]
 
     def read_with_status(self, name: str, *, max_bytes: int) -> tuple[bytes, os.stat_result]:
-        """Do the same, and return the status of the file too."""
+        """Do the same, and return the file status too."""
 
         def check(status: os.stat_result) -> None:
             require_trusted(status, f"{self.path}/{name}", self.layout)
@@ -240,16 +241,16 @@ class Folder:
         write_new(name, content, mode=mode, waits=waits, folder=self._descriptor)
 
     def touch(self, name: str) -> None:
-        """Set the times of a file to now."""
+        """Set the times of a file to the current time."""
         os.utime(name, dir_fd=self._descriptor, follow_symlinks=False)
 
     def move(self, name: str, target: Folder, new_name: str) -> None:
-        """Rename what has a name here into another folder; a link is moved as one."""
-        here, there = self._descriptor, target._descriptor
-        os.rename(name, new_name, src_dir_fd=here, dst_dir_fd=there)
+        """Rename a name in this folder into another folder; a link itself is moved."""
+        source, destination = self._descriptor, target._descriptor
+        os.rename(name, new_name, src_dir_fd=source, dst_dir_fd=destination)
 
     def sync(self) -> None:
-        """Wait until the names in it are on the disk."""
+        """Sync its directory entries to the disk."""
         descriptor = self._open_to_list()
         try:
             os.fsync(descriptor)
@@ -265,18 +266,18 @@ class Folder:
         os.rmdir(name, dir_fd=self._descriptor)
 
     def delete(self, name: str) -> None:
-        """Delete a folder, a file or a link; what cannot be deleted stays for a later sweep."""
+        """Delete a folder tree, a file or a link; undeletable items stay for a later sweep."""
         delete_tree(name, self._descriptor)
 
     def size_of(self, name: str) -> int:
-        """Return the bytes of the files below a name, as far as they can be seen."""
+        """Return the total size of the readable files below a name."""
         return tree_size(name, self._descriptor)
 
-    def _open(self, name: str, *, makes: bool = False) -> int:
+    def _open(self, name: str, *, create: bool = False) -> int:
         try:
-            return os.open(name, _PASSING, dir_fd=self._descriptor)
+            return os.open(name, _PATH_FLAGS, dir_fd=self._descriptor)
         except FileNotFoundError as error:
-            if not makes:
+            if not create:
                 error.filename = f"{self.path}/{name}"
                 raise
         except OSError as error:
@@ -288,7 +289,7 @@ class Folder:
 
     def _open_to_list(self) -> int:
         try:
-            return os.open(".", _LISTING, dir_fd=self._descriptor)
+            return os.open(".", _LIST_FLAGS, dir_fd=self._descriptor)
         except OSError as error:
             error.filename = self.path
             raise

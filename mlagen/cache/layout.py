@@ -1,9 +1,9 @@
-"""Where everything lies below the root of a store; names only, nothing is created.
+"""Folder layout of a store; computes paths and creates nothing.
 
 ::
 
     v1/CACHEDIR.TAG
-    v1/size.json                             how large the entries are together, as far as is known
+    v1/size.json                             approximate total size of the entries
     v1/e/<kk>/<key>/<toolchain>/             an entry; kk = the first two digits of the key
     v1/staging/<key>.<host>.<pid>.<random>/  an entry being written
     v1/staging/trash.<host>.<pid>.<random>   an entry being removed
@@ -28,8 +28,8 @@ _ABANDONED_AFTER_S = 3600.0
 class Layout:
     """The folders of one store.
 
-    ``is_shared`` says that others than the owner may write in them: they are trusted, and what is
-    made gets the modes that the umask leaves.
+    With ``is_shared``, users other than the owner may write in them: they are trusted, and new
+    files and folders get the mode of the umask.
     """
 
     root: Path
@@ -37,27 +37,27 @@ class Layout:
 
     @property
     def folder_mode(self) -> int:
-        """What a new folder allows, before the umask."""
+        """Mode of a new folder, before the umask."""
         return 0o777 if self.is_shared else 0o700
 
     @property
     def file_mode(self) -> int:
-        """What a new file allows, before the umask."""
+        """Mode of a new file, before the umask."""
         return 0o666 if self.is_shared else 0o600
 
     @property
     def version(self) -> Path:
-        """The folder of this layout; another layout would stand beside it."""
+        """The folder of this layout version."""
         return self.root / "v1"
 
     @property
     def tag(self) -> Path:
-        """The file that tells backup programs to pass by."""
+        """The file that makes backup programs skip the cache."""
         return self.version / "CACHEDIR.TAG"
 
     @property
-    def size_note(self) -> Path:
-        """The file that remembers the size of all entries."""
+    def size_file(self) -> Path:
+        """The file that records the total size of the entries."""
         return self.version / "size.json"
 
     @property
@@ -67,7 +67,7 @@ class Layout:
 
     @property
     def staging(self) -> Path:
-        """The folder of what is being written or removed."""
+        """The folder of entries being written or removed."""
         return self.version / "staging"
 
     @property
@@ -75,38 +75,38 @@ class Layout:
         """The folder of damaged entries."""
         return self.version / "quarantine"
 
-    def of_key(self, key: str) -> Path:
-        """Return the folder of one key, with an entry for each toolchain."""
+    def key_folder(self, key: str) -> Path:
+        """Return the folder of a key, which has an entry for each toolchain."""
         return self.entries / key[:2] / key
 
     def entry(self, key: str, toolchain: str) -> Path:
-        """Return the folder of one entry."""
+        """Return the folder of an entry."""
         assert is_toolchain(toolchain), toolchain
-        return self.of_key(key) / toolchain
+        return self.key_folder(key) / toolchain
 
     def new_staging(self, stem: str) -> Path:
-        """Return a name in the staging folder that nobody else uses."""
+        """Return a unique path in the staging folder."""
         owner = f"{os.uname().nodename}.{os.getpid()}"
         return self.staging / f"{stem}.{owner}.{secrets.token_hex(4)}"
 
     def new_quarantine(self, key: str) -> Path:
-        """Return a name in the quarantine folder that nobody else uses."""
+        """Return a unique path in the quarantine folder."""
         return self.quarantine / f"{key}.{time.time_ns()}.{os.getpid()}"
 
 
 def is_digest(name: str) -> bool:
-    """Whether a name can be that of a key, or a text a SHA-256."""
+    """Whether a string is a SHA-256 in hex, such as a key."""
     return _DIGEST.fullmatch(name) is not None
 
 
 def is_toolchain(name: str) -> bool:
-    """Whether a name can be that of an entry, and leads nowhere else."""
+    """Whether a name is a valid entry name, and no path."""
     return _TOOLCHAIN.fullmatch(name) is not None
 
 
 def is_abandoned(name: str, changed: float) -> bool:
-    """Whether the writer of a staging folder of that name and last change has left it for good."""
-    # The distance, not the age: a time far in the future comes from a clock that was set back.
+    """Whether the writer of a staging folder with that name and last change is dead."""
+    # The absolute difference: a time far in the future comes from a clock that was set back.
     if abs(time.time() - changed) < _ABANDONED_AFTER_S:
         return False
     owner, _, _random = name.rpartition(".")
@@ -121,5 +121,5 @@ def _is_running(pid: int) -> bool:
     except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
-        pass  # somebody else's process, but a process
+        pass  # it exists, and belongs to another user
     return True

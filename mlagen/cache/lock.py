@@ -1,4 +1,4 @@
-"""The lock that saves a second compile; correctness never depends on it."""
+"""Compile lock between processes: avoids duplicate compiles; correctness does not depend on it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from mlagen.cache.files import make_folder
 from mlagen.cache.trust import require_own_folder
-from mlagen.fork_safety import in_one_piece
+from mlagen.fork_safety import defer_forks
 from mlagen.monitoring import count
 
 if TYPE_CHECKING:
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 _PROGRESS_S = 10.0
 
-# What a disk or a process says that has no room left; the cache warns of it when it publishes.
-_REJECTIONS = {
+# A full disk or exhausted process limits; publishing warns of them later.
+_RESOURCE_ERRORS = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO),
     *(errno.EMFILE, errno.ENFILE, errno.ENOMEM),
 }
@@ -33,10 +33,10 @@ _logger = logging.getLogger("mlagen")
 
 @contextmanager
 def compile_lock(path: Path, *, timeout_s: float) -> Iterator[None]:
-    """Hold the lock of one kernel; go on without it after ``timeout_s``, or if locks fail here.
+    """Hold the lock of one kernel; continue without it after ``timeout_s``, or if locking fails.
 
-    The kernel frees the lock of a process that dies, and its file is never deleted: whoever holds
-    a deleted one and whoever holds its successor would both believe to be alone.
+    The operating system releases the lock of a process that dies. The lock file is never deleted:
+    holders of a deleted file and of its successor would not exclude each other.
     """
     lock = _acquire(path, timeout_s)
     try:
@@ -50,8 +50,8 @@ def compile_lock(path: Path, *, timeout_s: float) -> Iterator[None]:
 def _acquire(path: Path, timeout_s: float) -> BaseFileLock | None:
     start = time.monotonic()
     try:
-        with in_one_piece():
-            from filelock import Timeout  # here: it takes 40 ms that a warm process saves
+        with defer_forks():
+            from filelock import Timeout  # lazy: importing takes 40 ms, which a cache hit saves
         if not _is_usable(path.parent):
             return None
         lock = _new_lock(path)
@@ -75,7 +75,7 @@ def _is_usable(folder: Path) -> bool:
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
     except OSError as error:
-        if error.errno in _REJECTIONS:
+        if error.errno in _RESOURCE_ERRORS:
             raise
         _warn(folder, error.strerror or str(error))
         return False
@@ -92,9 +92,9 @@ def _wait(lock: BaseFileLock, path: Path, start: float, timeout_s: float) -> boo
     from filelock import Timeout
 
     while True:
-        left_s = timeout_s - (time.monotonic() - start)
+        remaining_s = timeout_s - (time.monotonic() - start)
         try:
-            lock.acquire(timeout=max(0.0, min(_PROGRESS_S, left_s)))
+            lock.acquire(timeout=max(0.0, min(_PROGRESS_S, remaining_s)))
         except Timeout:
             waited_s = time.monotonic() - start
             if waited_s >= timeout_s:
@@ -108,7 +108,7 @@ def _wait(lock: BaseFileLock, path: Path, start: float, timeout_s: float) -> boo
 
 
 def _new_lock(path: Path) -> BaseFileLock:
-    # A new object each time: one object locked by two threads would let both in, or neither.
+    # A new object per call: one object shared by two threads admits both, or neither.
     from filelock import FileLock
 
     return FileLock(path, fallback_to_soft=False)

@@ -1,4 +1,4 @@
-"""How entries leave: into quarantine when damaged, away when asked, and swept when abandoned."""
+"""Removal of entries: quarantine of damaged ones, deletion, and sweeping of abandoned staging."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from mlagen.cache.layout import Layout, is_abandoned
 from mlagen.cache.trust import UntrustedError
 from mlagen.monitoring import count
 
-# What a look at damage needs; what is older says nothing new.
+# Enough to diagnose damage; older cells add nothing.
 QUARANTINE_MAX_CELLS = 20
 QUARANTINE_MAX_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
 class Leftovers:
-    """What lies in a store besides entries, in bytes: one number for each item."""
+    """Sizes in bytes of the items in a store that are not entries."""
 
     quarantined: tuple[int, ...]
     abandoned: tuple[int, ...]
@@ -32,17 +32,17 @@ class Leftovers:
 def quarantine_entry(
     layout: Layout, damaged: Path, reason: str, *, seen: Identity | None
 ) -> Path | None:
-    """Move a damaged entry out of the way and say why; its place is free afterwards.
+    """Move a damaged entry to the quarantine with the reason; its path is free afterwards.
 
-    ``seen`` is the identity of the folder that was found damaged. If another stands there by now,
-    somebody else was first and may have published a good one: it stays, and None is returned.
+    ``seen`` is the identity of the folder that was found damaged. If the path has another one now,
+    another process replaced it, maybe by a valid entry: it stays, and None is returned.
 
     Raises
     ------
     OSError
         If it cannot be moved.
     """
-    *above, toolchain = _names_of(layout, damaged)
+    *above, toolchain = _path_parts(layout, damaged)
     if seen is None:
         return None
     try:
@@ -50,7 +50,7 @@ def quarantine_entry(
             if folder.identity_of(toolchain) != seen:
                 return None
             cell = _move_to_quarantine(version, folder, toolchain, reason, seen)
-    except FileNotFoundError:  # moved by somebody else meanwhile
+    except FileNotFoundError:  # moved by another process meanwhile
         return None
     if cell is not None:
         count("quarantined")
@@ -71,11 +71,11 @@ def _move_to_quarantine(
         "pid": os.getpid(),
     }
     is_moved = False
-    with version.below(place.parent.name, makes=True) as cells:
+    with version.below(place.parent.name, create=True) as cells:
         try:
             with cells.make(place.name) as cell:
                 cell.write("reason.json", json.dumps(report, indent=1).encode() + b"\n")
-                if folder.identity_of(toolchain) == seen:  # still, as late as possible
+                if folder.identity_of(toolchain) == seen:  # checked again, as late as possible
                     folder.move(toolchain, cell, "entry")
                     is_moved = True
         finally:
@@ -85,14 +85,14 @@ def _move_to_quarantine(
 
 
 def remove(layout: Layout, path: Path) -> None:
-    """Delete what stands at ``path`` if anything does; no reader ever sees half of it.
+    """Delete ``path`` if it exists; no reader sees a part of it.
 
     Raises
     ------
     OSError
-        If it cannot be moved out of the way.
+        If it cannot be moved to the trash.
     """
-    *above, name = _names_of(layout, path)
+    *above, name = _path_parts(layout, path)
     try:
         with open_layout(layout) as version:
             if above:
@@ -109,26 +109,26 @@ def _remove(version: Folder, folder: Folder, name: str) -> None:
     if folder.identity_of(name) is None:
         return
     trash = version.layout.new_staging("trash")
-    with version.below(trash.parent.name, makes=True) as staging:
+    with version.below(trash.parent.name, create=True) as staging:
         folder.move(name, staging, trash.name)
         staging.delete(trash.name)
 
 
 def remove_entry(layout: Layout, path: Path) -> None:
-    """Do so with an entry, and with the folder of its key if that was the last one there."""
+    """Delete an entry, and the folder of its key if it was the last one."""
     remove(layout, path)
-    *above, key, _ = _names_of(layout, path)
+    *above, key, _ = _path_parts(layout, path)
     with suppress(OSError), open_below(layout, *above) as folder:
         folder.remove_empty(key)  # fails where other toolchains have entries
 
 
 def limit_quarantine(layout: Layout) -> int:
-    """Delete the oldest of the quarantine above its limits; return how many cells.
+    """Delete the oldest quarantine cells above the limits; return how many.
 
     Raises
     ------
     UntrustedError
-        If others can change the store.
+        If other users can change the store.
     """
     deleted = size = 0
     try:
@@ -142,7 +142,7 @@ def limit_quarantine(layout: Layout) -> int:
     except UntrustedError:
         raise
     except OSError:
-        pass  # there is none, or it cannot be read
+        pass  # missing or unreadable
     return deleted
 
 
@@ -152,12 +152,12 @@ def _quarantined_at(name: str) -> int:
 
 
 def sweep(layout: Layout) -> int:
-    """Delete what dead processes left in the staging folder; return how many folders that were.
+    """Delete abandoned staging folders of dead processes; return how many.
 
     Raises
     ------
     OSError
-        If others can change the store, or the staging folder cannot be read.
+        If other users can change the store, or the staging folder cannot be read.
     """
     swept = 0
     with (
@@ -165,15 +165,15 @@ def sweep(layout: Layout) -> int:
         open_below(layout, layout.staging.name) as staging,
     ):
         for name in staging.names():
-            with suppress(OSError):  # its owner, or another sweep, was first, or it is not ours
+            with suppress(OSError):  # already removed by its owner or another sweep, or not ours
                 if is_abandoned(name, staging.status_of(name).st_mtime):
-                    _take_away(staging, name)
+                    _discard(staging, name)
                     swept += 1
     return swept
 
 
 def discard_staged(layout: Layout, stem: str) -> None:
-    """Delete what was staged under names that begin with ``stem``, by a process that is dead."""
+    """Delete the staging folders of a dead process, whose names begin with ``stem``."""
     with suppress(OSError), open_below(layout, layout.staging.name) as staging:
         for name in staging.names():
             if name.startswith(stem):
@@ -181,39 +181,39 @@ def discard_staged(layout: Layout, stem: str) -> None:
 
 
 def leftovers(layout: Layout) -> Leftovers:
-    """Return what lies in a store besides entries, as far as it can be seen.
+    """Return the sizes of quarantine cells and abandoned staging folders, as far as readable.
 
     Raises
     ------
     UntrustedError
-        If others can change the store.
+        If other users can change the store.
     """
     return Leftovers(
-        quarantined=_sizes_in(layout, layout.quarantine, lambda *_: True),
-        abandoned=_sizes_in(layout, layout.staging, is_abandoned),
+        quarantined=_item_sizes(layout, layout.quarantine, lambda *_: True),
+        abandoned=_item_sizes(layout, layout.staging, is_abandoned),
     )
 
 
-def _sizes_in(
-    layout: Layout, place: Path, is_meant: Callable[[str, float], bool]
+def _item_sizes(
+    layout: Layout, place: Path, is_counted: Callable[[str, float], bool]
 ) -> tuple[int, ...]:
     sizes = []
     try:
         with open_below(layout, place.name) as folder:
             for name in folder.names():
-                with suppress(FileNotFoundError):  # gone meanwhile
-                    if is_meant(name, folder.status_of(name).st_mtime):
+                with suppress(FileNotFoundError):  # removed meanwhile
+                    if is_counted(name, folder.status_of(name).st_mtime):
                         sizes.append(folder.size_of(name))
     except UntrustedError:
         raise
     except OSError:
-        pass  # there is none, or it cannot be read
+        pass  # missing or unreadable
     return tuple(sizes)
 
 
-def _take_away(staging: Folder, name: str) -> None:
-    # Renamed first: its owner may be alive, after all, on a machine whose clock is wrong. It then
-    # publishes all of it or nothing, but not what is left of it here.
+def _discard(staging: Folder, name: str) -> None:
+    # Renamed first: its owner may be alive on a machine with a wrong clock. It then publishes all
+    # of the entry or nothing, never a partly deleted one.
     if not name.startswith("trash."):
         trash = staging.layout.new_staging("trash").name
         staging.move(name, staging, trash)
@@ -221,6 +221,6 @@ def _take_away(staging: Folder, name: str) -> None:
     staging.delete(name)
 
 
-def _names_of(layout: Layout, path: Path) -> tuple[str, ...]:
-    """Return the names that lead to a path from the folder of a layout."""
+def _path_parts(layout: Layout, path: Path) -> tuple[str, ...]:
+    """Return the parts of a path relative to the version folder."""
     return path.relative_to(layout.version).parts

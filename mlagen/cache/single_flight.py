@@ -1,4 +1,4 @@
-"""One worker per key among the threads of a process; the others wait for what it brings."""
+"""Single flight: one thread per key does the work; concurrent callers wait for its result."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ Result = TypeVar("Result")
 
 
 class SingleFlight(Generic[Result]):
-    """Calls that are under way, by key.
+    """Active calls, by key.
 
-    It holds no mutex that a fork could leave locked: ``dict.setdefault`` decides who works. The
+    There is no mutex that a fork could copy locked: ``dict.setdefault`` elects the worker. The
     process id is part of the key, since a forked child has none of its parent's threads and would
-    wait for ever for what they bring.
+    wait for their results for ever.
     """
 
     def __init__(self) -> None:
         self._flights: dict[tuple[int, str], tuple[Future[Result], int]] = {}
 
     def run(self, key: str, work: Callable[[], Result]) -> Result:
-        """Return or raise what ``work`` does; of simultaneous calls for a key, one works.
+        """Return or raise the result of ``work``, which runs once for concurrent calls of a key.
 
         Raises
         ------
         RuntimeError
-            If ``work`` asks for its own key: it would wait for itself.
+            If ``work`` requests its own key, which would deadlock.
         """
         mine: Future[Result] = Future()
         place = (os.getpid(), key)

@@ -1,4 +1,4 @@
-"""The kernel store: find a kernel on the disk, or have it built once and publish it."""
+"""Kernel store: look up a kernel on the disk, or build it once and publish it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mlagen.artifacts import Build
 from mlagen.cache import catalog, eviction, quarantine
 from mlagen.cache.catalog import StoredEntry
 from mlagen.cache.entry import CUBIN, ELF_MAGIC, CacheEntry, Manifest
-from mlagen.cache.errors import rejections
+from mlagen.cache.errors import raising_cache_errors
 from mlagen.cache.key import CacheKey
 from mlagen.cache.layers import Layers, LookUp
 from mlagen.cache.layout import Layout
@@ -21,7 +21,7 @@ from mlagen.cache.lock import compile_lock
 from mlagen.cache.publish import publish, require_writable
 from mlagen.cache.single_flight import SingleFlight
 from mlagen.errors import ArgumentError
-from mlagen.fork_safety import finished_before_exit
+from mlagen.fork_safety import defer_exit
 from mlagen.monitoring import count
 
 _PREFIX = re.compile(r"[0-9a-f]{6,64}")
@@ -31,36 +31,35 @@ _logger = logging.getLogger("mlagen")
 
 @dataclass(frozen=True)
 class Collected:
-    """What :meth:`KernelStore.collect` deleted."""
+    """Items that :meth:`KernelStore.collect` deleted."""
 
     staging: int  # folders
     quarantined: int  # cells
-    evicted: tuple[eviction.Weight, ...]
+    evicted: tuple[eviction.EntryUsage, ...]
 
 
 class KernelStore:
-    """The folder of kernels below ``root``, shared with every process that names the same one.
+    """The kernel cache below ``root``, shared by all processes that use the same folder.
 
-    Making a store touches nothing. Reading takes no lock and creates nothing; a damaged entry is
-    moved aside. All methods may be called from any thread, and after a fork.
+    Constructing a store does not touch the disk. Reading takes no lock and creates nothing; a
+    damaged entry is quarantined. All methods are thread-safe and fork-safe.
 
     Parameters
     ----------
     root : Path
         The cache folder.
     lock_dir : Path
-        A folder of this machine for the locks that save a second compile.
+        A local folder for the locks that avoid duplicate compiles.
     lock_timeout_s : float
-        How long to wait for another process that compiles the same kernel.
+        Maximum wait for another process that compiles the same kernel.
     layers : Sequence[Path]
-        Cache folders that are looked in after ``root``, in this order, and never written.
+        Read-only cache folders that look-ups search after ``root``, in this order.
     packaged : Callable[[], Sequence[Path]]
-        Finds more of them, in installed packages: trusted as their code is, and asked for only
-        where the others have nothing.
+        Finds the layers of installed packages, trusted like their code; called if all others miss.
     is_shared : bool
-        Whether folders that others may write in are trusted.
+        Whether folders that other users can write are trusted.
     max_bytes : int or None
-        What the entries below ``root`` may take together; None or 0 is no limit.
+        Size limit of the entries below ``root``; None or 0 is no limit.
     """
 
     def __init__(
@@ -93,9 +92,9 @@ class KernelStore:
         return self.look_up(key).entry
 
     def look_up(self, key: CacheKey, *, is_dry: bool = False) -> LookUp:
-        """Return the verified entry for ``key`` and where it lies, or why there is none.
+        """Return the verified entry for ``key`` and its layer, or the reason of the miss.
 
-        If ``is_dry``, a damaged entry stays where it is, and no use is noted.
+        If ``is_dry``, a damaged entry stays in place, and the entry is not marked as used.
         """
         found = self._layers.look_up(key, is_dry=is_dry)
         if found.entry is None and (entry := self._unpublished.get(key)):
@@ -105,17 +104,17 @@ class KernelStore:
     def find_or_build(
         self, key: CacheKey, build: Callable[[], Build], *, created_by: str = "jit"
     ) -> CacheEntry:
-        """Return the entry for ``key``; however many ask, on this machine one runs ``build``.
+        """Return the entry for ``key``; of concurrent callers on this machine, one runs ``build``.
 
-        The builder gets the bytes it built, published or not. Where the cache folder cannot be
-        written, the store warns once and keeps what it builds in memory.
+        The builder gets its own bytes, published or not. If the cache folder cannot be written, the
+        store warns once and keeps its builds in memory.
 
         Parameters
         ----------
         key : CacheKey
-            What to look for.
+            The kernel to look up.
         build : Callable[[], Build]
-            Makes it; whatever it raises reaches every caller that waits, and nothing is kept.
+            Compiles it; its exception reaches every waiting caller, and nothing is cached.
         created_by : str
             ``jit`` or ``prewarm``, for the manifest.
 
@@ -132,44 +131,44 @@ class KernelStore:
     def build(
         self, key: CacheKey, build: Callable[[], Build], *, created_by: str, because: str
     ) -> CacheEntry:
-        """Do the same for a kernel that was looked for in vain, ``because`` says why."""
+        """Do the same after a look-up that missed for the reason ``because``."""
         name = f"{key.digest}.{key.toolchain}"
 
         def find_or_build_alone() -> CacheEntry:
             lock = compile_lock(self._lock_dir / f"{name}.lock", timeout_s=self._lock_timeout_s)
-            # Without publishing, a lock would make the processes compile one after the other.
+            # Without publishing, a lock would only serialise the compiles of the processes.
             with lock if self._is_writable() else nullcontext():
                 if entry := self.look_up(key).entry:
                     return entry
-                with finished_before_exit():
-                    return self._keep(key, build(), created_by, because)
+                with defer_exit():
+                    return self._publish(key, build(), created_by, because)
 
         return self._flights.run(name, find_or_build_alone)
 
     def add(self, manifest: Manifest, files: Mapping[str, bytes]) -> Path:
-        """Publish an entry that was made elsewhere, and return its folder.
+        """Publish an entry from a bundle, and return its folder.
 
-        If there is one already, that one stays.
+        An existing entry stays.
 
         Raises
         ------
         CacheError
             If it cannot be published.
         """
-        with rejections(self._layout.root):
+        with raising_cache_errors(self._layout.root):
             path = publish(self._layout, manifest, files)
-        self._tidy(sum(map(len, files.values())))
+        self._clean_up(sum(map(len, files.values())))
         return path
 
     def entries(self, *, layers: bool = False, prefix: str = "") -> Iterator[StoredEntry]:
-        """Yield every entry, damaged ones too, in the order of their keys.
+        """Yield every entry, including damaged ones, in the order of their keys.
 
         Parameters
         ----------
         layers : bool
-            Whether to yield those of the read-only layers after them.
+            Whether to yield the entries of the read-only layers afterwards.
         prefix : str
-            What their keys begin with.
+            Prefix of their keys.
 
         Raises
         ------
@@ -181,7 +180,7 @@ class KernelStore:
             yield from catalog.stored_entries(layout, prefix, is_read_only=True)
 
     def select(self, prefix: str) -> list[StoredEntry]:
-        """Return the entries whose key begins with ``prefix``, those of all layers.
+        """Return the entries of all layers whose key begins with ``prefix``.
 
         Raises
         ------
@@ -195,35 +194,35 @@ class KernelStore:
         return list(self.entries(layers=True, prefix=prefix))
 
     def verify(self, stored: StoredEntry) -> str | None:
-        """Do what :func:`mlagen.cache.catalog.verify` does."""
+        """Call :func:`mlagen.cache.catalog.verify`."""
         return catalog.verify(stored)
 
     def quarantine(self, stored: StoredEntry, reason: str) -> Path | None:
-        """Move an entry as it was listed to the quarantine; return its place, None if it is gone.
+        """Move a listed entry to the quarantine; return its new path, or None if it is gone.
 
         Raises
         ------
         CacheError
             If it cannot be moved.
         """
-        with rejections(stored.path):
+        with raising_cache_errors(stored.path):
             return quarantine.quarantine_entry(
                 self._layout, stored.path, reason, seen=stored.identity
             )
 
     def remove(self, stored: StoredEntry) -> None:
-        """Delete an entry; whoever has read it keeps it, and its absence is no error.
+        """Delete an entry; loaded kernels stay valid, and a missing entry is no error.
 
         Raises
         ------
         CacheError
             If it cannot be deleted.
         """
-        with rejections(stored.path):
+        with raising_cache_errors(stored.path):
             quarantine.remove_entry(self._layout, stored.path)
 
     def clear(self) -> int:
-        """Delete every entry, the quarantine and abandoned staging; return how many entries.
+        """Delete all entries, the quarantine and abandoned staging; return the number of entries.
 
         Raises
         ------
@@ -231,66 +230,66 @@ class KernelStore:
             If something cannot be deleted.
         """
         removed = sum(1 for _ in self.entries())
-        for place in (self._layout.entries, self._layout.quarantine, self._layout.size_note):
-            with rejections(place):
+        for place in (self._layout.entries, self._layout.quarantine, self._layout.size_file):
+            with raising_cache_errors(place):
                 quarantine.remove(self._layout, place)
         self.sweep()
         return removed
 
     def collect(self) -> Collected:
-        """Delete what nobody needs: abandoned staging, old quarantine, entries above the limit.
+        """Collect garbage: abandoned staging, old quarantine cells, entries above the size limit.
 
         Raises
         ------
         CacheError
-            If the staging folder cannot be read, or others can change a folder.
+            If the staging folder cannot be read, or other users can change a folder.
         """
-        with rejections(self._layout.root):
-            for _ in eviction.weights(self._layout):  # before anything goes, all is looked at
+        with raising_cache_errors(self._layout.root):
+            for _ in eviction.entry_usages(self._layout):  # checks trust before anything is deleted
                 pass
             evicted = eviction.evict(self._layout, self._max_bytes) if self._max_bytes else []
             quarantined = quarantine.limit_quarantine(self._layout)
         return Collected(self.sweep(), quarantined, tuple(evicted))
 
     def sweep(self) -> int:
-        """Delete what dead processes left in the staging folder; return how many folders.
+        """Delete abandoned staging folders of dead processes; return how many.
 
         Raises
         ------
         CacheError
             If the staging folder cannot be read.
         """
-        with rejections(self._layout.staging):
+        with raising_cache_errors(self._layout.staging):
             return quarantine.sweep(self._layout)
 
-    def _keep(self, key: CacheKey, build: Build, created_by: str, because: str) -> CacheEntry:
+    def _publish(self, key: CacheKey, build: Build, created_by: str, because: str) -> CacheEntry:
         cubin = build.files[CUBIN]
         assert cubin.startswith(ELF_MAGIC), cubin[:4]
         if not key.accepts(build.toolchain):
-            # The next look-up misses again; the compiler has warned of it.
+            # The next look-up misses again; the compile stage has warned.
             message = "toolchain: expected %s, got %s, publishing under the latter"
             _logger.info(message, key.toolchain, build.toolchain)
         manifest = Manifest.of(key, build, created_by=created_by, because=because)
         path = None
         try:
             path = publish(self._layout, manifest, build.files)
-            self._tidy(sum(map(len, build.files.values())))
+            self._clean_up(sum(map(len, build.files.values())))
         except OSError as error:
             count("publish_failures")
             self._layers.warn_once(self._layout, error)
         if because in {"damaged", "unreadable"} and self._layers.look_up(key).entry is None:
-            path = None  # what cannot be used could not be moved, either
+            path = None  # the unusable entry could not be moved, and still occupies the path
         entry = CacheEntry(manifest, cubin, path)
         if path is None:
             self._unpublished[key] = entry
         return entry
 
-    def _tidy(self, added_bytes: int) -> None:
-        """Do what has to be done now and then, after something was published."""
+    def _clean_up(self, added_bytes: int) -> None:
+        """Sweep staging and enforce the size limit after a publication."""
         with suppress(OSError):
             quarantine.sweep(self._layout)
             if self._max_bytes:
-                eviction.limit(self._layout, added_bytes, self._max_bytes)
+                eviction.enforce_limit(self._layout, added_bytes, self._max_bytes)
 
     def _is_writable(self) -> bool:
         try:

@@ -1,4 +1,4 @@
-"""Deleting and measuring what lies below a name, from handle to handle and across no link."""
+"""Recursive delete and size below a folder handle, without following links."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLO
 
 
 def delete_tree(name: str, folder: int) -> None:
-    """Delete what has a name in an open folder; what cannot be deleted stays."""
-    # Not `shutil.rmtree`, whose `dir_fd` is missing before Python 3.11.
-    with suppress(OSError, RecursionError), _opened(name, folder) as inner:
-        for each in os.listdir(inner):  # noqa: PTH208 - no path leads here
-            delete_tree(each, inner)
-    with suppress(OSError):  # no folder, or one that holds what cannot be deleted
+    """Delete a tree by its name in an open folder; undeletable items stay."""
+    # `shutil.rmtree` has no `dir_fd` before Python 3.11.
+    with suppress(OSError, RecursionError), _opened(name, folder) as child:
+        for each in os.listdir(child):  # noqa: PTH208 - no path leads here
+            delete_tree(each, child)
+    with suppress(OSError):  # not a folder, or not empty
         os.rmdir(name, dir_fd=folder)
         return
     with suppress(OSError):
@@ -24,15 +24,15 @@ def delete_tree(name: str, folder: int) -> None:
 
 
 def tree_size(name: str, folder: int) -> int:
-    """Return the bytes of the files below a name in an open folder, as far as they can be seen."""
+    """Return the total size of the readable files below a name in an open folder."""
     with suppress(OSError):
         status = os.stat(name, dir_fd=folder, follow_symlinks=False)
         if stat.S_ISREG(status.st_mode):
             return status.st_size
     size = 0
-    with suppress(OSError, RecursionError), _opened(name, folder) as inner:
-        for each in os.listdir(inner):  # noqa: PTH208 - no path leads here
-            size += tree_size(each, inner)
+    with suppress(OSError, RecursionError), _opened(name, folder) as child:
+        for each in os.listdir(child):  # noqa: PTH208 - no path leads here
+            size += tree_size(each, child)
     return size
 
 

@@ -1,4 +1,4 @@
-"""Whose folder it is: a kernel runs on the GPU of whoever loads it, so not anybody's will do."""
+"""Trust check: kernels are loaded only from folders that no other user can change."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ _OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 class UntrustedError(PermissionError):
-    """Others can change a folder or file of a store, or a link leads out of it."""
+    """Other users can change a folder or file of a store, or a link points outside."""
 
     def __init__(self, text: str, path: str, advice: str) -> None:
         super().__init__(errno.EACCES, f"{text} ({advice})", path)
 
 
 def require_trusted(status: os.stat_result, path: str, layout: Layout) -> None:
-    """Raise :class:`UntrustedError` if others can change what has this status.
+    """Raise :class:`UntrustedError` if other users can change the file or folder of a status.
 
-    It must belong to this user or to root, and have no write permission for others. A shared
-    layout trusts every owner and mode, but no link.
+    It must belong to this user or to root, and have no write permission for group and others. A
+    shared layout trusts every owner and mode, but no link.
     """
     if stat.S_ISLNK(status.st_mode):
         raise untrusted_link(path)
@@ -34,7 +34,7 @@ def require_trusted(status: os.stat_result, path: str, layout: Layout) -> None:
 
 
 def require_trusted_link(status: os.stat_result, path: str, layout: Layout) -> None:
-    """Raise :class:`UntrustedError` if another user made the link that leads to the root."""
+    """Raise :class:`UntrustedError` if the root is a link of another user."""
     if not layout.is_shared and status.st_uid not in {os.geteuid(), 0}:
         raise UntrustedError(
             f"a symbolic link of user {status.st_uid} at {path}", path, "choose another folder"
@@ -42,12 +42,12 @@ def require_trusted_link(status: os.stat_result, path: str, layout: Layout) -> N
 
 
 def untrusted_link(path: str) -> UntrustedError:
-    """Return the error of a link in the place of a folder."""
+    """Return the error for a link where a folder is expected."""
     return UntrustedError(f"a symbolic link at {path}", path, "remove it, or choose another folder")
 
 
 def require_own_folder(folder: Path, *, advice: str) -> None:
-    """Raise :class:`PermissionError` if others than its owner and root may write in a folder."""
+    """Raise :class:`PermissionError` if users other than this one and root can write a folder."""
     status, path = folder.lstat(), str(folder)
     if stat.S_ISLNK(status.st_mode):
         raise UntrustedError(f"a symbolic link at {path}", path, advice)

@@ -1,7 +1,7 @@
-"""A wheel that ships kernels: a package of data, which the store finds by its entry point.
+"""Wheel export: a data-only package of kernels, which the store finds by its entry point.
 
-The package holds the entries as a cache folder does, so that it is a read-only layer where it is
-installed; nothing of it is ever imported.
+The package has the layout of a cache folder, so that its installation is a read-only layer; it is
+never imported.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from packaging.utils import InvalidName, canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 from mlagen import __version__
-from mlagen.cache.bundle import Packed
-from mlagen.cache.bundle_writing import OnProgress, finished, packed_entries, replacing
+from mlagen.cache.bundle import BundleSummary
+from mlagen.cache.bundle_writing import OnProgress, atomic_file, bundle_summary, verified_entries
 from mlagen.cache.catalog import StoredEntry
-from mlagen.cache.default_store import PACKAGES
+from mlagen.cache.default_store import ENTRY_POINT_GROUP
 from mlagen.cache.layout import Layout
 from mlagen.errors import ArgumentError
 
 
 def package_of(name: str) -> str:
-    """Return the package that a wheel of that name installs.
+    """Return the package name of a wheel of that name.
 
     Raises
     ------
     ArgumentError
-        If it could not be installed beside Python and mlagen.
+        If it is invalid or collides with a module of Python or mlagen.
     """
     try:
         package = canonicalize_name(name, validate=True).replace("-", "_")
     except InvalidName:
         package = ""
-    taken = package in {"mlagen", *sys.stdlib_module_names} or keyword.iskeyword(package)
-    if taken or not name.isascii() or not package.isidentifier():
+    is_taken = package in {"mlagen", *sys.stdlib_module_names} or keyword.iskeyword(package)
+    if is_taken or not name.isascii() or not package.isidentifier():
         raise ArgumentError(f"wheel: expected a name of its own such as acme-kernels, got {name!r}")
     return package
 
@@ -51,37 +51,39 @@ def export_wheel(
     *,
     version: str = __version__,
     on_progress: OnProgress | None = None,
-) -> tuple[Path, Packed]:
-    """Write a wheel with entries into a folder; the same entries make the same bytes.
+) -> tuple[Path, BundleSummary]:
+    """Write a reproducible wheel with entries into a folder.
 
     Parameters
     ----------
     stored : Sequence[StoredEntry]
-        What to ship; every file is verified on its way in.
+        Entries to ship; every file is verified when it is read.
     folder : Path
-        Where the wheel goes; its name is fixed by name and version.
+        Target folder; name and version determine the file name.
     name : str
         The distribution, such as ``acme-kernels``; the package is ``acme_kernels``.
     version : str
-        Its version; the wheel has it in normal form.
+        Its version; the wheel uses the normalised form.
     on_progress : OnProgress, optional
-        Called with the bytes done and the bytes in all.
+        Called with the bytes done and the total bytes.
 
     Returns
     -------
-    tuple[Path, Packed]
-        Where the wheel is, and what it is.
+    tuple[Path, BundleSummary]
+        Path and summary of the wheel.
 
     Raises
     ------
     ArgumentError
-        If name or version are none that a wheel can have.
+        If the name or the version is not valid for a wheel.
     BundleError
         If an entry is damaged, or the wheel cannot be written.
     """
     package = package_of(name)
     try:
-        version = str(Version(version))  # as file names and metadata have it: 1.0-1 is 1.0.post1
+        version = str(
+            Version(version)
+        )  # normalised, as in file names and metadata: 1.0-1 is 1.0.post1
     except InvalidVersion:
         raise ArgumentError(
             f"version: expected one such as 1.0 or 1.0.post1, got {version!r}"
@@ -89,12 +91,12 @@ def export_wheel(
     entries = []
     done, total = 0, sum(one.size_bytes for one in stored)
     target = folder / f"{package}-{version}-py3-none-any.whl"
-    layout = Layout(Path(package))  # relative: the names in the wheel
-    with replacing(target) as file:
+    layout = Layout(Path(package))  # relative: paths in the wheel
+    with atomic_file(target) as file:
         with zipfile.ZipFile(file, "w") as archive:
             wheel = _Wheel(archive)
             wheel.write(f"{package}/__init__.py", b'"""Kernels for mlagen; there is no code."""\n')
-            for entry, contents in packed_entries(stored):
+            for entry, contents in verified_entries(stored):
                 entries.append(entry)
                 place = PurePosixPath(layout.entry(entry.key, entry.toolchain))
                 for file_name, content in contents.items():
@@ -103,18 +105,18 @@ def export_wheel(
                 if on_progress is not None:
                     on_progress(done, total)
             wheel.finish(package, name, version)
-        return target, finished(file, entries)
+        return target, bundle_summary(file, entries)
 
 
 class _Wheel:
-    """The files of a wheel as they are written, and the list of them that comes last."""
+    """Writes the files of a wheel, and RECORD last."""
 
     def __init__(self, archive: zipfile.ZipFile) -> None:
         self._archive = archive
         self._record: list[str] = []
 
     def write(self, name: str, content: bytes) -> None:
-        info = zipfile.ZipInfo(name)  # from 1980, the first year of zip files
+        info = zipfile.ZipInfo(name)  # default time 1980-01-01, for reproducible bytes
         info.external_attr = 0o100644 << 16
         info.compress_type = zipfile.ZIP_DEFLATED
         self._archive.writestr(info, content)
@@ -135,7 +137,7 @@ class _Wheel:
             "Root-Is-Purelib: true",
             "Tag: py3-none-any",
         ]
-        points = [f"[{PACKAGES}]", f"{package} = {package}"]
+        points = [f"[{ENTRY_POINT_GROUP}]", f"{package} = {package}"]
         files = {"METADATA": about, "WHEEL": wheel, "entry_points.txt": points}
         for file_name, lines in files.items():
             self.write(f"{info}/{file_name}", "".join(f"{line}\n" for line in lines).encode())

@@ -1,1 +1,1 @@
-"""Source to cubin: finding NVRTC, its options, and what it says."""
+"""Compile stage: finding NVRTC, its options, and its log."""

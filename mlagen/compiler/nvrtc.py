@@ -1,4 +1,4 @@
-"""Source to cubin with NVRTC."""
+"""NVRTC compilation of a source to a cubin."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mlagen.spec.arch import Arch
 
 logger = logging.getLogger("mlagen")
 
-# Constant, because the name changes the machine code of sources with internal linkage.
+# Constant, because the name changes the cubin of sources with internal linkage.
 PROGRAM_NAME = "kernel.cu"
 
 _POSITION = re.compile(rf"^{re.escape(PROGRAM_NAME)}\((\d+)\)", re.MULTILINE)
@@ -51,7 +51,7 @@ def compile_source(source: Source, arch: Arch, nvrtc: Nvrtc) -> Cubin:
         code=compiled.code,
         log=log,
         resources=parse_resources(log),
-        toolchain=f"nvrtc-{_build_of(compiled.code, nvrtc)}",
+        toolchain=f"nvrtc-{_version_of_cubin(compiled.code, nvrtc)}",
         compile_ms=compile_ms,
     )
 
@@ -67,9 +67,9 @@ def rewrite_positions(log: str, origins: Sequence[str]) -> str:
     return _POSITION.sub(position, log)
 
 
-def _build_of(code: bytes, nvrtc: Nvrtc) -> str:
-    # The library's own word outranks metadata and file names. NVRTC 12.8 writes it into the
-    # cubins of some architectures only.
+def _version_of_cubin(code: bytes, nvrtc: Nvrtc) -> str:
+    # The version inside the cubin outranks metadata and file names. NVRTC 12.8 writes it for some
+    # architectures only.
     found = BUILD.search(code)
     version = found[1].decode() if found else version_inside(nvrtc.path) or nvrtc.version
     if version != nvrtc.version:
@@ -77,7 +77,7 @@ def _build_of(code: bytes, nvrtc: Nvrtc) -> str:
     return version
 
 
-@cache  # once for a process, not for each kernel
+@cache  # once per process, not per kernel
 def _warn(nvrtc: Nvrtc, version: str) -> None:
     message = "NVRTC: expected %s from %s, but %s compiled"
     logger.warning(message, nvrtc.version, nvrtc.source, version)

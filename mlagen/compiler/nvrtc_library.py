@@ -1,7 +1,7 @@
-"""NVRTC's C functions, of one file.
+"""ctypes binding of the NVRTC library of one file.
 
-The functions are looked up in that file's own handle. cuda.bindings finds a library by rules of
-its own, and prefers functions that another library has made global, such as a torch's NVRTC.
+Symbols are resolved in the handle of that file. cuda.bindings searches for the library by its own
+rules, and prefers global symbols of another library, such as the NVRTC of torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Compiled:
 
     log: str
     code: bytes
-    error: str | None  # why there is no code
+    error: str | None  # reason of the failure
 
 
 @cache
@@ -48,14 +48,14 @@ class NvrtcLibrary:
         self._library.nvrtcGetErrorString.restype = ctypes.c_char_p
         major, minor = ctypes.c_int(), ctypes.c_int()
         self._call("nvrtcVersion", ctypes.byref(major), ctypes.byref(minor))
-        # NVRTC opens its builtins by name, and LD_LIBRARY_PATH may have others of that name.
+        # NVRTC opens its builtins by name, and LD_LIBRARY_PATH may contain another version.
         builtins = path.with_name(f"libnvrtc-builtins.so.{major.value}.{minor.value}")
         if builtins.is_file():
-            with suppress(OSError):  # compiling reports it, if NVRTC finds no others
+            with suppress(OSError):  # a compilation reports missing builtins
                 self._builtins = ctypes.CDLL(str(builtins))
 
     def supported_archs(self) -> list[int]:
-        """Return the numbers of the architectures that it compiles for."""
+        """Return the numbers of the supported architectures."""
         count = ctypes.c_int()
         self._call("nvrtcGetNumSupportedArchs", ctypes.byref(count))
         numbers = (ctypes.c_int * count.value)()
@@ -75,8 +75,8 @@ class NvrtcLibrary:
             None,
         )
         try:
-            given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
-            status = self._library.nvrtcCompileProgram(program, len(options), given)
+            c_options = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+            status = self._library.nvrtcCompileProgram(program, len(options), c_options)
             log = self._read(program, "nvrtcGetProgramLog").decode(errors="replace")
             code = b"" if status else self._read(program, "nvrtcGetCUBIN")
             return Compiled(log=log, code=code, error=self._name_of(status) if status else None)

@@ -1,8 +1,8 @@
-"""Where NVRTC runs: in this process, or in a fresh one where it could hang or crash in this one.
+"""NVRTC in this process, or in a fresh one where it could hang or crash.
 
-NVRTC keeps locks that no fork resets: of six children that were forked while another thread
-compiled, one hung in its own first compilation. And what it needs to compile goes when a process
-ends: of 18 that ended while a daemon thread compiled, five crashed (NVRTC 13.5 on 2 cores).
+NVRTC holds locks that a fork does not reset: of six children forked while another thread compiled,
+one hung in its first compilation. Process exit also destroys state of NVRTC: of 18 processes that
+ended while a daemon thread compiled, five crashed (NVRTC 13.5 on 2 cores).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-import subprocess  # here, and not when it is needed: such a child had better import nothing
+import subprocess  # eager: a forked child must not import
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -19,20 +19,20 @@ from typing import Any
 from mlagen.artifacts import Cubin, Resources, Source
 from mlagen.compiler.toolchain import Nvrtc
 from mlagen.errors import CompileError, ToolchainError
-from mlagen.fork_safety import in_one_piece, is_ending
+from mlagen.fork_safety import defer_forks, is_exiting
 from mlagen.spec.arch import Arch
 
-# The path comes first, so that nothing is imported from the current folder by accident.
+# Sets sys.path first, so that nothing is imported from the current folder.
 _PROGRAM = (
     "import sys; sys.path[:] = sys.argv[1:]; from mlagen.compiler.nvrtc_process import main; main()"
 )
-# What stands before the answer: other code may print when a Python starts.
+# Marks the start of the answer: other code may print at interpreter startup.
 _MARK = b"\nmlagen.compiler.nvrtc_process\n"
 
 _logger = logging.getLogger("mlagen")
 
-_under_way: set[object] = set()  # compilations of this process
-_is_cut = False  # forked in the middle of one, or descended from such a child
+_active_compiles: set[object] = set()  # running compilations of this process
+_forked_mid_compile = False  # forked during a compilation, also by an ancestor
 
 
 def compile_anywhere(source: Source, arch: Arch, nvrtc: Nvrtc) -> Cubin:
@@ -41,25 +41,25 @@ def compile_anywhere(source: Source, arch: Arch, nvrtc: Nvrtc) -> Cubin:
     Raises
     ------
     ToolchainError
-        If NVRTC cannot be loaded or does not know ``arch``, or a fresh process is needed and none
-        can be started.
+        If NVRTC cannot be loaded or does not know ``arch``, or a required fresh process cannot be
+        started.
     CompileError
         If NVRTC rejects the source.
     """
-    if _is_cut or is_ending():
+    if _forked_mid_compile or is_exiting():
         return compile_in_process(source, arch, nvrtc)
-    with in_one_piece():
+    with defer_forks():
         from mlagen.compiler.nvrtc import compile_source
     mine = object()
-    _under_way.add(mine)
+    _active_compiles.add(mine)
     try:
         return compile_source(source, arch, nvrtc)
     finally:
-        _under_way.discard(mine)
+        _active_compiles.discard(mine)
 
 
 def compile_in_process(source: Source, arch: Arch, nvrtc: Nvrtc) -> Cubin:
-    """Do the same in a fresh process, which ends with it."""
+    """Compile in a fresh process."""
     if not sys.executable:
         raise ToolchainError("NVRTC: expected a Python to compile in, got none")
     request = {
@@ -77,22 +77,22 @@ def compile_in_process(source: Source, arch: Arch, nvrtc: Nvrtc) -> Cubin:
     except OSError as error:
         raise ToolchainError(f"NVRTC: cannot compile in a fresh process: {error}") from error
     _, mark, answer = done.stdout.partition(_MARK)
-    said = done.stderr.decode(errors="replace").strip().splitlines()
+    messages = done.stderr.decode(errors="replace").strip().splitlines()
     if done.returncode != 0 or not mark:
-        got = f"status {done.returncode}: {said[-1] if said else 'nothing'}"
+        got = f"status {done.returncode}: {messages[-1] if messages else 'nothing'}"
         raise ToolchainError(f"NVRTC: expected to compile in a fresh process, got {got}")
-    for line in said:
+    for line in messages:
         _logger.warning("%s", line)
     head, _, code = answer.partition(b"\n")
     return _cubin_of(json.loads(head), code, source)
 
 
 def main() -> None:
-    """Be that process: take a request from stdin, answer on stdout."""
+    """Run the fresh process: read a request from stdin, write the answer to stdout."""
     from mlagen.compiler.nvrtc import compile_source
 
     answer_to = os.dup(1)
-    os.dup2(2, 1)  # whatever else is printed is no part of the answer
+    os.dup2(2, 1)  # other output goes to stderr, not into the answer
     request = json.load(sys.stdin.buffer)
     source = Source(text=request["source"]["text"], origins=tuple(request["source"]["origins"]))
     nvrtc = Nvrtc(**{**request["nvrtc"], "path": Path(request["nvrtc"]["path"])})
@@ -121,9 +121,9 @@ def _cubin_of(head: dict[str, Any], code: bytes, source: Source) -> Cubin:
 
 
 def _after_fork() -> None:
-    global _is_cut  # noqa: PLW0603 - it is a state of the process
-    _is_cut = _is_cut or bool(_under_way)
-    _under_way.clear()
+    global _forked_mid_compile  # noqa: PLW0603 - process-wide state
+    _forked_mid_compile = _forked_mid_compile or bool(_active_compiles)
+    _active_compiles.clear()
 
 
 os.register_at_fork(after_in_child=_after_fork)

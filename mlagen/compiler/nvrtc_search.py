@@ -1,4 +1,4 @@
-"""The files that may be NVRTC, in the order in which they are tried; no library is loaded."""
+"""NVRTC search: candidate library files in search order; none is loaded."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from typing import NamedTuple
 
 from packaging.version import InvalidVersion, Version
 
-_ROOT = Path("/")  # tests search another one
+_ROOT = Path("/")  # replaced by tests
 
 _FULL_NAME = re.compile(r"\.so\.(\d+\.\d+\.\d+)$")
 _BANNER = b"Cuda compilation tools, release "
 BUILD = re.compile(re.escape(_BANNER) + rb"[\d.]+, V(\d+\.\d+\.\d+)")
-# Class and byte order of an ELF header, and its machine.
+# Slices of an ELF header: class and byte order, and machine.
 _ELF_KIND, _ELF_MACHINE = slice(0, 6), slice(18, 20)
 
 
 class Candidate(NamedTuple):
-    """A library file, with what says its version."""
+    """A library file with its version."""
 
     version: str  # with the patch level: "13.5.37"
     path: Path
-    source: str  # the distribution it came with, or "system"
+    source: str  # its distribution, or "system"
 
 
 def find_candidates(major: int, wheels: Iterable[str]) -> Iterator[Candidate]:
@@ -42,20 +42,20 @@ def find_candidates(major: int, wheels: Iterable[str]) -> Iterator[Candidate]:
     for name in wheels:
         try:
             distribution = metadata.distribution(name)
-            # A post-release or a local build of a wheel holds the library of its base version.
+            # A post-release or local build of a wheel contains the library of its base version.
             version = Version(distribution.version).base_version
         except (metadata.PackageNotFoundError, InvalidVersion):
             continue
         for file in distribution.files or ():
             if file.name == library:
                 path = Path(os.path.realpath(str(distribution.locate_file(file))))
-                if os.path.isfile(path):  # noqa: PTH113 - this one raises nothing
+                if os.path.isfile(path):  # noqa: PTH113 - never raises
                     yield Candidate(version, path, name)
     for folder in _system_folders(major):
         try:
             path = (folder / library).resolve()
             found = _version_of(path) if _is_for_this_machine(path) else None
-        except (OSError, RuntimeError, ValueError):  # not there, not to be read, a loop of links
+        except (OSError, RuntimeError, ValueError):  # missing, unreadable, or a loop of links
             continue
         if found is not None:
             yield Candidate(found, path, "system")
@@ -63,9 +63,9 @@ def find_candidates(major: int, wheels: Iterable[str]) -> Iterator[Candidate]:
 
 @cache
 def version_inside(path: Path) -> str | None:
-    """Return the version that a library has in its text, ``None`` if it has none.
+    """Return the version string inside a library, ``None`` if it has none.
 
-    That reads about 100 MB, and is left out where a wheel or a file name has the version.
+    The search reads about 100 MB; a version from a wheel or a file name avoids it.
     """
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         start = content.find(_BANNER)
@@ -82,7 +82,7 @@ def _version_of(path: Path) -> str | None:
 
 
 def _is_for_this_machine(path: Path) -> bool:
-    # A toolkit for cross-compiling has libraries of several machines, and so has a search path.
+    # Cross-compilation toolkits and search paths contain libraries for several machines.
     with path.open("rb") as file, Path("/proc/self/exe").open("rb") as own:
         header, expected = file.read(20), own.read(20)
     return all(header[part] == expected[part] for part in (_ELF_KIND, _ELF_MACHINE))
@@ -90,11 +90,11 @@ def _is_for_this_machine(path: Path) -> bool:
 
 def _system_folders(major: int) -> Iterator[Path]:
     prefixes = [os.environ.get("CONDA_PREFIX", "")]
-    if _matches(Path(sys.prefix), "conda-meta"):  # an environment that is not activated
+    if _matches(Path(sys.prefix), "conda-meta"):  # an environment without activation
         prefixes.append(sys.prefix)
     for prefix in prefixes:
         yield from _folders_of_toolkit(prefix)
-    # Relative folders are left out: what lies in the current one must not be loaded.
+    # Relative folders are skipped: libraries of the current folder must not be loaded.
     listed = re.split("[:;]", os.environ.get("LD_LIBRARY_PATH", ""))
     for settings in _matches(_ROOT / "etc/ld.so.conf.d", "*.conf"):
         with suppress(OSError):
@@ -119,7 +119,7 @@ def _folders_of_toolkit(root: str) -> Iterator[Path]:
 def _matches(folder: Path, pattern: str) -> list[Path]:
     try:
         return sorted(folder.glob(pattern))
-    except OSError:  # a folder that this process may not read is as good as none
+    except OSError:  # an unreadable folder counts as missing
         return []
 
 

@@ -1,4 +1,4 @@
-"""What ptxas says in the compile log."""
+"""ptxas output in the compile log: resource usage and warnings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which NVRTC would compile, and with which options; the library itself is not loaded."""
+"""Toolchain selection: the NVRTC to use and its options; the library is not loaded."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from pathlib import Path
 
 from mlagen.compiler.nvrtc_search import find_candidates
 from mlagen.errors import ToolchainError
-from mlagen.fork_safety import in_one_piece
+from mlagen.fork_safety import defer_forks
 from mlagen.settings import TOOLCHAIN_POLICIES
 from mlagen.spec.arch import Arch
 
 OLDEST_NVRTC = (12, 8)
 
-# The wheel that holds libnvrtc.so.<major>, and the extra of ours that asks for it.
+# The wheel that contains libnvrtc.so.<major>, and the extra of mlagen that requires it.
 _WHEELS = {12: ("nvidia-cuda-nvrtc-cu12", "cu12"), 13: ("nvidia-cuda-nvrtc", "cu13")}
 
 _OPTIONS = (
     "--std=c++17",
     # A quoted include must not be found in the current folder.
     "--no-source-include",
-    # The limit is the whole process's; other threads may be starting children.
+    # The stack limit is process-wide; other threads may be starting children.
     "--modify-stack-limit=false",
     "--fmad=true",
     "--ptxas-options=-v",
@@ -31,11 +31,11 @@ _OPTIONS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Nvrtc:
-    """The NVRTC that this process loads, by this very path, when it compiles."""
+    """The NVRTC that this process loads by ``path`` to compile."""
 
     version: str  # with the patch level: "13.5.37"
     path: Path
-    source: str  # the distribution it came with, or "system"
+    source: str  # its distribution, or "system"
 
     def __str__(self) -> str:
         return f"nvrtc-{self.version}"
@@ -49,17 +49,17 @@ class Nvrtc:
 
 @cache
 def find_nvrtc() -> Nvrtc:
-    """Return the NVRTC that compiles: the first of the major version of the cuda-bindings.
+    """Return the NVRTC to compile with: the first of the major version of cuda-bindings.
 
     Raises
     ------
     ToolchainError
-        If cuda-bindings or NVRTC is missing, or older than 12.8; the message says what to install.
+        If cuda-bindings or NVRTC is missing, or older than 12.8; the message has the pip command.
     """
-    with in_one_piece():  # what reads metadata is imported when it does
+    with defer_forks():  # importlib.metadata imports lazily
         major = _bindings_major()
         wheel, extra = _WHEELS.get(major, (f"an NVRTC {major} wheel", f"cu{major}"))
-        found = _first_recent(major)
+        found = _first_supported(major)
     if found is None:
         raise ToolchainError(
             f"NVRTC: no libnvrtc.so.{major} found for cuda-bindings {major}; "
@@ -73,21 +73,21 @@ def find_nvrtc() -> Nvrtc:
     return found
 
 
-@cache  # that there is none would be looked up again for each kernel
+@cache  # otherwise a missing NVRTC is searched again for each kernel
 def wanted_toolchain(policy: str) -> str:
-    """Return the toolchain that a key names: one compiler, or any of a major version.
+    """Return the toolchain of cache keys: one compiler, or any of a major version.
 
     Parameters
     ----------
     policy : str
-        ``exact`` is the installed NVRTC; ``compatible`` any of the CUDA major version that the
-        installed cuda-bindings serve; ``auto`` the first, or the second where no NVRTC is
-        installed; anything else is a toolchain by its name.
+        ``exact`` is the installed NVRTC; ``compatible`` any of the CUDA major version of the
+        installed cuda-bindings; ``auto`` the first, or the second if no NVRTC is installed;
+        anything else is the name of a toolchain.
 
     Raises
     ------
     ToolchainError
-        If what the policy needs is not installed.
+        If a package that the policy needs is not installed.
     """
     if policy not in TOOLCHAIN_POLICIES:
         return policy
@@ -97,22 +97,22 @@ def wanted_toolchain(policy: str) -> str:
         except ToolchainError:
             if policy == "exact":
                 raise
-    with in_one_piece():
+    with defer_forks():
         return f"nvrtc-{_bindings_major()}"
 
 
 def options_for(arch: Arch, toolchain: str) -> tuple[str, ...]:
-    """Return the options that decide what a toolchain compiles, in order."""
+    """Return the compiler options for a target, in order."""
     is_old = _release_of(toolchain) < (12, 9)
-    # Family suffixes came with 12.9; before, the architecture's own suffix is the nearest.
+    # Family suffixes need 12.9; older versions use the architecture-specific suffix.
     suffix = "a" if is_old and arch.suffix == "f" else arch.suffix
-    # From 12.9 on, NVRTC keeps a cache of its own in the driver, and calls cuInit for it.
+    # From 12.9 on, NVRTC has its own cache in the driver, and calls cuInit for it.
     caching = () if is_old else ("--no-cache",)
     return (f"--gpu-architecture=sm_{arch.number}{suffix}", *caching, *_OPTIONS)
 
 
-def _first_recent(major: int) -> Nvrtc | None:
-    """Return the first NVRTC that is recent enough, else the first of all."""
+def _first_supported(major: int) -> Nvrtc | None:
+    """Return the first NVRTC that is new enough, or else the first one found."""
     names = [wheel for known, (wheel, _) in _WHEELS.items() if known == major]
     oldest = None
     for candidate in find_candidates(major, dict.fromkeys((*names, "nvidia-cuda-nvrtc"))):
@@ -132,5 +132,5 @@ def _bindings_major() -> int:
 
 def _release_of(toolchain: str) -> tuple[int, int]:
     numbers = toolchain.removeprefix("nvrtc-").split(".")
-    # Of any of a major version the newest is taken, which is none of the old ones.
+    # A toolchain without a minor version means the newest.
     return int(numbers[0]), int(numbers[1]) if len(numbers) > 1 else 99

@@ -1,4 +1,4 @@
-"""The torch ops of runs of :class:`mlagen.mla.BatchMLAPagedAttentionWrapper`."""
+"""Torch ops of :class:`mlagen.mla.BatchMLAPagedAttentionWrapper` runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from mlagen.api.traced import as_op, traceable
 from mlagen.errors import ArgumentError
-from mlagen.mla.batch_plan import BatchLayout, BatchPlan, BatchSettings, HostFacts
+from mlagen.mla.batch_plan import BatchLayout, BatchPlan, BatchSettings, HostMetadata
 from mlagen.mla.batch_run import run_planned
 from mlagen.mla.planless import run_planless
 
@@ -70,7 +70,9 @@ def batch_mla_run(
         layout=BatchLayout(
             qo_indptr=qo_indptr, kv_indptr=kv_indptr, kv_indices=kv_indices, kv_len_arr=kv_len_arr
         ),
-        facts=HostFacts(max_kv_len=max_kv_len, max_q_len=max_q_len, q_len=q_len, tokens=tokens),
+        metadata=HostMetadata(
+            max_kv_len=max_kv_len, max_q_len=max_q_len, q_len=q_len, tokens=tokens
+        ),
     )
     return run_planned(
         workspace_buffer,
@@ -128,8 +130,8 @@ def call_planned(
     ckv_scale_arr: torch.Tensor | None,
     kpe_scale: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Do what ``run_planned`` does, as an op; a compiler traces it."""
-    settings, layout, facts = plan.settings, plan.layout, plan.facts
+    """Compute ``run_planned`` as an op; a compiler traces this."""
+    settings, layout, metadata = plan.settings, plan.layout, plan.metadata
     _check_heads(settings, tensors)
     has_lse = return_lse or lse is not None
     result: Any = as_op(
@@ -143,10 +145,10 @@ def call_planned(
         settings.page_size,
         settings.causal,
         settings.sm_scale,
-        facts.max_kv_len,
-        facts.max_q_len,
-        facts.q_len,
-        facts.tokens,
+        metadata.max_kv_len,
+        metadata.max_q_len,
+        metadata.q_len,
+        metadata.tokens,
         out,
         lse,
         has_lse,
@@ -167,7 +169,7 @@ def call_planless(
     o_scale: float | None,
     rejected: dict[str, Any],
 ) -> torch.Tensor:
-    """Do what ``run_planless`` does, as an op; a compiler traces it."""
+    """Compute ``run_planless`` as an op; a compiler traces this."""
     for name, value in rejected.items():
         if value is not None:
             raise ArgumentError(f"{name} does not support cutlass backend, expected none")
@@ -180,7 +182,7 @@ def call_planless(
 
 
 def _check_heads(settings: BatchSettings, tensors: tuple[torch.Tensor, ...]) -> None:
-    """Reject what the op, which takes these from the tensors, does not see."""
+    """Reject tensors that differ from the plan; the op derives these settings from them."""
     query, rope, cache, _ = tensors
     planned = (
         ("q_nope.shape[1]", settings.num_heads, query.shape[1]),

@@ -1,4 +1,4 @@
-"""What a plan of BatchMLA is: its checks, and its copies of the caller's metadata."""
+"""Plans of BatchMLA: checked settings, and copies of the caller's metadata."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from mlagen.spec.mla_support import MlaVariant, require_supported
 
 KV_DTYPES = {**DTYPES, torch.float8_e4m3fn: DType.E4M3}
 
-# What FlashInfer serves of e4m3 caches: (head_dim_ckv, head_dim_kpe).
+# (head_dim_ckv, head_dim_kpe) of e4m3 caches that FlashInfer supports.
 _E4M3_HEAD_DIMS = ((512, 0), (512, 64))
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSettings:
-    """The plain arguments of a plan, checked."""
+    """The scalar arguments of a plan, checked."""
 
     num_heads: int
     head_dim_ckv: int
@@ -49,18 +49,18 @@ class BatchSettings:
     kv_data_type: torch.dtype
 
     def __post_init__(self) -> None:
-        """Reject what breaks a rule, in FlashInfer's order and with its words where it has any."""
+        """Check the settings in FlashInfer's order, with its messages where it has any."""
         _check_dtypes(self)
-        plain = {
-            "num_heads": require_whole_number(self.num_heads, "num_heads", least=1),
-            "head_dim_ckv": require_whole_number(self.head_dim_ckv, "head_dim_ckv", least=1),
+        converted = {
+            "num_heads": require_whole_number(self.num_heads, "num_heads", min_value=1),
+            "head_dim_ckv": require_whole_number(self.head_dim_ckv, "head_dim_ckv", min_value=1),
             "head_dim_kpe": require_whole_number(self.head_dim_kpe, "head_dim_kpe"),
-            "page_size": require_whole_number(self.page_size, "page_size", least=1),
+            "page_size": require_whole_number(self.page_size, "page_size", min_value=1),
             "causal": require_flag(self.causal, "causal"),
             "sm_scale": require_float32(self.sm_scale, "sm_scale"),
         }
-        for name, value in plain.items():
-            object.__setattr__(self, name, value)  # what is used is what was checked
+        for name, value in converted.items():
+            object.__setattr__(self, name, value)  # runs use the checked values
         require(self.num_heads <= MAX_HEADS, "num_heads", f"{MAX_HEADS} or less", self.num_heads)
         variant = MlaVariant(
             query_dtype=DTYPES[self.q_data_type],
@@ -79,7 +79,7 @@ class BatchSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchLayout:
-    """Requests, their query tokens and their pages, int32 on the device of the runs."""
+    """Query offsets, page ids and lengths of the requests, int32 on the device of the runs."""
 
     qo_indptr: torch.Tensor  # [batch + 1]
     kv_indptr: torch.Tensor  # [batch + 1]
@@ -88,31 +88,31 @@ class BatchLayout:
 
     @property
     def batch(self) -> int:
-        """How many requests there are."""
+        """The number of requests."""
         return self.kv_len_arr.shape[0]
 
 
 @dataclass(frozen=True, kw_only=True)
-class HostFacts:
-    """What the host knows of a layout without waiting for a device."""
+class HostMetadata:
+    """Metadata that the host reads without synchronization."""
 
-    max_kv_len: int  # tokens; exact, or a guess, which only decides how work is split
+    max_kv_len: int  # tokens, exact or estimated; only split-KV scheduling depends on it
     max_q_len: int | None = None
-    q_len: int = 0  # query tokens of every request; 0 where they differ or are not known
+    q_len: int = 0  # query tokens of every request; 0 if they differ or are unknown
     tokens: int | None = None  # query tokens of all requests
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchPlan:
-    """What a run needs besides its tensors."""
+    """The result of a plan, for its runs."""
 
     settings: BatchSettings
     layout: BatchLayout
-    facts: HostFacts
+    metadata: HostMetadata
 
 
 def checked_layout(given: BatchLayout, device: torch.device) -> BatchLayout:
-    """Return metadata as long as its batch, which ``kv_len_arr`` says; contents are not looked at.
+    """Return metadata cut to the batch size of ``kv_len_arr``, without reading contents.
 
     Raises
     ------
@@ -134,7 +134,7 @@ def checked_layout(given: BatchLayout, device: torch.device) -> BatchLayout:
 
 
 def checked_buffers(buffers: BatchLayout, device: torch.device) -> BatchLayout:
-    """Return buffers that a captured graph can read its metadata from.
+    """Return the metadata buffers of a captured graph.
 
     Raises
     ------
@@ -148,13 +148,13 @@ def checked_buffers(buffers: BatchLayout, device: torch.device) -> BatchLayout:
     return buffers
 
 
-def host_facts(given: BatchLayout, page_size: int) -> HostFacts:
-    """Return what metadata on the CPU says; of what is elsewhere nothing is read.
+def host_metadata(given: BatchLayout, page_size: int) -> HostMetadata:
+    """Return the metadata on the CPU; does not read metadata on a device.
 
     Raises
     ------
     ArgumentError
-        If it contradicts itself.
+        If it is inconsistent.
     """
     on_host = {
         name: tensor.view(torch.int32)
@@ -163,13 +163,14 @@ def host_facts(given: BatchLayout, page_size: int) -> HostFacts:
     }
     q_lens = None
     if "qo_indptr" in on_host:
-        ends = on_host["qo_indptr"]
-        q_lens = query_lengths(ends, "qo_indptr", int(ends[-1])).tolist()
+        qo_indptr = on_host["qo_indptr"]
+        q_lens = query_lengths(qo_indptr, "qo_indptr", int(qo_indptr[-1])).tolist()
     capacity = None
     if "kv_indptr" in on_host:
         page_ids = given.kv_indices.shape[0]
-        starts = on_host["kv_indptr"]
-        capacity = table_capacity(starts, "kv_indptr", page_ids=page_ids, page_size=page_size)
+        capacity = table_capacity(
+            on_host["kv_indptr"], "kv_indptr", page_ids=page_ids, page_size=page_size
+        )
     seq_lens = capacity
     if "kv_len_arr" in on_host:
         seq_lens = check_seq_lens(
@@ -180,8 +181,8 @@ def host_facts(given: BatchLayout, page_size: int) -> HostFacts:
     else:
         max_kv_len = min(int(seq_lens.max()), INT32_MAX) if len(seq_lens) else 0
     if q_lens is None:
-        return HostFacts(max_kv_len=max_kv_len)
-    return HostFacts(
+        return HostMetadata(max_kv_len=max_kv_len)
+    return HostMetadata(
         max_kv_len=max_kv_len,
         max_q_len=max(q_lens, default=0),
         q_len=q_lens[0] if len(set(q_lens)) == 1 else 0,
@@ -190,39 +191,39 @@ def host_facts(given: BatchLayout, page_size: int) -> HostFacts:
 
 
 def mean_capacity(layout: BatchLayout, page_size: int) -> int:
-    """Return the tokens of a request if all have the same share of the page ids."""
+    """Return the tokens of a request if all share the page ids equally."""
     mean = -(-layout.kv_indices.shape[0] * page_size // max(1, layout.batch))
     return min(mean, INT32_MAX)
 
 
-def copied(given: BatchLayout, device: torch.device) -> BatchLayout:
-    """Return copies on ``device`` that nobody else writes to; waits for no device."""
+def copy_to_device(given: BatchLayout, device: torch.device) -> BatchLayout:
+    """Return private copies on ``device``, without synchronization."""
     return BatchLayout(**{name: _copy(tensor, device) for name, tensor in vars(given).items()})
 
 
 def copy_into(buffers: BatchLayout, given: BatchLayout) -> None:
-    """Copy metadata to where a captured graph reads it; waits for no device.
+    """Copy metadata to the buffers of a captured graph, without synchronization.
 
     Raises
     ------
     ArgumentError
-        If it does not fit; nothing has been copied then.
+        If it does not fit; the buffers are unchanged then.
     """
     for name in ("kv_len_arr", "qo_indptr", "kv_indptr"):
         expected = tuple(getattr(buffers, name).shape)
         require_shape(getattr(given, name), name, (expected,), "its buffer of the constructor")
-    room, count = buffers.kv_indices.shape[0], given.kv_indices.shape[0]
-    require(count <= room, "kv_indices.shape[0]", f"{room} (its buffer) or less", count)
+    capacity, count = buffers.kv_indices.shape[0], given.kv_indices.shape[0]
+    require(count <= capacity, "kv_indices.shape[0]", f"{capacity} (its buffer) or less", count)
     for name, tensor in vars(given).items():
         target = getattr(buffers, name)[: tensor.shape[0]]
-        target.view(torch.int32).copy_(_own(tensor), non_blocking=True)
+        target.view(torch.int32).copy_(_pageable(tensor), non_blocking=True)
 
 
 def _check_dtypes(settings: BatchSettings) -> None:
     q_dtype, kv_dtype = settings.q_data_type, settings.kv_data_type
     if not isinstance(kv_dtype, torch.dtype) or kv_dtype not in KV_DTYPES:
         reject("MLA kv_data_type", " or ".join(map(str, KV_DTYPES)), shown(kv_dtype))
-    rope_dim = require_whole_number(settings.head_dim_kpe, "head_dim_kpe", least=None)
+    rope_dim = require_whole_number(settings.head_dim_kpe, "head_dim_kpe", min_value=None)
     if rope_dim < 0:
         raise ArgumentError(f"head_dim_kpe must be >= 0, got {shown(rope_dim)}")
     if not settings.is_dequantised:
@@ -230,7 +231,7 @@ def _check_dtypes(settings: BatchSettings) -> None:
         return
     if q_dtype is not torch.bfloat16:
         reject("q_data_type", "q_data_type=torch.bfloat16 for an e4m3 cache", shown(q_dtype))
-    head_dims = (require_whole_number(settings.head_dim_ckv, "head_dim_ckv", least=1), rope_dim)
+    head_dims = (require_whole_number(settings.head_dim_ckv, "head_dim_ckv", min_value=1), rope_dim)
     if head_dims not in _E4M3_HEAD_DIMS:
         rule = "head_dim_ckv=512 and head_dim_kpe in (0, 64) for an e4m3 cache"
         reject("(head_dim_ckv, head_dim_kpe)", rule, head_dims)
@@ -239,11 +240,11 @@ def _check_dtypes(settings: BatchSettings) -> None:
 def _copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if tensor.device == device:
         return tensor.view(torch.int32).clone(memory_format=torch.contiguous_format)
-    return _own(tensor).to(device, non_blocking=True)
+    return _pageable(tensor).to(device, non_blocking=True)
 
 
-def _own(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what may be copied from later on: the caller may write to pinned memory by then."""
+def _pageable(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a source for an async copy: the caller may overwrite pinned memory before it runs."""
     tensor = tensor.view(torch.int32)
     if tensor.device.type == "cpu" and tensor.is_pinned():
         return torch.empty_like(tensor, pin_memory=False).copy_(tensor)

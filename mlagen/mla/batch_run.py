@@ -1,4 +1,4 @@
-"""Runs of a BatchMLA plan: tensors that must be as planned, and the call that they make."""
+"""Runs of a BatchMLA plan: checks of the tensors against the plan, and the MLA call."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mlagen.api.mla_args import MlaArgNames, MlaArgs
 from mlagen.api.mla_call import run_mla
 from mlagen.errors import CaptureError
 from mlagen.mla.batch_plan import BatchPlan
-from mlagen.mla.kv_scales import check_kv_scales, require_like
+from mlagen.mla.kv_scales import check_kv_scales, require_tensor_spec
 from mlagen.runtime.capture import is_capturing
 
 _NAMES = MlaArgNames(
@@ -21,7 +21,7 @@ _NAMES = MlaArgNames(
     kv_scales="ckv_scale_arr",
     workspace_buffer="float_workspace_buffer",
     block_tables="kv_indices",
-    table_starts="kv_indptr",
+    kv_indptr="kv_indptr",
     seq_lens="kv_len_arr",
     cum_seq_lens_q="qo_indptr",
     bmm1_scale="sm_scale",
@@ -29,12 +29,12 @@ _NAMES = MlaArgNames(
 
 
 def reject_capture(device: torch.device) -> None:
-    """Reject a run whose metadata lives until the next plan, while a CUDA graph is captured.
+    """Reject CUDA graph capture of a run without graph buffers.
 
     Raises
     ------
     CaptureError
-        If one is: replays after the next plan would read freed memory.
+        During capture: replays would read metadata that the next plan frees.
     """
     if is_capturing(device):
         raise CaptureError(
@@ -59,12 +59,12 @@ def run_planned(
     ckv_scale_arr: torch.Tensor | None,
     kpe_scale: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the output, and the LSE if there is one to write or to return.
+    """Return the output, and the LSE if one is given or requested.
 
     Raises
     ------
     ArgumentError
-        If an argument breaks a rule or is not as planned; nothing has been written then.
+        If an argument breaks a rule or differs from the plan; the outputs are unchanged then.
     """
     _check_as_planned(plan, q_nope, q_pe, ckv_cache, kpe_cache)
     latent_scale, rope_scale = check_kv_scales(
@@ -76,26 +76,26 @@ def run_planned(
     )
     shape, device = tuple(q_nope.shape), q_nope.device
     if out is not None:
-        require_like(out, "out", shape=shape, dtype=q_nope.dtype, device=device)
-        # The call checks what it writes itself: a view of such an output.
+        require_tensor_spec(out, "out", shape=shape, dtype=q_nope.dtype, device=device)
+        # The MLA call checks a plain contiguous output itself, as a view.
         if out.__class__ is not torch.Tensor or out.requires_grad or not out.is_contiguous():
             require_memory(out, "out")
             require_writable(out, "out")
     if lse is not None:
-        require_like(lse, "lse", shape=shape[:2], dtype=torch.float32, device=device)
-    settings, layout, facts = plan.settings, plan.layout, plan.facts
+        require_tensor_spec(lse, "lse", shape=shape[:2], dtype=torch.float32, device=device)
+    settings, layout, metadata = plan.settings, plan.layout, plan.metadata
     query, rope = q_nope, q_pe
-    is_uniform = facts.q_len > 0 and facts.tokens == shape[0]
-    if is_uniform:  # no block then has to find its request
-        grouped = (layout.batch, facts.q_len, settings.num_heads)
+    is_uniform = metadata.q_len > 0 and metadata.tokens == shape[0]
+    if is_uniform:  # CTAs need no search for the request of a token
+        grouped = (layout.batch, metadata.q_len, settings.num_heads)
         try:
             query, rope = query.view(*grouped, query.shape[-1]), rope.view(*grouped, rope.shape[-1])
-        except RuntimeError:  # of storage that was freed
+        except RuntimeError:  # freed storage
             require_memory(q_nope, "q_nope")
             require_memory(q_pe, "q_pe")
             raise
     has_rope = settings.head_dim_kpe > 0
-    # The kernels write rows without gaps.
+    # The kernels write contiguous rows.
     target = out.view(query.shape) if out is not None and out.is_contiguous() else None
     args = MlaArgs(
         query=query,
@@ -105,21 +105,21 @@ def run_planned(
         qk_rope_head_dim=settings.head_dim_kpe,
         block_tables=layout.kv_indices,
         seq_lens=layout.kv_len_arr,
-        max_seq_len=facts.max_kv_len,
+        max_seq_len=metadata.max_kv_len,
         out=target,
         bmm1_scale=settings.sm_scale,
         lse=lse,
         return_lse=return_lse or lse is not None,
         return_lse_base=lse_base,
         cum_seq_lens_q=None if is_uniform else layout.qo_indptr,
-        max_q_len=None if is_uniform else facts.max_q_len,
+        max_q_len=None if is_uniform else metadata.max_q_len,
         is_causal=settings.causal,
         query_rope=rope if has_rope else None,
         rope_cache=kpe_cache if has_rope else None,
         kv_scales=ckv_scale_arr,
         latent_scale=latent_scale,
         rope_scale=rope_scale,
-        table_starts=layout.kv_indptr,
+        kv_indptr=layout.kv_indptr,
         names=_NAMES,
     )
     result, result_lse = run_mla(args, enable_pdl=True)
@@ -137,8 +137,8 @@ def _check_as_planned(
     ckv_cache: torch.Tensor,
     kpe_cache: torch.Tensor,
 ) -> None:
-    """Reject tensors that are not what the plan was made for."""
-    settings, facts = plan.settings, plan.facts
+    """Reject tensors that differ from the plan."""
+    settings, metadata = plan.settings, plan.metadata
     parts = (
         ("q_nope", q_nope, "q_data_type", settings.q_data_type),
         ("q_pe", q_pe, "q_data_type", settings.q_data_type),
@@ -147,7 +147,7 @@ def _check_as_planned(
     )
     for name, tensor, planned, dtype in parts:
         is_plain = tensor.__class__ is torch.Tensor and not tensor.is_nested
-        if is_plain and tensor.dtype is dtype and tensor.dim() == 3:  # words cost more
+        if is_plain and tensor.dtype is dtype and tensor.dim() == 3:  # skips formatting a message
             continue
         if require_tensor(tensor, name).dtype is not dtype:
             reject(f"{name}.dtype", f"{dtype} ({planned} of plan)", tensor.dtype)
@@ -165,7 +165,7 @@ def _check_as_planned(
         require_shape(q_pe, "q_pe", ((tokens, heads, 0),))
         rule = "0 (head_dim_kpe of plan)"
         require(kpe_cache.shape[2] == 0, "kpe_cache.shape[2]", rule, kpe_cache.shape[2])
-    if facts.tokens is not None and tokens < facts.tokens:
-        reject("q_nope.shape[0]", f"{facts.tokens} (qo_indptr[-1]) or more", tokens)
+    if metadata.tokens is not None and tokens < metadata.tokens:
+        reject("q_nope.shape[0]", f"{metadata.tokens} (qo_indptr[-1]) or more", tokens)
     if plan.layout.batch == 0:
         require(tokens == 0, "q_nope.shape[0]", "0 (no requests were planned)", tokens)

@@ -1,4 +1,4 @@
-"""The keys of :func:`mlagen.mla.flare.flare_mla_decoding`: a paged cache, or a dense tensor."""
+"""KV operands of :func:`mlagen.mla.flare.flare_mla_decoding`: a paged cache or a dense tensor."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from mlagen.api.mla_cache import pages_of
 
 @dataclass(frozen=True, eq=False)
 class PagedKVCache:
-    """A paged cache whose lengths do not count the new tokens, which it holds already.
+    """A paged KV cache that contains the new tokens, with lengths that exclude them.
 
     Parameters
     ----------
     blocks : [pages, page_size, 576]
-        As the query; an axis of size 1 before or after ``page_size`` is accepted, and any strides
-        that are whole 16 bytes. Of width 640 with ``per_token_scale_rope_aware``.
+        Of the query's dtype, with an optional axis of size 1 before or after ``page_size``, and any
+        strides that are multiples of 16 bytes. Of width 640 with ``per_token_scale_rope_aware``.
     block_table : int32 or uint32 [batch, max_pages]
         Page ids of each request.
     cache_lengths : int32 or uint32 [batch]
         Tokens of each request before the new ones.
-    scales : fp32 [pages, page_size], or with axes of size 1 behind
+    scales : fp32 [pages, page_size], or with trailing axes of size 1
         One for each token, with ``per_token_scale_rope_aware``.
     """
 
@@ -59,19 +59,19 @@ _PAGED_NAMES = _DENSE_NAMES._replace(
 
 
 class Keys(NamedTuple):
-    """A cache in pages, and how many tokens it holds of each request."""
+    """A paged KV cache with its lengths."""
 
     blocks: torch.Tensor
     block_table: torch.Tensor
-    cached: torch.Tensor | None  # int32 [batch], without the new tokens
-    total: int  # with them, where the tensor is None
+    cached: torch.Tensor | None  # int32 [batch], excluding the new tokens
+    total: int  # including the new tokens, if cached is None
     scales: torch.Tensor | None
-    width: int  # no request has more tokens
+    width: int  # capacity of a request in tokens
     names: MlaArgNames
 
 
 def paged_keys(k: PagedKVCache, kv_scales: torch.Tensor | None) -> Keys:
-    """Return a cache as it is.
+    """Return the KV operands of a paged cache.
 
     Raises
     ------
@@ -94,14 +94,14 @@ def paged_keys(k: PagedKVCache, kv_scales: torch.Tensor | None) -> Keys:
         block_table=table,
         cached=as_int32(lengths),
         total=0,
-        scales=None if k.scales is None else _of_tokens(k.scales, "k.scales"),
+        scales=None if k.scales is None else _squeezed_scales(k.scales, "k.scales"),
         width=table.shape[1] * pages_of(blocks).shape[1],
         names=_PAGED_NAMES,
     )
 
 
 def positions_of(k: object) -> int:
-    """Return how many tokens the tables of keys have room for; 0 of what is no cache."""
+    """Return the capacity of all block tables in tokens; 0 for other objects."""
     if isinstance(k, PagedKVCache):
         blocks, table = k.blocks, k.block_table
         if isinstance(blocks, torch.Tensor) and isinstance(table, torch.Tensor):
@@ -109,8 +109,8 @@ def positions_of(k: object) -> int:
     return k.shape[:2].numel() if isinstance(k, torch.Tensor) else 0
 
 
-def form_of_keys(k: torch.Tensor | PagedKVCache, kv_scales: torch.Tensor | None) -> Keys:
-    """Return keys with a table of no columns: enough to check a call by, before any work.
+def keys_without_table(k: torch.Tensor | PagedKVCache, kv_scales: torch.Tensor | None) -> Keys:
+    """Return KV operands with an empty block table, for a cheap check of the call.
 
     Raises
     ------
@@ -124,9 +124,9 @@ def form_of_keys(k: torch.Tensor | PagedKVCache, kv_scales: torch.Tensor | None)
 
 
 def dense_keys(k: torch.Tensor, kv_scales: torch.Tensor | None, columns: int | None = None) -> Keys:
-    """Return dense keys as pages of one token: another ``num_keys`` asks for no other kernel.
+    """Return dense keys as pages of one token, so that the kernel does not depend on ``num_keys``.
 
-    ``columns`` of the table are made; all if None.
+    The block table has ``columns`` columns; ``num_keys`` if None.
 
     Raises
     ------
@@ -137,15 +137,15 @@ def dense_keys(k: torch.Tensor, kv_scales: torch.Tensor | None, columns: int | N
     batch, num_keys, kv_heads, _ = k.shape
     require(kv_heads == 1, "k.shape[2]", "1 (KV heads)", kv_heads)
     if kv_scales is not None:
-        kv_scales = _of_tokens(kv_scales, "kv_scales")
+        kv_scales = _squeezed_scales(kv_scales, "kv_scales")
         require_shape(kv_scales, "kv_scales", ((batch, num_keys),), "batch, num_keys of k")
         kv_scales = kv_scales.reshape(-1, 1)
     total = batch * num_keys
     require(total <= INT32_MAX, "k.shape", f"{INT32_MAX} keys or fewer in all", list(k.shape))
     columns = num_keys if columns is None else columns
     rows = torch.arange(batch * columns, dtype=torch.int32, device=k.device)
-    blocks = _viewed(k, total)
-    if blocks is None:  # the rows are copied, and lie well then
+    blocks = _view_as_pages(k, total)
+    if blocks is None:  # the strides allow no view: a contiguous copy
         blocks = k.reshape(total, 1, k.shape[3]) if columns else k.new_empty((0, 1, k.shape[3]))
         kv_scales = kv_scales if columns or kv_scales is None else kv_scales[:0]
     return Keys(
@@ -160,20 +160,20 @@ def dense_keys(k: torch.Tensor, kv_scales: torch.Tensor | None, columns: int | N
 
 
 def as_int32(tensor: torch.Tensor) -> torch.Tensor:
-    """Return 32-bit integers as signed ones."""
+    """Return a view of 32-bit integers as int32."""
     return tensor if tensor.dtype is torch.int32 else tensor.view(torch.int32)
 
 
-def _viewed(k: torch.Tensor, total: int) -> torch.Tensor | None:
-    """Return the rows of dense keys where they lie, if their strides allow it."""
+def _view_as_pages(k: torch.Tensor, total: int) -> torch.Tensor | None:
+    """Return a view of dense keys as pages of one token, if the strides allow it."""
     try:
         return k.view(total, 1, k.shape[3])
     except RuntimeError:
         return None
 
 
-def _of_tokens(scales: torch.Tensor, argument: str) -> torch.Tensor:
-    """Return scales ``[pages, page_size]`` without axes of size 1 behind."""
+def _squeezed_scales(scales: torch.Tensor, argument: str) -> torch.Tensor:
+    """Return scales ``[pages, page_size]``, without trailing axes of size 1."""
     scales = require_tensor(scales, argument)
     while scales.dim() > 2 and scales.shape[-1] == 1:
         scales = scales.squeeze(-1)

@@ -1,4 +1,4 @@
-"""The torch op of :func:`mlagen.mla.flare.flare_mla_decoding`, whose cache and mask are tensors."""
+"""Torch op of :func:`mlagen.mla.flare.flare_mla_decoding`, with cache and mask as tensors."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def define_op(decode: Callable[..., torch.Tensor]) -> None:
         return decode(
             q,
             keys,
-            mask_of(mask, _listed(mask_tensors)),
+            mask_of(mask, _as_list(mask_tensors)),
             valid_length,
             scale,
             output=output,
@@ -61,7 +61,7 @@ def call_op(
     mask: Mask,
     *others: Any,
 ) -> torch.Tensor:
-    """Return what the entry point returns for its arguments; a compiler traces it."""
+    """Return the result of the entry point, computed by its op; a compiler traces this."""
     tensors: list[torch.Tensor] = []
     if not isinstance(mask, Mask):
         reject("mask", "a mask of mlagen.mla", type(mask).__name__)
@@ -78,5 +78,5 @@ def _outputs(given: dict[str, Any]) -> list[tuple[tuple[int, ...], torch.dtype]]
     return [((*query.shape[:-1], 512), mla_dtype(query))]
 
 
-def _listed(tensors: Any) -> list[torch.Tensor]:
+def _as_list(tensors: Any) -> list[torch.Tensor]:
     return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)

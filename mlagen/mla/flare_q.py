@@ -1,7 +1,6 @@
-"""The query tokens of :func:`mlagen.mla.flare.flare_mla_decoding`, ragged or padded.
+"""Query operands of :func:`mlagen.mla.flare.flare_mla_decoding`, ragged or padded.
 
-What is computed here is computed on the device of the tensors: nothing waits for it, unless
-``MLAGEN_CHECK=1`` asks what they hold.
+All computations run on the tensors' device, without synchronization unless ``MLAGEN_CHECK=1``.
 """
 
 from __future__ import annotations
@@ -18,20 +17,20 @@ from mlagen.settings import current_settings
 
 
 class Queries(NamedTuple):
-    """The query tokens, as the kernels take them."""
+    """The query and its metadata, as kernel arguments."""
 
     query: torch.Tensor  # [batch, q_len, heads, d], or ragged
-    ends: torch.Tensor | None
+    cu_seqlens_q: torch.Tensor | None
     seq_lens: torch.Tensor
     block_table: torch.Tensor
     max_q_len: int | None
-    rows: QueryRows | None  # for a mask that asks
+    rows: QueryRows | None  # for materialized masks
 
 
 def ragged_queries(
     q: torch.Tensor, keys: Keys, valid_length: torch.Tensor | None, *, needs_rows: bool
 ) -> Queries:
-    """Return requests without padding; ``valid_length`` says where each begins.
+    """Return ragged queries; ``valid_length`` has the offsets of the requests.
 
     Raises
     ------
@@ -49,7 +48,7 @@ def ragged_queries(
     rows = None
     if needs_rows:
         index = torch.arange(tokens, dtype=torch.int32, device=q.device)
-        # A token behind the last request belongs to none, and must not be looked up out of bounds.
+        # Tokens after the last request belong to none; the clamp keeps their index in bounds.
         requests = torch.searchsorted(offsets[1:].contiguous(), index, right=True)
         requests = requests.clamp(max=max(0, batch - 1))
         positions = (seq_lens - offsets[1:])[requests] + index
@@ -60,7 +59,7 @@ def ragged_queries(
 def padded_queries(
     q: torch.Tensor, keys: Keys, valid_length: torch.Tensor | None, *, needs_rows: bool
 ) -> Queries:
-    """Return requests of ``q_len`` tokens; ``valid_length`` says how many of them there are.
+    """Return queries padded to ``q_len`` tokens; ``valid_length`` has the valid ones.
 
     Raises
     ------
@@ -86,26 +85,25 @@ def padded_queries(
         rows = _rows(requests, (seq_lens - new)[requests] + tokens % q_len, q, keys)
     if not has_padding:
         return Queries(q, None, seq_lens, keys.block_table, None, rows)
-    if q_len == 1:  # a request without its token is one without any
+    if q_len == 1:  # a request without its query token becomes empty
         seq_lens = torch.where(new > 0, seq_lens, 0)
         return Queries(q, None, seq_lens, keys.block_table, None, rows)
-    # The padding of each request is made a request of its own, which has no tokens to see and so
-    # gives zeros.
+    # The padding of each request becomes an empty request, whose rows are zeros.
     starts = torch.arange(batch, dtype=torch.int32, device=q.device) * q_len
-    ends = torch.stack([starts, starts + new], dim=1).flatten()
-    ends = torch.nn.functional.pad(ends, (0, 1), value=batch * q_len)
+    cu_seqlens_q = torch.stack([starts, starts + new], dim=1).flatten()
+    cu_seqlens_q = torch.nn.functional.pad(cu_seqlens_q, (0, 1), value=batch * q_len)
     return Queries(
         query=q.flatten(0, 1),
-        ends=ends,
+        cu_seqlens_q=cu_seqlens_q,
         seq_lens=torch.stack([seq_lens, torch.zeros_like(seq_lens)], dim=1).flatten(),
-        block_table=_twice(keys.block_table.view(torch.int32)),
+        block_table=_duplicated_rows(keys.block_table.view(torch.int32)),
         max_q_len=q_len,
         rows=rows,
     )
 
 
-def _twice(table: torch.Tensor) -> torch.Tensor:
-    """Return every row of ``table[batch, max_pages]`` two times in a row."""
+def _duplicated_rows(table: torch.Tensor) -> torch.Tensor:
+    """Return ``table[batch, max_pages]`` with each row repeated."""
     batch, max_pages = table.shape
     return table[:, None].expand(batch, 2, max_pages).reshape(2 * batch, max_pages)
 
@@ -130,7 +128,7 @@ def _check_cached(keys: Keys, new: torch.Tensor) -> None:
     cached = check_seq_lens(keys.cached, keys.names.seq_lens, capacity=None, q_lens=None)
     for request, tokens in enumerate((cached + new).tolist()):
         if tokens > keys.width:
-            rule = f"{keys.width} (what its block table holds) or less with its new tokens"
+            rule = f"{keys.width} (capacity of its block table) or less with its new tokens"
             reject(f"{keys.names.seq_lens}[{request}]", rule, tokens)
 
 

@@ -1,4 +1,4 @@
-"""The scales that a run of BatchMLA brings for an e4m3 cache."""
+"""Scales of an FP8 KV cache in a BatchMLA run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mlagen.api.arguments import (
 from mlagen.errors import ArgumentError
 
 
-def require_like(
+def require_tensor_spec(
     tensor: object,
     name: str,
     *,
@@ -24,7 +24,7 @@ def require_like(
     dtype: torch.dtype,
     device: torch.device,
 ) -> torch.Tensor:
-    """Return ``tensor`` if it is such a tensor; what it is not is said in FlashInfer's words."""
+    """Return a tensor with the given shape, dtype and device; messages are FlashInfer's."""
     known = require_tensor(tensor, name)
     require(known.shape == shape, f"Invalid shape of {name}", list(shape), list(known.shape))
     require(known.dtype is dtype, f"Invalid dtype of {name}", dtype, known.dtype)
@@ -33,7 +33,7 @@ def require_like(
 
 
 def require_positive(scale: object, argument: str) -> float:
-    """Return ``scale`` if it is a finite number above 0 that float32 can hold."""
+    """Return ``scale`` if it is a finite float32 number above 0."""
     subject, rule = f"{argument} must be a finite positive value", "a float above 0"
     number = require_float32(scale, subject, rule)
     if not 0 < number < math.inf:
@@ -49,12 +49,12 @@ def check_kv_scales(
     ckv_scale_arr: torch.Tensor | None,
     kpe_scale: float | None,
 ) -> tuple[float, float]:
-    """Return the scale of all latent elements, 1 where every token has its own, and of rope.
+    """Return the scales of latent and rope elements; the former is 1 with ``ckv_scale_arr``.
 
     Raises
     ------
     ArgumentError
-        If they are not what the cache needs.
+        If the scales do not match the cache.
     """
     given = [scale is not None for scale in (ckv_scale, ckv_scale_arr, kpe_scale)]
     if not is_dequantised:
@@ -75,7 +75,7 @@ def check_kv_scales(
     if ckv_scale_arr is None:
         return require_positive(ckv_scale, "ckv_scale"), rope_scale
     shape = (*ckv_cache.shape[:-1], 4)
-    scales = require_like(
+    scales = require_tensor_spec(
         ckv_scale_arr,
         "ckv_scale_arr",
         shape=shape,

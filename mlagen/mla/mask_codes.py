@@ -1,4 +1,4 @@
-"""Masks as a word and some tensors, which is what a torch op can take."""
+"""Serialization of masks to a string and tensors, the types of torch op arguments."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from mlagen.mla.masks import (
     SlidingWindowNonCausalMask,
 )
 
-_PLAIN = {"null": NullMask, "causal": CausalMask}
-_NUMBERED = {
+_WITHOUT_SIZE = {"null": NullMask, "causal": CausalMask}
+_WITH_SIZE = {
     "window": SlidingWindowCausalMask,
     "window_noncausal": SlidingWindowNonCausalMask,
     "chunked": ChunkedMask,
@@ -30,9 +30,9 @@ _COMBINED = {"or": OrMask, "and": AndMask}
 
 
 def code_of(mask: Mask, tensors: list[torch.Tensor]) -> str:
-    """Return the words of a mask, each followed by those of its parts; adds its tensors in order.
+    """Return the words of a mask in prefix order, and append its tensors.
 
-    A compiler traces it.
+    A compiler traces this.
 
     Raises
     ------
@@ -40,11 +40,11 @@ def code_of(mask: Mask, tensors: list[torch.Tensor]) -> str:
         If the mask is none of :mod:`mlagen.mla`.
     """
     kind = type(mask)
-    for word, plain in _PLAIN.items():
-        if kind is plain:
+    for word, mask_type in _WITHOUT_SIZE.items():
+        if kind is mask_type:
             return word
-    for word, numbered in _NUMBERED.items():
-        if kind is numbered:
+    for word, sized_type in _WITH_SIZE.items():
+        if kind is sized_type:
             is_chunked = word.startswith("chunked")
             return f"{word} {mask.size if is_chunked else mask.window}"  # type: ignore[attr-defined]
     for word, combined in _COMBINED.items():
@@ -65,17 +65,16 @@ def code_of(mask: Mask, tensors: list[torch.Tensor]) -> str:
 
 
 def mask_of(code: str, tensors: list[torch.Tensor]) -> Mask:
-    """Return the mask that :func:`code_of` had."""
-    words, left = code.split(), list(tensors)
-    return _next_mask(words, left)
+    """Return the mask of a code from :func:`code_of`."""
+    return _next_mask(code.split(), list(tensors))
 
 
 def _next_mask(words: list[str], tensors: list[torch.Tensor]) -> Mask:
     word = words.pop(0)
-    if word in _PLAIN:
-        return _PLAIN[word]()
-    if word in _NUMBERED:
-        return _NUMBERED[word](int(words.pop(0)))
+    if word in _WITHOUT_SIZE:
+        return _WITHOUT_SIZE[word]()
+    if word in _WITH_SIZE:
+        return _WITH_SIZE[word](int(words.pop(0)))
     if word in _COMBINED:
         first = _next_mask(words, tensors)
         return _COMBINED[word](first, _next_mask(words, tensors))

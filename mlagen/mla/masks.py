@@ -1,8 +1,8 @@
-"""Masks of :func:`mlagen.mla.flare.flare_mla_decoding`, and the bias that says what they hide.
+"""Masks of :func:`mlagen.mla.flare.flare_mla_decoding`, and their materialization as a bias.
 
-A query token stands at position ``Q`` of its request, the first new token behind what was cached.
-:class:`OrMask` and :class:`AndMask` combine what is hidden, as Modular names them: a token is
-hidden if either mask hides it, or if both do.
+A query token is at position ``Q`` of its request; the first new token follows the cached ones.
+:class:`OrMask` and :class:`AndMask`, with Modular's names, combine masked positions: a token is
+masked if either mask masks it, or if both do.
 """
 
 from __future__ import annotations
@@ -26,123 +26,124 @@ from mlagen.api.arguments import (
 
 
 class QueryRows(NamedTuple):
-    """What a mask may ask of the query tokens of a call."""
+    """The query tokens of a call, as input of a mask."""
 
-    requests: torch.Tensor  # int64 [tokens], which one each token belongs to
-    positions: torch.Tensor  # int64 [tokens], where it stands among the tokens of its request
+    requests: torch.Tensor  # int64 [tokens], the request of each token
+    positions: torch.Tensor  # int64 [tokens], the position of each token in its request
     batch: int
     heads: int
-    width: int  # key positions to say something of
+    width: int  # key positions of the bias
 
 
 class Mask:
-    """What a query token may see of its request."""
+    """The tokens of its request that a query token attends to."""
 
     def bias(self, rows: QueryRows) -> torch.Tensor:
-        """Return what is added to the scores, fp32 ``[tokens, heads or 1, width]``.
+        """Return the bias of the scores, fp32 ``[tokens, heads or 1, width]``.
 
         Raises
         ------
         ArgumentError
             If a tensor of the mask breaks a rule.
         """
-        seen = self.sees(rows, torch.arange(rows.width, device=rows.positions.device))
-        return torch.zeros_like(seen, dtype=torch.float32).masked_fill_(~seen, -math.inf)[:, None]
+        is_attended = self.attends(rows, torch.arange(rows.width, device=rows.positions.device))
+        bias = torch.zeros_like(is_attended, dtype=torch.float32)
+        return bias.masked_fill_(~is_attended, -math.inf)[:, None]
 
-    def sees(
+    def attends(
         self,
-        rows: QueryRows,  # noqa: ARG002 - for masks that override it
+        rows: QueryRows,  # noqa: ARG002 - subclasses use it
         keys: torch.Tensor,  # noqa: ARG002 - likewise
     ) -> torch.Tensor:
-        """Return which positions ``keys[width]`` a token sees, bool ``[tokens, width]``."""
-        rule = "a mask that says what is seen"
-        reject("mask", rule, f"{type(self).__name__}, which has neither sees nor bias")
+        """Return whether each token attends to ``keys[width]``, bool ``[tokens, width]``."""
+        rule = "a mask that defines attends or bias"
+        reject("mask", rule, f"{type(self).__name__}, which has neither")
 
 
 @dataclass(frozen=True)
 class NullMask(Mask):
-    """Every token of the request is seen."""
+    """All tokens of the request are unmasked."""
 
-    def sees(self, rows: QueryRows, keys: torch.Tensor) -> torch.Tensor:
-        """Return true for all positions."""
+    def attends(self, rows: QueryRows, keys: torch.Tensor) -> torch.Tensor:
+        """Return True for all positions."""
         return keys >= torch.zeros_like(rows.positions)[:, None]
 
 
 @dataclass(frozen=True)
 class CausalMask(Mask):
-    """The tokens up to ``Q`` are seen."""
+    """The tokens up to ``Q`` are unmasked."""
 
-    def sees(self, rows: QueryRows, keys: torch.Tensor) -> torch.Tensor:
-        """Return true up to the query's own position."""
+    def attends(self, rows: QueryRows, keys: torch.Tensor) -> torch.Tensor:
+        """Return True up to ``Q``."""
         return keys <= rows.positions[:, None]
 
 
 @dataclass(frozen=True)
 class SlidingWindowCausalMask(Mask):
-    """The last ``window`` tokens up to ``Q`` are seen, that one included."""
+    """The last ``window`` tokens up to and including ``Q`` are unmasked."""
 
     window: int
 
     def __post_init__(self) -> None:
-        """Reject a window of nothing."""
+        """Reject an empty window."""
         _set_size(self, "window")
 
-    def sees(self, rows: QueryRows, keys: torch.Tensor) -> torch.Tensor:
-        """Return true from ``Q - window + 1`` to ``Q``."""
-        own = rows.positions[:, None]
-        return (keys <= own) & (keys > own - self.window)
+    def attends(self, rows: QueryRows, keys: torch.Tensor) -> torch.Tensor:
+        """Return True from ``Q - window + 1`` to ``Q``."""
+        positions = rows.positions[:, None]
+        return (keys <= positions) & (keys > positions - self.window)
 
 
 @dataclass(frozen=True)
 class SlidingWindowNonCausalMask(Mask):
-    """The tokens after ``Q - window`` are seen, with those after ``Q``."""
+    """The tokens after ``Q - window`` are unmasked, including those after ``Q``."""
 
     window: int
 
     def __post_init__(self) -> None:
-        """Reject a window of nothing."""
+        """Reject an empty window."""
         _set_size(self, "window")
 
-    def sees(self, rows: QueryRows, keys: torch.Tensor) -> torch.Tensor:
-        """Return true from ``Q - window + 1`` on."""
+    def attends(self, rows: QueryRows, keys: torch.Tensor) -> torch.Tensor:
+        """Return True from ``Q - window + 1`` on."""
         return keys > rows.positions[:, None] - self.window
 
 
 @dataclass(frozen=True)
 class ChunkedMask(Mask):
-    """The tokens of the chunk of ``size`` that ``Q`` lies in are seen, with those after ``Q``."""
+    """The tokens in the chunk of ``size`` of ``Q`` are unmasked, including those after ``Q``."""
 
     size: int
 
     def __post_init__(self) -> None:
-        """Reject chunks of nothing."""
+        """Reject empty chunks."""
         _set_size(self, "size")
 
-    def sees(self, rows: QueryRows, keys: torch.Tensor) -> torch.Tensor:
-        """Return true in the chunk of the query."""
+    def attends(self, rows: QueryRows, keys: torch.Tensor) -> torch.Tensor:
+        """Return True in the chunk of ``Q``."""
         return keys // self.size == (rows.positions // self.size)[:, None]
 
 
 @dataclass(frozen=True)
 class ChunkedCausalMask(ChunkedMask):
-    """The tokens of the chunk of ``size`` that ``Q`` lies in are seen, up to ``Q``."""
+    """The tokens in the chunk of ``size`` of ``Q`` are unmasked, up to ``Q``."""
 
-    def sees(self, rows: QueryRows, keys: torch.Tensor) -> torch.Tensor:
-        """Return true in the chunk of the query, up to it."""
-        return super().sees(rows, keys) & (keys <= rows.positions[:, None])
+    def attends(self, rows: QueryRows, keys: torch.Tensor) -> torch.Tensor:
+        """Return True in the chunk of ``Q``, up to ``Q``."""
+        return super().attends(rows, keys) & (keys <= rows.positions[:, None])
 
 
 @dataclass(frozen=True, eq=False)
 class CausalPaddingMask(Mask):
-    """The tokens up to ``Q`` are seen, if they are among the first ``valid_lengths`` of a request.
+    """The tokens up to ``Q`` are unmasked, among the first ``valid_lengths`` of a request.
 
     ``valid_lengths`` is int32 or uint32 ``[batch]``.
     """
 
     valid_lengths: torch.Tensor
 
-    def sees(self, rows: QueryRows, keys: torch.Tensor) -> torch.Tensor:
-        """Return true up to the query's own position, except for padding."""
+    def attends(self, rows: QueryRows, keys: torch.Tensor) -> torch.Tensor:
+        """Return True up to ``Q``, except for padding."""
         name = "mask.valid_lengths"
         lengths = require_tensor(self.valid_lengths, name)
         require_index(lengths, name, rows.positions.device)
@@ -153,38 +154,38 @@ class CausalPaddingMask(Mask):
 
 @dataclass(frozen=True, eq=False)
 class MaterializedMask(Mask):
-    """Numbers are added to the scaled scores; what the tensor does not reach is hidden.
+    """A bias tensor is added to the scaled scores; positions outside the tensor are masked.
 
-    ``tensor`` is of floats, ``[batch, queries, keys]`` or ``[batch, heads, queries, keys]``; the
-    row of a token is ``Q - start_pos``. ``start_pos`` is a number, or int32 or uint32 ``[batch]``;
-    None stands for ``keys - queries``. Minus infinity hides.
+    ``tensor`` holds floats, ``[batch, queries, keys]`` or ``[batch, heads, queries, keys]``; the
+    row of a token is ``Q - start_pos``. ``start_pos`` is an int, or int32 or uint32 ``[batch]``;
+    None means ``keys - queries``. Minus infinity masks a position.
     """
 
     tensor: torch.Tensor
     start_pos: int | torch.Tensor | None = None
 
     def bias(self, rows: QueryRows) -> torch.Tensor:
-        """Return the numbers of the tensor."""
-        numbers = self._checked(rows)
-        queries, keys = numbers.shape[2:]
-        asked = rows.positions - self._start(rows, keys - queries)
-        is_inside = (asked >= 0) & (asked < queries)
-        found = numbers[rows.requests, :, asked.clamp(0, queries - 1), : rows.width].float()
-        found = torch.where(is_inside[:, None, None], found, -math.inf)
-        return torch.nn.functional.pad(found, (0, max(0, rows.width - keys)), value=-math.inf)
+        """Return the rows of the tensor."""
+        tensor = self._checked(rows)
+        queries, keys = tensor.shape[2:]
+        row = rows.positions - self._start(rows, keys - queries)
+        is_inside = (row >= 0) & (row < queries)
+        bias = tensor[rows.requests, :, row.clamp(0, queries - 1), : rows.width].float()
+        bias = torch.where(is_inside[:, None, None], bias, -math.inf)
+        return torch.nn.functional.pad(bias, (0, max(0, rows.width - keys)), value=-math.inf)
 
     def _checked(self, rows: QueryRows) -> torch.Tensor:
         """Return the tensor with an axis of heads."""
         name = "mask.tensor"
-        numbers = require_tensor(self.tensor, name)
-        require_device(numbers, name, rows.positions.device)
-        require(numbers.is_floating_point(), f"{name}.dtype", "a dtype of floats", numbers.dtype)
-        require_dims(numbers, name, (3, 4))
-        queries, keys = numbers.shape[-2:]
-        require(queries > 0 and keys > 0, f"{name}.shape", "1 or more of each", list(numbers.shape))
+        tensor = require_tensor(self.tensor, name)
+        require_device(tensor, name, rows.positions.device)
+        require(tensor.is_floating_point(), f"{name}.dtype", "a dtype of floats", tensor.dtype)
+        require_dims(tensor, name, (3, 4))
+        queries, keys = tensor.shape[-2:]
+        require(queries > 0 and keys > 0, f"{name}.shape", "1 or more of each", list(tensor.shape))
         allowed = ((rows.batch, queries, keys), (rows.batch, rows.heads, queries, keys))
-        require_shape(numbers, name, allowed, "batch, heads or none, queries, keys")
-        return numbers if numbers.dim() == 4 else numbers[:, None]
+        require_shape(tensor, name, allowed, "batch, heads or none, queries, keys")
+        return tensor if tensor.dim() == 4 else tensor[:, None]
 
     def _start(self, rows: QueryRows, default: int) -> int | torch.Tensor:
         if self.start_pos is None:
@@ -198,7 +199,7 @@ class MaterializedMask(Mask):
 
 @dataclass(frozen=True, eq=False)
 class OrMask(Mask):
-    """A token is hidden if either mask hides it; what they add adds up."""
+    """A token is masked if either mask masks it; finite biases add up."""
 
     a: Mask
     b: Mask
@@ -206,13 +207,13 @@ class OrMask(Mask):
     def bias(self, rows: QueryRows) -> torch.Tensor:
         """Return the sum of both."""
         a, b = _both(self, rows)
-        is_hidden = (a == -math.inf) | (b == -math.inf)
-        return torch.where(is_hidden, -math.inf, a + b)  # a hidden number may be NaN
+        is_masked = (a == -math.inf) | (b == -math.inf)
+        return torch.where(is_masked, -math.inf, a + b)  # a masked bias may be NaN
 
 
 @dataclass(frozen=True, eq=False)
 class AndMask(Mask):
-    """A token is hidden if both masks hide it; of what they add the larger counts."""
+    """A token is masked if both masks mask it; the larger of both biases counts."""
 
     a: Mask
     b: Mask
@@ -230,13 +231,13 @@ def _both(mask: OrMask | AndMask, rows: QueryRows) -> tuple[torch.Tensor, torch.
 
 
 def _set_size(mask: Mask, name: str) -> None:
-    """Have a field of a frozen mask be a plain int, 1 or more."""
-    size = require_whole_number(getattr(mask, name), name, least=1)
+    """Convert a field of a frozen mask to an int, 1 or more."""
+    size = require_whole_number(getattr(mask, name), name, min_value=1)
     object.__setattr__(mask, name, size)
 
 
-def form_of_bias(mask: Mask, q: torch.Tensor, batch: int) -> torch.Tensor:
-    """Return a bias of no positions, after the checks of a mask.
+def empty_bias(mask: Mask, q: torch.Tensor, batch: int) -> torch.Tensor:
+    """Check a mask, and return a bias of width 0.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""BatchMLA without plans: one query token a request and block tables, as FlashInfer's cutlass."""
+"""BatchMLA without plans, as FlashInfer's cutlass backend: block tables, one query token each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mlagen.api.memory import require_memory, require_plain, require_writable
 from mlagen.api.mla_args import MlaArgNames, MlaArgs
 from mlagen.api.mla_call import run_mla
 from mlagen.errors import ArgumentError
-from mlagen.mla.kv_scales import require_like, require_positive
+from mlagen.mla.kv_scales import require_positive, require_tensor_spec
 
 _NAMES = MlaArgNames(
     query="q_nope",
@@ -40,12 +40,12 @@ def run_planless(
     o_scale: float | None,
     rejected: dict[str, Any],
 ) -> torch.Tensor:
-    """Return ``out[batch, heads, 512]``; ``rejected`` is what only planned runs take, by name.
+    """Return ``out[batch, heads, 512]``; ``rejected`` has the arguments of planned runs by name.
 
     Raises
     ------
     ArgumentError
-        If an argument breaks a rule; nothing has been launched or written then.
+        If an argument breaks a rule; no kernel is launched, and the outputs are unchanged.
     """
     for name, value in rejected.items():
         if value is not None:
@@ -63,7 +63,7 @@ def run_planless(
         out = _checked_fp8_out(out, q_nope)
     try:
         query, query_rope = q_nope.unsqueeze(1), q_pe.unsqueeze(1)
-    except RuntimeError:  # of storage that was freed
+    except RuntimeError:  # freed storage
         require_memory(q_nope, "q_nope")
         require_memory(q_pe, "q_pe")
         raise
@@ -86,8 +86,8 @@ def run_planless(
     result, _ = run_mla(args, enable_pdl=True)
     if o_scale is None or out is None:
         return result if out is not None else result.squeeze(1)
-    most = torch.finfo(out.dtype).max  # beyond it a conversion gives NaN or infinity
-    return out.copy_(result.squeeze(1).clamp(-most, most))
+    limit = torch.finfo(out.dtype).max  # larger values convert to NaN or infinity
+    return out.copy_(result.squeeze(1).clamp(-limit, limit))
 
 
 def _checked_fp8_out(out: torch.Tensor | None, q_nope: torch.Tensor) -> torch.Tensor:
@@ -101,4 +101,4 @@ def _checked_fp8_out(out: torch.Tensor | None, q_nope: torch.Tensor) -> torch.Te
     require_memory(out, "out")
     require_writable(out, "out")
     shape = (*q_nope.shape[:2], 512)
-    return require_like(out, "out", shape=shape, dtype=out.dtype, device=q_nope.device)
+    return require_tensor_spec(out, "out", shape=shape, dtype=out.dtype, device=q_nope.device)

@@ -1,4 +1,4 @@
-"""Lengths of sparse top-k indices, where ``seq_lens`` does not give them."""
+"""Lengths of sparse top-k indices, for calls whose ``seq_lens`` are not sequence lengths."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from mlagen.api.arguments import (
 )
 
 
-def plain_lengths(
+def default_seq_lens(
     query: torch.Tensor,
     seq_lens: torch.Tensor | None,
     sparse_mla_top_k: object,
     cum_seq_lens_q: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return lengths by which every query token looks at all of its list, if none are given.
+    """Return ``seq_lens``, or if None lengths with which query tokens use all top-k indices.
 
     Raises
     ------
     ArgumentError
-        If none are given without lists.
+        If ``seq_lens`` is None in a dense call.
     """
     if seq_lens is not None:
         return seq_lens
@@ -42,10 +42,10 @@ def plain_lengths(
     if cum_seq_lens_q is None:
         tokens *= shape[1]
     else:
-        ends = require_tensor(cum_seq_lens_q, "cum_seq_lens_q")
-        require_dims(ends, "cum_seq_lens_q", (1,))
-        batch = max(0, ends.shape[0] - 1)
-    # A token sees ``length - q_len + its place + 1``, and no request has more than all tokens.
+        cu_seqlens_q = require_tensor(cum_seq_lens_q, "cum_seq_lens_q")
+        require_dims(cu_seqlens_q, "cum_seq_lens_q", (1,))
+        batch = max(0, cu_seqlens_q.shape[0] - 1)
+    # Token i of a request attends to length - q_len + i + 1 tokens, and q_len <= tokens.
     max_len = min(top_k + tokens, INT32_MAX)
     return torch.full((batch,), max_len, dtype=torch.int32, device=query.device)
 
@@ -59,28 +59,28 @@ def topk_lengths_of(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return ``seq_lens`` and ``sparse_mla_top_k_lens`` of a call with backend ``sparse``.
 
-    Its ``seq_lens`` are the lengths of the lists: ``[batch, q_len]`` or ``[batch * q_len]``. None,
-    and ``[batch]`` where there are several query tokens, stand for all columns.
+    Its ``seq_lens`` are top-k lengths: ``[batch, q_len]`` or ``[batch * q_len]``. None, and
+    ``[batch]`` with several query tokens, mean all indices.
 
     Raises
     ------
     ArgumentError
-        If an argument breaks a rule of that backend; of ``others`` none may be given.
+        If an argument breaks a rule of that backend; all ``others`` must be None.
     """
     name = "with backend 'sparse'"
     for argument, value in others.items():
         require(value is None, argument, f"None {name}", "a value")
-    require_whole_number(sparse_mla_top_k, "sparse_mla_top_k", least=1)
+    require_whole_number(sparse_mla_top_k, "sparse_mla_top_k", min_value=1)
     require_dims(require_tensor(query, "query"), "query", (4,))
     cache = require_tensor(kv_cache, "kv_cache")
-    require_dtype(cache, "kv_cache", (torch.uint8,), f"packed rows, {name}")
+    require_dtype(cache, "kv_cache", (torch.uint8,), f"fp8_ds_mla, {name}")
     batch, q_len = query.shape[:2]
     if seq_lens is not None:
         allowed = ((batch, q_len), (batch * q_len,), (batch,))
         lengths = require_ints(seq_lens, "seq_lens", query.device, allowed, "batch, q_len")
         flat = lengths.view(-1)
-        if q_len == 1:  # what the token may see of its list is what the list has
+        if q_len == 1:  # the sequence length acts as the top-k length
             return flat, None
         if lengths.numel() == batch * q_len:
             return flat[:batch], flat
-    return plain_lengths(query, None, sparse_mla_top_k, None), None
+    return default_seq_lens(query, None, sparse_mla_top_k, None), None

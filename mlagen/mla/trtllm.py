@@ -1,10 +1,10 @@
-"""Paged MLA decode by the signature of TensorRT-LLM in ``flashinfer.mla``."""
+"""Paged MLA decode with the signature of TensorRT-LLM in ``flashinfer.mla``."""
 
 from __future__ import annotations
 
 import torch
 
-from mlagen.api.arguments import plain_pdl, require_flag
+from mlagen.api.arguments import is_pdl_enabled, require_flag
 from mlagen.api.call_cache import FastPathKey
 from mlagen.api.calls import rounded_up
 from mlagen.api.mla_args import MlaArgs
@@ -17,10 +17,10 @@ from mlagen.mla.trtllm_keywords import (
     CP_WORLD,
     SYNONYMS,
     check_counter_buffer,
-    half_of,
-    one_tensor,
+    fp16_target,
     rare_keywords,
     separate_values,
+    unwrap_sinks,
 )
 
 
@@ -60,98 +60,100 @@ def trtllm_batch_decode_with_kv_cache_mla(
     use_fp16_softmax: bool | None = None,
     return_lse_base: str | None = "base2",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Decode one step of multi-head latent attention over a paged cache.
+    """Decode one step of multi-head latent attention over a paged KV cache.
 
-    The kernel is compiled at the first call of a machine and read from the cache after. Query token
-    ``i`` of ``q_len`` sees the cached tokens ``0 .. seq_len - q_len + i``. A row that sees nothing
-    gives zeros, and the LSE of its sink, minus infinity without one. Tensors on the CPU are
-    computed by a slow backend in plain torch, with the same checks. Nothing waits for the device.
+    The first call compiles the kernel, and later calls and processes load it from the on-disk
+    cache. Query token ``i`` of ``q_len`` attends to the cached tokens ``0 .. seq_len - q_len + i``.
+    A fully masked row gives zeros, and its sink as LSE, or minus infinity without one. Tensors on
+    the CPU use a slow PyTorch backend with the same checks. The call does not synchronize with the
+    device.
 
     Parameters
     ----------
     query : bf16, fp16 or e4m3 [batch, q_len, heads, head_dim_qk], or [tokens, heads, head_dim_qk]
         Absorbed queries, latent part first; ``head_dim_qk = kv_lora_rank + qk_rope_head_dim``. The
-        second form goes with ``cum_seq_lens_q``. 1 to 256 heads.
+        ragged layout requires ``cum_seq_lens_q``. 1 to 256 heads.
     kv_cache : [pages, page_size, head_dim_qk]
-        The paged latent cache, of the query's dtype, or e4m3 under a query of 16 bits; an axis of
-        size 1 before or after ``page_size`` is accepted. The first ``kv_lora_rank`` elements of a
-        token are its value too. Any page size, and any strides that are whole 16 bytes. Of uint8
-        and width 656, under a query of 16 bits: packed rows of 512 e4m3, 4 fp32 scales for 128
-        of them each, and 64 bf16.
+        The paged latent cache, of the query's dtype, or e4m3 with a 16-bit query; an axis of size 1
+        before or after ``page_size`` is accepted. The first ``kv_lora_rank`` elements of a token
+        are also its value. Any page size, and any strides that are multiples of 16 bytes. A uint8
+        cache of width 656 with a 16-bit query is DeepSeek-V3.2's FP8 KV cache, fp8_ds_mla: 512
+        e4m3, 4 fp32 scales for 128 of them each, and 64 bf16.
     workspace_buffer : any dtype
-        Scratch of at least :func:`mlagen.workspace_bytes` bytes, of which a call uses the last. It
-        needs no initial value.
+        Scratch of at least :func:`mlagen.workspace_bytes` bytes; a call uses its end. It needs no
+        initial value.
     qk_nope_head_dim : int
-        Not used; the dimension before absorption.
+        Ignored; the dimension before absorption.
     kv_lora_rank, qk_rope_head_dim : int
         The two parts of ``head_dim_qk``.
     block_tables : int32 or uint32 [batch, max_pages]
-        Page ids; entries at ``ceil(seq_len / page_size)`` and after are never read. What a request
-        gives whose id before that is no page of the cache is not specified. ``[batch, 2,
-        max_pages]``, of keys and of values, without ``uses_shared_paged_kv_idx``. With
-        ``sparse_mla_top_k`` token indices ``page * page_size + slot``, exactly ``[batch, q_len,
-        sparse_mla_top_k]`` or ``[tokens, sparse_mla_top_k]``.
+        Page ids; entries from ``ceil(seq_len / page_size)`` on are never read. The result of a
+        request with a used id out of range is unspecified. Without ``uses_shared_paged_kv_idx``
+        ``[batch, 2, max_pages]``, for keys and for values. With ``sparse_mla_top_k`` the sparse
+        top-k indices ``page * page_size + slot``, exactly ``[batch, q_len, sparse_mla_top_k]`` or
+        ``[tokens, sparse_mla_top_k]``.
     seq_lens : int32 or uint32 [batch]
-        Tokens in the cache, the ``q_len`` new ones included. None with ``sparse_mla_top_k`` only:
-        query tokens look at all of their lists, and one small kernel writes lengths that say so.
-        See ``backend`` for what else they may be.
+        Tokens in the cache, including the ``q_len`` new ones. None with ``sparse_mla_top_k`` only:
+        query tokens use all of their indices, and one small kernel writes the lengths for that. See
+        ``backend`` for other layouts.
     max_seq_len : int
-        The longest of ``seq_lens``. It decides how the work is split, not what is computed.
+        The maximum of ``seq_lens``. It affects the scheduling, not the result.
     sparse_mla_top_k : int
-        How many tokens each query token lists; 0 for all tokens. A query token looks at the first
-        ``min(number it would see, sparse_mla_top_k)`` of its list, in which an index that is no
-        token of the cache is skipped and a repeated one counts again.
+        Number of top-k indices of each query token; 0 for dense attention. A query token attends to
+        the first ``min(its causal length, sparse_mla_top_k)`` indices; indices out of range are
+        skipped, and duplicates count.
     out : [..., heads, kv_lora_rank]
-        Written and returned; made if None. Of the query's dtype, bf16 for e4m3. ``[batch, heads,
-        kv_lora_rank]`` too where q_len is 1. Of bf16 under an fp16 query too: the result in fp16 is
-        copied to it.
+        Written and returned; allocated if None. Of the query's dtype, bf16 for e4m3. If q_len is 1,
+        ``[batch, heads, kv_lora_rank]`` too. With an fp16 query bf16 too: the fp16 result is copied
+        to it.
     bmm1_scale : float or fp32 tensor of one element
-        Multiplies the scores before softmax, whole: e.g. ``192 ** -0.5`` for DeepSeek-V3, times
-        what e4m3 elements are to be multiplied by. Natural domain; no factor of log2(e). Infinity
-        and NaN do to the result what arithmetic says; a float beyond float32 is rejected.
+        Multiplies the scores before softmax; no other factor applies: e.g. ``192 ** -0.5`` for
+        DeepSeek-V3, times the scales of e4m3 operands. Natural domain; no factor of log2(e).
+        Infinities and NaNs propagate by IEEE arithmetic; a float beyond float32 is rejected.
     bmm2_scale : float or fp32 tensor of one element
         Multiplies the output.
     sinks : fp32, bf16 or fp16 [heads]
-        Natural-domain logits that join the denominator, unscaled, and have no value, of any size:
-        minus infinity is as none, infinity gives zeros. A list of one such tensor is accepted.
-        Those of 16 bits are converted to fp32 at every call, by one small kernel.
+        Natural-domain logits, unscaled, added to the softmax denominator without a value: minus
+        infinity has no effect, infinity gives zeros. A list of one such tensor is accepted. 16-bit
+        sinks are converted to fp32 at every call, by one small kernel.
     skip_softmax_threshold_scale_factor : float
-        Changes nothing: no block of tokens is left out, and the result is exact.
+        Ignored: no KV block is skipped, and the result is exact.
     enable_pdl : bool
-        Whether the kernel may start while the one before it drains; None means yes where the GPU
-        can. The blocks of a sm90 kernel wait for each other, so all begin together, when there
-        is room for all.
+        Whether to use programmatic dependent launch; None means yes where the GPU supports it. The
+        CTAs of an sm90 kernel wait for each other, so it is a cooperative launch, whose CTAs start
+        together when all of them fit.
     backend : str
-        ``auto``, ``xqa``, ``trtllm-gen`` and ``cute-dsl`` are names of the same semantics. With
-        ``sparse`` the cache has packed rows, and ``seq_lens`` says how many of its list each query
-        token looks at: ``[batch, q_len]`` or ``[batch * q_len]``. None, and ``[batch]`` where q_len
-        is above 1, mean all ``sparse_mla_top_k``.
+        ``auto``, ``xqa``, ``trtllm-gen`` and ``cute-dsl`` are equivalent. With ``sparse`` the cache
+        is fp8_ds_mla, and ``seq_lens`` has the top-k lengths, ``[batch, q_len]`` or
+        ``[batch * q_len]``. None, and ``[batch]`` with q_len above 1, mean all
+        ``sparse_mla_top_k``.
     is_var_seq : bool
-        Not used; a scheduling hint elsewhere.
+        Ignored; a scheduling hint in FlashInfer.
     uses_shared_paged_kv_idx : bool
-        Whether keys and values lie in the same pages; see ``block_tables``.
+        Whether keys and values have the same page ids; see ``block_tables``.
     lse : fp32 [tokens, heads] or [batch, q_len, heads]
-        Written and returned if ``return_lse``; made if None.
+        Written and returned if ``return_lse``; allocated if None.
     return_lse : bool
-        Whether to return ``(out, lse)``: the logarithm of the softmax denominator, sink included.
+        Whether to return ``(out, lse)``: the logarithm of the softmax denominator, including the
+        sink.
     cute_dsl_impl : str
-        ``auto``, ``modular`` or ``monolithic``; changes nothing.
+        ``auto``, ``modular`` or ``monolithic``; ignored.
     kv_scale_format : str
-        ``auto``, ``pow2_fp32`` or ``arbitrary_fp32``, in any case; changes nothing: scales of
-        packed rows may be any numbers.
+        ``auto``, ``pow2_fp32`` or ``arbitrary_fp32``, in any case; ignored: scales of fp8_ds_mla
+        may be any numbers.
     cum_seq_lens_q : int32 or uint32 [batch + 1]
-        Where the query tokens of each request begin, for requests of different ``q_len``. What
-        query tokens give that belong to no request is not specified.
+        Offsets of the requests' query tokens, for ragged queries. Results of query tokens that
+        belong to no request are unspecified.
     max_q_len : int
-        The longest ``q_len``, as a hint; None will do.
+        The maximum ``q_len``, an optional scheduling hint.
     multi_ctas_kv_counter_buffer : torch.Tensor
-        Not used; may be of any size and content on the device of the query, and is left as it is.
+        Ignored and unchanged; of any size and content, on the device of the query.
     sparse_mla_top_k_lens : int32 or uint32 [tokens]
-        How many of its list each query token looks at, instead of what ``seq_lens`` says.
+        The top-k length of each query token, instead of its causal length from ``seq_lens``.
     enable_dcp, cp_world, cp_rank, causal_seqlens_kv_global
-        Not implemented; their defaults are accepted.
+        Not implemented; only their defaults are accepted.
     use_fp16_softmax : bool
-        Changes nothing: the softmax is computed in fp32.
+        Ignored: the softmax is in fp32.
     return_lse_base : str
         ``base2`` or ``basee``: log2 or natural logarithm; None means ``base2``.
 
@@ -163,17 +165,17 @@ def trtllm_batch_decode_with_kv_cache_mla(
     Raises
     ------
     ArgumentError
-        If an argument breaks a rule; nothing has been launched or written then.
+        If an argument breaks a rule; no kernel is launched, and the outputs are unchanged.
     UnsupportedError
-        If no kernel covers dtype, dimensions or form, or ``enable_dcp`` or a companion of it asks
-        for what is not implemented.
+        If no kernel supports the dtypes, dimensions or lookup, or if ``enable_dcp`` or a related
+        argument is not its default.
     CaptureError
-        If the kernel is not loaded yet and a CUDA graph is being captured.
+        If the kernel is not loaded yet during CUDA graph capture.
 
     Notes
     -----
-    Signature of ``flashinfer.mla.trtllm_batch_decode_with_kv_cache_mla``, in both positional orders
-    of ``enable_pdl`` and ``backend`` that it has had. Pass everything after ``sinks`` by keyword.
+    Signature of ``flashinfer.mla.trtllm_batch_decode_with_kv_cache_mla``, in both of its positional
+    orders of ``enable_pdl`` and ``backend``. Pass everything after ``sinks`` by keyword.
     """
     if is_compiling() or is_traced():
         first = (query, kv_cache, workspace_buffer, qk_nope_head_dim, kv_lora_rank)
@@ -188,7 +190,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
         return as_op(name, *first, *second, *rest)  # type: ignore[no-any-return]
     if multi_ctas_kv_counter_buffer is not None:
         check_counter_buffer(multi_ctas_kv_counter_buffer, query)
-    if (  # is the very object asked for? What merely equals it may be an array.
+    if (  # by identity: an equal value may be an array
         skip_softmax_threshold_scale_factor is not None
         or (enable_pdl is not None and enable_pdl.__class__ is not bool)
         or backend.__class__ is not str
@@ -210,7 +212,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
         and uses_shared_paged_kv_idx is True
         and return_lse is False
         and return_lse_base.__class__ is str
-        # The exact classes, for a float or a bool that equals an int is none.
+        # Exact types: a float or a bool may equal an int.
         and max_seq_len.__class__ is sparse_mla_top_k.__class__ is int
         and kv_lora_rank.__class__ is qk_rope_head_dim.__class__ is int
         and bmm1_scale.__class__ is bmm2_scale.__class__ is float
@@ -228,13 +230,13 @@ def trtllm_batch_decode_with_kv_cache_mla(
         dims = (kv_lora_rank, qk_rope_head_dim)
         key = (rounded_up(max_seq_len), *dims, sparse_mla_top_k, return_lse_base, out is None)
         numbers = (bmm1_scale, bmm2_scale)
-        found = try_replay(key, tensors, numbers, out, enable_pdl is not False)
-        if isinstance(found, torch.Tensor):
-            return found
-        fast_path = found
-    target = half_of(query, out)
+        replayed = try_replay(key, tensors, numbers, out, enable_pdl is not False)
+        if isinstance(replayed, torch.Tensor):
+            return replayed
+        fast_path = replayed
+    target = fp16_target(query, out)
     if target is not out:
-        fast_path = None  # which would write to out itself
+        fast_path = None  # it has no fp16 output
     args = MlaArgs(
         query,
         kv_cache,
@@ -247,7 +249,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
         target,
         bmm1_scale,
         bmm2_scale,
-        one_tensor(sinks),
+        unwrap_sinks(sinks),
         lse,
         require_flag(return_lse, "return_lse"),
         "base2" if return_lse_base is None else return_lse_base,
@@ -259,7 +261,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
             kv_cache, block_tables, uses_shared_paged_kv_idx, sparse_mla_top_k
         ),
     )
-    result, result_lse = run_mla(args, plain_pdl(enable_pdl), fast_path)
+    result, result_lse = run_mla(args, is_pdl_enabled(enable_pdl), fast_path)
     if target is not out and out is not None:
         result = out.copy_(result)
     return result if result_lse is None else (result, result_lse)

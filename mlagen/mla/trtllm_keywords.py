@@ -1,4 +1,4 @@
-"""Keywords of TensorRT-LLM's signature that change no result here, and the orders it has had."""
+"""Rare keywords of TensorRT-LLM's signature, most of them ignored, and its positional orders."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from mlagen.api.arguments import (
     shown,
 )
 from mlagen.errors import UnsupportedError
-from mlagen.mla.topk_lengths import plain_lengths, topk_lengths_of
+from mlagen.mla.topk_lengths import default_seq_lens, topk_lengths_of
 
 AUTO = "auto"
 SYNONYMS = (AUTO, "xqa", "trtllm-gen", "cute-dsl")
-CP_WORLD, CP_RANK = 1, 0  # one GPU has the whole context
+CP_WORLD, CP_RANK = 1, 0  # no context parallelism
 
-# Of a context spread over GPUs, which is not implemented.
-_NEUTRAL = {
+# Defaults of the keywords of context parallelism, which is not implemented.
+_DEFAULTS = {
     "enable_dcp": False,
     "cp_world": CP_WORLD,
     "cp_rank": CP_RANK,
@@ -39,19 +39,19 @@ _SCALE_FORMATS = (AUTO, "pow2_fp32", "arbitrary_fp32")
 
 
 def check_counter_buffer(buffer: object, query: object) -> None:
-    """Reject a buffer of counters that is no tensor on the device of the query.
+    """Reject a counter buffer that is no tensor on the device of the query.
 
     Raises
     ------
     ArgumentError
         If it is not.
     """
-    known = require_tensor(buffer, "multi_ctas_kv_counter_buffer")
+    tensor = require_tensor(buffer, "multi_ctas_kv_counter_buffer")
     if not isinstance(query, torch.Tensor):
         return
-    if known.is_cuda and known.get_device() == query.get_device():  # the fast path's
+    if tensor.is_cuda and tensor.get_device() == query.get_device():  # fast path
         return
-    require_device(known, "multi_ctas_kv_counter_buffer", query.device)
+    require_device(tensor, "multi_ctas_kv_counter_buffer", query.device)
 
 
 def rare_keywords(
@@ -59,14 +59,14 @@ def rare_keywords(
 ) -> tuple[bool | None, torch.Tensor, torch.Tensor | None]:
     """Return ``enable_pdl``, ``seq_lens`` and ``sparse_mla_top_k_lens`` of a call.
 
-    ``call`` is all arguments by name, as the caller passed them.
+    ``call`` has all arguments by name, as the caller passed them.
 
     Raises
     ------
     ArgumentError
-        If a keyword is not of its kind, or a name none of those that are known.
+        If a keyword has a wrong type or an unknown name.
     UnsupportedError
-        If a context spread over GPUs is asked for.
+        If a keyword requests context parallelism.
     """
     enable_pdl, backend = _in_order(
         call["skip_softmax_threshold_scale_factor"], call["enable_pdl"], call["backend"]
@@ -76,32 +76,32 @@ def rare_keywords(
     _check_scale_format(call["kv_scale_format"])
     if call["use_fp16_softmax"] is not None:
         require_flag(call["use_fp16_softmax"], "use_fp16_softmax")
-    for keyword, neutral in _NEUTRAL.items():
+    for keyword, default in _DEFAULTS.items():
         value = call[keyword]
-        if value is not neutral and not _equals(value, neutral):
-            rule = f"not implemented, expected {neutral!r}"
+        if value is not default and not _equals(value, default):
+            rule = f"not implemented, expected {default!r}"
             raise UnsupportedError(f"{keyword}: {rule}, got {shown(value)}")
     names = ("query", "seq_lens", "sparse_mla_top_k", "cum_seq_lens_q")
-    query, seq_lens, top_k, ends = (call[name] for name in names)
+    query, seq_lens, top_k, cu_seqlens_q = (call[name] for name in names)
     top_k_lens = call["sparse_mla_top_k_lens"]
     if backend == _SPARSE:
-        others = {"sparse_mla_top_k_lens": top_k_lens, "cum_seq_lens_q": ends}
+        others = {"sparse_mla_top_k_lens": top_k_lens, "cum_seq_lens_q": cu_seqlens_q}
         lengths = topk_lengths_of(query, call["kv_cache"], seq_lens, top_k, **others)
         return enable_pdl, *lengths
-    return enable_pdl, plain_lengths(query, seq_lens, top_k, ends), top_k_lens
+    return enable_pdl, default_seq_lens(query, seq_lens, top_k, cu_seqlens_q), top_k_lens
 
 
 def separate_values(
     kv_cache: torch.Tensor, block_tables: object, is_shared: object, sparse_mla_top_k: object
 ) -> torch.Tensor | None:
-    """Return the cache once more where keys and values have page ids of their own.
+    """Return the cache as value cache if keys and values have separate page ids, else None.
 
     Raises
     ------
     ArgumentError
-        If the tables have no place for both.
+        If the block tables have no axis for both.
     UnsupportedError
-        If tokens are listed.
+        In a sparse call.
     """
     name = "uses_shared_paged_kv_idx"
     if require_flag(is_shared, name):
@@ -114,17 +114,16 @@ def separate_values(
 
 
 def _in_order(factor: Any, enable_pdl: Any, backend: Any) -> tuple[bool | None, Any]:
-    """Return ``enable_pdl`` and ``backend``, in the older positional order or the newer.
+    """Return ``enable_pdl`` and ``backend``, in the older or the newer positional order.
 
-    The factor, ``skip_softmax_threshold_scale_factor``, is checked and changes nothing: every block
-    of tokens is computed.
+    The factor, ``skip_softmax_threshold_scale_factor``, is checked and ignored.
 
     Raises
     ------
     ArgumentError
-        If the first two are nothing that they can be in their order.
+        If the first two are invalid in both orders.
     """
-    # The older order has no factor: the others stand one place early.
+    # The older order has no factor: the others are one position earlier.
     if isinstance(enable_pdl, str):
         factor, enable_pdl, backend = None, factor, enable_pdl
     elif enable_pdl is None and type(factor).__name__ in {"bool", "bool_"}:  # Python's, or numpy's
@@ -136,28 +135,28 @@ def _in_order(factor: Any, enable_pdl: Any, backend: Any) -> tuple[bool | None, 
 
 def _check_scale_format(given: object) -> None:
     name = "kv_scale_format"
-    known = str.lower(given).replace("-", "_") if isinstance(given, str) else given
-    if isinstance(known, str) and known == "ue8m0_g32":
-        reject(name, "another: scales of packed rows are fp32 numbers", shown(given))
-    require_choice(known, name, _SCALE_FORMATS)
+    normalized = str.lower(given).replace("-", "_") if isinstance(given, str) else given
+    if isinstance(normalized, str) and normalized == "ue8m0_g32":
+        reject(name, "another: scales of fp8_ds_mla are fp32 numbers", shown(given))
+    require_choice(normalized, name, _SCALE_FORMATS)
 
 
-def _equals(value: object, neutral: bool | int | None) -> bool:
-    """Whether a scalar is the neutral one, in another class."""
+def _equals(value: object, default: bool | int | None) -> bool:
+    """Whether a scalar of any type equals the default."""
     try:
         is_scalar = isinstance(value, (bool, int)) or type(value).__module__ == "numpy"
-        return neutral is not None and is_scalar and bool(value == neutral)
-    except Exception:  # noqa: BLE001 - an array has no truth, a class may raise anything
+        return default is not None and is_scalar and bool(value == default)
+    except Exception:  # noqa: BLE001 - an array has no truth value, __eq__ may raise anything
         return False
 
 
-def one_tensor(sinks: Any) -> Any:
-    """Return the tensor of a list of one; anything else as it is.
+def unwrap_sinks(sinks: Any) -> Any:
+    """Return the tensor in a list of one; anything else unchanged.
 
     Raises
     ------
     ArgumentError
-        If a list has none, or several.
+        If a list does not have one element.
     """
     if not isinstance(sinks, list):
         return sinks
@@ -166,11 +165,11 @@ def one_tensor(sinks: Any) -> Any:
     return sinks[0]
 
 
-def half_of(query: object, out: torch.Tensor | None) -> torch.Tensor | None:
-    """Return where the kernels write: fp16 in place of a bf16 output of an fp16 query."""
+def fp16_target(query: object, out: torch.Tensor | None) -> torch.Tensor | None:
+    """Return the kernel's output: a new fp16 tensor for a bf16 ``out`` with an fp16 query."""
     if not isinstance(query, torch.Tensor) or not isinstance(out, torch.Tensor):
         return out
     if query.dtype is not torch.float16 or out.dtype is not torch.bfloat16:
         return out
-    require_contiguous(out, "out")  # or the copy may be larger than its memory
+    require_contiguous(out, "out")  # an expanded view would make the copy larger than its memory
     return torch.empty_like(out, dtype=torch.float16)

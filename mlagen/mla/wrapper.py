@@ -1,4 +1,4 @@
-"""Planned MLA attention over a paged cache, by the signature of FlashInfer's BatchMLA wrapper."""
+"""Planned MLA decode over a paged KV cache, with the signature of FlashInfer's BatchMLA wrapper."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from mlagen.mla.batch_plan import (
     BatchLayout,
     BatchPlan,
     BatchSettings,
-    HostFacts,
+    HostMetadata,
     checked_buffers,
     checked_layout,
-    copied,
     copy_into,
-    host_facts,
+    copy_to_device,
+    host_metadata,
     mean_capacity,
 )
 from mlagen.mla.batch_run import reject_capture, run_planned
@@ -28,26 +28,26 @@ _BACKENDS = (*_PLANNED_BACKENDS, "cutlass")
 
 
 class BatchMLAPagedAttentionWrapper:
-    """Multi-head latent attention over a paged cache, for requests of any lengths.
+    """Multi-head latent attention over a paged KV cache, for requests of any lengths.
 
-    :meth:`plan` takes the requests, :meth:`run` computes; every run until the next plan is of the
-    requests of the last one. Query token ``i`` of a request sees the cached tokens ``0 .. kv_len -
-    qo_len + i`` with ``causal``, else all; a row that sees nothing gives zeros and an LSE of minus
-    infinity. Tensors on the CPU are computed by a slow backend in plain torch.
+    :meth:`plan` sets the requests, and every :meth:`run` until the next plan computes them. Query
+    token ``i`` of a request attends to the cached tokens ``0 .. kv_len - qo_len + i`` with
+    ``causal``, else to all. A fully masked row gives zeros and an LSE of minus infinity. Tensors on
+    the CPU use a slow PyTorch backend.
 
     Parameters
     ----------
     float_workspace_buffer : any dtype, contiguous
-        Scratch of the runs, on their device, which use its end. No run needs more than 513 KiB for
-        each SM of the GPU; it needs no initial value.
+        Scratch of the runs, on their device; they use its end. No run needs more than 513 KiB for
+        each SM of the GPU. It needs no initial value.
     use_cuda_graph : bool
-        Whether plans are copied into the four buffers that follow, so that a captured run reads
-        the requests of the latest plan. The number of requests is the one of ``kv_len_arr`` then.
-        Without it a planned run cannot be captured.
+        Whether plans copy their metadata into the four buffers below, so that a captured run reads
+        the requests of the latest plan. The length of ``kv_len_arr`` fixes the number of requests
+        then. Without it a planned run cannot be captured.
     qo_indptr, kv_indptr, kv_indices, kv_len_arr : int32 or uint32, on the device of the workspace
         The buffers, shaped as in :meth:`plan`; ``kv_indices`` may be longer than any plan needs.
     backend : str
-        ``auto``, ``fa2`` and ``fa3`` are names of the same semantics; ``cutlass`` is without plans.
+        ``auto``, ``fa2`` and ``fa3`` are equivalent; ``cutlass`` runs without plans.
 
     Raises
     ------
@@ -99,37 +99,37 @@ class BatchMLAPagedAttentionWrapper:
         kv_data_type: torch.dtype,
         use_profiler: bool = False,
     ) -> None:
-        """Take the requests of the runs that follow.
+        """Set the requests of the following runs.
 
-        The metadata is copied, and may be on the CPU or on the device of the workspace. Nothing
-        waits for the device: what is on the CPU is checked here, what is not is trusted, unless
-        ``MLAGEN_CHECK=1`` has the runs check it. Metadata on the CPU also says how long requests
-        are, by which work is split. Without it they are taken to share ``kv_indices`` equally, and
-        so they are for CUDA graphs if that is longer, since a graph keeps the split it was captured
-        with; results do not depend on it but by rounding.
+        The metadata is copied, from the CPU or from the device of the workspace, without
+        synchronization. Metadata on the CPU is checked here; metadata on the device is trusted, or
+        checked by the runs with ``MLAGEN_CHECK=1``. Split-KV scheduling uses the lengths on the
+        CPU. Without them it assumes that requests share ``kv_indices`` equally, and also for CUDA
+        graphs if that is longer, as a graph keeps the splits of its capture. The splits affect
+        results by rounding only.
 
         Parameters
         ----------
         qo_indptr : int32 or uint32 [batch + 1], or longer
-            Where the query tokens of each request begin; what follows is not looked at, here and in
+            Offsets of the requests' query tokens; further elements are ignored, as in
             ``kv_indptr``.
         kv_indptr : int32 or uint32 [batch + 1], or longer
-            Where the page ids of each request begin in ``kv_indices``.
+            Offsets of the requests' page ids in ``kv_indices``.
         kv_indices : int32 or uint32 [at least kv_indptr[-1]]
-            Page ids. What a request gives of which an id is no page is not specified.
+            Page ids. The result of a request with an id out of range is unspecified.
         kv_len_arr : int32 or uint32 [batch]
-            Tokens in the cache, the new ones included. Its length is the number of requests.
+            Tokens in the cache, including the new ones. Its length is the number of requests.
         num_heads : int
             1 to 256.
         head_dim_ckv, head_dim_kpe : int
-            Latent and rope elements of a token: (512, 64), (256, 64) or (512, 0); of e4m3 caches
+            Latent and rope elements of a token: (512, 64), (256, 64) or (512, 0); for e4m3 caches
             the first or the last.
         page_size : int
-            Tokens of a page, any number.
+            Tokens per page, any number.
         causal : bool
-            Whether a query token is hidden the tokens after it.
+            Whether the tokens after a query token are masked.
         sm_scale : float
-            Multiplies the scores before softmax, whole. Natural domain.
+            Multiplies the scores before softmax; no other factor applies. Natural domain.
         q_data_type : torch.dtype
             bf16, or fp16 if the cache is.
         kv_data_type : torch.dtype
@@ -140,9 +140,9 @@ class BatchMLAPagedAttentionWrapper:
         Raises
         ------
         ArgumentError
-            If an argument breaks a rule; the plan before is kept then.
+            If an argument breaks a rule; the previous plan stays valid then.
         UnsupportedError
-            If no kernel covers the head dimensions, or a profiler is asked for.
+            If no kernel supports the head dimensions, or with ``use_profiler``.
         """
         if self._backend == "cutlass":
             reject("backend", f"one of {', '.join(_PLANNED_BACKENDS)} to plan for", "'cutlass'")
@@ -166,16 +166,19 @@ class BatchMLAPagedAttentionWrapper:
         device = self._workspace.device
         given = checked_layout(given, device)
         page_size = settings.page_size
-        facts = host_facts(given, page_size)
+        metadata = host_metadata(given, page_size)
         if self._buffers is None:
-            layout = copied(given, device)
+            layout = copy_to_device(given, device)
         else:
             layout = self._buffers
             copy_into(layout, given)
-            # A graph that is captured now will be replayed with other requests.
-            max_kv_len = max(facts.max_kv_len, mean_capacity(layout, page_size))
-            facts = HostFacts(max_kv_len=max_kv_len, max_q_len=facts.max_q_len, tokens=facts.tokens)
-        self._plan = BatchPlan(settings=settings, layout=layout, facts=facts)
+            # Replays of a captured graph have other requests.
+            metadata = HostMetadata(
+                max_kv_len=max(metadata.max_kv_len, mean_capacity(layout, page_size)),
+                max_q_len=metadata.max_q_len,
+                tokens=metadata.tokens,
+            )
+        self._plan = BatchPlan(settings=settings, layout=layout, metadata=metadata)
 
     def run(
         self,
@@ -201,35 +204,36 @@ class BatchMLAPagedAttentionWrapper:
         Parameters
         ----------
         q_nope : [tokens, heads, head_dim_ckv]
-            Absorbed queries, latent part. Strides of tokens and heads are honoured, here and in
-            the three that follow, if they are whole 16 bytes: slices of one tensor will do.
+            Latent part of the absorbed queries. Here and in the next three, strides may be any
+            multiples of 16 bytes, except the last: slices of one tensor are supported.
         q_pe : [tokens, heads, head_dim_kpe]
-            Their rope part.
+            Rope part of the queries.
         ckv_cache : [pages, page_size, head_dim_ckv]
-            The latent part of the cache, keys and values alike.
+            Latent part of the cache, for keys and values.
         kpe_cache : [pages, page_size, head_dim_kpe]
-            The rope part of the keys.
+            Rope part of the keys.
         out : as q_nope
-            Written and returned, any strides; made if None.
+            Written and returned, any strides; allocated if None.
         lse : fp32 [tokens, heads]
-            Written if given, and returned if ``return_lse``; made then if None.
+            Written if given, and returned if ``return_lse``, which allocates it if None.
         return_lse : bool
             Whether to return ``(out, lse)``: the logarithm of the softmax denominator.
         profiler_buffer : torch.Tensor
             None; there is no profiler.
         kv_len, page_table : int32 or uint32 [batch], [batch, max_pages]
-            Lengths and pages without a plan, as with the backend ``cutlass``: one query token a
-            request, a softmax scale of ``192 ** -0.5``, head dimensions 512 and 64.
+            Lengths and block tables without a plan, as with the backend ``cutlass``: one query
+            token per request, a softmax scale of ``192 ** -0.5``, head dimensions 512 and 64.
         return_lse_base_on_e : bool
-            Whether the LSE is a natural logarithm; else one to base 2.
+            Whether the LSE is a natural logarithm; else to base 2.
         o_scale : float
-            Without a plan only: ``out``, e4m3 or e5m2, holds results divided by it.
+            Without a plan only: ``out``, e4m3 or e5m2, holds the results divided by it.
         ckv_scale : float
-            What the latent elements of an e4m3 cache are multiplied by.
+            Scale of the latent elements of an e4m3 cache.
         ckv_scale_arr : fp32 [pages, page_size, 4]
-            The same for every 128 elements of each token; exactly one of the two is needed.
+            Scale of each 128 latent elements of each token. An e4m3 cache needs exactly one of the
+            two.
         kpe_scale : float
-            What the rope elements of an e4m3 cache are multiplied by; needed without any too.
+            Scale of the rope elements of an e4m3 cache; required even if there are none.
 
         Returns
         -------
@@ -239,13 +243,13 @@ class BatchMLAPagedAttentionWrapper:
         Raises
         ------
         ArgumentError
-            If an argument breaks a rule or is not as planned, or if there is neither a plan nor
-            ``kv_len`` and ``page_table``; nothing has been launched or written then.
+            If an argument breaks a rule or differs from the plan, or if there is neither a plan nor
+            ``kv_len`` and ``page_table``; no kernel is launched, and the outputs are unchanged.
         UnsupportedError
-            If no kernel covers dtype or dimensions, or ``profiler_buffer`` is given.
+            If no kernel supports dtype or dimensions, or ``profiler_buffer`` is given.
         CaptureError
-            If a CUDA graph is being captured and the kernel is not loaded yet, or there is a plan
-            and no ``use_cuda_graph``.
+            During CUDA graph capture, if the kernel is not loaded yet, or there is a plan without
+            ``use_cuda_graph``.
         """
         return_lse = require_flag(return_lse, "return_lse")
         is_natural = require_flag(return_lse_base_on_e, "return_lse_base_on_e")

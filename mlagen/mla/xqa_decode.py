@@ -1,15 +1,15 @@
-"""Paged MLA decode by the signature of XQA in ``flashinfer.mla``."""
+"""Paged MLA decode with the signature of XQA in ``flashinfer.mla``."""
 
 from __future__ import annotations
 
 import torch
 
-from mlagen.api.arguments import plain_pdl
+from mlagen.api.arguments import is_pdl_enabled
 from mlagen.api.mla_args import MlaArgs
 from mlagen.api.mla_call import run_mla
 from mlagen.api.op_outputs import mla_outputs
 from mlagen.api.traced import as_op, is_compiling, is_traced, traceable
-from mlagen.mla.trtllm_keywords import one_tensor
+from mlagen.mla.trtllm_keywords import unwrap_sinks
 
 
 @traceable(lambda given: mla_outputs(given)[:1])
@@ -29,31 +29,31 @@ def xqa_batch_decode_with_kv_cache_mla(
     sinks: torch.Tensor | list[torch.Tensor] | None = None,
     enable_pdl: bool | None = None,
 ) -> torch.Tensor:
-    """Decode one step of multi-head latent attention over a paged cache.
+    """Decode one step of multi-head latent attention over a paged KV cache.
 
-    As :func:`mlagen.mla.trtllm_batch_decode_with_kv_cache_mla`, which says what each argument may
-    be; the scores are multiplied by ``bmm1_scale`` alone here too.
+    As :func:`mlagen.mla.trtllm_batch_decode_with_kv_cache_mla`, which documents the arguments; only
+    ``bmm1_scale`` multiplies the scores, as there.
 
     Parameters
     ----------
     query, kv_cache, workspace_buffer, qk_nope_head_dim, kv_lora_rank, qk_rope_head_dim
-        As there, the query in its form of four dimensions.
+        As there, with a query of four dimensions.
     block_tables, seq_lens, max_seq_len, out, bmm1_scale, bmm2_scale, sinks, enable_pdl
         As there.
 
     Returns
     -------
     torch.Tensor
-        ``out``; made if None, as ``[batch, q_len, heads, kv_lora_rank]``.
+        ``out``; allocated if None, as ``[batch, q_len, heads, kv_lora_rank]``.
 
     Raises
     ------
     ArgumentError
-        If an argument breaks a rule; nothing has been launched or written then.
+        If an argument breaks a rule; no kernel is launched, and the outputs are unchanged.
     UnsupportedError
-        If no kernel covers dtype or dimensions.
+        If no kernel supports dtype or dimensions.
     CaptureError
-        If the kernel is not loaded yet and a CUDA graph is being captured.
+        If the kernel is not loaded yet during CUDA graph capture.
 
     Notes
     -----
@@ -77,6 +77,6 @@ def xqa_batch_decode_with_kv_cache_mla(
         out,
         bmm1_scale,
         bmm2_scale,
-        one_tensor(sinks),
+        unwrap_sinks(sinks),
     )
-    return run_mla(args, plain_pdl(enable_pdl))[0]
+    return run_mla(args, is_pdl_enabled(enable_pdl))[0]

@@ -1,1 +1,1 @@
-"""Models by their published configuration: what of it decides about kernels."""
+"""Model configurations: the fields of a published config.json that select kernels."""

@@ -1,4 +1,4 @@
-"""The attention of a model, read from a ``config.json`` in the form of Hugging Face."""
+"""Attention of a model, read from a ``config.json`` in Hugging Face format."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from mlagen.spec.mla_support import SUPPORTED
 
 __all__ = ["GqaModel", "MlaModel", "find_model", "preset_names", "read_model"]
 
-# Where models of several parts keep the part that generates text.
+# Keys of the text decoder in models with several parts.
 _NESTED = ("thinker_config", "text_config", "language_config", "llm_config")
 _CONFIG = "config.json"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """What of a model decides about its kernels."""
+    """The fields of a model that select its kernels."""
 
-    name: str  # as it was asked for
-    dtype: DType  # of queries, and of the cache unless that is said to be another
+    name: str  # as requested
+    dtype: DType  # of queries, and of the KV cache by default
     heads: int
     left_out: tuple[str, ...] = ()  # a sentence for each kind of layer without a kernel
 
@@ -45,31 +45,31 @@ class MlaModel(Model):
 
     kv_lora_rank: int
     qk_rope_head_dim: int
-    is_sparse: bool  # also chooses tokens for every query token
+    is_sparse: bool  # has sparse (top-k) attention
 
 
 @dataclass(frozen=True, kw_only=True)
 class GqaModel(Model):
-    """A model with grouped-query attention, or one whose heads share nothing or all."""
+    """A model with grouped-query, multi-head or multi-query attention."""
 
     kv_heads: int
     head_dim: int
-    others: tuple[GqaHeads, ...] = ()  # of layers that differ
+    others: tuple[GqaHeads, ...] = ()  # of layers with other heads
 
     def heads_of_layers(self) -> tuple[GqaHeads, ...]:
-        """Return the heads that layers have, each once."""
+        """Return the head configurations of the layers, without duplicates."""
         return (GqaHeads(self.heads, self.kv_heads, self.head_dim), *self.others)
 
 
 def find_model(name: str) -> MlaModel | GqaModel:
     """Return the model of a name or Hub id, or of the path of a ``config.json`` or its folder.
 
-    With ``MLAGEN_HF=1`` a Hub id is looked up in the Hub's local cache first.
+    With ``MLAGEN_HF=1``, the local Hub cache is searched for a Hub id first.
 
     Raises
     ------
     ArgumentError
-        If there is no such model, or its configuration is none that mlagen serves.
+        If there is no such model, or mlagen does not support its configuration.
     """
     path = Path(name).expanduser()
     preset = preset_of(name)
@@ -87,7 +87,7 @@ def find_model(name: str) -> MlaModel | GqaModel:
             f"model: expected one of {', '.join(known_names())}, or the path of a {_CONFIG} or of "
             f"its folder, got {name!r}{_remedy(name)}"
         ) from error
-    except (OSError, ValueError) as error:  # the latter of a path with a null byte
+    except (OSError, ValueError) as error:  # ValueError: a path with a null byte
         if isinstance(error, ArgumentError):
             raise
         raise ArgumentError(
@@ -96,7 +96,7 @@ def find_model(name: str) -> MlaModel | GqaModel:
 
 
 def _remedy(name: str) -> str:
-    """Return what to do about a Hub id that is not found."""
+    """Return the advice for a Hub id that is not found."""
     if not is_hub_id(name):
         return ""
     if not current_settings().reads_hub_cache:
@@ -110,7 +110,7 @@ def read_model(name: str, content: bytes) -> MlaModel | GqaModel:
     Raises
     ------
     ArgumentError
-        If it is no configuration, or none that mlagen serves.
+        If it is not a configuration, or mlagen does not support it.
     """
     try:
         config = json.loads(content)
@@ -134,11 +134,11 @@ def _model_of(name: str, config: dict[str, Any]) -> MlaModel | GqaModel:
 
 
 def _text_part(fields: Fields) -> Fields:
-    """Return the innermost part that has heads and generates text, or else the innermost."""
+    """Return the innermost text decoder that has heads, or else the innermost part."""
     for label in _NESTED:
         inner = fields.value(label)
         if isinstance(inner, dict):
-            # What stands around a part speaks of the other parts; the dtype may stand on either.
+            # Outer keys belong to other parts, except for the dtype, which may be on either level.
             around = {key: fields.value(key) for key in ("dtype", "torch_dtype")}
             found = _text_part(Fields(fields.name, around | inner, label))
             if found.value("num_attention_heads") or not fields.value("num_attention_heads"):
@@ -150,7 +150,7 @@ def _mla(fields: Fields) -> MlaModel:
     heads = fields.count("num_attention_heads")
     left_out = layers_left_out(fields, is_mla=True)
     reject_unknown(fields, is_mla=True)
-    rank, rope = fields.count("kv_lora_rank"), fields.count("qk_rope_head_dim", least=0)
+    rank, rope = fields.count("kv_lora_rank"), fields.count("qk_rope_head_dim", minimum=0)
     known = dict.fromkeys(dims for row in SUPPORTED for dims in row.head_dims)
     if (rank, rope) not in known:
         rule = " or ".join(map(str, known))
@@ -186,7 +186,7 @@ def _gqa(fields: Fields) -> GqaModel:
 
 
 def _rejection_of(heads: GqaHeads) -> str | None:
-    """Return why no kernel has such heads, or None."""
+    """Return the reason why no kernel supports such heads, or None."""
     dtype = DType.BF16
     variant = GqaVariant(
         query_dtype=dtype, kv_dtype=dtype, out_dtype=dtype, head_dim=heads.head_dim

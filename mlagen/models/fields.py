@@ -1,4 +1,4 @@
-"""The fields of a configuration, each checked when it is read."""
+"""Configuration fields, checked when they are read."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from mlagen.spec.dtype import DType
 
 _DTYPES = {"bfloat16": DType.BF16, "float16": DType.FP16}
 _MAX_SHOWN = 60
-# Parts of a configuration that speak of other things than layers of text.
-_ASIDE = re.compile(r"(?<!attn)(?<!attention)_config$|^rope|^id2label$|^label2id$|^auto_map$")
+# Tables of a configuration that are not about text layers.
+_OTHER_PARTS = re.compile(r"(?<!attn)(?<!attention)_config$|^rope|^id2label$|^label2id$|^auto_map$")
 
 
 class Fields:
-    """What a ``config.json`` says of the part that generates text.
+    """The fields of the text decoder in a ``config.json``.
 
-    ``part`` names that part where it is nested: there, transformers leaves out whatever equals the
-    default of its class, so that an absent field is not an unset one.
+    ``part`` is its key if it is nested: there, transformers omits fields that equal the default of
+    the class, so that a missing field is not unset.
     """
 
     def __init__(self, name: str, config: Mapping[str, Any], part: str | None = None) -> None:
@@ -28,28 +28,28 @@ class Fields:
         self.part = part
 
     def value(self, label: str) -> Any:
-        """Return what the configuration says; None where it says nothing."""
+        """Return the value of a field, or None if it is missing."""
         return self.config.get(label)
 
-    def said(self) -> Iterator[tuple[str, Any]]:
-        """Yield what is set, with what is set in tables inside, such as ``attn_config.alibi``."""
-        yield from _said(self.config, "")
+    def set_items(self) -> Iterator[tuple[str, Any]]:
+        """Yield the fields that are set, including nested ones such as ``attn_config.alibi``."""
+        yield from _set_items(self.config, "")
 
-    def count(self, label: str, *, default: int | None = None, least: int = 1) -> int:
-        """Return a number; where it is absent or null, the default if there is one."""
+    def count(self, label: str, *, default: int | None = None, minimum: int = 1) -> int:
+        """Return a number, or the default if it is missing or null."""
         value = self.config.get(label)
         if value is None and default is not None:
             return default
-        return self.checked(label, value, least=least)
+        return self.checked(label, value, minimum=minimum)
 
-    def checked(self, label: str, value: object, *, least: int = 1) -> int:
-        """Return a number that ``label`` stands for."""
-        if type(value) is not int or value < least:
-            raise self.rejection(label, f"{least} or more", value)
+    def checked(self, label: str, value: object, *, minimum: int = 1) -> int:
+        """Return the number ``value`` of ``label``, checked."""
+        if type(value) is not int or value < minimum:
+            raise self.rejection(label, f"{minimum} or more", value)
         return value
 
     def count_of(self, labels: Sequence[str]) -> int | None:
-        """Return a number that has several names; None where none of them is set."""
+        """Return a number that has several labels; None if none of them is set."""
         found = {label: self.count(label) for label in labels if self.config.get(label)}
         for label, count in found.items():
             first = next(iter(found))
@@ -58,7 +58,7 @@ class Fields:
         return next(iter(found.values()), None)
 
     def dtype(self) -> DType:
-        """Return the element type of the activations, bf16 where nothing is said."""
+        """Return the element type of the activations; the default is bf16."""
         for label in ("dtype", "torch_dtype"):
             value = self.config.get(label)
             if value not in (None, "auto"):
@@ -69,24 +69,24 @@ class Fields:
         return DType.BF16
 
     def rejection(self, label: str, rule: str, value: object) -> ArgumentError:
-        """Return the error for a field whose value breaks its rule."""
+        """Return the error for a field that breaks its rule."""
         shown = "none" if value is None else repr(value)
         if len(shown) > _MAX_SHOWN:
             shown = f"{shown[:_MAX_SHOWN]}..."
         return ArgumentError(f"{self.name}: {label}: expected {rule}, got {shown}")
 
 
-def _said(table: Mapping[str, Any], path: str) -> Iterator[tuple[str, Any]]:
+def _set_items(table: Mapping[str, Any], path: str) -> Iterator[tuple[str, Any]]:
     for key, value in table.items():
         if _is_unset(value):
             continue
         yield f"{path}{key}", value
-        if not _ASIDE.search(key):
+        if not _OTHER_PARTS.search(key):
             for inner in value if isinstance(value, list) else [value]:
                 if isinstance(inner, dict):
-                    yield from _said(inner, f"{path}{key}.")
+                    yield from _set_items(inner, f"{path}{key}.")
 
 
 def _is_unset(value: object) -> bool:
-    """Whether a value asks for nothing: null, false, zero, empty or a list of these."""
+    """Whether a value is unset: null, false, zero, empty or a list of these."""
     return not value or (isinstance(value, list) and all(map(_is_unset, value)))

@@ -1,4 +1,4 @@
-"""The heads of a model with grouped-query attention, which may differ from layer to layer."""
+"""Head configurations of a GQA model, which may differ between layers."""
 
 from __future__ import annotations
 
@@ -8,27 +8,68 @@ from typing import Any, NamedTuple
 from mlagen.models.fields import Fields
 
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "num_attention_groups", "num_query_groups")
-# Other names of num_attention_heads; alone they may be those of a state.
+# Aliases of num_attention_heads; alone they may belong to linear-attention layers.
 _HEADS = ("num_heads", "n_heads", "n_head")
 _HEAD_DIM = ("head_dim", "attention_head_dim", "kv_channels", "head_size")
 _OVERRIDES = {"num_attention_heads", "num_key_value_heads", "head_dim", "v_head_dim"}
 _OVERRIDES |= {"true_head_dim", "num_attention_groups", "sliding_window", "attention_type"}
-# Classes of nested parts, by their model_type, whose heads are a share of the hidden size unless
-# they say otherwise; and those whose query heads share no kv head (transformers 5.17).
-_SHARES = {"aria_text", "cohere", "cohere2", "cohere_compass_text", "deepseek_ocr2_text"}
-_SHARES |= {"emu3_text_model", "ernie4_5_vl_moe_text", "exaone4", "glm4v_moe_text", "glm4v_text"}
-_SHARES |= {"glm_image_text", "glm_ocr_text", "granite", "hunyuan_vl_text", "internlm2", "lfm2"}
-_SHARES |= {"llama", "ministral", "mistral", "mixtral", "mllama_text_model", "olmo2", "opt"}
-_SHARES |= {"persimmon", "phi", "phi3", "qwen", "qwen2", "qwen2_5_omni_text", "qwen2_5_vl_text"}
-_SHARES |= {"qwen2_moe", "qwen2_vl_text", "qwen3_moe", "qwen3_omni_moe_text", "qwen3_vl_moe_text"}
-_SHARES |= {"smollm3"}
-_UNSHARED = {"aria_text", "cohere", "cohere2", "cohere_compass_text", "deepseek_ocr2_text"}
-_UNSHARED |= {"granite", "hunyuan_vl_text", "internlm2", "llama", "olmo2", "opt", "persimmon"}
-_UNSHARED |= {"phi", "phi3", "qwen"}
+# Classes of nested parts, by model_type, whose default head_dim is hidden_size / heads; and classes
+# whose default is multi-head attention, one kv head per query head (transformers 5.17).
+_HEAD_DIM_FROM_HIDDEN = {
+    "aria_text",
+    "cohere",
+    "cohere2",
+    "cohere_compass_text",
+    "deepseek_ocr2_text",
+}
+_HEAD_DIM_FROM_HIDDEN |= {
+    "emu3_text_model",
+    "ernie4_5_vl_moe_text",
+    "exaone4",
+    "glm4v_moe_text",
+    "glm4v_text",
+}
+_HEAD_DIM_FROM_HIDDEN |= {
+    "glm_image_text",
+    "glm_ocr_text",
+    "granite",
+    "hunyuan_vl_text",
+    "internlm2",
+    "lfm2",
+}
+_HEAD_DIM_FROM_HIDDEN |= {
+    "llama",
+    "ministral",
+    "mistral",
+    "mixtral",
+    "mllama_text_model",
+    "olmo2",
+    "opt",
+}
+_HEAD_DIM_FROM_HIDDEN |= {
+    "persimmon",
+    "phi",
+    "phi3",
+    "qwen",
+    "qwen2",
+    "qwen2_5_omni_text",
+    "qwen2_5_vl_text",
+}
+_HEAD_DIM_FROM_HIDDEN |= {
+    "qwen2_moe",
+    "qwen2_vl_text",
+    "qwen3_moe",
+    "qwen3_omni_moe_text",
+    "qwen3_vl_moe_text",
+}
+_HEAD_DIM_FROM_HIDDEN |= {"smollm3"}
+_MHA_CLASSES = {"aria_text", "cohere", "cohere2", "cohere_compass_text", "deepseek_ocr2_text"}
+_MHA_CLASSES |= {"granite", "hunyuan_vl_text", "internlm2", "llama", "olmo2", "opt", "persimmon"}
+_MHA_CLASSES |= {"phi", "phi3", "qwen"}
 
 
 class GqaHeads(NamedTuple):
-    """The heads of some layers with grouped-query attention."""
+    """Head configuration of one or more GQA layers."""
 
     heads: int
     kv_heads: int
@@ -36,12 +77,12 @@ class GqaHeads(NamedTuple):
 
 
 def gqa_heads(fields: Fields) -> list[GqaHeads]:
-    """Return the heads that layers have, each once, those of most layers first.
+    """Return the head configurations of the layers, the default one first, without duplicates.
 
     Raises
     ------
     ArgumentError
-        If a number is missing, or does not fit the others.
+        If a number is missing, or conflicts with the others.
     """
     base = _base_heads(fields)
     for label in _HEADS:
@@ -57,12 +98,12 @@ def gqa_heads(fields: Fields) -> list[GqaHeads]:
 
 
 def reject_other_values(fields: Fields, head_dim: int | None = None) -> None:
-    """Reject values of another size than keys; ``head_dim`` is that of the configuration if None.
+    """Reject a V head dim that differs from the K head dim; ``head_dim`` is read if None.
 
     Raises
     ------
     ArgumentError
-        With the key, the rule and the value.
+        Names the key, the rule and the value.
     """
     head_dim = head_dim or fields.count_of(_HEAD_DIM)
     if head_dim is None:
@@ -75,7 +116,7 @@ def reject_other_values(fields: Fields, head_dim: int | None = None) -> None:
 
 
 def _base_heads(fields: Fields) -> list[GqaHeads]:
-    """Return the heads of layers that nothing else is said of; several where a list says them."""
+    """Return the default head configuration; several if the fields are per-layer lists."""
     label = "num_attention_heads"
     per_layer = fields.value(f"{label}_per_layer")
     heads = _several(fields, label, fields.value(label) if per_layer is None else per_layer)
@@ -88,7 +129,7 @@ def _base_heads(fields: Fields) -> list[GqaHeads]:
         heads = heads * len(kv_heads) if len(heads) == 1 else heads
     else:
         kv_heads = [_kv_heads(fields, count) for count in heads]
-    # One hidden size makes one head dim, also of layers with fewer heads.
+    # The head dim follows from the hidden size, also for layers with fewer heads.
     first = fields.value(label)
     head_dim = _head_dim(fields, first if isinstance(first, int) else heads[0])
     return [GqaHeads(*pair, head_dim) for pair in zip(heads, kv_heads, strict=True)]
@@ -101,7 +142,7 @@ def _several(fields: Fields, label: str, value: object) -> list[int]:
 
 def _kv_heads(fields: Fields, heads: int) -> int:
     shared = fields.value("multi_query") and not fields.value("new_decoder_architecture")
-    if shared:  # Falcon then has one, whatever num_kv_heads says
+    if shared:  # Falcon then has one kv head, and ignores num_kv_heads
         kv_heads = fields.count("num_key_value_heads", default=1)
         if kv_heads != 1:
             raise fields.rejection("num_key_value_heads", "1 beside multi_query", kv_heads)
@@ -110,8 +151,8 @@ def _kv_heads(fields: Fields, heads: int) -> int:
         return fields.count("multi_query_group_num")
     found = fields.count_of(_KV_HEADS)
     if found is None and fields.value("num_key_value_heads") is not None:
-        return fields.count("num_key_value_heads")  # which rejects it
-    if found is None and _is_omitted(fields, "num_key_value_heads", _UNSHARED):
+        return fields.count("num_key_value_heads")  # raises
+    if found is None and _is_omitted(fields, "num_key_value_heads", _MHA_CLASSES):
         raise fields.rejection("num_key_value_heads", f"it in {fields.part}", None)
     if found is not None and found > heads:
         rule = f"a divisor of num_attention_heads {heads}"
@@ -122,7 +163,7 @@ def _kv_heads(fields: Fields, heads: int) -> int:
 def _head_dim(fields: Fields, heads: int) -> int:
     head_dim = fields.count_of(_HEAD_DIM)
     if head_dim is None:
-        if _is_omitted(fields, "head_dim", _SHARES):
+        if _is_omitted(fields, "head_dim", _HEAD_DIM_FROM_HIDDEN):
             raise fields.rejection("head_dim", f"it in {fields.part}", None)
         hidden = fields.count("hidden_size")
         if hidden % heads:
@@ -134,29 +175,29 @@ def _head_dim(fields: Fields, heads: int) -> int:
 
 
 def _is_omitted(fields: Fields, label: str, classes: set[str]) -> bool:
-    """Whether a nested part leaves out the default of its class, which is not known here."""
+    """Whether a nested part omits a field whose class default is unknown here."""
     is_absent = fields.part is not None and label not in fields.config
     return is_absent and fields.value("model_type") not in (*classes, None)
 
 
 def _other_heads(fields: Fields, base: GqaHeads) -> Iterator[GqaHeads]:
-    """Yield the heads of layers that differ: by a window, by being global, or one by one."""
+    """Yield the head configurations of sliding-window, global and individual layers."""
     swa = {
         "num_attention_heads": fields.value("swa_num_attention_heads")
         or fields.value("num_sliding_attention_heads"),
         "num_key_value_heads": fields.value("swa_num_key_value_heads"),
         "head_dim": fields.value("swa_head_dim"),
     }
-    yield _with(fields, "swa_", base, swa)
+    yield _override(fields, "swa_", base, swa)
     kv_heads = fields.value("num_global_key_value_heads")
     if fields.value("attention_k_eq_v") is False:
-        kv_heads = None  # Gemma-4 has them only where keys are values
+        kv_heads = None  # Gemma-4 uses them only if K equals V
     head_dim = fields.value("global_head_dim")
-    says_layers = "per_layer_config" in fields.config or head_dim is not None
-    if str(fields.value("model_type")).startswith("gemma4") and not says_layers:
+    has_layer_heads = "per_layer_config" in fields.config or head_dim is not None
+    if str(fields.value("model_type")).startswith("gemma4") and not has_layer_heads:
         raise fields.rejection("global_head_dim", "it, or a per_layer_config", None)
     changes = {"num_key_value_heads": kv_heads, "head_dim": head_dim}
-    yield _with(fields, "global_", base, changes)
+    yield _override(fields, "global_", base, changes)
     for label in ("attention_other_setting", "per_layer_config"):
         value = fields.value(label)
         if not value:
@@ -166,10 +207,10 @@ def _other_heads(fields: Fields, base: GqaHeads) -> Iterator[GqaHeads]:
         for one in [value] if label == "attention_other_setting" else value.values():
             if not isinstance(one, dict):
                 raise fields.rejection(label, "a table for each layer", value)
-            yield _with(fields, label, base, one)
+            yield _override(fields, label, base, one)
 
 
-def _with(fields: Fields, where: str, base: GqaHeads, changes: Mapping[str, Any]) -> GqaHeads:
+def _override(fields: Fields, where: str, base: GqaHeads, changes: Mapping[str, Any]) -> GqaHeads:
     for key, value in changes.items():
         if key not in _OVERRIDES and value is not None:
             raise fields.rejection(

@@ -1,4 +1,4 @@
-"""Configurations in the local cache of the Hugging Face Hub; nothing is downloaded."""
+"""Look-up of configurations in the local Hugging Face Hub cache, without downloads."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ _ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether a name has the form of an id, such as ``deepseek-ai/DeepSeek-V3``."""
+    """Whether a name is a syntactically valid Hub id, such as ``deepseek-ai/DeepSeek-V3``."""
     return _ID.fullmatch(name) is not None
 
 
 def cached_config(name: str) -> Path | None:
-    """Return the ``config.json`` of a Hub id in the local cache, or None if it is not there.
+    """Return the ``config.json`` of a Hub id in the local cache, or None if it is missing.
 
     Raises
     ------
     ArgumentError
-        If huggingface_hub, which knows where its cache is, is not installed.
+        If huggingface_hub is not installed.
     """
     if not is_hub_id(name):
         return None
@@ -35,6 +35,6 @@ def cached_config(name: str) -> Path | None:
         ) from error
     try:
         found = try_to_load_from_cache(name, "config.json")
-    except HFValidationError:  # no id after all
+    except HFValidationError:  # not a valid id
         return None
     return Path(found) if isinstance(found, str) else None

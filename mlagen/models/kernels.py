@@ -1,4 +1,4 @@
-"""The kernels that calls of a model take, on one GPU of those that share its heads."""
+"""Kernels of a model on one GPU of a tensor-parallel group."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from mlagen.spec.gqa import GqaVariant
 from mlagen.spec.kernel import KernelSpec
 from mlagen.spec.mla_support import SUPPORTED, MlaVariant
 
-# Where no page size is said. FlashMLA knows pages of 64 tokens only, and servers of DeepSeek models
-# follow it; of grouped-query attention the usual default of servers is 16, and 64 is the largest
-# that all of FlashInfer's decode kernels take.
+# Default page sizes. FlashMLA supports pages of 64 tokens only, and servers of DeepSeek models use
+# them; for GQA, servers usually default to 16, and 64 is the largest that all decode kernels of
+# FlashInfer support.
 MLA_PAGE_SIZES = (64,)
 GQA_PAGE_SIZES = (16, 64)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Use:
-    """How a model is used: each combination of what is listed; what is None is the usual."""
+class ServingOptions:
+    """How a model is served: each combination of the values; None selects the defaults."""
 
     tp: Sequence[int] = (1,)  # GPUs that share the heads
     q_lens: Sequence[int] = (1,)
@@ -38,18 +38,18 @@ class Use:
 def model_specs(
     arch: Arch,
     model: MlaModel | GqaModel,
-    use: Use,
+    use: ServingOptions,
     on_left_out: Callable[[str], None] = lambda _: None,
 ) -> list[KernelSpec]:
-    """Return the kernels that calls of ``model`` may take on ``arch``, each once.
+    """Return the kernels that calls of ``model`` may take on ``arch``, without duplicates.
 
-    ``on_left_out`` gets a sentence for each kind of layer and each pair of dtypes that no kernel
-    serves, where others are served.
+    ``on_left_out`` receives a sentence for each kind of layer and each pair of dtypes without a
+    kernel, if others have one.
 
     Raises
     ------
     ArgumentError
-        If the heads cannot be shared so, or no kernel serves such a use.
+        If the heads are not divisible by ``tp``, or no kernel supports these options.
     """
     left_out = list(model.left_out)
     calls: Iterable[tuple[MlaVariant | GqaVariant, int]] = (
@@ -72,7 +72,7 @@ def model_specs(
 def _call_specs(
     arch: Arch, variant: MlaVariant | GqaVariant, rows: int
 ) -> list[KernelSpec] | UnsupportedError:
-    """Return the kernels of such calls, or why there are none."""
+    """Return the kernels of such calls, or the error if there are none."""
     try:
         if isinstance(variant, MlaVariant):
             return mla_call_specs(arch, variant, rows)
@@ -81,9 +81,9 @@ def _call_specs(
         return error
 
 
-def _mla_calls(model: MlaModel, use: Use) -> Iterator[tuple[MlaVariant, int]]:
-    """Yield what calls ask for, with the rows of each request."""
-    heads = [_share(model, "num_attention_heads", model.heads, tp) for tp in use.tp]
+def _mla_calls(model: MlaModel, use: ServingOptions) -> Iterator[tuple[MlaVariant, int]]:
+    """Yield the variant of each call, with the query rows per sequence."""
+    heads = [_per_gpu(model, "num_attention_heads", model.heads, tp) for tp in use.tp]
     for query, kv in _mla_dtypes(model, use):
         for lookup, page_size in product(
             _lookups(model, query, kv, use), use.page_sizes or MLA_PAGE_SIZES
@@ -96,16 +96,16 @@ def _mla_calls(model: MlaModel, use: Use) -> Iterator[tuple[MlaVariant, int]]:
                 page_size=page_size,
                 lookup=lookup,
             )
-            # Every query token has a list of its own, and so a request of its own.
+            # Every query token has its own top-k indices, and so is its own sequence.
             q_lens = [1] if lookup == "sparse" else use.q_lens
             for count, q_len in product(heads, q_lens):
                 yield variant, count * q_len
 
 
-def _gqa_calls(model: GqaModel, use: Use) -> Iterator[tuple[GqaVariant, int]]:
-    """Yield what calls ask for, with the rows of each kv head of a request."""
+def _gqa_calls(model: GqaModel, use: ServingOptions) -> Iterator[tuple[GqaVariant, int]]:
+    """Yield the variant of each call, with the query rows per sequence and kv head."""
     layers = [
-        (heads.head_dim, [_group(model, heads, tp) for tp in use.tp])
+        (heads.head_dim, [_group_size(model, heads, tp) for tp in use.tp])
         for heads in model.heads_of_layers()
     ]
     for (query, kv), (head_dim, groups) in product(_gqa_dtypes(model, use), layers):
@@ -121,54 +121,56 @@ def _gqa_calls(model: GqaModel, use: Use) -> Iterator[tuple[GqaVariant, int]]:
                 yield variant, group * q_len
 
 
-def _share(model: MlaModel | GqaModel, label: str, count: int, tp: int) -> int:
-    """Return how many of ``count`` one GPU has."""
+def _per_gpu(model: MlaModel | GqaModel, label: str, count: int, tp: int) -> int:
+    """Return the share of one GPU in ``count``."""
     if count % tp:
         raise ArgumentError(f"{model.name}: tp: expected a divisor of {label} {count}, got {tp}")
     return count // tp
 
 
-def _group(model: GqaModel, layer: GqaHeads, tp: int) -> int:
-    """Return how many query heads of one GPU share a kv head."""
-    heads = _share(model, "num_attention_heads", layer.heads, tp)
-    # Where there are more GPUs than kv heads, several have the same one.
+def _group_size(model: GqaModel, layer: GqaHeads, tp: int) -> int:
+    """Return the GQA group size on one GPU."""
+    heads = _per_gpu(model, "num_attention_heads", layer.heads, tp)
+    # With more GPUs than kv heads, the kv heads are replicated.
     kv_heads = (
-        1 if tp % layer.kv_heads == 0 else _share(model, "num_key_value_heads", layer.kv_heads, tp)
+        1
+        if tp % layer.kv_heads == 0
+        else _per_gpu(model, "num_key_value_heads", layer.kv_heads, tp)
     )
     return heads // kv_heads
 
 
-def _mla_dtypes(model: MlaModel, use: Use) -> Iterator[tuple[DType, DType]]:
+def _mla_dtypes(model: MlaModel, use: ServingOptions) -> Iterator[tuple[DType, DType]]:
     if use.dtypes is not None:
-        yield from _said_dtypes(use.dtypes, use)
+        yield from _dtype_pairs(use.dtypes, use)
         return
     for kv in use.kv_dtypes or (model.dtype,):
         if kv is DType.FP8_PER_TOKEN:
             yield kv, kv
             continue
         yield model.dtype, kv
-        if kv is DType.E4M3:  # the query is quantised by some servers and left by others
+        if kv is DType.E4M3:  # some servers quantise the query, others do not
             yield kv, kv
 
 
-def _gqa_dtypes(model: GqaModel, use: Use) -> Iterator[tuple[DType, DType]]:
-    yield from _said_dtypes(use.dtypes or (model.dtype,), use)
+def _gqa_dtypes(model: GqaModel, use: ServingOptions) -> Iterator[tuple[DType, DType]]:
+    yield from _dtype_pairs(use.dtypes or (model.dtype,), use)
 
 
-def _said_dtypes(dtypes: Sequence[DType], use: Use) -> Iterator[tuple[DType, DType]]:
+def _dtype_pairs(dtypes: Sequence[DType], use: ServingOptions) -> Iterator[tuple[DType, DType]]:
     for query in dtypes:
         for kv in use.kv_dtypes or (query,):
             yield query, kv
 
 
-def _lookups(model: MlaModel, query: DType, kv: DType, use: Use) -> Sequence[str]:
+def _lookups(model: MlaModel, query: DType, kv: DType, use: ServingOptions) -> Sequence[str]:
     if use.lookups is not None:
         return use.lookups
     known = {
         lookup
         for row in SUPPORTED
         if (row.query_dtype, row.kv_dtype) == (query, kv)
-        for lookup, values, mask in row.forms
+        for lookup, values, mask in row.modes
         if (values, mask) == ("shared", "causal")
     }
     return ("paged", "sparse") if model.is_sparse and "sparse" in known else ("paged",)

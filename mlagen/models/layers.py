@@ -1,20 +1,20 @@
-"""The layers of a model: which kinds of them attend over a KV cache."""
+"""Layer kinds of a model: which ones attend over a KV cache."""
 
 from __future__ import annotations
 
 from mlagen.models.fields import Fields
 
-# Names that transformers gives to kinds of layers. The first keep keys and values; a window is an
-# argument of a call.
+# Layer kinds of transformers. The first two sets have a KV cache; the window is an argument of the
+# call.
 _GQA_KINDS = ("full_attention", "sliding_attention", "attention")
 _MLA_KINDS = ("full_attention", "attention", "deepseek_sparse_attention")
 _STATE_KINDS = ("linear_attention", "mamba", "mamba2", "conv", "recurrent")
 _FEED_FORWARD = ("mlp", "moe")
 _KINDS = ("layer_types", "layers_block_type", "block_types")
-# The letters of Nemotron-H's layers.
+# Layer letters of Nemotron-H.
 _LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
-# What says that some layers keep a state, where no list of kinds does.
-_STATE_SIGNS = (
+# Fields that imply recurrent layers if there is no list of kinds.
+_STATE_FIELDS = (
     "linear_attn_config",
     "full_attention_interval",
     "attn_layer_period",
@@ -25,12 +25,12 @@ _STATE_SIGNS = (
 
 
 def layers_left_out(fields: Fields, *, is_mla: bool) -> tuple[str, ...]:
-    """Return a sentence for each kind of layer that has no attention over a KV cache.
+    """Return a sentence for each kind of layer without attention over a KV cache.
 
     Raises
     ------
     ArgumentError
-        If there is a kind that mlagen does not know, or none that attends.
+        If a kind is unknown, or none attends over a KV cache.
     """
     attending = _MLA_KINDS if is_mla else _GQA_KINDS
     for label in (*_KINDS, "hybrid_override_pattern"):
@@ -44,17 +44,17 @@ def layers_left_out(fields: Fields, *, is_mla: bool) -> tuple[str, ...]:
         if not set(kinds) & set(attending):
             raise fields.rejection(label, f"some layers of {' or '.join(attending)}", kinds)
         return tuple(
-            f"{fields.name}: layers of {kind}: they keep a state, not a KV cache"
+            f"{fields.name}: layers of {kind}: they have a recurrent state, not a KV cache"
             for kind in kinds
             if kind in _STATE_KINDS
         )
-    signs = [label for label in _STATE_SIGNS if fields.value(label)]
+    found = [label for label in _STATE_FIELDS if fields.value(label)]
     types = fields.value("attn_type_list")
     if isinstance(types, list) and 0 in types:
-        signs.append("attn_type_list")
+        found.append("attn_type_list")
     return tuple(
-        f"{fields.name}: layers that {label} speaks of: they keep a state, not a KV cache"
-        for label in signs[:1]
+        f"{fields.name}: layers of {label}: they have a recurrent state, not a KV cache"
+        for label in found[:1]
     )
 
 

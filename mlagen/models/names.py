@@ -1,4 +1,4 @@
-"""Names of the models that come with mlagen: of their files, aliases, and ids of the Hub."""
+"""Model presets: names, aliases and Hub ids."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import re
 from functools import cache
 from importlib import resources
 
-# Models that attend as a preset does, by their names on the Hub without the endings below. What
-# stands first is whose they are there.
-_LIKE = {
+# Models with the attention of a preset, by Hub name without the suffixes below. The first string is
+# their owner on the Hub.
+_ALIASES = {
     "deepseek-v2": ("deepseek-ai", "deepseek-v2.5", "deepseek-coder-v2"),
     "deepseek-v2-lite": ("deepseek-ai", "deepseek-coder-v2-lite"),
     "deepseek-v3": (
@@ -34,36 +34,36 @@ _LIKE = {
     ),
     "qwen3-32b": ("qwen",),
 }
-# Endings of further trainings and other number formats of weights, which attend alike.
-_ENDING = re.compile(r"-(instruct|base|chat|thinking|fp8|bf16|hf|\d{4})$")
+# Suffixes of fine-tuned or quantised variants, which have the same attention.
+_SUFFIX = re.compile(r"-(instruct|base|chat|thinking|fp8|bf16|hf|\d{4})$")
 
 
 @cache
 def preset_names() -> tuple[str, ...]:
-    """Return the names of the models that come with mlagen."""
+    """Return the names of the presets."""
     files = resources.files("mlagen.models").iterdir()
     return tuple(sorted(file.name[:-5] for file in files if file.name.endswith(".json")))
 
 
 @cache
 def known_names() -> tuple[str, ...]:
-    """Return the names of presets, and their aliases."""
-    aliases = {alias for _, *others in _LIKE.values() for alias in others}
+    """Return the names and aliases of the presets."""
+    aliases = {alias for _, *others in _ALIASES.values() for alias in others}
     return tuple(sorted({*preset_names(), *aliases}))
 
 
 def preset_of(name: str) -> str | None:
-    """Return the preset of a name, of an alias or of an id of the Hub; None if it is none.
+    """Return the preset of a name, an alias or a Hub id, or None.
 
-    Case does not count, nor do endings such as ``-Instruct``, ``-FP8`` and ``-0528``.
+    The match ignores case and suffixes such as ``-Instruct``, ``-FP8`` and ``-0528``.
     """
     owner, slash, model = name.lower().rpartition("/")
     while True:
         for preset in preset_names():
-            whose, *others = _LIKE[preset]
-            if model in (preset, *others) and (not slash or owner == whose):
+            preset_owner, *others = _ALIASES[preset]
+            if model in (preset, *others) and (not slash or owner == preset_owner):
                 return preset
-        shorter = _ENDING.sub("", model)
+        shorter = _SUFFIX.sub("", model)
         if shorter == model:
             return None
         model = shorter

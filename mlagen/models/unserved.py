@@ -1,4 +1,4 @@
-"""Rejects what no kernel computes: kinds of attention, and models that decode nothing."""
+"""Rejection of unsupported models: kinds of attention without a kernel, and encoders."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 from mlagen.models.fields import Fields
 
-# Keys that no served model sets, with what is expected instead.
+# Keys that no supported model sets, with the expected property.
 _KEYS = (
     (re.compile(r"^compress_"), "a KV cache of all tokens"),
     (re.compile(r"alibi"), "attention without ALiBi"),
@@ -16,7 +16,7 @@ _KEYS = (
     (re.compile(r"^type_vocab_size$"), "a decoder, not an encoder"),
 )
 _POSITIONS = ("rope", "rotary", "nope", "absolute", "learned")
-# What the keys of these kinds do not say.
+# Model types whose attention differs without a key for it.
 _KINDS = {"diffllama": "attention without differences", "bloom": "attention without ALiBi"}
 _NOT_GENERATING = re.compile(
     r"For(CTC|MaskedLM|\w*Classification|\w*Segmentation|\w*Detection|QuestionAnswering"
@@ -27,14 +27,14 @@ _BAICHUAN_7B = 4096  # its hidden_size
 
 
 def reject_unserved(fields: Fields) -> None:
-    """Reject what no kernel computes.
+    """Reject a model that no kernel supports.
 
     Raises
     ------
     ArgumentError
-        With the key, the rule and the value.
+        Names the key, the rule and the value.
     """
-    for label, value in fields.said():
+    for label, value in fields.set_items():
         for pattern, rule in _KEYS:
             if pattern.search(label.rsplit(".", 1)[-1]):
                 raise fields.rejection(label, rule, value)
@@ -44,16 +44,16 @@ def reject_unserved(fields: Fields) -> None:
 
 
 def _rules(fields: Fields) -> dict[str, tuple[str, bool]]:
-    """Return what is expected of some keys, and whether it is not so."""
+    """Return the rule of each key, and whether the configuration breaks it."""
     get = fields.value
     kind = str(get("model_type"))
     classes = get("architectures")
     classes = classes if isinstance(classes, list) else []
     generates = not classes or not all(_NOT_GENERATING.search(str(name)) for name in classes)
     position = get("position_embedding_type")
-    # The larger model has ALiBi, and no key says so.
+    # The larger model uses ALiBi without a key for it.
     is_large_baichuan = kind == "baichuan" and get("hidden_size") != _BAICHUAN_7B
-    # Only what generates text has a vocabulary.
+    # Only text decoders have a vocabulary.
     pictures = dict.fromkeys(_PICTURES, ("a model that generates text", False))
     for label in pictures:
         is_broken = get("vocab_size") is None and get(label) is not None

@@ -1,4 +1,4 @@
-"""Prewarming: kernels compiled, and loaded if asked, before the first call needs them."""
+"""Prewarming: compiles kernels, and optionally loads them, before the first call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels looked up one after the other, and built several at a time."""
+"""Prewarm builds: sequential look-ups, then parallel compilation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from queue import SimpleQueue
 from mlagen.cache.default_store import kernel_store
 from mlagen.engine import find_or_build, key_of
 from mlagen.errors import CacheError, MlagenError
-from mlagen.prewarming.report import Happening, PrewarmUnit, unit_of
+from mlagen.prewarming.report import PrewarmUnit, RawEvent, unit_of
 from mlagen.settings import current_settings
 from mlagen.spec.kernel import KernelSpec
 
@@ -19,7 +19,7 @@ from mlagen.spec.kernel import KernelSpec
 def look_up_all(
     specs: Sequence[KernelSpec], *, is_dry: bool
 ) -> Generator[tuple[str, KernelSpec, PrewarmUnit], None, None]:
-    """Yield a unit for each kernel: a hit, or what is missing; if ``is_dry``, change nothing."""
+    """Yield a hit or missing unit for each kernel; if ``is_dry``, change nothing."""
     for spec in specs:
         start = time.perf_counter()
         key = key_of(spec)
@@ -35,52 +35,52 @@ def build_all(
     *,
     fail_fast: bool = False,
     stop: Callable[[], None] = lambda: None,
-    late: Callable[[PrewarmUnit], object] = lambda _: None,
-) -> Generator[Happening, None, None]:
-    """Yield each start and each end, in the order in which they happen.
+    on_late_unit: Callable[[PrewarmUnit], object] = lambda _: None,
+) -> Generator[RawEvent, None, None]:
+    """Yield an event for each start and each end, in order of occurrence.
 
-    ``stop`` is called when the caller goes away before the end, from Ctrl-C for instance, and then
-    ``late`` with each unit that is finished all the same and was not yielded.
+    If the caller stops early, by Ctrl-C for instance, ``stop`` is called, and then
+    ``on_late_unit`` with each finished unit that was not yielded.
     """
-    happened: SimpleQueue[KernelSpec | Future[PrewarmUnit]] = SimpleQueue()
+    events: SimpleQueue[KernelSpec | Future[PrewarmUnit]] = SimpleQueue()
     has_failed = threading.Event()
 
     def begin(spec: KernelSpec) -> PrewarmUnit:
         if fail_fast and has_failed.is_set():
             return unit_of(spec, key_of(spec), "skipped", time.perf_counter())
-        happened.put(spec)
+        events.put(spec)
         unit = build(spec)
         if unit.error is not None:
             has_failed.set()
         return unit
 
     pool = ThreadPoolExecutor(jobs, thread_name_prefix="mlagen-prewarm")
-    left: set[Future[PrewarmUnit]] = set()
+    pending: set[Future[PrewarmUnit]] = set()
     try:
         for spec in specs:
-            left.add(future := pool.submit(begin, spec))
-            future.add_done_callback(happened.put)
-        while left:
-            it = happened.get()
-            if isinstance(it, Future):
-                unit = it.result()
+            pending.add(future := pool.submit(begin, spec))
+            future.add_done_callback(events.put)
+        while pending:
+            event = events.get()
+            if isinstance(event, Future):
+                unit = event.result()
                 yield "finished", unit.spec, unit
-                left.discard(it)
+                pending.discard(event)
             else:
-                yield "started", it, None
+                yield "started", event, None
     except BaseException:
         stop()
         raise
     finally:
-        # Also after Ctrl-C: what is being compiled is finished, what waits is dropped.
+        # Also after Ctrl-C: running compilations finish, waiting ones are cancelled.
         pool.shutdown(cancel_futures=True)
-        for future in left:
+        for future in pending:
             if future.done() and not future.cancelled() and future.exception() is None:
-                late(future.result())
+                on_late_unit(future.result())
 
 
-def build_here(spec: KernelSpec, *, may_stay_in_memory: bool = False) -> PrewarmUnit:
-    """Compile a kernel in this process, unless the cache has it."""
+def build_in_process(spec: KernelSpec, *, may_stay_in_memory: bool = False) -> PrewarmUnit:
+    """Compile a kernel in this process, unless it is cached."""
     start = time.perf_counter()
     key = key_of(spec)
     try:

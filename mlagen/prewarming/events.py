@@ -1,45 +1,45 @@
-"""Progress of a prewarm, up to the end or to an interrupt."""
+"""Prewarm events: progress callbacks until the end or an interrupt."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import closing
 
-from mlagen.prewarming.report import Happening, PrewarmEvent, PrewarmUnit
+from mlagen.prewarming.report import PrewarmEvent, PrewarmUnit, RawEvent
 from mlagen.spec.kernel import KernelSpec
 
 
-class Events:
-    """What has happened so far, passed on to the callback as it happens.
+class EventDispatcher:
+    """Records events and passes them to the callback.
 
-    ``late`` is filled by those who build, with what is finished after an interrupt.
+    The builder appends units that finish after an interrupt to ``late_units``.
     """
 
     def __init__(
         self,
         on_event: Callable[[PrewarmEvent], None] | None,
         total: int,
-        late: list[PrewarmUnit],
+        late_units: list[PrewarmUnit],
     ) -> None:
         self._on_event = on_event
         self._total = total
         self.finished: dict[KernelSpec, PrewarmUnit] = {}
-        self._late = late  # finished after an interrupt
+        self._late_units = late_units  # finished after an interrupt
         self.loaded = 0
 
-    def follow(self, happenings: Generator[Happening, None, None]) -> None:
-        """Run to the end; an interrupt is raised once all that is kept has been passed on."""
+    def dispatch_all(self, raw_events: Generator[RawEvent, None, None]) -> None:
+        """Dispatch all events; an interrupt is raised after the late units are dispatched."""
         try:
-            with closing(happenings):  # or an exception in the callback would leave threads at work
-                for happening in happenings:
-                    self._pass_on(*happening)
+            with closing(raw_events):  # otherwise an exception in the callback leaks threads
+                for raw_event in raw_events:
+                    self._dispatch(*raw_event)
         except KeyboardInterrupt:
-            for unit in self._late:
+            for unit in self._late_units:
                 if unit.error is None and unit.spec not in self.finished:
-                    self._pass_on("finished", unit.spec, unit)
+                    self._dispatch("finished", unit.spec, unit)
             raise
 
-    def _pass_on(self, kind: str, spec: KernelSpec, unit: PrewarmUnit | None) -> None:
+    def _dispatch(self, kind: str, spec: KernelSpec, unit: PrewarmUnit | None) -> None:
         self.loaded += kind == "loaded"
         if unit is not None:
             self.finished[spec] = unit

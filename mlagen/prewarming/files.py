@@ -1,4 +1,4 @@
-"""Files that a caller names."""
+"""Input files: records and spec files."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from mlagen.errors import ArgumentError
 from mlagen.paths import read_named, reason_of
 
 
-def read_given(path: Path) -> bytes:
-    """Return what a file holds.
+def read_input_file(path: Path) -> bytes:
+    """Return the content of a file.
 
     Raises
     ------
     ArgumentError
-        If it cannot be read, is no regular file, or is too large; the message names it.
+        If it cannot be read, is not a regular file, or is too large; the message names it.
     """
     try:
         return read_named(path)

@@ -1,4 +1,4 @@
-"""The visible GPUs as targets: what to compile for, and where to load."""
+"""Targets of the visible GPUs: architectures to compile for, and devices to load on."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from mlagen.errors import ArgumentError, UnsupportedError
 from mlagen.runtime.device import visible_devices
 from mlagen.spec.arch import Arch, arch_of_capability, parse_arch
 from mlagen.spec.kernel import KernelSpec
-from mlagen.values import texts
+from mlagen.values import as_str_list
 
 
 def visible_archs() -> dict[int, Arch]:
-    """Return the targets of the visible GPUs by their index; a GPU that none serves is left out."""
+    """Return the targets of the visible GPUs by index; an unsupported GPU is skipped."""
     archs = {}
-    for facts in visible_devices():
+    for device in visible_devices():
         with suppress(ArgumentError):
-            archs[facts.index] = arch_of_capability(facts.major, facts.minor)
+            archs[device.index] = arch_of_capability(device.major, device.minor)
     return archs
 
 
-def archs_of(archs: str | Iterable[str]) -> list[Arch]:
-    """Return the targets of these names, each once; ``native`` is those of the visible GPUs.
+def parse_archs(archs: str | Iterable[str]) -> list[Arch]:
+    """Return the targets of these names, without duplicates; ``native`` is the visible GPUs.
 
     Raises
     ------
     ArgumentError
-        If a name is none of a target.
+        If a name is not a target.
     UnsupportedError
-        If ``native`` finds no GPU to serve.
+        If ``native`` finds no supported GPU.
     """
-    names = texts(archs, "arch")
+    names = as_str_list(archs, "arch")
     found: dict[Arch, None] = {}
     for name in names:
         if name != "native":
@@ -48,7 +48,7 @@ def archs_of(archs: str | Iterable[str]) -> list[Arch]:
 
 
 def devices_for(specs: Sequence[KernelSpec]) -> dict[int, Arch]:
-    """Return the visible GPUs that some of the kernels are for, with their targets.
+    """Return the visible GPUs that match a target of the kernels, with their targets.
 
     Raises
     ------
@@ -59,7 +59,7 @@ def devices_for(specs: Sequence[KernelSpec]) -> dict[int, Arch]:
     archs = {spec.arch for spec in specs}
     devices = {index: arch for index, arch in visible.items() if arch in archs}
     if not devices:
-        asked = ", ".join(map(str, sorted(archs)))
+        wanted = ", ".join(map(str, sorted(archs)))
         got = ", ".join(map(str, sorted(set(visible.values())))) or "none"
-        raise UnsupportedError(f"load: expected a visible GPU for {asked}, got {got}")
+        raise UnsupportedError(f"load: expected a visible GPU for {wanted}, got {got}")
     return devices

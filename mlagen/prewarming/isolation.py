@@ -1,4 +1,4 @@
-"""Kernels built in processes of their own: one that dies or hangs takes no other with it."""
+"""Isolated builds: each kernel compiles in its own process, so a crash or hang affects no other."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from mlagen.prewarming.report import PrewarmUnit, ms_since, unit_of
 from mlagen.settings import current_settings
 from mlagen.spec.kernel import KernelSpec
 
-# Before anything is imported, the path is that of this process: the current folder is none of it.
+# Sets sys.path to that of this process first, without the current folder.
 _BOOT = (
     "import sys; sys.path[:] = sys.argv[2:]; "
     "from mlagen.prewarming.worker import main; main(sys.argv[1])"
@@ -36,42 +36,42 @@ _logger = logging.getLogger("mlagen")
 
 
 @contextmanager
-def workers(timeout_s: float) -> Iterator[Workers]:
-    """Give processes that build kernels; leaving the context kills what is still at work.
+def worker_pool(timeout_s: float) -> Iterator[WorkerPool]:
+    """Open a pool of processes that build kernels; leaving the context kills running ones.
 
-    ``timeout_s`` is what one may take, from its start to the published entry.
+    ``timeout_s`` limits each process, from its start to the published entry.
     """
-    # Nothing is ever written: when this process ends, however that happens, they see the end.
-    lifeline, ours = os.pipe()
-    made = Workers(timeout_s, lifeline)
+    # Never written: workers see end-of-file when this process ends for any reason.
+    lifeline, write_end = os.pipe()
+    pool = WorkerPool(timeout_s, lifeline)
     try:
-        yield made
+        yield pool
     finally:
-        made.stop()
-        os.close(ours)
+        pool.stop()
+        os.close(write_end)
         os.close(lifeline)
 
 
-class Workers:
-    """Builds each kernel in a process of its own, which is killed where it takes too long.
+class WorkerPool:
+    """Builds each kernel in its own process, which is killed after the timeout.
 
-    Its processes are in sessions of their own, so that Ctrl-C reaches this process alone.
+    The processes are in their own sessions, so that Ctrl-C reaches only this process.
     """
 
     def __init__(self, timeout_s: float, lifeline: int) -> None:
         self._timeout_s = timeout_s
         self._lifeline = lifeline
-        self._changing = threading.Lock()
+        self._lock = threading.Lock()
         self._running: set[subprocess.Popen[str]] = set()
         self._is_stopped = False
 
     def build(self, spec: KernelSpec) -> PrewarmUnit:
-        """Compile a kernel, unless the cache has it; from any thread."""
+        """Compile a kernel, unless it is cached; thread-safe."""
         start, key = time.perf_counter(), key_of(spec)
         try:
             process = self._start(spec)
-        except OSError as rejected:
-            return unit_of(spec, key, "failed", start, error=_rejection(rejected))
+        except OSError as error:
+            return unit_of(spec, key, "failed", start, error=_start_error(error))
         if process is None:
             return unit_of(spec, key, "skipped", start)
         try:
@@ -80,31 +80,31 @@ class Workers:
             process.kill()
             process.communicate()
             message = f"timeout: expected a compiled kernel in {self._timeout_s:g} s, got none"
-            error = CompileError(message, log="", source="")
-            return unit_of(spec, key, "timeout", start, error=error)
+            timeout = CompileError(message, log="", source="")
+            return unit_of(spec, key, "timeout", start, error=timeout)
         finally:
-            with self._changing:
+            with self._lock:
                 self._running.discard(process)
             if process.returncode:
                 _clear_staging(key, process.pid)
-        # A worker that is stopped between publishing and answering has kept its kernel.
+        # A worker that is stopped between publishing and answering has published its kernel.
         if self._is_stopped and (entry := kernel_store().look_up(key, is_dry=True).entry):
             return unit_of(spec, key, "built", start, entry=entry)
         if process.returncode or not out:
-            return unit_of(spec, key, "failed", start, error=_death(process.returncode, err))
+            return unit_of(spec, key, "failed", start, error=_exit_error(process.returncode, err))
         for line in err.splitlines():
             _logger.warning("%s", line)
-        return _unit_from(json.loads(out), spec, key, start)
+        return _unit_from_json(json.loads(out), spec, key, start)
 
     def stop(self) -> None:
-        """Kill the processes that are at work, and start no others."""
-        with self._changing:
+        """Kill the running processes, and start no others."""
+        with self._lock:
             self._is_stopped = True
             for process in self._running:
                 process.kill()
 
     def _start(self, spec: KernelSpec) -> subprocess.Popen[str] | None:
-        with self._changing:
+        with self._lock:
             if self._is_stopped:
                 return None
             process = subprocess.Popen(
@@ -122,17 +122,17 @@ class Workers:
 
 
 def worker_command(spec: KernelSpec) -> list[str]:
-    """Return the command that builds ``spec`` in a process of its own."""
+    """Return the command that builds ``spec`` in its own process."""
     return [sys.executable, "-c", _BOOT, str(spec), *sys.path]
 
 
 def _environment() -> dict[str, str]:
-    # What a worker logs is logged here as a warning: it must log nothing else.
+    # Every line on the stderr of a worker becomes a warning here, so it must log warnings only.
     return {name: value for name, value in os.environ.items() if name != "MLAGEN_LOG"}
 
 
-def unit_text(unit: PrewarmUnit) -> str:
-    """Return what a worker says of its kernel."""
+def unit_to_json(unit: PrewarmUnit) -> str:
+    """Return the answer of a worker as JSON."""
     document: dict[str, Any] = {
         "toolchain": unit.toolchain,
         "status": unit.status,
@@ -141,44 +141,48 @@ def unit_text(unit: PrewarmUnit) -> str:
         "cubin_bytes": unit.cubin_bytes,
     }
     if unit.error is not None:
-        facts = {name: str(value) for name, value in vars(unit.error).items()}
-        document["error"] = {"kind": type(unit.error).__name__, "message": str(unit.error), **facts}
+        attributes = {name: str(value) for name, value in vars(unit.error).items()}
+        document["error"] = {
+            "kind": type(unit.error).__name__,
+            "message": str(unit.error),
+            **attributes,
+        }
     return json.dumps(document)
 
 
-def _unit_from(
+def _unit_from_json(
     document: dict[str, Any], spec: KernelSpec, key: CacheKey, start: float
 ) -> PrewarmUnit:
-    told = document.pop("error", None)
-    error = None if told is None else _error_from(**told)
+    error_fields = document.pop("error", None)
+    error = None if error_fields is None else _error_from_json(**error_fields)
     return PrewarmUnit(spec=spec, key=key.digest, ms=ms_since(start), error=error, **document)
 
 
-def _error_from(*, kind: str, message: str, **facts: Any) -> MlagenError:
-    if "path" in facts:
-        facts["path"] = Path(facts["path"])
+def _error_from_json(*, kind: str, message: str, **attributes: Any) -> MlagenError:
+    if "path" in attributes:
+        attributes["path"] = Path(attributes["path"])
     cls: type[MlagenError] = getattr(errors, kind)
-    return cls(message, **facts)
+    return cls(message, **attributes)
 
 
-def _rejection(error: OSError) -> CompileError:
-    """Return the error of a worker that the system did not start."""
+def _start_error(error: OSError) -> CompileError:
+    """Return the error for a worker that could not be started."""
     message = f"worker: expected a process, got {error.strerror or error}"
     return CompileError(message, log="", source="")
 
 
-def _death(status: int, err: str) -> CompileError:
-    """Return the error of a worker that ended without a word."""
+def _exit_error(status: int, err: str) -> CompileError:
+    """Return the error for a worker that ended without an answer."""
     if status < 0:
         got = signal.Signals(-status).name
     else:
-        said = err.strip().splitlines() or ["nothing"]
-        got = f"exit status {status}: {said[-1]}"
+        lines = err.strip().splitlines() or ["nothing"]
+        got = f"exit status {status}: {lines[-1]}"
     return CompileError(f"worker: expected a compiled kernel, got {got}", log=err, source="")
 
 
 def _clear_staging(key: CacheKey, pid: int) -> None:
-    """Remove what a dead worker was writing; nobody else would for an hour."""
+    """Remove the staging folder of a dead worker; a sweep would wait for an hour."""
     settings = current_settings()
     layout = Layout(settings.cache_dir, settings.trusts_shared)
     discard_staged(layout, f"{key.digest}.{os.uname().nodename}.{pid}.")

@@ -1,4 +1,4 @@
-"""How many kernels this machine compiles at once: what CPUs, memory and container allow."""
+"""Number of parallel compile jobs, from CPUs, memory and container limits."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import math
 import os
 from pathlib import Path
 
-# Of a process with NVRTC: 170 MiB for its first kernel, and some 40 for each beside it
+# A process with NVRTC takes 170 MiB for the first kernel, and about 40 MiB for each further one
 # (x86_64, NVRTC 13.5, 2026-11).
-_BYTES_OF_ONE = 256 << 20
+_BYTES_PER_JOB = 256 << 20
 
-# Where Linux tells the limits of a container, in its second and in its first version.
+# Container limits of Linux: cgroup v2 and v1.
 _QUOTAS = (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"))
 _LIMITS = ("memory.max", "memory/memory.limit_in_bytes")
 
 
 def usable_jobs(root: Path = Path("/")) -> int:
-    """Return one job for each usable CPU, as far as memory goes; ``root`` is for tests."""
+    """Return one job per usable CPU, limited by memory; ``root`` is for tests."""
     groups = root / "sys/fs/cgroup"
     jobs = [float(len(os.sched_getaffinity(0)))]  # may be fewer than os.cpu_count()
     for names in _QUOTAS:
@@ -25,12 +25,12 @@ def usable_jobs(root: Path = Path("/")) -> int:
             jobs.append(math.ceil(quota[0] / quota[1]))
     free = [number for name in _LIMITS for number in _numbers(groups / name)]
     free += _available(root / "proc/meminfo")
-    jobs += [number / _BYTES_OF_ONE for number in free]
+    jobs += [number / _BYTES_PER_JOB for number in free]
     return max(1, int(min(jobs)))
 
 
 def _numbers(path: Path) -> list[int]:
-    """Return the numbers in a file; none where there is no file, or it says that all is free."""
+    """Return the numbers in a file; none if it is missing or has no limit (``max``)."""
     try:
         return [int(word) for word in path.read_text().split()]
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Records of what runs asked for, as ``MLAGEN_RECORD`` has them written."""
+"""Record files: the kernels that runs requested, written with ``MLAGEN_RECORD``."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from mlagen.errors import ArgumentError
-from mlagen.prewarming.files import read_given
-from mlagen.prewarming.gpus import archs_of
-from mlagen.spec.calls import specs_elsewhere
+from mlagen.prewarming.files import read_input_file
+from mlagen.prewarming.gpus import parse_archs
+from mlagen.spec.calls import specs_on_arch
 from mlagen.spec.kernel import KernelSpec
 from mlagen.spec.text import parse_spec
 
@@ -18,19 +18,19 @@ _logger = logging.getLogger("mlagen")
 
 
 def read_record(path: Path, *, archs: str | Iterable[str] | None = None) -> list[KernelSpec]:
-    """Return the kernels of a record, each once.
+    """Return the kernels of a record, without duplicates.
 
-    With ``archs``, instead of them those that the same calls take on these architectures. A last
-    line that was being written when the run ended is skipped with a warning.
+    With ``archs``, return the kernels that the same calls take on these architectures instead. An
+    incomplete last line, from a run that ended while writing it, is skipped with a warning.
 
     Raises
     ------
     ArgumentError
-        If the file cannot be read, or a line is no record of a kernel; the message names both.
+        If the file cannot be read, or a line is not a record of a kernel; the message names both.
     UnsupportedError
-        If ``native`` finds no GPU to serve.
+        If ``native`` finds no supported GPU.
     """
-    content = read_given(path)
+    content = read_input_file(path)
     specs: dict[KernelSpec, None] = {}
     lines = content.split(b"\n")
     for number, line in enumerate(lines, start=1):
@@ -45,8 +45,8 @@ def read_record(path: Path, *, archs: str | Iterable[str] | None = None) -> list
             raise ArgumentError(f"{path}:{number}: {error}") from error
     if archs is None:
         return list(specs)
-    asked = archs_of(archs)
-    elsewhere = (other for spec in specs for arch in asked for other in specs_elsewhere(spec, arch))
+    wanted = parse_archs(archs)
+    elsewhere = (other for spec in specs for arch in wanted for other in specs_on_arch(spec, arch))
     return list(dict.fromkeys(elsewhere))
 
 

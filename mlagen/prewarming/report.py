@@ -1,4 +1,4 @@
-"""What a prewarm tells while it runs, and what it came to."""
+"""Prewarm report: events of a running prewarm, and its result."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ STATUSES = ("hit", "built", "failed", "timeout", "skipped", "missing")
 
 @dataclass(frozen=True, kw_only=True)
 class PrewarmUnit:
-    """One kernel, and what became of it; the facts of an entry are None where there is none.
+    """Outcome of one kernel; the fields of an entry are None without an entry.
 
-    ``status`` is ``hit``, ``built``, ``failed``, ``timeout``, or ``skipped`` after a failure that
-    ended the work; in a dry run it is ``hit`` or ``missing``.
+    ``status`` is ``hit``, ``built``, ``failed``, ``timeout``, or ``skipped`` after a failure with
+    ``fail_fast``; in a dry run it is ``hit`` or ``missing``.
     """
 
     spec: KernelSpec
@@ -39,26 +39,26 @@ class PrewarmEvent:
 
     kind: str
     spec: KernelSpec
-    unit: PrewarmUnit | None  # of what is finished
+    unit: PrewarmUnit | None  # of a finished kernel
     done: int  # units finished
     total: int
 
 
-# What an event tells, before it is counted.
-Happening: TypeAlias = tuple[str, KernelSpec, PrewarmUnit | None]
+# Kind, spec and unit of an event, before the dispatcher adds the counts.
+RawEvent: TypeAlias = tuple[str, KernelSpec, PrewarmUnit | None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrewarmReport:
-    """What a prewarm came to."""
+    """Result of a prewarm."""
 
     units: tuple[PrewarmUnit, ...]  # in the order of the specs
-    loaded: int  # kernels, times GPUs
+    loaded: int  # number of kernels times GPUs
     ms: float
-    left_out: tuple[str, ...] = ()  # sentences: parts of models that no kernel serves
+    left_out: tuple[str, ...] = ()  # a sentence for each unsupported part of a model
 
     def totals(self) -> dict[str, int | float]:
-        """Return how many units there are of each status, and the time it took."""
+        """Return the number of units of each status, and the duration."""
         statuses = [unit.status for unit in self.units]
         counts = {name: statuses.count(name) for name in STATUSES}
         return {"units": len(statuses), **counts, "loaded": self.loaded, "ms": self.ms}
@@ -73,11 +73,11 @@ def unit_of(
     entry: CacheEntry | None = None,
     error: MlagenError | None = None,
 ) -> PrewarmUnit:
-    """Return a unit of what began at ``start``, as :func:`time.perf_counter` says it."""
-    facts: dict[str, Any] = {}
+    """Return the unit of a kernel whose work began at ``start``, by :func:`time.perf_counter`."""
+    fields: dict[str, Any] = {}
     if entry:
         resources = entry.manifest.facts["resources"]
-        facts = {
+        fields = {
             "registers": max(kernel["registers"] for kernel in resources),
             "spill_bytes": sum(k["spill_store_bytes"] + k["spill_load_bytes"] for k in resources),
             "cubin_bytes": len(entry.cubin),
@@ -89,10 +89,10 @@ def unit_of(
         status=status,
         ms=ms_since(start),
         error=error,
-        **facts,
+        **fields,
     )
 
 
 def ms_since(start: float) -> float:
-    """Return the milliseconds since ``start``, as :func:`time.perf_counter` says it."""
+    """Return the milliseconds since ``start``, by :func:`time.perf_counter`."""
     return round((time.perf_counter() - start) * 1e3, 3)

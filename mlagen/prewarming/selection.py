@@ -1,4 +1,4 @@
-"""Which kernels the arguments of a prewarm name: those of models, of texts, or of a table."""
+"""Kernel selection of a prewarm: by models, by kernel texts, or by spec fields."""
 
 from __future__ import annotations
 
@@ -6,29 +6,29 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TypeAlias
 
 from mlagen.models.config import find_model
-from mlagen.models.kernels import Use, model_specs
-from mlagen.prewarming.gpus import archs_of
+from mlagen.models.kernels import ServingOptions, model_specs
+from mlagen.prewarming.gpus import parse_archs
 from mlagen.spec.dtype import DType
 from mlagen.spec.families import FAMILIES, require_families
 from mlagen.spec.kernel import KernelSpec
 from mlagen.spec.selection import select_specs
 from mlagen.spec.text import parse_spec
 from mlagen.values import (
+    as_list,
+    as_str_list,
     reject,
     require_choice,
     require_text,
     require_whole_number,
-    several,
     shown,
-    texts,
 )
 
 Counts: TypeAlias = int | Iterable[int] | None
 Wanted: TypeAlias = str | int | Iterable[str | int]
 Kernels: TypeAlias = str | KernelSpec | Iterable[str | KernelSpec]
 
-# What may be said beside a model; all else the model says.
-_BESIDE_MODELS = ("dtype", "kv_dtype", "page_size", "lookup")
+# Fields that can be combined with models; the model determines the others.
+_MODEL_OPTIONS = ("dtype", "kv_dtype", "page_size", "lookup")
 
 
 def selected_specs(
@@ -44,32 +44,32 @@ def selected_specs(
     wanted: Mapping[str, Wanted],
     on_left_out: Callable[[str], None] = lambda _: None,
 ) -> list[KernelSpec]:
-    """Return the kernels that the arguments of :func:`mlagen.prewarm` name, each once.
+    """Return the kernels that the arguments of :func:`mlagen.prewarm` select, without duplicates.
 
-    ``on_left_out`` gets a sentence for each part of a model that no kernel serves.
+    ``on_left_out`` receives a sentence for each part of a model without a kernel.
 
     Raises
     ------
     ArgumentError
-        If an argument breaks its rule, names what does not exist, or goes with no other.
+        If an argument breaks its rule, names an unknown value, or conflicts with another.
     UnsupportedError
-        If ``native`` finds no GPU to serve.
+        If ``native`` finds no supported GPU.
     """
     specs: dict[KernelSpec, None] = {}
     shape = {"heads": heads, "kv_heads": kv_heads, "q_len": q_len}
     if kernels is not None:
         specs |= {
             k if isinstance(k, KernelSpec) else parse_spec(require_text(k, "kernel")): None
-            for k in several(kernels, "kernels")
+            for k in as_list(kernels, "kernels")
         }
     if models is not None:
-        _reject({"heads": heads, "kv_heads": kv_heads}, "beside models, which say it")
-        _reject({k: v for k, v in wanted.items() if k not in _BESIDE_MODELS}, "beside models")
-        names = texts(models, "model")
+        _reject({"heads": heads, "kv_heads": kv_heads}, "beside models, which define it")
+        _reject({k: v for k, v in wanted.items() if k not in _MODEL_OPTIONS}, "beside models")
+        names = as_str_list(models, "model")
         use = _use(1 if tp is None else tp, 1 if q_len is None else q_len, wanted)
         known = _families(families)
         found = [find_model(name.strip()) for name in names]
-        for arch in archs_of(archs):
+        for arch in parse_archs(archs):
             made = (spec for model in found for spec in model_specs(arch, model, use, on_left_out))
             specs |= {spec: None for spec in made if spec.family in known}
         return list(specs)
@@ -77,25 +77,25 @@ def selected_specs(
     if kernels is not None:
         _reject({"families": families, **shape, **wanted}, "beside kernels, without models")
         return list(specs)
-    return select_specs(archs_of(archs), families=families, wanted=dict(wanted), **shape)
+    return select_specs(parse_archs(archs), families=families, wanted=dict(wanted), **shape)
 
 
-def _reject(said: Mapping[str, object], where: str) -> None:
-    for name, value in said.items():
+def _reject(arguments: Mapping[str, object], where: str) -> None:
+    for name, value in arguments.items():
         if value is not None:
             reject(name, f"none {where}", shown(value))
 
 
 def _families(families: Iterable[str] | None) -> set[str]:
-    chosen = list(FAMILIES) if families is None else texts(families, "family")
+    chosen = list(FAMILIES) if families is None else as_str_list(families, "family")
     require_families(chosen)
     return set(chosen)
 
 
-def _use(tp: Counts, q_len: Counts, wanted: Mapping[str, Wanted]) -> Use:
+def _use(tp: Counts, q_len: Counts, wanted: Mapping[str, Wanted]) -> ServingOptions:
     page_sizes = wanted.get("page_size")
     lookups = wanted.get("lookup")
-    return Use(
+    return ServingOptions(
         tp=_counts("tp", tp),
         q_lens=_counts("q_len", q_len),
         page_sizes=None if page_sizes is None else _counts("page_size", page_sizes),
@@ -106,25 +106,27 @@ def _use(tp: Counts, q_len: Counts, wanted: Mapping[str, Wanted]) -> Use:
 
 
 def _counts(name: str, values: object) -> list[int]:
-    return [require_whole_number(value, name, least=1) for value in _some(values, name)]
+    return [
+        require_whole_number(value, name, min_value=1) for value in _require_values(values, name)
+    ]
 
 
 def _dtypes(name: str, wanted: Mapping[str, Wanted]) -> list[DType] | None:
     if name not in wanted:
         return None
     known = [str(dtype) for dtype in DType]
-    values = _some(wanted[name], name)
+    values = _require_values(wanted[name], name)
     return [DType(require_choice(value, name, known)) for value in values]
 
 
 def _lookups(values: object) -> list[str]:
     known = ("paged", "sparse")
-    return [require_choice(value, "lookup", known) for value in _some(values, "lookup")]
+    return [require_choice(value, "lookup", known) for value in _require_values(values, "lookup")]
 
 
-def _some(values: object, name: str) -> list[object]:
-    """Return the values of an argument that says how a model is served."""
-    said = list(several(values, name))
-    if not said:
+def _require_values(values: object, name: str) -> list[object]:
+    """Return the values of an argument that selects how a model is served."""
+    found = list(as_list(values, name))
+    if not found:
         reject(name, "one or more beside models", "none")
-    return said
+    return found

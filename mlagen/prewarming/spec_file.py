@@ -1,4 +1,4 @@
-"""Files that say what to prewarm: tables of options, in TOML or JSON."""
+"""Spec files: tables of prewarm options in TOML or JSON."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mlagen.errors import ArgumentError
-from mlagen.prewarming.files import read_given
+from mlagen.prewarming.files import read_input_file
 from mlagen.prewarming.selection import selected_specs
 from mlagen.spec.kernel import KernelSpec
 
@@ -20,7 +20,7 @@ else:
 
 _TABLE = "kernel"
 
-# The options of `mlagen prewarm` that choose kernels, and what each of their values is.
+# The options of `mlagen prewarm` that select kernels, with the type of their values.
 _ARGUMENTS = {"arch": str, "model": str, "tp": int, "kernel": str, "family": str}
 _ARGUMENTS |= {"heads": int, "kv_heads": int, "q_len": int}
 _WANTED = {"dtype": str, "kv_dtype": str, "page_size": int, "kv_lora_rank": int, "head_dim": int}
@@ -36,19 +36,19 @@ def read_spec_file(
     archs: str | Iterable[str] = "native",
     on_left_out: Callable[[str], None] = lambda _: None,
 ) -> list[KernelSpec]:
-    """Return the kernels that a file in TOML or JSON asks for, each once.
+    """Return the kernels that a file in TOML or JSON selects, without duplicates.
 
-    ``archs`` is for the tables that name none; ``on_left_out`` is that of :func:`selected_specs`.
+    ``archs`` applies to tables without ``arch``; ``on_left_out`` is that of :func:`selected_specs`.
 
     Raises
     ------
     ArgumentError
-        If it cannot be read, is no such file, or one of its tables asks for what cannot be; the
-        message names file and table.
+        If it cannot be read or parsed, or one of its tables is invalid; the message names file and
+        table.
     UnsupportedError
-        If ``native`` finds no GPU to serve.
+        If ``native`` finds no supported GPU.
     """
-    content = read_given(path)
+    content = read_input_file(path)
     is_json = path.suffix == ".json"
     return specs_of_file(str(path), content, is_json=is_json, archs=archs, on_left_out=on_left_out)
 
@@ -61,16 +61,16 @@ def specs_of_file(
     archs: str | Iterable[str] = "native",
     on_left_out: Callable[[str], None] = lambda _: None,
 ) -> list[KernelSpec]:
-    """Return the kernels that the content of a file asks for; ``name`` is for messages.
+    """Return the kernels that the content of a file selects; ``name`` is for messages.
 
-    What begins like an object is JSON where ``is_json`` does not say it.
+    If ``is_json`` is None, content that starts with ``{`` is JSON.
 
     Raises
     ------
     ArgumentError
         As :func:`read_spec_file`.
     UnsupportedError
-        If ``native`` finds no GPU to serve.
+        If ``native`` finds no supported GPU.
     """
     if is_json is None:
         is_json = content.lstrip().startswith(b"{")
@@ -113,7 +113,7 @@ def _arguments_of(where: str, table: object) -> dict[str, Any]:
 def _values_of(where: str, kind: type, value: object) -> Sequence[Any]:
     several = value if isinstance(value, list) else [value]
     for one in several:
-        if type(one) is not kind:  # true is no number
+        if type(one) is not kind:  # bool is not int
             rule = "a number" if kind is int else "a text"
             raise ArgumentError(f"{where}: expected {rule} or a list of them, got {value!r}")
     return several

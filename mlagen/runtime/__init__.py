@@ -1,1 +1,1 @@
-"""Cubin to work on a stream: loading, planning, launching."""
+"""Kernel runtime: loading cubins, planning grids, launching."""

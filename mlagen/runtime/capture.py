@@ -1,4 +1,4 @@
-"""Whether a CUDA graph is being captured."""
+"""CUDA graph capture state of the current stream."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import torch
 
 
 def is_capturing(device: torch.device | int) -> bool:
-    """Return whether the current stream of ``device`` is being captured; a CPU has none."""
+    """Return whether the current stream of ``device`` is capturing; False for a CPU."""
     if isinstance(device, torch.device):
         if device.type != "cuda":
             return False
         device = device.index
-    # The public functions, and a change of the current device, cost more than the question.
+    # The public functions and a device switch cost more than the query.
     if torch._C._cuda_getDevice() == device:  # noqa: SLF001
         return torch.cuda.is_current_stream_capturing()
-    with torch.cuda.device(device):  # a stream is current on each
+    with torch.cuda.device(device):  # every device has a current stream
         return torch.cuda.is_current_stream_capturing()

@@ -1,4 +1,4 @@
-"""What the driver says of itself and of the GPUs; a machine without a driver has none."""
+"""Driver queries: version, visible GPUs, contexts; a machine without a driver has no GPUs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mlagen.spec.arch import Arch, arch_of_capability
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceFacts:
-    """One visible GPU."""
+    """Properties of one visible GPU."""
 
     index: int
     name: str
@@ -30,7 +30,7 @@ def checked(result: tuple[Any, ...], symbol: str) -> Any:
     Raises
     ------
     DriverError
-        If the driver rejected; the message names ``symbol`` and the driver's own words.
+        If the call failed; the message has ``symbol`` and the driver's error text.
     """
     status, *values = result
     if int(status) != 0:
@@ -43,7 +43,7 @@ def checked(result: tuple[Any, ...], symbol: str) -> Any:
 
 
 def visible_devices() -> list[DeviceFacts]:
-    """Return the GPUs that the driver shows; none where there is no driver."""
+    """Return the visible GPUs; none without a driver."""
     driver = _initialised_driver()
     if driver is None:
         return []
@@ -70,7 +70,7 @@ def visible_devices() -> list[DeviceFacts]:
 
 
 def driver_version() -> str | None:
-    """Return the newest CUDA version that the driver serves, such as ``13.0``, or None."""
+    """Return the newest CUDA version that the driver supports, such as ``13.0``, or None."""
     driver = _initialised_driver()
     if driver is None:
         return None
@@ -80,7 +80,7 @@ def driver_version() -> str | None:
 
 @cache
 def device_facts(index: int) -> DeviceFacts:
-    """Return the facts of GPU ``index``; they do not change while a process lives.
+    """Return the properties of GPU ``index``; they are constant within a process.
 
     Raises
     ------
@@ -100,7 +100,7 @@ def arch_of_device(index: int) -> Arch:
     Raises
     ------
     ArgumentError
-        If no target serves it.
+        If no target matches it.
     """
     facts = device_facts(index)
     return arch_of_capability(facts.major, facts.minor)
@@ -109,7 +109,7 @@ def arch_of_device(index: int) -> Arch:
 def bind_context(index: int) -> None:
     """Make the primary context of GPU ``index`` current if this thread has no context yet.
 
-    A thread that has only used the driver has none, though the process has.
+    A thread that has only used the driver API has none, even if the process has one.
     """
     from cuda.bindings import driver
 
@@ -119,9 +119,9 @@ def bind_context(index: int) -> None:
 
 @contextmanager
 def lasting_context(index: int) -> Iterator[None]:
-    """Have a context current that outlives what is loaded in it.
+    """Make a context current that lives as long as the process.
 
-    A green context may be destroyed; in one, the primary context of GPU ``index`` takes its place.
+    A green context may be destroyed; the primary context of GPU ``index`` replaces it.
     """
     from cuda.bindings import driver
 
@@ -160,6 +160,6 @@ def _initialised_driver() -> Any | None:
         return None
     try:
         (status,) = driver.cuInit(0)
-    except RuntimeError:  # how cuda.bindings says that there is no libcuda
+    except RuntimeError:  # cuda.bindings without libcuda
         return None
     return driver if int(status) == 0 else None

@@ -1,4 +1,4 @@
-"""A loaded kernel and its parameters to a stream."""
+"""Kernel launch: packed parameters, and launch configurations with PDL and cooperative grids."""
 
 from __future__ import annotations
 
@@ -13,126 +13,126 @@ import torch
 from mlagen.errors import DriverError
 from mlagen.runtime.device import bind_context
 from mlagen.runtime.loader import LoadedKernel
-from mlagen.runtime.partition import TooManyBlocksError
+from mlagen.runtime.partition import TooManyCtasError
 
-# Before the parameters of a launch lies where they begin: the array of pointers to each argument of
-# the kernel, which has one. Eight bytes more leave them as aligned as what ctypes allocates.
+# kernelParams: an array with one pointer, since a kernel takes one struct, in front of that struct.
+# Eight bytes of padding keep the struct aligned as ctypes allocates it.
 _HEAD = struct.Struct("<Q8x")
 
 
-# How a driver may say that it does not take two attributes together.
-_REJECTIONS = ("CUDA_ERROR_INVALID_VALUE", "CUDA_ERROR_NOT_SUPPORTED")
-# And that the context has too few SMs for blocks that must all be there.
-_TOO_MANY_BLOCKS = "CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE"
+# Errors of a driver that rejects two launch attributes together.
+_ATTRIBUTE_ERRORS = ("CUDA_ERROR_INVALID_VALUE", "CUDA_ERROR_NOT_SUPPORTED")
+# Error of a cooperative grid that exceeds the co-resident capacity of the context's SMs.
+_TOO_MANY_CTAS = "CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE"
 
 
 class Launch:
-    """A kernel and what is passed to it, to be launched any number of times by any thread.
+    """A kernel with packed parameters, launchable any number of times from any thread.
 
-    The driver copies the parameters while it is called.
+    The driver copies the parameters during the call.
     """
 
-    __slots__ = ("_address", "_blocks", "_buffer", "_kernel")
+    __slots__ = ("_address", "_buffer", "_kernel", "_num_ctas")
 
     def __init__(
-        self, kernel: LoadedKernel, blocks: int, values: tuple[float | bytes, ...]
+        self, kernel: LoadedKernel, num_ctas: int, values: tuple[float | bytes, ...]
     ) -> None:
-        """Pack ``values``; they are as those of :func:`launch`."""
-        allocate, packing = _memory_for(kernel.packing)
+        """Pack ``values``, which are those of :func:`launch`."""
+        allocate, packing = _buffer_type(kernel.packing)
         self._buffer = allocate()
         self._address = ctypes.addressof(self._buffer)
         packing.pack_into(self._buffer, 0, self._address + _HEAD.size, *values)
         self._kernel = kernel
-        self._blocks = blocks
+        self._num_ctas = num_ctas
 
     def enqueue(self, enable_pdl: bool) -> None:
-        """Enqueue the blocks on torch's current stream of the kernel's device.
+        """Enqueue the grid on torch's current stream of the kernel's device.
 
         Raises
         ------
-        TooManyBlocksError
-            If the SMs of the context are too few for a cooperative grid.
+        TooManyCtasError
+            If a cooperative grid exceeds the SMs of the context.
         DriverError
             If the driver rejects the launch for another reason.
         """
-        kernel, blocks = self._kernel, self._blocks
+        kernel, num_ctas = self._kernel, self._num_ctas
         device = kernel.device
         # The public current_device and current_stream cost more than the launch.
         if torch._C._cuda_getDevice() != device:  # noqa: SLF001
             with torch.cuda.device(device):
                 self.enqueue(enable_pdl)
             return
-        configurations = _threads.configurations
+        configurations = _thread_cache.configurations
         configuration = configurations.get((kernel, enable_pdl))
         if configuration is None:
             configuration = configurations[kernel, enable_pdl] = _Configuration(kernel, enable_pdl)
         stream = torch._C._cuda_getCurrentRawStream(device)  # noqa: SLF001
         if configuration.stream != stream:
-            configuration.of_driver.hStream = configuration.stream = stream
-        if configuration.blocks != blocks:
-            configuration.of_driver.gridDimX = configuration.blocks = blocks
+            configuration.driver_config.hStream = configuration.stream = stream
+        if configuration.num_ctas != num_ctas:
+            configuration.driver_config.gridDimX = configuration.num_ctas = num_ctas
         (status,) = configuration.launch_kernel(
-            configuration.of_driver, kernel.function, self._address, 0
+            configuration.driver_config, kernel.function, self._address, 0
         )
-        if status and configuration.has_one_too_many(status):
+        if status and configuration.rejects_pdl(status):
             configurations[kernel, enable_pdl] = _Configuration(kernel, enable_pdl=False)
             self.enqueue(enable_pdl)
             return
         if status:
-            raise _error_of(status, kernel, blocks)
+            raise _error_of(status, kernel, num_ctas)
 
 
-def _error_of(status: Any, kernel: LoadedKernel, blocks: int) -> DriverError:
+def _error_of(status: Any, kernel: LoadedKernel, num_ctas: int) -> DriverError:
     symbol = kernel.spec.symbol
-    message = f"{symbol}: launch of {blocks} blocks failed: {status.name}"
-    if status.name == _TOO_MANY_BLOCKS:
-        return TooManyBlocksError(message, symbol=symbol, device=kernel.device, blocks=blocks)
+    message = f"{symbol}: launch of {num_ctas} CTAs failed: {status.name}"
+    if status.name == _TOO_MANY_CTAS:
+        return TooManyCtasError(message, symbol=symbol, device=kernel.device, num_ctas=num_ctas)
     return DriverError(message, symbol=symbol)
 
 
-def launch(kernel: LoadedKernel, blocks: int, enable_pdl: bool, *values: float | bytes) -> Launch:
-    """Enqueue ``blocks`` blocks on torch's current stream of the kernel's device.
+def launch(kernel: LoadedKernel, num_ctas: int, enable_pdl: bool, *values: float | bytes) -> Launch:
+    """Enqueue a grid of ``num_ctas`` CTAs on torch's current stream of the kernel's device.
 
     ``values`` are the fields of ``kernel.spec.parameters``, in order, with all tensor maps joined
-    to one value and all integers to another; see :func:`mlagen.spec.kernel.packing_of`.
+    into one value and all integers into another; see :func:`mlagen.spec.kernel.packing_of`.
 
     Raises
     ------
     DriverError
         If the driver rejects the launch.
     """
-    made = Launch(kernel, blocks, values)
-    made.enqueue(enable_pdl)
-    return made
+    packed = Launch(kernel, num_ctas, values)
+    packed.enqueue(enable_pdl)
+    return packed
 
 
 class _Configuration:
-    """A launch configuration of one thread, whose fields are written where they change."""
+    """Cached launch configuration of one thread; a launch writes only the fields that change."""
 
     def __init__(self, kernel: LoadedKernel, enable_pdl: bool) -> None:
-        self.of_driver = _configuration(kernel, enable_pdl)
+        self.driver_config = _configuration(kernel, enable_pdl)
         self.launch_kernel = _launch_kernel()
-        self.blocks = 0
+        self.num_ctas = 0
         self.stream = -1
 
-    def has_one_too_many(self, status: Any) -> bool:
-        """Whether a driver that rejects so may take a launch that is cooperative only."""
-        return self.of_driver.numAttrs > 1 and status.name in _REJECTIONS
+    def rejects_pdl(self, status: Any) -> bool:
+        """Whether the driver may accept the launch with the cooperative attribute only."""
+        return self.driver_config.numAttrs > 1 and status.name in _ATTRIBUTE_ERRORS
 
 
-class _Threads(threading.local):
-    """What one thread reuses: its launch configurations."""
+class _ThreadCache(threading.local):
+    """Launch configurations of one thread."""
 
     def __init__(self) -> None:
         self.configurations: dict[tuple[LoadedKernel, bool], _Configuration] = {}
 
 
-_threads = _Threads()
+_thread_cache = _ThreadCache()
 
 
 @cache
-def _memory_for(packing: struct.Struct) -> tuple[Any, struct.Struct]:
-    """Return what allocates the head and the parameters of a launch, and what packs both."""
+def _buffer_type(packing: struct.Struct) -> tuple[Any, struct.Struct]:
+    """Return the ctypes buffer for kernelParams and the parameter struct, and their packing."""
     whole = struct.Struct(_HEAD.format + packing.format.removeprefix("<"))
     return ctypes.c_char * whole.size, whole
 
@@ -161,8 +161,8 @@ def _configuration(kernel: LoadedKernel, enable_pdl: bool) -> Any:
         )
         attribute.value.programmaticStreamSerializationAllowed = 1
         attributes.append(attribute)
-    # Blocks that wait for each other must all be there. They begin together in a dependent launch,
-    # too: when there is room for all, as docs/measurements.md tells.
+    # CTAs that wait for each other must be co-resident. With PDL, too, they start together, once
+    # the SMs have capacity for all of them; see docs/measurements.md.
     if kernel.spec.is_cooperative:
         attribute = driver.CUlaunchAttribute()
         attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE

@@ -1,4 +1,4 @@
-"""Machine code to a kernel that is ready to launch on one device."""
+"""Cubin loader: a cubin becomes a kernel that is ready to launch on one device."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from mlagen.spec.kernel import KernelSpec, packing_of
 
 @dataclass(frozen=True, eq=False)
 class LoadedKernel:
-    """A kernel of one device. It stays loaded while the process lives.
+    """A kernel on one device, loaded for the life of the process.
 
     Unloading could break a CUDA graph that holds the kernel.
     """
 
     spec: KernelSpec
     device: int
-    packing: struct.Struct  # of what a launch passes
+    packing: struct.Struct  # of the kernel parameters
     function: Any
     library: Any
 
 
 def require_no_capture(spec: KernelSpec, device: int) -> None:
-    """Raise :class:`CaptureError` while the current stream of ``device`` is being captured."""
+    """Raise :class:`CaptureError` while the current stream of ``device`` is capturing."""
     if is_capturing(device):
         raise CaptureError(
             f"{spec}: not loaded, and nothing can be loaded while a CUDA graph is captured; "
@@ -40,12 +40,12 @@ def require_no_capture(spec: KernelSpec, device: int) -> None:
 
 
 def load(code: bytes, spec: KernelSpec, device: int) -> LoadedKernel:
-    """Load ``code`` for ``device``, whole and at once, not at the first launch.
+    """Load the cubin ``code`` on ``device`` eagerly, not at the first launch.
 
     Raises
     ------
     DriverError
-        If the driver rejects the code.
+        If the driver rejects the cubin.
     """
     from cuda.bindings import driver
 

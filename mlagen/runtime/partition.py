@@ -1,7 +1,7 @@
-"""How many SMs a launch may use, where a context has fewer than its GPU.
+"""SM partitions: the SM count that a launch may use, if its context has fewer than the GPU.
 
 A cooperative grid must fit the SMs of its context: all of the GPU, those of a green context, or a
-share under MPS. The query costs more than a launch, so nothing is queried before the driver has
+share under MPS. The query costs more than a launch, so it starts only after the driver has
 rejected a grid.
 """
 
@@ -22,19 +22,19 @@ _partitioned: set[int] = set()  # GPUs on which a grid was rejected
 _rejected: set[tuple[int, int]] = set()  # GPU and SMs, where a grid that should fit was rejected
 
 
-class TooManyBlocksError(DriverError):
-    """A cooperative grid does not fit the SMs of its context; nothing has been launched."""
+class TooManyCtasError(DriverError):
+    """A cooperative grid exceeds the SMs of its context; nothing has been launched."""
 
-    def __init__(self, message: str, *, symbol: str, device: int, blocks: int) -> None:
+    def __init__(self, message: str, *, symbol: str, device: int, num_ctas: int) -> None:
         super().__init__(message, symbol=symbol)
         self.device = device
-        self.blocks = blocks
+        self.num_ctas = num_ctas
 
 
 def partition_of(tensor: object) -> int:
-    """Return the SMs for which a call on the device of ``tensor`` is planned.
+    """Return the SM count to plan for on the device of ``tensor``.
 
-    :data:`WHOLE_GPU` unless the context of its stream is known to have fewer.
+    :data:`WHOLE_GPU` unless the context of the current stream is known to have fewer.
     """
     if not _partitioned or not isinstance(tensor, torch.Tensor):
         return WHOLE_GPU
@@ -45,19 +45,19 @@ def partition_of(tensor: object) -> int:
     return NO_COOPERATION if (device, sms) in _rejected else sms
 
 
-def note_rejection(error: TooManyBlocksError) -> None:
-    """Have later calls planned for the SMs of their context.
+def record_rejection(error: TooManyCtasError) -> None:
+    """Plan later calls for the SMs of their context.
 
-    If the rejected grid should fit them, calls in such a context get no cooperative grid.
+    If the rejected grid should have fit, calls in such a context use no cooperative grid.
     """
     sms = _current_sms(error.device)
-    if error.blocks <= (sms or device_facts(error.device).sm_count):
+    if error.num_ctas <= (sms or device_facts(error.device).sm_count):
         _rejected.add((error.device, sms))
     _partitioned.add(error.device)
 
 
 def _current_sms(device: int) -> int:
-    """Return the SMs of the context of torch's current stream; :data:`WHOLE_GPU` for all."""
+    """Return the SM count of the current stream's context; :data:`WHOLE_GPU` for all."""
     if torch._C._cuda_getDevice() != device:  # noqa: SLF001
         with torch.cuda.device(device):
             return _current_sms(device)
@@ -67,18 +67,18 @@ def _current_sms(device: int) -> int:
 
 
 def _sms_of(stream: int) -> int:
-    """Return the SMs of a stream's context, or 0 where the driver does not tell."""
+    """Return the SM count of a stream's context, or 0 if the driver does not report it."""
     driver = _driver()
     kind = driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
     try:
-        # Of stream 0 it is the current context that counts.
+        # Stream 0 refers to the current context.
         status, green = driver.cuStreamGetGreenCtx(stream)
         if int(status) == 0 and int(green) != 0:
             status, resource = driver.cuGreenCtxGetDevResource(green, kind)
         else:
             status, context = driver.cuCtxGetCurrent()
             status, resource = driver.cuCtxGetDevResource(context, kind)
-    except (AttributeError, RuntimeError):  # older than CUDA 12.5: bindings, or the driver
+    except (AttributeError, RuntimeError):  # bindings or a driver older than CUDA 12.5
         return 0
     return int(resource.sm.smCount) if int(status) == 0 else 0
 

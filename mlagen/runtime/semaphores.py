@@ -1,11 +1,11 @@
-"""Where blocks of a launch count each other's arrivals, and keep what they begin with.
+"""Device semaphores for cross-CTA reductions, and the cached scheduler metadata behind them.
 
-Counters are zeros before a launch, and zeros again after. Behind them, blocks of a Hopper MLA
-kernel find what they began with when the launch before had the same plan and the same lengths.
+Semaphores are zero before and after each launch. The sm90 MLA kernels reuse the scheduler metadata
+of the previous launch if the schedule id and the lengths are the same.
 
-The workspace of a call needs no initial value, so the counters are elsewhere. Each workspace has
-some of its own, as calls with different ones may run at once; they are kept while the process
-lives, for CUDA graphs hold their addresses.
+A workspace needs no initialization, so the semaphores are separate memory. Each workspace has its
+own, since calls with different workspaces may run concurrently. They live as long as the process,
+because CUDA graphs hold their addresses.
 """
 
 from __future__ import annotations
@@ -19,41 +19,41 @@ import torch
 from mlagen.errors import CaptureError
 from mlagen.runtime.capture import is_capturing
 from mlagen.runtime.device import device_facts
-from mlagen.spec.mla_sm90 import bytes_beside_workspace
+from mlagen.spec.mla_sm90 import semaphore_region_bytes
 
-# Workspaces that a slab has counters for; all of it is less than 3 MiB.
+# Workspaces per slab of semaphores; a slab is less than 3 MiB.
 _REGIONS = 128
 _ALIGNMENT_BYTES = 128
 
 _regions: dict[tuple[int, int], int] = {}  # addresses by device and workspace
 _free: dict[int, list[int]] = {}  # addresses by device
 _slabs: list[torch.Tensor] = []
-_plans = itertools.count(1)
+_schedule_ids = itertools.count(1)
 _lock = threading.Lock()
 
 
 def semaphores_of(device: int, workspace: int) -> int:
-    """Return the address of the counters that belong to a workspace: for each SM, and what is kept.
+    """Return the address of a workspace's semaphores, one per SM, and scheduler metadata.
 
     Raises
     ------
     CaptureError
-        If there are none left and a CUDA graph is being captured.
+        If all are in use and a CUDA graph is being captured.
     """
     return _regions.get((device, workspace)) or _take_region(device, workspace)
 
 
 def new_schedule_id() -> int:
-    """Return a number that no plan of this process has had; zero is none's."""
-    return next(_plans)
+    """Return a schedule id that is unique within the process, and not zero."""
+    return next(_schedule_ids)
 
 
-def reserve_semaphores(device: int, least: int = 1) -> None:
-    """Have counters for ``least`` workspaces ready, so that a call in a CUDA graph finds some."""
+def reserve_semaphores(device: int, min_free: int = 1) -> None:
+    """Allocate semaphores for ``min_free`` workspaces, for use during CUDA graph capture."""
     with _lock:
-        known = _free.get(device, [])
-        if len(known) < least:
-            _free[device] = [*_new_regions(device), *known]
+        free = _free.get(device, [])
+        if len(free) < min_free:
+            _free[device] = [*_new_regions(device), *free]
 
 
 def _take_region(device: int, workspace: int) -> int:
@@ -69,15 +69,15 @@ def _take_region(device: int, workspace: int) -> int:
 def _require_no_capture(device: int) -> None:
     if is_capturing(device):
         raise CaptureError(
-            f"workspace_buffer: one of the {_REGIONS} that counters are kept ready for, got "
-            f"one more while a CUDA graph is captured; make a call with this workspace once "
-            f"before the capture"
+            f"workspace_buffer: expected at most {_REGIONS} workspaces with semaphores, got one "
+            f"more while a CUDA graph is captured; make a call with this workspace once before "
+            f"the capture"
         )
 
 
 def _new_regions(device: int) -> list[int]:
-    """Return addresses of zeros that are there for every stream."""
-    size = bytes_beside_workspace(device_facts(device).sm_count)
+    """Return the addresses of a new slab's regions, zeroed and visible to every stream."""
+    size = semaphore_region_bytes(device_facts(device).sm_count)
     step = -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
     slab = _zeros(_REGIONS * step, device)
     _slabs.append(slab)
@@ -85,7 +85,7 @@ def _new_regions(device: int) -> list[int]:
 
 
 def _zeros(size: int, device: int) -> torch.Tensor:
-    # In a thread of its own: torch's pools for CUDA graphs take what the calling thread allocates.
+    # In a thread of its own: torch's CUDA graph pools capture allocations of the calling thread.
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(_zeros_here, size, device).result()
 

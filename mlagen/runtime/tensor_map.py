@@ -1,4 +1,4 @@
-"""What tells the copy engine of a tensor: 128 opaque bytes that the driver makes."""
+"""TMA descriptors (``CUtensorMap``): 128 opaque bytes that the driver encodes."""
 
 from __future__ import annotations
 
@@ -11,35 +11,34 @@ from mlagen.runtime.device import checked
 from mlagen.spec.dtype import DType
 
 MAP_BYTES = 128
-_NARROW_ROW_BYTES = 64
+_SWIZZLE_64B_ROW_BYTES = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class TiledTensor:
-    """A tensor that is copied in boxes, but for where it begins; the innermost axis comes first."""
+    """A tensor copied in TMA boxes, without its base address; the innermost axis comes first."""
 
     dtype: DType
     sizes: tuple[int, ...]  # elements
-    strides: tuple[int, ...]  # bytes, of all axes but the first, which is dense
+    strides: tuple[int, ...]  # bytes, of all axes but the first, which is contiguous
     box: tuple[int, ...]  # elements
 
 
 def encode(tensor: TiledTensor, address: int) -> bytes:
-    """Return the map of a tensor at ``address``.
+    """Return the TMA descriptor of a tensor at ``address``.
 
-    Rows of a box are 128 bytes, or 64, and swizzled in shared memory.
+    Box rows are 128 or 64 bytes and swizzled in shared memory.
 
     Raises
     ------
     DriverError
-        If the driver makes none of such a tensor: strides must be multiples of 16 bytes below
-        2^40.
+        If the driver rejects the tensor: strides must be multiples of 16 bytes below 2^40.
     """
     from cuda.bindings import driver
 
     swizzles = driver.CUtensorMapSwizzle
-    swap_ab = tensor.dtype.row_bytes(tensor.box[0]) == _NARROW_ROW_BYTES
-    made = driver.cuTensorMapEncodeTiled(
+    is_64b = tensor.dtype.row_bytes(tensor.box[0]) == _SWIZZLE_64B_ROW_BYTES
+    result = driver.cuTensorMapEncodeTiled(
         _element_types()[tensor.dtype],
         len(tensor.sizes),
         address,
@@ -48,11 +47,11 @@ def encode(tensor: TiledTensor, address: int) -> bytes:
         [driver.cuuint32_t(size) for size in tensor.box],
         [driver.cuuint32_t(1)] * len(tensor.sizes),
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        swizzles.CU_TENSOR_MAP_SWIZZLE_64B if swap_ab else swizzles.CU_TENSOR_MAP_SWIZZLE_128B,
+        swizzles.CU_TENSOR_MAP_SWIZZLE_64B if is_64b else swizzles.CU_TENSOR_MAP_SWIZZLE_128B,
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
-    encoded = checked(made, "cuTensorMapEncodeTiled")
+    encoded = checked(result, "cuTensorMapEncodeTiled")
     return ctypes.string_at(int(encoded.getPtr()), MAP_BYTES)
 
 

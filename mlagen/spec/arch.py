@@ -10,7 +10,7 @@ from mlagen.spec.cards import card_number
 
 _TEXT = re.compile(r"sm_(\d{2,3})([af]?)")
 
-# Largest shared memory of one block, in KiB. CUDA C++ Programming Guide, table "Technical
+# Shared-memory limit of one CTA, in KiB. CUDA C++ Programming Guide, table "Technical
 # Specifications per Compute Capability".
 _SHARED_KIB = {
     **dict.fromkeys((86, 89, 120, 121), 99),
@@ -31,22 +31,22 @@ class Arch:
 
     @property
     def shared_bytes(self) -> int:
-        """The most shared memory that one block may have."""
+        """Shared-memory limit of one CTA."""
         return _SHARED_KIB[self.number] * 1024
 
-    def holds(self, shared_bytes: int, blocks: int) -> bool:
-        """Whether an SM has room for so many blocks of so much shared memory."""
-        # The driver keeps 1 KiB of each block, and an SM has 1 KiB more than a block may have.
-        return (shared_bytes + 1024) * blocks <= self.shared_bytes + 1024
+    def fits(self, shared_bytes: int, ctas: int) -> bool:
+        """Whether ``ctas`` CTAs with ``shared_bytes`` of shared memory each fit on an SM."""
+        # The driver reserves 1 KiB per CTA, and an SM has 1 KiB more than the limit of a CTA.
+        return (shared_bytes + 1024) * ctas <= self.shared_bytes + 1024
 
     @property
     def has_cvt_e4m3(self) -> bool:
-        """Whether an instruction converts e4m3."""
+        """Whether ``cvt`` converts e4m3."""
         return self.number >= 89
 
     @property
     def has_wgmma(self) -> bool:
-        """Whether warpgroups multiply together, as on Hopper alone."""
+        """Whether ``wgmma`` exists: on sm_90 only."""
         return self.number == 90
 
     @property
@@ -70,12 +70,12 @@ ARCHS = (
 
 
 def parse_arch(text: str) -> Arch:
-    """Return the target named ``text``, or that of a card; the suffix may be left out.
+    """Return the target named ``text``, or that of a card; the suffix is optional.
 
     Raises
     ------
     ArgumentError
-        If it is not one of :data:`ARCHS`, nor a card of :data:`mlagen.spec.cards.CARDS`.
+        If it is neither one of :data:`ARCHS` nor a card of :data:`mlagen.spec.cards.CARDS`.
     """
     match = _TEXT.fullmatch(text)
     number, suffix = (int(match[1]), match[2]) if match else (card_number(text), "")
@@ -92,7 +92,7 @@ def arch_of_capability(major: int, minor: int) -> Arch:
     Raises
     ------
     ArgumentError
-        If no target serves that device.
+        If no target matches that device.
     """
     for arch in ARCHS:
         if arch.number == major * 10 + minor:

@@ -1,4 +1,4 @@
-"""Every kernel that a call may take, whichever of them it turns out to be."""
+"""Kernel candidates of a call: every kernel that a launch of it may use."""
 
 from __future__ import annotations
 
@@ -16,81 +16,79 @@ from mlagen.spec.mla_sm90 import MlaSm90Spec
 from mlagen.spec.mla_sm90_calls import mla_sm90_kernels
 from mlagen.spec.mla_support import MlaVariant, output_dtype
 
-# Numbers of rows such that calls with as many between them take all tiles that there are.
-_ROWS = sorted(
+# Row counts that together select every tile.
+_ROW_COUNTS = sorted(
     {tile.block_m for tile in (*mla.TILES, *gqa.TILES)} | {*mla_sm90.BLOCK_MS, *gqa_sm90.BLOCK_MS},
 )
 
 
 def mla_call_specs(arch: Arch, variant: MlaVariant, rows: int) -> list[KernelSpec]:
-    """Return the kernels of MLA calls with ``rows`` rows for each request.
+    """Return the kernels of MLA calls with ``rows`` query rows per sequence.
 
-    The sm90 kernels where there are some, one for each tile that calls may take, whatever they
-    ask for of p_dtype_choice; the portable one, which small calls take there too; and the one that
-    combines its splits.
+    The sm90 kernels, if any: one per tile, for every ``p_dtype_choice``; the sm80 kernel, which
+    small calls use on sm90 too; and the kernel that combines its splits.
 
     Raises
     ------
     UnsupportedError
-        If there is none for such a call.
+        If no kernel supports the variant.
     """
-    combining = CombineSpec(
+    combine = CombineSpec(
         arch=arch, dtype=output_dtype(variant.query_dtype), head_dim_vo=variant.kv_lora_rank
     )
-    portable = mla_sm80_spec(arch, variant, rows)
-    hopper = [
+    sm80 = mla_sm80_spec(arch, variant, rows)
+    sm90 = [
         replace(spec, block_m=tile)
         for spec in mla_sm90_kernels(arch, variant, rows)
         for tile in reversed(spec.tiles_of(rows))
     ]
-    return [*hopper, portable, combining]
+    return [*sm90, sm80, combine]
 
 
 def gqa_call_specs(arch: Arch, variant: GqaVariant, rows: int) -> list[KernelSpec]:
-    """Return the kernels of GQA calls with ``rows`` rows for each kv head of a request.
+    """Return the kernels of GQA calls with ``rows`` query rows per sequence and KV head.
 
-    The sm90 kernel where there is one, for every number of kv heads that a block may take; the
-    portable one; and the one that combines its splits.
-
-    Raises
-    ------
-    UnsupportedError
-        If there is none for such a call.
-    """
-    combining = CombineSpec(arch=arch, dtype=variant.out_dtype, head_dim_vo=variant.head_dim)
-    portable = gqa_sm80_spec(arch, variant, rows)
-    hopper = gqa_sm90_spec(arch, variant, rows)
-    kernels = [] if hopper is None else with_all_heads(hopper)
-    return [*kernels, portable, combining]
-
-
-def specs_beside(spec: KernelSpec) -> list[KernelSpec]:
-    """Return the kernels of the family that differ from ``spec`` in the tile only, and in heads.
+    The sm90 kernel, if any, for every number of KV heads per CTA; the sm80 kernel; and the kernel
+    that combines its splits.
 
     Raises
     ------
     UnsupportedError
-        If the family has none for what the calls are.
+        If no kernel supports the variant.
     """
-    made = [other for rows in _ROWS for other in _call_specs_of(spec)(spec.arch, rows)]
-    return [other for other in dict.fromkeys(made) if other.family == spec.family]
+    combine = CombineSpec(arch=arch, dtype=variant.out_dtype, head_dim_vo=variant.head_dim)
+    sm80 = gqa_sm80_spec(arch, variant, rows)
+    sm90 = gqa_sm90_spec(arch, variant, rows)
+    kernels = [] if sm90 is None else with_all_heads(sm90)
+    return [*kernels, sm80, combine]
 
 
-def specs_elsewhere(spec: KernelSpec, arch: Arch) -> list[KernelSpec]:
-    """Return the kernels that the calls which take ``spec`` may take on another architecture.
+def specs_of_variant(spec: KernelSpec) -> list[KernelSpec]:
+    """Return the kernels of the family with the variant of ``spec``: all tiles and head counts.
 
-    Others than it alone: what one tile serves here, several may serve there, and calls may be split
-    there that are not split here.
+    Raises
+    ------
+    UnsupportedError
+        If the family does not support the variant.
+    """
+    specs = [other for rows in _ROW_COUNTS for other in _call_specs_of(spec)(spec.arch, rows)]
+    return [other for other in dict.fromkeys(specs) if other.family == spec.family]
+
+
+def specs_on_arch(spec: KernelSpec, arch: Arch) -> list[KernelSpec]:
+    """Return the kernels that calls of ``spec`` may use on another architecture.
+
+    One kernel may map to several: tiles and the decision to split differ by architecture.
     """
     if isinstance(spec, CombineSpec):
         return [replace(spec, arch=arch)]
-    made = _call_specs_of(spec)
-    found = [made(arch, rows) for rows in _ROWS if spec in made(spec.arch, rows)]
+    call_specs = _call_specs_of(spec)
+    found = [call_specs(arch, rows) for rows in _ROW_COUNTS if spec in call_specs(spec.arch, rows)]
     return list(dict.fromkeys(other for others in found for other in others))
 
 
 def _call_specs_of(spec: KernelSpec) -> Callable[[Arch, int], list[KernelSpec]]:
-    """Return what gives the kernels of the calls that ``spec`` is for, by their rows."""
+    """Return the function from (arch, rows) to the kernels of calls with the variant."""
     if isinstance(spec, (MlaSm80Spec, MlaSm90Spec)):
         mla_variant = spec.variant
         return lambda arch, rows: mla_call_specs(arch, mla_variant, rows)

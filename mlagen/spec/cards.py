@@ -1,4 +1,4 @@
-"""Compute capabilities of NVIDIA's cards by their names, from developer.nvidia.com/cuda-gpus."""
+"""Compute capabilities of NVIDIA cards by name, from developer.nvidia.com/cuda-gpus."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ _CARDS = {
 }
 CARDS = {card: number for number, cards in _CARDS.items() for card in cards.split()}
 
-_MAKER = re.compile(r"^(nvidia)?(geforce)?")
+_VENDOR = re.compile(r"^(nvidia)?(geforce)?")
 
 
 def card_number(name: str) -> int | None:
     """Return the capability of a card, 90 for ``H100``, or None if the name is unknown.
 
-    Case, spaces, hyphens and the maker's name do not count: ``NVIDIA GeForce RTX 4090`` is
+    Case, spaces, hyphens and the vendor prefix are ignored: ``NVIDIA GeForce RTX 4090`` is
     ``rtx4090``.
     """
-    return _BY_PLAIN_NAME.get(_MAKER.sub("", _plain(name)))
+    return _BY_NORMALIZED_NAME.get(_VENDOR.sub("", _normalized(name)))
 
 
-def _plain(name: str) -> str:
+def _normalized(name: str) -> str:
     return re.sub(r"[\s_-]", "", name).lower()
 
 
-_BY_PLAIN_NAME = {_plain(card): number for card, number in CARDS.items()}
+_BY_NORMALIZED_NAME = {_normalized(card): number for card, number in CARDS.items()}

@@ -1,4 +1,4 @@
-"""Combining the splits of a decode kernel into the final rows."""
+"""Spec of the combine kernel, which reduces the split-KV partials of the sm80 kernels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SLICE_DIMS = 128
 
 @dataclass(frozen=True, kw_only=True)
 class CombineSpec(KernelSpec):
-    """What changes the machine code of the kernel that combines splits, and nothing else."""
+    """Everything that determines the cubin of a combine kernel."""
 
     family: ClassVar[str] = "combine"
     symbol: ClassVar[str] = "combine"
@@ -47,32 +47,32 @@ class CombineSpec(KernelSpec):
 
     @property
     def slices(self) -> int:
-        """Blocks that share one row."""
+        """CTAs per output row."""
         return -(-self.head_dim_vo // _SLICE_DIMS)
 
     @property
     def threads(self) -> int:
-        """Threads of one block."""
+        """Threads per CTA."""
         return 128
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of one block: none, it is static."""
+        """Dynamic shared memory per CTA: none, all of it is static."""
         return 0
 
 
 def combine_specs(arch: Arch) -> Iterator[CombineSpec]:
-    """Yield every combining kernel that prewarming knows for ``arch``, each once."""
-    wanted = {
+    """Yield every combine kernel that prewarming covers for ``arch``, each once."""
+    outputs = {
         (output_dtype(row.query_dtype), rank): None
         for row in SUPPORTED
         for rank, _ in row.head_dims
     }
-    wanted |= {
+    outputs |= {
         (out_dtype, head_dim): None
         for row in gqa.SUPPORTED
         for out_dtype in row.out_dtypes
         for head_dim in gqa.HEAD_DIMS
     }
-    for dtype, head_dim in wanted:
+    for dtype, head_dim in outputs:
         yield CombineSpec(arch=arch, dtype=dtype, head_dim_vo=head_dim)

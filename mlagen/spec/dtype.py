@@ -1,4 +1,4 @@
-"""Element types and packed rows, by the names that keys, commands and documentation use."""
+"""Data types of queries and KV caches, by the names in keys, commands and documentation."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class DType(Enum):
-    """How the elements of a tensor are stored; ``str(dtype)`` is its stable name.
+    """Storage format of a tensor; ``str(dtype)`` is its stable name.
 
     Two FP8 KV cache formats hold 512 e4m3 latent elements and 64 bf16 rope elements per token:
     ``FP8_DS_MLA`` with a scale per 128 latent elements in between (DeepSeek-V3.2, FlashMLA),
@@ -17,20 +17,20 @@ class DType(Enum):
     FP16 = "fp16"
     E4M3 = "e4m3"
     INT8 = "int8"
-    NVFP4 = "nvfp4"  # two e2m1 a byte, an e4m3 scale for every 16, kept elsewhere
+    NVFP4 = "nvfp4"  # two e2m1 per byte; an e4m3 scale per 16 elements in a separate tensor
     FP8_DS_MLA = "fp8_ds_mla"
-    FP8_PER_TOKEN = "fp8_per_token"  # noqa: S105 - no password
+    FP8_PER_TOKEN = "fp8_per_token"  # noqa: S105 - not a password
 
     def __str__(self) -> str:
         return self.value
 
     @property
     def is_16bit(self) -> bool:
-        """Whether the tensor cores take it as it is stored."""
+        """Whether the tensor cores read the stored format directly."""
         return self in (DType.BF16, DType.FP16)
 
     def row_bytes(self, elements: int) -> int:
-        """Size of a row of ``elements`` elements; a packed row has but one size."""
+        """Bytes of a row of ``elements`` elements; rows with inline scales have a fixed size."""
         if self is DType.FP8_DS_MLA:
             return 656
         if self is DType.FP8_PER_TOKEN:
@@ -41,5 +41,5 @@ class DType(Enum):
 
     @property
     def cuda_name(self) -> str:
-        """The tag type that stands for it in the templates."""
+        """Tag type of the format in the templates."""
         return "".join(word[0].upper() + word[1:] for word in self.value.split("_"))

@@ -1,4 +1,4 @@
-"""Every kernel family, and the kernels that an architecture may be asked for."""
+"""Kernel families, and the supported kernels of each architecture."""
 
 from __future__ import annotations
 
@@ -36,32 +36,34 @@ def specs_of(
     families
         Names out of :data:`FAMILIES`.
     wanted
-        For an ingredient of a spec, such as ``query_dtype`` or ``page_size``, the values to keep.
-        A kernel without that ingredient is kept.
+        Allowed values by key field, such as ``query_dtype`` or ``page_size``.
+        A kernel without the field passes the filter.
 
     Raises
     ------
     ArgumentError
-        If a family, or a value that no kernel has, is named.
+        If a family is unknown, or no kernel has one of the values.
     """
     require_families(families)
-    return kept_of([spec for family in families for spec in FAMILIES[family](arch)], wanted)
+    return filter_specs([spec for family in families for spec in FAMILIES[family](arch)], wanted)
 
 
 def require_families(names: Iterable[str]) -> None:
-    """Raise :class:`ArgumentError` unless all names are those of families."""
+    """Raise :class:`ArgumentError` unless every name is a kernel family."""
     for name in names:
         if name not in FAMILIES:
             raise ArgumentError(f"family: expected one of {', '.join(FAMILIES)}, got {name!r}")
 
 
-def kept_of(specs: list[KernelSpec], wanted: Mapping[str, Collection[str]]) -> list[KernelSpec]:
-    """Return those of ``specs`` that have the wanted values, or do not know the ingredient.
+def filter_specs(
+    specs: list[KernelSpec], wanted: Mapping[str, Collection[str]]
+) -> list[KernelSpec]:
+    """Return the specs that match every filter; a spec without the field matches.
 
     Raises
     ------
     ArgumentError
-        If a value is wanted that none of them has.
+        If none of them has one of the values.
     """
     for label, values in wanted.items():
         known = values_of(specs, label)
@@ -73,6 +75,6 @@ def kept_of(specs: list[KernelSpec], wanted: Mapping[str, Collection[str]]) -> l
 
 
 def values_of(specs: Iterable[KernelSpec], label: str) -> list[str]:
-    """Return the values of an ingredient that there are among ``specs``, each once."""
+    """Return the distinct values of a key field among ``specs``."""
     found = (spec.key_fields() for spec in specs)
     return list(dict.fromkeys(named[label] for named in found if label in named))

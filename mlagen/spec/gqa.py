@@ -1,4 +1,4 @@
-"""GQA decode: what its kernels are specialised for, and what is supported."""
+"""Spec of the sm80 GQA decode kernels, and the support table of all GQA kernels."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from mlagen.spec.kernel import (
     pointer,
 )
 
-# A warp attends to this many tokens at a time.
+# KV tokens per warp and step.
 WARP_TOKENS = 16
 
-# Output elements of one block at the most; a wider head is cut into slices of a block each.
+# Max output elements per CTA; a wider head is sliced over several CTAs.
 SLICE_DIMS = 256
 
 
@@ -33,7 +33,7 @@ _WORK_BYTES = 80  # of the struct in kernels/gqa_sm80/work_tile.cuh
 
 @dataclass(frozen=True, kw_only=True)
 class GqaVariant(Variant):
-    """What a GQA decode call determines of its kernel; the tile is chosen for it."""
+    """Kernel properties that a GQA decode call determines; the tile is selected separately."""
 
     query_dtype: DType
     kv_dtype: DType
@@ -43,9 +43,9 @@ class GqaVariant(Variant):
 
 
 class GqaTile(NamedTuple):
-    """How a block cuts its work: rows that share the tokens, warps, and what each warp prefetches.
+    """CTA tile: query rows (BLOCK_M), warps, and pipeline stages per warp.
 
-    An item is the keys or the values of :data:`WARP_TOKENS` tokens.
+    A stage holds K or V of :data:`WARP_TOKENS` tokens.
     """
 
     block_m: int
@@ -54,7 +54,7 @@ class GqaTile(NamedTuple):
     ctas_per_sm: int
 
 
-# The first of its rows that fits the architecture is taken.
+# For each BLOCK_M, the first tile that fits the architecture is used.
 TILES = (
     #    rows warps stages ctas_per_sm
     GqaTile(32, 4, 6, 2),
@@ -69,44 +69,44 @@ TILES = (
 
 @dataclass(frozen=True, kw_only=True)
 class GqaSupport:
-    """One row of :data:`SUPPORTED`: every combination of what it lists has a kernel."""
+    """One row of :data:`SUPPORTED`; every combination of its values has a kernel."""
 
     query_dtype: DType
     kv_dtype: DType
     out_dtypes: tuple[DType, ...]
 
 
-_HALVES = (DType.BF16, DType.FP16)
+_16BIT_DTYPES = (DType.BF16, DType.FP16)
 SUPPORTED = tuple(
     GqaSupport(
         query_dtype=query,
         kv_dtype=kv or query,
         out_dtypes=(query, DType.E4M3) if kv is DType.E4M3 else (query,),
     )
-    for query, kv in product(_HALVES, (None, DType.E4M3, DType.INT8, DType.NVFP4))
+    for query, kv in product(_16BIT_DTYPES, (None, DType.E4M3, DType.INT8, DType.NVFP4))
 )
 
-# What prewarming compiles for; any other multiple of 16 up to 256, and any other page size, is
-# compiled when it is asked for.
+# Values that prewarming compiles. Other multiples of 16 up to 256, and other page sizes, are
+# compiled on first use.
 HEAD_DIMS = (64, 128, 256)
 PAGE_SIZES = (16, 32, 64, 128)
-_WIDEST = 512
+_MAX_HEAD_DIM = 512
 
 
 @dataclass(frozen=True, kw_only=True)
 class GqaSpec(KernelSpec):
-    """What every GQA decode kernel is specialised for."""
+    """Base spec of the GQA decode kernels."""
 
     variant: GqaVariant
 
     @property
     def decodes_kv(self) -> bool:
-        """Whether tokens are stored as another type than they are multiplied as."""
+        """Whether the KV cache is converted to another type before the MMA."""
         return not self.variant.kv_dtype.is_16bit
 
     @property
     def uses_e4m3(self) -> bool:
-        """Whether anything is stored as e4m3: tokens, their scales or the output."""
+        """Whether the KV cache, its scales or the output are e4m3."""
         kv, out = self.variant.kv_dtype, self.variant.out_dtype
         return kv in (DType.E4M3, DType.NVFP4) or out is DType.E4M3
 
@@ -118,7 +118,7 @@ class GqaSpec(KernelSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class GqaSm80Spec(GqaSpec):
-    """What changes the machine code of a GQA decode kernel, and nothing else."""
+    """Everything that determines the cubin of an sm80 GQA decode kernel."""
 
     family: ClassVar[str] = "gqa_sm80"
     symbol: ClassVar[str] = "gqa_sm80"
@@ -176,36 +176,36 @@ class GqaSm80Spec(GqaSpec):
 
     @property
     def warp_tokens(self) -> int:
-        """Tokens that a warp attends to at a time."""
+        """KV tokens per warp and step."""
         return WARP_TOKENS
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of a cached token of one kv head."""
+        """Bytes of a cached token of one KV head."""
         return self.variant.kv_dtype.row_bytes(self.variant.head_dim)
 
     @property
     def slices(self) -> int:
-        """Blocks that share the output elements of a row."""
+        """CTAs that share the output elements of a row."""
         return -(-self.variant.head_dim // SLICE_DIMS)
 
     @property
     def slice_dims(self) -> int:
-        """Output elements of one block."""
+        """Output elements per CTA."""
         return self.variant.head_dim // self.slices
 
     @property
     def threads(self) -> int:
-        """Threads of one block."""
+        """Threads per CTA."""
         return self.tile.warps * 32
 
     @property
     def block_n(self) -> int:
-        """Tokens that the warps of a block attend to at a time."""
+        """KV tokens per CTA and step."""
         return self.tile.warps * WARP_TOKENS
 
     def serves(self, call: CallShape) -> bool:
-        """Whether such a call takes this kernel, of those that differ in the tile only."""
+        """Whether the call uses this tile of the variant."""
         if call.kv_heads is None:
             return True
         rows = call.heads // call.kv_heads * call.q_len
@@ -213,24 +213,24 @@ class GqaSm80Spec(GqaSpec):
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of one block, as kernels/gqa_sm80/shared_memory.cuh lays it out."""
+        """Dynamic shared memory per CTA, laid out by kernels/gqa_sm80/shared_memory.cuh."""
         rows, warps, stages, _ = self.tile
         row = self.variant.head_dim * 2 + 16
         ring = warps * stages * WARP_TOKENS * (self.stored_bytes if self.decodes_kv else row)
         if self.decodes_kv:
             ring += warps * WARP_TOKENS * row
-        merged = rows * (self.slice_dims + 4) * 4
+        combined = rows * (self.slice_dims + 4) * 4
         words = 2 * warps * rows + warps * rows * WARP_TOKENS
-        return _WORK_BYTES + rows * row + max(ring, merged) + words * 4
+        return _WORK_BYTES + rows * row + max(ring, combined) + words * 4
 
 
 def gqa_sm80_spec(arch: Arch, variant: GqaVariant, rows: int) -> GqaSm80Spec:
-    """Return the kernel that serves ``rows`` rows (query heads of a kv head times query tokens).
+    """Return the kernel for ``rows`` query rows (heads per KV head times query tokens).
 
     Raises
     ------
     UnsupportedError
-        If no row of :data:`SUPPORTED` covers the variant, or its head dim is none that is.
+        If no row of :data:`SUPPORTED` covers the variant, or its head dim is unsupported.
     """
     require_supported(variant)
     specs = [GqaSm80Spec(arch=arch, variant=variant, tile=tile) for tile in TILES]
@@ -241,7 +241,7 @@ def gqa_sm80_spec(arch: Arch, variant: GqaVariant, rows: int) -> GqaSm80Spec:
 
 
 def gqa_sm80_specs(arch: Arch) -> Iterator[GqaSm80Spec]:
-    """Yield every GQA decode kernel that prewarming knows for ``arch``, each once."""
+    """Yield every sm80 GQA kernel that prewarming covers for ``arch``, each once."""
     for row, head_dim, page_size in product(SUPPORTED, HEAD_DIMS, PAGE_SIZES):
         for out_dtype in row.out_dtypes:
             variant = GqaVariant(
@@ -256,35 +256,35 @@ def gqa_sm80_specs(arch: Arch) -> Iterator[GqaSm80Spec]:
 
 
 def _fits(spec: GqaSm80Spec) -> bool:
-    # Two groups of 16 rows take the registers of 256 output elements twice.
+    # Two groups of 16 rows need twice the accumulator registers of 256 output elements.
     if spec.tile.block_m == 32 and spec.slice_dims > 128:
         return False
-    return spec.arch.holds(spec.shared_bytes, spec.tile.ctas_per_sm)
+    return spec.arch.fits(spec.shared_bytes, spec.tile.ctas_per_sm)
 
 
 def require_supported(variant: GqaVariant) -> None:
-    """Reject what no row of :data:`SUPPORTED` covers.
+    """Reject a variant that no row of :data:`SUPPORTED` covers.
 
     Raises
     ------
     UnsupportedError
-        With what is covered in the message.
+        The message lists the supported values.
     """
     head_dim = variant.head_dim
-    if not (head_dim % 16 == 0 and 16 <= head_dim <= SLICE_DIMS) and head_dim != _WIDEST:
+    if not (head_dim % 16 == 0 and 16 <= head_dim <= SLICE_DIMS) and head_dim != _MAX_HEAD_DIM:
         raise UnsupportedError(
             f"no GQA decode kernel for head_dim {head_dim}; supported: multiples of 16 up to "
-            f"{SLICE_DIMS}, and {_WIDEST}"
+            f"{SLICE_DIMS}, and {_MAX_HEAD_DIM}"
         )
-    asked = (variant.query_dtype, variant.kv_dtype, variant.out_dtype)
+    dtypes = (variant.query_dtype, variant.kv_dtype, variant.out_dtype)
     known = [
         (row.query_dtype, row.kv_dtype, out_dtype)
         for row in SUPPORTED
         for out_dtype in row.out_dtypes
     ]
-    if asked not in known:
+    if dtypes not in known:
         listed = "; ".join(f"query {q}, cache {kv}, output {out}" for q, kv, out in known)
         raise UnsupportedError(
-            f"no GQA decode kernel for query {asked[0]}, cache {asked[1]}, output {asked[2]}; "
+            f"no GQA decode kernel for query {dtypes[0]}, cache {dtypes[1]}, output {dtypes[2]}; "
             f"supported: {listed}"
         )

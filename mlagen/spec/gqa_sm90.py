@@ -1,4 +1,4 @@
-"""GQA decode on Hopper: what its kernels are specialised for."""
+"""Spec of the sm90 GQA decode kernels."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ from mlagen.spec.kernel import (
     tensor_map,
 )
 
-# Rows of a tile, from the widest to the narrowest; a call takes the narrowest that holds the rows
-# of a request and kv head, or the widest that its head dim leaves registers for.
+# BLOCK_M of the tiles, largest first. A call uses the smallest tile that holds the rows of a
+# sequence and KV head, or else the largest whose accumulators fit the registers.
 BLOCK_MS = (32, 16, 8)
 _MAX_ACCUMULATORS = 32 * 128
 
-_CONSUMER_WARPS = 8  # that multiply
-_STEP_TOKENS = 16  # of a warp
-# What becomes another type first is twice as much work for its bytes, and where registers allow it
-# a warp has two steps under way.
-_MAX_OF_TWO_STEPS = 8 * 128  # rows times dims
+_CONSUMER_WARPS = 8
+_STEP_TOKENS = 16  # per warp
+# A converted KV cache costs twice the work per byte, so a warp keeps two steps in flight where
+# registers allow it.
+_MAX_TWO_STEP_ACCUMULATORS = 8 * 128  # rows times dims
 _MIN_BOX_TOKENS = 16
-_MAX_OF_KEPT_QUERY = 16 * 128  # rows times dims, that registers have beside the output
-_LINE_BYTES = 128  # that shared memory permutes
-_TOKEN_BYTES = 256  # that a block reads of several heads: more are no faster
-# By the bytes of a row. Blocks that read heads side by side drift apart by as much as their rings
-# hold, and the further they do, the slower memory is; what is under way must last until more comes.
+_MAX_REGISTER_QUERY = 16 * 128  # rows times dims of Q that fit registers beside the accumulators
+_LINE_BYTES = 128  # width of the shared-memory swizzle
+_TOKEN_BYTES = 256  # max bytes per token that a CTA reads of several KV heads; more is no faster
+# By the bytes of a row. CTAs that read neighbouring heads drift apart by up to a ring, and the
+# further they drift, the lower the memory bandwidth; the bytes in flight must cover the latency.
 _RING_BYTES = {64: 64 * 1024, 128: 96 * 1024, 256: 128 * 1024, 512: 192 * 1024}
-_WIDEST_RING_BYTES = {128: 80 * 1024}  # of tiles with most rows: leaves room to merge them whole
-_QUERY_BYTES = 2  # of an element
-_VALUE_BYTES = 4  # of what warps leave to be merged
-_COMBINED_ROW_BYTES = 24  # of each row of it, beside values: what kMergePitch adds, and a RowState
-_OTHER_SHARED_BYTES = 1280  # of what else there is in kernels/gqa_sm90/shared_memory.cuh
+_WIDEST_RING_BYTES = {128: 80 * 1024}  # of the largest tiles, so that they combine in one pass
+_QUERY_BYTES = 2  # per element
+_VALUE_BYTES = 4  # per element of a warp's partial output
+_COMBINED_ROW_BYTES = 24  # per partial row besides values: padding of kCombinePitch, and a RowState
+_OTHER_SHARED_BYTES = 1280  # of the other members in kernels/gqa_sm90/shared_memory.cuh
 
 
 @dataclass(frozen=True, kw_only=True)
 class GqaSm90Spec(GqaSpec):
-    """What changes the machine code of a Hopper GQA decode kernel, and nothing else."""
+    """Everything that determines the cubin of an sm90 GQA decode kernel."""
 
     family: ClassVar[str] = "gqa_sm90"
     symbol: ClassVar[str] = "gqa_sm90"
@@ -96,52 +96,52 @@ class GqaSm90Spec(GqaSpec):
     )
 
     block_m: int
-    heads_per_cta: int = 1  # kv heads that a block attends to at a time
+    heads_per_cta: int = 1  # KV heads that a CTA processes at a time
 
     @property
     def element(self) -> DType:
-        """What is multiplied; fp16 holds every e4m3."""
+        """Element type of the MMA; fp16 represents every e4m3 exactly."""
         return DType.FP16 if self.decodes_kv else self.variant.kv_dtype
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a cached token of one kv head."""
+        """Bytes of a cached token of one KV head."""
         return self.variant.kv_dtype.row_bytes(self.variant.head_dim)
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of a cached token that a block takes."""
+        """Bytes of a cached token of all KV heads of a CTA."""
         return self.row_bytes * self.heads_per_cta
 
     @property
     def max_heads(self) -> int:
-        """The kv heads that a block may take, where a call has a multiple of them.
+        """Max KV heads per CTA, for calls with a multiple of them.
 
-        More than one if their rows are as few as a block multiplies at a time.
+        More than one only with the smallest tile, which fills a single MMA.
         """
-        is_least = self.block_m == min(BLOCK_MS)
-        return max(1, _TOKEN_BYTES // self.row_bytes) if is_least else 1
+        is_smallest = self.block_m == min(BLOCK_MS)
+        return max(1, _TOKEN_BYTES // self.row_bytes) if is_smallest else 1
 
     @property
     def line_bytes(self) -> int:
-        """Bytes of a token that lie together in shared memory."""
+        """Contiguous bytes of a token in shared memory."""
         return min(self.row_bytes, _LINE_BYTES)
 
     @property
     def block_n(self) -> int:
-        """Tokens that the warps of a block attend to at a time."""
-        is_light = self.block_m * self.variant.head_dim <= _MAX_OF_TWO_STEPS
+        """KV tokens per CTA and step."""
+        is_light = self.block_m * self.variant.head_dim <= _MAX_TWO_STEP_ACCUMULATORS
         steps = 2 if self.decodes_kv and is_light else 1
         return _CONSUMER_WARPS // self.heads_per_cta * steps * _STEP_TOKENS
 
     @property
     def box_tokens(self) -> int:
-        """Tokens that one copy brings: of one page."""
+        """Tokens per TMA box, all of one page."""
         return math.gcd(self.variant.page_size, self.block_n)
 
     @property
     def stages(self) -> int:
-        """Tiles of keys or values that shared memory has room for."""
+        """Pipeline stages: K or V tiles that fit in the ring."""
         return self._ring_bytes // (self.block_n * self.token_bytes)
 
     @property
@@ -152,54 +152,54 @@ class GqaSm90Spec(GqaSpec):
 
     @property
     def keeps_query(self) -> bool:
-        """Whether registers have the query, beside the output; else shared memory has it."""
-        return self.block_m * self.variant.head_dim <= _MAX_OF_KEPT_QUERY
+        """Whether Q stays in registers beside the accumulators, not in shared memory."""
+        return self.block_m * self.variant.head_dim <= _MAX_REGISTER_QUERY
 
     @property
     def combine_rows(self) -> int:
-        """Rows of what the warps have of an item that are merged at a time."""
-        return self._merged[0]
+        """Rows that the epilogue combines per pass."""
+        return self._combine_tile[0]
 
     @property
     def combine_dims(self) -> int:
-        """Dims of it that are merged at a time."""
-        return self._merged[1]
+        """Output dims that the epilogue combines per pass."""
+        return self._combine_tile[1]
 
     @property
-    def _merged(self) -> tuple[int, int]:
-        head_dim, least = self.variant.head_dim, min(BLOCK_MS)
+    def _combine_tile(self) -> tuple[int, int]:
+        head_dim, min_rows = self.variant.head_dim, min(BLOCK_MS)
         query_bytes = 0 if self.keeps_query else self.block_m * head_dim * _QUERY_BYTES
-        room = self.shared_bytes - self._ring_bytes - query_bytes - _OTHER_SHARED_BYTES
+        capacity = self.shared_bytes - self._ring_bytes - query_bytes - _OTHER_SHARED_BYTES
         whole_rows = [(rows, head_dim) for rows in BLOCK_MS if rows <= self.block_m]
-        parts = [(least, head_dim // count) for count in (2, 4)]
+        parts = [(min_rows, head_dim // count) for count in (2, 4)]
         return next(
             (rows, dims)
             for rows, dims in (*whole_rows, *parts)
-            if _CONSUMER_WARPS * rows * (dims * _VALUE_BYTES + _COMBINED_ROW_BYTES) <= room
+            if _CONSUMER_WARPS * rows * (dims * _VALUE_BYTES + _COMBINED_ROW_BYTES) <= capacity
         )
 
     @property
     def consumer_warps(self) -> int:
-        """Warps that multiply."""
+        """Warps that execute MMAs."""
         return _CONSUMER_WARPS
 
     @property
     def threads(self) -> int:
-        """Threads of one block."""
+        """Threads per CTA."""
         return (_CONSUMER_WARPS + 4) * 32
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of one block: all there is."""
+        """Dynamic shared memory per CTA: the architecture's limit."""
         return self.arch.shared_bytes
 
     @property
     def uses_semaphores(self) -> bool:
-        """Blocks do, where they share a unit; none waits for another."""
+        """True: CTAs that share a work tile count arrivals; no CTA waits for another."""
         return True
 
     def serves(self, call: CallShape) -> bool:
-        """Whether such a call takes this kernel, of those that differ in tile and heads only."""
+        """Whether the call uses this tile and these heads per CTA of the variant."""
         if call.kv_heads is None:
             return True
         rows = call.heads // call.kv_heads * call.q_len
@@ -208,15 +208,15 @@ class GqaSm90Spec(GqaSpec):
 
 
 def block_m_for(head_dim: int, rows: int) -> int:
-    """Return the rows of a tile for requests of ``rows`` rows for each kv head."""
+    """Return the BLOCK_M for ``rows`` query rows per sequence and KV head."""
     known = [tile for tile in BLOCK_MS if tile * head_dim <= _MAX_ACCUMULATORS]
     return min((tile for tile in known if rows <= tile), default=known[0])
 
 
 def gqa_sm90_spec(arch: Arch, variant: GqaVariant, rows: int) -> GqaSm90Spec | None:
-    """Return the sm90 kernel for ``rows`` rows of each kv head; None where there is none.
+    """Return the sm90 kernel for ``rows`` query rows per KV head, or None if unsupported.
 
-    A block of it takes one kv head.
+    Its CTAs process one KV head each.
     """
     is_covered = (
         arch.has_wgmma
@@ -231,13 +231,13 @@ def gqa_sm90_spec(arch: Arch, variant: GqaVariant, rows: int) -> GqaSm90Spec | N
 
 
 def with_all_heads(spec: GqaSm90Spec) -> list[GqaSm90Spec]:
-    """Return the kernels that differ from ``spec`` in the kv heads of a block, itself included."""
+    """Return the kernels for every number of KV heads per CTA, including ``spec``."""
     known = range(1, spec.max_heads + 1)
     return [replace(spec, heads_per_cta=heads) for heads in known if spec.max_heads % heads == 0]
 
 
 def gqa_sm90_specs(arch: Arch) -> Iterator[GqaSm90Spec]:
-    """Yield every Hopper GQA kernel that prewarming knows for ``arch``, each once."""
+    """Yield every sm90 GQA kernel that prewarming covers for ``arch``, each once."""
     for row, head_dim, page_size in product(SUPPORTED, HEAD_DIMS, PAGE_SIZES):
         for out_dtype in row.out_dtypes:
             variant = GqaVariant(

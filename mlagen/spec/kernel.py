@@ -1,4 +1,4 @@
-"""The base of every kernel family's spec."""
+"""Base class of kernel specs, and the packing of kernel parameters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mlagen.values import reject
 
 @dataclass(frozen=True)
 class Parameter:
-    """One field of the struct a kernel reads; ``code`` is its format in :mod:`struct`."""
+    """One field of a kernel's parameter struct; ``code`` is its format in :mod:`struct`."""
 
     name: str
     cuda_type: str
@@ -27,7 +27,7 @@ def pointer(name: str, element: str) -> Parameter:
 
 
 def tensor_map(name: str) -> Parameter:
-    """Return a field of 128 opaque bytes that tells the copy engine of a tensor."""
+    """Return a 128-byte TMA descriptor field (``CUtensorMap``)."""
     return Parameter(name, "TensorMap", "128s")
 
 
@@ -48,24 +48,24 @@ def float32(name: str) -> Parameter:
 
 @dataclass(frozen=True, kw_only=True)
 class CallShape:
-    """What of a call decides which tile it takes, and how many heads in a block."""
+    """Shape of a call, which selects the tile and the KV heads per CTA."""
 
     heads: int
-    kv_heads: int | None = None  # of grouped-query attention, if it is said
+    kv_heads: int | None = None  # of grouped-query attention, if given
     q_len: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """What a call determines of its kernel, where a tile is chosen besides."""
+    """Kernel properties that a call determines; the tile is selected separately."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KernelSpec:
-    """What changes the machine code of a kernel, and nothing else.
+    """Everything that determines the cubin of a kernel.
 
-    ``parameters`` lists what a launch passes: tensor maps, then 8-byte fields, then 4-byte ones, so
-    that neither the CUDA struct nor the packed bytes have padding inside.
+    ``parameters`` lists tensor maps, then 8-byte fields, then 4-byte fields, so that neither the
+    CUDA struct nor the packed bytes contain padding.
     """
 
     family: ClassVar[str]
@@ -77,34 +77,34 @@ class KernelSpec:
 
     @property
     def threads(self) -> int:
-        """Threads of one block."""
+        """Threads per CTA."""
         raise NotImplementedError
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of one block."""
+        """Dynamic shared memory per CTA."""
         raise NotImplementedError
 
     @property
     def is_cooperative(self) -> bool:
-        """Whether blocks wait for each other, so that all of them must run at once."""
+        """Whether CTAs wait for each other, so that all of them must be co-resident."""
         return False
 
     @property
     def uses_semaphores(self) -> bool:
-        """Whether blocks count each other's arrivals, in memory that stays with the workspace."""
+        """Whether CTAs arrive on semaphores, which persist with the workspace."""
         return self.is_cooperative
 
     def serves(self, call: CallShape) -> bool:  # noqa: ARG002 - for the families that depend on it
-        """Whether such a call takes this kernel, of those that differ in tile and heads."""
+        """Whether the call uses this tile and these heads per CTA of the variant."""
         return True
 
     def key_fields(self) -> dict[str, str]:
-        """Return the fields, those of variant and tile each by itself, as stable text."""
+        """Return the fields as stable text, with variant and tile flattened."""
         named: dict[str, object] = {}
         for field in fields(self):
             value = getattr(self, field.name)
-            parts = getattr(value, "_asdict", None)  # of a tile
+            parts = getattr(value, "_asdict", None)  # a tile's fields
             if isinstance(value, Variant):
                 named |= {part.name: getattr(value, part.name) for part in fields(value)}
             else:
@@ -119,27 +119,27 @@ class KernelSpec:
 def packing_of(spec: KernelSpec) -> struct.Struct:
     """Return how a launch packs its values.
 
-    All tensor maps are one value, and all integers another: what does not change from call to call
-    is joined once.
+    All tensor maps form one value and all integers another: both are constant across replays, so
+    they are packed once.
     """
     codes = "".join(parameter.code for parameter in spec.parameters)
-    joined = re.sub(r"(?:128s)+|[qi]+", lambda those: f"{struct.calcsize('<' + those[0])}s", codes)
+    joined = re.sub(r"(?:128s)+|[qi]+", lambda run: f"{struct.calcsize('<' + run[0])}s", codes)
     return struct.Struct("<" + joined)
 
 
 def pack_scalars(spec: KernelSpec, values: Mapping[str, int]) -> bytes:
-    """Return the integers that a launch passes, of values by name; others are left out.
+    """Return the packed integer parameters, from values by name; other names are ignored.
 
     Raises
     ------
     ArgumentError
-        If a value is too large for its field: a shape that no memory backs, such as of a view of
-        one element.
+        If a value overflows its field: a shape without memory behind it, such as an expanded view
+        of one element.
     """
-    named = [field for field in spec.parameters if field.code in {"q", "i"}]
-    for field in named:
+    integers = [field for field in spec.parameters if field.code in {"q", "i"}]
+    for field in integers:
         bits, value = 8 * struct.calcsize(f"<{field.code}"), values[field.name]
         if value.bit_length() >= bits:
             reject(field.name, f"an int of {bits} bits", value)
-    packing = "<" + "".join(field.code for field in named)
-    return struct.pack(packing, *(values[field.name] for field in named))
+    packing = "<" + "".join(field.code for field in integers)
+    return struct.pack(packing, *(values[field.name] for field in integers))

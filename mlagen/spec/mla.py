@@ -1,4 +1,4 @@
-"""MLA decode: what its kernels are specialised for."""
+"""Spec of the sm80 MLA decode kernels."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mlagen.spec.mla_support import SUPPORTED, MlaVariant, output_dtype, require
 
 
 class MlaTile(NamedTuple):
-    """How a block cuts its work; see docs/explanation/mla-sm80-kernel.md for the choice."""
+    """CTA tile and warp layout; docs/explanation/mla-sm80-kernel.md explains the choice."""
 
     block_m: int
     block_n: int
@@ -32,8 +32,8 @@ class MlaTile(NamedTuple):
     ctas_per_sm: int
 
 
-# From the widest tile to the narrowest. A request takes the narrowest one that holds its rows, or
-# the widest that fits the architecture's shared memory.
+# Largest BLOCK_M first. A call uses the smallest tile that holds the rows of a sequence, or else
+# the largest that fits the architecture's shared memory.
 TILES = (
     #    rows tokens stages row_warps token_warps dim_warps ctas_per_sm
     MlaTile(64, 64, 2, 2, 4, 2, 1),
@@ -51,7 +51,7 @@ _WORK_BYTES = 64  # of the struct in kernels/mla_sm80/work_tile.cuh
 
 @dataclass(frozen=True, kw_only=True)
 class MlaSm80Spec(KernelSpec):
-    """What changes the machine code of an MLA decode kernel, and nothing else."""
+    """Everything that determines the cubin of an sm80 MLA decode kernel."""
 
     family: ClassVar[str] = "mla_sm80"
     symbol: ClassVar[str] = "mla_sm80"
@@ -114,7 +114,7 @@ class MlaSm80Spec(KernelSpec):
 
     @property
     def math_dtype(self) -> DType:
-        """Element type that the tensor cores multiply: e4m3 is exact in either."""
+        """Element type of the MMA; bf16 and fp16 both represent e4m3 exactly."""
         query = self.variant.query_dtype
         if query.is_16bit:
             return query
@@ -122,37 +122,37 @@ class MlaSm80Spec(KernelSpec):
 
     @property
     def decodes_kv(self) -> bool:
-        """Whether tokens pass through shared memory as they are stored, to be decoded there."""
+        """Whether KV tokens are copied to shared memory as stored and converted there."""
         return not self.variant.kv_dtype.is_16bit
 
     @property
     def decodes_query(self) -> bool:
-        """Whether the query is decoded on its way to shared memory."""
+        """Whether the query is converted on its way to shared memory."""
         return not self.variant.query_dtype.is_16bit
 
     @property
     def uses_e4m3(self) -> bool:
-        """Whether anything is stored as e4m3."""
+        """Whether the KV cache holds e4m3."""
         return self.decodes_kv
 
     @property
     def is_sparse(self) -> bool:
-        """Whether every query token has a list of tokens of its own."""
+        """Whether every query token has top-k indices."""
         return self.variant.lookup == "sparse"
 
     @property
     def has_separate_values(self) -> bool:
-        """Whether values are read from another place than keys."""
+        """Whether V has a cache of its own."""
         return self.variant.values == "separate"
 
     @property
     def has_bias(self) -> bool:
-        """Whether a number is added to every score."""
+        """Whether an additive bias is applied to the scores."""
         return self.variant.mask == "bias"
 
     @property
     def out_dtype(self) -> DType:
-        """Element type of the output: bf16 for a query that is not 16 bits wide."""
+        """Element type of the output: bf16 for an FP8 query."""
         return output_dtype(self.variant.query_dtype)
 
     @property
@@ -162,7 +162,7 @@ class MlaSm80Spec(KernelSpec):
 
     @property
     def stage_row_bytes(self) -> int:
-        """Bytes of a token in a stage: with 16 more where its scales come from another tensor."""
+        """Bytes of a token in a stage: 16 more if its scales come from another tensor."""
         kv, query = self.variant.kv_dtype, self.variant.query_dtype
         has_outer_scales = kv is DType.FP8_PER_TOKEN or (
             kv is DType.E4M3 and query is not DType.E4M3
@@ -176,33 +176,33 @@ class MlaSm80Spec(KernelSpec):
 
     @property
     def head_dim_vo(self) -> int:
-        """Elements of an output row, the first of a cached token."""
+        """Elements of an output row: the latent part of a cached token."""
         return self.variant.kv_lora_rank
 
     @property
     def threads(self) -> int:
-        """Threads of one block."""
+        """Threads per CTA."""
         return self.tile.row_warps * self.tile.token_warps * 32
 
     def serves(self, call: CallShape) -> bool:
-        """Whether such a call takes this kernel, of those that differ in the tile only."""
+        """Whether the call uses this tile of the variant."""
         rows = call.heads if self.is_sparse else call.heads * call.q_len
         return self == mla_sm80_spec(self.arch, self.variant, rows)
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of one block, as kernels/mla_sm80/shared_memory.cuh lays it out."""
+        """Dynamic shared memory per CTA, laid out by kernels/mla_sm80/shared_memory.cuh."""
         rows, tokens, stages = self.tile[:3]
-        taken = (rows * self.head_dim_qk + rows * tokens) * 2
-        taken += stages * tokens * self.stage_row_bytes
+        tile_bytes = (rows * self.head_dim_qk + rows * tokens) * 2
+        tile_bytes += stages * tokens * self.stage_row_bytes
         if self.decodes_kv:
-            taken += tokens * self.head_dim_qk * 2
+            tile_bytes += tokens * self.head_dim_qk * 2
         words = rows * (self.tile.token_warps + 3) + tokens
-        return taken + words * 4 + _WORK_BYTES
+        return tile_bytes + words * 4 + _WORK_BYTES
 
 
 def mla_sm80_spec(arch: Arch, variant: MlaVariant, rows: int) -> MlaSm80Spec:
-    """Return the kernel that serves requests of ``rows`` rows (heads times query tokens).
+    """Return the kernel for ``rows`` query rows per sequence (heads times query tokens).
 
     Raises
     ------
@@ -222,7 +222,7 @@ def mla_sm80_spec(arch: Arch, variant: MlaVariant, rows: int) -> MlaSm80Spec:
 
 
 def mla_sm80_specs(arch: Arch) -> Iterator[MlaSm80Spec]:
-    """Yield every MLA decode kernel that ``arch`` may be asked for, each once."""
+    """Yield every sm80 MLA kernel that ``arch`` supports, each once."""
     for row in SUPPORTED:
         for variant in row.variants():
             specs = {mla_sm80_spec(arch, variant, tile.block_m): None for tile in TILES}
@@ -231,20 +231,20 @@ def mla_sm80_specs(arch: Arch) -> Iterator[MlaSm80Spec]:
 
 def _is_valid(spec: MlaSm80Spec) -> bool:
     tile = spec.tile
-    has_more = spec.is_sparse or spec.has_bias or spec.has_separate_values
-    # These have no registers left for anything but the plain loop.
+    has_extras = spec.is_sparse or spec.has_bias or spec.has_separate_values
+    # Tiles of 64 rows have registers for the plain main loop only.
     scales_kv = spec.decodes_kv and not spec.decodes_query
-    if (has_more or scales_kv) and tile.block_m > 32:
+    if (has_extras or scales_kv) and tile.block_m > 32:
         return False
-    if (has_more or spec.decodes_kv) and (tile.block_m, spec.threads) == (32, 128):
+    if (has_extras or spec.decodes_kv) and (tile.block_m, spec.threads) == (32, 128):
         return False
-    # Values of their own would arrive where warps trade products.
+    # A separate V would overwrite the stage through which warps exchange partial scores.
     if spec.has_separate_values and tile.dim_warps > 1:
         return False
-    # Products are traded through the part of a stage that one round of copies fills.
+    # Warps exchange partial scores through the part of a stage that one round of copies fills.
     round_bytes = spec.threads // 8 * spec.stage_row_bytes
     if tile.dim_warps > 1 and tile.block_m * tile.block_n * 4 > round_bytes:
         return False
     if spec.head_dim_vo // (spec.threads // 32) % 16:
         return False
-    return spec.arch.holds(spec.shared_bytes, tile.ctas_per_sm)
+    return spec.arch.fits(spec.shared_bytes, tile.ctas_per_sm)

@@ -1,4 +1,4 @@
-"""MLA decode on Hopper: what its kernels are specialised for."""
+"""Spec of the sm90 MLA decode kernels in bf16 and fp16, and the base of all sm90 MLA specs."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from mlagen.spec.mla_support import PLAIN, SUPPORTED, MlaVariant
 
 SpecT = TypeVar("SpecT")
 
-# Rows of a tile, from the widest to the narrowest; a call takes the narrowest that holds the rows
-# of a request, or the widest.
+# BLOCK_M of the tiles, largest first. A call uses the smallest tile that holds the rows of a
+# sequence, or else the largest.
 BLOCK_MS = (64, 32, 16)
 
-# What belongs to a workspace: counters, one for each SM; then, kept from launch to launch, whose it
-# is, lengths of requests, and what each block begins with.
+# Device memory beside a workspace: one semaphore per SM; then the cached scheduler metadata, which
+# is the schedule id, the sequence lengths and the initial work of each CTA.
 SEMAPHORE_BYTES = 1024
 CACHED_SEQ_LENS = 510
 SCHED_META_BYTES = 128
 SCHED_META_OFFSET = SEMAPHORE_BYTES + (2 + CACHED_SEQ_LENS) * 4
 
-_WIDEST_NARROW = 32
+_MAX_SWAP_AB_ROWS = 32
 _BLOCK_N = 64
 _MIN_BOX_TOKENS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class MlaSm90Spec(KernelSpec):
-    """What changes the machine code of a Hopper MLA decode kernel, and nothing else."""
+    """Everything that determines the cubin of an sm90 MLA decode kernel."""
 
     family: ClassVar[str] = "mla_sm90"
     symbol: ClassVar[str] = "mla_sm90"
@@ -89,8 +89,8 @@ class MlaSm90Spec(KernelSpec):
         float32("lse_factor"),
     )
 
-    # Tiles that calls take whose requests have more rows, if there is little to do: so many rows,
-    # if all of them have no more blocks of tokens than so many for each SM.
+    # (BLOCK_M, KV blocks per SM): calls with more rows use the smaller tile while the KV blocks of
+    # all its tiles do not exceed the limit.
     smaller_tiles: ClassVar[tuple[tuple[int, int], ...]] = ((16, 2),)
 
     variant: MlaVariant
@@ -98,17 +98,16 @@ class MlaSm90Spec(KernelSpec):
 
     @property
     def small_calls(self) -> tuple[tuple[int, int], ...]:
-        """Up to so many rows of a request, the blocks of tokens that the sm80 kernel is for.
+        """(max rows per sequence, max KV blocks) of calls that the sm80 kernel runs faster.
 
-        It is faster with no more of them in all requests, counted for each tile of 16 rows. See
-        ``docs/measurements.md``.
+        KV blocks of all sequences count once per tile of 16 rows. See ``docs/measurements.md``.
         """
         return (16, 256), (32, 128)
 
     @property
     def swap_ab(self) -> bool:
-        """Whether tokens take the place of rows in the products."""
-        return self.block_m <= _WIDEST_NARROW
+        """Whether the MMAs swap A and B: KV tokens are the M dimension."""
+        return self.block_m <= _MAX_SWAP_AB_ROWS
 
     @property
     def head_dim_qk(self) -> int:
@@ -117,124 +116,124 @@ class MlaSm90Spec(KernelSpec):
 
     @property
     def head_dim_vo(self) -> int:
-        """Elements of an output row, the first of a cached token."""
+        """Elements of an output row: the latent part of a cached token."""
         return self.variant.kv_lora_rank
 
     @property
     def math_dtype(self) -> DType:
-        """Element type that the tensor cores multiply."""
+        """Element type of the MMA."""
         return self.variant.query_dtype
 
     @property
     def p_dtype(self) -> DType:
-        """Element type that p_dtype_choice are rounded to."""
+        """Element type of P in the PV GEMM."""
         return self.math_dtype
 
     @property
     def is_sparse(self) -> bool:
-        """Whether every query token has a list of tokens of its own."""
+        """Whether every query token has top-k indices."""
         return self.variant.lookup == "sparse"
 
     @property
     def producer_warps(self) -> int:
-        """Warps that do everything else."""
+        """Warps of the producer warpgroup."""
         return 4
 
     @property
     def consumer_registers(self) -> int:
-        """Registers of a thread that multiplies, with a wide tile."""
+        """Registers per consumer thread without swap-AB."""
         return 224
 
     @property
     def producer_registers(self) -> int:
-        """Registers of any other thread then."""
+        """Registers per producer thread without swap-AB."""
         return 3 * 168 - 2 * self.consumer_registers
 
     @property
     def box_tokens(self) -> int:
-        """Tokens that one copy brings: of one page."""
+        """Tokens per TMA box, all of one page."""
         return math.gcd(self.variant.page_size, _BLOCK_N)
 
     @property
     def consumer_warps(self) -> int:
-        """Warps that multiply."""
+        """Warps of the consumer warpgroups."""
         return 4 if self.swap_ab else 8
 
     @property
     def copies_tile_groups(self) -> bool:
-        """Whether a copy brings a third of a block's tiles, the rope part with the last."""
+        """Whether one TMA copy loads a third of a KV block's tiles; the last includes rope."""
         return self.swap_ab
 
     @property
     def threads(self) -> int:
-        """Threads of one block."""
+        """Threads per CTA."""
         return (self.consumer_warps + self.producer_warps) * 32
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of one block: all there is."""
+        """Dynamic shared memory per CTA: the architecture's limit."""
         return self.arch.shared_bytes
 
     @property
     def semaphore_bytes(self) -> int:
-        """Bytes of the counters of a workspace, behind which lies what blocks begin with."""
+        """Bytes of a workspace's semaphores; the cached scheduler metadata follows them."""
         return SEMAPHORE_BYTES
 
     @property
     def cached_seq_lens(self) -> int:
-        """Lengths of requests that there is room for."""
+        """Max sequence lengths in the cached scheduler metadata."""
         return CACHED_SEQ_LENS
 
     @property
     def sched_meta_bytes(self) -> int:
-        """Bytes of what one block begins with."""
+        """Bytes of the cached scheduler metadata of one CTA."""
         return SCHED_META_BYTES
 
     @property
     def is_cooperative(self) -> bool:
-        """Whether blocks wait for each other: for the pieces of a request that they share."""
+        """True: a CTA waits for the splits of its work tile that other CTAs compute."""
         return True
 
     def serves(self, call: CallShape) -> bool:
-        """Whether such a call may take this kernel, of those that differ in the tile only."""
+        """Whether the call may use this tile of the variant."""
         return self.block_m in self.tiles_of(call.heads * call.q_len)
 
     def tiles_of(self, rows: int) -> tuple[int, ...]:
-        """Return the rows of the tiles that requests of ``rows`` rows may take."""
-        usual = block_m_for(rows)
-        return (*(tile for tile, _ in self.smaller_tiles if tile < usual), usual)
+        """Return the BLOCK_M of every tile for ``rows`` query rows per sequence."""
+        default = block_m_for(rows)
+        return (*(tile for tile, _ in self.smaller_tiles if tile < default), default)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MlaSm90Fp8Base(MlaSm90Spec):
-    """What the families over rows of 8 bits have in common: warps of their own for scores."""
+    """Base spec of the FP8 families, whose QK GEMM and softmax have a warpgroup of their own."""
 
     smaller_tiles: ClassVar[tuple[tuple[int, int], ...]] = ((16, 3), (32, 6))
 
     @property
     def consumer_warps(self) -> int:
-        """Warps that multiply values."""
+        """Warps of the PV warpgroups."""
         return 8
 
     @property
     def producer_warps(self) -> int:
-        """Warps that do everything else: four that load, and four that score."""
+        """Warps of the producer warpgroup and of the QK warpgroup."""
         return 8
 
 
-def bytes_beside_workspace(sm_count: int) -> int:
-    """Return the bytes that belong to a workspace besides it, on a GPU of so many SMs."""
+def semaphore_region_bytes(sm_count: int) -> int:
+    """Return the bytes of a workspace's semaphores and cached scheduler metadata."""
     assert sm_count * 4 <= SEMAPHORE_BYTES
     return SCHED_META_OFFSET + sm_count * SCHED_META_BYTES
 
 
 def block_m_for(rows: int) -> int:
-    """Return the rows of a tile for requests of ``rows`` rows."""
+    """Return the default BLOCK_M for ``rows`` query rows per sequence."""
     return min((tile for tile in BLOCK_MS if rows <= tile), default=BLOCK_MS[0])
 
 
-def copies_pages(arch: Arch, variant: MlaVariant) -> bool:
-    """Return whether ``arch`` copies tiles out of such pages, whatever their elements are."""
+def supports_tma(arch: Arch, variant: MlaVariant) -> bool:
+    """Return whether TMA loads KV tiles of the variant on ``arch``, for any element type."""
     return (
         arch.has_wgmma
         and (variant.kv_lora_rank, variant.qk_rope_head_dim) == (512, 64)
@@ -244,25 +243,25 @@ def copies_pages(arch: Arch, variant: MlaVariant) -> bool:
 
 
 def mla_sm90_spec(arch: Arch, variant: MlaVariant, rows: int) -> MlaSm90Spec | None:
-    """Return the sm90 kernel for requests of ``rows`` rows; None where there is none."""
-    is_alike = variant.query_dtype.is_16bit and variant.kv_dtype is variant.query_dtype
-    if not (is_alike and copies_pages(arch, variant)):
+    """Return the kernel for ``rows`` query rows per sequence, or None if unsupported."""
+    is_16bit = variant.query_dtype.is_16bit and variant.kv_dtype is variant.query_dtype
+    if not (is_16bit and supports_tma(arch, variant)):
         return None
     return MlaSm90Spec(arch=arch, variant=variant, block_m=block_m_for(rows))
 
 
 def mla_sm90_specs(arch: Arch) -> Iterator[MlaSm90Spec]:
-    """Yield every sm90 kernel that ``arch`` may be asked for, each once."""
-    return specs_found(arch, mla_sm90_spec)
+    """Yield every kernel of this family that ``arch`` supports, each once."""
+    return supported_specs(arch, mla_sm90_spec)
 
 
-def specs_found(
-    arch: Arch, find: Callable[[Arch, MlaVariant, int], SpecT | None]
+def supported_specs(
+    arch: Arch, make_spec: Callable[[Arch, MlaVariant, int], SpecT | None]
 ) -> Iterator[SpecT]:
-    """Yield what ``find`` returns for every supported variant and tile, where it returns any."""
+    """Yield the spec of every supported variant and tile for which ``make_spec`` has one."""
     for row in SUPPORTED:
         for variant in row.variants():
             for rows in BLOCK_MS:
-                spec = find(arch, variant, rows)
+                spec = make_spec(arch, variant, rows)
                 if spec is not None:
                     yield spec

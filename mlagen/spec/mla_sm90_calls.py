@@ -1,4 +1,4 @@
-"""Which sm90 kernels there are for an MLA decode call, of all families of them."""
+"""Selection of the sm90 kernel of an MLA decode call, across the sm90 families."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from mlagen.spec.mla_support import MlaVariant
 
 
 def mla_sm90_kernels(arch: Arch, variant: MlaVariant, rows: int) -> Iterator[MlaSm90Spec]:
-    """Yield the sm90 kernels for requests of ``rows`` rows, the fastest first.
+    """Yield the sm90 kernels for ``rows`` query rows per sequence, the fastest first.
 
-    Of a sparse call every query token is a request.
+    In a sparse call every query token is a sequence of its own.
     """
-    for find in (mla_sm90_spec, mla_sm90_fp8_spec, mla_sm90_fp8kv_spec):
-        spec = find(arch, variant, rows)
+    for make_spec in (mla_sm90_spec, mla_sm90_fp8_spec, mla_sm90_fp8kv_spec):
+        spec = make_spec(arch, variant, rows)
         if spec is not None:
             yield spec
 
@@ -25,10 +25,9 @@ def mla_sm90_kernels(arch: Arch, variant: MlaVariant, rows: int) -> Iterator[Mla
 def mla_sm90_kernel(
     arch: Arch, variant: MlaVariant, rows: int, p_dtype_choice: str
 ) -> MlaSm90Spec | None:
-    """Return the one that a call takes; None where there is none.
+    """Return the sm90 kernel of a call, or None if unsupported.
 
-    ``p_dtype_choice`` is what the settings ask for: ``fp16`` leaves those out that round them to 8
-    bits.
+    ``p_dtype_choice`` is the setting: ``fp16`` excludes the kernels that round P to FP8.
     """
     for spec in mla_sm90_kernels(arch, variant, rows):
         if p_dtype_choice == "auto" or spec.p_dtype.is_16bit:

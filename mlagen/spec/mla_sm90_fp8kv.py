@@ -1,4 +1,4 @@
-"""MLA decode on Hopper over rows of 8 bits, with values as fp16: what its kernels are made for."""
+"""Spec of the sm90 MLA decode kernels over an FP8 KV cache, with the PV GEMM in fp16."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import ClassVar
 from mlagen.spec.arch import Arch
 from mlagen.spec.dtype import DType
 from mlagen.spec.kernel import CallShape, Parameter, float32, int32, int64, pointer
-from mlagen.spec.mla_sm90 import MlaSm90Fp8Base, block_m_for, specs_found
+from mlagen.spec.mla_sm90 import MlaSm90Fp8Base, block_m_for, supported_specs
 from mlagen.spec.mla_support import PLAIN, SPARSE, MlaVariant
 
-# Of query and cache.
+# Query and KV cache.
 _DTYPES = (
     (DType.BF16, DType.E4M3),
     (DType.BF16, DType.FP8_DS_MLA),
@@ -23,7 +23,7 @@ _DTYPES = (
 
 @dataclass(frozen=True, kw_only=True)
 class MlaSm90Fp8KvSpec(MlaSm90Fp8Base):
-    """What changes the machine code of such a kernel, and nothing else."""
+    """Everything that determines the cubin of a kernel of this family."""
 
     family: ClassVar[str] = "mla_sm90_fp8kv"
     symbol: ClassVar[str] = "mla_sm90_fp8kv"
@@ -83,22 +83,22 @@ class MlaSm90Fp8KvSpec(MlaSm90Fp8Base):
 
     @property
     def math_dtype(self) -> DType:
-        """Element type of what is not stored in 8 bits: ropes of packed rows, and the output."""
+        """Element type of the unquantized data: bf16 rope elements, and the output."""
         return DType.BF16
 
     @property
     def p_dtype(self) -> DType:
-        """Element type that p_dtype_choice are rounded to, and values converted."""
+        """Element type of P and of the converted V in the PV GEMM."""
         return DType.FP16
 
     @property
     def small_calls(self) -> tuple[tuple[int, int], ...]:
-        """Up to so many rows of a request, the blocks of tokens that the sm80 kernel is for."""
+        """(max rows per sequence, max KV blocks) of calls that the sm80 kernel runs faster."""
         return ((128, 128),) if self.splits_query else ((16, 64),)
 
     @property
     def splits_query(self) -> bool:
-        """Whether an element of the query is multiplied as the sum of two in 8 bits."""
+        """Whether a bf16 query is split into two FP8 terms, high and low."""
         return self.variant.query_dtype.is_16bit
 
     @property
@@ -108,19 +108,19 @@ class MlaSm90Fp8KvSpec(MlaSm90Fp8Base):
 
     @property
     def loading_warps(self) -> int:
-        """Warps that bring tokens into shared memory."""
+        """Warps that load KV tokens into shared memory."""
         return 4
 
     def serves(self, call: CallShape) -> bool:
-        """Whether such a call may take this kernel, of those that differ in the tile only."""
+        """Whether the call may use this tile of the variant."""
         q_len = 1 if self.is_sparse else call.q_len
         return self.block_m in self.tiles_of(call.heads * q_len)
 
 
 def mla_sm90_fp8kv_spec(arch: Arch, variant: MlaVariant, rows: int) -> MlaSm90Fp8KvSpec | None:
-    """Return the sm90 kernel for requests of ``rows`` rows; None where there is none.
+    """Return the kernel for ``rows`` query rows per sequence, or None if unsupported.
 
-    Of a sparse call every query token is a request.
+    In a sparse call every query token is a sequence of its own.
     """
     is_covered = (
         arch.has_wgmma
@@ -134,5 +134,5 @@ def mla_sm90_fp8kv_spec(arch: Arch, variant: MlaVariant, rows: int) -> MlaSm90Fp
 
 
 def mla_sm90_fp8kv_specs(arch: Arch) -> Iterator[MlaSm90Fp8KvSpec]:
-    """Yield every such kernel that ``arch`` may be asked for, each once."""
-    return specs_found(arch, mla_sm90_fp8kv_spec)
+    """Yield every kernel of this family that ``arch`` supports, each once."""
+    return supported_specs(arch, mla_sm90_fp8kv_spec)

@@ -1,4 +1,4 @@
-"""Which MLA decode calls are supported: the one table that checks, prewarm and docs read."""
+"""Support table of MLA decode calls, shared by checks, prewarming and documentation."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from mlagen.spec.kernel import Variant
 
 @dataclass(frozen=True, kw_only=True)
 class MlaVariant(Variant):
-    """What an MLA decode call determines of its kernel; the tile is chosen for it.
+    """Kernel properties that an MLA decode call determines; the tile is selected separately.
 
-    ``lookup`` is ``paged`` (a block table leads to pages) or ``sparse`` (a list of tokens for every
-    query token); ``values`` is ``shared`` (the first elements of a key are its value) or
-    ``separate``; ``mask`` is ``causal`` (a prefix of the tokens, or all) or ``bias`` (a number is
-    added to every score; minus infinity hides).
+    ``lookup`` is ``paged`` (a block table of pages) or ``sparse`` (top-k indices per query token);
+    ``values`` is ``shared`` (V is the latent part of K) or ``separate``; ``mask`` is ``causal`` (a
+    prefix of the tokens, or all) or ``bias`` (added to the scores; minus infinity masks).
     """
 
     query_dtype: DType
@@ -31,7 +30,7 @@ class MlaVariant(Variant):
     mask: str = "causal"
 
 
-# Page sizes that prewarming compiles for; any other is compiled when it is asked for.
+# Page sizes that prewarming compiles; others are compiled on first use.
 PAGE_SIZES = (1, 8, 16, 32, 64, 128)
 
 PLAIN = ("paged", "shared", "causal")
@@ -42,25 +41,25 @@ BIAS = ("paged", "shared", "bias")
 
 @dataclass(frozen=True, kw_only=True)
 class MlaSupport:
-    """One row of :data:`SUPPORTED`: every combination of what it lists has a kernel."""
+    """One row of :data:`SUPPORTED`; every combination of its values has a kernel."""
 
     query_dtype: DType
     kv_dtype: DType
     head_dims: tuple[tuple[int, int], ...]  # kv_lora_rank, qk_rope_head_dim
-    forms: tuple[tuple[str, str, str], ...]  # lookup, values, mask
+    modes: tuple[tuple[str, str, str], ...]  # lookup, values, mask
 
     def covers(self, variant: MlaVariant) -> bool:
-        """Whether the variant is of this row."""
+        """Whether the row includes the variant."""
         return (
             (variant.query_dtype, variant.kv_dtype) == (self.query_dtype, self.kv_dtype)
             and (variant.kv_lora_rank, variant.qk_rope_head_dim) in self.head_dims
-            and (variant.lookup, variant.values, variant.mask) in self.forms
+            and (variant.lookup, variant.values, variant.mask) in self.modes
         )
 
     def variants(self) -> Iterator[MlaVariant]:
-        """Yield the variants of the row, for the usual page sizes."""
-        for (rank, rope), form, page_size in product(self.head_dims, self.forms, PAGE_SIZES):
-            lookup, values, mask = form
+        """Yield the variants of the row, for the prewarmed page sizes."""
+        for (rank, rope), mode, page_size in product(self.head_dims, self.modes, PAGE_SIZES):
+            lookup, values, mask = mode
             yield MlaVariant(
                 query_dtype=self.query_dtype,
                 kv_dtype=self.kv_dtype,
@@ -75,63 +74,63 @@ class MlaSupport:
 
 _ALL_DIMS = ((512, 64), (256, 64), (512, 0))
 _ROPE_DIMS = ((512, 64), (256, 64))
-_PACKED_DIMS = ((512, 64),)
-_HALVES = (DType.BF16, DType.FP16)
+_FP8_ROW_DIMS = ((512, 64),)
+_16BIT_DTYPES = (DType.BF16, DType.FP16)
 SUPPORTED = (
     *(
         MlaSupport(
             query_dtype=dtype,
             kv_dtype=dtype,
             head_dims=_ALL_DIMS,
-            forms=(PLAIN, SPARSE, SEPARATE, BIAS),
+            modes=(PLAIN, SPARSE, SEPARATE, BIAS),
         )
-        for dtype in _HALVES
+        for dtype in _16BIT_DTYPES
     ),
     MlaSupport(
         query_dtype=DType.E4M3,
         kv_dtype=DType.E4M3,
         head_dims=_ROPE_DIMS,
-        forms=(PLAIN, SPARSE, SEPARATE, BIAS),
+        modes=(PLAIN, SPARSE, SEPARATE, BIAS),
     ),
     *(
         MlaSupport(
             query_dtype=dtype,
             kv_dtype=DType.E4M3,
             head_dims=_ALL_DIMS,
-            forms=(PLAIN, SPARSE, SEPARATE),
+            modes=(PLAIN, SPARSE, SEPARATE),
         )
-        for dtype in _HALVES
+        for dtype in _16BIT_DTYPES
     ),
     *(
         MlaSupport(
             query_dtype=dtype,
             kv_dtype=DType.FP8_DS_MLA,
-            head_dims=_PACKED_DIMS,
-            forms=(PLAIN, SPARSE),
+            head_dims=_FP8_ROW_DIMS,
+            modes=(PLAIN, SPARSE),
         )
-        for dtype in _HALVES
+        for dtype in _16BIT_DTYPES
     ),
     MlaSupport(
         query_dtype=DType.FP8_PER_TOKEN,
         kv_dtype=DType.FP8_PER_TOKEN,
-        head_dims=_PACKED_DIMS,
-        forms=(PLAIN, BIAS),
+        head_dims=_FP8_ROW_DIMS,
+        modes=(PLAIN, BIAS),
     ),
 )
 
 
 def output_dtype(query_dtype: DType) -> DType:
-    """Return what MLA decode writes for a query: bf16 for what is not 16 bits wide."""
+    """Return the output type for a query type: bf16 for an FP8 query."""
     return query_dtype if query_dtype.is_16bit else DType.BF16
 
 
 def require_supported(variant: MlaVariant) -> None:
-    """Reject what no row of :data:`SUPPORTED` covers.
+    """Reject a variant that no row of :data:`SUPPORTED` covers.
 
     Raises
     ------
     UnsupportedError
-        With what is covered in the message.
+        The message lists the supported values.
     """
     for row in SUPPORTED:
         if row.covers(variant):
@@ -148,10 +147,10 @@ def require_supported(variant: MlaVariant) -> None:
             f"supported: {pairs}"
         )
     dims = " or ".join(f"({rank}, {rope})" for row in rows for rank, rope in row.head_dims)
-    forms = " or ".join(f"({', '.join(form)})" for row in rows for form in row.forms)
+    modes = " or ".join(f"({', '.join(mode)})" for row in rows for mode in row.modes)
     raise UnsupportedError(
         f"no MLA decode kernel for query {variant.query_dtype}, cache {variant.kv_dtype}, "
         f"(kv_lora_rank, qk_rope_head_dim) ({variant.kv_lora_rank}, {variant.qk_rope_head_dim}), "
         f"(lookup, values, mask) ({variant.lookup}, {variant.values}, {variant.mask}); "
-        f"supported there: {dims} with {forms}"
+        f"supported there: {dims} with {modes}"
     )

@@ -1,4 +1,4 @@
-"""Which kernels a description of the calls to come leaves, of all that are supported."""
+"""Kernel selection for prewarming: supported kernels filtered by the calls to come."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from itertools import product
 from mlagen.errors import ArgumentError
 from mlagen.spec.arch import Arch
 from mlagen.spec.dtype import DType
-from mlagen.spec.families import FAMILIES, kept_of, specs_of, values_of
+from mlagen.spec.families import FAMILIES, filter_specs, specs_of, values_of
 from mlagen.spec.kernel import CallShape, KernelSpec
 from mlagen.spec.mla_support import output_dtype
-from mlagen.values import reject, require_whole_number, several, shown, texts
+from mlagen.values import as_list, as_str_list, reject, require_whole_number, shown
 
-# What a call names, and the key_fields that hold it in one family or another.
+# Filter names of the user, and the key fields they match in each family.
 FILTERS = {
     "dtype": ("query_dtype", "dtype"),
     "kv_lora_rank": ("kv_lora_rank", "head_dim_vo"),
@@ -21,8 +21,8 @@ FILTERS = {
     "page_size": ("page_size",),
 }
 
-# Of these the usual is meant where nothing is said.
-USUAL = {"lookup": ["paged"], "values": ["shared"], "mask": ["causal"]}
+# Values of key fields that no filter names.
+DEFAULT_FILTERS = {"lookup": ["paged"], "values": ["shared"], "mask": ["causal"]}
 
 
 def select_specs(
@@ -34,41 +34,41 @@ def select_specs(
     q_len: int | Iterable[int] | None = None,
     wanted: dict[str, str | int | Iterable[str | int]],
 ) -> list[KernelSpec]:
-    """Return the kernels that the arguments of :func:`mlagen.prewarm` leave, each once.
+    """Return the kernels that match the arguments of :func:`mlagen.prewarm`, each once.
 
     Raises
     ------
     ArgumentError
-        If a family, an ingredient or a value does not exist, or a number is below 1.
+        If a family, a key field or a value does not exist, or a number is below 1.
     """
     calls = _calls(heads, kv_heads, q_len)
-    chosen = tuple(FAMILIES) if families is None else tuple(texts(families, "family"))
+    chosen = tuple(FAMILIES) if families is None else tuple(as_str_list(families, "family"))
     specs: dict[KernelSpec, None] = {}
     for arch in archs:
         listed = specs_of(arch, chosen)
-        if not listed:  # families of other architectures alone
+        if not listed:  # the families support other architectures only
             continue
         known = {name for spec in listed for name in spec.key_fields()} - {"arch"}
-        kept = {name: list(values) for name, values in USUAL.items() if name in known}
-        kept |= {name: [] for label in wanted for name in _key_fields_of(label, known)}
+        filters = {name: list(values) for name, values in DEFAULT_FILTERS.items() if name in known}
+        filters |= {name: [] for label in wanted for name in _key_fields_of(label, known)}
         for label, values in wanted.items():
             for name in _key_fields_of(label, known):
-                kept[name] += [_text(name, value) for value in several(values, label)]
-        if "head_dim_vo" in kept and "head_dim_vo" not in wanted:
+                filters[name] += [_text(name, value) for value in as_list(values, label)]
+        if "head_dim_vo" in filters and "head_dim_vo" not in wanted:
             for label in {"kv_lora_rank", "head_dim"} - set(wanted):
-                kept["head_dim_vo"] += values_of(listed, label)  # dims that are not said: all
-        for spec in kept_of(listed, kept):
+                filters["head_dim_vo"] += values_of(listed, label)  # all dims by default
+        for spec in filter_specs(listed, filters):
             if not calls or any(spec.serves(call) for call in calls):
                 specs[spec] = None
     return list(specs)
 
 
-def _text(ingredient: str, value: str | int) -> str:
-    """Return a value as the ingredient names it: a combining kernel knows what is written."""
+def _text(field: str, value: str | int) -> str:
+    """Return a value as the key field spells it: ``dtype`` of a combine kernel is the output's."""
     if not isinstance(value, str):
-        value = str(require_whole_number(value, ingredient))
-    packed = {str(dtype): str(output_dtype(dtype)) for dtype in (DType.E4M3, DType.FP8_PER_TOKEN)}
-    return packed.get(str(value), str(value)) if ingredient == "dtype" else str(value)
+        value = str(require_whole_number(value, field))
+    outputs = {str(dtype): str(output_dtype(dtype)) for dtype in (DType.E4M3, DType.FP8_PER_TOKEN)}
+    return outputs.get(str(value), str(value)) if field == "dtype" else str(value)
 
 
 def _key_fields_of(label: str, known: set[str]) -> list[str]:
@@ -84,7 +84,7 @@ def _calls(
     kv_heads: int | Iterable[int] | None,
     q_len: int | Iterable[int] | None,
 ) -> set[CallShape]:
-    """Return the shapes of the calls; none if they are not said."""
+    """Return the shapes of the calls; none without ``heads``."""
     if heads is None:
         for name, value in (("q_len", q_len), ("kv_heads", kv_heads)):
             if value is not None:
@@ -105,4 +105,6 @@ def _calls(
 
 
 def _counts(argument: str, values: object) -> list[int]:
-    return [require_whole_number(value, argument, least=1) for value in several(values, argument)]
+    return [
+        require_whole_number(value, argument, min_value=1) for value in as_list(values, argument)
+    ]

@@ -1,4 +1,4 @@
-"""Kernels by their text: what ``str`` of a spec writes, read back."""
+"""Parser of kernel specs, the inverse of ``str(spec)``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import ClassVar, get_origin, get_type_hints
 from mlagen.errors import ArgumentError, UnsupportedError
 from mlagen.spec import gqa
 from mlagen.spec.arch import Arch, parse_arch
-from mlagen.spec.calls import specs_beside
+from mlagen.spec.calls import specs_of_variant
 from mlagen.spec.combine import CombineSpec, combine_specs
 from mlagen.spec.dtype import DType
 from mlagen.spec.gqa import GqaSm80Spec
@@ -24,19 +24,19 @@ from mlagen.spec.mla_support import SUPPORTED, output_dtype
 
 _TEXT = re.compile(r"\s*(\w+)\s*\(([^()]*)\)\s*")
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,9}")
-_MOST = 2**31 - 1  # sizes are 4-byte integers in the kernels
+_MAX_INT32 = 2**31 - 1  # sizes are 4-byte integers in the kernels
 
 
 def parse_spec(text: str) -> KernelSpec:
-    """Return the kernel that ``text`` names, as ``str`` of its spec writes it.
+    """Return the kernel that ``text`` names, in the format of ``str(spec)``.
 
-    Only a kernel that some call takes is returned: dtypes, sizes and tile are those of a family.
-    Blanks around names and values do not count, nor does the order of the names.
+    Only a kernel that some call uses is returned: dtypes, sizes and tile are those of a family.
+    Blanks around names and values, and the order of the names, are ignored.
 
     Raises
     ------
     ArgumentError
-        If it is no such text, or no call takes such a kernel.
+        If the text is malformed, or no call uses the kernel.
     """
     match = _TEXT.fullmatch(text)
     if match is None:
@@ -46,14 +46,14 @@ def parse_spec(text: str) -> KernelSpec:
         raise ArgumentError(
             f"kernel: expected a family out of {', '.join(_FAMILIES)}, got {family!r}"
         )
-    made = _made_of(_FAMILIES[family], family, _values_of(family, inside))
-    assert isinstance(made, KernelSpec)
-    _require_served(made)
-    return made
+    spec = _construct(_FAMILIES[family], family, _parse_values(family, inside))
+    assert isinstance(spec, KernelSpec)
+    _require_used(spec)
+    return spec
 
 
-def _values_of(family: str, inside: str) -> dict[str, str]:
-    """Return the text of each value by its name."""
+def _parse_values(family: str, inside: str) -> dict[str, str]:
+    """Return the text of each value by name."""
     types = _types_of(_FAMILIES[family])
     values: dict[str, str] = {}
     for item in inside.split(",") if inside.strip() else ():
@@ -72,7 +72,7 @@ def _values_of(family: str, inside: str) -> dict[str, str]:
 
 
 def _types_of(cls: type) -> dict[str, type]:
-    """Return the types of what an ingredient names, in the order of the text."""
+    """Return the types of the key fields, in the order of the text."""
     types: dict[str, type] = {}
     for name, kind in _fields_of(cls).items():
         types |= _types_of(kind) if _has_parts(kind) else {name: kind}
@@ -86,22 +86,22 @@ def _fields_of(cls: Hashable) -> dict[str, type]:
 
 
 def _has_parts(kind: type) -> bool:
-    """Whether the names of a field are those of its parts: a variant or a tile."""
+    """Whether the text flattens the field: a variant or a tile."""
     return issubclass(kind, (Variant, tuple))
 
 
-def _made_of(cls: type, family: str, values: Mapping[str, str]) -> object:
-    made: dict[str, object] = {
-        name: _made_of(kind, family, values)
+def _construct(cls: type, family: str, values: Mapping[str, str]) -> object:
+    arguments: dict[str, object] = {
+        name: _construct(kind, family, values)
         if _has_parts(kind)
-        else _read(kind, f"{family}.{name}", values[name])
+        else _parse_value(kind, f"{family}.{name}", values[name])
         for name, kind in _fields_of(cls).items()
     }
-    return cls(**made)
+    return cls(**arguments)
 
 
-def _read(kind: type, name: str, text: str) -> object:
-    """Return one value."""
+def _parse_value(kind: type, name: str, text: str) -> object:
+    """Return the value of one key field."""
     if kind is Arch:
         return parse_arch(text)
     if kind is DType:
@@ -110,33 +110,33 @@ def _read(kind: type, name: str, text: str) -> object:
             raise ArgumentError(f"{name}: expected one of {', '.join(names)}, got {text!r}")
         return DType(text)
     if kind is int:
-        if not _NUMBER.fullmatch(text) or int(text) > _MOST:
-            raise ArgumentError(f"{name}: expected a whole number up to {_MOST}, got {text!r}")
+        if not _NUMBER.fullmatch(text) or int(text) > _MAX_INT32:
+            raise ArgumentError(f"{name}: expected a whole number up to {_MAX_INT32}, got {text!r}")
         return int(text)
     assert kind is str, kind
     return text
 
 
-def _require_served(spec: KernelSpec) -> None:
-    """Reject a kernel that no call takes: it would meet the compiler untested."""
+def _require_used(spec: KernelSpec) -> None:
+    """Reject a kernel that no call uses: it is untested and may not compile."""
     if spec.key_fields().get("page_size") == "0":
         raise ArgumentError(f"{spec.family}.page_size: expected 1 or more, got 0")
     try:
-        served = _combining(spec) if isinstance(spec, CombineSpec) else specs_beside(spec)
+        known = _combine_specs(spec) if isinstance(spec, CombineSpec) else specs_of_variant(spec)
     except UnsupportedError as error:
         raise ArgumentError(f"{spec.family}: {error}") from error
-    if spec in served:
+    if spec in known:
         return
-    rule = "what a call takes"
-    if served:
-        ours = spec.key_fields().items()
-        nearest = max(served, key=lambda other: len(ours & other.key_fields().items()))
+    rule = "a kernel that calls use"
+    if known:
+        fields = spec.key_fields().items()
+        nearest = max(known, key=lambda other: len(fields & other.key_fields().items()))
         rule += f", the nearest {nearest}"
     raise ArgumentError(f"{spec.family}: expected {rule}, got {spec}")
 
 
-def _combining(spec: CombineSpec) -> Sequence[KernelSpec]:
-    """Return combining kernels, the given one among them if some call takes it."""
+def _combine_specs(spec: CombineSpec) -> Sequence[KernelSpec]:
+    """Return combine kernels, including ``spec`` if some call uses it."""
     for row in SUPPORTED:
         ranks = [rank for rank, _ in row.head_dims]
         if spec.dtype is output_dtype(row.query_dtype) and spec.head_dim_vo in ranks:

@@ -1,4 +1,4 @@
-// Adds a piece that has been brought to the accumulators, and its rows' states to theirs.
+// Pairwise combine of a loaded split into the accumulators, with softmax states in shared memory.
 
 #pragma once
 
@@ -12,7 +12,7 @@
 #include "ptx/ex2.cuh"
 #include "softmax/row_state.cuh"
 
-// What a piece and the other are multiplied by, in place of the other's state.
+// Weights of this CTA's split and of the loaded one; they overwrite the loaded state.
 struct RowWeights {
   float own_weight;
   float weight;
@@ -22,8 +22,8 @@ __device__ inline RowWeights row_weights_of(const PartialState& state) {
   return {state.row_max, state.row_sum};
 }
 
-// By one thread for each row: all warps have all rows. Where two pieces are exchanged, this block's
-// other crew has read the states before: what is awaited counts what it has left, too.
+// One thread per row, because all warps hold all rows. When two CTAs exchange halves, the other
+// reduce group of this CTA has already read the states: the awaited count includes its arrival.
 __device__ inline void combine_row_pair(const ReduceGroup& reduce_group,
                                         const CombineSmem& combine_smem, ThreadRows& rows) {
   const int row = reduce_group.thread_idx();

@@ -1,4 +1,4 @@
-// Adding the only other piece of a unit to one that is in registers.
+// Pairwise combine: a work tile with two splits, one of which is still in registers.
 
 #pragma once
 
@@ -13,8 +13,8 @@
 #include "scheduler/tile_scheduler.cuh"
 #include "shared_memory.cuh"
 
-// Adds the only other piece to this one, which is in registers: by the owner, or by both to the
-// half that either keeps.
+// Combines the other split into this one: by the first CTA, or by both CTAs, each for the half of
+// the accumulators that it keeps.
 __device__ inline void combine_pair(const Params& params, const WorkItem& work,
                                     SharedMemoryPlan& smem, const ReduceGroup& reduce_group,
                                     Accumulators& accumulators, ThreadRows& rows) {

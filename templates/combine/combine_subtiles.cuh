@@ -1,5 +1,4 @@
-// Merging three pieces and more of a unit: every block that is a merger takes a slice of the
-// result.
+// Combine of three and more splits: every reducing CTA reduces one sub-tile of the output.
 
 #pragma once
 
@@ -8,11 +7,11 @@
 #include "combine/partial_state.cuh"
 #include "combine/reduce_group.cuh"
 #include "combine/subtile_size.cuh"
+#include "common/named_barrier.cuh"
 #include "common/params.cuh"
 #include "common/reload_tid.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
-#include "ptx/barrier.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/ex2.cuh"
 #include "scheduler/schedule_range.cuh"
@@ -22,7 +21,7 @@
 #include "softmax/row_state.cuh"
 #include "store_rows.cuh"
 
-// Over the lanes that share a row, which are neighbours.
+// Over the adjacent lanes that share a row.
 template <typename Op>
 __device__ inline float reduce_lanes(float value, int num_lanes, Op op) {
 #pragma unroll 1
@@ -32,20 +31,20 @@ __device__ inline float reduce_lanes(float value, int num_lanes, Op op) {
   return value;
 }
 
-// Groups of tasks, one after the other, have the groups of rows, in some families all of them
-// twice.
+// Consecutive groups of fragments cover consecutive groups of rows, in some families twice.
 static_assert((kBlockM & (kBlockM - 1)) == 0, "rows are counted modulo all of them");
 constexpr int kNumRowGroups = kBlockM / kRowsPerGroup;
 
-// The rows that a slice of so many tasks touches at the most: small ones those of one group.
+// Max number of rows that a sub-tile of `num_frags` fragments touches; a small one touches one
+// group.
 __device__ constexpr int rows_per_subtile(int num_frags) {
   if (kFragsPerRowGroup % num_frags == 0) return kRowsPerGroup;
   const int num_groups = (num_frags + kFragsPerRowGroup - 2) / kFragsPerRowGroup + 1;
   return num_groups < kNumRowGroups ? num_groups * kRowsPerGroup : kBlockM;
 }
 
-// What sharers of tasks have of them, behind what has been brought, and behind what a warp reads
-// there that adds up four tasks of a slice of fewer.
+// Partial sums of warps that share fragments. They lie behind the loaded splits, and behind what a
+// warp over-reads when it sums four fragments of a smaller sub-tile.
 using WarpPartials = float4[kFragsPerStep][kWarpLanes];
 constexpr int kWarpPartialsBytes = kConsumerWarps * static_cast<int>(sizeof(WarpPartials));
 __device__ constexpr int warp_partials_offset(int num_splits, int rows, int num_frags) {
@@ -61,20 +60,20 @@ __device__ constexpr bool subtiles_fit() {
   }
   return true;
 }
-static_assert(subtiles_fit(), "a slice of every piece comes at once");
-static_assert(kFragsPerRowGroup % kFragsPerStep == 0, "tasks that are added together have one row");
+static_assert(subtiles_fit(), "a sub-tile of every split is resident at once");
+static_assert(kFragsPerRowGroup % kFragsPerStep == 0, "fragments of a step share their rows");
 
 constexpr int kLog2ConsumerThreads = kConsumerThreads == 256 ? 8 : 7;
 static_assert(kConsumerThreads == 1 << kLog2ConsumerThreads, "four or eight warps");
 
-// Begins to copy the rows of all pieces, of each piece whole lines: group by group of rows.
+// Issues the copies of the partial states of all splits, by groups of rows: whole cache lines.
 __device__ inline void load_partial_states(const Params& params, const PartialSlots& slots,
                                            const CombineSmem& combine_smem) {
   const float reciprocal = __fdividef(1.0f, static_cast<float>(combine_smem.num_splits));
   const int end = combine_smem.num_splits * (combine_smem.rows / kRowsPerGroup);
 #pragma unroll 1
   for (int i = reload_tid() / kRowsPerGroup; i < end; i += kConsumerThreads / kRowsPerGroup) {
-    // In floats, in which such small numbers lose nothing, a division is short.
+    // A float division is short, and exact for numbers this small.
     const int row_group = __float2int_rz((static_cast<float>(i) + 0.5f) * reciprocal);
     const int split_idx = i - row_group * combine_smem.num_splits;
     const int row = combine_smem.row_at(row_group * kRowsPerGroup + reload_tid() % kRowsPerGroup);
@@ -83,12 +82,12 @@ __device__ inline void load_partial_states(const Params& params, const PartialSl
   }
 }
 
-// As many threads as there are see to each row, and no more than a warp has.
+// All consumer threads divided among the rows, at most a warp per row.
 __device__ constexpr int log2_threads_of_row(int log2_rows) {
   return kLog2ConsumerThreads - log2_rows < 5 ? kLog2ConsumerThreads - log2_rows : 5;
 }
 
-// How many pieces of a row a thread sees to at the most.
+// Max number of splits of a row that one thread handles.
 __device__ constexpr int max_splits_per_thread() {
   int max_splits = 1;
   for (int num_splits = 3; num_splits <= kMaxRanges; ++num_splits) {
@@ -102,7 +101,7 @@ __device__ constexpr int max_splits_per_thread() {
 }
 constexpr int kMaxSplitsPerThread = max_splits_per_thread();
 
-// Makes the scale of every piece the factor of its halves in the finished row.
+// Turns the fp16 scale of every split into its weight in the finished row, and stores the LSE.
 __device__ inline void combine_rows(const Params& params, const WorkItem& work,
                                     const CombineSmem& combine_smem) {
   const int log2_threads = log2_threads_of_row(32 - __clz(combine_smem.rows - 1));
@@ -111,7 +110,7 @@ __device__ inline void combine_rows(const Params& params, const WorkItem& work,
   if (!__any_sync(~0u, row_idx < combine_smem.rows)) return;  // rows are shared by whole warps
   const int row = combine_smem.row_at(row_idx);
   const int first = reload_tid() & (threads - 1);
-  // Those behind the last piece count for nothing.
+  // Slots behind the last split have weight 0.
   PartialState states[kMaxSplitsPerThread];
   float row_max = -kFloatMax;
 #pragma unroll
@@ -142,7 +141,7 @@ __device__ inline void combine_rows(const Params& params, const WorkItem& work,
           states[i].scales[scale] * (factor * weights[i]);
     }
   }
-  // The slice that a row begins in tells of it.
+  // The sub-tile that holds the first fragment of a row stores its LSE.
   const int row_frag = row / kRowsPerGroup * kFragsPerRowGroup;
   const bool owns_row = combine_smem.first_frag <= row_frag &&
                         row_frag < combine_smem.first_frag + combine_smem.num_frags;
@@ -151,8 +150,8 @@ __device__ inline void combine_rows(const Params& params, const WorkItem& work,
   }
 }
 
-// Adds up the four tasks from `first` on, of some pieces: of the one that is `sharer`, and every
-// 2^`log2_sharers` from there. Those behind the slice are anything.
+// Sums four fragments from `first` on over the splits `sharer`, `sharer` + 2^`log2_sharers`, ...
+// Fragments behind the sub-tile are undefined.
 __device__ inline void sum_frags(const CombineSmem& combine_smem, int first, int sharer,
                                  int log2_sharers, float4 (&totals)[kFragsPerStep]) {
 #pragma unroll
@@ -164,7 +163,7 @@ __device__ inline void sum_frags(const CombineSmem& combine_smem, int first, int
   const FragRows rows = frag_rows(first);
   const int scale = scale_of_frag(first);
   const PartialState* state_a = &combine_smem.state(sharer, rows.a);
-  const int to_b = (rows.b - rows.a) * (combine_smem.num_splits | 1);  // of the same group
+  const int to_b = (rows.b - rows.a) * (combine_smem.num_splits | 1);  // in the same row group
 #pragma unroll 1
   for (int split_idx = sharer; split_idx < combine_smem.num_splits;
        split_idx += 1 << log2_sharers) {
@@ -179,7 +178,7 @@ __device__ inline void sum_frags(const CombineSmem& combine_smem, int first, int
   }
 }
 
-// Adds up the tasks of a slice, four together by each warp, and writes them.
+// Reduces and stores the fragments of a sub-tile, four per warp and step.
 __device__ inline void combine_frags(const Params& params, const WorkItem& work,
                                      SharedMemoryPlan& smem, const CombineSmem& combine_smem) {
 #pragma unroll 1
@@ -191,7 +190,7 @@ __device__ inline void combine_frags(const Params& params, const WorkItem& work,
   }
 }
 
-// The same where there are so few tasks that 2^`log2_sharers` warps share four of them.
+// The same for small sub-tiles: 2^`log2_sharers` warps share four fragments.
 __device__ inline void combine_shared_frags(const Params& params, const WorkItem& work,
                                             SharedMemoryPlan& smem, const CombineSmem& combine_smem,
                                             int log2_sharers) {
@@ -209,7 +208,7 @@ __device__ inline void combine_shared_frags(const Params& params, const WorkItem
 #pragma unroll
     for (int n = 0; n < kFragsPerStep; ++n) warp_partials[warp][n][lane] = totals[n];
   }
-  barrier_sync(kConsumerBarrier, kConsumerThreads);
+  sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
 #pragma unroll 1
   for (int i = warp; i < combine_smem.num_frags; i += kConsumerWarps) {
     float4 total[1] = {make_float4(0.0f, 0.0f, 0.0f, 0.0f)};
@@ -224,8 +223,8 @@ __device__ inline void combine_shared_frags(const Params& params, const WorkItem
   }
 }
 
-// What of all pieces belongs to the tasks that the block of a piece merges: none if it is no
-// merger, or if there are no more than two pieces.
+// The accumulator sub-tile this CTA reduces. Empty if the CTA is not a reducer, or if the tile has
+// at most two splits (those use the pairwise path).
 __device__ inline CombineSmem combine_smem_of_subtile(SharedMemoryPlan& smem,
                                                       const WorkItem& work) {
   const bool is_reducer = work.num_splits > 2 && work.split_idx < work.num_reducers;
@@ -251,10 +250,10 @@ __device__ inline void combine_subtiles(const Params& params, const WorkItem& wo
                       combine_smem.holds_own_split() ? work.split_idx : -1);
   cp_async_commit_group();
   cp_async_wait_group<1>();
-  barrier_sync(kConsumerBarrier, kConsumerThreads);
+  sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
   combine_rows(params, work, combine_smem);
   cp_async_wait_group<0>();
-  barrier_sync(kConsumerBarrier, kConsumerThreads);
+  sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
   const int num_groups = ceil_div(combine_smem.num_frags, kFragsPerStep);
   if (num_groups * 2 > kConsumerWarps) {
     combine_frags(params, work, smem, combine_smem);

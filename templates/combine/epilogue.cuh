@@ -1,5 +1,4 @@
-// Leaves what consumers have of an item where it belongs: in the output, or in the workspace to
-// be merged.
+// Epilogue of a work item: stores final rows, or publishes a partial and combines splits.
 
 #pragma once
 
@@ -8,13 +7,13 @@
 #include "combine/combine_subtiles.cuh"
 #include "combine/partial_out.cuh"
 #include "combine/reduce_group.cuh"
+#include "common/named_barrier.cuh"
 #include "common/params.cuh"
 #include "common/reload_tid.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
 #include "nonfinite_flag.cuh"
 #include "output_dims.cuh"
-#include "ptx/barrier.cuh"
 #include "ptx/exit.cuh"
 #include "scheduler/tile_scheduler.cuh"
 #include "shared_memory.cuh"
@@ -45,9 +44,9 @@ __device__ inline void store_final(const Params& params, const WorkItem& work,
   });
 }
 
-// Two pieces of which neither is followed by anything in its block are merged by both: either keeps
-// one half of the tasks and leaves the other. Of other two the owner keeps its own, and of more
-// everything is left, but for the slice that the block will merge.
+// Two splits that are both the last item of their CTA are combined by both CTAs: each keeps one
+// half of the accumulators and publishes the other. Of any other two splits the first CTA keeps its
+// own. With more splits each CTA publishes everything but the sub-tile that it reduces itself.
 __device__ inline void epilogue(const Params& params, const WorkItem& work, SharedMemoryPlan& smem,
                                 Accumulators& accumulators, ThreadRows& rows) {
   const bool is_pairwise = work.num_splits == 2 && work.num_reducers == 2;
@@ -64,9 +63,9 @@ __device__ inline void epilogue(const Params& params, const WorkItem& work, Shar
     semaphore_arrive(params, work, reduce_group);
     if (work.num_splits > 2 && work.split_idx < work.num_reducers) {
       combine_subtiles(params, work, smem, combine_smem);
-      exit_if(work.num_splits);  // nothing follows in this block
+      exit_if(work.num_splits);  // the last item of this CTA
     }
   }
-  barrier_sync(kConsumerBarrier, kConsumerThreads);
+  sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
   if (reload_tid() == 0) nonfinite_flag(smem, work) = 0;
 }

@@ -1,5 +1,4 @@
-// The pieces of a unit: how they are left in the workspace, brought from there, and two of them
-// added.
+// Partial O and softmax states of splits in the workspace: slots, stores, loads, semaphores.
 
 #pragma once
 
@@ -19,16 +18,16 @@
 #include "shared_memory.cuh"
 #include "store_partial_state.cuh"
 
-// A task is one float4 of every thread of a warp. A piece is left in the workspace task by task, as
-// four halves a thread, for what is written and read is what merging costs; and each row's state.
-// Each block of the grid has two places: for the piece that its span begins with, and for the one
-// it ends with.
+// A fragment is one float4 of every lane of a warp. Partial O is stored fragment by fragment as
+// four fp16 a lane, because the combine is bound by these bytes; the partial state is stored per
+// row. Each CTA has two slots: for the split that its range begins with, and for the one it ends
+// with.
 constexpr int kFragBytes = kWarpLanes * sizeof(uint2);
 
 __device__ inline int first_slot(int cta) { return cta * 2; }
 __device__ inline int last_slot(int cta) { return cta * 2 + 1; }
 
-// Where this block leaves its piece.
+// Workspace slot of this CTA's split.
 __device__ inline int own_slot(const WorkItem& work) {
   const int cta = static_cast<int>(blockIdx.x);
   return work.split_idx > 0 ? first_slot(cta) : last_slot(cta);
@@ -43,7 +42,7 @@ __device__ inline PartialState* partial_states(const Params& params, int slot) {
   return reinterpret_cast<PartialState*>(params.partial_states) + slot * kBlockM;
 }
 
-// Where this thread's values are among those of all tasks.
+// Offset of this thread's values within a slot.
 __device__ inline int lane_frag_offset() {
   return first_frag_of_warp(reload_warp()) * kWarpLanes + reload_lane();
 }
@@ -59,7 +58,7 @@ __device__ inline float4 unpack_half4(uint2 half4) {
       cvt_f32(Fp16{}, static_cast<u16>(half4.y)), cvt_f32(Fp16{}, static_cast<u16>(half4.y >> 16)));
 }
 
-// Where the pieces of a unit lie. Spans are in the opposite order of blocks.
+// Workspace slots of the splits of a work tile. Ranges run in reverse `blockIdx` order.
 struct PartialSlots {
   int first_split_cta;
   int cta_group_size;
@@ -73,14 +72,14 @@ struct PartialSlots {
   }
 };
 
-// How many crews leave a piece, or one half of it, for others: of two pieces each merger's half
-// comes from the other block.
+// Number of reduce groups that publish a split, or one half of it: with two splits each reducer
+// waits for the half from the other CTA.
 __device__ inline int expected_arrivals(const WorkItem& work) {
   return work.num_splits == 2 ? work.num_reducers : work.num_splits;
 }
 
-// A unit's counter counts what is announced, and then the mergers that have seen all of that. The
-// last of these makes it zero again, for the next launch.
+// The semaphore of a work tile counts arrivals, and then the reducers that have seen all of them.
+// The last reducer wraps it to zero for the next launch.
 __device__ inline u32* semaphore_of(const Params& params, const WorkItem& work) {
   return params.semaphores + work.first_split_cta;
 }
@@ -89,7 +88,7 @@ __device__ inline u32 last_arrival(const WorkItem& work) {
   return static_cast<u32>(expected_arrivals(work) + work.num_reducers - 1);
 }
 
-// When all threads of the crew have written; tells those who wait.
+// Publishes the stores of the whole reduce group.
 __device__ inline void semaphore_arrive(const Params& params, const WorkItem& work,
                                         const ReduceGroup& reduce_group) {
   u32* semaphore = semaphore_of(params, work);
@@ -98,7 +97,7 @@ __device__ inline void semaphore_arrive(const Params& params, const WorkItem& wo
   if (reduce_group.is_leader()) red_inc_release_gpu(semaphore, last);
 }
 
-// Waits for all pieces, by each merger once.
+// Waits for all splits; each reducer calls it once.
 __device__ inline void semaphore_wait(const Params& params, const WorkItem& work,
                                       const ReduceGroup& reduce_group) {
   if (reduce_group.is_leader()) {
@@ -112,25 +111,25 @@ __device__ inline void semaphore_wait(const Params& params, const WorkItem& work
   reduce_group.sync();
 }
 
-// What a crew has of pieces to merge, where query and tokens were: no item follows. First some
-// rows, each of every piece, then of every piece some tasks.
+// Shared memory of the combine: partial states of some rows (all splits of a row together), then
+// some fragments of every split. Aliases Q and the KV stages, because no item follows.
 struct CombineSmem {
   unsigned char* bytes;
   int num_splits;
-  int first_row;  // behind the last row comes the first again
+  int first_row;  // rows wrap around at kBlockM
   int rows;
   int first_frag;
   int num_frags;
 
-  // Whether the values of the block's own piece are where they will be merged.
+  // Whether this CTA's own split is already in shared memory.
   __device__ bool holds_own_split() const { return num_frags >= kFragsPerStep; }
 
-  // A row of those from the first on, and where a row is among them.
+  // Row at an index relative to `first_row`, and the inverse.
   __device__ int row_at(u32 index) const { return static_cast<int>((first_row + index) % kBlockM); }
   __device__ u32 index_of(int row) const { return static_cast<u32>(row - first_row) % kBlockM; }
 
   __device__ PartialState* states(u32 index) const {
-    // An odd number of chunks, so that rows begin in different banks.
+    // An odd number of chunks, so that rows start in different banks.
     return reinterpret_cast<PartialState*>(bytes) + index * (num_splits | 1);
   }
   __device__ PartialState& state(int split_idx, int row) const {
@@ -142,17 +141,17 @@ struct CombineSmem {
 };
 
 static_assert(kBlockM * sizeof(PartialState) + kNumFrags * kFragBytes <= kCombineSmemBytes,
-              "the only other piece comes whole");
+              "the other split of a pair fits");
 
-// Where a thread leaves the values of a piece: in the workspace, but for the tasks that this block
-// will merge itself. These stay in its room, if they are whole groups of four.
+// Destination of a thread's partial O: the workspace, except for the fragments that this CTA
+// reduces itself. Those stay in shared memory if they are whole groups of four.
 struct PartialOut {
   uint2* workspace;
   uint2* smem_values;
   int first_smem_frag;
   int num_smem_frags;
 
-  // `combine_smem` is for a slice, which may be empty.
+  // `combine_smem` is that of a sub-tile, which may be empty.
   __device__ PartialOut(const Params& params, const WorkItem& work, const CombineSmem& combine_smem)
       : workspace(partial_values(params, own_slot(work)) + lane_frag_offset()),
         smem_values(combine_smem.values(work.split_idx) + lane_frag_offset() -
@@ -160,7 +159,7 @@ struct PartialOut {
         first_smem_frag(combine_smem.first_frag - first_frag_of_warp(reload_warp())),
         num_smem_frags(combine_smem.holds_own_split() ? combine_smem.num_frags : 0) {}
 
-  // Of float4 `i`.
+  // Address of float4 `i`.
   __device__ uint2* slot(int i) const {
     const int frag_group = frag_offset(i) / kFragsPerStep * kFragsPerStep;
     const bool is_in_smem =
@@ -169,7 +168,7 @@ struct PartialOut {
   }
 };
 
-// By the threads of a crew.
+// Called by the threads of a reduce group.
 __device__ inline void write_partial(const Params& params, const WorkItem& work,
                                      SharedMemoryPlan& smem, const ReduceGroup& reduce_group,
                                      const PartialOut& target, const Accumulators& accumulators,
@@ -184,8 +183,8 @@ __device__ inline void write_partial(const Params& params, const WorkItem& work,
   store_partial_states(partial_states(params, own_slot(work)), reduce_group, rows, scales);
 }
 
-// Begins to copy the tasks of all pieces but `own`, from `first_split` on: of many pieces each by
-// one warp, of few each by all. A warp copies some chunks of its lanes together.
+// Issues the copies of the fragments of all splits but `own`, from `first_split` on: many splits by
+// one warp each, few splits by all warps. A warp issues several chunks per lane back to back.
 __device__ inline void load_partial_values(const Params& params, const PartialSlots& slots,
                                            const ReduceGroup& reduce_group,
                                            const CombineSmem& combine_smem, int first_split,

@@ -1,4 +1,4 @@
-// What is left of a row of a piece, in one chunk.
+// Partial softmax state (m, l) of a row of a split, in one 16-byte chunk.
 
 #pragma once
 
@@ -6,9 +6,9 @@
 #include "common/types.cuh"
 
 struct alignas(kChunkBytes) PartialState {
-  float row_max;  // log2 units
+  float row_max;  // base 2
   float row_sum;
-  float scales[kNumScales];  // what halves are multiplied by; later also by the piece's weight
+  float scales[kNumScales];  // inverse fp16 scales; the combine multiplies in the split's weight
 };
 static_assert(sizeof(PartialState) == kChunkBytes,
-              "the plan counts on it, and a copy brings a row");
+              "the host plans with it, and one cp.async copies a row");

@@ -1,23 +1,25 @@
-// Consumer warps that leave or merge pieces of a unit together: all, or those of one half of the
-// tasks.
+// A group of consumer warps that cooperates in the split reduction: all consumer warps, or the
+// half that owns one half of the accumulators.
 
 #pragma once
 
+#include "common/named_barrier.cuh"
 #include "common/reload_tid.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
-#include "ptx/barrier.cuh"
 
-// Which half the tasks of a warp belong to.
+// Half of the accumulators that a warp belongs to.
 __device__ inline int half_of_warp(int warp) { return warp % 4 / 2; }
 
 struct ReduceGroup {
-  int half;  // minus one for all
+  int half;  // -1 for all warps
 
   __device__ int num_threads() const { return half < 0 ? kConsumerThreads : kConsumerThreads / 2; }
-  __device__ void sync() const { barrier_sync(kReduceBarrier + max(half, 0), num_threads()); }
+  __device__ void sync() const {
+    ::sync(NamedBarrier::PartialsStored + max(half, 0), num_threads());
+  }
 
-  // Index of this thread in the crew.
+  // Index of this thread in the group.
   __device__ int thread_idx() const {
     const int warp = reload_warp();
     return half < 0 ? reload_tid() : (warp / 4 * 2 + warp % 2) * kWarpLanes + reload_lane();

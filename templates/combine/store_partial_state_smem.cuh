@@ -1,4 +1,4 @@
-// What is left of the rows of a piece, by one thread each: they are in shared memory.
+// Stores the partial states of a split, one thread per row: they are in shared memory.
 
 #pragma once
 
@@ -32,4 +32,4 @@ __device__ inline void store_partial_states(PartialState* target, const ReduceGr
       state.row_max, state.row_sum, {inverse_of_pow2(rows.smem.row_scale[rows.stage][row])}};
 }
 static_assert(kNumScales == 1 && kBlockM <= kConsumerThreads / 2,
-              "a crew has a thread for each row");
+              "a reduce group has a thread for each row");

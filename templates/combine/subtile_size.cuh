@@ -1,15 +1,15 @@
-// How many tasks of a result each block adds up that merges pieces.
+// Size of the sub-tile that each reducing CTA reduces.
 
 #pragma once
 
 #include "common/types.cuh"
 #include "config.cuh"
 
-// A slice is as many tasks as make all mergers equally busy: whole groups of four, which a warp
-// adds up together, for they are of the same rows; or, where there are many mergers, a part of one.
+// Sub-tiles balance the reducers: whole groups of four fragments, which one warp sums together
+// because they share their rows, or with many reducers a part of one group.
 constexpr int kFragsPerStep = 4;
 
-// By unsigned numbers, whose division is shorter.
+// Unsigned, because that division is shorter.
 __device__ constexpr int frags_per_subtile(u32 num_reducers) {
   const int frags = static_cast<int>((kNumFrags + num_reducers - 1) / num_reducers);
   return frags < 3 ? frags : ceil_div(frags, kFragsPerStep) * kFragsPerStep;

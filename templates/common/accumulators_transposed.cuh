@@ -1,5 +1,5 @@
-// What a consumer has of the output in registers, where its dims take the place of rows in the
-// products, and rows that of columns.
+// Accumulator fragments of the output with swap-AB: O^T = V^T P^T, so M counts output dims and N
+// counts query rows.
 
 #pragma once
 
@@ -13,11 +13,10 @@ constexpr int kRowGroups = kBlockM / 8;
 constexpr int kRowsPerThread = kRowGroups * 2;
 using Accumulators = float[kDimTiles][kBlockM / 2];
 
-// A thread's row `r`, the same in all warps, and lanes that have the same rows: those that agree
-// modulo 4.
+// Row `r` of this thread, the same in all warps. Lanes that are equal modulo 4 hold the same rows.
 __device__ inline int row_of(int r) { return r / 2 * 8 + reload_lane() % 4 * 2 + r % 2; }
 
-// Row of part `c` of float4 `i`.
+// Row of component `c` of float4 `i`.
 __device__ inline int element_row(int, int i, int c) { return row_of(i % kRowGroups * 2 + c % 2); }
 
 __device__ inline float4 accumulator(const Accumulators& accumulators, int i) {
@@ -33,7 +32,7 @@ __device__ inline void set_accumulator(Accumulators& accumulators, int i, float4
   acc[3] = value.w;
 }
 
-// Multiplies a group of eight rows, of which a thread has two.
+// Rescales a group of eight rows; a thread holds two of them.
 __device__ inline void rescale_group(Accumulators& accumulators, int group, float2 factor) {
 #pragma unroll
   for (int tile = 0; tile < kDimTiles; ++tile) {
@@ -52,8 +51,7 @@ __device__ inline float4 weighted(float4 value, const float (&weights)[kRowsPerT
   return make_float4(value.x * a, value.y * b, value.z * a, value.w * b);
 }
 
-// Of all warps' float4s in a row, the tasks, those of half of the warps come first, of these those
-// of the same eight rows together, and of these those of a warp.
+// Fragment order in memory: first by half of the warps, then by group of eight rows, then by warp.
 constexpr int kRowsPerGroup = 8;
 constexpr int kFragsPerRowGroup = kConsumerWarps / 2 * kDimTiles;
 constexpr int kHalfFrags = kRowGroups * kFragsPerRowGroup;
@@ -62,17 +60,17 @@ __device__ inline int first_frag_of_warp(int warp) {
   return half_of_warp(warp) * kHalfFrags + rank_in_half(warp) * kDimTiles;
 }
 
-// Where float4 `i` is behind the first of its warp.
+// Position of float4 `i` relative to the first fragment of its warp.
 __device__ constexpr int frag_offset(int i) {
   return i % kRowGroups * kFragsPerRowGroup + i / kRowGroups;
 }
 
-// Which float4 is number `frag` in this order.
+// The float4 with index `frag` in this order.
 __device__ constexpr int accumulator_in_frag_order(int frag) {
   return frag % kDimTiles * kRowGroups + frag / kDimTiles;
 }
 
-// Which warp has a task, and as which of its float4s.
+// The warp that holds a fragment, and the index of the fragment among its float4s.
 __device__ inline int warp_of_frag(u32 frag) {
   return warp_at(frag / kHalfFrags, frag % kFragsPerRowGroup / kDimTiles);
 }
@@ -90,7 +88,7 @@ __device__ inline FragRows frag_rows(u32 frag) {
   return {row, row + 1};
 }
 
-// A row has one scale.
+// One fp16 scale per row.
 constexpr int kNumScales = 1;
 __device__ inline int scale_of_warp(int) { return 0; }
 __device__ inline int scale_of_frag(u32) { return 0; }
@@ -101,7 +99,7 @@ __device__ inline float4 accumulate_frag(float4 total, float4 value, float weigh
                      total.z + value.z * weight_a, total.w + value.w * weight_b);
 }
 
-// Over the lanes that have the same rows.
+// Over the lanes that hold the same rows.
 __device__ inline float max_over_lanes(float value) {
 #pragma unroll
   for (int lanes = 4; lanes < kWarpLanes; lanes *= 2) {

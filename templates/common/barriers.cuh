@@ -1,4 +1,4 @@
-// Barriers in shared memory, with phases that are counted by their parity.
+// mbarriers in shared memory, and the pipeline state (index, phase) that steps through stages.
 
 #pragma once
 
@@ -7,7 +7,7 @@
 
 using Barrier = u64;
 
-// For `arrivals` in each phase.
+// A phase completes after `arrivals` arrivals.
 __device__ inline void init_barrier(const Barrier& barrier, int arrivals) {
   mbarrier_init(shared_address(&barrier), arrivals);
 }
@@ -18,13 +18,14 @@ __device__ inline void wait(const Barrier& barrier, u32 phase) {
 
 __device__ inline void arrive(const Barrier& barrier) { mbarrier_arrive(shared_address(&barrier)); }
 
-// By lane 0, once `read` is there and all that it was computed from. Arrivals overtake what a warp
-// still reads of shared memory, and a copy that waits for them comes before the read.
+// Called by lane 0. Depends on `read` and everything it is computed from: a plain arrive may
+// overtake shared-memory loads still in flight, and the copy that waits for it would overwrite
+// what they read.
 __device__ inline void arrive_after_reads(const Barrier& barrier, u32 read) {
   mbarrier_arrive_after(shared_address(&barrier), read);
 }
 
-// Steps through the stages of a ring; the parity changes whenever it begins anew.
+// The phase bit flips whenever the index wraps around.
 template <int kCount>
 struct PipelineState {
   int index = 0;

@@ -1,4 +1,4 @@
-// Where the page ids of a request begin in the tables.
+// Row of the block table: where the page ids of a sequence start, and how many there are.
 
 #pragma once
 
@@ -6,13 +6,12 @@
 #include "common/types.cuh"
 #include "config.cuh"
 
-// Where they begin, and how many there are.
 struct BlockTableRow {
   i64 start;
   int num_pages;
 };
 
-// Starts that lie outside the tables are read as the nearest inside.
+// Clamps `kv_indptr` to the table, so that invalid offsets cannot fault.
 __device__ inline BlockTableRow block_table_row(const Params& params, int seq_idx) {
   if (kIsSparse || params.kv_indptr == nullptr) {
     return {seq_idx * static_cast<i64>(params.block_tables_stride), params.max_pages};

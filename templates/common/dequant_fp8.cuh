@@ -1,4 +1,4 @@
-// Stored e4m3 elements to the element type of the tensor cores.
+// FP8 dequantisation: stored e4m3 to the element type of the MMA.
 
 #pragma once
 
@@ -6,13 +6,13 @@
 #include "common/types.cuh"
 #include "ptx/cvt.cuh"
 
-// Pair `pair` of 16 elements, as fp16.
+// Converts pair `pair` of 16 elements to fp16.
 __device__ inline u32 decode_pair(const Chunk& stored, int pair) {
   const u32 word = stored.words[pair / 2];
   return pair % 2 == 0 ? fp16x2_of_e4m3x2(word & 0xffff) : fp16x2_of_high_e4m3x2(word);
 }
 
-// Sixteen elements times `scale`, rounded once.
+// Sixteen elements times `scale`, with one rounding.
 template <typename Target>
 __device__ inline void decode_e4m3(Target target, const Chunk& stored, float scale,
                                    Chunk (&decoded)[2]) {
@@ -25,7 +25,7 @@ __device__ inline void decode_e4m3(Target target, const Chunk& stored, float sca
   }
 }
 
-// Sixteen elements as they are: either type holds every e4m3.
+// Sixteen elements unscaled: fp16 and bf16 both represent every e4m3 value.
 template <typename Target>
 __device__ inline void decode_e4m3(Target target, const Chunk& stored, Chunk (&decoded)[2]) {
   if constexpr (kIsSame<Target, Fp16>) {

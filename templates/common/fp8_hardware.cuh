@@ -1,4 +1,4 @@
-// Pairs of e4m3 with the instructions for them.
+// FP8 (e4m3) pair conversions by `cvt`.
 
 #pragma once
 

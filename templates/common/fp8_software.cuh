@@ -1,12 +1,12 @@
-// Pairs of e4m3 where there are no instructions for them.
+// FP8 (e4m3) pair conversions in software, for architectures without `cvt.e4m3x2`.
 
 #pragma once
 
 #include "common/types.cuh"
 #include "ptx/mul.cuh"
 
-// The bits of an e4m3, seen as fp16, are its value times 2^-8, subnormals included; only its NaN is
-// a number there.
+// Read as fp16, the bits of an e4m3 are its value times 2^-8, subnormals included. Only the NaN of
+// e4m3 reads as a number and is set here.
 __device__ inline u32 fp16x2_of_e4m3x2(u32 pair) {
   const u32 spread = (pair & 0xff) | (pair & 0xff00) << 8;
   const u32 magnitude = (spread & 0x007f007f) << 7;
@@ -20,7 +20,7 @@ __device__ inline u32 fp16x2_of_e4m3x2(u32 pair) {
 // The pair in the upper half of a word.
 __device__ inline u32 fp16x2_of_high_e4m3x2(u32 word) { return fp16x2_of_e4m3x2(word >> 16); }
 
-// The nearest e4m3, ties to even, 448 at the most.
+// Rounds to nearest even and saturates at 448.
 __device__ inline u32 e4m3_of_f32(float value) {
   const u32 sign = __float_as_uint(value) >> 24 & 0x80;
   const float magnitude = fabsf(value);

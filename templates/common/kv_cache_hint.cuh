@@ -1,6 +1,6 @@
-// How long lines of a cache stay in L2. What nobody reads again leaves first, so that queries
-// stay, and outputs need not be written out between reads, which costs memory far more than
-// their bytes.
+// L2 eviction hints for KV loads: evict-first when no other CTA reads the tile, evict-normal
+// otherwise. Keeps Q and partial O resident and avoids write-backs between reads, which cost
+// far more bandwidth than their bytes.
 
 #pragma once
 

@@ -1,4 +1,4 @@
-// Where a token of a request lies in the paged cache.
+// Addresses of tokens in the paged KV cache.
 
 #pragma once
 
@@ -17,16 +17,16 @@ struct PagedRows {
   }
 };
 
-constexpr int kMaxKvLen = 0x7fff0000;  // a tile more can still be counted
+constexpr int kMaxKvLen = 0x7fff0000;  // one more tile still fits in an int
 
-// How many tokens a request of length `seq_len` has in a table of `num_pages` pages: a length
-// beyond the table, or a negative one, is read as the nearest that the table can hold.
+// KV length of a sequence, clamped to what a table of `num_pages` pages holds: `seq_lens` is
+// untrusted.
 __device__ inline int clamp_kv_len(i64 seq_len, i64 num_pages) {
   constexpr i64 kMax = kMaxKvLen;
   return static_cast<int>(max(static_cast<i64>(0), min(min(seq_len, num_pages * kPageSize), kMax)));
 }
 
-// An id outside the cache must not fault.
+// Page ids are untrusted: one outside the cache must not fault.
 __device__ inline bool is_valid_page(int page, int num_pages) {
   return static_cast<u32>(page) < static_cast<u32>(num_pages);
 }

@@ -1,12 +1,11 @@
-// Which rows of which request a tile holds, also where requests have queries of different
-// lengths. What ends of queries say is not trusted.
+// Maps M tiles to query rows of sequences, uniform or ragged. `cu_seqlens_q` is untrusted.
 
 #pragma once
 
 #include "common/types.cuh"
 #include "config.cuh"
 
-// The last request that begins at or before `pos`; `begin_of` says where a request begins.
+// The last sequence that begins at or before `pos`; `begin_of` returns where a sequence begins.
 template <typename BeginOf>
 __device__ inline int find_seq(i64 pos, int num_seqs, BeginOf begin_of) {
   int low = 0;
@@ -22,9 +21,9 @@ __device__ inline int find_seq(i64 pos, int num_seqs, BeginOf begin_of) {
   return low;
 }
 
-// Request r takes the tiles from floor(its first row / kBlockM) + r on: as many as its rows fill,
-// or one more. So the number of tiles follows from the number of rows, and no length is needed on
-// the host.
+// Sequence s owns the tiles from floor(its first row / kBlockM) + s on: as many as its rows fill,
+// or one more. The number of tiles then depends only on the number of rows, and the host needs no
+// lengths.
 __device__ inline i64 first_tile_of(const int* cu_seqlens_q, int seq_idx, int rows_per_token) {
   return static_cast<i64>(cu_seqlens_q[seq_idx]) * rows_per_token / kBlockM + seq_idx;
 }
@@ -40,18 +39,18 @@ __device__ inline int seq_of_token(const int* cu_seqlens_q, int num_seqs, int to
   return find_seq(token, num_seqs, [&](int seq_idx) -> i64 { return cu_seqlens_q[seq_idx]; });
 }
 
-// The rows of a tile: the rest of kBlockM is padding.
+// The rows of a tile; the rest of kBlockM is padding.
 struct TileRows {
   int seq_idx;
-  int q_len;  // query tokens of the request
+  int q_len;  // query tokens of the sequence
   i64 first_query;  // index of its first query token among all
-  int first_row;  // of the tile, among the request's rows
+  int first_row;  // of the tile, among the sequence's rows
   int rows;
 };
 
-// The rows of tile `tile` of request `seq_idx`, each of whose requests has `q_len` query tokens,
-// or, where ends of queries are given, of the request that they say. Query tokens outside the
-// tensor are nobody's: nothing may be read or written there.
+// The rows of a tile. Without `cu_seqlens_q` every sequence has `q_len` query tokens and `tile`
+// counts within `seq_idx`; with it `tile` counts over all sequences. A tile whose query tokens lie
+// outside the tensor has no rows: nothing may be read or written there.
 __device__ inline TileRows rows_of_tile(const int* cu_seqlens_q, int num_seqs, i64 q_len,
                                         int rows_per_token, i64 num_tokens, int seq_idx, i64 tile) {
   i64 first_query = seq_idx * q_len;

@@ -1,5 +1,6 @@
-// How many registers a thread has from here on, of 128 that it began with: some roles give what
-// others take. By whole warpgroups.
+// Register reallocation between warpgroups (`setmaxnreg`): kernels start with 128 registers per
+// thread; producer warpgroups release what consumer warpgroups acquire. Executed by whole
+// warpgroups.
 
 #pragma once
 

@@ -1,6 +1,6 @@
-// Indices of this thread as compilers have not seen them: what is computed from them is computed
-// where it is used, and takes no register from the products in between. Compilers are told that
-// the index is not negative, so that division is a shift.
+// Re-reads `%tid.x` through volatile assembly to cut live ranges: values derived from it are
+// recomputed at their use instead of holding registers across the MMAs. The index is assumed
+// non-negative, so that division becomes a shift.
 
 #pragma once
 

@@ -1,4 +1,4 @@
-// A scale is a number, or a tensor of one element that only the device knows.
+// Scales: a number from the host, or a one-element tensor on the device.
 
 #pragma once
 

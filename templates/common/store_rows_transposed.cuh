@@ -1,4 +1,4 @@
-// Writes finished rows.
+// Epilogue with swap-AB: normalises accumulators, and stores output rows and LSE.
 
 #pragma once
 
@@ -14,13 +14,13 @@
 #include "softmax/row_result.cuh"
 #include "softmax/row_state.cuh"
 
-// Two neighbouring dims of a row; eight lanes write 32 bytes.
+// Two adjacent dims of a row; eight lanes write 32 bytes.
 __device__ inline void store_pair(unsigned char* out, float low, float high) {
   *reinterpret_cast<u32*>(out) = cvt_rn_x2_f32(Element{}, high, low);
 }
 
-// What this thread's rows are multiplied by. All warps have all rows: every lane works out some of
-// them, and one warp tells of the LSE besides.
+// Normalisation factors of this thread's rows. All warps hold all rows: every lane computes some
+// of the factors, and one warp also stores the LSE.
 __device__ inline void compute_row_factors(const Params& params, const WorkItem& work,
                                            const ThreadRows& rows,
                                            float (&factors)[kRowsPerThread]) {
@@ -62,8 +62,7 @@ __device__ inline void store_rows(const Params& params, const WorkItem& work, Sh
   }
 }
 
-// Writes some tasks from `first` on, after merging: of the same rows, one tile of dims after the
-// other.
+// Stores `kCount` reduced fragments from `first` on: same rows, consecutive dim tiles.
 template <int kCount>
 __device__ inline void store_frags(const Params& params, const WorkItem& work, SharedMemoryPlan&,
                                    int first, const float4 (&values)[kCount]) {

@@ -1,5 +1,5 @@
-// Rows of 16-byte chunks in shared memory, permuted so that the eight rows that one ldmatrix
-// reads at the same column lie in different banks.
+// Shared-memory swizzle of 16-byte chunks: the eight rows that one ldmatrix reads at the same
+// column lie in different banks.
 
 #pragma once
 
@@ -8,7 +8,7 @@
 constexpr int kChunkElements = 8;
 
 // Byte offset of chunk `chunk` of row `row`. Rows of 128 bytes and more permute the eight chunks of
-// every 128 bytes by the row; in 64-byte rows two rows share the 128 bytes.
+// every 128 bytes by the row index; two 64-byte rows share 128 bytes.
 template <int kRowBytes>
 __device__ inline u32 swizzled_offset(int row, int chunk) {
   static_assert(kRowBytes == 64 || kRowBytes % 128 == 0, "a row is 64 bytes or whole 128 bytes");

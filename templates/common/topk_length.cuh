@@ -1,11 +1,11 @@
-// How many of its listed tokens a query token looks at.
+// Sparse attention: the number of valid top-k indices of a query token.
 
 #pragma once
 
 #include "common/ragged_tiles.cuh"
 #include "common/types.cuh"
 
-// Either the lists themselves have lengths, or the requests that query tokens belong to.
+// `topk_length` holds the numbers, or they follow from the causal KV length of each query token.
 struct TopkIndices {
   const int* seq_lens;
   const int* topk_length;
@@ -15,7 +15,6 @@ struct TopkIndices {
   int topk;
 };
 
-// Of query token `token`.
 __device__ inline int topk_length_of(const TopkIndices& topk_indices, int token) {
   i64 length;
   if (topk_indices.topk_length != nullptr) {

@@ -1,4 +1,4 @@
-// Names and types that every kernel uses.
+// Basic types, dtype tags and thread indices of every kernel.
 
 #pragma once
 
@@ -7,7 +7,7 @@ using u32 = unsigned int;
 using u64 = unsigned long long;
 using i64 = long long;
 
-// Tags that choose how elements are converted; the data itself is held as bytes, u16 or u32.
+// Tags that select conversions; the data itself is held as bytes, u16 or u32.
 struct Bf16 {};
 struct Fp16 {};
 struct E4m3 {};
@@ -21,13 +21,13 @@ constexpr bool kIsSame = false;
 template <typename A>
 constexpr bool kIsSame<A, A> = true;
 
-// What one load, store or cp.async moves at the most.
+// Largest size of one load, store or cp.async.
 constexpr int kChunkBytes = 16;
 struct alignas(kChunkBytes) Chunk {
   u32 words[4];
 };
 
-// What describes a tensor to the copy engine: opaque, made on the host.
+// TMA descriptor (CUtensorMap), opaque and encoded on the host.
 struct alignas(64) TensorMap {
   u64 words[16];
 };
@@ -37,7 +37,7 @@ constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kFloatMax = __builtin_bit_cast(float, 0x7f7fffff);
 constexpr float kInfinity = __builtin_bit_cast(float, 0x7f800000);
 
-// The dynamic shared memory of the block, seen as one struct.
+// The dynamic shared memory of the CTA, viewed as one struct.
 template <typename Layout>
 __device__ inline Layout& shared_memory() {
   extern __shared__ __align__(1024) unsigned char bytes[];

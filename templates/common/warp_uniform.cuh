@@ -1,5 +1,5 @@
-// A number that all lanes have, and that compilers know to be the same in all: what depends on
-// it is then in registers of the whole warp, where products want their descriptors.
+// Warp-uniform value: equal in all lanes, and known to the compiler to be so. Values derived from
+// it live in uniform registers, where wgmma takes its descriptors from.
 
 #pragma once
 

@@ -1,4 +1,4 @@
-// The page ids of an item's tokens, read ahead by one warp.
+// Block-table reader: one warp loads the page ids of a work item ahead of their use, two per lane.
 
 #pragma once
 
@@ -10,10 +10,10 @@
 
 struct BlockTableReader {
   const int* page_ids;
-  int end;  // pages from here on are not read
+  int end;  // of the pages of the work item
   int base;
-  int current;  // of page base + lane
-  int next;  // of the page 32 after
+  int current;  // id of page base + lane
+  int next;  // id of page base + 32 + lane
 
   __device__ BlockTableReader(const Params& params, const WorkCoord& coord)
       : page_ids(params.block_tables + block_table_row(params, coord.seq_idx).start),
@@ -29,16 +29,16 @@ struct BlockTableReader {
     return page < end ? page_ids[page] : -1;
   }
 
-  // The id of the page that it has advanced to: nobody waits for later ones.
-  __device__ int id_of_current(int page) const { return __shfl_sync(~0u, current, page - base); }
+  // The id of the page last passed to advance: does not depend on the load of `next`.
+  __device__ int current_page_id(int page) const { return __shfl_sync(~0u, current, page - base); }
 
-  // The id of a page, of those from `base` on.
-  __device__ int id_of(int page) const {
+  // The id of a page in [base, base + 64).
+  __device__ int page_id(int page) const {
     const int distance = page - base;
     return __shfl_sync(~0u, distance < kWarpLanes ? current : next, distance % kWarpLanes);
   }
 
-  // No page before this one will be asked for.
+  // Drops the pages before `page`.
   __device__ void advance(int page) {
     if (page - base < kWarpLanes) return;
     base += kWarpLanes;

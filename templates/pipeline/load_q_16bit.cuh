@@ -1,4 +1,4 @@
-// Brings the query of an item into shared memory.
+// Q loads: copies the query rows of a work item into swizzled shared memory by cp.async.
 
 #pragma once
 
@@ -11,8 +11,8 @@
 #include "scheduler/schedule_range.cuh"
 #include "shared_memory.cuh"
 
-// Begins to copy the rows of a query, by `threads` threads of which this is number `thread`. A
-// row's tiles lie kQueryTileBytes apart; eight lanes copy 128 bytes.
+// Issues the copies of all rows, by `threads` threads of which this is number `thread`. A row's
+// tiles lie kQueryTileBytes apart; eight lanes copy the 128 bytes of a row of one tile.
 __device__ inline void load_q_async(const Params& params, const WorkCoord& coord,
                                     SharedMemoryPlan& smem, int thread, int threads) {
   const int lane = thread % 8;
@@ -25,7 +25,7 @@ __device__ inline void load_q_async(const Params& params, const WorkCoord& coord
     const unsigned char* rope = params.query_rope + query * params.query_rope_stride +
                                 head * params.query_rope_head_stride + lane * kChunkBytes;
     const u32 target = shared_address(smem.query) + swizzled_offset<kTileRowBytes>(row, lane);
-    const u32 bytes = is_row ? kChunkBytes : 0;  // padding is zeros
+    const u32 bytes = is_row ? kChunkBytes : 0;  // zero-fills padding
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
       cp_async_cg_16(target + tile * kQueryTileBytes,

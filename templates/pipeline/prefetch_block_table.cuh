@@ -1,4 +1,5 @@
-// Has the first page ids, or listed tokens, of a span brought into L2: loaders wait for them.
+// Block-table prefetch: the first block-table entries (or top-k indices) of the CTA's range, into
+// L2. The first KV load of the producer depends on them.
 
 #pragma once
 
@@ -11,9 +12,9 @@
 
 constexpr int kIdsPerCacheLine = 128 / sizeof(int);
 constexpr int kTokensPerId = kIsSparse ? 1 : kPageSize;
-constexpr int kPrefetchLines = 4;  // as many as two blocks have of listed tokens
+constexpr int kPrefetchLines = 4;  // the top-k indices of two KV blocks
 
-// By a warp, where a span has been found.
+// Called by one warp, if the CTA has a range.
 __device__ inline void prefetch_block_table(const Params& params,
                                             const SchedulerStorage& scheduler_storage) {
   const int cache_line = lane_index();
@@ -21,7 +22,7 @@ __device__ inline void prefetch_block_table(const Params& params,
   const BlockTableRow row = block_table_row(params, scheduler_storage.initial_state.seq_idx);
   const int kv_block = scheduler_storage.range.begin - scheduler_storage.initial_state.tile_begin -
                        scheduler_storage.range.fixed_overhead_blocks;
-  // A span may begin in a later request; what is behind the row's end is nobody's.
+  // The range may begin in a later sequence: never prefetches past the end of the row.
   const u32 token = static_cast<u32>(max(kv_block, 0)) * kBlockN;
   const u32 index = token / kTokensPerId + cache_line * kIdsPerCacheLine;
   if (index < static_cast<u32>(row.num_pages)) prefetch_l2(params.block_tables + row.start + index);

@@ -1,4 +1,4 @@
-// Copies tiles of tokens, in as many boxes as pages make necessary.
+// TMA boxes of a KV block: as many tokens per copy as lie in one page.
 
 #pragma once
 
@@ -8,7 +8,7 @@
 #include "pipeline/block_table_reader.cuh"
 #include "ptx/cp_async_bulk.cuh"
 
-// Where the boxes of a block of tokens begin; boxes behind the last token are not copied.
+// Coordinates of the TMA boxes of a KV block. Boxes past the last token are not copied.
 struct KvTileBoxes {
   int num_boxes;
   int slot[kBoxes];
@@ -22,14 +22,14 @@ struct KvTileBoxes {
     for (int box = 0; box < kBoxes; ++box) {
       const int token = first_token + box * kBoxTokens;
       slot[box] = token % kPageSize;
-      page[box] = box == 0 ? block_table.id_of_current(token / kPageSize)
-                           : block_table.id_of(token / kPageSize);
+      page[box] = box == 0 ? block_table.current_page_id(token / kPageSize)
+                           : block_table.page_id(token / kPageSize);
     }
   }
 
   __device__ u32 tile_bytes() const { return num_boxes * kBoxTokens * kTileRowBytes; }
 
-  // Copies one tile of the block, to be counted at the barrier; by any lane.
+  // Copies one tile of the KV block; the bytes count at `barrier`. Called by one lane.
   __device__ void copy_tile(const TensorMap* map, int column, u32 target, u32 barrier,
                             u64 cache_hint, int row_bytes = kTileRowBytes) const {
 #pragma unroll
@@ -41,8 +41,8 @@ struct KvTileBoxes {
   }
 };
 
-// Blocks of the same team read the same tokens at about the same time. One of them has each block
-// brought into L2 before it is asked for.
+// CTAs of a group read the same KV at about the same time. One of them prefetches each KV block
+// into L2, so many KV blocks ahead.
 constexpr int kPrefetchBlocks = 2;
 
 __device__ inline void prefetch_kv_block(const Params& params, const BlockTableReader& block_table,
@@ -50,7 +50,7 @@ __device__ inline void prefetch_kv_block(const Params& params, const BlockTableR
 #pragma unroll
   for (int box = 0; box < kBoxes; ++box) {
     const int token = kv_block * kBlockN + box * kBoxTokens;
-    const int page = block_table.id_of(token / kPageSize);
+    const int page = block_table.page_id(token / kPageSize);
     if (lane_index() != 0) continue;
     cp_async_bulk_prefetch_tensor(&params.kv_map, 0, token % kPageSize, 0, page);
     cp_async_bulk_prefetch_tensor(&params.rope_map, 0, token % kPageSize, 0, page);

@@ -1,4 +1,4 @@
-// What all roles need to hand items and queries on.
+// Work pipeline: publishes work items and Q to the producer and consumer warps through mbarriers.
 
 #pragma once
 
@@ -14,7 +14,7 @@
 #include "scheduler/tile_scheduler.cuh"
 #include "shared_memory.cuh"
 
-// By one thread. How many warps say that an item is there, read it, and bring queries.
+// Called by one thread, with the number of warps that publish a work item, read it, and load Q.
 __device__ inline void init_work_barriers(const SharedMemoryPlan& smem, int producers,
                                           int consumers, int q_warps) {
   init_barrier(smem.first_query_full, kConsumerWarps);
@@ -33,13 +33,13 @@ __device__ inline void finish_q_load(const Barrier& full) {
   if (reload_lane() == 0) arrive(full);
 }
 
-// Consumers bring the first query themselves: nothing can begin without it.
+// The consumer warps load the first Q themselves: they have no other work before it arrives.
 __device__ inline void load_first_q_async(const Params& params, const WorkCoord& coord,
                                           SharedMemoryPlan& smem) {
   load_q_async(params, coord, smem, static_cast<int>(threadIdx.x), kConsumerThreads);
 }
 
-// Keeps in shared memory where the walk is, for a scheduler has few registers.
+// Keeps the scheduler's state in shared memory, because scheduler warps have few registers.
 __device__ inline void save_scheduler_state(const TileScheduler& scheduler,
                                             SharedMemoryPlan& smem) {
   __syncwarp();
@@ -47,7 +47,8 @@ __device__ inline void save_scheduler_state(const TileScheduler& scheduler,
   __syncwarp();
 }
 
-// Makes the item that `work_idx` have preceded; the walk stays at the first, where it is left.
+// Writes work item `work_idx` to its slot. The saved state is already at the first work item, so
+// that one does not advance.
 __device__ inline void produce_work(const Params& params, int rank_in_group, u32 work_idx,
                                     SharedMemoryPlan& smem) {
   TileScheduler scheduler(params, smem.scheduler_storage.range, rank_in_group,
@@ -63,16 +64,16 @@ __device__ inline void produce_work(const Params& params, int rank_in_group, u32
   __syncwarp();
 }
 
-// For those who load: done with the item that `work_idx` have preceded; what the next is about.
+// Called by the producer warp: releases work item `work_idx` and waits for the next one.
 __device__ inline WorkCoord next_work_coord(SharedMemoryPlan& smem, u32& work_idx) {
-  __syncwarp();  // all lanes have read it
+  __syncwarp();  // all lanes have read the work item
   if (reload_lane() == 0) arrive(smem.work_empty[work_slot(work_idx)]);
   ++work_idx;
   wait(smem.work_full[work_slot(work_idx)], work_phase(work_idx));
   return smem.work_items[work_slot(work_idx)];
 }
 
-// Waits for the query of the item that `work_idx` have preceded.
+// Waits for Q of work item `work_idx`.
 __device__ inline void wait_query(const SharedMemoryPlan& smem, u32 work_idx) {
   if (work_idx == 0) {
     wait(smem.first_query_full, 0);

@@ -1,4 +1,4 @@
-// Where every block begins.
+// Initial work of a CTA: from cached scheduler metadata, or computed and then cached.
 
 #pragma once
 
@@ -10,7 +10,7 @@
 #include "scheduler/schedule_range.cuh"
 #include "scheduler/tile_scheduler.cuh"
 
-// By all threads: brings the walk to the block's first item, and returns that.
+// Called by all threads. Advances `scheduler` to the CTA's first work item and returns that item.
 __device__ inline WorkCoord find_initial_work(const Params& params, int cta_group, int seq_len,
                                               SchedulerStorage& scheduler_storage,
                                               TileScheduler& scheduler) {

@@ -1,5 +1,5 @@
-// Keeps what blocks begin with from launch to launch: the layers of a model have the same
-// lengths.
+// Scheduler metadata cache: each CTA's range and first work item, kept across launches. All layers
+// of a decode step share `seq_lens`, so layers 2..N skip the prefix sum over the sequences.
 
 #pragma once
 
@@ -13,32 +13,33 @@
 #include "scheduler/schedule_range.cuh"
 #include "seq_info.cuh"
 
-// In whole lines of L2.
+// Padded to whole L2 cache lines, so that no two CTAs write the same line.
 struct alignas(kSchedMetaBytes) CachedSchedMeta {
   SchedMeta sched_meta;
 };
 
-// Behind the counters of a workspace. Its plan and lengths change when all blocks of a launch have
-// looked at them, so that all find what they begin with there, or none does.
+// Follows the semaphores of a workspace. The last CTA of a launch to arrive writes the schedule
+// id and the sequence lengths, after every CTA has compared them: either all CTAs of a launch hit
+// or all miss.
 struct SchedMetaCache {
-  int schedule_id;  // of the launch that has left it; none at first
-  u32 misses;  // blocks of a launch that have not found their own
-  int seq_lens[kMaxCachedSeqs];  // of requests
-  CachedSchedMeta ctas[1];  // as many as there are
+  int schedule_id;  // of the launch that stored it; 0 is an empty cache
+  u32 arrivals;  // CTAs of the current launch that missed and stored their metadata
+  int seq_lens[kMaxCachedSeqs];
+  CachedSchedMeta ctas[1];  // gridDim.x of them
 };
 
-static_assert(sizeof(CachedSchedMeta) == kSchedMetaBytes, "the host allocates it");
+static_assert(sizeof(CachedSchedMeta) == kSchedMetaBytes, "the host allocates this size");
 static_assert(sizeof(SchedMetaCache) == (2 + kMaxCachedSeqs) * sizeof(int) + kSchedMetaBytes,
-              "in turn");
+              "the host allocates the header and the entries back to back");
 
 __device__ inline SchedMetaCache& sched_meta_cache(const Params& params) {
   unsigned char* semaphores = reinterpret_cast<unsigned char*>(params.semaphores);
   return *reinterpret_cast<SchedMetaCache*>(semaphores + kSemaphoreBytes);
 }
 
-// By all threads of the block: brings what it begins with, if the same plan has left it and all
-// lengths are what they were; says whether that is so. `seq_len` is what seq_len_of has for the
-// thread's first_seq_of_thread, of which it has no other.
+// Called by all threads. Loads this CTA's metadata into `scheduler_storage` and returns whether it
+// is valid: stored under the same schedule id and for the same sequence lengths. `seq_len` is
+// seq_len_of(first_seq_of_thread); where metadata is cached, a thread has no other sequence.
 __device__ inline bool load_cached_schedule(const Params& params, int seq_len,
                                             SchedulerStorage& scheduler_storage) {
   if (params.schedule_id == 0) return false;
@@ -53,20 +54,20 @@ __device__ inline bool load_cached_schedule(const Params& params, int seq_len,
   return barrier_red_or(0, kThreads, is_stale) == 0;
 }
 
-// By all threads: leaves what this block begins with. The block that is the last to do so leaves
-// whose all of it is. All lanes of a warp go the same way, by votes: else compilers keep what
-// products want in registers of the whole warp elsewhere.
+// Called by all threads. Stores this CTA's metadata; the last CTA to arrive publishes the schedule
+// id and the sequence lengths. Branches are warp-uniform by any-sync: otherwise the compiler moves
+// operands of the MMAs out of uniform registers.
 __device__ inline void store_cached_schedule(const Params& params, const SchedMeta& sched_meta) {
   const bool stores = params.schedule_id != 0 && warp_index() == kThreads / kWarpLanes - 1;
   if (!__any_sync(~0u, stores)) return;
   SchedMetaCache& cache = sched_meta_cache(params);
   const u32 last = gridDim.x - 1;
-  u32 arrived = 0;
+  u32 arrival = 0;
   if (lane_index() == 0) {
     cache.ctas[blockIdx.x].sched_meta = sched_meta;
-    arrived = atom_inc_acq_rel_gpu(&cache.misses, last);
+    arrival = atom_inc_acq_rel_gpu(&cache.arrivals, last);
   }
-  if (!__any_sync(~0u, lane_index() == 0 && arrived == last)) return;
+  if (!__any_sync(~0u, lane_index() == 0 && arrival == last)) return;
 #pragma unroll 1
   for (int first = 0; __any_sync(~0u, first < params.num_seqs); first += kWarpLanes) {
     const int seq_idx = first + lane_index();
@@ -75,7 +76,8 @@ __device__ inline void store_cached_schedule(const Params& params, const SchedMe
   if (lane_index() == 0) cache.schedule_id = params.schedule_id;
 }
 
-// By whole warps, once they have nothing else to do: the next launch looks there first of all.
+// Called by whole warps that have no work left: load_cached_schedule is the first access of the
+// next launch.
 __device__ inline void prefetch_sched_meta(const Params& params) {
   constexpr int kWordsPerCacheLine = 128 / sizeof(int);
   if (params.schedule_id == 0) return;
@@ -86,4 +88,4 @@ __device__ inline void prefetch_sched_meta(const Params& params) {
   prefetch_l2(is_cta_meta ? reinterpret_cast<const int*>(&cache.ctas[blockIdx.x])
                           : &cache.schedule_id + lane * kWordsPerCacheLine);
 }
-static_assert((2 + kMaxCachedSeqs) / (128 / sizeof(int)) < kWarpLanes, "a lane for each line");
+static_assert((2 + kMaxCachedSeqs) / (128 / sizeof(int)) < kWarpLanes, "a lane per cache line");

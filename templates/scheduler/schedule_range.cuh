@@ -1,4 +1,4 @@
-// How the work of a call is divided among the blocks of the grid: each finds its own part.
+// Stream-K schedule (load-balanced split-KV): each CTA computes its own range of KV blocks.
 
 #pragma once
 
@@ -7,41 +7,42 @@
 #include "config.cuh"
 #include "seq_info.cuh"
 
-// The tiles of rows of a request are taken in groups, one tile for each member of a team: blocks
-// that are neighbours and read the same tokens. A unit is a request and a group. All units in a row
-// make a line, on which a unit is as long as it has blocks of tokens, and somewhat longer for what
-// else it costs. Every team takes an equal stretch of the line, its span; a unit that lies on
-// several spans is computed in as many pieces, which are merged.
-// What a unit costs besides its blocks, in blocks: with a wide tile there is more to begin and to
-// end.
+// A CTA group is a set of neighbouring CTAs that share KV through L2. The row tiles of a sequence
+// form groups of one tile per CTA of a CTA group; a work tile is one sequence and one such group.
+// The work tiles, laid end to end, make the linearised KV-block space: a tile occupies its KV
+// blocks plus a fixed overhead in front of them. Each CTA group processes one contiguous range of
+// that space, all ranges being equally long. A tile that crosses range boundaries is split, one
+// split per range, and the splits are combined.
+
+// Fixed overhead of a work tile, prologue and epilogue, in KV blocks: more for a large tile.
 constexpr int kSmallTileOverheadBlocks = 2;
 constexpr int kLargeTileOverheadBlocks = 6;
 constexpr int kFixedOverheadBlocks =
     kBlockM > 32 ? kLargeTileOverheadBlocks : kSmallTileOverheadBlocks;
-constexpr int kSplitOverheadBlocks = 5;  // of having any pieces to merge, in blocks
-constexpr int kMinBlocksPerRange = 2;  // positions
-constexpr int kMaxRanges = 144;  // of so many pieces there is room for what is merged
+constexpr int kSplitOverheadBlocks = 5;  // of combining splits at all, in KV blocks
+constexpr int kMinBlocksPerRange = 2;  // overhead blocks included
+constexpr int kMaxRanges = 144;  // CombineSmem holds the partial states of as many splits
 
 struct SeqInfo {
-  i64 first_query;  // index of the request's first query token among all
-  int q_len;  // minus one where they end before they begin
-  int rows;  // none where the request's queries are not inside the tensor
+  i64 first_query;  // index of the sequence's first query token in the query tensor
+  int q_len;  // -1 where cu_seqlens_q decreases
+  int rows;  // 0 where the query tokens are not inside the query tensor
   int kv_len;
-  int num_kv_blocks;  // of tokens
+  int num_kv_blocks;
   int num_m_groups;
 };
 
-// A number of members as teams, of four members at the most: by constants, for a division takes
-// long, and without branches.
+// Divides by the CTA group size, 1 to 4. Divisors are constants, because an integer division takes
+// many instructions, and a select replaces branches.
 __device__ inline int div_by_group_size(const Params& params, u32 count) {
   return static_cast<int>(params.cta_group_size == 3 ? count / 3
                                                      : count >> params.cta_group_size / 2);
 }
 
-// `seq_len` is what seq_len_of has for the request.
+// `seq_len` is seq_len_of(seq_idx).
 __device__ inline SeqInfo seq_info_of(const Params& params, int seq_idx, int seq_len) {
   SeqInfo seq_info;
-  seq_info.q_len = kIsSparse ? 1 : params.q_len;  // a list belongs to one query token
+  seq_info.q_len = kIsSparse ? 1 : params.q_len;  // each query token has its own top-k indices
   seq_info.first_query = static_cast<i64>(seq_idx) * seq_info.q_len;
   bool is_inside = true;
   if (!kIsSparse && params.cu_seqlens_q != nullptr) {
@@ -64,75 +65,78 @@ __device__ inline SeqInfo seq_info_of(const Params& params, int seq_idx) {
   return seq_info_of(params, seq_idx, seq_len_of(params, seq_idx));
 }
 
-// The span of a team: the line's positions from `begin` to before `end`. The host sees to it that
-// they fit.
+// Range of a CTA group: linear block indices [begin, end). The host guarantees that the linearised
+// KV-block space fits in int32.
 struct ScheduleRange {
-  int total_blocks;  // length of the line
+  int total_blocks;  // of the linearised KV-block space
   int num_ranges;  // in use
-  int index;  // of this one; the last span is the first team's, so that no block waits for a later
+  // Ranges are in reverse order of CTA groups: a CTA only waits for CTAs scheduled before it, which
+  // keeps the in-kernel reduction free of deadlocks.
+  int index;
   int fixed_overhead_blocks;
   int begin;
   int end;
 };
 
-// What a warp found of its requests.
+// Whether all sequences of a warp have the same number of KV blocks and row-tile groups.
 enum class SeqLengths { kInvalid, kMixed, kUniform };
 
 struct alignas(kChunkBytes) WarpSeqs {
-  int linear_blocks;  // of the line
-  int num_kv_blocks;  // of all requests, and their groups, if they are uniform
+  int linear_blocks;  // sum over the warp's sequences
+  int num_kv_blocks;  // of each sequence, as is num_m_groups, if the kind is kUniform
   int num_m_groups;
   SeqLengths kind;
 };
 
-// Where a walk along the units is.
+// State of the tile scheduler: the current work tile.
 struct SchedulerState {
   SeqInfo seq_info;
   int seq_idx;
   int m_group;
-  int tile_begin;
+  int tile_begin;  // linear block index of the tile's overhead
 };
 
-// Which queries and tokens an item is about: as much as loading them takes.
+// Coordinates of a work item: what loading its Q and KV needs.
 struct WorkCoord {
-  i64 first_query;  // index of the request's first query token among all
-  int seq_idx;  // minus one after the last item
-  int first_row;  // of the tile, among the request's rows
-  int rows;  // of the tile; the rest of kBlockM is padding
+  i64 first_query;  // index of the sequence's first query token in the query tensor
+  int seq_idx;  // -1 after the last work item
+  int first_row;  // of the row tile, among the sequence's rows
+  int rows;  // of the row tile; the other rows up to kBlockM are padding
   int first_kv_block;
-  int num_kv_blocks;  // of tokens, that this piece computes
-  int kv_end;  // tokens that some row of the tile sees
+  int num_kv_blocks;  // of this split
+  int kv_end;  // end of the tokens that any row of the tile attends to
 };
 constexpr WorkCoord kInvalidWork = {0, -1, 0, 0, 0, 0, 0};
 
-// What a block begins with.
+// Scheduler metadata of a CTA.
 struct alignas(kChunkBytes) SchedMeta {
   ScheduleRange range;
-  SchedulerState initial_state;  // at the first item; while that is looked for, at the unit that
-                                 // the span begins in, or before it
-  WorkCoord first_work;  // of the first item
+  // At the first work item. find_range stores the work tile that the range begins in, or one before
+  // it, from which initial_work advances.
+  SchedulerState initial_state;
+  WorkCoord first_work;
 };
 
 struct SchedulerStorage : SchedMeta {
   WarpSeqs warp_seqs[kThreads / kWarpLanes];
-  SchedulerState current_state;  // at the item that was handed on last
+  SchedulerState current_state;  // at the last published work item
 };
 
 __device__ inline int linear_kv_blocks(const SeqInfo& seq_info, int fixed_overhead_blocks) {
   return seq_info.num_m_groups * (seq_info.num_kv_blocks + fixed_overhead_blocks);
 }
 
-// Whether `a` is a multiple of `b`; of large numbers it may say no.
+// Whether `a` is a multiple of `b`; may return false for numbers that a float does not represent.
 __device__ inline bool is_multiple(int a, int b) {
   return __float2int_rn(__fdividef(static_cast<float>(a), static_cast<float>(b))) * b == a;
 }
 
-// How many spans of the same number of whole units, or whole units of the same number of spans,
-// there are at the most; where all units have `num_kv_blocks` blocks. None if merging pieces costs
-// less than the idle teams would. By whole warps.
+// The largest number of ranges aligned with work tiles of `num_kv_blocks` KV blocks each: every
+// range has the same number of whole tiles, or every tile the same number of whole ranges. 0 if the
+// CTA groups that would be idle cost more than the split overhead. Called by whole warps.
 __device__ inline int aligned_ranges(int num_cta_groups, int num_tiles, int num_kv_blocks) {
   const int total_blocks = num_tiles * num_kv_blocks;
-  num_cta_groups = min(num_cta_groups, total_blocks);  // no span without a block
+  num_cta_groups = min(num_cta_groups, total_blocks);  // every range has a KV block
   const int num_ranges = max(num_cta_groups - lane_index(), 1);
   const bool is_aligned = is_multiple(num_tiles, num_ranges) || is_multiple(num_ranges, num_tiles);
   const bool is_cheap =
@@ -142,16 +146,17 @@ __device__ inline int aligned_ranges(int num_cta_groups, int num_tiles, int num_
   return found == 0 ? 0 : max(num_cta_groups - __ffs(static_cast<int>(found)) + 1, 1);
 }
 
-// Where span `index` begins: index * total / spans, with `quotient` and `remainder` of the quotient
-// of the last two. In floats, in which such small numbers lose nothing, a division is short.
+// First linear block index of range `index`: index * total_blocks / num_ranges, from `quotient` and
+// `remainder` of the latter two. The float division is exact for numbers this small, and takes
+// fewer instructions than an integer division.
 __device__ inline int range_begin_of(int index, int quotient, int remainder, int num_ranges) {
   const float fraction =
       __fdividef(static_cast<float>(index * remainder) + 0.5f, static_cast<float>(num_ranges));
   return index * quotient + __float2int_rz(fraction);
 }
 
-// How many requests a thread counts the blocks of, and the first; a thread behind the last request
-// looks at that one.
+// The sequences whose KV blocks a thread counts. A thread past the last sequence reads that one,
+// and counts nothing.
 __device__ inline int seqs_per_thread(const Params& params) {
   return ceil_div(params.num_seqs, kThreads);
 }
@@ -161,16 +166,17 @@ __device__ inline int first_seq_of_thread(const Params& params) {
   return min(first, params.num_seqs - 1);
 }
 
-// Finds the span of the team `cta_group`, by all threads of the block, and leaves it in
-// `scheduler_storage`; says whether there is one. `seq_len` is what seq_len_of has for the thread's
-// first_seq_of_thread.
+// Called by all threads. Stores the range of `cta_group` in `scheduler_storage` and returns whether
+// it has one. A prefix sum over the sequences gives each thread the linear block indices of its
+// sequences; the thread that holds the range's first block stores it. `seq_len` is
+// seq_len_of(first_seq_of_thread).
 __device__ inline bool find_range(const Params& params, int cta_group, int seq_len,
                                   SchedulerStorage& scheduler_storage) {
   const int per_thread = seqs_per_thread(params);
   const int first = static_cast<int>(threadIdx.x) * per_thread;
   const int last = min(first + per_thread, params.num_seqs);
   const int end = first_seq_of_thread(params);
-  SeqInfo seq_info;  // in the end of the first
+  SeqInfo seq_info;  // of the thread's first sequence after the loop, which runs backwards
   int num_kv_blocks = 0;
   int num_m_groups = 0;
   int own_blocks = 0;
@@ -187,17 +193,17 @@ __device__ inline bool find_range(const Params& params, int cta_group, int seq_l
     own_blocks += linear_kv_blocks(seq_info, kFixedOverheadBlocks);
   }
   if (first >= last) own_blocks = 0;
-  // All lanes take part in both.
+  // Shuffles need all lanes: no short-circuit evaluation.
   const int lane_0_blocks = __shfl_sync(~0u, num_kv_blocks, 0);
   const int lane_0_m_groups = __shfl_sync(~0u, num_m_groups, 0);
   is_uniform = __all_sync(
       ~0u, is_uniform && num_kv_blocks == lane_0_blocks && num_m_groups == lane_0_m_groups);
   is_invalid = __any_sync(~0u, is_invalid);
-  int inclusive_sum = own_blocks;  // with all lanes before
+  int inclusive_sum = own_blocks;  // prefix sum over the lanes
 #pragma unroll
   for (int lanes = 1; lanes < kWarpLanes; lanes *= 2) {
-    const int before = __shfl_up_sync(~0u, inclusive_sum, lanes);
-    if (lane_index() >= lanes) inclusive_sum += before;
+    const int lower_sum = __shfl_up_sync(~0u, inclusive_sum, lanes);
+    if (lane_index() >= lanes) inclusive_sum += lower_sum;
   }
   if (lane_index() == kWarpLanes - 1) {
     const SeqLengths kind = is_uniform ? SeqLengths::kUniform : SeqLengths::kMixed;
@@ -205,7 +211,7 @@ __device__ inline bool find_range(const Params& params, int cta_group, int seq_l
                                                  is_invalid ? SeqLengths::kInvalid : kind};
   }
   __syncthreads();
-  // A lane looks at what one warp found; there are fewer warps than lanes.
+  // Each lane reads the result of one warp; there are fewer warps than lanes.
   constexpr int kWarps = kThreads / kWarpLanes;
   const WarpSeqs found = scheduler_storage.warp_seqs[min(lane_index(), kWarps - 1)];
   const int warp_blocks = lane_index() < kWarps ? found.linear_blocks : 0;
@@ -239,7 +245,7 @@ __device__ inline bool find_range(const Params& params, int cta_group, int seq_l
   const int range_begin = range_begin_of(index, quotient, remainder, num_ranges);
   if (begin <= range_begin && range_begin < begin + own_blocks) {
     const int blocks_per_tile = seq_info.num_kv_blocks + fixed_overhead_blocks;
-    // It may begin in a later one of the thread's requests, to which the walk comes.
+    // The range may begin in a later sequence of the thread; the scheduler advances to it.
     int m_group = 0;
     if (seq_info.num_m_groups != 1) {
       m_group = min(static_cast<int>(static_cast<u32>(range_begin - begin) / blocks_per_tile),

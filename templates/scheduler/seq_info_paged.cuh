@@ -1,4 +1,4 @@
-// How many tokens a request has, where tables lead to its pages.
+// KV length of a sequence whose pages a block table lists.
 
 #pragma once
 
@@ -11,7 +11,7 @@ __device__ inline int seq_len_of(const Params& params, int seq_idx) {
   return params.seq_lens[seq_idx];
 }
 
-// `seq_len` is what seq_len_of has for it. As clamp_kv_len says, in fewer instructions.
+// `seq_len` is seq_len_of(seq_idx). The same clamp as clamp_kv_len, in fewer instructions.
 __device__ inline int kv_len_of(const Params& params, int seq_idx, int seq_len) {
   const int num_pages = min(block_table_row(params, seq_idx).num_pages, kMaxKvLen / kPageSize);
   return max(0, min(seq_len, num_pages * kPageSize));

@@ -1,5 +1,5 @@
-// Keeps blocks of the grid about as far as each other. Where memory is the limit, some SMs get
-// more of it than others; those end early, and what they leave then the others cannot use.
+// CTA throttle: delays CTAs that run ahead. In the memory-bound regime SMs do not share HBM
+// bandwidth evenly; fast CTAs finish early and their share of the bandwidth is lost.
 
 #pragma once
 
@@ -11,21 +11,23 @@
 #include "scheduler/schedule_range.cuh"
 #include "shared_memory.cuh"
 
-// How far ahead of the mean a block may ask for tokens, in halves of a block of tokens.
-constexpr u32 kMaxBlocksAhead = 3;
-// How many blocks of tokens are told of at once.
+// A CTA may be this far ahead of the mean of all CTAs, in halves of a KV block.
+constexpr u32 kMaxHalfBlocksAhead = 3;
+// A CTA adds its progress to the total once per so many KV blocks.
 constexpr u32 kReportInterval = 2;
 
-// Where the first block of the grid would leave the piece that its span ends with, see
-// combine/partial_out.cuh: it has the last span, behind which no piece goes on.
+// The progress counter lies in the last partial-output slot of CTA 0, see combine/partial_out.cuh.
+// That slot is unused: CTA 0 has the last range, so no split continues past its end.
 constexpr int kProgressOffset = kBlockM * kHeadDimVo * sizeof(u16);
 
-// Counted is what all have asked for, in a word of the workspace that nobody else needs. It may be
-// anything before, and is read before any are told of. Whoever is late, and reads it later, is
-// slowed down by no more looks than it asks for blocks.
+// Counts the KV blocks that all CTAs have requested in an otherwise unused word of the workspace.
+// The word is not initialised, so each CTA subtracts the value it reads before its first report. A
+// CTA that starts late subtracts reports of others, too, and appears to be ahead; `num_polls`
+// bounds what that costs to one poll per requested KV block.
 struct CtaThrottle {
   u32* progress;
-  u32 num_ctas;  // none where spans are of different work, or neighbours share tokens
+  // 0, no throttling, where ranges differ in work, or where CTAs of a group share KV through L2.
+  u32 num_ctas;
   u32 initial_total = 0;
   u32 total_blocks = 0;
   u32 own_blocks = 0;
@@ -37,7 +39,7 @@ struct CtaThrottle {
         num_ctas(range.fixed_overhead_blocks == 0 && params.cta_group_size == 1 ? range.num_ranges
                                                                                 : 0) {}
 
-  // Before a block is asked for. The first ones fill the ring, whoever is ahead.
+  // Called before a KV block is requested. Never delays the prologue that fills the pipeline.
   __device__ void wait() {
     if (num_ctas == 0) return;
 #pragma unroll 1
@@ -47,7 +49,7 @@ struct CtaThrottle {
     }
   }
 
-  // When a block has been asked for.
+  // Called after a KV block has been requested.
   __device__ void report() {
     if (num_ctas == 0) return;
     if (++own_blocks == 1) initial_total = ld_relaxed_gpu(progress);
@@ -60,6 +62,6 @@ struct CtaThrottle {
 
   __device__ bool is_ahead() const {
     return static_cast<int>(own_blocks * num_ctas - (total_blocks - initial_total)) * 2 >
-           static_cast<int>(kMaxBlocksAhead * num_ctas);
+           static_cast<int>(kMaxHalfBlocksAhead * num_ctas);
   }
 };

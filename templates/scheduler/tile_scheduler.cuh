@@ -1,4 +1,5 @@
-// What a block computes one after the other: pieces of units, for one member of the team.
+// Stream-K tile scheduler: iterates over the work items of a CTA's range. A work item is one split
+// of one work tile, for the row tile of this CTA's rank in its CTA group.
 
 #pragma once
 
@@ -10,24 +11,23 @@
 #include "ptx/mov.cuh"
 #include "scheduler/schedule_range.cuh"
 
-// The block of tokens that a position is in, counted from the unit's first; what comes before the
+// KV block of a linear block index, relative to the tile's first. The overhead in front of the KV
 // blocks belongs to the first.
 __device__ inline int kv_block_in_tile(int linear_block_idx, int tile_begin,
                                        const ScheduleRange& range) {
   return max(linear_block_idx - tile_begin - range.fixed_overhead_blocks, 0);
 }
 
-// How a unit is cut: its pieces lie on the spans from `first_range` on, and the last of those may
-// end with it.
+// Splits of a work tile: one per range, from `first_range` on.
 struct Splits {
   int num_splits;
   int first_range;
-  bool ends_at_range;
+  bool ends_at_range;  // the tile's last split ends its range
 };
 
-// The first span that begins at or after a position: the least whose product with the line's length
-// is no less than the position's with the spans. A quotient in floats is one too many or too few at
-// the most, and ten times as short as a division of 64 bits.
+// The first range that begins at or after a linear block index: the smallest index with
+// index * total_blocks >= linear_block_idx * num_ranges. The float quotient is off by one at most,
+// and takes a tenth of the instructions of a 64-bit division.
 __device__ inline int first_range_from(int linear_block_idx, const ScheduleRange& range) {
   const i64 scaled = static_cast<i64>(linear_block_idx) * range.num_ranges;
   const float ranges_per_block =
@@ -50,19 +50,21 @@ __device__ inline Splits splits_of(int tile_begin, int num_kv_blocks, const Sche
   return {1 + end_range - second_range, second_range - 1, ends_at_range};
 }
 
-// One piece of a unit, for one member of the team, as all its warps need it.
+// One split of one work tile, as the scheduler publishes it to all warps of the CTA.
 struct WorkItem : WorkCoord {
-  u32 work_idx;  // of items before
-  int unmasked_kv_end;  // tokens that every row of the tile sees
+  u32 work_idx;  // index among the CTA's work items
+  int unmasked_kv_end;  // end of the tokens that every row of the tile attends to
   int num_splits;
-  int num_reducers;  // of them, the first: the last is one if nothing follows it in its block
-  int subtile_frags;  // where there are more than two pieces
+  // The first `num_reducers` splits reduce a subtile each. The last split does so only if its CTA
+  // has no work item after it.
+  int num_reducers;
+  int subtile_frags;  // with more than two splits
   int split_idx;
-  int first_split_cta;  // the block of the grid that has piece 0
-  int row_kv_end[kBlockM];  // how many tokens a row sees
+  int first_split_cta;  // CTA of split 0
+  int row_kv_end[kBlockM];  // end of the tokens that a row attends to
 };
 
-// Goes through the items of a span, by whole warps.
+// Called by whole warps.
 struct TileScheduler : SchedulerState {
   const Params& params;
   const ScheduleRange& range;
@@ -83,7 +85,7 @@ struct TileScheduler : SchedulerState {
     } while (seq_info.num_m_groups == 0);
   }
 
-  // The item that it is at; its request is minus one if it is at none.
+  // Coordinates of the current work item; kInvalidWork if the current tile has none for this CTA.
   __device__ WorkCoord current_work() const {
     const int first = first_kv_block();
     const int last = end_kv_block();
@@ -97,29 +99,30 @@ struct TileScheduler : SchedulerState {
     return {seq_info.first_query, seq_idx, first_row, rows, first, num_kv_blocks, kv_end};
   }
 
-  // Goes to the next item, or, if it `stay`, to none; its request is minus one if there is none.
-  __device__ WorkCoord next_work(bool stay) {
+  // Advances to the next work item and returns its coordinates; kInvalidWork after the last one.
+  // `is_first` starts at the current tile instead of the next one.
+  __device__ WorkCoord next_work(bool is_first) {
     WorkCoord coord;
 #pragma unroll 1
     do {
-      if (!stay) advance();
-      stay = false;
+      if (!is_first) advance();
+      is_first = false;
       if (seq_idx >= params.num_seqs || tile_begin >= range.end) return kInvalidWork;
       coord = current_work();
     } while (coord.seq_idx < 0);
     return coord;
   }
 
-  // The first item, from the unit on that the span begins in.
+  // The first work item, from the tile of `initial_state` on.
   __device__ WorkCoord initial_work() {
-    u32 stay = 1;
-    mov_b32(stay);  // else compilers write the first turn apart
-    return next_work(stay != 0);
+    u32 is_first = 1;
+    mov_b32(is_first);  // opaque: otherwise the compiler peels the first iteration
+    return next_work(is_first != 0);
   }
 
-  // All of the item that it is at, and that `coord` is of.
+  // Writes the current work item, of which `coord` is the coordinates.
   __device__ void fill(WorkItem& work, const WorkCoord& coord, u32 work_idx) const {
-    if constexpr (!kIsSparse) {  // of a list all rows see all
+    if constexpr (!kIsSparse) {  // sparse rows attend to all top-k indices
 #pragma unroll 1
       for (int row = reload_lane(); row < kBlockM; row += kWarpLanes) {
         work.row_kv_end[row] = row < coord.rows ? kv_end_of_row(coord.first_row + row) : 0;
@@ -140,7 +143,7 @@ struct TileScheduler : SchedulerState {
     work.first_split_cta = cta_of_range(splits.first_range);
   }
 
-  // The blocks of the unit that lie on the span.
+  // The tile's KV blocks inside the range, relative to the tile: [first_kv_block, end_kv_block).
   __device__ int first_kv_block() const {
     return range.begin > tile_begin ? kv_block_in_tile(range.begin, tile_begin, range) : 0;
   }
@@ -150,21 +153,20 @@ struct TileScheduler : SchedulerState {
                                 : seq_info.num_kv_blocks;
   }
 
-  // How many tokens a row of the request sees: all up to its own position, or all.
+  // End of the tokens that a row of the sequence attends to: its own position under a causal mask.
   __device__ int kv_end_of_row(int row) const {
     if (kIsSparse || !params.is_causal || seq_info.q_len <= 1) return seq_info.kv_len;
     const u32 token = static_cast<u32>(row) / static_cast<u32>(params.heads);
     return max(seq_info.kv_len - (seq_info.q_len - 1 - static_cast<int>(token)), 0);
   }
 
-  // The block of the grid that has this member's part of a span.
+  // The CTA that has a range, at this CTA's rank in the CTA group.
   __device__ int cta_of_range(int index) const {
     return (range.num_ranges - 1 - index) * params.cta_group_size + rank_in_group;
   }
 };
 
-// Items are handed on in two places, queries in one; where the item that `work_idx` have preceded
-// is, and which phase of a barrier is its own.
+// Slot and phase in the work pipeline: two slots for work items, one buffer for Q.
 __device__ inline u32 work_slot(u32 work_idx) { return work_idx % 2; }
 __device__ inline u32 work_phase(u32 work_idx) { return work_idx / 2 % 2; }
 __device__ inline u32 query_phase(u32 work_idx) { return work_idx % 2; }

@@ -1,4 +1,4 @@
-// Which elements of 16 bits are finite.
+// Finite tests of fp16 and bf16 elements.
 
 #pragma once
 

@@ -1,5 +1,5 @@
-// Whether some row of an item sees a value that has been cleared. One consumer may be at the
-// next item before the other has set this one's back.
+// Flag per work item: a row attends to a non-finite V element that the main loop cleared. One flag
+// per slot, because one warpgroup may reach the next item before the other resets this one's.
 
 #pragma once
 

@@ -1,8 +1,8 @@
-// When the reference of a row moves, in the online softmax of the portable families.
+// Rescale threshold of the online softmax of the sm80 families (FA4 "conditional rescaling").
 
 #pragma once
 
-// A row's probabilities are relative to its reference, which is kept until a score exceeds it by
-// this much in log2 units. So warps need not agree on a maximum for every tile, the output is
-// rescaled seldom, and no probability exceeds 2^8, which fp16 holds.
+// P is relative to a stale row max, which moves only when a score exceeds it by this much (base-2
+// exponent). Warps then need no common max per tile, O is rarely rescaled, and no element of P
+// exceeds 2^8, which fp16 represents.
 constexpr float kRescaleThreshold = 8.0f;

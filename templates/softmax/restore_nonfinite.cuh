@@ -1,5 +1,6 @@
-// Makes the rows that see what is not finite so, as they would be if it had been multiplied: in
-// what has been stored of them, so that nothing of it is in the way of the usual case.
+// Propagates NaN/Inf from V. The main loop zeroes non-finite V elements so that masked tokens
+// cannot poison a row (0 x NaN). Rows that do attend to one are patched here, after the store, off
+// the fast path.
 
 #pragma once
 
@@ -16,8 +17,8 @@
 #include "ptx/cvt.cuh"
 #include "scheduler/tile_scheduler.cuh"
 
-// Adds what was cleared to the rows that see it; `add` takes what a token is in the cache and its
-// position. A weight of 0 is not told from others: what is not finite makes a row so.
+// Visits the tokens that may hold cleared elements; `add` takes the stored token and its position.
+// A probability of 0 counts like any other: a non-finite V makes the row non-finite.
 template <typename Add>
 __device__ inline void add_nonfinite(const Params& params, const WorkItem& work, Add add) {
   const int end = min((work.first_kv_block + work.num_kv_blocks) * kBlockN, work.kv_end);
@@ -29,12 +30,12 @@ __device__ inline void add_nonfinite(const Params& params, const WorkItem& work,
   }
 }
 
-// `ptr_of` tells where this thread's element of part `c` of float4 `i` is: a Stored, which has been
+// `ptr_of` returns the address of component `c` of float4 `i` of this thread: a `Stored`, already
 // multiplied by `scale`.
 template <typename Stored, typename PtrOf>
 __device__ inline void restore_nonfinite(const Params& params, const WorkItem& work, float scale,
                                          PtrOf ptr_of) {
-  if constexpr (kIsSparse) return;  // of a list all rows see all, and nothing is cleared
+  if constexpr (kIsSparse) return;  // every row attends to all top-k tokens, nothing is cleared
   add_nonfinite(params, work, [&](const StoredToken& cached, int token) {
     const int warp = reload_warp();
 #pragma unroll 1

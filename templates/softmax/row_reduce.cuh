@@ -1,4 +1,4 @@
-// Reductions over the four neighbouring lanes that have a row's parts, as products leave them.
+// Quad reductions: the four adjacent lanes that hold a row of an MMA accumulator.
 
 #pragma once
 

@@ -1,4 +1,4 @@
-// How the statistics of a softmax row become its scale and its LSE.
+// Final softmax state of a row: its normalisation factor and its LSE, attention sink included.
 
 #pragma once
 
@@ -6,24 +6,24 @@
 #include "ptx/ex2.cuh"
 
 struct RowResult {
-  float factor;  // multiplies the accumulated values
-  float lse;  // the sink included; of an empty row its sink, or minus infinity
+  float factor;  // multiplies the accumulators
+  float lse;  // includes the sink; an empty row has its sink, or minus infinity
 };
 
-// `row_max` in log2 units, `row_sum` relative to it; `sink` is a natural-log logit without a value,
-// or minus infinity. `lse_factor` brings log2 units to the base of the LSE.
+// `row_max` is base 2, `row_sum` is relative to it; `sink` is a natural-log logit without a V row,
+// or minus infinity. `lse_factor` converts base 2 to the base of the LSE.
 __device__ inline RowResult finish_row(float row_max, float row_sum, float sink,
                                        float lse_factor = 1.0f) {
-  // Not by way of log2 units: a finite sink may overflow there, and not in base e.
+  // Computed in base e: a finite sink may overflow in base 2.
   const float sink_lse = sink * (kLog2E * lse_factor);
   if (row_sum == 0.0f) return {0.0f, sink_lse};  // the row attends to nothing; a NaN is not nothing
-  // Fused, so that only the distance may overflow, to an infinity of the right sign.
+  // Fused, so that only the distance can overflow, to an infinity of the right sign.
   const float distance = fmaf(sink, kLog2E, -row_max);
-  // Relative to the larger of the two, because 2^distance may overflow. Selects, for a NaN is kept.
+  // Relative to the larger of the two, because 2^distance may overflow. Selects keep a NaN.
   const bool is_sink_larger = distance > 0.0f;
   const float rescale = is_sink_larger ? ex2_approx(-distance) : 1.0f;
   const float total = row_sum * rescale + (is_sink_larger ? 1.0f : ex2_approx(distance));
-  // Approximate: exact to some 22 bits, and a fraction of the instructions.
+  // Approximate, to about 22 bits, with a fraction of the instructions.
   const float log2_total = __log2f(total);
   return {__fdividef(rescale, total), is_sink_larger ? sink_lse + log2_total * lse_factor
                                                      : (row_max + log2_total) * lse_factor};

@@ -1,4 +1,4 @@
-// What a row has come to.
+// Online-softmax state of a row: running max m and row sum l.
 
 #pragma once
 
@@ -8,20 +8,20 @@
 #include "scheduler/tile_scheduler.cuh"
 #include "softmax/row_result.cuh"
 
-// A row's probabilities are relative to its reference. No maximum is asked for while none of them
-// is larger than this, so that references move seldom.
+// P is relative to a stale row max. The max is not recomputed while no element of P exceeds this,
+// so that rescales are rare.
 constexpr float kMaxProbability = 0x1p8f;
 
 struct RowState {
-  float row_max;  // log2 units; what the accumulators are relative to
-  float row_sum;  // of probabilities, relative to it
+  float row_max;  // base 2; the accumulators are relative to it
+  float row_sum;  // of P, relative to it
 };
 
 __device__ inline i64 global_row(const Params& params, const WorkItem& work, int row) {
   return work.first_query * params.heads + work.first_row + row;
 }
 
-// The LSE is in the base that the call asks for.
+// The LSE is in the base of the call.
 __device__ inline RowResult result_of(const Params& params, const WorkItem& work, int row,
                                       RowState state) {
   const float sink = params.sinks == nullptr || row >= work.rows

@@ -1,4 +1,4 @@
-// What products of query and key are multiplied by, in the natural domain.
+// Softmax scale: the factor of the scores Q K^T, natural base.
 
 #pragma once
 

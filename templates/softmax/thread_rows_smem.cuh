@@ -1,5 +1,5 @@
-// What the rows of an item have come to, in shared memory: a consumer's thread has a quarter of
-// all rows, and no registers for them.
+// Online-softmax state of a thread's rows, in shared memory: a thread of a PV warpgroup holds a
+// quarter of all rows and has no registers for their state.
 
 #pragma once
 
@@ -9,9 +9,9 @@
 
 struct ThreadRows {
   SharedMemoryPlan& smem;
-  int stage;  // of the item
+  int stage;  // of the work pipeline
 
-  // Of row `r` of this thread.
+  // State of row `r` of this thread.
   __device__ RowState operator[](int r) const { return state(row_of(r)); }
 
   __device__ RowState state(int row) const {

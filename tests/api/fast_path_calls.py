@@ -1,4 +1,4 @@
-"""Entry points whose calls of tensors on the CPU are remembered and launched as if on a GPU."""
+"""Entry points whose calls on CPU tensors are cached and launched as if on a GPU."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from mlagen.api import call_cache, gqa_sm90_launcher, mla_sm90_launcher, tensor_
 from mlagen.api.calls import rounded_up
 from mlagen.errors import MlagenError
 from mlagen.settings import current_settings
-from tests.api.launches import GQA, HOPPER, PORTABLE, Launch, record_launches
+from tests.api.launches import GQA_PATHS, SM80_PATH, SM90_PATH, Launch, record_launches
 
-# Stands for what is made where no output is given.
+# Stands for an output that a call allocates.
 _OUT = torch.zeros(1 << 12, 16)
 
 
 def nested(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor as the only part of a nested one."""
+    """Return a nested tensor with one component."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of a prototype
+        warnings.simplefilter("ignore", UserWarning)  # nested tensors are a prototype
         return torch.nested.nested_tensor([tensor.to(torch.float32)])
 
 
-# What may become of one tensor that was given.
+# Changes of one tensor argument.
 TENSOR_CHANGES: dict[str, Callable[[torch.Tensor], object]] = {
     "elsewhere": torch.clone,
     "none": lambda _: None,
@@ -52,20 +52,20 @@ TENSOR_CHANGES: dict[str, Callable[[torch.Tensor], object]] = {
 
 
 class Named(torch.Tensor):
-    """A tensor of a class of its own."""
+    """A subclass of torch.Tensor."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Door:
-    """An entry point, and what its calls did."""
+class EntryPoint:
+    """An entry point, with the launches and signatures of its calls."""
 
-    module: ModuleType  # that remembers its calls
+    module: ModuleType  # with the call cache
     run: Callable[..., object]
     launches: list[Launch]
-    forms: list[object] = field(default_factory=list)  # that were read
+    signatures: list[object] = field(default_factory=list)  # read by calls
 
     def outcome(self, arguments: dict[str, Any]) -> str:
-        """Return what a call launches, or what it raises, in words."""
+        """Return the launches of a call, or its exception, as text."""
         self.launches.clear()
         try:
             self.run(**arguments)
@@ -73,66 +73,66 @@ class Door:
             return f"{type(error).__name__}: {error}"
         return "\n".join(map(repr, self.launches))
 
-    def outcome_of_first(self, arguments: dict[str, Any]) -> str:
-        """Return the same where nothing is remembered; what is remembered stays."""
-        known = self.module._calls
+    def uncached_outcome(self, arguments: dict[str, Any]) -> str:
+        """Return the same with an empty call cache; the present cache is unchanged."""
+        cache = self.module._calls
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(self.module, "_calls", type(known)())
+            patch.setattr(self.module, "_calls", type(cache)())
             return self.outcome(arguments)
 
-    def require_as_at_first(self, fast_path: dict[str, Any], other: dict[str, Any]) -> None:
-        """Check that neither call is taken for the other, whichever was made before."""
-        first, different = map(self.outcome_of_first, (fast_path, other))
+    def require_independent(self, fast_path: dict[str, Any], other: dict[str, Any]) -> None:
+        """Check that neither call hits the other's cache entry, in either order."""
+        first, different = map(self.uncached_outcome, (fast_path, other))
         for _ in range(3):
             assert self.outcome(fast_path) == first
         for _ in range(3):
             assert self.outcome(other) == different
             assert self.outcome(fast_path) == first
 
-    def reads_form(self, arguments: dict[str, Any]) -> bool:
-        """Whether a call reads the form of its arguments."""
-        self.forms.clear()
+    def reads_signature(self, arguments: dict[str, Any]) -> bool:
+        """Whether a call reads the signature of its arguments."""
+        self.signatures.clear()
         self.run(**arguments)
-        return self.forms != []
+        return self.signatures != []
 
 
-def open_door(
+def make_entry_point(
     monkeypatch: pytest.MonkeyPatch, module: ModuleType, run: Callable[..., object]
-) -> Door:
-    """Return an entry point whose calls end in ``module``; its outputs are given, or tensors."""
-    launches = record_launches(monkeypatch, paths=PORTABLE + HOPPER + GQA)
-    door = Door(module=module, run=run, launches=launches)
+) -> EntryPoint:
+    """Return an entry point whose calls end in ``module``, and whose outputs are on the CPU."""
+    launches = record_launches(monkeypatch, paths=SM80_PATH + SM90_PATH + GQA_PATHS)
+    entry_point = EntryPoint(module=module, run=run, launches=launches)
     check_problem, call_signature = module.check_problem, module.call_signature
 
     def on_gpu(inputs: Any) -> Any:
         return replace(check_problem(inputs), device=torch.device("cuda", 0))
 
-    def read(*arguments: Any) -> Any:
-        door.forms.append(call_signature(*arguments))
-        return door.forms[-1]
+    def read_signature(*arguments: Any) -> Any:
+        entry_point.signatures.append(call_signature(*arguments))
+        return entry_point.signatures[-1]
 
     def new_out(call: Any) -> torch.Tensor:
         return _OUT[: call.problem.tokens]
 
     monkeypatch.setattr(module, "check_problem", on_gpu)
-    monkeypatch.setattr(module, "call_signature", read)
+    monkeypatch.setattr(module, "call_signature", read_signature)
     monkeypatch.setattr(module, "_new_out", new_out)
     monkeypatch.setattr(module, "_calls", type(module._calls)())
-    for hopper in (gqa_sm90_launcher, mla_sm90_launcher):
-        monkeypatch.setattr(hopper, "scratch_offset", lambda *_: 0)
+    for launcher in (gqa_sm90_launcher, mla_sm90_launcher):
+        monkeypatch.setattr(launcher, "scratch_offset", lambda *_: 0)
     current_settings.cache_clear()
     rounded_up.cache_clear()
-    return door
+    return entry_point
 
 
 def count_guards(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """Return a list that grows by what is tried to be guarded."""
-    made: list[object] = []
+    """Return a list that grows with each attempt to make a guard."""
+    attempts: list[object] = []
     make_guard = tensor_guard.make_guard
 
     def count(tensors: tuple[torch.Tensor, ...]) -> Any:
-        made.append(len(tensors))
+        attempts.append(len(tensors))
         return make_guard(tensors)
 
     monkeypatch.setattr(call_cache, "make_guard", count)
-    return made
+    return attempts

@@ -1,4 +1,4 @@
-"""Decode calls whose launches are recorded instead of made; needs no GPU."""
+"""Decode calls that record their launches instead of enqueuing them; needs no GPU."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ from mlagen.spec.kernel import KernelSpec, packing_of
 
 H200 = Arch(90, "a")
 
-# Each changes one thing that a call is remembered by of a contiguous fp32 matrix.
-FACTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+# Each changes one property of a contiguous fp32 matrix that the call signature contains.
+PROPERTIES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "shape": lambda tensor: tensor[1:],
     "strides": lambda tensor: tensor.repeat_interleave(2, dim=-1)[..., ::2],
     "dtype": lambda tensor: tensor.view(torch.int32),
@@ -53,8 +53,8 @@ class Launch(NamedTuple):
     values: dict[str, Any]
 
 
-class _Again(NamedTuple):
-    """What makes a recorded launch again."""
+class _Replay(NamedTuple):
+    """A recorded launch that can be enqueued again."""
 
     recorded: list[Launch]
     launch: Launch
@@ -64,17 +64,17 @@ class _Again(NamedTuple):
 
 
 class Launched(NamedTuple):
-    """A call and what it launched."""
+    """A call with its output and launches."""
 
     call: mla_call.MlaCall
     out: torch.Tensor
     launches: list[Launch]
 
 
-# The modules of each path, and what plans its calls.
-PORTABLE = ((mla_sm80_launcher, mla_plan, "plan_call"),)
-HOPPER = ((mla_sm90_launcher, mla_plan, "plan_mla_sm90_call"),)
-GQA = (
+# The launcher module, the planning module and the planning function of each kernel.
+SM80_PATH = ((mla_sm80_launcher, mla_plan, "plan_call"),)
+SM90_PATH = ((mla_sm90_launcher, mla_plan, "plan_mla_sm90_call"),)
+GQA_PATHS = (
     (gqa_sm80_launcher, gqa_plan, "plan_gqa_call"),
     (gqa_sm90_launcher, gqa_plan, "plan_gqa_sm90_call"),
 )
@@ -83,22 +83,22 @@ GQA = (
 def record_launches(
     monkeypatch: pytest.MonkeyPatch,
     *,
-    paths: tuple[tuple[ModuleType, ModuleType, str], ...] = PORTABLE + HOPPER,
+    paths: tuple[tuple[ModuleType, ModuleType, str], ...] = SM80_PATH + SM90_PATH,
     arch: Arch = H200,
 ) -> list[Launch]:
-    """Let GPU 0 be one of 132 SMs that only records what the modules of a path give it."""
+    """Simulate GPU 0 with 132 SMs, and record the launches of the modules of ``paths``."""
     facts = DeviceFacts(index=0, name="", major=9, minor=0, sm_count=132, memory_bytes=0)
     recorded: list[Launch] = []
 
-    def record(kernel: LoadedKernel, blocks: int, enable_pdl: bool, *values: float) -> _Again:
+    def record(kernel: LoadedKernel, blocks: int, enable_pdl: bool, *values: float) -> _Replay:
         fields = kernel.spec.parameters
-        packed = kernel.packing.pack(*values)  # what the driver would be given
+        packed = kernel.packing.pack(*values)  # as the driver gets them
         unpacked = struct.unpack("<" + "".join(field.code for field in fields), packed)
         named = dict(zip([field.name for field in fields], unpacked, strict=True))
         floats = [field.name for field in fields if field.code == "f"]
-        named |= zip(floats, values[-len(floats) :], strict=True)  # before they lose digits
+        named |= zip(floats, values[-len(floats) :], strict=True)  # before rounding to float32
         recorded.append(Launch(kernel.spec.family, blocks, enable_pdl, named))
-        return _Again(recorded, recorded[-1])
+        return _Replay(recorded, recorded[-1])
 
     def loaded(spec: KernelSpec, _: int) -> LoadedKernel:
         return LoadedKernel(spec, 0, packing_of(spec), None, None)
@@ -113,11 +113,11 @@ def record_launches(
     monkeypatch.setattr(mla_sm90_fp8kv_launcher, "kernel_for", loaded)
     for module in (calls, mla_sm90_fp8kv_launcher):
         monkeypatch.setattr(module, "launch", record)
-    for hopper in (mla_sm90_launcher, gqa_sm90_launcher):
-        monkeypatch.setattr(hopper, "arch_of_device", lambda _: arch)
-    for hopper in (mla_sm90_launcher, mla_sm90_fp8kv_launcher, gqa_sm90_launcher):
-        monkeypatch.setattr(hopper, "semaphores_of", lambda _, workspace: workspace + COUNTERS)
-    monkeypatch.setattr(mla_plan, "new_schedule_id", lambda: PLAN)
+    for launcher in (mla_sm90_launcher, gqa_sm90_launcher):
+        monkeypatch.setattr(launcher, "arch_of_device", lambda _: arch)
+    for launcher in (mla_sm90_launcher, mla_sm90_fp8kv_launcher, gqa_sm90_launcher):
+        monkeypatch.setattr(launcher, "semaphores_of", lambda _, workspace: workspace + SEMAPHORES)
+    monkeypatch.setattr(mla_plan, "new_schedule_id", lambda: SCHEDULE_ID)
     monkeypatch.setattr(mla_maps, "encode", map_of)
     monkeypatch.setattr(gqa_maps, "encode", map_of)
     monkeypatch.setattr(mla_sm90_launcher, "maps_of", mla_maps.CacheMaps)
@@ -125,23 +125,23 @@ def record_launches(
     return recorded
 
 
-# What stands for the address of counters, counted from that of a workspace, and for a plan.
-COUNTERS = 1 << 40
-PLAN = 5
+# The simulated address of semaphores, relative to the workspace, and the simulated schedule id.
+SEMAPHORES = 1 << 40
+SCHEDULE_ID = 5
 
 
 def scratch_of(workspace: torch.Tensor, needed: int) -> int:
-    """Return the address of a call's scratch: the last bytes of its workspace, in whole lines."""
+    """Return the address of a call's scratch: the end of its workspace, in whole cache lines."""
     return workspace.data_ptr() + (workspace.nbytes - needed) // 128 * 128
 
 
 def map_of(tensor: TiledTensor, address: int) -> bytes:
-    """Return bytes that stand for the map of a tensor, each tensor's its own."""
+    """Return bytes that simulate the map of a tensor, unique for each tensor."""
     return hashlib.sha512(repr((tensor, address)).encode()).digest() * 2
 
 
 def launched(inputs: MlaArgs, launches: list[Launch], kernel: str = "sm80") -> Launched:
-    """Run a call of tensors on the CPU as if they were on the GPU."""
+    """Run a call on CPU tensors as if on the GPU."""
     request = check_problem(inputs)
     on_gpu = replace(request, device=torch.device("cuda", 0))
     settings = replace(current_settings(), mla_kernel=kernel)

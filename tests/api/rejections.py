@@ -1,4 +1,4 @@
-"""Sound arguments of MLA decode with one change that must be rejected."""
+"""Valid arguments of MLA decode with one change that must be rejected."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.cases import MlaCase, MlaProblem
 UNIFORM = MlaCase(name="", seq_lens=(70, 3), q_len=2, heads=16)
 SINGLE = MlaCase(name="", seq_lens=(70, 3), heads=16)
 RAGGED = MlaCase(name="", seq_lens=(70, 3), q_lens=(1, 4), heads=16)
-APART = replace(UNIFORM, parts_apart=True)
+SEPARATE_ROPE = replace(UNIFORM, separate_rope=True)
 E4M3_QUERY = replace(UNIFORM, dtype=torch.float8_e4m3fn)
 FLAT = replace(UNIFORM, flat_tables=True)
 OTHER_CACHE = replace(UNIFORM, values="other cache")
@@ -30,7 +30,7 @@ SPARSE_RAGGED = replace(RAGGED, top_k=70)
 
 
 class Rejection(NamedTuple):
-    """A change of sound arguments, and the message it must meet."""
+    """A change of valid arguments, and the message of its rejection."""
 
     name: str
     change: Callable[[MlaProblem], dict[str, Any]]
@@ -44,24 +44,24 @@ def rejections(*cases: Rejection) -> pytest.MarkDecorator:
 
 
 def check(rejection: Rejection) -> None:
-    """Make the call, and see that it is rejected as told and leaves its outputs alone."""
+    """Check that the call is rejected with the message, and does not write its outputs."""
     problem = rejection.case.build("cpu")
-    sound = problem.arguments(**_outputs(problem))
-    arguments = sound | rejection.change(problem)
+    valid = problem.arguments(**_outputs(problem))
+    arguments = valid | rejection.change(problem)
 
     def call() -> object:
         return mlagen.mla.trtllm_batch_decode_with_kv_cache_mla(**arguments)
 
-    _check(call, rejection.message, sound)
+    _check(call, rejection.message, valid)
 
 
 def check_inputs(rejection: Rejection) -> None:
-    """Do the same for a change of the inputs of a call, by their own names."""
+    """Check the same for a change of :class:`MlaArgs`, with its field names."""
     problem = rejection.case.build("cpu")
-    sound = problem.inputs(**_outputs(problem))
-    inputs = sound._replace(**rejection.change(problem))
+    valid = problem.inputs(**_outputs(problem))
+    inputs = valid._replace(**rejection.change(problem))
 
-    _check(lambda: run_mla(inputs, enable_pdl=True), rejection.message, sound._asdict())
+    _check(lambda: run_mla(inputs, enable_pdl=True), rejection.message, valid._asdict())
 
 
 def _outputs(problem: MlaProblem) -> dict[str, Any]:
@@ -74,30 +74,30 @@ def _outputs(problem: MlaProblem) -> dict[str, Any]:
     }
 
 
-def _check(call: Callable[[], object], message: str, sound: dict[str, Any]) -> None:
+def _check(call: Callable[[], object], message: str, valid: dict[str, Any]) -> None:
     with pytest.raises(ArgumentError) as caught:
         call()
 
     assert str(caught.value) == message
-    written = [name for name in ("out", "lse", "workspace_buffer") if (sound[name] != 7.0).any()]
+    written = [name for name in ("out", "lse", "workspace_buffer") if (valid[name] != 7.0).any()]
     assert written == []
 
 
 def strided(tensor: torch.Tensor, gap: int = 2) -> torch.Tensor:
-    """Return a tensor's elements with ``gap`` between two of its last dimension."""
+    """Return a copy with stride ``gap`` in the last dimension."""
     spread = torch.zeros(*tensor.shape, gap, dtype=tensor.dtype)
     spread[..., 0] = tensor
     return spread[..., 0]
 
 
 def padded(tensor: torch.Tensor, extra: int, *, dim: int = -1) -> torch.Tensor:
-    """Return a tensor's elements in one that has ``extra`` more along a dimension."""
+    """Return a copy in memory with ``extra`` elements of padding along a dimension."""
     shape = list(tensor.shape)
     shape[dim] += extra
     return torch.zeros(shape, dtype=tensor.dtype).narrow(dim, 0, tensor.shape[dim]).copy_(tensor)
 
 
 def displaced(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's elements in memory that begins one element after an aligned address."""
+    """Return a copy whose base address is one element after an aligned one."""
     memory = torch.zeros(tensor.numel() + 1, dtype=tensor.dtype)
     return memory[1:].view(tensor.shape).copy_(tensor)

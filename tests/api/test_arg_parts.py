@@ -1,4 +1,4 @@
-"""Parts of inputs, by their classes."""
+"""Argument parts by argument types."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mlagen.api.arg_parts import ArgPartsByType
 
 
 class Inputs(NamedTuple):
-    """Inputs of a call, with what the caller knows them by."""
+    """Arguments of a call, with their names last."""
 
     query: Any = torch.ones(1)
     max_len: Any = 70
@@ -24,11 +24,11 @@ class Inputs(NamedTuple):
 
 
 class Odd(int):
-    """An int whose equality is its own."""
+    """A subclass of int with its own equality."""
 
 
-def test_each_part_is_taken_in_order() -> None:
-    """The length is in none, for it is rounded first, and names are in none."""
+def test_each_part_is_in_argument_order() -> None:
+    """Each part has its arguments in order; the length and the names are in none."""
     inputs = Inputs()
 
     parts = ArgPartsByType(1).find(inputs)
@@ -36,11 +36,11 @@ def test_each_part_is_taken_in_order() -> None:
     assert parts is not None
     assert parts.tensors_of(inputs) == (inputs.query, inputs.cache)
     assert parts.floats_of(inputs) == (0.5, 2.0)
-    assert parts.words_of(inputs) == (None, True)
+    assert parts.key_values_of(inputs) == (None, True)
 
 
-def test_inputs_of_the_same_classes_have_the_same_parts() -> None:
-    """Whatever the values; a tensor in place of a number, or a bool of an int, makes others."""
+def test_arguments_of_the_same_types_have_the_same_parts() -> None:
+    """The parts depend on the types alone: another type of one argument has other parts."""
     found = ArgPartsByType(1)
     parts = found.find(Inputs())
 
@@ -68,8 +68,8 @@ def test_inputs_of_the_same_classes_have_the_same_parts() -> None:
     ],
     ids=str,
 )
-def test_unusual_classes_have_no_parts(changes: dict[str, Any]) -> None:
-    """A class may compare or hash as it likes; of one float there is no tuple."""
+def test_other_types_have_no_parts(changes: dict[str, Any]) -> None:
+    """Arguments with a type of unknown equality, or too few of a part, have no parts."""
     found = ArgPartsByType(1)
 
     assert found.find(Inputs(**changes)) is None

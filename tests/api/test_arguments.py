@@ -1,4 +1,4 @@
-"""The checks that entry points are made of: what each lets pass, and what it says."""
+"""The argument checks: the values that each accepts, and the messages of rejections."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ PASSING: dict[str, Callable[[], object]] = {
     "one of the dimensions": lambda: checks.require_dims(MATRIX, "x", (1, 2)),
     "no gaps": lambda: checks.require_contiguous(MATRIX, "x"),
     "dense rows": lambda: checks.require_dense_last_dim(MATRIX[:, :3], "x"),
-    "a last dimension of one, whatever its stride": lambda: checks.require_dense_last_dim(
+    "a last dimension of one, with any stride": lambda: checks.require_dense_last_dim(
         MATRIX[:, ::16], "x"
     ),
     "whole 16 bytes from row to row": lambda: checks.require_aligned(MATRIX, "x"),
-    "one row, whatever its stride": lambda: checks.require_aligned(
+    "one row, with any stride": lambda: checks.require_aligned(
         torch.zeros(1, 3).as_strided((1, 3), (3, 1)), "x"
     ),
     "int32 on the device": lambda: checks.require_index(MATRIX.int(), "x", CPU),
@@ -43,7 +43,7 @@ PASSING: dict[str, Callable[[], object]] = {
     "an fp32 element": lambda: checks.require_scale(torch.ones(1, 1), "x", CPU),
 }
 
-REFUSED: dict[str, tuple[Callable[[], object], str]] = {
+REJECTED: dict[str, tuple[Callable[[], object], str]] = {
     "a number beyond float32": (
         lambda: checks.require_scale(-1e39, "x", CPU),
         "x: expected a number that float32 can hold, got -1e+39",
@@ -53,19 +53,19 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         "x: expected a number that float32 can hold, got an int of 1329 bits",
     ),
     "a float for a whole number": (
-        lambda: checks.require_whole_number(512.0, "x", least=0),
+        lambda: checks.require_whole_number(512.0, "x", min_value=0),
         "x: expected an int, 0 or more, got 512.0",
     ),
     "a bool for a whole number": (
-        lambda: checks.require_whole_number(True, "x", least=0),
+        lambda: checks.require_whole_number(True, "x", min_value=0),
         "x: expected an int, 0 or more, got True",
     ),
     "a tensor for a whole number": (
-        lambda: checks.require_whole_number(torch.tensor(3), "x", least=0),
+        lambda: checks.require_whole_number(torch.tensor(3), "x", min_value=0),
         "x: expected an int, 0 or more, got a tensor",
     ),
     "a whole number too small": (
-        lambda: checks.require_whole_number(0, "x", least=1),
+        lambda: checks.require_whole_number(0, "x", min_value=1),
         "x: expected an int, 1 or more, got 0",
     ),
     "a false condition": (
@@ -104,11 +104,11 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         lambda: checks.require_dense_last_dim(MATRIX.T, "x"),
         "x.stride(-1): expected 1, got 16",
     ),
-    "fp32 rows that are 12 bytes apart": (
+    "fp32 rows with a stride of 12 bytes": (
         lambda: checks.require_aligned(torch.zeros(2, 3), "x"),
         "x.stride(0): expected a multiple of 4, got 3",
     ),
-    "fp16 rows that are 24 bytes apart": (
+    "fp16 rows with a stride of 24 bytes": (
         lambda: checks.require_aligned(torch.zeros(2, 12).half(), "x"),
         "x.stride(0): expected a multiple of 8, got 12",
     ),
@@ -124,16 +124,16 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
 
 
 @pytest.mark.parametrize("check", PASSING.values(), ids=PASSING)
-def test_what_keeps_the_rule_passes(check: Callable[[], object]) -> None:
-    """A check returns without a word, or with the tensor it was asked about."""
+def test_valid_values_pass(check: Callable[[], object]) -> None:
+    """A check accepts a value that satisfies its rule."""
     returned = check()
 
     assert returned is None or returned is MATRIX
 
 
-@pytest.mark.parametrize(("check", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_breaks_the_rule_is_told(check: Callable[[], object], message: str) -> None:
-    """The message is one line: argument, rule, value."""
+@pytest.mark.parametrize(("check", "message"), REJECTED.values(), ids=REJECTED)
+def test_invalid_values_are_rejected(check: Callable[[], object], message: str) -> None:
+    """The message is one line with argument, rule and value."""
     with pytest.raises(ArgumentError) as caught:
         check()
 
@@ -141,21 +141,21 @@ def test_what_breaks_the_rule_is_told(check: Callable[[], object], message: str)
 
 
 def test_an_argument_error_is_a_value_error() -> None:
-    """Callers of FlashInfer's functions catch that."""
+    """An ArgumentError is a ValueError, which callers of FlashInfer catch."""
     with pytest.raises(ValueError, match="x: expected 1, got 2"):
         checks.reject("x", 1, 2)
 
 
 @pytest.mark.parametrize("number", [3, np.int32(3), np.uint64(3)], ids=["int", "int32", "uint64"])
 def test_a_whole_number_becomes_an_int(number: int) -> None:
-    """Whatever its type, the same int comes back."""
-    returned = checks.require_whole_number(number, "x", least=3)
+    """A whole number of any integer type is returned as an int."""
+    returned = checks.require_whole_number(number, "x", min_value=3)
 
     assert (returned, type(returned)) == (3, int)
 
 
-def test_every_16_bit_dtype_of_ours_has_one_of_torch() -> None:
-    """The two lists of dtypes name the same ones."""
+def test_every_16_bit_dtype_has_a_torch_dtype() -> None:
+    """DTYPES has every 16-bit DType."""
     named = {dtype: str(ours) for dtype, ours in DTYPES.items()}
 
     assert named == {torch.bfloat16: "bf16", torch.float16: "fp16"}

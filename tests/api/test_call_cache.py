@@ -1,4 +1,4 @@
-"""How many calls and launches are kept."""
+"""Capacity and keys of the call cache."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TENSORS = (torch.ones(2), torch.zeros(3))
 
 
 class Counted:
-    """Stands for a launch."""
+    """A launch that counts its enqueues."""
 
     def __init__(self) -> None:
         self.enqueued: list[bool] = []
@@ -24,19 +24,19 @@ class Counted:
         self.enqueued.append(enable_pdl)
 
 
-def remembered_launches(calls: CallCache[str], launches: list[Any]) -> None:
-    """Keep ``launches`` as those of a usual call with one number."""
-    calls.keep("form", "call", FastPathKey("key", TENSORS, None))
+def store_launches(calls: CallCache[str], launches: list[Any]) -> None:
+    """Cache ``launches`` for a fast-path call with one number."""
+    calls.store("signature", "call", FastPathKey("key", TENSORS, None))
     entry = calls.lookup_guarded("key", TENSORS)
     assert entry is not None
     calls.store_launches(launch_key_of(entry, (1.0,), TENSORS), launches)
 
 
-def test_launches_are_kept_by_all_that_was_passed() -> None:
-    """Each is made again, in order, with the choice of the moment."""
+def test_launches_are_keyed_by_all_values() -> None:
+    """A replay enqueues all launches in order, with the current ``enable_pdl``."""
     calls: CallCache[str] = CallCache()
     both: list[Any] = [Counted(), Counted()]
-    remembered_launches(calls, both)
+    store_launches(calls, both)
     others: list[tuple[Any, Any, tuple[float, ...], tuple[torch.Tensor, ...]]] = [
         ("another", TENSORS, (1.0,), ()),
         (["no", "key"], TENSORS, (1.0,), ()),
@@ -54,45 +54,45 @@ def test_launches_are_kept_by_all_that_was_passed() -> None:
     assert [launch.enqueued for launch in both] == [[True, False]] * 2
 
 
-def test_no_more_is_kept_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All is forgotten then, and remembered anew."""
+def test_the_cache_has_a_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full table is cleared before the next entry."""
     monkeypatch.setattr(call_cache, "_MAX_CALLS", 3)
     monkeypatch.setattr(call_cache, "_MAX_LAUNCHES", 3)
     calls: CallCache[str] = CallCache()
 
     for number in range(7):
-        calls.keep(("form", number), "call", FastPathKey(("key", number), TENSORS, None))
+        calls.store(("signature", number), "call", FastPathKey(("key", number), TENSORS, None))
         calls.store_launches(("passed", number), ())
-        kept = (calls, calls._entries, calls._guards, calls._launches)
-        assert all(len(each) <= 3 for each in kept)
+        tables = (calls, calls._entries, calls._guards, calls._launches)
+        assert all(len(table) <= 3 for table in tables)
 
-    assert calls.find(("form", 6)) == "call"
-    assert calls.find(("form", 5)) is None
+    assert calls.find(("signature", 6)) == "call"
+    assert calls.find(("signature", 5)) is None
     entry = calls.lookup_guarded(("key", 6), TENSORS)
     assert entry is not None
     assert entry.call == "call"
 
 
-def test_what_cannot_be_hashed_is_no_key() -> None:
-    """It is rejected later, in words."""
+def test_an_unhashable_value_is_no_key() -> None:
+    """An unhashable key misses, so that a check can reject the value."""
     calls: CallCache[str] = CallCache()
-    listed: Any = [1]
+    unhashable: Any = [1]
 
-    calls.keep("form", "call", FastPathKey(listed, TENSORS, None))
+    calls.store("signature", "call", FastPathKey(unhashable, TENSORS, None))
 
-    assert calls.lookup_guarded(listed, TENSORS) is None
-    assert calls.find("form", FastPathKey(listed, TENSORS, None)) == "call"
-    assert calls.find(listed) is None
+    assert calls.lookup_guarded(unhashable, TENSORS) is None
+    assert calls.find("signature", FastPathKey(unhashable, TENSORS, None)) == "call"
+    assert calls.find(unhashable) is None
 
 
-def test_all_is_forgotten() -> None:
-    """Launches too, which would otherwise be made of kernels that nobody asks for."""
+def test_clear_drops_both_levels() -> None:
+    """After ``clear`` neither calls nor launches are found."""
     calls: CallCache[str] = CallCache()
-    remembered_launches(calls, [])
+    store_launches(calls, [])
     assert calls.replay("key", TENSORS, (1.0,), True)
 
     calls.clear()
 
-    assert calls.find("form") is None
+    assert calls.find("signature") is None
     assert calls.lookup_guarded("key", TENSORS) is None
     assert not calls.replay("key", TENSORS, (1.0,), True)

@@ -1,4 +1,4 @@
-"""Lengths that plans are made for, and the part of a workspace that a call uses."""
+"""Rounded lengths, and the scratch of a call in its workspace."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from mlagen.errors import ArgumentError
 
 
 @given(st.integers(min_value=0, max_value=2**31))
-def test_a_length_is_rounded_up_by_an_eighth_at_the_most(length: int) -> None:
-    """The result is no less, hardly more, and its own result."""
+def test_a_length_is_rounded_up_by_at_most_an_eighth(length: int) -> None:
+    """Rounding never decreases a length, adds at most an eighth, and is idempotent."""
     rounded = rounded_up(length)
 
     assert length <= rounded <= length * 9 / 8
@@ -22,7 +22,7 @@ def test_a_length_is_rounded_up_by_an_eighth_at_the_most(length: int) -> None:
 
 @given(st.integers(0, 5000), st.integers(0, 5000), st.sampled_from([torch.uint8, torch.float32]))
 def test_scratch_is_the_end_of_a_workspace(more: int, needed: int, dtype: torch.dtype) -> None:
-    """Aligned like the workspace, as far back as that allows, and never outside."""
+    """Scratch is the last aligned range of the workspace, and never outside."""
     workspace = torch.empty(-(-needed // dtype.itemsize) + more, dtype=dtype)
 
     begin = scratch_offset(workspace, "x", needed)
@@ -32,6 +32,6 @@ def test_scratch_is_the_end_of_a_workspace(more: int, needed: int, dtype: torch.
 
 
 def test_a_workspace_that_is_too_small_is_rejected() -> None:
-    """The message has both sizes."""
+    """The message names both sizes."""
     with pytest.raises(ArgumentError, match="x: expected 9 bytes or more for this call, got 8"):
         scratch_offset(torch.empty(2), "x", 9)

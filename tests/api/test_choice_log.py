@@ -1,4 +1,4 @@
-"""Why a call takes its kernel, tile and grid: what the log says at DEBUG."""
+"""The DEBUG log of kernel, tile and grid choices."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CASE = MlaCase(name="", seq_lens=(70, 3), heads=128)
 
 @pytest.fixture(autouse=True)
 def at_debug(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Log everything, on a machine whose GPU is known."""
+    """Log at DEBUG, with a simulated GPU."""
     caplog.set_level(logging.DEBUG, logger="mlagen")
     for module in (mla_sm90_launcher, gqa_sm90_launcher):
         monkeypatch.setattr(module, "arch_of_device", lambda _: H200)
@@ -36,9 +36,9 @@ def at_debug(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) 
         ({"heads": 16}, "auto", 100, ["sm80 kernel: the call is so small that "]),
         ({"kv_lora_rank": 256}, "auto", 10000, ["sm80 kernel: no such kernel for sm_90a, "]),
     ],
-    ids=["little KV", "much KV", "asked for", "small", "not covered"],
+    ids=["short KV", "long KV", "requested", "small", "unsupported"],
 )
-def test_an_mla_call_that_is_planned_says_why(
+def test_the_plan_of_an_mla_call_is_logged(
     changes: dict[str, Any],
     kernel: str,
     max_len: int,
@@ -46,41 +46,41 @@ def test_an_mla_call_that_is_planned_says_why(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The lines begin with the reason, if there is one, and end with the grid."""
+    """A new MLA signature logs the reason for its kernel, if any, and last its grid."""
     inputs = replace(CASE, **changes).build("cpu").inputs()._replace(max_seq_len=max_len)
 
     call, _, _ = launched(inputs, record_launches(monkeypatch), kernel)
 
-    said = [record.getMessage().removeprefix("planning: ") for record in caplog.records]
-    for line, start in zip(said, lines, strict=False):
+    messages = [record.getMessage().removeprefix("planning: ") for record in caplog.records]
+    for line, start in zip(messages, lines, strict=False):
         assert line.startswith(start)
-    requests = f"grid of {call.plan.blocks} CTAs for 2 requests of up to {max_len} KV tokens: "
-    assert said[-1].startswith(requests)
-    assert f"kernel {call.decode.spec}" in said
+    requests = f"grid of {call.plan.num_ctas} CTAs for 2 requests of up to {max_len} KV tokens: "
+    assert messages[-1].startswith(requests)
+    assert f"kernel {call.decode.spec}" in messages
 
 
 @pytest.mark.parametrize(
     ("kernel", "start"),
     [("auto", "kernel gqa_sm90("), ("sm80", "sm80 kernel: MLAGEN_GQA_KERNEL=sm80")],
 )
-def test_a_grouped_query_call_that_is_planned_says_why(
+def test_the_plan_of_a_grouped_query_call_is_logged(
     kernel: str, start: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As an MLA call does."""
-    room = torch.zeros(1 << 20, dtype=torch.uint8)
-    inputs = args_of(GqaCase(name="", seq_lens=(70, 3)), monkeypatch, workspace_buffer=room)
+    """A new grouped-query signature logs the same as an MLA one."""
+    workspace = torch.zeros(1 << 20, dtype=torch.uint8)
+    inputs = args_of(GqaCase(name="", seq_lens=(70, 3)), monkeypatch, workspace_buffer=workspace)
 
     call, _, _ = launches_of(inputs, monkeypatch, kernel)
 
-    said = [record.getMessage().removeprefix("planning: ") for record in caplog.records]
-    assert said[0].startswith(start)
-    assert said[-1].startswith(f"grid of {call.plan.blocks} CTAs for 2 requests")
+    messages = [record.getMessage().removeprefix("planning: ") for record in caplog.records]
+    assert messages[0].startswith(start)
+    assert messages[-1].startswith(f"grid of {call.plan.num_ctas} CTAs for 2 requests")
 
 
 def test_a_gpu_without_such_a_kernel_is_named(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is the first thing that is not covered."""
+    """The log names a GPU that has no sm90 kernel."""
     arch = Arch(80)
     monkeypatch.setattr(mla_sm90_launcher, "arch_of_device", lambda _: arch)
     launches = record_launches(monkeypatch, arch=arch)

@@ -1,4 +1,4 @@
-"""What the debug mode finds in tensors, message by message."""
+"""Checks of tensor contents, message by message."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mlagen.errors import ArgumentError, CaptureError
 
 
 def ints(*numbers: int) -> torch.Tensor:
-    """Return numbers as a caller has them."""
+    """Return an int32 tensor."""
     return torch.tensor(numbers, dtype=torch.int32)
 
 
@@ -26,14 +26,14 @@ def check_tables(tables: torch.Tensor) -> None:
 
 
 def check_flat(page_ids: torch.Tensor) -> None:
-    """Check the same ids in a row."""
+    """Check the same ids as a flat table."""
     starts = ints(0, 1, 1, 2)
     checks.check_flat_page_ids(
-        page_ids, "x", starts=starts, seq_lens=LENGTHS, page_size=64, num_pages=4
+        page_ids, "x", kv_indptr=starts, seq_lens=LENGTHS, page_size=64, num_pages=4
     )
 
 
-REFUSED: dict[str, tuple[Callable[[], object], str]] = {
+REJECTED: dict[str, tuple[Callable[[], object], str]] = {
     "a first end that is not 0": (
         lambda: checks.query_lengths(ints(1, 2, 5), "x", 5),
         "x[0]: expected 0, got 1",
@@ -42,7 +42,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         lambda: checks.query_lengths(ints(0, 2, 4), "x", 5),
         "x[-1]: expected 5 (tokens of query), got 4",
     ),
-    "ends that go back": (
+    "decreasing offsets": (
         lambda: checks.query_lengths(ints(0, 6, 5), "x", 5),
         "x[2]: expected 6 or more (x[1]), got 5",
     ),
@@ -52,13 +52,13 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "a length beyond every table": (
         lambda: checks.check_seq_lens(ints(64, 65), "x", capacity=64, q_lens=None),
-        "x[1]: expected 64 (what its block table holds) or less, got 65",
+        "x[1]: expected 64 (capacity of its block table) or less, got 65",
     ),
     "a length beyond its own table": (
         lambda: checks.check_seq_lens(
             ints(65, 65), "x", capacity=torch.tensor([128, 64]), q_lens=None
         ),
-        "x[1]: expected 64 (what its block table holds) or less, got 65",
+        "x[1]: expected 64 (capacity of its block table) or less, got 65",
     ),
     "a length without its new tokens": (
         lambda: checks.check_seq_lens(ints(4, 3), "x", capacity=None, q_lens=torch.tensor([4, 4])),
@@ -84,16 +84,16 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         lambda: checks.table_capacity(ints(0, 3), "x", page_ids=2, page_size=64),
         "x[-1]: expected 2 (page ids) or less, got 3",
     ),
-    "places that go back": (
+    "decreasing kv_indptr": (
         lambda: checks.table_capacity(ints(0, 2, 1), "x", page_ids=2, page_size=64),
         "x[2]: expected 2 or more (x[1]), got 1",
     ),
 }
 
 
-@pytest.mark.parametrize(("check", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_contradicts_itself_is_told(check: Callable[[], object], message: str) -> None:
-    """The message names where it stands, the rule and the value."""
+@pytest.mark.parametrize(("check", "message"), REJECTED.values(), ids=REJECTED)
+def test_inconsistent_contents_are_rejected(check: Callable[[], object], message: str) -> None:
+    """The message names index, rule and value."""
     with pytest.raises(ArgumentError) as caught:
         check()
 
@@ -101,8 +101,8 @@ def test_what_contradicts_itself_is_told(check: Callable[[], object], message: s
 
 
 PASSING: dict[str, Callable[[], object]] = {
-    "wild ids that are not used": lambda: check_tables(TABLES),
-    "wild ids in a row that are not used": lambda: check_flat(ints(3, 0, -1)),
+    "unused invalid ids": lambda: check_tables(TABLES),
+    "unused invalid flat ids": lambda: check_flat(ints(3, 0, -1)),
     "padding: an empty request with a query": lambda: checks.check_seq_lens(
         ints(0, 4), "x", capacity=4, q_lens=torch.tensor([4, 4])
     ),
@@ -110,40 +110,40 @@ PASSING: dict[str, Callable[[], object]] = {
     "unsigned lengths": lambda: checks.check_seq_lens(
         ints(3).view(torch.uint32), "x", capacity=4, q_lens=None
     ),
-    "a tensor that nobody captures": lambda: checks.require_no_capture(LENGTHS),
+    "a tensor without a capture": lambda: checks.require_no_capture(LENGTHS),
 }
 
 
 @pytest.mark.parametrize("check", PASSING.values(), ids=PASSING)
-def test_what_is_sound_passes(check: Callable[[], object]) -> None:
-    """Nothing that a kernel does not look at is looked at."""
+def test_valid_contents_pass(check: Callable[[], object]) -> None:
+    """Elements that no kernel reads are not checked."""
     returned = check()
 
     assert returned is None or isinstance(returned, torch.Tensor)
 
 
-def test_ends_give_the_query_tokens_of_each_request() -> None:
-    """A request may have none."""
+def test_offsets_give_the_query_tokens_of_each_request() -> None:
+    """The differences of cumulative query lengths may be zero."""
     lengths = checks.query_lengths(ints(0, 2, 2, 5), "x", 5)
 
     assert lengths.tolist() == [2, 0, 3]
 
 
-def test_places_give_what_each_table_holds() -> None:
-    """In tokens, and only as far as the next request's ids."""
+def test_kv_indptr_gives_the_capacity_of_each_table() -> None:
+    """The capacity is in tokens, up to the next request's page ids."""
     capacity = checks.table_capacity(ints(0, 2, 2, 3), "x", page_ids=9, page_size=16)
 
     assert capacity.tolist() == [32, 0, 16]
 
 
 class Captured(torch.Tensor):
-    """A tensor that says it is on the second GPU."""
+    """A tensor that reports the second GPU as its device."""
 
     device = torch.device("cuda", 1)
 
 
-def test_a_capture_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stream of the tensor's GPU is asked, and the message names the variable."""
+def test_checks_are_rejected_during_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check queries the tensor's GPU, and the message names the variable."""
     monkeypatch.setattr(checks, "is_capturing", lambda device: device.index == 1)
 
     with pytest.raises(CaptureError) as caught:

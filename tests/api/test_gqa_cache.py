@@ -1,4 +1,4 @@
-"""Bad caches of grouped-query decode, and their scales, message by message."""
+"""Invalid caches and scales of grouped-query decode, message by message."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ DTYPES_OF_A_CACHE = (
         "kv_cache[1].stride(-1): expected 1, got 2",
     ),
     Rejection(
-        "heads that are no whole 16 bytes apart",
+        "a head stride that is no multiple of 16 bytes",
         lambda p: {"kv_cache": (padded(key(p), 1), value(p))},
         "kv_cache[0].stride(1): expected a multiple of 8, got 258",
     ),
@@ -110,7 +110,7 @@ DTYPES_OF_A_CACHE = (
         "kv_cache[0]: expected 1 head or more, got 0",
     ),
     Rejection(
-        "pages without room",
+        "pages without tokens",
         lambda p: {"kv_cache": (key(p)[:, :0], value(p)[:, :0])},
         "kv_cache[0]: expected 1 token or more in a page, got 0",
     ),
@@ -126,7 +126,7 @@ DTYPES_OF_A_CACHE = (
     ),
 )
 def test_kv_cache(rejection: Rejection) -> None:
-    """Form, dtype, device and strides of the cache are checked."""
+    """Layout, dtype, device and strides of the cache are checked."""
     check(rejection)
 
 
@@ -197,7 +197,7 @@ def test_kv_cache(rejection: Rejection) -> None:
     ),
 )
 def test_scales_of_nvfp4(rejection: Rejection) -> None:
-    """An NVFP4 cache has a scale for 16 elements, and no other cache has."""
+    """An NVFP4 cache has a scale for 16 elements, and no other cache has scales."""
     check(rejection)
 
 
@@ -236,13 +236,13 @@ def test_scales_of_nvfp4(rejection: Rejection) -> None:
     ),
 )
 def test_caches_of_xqa(rejection: Rejection) -> None:
-    """Keys and values are two tensors of four dimensions, and so are their scales."""
+    """Keys, values and their scales are separate tensors of four dimensions."""
     check_xqa(rejection)
 
 
 @pytest.mark.parametrize("head_dim", [8, 24, 272, 400, 528])
 def test_head_dims_without_a_kernel_are_rejected_on_the_cpu_too(head_dim: int) -> None:
-    """A call that works without a GPU is one that has a kernel; the message lists what does."""
+    """The CPU backend rejects what no kernel supports; the message lists supported values."""
     wide = GqaCase(name="", seq_lens=(70, 3), head_dim=528).build("cpu")
     keys, values = (torch.zeros(10, 16, 2, head_dim, dtype=torch.bfloat16) for _ in range(2))
     query = torch.zeros(2, 8, head_dim, dtype=torch.bfloat16)
@@ -259,7 +259,7 @@ def test_head_dims_without_a_kernel_are_rejected_on_the_cpu_too(head_dim: int) -
 
 
 def test_views_of_one_tensor_are_two_caches() -> None:
-    """Keys and values may be views of one buffer with both."""
+    """Keys and values may be views of one buffer."""
     problem = STACKED.build("cpu")
     both = problem.arguments()["kv_cache"]
 

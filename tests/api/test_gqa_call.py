@@ -1,4 +1,4 @@
-"""What a GPU call hands to the kernels, seen without a GPU."""
+"""Kernel parameters of grouped-query calls; needs no GPU."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from tests.api.launches import scratch_of
 from tests.gqa_problems import E4M3, GqaCase
 
 UNIFORM = GqaCase(name="", seq_lens=(70, 3), q_len=2, mask="random", sink=3.0, window=50)
-STACKED = GqaCase(name="", seq_lens=(70, 3), form="stacked", layout="HND")
+STACKED = GqaCase(name="", seq_lens=(70, 3), cache_layout="stacked", layout="HND")
 RAGGED = GqaCase(name="", seq_lens=(70, 3), q_lens=(1, 4), kv="e4m3", out_dtype=E4M3)
-NVFP4 = GqaCase(name="", seq_lens=(70, 3), kv="nvfp4", form="stacked")
+NVFP4 = GqaCase(name="", seq_lens=(70, 3), kv="nvfp4", cache_layout="stacked")
 
 
-def test_a_whole_call_launches_one_kernel_with_every_value_in_its_place(
+def test_a_call_without_splits_launches_one_kernel_with_all_parameters(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Pointers, strides, counts and scales are those of the arguments."""
+    """Pointers, strides, sizes and scales are those of the arguments."""
     scale = torch.tensor(2.0)
     inputs = args_of(UNIFORM, monkeypatch, bmm1_scale=0.25, bmm2_scale=scale, max_seq_len=16)
 
@@ -88,10 +88,10 @@ def test_a_whole_call_launches_one_kernel_with_every_value_in_its_place(
     assert call.plan.workspace_bytes == 0
 
 
-def test_a_split_call_leaves_partial_rows_and_then_their_lse_for_the_second_kernel(
+def test_a_split_call_stores_partial_rows_and_their_lse_for_the_combine_kernel(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Both kernels agree on where the partial rows are and on what multiplies the result."""
+    """Both kernels have the same addresses of partial rows and the same output factor."""
     workspace = torch.zeros(1 << 22)
     inputs = args_of(
         RAGGED, monkeypatch, max_seq_len=50_000, workspace_buffer=workspace, bmm2_scale=0.5
@@ -127,7 +127,7 @@ def test_a_split_call_leaves_partial_rows_and_then_their_lse_for_the_second_kern
 
 
 def test_values_in_the_tensor_of_the_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a stacked cache the values begin one axis further, and the strides are of its layout."""
+    """In a stacked cache values have an offset of one axis, and the strides of the layout."""
     inputs = args_of(STACKED, monkeypatch)
 
     _, _, launches = launches_of(inputs, monkeypatch)
@@ -140,7 +140,7 @@ def test_values_in_the_tensor_of_the_keys(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_scales_in_one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scales of NVFP4 have pointers and strides of their own, in bytes."""
+    """NVFP4 scales have separate pointers and strides, in bytes."""
     inputs = args_of(NVFP4, monkeypatch)
 
     _, _, launches = launches_of(inputs, monkeypatch)
@@ -155,8 +155,8 @@ def test_scales_in_one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     assert values["key_token_stride"] == 2 * 64
 
 
-def test_a_window_of_all_that_a_table_holds_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So the kernel never adds a number near 2^31 to a position."""
+def test_a_window_of_the_whole_table_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel gets no window that could overflow its positions."""
     inputs = args_of(UNIFORM, monkeypatch, window=2**31 - 1)
 
     _, _, launches = launches_of(inputs, monkeypatch)
@@ -164,22 +164,22 @@ def test_a_window_of_all_that_a_table_holds_is_none(monkeypatch: pytest.MonkeyPa
     assert launches[0][3]["window"] == 0
 
 
-@pytest.mark.parametrize(("window", "kept"), [(0x7FFF0000, 0), (0x7FFEFFFF, 0x7FFEFFFF)])
-def test_a_window_of_all_that_is_counted_is_none(
-    window: int, kept: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("window", "expected"), [(0x7FFF0000, 0), (0x7FFEFFFF, 0x7FFEFFFF)])
+def test_a_window_of_the_maximum_length_is_dropped(
+    window: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A table may hold more tokens than a kernel counts."""
+    """A window is dropped at the kernel's maximum, even if the table has more tokens."""
     tables = torch.zeros(2, 2**31 // 256, dtype=torch.int32)
     case = replace(UNIFORM, page_size=256)
     inputs = args_of(case, monkeypatch, window=window, block_tables=tables)
 
-    assert check_problem(inputs).window == kept
+    assert check_problem(inputs).window == expected
 
 
 def test_a_workspace_that_is_too_small_is_rejected_with_both_sizes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The message tells what would do."""
+    """The message names the required and the given size."""
     inputs = args_of(RAGGED, monkeypatch, max_seq_len=50_000)
 
     with pytest.raises(ArgumentError, match=r"workspace_buffer: expected [0-9]+ bytes") as e:
@@ -189,7 +189,7 @@ def test_a_workspace_that_is_too_small_is_rejected_with_both_sizes(
 
 
 def test_no_query_tokens_launch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests without query tokens leave an empty output."""
+    """Requests without query tokens have an empty output."""
     inputs = args_of(RAGGED, monkeypatch)
     ends = torch.zeros(3, dtype=torch.int32)
 
@@ -204,10 +204,10 @@ def test_no_query_tokens_launch_nothing(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize(
     ("scale", "shown"), [(1e300, "1e+300"), (10**400, "an int of 1329 bits")], ids=["float", "int"]
 )
-def test_a_number_too_large_for_float32_is_rejected_at_any_call(
+def test_a_number_beyond_float32_is_rejected_at_a_cached_call(
     scale: float, shown: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Floats are no part of the form: a sound call before it does not let it through."""
+    """A cached call rejects an invalid float too, though signatures contain no floats."""
     inputs = args_of(STACKED, monkeypatch)
     call, _, _ = launches_of(inputs, monkeypatch)
 

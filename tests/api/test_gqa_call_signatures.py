@@ -1,4 +1,4 @@
-"""What a grouped-query call on a GPU is remembered by."""
+"""Call signatures of grouped-query decode."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mlagen.api import gqa_signature
 from mlagen.api.gqa_args import GqaArgs
 from mlagen.errors import ArgumentError
 from tests.api.gqa_launches import args_of
-from tests.api.launches import FACTS
+from tests.api.launches import PROPERTIES
 from tests.gqa_problems import GqaCase
 
 UNIFORM = GqaCase(name="", seq_lens=(70, 3), q_len=2, mask="random", sink=3.0, window=50)
@@ -23,12 +23,12 @@ Change = Callable[[GqaArgs], dict[str, Any]]
 
 
 def call_signature(inputs: GqaArgs) -> Hashable:
-    """Return what a call is remembered by, where the settings say nothing."""
+    """Return the call signature with default settings."""
     return gqa_signature.call_signature(inputs, "auto")
 
 
 def changed(inputs: GqaArgs, **fields: Any) -> GqaArgs:
-    """Return the inputs with some fields of whatever type."""
+    """Return the arguments with fields of any type changed."""
     return inputs._replace(**fields)
 
 
@@ -52,7 +52,7 @@ CHANGES: dict[str, Change] = {
     "scales like xqa": lambda _: {"scales_like_xqa": True},
 }
 
-# Two values of one argument that must not be taken for each other.
+# Two values of one argument that compare equal and must have different signatures.
 PAIRS: dict[str, tuple[str, object, object]] = {
     "max_seq_len a float": ("max_seq_len", 5, 5.0),
     "max_seq_len a bool": ("max_seq_len", 1, True),
@@ -62,10 +62,10 @@ PAIRS: dict[str, tuple[str, object, object]] = {
 
 
 @pytest.mark.parametrize(("name", "one", "other"), PAIRS.values(), ids=PAIRS)
-def test_what_equals_an_int_and_is_none_takes_another_form(
+def test_a_value_that_equals_an_int_has_another_signature(
     name: str, one: object, other: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is rejected, however often the int has been accepted."""
+    """A value of another type is rejected, even after a call with the equal int."""
     inputs = args_of(UNIFORM, monkeypatch)
 
     signature, another = (call_signature(changed(inputs, **{name: n})) for n in (one, other))
@@ -92,12 +92,12 @@ TENSORS = (
 )
 
 
-@pytest.mark.parametrize("change", FACTS.values(), ids=FACTS)
+@pytest.mark.parametrize("change", PROPERTIES.values(), ids=PROPERTIES)
 @pytest.mark.parametrize("name", TENSORS)
-def test_every_fact_of_every_tensor_is_part_of_the_form(
+def test_the_signature_contains_every_property_of_every_tensor(
     name: str, change: Callable[[torch.Tensor], torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two calls that differ in nothing else do not share a plan."""
+    """Calls that differ in one tensor property have different signatures."""
     tensor = torch.ones(4, 4)
     inputs = args_of(UNIFORM, monkeypatch, key_scales=tensor)
 
@@ -111,10 +111,10 @@ def test_every_fact_of_every_tensor_is_part_of_the_form(
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_whatever_a_check_or_plan_may_see_is_part_of_the_form(
+def test_the_signature_contains_all_inputs_of_checks_and_plans(
     change: Change, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A call that differs in it is checked and planned anew."""
+    """Calls that differ in an argument of a check or plan have different signatures."""
     inputs = args_of(UNIFORM, monkeypatch)
 
     changed = call_signature(inputs._replace(**change(inputs)))
@@ -124,23 +124,23 @@ def test_whatever_a_check_or_plan_may_see_is_part_of_the_form(
 
 
 @pytest.mark.parametrize("length", [70, np.int64(70)], ids=["int", "numpy"])
-def test_lengths_that_are_planned_alike_share_a_form(
+def test_lengths_with_equal_rounding_share_a_signature(
     length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next number of four leading bits stands for a length, of any integer type."""
+    """The signature contains the rounded length, of any integer type."""
     inputs = args_of(UNIFORM, monkeypatch)
 
-    forms = [
+    signatures = [
         call_signature(inputs._replace(max_seq_len=type(length)(n), q_len=type(length)(2)))
         for n in (length, 72)
     ]
 
-    assert forms[0] is not None
-    assert forms[0] == forms[1]
+    assert signatures[0] is not None
+    assert signatures[0] == signatures[1]
 
 
 def test_a_tensor_for_a_length_is_rejected_without_reading_it() -> None:
-    """A tensor on a GPU would be waited for; one without content stands for it."""
+    """A tensor as length is rejected without reading its value."""
     length = torch.tensor(70).as_subclass(Unread)
     arguments = UNIFORM.build("cpu").arguments(max_seq_len=length)
 
@@ -151,16 +151,16 @@ def test_a_tensor_for_a_length_is_rejected_without_reading_it() -> None:
 
 
 class Unread(torch.Tensor):
-    """A tensor that nobody may read."""
+    """A tensor whose contents must not be read."""
 
     @classmethod
     def __torch_function__(cls, func: Any, *_: Any) -> Any:
-        """Reject whatever asks for more than a name."""
+        """Reject any use of the tensor except its type name."""
         raise AssertionError(f"read by {func}")
 
 
-def test_content_is_no_part_of_the_form(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other numbers in tensors of the same layout, and other floats, make the same form."""
+def test_the_signature_does_not_contain_contents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contents of tensors and values of floats do not change the signature."""
     inputs = args_of(UNIFORM, monkeypatch)
     other = inputs._replace(
         query=torch.zeros_like(inputs.query),
@@ -172,8 +172,8 @@ def test_content_is_no_part_of_the_form(monkeypatch: pytest.MonkeyPatch) -> None
     assert call_signature(other) == call_signature(inputs)
 
 
-def test_what_cannot_be_hashed_is_rejected_with_its_name() -> None:
-    """A list for a number meets the check, not the dictionary."""
+def test_an_unhashable_value_is_rejected_by_name() -> None:
+    """A list in place of a number is rejected by a check, without a TypeError of the cache."""
     arguments = UNIFORM.build("cpu").arguments(q_len_per_req=[2])
 
     with pytest.raises(ArgumentError) as caught:
@@ -182,10 +182,12 @@ def test_what_cannot_be_hashed_is_rejected_with_its_name() -> None:
     assert str(caught.value) == "q_len_per_req: expected an int, 1 or more, got [2]"
 
 
-def test_the_kernel_that_is_asked_for_is_part_of_the_form(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call that took one kernel is not remembered where another is asked for."""
+def test_the_signature_contains_the_requested_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cached call of one kernel is not reused when the settings request another."""
     inputs = args_of(UNIFORM, monkeypatch)
 
-    forms = {gqa_signature.call_signature(inputs, kernel) for kernel in ("auto", "sm80", "sm90")}
+    signatures = {
+        gqa_signature.call_signature(inputs, kernel) for kernel in ("auto", "sm80", "sm90")
+    }
 
-    assert len(forms) == 3
+    assert len(signatures) == 3

@@ -1,4 +1,4 @@
-"""What MLAGEN_CHECK=1 finds in the tensors of grouped-query decode, message by message."""
+"""Content checks of grouped-query decode with MLAGEN_CHECK=1, message by message."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def _checking(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def changed(tensor: torch.Tensor, at: tuple[int, ...], number: int) -> torch.Tensor:
-    """Return a tensor with another number in one place."""
+    """Return a copy with one element changed."""
     other = tensor.clone()
     other[at] = number
     return other
 
 
-def ends(*numbers: int) -> torch.Tensor:
-    """Return ends of ragged queries."""
+def cu_seqlens(*numbers: int) -> torch.Tensor:
+    """Return cumulative query lengths."""
     return torch.tensor(numbers, dtype=torch.int32)
 
 
@@ -43,7 +43,7 @@ def ends(*numbers: int) -> torch.Tensor:
     Rejection(
         "a length that the table cannot hold",
         lambda p: {"seq_lens": changed(p.seq_lens, (1,), 129)},
-        "seq_lens[1]: expected 128 (what its block table holds) or less, got 129",
+        "seq_lens[1]: expected 128 (capacity of its block table) or less, got 129",
     ),
     Rejection(
         "fewer tokens than drafts",
@@ -62,37 +62,37 @@ def ends(*numbers: int) -> torch.Tensor:
         "block_tables[1, 0]: expected 0 to 9 (pages of the cache), got -1",
     ),
     Rejection(
-        "ends that do not begin with 0",
-        lambda _: {"q_cu_seq_lens": ends(1, 2, 5)},
+        "offsets that do not begin with 0",
+        lambda _: {"q_cu_seq_lens": cu_seqlens(1, 2, 5)},
         "q_cu_seq_lens[0]: expected 0, got 1",
         RAGGED,
     ),
     Rejection(
-        "ends that leave tokens over",
-        lambda _: {"q_cu_seq_lens": ends(0, 2, 4)},
+        "tokens that belong to no request",
+        lambda _: {"q_cu_seq_lens": cu_seqlens(0, 2, 4)},
         "q_cu_seq_lens[-1]: expected 5 (tokens of query), got 4",
         RAGGED,
     ),
     Rejection(
-        "ends that go back",
-        lambda _: {"q_cu_seq_lens": ends(0, 6, 5)},
+        "decreasing offsets",
+        lambda _: {"q_cu_seq_lens": cu_seqlens(0, 6, 5)},
         "q_cu_seq_lens[2]: expected 6 or more (q_cu_seq_lens[1]), got 5",
         RAGGED,
     ),
     Rejection(
         "a query longer than the longest",
-        lambda _: {"q_cu_seq_lens": ends(0, 0, 5)},
+        lambda _: {"q_cu_seq_lens": cu_seqlens(0, 0, 5)},
         "q_cu_seq_lens.diff()[1]: expected 4 (q_len_per_req) or less, got 5",
         RAGGED,
     ),
 )
-def test_contradictions(rejection: Rejection) -> None:
-    """Lengths, tables and ends that cannot be meant are named with request and position."""
+def test_inconsistent_contents_are_rejected(rejection: Rejection) -> None:
+    """Messages for inconsistent lengths, tables and offsets name request and index."""
     check(rejection)
 
 
-# A request shorter than its drafts is computed, but it is no sound one.
-SOUND = [
+# A request shorter than its drafts is computed, but it is not valid.
+VALID = [
     case
     for case in CASES[::11]
     if all(
@@ -103,9 +103,9 @@ SOUND = [
 ]
 
 
-@pytest.mark.parametrize("case", SOUND, ids=str)
-def test_what_is_sound_passes(case: GqaCase) -> None:
-    """Wild ids past the end of a request and empty requests are no contradiction."""
+@pytest.mark.parametrize("case", VALID, ids=str)
+def test_valid_contents_pass(case: GqaCase) -> None:
+    """Invalid ids past the end of a request, and empty requests, pass."""
     problem = case.build("cpu")
 
     out = decode(problem)
@@ -114,7 +114,7 @@ def test_what_is_sound_passes(case: GqaCase) -> None:
 
 
 def test_unsigned_tables_pass() -> None:
-    """A uint32 id is compared as the number that it is."""
+    """A uint32 id is compared as an unsigned number."""
     problem = SINGLE.build("cpu")
 
     out = decode(problem, block_tables=problem.block_tables.view(torch.uint32))

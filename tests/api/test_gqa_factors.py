@@ -1,4 +1,4 @@
-"""What multiplies scores and results, by entry point and dtype; seen without a GPU."""
+"""Factors of scores and outputs by entry point and dtype; needs no GPU."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from tests.api.gqa_launches import args_of, launches_of, xqa_inputs_of
+from tests.api.gqa_launches import args_of, launches_of, xqa_args_of
 from tests.gqa_problems import E4M3, GqaCase
 
 
@@ -25,7 +25,7 @@ from tests.gqa_problems import E4M3, GqaCase
 def test_factors_of_the_batch_decode(
     case: GqaCase, factors: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The scale of the output counts where the output has 16 bits; nothing else is added."""
+    """``o_scale`` multiplies a 16-bit output, and no other factor applies."""
     inputs = args_of(case, monkeypatch, bmm2_scale=2.0)
 
     _, _, launches = launches_of(inputs, monkeypatch)
@@ -48,8 +48,8 @@ def test_factors_of_the_batch_decode(
 def test_factors_of_xqa(
     case: GqaCase, factors: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Scores take 1 / sqrt(head_dim), and kv_scale where the cache is quantised."""
-    inputs = xqa_inputs_of(case, monkeypatch, bmm2_scale=2.0)
+    """Scores are multiplied by 1 / sqrt(head_dim), and by kv_scale if the cache is quantised."""
+    inputs = xqa_args_of(case, monkeypatch, bmm2_scale=2.0)
 
     _, _, launches = launches_of(inputs, monkeypatch)
 

@@ -1,4 +1,4 @@
-"""Usual grouped-query calls, which are found again without reading their form."""
+"""Fast path of grouped-query calls, which reads no call signature."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 
 import mlagen.decode
 from mlagen.api import gqa_call
-from tests.api.fast_path_calls import TENSOR_CHANGES, Door, open_door
-from tests.api.fast_path_semantics import UsualSemantics
+from tests.api.fast_path_calls import TENSOR_CHANGES, EntryPoint, make_entry_point
+from tests.api.fast_path_semantics import FastPathSemantics
 from tests.gqa_problems import GqaCase
 
-USUAL = GqaCase(name="", seq_lens=(70, 3), sink=3.0, window=50, page_size=16)
+FAST_PATH_CASE = GqaCase(name="", seq_lens=(70, 3), sink=3.0, window=50, page_size=16)
 
 NUMBERS: dict[str, tuple[Any, ...]] = {
     "max_seq_len": (
@@ -54,20 +54,20 @@ TENSORS = (
 
 
 @pytest.fixture
-def door(monkeypatch: pytest.MonkeyPatch) -> Door:
-    """Return the entry point, where nothing is remembered."""
-    return open_door(monkeypatch, gqa_call, mlagen.decode.xqa_batch_decode_with_kv_cache)
+def entry_point(monkeypatch: pytest.MonkeyPatch) -> EntryPoint:
+    """Return the entry point with an empty call cache."""
+    return make_entry_point(monkeypatch, gqa_call, mlagen.decode.xqa_batch_decode_with_kv_cache)
 
 
-def usual_arguments(**changes: Any) -> dict[str, Any]:
-    """Return the arguments of a usual call."""
-    problem = USUAL.build("cpu")
+def fast_path_arguments(**changes: Any) -> dict[str, Any]:
+    """Return the arguments of a fast-path call."""
+    problem = FAST_PATH_CASE.build("cpu")
     given = {"out": torch.zeros_like(problem.query), "workspace_buffer": torch.zeros(1 << 20)}
     return problem.arguments(**(given | changes))
 
 
 def with_tensor(arguments: dict[str, Any], name: str, change: Any) -> dict[str, Any]:
-    """Return the arguments with one of their tensors changed."""
+    """Return the arguments with one tensor changed."""
     if name in ("keys", "values"):
         pair = list(arguments["kv_cache"])
         pair[name == "values"] = change(pair[name == "values"])
@@ -75,42 +75,42 @@ def with_tensor(arguments: dict[str, Any], name: str, change: Any) -> dict[str, 
     return arguments | {name: change(arguments[name])}
 
 
-def test_a_mask_of_drafts(door: Door) -> None:
-    """One query token has no drafts; two have."""
+def test_a_mask_of_drafts(entry_point: EntryPoint) -> None:
+    """A mask matters with two query tokens, and not with one."""
     two = {"query": torch.zeros(2, 8, 128, dtype=torch.bfloat16), "q_len_per_req": 2}
     one_request = {"block_tables": torch.zeros(1, 9, dtype=torch.int32)}
     lengths = {"seq_lens": torch.full((1,), 70, dtype=torch.int32)}
-    fast_path = usual_arguments(out=None, **two, **one_request, **lengths)
+    fast_path = fast_path_arguments(out=None, **two, **one_request, **lengths)
     masked = fast_path | {"mask": torch.zeros(1, 2, 2, dtype=torch.uint16)}
 
-    assert door.outcome(fast_path) != door.outcome(masked)
-    door.require_as_at_first(fast_path, masked)
+    assert entry_point.outcome(fast_path) != entry_point.outcome(masked)
+    entry_point.require_independent(fast_path, masked)
 
 
-def test_only_the_first_call_reads_the_form(door: Door) -> None:
-    """The second finds the call by its key and tensors, the third what it launched."""
-    arguments = usual_arguments()
+def test_only_the_first_call_reads_the_signature(entry_point: EntryPoint) -> None:
+    """The second call hits the guarded entry, the third replays its launches."""
+    arguments = fast_path_arguments()
 
-    outcomes = [door.outcome(arguments) for _ in range(4)]
+    outcomes = [entry_point.outcome(arguments) for _ in range(4)]
 
-    assert len(door.forms) == 1
-    assert len(door.module._calls._launches) == 1
+    assert len(entry_point.signatures) == 1
+    assert len(entry_point.module._calls._launches) == 1
     assert "gqa_sm90" in outcomes[0]
     assert outcomes == outcomes[:1] * 4
 
 
-def test_tensors_elsewhere_need_no_form_either(door: Door) -> None:
-    """Every layer has a cache of its own: what is launched has the addresses of its tensors."""
-    arguments = usual_arguments()
+def test_other_addresses_need_no_signature(entry_point: EntryPoint) -> None:
+    """Another layer's tensors hit the guarded entry, and launch with their own addresses."""
+    arguments = fast_path_arguments()
     caches = [tuple(map(torch.clone, arguments["kv_cache"])) for _ in range(3)]
     calls = [arguments | {"kv_cache": cache} for cache in caches]
-    expected = [door.outcome_of_first(call) for call in calls]
-    door.outcome(arguments)
-    door.forms.clear()
+    expected = [entry_point.uncached_outcome(call) for call in calls]
+    entry_point.outcome(arguments)
+    entry_point.signatures.clear()
 
-    outcomes = [[door.outcome(call) for call in calls] for _ in range(3)]
+    outcomes = [[entry_point.outcome(call) for call in calls] for _ in range(3)]
 
-    assert door.forms == []
+    assert entry_point.signatures == []
     assert len(set(expected)) == 3
     assert outcomes == [expected] * 3
 
@@ -118,13 +118,13 @@ def test_tensors_elsewhere_need_no_form_either(door: Door) -> None:
 @pytest.mark.parametrize(
     "changes", [{}, {"out": None}, {"sinks": None}, {"window_left": -1}], ids=str
 )
-def test_usual_calls(changes: dict[str, Any], door: Door) -> None:
-    """With sinks, a window and an output or without, a second call reads no form."""
-    arguments = usual_arguments(**changes)
+def test_fast_path_calls(changes: dict[str, Any], entry_point: EntryPoint) -> None:
+    """With or without sinks, window and output, a second call reads no signature."""
+    arguments = fast_path_arguments(**changes)
 
-    door.run(**arguments)
+    entry_point.run(**arguments)
 
-    assert not door.reads_form(arguments)
+    assert not entry_point.reads_signature(arguments)
 
 
 @pytest.mark.parametrize(
@@ -132,64 +132,68 @@ def test_usual_calls(changes: dict[str, Any], door: Door) -> None:
     [(name, value) for name, values in NUMBERS.items() for value in values],
     ids=repr,
 )
-def test_another_number_or_word_is_never_taken_for_the_usual_one(
-    name: str, value: Any, door: Door
+def test_another_scalar_never_hits_the_cached_call(
+    name: str, value: Any, entry_point: EntryPoint
 ) -> None:
-    """What is launched or said is as if nothing were remembered."""
-    fast_path = usual_arguments()
+    """Launches and messages with another scalar are those of an empty cache."""
+    fast_path = fast_path_arguments()
 
-    door.require_as_at_first(fast_path, fast_path | {name: value})
+    entry_point.require_independent(fast_path, fast_path | {name: value})
 
 
 @pytest.mark.parametrize("change", TENSOR_CHANGES.values(), ids=TENSOR_CHANGES)
 @pytest.mark.parametrize("name", TENSORS)
-def test_another_tensor_is_never_taken_for_the_usual_one(
-    name: str, change: Any, door: Door
+def test_another_tensor_never_hits_the_cached_call(
+    name: str, change: Any, entry_point: EntryPoint
 ) -> None:
-    """The same of every fact of every tensor."""
-    fast_path = usual_arguments()
+    """Launches and messages with another tensor property are those of an empty cache."""
+    fast_path = fast_path_arguments()
 
-    door.require_as_at_first(fast_path, with_tensor(fast_path, name, change))
+    entry_point.require_independent(fast_path, with_tensor(fast_path, name, change))
 
 
 @pytest.mark.parametrize("name", ["mask", "kv_cache_sf", "q_cu_seq_lens"])
-def test_a_tensor_that_is_seldom_given(name: str, door: Door) -> None:
-    """It is looked at, whatever it is."""
-    fast_path = usual_arguments()
+def test_a_rare_tensor_never_hits_the_cached_call(name: str, entry_point: EntryPoint) -> None:
+    """Launches and messages with a rare argument are those of an empty cache."""
+    fast_path = fast_path_arguments()
 
-    door.require_as_at_first(fast_path, fast_path | {name: torch.zeros(3, dtype=torch.int32)})
+    entry_point.require_independent(
+        fast_path, fast_path | {name: torch.zeros(3, dtype=torch.int32)}
+    )
 
 
 @pytest.mark.parametrize(
-    "form", [list, lambda pair: (*pair, pair[0]), lambda pair: pair[:1], torch.stack]
+    "convert", [list, lambda pair: (*pair, pair[0]), lambda pair: pair[:1], torch.stack]
 )
-def test_caches_of_another_kind(form: Any, door: Door) -> None:
-    """A list, too many or too few, and one tensor."""
-    fast_path = usual_arguments()
+def test_caches_of_another_type(convert: Any, entry_point: EntryPoint) -> None:
+    """A list, a tuple of another length or one tensor never hits the cached call."""
+    fast_path = fast_path_arguments()
 
-    door.require_as_at_first(fast_path, fast_path | {"kv_cache": form(fast_path["kv_cache"])})
+    entry_point.require_independent(
+        fast_path, fast_path | {"kv_cache": convert(fast_path["kv_cache"])}
+    )
 
 
-def test_one_tensor_in_two_places(door: Door) -> None:
-    """They are found again as any others, and two tensors are not taken for them."""
-    arguments = usual_arguments()
+def test_one_tensor_as_two_arguments(entry_point: EntryPoint) -> None:
+    """A repeated tensor hits its entry, and two distinct tensors do not."""
+    arguments = fast_path_arguments()
     arguments["kv_cache"] = (arguments["kv_cache"][0],) * 2
 
-    outcomes = [door.outcome(arguments) for _ in range(9)]
+    outcomes = [entry_point.outcome(arguments) for _ in range(9)]
 
-    assert outcomes == [door.outcome_of_first(arguments)] * 9
-    assert not door.reads_form(arguments)
-    door.require_as_at_first(
+    assert outcomes == [entry_point.uncached_outcome(arguments)] * 9
+    assert not entry_point.reads_signature(arguments)
+    entry_point.require_independent(
         arguments,
         arguments | {"kv_cache": (arguments["kv_cache"][0], arguments["kv_cache"][0].clone())},
     )
 
 
-class TestUsualCalls(UsualSemantics):
-    """What does not depend on the entry point."""
+class TestFastPath(FastPathSemantics):
+    """The shared tests for this entry point."""
 
-    usual_arguments = staticmethod(usual_arguments)
+    fast_path_arguments = staticmethod(fast_path_arguments)
     variable = "MLAGEN_GQA_KERNEL"
-    hopper = "gqa_sm90"
-    portable = "gqa_sm80"
+    sm90_kernel = "gqa_sm90"
+    sm80_kernel = "gqa_sm80"
     fast_path = "gqa_sm90"

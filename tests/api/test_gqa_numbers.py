@@ -1,4 +1,4 @@
-"""Pairs and numbers of grouped-query decode that are none."""
+"""Invalid numbers and tensor pairs of grouped-query decode."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ from tests.api.gqa_rejections import Rejection, check, check_xqa, rejections
     ),
 )
 def test_of_the_batch_decode(rejection: Rejection) -> None:
-    """The window is an int of any sign, the scale of the output a positive number."""
+    """The window is an int of any sign, ``o_scale`` a positive number."""
     check(rejection)
 
 
@@ -70,19 +70,19 @@ def test_of_the_batch_decode(rejection: Rejection) -> None:
     ),
 )
 def test_of_xqa(rejection: Rejection) -> None:
-    """The same under other names."""
+    """``xqa`` has the same rules with its own names."""
     check_xqa(rejection)
 
 
 @pytest.mark.parametrize(("before", "window"), [(-(2**40), 0), (-1, 0), (0, 1), (2**40, 2**40 + 1)])
 def test_windows_of_any_size(before: int, window: int) -> None:
-    """A window counts the row's own token; there is none where it is negative."""
+    """A window includes the row's own token, and a negative one is no limit."""
     assert window_of(before, "window_left") == window
 
 
 @pytest.mark.parametrize(("number", "factor"), [(1, 1.0), (2.5, 2.5), (1e-35, 1e-35), (3e38, 3e38)])
 def test_positive_factors(number: float, factor: float) -> None:
-    """An int counts as the same float."""
+    """A factor may be an int."""
     result = positive_factor(number, "o_scale")
 
     assert result == factor
@@ -90,7 +90,7 @@ def test_positive_factors(number: float, factor: float) -> None:
 
 
 def test_one_tensor_is_a_pair_without_a_second() -> None:
-    """A tensor holds both, two in a tuple or list are the two."""
+    """One tensor has no second, and a tuple or list has both."""
     both = torch.zeros(3)
 
     assert pair_of(both, "kv_cache") == (both, None)
@@ -98,7 +98,7 @@ def test_one_tensor_is_a_pair_without_a_second() -> None:
 
 
 def test_a_pair_is_of_tensors() -> None:
-    """The message says which of the two is none."""
+    """The message names the element that is no tensor."""
     with pytest.raises(ArgumentError) as caught:
         pair_of([None, torch.zeros(3)], "kv_cache")  # type: ignore[list-item]
 

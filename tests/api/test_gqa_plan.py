@@ -1,4 +1,4 @@
-"""Which kernel serves a grouped-query decode call, and how the call is spread; without a GPU."""
+"""Kernel choice and launch plan of grouped-query decode; needs no GPU."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _an_h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def plan(
     *, q_len: int = 1, group: int = 4, window: int = 0, max_kv_len: int = 1000, **changes: int
 ) -> tuple[GqaSm80Spec, Sm80Plan]:
-    """Return the kernel and the plan of a call of four requests on two kv heads."""
+    """Return kernel and plan of a call with four requests and two KV heads."""
     return gqa_plan.plan_gqa_call(
         device=0,
         variant=VARIANT,
@@ -47,22 +47,22 @@ def plan(
 
 
 def test_the_tile_is_one_for_the_rows_of_a_kv_head() -> None:
-    """Query heads that share keys, of all query tokens, are the rows of a tile."""
+    """The rows of a tile are all query tokens and query heads of a KV head."""
     narrow, _ = plan(group=4, q_len=4)
     wide, _ = plan(group=4, q_len=5)
 
     assert (narrow.tile.block_m, wide.tile.block_m) == (16, 32)
 
 
-def test_a_window_bounds_the_tokens_that_are_split() -> None:
-    """A row of 100000 tokens that sees 64 is not worth more splits than one of 64."""
+def test_a_window_bounds_the_splits() -> None:
+    """A window of 64 tokens has the splits of a request of 64 tokens."""
     assert plan(window=64, max_kv_len=100_000)[1] == plan(max_kv_len=65)[1]
     assert plan(window=64, max_kv_len=10)[1] == plan(max_kv_len=10)[1]
     assert plan(max_kv_len=100_000)[1].splits > plan(max_kv_len=65)[1].splits
 
 
 def test_ragged_queries_take_tiles_by_their_tokens() -> None:
-    """How many tiles there are depends on the tokens of all, not on the longest query."""
+    """The number of row tiles follows from all query tokens, not from the maximum length."""
     few = plan(is_ragged=1, q_len=64, tokens=4)[1]
     many = plan(is_ragged=1, q_len=64, tokens=256)[1]
 

@@ -1,4 +1,4 @@
-"""Tensors of grouped-query decode that do not begin where a kernel can read or write."""
+"""Misaligned tensors of grouped-query decode."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ NVFP4_OF_24_BYTES = replace(NVFP4, head_dim=48)
 
 
 def moved_by_8(cache: torch.Tensor) -> torch.Tensor:
-    """Return bytes in memory that begins 8 after a 16-byte address."""
+    """Return a copy whose base address is 8 bytes after a 16-byte boundary."""
     memory = torch.zeros(cache.numel() + 8, dtype=torch.uint8)
     return memory[8:].view(cache.shape).copy_(cache)
 
 
 def stacked_with_a_gap(problem: GqaProblem) -> torch.Tensor:
-    """Return both caches in one tensor, the values 8 bytes after a 16-byte address."""
+    """Return a stacked cache whose values are 8 bytes after a 16-byte boundary."""
     key, value = problem.store.key, problem.store.value
     pages, elements = len(key), key[0].numel()
     memory = torch.zeros(pages, 2 * elements + 8, dtype=key.dtype)
@@ -55,7 +55,7 @@ def stacked_with_a_gap(problem: GqaProblem) -> torch.Tensor:
         STACKED,
     ),
     Rejection(
-        "NVFP4 rows of 24 bytes, which may be 8 bytes apart",
+        "NVFP4 rows of 24 bytes, whose stride may be a multiple of 8",
         lambda p: {"kv_cache": (displaced(p.store.key), p.store.value)},
         "kv_cache[0].data_ptr(): expected a multiple of 8, got 1 more than one",
         NVFP4_OF_24_BYTES,
@@ -83,13 +83,13 @@ def stacked_with_a_gap(problem: GqaProblem) -> torch.Tensor:
         UNIFORM,
     ),
 )
-def test_a_tensor_that_begins_between_addresses(rejection: Rejection) -> None:
-    """Rows are copied 16 bytes at a time, on the CPU as on the GPU."""
+def test_a_misaligned_tensor_is_rejected(rejection: Rejection) -> None:
+    """A tensor without 16-byte alignment is rejected, on the CPU too."""
     check(rejection)
 
 
-def test_nvfp4_rows_of_no_whole_16_bytes_may_begin_at_any_8() -> None:
-    """Rows of 24 bytes are copied 8 at a time."""
+def test_nvfp4_rows_of_24_bytes_need_8_byte_alignment() -> None:
+    """NVFP4 rows of 24 bytes may have 8-byte alignment."""
     problem = NVFP4_OF_24_BYTES.build("cpu")
 
     out = decode(problem, kv_cache=(moved_by_8(problem.store.key), problem.store.value))

@@ -1,4 +1,4 @@
-"""Bad tables, masks, sinks, outputs and scales of grouped-query decode, message by message."""
+"""Invalid tables, masks, sinks, outputs and scales of grouped-query decode, by message."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ from tests.gqa_problems import E4M3
     ),
 )
 def test_block_tables(rejection: Rejection) -> None:
-    """Tables are 32-bit, of the query's batch and device, without gaps in a row."""
+    """Tables are 32-bit, of the query's batch and device, with dense rows."""
     check(rejection)
 
 
@@ -84,7 +84,7 @@ def test_block_tables(rejection: Rejection) -> None:
     ),
 )
 def test_length_and_workspace(rejection: Rejection) -> None:
-    """The longest length is an int, the workspace dense memory where the query is."""
+    """The maximum length is an int, and the workspace contiguous on the query's device."""
     check(rejection)
 
 
@@ -179,7 +179,7 @@ def test_mask(rejection: Rejection) -> None:
     ),
 )
 def test_sinks(rejection: Rejection) -> None:
-    """Sinks are one fp32 logit for each head."""
+    """Sinks have one fp32 logit for each head."""
     check(rejection)
 
 
@@ -227,7 +227,7 @@ def bf16(*shape: int, device: str = "cpu") -> torch.Tensor:
     ),
 )
 def test_out(rejection: Rejection) -> None:
-    """A given output has the query's shape and dtype, or e4m3 from an e4m3 cache, and no gaps."""
+    """An output is contiguous, with the query's shape and dtype, or e4m3 with an e4m3 cache."""
     check(rejection)
 
 
@@ -248,7 +248,7 @@ def test_out(rejection: Rejection) -> None:
     ),
 )
 def test_output_of_xqa(rejection: Rejection) -> None:
-    """The output is there, and shaped like the query."""
+    """``xqa`` requires an output with the query's shape."""
     problem = rejection.case.build("cpu")
     changes = rejection.change(problem)
 
@@ -271,7 +271,7 @@ def test_output_of_xqa(rejection: Rejection) -> None:
     ids=["ints", "float64", "two", "another device", "a bool", "none", "text", "too large"],
 )
 def test_scales(argument: str, scale: object, message: str) -> None:
-    """A scale is a number, or one fp32 element where the query is."""
+    """A scale is a number, or one fp32 element on the query's device."""
     check(Rejection("", lambda _: {argument: scale}, f"{argument}{message}"))
     name = {"bmm1_scale": "q_scale", "bmm2_scale": "kv_scale"}[argument]
     check_xqa(Rejection("", lambda _: {name: scale}, f"{name}{message}"))

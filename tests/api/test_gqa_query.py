@@ -1,4 +1,4 @@
-"""Bad queries of grouped-query decode, message by message; a rejected call has written nothing."""
+"""Invalid queries of grouped-query decode, message by message; rejected calls write nothing."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests.xqa_semantics import run_xqa
         "query.stride(-1): expected 1, got 2",
     ),
     Rejection(
-        "rows that are no whole 16 bytes apart",
+        "a row stride that is no multiple of 16 bytes",
         lambda p: {"query": padded(p.query, 4)},
         "query.stride(1): expected a multiple of 8, got 132",
     ),
@@ -57,8 +57,8 @@ from tests.xqa_semantics import run_xqa
         "kv_cache[0].shape[-1]: expected 64 (head_dim of query), got 128",
     ),
 )
-def test_form(rejection: Rejection) -> None:
-    """Form, dtype, strides and sizes of the query are checked."""
+def test_layout(rejection: Rejection) -> None:
+    """Layout, dtype, strides and sizes of the query are checked."""
     check(rejection)
 
 
@@ -111,7 +111,7 @@ def test_form(rejection: Rejection) -> None:
     ),
 )
 def test_requests(rejection: Rejection) -> None:
-    """Query tokens and lengths are those of the same requests."""
+    """Query tokens and lengths have the same batch size."""
     check(rejection)
 
 
@@ -129,19 +129,19 @@ def test_requests(rejection: Rejection) -> None:
         RAGGED,
     ),
     Rejection(
-        "a list of ends",
+        "a list",
         lambda _: {"q_cu_seq_lens": [0, 1, 5]},
         "q_cu_seq_lens: expected a torch.Tensor, got list",
         RAGGED,
     ),
     Rejection(
-        "ends of int64",
+        "offsets of int64",
         lambda p: {"q_cu_seq_lens": p.cum_seq_lens_q.long()},
         "q_cu_seq_lens.dtype: expected torch.int32 or torch.uint32, got torch.int64",
         RAGGED,
     ),
     Rejection(
-        "ends on another device",
+        "offsets on another device",
         lambda p: {"q_cu_seq_lens": p.cum_seq_lens_q.to("meta")},
         "q_cu_seq_lens.device: expected cpu (of query), got meta",
         RAGGED,
@@ -153,14 +153,14 @@ def test_requests(rejection: Rejection) -> None:
         RAGGED,
     ),
     Rejection(
-        "ends with gaps",
+        "offsets with gaps",
         lambda p: {"q_cu_seq_lens": strided(p.cum_seq_lens_q)},
         "q_cu_seq_lens must be contiguous: expected no gaps in shape [3], got strides (2,)",
         RAGGED,
     ),
 )
 def test_ragged(rejection: Rejection) -> None:
-    """Ends of ragged queries are 32-bit, one more than there are requests."""
+    """Cumulative query lengths are 32-bit, with one more element than requests."""
     check(rejection)
 
 
@@ -182,7 +182,7 @@ def test_ragged(rejection: Rejection) -> None:
         "q.shape[1]: expected 1, got 2",
     ),
     Rejection(
-        "other tokens than told",
+        "tokens other than q_seq_len",
         lambda p: {"q": p.query.view(2, 1, 2, 8, 128)[:, :, :1]},
         "q.shape[2]: expected 2 (q_seq_len), got 1",
         UNIFORM,
@@ -207,7 +207,7 @@ def test_ragged(rejection: Rejection) -> None:
     ),
 )
 def test_query_of_xqa(rejection: Rejection) -> None:
-    """An axis of size 1 follows the batch, and then the query tokens if there are several."""
+    """An axis of size 1 follows the batch, then the query tokens if there are several."""
     check_xqa(rejection)
 
 

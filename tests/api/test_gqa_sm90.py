@@ -1,4 +1,4 @@
-"""Which kernel a grouped-query call takes, and what the Hopper one is handed; without a GPU."""
+"""Kernel choice of grouped-query calls, and parameters of the sm90 kernel; needs no GPU."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from mlagen.api import gqa_maps, gqa_plan
-from mlagen.api import gqa_sm90_launcher as gqa_sm90_calls
+from mlagen.api import gqa_maps, gqa_plan, gqa_sm90_launcher
 from mlagen.api.gqa_maps import GqaCacheMaps, GqaTensorMapLayout
 from mlagen.api.gqa_sm80_launcher import GqaSm80Launcher
 from mlagen.api.gqa_sm90_launcher import GqaSm90Launcher
@@ -17,23 +16,23 @@ from mlagen.errors import DriverError, UnsupportedError
 from mlagen.runtime.tensor_map import TiledTensor
 from mlagen.spec.dtype import DType
 from mlagen.spec.gqa_sm90 import GqaSm90Spec
-from tests.api.gqa_launches import args_of, launches_of, xqa_inputs_of
-from tests.api.launches import COUNTERS, map_of, scratch_of
+from tests.api.gqa_launches import args_of, launches_of, xqa_args_of
+from tests.api.launches import SEMAPHORES, map_of, scratch_of
 from tests.gqa_problems import E4M3, GqaCase
 from tests.kernels import gqa_sm90
 
 UNIFORM = GqaCase(name="", seq_lens=(70, 3), q_len=2, mask="random", sink=3.0, window=50)
 
-COVERED_BY_IT = {
+SUPPORTED = {
     "bf16": UNIFORM,
     "fp16": replace(UNIFORM, dtype=torch.float16),
     "e4m3": replace(UNIFORM, kv="e4m3", out_dtype=E4M3),
     "ragged": GqaCase(name="", seq_lens=(70, 3), q_lens=(1, 4)),
-    "strided": GqaCase(name="", seq_lens=(70, 3), form="strided", layout="HND"),
+    "strided": GqaCase(name="", seq_lens=(70, 3), cache_layout="strided", layout="HND"),
     "head dim 256": GqaCase(name="", seq_lens=(70, 3), head_dim=256),
     "pages of 48": GqaCase(name="", seq_lens=(70, 3), page_size=48),
 }
-NOT_COVERED = {
+UNSUPPORTED = {
     "int8": replace(UNIFORM, kv="int8"),
     "nvfp4": replace(UNIFORM, kv="nvfp4"),
     "head dim 96": replace(UNIFORM, head_dim=96),
@@ -41,26 +40,26 @@ NOT_COVERED = {
 }
 
 
-@pytest.mark.parametrize("case", COVERED_BY_IT.values(), ids=COVERED_BY_IT)
+@pytest.mark.parametrize("case", SUPPORTED.values(), ids=SUPPORTED)
 @pytest.mark.parametrize("kernel", ["auto", "sm80", "sm90"])
-def test_what_both_kernels_cover_takes_the_one_that_is_asked_for(
+def test_calls_that_both_kernels_support_use_the_requested_one(
     case: GqaCase, kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By itself it takes the sm90 kernel."""
+    """Without a request the sm90 kernel is used."""
     call, _, launches = launches_of(
-        args_of(case, monkeypatch, workspace_buffer=room()), monkeypatch, kernel
+        args_of(case, monkeypatch, workspace_buffer=large_workspace()), monkeypatch, kernel
     )
 
     assert isinstance(call, GqaSm80Launcher if kernel == "sm80" else GqaSm90Launcher)
     assert launches[0].family == ("gqa_sm80" if kernel == "sm80" else "gqa_sm90")
 
 
-@pytest.mark.parametrize("case", NOT_COVERED.values(), ids=NOT_COVERED)
-def test_what_the_kernel_does_not_cover_takes_the_other(
+@pytest.mark.parametrize("case", UNSUPPORTED.values(), ids=UNSUPPORTED)
+def test_unsupported_calls_use_the_sm80_kernel(
     case: GqaCase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By itself; asked for by name it is rejected, before anything is launched."""
-    inputs = args_of(case, monkeypatch, workspace_buffer=room())
+    """Calls that the sm90 kernel does not support are rejected only if the settings force it."""
+    inputs = args_of(case, monkeypatch, workspace_buffer=large_workspace())
 
     call, _, _ = launches_of(inputs, monkeypatch, "auto")
     with pytest.raises(UnsupportedError) as caught:
@@ -76,15 +75,15 @@ def test_what_the_kernel_does_not_cover_takes_the_other(
     )
 
 
-def test_a_cache_that_the_driver_makes_no_map_of_takes_the_portable_kernel(
+def test_a_cache_whose_tensor_map_fails_uses_the_sm80_kernel(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Asked for by name, the sm90 kernel says what the driver said."""
+    """If the settings force the sm90 kernel, the message has the driver's error."""
 
     def reject(*_: object) -> bytes:
         raise DriverError("cuTensorMapEncodeTiled failed: X", symbol="cuTensorMapEncodeTiled")
 
-    inputs = args_of(UNIFORM, monkeypatch, workspace_buffer=room())
+    inputs = args_of(UNIFORM, monkeypatch, workspace_buffer=large_workspace())
     with monkeypatch.context() as patches:
         patches.setattr("tests.api.launches.map_of", reject)
         call, _, _ = launches_of(inputs, monkeypatch, "auto")
@@ -94,33 +93,37 @@ def test_a_cache_that_the_driver_makes_no_map_of_takes_the_portable_kernel(
     assert isinstance(call, GqaSm80Launcher)
 
 
-def test_more_work_than_blocks_can_count_takes_the_portable_kernel(
+def test_a_schedule_beyond_32_bits_uses_the_sm80_kernel(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A table that wide is asked for by nobody, but none must be computed wrong."""
-    inputs = args_of(UNIFORM, monkeypatch, workspace_buffer=room())
-    monkeypatch.setattr(gqa_sm90_calls, "fits_in_int32", lambda *_: False)
+    """A schedule beyond 32 bits is never launched on the sm90 kernel."""
+    inputs = args_of(UNIFORM, monkeypatch, workspace_buffer=large_workspace())
+    monkeypatch.setattr(gqa_sm90_launcher, "fits_in_int32", lambda *_: False)
 
     call, _, _ = launches_of(inputs, monkeypatch, "auto")
-    with pytest.raises(UnsupportedError, match=r"expected fewer than 2\^32 tiles of 128 tokens"):
+    with pytest.raises(
+        UnsupportedError, match=r"expected fewer than 2\^32 KV blocks of 128 tokens"
+    ):
         launches_of(inputs, monkeypatch, "sm90")
 
     assert isinstance(call, GqaSm80Launcher)
 
 
-def test_where_tiles_of_several_heads_are_too_many_a_block_takes_one(
+def test_a_cta_takes_one_head_if_tiles_of_several_heads_exceed_32_bits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Their tiles have fewer tokens, so that there are more of them to count."""
+    """One head per CTA makes larger KV tiles, so that their number fits in 32 bits."""
     case = replace(UNIFORM, kv="e4m3", page_size=64)
-    monkeypatch.setattr(gqa_plan, "heads_of_block", lambda *_: 2)
+    monkeypatch.setattr(gqa_plan, "choose_heads_per_cta", lambda *_: 2)
     gqa_plan.plan_gqa_sm90_call.cache_clear()
     heads = []
     for fits in (True, False):
-        inputs = args_of(case, monkeypatch, workspace_buffer=room())
+        inputs = args_of(case, monkeypatch, workspace_buffer=large_workspace())
         can_count = {2: fits, 1: True}
         monkeypatch.setattr(
-            gqa_sm90_calls, "fits_in_int32", lambda spec, *_, of=can_count: of[spec.heads_per_cta]
+            gqa_sm90_launcher,
+            "fits_in_int32",
+            lambda spec, *_, of=can_count: of[spec.heads_per_cta],
         )
         call, _, _ = launches_of(inputs, monkeypatch, "auto")
         assert isinstance(call, GqaSm90Launcher)
@@ -132,13 +135,15 @@ def test_where_tiles_of_several_heads_are_too_many_a_block_takes_one(
     assert heads == [2, 1]
 
 
-def test_a_call_launches_one_kernel_with_every_value_in_its_place(
+def test_a_call_launches_one_kernel_with_all_parameters(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Pointers, strides, counts and scales are those of the arguments."""
+    """Pointers, strides, sizes and scales are those of the arguments."""
     scale = torch.tensor(2.0)
     case = replace(UNIFORM, page_size=64)
-    inputs = args_of(case, monkeypatch, bmm1_scale=0.25, bmm2_scale=scale, workspace_buffer=room())
+    inputs = args_of(
+        case, monkeypatch, bmm1_scale=0.25, bmm2_scale=scale, workspace_buffer=large_workspace()
+    )
 
     call, out, launches = launches_of(inputs, monkeypatch, "sm90")
 
@@ -149,7 +154,7 @@ def test_a_call_launches_one_kernel_with_every_value_in_its_place(
     assert inputs.mask is not None
     assert inputs.sinks is not None
     assert inputs.value_cache is not None
-    # Two requests, each by a team of two kv heads.
+    # Two requests, each with a CTA group of two KV heads.
     assert (family, blocks, enable_pdl) == ("gqa_sm90", 2 * 2, True)
     scratch = scratch_of(inputs.workspace_buffer, 2 * 4 * 8 * (128 * 4 + 8))
     strides = (64 * 2 * 128 * 2, 2 * 128 * 2, 128 * 2)
@@ -172,8 +177,8 @@ def test_a_call_launches_one_kernel_with_every_value_in_its_place(
         "sinks": inputs.sinks.data_ptr(),
         "out": out.data_ptr(),
         "partial_out": scratch,
-        "partial_rows": scratch + 2 * 4 * 8 * 128 * 4,
-        "semaphores": inputs.workspace_buffer.data_ptr() + COUNTERS,
+        "partial_states": scratch + 2 * 4 * 8 * 128 * 4,
+        "semaphores": inputs.workspace_buffer.data_ptr() + SEMAPHORES,
         "query_stride": 8 * 128,
         "query_head_stride": 128,
         "value_page_stride": strides[0],
@@ -203,10 +208,10 @@ def test_a_call_launches_one_kernel_with_every_value_in_its_place(
     assert values == expected
 
 
-def test_ragged_queries_have_no_length_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks read where each begins."""
-    case = COVERED_BY_IT["ragged"]
-    inputs = args_of(case, monkeypatch, workspace_buffer=room())
+def test_ragged_queries_have_offsets_and_no_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ragged call passes q_len 0 and the pointer of the offsets."""
+    case = SUPPORTED["ragged"]
+    inputs = args_of(case, monkeypatch, workspace_buffer=large_workspace())
 
     _, _, launches = launches_of(inputs, monkeypatch, "sm90")
 
@@ -216,10 +221,10 @@ def test_ragged_queries_have_no_length_of_their_own(monkeypatch: pytest.MonkeyPa
     assert (values["q_len"], values["row_tiles"], values["tokens"]) == (0, 0, 5)
 
 
-def test_xqa_scales_as_it_always_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its factors are the same for either kernel."""
+def test_xqa_has_its_own_score_factors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``xqa`` multiplies the scores by 1 / sqrt(head_dim) and kv_scale."""
     case = GqaCase(name="", seq_lens=(70, 3), kv="e4m3")
-    inputs = xqa_inputs_of(case, monkeypatch, workspace_buffer=room())
+    inputs = xqa_args_of(case, monkeypatch, workspace_buffer=large_workspace())
 
     _, _, launches = launches_of(inputs, monkeypatch, "sm90")
 
@@ -238,17 +243,17 @@ def test_xqa_scales_as_it_always_does(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=["bf16", "d64", "d256", "e4m3", "e4m3 d64"],
 )
-def test_maps_are_of_lines(
+def test_tensor_maps_have_columns_of_128_bytes(
     spec: GqaSm90Spec,
     sizes: tuple[int, ...],
     box: tuple[int, ...],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Keys and values are cut into lines of 128 bytes, or 64 where a token has no more."""
-    asked: list[tuple[TiledTensor, int]] = []
+    """The maps divide tokens into columns of 128 bytes, or of 64 for smaller tokens."""
+    encoded: list[tuple[TiledTensor, int]] = []
 
     def encode(tensor: TiledTensor, address: int) -> bytes:
-        asked.append((tensor, address))
+        encoded.append((tensor, address))
         return map_of(tensor, address)
 
     monkeypatch.setattr(gqa_maps, "encode", encode)
@@ -257,19 +262,19 @@ def test_maps_are_of_lines(
     )
     maps = GqaCacheMaps(signature)
 
-    packed = maps[1 << 20, 1 << 30]
+    packed_maps = maps[1 << 20, 1 << 30]
 
-    assert packed is maps[1 << 20, 1 << 30]
-    assert len(packed) == 256
-    assert [address for _, address in asked] == [1 << 20, 1 << 30]
-    for (tensor, _), (page, token) in zip(asked, ((800, 80), (900, 90)), strict=True):
+    assert packed_maps is maps[1 << 20, 1 << 30]
+    assert len(packed_maps) == 256
+    assert [address for _, address in encoded] == [1 << 20, 1 << 30]
+    for (tensor, _), (page, token) in zip(encoded, ((800, 80), (900, 90)), strict=True):
         assert tensor.dtype is spec.variant.kv_dtype
         assert tensor.sizes == (*sizes, 1, 9)
         assert tensor.box == (*box, 1, 1)
-        # The stride of a single head means nothing.
+        # The stride of a single head is arbitrary.
         assert tensor.strides == (token, spec.line_bytes, spec.row_bytes, page)
 
 
-def room() -> torch.Tensor:
-    """Return a workspace that is large enough."""
+def large_workspace() -> torch.Tensor:
+    """Return a workspace of sufficient size."""
     return torch.empty(1 << 22, dtype=torch.uint8)

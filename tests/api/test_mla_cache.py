@@ -1,4 +1,4 @@
-"""Bad caches of MLA decode, message by message; a rejected call has written nothing."""
+"""Invalid caches of MLA decode, message by message; rejected calls write nothing."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import math
 import torch
 
 from tests.api.rejections import (
-    APART,
     E4M3_QUERY,
     FP8_DS_MLA,
     FP8_PER_TOKEN,
     OTHER_CACHE,
     SCALED,
+    SEPARATE_ROPE,
     UNIFORM,
     Rejection,
     check,
@@ -62,13 +62,13 @@ from tests.api.rejections import (
         "kv_cache.stride(-1): expected 1, got 2",
     ),
     Rejection(
-        "tokens that are no whole 16 bytes apart",
+        "a token stride that is no multiple of 16 bytes",
         lambda p: {"kv_cache": padded(p.kv_cache, 1)},
         "kv_cache.stride(1): expected a multiple of 8, got 577",
     ),
 )
 def test_kv_cache(rejection: Rejection) -> None:
-    """Form, dtype, device and strides of the cache are checked."""
+    """Layout, dtype, device and strides of the cache are checked."""
     check(rejection)
 
 
@@ -80,19 +80,19 @@ def test_kv_cache(rejection: Rejection) -> None:
         E4M3_QUERY,
     ),
     Rejection(
-        "packed rows under a query of e4m3",
+        "fp8_ds_mla with an e4m3 query",
         lambda p: {"kv_cache": torch.zeros(*p.kv_cache.shape[:2], 656, dtype=torch.uint8)},
         "kv_cache.dtype: expected torch.float8_e4m3fn (dtype of query), got torch.uint8",
         E4M3_QUERY,
     ),
     Rejection(
-        "packed rows of another width",
+        "fp8_ds_mla rows of another width",
         lambda p: {"kv_cache": p.kv_cache[..., :640]},
-        "kv_cache.shape[-1]: expected 656 (bytes of a packed row), got 640",
+        "kv_cache.shape[-1]: expected 656 (bytes of a row of fp8_ds_mla), got 640",
         FP8_DS_MLA,
     ),
     Rejection(
-        "packed rows that are no whole 16 bytes apart",
+        "fp8_ds_mla with a stride that is no multiple of 16 bytes",
         lambda p: {"kv_cache": padded(p.kv_cache, 4)},
         "kv_cache.stride(1): expected a multiple of 16, got 660",
         FP8_DS_MLA,
@@ -104,7 +104,7 @@ def test_kv_cache(rejection: Rejection) -> None:
     ),
 )
 def test_stored_formats(rejection: Rejection) -> None:
-    """Which cache goes with which query, and how wide its rows are."""
+    """Each query dtype has its cache dtypes and row widths."""
     check(rejection)
 
 
@@ -113,36 +113,36 @@ def test_stored_formats(rejection: Rejection) -> None:
         "no tensor",
         lambda _: {"rope_cache": []},
         "kv_cache: expected a torch.Tensor, got list",
-        APART,
+        SEPARATE_ROPE,
     ),
     Rejection(
         "another dtype",
-        lambda p: {"rope_cache": p.rare["rope_cache"].half()},
+        lambda p: {"rope_cache": p.extra_args["rope_cache"].half()},
         "kv_cache.dtype: expected torch.bfloat16 (dtype of kv_cache), got torch.float16",
-        APART,
+        SEPARATE_ROPE,
     ),
     Rejection(
         "other pages",
-        lambda p: {"rope_cache": p.rare["rope_cache"][:3]},
+        lambda p: {"rope_cache": p.extra_args["rope_cache"][:3]},
         "kv_cache.shape: expected [7, 64, 64] (pages, page_size, qk_rope_head_dim), "
         "got [3, 64, 64]",
-        APART,
+        SEPARATE_ROPE,
     ),
     Rejection(
         "a latent part as wide as the whole",
         lambda p: {"kv_cache": p.kv_cache.repeat(1, 1, 2)[..., :576]},
         "kv_cache.shape[-1]: expected 512 (kv_lora_rank), got 576",
-        APART,
+        SEPARATE_ROPE,
     ),
     Rejection(
-        "packed rows in two parts",
+        "fp8_ds_mla with a separate rope part",
         lambda p: {"rope_cache": p.kv_cache},
-        "kv_cache: expected None for packed rows, got a tensor",
+        "kv_cache: expected None for fp8_ds_mla, got a tensor",
         FP8_DS_MLA,
     ),
 )
-def test_a_cache_in_two_parts(rejection: Rejection) -> None:
-    """The rope part has the pages of the latent part, in a tensor of its own."""
+def test_a_separate_rope_cache(rejection: Rejection) -> None:
+    """A separate rope part has the pages of the latent part."""
     check_inputs(rejection)
 
 
@@ -166,8 +166,8 @@ def test_a_cache_in_two_parts(rejection: Rejection) -> None:
         OTHER_CACHE,
     ),
 )
-def test_values_in_a_cache_of_their_own(rejection: Rejection) -> None:
-    """The kernel has one set of strides for keys and values."""
+def test_a_separate_value_cache(rejection: Rejection) -> None:
+    """Separate values have the strides of the keys."""
     check_inputs(rejection)
 
 
@@ -180,31 +180,31 @@ def test_values_in_a_cache_of_their_own(rejection: Rejection) -> None:
     ),
     Rejection(
         "one scale for a token",
-        lambda p: {"kv_scales": p.rare["kv_scales"][..., 0]},
+        lambda p: {"kv_scales": p.extra_args["kv_scales"][..., 0]},
         "kv_scales.shape: expected [7, 64, 4] (pages, page_size, scales of a token), got [7, 64]",
         SCALED,
     ),
     Rejection(
         "float64",
-        lambda p: {"kv_scales": p.rare["kv_scales"].double()},
+        lambda p: {"kv_scales": p.extra_args["kv_scales"].double()},
         "kv_scales.dtype: expected torch.float32, got torch.float64",
         SCALED,
     ),
     Rejection(
         "gaps",
-        lambda p: {"kv_scales": strided(p.rare["kv_scales"])},
+        lambda p: {"kv_scales": strided(p.extra_args["kv_scales"])},
         "kv_scales.stride(-1): expected 1, got 2",
         SCALED,
     ),
     Rejection(
         "another device",
-        lambda p: {"kv_scales": p.rare["kv_scales"].to("meta")},
+        lambda p: {"kv_scales": p.extra_args["kv_scales"].to("meta")},
         "kv_scales.device: expected cpu (of query), got meta",
         SCALED,
     ),
     Rejection(
-        "four scales for a packed row",
-        lambda p: {"kv_scales": p.rare["kv_scales"][..., None].expand(-1, -1, 4)},
+        "four scales for an fp8_per_token row",
+        lambda p: {"kv_scales": p.extra_args["kv_scales"][..., None].expand(-1, -1, 4)},
         "kv_scales.shape: expected [7, 64] (pages, page_size), got [7, 64, 4]",
         FP8_PER_TOKEN,
     ),
@@ -240,5 +240,5 @@ def test_values_in_a_cache_of_their_own(rejection: Rejection) -> None:
     ),
 )
 def test_scales_of_the_cache(rejection: Rejection) -> None:
-    """Scales go with e4m3 under another query, or with packed 640-byte rows."""
+    """Scales require an e4m3 cache with a 16-bit query, or fp8_per_token."""
     check_inputs(rejection)

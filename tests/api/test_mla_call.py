@@ -1,4 +1,4 @@
-"""What a call hands to the kernels; seen without a GPU."""
+"""Kernel parameters of MLA calls; needs no GPU."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ E4M3 = torch.float8_e4m3fn
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
-    """Record what would be launched."""
+    """Record launches."""
     return record_launches(monkeypatch)
 
 
-def test_a_whole_call_launches_one_kernel_with_every_value_in_its_place(
+def test_a_call_without_splits_launches_one_kernel_with_all_parameters(
     launches: list[Launch],
 ) -> None:
-    """Pointers, strides, counts and scales are those of the arguments."""
+    """Pointers, strides, sizes and scales are those of the arguments."""
     inputs = UNIFORM.build("cpu").inputs(
         bmm1_scale=0.25, bmm2_scale=torch.tensor(2.0), max_seq_len=32
     )
@@ -96,10 +96,10 @@ def test_a_whole_call_launches_one_kernel_with_every_value_in_its_place(
     assert call.plan.workspace_bytes == 0
 
 
-def test_a_split_call_leaves_partial_rows_and_then_their_lse_for_the_second_kernel(
+def test_a_split_call_stores_partial_rows_and_their_lse_for_the_combine_kernel(
     launches: list[Launch],
 ) -> None:
-    """Both kernels agree on where the partial rows are, and the LSE factor reaches both."""
+    """Both kernels have the same addresses of partial rows and the same LSE factor."""
     lse = torch.zeros(5, 16)
     inputs = RAGGED.build("cpu").inputs(
         max_seq_len=50_000, lse=lse, return_lse=True, return_lse_base="basee"
@@ -125,8 +125,8 @@ def test_a_split_call_leaves_partial_rows_and_then_their_lse_for_the_second_kern
     assert (combine["heads"], combine["output_factor"]) == (16, 1.0)
 
 
-def test_every_query_token_of_a_sparse_call_has_its_blocks(launches: list[Launch]) -> None:
-    """Lists differ from token to token, so that a tile holds the heads of one."""
+def test_every_query_token_of_a_sparse_call_has_its_ctas(launches: list[Launch]) -> None:
+    """A tile of a sparse call has the heads of one query token, as each has its own indices."""
     inputs = replace(UNIFORM, top_k=70, q_len=3, heads=20).build("cpu").inputs()
 
     call, _, _ = launched(inputs, launches)
@@ -138,7 +138,7 @@ def test_every_query_token_of_a_sparse_call_has_its_blocks(launches: list[Launch
 
 
 def test_the_output_of_e4m3_is_combined_as_bf16(launches: list[Launch]) -> None:
-    """The second kernel writes what the first would have written."""
+    """The combine kernel writes bf16 for an e4m3 query."""
     inputs = replace(UNIFORM, dtype=E4M3).build("cpu").inputs(max_seq_len=50_000)
 
     call, out, _ = launched(inputs, launches)
@@ -150,10 +150,10 @@ def test_the_output_of_e4m3_is_combined_as_bf16(launches: list[Launch]) -> None:
 
 
 @pytest.mark.parametrize("scale", [1e39, 10**400], ids=["float", "int"])
-def test_a_scale_beyond_float32_is_rejected_at_a_remembered_call(
+def test_a_scale_beyond_float32_is_rejected_at_a_cached_call(
     scale: float, launches: list[Launch]
 ) -> None:
-    """The value of a float is no part of a form; still nothing is launched, and the name told."""
+    """A cached call rejects an invalid float by name, and launches nothing."""
     inputs = UNIFORM.build("cpu").inputs()
     call, _, _ = launched(inputs, launches)
     launches.clear()
@@ -167,17 +167,17 @@ def test_a_scale_beyond_float32_is_rejected_at_a_remembered_call(
 
 
 def test_a_query_of_no_tokens_launches_nothing(launches: list[Launch]) -> None:
-    """Ragged requests may all be without query tokens."""
+    """Ragged requests without any query tokens launch nothing."""
     inputs = replace(RAGGED, q_lens=(1, 0)).build("cpu").inputs()
-    nobody = inputs._replace(query=inputs.query[:0], cum_seq_lens_q=torch.zeros(3).int())
+    empty = inputs._replace(query=inputs.query[:0], cum_seq_lens_q=torch.zeros(3).int())
 
-    launched(nobody, launches)
+    launched(empty, launches)
 
     assert launches == []
 
 
 def test_a_workspace_too_small_is_rejected_with_both_sizes(launches: list[Launch]) -> None:
-    """One byte less than the plan needs is one too few."""
+    """A workspace one byte below the plan's size is rejected."""
     inputs = UNIFORM.build("cpu").inputs(max_seq_len=50_000)
     call, _, _ = launched(inputs, launches)
     needed = call.plan.workspace_bytes
@@ -187,17 +187,17 @@ def test_a_workspace_too_small_is_rejected_with_both_sizes(launches: list[Launch
     with pytest.raises(ArgumentError) as caught:
         launched(small, launches)
 
-    told = (
+    message = (
         f"workspace_buffer: expected {needed} bytes or more for this call, got {needed - 1} bytes"
     )
-    assert str(caught.value) == told
+    assert str(caught.value) == message
     assert launches == []
 
 
-def test_a_call_is_remembered_with_the_kernel_that_was_asked_for(
+def test_a_call_is_cached_for_the_requested_kernel(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A change of the settings prepares it anew, and a change back finds it again."""
+    """Changed settings prepare another call, and the original ones find the first again."""
     inputs = UNIFORM.build("cpu").inputs()
     on_gpu = replace(check_problem(inputs), device=torch.device("cuda", 0))
     prepared, run = [], []
@@ -213,18 +213,18 @@ def test_a_call_is_remembered_with_the_kernel_that_was_asked_for(
     monkeypatch.setattr(mla_call, "check_problem", lambda _: on_gpu)
     monkeypatch.setattr(mla_call, "_prepare", prepare)
     monkeypatch.setattr(mla_call, "_run_on_gpu", record)
-    asked = ["auto", "sm80", "sm90", "sm80", "auto", "sm90"]
-    for kernel in asked:
+    kernels = ["auto", "sm80", "sm90", "sm80", "auto", "sm90"]
+    for kernel in kernels:
         monkeypatch.setenv("MLAGEN_MLA_KERNEL", kernel)
         current_settings.cache_clear()
         mla_call.run_mla(inputs, enable_pdl=False)
 
-    assert run == asked
+    assert run == kernels
     assert prepared == ["auto", "sm80", "sm90"]
 
 
-def test_tensors_of_the_cpu_need_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asking for the one of a GPU changes nothing for them."""
+def test_cpu_tensors_need_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The requested kernel does not affect calls on CPU tensors."""
     problem = UNIFORM.build("cpu")
     monkeypatch.setenv("MLAGEN_MLA_KERNEL", "sm90")
     current_settings.cache_clear()
@@ -235,8 +235,8 @@ def test_tensors_of_the_cpu_need_no_kernel(monkeypatch: pytest.MonkeyPatch) -> N
     problem.check(out)
 
 
-def test_what_cannot_be_hashed_is_rejected_with_its_name() -> None:
-    """A list for a number meets the check, not the dictionary."""
+def test_an_unhashable_value_is_rejected_by_name() -> None:
+    """A list in place of a number is rejected by a check, without a TypeError of the cache."""
     arguments = UNIFORM.build("cpu").arguments(kv_lora_rank=[512])
 
     with pytest.raises(ArgumentError) as caught:

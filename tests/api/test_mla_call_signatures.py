@@ -1,4 +1,4 @@
-"""What a call of a rarer form hands to the kernels; seen without a GPU."""
+"""Kernel parameters of MLA calls with rare arguments; needs no GPU."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ E4M3 = torch.float8_e4m3fn
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
-    """Record what would be launched."""
+    """Record launches."""
     return record_launches(monkeypatch)
 
 
-# Cases with the values that differ from those of a plain call, as functions of the inputs.
+# Cases with the parameters that differ from a plain call, as functions of the arguments.
 RARE: dict[str, tuple[MlaCase, dict[str, Any]]] = {
     "parts of query and cache": (
-        replace(UNIFORM, parts_apart=True, flat_tables=True, q_len=2, is_causal=False),
+        replace(UNIFORM, separate_rope=True, flat_tables=True, q_len=2, is_causal=False),
         {
             "query_rope": lambda i: i.query_rope.data_ptr(),
             "query_stride": 16 * 512 * 2,
@@ -35,7 +35,7 @@ RARE: dict[str, tuple[MlaCase, dict[str, Any]]] = {
             "page_stride": 64 * 512 * 2,
             "rope_page_stride": 65 * 128 * 2,
             "rope_token_stride": 128 * 2,
-            "kv_indptr": lambda i: i.table_starts.data_ptr(),
+            "kv_indptr": lambda i: i.kv_indptr.data_ptr(),
             "block_tables_stride": 0,
             "max_pages": 11,
             "is_causal": 0,
@@ -88,11 +88,11 @@ RARE: dict[str, tuple[MlaCase, dict[str, Any]]] = {
             "latent_scale": lambda i: i.latent_scale,
         },
     ),
-    "packed 656-byte rows": (
+    "fp8_ds_mla": (
         replace(UNIFORM, kv_format="fp8_ds_mla"),
         {"rope_cache": lambda i: i.kv_cache.data_ptr(), "token_stride": 656},
     ),
-    "packed 640-byte rows": (
+    "fp8_per_token": (
         replace(UNIFORM, dtype=E4M3, kv_format="fp8_per_token"),
         {
             "query_rope": lambda i: i.query.data_ptr() + 512,
@@ -112,7 +112,7 @@ RARE: dict[str, tuple[MlaCase, dict[str, Any]]] = {
         replace(UNIFORM, bias="for each head"),
         {"bias": lambda i: i.bias.data_ptr(), "bias_stride": 16 * 75, "bias_head_stride": 75},
     ),
-    "lists of tokens": (
+    "sparse": (
         replace(UNIFORM, top_k=70, with_top_k_lens=True, q_len=2),
         {
             "topk": 70,
@@ -123,7 +123,7 @@ RARE: dict[str, tuple[MlaCase, dict[str, Any]]] = {
             "row_tiles": 1,
         },
     ),
-    "lists of tokens of ragged queries": (
+    "sparse ragged": (
         replace(RAGGED, top_k=70),
         {"topk": 70, "topk_length": 0, "num_seqs": 2, "q_len": 0},
     ),
@@ -131,10 +131,10 @@ RARE: dict[str, tuple[MlaCase, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(("case", "expected"), RARE.values(), ids=RARE)
-def test_what_few_calls_use_has_its_place(
+def test_rare_arguments_set_their_parameters(
     case: MlaCase, expected: dict[str, Any], launches: list[Launch]
 ) -> None:
-    """Every form of a call sets the parameters that it is made of."""
+    """Each rare argument sets its kernel parameters, and no others."""
     inputs = case.build("cpu").inputs()
 
     launched(inputs, launches)

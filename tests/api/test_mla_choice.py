@@ -1,4 +1,4 @@
-"""Which kernel an MLA call takes; seen without a GPU."""
+"""Kernel choice of MLA calls; needs no GPU."""
 
 from __future__ import annotations
 
@@ -25,71 +25,71 @@ E4M3 = torch.float8_e4m3fn
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
-    """Record what would be launched."""
+    """Record launches."""
     return record_launches(monkeypatch)
 
 
-COVERED_BY_IT = {
+SUPPORTED = {
     "bf16": UNIFORM,
     "fp16": replace(UNIFORM, dtype=torch.float16),
     "ragged": RAGGED,
-    "parts apart": replace(UNIFORM, parts_apart=True, flat_tables=True),
+    "separate parts": replace(UNIFORM, separate_rope=True, flat_tables=True),
     "pages of 48": replace(UNIFORM, page_size=48),
     "e4m3": replace(UNIFORM, dtype=E4M3),
     "e4m3, ragged": replace(RAGGED, dtype=E4M3),
-    "e4m3, parts apart": replace(UNIFORM, dtype=E4M3, parts_apart=True, flat_tables=True),
+    "e4m3, separate parts": replace(UNIFORM, dtype=E4M3, separate_rope=True, flat_tables=True),
     "e4m3, pages of 16": replace(UNIFORM, dtype=E4M3, page_size=16),
 }
 CONVERTED = {
-    "e4m3, lists of tokens": replace(UNIFORM, dtype=E4M3, top_k=4096),
+    "e4m3, sparse": replace(UNIFORM, dtype=E4M3, top_k=4096),
     "e4m3, pages of 8": replace(UNIFORM, dtype=E4M3, page_size=8),
     "640-byte rows": replace(UNIFORM, dtype=E4M3, kv_format="fp8_per_token"),
 }
-NOT_COVERED = {
+UNSUPPORTED = {
     "rank 256": replace(UNIFORM, kv_lora_rank=256),
     "no rope": replace(UNIFORM, qk_rope_head_dim=0),
-    "lists of tokens": replace(UNIFORM, top_k=70),
-    "values apart": replace(UNIFORM, values="other pages"),
+    "sparse": replace(UNIFORM, top_k=70),
+    "separate values": replace(UNIFORM, values="other pages"),
     "a bias": replace(UNIFORM, bias="for each head"),
     "pages of 8": replace(UNIFORM, page_size=8),
     "e4m3, rank 256": replace(UNIFORM, dtype=E4M3, kv_lora_rank=256),
 }
 
 
-@pytest.mark.parametrize("case", COVERED_BY_IT.values(), ids=COVERED_BY_IT)
+@pytest.mark.parametrize("case", SUPPORTED.values(), ids=SUPPORTED)
 @pytest.mark.parametrize("kernel", ["auto", "sm80", "sm90"])
-def test_what_both_kernels_cover_takes_the_one_that_is_asked_for(
+def test_calls_that_both_kernels_support_use_the_requested_one(
     case: MlaCase, kernel: str, launches: list[Launch]
 ) -> None:
-    """By itself it takes the sm90 kernel, unless the call is small."""
+    """Without a request the sm90 kernel is used, unless the call is small."""
     inputs = case.build("cpu").inputs()._replace(max_seq_len=10000)
     call, _, _ = launched(inputs, launches, kernel)
 
-    is_portable = kernel == "sm80"
-    hopper = "mla_sm90_fp8" if case.dtype is E4M3 else "mla_sm90"
-    assert isinstance(call, MlaSm80Launcher if is_portable else MlaSm90Launcher)
-    assert launches[0].family == ("mla_sm80" if is_portable else hopper)
+    is_sm80 = kernel == "sm80"
+    sm90_family = "mla_sm90_fp8" if case.dtype is E4M3 else "mla_sm90"
+    assert isinstance(call, MlaSm80Launcher if is_sm80 else MlaSm90Launcher)
+    assert launches[0].family == ("mla_sm80" if is_sm80 else sm90_family)
 
 
 @pytest.mark.parametrize("case", CONVERTED.values(), ids=CONVERTED)
 @pytest.mark.parametrize("kernel", ["auto", "sm80", "sm90"])
-def test_so_does_what_is_converted_on_the_way(
+def test_fp8_kv_calls_use_the_fp8kv_kernel(
     case: MlaCase, kernel: str, launches: list[Launch]
 ) -> None:
-    """By the kernel whose values are fp16."""
+    """Calls with converted KV use the sm90 kernel for an FP8 KV cache."""
     inputs = case.build("cpu").inputs()._replace(max_seq_len=5000)
     call, _, _ = launched(inputs, launches, kernel)
 
-    is_portable = kernel == "sm80"
-    assert isinstance(call, MlaSm80Launcher if is_portable else MlaSm90Fp8KvLauncher)
-    assert launches[0].family == ("mla_sm80" if is_portable else "mla_sm90_fp8kv")
+    is_sm80 = kernel == "sm80"
+    assert isinstance(call, MlaSm80Launcher if is_sm80 else MlaSm90Fp8KvLauncher)
+    assert launches[0].family == ("mla_sm80" if is_sm80 else "mla_sm90_fp8kv")
 
 
 @pytest.mark.parametrize("page_size", [16, 64])
-def test_probabilities_in_16_bits_take_the_kernel_that_keeps_them(
+def test_fp16_p_selects_another_kernel_for_e4m3(
     page_size: int, launches: list[Launch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where query and cache are in e4m3; of others nothing changes."""
+    """``MLAGEN_MLA_P_DTYPE=fp16`` changes the kernel of calls with e4m3 query and cache only."""
     monkeypatch.setenv("MLAGEN_MLA_P_DTYPE", "fp16")
     current_settings.cache_clear()
     for dtype in (E4M3, torch.bfloat16):
@@ -99,8 +99,8 @@ def test_probabilities_in_16_bits_take_the_kernel_that_keeps_them(
     assert [launch.family for launch in launches] == ["mla_sm90_fp8kv", "mla_sm90"]
 
 
-def test_a_small_call_takes_the_portable_kernel(launches: list[Launch]) -> None:
-    """It is the faster one there; asked for by name, the sm90 kernel computes it."""
+def test_a_small_call_uses_the_sm80_kernel(launches: list[Launch]) -> None:
+    """A small call uses the sm80 kernel, unless the settings force the sm90 kernel."""
     inputs = UNIFORM.build("cpu").inputs()
 
     by_itself, _, _ = launched(inputs, launches, "auto")
@@ -110,11 +110,9 @@ def test_a_small_call_takes_the_portable_kernel(launches: list[Launch]) -> None:
     assert isinstance(by_name, MlaSm90Launcher)
 
 
-@pytest.mark.parametrize("case", NOT_COVERED.values(), ids=NOT_COVERED)
-def test_what_the_kernel_does_not_cover_takes_the_other(
-    case: MlaCase, launches: list[Launch]
-) -> None:
-    """By itself; asked for by name it is rejected, before anything is launched."""
+@pytest.mark.parametrize("case", UNSUPPORTED.values(), ids=UNSUPPORTED)
+def test_unsupported_calls_use_the_sm80_kernel(case: MlaCase, launches: list[Launch]) -> None:
+    """Calls that the sm90 kernel does not support are rejected only if the settings force it."""
     inputs = case.build("cpu").inputs()
 
     call, _, _ = launched(inputs, launches, "auto")
@@ -127,8 +125,8 @@ def test_what_the_kernel_does_not_cover_takes_the_other(
 
 
 @pytest.mark.parametrize("arch", [Arch(80, ""), Arch(100, "f")], ids=str)
-def test_another_gpu_takes_the_portable_kernel(arch: Arch, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asked for by name, the message says which GPU it is and what is covered."""
+def test_another_gpu_uses_the_sm80_kernel(arch: Arch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the settings force the sm90 kernel, the message names the GPU and the supported calls."""
     launches = record_launches(monkeypatch, arch=arch)
     inputs = UNIFORM.build("cpu").inputs()
 
@@ -142,7 +140,7 @@ def test_another_gpu_takes_the_portable_kernel(arch: Arch, monkeypatch: pytest.M
         "(kv_lora_rank, qk_rope_head_dim) (512, 64), (lookup, values, mask) "
         "(paged, shared, causal), page_size 64; covered: sm_90a, "
         "(kv_lora_rank, qk_rope_head_dim) (512, 64), and of (lookup, values, mask) "
-        "(paged, shared, causal) with query and cache bf16, fp16 or e4m3 alike, page_size a "
+        "(paged, shared, causal) with query and cache both bf16, fp16 or e4m3, page_size a "
         "multiple of 16, strides of the cache below 2^40 bytes; (paged, shared, causal) with "
         "query and cache e4m3, another page_size, or fp8_per_token; (sparse, shared, causal) with "
         "query and cache e4m3; either of both with a cache of e4m3 or fp8_ds_mla under a query of "
@@ -150,10 +148,10 @@ def test_another_gpu_takes_the_portable_kernel(arch: Arch, monkeypatch: pytest.M
     )
 
 
-def test_a_cache_that_the_driver_makes_no_map_of_takes_the_portable_kernel(
+def test_a_cache_whose_tensor_map_fails_uses_the_sm80_kernel(
     launches: list[Launch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Decided once for a form; asked for by name, the sm90 kernel is rejected with the reason."""
+    """A signature falls back once; if the sm90 kernel is forced, the message has the reason."""
 
     def reject(_: TiledTensor, __: int) -> bytes:
         raise DriverError("cuTensorMapEncodeTiled: invalid argument", symbol="")

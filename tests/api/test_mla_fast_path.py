@@ -1,4 +1,4 @@
-"""Usual MLA calls, which are found again without reading their form."""
+"""Fast path of MLA calls, which reads no call signature."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import torch
 import mlagen.mla
 from mlagen.api import mla_call
 from mlagen.api.mla_args import MlaArgs
-from tests.api.fast_path_calls import TENSOR_CHANGES, Door, open_door
-from tests.api.fast_path_semantics import UsualSemantics
+from tests.api.fast_path_calls import TENSOR_CHANGES, EntryPoint, make_entry_point
+from tests.api.fast_path_semantics import FastPathSemantics
 from tests.cases import MlaCase
 
-USUAL = MlaCase(name="", seq_lens=(70, 3), heads=16)
+FAST_PATH_CASE = MlaCase(name="", seq_lens=(70, 3), heads=16)
 
 NUMBERS: dict[str, tuple[Any, ...]] = {
     "max_seq_len": (1, 1.0, True, 69, 71, 73, 40_000, -1, np.int64(70), torch.tensor(70), "70"),
@@ -42,7 +42,7 @@ NUMBERS: dict[str, tuple[Any, ...]] = {
     "qk_nope_head_dim": (64,),
 }
 TENSORS = ("query", "kv_cache", "workspace_buffer", "block_tables", "seq_lens", "out")
-SELDOM = (
+RARE_ARGUMENTS = (
     "sinks",
     "lse",
     "cum_seq_lens_q",
@@ -53,48 +53,48 @@ SELDOM = (
 
 
 @pytest.fixture
-def door(monkeypatch: pytest.MonkeyPatch) -> Door:
-    """Return the entry point, where nothing is remembered."""
-    return open_door(monkeypatch, mla_call, mlagen.mla.trtllm_batch_decode_with_kv_cache_mla)
+def entry_point(monkeypatch: pytest.MonkeyPatch) -> EntryPoint:
+    """Return the entry point with an empty call cache."""
+    return make_entry_point(monkeypatch, mla_call, mlagen.mla.trtllm_batch_decode_with_kv_cache_mla)
 
 
-def usual_arguments(**changes: Any) -> dict[str, Any]:
-    """Return the arguments of a usual call."""
-    problem = USUAL.build("cpu")
+def fast_path_arguments(**changes: Any) -> dict[str, Any]:
+    """Return the arguments of a fast-path call."""
+    problem = FAST_PATH_CASE.build("cpu")
     out = torch.zeros(2, 1, 16, 512, dtype=torch.bfloat16)
     given = {"out": out, "workspace_buffer": torch.zeros(1 << 20)}
     return problem.arguments(**(given | changes))
 
 
-def test_only_the_first_call_reads_the_form(door: Door) -> None:
-    """The second finds the call by its key and tensors, the third what it launched."""
-    arguments = usual_arguments()
+def test_only_the_first_call_reads_the_signature(entry_point: EntryPoint) -> None:
+    """The second call hits the guarded entry, the third replays its launches."""
+    arguments = fast_path_arguments()
 
-    outcomes = [door.outcome(arguments) for _ in range(4)]
+    outcomes = [entry_point.outcome(arguments) for _ in range(4)]
 
-    assert len(door.forms) == 1
-    assert len(door.module._calls._launches) == 1
+    assert len(entry_point.signatures) == 1
+    assert len(entry_point.module._calls._launches) == 1
     assert "mla_sm80" in outcomes[0]
     assert outcomes == outcomes[:1] * 4
 
 
-def test_tensors_elsewhere_need_no_form_either(door: Door) -> None:
-    """Every layer has a cache of its own: what is launched has the addresses of its tensors."""
-    arguments = usual_arguments()
+def test_other_addresses_need_no_signature(entry_point: EntryPoint) -> None:
+    """Another layer's tensors hit the guarded entry, and launch with their own addresses."""
+    arguments = fast_path_arguments()
     caches = [arguments["kv_cache"].clone() for _ in range(3)]
     calls = [arguments | {"kv_cache": cache} for cache in caches]
-    expected = [door.outcome_of_first(call) for call in calls]
-    door.outcome(arguments)
-    door.forms.clear()
+    expected = [entry_point.uncached_outcome(call) for call in calls]
+    entry_point.outcome(arguments)
+    entry_point.signatures.clear()
 
-    outcomes = [[door.outcome(call) for call in calls] for _ in range(3)]
+    outcomes = [[entry_point.outcome(call) for call in calls] for _ in range(3)]
 
-    assert door.forms == []
+    assert entry_point.signatures == []
     assert len(set(expected)) == 3
     assert outcomes == [expected] * 3
 
 
-# What servers pass in every call, and what changes nothing.
+# Arguments that servers always pass, and arguments that are ignored.
 _CHANGES: tuple[dict[str, Any], ...] = (
     {},
     {"out": None},
@@ -107,13 +107,13 @@ _CHANGES: tuple[dict[str, Any], ...] = (
 
 
 @pytest.mark.parametrize("changes", _CHANGES, ids=", ".join)
-def test_usual_calls(changes: dict[str, Any], door: Door) -> None:
-    """With an output or without, of one launch or two, a second call reads no form."""
-    arguments = usual_arguments(**changes)
+def test_fast_path_calls(changes: dict[str, Any], entry_point: EntryPoint) -> None:
+    """With or without an output, with one launch or two, a second call reads no signature."""
+    arguments = fast_path_arguments(**changes)
 
-    door.run(**arguments)
+    entry_point.run(**arguments)
 
-    assert not door.reads_form(arguments)
+    assert not entry_point.reads_signature(arguments)
 
 
 @pytest.mark.parametrize(
@@ -121,65 +121,67 @@ def test_usual_calls(changes: dict[str, Any], door: Door) -> None:
     [(name, value) for name, values in NUMBERS.items() for value in values],
     ids=repr,
 )
-def test_another_number_or_word_is_never_taken_for_the_usual_one(
-    name: str, value: Any, door: Door
+def test_another_scalar_never_hits_the_cached_call(
+    name: str, value: Any, entry_point: EntryPoint
 ) -> None:
-    """What is launched or said is as if nothing were remembered."""
-    fast_path = usual_arguments()
+    """Launches and messages with another scalar are those of an empty cache."""
+    fast_path = fast_path_arguments()
 
-    door.require_as_at_first(fast_path, fast_path | {name: value})
+    entry_point.require_independent(fast_path, fast_path | {name: value})
 
 
 @pytest.mark.parametrize("change", TENSOR_CHANGES.values(), ids=TENSOR_CHANGES)
 @pytest.mark.parametrize("name", TENSORS)
-def test_another_tensor_is_never_taken_for_the_usual_one(
-    name: str, change: Any, door: Door
+def test_another_tensor_never_hits_the_cached_call(
+    name: str, change: Any, entry_point: EntryPoint
 ) -> None:
-    """The same of every fact of every tensor."""
-    fast_path = usual_arguments()
+    """Launches and messages with another tensor property are those of an empty cache."""
+    fast_path = fast_path_arguments()
 
-    door.require_as_at_first(fast_path, fast_path | {name: change(fast_path[name])})
-
-
-@pytest.mark.parametrize("name", SELDOM)
-def test_a_tensor_that_is_seldom_given(name: str, door: Door) -> None:
-    """It is looked at, whatever it is."""
-    fast_path = usual_arguments()
-
-    door.require_as_at_first(fast_path, fast_path | {name: torch.zeros(3, dtype=torch.int32)})
+    entry_point.require_independent(fast_path, fast_path | {name: change(fast_path[name])})
 
 
-@pytest.mark.parametrize("asked", [True, 1])
-def test_an_lse_that_is_asked_for(asked: object, door: Door) -> None:
-    """It is written at every such call, and at no other."""
-    fast_path = usual_arguments()
+@pytest.mark.parametrize("name", RARE_ARGUMENTS)
+def test_a_rare_tensor_never_hits_the_cached_call(name: str, entry_point: EntryPoint) -> None:
+    """Launches and messages with a rare argument are those of an empty cache."""
+    fast_path = fast_path_arguments()
 
-    door.require_as_at_first(
-        fast_path, fast_path | {"return_lse": asked, "lse": torch.zeros(2, 16)}
+    entry_point.require_independent(
+        fast_path, fast_path | {name: torch.zeros(3, dtype=torch.int32)}
     )
 
 
-def test_an_lse_that_is_made(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call that returns one is not taken for one that does not."""
+@pytest.mark.parametrize("return_lse", [True, 1])
+def test_a_requested_lse(return_lse: object, entry_point: EntryPoint) -> None:
+    """A requested LSE is written at every call, and at no other call."""
+    fast_path = fast_path_arguments()
+
+    entry_point.require_independent(
+        fast_path, fast_path | {"return_lse": return_lse, "lse": torch.zeros(2, 16)}
+    )
+
+
+def test_an_allocated_lse(entry_point: EntryPoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls with and without an allocated LSE do not hit each other's entry."""
     made = torch.zeros(2, 16)
     monkeypatch.setattr(torch, "empty", lambda *_, **__: made)
-    fast_path = usual_arguments()
+    fast_path = fast_path_arguments()
     for _ in range(3):
-        door.run(**fast_path)
+        entry_point.run(**fast_path)
 
     for _ in range(3):
-        assert door.run(**fast_path, return_lse=True) == (fast_path["out"], made)
-        assert door.launches[-1].values["lse"] == made.data_ptr()
-        assert door.run(**fast_path) is fast_path["out"]
+        assert entry_point.run(**fast_path, return_lse=True) == (fast_path["out"], made)
+        assert entry_point.launches[-1].values["lse"] == made.data_ptr()
+        assert entry_point.run(**fast_path) is fast_path["out"]
 
 
-_APART = ("rope_cache", "query_rope", "latent_scale", "rope_scale", "is_causal", "bias")
+_INTERNAL_FIELDS = ("rope_cache", "query_rope", "latent_scale", "rope_scale", "is_causal", "bias")
 
 
-@pytest.mark.parametrize("name", _APART)
-def test_what_only_other_entry_points_pass(name: str, door: Door) -> None:
-    """Parts, scales of parts and a bias are looked at, and so is the length that a bias covers."""
-    inputs = USUAL.build("cpu").inputs(
+@pytest.mark.parametrize("name", _INTERNAL_FIELDS)
+def test_fields_of_other_entry_points(name: str, entry_point: EntryPoint) -> None:
+    """Separate parts, their scales, a bias and its length never hit another call's entry."""
+    inputs = FAST_PATH_CASE.build("cpu").inputs(
         out=torch.zeros(2, 1, 16, 512, dtype=torch.bfloat16), workspace_buffer=torch.zeros(1 << 20)
     )
     query, cache = inputs.query, inputs.kv_cache
@@ -192,10 +194,10 @@ def test_what_only_other_entry_points_pass(name: str, door: Door) -> None:
         "bias": torch.zeros(2, 1, inputs.max_seq_len),
     }
     fast_path, changed = inputs._asdict(), inputs._asdict() | {name: values[name]}
-    of_inputs = replace(door, run=lambda **given: mla_call.run_mla(MlaArgs(**given), True))
+    of_inputs = replace(entry_point, run=lambda **given: mla_call.run_mla(MlaArgs(**given), True))
 
-    of_inputs.require_as_at_first(fast_path, changed)
-    of_inputs.require_as_at_first(changed, changed | {"max_seq_len": inputs.max_seq_len + 1})
+    of_inputs.require_independent(fast_path, changed)
+    of_inputs.require_independent(changed, changed | {"max_seq_len": inputs.max_seq_len + 1})
 
 
 @pytest.mark.parametrize(
@@ -203,34 +205,36 @@ def test_what_only_other_entry_points_pass(name: str, door: Door) -> None:
     [(name, value) for name, values in NUMBERS.items() for value in values],
     ids=repr,
 )
-def test_another_number_of_a_call_with_an_lse(name: str, value: Any, door: Door) -> None:
-    """The same of calls that the entry point has no key for."""
-    fast_path = usual_arguments(return_lse=True, lse=torch.zeros(2, 16))
-    door.run(**fast_path)
-    assert not door.reads_form(fast_path)
+def test_another_number_of_a_call_with_an_lse(
+    name: str, value: Any, entry_point: EntryPoint
+) -> None:
+    """Calls without an entry point's key never hit the entry of another number."""
+    fast_path = fast_path_arguments(return_lse=True, lse=torch.zeros(2, 16))
+    entry_point.run(**fast_path)
+    assert not entry_point.reads_signature(fast_path)
 
-    door.require_as_at_first(fast_path, fast_path | {name: value})
+    entry_point.require_independent(fast_path, fast_path | {name: value})
 
 
-def test_one_tensor_in_two_places(door: Door) -> None:
-    """They are found again as any others, and two tensors are not taken for them."""
-    arguments = usual_arguments()
+def test_one_tensor_as_two_arguments(entry_point: EntryPoint) -> None:
+    """A repeated tensor hits its entry, and two distinct tensors do not."""
+    arguments = fast_path_arguments()
     arguments["workspace_buffer"] = arguments["kv_cache"]
 
-    outcomes = [door.outcome(arguments) for _ in range(9)]
+    outcomes = [entry_point.outcome(arguments) for _ in range(9)]
 
-    assert outcomes == [door.outcome_of_first(arguments)] * 9
-    assert not door.reads_form(arguments)
-    door.require_as_at_first(
+    assert outcomes == [entry_point.uncached_outcome(arguments)] * 9
+    assert not entry_point.reads_signature(arguments)
+    entry_point.require_independent(
         arguments, arguments | {"workspace_buffer": arguments["kv_cache"].clone()}
     )
 
 
-class TestUsualCalls(UsualSemantics):
-    """What does not depend on the entry point."""
+class TestFastPath(FastPathSemantics):
+    """The shared tests for this entry point."""
 
-    usual_arguments = staticmethod(usual_arguments)
+    fast_path_arguments = staticmethod(fast_path_arguments)
     variable = "MLAGEN_MLA_KERNEL"
-    hopper = "mla_sm90"
-    portable = "mla_sm80"
+    sm90_kernel = "mla_sm90"
+    sm80_kernel = "mla_sm80"
     fast_path = "mla_sm80"

@@ -1,4 +1,4 @@
-"""Arguments of MLA decode that are right each alone and no call together; and whole numbers."""
+"""Invalid combinations of arguments, and invalid whole numbers, of MLA decode."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ from tests.cases import MlaCase
     ),
 )
 def test_whole_numbers(rejection: Rejection) -> None:
-    """Lengths and dimensions are ints that are not negative."""
+    """Lengths and dimensions are non-negative ints."""
     check(rejection)
 
 
-def test_integers_of_numpy_are_whole_numbers() -> None:
+def test_numpy_integers_are_whole_numbers() -> None:
     """Lengths and dimensions may be of any integer type."""
     problem = SINGLE.build("cpu")
 
@@ -98,10 +98,10 @@ def test_integers_of_numpy_are_whole_numbers() -> None:
     ],
     ids=["latent dimension", "rope dimension", "a sparse call over 640-byte rows"],
 )
-def test_what_no_kernel_covers_is_rejected_on_the_cpu_too(
+def test_unsupported_calls_are_rejected_on_the_cpu_too(
     changes: dict[str, Any], message: str
 ) -> None:
-    """A call that works without a GPU is one that has a kernel; the message lists what does."""
+    """The CPU backend rejects what no kernel supports; the message lists supported values."""
     problem = MlaCase(name="", seq_lens=(70, 3), **changes).build("cpu")
 
     with pytest.raises(UnsupportedError) as caught:
@@ -159,12 +159,12 @@ def test_a_device_without_a_backend_is_rejected() -> None:
     ),
 )
 def test_bias(rejection: Rejection) -> None:
-    """A bias is fp32, for every query token and head, as far as the longest request goes."""
+    """A bias is fp32, for every query token and head, and covers the maximum length."""
     check_inputs(rejection)
 
 
-def test_names_of_another_entry_point_reach_the_message() -> None:
-    """A message calls an argument what the caller calls it."""
+def test_messages_have_the_names_of_the_entry_point() -> None:
+    """A message names an argument by the entry point's parameter."""
     problem = UNIFORM.build("cpu")
     names = problem.inputs().names._replace(seq_lens="kv_len_arr")
 

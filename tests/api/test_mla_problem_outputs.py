@@ -1,4 +1,4 @@
-"""Bad scales, sinks and outputs of MLA decode, message by message."""
+"""Invalid scales, sinks and outputs of MLA decode, message by message."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.api.rejections import RAGGED, SINGLE, Rejection, check, rejections, s
     ids=["ints", "float64", "two elements", "another device", "a bool", "none", "text"],
 )
 def test_scales(argument: str, scale: object, message: str) -> None:
-    """A scale is a number, or one fp32 element where the query is."""
+    """A scale is a number, or one fp32 element on the query's device."""
     check(Rejection("", lambda _: {argument: scale}, f"{argument}{message}"))
 
 
@@ -60,7 +60,7 @@ def test_scales(argument: str, scale: object, message: str) -> None:
     ),
 )
 def test_sinks(rejection: Rejection) -> None:
-    """Sinks are one fp32 logit for each head."""
+    """Sinks have one fp32 logit for each head."""
     check(rejection)
 
 
@@ -99,7 +99,7 @@ def test_sinks(rejection: Rejection) -> None:
     ),
 )
 def test_out(rejection: Rejection) -> None:
-    """A given output has the query's dtype and device, and no gaps."""
+    """An output is contiguous, with the query's dtype and device."""
     check(rejection)
 
 
@@ -142,7 +142,7 @@ def test_out(rejection: Rejection) -> None:
     ),
 )
 def test_lse(rejection: Rejection) -> None:
-    """A given LSE is fp32 in one of two shapes; its base is 2 or e."""
+    """An LSE is fp32 in one of two shapes, to base 2 or e."""
     check(rejection)
 
 
@@ -164,5 +164,5 @@ def test_lse(rejection: Rejection) -> None:
     ),
 )
 def test_workspace(rejection: Rejection) -> None:
-    """The workspace is any tensor without gaps where the query is."""
+    """The workspace is any contiguous tensor on the query's device."""
     check(rejection)

@@ -1,4 +1,4 @@
-"""Tensors of MLA decode that do not begin where a 16-byte copy can begin."""
+"""Misaligned tensors of MLA decode."""
 
 from __future__ import annotations
 
@@ -24,6 +24,6 @@ from tests.api.rejections import Rejection, check, displaced, rejections
         "out.data_ptr(): expected a multiple of 16, got 2 more than one",
     ),
 )
-def test_a_tensor_that_begins_between_16_byte_addresses(rejection: Rejection) -> None:
-    """Rows are copied 16 bytes at a time, on the CPU as on the GPU."""
+def test_a_misaligned_tensor_is_rejected(rejection: Rejection) -> None:
+    """A tensor without 16-byte alignment is rejected, on the CPU too."""
     check(rejection)

@@ -1,13 +1,13 @@
-"""Bad queries of MLA decode, message by message; a rejected call has written nothing."""
+"""Invalid queries of MLA decode, message by message; rejected calls write nothing."""
 
 from __future__ import annotations
 
 import torch
 
 from tests.api.rejections import (
-    APART,
     FP8_PER_TOKEN,
     RAGGED,
+    SEPARATE_ROPE,
     Rejection,
     check,
     check_inputs,
@@ -49,7 +49,7 @@ from tests.api.rejections import (
         "query.stride(-1): expected 1, got 2",
     ),
     Rejection(
-        "rows that are no whole 16 bytes apart",
+        "a row stride that is no multiple of 16 bytes",
         lambda p: {"query": padded(p.query, 4)},
         "query.stride(2): expected a multiple of 8, got 580",
     ),
@@ -75,7 +75,7 @@ from tests.api.rejections import (
     ),
 )
 def test_query(rejection: Rejection) -> None:
-    """Form, dtype, strides and sizes of the query are checked."""
+    """Layout, dtype, strides and sizes of the query are checked."""
     check(rejection)
 
 
@@ -116,7 +116,7 @@ def test_query(rejection: Rejection) -> None:
         RAGGED,
     ),
     Rejection(
-        "lengths instead of ends",
+        "lengths instead of offsets",
         lambda _: {"cum_seq_lens_q": torch.tensor([1, 4], dtype=torch.int32)},
         "cum_seq_lens_q.shape: expected [3] (batch + 1), got [2]",
         RAGGED,
@@ -139,7 +139,7 @@ def test_query(rejection: Rejection) -> None:
     ),
 )
 def test_ragged_queries(rejection: Rejection) -> None:
-    """The ends of the requests' queries come in one tensor alone or with the longest beside it."""
+    """Ragged queries have cumulative lengths, and optionally the maximum length."""
     check(rejection)
 
 
@@ -148,47 +148,47 @@ def test_ragged_queries(rejection: Rejection) -> None:
         "no tensor",
         lambda _: {"query_rope": 1.0},
         "query: expected a torch.Tensor, got float",
-        APART,
+        SEPARATE_ROPE,
     ),
     Rejection(
         "another device",
-        lambda p: {"query_rope": p.rare["query_rope"].to("meta")},
+        lambda p: {"query_rope": p.extra_args["query_rope"].to("meta")},
         "query.device: expected cpu (of query), got meta",
-        APART,
+        SEPARATE_ROPE,
     ),
     Rejection(
         "another dtype",
-        lambda p: {"query_rope": p.rare["query_rope"].half()},
+        lambda p: {"query_rope": p.extra_args["query_rope"].half()},
         "query.dtype: expected torch.bfloat16 (dtype of query), got torch.float16",
-        APART,
+        SEPARATE_ROPE,
     ),
     Rejection(
         "another width",
-        lambda p: {"query_rope": p.rare["query_rope"][..., :32]},
+        lambda p: {"query_rope": p.extra_args["query_rope"][..., :32]},
         "query.shape: expected [2, 2, 16, 64], got [2, 2, 16, 32]",
-        APART,
+        SEPARATE_ROPE,
     ),
     Rejection(
         "gaps in a row",
-        lambda p: {"query_rope": strided(p.rare["query_rope"])},
+        lambda p: {"query_rope": strided(p.extra_args["query_rope"])},
         "query.stride(-1): expected 1, got 2",
-        APART,
+        SEPARATE_ROPE,
     ),
     Rejection(
         "a gap between requests",
-        lambda p: {"query_rope": padded(p.rare["query_rope"], 1, dim=1)},
+        lambda p: {"query_rope": padded(p.extra_args["query_rope"], 1, dim=1)},
         "query.stride(0): expected 2048 (q_len * stride of a query token), got 3072",
-        APART,
+        SEPARATE_ROPE,
     ),
     Rejection(
         "a latent part as wide as the whole",
         lambda p: {"query": p.query.repeat(1, 1, 1, 2)[..., :576]},
         "query.shape[-1]: expected 512 (kv_lora_rank), got 576",
-        APART,
+        SEPARATE_ROPE,
     ),
 )
-def test_a_query_in_two_parts(rejection: Rejection) -> None:
-    """The rope part is like the latent part, in a tensor of its own."""
+def test_a_separate_query_rope(rejection: Rejection) -> None:
+    """A separate rope part has the shape and dtype of the latent part."""
     check_inputs(rejection)
 
 
@@ -203,7 +203,7 @@ def test_a_query_in_two_parts(rejection: Rejection) -> None:
     Rejection(
         "another width",
         lambda p: {"query": p.query[..., :576]},
-        "query.shape[-1]: expected 640 (bytes of a packed row), got 576",
+        "query.shape[-1]: expected 640 (bytes of a row of fp8_per_token), got 576",
         FP8_PER_TOKEN,
     ),
     Rejection(
@@ -234,9 +234,9 @@ def test_a_query_in_two_parts(rejection: Rejection) -> None:
         "scales of other rows",
         lambda _: {"query_scales": torch.ones(4)},
         "q_scale: expected None without 640-byte rows, got a tensor",
-        APART,
+        SEPARATE_ROPE,
     ),
 )
-def test_a_packed_query(rejection: Rejection) -> None:
-    """Rows of 640 bytes may have a scale for each query token."""
+def test_an_fp8_per_token_query(rejection: Rejection) -> None:
+    """An fp8_per_token query has 640-byte rows, and an optional scale for each token."""
     check_inputs(rejection)

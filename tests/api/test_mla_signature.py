@@ -1,4 +1,4 @@
-"""What an MLA decode call is remembered by."""
+"""Call signatures of MLA decode."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from mlagen.api import mla_signature
 from mlagen.api.mla_args import MlaArgNames, MlaArgs
-from tests.api.launches import FACTS
+from tests.api.launches import PROPERTIES
 from tests.cases import MlaCase
 
 UNIFORM = MlaCase(name="", seq_lens=(70, 3), heads=16, with_sinks=True)
@@ -19,12 +19,12 @@ INT32 = torch.int32
 
 
 def call_signature(inputs: MlaArgs, kernel: str = "auto", p_dtype_choice: str = "auto") -> Hashable:
-    """Return the form, where it does not matter what the settings ask for."""
+    """Return the call signature with default settings."""
     return mla_signature.call_signature(inputs, kernel, p_dtype_choice)
 
 
 def changed(inputs: MlaArgs, **fields: Any) -> MlaArgs:
-    """Return the inputs with some fields of whatever type."""
+    """Return the arguments with fields of any type changed."""
     return inputs._replace(**fields)
 
 
@@ -67,17 +67,17 @@ CHANGES: dict[str, Callable[[MlaArgs], MlaArgs]] = {
     "latent_scale": lambda i: i._replace(latent_scale=0.5),
     "latent_scale a tensor": lambda i: changed(i, latent_scale=torch.ones(2)),
     "rope_scale": lambda i: i._replace(rope_scale=0.5),
-    "table_starts": lambda i: i._replace(table_starts=torch.zeros(3, dtype=INT32)),
+    "kv_indptr": lambda i: i._replace(kv_indptr=torch.zeros(3, dtype=INT32)),
     "bias": lambda i: i._replace(bias=torch.zeros(2, 16, 70)),
     "is_fp8_per_token": lambda i: i._replace(is_fp8_per_token=True),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_whatever_a_check_or_plan_may_see_is_part_of_the_form(
+def test_the_signature_contains_all_inputs_of_checks_and_plans(
     change: Callable[[MlaArgs], MlaArgs],
 ) -> None:
-    """A call that differs in it is checked and planned anew."""
+    """Calls that differ in an argument of a check or plan have different signatures."""
     inputs = UNIFORM.build("cpu").inputs()
 
     other = call_signature(change(inputs))
@@ -103,17 +103,17 @@ TENSORS = (
     "rope_cache",
     "value_cache",
     "kv_scales",
-    "table_starts",
+    "kv_indptr",
     "bias",
 )
 
 
-@pytest.mark.parametrize("change", FACTS.values(), ids=FACTS)
+@pytest.mark.parametrize("change", PROPERTIES.values(), ids=PROPERTIES)
 @pytest.mark.parametrize("name", TENSORS)
-def test_every_fact_of_every_tensor_is_part_of_the_form(
+def test_the_signature_contains_every_property_of_every_tensor(
     name: str, change: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
-    """Two calls that differ in nothing else do not share a plan."""
+    """Calls that differ in one tensor property have different signatures."""
     inputs, tensor = UNIFORM.build("cpu").inputs(), torch.ones(4, 4)
 
     one, other = (call_signature(changed(inputs, **{name: t})) for t in (tensor, change(tensor)))
@@ -123,40 +123,40 @@ def test_every_fact_of_every_tensor_is_part_of_the_form(
     assert one != other
 
 
-def test_the_kernel_that_the_settings_ask_for_is_part_of_the_form() -> None:
-    """A call that is remembered with one kernel is not launched by another."""
+def test_the_signature_contains_the_requested_kernel() -> None:
+    """A cached call of one kernel is not reused when the settings request another."""
     inputs = UNIFORM.build("cpu").inputs()
 
-    forms = {call_signature(inputs, kernel) for kernel in ("auto", "sm80", "sm90")}
+    signatures = {call_signature(inputs, kernel) for kernel in ("auto", "sm80", "sm90")}
 
-    assert len(forms) == 3
+    assert len(signatures) == 3
 
 
-def test_so_is_what_they_ask_of_probabilities() -> None:
-    """It is another kernel, too."""
+def test_the_signature_contains_the_dtype_of_p() -> None:
+    """Another dtype of P has another signature."""
     inputs = UNIFORM.build("cpu").inputs()
 
     assert call_signature(inputs, "auto", "auto") != call_signature(inputs, "auto", "fp16")
 
 
-def test_a_ragged_call_of_another_hint_takes_another_form() -> None:
-    """The tile is chosen for max_q_len, and a float in its place is rejected anew."""
+def test_the_signature_contains_max_q_len() -> None:
+    """Another max_q_len, and an equal float, have different signatures."""
     ragged = MlaCase(name="", seq_lens=(70, 3), q_lens=(1, 4)).build("cpu").inputs()
 
-    forms = {call_signature(changed(ragged, max_q_len=hint)) for hint in (None, 4, 4.0, 5)}
+    signatures = {call_signature(changed(ragged, max_q_len=hint)) for hint in (None, 4, 4.0, 5)}
 
-    assert len(forms) == 4
+    assert len(signatures) == 4
 
 
 def test_a_bias_must_cover_the_length_exactly() -> None:
-    """Lengths that are planned alike are told apart where a bias must reach as far."""
+    """With a bias, lengths with equal rounding have different signatures."""
     inputs = UNIFORM.build("cpu").inputs(bias=torch.zeros(2, 16, 70))
 
     assert call_signature(inputs._replace(max_seq_len=71)) != call_signature(inputs)
 
 
-def test_content_and_names_are_no_part_of_the_form() -> None:
-    """Other numbers in tensors of the same layout, and another float, make the same form."""
+def test_the_signature_does_not_contain_contents_and_names() -> None:
+    """Contents of tensors, values of floats and names do not change the signature."""
     case = MlaCase(name="", seq_lens=(70, 3), kv_format="e4m3", scales="two")
     inputs = case.build("cpu").inputs()
     other = inputs._replace(
@@ -172,8 +172,8 @@ def test_content_and_names_are_no_part_of_the_form() -> None:
 
 
 @pytest.mark.parametrize("length", [70, np.int64(70)], ids=["int", "numpy"])
-def test_lengths_that_are_planned_alike_share_a_form(length: int) -> None:
-    """The next number of four leading bits stands for a length."""
+def test_lengths_with_equal_rounding_share_a_signature(length: int) -> None:
+    """The signature contains the rounded length."""
     inputs = UNIFORM.build("cpu").inputs()
 
     one, other = (

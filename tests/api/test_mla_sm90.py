@@ -1,4 +1,4 @@
-"""What a call of the sm90 kernel hands to it; seen without a GPU."""
+"""Parameters of the sm90 MLA kernel; needs no GPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,14 @@ from mlagen.errors import ArgumentError, UnsupportedError
 from mlagen.runtime.tensor_map import TiledTensor
 from mlagen.settings import current_settings
 from mlagen.spec.mla_sm90 import MlaSm90Spec
-from tests.api.launches import COUNTERS, PLAN, Launch, launched, record_launches, scratch_of
+from tests.api.launches import (
+    SCHEDULE_ID,
+    SEMAPHORES,
+    Launch,
+    launched,
+    record_launches,
+    scratch_of,
+)
 from tests.cases import MlaCase
 
 UNIFORM = MlaCase(name="", seq_lens=(70, 3), heads=16, with_sinks=True)
@@ -27,7 +34,7 @@ E4M3 = torch.float8_e4m3fn
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
-    """Record what would be launched."""
+    """Record launches."""
     return record_launches(monkeypatch)
 
 
@@ -46,15 +53,15 @@ def maps_of(inputs: MlaArgs, spec: MlaSm90Spec) -> mla_maps.Maps:
     return mla_maps.CacheMaps(signature)[cache.data_ptr(), cache.data_ptr() + 1024]
 
 
-def test_a_call_launches_one_kernel_with_every_value_in_its_place(launches: list[Launch]) -> None:
-    """Maps, pointers, strides, counts and scales are those of the arguments and of the plan."""
+def test_a_call_launches_one_kernel_with_all_parameters(launches: list[Launch]) -> None:
+    """Maps, pointers, strides, sizes and scales are those of arguments and plan."""
     inputs = UNIFORM.build("cpu").inputs(
         bmm1_scale=0.25, bmm2_scale=torch.tensor(2.0), max_seq_len=70
     )
 
     call, out, ((family, blocks, enable_pdl, values),) = launched(inputs, launches, "sm90")
 
-    # Two requests of 2 blocks of tokens and 2 positions more are 8, so 4 spans.
+    # Two requests of 2 KV blocks with a fixed overhead of 2 make 8, so 4 ranges.
     assert (family, blocks, enable_pdl) == ("mla_sm90", 4, True)
     assert isinstance(inputs.bmm2_scale, torch.Tensor)
     assert inputs.sinks is not None
@@ -76,8 +83,8 @@ def test_a_call_launches_one_kernel_with_every_value_in_its_place(launches: list
         "sinks": inputs.sinks.data_ptr(),
         "out": out.data_ptr(),
         "partial_out": scratch,
-        "partial_rows": scratch + 2 * 4 * 16 * 512 * 2,
-        "semaphores": inputs.workspace_buffer.data_ptr() + COUNTERS,
+        "partial_states": scratch + 2 * 4 * 16 * 512 * 2,
+        "semaphores": inputs.workspace_buffer.data_ptr() + SEMAPHORES,
         "query_stride": 16 * 576 * 2,
         "query_head_stride": 576 * 2,
         "query_rope_stride": 16 * 576 * 2,
@@ -94,7 +101,7 @@ def test_a_call_launches_one_kernel_with_every_value_in_its_place(launches: list
         "num_cta_groups": 4,
         "cta_group_size": 1,
         "is_causal": 1,
-        "schedule_id": PLAN,
+        "schedule_id": SCHEDULE_ID,
         "bmm1_scale": 0.25,
         "bmm2_scale": 0.0,
         "lse_factor": 1.0,
@@ -103,10 +110,10 @@ def test_a_call_launches_one_kernel_with_every_value_in_its_place(launches: list
     assert call.plan.workspace_bytes == 2 * 4 * 16 * (512 * 2 + 16)
 
 
-# Cases with the values that differ from those of a plain call, as functions of the inputs.
+# Cases with the parameters that differ from a plain call, as functions of the arguments.
 RARE: dict[str, tuple[MlaCase, dict[str, Any]]] = {
     "parts of query and cache": (
-        replace(UNIFORM, parts_apart=True, flat_tables=True, q_len=2, is_causal=False),
+        replace(UNIFORM, separate_rope=True, flat_tables=True, q_len=2, is_causal=False),
         {
             "query_rope": lambda i: i.query_rope.data_ptr(),
             "query_stride": 16 * 512 * 2,
@@ -114,7 +121,7 @@ RARE: dict[str, tuple[MlaCase, dict[str, Any]]] = {
             "query_rope_head_stride": 64 * 2,
             "separate_rope": 1,
             "page_stride": 64 * 512 * 2,
-            "kv_indptr": lambda i: i.table_starts.data_ptr(),
+            "kv_indptr": lambda i: i.kv_indptr.data_ptr(),
             "block_tables_stride": 0,
             "max_pages": 11,
             "is_causal": 0,
@@ -143,10 +150,10 @@ RARE: dict[str, tuple[MlaCase, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(("case", "expected"), RARE.values(), ids=RARE)
-def test_what_few_calls_use_has_its_place(
+def test_rare_arguments_set_their_parameters(
     case: MlaCase, expected: dict[str, Any], launches: list[Launch]
 ) -> None:
-    """Every form that the kernel covers sets the parameters that it is made of."""
+    """Each rare argument that the kernel supports sets its parameters, and no others."""
     inputs = case.build("cpu").inputs()
 
     launched(inputs, launches, "sm90")
@@ -155,20 +162,20 @@ def test_what_few_calls_use_has_its_place(
     assert {name: launches[0].values[name] for name in expected} == wanted
 
 
-@pytest.mark.parametrize(("requests", "plan"), [(256, PLAN), (257, 0)])
-def test_of_as_many_requests_as_threads_lengths_are_kept(
-    requests: int, plan: int, launches: list[Launch]
+@pytest.mark.parametrize(("requests", "schedule_id"), [(256, SCHEDULE_ID), (257, 0)])
+def test_schedules_are_cached_for_at_most_one_request_per_thread(
+    requests: int, schedule_id: int, launches: list[Launch]
 ) -> None:
-    """Each thread compares one; of more, every launch finds its work anew."""
+    """A batch above the number of threads has schedule id 0, without cached metadata."""
     inputs = MlaCase(name="", seq_lens=(3,) * requests, heads=16).build("cpu").inputs()
 
     launched(inputs, launches, "sm90")
 
-    assert launches[0].values["schedule_id"] == plan
+    assert launches[0].values["schedule_id"] == schedule_id
 
 
-def test_parts_that_lie_in_one_row_are_copied_together(launches: list[Launch]) -> None:
-    """Two tensors that are views of one cache are found to be that; elsewhere is found too."""
+def test_parts_in_one_row_have_one_map(launches: list[Launch]) -> None:
+    """Views of one cache are detected by address, and separate tensors too."""
     inputs = UNIFORM.build("cpu").inputs()
     cache = inputs.kv_cache
     views = inputs._replace(kv_cache=cache[..., :512], rope_cache=cache[..., 512:])
@@ -178,16 +185,16 @@ def test_parts_that_lie_in_one_row_are_copied_together(launches: list[Launch]) -
     launched(views, launches, "sm90")
     launched(views._replace(rope_cache=other[..., 512:]), launches, "sm90")
 
-    whole, together, apart = (launch.values for launch in launches)
+    one_tensor, two_views, separate = (launch.values for launch in launches)
     names = ("latent_map", "rope_map", "kv_map", "separate_rope")
-    assert {name: together[name] for name in names} == {name: whole[name] for name in names}
-    assert apart["separate_rope"] == 1
-    assert apart["latent_map"] == whole["latent_map"]
-    assert apart["rope_map"] != whole["rope_map"]
+    assert {name: two_views[name] for name in names} == {name: one_tensor[name] for name in names}
+    assert separate["separate_rope"] == 1
+    assert separate["latent_map"] == one_tensor["latent_map"]
+    assert separate["rope_map"] != one_tensor["rope_map"]
 
 
-def test_an_lse_is_asked_for_in_its_base(launches: list[Launch]) -> None:
-    """The pointer is the given tensor's, and the factor that of the base."""
+def test_an_lse_has_its_pointer_and_factor(launches: list[Launch]) -> None:
+    """The LSE pointer is the given tensor's, and the factor that of the base."""
     lse = torch.zeros(2, 16)
     inputs = UNIFORM.build("cpu").inputs(lse=lse, return_lse=True, return_lse_base="basee")
 
@@ -200,21 +207,21 @@ def test_an_lse_is_asked_for_in_its_base(launches: list[Launch]) -> None:
 def test_a_query_of_no_tokens_launches_nothing_and_needs_no_workspace(
     launches: list[Launch],
 ) -> None:
-    """Ragged requests may all be without query tokens."""
+    """Ragged requests without any query tokens launch nothing."""
     inputs = replace(RAGGED, q_lens=(1, 0)).build("cpu").inputs()
-    nobody = inputs._replace(
+    empty = inputs._replace(
         query=inputs.query[:0],
         cum_seq_lens_q=torch.zeros(3).int(),
         workspace_buffer=inputs.workspace_buffer[:0],
     )
 
-    launched(nobody, launches, "sm90")
+    launched(empty, launches, "sm90")
 
     assert launches == []
 
 
 def test_a_workspace_too_small_is_rejected_with_both_sizes(launches: list[Launch]) -> None:
-    """One byte less than the plan needs is one too few."""
+    """A workspace one byte below the plan's size is rejected."""
     inputs = UNIFORM.build("cpu").inputs(max_seq_len=50_000)
     call, _, _ = launched(inputs, launches, "sm90")
     needed = call.plan.workspace_bytes
@@ -224,28 +231,28 @@ def test_a_workspace_too_small_is_rejected_with_both_sizes(launches: list[Launch
     with pytest.raises(ArgumentError) as caught:
         launched(small, launches, "sm90")
 
-    told = (
+    message = (
         f"workspace_buffer: expected {needed} bytes or more for this call, got {needed - 1} bytes"
     )
-    assert str(caught.value) == told
+    assert str(caught.value) == message
     assert launches == []
 
 
 @pytest.mark.usefixtures("launches")
-def test_more_work_than_blocks_can_count_is_rejected_or_left_to_the_other_kernel() -> None:
-    """Two requests of 2^30 pages hold 2^31 blocks of tokens; positions have 32 bits."""
+def test_a_schedule_beyond_32_bits_is_rejected_or_uses_the_sm80_kernel() -> None:
+    """2^31 KV blocks exceed the linear block index, so the sm80 kernel is used unless forced."""
     inputs = UNIFORM.build("cpu").inputs()
     request = replace(check_problem(inputs), device=torch.device("cuda", 0), max_pages=2**30)
     settings = current_settings()
 
-    with pytest.raises(UnsupportedError, match=r"fewer than 2\^31 blocks of 64 tokens"):
+    with pytest.raises(UnsupportedError, match=r"fewer than 2\^31 KV blocks of 64 tokens"):
         mla_call._prepare(inputs, request, replace(settings, mla_kernel="sm90"))
 
     assert not isinstance(mla_call._prepare(inputs, request, settings), MlaSm90Launcher)
 
 
 def test_a_pointer_that_is_not_aligned_is_rejected_by_name(launches: list[Launch]) -> None:
-    """A remembered call looks at pointers before it makes maps of them."""
+    """A cached call checks pointers before it encodes maps."""
     inputs = UNIFORM.build("cpu").inputs()
     call, _, _ = launched(inputs, launches, "sm90")
     launches.clear()
@@ -262,23 +269,23 @@ def test_a_pointer_that_is_not_aligned_is_rejected_by_name(launches: list[Launch
     assert launches == []
 
 
-def test_a_launch_of_a_remembered_call_makes_no_map(
+def test_a_cached_call_encodes_no_map(
     launches: list[Launch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are made when the call is prepared; another cache needs its own."""
+    """Maps are encoded when a call is prepared, and once for each other cache."""
     inputs = UNIFORM.build("cpu").inputs()
     call, out, _ = launched(inputs, launches, "sm90")
-    asked: list[int] = []
+    encoded: list[int] = []
 
     def encode(_: TiledTensor, address: int) -> bytes:
-        asked.append(address)
+        encoded.append(address)
         return bytes(128)
 
     monkeypatch.setattr(mla_maps, "encode", encode)
     call.launch(inputs, out, None, enable_pdl=False)
-    assert asked == []
+    assert encoded == []
 
     other = inputs.kv_cache.clone()
     call.launch(inputs._replace(kv_cache=other), out, None, enable_pdl=False)
 
-    assert asked == [other.data_ptr(), other.data_ptr() + 1024, other.data_ptr()]
+    assert encoded == [other.data_ptr(), other.data_ptr() + 1024, other.data_ptr()]

@@ -1,4 +1,4 @@
-"""Calls of the sm90 kernel for rows of 8 bits: when it is chosen, and what it is given."""
+"""Choice and parameters of the sm90 MLA kernel for an FP8 KV cache; needs no GPU."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import pytest
 import torch
 
 from mlagen.errors import UnsupportedError
-from tests.api.launches import COUNTERS, PLAN, Launch, launched, record_launches
+from tests.api.launches import SCHEDULE_ID, SEMAPHORES, Launch, launched, record_launches
 from tests.cases import MlaCase
-from tests.mla_cases import KINDS, of_kind
+from tests.mla_cases import KINDS, case_of_kind
 
-PACKED = KINDS["bf16 over fp8_ds_mla"]
-LONG = (64 * 129,)  # a block more than small calls have
+FP8_DS_MLA = KINDS["bf16 over fp8_ds_mla"]
+LONG = (64 * 129,)  # one KV block more than small calls have
 
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
-    """Return what would have been launched."""
+    """Record launches."""
     return record_launches(monkeypatch)
 
 
@@ -28,7 +28,7 @@ def _launch(case: MlaCase, launches: list[Launch], kernel: str, **changes: Any) 
 
 
 @pytest.mark.parametrize(
-    ("kind", "facts"),
+    ("kind", "fields"),
     [
         ("bf16 over fp8_ds_mla", {"seq_lens": LONG}),
         ("bf16 over fp8_ds_mla", {"seq_lens": LONG, "page_size": 3}),
@@ -37,11 +37,11 @@ def _launch(case: MlaCase, launches: list[Launch], kernel: str, **changes: Any) 
         ("bf16 over fp8_ds_mla", {"seq_lens": (70,) * 40, "top_k": 128, "heads": 64}),
     ],
 )
-def test_calls_take_it_by_themselves(
-    kind: str, facts: dict[str, Any], launches: list[Launch]
+def test_supported_calls_use_it_by_default(
+    kind: str, fields: dict[str, Any], launches: list[Launch]
 ) -> None:
-    """Told so, they take the portable one."""
-    case = of_kind(KINDS[kind], name="", **facts)
+    """Supported calls use the kernel unless the settings request the sm80 kernel."""
+    case = case_of_kind(KINDS[kind], name="", **fields)
 
     for kernel in ("auto", "sm90"):
         launches.clear()
@@ -51,9 +51,9 @@ def test_calls_take_it_by_themselves(
 
 
 @pytest.mark.parametrize("heads", [16, 128])
-def test_a_small_call_takes_the_portable_kernel(heads: int, launches: list[Launch]) -> None:
-    """With any number of rows, unless it is told otherwise."""
-    case = of_kind(PACKED, name="", seq_lens=(200,), heads=heads)
+def test_a_small_call_uses_the_sm80_kernel(heads: int, launches: list[Launch]) -> None:
+    """A small call with any heads uses the sm80 kernel unless the sm90 kernel is forced."""
+    case = case_of_kind(FP8_DS_MLA, name="", seq_lens=(200,), heads=heads)
 
     assert _launch(case, launches, "auto").family == "mla_sm80"
     launches.clear()
@@ -61,17 +61,17 @@ def test_a_small_call_takes_the_portable_kernel(heads: int, launches: list[Launc
 
 
 @pytest.mark.parametrize("kind", ["fp16 over e4m3", "fp16 over fp8_ds_mla"])
-def test_what_is_not_covered_is_rejected_by_name(kind: str, launches: list[Launch]) -> None:
-    """With what is covered in the message."""
-    inputs = of_kind(KINDS[kind], name="", seq_lens=(200,)).build("cpu").inputs()
+def test_unsupported_calls_are_rejected_if_forced(kind: str, launches: list[Launch]) -> None:
+    """The message of a forced, unsupported call lists the supported ones."""
+    inputs = case_of_kind(KINDS[kind], name="", seq_lens=(200,)).build("cpu").inputs()
 
     with pytest.raises(UnsupportedError, match="MLAGEN_MLA_KERNEL=sm90: no such kernel"):
         launched(inputs, launches, "sm90")
 
 
-def test_a_paged_call_is_given_its_requests(launches: list[Launch]) -> None:
-    """With their query ends, and no lists."""
-    case = of_kind(PACKED, name="", seq_lens=(200, 9), q_lens=(2, 1), heads=5)
+def test_a_paged_call_has_its_sequences(launches: list[Launch]) -> None:
+    """A paged call passes its query offsets, and no top-k indices."""
+    case = case_of_kind(FP8_DS_MLA, name="", seq_lens=(200, 9), q_lens=(2, 1), heads=5)
     problem = case.build("cpu")
     inputs = problem.inputs()
 
@@ -82,13 +82,13 @@ def test_a_paged_call_is_given_its_requests(launches: list[Launch]) -> None:
     assert values["cu_seqlens_q"] == inputs.cum_seq_lens_q.data_ptr()
     assert (values["topk"], values["topk_length"]) == (0, 0)
     assert (values["page_stride"], values["token_stride"]) == (64 * 656, 656)
-    assert values["semaphores"] == inputs.workspace_buffer.data_ptr() + COUNTERS
+    assert values["semaphores"] == inputs.workspace_buffer.data_ptr() + SEMAPHORES
     assert values["schedule_id"] == 0
 
 
-def test_of_a_sparse_call_every_query_token_is_a_request(launches: list[Launch]) -> None:
-    """With its list for a table; how long lists are, the requests say that tokens belong to."""
-    case = of_kind(PACKED, name="", seq_lens=(200, 90), q_len=3, top_k=70, heads=5)
+def test_in_a_sparse_call_every_query_token_is_a_sequence(launches: list[Launch]) -> None:
+    """Top-k indices are the block table of a query token; lengths are those of its request."""
+    case = case_of_kind(FP8_DS_MLA, name="", seq_lens=(200, 90), q_len=3, top_k=70, heads=5)
     inputs = case.build("cpu").inputs()
 
     values = launched(inputs, launches, "sm90").launches[0].values
@@ -96,13 +96,15 @@ def test_of_a_sparse_call_every_query_token_is_a_request(launches: list[Launch])
     assert (values["num_seqs"], values["q_len"], values["cu_seqlens_q"]) == (6, 1, 0)
     assert (values["sparse_num_seqs"], values["sparse_q_len"], values["topk"]) == (2, 3, 70)
     assert (values["block_tables_stride"], values["max_pages"]) == (70, 70)
-    assert values["schedule_id"] == PLAN
+    assert values["schedule_id"] == SCHEDULE_ID
 
 
-def test_scales_of_plain_rows_are_passed(launches: list[Launch]) -> None:
-    """As numbers, or as a tensor with its strides."""
-    two = of_kind(KINDS["bf16 over e4m3 with two scales"], name="", seq_lens=(200,))
-    many = of_kind(KINDS["bf16 over e4m3 with scales for 128 elements"], name="", seq_lens=(200,))
+def test_scales_of_e4m3_caches_are_passed(launches: list[Launch]) -> None:
+    """Scales are passed as numbers, or as a tensor with its strides."""
+    two = case_of_kind(KINDS["bf16 over e4m3 with two scales"], name="", seq_lens=(200,))
+    many = case_of_kind(
+        KINDS["bf16 over e4m3 with scales for 128 elements"], name="", seq_lens=(200,)
+    )
 
     numbers = _launch(two, launches, "sm90").values
     launches.clear()

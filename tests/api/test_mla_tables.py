@@ -1,4 +1,4 @@
-"""Bad lengths, tables and lists of MLA decode, message by message."""
+"""Invalid lengths, block tables and top-k indices of MLA decode, message by message."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ from tests.api.rejections import (
         "block_tables.dtype: expected torch.int32 or torch.uint32, got torch.int64",
     ),
     Rejection(
-        "tables of keys and values apart, not announced",
+        "separate tables of keys and values with shared page ids",
         lambda p: {"block_tables": p.block_tables[:, None].expand(-1, 2, -1)},
         "block_tables.ndim: expected 2, got 3",
     ),
@@ -84,7 +84,7 @@ from tests.api.rejections import (
     ),
 )
 def test_lengths_and_tables(rejection: Rejection) -> None:
-    """Both are 32-bit, of the query's batch and device, without gaps."""
+    """Both are 32-bit, contiguous, with the query's batch and device."""
     check(rejection)
 
 
@@ -108,8 +108,8 @@ def test_lengths_and_tables(rejection: Rejection) -> None:
         OTHER_PAGES,
     ),
 )
-def test_tables_of_keys_and_values_apart(rejection: Rejection) -> None:
-    """Without shared indices every request has two tables."""
+def test_separate_tables_of_keys_and_values(rejection: Rejection) -> None:
+    """Without shared page ids every request has two block tables."""
     check(rejection)
 
 
@@ -121,19 +121,19 @@ def test_tables_of_keys_and_values_apart(rejection: Rejection) -> None:
         SPARSE,
     ),
     Rejection(
-        "one list for a request",
+        "one row of indices for a request",
         lambda p: {"block_tables": p.block_tables[:, 0]},
         "block_tables.shape: expected [2, 2, 70] (batch, q_len, sparse_mla_top_k), got [2, 70]",
         SPARSE,
     ),
     Rejection(
-        "lists of ragged queries by request",
+        "indices of ragged queries by request",
         lambda p: {"block_tables": p.block_tables[None]},
         "block_tables.shape: expected [5, 70] (query tokens, sparse_mla_top_k), got [1, 5, 70]",
         SPARSE_RAGGED,
     ),
     Rejection(
-        "gaps in a list",
+        "gaps in a row of indices",
         lambda p: {"block_tables": strided(p.block_tables)},
         "block_tables.stride(-1): expected 1, got 2",
         SPARSE,
@@ -157,7 +157,7 @@ def test_tables_of_keys_and_values_apart(rejection: Rejection) -> None:
         SPARSE,
     ),
     Rejection(
-        "lengths without lists",
+        "lengths without indices",
         lambda _: {"sparse_mla_top_k_lens": torch.ones(4, dtype=torch.int32)},
         "sparse_mla_top_k_lens: expected None without sparse_mla_top_k, got a tensor",
     ),
@@ -180,21 +180,21 @@ def test_tables_of_keys_and_values_apart(rejection: Rejection) -> None:
         SPARSE,
     ),
 )
-def test_lists_of_tokens(rejection: Rejection) -> None:
-    """Every query token has a list of exactly the announced length."""
+def test_topk_indices(rejection: Rejection) -> None:
+    """Every query token has exactly ``sparse_mla_top_k`` indices."""
     check(rejection)
 
 
 @rejections(
     Rejection(
         "no tensor",
-        lambda _: {"table_starts": [0, 2, 3]},
+        lambda _: {"kv_indptr": [0, 2, 3]},
         "kv_indptr: expected a torch.Tensor, got list",
         FLAT,
     ),
     Rejection(
-        "pages of each request instead of places",
-        lambda p: {"table_starts": p.rare["table_starts"][1:]},
+        "pages of each request instead of offsets",
+        lambda p: {"kv_indptr": p.extra_args["kv_indptr"][1:]},
         "kv_indptr.shape: expected [3] (batch + 1), got [2]",
         FLAT,
     ),
@@ -212,12 +212,12 @@ def test_lists_of_tokens(rejection: Rejection) -> None:
     ),
 )
 def test_flat_tables(rejection: Rejection) -> None:
-    """Page ids in a row come with the place where each request's begin."""
+    """Flat page ids have the offset of each request."""
     check_inputs(rejection)
 
 
-def test_values_in_other_pages_do_not_go_with_lists_of_tokens() -> None:
-    """The pair is what no kernel covers, whatever the shape of the lists."""
+def test_separate_value_pages_are_rejected_in_sparse_calls() -> None:
+    """No kernel supports separate value pages with top-k indices of any shape."""
     arguments = SPARSE.build("cpu").arguments(uses_shared_paged_kv_idx=False)
 
     with pytest.raises(UnsupportedError) as caught:

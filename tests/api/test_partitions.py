@@ -1,4 +1,4 @@
-"""MLA calls in a context that has fewer SMs than its GPU, as a green context has."""
+"""MLA calls in a context with fewer SMs than its GPU, such as a green context."""
 
 from __future__ import annotations
 
@@ -14,39 +14,39 @@ from mlagen.errors import ArgumentError
 from mlagen.runtime import partition
 from mlagen.runtime.device import DeviceFacts
 from mlagen.runtime.loader import LoadedKernel
-from mlagen.runtime.partition import TooManyBlocksError
+from mlagen.runtime.partition import TooManyCtasError
 from mlagen.settings import current_settings
-from tests.api.fast_path_calls import Door, open_door
-from tests.api.test_mla_fast_path import usual_arguments
+from tests.api.fast_path_calls import EntryPoint, make_entry_point
+from tests.api.test_mla_fast_path import fast_path_arguments
 
 GPU_SMS = 132
-# What stands for the GPU of tensors that are on the CPU.
+# The device index of CPU tensors.
 DEVICE = -1
 
 
 @dataclass
 class Context:
-    """What launches find: how many SMs, how many blocks the driver takes, what it has rejected."""
+    """A simulated context: its SMs, the driver's maximum of CTAs, and rejected launches."""
 
     sms: int = GPU_SMS
     max_blocks: int = GPU_SMS
     rejections: int = 0
 
     def enter(self, sms: int, max_blocks: int | None = None) -> None:
-        """Make a context of so many SMs current."""
+        """Make a context of ``sms`` SMs current."""
         self.sms = sms
         self.max_blocks = sms if max_blocks is None else max_blocks
 
     def check(self, kernel: LoadedKernel, blocks: int) -> None:
-        """Reject a cooperative grid that is too large."""
+        """Reject a cooperative grid above the maximum."""
         if kernel.spec.is_cooperative and blocks > self.max_blocks:
             self.rejections += 1
-            raise TooManyBlocksError("too large", symbol="x", device=DEVICE, blocks=blocks)
+            raise TooManyCtasError("too large", symbol="x", device=DEVICE, num_ctas=blocks)
 
 
 @dataclass(frozen=True)
 class _Checked:
-    """A launch that may be rejected whenever it is made again."""
+    """A launch whose replay may be rejected."""
 
     context: Context
     kernel: LoadedKernel
@@ -59,15 +59,15 @@ class _Checked:
 
 
 @pytest.fixture
-def door(monkeypatch: pytest.MonkeyPatch) -> Door:
-    """Return the entry point, where nothing is remembered."""
-    return open_door(monkeypatch, mla_call, mlagen.mla.trtllm_batch_decode_with_kv_cache_mla)
+def entry_point(monkeypatch: pytest.MonkeyPatch) -> EntryPoint:
+    """Return the entry point with an empty call cache."""
+    return make_entry_point(monkeypatch, mla_call, mlagen.mla.trtllm_batch_decode_with_kv_cache_mla)
 
 
 @pytest.fixture
-def context(door: Door, monkeypatch: pytest.MonkeyPatch) -> Context:
-    """Return the context that launches of ``door`` find."""
-    assert door.launches == []
+def context(entry_point: EntryPoint, monkeypatch: pytest.MonkeyPatch) -> Context:
+    """Return the simulated context of ``entry_point``'s launches."""
+    assert entry_point.launches == []
     context = Context()
     facts = DeviceFacts(index=0, name="", major=9, minor=0, sm_count=GPU_SMS, memory_bytes=0)
     monkeypatch.setattr(partition, "device_facts", lambda _: facts)
@@ -87,25 +87,25 @@ def context(door: Door, monkeypatch: pytest.MonkeyPatch) -> Context:
     return context
 
 
-def grid(door: Door, arguments: dict[str, Any]) -> tuple[str, int]:
-    """Return the kernel and the blocks that a call launches first."""
-    outcome = door.outcome(arguments)
-    assert door.launches, outcome
-    return door.launches[0].family, door.launches[0].blocks
+def grid(entry_point: EntryPoint, arguments: dict[str, Any]) -> tuple[str, int]:
+    """Return the kernel and the CTAs of a call's first launch."""
+    outcome = entry_point.outcome(arguments)
+    assert entry_point.launches, outcome
+    return entry_point.launches[0].family, entry_point.launches[0].blocks
 
 
 def long_call() -> dict[str, Any]:
-    """Return the arguments of a call that has work for every SM."""
-    return usual_arguments(max_seq_len=50_000, workspace_buffer=torch.zeros(1 << 23))
+    """Return the arguments of a call with work for every SM."""
+    return fast_path_arguments(max_seq_len=50_000, workspace_buffer=torch.zeros(1 << 23))
 
 
-def test_a_grid_is_as_large_as_its_context(door: Door, context: Context) -> None:
-    """One launch is rejected, and none after; in the whole GPU all is as it was."""
+def test_a_grid_is_as_large_as_its_context(entry_point: EntryPoint, context: Context) -> None:
+    """One launch is rejected and none after; calls on the whole GPU are unaffected."""
     arguments = long_call()
-    whole = [door.outcome(arguments) for _ in range(3)]
+    whole = [entry_point.outcome(arguments) for _ in range(3)]
     context.enter(16)
 
-    inside = [grid(door, arguments) for _ in range(4)]
+    inside = [grid(entry_point, arguments) for _ in range(4)]
 
     family, blocks = inside[0]
     assert family == "mla_sm90"
@@ -113,68 +113,74 @@ def test_a_grid_is_as_large_as_its_context(door: Door, context: Context) -> None
     assert inside == inside[:1] * 4
     assert context.rejections == 1
     context.enter(GPU_SMS)
-    assert [door.outcome(arguments) for _ in range(3)] == whole
+    assert [entry_point.outcome(arguments) for _ in range(3)] == whole
     context.enter(32)
-    assert 16 < grid(door, arguments)[1] <= 32
+    assert 16 < grid(entry_point, arguments)[1] <= 32
     assert context.rejections == 1
 
 
-def test_a_call_that_was_never_made_elsewhere(door: Door, context: Context) -> None:
-    """Its first launch is rejected, and it is remembered for the context alone."""
+def test_a_call_without_an_entry_for_the_whole_gpu(
+    entry_point: EntryPoint, context: Context
+) -> None:
+    """The first launch is rejected, and the call is cached for the context alone."""
     context.enter(16)
 
-    inside = [grid(door, long_call()) for _ in range(3)]
+    inside = [grid(entry_point, long_call()) for _ in range(3)]
 
     assert inside[0][1] <= 16
     assert inside == inside[:1] * 3
     context.enter(GPU_SMS)
-    assert grid(door, long_call())[1] > 16
+    assert grid(entry_point, long_call())[1] > 16
 
 
-def test_remembered_calls_read_no_form_in_a_context(door: Door, context: Context) -> None:
-    """They are found as they are in the whole GPU."""
+def test_cached_calls_read_no_signature_in_a_context(
+    entry_point: EntryPoint, context: Context
+) -> None:
+    """The fast path works in a context as on the whole GPU."""
     arguments = long_call()
     context.enter(16)
     for _ in range(3):
-        door.run(**arguments)
+        entry_point.run(**arguments)
 
-    assert not door.reads_form(arguments)
+    assert not entry_point.reads_signature(arguments)
 
 
-def test_where_the_driver_rejects_what_should_fit(door: Door, context: Context) -> None:
-    """Calls take the kernel whose blocks do not wait for each other, there and only there."""
+def test_a_driver_that_rejects_every_cooperative_grid(
+    entry_point: EntryPoint, context: Context
+) -> None:
+    """Calls use the sm80 kernel, whose CTAs do not wait for each other, in that context only."""
     arguments = long_call()
-    whole = door.outcome(arguments)
+    whole = entry_point.outcome(arguments)
     context.enter(16, max_blocks=0)
 
-    inside = [grid(door, arguments) for _ in range(4)]
+    inside = [grid(entry_point, arguments) for _ in range(4)]
 
     assert {family for family, _ in inside} == {"mla_sm80"}
     assert context.rejections == 2
     context.enter(GPU_SMS)
-    assert door.outcome(arguments) == whole
+    assert entry_point.outcome(arguments) == whole
 
 
-def test_a_kernel_that_is_asked_for_by_name_is_not_replaced(
-    door: Door, context: Context, monkeypatch: pytest.MonkeyPatch
+def test_a_forced_kernel_does_not_fall_back(
+    entry_point: EntryPoint, context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where none of its grids is taken, an error says so."""
+    """If the driver rejects all grids of a forced kernel, an error is raised."""
     monkeypatch.setenv("MLAGEN_MLA_KERNEL", "sm90")
     current_settings.cache_clear()
     context.enter(16, max_blocks=0)
 
-    outcomes = [door.outcome(long_call()) for _ in range(3)]
+    outcomes = [entry_point.outcome(long_call()) for _ in range(3)]
 
     expected = "UnsupportedError: MLAGEN_MLA_KERNEL=sm90: expected a context whose SMs hold all"
     assert all(outcome.startswith(expected) for outcome in outcomes)
 
 
-def test_a_workspace_for_the_plans_of_the_whole_gpu_is_enough(
-    door: Door, context: Context, monkeypatch: pytest.MonkeyPatch
+def test_a_workspace_for_the_whole_gpu_is_sufficient(
+    entry_point: EntryPoint, context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where a context would need more, the sm80 kernel is launched."""
+    """If the plan of a context needs a larger workspace, the sm80 kernel is launched."""
     arguments = long_call()
-    door.run(**arguments)
+    entry_point.run(**arguments)
 
     def reject(*_: object) -> int:
         raise ArgumentError("workspace_buffer: too small")
@@ -182,4 +188,4 @@ def test_a_workspace_for_the_plans_of_the_whole_gpu_is_enough(
     monkeypatch.setattr(mla_sm90_launcher, "scratch_offset", reject)
     context.enter(16)
 
-    assert grid(door, arguments)[0] == "mla_sm80"
+    assert grid(entry_point, arguments)[0] == "mla_sm80"

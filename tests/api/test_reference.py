@@ -1,4 +1,4 @@
-"""The CPU backend where it is more than its results: what it reads, and how well it computes."""
+"""Invalid pages, precision and side effects of the CPU backend."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from tests.cases import MlaCase
 from tests.mla_semantics import decode, decode_with_lse
 
 
-def test_a_page_that_does_not_exist_reads_as_zero() -> None:
-    """The tokens of a wild id count as keys and values of zero, as in the kernels."""
+def test_an_invalid_page_reads_as_zero() -> None:
+    """Tokens of an invalid page id are zero keys and values, as in the kernels."""
     problem = MlaCase(name="", seq_lens=(128,)).build("cpu")
     tables = problem.block_tables.clone()
     zeroed = problem.kv_cache.clone()
@@ -22,7 +22,7 @@ def test_a_page_that_does_not_exist_reads_as_zero() -> None:
 
 
 def test_it_computes_in_float32() -> None:
-    """Its LSE agrees with float64 far closer than 16-bit weights would."""
+    """The LSE agrees with float64 more closely than 16-bit weights allow."""
     problem = MlaCase(name="", seq_lens=(300, 70), with_sinks=True).build("cpu")
 
     _, lse = decode_with_lse(problem)
@@ -31,8 +31,8 @@ def test_it_computes_in_float32() -> None:
     assert error < 1e-5
 
 
-def test_the_inputs_are_left_as_they_are() -> None:
-    """No argument but `out` and `lse` is written."""
+def test_the_inputs_are_unchanged() -> None:
+    """No argument except `out` and `lse` is written."""
     problem = MlaCase(name="", seq_lens=(70, 3), with_sinks=True).build("cpu")
     arguments = problem.arguments()
     tensors = {key: value for key, value in arguments.items() if isinstance(value, torch.Tensor)}
@@ -47,5 +47,5 @@ def test_the_inputs_are_left_as_they_are() -> None:
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a tensor, since a NaN equals nothing."""
+    """Return the bytes of a tensor, as NaN does not compare equal."""
     return tensor.contiguous().view(torch.uint8)

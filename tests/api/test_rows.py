@@ -1,4 +1,4 @@
-"""Stored rows as float32, against what they were stored from."""
+"""Decoding of stored rows to float32."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ FORMATS = [DType.BF16, DType.FP16, DType.E4M3, DType.FP8_DS_MLA]
 
 
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
-def test_a_row_is_decoded_to_what_it_stands_for(dtype: DType) -> None:
-    """Every element is the float32 next to stored element times scale."""
+def test_a_row_is_decoded_to_its_elements(dtype: DType) -> None:
+    """Every element is the float32 product of stored element and scale."""
     content = torch.randn(7, 576, generator=torch.Generator().manual_seed(0))
     stored = store(content, 512, str(dtype))
 
@@ -23,8 +23,8 @@ def test_a_row_is_decoded_to_what_it_stands_for(dtype: DType) -> None:
     assert torch.equal(elements, stored.elements.float())
 
 
-def test_a_packed_row_without_its_scale() -> None:
-    """The scale of a 640-byte row is kept elsewhere, and multiplies all of it."""
+def test_an_fp8_per_token_row_is_decoded_without_its_scale() -> None:
+    """The scale of a 640-byte row is in another tensor, and multiplies all elements."""
     content = torch.randn(7, 576, generator=torch.Generator().manual_seed(0))
     scales = torch.rand(7, generator=torch.Generator().manual_seed(1)) + 0.5
     stored = store(content, 512, "fp8_per_token", scales=scales)
@@ -35,7 +35,7 @@ def test_a_packed_row_without_its_scale() -> None:
 
 
 def test_groups_of_128_elements_have_a_scale_each() -> None:
-    """A short latent part leaves the last scales unused, whatever they are."""
+    """A short latent part does not use the last scales, even if they are NaN."""
     scales = torch.tensor([[2.0, 3.0, float("nan"), float("nan")]])
 
     elements = scaled_groups(torch.ones(1, 256), scales)
@@ -45,7 +45,7 @@ def test_groups_of_128_elements_have_a_scale_each() -> None:
 
 @pytest.mark.parametrize("dtype", [*FORMATS, DType.FP8_PER_TOKEN], ids=str)
 def test_poison_is_nan_in_every_format(dtype: DType) -> None:
-    """What tests put where nothing may be read would be seen in any result."""
+    """The poison of tests decodes to NaN in every format."""
     rows = torch.full((3, dtype.row_bytes(576)), POISON, dtype=torch.uint8)
 
     elements = decoded(rows, dtype)
@@ -53,8 +53,8 @@ def test_poison_is_nan_in_every_format(dtype: DType) -> None:
     assert elements.isnan().all()
 
 
-def test_tokens_are_taken_where_they_lie() -> None:
-    """Pages and tokens may be padded, and a token may be taken twice."""
+def test_stored_rows_follow_strides() -> None:
+    """Pages and tokens may have padding, and a token may be read twice."""
     cache = torch.arange(4 * 3 * 24, dtype=torch.float32).bfloat16().view(4, 3, 24)[:, :2, :16]
 
     rows = stored_rows(cache, torch.tensor([3, 0, 3]), torch.tensor([1, 0, 1]))

@@ -1,4 +1,4 @@
-"""What is alike, in one step."""
+"""Tensor guards."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 
 from mlagen.api import tensor_guard
 from mlagen.api.tensor_guard import make_guard
-from tests.api.launches import FACTS
+from tests.api.launches import PROPERTIES
 
 guards = pytest.importorskip("torch._C._dynamo.guards")
 
 UNLIKE: dict[str, Callable[[torch.Tensor], object]] = {
-    **FACTS,
+    **PROPERTIES,
     "one axis more": lambda tensor: tensor[None],
     "the strides of an axis of size 1": lambda tensor: tensor.as_strided((4, 4, 1), (4, 1, 7)),
     "transposed": torch.t,
@@ -29,7 +29,7 @@ UNLIKE: dict[str, Callable[[torch.Tensor], object]] = {
 
 
 class Named(torch.Tensor):
-    """A tensor of a class of its own."""
+    """A subclass of torch.Tensor."""
 
 
 @pytest.fixture(autouse=True)
@@ -39,8 +39,8 @@ def _forget() -> Iterator[None]:
     tensor_guard._valid_guards.cache_clear()
 
 
-def test_tensors_that_are_alike() -> None:
-    """Contents and addresses may differ, and which of two places a tensor has."""
+def test_equal_metadata_is_accepted() -> None:
+    """Contents and addresses may differ, and equal tensors may be swapped."""
     one, other = torch.ones(4, 4), torch.zeros(4, 4)
 
     guard = make_guard((one, other))
@@ -53,8 +53,10 @@ def test_tensors_that_are_alike() -> None:
 
 @pytest.mark.parametrize("change", UNLIKE.values(), ids=UNLIKE)
 @pytest.mark.parametrize("place", [0, 1])
-def test_tensors_that_are_not(place: int, change: Callable[[torch.Tensor], object]) -> None:
-    """Whatever is not the same of one of them, in whichever place."""
+def test_different_metadata_is_rejected(
+    place: int, change: Callable[[torch.Tensor], object]
+) -> None:
+    """A difference in one tensor at any position is rejected."""
     tensors = [torch.ones(4, 4), torch.ones(4, 4)]
     guard = make_guard(tensors)
     assert guard is not None
@@ -65,7 +67,7 @@ def test_tensors_that_are_not(place: int, change: Callable[[torch.Tensor], objec
 
 
 def test_a_tensor_that_is_resized() -> None:
-    """The object is the same, and it is not like itself before."""
+    """The same object with another shape is rejected."""
     one, other = torch.ones(4, 4), torch.ones(4, 4)
     guard = make_guard((one, other))
     assert guard is not None
@@ -75,8 +77,8 @@ def test_a_tensor_that_is_resized() -> None:
     assert not guard(one, other)
 
 
-def test_a_tensor_in_two_places() -> None:
-    """Another is like it in the same places; two tensors are not, and no guard sees one as two."""
+def test_a_repeated_tensor() -> None:
+    """A guard accepts repeats at the same positions only, in both directions."""
     one, other, third = torch.ones(4), torch.zeros(4), torch.ones(3)
     guard, of_two = make_guard((one, third, one)), make_guard((one, third, other))
     assert guard is not None
@@ -90,46 +92,48 @@ def test_a_tensor_in_two_places() -> None:
 
 
 def test_a_subclass_is_not_guarded() -> None:
-    """It may hide its shape."""
+    """A subclass has no guard, as it may override its shape."""
     assert make_guard((torch.ones(1), torch.ones(1).as_subclass(Named))) is None
 
 
 def test_a_torch_without_guards(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There are none then."""
+    """Without torch's guards there is no guard."""
     monkeypatch.delattr(guards, "TensorGuards")
 
     assert make_guard((torch.ones(1), torch.zeros(1))) is None
 
 
 class Rejecting:
-    """Guards that are made in another way."""
+    """Guards with another constructor."""
 
     def __init__(self, *tensors: torch.Tensor) -> None:
-        """Take no sizes."""
+        """Accept no sizes."""
 
 
-class Yielding:
-    """Guards that call everything alike."""
+class AcceptAll:
+    """Guards that accept everything."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        """Look at nothing."""
+        """Ignore all arguments."""
 
     def check(self, *_: object) -> bool:
-        """Return that they are."""
+        """Accept."""
         return True
 
 
-class Blind(Yielding):
-    """Guards that look at classes alone."""
+class TypesOnly(AcceptAll):
+    """Guards that check types alone."""
 
     def check(self, *tensors: object) -> bool:
-        """Return that they are, if they are tensors."""
+        """Accept tensors."""
         return all(isinstance(tensor, torch.Tensor) for tensor in tensors)
 
 
-@pytest.mark.parametrize("other", [Rejecting, Yielding, Blind, object])
-def test_a_torch_whose_guards_are_others(other: type, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are private, and not used where they do not tell apart what they did."""
+@pytest.mark.parametrize("other", [Rejecting, AcceptAll, TypesOnly, object])
+def test_guards_with_other_behaviour_are_not_used(
+    other: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch's private guards are used only if they distinguish tensors as required."""
     monkeypatch.setattr(guards, "TensorGuards", other)
 
     assert make_guard((torch.ones(1), torch.zeros(1))) is None

@@ -1,4 +1,4 @@
-"""The workspace that a caller is told of."""
+"""Workspace sizes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ E4M3 = torch.float8_e4m3fn
 
 @pytest.fixture
 def h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let GPU 0 be an H200."""
+    """Simulate an H200 as GPU 0."""
     facts = DeviceFacts(index=0, name="", major=9, minor=0, sm_count=132, memory_bytes=0)
     plans = (mla_plan.plan_call, mla_plan.plan_mla_sm90_call, gqa_plan.plan_gqa_call)
     for module in (mla_plan, gqa_plan):
@@ -38,7 +38,7 @@ def h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def choose(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the settings ask for a kernel."""
+    """Set the requested kernel."""
     monkeypatch.setenv("MLAGEN_MLA_KERNEL", kernel)
     current_settings.cache_clear()
 
@@ -51,7 +51,7 @@ KERNELS = ("auto", "sm80", "sm90")
 def test_no_call_needs_more_than_513_kib_for_each_sm(
     kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the docstring promises holds for small and large batches, short and long."""
+    """The bound of the docstring holds for all batch sizes and lengths."""
     choose(kernel, monkeypatch)
 
     needed = [
@@ -71,15 +71,15 @@ CALLS: dict[str, tuple[MlaCase, dict[str, Any]]] = {
     "rank 256": (replace(LONG, kv_lora_rank=256, page_size=1), {"kv_lora_rank": 256}),
     "e4m3": (replace(LONG, dtype=E4M3), {"dtype": E4M3}),
     "bf16 over e4m3": (replace(LONG, kv_format="e4m3"), {"kv_dtype": E4M3}),
-    "packed rows": (replace(LONG, kv_format="fp8_ds_mla"), {"kv_dtype": torch.uint8}),
-    "lists of tokens": (replace(LONG, top_k=2048), {"sparse_mla_top_k": 2048}),
-    "values apart": (replace(LONG, values="other pages"), {}),
+    "fp8_ds_mla": (replace(LONG, kv_format="fp8_ds_mla"), {"kv_dtype": torch.uint8}),
+    "sparse": (replace(LONG, top_k=2048), {"sparse_mla_top_k": 2048}),
+    "separate values": (replace(LONG, values="other pages"), {}),
     "ragged": (replace(LONG, q_lens=(1, 4)), {"q_len": 4, "tokens": 5}),
     "ragged, without the longest": (replace(LONG, q_lens=(1, 4)), {"q_len": 4, "tokens": 5}),
 }
 
 
-COVERED_BY_HOPPER = ("bf16", "ragged", "ragged, without the longest")
+SUPPORTED_BY_SM90 = ("bf16", "ragged", "ragged, without the longest")
 
 
 @pytest.mark.usefixtures("h200")
@@ -88,11 +88,11 @@ COVERED_BY_HOPPER = ("bf16", "ragged", "ragged, without the longest")
     [
         (name, kernel)
         for name, kernel in product(CALLS, KERNELS)
-        if kernel != "sm90" or name in COVERED_BY_HOPPER
+        if kernel != "sm90" or name in SUPPORTED_BY_SM90
     ],
 )
-def test_what_is_told_is_enough(name: str, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call of this size takes a workspace of just so many bytes, by either kernel."""
+def test_the_size_is_sufficient(name: str, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call accepts a workspace of exactly this size, with either kernel."""
     choose(kernel, monkeypatch)
     case, changes = CALLS[name]
     sizes = {"batch": 2, "q_len": 1, "heads": 24, "page_size": case.page_size}
@@ -105,7 +105,7 @@ def test_what_is_told_is_enough(name: str, kernel: str, monkeypatch: pytest.Monk
         inputs = inputs._replace(max_q_len=None)
 
     for taken in ("sm80", "sm90") if kernel == "auto" else (kernel,):
-        if taken == "sm80" or name in COVERED_BY_HOPPER:
+        if taken == "sm80" or name in SUPPORTED_BY_SM90:
             call, _, _ = launched(inputs, launches, taken)
             assert 0 < call.plan.workspace_bytes <= needed
 
@@ -115,24 +115,22 @@ SIZES: dict[str, Any] = {"batch": 2, "q_len": 1, "heads": 24, "max_seq_len": 50_
 
 @pytest.mark.usefixtures("h200")
 @pytest.mark.parametrize("max_seq_len", [100, 5000])
-def test_either_kernel_may_be_the_one_that_is_taken(
-    max_seq_len: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is told is the larger of both."""
-    told = {}
+def test_the_size_covers_both_kernels(max_seq_len: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With ``auto`` the size is the larger of both kernels."""
+    sizes = {}
     for kernel in KERNELS:
         choose(kernel, monkeypatch)
-        told[kernel] = mlagen.workspace_bytes(**SIZES | {"max_seq_len": max_seq_len})
+        sizes[kernel] = mlagen.workspace_bytes(**SIZES | {"max_seq_len": max_seq_len})
 
-    assert told["auto"] == max(told["sm80"], told["sm90"])
-    assert told["sm80"] != told["sm90"]
+    assert sizes["auto"] == max(sizes["sm80"], sizes["sm90"])
+    assert sizes["sm80"] != sizes["sm90"]
 
 
 @pytest.mark.usefixtures("h200")
-def test_a_kernel_that_is_asked_for_and_covers_no_such_call_is_rejected(
+def test_a_forced_kernel_that_does_not_support_the_call_is_rejected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As the call would be."""
+    """Unsupported arguments are rejected as in the call."""
     monkeypatch.setattr(mla_sm90_launcher, "arch_of_device", lambda _: Arch(90, "a"))
     choose("sm90", monkeypatch)
 
@@ -143,14 +141,14 @@ def test_a_kernel_that_is_asked_for_and_covers_no_such_call_is_rejected(
 @pytest.mark.usefixtures("h200")
 @pytest.mark.parametrize(
     ("kv_dtype", "least"),
-    # The sm90 kernel: two pieces of four blocks, eight rows of 128 values and two numbers.
+    # The sm90 kernel: two splits of four CTAs, eight rows of 128 values, max and sum.
     [
         *((kv_dtype, 2 * 4 * 8 * (128 + 2) * 4) for kv_dtype in (None, E4M3)),
         *((kv_dtype, 0) for kv_dtype in (torch.int8, torch.uint8)),
     ],
 )
-def test_grouped_queries_are_spoken_of_too(kv_dtype: torch.dtype | None, least: int) -> None:
-    """With kv_heads and head_dim the call is one of the other family; a window makes it less."""
+def test_grouped_query_sizes(kv_dtype: torch.dtype | None, least: int) -> None:
+    """With kv_heads and head_dim the size is of grouped-query attention; a window reduces it."""
     sizes: dict[str, Any] = {"batch": 2, "heads": 16, "kv_heads": 2, "head_dim": 128}
 
     whole = mlagen.workspace_bytes(q_len=1, max_seq_len=100_000, kv_dtype=kv_dtype, **sizes)
@@ -165,7 +163,7 @@ def test_grouped_queries_are_spoken_of_too(kv_dtype: torch.dtype | None, least: 
     assert ragged > 0
 
 
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+REJECTED: dict[str, tuple[dict[str, Any], str]] = {
     "a negative batch": ({"batch": -1}, "batch: expected an int, 0 or more, got -1"),
     "no query tokens": ({"q_len": 0}, "q_len: expected an int, 1 or more, got 0"),
     "a fraction of heads": ({"heads": 1.5}, "heads: expected an int, 1 or more, got 1.5"),
@@ -194,8 +192,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.usefixtures("h200")
-@pytest.mark.parametrize(("changes", "message"), REFUSED.values(), ids=REFUSED)
-def test_a_size_that_no_call_has_is_rejected(changes: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize(("changes", "message"), REJECTED.values(), ids=REJECTED)
+def test_an_invalid_size_is_rejected(changes: dict[str, Any], message: str) -> None:
     """The message names the number, the rule and the value."""
     sizes: dict[str, Any] = {"batch": 1, "q_len": 1, "heads": 16, "max_seq_len": 100}
 
@@ -206,8 +204,8 @@ def test_a_size_that_no_call_has_is_rejected(changes: dict[str, Any], message: s
 
 
 @pytest.mark.usefixtures("h200")
-def test_what_no_kernel_covers_is_rejected() -> None:
-    """As the call would be."""
+def test_unsupported_calls_are_rejected() -> None:
+    """Unsupported arguments are rejected as in the call."""
     with pytest.raises(UnsupportedError, match=r"^no MLA decode kernel for query bf16"):
         mlagen.workspace_bytes(batch=1, q_len=1, heads=16, max_seq_len=100, kv_lora_rank=384)
 
@@ -215,7 +213,7 @@ def test_what_no_kernel_covers_is_rejected() -> None:
 @pytest.mark.usefixtures("h200")
 @pytest.mark.parametrize("device", ["cuda", "cuda:0", torch.device("cuda"), 0])
 def test_a_gpu_has_several_names(device: torch.device | int | str) -> None:
-    """As everywhere in torch."""
+    """A GPU may be given in all of torch's ways."""
     sizes: dict[str, Any] = {"batch": 1, "q_len": 1, "heads": 16, "max_seq_len": 5000}
 
     needed = mlagen.workspace_bytes(device=device, **sizes)
@@ -223,8 +221,8 @@ def test_a_gpu_has_several_names(device: torch.device | int | str) -> None:
     assert needed == mlagen.workspace_bytes(**sizes) > 0
 
 
-def test_a_gpu_that_is_not_there_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The message says how many there are."""
+def test_a_missing_gpu_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message names the number of GPUs."""
     monkeypatch.setattr("mlagen.runtime.device.visible_devices", list)
 
     with pytest.raises(ArgumentError) as caught:

@@ -1,4 +1,4 @@
-"""What the doors of flashinfer.xqa are told besides the tensors they read, message by message."""
+"""Invalid arguments of ``flashinfer.xqa``'s entry points, message by message."""
 
 from __future__ import annotations
 
@@ -86,12 +86,12 @@ HND = GqaCase(name="", seq_lens=(70, 3), layout="HND")
     ),
 )
 def test_xqa(rejection: Rejection) -> None:
-    """Sizes are those of the caches, semaphores are what they are elsewhere."""
+    """Sizes match the caches, and semaphores have FlashInfer's dtype and device."""
     check_xqa(rejection)
 
 
 def test_sizes_of_any_integer_type() -> None:
-    """What can stand for an index can be a size, as an element of a shape in numpy."""
+    """A size may be any object with ``__index__``, such as a numpy integer."""
 
     class Two:
         def __index__(self) -> int:
@@ -104,9 +104,9 @@ def test_sizes_of_any_integer_type() -> None:
     problem.check(out)
 
 
-MLA = MlaCase(name="", dtype=E4M3, seq_lens=(70, 3), cache_form="[P,ps,1,d]")
-MLA_APART = MlaCase(
-    name="", dtype=E4M3, seq_lens=(70, 3), cache_form="[P,ps,1,d]", values="other cache"
+MLA = MlaCase(name="", dtype=E4M3, seq_lens=(70, 3), cache_layout="[P,ps,1,d]")
+MLA_SEPARATE = MlaCase(
+    name="", dtype=E4M3, seq_lens=(70, 3), cache_layout="[P,ps,1,d]", values="other cache"
 )
 
 MLA_REJECTIONS: dict[str, tuple[MlaCase, Callable[[MlaProblem], dict[str, Any]], str]] = {
@@ -147,18 +147,18 @@ MLA_REJECTIONS: dict[str, tuple[MlaCase, Callable[[MlaProblem], dict[str, Any]],
         "v_cache: expected a torch.Tensor, got NoneType",
     ),
     "values of another dtype": (
-        MLA_APART,
-        lambda p: {"v_cache": p.rare["value_cache"].to(torch.bfloat16)},
+        MLA_SEPARATE,
+        lambda p: {"v_cache": p.extra_args["value_cache"].to(torch.bfloat16)},
         "v_cache.dtype: expected torch.float8_e4m3fn (dtype of k_cache), got torch.bfloat16",
     ),
     "values of another shape": (
-        MLA_APART,
-        lambda p: {"v_cache": p.rare["value_cache"][1:]},
+        MLA_SEPARATE,
+        lambda p: {"v_cache": p.extra_args["value_cache"][1:]},
         "v_cache.shape: expected [7, 64, 576] (shape of k_cache), got [6, 64, 576]",
     ),
     "values of other strides": (
-        MLA_APART,
-        lambda p: {"v_cache": p.rare["value_cache"].repeat(1, 2, 1, 1)[:, :64]},
+        MLA_SEPARATE,
+        lambda p: {"v_cache": p.extra_args["value_cache"].repeat(1, 2, 1, 1)[:, :64]},
         "v_cache.stride(): expected (36864, 576, 1) (of k_cache), got (73728, 576, 1)",
     ),
     "values in the memory of the keys, of another dtype": (
@@ -246,21 +246,21 @@ MLA_REJECTIONS: dict[str, tuple[MlaCase, Callable[[MlaProblem], dict[str, Any]],
 
 @pytest.mark.parametrize("name", MLA_REJECTIONS)
 def test_xqa_mla(name: str) -> None:
-    """Every message names the argument as ``xqa_mla`` does; a rejected call has written nothing."""
+    """Messages have the names of ``xqa_mla``, and rejected calls write nothing."""
     case, change, message = MLA_REJECTIONS[name]
     problem = case.build("cpu")
-    sound = xqa_mla_arguments(problem)
-    sound["output"].fill_(7.0)
+    valid = xqa_mla_arguments(problem)
+    valid["output"].fill_(7.0)
 
     with pytest.raises(ArgumentError) as caught:
-        mlagen.xqa.xqa_mla(**sound | change(problem))
+        mlagen.xqa.xqa_mla(**valid | change(problem))
 
     assert str(caught.value).startswith(message)
-    assert (sound["output"] == 7.0).all()
+    assert (valid["output"] == 7.0).all()
 
 
-def test_packed_rows_are_no_keys_of_xqa_mla() -> None:
-    """Bytes are not what this door takes, though another does."""
+def test_xqa_mla_rejects_fp8_ds_mla() -> None:
+    """A uint8 cache is rejected here, though another entry point supports it."""
     problem = MLA.build("cpu")
     arguments = xqa_mla_arguments(problem, k_cache=torch.zeros(7, 64, 656, dtype=torch.uint8))
 
@@ -270,7 +270,7 @@ def test_packed_rows_are_no_keys_of_xqa_mla() -> None:
 
 @pytest.mark.parametrize("shape", [(2,), (2, 1)])
 def test_lengths_are_flattened_without_a_copy(shape: tuple[int, ...]) -> None:
-    """The axis of size 1 is left out."""
+    """The trailing axis of size 1 is dropped as a view."""
     lengths = torch.tensor([3, 4], dtype=torch.int32).view(shape)
 
     flat = flat_lengths(lengths)
@@ -280,7 +280,7 @@ def test_lengths_are_flattened_without_a_copy(shape: tuple[int, ...]) -> None:
 
 
 def test_the_capacity_of_a_table() -> None:
-    """Columns times tokens of a page, as far as 32 bits count."""
+    """The capacity is columns times page size, clamped to 32 bits."""
     wide = torch.zeros(1, 1).expand(1, 2**29)
 
     assert table_capacity(torch.zeros(2, 5), 16) == 80

@@ -84,7 +84,7 @@ class CountedBuild:
         self._counting = threading.Lock()
 
     def __call__(self) -> Build:
-        """Build, or raise what it was told to raise."""
+        """Build, or raise the configured error."""
         with self._counting:
             self.calls += 1
         time.sleep(self._seconds)
@@ -94,7 +94,7 @@ class CountedBuild:
 
 
 def together(calls: Sequence[Callable[[], Result]]) -> list[Result]:
-    """Run calls at the same moment, each in a thread of its own, and return what they return."""
+    """Run calls concurrently, each in its own thread, and return their results."""
     start = threading.Barrier(len(calls))
 
     def run(call: Callable[[], Result]) -> Result:
@@ -121,7 +121,7 @@ def in_child(work: Callable[[], object]) -> int:
 
 
 def start_worker(folder: Path, *, seconds: float) -> subprocess.Popen[str]:
-    """Start a process that asks ``make_store(folder)`` for a kernel; see ``worker.py``."""
+    """Start a process that requests a kernel from ``make_store(folder)``; see ``worker.py``."""
     return subprocess.Popen(
         [sys.executable, "-m", "tests.cache.worker", str(folder), str(seconds)],
         cwd=ROOT,

@@ -1,4 +1,4 @@
-"""Bundles that must be rejected: what is done to a sound one, and what its rejection says."""
+"""Attacks on bundles: each modifies a valid bundle, with the expected rejection."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from mlagen.cache.entry import MANIFEST_MAX_BYTES
 from tests.cache import bundle_cases as cases
 from tests.cache.bundle_edits import (
     Attack,
-    announced_name,
     claims,
     edit_cubin,
     edit_entry,
@@ -24,6 +23,7 @@ from tests.cache.bundle_edits import (
     negative_size,
     no_cubin,
     twice,
+    with_file_name,
     without_seal,
 )
 
@@ -120,14 +120,14 @@ ATTACKS: dict[str, tuple[Attack, str]] = {
     "an announced key that climbs": (edit_entry(key="../" * 20), "key: expected 64 lower-case hex"),
     "an announced compiler that climbs": (edit_entry(toolchain=".."), "toolchain: expected a name"),
     "an announced folder": (edit_entry(toolchain="a/b"), "toolchain: expected a name, got 'a/b'"),
-    "an announced file that climbs": (announced_name("../../x"), "file: expected a plain name"),
-    "an announced absolute file": (announced_name("/x"), "file: expected a plain name, got '/x'"),
-    "an announced hidden file": (announced_name(".x"), "file: expected a plain name, got '.x'"),
+    "an announced file that climbs": (with_file_name("../../x"), "file: expected a plain name"),
+    "an announced absolute file": (with_file_name("/x"), "file: expected a plain name, got '/x'"),
+    "an announced hidden file": (with_file_name(".x"), "file: expected a plain name, got '.x'"),
     "an entry without a kernel": (edit_entry(files={}), "expected a manifest.json, got"),
     "another target": (edit_entry(arch="sm_80"), "expected '.*' for 'sm_80', got"),
     "another family": (edit_entry(family="x"), "expected 'x' for 'sm_90a', got"),
     "a size of true": (edit_cubin(size=True), "kernel.cubin: expected a size and a sha256, got"),
-    "a size that is no number": (edit_cubin(size="9"), "expected a (table of contents|size)"),
+    "a size that is not a number": (edit_cubin(size="9"), "expected a (table of contents|size)"),
     "an announced size below zero": (edit_cubin(size=-1), "expected a size and a sha256, got"),
     "an announced size beyond reason": (
         edit_cubin(size=1 << 40),
@@ -137,8 +137,8 @@ ATTACKS: dict[str, tuple[Attack, str]] = {
         edit_manifest(created={"host": "x" * MANIFEST_MAX_BYTES}),
         f"manifest.json: expected at most {MANIFEST_MAX_BYTES} bytes, got 1049",
     ),
-    "a digest that is none": (edit_cubin(sha256=5), "expected a size and a sha256, got"),
-    "an entry twice": (twice, "bundle.json: expected each entry once, got one again"),
+    "a digest that is not a string": (edit_cubin(sha256=5), "expected a size and a sha256, got"),
+    "an entry twice": (twice, "bundle.json: expected each entry once, got a duplicate"),
     # contents
     "a flipped bit": (flipped_cubin, "kernel.cubin: expected sha256 .*, got"),
     "another digest": (
@@ -150,15 +150,11 @@ ATTACKS: dict[str, tuple[Attack, str]] = {
         "kernel.cubin: expected [0-9]+ bytes, got|expected at most [0-9]+ bytes, got",
     ),
     "swapped kernels, announced so": (
-        lambda members: cases.bundle_of(
-            cases.announced_anew(cases.swapped(members, "kernel.cubin"))
-        ),
+        lambda members: cases.bundle_of(cases.reindexed(cases.swapped(members, "kernel.cubin"))),
         "manifest.json: expected the files of bundle.json, got others",
     ),
     "the manifest of another key": (
-        lambda members: cases.bundle_of(
-            cases.announced_anew(cases.swapped(members, "manifest.json"))
-        ),
+        lambda members: cases.bundle_of(cases.reindexed(cases.swapped(members, "manifest.json"))),
         "manifest.json: expected [0-9a-f]{64} by nvrtc-13.5.37, got [0-9a-f]{64} by",
     ),
     "a manifest of another compiler": (
@@ -169,14 +165,14 @@ ATTACKS: dict[str, tuple[Attack, str]] = {
         edit_manifest(key_fields=(("family", "mla_sm80"), ("spec.arch", "sm_80"))),
         "manifest.json: expected key_fields of [0-9a-f]{64}, got of [0-9a-f]{64}",
     ),
-    "key_fields that are no text": (
+    "key fields that are not strings": (
         edit_manifest(key_fields=(("family", 1),)),
         "manifest.json: expected a manifest, got ",
     ),
     "facts that are a list": (edit_manifest(facts=[]), "manifest.json: expected a manifest, got "),
     "a manifest of another schema": (edit_manifest(schema=0), "expected schema 1, got 0"),
-    "a manifest edited after it was sealed": (without_seal, "expected what its seal says"),
-    "a kernel that is no ELF file": (no_cubin, r"kernel.cubin: expected an ELF file, got b'#!/b'"),
+    "a manifest edited after it was sealed": (without_seal, "expected the content of its seal"),
+    "a kernel that is not ELF": (no_cubin, r"kernel.cubin: expected an ELF file, got b'#!/b'"),
     # the file
     "an empty file": (lambda _: b"", "expected the member bundle.json, got the end"),
     "no gzip": (lambda _: b"kernels" * 100, "expected a whole gzip file, got Not a gzipped file"),

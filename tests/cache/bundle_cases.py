@@ -1,4 +1,4 @@
-"""Small bundles for tests, and the tools to make hostile ones of them."""
+"""Small bundles for tests, and helpers that modify them."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def filled_store(folder: Path, *families: str) -> KernelStore:
     return store
 
 
-def packed(store: KernelStore) -> bytes:
-    """Return a bundle of all that a store holds."""
+def bundle_bytes(store: KernelStore) -> bytes:
+    """Return a bundle of all entries of a store."""
     file = io.BytesIO()
     write_bundle(list(store.entries()), file)
     return file.getvalue()
@@ -56,8 +56,8 @@ def members_of(bundle: bytes) -> list[Member]:
         return [Member(info, _read(tar, info)) for info in tar]
 
 
-def bundle_of(members: Sequence[Member], *, format: int = tarfile.USTAR_FORMAT) -> bytes:  # noqa: A002 - as tarfile says
-    """Return a bundle of these members, whatever they are."""
+def bundle_of(members: Sequence[Member], *, format: int = tarfile.USTAR_FORMAT) -> bytes:  # noqa: A002 - the name in tarfile
+    """Return a bundle of these members, valid or not."""
     file = io.BytesIO()
     with tarfile.open(fileobj=file, mode="w", format=format) as tar:
         for info, content in members:
@@ -80,7 +80,7 @@ def of_kind(member: Member, kind: bytes, target: str = "") -> Member:
 
 
 def with_content(member: Member, content: bytes) -> Member:
-    """Return a member with other content, and the size in its header."""
+    """Return a member with other content, and the matching size in its header."""
     info = copy.copy(member.info)
     info.size = len(content)
     return Member(info, content)
@@ -98,8 +98,8 @@ def with_index(members: Sequence[Member], index: object) -> list[Member]:
     return [with_content(members[0], json.dumps(index).encode()), *members[1:]]
 
 
-def announced_anew(members: Sequence[Member]) -> list[Member]:
-    """Return the members under the table of contents that announces what they are."""
+def reindexed(members: Sequence[Member]) -> list[Member]:
+    """Return the members with a table of contents that matches them."""
     index = index_in(members)
     contents = {member.info.name: member.content for member in members}
     for row in index["entries"]:
@@ -111,13 +111,13 @@ def announced_anew(members: Sequence[Member]) -> list[Member]:
 
 
 def place_of(members: Sequence[Member], name: str, nth: int = 0) -> int:
-    """Return where the ``nth`` member stands whose file has that name."""
+    """Return the index of the ``nth`` member whose file has that name."""
     places = [at for at, member in enumerate(members) if member.info.name.endswith(f"/{name}")]
     return places[nth]
 
 
 def swapped(members: Sequence[Member], name: str) -> list[Member]:
-    """Return the members with the contents of one file exchanged between the two entries."""
+    """Return the members with one file swapped between the two entries."""
     here, there = place_of(members, name, 0), place_of(members, name, 1)
     changed = list(members)
     changed[here] = with_content(members[here], members[there].content)
@@ -126,11 +126,11 @@ def swapped(members: Sequence[Member], name: str) -> list[Member]:
 
 
 def with_manifest(members: Sequence[Member], **changes: Any) -> list[Member]:
-    """Return the members with a changed first manifest, sealed and announced anew."""
+    """Return the members with a changed first manifest, resealed and listed with its new digest."""
     at = place_of(members, "manifest.json")
     manifest = replace(Manifest.from_json(members[at].content), **changes)
     changed = [*members[:at], with_content(members[at], manifest.to_json()), *members[at + 1 :]]
-    return announced_anew(changed)
+    return reindexed(changed)
 
 
 def _read(tar: tarfile.TarFile, info: tarfile.TarInfo) -> bytes:

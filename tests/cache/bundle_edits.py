@@ -1,4 +1,4 @@
-"""What can be done to a sound bundle: each function writes one that is not."""
+"""Edits of a valid bundle: each function writes an invalid one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import tarfile
 from collections.abc import Callable
 from typing import Any
 
-from mlagen.cache.entry import FileFacts
+from mlagen.cache.entry import FileDigest
 from tests.cache import bundle_cases as cases
 from tests.cache.bundle_cases import Member
 
@@ -16,7 +16,7 @@ Attack = Callable[[list[Member]], bytes]
 
 
 def edit_index(change: Callable[[dict[str, Any]], None]) -> Attack:
-    """Return what writes a bundle whose table of contents was changed."""
+    """Return an attack that changes the table of contents."""
 
     def attack(members: list[Member]) -> bytes:
         index = cases.index_in(members)
@@ -27,27 +27,27 @@ def edit_index(change: Callable[[dict[str, Any]], None]) -> Attack:
 
 
 def edit_entry(**changes: Any) -> Attack:
-    """Return what writes a bundle whose first entry is announced otherwise."""
+    """Return an attack that changes the first entry of the table of contents."""
     return edit_index(lambda index: index["entries"][0].update(changes))
 
 
 def edit_cubin(**changes: Any) -> Attack:
-    """Return what writes a bundle whose first kernel is announced otherwise."""
+    """Return an attack that changes the cubin of the first entry in the table of contents."""
     return edit_index(lambda index: index["entries"][0]["files"]["kernel.cubin"].update(changes))
 
 
 def edit_second(change: Callable[[Member], Member]) -> Attack:
-    """Return what writes a bundle whose second member, the first file, was changed."""
+    """Return an attack that changes the second member, which is the first file."""
     return lambda members: cases.bundle_of([members[0], change(members[1]), *members[2:]])
 
 
 def edit_manifest(**changes: Any) -> Attack:
-    """Return what writes a bundle whose first manifest says otherwise, and is announced so."""
+    """Return an attack that changes the first manifest and the table of contents alike."""
     return lambda members: cases.bundle_of(cases.with_manifest(members, **changes))
 
 
-def announced_name(name: str) -> Attack:
-    """Return what writes a bundle that announces a file of that name and has it, as a manifest."""
+def with_file_name(name: str) -> Attack:
+    """Return an attack that adds a manifest under that file name, and lists it."""
 
     def attack(members: list[Member]) -> bytes:
         index = cases.index_in(members)
@@ -64,12 +64,12 @@ def announced_name(name: str) -> Attack:
 
 
 def without_seal(members: list[Member]) -> bytes:
-    """Announce a manifest that was edited after it was sealed."""
+    """Include a manifest that was edited after it was sealed."""
     at = cases.place_of(members, "manifest.json")
     edited = members[at].content.replace(b'"created_by": "jit"', b'"created_by": "you"')
     assert edited != members[at].content
     changed = [*members[:at], cases.with_content(members[at], edited), *members[at + 1 :]]
-    return cases.bundle_of(cases.announced_anew(changed))
+    return cases.bundle_of(cases.reindexed(changed))
 
 
 def flipped_cubin(members: list[Member]) -> bytes:
@@ -82,19 +82,19 @@ def flipped_cubin(members: list[Member]) -> bytes:
 
 
 def no_cubin(members: list[Member]) -> bytes:
-    """Put something else than machine code into an entry that is sound otherwise."""
+    """Replace the cubin by other content in an otherwise valid entry."""
     at = cases.place_of(members, "kernel.cubin")
     text = cases.with_content(members[at], b"#!/bin/sh\n")
     changed = [*members[:at], text, *members[at + 1 :]]
     files = {
-        member.info.name.rpartition("/")[2]: FileFacts.of(member.content)
+        member.info.name.rpartition("/")[2]: FileDigest.of(member.content)
         for member in changed[1 : cases.place_of(members, "manifest.json")]
     }
     return cases.bundle_of(cases.with_manifest(changed, files=files))
 
 
 def claims(size: int) -> Callable[[Member], Member]:
-    """Return what gives a member a header that claims a size, and as many zeros."""
+    """Return a change that declares a size in the header, followed by as many zeros."""
 
     def change(member: Member) -> Member:
         return cases.with_content(member, bytes(size))
@@ -103,7 +103,7 @@ def claims(size: int) -> Callable[[Member], Member]:
 
 
 def first_is(name: str, content: bytes) -> Attack:
-    """Return what writes a bundle that begins with another member."""
+    """Return an attack that puts another member first."""
 
     def attack(members: list[Member]) -> bytes:
         info = tarfile.TarInfo(name)
@@ -114,7 +114,7 @@ def first_is(name: str, content: bytes) -> Attack:
 
 
 def extended(kind: bytes) -> Attack:
-    """Return what puts a header before a member that other programs would obey."""
+    """Return an attack that adds an extension header, which other programs obey."""
 
     def attack(members: list[Member]) -> bytes:
         info = copy.copy(members[1].info)
@@ -129,7 +129,7 @@ def extended(kind: bytes) -> Attack:
 
 
 def negative_size(members: list[Member]) -> bytes:
-    """Write a header whose size is below zero, as the dialect of GNU can say it."""
+    """Write a negative size in the header, which the GNU format can encode."""
     block = bytearray(members[0].info.tobuf(tarfile.USTAR_FORMAT))
     block[124:136] = b"\xff" * 12
     block[148:156] = b" " * 8
@@ -138,7 +138,7 @@ def negative_size(members: list[Member]) -> bytes:
 
 
 def twice(members: list[Member]) -> bytes:
-    """Announce and hold one entry twice."""
+    """List and include one entry twice."""
     index = cases.index_in(members)
     index["entries"].append(index["entries"][0])
     index["total_bytes"] *= 2

@@ -1,4 +1,4 @@
-"""The table of contents of a bundle: what it says, and that it says the same to who reads it."""
+"""The table of contents of a bundle: its content, and its round trip through JSON."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from mlagen.cache.bundle import (
     index_to_json,
     total_bytes,
 )
-from mlagen.cache.bundle_writing import packed_entries
-from mlagen.cache.entry import FileFacts
+from mlagen.cache.bundle_writing import verified_entries
+from mlagen.cache.entry import FileDigest
 from mlagen.cache.files import DamageError
 from tests.cache.bundle_cases import filled_store, key_for
 
-FACTS = FileFacts(1, "0" * 64)
+FACTS = FileDigest(1, "0" * 64)
 ENTRY = BundledEntry(
     key="0" * 64,
     toolchain="nvrtc-13.5.37",
@@ -30,19 +30,19 @@ ENTRY = BundledEntry(
 )
 
 
-def test_what_is_written_is_what_is_read(tmp_path: Path) -> None:
-    """Entries come back as they were announced."""
-    entries = tuple(entry for entry, _ in packed_entries(list(filled_store(tmp_path).entries())))
+def test_entries_survive_the_round_trip(tmp_path: Path) -> None:
+    """Entries survive the round trip through JSON."""
+    entries = tuple(entry for entry, _ in verified_entries(list(filled_store(tmp_path).entries())))
 
     read = index_from_json(index_to_json(entries), max_bytes=total_bytes(entries))
 
     assert read == entries
 
 
-def test_it_says_what_people_want_to_know(tmp_path: Path) -> None:
-    """Version, total, and of each entry the key, the compiler, the kernel and its files."""
+def test_it_describes_version_sizes_and_entries(tmp_path: Path) -> None:
+    """It has version, total size, and for each entry key, toolchain, kernel and files."""
     stored = list(filled_store(tmp_path, "mla_sm80").entries())
-    entries = [entry for entry, _ in packed_entries(stored)]
+    entries = [entry for entry, _ in verified_entries(stored)]
 
     index = json.loads(index_to_json(entries))
 
@@ -55,8 +55,8 @@ def test_it_says_what_people_want_to_know(tmp_path: Path) -> None:
     assert list(entry["files"]) == ["build.log", "kernel.cu", "kernel.cubin", "manifest.json"]
 
 
-def test_members_are_named_by_key_compiler_and_file() -> None:
-    """The names in the tar follow from the table of contents alone."""
+def test_members_are_named_by_key_toolchain_and_file() -> None:
+    """The member names follow from the table of contents."""
     members = [member for member, _, _ in ENTRY.members()]
 
     assert members == [
@@ -67,7 +67,7 @@ def test_members_are_named_by_key_compiler_and_file() -> None:
 
 @pytest.mark.parametrize("missing", ["kernel.cubin", "manifest.json"])
 def test_an_entry_needs_its_kernel_and_its_manifest(missing: str) -> None:
-    """Neither can be left out."""
+    """An entry without kernel or manifest is rejected."""
     files = {name: facts for name, facts in ENTRY.files.items() if name != missing}
     entry = BundledEntry(ENTRY.key, ENTRY.toolchain, ENTRY.family, ENTRY.arch, files)
 
@@ -75,11 +75,11 @@ def test_an_entry_needs_its_kernel_and_its_manifest(missing: str) -> None:
         entry.require_valid()
 
 
-def test_an_entry_may_be_as_large_as_stated_and_no_larger() -> None:
-    """The files of one entry fit in memory together."""
+def test_the_size_limit_of_an_entry_is_exact() -> None:
+    """The size limit of an entry is exact."""
     ENTRY.require_valid()
     size = ENTRY_MAX_BYTES - 1
-    files = {**ENTRY.files, "kernel.cubin": FileFacts(size, "0" * 64)}
+    files = {**ENTRY.files, "kernel.cubin": FileDigest(size, "0" * 64)}
     BundledEntry(ENTRY.key, ENTRY.toolchain, ENTRY.family, ENTRY.arch, files).require_valid()
 
     files["kernel.cu"] = FACTS

@@ -1,4 +1,4 @@
-"""The members of a tar as a stream: pieces, not wholes."""
+"""Streaming reads of tar members, in chunks."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import pytest
 from mlagen.cache.bundle_members import Members, digest_of
 from mlagen.cache.files import DamageError
 
-CONTENT = bytes(range(256)) * 12_000  # 3 MB, three pieces
+CONTENT = bytes(range(256)) * 12_000  # 3 MB, three chunks
 
 
 def tar_of(content: bytes, *, blocks: int = 2) -> bytes:
-    """Return a gzipped tar with one member, and that many empty blocks at its end."""
+    """Return a gzipped tar with one member, and that many zero blocks at its end."""
     info = tarfile.TarInfo("name")
     info.size = len(content)
     padding = bytes(-len(content) % 512 + 512 * blocks)
     return gzip.compress(info.tobuf(tarfile.USTAR_FORMAT) + content + padding, 1)
 
 
-def test_content_comes_in_pieces() -> None:
-    """No piece is larger than a MiB, and together they are the content."""
+def test_content_comes_in_chunks() -> None:
+    """No chunk is larger than 1 MiB, and together they are the content."""
     members = Members(io.BytesIO(tar_of(CONTENT)))
 
     size = members.next_size("name", max_bytes=len(CONTENT))
@@ -37,16 +37,16 @@ def test_content_comes_in_pieces() -> None:
 
 
 @pytest.mark.parametrize("blocks", [0, 2, 20], ids=["none", "two", "a whole record"])
-def test_the_end_may_be_filled_up(blocks: int) -> None:
-    """Programs end a tar with as many empty blocks as they like, up to a record."""
+def test_the_end_may_be_padded(blocks: int) -> None:
+    """A tar may be padded with zero blocks up to one record."""
     members = Members(io.BytesIO(tar_of(b"content", blocks=blocks)))
     list(members.chunks(members.next_size("name", max_bytes=7)))
 
     members.require_end()
 
 
-def test_the_end_is_not_filled_up_without_end() -> None:
-    """More than a record of nothing is more than nothing."""
+def test_padding_is_limited_to_a_record() -> None:
+    """More than one record of padding is rejected."""
     members = Members(io.BytesIO(tar_of(b"content", blocks=21)))
     list(members.chunks(members.next_size("name", max_bytes=7)))
 
@@ -54,8 +54,8 @@ def test_the_end_is_not_filled_up_without_end() -> None:
         members.require_end()
 
 
-def test_digest_is_of_the_whole_file() -> None:
-    """Wherever the file stands, it is read from its start."""
+def test_digest_covers_the_whole_file() -> None:
+    """The file is read from its start, wherever its position is."""
     file = io.BytesIO(CONTENT)
     file.seek(1000)
 

@@ -1,4 +1,4 @@
-"""Importing a bundle: what is new is added, what is there stays, what is damaged gives way."""
+"""Bundle import: new entries are added, existing ones stay, damaged ones are replaced."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from pathlib import Path
 import pytest
 
 from mlagen.cache.bundle import BundleError
-from mlagen.cache.bundle_reading import import_bundle, opened_bundle, verify_bundle
+from mlagen.cache.bundle_reading import import_bundle, open_bundle, verify_bundle
 from mlagen.cache.store import KernelStore
 from mlagen.errors import CacheError
 from tests.cache.builds import CUBIN, entry_folder, make_build, make_store, tree
-from tests.cache.bundle_cases import FAMILIES, filled_store, key_for, packed
+from tests.cache.bundle_cases import FAMILIES, bundle_bytes, filled_store, key_for
 
 
 @pytest.fixture
 def bundle(tmp_path: Path) -> bytes:
     """Return a bundle of two kernels."""
-    return packed(filled_store(tmp_path / "there"))
+    return bundle_bytes(filled_store(tmp_path / "there"))
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> KernelStore:
-    """Return a store that holds nothing."""
+    """Return an empty store."""
     return make_store(tmp_path / "here")
 
 
@@ -33,8 +33,10 @@ def import_(bundle: bytes, store: KernelStore, *, dry_run: bool = False) -> list
     return import_bundle(verify_bundle(io.BytesIO(bundle), "it"), store, dry_run=dry_run)
 
 
-def test_what_was_exported_is_found(bundle: bytes, store: KernelStore, tmp_path: Path) -> None:
-    """Every file arrives byte for byte, with who compiled it and when."""
+def test_exported_entries_are_found_after_import(
+    bundle: bytes, store: KernelStore, tmp_path: Path
+) -> None:
+    """Every file and the provenance of every entry survive the import."""
     outcomes = import_(bundle, store)
 
     assert outcomes == ["added", "added"]
@@ -49,14 +51,14 @@ def test_what_was_exported_is_found(bundle: bytes, store: KernelStore, tmp_path:
 
 
 def test_an_imported_store_exports_the_same_bundle(bundle: bytes, store: KernelStore) -> None:
-    """Nothing is lost or added on the way round."""
+    """Export, import and export give the same bytes."""
     import_(bundle, store)
 
-    assert packed(store) == bundle
+    assert bundle_bytes(store) == bundle
 
 
-def test_what_is_there_stays(bundle: bytes, store: KernelStore) -> None:
-    """An entry of the same key is as good, and is not written again."""
+def test_existing_entries_stay(bundle: bytes, store: KernelStore) -> None:
+    """An existing entry of the same key is not written again."""
     mine = store.find_or_build(key_for("mla_sm80"), lambda: make_build(CUBIN + b"mine"))
 
     outcomes = import_(bundle, store)
@@ -68,10 +70,8 @@ def test_what_is_there_stays(bundle: bytes, store: KernelStore) -> None:
     assert import_(bundle, store) == ["kept", "kept"]
 
 
-def test_the_same_key_by_another_compiler_is_no_hindrance(
-    bundle: bytes, store: KernelStore
-) -> None:
-    """One kernel can be there as several compilers made it."""
+def test_entries_of_other_toolchains_do_not_block(bundle: bytes, store: KernelStore) -> None:
+    """Entries of other toolchains do not block an import."""
     other = key_for("mla_sm80", toolchain="nvrtc-12.8.1")
     store.find_or_build(other, lambda: make_build(toolchain=other.toolchain))
 
@@ -82,10 +82,10 @@ def test_the_same_key_by_another_compiler_is_no_hindrance(
 
 
 @pytest.mark.parametrize("name", ["kernel.cubin", "kernel.cu", "manifest.json"])
-def test_what_is_damaged_gives_way(
+def test_damaged_entries_are_replaced(
     name: str, bundle: bytes, store: KernelStore, tmp_path: Path
 ) -> None:
-    """A damaged entry goes to the quarantine, and the one of the bundle takes its place."""
+    """A damaged entry moves to the quarantine, and the imported one replaces it."""
     import_(bundle, store)
     (entry_folder(tmp_path / "here", key_for("mla_sm80")) / name).write_bytes(b"")
 
@@ -96,8 +96,8 @@ def test_what_is_damaged_gives_way(
     assert len(list((tmp_path / "here/cache/v1/quarantine").iterdir())) == 1
 
 
-def test_a_dry_run_says_what_would_be(bundle: bytes, store: KernelStore, tmp_path: Path) -> None:
-    """It tells added, kept and replaced apart, and touches nothing, not even what is damaged."""
+def test_a_dry_run_reports_the_outcome(bundle: bytes, store: KernelStore, tmp_path: Path) -> None:
+    """It reports added, kept and replaced, and changes nothing, not even damaged entries."""
     assert import_(bundle, store, dry_run=True) == ["added", "added"]
     assert not (tmp_path / "here").exists()
 
@@ -109,13 +109,13 @@ def test_a_dry_run_says_what_would_be(bundle: bytes, store: KernelStore, tmp_pat
     assert tree(tmp_path) == before
 
 
-def test_a_bundle_of_nothing_is_sound(tmp_path: Path, store: KernelStore) -> None:
-    """It adds nothing."""
-    assert import_(packed(make_store(tmp_path / "empty")), store) == []
+def test_an_empty_bundle_is_valid(tmp_path: Path, store: KernelStore) -> None:
+    """A bundle without entries is valid and adds nothing."""
+    assert import_(bundle_bytes(make_store(tmp_path / "empty")), store) == []
 
 
-def test_the_expected_digest_may_be_spelled_in_capitals(bundle: bytes) -> None:
-    """Hex digits are numbers."""
+def test_the_expected_digest_may_be_upper_case(bundle: bytes) -> None:
+    """Hex digits are case-insensitive."""
     sha256 = verify_bundle(io.BytesIO(bundle), "it").sha256
 
     again = verify_bundle(io.BytesIO(bundle), "it", expect_sha256=sha256.upper())
@@ -124,7 +124,7 @@ def test_the_expected_digest_may_be_spelled_in_capitals(bundle: bytes) -> None:
 
 
 def test_progress_ends_at_the_total(bundle: bytes, store: KernelStore) -> None:
-    """Both readings move it on with each entry."""
+    """Verification and import report progress after each entry."""
     seen: list[tuple[int, int]] = []
 
     verified = verify_bundle(io.BytesIO(bundle), "it", on_progress=lambda *done: seen.append(done))
@@ -135,10 +135,8 @@ def test_progress_ends_at_the_total(bundle: bytes, store: KernelStore) -> None:
     assert {all_of_it for _, all_of_it in seen} == {total}
 
 
-def test_a_store_that_cannot_be_written_is_the_fault_of_the_store(
-    bundle: bytes, tmp_path: Path
-) -> None:
-    """The error is not one of the bundle, and names the cache."""
+def test_an_unwritable_store_is_a_cache_error(bundle: bytes, tmp_path: Path) -> None:
+    """The error is a cache error, not a bundle error."""
     (tmp_path / "here").mkdir()
     (tmp_path / "here/cache").write_text("a file")
     store = make_store(tmp_path / "here")
@@ -151,7 +149,7 @@ def test_a_store_that_cannot_be_written_is_the_fault_of_the_store(
 
 @pytest.mark.parametrize("kind", ["folder", "fifo", "nothing"])
 def test_only_a_file_is_opened(kind: str, tmp_path: Path) -> None:
-    """Anything else is rejected at once; a FIFO is not waited for."""
+    """Anything else is rejected at once; a FIFO does not block."""
     path = tmp_path / "kernels.tar.gz"
     if kind == "folder":
         path.mkdir()
@@ -160,13 +158,13 @@ def test_only_a_file_is_opened(kind: str, tmp_path: Path) -> None:
 
     with (
         pytest.raises(BundleError, match=f"^bundle: expected a file, got .*: {path}$"),
-        opened_bundle(path),
+        open_bundle(path),
     ):
         pytest.fail("opened")
 
 
-def test_a_file_that_cannot_be_read_is_told(bundle: bytes) -> None:
-    """What the disk says reaches the user in one line."""
+def test_an_unreadable_file_is_reported(bundle: bytes) -> None:
+    """A read error reaches the user in one line."""
 
     class Broken(io.BytesIO):
         def read(self, _size: int | None = -1, /) -> bytes:

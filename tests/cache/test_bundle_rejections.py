@@ -1,4 +1,4 @@
-"""Hostile and broken bundles: each is rejected before anything of it is published."""
+"""Hostile and broken bundles: each is rejected before any entry is published."""
 
 from __future__ import annotations
 
@@ -21,13 +21,15 @@ from tests.cache.bundle_edits import Attack, flipped_cubin
 
 @pytest.fixture(scope="module")
 def members(tmp_path_factory: pytest.TempPathFactory) -> list[Member]:
-    """Return the members of a sound bundle of two entries."""
-    return cases.members_of(cases.packed(cases.filled_store(tmp_path_factory.mktemp("sound"))))
+    """Return the members of a valid bundle of two entries."""
+    return cases.members_of(
+        cases.bundle_bytes(cases.filled_store(tmp_path_factory.mktemp("valid")))
+    )
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> KernelStore:
-    """Return a store that holds another kernel."""
+    """Return a store with another kernel."""
     return cases.filled_store(tmp_path, "other")
 
 
@@ -50,7 +52,7 @@ def test_a_bad_bundle_publishes_nothing(
     store: KernelStore,
     tmp_path: Path,
 ) -> None:
-    """It is rejected with a line that says why, and the cache is what it was, byte for byte."""
+    """It is rejected with the reason in one line, and the cache stays the same, byte for byte."""
     bundle = attack(members)
     before = content_of(tmp_path)
 
@@ -63,17 +65,15 @@ def test_a_bad_bundle_publishes_nothing(
     assert content_of(tmp_path) == before
 
 
-def test_the_tools_of_these_tests_make_sound_bundles(
-    members: list[Member], store: KernelStore
-) -> None:
-    """What is rejected above is not rejected for how it was written."""
-    again = cases.bundle_of(cases.announced_anew(members))
+def test_the_helpers_make_valid_bundles(members: list[Member], store: KernelStore) -> None:
+    """The helpers rewrite a valid bundle into a valid bundle."""
+    again = cases.bundle_of(cases.reindexed(members))
 
     assert import_(again, store) == ["added", "added"]
 
 
-def test_more_than_is_allowed_is_rejected(members: list[Member]) -> None:
-    """The limit holds for what is announced, and exactly."""
+def test_bundles_above_the_size_limit_are_rejected(members: list[Member]) -> None:
+    """The size limit is exact, and applies to the declared sizes."""
     bundle, total = cases.bundle_of(members), cases.index_in(members)["total_bytes"]
 
     enough = verify_bundle(io.BytesIO(bundle), "it", max_bytes=total)
@@ -84,13 +84,15 @@ def test_more_than_is_allowed_is_rejected(members: list[Member]) -> None:
 
 
 def test_another_digest_than_expected_is_rejected_first() -> None:
-    """A bundle that is not the pinned one is not even unpacked."""
+    """A bundle with another digest than the pinned one is not even unpacked."""
     with pytest.raises(BundleError, match=f"expected sha256 {'0' * 64}, got [0-9a-f]{{64}}: it"):
         verify_bundle(io.BytesIO(b"no gzip"), "it", expect_sha256="0" * 64)
 
 
-def test_every_cut_is_rejected(members: list[Member], store: KernelStore, tmp_path: Path) -> None:
-    """Wherever a download ended, nothing of it is published."""
+def test_every_truncation_is_rejected(
+    members: list[Member], store: KernelStore, tmp_path: Path
+) -> None:
+    """Every truncation is rejected, and publishes nothing."""
     bundle, before = cases.bundle_of(members), content_of(tmp_path)
 
     for length in range(0, len(bundle), 7):
@@ -103,9 +105,9 @@ def test_every_cut_is_rejected(members: list[Member], store: KernelStore, tmp_pa
 def test_a_flipped_bit_is_rejected_or_changes_nothing(
     members: list[Member], tmp_path: Path
 ) -> None:
-    """Of 200 single flips, those that are not rejected concern no content."""
+    """Of 200 single bit flips, the accepted ones change no content."""
     bundle, chance = cases.bundle_of(members), random.Random(6)  # noqa: S311 - no secret
-    sound = [member.content for member in members]
+    valid = [member.content for member in members]
     rejected = 0
     for _ in range(200):
         flipped = bytearray(bundle)
@@ -115,16 +117,16 @@ def test_a_flipped_bit_is_rejected_or_changes_nothing(
         except BundleError:
             rejected += 1
         else:
-            assert [member.content for member in cases.members_of(bytes(flipped))] == sound
+            assert [member.content for member in cases.members_of(bytes(flipped))] == valid
 
     assert rejected > 150
     assert tree(tmp_path) == []
 
 
-def test_a_file_that_changes_meanwhile_publishes_nothing_else(
+def test_a_file_that_changes_meanwhile_publishes_nothing_unverified(
     members: list[Member], tmp_path: Path
 ) -> None:
-    """What is published was verified, even if the file is written to between the two readings."""
+    """Entries are verified again on import, even if the file is written meanwhile."""
     store = make_store(tmp_path)
     file = io.BytesIO(cases.bundle_of(members))
     bundle = verify_bundle(file, "it")
@@ -139,7 +141,7 @@ def test_a_file_that_changes_meanwhile_publishes_nothing_else(
 
 
 def test_the_table_of_contents_is_json_for_other_programs(members: list[Member]) -> None:
-    """Who wants to know what is in a bundle reads its first member."""
+    """Other programs can read the table of contents as JSON."""
     index = json.loads(members[0].content)
 
     assert [entry["family"] for entry in index["entries"]] == sorted(

@@ -1,4 +1,4 @@
-"""Writing a bundle: sound entries, the same bytes each time, and a file that appears whole."""
+"""Bundle export: verified entries, reproducible bytes, and an atomic write."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mlagen.cache.layout import Layout
 from mlagen.cache.publish import publish
 from mlagen.cache.store import KernelStore
 from tests.cache.builds import entry_folder, make_build, make_store, tree
-from tests.cache.bundle_cases import FAMILIES, filled_store, key_for, members_of, packed
+from tests.cache.bundle_cases import FAMILIES, bundle_bytes, filled_store, key_for, members_of
 
 
 @pytest.fixture
@@ -36,17 +36,17 @@ def out(folder: Path) -> Path:
 
 
 def test_the_same_entries_make_the_same_bytes(store: KernelStore, tmp_path: Path) -> None:
-    """Neither the order in which they are named, nor the file or the time of writing matters."""
+    """The bytes depend neither on the order of entries nor on file name or time."""
     target = out(tmp_path) / "other-name.tar.gz"
     entries = list(store.entries())
 
     export_bundle(entries[::-1], target)
 
-    assert target.read_bytes() == packed(store)
+    assert target.read_bytes() == bundle_bytes(store)
 
 
-def test_the_result_is_told(store: KernelStore, tmp_path: Path) -> None:
-    """The digest and the sizes are those of the file, the targets those of the kernels."""
+def test_the_summary_describes_the_file(store: KernelStore, tmp_path: Path) -> None:
+    """The summary has digest and sizes of the file, and the targets of its kernels."""
     target = out(tmp_path) / "kernels.tar.gz"
 
     written = export_bundle(list(store.entries()), target)
@@ -60,8 +60,8 @@ def test_the_result_is_told(store: KernelStore, tmp_path: Path) -> None:
 
 
 def test_other_programs_can_read_it(store: KernelStore) -> None:
-    """It is a tar as anybody's, of plain files that belong to nobody."""
-    members = members_of(packed(store))
+    """It is a standard tar of plain files without an owner."""
+    members = members_of(bundle_bytes(store))
 
     infos = [member.info for member in members]
     assert infos[0].name == "bundle.json"
@@ -71,15 +71,15 @@ def test_other_programs_can_read_it(store: KernelStore) -> None:
 
 
 def test_nothing_of_this_machine_is_in_the_table_of_contents(store: KernelStore) -> None:
-    """What the manifests say of their making stays in the manifests."""
-    index = members_of(packed(store))[0].content.decode()
+    """Provenance stays in the manifests."""
+    index = members_of(bundle_bytes(store))[0].content.decode()
 
     assert os.uname().nodename not in index
     assert str(store.root) not in index
 
 
 def test_progress_ends_at_the_total(store: KernelStore) -> None:
-    """Each entry moves it on."""
+    """Progress is reported after each entry."""
     seen: list[tuple[int, int]] = []
 
     written = write_bundle(
@@ -95,7 +95,7 @@ def test_progress_ends_at_the_total(store: KernelStore) -> None:
 def test_a_damaged_entry_stops_the_export(
     name: str, fault: str, store: KernelStore, tmp_path: Path
 ) -> None:
-    """Whichever file it is, the error names the entry, and the old bundle stays as it was."""
+    """The error names the entry, whichever file is damaged, and the old bundle stays."""
     target = out(tmp_path) / "kernels.tar.gz"
     target.write_bytes(b"the old one")
     folder = entry_folder(tmp_path, key_for(FAMILIES[0]))
@@ -105,7 +105,7 @@ def test_a_damaged_entry_stops_the_export(
     else:
         (folder / name).unlink()
 
-    with pytest.raises(BundleError, match=rf"^bundle: expected a sound entry, .*{name}") as caught:
+    with pytest.raises(BundleError, match=rf"^bundle: expected a valid entry, .*{name}") as caught:
         export_bundle(list(store.entries()), target)
 
     assert caught.value.path == folder
@@ -114,29 +114,29 @@ def test_a_damaged_entry_stops_the_export(
 
 
 def test_a_kernel_that_is_no_elf_file_stops_the_export(tmp_path: Path) -> None:
-    """What could not be imported is not exported."""
+    """An entry that import rejects is not exported."""
     store = make_store(tmp_path)
     build = make_build(b"#!/bin/sh\n")
     publish(Layout(store.root), Manifest.of(key_for("x"), build, created_by="jit"), build.files)
 
     with pytest.raises(BundleError, match=r"kernel.cubin: expected an ELF file, got"):
-        packed(store)
+        bundle_bytes(store)
 
 
-def test_what_is_in_the_place_is_replaced(store: KernelStore, tmp_path: Path) -> None:
-    """A bundle is renewed under its name, and nothing else stays in the folder."""
+def test_an_existing_bundle_is_replaced(store: KernelStore, tmp_path: Path) -> None:
+    """An existing bundle is replaced, and no other file stays in the folder."""
     target = out(tmp_path) / "kernels.tar.gz"
     target.write_bytes(b"the old one")
 
     export_bundle(list(store.entries()), target)
 
-    assert target.read_bytes() == packed(store)
+    assert target.read_bytes() == bundle_bytes(store)
     assert tree(target.parent) == [target.name]
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o077], ids="{:03o}".format)
-def test_a_bundle_is_made_to_be_handed_on(umask: int, store: KernelStore, tmp_path: Path) -> None:
-    """It has the mode that the umask leaves, unlike the private files of the cache."""
+def test_a_bundle_has_the_mode_of_the_umask(umask: int, store: KernelStore, tmp_path: Path) -> None:
+    """A bundle has the mode of the umask, unlike the private files of the cache."""
     target = out(tmp_path) / "kernels.tar.gz"
     before = os.umask(umask)
     try:
@@ -148,7 +148,7 @@ def test_a_bundle_is_made_to_be_handed_on(umask: int, store: KernelStore, tmp_pa
 
 
 def test_a_folder_is_not_replaced(store: KernelStore, tmp_path: Path) -> None:
-    """Where something else than a file stands, nothing is written."""
+    """A target that is not a file is rejected, and nothing is written."""
     folder = out(tmp_path)
 
     with pytest.raises(BundleError, match=f"expected a file, got another kind: {folder}"):
@@ -158,8 +158,8 @@ def test_a_folder_is_not_replaced(store: KernelStore, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("target", [Path(), Path("/"), Path("..")], ids=str)
-def test_what_has_no_name_is_not_replaced(target: Path, store: KernelStore) -> None:
-    """It is rejected as every other folder."""
+def test_a_path_without_a_name_is_not_replaced(target: Path, store: KernelStore) -> None:
+    """A path without a file name is rejected like any folder."""
     with pytest.raises(BundleError, match="expected a file, got another kind"):
         export_bundle(list(store.entries()), target)
 
@@ -167,7 +167,7 @@ def test_what_has_no_name_is_not_replaced(target: Path, store: KernelStore) -> N
 def test_more_entries_than_can_be_imported_are_rejected(
     store: KernelStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The table of contents would be too large; nothing is left."""
+    """An oversized table of contents is rejected, and no file remains."""
     monkeypatch.setattr(bundle_writing, "INDEX_MAX_BYTES", 1000)
     folder = out(tmp_path)
 
@@ -178,7 +178,7 @@ def test_more_entries_than_can_be_imported_are_rejected(
 
 
 def test_a_missing_folder_is_not_made(store: KernelStore, tmp_path: Path) -> None:
-    """A name that is spelled wrong is told."""
+    """A missing parent folder is an error."""
     target = tmp_path / "nowhere" / "kernels.tar.gz"
 
     with pytest.raises(BundleError, match=f"got No such file or directory: {target}"):
@@ -191,7 +191,7 @@ def test_a_missing_folder_is_not_made(store: KernelStore, tmp_path: Path) -> Non
 def test_a_full_disk_leaves_nothing(
     code: int, store: KernelStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Half a bundle never has the name of a bundle, and vanishes."""
+    """A partial bundle never has the final name, and is deleted."""
     target = out(tmp_path) / "kernels.tar.gz"
 
     def reject(_: int) -> None:

@@ -1,4 +1,4 @@
-"""The list of entries: damaged ones too, and nothing is created by looking."""
+"""The listing of entries, including damaged ones; listing creates nothing."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def layout(tmp_path: Path) -> Layout:
 
 
 def test_entries_come_in_the_order_of_their_keys(layout: Layout, tmp_path: Path) -> None:
-    """Each entry is listed once, with its manifest, its folder and what it weighs."""
+    """Each entry is listed once, with its manifest, its folder and its size."""
     listed = list(stored_entries(layout))
 
     assert [stored.key for stored in listed] == sorted(key.digest for key in KEYS)
@@ -48,7 +48,7 @@ def test_entries_come_in_the_order_of_their_keys(layout: Layout, tmp_path: Path)
 
 
 def test_prefix_selects(layout: Layout) -> None:
-    """A prefix of one key lists that entry alone, whatever toolchains it has."""
+    """The prefix of one key lists the entries of that key only, for all toolchains."""
     digest = KEYS[3].digest
 
     assert [stored.key for stored in stored_entries(layout, digest[:6])] == [digest]
@@ -57,7 +57,7 @@ def test_prefix_selects(layout: Layout) -> None:
 
 
 def test_damaged_entries_are_listed_with_their_problem(layout: Layout, tmp_path: Path) -> None:
-    """An entry without a sound manifest has a problem in place of it, and does not block."""
+    """An entry without a valid manifest has a problem instead, and does not stop the listing."""
     first, second, third, _, _ = (entry_folder(tmp_path, key) for key in KEYS)
     (first / "manifest.json").write_bytes(b"garbage")
     (second / "manifest.json").unlink()
@@ -75,7 +75,7 @@ def test_damaged_entries_are_listed_with_their_problem(layout: Layout, tmp_path:
 
 
 def test_strays_are_no_entries(layout: Layout) -> None:
-    """Files and folders whose names are no keys are passed by."""
+    """Files and folders whose names are not keys are skipped."""
     (layout.entries / ".DS_Store").touch()
     (layout.entries / "ab").mkdir(exist_ok=True)
     (layout.entries / "ab" / "notes.txt").touch()
@@ -86,7 +86,7 @@ def test_strays_are_no_entries(layout: Layout) -> None:
 
 @pytest.mark.parametrize("kind", ["absent", "a file"])
 def test_listing_no_cache_creates_none(kind: str, tmp_path: Path) -> None:
-    """Where there is no cache folder, there are no entries, before and after."""
+    """Without a cache folder, there are no entries, and none is created."""
     if kind == "a file":
         (tmp_path / "cache").touch()
     before = tree(tmp_path)
@@ -98,7 +98,7 @@ def test_listing_no_cache_creates_none(kind: str, tmp_path: Path) -> None:
 def test_folder_that_cannot_be_read_is_a_cache_error(
     layout: Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A listing that would be wrong is rejected, with the folder in the error."""
+    """An incomplete listing is an error that names the folder."""
 
     def reject(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied")
@@ -114,7 +114,7 @@ def test_folder_that_cannot_be_read_is_a_cache_error(
 @pytest.mark.parametrize("name", ["kernel.cubin", "kernel.cu", "build.log", "manifest.json"])
 @pytest.mark.parametrize("damage", ["changed", "longer", "missing"])
 def test_verify_reads_every_file(name: str, damage: str, layout: Layout, tmp_path: Path) -> None:
-    """Whichever file is not as published, verify says what is wrong and names the file."""
+    """Verify names the first file that differs from what was published."""
     stored = next(stored_entries(layout, KEYS[0].digest))
     file = entry_folder(tmp_path, KEYS[0]) / name
     content = file.read_bytes()
@@ -130,10 +130,8 @@ def test_verify_reads_every_file(name: str, damage: str, layout: Layout, tmp_pat
     assert str(verify(stored)).startswith(f"{name}: expected ")
 
 
-def test_verify_compares_the_key_with_what_the_kernel_is_made_of(
-    layout: Layout, tmp_path: Path
-) -> None:
-    """A sealed manifest that tells of another kernel does not pass."""
+def test_verify_compares_the_key_with_the_key_fields(layout: Layout, tmp_path: Path) -> None:
+    """A sealed manifest of another kernel is rejected."""
     path = entry_folder(tmp_path, KEYS[0]) / "manifest.json"
     manifest = Manifest.from_json(path.read_bytes())
     path.write_bytes(replace(manifest, key_fields=KEYS[1].key_fields).to_json())
@@ -144,8 +142,8 @@ def test_verify_compares_the_key_with_what_the_kernel_is_made_of(
     assert verify(stored) == f"manifest.json: {expected}"
 
 
-def test_verify_of_a_removed_entry_says_that_it_is_gone(layout: Layout, tmp_path: Path) -> None:
-    """An entry that went since it was listed is neither sound nor damaged."""
+def test_verify_of_a_removed_entry_raises(layout: Layout, tmp_path: Path) -> None:
+    """An entry removed since listing is neither valid nor damaged."""
     stored = next(stored_entries(layout, KEYS[0].digest))
     entry_folder(tmp_path, KEYS[0]).rename(tmp_path / "elsewhere")
 

@@ -1,4 +1,4 @@
-"""The store that the settings name, and the layers that installed packages ship."""
+"""The default store of the settings, and the layers of installed packages."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ KEY = make_key()
 
 @pytest.fixture(autouse=True)
 def nothing_remembered() -> Iterator[None]:
-    """Look for packages anew in each test, and after it."""
+    """Clear the cached package layers before and after each test."""
     packaged_layers.cache_clear()
     yield
     packaged_layers.cache_clear()
 
 
 def install(site: Path, name: str) -> Path:
-    """Install a package that ships one kernel, as pip would; return its folder of kernels."""
+    """Install a package that ships one kernel, like pip does; return its kernel folder."""
     make_store(site / "made").find_or_build(KEY, make_build)
     (site / "made/cache").rename(site / name)
     info = site / f"{name}-1.dist-info"
@@ -40,7 +40,7 @@ def install(site: Path, name: str) -> Path:
 def test_the_store_is_the_one_of_the_settings(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cache_dir: Path
 ) -> None:
-    """Root, read-only layers, limit and trust come from the environment, and it is made once."""
+    """Root, layers, size limit and trust come from the environment; the store is cached."""
     make_store(tmp_path / "elsewhere").find_or_build(KEY, make_build)
     layer = tmp_path / "elsewhere/cache"
     monkeypatch.setenv("MLAGEN_CACHE_RO", str(layer))
@@ -55,10 +55,10 @@ def test_the_store_is_the_one_of_the_settings(
     assert not cache_dir.exists()
 
 
-def test_a_layer_that_is_not_there_is_told_once(
+def test_a_missing_layer_is_reported_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A path with a slip of the pen would cost every kernel a compilation."""
+    """A misspelt layer is reported once instead of compiling silently."""
     monkeypatch.setenv("MLAGEN_CACHE_RO", str(tmp_path / "kernals"))
     current_settings.cache_clear()
 
@@ -66,17 +66,17 @@ def test_a_layer_that_is_not_there_is_told_once(
         assert kernel_store().find(KEY) is None
 
     (message,) = caplog.messages
-    expected = "MLAGEN_CACHE_RO: expected a folder, got none, passing it by"
+    expected = "MLAGEN_CACHE_RO: expected a folder, got none, ignoring it"
     assert message == f"{expected}: {tmp_path / 'kernals'}"
 
 
 def test_installed_packages_are_the_last_layer(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A kernel of a package is found without the package being imported, and writable or not."""
+    """A kernel of a package is found without importing the package, writable or not."""
     folder = install(tmp_path / "site", "some_kernels")
     (folder / "__init__.py").write_text("raise AssertionError('imported')\n")
-    folder.chmod(0o777)  # pip leaves what the umask says; code beside it is as open
+    folder.chmod(0o777)  # pip installs with the mode of the umask, like the code beside it
     monkeypatch.setattr(sys, "path", [str(tmp_path / "site"), *sys.path])
 
     found = kernel_store().look_up(KEY)
@@ -87,10 +87,10 @@ def test_installed_packages_are_the_last_layer(
     assert "some_kernels" not in sys.modules
 
 
-def test_packages_are_asked_only_where_the_cache_has_nothing(
+def test_packages_are_searched_only_on_a_miss(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A hit in the cache looks through no installed distribution."""
+    """A hit in the cache does not search installed distributions."""
     install(tmp_path / "site", "some_kernels")
     monkeypatch.setattr(sys, "path", [str(tmp_path / "site"), *sys.path])
     kernel_store().find_or_build(make_key("own"), make_build)
@@ -102,10 +102,10 @@ def test_packages_are_asked_only_where_the_cache_has_nothing(
 
 
 @pytest.mark.parametrize("file", ["entry_points.txt", "RECORD"])
-def test_broken_metadata_are_no_end(
+def test_broken_metadata_is_reported_once(
     file: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What some package did wrong is said once, and keeps no kernel from being compiled."""
+    """Broken metadata of a package is reported once, and does not prevent compilation."""
     install(tmp_path / "site", "some_kernels")
     (tmp_path / "site/some_kernels-1.dist-info" / file).write_bytes(
         b"[mlagen.kernels]\nsome_kernels\n" if file == "entry_points.txt" else b"\xff,,\n"
@@ -121,7 +121,7 @@ def test_broken_metadata_are_no_end(
 def test_a_package_without_kernels_is_no_layer(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """An entry point whose distribution lists no such files is passed by."""
+    """An entry point whose distribution lists no such files is ignored."""
     folder = install(tmp_path / "site", "some_kernels")
     (folder.parent / "some_kernels-1.dist-info/RECORD").write_text("other/v1/e,,\n")
     monkeypatch.setattr(sys, "path", [str(tmp_path / "site"), *sys.path])

@@ -1,4 +1,4 @@
-"""A dry look-up comes to what a call would come to, and leaves everything as it was."""
+"""A dry look-up has the result of a normal one, and changes nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ANY = make_key(toolchain="nvrtc-13")
 
 
 def put(folder: Path, toolchain: str) -> Path:
-    """Put a kernel of a compiler, used long ago, into a cache folder; return its folder there."""
+    """Publish a kernel of a toolchain, last used long ago, in a cache folder; return its entry."""
     key = make_key(toolchain=toolchain)
     path = make_store(folder).find_or_build(key, lambda: make_build(toolchain=toolchain)).path
     assert path is not None
@@ -44,27 +44,27 @@ def cut_off(entry: Path) -> None:
 
 
 def let_others_write(entry: Path) -> None:
-    """Make the folder of a kernel one that cannot be trusted."""
+    """Make the folder of a kernel untrusted."""
     entry.chmod(0o777)
 
 
 def replace_by_a_file(entry: Path) -> None:
-    """Put a file where the folder of a kernel was."""
+    """Replace the folder of a kernel by a file."""
     entry.rename(entry.parent / "aside")
     entry.touch()
 
 
 def renew_schema(entry: Path) -> None:
-    """Let another version of mlagen have written a kernel."""
+    """Replace the manifest by one of another version of mlagen."""
     manifest = Manifest.from_json((entry / "manifest.json").read_bytes())
     object.__setattr__(manifest, "schema", 99)
     (entry / "manifest.json").write_bytes(manifest.to_json())
 
 
-# What is done to a kernel of a compiler, what is asked for, and what is said to be wrong.
+# Setup of an entry, requested toolchain, and expected problem.
 STATES: dict[str, tuple[str, Callable[[Path], None], CacheKey, str | None]] = {
-    "sound": (NEWEST, lambda _: None, make_key(), None),
-    "sound, any of a major version": (OLD, lambda _: None, ANY, None),
+    "valid": (NEWEST, lambda _: None, make_key(), None),
+    "valid, any of a major version": (OLD, lambda _: None, ANY, None),
     "another compiler": (OLD, lambda _: None, make_key(), None),
     "another key": (NEWEST, lambda _: None, make_key("combine"), None),
     "cut off": (NEWEST, cut_off, make_key(), "kernel.cubin: expected 1028 bytes, got 100"),
@@ -76,27 +76,27 @@ STATES: dict[str, tuple[str, Callable[[Path], None], CacheKey, str | None]] = {
 
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("place", ["own", "layer"])
-def test_it_comes_to_what_a_call_comes_to(
+def test_its_result_equals_that_of_a_look_up(
     state: str, place: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nothing is moved, noted or logged, and what it finds is what a call finds."""
+    """Nothing is moved, marked or logged, and the result equals that of a normal look-up."""
     toolchain, change, key, problem = STATES[state]
     change(put(tmp_path / place, toolchain))
     before = snapshot(tmp_path)
 
     dry = store_over(tmp_path).look_up(key, is_dry=True)
-    after, said = snapshot(tmp_path), warnings_in(caplog)
+    after, warnings = snapshot(tmp_path), warnings_in(caplog)
     called = store_over(tmp_path).look_up(key)
 
     assert after == before
-    assert said == []
+    assert warnings == []
     assert dry == called
     assert (problem or "") in (dry.problem or "")
     assert (dry.problem is None) == (problem is None)
 
 
-def test_the_problem_is_that_of_the_reason(tmp_path: Path) -> None:
-    """Of a damaged and an untrusted kernel, the damage is told."""
+def test_the_problem_belongs_to_the_reason(tmp_path: Path) -> None:
+    """With one damaged and one untrusted entry, the damage is the reason."""
     cut_off(put(tmp_path / "own", NEWEST))
     let_others_write(put(tmp_path / "layer", NEWEST))
 

@@ -1,4 +1,4 @@
-"""The manifest and the verified way to read an entry."""
+"""The manifest, and verified reads of an entry."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def read(folder: Path) -> CacheEntry:
     return builds.read_at(folder, key=KEY.digest, toolchain=KEY.toolchain)
 
 
-def test_manifest_says_what_when_where_and_by_whom() -> None:
-    """A manifest names key, key_fields, files, facts and the process that made the entry."""
+def test_manifest_has_key_files_and_provenance() -> None:
+    """A manifest names key, key fields, files, facts and the process that made the entry."""
     manifest = Manifest.of(KEY, BUILD, created_by="prewarm")
 
     assert (manifest.key, manifest.toolchain) == (KEY.digest, builds.TOOLCHAIN)
@@ -55,16 +55,16 @@ def test_manifest_says_what_when_where_and_by_whom() -> None:
     assert manifest.created["time"].endswith("+00:00")
 
 
-def test_manifest_survives_the_disk() -> None:
-    """What a later reader sees equals what the builder has, tuples among the facts included."""
+def test_manifest_survives_the_round_trip() -> None:
+    """A later reader gets values equal to those of the builder, including tuples in the facts."""
     build = replace(BUILD, facts={"resources": ({"registers": 168},), "compile_ms": 0.1})
     manifest = Manifest.of(KEY, build, created_by="jit")
 
     assert Manifest.from_json(manifest.to_json()) == manifest
 
 
-def test_manifest_is_the_same_text_for_the_same_facts() -> None:
-    """The names of a manifest are sorted, so that two of them can be compared line by line."""
+def test_manifest_text_is_reproducible() -> None:
+    """The keys of a manifest are sorted, so that two of them can be compared line by line."""
     manifest = Manifest.of(KEY, BUILD, created_by="jit")
     other = replace(manifest, files=dict(reversed([*manifest.files.items()])))
 
@@ -87,8 +87,8 @@ def test_manifest_is_the_same_text_for_the_same_facts() -> None:
     ],
     ids=lambda text: repr(text[:20]),
 )
-def test_garbage_is_no_manifest(text: bytes) -> None:
-    """Whatever the file holds, reading it ends in DamageError and in nothing else."""
+def test_garbage_is_not_a_manifest(text: bytes) -> None:
+    """Any content that is not a manifest raises DamageError."""
     with pytest.raises(DamageError, match=r"^manifest\.json: expected .*, got "):
         Manifest.from_json(text)
 
@@ -107,7 +107,7 @@ WRONG_TYPES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("changes", WRONG_TYPES.values(), ids=WRONG_TYPES)
 def test_manifest_has_its_types_even_where_no_seal_is_checked(changes: dict[str, Any]) -> None:
-    """A list that leaves the seal unchecked can rely on them."""
+    """A listing without a seal check can rely on the types."""
     body = json.loads(Manifest.of(KEY, BUILD, created_by="jit").to_json()) | changes
 
     with pytest.raises(DamageError, match=r"^manifest\.json: expected a manifest, got "):
@@ -116,18 +116,18 @@ def test_manifest_has_its_types_even_where_no_seal_is_checked(changes: dict[str,
 
 @pytest.mark.parametrize("checks_seal", [True, False], ids=["to be served", "to be listed"])
 def test_manifest_of_another_schema_is_named_as_such(checks_seal: bool) -> None:
-    """An entry of a later version is told apart from a damaged one by its seal."""
+    """A valid seal distinguishes an entry of a later version from a damaged one."""
     later = replace(Manifest.of(KEY, BUILD, created_by="jit"), schema=2).to_json()
     flipped = later.replace(b'"schema": 2', b'"schema": 3')
 
     with pytest.raises(OtherSchemaError, match=r"^manifest\.json: expected schema 1, got 2$"):
         Manifest.from_json(later, checks_seal=checks_seal)
-    with pytest.raises(DamageError, match="expected what its seal says, got other content"):
+    with pytest.raises(DamageError, match="expected the content of its seal, got other content"):
         Manifest.from_json(flipped, checks_seal=checks_seal)
 
 
 def test_read_entry_returns_what_was_published(folder: Path) -> None:
-    """The bytes and the manifest come back, with the folder they lie in."""
+    """The bytes, the manifest and the folder are returned."""
     entry = read(folder)
 
     assert entry.cubin == builds.CUBIN
@@ -139,22 +139,22 @@ def test_read_entry_returns_what_was_published(folder: Path) -> None:
 def test_read_entry_rejects_the_entry_of_another_key(
     key: str, toolchain: str, folder: Path
 ) -> None:
-    """A folder that was copied to another place is not served there."""
+    """A folder that was copied to the path of another key is rejected."""
     with pytest.raises(DamageError, match=r"expected .* by .*, got .* by "):
         builds.read_at(folder, key=key, toolchain=toolchain)
 
 
-@pytest.mark.parametrize("kept", [0, 1, 63, len(builds.CUBIN) // 2, len(builds.CUBIN) - 1])
-def test_truncated_cubin_is_found(kept: int, folder: Path) -> None:
-    """A cubin that lost its end is damage, with both sizes in the message."""
-    (folder / CUBIN).write_bytes(builds.CUBIN[:kept])
+@pytest.mark.parametrize("size", [0, 1, 63, len(builds.CUBIN) // 2, len(builds.CUBIN) - 1])
+def test_truncated_cubin_is_found(size: int, folder: Path) -> None:
+    """A truncated cubin is damage, with both sizes in the message."""
+    (folder / CUBIN).write_bytes(builds.CUBIN[:size])
 
-    with pytest.raises(DamageError, match=f"expected {len(builds.CUBIN)} bytes, got {kept}$"):
+    with pytest.raises(DamageError, match=f"expected {len(builds.CUBIN)} bytes, got {size}$"):
         read(folder)
 
 
 def test_every_flipped_bit_of_a_cubin_is_found(folder: Path) -> None:
-    """Two hundred cubins with one bit flipped each are two hundred times damage."""
+    """Each of 200 single bit flips of a cubin is damage."""
     dice = random.Random(5)  # noqa: S311 - the same bits in every run
     for _ in range(200):
         content = bytearray(builds.CUBIN)
@@ -166,8 +166,8 @@ def test_every_flipped_bit_of_a_cubin_is_found(folder: Path) -> None:
 
 
 def test_no_flipped_bit_of_a_manifest_changes_what_is_read(folder: Path) -> None:
-    """A bit flipped anywhere in a manifest is found, or changed nothing but white space."""
-    sound, found = read(folder), 0
+    """A bit flip in a manifest is found, or changes white space only."""
+    original, found = read(folder), 0
     text = (folder / MANIFEST).read_bytes()
     for place in range(len(text)):
         flipped = bytearray(text)
@@ -175,15 +175,15 @@ def test_no_flipped_bit_of_a_manifest_changes_what_is_read(folder: Path) -> None
         (folder / MANIFEST).write_bytes(flipped)
 
         try:
-            assert read(folder) == sound
+            assert read(folder) == original
         except DamageError:
             found += 1
 
     assert found > len(text) // 2
 
 
-def test_cubin_that_is_no_elf_file_is_found(tmp_path: Path) -> None:
-    """Bytes with the right digest that no driver would take are damage too."""
+def test_cubin_that_is_not_elf_is_found(tmp_path: Path) -> None:
+    """Bytes with the right digest that are not ELF are damage too."""
     build = builds.make_build(b"text")
     folder = publish(Layout(tmp_path), Manifest.of(KEY, build, created_by="jit"), build.files)
 
@@ -202,10 +202,10 @@ def test_manifest_without_a_cubin_is_found(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["\x1b[2J", "\x07", "\x7f", "\x9b2J", "h\xf6st"])
 def test_a_manifest_that_would_control_a_terminal_is_damage(text: str) -> None:
-    """Commands print what it says; mlagen writes ASCII."""
+    """Control characters are rejected, because commands print manifests."""
     manifest = Manifest.of(KEY, BUILD, created_by="jit")
-    said = replace(manifest, created={**manifest.created, "host": text}).to_json()
-    raw = said.replace(b"h\\u00f6st", "h\xf6st".encode())
+    sealed = replace(manifest, created={**manifest.created, "host": text}).to_json()
+    raw = sealed.replace(b"h\\u00f6st", "h\xf6st".encode())
 
     with pytest.raises(DamageError, match="control a terminal"):
         Manifest.from_json(raw)

@@ -1,4 +1,4 @@
-"""The store when the disk rejects: kernels from memory, one warning, and honest commands."""
+"""The store when the operating system returns errors: kernels from memory, and one warning."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def store(tmp_path: Path) -> KernelStore:
 
 
 def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """Return the warnings that were logged."""
+    """Return the logged warnings."""
     return [record.message for record in caplog.records if record.levelno >= logging.WARNING]
 
 
@@ -44,7 +44,7 @@ BLOCKED = {
 def test_folder_that_cannot_be_written_costs_one_warning(
     blocked: str, store: KernelStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Kernels are built once for the process and kept in memory; nothing is raised."""
+    """Kernels are built once per process and stored in memory; nothing is raised."""
     (tmp_path / blocked).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / blocked).touch()
     build, other = CountedBuild(), CountedBuild()
@@ -64,7 +64,7 @@ def test_folder_that_cannot_be_written_costs_one_warning(
 def test_processes_that_cannot_publish_do_not_wait_for_each_other(
     store: KernelStore, tmp_path: Path
 ) -> None:
-    """Where no entry can appear, taking the lock would only make them compile in turn."""
+    """If no entry can be published, the lock would only serialise the builds."""
     (tmp_path / "cache").touch()
 
     store.find_or_build(KEY, make_build)
@@ -72,23 +72,23 @@ def test_processes_that_cannot_publish_do_not_wait_for_each_other(
     assert not (tmp_path / "locks").exists()
 
 
-def test_a_full_disk_is_no_end(
+def test_a_full_disk_stores_kernels_in_memory(
     store: KernelStore,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The kernel comes from memory, with one warning; what fits later is published."""
+    """The kernel is stored in memory, with one warning; later kernels that fit are published."""
 
     def reject(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
         patch.setattr(Folder, "write", reject)
-        kept = [store.find_or_build(make_key(name), make_build) for name in ("one", "two")]
+        entries = [store.find_or_build(make_key(name), make_build) for name in ("one", "two")]
     published = store.find_or_build(make_key("three"), make_build)
 
-    assert [entry.path for entry in kept] == [None, None]
+    assert [entry.path for entry in entries] == [None, None]
     assert published.path == entry_folder(tmp_path, make_key("three"))
     assert len(warnings_in(caplog)) == 1
     assert "No space left on device" in warnings_in(caplog)[0]
@@ -101,7 +101,7 @@ def test_entry_that_cannot_be_read_is_not_called_damaged(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """It is built again for this process, with one warning, and stays for the others."""
+    """It is built again for this process, with one warning, and stays for other processes."""
     store.find_or_build(KEY, make_build)
 
     def reject(*_: object, **__: object) -> None:
@@ -119,7 +119,7 @@ def test_entry_that_cannot_be_read_is_not_called_damaged(
 def test_entry_that_another_machine_removed_is_absent(
     store: KernelStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A stale handle of a network folder is a miss like any other: built, and nothing said."""
+    """A stale NFS handle is an ordinary miss: the kernel is built, and nothing is logged."""
     store.find_or_build(KEY, make_build)
 
     def stale(*_: object, **__: object) -> None:
@@ -138,7 +138,7 @@ def test_entry_that_another_machine_removed_is_absent(
 def test_sweep_that_fails_does_not_undo_publishing(
     store: KernelStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A staging folder that cannot be listed is no reason to keep an entry in memory."""
+    """An unreadable staging folder does not undo the publication."""
 
     def reject(_: Layout) -> int:
         raise PermissionError(13, "Permission denied")
@@ -154,10 +154,10 @@ def test_sweep_that_fails_does_not_undo_publishing(
 
 
 @pytest.mark.parametrize("verb", ["remove", "quarantine", "clear"])
-def test_what_cannot_be_moved_is_a_cache_error(
+def test_an_entry_that_cannot_be_moved_is_a_cache_error(
     verb: str, store: KernelStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rejection of the disk names what was asked for, and the entry stays."""
+    """The error names the path, and the entry stays."""
     store.find_or_build(KEY, make_build)
     (stored,) = store.entries()
     verbs: dict[str, Callable[[], object]] = {

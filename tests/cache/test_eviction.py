@@ -1,4 +1,4 @@
-"""The limit: the least recently used give way, readers never, and the count is cheap."""
+"""The size limit: LRU eviction, safe for readers, with a cheap size record."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mlagen.cache import eviction
-from mlagen.cache.eviction import evict, limit, renew, weights
+from mlagen.cache.eviction import enforce_limit, entry_usages, evict, mark_used
 from mlagen.cache.layout import Layout
 from mlagen.monitoring import metrics
 from tests.cache.builds import (
@@ -39,48 +39,48 @@ def layout(tmp_path: Path) -> Layout:
 
 
 def set_age(folder: Path, number: int, age_s: float) -> None:
-    """Have an entry used that long ago."""
+    """Set the last use of an entry to that long ago."""
     used = time.time() - age_s
     os.utime(entry_folder(folder, KEYS[number]) / "manifest.json", (used, used))
 
 
 def size_of(layout: Layout) -> int:
-    """Return what all entries take, counted file by file."""
+    """Return the total size of all entries, measured file by file."""
     return sum(file.stat().st_size for file in layout.entries.rglob("*") if file.is_file())
 
 
-def left(folder: Path) -> list[int]:
-    """Return the numbers of the entries that are there."""
+def remaining(folder: Path) -> list[int]:
+    """Return the numbers of the existing entries."""
     return [number for number, key in enumerate(KEYS) if entry_folder(folder, key).exists()]
 
 
-def test_weights_are_what_lies_there(layout: Layout, tmp_path: Path) -> None:
-    """Each entry with the size of its files and its last use; nothing is read."""
-    weighed = {weight.path: weight for weight in weights(layout)}
+def test_usages_match_the_disk(layout: Layout, tmp_path: Path) -> None:
+    """Each entry has the size of its files and its last use; no file is read."""
+    weighed = {usage.path: usage for usage in entry_usages(layout)}
 
     assert set(weighed) == {entry_folder(tmp_path, key) for key in KEYS}
-    assert sum(weight.size_bytes for weight in weighed.values()) == size_of(layout)
+    assert sum(usage.size_bytes for usage in weighed.values()) == size_of(layout)
     for number, key in enumerate(KEYS):
         age_s = time.time() - weighed[entry_folder(tmp_path, key)].used
         assert age_s == pytest.approx(HOUR_S * (10 - number), abs=60)
 
 
-def test_the_least_recently_used_go_first(layout: Layout, tmp_path: Path) -> None:
-    """As many as it takes to come down to nine tenths of the limit."""
+def test_the_least_recently_used_are_evicted_first(layout: Layout, tmp_path: Path) -> None:
+    """Eviction stops at nine tenths of the limit."""
     size = size_of(layout) // 10
     before = metrics()["evicted"]
 
     evicted = evict(layout, size * 6)
 
-    assert [weight.path for weight in evicted] == [entry_folder(tmp_path, key) for key in KEYS[:5]]
-    assert left(tmp_path) == [5, 6, 7, 8, 9]
+    assert [usage.path for usage in evicted] == [entry_folder(tmp_path, key) for key in KEYS[:5]]
+    assert remaining(tmp_path) == [5, 6, 7, 8, 9]
     assert size_of(layout) <= size * 6 * 0.9
     assert metrics()["evicted"] == before + 5
     assert tree(layout.staging) == []
 
 
-def test_folders_of_keys_go_with_their_last_entry(layout: Layout, tmp_path: Path) -> None:
-    """Nothing empty is left of a key, and another compiler's entry keeps its folder."""
+def test_the_folder_of_a_key_is_removed_with_its_last_entry(layout: Layout, tmp_path: Path) -> None:
+    """The folder of a key is removed with its last entry only."""
     other = make_key("family 0", toolchain="nvrtc-12.8.1")
     make_store(tmp_path).find_or_build(other, lambda: make_build(toolchain="nvrtc-12.8.1"))
 
@@ -88,29 +88,29 @@ def test_folders_of_keys_go_with_their_last_entry(layout: Layout, tmp_path: Path
 
     assert [path for path in layout.entries.glob("*/*") if not any(path.iterdir())] == []
     assert entry_folder(tmp_path, other).exists()
-    assert left(tmp_path) == []
+    assert remaining(tmp_path) == []
 
 
-def test_nothing_goes_while_all_of_it_fits(layout: Layout, tmp_path: Path) -> None:
-    """Between the limit and nine tenths of it, too."""
+def test_nothing_is_evicted_below_the_limit(layout: Layout, tmp_path: Path) -> None:
+    """Nothing is evicted up to the limit."""
     evicted = evict(layout, size_of(layout))
 
     assert evicted == []
-    assert left(tmp_path) == list(range(10))
+    assert remaining(tmp_path) == list(range(10))
 
 
-def test_what_was_used_a_moment_ago_stays(layout: Layout, tmp_path: Path) -> None:
-    """Somebody may be between its manifest and its code, even if nothing fits."""
+def test_recently_used_entries_stay(layout: Layout, tmp_path: Path) -> None:
+    """Recently used entries stay even above the limit, because a process may be reading them."""
     for number in (0, 4):
         set_age(tmp_path, number, 60.0)
 
     evict(layout, 1)
 
-    assert left(tmp_path) == [0, 4]
+    assert remaining(tmp_path) == [0, 4]
 
 
-def test_entries_without_a_manifest_go_first(layout: Layout, tmp_path: Path) -> None:
-    """Nothing says that they were ever used."""
+def test_entries_without_a_manifest_are_evicted_first(layout: Layout, tmp_path: Path) -> None:
+    """Entries without a manifest have no last use, and are evicted first."""
     (entry_folder(tmp_path, KEYS[9]) / "manifest.json").unlink()
 
     evicted = evict(layout, size_of(layout) - 1)
@@ -118,10 +118,10 @@ def test_entries_without_a_manifest_go_first(layout: Layout, tmp_path: Path) -> 
     assert evicted[0].path == entry_folder(tmp_path, KEYS[9])
 
 
-def test_an_entry_that_cannot_be_moved_is_no_end(
+def test_an_entry_that_cannot_be_moved_is_skipped(
     layout: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next ones go instead."""
+    """The next entries are evicted instead."""
     stuck, rename = entry_folder(tmp_path, KEYS[0]), os.rename
 
     def reject(name: str, new: str, **folders: int) -> None:
@@ -133,12 +133,12 @@ def test_an_entry_that_cannot_be_moved_is_no_end(
 
     evicted = evict(layout, size_of(layout) // 2)
 
-    assert stuck not in {weight.path for weight in evicted}
-    assert left(tmp_path) == [0, 7, 8, 9]
+    assert stuck not in {usage.path for usage in evicted}
+    assert remaining(tmp_path) == [0, 7, 8, 9]
 
 
-def test_an_empty_cache_is_not_made(tmp_path: Path) -> None:
-    """Where nothing is, nothing is evicted and nothing written."""
+def test_an_empty_cache_is_not_created(tmp_path: Path) -> None:
+    """Without a cache, nothing is evicted or created."""
     assert evict(Layout(tmp_path / "cache"), 1) == []
     assert tree(tmp_path) == []
 
@@ -148,10 +148,10 @@ def test_an_empty_cache_is_not_made(tmp_path: Path) -> None:
     [(10.0, False), (HOUR_S - 60, False), (HOUR_S + 60, True), (-HOUR_S - 60, True)],
     ids=["just now", "within the hour", "more than an hour ago", "in the future"],
 )
-def test_a_use_is_noted_once_an_hour(
+def test_a_use_is_recorded_once_an_hour(
     age_s: float, is_renewed: bool, layout: Layout, tmp_path: Path
 ) -> None:
-    """A hit in between changes nothing on the disk; the content is never touched."""
+    """A hit within the hour changes nothing on the disk; the content is never changed."""
     set_age(tmp_path, 3, age_s)
     manifest = entry_folder(tmp_path, KEYS[3]) / "manifest.json"
     before, content = manifest.stat().st_mtime_ns, manifest.read_bytes()
@@ -166,8 +166,10 @@ def test_a_use_is_noted_once_an_hour(
 
 
 @pytest.mark.usefixtures("layout")
-def test_a_use_that_cannot_be_noted_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk that is read-only, or an entry that is gone, is no error."""
+def test_a_use_that_cannot_be_recorded_is_ignored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A read-only disk or a removed entry is no error."""
 
     def reject(*_: object, **__: object) -> None:
         raise OSError(30, "Read-only file system")
@@ -176,61 +178,61 @@ def test_a_use_that_cannot_be_noted_is_not(tmp_path: Path, monkeypatch: pytest.M
 
     folder = entry_folder(tmp_path, KEYS[0])
     with opened(folder) as entry:
-        renew(entry)
+        mark_used(entry)
         folder.rename(tmp_path / "elsewhere")
-        renew(entry)
+        mark_used(entry)
     (tmp_path / "elsewhere").rename(folder)
 
-    assert left(tmp_path) == list(range(10))
+    assert remaining(tmp_path) == list(range(10))
 
 
-def test_a_use_saves_an_entry(layout: Layout, tmp_path: Path) -> None:
-    """The one used longest ago is found once, and outlives the others."""
+def test_a_use_protects_an_entry(layout: Layout, tmp_path: Path) -> None:
+    """The least recently used entry outlives the others after a hit."""
     assert make_store(tmp_path).find(KEYS[0]) is not None
 
     evict(layout, size_of(layout) // 10 * 3)
 
-    assert left(tmp_path) == [0, 9]
+    assert remaining(tmp_path) == [0, 9]
 
 
-def test_publications_are_counted_without_looking(
+def test_publications_are_counted_without_listing(
     layout: Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Within the hour, and below the limit, the note is added up and nothing is listed."""
+    """Within the hour and below the limit, the record is incremented and nothing is listed."""
     evict(layout, size_of(layout))
     counted = size_of(layout)
-    monkeypatch.setattr(eviction, "weights", None)
+    monkeypatch.setattr(eviction, "entry_usages", None)
 
-    evicted = [limit(layout, 1000, counted + 5000) for _ in range(4)]
+    evicted = [enforce_limit(layout, 1000, counted + 5000) for _ in range(4)]
 
     assert evicted == [[]] * 4
-    assert eviction._read_note(layout)[0] == counted + 4000
+    assert eviction._read_size_file(layout)[0] == counted + 4000
 
 
-def test_a_count_above_the_limit_is_made_anew(layout: Layout, tmp_path: Path) -> None:
-    """What others deleted meanwhile is not held against the cache."""
-    eviction._write_note(layout, 10**9, time.time())
+def test_the_size_is_measured_before_an_eviction(layout: Layout, tmp_path: Path) -> None:
+    """Deletions by other processes are counted before an eviction."""
+    eviction._write_size_file(layout, 10**9, time.time())
 
-    evicted = limit(layout, 1000, size_of(layout) + 1)
+    evicted = enforce_limit(layout, 1000, size_of(layout) + 1)
 
     assert evicted == []
-    assert left(tmp_path) == list(range(10))
-    assert eviction._read_note(layout)[0] == size_of(layout)
+    assert remaining(tmp_path) == list(range(10))
+    assert eviction._read_size_file(layout)[0] == size_of(layout)
 
 
-def test_without_a_note_all_is_counted(layout: Layout) -> None:
-    """A cache that an older version filled has none."""
-    layout.size_note.unlink(missing_ok=True)
+def test_without_a_size_file_the_size_is_measured(layout: Layout) -> None:
+    """A cache without a size file is measured."""
+    layout.size_file.unlink(missing_ok=True)
 
-    limit(layout, 0, 1 << 30)
+    enforce_limit(layout, 0, 1 << 30)
 
-    assert eviction._read_note(layout)[0] == size_of(layout)
+    assert eviction._read_size_file(layout)[0] == size_of(layout)
 
 
-def test_a_note_that_cannot_be_written_leaves_nothing(
+def test_a_size_file_that_cannot_be_written_is_ignored(
     layout: Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Staging is empty afterwards, and nobody is told."""
+    """Staging is empty afterwards, and nothing is logged."""
 
     def reject(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
@@ -242,8 +244,8 @@ def test_a_note_that_cannot_be_written_leaves_nothing(
     assert tree(layout.staging) == []
 
 
-def test_a_store_keeps_its_limit(tmp_path: Path) -> None:
-    """Publishing evicts by itself, the oldest first."""
+def test_a_store_enforces_its_limit(tmp_path: Path) -> None:
+    """Publishing evicts the least recently used entries."""
     large = make_build(CUBIN * 20)
     store = store_in(tmp_path, max_bytes=5 * 20_000)
 
@@ -251,6 +253,6 @@ def test_a_store_keeps_its_limit(tmp_path: Path) -> None:
         store.find_or_build(key, lambda: large)
         set_age(tmp_path, number, HOUR_S * (10 - number))
 
-    # Manifests are not counted between two looks at all of it.
+    # Manifests are not counted between two measurements.
     assert 3 * 20_000 < size_of(Layout(tmp_path / "cache")) <= 6 * 20_000
-    assert left(tmp_path) == list(range(10 - len(left(tmp_path)), 10))
+    assert remaining(tmp_path) == list(range(10 - len(remaining(tmp_path)), 10))

@@ -1,4 +1,4 @@
-"""Whatever befell an entry, it is set aside, built again, and nobody waits or crashes."""
+"""Damaged entries are quarantined and rebuilt, without blocking or crashing a call."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _flip_one_byte(entry: Path) -> None:
 
 def _become_link(name: str) -> Callable[[Path], None]:
     def move_and_link(entry: Path) -> None:
-        # The content is right, and still not what was published: a link may change any time.
+        # The content is valid, but not what was published: a link may change any time.
         (entry / name).rename(entry.parents[2] / name)
         (entry / name).symlink_to(entry.parents[2] / name)
 
@@ -111,7 +111,7 @@ FAULTS: dict[str, Callable[[Path], object]] = {
 
 @pytest.fixture
 def store(tmp_path: Path) -> KernelStore:
-    """Return a store with two different kernels in it."""
+    """Return a store with two kernels."""
     store = make_store(tmp_path)
     store.find_or_build(KEY, make_build)
     store.find_or_build(OTHER, lambda: make_build(builds.CUBIN[:4] + b"other"))
@@ -120,7 +120,7 @@ def store(tmp_path: Path) -> KernelStore:
 
 @pytest.mark.timeout(10)
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
-def test_damage_is_found_set_aside_and_built_again(
+def test_damage_is_quarantined_and_rebuilt(
     fault: Callable[[Path], object],
     store: KernelStore,
     tmp_path: Path,
@@ -151,7 +151,7 @@ def test_damage_is_found_set_aside_and_built_again(
 def test_damage_does_not_disturb_the_commands(
     fault: Callable[[Path], object], store: KernelStore, tmp_path: Path
 ) -> None:
-    """A damaged entry is listed, does not verify, changes nothing by that, and can be removed."""
+    """A damaged entry is listed, fails verification, is not changed by that, and can be removed."""
     fault(entry_folder(tmp_path, KEY))
     before = tree(tmp_path)
 
@@ -172,7 +172,7 @@ def test_damage_that_cannot_be_moved_costs_a_build_only(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """On a read-only folder a damaged entry is reported, left, and not served."""
+    """On a read-only folder a damaged entry is reported, stays, and is not loaded."""
     _flip_one_byte(entry_folder(tmp_path, KEY))
 
     def reject(*_: object, **__: object) -> None:
@@ -193,11 +193,11 @@ def test_damage_that_cannot_be_moved_costs_a_build_only(
 def test_damage_found_by_many_is_built_once(
     repetition: int, store: KernelStore, tmp_path: Path
 ) -> None:
-    """Whoever finds damage late does not take away what was built in its place."""
+    """A process that finds damage late does not remove the rebuilt entry."""
     _flip_one_byte(entry_folder(tmp_path, KEY))
     build = CountedBuild(seconds=0.05 + 0.01 * repetition)
 
-    # Stores of their own, so that the threads meet as processes do.
+    # Separate stores, so that the threads behave like processes.
     entries = builds.together([lambda: make_store(tmp_path).find_or_build(KEY, build)] * 8)
 
     assert build.calls == 1

@@ -1,4 +1,4 @@
-"""Reading and writing single files: regular ones only, and never waiting."""
+"""Reads and writes of single files: regular files only, and never blocking."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _symbolic_link(path: Path) -> None:
 
 def _socket(path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as server:
-        folder = os.open(path.parent, os.O_RDONLY)  # the name of a socket must be short
+        folder = os.open(path.parent, os.O_RDONLY)  # the path of a socket must be short
         server.bind(f"/proc/self/fd/{folder}/{path.name}")
         os.close(folder)
 
@@ -30,7 +30,7 @@ NOT_FILES: dict[str, Callable[[Path], object]] = {
     "a symbolic link": _symbolic_link,
     "a dangling link": lambda path: path.symlink_to("nowhere"),
     "a folder": Path.mkdir,
-    "a FIFO that nobody writes": os.mkfifo,
+    "a FIFO without a writer": os.mkfifo,
     "a socket": _socket,
     "a link to a device": lambda path: path.symlink_to("/dev/zero"),
     "a file that is too long": lambda path: path.write_bytes(b"12345"),
@@ -44,7 +44,7 @@ def _descriptors() -> set[str]:
 @pytest.mark.timeout(5)
 @pytest.mark.parametrize("make", NOT_FILES.values(), ids=NOT_FILES)
 def test_read_regular_rejects_anything_else(make: Callable[[Path], object], tmp_path: Path) -> None:
-    """Only a regular file within the limit is read; the rest is damage, found without waiting."""
+    """Only regular files within the limit are read; anything else is damage, without blocking."""
     path = tmp_path / "kernel.cubin"
     make(path)
     open_before = _descriptors()
@@ -56,16 +56,16 @@ def test_read_regular_rejects_anything_else(make: Callable[[Path], object], tmp_
 
 
 @pytest.mark.parametrize("content", [b"", b"123", b"1234"], ids=["empty", "short", "at the limit"])
-def test_read_regular_returns_what_is_there(content: bytes, tmp_path: Path) -> None:
-    """A regular file up to the limit is read whole."""
+def test_read_regular_returns_the_content(content: bytes, tmp_path: Path) -> None:
+    """A regular file up to the limit is read completely."""
     path = tmp_path / "file"
     path.write_bytes(content)
 
     assert files.read_regular(path, max_bytes=4) == content
 
 
-def test_failure_to_read_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that is out of file descriptors says nothing about the file."""
+def test_failure_to_read_is_not_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Running out of file descriptors is not damage of the file."""
 
     def exhausted(*_: object, **__: object) -> int:
         raise OSError(24, "Too many open files")
@@ -77,24 +77,24 @@ def test_failure_to_read_is_no_damage(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("occupant", ["a file", "a link"])
-def test_write_new_never_writes_over_anything(occupant: str, tmp_path: Path) -> None:
-    """What stands at the path already is kept, and a link is not followed."""
+def test_write_new_never_overwrites(occupant: str, tmp_path: Path) -> None:
+    """An existing file stays, and a link is not followed."""
     path, target = tmp_path / "file", tmp_path / "target"
-    target.write_bytes(b"kept")
+    target.write_bytes(b"original")
     if occupant == "a file":
-        path.write_bytes(b"kept")
+        path.write_bytes(b"original")
     else:
         path.symlink_to(target)
 
     with pytest.raises(FileExistsError):
         files.write_new(path, b"written")
 
-    assert path.read_bytes() == target.read_bytes() == b"kept"
+    assert path.read_bytes() == target.read_bytes() == b"original"
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o027, 0o077], ids="{:03o}".format)
-def test_what_is_made_belongs_to_its_owner_alone(umask: int, tmp_path: Path) -> None:
-    """Folders are 0700 and files 0600, all the way down and whatever the umask."""
+def test_new_files_and_folders_are_private(umask: int, tmp_path: Path) -> None:
+    """Folders are 0700 and files 0600 on every level, whatever the umask."""
     before = os.umask(umask)
     try:
         files.make_folder(tmp_path / "a/b/c")
@@ -110,8 +110,10 @@ def test_what_is_made_belongs_to_its_owner_alone(umask: int, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("blocker", ["a file", "a dangling link"])
 @pytest.mark.parametrize("below", ["", "deeper/still"], ids=["in its place", "below it"])
-def test_make_folder_fails_where_it_cannot_stand(blocker: str, below: str, tmp_path: Path) -> None:
-    """A file or a dangling link in the way is an OSError, not an endless attempt."""
+def test_make_folder_fails_if_a_file_is_in_the_way(
+    blocker: str, below: str, tmp_path: Path
+) -> None:
+    """A file or a dangling link in the way is an OSError, not an endless loop."""
     path = tmp_path / "blocked"
     if blocker == "a file":
         path.touch()
@@ -122,8 +124,8 @@ def test_make_folder_fails_where_it_cannot_stand(blocker: str, below: str, tmp_p
         files.make_folder(path / below)
 
 
-def test_identity_tells_a_replaced_folder_from_its_predecessor(tmp_path: Path) -> None:
-    """A name has the identity of what stands there now, None if nothing does."""
+def test_identity_changes_when_a_folder_is_replaced(tmp_path: Path) -> None:
+    """A path has the identity of its current folder, or None."""
     (tmp_path / "a").mkdir()
     before = files.identity_of(tmp_path / "a")
 

@@ -1,4 +1,4 @@
-"""The key: stable, complete, and able to explain itself."""
+"""The cache key: stable, complete, and explainable."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ PRINT_DIGEST = "from tests.cache.builds import make_key; print(make_key().digest
 
 
 def test_digest_never_changes() -> None:
-    """The digest of these key_fields is this one, on every machine and in every version."""
+    """The digest of these key fields is constant across machines and versions."""
     assert make_key().digest == GOLDEN
 
 
 @pytest.mark.parametrize("seed", ["0", "1", "random"])
 def test_digest_is_the_same_in_every_process(seed: str) -> None:
-    """Neither the hash seed nor the locale of a process enters the digest."""
+    """Neither the hash seed nor the locale of a process affects the digest."""
     environment = {**os.environ, "PYTHONHASHSEED": seed, "LC_ALL": "C", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", PRINT_DIGEST]
 
@@ -46,15 +46,15 @@ OTHER_INGREDIENTS = {
 
 
 @pytest.mark.parametrize("key_fields", OTHER_INGREDIENTS.values(), ids=OTHER_INGREDIENTS)
-def test_every_ingredient_changes_the_digest(key_fields: tuple[tuple[str, str], ...]) -> None:
-    """Two keys with different key_fields never share a digest."""
+def test_every_key_field_changes_the_digest(key_fields: tuple[tuple[str, str], ...]) -> None:
+    """Two keys with different key fields never share a digest."""
     other = replace(make_key(), key_fields=key_fields)
 
     assert other.digest != make_key().digest
 
 
 def test_schema_changes_the_digest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A new meaning of the key_fields makes new keys of them all."""
+    """Another schema changes every digest."""
     before = make_key().digest
 
     monkeypatch.setattr(key_module, "SCHEMA", key_module.SCHEMA + 1)
@@ -62,8 +62,8 @@ def test_schema_changes_the_digest(monkeypatch: pytest.MonkeyPatch) -> None:
     assert make_key().digest != before
 
 
-def test_toolchain_is_no_part_of_the_digest() -> None:
-    """A kernel keeps its digest whichever compiler makes it."""
+def test_toolchain_is_not_part_of_the_digest() -> None:
+    """A kernel has the same digest for every compiler."""
     other = make_key(toolchain="nvrtc-12.8.1")
 
     assert other.digest == make_key().digest
@@ -71,7 +71,7 @@ def test_toolchain_is_no_part_of_the_digest() -> None:
 
 
 def test_differences_name_each_label_with_both_values() -> None:
-    """A changed, a missing and an additional ingredient are told apart; the toolchain is last."""
+    """Changed, missing and additional key fields are distinguished; the toolchain comes last."""
     mine = CacheKey((("family", "mla"), ("page", "64"), ("old", "1")), "nvrtc-13.0.88")
     theirs = CacheKey((("family", "mla"), ("new", "2"), ("page", "32")), "nvrtc-13.5.37")
 
@@ -86,8 +86,8 @@ def test_differences_name_each_label_with_both_values() -> None:
     assert mine.differences(mine) == []
 
 
-def test_a_key_that_might_be_wrong_is_not_made() -> None:
-    """A label that occurs twice, or a value that is no text, is rejected."""
+def test_an_ambiguous_key_is_rejected() -> None:
+    """A duplicate label or a value that is not a string is rejected."""
     with pytest.raises(AssertionError, match="occurs twice"):
         CacheKey((("family", "a"), ("family", "b")), "nvrtc-13.5.37")
     with pytest.raises(AssertionError):

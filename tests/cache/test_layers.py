@@ -1,4 +1,4 @@
-"""Where a kernel is looked for, in which order, and what is said if it is nowhere."""
+"""Layered look-up: search order, and the reasons of a miss."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OLDER, NEWER = "nvrtc-13.4.92", "nvrtc-13.10.5"
 
 
 def fill(folder: Path, name: str, *toolchains: str) -> Path:
-    """Make a layer with the kernel as those compilers made it; return its root."""
+    """Create a layer with the kernel for these toolchains; return its root."""
     for toolchain in toolchains or (KEY.toolchain,):
         cubin = builds.CUBIN + f"{name} {toolchain}".encode()
         key = make_key(toolchain=toolchain)
@@ -30,7 +30,7 @@ def fill(folder: Path, name: str, *toolchains: str) -> Path:
 
 
 def store_over(folder: Path, *layers: Path, packaged: tuple[Path, ...] = ()) -> KernelStore:
-    """Return a store of its own above read-only layers and packages."""
+    """Return a store above read-only layers and packages."""
     return KernelStore(
         folder / "cache",
         lock_dir=folder / "locks",
@@ -40,8 +40,8 @@ def store_over(folder: Path, *layers: Path, packaged: tuple[Path, ...] = ()) -> 
     )
 
 
-def test_the_first_that_has_it_serves_it(tmp_path: Path) -> None:
-    """The own folder, then layers in their order, then packages."""
+def test_the_first_layer_with_the_kernel_serves_it(tmp_path: Path) -> None:
+    """The search order is own folder, layers in their order, packages."""
     first, second, package = (fill(tmp_path, name) for name in ("first", "second", "package"))
     empty = tmp_path / "empty"
 
@@ -57,7 +57,7 @@ def test_the_first_that_has_it_serves_it(tmp_path: Path) -> None:
 
 
 def test_a_hit_in_a_layer_writes_nothing_anywhere(tmp_path: Path) -> None:
-    """No copy, no lock, no note of the use: such a folder may lie in an image or on a server."""
+    """A hit in a layer makes no copy, takes no lock, records no use: a layer may be read-only."""
     layer = fill(tmp_path, "layer")
     manifest = entry_folder(tmp_path / "layer", KEY) / "manifest.json"
     os.utime(manifest, (1, 1))
@@ -72,10 +72,10 @@ def test_a_hit_in_a_layer_writes_nothing_anywhere(tmp_path: Path) -> None:
     assert tree(tmp_path) == before
 
 
-def test_a_damaged_layer_is_passed_by_and_stays_as_it_is(
+def test_a_damaged_layer_is_ignored_and_stays(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The next one serves; one warning for each damaged entry, however often it is met."""
+    """The next layer serves, with one warning per damaged entry."""
     first, second = fill(tmp_path, "first"), fill(tmp_path, "second")
     damaged = entry_folder(tmp_path / "first", KEY)
     (damaged / "kernel.cubin").write_bytes(b"\x7fELF damaged")
@@ -87,7 +87,7 @@ def test_a_damaged_layer_is_passed_by_and_stays_as_it_is(
     assert [look.layer for look in found] == [second] * 3
     assert tree(first) == before
     (warning,) = warnings_in(caplog)
-    assert warning.startswith(f"cache: damaged entry passed by in {damaged}: kernel.cubin: ")
+    assert warning.startswith(f"cache: damaged entry ignored in {damaged}: kernel.cubin: ")
 
 
 def _nothing(_: Path) -> None:
@@ -113,8 +113,8 @@ def _open_to_all(folder: Path) -> None:
     ],
     ids=REASONS,
 )
-def test_a_miss_says_why(make: Callable[[Path], object], reason: str, tmp_path: Path) -> None:
-    """The reason of the layer that has most to say, whichever it is."""
+def test_a_miss_has_a_reason(make: Callable[[Path], object], reason: str, tmp_path: Path) -> None:
+    """The most informative reason of all layers is reported."""
     make(tmp_path)
 
     found = store_over(tmp_path, tmp_path / "empty", tmp_path / "layer/cache").look_up(KEY)
@@ -123,10 +123,8 @@ def test_a_miss_says_why(make: Callable[[Path], object], reason: str, tmp_path: 
 
 
 @pytest.mark.parametrize("order", [(OLDER, NEWER), (NEWER, OLDER)], ids=" before ".join)
-def test_of_several_compilers_the_newest_serves_who_takes_any(
-    order: tuple[str, str], tmp_path: Path
-) -> None:
-    """By number and not by letter: 13.10 came after 13.4; one of another major version never."""
+def test_of_several_toolchains_the_newest_serves(order: tuple[str, str], tmp_path: Path) -> None:
+    """Versions compare numerically: 13.10 is newer than 13.4; other major versions never match."""
     layer = fill(tmp_path, "layer", *order, "nvrtc-14.0.1", "nvrtc-12.9.86")
     store = store_over(tmp_path, layer)
 
@@ -138,8 +136,8 @@ def test_of_several_compilers_the_newest_serves_who_takes_any(
     assert (none.entry, none.reason) == (None, "other toolchain")
 
 
-def test_a_damaged_newest_leaves_the_next(tmp_path: Path) -> None:
-    """Whoever takes any compiler's kernel takes an older one that is sound."""
+def test_a_damaged_newest_entry_falls_back_to_the_next(tmp_path: Path) -> None:
+    """If any toolchain is accepted, an older valid entry replaces a damaged newer one."""
     layer = fill(tmp_path, "layer", OLDER, NEWER)
     os.truncate(entry_folder(tmp_path / "layer", make_key(toolchain=NEWER)) / "kernel.cubin", 3)
 
@@ -149,10 +147,10 @@ def test_a_damaged_newest_leaves_the_next(tmp_path: Path) -> None:
     assert found.entry.manifest.toolchain == OLDER
 
 
-def test_a_sound_layer_is_shadowed_by_nothing_that_is_damaged(
+def test_a_damaged_entry_does_not_shadow_a_valid_layer(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What is damaged in the own folder is set aside, and the layer serves without a build."""
+    """A damaged entry in the own folder is quarantined, and the layer serves without a build."""
     store_over(tmp_path).find_or_build(KEY, make_build)
     os.truncate(entry_folder(tmp_path, KEY) / "manifest.json", 3)
     layer, build = fill(tmp_path, "layer"), CountedBuild()
@@ -165,8 +163,8 @@ def test_a_sound_layer_is_shadowed_by_nothing_that_is_damaged(
     assert len(list((tmp_path / "cache/v1/quarantine").iterdir())) == 1
 
 
-def test_packages_are_trusted_as_their_code_is(tmp_path: Path) -> None:
-    """What pip installed may have any mode; a named layer may not."""
+def test_packages_are_trusted_like_their_code(tmp_path: Path) -> None:
+    """Packages are trusted with any mode, a configured layer is not."""
     package = fill(tmp_path, "package")
     package.chmod(0o777)
 

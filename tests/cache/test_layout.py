@@ -1,4 +1,4 @@
-"""Where things lie, and which staging folders nobody will come back to."""
+"""Paths of entries, and abandoned staging folders."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HOST = os.uname().nodename
 
 
 def test_an_entry_lies_under_its_key_and_toolchain() -> None:
-    """The first two digits, the key and the toolchain make the path."""
+    """The path consists of the first two digits, the key and the toolchain."""
     key = "ab" + "0" * 62
 
     folder = Layout(Path("/cache")).entry(key, "nvrtc-13.5.37")
@@ -24,14 +24,14 @@ def test_an_entry_lies_under_its_key_and_toolchain() -> None:
 
 
 @pytest.mark.parametrize("toolchain", ["", "..", "a/b", "a b", ".hidden"])
-def test_a_toolchain_that_is_no_folder_name_is_rejected(toolchain: str) -> None:
-    """No toolchain leads out of the folder of its key."""
+def test_a_toolchain_that_is_not_a_folder_name_is_rejected(toolchain: str) -> None:
+    """No toolchain escapes the folder of its key."""
     with pytest.raises(AssertionError):
         Layout(Path("/cache")).entry("ab" * 32, toolchain)
 
 
 def test_staging_names_are_never_reused() -> None:
-    """Two publications of one key by one process do not meet."""
+    """Two publications of one key by one process have different staging folders."""
     layout = Layout(Path("/cache"))
 
     assert layout.new_staging("ab") != layout.new_staging("ab")
@@ -39,7 +39,7 @@ def test_staging_names_are_never_reused() -> None:
 
 @pytest.fixture(scope="module")
 def dead_pid() -> int:
-    """Return the id of a process that has ended."""
+    """Return the id of a dead process."""
     reader, writer = os.pipe()
     in_child(lambda: os.write(writer, str(os.getpid()).encode()))
     return int(os.read(reader, 100))
@@ -61,7 +61,7 @@ def dead_pid() -> int:
 def test_is_abandoned(
     stem: str, host: str, alive: bool, age_s: int, expected: bool, dead_pid: int
 ) -> None:
-    """Abandoned is what is older than an hour, unless its process runs on this host."""
+    """Staging is abandoned after an hour, unless its process runs on this host."""
     name = f"{stem}.{host}.{os.getpid() if alive else dead_pid}.0a1b2c3d"
 
     assert is_abandoned(name, time.time() - age_s) is expected
@@ -69,12 +69,12 @@ def test_is_abandoned(
 
 @pytest.mark.parametrize("name", ["stray", "a.b", f"ab.{HOST}.not_a_number.00"])
 def test_an_old_stray_name_is_abandoned(name: str) -> None:
-    """A name that no store gives has no process to wait for."""
+    """A foreign name has no owner process."""
     assert is_abandoned(name, 0)
 
 
 def test_a_process_of_another_user_counts_as_running(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not being allowed to signal a process proves that it is there."""
+    """A permission error of the signal proves that the process exists."""
 
     def rejected(*_: object) -> None:
         raise PermissionError

@@ -1,4 +1,4 @@
-"""The compile lock: excludes while it can, never stands in the way."""
+"""The compile lock: exclusive where possible, never an obstacle."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from tests.faults.privileges import give_up_capabilities
 
 @pytest.fixture(autouse=True)
 def messages(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    """Record what is logged from INFO on."""
+    """Record log messages from INFO on."""
     caplog.set_level(logging.INFO, logger="mlagen")
     return caplog
 
 
 def test_one_holder_at_a_time(tmp_path: Path) -> None:
-    """Eight threads with lock objects of their own are never inside together."""
+    """Eight threads with separate lock objects never hold the lock together."""
     inside, most, counting = 0, 0, threading.Lock()
 
     def enter(_: int) -> None:
@@ -46,10 +46,10 @@ def test_one_holder_at_a_time(tmp_path: Path) -> None:
     assert most == 1
 
 
-def test_timeout_goes_on_without_the_lock(
+def test_timeout_continues_without_the_lock(
     tmp_path: Path, messages: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who waits says so again and again, and compiles when the time is over."""
+    """A waiting process logs repeatedly, and compiles after the timeout."""
     monkeypatch.setattr(lock_module, "_PROGRESS_S", 0.05)
     path = tmp_path / "a.lock"
 
@@ -63,7 +63,7 @@ def test_timeout_goes_on_without_the_lock(
 
 
 def test_timeout_of_zero_tries_once(tmp_path: Path) -> None:
-    """No wait still takes a lock that is free."""
+    """A timeout of zero still takes a free lock."""
     path = tmp_path / "a.lock"
 
     with compile_lock(path, timeout_s=0), pytest.raises(filelock.Timeout):
@@ -81,13 +81,13 @@ def test_timeout_of_zero_tries_once(tmp_path: Path) -> None:
     ],
     ids=repr,
 )
-def test_locks_that_do_not_work_are_done_without(
+def test_broken_locks_are_skipped(
     error: Exception,
     tmp_path: Path,
     messages: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whatever locking raises, the work is done and one line says without what."""
+    """Any locking error is logged in one line, and the work continues without the lock."""
 
     def reject(*_: object, **__: object) -> None:
         raise error
@@ -113,10 +113,10 @@ NO_FOLDERS: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.timeout(10)
 @pytest.mark.parametrize("make", NO_FOLDERS.values(), ids=NO_FOLDERS)
-def test_lock_folder_that_is_none_costs_one_warning(
+def test_lock_folder_that_is_not_a_folder_costs_one_warning(
     make: Callable[[Path], object], tmp_path: Path, messages: pytest.LogCaptureFixture
 ) -> None:
-    """Whatever stands in its place costs the locks, not the work, and is reported once."""
+    """A lock folder that is not a folder is reported once, and the work continues."""
     make(tmp_path / "locks")
 
     for name in ("a", "b"):
@@ -131,10 +131,10 @@ def test_lock_folder_that_is_none_costs_one_warning(
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 @pytest.mark.parametrize("mode", [0o500, 0o600, 0o000], ids=oct)
-def test_lock_folder_that_cannot_be_used_costs_one_warning(
+def test_unusable_lock_folder_costs_one_warning(
     mode: int, tmp_path: Path, messages: pytest.LogCaptureFixture
 ) -> None:
-    """A folder without permission, as one of another user is, is the same."""
+    """A lock folder without permission is reported once."""
     (tmp_path / "locks").mkdir(mode=mode)
 
     def work() -> None:
@@ -150,7 +150,7 @@ def test_lock_folder_that_cannot_be_used_costs_one_warning(
 
 
 def test_a_planted_link_is_not_followed(tmp_path: Path) -> None:
-    """A link in the place of a lock file creates nothing at its target."""
+    """A link at the path of a lock file creates nothing at its target."""
     (tmp_path / "a.lock").symlink_to(tmp_path / "target")
 
     with compile_lock(tmp_path / "a.lock", timeout_s=1):
@@ -158,7 +158,7 @@ def test_a_planted_link_is_not_followed(tmp_path: Path) -> None:
 
 
 def test_an_error_inside_frees_the_lock(tmp_path: Path) -> None:
-    """A failed compile does not keep the others waiting."""
+    """A failed compile releases the lock."""
     path = tmp_path / "a.lock"
 
     with pytest.raises(LookupError), compile_lock(path, timeout_s=1):
@@ -169,7 +169,7 @@ def test_an_error_inside_frees_the_lock(tmp_path: Path) -> None:
 
 
 def test_lock_file_stays(tmp_path: Path) -> None:
-    """The file is never deleted, so that all who wait wait for one and the same."""
+    """The file is never deleted, so that all processes wait for the same file."""
     path = tmp_path / "locks/a.lock"
 
     with compile_lock(path, timeout_s=1):

@@ -1,4 +1,4 @@
-"""Publishing: all or nothing, the first stays, and no step leaves a trace when it fails."""
+"""Publication: atomic, the first entry stays, and a failing step leaves no trace."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def publish_cubin(root: Path, cubin: bytes = builds.CUBIN) -> Path:
     return publish(Layout(root), Manifest.of(KEY, build, created_by="jit"), build.files)
 
 
-def test_publish_leaves_the_entry_and_nothing_else(tmp_path: Path) -> None:
-    """The entry has all its files, the cache its tag, and staging is empty."""
+def test_publish_creates_the_entry_and_nothing_else(tmp_path: Path) -> None:
+    """The entry has all its files, the cache has its tag, and staging is empty."""
     folder = publish_cubin(tmp_path)
 
     assert builds.tree(folder) == ["build.log", "kernel.cu", "kernel.cubin", "manifest.json"]
@@ -36,8 +36,8 @@ def test_publish_leaves_the_entry_and_nothing_else(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o027, 0o077], ids="{:03o}".format)
-def test_published_files_belong_to_their_owner_alone(umask: int, tmp_path: Path) -> None:
-    """Whatever the umask, nobody else reads or writes the cache."""
+def test_published_files_are_private(umask: int, tmp_path: Path) -> None:
+    """The cache is private, whatever the umask."""
     before = os.umask(umask)
     try:
         publish_cubin(tmp_path / "cache")
@@ -50,7 +50,7 @@ def test_published_files_belong_to_their_owner_alone(umask: int, tmp_path: Path)
 
 
 def test_the_first_publication_stays(tmp_path: Path) -> None:
-    """Losing the race is no error, changes nothing, and leaves no staging folder."""
+    """Losing the race is no error, changes nothing, and leaves staging empty."""
     first, second = builds.CUBIN + b"first", builds.CUBIN + b"second"
 
     folders = [publish_cubin(tmp_path, first), publish_cubin(tmp_path, second)]
@@ -60,8 +60,8 @@ def test_the_first_publication_stays(tmp_path: Path) -> None:
     assert list((tmp_path / "v1/staging").iterdir()) == []
 
 
-def test_an_empty_folder_is_no_entry_to_lose_against(tmp_path: Path) -> None:
-    """A folder that a power failure emptied is replaced."""
+def test_an_empty_folder_is_replaced(tmp_path: Path) -> None:
+    """An empty folder from a power failure is replaced."""
     Layout(tmp_path).entry(KEY.digest, KEY.toolchain).mkdir(parents=True)
 
     folder = publish_cubin(tmp_path)
@@ -71,7 +71,7 @@ def test_an_empty_folder_is_no_entry_to_lose_against(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("step", ["make", "write", "sync", "move"])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EMFILE])
-def test_a_step_that_the_disk_rejects_leaves_nothing(
+def test_a_failing_step_leaves_nothing(
     step: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The error reaches the caller; no entry is visible and staging is empty."""
@@ -90,8 +90,8 @@ def test_a_step_that_the_disk_rejects_leaves_nothing(
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-def test_a_process_killed_at_any_step_leaves_no_half_entry(tmp_path: Path) -> None:
-    """After kill -9 before each file operation, there is no entry or a whole one."""
+def test_a_process_killed_at_any_step_leaves_no_partial_entry(tmp_path: Path) -> None:
+    """After kill -9 before each file operation, there is no entry or a complete one."""
 
     def publish_and_die(root: Path, step: int) -> None:
         steps = iter(range(step))
@@ -122,8 +122,8 @@ def test_a_process_killed_at_any_step_leaves_no_half_entry(tmp_path: Path) -> No
     assert len(outcomes) > 10
 
 
-def test_require_writable_makes_the_staging_folder(tmp_path: Path) -> None:
-    """Where the cache can be written, asking is silent."""
+def test_require_writable_creates_the_staging_folder(tmp_path: Path) -> None:
+    """A writable cache raises nothing."""
     require_writable(Layout(tmp_path / "cache"))
 
     assert (tmp_path / "cache/v1/staging").is_dir()
@@ -132,7 +132,7 @@ def test_require_writable_makes_the_staging_folder(tmp_path: Path) -> None:
 def test_require_writable_rejects_a_read_only_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A folder that exists and may not be written is an OSError, before anything is tried."""
+    """A read-only folder is an OSError before any write."""
     monkeypatch.setattr(os, "access", lambda *_, **__: False)
 
     with pytest.raises(PermissionError, match="staging"):

@@ -1,4 +1,4 @@
-"""How entries leave: quarantine, removal, sweep."""
+"""Removal of entries: quarantine, deletion, sweep."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def layout(tmp_path: Path) -> Layout:
 
 @pytest.fixture
 def entry(layout: Layout) -> Path:
-    """Return a folder in the place of an entry."""
+    """Return the folder of an entry."""
     folder = layout.entry(KEY, "nvrtc-13.5.37")
     folder.mkdir(parents=True)
     (folder / "kernel.cubin").write_bytes(b"bytes")
@@ -34,7 +34,7 @@ def entry(layout: Layout) -> Path:
 
 
 def test_quarantine_keeps_the_entry_and_the_reason(layout: Layout, entry: Path) -> None:
-    """The entry is moved whole, beside a note that says what, why and who."""
+    """The whole entry is moved, beside a report with reason, time and process."""
     cell = quarantine.quarantine_entry(layout, entry, "kernel.cubin: bad", seen=identity_of(entry))
 
     assert cell is not None
@@ -57,10 +57,10 @@ def _replaced(entry: Path) -> None:
     [_replaced, lambda entry: entry.rename(entry.with_name("old"))],
     ids=["replaced", "gone"],
 )
-def test_quarantine_leaves_what_another_process_put_there(
+def test_quarantine_spares_a_replaced_entry(
     change: Callable[[Path], object], layout: Layout, entry: Path
 ) -> None:
-    """Whoever was slow to find damage does not take the entry that was built meanwhile."""
+    """A process that finds damage late does not move the rebuilt entry."""
     seen = identity_of(entry)
     change(entry)
     before = tree(layout.entries)
@@ -73,8 +73,8 @@ def test_quarantine_leaves_what_another_process_put_there(
 
 
 @pytest.mark.parametrize("kind", ["a file", "a link"])
-def test_quarantine_takes_what_is_no_folder(kind: str, layout: Layout) -> None:
-    """A stray file or link in the place of an entry is moved, not followed."""
+def test_quarantine_moves_a_file_or_link(kind: str, layout: Layout) -> None:
+    """A stray file or link at the path of an entry is moved, not followed."""
     place = layout.entry(KEY, "nvrtc-13.5.37")
     place.parent.mkdir(parents=True)
     if kind == "a file":
@@ -92,7 +92,7 @@ def test_quarantine_takes_what_is_no_folder(kind: str, layout: Layout) -> None:
 def test_quarantine_that_fails_leaves_no_cell(
     layout: Layout, entry: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the entry cannot be moved, the error is raised and no empty cell stays."""
+    """If the entry cannot be moved, the error is raised and no empty cell stays."""
 
     def reject(*_: object, **__: object) -> None:
         raise OSError(30, "Read-only file system")
@@ -106,7 +106,7 @@ def test_quarantine_that_fails_leaves_no_cell(
 
 
 def test_remove_deletes_a_folder_and_leaves_no_trash(layout: Layout, entry: Path) -> None:
-    """After removal the place is free and staging is empty."""
+    """After removal the path is free and staging is empty."""
     quarantine.remove(layout, entry)
 
     assert not entry.exists()
@@ -114,14 +114,14 @@ def test_remove_deletes_a_folder_and_leaves_no_trash(layout: Layout, entry: Path
 
 
 def test_remove_of_nothing_creates_nothing(layout: Layout) -> None:
-    """What is not there needs no trash."""
+    """A missing entry needs no trash."""
     quarantine.remove(layout, layout.entries)
 
     assert not layout.root.exists()
 
 
 def test_remove_does_not_follow_a_link(layout: Layout, tmp_path: Path) -> None:
-    """The link goes, what it points at stays."""
+    """The link is removed, its target stays."""
     (tmp_path / "precious").mkdir()
     (tmp_path / "precious/file").touch()
     layout.entries.mkdir(parents=True)
@@ -134,7 +134,7 @@ def test_remove_does_not_follow_a_link(layout: Layout, tmp_path: Path) -> None:
 
 
 def test_sweep_deletes_what_is_abandoned_and_nothing_else(layout: Layout) -> None:
-    """Old staging and trash of other hosts go; what is young, or of a live process, stays."""
+    """Old staging and trash of other hosts are deleted; recent or live ones stay."""
     layout.staging.mkdir(parents=True)
     own = f"{os.uname().nodename}.{os.getpid()}"
     ages = {
@@ -151,11 +151,11 @@ def test_sweep_deletes_what_is_abandoned_and_nothing_else(layout: Layout) -> Non
     swept = quarantine.sweep(layout)
 
     assert swept == 2
-    left = [path.name for path in layout.staging.iterdir()]
-    assert sorted(left) == sorted([f"{KEY}.elsewhere.2.cc", f"{KEY}.{own}.dd"])
+    remaining = [path.name for path in layout.staging.iterdir()]
+    assert sorted(remaining) == sorted([f"{KEY}.elsewhere.2.cc", f"{KEY}.{own}.dd"])
 
 
 def test_sweep_of_no_cache_creates_none(layout: Layout) -> None:
-    """Where nothing is, nothing is swept and nothing made."""
+    """Without a cache, nothing is swept or created."""
     assert quarantine.sweep(layout) == 0
     assert not layout.root.exists()

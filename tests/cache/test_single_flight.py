@@ -1,4 +1,4 @@
-"""Single flight: one thread works, the others get what it brings."""
+"""Single flight: one thread works, concurrent callers get its result."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.cache.builds import in_child, wait_for
 
 
 def test_simultaneous_calls_work_once() -> None:
-    """64 threads that ask together get the result of one call."""
+    """64 concurrent threads get the result of one call."""
     flights, calls, coming = SingleFlight[object](), [], []
     start = threading.Barrier(64)
     release = threading.Event()
@@ -28,17 +28,17 @@ def test_simultaneous_calls_work_once() -> None:
         return flights.run("key", work)
 
     with ThreadPoolExecutor(64) as pool:
-        asked = [pool.submit(ask) for _ in range(64)]
+        futures = [pool.submit(ask) for _ in range(64)]
         wait_for(lambda: calls and len(coming) == 64)
         release.set()
-        results = {future.result() for future in asked}
+        results = {future.result() for future in futures}
 
-    # A thread may come after the first flight has landed; whoever came before shares it.
+    # A thread may start after the first flight; earlier threads share it.
     assert len(results) == len(calls) < 64
 
 
-def test_an_error_reaches_every_waiter_and_is_forgotten() -> None:
-    """All simultaneous callers see the same exception; the next call works anew."""
+def test_an_error_reaches_every_waiter_and_is_not_cached() -> None:
+    """All concurrent callers get the same exception; the next call works again."""
     flights, failing = SingleFlight[str](), threading.Event()
     inside = threading.Event()
 
@@ -59,7 +59,7 @@ def test_an_error_reaches_every_waiter_and_is_forgotten() -> None:
 
 
 def test_other_keys_do_not_wait() -> None:
-    """A call for another key works while one is under way."""
+    """A call for another key runs concurrently."""
     flights = SingleFlight[str]()
 
     result = flights.run("one", lambda: flights.run("two", lambda: "inner"))
@@ -68,7 +68,7 @@ def test_other_keys_do_not_wait() -> None:
 
 
 def test_nothing_is_kept_after_a_flight() -> None:
-    """A second call works again: remembering is not this object's job."""
+    """A second call works again: results are not cached."""
     flights, calls = SingleFlight[None](), []
 
     for _ in range(2):
@@ -79,7 +79,7 @@ def test_nothing_is_kept_after_a_flight() -> None:
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_a_forked_child_does_not_wait_for_its_parent() -> None:
-    """A child forked in the middle of a flight works by itself."""
+    """A child forked during a flight works by itself."""
     flights, inside, release = SingleFlight[str](), threading.Event(), threading.Event()
 
     def work() -> str:
@@ -97,8 +97,8 @@ def test_a_forked_child_does_not_wait_for_its_parent() -> None:
     assert flight.result() == "parent"
 
 
-def test_work_that_asks_for_itself_is_told_so() -> None:
-    """A callback that asks for the kernel being compiled does not wait for ever."""
+def test_work_that_requests_its_own_key_raises() -> None:
+    """Work that requests its own key raises instead of deadlocking."""
     flights = SingleFlight[object]()
 
     with pytest.raises(RuntimeError, match="kernel key: expected no request while building it"):

@@ -1,4 +1,4 @@
-"""The store: find, build once, list, and delete."""
+"""The kernel store: look up, build once, list, and delete."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def store(tmp_path: Path) -> KernelStore:
     return make_store(tmp_path)
 
 
-def test_making_a_store_touches_nothing(store: KernelStore, tmp_path: Path) -> None:
-    """A store is made, asked and listed without creating a folder."""
+def test_constructing_a_store_touches_nothing(store: KernelStore, tmp_path: Path) -> None:
+    """Construction, look-ups and listings create no folder."""
     assert store.find(KEY) is None
     assert list(store.entries()) == store.select("abcdef") == []
     assert store.clear() == store.sweep() == 0
@@ -38,7 +38,7 @@ def test_making_a_store_touches_nothing(store: KernelStore, tmp_path: Path) -> N
 
 
 def test_first_call_builds_and_later_ones_find(store: KernelStore, tmp_path: Path) -> None:
-    """The builder's entry equals what this store and another one find afterwards."""
+    """The entry of the builder equals the one that this and another store find afterwards."""
     build = CountedBuild()
 
     built = store.find_or_build(KEY, build)
@@ -51,15 +51,15 @@ def test_first_call_builds_and_later_ones_find(store: KernelStore, tmp_path: Pat
     assert built.manifest.created_by == "jit"
 
 
-def test_who_asked_is_in_the_manifest(store: KernelStore) -> None:
-    """An entry that was prewarmed says so."""
+def test_the_manifest_names_the_creator(store: KernelStore) -> None:
+    """The manifest of a prewarmed entry names prewarm."""
     entry = store.find_or_build(KEY, make_build, created_by="prewarm")
 
     assert entry.manifest.created_by == "prewarm"
 
 
-def test_toolchains_are_kept_side_by_side(store: KernelStore) -> None:
-    """One kernel is built once for each compiler, and both entries are listed."""
+def test_toolchains_are_cached_side_by_side(store: KernelStore) -> None:
+    """One kernel is built once per toolchain, and both entries are listed."""
     other = make_key(toolchain="nvrtc-12.8.1")
 
     store.find_or_build(KEY, make_build)
@@ -75,7 +75,7 @@ def test_toolchains_are_kept_side_by_side(store: KernelStore) -> None:
 def test_the_compiler_that_ran_names_the_entry(
     store: KernelStore, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """If it is not the one in the key, the log says so and the entry is under its own name."""
+    """If it differs from the key, the log names it and the entry has its name."""
     caplog.set_level(logging.INFO, logger="mlagen")
 
     entry = store.find_or_build(KEY, lambda: make_build(toolchain="nvrtc-13.5.40"))
@@ -109,7 +109,7 @@ assert "filelock" not in sys.modules
 
 
 def test_reading_writes_nothing_and_takes_no_lock(store: KernelStore, tmp_path: Path) -> None:
-    """Hits, misses and listings open files to read, and do not even load the lock package."""
+    """Hits, misses and listings open files for reading only, and do not import filelock."""
     store.find_or_build(KEY, make_build)
     before = tree(tmp_path)
     command = [sys.executable, "-B", "-c", READ_ONLY_HIT, str(tmp_path)]
@@ -141,7 +141,7 @@ def test_losing_the_race_keeps_the_first_entry(store: KernelStore, tmp_path: Pat
 def test_an_error_publishes_nothing_and_the_next_call_builds(
     store: KernelStore, tmp_path: Path
 ) -> None:
-    """What build raises is what the caller sees; nothing of it is remembered."""
+    """The exception of the build reaches the caller; nothing is cached."""
     failing, build = CountedBuild(error=LookupError("no template")), CountedBuild()
 
     for _ in range(2):
@@ -154,10 +154,10 @@ def test_an_error_publishes_nothing_and_the_next_call_builds(
     assert tree(tmp_path / "cache/v1/staging") == []
 
 
-def test_a_held_lock_leads_to_a_private_compile(
+def test_a_held_lock_leads_to_a_compile_after_the_timeout(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After the timeout the kernel is built and published without the lock, and the log says so."""
+    """After the timeout the kernel is built and published without the lock, with a log message."""
     caplog.set_level(logging.INFO, logger="mlagen")
     monkeypatch.setattr(lock_module, "_PROGRESS_S", 0.05)
     store, build = make_store(tmp_path, lock_timeout_s=0.3), CountedBuild()
@@ -173,7 +173,7 @@ def test_a_held_lock_leads_to_a_private_compile(
 
 
 def test_publishing_sweeps_abandoned_staging(store: KernelStore, tmp_path: Path) -> None:
-    """What a dead process left an hour ago goes with the next publication."""
+    """Publishing sweeps staging folders that a dead process abandoned an hour ago."""
     abandoned = tmp_path / "cache/v1/staging/ab.elsewhere.1.00"
     abandoned.mkdir(parents=True)
     os.utime(abandoned, (0, 0))
@@ -184,8 +184,8 @@ def test_publishing_sweeps_abandoned_staging(store: KernelStore, tmp_path: Path)
 
 
 @pytest.mark.parametrize("prefix", ["", "abcde", "ABCDEF", "abcdeg", "../../", "a" * 65])
-def test_select_rejects_what_is_no_prefix(prefix: str, store: KernelStore) -> None:
-    """Fewer than six digits, more than a key has, or other characters are the caller's error."""
+def test_select_rejects_an_invalid_prefix(prefix: str, store: KernelStore) -> None:
+    """A prefix of fewer than 6 or more than 64 digits, or with other characters, is rejected."""
     with pytest.raises(ArgumentError) as caught:
         store.select(prefix)
 
@@ -193,13 +193,13 @@ def test_select_rejects_what_is_no_prefix(prefix: str, store: KernelStore) -> No
 
 
 def test_select_rejects_a_line_end(store: KernelStore) -> None:
-    """A prefix is the digits and nothing after them."""
+    """A line feed after the digits is rejected."""
     with pytest.raises(ArgumentError):
         store.select("abcdef\n")
 
 
 def test_quarantine_moves_and_explains(store: KernelStore, tmp_path: Path) -> None:
-    """An entry set aside on purpose is gone from the list and has its reason with it."""
+    """A quarantined entry is not listed, and has its reason beside it."""
     store.find_or_build(KEY, make_build)
     (stored,) = store.entries()
 
@@ -214,7 +214,7 @@ def test_quarantine_moves_and_explains(store: KernelStore, tmp_path: Path) -> No
 
 
 def test_remove_deletes_one_entry(store: KernelStore, tmp_path: Path) -> None:
-    """The entry goes with the folder of its key; a second removal finds nothing to do."""
+    """The entry is deleted with the folder of its key; a second removal does nothing."""
     entry = store.find_or_build(KEY, make_build)
     other = store.find_or_build(make_key("another"), make_build)
     (stored,) = store.select(KEY.digest)
@@ -230,7 +230,7 @@ def test_remove_deletes_one_entry(store: KernelStore, tmp_path: Path) -> None:
 
 
 def test_remove_keeps_the_other_toolchains(store: KernelStore) -> None:
-    """One of two compilers' entries goes, the other is still found."""
+    """Of two toolchains, one entry is deleted and the other is still found."""
     other = make_key(toolchain="nvrtc-12.8.1")
     store.find_or_build(KEY, make_build)
     store.find_or_build(other, lambda: make_build(toolchain="nvrtc-12.8.1"))
@@ -242,7 +242,7 @@ def test_remove_keeps_the_other_toolchains(store: KernelStore) -> None:
 
 
 def test_clear_deletes_entries_and_quarantine(store: KernelStore, tmp_path: Path) -> None:
-    """Everything goes, damaged or not, and the store works on."""
+    """All entries are deleted, damaged or not, and the store still works."""
     for name in ("one", "two", "three"):
         store.find_or_build(make_key(name), make_build)
     store.quarantine(next(store.entries()), "a reason")
@@ -255,8 +255,8 @@ def test_clear_deletes_entries_and_quarantine(store: KernelStore, tmp_path: Path
     assert store.find_or_build(KEY, make_build).path is not None
 
 
-def test_facts_that_are_no_json_are_our_own_error(store: KernelStore) -> None:
-    """A manifest that could not be read back is not written."""
+def test_facts_that_are_not_json_are_an_internal_error(store: KernelStore) -> None:
+    """A manifest that cannot be read back is not written."""
     build = replace(make_build(), facts={"path": object()})
 
     with pytest.raises(TypeError, match="not JSON serializable"):

@@ -1,4 +1,4 @@
-"""Whose folders kernels may come from."""
+"""The trust check of cache folders."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def layout(tmp_path: Path) -> Layout:
 
 
 def require_trusted(layout: Layout, entry: Path | None = None) -> None:
-    """Pass the gate, and go down to an entry."""
+    """Open the layout, and the folders down to an entry."""
     require_trusted_layout(layout)
     if entry is not None:
         *above, toolchain = entry.relative_to(layout.version).parts
@@ -39,14 +39,14 @@ def entry_of(layout: Layout) -> Path:
     return entry_folder(layout.root.parent, KEY)
 
 
-def test_what_a_store_makes_is_trusted(layout: Layout) -> None:
-    """Every folder down to the entry."""
+def test_folders_of_a_store_are_trusted(layout: Layout) -> None:
+    """Every folder that a store creates is trusted."""
     require_trusted(layout)
     require_trusted(layout, entry_of(layout))
 
 
-def test_what_is_not_there_yet_is_no_objection(tmp_path: Path) -> None:
-    """A cache that is about to be made is its maker's; an entry that is gone is gone."""
+def test_missing_folders_are_accepted(tmp_path: Path) -> None:
+    """A missing cache or entry raises no trust error."""
     require_trusted(Layout(tmp_path / "cache"))
 
     with pytest.raises(FileNotFoundError):
@@ -67,10 +67,10 @@ PLACES: dict[str, Callable[[Layout], Path]] = {
 
 @pytest.mark.parametrize("mode", [0o720, 0o702, 0o1777], ids="{:04o}".format)
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
-def test_a_folder_that_others_may_write_in_is_named(
+def test_a_folder_that_others_may_write_is_rejected(
     place: Callable[[Layout], Path], mode: int, layout: Layout
 ) -> None:
-    """The error says which folder, what is wrong, and what to do."""
+    """The error names the folder, the mode and the remedy."""
     folder = place(layout)
     folder.chmod(mode)
 
@@ -89,7 +89,7 @@ def test_a_folder_that_others_may_write_in_is_named(
 def test_a_folder_that_others_may_read_is_trusted(
     place: Callable[[Layout], Path], mode: int, layout: Layout
 ) -> None:
-    """Reading harms nobody."""
+    """Read permission for other users is accepted."""
     place(layout).chmod(mode)
 
     require_trusted(layout, entry_of(layout))
@@ -97,7 +97,7 @@ def test_a_folder_that_others_may_read_is_trusted(
 
 @pytest.mark.parametrize("mode", [0o720, 0o777])
 def test_a_shared_layout_trusts_all(mode: int, layout: Layout) -> None:
-    """Whoever says so has been asked."""
+    """A shared layout trusts every mode."""
     for place in PLACES.values():
         place(layout).chmod(mode)
     (entry_of(layout) / "manifest.json").chmod(0o666)
@@ -113,7 +113,7 @@ def test_a_shared_layout_trusts_all(mode: int, layout: Layout) -> None:
 def test_a_folder_of_another_user_is_not_trusted(
     place: Callable[[Layout], Path], layout: Layout
 ) -> None:
-    """Whatever its mode: its owner may change that."""
+    """The mode does not matter: the owner can change it."""
     os.chown(place(layout), 65534, -1)
 
     with pytest.raises(PermissionError, match=f"a folder of user 65534 at {place(layout)} "):
@@ -121,7 +121,7 @@ def test_a_folder_of_another_user_is_not_trusted(
 
 
 def test_a_folder_of_root_is_trusted(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Root could do anything anyway; a user that is not its owner is rejected."""
+    """Folders of root are trusted; a user other than the owner is rejected."""
     monkeypatch.setattr(os, "geteuid", lambda: 4242)
 
     if os.getuid() == 0:
@@ -136,12 +136,12 @@ def test_a_folder_of_root_is_trusted(layout: Layout, monkeypatch: pytest.MonkeyP
 def test_a_link_inside_is_not_trusted(
     place: str, is_shared: bool, layout: Layout, tmp_path: Path
 ) -> None:
-    """Wherever it leads; an entry that is one is no folder, which is damage."""
+    """A link is rejected wherever it points; at the path of an entry it is damage."""
     layout = Layout(layout.root, is_shared)
     folder = PLACES[place](layout)
     folder.rename(tmp_path / "elsewhere")
     folder.symlink_to(tmp_path / "elsewhere")
-    entry = layout.of_key(KEY.digest) / KEY.toolchain
+    entry = layout.key_folder(KEY.digest) / KEY.toolchain
     expected = DamageError if place == "the entry" else PermissionError
 
     with pytest.raises(expected):
@@ -149,7 +149,7 @@ def test_a_link_inside_is_not_trusted(
 
 
 def test_a_link_to_the_root_is_followed(layout: Layout, tmp_path: Path) -> None:
-    """And what is there is looked at."""
+    """A link to the root is followed, and its target is checked."""
     (tmp_path / "link").symlink_to(layout.root)
     linked = Layout(tmp_path / "link")
 
@@ -160,22 +160,22 @@ def test_a_link_to_the_root_is_followed(layout: Layout, tmp_path: Path) -> None:
         require_trusted(linked)
 
 
-def test_what_is_no_folder_is_told_apart(layout: Layout) -> None:
-    """A file in the place of an entry is damage, one in the place of the staging an obstacle."""
-    (layout.of_key(KEY.digest) / "nvrtc-1.2.3").touch()
+def test_a_file_in_place_of_a_folder_is_rejected(layout: Layout) -> None:
+    """A file at the path of an entry is damage, at the path of staging an error."""
+    (layout.key_folder(KEY.digest) / "nvrtc-1.2.3").touch()
     layout.staging.rmdir()
     layout.staging.touch()
 
     require_trusted(layout, entry_of(layout))
     with pytest.raises(NotADirectoryError):
-        open_below(layout, "staging", makes=True)
+        open_below(layout, "staging", create=True)
     with pytest.raises(DamageError, match=r"^nvrtc-1\.2\.3: expected a folder, got another kind$"):
-        require_trusted(layout, layout.of_key(KEY.digest) / "nvrtc-1.2.3")
+        require_trusted(layout, layout.key_folder(KEY.digest) / "nvrtc-1.2.3")
 
 
 @pytest.mark.parametrize("mode", [0o620, 0o602, 0o666], ids="{:04o}".format)
 def test_a_file_that_others_may_write_is_not_read(mode: int, layout: Layout) -> None:
-    """The status is that of the file that was opened, and the error names it."""
+    """The check uses the status of the opened file, and the error names it."""
     file = entry_of(layout) / "kernel.cubin"
     file.chmod(mode)
 
@@ -186,7 +186,7 @@ def test_a_file_that_others_may_write_is_not_read(mode: int, layout: Layout) -> 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a file away")
 def test_a_file_of_another_user_is_not_read(layout: Layout) -> None:
-    """Whatever its mode, and though the folder is one's own."""
+    """A file of another user is rejected whatever its mode and folder."""
     file = entry_of(layout) / "kernel.cubin"
     os.chown(file, 65534, -1)
 
@@ -196,8 +196,8 @@ def test_a_file_of_another_user_is_not_read(layout: Layout) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a link away")
-def test_a_link_to_the_root_is_its_makers(layout: Layout, tmp_path: Path) -> None:
-    """Another user does not say where one's cache is; in a shared cache, that user may."""
+def test_a_link_to_the_root_must_be_own(layout: Layout, tmp_path: Path) -> None:
+    """A link to the root by another user is rejected, unless the cache is shared."""
     link = tmp_path / "link"
     link.symlink_to(layout.root)
     os.chown(link, 65534, -1, follow_symlinks=False)
@@ -207,8 +207,8 @@ def test_a_link_to_the_root_is_its_makers(layout: Layout, tmp_path: Path) -> Non
     require_trusted(Layout(link, is_shared=True))
 
 
-def test_advice_is_that_of_the_caller(tmp_path: Path) -> None:
-    """A folder that is no part of a cache has its own way out."""
+def test_the_caller_passes_the_advice(tmp_path: Path) -> None:
+    """The caller passes the advice for a folder outside of a cache."""
     tmp_path.chmod(0o777)
 
     with pytest.raises(PermissionError) as caught:

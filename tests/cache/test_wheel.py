@@ -1,4 +1,4 @@
-"""A wheel of kernels: it installs like any other, and the store finds what it ships."""
+"""Wheels of kernels: installation with pip, and look-ups through the entry point."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def store(tmp_path: Path) -> KernelStore:
 
 @pytest.fixture
 def wheel(store: KernelStore, tmp_path: Path) -> Path:
-    """Return a wheel of them."""
+    """Return a wheel of these kernels."""
     folder = tmp_path / "dist"
     folder.mkdir()
     path, _ = export_wheel(list(store.entries()), folder, "Acme.kernels", version="1.2")
@@ -44,19 +44,19 @@ def wheel(store: KernelStore, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def fresh_layers() -> Iterator[None]:
-    """Have the installed packages looked for again, before and after."""
+    """Clear the cached package layers before and after."""
     packaged_layers.cache_clear()
     yield
     packaged_layers.cache_clear()
 
 
-def test_the_name_says_what_it_is(wheel: Path) -> None:
-    """Any Python, any machine: it holds no code."""
+def test_the_name_has_the_universal_tag(wheel: Path) -> None:
+    """The tag allows any Python and platform, since it contains no code."""
     assert wheel.name == "acme_kernels-1.2-py3-none-any.whl"
 
 
 def test_the_record_lists_every_file(wheel: Path) -> None:
-    """Each with its digest and size, as installers check them, except for the list itself."""
+    """RECORD has digest and size of every file but itself."""
     with ZipFile(wheel) as archive:
         contents = {name: archive.read(name) for name in archive.namelist()}
 
@@ -71,7 +71,7 @@ def test_the_record_lists_every_file(wheel: Path) -> None:
 def test_the_same_entries_make_the_same_bytes(
     wheel: Path, store: KernelStore, tmp_path: Path
 ) -> None:
-    """Nothing in it says when it was made."""
+    """No time is recorded."""
     folder = tmp_path / "again"
     folder.mkdir()
 
@@ -89,7 +89,7 @@ def test_the_same_entries_make_the_same_bytes(
 def test_an_installed_wheel_is_a_layer(
     wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pip installs it, its entry point names it, and kernels are found without importing it."""
+    """After installation, kernels are found through the entry point without an import."""
     site = tmp_path / "site"
     options = ("--no-index", "--no-deps", "--no-cache-dir", "--disable-pip-version-check")
     pip = [sys.executable, "-m", "pip", "install", *options, "--target", str(site), str(wheel)]
@@ -118,17 +118,15 @@ def test_an_installed_wheel_is_a_layer(
         *("acme\n", "a\u017fme"),
     ],
 )
-def test_a_name_that_would_be_in_the_way_is_rejected(name: str) -> None:
-    """Neither a path, nor mlagen itself, nor what Python brings."""
+def test_a_colliding_name_is_rejected(name: str) -> None:
+    """A path, mlagen itself and names of the standard library are rejected."""
     with pytest.raises(ArgumentError, match=r"^wheel: expected a name of its own"):
         package_of(name)
 
 
 @pytest.mark.parametrize("version", ["", "one", "1.0-x", "1/0", "1.0\n2", "../1"])
-def test_a_version_that_none_can_have_is_rejected(
-    version: str, store: KernelStore, tmp_path: Path
-) -> None:
-    """It is part of the file's name."""
+def test_an_invalid_version_is_rejected(version: str, store: KernelStore, tmp_path: Path) -> None:
+    """An invalid version is rejected, as it is part of the file name."""
     with pytest.raises(ArgumentError, match=r"^version: expected one such as 1.0"):
         export_wheel(list(store.entries()), tmp_path, "acme-kernels", version=version)
 
@@ -144,10 +142,10 @@ def test_a_version_that_none_can_have_is_rejected(
     ],
     ids=["an epoch", "a post-release", "a v", "a local version", "capitals"],
 )
-def test_a_version_is_written_in_its_normal_form(
+def test_a_version_is_normalised(
     version: str, normal: str, store: KernelStore, tmp_path: Path
 ) -> None:
-    """Installers compare the file's name, the folder in it and the metadata."""
+    """Installers compare file name, dist-info folder and metadata."""
     path, _ = export_wheel(list(store.entries()), tmp_path, "acme-kernels", version=version)
 
     name, parsed, _, _ = parse_wheel_filename(path.name)
@@ -158,7 +156,7 @@ def test_a_version_is_written_in_its_normal_form(
 
 
 def test_a_damaged_entry_stops_the_export(store: KernelStore, tmp_path: Path) -> None:
-    """No wheel is left, nor half of one."""
+    """No wheel remains, not even a partial one."""
     (entry_folder(tmp_path, key_for("mla_sm80")) / "kernel.cubin").write_bytes(b"")
     folder = tmp_path / "dist"
     folder.mkdir()

@@ -1,4 +1,4 @@
-"""A process that asks for one kernel: says it is ready, waits for the file ``go``, builds or finds.
+"""A process that requests one kernel: prints ready, waits for the file ``go``, builds or finds.
 
 Each build appends a line with the process id to ``FOLDER/builds`` before it takes its time.
 Usage: python -m tests.cache.worker FOLDER SECONDS
@@ -16,7 +16,7 @@ from tests.cache.builds import CUBIN, make_build, make_key, make_store, wait_for
 
 
 def main(folder: Path, seconds: float) -> None:
-    """Ask for the kernel and print where its bytes came from."""
+    """Request the kernel and print the source of its bytes."""
 
     def build() -> Build:
         with (folder / "builds").open("ab", buffering=0) as marker:

@@ -1,4 +1,4 @@
-"""Entries as another installation, another compiler or another time would have left them."""
+"""Cache entries changed to look like those of another installation, compiler or time."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def recast(
     facts: Mapping[str, object] | None = None,
     keeps: bool = False,
 ) -> Path:
-    """Make an entry another one, under the key that it has then; return its folder.
+    """Turn an entry into another one with the key of its changed fields; return its folder.
 
-    The first one is gone, unless ``keeps`` says that it stays.
+    The original is removed unless ``keeps`` is true.
     """
     manifest = Manifest.from_json((folder / "manifest.json").read_bytes())
     changed = dict(manifest.key_fields) | dict(key_fields or {})
@@ -47,23 +47,23 @@ def recast(
         facts={**manifest.facts, **(facts or {})},
     )
     place = Layout(folder.parents[4]).entry(key.digest, key.toolchain)
-    aside = folder.parents[4] / "aside"
-    shutil.copytree(folder, aside)
+    moved = folder.parents[4] / "aside"
+    shutil.copytree(folder, moved)
     if not keeps:
         shutil.rmtree(folder)
     place.parent.mkdir(parents=True, exist_ok=True)
-    aside.rename(place)
+    moved.rename(place)
     (place / "manifest.json").write_bytes(manifest.to_json())
     return place
 
 
 def use(folder: Path, *, age_s: float, now: float) -> None:
-    """Let an entry be used last so long ago."""
+    """Set the last use of an entry to this many seconds ago."""
     os.utime(folder / "manifest.json", (now - age_s, now - age_s))
 
 
 def move_to_layer(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Let all that is cached lie in a read-only layer instead, and return that."""
+    """Move all cached entries into a read-only layer, and return the layer."""
     layer = cache_dir.with_name("layer")
     cache_dir.rename(layer)
     monkeypatch.setenv("MLAGEN_CACHE_RO", str(layer))
@@ -72,7 +72,7 @@ def move_to_layer(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def snapshot(folder: Path) -> list[tuple[str, int, int]]:
-    """Return every path below a folder with its size and its time of change."""
+    """Return every path below a folder with its size and modification time."""
     return sorted(
         (str(path), path.lstat().st_size, path.lstat().st_mtime_ns) for path in folder.rglob("*")
     )

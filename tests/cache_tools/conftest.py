@@ -1,4 +1,4 @@
-"""The command as tests run it, and a small cache for it to look at."""
+"""Fixtures: the command in this process or its own, and a small cache."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Run(Protocol):
     """Run the command with these arguments."""
 
     def __call__(self, *arguments: str, answer: str | None = None) -> Result:
-        """Return its exit code, stdout and stderr; ``answer`` is what is typed."""
+        """Return its exit code, stdout and stderr; ``answer`` is the input on stdin."""
 
 
 class Start(Protocol):
-    """Start the command in a process of its own."""
+    """Start the command in its own process."""
 
     def __call__(self, *arguments: str, without: tuple[str, ...] = ()) -> subprocess.Popen[str]:
         """Return the process; the packages in ``without`` cannot be imported in it."""
@@ -36,7 +36,7 @@ class Start(Protocol):
 @pytest.fixture
 def run() -> Run:
     """Return a function that runs the command in this process."""
-    # Until click 8.2 the two streams were one unless asked for; since then they never are.
+    # Before click 8.2 the two streams are merged by default; later they are always separate.
     is_old = "mix_stderr" in inspect.signature(CliRunner).parameters
     options: dict[str, Any] = {"mix_stderr": False} if is_old else {}
     runner = CliRunner(**options)
@@ -52,10 +52,10 @@ def run() -> Run:
 
 @pytest.fixture
 def start() -> Start:
-    """Return a function that starts the command as users do."""
+    """Return a function that starts the command in its own process."""
 
     def start_it(*arguments: str, without: tuple[str, ...] = ()) -> subprocess.Popen[str]:
-        # Tests that run in the background of a shell inherit that Ctrl-C is ignored.
+        # A shell's background job ignores Ctrl-C, and its children inherit that.
         script = (
             "import signal; signal.signal(signal.SIGINT, signal.default_int_handler);"
             f"import sys; sys.modules.update(dict.fromkeys({without}));"
@@ -75,7 +75,7 @@ def start() -> Start:
 
 @pytest.fixture
 def cached() -> PrewarmReport:
-    """Put two kernels, which compile in 0.1 s each, into the cache."""
+    """Cache two kernels that compile in 0.1 s each."""
     return mlagen.prewarm("sm_80", families=["combine"], dtype="bf16", kv_lora_rank=[256, 512])
 
 

@@ -1,4 +1,4 @@
-"""Whether a JSON document is what its schema says, name by name and type by type."""
+"""Validation of JSON documents against their schemas."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
 
 
 def require_document(document: Any, schema: Schema) -> None:
-    """Fail unless the document has exactly the names and types of the schema, in its order."""
+    """Fail unless the document has exactly the names and types of the schema, in order."""
     _require_part(document, DOCUMENT, schema, "document")
 
 

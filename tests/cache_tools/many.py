@@ -1,4 +1,4 @@
-"""A cache of thousands of kernels, made in seconds: nothing is compiled, files are links."""
+"""A cache of thousands of kernels, made in seconds from hard links without compiling."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _RESOURCES = Resources(
 
 
 def fill(root: Path, count: int) -> list[str]:
-    """Put that many sound kernels into a cache folder that does not exist yet; return their keys.
+    """Fill a new cache folder with ``count`` valid kernels; return their keys.
 
-    They differ in the size of a head, and each has the same files, by hard links.
+    They differ in the head dim, and share their files by hard links.
     """
     build = build_of(
         Source(text="// a kernel\n" * 200, origins=("kernel.cuh:1",) * 200),

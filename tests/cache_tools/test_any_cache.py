@@ -1,4 +1,4 @@
-"""Whatever state the cache is in: every command ends with a code, and none with a traceback."""
+"""Every command in every cache state: an exit code, and never a traceback."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .many import fill
 
 SPEC = "combine(arch=sm_90a, dtype=bf16, head_dim_vo=512)"
 
-# What looks, and the code where there is nothing to be seen.
+# Inspecting commands, and their exit code on an empty cache.
 LOOKING = {
     ("cache", "dir"): DONE,
     ("cache", "ls"): DONE,
@@ -41,25 +41,25 @@ REMOVING = {
 }
 EVERY = {**LOOKING, **REMOVING}
 
-# What asks for a kernel that is not there.
+# Commands that name a missing kernel.
 ASKING = ("cache", "why", SPEC)
 
 
 def typed(arguments: tuple[str, ...], key: str) -> list[str]:
-    """Return the words of a command."""
+    """Return the words of a command line."""
     return [key if word == "KEY" else word for word in arguments]
 
 
 def shown(arguments: tuple[str, ...]) -> str:
-    """Return the name of a case."""
+    """Return the id of a case."""
     return "why a spec" if arguments == ASKING else " ".join(arguments)
 
 
 @pytest.mark.parametrize("arguments", EVERY, ids=shown)
-def test_a_missing_cache_is_nothing_and_stays_away(
+def test_a_missing_cache_is_not_created(
     arguments: tuple[str, ...], run: Run, cache_dir: Path
 ) -> None:
-    """Nothing is created by looking, nor by removing what is not there."""
+    """Neither a look nor a removal of absent kernels creates the cache."""
     result = run(*typed(arguments, "abcdef"))
 
     assert result.exit_code == EVERY[arguments], result.stderr
@@ -68,10 +68,10 @@ def test_a_missing_cache_is_nothing_and_stays_away(
 
 @pytest.mark.parametrize("arguments", EVERY, ids=shown)
 @pytest.mark.parametrize("folders", ["", "v1/e", "v1/e/ab"])
-def test_an_empty_cache_is_nothing(
+def test_an_empty_cache_has_no_kernels(
     folders: str, arguments: tuple[str, ...], run: Run, cache_dir: Path
 ) -> None:
-    """However much of its folders is there."""
+    """An empty cache counts as empty with any subset of its folders."""
     (cache_dir / folders).mkdir(parents=True)
     cache_dir.chmod(0o700)
 
@@ -85,7 +85,7 @@ def test_an_empty_cache_is_nothing(
 def test_a_file_in_place_of_the_cache_is_no_cache(
     arguments: tuple[str, ...], run: Run, cache_dir: Path
 ) -> None:
-    """It is neither read nor removed."""
+    """A file in place of the cache is neither read nor removed."""
     cache_dir.write_text("a file")
 
     result = run(*typed(arguments, "abcdef"))
@@ -95,39 +95,39 @@ def test_a_file_in_place_of_the_cache_is_no_cache(
 
 
 def garble(manifest: Path) -> None:
-    """Write what is no JSON."""
+    """Write invalid JSON."""
     manifest.write_text("{")
 
 
 def change_types(manifest: Path) -> None:
-    """Write JSON of other types, without a seal that holds."""
+    """Write JSON of other types, without a valid seal."""
     document = json.loads(manifest.read_text())
     document["facts"] = {"kernel": {"spec": []}, "resources": None, "compile_ms": "long"}
     manifest.write_text(json.dumps(document))
 
 
-def leave_out(manifest: Path) -> None:
+def drop_names(manifest: Path) -> None:
     """Write a manifest without most of its names."""
     manifest.write_text(json.dumps({"schema": 1, "seal": ""}))
 
 
 def remove(manifest: Path) -> None:
-    """Leave no manifest."""
+    """Remove the manifest."""
     manifest.unlink()
 
 
-def lead_away(manifest: Path) -> None:
-    """Put a link where the manifest was."""
+def link_away(manifest: Path) -> None:
+    """Replace the manifest by a link."""
     manifest.rename(manifest.with_name("elsewhere.json"))
     manifest.symlink_to("elsewhere.json")
 
 
 @pytest.mark.parametrize("arguments", EVERY, ids=shown)
-@pytest.mark.parametrize("damage", [garble, change_types, leave_out, remove, lead_away])
-def test_damage_is_told_and_hides_nothing_else(
+@pytest.mark.parametrize("damage", [garble, change_types, drop_names, remove, link_away])
+def test_damage_is_reported_and_hides_nothing_else(
     damage: Callable[[Path], None], arguments: tuple[str, ...], run: Run, cache_dir: Path
 ) -> None:
-    """A list goes on, a command for the damaged kernel says what is wrong with it."""
+    """A list continues after a damaged kernel, and a command for that kernel reports its damage."""
     key, *_ = fill(cache_dir, 3)
     damage(next((cache_dir / "v1" / "e" / key[:2] / key).glob("*/manifest.json")))
 
@@ -141,7 +141,7 @@ def test_damage_is_told_and_hides_nothing_else(
 
 
 def run_without_privileges(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the command in a process that modes bind, as root too."""
+    """Run the command in a process that obeys file modes, even if root starts it."""
     script = (
         "from tests.faults.privileges import give_up_capabilities; give_up_capabilities();"
         "from cache_tools.cli import main; main()"
@@ -157,16 +157,14 @@ def run_without_privileges(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def forbid_writing(cache_dir: Path) -> None:
-    """Take the right to write from every folder."""
+    """Make every folder read-only."""
     for folder in (cache_dir, *(path for path in cache_dir.rglob("*") if path.is_dir())):
         folder.chmod(0o500)
 
 
 @pytest.mark.parametrize("arguments", EVERY, ids=shown)
-def test_a_cache_that_cannot_be_written_can_be_looked_at(
-    arguments: tuple[str, ...], cache_dir: Path
-) -> None:
-    """What would remove something is an error of one line, and everything is as it was."""
+def test_a_read_only_cache_can_be_listed(arguments: tuple[str, ...], cache_dir: Path) -> None:
+    """In a read-only cache a removal is an error of one line, and changes nothing."""
     key, *_ = fill(cache_dir, 3)
     forbid_writing(cache_dir)
     before = snapshot(cache_dir)
@@ -186,7 +184,7 @@ def test_a_cache_that_cannot_be_written_can_be_looked_at(
 def test_a_cache_that_cannot_be_read_is_an_error(
     arguments: tuple[str, ...], cache_dir: Path
 ) -> None:
-    """It is not taken for an empty one."""
+    """An unreadable cache is an error, not an empty cache."""
     key, *_ = fill(cache_dir, 1)
     (cache_dir / "v1" / "e").chmod(0o000)
 

@@ -1,4 +1,4 @@
-"""`mlagen bench`: options, output, and exit codes, with a machine that knows the answers."""
+"""`mlagen bench`: options, output and exit codes, with a fake machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from cache_tools.benchmark.outcomes import FIELDS
-from cache_tools.benchmark.selection import USUAL
+from cache_tools.benchmark.selection import DEFAULTS
 from cache_tools.cli import cli
 from cache_tools.commands import bench
 from mlagen.runtime import device
@@ -26,7 +26,7 @@ TINY = ("bench", "--batch", "2", "--seq-len", "64", "--heads", "16")
 
 @pytest.fixture
 def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[FakeMachine], list[str | None]]:
-    """Return a function that lets the command measure on a machine; it gives what was asked."""
+    """Return a function that installs a fake machine, and returns the record of its calls."""
 
     def use_it(machine: FakeMachine) -> list[str | None]:
         backends: list[str | None] = []
@@ -45,7 +45,7 @@ Use = Callable[[FakeMachine], list[str | None]]
 
 
 def test_json_is_the_documented_document(run: Run, use: Use) -> None:
-    """With --json, stdout is one document with the documented names, and people read stderr."""
+    """With --json, stdout is one document with the documented names; the table is on stderr."""
     use(FakeMachine())
 
     result = run(*TINY, "--json")
@@ -55,12 +55,12 @@ def test_json_is_the_documented_document(run: Run, use: Use) -> None:
     assert list(document) == list(FIELDS["the document"])
     assert [case["case"] for case in document["cases"]] == ["mla bf16, 2 x 64, 16 heads"]
     assert result.stderr == (
-        "read 4000 GB/s, products of bf16 800 TFLOP/s\n   1000.0 us  mla bf16, 2 x 64, 16 heads\n"
+        "read 4000 GB/s, GEMM bf16 800 TFLOP/s\n   1000.0 us  mla bf16, 2 x 64, 16 heads\n"
     )
 
 
-def test_people_get_a_table(run: Run, use: Use) -> None:
-    """The usual cases, a row each."""
+def test_the_default_output_is_a_table(run: Run, use: Use) -> None:
+    """The default cases print one row each."""
     use(FakeMachine())
 
     result = run("bench")
@@ -71,7 +71,7 @@ def test_people_get_a_table(run: Run, use: Use) -> None:
 
 
 def test_options_reach_the_cases(run: Run, use: Use) -> None:
-    """Lists are split at commas, and every option is one of the case."""
+    """Values are split at commas, and every option sets a field of the case."""
     machine = FakeMachine()
     use(machine)
 
@@ -83,23 +83,24 @@ def test_options_reach_the_cases(run: Run, use: Use) -> None:
 
     assert result.exit_code == 0
     rest = "8/2 heads, head_dim 64, q_len 3, page_size 16"
-    assert machine.asked == [
+    assert machine.calls == [
         "ceilings",
         f"gqa fp16/e4m3, 1 x ~100, {rest}",
         f"gqa fp16/e4m3, 2 x ~100, {rest}",
     ]
 
 
-@pytest.mark.parametrize("option", USUAL["gqa"])  # which has all that MLA has
-def test_help_has_the_default_that_counts(option: str) -> None:
-    """What is written beside an option is what a case has without it."""
+@pytest.mark.parametrize("option", DEFAULTS["gqa"])  # a superset of MLA's
+def test_help_shows_the_actual_defaults(option: str) -> None:
+    """The default in the help of an option is the value of a case without it."""
     (found,) = [each for each in cli.commands["bench"].params if each.name == option]
     assert isinstance(found, click.Option)
-    defaults = {str(facts[option] or "as the query") for facts in USUAL.values() if option in facts}
+    values = [facts[option] for facts in DEFAULTS.values() if option in facts]
+    defaults = {str(value or "that of the query") for value in values}
 
     _, _, written = (found.help or "").partition("default: ")
 
-    assert set(written.rstrip(".").split(", of GQA ")) == defaults
+    assert set(written.rstrip(".").split(", for GQA ")) == defaults
 
 
 @pytest.mark.parametrize(
@@ -114,7 +115,7 @@ def test_help_has_the_default_that_counts(option: str) -> None:
 def test_a_wrong_or_missing_result_exits_with_1(
     machine: FakeMachine, code: int, run: Run, use: Use
 ) -> None:
-    """The document is printed all the same, and stderr says which case and why."""
+    """The document is still printed, and stderr names the case and the reason."""
     use(machine)
 
     result = run(*TINY, "--json")
@@ -129,7 +130,7 @@ def test_a_wrong_or_missing_result_exits_with_1(
 
 
 def test_a_plot_is_written_beside_the_table(run: Run, use: Use, tmp_path: Path) -> None:
-    """The file is named on stderr."""
+    """The file of the plot is named on stderr."""
     pytest.importorskip("matplotlib", reason="needs matplotlib, of the extra `bench`")
     use(FakeMachine())
     path = tmp_path / "roofline.png"
@@ -144,16 +145,16 @@ def test_a_plot_is_written_beside_the_table(run: Run, use: Use, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("options", "backend"),
     [((), None), (("--compare",), "auto"), (("--compare", "--backend", "fa3"), "fa3")],
-    ids=["alone", "beside FlashInfer", "with a backend of it"],
+    ids=["alone", "with FlashInfer", "with its backend"],
 )
-def test_flashinfer_is_measured_where_it_is_asked_for(
+def test_flashinfer_is_measured_on_request(
     options: tuple[str, ...],
     backend: str | None,
     run: Run,
     use: Use,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The backend is the one that is named."""
+    """--compare measures FlashInfer with the named backend."""
     monkeypatch.setattr(bench, "find_spec", lambda _name: object())
     backends = use(FakeMachine())
 
@@ -166,7 +167,7 @@ def test_flashinfer_is_measured_where_it_is_asked_for(
     ("options", "code", "message"),
     [
         (("--family", "mha"), 2, "family: expected mla or gqa, got mha"),
-        (("--backend", "fa3"), 2, "backend: expected compare beside it, got fa3"),
+        (("--backend", "fa3"), 2, "backend: expected --compare with it, got fa3"),
         (("--plot", "a.pdf"), 2, "plot: expected a name that ends in .png, got a.pdf"),
         (
             ("--plot", "a.png"),
@@ -178,13 +179,13 @@ def test_flashinfer_is_measured_where_it_is_asked_for(
             3,
             (
                 "compare: expected FlashInfer to be installed, got none; "
-                "run: pip install flashinfer-python, or leave --compare out"
+                "run: pip install flashinfer-python, or omit --compare"
             ),
         ),
     ],
     ids=["a family", "a backend of nothing", "a format", "no matplotlib", "no FlashInfer"],
 )
-def test_what_cannot_be_is_told_before_anything_is_measured(
+def test_invalid_options_fail_before_any_measurement(
     options: tuple[str, ...],
     code: int,
     message: str,
@@ -192,7 +193,7 @@ def test_what_cannot_be_is_told_before_anything_is_measured(
     use: Use,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One line on stderr, an exit code, and no work."""
+    """An invalid option is one line on stderr and an exit code, without work."""
     backends = use(FakeMachine())
     for name in ("matplotlib", "flashinfer"):
         monkeypatch.setitem(sys.modules, name, None)
@@ -204,7 +205,7 @@ def test_what_cannot_be_is_told_before_anything_is_measured(
 
 
 def test_without_a_gpu_nothing_is_loaded(start: Start) -> None:
-    """The command says what it lacks and exits with 3, before torch is imported."""
+    """Without a GPU the command exits with 3 before torch is imported."""
     process = start("bench", without=("torch", "cuda"))
 
     out, errors = process.communicate(timeout=60)
@@ -218,8 +219,10 @@ def _visible(major: int, minor: int) -> list[DeviceFacts]:
     return [DeviceFacts(name="a GPU", major=major, minor=minor, **facts)]
 
 
-def test_a_gpu_that_torch_does_not_see_is_told(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A torch for the CPU cannot measure on a GPU."""
+def test_a_gpu_that_torch_does_not_detect_is_reported(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CPU build of torch cannot measure on a GPU."""
     monkeypatch.setattr(device, "visible_devices", lambda: _visible(9, 0))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
@@ -227,14 +230,12 @@ def test_a_gpu_that_torch_does_not_see_is_told(run: Run, monkeypatch: pytest.Mon
 
     assert (result.exit_code, result.stdout) == (3, "")
     assert result.stderr == (
-        f"mlagen: torch: expected a build for CUDA that sees the GPU, got {torch.__version__}\n"
+        f"mlagen: torch: expected a CUDA build that detects the GPU, got {torch.__version__}\n"
     )
 
 
-def test_a_gpu_that_no_kernel_is_made_for_is_told(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The message names what it has to be."""
+def test_an_unsupported_gpu_is_reported(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message names the supported architectures."""
     monkeypatch.setattr(device, "visible_devices", lambda: _visible(7, 5))
 
     result = run("bench")

@@ -1,4 +1,4 @@
-"""Progress of bytes: a line where nobody watches, a bar that vanishes where somebody does."""
+"""Byte progress: a line on a file, a transient bar on a terminal."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from cache_tools.byte_progress import byte_progress
 
 
 class Terminal(io.StringIO):
-    """A stream that says it is a terminal."""
+    """A stream that claims to be a terminal."""
 
     def isatty(self) -> bool:
-        """Say so."""
+        """Return True."""
         return True
 
 
-def test_a_file_gets_one_line_for_a_step(capsys: pytest.CaptureFixture[str]) -> None:
-    """However many bytes go through, on stderr."""
+def test_a_file_gets_one_line_per_step(capsys: pytest.CaptureFixture[str]) -> None:
+    """A step prints one line on stderr, however many bytes pass."""
     with byte_progress("packing 2 kernels") as on_progress:
         for done in range(100):
             on_progress(done, 100)
@@ -28,7 +28,7 @@ def test_a_file_gets_one_line_for_a_step(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has what is done, of how much, and what is being done; an unknown total is no error."""
+    """The bar shows the bytes done, the total and the step; an unknown total is no error."""
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("TERM", "xterm")

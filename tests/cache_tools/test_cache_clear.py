@@ -1,4 +1,4 @@
-"""`mlagen cache clear`: everything, and only after a yes."""
+"""`mlagen cache clear`: removes everything, only after confirmation."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from .conftest import Run
 
 
 def count() -> int:
-    """Return how many entries the cache has."""
+    """Return the number of entries in the cache."""
     return len(list(kernel_store().entries()))
 
 
 def test_yes_removes_everything(run: Run, cached: PrewarmReport, cache_dir: Path) -> None:
-    """With --yes nothing is asked."""
+    """--yes skips the question."""
     result = run("cache", "clear", "--yes")
 
     assert len(cached.units) == 2
@@ -25,8 +25,8 @@ def test_yes_removes_everything(run: Run, cached: PrewarmReport, cache_dir: Path
     assert count() == 0
 
 
-def test_the_question_names_what_would_go(run: Run, cached: PrewarmReport, cache_dir: Path) -> None:
-    """The answer y removes, after a question with number, size and folder."""
+def test_the_question_names_the_kernels(run: Run, cached: PrewarmReport, cache_dir: Path) -> None:
+    """The question has count, size and folder, and the answer y removes them."""
     result = run("cache", "clear", answer="y\n")
 
     assert len(cached.units) == 2
@@ -37,7 +37,7 @@ def test_the_question_names_what_would_go(run: Run, cached: PrewarmReport, cache
 
 
 def test_no_keeps_everything(run: Run, cached: PrewarmReport) -> None:
-    """Any answer but yes changes nothing, and the exit code says so."""
+    """Any answer but yes changes nothing, and the exit code is 1."""
     result = run("cache", "clear", answer="n\n")
 
     assert result.exit_code == 1
@@ -46,24 +46,24 @@ def test_no_keeps_everything(run: Run, cached: PrewarmReport) -> None:
 
 
 def test_no_answer_keeps_everything(run: Run, cached: PrewarmReport) -> None:
-    """Where nobody can answer, the command is interrupted and says what needs no answer."""
+    """At the end of stdin the command is interrupted, and names --yes."""
     result = run("cache", "clear")
 
     assert result.exit_code == 130
-    assert result.stdout.endswith("nobody answered, nothing removed; --yes does not ask\n")
+    assert result.stdout.endswith("no answer, nothing removed; --yes skips the question\n")
     assert result.stderr.endswith("mlagen: interrupted\n")
     assert count() == len(cached.units)
 
 
 def test_an_empty_cache_needs_no_question(run: Run, cache_dir: Path) -> None:
-    """Where there is nothing to remove, nothing is asked or created."""
+    """An empty cache prompts for nothing and creates nothing."""
     result = run("cache", "clear")
 
     assert (result.exit_code, result.stdout) == (0, f"removed 0 kernels from {cache_dir}\n")
     assert not cache_dir.exists()
 
 
-def test_json_leaves_stdout_to_the_document(
+def test_json_keeps_stdout_for_the_document(
     run: Run, cached: PrewarmReport, cache_dir: Path
 ) -> None:
     """With --json the question goes to stderr."""

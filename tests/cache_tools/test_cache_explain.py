@@ -14,10 +14,8 @@ from .conftest import Run, damage
 from .test_cache_why import table_in
 
 
-def test_what_differs_is_shown_and_no_more(
-    run: Run, cached: PrewarmReport, cache_dir: Path
-) -> None:
-    """The key_fields that are alike are left out, what was measured is shown for both."""
+def test_only_differences_are_shown(run: Run, cached: PrewarmReport, cache_dir: Path) -> None:
+    """Equal key fields are omitted; measurements are shown for both kernels."""
     first, second = cached.units
     before = snapshot(cache_dir)
 
@@ -35,7 +33,7 @@ def test_what_differs_is_shown_and_no_more(
 
 
 def test_one_kernel_by_two_compilers(run: Run, cached: PrewarmReport, cache_dir: Path) -> None:
-    """Where the key is the same, the compilers are the headers and all that differs."""
+    """With equal keys, the compilers are the headers and the only difference."""
     unit = cached.units[0]
     recast(folder_of(unit, cache_dir), toolchain="nvrtc-12.8.1", keeps=True)
     names = [f"{unit.key[:8]}/nvrtc-12.8.1", f"{unit.key[:8]}/{unit.toolchain}"]
@@ -47,24 +45,24 @@ def test_one_kernel_by_two_compilers(run: Run, cached: PrewarmReport, cache_dir:
     assert table_in(result.stdout)["toolchain"] == toolchains
 
 
-def test_a_kernel_is_like_itself(run: Run, cached: PrewarmReport) -> None:
-    """Without a difference there is no table of key_fields."""
+def test_a_kernel_equals_itself(run: Run, cached: PrewarmReport) -> None:
+    """Without a difference there is no table of key fields."""
     key = cached.units[0].key
 
     result = run("cache", "explain", key, key)
 
     assert result.exit_code == 0
-    assert "ingredient" not in result.stdout
+    assert "key_field" not in result.stdout
 
 
 def test_json_has_both_and_every_fact(run: Run, cached: PrewarmReport) -> None:
-    """Facts are there alike or not; differences only where there are some."""
+    """The document has all facts of both kernels, and only differing key fields."""
     first, second = cached.units
 
     document = json.loads(run("cache", "explain", first.key, second.key, "--json").stdout)
 
     assert (document["first"]["key"], document["second"]["key"]) == (first.key, second.key)
-    assert [item["ingredient"] for item in document["differences"]] == ["spec.head_dim_vo"]
+    assert [item["key_field"] for item in document["differences"]] == ["spec.head_dim_vo"]
     facts = {item["fact"]: (item["first"], item["second"]) for item in document["facts"]}
     assert facts["registers"] == (first.registers, second.registers)
     assert facts["created_by"] == ("prewarm", "prewarm")
@@ -74,7 +72,7 @@ def test_json_has_both_and_every_fact(run: Run, cached: PrewarmReport) -> None:
 def test_a_damaged_kernel_is_not_compared(
     which: str, run: Run, cached: PrewarmReport, cache_dir: Path
 ) -> None:
-    """What was altered is an error that says what and where."""
+    """Damage is an error with the reason and the path."""
     bad, good = cached.units
     cubin = damage(bad.key, bad.toolchain, cache_dir)
     keys = (bad.key, good.key) if which == "first" else (good.key, bad.key)
@@ -86,10 +84,10 @@ def test_a_damaged_kernel_is_not_compared(
     assert result.stderr.endswith(f": {cubin.parent}\n")
 
 
-def test_several_compilers_have_to_be_told_apart(
+def test_an_ambiguous_compiler_is_rejected(
     run: Run, cached: PrewarmReport, cache_dir: Path
 ) -> None:
-    """A key of two entries is rejected, with what to write instead."""
+    """A key with two entries is rejected with the required syntax."""
     unit = cached.units[0]
     recast(folder_of(unit, cache_dir), toolchain="nvrtc-12.8.1", keeps=True)
 

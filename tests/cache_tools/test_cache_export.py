@@ -1,4 +1,4 @@
-"""`mlagen cache export`: kernels as one file, and what is said of it."""
+"""`mlagen cache export`: kernels as one file, and its report."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from .conftest import Run
 
 @pytest.fixture(autouse=True)
 def filled(tmp_path: Path) -> None:
-    """Put two kernels into the cache of the test."""
+    """Cache two kernels."""
     filled_store(tmp_path)
 
 
 @pytest.fixture
 def target(tmp_path: Path) -> Path:
-    """Return where a bundle may go; nothing is there yet."""
+    """Return the path of a bundle that does not exist yet."""
     folder = tmp_path / "out"
     folder.mkdir()
     return folder / "kernels.tar.gz"
 
 
-def test_a_bundle_is_written_and_its_digest_told(run: Run, target: Path) -> None:
-    """What was packed, where, how large it is, and what to pin it with."""
+def test_a_bundle_is_written_and_its_digest_printed(run: Run, target: Path) -> None:
+    """The report has the kernels, the path, the size and the digest."""
     result = run("cache", "export", str(target))
 
     summary, digest = result.stdout.splitlines()
@@ -40,8 +40,8 @@ def test_a_bundle_is_written_and_its_digest_told(run: Run, target: Path) -> None
     assert result.stderr == "packing 2 kernels\n"
 
 
-def test_the_same_kernels_make_the_same_file(run: Run, target: Path) -> None:
-    """A bundle can be compared with the one before."""
+def test_the_same_kernels_give_the_same_file(run: Run, target: Path) -> None:
+    """Exports of equal entries are byte-identical."""
     run("cache", "export", str(target))
     before = target.read_bytes()
 
@@ -50,8 +50,8 @@ def test_the_same_kernels_make_the_same_file(run: Run, target: Path) -> None:
     assert target.read_bytes() == before
 
 
-def test_json_lists_what_is_in_it(run: Run, target: Path) -> None:
-    """The document has the digest, the sizes and every kernel; people read stderr."""
+def test_json_lists_its_kernels(run: Run, target: Path) -> None:
+    """The document has the digest, the sizes and every kernel; the text is on stderr."""
     result = run("cache", "export", str(target), "--json")
 
     document = json.loads(result.stdout)
@@ -71,8 +71,8 @@ def test_json_lists_what_is_in_it(run: Run, target: Path) -> None:
     [["--family", "mla_sm80"], [key_for("mla_sm80").digest[:8]]],
     ids=["family", "key"],
 )
-def test_some_kernels_can_be_chosen(choice: list[str], run: Run, target: Path) -> None:
-    """By what they are, or by name."""
+def test_kernels_can_be_selected(choice: list[str], run: Run, target: Path) -> None:
+    """Filters and keys select the exported kernels."""
     result = run("cache", "export", str(target), *choice)
 
     names = [member.info.name for member in members_of(target.read_bytes())[1:]]
@@ -80,30 +80,30 @@ def test_some_kernels_can_be_chosen(choice: list[str], run: Run, target: Path) -
     assert {name.split("/")[1] for name in names} == {key_for("mla_sm80").digest}
 
 
-def test_a_choice_of_nothing_writes_nothing(run: Run, target: Path) -> None:
-    """It is bad usage."""
+def test_an_empty_selection_writes_nothing(run: Run, target: Path) -> None:
+    """An empty selection is bad usage."""
     result = run("cache", "export", str(target), "--arch", "sm_80")
 
     assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr == ("mlagen: arch: expected one that is cached (sm_90a), got 'sm_80'\n")
+    assert result.stderr == ("mlagen: arch: expected a cached one (sm_90a), got 'sm_80'\n")
     assert not target.exists()
 
 
-def test_a_damaged_kernel_stops_it(run: Run, target: Path, tmp_path: Path) -> None:
-    """It fails with 1 and names the entry; nothing is written."""
+def test_a_damaged_kernel_aborts_the_export(run: Run, target: Path, tmp_path: Path) -> None:
+    """The export fails with 1, names the entry, and writes nothing."""
     damaged = entry_folder(tmp_path, key_for("mla_sm80"))
     (damaged / "kernel.cu").write_bytes(b"")
 
     result = run("cache", "export", str(target))
 
     assert (result.exit_code, result.stdout) == (1, "")
-    assert result.stderr.splitlines()[-1].startswith("mlagen: bundle: expected a sound entry, got ")
+    assert result.stderr.splitlines()[-1].startswith("mlagen: bundle: expected a valid entry, got ")
     assert result.stderr.endswith(f"{damaged}\n")
     assert tree(target.parent) == []
 
 
 def test_a_wheel_goes_into_a_folder(run: Run, target: Path) -> None:
-    """Its name comes from the name and the version."""
+    """The name of the wheel comes from the name and the version."""
     result = run(
         "cache", "export", str(target.parent), "--wheel", "acme-kernels", "--wheel-version", "1.5"
     )
@@ -115,7 +115,7 @@ def test_a_wheel_goes_into_a_folder(run: Run, target: Path) -> None:
 
 
 def test_a_wheel_of_mlagen_itself_is_rejected(run: Run, target: Path) -> None:
-    """Installed, it would overwrite the package."""
+    """An installed wheel of that name would overwrite the package."""
     result = run("cache", "export", str(target.parent), "--wheel", "mlagen")
 
     assert result.exit_code == 2
@@ -124,7 +124,7 @@ def test_a_wheel_of_mlagen_itself_is_rejected(run: Run, target: Path) -> None:
 
 
 def test_a_version_alone_is_bad_usage(run: Run, target: Path) -> None:
-    """A bundle has none."""
+    """A bundle has no version."""
     result = run("cache", "export", str(target), "--wheel-version", "1.5")
 
     assert result.exit_code == 2

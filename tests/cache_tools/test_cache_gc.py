@@ -1,4 +1,4 @@
-"""`mlagen cache gc`: what nobody needs goes, and nothing else."""
+"""`mlagen cache gc`: garbage collection and eviction, and nothing else."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from .altered import folder_of, snapshot, use
 from .conftest import Run
 
 
-def test_a_tidy_cache_stays_as_it_is(run: Run, cached: PrewarmReport, cache_dir: Path) -> None:
-    """Below the limit no kernel goes."""
+def test_a_clean_cache_is_unchanged(run: Run, cached: PrewarmReport, cache_dir: Path) -> None:
+    """Below the size limit no kernel is evicted."""
     before = snapshot(cache_dir / "v1" / "e")
 
     result = run("cache", "gc")
@@ -30,10 +30,8 @@ def test_a_tidy_cache_stays_as_it_is(run: Run, cached: PrewarmReport, cache_dir:
     assert snapshot(cache_dir / "v1" / "e") == before
 
 
-def test_what_a_dead_process_left_is_deleted(
-    run: Run, cached: PrewarmReport, cache_dir: Path
-) -> None:
-    """A folder that is being written stays."""
+def test_abandoned_folders_are_deleted(run: Run, cached: PrewarmReport, cache_dir: Path) -> None:
+    """The folder of a live process stays."""
     staging = cache_dir / "v1" / "staging"
     dead, alive = (staging / f"{name}.elsewhere.1.abcdef01" for name in ("dead", "alive"))
     for folder in (dead, alive):
@@ -48,7 +46,7 @@ def test_what_a_dead_process_left_is_deleted(
 
 
 def test_the_quarantine_keeps_the_newest(run: Run, cache_dir: Path) -> None:
-    """Beyond the newest twenty, damaged kernels are deleted."""
+    """Quarantined kernels beyond the newest twenty are deleted."""
     quarantine = cache_dir / "v1" / "quarantine"
     for moment in range(100, 125):
         (quarantine / f"{'0' * 64}.{moment}.1").mkdir(parents=True)
@@ -59,10 +57,10 @@ def test_the_quarantine_keeps_the_newest(run: Run, cache_dir: Path) -> None:
     assert min(int(cell.name.split(".")[1]) for cell in quarantine.iterdir()) == 105
 
 
-def test_the_longest_unused_go_above_the_limit(
+def test_the_least_recently_used_are_evicted_above_the_limit(
     run: Run, cached: PrewarmReport, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was used a moment ago stays, even if it does not fit."""
+    """A recently used kernel stays, even above the limit."""
     old, young = (folder_of(unit, cache_dir) for unit in cached.units)
     use(old, age_s=7200, now=time.time())
     size = sum(file.stat().st_size for file in old.iterdir())

@@ -1,4 +1,4 @@
-"""`mlagen cache import`: kernels out of a bundle, and what is said of it."""
+"""`mlagen cache import`: kernels from a bundle, and its report."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.cache.builds import entry_folder, tree
-from tests.cache.bundle_cases import FAMILIES, filled_store, key_for, packed
+from tests.cache.bundle_cases import FAMILIES, bundle_bytes, filled_store, key_for
 
 from .conftest import Run, Start
 
@@ -18,7 +18,7 @@ from .conftest import Run, Start
 def bundle(tmp_path: Path) -> Path:
     """Return a bundle of two kernels."""
     path = tmp_path / "kernels.tar.gz"
-    path.write_bytes(packed(filled_store(tmp_path / "there")))
+    path.write_bytes(bundle_bytes(filled_store(tmp_path / "there")))
     return path
 
 
@@ -28,7 +28,7 @@ def sha256(path: Path) -> str:
 
 
 def test_kernels_are_added_and_counted(run: Run, bundle: Path, cache_dir: Path) -> None:
-    """The second time they are there."""
+    """A second import finds the kernels present."""
     first = run("cache", "import", str(bundle))
     second = run("cache", "import", str(bundle))
 
@@ -41,8 +41,8 @@ def test_kernels_are_added_and_counted(run: Run, bundle: Path, cache_dir: Path) 
     assert first.stderr == f"verifying {bundle}\npublishing\n"
 
 
-def test_json_says_what_came_of_each(run: Run, bundle: Path, cache_dir: Path) -> None:
-    """The document has the digest, the counts and every kernel; people read stderr."""
+def test_json_has_the_outcome_of_each_kernel(run: Run, bundle: Path, cache_dir: Path) -> None:
+    """The document has the digest, the counts and every kernel; the text is on stderr."""
     filled_store(cache_dir.parent, "mla_sm80")
 
     result = run("cache", "import", str(bundle), "--json")
@@ -60,7 +60,7 @@ def test_json_says_what_came_of_each(run: Run, bundle: Path, cache_dir: Path) ->
 
 
 def test_a_dry_run_adds_nothing(run: Run, bundle: Path, cache_dir: Path) -> None:
-    """It verifies all and says what is new."""
+    """A dry run verifies the bundle and reports the new kernels."""
     result = run("cache", "import", str(bundle), "--dry-run")
 
     assert result.exit_code == 0
@@ -70,14 +70,14 @@ def test_a_dry_run_adds_nothing(run: Run, bundle: Path, cache_dir: Path) -> None
 
 
 def test_the_pinned_bundle_is_imported(run: Run, bundle: Path) -> None:
-    """--expect-sha256 takes what `export` printed."""
+    """--expect-sha256 accepts the digest that `export` printed."""
     result = run("cache", "import", str(bundle), "--expect-sha256", sha256(bundle))
 
     assert result.exit_code == 0
 
 
-def test_another_bundle_is_not(run: Run, bundle: Path, cache_dir: Path) -> None:
-    """It fails with 1, and the cache is not even made."""
+def test_a_bundle_with_another_digest_is_rejected(run: Run, bundle: Path, cache_dir: Path) -> None:
+    """It fails with 1, and does not create the cache."""
     result = run("cache", "import", str(bundle), "--expect-sha256", "0" * 64)
 
     assert (result.exit_code, result.stdout) == (1, "")
@@ -88,25 +88,25 @@ def test_another_bundle_is_not(run: Run, bundle: Path, cache_dir: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         (["--expect-sha256", "abc"], "expected 64 hex digits, got 'abc'"),
         (["--max-size", "much"], "max-size: expected a size such as 500M or 2GiB, got 'much'"),
     ],
     ids=["digest", "size"],
 )
-def test_a_value_that_is_none_is_bad_usage(
-    options: list[str], told: str, run: Run, bundle: Path
+def test_an_invalid_value_is_bad_usage(
+    options: list[str], message: str, run: Run, bundle: Path
 ) -> None:
-    """It is told before the bundle is looked at."""
+    """An invalid option is reported before the bundle is read."""
     result = run("cache", "import", str(bundle), *options)
 
     assert result.exit_code == 2
-    assert told in result.stderr
+    assert message in result.stderr
 
 
 def test_more_than_the_largest_size_is_rejected(run: Run, bundle: Path, cache_dir: Path) -> None:
-    """A small file can unpack to a large one."""
+    """The limit holds for the unpacked size."""
     result = run("cache", "import", str(bundle), "--max-size", "1K")
 
     assert result.exit_code == 1
@@ -115,7 +115,7 @@ def test_more_than_the_largest_size_is_rejected(run: Run, bundle: Path, cache_di
 
 
 def test_a_missing_file_fails_with_1(run: Run, tmp_path: Path) -> None:
-    """In one line, as any bundle that is none."""
+    """A missing bundle is one line, as an invalid one."""
     missing = tmp_path / "missing.tar.gz"
 
     result = run("cache", "import", str(missing))
@@ -129,7 +129,7 @@ def test_a_missing_file_fails_with_1(run: Run, tmp_path: Path) -> None:
 def test_a_cache_that_cannot_be_written_fails_with_4(
     run: Run, bundle: Path, cache_dir: Path
 ) -> None:
-    """That is not the fault of the bundle."""
+    """A read-only cache is reported as such, not as a bad bundle."""
     cache_dir.write_text("a file")
 
     result = run("cache", "import", str(bundle))
@@ -141,7 +141,7 @@ def test_a_cache_that_cannot_be_written_fails_with_4(
 def test_a_serving_image_needs_neither_torch_nor_a_compiler(
     start: Start, bundle: Path, cache_dir: Path
 ) -> None:
-    """Importing reads and writes files, and no more."""
+    """An import only reads and writes files."""
     absent = ("torch", "cuda", "jinja2", "fsspec", "numpy")
 
     process = start("cache", "import", str(bundle), without=absent)

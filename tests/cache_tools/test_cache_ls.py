@@ -1,4 +1,4 @@
-"""`mlagen cache ls`: a row for each kernel."""
+"""`mlagen cache ls`: a row per kernel."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from .altered import folder_of, move_to_layer, recast, use
 from .conftest import Run
 
 
-def test_an_empty_cache_is_said_to_be_empty(run: Run, cache_dir: Path) -> None:
+def test_an_empty_cache_is_reported_as_empty(run: Run, cache_dir: Path) -> None:
     """Without kernels there is no table."""
     result = run("cache", "ls")
 
     assert (result.exit_code, result.stdout) == (0, f"0 kernels, 0 B, in {cache_dir}\n")
 
 
-def test_kernels_are_listed_in_the_order_of_what_they_are(run: Run, cached: PrewarmReport) -> None:
-    """Rows are sorted by number, not by letter, and carry what ptxas said."""
+def test_rows_are_sorted_by_their_columns(run: Run, cached: PrewarmReport) -> None:
+    """Rows are in numeric order, and have the resources of ptxas."""
     result = run("cache", "ls")
 
     keys = {unit.spec.key_fields()["head_dim_vo"]: unit.key[:8] for unit in cached.units}
@@ -39,8 +39,10 @@ def test_kernels_are_listed_in_the_order_of_what_they_are(run: Run, cached: Prew
     assert result.stdout.splitlines()[-1].startswith(f"2 kernels by {find_nvrtc()}, ")
 
 
-def test_kernels_of_several_compilers_say_by_which(run: Run, cached: PrewarmReport) -> None:
-    """Where a kernel is kept as two compilers made it, the rows tell them apart."""
+def test_kernels_of_several_compilers_have_a_toolchain_column(
+    run: Run, cached: PrewarmReport
+) -> None:
+    """A toolchain column distinguishes the entries of one key."""
     document = json.loads(run("cache", "ls", "--json").stdout)
     folder = Path(document["entries"][0]["path"])
     other = Manifest.from_json((folder / "manifest.json").read_bytes())
@@ -62,7 +64,7 @@ def test_kernels_of_several_compilers_say_by_which(run: Run, cached: PrewarmRepo
 def test_a_damaged_entry_is_listed_with_its_problem(
     run: Run, cached: PrewarmReport, cache_dir: Path
 ) -> None:
-    """What cannot be read is told, beside what can."""
+    """A damaged entry is reported below the table of the others."""
     unit = cached.units[0]
     folder = cache_dir / "v1" / "e" / unit.key[:2] / unit.key / unit.toolchain
     (folder / "manifest.json").unlink()
@@ -75,8 +77,8 @@ def test_a_damaged_entry_is_listed_with_its_problem(
     assert len(result.stdout.splitlines()) == 4
 
 
-def test_json_has_all_there_is_to_know(run: Run, cached: PrewarmReport, cache_dir: Path) -> None:
-    """Each entry has its key, place, key_fields, resources and origin."""
+def test_json_has_every_field(run: Run, cached: PrewarmReport, cache_dir: Path) -> None:
+    """Each entry has its key, path, key fields, resources and origin."""
     document = json.loads(run("cache", "ls", "--json").stdout)
 
     assert document["cache_dir"] == str(cache_dir)
@@ -91,7 +93,7 @@ def test_json_has_all_there_is_to_know(run: Run, cached: PrewarmReport, cache_di
 
 
 @pytest.mark.parametrize("order", ["name", "size", "age", "spills"])
-def test_an_order_can_be_chosen(
+def test_the_order_can_be_chosen(
     order: str, run: Run, cached: PrewarmReport, cache_dir: Path
 ) -> None:
     """The second of two by name comes first by size, by age and by spills."""
@@ -120,10 +122,10 @@ def test_an_order_can_be_chosen(
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else str(value),
 )
-def test_a_list_can_be_narrowed(
+def test_a_list_can_be_filtered(
     options: tuple[str, str], count: int, run: Run, cached: PrewarmReport, cache_dir: Path
 ) -> None:
-    """Only what fits is listed and counted, and nothing that fits is no error."""
+    """Only matching kernels are listed and counted, and no match is no error."""
     use(folder_of(cached.units[0], cache_dir), age_s=7200, now=time.time())
 
     result = run("cache", "ls", *options)
@@ -132,8 +134,8 @@ def test_a_list_can_be_narrowed(
     assert result.stdout.splitlines()[-1].startswith(f"{count} kernel")
 
 
-def test_the_last_use_is_told(run: Run, cached: PrewarmReport, cache_dir: Path) -> None:
-    """People read how long it is ago, programs when it was."""
+def test_the_last_use_is_shown(run: Run, cached: PrewarmReport, cache_dir: Path) -> None:
+    """The table has the age, the document the time."""
     use(folder_of(cached.units[0], cache_dir), age_s=0, now=1_700_000_000)
 
     row = next(
@@ -147,10 +149,10 @@ def test_the_last_use_is_told(run: Run, cached: PrewarmReport, cache_dir: Path) 
     assert document["entries"][0]["used"] == "2023-11-14T22:13:20+00:00"
 
 
-def test_layers_are_listed_where_asked(
+def test_layers_are_listed_on_request(
     run: Run, cached: PrewarmReport, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without --layers, the cache folder alone is looked at."""
+    """Without --layers, only the cache folder is listed."""
     layer = move_to_layer(cache_dir, monkeypatch)
 
     own = run("cache", "ls").stdout

@@ -1,4 +1,4 @@
-"""`mlagen cache prune`: what is old, too much, or of another compiler or version goes."""
+"""`mlagen cache prune`: removal by age, size, compiler or version."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from .conftest import Run
 
 
 def kept_in(cache_dir: Path) -> set[Path]:
-    """Return the folders of the entries that are left."""
+    """Return the folders of the remaining entries."""
     return set((cache_dir / "v1" / "e").glob("*/*/*"))
 
 
-def test_what_was_not_used_for_long_goes(run: Run, cached: PrewarmReport, cache_dir: Path) -> None:
+def test_unused_kernels_are_removed(run: Run, cached: PrewarmReport, cache_dir: Path) -> None:
     """--older-than counts from the last use, and the rest stays."""
     old, young = (folder_of(unit, cache_dir) for unit in cached.units)
     use(old, age_s=40 * 86400, now=time.time())
@@ -37,10 +37,10 @@ def test_what_was_not_used_for_long_goes(run: Run, cached: PrewarmReport, cache_
     assert summary.endswith(f", from {cache_dir}")
 
 
-def test_the_longest_unused_go_until_the_rest_fits(
+def test_the_least_recently_used_are_removed_until_the_rest_fits(
     run: Run, cached: PrewarmReport, cache_dir: Path
 ) -> None:
-    """--max-size removes as little as it can."""
+    """--max-size removes no more than necessary."""
     first, second = (folder_of(unit, cache_dir) for unit in cached.units)
     use(second, age_s=7200, now=time.time())
     size = sum(file.stat().st_size for file in first.iterdir())
@@ -54,20 +54,22 @@ def test_the_longest_unused_go_until_the_rest_fits(
 @pytest.mark.parametrize(
     ("size", "kept"), [("0", 0), ("1G", 2)], ids=["nothing fits", "everything fits"]
 )
-def test_a_size_is_a_limit_for_what_stays(
+def test_a_size_limits_the_rest(
     size: str, kept: int, run: Run, cached: PrewarmReport, cache_dir: Path
 ) -> None:
-    """Sizes are written as those of MLAGEN_CACHE_MAX_SIZE."""
+    """Sizes have the syntax of MLAGEN_CACHE_MAX_SIZE."""
     result = run("cache", "prune", "--max-size", size)
 
     assert len(cached.units) == 2
     assert (result.exit_code, len(kept_in(cache_dir))) == (0, kept)
 
 
-def test_what_another_compiler_made_goes(run: Run, cached: PrewarmReport, cache_dir: Path) -> None:
-    """--other-toolchains keeps what the installed NVRTC made."""
-    sound = folder_of(cached.units[0], cache_dir)
-    recast(sound, toolchain="nvrtc-12.8.1", keeps=True)
+def test_kernels_of_another_compiler_are_removed(
+    run: Run, cached: PrewarmReport, cache_dir: Path
+) -> None:
+    """--other-toolchains keeps the kernels of the installed NVRTC."""
+    folder = folder_of(cached.units[0], cache_dir)
+    recast(folder, toolchain="nvrtc-12.8.1", keeps=True)
 
     result = run("cache", "prune", "--other-toolchains")
 
@@ -75,10 +77,12 @@ def test_what_another_compiler_made_goes(run: Run, cached: PrewarmReport, cache_
     assert kept_in(cache_dir) == {folder_of(unit, cache_dir) for unit in cached.units}
 
 
-def test_what_another_version_made_goes(run: Run, cached: PrewarmReport, cache_dir: Path) -> None:
-    """--other-versions keeps what was rendered from the sources that are installed."""
-    sound = folder_of(cached.units[0], cache_dir)
-    recast(sound, key_fields={"templates": "0" * 64}, keeps=True)
+def test_kernels_of_another_version_are_removed(
+    run: Run, cached: PrewarmReport, cache_dir: Path
+) -> None:
+    """--other-versions keeps the kernels of the installed sources."""
+    folder = folder_of(cached.units[0], cache_dir)
+    recast(folder, key_fields={"templates": "0" * 64}, keeps=True)
 
     result = run("cache", "prune", "--other-versions")
 
@@ -86,10 +90,8 @@ def test_what_another_version_made_goes(run: Run, cached: PrewarmReport, cache_d
     assert kept_in(cache_dir) == {folder_of(unit, cache_dir) for unit in cached.units}
 
 
-def test_nobody_knows_the_version_of_a_damaged_kernel(
-    run: Run, cached: PrewarmReport, cache_dir: Path
-) -> None:
-    """It stays where versions are asked for, and goes by its age."""
+def test_a_damaged_kernel_has_no_version(run: Run, cached: PrewarmReport, cache_dir: Path) -> None:
+    """--other-versions keeps a damaged kernel, --older-than removes it."""
     damaged = folder_of(cached.units[0], cache_dir)
     (damaged / "manifest.json").write_text("{")
     use(damaged, age_s=7200, now=time.time())
@@ -112,10 +114,10 @@ def test_nobody_knows_the_version_of_a_damaged_kernel(
     ],
     ids=["a family", "a target", "a target by age", "another target by size"],
 )
-def test_only_what_is_named_may_go(
+def test_only_named_kernels_are_removed(
     options: tuple[str, ...], gone: int, run: Run, cached: PrewarmReport, cache_dir: Path
 ) -> None:
-    """--arch and --family name what goes, or limit what the other options say."""
+    """--arch and --family select kernels, or restrict the other options."""
     use(folder_of(cached.units[0], cache_dir), age_s=7200, now=time.time())
 
     result = run("cache", "prune", *options)
@@ -123,10 +125,10 @@ def test_only_what_is_named_may_go(
     assert (result.exit_code, len(kept_in(cache_dir))) == (0, 2 - gone), result.stdout
 
 
-def test_a_dry_run_says_the_same_and_removes_nothing(
+def test_a_dry_run_prints_the_same_and_removes_nothing(
     run: Run, cached: PrewarmReport, cache_dir: Path
 ) -> None:
-    """Not a byte changes, and not a time."""
+    """A dry run changes no byte and no time."""
     use(folder_of(cached.units[0], cache_dir), age_s=7200, now=time.time())
     before = snapshot(cache_dir)
 
@@ -138,12 +140,14 @@ def test_a_dry_run_says_the_same_and_removes_nothing(
     assert dry.replace("would remove", "removed") == real
 
 
-def test_without_a_rule_nothing_goes(run: Run, cached: PrewarmReport, cache_dir: Path) -> None:
-    """What to remove has to be said."""
+def test_without_a_rule_nothing_is_removed(
+    run: Run, cached: PrewarmReport, cache_dir: Path
+) -> None:
+    """Pruning without an option is bad usage."""
     result = run("cache", "prune")
 
     assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr == "mlagen: prune: expected an option that says what goes, got none\n"
+    assert result.stderr == "mlagen: prune: expected an option that selects kernels, got none\n"
     assert len(kept_in(cache_dir)) == len(cached.units)
 
 
@@ -152,7 +156,7 @@ def test_without_a_rule_nothing_goes(run: Run, cached: PrewarmReport, cache_dir:
     [("--older-than", "soon"), ("--older-than", "-1d"), ("--max-size", "big"), ("--arch", "sm_1")],
     ids=" ".join,
 )
-def test_what_cannot_be_read_removes_nothing(
+def test_an_invalid_value_removes_nothing(
     options: tuple[str, str], run: Run, cached: PrewarmReport, cache_dir: Path
 ) -> None:
     """The message has the value."""
@@ -166,7 +170,7 @@ def test_what_cannot_be_read_removes_nothing(
 def test_a_read_only_layer_is_never_touched(
     run: Run, cached: PrewarmReport, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its kernels are neither removed nor counted."""
+    """The kernels of a read-only layer are neither removed nor counted."""
     layer = move_to_layer(cache_dir, monkeypatch)
     before = snapshot(layer)
 
@@ -177,10 +181,10 @@ def test_a_read_only_layer_is_never_touched(
     assert snapshot(layer) == before
 
 
-def test_json_has_what_goes_and_what_stays(
+def test_json_has_the_removed_and_the_kept(
     run: Run, cached: PrewarmReport, cache_dir: Path
 ) -> None:
-    """The document counts both, and people read stderr."""
+    """The document counts both; the text is on stderr."""
     old, young = (folder_of(unit, cache_dir) for unit in cached.units)
     use(old, age_s=7200, now=time.time())
 
@@ -198,7 +202,7 @@ def test_json_has_what_goes_and_what_stays(
 def test_a_job_that_misses_a_pruned_kernel_compiles_it_again(
     run: Run, cached: PrewarmReport, cache_dir: Path
 ) -> None:
-    """Pruning beside running jobs costs a compile, and nothing else."""
+    """Pruning with running jobs costs a compile, and nothing else."""
     unit = cached.units[0]
     run("cache", "prune", "--max-size", "0")
 

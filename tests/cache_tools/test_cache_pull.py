@@ -1,4 +1,4 @@
-"""`mlagen cache pull`: kernels out of a bundle at a URL."""
+"""`mlagen cache pull`: kernels from a bundle at a URL."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from mlagen.settings import current_settings
 from tests.cache.builds import tree
-from tests.cache.bundle_cases import FAMILIES, filled_store, key_for, packed
+from tests.cache.bundle_cases import FAMILIES, bundle_bytes, filled_store, key_for
 
 from .conftest import Run
 from .web import served
@@ -20,7 +20,7 @@ from .web import served
 
 @pytest.fixture(autouse=True)
 def direct(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ask no proxy for what this machine serves."""
+    """Bypass proxies for servers of this machine."""
     monkeypatch.setenv("no_proxy", "*")
 
 
@@ -29,7 +29,7 @@ def bundle(tmp_path: Path) -> Path:
     """Return a bundle of two kernels, alone in a folder."""
     path = tmp_path / "served" / "kernels.tar.gz"
     path.parent.mkdir()
-    path.write_bytes(packed(filled_store(tmp_path / "there")))
+    path.write_bytes(bundle_bytes(filled_store(tmp_path / "there")))
     return path
 
 
@@ -42,7 +42,7 @@ KEYS = {key_for(family).digest for family in FAMILIES}
 
 
 def test_a_bundle_is_pulled_from_a_web_server(run: Run, bundle: Path, cache_dir: Path) -> None:
-    """It is downloaded, verified and published."""
+    """The bundle is downloaded, verified and published."""
     with served(bundle.parent) as server:
         result = run("cache", "pull", f"{server}/kernels.tar.gz")
 
@@ -59,10 +59,10 @@ def test_a_bundle_is_pulled_from_a_web_server(run: Run, bundle: Path, cache_dir:
 def test_a_bundle_is_pulled_by_fsspec(
     protocol: str, run: Run, bundle: Path, cache_dir: Path
 ) -> None:
-    """From any file system it knows."""
+    """The bundle is read from any file system of fsspec."""
     url = f"{protocol}://{bundle}"
     with fsspec.open(url, "wb") as file:
-        file.write(packed(filled_store(bundle.parent.parent / "there")))
+        file.write(bundle_bytes(filled_store(bundle.parent.parent / "there")))
 
     result = run("cache", "pull", url, "--json")
 
@@ -72,10 +72,10 @@ def test_a_bundle_is_pulled_by_fsspec(
     assert keys_in(cache_dir) == KEYS
 
 
-def test_what_was_pushed_is_pulled(
+def test_a_pushed_bundle_is_pulled(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From one machine's cache to another's, through a URL, pinned by its digest."""
+    """A bundle moves from one cache to another by a URL, pinned by its digest."""
     url = f"memory://{tmp_path}/kernels.tar.gz"
     filled_store(tmp_path)
     sha256 = json.loads(run("cache", "push", url, "--json").stdout)["sha256"]
@@ -91,7 +91,7 @@ def test_what_was_pushed_is_pulled(
 def test_another_bundle_than_the_pinned_one_is_rejected(
     run: Run, bundle: Path, cache_dir: Path
 ) -> None:
-    """Whoever can write to the server cannot choose what runs here."""
+    """Write access to the server is not enough to run code here."""
     result = run("cache", "pull", f"file://{bundle}", "--expect-sha256", "0" * 64)
 
     assert (result.exit_code, result.stdout) == (1, "")
@@ -100,7 +100,7 @@ def test_another_bundle_than_the_pinned_one_is_rejected(
 
 
 def test_a_dry_run_publishes_nothing(run: Run, bundle: Path, cache_dir: Path) -> None:
-    """It downloads and verifies."""
+    """A dry run downloads and verifies."""
     result = run("cache", "pull", f"file://{bundle}", "--dry-run")
 
     assert result.exit_code == 0
@@ -109,7 +109,7 @@ def test_a_dry_run_publishes_nothing(run: Run, bundle: Path, cache_dir: Path) ->
 
 
 def test_a_download_that_breaks_publishes_nothing(run: Run, bundle: Path, cache_dir: Path) -> None:
-    """It fails with 1 and one line."""
+    """A broken download fails with 1 and one line."""
     with served(bundle.parent, cuts_short=True) as server:
         result = run("cache", "pull", f"{server}/kernels.tar.gz")
 
@@ -121,7 +121,7 @@ def test_a_download_that_breaks_publishes_nothing(run: Run, bundle: Path, cache_
 
 
 def test_nothing_at_the_url_fails_with_1(run: Run, bundle: Path, cache_dir: Path) -> None:
-    """The answer of the server is told."""
+    """The message has the server's answer."""
     with served(bundle.parent) as server:
         result = run("cache", "pull", f"{server}/missing.tar.gz")
 
@@ -135,7 +135,7 @@ def test_nothing_at_the_url_fails_with_1(run: Run, bundle: Path, cache_dir: Path
 def test_more_than_the_largest_size_is_not_downloaded(
     run: Run, bundle: Path, cache_dir: Path
 ) -> None:
-    """A server cannot fill the disk."""
+    """The download stops at the size limit."""
     result = run("cache", "pull", f"file://{bundle}", "--max-size", "100")
 
     assert result.exit_code == 1
@@ -146,7 +146,7 @@ def test_more_than_the_largest_size_is_not_downloaded(
 def test_nothing_is_left_in_the_temporary_folder(
     run: Run, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither after success nor after failure."""
+    """The temporary folder is empty after success and after failure."""
     folder = tmp_path / "temporary"
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))

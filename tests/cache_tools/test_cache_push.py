@@ -1,4 +1,4 @@
-"""`mlagen cache push`: kernels as one file at a URL."""
+"""`mlagen cache push`: a bundle of kernels at a URL."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from .conftest import Run
 
 @pytest.fixture(autouse=True)
 def filled(tmp_path: Path) -> None:
-    """Put two kernels into the cache of the test."""
+    """Cache two kernels."""
     filled_store(tmp_path)
 
 
 def content_of(url: str) -> bytes:
-    """Return what is at a URL."""
+    """Return the bytes at a URL."""
     with fsspec.open(url, "rb") as file:
         return bytes(file.read())
 
 
-def test_what_is_pushed_is_what_is_exported(run: Run, tmp_path: Path) -> None:
-    """The same bytes, wherever they go, and the same digest is told."""
+def test_a_pushed_bundle_equals_an_exported_one(run: Run, tmp_path: Path) -> None:
+    """Bytes and printed digest are those of an export."""
     target = tmp_path / "kernels.tar.gz"
     urls = [f"memory://{tmp_path}/x.tar.gz", f"file://{tmp_path}/pushed.tar.gz"]
 
@@ -44,8 +44,8 @@ def test_what_is_pushed_is_what_is_exported(run: Run, tmp_path: Path) -> None:
         assert content_of(url) == target.read_bytes()
 
 
-def test_some_kernels_can_be_chosen(run: Run, tmp_path: Path) -> None:
-    """By the same options as for export."""
+def test_kernels_can_be_selected(run: Run, tmp_path: Path) -> None:
+    """The options of export select the kernels."""
     url = f"memory://{tmp_path}/kernels.tar.gz"
 
     result = run("cache", "push", url, "--family", "mla_sm80", "--json")
@@ -58,7 +58,7 @@ def test_some_kernels_can_be_chosen(run: Run, tmp_path: Path) -> None:
 
 
 def test_a_url_that_cannot_be_written_is_bad_usage(run: Run) -> None:
-    """Web servers are read."""
+    """Web servers are read-only."""
     result = run("cache", "push", "https://me:secret@127.0.0.1:9/kernels.tar.gz?sign=secret")
 
     assert (result.exit_code, result.stdout) == (2, "")
@@ -69,7 +69,7 @@ def test_a_url_that_cannot_be_written_is_bad_usage(run: Run) -> None:
 
 
 def test_a_missing_package_fails_with_3(run: Run) -> None:
-    """What to install is said in one line."""
+    """One line names the package to install."""
     fsspec.register_implementation("mlagentest2", "mlagen_absent.Files", errtxt="Install it")
 
     result = run("cache", "push", "mlagentest2://bucket/kernels.tar.gz")
@@ -78,8 +78,8 @@ def test_a_missing_package_fails_with_3(run: Run) -> None:
     assert result.stderr.splitlines()[-1].endswith("; run: pip install mlagen_absent")
 
 
-def test_what_fails_on_the_way_fails_with_1(run: Run, tmp_path: Path) -> None:
-    """In one line, with the URL."""
+def test_a_failed_upload_fails_with_1(run: Run, tmp_path: Path) -> None:
+    """A failure is one line with the URL."""
     url = f"file://{tmp_path}/nowhere/kernels.tar.gz"
 
     result = run("cache", "push", url)

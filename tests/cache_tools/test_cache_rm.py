@@ -1,4 +1,4 @@
-"""`mlagen cache rm`: the kernels that are named, and no others."""
+"""`mlagen cache rm`: removes the named kernels, and no others."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from mlagen.prewarming import PrewarmReport
 from .conftest import Run
 
 
-def keys_left() -> list[str]:
+def remaining_keys() -> list[str]:
     """Return the keys in the cache."""
     return [stored.key for stored in kernel_store().entries()]
 
 
 def test_a_named_kernel_is_removed(run: Run, cached: PrewarmReport) -> None:
-    """The others stay."""
+    """The other kernels stay."""
     gone, kept = cached.units
 
     result = run("cache", "rm", gone.key[:8])
 
     assert result.exit_code == 0
     assert result.stdout.startswith(f"removed {gone.key[:8]} by {gone.toolchain}, ")
-    assert keys_left() == [kept.key]
+    assert remaining_keys() == [kept.key]
 
 
 def test_one_bad_key_removes_nothing(run: Run, cached: PrewarmReport) -> None:
@@ -31,11 +31,11 @@ def test_one_bad_key_removes_nothing(run: Run, cached: PrewarmReport) -> None:
     result = run("cache", "rm", cached.units[0].key, "123456")
 
     assert (result.exit_code, result.stdout) == (2, "")
-    assert len(keys_left()) == 2
+    assert len(remaining_keys()) == 2
 
 
 def test_a_key_given_twice_is_removed_once(run: Run, cached: PrewarmReport) -> None:
-    """The document lists each removed entry once, and people read stderr."""
+    """The document lists each removed entry once; the text is on stderr."""
     key = cached.units[0].key
 
     result = run("cache", "rm", key, key[:6], "--json")
@@ -45,7 +45,7 @@ def test_a_key_given_twice_is_removed_once(run: Run, cached: PrewarmReport) -> N
 
 
 def test_no_key_is_bad_usage(run: Run) -> None:
-    """Without a key, nothing is guessed."""
+    """A key is required."""
     result = run("cache", "rm")
 
     assert result.exit_code == 2

@@ -19,7 +19,7 @@ from .conftest import Run, damage
 
 
 def test_a_kernel_is_shown_with_its_facts(run: Run, cached: PrewarmReport) -> None:
-    """The facts say what it is, where it lies and what ptxas said."""
+    """The facts have the kernel, its path and the resources of ptxas."""
     unit = cached.units[0]
 
     result = run("cache", "show", unit.key[:8])
@@ -41,7 +41,7 @@ def test_a_kernel_is_shown_with_its_facts(run: Run, cached: PrewarmReport) -> No
     ("part", "file"),
     [("--source", "kernel.cu"), ("--log", "build.log"), ("--manifest", "manifest.json")],
 )
-def test_a_part_is_printed_as_it_lies_on_the_disk(
+def test_a_part_is_printed_byte_for_byte(
     part: str, file: str, run: Run, cached: PrewarmReport
 ) -> None:
     """Source, log and manifest can be redirected to a file."""
@@ -54,10 +54,8 @@ def test_a_part_is_printed_as_it_lies_on_the_disk(
 
 
 @pytest.mark.parametrize("part", ["source", "log", "manifest"])
-def test_json_carries_the_part_that_is_asked_for(
-    part: str, run: Run, cached: PrewarmReport
-) -> None:
-    """A part joins the document under its own name."""
+def test_json_has_the_requested_part(part: str, run: Run, cached: PrewarmReport) -> None:
+    """A part has its own name in the document."""
     key = cached.units[0].key
 
     plain = json.loads(run("cache", "show", key, "--json").stdout)["entries"][0]
@@ -68,16 +66,16 @@ def test_json_carries_the_part_that_is_asked_for(
 
 
 def test_a_key_that_is_not_cached_exits_with_2(run: Run) -> None:
-    """The message says what was looked for."""
+    """The message has the key."""
     result = run("cache", "show", "123456")
 
     assert (result.exit_code, result.stdout) == (2, "")
-    rule = "expected the beginning of a cached key (mlagen cache ls)"
+    rule = "expected a prefix of a cached key (mlagen cache ls)"
     assert result.stderr == f"mlagen: key: {rule}, got 123456\n"
 
 
 def test_two_parts_at_once_are_rejected(run: Run) -> None:
-    """One of them would be left out in silence."""
+    """A second part is an error, not ignored."""
     result = run("cache", "show", "123456", "--source", "--log")
 
     assert (result.exit_code, result.stdout) == (2, "")
@@ -85,7 +83,7 @@ def test_two_parts_at_once_are_rejected(run: Run) -> None:
 
 
 def test_a_damaged_kernel_is_not_shown(run: Run, cached: PrewarmReport, cache_dir: Path) -> None:
-    """What was altered is an error that says what and where."""
+    """Damage is an error with the reason and the path."""
     unit = cached.units[0]
     cubin = damage(unit.key, unit.toolchain, cache_dir)
 
@@ -97,7 +95,7 @@ def test_a_damaged_kernel_is_not_shown(run: Run, cached: PrewarmReport, cache_di
 
 
 def nvdisasm_is_missing() -> bool:
-    """Return whether there is nothing to read machine code with."""
+    """Return whether nvdisasm is not installed."""
     try:
         find_nvdisasm()
     except ToolchainError:
@@ -106,8 +104,8 @@ def nvdisasm_is_missing() -> bool:
 
 
 @pytest.mark.skipif(nvdisasm_is_missing(), reason="needs nvdisasm: pip install 'mlagen[inspect]'")
-def test_the_machine_code_is_printed(run: Run, cached: PrewarmReport) -> None:
-    """It is that of the kernel, as text."""
+def test_the_sass_is_printed(run: Run, cached: PrewarmReport) -> None:
+    """--sass prints the disassembly of the kernel."""
     result = run("cache", "show", cached.units[0].key, "--sass")
 
     assert result.exit_code == 0, result.stderr
@@ -115,10 +113,10 @@ def test_the_machine_code_is_printed(run: Run, cached: PrewarmReport) -> None:
     assert "EXIT" in result.stdout
 
 
-def test_without_nvdisasm_the_message_says_what_to_install(
+def test_without_nvdisasm_the_message_names_the_package(
     run: Run, cached: PrewarmReport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The exit code is that of something that is not there."""
+    """The exit code is that of a missing dependency."""
 
     def missing() -> Path:
         raise ToolchainError("nvdisasm: not found; run: pip install 'mlagen[inspect]'")
@@ -134,7 +132,7 @@ def test_without_nvdisasm_the_message_says_what_to_install(
 def test_a_program_that_compiles_it_again_is_printed(
     run: Run, cached: PrewarmReport, tmp_path: Path
 ) -> None:
-    """Redirected to a file and run, it says that the machine code is the same."""
+    """The printed program runs, and confirms the cubin."""
     program = tmp_path / "reproduce.py"
 
     program.write_text(run("cache", "show", cached.units[0].key, "--reproduce").stdout)

@@ -1,4 +1,4 @@
-"""`mlagen cache stats`: what there is, in numbers."""
+"""`mlagen cache stats`: statistics of the cache."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def stats(run: Run) -> dict[str, Any]:
 
 
 def groups_by(document: dict[str, Any], by: str) -> dict[str, int]:
-    """Return how many kernels each group of a kind has."""
+    """Return the number of kernels per group of one criterion."""
     return {group["name"]: group["entries"] for group in document["groups"] if group["by"] == by}
 
 
-def test_kernels_are_counted_and_weighed(run: Run, cached: PrewarmReport, cache_dir: Path) -> None:
-    """The size is that of the files, and all that this installation made is usable here."""
+def test_kernels_and_bytes_are_counted(run: Run, cached: PrewarmReport, cache_dir: Path) -> None:
+    """The size is that of the files, and the kernels of this installation are usable."""
     document = stats(run)
 
     files = [path for path in (cache_dir / "v1" / "e").rglob("*") if path.is_file()]
@@ -44,14 +44,14 @@ def test_kernels_are_counted_and_weighed(run: Run, cached: PrewarmReport, cache_
     assert groups_by(document, "layer") == {str(cache_dir): 2}
 
 
-def test_what_this_installation_would_not_take_is_counted_apart(
+def test_unusable_kernels_are_counted_separately(
     run: Run, cached: PrewarmReport, cache_dir: Path
 ) -> None:
     """Another compiler, other kernel sources and damage each make a kernel unusable here."""
     first, second = cached.units
-    sound = folder_of(first, cache_dir)
-    recast(sound, toolchain="nvrtc-12.8.1", keeps=True)
-    recast(sound, key_fields={"templates": "0" * 64}, keeps=True)
+    folder = folder_of(first, cache_dir)
+    recast(folder, toolchain="nvrtc-12.8.1", keeps=True)
+    recast(folder, key_fields={"templates": "0" * 64}, keeps=True)
     (folder_of(second, cache_dir) / "manifest.json").write_text("{")
 
     document = stats(run)
@@ -73,7 +73,7 @@ def test_the_size_is_compared_with_the_limit(
     cached: PrewarmReport,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It is a share of MLAGEN_CACHE_MAX_SIZE, where that is a limit."""
+    """The size is a share of MLAGEN_CACHE_MAX_SIZE, if that is a limit."""
     monkeypatch.setenv("MLAGEN_CACHE_MAX_SIZE", limit)
     current_settings.cache_clear()
 
@@ -86,7 +86,7 @@ def test_the_size_is_compared_with_the_limit(
 
 
 def test_the_first_and_the_last_are_named(run: Run, cached: PrewarmReport, cache_dir: Path) -> None:
-    """Oldest and newest are by compilation, longest unused is by use."""
+    """Oldest and newest are by compile time, longest unused is by last use."""
     first, second = cached.units
     recast(folder_of(first, cache_dir), created={"time": "2020-01-01T00:00:00+00:00"})
     use(folder_of(second, cache_dir), age_s=7200, now=time.time())
@@ -98,10 +98,10 @@ def test_the_first_and_the_last_are_named(run: Run, cached: PrewarmReport, cache
     assert document["longest_unused"]["key"] == second.key
 
 
-def test_quarantine_and_abandoned_folders_are_weighed(
+def test_quarantine_and_abandoned_folders_are_counted(
     run: Run, cached: PrewarmReport, cache_dir: Path
 ) -> None:
-    """What lies beside the entries is told, and what is being written now is not abandoned."""
+    """Quarantine and abandoned folders are reported; a folder in use is not abandoned."""
     damage(cached.units[0].key, cached.units[0].toolchain, cache_dir)
     run("cache", "verify", "--quarantine")
     staging = cache_dir / "v1" / "staging"
@@ -118,10 +118,10 @@ def test_quarantine_and_abandoned_folders_are_weighed(
     assert document["abandoned"] == {"folders": 1, "size_bytes": 100}
 
 
-def test_layers_are_counted_but_not_weighed_as_ours(
+def test_layers_do_not_count_towards_the_limit(
     run: Run, cached: PrewarmReport, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Kernels of a read-only layer are usable here, and take nothing of the limit."""
+    """Kernels of a read-only layer are usable, and do not count towards the limit."""
     layer = move_to_layer(cache_dir, monkeypatch)
 
     document = stats(run)
@@ -131,7 +131,7 @@ def test_layers_are_counted_but_not_weighed_as_ours(
     assert groups_by(document, "layer") == {str(layer): 2}
 
 
-def test_people_read_the_same_numbers(run: Run, cached: PrewarmReport, cache_dir: Path) -> None:
+def test_the_text_has_the_same_numbers(run: Run, cached: PrewarmReport, cache_dir: Path) -> None:
     """Facts come first, then a table of groups."""
     lines = run("cache", "stats").stdout.splitlines()
 

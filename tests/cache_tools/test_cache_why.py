@@ -1,4 +1,4 @@
-"""`mlagen cache why`: what is wanted, beside the nearest that is there."""
+"""`mlagen cache why`: the required key against the nearest cached kernel."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from .conftest import Run, damage
 
 
 def table_in(text: str) -> dict[str, list[str]]:
-    """Return the rows of the table of key_fields by their label."""
+    """Return the rows of the table of key fields by label."""
     lines = text.splitlines()
-    start = next(number for number, line in enumerate(lines) if line.startswith("ingredient"))
+    start = next(number for number, line in enumerate(lines) if line.startswith("key_field"))
     rows = [line.split() for line in lines[start + 1 :]]
     return {row[0]: row[1:] for row in rows if len(row) == 3}
 
 
 def test_a_cached_kernel_is_found(run: Run, cached: PrewarmReport, cache_dir: Path) -> None:
-    """It exits with 0, and says where the kernel lies."""
+    """It exits with 0, and prints the kernel's path."""
     unit = cached.units[0]
 
     result = run("cache", "why", str(unit.spec))
@@ -46,7 +46,7 @@ def test_a_kernel_of_a_layer_is_found_there(
 
 
 def test_a_missing_kernel_is_compared_with_the_nearest(run: Run, cached: PrewarmReport) -> None:
-    """It exits with 1, and shows the key_fields that differ and no others."""
+    """It exits with 1, and shows only the differing key fields."""
     spec = cached.units[0].spec
     assert isinstance(spec, CombineSpec)
 
@@ -62,10 +62,10 @@ def test_a_missing_kernel_is_compared_with_the_nearest(run: Run, cached: Prewarm
     assert lines[-1].startswith("run: mlagen prewarm --kernel 'combine(arch=sm_80, ")
 
 
-def test_other_kernel_sources_are_told_in_words(
+def test_other_kernel_sources_are_explained(
     run: Run, cached: PrewarmReport, cache_dir: Path
 ) -> None:
-    """A digest says nothing to people: that the sources differ is said besides."""
+    """A sentence explains that differing template digests mean differing sources."""
     unit = cached.units[0]
     recast(folder_of(unit, cache_dir), key_fields={"templates": "0" * 64})
 
@@ -78,7 +78,7 @@ def test_other_kernel_sources_are_told_in_words(
 
 
 def test_another_compiler_is_the_reason(run: Run, cached: PrewarmReport, cache_dir: Path) -> None:
-    """A kernel that is there by another NVRTC only is a miss, and the compilers are shown."""
+    """A kernel of another NVRTC is a miss, and both compilers are shown."""
     unit = cached.units[0]
     recast(folder_of(unit, cache_dir), toolchain="nvrtc-12.8.1")
 
@@ -91,7 +91,7 @@ def test_another_compiler_is_the_reason(run: Run, cached: PrewarmReport, cache_d
 def test_a_damaged_kernel_is_the_reason_and_stays(
     run: Run, cached: PrewarmReport, cache_dir: Path
 ) -> None:
-    """What a call would move away is left for whoever looks."""
+    """The damaged kernel is not quarantined, unlike in a call."""
     unit = cached.units[0]
     cubin = damage(unit.key, unit.toolchain, cache_dir)
 
@@ -105,7 +105,7 @@ def test_a_damaged_kernel_is_the_reason_and_stays(
 def test_a_folder_that_others_may_write_in_is_the_reason(
     run: Run, cached: PrewarmReport, cache_dir: Path
 ) -> None:
-    """The advice of the rejection is in the answer."""
+    """The answer has the advice of the rejection."""
     cache_dir.chmod(0o777)
 
     result = run("cache", "why", str(cached.units[0].spec))
@@ -116,7 +116,7 @@ def test_a_folder_that_others_may_write_in_is_the_reason(
 
 
 def test_without_any_kernel_there_is_nothing_to_compare(run: Run, cache_dir: Path) -> None:
-    """An empty cache is a plain miss, and stays away."""
+    """An empty cache is a plain miss, and is not created."""
     result = run("cache", "why", "combine(arch=sm_80, dtype=bf16, head_dim_vo=512)")
 
     assert result.exit_code == 1
@@ -124,10 +124,8 @@ def test_without_any_kernel_there_is_nothing_to_compare(run: Run, cache_dir: Pat
     assert not cache_dir.exists()
 
 
-def test_a_cached_key_says_why_it_was_compiled(
-    run: Run, cached: PrewarmReport, cache_dir: Path
-) -> None:
-    """Reason, author and time are told, and what differs from the one that was there before."""
+def test_a_cached_key_has_its_reason(run: Run, cached: PrewarmReport, cache_dir: Path) -> None:
+    """Reason, author and time are printed, with the differences from the nearest earlier kernel."""
     first, second = cached.units
     recast(folder_of(first, cache_dir), created={"time": "2020-01-01T00:00:00+00:00"})
     recast(folder_of(second, cache_dir), created={"because": "other toolchain"})
@@ -141,10 +139,8 @@ def test_a_cached_key_says_why_it_was_compiled(
     assert table_in(result.stdout) == {"spec.head_dim_vo": dims}
 
 
-def test_a_younger_kernel_explains_nothing(
-    run: Run, cached: PrewarmReport, cache_dir: Path
-) -> None:
-    """The first kernel of a family is compared with none that came after it."""
+def test_a_later_kernel_is_not_compared(run: Run, cached: PrewarmReport, cache_dir: Path) -> None:
+    """The first kernel of a family is compared with no later one."""
     first = cached.units[0]
     recast(folder_of(first, cache_dir), created={"time": "2020-01-01T00:00:00+00:00"})
 
@@ -153,7 +149,7 @@ def test_a_younger_kernel_explains_nothing(
     assert "no other combine is cached to compare with" in result.stdout
 
 
-def test_a_kernel_of_before_reasons_were_kept_has_none(
+def test_a_kernel_without_a_recorded_reason_is_shown(
     run: Run, cached: PrewarmReport, cache_dir: Path
 ) -> None:
     """A manifest without a reason is no error."""
@@ -165,29 +161,29 @@ def test_a_kernel_of_before_reasons_were_kept_has_none(
     assert (result.exit_code, "compiled because: not recorded" in result.stdout) == (0, True)
 
 
-def test_nothing_is_changed_by_asking(run: Run, cached: PrewarmReport, cache_dir: Path) -> None:
-    """Neither a hit nor a miss leaves a trace."""
+def test_nothing_is_changed(run: Run, cached: PrewarmReport, cache_dir: Path) -> None:
+    """Neither a hit nor a miss changes a file."""
     before = snapshot(cache_dir)
 
-    for asked in (cached.units[0].key, str(cached.units[0].spec), str(cached.units[1].spec)):
-        run("cache", "why", asked)
+    for kernel in (cached.units[0].key, str(cached.units[0].spec), str(cached.units[1].spec)):
+        run("cache", "why", kernel)
 
     assert snapshot(cache_dir) == before
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    ("kernel", "message"),
     [
         (
             "abcdef",
-            "key: expected the beginning of a cached key (mlagen cache ls), got abcdef",
+            "key: expected a prefix of a cached key (mlagen cache ls), got abcdef",
         ),
         ("abc", "kernel: expected family(name=value, ...), got 'abc'"),
     ],
     ids=["a key that is not cached", "neither kernel nor key"],
 )
-def test_what_names_no_kernel_is_bad_usage(asked: str, message: str, run: Run) -> None:
-    """The message says what was expected."""
-    result = run("cache", "why", asked)
+def test_an_invalid_kernel_is_bad_usage(kernel: str, message: str, run: Run) -> None:
+    """The message has the expected syntax."""
+    result = run("cache", "why", kernel)
 
     assert (result.exit_code, result.stderr) == (2, f"mlagen: {message}\n")

@@ -1,4 +1,4 @@
-"""Which entries a command takes: those that are named and fit, and an error rather than none."""
+"""Entry selection: named and matching entries, or an error if there are none."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def key_of(family: str, arch: str, toolchain: str = TOOLCHAINS[1]) -> CacheKey:
 
 
 def fill(root: Path, *keys: CacheKey) -> None:
-    """Put kernels into a cache folder."""
+    """Add kernels to a cache folder."""
     store = KernelStore(root, lock_dir=root.parent / "locks", lock_timeout_s=60)
     for key in keys:
         store.find_or_build(key, lambda: make_build(toolchain=key.toolchain))  # noqa: B023 - at once
@@ -41,7 +41,7 @@ def store(tmp_path: Path) -> KernelStore:
 
 @pytest.fixture
 def layered(tmp_path: Path) -> KernelStore:
-    """Return a store with one kernel of its own, and a layer with that one and another."""
+    """Return a store with one kernel, and a layer with that kernel and another one."""
     fill(tmp_path / "cache", key_of("attend", "sm_80"))
     fill(tmp_path / "layer", key_of("attend", "sm_80"), key_of("combine", "sm_80"))
     return KernelStore(
@@ -52,8 +52,8 @@ def layered(tmp_path: Path) -> KernelStore:
     )
 
 
-def test_all_are_taken_where_nothing_is_said(store: KernelStore) -> None:
-    """They come in the order of their keys and compilers."""
+def test_all_are_selected_by_default(store: KernelStore) -> None:
+    """Entries are sorted by key and compiler."""
     found = [(stored.key, stored.toolchain) for stored in chosen_entries(store, ())]
 
     assert found == sorted((key_of(*n).digest, n[2]) for n in _product())
@@ -71,10 +71,8 @@ def test_all_are_taken_where_nothing_is_said(store: KernelStore) -> None:
     ],
     ids=str,
 )
-def test_filters_leave_what_fits_all(
-    filters: dict[str, Any], count: int, store: KernelStore
-) -> None:
-    """A value of each filter must fit; a compiler may be named by its major version."""
+def test_filters_combine(filters: dict[str, Any], count: int, store: KernelStore) -> None:
+    """A value of each filter must match; nvrtc-MAJOR matches any compiler of that version."""
     found = chosen_entries(store, (), Choice(**filters))
 
     assert len(found) == count
@@ -85,23 +83,23 @@ def test_filters_leave_what_fits_all(
     [
         (
             {"archs": ["sm_80", "sm_75"]},
-            r"arch: expected one that is cached \(sm_80, sm_90a\), got",
+            r"arch: expected a cached one \(sm_80, sm_90a\), got",
         ),
-        ({"families": ["atend"]}, r"family: expected one that is cached \(attend, combine\), got"),
-        ({"toolchains": ["nvrtc-1"]}, r"toolchain: expected one that is cached .*, got 'nvrtc-1'"),
+        ({"families": ["atend"]}, r"family: expected a cached one \(attend, combine\), got"),
+        ({"toolchains": ["nvrtc-1"]}, r"toolchain: expected a cached one .*, got 'nvrtc-1'"),
     ],
     ids=["arch", "family", "toolchain"],
 )
-def test_a_value_that_fits_nothing_is_an_error(
+def test_a_value_without_a_match_is_an_error(
     filters: dict[str, Any], message: str, store: KernelStore
 ) -> None:
-    """An image that lacks one of its targets is noticed when it is made."""
+    """An image that lacks a target fails when it is built."""
     with pytest.raises(ArgumentError, match=f"^{message}"):
         chosen_entries(store, (), Choice(**filters))
 
 
-def test_keys_are_beginnings(store: KernelStore) -> None:
-    """One key stands for what all compilers made of it, and named twice it is taken once."""
+def test_keys_are_prefixes(store: KernelStore) -> None:
+    """A key selects the entries of all compilers, and counts once if given twice."""
     key = key_of("attend", "sm_80").digest
 
     found = chosen_entries(store, (key[:8], key))
@@ -110,23 +108,23 @@ def test_keys_are_beginnings(store: KernelStore) -> None:
 
 
 def test_an_unknown_key_is_an_error(store: KernelStore) -> None:
-    """Nothing is guessed."""
-    with pytest.raises(ArgumentError, match=r"^key: expected the beginning of a cached key"):
+    """An unknown key is bad usage."""
+    with pytest.raises(ArgumentError, match=r"^key: expected a prefix of a cached key"):
         chosen_entries(store, ("123456",))
 
 
 def test_an_empty_cache_is_an_error(tmp_path: Path) -> None:
-    """There is nothing to take."""
+    """An empty selection is bad usage."""
     store = KernelStore(tmp_path / "none", lock_dir=tmp_path, lock_timeout_s=60)
 
     with pytest.raises(
-        ArgumentError, match=rf"^kernels: expected some that fit .*, got none in {tmp_path}"
+        ArgumentError, match=rf"^kernels: expected matching ones .*, got none in {tmp_path}"
     ):
         chosen_entries(store, ())
 
 
-def test_layers_are_taken_if_asked(layered: KernelStore) -> None:
-    """A kernel that lies in both places is taken once, from the cache folder."""
+def test_layers_are_selected_on_request(layered: KernelStore) -> None:
+    """A kernel in both places is selected once, from the cache folder."""
     own = chosen_entries(layered, ())
     both = chosen_entries(layered, (), layers=True)
 
@@ -135,17 +133,17 @@ def test_layers_are_taken_if_asked(layered: KernelStore) -> None:
     assert len({stored.key for stored in both}) == 2
 
 
-def test_a_key_in_a_layer_is_taken_if_asked(layered: KernelStore) -> None:
-    """Naming it is not asking for the layers."""
+def test_a_key_in_a_layer_is_selected_on_request(layered: KernelStore) -> None:
+    """A key alone does not select from layers."""
     key = key_of("combine", "sm_80").digest
 
     assert [stored.key for stored in chosen_entries(layered, (key,), layers=True)] == [key]
-    with pytest.raises(ArgumentError, match=r"^kernels: expected some that fit \(--layers: "):
+    with pytest.raises(ArgumentError, match=r"^kernels: expected matching ones \(--layers: "):
         chosen_entries(layered, (key,))
 
 
-def test_a_damaged_entry_may_be_one_of_those_wanted(store: KernelStore, tmp_path: Path) -> None:
-    """Its manifest cannot say what it is, and leaving it out would go unnoticed."""
+def test_a_damaged_entry_matches_every_filter(store: KernelStore, tmp_path: Path) -> None:
+    """An omitted damaged entry would go unnoticed."""
     damaged = entry_folder(tmp_path, key_of("combine", "sm_90a"))
     (damaged / "manifest.json").unlink()
 

@@ -1,4 +1,4 @@
-"""The command as a whole: its name, its errors, its exit codes, and what it leaves untouched."""
+"""The command as a whole: its name, errors, exit codes and side effects."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ HEAVY = ("torch", "jinja2", "cuda.bindings.driver", "filelock")
 
 
 def test_the_version_is_the_packages(run: Run) -> None:
-    """`--version` says name and version, and nothing else."""
+    """`--version` prints name and version, and nothing else."""
     result = run("--version")
 
     assert (result.exit_code, result.stdout) == (0, f"mlagen {mlagen.__version__}\n")
 
 
 @pytest.mark.parametrize("arguments", [("--help",), ("-h",), ("cache", "-h")], ids=" ".join)
-def test_help_is_there(arguments: tuple[str, ...], run: Run) -> None:
-    """Help is printed for the short option as for the long one."""
+def test_help_is_printed(arguments: tuple[str, ...], run: Run) -> None:
+    """The short option prints the same help as the long one."""
     result = run(*arguments)
 
     assert result.exit_code == 0
@@ -51,7 +51,7 @@ def test_help_is_there(arguments: tuple[str, ...], run: Run) -> None:
 def test_an_error_is_one_line_on_stderr_and_an_exit_code(
     error: mlagen.MlagenError, code: int, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever mlagen raises on purpose ends the command without a traceback."""
+    """Every MlagenError ends the command without a traceback."""
     monkeypatch.setitem(cli.commands, "fail", click.Command("fail", callback=_raising(error)))
 
     result = run("fail")
@@ -76,16 +76,16 @@ def test_an_error_is_one_line_on_stderr_and_an_exit_code(
 def test_bad_usage_is_one_line_and_names_the_help(
     arguments: tuple[str, ...], message: str, run: Run
 ) -> None:
-    """Whether the command line or the command found it."""
+    """Usage errors of click and of the commands have one format."""
     result = run(*arguments)
 
     assert (result.exit_code, result.stdout) == (2, "")
-    said = result.stderr.replace("option: --no-such;", "option '--no-such';")  # click 8.1
-    assert said.lower() == f"mlagen: {message}\n".lower()
+    stderr = result.stderr.replace("option: --no-such;", "option '--no-such';")  # click 8.1
+    assert stderr.lower() == f"mlagen: {message}\n".lower()
 
 
-def test_a_group_alone_is_answered_with_its_help(run: Run) -> None:
-    """As if it had been asked for."""
+def test_a_group_alone_prints_its_help(run: Run) -> None:
+    """A group without a subcommand prints its help."""
     result = run("cache")
 
     assert (result.stdout + result.stderr).startswith("Usage: mlagen cache ")
@@ -94,10 +94,10 @@ def test_a_group_alone_is_answered_with_its_help(run: Run) -> None:
 @pytest.mark.parametrize(
     "error", [KeyboardInterrupt(), click.Abort()], ids=["Ctrl-C", "no answer to a question"]
 )
-def test_an_interrupt_has_an_exit_code_of_its_own(
+def test_an_interrupt_has_its_own_exit_code(
     error: BaseException, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An interrupted command says so and exits with 130, as shells expect."""
+    """An interrupted command reports it and exits with 130, as shells expect."""
     monkeypatch.setitem(cli.commands, "fail", click.Command("fail", callback=_raising(error)))
 
     result = run("fail")
@@ -134,10 +134,10 @@ def _raising(error: BaseException) -> Callable[[], None]:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else str(value),
 )
-def test_looking_needs_nothing_and_creates_nothing(
+def test_inspection_needs_no_package_and_creates_nothing(
     arguments: tuple[str, ...], code: int, start: Start, cache_dir: Path
 ) -> None:
-    """All of it works without torch, Jinja, CUDA bindings and filelock, and without a cache."""
+    """It works without torch, Jinja, CUDA bindings and filelock, and without a cache."""
     process = start(*arguments, without=HEAVY)
 
     _, errors = process.communicate(timeout=60)
@@ -161,7 +161,7 @@ def test_the_module_is_the_command() -> None:
 
 
 def test_starting_imports_no_more_than_click() -> None:
-    """The command line is ready before anything heavy is loaded."""
+    """The command line starts before any heavy import."""
     script = "import sys, cache_tools.cli; print([m for m in sys.argv[1:] if m in sys.modules])"
     ran = subprocess.run(
         [sys.executable, "-c", script, *HEAVY, "rich", "mlagen.engine"],
@@ -174,8 +174,8 @@ def test_starting_imports_no_more_than_click() -> None:
     assert ran.stdout == "[]\n"
 
 
-def test_ctrl_c_keeps_what_is_finished(start: Start, run: Run, cache_dir: Path) -> None:
-    """An interrupted prewarm exits with 130 and leaves whole entries and nothing half-written."""
+def test_ctrl_c_keeps_finished_kernels(start: Start, run: Run, cache_dir: Path) -> None:
+    """An interrupted prewarm exits with 130, and its cache has only complete entries."""
     process = start("prewarm", "--arch", "sm_80", "--family", "combine,mla_sm80", "-j", "1")
     assert process.stderr is not None
 
@@ -194,7 +194,7 @@ def test_ctrl_c_keeps_what_is_finished(start: Start, run: Run, cache_dir: Path) 
 
 
 def test_main_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However it was started, the command calls itself `mlagen`."""
+    """The command calls itself `mlagen` however it is started."""
     names: list[dict[str, str]] = []
     monkeypatch.setattr(cli_module, "cli", lambda **named: names.append(named))
 

@@ -1,4 +1,4 @@
-"""Shell completion of the values of options."""
+"""Shell completion of option values."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from cache_tools.cli import cli
 def test_values_are_completed_one_after_the_other(
     args: list[str], typed: str, expected: list[str]
 ) -> None:
-    """What stands before the last comma stays."""
+    """Text before the last comma stays."""
     shell = BashComplete(cli, {}, "mlagen", "_MLAGEN_COMPLETE")
 
     found = [item.value for item in shell.get_completions(args, typed)]

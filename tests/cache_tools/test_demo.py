@@ -1,4 +1,4 @@
-"""`mlagen demo`: the whole way, with a GPU and without."""
+"""`mlagen demo`: all of its steps, with and without a GPU."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ ANSWER = {
 
 @pytest.fixture
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let torch see no GPU, also on a machine that has one."""
+    """Hide the GPUs of this machine from torch."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
 @pytest.mark.usefixtures("no_gpu")
 def test_without_a_gpu_kernels_are_compiled_found_and_the_cpu_is_right(run: Run) -> None:
-    """The kernels of two targets lie in the cache, and the CPU backend agrees with float64."""
+    """The kernels of two targets are cached, and the CPU backend agrees with float64."""
     result = run("demo", "--json")
 
     document = json.loads(result.stdout)
@@ -46,7 +46,7 @@ def test_without_a_gpu_kernels_are_compiled_found_and_the_cpu_is_right(run: Run)
     assert [time["note"] for time in document["times"]] == [
         "5 kernels; 0 in the cache before",
         "5 kernels, digests checked",
-        "slow, and the same checks and results",
+        "slow, with the same checks and results",
     ]
     assert [(kernel["family"], kernel["spec"]["arch"]) for kernel in document["kernels"]] == [
         ("mla_sm80", "sm_90a"),
@@ -61,7 +61,7 @@ def test_without_a_gpu_kernels_are_compiled_found_and_the_cpu_is_right(run: Run)
 
 
 @pytest.mark.usefixtures("no_gpu")
-def test_a_wrong_result_is_told(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_result_is_reported(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error beyond rounding exits with 1."""
     decode = demo._decode
     monkeypatch.setattr(demo, "_decode", lambda problem: decode(problem) + 1)
@@ -74,7 +74,7 @@ def test_a_wrong_result_is_told(run: Run, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_nan_is_never_right() -> None:
-    """A kernel that read what it must not is found out."""
+    """A read of an invalid slot shows as NaN, which fails."""
     problem = demo._problem("cpu")
     out = torch.full((len(demo.SEQ_LENS), 1, demo.HEADS, demo.KV_LORA_RANK), torch.nan)
 
@@ -82,7 +82,7 @@ def test_nan_is_never_right() -> None:
 
 
 def test_the_kernels_are_those_of_the_call() -> None:
-    """What the demo prewarms is one decode kernel of each path and one that combines."""
+    """The demo prewarms one decode kernel of each path and the combine kernel."""
     report = demo._prewarm("sm_90a")
 
     families = [unit.spec.family for unit in report.units]
@@ -92,7 +92,7 @@ def test_the_kernels_are_those_of_the_call() -> None:
 
 @pytest.mark.parametrize(
     ("options", "name"),
-    [((), "first call, empty cache"), (("--keep-cache",), "first call, the cache as it was")],
+    [((), "first call, empty cache"), (("--keep-cache",), "first call, present cache")],
     ids=["a fresh cache", "the user's cache"],
 )
 def test_with_a_gpu_two_processes_share_a_cache(
@@ -101,12 +101,12 @@ def test_with_a_gpu_two_processes_share_a_cache(
     run: Run,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """First calls are timed in processes of their own, in a temporary cache unless told not to."""
-    asked: list[tuple[str, dict[str, str]]] = []
+    """First calls are timed in new processes, by default in a temporary cache."""
+    stages: list[tuple[str, dict[str, str]]] = []
 
     def in_new_process(stage: str, changes: dict[str, str]) -> dict[str, Any]:
-        asked.append((stage, changes))
-        return ANSWER if len(asked) == 1 else {**ANSWER, "first_ms": 17.0}
+        stages.append((stage, changes))
+        return ANSWER if len(stages) == 1 else {**ANSWER, "first_ms": 17.0}
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(demo, "_in_new_process", in_new_process)
@@ -115,9 +115,9 @@ def test_with_a_gpu_two_processes_share_a_cache(
 
     document = json.loads(run("demo", "--json", *options).stdout)
 
-    assert [stage for stage, _ in asked] == ["call", "call"]
-    assert asked[0] == asked[1]
-    folder = asked[0][1].get("MLAGEN_CACHE_DIR")
+    assert [stage for stage, _ in stages] == ["call", "call"]
+    assert stages[0] == stages[1]
+    folder = stages[0][1].get("MLAGEN_CACHE_DIR")
     assert (folder is None) == bool(options)
     assert folder is None or not Path(folder).exists()
     assert [(time["name"], time["ms"]) for time in document["times"]] == [
@@ -129,7 +129,7 @@ def test_with_a_gpu_two_processes_share_a_cache(
 
 
 def test_a_stage_that_fails_ends_the_demo(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The exit code of the other process is the demo's; its message was on stderr already."""
+    """The demo exits with the code of the failed process, whose message is on stderr."""
     ended = subprocess.CompletedProcess[bytes]([], returncode=3)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: ended)
@@ -141,7 +141,7 @@ def test_a_stage_that_fails_ends_the_demo(run: Run, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.usefixtures("no_gpu")
 def test_a_kernel_that_fails_ends_the_demo(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What NVRTC says is the message."""
+    """The message is that of NVRTC."""
 
     def fail(*_: object) -> None:
         raise ToolchainError("arch: NVRTC knows no such thing")
@@ -154,8 +154,8 @@ def test_a_kernel_that_fails_ends_the_demo(run: Run, monkeypatch: pytest.MonkeyP
     assert result.stderr.endswith("mlagen: arch: NVRTC knows no such thing\n")
 
 
-def test_a_missing_numpy_is_not_warned_of(start: Start) -> None:
-    """Neither torch's warning nor a traceback stands between the lines: no command uses NumPy."""
+def test_a_missing_numpy_causes_no_warning(start: Start) -> None:
+    """The NumPy warning of torch is suppressed: no command uses NumPy."""
     _, errors = start("demo", without=("numpy",)).communicate(timeout=100)
 
     assert "NumPy" not in errors

@@ -1,4 +1,4 @@
-"""The demo's result on a page."""
+"""Human-readable report of the demo."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ KEY = "0123456789abcdef" * 4
 
 
 def demo_document(*, is_right: bool) -> dict[str, Any]:
-    """Return what a demo on a GPU might have found."""
+    """Return a document of the demo on a GPU."""
     return {
         "problem": {
             "seq_lens": [17, 9001],
@@ -42,10 +42,10 @@ def demo_document(*, is_right: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("is_right", "verdict"), [(True, "right"), (False, "WRONG")])
-def test_the_page_says_what_where_and_how_right(
+def test_the_report_is_complete(
     is_right: bool, verdict: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Problem, times, error, kernels, and where to read on."""
+    """The report has problem, times, error, kernels, and the command for details."""
     print_demo(demo_document(is_right=is_right))
 
     title, *page = capsys.readouterr().out.splitlines()
@@ -56,7 +56,7 @@ def test_the_page_says_what_where_and_how_right(
     times, table, ending = page[1:3], [line.split("  ") for line in page[4:6]], page[6:]
     assert times == [
         "first call                  676 ms  from an empty cache",
-        f"largest error to float64   0.00780  {verdict}: 52% of what bf16 rounding explains",
+        f"largest error to float64   0.00780  {verdict}: 52% of the bf16 rounding bound",
     ]
     header, row = ([cell.strip() for cell in line if cell] for line in table)
     assert dict(zip(header, row, strict=True)) == {

@@ -1,4 +1,4 @@
-"""In what kernels differ, and which one is the nearest."""
+"""Differences between keys, and the nearest entry."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cache_tools.differences import (
     differences,
     kernel_of,
     key_of_entry,
-    nearest_of,
+    nearest_entry,
     print_differences,
 )
 from mlagen.cache.key import CacheKey
@@ -26,10 +26,10 @@ NEWEST = "nvrtc-13.5.37"
 
 def make_key(toolchain: str = NEWEST, **key_fields: str) -> CacheKey:
     """Return the key of a small kernel."""
-    told = {"family": "attend", "spec.arch": "sm_80", "spec.page_size": "64"} | {
+    fields = {"family": "attend", "spec.arch": "sm_80", "spec.page_size": "64"} | {
         name.replace("__", "."): value for name, value in key_fields.items()
     }
-    return CacheKey(tuple(told.items()), toolchain)
+    return CacheKey(tuple(fields.items()), toolchain)
 
 
 def fill(folder: Path, *keys: CacheKey) -> KernelStore:
@@ -40,20 +40,20 @@ def fill(folder: Path, *keys: CacheKey) -> KernelStore:
     return store
 
 
-def test_the_key_of_an_entry_is_the_one_it_was_made_for(tmp_path: Path) -> None:
-    """Without a manifest there is none."""
+def test_the_key_of_an_entry_is_rebuilt_from_its_manifest(tmp_path: Path) -> None:
+    """An entry without a manifest has no key."""
     key = make_key()
     store = fill(tmp_path, key)
-    (sound,) = store.entries()
+    (valid,) = store.entries()
     (entry_folder(tmp_path, key) / "manifest.json").unlink()
     (damaged,) = store.entries()
 
-    assert key_of_entry(sound) == key
+    assert key_of_entry(valid) == key
     assert key_of_entry(damaged) is None
 
 
-def test_a_kernel_is_written_as_messages_write_it() -> None:
-    """Only what belongs to the spec is in it."""
+def test_a_kernel_is_formatted_as_in_messages() -> None:
+    """The text has only the fields of the spec."""
     key = make_key(option__std="c++17", templates="0" * 64)
 
     assert kernel_of(key) == "attend(arch=sm_80, page_size=64)"
@@ -64,43 +64,43 @@ def test_a_kernel_is_written_as_messages_write_it() -> None:
     [("nvrtc-13", []), ("nvrtc-13.0.88", [("toolchain", "nvrtc-13.0.88", NEWEST)])],
     ids=["any of a major version", "another of the same"],
 )
-def test_a_compiler_that_will_do_is_no_difference(
+def test_an_accepted_compiler_is_no_difference(
     wanted: str, found: list[tuple[str, str, str]]
 ) -> None:
-    """The toolchain counts where the wanted one does not accept the other."""
+    """The toolchain counts only if the key does not accept the other one."""
     assert differences(make_key(wanted), make_key(NEWEST)) == found
 
 
 def test_the_fewest_differences_are_the_nearest(tmp_path: Path) -> None:
-    """Kernels of another family are not compared at all."""
+    """Kernels of another family are not compared."""
     near, far = make_key(spec__page_size="16"), make_key(spec__page_size="16", spec__arch="sm_90a")
     store = fill(tmp_path, near, far, make_key(family="combine"))
 
-    found = nearest_of(make_key(), store.entries())
+    found = nearest_entry(make_key(), store.entries())
 
     assert found is not None
     assert found[0].key == near.digest
     assert found[1] == [("spec.page_size", "64", "16")]
-    assert nearest_of(make_key(family="nothing like it"), store.entries()) is None
+    assert nearest_entry(make_key(family="nothing like it"), store.entries()) is None
 
 
-def test_of_two_that_are_as_near_the_last_used_is_taken(tmp_path: Path) -> None:
-    """It is the one that somebody has more use for."""
+def test_ties_go_to_the_most_recently_used(tmp_path: Path) -> None:
+    """Of two equally near entries the most recently used is returned."""
     old, young = make_key(spec__page_size="16"), make_key(spec__page_size="32")
     store = fill(tmp_path, young, old)
     use(entry_folder(tmp_path, old), age_s=7200, now=time.time())
     use(entry_folder(tmp_path, young), age_s=3600, now=time.time())
 
-    found = nearest_of(make_key(), store.entries())
+    found = nearest_entry(make_key(), store.entries())
 
     assert found is not None
     assert found[0].key == young.digest
 
 
-def test_a_table_says_what_is_empty_and_what_is_missing(
+def test_a_table_marks_empty_and_missing_values(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Digests are cut short, and explained in words."""
+    """Digests are shortened, and explained in a sentence."""
     found: list[Difference] = [
         ("option.x", "", None),
         ("templates", "01" * 32, "23" * 32),
@@ -109,7 +109,7 @@ def test_a_table_says_what_is_empty_and_what_is_missing(
     print_differences(found, "wanted", "nearest")
 
     header, option, templates, words = capsys.readouterr().out.splitlines()
-    assert header.split() == ["ingredient", "wanted", "nearest"]
+    assert header.split() == ["key_field", "wanted", "nearest"]
     assert option.split() == ["option.x", "(empty)", "(none)"]
     assert templates.split() == ["templates", "01010101", "23232323"]
     assert words.startswith("templates: the kernel sources differ")

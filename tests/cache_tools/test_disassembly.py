@@ -1,4 +1,4 @@
-"""nvdisasm: found where it is installed, and asked for by name where it is not."""
+"""nvdisasm: found where it is installed, an error with its package otherwise."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mlagen.errors import ToolchainError
 
 
 def make_tool(path: Path, script: str) -> Path:
-    """Make a program that stands for nvdisasm."""
+    """Write a fake nvdisasm."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(0o755)
@@ -20,21 +20,21 @@ def make_tool(path: Path, script: str) -> Path:
 
 
 def find(monkeypatch: pytest.MonkeyPatch, found: Path | None) -> None:
-    """Have cuda.pathfinder find a program, or none."""
+    """Make cuda.pathfinder return this program, or none."""
     path = None if found is None else str(found)
     monkeypatch.setattr(cuda.pathfinder, "find_nvidia_binary_utility", {"nvdisasm": path}.get)
 
 
 @pytest.fixture
 def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let no place have nvdisasm."""
+    """Hide every installed nvdisasm."""
     find(monkeypatch, None)
     monkeypatch.setenv("PATH", str(tmp_path))
 
 
 @pytest.mark.usefixtures("nowhere")
-def test_without_it_the_message_says_what_to_install() -> None:
-    """The extra of mlagen that brings it is named."""
+def test_without_it_the_message_names_the_package() -> None:
+    """The message names the extra of mlagen that installs it."""
     with pytest.raises(ToolchainError) as caught:
         find_nvdisasm()
 
@@ -43,7 +43,7 @@ def test_without_it_the_message_says_what_to_install() -> None:
 
 @pytest.mark.usefixtures("nowhere")
 def test_the_path_is_the_last_resort(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a distribution installs is found, and passed by where cuda.pathfinder finds another."""
+    """cuda.pathfinder's result takes precedence over the PATH."""
     on_path = make_tool(tmp_path / "nvdisasm", "exit 0")
 
     assert find_nvdisasm() == on_path
@@ -61,10 +61,10 @@ def test_the_path_is_the_last_resort(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ],
     ids=["with a reason", "without one"],
 )
-def test_what_it_rejects_is_an_error(
+def test_a_rejected_cubin_is_an_error(
     script: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The message has the first line of its own, and the file."""
+    """The message has the first line of nvdisasm's, and the file."""
     tool = make_tool(tmp_path / "bin" / "nvdisasm", script)
     find(monkeypatch, tool)
     cubin = tmp_path / "kernel.cubin"
@@ -78,7 +78,7 @@ def test_what_it_rejects_is_an_error(
 def test_a_program_that_does_not_run_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An executable for another machine ends without a traceback."""
+    """A binary of another machine is an error without a traceback."""
     tool = make_tool(tmp_path / "bin" / "nvdisasm", "")
     tool.write_bytes(b"\x7fELF of another machine")
     find(monkeypatch, tool)

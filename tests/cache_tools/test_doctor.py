@@ -1,4 +1,4 @@
-"""`mlagen doctor`: what is there, and what is missing."""
+"""`mlagen doctor`: diagnosis of the machine."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from .conftest import Run, damage
 
 
 def document(run: Run) -> dict[str, Any]:
-    """Return what the command says as JSON."""
+    """Return the JSON document of the command."""
     parsed: dict[str, Any] = json.loads(run("doctor", "--json").stdout)
     return parsed
 
 
 @pytest.fixture
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let there be no driver."""
+    """Make the driver absent."""
     monkeypatch.setattr(device, "visible_devices", list)
     monkeypatch.setattr(device, "driver_version", lambda: None)
 
 
 @pytest.mark.usefixtures("no_gpu")
-def test_versions_and_places_are_told(run: Run, cache_dir: Path) -> None:
+def test_versions_and_paths_are_reported(run: Run, cache_dir: Path) -> None:
     """The document names every package, NVRTC's file, and the folders."""
     found = document(run)
 
@@ -59,19 +59,19 @@ def test_versions_and_places_are_told(run: Run, cache_dir: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_gpu")
-def test_a_machine_without_a_gpu_is_sound(run: Run) -> None:
-    """That there is no GPU is said, and is no problem."""
+def test_a_missing_gpu_is_no_problem(run: Run) -> None:
+    """The report has the missing GPU, but no problem."""
     result = run("doctor")
 
     facts = dict(line.split(maxsplit=1) for line in result.stdout.splitlines())
     assert result.exit_code == 0
     assert facts["driver"] == "none"
-    assert facts["GPUs"] == "none: kernels can be compiled, and tensors on the CPU computed"
+    assert facts["GPUs"] == "none: kernels compile, and the CPU backend computes"
     assert facts["problems"] == "none"
 
 
 def test_the_cache_is_measured(run: Run, cached: PrewarmReport, cache_dir: Path) -> None:
-    """Entries, their size, and the damaged ones are counted."""
+    """The report has the number of entries, their size, and the damaged ones."""
     unit = cached.units[0]
     cubin = damage(unit.key, unit.toolchain, cache_dir)
     (cubin.parent / "manifest.json").write_text("{")
@@ -83,7 +83,7 @@ def test_the_cache_is_measured(run: Run, cached: PrewarmReport, cache_dir: Path)
 
 
 def test_gpus_are_listed_with_their_targets(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU that no target serves is a problem."""
+    """A GPU without a target is a problem."""
     facts = {"sm_count": 132, "memory_bytes": 150_121_000_000}
     gpus = [
         DeviceFacts(index=0, name="NVIDIA H200", major=9, minor=0, **facts),
@@ -95,14 +95,16 @@ def test_gpus_are_listed_with_their_targets(run: Run, monkeypatch: pytest.Monkey
     result = run("doctor")
 
     assert result.exit_code == 1
-    assert "serves CUDA 13.0" in result.stdout
+    assert "supports CUDA 13.0" in result.stdout
     assert "NVIDIA H200, sm_90a, 132 SMs, 139.8 GiB" in result.stdout
     assert "Tesla T4, not supported, 132 SMs, 139.8 GiB" in result.stdout
     assert "Tesla T4: device: expected compute capability " in result.stdout
 
 
-def test_a_missing_nvrtc_is_told_with_its_cure(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The text of the error is the problem, and the exit code is 1."""
+def test_a_missing_nvrtc_is_reported_with_the_fix(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The problem is the message of the error, and the exit code is 1."""
 
     def missing() -> None:
         raise mlagen.ToolchainError("NVRTC: not found; run: pip install nvidia-cuda-nvrtc")
@@ -115,8 +117,10 @@ def test_a_missing_nvrtc_is_told_with_its_cure(run: Run, monkeypatch: pytest.Mon
     assert "NVRTC: not found; run: pip install nvidia-cuda-nvrtc" in result.stdout
 
 
-def test_a_missing_package_is_told_with_its_cure(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each package that is not installed has a line that says how to get it; stderr has it too."""
+def test_a_missing_package_is_reported_with_the_fix(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each missing package has a line with its install command, on stderr too."""
     monkeypatch.setattr(doctor, "_REQUIRED", ("click", "no-such-package"))
 
     result = run("doctor", "--json")
@@ -127,8 +131,8 @@ def test_a_missing_package_is_told_with_its_cure(run: Run, monkeypatch: pytest.M
     assert result.stderr == f"problem: {problem}\n"
 
 
-def test_a_driver_that_fails_is_told(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the driver rejects is a problem, and the rest is examined all the same."""
+def test_a_failing_driver_is_reported(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of the driver is a problem, and the other checks still run."""
 
     def reject() -> None:
         raise mlagen.DriverError("cuDeviceGetCount: unknown error", symbol="cuDeviceGetCount")
@@ -142,8 +146,8 @@ def test_a_driver_that_fails_is_told(run: Run, monkeypatch: pytest.MonkeyPatch) 
     assert found["nvrtc"]["version"] == find_nvrtc().version
 
 
-def test_a_cache_that_cannot_be_written_is_told(run: Run, cache_dir: Path) -> None:
-    """A file where the folder should be is a problem."""
+def test_a_read_only_cache_is_reported(run: Run, cache_dir: Path) -> None:
+    """A file in place of the folder is a problem."""
     cache_dir.write_text("")
 
     result = run("doctor")
@@ -152,10 +156,10 @@ def test_a_cache_that_cannot_be_written_is_told(run: Run, cache_dir: Path) -> No
     assert f"cache: expected a writable folder, got none: {cache_dir}" in result.stdout
 
 
-def test_a_cache_that_others_may_write_in_is_told(
+def test_a_cache_that_others_may_write_in_is_reported(
     run: Run, cached: PrewarmReport, cache_dir: Path
 ) -> None:
-    """Calls do not use it, so the examination may not call it sound."""
+    """Calls reject such a cache, so the report does too."""
     cache_dir.chmod(0o777)
 
     result = run("doctor")
@@ -169,7 +173,7 @@ def test_a_cache_that_others_may_write_in_is_told(
 def test_layers_are_counted(
     run: Run, cached: PrewarmReport, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each with its kernels, apart from those of the cache."""
+    """Each layer has its own count of kernels."""
     folder = move_to_layer(cache_dir, monkeypatch)
 
     found = document(run)
@@ -180,10 +184,10 @@ def test_layers_are_counted(
     assert found["problems"] == []
 
 
-def test_a_layer_that_is_not_there_is_told(
+def test_a_missing_layer_is_reported(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A call passes it by in silence: there is nothing in it."""
+    """Calls skip a missing layer silently; the report names it."""
     monkeypatch.setenv("MLAGEN_CACHE_RO", str(tmp_path / "nowhere"))
     current_settings.cache_clear()
 

@@ -1,4 +1,4 @@
-"""Entries as commands name them: the beginning of one key."""
+"""Entries by key prefix."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cache_tools.entries import document_of, entries_of, moment_of
+from cache_tools.entries import document_of, entries_of, iso_time
 from mlagen.cache.default_store import kernel_store
 from mlagen.errors import ArgumentError
 from mlagen.prewarming import PrewarmReport
@@ -18,8 +18,8 @@ from .conftest import Run
 
 
 @pytest.mark.parametrize("digits", [6, 8, 64])
-def test_the_beginning_of_a_key_is_enough(digits: int, cached: PrewarmReport) -> None:
-    """Six digits or more name an entry, in upper case too."""
+def test_a_key_prefix_is_enough(digits: int, cached: PrewarmReport) -> None:
+    """Six digits or more identify an entry, in upper case too."""
     key = cached.units[0].key
 
     (found,) = entries_of(kernel_store(), key[:digits].upper())
@@ -32,23 +32,25 @@ def test_the_beginning_of_a_key_is_enough(digits: int, cached: PrewarmReport) ->
     [
         (
             "000000",
-            "key: expected the beginning of a cached key (mlagen cache ls), got 000000",
+            "key: expected a prefix of a cached key (mlagen cache ls), got 000000",
         ),
         ("abc", "key: expected 6 to 64 lower-case hex digits, got 'abc'"),
         ("kernel", "key: expected 6 to 64 lower-case hex digits, got 'kernel'"),
     ],
     ids=["nothing begins so", "too short", "no digits"],
 )
-def test_what_names_no_entry_is_rejected(prefix: str, message: str) -> None:
-    """The message says what a key is."""
+def test_an_invalid_key_is_rejected(prefix: str, message: str) -> None:
+    """The message defines a key."""
     with pytest.raises(ArgumentError) as raised:
         entries_of(kernel_store(), prefix)
 
     assert str(raised.value) == message
 
 
-def test_several_keys_are_told(cached: PrewarmReport, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prefix of two keys is rejected, with the digits that tell them apart."""
+def test_an_ambiguous_prefix_is_rejected(
+    cached: PrewarmReport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The message has enough digits of each key to distinguish them."""
     store = kernel_store()
     everything = list(store.entries())
     monkeypatch.setattr(store, "select", lambda _prefix: everything)
@@ -60,8 +62,8 @@ def test_several_keys_are_told(cached: PrewarmReport, monkeypatch: pytest.Monkey
     assert str(raised.value) == f"key: expected more digits than abcdef, got several keys: {keys}"
 
 
-def test_the_document_of_a_damaged_entry_says_the_problem(cached: PrewarmReport) -> None:
-    """An entry without a manifest is described by where it lies and what is wrong."""
+def test_the_document_of_a_damaged_entry_has_the_problem(cached: PrewarmReport) -> None:
+    """An entry without a manifest has its path and its problem."""
     (stored,) = entries_of(kernel_store(), cached.units[0].key)
     (stored.path / "manifest.json").write_text("{")
     (stored,) = entries_of(kernel_store(), cached.units[0].key)
@@ -76,15 +78,15 @@ def test_the_document_of_a_damaged_entry_says_the_problem(cached: PrewarmReport)
 
 @pytest.mark.parametrize("seconds", [-(2.0**40), 2.0**40, -1e300, 1e300, float("inf"), 0.0])
 def test_a_time_that_is_no_date_is_none(seconds: float) -> None:
-    """A file system keeps any number as a time."""
-    assert moment_of(seconds) is None
+    """A file system stores any number as a time."""
+    assert iso_time(seconds) is None
 
 
 @pytest.mark.parametrize("seconds", [-(2**40), -(2**34), 2**34])
 def test_entries_of_any_time_are_listed(
     seconds: int, run: Run, cached: PrewarmReport, cache_dir: Path
 ) -> None:
-    """Whatever time a manifest has, each command that shows it goes on."""
+    """An invalid time in a manifest stops no command."""
     key = cached.units[0].key
     for manifest in cache_dir.rglob("manifest.json"):
         os.utime(manifest, (seconds, seconds))
@@ -96,10 +98,10 @@ def test_entries_of_any_time_are_listed(
 
 
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity"])
-def test_a_compilation_of_no_finite_time_is_damage(
+def test_a_compile_time_that_is_not_finite_is_damage(
     value: str, cached: PrewarmReport, cache_dir: Path, run: Run
 ) -> None:
-    """JSON has no such numbers, so that none is printed."""
+    """JSON has no such numbers, so none is printed."""
     manifest = next(cache_dir.rglob("manifest.json"))
     text = manifest.read_text()
     manifest.write_text(re.sub(r'"compile_ms": [^,}]+', f'"compile_ms": {value}', text))

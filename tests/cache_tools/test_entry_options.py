@@ -1,4 +1,4 @@
-"""Options that choose entries: what they read, and what is left."""
+"""Filter options: parsing and matching."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ OPTION = click.Option(["--any"])
     ("text", "seconds"),
     [("90s", 90), ("1.5 min", 90), ("12h", 43_200), (" 30d", 2_592_000), ("2w", 1_209_600)],
 )
-def test_an_age_is_read_in_its_unit(text: str, seconds: float) -> None:
-    """Blanks do not count."""
+def test_an_age_is_parsed_with_its_unit(text: str, seconds: float) -> None:
+    """Blanks are ignored."""
     assert age(CONTEXT, OPTION, text) == seconds
 
 
 def test_no_age_is_no_limit() -> None:
-    """What is not given is not asked."""
+    """Without the option no age is checked."""
     assert age(CONTEXT, OPTION, None) is None
 
 
 @pytest.mark.parametrize("text", ["", "30", "d", "-1d", "1e3s", "1 month", "1d 2h"])
-def test_what_is_no_age_is_rejected(text: str) -> None:
+def test_an_invalid_age_is_rejected(text: str) -> None:
     """The message has an example and the value."""
     with pytest.raises(click.BadParameter, match="expected an age such as 90min") as caught:
         age(CONTEXT, OPTION, text)
@@ -58,18 +58,18 @@ def test_what_is_no_age_is_rejected(text: str) -> None:
     ],
     ids=repr,
 )
-def test_all_that_is_said_has_to_fit(choice: Choice, is_left: bool, cache_dir: Path) -> None:
-    """One of the names of each kind, and the age."""
+def test_all_filters_have_to_match(choice: Choice, is_left: bool, cache_dir: Path) -> None:
+    """An entry matches one value of each filter, and the age."""
     fill(cache_dir, 1)
     use(next(cache_dir.glob("v1/e/*/*/*")), age_s=300, now=time.time())
 
     (stored,) = kernel_store().entries()
 
-    assert choice.has(stored) is is_left
+    assert choice.matches(stored) is is_left
 
 
-def test_a_damaged_entry_has_but_the_names_of_its_folder(cache_dir: Path) -> None:
-    """Target and family are in the manifest, the compiler is not; and it is as old as can be."""
+def test_a_damaged_entry_has_only_its_toolchain(cache_dir: Path) -> None:
+    """Target and family are in the manifest, the compiler is in the path; the age is infinite."""
     fill(cache_dir, 1)
     next(cache_dir.glob("v1/e/*/*/*/manifest.json")).unlink()
 

@@ -1,4 +1,4 @@
-"""Exit codes, and the page that lists them."""
+"""Exit codes and their page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this installation looks for, told from entries of another."""
+"""Entries of this installation against those of another."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cache_tools.installation import is_of_sources, is_of_toolchain, wanted_or_none
+from cache_tools.installation import matches_sources, matches_toolchain, required_toolchain
 from mlagen.cache.default_store import kernel_store
 from mlagen.codegen.sources import template_digests
 from mlagen.prewarming import PrewarmReport
@@ -16,22 +16,22 @@ from mlagen.settings import current_settings
 from .altered import folder_of
 
 
-def test_what_was_made_here_is_wanted_here(cached: PrewarmReport) -> None:
-    """Sources and compiler are those of the keys."""
+def test_entries_of_this_installation_match(cached: PrewarmReport) -> None:
+    """Sources and compiler equal those of the keys."""
     stored = next(kernel_store().entries())
 
     assert len(cached.units) == 2
-    assert is_of_sources(stored, template_digests())
-    assert is_of_toolchain(stored, wanted_or_none())
+    assert matches_sources(stored, template_digests())
+    assert matches_toolchain(stored, required_toolchain())
 
 
-def test_other_sources_and_damage_are_not(cached: PrewarmReport, cache_dir: Path) -> None:
-    """An entry that cannot be read is of no sources."""
+def test_other_sources_and_damage_do_not_match(cached: PrewarmReport, cache_dir: Path) -> None:
+    """A damaged entry matches no sources."""
     (folder_of(cached.units[0], cache_dir) / "manifest.json").write_text("{")
-    damaged, sound = sorted(kernel_store().entries(), key=lambda entry: entry.manifest is not None)
+    damaged, valid = sorted(kernel_store().entries(), key=lambda entry: entry.manifest is not None)
 
-    assert not is_of_sources(damaged, template_digests())
-    assert not is_of_sources(sound, {"0" * 64})
+    assert not matches_sources(damaged, template_digests())
+    assert not matches_sources(valid, {"0" * 64})
 
 
 @pytest.mark.parametrize(
@@ -39,17 +39,19 @@ def test_other_sources_and_damage_are_not(cached: PrewarmReport, cache_dir: Path
     [("nvrtc-12.8.1", False), (None, False), ("MAJOR", True)],
     ids=["another compiler", "none at all", "any of the same major version"],
 )
-def test_a_compiler_will_do_or_not(wanted: str | None, fits: bool, cached: PrewarmReport) -> None:
-    """Where any compiler of a major version is wanted, one of them will do."""
+def test_a_major_version_accepts_its_compilers(
+    wanted: str | None, fits: bool, cached: PrewarmReport
+) -> None:
+    """nvrtc-MAJOR accepts any compiler of that version."""
     unit = cached.units[0]
     major = unit.toolchain.partition(".")[0]
     stored = next(kernel_store().entries())
 
-    assert is_of_toolchain(stored, major if wanted == "MAJOR" else wanted) is fits
+    assert matches_toolchain(stored, major if wanted == "MAJOR" else wanted) is fits
 
 
-def test_without_bindings_nothing_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that could not even say which CUDA it has is no error."""
+def test_without_bindings_there_is_no_toolchain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with an unknown CUDA version is no error."""
 
     def missing(name: str) -> None:
         raise metadata.PackageNotFoundError(name)
@@ -58,4 +60,4 @@ def test_without_bindings_nothing_is_wanted(monkeypatch: pytest.MonkeyPatch) -> 
     current_settings.cache_clear()
     monkeypatch.setattr(metadata, "version", missing)
 
-    assert wanted_or_none() is None
+    assert required_toolchain() is None

@@ -1,4 +1,4 @@
-"""Ctrl-C again and again, at any moment of a prewarm: one line, 130, and nothing left behind."""
+"""Repeated Ctrl-C at any moment of a prewarm: one line, 130, and no leftovers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from .conftest import ROOT
 
 SCRIPT = (
     "import signal; signal.signal(signal.SIGINT, signal.default_int_handler);"
-    "from cache_tools.interrupts import take_over; take_over(); print('begin', flush=True);"
+    "from cache_tools.interrupts import install_handlers;"
+    "install_handlers(); print('begin', flush=True);"
     "from cache_tools.__main__ import main; main()"
 )
 KERNELS = (
@@ -62,32 +63,32 @@ def processes_of(cache_dir: Path) -> list[str]:
 
 @pytest.mark.parametrize("isolate", [(), ("--isolate",)], ids=["threads", "processes"])
 @pytest.mark.parametrize("after_s", [0.0, 0.15, 0.4, 0.8, 1.5])
-def test_any_number_of_interrupts_is_one(
+def test_repeated_interrupts_count_as_one(
     after_s: float, isolate: tuple[str, ...], cache_dir: Path
 ) -> None:
-    """What is kept is counted, and no traceback, process or staging is left."""
+    """Kept kernels are counted, and no traceback, process or staging folder remains."""
     code, errors = interrupt_often(after_s, *isolate)
 
     entries = list(kernel_store().entries())
     assert (code, "Traceback" in errors) == (130, False), errors
     assert errors.count("interrupted") == 1
-    said = re.fullmatch(r"mlagen: interrupted(?:, (\d+) kernels? kept)?", errors.splitlines()[-1])
-    assert said is not None
-    assert int(said[1] or 0) == len(entries)
+    match = re.fullmatch(r"mlagen: interrupted(?:, (\d+) kernels? kept)?", errors.splitlines()[-1])
+    assert match is not None
+    assert int(match[1] or 0) == len(entries)
     assert list(cache_dir.glob("v1/staging/*")) == []
     assert processes_of(cache_dir) == []
 
 
 INTERRUPTED_ANYWHERE = """
 import signal; signal.signal(signal.SIGINT, signal.default_int_handler)
-from cache_tools.interrupts import interruptible, take_over
+from cache_tools.interrupts import interruptible, install_handlers
 import time
 
 class Finalized:
     def __del__(self):
         signal.raise_signal(signal.SIGINT)
 
-take_over()
+install_handlers()
 try:
     with interruptible():
         Finalized()
@@ -98,8 +99,8 @@ except KeyboardInterrupt:
 """
 
 
-def test_an_interrupt_that_a_finalizer_swallows_comes_again() -> None:
-    """Python drops what a finalizer raises; the work ends all the same, and in silence."""
+def test_an_interrupt_dropped_in_a_finalizer_is_raised_again() -> None:
+    """Python drops an exception in a finalizer; the work still ends, silently."""
     done = subprocess.run(
         [sys.executable, "-c", INTERRUPTED_ANYWHERE],
         cwd=ROOT,

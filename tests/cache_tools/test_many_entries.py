@@ -1,4 +1,4 @@
-"""Ten thousand kernels: every command copes, and a list of them takes less than a second."""
+"""Ten thousand kernels: every command works, and a list takes less than a second."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COUNT = 10_000
 
 @pytest.fixture(scope="module")
 def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a cache folder with ten thousand kernels, for tests that change nothing."""
+    """Return a cache folder with ten thousand kernels, for read-only tests."""
     folder = tmp_path_factory.mktemp("many") / "cache"
     fill(folder, COUNT)
     return folder
@@ -30,13 +30,13 @@ def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def many(filled: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Let the settings of a test name that folder."""
+    """Make that folder the cache of a test."""
     monkeypatch.setenv("MLAGEN_CACHE_DIR", str(filled))
     current_settings.cache_clear()
     return filled
 
 
-# What every list has to do at least: find, read and parse the manifests.
+# Lower bound of every list: find, read and parse the manifests.
 LEAST = """
 import json, os, sys
 shards = [f"{sys.argv[1]}/v1/e/{shard}" for shard in os.listdir(f"{sys.argv[1]}/v1/e")]
@@ -49,7 +49,7 @@ for folder in folders:
 
 
 def processor_s(*arguments: str) -> float:
-    """Return how long a Python process kept a processor busy."""
+    """Return the CPU time of a Python process."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     command = [sys.executable, *arguments]
     ran = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, check=True)
@@ -59,17 +59,17 @@ def processor_s(*arguments: str) -> float:
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("form", [(), ("--json",)], ids=["table", "JSON"])
-def test_a_list_takes_less_than_a_second(form: tuple[str, ...], many: Path) -> None:
-    """Where others slow this machine down, it takes at most five times what parsing alone does.
+@pytest.mark.parametrize("options", [(), ("--json",)], ids=["table", "JSON"])
+def test_a_list_takes_less_than_a_second(options: tuple[str, ...], many: Path) -> None:
+    """On a busy machine the limit is five times the time to parse the manifests.
 
-    The best of several runs counts: others make the rest longer, and none shorter.
+    The best of several runs counts: other load only makes runs longer.
     """
     lists, parses = [], []
 
     for _ in range(7):
         parses.append(processor_s("-c", LEAST, str(many)))
-        lists.append(processor_s("-m", "cache_tools", "cache", "ls", *form))
+        lists.append(processor_s("-m", "cache_tools", "cache", "ls", *options))
         if is_quick := min(lists) < max(1.0, 5 * min(parses)):
             break
 
@@ -78,30 +78,30 @@ def test_a_list_takes_less_than_a_second(form: tuple[str, ...], many: Path) -> N
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
-    ("arguments", "code", "said"),
+    ("arguments", "code", "output"),
     [
         (("cache", "ls", "--sort", "age"), DONE, "10000 kernels by nvrtc-"),
         (("cache", "stats"), DONE, "kernels          10000, "),
-        (("cache", "verify"), DONE, "10000 entries: 10000 sound, 0 bad"),
+        (("cache", "verify"), DONE, "10000 entries: 10000 valid, 0 bad"),
         (("cache", "prune", "--max-size", "0", "--dry-run"), DONE, "would remove 10000 kernels"),
         (("cache", "why", "combine(arch=sm_90a, dtype=bf16, head_dim_vo=512)"), FAILED, "t"),
         (("resources",), DONE, "10000 kernels, 0 with spills"),
     ],
     ids=["ls", "stats", "verify", "prune", "why", "resources"],
 )
-def test_every_command_sees_them_all(
-    arguments: tuple[str, ...], code: int, said: str, run: Run, many: Path
+def test_every_command_handles_them(
+    arguments: tuple[str, ...], code: int, output: str, run: Run, many: Path
 ) -> None:
-    """None of them takes seconds for what is one pass over the folder."""
+    """No command takes seconds for one pass over the folder."""
     result = run(*arguments)
 
     assert result.exit_code == code, result.stderr
-    assert said in result.stdout
+    assert output in result.stdout
     assert many.is_dir()
 
 
 def test_one_of_them_is_found_by_its_key(run: Run, many: Path) -> None:
-    """Only the folder that the key names is looked at."""
+    """Only the folder of the key is read."""
     key = next((many / "v1" / "e").glob("*/*")).name
 
     document = json.loads(run("cache", "show", key[:16], "--json").stdout)
@@ -110,7 +110,7 @@ def test_one_of_them_is_found_by_its_key(run: Run, many: Path) -> None:
 
 
 def test_thousands_can_be_removed(run: Run, cache_dir: Path) -> None:
-    """Most of them by size, the rest at once."""
+    """Most are removed by size, the rest at once."""
     fill(cache_dir, 2000)
 
     pruned = run("cache", "prune", "--max-size", "1M")

@@ -1,4 +1,4 @@
-"""Options with several values."""
+"""Options with comma-separated values."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ OPTION = click.Option(["--any"])
 
 
 def test_names_are_split_at_commas() -> None:
-    """Blanks do not count, and what is not given is not asked."""
+    """Blanks are ignored, and a missing option is None."""
     assert names(CONTEXT, OPTION, "bf16, fp16") == ["bf16", "fp16"]
     assert names(CONTEXT, OPTION, None) is None
 
 
-def test_numbers_are_numbers() -> None:
-    """From the least on, which is one of them."""
+def test_numbers_start_at_the_minimum() -> None:
+    """The minimum itself is valid."""
     assert numbers(0)(CONTEXT, OPTION, "0,64") == [0, 64]
     assert numbers(1)(CONTEXT, OPTION, None) is None
 
 
 @pytest.mark.parametrize("value", ["0", "1,big", "-1", ""])
-def test_what_is_no_number_is_rejected(value: str) -> None:
+def test_an_invalid_number_is_rejected(value: str) -> None:
     """The message has the rule and the value."""
     with pytest.raises(click.BadParameter) as caught:
         numbers(1)(CONTEXT, OPTION, value)

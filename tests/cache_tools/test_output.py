@@ -1,4 +1,4 @@
-"""Where the output goes: pipes that close, terminals, locales that cannot print every path."""
+"""Output: closed pipes, terminals, and locales that cannot print every path."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LISTS = [("cache", "ls"), ("cache", "ls", "--json"), ("resources",), ("cache", "
 
 
 def run_in(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[bytes]:
-    """Run the command with changes to its environment."""
+    """Run the command with a changed environment."""
     return subprocess.run(
         [*COMMAND, *arguments],
         cwd=ROOT,
@@ -30,7 +30,7 @@ def run_in(environment: dict[str, str], *arguments: str) -> subprocess.Completed
 
 
 def on_a_terminal(environment: dict[str, str], *arguments: str) -> str:
-    """Return what the command prints where stdout is a terminal."""
+    """Return the output of the command on a terminal."""
     ours, theirs = pty.openpty()
     with subprocess.Popen(
         [*COMMAND, *arguments], cwd=ROOT, env=os.environ | environment, stdout=theirs, stderr=theirs
@@ -40,7 +40,7 @@ def on_a_terminal(environment: dict[str, str], *arguments: str) -> str:
         while True:
             try:
                 part = os.read(ours, 65536)
-            except OSError:  # what Linux says once nobody holds the other end
+            except OSError:  # Linux raises EIO once the other end is closed
                 break
             if not part:
                 break
@@ -51,8 +51,8 @@ def on_a_terminal(environment: dict[str, str], *arguments: str) -> str:
 
 
 @pytest.mark.parametrize("arguments", [*LISTS, ("cache", "verify")], ids=" ".join)
-def test_a_reader_that_has_enough_is_no_error(arguments: tuple[str, ...], cache_dir: Path) -> None:
-    """A pipe that is closed before the first byte ends the command quietly, as SIGPIPE would."""
+def test_a_closed_pipe_is_no_error(arguments: tuple[str, ...], cache_dir: Path) -> None:
+    """A pipe closed before the first byte ends the command silently, as SIGPIPE does."""
     fill(cache_dir, 20)
     reading, writing = os.pipe()
     os.close(reading)
@@ -68,7 +68,7 @@ def test_a_reader_that_has_enough_is_no_error(arguments: tuple[str, ...], cache_
 
 
 def test_the_first_line_of_a_long_list_can_be_taken(cache_dir: Path) -> None:
-    """`mlagen cache ls | head -1` prints the names of the columns, and nothing on stderr."""
+    """`mlagen cache ls | head -1` prints the column names, and nothing on stderr."""
     fill(cache_dir, 2000)
     command = f"'{sys.executable}' -m cache_tools cache ls | head -1"
 
@@ -93,7 +93,7 @@ def test_the_first_line_of_a_long_list_can_be_taken(cache_dir: Path) -> None:
 def test_any_path_can_be_printed_in_any_locale(
     name: bytes, environment: dict[str, str], arguments: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """What the locale lacks is escaped, and JSON is ASCII."""
+    """Characters outside of the locale are escaped, and JSON is ASCII."""
     folder = tmp_path / os.fsdecode(name)
     fill(folder, 1)
 
@@ -103,8 +103,8 @@ def test_any_path_can_be_printed_in_any_locale(
     if arguments == ("cache", "dir"):
         assert ran.stdout == os.fsencode(folder) + b"\n"
     elif "--json" in arguments:
-        told = json.loads(ran.stdout.decode("ascii"))["cache_dir"]
-        assert os.fsencode(told) == os.fsencode(folder)
+        printed = json.loads(ran.stdout.decode("ascii"))["cache_dir"]
+        assert os.fsencode(printed) == os.fsencode(folder)
     else:
         assert os.fsencode(tmp_path) in ran.stdout
 
@@ -118,7 +118,7 @@ def test_any_path_can_be_printed_in_any_locale(
 def test_nothing_is_coloured(
     environment: dict[str, str], arguments: tuple[str, ...], cache_dir: Path
 ) -> None:
-    """On a terminal and elsewhere, there is nothing that a program would have to strip."""
+    """The output has no escape sequences, on a terminal or elsewhere."""
     fill(cache_dir, 2)
 
     seen = on_a_terminal(environment, *arguments)
@@ -131,7 +131,7 @@ def test_nothing_is_coloured(
 
 
 def test_a_list_imports_nothing_heavy(cache_dir: Path) -> None:
-    """With kernels to list, neither torch nor what compiles them is loaded."""
+    """A list of kernels loads neither torch nor the compiler."""
     fill(cache_dir, 2)
     heavy = (
         "torch",

@@ -23,7 +23,7 @@ SMALL = (
 
 
 def test_kernels_are_compiled_and_counted(run: Run, cache_dir: Path) -> None:
-    """Each kernel has a line on stderr, and stdout has the sum."""
+    """Each kernel has a line on stderr, and stdout has the totals."""
     result = run(*SMALL)
 
     assert result.exit_code == 0
@@ -33,7 +33,7 @@ def test_kernels_are_compiled_and_counted(run: Run, cache_dir: Path) -> None:
 
 
 def test_json_has_every_unit_and_the_totals(run: Run, cache_dir: Path) -> None:
-    """With --json, stdout is one document and people read stderr."""
+    """With --json, stdout is one document; the text is on stderr."""
     result = run(*SMALL, "--kv-lora-rank", "512", "--json")
 
     document = json.loads(result.stdout)
@@ -65,8 +65,8 @@ def test_json_has_every_unit_and_the_totals(run: Run, cache_dir: Path) -> None:
     assert result.stderr.splitlines()[-1].startswith("1 kernel: 1 built, 0 hit, 0 failed, in ")
 
 
-def test_a_dry_run_lists_what_is_missing(run: Run, cached: PrewarmReport) -> None:
-    """Each kernel has a row with its status and the beginning of its key, and the code is 1."""
+def test_a_dry_run_lists_missing_kernels(run: Run, cached: PrewarmReport) -> None:
+    """Each kernel has a row with its status and key prefix, and the exit code is 1."""
     result = run(
         *("prewarm", "--arch", "sm_80", "--family", "combine", "--dry-run"),
         *("--kv-lora-rank", "256,512", "--dtype", "bf16,fp16"),
@@ -82,10 +82,10 @@ def test_a_dry_run_lists_what_is_missing(run: Run, cached: PrewarmReport) -> Non
 
 @pytest.mark.parametrize("is_file", [False, True], ids=["option", "file"])
 @pytest.mark.parametrize("quiet", [(), ("--quiet",)], ids=["", "quiet"])
-def test_what_no_kernel_serves_is_left_out_and_named(
+def test_unsupported_parts_are_omitted_and_named(
     is_file: bool, quiet: tuple[str, ...], run: Run, tmp_path: Path
 ) -> None:
-    """On stderr, also of a quiet run, and in the document; the rest is prepared."""
+    """stderr, even of a quiet run, and the document name them; the rest is compiled."""
     options: tuple[str, ...] = ("--model", "glm-5.3-flash", "--kv-dtype", "bf16,e4m3")
     if is_file:
         file = tmp_path / "fleet.toml"
@@ -95,18 +95,18 @@ def test_what_no_kernel_serves_is_left_out_and_named(
     result = run("prewarm", *options, "--arch", "H100", "--dry-run", "--json", *quiet)
 
     document = json.loads(result.stdout)
-    said = [line for line in result.stderr.splitlines() if line.startswith("left out ")]
+    lines = [line for line in result.stderr.splitlines() if line.startswith("left out ")]
     begin = "glm-5.3-flash: no MLA decode kernel for query e4m3, cache e4m3, "
     assert result.exit_code == 1
     assert all(sentence.startswith(begin) for sentence in document["left_out"])
-    assert said == [f"left out {sentence}" for sentence in document["left_out"]]
-    assert said
+    assert lines == [f"left out {sentence}" for sentence in document["left_out"]]
+    assert lines
     assert {unit["arch"] for unit in document["units"]} == {"sm_90a"}
     assert "e4m3" in {unit["spec"].get("kv_dtype") for unit in document["units"]}
 
 
-def test_a_model_of_which_nothing_is_left_is_rejected(run: Run) -> None:
-    """With what there is instead, and before anything else happens."""
+def test_an_unsupported_model_is_rejected(run: Run) -> None:
+    """The message has the supported alternatives, and nothing is compiled."""
     result = run("prewarm", "--model", "deepseek-v3", "--kv-dtype", "int8", "--arch", "sm_90a")
 
     assert result.exit_code == 2
@@ -116,7 +116,7 @@ def test_a_model_of_which_nothing_is_left_is_rejected(run: Run) -> None:
 
 
 def test_a_dry_run_that_misses_nothing_exits_with_0(run: Run, cached: PrewarmReport) -> None:
-    """So that the build of an image can check with it that all is there."""
+    """An image build can check that every kernel is cached."""
     texts = [option for unit in cached.units for option in ("--kernel", str(unit.spec))]
 
     result = run("prewarm", "--dry-run", *texts)
@@ -126,8 +126,8 @@ def test_a_dry_run_that_misses_nothing_exits_with_0(run: Run, cached: PrewarmRep
 
 
 @pytest.mark.usefixtures("cached")
-def test_without_nvrtc_what_is_missing_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is there is a hit, each miss has a line, and the last one says what to install."""
+def test_without_nvrtc_missing_kernels_are_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cached kernels are hits, each miss has a line, and the last one names the package."""
 
     def missing() -> None:
         raise mlagen.ToolchainError("NVRTC: not here")
@@ -143,7 +143,7 @@ def test_without_nvrtc_what_is_missing_is_named(run: Run, monkeypatch: pytest.Mo
 
 
 def test_options_reach_the_selection(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lists are split at commas, numbers are numbers, and what is not given is not asked."""
+    """Lists are split at commas, numbers are parsed, and missing options are omitted."""
     given: dict[str, Any] = {}
 
     def record(archs: list[str], **options: Any) -> PrewarmReport:
@@ -186,7 +186,7 @@ def test_options_reach_the_selection(run: Run, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_default_is_native(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without --arch, and without a GPU, the command says what to name and exits with 3."""
+    """Without --arch and without a GPU, the message names --arch, and the exit code is 3."""
     monkeypatch.setattr(gpus, "visible_devices", list)
 
     result = run("prewarm")
@@ -211,10 +211,10 @@ def test_the_default_is_native(run: Run, monkeypatch: pytest.MonkeyPatch) -> Non
         (("--arch", "sm_80", "--tp", "8"), "mlagen: tp: expected none without models, got [8]"),
         (("--model", "gpt-5", "--arch", "sm_80"), "mlagen: model: expected one of "),
         (("--kernel", "x"), "mlagen: kernel: expected family(name=value, ...), got 'x'"),
-        (("--timeout", "9"), "mlagen: timeout: expected --isolate beside it, got it alone"),
+        (("--timeout", "9"), "mlagen: timeout: expected --isolate with it, got it alone"),
         (
             ("--kernel", "x", "--arch", "sm_80"),
-            "mlagen: arch: expected none beside --kernel, whose",
+            "mlagen: arch: expected none with --kernel, whose",
         ),
     ],
     ids=[
@@ -229,19 +229,19 @@ def test_the_default_is_native(run: Run, monkeypatch: pytest.MonkeyPatch) -> Non
         "model",
         "kernel",
         "timeout alone",
-        "arch beside a kernel",
+        "arch with a kernel",
     ],
 )
 def test_bad_usage_exits_with_2(arguments: tuple[str, ...], message: str, run: Run) -> None:
-    """What cannot be asked is told on stderr."""
+    """An invalid option is reported on stderr."""
     result = run("prewarm", *arguments)
 
     assert result.exit_code == 2
     assert result.stderr.startswith(message)
 
 
-def test_numbers_say_their_rule(run: Run) -> None:
-    """A list of numbers that is none is rejected with the rule and the value."""
+def test_an_invalid_number_is_rejected_with_its_rule(run: Run) -> None:
+    """The message has the rule and the value."""
     result = run("prewarm", "--page-size", "64,big")
 
     assert "expected numbers from 1 on, with commas, got '64,big'" in result.stderr
@@ -259,7 +259,7 @@ def test_numbers_say_their_rule(run: Run) -> None:
 def test_failures_decide_the_exit_code(
     error: mlagen.MlagenError, code: int, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The report is printed all the same, and the code says what kind of failure it was."""
+    """The report is still printed, and the exit code is that of the failure."""
 
     def fail(*_: object) -> None:
         raise error
@@ -274,7 +274,7 @@ def test_failures_decide_the_exit_code(
 
 
 def test_one_failure_among_others_exits_with_1(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Failures of different kinds are failures."""
+    """Failures of different kinds exit with 1."""
     errors = iter([mlagen.CompileError("no", log="", source=""), mlagen.ToolchainError("no")])
 
     def fail(*_: object) -> None:
@@ -289,7 +289,7 @@ def test_one_failure_among_others_exits_with_1(run: Run, monkeypatch: pytest.Mon
 
 
 def test_a_cache_that_cannot_be_written_exits_with_4(run: Run, cache_dir: Path) -> None:
-    """Nothing is compiled that could not be kept."""
+    """Nothing is compiled that cannot be stored."""
     cache_dir.write_text("a file where the folder should be")
 
     result = run(*SMALL)

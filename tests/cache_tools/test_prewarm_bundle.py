@@ -1,4 +1,4 @@
-"""`mlagen prewarm --bundle`: what was asked for, and no more, as one file."""
+"""`mlagen prewarm --bundle`: the requested kernels as one file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import mlagen
 from cache_tools.exit_codes import USAGE
 from mlagen import engine
-from mlagen.cache.bundle_reading import opened_bundle, verify_bundle
+from mlagen.cache.bundle_reading import open_bundle, verify_bundle
 from mlagen.prewarming import PrewarmReport
 from mlagen.settings import current_settings
 from tests.kernels import COMBINE
@@ -19,13 +19,13 @@ from .conftest import Run
 
 
 def keys_in(bundle: Path) -> list[str]:
-    """Return the keys of a bundle that is sound."""
-    with opened_bundle(bundle) as file:
+    """Return the keys of a valid bundle."""
+    with open_bundle(bundle) as file:
         return [entry.key for entry in verify_bundle(file, "it").entries]
 
 
-def test_it_holds_what_was_asked_for(run: Run, cached: PrewarmReport, tmp_path: Path) -> None:
-    """And nothing else that the cache has."""
+def test_it_holds_the_requested_kernels(run: Run, cached: PrewarmReport, tmp_path: Path) -> None:
+    """The bundle has no other cached kernel."""
     bundle, (unit, _) = tmp_path / "kernels.tar.gz", cached.units
 
     result = run("prewarm", "--kernel", str(unit.spec), "--bundle", str(bundle))
@@ -38,7 +38,7 @@ def test_it_holds_what_was_asked_for(run: Run, cached: PrewarmReport, tmp_path: 
 
 
 def test_json_describes_it(run: Run, cached: PrewarmReport, tmp_path: Path) -> None:
-    """In the one document."""
+    """The document of prewarm has the bundle's fields."""
     bundle, (unit, _) = tmp_path / "kernels.tar.gz", cached.units
 
     result = run("prewarm", "--kernel", str(unit.spec), "--bundle", str(bundle), "--json")
@@ -49,14 +49,14 @@ def test_json_describes_it(run: Run, cached: PrewarmReport, tmp_path: Path) -> N
     assert described["archs"] == ["sm_80"]
 
 
-def test_what_a_layer_has_is_in_it(
+def test_kernels_of_a_layer_are_in_it(
     run: Run,
     cached: PrewarmReport,
     cache_dir: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Wherever a kernel was found, the bundle is complete."""
+    """The bundle is complete, whichever layer has a kernel."""
     monkeypatch.setenv("MLAGEN_CACHE_RO", str(cache_dir))
     monkeypatch.setenv("MLAGEN_CACHE_DIR", str(tmp_path / "own"))
     current_settings.cache_clear()
@@ -68,8 +68,8 @@ def test_what_a_layer_has_is_in_it(
     assert keys_in(tmp_path / "kernels.tar.gz") == sorted(unit.key for unit in cached.units)
 
 
-def test_a_failure_leaves_none(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bundle that lacks a kernel is no bundle of what was asked for."""
+def test_a_failure_writes_none(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An incomplete bundle is not written."""
 
     def fail(*_: object) -> None:
         raise mlagen.CompileError("NVRTC: no", log="", source="")
@@ -83,10 +83,10 @@ def test_a_failure_leaves_none(run: Run, tmp_path: Path, monkeypatch: pytest.Mon
     assert not (tmp_path / "x").exists()
 
 
-def test_a_place_that_cannot_be_written_fails_with_1(
+def test_a_path_that_cannot_be_written_fails_with_1(
     run: Run, cached: PrewarmReport, tmp_path: Path
 ) -> None:
-    """What was compiled stays in the cache."""
+    """The compiled kernels stay in the cache."""
     bundle, text = tmp_path / "kernels.tar.gz", str(cached.units[0].spec)
     bundle.mkdir()
 
@@ -101,19 +101,19 @@ def test_a_place_that_cannot_be_written_fails_with_1(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--kernel", str(COMBINE), "--dry-run"), "bundle: expected none beside --dry-run"),
+        (("--kernel", str(COMBINE), "--dry-run"), "bundle: expected none with --dry-run"),
         (("--from-log", "empty.jsonl"), "bundle: expected kernels, got none for x"),
     ],
     ids=["a dry run", "no kernels"],
 )
-def test_nothing_makes_no_bundle(
+def test_an_empty_selection_makes_no_bundle(
     arguments: tuple[str, ...],
     message: str,
     run: Run,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It is bad usage, and no file is written."""
+    """An empty bundle is bad usage, and no file is written."""
     monkeypatch.chdir(tmp_path)
     Path("empty.jsonl").touch()
 
@@ -127,11 +127,11 @@ def test_nothing_makes_no_bundle(
 def test_a_bundle_without_a_folder_is_rejected_before_anything_is_compiled(
     run: Run, tmp_path: Path, cache_dir: Path
 ) -> None:
-    """Compiling a model takes minutes, and its bundle would have no place."""
+    """A model compiles for minutes, so the path is checked first."""
     nowhere = tmp_path / "no such folder"
 
     result = run("prewarm", "--kernel", str(COMBINE), "--bundle", str(nowhere / "x"))
 
     assert result.exit_code == USAGE
-    assert f"bundle: expected a folder to write it to, got {nowhere}" in result.stderr
+    assert f"bundle: expected a writable folder, got {nowhere}" in result.stderr
     assert not cache_dir.exists()

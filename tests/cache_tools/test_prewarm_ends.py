@@ -1,4 +1,4 @@
-"""`mlagen prewarm`: how it ends: timeouts, the first failure, quietly, and by signals."""
+"""Ends of `mlagen prewarm`: timeouts, failures, quiet runs and signals."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SMALL = (
 
 
 def replace_workers(monkeypatch: pytest.MonkeyPatch, *commands: list[str]) -> None:
-    """Let the processes of the kernels be these, in their order."""
+    """Replace the worker processes by these, in order."""
     left = list(commands)
 
     def command(_spec: KernelSpec) -> list[str]:
@@ -37,7 +37,7 @@ DIES = ["false"]
 
 
 def test_isolated_kernels_are_compiled_and_counted(run: Run) -> None:
-    """As those that are compiled in the process itself."""
+    """--isolate has the same result as compiling in the process."""
     result = run(*SMALL, "--isolate")
 
     assert result.exit_code == 0
@@ -62,7 +62,7 @@ def test_timeouts_have_an_exit_code(
     run: Run,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Where nothing else went wrong; else it is a failure."""
+    """Timeouts alone exit with 5; with other failures the code is 1."""
     replace_workers(monkeypatch, *commands)
 
     result = run(*SMALL, "--isolate", "--timeout", timeout, "-j", "2")
@@ -72,7 +72,7 @@ def test_timeouts_have_an_exit_code(
 
 
 def test_the_first_failure_may_end_the_work(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was not begun is counted as skipped, and named so."""
+    """With --fail-fast, kernels that have not started are counted as skipped."""
     replace_workers(monkeypatch, DIES)
 
     result = run(*SMALL, "--isolate", "--fail-fast", "-j", "1")
@@ -82,8 +82,8 @@ def test_the_first_failure_may_end_the_work(run: Run, monkeypatch: pytest.Monkey
     assert [line.split()[0] for line in result.stderr.splitlines()] == ["failed", "skipped"]
 
 
-def test_quiet_says_nothing_where_all_is_well(run: Run) -> None:
-    """Neither lines nor a sum, but with --json the document."""
+def test_quiet_prints_nothing_on_success(run: Run) -> None:
+    """A quiet run prints neither lines nor totals, only the document with --json."""
     first = run(*SMALL, "--quiet")
     second = run(*SMALL, "-q", "--json")
     third = run(*SMALL, "-q", "--dry-run")
@@ -94,8 +94,8 @@ def test_quiet_says_nothing_where_all_is_well(run: Run) -> None:
     assert (third.exit_code, third.stdout, third.stderr) == (0, "", "")
 
 
-def test_quiet_names_what_failed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On stderr, a line for each."""
+def test_quiet_names_failures(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each failure is a line on stderr."""
 
     def fail(*_: object) -> None:
         raise mlagen.CompileError("NVRTC: no", log="", source="")
@@ -111,12 +111,12 @@ def test_quiet_names_what_failed(run: Run, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
 @pytest.mark.parametrize("isolate", [(), ("--isolate",)], ids=["threads", "processes"])
-def test_a_signal_keeps_what_is_finished_and_leaves_nothing_else(
+def test_a_signal_keeps_only_finished_kernels(
     number: signal.Signals, isolate: tuple[str, ...], start: Start, cache_dir: Path
 ) -> None:
-    """It exits with 130; each entry is sound, and the staging folder empty."""
+    """It exits with 130; each entry is valid, and the staging folder empty."""
     arguments = ("prewarm", "--arch", "sm_80,sm_86,sm_90a", "--family", "combine,gqa_sm80")
-    # One after the other: the first is small, and those after it are many.
+    # Sequential: the first kernel is small, and many follow.
     kernels = ("--dtype", "bf16", "--page-size", "16", "-j", "1")
     process = start(*arguments, *kernels, *isolate)
     assert process.stderr is not None

@@ -1,4 +1,4 @@
-"""`mlagen prewarm`: where kernels are named: models, texts, records and files."""
+"""Kernel sources of `mlagen prewarm`: models, texts, records and files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TABLE = '[[kernel]]\nfamily = "combine"\ndtype = "bf16"\nkv_lora_rank = 512\n'
 
 
 def kernels(run: Run, *arguments: str, answer: str | None = None) -> list[str]:
-    """Return the kernels that a dry run of the command names."""
+    """Return the kernels of a dry run."""
     result = run("prewarm", "--dry-run", "--json", *arguments, answer=answer)
     assert result.exit_code == 1, result.stderr  # nothing is cached
     named = []
@@ -30,7 +30,7 @@ def kernels(run: Run, *arguments: str, answer: str | None = None) -> list[str]:
 
 
 def test_a_model_is_prewarmed_by_its_name(run: Run) -> None:
-    """For each architecture and each number of GPUs, in the dtypes that are named."""
+    """A model name selects kernels per architecture, tensor-parallel size and dtype."""
     named = kernels(
         run,
         *("--arch", "sm_80,sm_90a", "--model", "kimi-k2", "--tp", "1,8"),
@@ -48,14 +48,14 @@ def test_a_model_is_prewarmed_by_its_name(run: Run) -> None:
 
 
 def test_a_kernel_is_prewarmed_by_its_text(run: Run) -> None:
-    """That kernel and no other, without an architecture beside it."""
+    """--kernel selects one kernel, and needs no --arch."""
     assert kernels(run, "--kernel", str(COMBINE), "--kernel", str(COMBINE)) == [str(COMBINE)]
 
 
 def test_a_record_is_prewarmed_for_its_own_architecture_or_for_others(
     run: Run, tmp_path: Path
 ) -> None:
-    """Several records are one."""
+    """Several records are merged, for their architecture or that of --arch."""
     log = tmp_path / "a.jsonl"
     log.write_text(LINE * 2)
 
@@ -68,7 +68,7 @@ def test_a_record_is_prewarmed_for_its_own_architecture_or_for_others(
 
 @pytest.mark.parametrize("place", ["a file", "standard input"])
 def test_tables_are_prewarmed(place: str, run: Run, tmp_path: Path) -> None:
-    """From files and from what is piped in, for the architectures of the command."""
+    """Files and stdin select kernels for the architectures of the command."""
     path = tmp_path / "kernels.toml"
     path.write_text(TABLE)
     file, answer = (str(path), None) if place == "a file" else ("-", TABLE)
@@ -77,7 +77,7 @@ def test_tables_are_prewarmed(place: str, run: Run, tmp_path: Path) -> None:
 
 
 def test_all_of_them_together_are_prewarmed_once(run: Run, tmp_path: Path) -> None:
-    """Each kernel has one unit, whatever names it."""
+    """A kernel from several sources is one unit."""
     log, path = tmp_path / "a.jsonl", tmp_path / "a.json"
     log.write_text(LINE)
     path.write_text(json.dumps({"kernel": [{"kernel": str(COMBINE)}]}))
@@ -103,7 +103,7 @@ def test_all_of_them_together_are_prewarmed_once(run: Run, tmp_path: Path) -> No
 def test_a_mistake_in_a_file_exits_with_2_and_its_place(
     name: str, content: str, option: tuple[str, ...], message: str, run: Run, tmp_path: Path
 ) -> None:
-    """File, and table or line."""
+    """The message has the file, and the table or line."""
     path = tmp_path / name
     path.write_text(content)
 
@@ -114,7 +114,7 @@ def test_a_mistake_in_a_file_exits_with_2_and_its_place(
 
 
 def test_tables_have_the_names_of_the_options() -> None:
-    """What the command can be asked for, a file can ask for too; a record is a file itself."""
+    """A table accepts every selection option; a record is a file of its own."""
 
     @selection_options
     def command() -> None:
@@ -128,7 +128,7 @@ def test_tables_have_the_names_of_the_options() -> None:
 @pytest.mark.timeout(15)
 @pytest.mark.parametrize("source", ["--from-log", "--model", "file", "standard input"])
 def test_a_source_without_an_end_is_rejected(source: str, run: Run, tmp_path: Path) -> None:
-    """A device costs no memory and a FIFO no wait; the exit code is that of bad usage."""
+    """A device takes no memory, a FIFO no wait; the exit code is 2."""
     endless = tmp_path / "endless.toml"
     if source == "standard input":
         result = run("prewarm", "-", "--arch", "sm_80", answer="#" * (MAX_NAMED_BYTES + 1))

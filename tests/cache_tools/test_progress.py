@@ -1,4 +1,4 @@
-"""Progress: a line for each finished part, and on a terminal what is being worked on."""
+"""Progress: a line per finished part, and on a terminal the current work."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FIRST, SECOND = specs_of(parse_arch("sm_80"), ["combine"], dtype=["bf16"])[:2]
 
 
 def unit(**facts: object) -> PrewarmUnit:
-    """Return a built kernel with some other facts."""
+    """Return a built kernel with other fields."""
     known: dict[str, object] = {
         "spec": FIRST,
         "key": "0" * 64,
@@ -33,13 +33,13 @@ def unit(**facts: object) -> PrewarmUnit:
 
 
 def event(kind: str, of: PrewarmUnit | None = None, **facts: object) -> PrewarmEvent:
-    """Return an event of the first kernel, of two, unless said otherwise."""
+    """Return an event of the first of two kernels, with other fields."""
     known: dict[str, object] = {"spec": FIRST, "unit": of, "done": 0, "total": 2}
     return PrewarmEvent(kind=kind, **{**known, **facts})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("told", "line"),
+    ("reported", "line"),
     [
         (
             event("finished", unit()),
@@ -61,12 +61,12 @@ def event(kind: str, of: PrewarmUnit | None = None, **facts: object) -> PrewarmE
     ids=["built", "found, with spills", "failed", "loaded"],
 )
 def test_each_kernel_is_one_plain_line(
-    told: PrewarmEvent, line: str, capsys: pytest.CaptureFixture[str]
+    reported: PrewarmEvent, line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Where stderr is no terminal, what happened is said once and without control characters."""
+    """Without a terminal each event is printed once, without control characters."""
     with prewarm_progress() as on_event:
         on_event(event("started"))
-        on_event(told)
+        on_event(reported)
 
     out, err = capsys.readouterr()
     assert (out, err) == ("", line + "\n")
@@ -76,7 +76,7 @@ def test_each_kernel_is_one_plain_line(
 def test_quiet_is_a_line_for_each_failure(
     is_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And no bar."""
+    """A quiet run has no bar."""
     screen = terminal_of(monkeypatch) if is_terminal else None
     slow = unit(status="timeout", ms=2000.0, error=mlagen.CompileError("no", log="", source=""))
 
@@ -91,15 +91,15 @@ def test_quiet_is_a_line_for_each_failure(
 
 
 def terminal_of(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
-    """Let progress go to a terminal, and return what it shows."""
+    """Send progress to a terminal, and return its output."""
     screen = io.StringIO()
     terminal = Console(file=screen, force_terminal=True, width=120, color_system=None)
     monkeypatch.setattr(progress, "console", lambda **_: terminal)
     return screen
 
 
-def test_a_terminal_shows_what_is_being_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Below the lines, the bar counts kernels and names the one that has been at it longest."""
+def test_a_terminal_shows_the_compiling_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bar counts kernels and names the one that compiles the longest."""
     screen = terminal_of(monkeypatch)
 
     with prewarm_progress() as on_event:
@@ -120,7 +120,7 @@ STEPS = (
 
 
 def test_each_part_of_a_benchmark_is_one_plain_line(capsys: pytest.CaptureFixture[str]) -> None:
-    """What begins is not told where stderr is no terminal, and what ends is told once."""
+    """Without a terminal a part prints one line, at its end."""
     with bench_progress() as on_step:
         for step in STEPS:
             on_step(step)
@@ -128,8 +128,8 @@ def test_each_part_of_a_benchmark_is_one_plain_line(capsys: pytest.CaptureFixtur
     assert capsys.readouterr() == ("", "read 4000 GB/s\n")
 
 
-def test_a_terminal_shows_what_is_being_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Below the lines, the bar counts parts and names the one that is measured."""
+def test_a_terminal_shows_the_measured_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bar counts parts and names the current one."""
     screen = terminal_of(monkeypatch)
 
     with bench_progress() as on_step:

@@ -1,4 +1,4 @@
-"""Files at URLs: they arrive whole or not at all, and what went wrong is one line."""
+"""Remote files: atomic transfers, and one-line errors."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from typing import Any
 import fsspec
 import pytest
 
-from cache_tools.remote import RemoteError, download, shown, upload
+from cache_tools.remote import RemoteError, download, redacted, upload
 from mlagen.errors import ArgumentError, MlagenError, UnsupportedError
 
 from .web import served
 
-CONTENT = bytes(range(256)) * 10_000  # 2.5 MB, three pieces
+CONTENT = bytes(range(256)) * 10_000  # 2.5 MB, three chunks
 
 
 @pytest.fixture(autouse=True)
 def direct(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ask no proxy for what this machine serves."""
+    """Bypass proxies for servers of this machine."""
     monkeypatch.setenv("no_proxy", "*")
 
 
 @pytest.fixture(params=["file", "plain path", "memory"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """Return a URL where nothing is yet."""
+    """Return a URL without a file."""
     if request.param == "memory":
         return f"memory://{tmp_path}/kernels.tar.gz"
     prefix = "file://" if request.param == "file" else ""
@@ -38,24 +38,24 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 def quiet(_done: int, _total: int) -> None:
-    """Take no notice."""
+    """Ignore progress."""
 
 
 def exists(url: str) -> bool:
-    """Whether there is something at a URL."""
+    """Whether a URL has a file."""
     fs, path = fsspec.core.url_to_fs(url)
     return bool(fs.exists(path))
 
 
 def fetched(url: str, max_bytes: int = 1 << 30) -> bytes:
-    """Return what is at a URL."""
+    """Return the bytes at a URL."""
     file = io.BytesIO()
     download(url, file, max_bytes, quiet)
     return file.getvalue()
 
 
-def test_what_was_uploaded_is_downloaded(url: str) -> None:
-    """Byte for byte, from the start of the file wherever it stands, and again over the old one."""
+def test_an_upload_can_be_downloaded(url: str) -> None:
+    """The whole file is uploaded from its start, and replaces an old one."""
     file = io.BytesIO(CONTENT)
     file.seek(100)
 
@@ -65,8 +65,8 @@ def test_what_was_uploaded_is_downloaded(url: str) -> None:
     assert fetched(url) == CONTENT
 
 
-def test_half_an_upload_is_never_seen(url: str) -> None:
-    """Until the last byte is there, the name is not; an error in between leaves nothing."""
+def test_a_partial_upload_is_never_visible(url: str) -> None:
+    """The name appears after the last byte; a failure leaves no file."""
     seen = []
 
     def stop(done: int, total: int) -> None:
@@ -81,8 +81,10 @@ def test_half_an_upload_is_never_seen(url: str) -> None:
     assert not exists(url)
 
 
-def test_a_cache_of_files_is_no_local_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before another file system, it writes there."""
+def test_a_caching_file_system_is_not_local(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A caching file system of fsspec writes to the remote one."""
     url = f"memory://{tmp_path}/kernels.tar.gz"
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
@@ -92,8 +94,8 @@ def test_a_cache_of_files_is_no_local_file(tmp_path: Path, monkeypatch: pytest.M
     assert not (tmp_path / "kernels.tar.gz").exists()
 
 
-def test_a_local_upload_leaves_nothing_beside(tmp_path: Path) -> None:
-    """It is written beside its place and renamed: no copy passes through another disk."""
+def test_a_local_upload_is_renamed_into_place(tmp_path: Path) -> None:
+    """The file is written in the target's folder and renamed, without a copy elsewhere."""
     names = []
 
     def look(_done: int, _total: int) -> None:
@@ -106,7 +108,7 @@ def test_a_local_upload_leaves_nothing_beside(tmp_path: Path) -> None:
 
 
 def test_progress_ends_at_the_size(url: str) -> None:
-    """Both ways, where the size is known."""
+    """Both directions end at the size, if it is known."""
     seen: list[tuple[int, int]] = []
 
     upload(io.BytesIO(CONTENT), len(CONTENT), url, lambda *done: seen.append(done))
@@ -116,8 +118,8 @@ def test_progress_ends_at_the_size(url: str) -> None:
     assert {total for _, total in seen} == {len(CONTENT)}
 
 
-def test_more_than_is_allowed_is_not_downloaded(url: str) -> None:
-    """What never ends fills no disk."""
+def test_a_download_stops_at_its_limit(url: str) -> None:
+    """An endless response does not fill the disk."""
     upload(io.BytesIO(CONTENT), len(CONTENT), url, quiet)
     file = io.BytesIO()
 
@@ -127,8 +129,8 @@ def test_more_than_is_allowed_is_not_downloaded(url: str) -> None:
     assert file.getvalue() == b""
 
 
-def test_what_says_that_it_is_more_is_not_downloaded(tmp_path: Path) -> None:
-    """Not even as far as it is allowed: a server that says its size is believed."""
+def test_a_declared_size_above_the_limit_is_not_downloaded(tmp_path: Path) -> None:
+    """A declared size above the limit fails before the download."""
     (tmp_path / "kernels.tar.gz").write_bytes(CONTENT)
     file = io.BytesIO()
 
@@ -138,8 +140,8 @@ def test_what_says_that_it_is_more_is_not_downloaded(tmp_path: Path) -> None:
     assert file.getvalue() == b""
 
 
-def test_nothing_at_a_url_is_one_line(url: str) -> None:
-    """Whatever the file system raises."""
+def test_a_missing_file_is_one_line(url: str) -> None:
+    """Any exception of the file system becomes one line."""
     with pytest.raises(RemoteError, match=r"^url: .+") as caught:
         fetched(url)
 
@@ -149,7 +151,7 @@ def test_nothing_at_a_url_is_one_line(url: str) -> None:
 @pytest.mark.timeout(10)
 @pytest.mark.parametrize("prefix", ["file://", ""])
 def test_a_local_fifo_is_not_waited_for(prefix: str, tmp_path: Path) -> None:
-    """A path of this machine is read if it is a regular file."""
+    """A local path is read only if it is a regular file."""
     os.mkfifo(tmp_path / "fifo")
 
     with pytest.raises(RemoteError, match="a FIFO"):
@@ -157,7 +159,7 @@ def test_a_local_fifo_is_not_waited_for(prefix: str, tmp_path: Path) -> None:
 
 
 def test_http_is_read_without_a_package(tmp_path: Path) -> None:
-    """Python's own client serves http."""
+    """Python's own client reads http."""
     (tmp_path / "kernels.tar.gz").write_bytes(CONTENT)
     seen: list[tuple[int, int]] = []
 
@@ -170,7 +172,7 @@ def test_http_is_read_without_a_package(tmp_path: Path) -> None:
 
 
 def test_http_that_has_nothing_is_one_line(tmp_path: Path) -> None:
-    """The answer of the server is told."""
+    """The message has the server's answer."""
     with (
         served(tmp_path) as server,
         pytest.raises(
@@ -181,7 +183,7 @@ def test_http_that_has_nothing_is_one_line(tmp_path: Path) -> None:
 
 
 def test_http_that_ends_early_is_an_error(tmp_path: Path) -> None:
-    """A connection that breaks is not the end of the file."""
+    """A broken connection is not the end of the file."""
     (tmp_path / "kernels.tar.gz").write_bytes(CONTENT)
 
     with served(tmp_path, cuts_short=True) as server, pytest.raises(RemoteError) as caught:
@@ -190,15 +192,13 @@ def test_http_that_ends_early_is_an_error(tmp_path: Path) -> None:
     assert f"expected {len(CONTENT) + 100} bytes, got {len(CONTENT)}" in str(caught.value)
 
 
-def test_nobody_there_is_one_line() -> None:
-    """A port on which nobody listens rejects."""
+def test_a_refused_connection_is_one_line() -> None:
+    """A port without a listener is a RemoteError."""
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         port = bound.getsockname()[1]
 
-        with pytest.raises(
-            RemoteError, match=r"Connection rejected.*: http://127.0.0.1:"
-        ) as caught:
+        with pytest.raises(RemoteError, match=r"Connection refused.*: http://127.0.0.1:") as caught:
             fetched(f"http://127.0.0.1:{port}/kernels.tar.gz")
 
     assert "\n" not in str(caught.value)
@@ -206,32 +206,31 @@ def test_nobody_there_is_one_line() -> None:
 
 @pytest.mark.parametrize("scheme", ["http", "https", "HTTP"])
 def test_http_is_not_written(scheme: str) -> None:
-    """That is told before anything is sent."""
+    """An upload to http fails before any byte is sent."""
     with pytest.raises(ArgumentError, match=r"^url: expected one that can be written, got "):
         upload(io.BytesIO(CONTENT), len(CONTENT), f"{scheme}://127.0.0.1:9/x", quiet)
 
 
-def test_a_protocol_that_nobody_knows_is_bad_usage() -> None:
-    """It is named."""
+def test_an_unknown_protocol_is_bad_usage() -> None:
+    """The message names the protocol."""
     with pytest.raises(ArgumentError, match="expected a protocol that fsspec knows, got 's4'"):
         fetched("s4://bucket/kernels.tar.gz")
 
 
 def test_a_missing_package_is_named() -> None:
-    """The error says what to install for a protocol."""
+    """The error has the package of the protocol."""
     fsspec.register_implementation("mlagentest", "mlagen_absent.Files", errtxt="Install it")
 
     with pytest.raises(UnsupportedError) as caught:
         fetched("mlagentest://bucket/kernels.tar.gz")
 
     assert str(caught.value) == (
-        "url: expected a package that serves mlagentest://, got none; "
-        "run: pip install mlagen_absent"
+        "url: expected a package for mlagentest://, got none; run: pip install mlagen_absent"
     )
 
 
 def test_a_missing_fsspec_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Without it only http is left."""
+    """Without fsspec only http works."""
     for name in ("fsspec", "fsspec.core"):
         monkeypatch.setitem(sys.modules, name, None)
 
@@ -249,13 +248,13 @@ def test_a_missing_fsspec_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     ids=["nothing secret", "a password", "a signature"],
 )
 def test_secrets_are_not_shown(url: str, expected: str) -> None:
-    """A log is read by more people than may read the bucket."""
-    assert shown(url) == expected
+    """Printed URLs have no password and no signed query."""
+    assert redacted(url) == expected
 
 
 @pytest.mark.parametrize("transfer", ["upload", "download"])
 def test_secrets_are_not_in_errors(transfer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor where the file system's own message repeats the URL."""
+    """A message of the file system that has the URL is cleaned, too."""
     url = "memory://me:secret@host/x?sign=secret"
 
     def fail(given: str) -> Any:

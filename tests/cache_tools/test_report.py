@@ -1,4 +1,4 @@
-"""Tables, texts and JSON, as commands print them."""
+"""Tables, texts and JSON of the commands."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from mlagen.spec.families import specs_of
         (150_121_000_000, "139.8 GiB"),
     ],
 )
-def test_sizes_read_well(size: int, text: str) -> None:
-    """A size has the unit that leaves few digits."""
+def test_sizes_are_human_readable(size: int, text: str) -> None:
+    """The unit of a size keeps it short."""
     assert size_text(size) == text
 
 
@@ -43,8 +43,8 @@ def test_sizes_read_well(size: int, text: str) -> None:
     ("ms", "text"),
     [(0.0184, "18 us"), (0.2, "200 us"), (1.5, "1.5 ms"), (612.3, "612 ms"), (1432.0, "1.4 s")],
 )
-def test_times_read_well(ms: float, text: str) -> None:
-    """A duration has the unit that leaves few digits."""
+def test_times_are_human_readable(ms: float, text: str) -> None:
+    """The unit of a duration keeps it short."""
     assert time_text(ms) == text
 
 
@@ -58,22 +58,22 @@ def test_times_read_well(ms: float, text: str) -> None:
         (86_400 * 400, "400 d ago"),
     ],
 )
-def test_ages_read_well(seconds: float, text: str) -> None:
-    """An age has the unit that leaves few digits, and what is to come counts as now."""
+def test_ages_are_human_readable(seconds: float, text: str) -> None:
+    """The unit of an age keeps it short, and a future time counts as now."""
     assert age_text(seconds) == text
 
 
 def test_counts_agree_with_their_noun() -> None:
-    """One thing is named in the singular."""
+    """A count of 1 has the singular."""
     texts = [count_text(1, "kernel"), count_text(2, "kernel"), count_text(0, "entry", "entries")]
 
     assert texts == ["1 kernel", "2 kernels", "0 entries"]
 
 
 def test_a_table_is_aligned_and_has_no_trailing_blanks(capsys: pytest.CaptureFixture[str]) -> None:
-    """Numbers stand right, text left; what is missing leaves a cell empty, or has no column."""
+    """Numbers are right-aligned, text left; None is an empty cell, or no column."""
     rows = [{"name": "a", "size": 1, "note": None}, {"name": "bcd", "size": 200, "note": "x"}]
-    print_table([{**row, "form": "", "error": None} for row in rows])
+    print_table([{**row, "variant": "", "error": None} for row in rows])
 
     assert capsys.readouterr().out == "name  size  note\na        1\nbcd    200  x\n"
 
@@ -81,7 +81,7 @@ def test_a_table_is_aligned_and_has_no_trailing_blanks(capsys: pytest.CaptureFix
 def test_a_narrow_terminal_folds_names_not_values(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the columns are wider than the screen, their names are broken at underscores."""
+    """A table wider than the terminal breaks column names at underscores."""
     monkeypatch.setattr(report, "line_width", lambda: 20)
 
     print_table([{"key": "0a1b2c3d", "kv_lora_rank": 512, "page_size": 64}])
@@ -94,22 +94,22 @@ def test_a_narrow_terminal_folds_names_not_values(
     ]
 
 
-def test_a_long_row_stays_one_line_where_nobody_looks(capsys: pytest.CaptureFixture[str]) -> None:
-    """Lines written to a file or a pipe are not broken."""
+def test_a_long_row_stays_one_line_in_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    """Lines to a file or a pipe are not wrapped."""
     print_facts({"path": "/a/very" + "/long" * 100 + "/path"})
 
     assert len(capsys.readouterr().out.splitlines()) == 1
 
 
-def test_text_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
-    """What looks like markup or an emoji stays what it is."""
+def test_text_is_printed_unchanged(capsys: pytest.CaptureFixture[str]) -> None:
+    """Markup and emoji codes are printed verbatim."""
     print_facts({"path": "/x/[bold]x[/bold]/:smile:"})
 
     assert capsys.readouterr().out == "path  /x/[bold]x[/bold]/:smile:\n"
 
 
 def test_a_document_is_json(capsys: pytest.CaptureFixture[str]) -> None:
-    """What is printed parses to what was given."""
+    """The printed document parses to the same data."""
     document = {"path": "/häuser", "entries": [{"ms": 1.5, "error": None}]}
 
     print_json(document)
@@ -118,8 +118,8 @@ def test_a_document_is_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("family", ["mla_sm80", "gqa_sm80", "combine"])
-def test_the_columns_of_a_kernel_tell_it_from_every_other(family: str) -> None:
-    """No two supported kernels of an architecture look alike in a list."""
+def test_the_columns_of_a_kernel_are_unique(family: str) -> None:
+    """No two supported kernels of an architecture have equal columns."""
     specs = specs_of(parse_arch("sm_90a"), [family])
 
     rows = {tuple(kernel_columns(family, spec.key_fields()).values()) for spec in specs}
@@ -128,7 +128,7 @@ def test_the_columns_of_a_kernel_tell_it_from_every_other(family: str) -> None:
 
 
 def test_a_kernel_on_one_line() -> None:
-    """The line has the kernel, its target and what calls name it by."""
+    """The line has the family, the target and the non-default fields."""
     (spec,) = [
         spec
         for spec in specs_of(parse_arch("sm_80"), ["combine"], dtype=["fp16"])
@@ -141,7 +141,7 @@ def test_a_kernel_on_one_line() -> None:
 
 
 def test_resources_are_those_of_the_kernel() -> None:
-    """Spills are stores and loads together, shared memory is static and dynamic."""
+    """Spills add stores and loads, shared memory adds static and dynamic."""
     kernel = {
         "symbol": "mla_sm80",
         "registers": 200,

@@ -1,4 +1,4 @@
-"""The program of `show --reproduce`: the same machine code again, or an exit code that says no."""
+"""Program of `show --reproduce`: the same cubin, or a nonzero exit code."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def run_program(text: str, folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def said_of(unit: PrewarmUnit) -> str:
-    """Return the compiler as the program knows it: NVRTC 12.8 leaves its patch level out."""
+def compiler_of(unit: PrewarmUnit) -> str:
+    """Return the compiler as the program reports it: NVRTC 12.8 omits its patch level."""
     assert unit.toolchain is not None
     return re.sub(r"^(nvrtc-12\.8)\.\d+$", r"\1", unit.toolchain)
 
 
-def test_it_makes_the_same_machine_code_without_mlagen(
+def test_it_makes_the_same_cubin_without_mlagen(
     cached: PrewarmReport, cache_dir: Path, tmp_path: Path
 ) -> None:
     """It prints the kernel, the compiler and the digest of the cubin, and exits with 0."""
@@ -41,11 +41,11 @@ def test_it_makes_the_same_machine_code_without_mlagen(
 
     digest = manifest.files["kernel.cubin"].sha256
     assert ran.returncode == 0, ran.stderr
-    assert ran.stdout == f"{unit.spec} by {said_of(unit)}: sha256 {digest}\n"
+    assert ran.stdout == f"{unit.spec} by {compiler_of(unit)}: sha256 {digest}\n"
 
 
-def test_other_machine_code_is_told(cached: PrewarmReport, cache_dir: Path, tmp_path: Path) -> None:
-    """A source that was changed since does not pass."""
+def test_another_cubin_fails(cached: PrewarmReport, cache_dir: Path, tmp_path: Path) -> None:
+    """A changed source gives a nonzero exit code."""
     folder = folder_of(cached.units[0], cache_dir)
     manifest = Manifest.from_json((folder / "manifest.json").read_bytes())
     source = (folder / "kernel.cu").read_text()
@@ -53,14 +53,12 @@ def test_other_machine_code_is_told(cached: PrewarmReport, cache_dir: Path, tmp_
 
     ran = run_program(program_of(manifest, folder), tmp_path)
 
-    expected = f"expected sha256 {manifest.files['kernel.cubin'].sha256}, which "
-    assert (ran.returncode, ran.stderr) == (1, f"{expected}{manifest.toolchain} made\n")
+    expected = f"expected sha256 {manifest.files['kernel.cubin'].sha256}, built by "
+    assert (ran.returncode, ran.stderr) == (1, f"{expected}{manifest.toolchain}\n")
 
 
-def test_what_nvrtc_rejects_is_shown(
-    cached: PrewarmReport, cache_dir: Path, tmp_path: Path
-) -> None:
-    """The log of the compiler comes out, without a traceback."""
+def test_a_compile_error_is_shown(cached: PrewarmReport, cache_dir: Path, tmp_path: Path) -> None:
+    """The log of NVRTC is printed, without a traceback."""
     folder = folder_of(cached.units[0], cache_dir)
     manifest = Manifest.from_json((folder / "manifest.json").read_bytes())
     (folder / "kernel.cu").write_text("int f() { return nothing; }\n")

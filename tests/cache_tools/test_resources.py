@@ -1,4 +1,4 @@
-"""`mlagen resources`: what ptxas said of every cached kernel."""
+"""`mlagen resources`: ptxas' resources of every cached kernel."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .conftest import Run
 
 
 def spill(unit: PrewarmUnit, cache_dir: Path) -> None:
-    """Let a kernel look as if it spilled registers."""
+    """Make a kernel appear to spill registers."""
     document = json.loads((folder_of(unit, cache_dir) / "manifest.json").read_text())
     (resources,) = document["facts"]["resources"]
     spills = {"spill_store_bytes": 8, "spill_load_bytes": 12}
@@ -22,7 +22,7 @@ def spill(unit: PrewarmUnit, cache_dir: Path) -> None:
 
 
 def test_every_kernel_has_a_row(run: Run, cached: PrewarmReport, cache_dir: Path) -> None:
-    """Rows come in the order of what the kernels are, with the numbers of ptxas."""
+    """Rows are sorted by their columns, with the numbers of ptxas."""
     result = run("resources")
 
     header, *rows, summary = [line.split() for line in result.stdout.splitlines()]
@@ -39,9 +39,9 @@ def test_every_kernel_has_a_row(run: Run, cached: PrewarmReport, cache_dir: Path
 @pytest.mark.parametrize(
     ("option", "spills", "code"),
     [((), True, 0), (("--fail-on-spill",), True, 1), (("--fail-on-spill",), False, 0)],
-    ids=["not asked", "a spill", "none"],
+    ids=["no option", "a spill", "none"],
 )
-def test_a_spill_fails_where_that_is_asked(
+def test_a_spill_fails_on_request(
     option: tuple[str, ...],
     spills: bool,
     code: int,
@@ -60,8 +60,8 @@ def test_a_spill_fails_where_that_is_asked(
     assert f"2 kernels, {int(spills)} with spills, " in result.stdout
 
 
-def test_only_what_is_named_is_judged(run: Run, cached: PrewarmReport, cache_dir: Path) -> None:
-    """A filter leaves out the kernel that spills."""
+def test_filters_restrict_the_check(run: Run, cached: PrewarmReport, cache_dir: Path) -> None:
+    """A filter excludes the kernel that spills."""
     spill(cached.units[0], cache_dir)
 
     result = run("resources", "--fail-on-spill", "--arch", "sm_90a")
@@ -69,10 +69,10 @@ def test_only_what_is_named_is_judged(run: Run, cached: PrewarmReport, cache_dir
     assert (result.exit_code, result.stdout) == (0, f"0 kernels, 0 with spills, in {cache_dir}\n")
 
 
-def test_json_takes_spills_and_shared_memory_apart(
+def test_json_splits_spills_and_shared_memory(
     run: Run, cached: PrewarmReport, cache_dir: Path
 ) -> None:
-    """Sums and their parts are both there, and people read stderr."""
+    """The document has the sums and their parts; the text is on stderr."""
     spill(cached.units[0], cache_dir)
 
     result = run("resources", "--fail-on-spill", "--json")
@@ -88,7 +88,7 @@ def test_json_takes_spills_and_shared_memory_apart(
 
 
 def test_a_damaged_kernel_is_counted(run: Run, cached: PrewarmReport, cache_dir: Path) -> None:
-    """It has no row, and is not passed over in silence."""
+    """A damaged kernel has no row, and counts in the last line."""
     (folder_of(cached.units[0], cache_dir) / "manifest.json").write_text("{")
 
     result = run("resources")
@@ -97,10 +97,10 @@ def test_a_damaged_kernel_is_counted(run: Run, cached: PrewarmReport, cache_dir:
     assert result.stdout.endswith(f"1 kernel, 0 with spills, 1 damaged, in {cache_dir}\n")
 
 
-def test_layers_are_listed_where_asked(
+def test_layers_are_listed_on_request(
     run: Run, cached: PrewarmReport, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without --layers, the cache folder alone is looked at."""
+    """Without --layers, only the cache folder is listed."""
     move_to_layer(cache_dir, monkeypatch)
 
     own = json.loads(run("resources", "--json").stdout)

@@ -1,4 +1,4 @@
-"""What the commands print with --json is what the reference says."""
+"""JSON documents of the cache commands against the reference."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .altered import folder_of, recast, use
 from .conftest import Run, damage
 from .documents import require_document
 
-# What is typed after the name of a command, with the key of a sound kernel for KEY.
+# Arguments of the commands; KEY stands for the key of a valid kernel.
 ARGUMENTS = {
     "cache show": ("KEY",),
     "cache why": ("KEY",),
@@ -30,7 +30,7 @@ ARGUMENTS = {
 
 @pytest.fixture
 def mixed(cached: PrewarmReport, cache_dir: Path) -> str:
-    """Return the key of a sound kernel in a cache that has a damaged one and an old one too."""
+    """Return the key of a valid kernel in a cache with a damaged and an old one."""
     first, second = cached.units
     old = recast(folder_of(second, cache_dir), toolchain="nvrtc-12.8.1", keeps=True)
     use(old, age_s=7200, now=time.time())
@@ -42,7 +42,7 @@ def mixed(cached: PrewarmReport, cache_dir: Path) -> str:
 def test_a_document_has_the_names_and_types_of_its_schema(
     command: str, run: Run, mixed: str
 ) -> None:
-    """Each name is there, in order, and none besides; a damaged kernel has them too."""
+    """The names are exactly those of the schema, in order, for a damaged kernel too."""
     arguments = [mixed if word == "KEY" else word for word in ARGUMENTS.get(command, ())]
 
     result = run(*command.split(), *arguments, "--json")
@@ -54,8 +54,8 @@ def test_a_document_has_the_names_and_types_of_its_schema(
 @pytest.mark.parametrize(
     "command", [command for command in SCHEMAS if "KEY" not in ARGUMENTS.get(command, ())]
 )
-def test_a_document_on_nothing_fits_its_schema(command: str, run: Run) -> None:
-    """Without a cache the same names are there, with nothing in them."""
+def test_a_document_of_an_empty_cache_fits_its_schema(command: str, run: Run) -> None:
+    """Without a cache the document has the same names."""
     result = run(*command.split(), *ARGUMENTS.get(command, ()), "--json")
 
     assert result.exit_code == 0
@@ -63,7 +63,7 @@ def test_a_document_on_nothing_fits_its_schema(command: str, run: Run) -> None:
 
 
 def test_a_miss_fits_the_schema_of_why(run: Run, cached: PrewarmReport, cache_dir: Path) -> None:
-    """A kernel that is not found is described with the same names as one that is."""
+    """A kernel that is not found has the same names as one that is."""
     unit = cached.units[0]
     damage(unit.key, unit.toolchain, cache_dir)
 
@@ -78,7 +78,7 @@ def test_a_miss_fits_the_schema_of_why(run: Run, cached: PrewarmReport, cache_di
 def test_an_eviction_fits_the_schema_of_gc(
     run: Run, cached: PrewarmReport, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is evicted is told in the same document."""
+    """Evicted kernels are listed in the document."""
     from mlagen.settings import current_settings
 
     for unit in cached.units:
@@ -93,7 +93,7 @@ def test_an_eviction_fits_the_schema_of_gc(
 
 
 def test_every_type_of_a_schema_is_known() -> None:
-    """A part in backquotes is in the same schema, and the schemas are those of commands."""
+    """A part in backquotes is in the same schema, and every schema has a command."""
     for name, schema in SCHEMAS.items():
         command: click.Command = cli
         for word in name.split():

@@ -1,4 +1,4 @@
-"""What `prewarm` and the commands around bundles print with --json is what their schemas say."""
+"""JSON documents of `prewarm` and of the bundle commands against their schemas."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.kernels import COMBINE
 from .conftest import Run
 from .documents import require_document
 
-# What is typed after the name of a command, in a folder with a bundle of what is cached.
+# Arguments of the commands, in a folder with a bundle of the cached kernels.
 ARGUMENTS = {
     "prewarm": ("--kernel", str(COMBINE), "--bundle", "new.tar.gz"),
     "cache export": ("new.tar.gz",),
@@ -31,7 +31,7 @@ ARGUMENTS = {
 def bundle(
     run: Run, cached: PrewarmReport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Path:
-    """Return a bundle of all that is cached, in the current folder."""
+    """Return a bundle of all cached kernels, in the current folder."""
     monkeypatch.chdir(tmp_path)
     run("cache", "export", "kernels.tar.gz")
     assert len(cached.units) == 2
@@ -41,7 +41,7 @@ def bundle(
 @pytest.mark.usefixtures("bundle")
 @pytest.mark.parametrize("command", TRANSFER_SCHEMAS)
 def test_a_document_has_the_names_and_types_of_its_schema(command: str, run: Run) -> None:
-    """Each name is there, in order, and none besides."""
+    """The names are exactly those of the schema, in order."""
     result = run(*command.split(), *ARGUMENTS[command], "--json")
 
     assert result.exit_code == 0, result.stderr
@@ -49,7 +49,7 @@ def test_a_document_has_the_names_and_types_of_its_schema(command: str, run: Run
 
 
 @pytest.mark.parametrize("option", [(), ("--dry-run",)], ids=["failed", "missing"])
-def test_kernels_that_are_not_there_fit_the_schema(
+def test_failed_kernels_fit_the_schema(
     option: tuple[str, ...], run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A unit without a kernel has the same names."""
@@ -67,7 +67,7 @@ def test_kernels_that_are_not_there_fit_the_schema(
 
 @pytest.mark.parametrize("command", TRANSFER_SCHEMAS)
 def test_every_part_of_a_schema_is_used(command: str) -> None:
-    """A part in backquotes is in the same schema, and no other is."""
+    """A part in backquotes is in the same schema, and no part is unused."""
     schema = TRANSFER_SCHEMAS[command]
     types = " ".join(field.type for part in schema.values() for field in part.values())
 

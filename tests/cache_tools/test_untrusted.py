@@ -1,4 +1,4 @@
-"""A cache that other users can change: every command rejects it, and nothing of it is touched."""
+"""Untrusted caches: every command rejects a cache that other users can change."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 
 @pytest.fixture
 def bundle(tmp_path: Path, run: Run, cache_dir: Path) -> Path:
-    """Fill the cache, put half of it into a bundle, and damage one kernel."""
+    """Fill the cache, bundle half of it, and damage one kernel."""
     filled_store(cache_dir.parent)
     bundle = tmp_path / "bundle.tar.gz"
     run("cache", "export", str(bundle), KEY)
@@ -48,12 +48,12 @@ def bundle(tmp_path: Path, run: Run, cache_dir: Path) -> Path:
 
 
 def words(command: tuple[str, ...], bundle: Path) -> list[str]:
-    """Return the words of a command."""
+    """Return the words of a command line."""
     out = bundle.with_name("out")
     return [word.replace("OUT", str(out)).replace("BUNDLE", str(bundle)) for word in command]
 
 
-def place_of(cache_dir: Path, name: str) -> Path:
+def path_of(cache_dir: Path, name: str) -> Path:
     """Return a folder of the cache by its name."""
     key = cache_dir / "v1/e" / KEY[:2] / KEY
     named = {"shard": key.parent, "key": key, "entry": key / "nvrtc-13.5.37"}
@@ -66,7 +66,7 @@ OPEN: dict[str, Callable[[Path, pytest.MonkeyPatch], object]] = {
 }
 
 
-def reject_all(
+def require_rejection(
     run: Run, command: tuple[str, ...], bundle: Path, cache_dir: Path, victim: Path
 ) -> None:
     """Require that a command ends with one line and code 4, and that nothing changes."""
@@ -76,8 +76,8 @@ def reject_all(
 
     assert result.exit_code == CACHE_UNUSABLE, result.stdout + result.stderr
     lines = [line for line in result.stderr.splitlines() if not line.startswith(("verif", "pack"))]
-    (said,) = [line for line in lines if not line.startswith("publishing")]
-    assert said.startswith("mlagen: cache: expected a trusted folder, got ")
+    (line,) = [line for line in lines if not line.startswith("publishing")]
+    assert line.startswith("mlagen: cache: expected a trusted folder, got ")
     assert result.stdout == ""
     assert [snapshot(folder) for folder in (cache_dir, victim)] == before
     assert list(bundle.with_name("out").iterdir()) == []
@@ -96,11 +96,11 @@ def test_every_command_rejects_a_cache_that_others_can_change(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Nothing is deleted, moved, exported or called sound; the error is one line, the code 4."""
+    """Nothing is deleted, moved, exported or reported valid; the error is one line, the code 4."""
     (cache_dir / "v1/quarantine").mkdir(mode=0o700)
-    spoil(place_of(cache_dir, place), monkeypatch)
+    spoil(path_of(cache_dir, place), monkeypatch)
 
-    reject_all(run, command, bundle, cache_dir, tmp_path / "out")
+    require_rejection(run, command, bundle, cache_dir, tmp_path / "out")
 
 
 @pytest.mark.parametrize("trust", ["", "1"], ids=["own", "shared"])
@@ -116,28 +116,28 @@ def test_no_command_follows_a_link(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What it leads to stays as it is, whether others are trusted or not."""
+    """The target of a link is unchanged, whether others are trusted or not."""
     monkeypatch.setenv("MLAGEN_TRUST_SHARED", trust)
     current_settings.cache_clear()
-    victim, link = tmp_path / "victim", place_of(cache_dir, place)
+    victim, link = tmp_path / "victim", path_of(cache_dir, place)
     if link.exists():
         link.rename(victim)
     else:
         (victim / "photos").mkdir(parents=True)
         (victim / "photos/one").write_bytes(b"precious")
     for path in (victim, *victim.iterdir()):
-        os.utime(path, (0, 0))  # older than what is swept
+        os.utime(path, (0, 0))  # older than the sweep's limit
     link.symlink_to(victim)
 
-    reject_all(run, command, bundle, cache_dir, victim)
+    require_rejection(run, command, bundle, cache_dir, victim)
 
 
 @pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
 def test_a_link_in_the_place_of_an_entry_is_damage_and_not_followed(
     command: tuple[str, ...], bundle: Path, run: Run, cache_dir: Path, tmp_path: Path
 ) -> None:
-    """It may be removed or moved as the link it is; what it leads to stays as it is."""
-    victim, link = tmp_path / "victim", place_of(cache_dir, "entry")
+    """The link itself may be removed or moved; its target is unchanged."""
+    victim, link = tmp_path / "victim", path_of(cache_dir, "entry")
     link.rename(victim)
     link.symlink_to(victim)
     before = snapshot(victim)
@@ -169,7 +169,7 @@ def test_a_file_that_others_can_change_is_not_read(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """An entry in a folder of one's own is no better than its files."""
+    """A trusted folder does not make a writable file trusted."""
     other = next(path for path in (cache_dir / "v1/e").glob("*/*/*") if path.parent.name != KEY)
     if spoil == "all may write":
         (other / file).chmod(0o666)
@@ -177,25 +177,23 @@ def test_a_file_that_others_can_change_is_not_read(
         give_away(other / file, monkeypatch)
     run("cache", "rm", KEY)
 
-    reject_all(run, command, bundle, cache_dir, tmp_path / "out")
+    require_rejection(run, command, bundle, cache_dir, tmp_path / "out")
 
 
 @pytest.mark.parametrize("name", ["ls", "verify", "stats", "export", "push"])
 def test_a_layer_that_others_can_change_is_rejected(
     name: str, bundle: Path, run: Run, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever asks for the layers is told why one is not used."""
+    """--layers reports why a layer is rejected."""
     layer = move_to_layer(cache_dir, monkeypatch)
     (layer / "v1/e").chmod(0o777)
     options = () if name == "stats" else ("--layers",)
 
-    reject_all(run, (*COMMANDS[name], *options), bundle, layer, layer)
+    require_rejection(run, (*COMMANDS[name], *options), bundle, layer, layer)
 
 
-def test_a_cache_that_others_can_change_can_be_examined(
-    bundle: Path, run: Run, cache_dir: Path
-) -> None:
-    """`cache dir` says where it is, and `doctor` what is wrong."""
+def test_an_untrusted_cache_can_be_diagnosed(bundle: Path, run: Run, cache_dir: Path) -> None:
+    """`cache dir` prints its path, and `doctor` its problem."""
     assert bundle.exists()
     cache_dir.chmod(0o777)
 

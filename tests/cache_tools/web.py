@@ -1,4 +1,4 @@
-"""A web server for tests, in a thread of this process."""
+"""Web server for tests, in a thread of this process."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pathlib import Path
 
 class _Quiet(SimpleHTTPRequestHandler):
     def log_message(self, *_: object) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 class _Short(_Quiet):
-    """Promises a hundred bytes more than it sends."""
+    """Declares a hundred bytes more than it sends."""
 
     def send_header(self, keyword: str, value: str) -> None:
         more = 100 if keyword == "Content-Length" else 0
@@ -25,7 +25,7 @@ class _Short(_Quiet):
 
 @contextmanager
 def served(folder: Path, *, cuts_short: bool = False) -> Iterator[str]:
-    """Serve the files of a folder, and give the URL of it."""
+    """Serve the files of a folder, and yield its URL."""
     handler = partial(_Short if cuts_short else _Quiet, directory=str(folder))
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         server.daemon_threads = True

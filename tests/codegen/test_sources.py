@@ -12,7 +12,7 @@ import pytest
 from mlagen.codegen import sources
 from mlagen.codegen.sources import template_digest, template_digests, template_root
 from tests.cache.builds import ROOT
-from tests.kernels import COMBINE, forget
+from tests.kernels import COMBINE, clear_caches
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ def test_templates_of_other_families_leave_the_digest(package: Path, file: str) 
 
 def test_every_kernel_has_a_digest_of_its_own(package: Path) -> None:
     """The digests of an installation are those of its kernels, one each."""
-    forget()
+    clear_caches()
     kernels = [path.parent.name for path in package.parent.glob("templates/kernels/*/*.cu.j2")]
 
     digests = template_digests()
@@ -125,7 +125,7 @@ def test_an_installed_package_has_the_digest_of_its_checkout(package: Path) -> N
 
 def test_the_digest_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process reads the templates for its first key only."""
-    forget()
+    clear_caches()
     first = template_digest(COMBINE.template)
     monkeypatch.setattr(sources, "transitive_includes", None)
 

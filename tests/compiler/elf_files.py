@@ -1,4 +1,4 @@
-"""Files that stand for libraries."""
+"""Stand-ins for library files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def elf_file(path: Path) -> Path:
-    """Make a file that starts as a library for this machine does."""
+    """Create a file with the ELF header of a library for this machine."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(Path(sys.executable).resolve().read_bytes()[:64])
     return path

@@ -1,4 +1,4 @@
-"""Source to cubin with the installed NVRTC."""
+"""NVRTC compilation of a source to a cubin."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from tests.cache.builds import ROOT, together
 from tests.kernels import require_known
 
 KERNEL = 'extern "C" __global__ void probe(int* p) {\n  p[threadIdx.x] = 1;\n}\n'
-# Every NVRTC from 12.8 on writes its build into the machine code of this one.
+# Every NVRTC from 12.8 on writes its version into the cubin of this one.
 SM_100F = parse_arch("sm_100f")
 
 
 def source(text: str = KERNEL) -> Source:
-    """Return a source whose line ``i`` came from ``probe.cuh:10i``."""
+    """Return a source whose line ``i`` comes from ``probe.cuh:10i``."""
     lines = text.count("\n")
     return Source(text=text, origins=tuple(f"probe.cuh:{10 * i}" for i in range(1, lines + 1)))
 
 
 @pytest.mark.parametrize("arch", ARCHS, ids=str)
-def test_a_cubin_with_what_ptxas_said(arch: Arch) -> None:
-    """Machine code comes with its log, its resources and the compiler that really ran."""
+def test_a_cubin_has_the_resources_of_ptxas(arch: Arch) -> None:
+    """A cubin has its log, its resources and the version of the compiler that ran."""
     require_known(arch)
     nvrtc = find_nvrtc()
 
@@ -53,7 +53,7 @@ def test_a_cubin_with_what_ptxas_said(arch: Arch) -> None:
 
 
 def test_compiling_is_repeatable_and_runs_in_threads() -> None:
-    """The same source gives the same bytes, from eight threads at once too."""
+    """The same source gives the same bytes, also from eight threads concurrently."""
     nvrtc = find_nvrtc()
 
     cubins = together([lambda: compile_source(source(), SM_100F, nvrtc)] * 8)
@@ -62,7 +62,7 @@ def test_compiling_is_repeatable_and_runs_in_threads() -> None:
 
 
 def test_an_error_is_reported_in_the_template() -> None:
-    """The message is one line with the template's position; log and source come with it."""
+    """The message is one line with the template position; log and source are attributes."""
     text = KERNEL.replace("p[threadIdx.x] = 1;", "undefined_name();")
     nvrtc = find_nvrtc()
 
@@ -78,7 +78,7 @@ def test_an_error_is_reported_in_the_template() -> None:
 
 
 def test_an_error_of_ptxas_is_reported() -> None:
-    """What ptxas rejects is the message, though it has no place in the source."""
+    """The message is the ptxas error, although it has no source position."""
     text = KERNEL.replace("p[threadIdx.x] = 1;", 'asm volatile("not_an_instruction;");')
 
     with pytest.raises(CompileError) as caught:
@@ -103,14 +103,14 @@ def test_an_error_of_ptxas_is_reported() -> None:
     ids=["one", "two", "past the last line", "another file", "no position"],
 )
 def test_positions_become_those_of_the_template(log: str, expected: str) -> None:
-    """A position that the map does not know keeps its line in the rendered source."""
+    """A position outside of the line map keeps its line in the rendered source."""
     rewritten = rewrite_positions(log, source().origins)
 
     assert rewritten == expected
 
 
-def test_an_architecture_that_nvrtc_does_not_know_is_rejected() -> None:
-    """The message lists the architectures of this NVRTC."""
+def test_an_unknown_architecture_is_rejected() -> None:
+    """The message lists the supported architectures."""
     nvrtc = find_nvrtc()
     numbers = load_nvrtc(nvrtc.path).supported_archs()
 
@@ -122,12 +122,12 @@ def test_an_architecture_that_nvrtc_does_not_know_is_rejected() -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "said"), [(None, "cannot open shared object file"), (b"text", "file too short")]
+    ("content", "reason"), [(None, "cannot open shared object file"), (b"text", "file too short")]
 )
 def test_a_library_that_cannot_be_loaded_is_named(
-    content: bytes | None, said: str, tmp_path: Path
+    content: bytes | None, reason: str, tmp_path: Path
 ) -> None:
-    """The message says which file, and what the loader said."""
+    """The message has the file and the error of the loader."""
     path = tmp_path / "libnvrtc.so.13"
     if content is not None:
         path.write_bytes(content)
@@ -136,21 +136,21 @@ def test_a_library_that_cannot_be_loaded_is_named(
         compile_source(source(), SM_100F, replace(find_nvrtc(), path=path))
 
     assert str(caught.value).startswith(f"NVRTC: cannot load {path}: ")
-    assert said in str(caught.value)
+    assert reason in str(caught.value)
 
 
-def test_a_library_that_is_no_nvrtc_is_named() -> None:
-    """A function that it lacks is a reason like any other."""
+def test_a_library_that_is_not_nvrtc_is_named() -> None:
+    """A missing function is reported like a load failure."""
     library = Path(sys.modules["_ctypes"].__file__ or "")
 
     with pytest.raises(ToolchainError, match=rf"^NVRTC: cannot load {library}: .*nvrtc"):
         load_nvrtc(library)
 
 
-def test_another_compiler_than_expected_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    """The cubin carries the version that compiled it, and a warning names both."""
+def test_another_compiler_than_expected_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """The cubin has the version that compiled it, and a warning names both."""
     real = find_nvrtc()
-    other = f"{real.version}99"  # of the same minor version, which has the same options
+    other = f"{real.version}99"  # with the same minor version, and so the same options
     expected = replace(real, version=other, source="nvidia-cuda-nvrtc")
 
     cubin = compile_source(source(), SM_100F, expected)
@@ -166,7 +166,7 @@ def test_another_compiler_than_expected_is_told(caplog: pytest.LogCaptureFixture
 def test_sources_cannot_include_files_of_the_current_folder(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Source, options and compiler are the whole input, wherever a process happens to be."""
+    """Source, options and compiler are the whole input, whatever the current folder is."""
     (tmp_path / "local.cuh").write_text("int local;\n")
     monkeypatch.chdir(tmp_path)
 
@@ -175,7 +175,7 @@ def test_sources_cannot_include_files_of_the_current_folder(
 
 
 def test_every_option_has_an_effect_on_the_key_only_once() -> None:
-    """What the compiler is given is what the key lists: nothing is added on the way."""
+    """The compiler gets exactly the options that the key lists."""
     given: list[str] = []
     real = NvrtcLibrary.compile
 
@@ -213,7 +213,7 @@ GCC = shutil.which("gcc")
 
 @pytest.mark.skipif(GCC is None, reason="needs gcc, to build a stub of libcuda")
 def test_compiling_never_initialises_the_driver(tmp_path: Path) -> None:
-    """A build leaves the GPUs alone: nothing in it calls cuInit, NVRTC's own cache included."""
+    """A compilation does not use the GPU: neither it nor the cache of NVRTC calls cuInit."""
     library, calls = tmp_path / "libcuda.so.1", tmp_path / "calls"
     (tmp_path / "stub.c").write_text(STUB)
     subprocess.run(

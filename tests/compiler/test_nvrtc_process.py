@@ -1,4 +1,4 @@
-"""Compiling where NVRTC neither hangs nor crashes: the same kernel, and the same errors."""
+"""Compilation in a fresh process: the same cubin, and the same errors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SM_100F = parse_arch("sm_100f")
 
 
 def test_a_fresh_process_compiles_the_same() -> None:
-    """Machine code, log, resources and compiler are what this process would get."""
+    """Cubin, log, resources and toolchain equal those of this process."""
     here, there = (
         compiled(SOURCE, SM_100F, find_nvrtc()) for compiled in (compile_source, compile_in_process)
     )
@@ -41,8 +41,8 @@ def test_a_fresh_process_compiles_the_same() -> None:
     assert isinstance(there.resources, tuple)
 
 
-def test_what_nvrtc_rejects_there_is_rejected_here() -> None:
-    """Message, log and source are those of the error in the fresh process."""
+def test_a_compile_error_is_the_same_in_a_fresh_process() -> None:
+    """Message, log and source equal those of the error in the fresh process."""
     source = replace(SOURCE, text=KERNEL.replace("p[threadIdx.x] = 1;", "undefined_name();"))
     errors = []
 
@@ -55,16 +55,16 @@ def test_what_nvrtc_rejects_there_is_rejected_here() -> None:
     assert "probe.cuh:20 (kernel.cu:2): error" in errors[1][0]
 
 
-def test_an_unknown_architecture_there_is_unknown_here() -> None:
-    """The message is the one of this process."""
+def test_an_unknown_architecture_is_the_same_in_a_fresh_process() -> None:
+    """The message equals that of this process."""
     with pytest.raises(ToolchainError, match=r"^arch: NVRTC .* got sm_42$"):
         compile_in_process(SOURCE, Arch(42), find_nvrtc())
 
 
-def test_what_is_said_there_is_said_here(caplog: pytest.LogCaptureFixture) -> None:
-    """A warning of the fresh process is a warning of this one."""
+def test_a_warning_of_a_fresh_process_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """A warning of the fresh process is logged in this one."""
     real = find_nvrtc()
-    other = f"{real.version}99"  # of the same minor version, which has the same options
+    other = f"{real.version}99"  # with the same minor version, and so the same options
 
     cubin = compile_in_process(SOURCE, SM_100F, replace(real, version=other, source="a wheel"))
 
@@ -76,10 +76,10 @@ def test_what_is_said_there_is_said_here(caplog: pytest.LogCaptureFixture) -> No
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_python_that_prints_and_a_folder_full_of_traps_do_no_harm(
+def test_startup_output_and_the_current_folder_are_ignored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What others print at a start is no answer; what lies in the current folder is no module."""
+    """Output at interpreter startup is not the answer, and the current folder is not imported."""
     (tmp_path / "site").mkdir()
     (tmp_path / "site/sitecustomize.py").write_text("print('Welcome')\n")
     for name in ("json.py", "subprocess.py", "mlagen.py", "cuda.py"):
@@ -103,10 +103,10 @@ def test_a_python_that_prints_and_a_folder_full_of_traps_do_no_harm(
     ],
     ids=["none", "one that is gone", "one that fails", "one that does nothing"],
 )
-def test_without_a_python_to_start_the_error_says_so(
+def test_without_a_python_to_start_the_error_is_a_toolchain_error(
     executable: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is an error that callers know, on one line."""
+    """It is a ToolchainError, in one line."""
     monkeypatch.setattr(sys, "executable", executable)
 
     with pytest.raises(ToolchainError, match=message):
@@ -118,21 +118,21 @@ def _elsewhere(*_: object) -> Cubin:
 
 
 def where() -> str:
-    """Return where a kernel is compiled now."""
+    """Return where a kernel is compiled."""
     return compile_anywhere(SOURCE, SM_100F, find_nvrtc()).code.decode()
 
 
 @pytest.fixture
 def places(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have both ways of compiling say which it was."""
+    """Make both ways of compiling record their name."""
     here = replace(_elsewhere(), code=b"here")
     monkeypatch.setattr(nvrtc_module, "compile_source", lambda *_: here)
     monkeypatch.setattr(nvrtc_process, "compile_in_process", _elsewhere)
 
 
 @pytest.mark.usefixtures("places")
-def test_the_usual_place_is_this_process() -> None:
-    """In a child that was forked between two compilations, too."""
+def test_the_default_is_this_process() -> None:
+    """The same holds in a child that was forked between two compilations."""
 
     def work() -> None:
         assert where() == "here"
@@ -144,10 +144,10 @@ def test_the_usual_place_is_this_process() -> None:
 @pytest.mark.timeout(30)
 @pytest.mark.usefixtures("places")
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-def test_a_child_that_was_forked_in_the_middle_compiles_elsewhere(
+def test_a_child_forked_during_a_compile_uses_a_fresh_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """So do its own children, whenever they come; the parent goes on as before."""
+    """Its own children do the same; the parent compiles as before."""
     inside, release = threading.Event(), threading.Event()
 
     def compile_slowly(*_: object) -> Cubin:
@@ -172,8 +172,8 @@ def test_a_child_that_was_forked_in_the_middle_compiles_elsewhere(
 
 
 @pytest.mark.usefixtures("places")
-def test_a_process_that_ends_compiles_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A daemon thread would not come to an end of it in this one."""
-    monkeypatch.setattr(fork_safety, "_is_ending", True)
+def test_an_ending_process_uses_a_fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A daemon thread would not finish in this process."""
+    monkeypatch.setattr(fork_safety, "_is_exiting", True)
 
     assert where() == "elsewhere"

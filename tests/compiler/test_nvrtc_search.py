@@ -1,4 +1,4 @@
-"""Where NVRTC is found outside wheels, and that this file is the one that compiles."""
+"""NVRTC search outside of wheels; the file that is found is the one that compiles."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BANNER = b"Cuda compilation tools, release %s, V%s"
 
 
 def make_library(folder: Path, version: str = "13.1.80") -> Path:
-    """Make a libnvrtc.so.13 whose version is in its text alone."""
+    """Create a libnvrtc.so.13 whose version is inside the file only."""
     path = elf_file(folder / "libnvrtc.so.13")
     release = version.rpartition(".")[0].encode()
     header = path.read_bytes()
@@ -35,7 +35,7 @@ def make_library(folder: Path, version: str = "13.1.80") -> Path:
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the root of a machine without any NVRTC."""
+    """Return the root of a machine without NVRTC."""
     monkeypatch.setattr(nvrtc_search, "_ROOT", tmp_path)
     monkeypatch.setattr(sys, "prefix", str(tmp_path / "env"))
     for name in VARIABLES:
@@ -62,7 +62,7 @@ PLACES = {
 def test_a_library_without_a_version_in_its_name_is_found(
     environ: Mapping[str, str], folder: str, machine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A plain libnvrtc.so.13 will do: its version is in its text."""
+    """The version of a plain libnvrtc.so.13 is read from the file."""
     for name, value in environ.items():
         monkeypatch.setenv(name, value.format(machine))
     path = make_library(machine / folder)
@@ -73,15 +73,15 @@ def test_a_library_without_a_version_in_its_name_is_found(
 
 
 def test_a_conda_environment_need_not_be_active(machine: Path) -> None:
-    """That of the running Python counts as one."""
+    """The environment of the running Python counts too."""
     (machine / "env/conda-meta").mkdir(parents=True)
     path = make_library(machine / "env/lib")
 
     assert [found.path for found in find_candidates(13, ())] == [path]
 
 
-def test_a_folder_of_the_loaders_settings_is_searched(machine: Path) -> None:
-    """As /etc/ld.so.conf.d names it."""
+def test_a_folder_of_the_loader_configuration_is_searched(machine: Path) -> None:
+    """Folders in /etc/ld.so.conf.d are searched."""
     path = make_library(machine / "opt/cuda")
     (machine / "etc/ld.so.conf.d").mkdir(parents=True)
     (machine / "etc/ld.so.conf.d/cuda.conf").write_text(f"# CUDA\n{path.parent}\n")
@@ -89,8 +89,8 @@ def test_a_folder_of_the_loaders_settings_is_searched(machine: Path) -> None:
     assert [found.path for found in find_candidates(13, ())] == [path]
 
 
-def test_the_order_of_the_places(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Conda, the loader's folders, the toolkit that is named, then the newest that is installed."""
+def test_the_search_order(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order is Conda, folders of the loader, the configured toolkit, the newest one."""
     places = ("conda/lib", "ld", "cuda/lib64", "usr/local/cuda-13.10/lib64")
     paths = [make_library(machine / place) for place in (*places, "usr/local/cuda-13.2/lib64")]
     monkeypatch.setenv("CONDA_PREFIX", str(machine / "conda"))
@@ -100,11 +100,11 @@ def test_the_order_of_the_places(machine: Path, monkeypatch: pytest.MonkeyPatch)
     assert [found.path for found in find_candidates(13, ())] == paths
 
 
-def test_what_cannot_be_loaded_is_passed_by(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Libraries for another machine and of no version, a folder, a loop of links, an empty file."""
+def test_unloadable_files_are_skipped(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Foreign or unversioned libraries, folders, link loops and empty files are skipped."""
     other = make_library(machine / "other")
     content = bytearray(other.read_bytes())
-    content[18] ^= 0xFF  # the machine of an ELF header
+    content[18] ^= 0xFF  # the machine field of an ELF header
     other.write_bytes(content)
     (machine / "folder/libnvrtc.so.13").mkdir(parents=True)
     for name in ("loop", "empty"):
@@ -112,19 +112,19 @@ def test_what_cannot_be_loaded_is_passed_by(machine: Path, monkeypatch: pytest.M
     (machine / "loop/libnvrtc.so.13").symlink_to("libnvrtc.so.13")
     (machine / "empty/libnvrtc.so.13").touch()
     elf_file(machine / "unknown/libnvrtc.so.13")
-    sound = make_library(machine / "sound")
-    names = ("other", "folder", "loop", "empty", "unknown", "gone", "sound")
+    valid = make_library(machine / "valid")
+    names = ("other", "folder", "loop", "empty", "unknown", "gone", "valid")
     monkeypatch.setenv("LD_LIBRARY_PATH", ":".join(str(machine / name) for name in names))
 
-    assert [found.path for found in find_candidates(13, ())] == [sound]
+    assert [found.path for found in find_candidates(13, ())] == [valid]
 
 
 @pytest.mark.parametrize("variable", ["CUDA_HOME", "CONDA_PREFIX", "LD_LIBRARY_PATH"])
-def test_a_place_that_cannot_be_searched_is_passed_by(
+def test_a_folder_that_cannot_be_searched_is_skipped(
     variable: str, machine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever the file system answers, the next place is searched."""
-    sound = make_library(machine / "usr/lib64")
+    """Any file-system error skips to the next folder."""
+    valid = make_library(machine / "usr/lib64")
     (machine / "file").touch()
     real = Path.open
 
@@ -138,11 +138,11 @@ def test_a_place_that_cannot_be_searched_is_passed_by(
     for place in (machine / "file", "/" + "x" * 300, "/nowhere"):
         monkeypatch.setenv(variable, str(place))
 
-        assert [found.path for found in find_candidates(13, ())] == [sound]
+        assert [found.path for found in find_candidates(13, ())] == [valid]
 
 
 def test_the_version_inside_is_that_of_the_wheel() -> None:
-    """The text of the installed library says what the metadata of its wheel say."""
+    """The version inside the installed library equals that of the wheel metadata."""
     found = find_nvrtc()
 
     assert version_inside(found.path) == found.version
@@ -189,7 +189,7 @@ def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("variable", ["LD_LIBRARY_PATH", "CUDA_HOME"])
 def test_the_file_that_is_found_is_the_one_that_is_loaded(variable: str, copied: Path) -> None:
-    """It, and its own builtins, and no other NVRTC; a fresh process compiles with it too."""
+    """It is loaded with its own builtins and without another NVRTC, also in a fresh process."""
     value = copied if variable == "LD_LIBRARY_PATH" else copied.parent
     environ = {**os.environ, variable: str(value)}
     if variable == "CUDA_HOME":
@@ -199,16 +199,16 @@ def test_the_file_that_is_found_is_the_one_that_is_loaded(variable: str, copied:
         [sys.executable, "-c", COMPILE], env=environ, cwd=ROOT, check=True, capture_output=True
     )
 
-    said = json.loads(done.stdout)
+    report = json.loads(done.stdout)
     version = find_nvrtc().version
-    assert said["found"] == [version, str(copied / f"libnvrtc.so.{find_nvrtc().release[0]}")]
-    assert said["toolchains"] == [f"nvrtc-{version}"] * 2
-    assert said["is_same"]
-    assert said["mapped"] == sorted(str(path) for path in copied.iterdir())
+    assert report["found"] == [version, str(copied / f"libnvrtc.so.{find_nvrtc().release[0]}")]
+    assert report["toolchains"] == [f"nvrtc-{version}"] * 2
+    assert report["is_same"]
+    assert report["mapped"] == sorted(str(path) for path in copied.iterdir())
 
 
 def test_the_wheel_is_loaded_whatever_the_loader_would_find(copied: Path) -> None:
-    """LD_LIBRARY_PATH has neither the NVRTC nor the builtins that a wheel's NVRTC compiles with."""
+    """LD_LIBRARY_PATH overrides neither the NVRTC of the wheel nor its builtins."""
     if find_nvrtc().source == "system":
         pytest.skip("the installed NVRTC comes from no wheel")
     code = COMPILE.replace('if "nvrtc" in name', "if False")
@@ -218,7 +218,7 @@ def test_the_wheel_is_loaded_whatever_the_loader_would_find(copied: Path) -> Non
         [sys.executable, "-c", code], env=environ, cwd=ROOT, check=True, capture_output=True
     )
 
-    said = json.loads(done.stdout)
+    report = json.loads(done.stdout)
     folder = find_nvrtc().path.parent
-    assert said["found"][1] == str(find_nvrtc().path)
-    assert {Path(path).parent for path in said["mapped"]} == {folder}
+    assert report["found"][1] == str(find_nvrtc().path)
+    assert {Path(path).parent for path in report["mapped"]} == {folder}

@@ -1,4 +1,4 @@
-"""What ptxas says in the compile log, of several releases."""
+"""ptxas output in the compile log, of several releases."""
 
 from __future__ import annotations
 

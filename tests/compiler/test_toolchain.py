@@ -1,4 +1,4 @@
-"""Which NVRTC is found, what is said where there is none, and the options it is given."""
+"""Toolchain selection: the NVRTC that is found, the errors without one, and its options."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ class FakeDistribution:
 
     @property
     def files(self) -> list[PurePosixPath]:
-        """What the wheel's record lists."""
+        """The files in the record of the wheel."""
         return [PurePosixPath("nvidia/LICENSE"), PurePosixPath(f"nvidia/lib/{self.library}")]
 
     def locate_file(self, file: PurePosixPath) -> Path:
-        """Return where a listed file is."""
+        """Return the path of a listed file."""
         return self.folder / file
 
 
 @pytest.fixture
 def bare(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """Leave no NVRTC to be found on the system."""
+    """Hide the NVRTC libraries of the system."""
     monkeypatch.setattr(nvrtc_search, "_system_folders", lambda _: iter(()))
     find_nvrtc.cache_clear()
     wanted_toolchain.cache_clear()
@@ -51,7 +51,7 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
 def install(
     monkeypatch: pytest.MonkeyPatch, folder: Path, bindings: str | None, wheels: Mapping[str, str]
 ) -> None:
-    """Pretend that cuda-bindings of a version, and NVRTC wheels by name and version, are there."""
+    """Simulate a version of cuda-bindings, and NVRTC wheels by name and version."""
     known = {}
     for name, text in wheels.items():
         wheel = FakeDistribution(text, folder / name, f"libnvrtc.so.{text.partition('.')[0]}")
@@ -75,20 +75,20 @@ def install(
 
 
 @pytest.mark.parametrize(
-    ("bindings", "name", "said", "version"),
+    ("bindings", "name", "declared", "version"),
     [
         ("13.4.4", "nvidia-cuda-nvrtc", "13.5.37", "13.5.37"),
         ("12.9.1", "nvidia-cuda-nvrtc-cu12", "12.8.93", "12.8.93"),
         ("14.0.0", "nvidia-cuda-nvrtc", "14.0.1", "14.0.1"),
         ("13.4.4", "nvidia-cuda-nvrtc", "13.5.37.post1+acme.2", "13.5.37"),
     ],
-    ids=["CUDA 13", "CUDA 12", "a major version to come", "a wheel built anew"],
+    ids=["CUDA 13", "CUDA 12", "a future major version", "a rebuilt wheel"],
 )
 def test_the_wheel_of_the_bindings_major_version_is_found(
-    bindings: str, name: str, said: str, version: str, bare: pytest.MonkeyPatch, tmp_path: Path
+    bindings: str, name: str, declared: str, version: str, bare: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Version, file and origin come from the wheel's own record; nothing is loaded."""
-    install(bare, tmp_path, bindings, {name: said})
+    """Version, file and origin come from the record of the wheel; nothing is loaded."""
+    install(bare, tmp_path, bindings, {name: declared})
 
     found = find_nvrtc()
 
@@ -99,10 +99,10 @@ def test_the_wheel_of_the_bindings_major_version_is_found(
     assert str(found) == f"nvrtc-{version}"
 
 
-def test_without_bindings_the_message_says_what_to_install(
+def test_without_bindings_the_message_has_the_command(
     bare: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """It is the command that fixes it."""
+    """The message has the pip command."""
     install(bare, tmp_path, None, {"nvidia-cuda-nvrtc": "13.5.37"})
 
     with pytest.raises(ToolchainError) as caught:
@@ -141,14 +141,14 @@ def test_without_bindings_the_message_says_what_to_install(
     ],
     ids=["CUDA 13", "CUDA 12", "NVRTC of another major version"],
 )
-def test_without_nvrtc_the_message_says_what_to_install(
+def test_without_nvrtc_the_message_has_the_command(
     bindings: str,
     wheels: dict[str, str],
     message: str,
     bare: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    """The wheel named is the one that the installed bindings load."""
+    """The message names the wheel for the installed bindings."""
     install(bare, tmp_path, bindings, wheels)
 
     with pytest.raises(ToolchainError) as caught:
@@ -158,7 +158,7 @@ def test_without_nvrtc_the_message_says_what_to_install(
 
 
 def test_an_nvrtc_that_is_too_old_is_rejected(bare: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The message names the version needed, the one found, and the upgrade."""
+    """The message has the required version, the installed one, and the pip command."""
     install(bare, tmp_path, "12.9.1", {"nvidia-cuda-nvrtc-cu12": "12.6.85"})
 
     with pytest.raises(ToolchainError) as caught:
@@ -171,10 +171,10 @@ def test_an_nvrtc_that_is_too_old_is_rejected(bare: pytest.MonkeyPatch, tmp_path
     )
 
 
-def test_a_later_nvrtc_that_is_recent_enough_is_taken(
+def test_a_later_nvrtc_that_is_new_enough_is_used(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Beside the old wheel that a torch pins, that of a newer toolkit compiles."""
+    """The wheel of a newer toolkit is used beside the old wheel that torch pins."""
     install(monkeypatch, tmp_path, "12.9.1", {"nvidia-cuda-nvrtc-cu12": "12.4.127"})
     library = elf_file(tmp_path / "cuda/lib64/libnvrtc.so.12.9.86")
     library.with_name("libnvrtc.so.12").symlink_to(library.name)
@@ -186,7 +186,7 @@ def test_a_later_nvrtc_that_is_recent_enough_is_taken(
 
 
 def test_finding_nvrtc_loads_nothing() -> None:
-    """Neither the bindings nor the library are in the process afterwards."""
+    """Neither the bindings nor the library are loaded afterwards."""
     code = (
         "import sys; before = set(sys.modules); "
         "from mlagen.compiler.toolchain import find_nvrtc; find_nvrtc(); "
@@ -216,8 +216,8 @@ def nvrtc(version: str) -> Nvrtc:
         ("sm_121f", "13.5.37", "sm_121f"),
     ],
 )
-def test_the_target_as_nvrtc_knows_it(arch: str, version: str, target: str) -> None:
-    """Family suffixes came with 12.9; before, the architecture's own suffix stands for them."""
+def test_the_target_option(arch: str, version: str, target: str) -> None:
+    """Family suffixes need 12.9; older versions use the architecture-specific suffix."""
     options = options_for(parse_arch(arch), str(nvrtc(version)))
 
     assert options[0] == f"--gpu-architecture={target}"
@@ -226,8 +226,8 @@ def test_the_target_as_nvrtc_knows_it(arch: str, version: str, target: str) -> N
 @pytest.mark.parametrize(
     ("version", "is_given"), [("12.8.93", False), ("12.9.86", True), ("13.5.37", True)]
 )
-def test_the_cache_of_nvrtc_is_off_where_it_has_one(version: str, is_given: bool) -> None:
-    """The option came with the cache, in 12.9; an older NVRTC rejects to hear of it."""
+def test_the_cache_of_nvrtc_is_disabled(version: str, is_given: bool) -> None:
+    """The option exists from 12.9 on; an older NVRTC rejects it."""
     options = options_for(parse_arch("sm_90a"), str(nvrtc(version)))
 
     assert ("--no-cache" in options) is is_given
@@ -245,23 +245,21 @@ def test_the_cache_of_nvrtc_is_off_where_it_has_one(version: str, is_given: bool
         ("nvrtc-13.0.88", {}, "nvrtc-13.0.88"),
     ],
 )
-def test_what_a_policy_wants(
+def test_the_toolchain_of_a_policy(
     policy: str,
     wheels: Mapping[str, str],
     toolchain: str,
     bare: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    """The installed compiler, any of the major version of the bindings, or the one it names."""
+    """A policy selects the installed compiler, any of its major version, or a named one."""
     install(bare, tmp_path, "13.4.4", wheels)
 
     assert wanted_toolchain(policy) == toolchain
 
 
-def test_that_there_is_no_compiler_is_looked_up_once(
-    bare: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """The second key of a process that runs from a bundle reads no metadata."""
+def test_a_missing_compiler_is_searched_once(bare: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The second key of a process without a compiler reads no metadata."""
     install(bare, tmp_path, "13.4.4", {})
     first = wanted_toolchain("auto")
     bare.setattr(toolchain, "metadata", None)
@@ -273,10 +271,10 @@ def test_that_there_is_no_compiler_is_looked_up_once(
     ("policy", "bindings", "text"),
     [("exact", "13.4.4", "pip install nvidia-cuda-nvrtc "), ("compatible", None, "cuda-python")],
 )
-def test_a_policy_that_nothing_serves_is_an_error(
+def test_a_policy_without_a_toolchain_is_an_error(
     policy: str, bindings: str | None, text: str, bare: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The message says what to install."""
+    """The message has the pip command."""
     install(bare, tmp_path, bindings, {})
 
     with pytest.raises(ToolchainError, match=text):
@@ -284,8 +282,8 @@ def test_a_policy_that_nothing_serves_is_an_error(
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100f"])
-def test_a_major_version_has_the_options_of_its_newest(arch: str) -> None:
-    """So that a key without a compiler leads to what any recent one of that version made."""
+def test_a_major_version_has_the_options_of_the_newest(arch: str) -> None:
+    """A key without a minor version matches the options of any recent one."""
     options = options_for(parse_arch(arch), "nvrtc-13")
 
     assert options == options_for(parse_arch(arch), "nvrtc-13.0.88")

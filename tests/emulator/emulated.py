@@ -1,8 +1,8 @@
-"""Kernels on the CPU: rendered as for a GPU, and compiled with fibers for threads.
+"""CPU emulator of kernels: rendered as for a GPU, compiled with fibers for threads.
 
-What the wrappers in ``templates/ptx`` do is in ``instructions.h``; everything else is the kernel's
-own source. Blocks, warps and copies proceed in random order and at random speed. A misaligned or
-conflicting access, an arrival too many, a deadlock or a copy that outlives its block is an error.
+``instructions.h`` replaces the wrappers in ``templates/ptx``; everything else is the kernel's own
+source. CTAs, warps and copies proceed in random order and at random speed. A misaligned or
+conflicting access, an extra arrival, a deadlock or a copy that outlives its CTA is an error.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mlagen.spec.kernel import KernelSpec
 COMPILER = shutil.which("g++")
 
 _FOLDER = Path(__file__).parent
-# The last, for glibc's check of longjmp knows of no stacks beside each other.
+# This flag comes last: glibc's check of longjmp does not support several stacks.
 _OPTIONS = (
     *("-std=c++20", "-O1", "-ffp-contract=off", "-fno-strict-aliasing"),
     *("-w", "-fPIC", "-shared", "-U_FORTIFY_SOURCE"),
@@ -41,7 +41,7 @@ class Emulator:
         Raises
         ------
         AssertionError
-            If the kernel does something that it may not do.
+            If the kernel does something that is not allowed.
         """
         complaint = self._library(spec).launch_emulated(params, blocks, spec.threads, seed)
         if complaint:
@@ -70,7 +70,7 @@ def is_of_types(origin: str) -> bool:
 
 
 def source_of(spec: KernelSpec) -> str:
-    """Return the kernel as C++, with the emulator's instructions in the place of those of PTX."""
+    """Return the kernel as C++, with the emulator's instructions instead of PTX."""
     source = render(spec)
     lines = ['#include "fibers.h"']
     origin_before = ""
@@ -84,7 +84,7 @@ def source_of(spec: KernelSpec) -> str:
 
 
 def encode(tensor: TiledTensor, address: int) -> bytes:
-    """Return a tensor map as ``instructions.h`` reads it, of a tensor of up to five dimensions."""
+    """Return the TMA descriptor, of up to five dimensions, that ``instructions.h`` reads."""
     element_bytes = tensor.dtype.row_bytes(1)
     more = 5 - len(tensor.sizes)
     box, sizes = (*tensor.box, *(1,) * more), (*tensor.sizes, *(1,) * more)

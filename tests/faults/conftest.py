@@ -1,4 +1,4 @@
-"""What all tests of faults share."""
+"""Fixtures shared by all fault tests."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Flush nothing for real: thousands of times that would be minutes, and no power fails here."""
+    """Disable fsync: thousands of calls take minutes, and no real power failure happens here."""
     monkeypatch.setattr(os, "fsync", lambda _: None)
 
 
 @pytest.fixture(autouse=True)
 def _garbage_is_collected_again() -> Iterator[None]:
-    """Once the steps of a test are over, what ``watch`` kept from collection is like any other."""
+    """Unfreeze the garbage collector that ``watch`` froze."""
     yield
     gc.unfreeze()

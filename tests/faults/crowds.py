@@ -1,4 +1,4 @@
-"""Many processes that do the same thing at the same moment."""
+"""Concurrent processes that do the same work."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from typing import Any, NoReturn
 
 
 def crowd(count: int, work: Callable[[int], object], *, seconds: int = 60) -> list[int]:
-    """Run ``work(number)`` in forked processes that are let go together; return exit statuses.
+    """Run ``work(number)`` in forked processes that start together; return exit statuses.
 
-    A process that takes longer than ``seconds`` is ended by its alarm, and its status says so.
+    A process that takes longer than ``seconds`` is killed by SIGALRM, which is its status.
     """
     ready, arrived = os.pipe()
     go, gate = os.pipe()
-    members = []
+    children = []
     for number in range(count):
-        member = os.fork()
-        if member == 0:
+        child = os.fork()
+        if child == 0:
             os.close(gate)
             _take_part(lambda: work(number), arrived, go, seconds)  # noqa: B023 - called at once
-        members.append(member)
+        children.append(child)
     os.close(go)
     os.close(arrived)
-    while os.read(ready, count):  # until the last one has closed its end
+    while os.read(ready, count):  # until every process has closed its end
         pass
     os.close(ready)
     os.close(gate)
-    return [os.waitstatus_to_exitcode(os.waitpid(member, 0)[1]) for member in members]
+    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
 
 
 def _take_part(work: Callable[[], object], arrived: int, go: int, seconds: int) -> NoReturn:
@@ -49,13 +49,13 @@ def _take_part(work: Callable[[], object], arrived: int, go: int, seconds: int) 
         os._exit(status)
 
 
-def say(folder: Path, word: Any) -> None:
-    """Leave a word in a folder; those of all processes are together in :func:`heard`."""
-    with (folder / "said").open("ab", buffering=0) as file:
-        file.write(json.dumps(word).encode() + b"\n")
+def send(folder: Path, message: Any) -> None:
+    """Write a message into a folder; :func:`received` returns those of all processes."""
+    with (folder / "messages").open("ab", buffering=0) as file:
+        file.write(json.dumps(message).encode() + b"\n")
 
 
-def heard(folder: Path) -> list[Any]:
-    """Return every word that was said in a folder."""
-    file = folder / "said"
+def received(folder: Path) -> list[Any]:
+    """Return all messages in a folder."""
+    file = folder / "messages"
     return [json.loads(line) for line in file.read_bytes().splitlines()] if file.exists() else []

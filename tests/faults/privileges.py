@@ -1,15 +1,15 @@
-"""Processes that modes bind even where the tests run as root."""
+"""Processes that obey file modes even if the tests run as root."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 
-_VERSION_3 = 0x20080522  # of linux/capability.h
+_VERSION_3 = 0x20080522  # from linux/capability.h
 
 
 def give_up_capabilities() -> None:
-    """Make this process one that may do what owners and modes say, and no more."""
+    """Drop the capabilities that bypass owners and modes."""
     libc = ctypes.CDLL(None, use_errno=True)
     header = (ctypes.c_uint32 * 2)(_VERSION_3, 0)
     nothing = (ctypes.c_uint32 * 6)()

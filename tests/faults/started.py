@@ -1,7 +1,7 @@
-"""A program whose processes are started in one way or another, and share a cache.
+"""A program that starts processes by a given method; all share a cache.
 
-It builds one kernel, then starts four processes that find it and ask for another one together.
-Each says what it did. Usage: python -m tests.faults.started FOLDER spawn|forkserver|fork|exec
+It builds one kernel, then starts four processes that find it and request another one concurrently.
+Each reports its actions. Usage: python -m tests.faults.started FOLDER spawn|forkserver|fork|exec
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from mlagen.artifacts import Build
 from tests.cache.builds import ROOT, make_build, make_key, wait_for
-from tests.faults.crowds import heard, say
+from tests.faults.crowds import received, send
 from tests.faults.steps import KEY, store_in
 
 OTHER = make_key("another kernel")
@@ -22,24 +22,24 @@ COUNT = 4
 
 
 def take_part(folder: Path) -> None:
-    """Find the one kernel, and build or find the other when all are there."""
+    """Find one kernel, and build or find the other after all processes have started."""
     store = store_in(folder)
     assert store.find(KEY) is not None
-    say(folder, "ready")
-    wait_for(lambda: heard(folder).count("ready") == COUNT, seconds=40)
+    send(folder, "ready")
+    wait_for(lambda: received(folder).count("ready") == COUNT, seconds=40)
 
     def build() -> Build:
-        say(folder, "built")
+        send(folder, "built")
         return make_build()
 
     assert store.find_or_build(OTHER, build).path is not None
-    say(folder, "done")
+    send(folder, "done")
 
 
 def main(folder: Path, method: str) -> None:
     """Start the processes and wait for them."""
     store_in(folder).find_or_build(KEY, make_build)
-    if method == "exec":  # as torchrun does
+    if method == "exec":  # like torchrun
         ranks = [{"RANK": str(rank), "WORLD_SIZE": str(COUNT)} for rank in range(COUNT)]
         command = [sys.executable, "-m", "tests.faults.started", str(folder), "rank"]
         children = [

@@ -1,4 +1,4 @@
-"""Every call that the store makes to change the disk, so that a test can break any one of them."""
+"""The steps of the store: every call that changes the disk, so that tests can fail each of them."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ _WRITING = os.O_CREAT | os.O_WRONLY | os.O_RDWR
 
 
 def store_in(folder: Path, **options: Any) -> KernelStore:
-    """Return a store with everything that a publication may do, the size note included."""
+    """Return a store with everything that a publication can write, including the size file."""
     options = {"lock_timeout_s": 60.0, "max_bytes": 1 << 30, **options}
     return KernelStore(folder / "cache", lock_dir=folder / "locks", **options)
 
 
 def ask(folder: Path, key: CacheKey = KEY, build: Callable[[], Build] = make_build) -> CacheEntry:
-    """Ask a new store in ``folder`` for a kernel, as another process would."""
+    """Request a kernel from a new store in ``folder``, like another process."""
     return store_in(folder).find_or_build(key, build)
 
 
 def whole_entries(folder: Path) -> int:
-    """Return how many entries the store in ``folder`` has; one that is not whole is an error."""
+    """Return the number of entries in ``folder``; a partial entry is an error."""
     store = store_in(folder)
     stored = list(store.entries())
     assert [store.verify(entry) for entry in stored] == [None] * len(stored)
@@ -43,7 +43,7 @@ def whole_entries(folder: Path) -> int:
 
 
 def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """Return the warnings that were logged."""
+    """Return the logged warnings."""
     return [record.message for record in caplog.records if record.levelno >= logging.WARNING]
 
 
@@ -53,12 +53,12 @@ def watch(
     after: Act = lambda _: None,
     sync: Callable[[int], object] = lambda _: None,
 ) -> None:
-    """Have functions called around every step: each call that changes the disk, or opens a file.
+    """Call functions around every step: each call that changes the disk, or opens a file.
 
-    What ``before`` raises is what the call raises. A write that fails has written one half.
-    ``sync`` stands for waiting until a descriptor is on the disk, which takes its time.
-    Garbage that others have left is not collected until the test ends: its finalizers delete what
-    they are of, and that would be steps, too.
+    An exception of ``before`` is raised by the call. A failing write has written one half.
+    ``sync`` replaces the slow fsync of a descriptor.
+    Garbage of other tests is not collected until the test ends, since its finalizers delete files,
+    which are steps too.
     """
     gc.freeze()
 
@@ -95,7 +95,7 @@ def watch(
 
 @final
 class _File:
-    """A file whose writing, flushing and closing are steps."""
+    """A file whose write, flush and close are steps."""
 
     def __init__(self, file: IO[bytes], before: Act, after: Act) -> None:
         self._file, self._before, self._after = file, before, after
@@ -111,7 +111,7 @@ class _File:
         self._after("close")
 
     def write(self, content: bytes) -> None:
-        """Write all of it, or one half."""
+        """Write all of the content, or half of it."""
         try:
             self._before("write")
         except OSError:
@@ -122,7 +122,7 @@ class _File:
         self._after("write")
 
     def flush(self) -> None:
-        """Hand what was written to the system."""
+        """Flush the content to the system."""
         self._before("flush")
         self._file.flush()
         self._after("flush")

@@ -1,4 +1,4 @@
-"""Folders of a cache that are not as their owner left them."""
+"""Cache folders that another user or mode makes untrusted."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from tests.faults.steps import KEY
 
 STRANGER = 65534
 
-# Every folder between the root and the files of an entry, as `folder_of` names it.
+# Every folder between the root and the files of an entry, by its name in `folder_of`.
 FOLDERS = ["cache", "cache/v1", "cache/v1/e", "shard", "key", "entry"]
 
 
 def give_away(path: Path, patch: pytest.MonkeyPatch) -> None:
-    """Make a folder one of another user."""
+    """Change the owner of a folder to another user."""
     if os.geteuid() == 0:
         os.chown(path, STRANGER, -1)
-    else:  # who is not root cannot give a folder away, but be somebody else
+    else:  # without root, change the effective user instead of the owner
         patch.setattr(os, "geteuid", lambda: STRANGER)
 
 

@@ -1,4 +1,4 @@
-"""Many at once, with and without locks that work: the right kernel each time, and built once."""
+"""Concurrency, with and without working locks: the right kernel for each process, built once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mlagen.cache.key import CacheKey
 from mlagen.engine import find_or_build
 from tests.cache import builds
 from tests.cache.builds import CountedBuild, make_build, make_key, tree, wait_for
-from tests.faults.crowds import crowd, heard, say
+from tests.faults.crowds import crowd, received, send
 from tests.faults.steps import KEY, store_in, warnings_in, whole_entries
 from tests.kernels import COMBINE
 
@@ -32,26 +32,26 @@ CROWD = 32
 
 @pytest.mark.timeout(60)
 def test_thirty_two_processes_compile_one_kernel_once(tmp_path: Path) -> None:
-    """Let go together on an empty cache, one runs NVRTC and all get the same bytes."""
+    """Started together on an empty cache, one process runs NVRTC and all get the same bytes."""
 
     def work(_: int) -> None:
         outcome = find_or_build(COMBINE)
         assert outcome.entry.path is not None
-        say(tmp_path, [outcome.built, hashlib.sha256(outcome.entry.cubin).hexdigest()])
+        send(tmp_path, [outcome.built, hashlib.sha256(outcome.entry.cubin).hexdigest()])
 
     statuses = crowd(CROWD, work)
 
     assert statuses == [0] * CROWD
-    said = heard(tmp_path)
-    assert sorted(built for built, _ in said) == [False] * (CROWD - 1) + [True]
-    assert len({digest for _, digest in said}) == 1
+    messages = received(tmp_path)
+    assert sorted(built for built, _ in messages) == [False] * (CROWD - 1) + [True]
+    assert len({digest for _, digest in messages}) == 1
 
 
 KEYS = [make_key(f"family {number}") for number in range(16)]
 
 
 def cubin_of(key: CacheKey) -> bytes:
-    """Return bytes that tell one kernel from another."""
+    """Return bytes that are unique to a kernel."""
     return builds.CUBIN + key.digest.encode() * 20
 
 
@@ -59,12 +59,12 @@ def cubin_of(key: CacheKey) -> bytes:
 def test_processes_that_evict_each_others_kernels_get_the_right_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """32 processes want 16 kernels where few fit: no bytes are wrong, lost or taken for damage."""
-    monkeypatch.setattr(eviction, "YOUNG_S", -1.0)
+    """32 processes use 16 kernels in a small cache: no bytes are wrong, lost or damaged."""
+    monkeypatch.setattr(eviction, "RECENT_USE_S", -1.0)
     max_bytes = 3 * 6000
 
     def build(key: CacheKey) -> Build:
-        say(tmp_path, key.digest)
+        send(tmp_path, key.digest)
         return make_build(cubin_of(key))
 
     def work(number: int) -> None:
@@ -76,8 +76,8 @@ def test_processes_that_evict_each_others_kernels_get_the_right_ones(
             assert entry.manifest.key == key.digest
             assert entry.path is not None
 
-    # One after the other first, so that what all want does not fit and some of it has gone: sizes
-    # that are noted at the same time can be lost, and as long as they are nothing has to go.
+    # Sequentially first, so that the working set exceeds the limit and some entries are evicted:
+    # concurrent size updates can be lost, and then nothing is evicted.
     store = store_in(tmp_path, max_bytes=max_bytes)
     for key in KEYS:
         store.find_or_build(key, partial(build, key))
@@ -86,28 +86,28 @@ def test_processes_that_evict_each_others_kernels_get_the_right_ones(
     statuses = crowd(CROWD, work)
 
     assert statuses == [0] * CROWD
-    assert set(heard(tmp_path)) == {key.digest for key in KEYS}
-    assert len(heard(tmp_path)) > len(KEYS)  # what was evicted was built again
-    # Of sizes that were noted at the same time some are lost, until all is counted again.
+    assert set(received(tmp_path)) == {key.digest for key in KEYS}
+    assert len(received(tmp_path)) > len(KEYS)  # evicted entries were rebuilt
+    # Concurrent size updates are lost until the next measurement.
     store.collect()
     assert whole_entries(tmp_path) > 0
-    assert sum(weight.size_bytes for weight in eviction.weights(store._layout)) <= max_bytes
+    assert sum(weight.size_bytes for weight in eviction.entry_usages(store._layout)) <= max_bytes
     assert tree(tmp_path / "cache/v1/quarantine") == []
     assert tree(tmp_path / "cache/v1/staging") == []
 
 
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize("repetition", range(3), ids="run {}".format)
-def test_a_cache_that_is_cleared_all_the_time_serves_everybody(
+def test_a_cache_that_is_cleared_continuously_serves_every_process(
     repetition: int, tmp_path: Path
 ) -> None:
-    """Eight processes ask while a ninth clears: each gets its kernel, and nobody warns."""
+    """Eight processes request a kernel while a ninth clears: each gets it, without a warning."""
     askers = 8
 
     def work(number: int) -> None:
         store = store_in(tmp_path)
         if number == askers:
-            while len(heard(tmp_path)) < askers:
+            while len(received(tmp_path)) < askers:
                 store.clear()
             return
         listener = Listener()
@@ -115,33 +115,33 @@ def test_a_cache_that_is_cleared_all_the_time_serves_everybody(
         for key in KEYS[repetition:] + KEYS[:repetition]:
             entry = store.find_or_build(key, lambda: make_build(cubin_of(key)))  # noqa: B023
             assert entry.cubin == cubin_of(key)
-        say(tmp_path, listener.messages)
+        send(tmp_path, listener.messages)
 
     statuses = crowd(askers + 1, work)
 
     assert statuses == [0] * (askers + 1)
-    assert heard(tmp_path) == [[]] * askers
+    assert received(tmp_path) == [[]] * askers
     assert whole_entries(tmp_path) <= len(KEYS)
     assert tree(tmp_path / "cache/v1/quarantine") == []
 
 
 class Listener(logging.Handler):
-    """Keeps the warnings of a process of its own."""
+    """Collects the warnings of a process."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.messages: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep one."""
+        """Append one."""
         self.messages.append(record.getMessage())
 
 
 @pytest.mark.timeout(30)
-def test_a_holder_that_is_stopped_for_ever_keeps_nobody_waiting(
+def test_a_stopped_holder_of_the_lock_does_not_block_others(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Where the holder of the lock neither ends nor goes on, the timeout ends the wait."""
+    """If the holder of the lock neither ends nor continues, the timeout ends the wait."""
     reader, writer = os.pipe()
 
     def hold() -> Build:
@@ -172,7 +172,7 @@ def test_a_holder_that_is_stopped_for_ever_keeps_nobody_waiting(
 
 @pytest.mark.timeout(30)
 def test_a_lock_file_that_is_deleted_while_held_costs_one_build_more(tmp_path: Path) -> None:
-    """Two hold a lock of the same name then: both build, one publishes, both have the kernel."""
+    """Two processes hold a lock of the same name: both build, and one publishes."""
     entered, release = threading.Event(), threading.Event()
 
     def slow() -> Build:
@@ -197,12 +197,12 @@ def test_a_lock_file_that_is_deleted_while_held_costs_one_build_more(tmp_path: P
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("what", ["the files", "the folder"])
-def test_locks_that_are_cleaned_away_under_those_who_wait(what: str, tmp_path: Path) -> None:
-    """While eight processes wait, a cleaner takes their locks: some build twice, none fails."""
+def test_locks_that_are_deleted_while_processes_wait(what: str, tmp_path: Path) -> None:
+    """While eight processes wait, the locks are deleted: some build twice, none fails."""
     waiting = 8
 
     def build() -> Build:
-        say(tmp_path, "built")
+        send(tmp_path, "built")
         wait_for((tmp_path / "cleaned").exists)
         return make_build()
 
@@ -214,19 +214,19 @@ def test_locks_that_are_cleaned_away_under_those_who_wait(what: str, tmp_path: P
         if number < waiting:
             work(number)
             return
-        wait_for(lambda: heard(tmp_path))
+        wait_for(lambda: received(tmp_path))
         for _ in range(20):
             if what == "the folder":
                 shutil.rmtree(tmp_path / "locks", ignore_errors=True)
             else:
                 for file in (tmp_path / "locks").iterdir():
                     file.unlink()
-            time.sleep(0.01)  # the others shall meet it in between, too
+            time.sleep(0.01)  # so that the others meet it in between, too
         (tmp_path / "cleaned").touch()
 
     statuses = crowd(waiting + 1, clean)
 
     assert statuses == [0] * (waiting + 1)
-    assert 1 <= len(heard(tmp_path)) <= waiting
+    assert 1 <= len(received(tmp_path)) <= waiting
     assert whole_entries(tmp_path) == 1
     assert tree(tmp_path / "cache/v1/staging") == []

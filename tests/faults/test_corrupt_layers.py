@@ -1,4 +1,4 @@
-"""Read-only layers that are not sound: passed by with one warning, never written, never trusted."""
+"""Damaged read-only layers: ignored with one warning, never written, never trusted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NEWER = CacheKey(KEY.key_fields, "nvrtc-13.6.1")
 
 
 def contents(folder: Path) -> dict[str, bytes | None]:
-    """Return what lies in a folder, with the times of the last changes."""
+    """Return the content of a folder, with modification times."""
     return {
         f"{path.relative_to(folder)} {path.lstat().st_mtime_ns}": (
             path.read_bytes() if path.is_file() else None
@@ -28,14 +28,14 @@ def contents(folder: Path) -> dict[str, bytes | None]:
 
 
 def layer_with(damage: Callable[[Path], object], folder: Path) -> Path:
-    """Make a layer whose only entry is damaged, and return its root."""
+    """Create a layer whose only entry is damaged, and return its root."""
     ask(folder)
     damage(entry_folder(folder, KEY))
     return folder / "cache"
 
 
 def become(kind: Callable[[Path], object], path: Path) -> None:
-    """Put something else in the place of a file or a folder."""
+    """Replace a file or a folder by something else."""
     if path.is_dir():
         shutil.rmtree(path)
     else:
@@ -57,10 +57,10 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.timeout(15)
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
-def test_a_damaged_layer_is_passed_by(
+def test_a_damaged_layer_is_ignored(
     damage: Callable[[Path], object], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The kernel is built into the cache, the layer is left as it is, and one warning names it."""
+    """The kernel is built into the cache, the layer is unchanged, and one warning names it."""
     layer = layer_with(damage, tmp_path / "layer")
     is_entry = entry_folder(tmp_path / "layer", KEY).exists()
     before = contents(layer)
@@ -74,33 +74,33 @@ def test_a_damaged_layer_is_passed_by(
     assert entry.cubin == builds.CUBIN
     assert entry.path == entry_folder(tmp_path, KEY)
     assert build.calls == 1
-    said = warnings_in(caplog)
-    assert len(said) == (1 if is_entry else 0)
-    assert all(f"{layer}" in warning for warning in said)
+    warnings = warnings_in(caplog)
+    assert len(warnings) == (1 if is_entry else 0)
+    assert all(f"{layer}" in warning for warning in warnings)
     assert contents(layer) == before
     assert whole_entries(tmp_path) == 1
 
 
-def test_the_next_layer_is_asked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A sound entry behind a damaged one serves, and nothing is built or written."""
+def test_the_next_layer_is_searched(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A valid entry behind a damaged one serves, and nothing is built or written."""
     damaged = layer_with(DAMAGES["code cut off"], tmp_path / "damaged")
-    ask(tmp_path / "sound")
-    store = store_in(tmp_path, layers=[damaged, tmp_path / "sound/cache"])
+    ask(tmp_path / "valid")
+    store = store_in(tmp_path, layers=[damaged, tmp_path / "valid/cache"])
     caplog.clear()
 
     found = store.look_up(KEY)
 
     assert found.entry is not None
     assert found.entry.cubin == builds.CUBIN
-    assert found.layer == tmp_path / "sound/cache"
+    assert found.layer == tmp_path / "valid/cache"
     assert len(warnings_in(caplog)) == 1
     assert not (tmp_path / "cache").exists()
 
 
-def test_a_layer_stands_in_for_a_damaged_entry_of_the_cache(
+def test_a_layer_replaces_a_damaged_entry_of_the_cache(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The damage is set aside, and the layer serves without a build."""
+    """The damaged entry is quarantined, and the layer serves without a build."""
     ask(tmp_path / "layer")
     layer_with(DAMAGES["manifest empty"], tmp_path)
     caplog.clear()
@@ -113,10 +113,10 @@ def test_a_layer_stands_in_for_a_damaged_entry_of_the_cache(
     assert tree(tmp_path / "cache/v1/quarantine") != []
 
 
-def test_an_older_compiler_stands_in_for_the_damage_of_a_newer(
+def test_an_older_toolchain_replaces_a_damaged_newer_entry(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Where any compiler of a major version will do, the newest sound entry is taken."""
+    """If any toolchain of a major version is accepted, the newest valid entry serves."""
     layer = tmp_path / "layer"
     ask(layer)
     ask(layer, NEWER, lambda: builds.make_build(toolchain=NEWER.toolchain))
@@ -141,16 +141,16 @@ MISSING: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.timeout(15)
 @pytest.mark.parametrize("make", MISSING.values(), ids=MISSING)
-def test_a_layer_that_is_none_costs_a_warning_at_most(
+def test_an_invalid_layer_costs_a_warning_at_most(
     make: Callable[[Path], object], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A layer that is not mounted, or not one, is as good as empty; what follows it serves."""
+    """A layer that is unmounted or invalid counts as empty; the next layer serves."""
     make(tmp_path / "layer")
-    ask(tmp_path / "sound")
-    layers = [tmp_path / "layer", tmp_path / "sound/cache"]
+    ask(tmp_path / "valid")
+    layers = [tmp_path / "layer", tmp_path / "valid/cache"]
     store = store_in(tmp_path, layers=layers)
 
     found = [store.look_up(KEY) for _ in range(2)]
 
-    assert [look.layer for look in found] == [tmp_path / "sound/cache"] * 2
+    assert [look.layer for look in found] == [tmp_path / "valid/cache"] * 2
     assert len(warnings_in(caplog)) <= 1

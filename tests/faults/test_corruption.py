@@ -1,4 +1,4 @@
-"""Entries that are not what was published: found, set aside with one warning, and built again."""
+"""Entries that differ from what was published: quarantined with one warning, and rebuilt."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def require_healed(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Assert that the damaged entry of ``KEY`` is built again, once, and all else is as it was."""
+    """Assert that the damaged entry of ``KEY`` is rebuilt once, and the rest is unchanged."""
     caplog.clear()
     build = CountedBuild()
 
@@ -59,14 +59,14 @@ LENGTHS: dict[str, Callable[[int], int]] = {
     "all but one byte": lambda size: size - 1,
 }
 CUTS = {f"{name} to {length}": (name, length) for name in (CODE, MANIFEST) for length in LENGTHS}
-del CUTS[f"{MANIFEST} to all but one byte"]  # it lacks a line end, and nothing else
+del CUTS[f"{MANIFEST} to all but one byte"]  # only a line feed is missing
 
 
 @pytest.mark.parametrize(("name", "length"), CUTS.values(), ids=CUTS)
-def test_a_file_that_is_cut_off_is_found(
+def test_a_truncated_file_is_found(
     name: str, length: str, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whatever is left of it."""
+    """Any truncation is found."""
     path = entry_folder(folder, KEY) / name
     os.truncate(path, LENGTHS[length](path.stat().st_size))
 
@@ -81,7 +81,7 @@ FLIPS = 200
 def test_any_flipped_bit_is_found(
     name: str, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Two hundred single bits, one after the other: each costs one build and one warning."""
+    """Each of 200 single bit flips costs one build and one warning."""
     dice = random.Random(6)  # noqa: S311 - the same places in every run
     for _ in range(FLIPS):
         path = entry_folder(folder, KEY) / name
@@ -93,10 +93,10 @@ def test_any_flipped_bit_is_found(
 
 
 @pytest.mark.parametrize("name", ["kernel.cu", "build.log", "one more"])
-def test_what_no_call_reads_disturbs_no_call(
+def test_damage_of_unread_files_affects_no_call(
     name: str, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Damage beside the code is told by `verify`; a file more than there should be is nothing."""
+    """Only `verify` reports damage of files that no call reads; extra files are ignored."""
     (entry_folder(folder, KEY) / name).write_bytes(b"not what was published")
     (stored,) = store_in(folder).select(KEY.digest)
     build = CountedBuild()
@@ -112,7 +112,7 @@ def test_what_no_call_reads_disturbs_no_call(
 
 
 def swap(*names: str) -> Damage:
-    """Return what puts files of two entries in each other's place."""
+    """Return a function that swaps files of two entries."""
 
     def act(entry: Path) -> None:
         other = entry.parents[2] / OTHER.digest[:2] / OTHER.digest / OTHER.toolchain
@@ -125,7 +125,7 @@ def swap(*names: str) -> Damage:
 
 
 def claim(*, seals: bool, **changes: object) -> Damage:
-    """Return what has the manifest claim something else, with or without a seal that fits."""
+    """Return a function that changes fields of the manifest, with or without a valid seal."""
 
     def act(entry: Path) -> None:
         text = (entry / MANIFEST).read_bytes()
@@ -155,17 +155,17 @@ CLAIMS: dict[str, Damage] = {
 
 
 @pytest.mark.parametrize("damage", CLAIMS.values(), ids=CLAIMS)
-def test_an_entry_that_claims_something_else_is_found(
+def test_an_entry_of_another_kernel_is_found(
     damage: Damage, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What speaks of another kernel is not this one, however sound it is in itself."""
+    """A valid entry of another kernel is rejected."""
     damage(entry_folder(folder, KEY))
 
     require_healed(folder, caplog)
 
 
-def test_a_manifest_that_claims_another_architecture_and_seals_it_is_told(folder: Path) -> None:
-    """The code is what was compiled, and `verify` says that the rest does not belong to its key."""
+def test_a_sealed_manifest_of_another_architecture_is_reported(folder: Path) -> None:
+    """The code is right, and `verify` reports that the key fields do not match the key."""
     claim(seals=True, key_fields=ARCH)(entry_folder(folder, KEY))
 
     (stored,) = store_in(folder).select(KEY.digest)
@@ -174,10 +174,8 @@ def test_a_manifest_that_claims_another_architecture_and_seals_it_is_told(folder
     assert (store_in(folder).verify(stored) or "").startswith("manifest.json: expected key_fields")
 
 
-def test_entries_in_each_others_place_are_both_found(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Two whole folders that changed places are two damaged entries."""
+def test_swapped_entries_are_both_found(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Two swapped entries are two damaged entries."""
     mine, theirs = entry_folder(folder, KEY), entry_folder(folder, OTHER)
     mine.rename(folder / "aside")
     theirs.rename(mine)
@@ -191,7 +189,7 @@ def test_entries_in_each_others_place_are_both_found(
 
 
 def become(kind: Callable[[Path], object], name: str = "") -> Damage:
-    """Return what puts another kind of thing in the place of an entry, or of a file in it."""
+    """Return a function that replaces an entry, or a file of it, by another kind of file."""
 
     def act(entry: Path) -> None:
         if name:
@@ -216,10 +214,10 @@ KINDS: dict[str, Callable[[Path], object]] = {
 @pytest.mark.timeout(15)
 @pytest.mark.parametrize("name", [CODE, MANIFEST, ""], ids=["code", "manifest", "entry"])
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-def test_another_kind_of_thing_is_neither_read_nor_waited_for(
+def test_another_kind_of_file_is_neither_read_nor_blocking(
     name: str, kind: Callable[[Path], object], folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Opening a FIFO would wait for ever, and reading a device would not end."""
+    """Opening a FIFO would block, and reading a device would not end."""
     become(kind, name)(entry_folder(folder, KEY))
 
     require_healed(folder, caplog)
@@ -234,7 +232,7 @@ def test_an_empty_entry_is_found(folder: Path, caplog: pytest.LogCaptureFixture)
 
 
 def test_the_quarantine_of_much_damage_is_limited(folder: Path) -> None:
-    """However often damage is found, a fixed number of entries is kept for a look."""
+    """The quarantine has a fixed number of entries at most."""
     for _ in range(30):
         (entry_folder(folder, KEY) / CODE).write_bytes(b"")
         ask(folder)

@@ -1,4 +1,4 @@
-"""Processes that die: whatever the moment, nobody finds half an entry, and nothing stays behind."""
+"""Processes that die at any moment: no partial entry is visible, and nothing stays behind."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ OTHER, LATER = make_key("another kernel"), make_key("a later kernel")
 
 
 def dies(work: Callable[[], object], number: int) -> bool:
-    """Do something in a child that is killed at moment ``number``; whether it came so far.
+    """Run work in a child that is killed at step ``number``; return whether it got there.
 
-    The moments are those before and after every step.
+    The kill happens before or after the step.
     """
-    left = itertools.count(number - 1, -1)
+    remaining = itertools.count(number - 1, -1)
 
     def strike(_: str) -> None:
-        if next(left) == 0:
+        if next(remaining) == 0:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def work_watched() -> None:
@@ -45,8 +45,8 @@ def dies(work: Callable[[], object], number: int) -> bool:
     return status != 0
 
 
-def left_later(folder: Path) -> list[str]:
-    """Publish another kernel as if hours had passed, and return what is left of the dead."""
+def remains_later(folder: Path) -> list[str]:
+    """Publish another kernel as if hours had passed, and return what remains of dead processes."""
     staging = folder / "cache/v1/staging"
     for staged in staging.iterdir():
         os.utime(staged, (0, 0))
@@ -55,20 +55,20 @@ def left_later(folder: Path) -> list[str]:
 
 
 class Cycle:
-    """Garbage that only a collection ends."""
+    """Garbage that needs a collection."""
 
     def __init__(self) -> None:
         self.itself = self
 
 
-def test_garbage_of_others_makes_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Finalizers that make or delete files do not run while the moments of a work are counted."""
+def test_garbage_collection_causes_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finalizers that change files do not run while the steps of a test are counted."""
 
     def make(folder: Path) -> None:
         folder.mkdir()
 
     steps: list[str] = []
-    weakref.finalize(Cycle(), make, tmp_path / "left").atexit = False
+    weakref.finalize(Cycle(), make, tmp_path / "garbage").atexit = False
     watch(monkeypatch, before=steps.append)
 
     gc.collect()
@@ -87,7 +87,7 @@ def test_garbage_of_others_makes_no_step(tmp_path: Path, monkeypatch: pytest.Mon
 def test_killed_at_any_moment_of_a_build_a_process_leaves_nothing_or_everything(
     others: list[CacheKey], tmp_path: Path
 ) -> None:
-    """After kill -9 around each step, others find a whole entry or make one; nothing is left."""
+    """After kill -9 around each step, other processes find a complete entry or build one."""
     found: list[bool] = []
     for number in itertools.count(1):
         folder = tmp_path / str(number)
@@ -96,19 +96,19 @@ def test_killed_at_any_moment_of_a_build_a_process_leaves_nothing_or_everything(
         if not dies(lambda: ask(folder), number):  # noqa: B023 - called at once
             break
         build = CountedBuild()
-        left = whole_entries(folder) - len(others)
+        remaining = whole_entries(folder) - len(others)
 
         entry = ask(folder, build=build)
 
         assert entry.cubin == builds.CUBIN
         assert entry.path == entry_folder(folder, KEY)
-        assert left + build.calls == 1
+        assert remaining + build.calls == 1
         assert whole_entries(folder) == len(others) + 1
-        assert left_later(folder) == []
+        assert remains_later(folder) == []
         assert not (folder / "cache/v1/quarantine").exists()
-        found.append(left == 1)
+        found.append(remaining == 1)
 
-    # First nothing is there, and from the rename on everything.
+    # Before the rename nothing is visible, after it the whole entry.
     assert found == sorted(found)
     assert set(found) == {False, True}
     assert len(found) > 40
@@ -122,7 +122,7 @@ def remove(folder: Path) -> None:
 
 
 def evict(folder: Path) -> None:
-    """Make room for nothing at all."""
+    """Evict everything."""
     for manifest in (folder / "cache").rglob("manifest.json"):
         os.utime(manifest, (0, 0))
     store_in(folder, max_bytes=1).collect()
@@ -133,8 +133,8 @@ def clear(folder: Path) -> None:
     store_in(folder).clear()
 
 
-def leaves(folder: Path) -> bool:
-    """Whether the entry of ``KEY`` is in its place; half of one is an error."""
+def is_in_place(folder: Path) -> bool:
+    """Whether the entry of ``KEY`` is in place; a partial entry is an error."""
     path = entry_folder(folder, KEY)
     if path.exists():
         builds.read_at(path, key=KEY.digest, toolchain=KEY.toolchain)
@@ -146,29 +146,29 @@ def leaves(folder: Path) -> bool:
 def test_killed_at_any_moment_of_a_removal_a_process_leaves_nothing_or_everything(
     act: Callable[[Path], None], tmp_path: Path
 ) -> None:
-    """An entry that is being removed is whole until it is gone, and the trash is swept."""
-    ask(tmp_path / "sound")
-    ask(tmp_path / "sound", OTHER)
+    """An entry that is being removed is complete until it is gone, and the trash is swept."""
+    ask(tmp_path / "valid")
+    ask(tmp_path / "valid", OTHER)
     found = []
     for number in itertools.count(1):
         folder = tmp_path / str(number)
-        shutil.copytree(tmp_path / "sound", folder)
+        shutil.copytree(tmp_path / "valid", folder)
         if not dies(lambda: act(folder), number):  # noqa: B023 - called at once
             break
         whole_entries(folder)
-        found.append(leaves(folder))
+        found.append(is_in_place(folder))
         assert ask(folder).path == entry_folder(folder, KEY)
-        assert left_later(folder) == []
+        assert remains_later(folder) == []
 
     assert found == sorted(found, reverse=True)
     assert set(found) == {True, False}
 
 
 @pytest.mark.timeout(60)
-def test_killed_at_any_moment_of_setting_aside_a_process_serves_no_damage(
+def test_killed_at_any_moment_of_a_quarantine_a_process_serves_no_damage(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A damaged entry is in its place, or in the quarantine; either way the kernel is right."""
+    """A damaged entry is in place or in the quarantine; either way the kernel is right."""
     ask(tmp_path / "damaged")
     (entry_folder(tmp_path / "damaged", KEY) / "kernel.cubin").write_bytes(b"\x7fELF damaged")
     moved = []
@@ -191,10 +191,10 @@ def test_killed_at_any_moment_of_setting_aside_a_process_serves_no_damage(
     assert set(moved) == {False, True}
 
 
-def test_a_sweep_takes_all_of_a_staging_folder_or_nothing(
+def test_a_sweep_deletes_all_of_a_staging_folder_or_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever publishes after all what a wrong clock calls abandoned publishes it whole or not."""
+    """A builder whose staging is swept because of a wrong clock publishes all of it or nothing."""
     layout = Layout(tmp_path / "cache")
     staged = layout.staging / f"{KEY.digest}.elsewhere.1.00"
     staged.mkdir(parents=True)
@@ -222,14 +222,14 @@ def test_a_sweep_takes_all_of_a_staging_folder_or_nothing(
 def test_a_lock_is_free_when_its_holder_is_killed_though_its_child_lives(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A child that was forked while its parent held the lock does not keep it from others."""
+    """A child that was forked while its parent held the lock does not keep it locked."""
     reader, writer = os.pipe()
 
     def fork_and_hold() -> Build:
         if os.fork() == 0:
             os.write(writer, b"%d" % os.getpid())
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(20)  # of both: neither outlives a test that fails
+        signal.alarm(20)  # for both, so that neither outlives a failing test
         while True:
             signal.pause()
 
@@ -246,7 +246,7 @@ def test_a_lock_is_free_when_its_holder_is_killed_though_its_child_lives(
     build = CountedBuild()
     try:
         entry = store_in(tmp_path, lock_timeout_s=10.0).find_or_build(KEY, build)
-        os.kill(child, 0)  # it lives
+        os.kill(child, 0)  # it is alive
     finally:
         os.kill(child, signal.SIGKILL)
 

@@ -1,4 +1,4 @@
-"""One kernel has one key and one machine code wherever it is made, and no other has its key."""
+"""A kernel has one key and one cubin wherever it is compiled, and no other kernel has its key."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ from tests.kernels import (
     COMBINE,
     SM_80,
     SM_90A,
+    clear_caches,
     complaints,
-    forget,
     gqa_sm80,
     mla_sm80,
     mla_sm90,
 )
 
-# Of COMBINE for this compiler. A version of mlagen that makes another key of it compiles all anew,
-# so whoever changes this line means to.
-GOLDEN = "7ae17206f13e87e41754d072ca4453e8b6f8003461ef71967e8187bb419fb957"
+# Of COMBINE for this compiler. A version of mlagen with another key recompiles every kernel,
+# so a change of this line must be intended.
+GOLDEN = "b38176135aa2303a9f9a090fa16a86427d4f10b313053a482c4b5044e34c5bba"
 FIXED = "nvrtc-13.5.37"
 
 KERNELS = [COMBINE, mla_sm80(), mla_sm90(), gqa_sm80()]
 
-# Run in a fresh interpreter: the keys of a few kernels, and the machine code of two, made by
-# threads at once.
-TELL = """
+# Runs in a fresh interpreter: the keys of a few kernels, and the cubins of two, compiled by
+# concurrent threads.
+REPORT = """
 import hashlib, json, sys
 sys.path[:0] = [sys.argv[1]]
 from concurrent.futures import ThreadPoolExecutor
@@ -70,14 +70,14 @@ print(json.dumps({"keys": keys, "codes": codes}))
 """
 
 
-def tell(tree: Path, folder: Path, **environ: str) -> dict[str, Any]:
-    """Return the keys and the machine code that a process with that mlagen makes in ``folder``."""
+def report(tree: Path, folder: Path, **environ: str) -> dict[str, Any]:
+    """Return the keys and the cubin digests of a process with that mlagen in ``folder``."""
     folder.mkdir()
-    kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
-        [sys.executable, "-c", TELL, str(tree)],
+        [sys.executable, "-c", REPORT, str(tree)],
         cwd=folder,
-        env={**kept, "MLAGEN_CACHE_DIR": str(folder / "cache"), **environ},
+        env={**inherited, "MLAGEN_CACHE_DIR": str(folder / "cache"), **environ},
         capture_output=True,
         text=True,
         check=False,
@@ -88,28 +88,28 @@ def tell(tree: Path, folder: Path, **environ: str) -> dict[str, Any]:
 
 @pytest.mark.timeout(60)
 def test_keys_and_code_are_the_same_in_every_process_and_place(tmp_path: Path) -> None:
-    """Another path, folder, locale, time zone, home or hash seed changes neither of them."""
+    """Path, folder, locale, time zone, home and hash seed change neither of them."""
     copy = tmp_path / "a copy elsewhere"
     for name in ("mlagen", "templates"):
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, copy / name, ignore=ignored, copy_function=shutil.copyfile)
 
-    told = [
-        tell(ROOT, tmp_path / "one", PYTHONHASHSEED="0", LC_ALL="C", TZ="UTC"),
-        tell(copy, tmp_path / "two", PYTHONHASHSEED="1", LC_ALL="C.UTF-8", TZ="Asia/Tokyo"),
-        tell(copy, tmp_path / "zwölf", PYTHONHASHSEED="random", HOME="/nowhere", COLUMNS="9"),
+    reports = [
+        report(ROOT, tmp_path / "one", PYTHONHASHSEED="0", LC_ALL="C", TZ="UTC"),
+        report(copy, tmp_path / "two", PYTHONHASHSEED="1", LC_ALL="C.UTF-8", TZ="Asia/Tokyo"),
+        report(copy, tmp_path / "zwölf", PYTHONHASHSEED="random", HOME="/nowhere", COLUMNS="9"),
     ]
 
-    assert told[0] == told[1] == told[2]
-    assert len(told[0]["keys"]) > 5
-    assert len(set(told[0]["codes"])) == 2
-    assert told[0]["keys"][str(COMBINE)] == key_of(COMBINE).digest
+    assert reports[0] == reports[1] == reports[2]
+    assert len(reports[0]["keys"]) > 5
+    assert len(set(reports[0]["codes"])) == 2
+    assert reports[0]["keys"][str(COMBINE)] == key_of(COMBINE).digest
     code = hashlib.sha256(find_or_build(COMBINE).entry.cubin).hexdigest()
-    assert told[0]["codes"][0] == code
+    assert reports[0]["codes"][0] == code
 
 
 def test_a_key_never_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the same templates, a kernel of one version of mlagen is found by the next."""
+    """With the same templates, the next version of mlagen finds the kernels."""
     monkeypatch.setattr(engine, "template_digest", lambda _: "0" * 64)
 
     key = engine._key_of.__wrapped__(COMBINE, FIXED)
@@ -118,8 +118,8 @@ def test_a_key_never_changes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("spec", KERNELS, ids=lambda spec: spec.family)
-def test_every_ingredient_of_a_kernel_is_a_part_of_its_key(spec: KernelSpec) -> None:
-    """Another value, another label, or one that is missing makes another key."""
+def test_every_field_of_a_spec_is_part_of_its_key(spec: KernelSpec) -> None:
+    """Another value, another label, or a missing one changes the key."""
     key = key_of(spec)
     digests = {key.digest}
 
@@ -132,7 +132,7 @@ def test_every_ingredient_of_a_kernel_is_a_part_of_its_key(spec: KernelSpec) -> 
 
 
 def test_no_two_kernels_share_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that are supported for an architecture, and those of another one."""
+    """The kernels of one architecture, and some of another, have different keys."""
     specs = [spec for arch in (SM_80, SM_90A) for spec in specs_of(arch)]
     monkeypatch.setattr(engine, "template_digest", lambda _: "0" * 64)
 
@@ -143,10 +143,10 @@ def test_no_two_kernels_share_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("number", range(len(toolchain_module._OPTIONS)))
-def test_every_option_of_the_compiler_is_a_part_of_the_key(
+def test_every_compiler_option_is_part_of_the_key(
     number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Taken away or given another value, it makes another key, which says which it is."""
+    """Removing or changing an option changes the key, which names the option."""
     options = toolchain_module._OPTIONS
     before = engine._key_of.__wrapped__(COMBINE, FIXED)
     name = options[number].partition("=")[0]
@@ -170,28 +170,26 @@ def _include(root: Path) -> None:
 
 EDITS: dict[str, Callable[[Path], object]] = {
     "a template edited": lambda root: (root / "common/types.cuh").write_text("// edited\n"),
-    "a choice edited that is not taken": lambda root: (root / "common/fp8_software.cuh").write_text(
+    "an unselected include edited": lambda root: (root / "common/fp8_software.cuh").write_text(
         "// edited\n"
     ),
     "a template included": _include,
     "an include removed": lambda root: (root / "kernels/combine/store_vec4.cuh.j2").write_text(
         '#include "common/store_vec4_16bit.cuh"\n'
     ),
-    "a template given to Jinja": lambda root: (root / "common/types.cuh").rename(
+    "a template renamed to Jinja": lambda root: (root / "common/types.cuh").rename(
         root / "common/types.cuh.j2"
     ),
 }
 
 
 @pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
-def test_every_template_is_a_part_of_the_key(
-    edit: Callable[[Path], object], templates: Path
-) -> None:
-    """What kernels are rendered from is one ingredient, whatever of it changes."""
+def test_every_template_is_part_of_the_key(edit: Callable[[Path], object], templates: Path) -> None:
+    """All templates and rendering code are one key field."""
     before = key_of(COMBINE)
 
     edit(templates)
-    forget()
+    clear_caches()
 
     after = key_of(COMBINE)
     assert after.digest != before.digest
@@ -203,7 +201,7 @@ def _touch(templates: Path, _: pytest.MonkeyPatch) -> None:
         path.chmod(0o400)
         os.utime(path, (1, 1))
     (templates / "README.md").write_text("Another text.\n")
-    (templates / "common/types.cuh~").write_text("What an editor leaves.\n")
+    (templates / "common/types.cuh~").write_text("A backup of an editor.\n")
 
 
 def _set(name: str, value: str) -> Callable[[Path, pytest.MonkeyPatch], None]:
@@ -228,26 +226,26 @@ OTHERS: dict[str, Callable[[Path, pytest.MonkeyPatch], object]] = {
 
 
 @pytest.mark.parametrize("change", OTHERS.values(), ids=OTHERS)
-def test_what_does_not_change_the_code_is_no_part_of_the_key(
+def test_unrelated_changes_are_not_part_of_the_key(
     change: Callable[[Path, pytest.MonkeyPatch], object],
     templates: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A kernel is found by whoever would compile the same."""
+    """Kernels with equal cubins have equal keys."""
     before = key_of(COMBINE)
 
     with monkeypatch.context() as patch:
         change(templates, patch)
         current_settings.cache_clear()
-        forget()
+        clear_caches()
         after = key_of(COMBINE)
 
     assert after == before
     assert after.digest == before.digest
 
 
-def test_what_the_compiler_is_told_is_all_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Source, options and a constant name: nothing of this process reaches NVRTC besides."""
+def test_the_input_of_the_compiler_is_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Source, options and a constant name are the whole input of NVRTC."""
     given: list[tuple[str, str, Sequence[str]]] = []
     real = NvrtcLibrary.compile
 

@@ -1,4 +1,4 @@
-"""Disks that reject: the kernel is returned all the same, with one warning and no half entry."""
+"""Failing disks: the kernel is returned, with one warning and no partial entry."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OTHER = make_key("another kernel")
 
 
 class Fault:
-    """Rejects a step by number: that one, or that one and all after it."""
+    """Fails one step by number, or that step and all later ones."""
 
     def __init__(self, code: int, number: int, *, lasting: bool) -> None:
         self.strikes = 0
@@ -30,7 +30,7 @@ class Fault:
         self._spares = () if code == errno.EMFILE else ("look",)
 
     def __call__(self, step: str) -> None:
-        """Count a step, and reject it."""
+        """Count a step, and fail it."""
         if step in self._spares:
             return
         self.steps += 1
@@ -40,11 +40,11 @@ class Fault:
 
 
 def steps_of_a_build(tmp_path: Path, code: int) -> int:
-    """Return how many steps can be rejected while a kernel is built and published."""
+    """Return the number of failing steps in building and publishing a kernel."""
     fault = Fault(code, -1, lasting=False)
     with pytest.MonkeyPatch.context() as patch:
         watch(patch, before=fault)
-        ask(tmp_path / "sound")
+        ask(tmp_path / "valid")
     return fault.steps
 
 
@@ -54,10 +54,10 @@ CODES = [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EMFILE]
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("lasting", [False, True], ids=["once", "from then on"])
 @pytest.mark.parametrize("code", CODES, ids=errno.errorcode.__getitem__)
-def test_a_rejection_at_any_step_costs_no_kernel(
+def test_an_error_at_any_step_costs_no_kernel(
     code: int, lasting: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """At each step of a build: the kernel, one warning if it stays in memory, no half entry."""
+    """An error at any step of a build costs one warning at most, without a partial entry."""
     published = []
     wanted = (KEY, OTHER) if lasting else (KEY,)
     for number in range(1, steps_of_a_build(tmp_path, code) + 1):
@@ -71,10 +71,10 @@ def test_a_rejection_at_any_step_costs_no_kernel(
         assert fault.strikes > 0
         assert {entry.cubin for entry in entries} == {builds.CUBIN}
         assert build.calls == len(wanted)
-        said = warnings_in(caplog)
+        warnings = warnings_in(caplog)
         in_memory = [entry.path for entry in entries].count(None)
-        assert len(said) == 1 if in_memory else len(said) <= 1
-        assert all(os.strerror(code) in warning for warning in said)
+        assert len(warnings) == 1 if in_memory else len(warnings) <= 1
+        assert all(os.strerror(code) in warning for warning in warnings)
         assert whole_entries(folder) == len({entry.path for entry in entries} - {None})
         assert not (folder / "cache/v1/quarantine").exists()
         assert ask(folder).path == entry_folder(folder, KEY)
@@ -86,10 +86,8 @@ def test_a_rejection_at_any_step_costs_no_kernel(
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("code", CODES, ids=errno.errorcode.__getitem__)
-def test_a_rejection_at_any_step_of_setting_aside_costs_no_kernel(
-    code: int, tmp_path: Path
-) -> None:
-    """A damaged entry that the disk keeps in its place is not served, and the kernel is built."""
+def test_an_error_at_any_step_of_a_quarantine_costs_no_kernel(code: int, tmp_path: Path) -> None:
+    """A damaged entry that cannot be moved is not loaded, and the kernel is built."""
     for number in itertools.count(1):
         folder, fault = tmp_path / str(number), Fault(code, number, lasting=True)
         ask(folder)
@@ -109,7 +107,7 @@ def test_a_rejection_at_any_step_of_setting_aside_costs_no_kernel(
 
 @contextmanager
 def file_size_limit(size: int) -> Iterator[None]:
-    """Let no file of this process grow beyond ``size`` bytes."""
+    """Limit the file size of this process to ``size`` bytes."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -121,7 +119,7 @@ def file_size_limit(size: int) -> Iterator[None]:
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 @pytest.mark.parametrize("size", [0, 1, 100, 500, 1000], ids="{} bytes".format)
 def test_a_limit_on_the_size_of_files_costs_no_kernel(size: int, tmp_path: Path) -> None:
-    """Where the system itself ends a write in the middle, the kernel stays in memory."""
+    """If the system ends a write early, the kernel stays in memory."""
 
     def work() -> None:
         with file_size_limit(size):
@@ -136,7 +134,7 @@ def test_a_limit_on_the_size_of_files_costs_no_kernel(size: int, tmp_path: Path)
 
 
 def test_without_file_descriptors_a_kernel_stays_in_memory(tmp_path: Path) -> None:
-    """A process that has opened all it may open builds, and publishes when it may again."""
+    """Without file descriptors a process builds, and publishes when it has some again."""
     import filelock  # noqa: F401 - what is imported later needs descriptors
 
     store = store_in(tmp_path)
@@ -168,10 +166,10 @@ NOTES = {
 
 
 @pytest.mark.parametrize("note", NOTES.values(), ids=NOTES)
-def test_a_damaged_note_of_the_size_is_counted_anew(
+def test_a_damaged_size_file_is_measured_again(
     note: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whatever the note says, a kernel is returned, and the note is right afterwards."""
+    """A kernel is returned for any content, and the size file is right afterwards."""
     ask(tmp_path)
     path = tmp_path / "cache/v1/size.json"
     path.write_bytes(note)

@@ -1,4 +1,4 @@
-"""Headers that lie about: what happens to be in a folder is no part of a kernel."""
+"""Stray headers in folders are not part of a kernel."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 PLANTED = ("cuda_fp16.h", "cuda_bf16.h", "cuda_fp8.h", "cuda_runtime.h", "cuda.h", "mma.h")
 
-# Prints the digest of a kernel's code; in a process of its own, since NVRTC reads its environment.
+# Prints the digest of a cubin; in its own process, since NVRTC reads its environment.
 PRINT_DIGEST = """
 import hashlib
 from mlagen import engine
@@ -29,14 +29,14 @@ print(hashlib.sha256(engine.find_or_build(COMBINE).entry.cubin).hexdigest())
 
 
 def plant(folder: Path) -> None:
-    """Put headers into a folder that stop whatever includes them."""
+    """Put headers that fail any compilation into a folder."""
     folder.mkdir()
     for name in PLANTED:
         (folder / name).write_text("#error planted\n#define float double\n")
 
 
 def digest_of_a_kernel(folder: Path, cache: Path) -> str:
-    """Compile a kernel with a folder as the current one, and named wherever compilers look."""
+    """Compile a kernel with a folder as the current one, and in the include variables."""
     named = ("CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH", "INCLUDE", "TMPDIR")
     environ = {
         **os.environ,
@@ -51,7 +51,7 @@ def digest_of_a_kernel(folder: Path, cache: Path) -> str:
 
 
 def test_headers_of_the_current_folder_are_not_part_of_a_kernel(tmp_path: Path) -> None:
-    """The same code comes out where headers lie about and where none do."""
+    """The cubin is the same with and without such headers."""
     plant(tmp_path / "planted")
     (tmp_path / "bare").mkdir()
 
@@ -68,7 +68,7 @@ def test_headers_of_the_current_folder_are_not_part_of_a_kernel(tmp_path: Path) 
 def test_a_planted_header_is_not_even_found(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A source that would include one by its quoted name does not see that of the folder."""
+    """A quoted include does not find a header of the current folder."""
     plant(tmp_path / "planted")
     monkeypatch.chdir(tmp_path / "planted")
     text = f'#include "{name}"\nextern "C" __global__ void empty() {{}}\n'

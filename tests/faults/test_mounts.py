@@ -1,4 +1,4 @@
-"""Real file systems that are full or read-only, where this machine lets a process mount one."""
+"""Real file systems that are full or read-only, if this machine allows mounts."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ pytestmark = [
 
 OTHER = make_key("another kernel")
 
-# Of linux/sched.h and linux/mount.h.
+# From linux/sched.h and linux/mount.h.
 _NEW_MOUNTS, _NEW_USERS = 0x00020000, 0x10000000
 _READ_ONLY, _AGAIN = 1, 32
 
 
 def call(name: str, *arguments: object) -> None:
-    """Call a function of the C library that returns 0 if all is well."""
+    """Call a function of the C library that returns 0 on success."""
     libc = ctypes.CDLL(None, use_errno=True)
     if getattr(libc, name)(*arguments) != 0:
         code = ctypes.get_errno()
@@ -34,7 +34,7 @@ def call(name: str, *arguments: object) -> None:
 
 
 def leave_the_mounts() -> None:
-    """Give this process mounts of its own, and the right to change them."""
+    """Give this process a mount namespace, and the right to change it."""
     user, group = os.getuid(), os.getgid()
     call("unshare", _NEW_USERS | _NEW_MOUNTS)
     Path("/proc/self/setgroups").write_text("deny")
@@ -43,12 +43,12 @@ def leave_the_mounts() -> None:
 
 
 def mount(folder: Path, options: str, flags: int = 0) -> None:
-    """Mount an empty file system, or give the one that is there other options."""
+    """Mount an empty file system, or remount one with other options."""
     call("mount", b"none", os.fsencode(folder), b"tmpfs", flags, options.encode())
 
 
-def apart(work: Callable[[], object]) -> None:
-    """Run ``work`` in a child with mounts of its own."""
+def in_mount_namespace(work: Callable[[], object]) -> None:
+    """Run ``work`` in a child with its own mount namespace."""
 
     def work_apart() -> None:
         leave_the_mounts()
@@ -59,7 +59,7 @@ def apart(work: Callable[[], object]) -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def _can_mount(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Skip where processes may not mount."""
+    """Skip if processes may not mount."""
     folder = tmp_path_factory.mktemp("mount")
 
     def attempt() -> None:
@@ -82,7 +82,7 @@ LARGE = builds.CUBIN * 100  # 100 KiB
 def test_a_disk_that_is_full_costs_no_kernel(
     cubin: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whichever file or folder is the first that has no room, and when there is room again."""
+    """Whichever file or folder does not fit first, and when the disk has space again."""
     limits = [*LIMITS, *(f"size={size}k" for size in (64, 128, 256, 512))]
 
     def work() -> None:
@@ -95,14 +95,14 @@ def test_a_disk_that_is_full_costs_no_kernel(
             store = store_in(folder)
 
             entries = [store.find_or_build(key, lambda: make_build(cubin)) for key in (KEY, OTHER)]
-            said = warnings_in(caplog)
+            warnings = warnings_in(caplog)
             mount(folder / "cache", "size=2m,nr_inodes=100", _AGAIN)
             later = ask(folder, build=lambda: make_build(cubin))
 
             in_memory = [entry.path for entry in entries].count(None)
             assert [entry.cubin for entry in entries] == [cubin] * 2
-            assert len(said) == min(in_memory, 1)
-            assert all(os.strerror(28) in warning for warning in said)
+            assert len(warnings) == min(in_memory, 1)
+            assert all(os.strerror(28) in warning for warning in warnings)
             assert later.path == entry_folder(folder, KEY)
             assert whole_entries(folder) == len(
                 {entry.path for entry in [*entries, later]} - {None}
@@ -111,13 +111,13 @@ def test_a_disk_that_is_full_costs_no_kernel(
             published.append(entries[0].path is not None)
         assert set(published) == {False, True}
 
-    apart(work)
+    in_mount_namespace(work)
 
 
 def test_a_disk_that_is_mounted_read_only_serves_hits(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What is there is found, what is not is built in memory, and published when that works."""
+    """Existing kernels are found, missing ones are built in memory, and published later."""
 
     def work() -> None:
         (tmp_path / "cache").mkdir()
@@ -137,13 +137,13 @@ def test_a_disk_that_is_mounted_read_only_serves_hits(
         mount(tmp_path / "cache", "", _AGAIN)
         assert ask(tmp_path, OTHER).path == entry_folder(tmp_path, OTHER)
 
-    apart(work)
+    in_mount_namespace(work)
 
 
 def test_an_entry_that_is_damaged_on_a_read_only_disk_is_not_served(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It stays where it is, and the kernel is built in memory."""
+    """It stays in place, and the kernel is built in memory."""
 
     def work() -> None:
         (tmp_path / "cache").mkdir()
@@ -162,4 +162,4 @@ def test_an_entry_that_is_damaged_on_a_read_only_disk_is_not_served(
         assert first.startswith("cache: damaged entry stays at ")
         assert second.startswith("cache: expected a usable folder, got ")
 
-    apart(work)
+    in_mount_namespace(work)

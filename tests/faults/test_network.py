@@ -1,4 +1,4 @@
-"""What network folders and their clients do: late views, stale handles, lost answers, no locks."""
+"""Network file systems: delayed visibility, stale handles, lost answers, missing locks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mlagen.cache.eviction import evict
 from mlagen.cache.layout import Layout
 from tests.cache import builds
 from tests.cache.builds import CountedBuild, entry_folder, make_build, make_store, tree
-from tests.faults.crowds import crowd, heard, say
+from tests.faults.crowds import crowd, received, send
 from tests.faults.steps import KEY, ask, store_in, warnings_in, whole_entries
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
@@ -30,7 +30,7 @@ OTHER_CUBIN = builds.CUBIN + b"of another build"
 
 @contextmanager
 def before_reading(act: Callable[[Path], object]) -> Iterator[None]:
-    """Have ``act`` called with the path before each call that looks at a file or a folder."""
+    """Call ``act`` with the path before each call that reads a file or a folder."""
     real_open, real_stat = os.open, os.stat
 
     def open_(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
@@ -51,7 +51,7 @@ def before_reading(act: Callable[[Path], object]) -> Iterator[None]:
 def test_a_publication_that_is_not_seen_for_a_while_costs_no_kernel(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Who published and is told that nothing is there has its bytes, and builds again if asked."""
+    """A publisher that does not see its entry yet has its bytes, and builds again on request."""
     store, build = store_in(tmp_path), CountedBuild()
     entries = tmp_path / "cache/v1/e"
 
@@ -74,7 +74,7 @@ def test_a_publication_that_is_not_seen_for_a_while_costs_no_kernel(
 def test_a_stale_handle_at_any_look_costs_no_kernel(
     lasting: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whichever look fails: the kernel, one warning at most, and the entry stays for the others."""
+    """One warning at most, and the entry stays for other processes."""
     ask(tmp_path)
     for number in itertools.count(1):
         looks, struck = itertools.count(1), []
@@ -127,10 +127,10 @@ def test_a_handle_that_goes_stale_while_open_costs_no_kernel(
 
 
 @pytest.mark.parametrize("code", [errno.EEXIST, errno.ENOTEMPTY], ids=errno.errorcode.__getitem__)
-def test_who_is_second_keeps_its_bytes_and_leaves_no_trace(
+def test_the_second_publisher_keeps_its_bytes_and_leaves_no_trace(
     code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whatever a file system calls a place that is taken, the first entry stays."""
+    """For any error of the rename, the first entry stays."""
     target = entry_folder(tmp_path, KEY)
     real, rejected = os.rename, []
 
@@ -160,7 +160,7 @@ def test_who_is_second_keeps_its_bytes_and_leaves_no_trace(
 def test_a_rename_whose_answer_was_lost_is_a_publication(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A server that is asked twice says that the first name is gone; the entry is there."""
+    """A retried rename fails because the first one succeeded; the entry exists."""
     real = os.rename
 
     def rename_twice(path: str, new: str, **folders: int) -> None:
@@ -180,7 +180,7 @@ def test_a_rename_whose_answer_was_lost_is_a_publication(
 def test_files_that_others_have_open_delay_deletion_and_nothing_else(
     code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What a client keeps for its readers is out of sight at once, and swept when it is free."""
+    """Entries that a client keeps for open files are invisible at once, and swept later."""
     store = store_in(tmp_path)
     ask(tmp_path)
     (stored,) = store.entries()
@@ -194,15 +194,15 @@ def test_files_that_others_have_open_delay_deletion_and_nothing_else(
         absent = store.find(KEY)
         entry = ask(tmp_path)
     staging = tmp_path / "cache/v1/staging"
-    left = list(staging.iterdir())
-    for trash in left:
+    remaining = list(staging.iterdir())
+    for trash in remaining:
         os.utime(trash, (0, 0))
         trash.rename(trash.with_name("trash.elsewhere.1.00"))
     store.sweep()
 
     assert absent is None
     assert entry.path == entry_folder(tmp_path, KEY)
-    assert len(left) == 1
+    assert len(remaining) == 1
     assert tree(staging) == []
     assert warnings_in(caplog) == []
 
@@ -211,13 +211,13 @@ def test_files_that_others_have_open_delay_deletion_and_nothing_else(
     "code", [errno.ENOLCK, errno.ENOSYS, errno.EIO], ids=errno.errorcode.__getitem__
 )
 def test_a_lock_folder_without_locks_costs_builds_only(code: int, tmp_path: Path) -> None:
-    """Four processes that cannot lock all get the kernel, and one entry comes of it."""
+    """Four processes without locks all get the kernel, and there is one entry."""
 
     def reject(*_: object) -> None:
         raise OSError(code, os.strerror(code))
 
     def build() -> Build:
-        say(tmp_path, "built")
+        send(tmp_path, "built")
         return make_build()
 
     def work(_: int) -> None:
@@ -229,7 +229,7 @@ def test_a_lock_folder_without_locks_costs_builds_only(code: int, tmp_path: Path
     statuses = crowd(4, work)
 
     assert statuses == [0] * 4
-    assert 1 <= len(heard(tmp_path)) <= 4
+    assert 1 <= len(received(tmp_path)) <= 4
     assert whole_entries(tmp_path) == 1
 
 
@@ -244,10 +244,10 @@ def _replace(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("act", [_evict, _replace], ids=["removed", "replaced"])
-def test_an_entry_that_goes_between_manifest_and_code_is_no_damage(
+def test_an_entry_removed_between_manifest_and_cubin_is_not_damaged(
     act: Callable[[Path], None], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A reader that was in the middle gets a whole kernel, old or new, and sets nothing aside."""
+    """A concurrent reader gets a complete kernel, old or new, and quarantines nothing."""
     ask(tmp_path)
     acts: list[Callable[[Path], None]] = [act]
 

@@ -1,4 +1,4 @@
-"""Places where no cache can be: a kernel is returned wherever the settings lead."""
+"""Unusable cache folders: a kernel is returned for any settings."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def lock_up(folder: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_a_read_only_cache_serves_hits_and_builds_in_memory(tmp_path: Path) -> None:
-    """What is there is found, what is not is built once for the process, and nothing changes."""
+    """Existing kernels are found, missing ones are built once per process, and nothing changes."""
     ask(tmp_path)
     lock_up(tmp_path / "cache")
     before = tree(tmp_path)
@@ -48,7 +48,7 @@ def test_a_read_only_cache_serves_hits_and_builds_in_memory(tmp_path: Path) -> N
 
 
 def settle(monkeypatch: pytest.MonkeyPatch, temporary: Path, **environ: str) -> None:
-    """Set what says where the cache is, and no more; ``temporary`` is for temporary files."""
+    """Set only the variables of the cache folder; ``temporary`` is for temporary files."""
     for name in ("MLAGEN_CACHE_DIR", "XDG_CACHE_HOME", "HOME"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environ.items():
@@ -59,7 +59,7 @@ def settle(monkeypatch: pytest.MonkeyPatch, temporary: Path, **environ: str) -> 
 
 
 LOCKED: dict[str, Callable[[Path], dict[str, str]]] = {
-    "a home that does not exist": lambda locked: {"HOME": f"{locked}/nobody"},
+    "a home that does not exist": lambda locked: {"HOME": f"{locked}/missing"},
     "a home that cannot be written": lambda locked: {"HOME": f"{locked}"},
     "a home that is a file": lambda locked: {"HOME": f"{locked}/file"},
     "an XDG folder that cannot be written": lambda locked: {"XDG_CACHE_HOME": f"{locked}/x"},
@@ -87,7 +87,7 @@ def test_a_place_that_cannot_be_written_costs_no_kernel(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Wherever the settings lead, kernels are built and kept in memory, with one warning."""
+    """Kernels are built and stored in memory, with one warning."""
     locked = tmp_path / "locked"
     locked.mkdir()
     (locked / "file").touch()
@@ -118,29 +118,29 @@ FREE: dict[str, Callable[[Path], dict[str, str]]] = {
     "a relative home": lambda _: {"HOME": "home"},
     "a home that is yet to be made": lambda free: {"HOME": f"{free}/a/b/c"},
     "a name with a line end": lambda free: {"MLAGEN_CACHE_DIR": f"{free}/one\ntwo"},
-    "a name that is no UTF-8": lambda free: {"MLAGEN_CACHE_DIR": f"{free}/\udcff"},
+    "a name that is not UTF-8": lambda free: {"MLAGEN_CACHE_DIR": f"{free}/\udcff"},
     "a name with colons, quotes and spaces": lambda free: {"MLAGEN_CACHE_DIR": f"{free}/:'\" "},
     "a link to a folder": lambda free: {"MLAGEN_CACHE_DIR": f"{free}/link"},
 }
 
 
 @pytest.mark.parametrize("place", FREE.values(), ids=FREE)
-def test_an_odd_place_that_can_be_written_is_as_good_as_any(
+def test_an_odd_but_writable_folder_is_used(
     place: Callable[[Path], dict[str, str]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Nobody has to know the user, or to like the name."""
+    """Neither an unknown user nor an odd name matters."""
     free = tmp_path / "free"
     (free / "target").mkdir(parents=True)
     (free / "link").symlink_to("target")
     settle(monkeypatch, free, **place(free))
 
-    def nobody(_: int) -> None:
+    def unknown_user(_: int) -> None:
         raise KeyError("getpwuid(): uid not found")
 
-    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    monkeypatch.setattr(pwd, "getpwuid", unknown_user)
     store = kernel_store()
 
     entry = store.find_or_build(KEY, make_build)
@@ -179,10 +179,10 @@ KINDS: dict[str, Callable[[Path], object]] = {
 @pytest.mark.timeout(15)
 @pytest.mark.parametrize("spot", SPOTS.values(), ids=SPOTS)
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-def test_what_stands_in_the_way_costs_no_kernel(
+def test_an_obstacle_costs_no_kernel(
     kind: Callable[[Path], object], spot: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whatever lies where the store wants to write, the kernel is there, and nothing waits."""
+    """For any obstacle in the cache folder, the kernel is returned without blocking."""
     (tmp_path / spot).parent.mkdir(parents=True, exist_ok=True)
     kind(tmp_path / spot)
     store, build = store_in(tmp_path), CountedBuild()
@@ -200,8 +200,8 @@ def test_what_stands_in_the_way_costs_no_kernel(
         assert store_in(tmp_path).find(KEY) == entries[0]
 
 
-def test_a_cache_that_is_deleted_in_use_is_made_again(tmp_path: Path) -> None:
-    """A store whose folder somebody removed builds and publishes as if it were new."""
+def test_a_cache_that_is_deleted_in_use_is_recreated(tmp_path: Path) -> None:
+    """A store whose folder is deleted builds and publishes as if it were new."""
     store = store_in(tmp_path)
     store.find_or_build(KEY, make_build)
     shutil.rmtree(tmp_path / "cache")
@@ -212,10 +212,10 @@ def test_a_cache_that_is_deleted_in_use_is_made_again(tmp_path: Path) -> None:
     assert whole_entries(tmp_path) == 1
 
 
-def test_a_folder_that_vanishes_while_publishing_is_made_again(
+def test_a_folder_that_vanishes_while_publishing_is_recreated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whoever evicts the last entry of a key takes its folder from under a builder; no matter."""
+    """Evicting the last entry of a key deletes its folder under a concurrent builder."""
     rename, vanished = os.rename, list[str]()
 
     def vanish_first(name: str, new: str, **folders: int) -> None:

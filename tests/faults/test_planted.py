@@ -1,4 +1,4 @@
-"""What others could plant in a cache: links are not followed, and nothing is imported or run."""
+"""Planted files: links are not followed, and nothing is imported or executed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LED_HOME = ["cache/v1", "cache/v1/e", "cache/v1/staging", "cache/v1/quarantine"]
 
 
 def test_a_root_behind_a_link_is_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A user may have moved the cache to another disk; what counts is the folder there."""
+    """A user may have moved the cache to another disk; the checks apply to the target."""
     (tmp_path / "other disk").mkdir(mode=0o700)
     (tmp_path / "cache").symlink_to("other disk")
 
@@ -40,10 +40,10 @@ def test_a_root_behind_a_link_is_used(tmp_path: Path, caplog: pytest.LogCaptureF
     assert warnings_in(caplog) == []
 
 
-def test_a_root_behind_a_link_is_held_to_the_same(
+def test_a_root_behind_a_link_passes_the_same_checks(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A link does not make a folder that others may write in one's own."""
+    """A link does not make an untrusted folder trusted."""
     (tmp_path / "all may write").mkdir()
     (tmp_path / "all may write").chmod(0o777)
     (tmp_path / "cache").symlink_to("all may write")
@@ -59,7 +59,7 @@ def test_a_root_behind_a_link_is_held_to_the_same(
 def test_a_link_inside_the_cache_is_not_followed(
     folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A sound entry behind it is not loaded, nothing is written there, and nothing is deleted."""
+    """A valid entry behind it is not loaded, nothing is written there, and nothing is deleted."""
     ask(tmp_path)
     place = folder_of(tmp_path, folder)
     target = tmp_path / "elsewhere"
@@ -74,7 +74,7 @@ def test_a_link_inside_the_cache_is_not_followed(
     assert build.calls == 1
     assert tree(target) == before
     assert len(warnings_in(caplog)) == 1
-    if folder == "entry":  # the only one that can be set aside
+    if folder == "entry":  # the only folder that can be quarantined
         assert entries[1].path == entry_folder(tmp_path, KEY)
         assert whole_entries(tmp_path) == 1
     else:
@@ -86,13 +86,11 @@ def test_a_link_inside_the_cache_is_not_followed(
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be two other users")
 @pytest.mark.parametrize(
     ("place", "is_shared"),
-    # Who trusts others lets them say where the root is.
+    # With trusted users, they may choose the root.
     [("cache", False), *itertools.product(LED_HOME, [False, True])],
 )
-def test_a_cache_that_a_stranger_made_first_deletes_nothing_of_its_user(
-    place: str, is_shared: bool
-) -> None:
-    """A link that leads home from a folder with a name that all know is not followed."""
+def test_a_cache_created_by_another_user_deletes_nothing(place: str, is_shared: bool) -> None:
+    """A link from a well-known folder to the home of the user is not followed."""
     with tempfile.TemporaryDirectory() as name:
         folder, user = Path(name), 1
         folder.chmod(0o755)
@@ -128,7 +126,7 @@ def test_a_cache_that_a_stranger_made_first_deletes_nothing_of_its_user(
 def test_what_is_planted_at_a_staging_name_is_not_used(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Even if somebody knew the name, it is neither written through nor waited for."""
+    """Even for a known name, it is neither written through nor blocking."""
     monkeypatch.setattr(secrets, "token_hex", lambda _: "0" * 8)
     place = Layout(tmp_path / "cache").new_staging(KEY.digest)
     place.parent.mkdir(parents=True)
@@ -154,8 +152,8 @@ def test_what_is_planted_at_a_staging_name_is_not_used(
 
 
 @pytest.mark.parametrize("name", ["size.json", "CACHEDIR.TAG"])
-def test_a_link_in_the_place_of_a_note_is_not_written_through(name: str, tmp_path: Path) -> None:
-    """What it points at stays as it is."""
+def test_a_link_in_place_of_a_file_is_not_written_through(name: str, tmp_path: Path) -> None:
+    """The target of the link is unchanged."""
     ask(tmp_path)
     note = tmp_path / "cache/v1" / name
     (tmp_path / "file").write_bytes(b"precious")
@@ -170,7 +168,7 @@ def test_a_link_in_the_place_of_a_note_is_not_written_through(name: str, tmp_pat
 
 @pytest.mark.parametrize("verb", ["quarantine", "remove", "evict"])
 def test_a_hard_link_to_another_file_is_not_changed(verb: str, tmp_path: Path) -> None:
-    """Content decides whether it is served; the other file keeps its content and its mode."""
+    """Its content decides whether it is loaded; the other file keeps content and mode."""
     ask(tmp_path)
     cubin = entry_folder(tmp_path, KEY) / "kernel.cubin"
     other = tmp_path / "other.cubin"
@@ -197,7 +195,7 @@ def test_a_hard_link_to_another_file_is_not_changed(verb: str, tmp_path: Path) -
 
 
 def test_staging_names_cannot_be_guessed(tmp_path: Path) -> None:
-    """Their last part is at least 32 bits of the system's randomness, new each time."""
+    """Their last part has at least 32 random bits of the system, new each time."""
     layout = Layout(tmp_path)
 
     parts = [layout.new_staging("ab").name.rpartition(".")[2] for _ in range(1000)]
@@ -207,7 +205,7 @@ def test_staging_names_cannot_be_guessed(tmp_path: Path) -> None:
     assert len({part[-1] for part in parts}) == 16
 
 
-# Run in a fresh interpreter, on a cache full of what Python would like to run.
+# Runs in a fresh interpreter, on a cache full of files that Python might execute.
 LOOK = """
 import os, sys
 from pathlib import Path
@@ -235,7 +233,7 @@ TRAPS = ("__init__.py", "json.py", "sitecustomize.py", "conftest.py", "kernel.pk
 
 
 def test_nothing_of_the_cache_is_imported_unpickled_or_run(tmp_path: Path) -> None:
-    """Python files, pickles and libraries beside the entries are as if they were not there."""
+    """Python files, pickles and libraries beside the entries are ignored."""
     ask(tmp_path)
     folders = [tmp_path / "cache", *(p for p in (tmp_path / "cache").rglob("*") if p.is_dir())]
     for folder in folders:
@@ -248,14 +246,14 @@ def test_nothing_of_the_cache_is_imported_unpickled_or_run(tmp_path: Path) -> No
     assert (done.returncode, done.stderr) == (0, "")
 
 
-# What turns bytes into objects or code. Of importlib, the metadata of what is installed is used.
+# Functions that turn bytes into objects or code. importlib.metadata is allowed.
 RUNNERS = {"code", "dill", "imp", "marshal", "pickle", "runpy", "shelve", "cloudpickle"}
 CALLS = {"eval", "exec", "compile", "__import__", "import_module"}
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "mlagen/cache").glob("*.py")), ids=lambda p: p.name)
-def test_the_cache_has_nothing_that_could_run_what_it_reads(file: Path) -> None:
-    """No module of it imports or calls what runs bytes; JSON is all that it reads."""
+def test_the_cache_has_no_code_that_executes_data(file: Path) -> None:
+    """No module of the cache imports or calls such functions; it reads JSON only."""
     names = set()
     called = set()
 
@@ -265,7 +263,7 @@ def test_the_cache_has_nothing_that_could_run_what_it_reads(file: Path) -> None:
         elif isinstance(node, ast.ImportFrom):
             names.add(str(node.module))
         elif isinstance(node, ast.Call):
-            # A method has its name behind a dot: `re.compile` is none of these.
+            # A method has a dot before its name: `re.compile` is allowed.
             called.add(getattr(node.func, "id", None))
 
     assert {name.partition(".")[0] for name in names} & RUNNERS == set()

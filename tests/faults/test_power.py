@@ -1,4 +1,4 @@
-"""Power that fails: what had not reached the disk is gone, and that is found, or costs nothing."""
+"""Power failure: unflushed data is lost, and that is detected or harmless."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from tests.faults.steps import KEY, ask, warnings_in, watch, whole_entries
 
 
 class PowerFailureError(BaseException):
-    """The end, whoever would catch an error."""
+    """The end of the process; no handler catches it."""
 
 
 def fail(path: Path) -> None:
-    """Leave the name of a file and nothing else."""
+    """Keep the name of a file, without content."""
     os.truncate(path, 0)
 
 
 def blank(path: Path) -> None:
-    """Leave the size of a file, and no content."""
+    """Keep the size of a file, without content."""
     path.write_bytes(bytes(path.stat().st_size))
 
 
@@ -37,9 +37,9 @@ LOSSES: dict[str, Callable[[Path], None]] = {
 
 
 def build_until(folder: Path, number: int) -> set[int] | None:
-    """Ask for a kernel until the power fails at step ``number``; return what is on the disk.
+    """Request a kernel until the power fails at step ``number``; return the disk content.
 
-    Nothing comes after the failure, not even the cleaning up. None says that it came too late.
+    No step runs after the failure, not even a cleanup. None means that the work had ended.
     """
     steps, synced = itertools.count(1), set[int]()
 
@@ -58,10 +58,10 @@ def build_until(folder: Path, number: int) -> set[int] | None:
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("lose", LOSSES.values(), ids=LOSSES)
-def test_power_that_fails_at_any_step_leaves_no_half_entry(
+def test_a_power_failure_at_any_step_leaves_no_partial_entry(
     lose: Callable[[Path], None], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Only what was flushed can be relied on: an entry that can be seen is whole all the same."""
+    """Only flushed data survives, and a visible entry is complete nevertheless."""
     visible, lost = [], 0
     for number in itertools.count(1):
         folder = tmp_path / str(number)
@@ -90,7 +90,7 @@ def test_power_that_fails_at_any_step_leaves_no_half_entry(
 
 
 def test_names_are_flushed_before_and_after_they_change(tmp_path: Path) -> None:
-    """The staged files have their names on the disk before the rename, the entry has it after."""
+    """Staged files are synced before the rename, the entry after it."""
     done: list[str | Path] = []
 
     def sync(descriptor: int) -> None:
@@ -111,13 +111,13 @@ def test_names_are_flushed_before_and_after_they_change(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("lose", LOSSES.values(), ids=LOSSES)
 @pytest.mark.parametrize("name", ["kernel.cubin", "manifest.json", "*"], ids="{} is lost".format)
-def test_an_entry_whose_content_was_lost_after_all_is_built_again(
+def test_an_entry_with_lost_content_is_rebuilt(
     name: str,
     lose: Callable[[Path], None],
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A disk that says it wrote and did not is found out by digests."""
+    """Digests detect a disk that reported a write and lost it."""
     ask(tmp_path)
     for file in entry_folder(tmp_path, KEY).glob(name):
         lose(file)

@@ -1,4 +1,4 @@
-"""Forks, starts and ends of processes in the middle of it: no child hangs, no kernel is lost."""
+"""Forks, starts and ends of processes during compilations: no child hangs, no kernel is lost."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mlagen.engine import find_or_build, kernel_for
 from mlagen.runtime.loader import LoadedKernel
 from tests.cache import builds
 from tests.cache.builds import ROOT, CountedBuild, in_child, make_key, together, tree, wait_for
-from tests.faults.crowds import crowd, heard, say
+from tests.faults.crowds import crowd, received, send
 from tests.faults.steps import store_in, whole_entries
 from tests.kernels import COMBINE, SM_80, WIDE_DECODE, complaints
 
@@ -34,7 +34,7 @@ PROBE = Source(text='extern "C" __global__ void probe() {}\n', origins=("probe.c
 
 @pytest.mark.timeout(60)
 def test_a_child_forked_after_a_compilation_hits_and_compiles() -> None:
-    """What its parent compiled it finds, what is missing it compiles itself, with NVRTC in it."""
+    """It finds the kernels of its parent, and compiles missing ones itself, with NVRTC loaded."""
     built = find_or_build(COMBINE)
     other = type(COMBINE)(arch=COMBINE.arch, dtype=COMBINE.dtype, head_dim_vo=128)
 
@@ -42,7 +42,7 @@ def test_a_child_forked_after_a_compilation_hits_and_compiles() -> None:
         hit, made = find_or_build(COMBINE), find_or_build(other)
         assert (hit.built, made.built) == (False, True)
         assert hit.entry == built.entry
-        assert not nvrtc_process._is_cut
+        assert not nvrtc_process._forked_mid_compile
 
     assert in_child(work) == 0
     assert not find_or_build(other).built
@@ -50,33 +50,33 @@ def test_a_child_forked_after_a_compilation_hits_and_compiles() -> None:
 
 @pytest.mark.timeout(90)
 def test_children_forked_during_a_compilation_compile_and_do_not_hang(tmp_path: Path) -> None:
-    """Fifty of them, at all moments of it: each gets the right kernel, and so does the parent."""
+    """Fifty children at any moment of it: each gets the right kernel, and so does the parent."""
     nvrtc, wide = find_nvrtc(), render(WIDE_DECODE)
     right = compile_anywhere(PROBE, SM_80, nvrtc).code
 
     def work(_: int) -> None:
-        say(tmp_path, nvrtc_process._is_cut)
+        send(tmp_path, nvrtc_process._forked_mid_compile)
         assert compile_anywhere(PROBE, SM_80, nvrtc).code == right
 
     statuses, codes = [], set()
     with ThreadPoolExecutor(1) as pool:
         for moment in range(5):
             parent = pool.submit(compile_anywhere, wide, WIDE_DECODE.arch, nvrtc)
-            wait_for(lambda: nvrtc_process._under_way)
+            wait_for(lambda: nvrtc_process._active_compiles)
             time.sleep(0.15 * moment)
             statuses += crowd(10, work, seconds=20)
             codes.add(parent.result().code)
 
     assert statuses == [0] * 50
     assert len(codes) == 1
-    # A machine that is fast, or busy elsewhere, may be through with a compilation before a fork.
-    assert heard(tmp_path).count(True) >= 10
+    # A fast or idle machine may finish the compilation before a fork.
+    assert received(tmp_path).count(True) >= 10
 
 
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize("method", ["spawn", "forkserver", "fork", "exec"])
-def test_processes_started_in_any_way_share_a_cache(method: str, tmp_path: Path) -> None:
-    """Four of them hit what was built before they came, and build what is missing once."""
+def test_processes_of_any_start_method_share_a_cache(method: str, tmp_path: Path) -> None:
+    """Four processes hit an existing kernel, and build a missing one once."""
     command = [sys.executable, "-m", "tests.faults.started", str(tmp_path), method]
     environment = {name: value for name, value in os.environ.items() if name != "RANK"}
 
@@ -85,8 +85,8 @@ def test_processes_started_in_any_way_share_a_cache(method: str, tmp_path: Path)
     )
 
     assert (done.returncode, complaints(done.stderr)) == (0, [])
-    said = heard(tmp_path)
-    assert (said.count("ready"), said.count("built"), said.count("done")) == (4, 1, 4)
+    messages = received(tmp_path)
+    assert (messages.count("ready"), messages.count("built"), messages.count("done")) == (4, 1, 4)
     assert whole_entries(tmp_path) == 2
 
 
@@ -94,7 +94,7 @@ def test_processes_started_in_any_way_share_a_cache(method: str, tmp_path: Path)
 def test_a_child_forgets_what_its_parent_loaded_and_was_loading(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Kernels of a CUDA context that it has not, and a lock that nobody will open for it."""
+    """It has neither the CUDA context nor the threads of its parent."""
     kernel, other = (LoadedKernel.__new__(LoadedKernel) for _ in range(2))
     inside, release = threading.Event(), threading.Event()
 
@@ -122,7 +122,7 @@ def test_a_child_forgets_what_its_parent_loaded_and_was_loading(
     assert engine._loaded[WIDE_DECODE, 0] is kernel
 
 
-# A program that ends while a thread, which is or is not waited for, compiles.
+# A program that ends while a daemon or non-daemon thread compiles.
 ENDING = """
 import sys, threading, time
 from mlagen.engine import find_or_build
@@ -145,7 +145,7 @@ time.sleep(float(sys.argv[2]))
 def test_a_process_that_ends_while_it_compiles_ends_well(
     kind: str, moment: str, cache_dir: Path
 ) -> None:
-    """It neither crashes nor hangs; what had begun is finished and published."""
+    """It neither crashes nor hangs; started compilations are finished and published."""
     command = [sys.executable, "-c", ENDING, kind, moment]
 
     done = subprocess.run(
@@ -175,14 +175,14 @@ store = KernelStore(Path({folder!r}) / "cache", lock_dir=Path({folder!r}) / "l",
 for name in ("mla_sm80", "another"):
     assert store.find_or_build(make_key(name), make_build).cubin == CUBIN
 '''.format(path=sys.path, folder=sys.argv[1])
-said = [interpreters.run_string(interpreters.create(), code) for _ in range(2)]
-assert said == [None, None], said
+messages = [interpreters.run_string(interpreters.create(), code) for _ in range(2)]
+assert messages == [None, None], messages
 """
 
 
 @pytest.mark.timeout(30)
 def test_a_store_works_in_subinterpreters(tmp_path: Path) -> None:
-    """One after the other, two interpreters of one process build and find in the same cache."""
+    """Two successive interpreters of one process build and find in the same cache."""
     command = [sys.executable, "-c", SUBINTERPRETER, str(tmp_path)]
 
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -198,7 +198,7 @@ def test_a_store_works_in_subinterpreters(tmp_path: Path) -> None:
 )
 @pytest.mark.timeout(30)
 def test_threads_without_the_gil_build_once(tmp_path: Path) -> None:
-    """Threads that really run at once share one build of each kernel."""
+    """Parallel threads without the GIL share one build of each kernel."""
     store, build = store_in(tmp_path), CountedBuild(seconds=0.05)
     keys = [make_key(f"family {number}") for number in range(8)]
 

@@ -1,4 +1,4 @@
-"""Disks that cannot be read, or not now: no kernel is lost, and no sound entry goes for ever."""
+"""Read errors: no kernel is lost, and no valid entry is deleted for ever."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CODES = [errno.EIO, errno.EACCES, errno.EMFILE, errno.ENOMEM, errno.ESTALE, errn
 
 
 def reject(patch: pytest.MonkeyPatch, folder: Path, strike: Callable[[], None]) -> None:
-    """Have a function called before everything that looks at the disk below a folder."""
+    """Call a function before every read access below a folder."""
 
     def around(call: Callable[..., Any]) -> Callable[..., Any]:
         def look(subject: Any, *args: Any, **kwargs: Any) -> Any:
@@ -38,11 +38,11 @@ def reject(patch: pytest.MonkeyPatch, folder: Path, strike: Callable[[], None]) 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("lasting", [False, True], ids=["once", "from then on"])
 @pytest.mark.parametrize("code", CODES, ids=errno.errorcode.__getitem__)
-def test_an_error_at_any_look_costs_a_build_at_most(
+def test_an_error_at_any_read_costs_a_build_at_most(
     code: int, lasting: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The kernel is returned, a warning says what was built why, and the next process finds it."""
-    is_damage = code == errno.EIO  # what a disk that breaks says of a file; it is set aside
+    """The kernel is returned, a warning names the reason, and the next process finds it."""
+    is_damage = code == errno.EIO  # a failing disk; the entry counts as damaged
     calls = []
     for number in itertools.count(1):
         folder, looks = tmp_path / str(number), itertools.count(1)
@@ -62,16 +62,16 @@ def test_an_error_at_any_look_costs_a_build_at_most(
             entries = [store_in(folder).find_or_build(KEY, build)]
         if not struck:
             break
-        said = warnings_in(caplog)
+        warnings = warnings_in(caplog)
         entries.append(ask(folder))
 
         assert [entry.cubin for entry in entries] == [builds.CUBIN] * 2
-        assert len(said) <= (2 if is_damage and lasting else 1)
-        assert said or not build.calls or code == errno.ESTALE
+        assert len(warnings) <= (2 if is_damage and lasting else 1)
+        assert warnings or not build.calls or code == errno.ESTALE
         assert entries[1].path == entry_folder(folder, KEY)
         assert whole_entries(folder) == 1
         calls.append(build.calls)
 
-    # What fails once is found at the second look, under the lock.
+    # A transient error is gone at the second look-up, under the lock.
     assert set(calls) == ({0, 1} if lasting or is_damage else {0})
     assert len(calls) > 10

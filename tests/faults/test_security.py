@@ -1,4 +1,4 @@
-"""Folders that others may write in: rejected with one clear warning, unless they are trusted."""
+"""Folders that other users can write: rejected with one warning, unless they are trusted."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OTHER = make_key("another kernel")
 
 
 def modes_below(folder: Path) -> dict[str, set[int]]:
-    """Return the modes of all folders and of all files below a folder, itself included."""
+    """Return the modes of all folders and files below a folder, including itself."""
     made = [folder, *folder.rglob("*")]
     return {
         "folders": {path.stat().st_mode & 0o7777 for path in made if path.is_dir()},
@@ -29,7 +29,7 @@ def modes_below(folder: Path) -> dict[str, set[int]]:
 
 
 def _use_all_of_it(folder: Path, *, is_shared: bool) -> None:
-    """Publish, note the size, lock, and set something aside."""
+    """Publish, record the size, lock, and quarantine an entry."""
     store = store_in(folder, is_shared=is_shared)
     for key in (KEY, OTHER):
         store.find_or_build(key, make_build)
@@ -38,8 +38,8 @@ def _use_all_of_it(folder: Path, *, is_shared: bool) -> None:
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o002, 0o027, 0o077], ids="umask {:03o}".format)
-def test_everything_that_is_made_belongs_to_its_owner_alone(umask: int, tmp_path: Path) -> None:
-    """Entries, notes, quarantine and the folder of locks: nobody else may even look."""
+def test_everything_is_private_for_any_umask(umask: int, tmp_path: Path) -> None:
+    """Entries, size file, quarantine and lock folder are private for any umask."""
     before = os.umask(umask)
     try:
         _use_all_of_it(tmp_path, is_shared=False)
@@ -53,7 +53,7 @@ def test_everything_that_is_made_belongs_to_its_owner_alone(umask: int, tmp_path
 
 @pytest.mark.parametrize("umask", [0o000, 0o002, 0o027, 0o077], ids="umask {:03o}".format)
 def test_in_a_shared_cache_the_umask_decides(umask: int, tmp_path: Path) -> None:
-    """Whoever shares a cache says by the umask with whom; locks are shared with nobody."""
+    """In a shared cache the umask decides; locks are always private."""
     before = os.umask(umask)
     try:
         _use_all_of_it(tmp_path, is_shared=True)
@@ -65,7 +65,7 @@ def test_in_a_shared_cache_the_umask_decides(umask: int, tmp_path: Path) -> None
     assert (tmp_path / "locks").stat().st_mode & 0o777 == 0o700
 
 
-# What is wrong with a folder, and the word for it in the warning.
+# Problem of a folder, and its name in the warning.
 OPEN: dict[str, tuple[Callable[[Path, pytest.MonkeyPatch], object], str]] = {
     "all may write": (lambda path, _: path.chmod(0o777), "mode 0777, which lets others write"),
     "all may write, sticky": (lambda path, _: path.chmod(0o1777), "mode 1777, which lets others"),
@@ -76,7 +76,7 @@ OPEN: dict[str, tuple[Callable[[Path, pytest.MonkeyPatch], object], str]] = {
 
 @pytest.mark.parametrize("folder", FOLDERS)
 @pytest.mark.parametrize(("spoil", "word"), OPEN.values(), ids=OPEN)
-def test_a_folder_that_others_may_write_in_is_rejected(
+def test_a_folder_that_others_may_write_is_rejected(
     spoil: Callable[[Path, pytest.MonkeyPatch], object],
     word: str,
     folder: str,
@@ -84,7 +84,7 @@ def test_a_folder_that_others_may_write_in_is_rejected(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """What lies there is not loaded, nothing is written; one warning says why and what to do."""
+    """Its entries are not loaded, nothing is written, and one warning has the reason and remedy."""
     ask(tmp_path)
     spoiled = folder_of(tmp_path, folder)
     spoil(spoiled, monkeypatch)
@@ -102,23 +102,24 @@ def test_a_folder_that_others_may_write_in_is_rejected(
     assert word in warning
     is_own = os.geteuid() == 0 or "user" not in word
     root = tmp_path / "cache"
-    assert f" at {spoiled if is_own else root} (" in warning  # to a stranger, the root is the first
+    # For another user, the root is the first untrusted folder.
+    assert f" at {spoiled if is_own else root} (" in warning
     advice = f"chmod -R go-w {root}, choose another folder, or set MLAGEN_TRUST_SHARED=1"
-    assert f"({advice}), keeping kernels in memory: {root}" in warning
+    assert f"({advice}), storing kernels in memory: {root}" in warning
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
 @pytest.mark.parametrize("spoil", [pair[0] for pair in OPEN.values()], ids=OPEN)
-def test_a_folder_that_others_may_write_in_is_used_by_who_trusts_them(
+def test_a_folder_that_others_may_write_is_used_with_trust(
     spoil: Callable[[Path, pytest.MonkeyPatch], object],
     folder: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """With MLAGEN_TRUST_SHARED=1 the same cache is read and written, and nothing is said."""
+    """With MLAGEN_TRUST_SHARED=1 the same cache is read and written without a warning."""
     ask(tmp_path)
-    with monkeypatch.context() as patch:  # the locks are nobody else's
+    with monkeypatch.context() as patch:  # the locks stay private
         spoil(folder_of(tmp_path, folder), patch)
     store, build = store_in(tmp_path, is_shared=True), CountedBuild()
 
@@ -132,19 +133,19 @@ def test_a_folder_that_others_may_write_in_is_used_by_who_trusts_them(
 
 
 @pytest.mark.parametrize(("spoil", "word"), OPEN.values(), ids=OPEN)
-def test_a_layer_that_others_may_write_in_is_passed_by(
+def test_a_layer_that_others_may_write_is_ignored(
     spoil: Callable[[Path, pytest.MonkeyPatch], object],
     word: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A read-only layer is held to the same, and costs a build of one's own and one warning."""
+    """A read-only layer passes the same checks; failing them costs a build and one warning."""
     ask(tmp_path / "shipped")
     layer = tmp_path / "shipped/cache"
     spoil(layer, monkeypatch)
     if os.geteuid() != os.getuid():
-        pytest.skip("to be somebody else makes every folder a stranger's")
+        pytest.skip("another effective user makes every folder untrusted")
     build = CountedBuild()
 
     entry = store_in(tmp_path, layers=[layer]).find_or_build(KEY, build)
@@ -153,25 +154,25 @@ def test_a_layer_that_others_may_write_in_is_passed_by(
     assert entry.path == entry_folder(tmp_path, KEY)
     (warning,) = warnings_in(caplog)
     assert warning.startswith(f"cache: expected a readable layer, got {word}")
-    assert "passing it by" in warning
+    assert "ignoring it" in warning
 
 
 @pytest.mark.parametrize(
     "spoil", [*(pair[0] for pair in OPEN.values()), "link"], ids=[*OPEN, "a link"]
 )
-def test_a_lock_folder_that_others_made_is_not_used(
+def test_a_lock_folder_of_another_user_is_not_used(
     spoil: Callable[[Path, pytest.MonkeyPatch], object] | str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A folder with a name that all know, made first by somebody else: no lock, and one warning."""
+    """A well-known lock folder created by another user is not used, with one warning."""
     _warn.cache_clear()
     locks = tmp_path / "locks"
     (tmp_path / "elsewhere").mkdir()
     if callable(spoil):
         locks.mkdir(mode=0o700)
-        ask(tmp_path / "first")  # what a stranger could not do is done before
+        ask(tmp_path / "first")  # another user cannot do this, so it is done before
         spoil(locks, monkeypatch)
     else:
         locks.symlink_to("elsewhere")
@@ -191,13 +192,13 @@ def test_a_lock_folder_that_others_made_is_not_used(
 
 
 def test_a_manifest_holds_no_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a user keeps in variables is in no file of the cache."""
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "do-not-tell")
+    """No file of the cache contains environment variables."""
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "do-not-publish")
     _use_all_of_it(tmp_path, is_shared=False)
 
     files = [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
 
-    assert [path for path in files if b"do-not-tell" in path.read_bytes()] == []
+    assert [path for path in files if b"do-not-publish" in path.read_bytes()] == []
     text = (entry_folder(tmp_path, OTHER) / "manifest.json").read_text()
     created = json.loads(text)["created"]
     assert set(created) == {"because", "host", "mlagen", "pid", "python", "time"}

@@ -1,4 +1,4 @@
-"""Folders that are swapped or removed between any two looks at them."""
+"""Folders that are swapped or removed between any two accesses."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ KEYS = [make_key(f"family {number}") for number in range(2)]
 
 @contextmanager
 def at_step(number: int, act: Callable[[], object]) -> Iterator[list[int]]:
-    """Have ``act`` called before one of the calls that use the disk; give whether it was."""
+    """Call ``act`` before one of the disk accesses; yield whether it was called."""
     done: list[int] = []
     steps = itertools.count(1)
 
@@ -52,7 +52,7 @@ def at_step(number: int, act: Callable[[], object]) -> Iterator[list[int]]:
 
 
 def exchange(one: Path, other: Path) -> None:
-    """Swap two names in one step."""
+    """Swap two names atomically."""
     libc = ctypes.CDLL(None, use_errno=True)
     here, flag = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
     if libc.renameat2(here, bytes(one), here, bytes(other), flag) != 0:
@@ -68,7 +68,7 @@ def place_in(folder: Path, name: str) -> Path:
 
 
 def plant(folder: Path, patch: pytest.MonkeyPatch) -> Path:
-    """Make a cache whose kernel another user has put there, sealed and with its digests."""
+    """Create a cache with a kernel of another user, sealed and with valid digests."""
     ask(folder, build=lambda: make_build(PLANTED))
     planted = folder / "cache"
     if os.geteuid() == 0:
@@ -82,7 +82,7 @@ def plant(folder: Path, patch: pytest.MonkeyPatch) -> Path:
 def test_planted_bytes_are_not_served_whenever_the_cache_is_swapped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is read is what was checked: the kernel of the user, or none."""
+    """The checked folder is the one that is read: the kernel of the user, or none."""
     ask(tmp_path)
     planted = plant(tmp_path / "planted", monkeypatch)
     cubins = []
@@ -101,7 +101,7 @@ def test_planted_bytes_are_not_served_whenever_the_cache_is_swapped(
 
 @pytest.mark.parametrize("place", ["v1", "v1/e", "shard", "key", "entry"])
 def test_a_link_swapped_in_is_not_read_through(place: str, tmp_path: Path) -> None:
-    """Even where others are trusted, at whatever moment a folder becomes a link."""
+    """A link is rejected for trusted users too, at any moment of the swap."""
     served = []
     for number in itertools.count(1):
         folder, planted = tmp_path / str(number), tmp_path / str(number) / "planted"
@@ -134,7 +134,7 @@ CLEANING: dict[str, Callable[[KernelStore], object]] = {
 def test_nothing_behind_a_link_is_deleted_whenever_it_is_swapped_in(
     clean: Callable[[KernelStore], object], place: str, tmp_path: Path
 ) -> None:
-    """What a link leads to stays, though it appears between the check and the deletion."""
+    """The target of a link stays, even if the link appears between check and deletion."""
     victim = tmp_path / "victim"
     for name in ("e/ab/photos", "staging/photos", "quarantine/photos", "ab/photos", "photos"):
         (victim / name).mkdir(parents=True)
@@ -215,7 +215,7 @@ def test_an_entry_removed_at_any_moment_is_not_damaged(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Whoever reads it finds it gone, or what took its place."""
+    """A reader finds it gone, or its replacement."""
     for number in itertools.count(1):
         store, other = store_in(tmp_path), store_in(tmp_path)
         _fill(store)
@@ -233,10 +233,10 @@ def test_an_entry_removed_at_any_moment_is_not_damaged(
 @pytest.mark.timeout(60)
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 @pytest.mark.parametrize("seconds", [1.5])
-def test_nothing_false_is_said_beside_a_process_that_removes(
+def test_nothing_false_is_reported_beside_a_process_that_removes(
     seconds: float, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Many rounds of every look, while another process clears, removes and builds."""
+    """Many rounds of every read, while another process clears, removes and builds."""
     store, rounds = store_in(tmp_path), 0
     _fill(store)
     rival = os.fork()
@@ -264,7 +264,7 @@ def test_nothing_false_is_said_beside_a_process_that_removes(
 
 
 def test_damage_that_was_replaced_since_it_was_listed_is_not_moved(tmp_path: Path) -> None:
-    """What goes to the quarantine is the entry that was listed, and no other."""
+    """Only the listed entry moves to the quarantine."""
     ask(tmp_path)
     store = store_in(tmp_path)
     (stored,) = store.entries()

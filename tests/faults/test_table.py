@@ -1,4 +1,4 @@
-"""The page on faults says of every fault what happens, and names tests that are there."""
+"""The faults page describes every fault, and names existing tests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROWS = {
 
 @cache
 def functions_in(file: str) -> set[str]:
-    """Return the names of the functions of a file; none if there is no such file."""
+    """Return the names of the functions of a file; empty if there is no such file."""
     path = ROOT / file
     if not path.is_file():
         return set()
@@ -35,7 +35,7 @@ def functions_in(file: str) -> set[str]:
 
 
 def test_every_fault_has_a_row() -> None:
-    """Each once, in their order."""
+    """Each item occurs once, in order."""
     rows = re.findall(r"^\| (\d+) \|", PAGE, re.MULTILINE)
 
     assert [int(row) for row in rows] == list(range(1, FAULTS + 1))
@@ -43,8 +43,8 @@ def test_every_fault_has_a_row() -> None:
 
 
 @pytest.mark.parametrize("item", range(1, FAULTS + 1))
-def test_what_a_row_names_is_there(item: int) -> None:
-    """A fault has tests, or the row says that it is not covered; nothing of a row is empty."""
+def test_the_tests_of_a_row_exist(item: int) -> None:
+    """A fault has tests, or the row states that it is not covered; no cell is empty."""
     fault, result, tests = ROWS[item]
 
     named = re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", tests)
@@ -58,5 +58,5 @@ def test_what_a_row_names_is_there(item: int) -> None:
 
 @pytest.mark.parametrize("file", sorted(path.name for path in FOLDER.glob("test_*.py")))
 def test_every_file_of_faults_is_on_the_page(file: str) -> None:
-    """Whoever adds tests of a fault adds the fault."""
+    """A new file of fault tests is listed on the page."""
     assert file == Path(__file__).name or f"tests/faults/{file}::" in PAGE

@@ -1,4 +1,4 @@
-"""Clocks that are wrong, jump, or are those of other machines: no kernel and no entry is lost."""
+"""Wrong, jumping and unsynchronised clocks: no kernel and no entry is lost."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ REAL_TIME = time.time
 
 
 def set_clock(monkeypatch: pytest.MonkeyPatch, *, ahead_s: float) -> None:
-    """Set the clock of this machine; files keep getting the time of the disk's machine."""
+    """Set the clock of this machine; files get the time of the file server."""
     monkeypatch.setattr(time, "time", lambda: REAL_TIME() + ahead_s)
 
 
@@ -39,7 +39,7 @@ def test_a_wrong_clock_finds_builds_and_publishes(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Entries of before are hits, new ones are published, and others find them, without a word."""
+    """Earlier entries are hits, new ones are published, and other processes find them silently."""
     ask(tmp_path, KEYS[0])
     set_clock(monkeypatch, ahead_s=ahead_s)
     build = CountedBuild()
@@ -63,7 +63,7 @@ def test_a_wrong_clock_finds_builds_and_publishes(
 def test_a_wrong_clock_keeps_the_cache_within_its_limit(
     ahead_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever the clock was when it was filled, once it is right the oldest give way."""
+    """Whatever the clock was before, the oldest entries are evicted once it is right."""
     set_clock(monkeypatch, ahead_s=ahead_s)
     for number, key in enumerate(KEYS):
         ask(tmp_path, key)
@@ -76,19 +76,19 @@ def test_a_wrong_clock_keeps_the_cache_within_its_limit(
     set_clock(monkeypatch, ahead_s=7200.0)
     second = store.collect()
 
-    # What seems to come from the future counts as used now, once, and is old two hours later.
+    # A time in the future counts as used now, once, and is old two hours later.
     expected = [] if ahead_s > 0 else [entry_folder(tmp_path, key) for key in KEYS]
     assert [weight.path for weight in first.evicted] == expected
     assert len(first.evicted) + len(second.evicted) == len(KEYS)
     assert whole_entries(tmp_path) == 0
 
 
-TIMES = {"at the beginning of time": 0.0, "before it": -86400.0, "far in the future": 8e9}
+TIMES = {"at the epoch": 0.0, "before it": -86400.0, "far in the future": 8e9}
 
 
 @pytest.mark.parametrize("moment", TIMES.values(), ids=TIMES)
 def test_an_entry_of_any_time_is_found_listed_and_renewed(moment: float, tmp_path: Path) -> None:
-    """A hit makes its time right, so that it is neither the first to go nor here for ever."""
+    """A hit corrects its time, so that it is neither evicted first nor protected for ever."""
     ask(tmp_path)
     manifest = entry_folder(tmp_path, KEY) / "manifest.json"
     os.utime(manifest, (moment, moment))
@@ -102,8 +102,8 @@ def test_an_entry_of_any_time_is_found_listed_and_renewed(moment: float, tmp_pat
     assert manifest.stat().st_mtime == pytest.approx(REAL_TIME(), abs=10)
 
 
-def test_staging_of_the_future_is_swept_and_that_of_now_is_not(tmp_path: Path) -> None:
-    """What a clock that was set back calls the future goes; what is being written stays."""
+def test_staging_of_the_future_is_swept_and_current_staging_is_not(tmp_path: Path) -> None:
+    """Staging folders from the future are swept; current ones stay."""
     staging = tmp_path / "cache/v1/staging"
     staging.mkdir(parents=True)
     (staging / "ab.elsewhere.1.00").mkdir()
@@ -117,13 +117,13 @@ def test_staging_of_the_future_is_swept_and_that_of_now_is_not(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("ahead_s", SKEWS.values(), ids=SKEWS)
-def test_who_is_swept_by_a_machine_with_a_wrong_clock_still_has_its_kernel(
+def test_a_builder_swept_by_a_wrong_clock_still_has_its_kernel(
     ahead_s: float,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A builder of another machine loses its publication at most, whole, and says so once."""
+    """A builder on another machine loses at most its publication, completely, with one message."""
     rename, swept = os.rename, list[int]()
     monkeypatch.setattr(Layout, "new_staging", _of_another_host(Layout.new_staging))
 
@@ -159,7 +159,7 @@ def _of_another_host(new_staging: object) -> object:
 def test_a_clock_that_jumps_while_waiting_for_a_lock_does_not_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The wait for another process is measured by a clock that nobody sets."""
+    """The wait for another process uses the monotonic clock."""
     import filelock
 
     (tmp_path / "locks").mkdir()
@@ -177,14 +177,14 @@ def test_a_clock_that_jumps_while_waiting_for_a_lock_does_not_count(
 
 
 @pytest.mark.parametrize("age_s", [YEAR_S, -YEAR_S], ids=["a year ago", "in a year"])
-def test_a_count_of_another_time_is_made_anew(age_s: float, tmp_path: Path) -> None:
-    """A note of the size that is old, or of the future, is not believed."""
+def test_a_size_file_of_another_time_is_measured_again(age_s: float, tmp_path: Path) -> None:
+    """A size file that is old or from the future is measured again."""
     ask(tmp_path, KEYS[0])
     layout = Layout(tmp_path / "cache")
-    eviction._write_note(layout, 10**12, REAL_TIME() - age_s)
+    eviction._write_size_file(layout, 10**12, REAL_TIME() - age_s)
 
     ask(tmp_path, KEYS[1])
 
-    size = sum(weight.size_bytes for weight in eviction.weights(layout))
-    assert eviction._read_note(layout)[0] == size
+    size = sum(weight.size_bytes for weight in eviction.entry_usages(layout))
+    assert eviction._read_size_file(layout)[0] == size
     assert whole_entries(tmp_path) == 2

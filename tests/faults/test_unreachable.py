@@ -1,4 +1,4 @@
-"""Layers and caches that cannot be reached: one warning and a build, and no command breaks."""
+"""Unreachable layers and caches: one warning and a build, and commands end in order."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KEYS = {"exact": make_key(), "any of a major version": make_key(toolchain="nvrtc
 
 
 def cut_off(patch: pytest.MonkeyPatch, folder: Path, code: int) -> None:
-    """Have every look at a folder, and at what is below it, fail."""
+    """Make every access to a folder, and below it, fail."""
 
     def around(call: Callable[..., Any]) -> Callable[..., Any]:
         def look(subject: Any, *args: Any, **kwargs: Any) -> Any:
@@ -65,7 +65,7 @@ def test_a_layer_that_cannot_be_reached_costs_a_build_and_a_warning(
     assert entries[0].path is not None
     assert entries[0].path.is_relative_to(cache_dir)
     (warning,) = warnings_in(caplog)
-    rule = f"MLAGEN_CACHE_RO: expected a folder, got {os.strerror(code)}, passing it by"
+    rule = f"MLAGEN_CACHE_RO: expected a folder, got {os.strerror(code)}, ignoring it"
     assert warning == f"{rule}: {layer}"
 
 
@@ -78,7 +78,7 @@ def test_a_layer_that_goes_away_costs_a_build_and_a_warning(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A server that stops answering after the store was opened is as any other."""
+    """A server may fail after the store was opened."""
     ask(tmp_path / "far")
     layer, build = tmp_path / "far/cache", CountedBuild()
     monkeypatch.setenv("MLAGEN_CACHE_RO", str(layer))
@@ -89,20 +89,20 @@ def test_a_layer_that_goes_away_costs_a_build_and_a_warning(
     entry = store.find_or_build(key, build)
 
     assert (entry.cubin, build.calls) == (builds.CUBIN, 1)
-    # A stale handle is what a removed entry leaves; nothing is said of that.
+    # A stale handle belongs to a removed entry, and is not logged.
     assert len(warnings_in(caplog)) == (code != errno.ESTALE)
 
 
 @pytest.mark.parametrize("key", KEYS.values(), ids=KEYS)
 @pytest.mark.parametrize("code", CODES, ids=errno.errorcode.__getitem__)
-def test_a_cache_that_cannot_be_reached_keeps_kernels_in_memory(
+def test_a_cache_that_cannot_be_reached_stores_kernels_in_memory(
     code: int,
     key: Any,
     cache_dir: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """With one warning, and one build for the process."""
+    """There is one warning, and one build per process."""
     cut_off(monkeypatch, cache_dir, code)
     build = CountedBuild()
 
@@ -118,10 +118,10 @@ def test_a_cache_that_cannot_be_reached_keeps_kernels_in_memory(
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-def test_a_layer_below_a_folder_without_search_permission_is_passed_by(
+def test_a_layer_below_a_folder_without_search_permission_is_ignored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As the modes of a real disk have it."""
+    """The permissions are those of a real disk."""
     ask(tmp_path / "far")
     (tmp_path / "far").chmod(0o600)
     monkeypatch.setenv("MLAGEN_CACHE_RO", str(tmp_path / "far/cache"))
@@ -141,17 +141,17 @@ def test_a_layer_below_a_folder_without_search_permission_is_passed_by(
 
 
 def lock_away(tmp_path: Path) -> Path:
-    """Return a path below a folder that cannot be searched."""
+    """Return a path below a folder without search permission."""
     (tmp_path / "far/cache").mkdir(parents=True)
     (tmp_path / "far").chmod(0o600)
     return tmp_path / "far/cache"
 
 
 @pytest.mark.parametrize("arguments", [*EVERY, ("doctor",)], ids=shown)
-def test_a_command_passes_a_layer_by_that_cannot_be_reached(
+def test_a_command_ignores_a_layer_that_cannot_be_reached(
     arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It ends with a documented code and a line that names the layer, if it looks there."""
+    """It ends with a documented code and a line that names the layer, if it reads it."""
     layer = lock_away(tmp_path)
     monkeypatch.setenv("MLAGEN_CACHE_RO", str(layer))
 
@@ -169,7 +169,7 @@ def test_a_command_passes_a_layer_by_that_cannot_be_reached(
 def test_a_command_ends_in_order_without_a_folder_that_can_be_reached(
     name: str, arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a documented code, and one line if it is an error."""
+    """It ends with a documented code, and one line if it is an error."""
     folder = lock_away(tmp_path)
     monkeypatch.setenv(name, str(folder))
 
@@ -184,10 +184,10 @@ def test_a_command_ends_in_order_without_a_folder_that_can_be_reached(
         assert ran.stderr.count("\n") <= 1
 
 
-def test_a_home_that_cannot_be_written_names_what_helps(
+def test_an_unwritable_home_names_the_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A container with an unknown user and HOME=/ has no folder for a cache until it names one."""
+    """A container with an unknown user and HOME=/ has no cache folder until one is configured."""
     (tmp_path / "home").mkdir(mode=0o500)
     for name in ("MLAGEN_CACHE_DIR", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)

@@ -1,4 +1,4 @@
-"""Versions that share a folder, of mlagen and of NVRTC: each finds its own and harms no other."""
+"""Versions of mlagen and NVRTC that share a folder: each changes its own entries only."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ NAMES = ("mla_sm80", "another", "a third")
 
 @contextmanager
 def next_version(change: str) -> Iterator[None]:
-    """Be the next version of mlagen, with another layout or another meaning of keys."""
+    """Simulate the next version of mlagen, with another layout or another schema."""
     with pytest.MonkeyPatch.context() as patch:
         if change == "layout":
             patch.setattr(Layout, "version", property(lambda layout: layout.root / "v2"))
@@ -63,7 +63,7 @@ def next_version(change: str) -> Iterator[None]:
 def test_two_versions_of_mlagen_share_a_folder(
     change: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each builds, finds, lists and tidies its own kernels, whoever came first."""
+    """Each builds, finds, lists and cleans up its own kernels, in any order."""
     now, later = CountedBuild(), CountedBuild()
     for _ in range(2):
         for name in NAMES:
@@ -94,10 +94,8 @@ def test_two_versions_of_mlagen_share_a_folder(
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("change", ["layout", "schema"])
-def test_two_versions_at_work_at_once_do_not_disturb_each_other(
-    change: str, tmp_path: Path
-) -> None:
-    """Four processes of each build, set damage aside, evict and tidy in one folder."""
+def test_two_concurrent_versions_do_not_affect_each_other(change: str, tmp_path: Path) -> None:
+    """Four processes of each build, quarantine, evict and clean up in one folder."""
     keys = [f"family {number}" for number in range(8)]
 
     def work(number: int) -> None:
@@ -125,8 +123,8 @@ def test_two_versions_at_work_at_once_do_not_disturb_each_other(
     assert list(tmp_path.rglob("quarantine/*")) == list(tmp_path.rglob("staging/*")) == []
 
 
-def test_clearing_one_layout_leaves_the_other(tmp_path: Path) -> None:
-    """What a person removes with this version is what this version made."""
+def test_clearing_one_layout_keeps_the_other(tmp_path: Path) -> None:
+    """Clearing removes the entries of this version only."""
     make_store(tmp_path).find_or_build(make_key(), make_build)
     with next_version("layout"):
         make_store(tmp_path).find_or_build(make_key(), make_build)
@@ -141,7 +139,7 @@ def test_clearing_one_layout_leaves_the_other(tmp_path: Path) -> None:
 def test_an_entry_of_a_newer_schema_is_ignored_and_stays(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Where its key led to it all the same, the kernel is built, and it stays as it is."""
+    """If a key led to it, the kernel is built, and the entry stays."""
     key = make_key()
     make_store(tmp_path).find_or_build(key, make_build)
     path = entry_folder(tmp_path, key) / "manifest.json"
@@ -164,7 +162,7 @@ def test_an_entry_of_a_newer_schema_is_ignored_and_stays(
 
 
 class Upgraded:
-    """The installed wheel of NVRTC, of another version as far as its metadata say."""
+    """The installed wheel of NVRTC, with another version in its metadata."""
 
     def __init__(self, real: metadata.Distribution, version: str) -> None:
         self._real = real
@@ -172,13 +170,13 @@ class Upgraded:
         self.files = real.files
 
     def locate_file(self, file: object) -> object:
-        """Return where a listed file is."""
+        """Return the path of a listed file."""
         return self._real.locate_file(str(file))
 
 
 @contextmanager
 def nvrtc_of(version: str) -> Iterator[None]:
-    """Have an NVRTC of that version installed, as far as metadata say."""
+    """Simulate an installed NVRTC of that version, by metadata."""
     real = metadata.distribution
     installed = find_nvrtc().source
     if installed == "system":
@@ -198,10 +196,10 @@ def nvrtc_of(version: str) -> Iterator[None]:
             wanted_toolchain.cache_clear()
 
 
-def test_a_patch_of_nvrtc_makes_new_kernels_and_keeps_the_old(
+def test_a_patch_of_nvrtc_compiles_new_kernels_and_keeps_the_old(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """13.4.59 and 13.4.92 have the same options and keys; each has its own entry, side by side."""
+    """13.4.59 and 13.4.92 have the same options and keys, and separate entries."""
 
     def build(spec: KernelSpec, nvrtc: Nvrtc) -> object:
         assert spec == COMBINE
@@ -225,28 +223,28 @@ def test_a_patch_of_nvrtc_makes_new_kernels_and_keeps_the_old(
     assert warnings_in(caplog) == []
 
 
-def test_a_library_that_is_not_the_one_of_its_metadata_is_told_once(
+def test_a_library_that_differs_from_its_metadata_is_reported_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Kernels are kept under the compiler that really made them, with one warning for all."""
+    """The cache uses the version that compiled, with one warning per process."""
     nvrtc_module._warn.cache_clear()
     real = find_nvrtc()
     other = replace(COMBINE, head_dim_vo=128)
 
-    said = f"{real.version}99"  # of the same minor version, which has the same options
+    declared = f"{real.version}99"  # with the same minor version, and so the same options
 
-    with nvrtc_of(said):
+    with nvrtc_of(declared):
         outcomes = [find_or_build(spec) for spec in (COMBINE, other)]
 
     assert [outcome.entry.manifest.toolchain for outcome in outcomes] == [str(real)] * 2
     assert warnings_in(caplog) == [
-        f"NVRTC: expected {said} from {real.source}, but {real.version} compiled"
+        f"NVRTC: expected {declared} from {real.source}, but {real.version} compiled"
     ]
     assert [find_or_build(spec).built for spec in (COMBINE, other)] == [False, False]
 
 
-def test_an_architecture_that_nvrtc_does_not_know_leaves_nothing(cache_dir: Path) -> None:
-    """One message says which it knows; no entry, no staging, and other kernels are not affected."""
+def test_an_unknown_architecture_leaves_nothing(cache_dir: Path) -> None:
+    """One message lists the supported ones; no entry or staging remains, and other kernels work."""
     unknown = replace(COMBINE, arch=Arch(42))
 
     for _ in range(2):
@@ -279,7 +277,7 @@ GCC = shutil.which("cc") or shutil.which("gcc")
 
 @pytest.mark.skipif(GCC is None, reason="needs a C compiler, to build another libnvrtc")
 def test_an_nvrtc_of_another_major_version_in_the_process_is_not_used(tmp_path: Path) -> None:
-    """Whatever torch loaded first, and for all to see, kernels are compiled by the one found."""
+    """Kernels are compiled by the NVRTC that was found, whatever torch loaded globally before."""
     major = 25 - find_nvrtc().release[0]  # 12 beside 13, and 13 beside 12
     library = tmp_path / f"libnvrtc.so.{major}"
     (tmp_path / "stub.c").write_text(STUB % {"major": major})

@@ -1,4 +1,4 @@
-"""BatchMLA on a GPU: every promise of the wrapper, graphs, and no waiting for the device."""
+"""BatchMLA on a GPU: shared tests, CUDA graphs, and no device synchronization."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from tests.batch_mla_cases import (
 )
 from tests.batch_mla_semantics import SINGLE, SOME, BatchMlaSemantics
 from tests.cases import MlaCase
+from tests.device_sync import no_device_sync
 from tests.planless_semantics import PlanlessSemantics
-from tests.waiting import no_waiting
 
 LONG = (
-    batch_case("157 requests", ((1, 1024), (3, 17), (1, 514)) * 52 + ((2, 97),), page_size=16),
+    batch_case("157 sequences", ((1, 1024), (3, 17), (1, 514)) * 52 + ((2, 97),), page_size=16),
     batch_case(
-        "one long request of many",
+        "one long sequence of many",
         ((1, 30_000), *((1, 33),) * 20),
         page_size=64,
         heads=128,
@@ -36,14 +36,14 @@ LONG = (
 )
 
 
-class TestOnTheGpu(BatchMlaSemantics):
-    """Every promise of planned runs, kept by the kernels."""
+class TestBatchMlaOnGpu(BatchMlaSemantics):
+    """Shared tests of planned runs, on a GPU."""
 
     device = "cuda"
 
 
-class TestPlanlessOnTheGpu(PlanlessSemantics):
-    """Every promise of runs without a plan, kept by the kernels."""
+class TestPlanlessOnGpu(PlanlessSemantics):
+    """Shared tests of planless runs, on a GPU."""
 
     device = "cuda"
 
@@ -51,7 +51,7 @@ class TestPlanlessOnTheGpu(PlanlessSemantics):
 @pytest.mark.parametrize("metadata", ["cpu", None], ids=["on the host", "on the device"])
 @pytest.mark.parametrize("case", LONG, ids=str)
 def test_large_batches(case: MlaCase, metadata: str | None) -> None:
-    """Many requests, and one long among short ones, are right however they are planned."""
+    """Many sequences, and one long among short ones, are right for any device of the metadata."""
     problem = case.build("cuda")
 
     out, lse = run_with_lse(wrapper_of(problem, metadata=metadata), problem)
@@ -61,14 +61,14 @@ def test_large_batches(case: MlaCase, metadata: str | None) -> None:
 
 @pytest.mark.parametrize("metadata", ["cpu", None], ids=["on the host", "on the device"])
 @pytest.mark.parametrize("case", [SOME, SINGLE], ids=["ragged", "one token each"])
-def test_nothing_waits_for_the_device(case: MlaCase, metadata: str | None) -> None:
-    """A plan and its run are queued behind what the device is doing."""
+def test_plan_and_run_do_not_synchronize(case: MlaCase, metadata: str | None) -> None:
+    """A plan and its run are enqueued without a device synchronization."""
     problem = case.build("cuda")
     arguments = plan_arguments(problem, metadata=metadata)
     wrapper = wrapper_of(problem)
     run(wrapper, problem)  # compiles and loads
 
-    with no_waiting():
+    with no_device_sync():
         wrapper.plan(**arguments)
         out = run(wrapper, problem)
 
@@ -76,7 +76,7 @@ def test_nothing_waits_for_the_device(case: MlaCase, metadata: str | None) -> No
 
 
 def test_pinned_metadata_may_change_after_a_plan() -> None:
-    """Metadata in pinned memory is read while a plan is made, and not later."""
+    """A plan reads metadata in pinned memory synchronously."""
     problem = SOME.build("cuda")
     arguments = plan_arguments(problem, metadata="cpu")
     names = ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr")
@@ -92,8 +92,8 @@ def test_pinned_metadata_may_change_after_a_plan() -> None:
     problem.check(out, lse)
 
 
-def test_a_captured_run_follows_later_plans() -> None:
-    """With the buffers of a graph, a replay computes what was planned last."""
+def test_a_replay_follows_later_plans() -> None:
+    """With CUDA graph buffers a replay computes the latest plan."""
     first = replace(SOME, seq_lens=(1, 1, 0, 3), q_lens=(1, 1, 1, 3)).build("cuda")
     second = SOME.build("cuda")
     third = replace(SOME, seq_lens=(5, 700, 64, 2), q_lens=(0, 3, 1, 2), seed=7).build("cuda")
@@ -124,7 +124,7 @@ def test_a_captured_run_follows_later_plans() -> None:
 
 
 def test_a_captured_run_without_buffers_is_rejected() -> None:
-    """The next plan would free what replays read; the capture goes on, and the wrapper runs."""
+    """The next plan would free memory that replays read; capture and wrapper stay usable."""
     problem = SOME.build("cuda")
     wrapper = wrapper_of(problem)
     outputs = {"out": torch.empty_like(problem.query)}
@@ -142,8 +142,8 @@ def test_a_captured_run_without_buffers_is_rejected() -> None:
     problem.check(run(wrapper, problem, **outputs))
 
 
-def test_contents_on_the_device_are_checked_where_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With MLAGEN_CHECK=1 a run rejects metadata that contradicts itself."""
+def test_metadata_is_checked_with_mlagen_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With MLAGEN_CHECK=1 a run rejects contradictory metadata."""
     problem = SOME.build("cuda")
     lens = problem.seq_lens.clone()
     lens[1] = 1000
@@ -151,12 +151,14 @@ def test_contents_on_the_device_are_checked_where_asked(monkeypatch: pytest.Monk
     monkeypatch.setenv("MLAGEN_CHECK", "1")
     current_settings.cache_clear()
 
-    with pytest.raises(ArgumentError, match=r"kv_len_arr\[1\]: expected 16 \(what its block table"):
+    with pytest.raises(
+        ArgumentError, match=r"kv_len_arr\[1\]: expected 16 \(capacity of its block table"
+    ):
         run(wrapper, problem)
 
 
 def test_a_workspace_that_is_too_small_is_rejected() -> None:
-    """The error names both sizes."""
+    """The message has both sizes."""
     problem = LONG[1].build("cuda")
     wrapper = BatchMLAPagedAttentionWrapper(torch.empty(1024, dtype=torch.uint8, device="cuda"))
     wrapper.plan(**plan_arguments(problem, metadata="cpu"))

@@ -1,11 +1,11 @@
-"""What calls written for FlashInfer rely on, kept by the kernels."""
+"""FlashInfer compatibility on a GPU."""
 
 from __future__ import annotations
 
 from tests.drop_in_semantics import DropInSemantics
 
 
-class TestOnTheGpu(DropInSemantics):
-    """Every promise, on a GPU."""
+class TestDropInOnGpu(DropInSemantics):
+    """Shared tests, on a GPU."""
 
     device = "cuda"

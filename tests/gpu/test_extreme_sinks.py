@@ -1,4 +1,4 @@
-"""Sinks at the limits of float32, and rows that see nothing, in the kernels for Hopper."""
+"""Sinks at the limits of float32, and fully masked rows, in the sm90 kernels."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from mlagen.api.mla_call import run_mla
 from mlagen.settings import current_settings
 from tests.gqa_problems import GqaCase
 from tests.gqa_semantics import decode
-from tests.hopper_tiles import taking_hopper_kernels
-from tests.mla_cases import KINDS, of_kind
+from tests.mla_cases import KINDS, case_of_kind
 from tests.sink_values import extreme_sinks
+from tests.sm90_tiles import sm90_kernels
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-    reason="needs a Hopper GPU",
+    reason="needs an sm_90 GPU",
 )
 
-# Whole requests, pieces of one, and none of it.
-LENGTHS = {"whole": (70, 1, 0), "pieces": (9000, 0)}
+# Whole sequences, splits of one, and an empty one.
+LENGTHS = {"whole": (70, 1, 0), "splits": (9000, 0)}
 
 
 @pytest.fixture(autouse=True)
-def _hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Have every call of this file take a sm90 kernel."""
+def _sm90(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Make every call of this file use an sm90 kernel."""
     monkeypatch.setenv("MLAGEN_GQA_KERNEL", "sm90")
     current_settings.cache_clear()
-    with taking_hopper_kernels(monkeypatch):
+    with sm90_kernels(monkeypatch):
         yield
 
 
@@ -38,8 +38,8 @@ def _hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("q_len", [1, 4], ids=["few rows", "many rows"])
 @pytest.mark.parametrize("kind", ["bf16", "fp16", "e4m3", "bf16 over fp8_ds_mla", "fp8_per_token"])
 def test_mla(kind: str, q_len: int, lengths: tuple[int, ...]) -> None:
-    """Output and LSE are float64's, in both bases."""
-    case = of_kind(KINDS[kind], name="", seq_lens=lengths, heads=16, q_len=q_len)
+    """Output and LSE match float64, in both bases."""
+    case = case_of_kind(KINDS[kind], name="", seq_lens=lengths, heads=16, q_len=q_len)
     problem = replace(case.build("cuda"), sinks=extreme_sinks("cuda"))
 
     for base in ("base2", "basee"):
@@ -51,8 +51,8 @@ def test_mla(kind: str, q_len: int, lengths: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 @pytest.mark.parametrize("kv", ["16-bit", "e4m3"])
-def test_grouped_query(kv: str, lengths: tuple[int, ...]) -> None:
-    """The output is float64's."""
+def test_gqa(kv: str, lengths: tuple[int, ...]) -> None:
+    """The output matches float64."""
     problem = GqaCase(name="", seq_lens=lengths, group=8, page_size=64, kv=kv).build("cuda")
     problem = replace(problem, sinks=extreme_sinks("cuda"))
 

@@ -1,4 +1,4 @@
-"""flare_mla_decoding on a GPU: every promise of it, graphs, and no waiting for the device."""
+"""flare_mla_decoding on a GPU: shared tests, CUDA graphs, and no device synchronization."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.device_sync import no_device_sync
 from tests.flare_dense_semantics import FlareDenseSemantics
 from tests.flare_masks import MASKS
 from tests.flare_problems import (
@@ -20,19 +21,18 @@ from tests.flare_problems import (
     pad,
 )
 from tests.flare_semantics import FlareSemantics
-from tests.waiting import no_waiting
 
 
-class TestOnTheGpu(FlareSemantics, FlareDenseSemantics):
-    """Every promise of the entry point, kept by the kernels."""
+class TestFlareOnGpu(FlareSemantics, FlareDenseSemantics):
+    """Shared tests, on a GPU."""
 
     device = "cuda"
 
 
 @pytest.mark.parametrize("form", ["ragged", "padded", "one token each"])
 @pytest.mark.parametrize("name", MASKS)
-def test_nothing_waits_for_the_device(name: str, form: str) -> None:
-    """A call is queued behind what the device is doing, whatever the mask."""
+def test_a_call_does_not_synchronize(name: str, form: str) -> None:
+    """A call is enqueued without a device synchronization, whatever the mask."""
     problem, rule = RAGGED.build("cuda"), MASKS[name]
     mask = rule.mask(6, 6, "cuda")
     rule = replace(rule, mask=lambda *_: mask)
@@ -47,7 +47,7 @@ def test_nothing_waits_for_the_device(name: str, form: str) -> None:
     changes = {"ragged": {}, "padded": full, "one token each": one}[form]
     decode(problem, rule, cache_lengths=cached, **changes)  # compiles and loads
 
-    with no_waiting():
+    with no_device_sync():
         out = decode(problem, rule, cache_lengths=cached, **changes)
 
     if form != "one token each":
@@ -56,7 +56,7 @@ def test_nothing_waits_for_the_device(name: str, form: str) -> None:
 
 @pytest.mark.parametrize("row_format", FORMATS)
 @pytest.mark.parametrize("name", ["causal", "numbers, in a window"])
-def test_a_graph_follows_lengths_and_tables(name: str, row_format: str) -> None:
+def test_a_replay_follows_lengths_and_tables(name: str, row_format: str) -> None:
     """A captured call replays with other lengths, tables and contents."""
     first_case = replace(FORMATS[row_format], q_lens=(5, 6), seq_lens=(8, 60))
     cases = [
@@ -74,7 +74,7 @@ def test_a_graph_follows_lengths_and_tables(name: str, row_format: str) -> None:
         1, 1, problem.kv_cache.element_size()
     )
     blocks = blocks.view(problem.kv_cache.dtype)
-    scales = torch.zeros(60, 16, device="cuda") if "kv_scales" in problem.rare else None
+    scales = torch.zeros(60, 16, device="cuda") if "kv_scales" in problem.extra_args else None
     changes: dict[str, Any] = {
         "cache_lengths": cached,
         "block_table": table,
@@ -94,8 +94,8 @@ def test_a_graph_follows_lengths_and_tables(name: str, row_format: str) -> None:
         blocks.view(torch.uint8)[:pages] = other.kv_cache.view(torch.uint8)
         problem.query.view(torch.uint8).copy_(other.query.view(torch.uint8))
         if scales is not None:
-            scales[:pages] = other.rare["kv_scales"]
-            problem.rare["query_scales"].copy_(other.rare["query_scales"])
+            scales[:pages] = other.extra_args["kv_scales"]
+            problem.extra_args["query_scales"].copy_(other.extra_args["query_scales"])
         graph.replay()
 
         check(other, rule, out)
@@ -103,8 +103,8 @@ def test_a_graph_follows_lengths_and_tables(name: str, row_format: str) -> None:
 
 @pytest.mark.parametrize("heads", [1, 16, 128])
 @pytest.mark.parametrize("row_format", ["bf16", "fp8_per_token"])
-def test_long_requests(row_format: str, heads: int) -> None:
-    """Requests long enough to split are right, for any number of heads."""
+def test_long_sequences(row_format: str, heads: int) -> None:
+    """Split sequences are right, for any number of heads."""
     kv_format = "" if row_format == "bf16" else row_format
     case = flare_case(
         seq_lens=(30_000, 128, 5000), q_lens=(1, 1, 1), heads=heads, kv_format=kv_format

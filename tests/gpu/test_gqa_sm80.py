@@ -1,4 +1,4 @@
-"""The grouped-query decode kernel on a GPU, against float64."""
+"""The sm80 GQA kernel on a GPU, against float64."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tests.gqa_visibility import GqaVisibility
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_every_element_is_attention_as_float64_computes_it(case: GqaCase) -> None:
-    """The output is right, whatever NaN and wild ids stand in what must not be read."""
+def test_output_matches_float64(case: GqaCase) -> None:
+    """The output is right with NaN and invalid page ids in all memory that must not be read."""
     problem = case.build("cuda")
 
     out = decode(problem)
@@ -28,14 +28,14 @@ def test_every_element_is_attention_as_float64_computes_it(case: GqaCase) -> Non
     problem.check(out)
 
 
-class TestOnTheGpu(GqaSemantics, GqaVisibility):
-    """Every promise of the entry point, kept by the kernels."""
+class TestGqaOnGpu(GqaSemantics, GqaVisibility):
+    """Shared tests, on a GPU."""
 
     device = "cuda"
 
 
 def needed_bytes(problem: GqaProblem, **changes: Any) -> int:
-    """Return the workspace that a call needs, as it says itself when there is none."""
+    """Return the workspace size of a call, from the error of a call without workspace."""
     nothing = torch.empty(0, dtype=torch.uint8, device="cuda")
     with pytest.raises(ArgumentError) as caught:
         decode(problem, workspace_buffer=nothing, **changes)
@@ -90,7 +90,7 @@ def test_inputs_are_not_written() -> None:
 
 
 def test_the_same_plan_gives_the_same_bits() -> None:
-    """A repeated call gives bitwise the same result."""
+    """A repeated call gives a bitwise equal result."""
     problem = GqaCase(name="", seq_lens=(5000, 77, 900), q_len=2).build("cuda")
     first = decode(problem)
 
@@ -100,7 +100,7 @@ def test_the_same_plan_gives_the_same_bits() -> None:
 
 
 def test_offsets_beyond_32_bits() -> None:
-    """Pages that lie more than 2^32 bytes into the cache are read where they are."""
+    """Pages beyond 2^32 bytes of the cache are read correctly."""
     if torch.cuda.mem_get_info()[0] < 14 * 2**30:
         pytest.skip("needs 14 GiB of free GPU memory")
     problem = GqaCase(name="", seq_lens=(300,), page_size=64).build("cuda")
@@ -120,17 +120,17 @@ def test_offsets_beyond_32_bits() -> None:
 
 
 @pytest.mark.parametrize("q_lens", [None, (3, 0, 1)], ids=["uniform", "ragged"])
-def test_a_graph_follows_changed_lengths_tables_and_content(
+def test_a_replay_follows_changed_lengths_tables_and_content(
     q_lens: tuple[int, ...] | None,
 ) -> None:
-    """What is captured once is right for whatever the tensors hold at a replay."""
+    """A replay is right for the current content of the tensors."""
 
     def case(seed: int, *seq_lens: int) -> GqaCase:
         lens = q_lens if q_lens is None or seed == 0 else (0, 2, 2)
         mask = "random" if q_lens else None
         return GqaCase(name="", seq_lens=seq_lens, q_lens=lens, sink=3.0, mask=mask, seed=seed)
 
-    # Each as wide a table and as many pages as the others, whatever their lengths.
+    # All have equally wide tables and as many pages, whatever their lengths.
     problems = [case(seed, *lens).build("cuda") for seed, lens in enumerate(_LENGTHS)]
     width = max(problem.block_tables.shape[1] for problem in problems)
     pages = max(len(problem.store.key) for problem in problems)
@@ -174,20 +174,20 @@ def _widened(problem: GqaProblem, width: int, pages: int) -> dict[str, Any]:
     return problem.arguments(block_tables=tables, kv_cache=caches, max_seq_len=5000, **longest)
 
 
-def test_a_kernel_is_not_compiled_while_a_graph_is_captured() -> None:
-    """The first call of a kind says so, rather than to break the capture."""
+def test_a_kernel_is_not_compiled_during_capture() -> None:
+    """The first call of a kernel raises CaptureError instead of breaking the capture."""
     problem = GqaCase(name="", seq_lens=(70,), head_dim=176, page_size=7).build("cuda")
     arguments = problem.arguments(out=torch.empty_like(problem.query))
     graph = torch.cuda.CUDAGraph()
 
     with torch.cuda.graph(graph):
-        arguments["out"].zero_()  # torch warns of a graph without work
+        arguments["out"].zero_()  # torch warns about an empty graph
         with pytest.raises(CaptureError):
             mlagen.decode.xqa_batch_decode_with_kv_cache(**arguments)
 
 
-def test_two_streams_with_a_workspace_each() -> None:
-    """Calls that run at the same time do not meet."""
+def test_two_streams_with_separate_workspaces() -> None:
+    """Concurrent calls do not affect each other."""
     problems = [
         GqaCase(name="", seq_lens=(5000, 300), seed=seed, q_len=2).build("cuda")
         for seed in range(2)
@@ -210,15 +210,15 @@ def test_two_streams_with_a_workspace_each() -> None:
 
 
 @pytest.mark.parametrize("enable_pdl", [None, True, False])
-def test_dependent_launch_changes_no_result(enable_pdl: bool | None) -> None:
-    """A kernel that may start early waits for what it reads."""
+def test_pdl_changes_no_result(enable_pdl: bool | None) -> None:
+    """A kernel that launches early waits for its inputs."""
     problem = GqaCase(name="", seq_lens=(5000, 300)).build("cuda")
     arguments = problem.arguments(enable_pdl=enable_pdl)
     query = arguments["query"].clone()
 
     outs = []
     for _ in range(20):
-        arguments["query"] = query * 1.0  # made right before it is read
+        arguments["query"] = query * 1.0  # written right before it is read
         outs.append(mlagen.decode.xqa_batch_decode_with_kv_cache(**arguments))
 
     for out in outs:
@@ -226,12 +226,12 @@ def test_dependent_launch_changes_no_result(enable_pdl: bool | None) -> None:
     problem.check(outs[0])
 
 
-def test_checked_calls_name_a_wild_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With MLAGEN_CHECK=1 a page id that is none is rejected before anything is launched."""
+def test_mlagen_check_reports_an_invalid_page_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With MLAGEN_CHECK=1 an invalid page id is rejected before the launch."""
     problem = GqaCase(name="", seq_lens=(70, 3)).build("cuda")
     tables = problem.block_tables.clone()
     tables[0, 2] = -7
-    decode(problem)  # remembered by its form
+    decode(problem)  # cached by its signature
     monkeypatch.setenv("MLAGEN_CHECK", "1")
     current_settings.cache_clear()
 
@@ -244,8 +244,8 @@ def test_checked_calls_name_a_wild_page(monkeypatch: pytest.MonkeyPatch) -> None
     )
 
 
-def test_a_remembered_call_still_looks_where_tensors_begin() -> None:
-    """Where a tensor begins is looked at in every call, unlike its shape."""
+def test_a_cached_call_checks_base_addresses() -> None:
+    """The alignment of each base address is checked in every call, unlike shapes."""
     problem = GqaCase(name="", seq_lens=(70, 3)).build("cuda")
     decode(problem)
     memory = torch.zeros(problem.query.numel() + 8, dtype=torch.bfloat16, device="cuda")

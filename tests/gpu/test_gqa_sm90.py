@@ -1,4 +1,4 @@
-"""The Hopper GQA kernel: right, and the same in whatever order warps and blocks arrive."""
+"""The sm90 GQA kernel: right, and bitwise equal in any order of warps and CTAs."""
 
 from __future__ import annotations
 
@@ -19,68 +19,68 @@ from mlagen.spec.gqa_sm90 import GqaSm90Spec
 from tests.gqa_problems import E4M3, GqaCase, GqaProblem
 from tests.gqa_semantics import decode
 from tests.graph_replay import captured
-from tests.hopper_tiles import taking_heads_together
-from tests.launch_repeats import counters_left, delayed_launches, mismatches, with_delays
+from tests.launch_repeats import delayed_launches, mismatches, nonzero_semaphore_bytes, with_delays
+from tests.sm90_tiles import max_heads_per_cta
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-    reason="needs a Hopper GPU",
+    reason="needs an sm_90 GPU",
 )
 
 Delay = Callable[[GqaProblem], torch.Tensor]
 
-# Of every width of tile: one request in many pieces, some in a few, and many beside each other.
-WIDTHS: dict[str, dict[str, Any]] = {
+# For every tile: one sequence in many splits, some in a few, and many sequences.
+TILES: dict[str, dict[str, Any]] = {
     "8 rows": {"group": 8},
     "16 rows": {"group": 16},
     "32 rows": {"group": 8, "q_len": 4},
     "32 rows, e4m3": {"group": 8, "q_len": 4, "kv": "e4m3"},
     "two tiles": {"group": 16, "q_len": 3},
-    "a team of one": {"group": 3, "kv_heads": 1},
-    "a team of 8": {"group": 2, "kv_heads": 8},
-    "two heads a block": {"group": 3, "kv_heads": 6, "kv": "e4m3"},
-    "four heads a block": {"group": 2, "kv_heads": 8, "kv": "e4m3", "head_dim": 64},
+    "a CTA group of one": {"group": 3, "kv_heads": 1},
+    "a CTA group of 8": {"group": 2, "kv_heads": 8},
+    "two heads per CTA": {"group": 3, "kv_heads": 6, "kv": "e4m3"},
+    "four heads per CTA": {"group": 2, "kv_heads": 8, "kv": "e4m3", "head_dim": 64},
 }
 LENGTHS = {
-    "many pieces": (20000,),
+    "many splits": (20000,),
     "one long, one short": (20000, 2500),
-    "few pieces": (5000, 77, 900, 64, 0, 1),
-    "alike": (1088,) * 32,
-    "many requests": tuple(17 + 67 * i % 911 for i in range(300)),
-    "empty requests": (0,) * 1000,
+    "few splits": (5000, 77, 900, 64, 0, 1),
+    "equal": (1088,) * 32,
+    "many sequences": tuple(17 + 67 * i % 911 for i in range(300)),
+    "empty sequences": (0,) * 1000,
 }
 CASES = [
-    GqaCase(name=f"{width}, {name}", seq_lens=lens, sink=2.0, page_size=64, **facts)
-    for width, facts in WIDTHS.items()
+    GqaCase(name=f"{tile}, {name}", seq_lens=lens, sink=2.0, page_size=64, **facts)
+    for tile, facts in TILES.items()
     for name, lens in LENGTHS.items()
 ]
-FORMS: dict[str, dict[str, Any]] = {
+VARIANTS: dict[str, dict[str, Any]] = {
     "bf16": {},
     "fp16, head dim 64": {"dtype": torch.float16, "head_dim": 64, "page_size": 16},
     "head dim 256": {"head_dim": 256, "page_size": 48},
     "e4m3": {"kv": "e4m3", "page_size": 128},
     "e4m3, head dim 64": {"kv": "e4m3", "head_dim": 64, "page_size": 16},
     "e4m3, head dim 256, out too": {"kv": "e4m3", "head_dim": 256, "out_dtype": E4M3},
-    "a window, HND": {"window": 300, "layout": "HND", "form": "stacked"},
+    "a window, HND": {"window": 300, "layout": "HND", "cache_layout": "stacked"},
 }
 
 
 @pytest.fixture(autouse=True)
-def _hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Have every call of this file take the sm90 kernel, with as many heads as a block may."""
+def _sm90(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Make every call of this file use the sm90 kernel, with the max number of heads per CTA."""
     monkeypatch.setenv("MLAGEN_GQA_KERNEL", "sm90")
     current_settings.cache_clear()
-    with taking_heads_together(monkeypatch):
+    with max_heads_per_cta(monkeypatch):
         yield
 
 
-@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_both_kernels_are_right(
-    case: GqaCase, form: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    case: GqaCase, variant: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each is within the tolerance of float64, so they are within twice that of each other."""
-    problem = replace(case, **form).build("cuda")
+    """Each kernel is within the tolerance of float64."""
+    problem = replace(case, **variant).build("cuda")
     gqa_call._calls.clear()
     for kernel in ("sm90", "sm80"):
         monkeypatch.setenv("MLAGEN_GQA_KERNEL", kernel)
@@ -92,15 +92,15 @@ def test_both_kernels_are_right(
     assert kinds == [GqaSm90Launcher, GqaSm80Launcher]
 
 
-def test_without_a_page_there_is_nothing_to_see() -> None:
-    """Tables of no columns are not read; every row is zero."""
+def test_an_empty_block_table() -> None:
+    """A block table without columns is not read; every row is zero."""
     problem = GqaCase(name="", seq_lens=(0, 0, 0)).build("cuda")
 
     assert not decode(problem, block_tables=problem.block_tables[:, :0].contiguous()).any()
 
 
 def repeat(problem: GqaProblem, repeats: int) -> int:
-    """Return in how many repetitions any bit differs from the first."""
+    """Return the number of repetitions that differ from the first in any bit."""
     out = torch.empty_like(decode(problem))
     arguments = problem.arguments(out=out)
 
@@ -113,28 +113,28 @@ def repeat(problem: GqaProblem, repeats: int) -> int:
 
 @pytest.mark.parametrize("case", CASES[::2], ids=str)
 def test_ten_thousand_launches_give_the_same_bits(case: GqaCase) -> None:
-    """No race between blocks or warps shows in a result."""
+    """No race between CTAs or warps changes a result."""
     problem = case.build("cuda")
 
     assert repeat(problem, 10_000) == 0
 
 
-# Where warps wait for others, and how long they may sleep before it, in nanoseconds.
+# Places where warps wait, and the max sleep before each, in nanoseconds.
 DELAYS = {
-    "  mbarrier_wait(shared_address(&barrier), parity);\n": 2000,
-    "      barrier_sync(kConsumerBarrier, kConsumerThreads);": 5000,
-    "        combine_partials(params, work_items.at(count, head), count, 0, 0,": 20_000,
-    "    smem.work_items.await_place(count);\n": 5000,
-    "    work_items.semaphore_wait(count + 1);\n": 2000,
+    "  mbarrier_wait(shared_address(&barrier), phase);\n": 2000,
+    "      sync(NamedBarrier::ConsumersSynced, kConsumerThreads);": 5000,
+    "        combine_partials(params, work_pipeline.at(work_idx, head), work_idx, 0, 0,": 20_000,
+    "    smem.work_pipeline.wait_empty(work_idx);\n": 5000,
+    "    work_pipeline.wait_full(work_idx + 1);\n": 2000,
     "  store_warp_partial(0, 0, warp, softmax, output, smem);\n": 5000,
-    "    barrier_sync(kStartBarrier, kThreads);\n": 5000,
-    "    barrier_sync(kCheckedBarrier, kThreads);\n": 5000,
+    "    sync(NamedBarrier::FirstWorkReady, kThreads);\n": 5000,
+    "    sync(NamedBarrier::FirstWorkChecked, kThreads);\n": 5000,
 }
 
 
 @pytest.fixture(name="delay")
 def fixture_delay(monkeypatch: pytest.MonkeyPatch) -> Iterator[Delay]:
-    """Have later calls of a problem fall asleep by chance; return what it gives before."""
+    """Make later calls of a problem sleep at random; return the result without delays."""
 
     def delay(problem: GqaProblem) -> torch.Tensor:
         gqa_call._calls.clear()
@@ -154,7 +154,7 @@ def fixture_delay(monkeypatch: pytest.MonkeyPatch) -> Iterator[Delay]:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_delays_change_no_bit(case: GqaCase, delay: Delay) -> None:
-    """Whichever warp or block comes last, and whatever it finds done, the result is the same."""
+    """The result does not depend on the order of warps and CTAs."""
     problem = case.build("cuda")
     expected = delay(problem)
 
@@ -164,12 +164,12 @@ def test_delays_change_no_bit(case: GqaCase, delay: Delay) -> None:
     assert torch.equal(decode(problem), expected)
 
 
-def test_no_copy_overtakes_a_read(delay: Delay) -> None:
-    """What a warp still reads of a stage is not copied over: a race that shows seldom.
+def test_no_copy_overwrites_a_stage_in_use(delay: Delay) -> None:
+    """A stage is not overwritten while a warp reads it.
 
-    Once in 10,000 of these launches, where arrivals at barriers did not wait for ldmatrix.
+    The race occurs once in 10,000 of these launches if mbarrier arrivals do not wait for ldmatrix.
     """
-    problem = next(case for case in CASES if case.name == "16 rows, many requests").build("cuda")
+    problem = next(case for case in CASES if case.name == "16 rows, many sequences").build("cuda")
     expected = delay(problem)
 
     differing = repeat(problem, 60_000)
@@ -179,8 +179,8 @@ def test_no_copy_overtakes_a_read(delay: Delay) -> None:
 
 
 @pytest.mark.parametrize("case", CASES[1::3], ids=str)
-def test_a_thousand_replays_leave_the_counters_at_zero(case: GqaCase) -> None:
-    """A replay needs no memset, for every launch leaves what it found."""
+def test_a_thousand_replays_keep_the_semaphores_at_zero(case: GqaCase) -> None:
+    """A replay needs no memset, since every launch resets its semaphores."""
     problem = case.build("cuda")
     expected = decode(problem).clone()
     arguments = problem.arguments(out=torch.empty_like(expected))
@@ -191,13 +191,13 @@ def test_a_thousand_replays_leave_the_counters_at_zero(case: GqaCase) -> None:
 
     torch.cuda.synchronize()
     assert torch.equal(arguments["out"], expected)
-    assert counters_left() == 0
+    assert nonzero_semaphore_bytes() == 0
 
 
-def test_lengths_that_the_kernel_before_still_writes_are_those_that_count() -> None:
-    """A call whose output is the lengths of the next one, which begins before they are there.
+def test_pdl_waits_for_lengths_of_the_preceding_kernel() -> None:
+    """The output of a call is the lengths of the next one, which launches early.
 
-    The one token of that call is seen alone, so its value is the output, bit for bit.
+    The first call attends to one token, so its output is that token's value, bit for bit.
     """
     problem = GqaCase(name="", seq_lens=(1000,) * 32, page_size=64).build("cuda")
     lengths = [
@@ -228,21 +228,21 @@ def test_lengths_that_the_kernel_before_still_writes_are_those_that_count() -> N
     assert all(torch.equal(out, expected[turn % 2]) for turn, out in enumerate(found))
 
 
-def test_a_wild_page_does_not_fault() -> None:
-    """What a request gives whose ids are no pages is not specified; others get what is theirs."""
+def test_an_invalid_page_id_does_not_fault() -> None:
+    """An invalid page id affects only its own sequence."""
     problem = GqaCase(name="", seq_lens=(700, 300), page_size=64, group=8).build("cuda")
     right = decode(problem)
-    for wild in (-1, -(2**31), 2**31 - 1, len(problem.store.key)):
+    for page_id in (-1, -(2**31), 2**31 - 1, len(problem.store.key)):
         tables = problem.block_tables.clone()
-        tables[0, 3] = wild
+        tables[0, 3] = page_id
 
         out = decode(problem, block_tables=tables)
 
         assert torch.equal(out[1], right[1])
 
 
-def test_where_offsets_go_back_nothing_is_written() -> None:
-    """There could be more work than positions on the line; and a later call is right."""
+def test_descending_offsets_write_nothing() -> None:
+    """Their work could exceed 32-bit linear block indices; a later call is right."""
     problem = GqaCase(name="", seq_lens=(300,) * 200, q_lens=(2,) * 200, kv_heads=1).build("cuda")
     right = decode(problem)
     out = torch.full_like(right, 7.0)

@@ -1,4 +1,4 @@
-"""Calls in a green context of 16 SMs: as right as in the whole GPU, before and after."""
+"""Calls in a green context of 16 SMs, and in the whole GPU before and after."""
 
 from __future__ import annotations
 
@@ -13,41 +13,45 @@ from mlagen.runtime.device import checked
 from tests.cases import MlaProblem
 from tests.gqa_problems import GqaCase
 from tests.gqa_semantics import decode as decode_gqa
-from tests.hopper_tiles import taking_hopper_kernels
-from tests.mla_cases import KINDS, of_kind
+from tests.mla_cases import KINDS, case_of_kind
 from tests.mla_semantics import decode
+from tests.sm90_tiles import sm90_kernels
 
 driver = pytest.importorskip("cuda.bindings.driver")
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-    reason="needs a Hopper GPU",
+    reason="needs an sm_90 GPU",
 )
 
 _SMS = 16
 CASES = {
-    "bf16, few rows": of_kind(KINDS["bf16"], name="", seq_lens=(9000, 70, 0), heads=16),
-    "bf16, many rows": of_kind(KINDS["bf16"], name="", seq_lens=(9000, 70, 0), heads=128),
-    "e4m3": of_kind(KINDS["e4m3"], name="", seq_lens=(9000, 70), heads=128, with_sinks=True),
-    "packed": of_kind(KINDS["bf16 over fp8_ds_mla"], name="", seq_lens=(9000, 70), heads=64),
-    "lists": of_kind(KINDS["bf16 over fp8_ds_mla"], name="", seq_lens=(9000,), top_k=2048, q_len=4),
-    "ragged": of_kind(KINDS["bf16"], name="", seq_lens=(9000, 70), q_lens=(3, 1), heads=40),
+    "bf16, few rows": case_of_kind(KINDS["bf16"], name="", seq_lens=(9000, 70, 0), heads=16),
+    "bf16, many rows": case_of_kind(KINDS["bf16"], name="", seq_lens=(9000, 70, 0), heads=128),
+    "e4m3": case_of_kind(KINDS["e4m3"], name="", seq_lens=(9000, 70), heads=128, with_sinks=True),
+    "fp8_ds_mla": case_of_kind(
+        KINDS["bf16 over fp8_ds_mla"], name="", seq_lens=(9000, 70), heads=64
+    ),
+    "sparse": case_of_kind(
+        KINDS["bf16 over fp8_ds_mla"], name="", seq_lens=(9000,), top_k=2048, q_len=4
+    ),
+    "ragged": case_of_kind(KINDS["bf16"], name="", seq_lens=(9000, 70), q_lens=(3, 1), heads=40),
 }
 
 
 @pytest.fixture(params=["auto", "sm90"])
 def _kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Have calls take the kernel that is fastest, or one for Hopper."""
+    """Make calls use the default kernel, or an sm90 kernel."""
     if request.param == "auto":
         yield
         return
-    with taking_hopper_kernels(monkeypatch):
+    with sm90_kernels(monkeypatch):
         yield
 
 
 @pytest.fixture(scope="module")
 def stream() -> torch.cuda.Stream:
-    """Return a stream of a green context of 16 SMs, which lives as long as the process."""
+    """Return a stream of a green context of 16 SMs that lives as long as the process."""
     kind = driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
     torch.zeros(1, device="cuda")
     device = checked(driver.cuDeviceGet(torch.cuda.current_device()), "cuDeviceGet")
@@ -63,7 +67,7 @@ def stream() -> torch.cuda.Stream:
 
 
 def inside(stream: torch.cuda.Stream, call: Callable[[], Any]) -> Any:
-    """Return what a call gives on a stream, after all before and before all after."""
+    """Return the result of a call on a stream, synchronized with the work before and after."""
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
         result = call()
@@ -81,7 +85,7 @@ def compute(problem: MlaProblem) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.usefixtures("_kernel")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_mla(case: Any, stream: torch.cuda.Stream) -> None:
-    """In the whole GPU, in the green context and in the whole GPU again."""
+    """Results are right in the whole GPU, in the green context and in the whole GPU again."""
     problem = case.build("cuda")
     before = compute(problem)
 
@@ -95,8 +99,8 @@ def test_mla(case: Any, stream: torch.cuda.Stream) -> None:
 
 
 @pytest.mark.usefixtures("_kernel")
-def test_remembered_launches(stream: torch.cuda.Stream) -> None:
-    """A loop over the same tensors goes on inside, and outside again."""
+def test_cached_launches(stream: torch.cuda.Stream) -> None:
+    """A loop over the same tensors continues inside the green context, and outside again."""
     problem = CASES["bf16, many rows"].build("cuda")
     arguments = problem.arguments()
     workspace, out = arguments["workspace_buffer"], torch.empty_like(problem.query[..., :512])
@@ -115,7 +119,7 @@ def test_remembered_launches(stream: torch.cuda.Stream) -> None:
 
 @pytest.mark.usefixtures("_kernel")
 def test_a_graph(stream: torch.cuda.Stream) -> None:
-    """Captured on the green context's stream after a call there, replayed there."""
+    """A graph captured on the green context's stream replays there."""
     problem = CASES["e4m3"].build("cuda")
     out, lse = inside(stream, lambda: compute(problem))
     inputs = problem.inputs(return_lse=True, out=out, lse=lse)
@@ -134,8 +138,8 @@ def test_a_graph(stream: torch.cuda.Stream) -> None:
 
 
 @pytest.mark.parametrize("group", [4, 8])
-def test_grouped_query(group: int, stream: torch.cuda.Stream) -> None:
-    """Whose blocks do not wait for each other."""
+def test_gqa(group: int, stream: torch.cuda.Stream) -> None:
+    """GQA kernels, which are not cooperative, are right."""
     problem = GqaCase(name="", seq_lens=(9000, 70, 0), group=group, page_size=64).build("cuda")
 
     problem.check(inside(stream, lambda: decode_gqa(problem)))
@@ -144,11 +148,11 @@ def test_grouped_query(group: int, stream: torch.cuda.Stream) -> None:
 
 @pytest.mark.usefixtures("_kernel")
 def test_the_green_contexts_of_torch() -> None:
-    """The context is the current one then; kernels that are first loaded there outlive it."""
+    """Kernels first loaded in a current green context outlive it."""
     contexts = pytest.importorskip("torch.cuda.green_contexts")
     if not getattr(contexts, "SUPPORTED", True):
         pytest.skip("needs a torch that was built with green contexts")
-    case = of_kind(KINDS["fp16"], name="", seq_lens=(9000, 70), heads=128, page_size=32)
+    case = case_of_kind(KINDS["fp16"], name="", seq_lens=(9000, 70), heads=128, page_size=32)
     problem = case.build("cuda")
     green = contexts.GreenContext.create(num_sms=_SMS, device_id=0)
     torch.cuda.synchronize()

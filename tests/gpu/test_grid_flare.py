@@ -1,4 +1,4 @@
-"""Grids of flare_mla_decoding on a GPU: masks by formats, whole and split, few heads and many."""
+"""Grids of flare_mla_decoding on a GPU: masks and formats, whole and split, few and many heads."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _OTHERS = {name: FORMATS[name] for name in ("fp16", "e4m3", "packed")}
 
 
 def _check_padded(problem: MlaProblem, rule: Rule, q_len: int) -> None:
-    """Fail unless a problem with padding is right, and its padding zeros."""
+    """Fail unless a padded problem is right, and its padding zeros."""
     padded = pad(problem, q_len=q_len)
     out = decode(
         problem, rule, q=padded.query, valid_length=padded.valid, ragged=False, padded=padded
@@ -46,7 +46,7 @@ def _in_format(case: MlaCase, like: MlaCase) -> MlaCase:
 @pytest.mark.parametrize("row_format", _OTHERS.values(), ids=_OTHERS)
 @pytest.mark.parametrize("case", [RAGGED, LONG], ids=["short", "split"])
 def test_every_mask_over_every_format(case: MlaCase, row_format: MlaCase, name: str) -> None:
-    """Each format shows each mask, ragged and padded, whole and split."""
+    """Every format works with every mask, ragged and padded, whole and split."""
     problem, rule = _in_format(case, row_format).build(DEVICE), MASKS[name]
 
     check(problem, rule, decode(problem, rule))
@@ -57,7 +57,7 @@ def test_every_mask_over_every_format(case: MlaCase, row_format: MlaCase, name: 
 @pytest.mark.parametrize("row_format", FORMATS.values(), ids=FORMATS)
 @pytest.mark.parametrize("heads", [1, 5, 16, 64])
 def test_some_heads(heads: int, row_format: MlaCase, name: str) -> None:
-    """Numbers of heads that fill a tile and that do not, under masks by position and by head."""
+    """Head counts that fill a tile and that do not, under masks by position and by head."""
     problem = replace(_in_format(RAGGED, row_format), heads=heads).build(DEVICE)
     rule = MASKS[name]
 
@@ -67,7 +67,7 @@ def test_some_heads(heads: int, row_format: MlaCase, name: str) -> None:
 @pytest.mark.parametrize("row_format", FORMATS.values(), ids=FORMATS)
 @pytest.mark.parametrize("page", [16, 64, 128])
 def test_128_heads(page: int, row_format: MlaCase) -> None:
-    """As many heads as DeepSeek has, with padding, whole and split."""
+    """DeepSeek's number of heads, with padding, whole and split."""
     lens = ((2600, 5, 70), (2, 1, 4))
     case = flare_case(seq_lens=lens[0], q_lens=lens[1], heads=128, page_size=page)
     problem, rule = _in_format(case, row_format).build(DEVICE), MASKS["all"]
@@ -79,7 +79,7 @@ def test_128_heads(page: int, row_format: MlaCase) -> None:
 @pytest.mark.parametrize("row_format", FORMATS.values(), ids=FORMATS)
 @pytest.mark.parametrize("heads", [4, 128])
 def test_20000_tokens(heads: int, row_format: MlaCase) -> None:
-    """A cache of 20 000 tokens, split over the multiprocessors."""
+    """A cache of 20,000 tokens, split over the SMs."""
     case = flare_case(seq_lens=(20_000, 64), q_lens=(1, 1), heads=heads, page_size=64)
     problem, rule = _in_format(case, row_format).build(DEVICE), MASKS["all"]
 
@@ -89,18 +89,18 @@ def test_20000_tokens(heads: int, row_format: MlaCase) -> None:
 @pytest.mark.parametrize(
     "dtype", [torch.bfloat16, torch.float16, E4M3], ids=["bf16", "fp16", "e4m3"]
 )
-@pytest.mark.parametrize("hidden", [40, 64, 65, 130, 200])
+@pytest.mark.parametrize("masked", [40, 64, 65, 130, 200])
 @pytest.mark.parametrize("length", [200, 3000], ids=["whole", "split"])
-def test_the_least_float_as_a_bias(length: int, hidden: int, dtype: torch.dtype) -> None:
-    """Numbers that are the least of float32 give finite rows, and hide beside any other number.
+def test_the_lowest_float32_as_a_bias(length: int, masked: int, dtype: torch.dtype) -> None:
+    """The lowest float32 as a bias gives finite rows, and masks beside any other bias.
 
-    A row that has no other number is not compared: in float32 its scores are all the same number.
+    A row without another bias is not compared: in float32 all its scores are equal.
     """
     lens = (length, 130, 7)
     case = flare_case(seq_lens=lens, q_lens=(2, 1, 3), dtype=dtype)
     problem = case.build(DEVICE)
     numbers = torch.zeros(3, 4, length)
-    numbers[..., :hidden] = torch.finfo(torch.float32).min
+    numbers[..., :masked] = torch.finfo(torch.float32).min
     first = torch.tensor([length - 2, 129, 4], dtype=torch.int32, device=DEVICE)
     mask = MaterializedMask(numbers.to(DEVICE), start_pos=first)
 
@@ -109,10 +109,10 @@ def test_the_least_float_as_a_bias(length: int, hidden: int, dtype: torch.dtype)
     bias = []
     for _, _, seen in zip(*placed(problem), strict=True):
         row = torch.zeros(6, seen, dtype=torch.float64)
-        row[:, :hidden] = torch.finfo(torch.float32).min
+        row[:, :masked] = torch.finfo(torch.float32).min
         bias.append(row)
     wanted = expected(problem, MASKS["all"], bias)
     assert out.isfinite().all()
     tolerance = output_tolerance(out.dtype, wanted, problem.math_dtype)
-    is_compared = torch.tensor([row.shape[1] > hidden for row in bias])
+    is_compared = torch.tensor([row.shape[1] > masked for row in bias])
     assert_close(out.cpu()[is_compared], wanted.out[is_compared], tolerance[is_compared], "out")

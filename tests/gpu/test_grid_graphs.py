@@ -1,4 +1,4 @@
-"""Captured calls of every kind of cache: a replay follows all content of the tensors."""
+"""Captured calls with every kind of cache: a replay follows all content of the tensors."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from tests.cases import MlaCase
 from tests.gqa_cases import DTYPES, Dtypes
 from tests.gqa_problems import GqaCase
 from tests.graph_replay import captured, cloned, exchange
-from tests.mla_cases import KINDS, SPARSE_KINDS, of_kind
+from tests.mla_cases import KINDS, SPARSE_KINDS, case_of_kind
 
-# As many pages of 16 or 64 tokens each time, so that all tensors keep their shapes.
+# All have as many pages of 16 or 64 tokens, so that the tensors keep their shapes.
 _LENGTHS = ((5000, 70, 1, 0), (3, 0, 4999, 66), (0, 4998, 80, 2), (65, 2, 0, 4994))
 _DRAFTS = ((1, 3, 0, 2), (3, 2, 1, 0), (0, 1, 2, 3), (2, 0, 3, 1))
 
@@ -26,8 +26,8 @@ _DRAFTS = ((1, 3, 0, 2), (3, 2, 1, 0), (0, 1, 2, 3), (2, 0, 3, 1))
 @pytest.mark.parametrize("dtypes", DTYPES, ids=str)
 @pytest.mark.parametrize("window", [0, 40], ids=["no window", "window"])
 @pytest.mark.parametrize("drafts", ["one", "masked", "ragged"])
-def test_grouped_query_decode(drafts: str, window: int, dtypes: Dtypes) -> None:
-    """Lengths, tables, caches with their scales, masks, sinks and queries may change."""
+def test_gqa(drafts: str, window: int, dtypes: Dtypes) -> None:
+    """Lengths, tables, caches with scales, masks, sinks and queries may change."""
     cases = [
         GqaCase(
             name="",
@@ -63,30 +63,32 @@ def test_grouped_query_decode(drafts: str, window: int, dtypes: Dtypes) -> None:
         problem.check(out)
 
 
-_FORMS: dict[str, MlaCase] = {
+_VARIANTS: dict[str, MlaCase] = {
     **{
-        name: of_kind(KINDS[name], name="", seq_lens=())
+        name: case_of_kind(KINDS[name], name="", seq_lens=())
         for name in ("bf16", "fp16", "e4m3", "bf16 over e4m3", "bf16 over fp8_ds_mla")
     },
     **{
-        f"lists over {name}": of_kind(kind, name="", seq_lens=(), top_k=100, with_top_k_lens=True)
+        f"lists over {name}": case_of_kind(
+            kind, name="", seq_lens=(), top_k=100, with_top_k_lens=True
+        )
         for name, kind in SPARSE_KINDS.items()
     },
     "long lists": MlaCase(name="", seq_lens=(), top_k=2048),
     "values in other pages": MlaCase(name="", seq_lens=(), values="other pages"),
-    "e4m3, values in other pages": of_kind(
+    "e4m3, values in other pages": case_of_kind(
         KINDS["e4m3"], name="", seq_lens=(), values="other pages"
     ),
 }
 
 
-@pytest.mark.parametrize("form", _FORMS.values(), ids=_FORMS)
+@pytest.mark.parametrize("variant", _VARIANTS.values(), ids=_VARIANTS)
 @pytest.mark.parametrize("is_ragged", [False, True], ids=["uniform", "ragged"])
-def test_mla_sm80(is_ragged: bool, form: MlaCase) -> None:
-    """Lengths, tables or lists, their lengths, ends, caches, sinks and queries may change."""
+def test_mla_sm80(is_ragged: bool, variant: MlaCase) -> None:
+    """Lengths, tables or top-k indices and lengths, caches, sinks and queries may change."""
     cases = [
         replace(
-            form,
+            variant,
             seq_lens=lens,
             q_lens=q_lens if is_ragged else None,
             q_len=1 if is_ragged else 2,
@@ -98,7 +100,7 @@ def test_mla_sm80(is_ragged: bool, form: MlaCase) -> None:
     ]
     problems = [case.build("cuda") for case in cases]
     tokens = sum(problems[0].q_lens)
-    out_dtype = torch.bfloat16 if form.dtype is torch.float8_e4m3fn else form.dtype
+    out_dtype = torch.bfloat16 if variant.dtype is torch.float8_e4m3fn else variant.dtype
     shape = (tokens, 6, 512) if is_ragged else (4, 2, 6, 512)
     out = torch.empty(shape, dtype=out_dtype, device="cuda")
     lse = torch.empty(tokens, 6, device="cuda")
@@ -106,7 +108,7 @@ def test_mla_sm80(is_ragged: bool, form: MlaCase) -> None:
     static = cloned(given) | {"out": out, "lse": lse}
     names = ["query", "kv_cache", "block_tables", "seq_lens", "sinks"]
     names += ["cum_seq_lens_q"] if is_ragged else []
-    names += ["sparse_mla_top_k_lens"] if form.with_top_k_lens else []
+    names += ["sparse_mla_top_k_lens"] if variant.with_top_k_lens else []
     graph = captured(mlagen.mla.trtllm_batch_decode_with_kv_cache_mla, static)
 
     for problem in (*problems[1:], problems[0]):
@@ -127,17 +129,17 @@ _BATCH_KINDS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("facts", _BATCH_KINDS.values(), ids=_BATCH_KINDS)
 @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "all"])
 def test_batch_mla_follows_later_plans(is_causal: bool, facts: dict[str, Any]) -> None:
-    """With the buffers of a graph, a replay computes what was planned last."""
-    all_requests = (
+    """With CUDA graph buffers a replay computes the latest plan."""
+    all_seqs = (
         ((1, 1), (1, 1), (1, 0), (3, 3)),
         ((2, 40), (1, 7), (3, 100), (0, 5)),
         ((0, 5), (3, 2700), (1, 64), (2, 2)),
     )
     problems = [
-        batch_case(
-            "", requests, page_size=16, heads=6, is_causal=is_causal, seed=seed, **facts
-        ).build("cuda")
-        for seed, requests in enumerate(all_requests)
+        batch_case("", seqs, page_size=16, heads=6, is_causal=is_causal, seed=seed, **facts).build(
+            "cuda"
+        )
+        for seed, seqs in enumerate(all_seqs)
     ]
     ends, starts, ids, lens = (
         torch.zeros(n, dtype=torch.int32, device="cuda") for n in (5, 5, 400, 4)

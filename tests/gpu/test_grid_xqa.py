@@ -1,4 +1,4 @@
-"""Grids of flashinfer.xqa's doors on a GPU: what FlashInfer tests, and more, as products."""
+"""Grids of flashinfer.xqa on a GPU: the parameters of FlashInfer's tests and more, as products."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _PDL: dict[str, Callable[[GqaProblem], torch.Tensor]] = {
 @pytest.mark.parametrize("group", [8, 16])
 @pytest.mark.parametrize("head_dim", [32, 128])
 @pytest.mark.parametrize("page", [16, 64])
-@pytest.mark.parametrize("lens", [(2, 15, 256, 514), (512,)], ids=["4 requests", "1 request"])
+@pytest.mark.parametrize("lens", [(2, 15, 256, 514), (512,)], ids=["4 sequences", "1 sequence"])
 def test_flashinfers_grid(
     lens: tuple[int, ...], page: int, head_dim: int, group: int, dtypes: Dtypes
 ) -> None:
-    """Each kernel under each number of heads, scale, window, sink, layout and kind of launch."""
+    """Every kernel with each number of heads, scale, window, sink, layout and enable_pdl."""
     own = E4M3_FACTOR if dtypes.out_dtype is E4M3 else 1.0
     kv_scales = SCALES if dtypes.kv != "16-bit" else (1.0,)
     for kv_heads, q_scale, kv_scale in product((2, 4), SCALES, kv_scales):
@@ -60,7 +60,7 @@ def test_flashinfers_grid(
 @pytest.mark.parametrize("dtypes", DTYPES, ids=str)
 @pytest.mark.parametrize("q_len", [2, 4, 33])
 def test_drafts(q_len: int, dtypes: Dtypes) -> None:
-    """Drafts under each mask, window and sink, over every kind of cache."""
+    """Draft tokens under each mask, window and sink, with every kind of cache."""
     case = GqaCase(
         name="",
         seq_lens=(0, 1, q_len, 70, 300),
@@ -94,7 +94,7 @@ _MLA_DTYPES = {"e4m3": E4M3, "bf16": torch.bfloat16, "fp16": torch.float16}
     ids=str,
 )
 def test_flashinfers_grid_of_mla(lens: tuple[int, ...], page: int, dtype: torch.dtype) -> None:
-    """Each scale of query and cache, and each kind of launch; values have a cache of their own."""
+    """Every scale of query and cache, and enable_pdl; values have a cache of their own."""
     for q_scale, kv_scale in product(SCALES, SCALES):
         case = MlaCase(
             name="",

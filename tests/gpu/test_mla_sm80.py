@@ -1,4 +1,4 @@
-"""The MLA decode kernel on a GPU, against float64."""
+"""The sm80 MLA kernel on a GPU, against float64."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import torch
 import mlagen
 from mlagen.settings import current_settings
 from tests.cases import MlaCase
+from tests.device_sync import no_device_sync
 from tests.mla_cases import CASES
 from tests.mla_semantics import MlaSemantics, compute, decode, decode_with_lse
 from tests.mla_variant_semantics import MlaVariantSemantics
-from tests.waiting import no_waiting
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_every_element_is_attention_as_float64_computes_it(case: MlaCase) -> None:
-    """Output and LSE are right, whatever NaN and wild ids stand in what must not be read."""
+def test_output_and_lse_match_float64(case: MlaCase) -> None:
+    """Output and LSE are right with NaN and invalid page ids in all unused memory."""
     problem = case.build("cuda")
 
     out, lse = compute(problem)
@@ -28,20 +28,20 @@ def test_every_element_is_attention_as_float64_computes_it(case: MlaCase) -> Non
     problem.check(out, lse)
 
 
-class TestOnTheGpu(MlaSemantics):
-    """Every promise of the entry point, kept by the kernels."""
+class TestMlaOnGpu(MlaSemantics):
+    """Shared tests, on a GPU."""
 
     device = "cuda"
 
 
-class TestVariantsOnTheGpu(MlaVariantSemantics):
-    """Every promise of sparse, biased, packed and other calls."""
+class TestVariantsOnGpu(MlaVariantSemantics):
+    """Shared tests of sparse, biased, FP8 and other variants, on a GPU."""
 
     device = "cuda"
 
 
 def test_offsets_beyond_32_bits() -> None:
-    """Pages that lie more than 2^32 bytes into the cache are read where they are."""
+    """Pages beyond 2^32 bytes of the cache are read correctly."""
     pages, page_size = 66_000, 64
     if torch.cuda.mem_get_info()[0] < 6 * 2**30:
         pytest.skip("needs 6 GiB of free GPU memory")
@@ -63,8 +63,8 @@ E4M3 = torch.float8_e4m3fn
 GUARDED: dict[MlaCase, dict[str, Any]] = {
     LONG: {},
     replace(LONG, name="e4m3", dtype=E4M3): {"dtype": E4M3},
-    replace(LONG, name="packed rows", kv_format="fp8_ds_mla"): {"kv_dtype": torch.uint8},
-    replace(LONG, name="lists of tokens", top_k=2048): {"sparse_mla_top_k": 2048},
+    replace(LONG, name="fp8_ds_mla", kv_format="fp8_ds_mla"): {"kv_dtype": torch.uint8},
+    replace(LONG, name="sparse", top_k=2048): {"sparse_mla_top_k": 2048},
     replace(LONG, name="values in other pages", values="other pages"): {},
     replace(LONG, name="ragged", q_lens=(1, 3)): {"q_len": 3, "tokens": 4},
 }
@@ -93,22 +93,22 @@ def test_nothing_outside_the_result_is_written(case: MlaCase) -> None:
     assert (lse[[0, -1]] == 7.0).all()
 
 
-def test_ragged_queries_wait_for_nothing() -> None:
-    """Without max_q_len the lengths of the queries are found on the device."""
+def test_ragged_queries_do_not_synchronize() -> None:
+    """Without max_q_len the query lengths are read on the device."""
     problem = MlaCase(name="", seq_lens=(700, 3), q_lens=(1, 5)).build("cuda")
     arguments = problem.arguments(max_q_len=None)
     entry_point = mlagen.mla.trtllm_batch_decode_with_kv_cache_mla
     entry_point(**arguments)
 
-    with no_waiting():
+    with no_device_sync():
         out = entry_point(**arguments)
 
     assert isinstance(out, torch.Tensor)
     problem.check(out)
 
 
-def test_the_debug_mode_finds_what_lies_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With MLAGEN_CHECK=1 a wild page id is told, also at a call that is remembered."""
+def test_mlagen_check_reports_device_content(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With MLAGEN_CHECK=1 an invalid page id is reported, also by a cached call."""
     problem = MlaCase(name="", seq_lens=(700, 3)).build("cuda")
     out = decode(problem)
     tables = problem.block_tables.clone()
@@ -126,8 +126,8 @@ def test_the_debug_mode_finds_what_lies_on_the_gpu(monkeypatch: pytest.MonkeyPat
     assert torch.equal(decode(problem), out)
 
 
-def test_the_debug_mode_and_a_capture_exclude_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The checks would wait for the device, and a capture cannot."""
+def test_mlagen_check_excludes_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checks synchronize, which a capture does not allow."""
     problem = MlaCase(name="", seq_lens=(70, 3)).build("cuda")
     arguments = problem.arguments()
     decode(problem)
@@ -136,14 +136,14 @@ def test_the_debug_mode_and_a_capture_exclude_each_other(monkeypatch: pytest.Mon
     graph = torch.cuda.CUDAGraph()
 
     with torch.cuda.graph(graph):
-        problem.query.clone()  # torch warns of a graph without work
+        problem.query.clone()  # torch warns about an empty graph
         with pytest.raises(mlagen.CaptureError, match=r"^MLAGEN_CHECK: "):
             mlagen.mla.trtllm_batch_decode_with_kv_cache_mla(**arguments)
 
 
 @pytest.mark.parametrize("scale", [1e39, 10**400], ids=["float", "int"])
 def test_a_scale_beyond_float32_is_rejected(scale: float) -> None:
-    """Also at a call that is remembered, before anything is written."""
+    """A cached call rejects it, too, before anything is written."""
     problem = MlaCase(name="", seq_lens=(70, 3)).build("cuda")
     out = torch.full((2, 1, 16, 512), 7.0, dtype=torch.bfloat16, device="cuda")
     decode(problem, out=out, bmm1_scale=1.0 if isinstance(scale, float) else 1)
@@ -156,7 +156,7 @@ def test_a_scale_beyond_float32_is_rejected(scale: float) -> None:
 
 
 def test_the_same_plan_gives_the_same_bits() -> None:
-    """A repeated call gives bitwise the same result."""
+    """A repeated call gives a bitwise equal result."""
     problem = MlaCase(name="", seq_lens=(5000, 77, 900), heads=128).build("cuda")
     first = decode(problem)
 

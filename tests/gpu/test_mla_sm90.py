@@ -1,4 +1,4 @@
-"""The Hopper MLA kernels: right, and the same in whatever order warps and blocks arrive."""
+"""The sm90 MLA kernels: right, and bitwise equal in any order of warps and CTAs."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from mlagen.spec.mla_sm90_fp8 import MlaSm90Fp8Spec
 from mlagen.spec.mla_support import MlaVariant
 from tests.cases import MlaCase, MlaProblem
 from tests.graph_replay import captured
-from tests.hopper_tiles import taking_hopper_kernels, taking_smaller_tiles
-from tests.launch_repeats import counters_left, delayed_launches, mismatches, with_delays
-from tests.mla_cases import KINDS, of_kind
+from tests.launch_repeats import delayed_launches, mismatches, nonzero_semaphore_bytes, with_delays
+from tests.mla_cases import KINDS, case_of_kind
 from tests.mla_semantics import compute, decode
+from tests.sm90_tiles import sm90_kernels, smaller_tiles
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-    reason="needs a Hopper GPU",
+    reason="needs an sm_90 GPU",
 )
 
 E4M3 = torch.float8_e4m3fn
@@ -38,30 +38,30 @@ FAMILIES = {
     E4M3: MlaSm90Fp8Spec,
 }
 
-# Of every width of tile: one request in many pieces, some in a few, and many beside each other.
-WIDTHS = {"16 rows": (16, 1), "32 rows": (16, 2), "64 rows": (64, 1), "teams of 2": (128, 1)}
+# For every tile: one sequence in many splits, some in a few, and many sequences.
+TILES = {"16 rows": (16, 1), "32 rows": (16, 2), "64 rows": (64, 1), "CTA groups of 2": (128, 1)}
 LENGTHS = {
-    "many pieces": (9000,),
-    "as many pieces as can be": (16000,),
+    "many splits": (9000,),
+    "max splits": (16000,),
     "one long, one short": (20000, 2500),
-    "few pieces": (5000, 77, 900, 64, 0, 1),
-    "alike, cut in equal pieces": (1088,) * 32,
-    "alike, cut in halves": (1088,) * 64,
-    "two pieces, of which one is followed": (3000,) * 83,
-    "many requests": tuple(17 + 67 * i % 911 for i in range(300)),
-    "empty requests": (0,) * 1000,
+    "few splits": (5000, 77, 900, 64, 0, 1),
+    "equal, in equal splits": (1088,) * 32,
+    "equal, in halves": (1088,) * 64,
+    "two splits, one before another tile": (3000,) * 83,
+    "many sequences": tuple(17 + 67 * i % 911 for i in range(300)),
+    "empty sequences": (0,) * 1000,
 }
 CASES = [
-    MlaCase(name=f"{width}, {name}", seq_lens=lens, heads=heads, q_len=q_len, with_sinks=True)
-    for width, (heads, q_len) in WIDTHS.items()
+    MlaCase(name=f"{tile}, {name}", seq_lens=lens, heads=heads, q_len=q_len, with_sinks=True)
+    for tile, (heads, q_len) in TILES.items()
     for name, lens in LENGTHS.items()
 ]
 
 
 @pytest.fixture(autouse=True)
-def _hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Have every call of this file take a sm90 kernel, and the tile for its rows."""
-    with taking_hopper_kernels(monkeypatch):
+def _sm90(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Make every call of this file use an sm90 kernel with its default tile."""
+    with sm90_kernels(monkeypatch):
         yield
 
 
@@ -71,7 +71,7 @@ def _hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_both_kernels_are_right(
     case: MlaCase, dtype: torch.dtype, page_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each is within the tolerance of float64, so they are within twice that of each other."""
+    """Each kernel is within the tolerance of float64."""
     problem = replace(case, dtype=dtype, page_size=page_size).build("cuda")
     mla_call._calls.clear()
     for kernel in ("sm90", "sm80"):
@@ -86,12 +86,12 @@ def test_both_kernels_are_right(
 
 @pytest.mark.parametrize("dtype", FAMILIES, ids=str)
 @pytest.mark.parametrize("heads", [16, 128])
-def test_a_thread_counts_the_work_of_several_requests(heads: int, dtype: torch.dtype) -> None:
-    """More requests than a block has threads, some empty, and some without a query."""
-    requests = range(1100)
-    lens = tuple(37 * i % 251 for i in requests)
+def test_more_sequences_than_threads(heads: int, dtype: torch.dtype) -> None:
+    """Threads of the scheduler handle several sequences each, some empty or without a query."""
+    seqs = range(1100)
+    lens = tuple(37 * i % 251 for i in seqs)
     case = MlaCase(name="", seq_lens=lens, heads=heads, dtype=dtype, with_sinks=True)
-    ragged = replace(case, q_lens=tuple((i % 7 > 0) + (i % 5 == 0) for i in requests))
+    ragged = replace(case, q_lens=tuple((i % 7 > 0) + (i % 5 == 0) for i in seqs))
     for each in (case, ragged):
         problem = each.build("cuda")
 
@@ -100,8 +100,8 @@ def test_a_thread_counts_the_work_of_several_requests(heads: int, dtype: torch.d
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, E4M3], ids=str)
 @pytest.mark.parametrize("heads", [16, 128])
-def test_without_a_page_there_is_nothing_to_see(heads: int, dtype: torch.dtype) -> None:
-    """Tables of no columns are not read; every row is zero."""
+def test_an_empty_block_table(heads: int, dtype: torch.dtype) -> None:
+    """A block table without columns is not read; every row is zero."""
     problem = MlaCase(name="", seq_lens=(0, 0, 0), heads=heads, dtype=dtype).build("cuda")
     tables = problem.arguments()["block_tables"]
 
@@ -109,7 +109,7 @@ def test_without_a_page_there_is_nothing_to_see(heads: int, dtype: torch.dtype) 
 
 
 def repeat(problem: MlaProblem, repeats: int) -> int:
-    """Return in how many repetitions any bit differs from the first."""
+    """Return the number of repetitions that differ from the first in any bit."""
     out = torch.empty_like(decode(problem))
     arguments = problem.arguments(out=out)
 
@@ -123,16 +123,16 @@ def repeat(problem: MlaProblem, repeats: int) -> int:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, E4M3], ids=str)
 @pytest.mark.parametrize("case", CASES[::2], ids=str)
 def test_ten_thousand_launches_give_the_same_bits(case: MlaCase, dtype: torch.dtype) -> None:
-    """No race between blocks or warps shows in a result."""
+    """No race between CTAs or warps changes a result."""
     problem = replace(case, dtype=dtype).build("cuda")
 
     assert repeat(problem, 10_000) == 0
 
 
-# Where warps wait for others, and how long they may sleep before it, in nanoseconds.
+# Places where warps wait, and the max sleep before each, in nanoseconds.
 DELAYS = {
-    "  mbarrier_wait(shared_address(&barrier), parity);\n": 2000,
-    "  barrier_sync(kConsumerBarrier, kConsumerThreads);\n": 5000,
+    "  mbarrier_wait(shared_address(&barrier), phase);\n": 2000,
+    "  sync(NamedBarrier::ConsumersSynced, kConsumerThreads);\n": 5000,
     "  reduce_group.sync();\n": 5000,
 }
 
@@ -140,7 +140,7 @@ DELAYS = {
 @pytest.mark.parametrize("dtype", [DType.BF16, DType.E4M3], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_delays_change_no_bit(case: MlaCase, dtype: DType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever warp or block comes last, and whatever it finds done, the result is the same."""
+    """The result does not depend on the order of warps and CTAs."""
     problem = replace(case, dtype=E4M3 if dtype is DType.E4M3 else case.dtype).build("cuda")
     expected = decode(problem).clone()
     variant = MlaVariant(query_dtype=dtype, kv_dtype=dtype)
@@ -161,8 +161,8 @@ def test_delays_change_no_bit(case: MlaCase, dtype: DType, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, E4M3], ids=str)
 @pytest.mark.parametrize("case", CASES[1::3], ids=str)
-def test_a_thousand_replays_leave_the_counters_at_zero(case: MlaCase, dtype: torch.dtype) -> None:
-    """A replay needs no memset, for every launch leaves what it found."""
+def test_a_thousand_replays_keep_the_semaphores_at_zero(case: MlaCase, dtype: torch.dtype) -> None:
+    """A replay needs no memset, since every launch resets its semaphores."""
     problem = replace(case, dtype=dtype).build("cuda")
     expected = decode(problem).clone()
     arguments = problem.arguments(out=torch.empty_like(expected))
@@ -173,16 +173,16 @@ def test_a_thousand_replays_leave_the_counters_at_zero(case: MlaCase, dtype: tor
 
     torch.cuda.synchronize()
     assert torch.equal(arguments["out"], expected)
-    assert counters_left() == 0
+    assert nonzero_semaphore_bytes() == 0
 
 
 @pytest.mark.parametrize("dtype", FAMILIES, ids=str)
-def test_a_small_call_takes_the_portable_kernel(
+def test_a_small_call_uses_the_sm80_kernel(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Unless it is told otherwise."""
+    """The default settings select the sm80 kernel."""
     monkeypatch.setenv("MLAGEN_MLA_KERNEL", "auto")
-    monkeypatch.setattr(plan_mla_sm90, "LEAVES_SMALL_CALLS", True)
+    monkeypatch.setattr(plan_mla_sm90, "USES_SM80_FOR_SMALL_CALLS", True)
     current_settings.cache_clear()
     assert device.device_facts(0).major == 9
     mla_call._calls.clear()
@@ -194,11 +194,11 @@ def test_a_small_call_takes_the_portable_kernel(
 
 
 @pytest.mark.parametrize("kind", ["bf16", "fp16", "e4m3", "bf16 over fp8_ds_mla", "bf16 over e4m3"])
-def test_little_work_takes_a_tile_of_few_rows(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eight tiles of sixteen heads keep more SMs busy than two of 64."""
-    case = of_kind(KINDS[kind], name="", seq_lens=(1030,), heads=128, with_sinks=True)
+def test_little_work_uses_a_smaller_tile(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight tiles of sixteen rows occupy more SMs than two of 64."""
+    case = case_of_kind(KINDS[kind], name="", seq_lens=(1030,), heads=128, with_sinks=True)
     problem = case.build("cuda")
-    with taking_smaller_tiles(monkeypatch, are_taken=True):
+    with smaller_tiles(monkeypatch, enabled=True):
         problem.check(*compute(problem))
 
         (call,) = mla_call._calls.values()
@@ -207,8 +207,8 @@ def test_little_work_takes_a_tile_of_few_rows(kind: str, monkeypatch: pytest.Mon
         assert repeat(problem, 100) == 0
 
 
-def test_where_offsets_go_back_nothing_is_written() -> None:
-    """There could be more work than positions on the line; and a later call is right."""
+def test_descending_offsets_write_nothing() -> None:
+    """Their work could exceed 32-bit linear block indices; a later call is right."""
     problem = MlaCase(name="", seq_lens=(300,) * 200, q_lens=(2,) * 200, heads=64).build("cuda")
     right = decode(problem)
     out = torch.full_like(right, 7.0)

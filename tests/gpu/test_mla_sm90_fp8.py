@@ -1,4 +1,4 @@
-"""What the Hopper MLA kernel for e4m3 promises besides: sums of any length, and any scores."""
+"""Numerics and CTA throttling of the sm90 FP8 MLA kernel."""
 
 from __future__ import annotations
 
@@ -10,42 +10,42 @@ import torch
 
 import mlagen
 from tests.cases import E4M3, MlaCase
-from tests.hopper_tiles import taking_hopper_kernels
 from tests.mla_semantics import compute, decode
+from tests.sm90_tiles import sm90_kernels
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-    reason="needs a Hopper GPU",
+    reason="needs an sm_90 GPU",
 )
 
 _LONG = 131_072  # tokens
-_REQUESTS = 264  # two for each SM of an H200, so that none is computed in many pieces
+_SEQUENCES = 264  # two per SM of an H200, so that none has many splits
 
 
 @pytest.fixture(autouse=True)
-def _hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Have every call of this file take the sm90 kernel, and the tile for its rows."""
-    with taking_hopper_kernels(monkeypatch):
+def _sm90(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Make every call of this file use the sm90 kernel with its default tile."""
+    with sm90_kernels(monkeypatch):
         yield
 
 
-def _uncut(query: torch.Tensor, cache: torch.Tensor, scale: float) -> torch.Tensor:
-    """Return [requests, heads, 512], of so many requests that none is cut in many pieces.
+def _in_few_splits(query: torch.Tensor, cache: torch.Tensor, scale: float) -> torch.Tensor:
+    """Return [sequences, heads, 512], for so many sequences that none has many splits.
 
-    `query` is [heads, 576], or one for each request before that; `cache` is what all of them see,
-    [tokens, 576], whole pages.
+    `query` is [heads, 576], or one per sequence before that; `cache` is shared by all of them,
+    [tokens, 576], in whole pages.
     """
     tokens = len(cache)
-    tables = torch.arange(tokens // 64, dtype=torch.int32, device="cuda").repeat(_REQUESTS, 1)
+    tables = torch.arange(tokens // 64, dtype=torch.int32, device="cuda").repeat(_SEQUENCES, 1)
     out = mlagen.mla.trtllm_batch_decode_with_kv_cache_mla(
-        query=query.expand(_REQUESTS, -1, -1).unsqueeze(1).contiguous(),
+        query=query.expand(_SEQUENCES, -1, -1).unsqueeze(1).contiguous(),
         kv_cache=cache.view(-1, 64, 576),
         workspace_buffer=torch.empty(64 << 20, dtype=torch.uint8, device="cuda"),
         qk_nope_head_dim=128,
         kv_lora_rank=512,
         qk_rope_head_dim=64,
         block_tables=tables,
-        seq_lens=torch.full((_REQUESTS,), tokens, dtype=torch.int32, device="cuda"),
+        seq_lens=torch.full((_SEQUENCES,), tokens, dtype=torch.int32, device="cuda"),
         max_seq_len=tokens,
         bmm1_scale=scale,
         bmm2_scale=1.0,
@@ -63,8 +63,8 @@ def _expected(query: torch.Tensor, cache: torch.Tensor, scale: float) -> torch.T
 @pytest.mark.parametrize("scale", [192**-0.5, 1e-4], ids=["sharp", "flat"])
 @pytest.mark.parametrize("tokens", [4096, _LONG])
 @pytest.mark.parametrize("heads", [16, 32, 64, 128])
-def test_sums_of_positive_values_are_not_too_small(heads: int, tokens: int, scale: float) -> None:
-    """The tensor cores cut sums off; as many as a block of 64 tokens has lose less than 2^-11."""
+def test_sums_of_positive_values_are_not_biased(heads: int, tokens: int, scale: float) -> None:
+    """MMAs truncate sums; over a KV block of 64 tokens they lose less than 2^-11."""
     generator = torch.Generator(device="cuda").manual_seed(0)
     rows = torch.randn(tokens, 576, device="cuda", generator=generator)
     rows[:, :512] = rows[:, :512].abs()
@@ -72,18 +72,18 @@ def test_sums_of_positive_values_are_not_too_small(heads: int, tokens: int, scal
     cache = rows.to(E4M3)
 
     expected = _expected(query, cache, scale)
-    error = (_uncut(query, cache, scale)[0].double() - expected) / expected
+    error = (_in_few_splits(query, cache, scale)[0].double() - expected) / expected
     assert abs(error.mean().item()) < 2.0**-11
     assert error.square().mean().sqrt().item() < 1.5e-2
 
 
 @pytest.mark.parametrize("heads", [16, 32, 64, 128])
-def test_tokens_beside_one_with_half_of_the_weight_keep_theirs(heads: int) -> None:
-    """As those beside an attention sink: each has some 2^-12 of its weight.
+def test_tokens_beside_a_dominant_token_keep_their_weight(heads: int) -> None:
+    """Tokens beside an attention sink have some 2^-12 of its weight each.
 
-    Beside one of 2^7 they are rounded in e4m3 by 2^-4 at the most, some up and some down, so that
-    of 4095 less is left than of rounding to bf16, 2^-8 at the most. Beside one of 2^3, most would
-    be 2^-9 or nothing, and sums 7 % off.
+    With a maximum of 2^7 they are rounded to e4m3 by at most 2^-4, some up and some down, so that
+    the error over 4095 of them is below that of rounding to bf16, at most 2^-8. With a maximum of
+    2^3, most would be 2^-9 or zero, and sums 7 % off.
     """
     generator = torch.Generator(device="cuda").manual_seed(0)
     rows = torch.randn(4096, 576, device="cuda", generator=generator)
@@ -95,28 +95,28 @@ def test_tokens_beside_one_with_half_of_the_weight_keep_theirs(heads: int) -> No
     query, cache = query.to(E4M3), rows.to(E4M3)
 
     expected = _expected(query, cache, 1 / 24)
-    error = (_uncut(query, cache, 1 / 24)[0].double() - expected) / expected
+    error = (_in_few_splits(query, cache, 1 / 24)[0].double() - expected) / expected
     assert error.square().mean().sqrt().item() < 2.0**-8
 
 
 @pytest.mark.parametrize(
     ("heads", "bound"), [(16, 1.55e-2), (32, 1.55e-2), (64, 1.75e-2), (128, 1.75e-2)]
 )
-def test_errors_of_normal_scores_are_those_documented(heads: int, bound: float) -> None:
-    """Maxima are exact where references move often, as they do with few rows."""
+def test_errors_of_normal_scores_match_the_documentation(heads: int, bound: float) -> None:
+    """With few rows the row max is updated often and exact."""
     generator = torch.Generator(device="cuda").manual_seed(0)
     cache = torch.randn(4096, 576, device="cuda", generator=generator).to(E4M3)
-    query = torch.randn(_REQUESTS, heads, 576, device="cuda", generator=generator).to(E4M3)
+    query = torch.randn(_SEQUENCES, heads, 576, device="cuda", generator=generator).to(E4M3)
 
-    out = _uncut(query, cache, 192**-0.5)
+    out = _in_few_splits(query, cache, 192**-0.5)
 
     expected = _expected(query[:32], cache, 192**-0.5)
     error = out[:32].double() - expected
     assert (error.norm() / expected.norm()).item() < bound
 
 
-def test_a_token_that_outweighs_all_others_is_not_rounded() -> None:
-    """Probabilities are added up as they are multiplied, so one alone has weight 1."""
+def test_a_dominant_token_is_not_rounded() -> None:
+    """The row sum adds P as rounded for the MMA, so a single token has weight 1."""
     problem = MlaCase(name="", seq_lens=(640,), heads=64, dtype=E4M3).build("cuda")
     query, cache = problem.query.float(), problem.kv_cache.float()
     cache[cache.isnan()] = 0.0
@@ -132,14 +132,14 @@ def test_a_token_that_outweighs_all_others_is_not_rounded() -> None:
         sinks=None,
     )
 
-    # 2^(576 * 0.1 * log2(e)) times as much as any other.
+    # 2^(576 * 0.1 * log2(e)) times the weight of any other
     assert torch.equal(exact, torch.ones_like(exact))
 
 
 @pytest.mark.parametrize("magnitude", [10.0, 100.0])
 @pytest.mark.parametrize("heads", [16, 64])
 def test_large_scores_are_right(heads: int, magnitude: float) -> None:
-    """References move far and often, and scores lie far from zero."""
+    """Row max updates are large and frequent, and scores are far from zero."""
     case = MlaCase(name="", seq_lens=(3000, 700, 64), heads=heads, dtype=E4M3, with_sinks=True)
     problem = replace(case, query_magnitude=magnitude).build("cuda")
 
@@ -148,8 +148,8 @@ def test_large_scores_are_right(heads: int, magnitude: float) -> None:
     problem.check(out)
 
 
-def test_scores_that_grow_are_right() -> None:
-    """The reference moves with every block of tokens, and all sums before it are multiplied."""
+def test_increasing_scores_are_right() -> None:
+    """Every KV block updates the row max, which rescales all previous sums."""
     problem = MlaCase(name="", seq_lens=(2048,), heads=64, dtype=E4M3).build("cuda")
     query, cache = problem.query.float(), problem.kv_cache.float()
     cache[cache.isnan()] = 0.0
@@ -168,35 +168,35 @@ def test_scores_that_grow_are_right() -> None:
     assert error.item() < 4e-2
 
 
-def _counted(lengths: list[int], heads: int, found: int) -> tuple[torch.Tensor, int]:
-    """Return the output of a call of such lengths, and what its blocks have counted.
+def _throttle_progress(lengths: list[int], heads: int, initial: int) -> tuple[torch.Tensor, int]:
+    """Return the output of a call of such lengths, and the progress that its CTAs report.
 
-    The word that they count in is `found` before.
+    The word of the throttle is `initial` before the launch.
     """
     problem = MlaCase(name="", seq_lens=tuple(lengths), heads=heads, dtype=E4M3).build("cuda")
     workspace = torch.zeros(64 << 20, dtype=torch.uint8, device="cuda")
     sms = torch.cuda.get_device_properties(0).multi_processor_count
-    scratch = 2 * sms * heads * (512 * 2 + 16)  # two pieces of each CTA, at the end
-    place = workspace.numel() - scratch + heads * 512 * 2  # behind one piece
-    word = workspace[place : place + 4].view(torch.int32)
-    word.fill_(found)
+    partials = 2 * sms * heads * (512 * 2 + 16)  # two splits per CTA, at the end
+    offset = workspace.numel() - partials + heads * 512 * 2  # behind one split
+    word = workspace[offset : offset + 4].view(torch.int32)
+    word.fill_(initial)
     out = decode(problem, workspace_buffer=workspace)
     assert isinstance(out, torch.Tensor)
-    return out.clone(), (int(word) - found) % 2**32
+    return out.clone(), (int(word) - initial) % 2**32
 
 
 @pytest.mark.parametrize("heads", [16, 32, 64])
-def test_what_blocks_count_in_may_be_anything(heads: int) -> None:
-    """How far all have come is a difference; it ends with all blocks of tokens."""
-    requests = torch.cuda.get_device_properties(0).multi_processor_count
-    lengths = [1024] * requests
-    expected, grown = _counted(lengths, heads, 0)
-    assert grown == requests * 1024 // 64
+def test_the_initial_progress_may_be_anything(heads: int) -> None:
+    """Progress is a difference; it ends at the number of all KV blocks."""
+    sequences = torch.cuda.get_device_properties(0).multi_processor_count
+    lengths = [1024] * sequences
+    expected, progress = _throttle_progress(lengths, heads, 0)
+    assert progress == sequences * 1024 // 64
 
-    for found in (-1, 2**31 - 1, -(2**31), 12_345):
-        result, grown = _counted(lengths, heads, found)
+    for initial in (-1, 2**31 - 1, -(2**31), 12_345):
+        result, progress = _throttle_progress(lengths, heads, initial)
         assert torch.equal(result, expected)
-        assert grown == requests * 1024 // 64
+        assert progress == sequences * 1024 // 64
 
 
 @pytest.mark.parametrize(
@@ -204,12 +204,12 @@ def test_what_blocks_count_in_may_be_anything(heads: int) -> None:
     [[100_000], [5000] * 7, [70, 9000, 640, 0, 3000] * 30],
     ids=["one", "seven", "ragged"],
 )
-def test_no_piece_is_left_where_blocks_count(lengths: list[int]) -> None:
-    """The word is what no merge reads or writes; where work differs nobody counts."""
-    expected, grown = _counted(lengths, 16, 0)
-    result, again = _counted(lengths, 16, 99)
+def test_the_throttle_word_holds_no_split(lengths: list[int]) -> None:
+    """No combine reads or writes the word; with unequal work CTAs report no progress."""
+    expected, progress = _throttle_progress(lengths, 16, 0)
+    result, again = _throttle_progress(lengths, 16, 99)
 
-    are_alike = len(set(lengths)) == 1
-    assert grown == again
-    assert grown <= (sum(-(-length // 64) for length in lengths) if are_alike else 0)
+    are_equal = len(set(lengths)) == 1
+    assert progress == again
+    assert progress <= (sum(-(-length // 64) for length in lengths) if are_equal else 0)
     assert torch.equal(result, expected)

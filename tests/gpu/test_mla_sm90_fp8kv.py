@@ -1,4 +1,4 @@
-"""The Hopper MLA kernel for rows of 8 bits: right, and the same in whatever order warps arrive."""
+"""The sm90 FP8-KV MLA kernel: right, and bitwise equal in any order of warps."""
 
 from __future__ import annotations
 
@@ -18,38 +18,38 @@ from mlagen.spec.mla_sm90_fp8kv import MlaSm90Fp8KvSpec
 from tests.cases import MlaCase
 from tests.gpu.test_mla_sm90 import DELAYS
 from tests.graph_replay import captured
-from tests.hopper_tiles import taking_hopper_kernels
-from tests.launch_repeats import counters_left, delayed_launches, mismatches, with_delays
-from tests.mla_cases import KINDS, of_kind
+from tests.launch_repeats import delayed_launches, mismatches, nonzero_semaphore_bytes, with_delays
+from tests.mla_cases import KINDS, case_of_kind
 from tests.mla_semantics import compute, decode
-from tests.uneven_scales import STEPS, with_steps
+from tests.sm90_tiles import sm90_kernels
+from tests.uneven_scales import SCALE_STEPS, with_scale_steps
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-    reason="needs a Hopper GPU",
+    reason="needs an sm_90 GPU",
 )
 
-HEADS = {"16 rows": 16, "32 rows": 24, "64 rows": 64, "teams of 2": 128}
-LISTS: dict[str, dict[str, Any]] = {
-    "lists in few pieces": {"top_k": 2048, "seq_lens": (3000, 2500, 100), "q_len": 2},
-    "many lists": {"top_k": 512, "seq_lens": tuple(600 + 37 * i % 500 for i in range(150))},
-    "short lists": {"top_k": 130, "seq_lens": (0, 1, 63, 64, 65, 300), "q_len": 3},
+HEADS = {"16 rows": 16, "32 rows": 24, "64 rows": 64, "CTA groups of 2": 128}
+SPARSE: dict[str, dict[str, Any]] = {
+    "topk in few splits": {"top_k": 2048, "seq_lens": (3000, 2500, 100), "q_len": 2},
+    "many query tokens": {"top_k": 512, "seq_lens": tuple(600 + 37 * i % 500 for i in range(150))},
+    "small topk": {"top_k": 130, "seq_lens": (0, 1, 63, 64, 65, 300), "q_len": 3},
 }
 PAGES: dict[str, dict[str, Any]] = {
-    "many pieces": {"seq_lens": (9000,), "with_sinks": True},
-    "few pieces": {"seq_lens": (5000, 77, 900, 64, 0, 1), "q_len": 2, "page_size": 16},
-    "alike, cut in halves": {"seq_lens": (1088,) * 64, "page_size": 1},
-    "many requests": {"seq_lens": tuple(17 + 67 * i % 911 for i in range(200)), "page_size": 48},
+    "many splits": {"seq_lens": (9000,), "with_sinks": True},
+    "few splits": {"seq_lens": (5000, 77, 900, 64, 0, 1), "q_len": 2, "page_size": 16},
+    "equal, in halves": {"seq_lens": (1088,) * 64, "page_size": 1},
+    "many sequences": {"seq_lens": tuple(17 + 67 * i % 911 for i in range(200)), "page_size": 48},
 }
 CASES = (
     [
-        of_kind(KINDS[kind], name=f"{kind}, {width}, {name}", heads=heads, **facts)
+        case_of_kind(KINDS[kind], name=f"{kind}, {tile}, {name}", heads=heads, **facts)
         for kind in ("bf16 over fp8_ds_mla", "bf16 over e4m3")
-        for width, heads in HEADS.items()
-        for name, facts in [*LISTS.items(), *PAGES.items()]
+        for tile, heads in HEADS.items()
+        for name, facts in [*SPARSE.items(), *PAGES.items()]
     ]
     + [
-        of_kind(KINDS[kind], name=f"{kind}, {name}", heads=100, **facts)
+        case_of_kind(KINDS[kind], name=f"{kind}, {name}", heads=100, **facts)
         for kind in (
             "bf16 over e4m3 with two scales",
             "bf16 over e4m3 with scales for 128 elements",
@@ -57,27 +57,27 @@ CASES = (
         for name, facts in PAGES.items()
     ]
     + [
-        of_kind(KINDS[kind], name=f"{kind}, {width}, {name}", heads=heads, **facts)
+        case_of_kind(KINDS[kind], name=f"{kind}, {tile}, {name}", heads=heads, **facts)
         for kind, given in (
             ("fp8_per_token", PAGES),
-            ("e4m3", {**LISTS, "pages of one token": PAGES["alike, cut in halves"]}),
+            ("e4m3", {**SPARSE, "pages of one token": PAGES["equal, in halves"]}),
         )
-        for width, heads in HEADS.items()
+        for tile, heads in HEADS.items()
         for name, facts in given.items()
     ]
 )
 
 
 @pytest.fixture(autouse=True)
-def _hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Have every call of this file take the sm90 kernel, and the tile for its rows."""
-    with taking_hopper_kernels(monkeypatch):
+def _sm90(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Make every call of this file use the sm90 kernel with its default tile."""
+    with sm90_kernels(monkeypatch):
         yield
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_both_kernels_are_right(case: MlaCase, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is within the tolerance of float64, so they are within twice that of each other."""
+    """Each kernel is within the tolerance of float64."""
     problem = case.build("cuda")
     mla_call._calls.clear()
     for kernel in ("sm90", "sm80"):
@@ -92,13 +92,13 @@ def test_both_kernels_are_right(case: MlaCase, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("facts", PAGES.values(), ids=PAGES)
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
-def test_probabilities_may_stay_in_16_bits(
+def test_p_may_stay_in_16_bits(
     heads: int, facts: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where query and cache are in e4m3: the tolerance is that of fp16."""
+    """With an e4m3 query and cache the tolerance is that of fp16."""
     monkeypatch.setenv("MLAGEN_MLA_P_DTYPE", "fp16")
     current_settings.cache_clear()
-    problem = of_kind(KINDS["e4m3"], name="", heads=heads, **facts).build("cuda")
+    problem = case_of_kind(KINDS["e4m3"], name="", heads=heads, **facts).build("cuda")
     mla_call._calls.clear()
 
     problem.check(*compute(problem))
@@ -110,15 +110,17 @@ def test_probabilities_may_stay_in_16_bits(
 
 @pytest.mark.parametrize("case", CASES[::3], ids=str)
 def test_a_thousand_launches_give_the_same_bits(case: MlaCase) -> None:
-    """No race between blocks or warps shows in a result."""
+    """No race between CTAs or warps changes a result."""
     problem = case.build("cuda")
 
     assert mismatches(lambda: compute(problem)[0], 1000) == 0
 
 
-@pytest.mark.parametrize("case", [case for case in CASES[1::5] if case.has_door], ids=str)
-def test_a_thousand_replays_leave_the_counters_at_zero(case: MlaCase) -> None:
-    """A replay needs no memset, for every launch leaves what it found."""
+@pytest.mark.parametrize(
+    "case", [case for case in CASES[1::5] if case.has_trtllm_entry_point], ids=str
+)
+def test_a_thousand_replays_keep_the_semaphores_at_zero(case: MlaCase) -> None:
+    """A replay needs no memset, since every launch resets its semaphores."""
     problem = case.build("cuda")
     expected = compute(problem)[0].clone()
     arguments = problem.arguments(out=torch.empty_like(expected))
@@ -129,15 +131,15 @@ def test_a_thousand_replays_leave_the_counters_at_zero(case: MlaCase) -> None:
 
     torch.cuda.synchronize()
     assert torch.equal(arguments["out"], expected)
-    assert counters_left() == 0
+    assert nonzero_semaphore_bytes() == 0
 
 
-_DELAYED = CASES[2::5]  # of every kind, and all of its forms
+_DELAYED = CASES[2::5]  # of every kind and variant
 
 
 @pytest.mark.parametrize("case", _DELAYED, ids=str)
 def test_delays_change_no_bit(case: MlaCase, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever warp or block comes last, and whatever it finds done, the result is the same."""
+    """The result does not depend on the order of warps and CTAs."""
     problem = case.build("cuda")
     mla_call._calls.clear()
     expected = compute(problem)[0].clone()
@@ -160,20 +162,22 @@ def test_delays_change_no_bit(case: MlaCase, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("kind", ["bf16 over fp8_ds_mla", "bf16 over e4m3"])
 @pytest.mark.parametrize("heads", [16, 64])
 def test_large_scores_are_right(heads: int, kind: str, magnitude: float) -> None:
-    """References move far and often, and the tensor cores cut sums off."""
-    case = of_kind(KINDS[kind], name="", seq_lens=(3000, 700, 64), heads=heads, with_sinks=True)
+    """Row max updates are large and frequent, and MMAs truncate sums."""
+    case = case_of_kind(
+        KINDS[kind], name="", seq_lens=(3000, 700, 64), heads=heads, with_sinks=True
+    )
     problem = replace(case, query_magnitude=magnitude).build("cuda")
 
     problem.check(*compute(problem))
 
 
-@pytest.mark.parametrize("steps", STEPS)
+@pytest.mark.parametrize("steps", SCALE_STEPS)
 @pytest.mark.parametrize("heads", [16, 24, 128])
 def test_scales_may_be_of_any_size(heads: int, steps: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both kernels are right; the one for Hopper takes units for values, which have to move."""
+    """Both kernels are right; the sm90 kernel updates its shared scale exponents."""
     kind = KINDS["bf16 over fp8_ds_mla"]
-    case = of_kind(kind, name="", seq_lens=(1000, 70, 300), heads=heads, page_size=16)
-    problem = with_steps(case.build("cuda"), steps)
+    case = case_of_kind(kind, name="", seq_lens=(1000, 70, 300), heads=heads, page_size=16)
+    problem = with_scale_steps(case.build("cuda"), steps)
     for kernel in ("sm90", "sm80"):
         monkeypatch.setenv("MLAGEN_MLA_KERNEL", kernel)
         current_settings.cache_clear()
@@ -181,9 +185,9 @@ def test_scales_may_be_of_any_size(heads: int, steps: str, monkeypatch: pytest.M
         problem.check(*compute(problem))
 
 
-def test_the_query_may_have_elements_of_any_size() -> None:
-    """Each row is divided by a power of two of its own before it is split."""
-    case = of_kind(KINDS["bf16 over fp8_ds_mla"], name="", seq_lens=(700,), heads=16)
+def test_query_elements_may_be_of_any_size() -> None:
+    """Each row is divided by a power of two before it is split into two FP8 terms."""
+    case = case_of_kind(KINDS["bf16 over fp8_ds_mla"], name="", seq_lens=(700,), heads=16)
     problem = case.build("cuda")
     expected = decode(problem).clone()
     sizes = torch.tensor([2.0**e for e in range(-80, 80, 10)], device="cuda", dtype=torch.bfloat16)
@@ -196,20 +200,24 @@ def test_the_query_may_have_elements_of_any_size() -> None:
 
 @pytest.mark.parametrize("heads", [16, 64, 128])
 @pytest.mark.parametrize("missing", ["first", "last", "every other", "all"])
-def test_entries_that_name_no_token_are_skipped(heads: int, missing: str) -> None:
-    """Wherever they are, and whatever they are instead."""
-    case = of_kind(KINDS["bf16 over fp8_ds_mla"], name="", heads=heads, top_k=300, seq_lens=(700,))
+def test_invalid_topk_indices_are_skipped(heads: int, missing: str) -> None:
+    """Any invalid index at any position is skipped."""
+    case = case_of_kind(
+        KINDS["bf16 over fp8_ds_mla"], name="", heads=heads, top_k=300, seq_lens=(700,)
+    )
     problem = case.build("cuda")
-    names_nothing = {
+    invalid = {
         "first": slice(0, 130),
         "last": slice(130, None),
         "every other": slice(1, None, 2),
         "all": slice(None),
     }[missing]
-    problem.block_tables[..., names_nothing] = -1
-    lists = problem.block_tables.flatten()
-    wild = torch.tensor([-1, 2**31 - 1, -(2**31)], dtype=torch.int32, device="cuda")
-    replaced = torch.where(lists < 0, wild[torch.arange(len(lists), device="cuda") % 3], lists)
+    problem.block_tables[..., invalid] = -1
+    indices = problem.block_tables.flatten()
+    invalid_ids = torch.tensor([-1, 2**31 - 1, -(2**31)], dtype=torch.int32, device="cuda")
+    replaced = torch.where(
+        indices < 0, invalid_ids[torch.arange(len(indices), device="cuda") % 3], indices
+    )
 
     out, lse = compute(problem)
     problem.block_tables.copy_(replaced.view_as(problem.block_tables))

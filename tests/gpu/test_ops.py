@@ -1,4 +1,4 @@
-"""Compiled code around the entry points, and tensors without memory, on the GPU."""
+"""Compiled code around the entry points, and tensors without memory, on a GPU."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 
 class TestCompiled(OpsSemantics):
-    """Every promise about compiled code."""
+    """Shared tests of compiled code, on a GPU."""
 
     device = "cuda"
 
-    @pytest.mark.filterwarnings("ignore")  # of Inductor, about itself
-    def test_cuda_graphs_of_the_compiler_hold_the_calls(self, of: Tensors) -> None:
-        """Graphs are not skipped, and each replay follows its inputs."""
+    @pytest.mark.filterwarnings("ignore")  # Inductor warns about itself
+    def test_cuda_graphs_of_the_compiler_include_the_calls(self, of: Tensors) -> None:
+        """CUDA graphs are not skipped, and each replay follows its inputs."""
         layer, (query, *others) = Layer(of), self.layer_inputs(of)
         layer(query, *others)  # loads the kernel
         compiled = torch.compile(layer, fullgraph=True, mode="reduce-overhead")
@@ -38,9 +38,9 @@ class TestCompiled(OpsSemantics):
 
         assert counters["inductor"].get("cudagraph_skips", 0) == 0
 
-    @pytest.mark.filterwarnings("ignore")  # of Inductor, about itself
-    def test_graphs_of_many_layers_hold_the_calls(self, of: Tensors) -> None:
-        """Calls of two kinds, one behind the other, into outputs of the graph."""
+    @pytest.mark.filterwarnings("ignore")  # Inductor warns about itself
+    def test_graphs_of_many_layers_include_the_calls(self, of: Tensors) -> None:
+        """Two kinds of calls in sequence write into outputs of the graph."""
 
         def layers(query: torch.Tensor, gqa_query: torch.Tensor) -> torch.Tensor:
             for _ in range(3):
@@ -59,9 +59,9 @@ class TestCompiled(OpsSemantics):
 
         assert counters["inductor"].get("cudagraph_skips", 0) == 0
 
-    @pytest.mark.filterwarnings("ignore")  # of Inductor, about itself
+    @pytest.mark.filterwarnings("ignore")  # Inductor warns about itself
     def test_a_graph_around_compiled_code_is_replayed(self, of: Tensors) -> None:
-        """On a stream that no call has seen, scratch is taken from the pool of the graph."""
+        """On a new stream the workspace comes from the graph's memory pool."""
         layer, inputs = Layer(of), [tensor.clone() for tensor in self.layer_inputs(of)]
         compiled = torch.compile(layer, fullgraph=True)
         compiled(*inputs)
@@ -76,8 +76,8 @@ class TestCompiled(OpsSemantics):
 
         torch.testing.assert_close(got, layer(*inputs))
 
-    def test_a_package_of_aotinductor_runs(self) -> None:
-        """A layer that is compiled ahead of time gives what it gives without a compiler."""
+    def test_an_aotinductor_package_runs(self) -> None:
+        """A layer compiled ahead of time gives the eager result."""
         if (status := _packaged("Doubled(), (torch.ones(8, device='cuda'),)")) != 0:
             pytest.skip(f"torch loads no package here, not even without mlagen: exit {status}")
 
@@ -105,7 +105,7 @@ with tempfile.TemporaryDirectory() as folder:
 
 
 def _packaged(module_and_inputs: str) -> int:
-    """Return the exit status of a process that packages a module, and runs the package."""
+    """Return the exit status of a process that packages a module and runs the package."""
     program = _PACKAGED.format(module_and_inputs=module_and_inputs)
     environment = {**os.environ, "PYTHONPATH": str(_ROOT)}
     return subprocess.run(
@@ -114,7 +114,7 @@ def _packaged(module_and_inputs: str) -> int:
 
 
 class TestMemory(MemorySemantics):
-    """Every promise about what has no memory: nothing is launched, and the context lives on."""
+    """Shared tests of tensors without memory: nothing is launched, and the context stays valid."""
 
     device = "cuda"
 

@@ -1,4 +1,4 @@
-"""Loading, streams, graphs and threads on a GPU."""
+"""Loading, streams, CUDA graphs and threads on a GPU."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SPLIT = MlaCase(name="split", seq_lens=(5000, 70), heads=16, with_sinks=True)
 
 @pytest.mark.parametrize("case", [WHOLE, SPLIT], ids=str)
 def test_a_replay_follows_changed_lengths_tables_and_data(case: MlaCase) -> None:
-    """A captured call computes what lies in its tensors at each replay."""
+    """A replay computes the current content of its tensors."""
     problem = case.build("cuda")
     arguments = problem.arguments(max_seq_len=5000)
     out = torch.empty(len(case.seq_lens), 1, case.heads, 512, dtype=case.dtype, device="cuda")
@@ -58,7 +58,7 @@ def test_a_replay_follows_changed_lengths_tables_and_data(case: MlaCase) -> None
 
 
 def _overwrite(problem: MlaProblem, changed: MlaProblem) -> None:
-    """Put the content of one problem into the tensors of another that is at least as large."""
+    """Copy a problem into the tensors of another that is at least as large."""
     problem.query.copy_(changed.query)
     problem.kv_cache.fill_(float("nan"))
     problem.kv_cache[: len(changed.kv_cache)] = changed.kv_cache
@@ -79,17 +79,17 @@ def test_many_replays_give_the_same_bits() -> None:
     with torch.cuda.graph(graph):
         decode(**arguments, out=out)
 
-    seen = []
+    outs = []
     for replay in range(1000):
         if replay % 100 == 99:
             out.fill_(float("nan"))
         graph.replay()
         if replay % 100 == 99:
-            seen.append(out.clone())
+            outs.append(out.clone())
     torch.cuda.synchronize()
 
-    assert len(seen) == 10
-    assert all(torch.equal(first, other) for other in seen)
+    assert len(outs) == 10
+    assert all(torch.equal(first, other) for other in outs)
 
 
 _CAPTURE_FIRST = """
@@ -116,8 +116,8 @@ print("captured after prewarm")
 """
 
 
-def test_capture_without_a_loaded_kernel_says_how_to_prewarm() -> None:
-    """A fresh process that captures first gets the error; after its advice the capture works."""
+def test_capture_without_a_loaded_kernel_names_the_remedy() -> None:
+    """A process that captures first gets an error; after following it the capture works."""
     done = subprocess.run(
         [sys.executable, "-c", _CAPTURE_FIRST],
         capture_output=True,
@@ -135,8 +135,8 @@ def test_capture_without_a_loaded_kernel_says_how_to_prewarm() -> None:
 
 
 @pytest.mark.parametrize("enable_pdl", [True, False], ids=["with pdl", "without pdl"])
-def test_a_call_waits_for_what_it_reads(enable_pdl: bool) -> None:
-    """In a chain where each call reads what the one before wrote, every link sees it."""
+def test_a_call_waits_for_its_inputs(enable_pdl: bool) -> None:
+    """In a chain of calls each reads the output of the preceding one."""
     problem = replace(SPLIT, with_sinks=False).build("cuda")
     arguments = problem.arguments(enable_pdl=enable_pdl)
     start = problem.query.clone()
@@ -156,8 +156,8 @@ def test_a_call_waits_for_what_it_reads(enable_pdl: bool) -> None:
     assert torch.equal(expected, chain(40, wait=False))
 
 
-def test_two_streams_with_their_own_workspaces_do_not_meet() -> None:
-    """Calls that overlap on two streams compute what they compute alone."""
+def test_two_streams_with_separate_workspaces() -> None:
+    """Overlapping calls on two streams give the results of separate calls."""
     problems = [replace(SPLIT, seed=seed).build("cuda") for seed in (1, 2)]
     arguments = [problem.arguments() for problem in problems]
     expected = [decode(**each) for each in arguments]
@@ -175,8 +175,8 @@ def test_two_streams_with_their_own_workspaces_do_not_meet() -> None:
         assert all(torch.equal(expected[index], out) for out in outs[index])
 
 
-def test_threads_share_kernels_and_nothing_else() -> None:
-    """Eight threads that call at once each get their own result."""
+def test_threads_share_only_kernels() -> None:
+    """Eight concurrent threads each get their own result."""
     problems = [replace(SPLIT, seed=seed, heads=16 + seed).build("cuda") for seed in range(8)]
     failures: list[BaseException] = []
 
@@ -187,7 +187,7 @@ def test_threads_share_kernels_and_nothing_else() -> None:
                     out = decode(**problem.arguments())
                 torch.cuda.current_stream().synchronize()
             problem.check(out)
-        except BaseException as error:  # noqa: BLE001 - carried to the test's thread
+        except BaseException as error:  # noqa: BLE001 - re-raised in the test's thread
             failures.append(error)
 
     threads = [threading.Thread(target=work, args=(problem,)) for problem in problems]
@@ -199,8 +199,8 @@ def test_threads_share_kernels_and_nothing_else() -> None:
     assert failures == []
 
 
-def test_a_thread_that_has_not_touched_cuda_can_call() -> None:
-    """A new thread launches on the default stream with nothing but the caller's tensors."""
+def test_a_new_thread_can_call() -> None:
+    """A thread without a CUDA context launches on the default stream."""
     problem = SPLIT.build("cuda")
     out = torch.full((2, 1, 16, 512), float("nan"), dtype=torch.bfloat16, device="cuda")
     arguments = problem.arguments(out=out)
@@ -212,7 +212,7 @@ def test_a_thread_that_has_not_touched_cuda_can_call() -> None:
     def work() -> None:
         try:
             decode(**arguments)
-        except BaseException as error:  # noqa: BLE001 - carried to the test's thread
+        except BaseException as error:  # noqa: BLE001 - re-raised in the test's thread
             failures.append(error)
 
     thread = threading.Thread(target=work)
@@ -224,8 +224,8 @@ def test_a_thread_that_has_not_touched_cuda_can_call() -> None:
     assert torch.equal(expected, out)
 
 
-def test_unsigned_lengths_and_strided_queries_are_read_as_they_are() -> None:
-    """uint32 lengths and tables, and a query cut out of a wider tensor, give the same result."""
+def test_unsigned_lengths_and_strided_queries() -> None:
+    """uint32 lengths and tables, and a strided query, give the same result."""
     problem = replace(WHOLE, q_len=2, seq_lens=(70, 5, 200)).build("cuda")
     wide = torch.full((3, 2, 20, 640), float("nan"), dtype=torch.bfloat16, device="cuda")
     wide[:, :, 2:18, 64:] = problem.query
@@ -241,27 +241,27 @@ def test_unsigned_lengths_and_strided_queries_are_read_as_they_are() -> None:
     problem.check(out)
 
 
-def test_a_call_of_another_form_neither_looks_up_nor_loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A loaded kernel is kept: the store is not asked, and the driver loads nothing again."""
+def test_a_call_of_another_signature_reuses_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loaded kernel is neither looked up in the store nor loaded again."""
     problem = WHOLE.build("cuda")
     arguments = problem.arguments()
     first = decode(**arguments)
-    asked: list[str] = []
-    monkeypatch.setattr(engine, "find_or_build", lambda *_, **__: asked.append("store"))
-    monkeypatch.setattr("mlagen.runtime.loader.load", lambda *_: asked.append("driver"))
+    lookups: list[str] = []
+    monkeypatch.setattr(engine, "find_or_build", lambda *_, **__: lookups.append("store"))
+    monkeypatch.setattr("mlagen.runtime.loader.load", lambda *_: lookups.append("driver"))
     mla_call._calls.clear()
 
     again = decode(**arguments)
 
     assert torch.equal(first, again)
-    assert asked == []
+    assert lookups == []
 
 
 @pytest.mark.parametrize("kernel", ["sm80", "sm90"])
 def test_the_workspace_must_be_large_enough(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A workspace one byte too small is rejected with both sizes, before anything is written."""
     if kernel == "sm90" and torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs a Hopper GPU")
+        pytest.skip("needs an sm_90 GPU")
     monkeypatch.setenv("MLAGEN_MLA_KERNEL", kernel)
     current_settings.cache_clear()
     problem = SPLIT.build("cuda")
@@ -277,7 +277,7 @@ def test_the_workspace_must_be_large_enough(kernel: str, monkeypatch: pytest.Mon
     assert (out == 7.0).all()
 
 
-def test_every_gpu_computes_its_own_tensors() -> None:
+def test_every_gpu_uses_its_own_tensors() -> None:
     """A call runs on the device of its tensors, whichever device is current."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")

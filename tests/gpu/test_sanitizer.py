@@ -1,4 +1,4 @@
-"""Every template under compute-sanitizer."""
+"""Every kernel family under compute-sanitizer."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _CLEAN = {
 }
 _SANITIZER = shutil.which("compute-sanitizer")
 
-# One case of each tile, of each way to read tokens and of the combining kernel, in pages of one
-# token and of many, ragged.
+# Cases of each tile, each KV lookup and the combine kernel, with pages of one token and of many,
+# ragged.
 _MLA_CASES = """
 import torch
 from mlagen.runtime import plan_mla_sm90
 from tests.cases import MlaCase
 from tests.mla_semantics import compute
-plan_mla_sm90.LEAVES_SMALL_CALLS = False
-plan_mla_sm90.TAKES_SMALLER_TILES = False
+plan_mla_sm90.USES_SM80_FOR_SMALL_CALLS = False
+plan_mla_sm90.USES_SMALLER_TILES = False
 fp16, e4m3 = torch.float16, torch.float8_e4m3fn
 for case in (
     MlaCase(name="16 rows", seq_lens=(0, 5, 70), heads=16, page_size=16),
@@ -32,17 +32,17 @@ for case in (
     MlaCase(name="64 rows", seq_lens=(70, 200, 3), heads=40, q_len=2),
     MlaCase(name="split", seq_lens=(700, 30), heads=64),
     MlaCase(name="rank 256", seq_lens=(700, 30), heads=64, kv_lora_rank=256, page_size=1),
-    MlaCase(name="ragged", seq_lens=(70, 9), q_lens=(3, 0), cache_form="strided", dtype=fp16),
+    MlaCase(name="ragged", seq_lens=(70, 9), q_lens=(3, 0), cache_layout="strided", dtype=fp16),
     MlaCase(name="e4m3", seq_lens=(70, 9), heads=64, dtype=e4m3),
     MlaCase(name="e4m3 of 16 rows", seq_lens=(70, 900), heads=16, dtype=e4m3, page_size=16),
     MlaCase(name="e4m3 under bf16", seq_lens=(170, 9), kv_format="e4m3", scales="for 128 elements"),
-    MlaCase(name="packed", seq_lens=(70, 9), heads=32, kv_format="fp8_ds_mla", top_k=40),
-    MlaCase(name="packed, 64 rows", seq_lens=(70, 9), heads=64, kv_format="fp8_ds_mla"),
-    MlaCase(name="lists under e4m3", seq_lens=(70, 9), heads=64, dtype=e4m3, top_k=40),
+    MlaCase(name="fp8_ds_mla", seq_lens=(70, 9), heads=32, kv_format="fp8_ds_mla", top_k=40),
+    MlaCase(name="fp8_ds_mla, 64 rows", seq_lens=(70, 9), heads=64, kv_format="fp8_ds_mla"),
+    MlaCase(name="sparse under e4m3", seq_lens=(70, 9), heads=64, dtype=e4m3, top_k=40),
     MlaCase(name="fp8_per_token", seq_lens=(70, 9), heads=20, kv_format="fp8_per_token"),
-    MlaCase(name="many pieces", seq_lens=(4300,), heads=9),
+    MlaCase(name="many splits", seq_lens=(4300,), heads=9),
     MlaCase(name="biased", seq_lens=(70, 9), kv_format="fp8_per_token", bias="for each head"),
-    MlaCase(name="values apart", seq_lens=(70, 9), heads=32, values="other pages"),
+    MlaCase(name="separate values", seq_lens=(70, 9), heads=32, values="other pages"),
 ):
     problem = case.build("cuda")
     problem.check(*compute(problem))
@@ -57,7 +57,9 @@ for case in (
     GqaCase(name="16 rows", seq_lens=(0, 5, 70)),
     GqaCase(name="32 rows", seq_lens=(65, 130), group=8, q_len=3, mask="random", sink=3.0),
     GqaCase(name="split", seq_lens=(900, 30), group=1, window=700),
-    GqaCase(name="ragged", seq_lens=(70, 9, 4), q_lens=(3, 0, 2), page_size=1, form="strided"),
+    GqaCase(
+        name="ragged", seq_lens=(70, 9, 4), q_lens=(3, 0, 2), page_size=1, cache_layout="strided"
+    ),
     GqaCase(name="e4m3", seq_lens=(70, 9), kv="e4m3", out_dtype=E4M3, o_scale=0.5),
     GqaCase(name="int8", seq_lens=(700, 9), kv="int8", dtype=torch.float16, head_dim=48),
     GqaCase(name="nvfp4", seq_lens=(70, 9), kv="nvfp4", head_dim=80, layout="HND"),
@@ -70,15 +72,15 @@ for case in (
 
 
 @pytest.mark.parametrize("cases", [_MLA_CASES, _GQA_CASES], ids=["mla", "gqa"])
-# racecheck knows nothing of barriers in shared memory that count what bulk copies bring; races of
-# the sm90 kernels are looked for by delays, in test_mla_sm90.py and beside it.
+# racecheck does not support mbarriers with TMA transaction counts; random delays check the sm90
+# kernels for races, in test_mla_sm90.py and its siblings.
 @pytest.mark.parametrize(
     ("tool", "kernel"), [("memcheck", "auto"), ("memcheck", "sm80"), ("racecheck", "sm80")]
 )
 @pytest.mark.skipif(_SANITIZER is None, reason="compute-sanitizer is not installed")
 def test_small_cases_are_clean(tool: str, kernel: str, cases: str) -> None:
-    """The sanitizer finds no bad access and no race in a small case of each template."""
-    # The bindings probe for driver functions that this driver does not have; that is no error.
+    """The sanitizer reports no invalid access and no race in a small case of each kernel."""
+    # The bindings probe for driver functions that this driver lacks; that is no error.
     command = [
         str(_SANITIZER),
         "--tool",

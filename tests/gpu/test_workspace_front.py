@@ -1,4 +1,4 @@
-"""The front of a large workspace keeps its bytes: FlashInfer has counters there."""
+"""The front of a large workspace is not written: FlashInfer keeps semaphores there."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from mlagen.settings import current_settings
 from tests.cases import MlaCase
 from tests.gqa_problems import GqaCase
 from tests.gqa_semantics import decode as decode_gqa
-from tests.hopper_tiles import taking_smaller_tiles
-from tests.mla_cases import KINDS, of_kind
+from tests.mla_cases import KINDS, case_of_kind
 from tests.mla_semantics import decode
+from tests.sm90_tiles import smaller_tiles
 
 _FRONT = 8 << 20
 _BYTES = 128 << 20
 
-IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+IS_SM90 = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 
 @pytest.fixture(params=["sm90", "sm80"])
 def _kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Have every call take one kind of kernel, and split its requests."""
-    if request.param == "sm90" and not IS_HOPPER:
-        pytest.skip("needs a Hopper GPU")
+    """Make every call use one kind of kernel, and split its sequences."""
+    if request.param == "sm90" and not IS_SM90:
+        pytest.skip("needs an sm_90 GPU")
     for name in ("MLAGEN_MLA_KERNEL", "MLAGEN_GQA_KERNEL"):
         monkeypatch.setenv(name, request.param)
     current_settings.cache_clear()
-    with taking_smaller_tiles(monkeypatch, are_taken=False):
+    with smaller_tiles(monkeypatch, enabled=False):
         yield
 
 
 @pytest.fixture
 def workspace() -> Iterator[torch.Tensor]:
-    """Return a workspace, whose front is compared when the test ends, and whose end was used."""
+    """Return a workspace; after the test its front is unchanged and its end was used."""
     memory = torch.full((_BYTES,), 0x5A, dtype=torch.uint8, device="cuda")
     yield memory
     assert (memory[:_FRONT] == 0x5A).all()
@@ -52,8 +52,8 @@ LARGE = ((20_000, 3), (9000,) * 5)
 @pytest.mark.parametrize("seq_lens", LARGE, ids=["one", "some"])
 @pytest.mark.parametrize("kind", ["bf16", "e4m3", "bf16 over fp8_ds_mla"])
 def test_mla(kind: str, seq_lens: tuple[int, ...], workspace: torch.Tensor) -> None:
-    """With the most rows that a request may have."""
-    problem = of_kind(KINDS[kind], name="", seq_lens=seq_lens, heads=128).build("cuda")
+    """Calls have the max number of rows per sequence."""
+    problem = case_of_kind(KINDS[kind], name="", seq_lens=seq_lens, heads=128).build("cuda")
 
     out, lse = run_mla(problem.inputs(workspace_buffer=workspace, return_lse=True), True)
 
@@ -62,21 +62,21 @@ def test_mla(kind: str, seq_lens: tuple[int, ...], workspace: torch.Tensor) -> N
 
 @pytest.mark.usefixtures("_kernel")
 @pytest.mark.parametrize("kv", ["16-bit", "e4m3"])
-def test_grouped_query(kv: str, workspace: torch.Tensor) -> None:
-    """Long requests, in pieces or splits."""
+def test_gqa(kv: str, workspace: torch.Tensor) -> None:
+    """Long sequences are split."""
     problem = GqaCase(name="", seq_lens=(20_000, 9000), kv=kv, group=8).build("cuda")
 
     problem.check(decode_gqa(problem, workspace_buffer=workspace))
 
 
 @pytest.mark.usefixtures("_kernel")
-def test_overlapping_views_of_one_buffer_take_turns(workspace: torch.Tensor) -> None:
-    """Views that begin or end alike, one call after the other, are right at every turn."""
+def test_overlapping_views_of_one_buffer(workspace: torch.Tensor) -> None:
+    """Interleaved calls in views with equal start or end are right."""
     problem = MlaCase(name="", seq_lens=(9000, 70), heads=64).build("cuda")
     needed = mlagen.workspace_bytes(batch=2, q_len=1, heads=64, max_seq_len=9000)
     views: list[Any] = [
         workspace[_FRONT:],
-        workspace[_FRONT : _FRONT + needed + 1],  # whose end is not aligned
+        workspace[_FRONT : _FRONT + needed + 1],  # unaligned end
         workspace[_FRONT : 2 * _FRONT + needed],
         workspace[-needed // 16 * 16 :],
         workspace[_FRONT:].view(torch.float32),

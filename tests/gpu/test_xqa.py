@@ -1,4 +1,4 @@
-"""The doors of flashinfer.xqa on a GPU, against float64."""
+"""The entry points of flashinfer.xqa on a GPU, against float64."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tests.xqa_semantics import (
 
 
 @pytest.mark.parametrize("case", XQA_CASES, ids=str)
-def test_every_element_is_attention_as_float64_computes_it(case: GqaCase) -> None:
-    """The output is right, whatever NaN and wild ids stand in what must not be read."""
+def test_output_matches_float64(case: GqaCase) -> None:
+    """The output is right with NaN and invalid page ids in all memory that must not be read."""
     problem = case.build("cuda")
 
     out = run_xqa(problem)
@@ -31,8 +31,8 @@ def test_every_element_is_attention_as_float64_computes_it(case: GqaCase) -> Non
 
 
 @pytest.mark.parametrize("case", MLA_CASES, ids=str)
-def test_every_element_of_mla_is_attention_as_float64_computes_it(case: MlaCase) -> None:
-    """The output is right, values in the cache of the keys or in one of their own."""
+def test_mla_output_matches_float64(case: MlaCase) -> None:
+    """The output is right, with values in the cache of the keys or in one of their own."""
     problem = case.build("cuda")
 
     out = run_xqa_mla(problem)
@@ -40,19 +40,19 @@ def test_every_element_of_mla_is_attention_as_float64_computes_it(case: MlaCase)
     problem.check(out)
 
 
-class TestOnTheGpu(XqaSemantics):
-    """Every promise of the doors, kept by the kernels."""
+class TestXqaOnGpu(XqaSemantics):
+    """Shared tests, on a GPU."""
 
     device = "cuda"
 
 
-# As many pages of 16 or 64 tokens each time, so that all tensors keep their shapes.
+# All have as many pages of 16 or 64 tokens, so that the tensors keep their shapes.
 _LENGTHS = ((5000, 70, 0), (0, 4999, 66), (66, 0, 4998))
 
 
 @pytest.mark.parametrize("dtypes", DTYPES, ids=str)
-def test_a_graph_of_xqa_follows_changed_lengths(dtypes: Dtypes) -> None:
-    """What is captured once is right for the lengths, tables and caches of a replay."""
+def test_a_replay_of_xqa_follows_changed_lengths(dtypes: Dtypes) -> None:
+    """A replay is right for the current lengths, tables and caches."""
     problems = [
         GqaCase(
             name="",
@@ -80,8 +80,8 @@ def test_a_graph_of_xqa_follows_changed_lengths(dtypes: Dtypes) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, E4M3], ids=["bf16", "e4m3"])
 @pytest.mark.parametrize("values", ["shared", "other cache"])
-def test_a_graph_of_xqa_mla_follows_changed_lengths(values: str, dtype: torch.dtype) -> None:
-    """What is captured once is right for the lengths, tables and caches of a replay."""
+def test_a_replay_of_xqa_mla_follows_changed_lengths(values: str, dtype: torch.dtype) -> None:
+    """A replay is right for the current lengths, tables and caches."""
     problems = [
         MlaCase(
             name="",

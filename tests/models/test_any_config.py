@@ -1,4 +1,4 @@
-"""Whatever a configuration holds, it is read or rejected in one line."""
+"""Any configuration is read, or rejected in one line."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ HEADS = {"num_attention_heads": 64, "num_key_value_heads": 8, "hidden_size": 409
 
 
 def outcome_of(config: dict[str, Any]) -> str:
-    """Return what is read of a configuration, or why it is rejected."""
+    """Return the model of a configuration, or the rejection."""
     try:
         model = read_model("m", json.dumps(config).encode())
     except ArgumentError as error:
@@ -45,7 +45,7 @@ def outcome_of(config: dict[str, Any]) -> str:
 @given(CONFIGS)
 @settings(max_examples=150, deadline=None)
 def test_any_configuration_is_read_or_rejected_in_one_line(config: dict[str, Any]) -> None:
-    """Numbers, texts, lists and tables where others belong are rejected as any mistake is."""
+    """Values of a wrong type are rejected like any other mistake."""
     for whole in (config, HEADS | config, {**config, "text_config": HEADS | config}):
         outcome = outcome_of(whole)
 
@@ -57,7 +57,7 @@ def test_any_configuration_is_read_or_rejected_in_one_line(config: dict[str, Any
 @pytest.mark.parametrize("depth", [10, 200, 500, 900, 2000, 100_000])
 @pytest.mark.parametrize("key", ["a", "attn_config", "alibi"])
 def test_tables_in_tables_end(key: str, depth: int) -> None:
-    """A configuration that is nested deeply is rejected, if it is."""
+    """A deeply nested configuration is read or rejected without a RecursionError."""
     for begin, end in ((f'{{"{key}":', "}"), ("[", "]")):
         text = f'{{"{key}": {begin * depth}1{end * depth}}}'
         with suppress(ArgumentError):

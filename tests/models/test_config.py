@@ -1,4 +1,4 @@
-"""Configurations of models: what is read of them, and what is rejected with field and rule."""
+"""Model configurations: the fields that are read, and rejections with field and rule."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mlagen.models.config import GqaModel, MlaModel, find_model, preset_names, r
 from mlagen.models.names import known_names
 from mlagen.spec.dtype import DType
 
-# What the published configurations say.
+# Values of the published configurations.
 MLA_PRESETS = {
     "deepseek-v2": (128, False),
     "deepseek-v2-lite": (16, False),
@@ -50,13 +50,13 @@ def read(config: object) -> MlaModel | GqaModel:
 
 
 def test_every_preset_is_known_by_its_name() -> None:
-    """The names are those of the files, and no file is forgotten here."""
+    """The names are those of the files, and this module covers every file."""
     assert set(preset_names()) == {*MLA_PRESETS, *GQA_PRESETS}
 
 
 @pytest.mark.parametrize("name", MLA_PRESETS)
 def test_a_preset_with_latent_attention_is_as_it_was_published(name: str) -> None:
-    """Heads, ranks and whether it chooses tokens."""
+    """Heads, ranks and sparse attention match."""
     heads, is_sparse = MLA_PRESETS[name]
 
     assert find_model(name) == MlaModel(
@@ -71,7 +71,7 @@ def test_a_preset_with_latent_attention_is_as_it_was_published(name: str) -> Non
 
 @pytest.mark.parametrize("name", GQA_PRESETS)
 def test_a_preset_with_grouped_queries_is_as_it_was_published(name: str) -> None:
-    """Heads, kv heads and their size."""
+    """Heads, kv heads and head dim match."""
     heads, kv_heads, head_dim = GQA_PRESETS[name]
 
     assert find_model(name) == GqaModel(
@@ -79,8 +79,8 @@ def test_a_preset_with_grouped_queries_is_as_it_was_published(name: str) -> None
     )
 
 
-def test_a_name_may_be_spelled_as_people_do() -> None:
-    """Upper case and lower case are one."""
+def test_names_are_case_insensitive() -> None:
+    """Names are case-insensitive."""
     found = find_model("DeepSeek-V3")
 
     assert (found.name, found.heads) == ("DeepSeek-V3", 128)
@@ -88,7 +88,7 @@ def test_a_name_may_be_spelled_as_people_do() -> None:
 
 @pytest.mark.parametrize("is_folder", [True, False], ids=["folder", "file"])
 def test_any_other_model_is_found_by_its_path(is_folder: bool, tmp_path: Path) -> None:
-    """The path of the file, or of the folder that a download left."""
+    """The path is that of the file, or of its folder."""
     path = tmp_path / "config.json"
     path.write_text(json.dumps(GQA))
 
@@ -101,12 +101,12 @@ def test_any_other_model_is_found_by_its_path(is_folder: bool, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("changes", "head_dim"),
     [({}, 128), ({"head_dim": None}, 128), ({"head_dim": 64}, 64)],
-    ids=["absent", "null", "said"],
+    ids=["absent", "null", "explicit"],
 )
-def test_a_head_is_a_share_of_the_hidden_size_unless_it_is_said(
+def test_head_dim_defaults_to_a_share_of_the_hidden_size(
     changes: dict[str, Any], head_dim: int
 ) -> None:
-    """An explicit one may be another."""
+    """The default head_dim is hidden_size / heads; an explicit one overrides it."""
     model = read(GQA | changes)
 
     assert isinstance(model, GqaModel)
@@ -114,21 +114,21 @@ def test_a_head_is_a_share_of_the_hidden_size_unless_it_is_said(
 
 
 def test_without_kv_heads_every_head_has_its_own() -> None:
-    """As models without groups are written."""
+    """Without kv heads, the model has multi-head attention."""
     model = read({"num_attention_heads": 32, "hidden_size": 4096})
 
     assert isinstance(model, GqaModel)
     assert model.kv_heads == 32
 
 
-def test_a_null_rank_is_no_latent_attention() -> None:
-    """Some models have the field and leave it empty."""
+def test_a_null_rank_is_not_latent_attention() -> None:
+    """Some models have the field with a null value."""
     assert isinstance(read(GQA | {"kv_lora_rank": None}), GqaModel)
 
 
 @pytest.mark.parametrize("label", ["text_config", "language_config", "llm_config"])
 def test_the_part_that_generates_text_counts(label: str) -> None:
-    """Models of several parts have its fields one level down, and the dtype on either."""
+    """Multi-part models nest the text decoder; the dtype may be on either level."""
     model = read({label: MLA, "torch_dtype": "float16", "hidden_size": 1})
 
     assert isinstance(model, MlaModel)
@@ -145,10 +145,10 @@ def test_the_part_that_generates_text_counts(label: str) -> None:
         ({"dtype": "bfloat16", "torch_dtype": "float16"}, DType.BF16),
         ({"dtype": "auto", "torch_dtype": None}, DType.BF16),
     ],
-    ids=["absent", "new name", "old name", "of torch", "both", "left open"],
+    ids=["absent", "new name", "old name", "of torch", "both", "auto"],
 )
 def test_the_dtype_is_that_of_the_activations(changes: dict[str, Any], dtype: DType) -> None:
-    """And bf16 where nothing is said."""
+    """The default is bf16."""
     assert read(MLA | changes).dtype is dtype
 
 
@@ -203,22 +203,22 @@ def test_the_dtype_is_that_of_the_activations(changes: dict[str, Any], dtype: DT
         "head dim",
     ],
 )
-def test_a_configuration_that_is_not_served_says_the_field(config: object, message: str) -> None:
-    """With the model, the rule and the value."""
+def test_an_unsupported_configuration_is_rejected_by_field(config: object, message: str) -> None:
+    """The message has the model, the field, the rule and the value."""
     with pytest.raises(ArgumentError) as caught:
         read(config)
 
     assert str(caught.value).startswith(message)
 
 
-def test_what_is_no_json_is_rejected() -> None:
-    """With where it broke."""
+def test_invalid_json_is_rejected() -> None:
+    """The message has the parse position."""
     with pytest.raises(ArgumentError, match=r"^m: expected JSON, got Expecting value: line 1"):
         read_model("m", b"\x7b\x22a\x22: }")
 
 
-def test_an_unknown_name_says_the_known_ones() -> None:
-    """And that a path would do."""
+def test_an_unknown_name_lists_the_known_ones() -> None:
+    """The message lists the known names, and mentions a path."""
     with pytest.raises(ArgumentError) as caught:
         find_model("gpt-5")
 
@@ -228,8 +228,8 @@ def test_an_unknown_name_says_the_known_ones() -> None:
     )
 
 
-def test_a_file_that_cannot_be_read_says_why(tmp_path: Path) -> None:
-    """A folder in place of the file, for instance."""
+def test_an_unreadable_file_is_rejected_with_the_reason(tmp_path: Path) -> None:
+    """A folder in place of the file is one example."""
     (tmp_path / "config.json").mkdir()
 
     with pytest.raises(ArgumentError) as caught:

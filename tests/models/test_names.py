@@ -1,4 +1,4 @@
-"""Names of models: presets, aliases and ids of the Hub, and its local cache."""
+"""Model names: presets, aliases, Hub ids, and the local Hub cache."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CONFIG = {"num_attention_heads": 24, "num_key_value_heads": 8, "head_dim": 64}
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Return the config.json that a stand-in for huggingface_hub finds for its one id."""
+    """Return the config.json that a fake huggingface_hub finds for one id."""
     path = tmp_path / "config.json"
     path.write_text(json.dumps(CONFIG))
     library, errors = ModuleType("huggingface_hub"), ModuleType("huggingface_hub.errors")
@@ -65,20 +65,22 @@ def switch(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
         ("", None),
     ],
 )
-def test_a_name_leads_to_the_preset_that_attends_alike(name: str, preset: str | None) -> None:
-    """A model with other heads, or of another owner, leads nowhere."""
+def test_a_name_resolves_to_the_preset_with_the_same_attention(
+    name: str, preset: str | None
+) -> None:
+    """A model with other heads, or of another owner, has no preset."""
     assert preset_of(name) == preset
 
 
-def test_every_known_name_leads_to_a_preset() -> None:
-    """Names of a rejection can be used as they stand there."""
+def test_every_known_name_resolves_to_a_preset() -> None:
+    """The names in a rejection are valid."""
     assert {preset_of(name) for name in known_names()} == set(preset_names())
 
 
 def test_a_folder_comes_before_the_model_of_the_same_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What lies at a path is meant by the path."""
+    """A path takes precedence over a name."""
     folder = tmp_path / "deepseek-ai" / "DeepSeek-V3"
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(CONFIG))
@@ -89,18 +91,16 @@ def test_a_folder_comes_before_the_model_of_the_same_name(
 
 @pytest.mark.parametrize("name", ["our/model", "deepseek-ai/DeepSeek-V3"])
 @pytest.mark.usefixtures("hub")
-def test_the_hubs_cache_is_read_if_it_is_asked_for(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The configuration of the id itself comes before one that attends alike."""
+def test_the_hub_cache_is_read_with_mlagen_hf(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The configuration of the id takes precedence over a preset."""
     switch(monkeypatch, "1")
 
     assert find_model(name).heads == 24
 
 
 @pytest.mark.usefixtures("hub")
-def test_the_hubs_cache_is_left_alone_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rejection says how to have it read."""
+def test_the_hub_cache_is_not_read_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rejection mentions MLAGEN_HF."""
     switch(monkeypatch, "0")
 
     with pytest.raises(ArgumentError) as caught:
@@ -111,16 +111,16 @@ def test_the_hubs_cache_is_left_alone_otherwise(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.usefixtures("hub")
-def test_what_the_hubs_cache_lacks_is_not_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rejection has the command that does."""
+def test_a_missing_hub_configuration_is_not_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rejection has the download command."""
     switch(monkeypatch, "1")
 
     with pytest.raises(ArgumentError, match=r"; run: hf download our/other config\.json$"):
         find_model("our/other")
 
 
-def test_without_the_hubs_library_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A preset by its short name needs no library."""
+def test_without_huggingface_hub_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A preset by its short name needs no huggingface_hub."""
     switch(monkeypatch, "1")
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
 

@@ -1,4 +1,4 @@
-"""What configurations say of attention: each key is understood, or rejected by its name."""
+"""Attention keys of configurations: each is known, or rejected by name."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def read(config: object) -> MlaModel | GqaModel:
 
 
 def heads_of(config: object) -> list[tuple[int, int, int]]:
-    """Return the heads of the layers of a configuration with grouped queries."""
+    """Return the heads of the layers of a GQA configuration."""
     model = read(config)
     assert isinstance(model, GqaModel)
     return [(made.heads, made.kv_heads, made.head_dim) for made in model.heads_of_layers()]
@@ -102,7 +102,7 @@ def heads_of(config: object) -> list[tuple[int, int, int]]:
     ],
 )
 def test_heads_are_those_of_every_layer(config: object, heads: list[tuple[int, int, int]]) -> None:
-    """Layers that differ are read, and so is each name that a number has."""
+    """Layers with other heads are read, and every alias of a field."""
     assert heads_of(config) == heads
 
 
@@ -114,7 +114,7 @@ def test_heads_are_those_of_every_layer(config: object, heads: list[tuple[int, i
             "compress_rates: expected a KV cache of all tokens, got",
         ),
         (V4 | {"compress_ratios": [0, 4]}, "compress_ratios: expected a KV cache of all tokens"),
-        (V4 | {"o_lora_rank": 1024}, "o_lora_rank: expected no such key, for mlagen does not know"),
+        (V4 | {"o_lora_rank": 1024}, "o_lora_rank: expected no such key, as mlagen does not know"),
         (
             V4 | {"layer_types": ["compressed_sparse_attention"]},
             "layer_types: expected full_attention or ",
@@ -149,13 +149,13 @@ def test_heads_are_those_of_every_layer(config: object, heads: list[tuple[int, i
         ),
         (GQA | {"layer_types": ["chunked_attention"]}, "layer_types: expected full_attention or "),
         (MLA | {"layer_types": ["sliding_attention"]}, "layer_types: expected full_attention or "),
-        (MLA | {"sliding_window": 128}, "sliding_window: expected no such key, for mlagen does "),
-        (GQA | {"index_topk_blocks": 16}, "index_topk_blocks: expected no such key, for mlagen "),
+        (MLA | {"sliding_window": 128}, "sliding_window: expected no such key, as mlagen does "),
+        (GQA | {"index_topk_blocks": 16}, "index_topk_blocks: expected no such key, as mlagen "),
         (MLA | {"index_topk": 1, "index_block_size": 4}, "index_block_size: expected no such key"),
         (GQA | {"sparse_attention_config": {"a": 1}}, "sparse_attention_config: expected no such"),
         (
             GQA | {"block_configs": [{"attention": {"n_heads_in_group": 8}}]},
-            "block_configs.attention: expected no such key, for mlagen does not know",
+            "block_configs.attention: expected no such key, as mlagen does not know",
         ),
         (GQA | {"layer_types": ["mamba"]}, "layer_types: expected some layers of full_attention"),
         (
@@ -183,8 +183,8 @@ def test_heads_are_those_of_every_layer(config: object, heads: list[tuple[int, i
         ),
     ],
 )
-def test_what_is_not_understood_is_rejected_by_name(config: object, message: str) -> None:
-    """With the key, the rule and the value, in one line."""
+def test_unknown_keys_are_rejected_by_name(config: object, message: str) -> None:
+    """The message has key, rule and value, in one line."""
     with pytest.raises(ArgumentError) as caught:
         read(config)
 
@@ -193,8 +193,8 @@ def test_what_is_not_understood_is_rejected_by_name(config: object, message: str
 
 
 @pytest.mark.parametrize("label", ["head_dim", "num_key_value_heads"])
-def test_a_nested_part_leaves_out_what_its_class_says(label: str) -> None:
-    """An absent number is not guessed there, unless the class has no default of its own."""
+def test_a_nested_part_omits_class_defaults(label: str) -> None:
+    """A missing number of a nested part is not guessed, unless its class has no default."""
     part = {key: value for key, value in GQA.items() if key != label}
 
     with pytest.raises(ArgumentError, match=f"^m: {label}: expected it in text_config, got none$"):
@@ -205,7 +205,7 @@ def test_a_nested_part_leaves_out_what_its_class_says(label: str) -> None:
 
 
 def test_parts_are_found_at_any_depth() -> None:
-    """What stands around the part that generates text says nothing of its attention."""
+    """Keys outside of the text decoder are not about its attention."""
     config = {"num_attention_heads": 4, "thinker_config": {"alibi": 1, "text_config": GQA}}
 
     assert heads_of(config) == [(32, 8, 128)]
@@ -227,8 +227,8 @@ def test_parts_are_found_at_any_depth() -> None:
         {"position_embedding_type": "rope", "architectures": ["LlamaForCausalLM"]},
     ],
 )
-def test_what_changes_no_kernel_is_read_over(change: dict[str, Any]) -> None:
-    """Windows are arguments of calls; norms, biases and scales happen before the kernel."""
+def test_keys_that_change_no_kernel_are_ignored(change: dict[str, Any]) -> None:
+    """Windows are call arguments; norms, biases and scales are applied outside of the kernel."""
     assert heads_of(GQA | change) == [(32, 8, 128)]
 
 
@@ -240,8 +240,8 @@ def test_what_changes_no_kernel_is_read_over(change: dict[str, Any]) -> None:
         {"head_dim": 64, "qk_head_dim": 192, "num_key_value_heads": 64, "attention_bias": False},
     ],
 )
-def test_what_changes_no_kernel_of_latents_is_read_over(change: dict[str, Any]) -> None:
-    """The indexer's own heads are its own matter."""
+def test_keys_that_change_no_mla_kernel_are_ignored(change: dict[str, Any]) -> None:
+    """The heads of the indexer do not affect the kernel."""
     model = read(MLA | change)
 
     assert isinstance(model, MlaModel)
@@ -252,18 +252,18 @@ def test_what_changes_no_kernel_of_latents_is_read_over(change: dict[str, Any]) 
     ("config", "kind"),
     [
         (MLA | {"layer_types": ["full_attention", "linear_attention"]}, "layers of linear_att"),
-        (MLA | {"linear_attn_config": {"num_heads": 32}}, "layers that linear_attn_config sp"),
+        (MLA | {"linear_attn_config": {"num_heads": 32}}, "layers of linear_attn_config: they"),
         (GQA | {"layer_types": ["mamba", "attention"], "mamba_n_heads": 8}, "layers of mamba:"),
         (GQA | {"layers_block_type": ["mlp", "mamba", "attention"]}, "layers of mamba:"),
         (GQA | {"hybrid_override_pattern": "M-M*-"}, "layers of mamba:"),
-        (GQA | {"full_attention_interval": 4}, "layers that full_attention_interval speaks"),
-        (GQA | {"attn_type_list": [0, 1]}, "layers that attn_type_list speaks of"),
+        (GQA | {"full_attention_interval": 4}, "layers of full_attention_interval: they"),
+        (GQA | {"attn_type_list": [0, 1]}, "layers of attn_type_list"),
         (GQA | {"global_head_dim": 272}, "head_dim: no GQA decode kernel for head_dim 272"),
         (GQA | {"head_dim": 272, "global_head_dim": 256}, "head_dim: no GQA decode kernel for"),
     ],
 )
 def test_layers_without_a_kernel_are_left_out_and_named(config: object, kind: str) -> None:
-    """What keeps a state has no kernel here, and the other layers have theirs."""
+    """Recurrent layers have no kernel here; the other layers have theirs."""
     (sentence,) = read(config).left_out
 
     assert sentence.startswith(f"m: {kind}")

@@ -1,4 +1,4 @@
-"""Prewarming in processes, some of them replaced by others that die or hang."""
+"""Isolated prewarms, with workers replaced by ones that crash or hang."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FOREVER = "import time; time.sleep(600)"
 def replace_worker(
     monkeypatch: pytest.MonkeyPatch, code: str, *, of: KernelSpec | None = COMBINE
 ) -> None:
-    """Let the process of one kernel, or of all, run this code instead."""
+    """Replace the worker of one kernel, or of all, by this code."""
 
     def command(spec: KernelSpec) -> list[str]:
         is_replaced = of is None or spec == of

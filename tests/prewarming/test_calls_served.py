@@ -1,4 +1,4 @@
-"""Models: what their calls take on a GPU is what was prewarmed for them."""
+"""The kernels that calls of a model take on a GPU are among its prewarmed kernels."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from mlagen.api import gqa_plan, mla_plan
 from mlagen.models.config import GqaModel, MlaModel, find_model, preset_names
-from mlagen.models.kernels import Use, model_specs
+from mlagen.models.kernels import ServingOptions, model_specs
 from mlagen.runtime.device import DeviceFacts
 from mlagen.settings import P_DTYPES
 from mlagen.spec.arch import ARCHS, Arch
@@ -23,7 +23,7 @@ PLANS = (mla_plan.plan_call, mla_plan.plan_mla_sm90_call, gqa_plan.plan_gqa_call
 
 @pytest.fixture(params=ARCHS, ids=str)
 def arch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Arch]:
-    """Let GPU 0 be of that architecture."""
+    """Simulate a GPU 0 of that architecture."""
     of_gpu: Arch = request.param
     major, minor = divmod(of_gpu.number, 10)
     facts = DeviceFacts(
@@ -41,9 +41,9 @@ def arch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 @pytest.mark.parametrize("name", preset_names())
 def test_every_call_finds_its_kernel(name: str, arch: Arch) -> None:
-    """Whatever it turns out to be: the kernel of a call is among those of its model."""
+    """The kernel of every call is among those of its model."""
     model = find_model(name)
-    use = Use(tp=tps(model), q_lens=Q_LENS, kv_dtypes=KV_DTYPES)
+    use = ServingOptions(tp=tps(model), q_lens=Q_LENS, kv_dtypes=KV_DTYPES)
     prewarmed = set(model_specs(arch, model, use))
 
     taken = (_mla_calls if isinstance(model, MlaModel) else _gqa_calls)(model)  # type: ignore[arg-type]
@@ -52,7 +52,7 @@ def test_every_call_finds_its_kernel(name: str, arch: Arch) -> None:
 
 
 def tps(model: MlaModel | GqaModel) -> list[int]:
-    """Return how many GPUs may share the heads."""
+    """Return tensor-parallel sizes that divide the heads."""
     return [tp for tp in TPS if model.heads % tp == 0]
 
 
@@ -68,16 +68,16 @@ def _mla_calls(model: MlaModel) -> Iterator[object]:
             lookup=lookup,
         )
         if not any(row.covers(variant) for row in SUPPORTED):
-            assert (model.qk_rope_head_dim, query) == (0, DType.E4M3)  # no kernel has that
+            assert (model.qk_rope_head_dim, query) == (0, DType.E4M3)  # no kernel supports that
             continue
         shape = {"batch": 4, "q_len": q_len, "tile_q_len": q_len, "tokens": 4 * q_len}
         heads = model.heads // tp
         call = {"device": 0, "variant": variant, "heads": heads, "max_kv_len": 100_000, **shape}
         yield mla_plan.plan_call(**call)[0]
         for p_dtype_choice in P_DTYPES:
-            hopper = mla_plan.plan_mla_sm90_call(**call, p_dtype_choice=p_dtype_choice)
-            if hopper is not None:
-                yield hopper[0]
+            sm90 = mla_plan.plan_mla_sm90_call(**call, p_dtype_choice=p_dtype_choice)
+            if sm90 is not None:
+                yield sm90[0]
 
 
 def _gqa_calls(model: GqaModel) -> Iterator[object]:

@@ -1,4 +1,4 @@
-"""Prewarming where GPUs are visible: their targets, and kernels loaded on them."""
+"""Prewarming with visible GPUs: their targets, and kernels loaded on them."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def gpu(index: int, major: int, minor: int) -> DeviceFacts:
 
 
 def show_gpus(monkeypatch: pytest.MonkeyPatch, *seen: DeviceFacts) -> None:
-    """Let the driver show these GPUs."""
+    """Make the driver report these GPUs."""
     monkeypatch.setattr(gpus, "visible_devices", lambda: list(seen))
 
 
 def test_native_is_the_targets_of_the_visible_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each supported GPU's target is taken once; a GPU that none serves is left out."""
+    """Each supported target is selected once; an unsupported GPU is skipped."""
     show_gpus(monkeypatch, gpu(0, 9, 0), gpu(1, 9, 0), gpu(2, 7, 5), gpu(3, 8, 0))
 
     report = mlagen.prewarm(families=["combine"], dry_run=True)
@@ -44,10 +44,10 @@ def test_native_is_the_targets_of_the_visible_gpus(monkeypatch: pytest.MonkeyPat
     [((), "none"), ((gpu(0, 7, 5),), "GPU (7.5)")],
     ids=["no GPU", "a GPU that no target serves"],
 )
-def test_native_without_a_gpu_says_what_to_name(
+def test_native_without_a_gpu_is_rejected(
     seen: tuple[DeviceFacts, ...], got: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where there is nothing native, the message says what was found and what to ask for."""
+    """Without a supported GPU, the message names the GPUs found and an explicit target."""
     show_gpus(monkeypatch, *seen)
 
     with pytest.raises(mlagen.UnsupportedError) as raised:
@@ -59,8 +59,8 @@ def test_native_without_a_gpu_says_what_to_name(
     )
 
 
-def test_load_loads_each_kernel_on_each_gpu_it_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels go to the GPUs of their own target, after they are built."""
+def test_load_loads_each_kernel_on_each_gpu_of_its_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are loaded on the GPUs of their target, after the build."""
     show_gpus(monkeypatch, gpu(0, 8, 0), gpu(1, 9, 0), gpu(2, 8, 0))
     loaded: list[tuple[KernelSpec, int]] = []
     monkeypatch.setattr(run, "kernel_for", lambda spec, device: loaded.append((spec, device)))
@@ -72,7 +72,7 @@ def test_load_loads_each_kernel_on_each_gpu_it_is_for(monkeypatch: pytest.Monkey
 
 
 def test_load_without_a_gpu_of_the_target_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is compiled when there is no GPU to load on."""
+    """Nothing is compiled without a GPU to load on."""
     show_gpus(monkeypatch, gpu(0, 9, 0))
 
     with pytest.raises(mlagen.UnsupportedError, match=r"^load: expected a visible GPU for "):
@@ -82,7 +82,7 @@ def test_load_without_a_gpu_of_the_target_is_rejected(monkeypatch: pytest.Monkey
 def test_with_load_a_kernel_may_stay_in_memory(
     cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A server whose cache cannot be written is prewarmed all the same."""
+    """With an unwritable cache, prewarming still loads kernels from memory."""
     cache_dir.write_text("a file where the folder should be")
     show_gpus(monkeypatch, gpu(0, 8, 0))
     monkeypatch.setattr(run, "kernel_for", lambda spec, device: (spec, device))

@@ -1,4 +1,4 @@
-"""Isolation: what a kernel's own process brings back, and what it is not started for."""
+"""Isolated builds: the result of a worker, and when none is started."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import pytest
 
 import mlagen
 from mlagen import engine
-from mlagen.prewarming.build import build_here
-from mlagen.prewarming.isolation import unit_text
+from mlagen.prewarming.build import build_in_process
+from mlagen.prewarming.isolation import unit_to_json
 from mlagen.prewarming.report import unit_of
 from tests.kernels import COMBINE, SM_80
 from tests.prewarming.isolated import OTHER, prewarm, replace_worker
 
 
-def test_a_kernel_is_built_in_a_process_of_its_own_and_found_here() -> None:
-    """With the same facts as a kernel built here, and the same entry."""
+def test_a_kernel_is_built_in_its_own_process_and_found_here() -> None:
+    """The unit and the entry equal those of a kernel built in this process."""
     unit = prewarm(COMBINE)[COMBINE]
 
     outcome = engine.find_or_build(COMBINE)
-    here = build_here(COMBINE)
+    here = build_in_process(COMBINE)
     assert unit.status == "built"
     assert outcome.built is False
     assert outcome.entry.manifest.created_by == "prewarm"
@@ -32,9 +32,9 @@ def test_a_kernel_is_built_in_a_process_of_its_own_and_found_here() -> None:
     assert facts[0] == facts[1]
 
 
-def test_what_the_cache_has_needs_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second prewarm starts nothing."""
-    build_here(COMBINE)
+def test_a_cached_kernel_starts_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second prewarm starts no process."""
+    build_in_process(COMBINE)
     replace_worker(monkeypatch, "raise SystemExit(1)", of=None)
 
     assert prewarm(COMBINE)[COMBINE].status == "hit"
@@ -43,7 +43,7 @@ def test_what_the_cache_has_needs_no_process(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_worker_that_would_log_much_adds_no_warnings(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """MLAGEN_LOG is for this process: what a worker writes to stderr becomes a warning here."""
+    """MLAGEN_LOG applies to this process only, as stderr of a worker becomes a warning here."""
     monkeypatch.setenv("MLAGEN_LOG", "debug")
 
     assert prewarm(COMBINE)[COMBINE].status == "built"
@@ -64,19 +64,19 @@ def test_a_worker_that_would_log_much_adds_no_warnings(
 def test_an_error_of_a_worker_is_the_same_here(
     error: mlagen.MlagenError, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its class, its message and what it carries come over."""
+    """Class, message and attributes of the error are transferred."""
     key = engine.key_of(COMBINE)
     failed = unit_of(COMBINE, key, "failed", 0.0, error=error)
-    replace_worker(monkeypatch, f"print({unit_text(failed)!r})")
+    replace_worker(monkeypatch, f"print({unit_to_json(failed)!r})")
 
-    told = prewarm(COMBINE)[COMBINE].error
+    received = prewarm(COMBINE)[COMBINE].error
 
-    assert type(told) is type(error)
-    assert (str(told), vars(told)) == (str(error), vars(error))
+    assert type(received) is type(error)
+    assert (str(received), vars(received)) == (str(error), vars(error))
 
 
-def test_a_real_worker_tells_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the environment forbids to compile, for instance."""
+def test_a_real_worker_reports_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An environment that forbids compilation is one example."""
     monkeypatch.setenv("MLAGEN_JIT", "off")
 
     unit = prewarm(COMBINE)[COMBINE]
@@ -87,7 +87,7 @@ def test_a_real_worker_tells_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_first_failure_may_end_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What has not begun is skipped, and says so."""
+    """Kernels that have not started are skipped."""
     replace_worker(monkeypatch, "raise SystemExit(1)")
 
     units = prewarm(COMBINE, OTHER, jobs=1, fail_fast=True)
@@ -96,10 +96,10 @@ def test_the_first_failure_may_end_the_work(monkeypatch: pytest.MonkeyPatch) -> 
     assert units[OTHER].error is None
 
 
-def test_a_cache_that_cannot_be_written_is_told_even_with_load(
+def test_an_unwritable_cache_is_an_error_even_with_load(
     cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From one process to another, kernels go by the disk."""
+    """Processes exchange kernels on the disk only."""
     cache_dir.write_text("a file where the folder should be")
     monkeypatch.setattr("mlagen.prewarming.run.devices_for", lambda _specs: {0: SM_80})
 
@@ -107,12 +107,12 @@ def test_a_cache_that_cannot_be_written_is_told_even_with_load(
         prewarm(COMBINE, load=True)
 
 
-def test_what_a_worker_warns_of_is_logged(
+def test_a_warning_of_a_worker_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As if it had happened here."""
-    unit = build_here(OTHER)
-    code = f"import sys; print({unit_text(unit)!r}); print('cache: moved', file=sys.stderr)"
+    """The warning is logged in this process."""
+    unit = build_in_process(OTHER)
+    code = f"import sys; print({unit_to_json(unit)!r}); print('cache: moved', file=sys.stderr)"
     replace_worker(monkeypatch, code)
 
     prewarm(COMBINE)
@@ -123,7 +123,7 @@ def test_what_a_worker_warns_of_is_logged(
 def test_a_process_that_cannot_be_started_fails_its_kernel(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A machine may have no room for more of them."""
+    """A machine may have reached its process limit."""
 
     def reject(*_: object, **__: object) -> None:
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))

@@ -1,4 +1,4 @@
-"""Isolation: what becomes of processes that die, hang or are in the way."""
+"""Isolated builds: workers that crash, hang or are interrupted."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import mlagen
 from mlagen import engine
 from mlagen.cache.layout import Layout
 from mlagen.prewarming import PrewarmEvent
-from mlagen.prewarming.build import build_here
-from mlagen.prewarming.isolation import workers
+from mlagen.prewarming.build import build_in_process
+from mlagen.prewarming.isolation import worker_pool
 from mlagen.settings import current_settings
 from tests.cache.builds import wait_for
 from tests.kernels import COMBINE
@@ -58,7 +58,7 @@ WORKER = (
 def test_a_worker_that_dies_fails_its_kernel_alone(
     code: str, message: str, log: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The unit says how it died and has what it wrote; the others are built."""
+    """The unit has the exit reason and the output; the other kernels are built."""
     replace_worker(monkeypatch, code)
 
     units = prewarm(COMBINE, OTHER)
@@ -70,7 +70,7 @@ def test_a_worker_that_dies_fails_its_kernel_alone(
 
 
 def test_a_worker_that_takes_too_long_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its unit is a timeout, and no process is left."""
+    """Its unit is a timeout, and no process remains."""
     replace_worker(monkeypatch, FOREVER)
     started: list[subprocess.Popen[str]] = []
 
@@ -92,7 +92,7 @@ def test_a_worker_that_takes_too_long_is_killed(monkeypatch: pytest.MonkeyPatch)
 def test_an_interrupted_prewarm_kills_its_workers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And what they were writing goes with them; the exception reaches the caller."""
+    """Their staging folders are deleted; the exception reaches the caller."""
     staging = Layout(current_settings().cache_dir).new_staging(engine.key_of(COMBINE).digest)
     ready = tmp_path / "ready"
     folder = str(staging).replace(f".{os.getpid()}.", ".%d.")
@@ -118,10 +118,10 @@ def test_an_interrupted_prewarm_kills_its_workers(
 
 
 def test_nothing_is_started_after_the_end() -> None:
-    """A kernel whose turn comes too late is skipped."""
-    with workers(60.0) as them:
-        them.stop()
-        unit = them.build(COMBINE)
+    """A kernel that would start too late is skipped."""
+    with worker_pool(60.0) as pool:
+        pool.stop()
+        unit = pool.build(COMBINE)
 
     assert (unit.status, unit.error) == ("skipped", None)
 
@@ -136,14 +136,14 @@ isolation._BOOT = (
     "from mlagen.prewarming import worker; "
     f"ready = {{sys.argv[1]!r}}; "
     "hang = lambda spec: (open(ready, 'w').write(str(os.getpid())), time.sleep(600)); "
-    "worker.build_here = hang; worker.main(sys.argv[1])"
+    "worker.build_in_process = hang; worker.main(sys.argv[1])"
 )
 mlagen.prewarm(kernels={str(COMBINE)!r}, isolate=True)
 """
 
 
 def test_a_worker_ends_with_its_parent(tmp_path: Path) -> None:
-    """Killed outright, a prewarm leaves no process at work."""
+    """A killed prewarm has no running workers."""
     ready = tmp_path / "ready"
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     parent = subprocess.Popen([sys.executable, "-c", HANGING, str(ready)], env=environ)
@@ -156,7 +156,7 @@ def test_a_worker_ends_with_its_parent(tmp_path: Path) -> None:
 
 
 def has_ended(pid: int) -> bool:
-    """Whether a process is gone, or was and nobody has asked how it ended."""
+    """Whether a process is gone, or is a zombie."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -165,7 +165,7 @@ def has_ended(pid: int) -> bool:
 
 
 def test_ctrl_c_of_the_terminal_does_not_reach_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is in a session of its own, and its parent decides."""
+    """The worker has its own session, and its parent decides."""
     replace_worker(
         monkeypatch, "import os, sys; sys.exit(42 if os.getsid(0) == os.getpid() else 1)"
     )
@@ -188,8 +188,10 @@ def test_ctrl_c_of_the_terminal_does_not_reach_a_worker(monkeypatch: pytest.Monk
     ],
     ids=["without processes", "no time", "no number"],
 )
-def test_a_timeout_is_of_processes_and_some_time(options: dict[str, Any], message: str) -> None:
-    """A thread that compiles cannot be killed."""
+def test_a_timeout_needs_isolation_and_must_be_positive(
+    options: dict[str, Any], message: str
+) -> None:
+    """A compiling thread cannot be killed, so a timeout needs isolation."""
     with pytest.raises(mlagen.ArgumentError) as caught:
         mlagen.prewarm(kernels=[COMBINE], **options)
 
@@ -197,7 +199,7 @@ def test_a_timeout_is_of_processes_and_some_time(options: dict[str, Any], messag
 
 
 def test_a_compiler_that_crashes_fails_its_kernel_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the middle of a compilation, with the lock of the kernel; then it is compiled anew."""
+    """It crashes during a compilation, with the lock of the kernel; then the kernel is rebuilt."""
     limit = "resource.setrlimit(resource.RLIMIT_CORE, (0, 0))"  # no core dump
     replace_worker(monkeypatch, WORKER.format(f"({limit}, ctypes.string_at(0))"))
 
@@ -205,13 +207,13 @@ def test_a_compiler_that_crashes_fails_its_kernel_alone(monkeypatch: pytest.Monk
 
     assert str(units[COMBINE].error) == "worker: expected a compiled kernel, got SIGSEGV"
     assert units[OTHER].status == "built"
-    assert build_here(COMBINE).status == "built"
+    assert build_in_process(COMBINE).status == "built"
 
 
 def test_a_compiler_that_hangs_leaves_no_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed with the lock of its kernel, which the next one gets at once; nothing is left."""
+    """A worker killed with the lock of its kernel releases it, and its staging is deleted."""
     ready = tmp_path / "ready"
     replace_worker(
         monkeypatch, WORKER.format(f"(pathlib.Path({str(ready)!r}).touch(), time.sleep(600))")
@@ -229,5 +231,5 @@ def test_a_compiler_that_hangs_leaves_no_lock(
     status = prewarm(COMBINE)[COMBINE].status
 
     assert status == "timeout"
-    assert build_here(COMBINE).status == "built"
+    assert build_in_process(COMBINE).status == "built"
     assert list(Layout(current_settings().cache_dir).staging.iterdir()) == []

@@ -1,4 +1,4 @@
-"""Jobs: as many as CPUs, memory and container allow, and at least one."""
+"""Parallel jobs: limited by CPUs, memory and container, and at least one."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ GIB = 1 << 30
 
 @pytest.fixture(autouse=True)
 def cpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let this process be allowed on that many CPUs."""
+    """Set the CPU affinity of this process to that many CPUs."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(CPUS)))
 
 
 def machine(root: Path, files: dict[str, str]) -> Path:
-    """Return a root folder where Linux tells this."""
+    """Return a root folder with these files of Linux."""
     for name, content in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -71,11 +71,11 @@ def machine(root: Path, files: dict[str, str]) -> Path:
         "no old limit",
     ],
 )
-def test_the_scarcest_decides(files: dict[str, str], jobs: int, tmp_path: Path) -> None:
-    """A container of two CPUs on a machine of a hundred compiles two kernels at once."""
+def test_the_tightest_limit_decides(files: dict[str, str], jobs: int, tmp_path: Path) -> None:
+    """A container of two CPUs on a machine of a hundred compiles two kernels in parallel."""
     assert usable_jobs(machine(tmp_path, files)) == jobs
 
 
 def test_this_machine_has_some() -> None:
-    """Whatever it tells."""
+    """Any machine has at least one job."""
     assert 1 <= usable_jobs() <= CPUS

@@ -1,4 +1,4 @@
-"""Records of runs: their kernels, those elsewhere, and what is no record."""
+"""Record files: their kernels, the kernels for other architectures, and invalid lines."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ def line_of(spec: KernelSpec) -> str:
 
 @pytest.fixture
 def log(tmp_path: Path) -> Path:
-    """Return the path of a record that is not there yet."""
+    """Return the path of a record that does not exist yet."""
     return tmp_path / "record.jsonl"
 
 
-def test_each_kernel_of_a_record_is_taken_once(log: Path) -> None:
-    """Several processes write the same file, and empty lines are none."""
+def test_each_kernel_of_a_record_is_selected_once(log: Path) -> None:
+    """Several processes may write the same file; empty lines are skipped."""
     log.write_text(f"{line_of(COMBINE)}{line_of(gqa_sm80())}\n{line_of(COMBINE)}")
 
     assert read_record(log) == [COMBINE, gqa_sm80()]
 
 
 def test_on_another_architecture_the_same_calls_are_served(log: Path) -> None:
-    """By the kernels that such calls take there."""
+    """With ``archs``, the record selects the kernels that the same calls take there."""
     log.write_text(line_of(mla_sm90()) + line_of(gqa_sm80()))
 
     specs = read_record(log, archs="sm_80")
@@ -47,20 +47,20 @@ def test_on_another_architecture_the_same_calls_are_served(log: Path) -> None:
     assert {spec.arch for spec in specs} == {SM_80}
 
 
-def test_an_empty_record_asks_for_nothing(log: Path) -> None:
-    """As a run that called nothing leaves it."""
+def test_an_empty_record_selects_nothing(log: Path) -> None:
+    """A run without calls writes an empty record."""
     log.touch()
 
     assert read_record(log) == []
     assert read_record(log, archs="sm_80") == []
 
 
-@pytest.mark.parametrize("kept", [1, 30, -1])
-def test_a_line_that_was_being_written_is_skipped(
-    kept: int, log: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("end", [1, 30, -1])
+def test_an_incomplete_last_line_is_skipped(
+    end: int, log: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The run ended in it; the warning says which line it is."""
-    torn = line_of(gqa_sm80()).rstrip("\n")[:kept]
+    """The run ended while writing it; the warning has the line number."""
+    torn = line_of(gqa_sm80()).rstrip("\n")[:end]
     log.write_text(line_of(COMBINE) + torn)
 
     with caplog.at_level(logging.WARNING, "mlagen"):
@@ -71,7 +71,7 @@ def test_a_line_that_was_being_written_is_skipped(
 
 
 def test_a_last_line_without_a_newline_counts(log: Path) -> None:
-    """Who edits by hand may leave it so."""
+    """A hand-edited file may lack the last newline."""
     log.write_text(line_of(COMBINE).rstrip("\n"))
 
     assert read_record(log) == [COMBINE]
@@ -106,10 +106,8 @@ def test_a_last_line_without_a_newline_counts(log: Path) -> None:
         "a long line",
     ],
 )
-def test_a_line_that_is_no_record_is_told_with_its_place(
-    line: str, message: str, log: Path
-) -> None:
-    """File and line, the rule and what stands there."""
+def test_an_invalid_line_is_rejected_with_its_position(line: str, message: str, log: Path) -> None:
+    """The message has file, line, rule and content."""
     log.write_text(line_of(COMBINE) + line, encoding="utf-8")
 
     with pytest.raises(ArgumentError) as caught:
@@ -118,14 +116,14 @@ def test_a_line_that_is_no_record_is_told_with_its_place(
     assert str(caught.value) == f"{log}:2: {message}"
 
 
-def test_a_record_that_is_not_there_is_told(log: Path) -> None:
-    """With its path."""
+def test_a_missing_record_is_rejected(log: Path) -> None:
+    """The message has the path."""
     with pytest.raises(ArgumentError, match="expected a readable file, got No such file"):
         read_record(log)
 
 
-def test_what_the_engine_writes_is_read(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The record of a run is one that can be prewarmed."""
+def test_a_record_of_the_engine_is_read(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A record written by a run can be prewarmed."""
     monkeypatch.setenv("MLAGEN_RECORD", str(log))
     current_settings.cache_clear()
 

@@ -1,4 +1,4 @@
-"""What the arguments of a prewarm name: models, kernels by their text, or a table."""
+"""Kernel selection of a prewarm: by models, by kernel texts, or by spec fields."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import mlagen
 from mlagen.errors import ArgumentError
 from mlagen.models.config import find_model
-from mlagen.models.kernels import Use, model_specs
+from mlagen.models.kernels import ServingOptions, model_specs
 from mlagen.prewarming.selection import selected_specs
 from mlagen.spec.dtype import DType
 from mlagen.spec.selection import select_specs
@@ -20,17 +20,17 @@ V3, LLAMA = find_model("deepseek-v3"), find_model("llama-3-8b")
 KINDS = ("a spec", "a text", "several")
 
 
-def asked(archs: str = "sm_80", **arguments: Any) -> list[Any]:
-    """Return the kernels of these arguments."""
+def selected(archs: str = "sm_80", **arguments: Any) -> list[Any]:
+    """Return the kernels that these arguments select."""
     wanted = arguments.pop("wanted", {})
     return selected_specs(archs, wanted=wanted, **arguments)
 
 
-def test_models_are_asked_for_on_every_architecture() -> None:
-    """Each model on each of them, and no kernel twice."""
-    specs = asked("sm_90a,sm_80", models="deepseek-v3,llama-3-8b", tp=[1, 8], q_len=2)
+def test_models_are_selected_on_every_architecture() -> None:
+    """Each model is selected on each architecture, without duplicates."""
+    specs = selected("sm_90a,sm_80", models="deepseek-v3,llama-3-8b", tp=[1, 8], q_len=2)
 
-    use = Use(tp=(1, 8), q_lens=(2,))
+    use = ServingOptions(tp=(1, 8), q_lens=(2,))
     expected = [
         spec
         for arch in (SM_90A, SM_80)
@@ -40,47 +40,51 @@ def test_models_are_asked_for_on_every_architecture() -> None:
     assert specs == list(dict.fromkeys(expected))
 
 
-def test_beside_models_stands_how_they_are_used() -> None:
-    """In the words of the command, as one value or as several."""
+def test_serving_options_select_kernels_of_models() -> None:
+    """Serving options accept one value or several, like the options of the command."""
     wanted = {"dtype": "fp16", "kv_dtype": ["e4m3"], "page_size": 48, "lookup": "sparse"}
 
-    specs = asked(models=["deepseek-v3.2"], wanted=wanted)
+    specs = selected(models=["deepseek-v3.2"], wanted=wanted)
 
-    use = Use(dtypes=(DType.FP16,), kv_dtypes=(DType.E4M3,), page_sizes=(48,), lookups=("sparse",))
+    use = ServingOptions(
+        dtypes=(DType.FP16,), kv_dtypes=(DType.E4M3,), page_sizes=(48,), lookups=("sparse",)
+    )
     assert specs == model_specs(SM_80, find_model("deepseek-v3.2"), use)
 
 
-def test_families_leave_some_of_the_kernels_of_a_model() -> None:
-    """Who wants the sm80 kernel alone gets it alone."""
-    specs = asked("sm_90a", models="deepseek-v3", tp=8, families=["mla_sm80"])
+def test_families_filter_the_kernels_of_a_model() -> None:
+    """``families`` filters the kernels of a model, for instance to the sm80 kernel."""
+    specs = selected("sm_90a", models="deepseek-v3", tp=8, families=["mla_sm80"])
 
     assert specs == [mla_sm80()]
 
 
 @pytest.mark.parametrize("kernels", [COMBINE, str(COMBINE), [COMBINE, str(COMBINE)]], ids=KINDS)
-def test_a_kernel_is_asked_for_by_itself_or_by_its_text(kernels: Any) -> None:
-    """And is all that is asked for, whatever the architectures are."""
-    assert asked("native", kernels=kernels) == [COMBINE]
+def test_a_kernel_is_selected_by_spec_or_by_text(kernels: Any) -> None:
+    """Explicit kernels are the whole selection, for any architectures."""
+    assert selected("native", kernels=kernels) == [COMBINE]
 
 
-def test_no_kernels_are_none_and_not_all() -> None:
-    """An empty record asks for nothing."""
-    assert asked("native", kernels=[]) == []
+def test_an_empty_list_of_kernels_selects_nothing() -> None:
+    """An empty list of kernels selects nothing."""
+    assert selected("native", kernels=[]) == []
 
 
-def test_kernels_and_models_are_both_asked_for() -> None:
-    """Together, each kernel once."""
-    specs = asked(models="llama-3-8b", kernels=[COMBINE, gqa_sm80(arch=SM_80)])
+def test_kernels_and_models_are_combined() -> None:
+    """Kernels and models are combined without duplicates."""
+    specs = selected(models="llama-3-8b", kernels=[COMBINE, gqa_sm80(arch=SM_80)])
 
-    rest = [spec for spec in model_specs(SM_80, LLAMA, Use()) if spec != gqa_sm80(arch=SM_80)]
+    rest = [
+        spec for spec in model_specs(SM_80, LLAMA, ServingOptions()) if spec != gqa_sm80(arch=SM_80)
+    ]
     assert specs == [COMBINE, gqa_sm80(arch=SM_80), *rest]
 
 
-def test_without_models_and_kernels_the_table_is_asked() -> None:
-    """As ever."""
+def test_without_models_and_kernels_supported_kernels_are_filtered() -> None:
+    """Without both, the supported kernels are filtered by the other arguments."""
     wanted: dict[str, Any] = {"kv_lora_rank": 512, "dtype": "bf16"}
 
-    assert asked(wanted=wanted, heads=16) == select_specs([SM_80], heads=16, wanted=wanted)
+    assert selected(wanted=wanted, heads=16) == select_specs([SM_80], heads=16, wanted=wanted)
 
 
 @pytest.mark.parametrize(
@@ -93,11 +97,11 @@ def test_without_models_and_kernels_the_table_is_asked() -> None:
         ({"models": "deepseek-v3", "tp": []}, "tp: expected one or more beside models, got none"),
         (
             {"models": "deepseek-v3", "heads": 16},
-            "heads: expected none beside models, which say it, got 16",
+            "heads: expected none beside models, which define it, got 16",
         ),
         (
             {"models": "deepseek-v3", "kv_heads": 16},
-            "kv_heads: expected none beside models, which say it, got 16",
+            "kv_heads: expected none beside models, which define it, got 16",
         ),
         (
             {"models": "deepseek-v3", "wanted": {"mask": "bias"}},
@@ -139,19 +143,19 @@ def test_without_models_and_kernels_the_table_is_asked() -> None:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
 )
-def test_what_cannot_be_asked_says_the_rule(arguments: dict[str, Any], message: str) -> None:
-    """Nothing that is said is left aside in silence."""
+def test_invalid_arguments_are_rejected(arguments: dict[str, Any], message: str) -> None:
+    """A conflicting argument is rejected instead of ignored."""
     with pytest.raises(ArgumentError) as caught:
-        asked(**arguments)
+        selected(**arguments)
 
     assert str(caught.value).startswith(message)
 
 
 def test_prewarm_takes_the_same_arguments() -> None:
-    """The door hands them on."""
+    """`mlagen.prewarm` passes all arguments on."""
     report = mlagen.prewarm(
         "sm_90a", models="deepseek-v3", tp=8, kernels=str(COMBINE), dry_run=True, page_size=32
     )
 
-    use = Use(tp=(8,), page_sizes=(32,))
+    use = ServingOptions(tp=(8,), page_sizes=(32,))
     assert [unit.spec for unit in report.units] == [COMBINE, *model_specs(SM_90A, V3, use)]

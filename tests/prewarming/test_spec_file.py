@@ -1,4 +1,4 @@
-"""Files of tables: what they ask for, and how their mistakes are told."""
+"""Spec files: their kernels, and the messages of invalid ones."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TABLES = {
 
 
 def expected() -> list[object]:
-    """Return the kernels of both files, each once."""
+    """Return the kernels of both files, without duplicates."""
     model = selected_specs(
         "sm_80", models="deepseek-v3", tp=[1, 8], wanted={"kv_dtype": ["bf16", "e4m3"]}
     )
@@ -54,7 +54,7 @@ def expected() -> list[object]:
     ("name", "text"), [("a.toml", TOML), ("a.json", json.dumps(TABLES))], ids=["TOML", "JSON"]
 )
 def test_a_table_is_the_product_of_its_lists(name: str, text: str, tmp_path: Path) -> None:
-    """For the architectures it names or else those of the command, and no kernel twice."""
+    """A table applies to its own architectures or those of the command, without duplicates."""
     path = tmp_path / name
     path.write_text(text)
 
@@ -65,13 +65,13 @@ def test_a_table_is_the_product_of_its_lists(name: str, text: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("text", [TOML, "\n" + json.dumps(TABLES)], ids=["TOML", "JSON"])
-def test_what_comes_without_a_name_is_told_by_its_beginning(text: str) -> None:
-    """Standard input has no ending that says the language."""
+def test_content_without_a_file_name_is_detected(text: str) -> None:
+    """Standard input has no file extension, so the content decides."""
     assert specs_of_file("-", text.encode(), archs="sm_80") == expected()
 
 
 def test_a_table_may_hold_kernels_by_their_text() -> None:
-    """As misses and records name them."""
+    """Kernel texts are those of misses and records."""
     content = json.dumps({"kernel": [{"kernel": [str(COMBINE)]}]}).encode()
 
     assert specs_of_file("a", content) == [COMBINE]
@@ -132,8 +132,8 @@ def test_a_table_may_hold_kernels_by_their_text() -> None:
         "kernel",
     ],
 )
-def test_a_mistake_is_told_with_file_and_table(text: str, message: str) -> None:
-    """And with the key, the rule and the value."""
+def test_a_mistake_is_rejected_with_file_and_table(text: str, message: str) -> None:
+    """The message has file, table, key, rule and value."""
     with pytest.raises(ArgumentError) as caught:
         specs_of_file("a", text.encode(), archs="sm_80")
 
@@ -141,13 +141,13 @@ def test_a_mistake_is_told_with_file_and_table(text: str, message: str) -> None:
 
 
 def test_text_in_another_encoding_is_rejected() -> None:
-    """Both languages are UTF-8."""
+    """TOML and JSON are UTF-8."""
     with pytest.raises(ArgumentError, match=r"^a: expected TOML, got 'utf-8' codec can't decode"):
         specs_of_file("a", b"\xff")
 
 
-def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
-    """With its path."""
+def test_a_missing_spec_file_is_rejected(tmp_path: Path) -> None:
+    """The message has the path."""
     path = tmp_path / "none.toml"
 
     with pytest.raises(ArgumentError) as caught:

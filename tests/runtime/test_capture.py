@@ -1,4 +1,4 @@
-"""Whether a graph is captured is asked of the stream that is current on a GPU."""
+"""Tests of the capture state, which belongs to the current stream of each GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mlagen.runtime.capture import is_capturing
 
 @pytest.fixture
 def current(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Let GPU 0 be the current one, and the stream of GPU 1 be captured; note what is current."""
+    """Make GPU 0 current and the stream of GPU 1 capturing; record device switches."""
     devices = [0]
 
     @contextmanager
@@ -29,8 +29,8 @@ def current(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", [int, lambda index: torch.device("cuda", index)])
-def test_each_gpu_has_a_stream(kind: type[int], current: list[int]) -> None:
-    """The one that is asked about is current meanwhile, and the one before is so again."""
+def test_each_gpu_has_a_current_stream(kind: type[int], current: list[int]) -> None:
+    """The query switches to the given GPU and back."""
     assert is_capturing(kind(1))
     assert not is_capturing(kind(0))
 
@@ -38,6 +38,6 @@ def test_each_gpu_has_a_stream(kind: type[int], current: list[int]) -> None:
 
 
 @pytest.mark.usefixtures("current")
-def test_a_cpu_captures_nothing() -> None:
-    """Nothing is asked of a GPU."""
+def test_a_cpu_never_captures() -> None:
+    """A CPU device makes no GPU query."""
     assert not is_capturing(torch.device("cpu"))

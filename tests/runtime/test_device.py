@@ -1,4 +1,4 @@
-"""What is said of GPUs and driver, above all where there are none."""
+"""Tests of driver queries, with and without GPUs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FACTS = "from mlagen.runtime.device import *; print(visible_devices(), driver_ve
 
 
 def test_a_machine_without_a_driver_has_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is an empty list and no version, not an error."""
+    """The list of GPUs is empty and the version None; no error is raised."""
     driver = pytest.importorskip("cuda.bindings.driver")
 
     def fail(_: int) -> None:
@@ -39,8 +39,8 @@ def test_a_machine_without_a_driver_has_no_gpus(monkeypatch: pytest.MonkeyPatch)
     assert driver_version() is None
 
 
-def test_a_driver_that_does_not_start_shows_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A driver without a usable GPU counts as none."""
+def test_a_failing_driver_has_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver that fails to initialise counts as no driver."""
     driver = pytest.importorskip("cuda.bindings.driver")
     status = driver.CUresult.CUDA_ERROR_NO_DEVICE
     monkeypatch.setattr(driver, "cuInit", lambda _: (status,))
@@ -50,7 +50,7 @@ def test_a_driver_that_does_not_start_shows_no_gpus(monkeypatch: pytest.MonkeyPa
 
 
 def test_without_the_bindings_there_are_no_gpus(tmp_path: Path) -> None:
-    """A machine that only looks at a cache needs no cuda-python."""
+    """Cache commands need no cuda-python."""
     (tmp_path / "cuda").mkdir()
     (tmp_path / "cuda/__init__.py").write_text("raise ImportError\n")
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
@@ -62,8 +62,8 @@ def test_without_the_bindings_there_are_no_gpus(tmp_path: Path) -> None:
     assert done.stdout == "[] None\n"
 
 
-def test_facts_are_read_without_torch() -> None:
-    """Doctor and prewarming ask the driver itself."""
+def test_device_facts_need_no_torch() -> None:
+    """Doctor and prewarming query the driver directly."""
     code = (
         f"import sys; {FACTS.rpartition(';')[0]}; visible_devices(); print('torch' in sys.modules)"
     )
@@ -97,8 +97,8 @@ class FakeDriver(SimpleNamespace):
         return lambda *_: values[symbol]
 
 
-def test_what_the_driver_says_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Name, capability, SMs and memory of each GPU, and the newest CUDA it serves."""
+def test_device_facts_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Name, capability, SMs and memory of each GPU, and the newest supported CUDA, are reported."""
     monkeypatch.setattr(device, "_initialised_driver", FakeDriver)
 
     found = visible_devices()
@@ -116,8 +116,8 @@ def test_what_the_driver_says_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert driver_version() == "13.2"
 
 
-def test_the_target_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its compute capability decides; a GPU without a target is rejected."""
+def test_the_arch_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compute capability selects the target; a GPU without a target is rejected."""
     h200 = DeviceFacts(index=0, name="H200", major=9, minor=0, sm_count=132, memory_bytes=1)
     t4 = DeviceFacts(index=1, name="T4", major=7, minor=5, sm_count=40, memory_bytes=1)
     monkeypatch.setattr(device, "device_facts", [h200, t4].__getitem__)
@@ -129,10 +129,10 @@ def test_the_target_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         arch_of_device.__wrapped__(1)
 
 
-def test_a_rejected_call_names_itself_and_the_drivers_words(
+def test_a_failed_call_names_the_symbol_and_the_driver_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The error carries the symbol, and the message the driver's text for its status."""
+    """The error has the symbol, and the message has the driver's text for the status."""
     driver = pytest.importorskip("cuda.bindings.driver")
     words = (driver.CUresult.CUDA_SUCCESS, b"device kernel image is invalid")
     monkeypatch.setattr(driver, "cuGetErrorString", lambda _: words)
@@ -151,18 +151,16 @@ def test_a_rejected_call_names_itself_and_the_drivers_words(
     [((0, 5), 5), ((0, 5, 6), (5, 6)), ((0,), ())],
     ids=["one value", "two values", "none"],
 )
-def test_what_a_successful_call_returns(result: tuple[Any, ...], values: object) -> None:
-    """One value comes alone, several as a tuple."""
+def test_the_values_of_a_successful_call(result: tuple[Any, ...], values: object) -> None:
+    """One value is returned as is, several as a tuple."""
     returned = checked(result, "cuAnything")
 
     assert returned == values
 
 
 @pytest.mark.parametrize("green", [0, 5], ids=["in another context", "in a green context"])
-def test_what_is_loaded_outlives_a_green_context(
-    green: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The primary context takes its place meanwhile, also where loading fails."""
+def test_loading_bypasses_a_green_context(green: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The primary context is current during the load, and popped even if it fails."""
     driver = pytest.importorskip("cuda.bindings.driver")
     current = ["a context"]
 

@@ -1,4 +1,4 @@
-"""What the driver is given at a launch."""
+"""Tests of what a launch passes to the driver."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ COOPERATIVE = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
 
 
 class Function(NamedTuple):
-    """What stands for a function of the driver."""
+    """Stand-in for a driver function."""
 
-    size: int  # bytes that it reads
+    size: int  # bytes of its parameter struct
 
 
-class Seen:
-    """One launch."""
+class RecordedLaunch:
+    """Arguments of one launch."""
 
     def __init__(self, configuration: Any, function: Function, parameters: int) -> None:
         self.grid = configuration.gridDimX
@@ -46,13 +46,13 @@ class Seen:
 
 
 def kernel_of(spec: KernelSpec) -> LoadedKernel:
-    """Return a kernel that was not loaded."""
+    """Return a kernel without loading it."""
     packing = packing_of(spec)
     return LoadedKernel(spec, 0, packing, Function(packing.size), "library")
 
 
 def values_of(spec: KernelSpec) -> list[float | bytes]:
-    """Return as many values as the kernel takes."""
+    """Return one value per packed parameter of the kernel."""
     values: list[float | bytes] = []
     if any(field.code == "128s" for field in spec.parameters):
         values.append(bytes([0]) * 128 + bytes([1]) * 128 + bytes([2]) * 128)
@@ -63,19 +63,19 @@ def values_of(spec: KernelSpec) -> list[float | bytes]:
 
 
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> list[Seen]:
-    """Let GPU 0 be current, with a stream of number 7, and note its launches."""
-    seen: list[Seen] = []
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[RecordedLaunch]:
+    """Make GPU 0 current with stream 7, and record its launches."""
+    recorded: list[RecordedLaunch] = []
 
     def record(configuration: Any, function: Function, parameters: int, _: int) -> tuple[Any]:
-        seen.append(Seen(configuration, function, parameters))
+        recorded.append(RecordedLaunch(configuration, function, parameters))
         return (driver.CUresult.CUDA_SUCCESS,)
 
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 7, raising=False)
     monkeypatch.setattr(launching, "bind_context", lambda _: None)
     monkeypatch.setattr(launching, "_launch_kernel", lambda: record)
-    return seen
+    return recorded
 
 
 @pytest.mark.parametrize(
@@ -88,30 +88,34 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Seen]:
         (mla_sm80(arch=SM_80), True, set()),
         (COMBINE, True, set()),
     ],
-    ids=["hopper, dependent", "sm90", "dependent", "plain", "sm_80", "combining on sm_80"],
+    ids=["sm90, PDL", "sm90", "PDL", "plain", "sm_80", "combine on sm_80"],
 )
-def test_how_blocks_start(
-    spec: KernelSpec, enable_pdl: bool, attributes: set[Any], launches: list[Seen]
+def test_launch_attributes(
+    spec: KernelSpec, enable_pdl: bool, attributes: set[Any], launches: list[RecordedLaunch]
 ) -> None:
-    """Together, if they wait for each other; where asked for, before the last kernel ends."""
+    """Cooperative kernels set the cooperative attribute, enable_pdl sets stream serialization."""
     launch(kernel_of(spec), 33, enable_pdl, *values_of(spec))
 
-    (seen,) = launches
-    assert (seen.grid, seen.block, seen.shared_bytes) == (33, spec.threads, spec.shared_bytes)
-    assert (seen.function, seen.stream) == (Function(packing_of(spec).size), 7)
-    assert set(seen.attributes) == attributes
-    assert seen.count == len(attributes)
+    (recorded,) = launches
+    assert (recorded.grid, recorded.block, recorded.shared_bytes) == (
+        33,
+        spec.threads,
+        spec.shared_bytes,
+    )
+    assert (recorded.function, recorded.stream) == (Function(packing_of(spec).size), 7)
+    assert set(recorded.attributes) == attributes
+    assert recorded.count == len(attributes)
     if COOPERATIVE in attributes:
-        assert seen.attributes[COOPERATIVE].cooperative == 1
+        assert recorded.attributes[COOPERATIVE].cooperative == 1
     if PDL in attributes:
-        assert seen.attributes[PDL].programmaticStreamSerializationAllowed == 1
+        assert recorded.attributes[PDL].programmaticStreamSerializationAllowed == 1
 
 
 @pytest.mark.parametrize("spec", [mla_sm90(), mla_sm80(), COMBINE], ids=lambda s: s.family)
-def test_a_kernel_reads_its_fields_one_after_the_other(
-    spec: KernelSpec, launches: list[Seen]
+def test_a_kernel_reads_its_fields_in_order(
+    spec: KernelSpec, launches: list[RecordedLaunch]
 ) -> None:
-    """Each field begins where the ones before end: what is joined is no longer or shorter."""
+    """Each field follows the previous one: joined values are neither longer nor shorter."""
     launch(kernel_of(spec), 1, False, *values_of(spec))
 
     packing = struct.Struct("<" + "".join(field.code for field in spec.parameters))
@@ -122,9 +126,9 @@ def test_a_kernel_reads_its_fields_one_after_the_other(
 
 
 def test_a_rejected_launch_is_an_error(
-    launches: list[Seen], monkeypatch: pytest.MonkeyPatch
+    launches: list[RecordedLaunch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The message has the kernel, its blocks and the driver's name for the reason."""
+    """The message has the kernel, the grid size and the driver's error name."""
     rejected = (driver.CUresult.CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE,)
     monkeypatch.setattr(launching, "_launch_kernel", lambda: lambda *_: rejected)
     spec = mla_sm90()
@@ -133,15 +137,15 @@ def test_a_rejected_launch_is_an_error(
         launch(kernel_of(spec), 500, False, *values_of(spec))
 
     assert str(caught.value) == (
-        "mla_sm90: launch of 500 blocks failed: CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE"
+        "mla_sm90: launch of 500 CTAs failed: CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE"
     )
     assert launches == []
 
 
-def test_a_driver_may_take_one_of_two_attributes(
-    launches: list[Seen], monkeypatch: pytest.MonkeyPatch
+def test_a_driver_may_reject_two_attributes(
+    launches: list[RecordedLaunch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Then launches are cooperative, this one and those that follow, and not dependent."""
+    """Later launches are then cooperative without PDL, too."""
     record = launching._launch_kernel()
 
     def reject_two(configuration: Any, *arguments: Any) -> tuple[Any]:
@@ -155,14 +159,14 @@ def test_a_driver_may_take_one_of_two_attributes(
     made = launch(kernel_of(spec), 33, True, *values_of(spec))
     made.enqueue(True)
 
-    assert [set(seen.attributes) for seen in launches] == [{COOPERATIVE}] * 2
-    assert [seen.grid for seen in launches] == [33, 33]
+    assert [set(recorded.attributes) for recorded in launches] == [{COOPERATIVE}] * 2
+    assert [recorded.grid for recorded in launches] == [33, 33]
 
 
-def test_a_launch_is_made_again_where_work_goes_now(
-    launches: list[Seen], monkeypatch: pytest.MonkeyPatch
+def test_a_replay_uses_the_current_stream(
+    launches: list[RecordedLaunch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its kernel, blocks and parameters are its own; the stream is the one of the moment."""
+    """A replay has its own kernel, grid and parameters, and the stream that is current then."""
     kernel = kernel_of(COMBINE)
     values = values_of(COMBINE)
     first = launch(kernel, 33, False, *values)
@@ -172,7 +176,7 @@ def test_a_launch_is_made_again_where_work_goes_now(
     for made in (first, second, first):
         made.enqueue(False)
 
-    assert [(seen.grid, seen.stream) for seen in launches] == [
+    assert [(recorded.grid, recorded.stream) for recorded in launches] == [
         (33, 7),
         (44, 7),
         (33, 8),
@@ -181,13 +185,13 @@ def test_a_launch_is_made_again_where_work_goes_now(
     ]
     once, other = launches[0].bytes, launches[1].bytes
     assert once != other
-    assert [seen.bytes for seen in launches[2:]] == [once, other, once]
+    assert [recorded.bytes for recorded in launches[2:]] == [once, other, once]
 
 
-def test_a_launch_is_made_again_by_another_thread(
-    launches: list[Seen], monkeypatch: pytest.MonkeyPatch
+def test_a_launch_can_be_replayed_by_another_thread(
+    launches: list[RecordedLaunch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which has a configuration of its own, and a context before it."""
+    """The thread binds a context and has a configuration of its own."""
     bound: list[int] = []
     monkeypatch.setattr(launching, "bind_context", bound.append)
     made = launch(kernel_of(mla_sm80()), 33, True, *values_of(mla_sm80()))
@@ -198,14 +202,14 @@ def test_a_launch_is_made_again_by_another_thread(
     thread.join()
 
     assert bound == [0, 0]
-    assert len({(seen.grid, seen.bytes) for seen in launches}) == 1
+    assert len({(recorded.grid, recorded.bytes) for recorded in launches}) == 1
     assert len(launches) == 3
 
 
-def test_a_launch_that_is_made_again_may_be_rejected(
-    launches: list[Seen], monkeypatch: pytest.MonkeyPatch
+def test_a_replay_may_be_rejected(
+    launches: list[RecordedLaunch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the first time, with the same words."""
+    """The error is that of a first launch."""
     results = [(driver.CUresult.CUDA_SUCCESS,), (driver.CUresult.CUDA_ERROR_LAUNCH_FAILED,)]
     monkeypatch.setattr(launching, "_launch_kernel", lambda: lambda *_: results.pop(0))
     made = launch(kernel_of(COMBINE), 5, False, *values_of(COMBINE))
@@ -213,5 +217,5 @@ def test_a_launch_that_is_made_again_may_be_rejected(
     with pytest.raises(DriverError) as caught:
         made.enqueue(False)
 
-    assert str(caught.value) == "combine: launch of 5 blocks failed: CUDA_ERROR_LAUNCH_FAILED"
+    assert str(caught.value) == "combine: launch of 5 CTAs failed: CUDA_ERROR_LAUNCH_FAILED"
     assert launches == []

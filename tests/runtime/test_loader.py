@@ -1,4 +1,4 @@
-"""What loading a kernel asks of the driver, and what it has ready for its calls."""
+"""Tests of the loader's driver calls and reserved semaphores."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ CALLS = (
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """Let every driver call succeed with its own name, and note it and what is reserved."""
-    seen: list[tuple[Any, ...]] = []
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """Let every driver call succeed and return its name; record calls and reservations."""
+    recorded: list[tuple[Any, ...]] = []
 
     def answer(name: str) -> Any:
         def call(*arguments: Any) -> tuple[Any, ...]:
-            seen.append((name, *arguments))
-            succeeded = driver.CUresult.CUDA_SUCCESS
-            return (succeeded,) if name.startswith("cuFunc") else (succeeded, name)
+            recorded.append((name, *arguments))
+            success = driver.CUresult.CUDA_SUCCESS
+            return (success,) if name.startswith("cuFunc") else (success, name)
 
         return call
 
@@ -41,32 +41,32 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         monkeypatch.setattr(driver, name, answer(name))
     monkeypatch.setattr(loader, "lasting_context", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(
-        loader, "reserve_semaphores", lambda device: seen.append(("reserve", device))
+        loader, "reserve_semaphores", lambda device: recorded.append(("reserve", device))
     )
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
-    return seen
+    return recorded
 
 
 @pytest.mark.parametrize("spec", [mla_sm90(), mla_sm80(), COMBINE], ids=lambda s: s.family)
-def test_a_kernel_is_loaded_whole(spec: KernelSpec, asked: list[tuple[Any, ...]]) -> None:
-    """Its symbol is found, its shared memory allowed, its code brought to the device."""
+def test_a_kernel_is_loaded_eagerly(spec: KernelSpec, calls: list[tuple[Any, ...]]) -> None:
+    """The loader finds the symbol, raises the shared-memory limit and loads the code."""
     kernel = load(b"code", spec, 3)
 
     assert (kernel.spec, kernel.device) == (spec, 3)
     assert kernel.packing.format == packing_of(spec).format
     assert (kernel.library, kernel.function) == ("cuLibraryLoadData", "cuKernelGetFunction")
-    assert asked[0][:2] == ("cuLibraryLoadData", b"code")
-    assert asked[1] == ("cuLibraryGetKernel", "cuLibraryLoadData", spec.symbol.encode())
-    attributes = [call[-1] for call in asked if call[0] == "cuFuncSetAttribute"]
+    assert calls[0][:2] == ("cuLibraryLoadData", b"code")
+    assert calls[1] == ("cuLibraryGetKernel", "cuLibraryLoadData", spec.symbol.encode())
+    attributes = [call[-1] for call in calls if call[0] == "cuFuncSetAttribute"]
     assert attributes == ([spec.shared_bytes] if spec.shared_bytes else [])
-    assert ("cuFuncLoad", "cuKernelGetFunction") in asked
+    assert ("cuFuncLoad", "cuKernelGetFunction") in calls
 
 
-def test_counters_are_ready_before_a_call_needs_them(asked: list[tuple[Any, ...]]) -> None:
-    """Of kernels whose blocks wait for each other: their first call may be in a CUDA graph."""
+def test_loading_reserves_semaphores(calls: list[tuple[Any, ...]]) -> None:
+    """Kernels with semaphores reserve them, since their first call may be in a CUDA graph."""
     load(b"code", mla_sm80(), 3)
-    assert ("reserve", 3) not in asked
+    assert ("reserve", 3) not in calls
 
     load(b"code", mla_sm90(), 3)
 
-    assert asked[-1] == ("reserve", 3)
+    assert calls[-1] == ("reserve", 3)

@@ -1,4 +1,4 @@
-"""How many SMs a context has, as the driver tells of it."""
+"""Tests of the SM count of a context."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from mlagen.runtime.device import DeviceFacts
 from mlagen.runtime.partition import (
     NO_COOPERATION,
     WHOLE_GPU,
-    TooManyBlocksError,
-    note_rejection,
+    TooManyCtasError,
     partition_of,
+    record_rejection,
 )
 
 driver = pytest.importorskip("cuda.bindings.driver")
@@ -24,10 +24,10 @@ SUCCESS = driver.CUresult.CUDA_SUCCESS
 
 
 class OnGpu(torch.Tensor):
-    """A tensor that says it is on the first GPU."""
+    """A tensor on GPU 0."""
 
     def get_device(self) -> int:
-        """Return its index."""
+        """Return the device index."""
         return 0
 
 
@@ -35,7 +35,7 @@ TENSOR = torch.zeros(1).as_subclass(OnGpu)
 
 
 class Machine:
-    """A GPU of 132 SMs, and the SMs of the green context and of the context of its stream."""
+    """A GPU of 132 SMs, and the SMs of its stream's green context and of its context."""
 
     def __init__(self) -> None:
         self.green = 0  # none
@@ -43,18 +43,18 @@ class Machine:
         self.queries: list[str] = []
 
     def stream_green(self, stream: int) -> tuple[Any, Any]:
-        """Answer for cuStreamGetGreenCtx."""
+        """Implement cuStreamGetGreenCtx."""
         assert stream == STREAM
         self.queries.append("green")
         return SUCCESS, 5 if self.green else 0
 
     def green_resource(self, green: int, kind: Any) -> tuple[Any, Any]:
-        """Answer for cuGreenCtxGetDevResource."""
+        """Implement cuGreenCtxGetDevResource."""
         assert (green, kind) == (5, driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM)
         return SUCCESS, resource(self.green)
 
     def context_resource(self, context: int, _: Any) -> tuple[Any, Any]:
-        """Answer for cuCtxGetDevResource."""
+        """Implement cuCtxGetDevResource."""
         assert context == 3
         if self.context == 0:
             return driver.CUresult.CUDA_ERROR_NOT_SUPPORTED, None
@@ -62,20 +62,20 @@ class Machine:
 
 
 def resource(sms: int) -> Any:
-    """Return what the driver tells of some SMs."""
+    """Return an SM resource."""
     made = driver.CUdevResource()
     made.sm.smCount = sms
     return made
 
 
-def rejection(blocks: int) -> TooManyBlocksError:
-    """Return what a launch of so many blocks raises."""
-    return TooManyBlocksError("", symbol="", device=0, blocks=blocks)
+def rejection(blocks: int) -> TooManyCtasError:
+    """Return the error of a launch of ``blocks`` CTAs."""
+    return TooManyCtasError("", symbol="", device=0, num_ctas=blocks)
 
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
-    """Let the driver be that of a machine on which nothing was rejected."""
+    """Install a driver on which no grid has been rejected."""
     made = Machine()
     facts = DeviceFacts(index=0, name="", major=9, minor=0, sm_count=132, memory_bytes=0)
     monkeypatch.setattr(partition, "device_facts", lambda _: facts)
@@ -91,24 +91,22 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 
 def test_nothing_is_queried_before_a_grid_is_rejected(machine: Machine) -> None:
-    """And of tensors on the CPU nothing ever is."""
+    """Tensors on the CPU never cause a query."""
     machine.green = 16
 
     assert partition_of(TENSOR) == WHOLE_GPU
     assert machine.queries == []
-    note_rejection(rejection(132))
+    record_rejection(rejection(132))
     machine.queries.clear()
     assert partition_of(torch.zeros(1)) == partition_of("no tensor") == WHOLE_GPU
     assert machine.queries == []
 
 
 @pytest.mark.parametrize(("green", "context"), [(16, 132), (0, 16)])
-def test_a_context_is_looked_at_anew_at_every_call(
-    green: int, context: int, machine: Machine
-) -> None:
-    """A green context that the stream has, or the current one."""
+def test_every_call_queries_its_context(green: int, context: int, machine: Machine) -> None:
+    """The green context of the stream counts, or else the current context."""
     machine.green, machine.context = green, context
-    note_rejection(rejection(132))
+    record_rejection(rejection(132))
 
     inside = partition_of(TENSOR)
     machine.green, machine.context = 0, 132
@@ -117,11 +115,11 @@ def test_a_context_is_looked_at_anew_at_every_call(
     assert partition_of(TENSOR) == WHOLE_GPU
 
 
-def test_a_grid_that_should_fit_is_not_tried_again(machine: Machine) -> None:
-    """There blocks may not wait for each other; elsewhere they may."""
+def test_a_rejected_grid_that_should_fit_is_not_retried(machine: Machine) -> None:
+    """Contexts of that size get no cooperative grid; other contexts do."""
     machine.green = 16
-    note_rejection(rejection(132))
-    note_rejection(rejection(16))
+    record_rejection(rejection(132))
+    record_rejection(rejection(16))
 
     assert partition_of(TENSOR) == NO_COOPERATION
     machine.green = 24
@@ -129,12 +127,12 @@ def test_a_grid_that_should_fit_is_not_tried_again(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize("error", [RuntimeError, AttributeError])
-def test_an_old_driver_tells_nothing(
+def test_an_old_driver_reports_no_sms(
     error: type[Exception], machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without the query, as where it fails, no grid is taken for one that fits."""
+    """Without the query, or if it fails, no cooperative grid is launched."""
     machine.context = 0
-    note_rejection(rejection(132))
+    record_rejection(rejection(132))
     assert partition_of(TENSOR) == NO_COOPERATION
 
     def raise_error(_: int) -> None:

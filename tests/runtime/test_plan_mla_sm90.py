@@ -1,4 +1,4 @@
-"""How a problem is spread over a Hopper GPU, against numbers worked out by hand."""
+"""Tests of the sm90 MLA launch plan against numbers example out by hand."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def plan(
     tokens: int | None = None,
     sm_count: int = SMS,
 ) -> MlaSm90Plan:
-    """Return the plan of a bf16 problem; ``tokens`` are the query tokens of ragged requests."""
+    """Return the plan of a bf16 problem; ``tokens`` are the query tokens of ragged sequences."""
     problem = MlaProblemShape(
         batch=batch,
         q_len=q_len if tokens is None else 0,
@@ -37,8 +37,8 @@ def plan(
     return plan_mla_sm90(mla_sm90(rows=heads * q_len), problem, q_len, sm_count)
 
 
-class Worked(NamedTuple):
-    """What a problem comes to."""
+class WorkedExample(NamedTuple):
+    """A problem and its plan."""
 
     problem: dict[str, int]
     cta_group_size: int
@@ -46,55 +46,61 @@ class Worked(NamedTuple):
     block_m: int
 
 
-WORKED = {
-    # One tile: one block each; 2 requests of 16 blocks and 2 positions more are 36, so 18 spans.
-    # With a wide tile it is 6 more: 44, so 22.
-    "a tile of 16": Worked({"batch": 2, "heads": 16, "max_kv_len": 1024}, 1, 18, 16),
-    "a tile of 32": Worked({"batch": 2, "heads": 20, "max_kv_len": 1024}, 1, 18, 32),
-    "a tile of 64": Worked({"batch": 2, "heads": 64, "max_kv_len": 1024}, 1, 22, 64),
-    # Two tiles: 2 rounds by one, 1 round by 66 teams of two, 44 of three or 33 of four.
-    "two tiles": Worked({"batch": 80, "heads": 128, "max_kv_len": 4096}, 2, 66, 64),
-    # Three tiles: 3 / 132 and 1 / 44 are as good; the larger is taken.
-    "three tiles": Worked({"batch": 80, "heads": 192, "max_kv_len": 4096}, 3, 44, 64),
-    # Four tiles: 4 / 132, 2 / 66 and 1 / 33 are as good.
-    "four tiles": Worked({"batch": 80, "heads": 128, "q_len": 2, "max_kv_len": 4096}, 4, 33, 64),
+EXAMPLES = {
+    # One row tile: a group is one CTA; 2 sequences of 16 KV blocks, plus 2 of overhead: 18 ranges.
+    # Without swap-AB the overhead is 6: 44, so 22.
+    "a tile of 16": WorkedExample({"batch": 2, "heads": 16, "max_kv_len": 1024}, 1, 18, 16),
+    "a tile of 32": WorkedExample({"batch": 2, "heads": 20, "max_kv_len": 1024}, 1, 18, 32),
+    "a tile of 64": WorkedExample({"batch": 2, "heads": 64, "max_kv_len": 1024}, 1, 22, 64),
+    # Two tiles: 2 waves by one CTA, 1 wave by 66 groups of two, 44 of three or 33 of four.
+    "two tiles": WorkedExample({"batch": 80, "heads": 128, "max_kv_len": 4096}, 2, 66, 64),
+    # Three tiles: 3 / 132 and 1 / 44 are equal; the larger group wins.
+    "three tiles": WorkedExample({"batch": 80, "heads": 192, "max_kv_len": 4096}, 3, 44, 64),
+    # Four tiles: 4 / 132, 2 / 66 and 1 / 33 are equal.
+    "four tiles": WorkedExample(
+        {"batch": 80, "heads": 128, "q_len": 2, "max_kv_len": 4096}, 4, 33, 64
+    ),
     # Five tiles: 5 / 132 is less than 3 / 66, 2 / 44 and 2 / 33.
-    "five tiles": Worked({"batch": 80, "heads": 64, "q_len": 5, "max_kv_len": 4096}, 1, 132, 64),
-    # Of 131 SMs teams of two leave one idle, teams of three two: 6 / 131 is the least.
-    "an odd device": Worked(
+    "five tiles": WorkedExample(
+        {"batch": 80, "heads": 64, "q_len": 5, "max_kv_len": 4096}, 1, 132, 64
+    ),
+    # Of 131 SMs groups of two leave one idle, groups of three two: 6 / 131 is the minimum.
+    "an odd device": WorkedExample(
         {"batch": 80, "heads": 128, "q_len": 3, "max_kv_len": 4096, "sm_count": 131}, 1, 131, 64
     ),
-    # A unit of no tokens is 2 positions: 1 span.
-    "no tokens": Worked({"batch": 1, "heads": 16, "max_kv_len": 0}, 1, 1, 16),
-    # Two groups of two tiles, of 2 + 6 positions: 8 spans.
-    "few tokens": Worked({"batch": 2, "heads": 128, "max_kv_len": 65}, 2, 8, 64),
-    # 10 query tokens of 128 heads are 10 groups of 128 rows, and 4 requests may begin 4 more: with
-    # 1 + 6 positions each 98, which is 49 spans.
-    "ragged": Worked({"batch": 4, "heads": 128, "max_kv_len": 64, "tokens": 10}, 2, 49, 64),
-    "two SMs": Worked({"batch": 9, "heads": 256, "max_kv_len": 4096, "sm_count": 2}, 2, 1, 64),
+    # A work tile without tokens is 2 of overhead: 1 range.
+    "no tokens": WorkedExample({"batch": 1, "heads": 16, "max_kv_len": 0}, 1, 1, 16),
+    # Two groups of two tiles, of 2 blocks and 6 of overhead: 8 ranges.
+    "few tokens": WorkedExample({"batch": 2, "heads": 128, "max_kv_len": 65}, 2, 8, 64),
+    # 10 query tokens of 128 heads are 10 groups of 128 rows, and 4 sequences may begin 4 more: with
+    # 1 block and 6 of overhead each 98, which is 49 ranges.
+    "ragged": WorkedExample({"batch": 4, "heads": 128, "max_kv_len": 64, "tokens": 10}, 2, 49, 64),
+    "two SMs": WorkedExample(
+        {"batch": 9, "heads": 256, "max_kv_len": 4096, "sm_count": 2}, 2, 1, 64
+    ),
 }
 
 
-@pytest.mark.parametrize("worked", WORKED.values(), ids=WORKED)
-def test_teams_and_grid_are_those_worked_out_by_hand(worked: Worked) -> None:
-    """A team is the size that takes the fewest rounds; there are as many as spans are worth it."""
-    planned = plan(**worked.problem)
+@pytest.mark.parametrize("example", EXAMPLES.values(), ids=EXAMPLES)
+def test_cta_groups_and_grid_match_the_examples(example: WorkedExample) -> None:
+    """The group size minimises waves; the grid has as many groups as ranges are worthwhile."""
+    planned = plan(**example.problem)
 
-    blocks = worked.num_cta_groups * worked.cta_group_size
-    values = 2 * blocks * worked.block_m * 512 * 2
+    blocks = example.num_cta_groups * example.cta_group_size
+    values = 2 * blocks * example.block_m * 512 * 2
     assert planned == MlaSm90Plan(
-        cta_group_size=worked.cta_group_size,
-        num_cta_groups=worked.num_cta_groups,
-        blocks=blocks,
-        groups=planned.groups,
+        cta_group_size=example.cta_group_size,
+        num_cta_groups=example.num_cta_groups,
+        num_ctas=blocks,
+        num_m_groups=planned.num_m_groups,
         partial_rows_offset=values,
-        workspace_bytes=values + 2 * blocks * worked.block_m * 16,
+        workspace_bytes=values + 2 * blocks * example.block_m * 16,
         is_small=planned.is_small,
     )
 
 
-# Of 132 SMs: blocks of 64 tokens of all tiles, for bf16 two for each SM with tiles of 16 rows, for
-# what is stored in eight bits three, and six with tiles of 32.
+# KV blocks of all tiles per SM, of 132 SMs: two for bf16 with tiles of 16 rows; for an FP8 KV cache
+# three, and six with tiles of 32.
 @pytest.mark.parametrize(
     ("spec", "batch", "heads", "max_kv_len", "block_m"),
     [
@@ -114,10 +120,10 @@ def test_teams_and_grid_are_those_worked_out_by_hand(worked: Worked) -> None:
     ],
     ids=str,
 )
-def test_little_work_takes_tiles_of_few_rows(
+def test_little_work_uses_smaller_tiles(
     spec: MlaSm90Spec, batch: int, heads: int, max_kv_len: int, block_m: int
 ) -> None:
-    """So that more SMs have some of it."""
+    """Smaller tiles give work to more SMs."""
     problem = MlaProblemShape(
         batch=batch, q_len=1, heads=heads, total_rows=batch * heads, max_kv_len=max_kv_len
     )
@@ -136,10 +142,10 @@ def test_little_work_takes_tiles_of_few_rows(
         (1, 33, 64, False),
     ],
 )
-def test_few_rows_of_few_tokens_are_small(
+def test_few_rows_and_tokens_are_small(
     batch: int, heads: int, max_kv_len: int, is_small: bool
 ) -> None:
-    """256 blocks of 64 tokens for 16 rows, 64 for up to 32, and none for more."""
+    """The limit is 256 KV blocks for 16 rows, 64 for up to 32, and zero for more."""
     assert plan(batch=batch, heads=heads, max_kv_len=max_kv_len).is_small is is_small
 
 
@@ -156,10 +162,10 @@ def test_few_rows_of_few_tokens_are_small(
         (mla_sm90_fp8kv(rows=16, query_dtype=DType.E4M3, kv_dtype=DType.E4M3), 16, 65, False),
     ],
 )
-def test_what_is_small_depends_on_the_rows(
+def test_the_small_call_limit_depends_on_the_rows(
     spec: MlaSm90Spec, heads: int, blocks: int, is_small: bool
 ) -> None:
-    """With queries in e4m3 the sm80 kernel is seldom the faster one."""
+    """With an FP8 query the sm80 kernel is rarely faster."""
     problem = MlaProblemShape(
         batch=1, q_len=1, heads=heads, total_rows=heads, max_kv_len=64 * blocks
     )
@@ -169,24 +175,24 @@ def test_what_is_small_depends_on_the_rows(
 
 @pytest.mark.parametrize(
     ("batch", "max_tokens", "fits"),
-    # A unit of 64 rows is 6 positions longer than its blocks of 64 tokens.
+    # A work tile of 64 rows has an overhead of 6 KV blocks.
     [(1, (2**31 - 7) * 64, True), (1, (2**31 - 6) * 64, False), (2**20, 2**17, False)],
 )
-def test_work_is_counted_in_32_bits(batch: int, max_tokens: int, fits: bool) -> None:
-    """Units times their length are at the most 2^31 - 1."""
+def test_linear_block_indices_fit_in_32_bits(batch: int, max_tokens: int, fits: bool) -> None:
+    """Work tiles times their length are at most 2^31 - 1."""
     planned = plan(batch=batch, heads=64, max_kv_len=1)
 
-    assert planned.groups == batch
+    assert planned.num_m_groups == batch
     assert fits_in_int32(mla_sm90(rows=64), planned, max_tokens) is fits
 
 
-def test_without_query_tokens_there_is_nothing_to_launch() -> None:
-    """No grid, and no workspace is asked for."""
-    for nobody in (
+def test_without_query_tokens_nothing_is_launched() -> None:
+    """The grid and the workspace are empty."""
+    for empty in (
         plan(batch=0, heads=16, max_kv_len=100),
         plan(batch=3, heads=16, max_kv_len=100, tokens=0),
     ):
-        assert (nobody.blocks, nobody.workspace_bytes) == (0, 0)
+        assert (empty.num_ctas, empty.workspace_bytes) == (0, 0)
 
 
 @settings(deadline=None, max_examples=200)
@@ -198,10 +204,10 @@ def test_without_query_tokens_there_is_nothing_to_launch() -> None:
     is_ragged=st.booleans(),
     sm_count=st.integers(1, 160),
 )
-def test_all_blocks_run_at_once_in_whole_teams(
+def test_the_grid_is_co_resident_and_whole_cta_groups(
     batch: int, heads: int, q_len: int, max_kv_len: int, is_ragged: bool, sm_count: int
 ) -> None:
-    """Blocks wait for each other, so there are no more than SMs; the workspace is bounded so."""
+    """CTAs wait for each other, so there are at most as many as SMs, which bounds the workspace."""
     planned = plan(
         batch=batch,
         heads=heads,
@@ -212,7 +218,7 @@ def test_all_blocks_run_at_once_in_whole_teams(
     )
 
     assert 1 <= planned.cta_group_size <= 4
-    assert planned.blocks == planned.num_cta_groups * planned.cta_group_size
-    assert 1 <= planned.blocks <= sm_count
+    assert planned.num_ctas == planned.num_cta_groups * planned.cta_group_size
+    assert 1 <= planned.num_ctas <= sm_count
     assert planned.partial_rows_offset % 16 == 0
     assert planned.workspace_bytes <= sm_count * 257 * 1024

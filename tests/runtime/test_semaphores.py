@@ -1,4 +1,4 @@
-"""The counters of a workspace: zeros of its own, kept ready, and kept for ever."""
+"""Tests of the semaphores of a workspace."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from mlagen.errors import CaptureError
 from mlagen.runtime import semaphores
 from mlagen.runtime.device import DeviceFacts
 from mlagen.runtime.semaphores import new_schedule_id, reserve_semaphores, semaphores_of
-from mlagen.spec.mla_sm90 import bytes_beside_workspace
+from mlagen.spec.mla_sm90 import semaphore_region_bytes
 
 WORKSPACE = 1 << 44
 
 
 @pytest.fixture
 def slabs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Let two GPUs, of 132 and 78 SMs, have memory that is the CPU's; note each slab's device."""
+    """Let two GPUs, of 132 and 78 SMs, use CPU memory; record the device of each slab."""
     made: list[int] = []
 
     def facts(device: int) -> DeviceFacts:
@@ -40,13 +40,13 @@ def slabs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a CUDA graph be captured from here on."""
+    """Make every stream capturing."""
     monkeypatch.setattr(semaphores, "is_capturing", lambda _: True)
 
 
 @pytest.mark.usefixtures("slabs")
-def test_a_workspace_keeps_its_counters() -> None:
-    """CUDA graphs hold the address, so it is the same at every call."""
+def test_a_workspace_keeps_its_semaphores() -> None:
+    """CUDA graphs hold the address, so every call returns the same one."""
     first = semaphores_of(0, WORKSPACE)
     semaphores_of(0, WORKSPACE + 1)
 
@@ -55,22 +55,22 @@ def test_a_workspace_keeps_its_counters() -> None:
 
 @pytest.mark.parametrize(("device", "sm_count"), [(0, 132), (1, 78)])
 @pytest.mark.usefixtures("slabs")
-def test_workspaces_share_no_counter(device: int, sm_count: int) -> None:
-    """Each has zeros, for a counter and what a block begins with of each SM."""
-    beginnings = [semaphores_of(device, WORKSPACE + index) for index in range(semaphores._REGIONS)]
+def test_workspaces_share_no_semaphore(device: int, sm_count: int) -> None:
+    """Each has zeroed memory for a semaphore and the scheduler metadata of every SM."""
+    addresses = [semaphores_of(device, WORKSPACE + index) for index in range(semaphores._REGIONS)]
 
     (slab,) = semaphores._slabs
-    ordered = sorted(beginnings)
+    ordered = sorted(addresses)
     steps = {later - earlier for earlier, later in pairwise(ordered)}
-    assert min(steps) >= bytes_beside_workspace(sm_count)
+    assert min(steps) >= semaphore_region_bytes(sm_count)
     assert ordered[0] == slab.data_ptr()
-    assert ordered[-1] + bytes_beside_workspace(sm_count) <= slab.data_ptr() + slab.numel()
-    assert all((begin - ordered[0]) % 128 == 0 for begin in beginnings)
+    assert ordered[-1] + semaphore_region_bytes(sm_count) <= slab.data_ptr() + slab.numel()
+    assert all((address - ordered[0]) % 128 == 0 for address in addresses)
     assert not slab.any()
 
 
-def test_gpus_have_their_own(slabs: list[int]) -> None:
-    """The same address on another GPU is another workspace."""
+def test_gpus_have_separate_semaphores(slabs: list[int]) -> None:
+    """The same workspace address on another GPU has semaphores of its own."""
     first, second = semaphores_of(0, WORKSPACE), semaphores_of(1, WORKSPACE)
 
     assert first != second
@@ -80,7 +80,7 @@ def test_gpus_have_their_own(slabs: list[int]) -> None:
 def test_a_call_in_a_capture_allocates_nothing(
     slabs: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What loading a kernel has reserved is enough for many new workspaces."""
+    """The semaphores reserved by loading a kernel suffice for many new workspaces."""
     reserve_semaphores(0)
     capture(monkeypatch)
 
@@ -90,16 +90,16 @@ def test_a_call_in_a_capture_allocates_nothing(
     assert slabs == [0]
 
 
-def test_counters_are_reserved_once(slabs: list[int]) -> None:
-    """Each kernel that is loaded asks for them."""
+def test_semaphores_are_reserved_once(slabs: list[int]) -> None:
+    """Loading a second kernel reserves no more."""
     reserve_semaphores(0)
     reserve_semaphores(0)
 
     assert slabs == [0]
 
 
-def test_more_are_made_when_they_run_out(slabs: list[int]) -> None:
-    """The next slab follows, and the old one stays."""
+def test_another_slab_is_allocated_when_one_is_used_up(slabs: list[int]) -> None:
+    """The old slab stays allocated."""
     for index in range(semaphores._REGIONS + 1):
         semaphores_of(0, WORKSPACE + index)
 
@@ -111,7 +111,7 @@ def test_more_are_made_when_they_run_out(slabs: list[int]) -> None:
 def test_running_out_in_a_capture_is_rejected(
     slabs: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The message says what to do; a workspace that has counters still works."""
+    """The message has the remedy; a workspace with semaphores still works."""
     semaphores_of(0, WORKSPACE)
     for index in range(1, semaphores._REGIONS):
         semaphores_of(0, WORKSPACE + index)
@@ -121,15 +121,15 @@ def test_running_out_in_a_capture_is_rejected(
         semaphores_of(0, WORKSPACE - 1)
 
     assert str(caught.value) == (
-        "workspace_buffer: one of the 128 that counters are kept ready for, got one more while a "
+        "workspace_buffer: expected at most 128 workspaces with semaphores, got one more while a "
         "CUDA graph is captured; make a call with this workspace once before the capture"
     )
     assert slabs == [0]
     assert semaphores_of(0, WORKSPACE) == semaphores._slabs[0].data_ptr()
 
 
-def test_no_two_plans_have_the_same_number() -> None:
-    """And none has zero, which the memory of a new workspace is full of."""
+def test_schedule_ids_are_unique() -> None:
+    """No id is zero, the content of a new workspace."""
     numbers = [new_schedule_id() for _ in range(3)]
 
     assert len({0, *numbers}) == 4

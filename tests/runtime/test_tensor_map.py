@@ -1,4 +1,4 @@
-"""What the driver is told of a tensor, and what becomes of its rejection."""
+"""Tests of TMA descriptor encoding."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ TENSOR = TiledTensor(
 )
 
 
-def test_every_fact_reaches_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Type, rank, address, sizes, strides and box; rows are swizzled, and nothing is skipped."""
-    seen: list[Any] = []
+def test_every_property_reaches_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Type, rank, address, sizes, strides and box are passed; element strides are 1."""
+    passed: list[Any] = []
     made = ctypes.create_string_buffer(bytes(range(128)), 128)
 
     def encode_tiled(*arguments: Any) -> tuple[Any, Any]:
-        seen.extend(arguments)
+        passed.extend(arguments)
         pointer = ctypes.addressof(made)
         return driver.CUresult.CUDA_SUCCESS, SimpleNamespace(getPtr=lambda: pointer)
 
@@ -34,7 +34,7 @@ def test_every_fact_reaches_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     encoded = encode(TENSOR, 0x7F00)
 
     assert encoded == bytes(range(128))
-    kind, rank, address, *lists = seen
+    kind, rank, address, *lists = passed
     assert kind == driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT16
     assert (rank, address) == (4, 0x7F00)
     assert [[int(number) for number in those] for those in lists[:4]] == [
@@ -51,7 +51,7 @@ def test_every_fact_reaches_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
-def test_a_layout_that_the_driver_rejects_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rejected_layout_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """The message names the driver call."""
     rejected = (driver.CUresult.CUDA_ERROR_INVALID_VALUE, None)
     words = (driver.CUresult.CUDA_SUCCESS, b"invalid argument")

@@ -1,4 +1,4 @@
-"""Architectures as compilation targets."""
+"""Tests of compilation targets."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ KNOWN = "sm_80, sm_86, sm_87, sm_89, sm_90a, sm_100f, sm_103f, sm_110f, sm_120f,
 
 
 @pytest.mark.parametrize("arch", ARCHS, ids=str)
-def test_the_text_of_a_target_names_it(arch: Arch) -> None:
-    """A target is found by its text, with the suffix and without."""
+def test_str_of_an_arch_parses_back(arch: Arch) -> None:
+    """A target parses from its text, with and without the suffix."""
     parsed = {parse_arch(str(arch)), parse_arch(f"sm_{arch.number}")}
 
     assert parsed == {arch}
@@ -35,8 +35,8 @@ def test_the_text_of_a_target_names_it(arch: Arch) -> None:
         "H10",
     ],
 )
-def test_what_is_no_target_is_rejected(text: str) -> None:
-    """The message lists all targets, and what was asked for."""
+def test_an_unknown_arch_is_rejected(text: str) -> None:
+    """The message lists all targets and the given text."""
     with pytest.raises(ArgumentError) as caught:
         parse_arch(text)
 
@@ -64,27 +64,27 @@ def test_what_is_no_target_is_rejected(text: str) -> None:
         ("DGX Spark", "sm_121f"),
     ],
 )
-def test_a_card_stands_for_its_target(card: str, arch: str) -> None:
-    """Case, spaces, hyphens and the maker's name do not count."""
+def test_a_card_name_selects_its_arch(card: str, arch: str) -> None:
+    """Case, spaces, hyphens and the vendor prefix are ignored."""
     assert str(parse_arch(card)) == arch
 
 
 @pytest.mark.parametrize("card", CARDS)
-def test_every_card_has_a_target(card: str) -> None:
-    """A capability that no target has is not listed."""
+def test_every_card_has_an_arch(card: str) -> None:
+    """Every listed compute capability has a target."""
     assert parse_arch(card).number == CARDS[card]
 
 
 @pytest.mark.parametrize("arch", ARCHS, ids=str)
-def test_every_target_serves_the_device_of_its_number(arch: Arch) -> None:
-    """A compute capability leads to the target of the same number."""
+def test_a_compute_capability_selects_its_arch(arch: Arch) -> None:
+    """A compute capability selects the target of the same number."""
     found = arch_of_capability(*divmod(arch.number, 10))
 
     assert found == arch
 
 
-def test_a_device_without_a_target_is_rejected() -> None:
-    """The message lists the capabilities that have one."""
+def test_a_capability_without_an_arch_is_rejected() -> None:
+    """The message lists the supported capabilities."""
     with pytest.raises(ArgumentError) as caught:
         arch_of_capability(7, 5)
 
@@ -98,23 +98,23 @@ def test_a_device_without_a_target_is_rejected() -> None:
     ("text", "kib"),
     [("sm_80", 163), ("sm_86", 99), ("sm_90a", 227), ("sm_100f", 227), ("sm_120f", 99)],
 )
-def test_the_shared_memory_of_a_block(text: str, kib: int) -> None:
-    """It is what the CUDA C++ Programming Guide tables for the compute capability."""
+def test_shared_memory_limit_of_a_cta(text: str, kib: int) -> None:
+    """The limit matches the table of the CUDA C++ Programming Guide."""
     arch = parse_arch(text)
 
     assert arch.shared_bytes == kib * 1024
 
 
 @pytest.mark.parametrize("arch", ARCHS, ids=str)
-def test_every_target_has_a_shared_memory_size(arch: Arch) -> None:
-    """Each is at least the 99 KiB that the smallest tile is cut for."""
+def test_every_arch_has_a_shared_memory_limit(arch: Arch) -> None:
+    """The limit is at least the 99 KiB that the smallest tile needs."""
     size = arch.shared_bytes
 
     assert size >= 99 * 1024
 
 
-def test_dependent_launch_exists_from_sm_90_on() -> None:
-    """The instruction for it, griddepcontrol, came with sm_90."""
+def test_griddepcontrol_requires_sm_90() -> None:
+    """PDL's griddepcontrol exists from sm_90 on."""
     with_it = {str(arch) for arch in ARCHS if arch.has_griddepcontrol}
 
     assert with_it == {"sm_90a", "sm_100f", "sm_103f", "sm_110f", "sm_120f", "sm_121f"}

@@ -1,4 +1,4 @@
-"""The kernel that combines splits."""
+"""Tests of the spec of the combine kernel."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from mlagen.spec.mla import mla_sm80_specs
 
 
 @pytest.mark.parametrize("arch", ARCHS, ids=str)
-def test_every_decode_kernel_has_one_that_combines_its_splits(arch: Arch) -> None:
-    """There is one for each output dtype and width, listed once."""
+def test_every_decode_output_has_one_combine_kernel(arch: Arch) -> None:
+    """Each output dtype and width has one combine kernel."""
     needed = {(spec.out_dtype, spec.head_dim_vo) for spec in mla_sm80_specs(arch)}
     needed |= {(spec.variant.out_dtype, spec.variant.head_dim) for spec in gqa_sm80_specs(arch)}
 
@@ -23,8 +23,8 @@ def test_every_decode_kernel_has_one_that_combines_its_splits(arch: Arch) -> Non
 
 
 @pytest.mark.parametrize("arch", ARCHS, ids=str)
-def test_its_blocks_cover_a_row(arch: Arch) -> None:
-    """A slice is 128 output elements at the most, without dynamic shared memory."""
+def test_ctas_cover_a_row(arch: Arch) -> None:
+    """A slice is at most 128 output elements and needs no dynamic shared memory."""
     for spec in combine_specs(arch):
         assert (spec.slices - 1) * 128 < spec.head_dim_vo <= spec.slices * 128
         assert (spec.threads, spec.shared_bytes) == (128, 0)

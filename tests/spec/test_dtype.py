@@ -1,4 +1,4 @@
-"""Element types and packed rows."""
+"""Tests of data types and row sizes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,10 @@ from mlagen.spec.dtype import DType
         (DType.E4M3, "e4m3", "E4m3"),
         (DType.FP8_DS_MLA, "fp8_ds_mla", "Fp8DsMla"),
     ],
-    ids=["bf16", "fp16", "e4m3", "packed rows"],
+    ids=["bf16", "fp16", "e4m3", "fp8_ds_mla"],
 )
-def test_a_dtype_has_one_name_for_people_and_one_for_templates(
-    dtype: DType, name: str, tag: str
-) -> None:
-    """Its text is stable, and the templates know it by the name of a tag type."""
+def test_names_of_a_dtype(dtype: DType, name: str, tag: str) -> None:
+    """The text of a dtype is stable, and the templates have a tag type for it."""
     names = (str(dtype), DType(name), dtype.cuda_name)
 
     assert names == (name, dtype, tag)
@@ -39,15 +37,15 @@ def test_a_dtype_has_one_name_for_people_and_one_for_templates(
     ],
     ids=str,
 )
-def test_a_row_has_the_size_of_its_elements(dtype: DType, elements: int, size: int) -> None:
-    """Packed rows have the one size that their name says."""
+def test_row_bytes(dtype: DType, elements: int, size: int) -> None:
+    """A row has the size of its elements; rows with inline scales have a fixed size."""
     taken = dtype.row_bytes(elements)
 
     assert taken == size
 
 
-def test_the_tensor_cores_take_16_bits() -> None:
-    """Everything else is decoded first."""
+def test_only_16_bit_types_need_no_conversion() -> None:
+    """The tensor cores read bf16 and fp16 directly."""
     taken = [dtype for dtype in DType if dtype.is_16bit]
 
     assert taken == [DType.BF16, DType.FP16]

@@ -1,4 +1,4 @@
-"""Every supported kernel of an architecture, filtered."""
+"""Tests of the supported kernels of an architecture and their filters."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from mlagen.spec.families import FAMILIES, specs_of
 from tests.kernels import SM_90A
 
 
-def test_without_filters_every_family_is_there() -> None:
-    """Nothing is left out, and no kernel comes twice."""
+def test_without_filters_every_family_is_listed() -> None:
+    """Every kernel is listed once."""
     specs = specs_of(SM_90A)
 
     assert len(specs) == len(set(specs))
@@ -19,24 +19,24 @@ def test_without_filters_every_family_is_there() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_can_be_asked_for_alone(family: str) -> None:
-    """Each name gives the kernels of that family and no others."""
+def test_a_family_selects_its_kernels(family: str) -> None:
+    """A family name selects the kernels of that family only."""
     specs = specs_of(SM_90A, (family,))
 
     assert specs
     assert {spec.family for spec in specs} == {family}
 
 
-def test_filters_keep_the_values_asked_for() -> None:
-    """A kernel stays if each of its key_fields is among the wanted values."""
+def test_a_filter_selects_matching_values() -> None:
+    """A kernel matches if each of its key fields has one of the given values."""
     specs = specs_of(SM_90A, ("mla_sm80",), page_size=("64", "1"), query_dtype=("fp16",))
 
-    seen = [(spec.key_fields()["page_size"], spec.key_fields()["query_dtype"]) for spec in specs]
-    assert set(seen) == {("64", "fp16"), ("1", "fp16")}
+    values = [(spec.key_fields()["page_size"], spec.key_fields()["query_dtype"]) for spec in specs]
+    assert set(values) == {("64", "fp16"), ("1", "fp16")}
 
 
-def test_a_kernel_without_the_ingredient_is_kept() -> None:
-    """Combining has no page size, so choosing one leaves it in."""
+def test_a_kernel_without_the_field_passes_the_filter() -> None:
+    """A combine kernel has no page size, so a page-size filter keeps it."""
     specs = specs_of(SM_90A, page_size=("64",))
 
     every_combine = specs_of(SM_90A, ("combine",))
@@ -67,10 +67,10 @@ def test_a_kernel_without_the_ingredient_is_kept() -> None:
     ],
     ids=["an unknown family", "an unknown page size", "an unknown dtype"],
 )
-def test_what_no_kernel_has_is_rejected(
+def test_a_value_that_no_kernel_has_is_rejected(
     families: tuple[str, ...], wanted: dict[str, tuple[str, ...]], message: str
 ) -> None:
-    """The message names the filter, the values that exist and the one that does not."""
+    """The message has the filter, the known values and the given one."""
     with pytest.raises(ArgumentError) as caught:
         specs_of(SM_90A, families, **wanted)
 

@@ -1,4 +1,4 @@
-"""GQA decode: which tile serves which request, and what is rejected."""
+"""Tests of the sm80 GQA specs: tile selection and rejected variants."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from mlagen.spec.gqa import SUPPORTED, GqaSupport, gqa_sm80_specs
 from mlagen.spec.kernel import CallShape
 from tests.kernels import gqa_sm80
 
-# Of one block the driver keeps 1 KiB, and an SM has 1 KiB more than a block may have.
+# The driver reserves 1 KiB per CTA, and an SM has 1 KiB more than the limit of a CTA.
 RESERVED_BYTES = 1024
 HEAD_DIMS = (*range(16, 257, 16), 512)
 ROWS = (1, 16, 17, 32, 33, 64, 1000)
 
 
 def row_name(row: GqaSupport) -> str:
-    """Return a readable name of a row of the support table."""
+    """Return a readable name for a row of the support table."""
     return f"query {row.query_dtype}, cache {row.kv_dtype}"
 
 
 @pytest.mark.parametrize("arch", ARCHS, ids=str)
 @pytest.mark.parametrize("row", SUPPORTED, ids=row_name)
-def test_every_supported_request_has_a_tile_that_fits(arch: Arch, row: GqaSupport) -> None:
-    """For any number of rows and any head dim, all blocks of an SM fit its shared memory."""
+def test_every_supported_call_has_a_tile_that_fits(arch: Arch, row: GqaSupport) -> None:
+    """For any number of rows and any head dim, all CTAs of an SM fit its shared memory."""
     for rows, head_dim, out_dtype in product(ROWS, HEAD_DIMS, row.out_dtypes):
         spec = gqa_sm80(
             arch=arch,
@@ -44,16 +44,16 @@ def test_every_supported_request_has_a_tile_that_fits(arch: Arch, row: GqaSuppor
         assert spec.slice_dims * spec.slices == head_dim
 
 
-def test_few_rows_take_the_narrow_tile() -> None:
-    """Sixteen rows are one step of mma; more share the tokens of 32."""
+def test_few_rows_use_the_smallest_tile() -> None:
+    """Sixteen rows are one MMA step; more rows use the tile of 32."""
     heights = [gqa_sm80(rows=rows).tile.block_m for rows in ROWS]
 
     assert heights == [16, 16, 32, 32, 32, 32, 32]
 
 
 @pytest.mark.parametrize("arch", ARCHS, ids=str)
-def test_every_kernel_of_an_architecture_is_listed_once(arch: Arch) -> None:
-    """Prewarming knows each kernel once, and one for each pair of element types."""
+def test_every_kernel_of_an_arch_is_listed_once(arch: Arch) -> None:
+    """Prewarming lists each kernel once, and every pair of query and KV dtypes."""
     listed = list(gqa_sm80_specs(arch))
 
     pairs = {(spec.variant.query_dtype, spec.variant.kv_dtype) for spec in listed}
@@ -62,10 +62,10 @@ def test_every_kernel_of_an_architecture_is_listed_once(arch: Arch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kv_heads", "served"), [(None, {16, 32}), (8, {16}), (1, {32})], ids=["unsaid", "8", "1"]
+    ("kv_heads", "served"), [(None, {16, 32}), (8, {16}), (1, {32})], ids=["not given", "8", "1"]
 )
-def test_a_call_takes_the_tile_of_its_group(kv_heads: int | None, served: set[int]) -> None:
-    """Rows are the query heads of one kv head, times query tokens; unsaid, any tile may serve."""
+def test_a_call_uses_the_tile_of_its_rows(kv_heads: int | None, served: set[int]) -> None:
+    """Rows are query heads per KV head times query tokens; without kv_heads, every tile matches."""
     call = CallShape(heads=64, kv_heads=kv_heads, q_len=1)
 
     found = {rows for rows in (16, 32) if gqa_sm80(rows=rows).serves(call)}
@@ -74,8 +74,8 @@ def test_a_call_takes_the_tile_of_its_group(kv_heads: int | None, served: set[in
 
 
 @pytest.mark.parametrize("head_dim", [0, 8, 40, 272, 320, 1024])
-def test_an_unsupported_head_dim_names_the_supported_ones(head_dim: int) -> None:
-    """The message says what would do."""
+def test_an_unsupported_head_dim_lists_the_supported_ones(head_dim: int) -> None:
+    """The message lists the supported head dims."""
     with pytest.raises(UnsupportedError) as caught:
         gqa_sm80(head_dim=head_dim)
 
@@ -94,8 +94,8 @@ def test_an_unsupported_head_dim_names_the_supported_ones(head_dim: int) -> None
     ],
     ids=["mixed halves", "e4m3 out of bf16", "an e4m3 query"],
 )
-def test_unsupported_types_name_the_supported_ones(changes: dict[str, Any]) -> None:
-    """The message lists the table."""
+def test_unsupported_dtypes_list_the_supported_ones(changes: dict[str, Any]) -> None:
+    """The message lists the support table."""
     with pytest.raises(UnsupportedError) as caught:
         gqa_sm80(**changes)
 

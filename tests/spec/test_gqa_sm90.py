@@ -1,4 +1,4 @@
-"""Which grouped-query calls the sm90 kernel covers, and by which tile."""
+"""Tests of the sm90 GQA specs: covered calls and tile selection."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ BF16 = GqaVariant(query_dtype=DType.BF16, kv_dtype=DType.BF16, out_dtype=DType.B
         (256, 17, 16),
     ],
 )
-def test_a_call_takes_the_narrowest_tile_that_holds_its_rows(
+def test_a_call_uses_the_smallest_tile_that_holds_its_rows(
     head_dim: int, rows: int, block_m: int
 ) -> None:
-    """Or the widest whose output registers can hold, where none does."""
+    """If none holds them, the call uses the largest tile whose accumulators fit the registers."""
     spec = gqa_sm90(head_dim=head_dim, rows=rows)
 
     assert block_m_for(head_dim, rows) == spec.block_m == block_m
@@ -53,23 +53,23 @@ NOT_COVERED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("changes", NOT_COVERED.values(), ids=NOT_COVERED)
-def test_other_calls_have_no_such_kernel(changes: dict[str, Any]) -> None:
-    """There is none to be had for them."""
+def test_an_unsupported_call_has_no_sm90_kernel(changes: dict[str, Any]) -> None:
+    """The spec of an unsupported call is None."""
     assert gqa_sm90_spec(SM_90A, replace(BF16, **changes), 8) is None
 
 
 @pytest.mark.parametrize("page_size", [16, 32, 48, 64, 80, 128, 256])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("kv_dtype", [DType.BF16, DType.E4M3])
-def test_boxes_lie_in_a_page_and_fill_a_tile(
+def test_tma_boxes_lie_in_a_page_and_fill_a_tile(
     kv_dtype: DType, head_dim: int, page_size: int
 ) -> None:
-    """A lane of one warp copies each, and a tile is worth a barrier."""
+    """One lane of a warp issues each box, and a tile is large enough for a barrier."""
     spec = gqa_sm90(kv_dtype=kv_dtype, head_dim=head_dim, page_size=page_size)
 
     assert page_size % spec.box_tokens == 0
     assert spec.block_n % spec.box_tokens == 0
-    assert 16 <= spec.box_tokens <= 256  # what a tensor map allows
+    assert 16 <= spec.box_tokens <= 256  # the limits of a tensor map
     assert spec.block_n // spec.box_tokens <= 32
     assert spec.row_bytes % spec.line_bytes == 0
     ring_bytes = {64: 64, 128: 96, 256: 128, 512: 192}[spec.row_bytes] * 1024
@@ -78,7 +78,7 @@ def test_boxes_lie_in_a_page_and_fill_a_tile(
 
 
 @pytest.mark.parametrize(
-    ("kv_dtype", "head_dim", "rows", "merged"),
+    ("kv_dtype", "head_dim", "rows", "combined"),
     [
         (DType.BF16, 64, 32, (32, 64)),
         (DType.BF16, 128, 8, (8, 128)),
@@ -92,21 +92,21 @@ def test_boxes_lie_in_a_page_and_fill_a_tile(
         (DType.E4M3, 256, 16, (8, 256)),
     ],
 )
-def test_as_much_is_merged_at_a_time_as_there_is_room_for(
-    kv_dtype: DType, head_dim: int, rows: int, merged: tuple[int, int]
+def test_the_combine_tile_fills_the_shared_memory(
+    kv_dtype: DType, head_dim: int, rows: int, combined: tuple[int, int]
 ) -> None:
-    """Whole tiles of rows where the ring leaves room for what eight warps have of them."""
+    """The epilogue combines whole rows of eight warps where the ring leaves capacity for them."""
     spec = gqa_sm90(kv_dtype=kv_dtype, head_dim=head_dim, rows=rows)
 
-    assert (spec.combine_rows, spec.combine_dims) == merged
+    assert (spec.combine_rows, spec.combine_dims) == combined
     ring_bytes = spec.stages * spec.block_n * spec.row_bytes
     query_bytes = 0 if spec.keeps_query else rows * head_dim * 2
-    merged_bytes = 8 * merged[0] * (merged[1] + 6) * 4
-    assert ring_bytes + query_bytes + merged_bytes < spec.shared_bytes
+    combined_bytes = 8 * combined[0] * (combined[1] + 6) * 4
+    assert ring_bytes + query_bytes + combined_bytes < spec.shared_bytes
 
 
-def test_the_widest_tiles_of_e4m3_have_a_smaller_ring() -> None:
-    """So that they are merged whole."""
+def test_the_largest_e4m3_tile_has_a_smaller_ring() -> None:
+    """The smaller ring lets the tile combine in one pass."""
     spec = gqa_sm90(kv_dtype=DType.E4M3, rows=32)
 
     assert spec.stages * spec.block_n * spec.row_bytes == 80 * 1024
@@ -122,10 +122,10 @@ def test_the_widest_tiles_of_e4m3_have_a_smaller_ring() -> None:
         (DType.E4M3, 256, 8, 128),
     ],
 )
-def test_of_what_becomes_another_type_a_warp_has_two_steps_where_registers_allow(
+def test_a_converted_cache_has_two_steps_in_flight_where_registers_allow(
     kv_dtype: DType, head_dim: int, rows: int, tokens: int
 ) -> None:
-    """Beside eight warps of consumers there are a loader, a finder and two mergers."""
+    """A CTA has eight consumer warps, a producer warp, a scheduler warp and two epilogue warps."""
     spec = gqa_sm90(kv_dtype=kv_dtype, head_dim=head_dim, rows=rows)
 
     assert spec.block_n == tokens
@@ -134,19 +134,19 @@ def test_of_what_becomes_another_type_a_warp_has_two_steps_where_registers_allow
 
 
 @pytest.mark.parametrize("arch", ARCHS, ids=str)
-def test_only_hopper_has_them(arch: Any) -> None:
-    """On it all that SUPPORTED names and the kernel covers, each once."""
+def test_only_sm_90a_has_sm90_kernels(arch: Any) -> None:
+    """Every supported variant that the kernel covers is listed once."""
     specs = list(gqa_sm90_specs(arch))
 
-    # Query and cache alike, or e4m3 with either output; four pages; tiles of three head dims, the
-    # least of them for one head, two or four.
+    # Query and cache of one dtype, or e4m3 with either output; four page sizes; tiles of three head
+    # dims, the smallest of them for one, two or four heads per CTA.
     expected = 2 * 4 * ((4 + 3 + 2) + 2 * (5 + 4 + 2))
     assert len(set(specs)) == len(specs) == (expected if arch == SM_90A else 0)
 
 
 @pytest.mark.parametrize("heads", [8, 24, 64])
-def test_a_kernel_serves_the_calls_of_its_tile(heads: int) -> None:
-    """Prewarming for heads and query tokens keeps what the call would take."""
+def test_a_kernel_matches_the_calls_of_its_tile(heads: int) -> None:
+    """Prewarming for heads and query tokens selects the kernel that the call uses."""
     call = CallShape(heads=heads, kv_heads=4, q_len=2)
 
     serving = [rows for rows in (8, 16, 32) if gqa_sm90(rows=rows).serves(call)]
@@ -158,10 +158,10 @@ def test_a_kernel_serves_the_calls_of_its_tile(heads: int) -> None:
 @pytest.mark.parametrize(
     ("kv_heads", "serving"), [(8, [1, 4]), (6, [1, 2]), (3, [1]), (None, [1, 2, 4])]
 )
-def test_a_call_takes_one_head_in_a_block_or_all_that_divide_its_heads(
+def test_a_cta_processes_one_head_or_the_max_that_divides_the_heads(
     kv_heads: int | None, serving: list[int]
 ) -> None:
-    """Which of the two, the number of requests decides."""
+    """The number of sequences decides between the two."""
     call = CallShape(heads=24, kv_heads=kv_heads, q_len=1)
     kernels = with_all_heads(gqa_sm90(kv_dtype=DType.E4M3, head_dim=64))
 
@@ -181,10 +181,10 @@ def test_a_call_takes_one_head_in_a_block_or_all_that_divide_its_heads(
         (DType.E4M3, 64, 9, 1),
     ],
 )
-def test_heads_of_a_block_are_256_bytes_of_a_token_together(
+def test_heads_of_a_cta_are_256_bytes_of_a_token(
     kv_dtype: DType, head_dim: int, rows: int, heads: int
 ) -> None:
-    """Where their rows are eight at the most; tiles and rings have as many bytes as of one."""
+    """Only tiles of eight rows have several heads; tile and ring sizes are those of one head."""
     one = gqa_sm90(kv_dtype=kv_dtype, head_dim=head_dim, rows=rows)
     all_heads = replace(one, heads_per_cta=heads)
 
@@ -194,7 +194,7 @@ def test_heads_of_a_block_are_256_bytes_of_a_token_together(
     assert all_heads.stages == one.stages
 
 
-def test_its_blocks_count_each_other_but_do_not_wait() -> None:
-    """So it may be a dependent launch, and needs counters all the same."""
+def test_ctas_use_semaphores_but_do_not_wait() -> None:
+    """The kernel supports PDL and still needs semaphores."""
     assert gqa_sm90().uses_semaphores
     assert not gqa_sm90().is_cooperative

@@ -1,4 +1,4 @@
-"""What every family's spec keeps to."""
+"""Tests of what every kernel spec has in common."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SIZES = {"128s": 128, "Q": 8, "q": 8, "i": 4, "f": 4}
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.family)
 def test_parameters_have_no_padding(spec: type[KernelSpec]) -> None:
-    """The larger come first, so native alignment adds nothing inside the struct."""
+    """Larger fields come first, so native alignment adds no padding."""
     sizes = [SIZES[parameter.code] for parameter in spec.parameters]
     codes = "".join(parameter.code for parameter in spec.parameters)
 
@@ -32,10 +32,10 @@ def test_parameters_have_no_padding(spec: type[KernelSpec]) -> None:
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.family)
-def test_parameters_have_names_of_their_own_and_types_of_their_size(
+def test_parameters_have_unique_names_and_matching_types(
     spec: type[KernelSpec],
 ) -> None:
-    """Each field is named once, and its CUDA type is what its format packs."""
+    """Each field name is unique, and its CUDA type has the size of its format."""
     parameters = spec.parameters
     expected = {"128s": "TensorMap", "Q": "*", "q": "i64", "i": "int", "f": "float"}
 
@@ -44,8 +44,8 @@ def test_parameters_have_names_of_their_own_and_types_of_their_size(
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.family)
-def test_parameters_fit_a_launch(spec: type[KernelSpec]) -> None:
-    """CUDA passes 4096 bytes at the most."""
+def test_parameters_fit_the_launch_limit(spec: type[KernelSpec]) -> None:
+    """CUDA passes at most 4096 bytes."""
     size = struct.calcsize("".join(parameter.code for parameter in spec.parameters))
 
     assert size <= 4096
@@ -54,17 +54,17 @@ def test_parameters_fit_a_launch(spec: type[KernelSpec]) -> None:
 @pytest.mark.parametrize(
     ("spec", "packing"),
     [(COMBINE, "<QQQQQQ16sfff"), (mla_sm90(), "<384sQQQQQQQQQQQQQQQ104sfff")],
-    ids=["combining", "with tensor maps"],
+    ids=["combine", "tensor maps"],
 )
-def test_what_does_not_change_is_packed_as_one(spec: KernelSpec, packing: str) -> None:
-    """Tensor maps are one value of a launch, and integers are one; the bytes are the same."""
+def test_constant_parameters_pack_as_one_value(spec: KernelSpec, packing: str) -> None:
+    """Tensor maps are one value of a launch and integers another; the bytes are the same."""
     assert packing_of(spec).format == packing
     codes = "".join(parameter.code for parameter in spec.parameters)
     assert packing_of(spec).size == struct.calcsize(f"<{codes}")
 
 
-def test_integers_are_packed_by_name_in_their_order() -> None:
-    """Values of other fields are left out, and one that is missing is an error."""
+def test_scalars_are_packed_by_name_in_order() -> None:
+    """Values of other fields are ignored, and a missing value is an error."""
     values = {"num_splits": 3, "heads": 2, "total_rows": 1, "of another kernel": 4}
 
     assert pack_scalars(COMBINE, values) == struct.pack("<qii", 1, 2, 3)
@@ -80,8 +80,8 @@ def test_integers_are_packed_by_name_in_their_order() -> None:
     ],
     ids=["4 bytes", "8 bytes"],
 )
-def test_an_integer_that_does_not_fit_is_rejected(change: dict[str, int], message: str) -> None:
-    """Views of one element may have shapes that no field of a kernel holds."""
+def test_an_integer_overflow_is_rejected(change: dict[str, int], message: str) -> None:
+    """Expanded views of one element may have shapes that overflow a parameter."""
     values = {"num_splits": 3, "heads": 2, "total_rows": 1}
 
     with pytest.raises(ArgumentError) as caught:
@@ -93,8 +93,8 @@ def test_an_integer_that_does_not_fit_is_rejected(change: dict[str, int], messag
 @pytest.mark.parametrize(
     "spec", [mla_sm80(), mla_sm90(), gqa_sm80(), COMBINE], ids=lambda spec: spec.family
 )
-def test_ingredients_are_all_fields_as_text(spec: KernelSpec) -> None:
-    """No field that changes the code is missing from the key, and none reads like a repr."""
+def test_key_fields_are_all_fields_as_text(spec: KernelSpec) -> None:
+    """Every field is in the key, and none as a repr."""
     key_fields = spec.key_fields()
 
     named: list[str] = []
@@ -108,15 +108,15 @@ def test_ingredients_are_all_fields_as_text(spec: KernelSpec) -> None:
     assert not any("<" in text or "(" in text for text in key_fields.values())
 
 
-def test_a_spec_reads_as_its_family_and_fields() -> None:
-    """Logs name a kernel so that a person can tell it from another."""
+def test_str_of_a_spec_is_its_family_and_fields() -> None:
+    """The text of a spec lists its family and its key fields."""
     spec = CombineSpec(arch=Arch(90, "a"), dtype=DType.FP16, head_dim_vo=256)
 
     assert str(spec) == "combine(arch=sm_90a, dtype=fp16, head_dim_vo=256)"
 
 
-def test_a_spec_cannot_be_changed() -> None:
-    """A spec is the key of memos, so it stays what it was."""
+def test_a_spec_is_immutable() -> None:
+    """A spec is a cache key, so assignment fails."""
     spec = mla_sm80()
 
     with pytest.raises(FrozenInstanceError):

@@ -1,4 +1,4 @@
-"""MLA decode: which tile serves which request."""
+"""Tests of the sm80 MLA specs: tile selection."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from mlagen.spec.mla import TILES, mla_sm80_spec, mla_sm80_specs
 from mlagen.spec.mla_support import SUPPORTED, MlaSupport
 from tests.kernels import SM_80, SM_90A, mla_sm80
 
-# Of one block the driver keeps 1 KiB, and an SM has 1 KiB more than a block may have.
+# The driver reserves 1 KiB per CTA, and an SM has 1 KiB more than the limit of a CTA.
 RESERVED_BYTES = 1024
 ROWS = (1, 8, 16, 17, 32, 33, 64, 65, 128, 256, 1024)
 
 
 def row_name(row: MlaSupport) -> str:
-    """Return a readable name of a row of the support table."""
+    """Return a readable name for a row of the support table."""
     return f"query {row.query_dtype}, cache {row.kv_dtype}"
 
 
 @pytest.mark.parametrize("arch", ARCHS, ids=str)
 @pytest.mark.parametrize("row", SUPPORTED, ids=row_name)
-def test_every_supported_request_has_a_tile_that_fits(arch: Arch, row: MlaSupport) -> None:
-    """For any number of rows and every variant, all blocks of an SM fit its shared memory."""
+def test_every_supported_call_has_a_tile_that_fits(arch: Arch, row: MlaSupport) -> None:
+    """For any number of rows and every variant, all CTAs of an SM fit its shared memory."""
     for variant in row.variants():
         for rows in ROWS:
             spec = mla_sm80_spec(arch, variant, rows)
@@ -35,8 +35,8 @@ def test_every_supported_request_has_a_tile_that_fits(arch: Arch, row: MlaSuppor
 
 
 @pytest.mark.parametrize("arch", ARCHS, ids=str)
-def test_a_request_takes_the_narrowest_tile_that_holds_its_rows(arch: Arch) -> None:
-    """No narrower tile of the architecture would do, and only the widest leaves rows over."""
+def test_a_call_uses_the_smallest_tile_that_holds_its_rows(arch: Arch) -> None:
+    """No smaller tile of the architecture holds the rows, and only the largest may be exceeded."""
     heights = sorted({mla_sm80(arch=arch, rows=tile.block_m).tile.block_m for tile in TILES})
 
     for rows in ROWS:
@@ -44,17 +44,17 @@ def test_a_request_takes_the_narrowest_tile_that_holds_its_rows(arch: Arch) -> N
         assert chosen == next((height for height in heights if height >= rows), heights[-1])
 
 
-def test_tiles_are_listed_from_wide_to_narrow() -> None:
-    """The choice walks the table once and relies on its order."""
+def test_tiles_are_listed_largest_first() -> None:
+    """Tile selection walks the table once and relies on its order."""
     heights = [tile.block_m for tile in TILES]
 
     assert heights == sorted(heights, reverse=True)
 
 
 @pytest.mark.parametrize("arch", ARCHS, ids=str)
-def test_every_kernel_of_an_architecture_is_listed_once(arch: Arch) -> None:
-    """What a call of a usual page size may ask for is what prewarming builds, and no more."""
-    asked = {
+def test_every_kernel_of_an_arch_is_listed_once(arch: Arch) -> None:
+    """Prewarming lists exactly the kernels of calls with a default page size."""
+    expected = {
         mla_sm80_spec(arch, variant, rows)
         for row in SUPPORTED
         for variant in row.variants()
@@ -64,11 +64,11 @@ def test_every_kernel_of_an_architecture_is_listed_once(arch: Arch) -> None:
     listed = list(mla_sm80_specs(arch))
 
     assert len(listed) == len(set(listed))
-    assert set(listed) == asked
+    assert set(listed) == expected
 
 
 def test_the_dimensions_of_deepseek() -> None:
-    """Queries are latent and rope together, values the latent part, blocks whole warps."""
+    """A query has latent and rope, a value the latent part, and a CTA whole warps."""
     spec = mla_sm80(arch=SM_90A, rows=128)
 
     assert (spec.head_dim_qk, spec.head_dim_vo) == (576, 512)
@@ -87,10 +87,10 @@ def test_the_dimensions_of_deepseek() -> None:
     ],
     ids=["bf16", "fp16 over e4m3", "e4m3", "656-byte rows", "640-byte rows"],
 )
-def test_what_is_multiplied_and_what_is_written(
+def test_math_and_output_dtypes(
     query_dtype: DType, kv_dtype: DType, math_dtype: DType, out_dtype: DType
 ) -> None:
-    """A 16-bit query is multiplied as it is, e4m3 in fp16; bf16 is written for a narrow query."""
+    """A 16-bit query is multiplied as stored, e4m3 in fp16; an FP8 query has bf16 output."""
     spec = mla_sm80(query_dtype=query_dtype, kv_dtype=kv_dtype)
 
     assert (spec.math_dtype, spec.out_dtype) == (math_dtype, out_dtype)
@@ -102,7 +102,7 @@ def test_what_is_multiplied_and_what_is_written(
     ids=["tokens share their pages", "every token has its list"],
 )
 def test_a_sparse_call_has_the_rows_of_one_token(lookup: str, rows: int) -> None:
-    """Two query tokens of sixteen heads are 32 rows, or twice 16."""
+    """Two query tokens of sixteen heads are 32 rows, or twice 16 in a sparse call."""
     call = CallShape(heads=16, q_len=2)
 
     kernels = {mla_sm80(arch=SM_80, lookup=lookup, rows=tile.block_m) for tile in TILES}

@@ -1,4 +1,4 @@
-"""Which calls the sm90 kernel for e4m3 covers, and by which tile."""
+"""Tests of the FP8 sm90 MLA specs: covered calls and tile selection."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ E4M3 = MlaVariant(query_dtype=DType.E4M3, kv_dtype=DType.E4M3)
 @pytest.mark.parametrize(
     ("rows", "block_m"), [(1, 16), (16, 16), (17, 32), (32, 32), (33, 64), (64, 64), (512, 64)]
 )
-def test_a_call_takes_the_narrowest_tile_that_holds_a_request(rows: int, block_m: int) -> None:
-    """Or the widest, where none does."""
+def test_a_call_uses_the_smallest_tile_that_holds_its_rows(rows: int, block_m: int) -> None:
+    """If none holds them, the call uses the largest tile."""
     assert mla_sm90_fp8(rows=rows).block_m == block_m
 
 
@@ -31,8 +31,8 @@ NOT_COVERED: dict[str, dict[str, Any]] = {
     "bf16": {"query_dtype": DType.BF16, "kv_dtype": DType.BF16},
     "another query": {"query_dtype": DType.BF16},
     "another rank": {"kv_lora_rank": 256},
-    "lists of tokens": {"lookup": "sparse"},
-    "values apart": {"values": "separate"},
+    "sparse": {"lookup": "sparse"},
+    "separate values": {"values": "separate"},
     "a bias": {"mask": "bias"},
     "pages of 8": {"page_size": 8},
     "pages of 24": {"page_size": 24},
@@ -40,14 +40,14 @@ NOT_COVERED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("changes", NOT_COVERED.values(), ids=NOT_COVERED)
-def test_other_calls_have_no_such_kernel(changes: dict[str, Any]) -> None:
-    """There is none to be had for them."""
+def test_an_unsupported_call_has_no_fp8_kernel(changes: dict[str, Any]) -> None:
+    """The spec of an unsupported call is None."""
     assert mla_sm90_fp8_spec(SM_90A, replace(E4M3, **changes), 16) is None
 
 
 @pytest.mark.parametrize("page_size", [16, 32, 48, 64, 80, 128])
-def test_pages_are_whole_boxes(page_size: int) -> None:
-    """A box lies in one page, and whole boxes make a block of 64 tokens."""
+def test_pages_are_whole_tma_boxes(page_size: int) -> None:
+    """A TMA box lies in one page, and whole boxes make a KV block of 64 tokens."""
     spec = mla_sm90_fp8(page_size=page_size)
 
     assert page_size % spec.box_tokens == 0
@@ -56,8 +56,8 @@ def test_pages_are_whole_boxes(page_size: int) -> None:
 
 
 @pytest.mark.parametrize("arch", ARCHS, ids=str)
-def test_only_hopper_has_them(arch: Any) -> None:
-    """Three tiles for each of the usual page sizes, each once."""
+def test_only_sm_90a_has_fp8_kernels(arch: Any) -> None:
+    """Three tiles for each default page size are listed once."""
     specs = list(mla_sm90_fp8_specs(arch))
 
     pages = {spec.variant.page_size for spec in specs}
@@ -66,8 +66,8 @@ def test_only_hopper_has_them(arch: Any) -> None:
 
 
 @pytest.mark.parametrize(("heads", "block_m"), [(8, [16]), (16, [16, 32]), (64, [16, 32, 64])])
-def test_a_call_is_served_by_the_tiles_that_it_takes(heads: int, block_m: list[int]) -> None:
-    """That of its rows, and where there is little to do, one of fewer."""
+def test_a_call_matches_its_tiles(heads: int, block_m: list[int]) -> None:
+    """A call uses the tile of its rows, or a smaller one for little work."""
     call = CallShape(heads=heads, q_len=2)
 
     serving = [rows for rows in (16, 32, 64) if mla_sm90_fp8(rows=rows).serves(call)]
@@ -75,8 +75,8 @@ def test_a_call_is_served_by_the_tiles_that_it_takes(heads: int, block_m: list[i
     assert serving == block_m
 
 
-def test_its_blocks_wait_for_each_other() -> None:
-    """So all of them must run at once."""
+def test_ctas_wait_for_each_other() -> None:
+    """The kernel is cooperative."""
     spec = mla_sm90_fp8()
 
     assert spec.is_cooperative
@@ -85,8 +85,8 @@ def test_its_blocks_wait_for_each_other() -> None:
     assert (spec.head_dim_qk, spec.head_dim_vo) == (576, 512)
 
 
-def test_it_is_launched_as_the_16_bit_kernel_is() -> None:
-    """The same parameters mean the same in both."""
+def test_it_has_the_parameters_of_the_16_bit_kernel() -> None:
+    """Both kernels have the same parameters."""
     assert mla_sm90_fp8().parameters == MlaSm90Spec.parameters
 
 
@@ -103,10 +103,10 @@ def test_it_is_launched_as_the_16_bit_kernel_is() -> None:
         ),
     ],
 )
-def test_a_call_takes_one_hopper_kernel_at_the_most(
+def test_a_call_uses_at_most_one_sm90_kernel(
     dtype: DType, p_dtype_choice: str, expected: Any
 ) -> None:
-    """By its dtypes, and by what it asks of p_dtype_choice."""
+    """Its dtypes and p_dtype_choice select the kernel."""
     variant = MlaVariant(query_dtype=dtype, kv_dtype=dtype)
     other = replace(variant, kv_lora_rank=256)
 

@@ -1,4 +1,4 @@
-"""Which calls the sm90 kernel for values as fp16 covers, and by which tile."""
+"""Tests of the FP8-KV sm90 MLA specs: covered calls and tile selection."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PACKED = MlaVariant(query_dtype=DType.BF16, kv_dtype=DType.FP8_DS_MLA)
 
 COVERED: dict[str, dict[str, Any]] = {
     "656-byte rows": {},
-    "lists": {"lookup": "sparse"},
+    "sparse": {"lookup": "sparse"},
     "plain e4m3": {"kv_dtype": DType.E4M3},
     "plain e4m3 in lists": {"kv_dtype": DType.E4M3, "lookup": "sparse"},
     "pages of any size": {"page_size": 3},
@@ -31,33 +31,33 @@ NOT_COVERED: dict[str, dict[str, Any]] = {
     "fp16": {"query_dtype": DType.FP16},
     "another rank": {"kv_dtype": DType.E4M3, "kv_lora_rank": 256},
     "no rope": {"kv_dtype": DType.E4M3, "qk_rope_head_dim": 0},
-    "values apart": {"kv_dtype": DType.E4M3, "values": "separate"},
+    "separate values": {"kv_dtype": DType.E4M3, "values": "separate"},
 }
 
 
 @pytest.mark.parametrize("changes", COVERED.values(), ids=COVERED)
-def test_rows_of_8_bits_have_such_a_kernel(changes: dict[str, Any]) -> None:
-    """In pages of any size, and in lists."""
+def test_an_fp8_kv_cache_has_an_fp8kv_kernel(changes: dict[str, Any]) -> None:
+    """Dense calls with pages of any size and sparse calls are covered."""
     assert mla_sm90_fp8kv_spec(SM_90A, replace(PACKED, **changes), 16) is not None
 
 
 @pytest.mark.parametrize("changes", NOT_COVERED.values(), ids=NOT_COVERED)
-def test_other_calls_have_none(changes: dict[str, Any]) -> None:
-    """There is none to be had for them."""
+def test_an_unsupported_call_has_no_fp8kv_kernel(changes: dict[str, Any]) -> None:
+    """The spec of an unsupported call is None."""
     assert mla_sm90_fp8kv_spec(SM_90A, replace(PACKED, **changes), 16) is None
 
 
 @pytest.mark.parametrize("arch", ARCHS, ids=str)
-def test_only_hopper_has_them(arch: Any) -> None:
-    """Each once: of three pairs of dtypes two forms, of 640-byte rows one; three tiles."""
+def test_only_sm_90a_has_fp8kv_kernels(arch: Any) -> None:
+    """Three dtype pairs have two modes, fp8_per_token has one; three tiles each, listed once."""
     specs = list(mla_sm90_fp8kv_specs(arch))
 
     assert len(specs) == len(set(specs))
     assert len(specs) == ((3 * 2 + 1) * 3 * len(PAGE_SIZES) if arch == SM_90A else 0)
 
 
-def test_of_a_list_every_query_token_is_a_request() -> None:
-    """So rows are heads."""
+def test_a_sparse_query_token_is_a_sequence() -> None:
+    """The rows of a sparse call are its heads."""
     call = CallShape(heads=16, q_len=4)
 
     assert mla_sm90_fp8kv(rows=16).serves(call)
@@ -65,8 +65,8 @@ def test_of_a_list_every_query_token_is_a_request() -> None:
 
 
 @pytest.mark.parametrize("rows", [16, 32, 64])
-def test_it_has_an_sm_for_itself(rows: int) -> None:
-    """Eight warps that multiply values, four that score and four that load."""
+def test_a_cta_occupies_an_sm(rows: int) -> None:
+    """A CTA has eight PV warps, four QK warps and four producer warps."""
     spec = mla_sm90_fp8kv(rows=rows)
 
     assert spec.threads == 512

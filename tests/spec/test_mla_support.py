@@ -1,4 +1,4 @@
-"""What MLA decode is supported for, and how the rest is rejected."""
+"""Tests of the support table of MLA decode."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ BF16 = MlaVariant(query_dtype=DType.BF16, kv_dtype=DType.BF16)
 
 
 def test_no_variant_is_listed_twice() -> None:
-    """Each combination is of one row of the table."""
+    """Each variant is in one row of the table."""
     listed = [variant for row in SUPPORTED for variant in row.variants()]
 
     assert len(listed) == len(set(listed))
 
 
-def test_what_is_listed_is_supported() -> None:
-    """No row lists what the check rejects."""
+def test_every_listed_variant_is_supported() -> None:
+    """The check accepts every variant of every row."""
     for row in SUPPORTED:
         for variant in row.variants():
             require_supported(variant)
@@ -30,7 +30,7 @@ def test_what_is_listed_is_supported() -> None:
 
 
 def test_any_page_size_is_supported() -> None:
-    """Prewarming knows the usual ones; another is compiled when it is asked for."""
+    """Page sizes beyond the prewarmed ones are supported."""
     odd = replace(BF16, page_size=48)
 
     require_supported(odd)
@@ -38,8 +38,8 @@ def test_any_page_size_is_supported() -> None:
     assert SUPPORTED[0].covers(odd)
 
 
-def test_an_unsupported_pair_names_the_supported_ones() -> None:
-    """The message lists the pairs of element types of the table."""
+def test_unsupported_dtypes_list_the_supported_ones() -> None:
+    """The message lists the dtype pairs of the table."""
     with pytest.raises(UnsupportedError) as caught:
         require_supported(replace(BF16, kv_dtype=DType.FP16))
 
@@ -59,10 +59,10 @@ def test_an_unsupported_pair_names_the_supported_ones() -> None:
         {"lookup": "sparse", "mask": "bias"},
         {"kv_dtype": DType.FP8_DS_MLA, "values": "separate"},
     ],
-    ids=["another rank", "e4m3 without rope", "a sparse bias", "packed values apart"],
+    ids=["another rank", "e4m3 without rope", "a sparse bias", "fp8_ds_mla with separate values"],
 )
-def test_an_unsupported_variant_names_what_its_row_supports(changes: dict[str, Any]) -> None:
-    """The message lists the dimensions and forms that there are for the element types."""
+def test_an_unsupported_variant_lists_what_its_row_supports(changes: dict[str, Any]) -> None:
+    """The message lists the head dims and modes that the dtypes support."""
     variant = replace(BF16, **changes)
     row = next(
         row

@@ -1,4 +1,4 @@
-"""Selection: the kernels that a description of the calls to come leaves."""
+"""Tests of kernel selection by a description of the calls."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from tests.kernels import mla_sm80, mla_sm90
 SM_80, SM_90 = parse_arch("sm_80"), parse_arch("sm_90a")
 
 
-def usual(arch: Arch, *families: str) -> list[KernelSpec]:
-    """Return the kernels of the usual forms."""
+def default_kernels(arch: Arch, *families: str) -> list[KernelSpec]:
+    """Return the kernels that match the default filters."""
     chosen = families or tuple(FAMILIES)
     forms = {"lookup": ("paged",), "values": ("shared",), "mask": ("causal",)}
     known = forms if "mla_sm80" in chosen else {}
     return specs_of(arch, chosen, **known)
 
 
-def test_without_filters_every_usual_kernel_is_left() -> None:
-    """What is supported for the architectures is selected, in their order, in the usual forms."""
+def test_without_filters_every_default_kernel_is_selected() -> None:
+    """Kernels of the default variants are selected, in the order of the architectures."""
     selected = select_specs([SM_90, SM_80], wanted={})
 
-    assert selected == [*usual(SM_90), *usual(SM_80)]
+    assert selected == [*default_kernels(SM_90), *default_kernels(SM_80)]
 
 
-def test_another_form_is_selected_by_name() -> None:
-    """A word for a form takes the place of the usual one."""
+def test_a_variant_is_selected_by_name() -> None:
+    """A value for a field replaces the default filter."""
     selected = select_specs([SM_90], families=["mla_sm80"], wanted={"lookup": "sparse"})
 
     assert selected == specs_of(
@@ -41,11 +41,11 @@ def test_another_form_is_selected_by_name() -> None:
     )
 
 
-def test_an_architecture_named_twice_is_taken_once() -> None:
+def test_a_repeated_arch_is_selected_once() -> None:
     """Each kernel is selected once."""
     selected = select_specs([SM_80, SM_80], wanted={})
 
-    assert selected == usual(SM_80)
+    assert selected == default_kernels(SM_80)
 
 
 @pytest.mark.parametrize(
@@ -70,10 +70,10 @@ def test_an_architecture_named_twice_is_taken_once() -> None:
         "two words for one ingredient",
     ],
 )
-def test_a_filter_keeps_the_kernels_that_such_calls_take(
+def test_a_filter_selects_the_kernels_of_matching_calls(
     wanted: dict[str, Any], key_fields: dict[str, set[str]]
 ) -> None:
-    """A word for a call reaches each family's own ingredient; an ingredient reaches itself."""
+    """A filter of calls matches the key field of each family; a key field matches itself."""
     selected = select_specs([SM_90], wanted=wanted)
 
     for name, values in key_fields.items():
@@ -87,10 +87,10 @@ def test_a_filter_keeps_the_kernels_that_such_calls_take(
     [(16, None, {16}), (128, None, {128}), ([16, 128], [1, 2], {16, 32, 128, 256})],
     ids=["few heads", "many heads", "several of both"],
 )
-def test_heads_and_q_len_leave_the_tiles_that_calls_take(
+def test_heads_and_q_len_select_the_tiles_of_the_calls(
     heads: Any, q_len: Any, rows: set[int]
 ) -> None:
-    """The kernels left are those that the entry point would choose for such calls."""
+    """The selected kernels are those that the entry point would use."""
     selected = select_specs(
         [SM_90],
         families=["mla_sm80"],
@@ -119,10 +119,10 @@ def test_heads_and_q_len_leave_the_tiles_that_calls_take(
     ],
     ids=["16 rows", "17 rows", "128 rows", "several"],
 )
-def test_heads_and_q_len_leave_the_hopper_kernels_that_calls_take(
+def test_heads_and_q_len_select_the_sm90_tiles_of_the_calls(
     heads: Any, q_len: Any, block_m: set[int]
 ) -> None:
-    """The narrowest tile that holds a request's rows, or the widest, and what small calls take."""
+    """The tile is the smallest that holds the rows, or the largest, and those of small calls."""
     selected = select_specs(
         [SM_90],
         families=["mla_sm90"],
@@ -134,8 +134,8 @@ def test_heads_and_q_len_leave_the_hopper_kernels_that_calls_take(
     assert set(selected) == {mla_sm90(rows=rows) for rows in block_m}
 
 
-def test_a_family_of_another_architecture_has_nothing_to_select() -> None:
-    """The sm90 kernel is none of an Ampere GPU; the filters are those of the family still."""
+def test_a_family_of_another_arch_selects_nothing() -> None:
+    """An sm90 family has no sm_80 kernel, but its filters stay valid."""
     wanted: dict[str, Any] = {"dtype": "bf16"}
 
     both = select_specs([SM_80, SM_90], families=["mla_sm90"], wanted=wanted)
@@ -144,11 +144,11 @@ def test_a_family_of_another_architecture_has_nothing_to_select() -> None:
     assert both == select_specs([SM_90], families=["mla_sm90"], wanted=wanted)
 
 
-def test_a_kernel_without_rows_is_kept_for_any_heads() -> None:
-    """Combining does not depend on the heads."""
+def test_a_combine_kernel_matches_any_heads() -> None:
+    """A combine kernel does not depend on the heads."""
     selected = select_specs([SM_80], families=["combine"], heads=16, wanted={})
 
-    assert selected == usual(SM_80, "combine")
+    assert selected == default_kernels(SM_80, "combine")
 
 
 @pytest.mark.parametrize(
@@ -183,10 +183,10 @@ def test_a_kernel_without_rows_is_kept_for_any_heads() -> None:
         "an unknown word",
     ],
 )
-def test_a_bad_argument_is_rejected(
+def test_an_invalid_argument_is_rejected(
     arguments: dict[str, Any], wanted: dict[str, Any], message: str
 ) -> None:
-    """The message names the argument, the rule and the value."""
+    """The message has the argument, the rule and the value."""
     with pytest.raises(ArgumentError) as raised:
         select_specs([SM_80], **arguments, wanted=wanted)
 

@@ -1,4 +1,4 @@
-"""Kernels by their text: written by ``str``, read back, and rejected with the rule."""
+"""Tests of the spec parser: round trips of str(spec), and rejected text."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from tests.kernels import COMBINE, SM_90A, gqa_sm80, mla_sm80, mla_sm90
 
 @pytest.mark.parametrize("arch", ARCHS, ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_kernel_is_read_back_from_its_text(arch: Arch, family: str) -> None:
-    """The text of a kernel that prewarming knows names that kernel and no other."""
+def test_every_kernel_parses_back(arch: Arch, family: str) -> None:
+    """The text of a prewarmed kernel parses back to that kernel."""
     specs = specs_of(arch, (family,))
 
     assert [parse_spec(str(spec)) for spec in specs] == specs
@@ -39,10 +39,10 @@ page_sizes = st.integers(1, 2**31 - 1)
 
 @settings(deadline=None)
 @given(archs, st.sampled_from([v for row in SUPPORTED for v in row.variants()]), page_sizes, counts)
-def test_an_mla_kernel_of_any_page_size_is_read_back(
+def test_an_mla_kernel_of_any_page_size_parses_back(
     arch: Arch, variant: MlaVariant, page_size: int, rows: int
 ) -> None:
-    """Sizes that prewarming does not know are compiled by calls, and have a text too."""
+    """Page sizes beyond the prewarmed ones parse back."""
     variant = replace(variant, page_size=page_size)
     made = [mla_sm80_spec(arch, variant, rows), mla_sm90_spec(arch, variant, rows)]
     specs = [spec for spec in made if spec is not None]
@@ -58,10 +58,10 @@ def test_an_mla_kernel_of_any_page_size_is_read_back(
     page_sizes,
     counts,
 )
-def test_a_gqa_kernel_of_any_size_is_read_back(
+def test_a_gqa_kernel_of_any_size_parses_back(
     arch: Arch, types: tuple[GqaSupport, DType], head_dim: int, page_size: int, rows: int
 ) -> None:
-    """Head dims too, and the kernel that combines its splits."""
+    """Any head dim and page size, and the combine kernel, parse back."""
     row, out_dtype = types
     variant = GqaVariant(
         query_dtype=row.query_dtype,
@@ -86,18 +86,18 @@ def test_a_gqa_kernel_of_any_size_is_read_back(
     ],
     ids=["as it is written", "without blanks", "in another order"],
 )
-def test_blanks_and_order_do_not_count(text: str) -> None:
-    """What a shell or a hand did to the text does not matter."""
+def test_blanks_and_order_are_ignored(text: str) -> None:
+    """Blanks and the order of the names do not change the kernel."""
     assert parse_spec(text) == COMBINE
 
 
-def test_the_suffix_of_an_architecture_may_be_left_out() -> None:
-    """As everywhere else."""
+def test_the_suffix_of_an_arch_is_optional() -> None:
+    """An architecture parses with and without its suffix."""
     assert parse_spec(str(mla_sm90()).replace("sm_90a", "sm_90")) == mla_sm90()
 
 
 def text_with(spec: KernelSpec, **changes: str) -> str:
-    """Return the text of a kernel with some values changed."""
+    """Return the text of a kernel with some values replaced."""
     values = spec.key_fields() | changes
     return f"{spec.family}({', '.join(f'{name}={value}' for name, value in values.items())})"
 
@@ -170,8 +170,8 @@ def text_with(spec: KernelSpec, **changes: str) -> str:
         "dtype",
     ],
 )
-def test_what_is_no_kernel_is_rejected_with_the_rule(text: str, message: str) -> None:
-    """The message has what was expected and what was found."""
+def test_malformed_text_is_rejected_with_the_rule(text: str, message: str) -> None:
+    """The message has the expected and the given text."""
     with pytest.raises(ArgumentError) as caught:
         parse_spec(text)
 
@@ -181,8 +181,8 @@ def test_what_is_no_kernel_is_rejected_with_the_rule(text: str, message: str) ->
 @pytest.mark.parametrize(
     "number", ["-1", "+64", "6_4", "064", "64.0", "\u0666\u0664", "", str(2**31)]
 )
-def test_a_number_is_written_in_one_way(number: str) -> None:
-    """Else two texts would name one kernel, or a compiler would be given what it cannot hold."""
+def test_a_number_has_one_spelling(number: str) -> None:
+    """Other spellings, and numbers beyond 32 bits, are rejected."""
     rule = rf"^mla_sm80.page_size: expected a whole number up to {2**31 - 1}, got "
 
     with pytest.raises(ArgumentError, match=rule):
@@ -206,19 +206,19 @@ def test_a_number_is_written_in_one_way(number: str) -> None:
         (text_with(mla_sm80(), kv_dtype="int8"), "mla_sm80: no MLA decode kernel for query "),
         (
             text_with(mla_sm80(), block_n="48"),
-            f"mla_sm80: expected what a call takes, the nearest {mla_sm80()}, got mla_sm80(",
+            f"mla_sm80: expected a kernel that calls use, the nearest {mla_sm80()}, got mla_sm80(",
         ),
         (
             text_with(mla_sm90(), block_m="48"),
-            "mla_sm90: expected what a call takes, the nearest mla_sm90(",
+            "mla_sm90: expected a kernel that calls use, the nearest mla_sm90(",
         ),
         (
             text_with(mla_sm90(), arch="sm_80"),
-            "mla_sm90: expected what a call takes, got mla_sm90(arch=sm_80, ",
+            "mla_sm90: expected a kernel that calls use, got mla_sm90(arch=sm_80, ",
         ),
         (
             text_with(gqa_sm80(), warps="0"),
-            f"gqa_sm80: expected what a call takes, the nearest {gqa_sm80()}, got gqa_sm80(",
+            f"gqa_sm80: expected a kernel that calls use, the nearest {gqa_sm80()}, got gqa_sm80(",
         ),
         (
             text_with(COMBINE, head_dim_vo="72"),
@@ -226,7 +226,7 @@ def test_a_number_is_written_in_one_way(number: str) -> None:
         ),
         (
             text_with(COMBINE, dtype="int8"),
-            f"combine: expected what a call takes, the nearest {COMBINE}, got ",
+            f"combine: expected a kernel that calls use, the nearest {COMBINE}, got ",
         ),
     ],
     ids=[
@@ -237,15 +237,15 @@ def test_a_number_is_written_in_one_way(number: str) -> None:
         "lookup",
         "dtype of the cache",
         "tile",
-        "tile on Hopper",
-        "Hopper elsewhere",
+        "sm90 tile",
+        "sm90 on sm_80",
         "tile of GQA",
         "head dim to combine",
         "dtype to combine",
     ],
 )
-def test_a_kernel_that_no_call_takes_is_rejected(text: str, message: str) -> None:
-    """Nothing reaches the compiler that no call would have sent there."""
+def test_a_kernel_that_no_call_uses_is_rejected(text: str, message: str) -> None:
+    """Only kernels that calls use reach the compiler."""
     with pytest.raises(ArgumentError) as caught:
         parse_spec(text)
 
@@ -255,7 +255,7 @@ def test_a_kernel_that_no_call_takes_is_rejected(text: str, message: str) -> Non
 @settings(deadline=None)
 @given(st.text())
 def test_any_other_text_is_an_argument_error(text: str) -> None:
-    """Whatever a file holds, no other exception comes of it."""
+    """Arbitrary text raises no other exception."""
     with pytest.raises(ArgumentError):
         parse_spec(text)
 
@@ -265,7 +265,7 @@ def test_any_other_text_is_an_argument_error(text: str) -> None:
 def test_a_changed_value_is_another_kernel_or_an_argument_error(
     spec: KernelSpec, data: st.DataObject
 ) -> None:
-    """What is read is what the text says, whatever value stands there."""
+    """The parsed kernel has the given value, or the text is rejected."""
     name = data.draw(st.sampled_from(list(spec.key_fields())))
     value = data.draw(st.one_of(st.integers(-1, 600).map(str), st.sampled_from(["e4m3", "sm_80"])))
     text = text_with(spec, **{name: value})
@@ -277,7 +277,7 @@ def test_a_changed_value_is_another_kernel_or_an_argument_error(
     assert str(read) == text
 
 
-def test_the_kernels_of_one_architecture_have_texts_of_their_own() -> None:
+def test_the_kernels_of_an_arch_have_distinct_texts() -> None:
     """No two kernels share a text."""
     specs = specs_of(SM_90A)
 

@@ -17,7 +17,7 @@ from mlagen.compiler.nvrtc import compile_source
 from mlagen.compiler.toolchain import find_nvrtc
 from mlagen.spec.kernel import KernelSpec
 from tests.kernels import mla_sm90, mla_sm90_fp8, mla_sm90_fp8kv
-from tests.machine_code import moved_between_products, nvdisasm_is_missing
+from tests.sass import moves_between_mmas, nvdisasm_is_missing
 
 pytestmark = pytest.mark.skipif(
     nvdisasm_is_missing(), reason="needs nvdisasm: pip install 'mlagen[inspect]'"
@@ -35,17 +35,17 @@ def test_no_descriptor_is_moved_between_products(spec: KernelSpec, tmp_path: Pat
     """All that a group of products needs is there when it begins."""
     compiled = compile_source(render(spec), spec.arch, find_nvrtc())
 
-    assert moved_between_products(compiled.code, tmp_path) == 0
+    assert moves_between_mmas(compiled.code, tmp_path) == 0
 
 
 def test_descriptors_that_compilers_do_not_know_of_are_moved(tmp_path: Path) -> None:
     """Without being told that all lanes agree, they move what they would not have to."""
     spec = mla_sm90_fp8kv(rows=64)
     text = render(spec).text
-    told = "return __reduce_max_sync(~0u, number);"
+    told = "return __reduce_max_sync(~0u, value);"
     assert text.count(told) == 1
-    source = Source(text=text.replace(told, "return number;"), origins=())
+    source = Source(text=text.replace(told, "return value;"), origins=())
 
     compiled = compile_source(source, spec.arch, find_nvrtc())
 
-    assert moved_between_products(compiled.code, tmp_path) > 0
+    assert moves_between_mmas(compiled.code, tmp_path) > 0

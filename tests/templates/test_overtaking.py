@@ -17,7 +17,7 @@ from mlagen.compiler.toolchain import find_nvrtc
 from mlagen.spec.dtype import DType
 from mlagen.spec.kernel import KernelSpec
 from tests.kernels import gqa_sm90, mla_sm90, mla_sm90_fp8, mla_sm90_fp8kv
-from tests.machine_code import nvdisasm_is_missing, overtaken
+from tests.sass import nvdisasm_is_missing, overtaken
 
 pytestmark = pytest.mark.skipif(
     nvdisasm_is_missing(), reason="needs nvdisasm: pip install 'mlagen[inspect]'"
@@ -43,7 +43,7 @@ KERNELS += [
 
 @pytest.mark.parametrize("spec", KERNELS, ids=str)
 def test_no_arrival_overtakes_ldmatrix(spec: KernelSpec, tmp_path: Path) -> None:
-    """Every read that an arrival tells of is expected before it, on whatever way leads there."""
+    """Every read that an arrival tells of is awaited before it, on whatever way leads there."""
     compiled = compile_source(render(spec), spec.arch, find_nvrtc())
 
     assert overtaken(compiled.code, tmp_path) == []

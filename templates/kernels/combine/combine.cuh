@@ -1,4 +1,4 @@
-// Folds the partial rows of all splits into one.
+// Combine (split-KV reduction): weighs the partial O of all splits by their LSE.
 
 #pragma once
 
@@ -11,7 +11,7 @@
 #include "store_vec4.cuh"
 
 struct SharedMemoryPlan {
-  float sum[kWarps];
+  float row_sum[kWarps];
   float4 values[kWarps][kWarpLanes];
 };
 
@@ -23,25 +23,25 @@ __device__ inline float warp_reduce_max(float value) {
   return value;
 }
 
-// The largest LSE of the row over its splits, found by every warp for itself.
+// Max LSE of the row over its splits; every warp computes it.
 __device__ inline float row_max_lse(const Params& params, i64 row) {
-  float largest = -kInfinity;
+  float max_lse = -kInfinity;
   for (int split = lane_index(); split < params.num_splits; split += kWarpLanes) {
-    largest = fmaxf(largest, params.partial_lse[split * params.total_rows + row]);
+    max_lse = fmaxf(max_lse, params.partial_lse[split * params.total_rows + row]);
   }
-  return warp_reduce_max(largest);
+  return warp_reduce_max(max_lse);
 }
 
-// What a warp has of some of the splits that are its own, every fourth: loads that wait for each
-// other take longer than all else here.
+// Splits loaded per step by one warp, which takes every kWarps-th split. Loads are issued together:
+// dependent loads would dominate this kernel.
 constexpr int kSplitsPerStep = 8;
 
-struct PartialRows {
+struct SplitPartials {
   float lse[kSplitsPerStep];
   float4 values[kSplitsPerStep];
 
-  // Those from `first` on. Where there is no split, or it has seen nothing, values may be anything.
-  __device__ PartialRows(const Params& params, i64 row, int dim, int first) {
+  // Loads splits from `first` on. `values` is undefined where there is no split or it is empty.
+  __device__ SplitPartials(const Params& params, i64 row, int dim, int first) {
     const i64 partial_row = first * params.total_rows + row;
     const float* lse_of_row = params.partial_lse + partial_row;
     const float* values_of_row = params.partial_out + partial_row * kHeadDimVo + dim;
@@ -55,12 +55,12 @@ struct PartialRows {
     }
   }
 
-  // Adds them, each weighted by 2^(its LSE - largest).
-  __device__ void add_to(float4& total, float& weights, float largest) const {
+  // Accumulates each split weighted by 2^(LSE - max LSE).
+  __device__ void add_to(float4& total, float& weights, float max_lse) const {
 #pragma unroll
     for (int i = 0; i < kSplitsPerStep; ++i) {
       if (lse[i] == -kInfinity) continue;
-      const float weight = ex2_approx(lse[i] - largest);
+      const float weight = ex2_approx(lse[i] - max_lse);
       weights += weight;
       total.x += weight * values[i].x;
       total.y += weight * values[i].y;
@@ -73,35 +73,35 @@ struct PartialRows {
 __device__ inline void combine(const Params& params, SharedMemoryPlan& smem) {
   const int row = static_cast<int>(blockIdx.x) / kSlices;
   const int dim = static_cast<int>(blockIdx.x) % kSlices * kSliceDims + lane_index() * 4;
-  const bool is_outside = dim >= kHeadDimVo;  // the last slice may be wider than what is left
+  const bool is_outside = dim >= kHeadDimVo;  // the last slice may be partial
   const float sink = params.sinks == nullptr ? -kInfinity : params.sinks[row % params.heads];
   const float scale = value_of(params.bmm2_scale_tensor, params.bmm2_scale) * params.output_factor;
-  float largest = -kInfinity;
+  float max_lse = -kInfinity;
   float weights = 0.0f;
-  float4 part = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  float4 partial = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll 1
   for (int first = 0; first < params.num_splits; first += kSplitsPerStep * kWarps) {
-    const PartialRows rows(params, row, is_outside ? 0 : dim, first + warp_index());
-    if (first == 0) largest = row_max_lse(params, row);  // while these are on their way
-    rows.add_to(part, weights, largest);
+    const SplitPartials rows(params, row, is_outside ? 0 : dim, first + warp_index());
+    if (first == 0) max_lse = row_max_lse(params, row);  // overlaps the loads of `rows`
+    rows.add_to(partial, weights, max_lse);
   }
-  smem.values[warp_index()][lane_index()] = part;
-  if (lane_index() == 0) smem.sum[warp_index()] = weights;
+  smem.values[warp_index()][lane_index()] = partial;
+  if (lane_index() == 0) smem.row_sum[warp_index()] = weights;
   __syncthreads();
   if (warp_index() != 0) return;
 
-  float sum = 0.0f;
+  float row_sum = 0.0f;
   float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
   for (int warp = 0; warp < kWarps; ++warp) {
     const float4 value = smem.values[warp][lane_index()];
-    sum += smem.sum[warp];
+    row_sum += smem.row_sum[warp];
     total.x += value.x;
     total.y += value.y;
     total.z += value.z;
     total.w += value.w;
   }
-  const RowResult result = finish_row(largest, sum, sink, params.lse_factor);
+  const RowResult result = finish_row(max_lse, row_sum, sink, params.lse_factor);
   const float factor = result.factor * scale;
   if (!is_outside) {
     store_x4(OutElement{}, params.out, static_cast<i64>(row) * kHeadDimVo + dim, total.x * factor,

@@ -1,4 +1,4 @@
-// The output of one warp, in the fragments of mma.
+// O accumulators of one warp, in mma fragment layout.
 
 #pragma once
 
@@ -23,7 +23,7 @@ __device__ inline void clear_output(Output& output) {
   }
 }
 
-// Multiplies what this lane holds of one of its rows.
+// Rescales this lane's fragment of one row.
 __device__ inline void rescale_output(int group, int half, float factor, Output& output) {
 #pragma unroll
   for (int n = 0; n < kSliceDims / 8; ++n) {

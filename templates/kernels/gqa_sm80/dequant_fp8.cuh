@@ -1,4 +1,4 @@
-// Elements of tokens that are stored as e4m3.
+// Dequantisation of an FP8 (e4m3) KV cache; it has no per-token scales.
 
 #pragma once
 
@@ -10,8 +10,8 @@
 
 struct TokenScales {};
 
-__device__ inline void decode_elements(const unsigned char* row, const TokenScales&, int,
-                                       int scale_group, Chunk (&decoded)[2]) {
+__device__ inline void dequant_elements(const unsigned char* row, const TokenScales&, int,
+                                        int scale_group, Chunk (&decoded)[2]) {
   decode_e4m3(Element{}, reinterpret_cast<const Chunk*>(row)[scale_group], decoded);
 }
 

@@ -1,4 +1,4 @@
-// Elements of tokens that are stored as int8.
+// Dequantisation of an int8 KV cache; it has no per-token scales.
 
 #pragma once
 
@@ -10,8 +10,8 @@
 
 struct TokenScales {};
 
-__device__ inline void decode_elements(const unsigned char* row, const TokenScales&, int,
-                                       int scale_group, Chunk (&decoded)[2]) {
+__device__ inline void dequant_elements(const unsigned char* row, const TokenScales&, int,
+                                        int scale_group, Chunk (&decoded)[2]) {
   const Chunk stored = reinterpret_cast<const Chunk*>(row)[scale_group];
 #pragma unroll
   for (int pair = 0; pair < 8; ++pair) {

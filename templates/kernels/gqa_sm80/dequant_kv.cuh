@@ -1,4 +1,4 @@
-// From the tokens of an item as they are stored to tokens that can be multiplied.
+// Dequantisation of a K or V tile: from the stored dtype to the element type of the MMA.
 
 #pragma once
 
@@ -6,7 +6,7 @@
 #include "config.cuh"
 #include "dequant.cuh"
 
-// Decodes the first `kDims` elements of every row, 16 at a time.
+// Dequantises the first `kDims` elements of every row, 16 at a time.
 template <int kDims>
 __device__ inline void dequant_tokens(const unsigned char* stage_ptr, const TokenScales& scales,
                                       unsigned char* tokens) {
@@ -18,7 +18,7 @@ __device__ inline void dequant_tokens(const unsigned char* stage_ptr, const Toke
     const int scale_group = group_idx % kScaleGroups;
     if (token >= kWarpTokens) continue;
     Chunk decoded[2];
-    decode_elements(stage_ptr + token * kStageRowBytes, scales, token, scale_group, decoded);
+    dequant_elements(stage_ptr + token * kStageRowBytes, scales, token, scale_group, decoded);
     Chunk* target =
         reinterpret_cast<Chunk*>(tokens + token * kRowBytes + scale_group * 2 * kChunkBytes);
     target[0] = decoded[0];

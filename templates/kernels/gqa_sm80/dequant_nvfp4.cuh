@@ -1,4 +1,4 @@
-// Elements of tokens that are stored as NVFP4.
+// Dequantisation of an NVFP4 KV cache: e2m1 elements, with one e4m3 scale per 16 elements.
 
 #pragma once
 
@@ -10,16 +10,16 @@
 #include "ptx/cvt.cuh"
 #include "work_tile.cuh"
 
-// Where the scales of a group's tokens are: one e4m3 for 16 elements.
+// Reader of the block scales of a KV tile.
 struct TokenScales {
   const Work& work;
-  const int* table;  // page ids of the request
+  const int* table;  // page ids of the sequence
   PagedRows rows;
   int num_pages;
   int first_token;
   int first_scale_group;
 
-  // Zero for a token that is not read: no byte of its scales may be.
+  // Zero for a token that is not loaded: its scales must not be read either.
   __device__ float scale_of(int token, int scale_group) const {
     const int at = first_token + token;
     if (at < work.kv_begin || at >= work.kv_end) return 0.0f;
@@ -30,14 +30,15 @@ struct TokenScales {
   }
 };
 
-// The bits of an e2m1, put at the lower end of the exponent of an fp16, are its value times 2^-14.
+// An e2m1 aligned with the low exponent bits of an fp16 encodes its value times 2^-14, because the
+// exponent biases differ by 14.
 __device__ inline float float_of_e2m1(u32 nibble) {
   constexpr float kTwoTo14 = 16384.0f;
   return cvt_f32(Fp16{}, static_cast<u16>((nibble & 8) << 12 | (nibble & 7) << 9)) * kTwoTo14;
 }
 
-__device__ inline void decode_elements(const unsigned char* row, const TokenScales& scales,
-                                       int token, int scale_group, Chunk (&decoded)[2]) {
+__device__ inline void dequant_elements(const unsigned char* row, const TokenScales& scales,
+                                        int token, int scale_group, Chunk (&decoded)[2]) {
   const uint2 stored = reinterpret_cast<const uint2*>(row)[scale_group];
   const float scale = scales.scale_of(token, scale_group);
 #pragma unroll
@@ -48,18 +49,18 @@ __device__ inline void decode_elements(const unsigned char* row, const TokenScal
   }
 }
 
-// The scales of the tokens of item `stage_idx`: of their keys, or of their values.
+// Block scales of load `stage_idx`: of K if it is even, else of V.
 __device__ inline TokenScales scales_of(const Params& params, const Work& work, int stage_idx,
                                         int kv_tile, const int* table) {
   const PagedRows keys{params.key_scales + work.kv_head * params.key_scale_head_stride,
                        params.key_scale_page_stride, params.key_scale_token_stride};
   const PagedRows values{params.value_scales + work.kv_head * params.value_scale_head_stride,
                          params.value_scale_page_stride, params.value_scale_token_stride};
-  const bool has_keys = stage_idx % 2 == 0;
+  const bool is_k = stage_idx % 2 == 0;
   return {work,
           table,
-          has_keys ? keys : values,
+          is_k ? keys : values,
           params.num_pages,
           kv_tile * kWarpTokens,
-          has_keys ? 0 : work.slice * kSliceDims / 16};
+          is_k ? 0 : work.slice * kSliceDims / 16};
 }

@@ -1,5 +1,5 @@
-// Merges what the warps of a block found, and writes it: the finished rows, or the partial rows
-// of one split.
+// Epilogue: combines the partial O of the warps of a CTA, and stores finished rows, or the partial
+// O and LSE of one split.
 
 #pragma once
 
@@ -15,7 +15,7 @@
 #include "store_vec4.cuh"
 #include "work_tile.cuh"
 
-// The reference that all warps' parts of a row can be brought to.
+// Row max over all warps.
 __device__ inline float combined_row_max(const SharedMemoryPlan& smem, int row) {
   float row_max = -kInfinity;
 #pragma unroll
@@ -25,18 +25,19 @@ __device__ inline float combined_row_max(const SharedMemoryPlan& smem, int row) 
   return row_max;
 }
 
-// What a warp's part of a row is multiplied by to be relative to `row_max`.
-__device__ inline float partial_factor(const SharedMemoryPlan& smem, int warp, int row,
+// Weight of a warp's partial row relative to `row_max`.
+__device__ inline float combine_weight(const SharedMemoryPlan& smem, int warp, int row,
                                        float row_max) {
   const float own = smem.row_max[warp][row];
   return own == -kInfinity ? 0.0f : ex2_approx(own - row_max);
 }
 
-// Where row `row` begins in `combine_buffer`, whose rows are 16 bytes longer than their elements.
+// Offset of a row in `combine_buffer`, whose rows are padded by 16 bytes.
 __device__ constexpr int combine_buffer_row(int row) { return row * (kSliceDims + 4); }
 
-// The sum of all warps' outputs, one warp after the other. Begins with a barrier after which nobody
-// uses tokens, and references and sums of all warps can be read; ends with a barrier too.
+// Sums the weighted O of all warps, one warp after the other. After the first barrier no warp reads
+// the KV stages that `combine_buffer` aliases, and row max and row sum of all warps are visible.
+// Ends with a barrier too.
 __device__ inline void combine_warps(SharedMemoryPlan& smem, const Output& output) {
   __syncthreads();
 #pragma unroll 1
@@ -47,13 +48,13 @@ __device__ inline void combine_warps(SharedMemoryPlan& smem, const Output& outpu
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const int row = score_row(m, half);
-          const float factor = partial_factor(smem, warp, row, combined_row_max(smem, row));
+          const float factor = combine_weight(smem, warp, row, combined_row_max(smem, row));
           float* target = smem.combine_buffer + combine_buffer_row(row);
 #pragma unroll
           for (int n = 0; n < kSliceDims / 8; ++n) {
             float2* pair = reinterpret_cast<float2*>(target + output_dim(n, 0));
             const float2 before = warp == 0 ? make_float2(0.0f, 0.0f) : *pair;
-            // A warp that saw nothing of the row adds nothing.
+            // A warp of weight 0 adds nothing, whatever its accumulators hold.
             *pair = factor == 0.0f ? before
                                    : make_float2(before.x + output[m][n][half * 2] * factor,
                                                  before.y + output[m][n][half * 2 + 1] * factor);
@@ -65,9 +66,9 @@ __device__ inline void combine_warps(SharedMemoryPlan& smem, const Output& outpu
   }
 }
 
-// Leaves what each merged row is multiplied by in place of the first warp's sums, and writes the
-// LSE of a split's rows in log2 units. A row of a split that saw nothing has LSE minus infinity,
-// and its values are never read.
+// Stores the normalisation factor of each row over the row sums of warp 0, and the base-2 LSE of
+// the rows of a split. An empty row of a split has LSE minus infinity, and its partial O is never
+// read.
 __device__ inline void finish_rows(const Params& params, const Work& work, SharedMemoryPlan& smem) {
   const bool is_partial = params.num_splits > 1;
   for (int row = static_cast<int>(threadIdx.x); row < work.rows; row += kThreads) {
@@ -75,7 +76,7 @@ __device__ inline void finish_rows(const Params& params, const Work& work, Share
     float row_sum = 0.0f;
 #pragma unroll
     for (int warp = 0; warp < kWarps; ++warp) {
-      row_sum += smem.row_sum[warp][row] * partial_factor(smem, warp, row, row_max);
+      row_sum += smem.row_sum[warp][row] * combine_weight(smem, warp, row, row_max);
     }
     const float sink = is_partial || params.sinks == nullptr
                            ? -kInfinity
@@ -93,7 +94,7 @@ __device__ inline void finish_rows(const Params& params, const Work& work, Share
   __syncthreads();
 }
 
-// Normalised fp32 rows of one split, or the whole result.
+// Stores normalised fp32 rows of one split, or final rows.
 __device__ inline void store_output(const Params& params, const Work& work,
                                     const SharedMemoryPlan& smem) {
   constexpr int kQuads = kSliceDims / 4;

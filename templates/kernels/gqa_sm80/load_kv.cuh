@@ -1,4 +1,4 @@
-// Streams keys and values of one warp's tokens.
+// KV loads by cp.async: each warp streams its own tiles of the paged cache into its stages.
 
 #pragma once
 
@@ -10,16 +10,16 @@
 #include "shared_memory.cuh"
 #include "work_tile.cuh"
 
-// Items alternate: the keys of a group of tokens, its values, the keys of the warp's next group.
-// Page ids are read one group ahead, so that no copy waits for them.
+// Stages alternate: K of a KV tile, its V, K of the warp's next tile. Page ids are read one tile
+// ahead, so that no copy waits for them.
 struct KvLoader {
   const Params& params;
   const Work& work;
-  const int* table;  // page ids of the request
+  const int* table;  // page ids of the sequence
   int next_stage;
   int next_kv_tile;
-  int pages;  // of token lane_index() % kWarpTokens of the next group; -1 for what is not read
-  int next_pages;  // of the group after it
+  int lane_page;  // of token lane_index() % kWarpTokens of the next tile; -1 if it is not loaded
+  int next_lane_page;  // of the tile after it
 
   __device__ KvLoader(const Params& params, const Work& work)
       : params(params),
@@ -27,28 +27,28 @@ struct KvLoader {
         table(params.block_tables + work.seq_idx * static_cast<i64>(params.block_tables_stride)),
         next_stage(0),
         next_kv_tile(work.first_kv_tile + warp_index()) {
-    pages = read_pages(next_kv_tile);
-    next_pages = read_pages(next_kv_tile + kWarps);
+    lane_page = load_lane_page(next_kv_tile);
+    next_lane_page = load_lane_page(next_kv_tile + kWarps);
   }
 
-  __device__ int read_pages(int kv_tile) const {
+  __device__ int load_lane_page(int kv_tile) const {
     const int token = kv_tile * kWarpTokens + lane_index() % kWarpTokens;
     const bool is_read =
         kv_tile < work.end_kv_tile && token >= work.kv_begin && token < work.kv_end;
     return is_read ? table[token / kPageSize] : -1;
   }
 
-  // Copies `kBytes` of every token's row, from byte `offset` on, to the rows of an item.
+  // Copies `kBytes` of every token's row, from byte `offset` on, to the rows of a stage.
   template <int kBytes>
   __device__ void copy_rows(const PagedRows& rows, int offset, unsigned char* stage_ptr) const {
     constexpr int kCopyBytes = kBytes % kChunkBytes == 0 ? kChunkBytes : 8;
     constexpr int kCopies = kBytes / kCopyBytes;
-#pragma unroll 4  // more addresses at once would take registers from the output
+#pragma unroll 4  // more addresses at once would take registers from the O accumulators
     for (int first = 0; first < kWarpTokens * kCopies; first += kWarpLanes) {
       const int copy = first + lane_index();
       const int token = copy / kCopies;
       const int at = copy % kCopies * kCopyBytes;
-      const int page = __shfl_sync(~0u, pages, token % kWarpTokens);
+      const int page = __shfl_sync(~0u, lane_page, token % kWarpTokens);
       if (token >= kWarpTokens) continue;
       const bool exists = is_valid_page(page, params.num_pages);
       const int slot = (next_kv_tile * kWarpTokens + token) % kPageSize;
@@ -62,7 +62,8 @@ struct KvLoader {
     }
   }
 
-  // Starts the copy of the next item, if there is one, and closes its group in any case.
+  // Issues the copies of the next stage, if there is one. Always commits a cp.async group, so that
+  // the number of groups to wait for is constant.
   __device__ void load_next(SharedMemoryPlan& smem) {
     if (next_kv_tile < work.end_kv_tile) {
       unsigned char* stage_ptr = stage_of(smem, next_stage);
@@ -76,8 +77,8 @@ struct KvLoader {
         constexpr int kSliceBytes = kStoredBytes / kSlices;
         copy_rows<kSliceBytes>(values, work.slice * kSliceBytes, stage_ptr);
         next_kv_tile += kWarps;
-        pages = next_pages;
-        next_pages = read_pages(next_kv_tile + kWarps);
+        lane_page = next_lane_page;
+        next_lane_page = load_lane_page(next_kv_tile + kWarps);
       }
       ++next_stage;
     }

@@ -1,4 +1,4 @@
-// Brings the block's rows of the query into shared memory.
+// Loads the CTA's query rows into shared memory.
 
 #pragma once
 
@@ -8,7 +8,7 @@
 #include "shared_memory.cuh"
 #include "work_tile.cuh"
 
-__device__ inline void load_query(const Params& params, const Work& work, SharedMemoryPlan& smem) {
+__device__ inline void load_q(const Params& params, const Work& work, SharedMemoryPlan& smem) {
   constexpr int kChunks = kHeadDim * 2 / kChunkBytes;
   for (int i = static_cast<int>(threadIdx.x); i < kBlockM * kChunks; i += kThreads) {
     const int row = i / kChunks;

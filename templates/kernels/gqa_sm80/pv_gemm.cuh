@@ -1,4 +1,4 @@
-// Adds one group of tokens to the output: O += P V.
+// PV GEMM of one KV tile: O += P V.
 
 #pragma once
 
@@ -14,12 +14,11 @@
 #include "softmax.cuh"
 #include "work_tile.cuh"
 
-// Adds the tokens of a group that some rows see and others do not to the rows that see them, and
-// clears them: 0 * NaN is NaN, so a hidden V must not meet the tensor core.
-__device__ inline void accumulate_boundary(const Params& params, const Work& work, int first_token,
-                                           const Probabilities& probabilities,
-                                           unsigned char* tokens, SharedMemoryPlan& smem,
-                                           Output& output) {
+// Adds the tokens of the tile that are masked for some rows only to the rows that attend to them,
+// and zeroes their V: 0 x NaN is NaN, so a masked V must not reach the tensor core.
+__device__ inline void pv_gemm_boundary(const Params& params, const Work& work, int first_token,
+                                        const Probabilities& probabilities, unsigned char* tokens,
+                                        SharedMemoryPlan& smem, Output& output) {
   auto& p = smem.probabilities[warp_index()];
 #pragma unroll
   for (int m = 0; m < kRowGroups; ++m) {
@@ -32,7 +31,7 @@ __device__ inline void accumulate_boundary(const Params& params, const Work& wor
     }
   }
   __syncwarp();
-  // Not unrolled: a rare path must not take registers from the loop over tokens.
+  // Not unrolled: a rare path must not take registers from the main loop.
 #pragma unroll 1
   for (int token = 0; token < kWarpTokens; ++token) {
     const int token_idx = first_token + token;
@@ -58,8 +57,8 @@ __device__ inline void accumulate_boundary(const Params& params, const Work& wor
   __syncwarp();
 }
 
-__device__ inline void accumulate_pv(const Probabilities& probabilities,
-                                     const unsigned char* tokens, Output& output) {
+__device__ inline void pv_gemm(const Probabilities& probabilities, const unsigned char* tokens,
+                               Output& output) {
   const int lane = lane_index();
   const u32 values = shared_address(tokens) + lane % 16 * kRowBytes + lane / 16 * kChunkBytes;
 #pragma unroll

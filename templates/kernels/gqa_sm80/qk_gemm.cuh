@@ -1,4 +1,4 @@
-// Scores of one group of tokens: S = Q K^T.
+// QK GEMM of one KV tile: S = Q K^T.
 
 #pragma once
 
@@ -8,11 +8,11 @@
 #include "ptx/mma.cuh"
 #include "shared_memory.cuh"
 
-// S of one warp, in the fragments of mma: element [m][n][e] belongs to row score_row(m, e / 2) and
-// token score_token(n, e % 2) of the group.
+// S fragment of one warp, as mma lays it out: element [m][n][e] belongs to row score_row(m, e / 2)
+// and token score_token(n, e % 2) of the tile.
 using Scores = float[kRowGroups][2][4];
 
-// Sixteen dims of the query's rows.
+// Q fragments of one k-step: 16 dims of all rows.
 using QueryStep = u32[kRowGroups][4];
 
 __device__ inline int score_row(int group, int half) {
@@ -32,7 +32,7 @@ __device__ inline void load_query_step(const SharedMemoryPlan& smem, int step, Q
   }
 }
 
-// The query in registers, where it fits, or nothing.
+// Q fragments in registers if they fit; else scratch for the fragments of one k-step.
 struct RegisterQuery {
   QueryStep steps[kQueryInRegs ? kHeadDim / 16 : 1];
 
@@ -43,8 +43,8 @@ struct RegisterQuery {
   }
 };
 
-__device__ inline void multiply_qk(const SharedMemoryPlan& smem, RegisterQuery& query,
-                                   const unsigned char* tokens, Scores& scores) {
+__device__ inline void qk_gemm(const SharedMemoryPlan& smem, RegisterQuery& query,
+                               const unsigned char* tokens, Scores& scores) {
 #pragma unroll
   for (int m = 0; m < kRowGroups; ++m) {
 #pragma unroll

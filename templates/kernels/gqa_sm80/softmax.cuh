@@ -1,4 +1,4 @@
-// Online softmax over the tokens of one warp.
+// Online softmax over the KV tiles of one warp.
 
 #pragma once
 
@@ -15,14 +15,13 @@
 #include "softmax/softmax_scale.cuh"
 #include "work_tile.cuh"
 
-// The probabilities of a group of tokens, rounded, as mma takes them: rows and tokens as in Scores.
+// P of a KV tile, rounded, as the A fragments of the PV GEMM: rows and tokens as in Scores.
 using Probabilities = u32[kRowGroups][4];
 
-// Four lanes hold a row together. The sums are over this lane's tokens only, of probabilities as
-// P V uses them: rounded.
+// Four lanes share a row. Row sums cover this lane's tokens only, of P as rounded for the PV GEMM.
 struct Softmax {
-  float scale;  // of the scores, times log2(e)
-  float row_max[kRowGroups][2];  // log2 units
+  float scale;  // softmax scale times log2(e)
+  float row_max[kRowGroups][2];  // base 2
   float row_sum[kRowGroups][2];
 
   __device__ explicit Softmax(const Params& params)
@@ -37,8 +36,8 @@ struct Softmax {
     }
   }
 
-  // Scores become log2 units, and minus infinity where a row does not see the token: a select, not
-  // arithmetic, for the hidden score may be NaN.
+  // Turns S into base-2 scores, minus infinity where masked: a select, not arithmetic, because the
+  // masked score may be NaN.
   __device__ void scale_and_mask(const Params& params, const Work& work, int first_token,
                                  bool has_boundary, Scores& scores) const {
 #pragma unroll
@@ -56,42 +55,42 @@ struct Softmax {
     }
   }
 
-  // Whether a score of this warp exceeds its reference by too much, as any score does that is the
-  // first of its row.
-  __device__ bool exceeds(const Scores& scores) const {
-    bool found = false;
+  // Whether a score of this warp exceeds its row max by more than the rescale threshold, as the
+  // first score of a row always does.
+  __device__ bool exceeds_threshold(const Scores& scores) const {
+    bool exceeds = false;
 #pragma unroll
     for (int m = 0; m < kRowGroups; ++m) {
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          found |= scores[m][n][e] - row_max[m][e / 2] > kRescaleThreshold;
+          exceeds |= scores[m][n][e] - row_max[m][e / 2] > kRescaleThreshold;
         }
       }
     }
-    return __any_sync(~0u, found);
+    return __any_sync(~0u, exceeds);
   }
 
-  // Moves the reference of every row whose maximum exceeds it by too much.
+  // Updates the row max of every row that exceeds the threshold, and rescales its sum and O.
   __device__ void update_row_max(const Scores& scores, Output& output) {
 #pragma unroll
     for (int m = 0; m < kRowGroups; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float maximum = fmaxf(fmaxf(scores[m][0][half * 2], scores[m][0][half * 2 + 1]),
-                              fmaxf(scores[m][1][half * 2], scores[m][1][half * 2 + 1]));
-        maximum = quad_reduce_max(maximum);
-        if (!(maximum - row_max[m][half] > kRescaleThreshold)) continue;
-        const float rescale = ex2_approx(row_max[m][half] - maximum);
-        row_max[m][half] = maximum;
+        float tile_max = fmaxf(fmaxf(scores[m][0][half * 2], scores[m][0][half * 2 + 1]),
+                               fmaxf(scores[m][1][half * 2], scores[m][1][half * 2 + 1]));
+        tile_max = quad_reduce_max(tile_max);
+        if (!(tile_max - row_max[m][half] > kRescaleThreshold)) continue;
+        const float rescale = ex2_approx(row_max[m][half] - tile_max);
+        row_max[m][half] = tile_max;
         row_sum[m][half] *= rescale;
         rescale_output(m, half, rescale, output);
       }
     }
   }
 
-  // The probabilities relative to the references as they are, and their sums.
+  // P relative to the current row max, and the row sums.
   __device__ void compute_probabilities(const Scores& scores, Probabilities& probabilities) {
 #pragma unroll
     for (int m = 0; m < kRowGroups; ++m) {
@@ -114,7 +113,7 @@ struct Softmax {
     return score == -kInfinity ? 0.0f : ex2_approx(score - row_max);
   }
 
-  // Leaves references and sums of this warp's rows in shared memory.
+  // Publishes row max and row sum of this warp in shared memory.
   __device__ void publish(SharedMemoryPlan& smem) {
 #pragma unroll
     for (int m = 0; m < kRowGroups; ++m) {

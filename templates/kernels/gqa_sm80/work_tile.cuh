@@ -1,4 +1,4 @@
-// Which rows and which tokens this block attends to.
+// Work tile of a CTA: its query rows, its slice of the output dims and its split of the KV tokens.
 
 #pragma once
 
@@ -8,27 +8,27 @@
 #include "common/types.cuh"
 #include "config.cuh"
 
-// A row is one (query token, query head of a kv head) pair of a request, query token first. A block
-// takes kBlockM rows of one kv head, a slice of their output elements and one split of the tokens.
+// A row is one (query token, query head of a kv head) pair of a sequence, query token first. A CTA
+// takes kBlockM rows of one kv head, a slice of their output dims and one split of the KV tokens.
 struct alignas(16) Work {
   int seq_idx;
   int kv_head;
   int slice;
   int split;
-  int q_len;  // query tokens of this request
-  i64 first_query;  // index of the request's first query token among all
+  int q_len;  // query tokens of this sequence
+  i64 first_query;  // index of the sequence's first query token among all
   int kv_len;  // tokens in the cache, the new ones included
-  int first_row;  // of this block, among the request's rows
-  int rows;  // of this block; the rest of kBlockM is padding
-  int unmasked_kv_begin, unmasked_kv_end;  // tokens that every row of this block sees
-  int kv_begin, kv_end;  // tokens that some row may see
-  int first_kv_tile, end_kv_tile;  // of kWarpTokens tokens each, that are this split's
+  int first_row;  // of this CTA, among the sequence's rows
+  int rows;  // of this CTA; the rest of kBlockM is padding
+  int unmasked_kv_begin, unmasked_kv_end;  // tokens that every row of this CTA attends to
+  int kv_begin, kv_end;  // tokens that any row may attend to
+  int first_kv_tile, end_kv_tile;  // KV tiles of kWarpTokens tokens of this split
 
   __device__ int query_of(const Params& params, int row) const {
     return (first_row + row) / params.group_size;
   }
 
-  // The first token that a query token's window reaches back to.
+  // First token in the sliding window of a query token.
   __device__ int window_kv_begin(const Params& params, int query) const {
     return params.window > 0 ? max(0, kv_len - q_len + query + 1 - params.window) : 0;
   }
@@ -43,7 +43,7 @@ struct alignas(16) Work {
     return query * params.group_size * params.kv_heads + head_of(params, row);
   }
 
-  // Whether a row of this block sees a token that not all of them see.
+  // Whether a row attends to a token that is masked for some rows.
   __device__ bool attends(const Params& params, int row, int token) const {
     if (row >= rows || token >= kv_len) return false;
     const int query = query_of(params, row);
@@ -51,7 +51,7 @@ struct alignas(16) Work {
     const int draft = token - (kv_len - q_len);
     if (params.draft_mask == nullptr || draft < 0) return draft <= query;
     const u32* words = params.draft_mask + (first_query + query) * params.mask_words;
-    // Drafts beyond the mask are in no row's sight.
+    // No row attends to speculative tokens beyond the mask.
     return draft / 32 < params.mask_words && (words[draft / 32] >> draft % 32 & 1) != 0;
   }
 };
@@ -67,13 +67,14 @@ __device__ inline Work find_work(const Params& params) {
   cta /= params.kv_heads;
   work.split = cta % params.num_splits;
   const i64 tokens = params.total_rows / (static_cast<i64>(params.group_size) * params.kv_heads);
-  const TileRows found = rows_of_tile(params.cu_seqlens_q, params.num_seqs, params.q_len,
-                                      params.group_size, tokens, cta / params.num_splits, m_tile);
-  work.seq_idx = found.seq_idx;
-  work.q_len = found.q_len;
-  work.first_query = found.first_query;
-  work.first_row = found.first_row;
-  work.rows = found.rows;
+  const TileRows m_tile_rows =
+      rows_of_tile(params.cu_seqlens_q, params.num_seqs, params.q_len, params.group_size, tokens,
+                   cta / params.num_splits, m_tile);
+  work.seq_idx = m_tile_rows.seq_idx;
+  work.q_len = m_tile_rows.q_len;
+  work.first_query = m_tile_rows.first_query;
+  work.first_row = m_tile_rows.first_row;
+  work.rows = m_tile_rows.rows;
   work.kv_len = clamp_kv_len(params.seq_lens[work.seq_idx], params.max_pages);
 
   const int first = work.query_of(params, 0);

@@ -1,5 +1,5 @@
-// Whether the query tokens of a request end before they begin. Where none do, requests share no
-// tokens, and the host knows how much work there is at the most.
+// Validation of cu_seqlens_q: a sequence must not end before it begins. Then no two sequences share
+// query tokens, and the host can bound the total work.
 
 #pragma once
 

@@ -1,8 +1,9 @@
-// Adds up what the consumer warps of a block have of an item, kCombineRows and kCombineDims at a
-// time: by themselves, or by the mergers, warps that do nothing else.
+// Epilogue of a work item: combines the partial O of the consumer warps through shared memory, in
+// sub-tiles of kCombineRows x kCombineDims. The consumers or the dedicated epilogue warps do it.
 
 #pragma once
 
+#include "common/named_barrier.cuh"
 #include "common/params.cuh"
 #include "common/pdl.cuh"
 #include "common/types.cuh"
@@ -10,7 +11,6 @@
 #include "fragments.cuh"
 #include "mask_v.cuh"
 #include "mma.cuh"
-#include "ptx/barrier.cuh"
 #include "ptx/ex2.cuh"
 #include "shared_memory.cuh"
 #include "softmax.cuh"
@@ -18,39 +18,38 @@
 #include "tile_scheduler.cuh"
 #include "work_pipeline.cuh"
 
-// Four neighbouring values of row `row` of those, from all warps that have kv head `head` of the
-// block's.
-__device__ inline float4 combined_values(const SharedMemoryPlan& smem, int head, int row, int dim,
-                                         RowState& state) {
-  RowState states[kHeadWarps];
+// Combines four adjacent dims of a row over all warps of kv head `head` of the CTA.
+__device__ inline float4 combined_out(const SharedMemoryPlan& smem, int head, int row, int dim,
+                                      RowState& state) {
+  RowState states[kWarpsPerHead];
   state = {-kFloatMax, 0.0f};
 #pragma unroll
-  for (int rank = 0; rank < kHeadWarps; ++rank) {
-    states[rank] = smem.states[rank * kHeads + head][row / 8][row % 8];
+  for (int rank = 0; rank < kWarpsPerHead; ++rank) {
+    states[rank] = smem.states[rank * kHeadsPerCta + head][row / 8][row % 8];
     state.row_max = fmaxf(state.row_max, states[rank].row_max);
   }
-  float4 values = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  float4 out = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
-  for (int rank = 0; rank < kHeadWarps; ++rank) {
+  for (int rank = 0; rank < kWarpsPerHead; ++rank) {
     const float weight = ex2_approx(states[rank].row_max - state.row_max);
     state.row_sum += states[rank].row_sum * weight;
     const float4 partial = *reinterpret_cast<const float4*>(
-        &smem.combine_buffer[rank * kHeads + head][row / 8][row % 8][dim]);
-    values = add_weighted(values, partial, weight);
+        &smem.combine_buffer[rank * kHeadsPerCta + head][row / 8][row % 8][dim]);
+    out = add_weighted(out, partial, weight);
   }
-  return values;
+  return out;
 }
 
-// Four neighbouring values of a row, which is finished if the item is a whole unit.
+// Stores four adjacent dims of a row: final if the work tile is not split, else partial.
 __device__ inline void store_combined(const Params& params, const WorkItem& work, int row, int dim,
-                                      RowState state, float4 values) {
-  if (work.num_splits == 1) return store_finished(params, work, row, dim, state, values);
+                                      RowState state, float4 out) {
+  if (work.num_splits == 1) return store_finished(params, work, row, dim, state, out);
   const int slot = partial_slot(params, work, work.split_idx);
-  *partial_values(params, slot, row, dim) = values;
+  *partial_out_ptr(params, slot, row, dim) = out;
   if (dim == 0) partial_states(params, slot)[row] = state;
 }
 
-// Leaves a warp's part of what is merged at a time in shared memory.
+// Stores a warp's share of a sub-tile to the combine buffer.
 __device__ inline void store_warp_partial(int first_row, int first_dim, int warp,
                                           const Softmax& softmax, const Output& output,
                                           SharedMemoryPlan& smem) {
@@ -67,7 +66,8 @@ __device__ inline void store_warp_partial(int first_row, int first_dim, int warp
   }
 }
 
-// Of what is merged at a time of a head, those values that are thread `thread`'s of `threads`.
+// Combines the sub-tile of one kv head; thread `thread` of `threads` takes every `threads`-th
+// vector.
 __device__ inline void combine_partials(const Params& params, const WorkItem& work, u32 work_idx,
                                         int first_row, int first_dim, int thread, int threads,
                                         const SharedMemoryPlan& smem) {
@@ -80,84 +80,84 @@ __device__ inline void combine_partials(const Params& params, const WorkItem& wo
     const int dim_in_buffer = vec_idx % kQuads * 4;
     const int dim = first_dim + dim_in_buffer;
     RowState state;
-    float4 values =
-        combined_values(smem, work.kv_head % kHeads, row_in_buffer, dim_in_buffer, state);
+    float4 out =
+        combined_out(smem, work.kv_head % kHeadsPerCta, row_in_buffer, dim_in_buffer, state);
     if (smem.nonfinite_work[work_idx % 2] == work_idx) {
-      values = restore_nonfinite(params, work, row, dim, values);
+      out = restore_nonfinite(params, work, row, dim, out);
     }
-    store_combined(params, work, row, dim, state, values);
+    store_combined(params, work, row, dim, state, out);
   }
 }
 
-// A thread's place among those that merge what their own head's warps have left.
-__device__ inline int head_thread(int warp) {
+// Index of this thread among the consumer threads of its kv head.
+__device__ inline int thread_in_head(int warp) {
   return rank_of_warp(warp) * kWarpLanes + lane_index();
 }
 
 __device__ inline void combine_warps(const Params& params, const WorkItem& work, int warp,
                                      u32 work_idx, const Softmax& softmax, const Output& output,
                                      SharedMemoryPlan& smem) {
-  // Not unrolled, for the sake of the instructions' cache.
+  // Not unrolled, to limit the I-cache footprint.
 #pragma unroll 1
   for (int first_row = 0; first_row < work.rows; first_row += kCombineRows) {
 #pragma unroll 1
     for (int first_dim = 0; first_dim < kHeadDim; first_dim += kCombineDims) {
-      barrier_sync(kConsumerBarrier, kConsumerThreads);  // nobody reads any more
+      sync(NamedBarrier::ConsumersSynced, kConsumerThreads);  // no warp reads the buffer any more
       store_warp_partial(first_row, first_dim, warp, softmax, output, smem);
-      barrier_sync(kConsumerBarrier, kConsumerThreads);
-      combine_partials(params, work, work_idx, first_row, first_dim, head_thread(warp),
-                       kHeadThreads, smem);
+      sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
+      combine_partials(params, work, work_idx, first_row, first_dim, thread_in_head(warp),
+                       kThreadsPerHead, smem);
       __syncwarp();
     }
   }
 }
 
-// Whether the mergers merge an item: one that is a whole unit, and that another follows. What comes
-// last is done sooner by all consumers; and after what they merge themselves they must have met
-// before they leave more, as they do where they merge pieces.
+// Whether the epilogue warps combine an item: an unsplit work tile that another item follows. All
+// consumers together finish the last item sooner. After an item that consumers combine themselves,
+// they must sync before they store to the buffer again: combine_splits does after a split.
 __device__ inline bool uses_epilogue_warps(const WorkItem& work, bool has_next) {
   return kHasEpilogueWarps && work.num_splits == 1 && has_next;
 }
 
-// For consumers: what they have left for the mergers has been merged.
+// Consumers wait here until the epilogue warps have read the combine buffer.
 __device__ inline void wait_for_epilogue(bool& is_epilogue_busy) {
-  if (is_epilogue_busy) barrier_sync(kPartialsEmptyBarrier, kConsumerThreads + kEpilogueThreads);
+  if (is_epilogue_busy) sync(NamedBarrier::PartialsFree, kConsumerThreads + kEpilogueThreads);
   is_epilogue_busy = false;
 }
 
-// Leaves an item to the mergers.
+// Publishes the partials of an item to the epilogue warps.
 __device__ inline void publish_partials(int warp, const Softmax& softmax, const Output& output,
                                         SharedMemoryPlan& smem) {
   store_warp_partial(0, 0, warp, softmax, output, smem);
-  barrier_arrive(kPartialsFullBarrier, kConsumerThreads + kEpilogueThreads);
+  arrive(NamedBarrier::PartialsReady, kConsumerThreads + kEpilogueThreads);
 }
 
-// The mergers: every item that is merged apart.
+// Epilogue warps: combine and store the items for which uses_epilogue_warps holds.
 __device__ inline void epilogue_loop(const Params& params, SharedMemoryPlan& smem) {
-  const WorkPipeline& pipeline = smem.work_pipeline;
+  const WorkPipeline& work_pipeline = smem.work_pipeline;
   do {
     __syncwarp();
-    barrier_sync(kStartBarrier, kThreads);
-    barrier_sync(kCheckedBarrier, kThreads);
+    sync(NamedBarrier::FirstWorkReady, kThreads);
+    sync(NamedBarrier::FirstWorkChecked, kThreads);
   } while (!smem.is_first_work_valid);
-  if (!kHasEpilogueWarps || !pipeline.has(0)) return;
+  if (!kHasEpilogueWarps || !work_pipeline.has(0)) return;
   pdl_wait();
   const int thread = static_cast<int>(threadIdx.x) - kFirstEpilogueWarp * kWarpLanes;
 #pragma unroll 1
   for (u32 work_idx = 0;; ++work_idx) {
-    pipeline.wait_full(work_idx + 1);
-    const bool has_next = pipeline.has(work_idx + 1);
-    if (uses_epilogue_warps(pipeline.at(work_idx, 0), has_next)) {
-      barrier_sync(kPartialsFullBarrier, kConsumerThreads + kEpilogueThreads);
+    work_pipeline.wait_full(work_idx + 1);
+    const bool has_next = work_pipeline.has(work_idx + 1);
+    if (uses_epilogue_warps(work_pipeline.at(work_idx, 0), has_next)) {
+      sync(NamedBarrier::PartialsReady, kConsumerThreads + kEpilogueThreads);
 #pragma unroll 1
-      for (int head = 0; head < kHeads; ++head) {
-        combine_partials(params, pipeline.at(work_idx, head), work_idx, 0, 0, thread,
+      for (int head = 0; head < kHeadsPerCta; ++head) {
+        combine_partials(params, work_pipeline.at(work_idx, head), work_idx, 0, 0, thread,
                          kEpilogueThreads, smem);
       }
       __syncwarp();
-      barrier_arrive(kPartialsEmptyBarrier, kConsumerThreads + kEpilogueThreads);
+      arrive(NamedBarrier::PartialsFree, kConsumerThreads + kEpilogueThreads);
     }
     if (!has_next) return;
-    pipeline.release(work_idx);
+    work_pipeline.release(work_idx);
   }
 }

@@ -1,14 +1,14 @@
-// The loader, one warp: streams the tiles of keys and values of every item through the ring.
+// Producer warp: streams the K and V tiles of every work item through the TMA pipeline.
 
 #pragma once
 
 #include "common/barriers.cuh"
 #include "common/kv_cache_hint.cuh"
+#include "common/named_barrier.cuh"
 #include "common/params.cuh"
 #include "common/pdl.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
-#include "ptx/barrier.cuh"
 #include "ptx/cp_async_bulk.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/prefetch.cuh"
@@ -16,23 +16,23 @@
 #include "tile_scheduler.cuh"
 #include "work_pipeline.cuh"
 
-// A lane copies one box of every kBlocksPerWindow-th tile, of which it reads the page ids ahead.
-constexpr int kBlocksPerWindow = kWarpLanes / kBoxesPerBlock;
+// Each lane issues one TMA box of every kKvBlocksPerWindow-th KV block, and prefetches its page id.
+constexpr int kKvBlocksPerWindow = kWarpLanes / kBoxesPerKvBlock;
 
-struct KvBoxes {
-  const int* page_ids;  // of the request's pages
-  int begin;  // boxes that hold a token that some row sees
+struct KvTmaBoxes {
+  const int* page_ids;  // block table of the sequence
+  int begin;  // boxes with a token that any row attends to
   int end;
-  int box;  // this lane's, counted from the request's first token
-  int page;  // its page id
-  int next_page;  // that of its next box
+  int box;  // of this lane, counted from the first token of the sequence
+  int page;  // page id of `box`
+  int next_page;  // page id of the lane's next box
 
-  __device__ KvBoxes() = default;
-  __device__ KvBoxes(const Params& params, const WorkItem& work)
+  __device__ KvTmaBoxes() = default;
+  __device__ KvTmaBoxes(const Params& params, const WorkItem& work)
       : page_ids(params.block_tables + work.seq_idx * static_cast<i64>(params.block_tables_stride)),
         begin(work.kv_begin / kBoxTokens),
         end(ceil_div(work.kv_end, kBoxTokens)),
-        box(work.first_kv_block * kBoxesPerBlock + lane_index()) {
+        box(work.first_kv_block * kBoxesPerKvBlock + lane_index()) {
     page = read(box);
     next_page = read(box + kWarpLanes);
   }
@@ -49,72 +49,72 @@ struct KvBoxes {
     next_page = read(box + kWarpLanes);
   }
 
-  // Bytes that come of a tile: boxes that nobody sees are not copied.
+  // Transaction bytes of a KV block: fully masked boxes are not loaded.
   __device__ u32 bytes_of(int kv_block) const {
-    const int first = max(kv_block * kBoxesPerBlock, begin);
-    return static_cast<u32>(min((kv_block + 1) * kBoxesPerBlock, end) - first) * kBoxBytes;
+    const int first = max(kv_block * kBoxesPerKvBlock, begin);
+    return static_cast<u32>(min((kv_block + 1) * kBoxesPerKvBlock, end) - first) * kBoxBytes;
   }
 };
 
-__device__ inline void load_work(const Params& params, const WorkItem& work, KvBoxes& boxes,
-                                 SharedMemoryPlan& smem, PipelineState<kStages>& pipe) {
+__device__ inline void load_work(const Params& params, const WorkItem& work, KvTmaBoxes& boxes,
+                                 SharedMemoryPlan& smem, PipelineState<kStages>& kv_pipe) {
   const int end = work.first_kv_block + work.num_kv_blocks;
-  const int own_block = lane_index() / kBoxesPerBlock;
-  const u32 target = lane_index() % kBoxesPerBlock * kBoxBytes;
+  const int lane_block = lane_index() / kBoxesPerKvBlock;
+  const u32 box_offset = lane_index() % kBoxesPerKvBlock * kBoxBytes;
   const u64 cache_hint = kv_cache_hint(params.row_tiles != 1);
 #pragma unroll 1
   for (int kv_block = work.first_kv_block, in_window = 0; kv_block < end; ++kv_block) {
-    const bool copies = own_block == in_window && boxes.is_inside(boxes.box);
+    const bool issues_copy = lane_block == in_window && boxes.is_inside(boxes.box);
     const int slot = boxes.box * kBoxTokens % kPageSize;
 #pragma unroll
     for (int kv = 0; kv < 2; ++kv) {
-      const u32 full = shared_address(&smem.kv_full[pipe.index]);
-      wait(smem.kv_empty[pipe.index], pipe.phase ^ 1);
+      const u32 full = shared_address(&smem.kv_full[kv_pipe.index]);
+      wait(smem.kv_empty[kv_pipe.index], kv_pipe.phase ^ 1);
       if (lane_index() == 0) mbarrier_arrive_expect_tx(full, boxes.bytes_of(kv_block));
       __syncwarp();
-      if (copies) {
-        cp_async_bulk_tensor(shared_address(smem.kv[pipe.index]) + target,
+      if (issues_copy) {
+        cp_async_bulk_tensor(shared_address(smem.kv[kv_pipe.index]) + box_offset,
                              kv == 0 ? &params.key_map : &params.value_map, full, cache_hint, 0,
                              slot, 0, work.kv_head, boxes.page);
       }
       __syncwarp();
-      pipe.advance();
+      kv_pipe.advance();
     }
-    if (++in_window == kBlocksPerWindow) {
+    if (++in_window == kKvBlocksPerWindow) {
       in_window = 0;
       boxes.advance();
     }
   }
 }
 
-// The loader: copies the tokens of all items.
+// Loads the KV blocks of all work items.
 __device__ inline void load_kv(const Params& params, SharedMemoryPlan& smem) {
-  const WorkPipeline& pipeline = smem.work_pipeline;
+  const WorkPipeline& work_pipeline = smem.work_pipeline;
   WorkItem work;
-  KvBoxes boxes;
+  KvTmaBoxes boxes;
   do {
     __syncwarp();
-    barrier_sync(kStartBarrier, kThreads);
-    work = pipeline.at(0, 0);
+    sync(NamedBarrier::FirstWorkReady, kThreads);
+    work = work_pipeline.at(0, 0);
     pdl_wait();
-    boxes = KvBoxes(params, work);
+    boxes = KvTmaBoxes(params, work);
     __syncwarp();
-    barrier_sync(kCheckedBarrier, kThreads);
+    sync(NamedBarrier::FirstWorkChecked, kThreads);
   } while (!smem.is_first_work_valid);
   pdl_launch_dependents();
-  PipelineState<kStages> pipe;
+  PipelineState<kStages> kv_pipe;
 #pragma unroll 1
   for (u32 work_idx = 0; !work.is_none();) {
-    load_work(params, work, boxes, smem, pipe);
-    pipeline.release(work_idx);
-    pipeline.wait_full(++work_idx);
-    work = pipeline.at(work_idx, 0);
-    boxes = KvBoxes(params, work);
+    load_work(params, work, boxes, smem, kv_pipe);
+    work_pipeline.release(work_idx);
+    work_pipeline.wait_full(++work_idx);
+    work = work_pipeline.at(work_idx, 0);
+    boxes = KvTmaBoxes(params, work);
   }
 }
 
-// Brings the page ids of all requests into L2, by the consumers: a line for each thread, and for no
-// more tables than that are lines.
+// Prefetches the block tables of all sequences into L2. The consumers call it: one cache line per
+// thread, so it covers at most as many lines as there are consumer threads in the grid.
 __device__ inline void prefetch_block_table(const Params& params, int thread) {
   constexpr int kIdsPerCacheLine = 32;
   const u32 lines_per_seq = static_cast<u32>(ceil_div(params.max_pages, kIdsPerCacheLine));

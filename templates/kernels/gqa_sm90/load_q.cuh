@@ -1,20 +1,19 @@
-// The rows of an item's query, as a lane multiplies them: in its registers, or in shared memory
-// for all warps. Where there are registers for them, they are asked for before the item begins:
-// memory that is busy takes long to answer.
+// Q loads in fragment order: into registers, or into shared memory for all warps. Q in registers is
+// prefetched before its work item begins, because latency is high while memory is busy.
 
 #pragma once
 
+#include "common/named_barrier.cuh"
 #include "common/params.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
 #include "fragments.cuh"
 #include "mma.cuh"
-#include "ptx/barrier.cuh"
 #include "shared_memory.cuh"
 #include "tile_scheduler.cuh"
 
-__device__ inline void load_row(const Params& params, const WorkItem& work, int group,
-                                QueryRow& fragment) {
+__device__ inline void load_q_row(const Params& params, const WorkItem& work, int group,
+                                  QueryRow& fragment) {
   const int row = query_row(group);
   const bool is_row = row < work.rows;
   const i64 token = work.first_query + (is_row ? work.query_of(params, row) : 0);
@@ -22,39 +21,39 @@ __device__ inline void load_row(const Params& params, const WorkItem& work, int 
   const u16* source = params.query + token * params.query_stride + head * params.query_head_stride;
 #pragma unroll
   for (int k = 0; k < kDimTiles; ++k) {
-    fragment[k] = is_row ? fragment_of(source + k * 16) : make_uint2(0, 0);
+    fragment[k] = is_row ? load_q_fragment(source + k * 16) : make_uint2(0, 0);
   }
 }
 
 struct RegisterQuery {
-  static constexpr bool kPrefetchesQ = true;  // before the item begins
+  static constexpr bool kPrefetchesQ = true;
 
   QueryRow rows[kRowGroups];
-  QueryRow next_rows[kRowGroups];  // of the next item, under way
-  float inverse_scale[kRowGroups];  // of the lane's row of each group
+  QueryRow next_rows[kRowGroups];  // of the next item, in flight
+  float inverse_scale[kRowGroups];  // of this lane's row of each group
 
   __device__ explicit RegisterQuery(const SharedMemoryPlan&) {}
 
-  // By each warp for itself.
-  __device__ void begin(const Params& params, const WorkItem& work, int) {
+  // Issues the loads of all rows; every warp calls it.
+  __device__ void prefetch(const Params& params, const WorkItem& work, int) {
 #pragma unroll
-    for (int n = 0; n < kRowGroups; ++n) load_row(params, work, n, next_rows[n]);
+    for (int n = 0; n < kRowGroups; ++n) load_q_row(params, work, n, next_rows[n]);
   }
 
-  __device__ void finish(const Params&, const WorkItem&, int, SharedMemoryPlan&) {
+  __device__ void load(const Params&, const WorkItem&, int, SharedMemoryPlan&) {
 #pragma unroll
     for (int n = 0; n < kRowGroups; ++n) {
 #pragma unroll
       for (int k = 0; k < kDimTiles; ++k) rows[n][k] = next_rows[n][k];
-      inverse_scale[n] = fit_row(rows[n]);
+      inverse_scale[n] = convert_q_row(rows[n]);
     }
   }
 
   __device__ uint2 at(int group, int k) const { return rows[group][k]; }
 
-  // What undoes the scaling of the row in column `r` of a lane's accumulators.
+  // Inverse Q scale of the row in column `r` of a lane's accumulators.
   __device__ float inverse_scale_of(int group, int r) const {
-    return kScalesQuery ? __shfl_sync(~0u, inverse_scale[group], row_of(0, r) * 4) : 1.0f;
+    return kScalesQ ? __shfl_sync(~0u, inverse_scale[group], row_of(0, r) * 4) : 1.0f;
   }
 };
 
@@ -65,28 +64,29 @@ struct SharedQuery {
 
   __device__ explicit SharedQuery(const SharedMemoryPlan& target) : smem(target) {}
 
-  __device__ void begin(const Params&, const WorkItem&, int) {}
+  __device__ void prefetch(const Params&, const WorkItem&, int) {}
 
-  // By all consumers, of which some bring a group each.
-  __device__ void finish(const Params& params, const WorkItem& work, int warp,
-                         SharedMemoryPlan& target) {
-    // Nobody multiplies by the one before: warps that merge have met since.
-    if constexpr (kHasEpilogueWarps) barrier_sync(kConsumerBarrier, kConsumerThreads);
+  // Called by all consumers; the first kRowGroups warps load a row group each.
+  __device__ void load(const Params& params, const WorkItem& work, int warp,
+                       SharedMemoryPlan& target) {
+    // No warp may still read the previous Q. Consumers that combine have synced since the main
+    // loop; publish_partials does not sync them.
+    if constexpr (kHasEpilogueWarps) sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
     if (warp < kRowGroups) {
       QueryRow fragment;
-      load_row(params, work, warp, fragment);
-      const float inverse_scale = fit_row(fragment);
+      load_q_row(params, work, warp, fragment);
+      const float inverse_scale = convert_q_row(fragment);
       if (lane_index() % 4 == 0) target.query_inverse_scales[query_row(warp)] = inverse_scale;
 #pragma unroll
       for (int k = 0; k < kDimTiles; ++k) target.query[warp][k][lane_index()] = fragment[k];
     }
-    barrier_sync(kConsumerBarrier, kConsumerThreads);
+    sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
   }
 
   __device__ uint2 at(int group, int k) const { return smem.query[group][k][lane_index()]; }
 
   __device__ float inverse_scale_of(int group, int r) const {
-    return kScalesQuery ? smem.query_inverse_scales[row_of(group, r)] : 1.0f;
+    return kScalesQ ? smem.query_inverse_scales[row_of(group, r)] : 1.0f;
   }
 };
 

@@ -1,4 +1,5 @@
-// Keeps values that rows do not see out of products: 0 * NaN is NaN.
+// NaN/Inf handling of V: keeps masked and non-finite V out of the PV GEMM, because 0 x NaN is NaN,
+// and adds non-finite elements back for the rows that attend to them.
 
 #pragma once
 
@@ -11,26 +12,26 @@
 #include "ptx/fence.cuh"
 #include "tile_scheduler.cuh"
 
-// Chunk `chunk` of a token of a tile that a warp has.
-__device__ inline Chunk* chunk_at(unsigned char* tile, int warp, int token_of_lane, int chunk) {
+// Chunk `chunk` of token `warp_token` of a warp in a V tile.
+__device__ inline Chunk* chunk_at(unsigned char* tile, int warp, int warp_token, int chunk) {
   constexpr int kSwizzleChunks = kSwizzleBytes / kChunkBytes;
-  const int token = first_of_warp(warp) + token_of_lane;
+  const int token = first_token_of_warp(warp) + warp_token;
   unsigned char* head = tile + head_of_warp(warp) * kHeadBytes;
   const u32 offset = static_cast<u32>(chunk % kSwizzleChunks * kChunkBytes) ^ swizzle_of(token);
   return reinterpret_cast<Chunk*>(head + token_offset(token) +
                                   chunk / kSwizzleChunks * kColumnBytes + offset);
 }
 
-// Looks after the tokens that not all rows see, of those that this warp has of a tile. What nobody
-// sees is cleared, and so is of the others what is not finite; says whether there was such, which
-// rows that see it must still get.
+// Clears V of this warp's tokens that are masked for some rows: whole tokens that no row attends
+// to, and non-finite elements of the others. Returns whether it cleared a non-finite element, which
+// restore_nonfinite then adds back.
 __device__ inline bool clear_masked(const WorkItem& work, int first_token, int warp,
                                     unsigned char* tile) {
   constexpr int kChunks = kRowBytes / kChunkBytes;
   const KvRange unmasked = {work.unmasked_kv_begin, work.unmasked_kv_end};
   const KvRange attended = {work.kv_begin, work.kv_end};
   bool has_nonfinite = false;
-  // Not unrolled: a rare path must not take registers from the loop over tokens.
+  // Not unrolled: a rare path must not take registers from the main loop.
 #pragma unroll 1
   for (int i = lane_index(); i < kWarpTokens * kChunks; i += kWarpLanes) {
     const int token = first_token + i / kChunks;
@@ -39,52 +40,53 @@ __device__ inline bool clear_masked(const WorkItem& work, int first_token, int w
     Chunk cleared{};
     if (attended.contains(token)) {
       const Chunk stored = *chunk;
-      cleared = finite_part(stored);
+      cleared = zero_nonfinite(stored);
 #pragma unroll
       for (int word = 0; word < 4; ++word)
         has_nonfinite |= cleared.words[word] != stored.words[word];
     }
     *chunk = cleared;
   }
-  // What is copied here next comes after this.
+  // Orders these writes before the next TMA write to the stage.
   fence_proxy_async();
-  __syncwarp();  // and all of it is there for all lanes
+  __syncwarp();  // the cleared V is visible to all lanes
   return __any_sync(~0u, has_nonfinite);
 }
 
-// Adds what is not finite of a token that not all rows see: times any probability it is the same.
+// Adds the non-finite elements of a token that is masked for some rows, if this row attends to it.
+// Unweighted: times any probability they are the same.
 __device__ inline float4 add_nonfinite(const Params& params, const WorkItem& work, int row, int dim,
-                                       int token, float4 values) {
-  if (!work.attends(params, row, token)) return values;
+                                       int token, float4 out) {
+  if (!work.attends(params, row, token)) return out;
   const int* page_ids =
       params.block_tables + work.seq_idx * static_cast<i64>(params.block_tables_stride);
   const int page = page_ids[token / kPageSize];
-  if (!is_valid_page(page, params.num_pages)) return values;
+  if (!is_valid_page(page, params.num_pages)) return out;
   const PagedRows cached{params.value_cache + work.kv_head * params.value_head_stride,
                          params.value_page_stride, params.value_token_stride};
   const unsigned char* element_row = cached.row_of(page, token % kPageSize);
-  float* sums[4] = {&values.x, &values.y, &values.z, &values.w};
+  float* sums[4] = {&out.x, &out.y, &out.z, &out.w};
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const float element = element_at(element_row, dim + i);
     if (!(fabsf(element) < kInfinity)) *sums[i] += element;
   }
-  return values;
+  return out;
 }
 
-// All of it that the tiles of an item have, for four neighbouring values of a row.
+// The same for all such tokens of a work item, and four adjacent dims of a row.
 __device__ inline float4 restore_nonfinite(const Params& params, const WorkItem& work, int row,
-                                           int dim, float4 values) {
+                                           int dim, float4 out) {
   const int begin = max(work.kv_begin, work.first_kv_block * kBlockN);
   const int end = min(work.kv_end, (work.first_kv_block + work.num_kv_blocks) * kBlockN);
 #pragma unroll 1
   for (int token = begin; token < min(work.unmasked_kv_begin, end); ++token) {
-    values = add_nonfinite(params, work, row, dim, token, values);
+    out = add_nonfinite(params, work, row, dim, token, out);
   }
 #pragma unroll 1
   for (int token = max(max(begin, work.unmasked_kv_begin), work.unmasked_kv_end); token < end;
        ++token) {
-    values = add_nonfinite(params, work, row, dim, token, values);
+    out = add_nonfinite(params, work, row, dim, token, out);
   }
-  return values;
+  return out;
 }

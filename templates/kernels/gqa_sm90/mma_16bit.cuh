@@ -1,4 +1,4 @@
-// The products where keys and values are stored as they are multiplied.
+// QK and PV GEMMs over a 16-bit KV cache, which needs no conversion.
 
 #pragma once
 
@@ -10,21 +10,21 @@
 #include "ptx/mma.cuh"
 #include "shared_memory.cuh"
 
-// A lane's part of 16 elements of the query: those that it has of a key.
-__device__ inline uint2 fragment_of(const u16* source) {
+// Loads a lane's fragment of 16 dims of Q, in the k order of its K fragment.
+__device__ inline uint2 load_q_fragment(const u16* source) {
   const u32* pairs = reinterpret_cast<const u32*>(source) + lane_index() % 4;
   return make_uint2(pairs[0], pairs[4]);
 }
 
-// The query is multiplied as it is.
-constexpr bool kScalesQuery = false;
-__device__ inline float fit_row(QueryRow&) { return 1.0f; }
+// Q needs no conversion.
+constexpr bool kScalesQ = false;
+__device__ inline float convert_q_row(QueryRow&) { return 1.0f; }
 
-// Scores of one step: S^T = K Q^T.
+// QK GEMM of one step: S^T = K Q^T.
 template <typename Query>
-__device__ inline void qk_gemm(const MatrixRows& rows, const unsigned char* keys, int step,
+__device__ inline void qk_gemm(const LdmatrixRows& rows, const unsigned char* keys, int step,
                                const Query& query, float (&scores)[kRowGroups][4]) {
-  constexpr int kChains = kRowGroups == 1 ? 2 : 1;  // products that do not wait for each other
+  constexpr int kChains = kRowGroups == 1 ? 2 : 1;  // independent MMA chains
   float sums[kChains][kRowGroups][4] = {};
 #pragma unroll
   for (int pair = 0; pair < kChunkPairs; ++pair) {
@@ -45,8 +45,9 @@ __device__ inline void qk_gemm(const MatrixRows& rows, const unsigned char* keys
   }
 }
 
-// Adds one step to the output: O^T += V^T P^T. Returns a word made of all that has been read.
-__device__ inline u32 pv_gemm(const MatrixRows& rows, const unsigned char* values, int step,
+// PV GEMM of one step: O^T += V^T P^T. Returns a word that depends on all V fragments, for
+// arrive_after_reads.
+__device__ inline u32 pv_gemm(const LdmatrixRows& rows, const unsigned char* values, int step,
                               const u32 (&probabilities)[kRowGroups][2], Output& output) {
 #pragma unroll
   for (int pair = 0; pair < kChunkPairs; ++pair) {
@@ -57,19 +58,19 @@ __device__ inline u32 pv_gemm(const MatrixRows& rows, const unsigned char* value
       mma_m16n8k16(Element{}, output[pair][n], v, probabilities[n][0], probabilities[n][1]);
     }
   }
-  u32 read = 0;  // of sums, for words of all matrices would take registers
+  u32 read = 0;  // from accumulators, because a word of every V fragment would take registers
 #pragma unroll
   for (int pair = 0; pair < kChunkPairs; ++pair) read ^= __float_as_uint(output[pair][0][0]);
   return read;
 }
 
-// The dim of accumulators `half * 2` and `half * 2 + 1` of a tile of dims.
+// Dim of accumulators `half * 2` and `half * 2 + 1` of a 16-dim tile.
 __device__ inline int dim_of_lane(int tile, int half) {
   return tile * 16 + half * 8 + lane_index() / 4;
 }
 
-// A chunk with zeros for what is not finite.
-__device__ inline Chunk finite_part(Chunk chunk) {
+// Zeroes NaN and Inf in a chunk.
+__device__ inline Chunk zero_nonfinite(Chunk chunk) {
   constexpr u32 kExponent = kIsSame<Element, Fp16> ? 0x7c00 : 0x7f80;
 #pragma unroll
   for (int word = 0; word < 4; ++word) {
@@ -80,12 +81,12 @@ __device__ inline Chunk finite_part(Chunk chunk) {
   return chunk;
 }
 
-// A stored element.
+// Element of a cached V row.
 __device__ inline float element_at(const unsigned char* row, int dim) {
   return cvt_f32(Element{}, reinterpret_cast<const u16*>(row)[dim]);
 }
 
-// Leaves a warp's accumulators of eight rows and kCombineDims dims in `combine_buffer`.
+// Stores a warp's accumulators of eight rows and kCombineDims dims to `combine_buffer`.
 __device__ inline void store_to_combine_buffer(const Output& output, int group, int first_tile,
                                                float (&combine_buffer)[8][kCombinePitch]) {
 #pragma unroll

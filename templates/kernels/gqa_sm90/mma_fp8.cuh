@@ -1,4 +1,4 @@
-// The products where keys and values are e4m3: they become fp16 in registers, which is exact.
+// QK and PV GEMMs over an FP8 (e4m3) KV cache, converted to fp16 in registers, which is exact.
 
 #pragma once
 
@@ -12,17 +12,17 @@
 #include "ptx/mma.cuh"
 #include "shared_memory.cuh"
 
-// A lane's part of 16 elements of the query: it has four neighbouring bytes of a key's 16.
-__device__ inline uint2 fragment_of(const u16* source) {
+// Loads a lane's fragment of 16 dims of Q, in the k order of its K fragment: four adjacent bytes of
+// every 16.
+__device__ inline uint2 load_q_fragment(const u16* source) {
   return reinterpret_cast<const uint2*>(source)[lane_index() % 4];
 }
 
-// Rows of a bf16 query are multiplied as fp16, each times a power of two that brings its largest
-// element into range.
-constexpr bool kScalesQuery = kIsSame<QueryElement, Bf16>;
+// A bf16 Q is converted to fp16. A power-of-two scale per row brings its amax into range.
+constexpr bool kScalesQ = kIsSame<QueryElement, Bf16>;
 
-// The exponent that brings `amax` to 2^14. It and its negative are those of normal numbers.
-__device__ inline int fitting_exponent(float amax) {
+// Exponent of the scale that brings `amax` to 2^14. The scale and its inverse are normal numbers.
+__device__ inline int q_scale_exponent(float amax) {
   const int exponent = static_cast<int>(__float_as_uint(amax) >> 23) - 127;
   return 14 - min(max(exponent, -100), 127);
 }
@@ -31,34 +31,34 @@ __device__ inline float pow2(int exponent) {
   return __uint_as_float(static_cast<u32>(exponent + 127) << 23);
 }
 
-// A pair of bf16 times a power of two, as fp16.
-__device__ inline u32 fit_pair(u32 pair, float scale) {
+// Converts two bf16, times a power of two, to fp16.
+__device__ inline u32 bf16x2_to_fp16x2(u32 pair, float scale) {
   return cvt_rn_x2_f32(Fp16{}, cvt_f32(Bf16{}, static_cast<u16>(pair >> 16)) * scale,
                        cvt_f32(Bf16{}, static_cast<u16>(pair)) * scale);
 }
 
-// The larger magnitude of a pair of bf16; a NaN has none.
+// Larger magnitude of two bf16; fmaxf ignores a NaN.
 __device__ inline float pair_amax(u32 pair) {
   return fmaxf(fabsf(cvt_f32(Bf16{}, static_cast<u16>(pair))),
                fabsf(cvt_f32(Bf16{}, static_cast<u16>(pair >> 16))));
 }
 
-// Turns a lane's part of a row of the query into fp16, in place; returns what undoes its scaling.
-__device__ inline float fit_row(QueryRow& row) {
-  if constexpr (!kScalesQuery) return 1.0f;
+// Converts a lane's fragment of a Q row to fp16, in place; returns the inverse of the row's scale.
+__device__ inline float convert_q_row(QueryRow& row) {
+  if constexpr (!kScalesQ) return 1.0f;
   float amax = 0.0f;
 #pragma unroll
   for (int k = 0; k < kDimTiles; ++k) {
     amax = fmaxf(amax, fmaxf(pair_amax(row[k].x), pair_amax(row[k].y)));
   }
-  // Four lanes hold a row together.
+  // Four lanes share a row.
   amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, 1));
   amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, 2));
-  const int exponent = fitting_exponent(amax);
+  const int exponent = q_scale_exponent(amax);
   const float scale = pow2(exponent);
 #pragma unroll
   for (int k = 0; k < kDimTiles; ++k) {
-    row[k] = make_uint2(fit_pair(row[k].x, scale), fit_pair(row[k].y, scale));
+    row[k] = make_uint2(bf16x2_to_fp16x2(row[k].x, scale), bf16x2_to_fp16x2(row[k].y, scale));
   }
   return pow2(-exponent);
 }
@@ -66,11 +66,11 @@ __device__ inline float fit_row(QueryRow& row) {
 __device__ inline u32 low_pair(u32 word) { return fp16x2_of_e4m3x2(word & 0xffff); }
 __device__ inline u32 high_pair(u32 word) { return fp16x2_of_high_e4m3x2(word); }
 
-// Scores of one step: S^T = K Q^T. Of a pair of chunks each is a step of mma.
+// QK GEMM of one step: S^T = K Q^T. Each chunk of a pair is one k-step of mma.
 template <typename Query>
-__device__ inline void qk_gemm(const MatrixRows& rows, const unsigned char* keys, int step,
+__device__ inline void qk_gemm(const LdmatrixRows& rows, const unsigned char* keys, int step,
                                const Query& query, float (&scores)[kRowGroups][4]) {
-  constexpr int kChains = kRowGroups == 1 ? 2 : 1;  // products that do not wait for each other
+  constexpr int kChains = kRowGroups == 1 ? 2 : 1;  // independent MMA chains
   float sums[kChains][kRowGroups][4] = {};
 #pragma unroll
   for (int pair = 0; pair < kChunkPairs; ++pair) {
@@ -97,21 +97,22 @@ __device__ inline void qk_gemm(const MatrixRows& rows, const unsigned char* keys
   }
 }
 
-// From two dims of one token and then of the next to two tokens of one dim and then of the next.
-__device__ inline u32 by_dims(u32 word) { return __byte_perm(word, 0, 0x3120); }
+// Transposes 2x2 bytes: from dims within tokens to tokens within dims.
+__device__ inline u32 transpose_bytes_2x2(u32 word) { return __byte_perm(word, 0, 0x3120); }
 
-// Adds one step to the output: O^T += V^T P^T. Returns a word made of all that has been read.
-__device__ inline u32 pv_gemm(const MatrixRows& rows, const unsigned char* values, int step,
+// PV GEMM of one step: O^T += V^T P^T. Returns a word that depends on all V fragments, for
+// arrive_after_reads.
+__device__ inline u32 pv_gemm(const LdmatrixRows& rows, const unsigned char* values, int step,
                               const u32 (&probabilities)[kRowGroups][2], Output& output) {
-  u32 read = 0;  // of what values become, for they become it in better order than of themselves
+  u32 read = 0;  // from converted fragments: that schedules conversions better than raw ones do
 #pragma unroll
   for (int pair = 0; pair < kChunkPairs; ++pair) {
     u32 v[4];
     ldmatrix_x4_trans(v, rows.at(values, step, pair));
 #pragma unroll
     for (int chunk = 0; chunk < 2; ++chunk) {
-      const u32 first = by_dims(v[chunk]);
-      const u32 second = by_dims(v[chunk + 2]);  // eight tokens further
+      const u32 first = transpose_bytes_2x2(v[chunk]);
+      const u32 second = transpose_bytes_2x2(v[chunk + 2]);  // eight tokens further
       const u32 a[4] = {low_pair(first), high_pair(first), low_pair(second), high_pair(second)};
       if (chunk == 1) read ^= a[0];
 #pragma unroll
@@ -124,24 +125,24 @@ __device__ inline u32 pv_gemm(const MatrixRows& rows, const unsigned char* value
   return read;
 }
 
-// The dim of accumulators `half * 2` and `half * 2 + 1` of a tile of dims.
+// Dim of accumulators `half * 2` and `half * 2 + 1` of a 16-dim tile.
 __device__ inline int dim_of_lane(int tile, int half) {
   return tile * 16 + lane_index() / 4 * 2 + half;
 }
 
-// A chunk with zeros for what is no number.
-__device__ inline Chunk finite_part(Chunk chunk) {
+// Zeroes NaN in a chunk; e4m3 has no Inf.
+__device__ inline Chunk zero_nonfinite(Chunk chunk) {
 #pragma unroll
   for (int word = 0; word < 4; ++word) chunk.words[word] &= ~nan_bytes(chunk.words[word]);
   return chunk;
 }
 
-// A stored element.
+// Dequantised element of a cached V row.
 __device__ inline float element_at(const unsigned char* row, int dim) {
   return cvt_f32(Fp16{}, static_cast<u16>(low_pair(row[dim])));
 }
 
-// Leaves a warp's accumulators of eight rows and kCombineDims dims in `combine_buffer`.
+// Stores a warp's accumulators of eight rows and kCombineDims dims to `combine_buffer`.
 __device__ inline void store_to_combine_buffer(const Output& output, int group, int first_tile,
                                                float (&combine_buffer)[8][kCombinePitch]) {
 #pragma unroll

@@ -1,4 +1,5 @@
-// How the work of a call is divided among the blocks of the grid: each finds its own part.
+// Stream-K schedule: divides the KV blocks of all sequences evenly among CTA groups. Each CTA
+// computes its own range.
 
 #pragma once
 
@@ -8,63 +9,64 @@
 #include "ptx/ld.cuh"
 #include "seq_info.cuh"
 
-// A team is some blocks of the grid that are neighbours. They read the same tokens at the same
-// time, each those of its kv heads, which lie side by side in most caches; or the very same, for
-// another tile of rows. All units in a row make a line. Every team takes an equal stretch of it,
-// its span; a unit that lies on several spans is computed in as many pieces, which are merged. The
-// host sees to it that the length of the line times the number of spans fits into 32 bits.
+// A CTA group is a set of consecutive CTAs that read the same tokens at the same time and share
+// them through L2: each CTA for its own kv heads, which are adjacent in most caches, or for another
+// row tile of the same heads. The KV blocks of all work tiles form one linear index space, of which
+// every group takes an equal contiguous range. A work tile that crosses range boundaries is split,
+// and its splits are combined. The host guarantees that total_blocks * num_ranges fits into 32
+// bits.
 struct ScheduleRange {
-  u32 total_blocks;  // length of the line
-  u32 num_ranges;  // in use
-  u32 index;  // of this one
-  u32 begin;  // positions on the line
+  u32 total_blocks;  // linear KV blocks of all work tiles
+  u32 num_ranges;  // at most one per CTA group
+  u32 index;  // of this range
+  u32 begin;  // linear KV blocks
   u32 end;
-  u32 rank_in_group;  // of the team
+  u32 rank_in_group;  // of this CTA
 };
 
-// Where a walk along the units is.
+// Current work tile of a CTA.
 struct SchedulerState {
   SeqInfo seq_info;
   int seq_idx;
-  int tile;  // of the request
-  u32 tile_begin;
+  int tile;  // of the sequence
+  u32 tile_begin;  // linear KV block
 };
 
 __device__ inline u32 range_begin_of(u32 index, u32 total_blocks, u32 num_ranges) {
   return index * total_blocks / num_ranges;
 }
 
-// The span that a position lies on.
+// Range that holds a linear KV block.
 __device__ inline u32 range_of(u32 linear_block_idx, const ScheduleRange& range) {
   return ((linear_block_idx + 1) * range.num_ranges - 1) / range.total_blocks;
 }
 
-// Requests whose lengths a lane asks for together; neighbours, that it adds up.
+// Consecutive sequences whose lengths a lane loads together.
 constexpr int kSeqsPerLane = 4;
 
-// The lengths of such requests, from `first` on; behind the last one that one's.
+// Their lengths, from sequence `first` on; indices behind the last sequence repeat it.
 struct LaneSeqLens {
-  int each[kSeqsPerLane];
+  int lens[kSeqsPerLane];
 
   __device__ LaneSeqLens(const Params& params, int first) {
 #pragma unroll
     for (int i = 0; i < kSeqsPerLane; ++i) {
-      each[i] = ld_relaxed_gpu(params.seq_lens + min(first + i, params.num_seqs - 1));
+      lens[i] = ld_relaxed_gpu(params.seq_lens + min(first + i, params.num_seqs - 1));
     }
   }
 
   __device__ bool differs_from(const LaneSeqLens& other) const {
     bool differ = false;
 #pragma unroll
-    for (int i = 0; i < kSeqsPerLane; ++i) differ |= each[i] != other.each[i];
+    for (int i = 0; i < kSeqsPerLane; ++i) differ |= lens[i] != other.lens[i];
     return differ;
   }
 
-  // The length of request `index` of these, of lane `lane`'s.
+  // Length of sequence `index` of lane `lane`.
   __device__ int of_lane(int index, int lane) const {
-    int seq_len = each[0];
+    int seq_len = lens[0];
 #pragma unroll
-    for (int i = 1; i < kSeqsPerLane; ++i) seq_len = i == index ? each[i] : seq_len;
+    for (int i = 1; i < kSeqsPerLane; ++i) seq_len = i == index ? lens[i] : seq_len;
     return __shfl_sync(~0u, seq_len, lane);
   }
 };
@@ -73,12 +75,12 @@ __device__ inline int seqs_per_lane(const Params& params) {
   return ceil_div(params.num_seqs, kWarpLanes);
 }
 
-// What the lane has of the first of its requests.
+// Lengths of the first sequences of this lane.
 __device__ inline LaneSeqLens lane_seq_lens(const Params& params) {
   return LaneSeqLens(params, lane_index() * seqs_per_lane(params));
 }
 
-// The positions on the line that requests from `first` to before `end` take, all of one q_len.
+// Linear KV blocks of the sequences [first, end), which all have the same q_len.
 __device__ inline u32 uniform_kv_blocks(const Params& params, LaneSeqLens seq_lens, int first,
                                         int end) {
   SeqInfo seq_info;
@@ -89,7 +91,7 @@ __device__ inline u32 uniform_kv_blocks(const Params& params, LaneSeqLens seq_le
   while (true) {
 #pragma unroll
     for (int i = 0; i < kSeqsPerLane; ++i) {
-      set_kv_blocks(params, seq_info, seq_lens.each[i]);
+      set_kv_blocks(params, seq_info, seq_lens.lens[i]);
       sum += first + i < end ? linear_kv_blocks(seq_info) : 0;
     }
     first += kSeqsPerLane;
@@ -98,7 +100,7 @@ __device__ inline u32 uniform_kv_blocks(const Params& params, LaneSeqLens seq_le
   }
 }
 
-// The same where requests differ in their queries; finds out whether their offsets go back.
+// The same for ragged q_len; also reports a sequence that ends before it begins.
 __device__ inline u32 ragged_kv_blocks(const Params& params, int first, int end,
                                        bool& any_negative_q_len) {
   u32 sum = 0;
@@ -110,22 +112,22 @@ __device__ inline u32 ragged_kv_blocks(const Params& params, int first, int end,
   return sum;
 }
 
-// Finds the span of this block's team and the unit that it begins in, by a whole warp; says whether
-// there is one. `seq_lens` are the lane's lane_seq_lens.
+// Computes the range of this CTA's group and the work tile that it begins in, by a warp-wide prefix
+// sum. Returns whether there is a range. `seq_lens` comes from lane_seq_lens.
 __device__ inline bool find_range(const Params& params, const LaneSeqLens& seq_lens,
                                   ScheduleRange& range, SchedulerState& state) {
   const int per_lane = seqs_per_lane(params);
   const int first = min(lane_index() * per_lane, params.num_seqs);
   const int end = min(first + per_lane, params.num_seqs);
-  u32 own_blocks = 0;
+  u32 lane_blocks = 0;
   bool is_invalid = false;
   if (params.cu_seqlens_q == nullptr) {
-    own_blocks = uniform_kv_blocks(params, seq_lens, first, end);
+    lane_blocks = uniform_kv_blocks(params, seq_lens, first, end);
   } else {
-    own_blocks = ragged_kv_blocks(params, first, end, is_invalid);
+    lane_blocks = ragged_kv_blocks(params, first, end, is_invalid);
   }
   if (__any_sync(~0u, is_invalid)) return false;
-  u32 inclusive_sum = own_blocks;  // with all lanes before
+  u32 inclusive_sum = lane_blocks;  // over lanes
 #pragma unroll
   for (int lanes = 1; lanes < kWarpLanes; lanes *= 2) {
     const u32 before = __shfl_up_sync(~0u, inclusive_sum, lanes);
@@ -140,7 +142,7 @@ __device__ inline bool find_range(const Params& params, const LaneSeqLens& seq_l
   range.end = range_begin_of(range.index + 1, range.total_blocks, range.num_ranges);
 
   const int lane = __ffs(static_cast<int>(__ballot_sync(~0u, inclusive_sum > range.begin))) - 1;
-  u32 begin = __shfl_sync(~0u, inclusive_sum - own_blocks, lane);
+  u32 begin = __shfl_sync(~0u, inclusive_sum - lane_blocks, lane);
   state.seq_idx = lane * per_lane;
 #pragma unroll 1
   while (true) {

@@ -1,4 +1,4 @@
-// What a request is to the kernel: its rows, and the tokens that they see.
+// Shape of a sequence: its query rows, and the KV blocks that they attend to.
 
 #pragma once
 
@@ -6,30 +6,30 @@
 #include "common/types.cuh"
 #include "config.cuh"
 
-// A row is one (query token, query head of a kv head) pair of a request, query token first.
+// A row is one (query token, query head of a kv head) pair of a sequence, query token first.
 struct SeqInfo {
-  int first_query;  // index of the request's first query token among all
+  int first_query;  // index of the sequence's first query token among all
   int q_len;
   int kv_len;  // tokens in the cache, the new ones included
-  int row_tiles;  // of one kv head; none where the request's queries are not inside the tensor
-  int num_tiles;
-  int first_kv_block;  // of tokens, that some row sees
-  int num_kv_blocks;  // of tokens, from that one on
+  int row_tiles;  // of one kv head; 0 if cu_seqlens_q points outside the query tensor
+  int num_tiles;  // work tiles
+  int first_kv_block;  // that any row attends to
+  int num_kv_blocks;  // from first_kv_block on
 };
 
-// The first token that the window of a query token reaches back to.
+// First token in the sliding window of a query token.
 __device__ inline int window_kv_begin(const Params& params, int kv_len, int q_len, int query) {
   return max(0, max(0, kv_len - q_len + query + 1) - params.window);
 }
 
-// Sets the tiles of tokens that some row sees.
+// Sets the KV blocks that any row attends to.
 __device__ inline void set_kv_blocks(const Params& params, SeqInfo& seq_info, int seq_len) {
   seq_info.kv_len = min(max(seq_len, 0), params.max_tokens);
   seq_info.first_kv_block = window_kv_begin(params, seq_info.kv_len, seq_info.q_len, 0) / kBlockN;
   seq_info.num_kv_blocks = ceil_div(seq_info.kv_len, kBlockN) - seq_info.first_kv_block;
 }
 
-// `seq_len` is what seq_lens has for the request.
+// `seq_len` is the unchecked entry of seq_lens.
 __device__ inline SeqInfo seq_info_of(const Params& params, int seq_idx, int seq_len) {
   SeqInfo seq_info;
   seq_info.q_len = params.q_len;
@@ -43,8 +43,7 @@ __device__ inline SeqInfo seq_info_of(const Params& params, int seq_idx, int seq
     seq_info.first_query = first;
     seq_info.q_len = is_inside ? end - first : 0;
     seq_info.row_tiles = ceil_div(seq_info.q_len * params.group_size, kBlockM);
-    seq_info.num_tiles =
-        seq_info.row_tiles * params.num_tiles;  // those of one tile for each kv head
+    seq_info.num_tiles = seq_info.row_tiles * params.num_tiles;  // params.num_tiles is per row tile
   }
   set_kv_blocks(params, seq_info, seq_len);
   return seq_info;
@@ -54,10 +53,9 @@ __device__ inline SeqInfo seq_info_of(const Params& params, int seq_idx) {
   return seq_info_of(params, seq_idx, params.seq_lens[seq_idx]);
 }
 
-// A part is a tile of rows of a kv head of a request, or of the heads that a block takes. As many
-// parts as a team has members are a unit; units of a request are alike. Positions that a unit takes
-// on the line of work: one for each tile of tokens, and one if there is none, so that somebody
-// writes its zeros.
+// Linear KV blocks of a work tile: one per KV block, and one for an empty sequence, so that a CTA
+// writes its zeros. A work tile holds one row tile of kHeadsPerCta kv heads for each CTA of a
+// group; all work tiles of a sequence have the same cost.
 __device__ inline u32 tile_kv_blocks(const SeqInfo& seq_info) {
   return static_cast<u32>(max(seq_info.num_kv_blocks, 1));
 }

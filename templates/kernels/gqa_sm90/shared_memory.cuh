@@ -1,4 +1,4 @@
-// The shared memory of a block, whole.
+// Shared-memory plan of a CTA.
 
 #pragma once
 
@@ -10,33 +10,33 @@
 #include "ptx/prefetch.cuh"
 #include "work_pipeline.cuh"
 
-// What a warp has of a row, besides values.
+// Partial softmax state (m, l) of a row.
 struct RowState {
-  float row_max;  // log2 units; what values and sum are relative to
-  float row_sum;  // of probabilities
+  float row_max;  // base 2; partial O and row sum are relative to it
+  float row_sum;
 };
 
-// Rows of values are 16 bytes longer than their elements, so that a warp that writes its
-// accumulators writes to all banks.
+// Rows of the combine buffer are padded by 16 bytes, so that the accumulator stores of a warp
+// spread over all banks.
 constexpr int kCombinePitch = kCombineDims + 4;
 
 struct SharedMemoryPlan {
-  unsigned char kv[kStages][kTileBytes];  // keys, values, keys, ...
-  float combine_buffer[kConsumerWarps][kCombineRowGroups][8][kCombinePitch];  // of each warp
+  unsigned char kv[kStages][kTileBytes];  // K, V, K, ...
+  float combine_buffer[kConsumerWarps][kCombineRowGroups][8][kCombinePitch];
   RowState states[kConsumerWarps][kCombineRowGroups][8];
-  // By lanes, as each multiplies it, and what undoes a row's scaling; if it is not in registers.
+  // Q in fragment order, one vector per lane, and the inverse row scales; unless Q is in registers.
   uint2 query[kQueryInRegs ? 1 : kRowGroups][kQueryInRegs ? 1 : kDimTiles][kQueryInRegs ? 1 : 32];
   float query_inverse_scales[kQueryInRegs ? 1 : kBlockM];
   WorkPipeline work_pipeline;
   bool is_first_work_valid;
   Barrier kv_full[kStages];
   Barrier kv_empty[kStages];
-  u32 nonfinite_work[2];  // the count, of each parity, that has values restored
+  u32 nonfinite_work[2];  // last even and last odd work_idx with non-finite V to restore
   int is_last_split;
 };
-static_assert(sizeof(SharedMemoryPlan) <= kSharedBytes, "the spec knows what the struct takes");
+static_assert(sizeof(SharedMemoryPlan) <= kSharedBytes, "the spec computes the size of the struct");
 
-// By one warp.
+// Called by one warp, before the first CTA-wide barrier publishes the mbarriers.
 __device__ inline void init_barriers(const Params& params, SharedMemoryPlan& smem) {
   if (lane_index() == 0) {
     for (int stage = 0; stage < kStages; ++stage) {

@@ -1,4 +1,4 @@
-// Softmax over the tokens of one warp, whose references are its own.
+// Online softmax over the tokens of one warp, with a row max of its own.
 
 #pragma once
 
@@ -14,13 +14,13 @@
 #include "shared_memory.cuh"
 #include "tile_scheduler.cuh"
 
-// A row's probabilities are relative to its reference. No maximum is asked for while no score
-// exceeds it by more than this in log2 units, so that references move seldom.
+// Conditional rescaling: P is relative to a row max that may be stale. It is updated only once a
+// score exceeds it by more than this threshold, base 2, so rescaling is rare.
 constexpr float kRescaleThreshold = 8.0f;
 
-// Sums are over this lane's tokens only.
+// Row sums cover this lane's tokens only.
 struct Softmax {
-  float row_max[kRowGroups][2];  // log2 units
+  float row_max[kRowGroups][2];  // base 2
   float row_sum[kRowGroups][2];
 
   __device__ Softmax() {
@@ -34,9 +34,9 @@ struct Softmax {
     }
   }
 
-  // Turns scores in log2 units into probabilities, and adds them up.
+  // Turns base-2 scores into P in place, and updates the row sums.
   __device__ void update(Scores& scores, Output& output) {
-    if (__any_sync(~0u, exceeds(scores))) update_row_max(scores, output);
+    if (__any_sync(~0u, exceeds_threshold(scores))) update_row_max(scores, output);
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
@@ -51,8 +51,9 @@ struct Softmax {
     }
   }
 
-  // Whether a score exceeds its reference by too much, as any does that is the first of its row.
-  __device__ bool exceeds(const Scores& scores) const {
+  // Whether a score exceeds its row max by more than the rescale threshold, as the first score of a
+  // row always does.
+  __device__ bool exceeds_threshold(const Scores& scores) const {
     float max_score = 0.0f;
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
@@ -67,22 +68,22 @@ struct Softmax {
     return max_score > kRescaleThreshold;
   }
 
-  // Moves the reference of every row to its maximum, if that is larger.
+  // Updates the row max of every row, and rescales its sum and O.
   __device__ void update_row_max(const Scores& scores, Output& output) {
 #pragma unroll
     for (int n = 0; n < kRowGroups; ++n) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        float maximum = -kInfinity;
+        float tile_max = -kInfinity;
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
-          maximum = fmaxf(maximum, fmaxf(scores[step][n][r], scores[step][n][2 + r]));
+          tile_max = fmaxf(tile_max, fmaxf(scores[step][n][r], scores[step][n][2 + r]));
         }
 #pragma unroll
         for (int lanes = 4; lanes < kWarpLanes; lanes *= 2) {
-          maximum = fmaxf(maximum, __shfl_xor_sync(~0u, maximum, lanes));
+          tile_max = fmaxf(tile_max, __shfl_xor_sync(~0u, tile_max, lanes));
         }
-        const float next = fmaxf(maximum, row_max[n][r]);
+        const float next = fmaxf(tile_max, row_max[n][r]);
         const float alpha = ex2_approx(row_max[n][r] - next);
         row_max[n][r] = next;
         row_sum[n][r] *= alpha;
@@ -95,7 +96,7 @@ struct Softmax {
     }
   }
 
-  // Leaves this warp's rows of a group in shared memory.
+  // Publishes row max and row sum of a row group in shared memory.
   __device__ void publish(int group, RowState (&states)[8]) const {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -109,36 +110,36 @@ struct Softmax {
   }
 };
 
-// What scores are multiplied by, in log2 units.
-struct ScoreFactors {
-  float each[kScalesQuery ? kRowGroups : 1][2];
+// Base-2 softmax scale of each row; it includes the inverse Q scale.
+struct ScoreScales {
+  float scales[kScalesQ ? kRowGroups : 1][2];
 
-  __device__ ScoreFactors(const Query& query, float factor) {
+  __device__ ScoreScales(const Query& query, float softmax_scale) {
 #pragma unroll
-    for (int n = 0; n < (kScalesQuery ? kRowGroups : 1); ++n) {
+    for (int n = 0; n < (kScalesQ ? kRowGroups : 1); ++n) {
 #pragma unroll
-      for (int r = 0; r < 2; ++r) each[n][r] = factor * query.inverse_scale_of(n, r);
+      for (int r = 0; r < 2; ++r) scales[n][r] = softmax_scale * query.inverse_scale_of(n, r);
     }
   }
 
-  __device__ float of(int group, int r) const { return kScalesQuery ? each[group][r] : each[0][0]; }
+  __device__ float of(int group, int r) const { return kScalesQ ? scales[group][r] : scales[0][0]; }
 };
 
-__device__ inline void scale_scores(const ScoreFactors& factors, Scores& scores) {
+__device__ inline void scale_scores(const ScoreScales& score_scales, Scores& scores) {
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
     for (int n = 0; n < kRowGroups; ++n) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        // Rounded, never fused: equal scores must have equal distances from a reference.
-        scores[step][n][e] = __fmul_rn(scores[step][n][e], factors.of(n, e % 2));
+        // Rounded, never fused: equal scores must have equal distances from the row max.
+        scores[step][n][e] = __fmul_rn(scores[step][n][e], score_scales.of(n, e % 2));
       }
     }
   }
 }
 
-// Hides what a draft mask does.
+// Applies the draft mask (tree mask of speculative tokens).
 __device__ inline void apply_draft_mask(const Params& params, const WorkItem& work, int first_token,
                                         Scores& scores) {
 #pragma unroll
@@ -156,7 +157,7 @@ __device__ inline void apply_draft_mask(const Params& params, const WorkItem& wo
   }
 }
 
-// Hides what rows do not see: a select, for the hidden score may be NaN.
+// Masks the scores outside a row's KV range: a select, because the masked score may be NaN.
 __device__ inline void mask_scores(const Params& params, const WorkItem& work, int first_token,
                                    Scores& scores) {
 #pragma unroll
@@ -177,7 +178,7 @@ __device__ inline void mask_scores(const Params& params, const WorkItem& work, i
   if (params.draft_mask != nullptr) apply_draft_mask(params, work, first_token, scores);
 }
 
-// Probabilities as the next product takes them: tokens along its depth, rows as columns.
+// P^T as the B fragments of the PV GEMM: tokens along K, query rows along N.
 __device__ inline void transpose_probabilities(const Scores& scores, Probabilities& probabilities) {
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {

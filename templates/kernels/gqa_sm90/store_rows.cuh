@@ -1,4 +1,4 @@
-// Where rows go: into the output, or into the workspace as those of a piece.
+// Stores of O rows: finished rows into the output, partial rows of a split into the workspace.
 
 #pragma once
 
@@ -11,20 +11,20 @@
 #include "store_vec4.cuh"
 #include "tile_scheduler.cuh"
 
-// Each block of the grid has two places for pieces of each of its heads: for the one that its span
+// Workspace slot of a split. Each CTA has two slots per kv head: for the split that its range
 // begins with, and for the one that it ends with.
 __device__ inline int partial_slot(const Params& params, const WorkItem& work, int split_idx) {
   const int slot =
       (work.first_split_cta + split_idx * params.cta_group_size) * 2 + (split_idx == 0 ? 1 : 0);
-  return slot * kHeads + work.kv_head % kHeads;
+  return slot * kHeadsPerCta + work.kv_head % kHeadsPerCta;
 }
 
 __device__ inline RowState* partial_states(const Params& params, int slot) {
   return reinterpret_cast<RowState*>(params.partial_states) + slot * kBlockM;
 }
 
-// Four neighbouring values of a row of a piece.
-__device__ inline float4* partial_values(const Params& params, int slot, int row, int dim) {
+// Four adjacent dims of a row of partial O.
+__device__ inline float4* partial_out_ptr(const Params& params, int slot, int row, int dim) {
   return reinterpret_cast<float4*>(params.partial_out +
                                    (slot * kBlockM + row) * static_cast<i64>(kHeadDim) + dim);
 }
@@ -34,12 +34,12 @@ __device__ inline float4 add_weighted(float4 total, float4 value, float weight) 
                      total.z + value.z * weight, total.w + value.w * weight);
 }
 
-// Four neighbouring elements of a finished row.
+// Normalises and stores four adjacent dims of a finished row.
 __device__ inline void store_finished(const Params& params, const WorkItem& work, int row, int dim,
-                                      RowState state, float4 values) {
+                                      RowState state, float4 out) {
   const float sink = params.sinks == nullptr ? -kInfinity : params.sinks[work.head_of(params, row)];
   const float scale = value_of(params.bmm2_scale_tensor, params.bmm2_scale) * params.output_factor;
   const float factor = finish_row(state.row_max, state.row_sum, sink).factor * scale;
-  store_x4(OutElement{}, params.out, work.global_row(params, row) * kHeadDim + dim,
-           values.x * factor, values.y * factor, values.z * factor, values.w * factor);
+  store_x4(OutElement{}, params.out, work.global_row(params, row) * kHeadDim + dim, out.x * factor,
+           out.y * factor, out.z * factor, out.w * factor);
 }

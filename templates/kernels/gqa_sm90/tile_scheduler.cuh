@@ -1,4 +1,5 @@
-// What a block computes one after the other: items, which are pieces of units.
+// Stream-K tile scheduler: the sequence of work items of a CTA. A work item is one split of a work
+// tile.
 
 #pragma once
 
@@ -8,7 +9,7 @@
 #include "schedule_range.cuh"
 #include "seq_info.cuh"
 
-// Tokens that a row may see: from `begin` to before `end`.
+// Tokens that a row may attend to: [begin, end).
 struct KvRange {
   int begin;
   int end;
@@ -17,22 +18,22 @@ struct KvRange {
 };
 
 struct WorkItem {
-  static constexpr int kNone = -1;  // as request: there is no such item
+  static constexpr int kNone = -1;  // seq_idx behind the last item
 
-  int first_query;  // index of the request's first query token among all
+  int first_query;  // index of the sequence's first query token among all
   int seq_idx;
   int kv_head;
-  int first_row;  // of the tile, among the request's rows of the kv head
+  int first_row;  // of the tile, among the sequence's rows of the kv head
   int rows;  // of the tile; the rest of kBlockM is padding
   int q_len;
   int kv_len;
-  int unmasked_kv_begin, unmasked_kv_end;  // tokens that every row sees
-  int kv_begin, kv_end;  // tokens that some row may see
-  int first_kv_block;  // of tokens
+  int unmasked_kv_begin, unmasked_kv_end;  // tokens that every row attends to
+  int kv_begin, kv_end;  // tokens that any row may attend to
+  int first_kv_block;
   int num_kv_blocks;
-  int num_splits;
-  int split_idx;  // which of them this is
-  int first_split_cta;  // of the grid, that has piece 0
+  int num_splits;  // of the work tile
+  int split_idx;
+  int first_split_cta;  // CTA of split 0
 
   __device__ static WorkItem none() {
     WorkItem work = {};
@@ -64,23 +65,23 @@ struct WorkItem {
     return {window_kv_begin(params, kv_len, q_len, query), end};
   }
 
-  // Whether the draft mask, if there is one, shows a row a token.
+  // Whether the draft mask (tree mask of speculative tokens), if any, lets a row attend to a token.
   __device__ bool draft_mask_allows(const Params& params, int row, int token) const {
     const int draft = token - (kv_len - q_len);
     if (params.draft_mask == nullptr || draft < 0) return true;
     const u32* words = params.draft_mask +
                        static_cast<i64>(first_query + query_of(params, row)) * params.mask_words;
-    // Drafts beyond the mask are shown to no row.
+    // No row attends to speculative tokens beyond the mask.
     return draft / 32 < params.mask_words && (words[draft / 32] >> draft % 32 & 1) != 0;
   }
 
-  // Whether a row sees a token.
+  // Whether a row attends to a token.
   __device__ bool attends(const Params& params, int row, int token) const {
     return kv_range_of(params, row).contains(token) && draft_mask_allows(params, row, token);
   }
 };
 
-// The item that a walk is at, of the first of the block's kv heads.
+// Work item of the current work tile, for the first kv head of the CTA.
 __device__ inline WorkItem work_at(const Params& params, const ScheduleRange& range,
                                    const SchedulerState& state) {
   const SeqInfo& seq_info = state.seq_info;
@@ -91,7 +92,7 @@ __device__ inline WorkItem work_at(const Params& params, const ScheduleRange& ra
   work.kv_len = seq_info.kv_len;
   const int head_tile = state.tile * params.cta_group_size + static_cast<int>(range.rank_in_group);
   const int heads = seq_info.row_tiles == 1 ? head_tile : head_tile / seq_info.row_tiles;
-  work.kv_head = heads * kHeads;
+  work.kv_head = heads * kHeadsPerCta;
   work.first_row = (head_tile - heads * seq_info.row_tiles) * kBlockM;
   work.rows = min(seq_info.q_len * params.group_size - work.first_row, kBlockM);
 
@@ -124,7 +125,7 @@ __device__ inline WorkItem work_at(const Params& params, const ScheduleRange& ra
   return work;
 }
 
-// Goes to the next unit; says whether it begins on the span.
+// Advances to the next work tile; returns whether it begins within the range.
 __device__ inline bool next_work(const Params& params, const ScheduleRange& range,
                                  SchedulerState& state) {
   state.tile_begin += tile_kv_blocks(state.seq_info);

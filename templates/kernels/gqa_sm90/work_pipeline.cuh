@@ -1,4 +1,5 @@
-// The items of a block, on their way from the warp that finds them to those that work on them.
+// Work pipeline: the scheduler warp publishes work items to the producer, consumer and epilogue
+// warps through shared memory.
 
 #pragma once
 
@@ -8,22 +9,22 @@
 #include "ptx/fence.cuh"
 #include "tile_scheduler.cuh"
 
-// Item `work_idx` of the block, from 0 on, is in place count % kWorkStages, for each of the block's
-// kv heads. Behind the last one comes one that is none.
+// Work item `work_idx` of the CTA occupies stage work_idx % kWorkStages, one entry per kv head. An
+// empty item follows the last one.
 struct WorkPipeline {
   static constexpr u32 kWorkStages = 4;
-  static constexpr int kConsumers =
+  static constexpr int kEmptyArrivals =
       kThreads / kWarpLanes - 1 - (kHasEpilogueWarps ? 0 : kEpilogueWarps);
 
-  WorkItem work_items[kWorkStages][kHeads];
+  WorkItem work_items[kWorkStages][kHeadsPerCta];
   Barrier full[kWorkStages];
   Barrier empty[kWorkStages];
 
-  // By one lane.
+  // Called by one lane.
   __device__ void init_barriers() {
     for (u32 stage = 0; stage < kWorkStages; ++stage) {
       init_barrier(full[stage], 1);
-      init_barrier(empty[stage], kConsumers);
+      init_barrier(empty[stage], kEmptyArrivals);
     }
   }
 
@@ -33,27 +34,27 @@ struct WorkPipeline {
     return work_items[work_idx % kWorkStages][head];
   }
 
-  // Whether there is such an item, which must be known.
+  // Whether there is such an item; its stage must be full.
   __device__ bool has(u32 work_idx) const { return !at(work_idx, 0).is_none(); }
 
-  // Waits until it is known. All warps that read items wait for each of them but the first, of
-  // which they learn when they begin.
+  // Waits until the item is published. All reading warps wait for every item but the first, which a
+  // named barrier publishes.
   __device__ void wait_full(u32 work_idx) const {
     wait(full[work_idx % kWorkStages], phase_of(work_idx));
-    __syncwarp();  // before barriers of whole warps
+    __syncwarp();  // reconverge before warp-wide barriers
   }
 
-  // By a whole warp that has read the item for the last time. The place of what comes last is not
-  // wanted again.
+  // Called by a whole warp after its last read of the item. Stages that no later item reuses need
+  // no release.
   __device__ void release(u32 work_idx) const {
-    fence_acq_rel_cta();  // else the arrival overtakes reads
+    fence_acq_rel_cta();  // otherwise the arrival overtakes reads
     __syncwarp();
     if (lane_index() == 0) arrive(empty[work_idx % kWorkStages]);
   }
 
-  // By the warp that finds items: those of all heads.
+  // Called by the scheduler warp: writes the entries of all kv heads.
   __device__ void write(u32 work_idx, const WorkItem& first_head) {
-    if (lane_index() < kHeads) {
+    if (lane_index() < kHeadsPerCta) {
       WorkItem& target = work_items[work_idx % kWorkStages][lane_index()];
       target = first_head;
       target.kv_head += lane_index();
@@ -65,7 +66,8 @@ struct WorkPipeline {
     wait(empty[work_idx % kWorkStages], phase_of(work_idx) ^ 1);
   }
 
-  // Item 0 as well, which nobody awaits: else the next one in its place would seem to be there.
+  // Also for item 0, which no warp waits for: without it, the phase of item kWorkStages would be
+  // off by one.
   __device__ void publish(u32 work_idx) const {
     if (lane_index() == 0) arrive(full[work_idx % kWorkStages]);
   }

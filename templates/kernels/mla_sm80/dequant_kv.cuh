@@ -1,4 +1,4 @@
-// From tokens as they are stored to tokens that can be multiplied.
+// Dequantisation of a KV tile: from stored FP8 to the element type of the MMA.
 
 #pragma once
 
@@ -14,7 +14,7 @@ __device__ inline Chunk* decoded_chunk(unsigned char* tokens, int token, int chu
   return reinterpret_cast<Chunk*>(tokens + swizzled_offset<kTokenBytes>(token, chunk));
 }
 
-// What 16 e4m3 elements of a token are multiplied by; `chunk` counts such groups.
+// Scale of 16 e4m3 elements of a token; `chunk` counts such groups.
 __device__ inline float chunk_scale(const Params& params, const unsigned char* row, int chunk) {
   const bool is_rope = chunk >= kLatentDim / 16;
   if constexpr (kIsSame<StoredToken, Fp8DsMla>) {
@@ -28,7 +28,7 @@ __device__ inline float chunk_scale(const Params& params, const unsigned char* r
   }
 }
 
-// Decodes one item, eight lanes a token. Tokens that were not read are zero bytes, and stay zero.
+// Dequantises one tile, eight lanes a token. Tokens that were not loaded are zero and stay zero.
 __device__ inline void dequant_tokens(const Params& params, int stage_idx, SharedMemoryPlan& smem) {
   constexpr int kFp8Chunks = (kHasBf16Rope ? kLatentDim : kHeadDimQk) / 16;
   constexpr bool kIsScaled = !kIsSame<StoredQuery, E4m3>;

@@ -1,4 +1,4 @@
-// Writes what a block found: the finished rows, or the partial rows of one split.
+// Epilogue: stores finished rows, or the partial O and LSE of one split.
 
 #pragma once
 
@@ -13,7 +13,7 @@
 #include "softmax/row_result.cuh"
 #include "work_tile.cuh"
 
-// The sum of a row over all token warps, after Softmax::publish and a barrier.
+// Row sum over all token warps, after Softmax::publish and a barrier.
 __device__ inline float total_row_sum(const SharedMemoryPlan& smem, int row) {
   float sum = 0.0f;
 #pragma unroll
@@ -21,8 +21,8 @@ __device__ inline float total_row_sum(const SharedMemoryPlan& smem, int row) {
   return sum;
 }
 
-// One split of several: normalised fp32 rows and their LSE in log2 units. A row that saw nothing
-// has LSE minus infinity, and its values are never read.
+// One split of several: normalised fp32 rows and their base-2 LSE. An empty row has LSE minus
+// infinity, and its values are never read.
 __device__ inline void store_partial(const Params& params, const SharedMemoryPlan& smem,
                                      const Output& output) {
   const Work& work = smem.work;
@@ -46,8 +46,7 @@ __device__ inline void store_partial(const Params& params, const SharedMemoryPla
   }
 }
 
-// The whole result. It passes through the query's shared memory, so that a row leaves in whole
-// 128-byte lines.
+// Final rows, staged through the shared memory of Q so that stores are whole 128-byte lines.
 __device__ inline void store_final(const Params& params, SharedMemoryPlan& smem,
                                    const Output& output) {
   const Work& work = smem.work;

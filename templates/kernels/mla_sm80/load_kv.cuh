@@ -1,4 +1,4 @@
-// Streams tiles of the paged cache into the stages.
+// KV loads by cp.async: streams tiles of the paged or sparse cache into the pipeline stages.
 
 #pragma once
 
@@ -12,22 +12,22 @@
 #include "shared_memory.cuh"
 #include "work_tile.cuh"
 
-// Bytes of a stored token before its rope part, if that part may be a tensor of its own.
+// Bytes of a stored token before its rope part, if that part may be a separate tensor.
 constexpr bool kHasBf16Rope = kIsSame<StoredToken, Fp8DsMla> || kIsSame<StoredToken, Fp8PerToken>;
 constexpr int kStoredRopeBytes = kHasBf16Rope ? 0 : kStoredBytes / kHeadDimQk * kRopeDim;
 constexpr int kStoredLatentBytes = kStoredBytes - kStoredRopeBytes;
 
-// Scales that a token has outside its row; they are put behind it in the stage.
+// Scales of a token outside its row; the stage holds them behind it.
 constexpr int kOuterScales = kStageRowBytes == kStoredBytes      ? 0
                              : kIsSame<StoredToken, Fp8PerToken> ? 1
                                                                  : 4;
 
-// The page ids of a tile, or its listed tokens, are read one item ahead, so that no copy waits.
+// Reads page ids, or top-k indices, one stage ahead, so that no copy waits for them.
 struct KvLoader {
   const Params& params;
-  const int* key_ids;  // page ids, or tokens, of the request
+  const int* key_ids;  // page ids, or top-k indices, of the sequence
   const int* value_ids;
-  int end_token;  // tokens from here on are not read; their slots become zero
+  int end_token;  // tokens from here on are not loaded; their slots are zero-filled
   int end_stage;
   int next_stage;
   int next_ids[kRounds];
@@ -43,7 +43,7 @@ struct KvLoader {
     read_ids();
   }
 
-  // Token of the tile that this thread copies in a round.
+  // Token of the tile that this thread copies in a round
   __device__ static int tile_token(int round) {
     return round * kRoundTokens + static_cast<int>(threadIdx.x) / 8;
   }
@@ -60,7 +60,7 @@ struct KvLoader {
     }
   }
 
-  // Copies a part of a row, eight lanes together. A null `source` means zeros.
+  // Copies a part of a row, eight lanes together. A null `source` zero-fills.
   template <int kBytes>
   __device__ static void copy_part(u32 target, const unsigned char* source,
                                    const unsigned char* anywhere) {
@@ -69,8 +69,8 @@ struct KvLoader {
     for (int column = 0; column < kBytes; column += 128) {
       const int offset = column + lane * kChunkBytes;
       if (kBytes % 128 != 0 && offset >= kBytes) continue;
-      // Swizzling permutes the chunks of 128 bytes, which the caller has done for the first.
-      const u32 at = target + (kDecodesTokens ? offset : column);
+      // The swizzle permutes chunks within 128 bytes; the caller has applied it to the first.
+      const u32 at = target + (kDequantsKv ? offset : column);
       cp_async_cg_16(at, source == nullptr ? anywhere : source + offset,
                      source == nullptr ? 0 : kChunkBytes);
     }
@@ -86,8 +86,8 @@ struct KvLoader {
     const PagedRows latent{base, params.page_stride, params.token_stride};
     const int lane = lane_index() % 8;
     const u32 target = shared_address(stage_of(smem, next_stage)) +
-                       (kDecodesTokens ? static_cast<u32>(token * kStageRowBytes)
-                                       : swizzled_offset<kTokenBytes>(token, lane));
+                       (kDequantsKv ? static_cast<u32>(token * kStageRowBytes)
+                                    : swizzled_offset<kTokenBytes>(token, lane));
     copy_part<kStoredLatentBytes>(target, exists ? latent.row_of(page, slot) : nullptr, base);
     if constexpr (kStoredRopeBytes > 0) {
       if (!holds_values()) {
@@ -105,14 +105,14 @@ struct KvLoader {
     }
   }
 
-  // Starts the copy of the next item, if there is one, except for the borrowed rounds.
+  // Issues the load of the next stage, if there is one, except for the borrowed rounds.
   __device__ void load_next(SharedMemoryPlan& smem) const {
     if (next_stage >= end_stage) return;
 #pragma unroll
     for (int round = 0; round < kRounds - kScratchRounds; ++round) copy_round(smem, round);
   }
 
-  // Starts the rest of it, and closes its group whether there was an item or not.
+  // Issues the rest of it, and commits the cp.async group, empty or not.
   __device__ void finish_next(SharedMemoryPlan& smem) {
     if (next_stage < end_stage) {
 #pragma unroll

@@ -1,4 +1,4 @@
-// Brings the block's rows of the query into shared memory.
+// Loads the CTA's query rows into shared memory.
 
 #pragma once
 
@@ -10,8 +10,8 @@
 #include "shared_memory.cuh"
 #include "work_tile.cuh"
 
-// Eight lanes take one row.
-__device__ inline void load_query(const Params& params, const Work& work, SharedMemoryPlan& smem) {
+// Eight lanes load one row.
+__device__ inline void load_q(const Params& params, const Work& work, SharedMemoryPlan& smem) {
   const int lane = lane_index() % 8;
   for (int row = static_cast<int>(threadIdx.x) / 8; row < kBlockM; row += kThreads / 8) {
     const int packed_row = work.first_row + row;

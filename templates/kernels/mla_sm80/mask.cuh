@@ -1,5 +1,4 @@
-// Tokens that are hidden from rows for another reason than their position: entries of a list
-// that name no token, and a bias of minus infinity.
+// Masks beyond causality: invalid top-k indices, and a bias of minus infinity.
 
 #pragma once
 
@@ -10,7 +9,7 @@
 #include "shared_memory.cuh"
 #include "work_tile.cuh"
 
-// The numbers that are added to the scores of `row`; null if there are none.
+// Bias of `row`; null if there is none.
 __device__ inline const float* row_bias(const Params& params, const Work& work, int row) {
   if constexpr (!kHasBias) return nullptr;
   const int packed_row = work.first_row + row;
@@ -19,8 +18,8 @@ __device__ inline const float* row_bias(const Params& params, const Work& work, 
          packed_row % work.heads * params.bias_head_stride;
 }
 
-// Returns whether a row sees a token that it is not too early for, and adds the token's bias to the
-// score. Leaves word of what is hidden by a bias.
+// Returns whether a row attends to a token within its KV limit, and adds the token's bias to the
+// score. Records tokens that a bias masks.
 __device__ inline bool attends_token(const float* bias, int first_token, int token, float& score,
                                      SharedMemoryPlan& smem) {
   if constexpr (kIsSparse) {
@@ -31,7 +30,7 @@ __device__ inline bool attends_token(const float* bias, int first_token, int tok
       smem.is_masked[token] = 1;  // all who write it write the same
       return false;
     }
-    // A finite number stays finite: minus infinity is for what is hidden, and infinity makes NaN.
+    // A finite score stays finite: minus infinity means masked, and plus infinity makes NaN.
     const float in_log2 = added * kLog2E;
     const bool overflows = fabsf(in_log2) == kInfinity && added != kInfinity;
     score += overflows ? copysignf(kFloatMax, added) : in_log2;
@@ -39,7 +38,7 @@ __device__ inline bool attends_token(const float* bias, int first_token, int tok
   return true;
 }
 
-// Before a tile: which entries of the list name no token, and that no row has hidden any yet.
+// Called before a tile: marks invalid top-k indices, and clears what the bias masked.
 __device__ inline void begin_kv_block(const Params& params, const int* topk_indices,
                                       int topk_length, int kv_block, SharedMemoryPlan& smem) {
   const int token = static_cast<int>(threadIdx.x);

@@ -1,4 +1,4 @@
-// The output of one block: O += P V.
+// PV GEMM of one KV tile: O += P V.
 
 #pragma once
 
@@ -12,7 +12,7 @@
 #include "ptx/mma.cuh"
 #include "shared_memory.cuh"
 
-// The part of O that one warp holds, in the fragments of mma: element [m][n][e] belongs to
+// O fragment of one warp, as mma lays it out: element [m][n][e] belongs to
 // row output_row(m, e / 2) and output dim output_dim(n, e % 2).
 using Output = float[kRowGroups][kWarpDims / 8][4];
 
@@ -50,7 +50,7 @@ __device__ inline void rescale_output(const SharedMemoryPlan& smem, Output& outp
   }
 }
 
-// Whether a row sees a token that not all rows see.
+// Whether a row attends to a token that some rows mask.
 __device__ inline bool attends(const Params& params, const SharedMemoryPlan& smem, int row,
                                int first_token, int token) {
   if (first_token + token >= smem.row_kv_end[row]) return false;
@@ -60,7 +60,7 @@ __device__ inline bool attends(const Params& params, const SharedMemoryPlan& sme
   return true;
 }
 
-// Whether a token of [first, last) is one of those that some rows do not see.
+// Whether some row masks a token of [first, last).
 __device__ inline bool is_at_boundary(const SharedMemoryPlan& smem, int first_token, int token) {
   if constexpr (kHasBias) {
     return smem.is_masked[token] != 0 || first_token + token >= smem.work.unmasked_kv_end;
@@ -68,12 +68,12 @@ __device__ inline bool is_at_boundary(const SharedMemoryPlan& smem, int first_to
   return true;
 }
 
-// Adds the tokens [first, last) of the tile, which some rows see and others do not, to the rows
-// that see them, and clears them: 0 * NaN is NaN, so a hidden V must not meet the tensor core.
-__device__ inline void accumulate_boundary(const Params& params, SharedMemoryPlan& smem,
-                                           unsigned char* values, int first_token, int first,
-                                           int last, Output& output) {
-  // Not unrolled: a rare path must not take registers from the loop over tiles.
+// Adds the tokens [first, last) of the tile, masked for some rows only, to the rows that attend to
+// them, and zeroes their V: 0 x NaN is NaN, so a masked V must not reach the tensor core.
+__device__ inline void pv_gemm_boundary(const Params& params, SharedMemoryPlan& smem,
+                                        unsigned char* values, int first_token, int first, int last,
+                                        Output& output) {
+  // Not unrolled: a rare path must not take registers from the main loop.
 #pragma unroll 1
   for (int token = first; token < last; ++token) {
     if (!is_at_boundary(smem, first_token, token)) continue;
@@ -117,8 +117,8 @@ __device__ inline void accumulate_boundary(const Params& params, SharedMemoryPla
   __syncthreads();
 }
 
-__device__ inline void accumulate_pv(const SharedMemoryPlan& smem, const unsigned char* tokens,
-                                     Output& output) {
+__device__ inline void pv_gemm(const SharedMemoryPlan& smem, const unsigned char* tokens,
+                               Output& output) {
   const int lane = lane_index();
   const u32 probabilities = shared_address(smem.probabilities);
   const u32 values = shared_address(tokens);

@@ -1,4 +1,4 @@
-// A row of a query that is multiplied as it is stored.
+// Load of a Q row that needs no conversion.
 
 #pragma once
 

@@ -1,4 +1,4 @@
-// A row of a query that is decoded first.
+// Load and dequantisation of an FP8 Q row.
 
 #pragma once
 
@@ -10,7 +10,7 @@
 #include "q_rows.cuh"
 #include "shared_memory.cuh"
 
-// Of packed rows the rope part is bf16; all is multiplied by the scale of the query token.
+// In FP8 rows with a bf16 rope part, the scale of the query token applies to both parts.
 constexpr bool kHasBf16QRope = kIsSame<StoredQuery, Fp8PerToken>;
 
 __device__ inline void load_query_row(const Params& params, i64 query, int head, int row, int lane,

@@ -1,4 +1,4 @@
-// Where a row of the query is, and where it goes.
+// Source and destination of query rows.
 
 #pragma once
 
@@ -8,7 +8,7 @@
 #include "config.cuh"
 #include "shared_memory.cuh"
 
-// Latent and rope part may be tensors of their own; strides in bytes.
+// Latent and rope part may be separate tensors; strides in bytes.
 __device__ inline const unsigned char* latent_q(const Params& params, i64 query, int head) {
   return params.query + query * params.query_stride + head * params.query_head_stride;
 }

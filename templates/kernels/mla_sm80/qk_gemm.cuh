@@ -1,4 +1,4 @@
-// Scores of one tile: S = Q K^T.
+// QK GEMM of one KV tile: S = Q K^T.
 
 #pragma once
 
@@ -9,16 +9,16 @@
 #include "ptx/mma.cuh"
 #include "shared_memory.cuh"
 
-// The part of S that one warp holds, in the fragments of mma: element [m][n][e] belongs to
+// S fragment of one warp, as mma lays it out: element [m][n][e] belongs to
 // row score_row(m, e / 2) and tile token score_token(n, e % 2).
 using Scores = float[kScoreRowGroups][kScoreTokenGroups][4];
 
-// kDimWarps neighbouring token warps multiply together: each takes the tokens of all of them and a
-// part of the dims, which reads shared memory less often than a narrow product over all dims.
+// kDimWarps adjacent token warps cooperate: each takes the tokens of all of them and a part of the
+// dims, which reads shared memory less often than a narrow MMA over all dims.
 constexpr int kProductTokenGroups = kScoreTokenGroups * kDimWarps;
 using Products = float[kScoreRowGroups][kProductTokenGroups][4];
 
-// Steps of 16 dims whose keys are loaded together.
+// Steps of 16 dims whose K fragments are loaded together.
 constexpr int kKeySteps = kProductTokenGroups % 2 == 0 ? 1 : 2;
 
 __device__ inline int token_warp() { return warp_index() % kTokenWarps; }
@@ -33,7 +33,7 @@ __device__ inline int score_token(int group, int parity) {
   return (token_warp() * kScoreTokenGroups + group) * 8 + lane_index() % 4 * 2 + parity;
 }
 
-// Multiplies this warp's dims: of every 64, the 32 or 64 that belong to it.
+// MMAs over this warp's dims: of every 64, the 32 or 64 that belong to it.
 __device__ inline void multiply_dims(const SharedMemoryPlan& smem, const unsigned char* tokens,
                                      Products& products) {
   const int lane = lane_index();
@@ -57,7 +57,7 @@ __device__ inline void multiply_dims(const SharedMemoryPlan& smem, const unsigne
 #pragma unroll
     for (int step = 0; step < 4 / kDimWarps; step += kKeySteps) {
       const int first_chunk = dim_warp() * 4 + step * 2;
-      // A load brings two fragments: of two token groups, or of two steps of a lone one.
+      // One ldmatrix loads two fragments: of two token groups, or of two steps of a single one.
       u32 k[kProductTokenGroups * kKeySteps / 2][4];
 #pragma unroll
       for (int load = 0; load < kProductTokenGroups * kKeySteps / 2; ++load) {
@@ -86,8 +86,8 @@ __device__ inline void multiply_dims(const SharedMemoryPlan& smem, const unsigne
   }
 }
 
-// Gives the partner its tokens' products over this warp's dims, and adds what the partner gives.
-// `scratch` is shared memory that nobody else uses before the next barrier but one.
+// Reduces S over dims with the partner warps: each sends the partial scores of the others' tokens
+// and adds those it receives. `scratch` is free until the barrier after the next one.
 __device__ inline void exchange_products(const Products& products, float* scratch, Scores& scores) {
   static_assert(kDimWarps <= 2, "a warp has one partner");
   constexpr int kExchanged = kScoreRowGroups * kScoreTokenGroups * 4;
@@ -108,9 +108,9 @@ __device__ inline void exchange_products(const Products& products, float* scratc
   }
 }
 
-// `tokens` are those of item `stage_idx`, the last one that is ready.
-__device__ inline void multiply_qk(SharedMemoryPlan& smem, const unsigned char* tokens,
-                                   int stage_idx, Scores& scores) {
+// `tokens` is the tile of load `stage_idx`, the last one that has completed.
+__device__ inline void qk_gemm(SharedMemoryPlan& smem, const unsigned char* tokens, int stage_idx,
+                               Scores& scores) {
   Products products;
   multiply_dims(smem, tokens, products);
   if constexpr (kDimWarps > 1) {

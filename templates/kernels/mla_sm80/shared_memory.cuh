@@ -1,4 +1,4 @@
-// The shared memory of a block, whole.
+// Shared-memory plan of a CTA.
 
 #pragma once
 
@@ -10,17 +10,17 @@ struct SharedMemoryPlan {
   unsigned char query[kBlockM * kTokenBytes];  // [kBlockM][kHeadDimQk], swizzled; then the output
   unsigned char kv[kStages * kStageBytes + kDecodedBytes];  // see stage_of and tokens_of
   unsigned char probabilities[kBlockM * kProbabilityBytes];  // [kBlockM][kBlockN], swizzled
-  Work work;  // here, and not in the registers of every thread
-  int is_masked[kBlockN];  // from some row, for another reason than its position
-  int row_kv_end[kBlockM];  // how many tokens a row sees
-  float row_partial[kTokenWarps][kBlockM];  // what each token warp found for a row: maximum, or sum
-  float row_max[kBlockM];  // what the probabilities are relative to, log2 units
-  float row_alpha[kBlockM];  // what the output so far must be multiplied by
+  Work work;  // once per CTA instead of in the registers of every thread
+  int is_masked[kBlockN];  // for some row, other than by its position
+  int row_kv_end[kBlockM];  // KV limit of a row
+  float row_partial[kTokenWarps][kBlockM];  // row max or row sum of each token warp
+  float row_max[kBlockM];  // P is relative to it; base 2
+  float row_alpha[kBlockM];  // rescale factor of O
 };
 static_assert(sizeof(SharedMemoryPlan) == kSharedBytes, "the spec computes what the struct takes");
 
-// Leaves the work for all threads to read, divides once per row for all tiles to come, and lets
-// every row begin without a reference.
+// Publishes the work to all threads, computes the KV limit of every row once, and resets the row
+// max.
 __device__ inline void store_work(const Work& work, SharedMemoryPlan& smem) {
   if (threadIdx.x == 0) smem.work = work;
   for (int row = static_cast<int>(threadIdx.x); row < kBlockM; row += kThreads) {
@@ -29,12 +29,12 @@ __device__ inline void store_work(const Work& work, SharedMemoryPlan& smem) {
   }
 }
 
-// Where item `stage_idx` arrives, [kBlockN] rows of kStageRowBytes.
+// Stage that load `stage_idx` fills: [kBlockN] rows of kStageRowBytes.
 __device__ inline unsigned char* stage_of(SharedMemoryPlan& smem, int stage_idx) {
   return smem.kv + stage_idx % kStages * kStageBytes;
 }
 
-// Where it is multiplied from once it is ready, swizzled [kBlockN][kHeadDimQk].
+// The tile as the MMA reads it, swizzled [kBlockN][kHeadDimQk].
 __device__ inline unsigned char* tokens_of(SharedMemoryPlan& smem, int stage_idx) {
-  return kDecodesTokens ? smem.kv + kStages * kStageBytes : stage_of(smem, stage_idx);
+  return kDequantsKv ? smem.kv + kStages * kStageBytes : stage_of(smem, stage_idx);
 }

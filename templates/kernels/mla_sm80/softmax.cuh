@@ -1,4 +1,4 @@
-// Online softmax over the tiles of one block.
+// Online softmax over the KV tiles of one CTA.
 
 #pragma once
 
@@ -15,8 +15,8 @@
 #include "softmax/row_reduce.cuh"
 #include "softmax/softmax_scale.cuh"
 
-// The sums are over this thread's tokens only, of probabilities as P V uses them: rounded. The
-// references, in log2 units, are in shared memory.
+// Row sums cover this thread's tokens only, of P as rounded for the PV GEMM. The row max, base 2,
+// is in shared memory.
 struct Softmax {
   const Params& params;
   float scale;  // of the scores, times log2(e)
@@ -32,20 +32,19 @@ struct Softmax {
     }
   }
 
-  // A score in log2 units. Rounded by itself, never fused with a subtraction: the vote on whether
-  // it exceeds a reference, and the reference that is moved to it, must speak of the same number.
+  // Base-2 score. Rounded on its own, never fused with a subtraction: the ballot on whether it
+  // exceeds the row max and the row max updated to it must use the same number.
   __device__ float scaled(float score) const { return __fmul_rn(score, scale); }
 
-  // How many tokens of the tile a row sees; more than kBlockN means all.
+  // KV limit of a row within the tile; more than kBlockN means all.
   __device__ static int kv_end_of_row(int row, int first_token, const SharedMemoryPlan& smem) {
     // Padding has no bias to read.
     const bool is_unmasked = !kHasBias && first_token + kBlockN <= smem.work.unmasked_kv_end;
     return is_unmasked ? kBlockN : smem.row_kv_end[row] - first_token;
   }
 
-  // Writes the probabilities of a tile relative to the references as they are. Returns whether a
-  // score exceeds its reference by too much, as any score does that is the first of its row; then
-  // what was written has no meaning.
+  // Writes P of a tile relative to the current row max. Returns whether a score exceeds it by more
+  // than the rescale threshold, as the first score of a row always does; P is invalid then.
   __device__ bool write_probabilities(const Scores& scores, int first_token,
                                       SharedMemoryPlan& smem) {
     bool exceeds = false;
@@ -67,7 +66,7 @@ struct Softmax {
             float score = scaled(scores[m][n][half * 2 + parity]);
             const bool attends =
                 token < col_limit && attends_token(bias, first_token, token, score, smem);
-            // A select, not arithmetic: the hidden score may be NaN.
+            // A select, not arithmetic: the masked score may be NaN.
             const float relative = attends ? score - row_max : -kInfinity;
             exceeds |= relative > kRescaleThreshold;
             p[parity] = ex2_approx(relative);
@@ -85,8 +84,8 @@ struct Softmax {
     return exceeds;
   }
 
-  // Moves the reference of every row whose maximum over all token warps exceeds it by too much, and
-  // says what the output so far must be multiplied by. Ends with the probabilities written anew.
+  // Updates the row max of every row whose max over all token warps exceeds the threshold, computes
+  // the rescale factor alpha of O, and writes P again.
   __device__ void update_row_max(const Scores& scores, int first_token, SharedMemoryPlan& smem) {
     write_maxima(scores, first_token, smem);
     __syncthreads();
@@ -113,7 +112,7 @@ struct Softmax {
     __syncthreads();
   }
 
-  // Leaves the maximum of every row of the tile over this warp's tokens.
+  // Publishes the max of every row of the tile over this warp's tokens.
   __device__ void write_maxima(const Scores& scores, int first_token,
                                SharedMemoryPlan& smem) const {
 #pragma unroll
@@ -149,7 +148,7 @@ struct Softmax {
     }
   }
 
-  // Leaves the parts of each row's sum in shared memory, for every warp to read.
+  // Publishes the partial sums of each row to all warps.
   __device__ void publish(SharedMemoryPlan& smem) {
 #pragma unroll
     for (int m = 0; m < kScoreRowGroups; ++m) {

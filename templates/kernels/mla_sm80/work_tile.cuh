@@ -1,4 +1,4 @@
-// Which rows and which tokens this block attends to.
+// Work tile of a CTA: its query rows, and its split of the KV tokens.
 
 #pragma once
 
@@ -10,25 +10,25 @@
 #include "common/types.cuh"
 #include "config.cuh"
 
-// A row is one (query token, head) pair of a request, query token first, so that rows are
-// contiguous in [tokens, heads, dim] tensors. A block takes kBlockM rows and one split of the
-// tokens. Where every query token has a list of tokens of its own, it counts as a request.
+// A row is one (query token, head) pair of a sequence, query token first, so that rows are
+// contiguous in [tokens, heads, dim] tensors. A CTA takes kBlockM rows and one split of the KV
+// tokens. In sparse attention every query token is a sequence of its own.
 struct alignas(64) Work {
   int seq_idx;
   int split;
   int heads;
-  int q_len;  // query tokens of this request
-  i64 first_query;  // index of the request's first query token among all
+  int q_len;  // query tokens of this sequence
+  i64 first_query;  // index of the sequence's first query token among all
   int kv_len;  // tokens in the cache, the new ones included
-  int first_row;  // of this block, among the request's rows
-  int rows;  // of this block; the rest of kBlockM is padding
+  int first_row;  // of this CTA, among the sequence's rows
+  int rows;  // of this CTA; the rest of kBlockM is padding
   int is_causal;
-  int unmasked_kv_end;  // tokens that every row of this block sees
-  int kv_end;  // tokens that some row sees
+  int unmasked_kv_end;  // end of the tokens that every row attends to
+  int kv_end;  // end of the tokens that any row attends to
   int first_kv_block;
   int end_kv_block;  // one past
 
-  // How many tokens `row` (0 to kBlockM - 1) sees: all up to its own position, or all.
+  // KV limit of `row` (0 to kBlockM - 1): up to its own position, or all.
   __device__ int kv_end_of_row(int row) const {
     const int later = is_causal ? q_len - 1 - (first_row + row) / heads : 0;
     return row >= rows ? 0 : max(kv_len - later, 0);

@@ -1,4 +1,5 @@
-// Adds a piece that has been brought to the accumulators, and its rows' states to theirs.
+// Pairwise combine: adds the partial O of the other split, loaded into shared memory, to the
+// accumulators, and its softmax state (m, l) to that of the rows.
 
 #pragma once
 
@@ -34,6 +35,6 @@ __device__ inline void accumulate_partial(const ReduceGroup&, const CombineSmem&
     set_accumulator(
         accumulators, i,
         make_float4(own.x + other.x, own.y + other.y, own.z + other.z, own.w + other.w));
-    if (i % 4 == 3) __syncwarp();  // there are no registers for more at a time
+    if (i % 4 == 3) __syncwarp();  // limits the loads in flight: registers are scarce
   }
 }

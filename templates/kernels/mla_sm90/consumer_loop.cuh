@@ -1,4 +1,4 @@
-// The consumers: all items of the block, one after the other.
+// Consumer loop: processes the work items of the CTA in order.
 
 #pragma once
 
@@ -21,7 +21,7 @@ __device__ inline void consumer_loop(const Params& params, SharedMemoryPlan& sme
     if (work.seq_idx < 0) return;
     wait_query(smem, work_idx);
     process_work(params, work, smem, state);
-    work_idx = work.work_idx + 1;  // not kept in a register meanwhile
+    work_idx = work.work_idx + 1;  // reloaded: takes no register during the mainloop
     __syncwarp();
     if (reload_lane() == 0) arrive(smem.work_empty[work_slot(work_idx - 1)]);
   }

@@ -1,4 +1,4 @@
-// A token as it lies in the cache.
+// A stored KV token: one row of the paged cache.
 
 #pragma once
 
@@ -9,11 +9,10 @@
 struct StoredToken {
   const unsigned char* row;
 
-  // One of its values.
   __device__ u16 element(int dim) const { return reinterpret_cast<const u16*>(row)[dim]; }
 };
 
-// The token in `slot` of `page`, which exists.
+// `page` must exist.
 __device__ inline StoredToken stored_token(const Params& params, int page, int slot) {
   const PagedRows rows{params.cache, params.page_stride, params.token_stride};
   return {rows.row_of(page, slot)};

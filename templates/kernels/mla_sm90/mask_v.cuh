@@ -1,5 +1,5 @@
-// Values that some row of a tile must not see: 0 * NaN is NaN, so what is not finite must not
-// meet the tensor cores, though its weight is 0.
+// NaN/Inf in masked V: replaces non-finite elements by zero before the PV GEMM. The probability of
+// a masked token is 0, but 0 * NaN is NaN.
 
 #pragma once
 
@@ -8,10 +8,11 @@
 #include "finite.cuh"
 #include "shared_memory.cuh"
 
-// Puts zeros for what is not finite in the tokens from `first` on of a block, of whose tiles
-// `tile_of` tells the places; 128 threads. Remembers whether a row sees such a token.
+// Called by 128 threads. Clears non-finite V elements of a KV block's tokens from `first` on;
+// `tile_of(i)` is the address of its tile i. Sets the flag if any row attends to such a token, that
+// is, one before `num_attended`: the epilogue then restores the NaN/Inf.
 template <typename TileOf>
-__device__ inline void clear_nonfinite(SharedMemoryPlan& smem, int first, int num_visible,
+__device__ inline void clear_nonfinite(SharedMemoryPlan& smem, int first, int num_attended,
                                        TileOf tile_of) {
   constexpr int kTokenChunks = kLatentDim * 2 / kChunkBytes;
 #pragma unroll 1
@@ -31,6 +32,6 @@ __device__ inline void clear_nonfinite(SharedMemoryPlan& smem, int first, int nu
     }
     if (!is_changed) continue;
     *chunk_ptr = cleared;
-    if (token < num_visible) smem.has_nonfinite = 1;
+    if (token < num_attended) smem.has_nonfinite = 1;
   }
 }

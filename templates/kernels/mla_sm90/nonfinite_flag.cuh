@@ -1,4 +1,4 @@
-// Whether some row of the item sees a value that has been cleared.
+// Non-finite flag: whether any row of the work item attends to a V element that was cleared.
 
 #pragma once
 

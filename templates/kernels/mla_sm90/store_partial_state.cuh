@@ -1,4 +1,4 @@
-// What is left of the rows of a piece, where threads have states of rows in registers.
+// Partial softmax state (m, l) and fp16 scales of a split's rows, from registers to the workspace.
 
 #pragma once
 

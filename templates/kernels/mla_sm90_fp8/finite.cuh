@@ -1,5 +1,5 @@
-// Values that some row of a tile must not see: 0 * NaN is NaN, so a NaN must not meet the tensor
-// cores, though its weight is 0. Of a NaN all bits are set but the sign.
+// Finite elements of V in e4m3, which has no Inf; a NaN has every bit but the sign set. Masked V is
+// cleared of NaN before the PV GEMM: its probability is 0, but 0 * NaN is NaN.
 
 #pragma once
 

@@ -1,4 +1,4 @@
-// The loader, one warp: streams the blocks of tokens of every item through the ring.
+// KV producer warp: loads the KV blocks of all work items by TMA, one pipeline stage per KV block.
 
 #pragma once
 
@@ -16,8 +16,8 @@
 #include "scheduler/throttle.cuh"
 #include "shared_memory.cuh"
 
-// Issuing a copy takes hundreds of clocks beside products: the latent part of a block in one page
-// is one copy. Else each lane copies a tile; those behind the last tile copy nothing.
+// Issuing a TMA copy takes hundreds of cycles beside MMAs. So the latent part of a KV block that
+// lies in one page is one copy, and otherwise each lane copies one tile.
 __device__ inline void copy_kv_block(const Params& params, const KvTileBoxes& boxes, u32 target,
                                      u32 full, u64 cache_hint) {
   const int lane = lane_index();
@@ -39,8 +39,8 @@ __device__ inline void copy_kv_block(const Params& params, const KvTileBoxes& bo
   __syncwarp();
 }
 
-// `coord` is of the first item. A block of a team has its first tokens before it asks for more:
-// else the last of them waits for all that others have asked for.
+// `coord` is the first work item. A CTA of a CTA group waits for its first KV block before it loads
+// more: otherwise the first load of the last CTA queues behind all loads of the others.
 __device__ inline void load_kv(const Params& params, int, WorkCoord coord, SharedMemoryPlan& smem) {
   const u64 cache_hint = kv_cache_hint(params.cta_group_size > 1);
   CtaThrottle throttle(params, smem.scheduler_storage.range);

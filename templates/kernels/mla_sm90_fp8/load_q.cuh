@@ -1,4 +1,4 @@
-// Brings the query of an item into shared memory.
+// Q load: the FP8 query rows of a work item, by cp.async.
 
 #pragma once
 
@@ -11,8 +11,7 @@
 #include "scheduler/schedule_range.cuh"
 #include "shared_memory.cuh"
 
-// Begins to copy the rows of a query, by `threads` threads of which this is number `thread`; eight
-// lanes copy a row, 128 bytes at a time.
+// Called by `threads` threads; eight lanes copy a row, 128 bytes at a time. Only issues the copies.
 __device__ inline void load_q_async(const Params& params, const WorkCoord& coord,
                                     SharedMemoryPlan& smem, int thread, int threads) {
   const int lane = thread % 8;
@@ -24,7 +23,7 @@ __device__ inline void load_q_async(const Params& params, const WorkCoord& coord
     const unsigned char* latent = params.query + query * params.query_stride +
                                   head * params.query_head_stride + lane * kChunkBytes;
     const u32 latent_target = target + swizzled_offset<kTileRowBytes>(row, lane);
-    const u32 bytes = is_row ? kChunkBytes : 0;  // padding is zeros
+    const u32 bytes = is_row ? kChunkBytes : 0;  // zero-fills padding rows
 #pragma unroll
     for (int tile = 0; tile < kLatentTiles; ++tile) {
       cp_async_cg_16(latent_target + tile * kQueryTileBytes, latent + tile * kTileRowBytes, bytes);

@@ -1,4 +1,4 @@
-// Where the operands of products lie.
+// MMA operands: descriptors of Q, K and P in shared memory.
 
 #pragma once
 
@@ -10,39 +10,39 @@
 #include "ptx/wgmma_e4m3.cuh"
 #include "shared_memory.cuh"
 
-// Elements that one step of a product multiplies, and so bytes.
+// K dimension of an FP8 MMA, in elements and so in bytes.
 constexpr int kStepElements = 32;
 
-// Where P of a block lies in its stage: on the rope tile, which nobody needs once the scores are
-// done; the four warps' parts of a product end together, or at least not as far apart as a warp
-// takes for its probabilities. A row is 64 bytes, swizzled.
+// P overwrites the rope tile of its stage, in swizzled rows of 64 bytes. The tile is dead once the
+// QK GEMM is complete: the four warps complete an MMA closer together than the time one of them
+// takes to compute P.
 constexpr u32 kProbabilitiesOffset = kLatentTiles * kTileBytes;
 
-// Lower word of the descriptor of what lies at an address.
-__device__ inline u32 operand_at(u32 address) { return descriptor_low(address, 16); }
+// Low word of the matrix descriptor of an operand.
+__device__ inline u32 operand_desc(u32 address) { return descriptor_low(address, 16); }
 
 using Scores = float[kBlockN / 2];
 
 constexpr int kTileSteps = kTileRowBytes / kStepElements;
-constexpr int kScoreSteps = kHeadDimQk / kStepElements;
+constexpr int kQkSteps = kHeadDimQk / kStepElements;
 
-// S = Q K^T of the block in a stage, step by step.
-struct ScoreSteps {
-  u32 query;
-  u32 keys;
+// The MMAs of S = Q K^T for the KV block in a stage.
+struct QkMma {
+  u32 q_desc;
+  u32 k_desc;
 
-  __device__ ScoreSteps(const SharedMemoryPlan& smem, int stage)
-      : query(operand_at(shared_address(&smem))) {
-    // Else compilers compute descriptors ahead of the loop, for which there are no registers.
-    mov_b32(query);
-    keys = query + descriptor_step(kQueryBytes) + stage * descriptor_step(kKvBlockBytes);
+  __device__ QkMma(const SharedMemoryPlan& smem, int stage)
+      : q_desc(operand_desc(shared_address(&smem))) {
+    // Opaque: compilers would hoist all descriptors out of the loop, and spill.
+    mov_b32(q_desc);
+    k_desc = q_desc + descriptor_step(kQueryBytes) + stage * descriptor_step(kKvBlockBytes);
   }
 
-  __device__ void begin(Scores& scores, int step) const {
+  __device__ void issue(Scores& scores, int step) const {
     const int tile = step / kTileSteps;
     const u32 k_offset = step % kTileSteps * kStepElements;
-    const u32 q = query + descriptor_step(tile * kQueryTileBytes + k_offset);
-    const u32 k = keys + descriptor_step(tile * kTileBytes + k_offset);
+    const u32 q = q_desc + descriptor_step(tile * kQueryTileBytes + k_offset);
+    const u32 k = k_desc + descriptor_step(tile * kTileBytes + k_offset);
     if (tile < kLatentTiles) {
       wgmma_mma(E4m3{}, scores, smem_desc(q), smem_desc(k), step > 0);
     } else {

@@ -1,10 +1,11 @@
-// The consumers: add the values of all blocks of all items, by their probabilities.
+// PV loop of the PV warpgroups: O^T += V^T P^T for every KV block of every work item.
 
 #pragma once
 
 #include "accumulators.cuh"
 #include "combine/epilogue.cuh"
 #include "common/barriers.cuh"
+#include "common/named_barrier.cuh"
 #include "common/params.cuh"
 #include "common/reload_tid.cuh"
 #include "common/types.cuh"
@@ -16,7 +17,6 @@
 #include "output_dims.cuh"
 #include "pipeline/kv_stages.cuh"
 #include "pipeline/work_pipeline.cuh"
-#include "ptx/barrier.cuh"
 #include "ptx/fence.cuh"
 #include "ptx/mov.cuh"
 #include "ptx/wgmma.cuh"
@@ -25,8 +25,8 @@
 #include "shared_memory.cuh"
 #include "v_fragments.cuh"
 
-// The tensor cores keep sums with 13 bits, too few for a long sequence: each block has a sum of its
-// own, which is added in fp32.
+// FP8 MMAs accumulate with 13 bits, too few for a long sequence (two-level accumulation, as in
+// DeepGEMM): each KV block has accumulators of its own, promoted into fp32 ones.
 using BlockAccumulators = float[kBlockM / 2];
 
 struct PvWarpgroup {
@@ -42,12 +42,12 @@ struct PvWarpgroup {
     }
   }
 
-  // By the factors that warps of the scorer have left; others have left none.
-  __device__ void rescale(int stage, u32 rescales) {
+  // Rescales O by alpha, for the rows of the QK warps whose flag is set; others stored no alpha.
+  __device__ void rescale(int stage, u32 rescale_flags) {
     const float* alpha = &smem.rescale[stage][row_of(0)];
 #pragma unroll
     for (int warp = 0; warp < kWarpsWithRows; ++warp) {
-      if (!__any_sync(~0u, (rescales >> warp * 8 & 0xff) != 0)) continue;
+      if (!__any_sync(~0u, (rescale_flags >> warp * 8 & 0xff) != 0)) continue;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int group = warp * 2 + half;
@@ -56,17 +56,16 @@ struct PvWarpgroup {
     }
   }
 
-  // Begins the product of one tile of dims.
-  __device__ static void pv_gemm_tile(Values& values, u32 probabilities,
-                                      BlockAccumulators& block_acc) {
+  // Issues the PV GEMM of one tile of dims.
+  __device__ static void pv_gemm_tile(VFragments& v, u32 p_desc, BlockAccumulators& block_acc) {
     wgmma_fence_operand(block_acc);
 #pragma unroll
-    for (int k = 0; k < kSteps; ++k) wgmma_fence_operand(values[k]);
+    for (int k = 0; k < kPvSteps; ++k) wgmma_fence_operand(v[k]);
     wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < kSteps; ++k) {
-      wgmma_mma(E4m3{}, block_acc, values[k],
-                descriptor_64(probabilities + descriptor_step(k * kStepElements)), k > 0);
+    for (int k = 0; k < kPvSteps; ++k) {
+      wgmma_mma(E4m3{}, block_acc, v[k], descriptor_64(p_desc + descriptor_step(k * kStepElements)),
+                k > 0);
     }
     wgmma_commit_group();
   }
@@ -76,61 +75,61 @@ struct PvWarpgroup {
     wgmma_fence_operand(block_acc);
 #pragma unroll
     for (int i = 0; i < kBlockM / 2; ++i) accumulators[tile][i] += block_acc[i];
-    wgmma_fence_operand(accumulators[tile]);  // added here, not when all sums have come
+    wgmma_fence_operand(accumulators[tile]);  // keeps the addition here, beside the next MMA
   }
 
-  // `values` are those of tile 0. What was before the block is multiplied by factors while its
-  // first product is under way, for that is a sum of its own.
-  __device__ void pv_gemm(const ValueRows& rows, Values& values, u32 probabilities, int stage,
-                          u32 rescales) {
+  // `v` holds the V fragments of tile 0. The rescale of O overlaps the first MMAs, which do not
+  // touch the fp32 accumulators.
+  __device__ void pv_gemm(const VLoader& v_loader, VFragments& v, u32 p_desc, int stage,
+                          u32 rescale_flags) {
     BlockAccumulators block_acc;
-    pv_gemm_tile(values, probabilities, block_acc);
-    if (__any_sync(~0u, rescales != 0)) rescale(stage, rescales);
+    pv_gemm_tile(v, p_desc, block_acc);
+    if (__any_sync(~0u, rescale_flags != 0)) rescale(stage, rescale_flags);
 #pragma unroll
     for (int tile = 1; tile < kDimTiles; ++tile) {
       accumulate_block(block_acc, tile - 1);
-      rows.load(values, tile);
-      pv_gemm_tile(values, probabilities, block_acc);
+      v_loader.load(v, tile);
+      pv_gemm_tile(v, p_desc, block_acc);
     }
     accumulate_block(block_acc, kDimTiles - 1);
   }
 
-  // Of the block that is the first of the `num_remaining` that are left of the item.
-  __device__ void clear_values(const ValueRows& rows, int num_remaining) {
+  // Clears NaN in the KV block that is the first of the last `num_remaining` of the work item.
+  __device__ void clear_nan_v(const VLoader& v_loader, int num_remaining) {
     const int first_token = (work.first_kv_block + work.num_kv_blocks - num_remaining) * kBlockN;
     const int first = work.unmasked_kv_end - first_token;
-    if (rows.clear_nan(smem, first, work.kv_end - first_token)) {
+    if (v_loader.clear_nan(smem, first, work.kv_end - first_token)) {
       nonfinite_flag(smem, work) = 1;
     }
-    fence_proxy_async();  // tokens are copied to the same place
+    fence_proxy_async();  // TMA overwrites the stage later
     __syncwarp();
   }
 
-  // From block number `first_masked` on, some row does not see all tokens.
+  // KV blocks from `first_masked` on, counted as `blocks_done`, need a mask for some row.
   __device__ void process_block(u32& blocks_done, u32 first_masked, u32 end) {
     const int stage = stage_of(blocks_done);
     const u32 phase = phase_of(blocks_done);
     wait(smem.kv_full[stage], phase);
     const u32 address = shared_address(smem.kv[0]) + stage * kKvBlockBytes;
-    const ValueRows rows(address);
-    Values values;
-    // The first values are in registers when probabilities come. Once they have, nobody needs the
-    // tokens as they are.
-    rows.load(values, 0);
+    const VLoader v_loader(address);
+    VFragments v;
+    // The first V fragments are in registers before P arrives. Once it has, the QK warpgroup no
+    // longer reads the KV block, and NaN may be cleared in place.
+    v_loader.load(v, 0);
     wait(smem.probabilities_full[stage], phase);
-    const u32 rescales = smem.rescales[stage];
+    const u32 rescale_flags = smem.rescale_flags[stage];
     if (__any_sync(~0u, blocks_done >= first_masked)) {
-      clear_values(rows, end - blocks_done);
-      rows.load(values, 0);
+      clear_nan_v(v_loader, end - blocks_done);
+      v_loader.load(v, 0);
     }
-    pv_gemm(rows, values, operand_at(address + kProbabilitiesOffset), stage, rescales);
+    pv_gemm(v_loader, v, operand_desc(address + kProbabilitiesOffset), stage, rescale_flags);
     __syncwarp();
     if (reload_lane() == 0) arrive(smem.kv_empty[stage_of(blocks_done)]);
     ++blocks_done;
   }
 
-  // Blocks that all rows see whole come first. The loop ends by a vote, and blocks are counted by
-  // `blocks_done` alone: what depends on it is then in registers of the whole warp.
+  // Unmasked KV blocks come first. The any-sync and the single counter `blocks_done` make stages
+  // and addresses warp-uniform, so they live in uniform registers.
   __device__ void process_work(u32& blocks_done) {
     const int unmasked =
         min(work.unmasked_kv_end / kBlockN - work.first_kv_block, work.num_kv_blocks);
@@ -143,21 +142,21 @@ struct PvWarpgroup {
 
 __device__ inline void pv_loop(const Params& params, SharedMemoryPlan& smem) {
   finish_q_load(smem.first_query_full);
-  u32 blocks_done = 0;  // blocks
+  u32 blocks_done = 0;  // KV blocks, over all work items
   u32 work_idx = 0;
   while (true) {
     wait(smem.work_full[work_slot(work_idx)], work_phase(work_idx));
     if (smem.work_items[work_slot(work_idx)].seq_idx < 0) return;
-    mov_b32(work_idx);  // else the address of the request is kept meanwhile
+    mov_b32(work_idx);  // else compilers hold the address of the work item during the main loop
     const WorkItem& work = smem.work_items[work_slot(work_idx)];
     PvWarpgroup pv_warpgroup(smem, work);
     pv_warpgroup.process_work(blocks_done);
     wait(smem.row_state_full[work_slot(work.work_idx)], work_phase(work.work_idx));
-    // What either consumer has found to be not finite counts for both.
-    barrier_sync(kConsumerBarrier, kConsumerThreads);
+    // A NaN that either PV warpgroup found counts for both.
+    sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
     ThreadRows rows{smem, work_slot(work.work_idx)};
     epilogue(params, work, smem, pv_warpgroup.accumulators, rows);
-    work_idx = work.work_idx + 1;  // not kept in a register meanwhile
+    work_idx = work.work_idx + 1;  // reloaded, so that the main loop holds no register for it
     __syncwarp();
     if (reload_lane() == 0) arrive(smem.work_empty[work_slot(work_idx - 1)]);
   }

@@ -1,9 +1,10 @@
-// The scorer, four warps: scores and probabilities of all blocks of all items.
+// QK loop of the QK warpgroup: S = Q K^T and online softmax for every KV block of every work item.
 
 #pragma once
 
 #include "combine/fp16_scale.cuh"
 #include "common/barriers.cuh"
+#include "common/named_barrier.cuh"
 #include "common/params.cuh"
 #include "common/reload_tid.cuh"
 #include "common/swizzle.cuh"
@@ -11,7 +12,6 @@
 #include "config.cuh"
 #include "mma_operands.cuh"
 #include "pipeline/work_pipeline.cuh"
-#include "ptx/barrier.cuh"
 #include "ptx/fence.cuh"
 #include "ptx/stmatrix.cuh"
 #include "ptx/wgmma.cuh"
@@ -21,24 +21,24 @@
 #include "softmax/row_reduce.cuh"
 #include "softmax/softmax_scale.cuh"
 
-// A block whose scores are computed.
+// The KV block whose scores become probabilities.
 struct SoftmaxBlock {
-  int kv_block_idx;  // of the request's
+  int kv_block_idx;  // in the sequence
   int stage;
-  u32 p_addr;  // where this lane stores its part of the probabilities
-  bool needs_mask;  // whether some row does not see all of it
+  u32 p_addr;  // this lane's stmatrix address of P
+  bool needs_mask;  // whether any row does not attend to the whole KV block
 };
 
 struct QkWarpgroup {
   SharedMemoryPlan& smem;
   const WorkItem& work;
-  PipelineState<kStages>& pipe;  // of the block whose scores are next
+  PipelineState<kStages>& pipe;  // at the next KV block
   Softmax softmax;
 
   __device__ QkWarpgroup(SharedMemoryPlan& smem, const WorkItem& work, PipelineState<kStages>& pipe)
       : smem(smem), work(work), pipe(pipe) {}
 
-  // When the tokens of the next block have come; its stage.
+  // Waits for the next KV block and returns its stage.
   __device__ int next_stage() {
     const int stage = pipe.index;
     wait(smem.kv_full[stage], pipe.phase);
@@ -46,24 +46,24 @@ struct QkWarpgroup {
     return stage;
   }
 
-  // Begins the scores of a block, and adds up the probabilities of the one before, of which a word
-  // follows each step: tensor cores take a step only when they have done most of the one before,
-  // and a warp that waits for that does nothing else.
+  // Issues the QK GEMM of a KV block, interleaved with the row sums of the preceding one: a word of
+  // P after each MMA. The tensor cores accept an MMA only when they have done most of the previous
+  // one, and a warp that waits for that issues nothing else.
   __device__ void qk_gemm(Scores& scores, const Probabilities& previous, int stage) {
-    const ScoreSteps steps(smem, stage);
+    const QkMma qk_mma(smem, stage);
     ProbabilitySums sums;
     wgmma_fence_operand(scores);
     wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < kScoreSteps; ++step) {
-      steps.begin(scores, step);
-      if (step < kWords) sums.add_word(previous, step);
+    for (int step = 0; step < kQkSteps; ++step) {
+      qk_mma.issue(scores, step);
+      if (step < kPWords) sums.add_word(previous, step);
     }
     wgmma_commit_group();
     softmax.add(sums);
   }
 
-  // Where this lane stores its part of the probabilities of the block in `stage`.
+  // This lane's stmatrix address of P of the KV block in `stage`.
   __device__ u32 p_address(int stage) const {
     const int lane = reload_lane();
     const int row = reload_warp() % 4 * kRowsPerWarp + lane % 16;
@@ -71,9 +71,9 @@ struct QkWarpgroup {
            swizzled_offset<kRopeRowBytes>(row, lane / 16);
   }
 
-  // All of it stands here once: until an SM has had instructions, fetching them takes it longer
-  // than what they say. What probabilities take is at hand when the scores are: nobody waits as
-  // long for anything as for what follows them.
+  // One loop body for all KV blocks, not unrolled: I-cache misses at kernel start cost more than
+  // the instructions themselves. The operands of the softmax are ready before the scores are: the
+  // step from S to P is the critical path of the CTA.
   __device__ void process_blocks() {
     Scores scores;
     Probabilities probabilities = {};
@@ -88,32 +88,32 @@ struct QkWarpgroup {
                                           kv_block >= first_masked};
       wgmma_wait_group<0>();
       wgmma_fence_operand(scores);
-      const bool rescales = softmax_step(scores, scale, probabilities, softmax_block);
-      publish(stage, rescales);
+      const bool needs_rescale = softmax_step(scores, scale, probabilities, softmax_block);
+      publish_p(stage, needs_rescale);
     }
     ProbabilitySums sums;
 #pragma unroll
-    for (int word = 0; word < kWords; ++word) sums.add_word(probabilities, word);
+    for (int word = 0; word < kPWords; ++word) sums.add_word(probabilities, word);
     softmax.add(sums);
   }
 
-  // Of a narrow tile, the last warps have none. A vote, so that compilers know all lanes agree.
+  // With a small `kBlockM` the last warps have no rows. An any-sync makes the result warp-uniform.
   __device__ static bool has_rows() {
     return kWarpsWithRows == kQkWarps || __any_sync(~0u, reload_warp() % 4 < kWarpsWithRows);
   }
 
-  // Turns scores into probabilities and stores them, and once more those that are not what they
-  // should be. Says whether a reference has moved, so that what was before is multiplied by
-  // factors.
+  // Softmax of a KV block. The fast path computes and stores P with the stale row max and no mask.
+  // If the result does not hold, the slow path masks, updates the row max and stores P again.
+  // Returns whether O needs a rescale.
   __device__ bool softmax_step(Scores& scores, float scale, Probabilities& probabilities,
                                const SoftmaxBlock& softmax_block) {
 #pragma unroll
-    for (int word = 0; word < kWords; ++word) {
+    for (int word = 0; word < kPWords; ++word) {
       softmax.exp_word(scores, scale, probabilities, word);
     }
     if (!has_rows()) return false;
     store(probabilities, softmax_block.p_addr);
-    if (softmax.fits(probabilities, softmax_block.needs_mask)) return false;
+    if (softmax.fast_path_holds(probabilities, softmax_block.needs_mask)) return false;
     scale_scores(scores, scale);
     if (softmax_block.needs_mask) mask_scores(scores, work, softmax_block.kv_block_idx * kBlockN);
     float alpha[kScoreRows];
@@ -128,20 +128,20 @@ struct QkWarpgroup {
                 probabilities[7]);
   }
 
-  // Tells consumers that the probabilities are there.
-  __device__ void publish(int stage, bool rescales) const {
+  // Arrives at `probabilities_full` for the PV warpgroups.
+  __device__ void publish_p(int stage, bool needs_rescale) const {
     if (!has_rows()) return;
     if (reload_lane() == 0) {
-      reinterpret_cast<unsigned char*>(&smem.rescales[stage])[reload_warp() % 4] =
-          static_cast<unsigned char>(rescales);
+      reinterpret_cast<unsigned char*>(&smem.rescale_flags[stage])[reload_warp() % 4] =
+          static_cast<unsigned char>(needs_rescale);
     }
     fence_proxy_async();
     __syncwarp();
     if (reload_lane() == 0) arrive(smem.probabilities_full[stage]);
   }
 
-  // What the sums before a block are multiplied by: before a first block there are none. Says
-  // whether it is other than 1.
+  // Stores alpha of the rows unless it is 1 for the whole warp. The first KV block of a work item
+  // has no O to rescale. Returns whether alpha was stored.
   __device__ bool publish_alpha(const float (&alpha)[kScoreRows],
                                 const SoftmaxBlock& softmax_block) const {
     const bool needs_rescale = alpha[0] != 1.0f || alpha[1] != 1.0f;
@@ -157,8 +157,9 @@ struct QkWarpgroup {
 
   __device__ void process_work() {
     if (work.num_kv_blocks == 0) {
-      // When all warps have seen the query come; products would see to that.
-      barrier_sync(kQkBarrier, kQkThreads);
+      // All warps must have observed the phase of Q before it is released. With KV blocks the MMAs
+      // ensure that: they complete after all four warps have issued them.
+      sync(NamedBarrier::QkSynced, kQkThreads);
       release_query();
       return;
     }
@@ -170,7 +171,7 @@ struct QkWarpgroup {
     if (reload_tid() % 128 == 0) arrive(smem.query_empty);
   }
 
-  // Leaves what the rows have come to, for the consumers.
+  // Publishes row max and row sum of the work item to the PV warpgroups.
   __device__ void publish_row_state(int stage) const {
     if (!has_rows()) return;
 #pragma unroll
@@ -179,8 +180,8 @@ struct QkWarpgroup {
       if (reload_lane() % 4 != 0) continue;
       smem.row_max[stage][score_row(r)] = softmax.row_max[r];
       smem.row_sum[stage][score_row(r)] = row_sum;
-      // A row adds up values by its probabilities.
-      smem.row_scale[stage][score_row(r)] = fp16_scale(row_sum * kMaxValue);
+      // |O| <= l * max |V|.
+      smem.row_scale[stage][score_row(r)] = fp16_scale(row_sum * kMaxE4m3);
     }
     __syncwarp();
     if (reload_lane() == 0) arrive(smem.row_state_full[stage]);
@@ -189,7 +190,7 @@ struct QkWarpgroup {
 
 __device__ inline void qk_loop(const Params& params, SharedMemoryPlan& smem) {
   if (reload_tid() % 128 == 0) smem.score_scale = score_scale(params) * kLog2E;
-  barrier_sync(kQkBarrier, kQkThreads);
+  sync(NamedBarrier::QkSynced, kQkThreads);
   PipelineState<kStages> pipe;
   u32 work_idx = 0;
   while (true) {
@@ -199,7 +200,7 @@ __device__ inline void qk_loop(const Params& params, SharedMemoryPlan& smem) {
     wait_query(smem, work_idx);
     QkWarpgroup qk_warpgroup(smem, work, pipe);
     qk_warpgroup.process_work();
-    work_idx = work.work_idx;  // not kept in a register meanwhile
+    work_idx = work.work_idx;  // reloaded, so that the main loop holds no register for it
     qk_warpgroup.publish_row_state(work_slot(work_idx));
     __syncwarp();
     if (reload_lane() == 0) arrive(smem.work_empty[work_slot(work_idx)]);

@@ -1,4 +1,4 @@
-// How many registers a thread of each role has, of 128 at first.
+// Register budget: registers per thread of each warpgroup role after setmaxnreg, 128 before.
 
 #pragma once
 

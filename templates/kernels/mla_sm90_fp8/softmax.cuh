@@ -1,4 +1,4 @@
-// Online softmax of the scorer.
+// Online softmax of the QK warpgroup, with a lazily updated row max and P in e4m3.
 
 #pragma once
 
@@ -14,47 +14,48 @@
 #include "scheduler/tile_scheduler.cuh"
 #include "softmax/row_reduce.cuh"
 
-// A thread has two rows of the scores, g and g + 8 of its warp's with g = lane / 4; four lanes
-// share a row. A word of probabilities holds four tokens of 16, in the order in which values come
-// to lie in registers: 2c, 2c + 8, 2c + 1, 2c + 9 with c = lane % 4.
+// A thread holds two rows of the scores, g and g + 8 of its warp's with g = lane / 4; four lanes
+// share a row. A word of P holds four of 16 tokens, in the order of the V fragments: 2c, 2c + 8,
+// 2c + 1, 2c + 9 with c = lane % 4.
 constexpr int kScoreRows = 2;
 constexpr int kTokenGroups = kBlockN / 16;
-constexpr int kWords = kTokenGroups * kScoreRows;
-using Probabilities = u32[kWords];
+constexpr int kPWords = kTokenGroups * kScoreRows;
+using Probabilities = u32[kPWords];
 
-// A reference is so far below the row's maximum when it moves, in log2 units. It need not move
-// again before a score exceeds that maximum by 8.8 less so much; what is smaller than 2^-9 of the
-// largest weight, by a factor of 2 for each of these units, is lost.
-constexpr float kRowMaxLead = 7.0f;
+// Max offset: an update sets the row max this far below the maximum of the scores, in log2 units.
+// The next update is due when a score exceeds that maximum by more than 8.8 minus the offset. The
+// smallest e4m3 is 2^-9, so probabilities below 2^-(9 + offset) of the largest are lost.
+constexpr float kMaxOffset = 7.0f;
 
-// Moving takes time where memory is not the limit. There is room for larger scores to come then,
-// but where the maximum is an outlier: where one of the four lanes that have a row, each a quarter
-// of a block's tokens, has no score that is so near.
-constexpr float kRowMaxLeadWithHeadroom = kBlockM > 32 ? 3.0f : kRowMaxLead;
+// An update costs time in the compute-bound regime, so a large `kBlockM` uses a smaller offset:
+// more headroom for larger scores. The exception is a row whose maximum is an outlier: one of the
+// four lanes that share the row, with a quarter of the KV block's tokens each, has no score within
+// `kOutlierSpread` of it.
+constexpr float kMaxOffsetWithHeadroom = kBlockM > 32 ? 3.0f : kMaxOffset;
 constexpr float kOutlierSpread = 8.0f;
 
-// So far from zero, rounding moves a score by as much as a probability may be off.
+// Above this magnitude, the rounding of a score changes P by more than its tolerance.
 constexpr float kLargeRowMax = 0x1p14f;  // log2 units
 
 __device__ inline int score_row(int r) {
   return reload_warp() % 4 * kRowsPerWarp + reload_lane() / 4 + 8 * r;
 }
 
-// Whether one of four probabilities is the largest e4m3, so that it may have been larger, or a NaN.
-__device__ inline u32 is_max_bytes(u32 word) { return (word + 0x02020202) & 0x80808080; }
+// Sets the top bit of each byte of P that is the largest e4m3 (448, possibly saturated) or NaN.
+__device__ inline u32 saturated_bytes(u32 word) { return (word + 0x02020202) & 0x80808080; }
 
-// Adds up the probabilities of a block as they have been rounded, so that rounding a large one
-// changes nothing. Sixteen are added in fp16: of equal ones, and of one with zeros, the sum is
-// exact, and of others each of four roundings changes it by 2^-12 at the most, this way or that.
+// Row sums of the rounded probabilities of a KV block, so that l matches the weights of the PV
+// GEMM. Sixteen of them are added in fp16. The sum of equal ones, and of one with zeros, is exact;
+// otherwise each of four roundings has a relative error of at most 2^-12, of either sign.
 struct ProbabilitySums {
   u32 pairs[kScoreRows];
 
   __device__ void add_word(const Probabilities& probabilities, int word) {
     const u32 four = probabilities[word];
     const u32 pair = add_f16x2(fp16x2_of_e4m3x2(four & 0xffff), fp16x2_of_high_e4m3x2(four));
-    u32& own = pairs[word % kScoreRows];
-    own = word < kScoreRows ? pair : add_f16x2(own, pair);
-    mov_b32(own);  // added here, not when all words are
+    u32& sum = pairs[word % kScoreRows];
+    sum = word < kScoreRows ? pair : add_f16x2(sum, pair);
+    mov_b32(sum);  // keeps the addition here: compilers would sink it behind the last word
   }
 
   __device__ float total(int r) const {
@@ -63,16 +64,16 @@ struct ProbabilitySums {
   }
 };
 
-// Where a row's reference is to be, by the maximum of this lane's scores.
+// New row max of a row, from the maximum of this lane's scores.
 __device__ inline float target_row_max(float maximum) {
   const float amax = quad_reduce_max(maximum);
   const bool is_outlier = !(amax - quad_reduce_min(maximum) < kOutlierSpread);
-  return amax - (is_outlier ? kRowMaxLead : kRowMaxLeadWithHeadroom);
+  return amax - (is_outlier ? kMaxOffset : kMaxOffsetWithHeadroom);
 }
 
 struct Softmax {
-  float row_sum[kScoreRows];  // of this lane's probabilities, as they are multiplied
-  float row_max[kScoreRows];  // log2 units
+  float row_sum[kScoreRows];  // over this lane's tokens, of P as rounded
+  float row_max[kScoreRows];  // stale maximum less its offset, log2 units
 
   __device__ Softmax() {
 #pragma unroll
@@ -82,8 +83,7 @@ struct Softmax {
     }
   }
 
-  // One word of probabilities, of scores to be multiplied by `scale`, as if all rows saw all tokens
-  // and no reference had to move.
+  // Fast path: a word of P from unscaled scores, with the stale row max and without a mask.
   __device__ void exp_word(const Scores& scores, float scale, Probabilities& probabilities,
                            int word) const {
     const int r = word % kScoreRows;
@@ -91,17 +91,17 @@ struct Softmax {
                                        word / kScoreRows * 8 + r * 2);
   }
 
-  // Says whether that was so for this warp, by `needs_mask` the former.
-  __device__ bool fits(const Probabilities& probabilities, bool needs_mask) const {
-    u32 amax = 0;
+  // Returns whether the fast path holds for this warp; if not, update_row_max must follow.
+  __device__ bool fast_path_holds(const Probabilities& probabilities, bool needs_mask) const {
+    u32 saturated = 0;
 #pragma unroll
-    for (int word = 0; word < kWords; ++word) amax |= is_max_bytes(probabilities[word]);
-    const bool is_far = fmaxf(fabsf(row_max[0]), fabsf(row_max[1])) > kLargeRowMax;
-    return !__any_sync(~0u, amax != 0 || is_far || needs_mask);
+    for (int word = 0; word < kPWords; ++word) saturated |= saturated_bytes(probabilities[word]);
+    const bool is_large = fmaxf(fabsf(row_max[0]), fabsf(row_max[1])) > kLargeRowMax;
+    return !__any_sync(~0u, saturated != 0 || is_large || needs_mask);
   }
 
-  // Moves references first, if maxima are too large for them; scores are in log2 units here. They
-  // have been rounded as references were, so equal ones are equally far from a reference.
+  // Slow path: raises the row max to the target of the scores, here in log2 units, and rescales the
+  // row sums. Scores and row max are rounded alike, so equal scores have equal probabilities.
   __device__ void update_row_max(const Scores& scores, Probabilities& probabilities,
                                  float (&alpha)[kScoreRows]) {
 #pragma unroll
@@ -129,23 +129,22 @@ struct Softmax {
     for (int r = 0; r < kScoreRows; ++r) row_sum[r] += sums.total(r);
   }
 
-  // Four probabilities by the distances of their scores from the reference, of which the first is
-  // number `i`.
-  template <typename Distance>
-  __device__ static u32 exponentiate(Distance distance, int i) {
-    const u32 low = e4m3x2_of_f32(ex2_approx(distance(i + 4)), ex2_approx(distance(i)));
-    const u32 high = e4m3x2_of_f32(ex2_approx(distance(i + 5)), ex2_approx(distance(i + 1)));
+  // A word of P from the differences of four scores to the row max; the first is score `i`.
+  template <typename Difference>
+  __device__ static u32 exponentiate(Difference difference, int i) {
+    const u32 low = e4m3x2_of_f32(ex2_approx(difference(i + 4)), ex2_approx(difference(i)));
+    const u32 high = e4m3x2_of_f32(ex2_approx(difference(i + 5)), ex2_approx(difference(i + 1)));
     return low | high << 16;
   }
 };
 
-// To log2 units, rounded as references are.
+// To log2 units, rounded as the row max is.
 __device__ inline void scale_scores(Scores& scores, float scale) {
 #pragma unroll
   for (int i = 0; i < kBlockN / 2; ++i) scores[i] = __fmul_rn(scores[i], scale);
 }
 
-// Hides what a row does not see: a select, for the hidden score may be NaN.
+// A select, not an addition: a masked score may be NaN.
 __device__ inline void mask_scores(Scores& scores, const WorkItem& work, int first_token) {
 #pragma unroll
   for (int r = 0; r < kScoreRows; ++r) {

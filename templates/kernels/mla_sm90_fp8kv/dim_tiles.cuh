@@ -1,20 +1,20 @@
-// What of the output a thread of the consumers has.
+// Accumulator layout of O^T: output dims of a thread of the PV warpgroups.
 
 #pragma once
 
 #include "common/reload_tid.cuh"
 #include "config.cuh"
 
-// Two consumers of four warps each. Both have all rows and one half of the output dims, of which a
-// warp has 64 neighbours, for these share a scale, in tiles of 16; a product is of a tile of each
-// of four warps. A thread has two neighbours of a tile: in rows g and g + 8 of the product, with
-// g = lane / 4, are dims 2g and 2g + 1.
+// Two PV warpgroups each hold all query rows and one half of the output dims. A warp holds 64
+// adjacent dims, because these share a scale, in tiles of 16; an MMA covers one tile of each of
+// four warps. A thread holds two adjacent dims of a tile: with g = lane / 4, rows g and g + 8 of
+// the MMA are dims 2g and 2g + 1.
 constexpr int kDimsOfTile = 16;
-constexpr int kDimsOfWarp = kHeadDimVo / kConsumerWarps;
-constexpr int kDimTiles = kDimsOfWarp / kDimsOfTile;
-static_assert(kScaledDims % kDimsOfWarp == 0, "a warp's dims have one scale a token");
+constexpr int kDimsPerWarp = kHeadDimVo / kConsumerWarps;
+constexpr int kDimTiles = kDimsPerWarp / kDimsOfTile;
+static_assert(kScaledDims % kDimsPerWarp == 0, "the dims of a warp have one scale per token");
 
-// The first dim of float4 `i` of a thread of warp `warp`; the other is the next.
+// First dim of accumulator float4 `i` of this lane in warp `warp`; the second is the next one.
 __device__ inline int dim_of(int warp, int i) {
-  return warp * kDimsOfWarp + i / (kBlockM / 8) * kDimsOfTile + reload_lane() / 4 * 2;
+  return warp * kDimsPerWarp + i / (kBlockM / 8) * kDimsOfTile + reload_lane() / 4 * 2;
 }

@@ -1,4 +1,4 @@
-// Tokens of a block that no row sees, for its list names nothing there.
+// Mask of the invalid top-k indices of a KV block (FlashMLA's `is_kv_valid`, inverted).
 
 #pragma once
 
@@ -6,8 +6,8 @@
 #include "config.cuh"
 
 struct alignas(8) InvalidMask {
-  u16 bits[kLoadWarps];  // of sixteen tokens each
+  u16 bits[kProducerWarps];  // 16 tokens each
 
   __device__ u64 all() const { return *reinterpret_cast<const u64*>(bits); }
 };
-static_assert(kLoadWarps * 16 == kBlockN, "each warp that loads brings sixteen tokens");
+static_assert(kProducerWarps * 16 == kBlockN, "each producer warp loads 16 tokens");

@@ -1,4 +1,4 @@
-// Where the tokens of a block are that a warp brings.
+// Token addresses: from the block table or the top-k indices to the rows of the KV cache.
 
 #pragma once
 
@@ -10,24 +10,25 @@
 #include "config.cuh"
 #include "scheduler/schedule_range.cuh"
 
-// A warp brings as many of every block.
-constexpr int kWarpTokens = kBlockN / kLoadWarps;
+// Tokens of a KV block that each producer warp loads.
+constexpr int kTokensPerProducerWarp = kBlockN / kProducerWarps;
 
-// Which token of a block this lane looks after; lanes of both halves of a warp look after the same.
+// This lane's token of a KV block. Both halves of a warp have the same tokens.
 __device__ inline int token_of_lane() {
-  return reload_warp() % kLoadWarps * kWarpTokens + reload_lane() % kWarpTokens;
+  return reload_warp() % kProducerWarps * kTokensPerProducerWarp +
+         reload_lane() % kTokensPerProducerWarp;
 }
 
-// Page ids of an item's blocks, or its listed tokens.
+// Page ids of a work item from the block table, or its top-k indices.
 struct TokenIds {
   const int* ids;
-  int end;  // tokens from here on are not read
+  int end;  // of the work item's tokens
 
   __device__ TokenIds(const Params& params, const WorkCoord& coord)
       : ids(params.block_tables + block_table_row(params, coord.seq_idx).start),
         end(min((coord.first_kv_block + coord.num_kv_blocks) * kBlockN, coord.kv_end)) {}
 
-  // Of this lane's token.
+  // Page id or top-k index of this lane's token; -1 behind the end.
   __device__ int read(int kv_block) const {
     const int token = token_of(kv_block);
     return token < end ? ids[kIsSparse ? token : token / kPageSize] : -1;
@@ -36,18 +37,18 @@ struct TokenIds {
   __device__ static int token_of(int kv_block) { return kv_block * kBlockN + token_of_lane(); }
 };
 
-// Where this lane's token of a block is in the cache, by what the tables have for it.
+// Page and slot of this lane's token of a KV block in the cache.
 struct TokenAddress {
-  int page;  // the first where there is none
+  int page;  // 0 for an invalid token
   int slot;
-  u32 missing;  // tokens of the warp that do not exist, a bit each
+  u32 invalid_bits;  // a bit per token of the warp, set if it is invalid
 
   __device__ TokenAddress(const Params& params, int id, int kv_block) {
     page = kIsSparse && id >= 0 ? id / kPageSize : id;
     slot = (kIsSparse ? id : TokenIds::token_of(kv_block)) % kPageSize;
     const bool exists = is_valid_page(page, params.num_pages);
     if (!exists) page = slot = 0;
-    missing = __ballot_sync(~0u, !exists);
+    invalid_bits = __ballot_sync(~0u, !exists);
   }
 };
-static_assert(kWarpTokens * 2 == kWarpLanes, "two lanes look after a token");
+static_assert(kTokensPerProducerWarp * 2 == kWarpLanes, "two lanes share a token");

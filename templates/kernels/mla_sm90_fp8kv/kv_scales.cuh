@@ -1,4 +1,4 @@
-// The scales of a block's tokens in shared memory.
+// KV scales of a KV block in shared memory: fp32 for K, and fp16 with a shared scale for V.
 
 #pragma once
 
@@ -7,40 +7,41 @@
 #include "config.cuh"
 #include "ptx/cvt.cuh"
 
-// Values are multiplied as fp16, by scales in fp16. So that none is too large for that, they are in
-// units of an item, a power of two: the largest scale is between 2^6 and 2^7 of them when one is
-// chosen, and times 448 it is below 65504. What is below 2^-14 units loses bits: nothing of a token
-// whose scale is 2^11 times smaller. The unit becomes larger when a block has a larger scale.
+// V is dequantised to fp16 by scales in fp16. A shared scale, a power of two per work item, keeps
+// them in range: the largest V scale times the shared scale is between 2^6 and 2^7 when the shared
+// scale is chosen, and times 448 it is below 65504. Scaled V below 2^-14 loses bits (subnormal
+// fp16): a token loses none if its scale is at least 2^-11 of the largest. The shared scale shrinks
+// when a KV block has a larger scale.
 constexpr float kMaxScaled = 128.0f;
-constexpr float kMaxValue = kMaxScaled * 448.0f;
+constexpr float kMaxV = kMaxScaled * 448.0f;
 
-// How many units are 1, before there is a scale: what any may exceed.
+// Shared scale before the first KV block; almost any V scale exceeds the limit with it.
 constexpr float kInitialSharedScale = 0x1p90f;
 
-// How many are 1 so that the largest scale, which has that magnitude, is below kMaxScaled.
+// The shared scale that scales `amax`, the largest V scale, to less than kMaxScaled.
 __device__ inline float shared_scale_for(float amax) {
-  const u32 exponent = max(__float_as_uint(amax) >> 23, 43u);  // of 2^90 at the most
+  const u32 exponent = max(__float_as_uint(amax) >> 23, 43u);  // a shared scale of at most 2^90
   return __uint_as_float((260 - exponent) << 23);
 }
 
-// The logarithm of a power of two.
 __device__ inline float log2_of_pow2(float pow2) {
   return static_cast<float>(static_cast<int>(__float_as_uint(pow2) >> 23) - 127);
 }
 
-// For consumers, a warp of the scorer puts the scales of its sixteen tokens, as fp16, where their
-// own were: group by group, for tokens 2c and 2c + 1 of either half of them a word beside each
-// other.
-__device__ constexpr int value_scale_index(int token, int group) {
-  return token / kTokensPerWarp * (kTokensPerWarp * kScaleGroups * 2) + group * kTokensPerWarp +
-         token % 8 / 2 * 4 + token % kTokensPerWarp / 8 * 2 + token % 2;
+// V scales overwrite the stored scales in place: each QK warp stores those of its 16 tokens as fp16
+// for the PV warpgroups. The order is by scale group; within it, tokens 2c, 2c + 1, 2c + 8 and
+// 2c + 9 are adjacent, as the V fragments of a lane need them.
+__device__ constexpr int v_scale_index(int token, int group) {
+  return token / kTokensPerQkWarp * (kTokensPerQkWarp * kScaleGroups * 2) +
+         group * kTokensPerQkWarp + token % 8 / 2 * 4 + token % kTokensPerQkWarp / 8 * 2 +
+         token % 2;
 }
 
-__device__ inline u16& value_scale(unsigned char* stage, int token, int group) {
-  return reinterpret_cast<u16*>(stage + kScalesOffset)[value_scale_index(token, group)];
+__device__ inline u16& v_scale(unsigned char* stage, int token, int group) {
+  return reinterpret_cast<u16*>(stage + kScalesOffset)[v_scale_index(token, group)];
 }
 
-// A thread of the scorer, asked for its index once a block: that takes as long as a product.
+// Lane and warp of a QK thread, read once per KV block: reading %tid takes as long as an MMA.
 struct QkThread {
   int lane;
   int warp;
@@ -51,62 +52,62 @@ struct QkThread {
     warp = thread / kWarpLanes;
   }
 
-  __device__ int token() const { return warp * kTokensPerWarp + lane / 4; }  // and that 8 further
+  // The first of this thread's two tokens; the second is 8 behind.
+  __device__ int token() const { return warp * kTokensPerQkWarp + lane / 4; }
 };
 
-// Of the tokens of a thread.
-struct KeyScales {
-  float of[2][kScaleGroups];
+// K scales of a thread's two tokens.
+struct KScales {
+  float per_token[2][kScaleGroups];
 
-  __device__ KeyScales(const unsigned char* stage, const QkThread& qk_thread) {
+  __device__ KScales(const unsigned char* stage, const QkThread& qk_thread) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float4 found =
+      const float4 loaded =
           reinterpret_cast<const float4*>(stage + kScalesOffset)[qk_thread.token() + half * 8];
-      of[half][0] = found.x;
-      of[half][1] = found.y;
-      of[half][2] = found.z;
-      of[half][3] = found.w;
+      per_token[half][0] = loaded.x;
+      per_token[half][1] = loaded.y;
+      per_token[half][2] = loaded.z;
+      per_token[half][3] = loaded.w;
     }
   }
 };
 
-// And those of the group lane % 4 alone, which this thread leaves for consumers.
+// Scales of the group lane % 4 alone, which this thread stores as V scales.
 struct ThreadScales {
-  float of[2];
+  float per_token[2];
 
-  __device__ void select(const KeyScales& scales, const QkThread& qk_thread) {
+  __device__ void select(const KScales& scales, const QkThread& qk_thread) {
     const int group = qk_thread.lane % 4;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float low = group % 2 == 0 ? scales.of[half][0] : scales.of[half][1];
-      const float high = group % 2 == 0 ? scales.of[half][2] : scales.of[half][3];
-      of[half] = group < 2 ? low : high;
+      const float low = group % 2 == 0 ? scales.per_token[half][0] : scales.per_token[half][1];
+      const float high = group % 2 == 0 ? scales.per_token[half][2] : scales.per_token[half][3];
+      per_token[half] = group < 2 ? low : high;
     }
   }
 
-  // Whether any is too large for its unit.
   __device__ bool exceeds_max_scaled(float shared_scale) const {
     return amax() * shared_scale >= kMaxScaled;
   }
 
-  // The largest finite magnitude.
+  // Largest finite magnitude.
   __device__ float amax() const {
-    const float a = fabsf(of[0]);
-    const float b = fabsf(of[1]);
+    const float a = fabsf(per_token[0]);
+    const float b = fabsf(per_token[1]);
     return fmaxf(a <= kFloatMax ? a : 0.0f, b <= kFloatMax ? b : 0.0f);
   }
 
-  // All lanes have read theirs.
+  // Overwrites the stored scales, which all lanes of the warp must have read.
   __device__ void store(unsigned char* stage, const QkThread& qk_thread, float shared_scale) const {
-    u16* first = &value_scale(stage, qk_thread.token(), qk_thread.lane % 4);
+    u16* first = &v_scale(stage, qk_thread.token(), qk_thread.lane % 4);
     __syncwarp();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      first[value_scale_index(half * 8, 0)] =
-          static_cast<u16>(cvt_rn_x2_f32(Fp16{}, 0.0f, of[half] * shared_scale));
+      first[v_scale_index(half * 8, 0)] =
+          static_cast<u16>(cvt_rn_x2_f32(Fp16{}, 0.0f, per_token[half] * shared_scale));
     }
   }
 };
-static_assert(kTokensPerWarp == 16, "a thread has two tokens of a warp's");
-static_assert(kScaleGroups == 4, "a thread leaves the scales of one group");
+static_assert(kTokensPerQkWarp == 16, "a thread has two tokens of its warp");
+static_assert(kScaleGroups == 4, "a thread stores the scales of one group");

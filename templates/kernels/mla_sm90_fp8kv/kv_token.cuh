@@ -1,4 +1,4 @@
-// A token as it lies in the cache: converted to elements by scales.
+// A stored KV token: one row of the paged FP8 KV cache, with its scales.
 
 #pragma once
 
@@ -9,19 +9,18 @@
 #include "config.cuh"
 #include "ptx/cvt.cuh"
 
-// Its row, or the latent part of it, and its scales: in the row, in a tensor of their own, or one
-// number for all.
+// The latent part of a row, and its scales: in the row, in a separate tensor, or one for the cache.
 struct StoredToken {
   const unsigned char* row;
-  const float* scales;  // one for each 128 latent dims, or for all
-  float latent_scale;  // where there are none
+  const float* scales;  // one per 128 latent dims, or one per token
+  float latent_scale;  // of the cache, if `scales` is null
 
-  // Of the latent dims from 128 * `step` on.
+  // Scale of the latent dims from 128 * `step` on.
   __device__ float scale(int step) const {
-    return scales == nullptr ? latent_scale : scales[kHasOneScale ? 0 : step];
+    return scales == nullptr ? latent_scale : scales[kHasPerTokenScale ? 0 : step];
   }
 
-  // One of its values.
+  // A dequantised element of the latent part.
   __device__ u16 element(int dim) const {
     const u32 fp16x2 = fp16x2_of_e4m3x2(row[dim]);
     const float value = cvt_f32(Fp16{}, static_cast<u16>(fp16x2));
@@ -29,11 +28,11 @@ struct StoredToken {
   }
 };
 
-// The token in `slot` of `page`, which exists.
+// `page` must exist.
 __device__ inline StoredToken stored_token(const Params& params, int page, int slot) {
   const PagedRows rows{params.cache, params.page_stride, params.token_stride};
   const unsigned char* row = rows.row_of(page, slot);
-  if constexpr (kHasInnerScales) {
+  if constexpr (kHasInlineScales) {
     return {row, reinterpret_cast<const float*>(row + kLatentDim), 1.0f};
   }
   const i64 first = page * params.scale_page_stride + slot * params.scale_token_stride;
@@ -41,7 +40,7 @@ __device__ inline StoredToken stored_token(const Params& params, int page, int s
           params.latent_scale};
 }
 
-// Its rope part, where that may be a tensor of its own.
+// The rope part of a token, which may lie in a separate tensor.
 __device__ inline const unsigned char* stored_rope(const Params& params, int page, int slot) {
   const PagedRows rows{params.rope_cache, params.rope_page_stride, params.rope_token_stride};
   return rows.row_of(page, slot);

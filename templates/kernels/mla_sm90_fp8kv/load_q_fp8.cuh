@@ -1,5 +1,4 @@
-// Brings the query of an item, whose latent part has eight bits, into shared memory, where it is
-// multiplied as it is stored.
+// Q load: query rows with an FP8 latent part, by cp.async. The QK GEMM takes them as loaded.
 
 #pragma once
 
@@ -12,8 +11,7 @@
 #include "scheduler/schedule_range.cuh"
 #include "shared_memory.cuh"
 
-// Begins to copy the rows of a query, by `threads` threads of which this is number `thread`; eight
-// lanes copy a row, 128 bytes at a time.
+// Called by `threads` threads; eight lanes copy a row, 128 bytes at a time. Only issues the copies.
 __device__ inline void load_q_async(const Params& params, const WorkCoord& coord,
                                     SharedMemoryPlan& smem, int thread, int threads) {
   const int lane = thread % 8;
@@ -24,7 +22,7 @@ __device__ inline void load_q_async(const Params& params, const WorkCoord& coord
     const unsigned char* latent = params.query + query * params.query_stride +
                                   head * params.query_head_stride + lane * kChunkBytes;
     const u32 target = shared_address(smem.query) + swizzled_offset<kTileRowBytes>(row, lane);
-    const u32 bytes = is_row ? kChunkBytes : 0;  // padding is zeros
+    const u32 bytes = is_row ? kChunkBytes : 0;  // zero-fills padding rows
 #pragma unroll
     for (int tile = 0; tile < kLatentTiles; ++tile) {
       cp_async_cg_16(target + tile * kQueryTileBytes, latent + tile * kTileRowBytes, bytes);

@@ -1,4 +1,4 @@
-// Whether V has elements that are not finite.
+// Flag for NaN/Inf in V.
 
 #pragma once
 

@@ -1,4 +1,4 @@
-// The scorer, four warps: scores and probabilities of all blocks of all items.
+// QK loop of the QK warpgroup: S^T = K Q^T and online softmax for all KV blocks of all work items.
 
 #pragma once
 
@@ -21,23 +21,23 @@
 #include "softmax.cuh"
 #include "softmax/softmax_scale.cuh"
 
-// Elements that one step of a product multiplies, in eight bits.
+// K dimension of an FP8 MMA.
 constexpr int kStepElements = 32;
-constexpr int kHalfTileBytes = kTileRowBytes / 2;  // to the second parts of a row's rope
+constexpr int kHalfTileBytes = kTileRowBytes / 2;  // hi terms, then lo terms of a rope row
 
-// With 16 and 32 rows, both parts of a query are multiplied at once, as so many rows more: keys are
-// read once.
+// With 16 and 32 rows, the hi and lo terms of Q are stacked along N: each MMA covers both, and
+// reads K once.
 constexpr bool kStacksQTerms = kSplitsQ && kBlockM <= 32;
 using GroupScores = float[kStacksQTerms ? kBlockM : kBlockM / 2];
 
-// So many groups of dims have their scores under way at once: as many as there are registers for.
+// Scale groups whose MMAs are in flight at once, as many as registers allow.
 constexpr int kGroupsInFlight = kBlockM > 32 ? 1 : sizeof(GroupScores) > 64 ? 2 : kScaleGroups;
 
 struct QkWarpgroup {
   const Params& params;
   SharedMemoryPlan& smem;
   const WorkItem& work;
-  u32& blocks_done;  // blocks
+  u32& blocks_done;  // KV blocks, over all work items
   Scores scores;
   ThreadScales thread_scales;
   Softmax softmax;
@@ -46,112 +46,115 @@ struct QkWarpgroup {
                          u32& blocks_done)
       : params(params), smem(smem), work(work), blocks_done(blocks_done), softmax(smem) {}
 
-  // Begins the scores of the dims of one scale.
-  __device__ static void qk_gemm_group(GroupScores& group_scores, u32 keys, u32 query, int group) {
-    keys += descriptor_step(group * kTileBytes);
-    query += descriptor_step(group * kNumQTerms * kQueryTileBytes);
+  // Issues the QK GEMM over the dims of one scale group.
+  __device__ static void qk_gemm_group(GroupScores& group_scores, u32 k_desc, u32 q_desc,
+                                       int group) {
+    k_desc += descriptor_step(group * kTileBytes);
+    q_desc += descriptor_step(group * kNumQTerms * kQueryTileBytes);
     wgmma_fence_operand(group_scores);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kScaledDims / kStepElements; ++k) {
       const u32 k_offset = descriptor_step(k * kStepElements);
-      wgmma_mma(E4m3{}, group_scores, smem_desc(keys + k_offset), smem_desc(query + k_offset),
+      wgmma_mma(E4m3{}, group_scores, smem_desc(k_desc + k_offset), smem_desc(q_desc + k_offset),
                 k > 0);
       if constexpr (kSplitsQ && !kStacksQTerms) {
-        const u32 q_lo = query + k_offset + descriptor_step(kQueryTileBytes);
-        wgmma_mma(E4m3{}, group_scores, smem_desc(keys + k_offset), smem_desc(q_lo), 1);
+        const u32 q_lo = q_desc + k_offset + descriptor_step(kQueryTileBytes);
+        wgmma_mma(E4m3{}, group_scores, smem_desc(k_desc + k_offset), smem_desc(q_lo), 1);
       }
     }
     wgmma_commit_group();
   }
 
-  // Begins the scores of the rope part.
-  __device__ void qk_gemm_rope(u32 keys, u32 query) {
-    keys += descriptor_step(kRopeTileOffset);
-    query += descriptor_step(kLatentTiles * kQueryTileBytes);
+  // Issues the QK GEMM over the rope part.
+  __device__ void qk_gemm_rope(u32 k_desc, u32 q_desc) {
+    k_desc += descriptor_step(kRopeTileOffset);
+    q_desc += descriptor_step(kLatentTiles * kQueryTileBytes);
     wgmma_fence_operand(scores);
     wgmma_fence();
     if constexpr (kHasBf16Rope) {
 #pragma unroll
       for (int k = 0; k < kRopeDim / 16; ++k) {
         const u32 k_offset = descriptor_step(k * 32);
-        wgmma_mma(Bf16{}, scores, smem_desc(keys + k_offset), smem_desc(query + k_offset), k > 0);
+        wgmma_mma(Bf16{}, scores, smem_desc(k_desc + k_offset), smem_desc(q_desc + k_offset),
+                  k > 0);
       }
     } else {
 #pragma unroll
       for (int k = 0; k < kRopeDim / kStepElements; ++k) {
         const u32 k_offset = descriptor_step(k * kStepElements);
-        const u64 key = descriptor_64(keys + k_offset);
-        wgmma_mma(E4m3{}, scores, key, smem_desc(query + k_offset), k > 0);
+        const u64 k_smem_desc = descriptor_64(k_desc + k_offset);
+        wgmma_mma(E4m3{}, scores, k_smem_desc, smem_desc(q_desc + k_offset), k > 0);
         if constexpr (kSplitsQ) {
-          const u32 q_lo = query + k_offset + descriptor_step(kHalfTileBytes);
-          wgmma_mma(E4m3{}, scores, key, smem_desc(q_lo), 1);
+          const u32 q_lo = q_desc + k_offset + descriptor_step(kHalfTileBytes);
+          wgmma_mma(E4m3{}, scores, k_smem_desc, smem_desc(q_lo), 1);
         }
       }
     }
     wgmma_commit_group();
   }
 
-  // Of a packed row with scales of its own, the rope part needs none.
-  __device__ void scale_rope(const KeyScales& scales) {
+  // The bf16 rope part of FP8_DS_MLA is not scaled.
+  __device__ void scale_rope(const KScales& scales) {
     wgmma_fence_operand(scores);
-    if constexpr (kHasInnerScales) return;
+    if constexpr (kHasInlineScales) return;
 #pragma unroll
     for (int i = 0; i < kBlockM / 2; ++i) {
-      scores[i] *= kHasOneScale ? scales.of[i / 2 % 2][0] : params.rope_scale;
+      scores[i] *= kHasPerTokenScale ? scales.per_token[i / 2 % 2][0] : params.rope_scale;
     }
   }
 
-  // A group's scores come to the others by the scales of tokens g and g + 8.
-  __device__ void add_scaled_group(GroupScores& group_scores, const KeyScales& scales, int group) {
+  // Promotes the scores of a scale group into `scores`, times the K scales of tokens g and g + 8.
+  __device__ void add_scaled_group(GroupScores& group_scores, const KScales& scales, int group) {
     wgmma_fence_operand(group_scores);
 #pragma unroll
     for (int i = 0; i < kBlockM / 2; ++i) {
       const float score =
           kStacksQTerms ? group_scores[i] + group_scores[i + kBlockM / 2] : group_scores[i];
-      scores[i] = fmaf(score, scales.of[i / 2 % 2][group], scores[i]);
+      scores[i] = fmaf(score, scales.per_token[i / 2 % 2][group], scores[i]);
     }
   }
 
-  // Of the block in `stage`; `keys` and `query` are descriptors.
-  __device__ void qk_gemm(int stage, const QkThread& qk_thread, u32 keys, u32 query) {
+  // QK GEMM of the KV block in `stage`. Converts and stores its V scales while MMAs are in flight.
+  __device__ void qk_gemm(int stage, const QkThread& qk_thread, u32 k_desc, u32 q_desc) {
     unsigned char* kv = smem.kv[stage];
     GroupScores pending_scores[kGroupsInFlight];
-    qk_gemm_rope(keys, query);
+    qk_gemm_rope(k_desc, q_desc);
 #pragma unroll
     for (int group = 0; group < kGroupsInFlight; ++group) {
-      qk_gemm_group(pending_scores[group], keys, query, group);
+      qk_gemm_group(pending_scores[group], k_desc, q_desc, group);
     }
-    const KeyScales scales(kv, qk_thread);
+    const KScales scales(kv, qk_thread);
     thread_scales.select(scales, qk_thread);
     thread_scales.store(kv, qk_thread, smem.shared_scale);
     softmax.publish_block_scale(qk_thread, stage, false);
     wgmma_wait_group<kGroupsInFlight>();
     scale_rope(scales);
-    add_groups<0>(pending_scores, scales, keys, query);
+    add_groups<0>(pending_scores, scales, k_desc, q_desc);
   }
 
-  // From group `kGroup` on, which is under way, and so are those that may be with it.
+  // Promotes the scale groups from `kGroup` on, and refills the MMAs in flight.
   template <int kGroup>
-  __device__ void add_groups(GroupScores (&pending_scores)[kGroupsInFlight],
-                             const KeyScales& scales, u32 keys, u32 query) {
-    constexpr int kLater = kScaleGroups - 1 - kGroup;
+  __device__ void add_groups(GroupScores (&pending_scores)[kGroupsInFlight], const KScales& scales,
+                             u32 k_desc, u32 q_desc) {
+    constexpr int kRemaining = kScaleGroups - 1 - kGroup;
     constexpr int kNext = kGroup + kGroupsInFlight;
-    wgmma_wait_group<(kLater < kGroupsInFlight ? kLater : kGroupsInFlight - 1)>();
+    wgmma_wait_group<(kRemaining < kGroupsInFlight ? kRemaining : kGroupsInFlight - 1)>();
     GroupScores& group_scores = pending_scores[kGroup % kGroupsInFlight];
     add_scaled_group(group_scores, scales, kGroup);
-    if constexpr (kNext < kScaleGroups) qk_gemm_group(group_scores, keys, query, kNext);
-    if constexpr (kLater > 0) add_groups<kGroup + 1>(pending_scores, scales, keys, query);
+    if constexpr (kNext < kScaleGroups) qk_gemm_group(group_scores, k_desc, q_desc, kNext);
+    if constexpr (kRemaining > 0) add_groups<kGroup + 1>(pending_scores, scales, k_desc, q_desc);
   }
 
-  // Hides the scores of the tokens g and g + 8 where `is_masked` says so of row `r`: a select, for
-  // they may be NaN, of what the row's factor makes minus infinity.
+  // Masks the scores of tokens g and g + 8 for which `is_masked(r, offset)`. A select, not an
+  // addition: a masked score may be NaN. The sign of the infinity is that of minus the row's score
+  // scale, so that the scaled score is minus infinity.
   template <typename IsMasked>
   __device__ void mask_scores(const QkThread& qk_thread, IsMasked is_masked) {
     const ThreadRowPairs rows(smem, qk_thread);
 #pragma unroll
     for (int r = 0; r < kRowsPerThread; ++r) {
-      const float masked = copysignf(kInfinity, -rows.of_group(r / 2).factor(r % 2));
+      const float masked = copysignf(kInfinity, -rows.of_group(r / 2).score_scale(r % 2));
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         if (is_masked(r, half * 8)) scores[r / 2 * 4 + half * 2 + r % 2] = masked;
@@ -159,14 +162,12 @@ struct QkWarpgroup {
     }
   }
 
-  // Hides what a row does not see.
   __device__ void mask_by_kv_len(int first_token, const QkThread& qk_thread) {
     const int token = first_token + qk_thread.token();
     mask_scores(qk_thread,
                 [&](int r, int offset) { return token + offset >= work.row_kv_end[row_of(r)]; });
   }
 
-  // Hides what a list does not name.
   __device__ void mask_invalid(u64 invalid_mask, const QkThread& qk_thread) {
     const u64 bits = invalid_mask >> qk_thread.token();
     mask_scores(qk_thread, [&](int, int offset) { return (bits >> offset & 1) != 0; });
@@ -174,13 +175,13 @@ struct QkWarpgroup {
 
   __device__ void process_block(int kv_block) {
     const int stage = stage_of(blocks_done);
-    // Worked out before tokens are waited for, not after that.
-    const u32 keys = warp_uniform(descriptor_low(shared_address(smem.kv[stage]), 16));
-    const u32 query = warp_uniform(descriptor_low(shared_address(smem.query), 16));
+    // Computed before the wait, off the critical path.
+    const u32 k_desc = warp_uniform(descriptor_low(shared_address(smem.kv[stage]), 16));
+    const u32 q_desc = warp_uniform(descriptor_low(shared_address(smem.query), 16));
     const QkThread qk_thread;
     wait(smem.kv_full[stage], phase_of(blocks_done));
-    fence_proxy_async();  // what threads have copied, tensor cores read
-    qk_gemm(stage, qk_thread, keys, query);
+    fence_proxy_async();  // wgmma reads what cp.async has written
+    qk_gemm(stage, qk_thread, k_desc, q_desc);
     if (kPingPong && qk_thread.lane == 0) arrive(smem.scores_full[stage]);
     const int first_token = kv_block * kBlockN;
     if constexpr (kIsSparse) {
@@ -199,14 +200,14 @@ struct QkWarpgroup {
     int kv_block = work.first_kv_block;
 #pragma unroll 1
     while (__any_sync(~0u, blocks_done != end)) process_block(kv_block++);
-    // All warps have met since they read the query last, or have not read it.
+    // All warps are done with Q: they have met at a barrier since its last read, or never read it.
     if (reload_tid() % kQkThreads == 0) arrive(smem.query_empty);
     softmax.publish_row_max(work_slot(work.work_idx));
   }
 };
 
 __device__ inline void qk_loop(const Params& params, SharedMemoryPlan& smem) {
-  u32 blocks_done = 0;  // blocks
+  u32 blocks_done = 0;
   u32 work_idx = 0;
   while (true) {
     wait(smem.work_full[work_slot(work_idx)], work_phase(work_idx));
@@ -215,7 +216,7 @@ __device__ inline void qk_loop(const Params& params, SharedMemoryPlan& smem) {
     wait_query(smem, work_idx);
     QkWarpgroup qk_warpgroup(params, smem, work, blocks_done);
     qk_warpgroup.process_work();
-    work_idx = work.work_idx + 1;  // not kept in a register meanwhile
+    work_idx = work.work_idx + 1;  // reloaded, so that the main loop holds no register for it
     __syncwarp();
     if (reload_lane() == 0) arrive(smem.work_empty[work_slot(work_idx - 1)]);
   }

@@ -1,6 +1,6 @@
-// How many registers a thread of each role has, of 128 at first: with 64 rows, the two consumers
-// most. A scorer with more than it needs for a whole query brings so much forward that its
-// products are serialised (C7512).
+// Register budget: registers per thread of each warpgroup role after setmaxnreg, 128 before. With
+// 64 rows the two PV warpgroups get most. A larger budget of the QK warpgroup for unsplit Q makes
+// the compiler hoist so much that it serialises the wgmma (C7512).
 
 #pragma once
 

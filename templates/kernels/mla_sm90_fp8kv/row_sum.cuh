@@ -1,5 +1,5 @@
-// Sums of the probabilities of rows, by the consumers, who have time for it: every thread has
-// some of a row's tokens.
+// Row sum l, computed by the PV warpgroups, which are less loaded than the QK warpgroup: every
+// thread sums some tokens of one row of P.
 
 #pragma once
 
@@ -13,25 +13,25 @@
 #include "shared_memory.cuh"
 
 constexpr int kThreadsPerRow = kConsumerThreads / kBlockM;
-constexpr int kBytesPerThread = kTileRowBytes / kThreadsPerRow;  // of a block's row
+constexpr int kBytesPerThread = kTileRowBytes / kThreadsPerRow;  // of a row of P
 static_assert(kThreadsPerRow * kBlockM == kConsumerThreads, "threads share the rows");
 
 struct RowSum {
-  float row_sum = 0.0f;  // of this thread's tokens, in the units of the outputs
+  float row_sum = 0.0f;  // over this thread's tokens, times the shared scale as O is
 
   __device__ static int row() { return reload_tid() / kThreadsPerRow; }
 
-  // Adds those of the block in `stage`.
+  // Adds P of the KV block in `stage`.
   __device__ void add(const SharedMemoryPlan& smem, int stage) {
     const int first = reload_tid() % kThreadsPerRow * kBytesPerThread;
     float sum = 0.0f;
 #pragma unroll
-    for (int more = 0; more < kBytesPerThread; more += sizeof(uint2)) {
-      const int byte = first + more;
+    for (int byte_offset = 0; byte_offset < kBytesPerThread; byte_offset += sizeof(uint2)) {
+      const int byte = first + byte_offset;
       const u32 offset = swizzled_offset<kTileRowBytes>(row(), byte / kChunkBytes);
-      const uint2 found =
+      const uint2 loaded =
           *reinterpret_cast<const uint2*>(smem.probabilities[stage] + offset + byte % kChunkBytes);
-      sum += sum_of_pair(found.x) + sum_of_pair(found.y);
+      sum += sum_of_pair(loaded.x) + sum_of_pair(loaded.y);
     }
     row_sum = fmaf(sum, smem.block_scale[stage], row_sum);
   }
@@ -40,12 +40,11 @@ struct RowSum {
     return cvt_f32(Fp16{}, static_cast<u16>(pair)) + cvt_f32(Fp16{}, static_cast<u16>(pair >> 16));
   }
 
-  // By what a block multiplies all before it by.
   __device__ void rescale(const SharedMemoryPlan& smem, int stage) {
     row_sum *= smem.rescale[stage][row()];
   }
 
-  // Leaves what the row has come to.
+  // Reduces over the threads of a row, and publishes row sum and fp16 scale.
   __device__ void publish(SharedMemoryPlan& smem, int stage) const {
     float sum = row_sum;
 #pragma unroll
@@ -54,8 +53,8 @@ struct RowSum {
     }
     if (reload_tid() % kThreadsPerRow != 0) return;
     smem.row_sum[stage][row()] = sum;
-    // A row adds up values by its probabilities.
-    const float amax = sum * inverse_of_pow2(smem.row_shared_scale[stage]) * kMaxValue;
+    // |O| <= l * max |V|.
+    const float amax = sum * inverse_of_pow2(smem.row_shared_scale[stage]) * kMaxV;
     smem.row_scale[stage][row()] = fp16_scale(amax);
   }
 };

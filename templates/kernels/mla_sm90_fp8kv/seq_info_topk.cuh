@@ -1,5 +1,5 @@
-// How many tokens a request has, where every query token has a list of its own and counts as a
-// request.
+// Sequence lengths of sparse calls: every query token is a sequence of its own, and its length is
+// its `topk_length`.
 
 #pragma once
 

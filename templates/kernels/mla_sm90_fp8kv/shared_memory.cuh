@@ -1,4 +1,4 @@
-// The shared memory of a block, whole.
+// Shared memory plan of the CTA.
 
 #pragma once
 
@@ -9,17 +9,17 @@
 #include "scheduler/schedule_range.cuh"
 #include "scheduler/tile_scheduler.cuh"
 
-// Blocks of tokens, as many as fit beside the query and what else there is: no more than twenty
-// words a row and 2 KiB.
+// A stage is a KV block with its P and alpha; as many as fit beside Q and everything else, which is
+// at most 20 words per row and 2 KiB.
 constexpr int kStageBytes = kKvBlockBytes + kQueryTileBytes + kBlockM * sizeof(float);
 constexpr int kOtherBytes = 2048 + kBlockM * 80;
 constexpr int kStagesBytes = kSharedBytes - kTiles * kQueryTileBytes - kOtherBytes;
 constexpr int kStages = kStagesBytes / kStageBytes;
 constexpr int kSpareBytes = kStagesBytes - kStages * kStageBytes;
 
-// What scores of a row are multiplied by to be log2 units, and what is subtracted then.
+// Softmax of a row: scale of its scores to log2 units, and the stale row max in log2 units.
 struct alignas(8) SoftmaxRow {
-  float factor;
+  float score_scale;
   float row_max;
 };
 
@@ -27,21 +27,21 @@ struct SharedMemoryPlan {
   unsigned char query[kTiles * kQueryTileBytes];
   unsigned char kv[kStages][kKvBlockBytes];
   unsigned char probabilities[kStages][kQueryTileBytes];
-  unsigned char spare[kSpareBytes];  // room for merging
-  float query_scale[kBlockM];  // what the query in here has been divided by
-  alignas(kChunkBytes) SoftmaxRow rows[kBlockM];  // of the item whose scores are computed
-  float warp_rows[kQkWarps][kBlockM];  // the maximum that each warp found for a row
-  float rescale[kStages][kBlockM];  // what a block multiplies the outputs before it by
-  float warp_scales[kQkWarps];  // the largest that each warp found
-  float shared_scale;  // of that item: what scales of values are multiplied by
-  float block_scale[kStages];  // and those of a block
-  float row_max[2][kBlockM];  // of an item, when all its scores are done
+  unsigned char spare[kSpareBytes];  // for the split reduction only
+  float query_scale[kBlockM];  // dequantisation scale of the rows of Q
+  alignas(kChunkBytes) SoftmaxRow rows[kBlockM];  // of the work item in the QK warpgroup
+  float warp_row_max[kQkWarps][kBlockM];  // each warp's maximum of a row
+  float rescale[kStages][kBlockM];  // alpha of the KV block, for O and l
+  float warp_scale_amax[kQkWarps];  // each warp's amax of the V scales
+  float shared_scale;  // power of two on the V scales, of the work item in the QK warpgroup
+  float block_scale[kStages];  // `shared_scale` as of the KV block
+  float row_max[2][kBlockM];  // of a whole work item
   float row_sum[2][kBlockM];
-  // What its outputs are multiplied by to be left as halves; it is read by pairs.
+  // fp16 scale of partial O; aligned because rows are read in pairs.
   alignas(sizeof(float2)) float row_scale[2][kBlockM];
-  float row_shared_scale[2];  // of an item: what its outputs are in, and sums multiplied by
+  float row_shared_scale[2];  // `shared_scale` as of a whole work item, a factor of O and l
   InvalidMask invalid_mask[kStages];
-  u32 rescales[kStages];  // whether a block multiplies those before it by others than 1
+  u32 needs_rescale[kStages];  // whether the KV block has an alpha other than 1
   WorkItem work_items[2];
   SchedulerStorage scheduler_storage;
   Barrier kv_full[kStages];
@@ -54,20 +54,21 @@ struct SharedMemoryPlan {
   Barrier query_empty;
   Barrier work_full[2];
   Barrier work_empty[2];
-  int has_nonfinite[2];  // of an item
+  int has_nonfinite[2];  // whether a row of the work item attends to a NaN/Inf in V
 };
-// Where pieces are merged, when no item follows.
+// The split reduction aliases Q, KV and P: a CTA combines behind its last work item only.
 constexpr int kCombineSmemBytes = sizeof(SharedMemoryPlan::query) + sizeof(SharedMemoryPlan::kv) +
                                   sizeof(SharedMemoryPlan::probabilities) +
                                   sizeof(SharedMemoryPlan::spare);
-static_assert(sizeof(SharedMemoryPlan) <= kSharedBytes, "the spec knows what the struct takes");
+static_assert(sizeof(SharedMemoryPlan) <= kSharedBytes, "the spec states the size of the plan");
 static_assert(kKvBlockBytes % 1024 == 0, "tiles are aligned");
-static_assert(kSpareBytes % kChunkBytes == 0, "what lies behind it is aligned");
+static_assert(kSpareBytes % kChunkBytes == 0, "the members behind it are aligned");
 
-// By one thread. Of those who load, all threads' copies arrive, and what a warp has written.
+// Called by one thread. On `kv_full`, each producer thread arrives for its asynchronous copies, and
+// each producer warp for its plain stores.
 __device__ inline void init_kv_barriers(SharedMemoryPlan& smem) {
   for (int stage = 0; stage < kStages; ++stage) {
-    init_barrier(smem.kv_full[stage], kProducerThreads + kLoadWarps);
+    init_barrier(smem.kv_full[stage], kProducerThreads + kProducerWarps);
     init_barrier(smem.kv_empty[stage], kConsumerWarps);
     init_barrier(smem.scores_full[stage], kQkWarps);
     init_barrier(smem.probabilities_full[stage], kQkWarps);

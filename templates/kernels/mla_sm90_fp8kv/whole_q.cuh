@@ -1,4 +1,4 @@
-// A query in eight bits is multiplied as it has been copied.
+// Q in FP8: the QK GEMM takes it as loaded.
 
 #pragma once
 
@@ -6,7 +6,7 @@
 #include "pipeline/work_pipeline.cuh"
 #include "shared_memory.cuh"
 
-// By the threads that have copied it; tells `full`.
+// Waits for the copies of Q and arrives at `full`. Called by the threads that issued them.
 template <int>
 __device__ inline void finish_q_load(SharedMemoryPlan&, const Barrier& full, int, int) {
   finish_q_load(full);

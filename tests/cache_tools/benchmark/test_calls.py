@@ -1,4 +1,4 @@
-"""Cases as calls of mlagen, on the CPU backend; and of FlashInfer, whose part mlagen plays."""
+"""Cases as calls of mlagen on the CPU backend, and of FlashInfer, played by mlagen."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ parametrized = pytest.mark.parametrize(("family", "facts"), CASES.values(), ids=
 
 
 def args_of(family: str, facts: dict[str, Any]) -> Inputs:
-    """Return two small sets of inputs."""
+    """Return two small input sets."""
     facts = {"batch": 3, "seq_len": 70, "heads": 8, "page_size": 16, **facts}
     return make_inputs(case_of(family, is_ragged=True, **facts), 2, "cpu")
 
 
 @parametrized
-def test_mlagen_is_called_as_the_case_says(family: str, facts: dict[str, Any]) -> None:
-    """The first set gives what the reference gives for it, and the second something else."""
+def test_mlagen_is_called_with_the_case(family: str, facts: dict[str, Any]) -> None:
+    """The first set gives its reference, and the second another result."""
     inputs = args_of(family, facts)
 
     call = mlagen_call(inputs)
@@ -45,7 +45,7 @@ def test_mlagen_is_called_as_the_case_says(family: str, facts: dict[str, Any]) -
 
 
 def test_an_e4m3_query_gives_bf16() -> None:
-    """The buffer for the output is of the dtype that the call writes."""
+    """The output buffer has the dtype of the call's output."""
     inputs = args_of("mla", {"dtype": "e4m3"})
 
     out = mlagen_call(inputs)(0)
@@ -55,7 +55,7 @@ def test_an_e4m3_query_gives_bf16() -> None:
 
 
 def test_a_token_too_few_is_found() -> None:
-    """The error of a result that misses one token of 70 is far above the bound."""
+    """An output that misses one token of 70 is far above the error bound."""
     inputs = args_of("mla", {})
     inputs.seq_lens.sub_(1)
 
@@ -66,7 +66,7 @@ def test_a_token_too_few_is_found() -> None:
 
 @pytest.fixture
 def flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let mlagen, whose entry points have the same signatures, be what is found as FlashInfer."""
+    """Let mlagen, whose entry points have the same signatures, act as FlashInfer."""
     version = SimpleNamespace(__version__="0.7.2")
     modules = {"flashinfer": version, "flashinfer.mla": mlagen.mla}
     for name, module in {**modules, "flashinfer.decode": mlagen.decode}.items():
@@ -75,8 +75,8 @@ def flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("flashinfer")
 @parametrized
-def test_flashinfer_is_called_as_the_case_says(family: str, facts: dict[str, Any]) -> None:
-    """Plan, offsets, pages, lengths and drafts are those of the case."""
+def test_flashinfer_is_called_with_the_case(family: str, facts: dict[str, Any]) -> None:
+    """Plan, offsets, pages, lengths and draft masks are those of the case."""
     inputs = args_of(family, facts)
 
     call = flashinfer_call(inputs, "auto")
@@ -88,19 +88,19 @@ def test_flashinfer_is_called_as_the_case_says(family: str, facts: dict[str, Any
 
 @pytest.mark.usefixtures("flashinfer")
 def test_the_backend_is_the_one_that_is_named() -> None:
-    """A name that the wrapper does not know is rejected by it."""
+    """The wrapper receives the name, and rejects an unknown one."""
     with pytest.raises(mlagen.ArgumentError, match="backend: expected"):
         flashinfer_call(args_of("mla", {}), "fa9")
 
 
 @pytest.mark.usefixtures("flashinfer")
 def test_the_version_is_flashinfers_own() -> None:
-    """What was compared with can be told."""
+    """The report has the version of the baseline."""
     assert flashinfer_version() == "0.7.2"
 
 
-def test_a_draft_sees_those_before_it() -> None:
-    """Bits of the mask are drafts, in words of 16, as many as fill 32 bits."""
+def test_a_draft_attends_to_earlier_drafts() -> None:
+    """The mask has one bit per speculative token, in 16-bit words padded to 32 bits."""
     inputs = args_of("gqa", {"q_len": 18})
 
     mask = _causal_mask(inputs)

@@ -1,4 +1,4 @@
-"""The arithmetic of cases, against numbers worked out by hand."""
+"""FLOP and bytes of cases, against hand-computed numbers."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from cache_tools.benchmark.selection import case_of
 @pytest.mark.parametrize(
     ("family", "facts", "flop", "moved_bytes"),
     [
-        # 524288 tokens of 1152 bytes; 16384 rows of 1152 bytes in and 1024 out; 2 * 1088 a pair.
+        # 524288 tokens of 1152 bytes; 16384 rows of 1152 bytes in, 1024 out; 2 * 1088 FLOP a pair.
         ("mla", {}, 16_384 * 4096 * 2176, 603_979_776 + 18_874_368 + 16_777_216),
-        # The three query tokens of a request see 8, 9 and 10 tokens.
+        # The three query tokens of a request attend to 8, 9 and 10 tokens.
         (
             "mla",
             {"batch": 2, "seq_len": 10, "heads": 4, "q_len": 3},
             2 * 4 * 27 * 2176,
             20 * 1152 + 24 * 1152 + 24 * 1024,
         ),
-        # One byte an element, but for the output in bf16.
+        # One byte per element, except the bf16 output.
         (
             "mla",
             {"batch": 1, "seq_len": 1, "heads": 1, "dtype": "e4m3"},
             2176,
             576 + 576 + 1024,
         ),
-        # Keys and values of 2 kv heads, 16 elements of a byte each.
+        # Keys and values of 2 KV heads, 16 one-byte elements each.
         (
             "gqa",
             {
@@ -46,10 +46,10 @@ from cache_tools.benchmark.selection import case_of
     ],
     ids=["MLA", "MLA with drafts", "MLA in e4m3", "GQA over e4m3", "GQA in fp16"],
 )
-def test_work_is_what_a_hand_computes(
+def test_work_matches_hand_computed_numbers(
     family: str, facts: dict[str, Any], flop: int, moved_bytes: int
 ) -> None:
-    """Products count two operations, tokens are read once, and hidden drafts are not computed."""
+    """An FMA counts two operations, tokens are read once, and masked scores do not count."""
     case = case_of(family, **facts)
 
     assert (case.flop, case.moved_bytes) == (flop, moved_bytes)
@@ -57,7 +57,7 @@ def test_work_is_what_a_hand_computes(
 
 
 def test_ragged_lengths_are_the_same_in_every_run() -> None:
-    """Lengths are spread around the mean by a fixed seed, between one token and twice the mean."""
+    """A fixed seed spreads lengths around the mean, between one token and twice the mean."""
     case = case_of("mla", batch=1000, seq_len=100, is_ragged=True)
 
     assert case_of("mla", batch=3, seq_len=70, is_ragged=True).seq_lens == (105, 94, 63)
@@ -67,7 +67,7 @@ def test_ragged_lengths_are_the_same_in_every_run() -> None:
 
 
 def test_a_ragged_request_holds_its_query_tokens() -> None:
-    """No request is shorter than what it asks with."""
+    """No request is shorter than its query."""
     case = case_of("mla", batch=200, seq_len=8, q_len=6, is_ragged=True)
 
     assert min(case.seq_lens) == 6
@@ -87,7 +87,7 @@ def test_a_ragged_request_holds_its_query_tokens() -> None:
 def test_bound_and_rate_follow_the_dtypes(
     family: str, facts: dict[str, Any], bound: float, is_fp8_math: bool
 ) -> None:
-    """An e4m3 cache allows more error; query and cache of e4m3 are held to the fp8 rate."""
+    """An FP8 KV cache allows more error; FP8 query and cache have the FP8 rate."""
     case = case_of(family, **facts)
 
     assert (case.error_bound, case.is_fp8_math) == (bound, is_fp8_math)
@@ -103,7 +103,7 @@ def test_bound_and_rate_follow_the_dtypes(
     ids=["larger than all of it", "smaller than L2", "tiny"],
 )
 def test_inputs_together_are_eight_times_the_l2_cache(facts: dict[str, Any], sets: int) -> None:
-    """What is read again has left the cache, unless that would take too many tensors."""
+    """Inputs are evicted from L2 before their reuse, up to 1024 sets."""
     assert case_of("mla", **facts).input_sets(50 << 20) == sets
 
 
@@ -119,6 +119,6 @@ def test_inputs_together_are_eight_times_the_l2_cache(facts: dict[str, Any], set
         ),
     ],
 )
-def test_a_label_says_what_is_not_usual(family: str, facts: dict[str, Any], label: str) -> None:
+def test_a_label_has_the_non_default_values(family: str, facts: dict[str, Any], label: str) -> None:
     """Two cases that differ have different labels."""
     assert case_of(family, **facts).label == label

@@ -1,4 +1,4 @@
-"""Outcomes of calls; what needs the GPU itself is in tests/gpu/test_bench.py."""
+"""Outcomes of calls; tests/gpu/test_bench.py has the tests that need a GPU."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from cache_tools.benchmark.selection import case_of
 
 @pytest.fixture
 def inputs() -> Inputs:
-    """Return three small sets of inputs."""
+    """Return three small input sets."""
     return make_inputs(case_of("mla", batch=1, seq_len=20, heads=4), 3, "cpu")
 
 
 def timed(_call: Call, sets: int) -> float:
-    """Return a time that tells how many sets there were."""
+    """Return a time that encodes the number of sets."""
     return 100.0 + sets
 
 
@@ -35,7 +35,7 @@ def test_a_result_is_compared_and_timed(inputs: Inputs) -> None:
 
 
 def test_nan_is_a_problem(inputs: Inputs) -> None:
-    """A kernel that read what it must not is not timed."""
+    """A kernel that returns NaN is not timed."""
     inputs.keys[0].fill_(torch.nan)
 
     outcome = outcome_of(mlagen_call, inputs, attend(inputs), timed)
@@ -52,8 +52,8 @@ def test_nan_is_a_problem(inputs: Inputs) -> None:
     ],
     ids=["of mlagen", "of several lines", "long"],
 )
-def test_an_error_is_told_on_one_line(error: Exception, problem: str, inputs: Inputs) -> None:
-    """Whatever a library raises is the problem of this case, and of no other."""
+def test_an_error_is_reported_on_one_line(error: Exception, problem: str, inputs: Inputs) -> None:
+    """An exception of a library is the problem of its case only."""
 
     def reject(_inputs: Inputs) -> Call:
         raise error

@@ -1,4 +1,4 @@
-"""Tensors of cases."""
+"""Input tensors of cases."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def args_of(family: str, sets: int = 2, **facts: object) -> Inputs:
 
 
 def test_every_request_has_pages_of_its_own() -> None:
-    """Pages are shared by no two requests, and lie in no order."""
+    """No two requests share a page, and pages are in random order."""
     inputs = args_of("mla")
 
     used = [
@@ -30,13 +30,13 @@ def test_every_request_has_pages_of_its_own() -> None:
 
 
 @pytest.mark.parametrize(("page_size", "width"), [(16, 8), (64, 2), (1, 128), (256, 1)])
-def test_tables_are_as_wide_as_whole_runs_of_tokens(page_size: int, width: int) -> None:
-    """FlashInfer's XQA takes no other."""
+def test_tables_cover_a_multiple_of_128_tokens(page_size: int, width: int) -> None:
+    """FlashInfer's XQA requires it."""
     assert args_of("gqa", page_size=page_size).block_tables.shape == (3, width)
 
 
 def test_the_value_of_mla_is_part_of_its_key() -> None:
-    """Nothing is held twice."""
+    """The value is a view of the key."""
     inputs = args_of("mla")
 
     assert inputs.values[0].shape == (17, 16, 1, 512)
@@ -44,7 +44,7 @@ def test_the_value_of_mla_is_part_of_its_key() -> None:
 
 
 def test_sets_differ_in_content_alone() -> None:
-    """A call that takes them in turn reads other memory each time, of the same shapes."""
+    """Sets have equal shapes and separate memory."""
     inputs = args_of("gqa", dtype="fp16", kv_dtype="e4m3", head_dim=64)
 
     for one, other in (inputs.queries, inputs.keys, inputs.values):
@@ -55,5 +55,5 @@ def test_sets_differ_in_content_alone() -> None:
 
 
 def test_the_same_case_has_the_same_inputs() -> None:
-    """An error can be looked at again."""
+    """An error is reproducible."""
     assert torch.equal(args_of("mla").keys[1], args_of("mla").keys[1])

@@ -1,4 +1,4 @@
-"""The document of a benchmark."""
+"""JSON document of a benchmark."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CEILINGS = Ceilings(read_gb_s=4000.0, bf16_tflop_s=800.0)
 
 
 def document(mlagen: Outcome = RIGHT, flashinfer: Outcome | None = None) -> dict[str, Any]:
-    """Return the document of the usual case of MLA, as a program reads it."""
+    """Return the document of the default MLA case."""
     machine = FakeMachine(flashinfer=None if flashinfer is None else lambda _: flashinfer)
     measured = Measured(case=case_of("mla"), input_sets=3, mlagen=mlagen, flashinfer=flashinfer)
     written = json.dumps(document_of(machine.facts(), CEILINGS, [measured]), allow_nan=False)
@@ -25,7 +25,7 @@ def document(mlagen: Outcome = RIGHT, flashinfer: Outcome | None = None) -> dict
 
 
 def test_the_document_has_the_documented_names() -> None:
-    """No name is missing from the reference, none is there in vain, and the order is the same."""
+    """The names are exactly those of the reference, in order."""
     found = document(flashinfer=RIGHT)
     (case,) = found["cases"]
     objects = (found, found["ceilings"], case, case["mlagen"])
@@ -35,7 +35,7 @@ def test_the_document_has_the_documented_names() -> None:
 
 
 def test_rates_are_work_over_time() -> None:
-    """146 GFLOP and 640 MB in a millisecond, which is 5.5 times the floor."""
+    """146 GFLOP and 640 MB in a millisecond are 5.5 times the roofline bound."""
     (case,) = document()["cases"]
 
     assert case["floor_us"] == pytest.approx(182.536, rel=1e-5)
@@ -65,14 +65,14 @@ def test_rates_are_work_over_time() -> None:
 def test_only_right_results_are_compared(
     mlagen: Outcome, flashinfer: Outcome, ratio: float | None
 ) -> None:
-    """A result that is wrong or missing is neither faster nor slower than another."""
+    """A wrong or missing result has no ratio."""
     (case,) = document(mlagen, flashinfer)["cases"]
 
     assert case["ratio"] == ratio
 
 
 def test_a_failure_has_a_problem_and_no_numbers() -> None:
-    """What could not be measured is null."""
+    """A failed measurement is null."""
     (case,) = document(FAILED)["cases"]
 
     assert case["mlagen"] == {

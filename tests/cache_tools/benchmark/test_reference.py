@@ -14,7 +14,7 @@ from cache_tools.benchmark.selection import case_of
 
 
 def in_float64(inputs: Inputs) -> torch.Tensor:
-    """Return what the first set gives, one query token and one kv head after the other."""
+    """Return the output of the first set, one query token and KV head at a time."""
     case = inputs.case
     group = case.heads // case.kv_heads
     out = torch.zeros(case.batch, case.q_len, case.heads, case.head_dim_vo, dtype=torch.float64)
@@ -48,7 +48,7 @@ def in_float64(inputs: Inputs) -> torch.Tensor:
     ids=["MLA", "MLA with drafts over e4m3", "GQA with drafts", "GQA over e4m3"],
 )
 def test_it_is_attention_as_float64_computes_it(family: str, facts: dict[str, Any]) -> None:
-    """The reference differs from float64 by roundings of fp32."""
+    """The reference differs from float64 only by fp32 rounding."""
     facts = {"batch": 2, "seq_len": 20, "heads": 8, "page_size": 8, **facts}
     inputs = make_inputs(case_of(family, is_ragged=True, **facts), 1, "cpu")
 
@@ -57,8 +57,8 @@ def test_it_is_attention_as_float64_computes_it(family: str, facts: dict[str, An
     assert relative_error(attend(inputs), expected) < 1e-6
 
 
-def test_an_error_is_relative_and_of_everything() -> None:
-    """A difference of 3 and 4 in numbers whose norm is 50."""
+def test_an_error_is_relative_to_the_norm() -> None:
+    """Differences of 3 and 4 with a norm of 50 are an error of 0.1."""
     expected = torch.tensor([[30.0, 40.0], [0.0, 0.0]])
 
     assert relative_error(torch.tensor([30.0, 43.0, 4.0, 0.0]), expected) == pytest.approx(0.1)

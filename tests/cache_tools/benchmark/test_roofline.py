@@ -1,4 +1,4 @@
-"""Floors of cases."""
+"""Roofline bounds of cases."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_many_heads_are_bound_by_math() -> None:
 
 
 def test_few_heads_are_bound_by_memory() -> None:
-    """A group of 8 heads reads 2.15 GB in the time that it has little to compute."""
+    """A GQA group of 8 heads reads 2.15 GB with few FLOP per byte."""
     case = case_of("gqa")
 
     assert CEILINGS.floor_us(case) == pytest.approx(2_151_677_952 / 4e12 * 1e6)
@@ -27,7 +27,7 @@ def test_few_heads_are_bound_by_memory() -> None:
 
 
 def test_e4m3_under_e4m3_has_the_fp8_rate() -> None:
-    """Where the GPU has it; else the rate is that of bf16."""
+    """The rate is FP8 if the GPU has it, else that of bf16."""
     case = case_of("mla", dtype="e4m3")
     without = Ceilings(read_gb_s=4000.0, bf16_tflop_s=800.0)
 
@@ -36,7 +36,7 @@ def test_e4m3_under_e4m3_has_the_fp8_rate() -> None:
 
 
 def test_an_e4m3_cache_alone_has_the_rate_of_its_query() -> None:
-    """Its elements are decoded, and multiplied as bf16."""
+    """Its elements are converted, and multiplied as bf16."""
     case = case_of("mla", kv_dtype="e4m3")
 
     assert CEILINGS.math_us(case) == pytest.approx(146_028_888_064 / 800e12 * 1e6)

@@ -1,4 +1,4 @@
-"""The roofline as a picture."""
+"""Roofline plot."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _matplotlib() -> None:
 
 
 def document() -> dict[str, Any]:
-    """Return three cases: right of both, wrong of mlagen, failed of FlashInfer; one in e4m3."""
+    """Return three cases: right for both, wrong for mlagen, failed for FlashInfer; one in e4m3."""
     cases = [case_of("mla"), case_of("mla", heads=16), case_of("mla", dtype="e4m3")]
     ours = dict(zip(cases, (RIGHT, WRONG, RIGHT), strict=True))
     theirs = dict(zip(cases, (RIGHT, RIGHT, FAILED), strict=True))
@@ -32,7 +32,7 @@ def document() -> dict[str, Any]:
 
 @pytest.mark.usefixtures("_matplotlib")
 def test_a_png_is_written(tmp_path: Path) -> None:
-    """The file is a picture of some size."""
+    """The file is a PNG of some size."""
     path = tmp_path / "roofline.png"
 
     write_plot(document(), path)
@@ -44,13 +44,13 @@ def test_a_png_is_written(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("_matplotlib")
 def test_every_right_result_is_a_labelled_point() -> None:
-    """Ceilings are lines; what is wrong or missing is not drawn, and numbers are those of cases."""
+    """Ceilings are lines, right results are numbered points, others are not drawn."""
     (axes,) = draw(document()).axes
 
     assert axes.get_legend_handles_labels()[1] == [
         "reads, 4000 GB/s",
-        "products of bf16, 800 TFLOP/s",
-        "products of e4m3, 1600 TFLOP/s",
+        "bf16 GEMM, 800 TFLOP/s",
+        "e4m3 GEMM, 1600 TFLOP/s",
         "1  mla bf16, 128 x 4096, 128 heads",
         "1f  mla bf16, 128 x 4096, 128 heads, FlashInfer",
         "2f  mla bf16, 128 x 4096, 16 heads, FlashInfer",
@@ -62,7 +62,7 @@ def test_every_right_result_is_a_labelled_point() -> None:
 
 @pytest.mark.usefixtures("_matplotlib")
 def test_points_lie_where_the_numbers_say() -> None:
-    """Intensity to the right, operations per second upwards; the lines meet at their ridge."""
+    """Points are at (intensity, TFLOP/s); the lines meet at their ridge."""
     (axes,) = draw(document()).axes
     reads, bf16, _, point, *_ = axes.lines
 
@@ -72,10 +72,10 @@ def test_points_lie_where_the_numbers_say() -> None:
     assert np.asarray(bf16.get_data())[:, 0].tolist() == [200.0, 800.0]
 
 
-def test_without_matplotlib_the_cure_is_told(
+def test_without_matplotlib_the_package_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The message has the command that helps."""
+    """The message has the install command."""
     monkeypatch.setitem(sys.modules, "matplotlib", None)
 
     with pytest.raises(mlagen.UnsupportedError) as caught:
@@ -98,7 +98,7 @@ def test_without_matplotlib_the_cure_is_told(
 def test_a_file_that_cannot_be_written_is_rejected(
     name: str, expected: str, tmp_path: Path
 ) -> None:
-    """Before anything is measured, not after."""
+    """An unwritable file is rejected before any measurement."""
     (tmp_path / "folder.png").mkdir()
 
     with pytest.raises(mlagen.ArgumentError) as caught:

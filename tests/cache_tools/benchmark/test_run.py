@@ -1,4 +1,4 @@
-"""A benchmark from step to step."""
+"""Steps of a benchmark."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.fake_machine import FAILED, WRONG, FakeMachine
 
 
 def test_every_part_begins_and_ends() -> None:
-    """Ceilings come first; each part is told when it begins, and with a line when it is done."""
+    """Ceilings come first; each part has a step at its start, and one with a line at its end."""
     steps: list[Step] = []
     case = case_of("mla", batch=1)
 
@@ -20,15 +20,15 @@ def test_every_part_begins_and_ends() -> None:
             name="ceilings",
             done=1,
             total=2,
-            line="read 4000 GB/s, products of bf16 800 TFLOP/s",
+            line="read 4000 GB/s, GEMM bf16 800 TFLOP/s",
         ),
         Step(name=case.label, done=1, total=2),
         Step(name=case.label, done=2, total=2, line=f"   1000.0 us  {case.label}"),
     ]
 
 
-def test_a_line_says_what_went_wrong() -> None:
-    """Neither a wrong result nor a missing one looks like a time."""
+def test_a_line_marks_a_failure() -> None:
+    """Neither a wrong nor a missing result looks like a time."""
     outcomes = iter([WRONG, FAILED])
     lines: list[str | None] = []
     cases = [case_of("mla", batch=1), case_of("mla", batch=2)]
@@ -41,12 +41,12 @@ def test_a_line_says_what_went_wrong() -> None:
     ]
 
 
-def test_the_fp8_rate_is_measured_for_those_who_need_it() -> None:
-    """An e4m3 cache is not enough."""
+def test_the_fp8_rate_is_measured_on_demand() -> None:
+    """An FP8 KV cache alone does not need it."""
     without, needing = FakeMachine(), FakeMachine()
 
     run_cases(select_cases(), without, lambda _: None)
     run_cases([case_of("mla"), case_of("mla", dtype="e4m3")], needing, lambda _: None)
 
-    assert without.asked[0] == "ceilings"
-    assert needing.asked[0] == "ceilings with fp8"
+    assert without.calls[0] == "ceilings"
+    assert needing.calls[0] == "ceilings with fp8"

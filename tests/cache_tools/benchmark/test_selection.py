@@ -1,4 +1,4 @@
-"""Which cases options name."""
+"""Case selection from options."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ GQA = [
     [(None, MLA + GQA), (["mla"], MLA), (["gqa"], GQA)],
     ids=["both", "MLA", "GQA"],
 )
-def test_the_usual_cases_are_those_of_the_families(
+def test_the_default_cases_are_those_of_the_families(
     families: list[str] | None, labels: list[str]
 ) -> None:
-    """Without anything of a case, the usual ones are measured."""
+    """Without case options, the default cases are measured."""
     assert [case.label for case in select_cases(families)] == labels
 
 
 def test_values_give_every_combination() -> None:
-    """Each value is combined with each of the others, in their order, and none comes twice."""
+    """The cases are the product of all values, in order, without duplicates."""
     cases = select_cases(["mla"], {"batch": [1, 2, 1], "kv_dtype": ["bf16", "e4m3"]})
 
     assert [(case.batch, case.kv_dtype) for case in cases] == [
@@ -50,8 +50,8 @@ def test_values_give_every_combination() -> None:
     ]
 
 
-def test_each_family_takes_the_values_that_it_knows() -> None:
-    """What GQA alone has changes no case of MLA."""
+def test_each_family_takes_its_own_parameters() -> None:
+    """Parameters of GQA alone change no MLA case."""
     mla, gqa = select_cases(["mla", "gqa"], {"heads": [32], "kv_heads": [4], "head_dim": [64]})
 
     assert mla == case_of("mla", heads=32)
@@ -59,13 +59,13 @@ def test_each_family_takes_the_values_that_it_knows() -> None:
 
 
 def test_a_case_of_no_family_is_mla() -> None:
-    """One option is enough to define a case, and being ragged is one."""
+    """A single option, --ragged included, selects MLA."""
     assert select_cases(None, {"batch": [7]}) == [case_of("mla", batch=7)]
     assert select_cases(is_ragged=True) == [case_of("mla", is_ragged=True)]
 
 
-def test_a_cache_is_of_the_dtype_of_its_query() -> None:
-    """Unless its own is named."""
+def test_the_default_dtype_of_the_cache_is_that_of_the_query() -> None:
+    """kv_dtype overrides it."""
     assert [case.kv_dtype for case in select_cases(None, {"dtype": ["fp16", "e4m3"]})] == [
         DType.FP16,
         DType.E4M3,
@@ -76,8 +76,8 @@ def test_a_cache_is_of_the_dtype_of_its_query() -> None:
     ("families", "axes", "message"),
     [
         (["mha"], {}, "family: expected mla or gqa, got mha"),
-        (["mla"], {"kv_heads": [8]}, "kv_heads: expected family gqa beside it, got family mla"),
-        (None, {"head_dim": [64]}, "head_dim: expected family gqa beside it, got family mla"),
+        (["mla"], {"kv_heads": [8]}, "kv_heads: expected family gqa with it, got family mla"),
+        (None, {"head_dim": [64]}, "head_dim: expected family gqa with it, got family mla"),
         (["gqa"], {"heads": [20]}, "heads: expected a multiple of 8 (kv_heads), got 20"),
         (None, {"seq_len": [2], "q_len": [4]}, "seq_len: expected 4 (q_len) or more, got 2"),
         (None, {"dtype": ["fp32"]}, "dtype: expected one of bf16, fp16, e4m3, got fp32"),
@@ -85,10 +85,10 @@ def test_a_cache_is_of_the_dtype_of_its_query() -> None:
     ],
     ids=["family", "kv heads", "head dim", "group", "drafts", "dtype", "dtype of the cache"],
 )
-def test_what_does_not_go_together_is_rejected(
+def test_inconsistent_values_are_rejected(
     families: list[str] | None, axes: Mapping[str, Sequence[Any]], message: str
 ) -> None:
-    """The message names the option, the rule and the value."""
+    """The message has the option, the rule and the value."""
     with pytest.raises(mlagen.ArgumentError) as caught:
         select_cases(families, axes)
 
@@ -104,10 +104,10 @@ def test_what_does_not_go_together_is_rejected(
     ],
     ids=["pair", "query", "head dim"],
 )
-def test_what_no_kernel_covers_is_rejected(
+def test_an_unsupported_case_is_rejected(
     family: str, axes: Mapping[str, Sequence[Any]], message: str
 ) -> None:
-    """The message is that of a call, with what is covered."""
+    """The message is that of a call, with the supported values."""
     with pytest.raises(mlagen.UnsupportedError) as caught:
         select_cases([family], axes)
 

@@ -1,4 +1,4 @@
-"""A benchmark on a page."""
+"""Table of a benchmark."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def document(
 
 
 def rows(document: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
-    """Return the head line, and the cells of the table."""
+    """Return the first line, and the cells of the table."""
     print_results(document)
     head, blank, *table = capsys.readouterr().out.splitlines()
     assert blank == ""
@@ -32,17 +32,17 @@ def rows(document: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> list[l
     return [[head], *cells]
 
 
-def test_the_page_says_where_what_and_how_fast(capsys: pytest.CaptureFixture[str]) -> None:
-    """GPU and ceilings on the first line, then a row for each case."""
+def test_the_table_is_complete(capsys: pytest.CaptureFixture[str]) -> None:
+    """GPU and ceilings are on the first line, then a row per case."""
     assert rows(document(RIGHT), capsys) == [
-        ["NVIDIA H200, torch 2.11.0: read 4000 GB/s, products of bf16 800 TFLOP/s"],
+        ["NVIDIA H200, torch 2.11.0: read 4000 GB/s, GEMM bf16 800 TFLOP/s"],
         ["case", "us", "tflop_s", "gb_s", "floor_us", "of_floor", "error"],
         ["mla bf16, 128 x 4096, 128 heads", "1000.0", "146.0", "640", "182.5", "0.18", "1.7e-03"],
     ]
 
 
 def test_a_comparison_adds_two_columns(capsys: pytest.CaptureFixture[str]) -> None:
-    """The time of FlashInfer, and how many times as fast mlagen is."""
+    """The columns are FlashInfer's time and its ratio to mlagen's."""
     found = rows(document(RIGHT, lambda _: Outcome(us=1500.0, error=2e-3)), capsys)
 
     assert "FlashInfer 0.7.2" in found[0][0]
@@ -50,8 +50,8 @@ def test_a_comparison_adds_two_columns(capsys: pytest.CaptureFixture[str]) -> No
     assert found[2][-2:] == ["1500.0", "1.5"]
 
 
-def test_what_is_wrong_or_missing_stands_out(capsys: pytest.CaptureFixture[str]) -> None:
-    """A wrong result is marked, and one that is missing has no numbers."""
+def test_wrong_and_missing_results_are_marked(capsys: pytest.CaptureFixture[str]) -> None:
+    """A wrong result is marked, and a missing one has no numbers."""
     wrong = rows(document(WRONG, lambda _: FAILED), capsys)[2]
     missing = rows(document(FAILED, lambda _: WRONG), capsys)[2]
 
@@ -60,7 +60,7 @@ def test_what_is_wrong_or_missing_stands_out(capsys: pytest.CaptureFixture[str])
 
 
 def test_problems_are_lines_with_their_case() -> None:
-    """Each library's own, and none where all is right."""
+    """Each library has its own lines, and none if all is right."""
     label = "mla bf16, 128 x 4096, 128 heads"
 
     assert list(problems_of(document(RIGHT, lambda _: RIGHT))) == []
@@ -78,12 +78,12 @@ def test_problems_are_lines_with_their_case() -> None:
 def test_only_mlagen_can_fail_the_command(
     mlagen: Outcome, flashinfer: Outcome, expected: bool
 ) -> None:
-    """An error of FlashInfer is its own."""
+    """An error of FlashInfer does not change the exit code."""
     assert all_right(document(mlagen, lambda _: flashinfer)) is expected
 
 
 def test_one_wrong_case_is_enough() -> None:
-    """That the other cases are right does not help."""
+    """One wrong case fails the benchmark."""
     outcomes = iter([RIGHT, WRONG])
     machine = FakeMachine(lambda _: next(outcomes))
 

@@ -1,4 +1,4 @@
-// What a consumer has in registers, and what of the output it is.
+// Accumulator fragments of two consumer warpgroups, and their layout in the output.
 
 #pragma once
 
@@ -7,8 +7,8 @@
 #include "config.cuh"
 #include "softmax/row_state.cuh"
 
-// Two consumers of four warps each. Both have all rows; the left one has the first half of the
-// output dims and the scores of even blocks, the right one the other half and the odd blocks.
+// Both warpgroups have all rows. Warpgroup 0 has the first half of the output dims and computes S
+// of even KV blocks, warpgroup 1 the second half and odd KV blocks (FlashMLA's seesaw).
 constexpr int kHalfDims = kHeadDimVo / 2;
 constexpr int kRowsPerThread = 2;
 using ThreadRows = RowState[kRowsPerThread];
@@ -19,19 +19,19 @@ using Probabilities = u32[kBlockN / 4];  // two elements a word
 __device__ inline int consumer_thread() { return static_cast<int>(threadIdx.x) % 128; }
 __device__ inline bool is_wg0() { return threadIdx.x < 128; }
 
-// A thread's row `r`, 0 or 1, and the row of a thread of another warp.
+// Row `r`, 0 or 1, of this lane in warp `warp`; first row of a thread; row `r` of this thread.
 __device__ inline int row_of(int warp, int r) { return warp % 4 * 16 + lane_index() / 4 + 8 * r; }
 __device__ inline int row_of_thread(int thread) {
   return thread % 128 / kWarpLanes * 16 + thread % kWarpLanes / 4;
 }
 __device__ inline int row_of(int r) { return row_of_thread(reload_tid()) + 8 * r; }
 
-// Float4 `i` holds two dims of each of the two rows.
+// First dim of accumulator float4 `i`, which holds two adjacent dims of each of the two rows.
 __device__ inline int dim_of(int warp, int i) {
   return warp / 4 * kHalfDims + i * 8 + lane_index() % 4 * 2;
 }
 
-// Row and dim of part `c` of float4 `i`.
+// Row and dim of element `c` of accumulator float4 `i`.
 __device__ inline int element_row(int warp, int, int c) { return row_of(warp, c / 2); }
 __device__ inline int element_dim(int warp, int i, int c) { return dim_of(warp, i) + c % 2; }
 
@@ -52,8 +52,8 @@ __device__ inline float4 weighted(float4 value, const float (&weights)[kRowsPerT
                      value.w * weights[1]);
 }
 
-// Of all warps' float4s in a row, the tasks, those of the same sixteen rows come together, and in
-// the order of their dims.
+// A fragment is a float4 of every lane of a warp. The fragments of the same 16 rows are
+// consecutive, in the order of their dims.
 constexpr int kRowsPerGroup = 16;
 constexpr int kFragsPerRowGroup = kHeadDimVo / 8;
 __device__ inline int first_frag_of_warp(int warp) {
@@ -62,7 +62,7 @@ __device__ inline int first_frag_of_warp(int warp) {
 __device__ constexpr int frag_offset(int i) { return i; }
 __device__ constexpr int accumulator_in_frag_order(int frag) { return frag; }
 
-// The rows that the parts of a float4 belong to.
+// Rows of a fragment's float4: `a` of x and y, `b` of z and w.
 struct FragRows {
   int a;
   int b;
@@ -73,7 +73,7 @@ __device__ inline FragRows frag_rows(u32 frag) {
   return {row, row + 8};
 }
 
-// Either half of a row has a scale of its own.
+// Each half of a row has its own fp16 scale.
 constexpr int kNumScales = 2;
 __device__ inline int scale_of_warp(int warp) { return warp / 4; }
 __device__ inline int scale_of_frag(u32 frag) { return frag / kAccumulators % 2; }

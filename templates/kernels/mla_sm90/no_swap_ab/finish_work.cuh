@@ -1,9 +1,10 @@
-// From what both consumers have of an item to finished or partial rows.
+// Work item of the two consumer warpgroups: mainloop, row-sum reduction, epilogue.
 
 #pragma once
 
 #include "accumulators.cuh"
 #include "combine/epilogue.cuh"
+#include "common/named_barrier.cuh"
 #include "common/params.cuh"
 #include "common/reload_tid.cuh"
 #include "common/types.cuh"
@@ -11,14 +12,13 @@
 #include "no_swap_ab/mainloop.cuh"
 #include "no_swap_ab/mma_operands.cuh"
 #include "no_swap_ab/softmax.cuh"
-#include "ptx/barrier.cuh"
 #include "ptx/setmaxnreg.cuh"
 #include "scheduler/tile_scheduler.cuh"
 #include "shared_memory.cuh"
 #include "softmax/row_reduce.cuh"
 #include "softmax/softmax_scale.cuh"
 
-// The sums of both consumers, whose references are the same by now.
+// Adds the row sums l of both warpgroups, which have the same row max at the end of the mainloop.
 __device__ inline void reduce_row_sum(SharedMemoryPlan& smem, const Softmax& softmax,
                                       ThreadRows& rows) {
   const int thread = reload_tid();
@@ -28,14 +28,14 @@ __device__ inline void reduce_row_sum(SharedMemoryPlan& smem, const Softmax& sof
     const float row_sum = quad_reduce_sum(softmax.row_sum[r]);
     if (thread % 4 == 0) smem.row_sum[thread / 128][row + 8 * r] = row_sum;
   }
-  barrier_sync(kConsumerBarrier, kConsumerThreads);
+  sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
 #pragma unroll
   for (int r = 0; r < kRowsPerThread; ++r) {
     rows[r] = {softmax.row_max[r], smem.row_sum[0][row + 8 * r] + smem.row_sum[1][row + 8 * r]};
   }
 }
 
-// What lasts from item to item.
+// State that persists across work items.
 struct ConsumerState {
   Descriptors descriptors;
   float scale;
@@ -51,8 +51,8 @@ __device__ inline void process_work(const Params& params, const WorkItem& work,
   if (work.num_kv_blocks > 0) {
     consumer.process_work();
   } else {
-    // When all warps have seen the query come; products would see to that.
-    barrier_sync(kConsumerBarrier, kConsumerThreads);
+    // Without KV blocks no MMA orders the warps' waits for Q before its release.
+    sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
     consumer.release_query();
   }
   ThreadRows rows;
@@ -60,6 +60,6 @@ __device__ inline void process_work(const Params& params, const WorkItem& work,
   epilogue(params, work, smem, consumer.accumulators, rows);
 }
 
-// Of 168 that a thread has at first, those who load give most to those who multiply.
+// A thread has 168 registers at launch; the producer warpgroup gives most of its own to consumers.
 __device__ inline void producer_reg_dealloc() { setmaxnreg_dec<kProducerRegs>(); }
 __device__ inline void consumer_reg_alloc() { setmaxnreg_inc<kConsumerRegs>(); }

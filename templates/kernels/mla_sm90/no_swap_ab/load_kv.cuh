@@ -1,5 +1,5 @@
-// The loader, one warp: streams the blocks of tokens of every item into two stages, even blocks
-// into one and odd ones into the other.
+// KV producer warp: loads the KV blocks of all work items by TMA, even blocks into stage 0 and odd
+// blocks into stage 1.
 
 #pragma once
 
@@ -15,17 +15,17 @@
 #include "scheduler/schedule_range.cuh"
 #include "shared_memory.cuh"
 
-// What a lane copies of every block: a tile. The lanes behind the last tile copy nothing.
+// The tile of each KV block that a lane copies. Lanes past the last tile copy nothing.
 struct KvTileCopy {
   const TensorMap* map;
   int column;
   u32 target;  // of the first stage
-  u32 barrier;
+  u32 barrier;  // of the first stage
   u64 cache_hint;
 
   __device__ KvTileCopy(const Params& params, const SharedMemoryPlan& smem) {
     const int tile = min(lane_index(), kTiles - 1);
-    const bool is_rope = tile == kLatentTiles;  // in a map of its own
+    const bool is_rope = tile == kLatentTiles;  // has its own tensor map
     map = is_rope ? &params.rope_map : &params.latent_map;
     column = is_rope ? 0 : tile;
     target = shared_address(smem.kv[0] + tile * kTileBytes);
@@ -33,8 +33,7 @@ struct KvTileCopy {
     cache_hint = kv_cache_hint(params.cta_group_size > 1);
   }
 
-  // A block that does not exist, for items are taken in pairs of blocks, arrives with nothing in
-  // it.
+  // Consumers process KV blocks in pairs: a missing odd block completes its phase without bytes.
   __device__ void load(const KvTileBoxes& boxes, bool exists, int stage) const {
     const u32 stage_barrier = barrier + stage * kTiles * sizeof(Barrier);
     if (exists) {
@@ -60,7 +59,7 @@ __device__ inline void load_kv_block(const KvTileCopy& tile, BlockTableReader& b
   if (lane == kLatentTiles) tile.load(boxes, exists, stage);
 }
 
-// `coord` is of the first item.
+// `coord` is the first work item.
 __device__ inline void load_kv(const Params& params, int rank_in_group, WorkCoord coord,
                                SharedMemoryPlan& smem) {
   const KvTileCopy tile(params, smem);

@@ -1,9 +1,10 @@
-// The two consumers: how they take turns over the pairs of blocks of an item.
+// Mainloop of two consumer warpgroups: seesaw over the pairs of KV blocks of a work item.
 
 #pragma once
 
 #include "accumulators.cuh"
 #include "common/barriers.cuh"
+#include "common/named_barrier.cuh"
 #include "common/params.cuh"
 #include "common/reload_tid.cuh"
 #include "common/types.cuh"
@@ -18,20 +19,20 @@
 #include "scheduler/tile_scheduler.cuh"
 #include "shared_memory.cuh"
 
-// An item of so few blocks of tokens is not worth fetching the loop for pairs that are seen whole.
+// A work item of so few KV blocks does not amortise fetching the code of the unmasked loop.
 constexpr int kShortWorkBlocks = 4;
 
-// Both add the even block of a pair first and then the odd one, so that references only move
-// forward:
+// Both warpgroups accumulate the even KV block of a pair before the odd one, so that the row max
+// only rises:
 //
-//   left:   softmax even | O += own P | O += right's P | scores of the next even block
-//   right:  O += left's P, softmax odd meanwhile | O += own P | scores of the next odd block
+//   wg0:  softmax even | O += own P | O += P of wg1 | S of the next even block
+//   wg1:  O += P of wg0, overlapped with softmax odd | O += own P | S of the next odd block
 struct Consumer {
   const Params& params;
   SharedMemoryPlan& smem;
   const WorkItem& work;
   Descriptors& descriptors;
-  float scale;  // of scores, to log2 units
+  float scale;  // from scores to the log2 domain
   u32& phase;  // of the stages
   Accumulators accumulators;
   Scores scores;
@@ -60,7 +61,7 @@ struct Consumer {
   }
 
   template <int kStage>
-  __device__ void store_probabilities() const {
+  __device__ void store_p() const {
     const int thread = reload_tid();
     const int row = thread % 128 / kWarpLanes * 16 + thread % 16;
     const u32 address =
@@ -74,9 +75,9 @@ struct Consumer {
     fence_proxy_async();
   }
 
-  // Scores of the block in `kStage`, which are here, to probabilities; says whether references have
-  // moved. Of a block that does not `exist`, scores may be anything, and nothing is kept.
-  // `kIsUnmasked` where all rows see the whole block.
+  // Online softmax of the KV block in `kStage`: computes P from S, publishes it to the other
+  // warpgroup, and returns whether the row max has changed. Unless the block `exists`, S is
+  // undefined and dropped. `kIsUnmasked` states that all rows attend to the whole block.
   template <int kStage, bool kIsUnmasked>
   __device__ bool softmax_step(int kv_block, bool exists, float (&alpha)[kRowsPerThread]) {
 #pragma unroll
@@ -84,7 +85,7 @@ struct Consumer {
     const int first_token = kv_block * kBlockN;
     const bool needs_mask =
         !kIsUnmasked && (!exists || first_token + kBlockN > work.unmasked_kv_end);
-    // No branch before this: it runs while products before it begin.
+    // No branch before this: it overlaps with the MMAs issued before it.
     const bool needs_rescale = !softmax.update(scores, scale, probabilities, needs_mask);
     if (!kIsUnmasked && !exists) return false;
     if (needs_rescale) {
@@ -92,26 +93,26 @@ struct Consumer {
       if constexpr (!kIsUnmasked) {
         if (needs_mask) {
           mask_scores(scores, work, first_token);
-          clear_values<kStage>(first_token);
+          clear_nonfinite_v<kStage>(first_token);
         }
       }
       softmax.update_row_max(scores, probabilities, alpha);
     }
     softmax.publish(alpha, smem.row_max[kStage], smem.rescale[kStage]);
-    store_probabilities<kStage>();
-    barrier_arrive(kProbabilitiesBarrier + kStage, kConsumerThreads);
+    store_p<kStage>();
+    arrive(NamedBarrier::P0Ready + kStage, kConsumerThreads);
     return needs_rescale;
   }
 
-  // When all warps of this consumer have their scores.
+  // The first barrier waits until all warps of the warpgroup have S: the QK GEMM reads V as K.
   template <int kStage>
-  __device__ void clear_values(int first_token) const {
-    const int barrier = kValuesBarrier + kStage;
-    barrier_sync(barrier, 128);
+  __device__ void clear_nonfinite_v(int first_token) const {
+    constexpr NamedBarrier kBarrier = NamedBarrier::V0Cleared + kStage;
+    sync(kBarrier, 128);
     clear_nonfinite(smem, max(work.unmasked_kv_end - first_token, 0), work.kv_end - first_token,
                     [&](int tile) { return smem.kv[kStage] + tile * kTileBytes; });
     fence_proxy_async();
-    barrier_sync(barrier, 128);
+    sync(kBarrier, 128);
   }
 
   __device__ void adopt_row_max(int stage) {
@@ -121,8 +122,7 @@ struct Consumer {
     }
   }
 
-  // The left consumer: all of the even block, then the odd one if there is one, with the scores of
-  // the next even block behind it.
+  // A pair in warpgroup 0: the even KV block, the odd one if it exists, S of the next even block.
   __device__ void wg0_pair(int kv_block, bool is_last, bool has_odd) {
     descriptors.opaque();
     float alpha[kRowsPerThread];
@@ -132,7 +132,7 @@ struct Consumer {
     wait_wgmma(accumulators);
     release(smem.wg0_empty[0]);
     if (has_odd) {
-      barrier_sync(kProbabilitiesBarrier + 1, kConsumerThreads);
+      sync(NamedBarrier::P1Ready, kConsumerThreads);
       adopt_row_max(1);
       wgmma_fence_operand(accumulators);
       pv_gemm_remote_p<1, 0>(descriptors, accumulators);
@@ -157,11 +157,11 @@ struct Consumer {
     release(smem.rope_empty[1]);
   }
 
-  // And the right one: it begins with the even block, and ends with the odd one.
+  // A pair in warpgroup 1: the even KV block, then the odd one.
   template <bool kIsUnmasked>
   __device__ void wg1_pair(int kv_block, bool has_odd) {
     descriptors.opaque();
-    barrier_sync(kProbabilitiesBarrier, kConsumerThreads);
+    sync(NamedBarrier::P0Ready, kConsumerThreads);
     adopt_row_max(0);
     wgmma_fence_operand(accumulators);
     pv_gemm_remote_p<0, 1>(descriptors, accumulators);
@@ -176,13 +176,13 @@ struct Consumer {
       pv_gemm_local_p<1, 1>(descriptors, probabilities, accumulators);
       wait_wgmma(accumulators);
     } else {
-      release_wg0_odd();  // only this consumer has waited for the block that does not exist
+      release_wg0_odd();  // warpgroup 0 does not wait for an odd block that does not exist
     }
     release(smem.wg1_empty[1]);
     phase ^= 1;
   }
 
-  // The scores that a pair begins with.
+  // S of the first KV block of a pair; waits for the MMAs.
   template <int kStage>
   __device__ void qk_gemm_first() {
     qk_gemm<kStage>(descriptors, smem, phase, scores, [](int) {});
@@ -208,7 +208,7 @@ struct Consumer {
 #pragma unroll 1
       for (; kv_block < end; kv_block += 2) {
         qk_gemm_first<1>();
-        // What comes last here comes first in the program, and short items need no other.
+        // The compiler places the masked path first; short work items fetch no other.
         if (kv_block < unmasked_end) {
           wg1_pair<true>(kv_block, true);
         } else {

@@ -1,4 +1,4 @@
-// The products of the consumers: S = Q K^T over all dims, and O += P V over one half of them.
+// QK GEMM and PV GEMM: S = Q K^T over all dims, O += P V over one half of the output dims.
 
 #pragma once
 
@@ -11,8 +11,8 @@
 #include "ptx/wgmma.cuh"
 #include "shared_memory.cuh"
 
-// Lower words of descriptors: of what lies along the dims, and of values, which are multiplied
-// along the tokens. Both begin at the start of shared memory.
+// Lower words of the wgmma descriptors of K-major operands (Q, K, P) and of V, which is MN-major.
+// Both have the start of shared memory as address.
 struct Descriptors {
   u32 k_major;
   u32 mn_major;
@@ -21,8 +21,7 @@ struct Descriptors {
       : k_major(descriptor_low(shared_address(&smem), 16)),
         mn_major(descriptor_low(shared_address(&smem), kTileBytes)) {}
 
-  // Keeps compilers from computing the descriptors of a whole loop ahead, for which there are no
-  // registers.
+  // Makes both opaque: otherwise the compiler hoists the descriptors of a whole loop and spills.
   __device__ void opaque() {
     mov_b32(k_major);
     mov_b32(mn_major);
@@ -35,12 +34,12 @@ __device__ constexpr u32 tile_offset(int stage, int tile) {
   return kKvOffset + (stage * kTiles + tile) * kTileBytes;
 }
 
-// Where the probabilities of a stage are: on its rope tile, which nobody needs any more.
+// P of a stage overwrites its rope tile: only the QK GEMM reads that.
 __device__ constexpr u32 probabilities_offset(int stage) {
   return tile_offset(stage, kLatentTiles);
 }
 
-// Begins the scores of the block in `kStage`, each tile as it arrives, one group for each.
+// Issues the QK GEMM of the KV block in `kStage`: each tile as it arrives, in its own wgmma group.
 template <int kStage, typename AfterTile>
 __device__ inline void qk_gemm(const Descriptors& descriptors, const SharedMemoryPlan& smem,
                                u32 phase, Scores& scores, AfterTile after_tile) {
@@ -50,16 +49,16 @@ __device__ inline void qk_gemm(const Descriptors& descriptors, const SharedMemor
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kTileElements / 16; ++k) {
-      const u32 query = descriptors.k_major + descriptor_step(tile * kQueryTileBytes + k * 32);
-      const u32 keys = descriptors.k_major + descriptor_step(tile_offset(kStage, tile) + k * 32);
-      wgmma_mma(Element{}, scores, smem_desc(query), smem_desc(keys), tile + k > 0);
+      const u32 q_desc = descriptors.k_major + descriptor_step(tile * kQueryTileBytes + k * 32);
+      const u32 k_desc = descriptors.k_major + descriptor_step(tile_offset(kStage, tile) + k * 32);
+      wgmma_mma(Element{}, scores, smem_desc(q_desc), smem_desc(k_desc), tile + k > 0);
     }
     wgmma_commit_group();
     after_tile(tile);
   }
 }
 
-// Adds the product with probabilities in registers.
+// PV GEMM with this warpgroup's own P, in registers.
 template <int kStage, int kHalf>
 __device__ inline void pv_gemm_local_p(const Descriptors& descriptors,
                                        const Probabilities& probabilities,
@@ -67,25 +66,24 @@ __device__ inline void pv_gemm_local_p(const Descriptors& descriptors,
   wgmma_fence();
 #pragma unroll
   for (int k = 0; k < kBlockN / 16; ++k) {
-    const u32 values = descriptors.mn_major +
+    const u32 v_desc = descriptors.mn_major +
                        descriptor_step(tile_offset(kStage, kHalf * kLatentTiles / 2) + k * 2048);
-    wgmma_mma_trans_b(Element{}, accumulators, probabilities + k * 4, smem_desc(values), 1);
+    wgmma_mma_trans_b(Element{}, accumulators, probabilities + k * 4, smem_desc(v_desc), 1);
   }
   wgmma_commit_group();
 }
 
-// Adds the product with the probabilities that the other consumer has left.
+// PV GEMM with the other warpgroup's P, in shared memory.
 template <int kStage, int kHalf>
 __device__ inline void pv_gemm_remote_p(const Descriptors& descriptors,
                                         Accumulators& accumulators) {
   wgmma_fence();
 #pragma unroll
   for (int k = 0; k < kBlockN / 16; ++k) {
-    const u32 probabilities =
-        descriptors.k_major + descriptor_step(probabilities_offset(kStage) + k * 32);
-    const u32 values = descriptors.mn_major +
+    const u32 p_desc = descriptors.k_major + descriptor_step(probabilities_offset(kStage) + k * 32);
+    const u32 v_desc = descriptors.mn_major +
                        descriptor_step(tile_offset(kStage, kHalf * kLatentTiles / 2) + k * 2048);
-    wgmma_mma_trans_b(Element{}, accumulators, smem_desc(probabilities), smem_desc(values), 1);
+    wgmma_mma_trans_b(Element{}, accumulators, smem_desc(p_desc), smem_desc(v_desc), 1);
   }
   wgmma_commit_group();
 }

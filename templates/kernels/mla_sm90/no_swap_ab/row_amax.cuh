@@ -1,4 +1,4 @@
-// How large the values of a row are.
+// Row abs-max (amax) of one half of the output dims.
 
 #pragma once
 
@@ -11,7 +11,7 @@
 #include "softmax/row_reduce.cuh"
 #include "softmax/row_state.cuh"
 
-// In several parts, for an instruction waits for the one before it.
+// Four independent chains: each max depends on the one before it in its chain.
 template <typename Filter>
 __device__ inline float row_amax_of(const Accumulators& accumulators, int r, Filter filter) {
   constexpr int kChains = 4;
@@ -25,7 +25,7 @@ __device__ inline float row_amax_of(const Accumulators& accumulators, int r, Fil
   return quad_reduce_max(fmaxf(fmaxf(chains[0], chains[1]), fmaxf(chains[2], chains[3])));
 }
 
-// The largest finite magnitude of this half of every row.
+// amax of the finite elements of each row. The slow pass, which skips Inf, runs only if one occurs.
 __device__ inline void row_amax(SharedMemoryPlan&, const ReduceGroup&,
                                 const Accumulators& accumulators, float (&amax)[kRowsPerThread]) {
   float max_amax = 0.0f;
@@ -41,6 +41,6 @@ __device__ inline void row_amax(SharedMemoryPlan&, const ReduceGroup&,
   }
 }
 
-// Whether this thread writes what there is of its rows, and what there is of this half of them.
+// Whether this thread writes the state of its rows, and the scale of its half of them.
 __device__ inline bool is_row_writer(int) { return reload_tid() < 128 && reload_lane() % 4 == 0; }
 __device__ inline bool is_scale_writer(int) { return reload_lane() % 4 == 0; }

@@ -1,4 +1,4 @@
-// The shared memory of a block, whole.
+// Shared memory plan of the CTA.
 
 #pragma once
 
@@ -7,19 +7,19 @@
 #include "scheduler/schedule_range.cuh"
 #include "scheduler/tile_scheduler.cuh"
 
-constexpr int kStages = 2;  // one for even blocks of tokens, one for odd ones
+constexpr int kStages = 2;  // stage 0 for even KV blocks, stage 1 for odd ones
 
 struct SharedMemoryPlan {
   unsigned char query[kTiles * kQueryTileBytes];
-  unsigned char kv[kStages][kTiles * kTileBytes];  // the last tile of a block becomes its P
+  unsigned char kv[kStages][kTiles * kTileBytes];  // P overwrites the rope tile
   unsigned char staging[kConsumerWarps][1024];  // of the output
-  float row_max[kStages][kBlockM];  // what a consumer has moved a row's reference to, log2 units
-  float rescale[kStages][kBlockM];  // and what that multiplies sums and outputs by
-  float row_sum[kStages][kBlockM];  // of each consumer's tokens
+  float row_max[kStages][kBlockM];  // as updated by the stage's warpgroup, log2 domain
+  float rescale[kStages][kBlockM];  // alpha of that update, for l and O
+  float row_sum[kStages][kBlockM];  // over each warpgroup's tokens
   WorkItem work_items[2];
   SchedulerStorage scheduler_storage;
   Barrier tile_full[kStages][kTiles];
-  Barrier wg0_empty[kStages];  // the tiles of the left half of the values
+  Barrier wg0_empty[kStages];  // the V tiles of warpgroup 0's half of the output dims
   Barrier wg1_empty[kStages];
   Barrier rope_empty[kStages];
   Barrier first_query_full;
@@ -29,11 +29,11 @@ struct SharedMemoryPlan {
   Barrier work_empty[2];
   int has_nonfinite;
 };
-// Where pieces are merged, when no item follows.
+// The split reduction aliases Q and KV: a CTA combines after its last work item only.
 constexpr int kCombineSmemBytes = sizeof(SharedMemoryPlan::query) + sizeof(SharedMemoryPlan::kv);
-static_assert(sizeof(SharedMemoryPlan) <= kSharedBytes, "the spec knows what the struct takes");
+static_assert(sizeof(SharedMemoryPlan) <= kSharedBytes, "the spec states the size of the plan");
 
-// By one thread.
+// Called by one thread.
 __device__ inline void init_kv_barriers(const SharedMemoryPlan& smem) {
   for (int stage = 0; stage < kStages; ++stage) {
     for (int tile = 0; tile < kTiles; ++tile) {

@@ -1,4 +1,4 @@
-// Online softmax of one consumer over the blocks whose scores it has.
+// Online softmax of one consumer warpgroup, with a lazily updated row max.
 
 #pragma once
 
@@ -12,15 +12,15 @@
 #include "softmax/row_reduce.cuh"
 #include "softmax/row_state.cuh"
 
-// So far from zero, rounding moves a score by as much as a probability may be off.
-constexpr float kLargeRowMax = 0x1p14f;  // log2 units
+// Above this magnitude, the rounding of a score changes P by more than its tolerance.
+constexpr float kLargeRowMax = 0x1p14f;  // log2 domain
 
 struct Softmax {
   float row_sum[kRowsPerThread];  // over this thread's tokens
-  float row_max[kRowsPerThread];  // log2 units
+  float row_max[kRowsPerThread];  // stale maximum, log2 domain
 
-  // Scores, to be multiplied by `scale`, to probabilities, as if all rows saw all tokens and no
-  // reference had to move; says whether that was so for this warp, by `needs_mask` the former.
+  // Fast path: P from unscaled scores, with the stale row max and without a mask. Returns whether
+  // the result holds for this warp; if not, row sums are unchanged and update_row_max must follow.
   __device__ bool update(const Scores& scores, float scale, Probabilities& probabilities,
                          bool needs_mask) {
     float partial_sum[kRowsPerThread];
@@ -29,17 +29,18 @@ struct Softmax {
       partial_sum[r] = exponentiate([&](int i) { return fmaf(scores[i], scale, -row_max[r]); }, r,
                                     probabilities);
     }
-    const bool is_far = fmaxf(fabsf(row_max[0]), fabsf(row_max[1])) > kLargeRowMax;
-    if (__any_sync(~0u,
-                   fmaxf(partial_sum[0], partial_sum[1]) > kMaxProbability || is_far || needs_mask))
+    const bool is_large = fmaxf(fabsf(row_max[0]), fabsf(row_max[1])) > kLargeRowMax;
+    if (__any_sync(
+            ~0u, fmaxf(partial_sum[0], partial_sum[1]) > kMaxProbability || is_large || needs_mask))
       return false;
 #pragma unroll
     for (int r = 0; r < kRowsPerThread; ++r) row_sum[r] += partial_sum[r];
     return true;
   }
 
-  // Moves references first, to the maximum if that is larger; scores are in log2 units here. They
-  // have been rounded as references were, so equal ones are equally far from a reference.
+  // Slow path: raises the row max to the maximum of the scores, here in the log2 domain, and
+  // rescales the row sums. Scores and row max are rounded alike, so equal scores have equal
+  // probabilities.
   __device__ void update_row_max(const Scores& scores, Probabilities& probabilities,
                                  float (&alpha)[kRowsPerThread]) {
 #pragma unroll
@@ -58,7 +59,7 @@ struct Softmax {
     }
   }
 
-  // Leaves to the other consumer where references are and what they have moved by.
+  // Publishes row max and alpha to the other warpgroup.
   __device__ void publish(const float (&alpha)[kRowsPerThread], float* row_max_smem,
                           float* alpha_smem) const {
     const int thread = reload_tid();
@@ -71,8 +72,8 @@ struct Softmax {
     }
   }
 
-  // Follows where the other consumer has moved references to; says whether any row of this warp
-  // has.
+  // Adopts the row max that the other warpgroup published; returns whether any row of this warp
+  // needs a rescale.
   __device__ bool adopt_row_max(const float* row_max_smem, const float* alpha_smem,
                                 float (&alpha)[kRowsPerThread]) {
     bool needs_rescale = false;
@@ -93,7 +94,7 @@ struct Softmax {
     return needs_rescale;
   }
 
-  // Probabilities of row `r` by the distances of its scores from the reference; their sum.
+  // P of row `r` from the differences of its scores to the row max; returns the sum.
   template <typename Distance>
   __device__ static float exponentiate(Distance distance, int r, Probabilities& probabilities) {
     float partial_sum = 0.0f;
@@ -108,13 +109,13 @@ struct Softmax {
   }
 };
 
-// To log2 units, rounded as references are.
+// To the log2 domain, rounded as the row max is.
 __device__ inline void scale_scores(Scores& scores, float scale) {
 #pragma unroll
   for (int i = 0; i < kBlockN / 2; ++i) scores[i] = __fmul_rn(scores[i], scale);
 }
 
-// Hides what a row does not see: a select, for the hidden score may be NaN.
+// A select, not an addition: a masked score may be NaN.
 __device__ inline void mask_scores(Scores& scores, const WorkItem& work, int first_token) {
 #pragma unroll
   for (int r = 0; r < kRowsPerThread; ++r) {

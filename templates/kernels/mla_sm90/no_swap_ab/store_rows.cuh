@@ -1,4 +1,4 @@
-// Writes finished rows.
+// Epilogue stores: normalised rows of O, and their LSE.
 
 #pragma once
 
@@ -16,16 +16,16 @@
 #include "softmax/row_result.cuh"
 #include "softmax/row_state.cuh"
 
-// Through a piece of shared memory that each warp has of its own: 16 rows of 32 dims, so that rows
-// leave in 64 bytes.
+// Each warp stages 16 rows of 32 dims in its own buffer, so that global stores are 64 contiguous
+// bytes per row.
 constexpr int kStagedDims = 32;
 constexpr int kStagedBytes = kStagedDims * 2;
 constexpr int kStagedFrags = kStagedDims / 8;
 
 struct RowWriter {
   const unsigned char* staging;
-  unsigned char* out;  // of the first of the rows
-  int rows;  // how many of them there are
+  unsigned char* out;  // of the first row
+  int rows;  // not padding, from the first on
 
   __device__ RowWriter(const Params& params, const WorkItem& work, const SharedMemoryPlan& smem,
                        int first_row)
@@ -34,8 +34,8 @@ struct RowWriter {
             global_row(params, work, first_row) * (kHeadDimVo * 2)),
         rows(work.rows - first_row) {}
 
-  // By a whole warp: of both rows of a lane, as products leave them, the dims from `first_dim` on,
-  // in `chunks` chunks of eight.
+  // Called by a whole warp. Stores `chunks` chunks of eight dims from `first_dim` on; `pairs` is in
+  // the accumulator layout of wgmma, two rows per lane.
   __device__ void write(const u32 (&pairs)[kStagedFrags][kRowsPerThread], int first_dim,
                         int chunks) const {
     const int lane = reload_lane();
@@ -91,7 +91,7 @@ __device__ inline void store_rows(const Params& params, const WorkItem& work,
   }
 }
 
-// Writes some tasks from `first` on, after merging.
+// Stores kCount combined fragments from `first` on.
 template <int kCount>
 __device__ inline void store_frags(const Params& params, const WorkItem& work,
                                    const SharedMemoryPlan& smem, u32 first,

@@ -1,21 +1,21 @@
-// From what the consumer has of an item to finished or partial rows.
+// Work item of the consumer warpgroup, swap-AB: mainloop, row-sum reduction, epilogue.
 
 #pragma once
 
 #include "accumulators.cuh"
 #include "combine/epilogue.cuh"
 #include "common/barriers.cuh"
+#include "common/named_barrier.cuh"
 #include "common/params.cuh"
 #include "common/reload_tid.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
-#include "ptx/barrier.cuh"
 #include "scheduler/tile_scheduler.cuh"
 #include "shared_memory.cuh"
 #include "softmax/softmax_scale.cuh"
 #include "swap_ab/mainloop.cuh"
 
-// Over the lanes that have the same rows.
+// Sums over the eight lanes that hold the same rows.
 __device__ inline float sum_over_lanes(float value) {
 #pragma unroll
   for (int lanes = 4; lanes < kWarpLanes; lanes *= 2) {
@@ -24,7 +24,7 @@ __device__ inline float sum_over_lanes(float value) {
   return value;
 }
 
-// The sums of all warps.
+// Reduces the row sum l over the warps, each of which has other tokens.
 __device__ inline void reduce_row_sum(SharedMemoryPlan& smem, const Consumer& consumer,
                                       ThreadRows& rows) {
 #pragma unroll
@@ -32,7 +32,7 @@ __device__ inline void reduce_row_sum(SharedMemoryPlan& smem, const Consumer& co
     const float row_sum = sum_over_lanes(consumer.row_sum[r]);
     if (reload_lane() < 4) smem.warp_rows[reload_warp()][row_of(r)] = row_sum;
   }
-  barrier_sync(kConsumerBarrier, kConsumerThreads);
+  sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
 #pragma unroll
   for (int r = 0; r < kRowsPerThread; ++r) {
     float row_sum = 0.0f;
@@ -42,7 +42,7 @@ __device__ inline void reduce_row_sum(SharedMemoryPlan& smem, const Consumer& co
   }
 }
 
-// What lasts from item to item.
+// State that persists across work items.
 struct ConsumerState {
   float scale;
   PipelineState<kStages> pipe;
@@ -59,14 +59,14 @@ __device__ inline void process_work(const Params& params, const WorkItem& work,
 #pragma unroll 1
   for (int kv_block = work.first_kv_block; kv_block < end; ++kv_block)
     consumer.process_block(kv_block);
-  // When all warps have seen the query come; products would see to that.
-  if (work.num_kv_blocks == 0) barrier_sync(kConsumerBarrier, kConsumerThreads);
+  // Without KV blocks no barrier of the mainloop orders the warps' waits for Q before its release.
+  if (work.num_kv_blocks == 0) sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
   if (reload_tid() == 0) arrive(smem.query_empty);
   ThreadRows rows;
   reduce_row_sum(smem, consumer, rows);
   epilogue(params, work, smem, consumer.accumulators, rows);
 }
 
-// All threads have as many as they need.
+// The registers of a thread at launch suffice for all roles: no setmaxnreg.
 __device__ inline void producer_reg_dealloc() {}
 __device__ inline void consumer_reg_alloc() {}

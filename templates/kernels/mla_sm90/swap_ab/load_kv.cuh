@@ -1,4 +1,4 @@
-// The loader, one warp: streams the blocks of tokens of every item through the ring.
+// KV producer warp, swap-AB: loads the KV blocks of all work items by TMA, three stages per block.
 
 #pragma once
 
@@ -15,8 +15,8 @@
 #include "scheduler/schedule_range.cuh"
 #include "shared_memory.cuh"
 
-// Three tiles of whole blocks in one page are one copy, unless the rope part is a tensor of its
-// own.
+// A stage is one TMA copy of three tiles if pages hold whole KV blocks and the rope dims are not a
+// separate tensor, and one copy per tile and TMA box otherwise.
 __device__ inline void copy_stage(const Params& params, const KvTileBoxes& boxes, int first_tile,
                                   u32 target, u32 full, u64 cache_hint) {
   mbarrier_arrive_expect_tx(full, kTilesPerStage * boxes.tile_bytes());
@@ -33,7 +33,7 @@ __device__ inline void copy_stage(const Params& params, const KvTileBoxes& boxes
   }
 }
 
-// `coord` is of the first item.
+// `coord` is the first work item.
 __device__ inline void load_kv(const Params& params, int, WorkCoord coord, SharedMemoryPlan& smem) {
   const u64 cache_hint = kv_cache_hint(params.cta_group_size > 1);
   PipelineState<kStages> pipe;
@@ -43,10 +43,10 @@ __device__ inline void load_kv(const Params& params, int, WorkCoord coord, Share
     for (int kv_block = coord.first_kv_block; kv_block < end; ++kv_block) {
       const KvTileBoxes boxes(block_table, kv_block, coord.kv_end);
 #pragma unroll
-      for (int index = 0; index < kStagesPerBlock; ++index) {
+      for (int stage = 0; stage < kStagesPerBlock; ++stage) {
         wait(smem.kv_empty[pipe.index], pipe.phase ^ 1);
         if (lane_index() == 0) {
-          copy_stage(params, boxes, index * kTilesPerStage, shared_address(smem.kv[pipe.index]),
+          copy_stage(params, boxes, stage * kTilesPerStage, shared_address(smem.kv[pipe.index]),
                      shared_address(&smem.kv_full[pipe.index]), cache_hint);
         }
         __syncwarp();

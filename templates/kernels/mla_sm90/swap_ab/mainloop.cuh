@@ -1,9 +1,10 @@
-// The consumer: S^T = K Q^T, softmax over the tokens, O^T += V^T P^T.
+// Mainloop, swap-AB: S^T = K Q^T, online softmax over the tokens, O^T += V^T P^T.
 
 #pragma once
 
 #include "accumulators.cuh"
 #include "common/barriers.cuh"
+#include "common/named_barrier.cuh"
 #include "common/params.cuh"
 #include "common/reload_tid.cuh"
 #include "common/swizzle.cuh"
@@ -12,7 +13,6 @@
 #include "config.cuh"
 #include "mask_v.cuh"
 #include "output_dims.cuh"
-#include "ptx/barrier.cuh"
 #include "ptx/cvt.cuh"
 #include "ptx/ex2.cuh"
 #include "ptx/fence.cuh"
@@ -26,13 +26,13 @@ struct Consumer {
   const Params& params;
   SharedMemoryPlan& smem;
   const WorkItem& work;
-  float scale;  // of scores, to log2 units
+  float scale;  // from scores to the log2 domain
   PipelineState<kStages>& pipe;
-  u32& p_buffer;  // of the probabilities
+  u32& p_buffer;  // of P
   Accumulators accumulators;
   Scores scores;
   float row_sum[kRowsPerThread];  // over this thread's tokens
-  float row_max[kRowsPerThread];  // log2 units, the same in all warps
+  float row_max[kRowsPerThread];  // stale maximum, log2 domain, the same in all warps
 
   __device__ Consumer(const Params& params, SharedMemoryPlan& smem, const WorkItem& work,
                       float scale, PipelineState<kStages>& pipe, u32& p_buffer)
@@ -52,9 +52,9 @@ struct Consumer {
     if (reload_tid() == 0) arrive(barrier);
   }
 
-  // Where the parts of the block are that has been waited for.
-  __device__ int stage(int third) const {
-    const int stage = pipe.index - kStagesPerBlock + third;
+  // Pipeline index of a stage of the current KV block, which qk_gemm has advanced past.
+  __device__ int stage(int stage_in_block) const {
+    const int stage = pipe.index - kStagesPerBlock + stage_in_block;
     return stage < 0 ? stage + kStages : stage;
   }
 
@@ -62,23 +62,23 @@ struct Consumer {
     return smem.kv[stage(index / kTilesPerStage)] + index % kTilesPerStage * kTileBytes;
   }
 
-  // Waits for the block, multiplying what has arrived.
+  // Issues the MMAs of each stage as it arrives.
   __device__ void qk_gemm() {
     wgmma_fence_operand(scores);
 #pragma unroll
-    for (int third = 0; third < kStagesPerBlock; ++third) {
+    for (int stage_in_block = 0; stage_in_block < kStagesPerBlock; ++stage_in_block) {
       wait(smem.kv_full[pipe.index], pipe.phase);
       const u32 stage_address = shared_address(smem.kv[pipe.index]);
       pipe.advance();
       wgmma_fence();
 #pragma unroll
       for (int index = 0; index < kTilesPerStage; ++index) {
-        const u32 keys = descriptor_low(stage_address + index * kTileBytes, 16);
-        const int tile = third * kTilesPerStage + index;
-        const u32 query = descriptor_low(shared_address(smem.query) + tile * kQueryTileBytes, 16);
+        const u32 k_desc = descriptor_low(stage_address + index * kTileBytes, 16);
+        const int tile = stage_in_block * kTilesPerStage + index;
+        const u32 q_desc = descriptor_low(shared_address(smem.query) + tile * kQueryTileBytes, 16);
 #pragma unroll
         for (int k = 0; k < kTileElements / 16; ++k) {
-          wgmma_mma(Element{}, scores, smem_desc(keys + k * 2), smem_desc(query + k * 2),
+          wgmma_mma(Element{}, scores, smem_desc(k_desc + k * 2), smem_desc(q_desc + k * 2),
                     tile + k > 0);
         }
       }
@@ -88,7 +88,7 @@ struct Consumer {
     wgmma_fence_operand(scores);
   }
 
-  // Hides, in log2 units, what a row does not see: a select, for the hidden score may be NaN.
+  // Scales to the log2 domain and masks. A select, not an addition: a masked score may be NaN.
   __device__ void mask_scores(int first_token) {
     const int token = first_token + reload_warp() * 16 + reload_lane() / 4;
 #pragma unroll
@@ -102,14 +102,14 @@ struct Consumer {
     }
   }
 
-  // Writes probabilities relative to the references as they are; says whether any is so large that
-  // references must move, and adds them up.
-  __device__ bool write_probabilities(float factor, float (&partial_sum)[kRowsPerThread]) const {
+  // Writes P relative to the stale row max and sums it per row. Returns whether any probability
+  // exceeds the rescale threshold, in which case P must be recomputed with the new row max.
+  __device__ bool store_p(float factor, float (&partial_sum)[kRowsPerThread]) const {
     float max_p = 0.0f;
     float p[kBlockM / 2];
 #pragma unroll
     for (int i = 0; i < kBlockM / 2; ++i) {
-      // Rounded, never fused: equal scores must have equal distances from a reference.
+      // Rounded, never fused into an FMA: equal scores must have equal differences to the row max.
       p[i] = ex2_approx(__fmul_rn(scores[i], factor) - row_max[i / 4 * 2 + i % 2]);
       max_p = fmaxf(max_p, p[i]);
     }
@@ -117,7 +117,7 @@ struct Consumer {
     for (int r = 0; r < kRowsPerThread; ++r) {
       partial_sum[r] = p[r / 2 * 4 + r % 2] + p[r / 2 * 4 + 2 + r % 2];
     }
-    // Matrices: tokens 0 to 7 and 8 to 15 of the warp, for 8 rows and for the next 8.
+    // The four 8x8 matrices: tokens 0-7 and 8-15 of the warp, for 8 rows and for the next 8.
     const int lane = reload_lane();
     const u32 address =
         shared_address(smem.probabilities[p_buffer]) +
@@ -134,7 +134,7 @@ struct Consumer {
     return max_p > kMaxProbability;
   }
 
-  // Moves the reference of every row to its maximum, if that is larger.
+  // Raises the row max to the maximum of all warps' scores, and rescales l and O by alpha.
   __device__ void update_row_max(float factor) {
 #pragma unroll
     for (int r = 0; r < kRowsPerThread; ++r) {
@@ -142,7 +142,7 @@ struct Consumer {
                                                  __fmul_rn(scores[r / 2 * 4 + 2 + r % 2], factor)));
       if (reload_lane() < 4) smem.warp_rows[reload_warp()][row_of(r)] = maximum;
     }
-    barrier_sync(kConsumerBarrier, kConsumerThreads);
+    sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
     float alpha[kRowsPerThread];
 #pragma unroll
     for (int r = 0; r < kRowsPerThread; ++r) {
@@ -162,8 +162,8 @@ struct Consumer {
     }
   }
 
-  __device__ void clear_values(int first_token) const {
-    barrier_sync(kConsumerBarrier, kConsumerThreads);
+  __device__ void clear_nonfinite_v(int first_token) const {
+    sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
     clear_nonfinite(smem, max(work.unmasked_kv_end - first_token, 0), work.kv_end - first_token,
                     [&](int index) { return tile(index); });
     fence_proxy_async();
@@ -176,14 +176,14 @@ struct Consumer {
     if (first_token + kBlockN > work.unmasked_kv_end) {
       mask_scores(first_token);
       factor = 1.0f;
-      clear_values(first_token);
+      clear_nonfinite_v(first_token);
     }
     float partial_sum[kRowsPerThread];
-    const bool needs_rescale = write_probabilities(factor, partial_sum);
-    if (barrier_red_or(kProbabilitiesBarrier, kConsumerThreads, needs_rescale)) {
+    const bool needs_rescale = store_p(factor, partial_sum);
+    if (sync_or(NamedBarrier::P0Ready, kConsumerThreads, needs_rescale)) {
       update_row_max(factor);
-      write_probabilities(factor, partial_sum);
-      barrier_sync(kConsumerBarrier, kConsumerThreads);
+      store_p(factor, partial_sum);
+      sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
     }
 #pragma unroll
     for (int r = 0; r < kRowsPerThread; ++r) row_sum[r] += partial_sum[r];
@@ -192,18 +192,18 @@ struct Consumer {
   }
 
   __device__ void pv_gemm() {
-    const u32 probabilities =
+    const u32 p_desc =
         descriptor_low(shared_address(smem.probabilities) + p_buffer * kQueryTileBytes, 16);
 #pragma unroll
     for (int index = 0; index < kLatentTiles; ++index) wgmma_fence_operand(accumulators[index]);
     wgmma_fence();
 #pragma unroll
     for (int index = 0; index < kLatentTiles; ++index) {
-      const u32 values = descriptor_low(shared_address(tile(index)), kTileBytes);
+      const u32 v_desc = descriptor_low(shared_address(tile(index)), kTileBytes);
 #pragma unroll
       for (int k = 0; k < kBlockN / 16; ++k) {
-        wgmma_mma_trans_a(Element{}, accumulators[index], smem_desc(values + k * 128),
-                          smem_desc(probabilities + k * 2), 1);
+        wgmma_mma_trans_a(Element{}, accumulators[index], smem_desc(v_desc + k * 128),
+                          smem_desc(p_desc + k * 2), 1);
       }
       if (index % kTilesPerStage == kTilesPerStage - 1) wgmma_commit_group();
     }

@@ -1,4 +1,4 @@
-// How large the values of a row are.
+// Row abs-max (amax) of O, swap-AB: reduced over the warps through shared memory.
 
 #pragma once
 
@@ -8,7 +8,7 @@
 #include "shared_memory.cuh"
 #include "swap_ab/row_exchange.cuh"
 
-// The largest finite magnitude of every row, in all warps of the crew.
+// amax of the finite elements of each row, over all warps of the ReduceGroup.
 __device__ inline void row_amax(SharedMemoryPlan& smem, const ReduceGroup& reduce_group,
                                 const Accumulators& accumulators, float (&amax)[kRowsPerThread]) {
   store_amax(smem, accumulators);

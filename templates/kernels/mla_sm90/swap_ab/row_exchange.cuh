@@ -1,4 +1,4 @@
-// What warps tell each other of their rows.
+// Shared-memory exchange of per-row values between the consumer warps.
 
 #pragma once
 
@@ -8,12 +8,12 @@
 #include "shared_memory.cuh"
 #include "softmax/row_state.cuh"
 
-// What a warp tells others of its rows, where it stages output at other times.
+// Aliases the output staging buffer of the warp.
 __device__ inline float* amax_smem(SharedMemoryPlan& smem, int warp) {
   return reinterpret_cast<float*>(smem.staging[warp]);
 }
 
-// Tells of the largest finite magnitude that this warp has of every row.
+// Publishes the amax of the finite elements that this warp has of each row.
 __device__ inline void store_amax(SharedMemoryPlan& smem, const Accumulators& accumulators) {
 #pragma unroll
   for (int r = 0; r < kRowsPerThread; ++r) {
@@ -29,7 +29,7 @@ __device__ inline void store_amax(SharedMemoryPlan& smem, const Accumulators& ac
   }
 }
 
-// Whether the thread of that index in its crew writes what there is of its rows: all warps have the
-// same.
+// Whether a thread of a ReduceGroup writes the state, or the scale, of its rows. All warps hold the
+// same rows, so the first four threads of the group do.
 __device__ inline bool is_row_writer(int thread) { return thread < 4; }
 __device__ inline bool is_scale_writer(int thread) { return thread < 4; }

@@ -1,4 +1,4 @@
-// The shared memory of a block, whole.
+// Shared memory plan of the CTA, swap-AB.
 
 #pragma once
 
@@ -7,18 +7,17 @@
 #include "scheduler/schedule_range.cuh"
 #include "scheduler/tile_scheduler.cuh"
 
-// Tokens are in a ring of thirds of blocks: three tiles each.
-// As many as fit.
-constexpr int kStages = kBlockM == 16 ? 8 : 7;
+// A KV stage is three of the nine tiles of a KV block.
+constexpr int kStages = kBlockM == 16 ? 8 : 7;  // as many as fit
 constexpr int kTilesPerStage = 3;
 constexpr int kStagesPerBlock = kTiles / kTilesPerStage;
 
 struct SharedMemoryPlan {
   unsigned char query[kTiles * kQueryTileBytes];
   unsigned char kv[kStages][kTilesPerStage * kTileBytes];
-  unsigned char probabilities[2][kQueryTileBytes];  // of a block and of the next
+  unsigned char probabilities[2][kQueryTileBytes];  // P, double-buffered
   unsigned char staging[kConsumerWarps][1024];  // of the output
-  float warp_rows[kConsumerWarps][kBlockM];  // what each warp found for a row: maximum, or sum
+  float warp_rows[kConsumerWarps][kBlockM];  // each warp's maximum, or sum, of a row
   WorkItem work_items[2];
   SchedulerStorage scheduler_storage;
   Barrier kv_full[kStages];
@@ -30,12 +29,12 @@ struct SharedMemoryPlan {
   Barrier work_empty[2];
   int has_nonfinite;
 };
-// Where pieces are merged, when no item follows.
+// The split reduction aliases Q and KV: a CTA combines after its last work item only.
 constexpr int kCombineSmemBytes = sizeof(SharedMemoryPlan::query) + sizeof(SharedMemoryPlan::kv);
-static_assert(sizeof(SharedMemoryPlan) <= kSharedBytes, "the spec knows what the struct takes");
-static_assert(kStagesPerBlock * kTilesPerStage == kTiles, "a block is whole stages");
+static_assert(sizeof(SharedMemoryPlan) <= kSharedBytes, "the spec states the size of the plan");
+static_assert(kStagesPerBlock * kTilesPerStage == kTiles, "a KV block is whole stages");
 
-// By one thread.
+// Called by one thread.
 __device__ inline void init_kv_barriers(const SharedMemoryPlan& smem) {
   for (int stage = 0; stage < kStages; ++stage) {
     init_barrier(smem.kv_full[stage], 1);

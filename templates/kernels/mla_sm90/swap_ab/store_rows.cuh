@@ -1,4 +1,4 @@
-// Writes finished rows.
+// Epilogue stores, swap-AB: normalised rows of O, and their LSE.
 
 #pragma once
 
@@ -16,8 +16,8 @@
 #include "softmax/row_state.cuh"
 #include "swap_ab/row_exchange.cuh"
 
-// Through a piece of shared memory that each warp has of its own: 16 dims of every row, so that
-// rows leave in 32 bytes.
+// Each warp stages 16 dims of every row in its own buffer, so that global stores are 32 contiguous
+// bytes per row.
 constexpr int kStagedBytes = 32;
 
 __device__ inline void store_rows(const Params& params, const WorkItem& work,
@@ -69,8 +69,7 @@ __device__ inline void store_rows(const Params& params, const WorkItem& work,
   }
 }
 
-// Writes some tasks from `first` on, after merging: of the same rows, one tile of dims after the
-// other.
+// Stores kCount combined fragments from `first` on: the same rows, consecutive tiles of dims.
 template <int kCount>
 __device__ inline void store_frags(const Params& params, const WorkItem& work, SharedMemoryPlan&,
                                    int first, const float4 (&values)[kCount]) {

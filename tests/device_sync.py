@@ -1,4 +1,4 @@
-"""How a test sees that nothing waits for the device."""
+"""Check that a call does not synchronize with the device."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 
 
 @contextmanager
-def no_waiting() -> Iterator[None]:
-    """Raise where torch would wait for the device."""
+def no_device_sync() -> Iterator[None]:
+    """Raise if torch synchronizes with the device."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that it may not notice every kind of waiting
+            warnings.simplefilter("ignore")  # torch may miss some kinds of synchronization
             torch.cuda.set_sync_debug_mode("error")
         yield
     finally:

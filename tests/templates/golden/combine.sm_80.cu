@@ -1,11 +1,11 @@
-// Names and types that every kernel uses.
+// Basic types, dtype tags and thread indices of every kernel.
 
 using u16 = unsigned short;
 using u32 = unsigned int;
 using u64 = unsigned long long;
 using i64 = long long;
 
-// Tags that choose how elements are converted; the data itself is held as bytes, u16 or u32.
+// Tags that select conversions; the data itself is held as bytes, u16 or u32.
 struct Bf16 {};
 struct Fp16 {};
 struct E4m3 {};
@@ -19,23 +19,23 @@ constexpr bool kIsSame = false;
 template <typename A>
 constexpr bool kIsSame<A, A> = true;
 
-// What one load, store or cp.async moves at the most.
+// Largest size of one load, store or cp.async.
 constexpr int kChunkBytes = 16;
 struct alignas(kChunkBytes) Chunk {
   u32 words[4];
 };
 
-// What describes a tensor to the copy engine: opaque, made on the host.
+// TMA descriptor (CUtensorMap), opaque and encoded on the host.
 struct alignas(64) TensorMap {
   u64 words[16];
 };
 
 constexpr int kWarpLanes = 32;
 constexpr float kLog2E = 1.4426950408889634f;
-constexpr float kLargest = __builtin_bit_cast(float, 0x7f7fffff);
+constexpr float kFloatMax = __builtin_bit_cast(float, 0x7f7fffff);
 constexpr float kInfinity = __builtin_bit_cast(float, 0x7f800000);
 
-// The dynamic shared memory of the block, seen as one struct.
+// The dynamic shared memory of the CTA, viewed as one struct.
 template <typename Layout>
 __device__ inline Layout& shared_memory() {
   extern __shared__ __align__(1024) unsigned char bytes[];
@@ -51,7 +51,7 @@ __device__ inline int warp_index() { return static_cast<int>(threadIdx.x) / kWar
 
 __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-// What one launch passes to the kernel.
+// Kernel parameters of one launch.
 
 struct Params {
   const float* partial_out;
@@ -62,26 +62,26 @@ struct Params {
   float* lse;
   i64 total_rows;
   int heads;
-  int splits;
+  int num_splits;
   float bmm2_scale;
   float output_factor;
   float lse_factor;
 };
 
-// A scale is a number, or a tensor of one element that only the device knows.
+// Scales: a number from the host, or a one-element tensor on the device.
 
-__device__ inline float value_of(const float* tensor, float number) {
-  return tensor == nullptr ? number : *tensor;
+__device__ inline float value_of(const float* tensor, float value) {
+  return tensor == nullptr ? value : *tensor;
 }
 
-// The numbers of this kernel; the rest of the source only uses them.
+// Config of the combine kernel: facts of the spec as constants.
 
 using OutElement = Bf16;
 constexpr int kHeadDimVo = 512;
 constexpr int kSlices = 4;
 constexpr int kWarps = 4;
 constexpr int kThreads = kWarps * kWarpLanes;
-constexpr int kSliceDims = kWarpLanes * 4;  // output dims of one block: a float4 for each lane
+constexpr int kSliceDims = kWarpLanes * 4;  // output dims of a CTA: a float4 for each lane
 static_assert(kHeadDimVo % 4 == 0 && kSlices * kSliceDims >= kHeadDimVo, "slices cover the row");
 
 // PTX ISA, "Floating Point Instructions: ex2". Needs sm_20.
@@ -94,30 +94,30 @@ __device__ inline float ex2_approx(float x) {
   return y;
 }
 
-// How the statistics of a softmax row become its scale and its LSE.
+// Final softmax state of a row: its normalisation factor and its LSE, attention sink included.
 
 struct RowResult {
-  float factor;  // multiplies the accumulated values
-  float lse;  // the sink included; of an empty row its sink, or minus infinity
+  float factor;  // multiplies the accumulators
+  float lse;  // includes the sink; an empty row has its sink, or minus infinity
 };
 
-// `reference` in log2 units, `sum` relative to it; `sink` is a natural-log logit without a value,
-// or minus infinity. `lse_factor` brings log2 units to the base of the LSE.
-__device__ inline RowResult finish_row(float reference, float sum, float sink,
+// `row_max` is base 2, `row_sum` is relative to it; `sink` is a natural-log logit without a V row,
+// or minus infinity. `lse_factor` converts base 2 to the base of the LSE.
+__device__ inline RowResult finish_row(float row_max, float row_sum, float sink,
                                        float lse_factor = 1.0f) {
-  // Not by way of log2 units: a finite sink may overflow there, and not in base e.
+  // Computed in base e: a finite sink may overflow in base 2.
   const float sink_lse = sink * (kLog2E * lse_factor);
-  if (sum == 0.0f) return {0.0f, sink_lse};  // the row attends to nothing; a NaN is not nothing
-  // Fused, so that only the distance may overflow, to an infinity of the right sign.
-  const float distance = fmaf(sink, kLog2E, -reference);
-  // Relative to the larger of the two, because 2^distance may overflow. Selects, for a NaN is kept.
+  if (row_sum == 0.0f) return {0.0f, sink_lse};  // the row attends to nothing; a NaN is not nothing
+  // Fused, so that only the distance can overflow, to an infinity of the right sign.
+  const float distance = fmaf(sink, kLog2E, -row_max);
+  // Relative to the larger of the two, because 2^distance may overflow. Selects keep a NaN.
   const bool is_sink_larger = distance > 0.0f;
   const float rescale = is_sink_larger ? ex2_approx(-distance) : 1.0f;
-  const float total = sum * rescale + (is_sink_larger ? 1.0f : ex2_approx(distance));
-  // Approximate: exact to some 22 bits, and a fraction of the instructions.
+  const float total = row_sum * rescale + (is_sink_larger ? 1.0f : ex2_approx(distance));
+  // Approximate, to about 22 bits, with a fraction of the instructions.
   const float log2_total = __log2f(total);
   return {__fdividef(rescale, total), is_sink_larger ? sink_lse + log2_total * lse_factor
-                                                     : (reference + log2_total) * lse_factor};
+                                                     : (row_max + log2_total) * lse_factor};
 }
 
 // PTX ISA, "Data Movement and Conversion Instructions: cvt". Needs sm_80.
@@ -148,9 +148,9 @@ __device__ inline float cvt_f32(Bf16, u16 bits) {
   return __uint_as_float(static_cast<u32>(bits) << 16);
 }
 
-// Four neighbouring elements of an output, from float.
+// Vectorised store of four output elements in fp16 or bf16, from float.
 
-// `index` counts elements, and is a multiple of 4.
+// `index` counts elements and is a multiple of 4.
 template <typename Target>
 __device__ inline void store_x4(Target target, unsigned char* out, i64 index, float a, float b,
                                 float c, float d) {
@@ -160,14 +160,14 @@ __device__ inline void store_x4(Target target, unsigned char* out, i64 index, fl
   *reinterpret_cast<uint2*>(out + index * 2) = packed;
 }
 
-// Folds the partial rows of all splits into one.
+// Combine (split-KV reduction): weighs the partial O of all splits by their LSE.
 
-struct SharedMemory {
-  float sum[kWarps];
+struct SharedMemoryPlan {
+  float row_sum[kWarps];
   float4 values[kWarps][kWarpLanes];
 };
 
-__device__ inline float warp_maximum(float value) {
+__device__ inline float warp_reduce_max(float value) {
 #pragma unroll
   for (int lanes = kWarpLanes / 2; lanes > 0; lanes /= 2) {
     value = fmaxf(value, __shfl_xor_sync(~0u, value, lanes));
@@ -175,31 +175,31 @@ __device__ inline float warp_maximum(float value) {
   return value;
 }
 
-// The largest LSE of the row over its splits, found by every warp for itself.
-__device__ inline float largest_lse(const Params& params, i64 row) {
-  float largest = -kInfinity;
-  for (int split = lane_index(); split < params.splits; split += kWarpLanes) {
-    largest = fmaxf(largest, params.partial_lse[split * params.total_rows + row]);
+// Max LSE of the row over its splits; every warp computes it.
+__device__ inline float row_max_lse(const Params& params, i64 row) {
+  float max_lse = -kInfinity;
+  for (int split = lane_index(); split < params.num_splits; split += kWarpLanes) {
+    max_lse = fmaxf(max_lse, params.partial_lse[split * params.total_rows + row]);
   }
-  return warp_maximum(largest);
+  return warp_reduce_max(max_lse);
 }
 
-// What a warp has of some of the splits that are its own, every fourth: loads that wait for each
-// other take longer than all else here.
-constexpr int kSplitsAtOnce = 8;
+// Splits loaded per step by one warp, which takes every kWarps-th split. Loads are issued together:
+// dependent loads would dominate this kernel.
+constexpr int kSplitsPerStep = 8;
 
-struct PartialRows {
-  float lse[kSplitsAtOnce];
-  float4 values[kSplitsAtOnce];
+struct SplitPartials {
+  float lse[kSplitsPerStep];
+  float4 values[kSplitsPerStep];
 
-  // Those from `first` on. Where there is no split, or it has seen nothing, values may be anything.
-  __device__ PartialRows(const Params& params, i64 row, int dim, int first) {
+  // Loads splits from `first` on. `values` is undefined where there is no split or it is empty.
+  __device__ SplitPartials(const Params& params, i64 row, int dim, int first) {
     const i64 partial_row = first * params.total_rows + row;
     const float* lse_of_row = params.partial_lse + partial_row;
     const float* values_of_row = params.partial_out + partial_row * kHeadDimVo + dim;
 #pragma unroll
-    for (int i = 0; i < kSplitsAtOnce; ++i) {
-      const bool exists = first + i * kWarps < params.splits;
+    for (int i = 0; i < kSplitsPerStep; ++i) {
+      const bool exists = first + i * kWarps < params.num_splits;
       lse[i] = exists ? *lse_of_row : -kInfinity;
       if (exists) values[i] = *reinterpret_cast<const float4*>(values_of_row);
       lse_of_row += kWarps * params.total_rows;
@@ -207,12 +207,12 @@ struct PartialRows {
     }
   }
 
-  // Adds them, each weighted by 2^(its LSE - largest).
-  __device__ void add_to(float4& total, float& weights, float largest) const {
+  // Accumulates each split weighted by 2^(LSE - max LSE).
+  __device__ void add_to(float4& total, float& weights, float max_lse) const {
 #pragma unroll
-    for (int i = 0; i < kSplitsAtOnce; ++i) {
+    for (int i = 0; i < kSplitsPerStep; ++i) {
       if (lse[i] == -kInfinity) continue;
-      const float weight = ex2_approx(lse[i] - largest);
+      const float weight = ex2_approx(lse[i] - max_lse);
       weights += weight;
       total.x += weight * values[i].x;
       total.y += weight * values[i].y;
@@ -222,38 +222,38 @@ struct PartialRows {
   }
 };
 
-__device__ inline void combine(const Params& params, SharedMemory& shared) {
+__device__ inline void combine(const Params& params, SharedMemoryPlan& smem) {
   const int row = static_cast<int>(blockIdx.x) / kSlices;
   const int dim = static_cast<int>(blockIdx.x) % kSlices * kSliceDims + lane_index() * 4;
-  const bool is_outside = dim >= kHeadDimVo;  // the last slice may be wider than what is left
+  const bool is_outside = dim >= kHeadDimVo;  // the last slice may be partial
   const float sink = params.sinks == nullptr ? -kInfinity : params.sinks[row % params.heads];
   const float scale = value_of(params.bmm2_scale_tensor, params.bmm2_scale) * params.output_factor;
-  float largest = -kInfinity;
+  float max_lse = -kInfinity;
   float weights = 0.0f;
-  float4 part = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  float4 partial = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll 1
-  for (int first = 0; first < params.splits; first += kSplitsAtOnce * kWarps) {
-    const PartialRows rows(params, row, is_outside ? 0 : dim, first + warp_index());
-    if (first == 0) largest = largest_lse(params, row);  // while these are on their way
-    rows.add_to(part, weights, largest);
+  for (int first = 0; first < params.num_splits; first += kSplitsPerStep * kWarps) {
+    const SplitPartials rows(params, row, is_outside ? 0 : dim, first + warp_index());
+    if (first == 0) max_lse = row_max_lse(params, row);  // overlaps the loads of `rows`
+    rows.add_to(partial, weights, max_lse);
   }
-  shared.values[warp_index()][lane_index()] = part;
-  if (lane_index() == 0) shared.sum[warp_index()] = weights;
+  smem.values[warp_index()][lane_index()] = partial;
+  if (lane_index() == 0) smem.row_sum[warp_index()] = weights;
   __syncthreads();
   if (warp_index() != 0) return;
 
-  float sum = 0.0f;
+  float row_sum = 0.0f;
   float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
   for (int warp = 0; warp < kWarps; ++warp) {
-    const float4 value = shared.values[warp][lane_index()];
-    sum += shared.sum[warp];
+    const float4 value = smem.values[warp][lane_index()];
+    row_sum += smem.row_sum[warp];
     total.x += value.x;
     total.y += value.y;
     total.z += value.z;
     total.w += value.w;
   }
-  const RowResult result = finish_row(largest, sum, sink, params.lse_factor);
+  const RowResult result = finish_row(max_lse, row_sum, sink, params.lse_factor);
   const float factor = result.factor * scale;
   if (!is_outside) {
     store_x4(OutElement{}, params.out, static_cast<i64>(row) * kHeadDimVo + dim, total.x * factor,
@@ -266,13 +266,13 @@ __device__ inline void combine(const Params& params, SharedMemory& shared) {
 
 // Programmatic dependent launch (PDL): starts while the preceding kernel drains.
 
-__device__ inline void wait_for_previous_kernel() {}
-__device__ inline void let_next_kernel_start() {}
+__device__ inline void pdl_wait() {}
+__device__ inline void pdl_launch_dependents() {}
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-    combine_splits(const __grid_constant__ Params params) {
-  wait_for_previous_kernel();
-  __shared__ SharedMemory shared;
-  combine(params, shared);
-  let_next_kernel_start();
+    combine(const __grid_constant__ Params params) {
+  pdl_wait();
+  __shared__ SharedMemoryPlan smem;
+  combine(params, smem);
+  pdl_launch_dependents();
 }

@@ -1,4 +1,4 @@
-"""What blocks begin with, kept from launch to launch: never that of another call."""
+"""Cached scheduler metadata across launches: a call never uses that of another call."""
 
 from __future__ import annotations
 
@@ -14,47 +14,47 @@ from mlagen.runtime import semaphores
 from mlagen.spec.mla_sm90 import SCHED_META_BYTES, SCHED_META_OFFSET
 from tests.cases import MlaCase, MlaProblem
 from tests.graph_replay import captured
-from tests.hopper_tiles import taking_hopper_kernels
-from tests.launch_repeats import REQUEST_WORD
-from tests.mla_cases import KINDS, of_kind
+from tests.launch_repeats import SEQ_WORD
+from tests.mla_cases import KINDS, case_of_kind
 from tests.mla_semantics import decode
+from tests.sm90_tiles import sm90_kernels
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-    reason="needs a Hopper GPU",
+    reason="needs an sm_90 GPU",
 )
 
-PACKED = KINDS["bf16 over fp8_ds_mla"]
+FP8_DS_MLA = KINDS["bf16 over fp8_ds_mla"]
 CASES = {
     "16 bits": MlaCase(name="", seq_lens=(), heads=128),
     "16 bits, few rows": MlaCase(name="", seq_lens=(), heads=16),
     "e4m3": MlaCase(name="", seq_lens=(), heads=128, dtype=torch.float8_e4m3fn),
     "e4m3, few rows": MlaCase(name="", seq_lens=(), heads=16, dtype=torch.float8_e4m3fn),
-    "packed": of_kind(PACKED, name="", seq_lens=(), heads=64),
-    "lists": of_kind(PACKED, name="", seq_lens=(), heads=128, top_k=512),
+    "fp8_ds_mla": case_of_kind(FP8_DS_MLA, name="", seq_lens=(), heads=64),
+    "sparse": case_of_kind(FP8_DS_MLA, name="", seq_lens=(), heads=128, top_k=512),
 }
 LENGTHS = {
     "few": (3000, 70, 1),
-    "one for each block": (200,) * 128,
-    "as many as are kept": tuple(250 - 37 * i % 251 for i in range(256)),
+    "one per CTA": (200,) * 128,
+    "as many as are metadata": tuple(250 - 37 * i % 251 for i in range(256)),
 }
 
 
 @pytest.fixture(autouse=True)
-def _hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Have every call of this file take a sm90 kernel."""
-    with taking_hopper_kernels(monkeypatch):
+def _sm90(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Make every call of this file use an sm90 kernel."""
+    with sm90_kernels(monkeypatch):
         yield
 
 
 @pytest.fixture
 def workspace() -> torch.Tensor:
-    """Return memory for all calls of a test."""
+    """Return the workspace of all calls of a test."""
     return torch.full((128 << 20,), 0xFF, dtype=torch.uint8, device="cuda")
 
 
-def changed(lengths: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Return other lengths on as many pages: of one request, in other orders, and these again."""
+def changed_lengths(lengths: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Return other lengths with as many pages: one shorter, two reordered, and the original."""
     first, *others = lengths
     *before, last = lengths
     return [(first - 1, *others), (*others, first), (last, *before), lengths]
@@ -65,7 +65,7 @@ def changed(lengths: tuple[int, ...]) -> list[tuple[int, ...]]:
 def test_lengths_may_change_before_every_replay(
     case: MlaCase, lengths: tuple[int, ...], workspace: torch.Tensor
 ) -> None:
-    """A graph of three calls, of which two have the lengths of the one before."""
+    """A graph has three calls, two of which reuse the schedule of the preceding one."""
     problem = replace(case, seq_lens=lengths).build("cuda")
     outs = [torch.empty_like(decode(problem)) for _ in range(3)]
     arguments = problem.arguments(workspace_buffer=workspace)
@@ -75,7 +75,7 @@ def test_lengths_may_change_before_every_replay(
             mlagen.mla.trtllm_batch_decode_with_kv_cache_mla(**arguments, out=out)
 
     graph = captured(calls, {})
-    for now in changed(lengths):
+    for now in changed_lengths(lengths):
         other = replace(case, seq_lens=now, seed=len(now) + now[0]).build("cuda")
         exchange(problem, other)
         for out in outs:
@@ -88,7 +88,7 @@ def test_lengths_may_change_before_every_replay(
 
 
 def exchange(problem: MlaProblem, other: MlaProblem) -> None:
-    """Copy what a problem of the same shapes has to where a graph looks for it."""
+    """Copy the content of a problem of equal shapes into the tensors of a graph."""
     problem.query.copy_(other.query)
     problem.seq_lens.copy_(other.seq_lens)
     assert problem.kv_cache.shape == other.kv_cache.shape
@@ -96,10 +96,10 @@ def exchange(problem: MlaProblem, other: MlaProblem) -> None:
     problem.block_tables.copy_(other.block_tables)
 
 
-def test_calls_of_every_kind_share_a_workspace(workspace: torch.Tensor) -> None:
-    """In turns, twice each: what one of them leaves is not the next one's."""
+def test_all_kernels_share_a_workspace(workspace: torch.Tensor) -> None:
+    """Interleaved calls, twice each, do not use each other's metadata."""
     made: list[tuple[MlaProblem, Any]] = []
-    for lengths in ((900, 70, 1), (70, 900, 1)):  # of neighbours alike
+    for lengths in ((900, 70, 1), (70, 900, 1)):  # of equal lengths in another order
         for case in CASES.values():
             problem = replace(case, seq_lens=lengths).build("cuda")
             made.append((problem, problem.arguments(workspace_buffer=workspace)))
@@ -116,8 +116,8 @@ def test_calls_of_every_kind_share_a_workspace(workspace: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_what_was_kept_is_taken(case: MlaCase, workspace: torch.Tensor) -> None:
-    """Told that there is nothing to do, blocks of the next launch write nothing."""
+def test_cached_metadata_is_used(case: MlaCase, workspace: torch.Tensor) -> None:
+    """With the cached work invalidated, the next launch writes nothing."""
     problem = replace(case, seq_lens=(900, 70, 1)).build("cuda")
     out = torch.empty_like(decode(problem))
     arguments = problem.arguments(workspace_buffer=workspace, out=out)
@@ -125,15 +125,15 @@ def test_what_was_kept_is_taken(case: MlaCase, workspace: torch.Tensor) -> None:
     decode_again(**arguments)
     region = semaphores._regions[0, workspace.data_ptr()]
     (slab,) = (slab for slab in semaphores._slabs if 0 <= region - slab.data_ptr() < slab.numel())
-    beside = slab[region - slab.data_ptr() :][: slab.numel() // semaphores._REGIONS]
-    blocks = (len(beside) - SCHED_META_OFFSET) // SCHED_META_BYTES
-    kept = beside[SCHED_META_OFFSET:][: blocks * SCHED_META_BYTES].view(torch.int32)
-    kept.view(blocks, -1)[:, REQUEST_WORD] = -1
+    region_bytes = slab[region - slab.data_ptr() :][: slab.numel() // semaphores._REGIONS]
+    blocks = (len(region_bytes) - SCHED_META_OFFSET) // SCHED_META_BYTES
+    metadata = region_bytes[SCHED_META_OFFSET:][: blocks * SCHED_META_BYTES].view(torch.int32)
+    metadata.view(blocks, -1)[:, SEQ_WORD] = -1
     out.fill_(7.0)
 
     decode_again(**arguments)
 
     assert torch.equal(out, torch.full_like(out, 7.0))
-    problem.seq_lens[1] -= 1  # and so they are found again
+    problem.seq_lens[1] -= 1  # invalidates the cache
     decode_again(**arguments)
     assert not (out == 7.0).all(dim=-1).any()

@@ -1,4 +1,4 @@
-"""Launches that are dependent and cooperative at once: nobody waits for a block that has no SM."""
+"""PDL with cooperative grids: CTAs start together, so none waits for an unscheduled CTA."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from mlagen.compiler.nvrtc import compile_source
 from mlagen.compiler.toolchain import find_nvrtc
 from tests.cases import MlaCase
 from tests.graph_replay import captured
-from tests.hopper_tiles import taking_hopper_kernels
 from tests.kernels import SM_90A
 from tests.mla_semantics import compute
+from tests.sm90_tiles import sm90_kernels
 
 driver = pytest.importorskip("cuda.bindings.driver")
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-    reason="needs a Hopper GPU",
+    reason="needs an sm_90 GPU",
 )
 
 E4M3 = torch.float8_e4m3fn
 
 
 @pytest.fixture(autouse=True)
-def _hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Have every call of this file take a sm90 kernel."""
-    with taking_hopper_kernels(monkeypatch):
+def _sm90(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Make every call of this file use an sm90 kernel."""
+    with sm90_kernels(monkeypatch):
         yield
 
 
-# Two kernels of which a block fills an SM. Those of the first end one after the other, and let the
-# second begin; its blocks note when they do. Times are in nanoseconds.
+# Two kernels with one CTA per SM. CTAs of the first end one after the other, and launch the
+# second early; its CTAs record their start. Times are in nanoseconds.
 _KERNELS = """
 __device__ unsigned long long now() {
   unsigned long long time;
@@ -59,8 +59,8 @@ extern "C" __global__ void __launch_bounds__(32) second(unsigned long long* begu
 """
 
 
-def spread_of_beginnings(*, is_cooperative: bool) -> float:
-    """Return the microseconds between the first and the last block of the second kernel."""
+def start_spread(*, is_cooperative: bool) -> float:
+    """Return the microseconds between the first and the last start of the second kernel's CTAs."""
     device = torch.cuda.get_device_properties(0)
     blocks = device.multi_processor_count // 2
     begun = torch.zeros(blocks, dtype=torch.int64, device="cuda")
@@ -93,7 +93,7 @@ def _loaded(*names: str) -> list[Any]:
 
 
 def _attributes(is_cooperative: bool) -> list[Any]:
-    """Return what makes a launch dependent, and cooperative if it ``is_cooperative``."""
+    """Return the PDL attribute, and the cooperative one if ``is_cooperative``."""
     ids = driver.CUlaunchAttributeID
     dependent = driver.CUlaunchAttribute()
     dependent.id = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -122,29 +122,29 @@ def _launch(
     assert status == driver.CUresult.CUDA_SUCCESS
 
 
-def test_blocks_of_a_cooperative_launch_begin_together_in_a_dependent_one_too() -> None:
-    """When there is room for all; else each begins as an SM falls idle, a microsecond apart."""
-    assert spread_of_beginnings(is_cooperative=False) > 30
-    assert spread_of_beginnings(is_cooperative=True) < 10
+def test_ctas_of_a_cooperative_grid_start_together_with_pdl() -> None:
+    """They start once all are co-resident; other CTAs start as SMs become idle, 1 us apart."""
+    assert start_spread(is_cooperative=False) > 30
+    assert start_spread(is_cooperative=True) < 10
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, E4M3], ids=str)
-def test_a_call_reads_what_the_call_before_has_written(kv_dtype: torch.dtype) -> None:
-    """In a graph in which each call's query is the output of the one before."""
-    requests, heads, pages, links = 12, 64, 16, 30  # pages of each request
+def test_a_call_reads_the_output_of_the_preceding_call(kv_dtype: torch.dtype) -> None:
+    """In a graph each call's query is the output of the preceding one."""
+    seqs, heads, pages, links = 12, 64, 16, 30  # pages per sequence
     workspace = torch.empty(128 << 20, dtype=torch.uint8, device="cuda")
-    cache = torch.randn(requests * pages, 64, 576, device="cuda").mul(4).to(kv_dtype)
+    cache = torch.randn(seqs * pages, 64, 576, device="cuda").mul(4).to(kv_dtype)
     latent, rope = cache[..., :512], cache[..., 512:]
     scales: dict[str, Any] = {"ckv_scale": 1.0, "kpe_scale": 1.0} if kv_dtype is E4M3 else {}
-    sizes = (requests + 1, requests + 1, requests * pages, requests)
+    sizes = (seqs + 1, seqs + 1, seqs * pages, seqs)
     ends, first, ids, lens = (torch.zeros(n, dtype=torch.int32, device="cuda") for n in sizes)
     wrapper = mlagen.mla.BatchMLAPagedAttentionWrapper(workspace, True, ends, first, ids, lens)
-    starts = torch.arange(requests + 1, dtype=torch.int32)
+    starts = torch.arange(seqs + 1, dtype=torch.int32)
     wrapper.plan(
         starts,
         starts * pages,
-        torch.randperm(requests * pages, dtype=torch.int32),
-        torch.full((requests,), pages * 64 - 7, dtype=torch.int32),
+        torch.randperm(seqs * pages, dtype=torch.int32),
+        torch.full((seqs,), pages * 64 - 7, dtype=torch.int32),
         num_heads=heads,
         head_dim_ckv=512,
         head_dim_kpe=64,
@@ -154,9 +154,9 @@ def test_a_call_reads_what_the_call_before_has_written(kv_dtype: torch.dtype) ->
         q_data_type=torch.bfloat16,
         kv_data_type=kv_dtype,
     )
-    queries = torch.zeros(links + 1, requests, heads, 512, dtype=torch.bfloat16, device="cuda")
+    queries = torch.zeros(links + 1, seqs, heads, 512, dtype=torch.bfloat16, device="cuda")
     queries[0].normal_()
-    query_rope = torch.randn(requests, heads, 64, device="cuda").bfloat16()
+    query_rope = torch.randn(seqs, heads, 64, device="cuda").bfloat16()
 
     def link(index: int) -> None:
         wrapper.run(queries[index], query_rope, latent, rope, out=queries[index + 1], **scales)
@@ -179,11 +179,11 @@ def test_a_call_reads_what_the_call_before_has_written(kv_dtype: torch.dtype) ->
     assert not torch.equal(expected[1], expected[2])
 
 
-def test_calls_that_wait_for_their_own_blocks_end_on_streams_of_any_priority() -> None:
-    """Of three streams each would hold SMs that another's blocks need, if they began one by one."""
+def test_cooperative_calls_on_prioritized_streams_end() -> None:
+    """Three streams would deadlock if CTAs of each held SMs that another needs."""
     cases = [
-        MlaCase(name="few pieces", seq_lens=(1024,) * 16, heads=128, dtype=E4M3),
-        MlaCase(name="many pieces", seq_lens=(3000,) * 5, heads=128, dtype=E4M3),
+        MlaCase(name="few splits", seq_lens=(1024,) * 16, heads=128, dtype=E4M3),
+        MlaCase(name="many splits", seq_lens=(3000,) * 5, heads=128, dtype=E4M3),
         MlaCase(name="16 bits", seq_lens=(1500,) * 9, heads=128),
     ]
     problems = [case.build("cuda") for case in cases]
@@ -197,7 +197,7 @@ def test_calls_that_wait_for_their_own_blocks_end_on_streams_of_any_priority() -
             for index in range(16):
                 decode(**arguments)
                 if index % 3 == 2:
-                    other.mul_(1)  # a kernel that no call begins before
+                    other.mul_(1)  # a kernel before which no call launches early
 
         graphs.append(captured(calls, {"arguments": problem.arguments(out=out)}))
     priorities = (0, -2, -5)

@@ -1,0 +1,56 @@
+"""Fixtures that force kernels and tiles on an sm90 GPU."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from mlagen.api import gqa_call, gqa_plan, mla_call, mla_plan
+from mlagen.runtime import plan_mla_sm90
+from mlagen.runtime.plan import GqaProblemShape
+from mlagen.settings import current_settings
+from mlagen.spec.gqa_sm90 import GqaSm90Spec
+
+
+@contextmanager
+def smaller_tiles(monkeypatch: pytest.MonkeyPatch, *, enabled: bool) -> Iterator[None]:
+    """Enable or disable the smaller tiles of calls with little work."""
+    monkeypatch.setattr(plan_mla_sm90, "USES_SMALLER_TILES", enabled)
+    _clear_mla_caches()
+    yield
+    _clear_mla_caches()
+
+
+@contextmanager
+def sm90_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Make every call use an sm90 kernel with its default tile."""
+    monkeypatch.setenv("MLAGEN_MLA_KERNEL", "sm90")
+    current_settings.cache_clear()
+    with smaller_tiles(monkeypatch, enabled=False):
+        yield
+
+
+@contextmanager
+def max_heads_per_cta(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Make CTAs of GQA calls process the max number of KV heads."""
+
+    def max_heads(spec: GqaSm90Spec, problem: GqaProblemShape, _: int) -> int:
+        return math.gcd(problem.kv_heads, spec.max_heads)
+
+    monkeypatch.setattr(gqa_plan, "choose_heads_per_cta", max_heads)
+    _clear_gqa_caches()
+    yield
+    _clear_gqa_caches()
+
+
+def _clear_gqa_caches() -> None:
+    gqa_plan.plan_gqa_sm90_call.cache_clear()
+    gqa_call._calls.clear()
+
+
+def _clear_mla_caches() -> None:
+    mla_plan.plan_mla_sm90_call.cache_clear()
+    mla_call._calls.clear()

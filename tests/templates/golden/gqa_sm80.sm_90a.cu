@@ -1,0 +1,1233 @@
+// Basic types, dtype tags and thread indices of every kernel.
+
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+using i64 = long long;
+
+// Tags that select conversions; the data itself is held as bytes, u16 or u32.
+struct Bf16 {};
+struct Fp16 {};
+struct E4m3 {};
+struct Int8 {};
+struct Nvfp4 {};
+struct Fp8DsMla {};
+struct Fp8PerToken {};
+
+template <typename A, typename B>
+constexpr bool kIsSame = false;
+template <typename A>
+constexpr bool kIsSame<A, A> = true;
+
+// Largest size of one load, store or cp.async.
+constexpr int kChunkBytes = 16;
+struct alignas(kChunkBytes) Chunk {
+  u32 words[4];
+};
+
+// TMA descriptor (CUtensorMap), opaque and encoded on the host.
+struct alignas(64) TensorMap {
+  u64 words[16];
+};
+
+constexpr int kWarpLanes = 32;
+constexpr float kLog2E = 1.4426950408889634f;
+constexpr float kFloatMax = __builtin_bit_cast(float, 0x7f7fffff);
+constexpr float kInfinity = __builtin_bit_cast(float, 0x7f800000);
+
+// The dynamic shared memory of the CTA, viewed as one struct.
+template <typename Layout>
+__device__ inline Layout& shared_memory() {
+  extern __shared__ __align__(1024) unsigned char bytes[];
+  return *reinterpret_cast<Layout*>(bytes);
+}
+
+__device__ inline u32 shared_address(const void* pointer) {
+  return static_cast<u32>(__cvta_generic_to_shared(pointer));
+}
+
+__device__ inline int lane_index() { return static_cast<int>(threadIdx.x) % kWarpLanes; }
+__device__ inline int warp_index() { return static_cast<int>(threadIdx.x) / kWarpLanes; }
+
+__device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+// Config of gqa_sm80: facts of the spec as constants.
+
+using Element = Bf16;
+using StoredToken = E4m3;
+using OutElement = Bf16;
+constexpr int kHeadDim = 128;
+constexpr int kPageSize = 64;
+constexpr int kSlices = 1;
+constexpr int kBlockM = 16;
+constexpr int kWarps = 4;
+constexpr int kStages = 6;
+constexpr int kCtasPerSm = 2;
+constexpr int kWarpTokens = 16;
+constexpr bool kDequantsKv = true;
+constexpr int kStoredBytes = 128;
+constexpr int kSharedBytes = 75600;
+
+constexpr int kThreads = kWarps * kWarpLanes;
+constexpr int kRowGroups = kBlockM / 16;
+constexpr int kSliceDims = kHeadDim / kSlices;  // output dims of one CTA
+
+// MMA operand rows are padded by 16 bytes: the eight rows that one ldmatrix reads at the same
+// column then lie in different banks, for any head dim.
+constexpr int kRowBytes = kHeadDim * 2 + kChunkBytes;
+constexpr int kStageRowBytes = kDequantsKv ? kStoredBytes : kRowBytes;
+constexpr int kStageBytes = kWarpTokens * kStageRowBytes;
+constexpr int kWarpBytes = kStages * kStageBytes + (kDequantsKv ? kWarpTokens * kRowBytes : 0);
+constexpr int kCombineFloats = kBlockM * (kSliceDims + 4);
+// Loads in flight while a stage is consumed. Dequantised tiles have a buffer of their own, which
+// frees their stage early.
+constexpr int kStagesAhead = kDequantsKv ? kStages : kStages - 1;
+
+// Whether the Q fragments fit into registers beside the O accumulators.
+constexpr bool kQueryInRegs = kRowGroups * kHeadDim <= 128;
+
+static_assert(kHeadDim % (16 * kSlices) == 0, "a slice is whole 16-wide dim tiles");
+static_assert(kWarpTokens == 16, "a KV tile is one k-step of the PV GEMM");
+static_assert(kStagesAhead >= 1, "a load is in flight while a stage is consumed");
+
+// O accumulators of one warp, in mma fragment layout.
+
+// Element [m][n][e] belongs to row score_row(m, e / 2) and output dim output_dim(n, e % 2).
+using Output = float[kRowGroups][kSliceDims / 8][4];
+
+__device__ inline int output_dim(int group, int parity) {
+  return group * 8 + lane_index() % 4 * 2 + parity;
+}
+
+__device__ inline void clear_output(Output& output) {
+#pragma unroll
+  for (int m = 0; m < kRowGroups; ++m) {
+#pragma unroll
+    for (int n = 0; n < kSliceDims / 8; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) output[m][n][e] = 0.0f;
+    }
+  }
+}
+
+// Rescales this lane's fragment of one row.
+__device__ inline void rescale_output(int group, int half, float factor, Output& output) {
+#pragma unroll
+  for (int n = 0; n < kSliceDims / 8; ++n) {
+    output[group][n][half * 2] *= factor;
+    output[group][n][half * 2 + 1] *= factor;
+  }
+}
+
+// Kernel parameters of one launch.
+
+struct Params {
+  const u16* query;
+  const unsigned char* key_cache;
+  const unsigned char* value_cache;
+  const unsigned char* key_scales;
+  const unsigned char* value_scales;
+  const int* block_tables;
+  const int* seq_lens;
+  const int* cu_seqlens_q;
+  const u32* draft_mask;
+  const float* bmm1_scale_tensor;
+  const float* bmm2_scale_tensor;
+  const float* sinks;
+  unsigned char* out;
+  float* partial_out;
+  float* partial_lse;
+  i64 query_stride;
+  i64 query_head_stride;
+  i64 key_page_stride;
+  i64 key_token_stride;
+  i64 key_head_stride;
+  i64 value_page_stride;
+  i64 value_token_stride;
+  i64 value_head_stride;
+  i64 key_scale_page_stride;
+  i64 key_scale_token_stride;
+  i64 key_scale_head_stride;
+  i64 value_scale_page_stride;
+  i64 value_scale_token_stride;
+  i64 value_scale_head_stride;
+  i64 total_rows;
+  int num_seqs;
+  int kv_heads;
+  int group_size;
+  int q_len;
+  int mask_words;
+  int window;
+  int max_pages;
+  int block_tables_stride;
+  int num_pages;
+  int row_tiles;
+  int num_splits;
+  int scores_take_bmm2;
+  float bmm1_scale;
+  float bmm2_scale;
+  float score_factor;
+  float output_factor;
+};
+
+// PTX ISA, "Parallel Synchronization and Communication Instructions: griddepcontrol". Needs sm_90.
+// Both do nothing in a launch without the programmatic-stream-serialization attribute.
+
+// griddepcontrol.wait
+// Waits until the kernel before this one has finished and its writes are visible.
+__device__ inline void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// griddepcontrol.launch_dependents
+// Lets the next kernel start once every block has said so or ended.
+__device__ inline void griddepcontrol_launch_dependents() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+// Programmatic dependent launch (PDL): starts while the preceding kernel drains.
+
+__device__ inline void pdl_wait() { griddepcontrol_wait(); }
+__device__ inline void pdl_launch_dependents() { griddepcontrol_launch_dependents(); }
+
+// Scales: a number from the host, or a one-element tensor on the device.
+
+__device__ inline float value_of(const float* tensor, float value) {
+  return tensor == nullptr ? value : *tensor;
+}
+
+// PTX ISA, "Floating Point Instructions: ex2". Needs sm_20.
+
+// ex2.approx.ftz.f32
+// 2 to the power of x, relative error below 2^-22; minus infinity gives zero.
+__device__ inline float ex2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// PTX ISA, "Warp Level Matrix Instructions: ldmatrix". Needs sm_75.
+// Lanes 8i to 8i + 7 give the shared-memory addresses of the eight 16-byte rows of matrix i;
+// word i of the result is this lane's fragment of matrix i.
+
+// ldmatrix.sync.aligned.m8n8.x4.shared.b16
+__device__ inline void ldmatrix_x4(u32 (&d)[4], u32 row_address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+               : "r"(row_address)
+               : "memory");
+}
+
+// ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16
+__device__ inline void ldmatrix_x4_trans(u32 (&d)[4], u32 row_address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+               : "r"(row_address)
+               : "memory");
+}
+
+// PTX ISA, "Warp Level Matrix Instructions: mma". Needs sm_80.
+// d[16, 8] += a[16, 16] * b[16, 8]. A lane holds, with g = lane / 4 and c = lane % 4:
+// d: rows g (0, 1) and g + 8 (2, 3), columns 2c and 2c + 1; a: two elements a word, rows g, g + 8,
+// g, g + 8, columns 2c.. of the first (0, 1) and second (2, 3) half; b: rows 2c.. of each half,
+// column g.
+
+// mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32
+__device__ inline void mma_m16n8k16(Bf16, float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32
+__device__ inline void mma_m16n8k16(Fp16, float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Addresses of tokens in the paged KV cache.
+
+// One tensor of the cache; strides in bytes.
+struct PagedRows {
+  const unsigned char* rows;
+  i64 page_stride;
+  i64 token_stride;
+
+  // The row in `slot` of `page`, which exists.
+  __device__ const unsigned char* row_of(int page, int slot) const {
+    return rows + page * page_stride + slot * token_stride;
+  }
+};
+
+constexpr int kMaxKvLen = 0x7fff0000;  // one more tile still fits in an int
+
+// KV length of a sequence, clamped to what a table of `num_pages` pages holds: `seq_lens` is
+// untrusted.
+__device__ inline int clamp_kv_len(i64 seq_len, i64 num_pages) {
+  constexpr i64 kMax = kMaxKvLen;
+  return static_cast<int>(max(static_cast<i64>(0), min(min(seq_len, num_pages * kPageSize), kMax)));
+}
+
+// Page ids are untrusted: one outside the cache must not fault.
+__device__ inline bool is_valid_page(int page, int num_pages) {
+  return static_cast<u32>(page) < static_cast<u32>(num_pages);
+}
+
+// Maps M tiles to query rows of sequences, uniform or ragged. `cu_seqlens_q` is untrusted.
+
+// The last sequence that begins at or before `pos`; `begin_of` returns where a sequence begins.
+template <typename BeginOf>
+__device__ inline int find_seq(i64 pos, int num_seqs, BeginOf begin_of) {
+  int low = 0;
+  int high = num_seqs;
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    if (begin_of(middle) <= pos) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
+// Sequence s owns the tiles from floor(its first row / kBlockM) + s on: as many as its rows fill,
+// or one more. The number of tiles then depends only on the number of rows, and the host needs no
+// lengths.
+__device__ inline i64 first_tile_of(const int* cu_seqlens_q, int seq_idx, int rows_per_token) {
+  return static_cast<i64>(cu_seqlens_q[seq_idx]) * rows_per_token / kBlockM + seq_idx;
+}
+
+__device__ inline int seq_of_tile(const int* cu_seqlens_q, int num_seqs, int rows_per_token,
+                                  int tile) {
+  return find_seq(tile, num_seqs, [&](int seq_idx) {
+    return first_tile_of(cu_seqlens_q, seq_idx, rows_per_token);
+  });
+}
+
+__device__ inline int seq_of_token(const int* cu_seqlens_q, int num_seqs, int token) {
+  return find_seq(token, num_seqs, [&](int seq_idx) -> i64 { return cu_seqlens_q[seq_idx]; });
+}
+
+// The rows of a tile; the rest of kBlockM is padding.
+struct TileRows {
+  int seq_idx;
+  int q_len;  // query tokens of the sequence
+  i64 first_query;  // index of its first query token among all
+  int first_row;  // of the tile, among the sequence's rows
+  int rows;
+};
+
+// The rows of a tile. Without `cu_seqlens_q` every sequence has `q_len` query tokens and `tile`
+// counts within `seq_idx`; with it `tile` counts over all sequences. A tile whose query tokens lie
+// outside the tensor has no rows: nothing may be read or written there.
+__device__ inline TileRows rows_of_tile(const int* cu_seqlens_q, int num_seqs, i64 q_len,
+                                        int rows_per_token, i64 num_tokens, int seq_idx, i64 tile) {
+  i64 first_query = seq_idx * q_len;
+  if (cu_seqlens_q != nullptr) {
+    seq_idx = seq_of_tile(cu_seqlens_q, num_seqs, rows_per_token, static_cast<int>(tile));
+    tile -= first_tile_of(cu_seqlens_q, seq_idx, rows_per_token);
+    first_query = cu_seqlens_q[seq_idx];
+    q_len = cu_seqlens_q[seq_idx + 1] - first_query;
+  }
+  const i64 first_row = tile * kBlockM;
+  const bool is_inside =
+      first_query >= 0 && q_len >= 0 && first_query + q_len <= num_tokens && first_row >= 0;
+  const i64 rows = min(q_len * rows_per_token - first_row, static_cast<i64>(kBlockM));
+  return {seq_idx, static_cast<int>(q_len), first_query, static_cast<int>(first_row),
+          is_inside && rows > 0 ? static_cast<int>(rows) : 0};
+}
+
+// Work tile of a CTA: its query rows, its slice of the output dims and its split of the KV tokens.
+
+// A row is one (query token, query head of a kv head) pair of a sequence, query token first. A CTA
+// takes kBlockM rows of one kv head, a slice of their output dims and one split of the KV tokens.
+struct alignas(16) Work {
+  int seq_idx;
+  int kv_head;
+  int slice;
+  int split;
+  int q_len;  // query tokens of this sequence
+  i64 first_query;  // index of the sequence's first query token among all
+  int kv_len;  // tokens in the cache, the new ones included
+  int first_row;  // of this CTA, among the sequence's rows
+  int rows;  // of this CTA; the rest of kBlockM is padding
+  int unmasked_kv_begin, unmasked_kv_end;  // tokens that every row of this CTA attends to
+  int kv_begin, kv_end;  // tokens that any row may attend to
+  int first_kv_tile, end_kv_tile;  // KV tiles of kWarpTokens tokens of this split
+
+  __device__ int query_of(const Params& params, int row) const {
+    return (first_row + row) / params.group_size;
+  }
+
+  // First token in the sliding window of a query token.
+  __device__ int window_kv_begin(const Params& params, int query) const {
+    return params.window > 0 ? max(0, kv_len - q_len + query + 1 - params.window) : 0;
+  }
+
+  __device__ int head_of(const Params& params, int row) const {
+    return kv_head * params.group_size + (first_row + row) % params.group_size;
+  }
+
+  // Index of `row` in a [tokens * heads] array.
+  __device__ i64 global_row(const Params& params, int row) const {
+    const i64 query = first_query + query_of(params, row);
+    return query * params.group_size * params.kv_heads + head_of(params, row);
+  }
+
+  // Whether a row attends to a token that is masked for some rows.
+  __device__ bool attends(const Params& params, int row, int token) const {
+    if (row >= rows || token >= kv_len) return false;
+    const int query = query_of(params, row);
+    if (token < window_kv_begin(params, query)) return false;
+    const int draft = token - (kv_len - q_len);
+    if (params.draft_mask == nullptr || draft < 0) return draft <= query;
+    const u32* words = params.draft_mask + (first_query + query) * params.mask_words;
+    // No row attends to speculative tokens beyond the mask.
+    return draft / 32 < params.mask_words && (words[draft / 32] >> draft % 32 & 1) != 0;
+  }
+};
+
+__device__ inline Work find_work(const Params& params) {
+  Work work;
+  int cta = static_cast<int>(blockIdx.x);
+  const int m_tile = cta % params.row_tiles;
+  cta /= params.row_tiles;
+  work.slice = cta % kSlices;
+  cta /= kSlices;
+  work.kv_head = cta % params.kv_heads;
+  cta /= params.kv_heads;
+  work.split = cta % params.num_splits;
+  const i64 tokens = params.total_rows / (static_cast<i64>(params.group_size) * params.kv_heads);
+  const TileRows m_tile_rows =
+      rows_of_tile(params.cu_seqlens_q, params.num_seqs, params.q_len, params.group_size, tokens,
+                   cta / params.num_splits, m_tile);
+  work.seq_idx = m_tile_rows.seq_idx;
+  work.q_len = m_tile_rows.q_len;
+  work.first_query = m_tile_rows.first_query;
+  work.first_row = m_tile_rows.first_row;
+  work.rows = m_tile_rows.rows;
+  work.kv_len = clamp_kv_len(params.seq_lens[work.seq_idx], params.max_pages);
+
+  const int first = work.query_of(params, 0);
+  const int last = work.query_of(params, max(work.rows, 1) - 1);
+  const int first_new_token = work.kv_len - work.q_len;  // tokens before the new ones
+  const bool has_mask = params.draft_mask != nullptr;
+  work.kv_begin = work.window_kv_begin(params, first);
+  work.unmasked_kv_begin = work.window_kv_begin(params, last);
+  work.kv_end = max(has_mask ? work.kv_len : first_new_token + last + 1, 0);
+  work.unmasked_kv_end = max(has_mask ? first_new_token : first_new_token + first + 1, 0);
+
+  const int begin = work.kv_begin / kWarpTokens;
+  const int num_kv_tiles = max(ceil_div(work.kv_end, kWarpTokens) - begin, 0);
+  const int tiles_per_split = ceil_div(ceil_div(num_kv_tiles, kWarps), params.num_splits) * kWarps;
+  work.first_kv_tile = begin + min(num_kv_tiles, work.split * tiles_per_split);
+  work.end_kv_tile = min(begin + num_kv_tiles, work.first_kv_tile + tiles_per_split);
+  return work;
+}
+
+// Shared-memory plan of a CTA.
+
+struct alignas(16) SharedMemoryPlan {
+  Work work;  // once per CTA instead of in the registers of every thread
+  unsigned char query[kBlockM * kRowBytes];  // [kBlockM][kHeadDim]
+  union {
+    unsigned char warps[kWarps][kWarpBytes];  // see stage_of and tokens_of
+    float combine_buffer[kCombineFloats];  // [kBlockM][kSliceDims + 4], after the main loop
+  };
+  float row_max[kWarps][kBlockM];  // base 2
+  float row_sum[kWarps][kBlockM];
+  float probabilities[kWarps][kBlockM][kWarpTokens];  // of tiles with tokens masked for some rows
+};
+static_assert(sizeof(SharedMemoryPlan) == kSharedBytes, "the spec computes the size of the struct");
+
+// Stage that load `stage_idx` of this warp fills: [kWarpTokens] rows of kStageRowBytes.
+__device__ inline unsigned char* stage_of(SharedMemoryPlan& smem, int stage_idx) {
+  return smem.warps[warp_index()] + stage_idx % kStages * kStageBytes;
+}
+
+// The tile as the MMA reads it: [kWarpTokens] rows of kRowBytes.
+__device__ inline unsigned char* tokens_of(SharedMemoryPlan& smem, int stage_idx) {
+  return kDequantsKv ? smem.warps[warp_index()] + kStages * kStageBytes : stage_of(smem, stage_idx);
+}
+
+// QK GEMM of one KV tile: S = Q K^T.
+
+// S fragment of one warp, as mma lays it out: element [m][n][e] belongs to row score_row(m, e / 2)
+// and token score_token(n, e % 2) of the tile.
+using Scores = float[kRowGroups][2][4];
+
+// Q fragments of one k-step: 16 dims of all rows.
+using QueryStep = u32[kRowGroups][4];
+
+__device__ inline int score_row(int group, int half) {
+  return group * 16 + half * 8 + lane_index() / 4;
+}
+
+__device__ inline int score_token(int group, int parity) {
+  return group * 8 + lane_index() % 4 * 2 + parity;
+}
+
+__device__ inline void load_query_step(const SharedMemoryPlan& smem, int step, QueryStep& query) {
+  const u32 rows =
+      shared_address(smem.query) + (step * 2 + lane_index() / 16) * static_cast<int>(kChunkBytes);
+#pragma unroll
+  for (int m = 0; m < kRowGroups; ++m) {
+    ldmatrix_x4(query[m], rows + (m * 16 + lane_index() % 16) * kRowBytes);
+  }
+}
+
+// Q fragments in registers if they fit; else scratch for the fragments of one k-step.
+struct RegisterQuery {
+  QueryStep steps[kQueryInRegs ? kHeadDim / 16 : 1];
+
+  __device__ explicit RegisterQuery(const SharedMemoryPlan& smem) {
+    if (!kQueryInRegs) return;
+#pragma unroll
+    for (int step = 0; step < kHeadDim / 16; ++step) load_query_step(smem, step, steps[step]);
+  }
+};
+
+__device__ inline void qk_gemm(const SharedMemoryPlan& smem, RegisterQuery& query,
+                               const unsigned char* tokens, Scores& scores) {
+#pragma unroll
+  for (int m = 0; m < kRowGroups; ++m) {
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) scores[m][n][e] = 0.0f;
+    }
+  }
+  const int lane = lane_index();
+  const u32 keys =
+      shared_address(tokens) + (lane / 16 * 8 + lane % 8) * kRowBytes + lane / 8 % 2 * kChunkBytes;
+#pragma unroll kQueryInRegs ? kHeadDim / 16 : 2
+  for (int step = 0; step < kHeadDim / 16; ++step) {
+    QueryStep& q = query.steps[kQueryInRegs ? step : 0];
+    if (!kQueryInRegs) load_query_step(smem, step, q);
+    u32 k[4];
+    ldmatrix_x4(k, keys + step * 2 * kChunkBytes);
+#pragma unroll
+    for (int m = 0; m < kRowGroups; ++m) {
+      mma_m16n8k16(Element{}, scores[m][0], q[m], k[0], k[1]);
+      mma_m16n8k16(Element{}, scores[m][1], q[m], k[2], k[3]);
+    }
+  }
+}
+
+// Final softmax state of a row: its normalisation factor and its LSE, attention sink included.
+
+struct RowResult {
+  float factor;  // multiplies the accumulators
+  float lse;  // includes the sink; an empty row has its sink, or minus infinity
+};
+
+// `row_max` is base 2, `row_sum` is relative to it; `sink` is a natural-log logit without a V row,
+// or minus infinity. `lse_factor` converts base 2 to the base of the LSE.
+__device__ inline RowResult finish_row(float row_max, float row_sum, float sink,
+                                       float lse_factor = 1.0f) {
+  // Computed in base e: a finite sink may overflow in base 2.
+  const float sink_lse = sink * (kLog2E * lse_factor);
+  if (row_sum == 0.0f) return {0.0f, sink_lse};  // the row attends to nothing; a NaN is not nothing
+  // Fused, so that only the distance can overflow, to an infinity of the right sign.
+  const float distance = fmaf(sink, kLog2E, -row_max);
+  // Relative to the larger of the two, because 2^distance may overflow. Selects keep a NaN.
+  const bool is_sink_larger = distance > 0.0f;
+  const float rescale = is_sink_larger ? ex2_approx(-distance) : 1.0f;
+  const float total = row_sum * rescale + (is_sink_larger ? 1.0f : ex2_approx(distance));
+  // Approximate, to about 22 bits, with a fraction of the instructions.
+  const float log2_total = __log2f(total);
+  return {__fdividef(rescale, total), is_sink_larger ? sink_lse + log2_total * lse_factor
+                                                     : (row_max + log2_total) * lse_factor};
+}
+
+// PTX ISA, "Data Movement and Conversion Instructions: cvt". Needs sm_80.
+
+// cvt.rn.bf16x2.f32
+__device__ inline u32 cvt_rn_x2_f32(Bf16, float high, float low) {
+  u32 packed;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+// cvt.rn.f16x2.f32
+__device__ inline u32 cvt_rn_x2_f32(Fp16, float high, float low) {
+  u32 packed;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+// cvt.f32.f16
+__device__ inline float cvt_f32(Fp16, u16 bits) {
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+  return value;
+}
+
+// A bf16 is the upper half of an fp32; sm_80 has no instruction for it and needs none.
+__device__ inline float cvt_f32(Bf16, u16 bits) {
+  return __uint_as_float(static_cast<u32>(bits) << 16);
+}
+
+// Vectorised store of four output elements in fp16 or bf16, from float.
+
+// `index` counts elements and is a multiple of 4.
+template <typename Target>
+__device__ inline void store_x4(Target target, unsigned char* out, i64 index, float a, float b,
+                                float c, float d) {
+  uint2 packed;
+  packed.x = cvt_rn_x2_f32(target, b, a);
+  packed.y = cvt_rn_x2_f32(target, d, c);
+  *reinterpret_cast<uint2*>(out + index * 2) = packed;
+}
+
+// Epilogue: combines the partial O of the warps of a CTA, and stores finished rows, or the partial
+// O and LSE of one split.
+
+// Row max over all warps.
+__device__ inline float combined_row_max(const SharedMemoryPlan& smem, int row) {
+  float row_max = -kInfinity;
+#pragma unroll
+  for (int warp = 0; warp < kWarps; ++warp) {
+    row_max = fmaxf(row_max, smem.row_max[warp][row]);
+  }
+  return row_max;
+}
+
+// Weight of a warp's partial row relative to `row_max`.
+__device__ inline float combine_weight(const SharedMemoryPlan& smem, int warp, int row,
+                                       float row_max) {
+  const float own = smem.row_max[warp][row];
+  return own == -kInfinity ? 0.0f : ex2_approx(own - row_max);
+}
+
+// Offset of a row in `combine_buffer`, whose rows are padded by 16 bytes.
+__device__ constexpr int combine_buffer_row(int row) { return row * (kSliceDims + 4); }
+
+// Sums the weighted O of all warps, one warp after the other. After the first barrier no warp reads
+// the KV stages that `combine_buffer` aliases, and row max and row sum of all warps are visible.
+// Ends with a barrier too.
+__device__ inline void combine_warps(SharedMemoryPlan& smem, const Output& output) {
+  __syncthreads();
+#pragma unroll 1
+  for (int warp = 0; warp < kWarps; ++warp) {
+    if (warp_index() == warp) {
+#pragma unroll
+      for (int m = 0; m < kRowGroups; ++m) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int row = score_row(m, half);
+          const float factor = combine_weight(smem, warp, row, combined_row_max(smem, row));
+          float* target = smem.combine_buffer + combine_buffer_row(row);
+#pragma unroll
+          for (int n = 0; n < kSliceDims / 8; ++n) {
+            float2* pair = reinterpret_cast<float2*>(target + output_dim(n, 0));
+            const float2 before = warp == 0 ? make_float2(0.0f, 0.0f) : *pair;
+            // A warp of weight 0 adds nothing, whatever its accumulators hold.
+            *pair = factor == 0.0f ? before
+                                   : make_float2(before.x + output[m][n][half * 2] * factor,
+                                                 before.y + output[m][n][half * 2 + 1] * factor);
+          }
+        }
+      }
+    }
+    __syncthreads();
+  }
+}
+
+// Stores the normalisation factor of each row over the row sums of warp 0, and the base-2 LSE of
+// the rows of a split. An empty row of a split has LSE minus infinity, and its partial O is never
+// read.
+__device__ inline void finish_rows(const Params& params, const Work& work, SharedMemoryPlan& smem) {
+  const bool is_partial = params.num_splits > 1;
+  for (int row = static_cast<int>(threadIdx.x); row < work.rows; row += kThreads) {
+    const float row_max = combined_row_max(smem, row);
+    float row_sum = 0.0f;
+#pragma unroll
+    for (int warp = 0; warp < kWarps; ++warp) {
+      row_sum += smem.row_sum[warp][row] * combine_weight(smem, warp, row, row_max);
+    }
+    const float sink = is_partial || params.sinks == nullptr
+                           ? -kInfinity
+                           : params.sinks[work.head_of(params, row)];
+    const RowResult result = finish_row(row_max, row_sum, sink);
+    const float output_scale =
+        is_partial ? 1.0f
+                   : value_of(params.bmm2_scale_tensor, params.bmm2_scale) * params.output_factor;
+    smem.row_sum[0][row] = result.factor * output_scale;
+    if (is_partial && work.slice == 0) {
+      params.partial_lse[work.split * params.total_rows + work.global_row(params, row)] =
+          result.lse;
+    }
+  }
+  __syncthreads();
+}
+
+// Stores normalised fp32 rows of one split, or final rows.
+__device__ inline void store_output(const Params& params, const Work& work,
+                                    const SharedMemoryPlan& smem) {
+  constexpr int kQuads = kSliceDims / 4;
+  for (int i = static_cast<int>(threadIdx.x); i < work.rows * kQuads; i += kThreads) {
+    const int row = i / kQuads;
+    const int dim = i % kQuads * 4;
+    const float factor = smem.row_sum[0][row];
+    float4 value =
+        *reinterpret_cast<const float4*>(smem.combine_buffer + combine_buffer_row(row) + dim);
+    value = make_float4(value.x * factor, value.y * factor, value.z * factor, value.w * factor);
+    const i64 global_row = work.global_row(params, row);
+    const int column = work.slice * kSliceDims + dim;
+    if (params.num_splits > 1) {
+      const i64 partial_row = work.split * params.total_rows + global_row;
+      *reinterpret_cast<float4*>(params.partial_out + partial_row * kHeadDim + column) = value;
+    } else {
+      store_x4(OutElement{}, params.out, global_row * kHeadDim + column, value.x, value.y, value.z,
+               value.w);
+    }
+  }
+}
+
+// PTX ISA, "Data Movement and Conversion Instructions: Asynchronous copy, cp.async". Needs sm_80.
+
+// cp.async.cg.shared.global.L2::128B
+// Copies 16 bytes past L1; bytes from `source_bytes` on are not read and become zero.
+__device__ inline void cp_async_cg_16(u32 shared_address, const void* global, u32 source_bytes) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address),
+               "l"(global), "r"(source_bytes)
+               : "memory");
+}
+
+// cp.async.cg.shared.global.L2::cache_hint.L2::128B
+// The same, with one of createpolicy for L2.
+__device__ inline void cp_async_cg_16(u32 shared_address, const void* global, u32 source_bytes,
+                                      u64 policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(
+                   shared_address),
+               "l"(global), "r"(source_bytes), "l"(policy)
+               : "memory");
+}
+
+// cp.async.ca.shared.global
+// Copies 4 bytes; if `source_bytes` is 0 they are not read and become zero.
+__device__ inline void cp_async_ca_4(u32 shared_address, const void* global, u32 source_bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address), "l"(global),
+               "r"(source_bytes)
+               : "memory");
+}
+
+// cp.async.ca.shared.global
+// Copies 8 bytes; if `source_bytes` is 0 they are not read and become zero.
+__device__ inline void cp_async_ca_8(u32 shared_address, const void* global, u32 source_bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(shared_address), "l"(global),
+               "r"(source_bytes)
+               : "memory");
+}
+
+// cp.async.commit_group
+__device__ inline void cp_async_commit_group() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// cp.async.wait_group
+// Waits until at most `kPending` of this thread's newest groups are still under way.
+template <int kPending>
+__device__ inline void cp_async_wait_group() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// cp.async.mbarrier.arrive.noinc.shared::cta.b64
+// Arrives at a barrier when all copies that this thread has begun are there.
+__device__ inline void cp_async_mbarrier_arrive_noinc(u32 barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+// KV loads by cp.async: each warp streams its own tiles of the paged cache into its stages.
+
+// Stages alternate: K of a KV tile, its V, K of the warp's next tile. Page ids are read one tile
+// ahead, so that no copy waits for them.
+struct KvLoader {
+  const Params& params;
+  const Work& work;
+  const int* table;  // page ids of the sequence
+  int next_stage;
+  int next_kv_tile;
+  int lane_page;  // of token lane_index() % kWarpTokens of the next tile; -1 if it is not loaded
+  int next_lane_page;  // of the tile after it
+
+  __device__ KvLoader(const Params& params, const Work& work)
+      : params(params),
+        work(work),
+        table(params.block_tables + work.seq_idx * static_cast<i64>(params.block_tables_stride)),
+        next_stage(0),
+        next_kv_tile(work.first_kv_tile + warp_index()) {
+    lane_page = load_lane_page(next_kv_tile);
+    next_lane_page = load_lane_page(next_kv_tile + kWarps);
+  }
+
+  __device__ int load_lane_page(int kv_tile) const {
+    const int token = kv_tile * kWarpTokens + lane_index() % kWarpTokens;
+    const bool is_read =
+        kv_tile < work.end_kv_tile && token >= work.kv_begin && token < work.kv_end;
+    return is_read ? table[token / kPageSize] : -1;
+  }
+
+  // Copies `kBytes` of every token's row, from byte `offset` on, to the rows of a stage.
+  template <int kBytes>
+  __device__ void copy_rows(const PagedRows& rows, int offset, unsigned char* stage_ptr) const {
+    constexpr int kCopyBytes = kBytes % kChunkBytes == 0 ? kChunkBytes : 8;
+    constexpr int kCopies = kBytes / kCopyBytes;
+#pragma unroll 4  // more addresses at once would take registers from the O accumulators
+    for (int first = 0; first < kWarpTokens * kCopies; first += kWarpLanes) {
+      const int copy = first + lane_index();
+      const int token = copy / kCopies;
+      const int at = copy % kCopies * kCopyBytes;
+      const int page = __shfl_sync(~0u, lane_page, token % kWarpTokens);
+      if (token >= kWarpTokens) continue;
+      const bool exists = is_valid_page(page, params.num_pages);
+      const int slot = (next_kv_tile * kWarpTokens + token) % kPageSize;
+      const unsigned char* source = exists ? rows.row_of(page, slot) + offset + at : rows.rows;
+      const u32 target = shared_address(stage_ptr) + token * kStageRowBytes + at;
+      if constexpr (kCopyBytes == kChunkBytes) {
+        cp_async_cg_16(target, source, exists ? kChunkBytes : 0);
+      } else {
+        cp_async_ca_8(target, source, exists ? 8 : 0);
+      }
+    }
+  }
+
+  // Issues the copies of the next stage, if there is one. Always commits a cp.async group, so that
+  // the number of groups to wait for is constant.
+  __device__ void load_next(SharedMemoryPlan& smem) {
+    if (next_kv_tile < work.end_kv_tile) {
+      unsigned char* stage_ptr = stage_of(smem, next_stage);
+      if (next_stage % 2 == 0) {
+        const PagedRows keys{params.key_cache + work.kv_head * params.key_head_stride,
+                             params.key_page_stride, params.key_token_stride};
+        copy_rows<kStoredBytes>(keys, 0, stage_ptr);
+      } else {
+        const PagedRows values{params.value_cache + work.kv_head * params.value_head_stride,
+                               params.value_page_stride, params.value_token_stride};
+        constexpr int kSliceBytes = kStoredBytes / kSlices;
+        copy_rows<kSliceBytes>(values, work.slice * kSliceBytes, stage_ptr);
+        next_kv_tile += kWarps;
+        lane_page = next_lane_page;
+        next_lane_page = load_lane_page(next_kv_tile + kWarps);
+      }
+      ++next_stage;
+    }
+    cp_async_commit_group();
+  }
+};
+
+// Loads the CTA's query rows into shared memory.
+
+__device__ inline void load_q(const Params& params, const Work& work, SharedMemoryPlan& smem) {
+  constexpr int kChunks = kHeadDim * 2 / kChunkBytes;
+  for (int i = static_cast<int>(threadIdx.x); i < kBlockM * kChunks; i += kThreads) {
+    const int row = i / kChunks;
+    const int chunk = i % kChunks;
+    Chunk value{};
+    if (row < work.rows) {
+      const i64 query = work.first_query + work.query_of(params, row);
+      const u16* source = params.query + query * params.query_stride +
+                          work.head_of(params, row) * params.query_head_stride;
+      value = reinterpret_cast<const Chunk*>(source)[chunk];
+    }
+    *reinterpret_cast<Chunk*>(smem.query + row * kRowBytes + chunk * kChunkBytes) = value;
+  }
+}
+
+// Rescale threshold of the online softmax of the sm80 families (FA4 "conditional rescaling").
+
+// P is relative to a stale row max, which moves only when a score exceeds it by this much (base-2
+// exponent). Warps then need no common max per tile, O is rarely rescaled, and no element of P
+// exceeds 2^8, which fp16 represents.
+constexpr float kRescaleThreshold = 8.0f;
+
+// Quad reductions: the four adjacent lanes that hold a row of an MMA accumulator.
+
+__device__ inline float quad_reduce_max(float value) {
+  value = fmaxf(value, __shfl_xor_sync(~0u, value, 1));
+  return fmaxf(value, __shfl_xor_sync(~0u, value, 2));
+}
+
+__device__ inline float quad_reduce_min(float value) {
+  value = fminf(value, __shfl_xor_sync(~0u, value, 1));
+  return fminf(value, __shfl_xor_sync(~0u, value, 2));
+}
+
+__device__ inline float quad_reduce_sum(float value) {
+  value += __shfl_xor_sync(~0u, value, 1);
+  return value + __shfl_xor_sync(~0u, value, 2);
+}
+
+// Softmax scale: the factor of the scores Q K^T, natural base.
+
+__device__ inline float score_scale(const Params& params) {
+  const float scale = value_of(params.bmm1_scale_tensor, params.bmm1_scale);
+  return params.scores_take_bmm2 ? scale * value_of(params.bmm2_scale_tensor, params.bmm2_scale)
+                                 : scale;
+}
+
+// Online softmax over the KV tiles of one warp.
+
+// P of a KV tile, rounded, as the A fragments of the PV GEMM: rows and tokens as in Scores.
+using Probabilities = u32[kRowGroups][4];
+
+// Four lanes share a row. Row sums cover this lane's tokens only, of P as rounded for the PV GEMM.
+struct Softmax {
+  float scale;  // softmax scale times log2(e)
+  float row_max[kRowGroups][2];  // base 2
+  float row_sum[kRowGroups][2];
+
+  __device__ explicit Softmax(const Params& params)
+      : scale(score_scale(params) * params.score_factor * kLog2E) {
+#pragma unroll
+    for (int m = 0; m < kRowGroups; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        row_max[m][half] = -kInfinity;
+        row_sum[m][half] = 0.0f;
+      }
+    }
+  }
+
+  // Turns S into base-2 scores, minus infinity where masked: a select, not arithmetic, because the
+  // masked score may be NaN.
+  __device__ void scale_and_mask(const Params& params, const Work& work, int first_token,
+                                 bool has_boundary, Scores& scores) const {
+#pragma unroll
+    for (int m = 0; m < kRowGroups; ++m) {
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const float score = __fmul_rn(scores[m][n][e], scale);
+          const bool attends = !has_boundary || work.attends(params, score_row(m, e / 2),
+                                                             first_token + score_token(n, e % 2));
+          scores[m][n][e] = attends ? score : -kInfinity;
+        }
+      }
+    }
+  }
+
+  // Whether a score of this warp exceeds its row max by more than the rescale threshold, as the
+  // first score of a row always does.
+  __device__ bool exceeds_threshold(const Scores& scores) const {
+    bool exceeds = false;
+#pragma unroll
+    for (int m = 0; m < kRowGroups; ++m) {
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          exceeds |= scores[m][n][e] - row_max[m][e / 2] > kRescaleThreshold;
+        }
+      }
+    }
+    return __any_sync(~0u, exceeds);
+  }
+
+  // Updates the row max of every row that exceeds the threshold, and rescales its sum and O.
+  __device__ void update_row_max(const Scores& scores, Output& output) {
+#pragma unroll
+    for (int m = 0; m < kRowGroups; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float tile_max = fmaxf(fmaxf(scores[m][0][half * 2], scores[m][0][half * 2 + 1]),
+                               fmaxf(scores[m][1][half * 2], scores[m][1][half * 2 + 1]));
+        tile_max = quad_reduce_max(tile_max);
+        if (!(tile_max - row_max[m][half] > kRescaleThreshold)) continue;
+        const float rescale = ex2_approx(row_max[m][half] - tile_max);
+        row_max[m][half] = tile_max;
+        row_sum[m][half] *= rescale;
+        rescale_output(m, half, rescale, output);
+      }
+    }
+  }
+
+  // P relative to the current row max, and the row sums.
+  __device__ void compute_probabilities(const Scores& scores, Probabilities& probabilities) {
+#pragma unroll
+    for (int m = 0; m < kRowGroups; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+          const float low = probability(scores[m][n][half * 2], row_max[m][half]);
+          const float high = probability(scores[m][n][half * 2 + 1], row_max[m][half]);
+          const u32 packed = cvt_rn_x2_f32(Element{}, high, low);
+          row_sum[m][half] += cvt_f32(Element{}, static_cast<u16>(packed)) +
+                              cvt_f32(Element{}, static_cast<u16>(packed >> 16));
+          probabilities[m][n * 2 + half] = packed;
+        }
+      }
+    }
+  }
+
+  __device__ static float probability(float score, float row_max) {
+    return score == -kInfinity ? 0.0f : ex2_approx(score - row_max);
+  }
+
+  // Publishes row max and row sum of this warp in shared memory.
+  __device__ void publish(SharedMemoryPlan& smem) {
+#pragma unroll
+    for (int m = 0; m < kRowGroups; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        row_sum[m][half] = quad_reduce_sum(row_sum[m][half]);
+        if (lane_index() % 4 != 0) continue;
+        smem.row_max[warp_index()][score_row(m, half)] = row_max[m][half];
+        smem.row_sum[warp_index()][score_row(m, half)] = row_sum[m][half];
+      }
+    }
+  }
+};
+
+// PV GEMM of one KV tile: O += P V.
+
+// Adds the tokens of the tile that are masked for some rows only to the rows that attend to them,
+// and zeroes their V: 0 x NaN is NaN, so a masked V must not reach the tensor core.
+__device__ inline void pv_gemm_boundary(const Params& params, const Work& work, int first_token,
+                                        const Probabilities& probabilities, unsigned char* tokens,
+                                        SharedMemoryPlan& smem, Output& output) {
+  auto& p = smem.probabilities[warp_index()];
+#pragma unroll
+  for (int m = 0; m < kRowGroups; ++m) {
+#pragma unroll
+    for (int word = 0; word < 4; ++word) {
+      const u32 packed = probabilities[m][word];
+      float* pair = &p[score_row(m, word % 2)][score_token(word / 2, 0)];
+      pair[0] = cvt_f32(Element{}, static_cast<u16>(packed));
+      pair[1] = cvt_f32(Element{}, static_cast<u16>(packed >> 16));
+    }
+  }
+  __syncwarp();
+  // Not unrolled: a rare path must not take registers from the main loop.
+#pragma unroll 1
+  for (int token = 0; token < kWarpTokens; ++token) {
+    const int token_idx = first_token + token;
+    if (token_idx >= work.unmasked_kv_begin && token_idx < work.unmasked_kv_end) continue;
+    u32* row = reinterpret_cast<u32*>(tokens + token * kRowBytes);
+#pragma unroll
+    for (int m = 0; m < kRowGroups; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        if (!work.attends(params, score_row(m, half), token_idx)) continue;
+        const float weight = p[score_row(m, half)][token];
+#pragma unroll
+        for (int n = 0; n < kSliceDims / 8; ++n) {
+          const u32 pair = row[output_dim(n, 0) / 2];
+          output[m][n][half * 2] += weight * cvt_f32(Element{}, static_cast<u16>(pair));
+          output[m][n][half * 2 + 1] += weight * cvt_f32(Element{}, static_cast<u16>(pair >> 16));
+        }
+      }
+    }
+    __syncwarp();
+    for (int word = lane_index(); word < kSliceDims / 2; word += kWarpLanes) row[word] = 0;
+  }
+  __syncwarp();
+}
+
+__device__ inline void pv_gemm(const Probabilities& probabilities, const unsigned char* tokens,
+                               Output& output) {
+  const int lane = lane_index();
+  const u32 values = shared_address(tokens) + lane % 16 * kRowBytes + lane / 16 * kChunkBytes;
+#pragma unroll
+  for (int n = 0; n < kSliceDims / 8; n += 2) {
+    u32 v[4];
+    ldmatrix_x4_trans(v, values + n * kChunkBytes);
+#pragma unroll
+    for (int m = 0; m < kRowGroups; ++m) {
+      mma_m16n8k16(Element{}, output[m][n], probabilities[m], v[0], v[1]);
+      mma_m16n8k16(Element{}, output[m][n + 1], probabilities[m], v[2], v[3]);
+    }
+  }
+}
+
+// PTX ISA, "Data Movement and Conversion Instructions: cvt". Needs sm_89.
+
+// cvt.rn.f16x2.e4m3x2
+__device__ inline u32 cvt_rn_f16x2_e4m3x2(u16 pair) {
+  u32 value;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(value) : "h"(pair));
+  return value;
+}
+
+// cvt.rn.f16x2.e4m3x2
+// Of the upper half of a word, which need not be shifted for it.
+__device__ inline u32 cvt_rn_f16x2_e4m3x2_high(u32 word) {
+  u32 value;
+  asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; cvt.rn.f16x2.e4m3x2 %0, high;}"
+      : "=r"(value)
+      : "r"(word));
+  return value;
+}
+
+// cvt.rn.satfinite.e4m3x2.f32
+__device__ inline u16 cvt_rn_satfinite_e4m3x2_f32(float high, float low) {
+  u16 pair;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+
+// FP8 (e4m3) pair conversions by `cvt`.
+
+__device__ inline u32 fp16x2_of_e4m3x2(u32 pair) {
+  return cvt_rn_f16x2_e4m3x2(static_cast<u16>(pair));
+}
+
+// The pair in the upper half of a word.
+__device__ inline u32 fp16x2_of_high_e4m3x2(u32 word) { return cvt_rn_f16x2_e4m3x2_high(word); }
+
+__device__ inline u32 e4m3x2_of_f32(float high, float low) {
+  return cvt_rn_satfinite_e4m3x2_f32(high, low);
+}
+
+// FP8 dequantisation: stored e4m3 to the element type of the MMA.
+
+// Converts pair `pair` of 16 elements to fp16.
+__device__ inline u32 decode_pair(const Chunk& stored, int pair) {
+  const u32 word = stored.words[pair / 2];
+  return pair % 2 == 0 ? fp16x2_of_e4m3x2(word & 0xffff) : fp16x2_of_high_e4m3x2(word);
+}
+
+// Sixteen elements times `scale`, with one rounding.
+template <typename Target>
+__device__ inline void decode_e4m3(Target target, const Chunk& stored, float scale,
+                                   Chunk (&decoded)[2]) {
+#pragma unroll
+  for (int pair = 0; pair < 8; ++pair) {
+    const u32 fp16x2 = decode_pair(stored, pair);
+    const float low = cvt_f32(Fp16{}, static_cast<u16>(fp16x2));
+    const float high = cvt_f32(Fp16{}, static_cast<u16>(fp16x2 >> 16));
+    decoded[pair / 4].words[pair % 4] = cvt_rn_x2_f32(target, high * scale, low * scale);
+  }
+}
+
+// Sixteen elements unscaled: fp16 and bf16 both represent every e4m3 value.
+template <typename Target>
+__device__ inline void decode_e4m3(Target target, const Chunk& stored, Chunk (&decoded)[2]) {
+  if constexpr (kIsSame<Target, Fp16>) {
+#pragma unroll
+    for (int pair = 0; pair < 8; ++pair) {
+      decoded[pair / 4].words[pair % 4] = decode_pair(stored, pair);
+    }
+  } else {
+    decode_e4m3(target, stored, 1.0f, decoded);
+  }
+}
+
+// Eight bf16 elements times `scale`.
+template <typename Target>
+__device__ inline Chunk decode_bf16(Target target, const Chunk& stored, float scale) {
+  Chunk decoded;
+#pragma unroll
+  for (int word = 0; word < 4; ++word) {
+    const float low = cvt_f32(Bf16{}, static_cast<u16>(stored.words[word]));
+    const float high = cvt_f32(Bf16{}, static_cast<u16>(stored.words[word] >> 16));
+    decoded.words[word] = cvt_rn_x2_f32(target, high * scale, low * scale);
+  }
+  return decoded;
+}
+
+// Dequantisation of an FP8 (e4m3) KV cache; it has no per-token scales.
+
+struct TokenScales {};
+
+__device__ inline void dequant_elements(const unsigned char* row, const TokenScales&, int,
+                                        int scale_group, Chunk (&decoded)[2]) {
+  decode_e4m3(Element{}, reinterpret_cast<const Chunk*>(row)[scale_group], decoded);
+}
+
+__device__ inline TokenScales scales_of(const Params&, const Work&, int, int, const int*) {
+  return {};
+}
+
+// Dequantisation of a K or V tile: from the stored dtype to the element type of the MMA.
+
+// Dequantises the first `kDims` elements of every row, 16 at a time.
+template <int kDims>
+__device__ inline void dequant_tokens(const unsigned char* stage_ptr, const TokenScales& scales,
+                                      unsigned char* tokens) {
+  constexpr int kScaleGroups = kDims / 16;
+#pragma unroll 2
+  for (int first = 0; first < kWarpTokens * kScaleGroups; first += kWarpLanes) {
+    const int group_idx = first + lane_index();
+    const int token = group_idx / kScaleGroups;
+    const int scale_group = group_idx % kScaleGroups;
+    if (token >= kWarpTokens) continue;
+    Chunk decoded[2];
+    dequant_elements(stage_ptr + token * kStageRowBytes, scales, token, scale_group, decoded);
+    Chunk* target =
+        reinterpret_cast<Chunk*>(tokens + token * kRowBytes + scale_group * 2 * kChunkBytes);
+    target[0] = decoded[0];
+    target[1] = decoded[1];
+  }
+}
+
+// Waits for the next stage of this warp, dequantises the first `kDims` elements of its rows if need
+// be, and issues the copy into the stage that is free by then.
+template <int kDims>
+__device__ inline unsigned char* next_kv(const Params& params, const Work& work, int stage_idx,
+                                         int kv_tile, KvLoader& loader, SharedMemoryPlan& smem) {
+  cp_async_wait_group<kStagesAhead - 1>();
+  __syncwarp();  // the stage is visible to all lanes, and all are done with the previous one
+  const TokenScales scales = scales_of(params, work, stage_idx, kv_tile, loader.table);
+  dequant_tokens<kDims>(stage_of(smem, stage_idx), scales, tokens_of(smem, stage_idx));
+  __syncwarp();  // the dequantised tile is complete, and its stage is free
+  loader.load_next(smem);
+  return tokens_of(smem, stage_idx);
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
+    gqa_sm80(const __grid_constant__ Params params) {
+  SharedMemoryPlan& smem = shared_memory<SharedMemoryPlan>();
+  pdl_wait();
+  const Work cta_work = find_work(params);
+  if (cta_work.rows <= 0) return;
+  if (threadIdx.x == 0) smem.work = cta_work;
+  __syncthreads();
+
+  const Work& work = smem.work;
+  KvLoader loader(params, work);
+#pragma unroll 1
+  for (int stage = 0; stage < kStagesAhead; ++stage) loader.load_next(smem);
+  load_q(params, work, smem);
+  __syncthreads();
+
+  RegisterQuery query(smem);
+  Softmax softmax(params);
+  Output output;
+  clear_output(output);
+  int stage_idx = 0;
+#pragma unroll 1
+  for (int kv_tile = work.first_kv_tile + warp_index(); kv_tile < work.end_kv_tile;
+       kv_tile += kWarps) {
+    const int first_token = kv_tile * kWarpTokens;
+    const bool has_boundary =
+        first_token < work.unmasked_kv_begin || first_token + kWarpTokens > work.unmasked_kv_end;
+    unsigned char* keys = next_kv<kHeadDim>(params, work, stage_idx++, kv_tile, loader, smem);
+    Scores scores;
+    qk_gemm(smem, query, keys, scores);
+    softmax.scale_and_mask(params, work, first_token, has_boundary, scores);
+    if (softmax.exceeds_threshold(scores)) softmax.update_row_max(scores, output);
+    Probabilities probabilities;
+    softmax.compute_probabilities(scores, probabilities);
+
+    unsigned char* values = next_kv<kSliceDims>(params, work, stage_idx++, kv_tile, loader, smem);
+    if (has_boundary) {
+      pv_gemm_boundary(params, work, first_token, probabilities, values, smem, output);
+    }
+    pv_gemm(probabilities, values, output);
+  }
+
+  pdl_launch_dependents();
+  cp_async_wait_group<0>();
+  softmax.publish(smem);
+  combine_warps(smem, output);
+  finish_rows(params, work, smem);
+  store_output(params, work, smem);
+}

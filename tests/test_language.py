@@ -1,0 +1,157 @@
+"""Retired names stay retired: code uses the terms of `docs/reference/glossary.md`.
+
+`retired_names.tsv` has a row for each word, the word to use instead and where it is forbidden:
+
+- `all`, `templates`: an identifier, in code, comments and file names of all trees or of templates,
+- `types`: the name of a type in templates, as a word plain English,
+- `files`: the name of a file or folder, as a word plain English,
+- `text`: a regular expression that matches anywhere in a line, in upper or lower case.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+GLOSSARY = ROOT / "docs/reference/glossary.md"
+TREES = ("templates", "mlagen", "cache_tools")
+SUFFIXES = {".cuh", ".j2", ".md", ".py"}
+WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+TYPE = re.compile(r"\b(?:class|struct|enum)\s+(\w+)")
+
+Names = dict[str, str]  # each retired name with the one to use instead
+
+
+@cache
+def retired() -> dict[str, Names]:
+    """Return the retired names of each place."""
+    places: dict[str, Names] = {}
+    with Path(__file__).with_name("retired_names.tsv").open(encoding="utf-8") as rows:
+        for row in csv.DictReader(rows, delimiter="\t", quoting=csv.QUOTE_NONE, strict=True):
+            names = places.setdefault(row["where"], {})
+            assert row["retired"] not in names, f"{row['retired']} has two rows"
+            names[row["retired"]] = row["instead"]
+    return places
+
+
+def names_in(tree: str) -> Names:
+    """Return the retired identifiers of a tree."""
+    return retired()["all"] | (retired()["templates"] if tree == "templates" else {})
+
+
+def found_in_path(path: Path) -> Iterator[tuple[str, str]]:
+    """Yield what is retired in the name of a file or folder, and what to use instead."""
+    names = names_in(path.parts[0]) | retired()["files"]
+    for part in path.parts:
+        for word in part.split(".")[0].split("-"):
+            if word in names:
+                yield word, names[word]
+            for pattern, instead in retired()["text"].items():
+                if match := re.search(pattern, word, re.IGNORECASE):
+                    yield match[0], instead
+
+
+def found_in_line(line: str, tree: str) -> Iterator[tuple[str, str]]:
+    """Yield what is retired in a line, and what to use instead."""
+    names = names_in(tree)
+    types = retired()["types"] if tree == "templates" else {}
+    for match in WORD.finditer(line):
+        if match[0] in names:
+            yield match[0], names[match[0]]
+    for match in TYPE.finditer(line):
+        if match[1] in types:
+            yield match[1], types[match[1]]
+    for pattern, instead in retired()["text"].items():
+        for match in re.finditer(pattern, line, re.IGNORECASE):
+            yield match[0], instead
+
+
+def found_in_tree(tree: str, root: Path) -> Iterator[str]:
+    """Yield each use of a retired name below a folder of ``root``, with file and line."""
+    for file in sorted((root / tree).rglob("*")):
+        if file.suffix not in SUFFIXES:
+            continue
+        path = file.relative_to(root)
+        for word, instead in found_in_path(path):
+            yield f"{path}: its name has {word!r}, use {instead!r}"
+        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+            for word, instead in found_in_line(line, tree):
+                yield f"{path}:{number}: {word!r}, use {instead!r}"
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_no_retired_name_is_used(tree: str) -> None:
+    """Every file has the field's names, and a retired one is reported with file and line."""
+    assert any((ROOT / tree).iterdir())
+    assert not (found := list(found_in_tree(tree, ROOT))), "\n".join(found)
+
+
+def test_what_to_use_instead_is_not_retired() -> None:
+    """No row sends the reader to a name, or to a word, that another row forbids."""
+    for where, names in retired().items():
+        tree = "templates" if where in {"templates", "types"} else "mlagen"
+        for old, new in names.items():
+            assert not list(found_in_line(new, tree)), f"{old} -> {new}"
+
+
+def test_every_row_has_a_known_place() -> None:
+    """A row whose place is misspelled would forbid nothing."""
+    assert set(retired()) == {"all", "templates", "types", "files", "text"}
+    assert all(
+        old and new and old != new for names in retired().values() for old, new in names.items()
+    )
+
+
+def test_the_glossary_names_what_exists() -> None:
+    """Each name in the second column of the glossary is a word of the code."""
+    files = [file for tree in TREES for file in (ROOT / tree).rglob("*") if file.suffix in SUFFIXES]
+    known = {word for file in files for word in WORD.findall(file.read_text(encoding="utf-8"))}
+    rows = re.findall(r"^\|[^|]*\|([^|]*)\|", GLOSSARY.read_text(encoding="utf-8"), re.MULTILINE)
+    names = [name for row in rows for name in re.findall(r"`([^`]+)`", row)]
+    assert names
+    assert not [name for name in names if not set(WORD.findall(name)) <= known]
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "report"),
+    [
+        ("mlagen/plan.py", "x = is_narrow", ":2: 'is_narrow', use 'swap_ab'"),
+        ("mlagen/plan.py", "# Nobody reads it.", ":2: 'Nobody', use 'no reader, no process'"),
+        ("mlagen/plan.py", "_MOST_ROWS = 4", ":2: '_MOST_', use 'max_'"),
+        ("mlagen/apart.py", "", ": its name has 'apart', use 'nvrtc_process'"),
+        ("templates/x/kept_spans.cuh", "", ": its name has 'kept_span', use 'sched_meta_cache'"),
+        ("templates/a.cuh", "return wait_for(b);", ":2: 'wait_for', use 'wait'"),
+        ("templates/a.cuh", "struct Span {", ":2: 'Span', use 'ScheduleRange'"),
+        ("cache_tools/a.py", "open_doors()", ":2: 'doors', use 'entry point'"),
+    ],
+)
+def test_a_retired_name_is_found(name: str, line: str, report: str, tmp_path: Path) -> None:
+    """Identifiers, types, file names and words are each found where they are forbidden."""
+    file = tmp_path / name
+    file.parent.mkdir(parents=True)
+    file.write_text(f"first\n{line}\n")
+    assert f"{name}{report}" in list(found_in_tree(Path(name).parts[0], tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("mlagen/plan.py", "at_least_one = narrow = span  # a word of English is no identifier"),
+        ("mlagen/plan.py", "condition.wait_for(items)  # threading's own word"),
+        ("mlagen/plan.py", "class Span:"),
+        ("mlagen/decode.py", "sparse_mla_top_k = cum_seq_lens_q  # FlashInfer's words"),
+        ("templates/a.cuh", "const Span = 1;  // a span, an item, a block, an owner"),
+    ],
+)
+def test_a_word_that_remains_is_not_found(name: str, line: str, tmp_path: Path) -> None:
+    """Plain English and the words of other APIs are not retired."""
+    file = tmp_path / name
+    file.parent.mkdir(parents=True)
+    file.write_text(line)
+    assert not list(found_in_tree(Path(name).parts[0], tmp_path))
